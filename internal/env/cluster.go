@@ -1,0 +1,4 @@
+package env
+
+// clusterVars are the variables of package cluster and `chorus run`.
+var clusterVars = []*Var{}

@@ -1,0 +1,77 @@
+// Package env is the registry of the environment variables that Chorus reads:
+// each is declared once, with its default and its meaning, and
+// docs/ENVIRONMENT.md is generated from the declarations.
+package env
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// A Var is one declared variable. The zero value is not useful; declare one
+// with String, Int, Duration or Bool, as a package variable in this package.
+type Var struct {
+	Name    string
+	Type    string // "text", "number", "duration", "yes/no"
+	Default string // as a user would write it; "" means unset
+	Meaning string // one sentence for docs/ENVIRONMENT.md
+}
+
+// Value returns what the environment has, or the default.
+func (v *Var) Value() string {
+	if s, ok := os.LookupEnv(v.Name); ok {
+		return s
+	}
+	return v.Default
+}
+
+// IsSet reports whether the environment has the variable.
+func (v *Var) IsSet() bool { _, ok := os.LookupEnv(v.Name); return ok }
+
+// Int returns the value as a number.
+func (v *Var) Int() (int, error) {
+	n, err := strconv.Atoi(strings.TrimSpace(v.Value()))
+	if err != nil {
+		return 0, &ValueError{Name: v.Name, Value: v.Value(), Want: "a whole number"}
+	}
+	return n, nil
+}
+
+// Uint64 returns the value as an unsigned number.
+func (v *Var) Uint64() (uint64, error) {
+	n, err := strconv.ParseUint(strings.TrimSpace(v.Value()), 0, 64)
+	if err != nil {
+		return 0, &ValueError{Name: v.Name, Value: v.Value(), Want: "a number of at most 64 bits"}
+	}
+	return n, nil
+}
+
+// Duration returns the value as a duration such as 30s.
+func (v *Var) Duration() (time.Duration, error) {
+	d, err := time.ParseDuration(strings.TrimSpace(v.Value()))
+	if err != nil {
+		return 0, &ValueError{Name: v.Name, Value: v.Value(), Want: "a duration such as 30s"}
+	}
+	return d, nil
+}
+
+// OneOf returns the value if it is one of the words, which the error lists
+// otherwise.
+func (v *Var) OneOf(words ...string) (string, error) {
+	s := v.Value()
+	if !slices.Contains(words, s) {
+		return "", &ValueError{Name: v.Name, Value: s, Want: "one of " + strings.Join(words, ", ")}
+	}
+	return s, nil
+}
+
+// A ValueError says which variable has a value that cannot be used.
+type ValueError struct{ Name, Value, Want string }
+
+func (e *ValueError) Error() string {
+	return fmt.Sprintf("env: %s=%q: want %s", e.Name, e.Value, e.Want)
+}

@@ -1,0 +1,30 @@
+package env
+
+// Every variable that Chorus reads. A new one is declared here and nowhere
+// else; `make generate` writes docs/ENVIRONMENT.md from All.
+var (
+	Backend = &Var{"CHORUS_BACKEND", "text", "auto",
+		"Which devices to use: `cuda`, `virtual`, or `auto`, which is CUDA or an error. `chorus` and the examples fall back to virtual devices under `auto` and say so."}
+	VirtualDevices = &Var{"CHORUS_VIRTUAL_DEVICES", "number", "4",
+		"How many virtual devices there are, 1 to 64."}
+	VirtualSeed = &Var{"CHORUS_VIRTUAL_SEED", "number", "",
+		"The seed from which virtual streams draw their delays; unset means a new one for each process, named in every report of a failure."}
+	VirtualFaults = &Var{"CHORUS_VIRTUAL_FAULTS", "text", "",
+		"A fault plan for virtual devices: comma-separated `call#n=status` (the nth call fails), `hang@call#n`, `lose@call#n` (the process is killed there)."}
+	RequireGPU = &Var{"CHORUS_REQUIRE_GPU", "number", "0",
+		"Tests: how many GPUs this machine must have. A test that would be skipped for want of a GPU fails instead."}
+	LibCUDA = &Var{"CHORUS_LIBCUDA", "text", "",
+		"Path of libcuda.so to use instead of searching for it."}
+	LibNCCL = &Var{"CHORUS_LIBNCCL", "text", "",
+		"Path of libnccl.so to use instead of searching for it."}
+	LibNVRTC = &Var{"CHORUS_LIBNVRTC", "text", "",
+		"Path of libnvrtc.so to use instead of searching for it."}
+	LibCUBLAS = &Var{"CHORUS_LIBCUBLAS", "text", "",
+		"Path of libcublas.so to use instead of searching for it."}
+)
+
+// All lists the declared variables in the order of docs/ENVIRONMENT.md.
+func All() []*Var {
+	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, RequireGPU,
+		LibCUDA, LibNCCL, LibNVRTC, LibCUBLAS}, clusterVars...)
+}

@@ -1,0 +1,68 @@
+package cudadrv
+
+import "unsafe"
+
+// Driver is the part of the CUDA driver API that Chorus uses.
+//
+// Calls marked "free" need no current context. A backend may refuse any other
+// call with ErrorInvalidContext when the calling OS thread has not bound one
+// with CtxSetCurrent since its previous call.
+type Driver interface {
+	Init() Result                             // free
+	DriverGetVersion() (int32, Result)        // free; 13000 is CUDA 13.0
+	DeviceGetCount() (int32, Result)          // free
+	DeviceGet(ordinal int32) (Device, Result) // free
+	DeviceGetName(d Device) (string, Result)  // free
+	DeviceGetUUID(d Device) (UUID, Result)    // free
+	DeviceGetAttribute(a Attribute, d Device) (int32, Result)
+	DeviceTotalMem(d Device) (uintptr, Result)                             // free
+	DeviceGetPCIBusID(d Device) (string, Result)                           // free
+	DeviceCanAccessPeer(d, peer Device) (int32, Result)                    // free
+	DeviceGetDefaultMemPool(d Device) (MemPool, Result)                    // free
+	DevicePrimaryCtxRetain(d Device) (Context, Result)                     // free
+	DevicePrimaryCtxRelease(d Device) Result                               // free
+	CtxSetCurrent(c Context) Result                                        // free
+	CtxGetCurrent() (Context, Result)                                      // free
+	DeviceGetP2PAttribute(a P2PAttribute, src, dst Device) (int32, Result) // free
+
+	CtxSynchronize() Result
+	CtxGetStreamPriorityRange() (least, greatest int32, r Result)
+	CtxEnablePeerAccess(peer Context, flags uint32) Result
+
+	MemGetInfo() (free, total uintptr, r Result)
+	MemAlloc(bytes uintptr) (DevicePtr, Result)
+	MemFree(p DevicePtr) Result
+	MemAllocAsync(bytes uintptr, s Stream) (DevicePtr, Result)
+	MemFreeAsync(p DevicePtr, s Stream) Result
+	MemPoolSetAttribute(p MemPool, attr int32, value uint64) Result // free
+	MemPoolSetAccess(p MemPool, peer Device) Result                 // free; read and write for one device
+	MemPoolTrimTo(p MemPool, keep uintptr) Result                   // free
+	MemHostAlloc(bytes uintptr, flags uint32) (unsafe.Pointer, Result)
+	MemFreeHost(p unsafe.Pointer) Result
+
+	MemcpyHtoDAsync(dst DevicePtr, src unsafe.Pointer, bytes uintptr, s Stream) Result
+	MemcpyDtoHAsync(dst unsafe.Pointer, src DevicePtr, bytes uintptr, s Stream) Result
+	MemcpyDtoDAsync(dst, src DevicePtr, bytes uintptr, s Stream) Result
+	MemcpyPeerAsync(dst DevicePtr, dstCtx Context, src DevicePtr, srcCtx Context, bytes uintptr, s Stream) Result
+	MemsetD8Async(dst DevicePtr, value uint8, count uintptr, s Stream) Result
+
+	StreamCreateWithPriority(flags uint32, priority int32) (Stream, Result)
+	StreamDestroy(s Stream) Result
+	StreamSynchronize(s Stream) Result
+	StreamQuery(s Stream) Result
+	StreamWaitEvent(s Stream, e Event, flags uint32) Result
+
+	EventCreate(flags uint32) (Event, Result)
+	EventDestroy(e Event) Result
+	EventRecord(e Event, s Stream) Result
+	EventQuery(e Event) Result
+	EventSynchronize(e Event) Result
+	EventElapsedTime(start, end Event) (milliseconds float32, r Result)
+
+	ModuleLoadData(image []byte) (Module, Result)
+	ModuleUnload(m Module) Result
+	ModuleGetFunction(m Module, name string) (Function, Result)
+	// LaunchKernel's params points at an array with the address of each
+	// parameter's value; both are read before it returns.
+	LaunchKernel(f Function, grid, block [3]uint32, sharedBytes uint32, s Stream, params unsafe.Pointer) Result
+}

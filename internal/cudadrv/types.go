@@ -1,0 +1,65 @@
+package cudadrv
+
+// Handles and addresses as the driver gives them out. They are integers and not
+// pointers: the garbage collector has no business with any of them.
+type (
+	Device    int32
+	Context   uintptr
+	Stream    uintptr
+	Event     uintptr
+	Module    uintptr
+	Function  uintptr
+	MemPool   uintptr
+	DevicePtr uint64
+)
+
+// UUID is CUuuid.
+type UUID [16]byte
+
+// Attribute is CUdevice_attribute.
+type Attribute int32
+
+// P2PAttribute is CUdevice_P2PAttribute.
+type P2PAttribute int32
+
+// Flags of the creating calls, with the values of cuda.h.
+const (
+	StreamDefault     uint32 = 0
+	StreamNonBlocking uint32 = 1
+
+	EventDefault       uint32 = 0
+	EventBlockingSync  uint32 = 1
+	EventDisableTiming uint32 = 2
+	EventInterprocess  uint32 = 4
+
+	MemHostAllocPortable uint32 = 1
+
+	MemPoolAttrReleaseThreshold int32 = 4
+)
+
+// The device attributes that Chorus reads.
+const (
+	AttrMaxThreadsPerBlock          Attribute = 1
+	AttrMaxSharedMemoryPerBlock     Attribute = 8
+	AttrWarpSize                    Attribute = 10
+	AttrClockRate                   Attribute = 13
+	AttrMultiprocessorCount         Attribute = 16
+	AttrPCIBusID                    Attribute = 33
+	AttrPCIDeviceID                 Attribute = 34
+	AttrMemoryClockRate             Attribute = 36
+	AttrGlobalMemoryBusWidth        Attribute = 37
+	AttrL2CacheSize                 Attribute = 38
+	AttrMaxThreadsPerMultiprocessor Attribute = 39
+	AttrPCIDomainID                 Attribute = 50
+	AttrComputeCapabilityMajor      Attribute = 75
+	AttrComputeCapabilityMinor      Attribute = 76
+	AttrMaxSharedMemoryPerSM        Attribute = 81
+	AttrMemoryPoolsSupported        Attribute = 115
+)
+
+// The peer attributes that Chorus reads.
+const (
+	P2PPerformanceRank P2PAttribute = 1
+	P2PAccessSupported P2PAttribute = 2
+	P2PNativeAtomics   P2PAttribute = 3
+)

@@ -1,0 +1,106 @@
+package ncclapi
+
+import "math"
+
+// DType is ncclDataType_t.
+type DType int32
+
+// The element types, with the values of nccl.h.
+const (
+	Int8 DType = iota
+	Uint8
+	Int32
+	Uint32
+	Int64
+	Uint64
+	Float16
+	Float32
+	Float64
+	BFloat16
+	Float8E4M3
+	Float8E5M2
+)
+
+// Size is the width of one element in bytes, or 0 for an unknown type.
+func (t DType) Size() uintptr {
+	switch t {
+	case Int8, Uint8, Float8E4M3, Float8E5M2:
+		return 1
+	case Float16, BFloat16:
+		return 2
+	case Int32, Uint32, Float32:
+		return 4
+	case Int64, Uint64, Float64:
+		return 8
+	}
+	return 0
+}
+
+// RedOp is ncclRedOp_t. Values of 5 and above are made by RedOpCreatePreMulSum.
+type RedOp int32
+
+// The reductions, with the values of nccl.h.
+const (
+	Sum RedOp = iota
+	Prod
+	Max
+	Min
+	Avg
+)
+
+// Where the scalar of RedOpCreatePreMulSum lives.
+const (
+	ScalarDevice        int32 = 0
+	ScalarHostImmediate int32 = 1
+)
+
+// Flags of CommShrink and CommWindowRegister.
+const (
+	ShrinkDefault       int32 = 0
+	ShrinkAbort         int32 = 1
+	WindowDefault       int32 = 0
+	WindowCollSymmetric int32 = 1
+)
+
+// Undefined is NCCL_CONFIG_UNDEF_INT: the library chooses.
+const Undefined = math.MinInt32
+
+const (
+	configMagic  = 0xcafebeef
+	simInfoMagic = 0x74685283
+)
+
+// Config is ncclConfig_t in its newest known layout. The layout only ever
+// grows; Stamp sets how much of it the loaded library is told about.
+type Config struct {
+	Size                uintptr
+	Magic               uint32
+	Version             uint32
+	Blocking            int32
+	CGAClusterSize      int32
+	MinCTAs             int32
+	MaxCTAs             int32
+	NetName             *byte
+	SplitShare          int32
+	TrafficClass        int32
+	CommName            *byte
+	CollnetEnable       int32
+	CTAPolicy           int32
+	ShrinkShare         int32
+	NVLSCTAs            int32
+	NChannelsPerNetPeer int32
+	NVLinkCentricSched  int32
+	GraphUsageMode      int32 // 2.29
+	NumRMACtx           int32 // 2.29
+	MaxP2PPeers         int32 // 2.30
+	GraphStreamOrdering int32 // 2.30
+}
+
+// SimInfo is ncclSimInfo_t.
+type SimInfo struct {
+	Size          uintptr
+	Magic         uint32
+	Version       uint32
+	EstimatedTime float32 // seconds as NCCL's cost model has it; -1 when unknown
+	_             uint32
+}

@@ -1,0 +1,17 @@
+// Package nvrtcapi is NVRTC, the run-time compiler of CUDA C++, as far as
+// package kernel needs it.
+package nvrtcapi
+
+// Program is nvrtcProgram.
+type Program uintptr
+
+// API is the part of NVRTC that Chorus uses. None of its calls needs a context.
+type API interface {
+	Version() (major, minor int32, r Result)
+	CreateProgram(source, name string) (Program, Result)
+	CompileProgram(p Program, options []string) Result
+	GetCUBIN(p Program) ([]byte, Result)
+	GetPTX(p Program) ([]byte, Result)
+	GetProgramLog(p Program) (string, Result)
+	DestroyProgram(p Program) Result
+}

@@ -1,0 +1,177 @@
+package cudadrv
+
+import "strconv"
+
+// Result is CUresult. Its Error text is the C name.
+type Result int32
+
+// The results, with the values of cuda.h.
+const (
+	Success                          Result = 0
+	ErrorInvalidValue                Result = 1
+	ErrorOutOfMemory                 Result = 2
+	ErrorNotInitialized              Result = 3
+	ErrorDeinitialized               Result = 4
+	ErrorProfilerDisabled            Result = 5
+	ErrorStubLibrary                 Result = 34
+	ErrorDeviceUnavailable           Result = 46
+	ErrorNoDevice                    Result = 100
+	ErrorInvalidDevice               Result = 101
+	ErrorDeviceNotLicensed           Result = 102
+	ErrorInvalidImage                Result = 200
+	ErrorInvalidContext              Result = 201
+	ErrorMapFailed                   Result = 205
+	ErrorUnmapFailed                 Result = 206
+	ErrorAlreadyMapped               Result = 208
+	ErrorNoBinaryForGPU              Result = 209
+	ErrorAlreadyAcquired             Result = 210
+	ErrorNotMapped                   Result = 211
+	ErrorECCUncorrectable            Result = 214
+	ErrorUnsupportedLimit            Result = 215
+	ErrorContextAlreadyInUse         Result = 216
+	ErrorPeerAccessUnsupported       Result = 217
+	ErrorInvalidPTX                  Result = 218
+	ErrorNVLinkUncorrectable         Result = 220
+	ErrorJITCompilerNotFound         Result = 221
+	ErrorUnsupportedPTXVersion       Result = 222
+	ErrorInvalidSource               Result = 300
+	ErrorFileNotFound                Result = 301
+	ErrorSharedObjectSymbolNotFound  Result = 302
+	ErrorSharedObjectInitFailed      Result = 303
+	ErrorOperatingSystem             Result = 304
+	ErrorInvalidHandle               Result = 400
+	ErrorIllegalState                Result = 401
+	ErrorNotFound                    Result = 500
+	ErrorNotReady                    Result = 600
+	ErrorIllegalAddress              Result = 700
+	ErrorLaunchOutOfResources        Result = 701
+	ErrorLaunchTimeout               Result = 702
+	ErrorPeerAccessAlreadyEnabled    Result = 704
+	ErrorPeerAccessNotEnabled        Result = 705
+	ErrorPrimaryContextActive        Result = 708
+	ErrorContextIsDestroyed          Result = 709
+	ErrorAssert                      Result = 710
+	ErrorHostMemoryAlreadyRegistered Result = 712
+	ErrorHostMemoryNotRegistered     Result = 713
+	ErrorHardwareStackError          Result = 714
+	ErrorIllegalInstruction          Result = 715
+	ErrorMisalignedAddress           Result = 716
+	ErrorInvalidAddressSpace         Result = 717
+	ErrorInvalidPC                   Result = 718
+	ErrorLaunchFailed                Result = 719
+	ErrorNotPermitted                Result = 800
+	ErrorNotSupported                Result = 801
+	ErrorSystemNotReady              Result = 802
+	ErrorSystemDriverMismatch        Result = 803
+	ErrorCompatNotSupportedOnDevice  Result = 804
+	ErrorStreamCaptureUnsupported    Result = 900
+	ErrorStreamCaptureInvalidated    Result = 901
+	ErrorStreamCaptureMerge          Result = 902
+	ErrorStreamCaptureUnmatched      Result = 903
+	ErrorStreamCaptureUnjoined       Result = 904
+	ErrorStreamCaptureIsolation      Result = 905
+	ErrorStreamCaptureImplicit       Result = 906
+	ErrorCapturedEvent               Result = 907
+	ErrorStreamCaptureWrongThread    Result = 908
+	ErrorTimeout                     Result = 909
+	ErrorGraphExecUpdateFailure      Result = 910
+	ErrorExternalDevice              Result = 911
+	ErrorUnknown                     Result = 999
+)
+
+var results = map[Result]struct{ name, meaning string }{
+	Success:                          {"CUDA_SUCCESS", "no error"},
+	ErrorInvalidValue:                {"CUDA_ERROR_INVALID_VALUE", "an argument is outside its range"},
+	ErrorOutOfMemory:                 {"CUDA_ERROR_OUT_OF_MEMORY", "the device or host has not enough free memory"},
+	ErrorNotInitialized:              {"CUDA_ERROR_NOT_INITIALIZED", "cuInit was not called or failed"},
+	ErrorDeinitialized:               {"CUDA_ERROR_DEINITIALIZED", "the driver is shutting down with the process"},
+	ErrorProfilerDisabled:            {"CUDA_ERROR_PROFILER_DISABLED", "the profiler is disabled for this run"},
+	ErrorStubLibrary:                 {"CUDA_ERROR_STUB_LIBRARY", "the loaded libcuda is a stub of the toolkit, not a driver"},
+	ErrorDeviceUnavailable:           {"CUDA_ERROR_DEVICE_UNAVAILABLE", "the device is in use in exclusive mode or being reset"},
+	ErrorNoDevice:                    {"CUDA_ERROR_NO_DEVICE", "no CUDA device is visible to this process"},
+	ErrorInvalidDevice:               {"CUDA_ERROR_INVALID_DEVICE", "no device with that ordinal"},
+	ErrorDeviceNotLicensed:           {"CUDA_ERROR_DEVICE_NOT_LICENSED", "the device has no licence for this use"},
+	ErrorInvalidImage:                {"CUDA_ERROR_INVALID_IMAGE", "the module image is not valid for any device"},
+	ErrorInvalidContext:              {"CUDA_ERROR_INVALID_CONTEXT", "no context is bound to the calling thread, or it is not valid"},
+	ErrorMapFailed:                   {"CUDA_ERROR_MAP_FAILED", "mapping failed"},
+	ErrorUnmapFailed:                 {"CUDA_ERROR_UNMAP_FAILED", "unmapping failed"},
+	ErrorAlreadyMapped:               {"CUDA_ERROR_ALREADY_MAPPED", "the resource is mapped already"},
+	ErrorNoBinaryForGPU:              {"CUDA_ERROR_NO_BINARY_FOR_GPU", "the module has no code for this device's compute capability"},
+	ErrorAlreadyAcquired:             {"CUDA_ERROR_ALREADY_ACQUIRED", "the resource is acquired already"},
+	ErrorNotMapped:                   {"CUDA_ERROR_NOT_MAPPED", "the resource is not mapped"},
+	ErrorECCUncorrectable:            {"CUDA_ERROR_ECC_UNCORRECTABLE", "an uncorrectable memory error happened on the device"},
+	ErrorUnsupportedLimit:            {"CUDA_ERROR_UNSUPPORTED_LIMIT", "the limit is not supported by the device"},
+	ErrorContextAlreadyInUse:         {"CUDA_ERROR_CONTEXT_ALREADY_IN_USE", "the context is bound to another thread"},
+	ErrorPeerAccessUnsupported:       {"CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "the two devices cannot reach each other's memory"},
+	ErrorInvalidPTX:                  {"CUDA_ERROR_INVALID_PTX", "the PTX does not compile"},
+	ErrorNVLinkUncorrectable:         {"CUDA_ERROR_NVLINK_UNCORRECTABLE", "an uncorrectable NVLink error happened"},
+	ErrorJITCompilerNotFound:         {"CUDA_ERROR_JIT_COMPILER_NOT_FOUND", "the driver's PTX compiler library is missing"},
+	ErrorUnsupportedPTXVersion:       {"CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "the PTX is newer than the driver understands"},
+	ErrorInvalidSource:               {"CUDA_ERROR_INVALID_SOURCE", "the source is not valid"},
+	ErrorFileNotFound:                {"CUDA_ERROR_FILE_NOT_FOUND", "the file does not exist"},
+	ErrorSharedObjectSymbolNotFound:  {"CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND", "a shared object lacks a symbol"},
+	ErrorSharedObjectInitFailed:      {"CUDA_ERROR_SHARED_OBJECT_INIT_FAILED", "a shared object could not be initialised"},
+	ErrorOperatingSystem:             {"CUDA_ERROR_OPERATING_SYSTEM", "a call of the operating system failed"},
+	ErrorInvalidHandle:               {"CUDA_ERROR_INVALID_HANDLE", "the handle is not valid, or its object was destroyed"},
+	ErrorIllegalState:                {"CUDA_ERROR_ILLEGAL_STATE", "the resource is not in a state that allows this"},
+	ErrorNotFound:                    {"CUDA_ERROR_NOT_FOUND", "a named symbol or object was not found"},
+	ErrorNotReady:                    {"CUDA_ERROR_NOT_READY", "the work before it has not completed"},
+	ErrorIllegalAddress:              {"CUDA_ERROR_ILLEGAL_ADDRESS", "a kernel or copy used an address that is not mapped for the device"},
+	ErrorLaunchOutOfResources:        {"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "the launch needs more registers or threads than the device has"},
+	ErrorLaunchTimeout:               {"CUDA_ERROR_LAUNCH_TIMEOUT", "the kernel ran longer than the system allows"},
+	ErrorPeerAccessAlreadyEnabled:    {"CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is enabled already"},
+	ErrorPeerAccessNotEnabled:        {"CUDA_ERROR_PEER_ACCESS_NOT_ENABLED", "peer access is not enabled"},
+	ErrorPrimaryContextActive:        {"CUDA_ERROR_PRIMARY_CONTEXT_ACTIVE", "the primary context is active already"},
+	ErrorContextIsDestroyed:          {"CUDA_ERROR_CONTEXT_IS_DESTROYED", "the bound context was destroyed"},
+	ErrorAssert:                      {"CUDA_ERROR_ASSERT", "a device-side assert failed"},
+	ErrorHostMemoryAlreadyRegistered: {"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "the host memory is registered already"},
+	ErrorHostMemoryNotRegistered:     {"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "the host memory is not registered"},
+	ErrorHardwareStackError:          {"CUDA_ERROR_HARDWARE_STACK_ERROR", "the device's call stack is corrupt"},
+	ErrorIllegalInstruction:          {"CUDA_ERROR_ILLEGAL_INSTRUCTION", "a kernel executed an illegal instruction"},
+	ErrorMisalignedAddress:           {"CUDA_ERROR_MISALIGNED_ADDRESS", "a kernel used a misaligned address"},
+	ErrorInvalidAddressSpace:         {"CUDA_ERROR_INVALID_ADDRESS_SPACE", "a kernel used an address of the wrong space"},
+	ErrorInvalidPC:                   {"CUDA_ERROR_INVALID_PC", "a kernel jumped to an invalid address"},
+	ErrorLaunchFailed:                {"CUDA_ERROR_LAUNCH_FAILED", "a kernel failed"},
+	ErrorNotPermitted:                {"CUDA_ERROR_NOT_PERMITTED", "the operation is not permitted"},
+	ErrorNotSupported:                {"CUDA_ERROR_NOT_SUPPORTED", "the operation is not supported on this system or device"},
+	ErrorSystemNotReady:              {"CUDA_ERROR_SYSTEM_NOT_READY", "the system is not ready; is nvidia-fabricmanager running?"},
+	ErrorSystemDriverMismatch:        {"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "the kernel driver and libcuda are of different versions"},
+	ErrorCompatNotSupportedOnDevice:  {"CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "the compatibility driver does not support this device"},
+	ErrorStreamCaptureUnsupported:    {"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "the operation is not allowed while a stream is captured"},
+	ErrorStreamCaptureInvalidated:    {"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "the capture was invalidated by an earlier error"},
+	ErrorStreamCaptureMerge:          {"CUDA_ERROR_STREAM_CAPTURE_MERGE", "the call would merge two captures"},
+	ErrorStreamCaptureUnmatched:      {"CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", "the capture was not begun on this stream"},
+	ErrorStreamCaptureUnjoined:       {"CUDA_ERROR_STREAM_CAPTURE_UNJOINED", "the capture has work that was not joined to its first stream"},
+	ErrorStreamCaptureIsolation:      {"CUDA_ERROR_STREAM_CAPTURE_ISOLATION", "a dependency would cross the border of a capture"},
+	ErrorStreamCaptureImplicit:       {"CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", "the legacy stream would depend on a captured stream"},
+	ErrorCapturedEvent:               {"CUDA_ERROR_CAPTURED_EVENT", "the event was recorded in a capture"},
+	ErrorStreamCaptureWrongThread:    {"CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", "the capture was begun on another thread"},
+	ErrorTimeout:                     {"CUDA_ERROR_TIMEOUT", "the wait timed out"},
+	ErrorGraphExecUpdateFailure:      {"CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE", "the graph differs too much to update"},
+	ErrorExternalDevice:              {"CUDA_ERROR_EXTERNAL_DEVICE", "an external device failed"},
+	ErrorUnknown:                     {"CUDA_ERROR_UNKNOWN", "an unknown error of the driver"},
+}
+
+// Error returns the C name, such as CUDA_ERROR_OUT_OF_MEMORY.
+func (r Result) Error() string {
+	if e, ok := results[r]; ok {
+		return e.name
+	}
+	return "CUDA_ERROR_" + strconv.Itoa(int(r))
+}
+
+// Meaning explains the result in a sentence without a full stop.
+func (r Result) Meaning() string { return results[r].meaning }
+
+// Sticky reports whether the result means that the context is lost: every
+// later call on the device fails until the process ends.
+func (r Result) Sticky() bool {
+	switch r {
+	case ErrorIllegalAddress, ErrorLaunchTimeout, ErrorAssert, ErrorHardwareStackError,
+		ErrorIllegalInstruction, ErrorMisalignedAddress, ErrorInvalidAddressSpace,
+		ErrorInvalidPC, ErrorLaunchFailed, ErrorECCUncorrectable, ErrorNVLinkUncorrectable,
+		ErrorContextIsDestroyed:
+		return true
+	}
+	return false
+}

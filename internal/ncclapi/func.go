@@ -1,0 +1,112 @@
+package ncclapi
+
+// Func names a host function of NCCL, for Has and the symbol table.
+type Func int
+
+// The functions in the order of nccl.h.
+const (
+	FuncGetVersion Func = iota
+	FuncGetUniqueID
+	FuncGetErrorString
+	FuncGetLastError
+	FuncCommInitRank
+	FuncCommInitRankConfig
+	FuncCommInitRankScalable
+	FuncCommInitAll
+	FuncCommSplit
+	FuncCommShrink
+	FuncCommFinalize
+	FuncCommDestroy
+	FuncCommAbort
+	FuncCommGetAsyncError
+	FuncCommCount
+	FuncCommCuDevice
+	FuncCommUserRank
+	FuncCommRegister
+	FuncCommDeregister
+	FuncCommWindowRegister
+	FuncCommWindowDeregister
+	FuncMemAlloc
+	FuncMemFree
+	FuncRedOpCreatePreMulSum
+	FuncRedOpDestroy
+	FuncAllReduce
+	FuncBroadcast
+	FuncBcast
+	FuncReduce
+	FuncAllGather
+	FuncReduceScatter
+	FuncAlltoAll
+	FuncGather
+	FuncScatter
+	FuncSend
+	FuncRecv
+	FuncGroupStart
+	FuncGroupEnd
+	FuncGroupSimulateEnd
+	FuncCommRevoke
+	FuncCommGetUniqueID
+	FuncCommGrow
+	FuncCommSuspend
+	FuncCommResume
+	NumFuncs
+)
+
+// symbols has the C name and the NCCL version that first had the function.
+// Those of 2.23 and before are required; Open fails without them.
+var symbols = [NumFuncs]struct {
+	name  string
+	since int32
+}{
+	FuncGetVersion:           {"ncclGetVersion", 20000},
+	FuncGetUniqueID:          {"ncclGetUniqueId", 20000},
+	FuncGetErrorString:       {"ncclGetErrorString", 20000},
+	FuncGetLastError:         {"ncclGetLastError", 21304},
+	FuncCommInitRank:         {"ncclCommInitRank", 20000},
+	FuncCommInitRankConfig:   {"ncclCommInitRankConfig", 21403},
+	FuncCommInitRankScalable: {"ncclCommInitRankScalable", 22304},
+	FuncCommInitAll:          {"ncclCommInitAll", 20000},
+	FuncCommSplit:            {"ncclCommSplit", 21801},
+	FuncCommShrink:           {"ncclCommShrink", 22703},
+	FuncCommFinalize:         {"ncclCommFinalize", 21403},
+	FuncCommDestroy:          {"ncclCommDestroy", 20000},
+	FuncCommAbort:            {"ncclCommAbort", 20402},
+	FuncCommGetAsyncError:    {"ncclCommGetAsyncError", 20402},
+	FuncCommCount:            {"ncclCommCount", 20000},
+	FuncCommCuDevice:         {"ncclCommCuDevice", 20000},
+	FuncCommUserRank:         {"ncclCommUserRank", 20000},
+	FuncCommRegister:         {"ncclCommRegister", 21901},
+	FuncCommDeregister:       {"ncclCommDeregister", 21901},
+	FuncCommWindowRegister:   {"ncclCommWindowRegister", 22703},
+	FuncCommWindowDeregister: {"ncclCommWindowDeregister", 22703},
+	FuncMemAlloc:             {"ncclMemAlloc", 21901},
+	FuncMemFree:              {"ncclMemFree", 21901},
+	FuncRedOpCreatePreMulSum: {"ncclRedOpCreatePreMulSum", 21104},
+	FuncRedOpDestroy:         {"ncclRedOpDestroy", 21104},
+	FuncAllReduce:            {"ncclAllReduce", 20000},
+	FuncBroadcast:            {"ncclBroadcast", 20202},
+	FuncBcast:                {"ncclBcast", 20000},
+	FuncReduce:               {"ncclReduce", 20000},
+	FuncAllGather:            {"ncclAllGather", 20000},
+	FuncReduceScatter:        {"ncclReduceScatter", 20000},
+	FuncAlltoAll:             {"ncclAlltoAll", 22803},
+	FuncGather:               {"ncclGather", 22803},
+	FuncScatter:              {"ncclScatter", 22803},
+	FuncSend:                 {"ncclSend", 20703},
+	FuncRecv:                 {"ncclRecv", 20703},
+	FuncGroupStart:           {"ncclGroupStart", 20000},
+	FuncGroupEnd:             {"ncclGroupEnd", 20000},
+	FuncGroupSimulateEnd:     {"ncclGroupSimulateEnd", 22203},
+	FuncCommRevoke:           {"ncclCommRevoke", 22807},
+	FuncCommGetUniqueID:      {"ncclCommGetUniqueId", 22902},
+	FuncCommGrow:             {"ncclCommGrow", 22902},
+	FuncCommSuspend:          {"ncclCommSuspend", 22907},
+	FuncCommResume:           {"ncclCommResume", 22907},
+}
+
+// Name is the C name, such as ncclCommSplit.
+func (f Func) Name() string { return symbols[f].name }
+
+// Since is the version code of the first NCCL that has the function, or 20000
+// for those that every NCCL 2 has.
+func (f Func) Since() int32 { return symbols[f].since }

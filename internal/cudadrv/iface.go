@@ -8,13 +8,13 @@ import "unsafe"
 // call with ErrorInvalidContext when the calling OS thread has not bound one
 // with CtxSetCurrent since its previous call.
 type Driver interface {
-	Init() Result                             // free
-	DriverGetVersion() (int32, Result)        // free; 13000 is CUDA 13.0
-	DeviceGetCount() (int32, Result)          // free
-	DeviceGet(ordinal int32) (Device, Result) // free
-	DeviceGetName(d Device) (string, Result)  // free
-	DeviceGetUUID(d Device) (UUID, Result)    // free
-	DeviceGetAttribute(a Attribute, d Device) (int32, Result)
+	Init() Result                                                          // free
+	DriverGetVersion() (int32, Result)                                     // free; 13000 is CUDA 13.0
+	DeviceGetCount() (int32, Result)                                       // free
+	DeviceGet(ordinal int32) (Device, Result)                              // free
+	DeviceGetName(d Device) (string, Result)                               // free
+	DeviceGetUUID(d Device) (UUID, Result)                                 // free
+	DeviceGetAttribute(a Attribute, d Device) (int32, Result)              // free
 	DeviceTotalMem(d Device) (uintptr, Result)                             // free
 	DeviceGetPCIBusID(d Device) (string, Result)                           // free
 	DeviceCanAccessPeer(d, peer Device) (int32, Result)                    // free

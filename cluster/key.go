@@ -1,0 +1,92 @@
+package cluster
+
+import (
+	"bytes"
+	"crypto/hkdf"
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"io"
+	"os"
+)
+
+const (
+	minSecretBytes = 16
+	maxSecretBytes = 64 << 10
+	keyBytes       = 32
+	tagBytes       = 16
+)
+
+// keys are what a job's secret is good for. Each is derived for one purpose, so
+// a worker, which gets only control, cannot read the gossip.
+type keys struct {
+	control []byte // authenticates connections to the coordinator
+	gossip  []byte // encrypts memberlist's packets
+}
+
+// deriveKeys derives a job's keys. The job's name is the salt: the same secret
+// gives two jobs different keys. An empty secret gives keys that anyone can
+// derive who knows the name; callers have decided that this is allowed.
+func deriveKeys(secret []byte, job string) (keys, error) {
+	control, err := hkdf.Key(sha256.New, secret, []byte(job), "chorus control 1", keyBytes)
+	if err != nil {
+		return keys{}, err
+	}
+	gossip, err := hkdf.Key(sha256.New, secret, []byte(job), "chorus gossip 1", keyBytes)
+	return keys{control, gossip}, err
+}
+
+// jobTag names a job on the wire without telling its name.
+func jobTag(job string) [tagBytes]byte {
+	sum := sha256.Sum256([]byte("chorus job 1\x00" + job))
+	return [tagBytes]byte(sum[:tagBytes])
+}
+
+// readSecretFile reads a shared secret and checks that only its owner can.
+// White space at the end does not count: editors add a newline, pipes do not.
+func readSecretFile(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("cluster: secret file: %w", err)
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("cluster: secret file: %w", err)
+	}
+	if !st.Mode().IsRegular() {
+		return nil, fmt.Errorf("cluster: secret file %s: not a regular file", path)
+	}
+	if mode := st.Mode().Perm(); mode&0o077 != 0 {
+		return nil, fmt.Errorf("cluster: secret file %s: mode %04o lets others use it: run chmod 600 %[1]s", path, mode)
+	}
+	b, err := io.ReadAll(io.LimitReader(f, maxSecretBytes+1))
+	if err != nil {
+		return nil, fmt.Errorf("cluster: secret file: %w", err)
+	}
+	if len(b) > maxSecretBytes {
+		return nil, fmt.Errorf("cluster: secret file %s: more than %d bytes", path, maxSecretBytes)
+	}
+	b = bytes.TrimRight(b, " \t\r\n")
+	if err := checkSecret(b); err != nil {
+		return nil, fmt.Errorf("cluster: secret file %s: %w", path, err)
+	}
+	return b, nil
+}
+
+func checkSecret(b []byte) error {
+	if len(b) < minSecretBytes {
+		return fmt.Errorf("%d bytes of secret: want at least %d, for instance from: openssl rand -hex 32", len(b), minSecretBytes)
+	}
+	return nil
+}
+
+func encodeToken(control []byte) string { return hex.EncodeToString(control) }
+
+func decodeToken(s string) ([]byte, error) {
+	b, err := hex.DecodeString(s)
+	if err != nil || len(b) != keyBytes {
+		return nil, fmt.Errorf("want %d hexadecimal digits", 2*keyBytes)
+	}
+	return b, nil
+}

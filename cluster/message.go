@@ -1,0 +1,164 @@
+package cluster
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+)
+
+// firstEpoch is the only epoch of this version.
+const firstEpoch = 1
+
+type kind byte
+
+// Kinds of messages. Records are JSON: they are rare and grow. Store calls are
+// binary: values are the user's bytes.
+const (
+	kindWelcome  kind = iota + 1 // coordinator: welcome
+	kindRegister                 // member: Member, or host
+	kindBeat                     // both: nothing; the coordinator sends it back
+	kindPrepare                  // coordinator to agents: nothing; id is the attempt
+	kindPrepared                 // agent: nothing; id is the attempt
+	kindPlan                     // coordinator to agents: plan
+	kindWorld                    // coordinator to workers: world
+	kindWho                      // member: nothing; answered by kindRoll
+	kindRoll                     // coordinator: roll
+	kindCall                     // worker: call
+	kindCancel                   // worker: nothing; id is the call's
+	kindReply                    // coordinator: call
+	kindExit                     // agent: Exit
+	kindStop                     // agent: fault
+	kindDone                     // agent: nothing; its workers have ended
+	kindLeave                    // member: nothing
+	kindFault                    // coordinator: fault
+	kindNote                     // coordinator to agents: fault that stops no host
+	kindEnded                    // coordinator: nothing
+	kindRefuse                   // coordinator: refusal
+	kindLast                     // one more than the last
+)
+
+// A message is one frame's content.
+type message struct {
+	kind  kind
+	epoch uint64
+	id    uint64 // of a call and what belongs to it
+	body  []byte
+}
+
+const messageHeadBytes = 1 + 8 + 8
+
+func (m message) encode() []byte {
+	b := make([]byte, 0, messageHeadBytes+len(m.body))
+	b = append(b, byte(m.kind))
+	b = binary.BigEndian.AppendUint64(b, m.epoch)
+	b = binary.BigEndian.AppendUint64(b, m.id)
+	return append(b, m.body...)
+}
+
+func decodeMessage(b []byte) (message, error) {
+	if len(b) < messageHeadBytes {
+		return message{}, fmt.Errorf("message of %d bytes: want at least %d", len(b), messageHeadBytes)
+	}
+	m := message{
+		kind:  kind(b[0]),
+		epoch: binary.BigEndian.Uint64(b[1:]),
+		id:    binary.BigEndian.Uint64(b[9:]),
+		body:  b[messageHeadBytes:],
+	}
+	if m.kind == 0 || m.kind >= kindLast {
+		return message{}, fmt.Errorf("message of unknown kind %d", m.kind)
+	}
+	if m.epoch != firstEpoch {
+		return message{}, fmt.Errorf("message of epoch %d in epoch %d", m.epoch, firstEpoch)
+	}
+	return m, nil
+}
+
+// note makes a message whose body is a record, or nothing when v is nil.
+func note(k kind, v any) message {
+	m := message{kind: k, epoch: firstEpoch}
+	if v != nil {
+		b, err := json.Marshal(v)
+		if err != nil { // records hold only text and numbers
+			panic("cluster: " + err.Error())
+		}
+		m.body = b
+	}
+	return m
+}
+
+// record decodes a record into v.
+func (m message) record(v any) error {
+	if err := json.Unmarshal(m.body, v); err != nil {
+		return fmt.Errorf("record of kind %d: %w", m.kind, err)
+	}
+	return nil
+}
+
+// A call is a request to the store, or its reply.
+type call struct {
+	op     byte // an operation, or in a reply a status
+	n      int64
+	fields [][]byte // nil and empty differ: nil means absent
+}
+
+// absentField is the length that stands for a nil field.
+const absentField = 1<<32 - 1
+
+func (c call) encode() []byte {
+	size := 1 + 8 + 4
+	for _, f := range c.fields {
+		size += 4 + len(f)
+	}
+	b := make([]byte, 0, size)
+	b = append(b, c.op)
+	b = binary.BigEndian.AppendUint64(b, uint64(c.n))
+	b = binary.BigEndian.AppendUint32(b, uint32(len(c.fields)))
+	for _, f := range c.fields {
+		if f == nil {
+			b = binary.BigEndian.AppendUint32(b, absentField)
+			continue
+		}
+		b = binary.BigEndian.AppendUint32(b, uint32(len(f)))
+		b = append(b, f...)
+	}
+	return b
+}
+
+var errShortCall = errors.New("store call is cut short")
+
+// decodeCall decodes a call, whose fields share b.
+func decodeCall(b []byte) (call, error) {
+	if len(b) < 13 {
+		return call{}, errShortCall
+	}
+	c := call{op: b[0], n: int64(binary.BigEndian.Uint64(b[1:]))}
+	count := binary.BigEndian.Uint32(b[9:])
+	b = b[13:]
+	// Each field has at least its length, so a false count costs no memory.
+	if uint64(count)*4 > uint64(len(b)) {
+		return call{}, errShortCall
+	}
+	c.fields = make([][]byte, 0, count)
+	for range count {
+		if len(b) < 4 {
+			return call{}, errShortCall
+		}
+		n := binary.BigEndian.Uint32(b)
+		b = b[4:]
+		if n == absentField {
+			c.fields = append(c.fields, nil)
+			continue
+		}
+		if uint64(n) > uint64(len(b)) {
+			return call{}, errShortCall
+		}
+		c.fields = append(c.fields, b[:n:n])
+		b = b[n:]
+	}
+	if len(b) != 0 {
+		return call{}, fmt.Errorf("%d bytes after a store call", len(b))
+	}
+	return c, nil
+}

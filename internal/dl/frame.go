@@ -1,0 +1,183 @@
+package dl
+
+import (
+	"runtime"
+	"sync"
+	"unsafe"
+
+	"github.com/ebitengine/purego"
+)
+
+const (
+	maxWords = 32 // what purego passes at most
+	maxCells = 4
+	maxKept  = 8
+
+	// A 128-byte struct by value lies on the stack in the C convention of amd64,
+	// and in a copy that a pointer names in that of arm64.
+	structOnStack = runtime.GOARCH == "amd64"
+	intRegisters  = 6 // of amd64
+	structWords   = 16
+)
+
+// A Frame holds the arguments of one C call in the order of the C prototype.
+// Frames are pooled, so that a call allocates nothing; one that was given back
+// by Put or a Do method must not be touched again.
+type Frame struct {
+	words                           [maxWords]uintptr
+	cells                           [maxCells]uint64        // out-parameters of up to 8 bytes
+	kept                            [maxKept]unsafe.Pointer // host memory that must live until the call returns
+	block                           [structWords]uintptr    // the struct passed by value
+	nwords, ncells, nkept, nstructs int
+}
+
+var frames = sync.Pool{New: func() any { return new(Frame) }}
+
+// Get returns an empty frame.
+func Get() *Frame { return frames.Get().(*Frame) }
+
+// Put gives the frame back. The Do methods do it themselves.
+func (f *Frame) Put() {
+	clear(f.kept[:f.nkept])
+	f.nwords, f.ncells, f.nkept, f.nstructs = 0, 0, 0, 0
+	frames.Put(f)
+}
+
+// In appends arguments that are passed by value. A signed argument is converted
+// with its sign, as uintptr(int32(-1)): C reads the low bits only.
+func (f *Frame) In(v ...uintptr) *Frame {
+	if f.nwords+len(v) > maxWords {
+		panic("dl: a C call of more than 32 argument words")
+	}
+	f.nwords += copy(f.words[f.nwords:], v)
+	return f
+}
+
+// Out appends the address of the next cell, zeroed: an out-parameter of up to 8
+// bytes. C must have written it when the call returns; what C may write later
+// goes to memory of the caller's, by Ptr.
+func (f *Frame) Out() *Frame { return f.InOut(0) }
+
+// InOut is Out with a value for C to read.
+func (f *Frame) InOut(v uint64) *Frame {
+	if f.ncells == maxCells {
+		panic("dl: a C call of more than 4 out cells")
+	}
+	f.cells[f.ncells] = v
+	f.ncells++
+	return f.In(uintptr(unsafe.Pointer(&f.cells[f.ncells-1])))
+}
+
+// Ptr appends an address of host memory. The frame keeps a Go object there
+// alive until the call returns, and storing the pointer moves the object to the
+// heap, where it stays put.
+func (f *Frame) Ptr(p unsafe.Pointer) *Frame {
+	return f.In(uintptr(f.keep(p)))
+}
+
+func (f *Frame) keep(p unsafe.Pointer) unsafe.Pointer {
+	if f.nkept == maxKept {
+		panic("dl: a C call of more than 8 pointers")
+	}
+	f.kept[f.nkept] = p
+	f.nkept++
+	return p
+}
+
+// String appends the address of a NUL-terminated copy of s.
+func (f *Frame) String(s string) *Frame {
+	b := make([]byte, len(s)+1)
+	copy(b, s)
+	return f.Ptr(unsafe.Pointer(&b[0]))
+}
+
+// Strings appends a count and the address of an array of NUL-terminated
+// strings, int n, const char *const *v.
+func (f *Frame) Strings(list []string) *Frame {
+	if len(list) == 0 {
+		return f.In(0, 0)
+	}
+	// Go memory with Go pointers may go to C only if what they point at stays
+	// put, so all texts lie in one object that the frame keeps.
+	var text []byte
+	for _, s := range list {
+		text = append(append(text, s...), 0)
+	}
+	base := uintptr(f.keep(unsafe.Pointer(&text[0])))
+	array, at := make([]uintptr, len(list)), uintptr(0)
+	for i, s := range list {
+		array[i] = base + at
+		at += uintptr(len(s)) + 1
+	}
+	return f.In(uintptr(len(list))).Ptr(unsafe.Pointer(&array[0]))
+}
+
+// Struct128 appends a 128-byte struct by value, such as ncclUniqueId. There can
+// be one, beside at most 6 other words.
+func (f *Frame) Struct128(p *[128]byte) *Frame {
+	f.block = *(*[structWords]uintptr)(unsafe.Pointer(p))
+	f.nstructs++
+	if structOnStack {
+		return f // Call puts it behind the registers
+	}
+	return f.In(uintptr(unsafe.Pointer(&f.block)))
+}
+
+// Call runs the C function and returns its result word. The frame stays usable
+// for Word; give it back with Put.
+func (f *Frame) Call(fn uintptr) uintptr {
+	n := f.nwords
+	if f.nstructs > 0 {
+		n = f.placeStruct()
+	}
+	r, _, _ := purego.SyscallN(fn, f.words[:n]...)
+	return r
+}
+
+func (f *Frame) placeStruct() int {
+	if f.nstructs > 1 {
+		panic("dl: a C call of more than one struct by value")
+	}
+	if !structOnStack {
+		return f.nwords
+	}
+	if f.nwords > intRegisters {
+		panic("dl: a C call of a struct by value beside more than 6 words")
+	}
+	clear(f.words[f.nwords:intRegisters])
+	return intRegisters + copy(f.words[intRegisters:], f.block[:])
+}
+
+// Word returns the out cell i, counted from 0 in the order of Out.
+func (f *Frame) Word(i int) uint64 { return f.cells[i] }
+
+// Do calls a function that returns an int, and gives the frame back.
+func (f *Frame) Do(fn uintptr) int32 {
+	r := int32(f.Call(fn))
+	f.Put()
+	return r
+}
+
+// Do1 is Do for a function with one out-parameter.
+func (f *Frame) Do1(fn uintptr) (uint64, int32) {
+	r := int32(f.Call(fn))
+	v := f.cells[0]
+	f.Put()
+	return v, r
+}
+
+// Do2 is Do for a function with two out-parameters.
+func (f *Frame) Do2(fn uintptr) (uint64, uint64, int32) {
+	r := int32(f.Call(fn))
+	v, w := f.cells[0], f.cells[1]
+	f.Put()
+	return v, w, r
+}
+
+// DoString calls a function that returns a NUL-terminated string, which is
+// copied, and gives the frame back. NULL is "".
+func (f *Frame) DoString(fn uintptr) string {
+	s := GoString(f.Call(fn))
+	f.Put()
+	return s
+}

@@ -1,0 +1,97 @@
+package ncclapi
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/env"
+)
+
+// minVersion is the oldest NCCL that Chorus runs on. Every function that it
+// had is required.
+const (
+	minVersion     = 22304
+	minVersionText = "2.23"
+)
+
+var spec = &dl.Spec{
+	Name:    "NCCL",
+	Env:     env.LibNCCL,
+	Sonames: []string{"libnccl.so.2"},
+	Folders: dl.Toolkit,
+	Wheels:  []string{"nccl/lib"},
+}
+
+// Lib is the loaded libnccl.so.2. It implements API.
+type Lib struct {
+	fn      [NumFuncs]uintptr
+	path    string
+	version int32
+}
+
+// Open loads NCCL, once per process. The error is a *dl.Error when there is
+// none and a *dl.VersionError when it is too old; both match
+// errors.ErrUnsupported.
+func Open() (*Lib, error) { return opened() }
+
+var opened = sync.OnceValues(func() (*Lib, error) {
+	so, err := dl.Open(spec)
+	if err != nil {
+		return nil, err
+	}
+	return newLib(so.Symbol, so.Path())
+})
+
+func newLib(find dl.Resolver, path string) (*Lib, error) {
+	l := &Lib{path: path}
+	var missing []string
+	for i, s := range symbols {
+		p, ok := find(s.name)
+		if !ok && s.since <= minVersion {
+			missing = append(missing, s.name)
+		}
+		l.fn[i] = p
+	}
+	l.version, _ = l.GetVersion() // 0, so too old, if it fails
+	if l.version < minVersion || len(missing) > 0 {
+		return nil, &dl.VersionError{Library: "NCCL", Path: path, Loaded: VersionText(l.version), Needed: minVersionText, Missing: missing}
+	}
+	return l, nil
+}
+
+// Path returns the file that was loaded.
+func (l *Lib) Path() string { return l.path }
+
+// Version returns the version code of the loaded library.
+func (l *Lib) Version() int32 { return l.version }
+
+// Has reports whether the loaded library has the function.
+func (l *Lib) Has(f Func) bool { return l.fn[f] != 0 }
+
+// VersionText writes a version code: 22803 is "2.28.3".
+func VersionText(code int32) string {
+	if code < 10000 { // the scheme of 2.8 and before
+		return fmt.Sprintf("%d.%d.%d", code/1000, code%1000/100, code%100)
+	}
+	return fmt.Sprintf("%d.%d.%d", code/10000, code%10000/100, code%100)
+}
+
+// call makes a call without out-parameters.
+func (l *Lib) call(i Func, f *dl.Frame) Result {
+	if l.fn[i] == 0 {
+		f.Put()
+		return MissingSymbol
+	}
+	return Result(f.Do(l.fn[i]))
+}
+
+// call1 makes a call with one out-parameter.
+func (l *Lib) call1(i Func, f *dl.Frame) (uint64, Result) {
+	if l.fn[i] == 0 {
+		f.Put()
+		return 0, MissingSymbol
+	}
+	v, r := f.Do1(l.fn[i])
+	return v, Result(r)
+}

@@ -1,0 +1,126 @@
+package nvrtcapi
+
+import (
+	"sync"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/env"
+)
+
+// fn numbers the functions of libnvrtc that Lib calls.
+type fn int
+
+const (
+	fnVersion fn = iota
+	fnCreateProgram
+	fnCompileProgram
+	fnGetCUBINSize
+	fnGetCUBIN
+	fnGetPTXSize
+	fnGetPTX
+	fnGetProgramLogSize
+	fnGetProgramLog
+	fnDestroyProgram
+	numFns
+)
+
+// symbols has the exported name of each function; all are required.
+var symbols = [numFns]string{
+	fnVersion:           "nvrtcVersion",
+	fnCreateProgram:     "nvrtcCreateProgram",
+	fnCompileProgram:    "nvrtcCompileProgram",
+	fnGetCUBINSize:      "nvrtcGetCUBINSize",
+	fnGetCUBIN:          "nvrtcGetCUBIN",
+	fnGetPTXSize:        "nvrtcGetPTXSize",
+	fnGetPTX:            "nvrtcGetPTX",
+	fnGetProgramLogSize: "nvrtcGetProgramLogSize",
+	fnGetProgramLog:     "nvrtcGetProgramLog",
+	fnDestroyProgram:    "nvrtcDestroyProgram",
+}
+
+const minVersionText = "12.0"
+
+var spec = &dl.Spec{
+	Name:    "NVRTC",
+	Env:     env.LibNVRTC,
+	Sonames: []string{"libnvrtc.so.13", "libnvrtc.so.12"},
+	Folders: dl.Toolkit,
+	Wheels:  []string{"cu13/lib", "cuda_nvrtc/lib"},
+}
+
+// Lib is the loaded NVRTC. It implements API.
+type Lib struct {
+	fn   [numFns]uintptr
+	path string
+}
+
+var _ API = (*Lib)(nil)
+
+// Open loads NVRTC, once per process. The error is a *dl.Error when there is
+// none and a *dl.VersionError when it lacks functions; both match
+// errors.ErrUnsupported.
+func Open() (*Lib, error) { return opened() }
+
+var opened = sync.OnceValues(func() (*Lib, error) {
+	so, err := dl.Open(spec)
+	if err != nil {
+		return nil, err
+	}
+	return newLib(so.Symbol, so.Path())
+})
+
+func newLib(find dl.Resolver, path string) (*Lib, error) {
+	l := &Lib{path: path}
+	if missing := dl.Resolve(find, symbols[:], l.fn[:]); len(missing) > 0 {
+		return nil, &dl.VersionError{Library: "NVRTC", Path: path, Needed: minVersionText, Missing: missing}
+	}
+	return l, nil
+}
+
+// Path returns the file that was loaded.
+func (l *Lib) Path() string { return l.path }
+
+func (l *Lib) call(i fn, f *dl.Frame) Result { return Result(f.Do(l.fn[i])) }
+
+// The methods below have no comments of their own: each is the C function of
+// its name.
+
+func (l *Lib) Version() (major, minor int32, r Result) {
+	v, w, code := dl.Get().Out().Out().Do2(l.fn[fnVersion])
+	return int32(v), int32(w), Result(code)
+}
+
+func (l *Lib) CreateProgram(source, name string) (Program, Result) {
+	p, r := dl.Get().Out().String(source).String(name).In(0, 0, 0).Do1(l.fn[fnCreateProgram]) // no headers
+	return Program(p), Result(r)
+}
+
+func (l *Lib) CompileProgram(p Program, options []string) Result {
+	f := dl.Get().In(uintptr(p))
+	return l.call(fnCompileProgram, f.Strings(options))
+}
+
+func (l *Lib) GetCUBIN(p Program) ([]byte, Result) { return l.get(p, fnGetCUBINSize, fnGetCUBIN) }
+
+func (l *Lib) GetPTX(p Program) ([]byte, Result) { return l.get(p, fnGetPTXSize, fnGetPTX) }
+
+func (l *Lib) GetProgramLog(p Program) (string, Result) {
+	b, r := l.get(p, fnGetProgramLogSize, fnGetProgramLog)
+	return dl.CString(b), r
+}
+
+func (l *Lib) DestroyProgram(p Program) Result {
+	return l.call(fnDestroyProgram, dl.Get().InOut(uint64(p))) // it zeroes the handle
+}
+
+// get fetches a result of a size that C tells.
+func (l *Lib) get(p Program, size, data fn) ([]byte, Result) {
+	n, code := dl.Get().In(uintptr(p)).Out().Do1(l.fn[size])
+	if r := Result(code); r != Success || n == 0 {
+		return nil, r
+	}
+	b := make([]byte, n)
+	r := l.call(data, dl.Get().In(uintptr(p)).Ptr(unsafe.Pointer(&b[0])))
+	return b, r
+}

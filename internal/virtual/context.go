@@ -1,0 +1,255 @@
+package virtual
+
+import (
+	"sync"
+	"syscall"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// driver implements cudadrv.Driver. Its methods are spread over the files of
+// the objects that they work on.
+type driver struct{ m *Machine }
+
+var _ cudadrv.Driver = driver{}
+
+// threads has the context bound to each OS thread.
+type threads struct {
+	mu    sync.Mutex
+	bound map[int]cudadrv.Context
+}
+
+func (t *threads) bind(c cudadrv.Context) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.bound == nil {
+		t.bound = map[int]cudadrv.Context{}
+	}
+	if c == 0 {
+		delete(t.bound, syscall.Gettid())
+		return
+	}
+	t.bound[syscall.Gettid()] = c
+}
+
+func (t *threads) current() cudadrv.Context {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.bound[syscall.Gettid()]
+}
+
+// take returns the calling thread's context and unbinds it, so that a caller
+// that lives on an earlier call's binding fails every time and not only when
+// the scheduler has moved it to another thread.
+func (t *threads) take() cudadrv.Context {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	tid := syscall.Gettid()
+	c := t.bound[tid]
+	delete(t.bound, tid)
+	return c
+}
+
+// A call is a driver call past its common checks.
+type call struct {
+	m    *Machine
+	dev  *device // of the context that was bound; nil in calls free of one
+	name string
+	hang bool // the fault plan wants the call's stream operation to hang
+}
+
+func (c *call) end() { c.m.mu.Unlock() }
+
+// begin consults the fault plan and consumes the thread's context. When it
+// succeeds, the machine is locked until call.end.
+func (d driver) begin(name string) (call, cudadrv.Result) {
+	c, r := d.beginEnding(name)
+	if r == cudadrv.Success && c.dev.status != cudadrv.Success {
+		c.end()
+		return c, c.dev.status
+	}
+	return c, r
+}
+
+// beginEnding is begin for calls that give something up: they work on a device
+// that was lost.
+func (d driver) beginEnding(name string) (call, cudadrv.Result) {
+	c := call{m: d.m, name: name}
+	bound := d.m.threads.take()
+	status, hang := d.m.faults.hit(name)
+	c.hang = hang
+	d.m.mu.Lock()
+	c.dev = d.m.deviceOf(bound)
+	r := cudadrv.Result(status)
+	switch {
+	case !d.m.initialized:
+		r = cudadrv.ErrorNotInitialized
+	case c.dev == nil || c.dev.retained == 0:
+		r = cudadrv.ErrorInvalidContext
+	case r.Sticky():
+		c.dev.lose(r, "the fault plan failed "+name+" with "+r.Error())
+	}
+	if r != cudadrv.Success {
+		d.m.mu.Unlock()
+	}
+	return c, r
+}
+
+// beginFree is begin for calls that need no context.
+func (d driver) beginFree(name string) (call, cudadrv.Result) {
+	c := call{m: d.m, name: name}
+	status, hang := d.m.faults.hit(name)
+	c.hang = hang
+	if status != 0 {
+		return c, cudadrv.Result(status)
+	}
+	d.m.mu.Lock()
+	if !d.m.initialized {
+		d.m.mu.Unlock()
+		return c, cudadrv.ErrorNotInitialized
+	}
+	return c, cudadrv.Success
+}
+
+// deviceOf returns the device with the primary context c. m.mu is held.
+func (m *Machine) deviceOf(c cudadrv.Context) *device {
+	for _, dev := range m.devices {
+		if dev.context == c {
+			return dev
+		}
+	}
+	return nil
+}
+
+func (d driver) DevicePrimaryCtxRetain(ord cudadrv.Device) (cudadrv.Context, cudadrv.Result) {
+	c, r := d.beginFree("cuDevicePrimaryCtxRetain")
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	dev := d.m.device(ord)
+	if dev == nil {
+		return 0, cudadrv.ErrorInvalidDevice
+	}
+	dev.retained++
+	return dev.context, cudadrv.Success
+}
+
+func (d driver) DevicePrimaryCtxRelease(ord cudadrv.Device) cudadrv.Result {
+	c, r := d.beginFree("cuDevicePrimaryCtxRelease")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	dev := d.m.device(ord)
+	switch {
+	case dev == nil:
+		return cudadrv.ErrorInvalidDevice
+	case dev.retained == 0:
+		return cudadrv.ErrorInvalidContext
+	}
+	if dev.retained--; dev.retained == 0 {
+		dev.reset()
+	}
+	return cudadrv.Success
+}
+
+// reset takes away all that belongs to a context that its last owner released,
+// and with it a sticky error. m.mu is held.
+func (d *device) reset() {
+	for h, s := range d.m.streams {
+		if s.dev == d {
+			delete(d.m.streams, h)
+			s.destroyed = true
+			s.release()
+		}
+	}
+	for h, e := range d.m.events {
+		if e.dev == d {
+			delete(d.m.events, h)
+		}
+	}
+	for h, f := range d.m.functions {
+		if f.dev == d {
+			delete(d.m.functions, h)
+		}
+	}
+	for h, mod := range d.m.modules {
+		if mod.dev == d {
+			delete(d.m.modules, h)
+		}
+	}
+	d.arena.clear("cuDevicePrimaryCtxRelease")
+	d.peers = [maxDevices]bool{}
+	d.guests = [maxDevices]bool{}
+	if d.status != cudadrv.Success {
+		d.status, d.why, d.lost = cudadrv.Success, "", make(chan struct{})
+	}
+}
+
+func (d driver) CtxSetCurrent(ctx cudadrv.Context) cudadrv.Result {
+	c, r := d.beginFree("cuCtxSetCurrent")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	if ctx != 0 {
+		dev := d.m.deviceOf(ctx)
+		if dev == nil {
+			return cudadrv.ErrorInvalidContext
+		}
+		if dev.retained == 0 {
+			return cudadrv.ErrorContextIsDestroyed
+		}
+	}
+	d.m.threads.bind(ctx)
+	return cudadrv.Success
+}
+
+func (d driver) CtxGetCurrent() (cudadrv.Context, cudadrv.Result) {
+	c, r := d.beginFree("cuCtxGetCurrent")
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	return d.m.threads.current(), cudadrv.Success
+}
+
+func (d driver) CtxSynchronize() cudadrv.Result {
+	c, r := d.begin("cuCtxSynchronize")
+	if r != cudadrv.Success {
+		return r
+	}
+	dev := c.dev
+	marks := dev.marks()
+	c.end()
+	return d.m.await(dev, marks...)
+}
+
+func (d driver) CtxGetStreamPriorityRange() (least, greatest int32, r cudadrv.Result) {
+	c, r := d.begin("cuCtxGetStreamPriorityRange")
+	if r != cudadrv.Success {
+		return 0, 0, r
+	}
+	defer c.end()
+	return leastPriority, greatestPriority, cudadrv.Success
+}
+
+func (d driver) CtxEnablePeerAccess(peer cudadrv.Context, flags uint32) cudadrv.Result {
+	c, r := d.begin("cuCtxEnablePeerAccess")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	other := d.m.deviceOf(peer)
+	switch {
+	case flags != 0:
+		return cudadrv.ErrorInvalidValue
+	case other == nil || other == c.dev || other.retained == 0:
+		return cudadrv.ErrorInvalidContext
+	case c.dev.peers[other.ordinal]:
+		return cudadrv.ErrorPeerAccessAlreadyEnabled
+	}
+	c.dev.peers[other.ordinal] = true
+	return cudadrv.Success
+}

@@ -1,0 +1,23 @@
+// Package virtual is a machine of virtual GPUs: the CUDA driver, NCCL and
+// cuBLAS interfaces carried out in host memory, stricter than hardware.
+//
+// A Machine is one set of devices. What real devices forgive sometimes, a
+// virtual one refuses always:
+//
+//   - the context that CtxSetCurrent binds serves one call only;
+//   - streams run late and out of step with each other, from a seed that every
+//     report names;
+//   - new and freed memory is poisoned, and its addresses are no host addresses
+//     and are never given out twice;
+//   - two operations that touch the same bytes without an order between their
+//     streams, one of them writing, are reported and lose the device;
+//   - ranks that issue different collectives are told which two differ.
+//
+// Explain says in a sentence why a device was lost, which no status can.
+//
+// Ranks of a communicator find each other through the unique id alone, in one
+// process or in several, over Unix-domain sockets (or TCP, see Config).
+//
+// All methods may be called from any goroutine; as in CUDA, what is current to
+// a thread is current to the OS thread.
+package virtual

@@ -1,0 +1,193 @@
+package virtual
+
+import (
+	"time"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// A mark is a point in a stream that others can wait for.
+type mark struct {
+	done chan struct{} // closed when the stream has come there
+	at   stamp         // set before done is closed
+	when time.Time
+}
+
+// mark puts a mark behind all that is enqueued. m.mu is held.
+func (s *stream) mark() *mark {
+	k := &mark{done: make(chan struct{})}
+	if !s.working {
+		k.at, k.when = s.now, time.Now()
+		close(k.done)
+		return k
+	}
+	s.pushMark("mark", k)
+	return k
+}
+
+func (s *stream) pushMark(name string, k *mark) {
+	s.push(&op{name: name, always: true, run: func(*op) {
+		m := s.dev.m
+		m.mu.Lock()
+		k.at, k.when = s.now, time.Now()
+		m.mu.Unlock()
+		close(k.done)
+	}})
+}
+
+// marks puts a mark into each stream of the device. m.mu is held.
+func (d *device) marks() []*mark {
+	var marks []*mark
+	for _, s := range d.m.streams {
+		if s.dev == d {
+			marks = append(marks, s.mark())
+		}
+	}
+	return marks
+}
+
+// await blocks until the streams of a device have come to the marks or the
+// device is lost. From then on what the host enqueues comes after them.
+func (m *Machine) await(dev *device, marks ...*mark) cudadrv.Result {
+	m.mu.Lock()
+	lost := dev.lost
+	m.mu.Unlock()
+	for _, k := range marks {
+		select {
+		case <-k.done:
+		case <-lost:
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if dev.status != cudadrv.Success {
+		return dev.status
+	}
+	for _, k := range marks {
+		m.host = m.host.joinStamp(k.at)
+	}
+	return cudadrv.Success
+}
+
+// An event remembers the mark of its last record.
+type event struct {
+	dev   *device
+	flags uint32
+	last  *mark
+}
+
+func (d driver) EventCreate(flags uint32) (cudadrv.Event, cudadrv.Result) {
+	c, r := d.begin("cuEventCreate")
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	const known = cudadrv.EventBlockingSync | cudadrv.EventDisableTiming | cudadrv.EventInterprocess
+	if flags&^known != 0 || flags&cudadrv.EventInterprocess != 0 && flags&cudadrv.EventDisableTiming == 0 {
+		return 0, cudadrv.ErrorInvalidValue
+	}
+	h := cudadrv.Event(d.m.handle())
+	d.m.events[h] = &event{dev: c.dev, flags: flags}
+	return h, cudadrv.Success
+}
+
+func (d driver) EventDestroy(h cudadrv.Event) cudadrv.Result {
+	c, r := d.beginEnding("cuEventDestroy")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	if d.m.events[h] == nil {
+		return cudadrv.ErrorInvalidHandle
+	}
+	delete(d.m.events, h)
+	return cudadrv.Success
+}
+
+func (d driver) EventRecord(h cudadrv.Event, sh cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuEventRecord", sh)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	e := d.m.events[h]
+	if e == nil || e.dev != s.dev {
+		return cudadrv.ErrorInvalidHandle
+	}
+	if c.hang {
+		s.enqueue(c.name, func(*op) { forever(nil) })
+	}
+	e.last = &mark{done: make(chan struct{})}
+	s.pushMark(c.name, e.last)
+	return cudadrv.Success
+}
+
+// beginEvent is begin for calls about an event.
+func (d driver) beginEvent(name string, h cudadrv.Event) (call, *event, cudadrv.Result) {
+	c, r := d.begin(name)
+	if r != cudadrv.Success {
+		return c, nil, r
+	}
+	e := d.m.events[h]
+	if e == nil {
+		r = cudadrv.ErrorInvalidHandle
+	} else {
+		r = e.dev.status
+	}
+	if r != cudadrv.Success {
+		c.end()
+	}
+	return c, e, r
+}
+
+func (d driver) EventQuery(h cudadrv.Event) cudadrv.Result {
+	c, e, r := d.beginEvent("cuEventQuery", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	if e.last == nil {
+		return cudadrv.Success
+	}
+	select {
+	case <-e.last.done:
+		d.m.host = d.m.host.joinStamp(e.last.at)
+		return cudadrv.Success
+	default:
+		return cudadrv.ErrorNotReady
+	}
+}
+
+func (d driver) EventSynchronize(h cudadrv.Event) cudadrv.Result {
+	c, e, r := d.beginEvent("cuEventSynchronize", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	k := e.last
+	c.end()
+	if k == nil {
+		return cudadrv.Success
+	}
+	return d.m.await(e.dev, k)
+}
+
+func (d driver) EventElapsedTime(start, end cudadrv.Event) (float32, cudadrv.Result) {
+	c, a, r := d.beginEvent("cuEventElapsedTime", start)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	b := d.m.events[end]
+	if b == nil || a.dev != b.dev || (a.flags|b.flags)&cudadrv.EventDisableTiming != 0 ||
+		a.last == nil || b.last == nil {
+		return 0, cudadrv.ErrorInvalidHandle
+	}
+	for _, k := range []*mark{a.last, b.last} {
+		select {
+		case <-k.done:
+		default:
+			return 0, cudadrv.ErrorNotReady
+		}
+	}
+	return float32(b.last.when.Sub(a.last.when).Seconds() * 1e3), cudadrv.Success
+}

@@ -1,0 +1,172 @@
+package virtual
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/gochorus/chorus/internal/cublasapi"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+)
+
+// A fault is what befalls the nth call of one function.
+type fault struct {
+	status int32 // failed with, unless hang or lose
+	hang   bool
+	lose   bool
+}
+
+// faults is a fault plan and the calls counted so far. Every call of the three
+// libraries asks it once, under its C name.
+type faults struct {
+	plan map[string]map[int]fault
+
+	mu    sync.Mutex
+	count map[string]int
+}
+
+// hit counts a call and returns what the plan has for it. A call that has a
+// stream operation carries out hang itself; any other one hangs in here.
+func (f *faults) hit(name string) (status int32, hang bool) {
+	if f.plan == nil {
+		return 0, false
+	}
+	f.mu.Lock()
+	f.count[name]++
+	x, ok := f.plan[name][f.count[name]]
+	f.mu.Unlock()
+	switch {
+	case !ok:
+		return 0, false
+	case x.lose:
+		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+		forever(nil)
+	case x.hang && !streamOps[name]:
+		forever(nil)
+	}
+	return x.status, x.hang
+}
+
+// forever returns when stop is closed, and never when it is nil. It waits on a
+// timer too: were everything else asleep, the runtime would take a hang for a
+// deadlock of the program and end it.
+func forever(stop <-chan struct{}) {
+	for {
+		select {
+		case <-stop:
+			return
+		case <-time.After(time.Hour):
+		}
+	}
+}
+
+func (f *faults) parse(text string) error {
+	for item := range strings.SplitSeq(text, ",") {
+		if item = strings.TrimSpace(item); item == "" {
+			continue
+		}
+		name, n, x, err := parseFault(item)
+		if err != nil {
+			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n or lose@call#n, separated by commas, "+
+				"such as cuMemAllocAsync#3=CUDA_ERROR_OUT_OF_MEMORY or hang@ncclAllReduce#2", item, err)
+		}
+		if f.plan == nil {
+			f.plan, f.count = map[string]map[int]fault{}, map[string]int{}
+		}
+		if f.plan[name] == nil {
+			f.plan[name] = map[int]fault{}
+		}
+		f.plan[name][n] = x
+	}
+	return nil
+}
+
+func parseFault(item string) (name string, n int, x fault, err error) {
+	where := item
+	if kind, rest, ok := strings.Cut(item, "@"); ok {
+		switch kind {
+		case "hang":
+			x.hang = true
+		case "lose":
+			x.lose = true
+		default:
+			return "", 0, x, fmt.Errorf("%q is neither hang nor lose", kind)
+		}
+		where = rest
+	}
+	where, status, failing := strings.Cut(where, "=")
+	if failing == (x.hang || x.lose) {
+		return "", 0, x, fmt.Errorf("it names no status, hang or lose, or two of them")
+	}
+	name, number, _ := strings.Cut(where, "#")
+	if n, err = strconv.Atoi(number); err != nil || n < 1 {
+		return "", 0, x, fmt.Errorf("%q is not the number of a call, the first being 1", number)
+	}
+	if !calls[name] {
+		return "", 0, x, fmt.Errorf("%q is not one of %s", name, strings.Join(slices.Sorted(maps.Keys(calls)), " "))
+	}
+	if failing {
+		if x.status, err = statusOf(name, status); err != nil {
+			return "", 0, x, err
+		}
+	}
+	return name, n, x, nil
+}
+
+// statusOf finds the value of a status by its C name among those of the
+// library that has the call.
+func statusOf(call, status string) (int32, error) {
+	text := func(v int32) string { return cudadrv.Result(v).Error() }
+	switch {
+	case strings.HasPrefix(call, "nccl"):
+		text = func(v int32) string { return ncclapi.Result(v).Error() }
+	case strings.HasPrefix(call, "cublas"):
+		text = func(v int32) string { return cublasapi.Result(v).Error() }
+	}
+	for v := int32(1); v < 1000; v++ {
+		if text(v) == status {
+			return v, nil
+		}
+	}
+	return 0, fmt.Errorf("%q is not a failure that %s can return", status, call)
+}
+
+// streamOps are the calls that enqueue an operation.
+var streamOps = nameSet(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
+	cuMemcpyPeerAsync cuMemsetD8Async cuStreamWaitEvent cuEventRecord cuLaunchKernel cublasGemmEx
+	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
+	ncclGather ncclScatter ncclSend ncclRecv`)
+
+// calls are all calls that a plan may name.
+var calls = allCalls()
+
+func allCalls() map[string]bool {
+	names := nameSet(`cuInit cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetUuid
+	cuDeviceGetAttribute cuDeviceTotalMem cuDeviceGetPCIBusId cuDeviceCanAccessPeer cuDeviceGetDefaultMemPool
+	cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease cuCtxSetCurrent cuCtxGetCurrent cuDeviceGetP2PAttribute
+	cuCtxSynchronize cuCtxGetStreamPriorityRange cuCtxEnablePeerAccess cuMemGetInfo cuMemAlloc cuMemFree
+	cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo cuMemHostAlloc cuMemFreeHost
+	cuStreamCreateWithPriority cuStreamDestroy cuStreamSynchronize cuStreamQuery cuEventCreate cuEventDestroy
+	cuEventQuery cuEventSynchronize cuEventElapsedTime cuModuleLoadData cuModuleUnload cuModuleGetFunction
+	cublasCreate cublasDestroy cublasSetStream`)
+	maps.Copy(names, streamOps)
+	for f := range ncclapi.NumFuncs {
+		names[f.Name()] = true
+	}
+	return names
+}
+
+func nameSet(list string) map[string]bool {
+	set := map[string]bool{}
+	for _, name := range strings.Fields(list) {
+		set[name] = true
+	}
+	return set
+}

@@ -1,0 +1,167 @@
+package virtual
+
+import "github.com/gochorus/chorus/internal/cudadrv"
+
+// driverVersion is CUDA 13.0.
+const driverVersion = 13000
+
+func (d driver) Init() cudadrv.Result {
+	if status, _ := d.m.faults.hit("cuInit"); status != 0 {
+		return cudadrv.Result(status)
+	}
+	d.m.mu.Lock()
+	defer d.m.mu.Unlock()
+	d.m.initialized = true
+	return cudadrv.Success
+}
+
+func (d driver) DriverGetVersion() (int32, cudadrv.Result) {
+	if status, _ := d.m.faults.hit("cuDriverGetVersion"); status != 0 {
+		return 0, cudadrv.Result(status)
+	}
+	return driverVersion, cudadrv.Success
+}
+
+func (d driver) DeviceGetCount() (int32, cudadrv.Result) {
+	c, r := d.beginFree("cuDeviceGetCount")
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	return int32(len(d.m.devices)), cudadrv.Success
+}
+
+func (d driver) DeviceGet(ordinal int32) (cudadrv.Device, cudadrv.Result) {
+	ord := cudadrv.Device(ordinal)
+	c, _, r := d.beginDevice("cuDeviceGet", ord)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	c.end()
+	return ord, cudadrv.Success
+}
+
+// beginDevice is beginFree for calls about a device.
+func (d driver) beginDevice(name string, ord cudadrv.Device) (call, *device, cudadrv.Result) {
+	c, r := d.beginFree(name)
+	if r != cudadrv.Success {
+		return c, nil, r
+	}
+	dev := d.m.device(ord)
+	if dev == nil {
+		c.end()
+		return c, nil, cudadrv.ErrorInvalidDevice
+	}
+	return c, dev, cudadrv.Success
+}
+
+func (d driver) DeviceGetName(ord cudadrv.Device) (string, cudadrv.Result) {
+	c, _, r := d.beginDevice("cuDeviceGetName", ord)
+	if r != cudadrv.Success {
+		return "", r
+	}
+	c.end()
+	return "Chorus Virtual Device", cudadrv.Success
+}
+
+func (d driver) DeviceGetUUID(ord cudadrv.Device) (cudadrv.UUID, cudadrv.Result) {
+	c, dev, r := d.beginDevice("cuDeviceGetUuid", ord)
+	if r != cudadrv.Success {
+		return cudadrv.UUID{}, r
+	}
+	c.end()
+	return dev.uuid, cudadrv.Success
+}
+
+func (d driver) DeviceTotalMem(ord cudadrv.Device) (uintptr, cudadrv.Result) {
+	c, _, r := d.beginDevice("cuDeviceTotalMem", ord)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	c.end()
+	return d.m.cfg.Memory, cudadrv.Success
+}
+
+func (d driver) DeviceGetPCIBusID(ord cudadrv.Device) (string, cudadrv.Result) {
+	c, dev, r := d.beginDevice("cuDeviceGetPCIBusId", ord)
+	if r != cudadrv.Success {
+		return "", r
+	}
+	c.end()
+	return dev.busID(), cudadrv.Success
+}
+
+func (d driver) DeviceCanAccessPeer(ord, peer cudadrv.Device) (int32, cudadrv.Result) {
+	c, dev, r := d.beginDevice("cuDeviceCanAccessPeer", ord)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	switch other := d.m.device(peer); other {
+	case nil:
+		return 0, cudadrv.ErrorInvalidDevice
+	case dev:
+		return 0, cudadrv.Success
+	}
+	return 1, cudadrv.Success
+}
+
+func (d driver) DeviceGetP2PAttribute(a cudadrv.P2PAttribute, src, dst cudadrv.Device) (int32, cudadrv.Result) {
+	c, dev, r := d.beginDevice("cuDeviceGetP2PAttribute", src)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	if other := d.m.device(dst); other == nil || other == dev {
+		return 0, cudadrv.ErrorInvalidDevice
+	}
+	switch a {
+	case cudadrv.P2PPerformanceRank:
+		return 0, cudadrv.Success
+	case cudadrv.P2PAccessSupported, cudadrv.P2PNativeAtomics:
+		return 1, cudadrv.Success
+	}
+	return 0, cudadrv.ErrorInvalidValue
+}
+
+// DeviceGetAttribute answers as an H200 would, but for what Config sets.
+func (d driver) DeviceGetAttribute(a cudadrv.Attribute, ord cudadrv.Device) (int32, cudadrv.Result) {
+	c, dev, r := d.beginDevice("cuDeviceGetAttribute", ord)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	switch a {
+	case cudadrv.AttrMultiprocessorCount:
+		return int32(d.m.cfg.SMs), cudadrv.Success
+	case cudadrv.AttrPCIBusID:
+		return 0x10 + dev.ordinal, cudadrv.Success
+	}
+	v, ok := attributes[a]
+	if !ok {
+		return 0, cudadrv.ErrorInvalidValue
+	}
+	return v, cudadrv.Success
+}
+
+const (
+	maxThreadsPerBlock = 1024
+	maxSharedPerSM     = 233472
+)
+
+var attributes = map[cudadrv.Attribute]int32{
+	cudadrv.AttrMaxThreadsPerBlock:          maxThreadsPerBlock,
+	cudadrv.AttrMaxSharedMemoryPerBlock:     49152,
+	cudadrv.AttrWarpSize:                    32,
+	cudadrv.AttrClockRate:                   1980000,
+	cudadrv.AttrPCIDeviceID:                 0,
+	cudadrv.AttrMemoryClockRate:             3201000,
+	cudadrv.AttrGlobalMemoryBusWidth:        6144,
+	cudadrv.AttrL2CacheSize:                 62914560,
+	cudadrv.AttrMaxThreadsPerMultiprocessor: 2048,
+	cudadrv.AttrPCIDomainID:                 0,
+	cudadrv.AttrComputeCapabilityMajor:      9,
+	cudadrv.AttrComputeCapabilityMinor:      0,
+	cudadrv.AttrMaxSharedMemoryPerSM:        maxSharedPerSM,
+	cudadrv.AttrMemoryPoolsSupported:        1,
+}

@@ -1,0 +1,226 @@
+package virtual
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"runtime"
+	"time"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// The priorities of an H200.
+const (
+	leastPriority    = 0
+	greatestPriority = -5
+)
+
+// A stream runs its operations one after the other in a goroutine that exists
+// while there are any. m.mu guards it.
+type stream struct {
+	dev       *device
+	handle    cudadrv.Stream
+	queue     []*op
+	working   bool
+	destroyed bool
+	now       stamp
+	rng       *rand.Rand
+	released  bool // its slot was given back
+}
+
+// An op is one operation of a stream.
+type op struct {
+	name string
+	s    *stream
+	host clock     // what the host had waited for when it enqueued the operation
+	run  func(*op) // without m.mu
+	// always makes it run on a lost device too: the host may wait for it.
+	always bool
+}
+
+func (s *stream) String() string { return fmt.Sprintf("stream %#x", uintptr(s.handle)) }
+
+// enqueue appends an operation. m.mu is held.
+func (s *stream) enqueue(name string, run func(*op)) { s.push(&op{name: name, run: run}) }
+
+func (s *stream) push(o *op) {
+	o.s, o.host = s, s.dev.m.host
+	s.queue = append(s.queue, o)
+	if !s.working {
+		s.working = true
+		go s.work()
+	}
+}
+
+// enqueue is stream.enqueue for a driver call that the fault plan may hang.
+func (c *call) enqueue(s *stream, run func(*op)) {
+	if c.hang {
+		s.enqueue(c.name, func(*op) { forever(nil) })
+	}
+	s.enqueue(c.name, run)
+}
+
+func (s *stream) work() {
+	m := s.dev.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for len(s.queue) > 0 {
+		o := s.queue[0]
+		s.queue[0] = nil
+		s.queue = s.queue[1:]
+		s.now.seen = s.now.seen.join(o.host)
+		s.now.epoch++
+		lost := s.dev.status != cudadrv.Success
+		m.mu.Unlock()
+		s.dawdle()
+		if !lost || o.always {
+			o.run(o)
+		}
+		m.mu.Lock()
+	}
+	s.queue = nil
+	s.working = false
+	s.release()
+}
+
+// dawdle keeps streams out of step: mostly it lets others go first, now and
+// then it waits.
+func (s *stream) dawdle() {
+	switch x := s.rng.Uint32(); {
+	case x%128 == 0:
+		time.Sleep(time.Duration(x>>16%50) * time.Microsecond)
+	case x%4 == 0:
+		for range 1 + x>>16%4 {
+			runtime.Gosched()
+		}
+	}
+}
+
+// release gives the slot of a destroyed stream back once it has drained. m.mu
+// is held.
+func (s *stream) release() {
+	if s.destroyed && !s.working && !s.released {
+		s.released = true
+		s.dev.m.slots.put(s.now)
+	}
+}
+
+// wait makes the stream wait for a mark. m.mu is held.
+func (s *stream) wait(name string, k *mark) {
+	lost := s.dev.lost
+	s.push(&op{name: name, always: true, run: func(o *op) {
+		select {
+		case <-k.done:
+		case <-lost:
+			return
+		}
+		m := s.dev.m
+		m.mu.Lock()
+		s.now.seen = s.now.seen.joinStamp(k.at)
+		m.mu.Unlock()
+	}})
+}
+
+// stream returns the live stream of a handle. Chorus does not use the legacy
+// stream 0, so it is no handle here. m.mu is held.
+func (m *Machine) stream(h cudadrv.Stream) (*stream, cudadrv.Result) {
+	if s := m.streams[h]; s != nil {
+		return s, cudadrv.Success
+	}
+	return nil, cudadrv.ErrorInvalidHandle
+}
+
+// beginStream is begin for calls that enqueue on a stream.
+func (d driver) beginStream(name string, h cudadrv.Stream) (call, *stream, cudadrv.Result) {
+	c, r := d.begin(name)
+	if r != cudadrv.Success {
+		return c, nil, r
+	}
+	s, r := d.m.stream(h)
+	if r == cudadrv.Success {
+		r = s.dev.status
+	}
+	if r != cudadrv.Success {
+		c.end()
+	}
+	return c, s, r
+}
+
+func (d driver) StreamCreateWithPriority(flags uint32, priority int32) (cudadrv.Stream, cudadrv.Result) {
+	c, r := d.begin("cuStreamCreateWithPriority")
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	if flags&^cudadrv.StreamNonBlocking != 0 {
+		return 0, cudadrv.ErrorInvalidValue
+	}
+	_ = priority // CUDA clamps it, and all virtual streams are equal
+	h := cudadrv.Stream(d.m.handle())
+	d.m.streams[h] = &stream{
+		dev: c.dev, handle: h, now: d.m.slots.take(),
+		rng: rand.New(rand.NewPCG(d.m.seed, uint64(h))),
+	}
+	return h, cudadrv.Success
+}
+
+func (d driver) StreamDestroy(h cudadrv.Stream) cudadrv.Result {
+	c, r := d.beginEnding("cuStreamDestroy")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	s, r := d.m.stream(h)
+	if r != cudadrv.Success {
+		return r
+	}
+	delete(d.m.streams, h)
+	s.destroyed = true
+	s.release()
+	return cudadrv.Success
+}
+
+func (d driver) StreamSynchronize(h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuStreamSynchronize", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	k := s.mark()
+	c.end()
+	return d.m.await(s.dev, k)
+}
+
+func (d driver) StreamQuery(h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuStreamQuery", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	if s.working {
+		return cudadrv.ErrorNotReady
+	}
+	d.m.host = d.m.host.joinStamp(s.now)
+	return cudadrv.Success
+}
+
+func (d driver) StreamWaitEvent(h cudadrv.Stream, e cudadrv.Event, flags uint32) cudadrv.Result {
+	c, s, r := d.beginStream("cuStreamWaitEvent", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	ev := d.m.events[e]
+	if ev == nil {
+		return cudadrv.ErrorInvalidHandle
+	}
+	if flags != 0 {
+		return cudadrv.ErrorInvalidValue
+	}
+	if c.hang {
+		s.enqueue(c.name, func(*op) { forever(nil) })
+	}
+	if ev.last != nil {
+		s.wait(c.name, ev.last)
+	}
+	return cudadrv.Success
+}

@@ -1,0 +1,42 @@
+// Package comm is what most programs import: groups of ranks, each with a
+// device, that move and reduce memory together.
+//
+// All GPUs of this machine in one process:
+//
+//	g, err := comm.Local(ctx, devs...)
+//	defer g.Close()
+//	xs, err := comm.Make[float32](g, n) // one slice for each local rank
+//	defer xs.Close()
+//	...
+//	err = comm.AllReduce(g, comm.Sum, xs...) // enqueued on the group's streams
+//	err = g.Wait(ctx)                        // only the host waits here
+//
+// One process a GPU, started by chorus run, torchrun, Slurm or MPI:
+//
+//	sess, err := cluster.Attach(ctx)
+//	dev, err := device.Open(sess.LocalRank())
+//	g, err := comm.Join(ctx, sess, dev)
+//
+//	CUDA, NCCL, PyTorch            here
+//	ncclComm_t, process group      Group
+//	ncclCommInitAll                Local
+//	init_process_group             cluster.Attach and Join
+//	DistributedDataParallel        Reducer
+//	stream of the process group    Group.Stream
+//	work.wait, watchdog            Group.Wait
+//
+// Every rank of a group must call the same collectives in the same order with
+// the same lengths and types. Collectives are enqueued on the group's streams,
+// one for each local rank, and return at once; they allocate nothing and start
+// no goroutine. Order the group's streams with others by stream.Wait. Memory
+// that was allocated on another stream is freed only when the group's stream is
+// past it.
+//
+// Errors: an argument error is found before anything is enqueued on any local
+// rank. When a rank fails or is lost, the group is broken: what is in flight is
+// aborted, and every later call returns an error that matches ErrBroken and
+// wraps the first cause.
+//
+// Concurrency: one goroutine issues the operations of a group; Wait, Err and
+// Close may be called by any goroutine at any time.
+package comm

@@ -1,0 +1,209 @@
+package comm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A Group is a set of ranks that call collectives together. One or more of them
+// are local: in this process, each with a device and a stream.
+type Group struct {
+	owner   handle.Owner
+	size    int
+	members []member // the local ranks, by rank
+	broken  atomic.Pointer[brokenError]
+	unwatch func() bool // stops watching for lost ranks; nil when nobody watches
+}
+
+// member is one local rank.
+type member struct {
+	comm   *nccl.Communicator
+	stream *stream.Stream
+}
+
+// newGroup makes a group of communicators that are ready.
+func newGroup(comms []*nccl.Communicator) (*Group, error) {
+	g := &Group{size: comms[0].Size()}
+	for _, c := range comms {
+		s, err := stream.New(c.Device(), nil)
+		if err != nil {
+			g.closeStreams()
+			return nil, errors.Join(err, eachAtOnce(comms, (*nccl.Communicator).Close))
+		}
+		g.members = append(g.members, member{c, s})
+	}
+	handle.Init(g, &g.owner, "group")
+	return g, nil
+}
+
+// Size returns the number of ranks in all processes.
+func (g *Group) Size() int { return g.size }
+
+// Rank returns the first local rank.
+func (g *Group) Rank() int { return g.members[0].comm.Rank() }
+
+// Locals returns the number of local ranks.
+func (g *Group) Locals() int { return len(g.members) }
+
+// Device returns the device of local rank i.
+func (g *Group) Device(i int) *device.Device { return g.members[i].comm.Device() }
+
+// Stream returns the stream of local rank i, on which collectives are enqueued.
+// It belongs to the group: do not close it.
+func (g *Group) Stream(i int) *stream.Stream { return g.members[i].stream }
+
+// Streams returns the streams of all local ranks.
+func (g *Group) Streams() []*stream.Stream {
+	ss := make([]*stream.Stream, len(g.members))
+	for i := range g.members {
+		ss[i] = g.members[i].stream
+	}
+	return ss
+}
+
+// Err returns why the group is broken, an error that matches ErrBroken, or nil.
+func (g *Group) Err() error {
+	if b := g.broken.Load(); b != nil {
+		return b
+	}
+	for i := range g.members {
+		if err := g.members[i].comm.Err(); err != nil {
+			return g.fail(err)
+		}
+	}
+	return nil
+}
+
+// Wait waits until everything that is enqueued on the group's streams has
+// completed. It ends early when a rank fails or is lost, and breaks the group
+// then. When ctx ends it returns the cause, names the ranks that are not done,
+// and leaves the operations running: Close ends them.
+func (g *Group) Wait(ctx context.Context) error {
+	if err := g.check("wait"); err != nil {
+		return err
+	}
+	begun := time.Now()
+	for i := range g.members {
+		m := &g.members[i]
+		err := poll.Until(ctx, func() (bool, error) {
+			done, err := m.stream.Query()
+			if err != nil || done {
+				return done, err
+			}
+			return false, g.Err()
+		})
+		if err == nil {
+			continue
+		}
+		if ctx.Err() != nil && g.broken.Load() == nil {
+			return fmt.Errorf("comm: wait: rank %d of %d (%s) is not done after %v: %w",
+				m.comm.Rank(), g.size, m.comm.Device(), time.Since(begun).Round(time.Millisecond), err)
+		}
+		return g.fail(err)
+	}
+	return g.Err()
+}
+
+// Close ends the group at once: it aborts what is in flight on the local ranks
+// and frees the group's streams. It waits for no device and no peer, and is
+// idempotent. The other ranks notice it as the loss of a peer, so Shutdown is
+// the polite way to leave.
+func (g *Group) Close() error {
+	if g == nil || !g.owner.Close() {
+		return nil
+	}
+	g.stopWatching()
+	return errors.Join(eachAtOnce(g.comms(), (*nccl.Communicator).Close), g.closeStreams())
+}
+
+// Shutdown waits until all operations have completed and leaves the group
+// together with the other ranks, which call it too. When ctx ends first, or the
+// group is broken, it closes it and returns the cause.
+func (g *Group) Shutdown(ctx context.Context) error {
+	if g == nil || g.owner.Closed() {
+		return nil
+	}
+	if err := g.Wait(ctx); err != nil {
+		_ = g.Close()
+		return err
+	}
+	// From here on a peer that is gone has left, and was not lost.
+	g.stopWatching()
+	err := eachAtOnce(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(ctx) })
+	return errors.Join(err, g.Close())
+}
+
+// fail breaks the group with its first cause and aborts what is in flight, so
+// that nothing waits for ranks that will not come.
+func (g *Group) fail(cause error) error {
+	if b := g.broken.Load(); b != nil {
+		return b
+	}
+	if g.broken.CompareAndSwap(nil, &brokenError{cause}) {
+		_ = eachAtOnce(g.comms(), (*nccl.Communicator).Abort)
+	}
+	return g.broken.Load()
+}
+
+// watch breaks the group when ctx ends, as that of a Rendezvous does when a rank
+// is lost.
+func (g *Group) watch(ctx context.Context) {
+	g.unwatch = context.AfterFunc(ctx, func() { _ = g.fail(context.Cause(ctx)) })
+}
+
+func (g *Group) stopWatching() {
+	if g.unwatch != nil {
+		g.unwatch()
+	}
+}
+
+func (g *Group) check(op string) error {
+	if g == nil {
+		return fmt.Errorf("comm: %s: no group given", op)
+	}
+	if g.owner.Closed() {
+		return fmt.Errorf("comm: %s: %w", op, device.ErrClosed)
+	}
+	if b := g.broken.Load(); b != nil {
+		return b
+	}
+	return nil
+}
+
+func (g *Group) comms() []*nccl.Communicator {
+	cs := make([]*nccl.Communicator, len(g.members))
+	for i := range g.members {
+		cs[i] = g.members[i].comm
+	}
+	return cs
+}
+
+func (g *Group) closeStreams() error {
+	var errs []error
+	for i := range g.members {
+		errs = append(errs, g.members[i].stream.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// eachAtOnce ends communicators side by side: one after another, each would
+// wait for the next.
+func eachAtOnce(comms []*nccl.Communicator, end func(*nccl.Communicator) error) error {
+	errs := make([]error, len(comms))
+	var wg sync.WaitGroup
+	for i, c := range comms {
+		wg.Go(func() { errs[i] = end(c) })
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}

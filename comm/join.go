@@ -1,0 +1,190 @@
+package comm
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// A Rendezvous is how the processes of a group find each other; cluster.Session
+// is one. Its methods may be called by any goroutine at any time.
+type Rendezvous interface {
+	Rank() int
+	Size() int
+	// Context ends, with the cause, when a rank is lost.
+	Context() context.Context
+	// Set publishes a value to all ranks; Get waits for it.
+	Set(ctx context.Context, key string, value []byte) error
+	Get(ctx context.Context, key string) ([]byte, error)
+}
+
+// Join makes a group with one rank in each process of r, here on dev. It
+// returns when all ranks have called it, with the cause when ctx ends before,
+// and with an error on every rank when two of them are on one GPU. The group is
+// broken as soon as r loses a rank, so that no collective waits for it.
+//
+// Processes may Join several times; they must do so in the same order.
+func Join(ctx context.Context, r Rendezvous, dev *device.Device) (*Group, error) {
+	if r == nil || dev == nil {
+		return nil, errors.New("comm: join: no rendezvous or no device given")
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	defer context.AfterFunc(r.Context(), func() { cancel(context.Cause(r.Context())) })()
+	id, err := agree(ctx, r, dev)
+	if err != nil {
+		return nil, fmt.Errorf("comm: join as rank %d of %d on %s: %w", r.Rank(), r.Size(), dev, err)
+	}
+	c, err := nccl.NewCommunicator(ctx, dev, id, r.Rank(), r.Size(), nil)
+	if err != nil {
+		return nil, fmt.Errorf("comm: join: %w", err)
+	}
+	g, err := newGroup([]*nccl.Communicator{c})
+	if err != nil {
+		return nil, err
+	}
+	g.watch(r.Context())
+	return g, nil
+}
+
+// card is what each rank tells rank 0 about itself.
+type card struct {
+	Host    string
+	PID     int
+	Device  string
+	UUID    string
+	Backend string
+}
+
+// verdict is what rank 0 answers to all.
+type verdict struct {
+	ID      nccl.UniqueID
+	Refused string // why there is no group, or ""
+}
+
+// agree checks that the ranks fit together and gives all of them one id: a card
+// from each rank to rank 0, and one verdict back. NCCL itself would hang, or
+// fail without saying which ranks do not fit.
+func agree(ctx context.Context, r Rendezvous, dev *device.Device) (nccl.UniqueID, error) {
+	prefix := fmt.Sprintf("comm/%d/", nextGroup(r))
+	mine, err := cardOf(dev)
+	if err != nil {
+		return nccl.UniqueID{}, err
+	}
+	if r.Rank() != 0 {
+		if err := put(ctx, r, fmt.Sprint(prefix, r.Rank()), mine); err != nil {
+			return nccl.UniqueID{}, err
+		}
+		return await(ctx, r, prefix)
+	}
+	cards := make([]card, r.Size())
+	cards[0] = mine
+	for i := 1; i < r.Size(); i++ {
+		if err := get(ctx, r, fmt.Sprint(prefix, i), &cards[i]); err != nil {
+			return nccl.UniqueID{}, fmt.Errorf("wait for rank %d: %w", i, err)
+		}
+	}
+	v := verdict{Refused: misfit(cards)}
+	if v.Refused == "" {
+		// Made only now: NCCL's listener waits for exactly these ranks.
+		if v.ID, err = nccl.NewUniqueID(dev); err != nil {
+			v.Refused = err.Error()
+		}
+	}
+	if err := put(ctx, r, prefix+"verdict", v); err != nil {
+		return nccl.UniqueID{}, err
+	}
+	return v.result()
+}
+
+func await(ctx context.Context, r Rendezvous, prefix string) (nccl.UniqueID, error) {
+	var v verdict
+	if err := get(ctx, r, prefix+"verdict", &v); err != nil {
+		return nccl.UniqueID{}, fmt.Errorf("wait for rank 0: %w", err)
+	}
+	return v.result()
+}
+
+func (v *verdict) result() (nccl.UniqueID, error) {
+	if v.Refused != "" {
+		return nccl.UniqueID{}, fmt.Errorf("%s: %w", v.Refused, ErrMismatch)
+	}
+	return v.ID, nil
+}
+
+func cardOf(dev *device.Device) (card, error) {
+	uuid, err := dev.UUID()
+	if err != nil {
+		return card{}, err
+	}
+	host, err := os.Hostname()
+	if err != nil {
+		return card{}, err
+	}
+	return card{Host: host, PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend()}, nil
+}
+
+// misfit says why the ranks cannot make a group, or "".
+func misfit(cards []card) string {
+	first := map[string]int{}
+	for i, c := range cards {
+		if c.Backend != cards[0].Backend {
+			return fmt.Sprintf("rank 0 uses %s devices and rank %d %s devices: set CHORUS_BACKEND alike for all", cards[0].Backend, i, c.Backend)
+		}
+		if j, taken := first[c.UUID]; taken {
+			return fmt.Sprintf("ranks %d (pid %d) and %d (pid %d) are both on %s %s of host %s: a GPU holds one rank; open the device of the local rank",
+				j, cards[j].PID, i, c.PID, c.Device, c.UUID, c.Host)
+		}
+		first[c.UUID] = i
+	}
+	return ""
+}
+
+func put(ctx context.Context, r Rendezvous, key string, v any) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	return r.Set(ctx, key, b)
+}
+
+func get(ctx context.Context, r Rendezvous, key string, v any) error {
+	b, err := r.Get(ctx, key)
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(b, v); err != nil {
+		return fmt.Errorf("%s: %w", key, err)
+	}
+	return nil
+}
+
+// joined counts the groups of each rendezvous, so that each Join has keys of
+// its own. An entry goes with the rendezvous.
+var joined struct {
+	mu sync.Mutex
+	n  map[Rendezvous]int
+}
+
+func nextGroup(r Rendezvous) int {
+	joined.mu.Lock()
+	defer joined.mu.Unlock()
+	if joined.n == nil {
+		joined.n = map[Rendezvous]int{}
+	}
+	if _, known := joined.n[r]; !known {
+		context.AfterFunc(r.Context(), func() {
+			joined.mu.Lock()
+			defer joined.mu.Unlock()
+			delete(joined.n, r)
+		})
+	}
+	joined.n[r]++
+	return joined.n[r]
+}

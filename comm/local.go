@@ -1,0 +1,68 @@
+package comm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// Local makes a group of which all ranks are in this process: rank i on devs[i],
+// or one rank on each device of the default system when none is given
+// (ncclCommInitAll). It returns when the communicators are ready, or with the
+// cause when ctx ends before.
+func Local(ctx context.Context, devs ...*device.Device) (*Group, error) {
+	if len(devs) == 0 {
+		var err error
+		if devs, err = device.All(); err != nil {
+			return nil, err
+		}
+	}
+	if err := distinct(devs); err != nil {
+		return nil, err
+	}
+	id, err := nccl.NewUniqueID(devs[0])
+	if err != nil {
+		return nil, fmt.Errorf("comm: local: %w", err)
+	}
+	comms := make([]*nccl.Communicator, len(devs))
+	// The first rank that fails ends the wait of the others for it.
+	eg, ctx := errgroup.WithContext(ctx)
+	for i, d := range devs {
+		eg.Go(func() (err error) {
+			comms[i], err = nccl.NewCommunicator(ctx, d, id, i, len(devs), nil)
+			if err != nil {
+				comms[i] = nil
+			}
+			return err
+		})
+	}
+	if err := eg.Wait(); err != nil {
+		for _, c := range comms {
+			err = errors.Join(err, c.Close())
+		}
+		return nil, fmt.Errorf("comm: local: %w", err)
+	}
+	return newGroup(comms)
+}
+
+func distinct(devs []*device.Device) error {
+	for i, d := range devs {
+		if d == nil {
+			return fmt.Errorf("comm: local: device %d of %d is nil: %w", i, len(devs), ErrMismatch)
+		}
+		for j := range i {
+			if devs[j] == d {
+				return fmt.Errorf("comm: local: ranks %d and %d are both on %s: a device holds one rank: %w", j, i, d, ErrMismatch)
+			}
+			if devs[j].System() != d.System() {
+				return fmt.Errorf("comm: local: ranks %d and %d are on devices of two systems: %w", j, i, ErrMismatch)
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,181 @@
+package device
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// A Device is one GPU, or one virtual device. There is one *Device for each
+// ordinal of a System, so two devices are the same if the pointers are.
+type Device struct {
+	sys     *System
+	ordinal int
+	handle  cudadrv.Device
+
+	mu    sync.Mutex // guards the first use
+	ctx   atomic.Uintptr
+	local sync.Map // what other packages keep for this device; see Local
+}
+
+// System returns the set of devices that d belongs to.
+func (d *Device) System() *System { return d.sys }
+
+// Ordinal returns the device's number, from 0.
+func (d *Device) Ordinal() int { return d.ordinal }
+
+// String returns "cuda:0" or "virtual:0".
+func (d *Device) String() string { return fmt.Sprintf("%s:%d", d.sys.sys.Name, d.ordinal) }
+
+// Name returns the product name, such as "NVIDIA H200".
+func (d *Device) Name() (string, error) {
+	s, r := d.sys.sys.Driver.DeviceGetName(d.handle)
+	return s, d.Check("cuDeviceGetName", r)
+}
+
+// UUID returns the device's identity across processes and reboots, as
+// nvidia-smi prints it: GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx.
+func (d *Device) UUID() (string, error) {
+	u, r := d.sys.sys.Driver.DeviceGetUUID(d.handle)
+	return fmt.Sprintf("GPU-%x-%x-%x-%x-%x", u[:4], u[4:6], u[6:8], u[8:10], u[10:]), d.Check("cuDeviceGetUuid", r)
+}
+
+// PCIBusID returns the device's place on the bus, such as "0000:1b:00.0".
+func (d *Device) PCIBusID() (string, error) {
+	s, r := d.sys.sys.Driver.DeviceGetPCIBusID(d.handle)
+	return s, d.Check("cuDeviceGetPCIBusId", r)
+}
+
+// Sync waits until all work on all streams of the device has completed. It
+// mirrors torch.cuda.synchronize. When ctx can end, a cancelled wait leaves the
+// work running and one OS thread blocked until it completes; prefer
+// Stream.Sync, which leaves none.
+func (d *Device) Sync(ctx context.Context) error {
+	wait := func() error {
+		return d.Do("cuCtxSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
+	}
+	if ctx.Done() == nil {
+		return wait()
+	}
+	done := make(chan error, 1)
+	go func() { done <- wait() }()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return fmt.Errorf("device: synchronize %s: %w", d, context.Cause(ctx))
+	}
+}
+
+// MemoryInfo returns the free and the total memory of the device in bytes, as
+// the driver sees them. It mirrors torch.cuda.mem_get_info.
+func (d *Device) MemoryInfo() (free, total uint64, err error) {
+	err = d.Do("cuMemGetInfo", func(drv cudadrv.Driver) cudadrv.Result {
+		f, t, r := drv.MemGetInfo()
+		free, total = uint64(f), uint64(t)
+		return r
+	})
+	return free, total, err
+}
+
+// Do makes one call of the driver with the device's context bound to the
+// calling OS thread. It is the only place that binds. call makes exactly one
+// driver call that needs a context: virtual devices consume the binding. Its
+// parameter types are internal, so only Chorus's own packages can use it.
+func (d *Device) Do(op string, call func(drv cudadrv.Driver) cudadrv.Result) error {
+	runtime.LockOSThread()
+	r := d.bind()
+	if r == cudadrv.Success {
+		r = call(d.sys.sys.Driver)
+	} else {
+		op = "cuCtxSetCurrent"
+	}
+	runtime.UnlockOSThread()
+	if r == cudadrv.Success {
+		return nil
+	}
+	return d.sys.fail(op, d.ordinal, r)
+}
+
+// Bound runs call on a locked OS thread with the device's context bound, for
+// libraries above the driver that read the current context.
+func (d *Device) Bound(call func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if r := d.bind(); r != cudadrv.Success {
+		return d.sys.fail("cuCtxSetCurrent", d.ordinal, r)
+	}
+	return call()
+}
+
+// Check turns the result of a driver call that needs no context into an error.
+func (d *Device) Check(op string, r cudadrv.Result) error {
+	if r == cudadrv.Success {
+		return nil
+	}
+	return d.sys.fail(op, d.ordinal, r)
+}
+
+// Driver is for Chorus's own packages, for calls that need no context.
+func (d *Device) Driver() cudadrv.Driver { return d.sys.sys.Driver }
+
+// Handle returns the driver's handle. For Chorus's own packages.
+func (d *Device) Handle() cudadrv.Device { return d.handle }
+
+// Context returns the primary context, creating it on first use. For Chorus's
+// own packages.
+func (d *Device) Context() (cudadrv.Context, error) {
+	if r := d.retain(); r != cudadrv.Success {
+		return 0, d.sys.fail("cuDevicePrimaryCtxRetain", d.ordinal, r)
+	}
+	return cudadrv.Context(d.ctx.Load()), nil
+}
+
+// Local returns what was stored for the key, making it on first use: other
+// packages keep one thing for each device this way. Two first users may both
+// make one; only one of them is kept, so make must not own anything that has to
+// be closed.
+func (d *Device) Local(key any, make func() any) any {
+	if v, ok := d.local.Load(key); ok {
+		return v
+	}
+	v, _ := d.local.LoadOrStore(key, make())
+	return v
+}
+
+func (d *Device) bind() cudadrv.Result {
+	if d.ctx.Load() == 0 {
+		if r := d.retain(); r != cudadrv.Success {
+			return r
+		}
+	}
+	return d.sys.sys.Driver.CtxSetCurrent(cudadrv.Context(d.ctx.Load()))
+}
+
+// retain creates the primary context, the one that NCCL, cuBLAS and PyTorch in
+// the same process use too.
+func (d *Device) retain() cudadrv.Result {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.ctx.Load() != 0 {
+		return cudadrv.Success
+	}
+	c, r := d.sys.sys.Driver.DevicePrimaryCtxRetain(d.handle)
+	if r == cudadrv.Success {
+		d.ctx.Store(uintptr(c))
+	}
+	return r
+}
+
+func (d *Device) release() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.ctx.Swap(0) == 0 {
+		return nil
+	}
+	return d.Check("cuDevicePrimaryCtxRelease", d.sys.sys.Driver.DevicePrimaryCtxRelease(d.handle))
+}

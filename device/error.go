@@ -1,0 +1,92 @@
+package device
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dl"
+)
+
+// A Status is a status code of the CUDA driver (CUresult). errors.Is compares
+// against its constants; its text is the C name.
+type Status int32
+
+// The status codes that programs tell apart. Others print their C name too.
+const (
+	ErrorInvalidValue   = Status(cudadrv.ErrorInvalidValue)
+	ErrorOutOfMemory    = Status(cudadrv.ErrorOutOfMemory)
+	ErrorNoDevice       = Status(cudadrv.ErrorNoDevice)
+	ErrorInvalidDevice  = Status(cudadrv.ErrorInvalidDevice)
+	ErrorInvalidImage   = Status(cudadrv.ErrorInvalidImage)
+	ErrorInvalidContext = Status(cudadrv.ErrorInvalidContext)
+	ErrorInvalidHandle  = Status(cudadrv.ErrorInvalidHandle)
+	ErrorNotFound       = Status(cudadrv.ErrorNotFound)
+	ErrorNotReady       = Status(cudadrv.ErrorNotReady)
+	ErrorIllegalAddress = Status(cudadrv.ErrorIllegalAddress)
+	ErrorLaunchFailed   = Status(cudadrv.ErrorLaunchFailed)
+	ErrorNotPermitted   = Status(cudadrv.ErrorNotPermitted)
+	ErrorNotSupported   = Status(cudadrv.ErrorNotSupported)
+)
+
+// Error returns the C name, such as CUDA_ERROR_OUT_OF_MEMORY.
+func (s Status) Error() string { return cudadrv.Result(s).Error() }
+
+// Meaning explains the status in a sentence without a full stop.
+func (s Status) Meaning() string { return cudadrv.Result(s).Meaning() }
+
+// An Error is a call of the driver that failed.
+type Error struct {
+	Op     string // the C function, such as cuMemAllocAsync
+	Device int    // the ordinal, or -1 where no device is concerned
+	Err    Status
+	Detail string // what virtual devices know about the cause; "" on CUDA
+}
+
+func (e *Error) Error() string {
+	where := ""
+	if e.Device >= 0 {
+		where = fmt.Sprintf(" on device %d", e.Device)
+	}
+	text := fmt.Sprintf("device: %s%s: %s", e.Op, where, e.Err)
+	if m := e.Err.Meaning(); m != "" {
+		text += " (" + m + ")"
+	}
+	if e.Detail != "" {
+		text += ": " + e.Detail
+	}
+	if e.Sticky() {
+		text += "; the device is lost to this process"
+	}
+	return text
+}
+
+// Unwrap returns the status, for errors.Is.
+func (e *Error) Unwrap() error { return e.Err }
+
+// Sticky reports whether every later call on the device will fail too, until
+// the process ends. An earlier asynchronous operation is then the cause, not
+// necessarily Op.
+func (e *Error) Sticky() bool { return cudadrv.Result(e.Err).Sticky() }
+
+// ErrClosed is what a method returns, wrapped with the operation, after Close.
+var ErrClosed = errors.New("use after Close")
+
+// A LibraryError says that a shared library could not be found or is too old,
+// and every place that was tried. It matches errors.ErrUnsupported.
+type LibraryError = dl.Error
+
+// An UnsupportedError says that the loaded libraries or the hardware lack a
+// feature. It matches errors.ErrUnsupported.
+type UnsupportedError struct {
+	Feature string // such as ncclCommShrink
+	Need    string // such as NCCL 2.27.3
+	Have    string // such as NCCL 2.23.4
+}
+
+func (e *UnsupportedError) Error() string {
+	return fmt.Sprintf("%s needs %s; this machine has %s", e.Feature, e.Need, e.Have)
+}
+
+// Is makes errors.Is(err, errors.ErrUnsupported) true.
+func (e *UnsupportedError) Is(target error) bool { return target == errors.ErrUnsupported }

@@ -1,0 +1,81 @@
+package device
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// CanAccessPeer reports whether kernels on d can read and write peer's memory;
+// torch.cuda.can_device_access_peer.
+func (d *Device) CanAccessPeer(peer *Device) (bool, error) {
+	if err := d.sameSystem("ask for peer access", peer); err != nil {
+		return false, err
+	}
+	if d == peer {
+		return true, nil
+	}
+	v, r := d.sys.sys.Driver.DeviceCanAccessPeer(d.handle, peer.handle)
+	return v != 0, d.Check("cuDeviceCanAccessPeer", r)
+}
+
+// PeerRank returns the driver's ranking of the link between two devices: 0 is
+// the fastest kind on the machine.
+func (d *Device) PeerRank(peer *Device) (int, error) {
+	if err := d.sameSystem("rank the link", peer); err != nil {
+		return 0, err
+	}
+	v, r := d.sys.sys.Driver.DeviceGetP2PAttribute(cudadrv.P2PPerformanceRank, d.handle, peer.handle)
+	return int(v), d.Check("cuDeviceGetP2PAttribute", r)
+}
+
+// peerKey keys the peers of a device in Local.
+type peerKey struct{}
+
+// EnablePeer lets work on d reach the memory of peer, plain and pooled. It does
+// nothing where that is enabled already, and where the hardware cannot do it:
+// copies then take the way over the host.
+func (d *Device) EnablePeer(peer *Device) error {
+	ok, err := d.CanAccessPeer(peer)
+	if err != nil || !ok || d == peer {
+		return err
+	}
+	peers := d.Local(peerKey{}, func() any { return new(sync.Map) }).(*sync.Map)
+	if _, done := peers.Load(peer); done {
+		return nil
+	}
+	ctx, err := peer.Context()
+	if err != nil {
+		return err
+	}
+	err = d.Do("cuCtxEnablePeerAccess", func(drv cudadrv.Driver) cudadrv.Result {
+		if r := drv.CtxEnablePeerAccess(ctx, 0); r != cudadrv.ErrorPeerAccessAlreadyEnabled {
+			return r
+		}
+		return cudadrv.Success
+	})
+	if err != nil {
+		return err
+	}
+	// Memory of cuMemAllocAsync has an access list of its own.
+	pool, r := d.sys.sys.Driver.DeviceGetDefaultMemPool(peer.handle)
+	if err := peer.Check("cuDeviceGetDefaultMemPool", r); err != nil {
+		return err
+	}
+	if err := peer.Check("cuMemPoolSetAccess", d.sys.sys.Driver.MemPoolSetAccess(pool, d.handle)); err != nil {
+		return err
+	}
+	peers.Store(peer, true)
+	return nil
+}
+
+func (d *Device) sameSystem(op string, o *Device) error {
+	if o == nil {
+		return fmt.Errorf("device: %s: no device given", op)
+	}
+	if d.sys != o.sys {
+		return fmt.Errorf("device: %s: %s and %s belong to two systems", op, d, o)
+	}
+	return nil
+}

@@ -1,0 +1,157 @@
+package device
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/gochorus/chorus/internal/backend"
+	"github.com/gochorus/chorus/internal/cublasapi"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/virtual"
+)
+
+// A System is one set of devices: the GPUs of this machine, or a set of virtual
+// devices. Objects of two systems cannot be used together.
+type System struct {
+	sys  *backend.System
+	devs []*Device
+}
+
+// SystemConfig says which devices NewSystem opens. The zero value means what
+// the environment says.
+type SystemConfig struct {
+	Backend        string // "cuda", "virtual" or "auto"; "" is CHORUS_BACKEND
+	VirtualDevices int    // how many; 0 is CHORUS_VIRTUAL_DEVICES
+	Seed           uint64 // of the virtual devices' delays; 0 is CHORUS_VIRTUAL_SEED or random
+	Faults         string // the virtual devices' fault plan; "" is CHORUS_VIRTUAL_FAULTS
+}
+
+var defaultSystem = sync.OnceValues(func() (*System, error) { return NewSystem(nil) })
+
+// Default returns the process's System, opened on the first call as
+// CHORUS_BACKEND says. Later calls return the same result or the same error.
+func Default() (*System, error) { return defaultSystem() }
+
+// NewSystem opens a set of devices. No context is created on any device before
+// it is used. Programs use Default; tests make virtual systems of their own.
+func NewSystem(cfg *SystemConfig) (*System, error) {
+	var c SystemConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	b, err := backend.Open(&backend.Config{Backend: c.Backend, Devices: c.VirtualDevices, Seed: c.Seed, Faults: c.Faults})
+	if err != nil {
+		return nil, fmt.Errorf("device: %w", err)
+	}
+	s := &System{sys: b}
+	n, r := b.Driver.DeviceGetCount()
+	if r != cudadrv.Success {
+		return nil, s.fail("cuDeviceGetCount", -1, r)
+	}
+	for i := range n {
+		h, r := b.Driver.DeviceGet(i)
+		if r != cudadrv.Success {
+			return nil, s.fail("cuDeviceGet", int(i), r)
+		}
+		s.devs = append(s.devs, &Device{sys: s, ordinal: int(i), handle: h})
+	}
+	if len(s.devs) == 0 {
+		return nil, s.fail("cuDeviceGetCount", -1, cudadrv.ErrorNoDevice)
+	}
+	return s, nil
+}
+
+// Backend returns "cuda" or "virtual".
+func (s *System) Backend() string { return s.sys.Name }
+
+// Devices returns all devices, by ordinal.
+func (s *System) Devices() []*Device { return append([]*Device(nil), s.devs...) }
+
+// Open returns the device with the ordinal, which counts from 0 over the
+// devices that CUDA_VISIBLE_DEVICES leaves. It costs nothing: the device's
+// context is created when it is first used.
+func (s *System) Open(ordinal int) (*Device, error) {
+	if ordinal < 0 || ordinal >= len(s.devs) {
+		return nil, fmt.Errorf("device: open device %d: there are %d (0 to %d): %w",
+			ordinal, len(s.devs), len(s.devs)-1, ErrorInvalidDevice)
+	}
+	return s.devs[ordinal], nil
+}
+
+// DriverVersion returns the CUDA version that the driver supports, such as
+// "13.0".
+func (s *System) DriverVersion() (string, error) {
+	v, r := s.sys.Driver.DriverGetVersion()
+	if r != cudadrv.Success {
+		return "", s.fail("cuDriverGetVersion", -1, r)
+	}
+	return backend.Version(v), nil
+}
+
+// Reports returns what strict virtual devices found wrong so far, such as two
+// streams that touched a block of memory without an event between them. It is
+// empty on CUDA.
+func (s *System) Reports() []string {
+	if s.sys.Machine == nil {
+		return nil
+	}
+	return s.sys.Machine.Reports()
+}
+
+// Close releases the primary contexts that were used. Every object on the
+// devices must be closed before. Default's system stays open with the process.
+func (s *System) Close() error {
+	if s == nil {
+		return nil
+	}
+	var first error
+	for _, d := range s.devs {
+		if err := d.release(); err != nil && first == nil {
+			first = err
+		}
+	}
+	return first
+}
+
+// Open returns a device of the default System; see System.Open.
+func Open(ordinal int) (*Device, error) {
+	s, err := Default()
+	if err != nil {
+		return nil, err
+	}
+	return s.Open(ordinal)
+}
+
+// All returns the devices of the default System. It mirrors
+// torch.cuda.device_count, which cannot say why there is none.
+func All() ([]*Device, error) {
+	s, err := Default()
+	if err != nil {
+		return nil, err
+	}
+	return s.Devices(), nil
+}
+
+// The accessors below have internal types: they are for Chorus's own packages.
+
+// NCCL opens NCCL on first use. For Chorus's own packages.
+func (s *System) NCCL() (ncclapi.API, error) { return s.sys.NCCL() }
+
+// CUBLAS opens cuBLAS on first use. For Chorus's own packages.
+func (s *System) CUBLAS() (cublasapi.API, error) { return s.sys.CUBLAS() }
+
+// NVRTC opens NVRTC on first use. For Chorus's own packages.
+func (s *System) NVRTC() (nvrtcapi.API, error) { return s.sys.NVRTC() }
+
+// Machine is nil on CUDA. For Chorus's own packages.
+func (s *System) Machine() *virtual.Machine { return s.sys.Machine }
+
+func (s *System) fail(op string, ordinal int, r cudadrv.Result) error {
+	e := &Error{Op: op, Device: ordinal, Err: Status(r)}
+	if ordinal >= 0 && ordinal < len(s.devs) {
+		e.Detail = s.sys.Explain(s.devs[ordinal].handle)
+	}
+	return e
+}

@@ -1,0 +1,163 @@
+// Package backend chooses at run time between CUDA and the virtual devices and
+// hands out their libraries behind the same interfaces.
+package backend
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/gochorus/chorus/internal/cublasapi"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/virtual"
+)
+
+// The backends, as CHORUS_BACKEND names them. Auto is CUDA or an error: the
+// library never picks virtual devices by itself.
+const (
+	Auto    = "auto"
+	CUDA    = "cuda"
+	Virtual = "virtual"
+)
+
+// MinDriver is the oldest CUDA driver version that Chorus supports, 12.2.
+const MinDriver = 12020
+
+// A System is one set of devices and the libraries that drive them. Libraries
+// other than the driver are opened on first use.
+type System struct {
+	Name    string
+	Driver  cudadrv.Driver
+	Machine *virtual.Machine // nil on CUDA
+}
+
+// Config says which System to open; nil and zero fields are what the
+// environment says.
+type Config struct {
+	Backend string
+	Devices int    // virtual devices
+	Seed    uint64 // virtual devices' delays
+	Faults  string // virtual devices' fault plan
+}
+
+// Open starts the driver of the backend.
+func Open(cfg *Config) (*System, error) {
+	var c Config
+	if cfg != nil {
+		c = *cfg
+	}
+	if c.Backend == "" {
+		b, err := env.Backend.OneOf(Auto, CUDA, Virtual)
+		if err != nil {
+			return nil, err
+		}
+		c.Backend = b
+	}
+	switch c.Backend {
+	case Virtual:
+		return openVirtual(&c)
+	case CUDA, Auto:
+		return openCUDA()
+	}
+	return nil, fmt.Errorf("backend: unknown backend %q: want %s, %s or %s", c.Backend, Auto, CUDA, Virtual)
+}
+
+func openVirtual(c *Config) (*System, error) {
+	if err := c.fillFromEnv(); err != nil {
+		return nil, err
+	}
+	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults})
+	if err != nil {
+		return nil, err
+	}
+	return &System{Name: Virtual, Driver: m.Driver(), Machine: m}, nil
+}
+
+func (c *Config) fillFromEnv() (err error) {
+	if c.Devices == 0 {
+		if c.Devices, err = env.VirtualDevices.Int(); err != nil {
+			return err
+		}
+		if c.Devices < 1 || c.Devices > 64 {
+			return &env.ValueError{Name: env.VirtualDevices.Name, Value: env.VirtualDevices.Value(), Want: "a number from 1 to 64"}
+		}
+	}
+	if c.Seed == 0 && env.VirtualSeed.Value() != "" {
+		if c.Seed, err = env.VirtualSeed.Uint64(); err != nil {
+			return err
+		}
+	}
+	if c.Faults == "" {
+		c.Faults = env.VirtualFaults.Value()
+	}
+	return nil
+}
+
+func openCUDA() (*System, error) {
+	drv, err := cudadrv.Open()
+	if err != nil {
+		return nil, fmt.Errorf("backend: no CUDA on this machine: %w", err)
+	}
+	if r := drv.Init(); r != cudadrv.Success {
+		return nil, fmt.Errorf("backend: no CUDA on this machine: cuInit: %w (%s)", r, r.Meaning())
+	}
+	v, r := drv.DriverGetVersion()
+	if r != cudadrv.Success {
+		return nil, fmt.Errorf("backend: cuDriverGetVersion: %w", r)
+	}
+	if v < MinDriver {
+		return nil, fmt.Errorf("backend: the driver supports CUDA %s: Chorus needs 12.2 (R535) or newer: %w", Version(v), errors.ErrUnsupported)
+	}
+	return &System{Name: CUDA, Driver: drv}, nil
+}
+
+// Version writes a CUDA version code such as 13000 as 13.0.
+func Version(code int32) string { return fmt.Sprintf("%d.%d", code/1000, code%1000/10) }
+
+// NCCL opens NCCL on first use.
+func (s *System) NCCL() (ncclapi.API, error) {
+	if s.Machine != nil {
+		return s.Machine.NCCL(), nil
+	}
+	lib, err := ncclapi.Open()
+	if err != nil {
+		return nil, err
+	}
+	return lib, nil
+}
+
+// CUBLAS opens cuBLAS on first use.
+func (s *System) CUBLAS() (cublasapi.API, error) {
+	if s.Machine != nil {
+		return s.Machine.CUBLAS(), nil
+	}
+	lib, err := cublasapi.Open()
+	if err != nil {
+		return nil, err
+	}
+	return lib, nil
+}
+
+// NVRTC opens NVRTC on first use. Virtual devices have no compiler: package
+// kernel gives them the kernels' Go stand-ins through Machine.
+func (s *System) NVRTC() (nvrtcapi.API, error) {
+	if s.Machine != nil {
+		return nil, fmt.Errorf("backend: NVRTC on virtual devices: %w", errors.ErrUnsupported)
+	}
+	lib, err := nvrtcapi.Open()
+	if err != nil {
+		return nil, err
+	}
+	return lib, nil
+}
+
+// Explain tells why the sticky error of a virtual device happened; it is empty
+// on CUDA, where nobody knows.
+func (s *System) Explain(d cudadrv.Device) string {
+	if s.Machine == nil {
+		return ""
+	}
+	return s.Machine.Explain(d)
+}

@@ -1,0 +1,45 @@
+package kernel
+
+import (
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/virtual"
+	"github.com/gochorus/chorus/memory"
+)
+
+// A Call is one launch, as the Go function that stands in for a kernel on
+// virtual devices sees it.
+type Call struct{ k *virtual.KernelCall }
+
+// Blocks returns the number of blocks of the grid.
+func (c *Call) Blocks() [3]uint32 { return c.k.Grid() }
+
+// Threads returns the number of threads of a block.
+func (c *Call) Threads() [3]uint32 { return c.k.Block() }
+
+// Int32 returns argument i, an I32.
+func (c *Call) Int32(i int) int32 { return c.k.Int32(i) }
+
+// Float32 returns argument i, an F32.
+func (c *Call) Float32(i int) float32 { return c.k.Float32(i) }
+
+// Read returns n elements at the pointer that is argument i. It must not be
+// written.
+func Read[T memory.Element](c *Call, i, n int) []T {
+	var z T
+	return view[T](c.k.Read(c.k.Ptr(i), uintptr(n)*unsafe.Sizeof(z)), n)
+}
+
+// Update returns n elements at the pointer that is argument i, to be read and
+// written.
+func Update[T memory.Element](c *Call, i, n int) []T {
+	var z T
+	return view[T](c.k.Write(c.k.Ptr(i), uintptr(n)*unsafe.Sizeof(z)), n)
+}
+
+func view[T memory.Element](b []byte, n int) []T {
+	if n == 0 {
+		return nil
+	}
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))), n)
+}

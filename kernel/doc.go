@@ -1,0 +1,29 @@
+// Package kernel compiles CUDA C++ at run time and launches it.
+//
+//	m, err := kernel.Compile(dev, &kernel.Source{
+//		Name: "scale.cu",
+//		CUDA: `extern "C" __global__ void scale(float* x, float by, int n) {
+//			int i = blockIdx.x * blockDim.x + threadIdx.x;
+//			if (i < n) x[i] *= by;
+//		}`,
+//		Kernels: []kernel.Def{{
+//			Name:   "scale",
+//			Params: []kernel.Param{kernel.Pointer, kernel.F32, kernel.I32},
+//			Go: func(c *kernel.Call) { // stands in on virtual devices
+//				x := kernel.Update[float32](c, 0, int(c.Int32(2)))
+//				for i := range x {
+//					x[i] *= c.Float32(1)
+//				}
+//			},
+//		}},
+//	})
+//	scale, err := m.Kernel("scale")
+//	err = scale.Launch(s, kernel.Cover(n), kernel.Ptr(x), kernel.Float32(2), kernel.Int32(int32(n)))
+//
+// The source is compiled by NVRTC for the device's compute capability, so
+// neither a CUDA toolkit nor a prepared binary is needed. A kernel's Go function
+// does the work of the whole grid in one call; it is needed only where programs
+// shall run without a GPU.
+//
+// Concurrency: modules and kernels may be used by several goroutines.
+package kernel

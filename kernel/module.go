@@ -1,0 +1,146 @@
+package kernel
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/virtual"
+)
+
+// A Source is CUDA C++ with one or more kernels.
+type Source struct {
+	Name    string   // shown in compiler messages
+	CUDA    string   // the kernels are extern "C" __global__ void
+	Options []string // for NVRTC, such as --use_fast_math
+	Kernels []Def
+}
+
+// A Def describes one kernel of a Source.
+type Def struct {
+	Name   string
+	Params []Param
+	Go     func(*Call) // stands in on virtual devices; nil where none is needed
+}
+
+// A Module is a compiled Source on one device.
+type Module struct {
+	owner   handle.Owner
+	dev     *device.Device
+	h       cudadrv.Module
+	kernels map[string]*Kernel
+}
+
+// Compile compiles the source for dev and loads it. It takes some tenths of a
+// second on CUDA. A mistake in the source is a *CompileError with the
+// compiler's messages.
+func Compile(dev *device.Device, src *Source) (*Module, error) {
+	if dev == nil {
+		return nil, fmt.Errorf("kernel: compile %s: no device given", src.Name)
+	}
+	image, err := compile(dev, src)
+	if err != nil {
+		return nil, err
+	}
+	m := &Module{dev: dev, kernels: map[string]*Kernel{}}
+	err = dev.Do("cuModuleLoadData", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		m.h, r = drv.ModuleLoadData(image)
+		return r
+	})
+	if err != nil {
+		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
+	}
+	handle.Init(m, &m.owner, "kernel module")
+	for _, d := range src.Kernels {
+		k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params)}
+		err := dev.Do("cuModuleGetFunction", func(drv cudadrv.Driver) (r cudadrv.Result) {
+			k.h, r = drv.ModuleGetFunction(m.h, d.Name)
+			return r
+		})
+		if err != nil {
+			_ = m.Close()
+			return nil, fmt.Errorf("kernel: find %s in %s: %w", d.Name, src.Name, err)
+		}
+		m.kernels[d.Name] = k
+	}
+	return m, nil
+}
+
+// Kernel returns a kernel by its name.
+func (m *Module) Kernel(name string) (*Kernel, error) {
+	k, ok := m.kernels[name]
+	if !ok {
+		return nil, fmt.Errorf("kernel: the module has no kernel %q", name)
+	}
+	return k, nil
+}
+
+// Close unloads the module. Launches must have completed. It is idempotent.
+func (m *Module) Close() error {
+	if m == nil || !m.owner.Close() {
+		return nil
+	}
+	return m.dev.Do("cuModuleUnload", func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
+}
+
+// A CompileError has the messages of the compiler.
+type CompileError struct {
+	Source string
+	Log    string
+	Err    error
+}
+
+func (e *CompileError) Error() string {
+	return fmt.Sprintf("kernel: compile %s: %v:\n%s", e.Source, e.Err, e.Log)
+}
+
+// Unwrap returns NVRTC's status.
+func (e *CompileError) Unwrap() error { return e.Err }
+
+func compile(dev *device.Device, src *Source) ([]byte, error) {
+	if m := dev.System().Machine(); m != nil {
+		return standIns(m, src)
+	}
+	rtc, err := dev.System().NVRTC()
+	if err != nil {
+		return nil, err
+	}
+	major, minor, err := dev.Capability()
+	if err != nil {
+		return nil, err
+	}
+	p, r := rtc.CreateProgram(src.CUDA, src.Name)
+	if r != nvrtcapi.Success {
+		return nil, fmt.Errorf("kernel: compile %s: nvrtcCreateProgram: %w", src.Name, r)
+	}
+	defer rtc.DestroyProgram(p)
+	opts := append([]string{fmt.Sprintf("--gpu-architecture=sm_%d%d", major, minor), "--std=c++17"}, src.Options...)
+	if r := rtc.CompileProgram(p, opts); r != nvrtcapi.Success {
+		log, _ := rtc.GetProgramLog(p)
+		return nil, &CompileError{Source: src.Name, Log: log, Err: r}
+	}
+	image, r := rtc.GetCUBIN(p)
+	if r != nvrtcapi.Success {
+		return nil, fmt.Errorf("kernel: compile %s: nvrtcGetCUBIN: %w", src.Name, r)
+	}
+	return image, nil
+}
+
+// standIns makes the image that virtual devices load from the Go functions.
+func standIns(m *virtual.Machine, src *Source) ([]byte, error) {
+	var ks []virtual.Kernel
+	for _, d := range src.Kernels {
+		if d.Go == nil {
+			return nil, fmt.Errorf("kernel: %s in %s has no Go function to stand in on virtual devices", d.Name, src.Name)
+		}
+		ps := make([]virtual.Param, len(d.Params))
+		for i, p := range d.Params {
+			ps[i] = virtual.Param(p)
+		}
+		ks = append(ks, virtual.Kernel{Name: d.Name, Params: ps, Func: func(k *virtual.KernelCall) { d.Go(&Call{k}) }})
+	}
+	return m.ModuleImage(ks), nil
+}

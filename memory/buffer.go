@@ -1,0 +1,135 @@
+package memory
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A Buffer is one allocation of device memory, without a type.
+type Buffer struct {
+	owner  handle.Owner
+	stream *stream.Stream
+	ptr    cudadrv.DevicePtr
+	bytes  uintptr
+
+	mu    sync.Mutex
+	users []*stream.Stream // the other streams that used it
+}
+
+// Alloc allocates bytes of device memory in the order of s: work that is
+// enqueued on s from now on may use it, and the host does not wait
+// (cuMemAllocAsync). The contents are undefined. Zero bytes are no allocation.
+func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
+	if err := s.Check("memory: allocate", nil); err != nil {
+		return nil, err
+	}
+	if bytes < 0 {
+		return nil, fmt.Errorf("memory: allocate %d bytes on %s: the size is negative", bytes, s.Device())
+	}
+	b := &Buffer{stream: s, bytes: uintptr(bytes)}
+	if bytes > 0 {
+		if err := keepFreed(s.Device()); err != nil {
+			return nil, err
+		}
+		err := s.Device().Do("cuMemAllocAsync", func(drv cudadrv.Driver) (r cudadrv.Result) {
+			b.ptr, r = drv.MemAllocAsync(b.bytes, s.Raw())
+			return r
+		})
+		if errors.Is(err, device.ErrorOutOfMemory) {
+			return nil, outOfMemory(s.Device(), b.bytes, err)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("memory: allocate %d bytes: %w", bytes, err)
+		}
+	}
+	s.Retain()
+	handle.Init(b, &b.owner, "buffer")
+	return b, nil
+}
+
+func outOfMemory(d *device.Device, bytes uintptr, cause error) error {
+	free, total, _ := d.MemoryInfo() // zeros are what is known if this fails too
+	return &OutOfMemoryError{Device: d.String(), Requested: uint64(bytes), Free: free, Total: total, Err: cause}
+}
+
+type poolKey struct{}
+
+// keepFreed tells the driver's pool once to keep freed memory instead of
+// returning it to the system at every synchronisation.
+func keepFreed(d *device.Device) error {
+	once := d.Local(poolKey{}, func() any {
+		return sync.OnceValue(func() error {
+			// The pool exists only once the device has a context.
+			if _, err := d.Context(); err != nil {
+				return err
+			}
+			pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
+			if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {
+				return err
+			}
+			return d.Check("cuMemPoolSetAttribute",
+				d.Driver().MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReleaseThreshold, ^uint64(0)))
+		})
+	}).(func() error)
+	return once()
+}
+
+// Bytes returns the size.
+func (b *Buffer) Bytes() int { return int(b.bytes) }
+
+// Device returns the device whose memory it is.
+func (b *Buffer) Device() *device.Device { return b.stream.Device() }
+
+// Stream returns the stream in whose order the buffer was allocated and will be
+// freed.
+func (b *Buffer) Stream() *stream.Stream { return b.stream }
+
+// RecordStream tells that work on s uses the buffer, so that Close frees it
+// only after the work that is on s by then
+// (torch.Tensor.record_stream). It enqueues nothing.
+func (b *Buffer) RecordStream(s *stream.Stream) error {
+	if err := s.Check("memory: record stream", nil); err != nil {
+		return err
+	}
+	if s == b.stream {
+		return nil
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.owner.Closed() {
+		return fmt.Errorf("memory: record stream: %w", device.ErrClosed)
+	}
+	if !slices.Contains(b.users, s) {
+		s.Retain()
+		b.users = append(b.users, s)
+	}
+	return nil
+}
+
+// Close frees the memory in the order of its stream: after everything that is
+// enqueued there, and on the streams of RecordStream, by now. The host does not
+// wait. Close is idempotent.
+func (b *Buffer) Close() error {
+	if b == nil || !b.owner.Close() {
+		return nil
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var errs []error
+	for _, u := range b.users {
+		errs = append(errs, b.stream.Follow(u), u.Release())
+	}
+	if b.bytes > 0 {
+		errs = append(errs, b.Device().Do("cuMemFreeAsync", func(drv cudadrv.Driver) cudadrv.Result {
+			return drv.MemFreeAsync(b.ptr, b.stream.Raw())
+		}))
+	}
+	return errors.Join(append(errs, b.stream.Release())...)
+}

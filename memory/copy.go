@@ -1,0 +1,156 @@
+package memory
+
+import (
+	"context"
+	"fmt"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/stream"
+)
+
+// CopyFrom copies src to x in the order of s and returns when src may be
+// reused; the copy may still be on its way (cuMemcpyHtoDAsync). src is ordinary
+// memory of len x.Len(); with CopyFromPinned the host does not wait at all.
+func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
+	const op = "memory: copy from host"
+	if err := x.checkHost(op, s, len(src)); err != nil || x.n == 0 {
+		return err
+	}
+	if err := x.upload(s, unsafe.Pointer(unsafe.SliceData(src))); err != nil {
+		return err
+	}
+	// CUDA stages ordinary memory before it returns, but not pinned memory.
+	if isPinned(unsafe.Pointer(unsafe.SliceData(src))) {
+		return s.Sync(context.Background())
+	}
+	return nil
+}
+
+// CopyTo copies x to dst in the order of s and returns when dst is filled: it
+// waits for everything that is on s before, so Sync(ctx) on s first where that
+// may not end. dst has len x.Len().
+func (x Slice[T]) CopyTo(s *stream.Stream, dst []T) error {
+	const op = "memory: copy to host"
+	if err := x.checkHost(op, s, len(dst)); err != nil || x.n == 0 {
+		return err
+	}
+	if err := x.download(s, unsafe.Pointer(unsafe.SliceData(dst))); err != nil {
+		return err
+	}
+	return s.Sync(context.Background())
+}
+
+// CopyFromPinned enqueues the copy of src to x on s. The host does not wait;
+// src must stay as it is until s is past the copy.
+func (x Slice[T]) CopyFromPinned(s *stream.Stream, src *Pinned[T]) error {
+	const op = "memory: copy from pinned memory"
+	if err := src.check(op); err != nil {
+		return err
+	}
+	if err := x.checkHost(op, s, src.Len()); err != nil || x.n == 0 {
+		return err
+	}
+	return x.upload(s, src.p)
+}
+
+// CopyToPinned enqueues the copy of x to dst on s. The host does not wait; dst
+// is filled when s is past the copy.
+func (x Slice[T]) CopyToPinned(s *stream.Stream, dst *Pinned[T]) error {
+	const op = "memory: copy to pinned memory"
+	if err := dst.check(op); err != nil {
+		return err
+	}
+	if err := x.checkHost(op, s, dst.Len()); err != nil || x.n == 0 {
+		return err
+	}
+	return x.download(s, dst.p)
+}
+
+// Copy enqueues the copy of src to dst on s, a stream of either's device. The
+// two have the same length, and may be on two devices: the copy then goes from
+// one to the other directly where the hardware can (cuMemcpyPeerAsync), and
+// work on the other device must be ordered with s by an event.
+func Copy[T Element](s *stream.Stream, dst, src Slice[T]) error {
+	const op = "memory: copy"
+	if err := s.Check(op, nil); err != nil {
+		return err
+	}
+	if err := src.Check(op, nil); err != nil {
+		return err
+	}
+	if err := dst.Check(op, nil); err != nil {
+		return err
+	}
+	if dst.n != src.n {
+		return fmt.Errorf("%s: the destination has %d elements, the source %d", op, dst.n, src.n)
+	}
+	if src.n == 0 {
+		return nil
+	}
+	if s.Device() != src.Device() && s.Device() != dst.Device() {
+		return fmt.Errorf("%s from %s to %s: %s is of neither device", op, src.Device(), dst.Device(), s)
+	}
+	if src.Device() == dst.Device() {
+		return s.Device().Do("cuMemcpyDtoDAsync", func(drv cudadrv.Driver) cudadrv.Result {
+			return drv.MemcpyDtoDAsync(dst.Raw(), src.Raw(), uintptr(src.Bytes()), s.Raw())
+		})
+	}
+	return copyPeer(s, dst, src)
+}
+
+func copyPeer[T Element](s *stream.Stream, dst, src Slice[T]) error {
+	if err := dst.Device().EnablePeer(src.Device()); err != nil {
+		return err
+	}
+	if err := src.Device().EnablePeer(dst.Device()); err != nil {
+		return err
+	}
+	from, err := src.Device().Context()
+	if err != nil {
+		return err
+	}
+	to, err := dst.Device().Context()
+	if err != nil {
+		return err
+	}
+	return s.Device().Do("cuMemcpyPeerAsync", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemcpyPeerAsync(dst.Raw(), to, src.Raw(), from, uintptr(src.Bytes()), s.Raw())
+	})
+}
+
+// Zero enqueues the filling of x with zero bytes on s.
+func (x Slice[T]) Zero(s *stream.Stream) error {
+	if err := x.checkHost("memory: zero", s, x.n); err != nil || x.n == 0 {
+		return err
+	}
+	return s.Device().Do("cuMemsetD8Async", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemsetD8Async(x.Raw(), 0, uintptr(x.Bytes()), s.Raw())
+	})
+}
+
+func (x Slice[T]) upload(s *stream.Stream, src unsafe.Pointer) error {
+	return s.Device().Do("cuMemcpyHtoDAsync", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemcpyHtoDAsync(x.Raw(), src, uintptr(x.Bytes()), s.Raw())
+	})
+}
+
+func (x Slice[T]) download(s *stream.Stream, dst unsafe.Pointer) error {
+	return s.Device().Do("cuMemcpyDtoHAsync", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemcpyDtoHAsync(dst, x.Raw(), uintptr(x.Bytes()), s.Raw())
+	})
+}
+
+// checkHost checks a copy between x and n elements of host memory on s.
+func (x Slice[T]) checkHost(op string, s *stream.Stream, n int) error {
+	if err := x.Check(op, nil); err != nil {
+		return err
+	}
+	if err := s.Check(op, x.Device()); err != nil {
+		return err
+	}
+	if n != x.n {
+		return fmt.Errorf("%s: the host has %d elements, the device %d", op, n, x.n)
+	}
+	return nil
+}

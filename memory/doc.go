@@ -1,0 +1,23 @@
+// Package memory owns device memory and pinned host memory: typed slices,
+// copies between host and devices and from device to device.
+//
+//	x, err := memory.Make[float32](s, len(in)) // allocated in the order of s
+//	if err != nil {
+//		return err // *memory.OutOfMemoryError says how much was free
+//	}
+//	defer x.Close() // freed in the order of s, after the work below
+//	if err := x.CopyFrom(s, in); err != nil {
+//		return err
+//	}
+//	return x.CopyTo(s, out) // returns when out is filled
+//
+// A Slice is a small value, like a Go slice: x.Slice(i, j) shares x's memory.
+// Only the slice that Make returned closes it.
+//
+// Memory belongs to the stream it was allocated on. To use it on another
+// stream, order the two by an event, and call RecordStream so that Close frees
+// it only when the other stream is past it. Package comm does so by itself.
+//
+// Concurrency: slices may be copied and used by several goroutines; what they
+// enqueue is ordered by the streams, not by the package.
+package memory

@@ -1,0 +1,106 @@
+package memory
+
+import "fmt"
+
+// A DType is the type of the elements of a slice or tensor at run time.
+type DType uint8
+
+// The element types.
+const (
+	Invalid DType = iota
+	Bool
+	Int8
+	Uint8
+	Int16
+	Uint16
+	Int32
+	Uint32
+	Int64
+	Uint64
+	Float16T
+	BFloat16T
+	Float32
+	Float64
+	Float8E4M3T
+	Float8E5M2T
+)
+
+// The floating-point types that Go lacks are their bits. As elements they have
+// their own types, so that a slice of them is not a slice of integers.
+type (
+	Float16    uint16 // IEEE 754 binary16, torch.float16
+	BFloat16   uint16 // the upper half of a float32, torch.bfloat16
+	Float8E4M3 uint8  // torch.float8_e4m3fn
+	Float8E5M2 uint8  // torch.float8_e5m2
+)
+
+// Element is what device memory can hold.
+type Element interface {
+	bool | int8 | uint8 | int16 | uint16 | int32 | uint32 | int64 | uint64 |
+		Float16 | BFloat16 | float32 | float64 | Float8E4M3 | Float8E5M2
+}
+
+// DTypeOf returns the DType of T.
+func DTypeOf[T Element]() DType {
+	var z T
+	switch any(z).(type) {
+	case bool:
+		return Bool
+	case int8:
+		return Int8
+	case uint8:
+		return Uint8
+	case int16:
+		return Int16
+	case uint16:
+		return Uint16
+	case int32:
+		return Int32
+	case uint32:
+		return Uint32
+	case int64:
+		return Int64
+	case uint64:
+		return Uint64
+	case Float16:
+		return Float16T
+	case BFloat16:
+		return BFloat16T
+	case float32:
+		return Float32
+	case float64:
+		return Float64
+	case Float8E4M3:
+		return Float8E4M3T
+	case Float8E5M2:
+		return Float8E5M2T
+	}
+	return Invalid
+}
+
+var dtypes = [...]struct {
+	name string
+	size int
+}{
+	Invalid: {"invalid", 0}, Bool: {"bool", 1}, Int8: {"int8", 1}, Uint8: {"uint8", 1},
+	Int16: {"int16", 2}, Uint16: {"uint16", 2}, Int32: {"int32", 4}, Uint32: {"uint32", 4},
+	Int64: {"int64", 8}, Uint64: {"uint64", 8}, Float16T: {"float16", 2}, BFloat16T: {"bfloat16", 2},
+	Float32: {"float32", 4}, Float64: {"float64", 8},
+	Float8E4M3T: {"float8_e4m3fn", 1}, Float8E5M2T: {"float8_e5m2", 1},
+}
+
+// Size returns the width of one element in bytes.
+func (t DType) Size() int {
+	if int(t) < len(dtypes) {
+		return dtypes[t].size
+	}
+	return 0
+}
+
+// String returns torch's name of the type, such as "float8_e4m3fn".
+func (t DType) String() string {
+	if int(t) < len(dtypes) {
+		return dtypes[t].name
+	}
+	return fmt.Sprintf("DType(%d)", uint8(t))
+}

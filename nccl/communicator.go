@@ -1,0 +1,219 @@
+package nccl
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A Communicator is one rank of a group of ranks, each on its own device
+// (ncclComm_t).
+type Communicator struct {
+	owner      handle.Owner
+	api        ncclapi.API
+	dev        *device.Device
+	rank, size int
+	version    int32
+	h          *ncclapi.Comm // NCCL writes the handle through it
+
+	mu     sync.Mutex   // held by the call that is in NCCL
+	life   sync.RWMutex // held for reading while Err is in NCCL
+	failed atomic.Pointer[Error]
+}
+
+// NewCommunicator makes rank of size ranks (ncclCommInitRankScalable). It
+// returns when all ranks have called it with the same id and size. When ctx
+// ends first it returns the cause; the attempt cannot be called back from NCCL,
+// so it goes on by itself and is aborted when it ends.
+func NewCommunicator(ctx context.Context, dev *device.Device, id UniqueID, rank, size int, cfg *Config) (*Communicator, error) {
+	if dev == nil {
+		return nil, fmt.Errorf("nccl: new communicator: no device given")
+	}
+	if size < 1 || rank < 0 || rank >= size {
+		return nil, fmt.Errorf("nccl: new communicator: rank %d of %d: want 0 <= rank < size", rank, size)
+	}
+	c, err := prepare(dev, rank, size)
+	if err != nil {
+		return nil, err
+	}
+	raw, err := cfg.raw(c.version)
+	if err != nil {
+		return nil, err
+	}
+	ids := []ncclapi.UniqueID{ncclapi.UniqueID(id)}
+	return c, c.start(ctx, "ncclCommInitRankScalable", func() ncclapi.Result {
+		return c.api.CommInitRankScalable(c.h, int32(size), int32(rank), ids, raw)
+	})
+}
+
+// prepare makes a communicator without a handle.
+func prepare(dev *device.Device, rank, size int) (*Communicator, error) {
+	api, err := dev.System().NCCL()
+	if err != nil {
+		return nil, err
+	}
+	v, r := api.GetVersion()
+	if r != ncclapi.Success {
+		return nil, &Error{Op: "ncclGetVersion", Rank: -1, Err: Result(r)}
+	}
+	return &Communicator{api: api, dev: dev, rank: rank, size: size, version: v, h: new(ncclapi.Comm)}, nil
+}
+
+// start runs an initialisation, which blocks until all ranks have come, on a
+// goroutine of its own, so that ctx can end the wait for it.
+func (c *Communicator) start(ctx context.Context, op string, init func() ncclapi.Result) error {
+	begun := time.Now()
+	done := make(chan error, 1)
+	go func() {
+		done <- c.dev.Bound(func() error { return c.fail(op, init()) })
+	}()
+	select {
+	case err := <-done:
+		if err == nil {
+			handle.Init(c, &c.owner, "nccl communicator")
+		}
+		return err
+	case <-ctx.Done():
+		go func() {
+			if <-done == nil {
+				c.api.CommAbort(*c.h)
+			}
+		}()
+		return fmt.Errorf("nccl: %s: rank %d of %d (%s): gave up after %v, other ranks have not come or have failed: %w",
+			op, c.rank, c.size, c.dev, time.Since(begun).Round(time.Millisecond), context.Cause(ctx))
+	}
+}
+
+// Rank returns this rank, from 0.
+func (c *Communicator) Rank() int { return c.rank }
+
+// Size returns the number of ranks.
+func (c *Communicator) Size() int { return c.size }
+
+// Device returns the rank's device.
+func (c *Communicator) Device() *device.Device { return c.dev }
+
+// Version returns the version of the loaded NCCL, such as "2.28.3".
+func (c *Communicator) Version() string { return Version(c.version) }
+
+// Err returns the error that an operation ran into after it was enqueued
+// (ncclCommGetAsyncError), or nil. Such an error is final: close the
+// communicator, on all ranks. NCCL does not notice every failure of a peer; see
+// comm.Join for what does.
+func (c *Communicator) Err() error {
+	if e := c.failed.Load(); e != nil {
+		return e
+	}
+	c.life.RLock()
+	defer c.life.RUnlock()
+	if c.owner.Closed() {
+		return nil
+	}
+	async, r := c.api.CommGetAsyncError(*c.h)
+	if r != ncclapi.Success {
+		return c.fail("ncclCommGetAsyncError", r)
+	}
+	if async == ncclapi.Success || async == ncclapi.InProgress {
+		return nil
+	}
+	e := c.error("", async)
+	e.Async = true
+	c.failed.CompareAndSwap(nil, e)
+	return c.failed.Load()
+}
+
+// Wait waits until everything enqueued on s has completed, like s.Sync, and
+// ends early with the error when an operation of the communicator fails. When
+// ctx ends it returns the cause; the operations go on, until Close.
+func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
+	begun := time.Now()
+	err := poll.Until(ctx, func() (bool, error) {
+		done, err := s.Query()
+		if err != nil || done {
+			return done, err
+		}
+		return false, c.Err()
+	})
+	if err != nil && ctx.Err() != nil && c.failed.Load() == nil {
+		return fmt.Errorf("nccl: wait on rank %d of %d (%s): gave up after %v: %w",
+			c.rank, c.size, c.dev, time.Since(begun).Round(time.Millisecond), err)
+	}
+	if err == nil {
+		return c.Err()
+	}
+	return err
+}
+
+// Abort ends the communicator and everything that is in flight on it, on this
+// rank only (ncclCommAbort); outputs of unfinished operations are undefined. It
+// may be called by any goroutine, also while another one is blocked in an
+// operation, and is idempotent.
+func (c *Communicator) Abort() error {
+	if c == nil || !c.owner.Close() {
+		return nil
+	}
+	// NCCL frees the communicator, so a call that is inside should return first.
+	// One that waits for a lost peer never does: then NCCL's flag frees it.
+	if poll.UntilNoLaterThan(100*time.Millisecond, c.mu.TryLock) {
+		defer c.mu.Unlock()
+	}
+	c.life.Lock()
+	defer c.life.Unlock()
+	return c.fail("ncclCommAbort", c.api.CommAbort(*c.h))
+}
+
+// Close is Abort.
+func (c *Communicator) Close() error { return c.Abort() }
+
+// Shutdown waits until all operations have completed and leaves the group
+// together with the other ranks, which call it too (ncclCommFinalize,
+// ncclCommDestroy). When ctx ends first, or an operation failed, it aborts.
+func (c *Communicator) Shutdown(ctx context.Context) error {
+	if c == nil || c.owner.Closed() {
+		return nil
+	}
+	if err := c.Err(); err != nil {
+		_ = c.Abort()
+		return err
+	}
+	done := make(chan error, 1)
+	go func() {
+		done <- c.dev.Bound(func() error { return c.fail("ncclCommFinalize", c.api.CommFinalize(*c.h)) })
+	}()
+	select {
+	case err := <-done:
+		if err != nil || !c.owner.Close() {
+			_ = c.Abort()
+			return err
+		}
+		c.life.Lock()
+		defer c.life.Unlock()
+		return c.dev.Bound(func() error { return c.fail("ncclCommDestroy", c.api.CommDestroy(*c.h)) })
+	case <-ctx.Done():
+		_ = c.Abort()
+		return fmt.Errorf("nccl: shut down rank %d of %d (%s): aborted: %w", c.rank, c.size, c.dev, context.Cause(ctx))
+	}
+}
+
+// fail turns a result into an error.
+func (c *Communicator) fail(op string, r ncclapi.Result) error {
+	switch r {
+	case ncclapi.Success, ncclapi.InProgress:
+		return nil
+	case ncclapi.MissingSymbol:
+		return &device.UnsupportedError{Feature: op, Need: "a newer NCCL", Have: "NCCL " + Version(c.version)}
+	}
+	return c.error(op, r)
+}
+
+func (c *Communicator) error(op string, r ncclapi.Result) *Error {
+	return &Error{Op: op, Rank: c.rank, Size: c.size, Device: c.dev.String(), Err: Result(r), Detail: c.api.GetLastError(*c.h)}
+}

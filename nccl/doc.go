@@ -1,0 +1,30 @@
+// Package nccl is one rank of one NCCL communicator: NCCL's vocabulary with
+// Go's manners. Most programs use package comm, which is built on it.
+//
+//	id, err := nccl.NewUniqueID(dev) // on one rank; give its 128 bytes to the others
+//	c, err := nccl.NewCommunicator(ctx, dev, id, rank, size, nil)
+//	if err != nil {
+//		return err
+//	}
+//	defer c.Close()
+//	err = nccl.AllReduce(c, s, dst, src, nccl.Sum) // enqueued on s
+//	err = c.Wait(ctx, s)                           // the host waits; a failed peer ends it
+//
+// Collective means: every rank must call it, in the same order, with the same
+// element count and type. NCCL itself does not check that, and hangs or mixes
+// data up; virtual devices check it and name the two ranks that differ.
+//
+// All collectives are enqueued on the stream that is given, return at once,
+// allocate nothing and start no goroutine. An error from one means that it was
+// not enqueued on this rank.
+//
+// Concurrency: calls on one communicator are serialised; the order in which
+// goroutines issue them must be the same on all ranks, so in practice one
+// goroutine issues them. Abort, Close and Err may be called by any goroutine at
+// any time. Several communicators of one goroutine's devices must be driven
+// within Group.
+//
+// Lifetime: Close ends the communicator at once, whatever is in flight
+// (ncclCommAbort); Shutdown waits for the work and leaves together with the
+// others (ncclCommFinalize, ncclCommDestroy).
+package nccl

@@ -1,0 +1,59 @@
+package nccl
+
+import (
+	"encoding"
+	"encoding/hex"
+	"fmt"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/ncclapi"
+)
+
+// A UniqueID names a communicator that is about to be made (ncclUniqueId). The
+// rank that made it gives its bytes to the others, by any means. It holds the
+// address at which that process listens and lets whoever has it join: do not
+// publish it. One id makes one communicator.
+type UniqueID [128]byte
+
+var (
+	_ encoding.TextMarshaler   = UniqueID{}
+	_ encoding.TextUnmarshaler = (*UniqueID)(nil)
+)
+
+// NewUniqueID makes an id on the system of dev and starts listening for the
+// ranks; the process must live until the communicator is made.
+func NewUniqueID(dev *device.Device) (UniqueID, error) {
+	api, err := dev.System().NCCL()
+	if err != nil {
+		return UniqueID{}, err
+	}
+	var id ncclapi.UniqueID
+	var r ncclapi.Result
+	err = dev.Bound(func() error {
+		id, r = api.GetUniqueID()
+		return nil
+	})
+	if err != nil {
+		return UniqueID{}, err
+	}
+	if r != ncclapi.Success {
+		return UniqueID{}, &Error{Op: "ncclGetUniqueId", Rank: -1, Err: Result(r), Detail: api.GetLastError(0)}
+	}
+	return UniqueID(id), nil
+}
+
+// MarshalText writes the id as 256 hexadecimal digits.
+func (id UniqueID) MarshalText() ([]byte, error) {
+	return hex.AppendEncode(nil, id[:]), nil
+}
+
+// UnmarshalText reads what MarshalText wrote.
+func (id *UniqueID) UnmarshalText(text []byte) error {
+	if len(text) != 2*len(id) {
+		return fmt.Errorf("nccl: unique id: %d characters: want %d", len(text), 2*len(id))
+	}
+	if _, err := hex.Decode(id[:], text); err != nil {
+		return fmt.Errorf("nccl: unique id: %w", err)
+	}
+	return nil
+}

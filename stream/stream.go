@@ -1,0 +1,227 @@
+package stream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/poll"
+)
+
+// Config are the options of New; nil means their zero values.
+type Config struct {
+	// Priority orders streams of one device: lower numbers go first. It is
+	// clamped to the device's range, which is -5 to 0 on an H200. Default 0.
+	Priority int
+}
+
+// A Stream is a queue of work on one device (CUstream, torch.cuda.Stream). It
+// does not synchronise with CUDA's legacy default stream.
+type Stream struct {
+	owner handle.Owner
+	dev   *device.Device
+	h     cudadrv.Stream
+	refs  atomic.Int32 // the Stream itself while open, and each Buffer that is freed on it
+
+	mu   sync.Mutex
+	kept map[any]kept // see Keep
+}
+
+// kept is what another package keeps for the stream.
+type kept struct {
+	value any
+	close func() error
+}
+
+// New creates a stream on dev.
+func New(dev *device.Device, cfg *Config) (*Stream, error) {
+	if dev == nil {
+		return nil, fmt.Errorf("stream: new: no device given")
+	}
+	var c Config
+	if cfg != nil {
+		c = *cfg
+	}
+	s := &Stream{dev: dev}
+	err := dev.Do("cuStreamCreateWithPriority", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		s.h, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, int32(c.Priority))
+		return r
+	})
+	if err != nil {
+		return nil, fmt.Errorf("stream: new: %w", err)
+	}
+	s.refs.Store(1)
+	handle.Init(s, &s.owner, "stream")
+	return s, nil
+}
+
+// Device returns the stream's device.
+func (s *Stream) Device() *device.Device { return s.dev }
+
+// String names the stream in errors, such as "stream 0x55d0 on cuda:0".
+func (s *Stream) String() string { return fmt.Sprintf("stream %#x on %s", uintptr(s.h), s.dev) }
+
+// Handle returns the CUstream, for code that calls CUDA by other means. It is
+// valid until Close.
+func (s *Stream) Handle() uintptr { return uintptr(s.h) }
+
+// Raw returns the driver's handle, for Chorus's own packages.
+func (s *Stream) Raw() cudadrv.Stream { return s.h }
+
+// Check returns an error if the stream cannot take work: it is nil, closed, or
+// of another device than dev, when dev is not nil.
+func (s *Stream) Check(op string, dev *device.Device) error {
+	switch {
+	case s == nil:
+		return fmt.Errorf("%s: no stream given", op)
+	case s.owner.Closed():
+		return fmt.Errorf("%s: %s: %w", op, s, device.ErrClosed)
+	case dev != nil && s.dev != dev:
+		return fmt.Errorf("%s: %s cannot order work of %s: use a stream of that device", op, s, dev)
+	}
+	return nil
+}
+
+// Sync waits until everything enqueued on s so far has completed, and returns
+// the error of the device if that work failed (torch.cuda.Stream.synchronize).
+// When ctx ends first, Sync returns its cause, the work goes on, and no thread
+// is left behind.
+func (s *Stream) Sync(ctx context.Context) error {
+	if err := s.Check("stream: sync", nil); err != nil {
+		return err
+	}
+	if ctx.Done() == nil {
+		return s.dev.Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.h) })
+	}
+	start := time.Now()
+	err := poll.Until(ctx, s.Query)
+	if err != nil && ctx.Err() != nil {
+		return fmt.Errorf("stream: sync %s: gave up after %v: %w", s, time.Since(start).Round(time.Millisecond), err)
+	}
+	return err
+}
+
+// Query reports, without waiting, whether everything enqueued on s so far has
+// completed.
+func (s *Stream) Query() (bool, error) {
+	if err := s.Check("stream: query", nil); err != nil {
+		return false, err
+	}
+	return ready(s.dev, "cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(s.h) })
+}
+
+// Wait makes work that is enqueued on s from now on wait for what e recorded
+// last (cuStreamWaitEvent). The host does not wait. An event that was never
+// recorded is no wait at all. e may be of another device.
+func (s *Stream) Wait(e *Event) error {
+	if err := s.Check("stream: wait", nil); err != nil {
+		return err
+	}
+	if err := e.check("stream: wait"); err != nil {
+		return err
+	}
+	return s.dev.Do("cuStreamWaitEvent", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.StreamWaitEvent(s.h, e.h, 0)
+	})
+}
+
+// WaitStream makes work that is enqueued on s from now on wait for everything
+// enqueued on o so far (torch.cuda.Stream.wait_stream).
+func (s *Stream) WaitStream(o *Stream) error {
+	if s == o {
+		return s.Check("stream: wait for a stream", nil)
+	}
+	if err := o.Check("stream: wait for a stream", nil); err != nil {
+		return err
+	}
+	if err := s.Check("stream: wait for a stream", nil); err != nil {
+		return err
+	}
+	return s.Follow(o)
+}
+
+// Follow is WaitStream without the check that the streams are open, for streams
+// that Retain keeps alive. For Chorus's own packages.
+func (s *Stream) Follow(o *Stream) error {
+	var e cudadrv.Event
+	err := o.dev.Do("cuEventCreate", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		e, r = drv.EventCreate(cudadrv.EventDisableTiming)
+		return r
+	})
+	if err != nil {
+		return err
+	}
+	err = o.dev.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e, o.h) })
+	if err == nil {
+		err = s.dev.Do("cuStreamWaitEvent", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamWaitEvent(s.h, e, 0) })
+	}
+	// CUDA keeps what the enqueued wait needs.
+	return errors.Join(err, o.dev.Do("cuEventDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventDestroy(e) }))
+}
+
+// Close gives the stream up. It returns at once; enqueued work still runs, and
+// memory that is to be freed on s is still freed there.
+func (s *Stream) Close() error {
+	if s == nil || !s.owner.Close() {
+		return nil
+	}
+	return s.Release()
+}
+
+// Retain keeps the driver's stream alive after Close until Release, for what
+// will still be freed on it. For Chorus's own packages.
+func (s *Stream) Retain() { s.refs.Add(1) }
+
+// Release undoes Retain.
+func (s *Stream) Release() error {
+	if s.refs.Add(-1) > 0 {
+		return nil
+	}
+	var errs []error
+	for _, k := range s.kept {
+		errs = append(errs, k.close())
+	}
+	return errors.Join(append(errs, s.dev.Do("cuStreamDestroy", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.StreamDestroy(s.h)
+	}))...)
+}
+
+// Keep returns what open made for the key, calling it on first use, and closes
+// that with the stream: other packages keep one thing for each stream this way.
+// For Chorus's own packages.
+func (s *Stream) Keep(key any, open func() (value any, close func() error, err error)) (any, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if k, ok := s.kept[key]; ok {
+		return k.value, nil
+	}
+	v, c, err := open()
+	if err != nil {
+		return nil, err
+	}
+	if s.kept == nil {
+		s.kept = map[any]kept{}
+	}
+	s.kept[key] = kept{v, c}
+	return v, nil
+}
+
+// ready turns NOT_READY into false.
+func ready(dev *device.Device, op string, query func(cudadrv.Driver) cudadrv.Result) (bool, error) {
+	done := true
+	err := dev.Do(op, func(drv cudadrv.Driver) cudadrv.Result {
+		r := query(drv)
+		if r == cudadrv.ErrorNotReady {
+			done = false
+			return cudadrv.Success
+		}
+		return r
+	})
+	return done && err == nil, err
+}

@@ -120,3 +120,13 @@ func (l *Library) Path() string { return l.path }
 
 // Symbol returns the address of a C function, or false if the library lacks it.
 func (l *Library) Symbol(name string) (uintptr, bool) { return symbol(l.handle, name) }
+
+// Files lists the files that Open would try after the system's loader. It also
+// serves to find the headers that lie beside libraries.
+func Files(spec *Spec) []string {
+	var out []string
+	for _, p := range host().patterns(spec) {
+		out = append(out, p.files()...)
+	}
+	return out
+}

@@ -30,7 +30,7 @@ var (
 // A MemberLostError says which process was lost, since when and why. It is the
 // cause of a session's context, and every call that waits ends with it.
 type MemberLostError struct {
-	Rank     int       // -1: the launcher of a host, and all its ranks with it
+	Rank     int       // -1: the launcher of a host and all its ranks with it, or a process without a rank yet
 	Host     string    // where it ran
 	PID      int       // its process there; 0 when not known
 	Since    time.Time // when the coordinator last heard from it, by this host's clock
@@ -42,10 +42,10 @@ func (e *MemberLostError) Error() string {
 	return fmt.Sprintf("cluster: %s lost: %s", e.Who(), e.Reason)
 }
 
-// Who names the lost process, as in "rank 2 (host b, pid 123)".
+// Who names what was lost, as in "rank 2 (host b, pid 123)" or "host b (pid 99)".
 func (e *MemberLostError) Who() string {
 	if e.Rank < 0 {
-		return fmt.Sprintf("host %s (launcher, pid %d)", e.Host, e.PID)
+		return fmt.Sprintf("host %s (pid %d)", e.Host, e.PID)
 	}
 	return fmt.Sprintf("rank %d (host %s, pid %d)", e.Rank, e.Host, e.PID)
 }

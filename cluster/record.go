@@ -17,6 +17,8 @@ type Member struct {
 	Host      string `json:"host"`
 	PID       int    `json:"pid"`
 	Name      string `json:"name,omitempty"` // breaks ties where ranks are assigned
+
+	arrival int // at the coordinator: where it is in the order of arrival
 }
 
 // registration is how a worker introduces itself.

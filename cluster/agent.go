@@ -1,0 +1,264 @@
+package cluster
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"strconv"
+	"sync"
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/handle"
+)
+
+// An Agent is one host's part of a job, inside its launcher. It uses no device:
+// what proves that a host lives must not be what may hang in a driver. Its
+// methods may be called from several goroutines at once.
+type Agent struct {
+	owner   handle.Owner
+	cfg     Config
+	keys    keys
+	uuid    string
+	coord   *coordinator // nil unless this host coordinates
+	gossip  *gossip      // nil in a job on one host
+	port    *reservation
+	k       *client
+	addr    string // the coordinator's
+	plan    plan
+	node    int
+	noted   atomic.Pointer[MemberLostError]
+	closing sync.Once
+}
+
+// Start begins this host's part of a job and returns when all hosts have: with
+// a *JoinTimeoutError when they have not within Timing.Join, an *AuthError when
+// the seeds have another secret or job, a *DuplicateError when another host has
+// this one's node rank, and a *RefusedError for what else hosts disagree about.
+// On one host it waits for nobody: it takes a few milliseconds. A nil cfg is a
+// job of one process on this host.
+func Start(ctx context.Context, cfg *Config) (*Agent, error) {
+	c, ks, err := cfg.complete()
+	if err != nil {
+		return nil, err
+	}
+	a := &Agent{cfg: c, keys: ks, uuid: newUUID()}
+	if a.port, err = reservePort(); err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, c.Timing.Join)
+	defer cancel()
+	e := &election{agent: a}
+	if err := e.run(ctx); err != nil {
+		a.release()
+		return nil, err
+	}
+	handle.Init(a, &a.owner, "cluster.Agent")
+	return a, nil
+}
+
+// serve starts this host's coordinator on ln.
+func (a *Agent) serve(ln net.Listener) {
+	c := coordConfig{
+		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify,
+		self: welcome{Host: a.cfg.Host, PID: os.Getpid(), Rank: -1,
+			Heartbeat: a.cfg.Timing.Heartbeat, LostAfter: a.cfg.Timing.LostAfter},
+	}
+	if g := a.gossip; g != nil {
+		c.hint, c.path = g.hint, g.path
+	}
+	a.coord = newCoordinator(ln, c)
+}
+
+// self introduces this host over the connection l.
+func (a *Agent) self(l *link) host {
+	h := host{Host: a.cfg.Host, PID: os.Getpid(), UUID: a.uuid, NodeRank: deref(a.cfg.NodeRank, -1),
+		Nodes: a.cfg.Nodes, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port}
+	h.MasterAddr = addrIP(l.c.LocalAddr())
+	if ip, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
+		h.MasterAddr = ip
+	}
+	return h
+}
+
+func addrIP(a net.Addr) string {
+	h, _, _ := net.SplitHostPort(a.String())
+	return h
+}
+
+// Addr returns the coordinator's host:port.
+func (a *Agent) Addr() string { return a.addr }
+
+// Job returns the job's name.
+func (a *Agent) Job() string { return a.cfg.Job }
+
+// Host returns this host's name in the job.
+func (a *Agent) Host() string { return a.cfg.Host }
+
+// Node returns this host's number, 0 to Nodes-1.
+func (a *Agent) Node() int { return a.node }
+
+// Nodes returns how many hosts the job has.
+func (a *Agent) Nodes() int { return len(a.plan.Hosts) }
+
+// Size returns how many processes the world has on all hosts together.
+func (a *Agent) Size() int { return a.plan.size() }
+
+// LocalSize returns how many of them this host has.
+func (a *Agent) LocalSize() int { return a.plan.Hosts[a.node].LocalSize }
+
+// Rank returns the rank of this host's worker number local.
+func (a *Agent) Rank(local int) int { return a.plan.first(a.node) + local }
+
+// WorkerEnv returns, as NAME=value, what this host's worker number local needs
+// in its environment to Attach, and torchrun's variables with the same content
+// for programs that know only those.
+func (a *Agent) WorkerEnv(local int) []string {
+	rank, size := a.Rank(local), a.Size()
+	master := a.plan.Hosts[0]
+	vars := []struct {
+		name  string
+		value any
+	}{
+		{env.Job.Name, a.cfg.Job},
+		{env.Rank.Name, rank},
+		{env.WorldSize.Name, size},
+		{env.LocalRank.Name, local},
+		{env.LocalSize.Name, a.LocalSize()},
+		{env.Node.Name, a.node},
+		{env.Nodes.Name, a.Nodes()},
+		{env.HostName.Name, a.cfg.Host},
+		{env.Addr.Name, a.addr},
+		{env.Token.Name, encodeToken(a.keys.control)},
+		{env.JoinTimeout.Name, a.cfg.Timing.Join},
+		{env.CallTimeout.Name, a.cfg.Timing.Call},
+		{"RANK", rank},
+		{"WORLD_SIZE", size},
+		{"LOCAL_RANK", local},
+		{"LOCAL_WORLD_SIZE", a.LocalSize()},
+		{"GROUP_RANK", a.node},
+		{"GROUP_WORLD_SIZE", a.Nodes()},
+		{"ROLE_RANK", rank},
+		{"ROLE_WORLD_SIZE", size},
+		{"ROLE_NAME", "default"},
+		{"MASTER_ADDR", master.MasterAddr},
+		{"MASTER_PORT", master.MasterPort},
+		{"TORCHELASTIC_RUN_ID", a.cfg.Job},
+		{"TORCHELASTIC_RESTART_COUNT", 0},
+		{"TORCHELASTIC_MAX_RESTARTS", 0},
+	}
+	out := make([]string, 0, len(vars))
+	for _, v := range vars {
+		out = append(out, fmt.Sprintf("%s=%v", v.name, v.value))
+	}
+	return out
+}
+
+// Context ends when the job must stop: its cause is the *MemberLostError of the
+// first process that failed on any host, a *StopError, or ErrClosed.
+func (a *Agent) Context() context.Context { return a.k.ctx }
+
+// Note returns the loss that sessions were told of and that stops no host: a
+// worker exited with code 0 and left its session open. It explains failures
+// that follow. Nil means none.
+func (a *Agent) Note() *MemberLostError { return a.noted.Load() }
+
+// Report says that this host's worker number local has ended: code is as a
+// shell shows it, 128+n for signal n, and an empty reason is made from it. A
+// code other than 0 stops the job on all hosts.
+func (a *Agent) Report(local, pid, code int, reason string) error {
+	if reason == "" {
+		reason = describe(code)
+	}
+	e := Exit{Rank: a.Rank(local), PID: pid, Code: code, Reason: reason}
+	if err := a.k.send(note(kindExit, e)); err != nil {
+		return fmt.Errorf("cluster: report the end of rank %d: %w", e.Rank, err)
+	}
+	return nil
+}
+
+// Stop stops the job on all hosts: reason continues "the launcher on host a",
+// as in "received SIGTERM", and code is what launchers shall exit with.
+func (a *Agent) Stop(reason string, code int) error {
+	if err := a.k.send(note(kindStop, fault{Reason: reason, Code: code})); err != nil {
+		return fmt.Errorf("cluster: stop job %q: %w", a.cfg.Job, err)
+	}
+	return nil
+}
+
+// Shutdown says that all workers of this host have ended, and waits until those
+// of the other hosts have. It returns the cause when the job fails instead. The
+// agent has still to be closed.
+func (a *Agent) Shutdown(ctx context.Context) error {
+	if err := a.k.send(message{kind: kindDone, epoch: firstEpoch}); err != nil {
+		return fmt.Errorf("cluster: shut down job %q: %w", a.cfg.Job, err)
+	}
+	select {
+	case <-a.k.endedC:
+		return nil
+	case <-a.k.ctx.Done():
+		return context.Cause(a.k.ctx)
+	case <-ctx.Done():
+		return fmt.Errorf("cluster: shut down job %q: waiting for the other hosts: %w", a.cfg.Job, ctx.Err())
+	}
+}
+
+// Close leaves the job now. If this host's workers have not ended, as far as
+// Shutdown said, the job fails on the other hosts; if this host coordinates, it
+// ends there. Close is idempotent and safe on nil, and returns when no goroutine
+// is left but those of memberlist, which end within a second.
+func (a *Agent) Close() error {
+	if a == nil {
+		return nil
+	}
+	a.closing.Do(func() {
+		a.owner.Close()
+		a.release()
+	})
+	return nil
+}
+
+// release gives back what Start acquired, in the reverse order.
+func (a *Agent) release() {
+	if a.k != nil {
+		a.k.close(kindLeave)
+	}
+	if a.coord != nil {
+		a.coord.close()
+	}
+	if a.gossip != nil {
+		a.gossip.close()
+	}
+	a.port.close()
+}
+
+// event runs on the reader of the agent's connection after the plan.
+func (a *Agent) event(k *client, m message) {
+	switch m.kind {
+	case kindFault:
+		var f fault
+		if err := m.record(&f); err != nil {
+			k.cancel(err)
+			return
+		}
+		k.cancel(f.err())
+	case kindNote:
+		var f fault
+		if m.record(&f) == nil {
+			if lost, ok := f.err().(*MemberLostError); ok {
+				a.noted.Store(lost)
+			}
+		}
+	}
+}
+
+// portOf returns the port of host:port, or 0.
+func portOf(addr string) int {
+	_, p, err := net.SplitHostPort(addr)
+	if err != nil {
+		return 0
+	}
+	n, _ := strconv.Atoi(p)
+	return n
+}

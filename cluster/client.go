@@ -1,0 +1,266 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// A client is a member's end of its connection to the coordinator.
+type client struct {
+	link   *link
+	addr   string
+	hello  welcome
+	events func(*client, message) // called by the reader for what is no reply, in order
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	wg     sync.WaitGroup
+	ended  atomic.Bool // the coordinator left without a failure
+	endedC chan struct{}
+	down   chan struct{} // closed when the connection is of no more use
+	downed sync.Once
+
+	mu      sync.Mutex
+	lastID  uint64
+	replies map[uint64]chan message
+}
+
+// dialAttempt bounds one try to connect: the coordinator's host may drop
+// packets while others are tried.
+const dialAttempt = 2 * time.Second
+
+// dial connects to the coordinator at addr once and reads its welcome.
+func dial(ctx context.Context, job, addr string, key []byte) (*link, welcome, error) {
+	var hello welcome
+	d := net.Dialer{Timeout: dialAttempt}
+	conn, err := d.DialContext(ctx, "tcp", addr)
+	if err != nil {
+		return nil, hello, err
+	}
+	stop := context.AfterFunc(ctx, func() { conn.Close() })
+	defer stop()
+	l, err := dialHandshake(conn, job, key)
+	if err == nil {
+		hello, err = readWelcome(l)
+	}
+	if err != nil {
+		conn.Close()
+		return nil, hello, authError(job, addr, err)
+	}
+	return l, hello, nil
+}
+
+// authError makes those errors that another attempt cannot cure AuthErrors.
+func authError(job, addr string, err error) error {
+	for _, final := range []error{errNotChorus, errOtherJob, errOtherVersion, errBadProof} {
+		if errors.Is(err, final) {
+			return &AuthError{Job: job, Addr: addr, Reason: final.Error()}
+		}
+	}
+	return fmt.Errorf("dial coordinator at %s: %w", addr, err)
+}
+
+func readWelcome(l *link) (welcome, error) {
+	var hello welcome
+	l.patience = handshakeTimeout
+	b, err := l.read()
+	if err != nil {
+		return hello, err
+	}
+	m, err := decodeMessage(b)
+	if err != nil {
+		return hello, err
+	}
+	if m.kind != kindWelcome {
+		return hello, fmt.Errorf("coordinator began with a message of kind %d", m.kind)
+	}
+	if err := m.record(&hello); err != nil {
+		return hello, err
+	}
+	if hello.Heartbeat <= 0 || hello.LostAfter < hello.Heartbeat {
+		return hello, fmt.Errorf("coordinator has heartbeat %v and lost-after %v", hello.Heartbeat, hello.LostAfter)
+	}
+	return hello, nil
+}
+
+// newClient takes over l and starts its heartbeat. Events come from one
+// goroutine, in order.
+func newClient(l *link, addr string, hello welcome, events func(*client, message)) *client {
+	l.patience = hello.LostAfter
+	k := &client{link: l, addr: addr, hello: hello, events: events,
+		replies: map[uint64]chan message{}, endedC: make(chan struct{}), down: make(chan struct{})}
+	k.ctx, k.cancel = context.WithCancelCause(context.Background())
+	k.wg.Go(k.readLoop)
+	k.wg.Go(k.beatLoop)
+	return k
+}
+
+func (k *client) readLoop() {
+	for {
+		b, err := k.link.read()
+		if err != nil {
+			k.disconnected(err)
+			return
+		}
+		m, err := decodeMessage(b)
+		if err != nil {
+			k.disconnected(err)
+			return
+		}
+		k.dispatch(m)
+	}
+}
+
+func (k *client) dispatch(m message) {
+	switch m.kind {
+	case kindBeat:
+	case kindReply, kindRoll:
+		k.mu.Lock()
+		ch := k.replies[m.id]
+		delete(k.replies, m.id)
+		k.mu.Unlock()
+		if ch != nil {
+			ch <- m
+		}
+	case kindEnded:
+		if k.ended.CompareAndSwap(false, true) {
+			close(k.endedC)
+		}
+	default:
+		k.events(k, m)
+	}
+}
+
+// disconnected ends the client. The coordinator's going is a loss unless it
+// said so before.
+func (k *client) disconnected(err error) {
+	k.hangUp()
+	if k.ended.Load() {
+		k.cancelEnded()
+		return
+	}
+	reason := reasonOf(err, k.hello.LostAfter)
+	if isClosedByPeer(err) {
+		reason = "the coordinator's connection closed: its process ended"
+	}
+	k.cancel(&MemberLostError{Rank: k.hello.Rank, Host: k.hello.Host, PID: k.hello.PID,
+		Since: time.Now(), Reason: reason, ExitCode: -1})
+}
+
+// hangUp closes the connection. It outlives the job's failure: a launcher has
+// to go on reporting, and to live, while its workers stop.
+func (k *client) hangUp() {
+	k.downed.Do(func() { close(k.down) })
+	k.link.close()
+}
+
+func (k *client) isDown() bool {
+	select {
+	case <-k.down:
+		return true
+	default:
+		return false
+	}
+}
+
+// cancelEnded wakes calls that wait, without a loss: the context stays as it
+// is, since no process failed.
+func (k *client) cancelEnded() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for id, ch := range k.replies {
+		close(ch)
+		delete(k.replies, id)
+	}
+}
+
+// beatLoop tells the coordinator that this process lives.
+func (k *client) beatLoop() {
+	t := time.NewTicker(k.hello.Heartbeat)
+	defer t.Stop()
+	for {
+		select {
+		case <-k.down:
+			return
+		case <-t.C:
+			// The reader learns of a failure, too, and knows its cause better.
+			_ = k.send(message{kind: kindBeat, epoch: firstEpoch})
+		}
+	}
+}
+
+func (k *client) send(m message) error { return k.link.write(m.encode(), k.hello.LostAfter) }
+
+// ask sends a request and waits for its reply, the end of ctx, or the end of
+// the job.
+func (k *client) ask(ctx context.Context, kd kind, body []byte) (message, uint64, error) {
+	k.mu.Lock()
+	k.lastID++
+	id := k.lastID
+	ch := make(chan message, 1)
+	k.replies[id] = ch
+	k.mu.Unlock()
+	if k.ended.Load() {
+		k.drop(id)
+		return message{}, id, ErrEnded
+	}
+	if err := k.send(message{kind: kd, epoch: firstEpoch, id: id, body: body}); err != nil {
+		if errors.Is(err, ErrTooLarge) {
+			k.drop(id)
+			return message{}, id, err
+		}
+		// The reader sees the broken connection, too: let it say why.
+		k.link.close()
+	}
+	m, err := k.await(ctx, ch)
+	return m, id, err
+}
+
+func (k *client) await(ctx context.Context, ch chan message) (message, error) {
+	select {
+	case m, ok := <-ch:
+		if !ok {
+			return message{}, ErrEnded
+		}
+		return m, nil
+	case <-k.ctx.Done():
+		return message{}, context.Cause(k.ctx)
+	case <-ctx.Done():
+		return message{}, ctx.Err()
+	}
+}
+
+// drop forgets a request.
+func (k *client) drop(id uint64) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	delete(k.replies, id)
+}
+
+// who asks the coordinator who is missing.
+func (k *client) who() (roll, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), handshakeTimeout)
+	defer cancel()
+	var r roll
+	m, id, err := k.ask(ctx, kindWho, nil)
+	if err != nil {
+		k.drop(id)
+		return r, err
+	}
+	return r, m.record(&r)
+}
+
+// close leaves: the coordinator is told, so that this is no loss, and the
+// connection is closed. It returns when no goroutine is left.
+func (k *client) close(last kind) {
+	if !k.isDown() && !k.ended.Load() {
+		_ = k.send(message{kind: last, epoch: firstEpoch}) // if it fails, the coordinator is gone
+	}
+	k.cancel(ErrClosed)
+	k.hangUp()
+	k.wg.Wait()
+}

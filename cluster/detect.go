@@ -1,0 +1,384 @@
+package cluster
+
+import (
+	"fmt"
+	"hash/fnv"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/gochorus/chorus/internal/env"
+)
+
+// An engine that starts processes: how to know it, and what it says.
+type launcher struct {
+	name   string
+	found  func(*reader) bool
+	config func(*reader) (*JoinConfig, error)
+}
+
+// launchers in the order of belief. A launcher inside another, such as
+// `chorus run` under Slurm, knows better than the outer one.
+var launchers = []launcher{
+	{"chorus", (*reader).hasChorus, (*reader).chorus},
+	{"torchrun", (*reader).hasTorchrun, (*reader).torchrun},
+	{"slurm", (*reader).hasSlurm, (*reader).slurm},
+	{"openmpi", (*reader).hasOpenMPI, (*reader).openMPI},
+	{"pmi", (*reader).hasPMI, (*reader).pmi},
+	{"kubernetes", (*reader).hasKubernetes, (*reader).kubernetes},
+}
+
+// detect finds this process's place in an environment.
+func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
+	r := &reader{lookup: lookup}
+	choice := r.text(env.Launcher.Name, env.Launcher.Default)
+	if choice == "none" {
+		return &JoinConfig{source: env.Launcher.Name + "=none: a world of one process"}, nil
+	}
+	known := []string{"auto", "none"}
+	for _, l := range launchers {
+		known = append(known, l.name)
+		if choice != l.name && (choice != "auto" || !l.found(r)) {
+			continue
+		}
+		cfg, err := l.config(r)
+		if err == nil {
+			err = r.err
+		}
+		if err != nil {
+			return nil, err
+		}
+		return r.finish(cfg)
+	}
+	if !slices.Contains(known, choice) {
+		return nil, r.problem("want one of "+strings.Join(known, ", "), env.Launcher.Name)
+	}
+	source := "no launcher's variables are set: a world of one process"
+	if r.isSet("JOB_COMPLETION_INDEX") {
+		source = "JOB_COMPLETION_INDEX is set, but neither " + env.WorldSize.Name + " nor " + env.Seeds.Name + ": a world of one process"
+	}
+	return &JoinConfig{source: source}, nil
+}
+
+// finish adds what does not depend on the launcher: job, host and secret.
+func (r *reader) finish(cfg *JoinConfig) (*JoinConfig, error) {
+	if v := r.text(env.Job.Name, ""); v != "" {
+		cfg.Job = v
+	}
+	cfg.Host = r.text(env.HostName.Name, cfg.Host)
+	cfg.Insecure = r.text(env.Insecure.Name, "no") == "yes"
+	if cfg.token != nil || cfg.Size == 1 && cfg.Addr == "" {
+		return cfg, nil
+	}
+	if path := r.text(env.SecretFile.Name, ""); path != "" {
+		secret, err := readSecretFile(path)
+		if err != nil {
+			return nil, err
+		}
+		cfg.Secret = secret
+	}
+	return cfg, nil
+}
+
+// A reader reads an environment and keeps the first error.
+type reader struct {
+	lookup func(string) (string, bool)
+	err    error
+}
+
+func (r *reader) isSet(name string) bool {
+	v, ok := r.lookup(name)
+	return ok && v != ""
+}
+
+func (r *reader) text(name, unset string) string {
+	if v, ok := r.lookup(name); ok && v != "" {
+		return v
+	}
+	return unset
+}
+
+// first returns the first of the names that is set, or the last.
+func (r *reader) first(names ...string) string {
+	for _, n := range names {
+		if r.isSet(n) {
+			return n
+		}
+	}
+	return names[len(names)-1]
+}
+
+// number returns a variable that must be set to a number of at least low.
+func (r *reader) number(name string, low int) int {
+	n, err := strconv.Atoi(strings.TrimSpace(r.text(name, "")))
+	if err != nil || n < low {
+		r.fail(r.problem(fmt.Sprintf("want a whole number of at least %d", low), name))
+		return low
+	}
+	return n
+}
+
+// optional is number for a variable that may be unset.
+func (r *reader) optional(name string, low int) *int {
+	if !r.isSet(name) {
+		return nil
+	}
+	return new(r.number(name, low))
+}
+
+func (r *reader) fail(err error) {
+	if r.err == nil {
+		r.err = err
+	}
+}
+
+// problem is an EnvironmentError that shows the named variables.
+func (r *reader) problem(reason string, names ...string) error {
+	e := &EnvironmentError{Reason: reason}
+	for _, n := range names {
+		if v, ok := r.lookup(n); ok {
+			e.Vars = append(e.Vars, fmt.Sprintf("%s=%q", n, v))
+		} else {
+			e.Vars = append(e.Vars, n+" (unset)")
+		}
+	}
+	return e
+}
+
+// place reads the four numbers that all launchers have, and checks them against
+// each other.
+func (r *reader) place(rank, size, localRank, localSize string) *JoinConfig {
+	cfg := &JoinConfig{Rank: new(r.number(rank, 0)), Size: r.number(size, 1),
+		LocalRank: r.optional(localRank, 0), LocalSize: deref(r.optional(localSize, 1), 0)}
+	switch {
+	case r.err != nil:
+	case *cfg.Rank >= cfg.Size:
+		r.fail(r.problem("the rank must be less than the size", rank, size))
+	case cfg.LocalSize > cfg.Size:
+		r.fail(r.problem("a host cannot have more processes than the world", localSize, size))
+	case cfg.LocalRank != nil && cfg.LocalSize > 0 && *cfg.LocalRank >= cfg.LocalSize:
+		r.fail(r.problem("the local rank must be less than the local size", localRank, localSize))
+	case cfg.LocalRank != nil && *cfg.LocalRank > *cfg.Rank:
+		r.fail(r.problem("the local rank cannot exceed the rank", localRank, rank))
+	}
+	return cfg
+}
+
+// agree fails if two variables are set to different numbers.
+func (r *reader) agree(a, b, reason string) {
+	if r.isSet(a) && r.isSet(b) && r.text(a, "") != r.text(b, "") {
+		r.fail(r.problem(reason, a, b))
+	}
+}
+
+// found writes the line of Session.Source.
+func (r *reader) found(cfg *JoinConfig, launcher string, names ...string) *JoinConfig {
+	var parts []string
+	for _, n := range names {
+		if r.isSet(n) {
+			parts = append(parts, n+"="+r.text(n, ""))
+		}
+	}
+	cfg.source = launcher + ": " + strings.Join(parts, ", ")
+	if cfg.Addr != "" {
+		cfg.source += "; coordinator at " + cfg.Addr
+	}
+	return cfg
+}
+
+// hostedBy completes the config of a world without a launcher of ours: rank 0
+// holds the coordinator. In a world on one host nothing leaves the loopback,
+// and a world of one needs no coordinator at all.
+func (cfg *JoinConfig) hostedBy(master, port string, local bool) *JoinConfig {
+	if cfg.Size == 1 {
+		return cfg
+	}
+	cfg.Serve = deref(cfg.Rank, -1) == 0
+	if local {
+		cfg.Addr = net.JoinHostPort("127.0.0.1", port)
+		return cfg
+	}
+	cfg.Addr = net.JoinHostPort(master, port)
+	if cfg.Serve {
+		// The master's name may mean another interface here than elsewhere.
+		cfg.Listen = net.JoinHostPort("", port)
+	}
+	return cfg
+}
+
+func (cfg *JoinConfig) oneHost() bool { return cfg.LocalSize == cfg.Size }
+
+func (r *reader) hasChorus() bool { return r.isSet(env.Rank.Name) || r.isSet(env.Addr.Name) }
+
+// chorus reads what Agent.WorkerEnv writes.
+func (r *reader) chorus() (*JoinConfig, error) {
+	for _, n := range []string{env.Rank.Name, env.WorldSize.Name, env.Addr.Name, env.Token.Name} {
+		if !r.isSet(n) {
+			return nil, r.problem("`chorus run` sets all of its variables; one is missing", n)
+		}
+	}
+	cfg := r.place(env.Rank.Name, env.WorldSize.Name, env.LocalRank.Name, env.LocalSize.Name)
+	r.agree(env.Rank.Name, "RANK", "two launchers gave this process different ranks; unset one, or choose with "+env.Launcher.Name)
+	r.agree(env.WorldSize.Name, "WORLD_SIZE", "two launchers gave this process different worlds; unset one, or choose with "+env.Launcher.Name)
+	cfg.Node = r.optional(env.Node.Name, 0)
+	cfg.Addr = r.text(env.Addr.Name, "")
+	token, err := decodeToken(r.text(env.Token.Name, ""))
+	if err != nil { // the value is a secret: only its name is shown
+		return nil, &EnvironmentError{Vars: []string{env.Token.Name}, Reason: err.Error()}
+	}
+	cfg.token = token
+	return r.found(cfg, "chorus run", env.Rank.Name, env.WorldSize.Name, env.LocalRank.Name, env.Node.Name), nil
+}
+
+func (r *reader) hasTorchrun() bool { return r.isSet("RANK") && r.isSet("WORLD_SIZE") }
+
+func (r *reader) torchrun() (*JoinConfig, error) {
+	cfg := r.place("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+	cfg.Node = r.optional("GROUP_RANK", 0)
+	cfg.Job = r.text("TORCHELASTIC_RUN_ID", "torchrun")
+	if r.err == nil && cfg.Size > 1 {
+		master := r.text("MASTER_ADDR", "")
+		if master == "" {
+			return nil, r.problem("a world of several processes needs the address of rank 0's host", "MASTER_ADDR")
+		}
+		port := r.number("MASTER_PORT", 1)
+		// torchrun's own store may listen on MASTER_PORT.
+		if strings.EqualFold(r.text("TORCHELASTIC_USE_AGENT_STORE", ""), "true") {
+			port++
+		}
+		local := cfg.oneHost() || cfg.LocalSize == 0 && !r.isSet("KUBERNETES_SERVICE_HOST") && isLoopback(master+":0")
+		cfg.hostedBy(master, strconv.Itoa(port), local)
+	}
+	return r.found(cfg, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), nil
+}
+
+// hasSlurm reports a process that srun started. The script of sbatch has a
+// SLURM_PROCID, too, but no step.
+func (r *reader) hasSlurm() bool {
+	return r.isSet("SLURM_JOB_ID") && r.isSet("SLURM_PROCID") && r.isSet("SLURM_STEP_NODELIST")
+}
+
+func (r *reader) slurm() (*JoinConfig, error) {
+	sizeVar := r.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+	cfg := r.place("SLURM_PROCID", sizeVar, "SLURM_LOCALID", "")
+	hint := "two launchers started this process; choose with " + env.Launcher.Name
+	r.agree("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", hint)
+	r.agree(sizeVar, "OMPI_COMM_WORLD_SIZE", hint)
+	cfg.Node = r.optional("SLURM_NODEID", 0)
+	cfg.Job = "slurm-" + r.text("SLURM_JOB_ID", "") + "." + r.text("SLURM_STEP_ID", "0")
+	hosts, err := parseNodeList(r.text("SLURM_STEP_NODELIST", ""))
+	if err != nil {
+		return nil, r.problem(err.Error(), "SLURM_STEP_NODELIST")
+	}
+	if err := r.slurmLocalSize(cfg, len(hosts)); err != nil {
+		return nil, err
+	}
+	cfg.Host = r.text("SLURMD_NODENAME", "")
+	addr, port, err := r.seed(hosts[0], r.slurmPort())
+	if err != nil {
+		return nil, err
+	}
+	cfg.hostedBy(addr, port, len(hosts) == 1)
+	return r.found(cfg, "Slurm", "SLURM_PROCID", sizeVar, "SLURM_LOCALID", "SLURM_NODEID"), nil
+}
+
+func (r *reader) slurmLocalSize(cfg *JoinConfig, hosts int) error {
+	name := r.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+	if !r.isSet(name) {
+		return nil
+	}
+	counts, err := parseTasksPerNode(r.text(name, ""))
+	if err != nil {
+		return r.problem(err.Error(), name)
+	}
+	if len(counts) != hosts {
+		return r.problem(fmt.Sprintf("one counts %d hosts, the other names %d", len(counts), hosts), name, "SLURM_STEP_NODELIST")
+	}
+	if node := deref(cfg.Node, -1); node >= len(counts) {
+		return r.problem("the node's number is not in the list", "SLURM_NODEID", name)
+	} else if node >= 0 {
+		cfg.LocalSize = counts[node]
+	}
+	return nil
+}
+
+// slurmPort is one that all processes of a step derive alike and two steps of
+// one host rarely share: from 61440, where the ephemeral ports of Linux end.
+func (r *reader) slurmPort() int {
+	job, step := r.number("SLURM_JOB_ID", 0), deref(r.optional("SLURM_STEP_ID", 0), 0)
+	return 61440 + (job+step)%4096
+}
+
+func (r *reader) hasOpenMPI() bool { return r.isSet("OMPI_COMM_WORLD_SIZE") }
+
+func (r *reader) openMPI() (*JoinConfig, error) {
+	cfg := r.place("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+	cfg.Job = "openmpi-" + r.text(r.first("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"), "0")
+	if err := r.hostedBySeed(cfg, "OMPI_COMM_WORLD_SIZE"); err != nil {
+		return nil, err
+	}
+	return r.found(cfg, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), nil
+}
+
+// hasPMI reports MPICH, Hydra, Intel MPI or PALS. They give no address, so
+// without a seed a program under them may not be meant to be one of ours.
+func (r *reader) hasPMI() bool {
+	return r.isSet("PMI_RANK") && r.isSet("PMI_SIZE") && r.isSet(env.Seeds.Name)
+}
+
+func (r *reader) pmi() (*JoinConfig, error) {
+	localRank, localSize := r.first("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), r.first("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+	cfg := r.place("PMI_RANK", "PMI_SIZE", localRank, localSize)
+	cfg.Job = "pmi"
+	if err := r.hostedBySeed(cfg, "PMI_SIZE"); err != nil {
+		return nil, err
+	}
+	return r.found(cfg, "MPI (PMI)", "PMI_RANK", "PMI_SIZE", localRank), nil
+}
+
+func (r *reader) hasKubernetes() bool {
+	return r.isSet("JOB_COMPLETION_INDEX") && (r.isSet(env.WorldSize.Name) || r.isSet(env.Seeds.Name))
+}
+
+// kubernetes reads an indexed Job with one process in each pod. The Job's
+// number of completions is in no variable, so the user gives it.
+func (r *reader) kubernetes() (*JoinConfig, error) {
+	cfg := r.place("JOB_COMPLETION_INDEX", env.WorldSize.Name, "", "")
+	cfg.Job = "kubernetes"
+	if err := r.hostedBySeed(cfg, "JOB_COMPLETION_INDEX"); err != nil {
+		return nil, err
+	}
+	return r.found(cfg, "Kubernetes", "JOB_COMPLETION_INDEX", env.WorldSize.Name), nil
+}
+
+// hostedBySeed completes the config of a launcher that gives no address.
+func (r *reader) hostedBySeed(cfg *JoinConfig, shown string) error {
+	if r.err != nil || cfg.Size == 1 {
+		return nil
+	}
+	if !cfg.oneHost() && !r.isSet(env.Seeds.Name) {
+		return r.problem("the launcher gives no address: set "+env.Seeds.Name+" to host:port of rank 0's process", shown, env.Seeds.Name)
+	}
+	h := fnv.New32a()
+	h.Write([]byte(cfg.Job))
+	addr, port, err := r.seed("127.0.0.1", 61440+int(h.Sum32()%4096))
+	if err != nil {
+		return err
+	}
+	cfg.hostedBy(addr, port, cfg.oneHost())
+	return nil
+}
+
+// seed returns the first address of CHORUS_SEEDS, or what is given.
+func (r *reader) seed(host string, port int) (string, string, error) {
+	if !r.isSet(env.Seeds.Name) {
+		return host, strconv.Itoa(port), nil
+	}
+	first, _, _ := strings.Cut(r.text(env.Seeds.Name, ""), ",")
+	h, p, err := splitAddr(first, DefaultPort)
+	if err != nil {
+		return "", "", r.problem(err.Error(), env.Seeds.Name)
+	}
+	return h, p, nil
+}

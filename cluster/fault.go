@@ -1,0 +1,262 @@
+package cluster
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"syscall"
+	"time"
+)
+
+// An Exit says how a worker's process ended, as its launcher saw it.
+type Exit struct {
+	Rank   int    `json:"rank"`
+	Host   string `json:"host"`
+	PID    int    `json:"pid"`
+	Code   int    `json:"code"`   // as a shell shows it: 128+n for signal n
+	Reason string `json:"reason"` // such as "exited with code 3"
+}
+
+func (e Exit) fault() fault {
+	return fault{Rank: e.Rank, Host: e.Host, PID: e.PID, Reason: e.Reason, Code: e.Code}
+}
+
+// faults is the part of a coordinator that decides what failed first. What
+// sessions see and what stops launchers differ: a worker that exits with code 0
+// and an open session is a loss to the other sessions, but no failure that
+// stops hosts; a launcher that is told to stop stops hosts, whose workers may
+// still need each other to end well.
+type faults struct {
+	lost    *fault // what sessions were told
+	stop    *fault // what launchers were told
+	exits   map[int]Exit
+	pending *pending
+	held    []func() // what came after the pending loss, in order
+}
+
+// A pending loss is a worker's connection that ended while its launcher can
+// still say how the worker did.
+type pending struct {
+	peer  *peer
+	fault fault
+	timer *time.Timer
+}
+
+func (f *faults) cancel() {
+	if f.pending != nil {
+		f.pending.timer.Stop()
+		f.pending = nil
+	}
+	f.held = nil
+}
+
+// firstExit returns an exit of a rank that had not joined, which the world
+// therefore waits for in vain.
+func (f *faults) firstExit(c *coordinator) (Exit, bool) {
+	for _, rank := range slices.Sorted(maps.Keys(f.exits)) {
+		joined := func(p *peer) bool { return p.reg.Rank == rank }
+		if c.world == nil && !slices.ContainsFunc(c.workers, joined) {
+			e := f.exits[rank]
+			e.Reason += " before it joined"
+			return e, true
+		}
+	}
+	return Exit{}, false
+}
+
+// disconnected acts on the end of a connection.
+func (c *coordinator) disconnected(p *peer, err error) {
+	state := p.state
+	if state != peerJoined || c.closed {
+		p.state = peerGone
+		return
+	}
+	reason := reasonOf(err, c.cfg.self.LostAfter)
+	switch p.role {
+	case roleAgent:
+		c.agentDisconnected(p, reason, err)
+	case roleWorker:
+		c.workerDisconnected(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID,
+			Silent: p.silent(), Reason: reason, Code: -1}, isClosedByPeer(err))
+	}
+}
+
+func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
+	p.state = peerGone
+	if c.plan == nil {
+		c.agents = remove(c.agents, p)
+		c.withdraw()
+		return
+	}
+	if isClosedByPeer(err) {
+		reason = "its launcher ended"
+	}
+	if c.cfg.path != nil {
+		if s := c.cfg.path(p.host); s != "" {
+			reason += "; " + s
+		}
+	}
+	c.hostLost(p, reason)
+}
+
+// hostLost fails the job for a host. A pending loss of one of its workers is
+// its consequence.
+func (c *coordinator) hostLost(p *peer, reason string) {
+	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
+	if w := c.faults.pending; w != nil && c.agentOf(w.peer) == p {
+		c.resolve(f, false)
+		return
+	}
+	c.later(func() { c.fail(f, false) })
+}
+
+func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
+	c.later(func() {
+		if p.state != peerJoined {
+			return
+		}
+		p.state = peerGone
+		if f.Rank < 0 && c.world == nil { // it had no rank yet
+			f.Reason += " before the world was complete"
+		}
+		if e, ok := c.faults.exits[f.Rank]; ok && closed {
+			c.fail(openSession(e), e.Code == 0)
+			return
+		}
+		if a := c.agentOf(p); a == nil || !closed || c.faults.lost != nil {
+			c.fail(f, false)
+			return
+		}
+		w := &pending{peer: p, fault: f}
+		c.faults.pending = w
+		w.timer = time.AfterFunc(exitGrace, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			if c.faults.pending == w {
+				c.resolve(w.fault, false)
+			}
+		})
+	})
+}
+
+// openSession is the fault of a worker that ended with its session open.
+func openSession(e Exit) fault {
+	f := e.fault()
+	if e.Code == 0 {
+		f.Reason += " without Close or Shutdown of its session"
+	}
+	return f
+}
+
+// exited acts on a launcher's word of a worker's end.
+func (c *coordinator) exited(a *peer, e Exit) {
+	e.Host = a.host.Host
+	if w := c.faults.pending; w != nil && w.peer.reg.Rank == e.Rank {
+		c.faults.exits[e.Rank] = e
+		c.resolve(openSession(e), e.Code == 0)
+		return
+	}
+	c.later(func() {
+		c.faults.exits[e.Rank] = e
+		if e.Code != 0 {
+			c.fail(e.fault(), false)
+			return
+		}
+		if len(c.workers) == 0 {
+			return
+		}
+		if early, ok := c.faults.firstExit(c); ok {
+			c.fail(early.fault(), true)
+		}
+	})
+}
+
+// stopped acts on a launcher that was told to stop the job.
+func (c *coordinator) stopped(a *peer, f fault) {
+	f.Stop, f.Rank, f.Host, f.PID = true, -1, a.host.Host, a.host.PID
+	if c.faults.stop == nil {
+		c.faults.stop = &f
+		c.tellAgents(note(kindFault, f))
+	}
+}
+
+// later runs f now, or when the pending loss is resolved: causes are told in
+// the order in which they were received.
+func (c *coordinator) later(f func()) {
+	if c.faults.pending != nil {
+		c.faults.held = append(c.faults.held, f)
+		return
+	}
+	f()
+}
+
+// resolve ends the pending loss with what is now known of it.
+func (c *coordinator) resolve(f fault, clean bool) {
+	c.faults.pending.timer.Stop()
+	c.faults.pending = nil
+	c.fail(f, clean)
+	held := c.faults.held
+	c.faults.held = nil
+	for _, h := range held {
+		c.later(h)
+	}
+}
+
+// fail tells sessions, and launchers unless the fault is a clean exit, of the
+// first failure. Later ones are its consequences.
+func (c *coordinator) fail(f fault, clean bool) {
+	if c.faults.lost == nil {
+		c.faults.lost = &f
+		for _, p := range c.workers {
+			if p.state == peerJoined || p.reg.Rank == f.Rank {
+				p.send(note(kindFault, f))
+			}
+		}
+		if clean {
+			c.tellAgents(note(kindNote, f))
+		}
+	}
+	if !clean && c.faults.stop == nil {
+		c.faults.stop = &f
+		c.tellAgents(note(kindFault, f))
+	}
+}
+
+func (c *coordinator) tellAgents(m message) {
+	for _, p := range c.agents {
+		if p.state != peerGone {
+			p.send(m)
+		}
+	}
+}
+
+// agentOf returns the connected agent of a worker's host, or nil.
+func (c *coordinator) agentOf(p *peer) *peer {
+	if c.plan == nil || p.reg.Node < 0 || p.reg.Node >= len(c.plan.Hosts) {
+		return nil
+	}
+	uuid := c.plan.Hosts[p.reg.Node].UUID
+	for _, a := range c.agents {
+		if a.host.UUID == uuid && a.state != peerGone {
+			return a
+		}
+	}
+	return nil
+}
+
+// isClosedByPeer reports whether an error means that the other process closed
+// the connection or ended.
+func isClosedByPeer(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
+		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
+}
+
+// describe is how an exit code is put in words where a launcher has no better.
+func describe(code int) string {
+	if code > 128 && code < 128+65 {
+		return fmt.Sprintf("killed by signal %d", code-128)
+	}
+	return fmt.Sprintf("exited with code %d", code)
+}

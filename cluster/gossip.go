@@ -1,0 +1,339 @@
+package cluster
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/memberlist"
+)
+
+const (
+	// gossipPortOffset is from a seed's port to its gossip's: memberlist wants
+	// TCP and UDP of one port for itself.
+	gossipPortOffset = 1
+	// rejoinEvery is how often a host that gossip does not see is tried again.
+	// memberlist alone does not heal a partition that outlives its suspicion.
+	rejoinEvery = 5 * time.Second
+)
+
+// A gossip is this host's member of the job's gossip. It only gives hints:
+// where coordinators are, and what other hosts see of one. Whatever fails in it
+// is told once and changes nothing.
+type gossip struct {
+	ml   *memberlist.Memberlist
+	self gossipMeta
+	tag  string
+	join []string // the seeds' gossip addresses
+	quit chan struct{}
+	wg   sync.WaitGroup
+
+	mu    sync.Mutex // never held while memberlist is called
+	hosts map[string]sighting
+}
+
+// A sighting is what gossip last said of a host.
+type sighting struct {
+	meta  gossipMeta
+	addr  string
+	alive bool
+}
+
+// gossipMeta travels in memberlist's node meta, which has little room.
+type gossipMeta struct {
+	Tag  string `json:"j"`           // of the job
+	UUID string `json:"u"`           // of this start of the agent
+	Host string `json:"h"`           // its name, perhaps cut
+	Addr string `json:"a,omitempty"` // its coordinator's, if it has one
+}
+
+const maxMetaHost = 128
+
+func (m gossipMeta) encode() []byte {
+	if len(m.Host) > maxMetaHost {
+		m.Host = m.Host[:maxMetaHost]
+	}
+	b, err := json.Marshal(m)
+	if err != nil { // it holds only text
+		panic("cluster: " + err.Error())
+	}
+	return b
+}
+
+func decodeMeta(b []byte) (gossipMeta, error) {
+	var m gossipMeta
+	if len(b) > memberlist.MetaMaxSize {
+		return m, fmt.Errorf("node meta of %d bytes", len(b))
+	}
+	if err := json.Unmarshal(b, &m); err != nil {
+		return m, err
+	}
+	if m.UUID == "" || m.Tag == "" {
+		return m, errors.New("node meta without a job or an identity")
+	}
+	return m, nil
+}
+
+// startGossip starts gossip with the seeds' hosts, or returns nil and says why.
+func startGossip(a *Agent, seeds []string, mine string) *gossip {
+	tag := jobTag(a.cfg.Job)
+	g := &gossip{
+		tag:   fmt.Sprintf("%x", tag),
+		self:  gossipMeta{Tag: fmt.Sprintf("%x", tag), UUID: a.uuid, Host: a.cfg.Host, Addr: mine},
+		quit:  make(chan struct{}),
+		hosts: map[string]sighting{},
+	}
+	for _, s := range seeds {
+		if s != mine {
+			g.join = append(g.join, gossipAddr(s))
+		}
+	}
+	cfg, err := g.config(a, seeds, mine)
+	if err == nil {
+		g.ml, err = memberlist.Create(cfg)
+	}
+	if err != nil {
+		a.cfg.Notify(fmt.Sprintf("job %s: no gossip on this host, only the seeds lead to the coordinator: %v", a.cfg.Job, err))
+		return nil
+	}
+	g.wg.Go(g.joinLoop)
+	return g
+}
+
+// gossipAddr is where a seed's gossip listens.
+func gossipAddr(seed string) string {
+	h, p, _ := net.SplitHostPort(seed)
+	n, _ := strconv.Atoi(p)
+	return net.JoinHostPort(h, strconv.Itoa(n+gossipPortOffset))
+}
+
+// config is tuned to notice a dead host within 3 to 5 s on a network that loses
+// up to a tenth of its packets. Nothing of memberlist's defaults for one
+// machine is used: their views of a cluster converge slowly.
+func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Config, error) {
+	ip, err := ownIP(&a.cfg, seeds, mine)
+	if err != nil {
+		return nil, err
+	}
+	c := memberlist.DefaultLANConfig()
+	c.Name = a.cfg.Host + "/" + a.uuid
+	c.BindAddr, c.BindPort, c.AdvertisePort = ip, 0, 0
+	if mine != "" {
+		c.BindPort = portOf(mine) + gossipPortOffset
+		c.AdvertisePort = c.BindPort
+	}
+	if adv, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
+		c.AdvertiseAddr = adv
+	}
+	c.Label = "chorus/" + g.tag
+	c.SecretKey = a.keys.gossip
+	c.EnableCompression = false // the messages are tiny
+	c.DelegateProtocolVersion, c.DelegateProtocolMin, c.DelegateProtocolMax = 1, 1, 1
+	c.Delegate, c.Events, c.Alive, c.Merge, c.Conflict = g, g, g, g, g
+	c.Logger = log.New(gossipLog{}, "", 0)
+	c.ProbeInterval, c.ProbeTimeout = 500*time.Millisecond, 250*time.Millisecond
+	c.SuspicionMult, c.SuspicionMaxTimeoutMult = 4, 3
+	c.GossipInterval, c.PushPullInterval = 100*time.Millisecond, 10*time.Second
+	c.TCPTimeout, c.AwarenessMaxMultiplier = 3*time.Second, 4
+	c.DeadNodeReclaimTime = time.Second
+	return c, nil
+}
+
+// ownIP is the address to gossip from: the one to listen on, or the one from
+// which the first seed is reached.
+func ownIP(cfg *Config, seeds []string, mine string) (string, error) {
+	if ip, _, err := splitAddr(cfg.Bind, ""); err == nil && !net.ParseIP(ip).IsUnspecified() {
+		return ip, nil
+	}
+	h, _, _ := net.SplitHostPort(mine)
+	if ip := net.ParseIP(h); ip != nil {
+		return h, nil
+	}
+	// A connected UDP socket sends nothing, but has the route's address.
+	c, err := net.DialTimeout("udp", seeds[0], dialAttempt)
+	if err != nil {
+		return "", fmt.Errorf("find this host's address: %w", err)
+	}
+	defer c.Close()
+	return addrIP(c.LocalAddr()), nil
+}
+
+// joinLoop joins whom gossip does not see, one of them at a time.
+func (g *gossip) joinLoop() {
+	for wait := 100 * time.Millisecond; ; wait = min(2*wait, rejoinEvery) {
+		if addr := g.unseen(); addr != "" {
+			// The error says again what the next attempt will find out.
+			_, _ = g.ml.Join([]string{addr})
+		}
+		t := time.NewTimer(wait)
+		select {
+		case <-t.C:
+		case <-g.quit:
+			t.Stop()
+			return
+		}
+	}
+}
+
+// unseen returns the address of a seed, or of a host once seen, that is not
+// alive now.
+func (g *gossip) unseen() string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	alive := map[string]bool{}
+	for _, s := range g.hosts {
+		if s.alive {
+			alive[s.addr] = true
+		}
+	}
+	var out []string
+	for _, addr := range g.join {
+		h, p, _ := net.SplitHostPort(addr)
+		for _, ip := range resolve(context.Background(), h) {
+			if at := net.JoinHostPort(ip.String(), p); !alive[at] {
+				out = append(out, at)
+			}
+		}
+	}
+	for _, s := range g.hosts {
+		if !s.alive && s.meta.UUID != g.self.UUID {
+			out = append(out, s.addr)
+		}
+	}
+	if len(out) == 0 {
+		return ""
+	}
+	return out[rand.IntN(len(out))]
+}
+
+// coordinators returns the addresses of coordinators that gossip sees.
+func (g *gossip) coordinators() []string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	var out []string
+	for _, s := range g.hosts {
+		if s.alive && s.meta.Addr != "" {
+			out = append(out, s.meta.Addr)
+		}
+	}
+	slices.SortFunc(out, naturalCompare)
+	return out
+}
+
+// hint names the hosts that gossip sees and that have not come.
+func (g *gossip) hint(have []Member) string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	come := map[string]bool{}
+	for _, m := range have {
+		come[m.Host] = true
+	}
+	var names []string
+	for _, s := range g.hosts {
+		if s.alive && !come[s.meta.Host] {
+			names = append(names, s.meta.Host)
+		}
+	}
+	if len(names) == 0 {
+		return ""
+	}
+	slices.SortFunc(names, naturalCompare)
+	return fmt.Sprintf("gossip sees %s, which cannot reach the coordinator's port", strings.Join(names, ", "))
+}
+
+// path says what gossip knows of a host whose connection to us is lost.
+func (g *gossip) path(h host) string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	s, known := g.hosts[h.UUID]
+	switch {
+	case !known:
+		return ""
+	case s.alive:
+		return "gossip still sees the host"
+	}
+	return "gossip has lost the host, too"
+}
+
+func (g *gossip) close() {
+	close(g.quit)
+	// Best effort: the others learn of this host's end from the coordinator.
+	_ = g.ml.Leave(250 * time.Millisecond)
+	_ = g.ml.Shutdown()
+	g.wg.Wait()
+}
+
+// see notes what memberlist says of a node. It runs under memberlist's lock, so
+// it only copies.
+func (g *gossip) see(n *memberlist.Node, alive bool) {
+	m, err := decodeMeta(n.Meta)
+	if err != nil {
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.hosts[m.UUID] = sighting{m, n.Address(), alive}
+}
+
+// NotifyJoin and its kin are memberlist's EventDelegate.
+func (g *gossip) NotifyJoin(n *memberlist.Node)   { g.see(n, true) }
+func (g *gossip) NotifyUpdate(n *memberlist.Node) { g.see(n, true) }
+func (g *gossip) NotifyLeave(n *memberlist.Node)  { g.see(n, false) }
+
+// NotifyAlive refuses nodes of other jobs; memberlist's AliveDelegate.
+func (g *gossip) NotifyAlive(n *memberlist.Node) error {
+	m, err := decodeMeta(n.Meta)
+	if err != nil {
+		return err
+	}
+	if m.Tag != g.tag {
+		return errOtherJob
+	}
+	return nil
+}
+
+// NotifyMerge refuses to join nodes of other jobs; memberlist's MergeDelegate.
+func (g *gossip) NotifyMerge(ns []*memberlist.Node) error {
+	for _, n := range ns {
+		if err := g.NotifyAlive(n); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// NotifyConflict is memberlist's ConflictDelegate. Names have an agent's UUID,
+// so there is none.
+func (g *gossip) NotifyConflict(_, _ *memberlist.Node) {}
+
+// NodeMeta and its kin are memberlist's Delegate; only the meta is used.
+func (g *gossip) NodeMeta(limit int) []byte {
+	b := g.self.encode()
+	if len(b) > limit {
+		return nil // others refuse this node, which is better than a panic here
+	}
+	return b
+}
+func (g *gossip) NotifyMsg([]byte)                  {}
+func (g *gossip) GetBroadcasts(_, _ int) [][]byte   { return nil }
+func (g *gossip) LocalState(bool) []byte            { return nil }
+func (g *gossip) MergeRemoteState(_ []byte, _ bool) {}
+
+// gossipLog keeps memberlist's log for those who debug, as structured text; it
+// is about retries that are not the user's concern.
+type gossipLog struct{}
+
+func (gossipLog) Write(b []byte) (int, error) {
+	slog.Debug("cluster: gossip", "detail", strings.TrimSpace(string(b)))
+	return len(b), nil
+}

@@ -1,0 +1,371 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"syscall"
+	"time"
+
+	"github.com/gochorus/chorus/internal/env"
+)
+
+// JoinConfig says, for Join, what Attach finds in the environment.
+type JoinConfig struct {
+	Job  string // its name; empty means "chorus"
+	Size int    // of the world; 0 means 1
+
+	// Rank is this process's rank. Nil leaves it to the coordinator, which
+	// orders processes by host, local rank and name. Either all have one or
+	// none.
+	Rank *int
+	// LocalRank and LocalSize are this process's place on its host; nil and 0
+	// leave them to the coordinator, which counts the processes of each host.
+	LocalRank *int
+	LocalSize int
+	// Node is the number of this host, and Host its name; nil and "" as above,
+	// and the system's name.
+	Node *int
+	Host string
+	Name string // breaks ties between processes where ranks are assigned
+
+	// Addr is the coordinator's host:port, and Serve says that this process
+	// holds it. Exactly one process of the world does, unless a launcher does.
+	Addr  string
+	Serve bool
+	// Listen is where the coordinator listens; empty means Addr.
+	Listen string
+
+	// Secret is as in Config. Without one the coordinator is reached over the
+	// loopback only, unless Insecure.
+	Secret   []byte
+	Insecure bool
+
+	Timing Timing
+	Notify func(line string) // as in Config
+
+	token  []byte // the control key itself, from a launcher
+	source string
+}
+
+// retry delays between attempts to reach the coordinator.
+const (
+	firstRetry = 5 * time.Millisecond
+	lastRetry  = 500 * time.Millisecond
+)
+
+// Attach joins this process to the job that started it. It looks for the
+// variables of, in this order, `chorus run`, torchrun, Slurm, Open MPI, other
+// MPIs (with CHORUS_SEEDS) and a Kubernetes indexed Job; Session.Source says
+// what it found. When there are none the world is this process alone.
+//
+// It returns when all processes of the world have attached: with a
+// *JoinTimeoutError that names the missing when they do not, a *DuplicateError
+// when another process has this one's rank, an *AuthError when the two ends
+// have different secrets or jobs, a *MemberLostError when a process of the job
+// ended meanwhile, and an *EnvironmentError when variables contradict each
+// other. A process attaches once; it may attach again after Close only where
+// the job has not ended, which it has under a launcher.
+func Attach(ctx context.Context) (*Session, error) {
+	cfg, err := detect(os.LookupEnv)
+	if err != nil {
+		return nil, err
+	}
+	return Join(ctx, cfg)
+}
+
+// Join joins this process to a job that cfg describes; see Attach for what it
+// returns. A nil cfg is a world of one.
+func Join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
+	c, err := cfg.complete()
+	if err != nil {
+		return nil, err
+	}
+	if c.Addr == "" {
+		return newSoloSession(c), nil
+	}
+	key, err := c.key()
+	if err != nil {
+		return nil, err
+	}
+	var coord *coordinator
+	if c.Serve {
+		if coord, err = c.serve(key); err != nil {
+			return nil, err
+		}
+	}
+	s, err := c.join(ctx, key, coord)
+	if err != nil && coord != nil {
+		coord.close()
+	}
+	return s, err
+}
+
+func (cfg *JoinConfig) complete() (*JoinConfig, error) {
+	var c JoinConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	c.Size = max(c.Size, 1)
+	if c.Job == "" {
+		c.Job = "chorus"
+	}
+	if c.Host == "" {
+		c.Host = hostName()
+	}
+	if c.source == "" {
+		c.source = "JoinConfig"
+	}
+	if c.Notify == nil {
+		c.Notify = func(line string) { slog.Info("cluster: " + line) }
+	}
+	if c.Addr == "" && c.Size > 1 {
+		return nil, fmt.Errorf("cluster: join job %q: a world of size %d needs the coordinator's address", c.Job, c.Size)
+	}
+	if c.Rank != nil && (*c.Rank < 0 || *c.Rank >= c.Size) {
+		return nil, fmt.Errorf("cluster: join job %q: rank %d in a world of size %d", c.Job, *c.Rank, c.Size)
+	}
+	var err error
+	c.Timing, err = c.Timing.complete()
+	return &c, err
+}
+
+// key returns the control key, and refuses to do without a secret where others
+// than this host's users could reach the coordinator.
+func (cfg *JoinConfig) key() ([]byte, error) {
+	if cfg.token != nil {
+		return cfg.token, nil
+	}
+	if len(cfg.Secret) > 0 {
+		if err := checkSecret(cfg.Secret); err != nil {
+			return nil, fmt.Errorf("cluster: join job %q: %w", cfg.Job, err)
+		}
+	} else if !cfg.Insecure && (!isLoopback(cfg.Addr) || cfg.Listen != "" && !isLoopback(cfg.Listen)) {
+		return nil, fmt.Errorf("cluster: join job %q: no secret for the coordinator at %s: set %s in all processes, or accept that anyone may join with %s=yes",
+			cfg.Job, cfg.Addr, env.SecretFile.Name, env.Insecure.Name)
+	}
+	k, err := deriveKeys(cfg.Secret, cfg.Job)
+	return k.control, err
+}
+
+func isLoopback(addr string) bool {
+	h, _, err := net.SplitHostPort(addr)
+	if err != nil {
+		return false
+	}
+	ip := net.ParseIP(h)
+	return h == "localhost" || ip != nil && ip.IsLoopback()
+}
+
+// serve starts the coordinator in this process. A port that is taken by a
+// coordinator of the same job is no error here: registering there tells which
+// process has this one's rank.
+func (cfg *JoinConfig) serve(key []byte) (*coordinator, error) {
+	at := cfg.Listen
+	if at == "" {
+		at = cfg.Addr
+	}
+	ln, err := listen(at)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		if cfg.sameJobAt(cfg.Addr, key) {
+			return nil, nil
+		}
+		return nil, fmt.Errorf("%w: another program, or another job, has the port; choose another MASTER_PORT or %s", err, env.Seeds.Name)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if _, port, _ := net.SplitHostPort(cfg.Addr); port == "0" {
+		cfg.Addr = ln.Addr().String()
+	}
+	return newCoordinator(ln, coordConfig{
+		job: cfg.Job, key: key, size: cfg.Size, notify: cfg.Notify,
+		self: welcome{Host: cfg.Host, PID: os.Getpid(), Rank: deref(cfg.Rank, -1),
+			Heartbeat: cfg.Timing.Heartbeat, LostAfter: cfg.Timing.LostAfter},
+	}), nil
+}
+
+// sameJobAt reports whether a coordinator of this job answers at addr.
+func (cfg *JoinConfig) sameJobAt(addr string, key []byte) bool {
+	ctx, cancel := context.WithTimeout(context.Background(), dialAttempt)
+	defer cancel()
+	l, _, err := dial(ctx, cfg.Job, addr, key)
+	if err != nil {
+		return false
+	}
+	l.close()
+	return true
+}
+
+// join connects to the coordinator and waits for the world.
+func (cfg *JoinConfig) join(ctx context.Context, key []byte, coord *coordinator) (*Session, error) {
+	start := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, cfg.Timing.Join)
+	defer cancel()
+	l, hello, err := cfg.connect(ctx, key, start)
+	if err != nil {
+		return nil, err
+	}
+	j := &joining{job: cfg.Job, addr: cfg.Addr, done: make(chan error, 1)}
+	k := newClient(l, cfg.Addr, hello, j.event)
+	m := note(kindRegister, cfg.registration())
+	m.id = registerWorker
+	if err := k.send(m); err != nil {
+		k.close(kindLeave)
+		return nil, fmt.Errorf("cluster: join job %q: register at %s: %w", cfg.Job, cfg.Addr, err)
+	}
+	if err := j.wait(ctx, k, start); err != nil {
+		k.close(kindLeave)
+		return nil, err
+	}
+	return newSession(cfg, k, coord, j), nil
+}
+
+// connect dials until the coordinator answers, time is up, or the answer is
+// one that another attempt cannot change.
+func (cfg *JoinConfig) connect(ctx context.Context, key []byte, start time.Time) (*link, welcome, error) {
+	delay, lastLine := firstRetry, start
+	for {
+		l, hello, err := dial(ctx, cfg.Job, cfg.Addr, key)
+		if err == nil {
+			return l, hello, nil
+		}
+		if _, final := errors.AsType[*AuthError](err); final {
+			return nil, hello, err
+		}
+		if time.Since(lastLine) >= waitLine {
+			lastLine = time.Now()
+			cfg.Notify(fmt.Sprintf("job %s: waiting since %v for the coordinator: %v", cfg.Job, time.Since(start).Round(time.Second), err))
+		}
+		if !sleep(ctx, delay) {
+			return nil, hello, joinEnd(ctx, &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start), Addr: cfg.Addr, Unit: unitProcess, Err: err})
+		}
+		delay = min(2*delay, lastRetry)
+	}
+}
+
+// joining is what the coordinator says to a worker that has registered.
+type joining struct {
+	job, addr string
+	done      chan error // nil when the world is complete
+
+	rank    int
+	members []Member
+}
+
+// event runs on the client's reader.
+func (j *joining) event(k *client, m message) {
+	switch m.kind {
+	case kindWorld:
+		j.finish(j.complete(m))
+	case kindFault:
+		var f fault
+		err := m.record(&f)
+		if err == nil {
+			err = f.err()
+		}
+		k.cancel(err)
+		j.finish(err)
+	case kindRefuse:
+		var r refusal
+		err := m.record(&r)
+		if err == nil {
+			err = r.err(j.job, j.addr)
+		}
+		j.finish(err)
+	}
+}
+
+func (j *joining) complete(m message) error {
+	var w world
+	if err := m.record(&w); err != nil {
+		return err
+	}
+	if m.id >= uint64(len(w.Members)) {
+		return fmt.Errorf("cluster: join job %q: rank %d in a list of %d", j.job, m.id, len(w.Members))
+	}
+	j.rank, j.members = int(m.id), w.Members
+	return nil
+}
+
+// finish tells the waiting join, once.
+func (j *joining) finish(err error) {
+	select {
+	case j.done <- err:
+	default:
+	}
+}
+
+// wait returns when the world is complete or never will be.
+func (j *joining) wait(ctx context.Context, k *client, start time.Time) error {
+	select {
+	case err := <-j.done:
+		return err
+	case <-k.ctx.Done():
+		return j.lost(k)
+	case <-k.endedC:
+		return &RefusedError{Job: j.job, Addr: j.addr, Reason: "it left before the world was complete"}
+	case <-ctx.Done():
+	}
+	if !errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		return joinEnd(ctx, &JoinTimeoutError{Job: j.job})
+	}
+	e := &JoinTimeoutError{Job: j.job, Waited: time.Since(start), Addr: j.addr, Unit: unitProcess}
+	r, err := k.who()
+	if err != nil {
+		e.Err = err
+		return e
+	}
+	e.Unit, e.Want, e.Have, e.Missing = r.Unit, r.Want, r.Have, r.Missing
+	return e
+}
+
+// lost prefers what the coordinator said last to the end of its connection.
+func (j *joining) lost(k *client) error {
+	select {
+	case err := <-j.done:
+		if err != nil {
+			return err
+		}
+	default:
+	}
+	return context.Cause(k.ctx)
+}
+
+// joinEnd is the error of a join that ended with ctx: the timeout's, or the
+// caller's cancellation.
+func joinEnd(ctx context.Context, timeout *JoinTimeoutError) error {
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		return timeout
+	}
+	return fmt.Errorf("cluster: join job %q: %w", timeout.Job, context.Cause(ctx))
+}
+
+func (cfg *JoinConfig) registration() registration {
+	return registration{Size: cfg.Size, Member: Member{
+		Rank: deref(cfg.Rank, -1), LocalRank: deref(cfg.LocalRank, -1), LocalSize: cfg.LocalSize,
+		Node: deref(cfg.Node, -1), Host: cfg.Host, PID: os.Getpid(), Name: cfg.Name,
+	}}
+}
+
+func deref(p *int, unset int) int {
+	if p == nil {
+		return unset
+	}
+	return *p
+}
+
+// sleep waits for d and reports whether ctx is still alive.
+func sleep(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}

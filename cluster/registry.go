@@ -1,0 +1,223 @@
+package cluster
+
+import "fmt"
+
+// register takes in a peer, by what it says it is. The id of the message is 1
+// for an agent and 0 for a worker.
+func (c *coordinator) register(p *peer, m message) error {
+	if p.role != roleNone {
+		return fmt.Errorf("second registration")
+	}
+	if m.id == registerAgent {
+		p.role = roleAgent
+		if err := m.record(&p.host); err != nil {
+			return err
+		}
+		return c.registerAgent(p)
+	}
+	p.role = roleWorker
+	if err := m.record(&p.reg); err != nil {
+		return err
+	}
+	return c.registerWorker(p)
+}
+
+const (
+	registerWorker = 0
+	registerAgent  = 1
+)
+
+// registerWorker takes in a worker, and commits the world when it was the last.
+func (c *coordinator) registerWorker(p *peer) error {
+	if c.faults.lost != nil {
+		p.send(note(kindFault, c.faults.lost))
+		p.state = peerGone
+		return nil
+	}
+	if r := c.objection(p.reg); r != nil {
+		c.refuse(p, *r)
+		return nil
+	}
+	p.state = peerJoined
+	c.workers = append(c.workers, p)
+	if len(c.workers) == c.size() {
+		c.commitWorld()
+	} else if e, ok := c.faults.firstExit(c); ok {
+		c.fail(e.fault(), e.Code == 0)
+	}
+	return nil
+}
+
+// objection returns why a worker cannot join, or nil.
+func (c *coordinator) objection(reg registration) *refusal {
+	size := c.size()
+	switch {
+	case size == 0:
+		return &refusal{Reason: "the hosts of the job have not all come yet"}
+	case reg.Size > 0 && reg.Size != size:
+		return &refusal{Reason: fmt.Sprintf("the process says that the world has size %d, the coordinator %d", reg.Size, size)}
+	case reg.Rank >= size:
+		return &refusal{Reason: fmt.Sprintf("rank %d in a world of size %d", reg.Rank, size)}
+	}
+	for _, q := range c.workers {
+		if (q.reg.Rank < 0) != (reg.Rank < 0) {
+			return &refusal{Reason: "some processes have a rank and some have none; give one to all or to none"}
+		}
+		if reg.Rank >= 0 && q.reg.Rank == reg.Rank {
+			return &refusal{Place: fmt.Sprintf("rank %d", reg.Rank), First: &q.reg.Member, Second: &reg.Member}
+		}
+	}
+	if c.world != nil {
+		return &refusal{Reason: fmt.Sprintf("the world of %d processes is complete (epoch %d)", size, firstEpoch)}
+	}
+	return nil
+}
+
+// commitWorld fixes the ranks and tells all workers.
+func (c *coordinator) commitWorld() {
+	ms := members(c.workers)
+	for i := range ms {
+		ms[i].arrival = i
+	}
+	ms = assignRanks(ms)
+	c.world = &world{Members: ms}
+	c.engine = newEngine(len(ms))
+	for _, member := range ms {
+		p := c.workers[member.arrival]
+		p.reg.Member = member
+		m := note(kindWorld, c.world)
+		m.id = uint64(member.Rank)
+		p.send(m)
+	}
+}
+
+// workerLeft notes a graceful end. Before the world is complete it frees the
+// place.
+func (c *coordinator) workerLeft(p *peer) {
+	if p.state != peerJoined {
+		return
+	}
+	p.state = peerGone
+	if c.world == nil {
+		c.workers = remove(c.workers, p)
+		return
+	}
+	c.engine.leave(p.reg.Rank)
+}
+
+// registerAgent takes in a host, and proposes the plan when it was the last.
+func (c *coordinator) registerAgent(p *peer) error {
+	if r := c.hostObjection(p.host); r != nil {
+		c.refuse(p, *r)
+		return nil
+	}
+	p.state = peerJoined
+	c.agents = append(c.agents, p)
+	if len(c.agents) == c.cfg.agents {
+		c.propose()
+	}
+	return nil
+}
+
+func (c *coordinator) hostObjection(h host) *refusal {
+	n := c.cfg.agents
+	switch {
+	case n == 0:
+		return &refusal{Reason: "the job there runs without chorus run"}
+	case h.Nodes != n:
+		return &refusal{Reason: fmt.Sprintf("host %s says that the job has %s, the coordinator %d; give all the same --nnodes", h.Host, quantity(h.Nodes, unitHost), n)}
+	case h.NodeRank >= n:
+		return &refusal{Reason: fmt.Sprintf("node rank %d in a job of %s", h.NodeRank, quantity(n, unitHost))}
+	case h.LocalSize < 1:
+		return &refusal{Reason: fmt.Sprintf("host %s brings %d processes", h.Host, h.LocalSize)}
+	}
+	mine := h.member()
+	for _, q := range c.agents {
+		theirs := q.host.member()
+		if (q.host.NodeRank < 0) != (h.NodeRank < 0) {
+			return &refusal{Reason: "some hosts have a --node-rank and some have none; give one to all or to none"}
+		}
+		if h.NodeRank >= 0 && q.host.NodeRank == h.NodeRank {
+			return &refusal{Place: fmt.Sprintf("node rank %d", h.NodeRank), First: &theirs, Second: &mine}
+		}
+	}
+	if c.plan != nil {
+		return &refusal{Reason: fmt.Sprintf("the job's %s are complete (epoch %d)", quantity(n, unitHost), firstEpoch)}
+	}
+	return nil
+}
+
+// propose asks all agents to stay with this coordinator. Until they have
+// agreed, an agent may move to a smaller seed that has appeared; once it has
+// agreed it may not, so two coordinators never commit the same agent.
+func (c *coordinator) propose() {
+	c.lastTry++
+	c.attempt = c.lastTry
+	for _, p := range c.agents {
+		p.prepared = false
+		p.send(message{kind: kindPrepare, epoch: firstEpoch, id: c.attempt})
+	}
+}
+
+// withdraw frees the agents from a proposal that cannot succeed.
+func (c *coordinator) withdraw() {
+	if c.attempt == 0 || c.plan != nil {
+		return
+	}
+	c.attempt = 0
+	for _, p := range c.agents {
+		p.send(message{kind: kindPrepare, epoch: firstEpoch})
+	}
+}
+
+func (c *coordinator) prepared(p *peer, attempt uint64) {
+	if c.plan != nil || attempt != c.attempt || attempt == 0 {
+		return
+	}
+	p.prepared = true
+	for _, q := range c.agents {
+		if !q.prepared {
+			return
+		}
+	}
+	hosts := make([]host, 0, len(c.agents))
+	for _, q := range c.agents {
+		hosts = append(hosts, q.host)
+	}
+	c.plan = &plan{Hosts: assignNodes(hosts)}
+	for _, q := range c.agents {
+		q.send(note(kindPlan, c.plan))
+	}
+}
+
+// agentDone notes that a host's workers have ended; when all hosts' have, the
+// job has.
+func (c *coordinator) agentDone(p *peer) {
+	if p.state != peerJoined {
+		return
+	}
+	p.state = peerDone
+	for _, q := range c.agents {
+		if q.state == peerJoined {
+			return
+		}
+	}
+	for _, q := range c.agents {
+		q.send(note(kindEnded, nil))
+	}
+}
+
+// agentLeft notes that a launcher goes. Before the plan it frees the place; a
+// host that has not finished takes its ranks with it.
+func (c *coordinator) agentLeft(p *peer) {
+	state := p.state
+	p.state = peerGone
+	if c.plan == nil {
+		c.agents = remove(c.agents, p)
+		c.withdraw()
+		return
+	}
+	if state == peerJoined {
+		c.hostLost(p, "its launcher left before its workers had ended")
+	}
+}

@@ -1,0 +1,164 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// quick is a timing for tests that lose members; brisk enough to wait for and
+// slow enough for two busy cores under the race detector.
+var quick = Timing{Join: 20 * time.Second, Call: 20 * time.Second, Heartbeat: 50 * time.Millisecond, LostAfter: time.Second}
+
+var testSecret = []byte("a secret of 32 bytes for testing")
+
+// world joins n sessions of one job in this process; rank 0 coordinates.
+func world(t *testing.T, n int, change func(rank int, c *JoinConfig)) []*Session {
+	t.Helper()
+	addr := freeAddr(t)
+	out := make([]*Session, n)
+	errs := make([]error, n)
+	var wg sync.WaitGroup
+	for r := range n {
+		wg.Go(func() {
+			c := &JoinConfig{Job: t.Name(), Size: n, Rank: new(r), Addr: addr, Serve: r == 0,
+				Secret: testSecret, Host: "h", Timing: quick, Notify: func(string) {}}
+			if change != nil {
+				change(r, c)
+			}
+			out[r], errs[r] = Join(t.Context(), c)
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	t.Cleanup(func() {
+		for _, s := range out[1:] {
+			s.Close()
+		}
+		out[0].Close()
+	})
+	return out
+}
+
+// freeAddr returns an address that nobody listens on; the port stays reserved
+// until the test ends.
+func freeAddr(t *testing.T) string {
+	t.Helper()
+	r, err := reservePort()
+	require.NoError(t, err)
+	t.Cleanup(r.close)
+	return fmt.Sprintf("127.0.0.1:%d", r.port)
+}
+
+// every runs f once per session at the same time.
+func every(ss []*Session, f func(s *Session) error) error {
+	errs := make([]error, len(ss))
+	var wg sync.WaitGroup
+	for i, s := range ss {
+		wg.Go(func() { errs[i] = f(s) })
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+func TestSessionPlace(t *testing.T) {
+	ss := world(t, 3, nil)
+	for r, s := range ss {
+		require.Equal(t, r, s.Rank())
+		require.Equal(t, 3, s.Size())
+		require.Equal(t, r, s.LocalRank())
+		require.Equal(t, 3, s.LocalSize())
+		require.Equal(t, 0, s.Node())
+		require.Equal(t, "h", s.Host())
+		require.Equal(t, t.Name(), s.Job())
+		require.Len(t, s.Members(), 3)
+	}
+}
+
+func TestSessionStore(t *testing.T) {
+	ss := world(t, 3, nil)
+	ctx := t.Context()
+
+	got := make(chan string, 1)
+	go func() {
+		b, err := ss[2].Get(ctx, "late")
+		got <- fmt.Sprint(string(b), err)
+	}()
+	require.NoError(t, ss[1].Set(ctx, "late", []byte("value")))
+	require.Equal(t, "value<nil>", <-got)
+
+	require.NoError(t, every(ss, func(s *Session) error {
+		for range 50 {
+			if _, err := s.Add(ctx, "sum", 2); err != nil {
+				return err
+			}
+		}
+		return nil
+	}))
+	n, err := ss[0].Add(ctx, "sum", 0)
+	require.NoError(t, err)
+	require.EqualValues(t, 300, n)
+	b, err := ss[1].Get(ctx, "sum")
+	require.NoError(t, err)
+	require.Equal(t, "300", string(b))
+
+	var mu sync.Mutex
+	winners := 0
+	require.NoError(t, every(ss, func(s *Session) error {
+		ok, err := s.CompareAndSwap(ctx, "lock", nil, []byte{byte(s.Rank())})
+		mu.Lock()
+		defer mu.Unlock()
+		if ok {
+			winners++
+		}
+		return err
+	}))
+	require.Equal(t, 1, winners)
+
+	require.NoError(t, ss[0].Set(ctx, "empty", nil))
+	b, err = ss[2].Get(ctx, "empty")
+	require.NoError(t, err)
+	require.Empty(t, b)
+	ok, err := ss[1].Delete(ctx, "empty")
+	require.NoError(t, err)
+	require.True(t, ok)
+	ok, err = ss[1].Delete(ctx, "empty")
+	require.NoError(t, err)
+	require.False(t, ok)
+
+	waited := make(chan error, 1)
+	go func() { waited <- ss[0].Wait(ctx, "a", "b") }()
+	require.NoError(t, ss[1].Set(ctx, "a", nil))
+	require.NoError(t, ss[2].Set(ctx, "b", nil))
+	require.NoError(t, <-waited)
+}
+
+func TestSessionBarrier(t *testing.T) {
+	ss := world(t, 3, nil)
+	for range 3 { // a name may be used again
+		require.NoError(t, every(ss, func(s *Session) error { return s.Barrier(t.Context(), "b") }))
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	err := every(ss[:1], func(s *Session) error { return s.Barrier(ctx, "b") })
+	var be *BarrierError
+	require.ErrorAs(t, err, &be)
+	require.Equal(t, []int{1, 2}, be.Missing)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	require.Contains(t, err.Error(), `barrier "b" on rank 0: ranks 1, 2 missing`)
+}
+
+func TestSessionShutdown(t *testing.T) {
+	ss := world(t, 3, nil)
+	require.NoError(t, every(ss, func(s *Session) error { return s.Shutdown(t.Context()) }))
+	for _, s := range ss {
+		require.ErrorIs(t, context.Cause(s.Context()), ErrClosed)
+		require.NoError(t, s.Close())
+		require.NoError(t, s.Shutdown(t.Context()))
+	}
+}

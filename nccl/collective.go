@@ -3,7 +3,6 @@ package nccl
 import (
 	"fmt"
 
-	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"

@@ -72,7 +72,8 @@ func openVirtual(c *Config) (*System, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &System{Name: Virtual, Driver: m.Driver(), Machine: m}, nil
+	s := &System{Name: Virtual, Driver: m.Driver(), Machine: m}
+	return s, s.init()
 }
 
 func (c *Config) fillFromEnv() (err error) {
@@ -98,19 +99,27 @@ func (c *Config) fillFromEnv() (err error) {
 func openCUDA() (*System, error) {
 	drv, err := cudadrv.Open()
 	if err != nil {
-		return nil, fmt.Errorf("backend: no CUDA on this machine: %w", err)
+		return nil, fmt.Errorf("no CUDA on this machine: %w", err)
 	}
-	if r := drv.Init(); r != cudadrv.Success {
-		return nil, fmt.Errorf("backend: no CUDA on this machine: cuInit: %w (%s)", r, r.Meaning())
+	s := &System{Name: CUDA, Driver: drv}
+	if err := s.init(); err != nil {
+		return nil, fmt.Errorf("no CUDA on this machine: %w", err)
 	}
 	v, r := drv.DriverGetVersion()
 	if r != cudadrv.Success {
-		return nil, fmt.Errorf("backend: cuDriverGetVersion: %w", r)
+		return nil, fmt.Errorf("cuDriverGetVersion: %w", r)
 	}
 	if v < MinDriver {
-		return nil, fmt.Errorf("backend: the driver supports CUDA %s: Chorus needs 12.2 (R535) or newer: %w", Version(v), errors.ErrUnsupported)
+		return nil, fmt.Errorf("the driver supports CUDA %s: Chorus needs 12.2 (R535) or newer: %w", Version(v), errors.ErrUnsupported)
 	}
-	return &System{Name: CUDA, Driver: drv}, nil
+	return s, nil
+}
+
+func (s *System) init() error {
+	if r := s.Driver.Init(); r != cudadrv.Success {
+		return fmt.Errorf("cuInit: %w (%s)", r, r.Meaning())
+	}
+	return nil
 }
 
 // Version writes a CUDA version code such as 13000 as 13.0.

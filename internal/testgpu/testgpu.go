@@ -1,0 +1,131 @@
+// Package testgpu runs tests on virtual devices always and on CUDA where there
+// is a GPU, from the same code.
+package testgpu
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"runtime"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/handle"
+)
+
+// Each runs fn as sub-test virtual, and as sub-test cuda where there are n
+// GPUs. CHORUS_REQUIRE_GPU=k makes the lack of k or fewer GPUs a failure
+// instead of a skip.
+func Each(t *testing.T, n int, fn func(t *testing.T, devs []*device.Device)) {
+	t.Helper()
+	t.Run("virtual", func(t *testing.T) { fn(t, Virtual(t, &device.SystemConfig{VirtualDevices: n})) })
+	t.Run("cuda", func(t *testing.T) { fn(t, CUDA(t, n)) })
+}
+
+// Virtual makes virtual devices for one test, which fails if the strict devices
+// report something.
+func Virtual(t testing.TB, cfg *device.SystemConfig) []*device.Device {
+	t.Helper()
+	s := System(t, cfg)
+	t.Cleanup(func() {
+		for _, r := range s.Reports() {
+			t.Errorf("virtual devices (seed %d): %s", s.Machine().Seed(), r)
+		}
+	})
+	return s.Devices()
+}
+
+// System makes virtual devices for one test that expects reports.
+func System(t testing.TB, cfg *device.SystemConfig) *device.System {
+	t.Helper()
+	c := *cfg
+	c.Backend = "virtual"
+	s, err := device.NewSystem(&c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the virtual devices' seed was %d: CHORUS_VIRTUAL_SEED=%[1]d repeats their delays", s.Machine().Seed())
+		}
+	})
+	return s
+}
+
+var cuda = sync.OnceValues(func() (*device.System, error) {
+	return device.NewSystem(&device.SystemConfig{Backend: "cuda"})
+})
+
+// CUDA returns the first n GPUs, or skips the test.
+func CUDA(t testing.TB, n int) []*device.Device {
+	t.Helper()
+	required, err := env.RequireGPU.Int()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := cuda()
+	have := 0
+	if err == nil {
+		have = len(s.Devices())
+	}
+	if have >= n {
+		return s.Devices()[:n]
+	}
+	if required >= n {
+		t.Fatalf("%s=%d, but this test needs %d GPUs and there are %d: %v", env.RequireGPU.Name, required, n, have, err)
+	}
+	t.Skipf("needs %d GPUs, there are %d", n, have)
+	return nil
+}
+
+// Context returns a context that ends the test before its time is over.
+func Context(t testing.TB) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// Main runs the tests of a package and fails, with exit code 99, when objects
+// became unreachable without Close.
+func Main(m *testing.M) {
+	var mu sync.Mutex
+	var leaks []string
+	handle.Trace.Store(true)
+	handle.OnLeak = func(kind, stack string) {
+		mu.Lock()
+		defer mu.Unlock()
+		leaks = append(leaks, fmt.Sprintf("a %s was not closed; it was made by\n%s", kind, stack))
+	}
+	code := m.Run()
+	for range 3 { // a cleanup may make other objects unreachable
+		runtime.GC()
+		flushCleanups()
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	for _, l := range leaks {
+		fmt.Fprintln(os.Stderr, "LEAK:", l)
+	}
+	if code == 0 && len(leaks) > 0 {
+		code = 99
+	}
+	os.Exit(code)
+}
+
+// flushCleanups returns when the cleanups that are queued by now have run.
+func flushCleanups() {
+	done := make(chan struct{})
+	marker := new([16]byte)
+	runtime.AddCleanup(marker, func(c chan struct{}) { close(c) }, done)
+	marker = nil
+	_ = marker
+	runtime.GC()
+	select {
+	case <-done:
+	case <-time.After(5 * time.Second):
+	}
+}

@@ -1,0 +1,124 @@
+package kernel_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+func TestMain(m *testing.M) { testgpu.Main(m) }
+
+var axpy = kernel.Source{
+	Name: "axpy.cu",
+	CUDA: `extern "C" __global__ void axpy(float* y, const float* x, float a, int n) {
+	int i = blockIdx.x * blockDim.x + threadIdx.x;
+	if (i < n) y[i] += a * x[i];
+}`,
+	Kernels: []kernel.Def{{
+		Name:   "axpy",
+		Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.F32, kernel.I32},
+		Go: func(c *kernel.Call) {
+			n := int(c.Int32(3))
+			y, x := kernel.Update[float32](c, 0, n), kernel.Read[float32](c, 1, n)
+			for i := range y {
+				y[i] += c.Float32(2) * x[i]
+			}
+		},
+	}},
+}
+
+func setup(t *testing.T, d *device.Device) (*stream.Stream, *kernel.Module, *kernel.Kernel) {
+	t.Helper()
+	s, err := stream.New(d, nil)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, s.Close()) })
+	m, err := kernel.Compile(d, &axpy)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, m.Close()) })
+	k, err := m.Kernel("axpy")
+	require.NoError(t, err)
+	return s, m, k
+}
+
+func TestLaunch(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, _, k := setup(t, devs[0])
+		for _, n := range []int{0, 1, 255, 256, 257, 100_003} {
+			a, b := make([]float32, n), make([]float32, n)
+			for i := range a {
+				a[i], b[i] = float32(i%1000), float32(i%7)
+			}
+			x, err := memory.MakeFrom(s, a)
+			require.NoError(t, err)
+			y, err := memory.MakeFrom(s, b)
+			require.NoError(t, err)
+			require.NoError(t, k.Launch(s, kernel.Cover(n), kernel.Ptr(y), kernel.Ptr(x), kernel.Float32(0.5), kernel.Int32(int32(n))))
+			got := make([]float32, n)
+			require.NoError(t, y.CopyTo(s, got))
+			for i := range got {
+				require.Equal(t, b[i]+0.5*a[i], got[i], "element %d of %d", i, n)
+			}
+			require.NoError(t, x.Close())
+			require.NoError(t, y.Close())
+		}
+	})
+}
+
+func TestLaunchChecksArguments(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		s, m, k := setup(t, devs[0])
+		other, err := stream.New(devs[1], nil)
+		require.NoError(t, err)
+		defer other.Close()
+		x, err := memory.Make[float32](s, 4)
+		require.NoError(t, err)
+		far, err := memory.Make[float32](other, 4)
+		require.NoError(t, err)
+		defer far.Close()
+		a, n := kernel.Float32(1), kernel.Int32(4)
+		g := kernel.Cover(4)
+		require.ErrorContains(t, k.Launch(s, g, kernel.Ptr(x), kernel.Ptr(x), a), "3 arguments: want 4")
+		require.ErrorContains(t, k.Launch(s, g, kernel.Ptr(x), kernel.Ptr(x), n, a), "argument 2 is a int: want a float")
+		require.ErrorContains(t, k.Launch(s, g, kernel.Ptr(x), kernel.Ptr(far), a, n), "argument 1 is memory of")
+		require.ErrorContains(t, k.Launch(other, g, kernel.Ptr(far), kernel.Ptr(far), a, n), "use a stream of that device")
+		require.NoError(t, x.Close())
+		require.ErrorIs(t, k.Launch(s, g, kernel.Ptr(x), kernel.Ptr(x), a, n), device.ErrClosed)
+		_, err = m.Kernel("nothing")
+		require.ErrorContains(t, err, `no kernel "nothing"`)
+	})
+}
+
+func TestCompileErrors(t *testing.T) {
+	t.Run("cuda", func(t *testing.T) {
+		devs := testgpu.CUDA(t, 1)
+		_, err := kernel.Compile(devs[0], &kernel.Source{Name: "bad.cu", CUDA: "__global__ void f( {"})
+		var ce *kernel.CompileError
+		require.ErrorAs(t, err, &ce)
+		require.Contains(t, ce.Log, "bad.cu")
+	})
+	t.Run("virtual", func(t *testing.T) {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+		_, err := kernel.Compile(devs[0], &kernel.Source{Name: "x.cu", Kernels: []kernel.Def{{Name: "x"}}})
+		require.ErrorContains(t, err, "no Go function to stand in")
+	})
+}
+
+func TestLaunchAllocatesNothing(t *testing.T) {
+	devs := testgpu.CUDA(t, 1)
+	s, _, k := setup(t, devs[0])
+	x, err := memory.Make[float32](s, 256)
+	require.NoError(t, err)
+	defer x.Close()
+	require.Zero(t, testing.AllocsPerRun(100, func() {
+		if err := k.Launch(s, kernel.Cover(256), kernel.Ptr(x), kernel.Ptr(x), kernel.Float32(1), kernel.Int32(256)); err != nil {
+			t.Fatal(err)
+		}
+	}))
+	require.NoError(t, s.Sync(testgpu.Context(t)))
+}

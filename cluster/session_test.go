@@ -17,8 +17,8 @@ var quick = Timing{Join: 20 * time.Second, Call: 20 * time.Second, Heartbeat: 50
 
 var testSecret = []byte("a secret of 32 bytes for testing")
 
-// world joins n sessions of one job in this process; rank 0 coordinates.
-func world(t *testing.T, n int, change func(rank int, c *JoinConfig)) []*Session {
+// joinWorld joins n sessions of one job in this process; rank 0 coordinates.
+func joinWorld(t *testing.T, n int, change func(rank int, c *JoinConfig)) []*Session {
 	t.Helper()
 	addr := freeAddr(t)
 	out := make([]*Session, n)
@@ -67,7 +67,7 @@ func every(ss []*Session, f func(s *Session) error) error {
 }
 
 func TestSessionPlace(t *testing.T) {
-	ss := world(t, 3, nil)
+	ss := joinWorld(t, 3, nil)
 	for r, s := range ss {
 		require.Equal(t, r, s.Rank())
 		require.Equal(t, 3, s.Size())
@@ -81,7 +81,7 @@ func TestSessionPlace(t *testing.T) {
 }
 
 func TestSessionStore(t *testing.T) {
-	ss := world(t, 3, nil)
+	ss := joinWorld(t, 3, nil)
 	ctx := t.Context()
 
 	got := make(chan string, 1)
@@ -139,7 +139,7 @@ func TestSessionStore(t *testing.T) {
 }
 
 func TestSessionBarrier(t *testing.T) {
-	ss := world(t, 3, nil)
+	ss := joinWorld(t, 3, nil)
 	for range 3 { // a name may be used again
 		require.NoError(t, every(ss, func(s *Session) error { return s.Barrier(t.Context(), "b") }))
 	}
@@ -154,7 +154,7 @@ func TestSessionBarrier(t *testing.T) {
 }
 
 func TestSessionShutdown(t *testing.T) {
-	ss := world(t, 3, nil)
+	ss := joinWorld(t, 3, nil)
 	require.NoError(t, every(ss, func(s *Session) error { return s.Shutdown(t.Context()) }))
 	for _, s := range ss {
 		require.ErrorIs(t, context.Cause(s.Context()), ErrClosed)

@@ -16,6 +16,7 @@ const (
 	ExecutionFailed Result = 13
 	InternalError   Result = 14
 	NotSupported    Result = 15
+	LicenseError    Result = 16
 )
 
 var names = map[Result]string{
@@ -23,7 +24,7 @@ var names = map[Result]string{
 	AllocFailed: "CUBLAS_STATUS_ALLOC_FAILED", InvalidValue: "CUBLAS_STATUS_INVALID_VALUE",
 	ArchMismatch: "CUBLAS_STATUS_ARCH_MISMATCH", MappingError: "CUBLAS_STATUS_MAPPING_ERROR",
 	ExecutionFailed: "CUBLAS_STATUS_EXECUTION_FAILED", InternalError: "CUBLAS_STATUS_INTERNAL_ERROR",
-	NotSupported: "CUBLAS_STATUS_NOT_SUPPORTED",
+	NotSupported: "CUBLAS_STATUS_NOT_SUPPORTED", LicenseError: "CUBLAS_STATUS_LICENSE_ERROR",
 }
 
 // Error returns the C name, such as CUBLAS_STATUS_ALLOC_FAILED.

@@ -58,7 +58,7 @@ func FindHeader(t *testing.T, name string, includes ...string) *Header {
 // values.
 func (h *Header) Enum(name string) map[string]int64 {
 	out := map[string]int64{}
-	re := regexp.MustCompile(`(?m)^.*?\b(` + name + `)\s*=?\s*(-?(?:0x)?[0-9a-fA-F]+)\b`)
+	re := regexp.MustCompile(`\b(` + name + `)\s*=?\s*(-?(?:0x)?[0-9a-fA-F]+)\b`)
 	for _, m := range re.FindAllStringSubmatch(h.text, -1) {
 		if v, err := strconv.ParseInt(m[2], 0, 64); err == nil {
 			out[m[1]] = v

@@ -1,0 +1,252 @@
+package cudadrv
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/dl/dltest"
+)
+
+// signatures has the arguments of each C function as cuda.h declares them;
+// header_test.go compares them with it.
+var signatures = dltest.Signatures{
+	"cuInit":                       "i",
+	"cuDriverGetVersion":           "o4=13000",
+	"cuDeviceGetCount":             "o4",
+	"cuDeviceGet":                  "o4 i",
+	"cuDeviceGetName":              "o5=808464968 i i",
+	"cuDeviceGetUuid_v2":           "o16 i",
+	"cuDeviceGetAttribute":         "o4 i i",
+	"cuDeviceTotalMem_v2":          "o8 i",
+	"cuDeviceGetPCIBusId":          "o8=52975774022192 i i",
+	"cuDeviceCanAccessPeer":        "o4 i i",
+	"cuDeviceGetDefaultMemPool":    "o8 i",
+	"cuDevicePrimaryCtxRetain":     "o8 i",
+	"cuDevicePrimaryCtxRelease_v2": "i",
+	"cuDeviceGetP2PAttribute":      "o4 i i i",
+	"cuCtxSetCurrent":              "w",
+	"cuCtxGetCurrent":              "o8",
+	"cuCtxSynchronize":             "",
+	"cuCtxGetStreamPriorityRange":  "o4 o4",
+	"cuCtxEnablePeerAccess":        "w i",
+	"cuMemGetInfo_v2":              "o8 o8",
+	"cuMemAlloc_v2":                "o8 w",
+	"cuMemFree_v2":                 "w",
+	"cuMemAllocAsync":              "o8 w w",
+	"cuMemFreeAsync":               "w w",
+	"cuMemPoolSetAttribute":        "w i p8",
+	"cuMemPoolSetAccess":           "w p12 w",
+	"cuMemPoolTrimTo":              "w w",
+	"cuMemHostAlloc":               "o8 w i",
+	"cuMemFreeHost":                "p4",
+	"cuMemcpyHtoDAsync_v2":         "w p4 w w",
+	"cuMemcpyDtoHAsync_v2":         "o4 w w w",
+	"cuMemcpyDtoDAsync_v2":         "w w w w",
+	"cuMemcpyPeerAsync":            "w w w w w w",
+	"cuMemsetD8Async":              "w b w w",
+	"cuStreamCreateWithPriority":   "o8 i i",
+	"cuStreamDestroy_v2":           "w",
+	"cuStreamSynchronize":          "w",
+	"cuStreamQuery":                "w",
+	"cuStreamWaitEvent":            "w w i",
+	"cuEventCreate":                "o8 i",
+	"cuEventDestroy_v2":            "w",
+	"cuEventRecord":                "w w",
+	"cuEventQuery":                 "w",
+	"cuEventSynchronize":           "w",
+	"cuEventElapsedTime":           "o4=1069547520 w w",
+	"cuModuleLoadData":             "o8 s",
+	"cuModuleUnload":               "w",
+	"cuModuleGetFunction":          "o8 w s",
+	"cuLaunchKernel":               "w i i i i i i i w p4 p4",
+}
+
+// The golden file shows for each method what C received and what the method
+// returned; every value below is different, so a swapped argument shows.
+func TestRecordedCalls(t *testing.T) {
+	rec := dltest.NewRecorder(t, signatures, 0x1234_0000_0001) // the upper half is noise
+	lib, err := newLib(rec.Resolve, "recorded")
+	require.NoError(t, err)
+	rec.Take()
+
+	var d Driver = lib
+	data := []byte("abcd")
+	src := unsafe.Pointer(&data[0])
+	dst := unsafe.Pointer(new([4]byte))
+	var b strings.Builder
+	line := func(method string, results ...any) {
+		fmt.Fprintf(&b, "%-26s %-66s %v\n", method, rec.Take(), results)
+	}
+	one := func(method string, r Result) { line(method, int32(r)) }
+	two := func(method string, v any, r Result) { line(method, fmt.Sprintf("%v", v), int32(r)) }
+
+	one("Init", d.Init())
+	n, r := d.DriverGetVersion()
+	two("DriverGetVersion", n, r)
+	n, r = d.DeviceGetCount()
+	two("DeviceGetCount", n, r)
+	dev, r := d.DeviceGet(3)
+	two("DeviceGet", dev, r)
+	name, r := d.DeviceGetName(3)
+	two("DeviceGetName", name, r)
+	uuid, r := d.DeviceGetUUID(3)
+	two("DeviceGetUUID", uuid, r)
+	n, r = d.DeviceGetAttribute(AttrWarpSize, 3)
+	two("DeviceGetAttribute", n, r)
+	size, r := d.DeviceTotalMem(3)
+	two("DeviceTotalMem", size, r)
+	name, r = d.DeviceGetPCIBusID(3)
+	two("DeviceGetPCIBusID", name, r)
+	n, r = d.DeviceCanAccessPeer(3, 4)
+	two("DeviceCanAccessPeer", n, r)
+	pool, r := d.DeviceGetDefaultMemPool(3)
+	two("DeviceGetDefaultMemPool", pool, r)
+	ctx, r := d.DevicePrimaryCtxRetain(3)
+	two("DevicePrimaryCtxRetain", ctx, r)
+	one("DevicePrimaryCtxRelease", d.DevicePrimaryCtxRelease(3))
+	n, r = d.DeviceGetP2PAttribute(P2PNativeAtomics, 5, 6)
+	two("DeviceGetP2PAttribute", n, r)
+	one("CtxSetCurrent", d.CtxSetCurrent(0xc1))
+	ctx, r = d.CtxGetCurrent()
+	two("CtxGetCurrent", ctx, r)
+	one("CtxSynchronize", d.CtxSynchronize())
+	least, greatest, r := d.CtxGetStreamPriorityRange()
+	two("CtxGetStreamPriorityRange", []int32{least, greatest}, r)
+	one("CtxEnablePeerAccess", d.CtxEnablePeerAccess(0xc1, 2))
+
+	free, total, r := d.MemGetInfo()
+	two("MemGetInfo", []uintptr{free, total}, r)
+	p, r := d.MemAlloc(4096)
+	two("MemAlloc", p, r)
+	one("MemFree", d.MemFree(0xd1))
+	p, r = d.MemAllocAsync(4096, 0x51)
+	two("MemAllocAsync", p, r)
+	one("MemFreeAsync", d.MemFreeAsync(0xd1, 0x51))
+	one("MemPoolSetAttribute", d.MemPoolSetAttribute(0xb1, MemPoolAttrReleaseThreshold, 1<<63))
+	one("MemPoolSetAccess", d.MemPoolSetAccess(0xb1, 5))
+	one("MemPoolTrimTo", d.MemPoolTrimTo(0xb1, 4096))
+	host, r := d.MemHostAlloc(4096, MemHostAllocPortable)
+	two("MemHostAlloc", host, r)
+	one("MemFreeHost", d.MemFreeHost(src))
+	one("MemcpyHtoDAsync", d.MemcpyHtoDAsync(0xd1, src, 4, 0x51))
+	r = d.MemcpyDtoHAsync(dst, 0xd1, 4, 0x51)
+	two("MemcpyDtoHAsync", *(*[4]byte)(dst), r)
+	one("MemcpyDtoDAsync", d.MemcpyDtoDAsync(0xd1, 0xd2, 4, 0x51))
+	one("MemcpyPeerAsync", d.MemcpyPeerAsync(0xd1, 0xc1, 0xd2, 0xc2, 4, 0x51))
+	one("MemsetD8Async", d.MemsetD8Async(0xd1, 0xff, 4, 0x51))
+
+	s, r := d.StreamCreateWithPriority(StreamNonBlocking, -5)
+	two("StreamCreateWithPriority", s, r)
+	one("StreamDestroy", d.StreamDestroy(0x51))
+	one("StreamSynchronize", d.StreamSynchronize(0x51))
+	one("StreamQuery", d.StreamQuery(0x51))
+	one("StreamWaitEvent", d.StreamWaitEvent(0x51, 0xe1, 1))
+	e, r := d.EventCreate(EventDisableTiming)
+	two("EventCreate", e, r)
+	one("EventDestroy", d.EventDestroy(0xe1))
+	one("EventRecord", d.EventRecord(0xe1, 0x51))
+	one("EventQuery", d.EventQuery(0xe1))
+	one("EventSynchronize", d.EventSynchronize(0xe1))
+	ms, r := d.EventElapsedTime(0xe1, 0xe2)
+	two("EventElapsedTime", ms, r)
+
+	m, r := d.ModuleLoadData([]byte(".version 8.0"))
+	two("ModuleLoadData", m, r)
+	m, r = d.ModuleLoadData([]byte(".version 8.0 and more")[:12]) // what follows in memory is not the module's
+	two("ModuleLoadData, slice", m, r)
+	m, r = d.ModuleLoadData(nil)
+	two("ModuleLoadData, empty", m, r)
+	one("ModuleUnload", d.ModuleUnload(0x31))
+	f, r := d.ModuleGetFunction(0x31, "saxpy")
+	two("ModuleGetFunction", f, r)
+	one("LaunchKernel", d.LaunchKernel(0xf1, [3]uint32{11, 12, 13}, [3]uint32{21, 22, 23}, 31, 0x51, src))
+
+	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
+	dltest.Golden(t, "testdata/record.golden", b.String())
+}
+
+func TestCallsDoNotAllocate(t *testing.T) {
+	rec := dltest.NewRecorder(t, signatures, 0)
+	lib, err := newLib(rec.Resolve, "recorded")
+	require.NoError(t, err)
+	var d Driver = lib
+	params := unsafe.Pointer(new([4]byte))
+	for name, call := range map[string]func(){
+		"MemAllocAsync":   func() { d.MemAllocAsync(4096, 1) },
+		"EventRecord":     func() { d.EventRecord(1, 2) },
+		"MemcpyHtoDAsync": func() { d.MemcpyHtoDAsync(1, params, 4, 2) },
+		"LaunchKernel":    func() { d.LaunchKernel(1, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, 2, params) },
+	} {
+		require.Zero(t, testing.AllocsPerRun(200, call), name)
+	}
+}
+
+func TestSymbolTable(t *testing.T) {
+	seen := map[string]bool{}
+	for i, s := range symbols {
+		require.NotEmpty(t, s.name, "function %d", i)
+		require.False(t, seen[s.name], s.name)
+		require.Contains(t, signatures, s.name)
+		seen[s.name] = true
+	}
+	require.Len(t, signatures, len(symbols))
+}
+
+// An old driver lacks functions and says its version.
+func TestOpenRefusesOldDriver(t *testing.T) {
+	old := dltest.Load(t, "int cuDriverGetVersion(int *v) { *v = 11040; return 0; }")
+	_, err := newLib(old.Symbol, "/lib/libcuda.so.470")
+	var e *dl.VersionError
+	require.ErrorAs(t, err, &e)
+	require.ErrorContains(t, err, "CUDA driver 11.4 at /lib/libcuda.so.470: Chorus needs 12.2 (R535) or newer; this one lacks cuInit, ")
+	require.NotContains(t, e.Missing, "cuMemAllocAsync", "optional")
+	require.Contains(t, e.Missing, "cuMemAlloc_v2")
+}
+
+func TestOptionalFunctions(t *testing.T) {
+	rec := dltest.NewRecorder(t, signatures, 0)
+	lib, err := newLib(func(name string) (uintptr, bool) {
+		for _, s := range symbols {
+			if s.name == name && s.optional {
+				return 0, false
+			}
+		}
+		return rec.Resolve(name)
+	}, "recorded")
+	require.NoError(t, err)
+	rec.Take()
+	_, r := lib.MemAllocAsync(1, 0)
+	require.Equal(t, ErrorNotSupported, r)
+	require.Equal(t, ErrorNotSupported, lib.MemFreeAsync(1, 0))
+	require.Empty(t, rec.Take())
+}
+
+func BenchmarkLib(b *testing.B) {
+	so, err := dl.Open(&dl.Spec{Name: "the C library", Sonames: []string{"libc.so.6"}})
+	if err != nil {
+		b.Skip(err)
+	}
+	abs, _ := so.Symbol("abs") // as short as a C function gets
+	lib := &Lib{}
+	for i := range lib.fn {
+		lib.fn[i] = abs
+	}
+	var d Driver = lib
+	for name, call := range map[string]func(){
+		"EventRecord":   func() { d.EventRecord(1, 2) },
+		"MemAllocAsync": func() { d.MemAllocAsync(4096, 1) },
+		"LaunchKernel":  func() { d.LaunchKernel(1, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, 2, nil) },
+	} {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				call()
+			}
+		})
+	}
+}

@@ -1,0 +1,87 @@
+package ncclapi
+
+import (
+	"fmt"
+	"reflect"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/dl/dltest"
+)
+
+// The golden file has the offset and size of every field, as C lays them out.
+func TestLayouts(t *testing.T) {
+	text := ""
+	for _, s := range []any{Config{}, SimInfo{}} {
+		typ := reflect.TypeOf(s)
+		text += fmt.Sprintf("%s %d\n", typ.Name(), typ.Size())
+		for f := range typ.Fields() {
+			text += fmt.Sprintf("\t%2d %d %s\n", f.Offset, f.Type.Size(), f.Name)
+		}
+	}
+	dltest.Golden(t, "testdata/layout.golden", text)
+}
+
+func TestConfigStamp(t *testing.T) {
+	for version, size := range map[int32]uintptr{
+		22304: 48, 22602: 48, 22703: 72, 22707: 72, 22803: 80, 22809: 80,
+		22902: 88, 22907: 88, 23003: 96, 23007: 96, 23203: 96,
+	} {
+		c := NewConfig(version)
+		require.Equal(t, size, c.Size, version)
+		require.Equal(t, uint32(0xcafebeef), c.Magic)
+		require.Equal(t, uint32(min(version, 23007)), c.Version, "fields that this package does not know stay at their defaults")
+		c.Stamp(22803)
+		require.Equal(t, []any{uintptr(80), uint32(22803)}, []any{c.Size, c.Version})
+	}
+}
+
+func TestNewConfigLeavesAllToTheLibrary(t *testing.T) {
+	v := reflect.ValueOf(NewConfig(22803)).Elem()
+	for f, value := range v.Fields() {
+		switch value.Kind() {
+		case reflect.Int32:
+			require.Equal(t, int64(Undefined), value.Int(), f.Name)
+		case reflect.Pointer:
+			require.True(t, value.IsNil(), f.Name)
+		}
+	}
+}
+
+func TestConfigTooNew(t *testing.T) {
+	c := NewConfig(22304)
+	field, _ := c.TooNew(22304)
+	require.Empty(t, field)
+	c.Blocking, c.MaxCTAs, c.SplitShare = 1, 16, 1
+	field, _ = c.TooNew(22304)
+	require.Empty(t, field)
+	c.NChannelsPerNetPeer = 2
+	field, since := c.TooNew(22707)
+	require.Equal(t, []any{"nChannelsPerNetPeer", int32(22803)}, []any{field, since})
+	field, _ = c.TooNew(22803)
+	require.Empty(t, field)
+
+	// Every field that a supported library may lack is known.
+	v := reflect.ValueOf(c).Elem()
+	for i := range v.NumField() {
+		c := NewConfig(22304)
+		f := reflect.ValueOf(c).Elem().Field(i)
+		switch f.Kind() {
+		case reflect.Int32:
+			f.SetInt(1)
+		case reflect.Pointer:
+			f.Set(reflect.ValueOf(new(byte)))
+		default:
+			continue
+		}
+		field, _ := c.TooNew(22304)
+		old := v.Type().Field(i).Offset < unsafe.Offsetof(c.TrafficClass)
+		require.Equal(t, old, field == "", v.Type().Field(i).Name)
+	}
+}
+
+func TestSimInfo(t *testing.T) {
+	require.Equal(t, &SimInfo{Size: 24, Magic: 0x74685283, Version: 22803, EstimatedTime: -1}, NewSimInfo(22803))
+}

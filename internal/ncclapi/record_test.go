@@ -1,0 +1,226 @@
+package ncclapi
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/dl/dltest"
+)
+
+// signatures has the arguments of each C function as nccl.h declares them;
+// header_test.go compares them with it.
+var signatures = dltest.Signatures{
+	"ncclGetVersion":           "o4=22803",
+	"ncclGetUniqueId":          "o128",
+	"ncclGetErrorString":       "*i",
+	"ncclGetLastError":         "*w",
+	"ncclCommInitRank":         "o8 i S i",
+	"ncclCommInitRankConfig":   "o8 i S i p16",
+	"ncclCommInitRankScalable": "o8 i i i p256 p16",
+	"ncclCommInitAll":          "o8 i p8",
+	"ncclCommSplit":            "w i i o8 p16",
+	"ncclCommShrink":           "w p12 i o8 p16 i",
+	"ncclCommFinalize":         "w",
+	"ncclCommDestroy":          "w",
+	"ncclCommAbort":            "w",
+	"ncclCommGetAsyncError":    "w o4=6",
+	"ncclCommCount":            "w o4",
+	"ncclCommCuDevice":         "w o4",
+	"ncclCommUserRank":         "w o4",
+	"ncclCommRegister":         "w w w o8",
+	"ncclCommDeregister":       "w w",
+	"ncclCommWindowRegister":   "w w w o8 i",
+	"ncclCommWindowDeregister": "w w",
+	"ncclMemAlloc":             "o8 w",
+	"ncclMemFree":              "w",
+	"ncclRedOpCreatePreMulSum": "o4 p4 i i w",
+	"ncclRedOpDestroy":         "i w",
+	"ncclAllReduce":            "w w w i i w w",
+	"ncclBroadcast":            "w w w i i w w",
+	"ncclBcast":                "w w i i w w",
+	"ncclReduce":               "w w w i i i w w",
+	"ncclAllGather":            "w w w i w w",
+	"ncclReduceScatter":        "w w w i i w w",
+	"ncclAlltoAll":             "w w w i w w",
+	"ncclGather":               "w w w i i w w",
+	"ncclScatter":              "w w w i i w w",
+	"ncclSend":                 "w w i i w w",
+	"ncclRecv":                 "w w i i w w",
+	"ncclGroupStart":           "",
+	"ncclGroupEnd":             "",
+	"ncclGroupSimulateEnd":     "p24",
+	"ncclCommRevoke":           "w i",
+	"ncclCommGetUniqueId":      "w o128",
+	"ncclCommGrow":             "w i p128 i o8 p16",
+	"ncclCommSuspend":          "w i",
+	"ncclCommResume":           "w",
+}
+
+// The golden file shows for each method what C received and what the method
+// returned; every value below is different, so a swapped argument shows.
+func TestRecordedCalls(t *testing.T) {
+	rec := dltest.NewRecorder(t, signatures, 0x1234_0000_0001) // the upper half is noise
+	lib, err := newLib(rec.Resolve, "recorded")
+	require.NoError(t, err)
+	rec.Take()
+
+	var a API = lib
+	cfg, sim := NewConfig(lib.Version()), NewSimInfo(lib.Version())
+	var id UniqueID
+	for i := range id {
+		id[i] = byte(i)
+	}
+	scalar := float32(0.5)
+	var b strings.Builder
+	line := func(method string, results ...any) {
+		// A run of 128 bytes of an id is told by its ends.
+		call := strings.NewReplacer(fmt.Sprintf("%x", id[4:124]), "…").Replace(rec.Take())
+		fmt.Fprintf(&b, "%-22s %-86s %v\n", method, call, results)
+	}
+	one := func(method string, r Result) { line(method, int32(r)) }
+	two := func(method string, v any, r Result) { line(method, v, int32(r)) }
+	made := func(method string, make func(out *Comm) Result) {
+		out := new(Comm)
+		r := make(out)
+		two(method, fmt.Sprintf("%#x", *out), r)
+	}
+
+	n, r := a.GetVersion()
+	two("GetVersion", n, r)
+	got, r := a.GetUniqueID()
+	two("GetUniqueID", fmt.Sprintf("%x…%x", got[:8], got[124:]), r)
+	line("GetErrorString", a.GetErrorString(RemoteError))
+	line("GetErrorString", a.GetErrorString(MissingSymbol))
+	line("GetLastError", a.GetLastError(0xc1))
+
+	made("CommInitRank", func(out *Comm) Result { return a.CommInitRank(out, 8, id, 3) })
+	made("CommInitRankConfig", func(out *Comm) Result { return a.CommInitRankConfig(out, 8, id, 3, cfg) })
+	made("CommInitRankConfig", func(out *Comm) Result { return a.CommInitRankConfig(out, 8, id, 3, nil) })
+	made("CommInitRankScalable", func(out *Comm) Result { return a.CommInitRankScalable(out, 8, 3, []UniqueID{id, id}, cfg) })
+	comms := make([]Comm, 2)
+	r = a.CommInitAll(comms, []int32{6, 7})
+	two("CommInitAll", comms, r)
+	made("CommSplit", func(out *Comm) Result { return a.CommSplit(0xc1, -1, 5, out, cfg) })
+	made("CommShrink", func(out *Comm) Result { return a.CommShrink(0xc1, []int32{1, 2, 4}, out, cfg, ShrinkAbort) })
+	one("CommFinalize", a.CommFinalize(0xc1))
+	one("CommDestroy", a.CommDestroy(0xc1))
+	one("CommAbort", a.CommAbort(0xc1))
+	async, r := a.CommGetAsyncError(0xc1)
+	two("CommGetAsyncError", async, r)
+	n, r = a.CommCount(0xc1)
+	two("CommCount", n, r)
+	n, r = a.CommCuDevice(0xc1)
+	two("CommCuDevice", n, r)
+	n, r = a.CommUserRank(0xc1)
+	two("CommUserRank", n, r)
+	reg, r := a.CommRegister(0xc1, 0xd1, 4096)
+	two("CommRegister", reg, r)
+	one("CommDeregister", a.CommDeregister(0xc1, 0xa1))
+	win := new(Window)
+	r = a.CommWindowRegister(0xc1, 0xd1, 4096, win, WindowCollSymmetric)
+	two("CommWindowRegister", *win, r)
+	one("CommWindowDeregister", a.CommWindowDeregister(0xc1, 0xb1))
+	p, r := a.MemAlloc(4096)
+	two("MemAlloc", p, r)
+	one("MemFree", a.MemFree(0xd1))
+	op, r := a.RedOpCreatePreMulSum(unsafe.Pointer(&scalar), Float32, ScalarHostImmediate, 0xc1)
+	two("RedOpCreatePreMulSum", op, r)
+	one("RedOpDestroy", a.RedOpDestroy(5, 0xc1))
+
+	one("AllReduce", a.AllReduce(0xd1, 0xd2, 100, BFloat16, Avg, 0xc1, 0x51))
+	one("Broadcast", a.Broadcast(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51))
+	one("Bcast", a.Bcast(0xd1, 100, BFloat16, 6, 0xc1, 0x51))
+	one("Reduce", a.Reduce(0xd1, 0xd2, 100, BFloat16, Avg, 6, 0xc1, 0x51))
+	one("AllGather", a.AllGather(0xd1, 0xd2, 100, BFloat16, 0xc1, 0x51))
+	one("ReduceScatter", a.ReduceScatter(0xd1, 0xd2, 100, BFloat16, Avg, 0xc1, 0x51))
+	one("AlltoAll", a.AlltoAll(0xd1, 0xd2, 100, BFloat16, 0xc1, 0x51))
+	one("Gather", a.Gather(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51))
+	one("Scatter", a.Scatter(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51))
+	one("Send", a.Send(0xd1, 100, BFloat16, 6, 0xc1, 0x51))
+	one("Recv", a.Recv(0xd1, 100, BFloat16, 6, 0xc1, 0x51))
+	one("GroupStart", a.GroupStart())
+	one("GroupEnd", a.GroupEnd())
+	one("GroupSimulateEnd", a.GroupSimulateEnd(sim))
+
+	one("CommRevoke", a.CommRevoke(0xc1, 2))
+	got, r = a.CommGetUniqueID(0xc1)
+	two("CommGetUniqueID", fmt.Sprintf("%x…%x", got[:8], got[124:]), r)
+	made("CommGrow", func(out *Comm) Result { return a.CommGrow(0xc1, 8, &id, -1, out, cfg) })
+	one("CommSuspend", a.CommSuspend(0xc1, 1))
+	one("CommResume", a.CommResume(0xc1))
+
+	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
+	dltest.Golden(t, "testdata/record.golden", b.String())
+}
+
+func TestCallsDoNotAllocate(t *testing.T) {
+	rec := dltest.NewRecorder(t, signatures, 0)
+	lib, err := newLib(rec.Resolve, "recorded")
+	require.NoError(t, err)
+	var a API = lib
+	for name, call := range map[string]func(){
+		"AllReduce":  func() { a.AllReduce(1, 2, 3, Float32, Sum, 4, 5) },
+		"Reduce":     func() { a.Reduce(1, 2, 3, Float32, Sum, 0, 4, 5) },
+		"GroupStart": func() { a.GroupStart() },
+		"AsyncError": func() { a.CommGetAsyncError(1) },
+	} {
+		require.Zero(t, testing.AllocsPerRun(200, call), name)
+	}
+}
+
+func TestSymbolTable(t *testing.T) {
+	seen := map[string]bool{}
+	for f := range NumFuncs {
+		require.NotEmpty(t, f.Name(), "function %d", int(f))
+		require.GreaterOrEqual(t, f.Since(), int32(20000), f.Name())
+		require.False(t, seen[f.Name()], f.Name())
+		require.Contains(t, signatures, f.Name())
+		seen[f.Name()] = true
+	}
+	require.Len(t, signatures, int(NumFuncs))
+}
+
+func TestOpenRefusesOldLibrary(t *testing.T) {
+	old := dltest.Load(t, "int ncclGetVersion(int *v) { *v = 21903; return 0; }")
+	_, err := newLib(old.Symbol, "/lib/libnccl.so.2.19.3")
+	var e *dl.VersionError
+	require.ErrorAs(t, err, &e)
+	require.ErrorContains(t, err, "NCCL 2.19.3 at /lib/libnccl.so.2.19.3: Chorus needs 2.23 or newer")
+	require.Contains(t, e.Missing, "ncclAllReduce")
+	require.NotContains(t, e.Missing, "ncclCommGrow", "of a newer version")
+}
+
+// A library of the oldest version that is accepted lacks what came later.
+func TestMissingFunctions(t *testing.T) {
+	sigs := dltest.Signatures{}
+	for f := range NumFuncs {
+		if f.Since() <= minVersion {
+			sigs[f.Name()] = signatures[f.Name()]
+		}
+	}
+	sigs["ncclGetVersion"] = "o4=22304"
+	rec := dltest.NewRecorder(t, sigs, 0)
+	lib, err := newLib(rec.Resolve, "/lib/libnccl.so.2")
+	require.NoError(t, err)
+	require.Equal(t, int32(22304), lib.Version())
+	require.Equal(t, "/lib/libnccl.so.2", lib.Path())
+	rec.Take()
+
+	require.True(t, lib.Has(FuncAllReduce))
+	require.False(t, lib.Has(FuncAlltoAll))
+	require.Equal(t, MissingSymbol, lib.AlltoAll(1, 2, 3, Float32, 4, 5))
+	require.Equal(t, MissingSymbol, lib.CommShrink(1, nil, new(Comm), nil, 0))
+	_, r := lib.CommGetUniqueID(1)
+	require.Equal(t, MissingSymbol, r)
+	require.Empty(t, rec.Take())
+}
+
+func TestVersionText(t *testing.T) {
+	require.Equal(t, "2.28.3", VersionText(22803))
+	require.Equal(t, "2.8.4", VersionText(2804))
+}

@@ -1,0 +1,81 @@
+// Command chorus starts jobs on GPUs and looks at machines; see chorus help.
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime/debug"
+
+	"github.com/spf13/cobra"
+
+	"github.com/gochorus/chorus/internal/launch"
+)
+
+// commands make the sub-commands, in the order of the help.
+var commands = []func() *cobra.Command{
+	newRunCommand,
+}
+
+func main() { os.Exit(run(os.Args[1:])) }
+
+// run returns the exit code for a command line.
+func run(args []string) int {
+	root := newRootCommand()
+	root.SetArgs(args)
+	err := root.Execute()
+	if err == nil {
+		return 0
+	}
+	var code exitCode
+	if errors.As(err, &code) { // whoever returned it has said why
+		return int(code)
+	}
+	fmt.Fprintf(os.Stderr, "chorus: %v\n", err)
+	var usage *launch.UsageError
+	if errors.As(err, &usage) {
+		return launch.ExitUsage
+	}
+	return launch.ExitFailed
+}
+
+// An exitCode is the error of a command that has said all there is to say.
+type exitCode int
+
+func (c exitCode) Error() string { return fmt.Sprintf("exit code %d", int(c)) }
+
+func newRootCommand() *cobra.Command {
+	root := &cobra.Command{
+		Use:           "chorus",
+		Short:         "Run programs on many GPUs together",
+		Version:       version(),
+		SilenceErrors: true, // run writes them
+		SilenceUsage:  true, // a sentence is easier to find than a page
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return &launch.UsageError{Reason: fmt.Sprintf("unknown command %q; see chorus help", args[0])}
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.SetFlagErrorFunc(usageError)
+	for _, c := range commands {
+		root.AddCommand(c())
+	}
+	return root
+}
+
+// usageError marks a mistake in the flags for the exit code.
+func usageError(cmd *cobra.Command, err error) error {
+	return &launch.UsageError{Reason: fmt.Sprintf("%v; see %s --help", err, cmd.CommandPath())}
+}
+
+// version is the module's, as the Go tool has stamped it.
+func version() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok || info.Main.Version == "" {
+		return "(devel)"
+	}
+	return info.Main.Version
+}

@@ -1,0 +1,166 @@
+package launch
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"sync"
+)
+
+const (
+	maxLine   = 64 << 10 // longer lines are split
+	tailLines = 10       // of a worker's stderr are kept for the last words
+	tailWidth = 400      // bytes of each
+)
+
+// An output writes what the workers write: whole lines, each with its rank.
+// A worker whose output nobody reads waits, as it would without a launcher.
+type output struct {
+	prefix bool
+	dir    string // of log files; "" means none
+	warn   func(string)
+	wg     sync.WaitGroup
+
+	mu     sync.Mutex // held while a line is written
+	out    io.Writer
+	err    io.Writer
+	writer int // the rank that wrote last, to know whether a tail is buried
+	tails  map[int]*tail
+}
+
+// A tail is the end of a worker's stderr.
+type tail struct {
+	lines  []string
+	buried bool // another rank has written since
+}
+
+func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
+	o := &output{prefix: !cfg.NoPrefix, warn: warn, out: cfg.Stdout, err: cfg.Stderr, writer: -1, tails: map[int]*tail{}}
+	if cfg.LogDir == "" {
+		return o, nil
+	}
+	o.dir = filepath.Join(cfg.LogDir, filepath.Base(filepath.Clean("/"+job)))
+	if err := os.MkdirAll(o.dir, 0o755); err != nil {
+		return nil, fmt.Errorf("make the log directory: %w", err)
+	}
+	return o, nil
+}
+
+// A stream is one of a worker's two outputs.
+type stream struct {
+	rank   int
+	w      io.Writer
+	stderr bool
+	log    *os.File // nil: none
+	head   []byte
+}
+
+// pipe returns the end of a pipe for the worker to write to; what arrives at
+// the other is copied until all who have it are gone.
+func (o *output) pipe(rank int, stderr bool) (worker, mine *os.File, err error) {
+	s := &stream{rank: rank, w: o.out, stderr: stderr}
+	ext := ".out"
+	if stderr {
+		s.w, ext = o.err, ".err"
+	}
+	if o.prefix {
+		s.head = fmt.Appendf(nil, "[rank %d] ", rank)
+	}
+	if o.dir != "" {
+		if s.log, err = os.Create(filepath.Join(o.dir, fmt.Sprintf("rank-%d%s", rank, ext))); err != nil {
+			return nil, nil, fmt.Errorf("open a log file: %w", err)
+		}
+	}
+	mine, worker, err = os.Pipe()
+	if err != nil {
+		if s.log != nil {
+			s.log.Close()
+		}
+		return nil, nil, fmt.Errorf("open a pipe for rank %d: %w", rank, err)
+	}
+	o.wg.Go(func() {
+		defer mine.Close()
+		o.copy(s, mine)
+	})
+	return worker, mine, nil
+}
+
+// copy writes lines until the pipe ends. A last line without its end gets one.
+func (o *output) copy(s *stream, r io.Reader) {
+	if s.log != nil {
+		defer s.log.Close()
+	}
+	br := bufio.NewReaderSize(r, maxLine)
+	buf := make([]byte, 0, 4096)
+	for {
+		line, err := br.ReadSlice('\n')
+		if len(line) > 0 {
+			o.keep(s, line)
+			buf = append(append(buf[:0], s.head...), line...)
+			if line[len(line)-1] != '\n' {
+				buf = append(buf, '\n')
+			}
+			o.write(s, buf, line)
+		}
+		if err != nil && !errors.Is(err, bufio.ErrBufferFull) {
+			return
+		}
+	}
+}
+
+// keep writes to the log file, byte for byte. The first failure is told.
+func (o *output) keep(s *stream, line []byte) {
+	if s.log == nil {
+		return
+	}
+	if _, err := s.log.Write(line); err != nil {
+		o.warn(fmt.Sprintf("stopped writing the log of rank %d: %v", s.rank, err))
+		s.log.Close()
+		s.log = nil
+	}
+}
+
+func (o *output) write(s *stream, text, line []byte) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.writer != s.rank {
+		if t := o.tails[o.writer]; t != nil {
+			t.buried = true
+		}
+		o.writer = s.rank
+	}
+	if s.stderr {
+		t := o.tails[s.rank]
+		if t == nil {
+			t = &tail{}
+			o.tails[s.rank] = t
+		}
+		t.add(line)
+	}
+	_, _ = s.w.Write(text) // who reads us is gone: the workers' work is not
+}
+
+func (t *tail) add(line []byte) {
+	text := string(line[:min(len(line), tailWidth)])
+	if n := len(text); n > 0 && text[n-1] == '\n' {
+		text = text[:n-1]
+	}
+	if len(t.lines) == tailLines {
+		t.lines = t.lines[1:]
+	}
+	t.lines = append(t.lines, text)
+	t.buried = false
+}
+
+// buried returns the last lines of a rank's stderr if others wrote after them.
+func (o *output) buried(rank int) []string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if t := o.tails[rank]; t != nil && t.buried {
+		return t.lines
+	}
+	return nil
+}

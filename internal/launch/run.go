@@ -1,0 +1,353 @@
+package launch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/gochorus/chorus/cluster"
+)
+
+const (
+	// verdictWait is how long the launcher waits, after a worker of its own
+	// failed, to be told whether another was first.
+	verdictWait = time.Second
+	// drainWait bounds what is read from pipes after everybody was killed.
+	drainWait = 2 * time.Second
+	// zombieEvery is how often adopted processes that have ended are collected.
+	zombieEvery = 10 * time.Second
+)
+
+// A job is a running Run.
+type job struct {
+	cfg   Config
+	agent *cluster.Agent
+	out   *output
+
+	children []*child
+	ended    chan *child
+	running  int
+	pipes    []*os.File
+
+	failed   *child         // the first of this host's workers that failed
+	signal   syscall.Signal // the first that told us to stop; 0 if none
+	stopping bool
+	stopped  int // workers that ran when stopping began
+	grace    *time.Timer
+
+	sayMu sync.Mutex
+}
+
+// Run starts the workers of this host, waits until the job has ended, and
+// returns the code to exit with. All that is to be said goes to cfg.Stderr.
+func Run(ctx context.Context, cfg *Config) int {
+	c, err := cfg.complete()
+	j := &job{cfg: c}
+	if err != nil {
+		j.cfg = *cfg
+		j.say(err.Error())
+		return ExitUsage
+	}
+	path, code, err := program(c.Program[0])
+	if err != nil {
+		j.say(err.Error())
+		return code
+	}
+	if c.Devices.Note != "" {
+		j.say(c.Devices.Note)
+	}
+	becomeReaper()
+	if code, err := j.meet(ctx); err != nil {
+		j.say(err.Error())
+		return code
+	}
+	defer j.agent.Close()
+	code, err = j.spawn(path)
+	if err != nil {
+		j.kill()
+	} else {
+		code = j.supervise()
+	}
+	for ; j.running > 0; j.running-- {
+		(<-j.ended).finish()
+	}
+	j.cleanUp()
+	if err != nil {
+		j.say(err.Error())
+		return code
+	}
+	return j.lastWords(code)
+}
+
+// say writes one line of the launcher's own.
+func (j *job) say(text string) {
+	j.sayMu.Lock()
+	defer j.sayMu.Unlock()
+	fmt.Fprintf(j.cfg.Stderr, "chorus: %s\n", text)
+}
+
+// meet waits for the other hosts. A signal ends the wait.
+func (j *job) meet(ctx context.Context) (int, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	cfg := j.cfg.Cluster
+	cfg.Notify = j.say
+	met := make(chan error, 1)
+	go func() {
+		var err error
+		j.agent, err = cluster.Start(ctx, &cfg)
+		met <- err
+	}()
+	for {
+		select {
+		case err := <-met:
+			return meetCode(err), err
+		case s := <-j.cfg.Signals:
+			sig, ok := s.(syscall.Signal)
+			if !ok || sig == syscall.SIGUSR1 || sig == syscall.SIGUSR2 {
+				continue
+			}
+			cancel()
+			if err := <-met; err == nil {
+				j.agent.Close()
+			}
+			return exitSignalOffset + int(sig), fmt.Errorf("received %s before the job began", signalName(sig))
+		}
+	}
+}
+
+// meetCode is the exit code for a rendezvous that failed.
+func meetCode(err error) int {
+	var timeout *cluster.JoinTimeoutError
+	var auth *cluster.AuthError
+	switch {
+	case err == nil:
+		return 0
+	case errors.As(err, &timeout):
+		return ExitUnavailable
+	case errors.As(err, &auth):
+		return ExitAuth
+	}
+	return ExitFailed
+}
+
+// spawn starts all workers.
+func (j *job) spawn(path string) (int, error) {
+	var err error
+	if j.out, err = newOutput(&j.cfg, j.agent.Job(), j.say); err != nil {
+		return ExitFailed, err
+	}
+	j.ended = make(chan *child, j.cfg.Procs)
+	for local := range j.cfg.Procs {
+		c := &child{local: local, rank: j.agent.Rank(local)}
+		if err := j.start(c, path); err != nil {
+			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, err)
+		}
+		j.children = append(j.children, c)
+		j.running++
+	}
+	return 0, nil
+}
+
+func (j *job) start(c *child, path string) error {
+	stdout, r1, err := j.out.pipe(c.rank, false)
+	if err != nil {
+		return err
+	}
+	// The worker has its own copies once it runs.
+	defer stdout.Close()
+	j.pipes = append(j.pipes, r1)
+	stderr, r2, err := j.out.pipe(c.rank, true)
+	if err != nil {
+		return err
+	}
+	defer stderr.Close()
+	j.pipes = append(j.pipes, r2)
+	c.cmd = command(path, j.cfg.Program, j.cfg.workerEnv(j.agent, c.local), stdout, stderr)
+	return startChild(c, j.ended)
+}
+
+// supervise returns when no worker of this host runs any more and, if none has
+// failed, the other hosts have ended, too.
+func (j *job) supervise() int {
+	j.grace = time.NewTimer(0)
+	if !j.grace.Stop() {
+		<-j.grace.C
+	}
+	defer j.grace.Stop()
+	zombies := time.NewTicker(zombieEvery)
+	defer zombies.Stop()
+	dead := j.agent.Context().Done()
+	for j.running > 0 {
+		select {
+		case c := <-j.ended:
+			j.childEnded(c)
+		case s := <-j.cfg.Signals:
+			j.signalled(s)
+		case <-dead:
+			dead = nil
+			j.stop(syscall.SIGTERM)
+		case <-j.grace.C:
+			j.kill()
+		case <-zombies.C:
+			collectZombies(j.pids())
+		}
+	}
+	if j.failed == nil && j.signal == 0 && !j.stopping {
+		j.awaitOthers()
+	}
+	return j.verdict()
+}
+
+func (j *job) childEnded(c *child) {
+	c.finish()
+	j.running--
+	code := c.code()
+	// If this fails the coordinator is gone, which ends the agent's context.
+	_ = j.agent.Report(c.local, c.pid, code, c.reason())
+	if code != 0 && !j.stopping {
+		j.failed = c
+		j.stop(syscall.SIGTERM)
+	}
+}
+
+// signalled passes a signal on. The first that means to stop begins the grace,
+// the second ends it.
+func (j *job) signalled(s os.Signal) {
+	sig, ok := s.(syscall.Signal)
+	if !ok {
+		return
+	}
+	if sig == syscall.SIGUSR1 || sig == syscall.SIGUSR2 {
+		j.each(sig)
+		return
+	}
+	if j.signal != 0 {
+		j.kill()
+		return
+	}
+	j.signal = sig
+	_ = j.agent.Stop("received "+signalName(sig), exitSignalOffset+int(sig)) // as in childEnded
+	j.stop(sig)
+}
+
+// stop asks all workers to end, and lets the grace run.
+func (j *job) stop(sig syscall.Signal) {
+	if !j.stopping {
+		j.stopping, j.stopped = true, j.running
+		j.grace.Reset(j.cfg.Grace)
+	}
+	j.each(sig)
+	// One that is stopped would not notice.
+	j.each(syscall.SIGCONT)
+}
+
+func (j *job) kill() {
+	for _, c := range j.children {
+		c.killed = c.killed || c.running
+	}
+	j.each(syscall.SIGKILL)
+}
+
+func (j *job) each(sig syscall.Signal) {
+	for _, c := range j.children {
+		c.signal(sig)
+	}
+}
+
+func (j *job) pids() map[int]bool {
+	m := map[int]bool{}
+	for _, c := range j.children {
+		m[c.pid] = true
+	}
+	return m
+}
+
+// awaitOthers waits, after this host's workers have ended well, for those of
+// the other hosts.
+func (j *job) awaitOthers() {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	done := make(chan error, 1)
+	go func() { done <- j.agent.Shutdown(ctx) }()
+	for {
+		select {
+		case <-done:
+			return
+		case s := <-j.cfg.Signals:
+			j.signalled(s)
+			if j.signal != 0 {
+				return
+			}
+		}
+	}
+}
+
+// verdict returns the code to exit with. When a worker of this host failed, the
+// coordinator knows whether one of another host was first.
+func (j *job) verdict() int {
+	if j.signal != 0 {
+		return exitSignalOffset + int(j.signal)
+	}
+	if j.failed != nil {
+		t := time.NewTimer(verdictWait)
+		defer t.Stop()
+		select {
+		case <-j.agent.Context().Done():
+		case <-t.C:
+		}
+	}
+	switch lost, stop := j.causes(); {
+	case lost != nil && lost.ExitCode > 0:
+		return lost.ExitCode
+	case stop != nil:
+		return stop.ExitCode
+	case lost != nil:
+		return ExitFailed
+	case j.failed != nil:
+		return j.failed.code()
+	}
+	return 0
+}
+
+// causes returns why the job was stopped, as the coordinator sees it.
+func (j *job) causes() (*cluster.MemberLostError, *cluster.StopError) {
+	cause := context.Cause(j.agent.Context())
+	var lost *cluster.MemberLostError
+	var stop *cluster.StopError
+	errors.As(cause, &lost)
+	errors.As(cause, &stop)
+	return lost, stop
+}
+
+// cleanUp leaves no process behind, and writes what is left in the pipes.
+func (j *job) cleanUp() {
+	var groups []int
+	for _, c := range j.children {
+		groups = append(groups, c.pid)
+	}
+	killLeftovers(groups)
+	if j.out == nil {
+		return
+	}
+	drained := make(chan struct{})
+	go func() { j.out.wg.Wait(); close(drained) }()
+	if !j.stopping {
+		<-drained
+		return
+	}
+	// Who asked us to stop does not want to wait for a slow reader.
+	t := time.NewTimer(drainWait)
+	defer t.Stop()
+	select {
+	case <-drained:
+	case <-t.C:
+		for _, p := range j.pipes {
+			p.Close()
+		}
+	}
+}

@@ -1,0 +1,109 @@
+package launch
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/gochorus/chorus/cluster"
+)
+
+// lastWords says what ended the job, if it did not end well, and returns code.
+func (j *job) lastWords(code int) int {
+	if code == 0 {
+		return 0
+	}
+	lost, stop := j.causes()
+	switch {
+	case j.signal != 0:
+		j.say(fmt.Sprintf("received %s%s", signalName(j.signal), j.stoppedOthers(nil)))
+		return code
+	case stop != nil:
+		j.say(fmt.Sprintf("the launcher on host %s %s%s", stop.Host, stop.Reason, j.stoppedOthers(nil)))
+		return code
+	}
+	c := j.failed
+	if lost != nil {
+		c = j.childOf(lost)
+	}
+	switch {
+	case c != nil:
+		j.say(fmt.Sprintf("rank %d (host %s, pid %d) %s%s%s", c.rank, j.agent.Host(), c.pid,
+			j.how(c, lost), after(c), j.stoppedOthers(c)))
+		j.quote(c)
+	case lost != nil:
+		j.say(fmt.Sprintf("%s %s%s", lost.Who(), lost.Reason, j.stoppedOthers(nil)))
+	}
+	if n := j.agent.Note(); n != nil {
+		j.say(fmt.Sprintf("before that, %s %s, which ended the sessions of the others", n.Who(), n.Reason))
+	}
+	return code
+}
+
+// how says how c was lost. What the coordinator saw first, such as silence,
+// counts; that c was then killed is a consequence.
+func (j *job) how(c *child, lost *cluster.MemberLostError) string {
+	if lost != nil {
+		return lost.Reason
+	}
+	return c.reason()
+}
+
+func after(c *child) string {
+	return fmt.Sprintf(" after %v", c.took.Round(roundTo(c.took)))
+}
+
+// roundTo keeps two or three digits of a duration.
+func roundTo(d time.Duration) time.Duration {
+	switch {
+	case d < time.Second:
+		return time.Millisecond
+	case d < time.Minute:
+		return 100 * time.Millisecond
+	}
+	return time.Second
+}
+
+// childOf returns this host's worker that was lost, or nil.
+func (j *job) childOf(lost *cluster.MemberLostError) *child {
+	for _, c := range j.children {
+		if c.rank == lost.Rank && c.pid == lost.PID {
+			return c
+		}
+	}
+	return nil
+}
+
+// stoppedOthers says how many workers were stopped because of first.
+func (j *job) stoppedOthers(first *child) string {
+	n := j.stopped
+	if first != nil && first != j.failed && n > 0 {
+		n-- // it ran, or was reported lost, when stopping began
+	}
+	where := ""
+	if j.agent.Nodes() > 1 {
+		where = " on this host"
+	}
+	other := ""
+	if first != nil {
+		other = "other "
+	}
+	switch {
+	case n == 0:
+		return ""
+	case n == 1:
+		return fmt.Sprintf("; stopped the %srank%s", map[bool]string{true: "other ", false: "one "}[other != ""], where)
+	}
+	return fmt.Sprintf("; stopped the %s%d ranks%s", other, n, where)
+}
+
+// quote repeats the end of a worker's stderr if other output has buried it.
+func (j *job) quote(c *child) {
+	lines := j.out.buried(c.rank)
+	if len(lines) == 0 {
+		return
+	}
+	j.say(fmt.Sprintf("the last lines of rank %d's stderr were:", c.rank))
+	for _, l := range lines {
+		fmt.Fprintf(j.cfg.Stderr, "    %s\n", l)
+	}
+}

@@ -108,10 +108,12 @@ func (g *Group) each(issue func(i int, m *member) error) error {
 			return nil
 		})
 	}
-	if err == nil {
-		return nil
-	}
-	// NCCL refusing on one rank leaves the others waiting for it.
+	return g.settle(err)
+}
+
+// settle breaks the group when NCCL refused an operation on one rank, because
+// the others wait for it. An argument error leaves the group as it is.
+func (g *Group) settle(err error) error {
 	if _, refused := errors.AsType[*nccl.Error](err); refused {
 		return g.fail(err)
 	}
@@ -148,4 +150,37 @@ func checkPair[T memory.Element](g *Group, op string, dst, src Shards[T]) error 
 		return err
 	}
 	return checkShards(g, op, src, true)
+}
+
+// Send enqueues the sending of x from the first local rank to rank peer, which
+// receives as many elements. Sends and receives that may wait for each other
+// are issued together by SendRecv.
+func Send[T memory.Element](g *Group, peer int, x memory.Slice[T]) error {
+	return g.first("send", func(m *member) error { return nccl.Send(m.comm, m.stream, x, peer) })
+}
+
+// Recv enqueues the receiving of x on the first local rank from rank peer.
+func Recv[T memory.Element](g *Group, peer int, x memory.Slice[T]) error {
+	return g.first("receive", func(m *member) error { return nccl.Recv(m.comm, m.stream, x, peer) })
+}
+
+// SendRecv enqueues the sending of src to rank to and the receiving of dst from
+// rank from, on the first local rank, as one operation.
+func SendRecv[T memory.Element](g *Group, to int, src memory.Slice[T], from int, dst memory.Slice[T]) error {
+	return g.first("send and receive", func(m *member) error {
+		return nccl.Group(m.comm, func() error {
+			if err := nccl.Send(m.comm, m.stream, src, to); err != nil {
+				return err
+			}
+			return nccl.Recv(m.comm, m.stream, dst, from)
+		})
+	})
+}
+
+// first issues an operation of one rank.
+func (g *Group) first(op string, issue func(m *member) error) error {
+	if err := g.check(op); err != nil {
+		return err
+	}
+	return g.settle(issue(&g.members[0]))
 }

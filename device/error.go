@@ -72,9 +72,13 @@ func (e *Error) Sticky() bool { return cudadrv.Result(e.Err).Sticky() }
 // ErrClosed is what a method returns, wrapped with the operation, after Close.
 var ErrClosed = errors.New("use after Close")
 
-// A LibraryError says that a shared library could not be found or is too old,
-// and every place that was tried. It matches errors.ErrUnsupported.
+// A LibraryError says that a shared library could not be found, and every place
+// that was tried. It matches errors.ErrUnsupported.
 type LibraryError = dl.Error
+
+// A LibraryVersionError says that a shared library is too old. It matches
+// errors.ErrUnsupported.
+type LibraryVersionError = dl.VersionError
 
 // An UnsupportedError says that the loaded libraries or the hardware lack a
 // feature. It matches errors.ErrUnsupported.

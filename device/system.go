@@ -80,16 +80,6 @@ func (s *System) Open(ordinal int) (*Device, error) {
 	return s.devs[ordinal], nil
 }
 
-// DriverVersion returns the CUDA version that the driver supports, such as
-// "13.0".
-func (s *System) DriverVersion() (string, error) {
-	v, r := s.sys.Driver.DriverGetVersion()
-	if r != cudadrv.Success {
-		return "", s.fail("cuDriverGetVersion", -1, r)
-	}
-	return backend.Version(v), nil
-}
-
 // Reports returns what strict virtual devices found wrong so far, such as two
 // streams that touched a block of memory without an event between them. It is
 // empty on CUDA.

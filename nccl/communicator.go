@@ -102,7 +102,7 @@ func (c *Communicator) Size() int { return c.size }
 func (c *Communicator) Device() *device.Device { return c.dev }
 
 // Version returns the version of the loaded NCCL, such as "2.28.3".
-func (c *Communicator) Version() string { return Version(c.version) }
+func (c *Communicator) Version() string { return ncclapi.VersionText(c.version) }
 
 // Err returns the error that an operation ran into after it was enqueued
 // (ncclCommGetAsyncError), or nil. Such an error is final: close the
@@ -209,7 +209,7 @@ func (c *Communicator) fail(op string, r ncclapi.Result) error {
 	case ncclapi.Success, ncclapi.InProgress:
 		return nil
 	case ncclapi.MissingSymbol:
-		return &device.UnsupportedError{Feature: op, Need: "a newer NCCL", Have: "NCCL " + Version(c.version)}
+		return &device.UnsupportedError{Feature: op, Need: "a newer NCCL", Have: "NCCL " + ncclapi.VersionText(c.version)}
 	}
 	return c.error(op, r)
 }

@@ -1,8 +1,6 @@
 package nccl
 
 import (
-	"fmt"
-
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
@@ -74,12 +72,7 @@ func (c *Config) raw(version int32) (*ncclapi.Config, error) {
 }
 
 func needs(feature string, since, have int32) error {
-	return &device.UnsupportedError{Feature: feature, Need: "NCCL " + Version(since), Have: "NCCL " + Version(have)}
-}
-
-// Version writes NCCL's version code, such as 22803, as 2.28.3.
-func Version(code int32) string {
-	return fmt.Sprintf("%d.%d.%d", code/10000, code/100%100, code%100)
+	return &device.UnsupportedError{Feature: feature, Need: "NCCL " + ncclapi.VersionText(since), Have: "NCCL " + ncclapi.VersionText(have)}
 }
 
 func number(p *int) *int32 {

@@ -1,0 +1,154 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"github.com/gochorus/chorus/device"
+)
+
+func newInfoCommand() *cobra.Command {
+	var asJSON bool
+	c := &cobra.Command{
+		Use:   "info",
+		Short: "Show the devices, the libraries that were found, and how the devices are linked",
+		Long: `Show the devices, the driver, CUDA and NCCL, which library was loaded from
+where, and which devices reach each other's memory directly. Without a GPU it
+shows the virtual devices and says so.`,
+		Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			sys, note, err := device.OrVirtual()
+			if err != nil {
+				return err
+			}
+			r, err := inspect(sys, note)
+			if err != nil {
+				return err
+			}
+			if asJSON {
+				enc := json.NewEncoder(c.OutOrStdout())
+				enc.SetIndent("", "  ")
+				return enc.Encode(r)
+			}
+			return r.print(c.OutOrStdout())
+		},
+	}
+	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	return c
+}
+
+// A report is what info shows.
+type report struct {
+	Backend   string        `json:"backend"`
+	Note      string        `json:"note,omitempty"`
+	Devices   []deviceInfo  `json:"devices"`
+	Libraries []libraryInfo `json:"libraries"`
+	Topology  [][]string    `json:"topology"` // [i][j]: how i reaches j
+}
+
+type deviceInfo struct {
+	Ordinal int `json:"ordinal"`
+	*device.Properties
+	FreeMemory uint64 `json:"free_memory"`
+}
+
+type libraryInfo struct {
+	Name    string `json:"name"`
+	Version string `json:"version,omitempty"`
+	Path    string `json:"path,omitempty"`
+	Error   string `json:"error,omitempty"`
+}
+
+func inspect(sys *device.System, note string) (*report, error) {
+	r := &report{Backend: sys.Backend(), Note: note}
+	for _, d := range sys.Devices() {
+		p, err := d.Properties()
+		if err != nil {
+			return nil, err
+		}
+		free, _, err := d.MemoryInfo()
+		if err != nil {
+			return nil, err
+		}
+		r.Devices = append(r.Devices, deviceInfo{Ordinal: d.Ordinal(), Properties: p, FreeMemory: free})
+		row, err := links(d, sys.Devices())
+		if err != nil {
+			return nil, err
+		}
+		r.Topology = append(r.Topology, row)
+	}
+	for _, l := range sys.Libraries() {
+		i := libraryInfo{Name: l.Name, Version: l.Version, Path: l.Path}
+		if l.Err != nil {
+			i.Error = l.Err.Error()
+		}
+		r.Libraries = append(r.Libraries, i)
+	}
+	return r, nil
+}
+
+// links tells how d reaches each device: "self", "peer" with the driver's rank
+// of the link, where 0 is the fastest kind, or "host".
+func links(d *device.Device, devs []*device.Device) ([]string, error) {
+	var row []string
+	for _, o := range devs {
+		if o == d {
+			row = append(row, "self")
+			continue
+		}
+		ok, err := d.CanAccessPeer(o)
+		if err != nil {
+			return nil, err
+		}
+		if !ok {
+			row = append(row, "host")
+			continue
+		}
+		rank, err := d.PeerRank(o)
+		if err != nil {
+			return nil, err
+		}
+		row = append(row, fmt.Sprintf("peer%d", rank))
+	}
+	return row, nil
+}
+
+func (r *report) print(out io.Writer) error {
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	if r.Note != "" {
+		fmt.Fprintf(w, "%s\n\n", r.Note)
+	}
+	fmt.Fprintf(w, "DEVICE\tNAME\tCAPABILITY\tSMS\tMEMORY\tFREE\tPCI BUS\tUUID\n")
+	for _, d := range r.Devices {
+		fmt.Fprintf(w, "%s:%d\t%s\t%d.%d\t%d\t%s\t%s\t%s\t%s\n", r.Backend, d.Ordinal, d.Name, d.Major, d.Minor,
+			d.Multiprocessors, gib(d.TotalMemory), gib(d.FreeMemory), d.PCIBusID, d.UUID)
+	}
+	fmt.Fprintf(w, "\nLIBRARY\tVERSION\tLOADED FROM\n")
+	for _, l := range r.Libraries {
+		where := l.Path
+		if l.Error != "" {
+			where = l.Error
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\n", l.Name, l.Version, where)
+	}
+	fmt.Fprintf(w, "\nLINKS")
+	for j := range r.Topology {
+		fmt.Fprintf(w, "\t%d", j)
+	}
+	fmt.Fprintln(w)
+	for i, row := range r.Topology {
+		fmt.Fprintf(w, "%d", i)
+		for _, l := range row {
+			fmt.Fprintf(w, "\t%s", l)
+		}
+		fmt.Fprintln(w)
+	}
+	fmt.Fprintf(w, "\npeerN: direct access, 0 is the fastest kind of link; host: only by way of host memory\n")
+	return w.Flush()
+}
+
+func gib(bytes uint64) string { return fmt.Sprintf("%.1f GiB", float64(bytes)/(1<<30)) }

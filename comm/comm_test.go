@@ -1,0 +1,310 @@
+package comm_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+)
+
+func TestMain(m *testing.M) { testgpu.Main(m) }
+
+func local(t *testing.T, devs []*device.Device) *comm.Group {
+	t.Helper()
+	g, err := comm.Local(testgpu.Context(t), devs...)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, g.Close()) })
+	return g
+}
+
+// shards makes n small whole numbers on each local rank, whose sums are exact.
+func shards(t *testing.T, g *comm.Group, n int) (comm.Shards[float32], [][]float32) {
+	t.Helper()
+	r := rand.New(rand.NewPCG(11, uint64(n)))
+	xs, err := comm.Make[float32](g, n)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, xs.Close()) })
+	hs := make([][]float32, len(xs))
+	for i, x := range xs {
+		hs[i] = make([]float32, n)
+		for k := range hs[i] {
+			hs[i][k] = float32(r.IntN(2001) - 1000)
+		}
+		require.NoError(t, x.CopyFrom(g.Stream(i), hs[i]))
+	}
+	return xs, hs
+}
+
+func read(t *testing.T, g *comm.Group, i int, x memory.Slice[float32]) []float32 {
+	t.Helper()
+	h := make([]float32, x.Len())
+	require.NoError(t, x.CopyTo(g.Stream(i), h))
+	return h
+}
+
+func total(hs [][]float32) []float32 {
+	s := make([]float32, len(hs[0]))
+	for _, h := range hs {
+		for k, v := range h {
+			s[k] += v
+		}
+	}
+	return s
+}
+
+func TestLocalCollectives(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		require.Equal(t, 2, g.Size())
+		require.Equal(t, 2, g.Locals())
+		for _, n := range []int{0, 1, 7, 4096, 300_001} {
+			xs, hs := shards(t, g, n)
+			require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+			require.NoError(t, g.Wait(testgpu.Context(t)))
+			for i := range xs {
+				require.Equal(t, total(hs), read(t, g, i, xs[i]), "all-reduce n=%d rank %d", n, i)
+			}
+			xs, hs = shards(t, g, n)
+			require.NoError(t, comm.Broadcast(g, 1, xs...))
+			for i := range xs {
+				require.Equal(t, hs[1], read(t, g, i, xs[i]), "broadcast n=%d rank %d", n, i)
+			}
+			xs, hs = shards(t, g, n)
+			wide, _ := shards(t, g, 2*n)
+			require.NoError(t, comm.AllGather(g, wide, xs))
+			for i := range xs {
+				require.Equal(t, append(append([]float32{}, hs[0]...), hs[1]...), read(t, g, i, wide[i]), "all-gather n=%d rank %d", n, i)
+			}
+			wide, ws := shards(t, g, 2*n)
+			require.NoError(t, comm.ReduceScatter(g, comm.Sum, xs, wide))
+			for i := range xs {
+				require.Equal(t, total(ws)[i*n:(i+1)*n], read(t, g, i, xs[i]), "reduce-scatter n=%d rank %d", n, i)
+			}
+		}
+	})
+}
+
+func TestMismatches(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		xs, hs := shards(t, g, 8)
+		for _, err := range []error{
+			comm.AllReduce(g, comm.Sum, xs[0]),
+			comm.AllReduce(g, comm.Sum, xs[0], xs[1].Slice(0, 4)),
+			comm.AllReduce(g, comm.Sum, xs[1], xs[0]),
+			comm.Broadcast(g, 0, xs[0], xs[0]),
+		} {
+			require.ErrorIs(t, err, comm.ErrMismatch)
+		}
+		require.ErrorContains(t, comm.Broadcast(g, 5, xs...), "rank 5 does not exist")
+		require.ErrorContains(t, comm.AllGather(g, xs, xs), "want 16")
+		require.NoError(t, g.Err(), "a wrong argument does not break the group")
+		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+		require.Equal(t, total(hs), read(t, g, 0, xs[0]))
+
+		_, err := comm.Local(testgpu.Context(t), devs[0], devs[0])
+		require.ErrorContains(t, err, "ranks 0 and 1 are both on")
+		require.NoError(t, g.Close())
+		require.NoError(t, g.Close())
+		require.ErrorIs(t, comm.AllReduce(g, comm.Sum, xs...), device.ErrClosed)
+		require.NoError(t, (*comm.Group)(nil).Close())
+	})
+}
+
+// board is a Rendezvous for ranks that are goroutines of one process.
+type board struct {
+	mu     *sync.Mutex
+	values map[string][]byte
+	posted *sync.Cond
+	ctx    context.Context
+	rank   int
+	size   int
+}
+
+func boards(ctx context.Context, size int) []*board {
+	mu := &sync.Mutex{}
+	values, posted := map[string][]byte{}, sync.NewCond(mu)
+	context.AfterFunc(ctx, posted.Broadcast)
+	bs := make([]*board, size)
+	for i := range bs {
+		bs[i] = &board{mu, values, posted, ctx, i, size}
+	}
+	return bs
+}
+
+func (b *board) Rank() int                { return b.rank }
+func (b *board) Size() int                { return b.size }
+func (b *board) Context() context.Context { return b.ctx }
+
+func (b *board) Set(_ context.Context, key string, value []byte) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.values[key] = value
+	b.posted.Broadcast()
+	return nil
+}
+
+func (b *board) Get(ctx context.Context, key string) ([]byte, error) {
+	defer context.AfterFunc(ctx, b.posted.Broadcast)()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for b.values[key] == nil {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		b.posted.Wait()
+	}
+	return b.values[key], nil
+}
+
+// join makes a group of one rank for each device, as if each were a process.
+func join(t *testing.T, ctx context.Context, devs []*device.Device) ([]*comm.Group, []error) {
+	t.Helper()
+	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
+	var wg sync.WaitGroup
+	for i, b := range boards(ctx, len(devs)) {
+		wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), b, devs[i]) })
+	}
+	wg.Wait()
+	t.Cleanup(func() {
+		for _, g := range gs {
+			wg.Go(func() { _ = g.Close() })
+		}
+		wg.Wait()
+	})
+	return gs, errs
+}
+
+func TestJoin(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		gs, errs := join(t, context.Background(), devs)
+		require.NoError(t, errors.Join(errs...))
+		var wg sync.WaitGroup
+		for i, g := range gs {
+			require.Equal(t, i, g.Rank())
+			wg.Go(func() {
+				x, err := comm.Make[int32](g, 1000)
+				if err == nil {
+					err = x[0].Zero(g.Stream(0))
+				}
+				if err == nil {
+					err = comm.AllReduce(g, comm.Max, x...)
+				}
+				errs[i] = errors.Join(err, x.Close(), g.Shutdown(testgpu.Context(t)))
+			})
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+	})
+}
+
+func TestTwoRanksOnOneDevice(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		_, errs := join(t, context.Background(), []*device.Device{devs[0], devs[0]})
+		for i, err := range errs {
+			require.ErrorIs(t, err, comm.ErrMismatch, "rank %d", i)
+			require.ErrorContains(t, err, "ranks 0 (pid")
+			require.ErrorContains(t, err, "a GPU holds one rank")
+		}
+	})
+}
+
+// The loss of a rank ends what waits for it, and names the cause from then on.
+func TestLostRankBreaksTheGroup(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ctx, lose := context.WithCancelCause(context.Background())
+		defer lose(nil)
+		gs, errs := join(t, ctx, devs)
+		require.NoError(t, errors.Join(errs...))
+		// A first one on both ranks, so that they are connected.
+		xs := make([]comm.Shards[float32], 2)
+		for i, g := range gs {
+			xs[i], _ = shards(t, g, 1024)
+			require.NoError(t, comm.AllReduce(g, comm.Sum, xs[i]...))
+		}
+		for _, g := range gs {
+			require.NoError(t, g.Wait(testgpu.Context(t)))
+		}
+		require.NoError(t, comm.AllReduce(gs[0], comm.Sum, xs[0]...)) // rank 1 never calls it
+		short, cancel := context.WithTimeout(context.Background(), 30*time.Millisecond)
+		defer cancel()
+		err := gs[0].Wait(short)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.ErrorContains(t, err, "rank 0 of 2")
+		lost := errors.New("rank 1 was killed")
+		lose(lost)
+		err = gs[0].Wait(testgpu.Context(t))
+		require.ErrorIs(t, err, comm.ErrBroken)
+		require.ErrorIs(t, err, lost)
+		require.ErrorIs(t, comm.AllReduce(gs[0], comm.Sum, xs[0]...), lost)
+		require.ErrorIs(t, gs[0].Shutdown(testgpu.Context(t)), lost)
+	})
+}
+
+func TestJoinEndsWithContext(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Millisecond)
+	defer cancel()
+	_, err := comm.Join(ctx, boards(context.Background(), 2)[0], devs[0])
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	require.ErrorContains(t, err, "wait for rank 1")
+}
+
+func TestLocalOverFaults(t *testing.T) {
+	for _, plan := range []string{
+		"ncclGetUniqueId#1=ncclSystemError",
+		"ncclCommInitRankScalable#2=ncclInternalError",
+		"cuStreamCreateWithPriority#2=CUDA_ERROR_OUT_OF_MEMORY",
+	} {
+		t.Run(plan, func(t *testing.T) {
+			devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: plan}).Devices()
+			ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+			defer cancel()
+			_, err := comm.Local(ctx, devs...)
+			require.Error(t, err)
+			require.NoError(t, ctx.Err(), "the error came by itself")
+		})
+	}
+}
+
+func TestEnqueueAllocatesNothing(t *testing.T) {
+	g := local(t, testgpu.CUDA(t, 1))
+	xs, _ := shards(t, g, 1024)
+	require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+	require.NoError(t, g.Wait(testgpu.Context(t)))
+	require.Zero(t, testing.AllocsPerRun(100, func() {
+		if err := comm.AllReduce(g, comm.Sum, xs...); err != nil {
+			t.Fatal(err)
+		}
+	}))
+	require.NoError(t, g.Wait(testgpu.Context(t)))
+}
+
+func BenchmarkAllReduce(b *testing.B) {
+	for _, n := range []int{2, 16 << 10, 64 << 20} {
+		b.Run(fmt.Sprintf("bytes=%d", 4*n), func(b *testing.B) {
+			g, err := comm.Local(testgpu.Context(b), testgpu.CUDA(b, 2)...)
+			require.NoError(b, err)
+			defer g.Close()
+			xs, err := comm.Make[float32](g, n)
+			require.NoError(b, err)
+			defer xs.Close()
+			for b.Loop() {
+				if err := comm.AllReduce(g, comm.Sum, xs...); err != nil {
+					b.Fatal(err)
+				}
+			}
+			require.NoError(b, g.Wait(testgpu.Context(b)))
+		})
+	}
+}

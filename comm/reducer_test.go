@@ -1,0 +1,161 @@
+package comm_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+var gradLens = []int{5, 1000, 3, 0, 70_000, 257, 1}
+
+// backward is one local rank that makes gradients on its own stream.
+type backward struct {
+	s     *stream.Stream
+	grads []memory.Slice[float32]
+}
+
+func backwards(t *testing.T, g *comm.Group, flat bool) []backward {
+	t.Helper()
+	bs := make([]backward, g.Locals())
+	for i := range bs {
+		s, err := stream.New(g.Device(i), nil)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, s.Close()) })
+		bs[i].s = s
+		if flat {
+			all, parts, err := memory.MakeFlat[float32](s, gradLens...)
+			require.NoError(t, err)
+			require.NoError(t, all.Zero(s))
+			t.Cleanup(func() { require.NoError(t, all.Close()) })
+			bs[i].grads = parts
+			continue
+		}
+		for _, n := range gradLens {
+			x, err := memory.Make[float32](s, n)
+			require.NoError(t, err)
+			t.Cleanup(func() { require.NoError(t, x.Close()) })
+			bs[i].grads = append(bs[i].grads, x)
+		}
+	}
+	return bs
+}
+
+// value is element k of gradient j of rank i in a step: whole numbers, so that
+// sums are exact, and sums over 2 ranks are even, so that means are too.
+func value(step, i, j, k int) float32 { return float32(2 * ((step*7+i*3+j*5+k)%200 - 100)) }
+
+func TestReducer(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for _, flat := range []bool{true, false} {
+			for _, bytes := range []int{1, 4096, 64 << 10, 0} {
+				for _, op := range []comm.Op{comm.Sum, comm.Avg} {
+					t.Run(fmt.Sprintf("flat=%v/bucket=%d/%v", flat, bytes, op), func(t *testing.T) {
+						testReducer(t, local(t, devs), flat, bytes, op)
+					})
+				}
+			}
+		}
+	})
+}
+
+func testReducer(t *testing.T, g *comm.Group, flat bool, bytes int, op comm.Op) {
+	bs := backwards(t, g, flat)
+	lists := make([][]memory.Slice[float32], len(bs))
+	for i := range bs {
+		lists[i] = bs[i].grads
+	}
+	red, err := comm.NewReducer(g, &comm.ReducerConfig{BucketBytes: bytes, FirstBucketBytes: bytes / 2, Op: &op}, lists...)
+	require.NoError(t, err)
+	defer red.Close()
+	streams := make([]*stream.Stream, len(bs))
+	for step := range 3 {
+		for i, b := range bs {
+			streams[i] = b.s
+			for j := len(gradLens) - 1; j >= 0; j-- {
+				h := make([]float32, gradLens[j])
+				for k := range h {
+					h[k] = value(step, i, j, k)
+				}
+				require.NoError(t, b.grads[j].CopyFrom(b.s, h))
+				require.NoError(t, red.Ready(b.s, j))
+			}
+		}
+		require.NoError(t, red.Finish(streams...))
+		for i, b := range bs {
+			for j, n := range gradLens {
+				h := make([]float32, n)
+				require.NoError(t, b.grads[j].CopyTo(b.s, h))
+				for k := range h {
+					want := value(step, 0, j, k) + value(step, 1, j, k)
+					if op == comm.Avg {
+						want /= 2
+					}
+					if h[k] != want {
+						t.Fatalf("step %d rank %d gradient %d element %d: %v: want %v", step, i, j, k, h[k], want)
+					}
+				}
+			}
+		}
+	}
+}
+
+// Gradients may come from several streams and in any order.
+func TestReducerManyStreams(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		b := backwards(t, g, true)[0]
+		red, err := comm.NewReducer(g, nil, b.grads)
+		require.NoError(t, err)
+		defer red.Close()
+		require.Equal(t, 1, red.Buckets())
+		other, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer other.Close()
+		require.NoError(t, other.WaitStream(b.s))
+		for n, j := range []int{3, 0, 6, 4, 1, 5, 2} {
+			s := []*stream.Stream{b.s, other}[n%2]
+			require.NoError(t, b.grads[j].RecordStream(s))
+			h := make([]float32, gradLens[j])
+			for k := range h {
+				h[k] = value(0, 0, j, k)
+			}
+			require.NoError(t, b.grads[j].CopyFrom(s, h))
+			require.NoError(t, red.Ready(s, j))
+		}
+		require.NoError(t, red.Finish(b.s))
+		for j, n := range gradLens {
+			h := make([]float32, n)
+			require.NoError(t, b.grads[j].CopyTo(b.s, h))
+			for k := range h {
+				require.Equal(t, value(0, 0, j, k), h[k])
+			}
+		}
+	})
+}
+
+func TestReducerErrors(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		b := backwards(t, g, true)[0]
+		_, err := comm.NewReducer[float32](g, nil)
+		require.ErrorIs(t, err, comm.ErrMismatch)
+		_, err = comm.NewReducer(g, &comm.ReducerConfig{BucketBytes: -1}, b.grads)
+		require.ErrorContains(t, err, "want a positive size")
+		red, err := comm.NewReducer(g, nil, b.grads)
+		require.NoError(t, err)
+		require.NoError(t, red.Ready(b.s, 1))
+		require.ErrorContains(t, red.Ready(b.s, 1), "gradient 1 was ready already")
+		require.ErrorContains(t, red.Ready(b.s, 7), "gradient 7 of 7 does not exist")
+		require.ErrorContains(t, red.Finish(b.s), "gradient 0 of 7 is not ready")
+		require.NoError(t, red.Close())
+		require.NoError(t, red.Close())
+		require.ErrorIs(t, red.Ready(b.s, 0), device.ErrClosed)
+	})
+}

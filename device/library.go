@@ -1,0 +1,62 @@
+package device
+
+import (
+	"fmt"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/nvrtcapi"
+)
+
+// A Library is a shared library that Chorus uses.
+type Library struct {
+	Name    string // "CUDA driver", "NCCL", "NVRTC" or "cuBLAS"
+	Version string // as the library tells it, or ""
+	Path    string // the file that was loaded, or "built in" for virtual devices
+	Err     error  // why it cannot be used, or nil
+}
+
+// Libraries opens every library that Chorus can use and tells which file each
+// one came from. A missing one has its Err set and is no error of Libraries.
+func (s *System) Libraries() []Library {
+	libs := []Library{s.library("CUDA driver", s.sys.Driver, nil, func() (string, error) {
+		v, r := s.sys.Driver.DriverGetVersion()
+		if r != cudadrv.Success {
+			return "", s.fail("cuDriverGetVersion", -1, r)
+		}
+		return fmt.Sprintf("CUDA %d.%d", v/1000, v%1000/10), nil
+	})}
+	nccl, err := s.NCCL()
+	libs = append(libs, s.library("NCCL", nccl, err, func() (string, error) {
+		v, r := nccl.GetVersion()
+		if r != ncclapi.Success {
+			return "", fmt.Errorf("ncclGetVersion: %w", r)
+		}
+		return ncclapi.VersionText(v), nil
+	}))
+	if s.sys.Machine == nil { // virtual devices have no compiler
+		rtc, err := s.NVRTC()
+		libs = append(libs, s.library("NVRTC", rtc, err, func() (string, error) {
+			major, minor, r := rtc.Version()
+			if r != nvrtcapi.Success {
+				return "", fmt.Errorf("nvrtcVersion: %w", r)
+			}
+			return fmt.Sprintf("%d.%d", major, minor), nil
+		}))
+	}
+	blas, err := s.CUBLAS()
+	return append(libs, s.library("cuBLAS", blas, err, func() (string, error) { return "", nil }))
+}
+
+func (s *System) library(name string, lib any, err error, version func() (string, error)) Library {
+	l := Library{Name: name, Err: err}
+	if err != nil {
+		return l
+	}
+	l.Path = "built in"
+	if f, ok := lib.(interface{ Path() string }); ok {
+		l.Path = f.Path()
+	}
+	l.Version, l.Err = version()
+	return l
+}

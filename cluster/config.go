@@ -2,7 +2,6 @@ package cluster
 
 import (
 	"errors"
-	"fmt"
 	"log/slog"
 	"net"
 	"os"
@@ -33,16 +32,16 @@ func (t Timing) complete() (Timing, error) {
 		if *f.d == 0 {
 			d, err := f.v.Duration()
 			if err != nil {
-				return t, fmt.Errorf("cluster: %w", err)
+				return t, badConfig("%v", err)
 			}
 			*f.d = d
 		}
 		if *f.d <= 0 {
-			return t, fmt.Errorf("cluster: %s is %v: want more than 0", f.v.Name, *f.d)
+			return t, badConfig("%s is %v: want more than 0", f.v.Name, *f.d)
 		}
 	}
 	if t.LostAfter < 2*t.Heartbeat {
-		return t, fmt.Errorf("cluster: lost after %v of silence with a heartbeat every %v: want at least twice the heartbeat", t.LostAfter, t.Heartbeat)
+		return t, badConfig("lost after %v of silence with a heartbeat every %v: want at least twice the heartbeat", t.LostAfter, t.Heartbeat)
 	}
 	return t, nil
 }
@@ -118,7 +117,7 @@ func (cfg *Config) complete() (Config, keys, error) {
 		}
 	}
 	if c.NodeRank != nil && (*c.NodeRank < 0 || *c.NodeRank >= c.Nodes) {
-		return c, keys{}, fmt.Errorf("cluster: node rank %d in a job of %s", *c.NodeRank, quantity(c.Nodes, unitHost))
+		return c, keys{}, badConfig("node rank %d in a job of %s", *c.NodeRank, quantity(c.Nodes, unitHost))
 	}
 	secret, err := c.secret()
 	if err != nil {
@@ -135,11 +134,11 @@ func (cfg *Config) complete() (Config, keys, error) {
 func (cfg *Config) checkSeveral() error {
 	switch {
 	case len(cfg.Seeds) == 0:
-		return fmt.Errorf("cluster: a job on %d hosts has no seeds: name at least one host:port with --seeds or %s", cfg.Nodes, env.Seeds.Name)
+		return badConfig("a job on %d hosts has no seeds: name at least one host:port with --seeds or %s", cfg.Nodes, env.Seeds.Name)
 	case cfg.Job == "":
-		return fmt.Errorf("cluster: a job on %d hosts has no name: give all hosts the same with --job or %s", cfg.Nodes, env.Job.Name)
+		return badConfig("a job on %d hosts has no name: give all hosts the same with --job or %s", cfg.Nodes, env.Job.Name)
 	case len(cfg.Secret) == 0 && cfg.SecretFile == "" && !cfg.Insecure:
-		return fmt.Errorf("cluster: a job on %d hosts has no secret: give all hosts the same with --secret-file or %s, or accept that anyone may join it with --insecure", cfg.Nodes, env.SecretFile.Name)
+		return badConfig("a job on %d hosts has no secret: give all hosts the same with --secret-file or %s, or accept that anyone may join it with --insecure", cfg.Nodes, env.SecretFile.Name)
 	}
 	return nil
 }
@@ -148,7 +147,7 @@ func (cfg *Config) secret() ([]byte, error) {
 	switch {
 	case len(cfg.Secret) > 0:
 		if err := checkSecret(cfg.Secret); err != nil {
-			return nil, fmt.Errorf("cluster: Config.Secret: %w", err)
+			return nil, badConfig("Config.Secret: %v", err)
 		}
 		return cfg.Secret, nil
 	case cfg.SecretFile != "":

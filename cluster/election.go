@@ -100,10 +100,10 @@ func (e *election) prepare(ctx context.Context) error {
 	for _, s := range a.cfg.Seeds {
 		h, p, err := splitAddr(s, DefaultPort)
 		if err != nil {
-			return fmt.Errorf("cluster: seed %q: %w", s, err)
+			return badConfig("seed %q: %v", s, err)
 		}
 		if n, err := strconv.Atoi(p); err != nil || n < 1 || n > 65535 {
-			return fmt.Errorf("cluster: seed %q: want a port from 1 to 65535", s)
+			return badConfig("seed %q: want a port from 1 to 65535", s)
 		}
 		e.seeds = append(e.seeds, net.JoinHostPort(h, p))
 	}
@@ -130,7 +130,7 @@ func (e *election) prepareAlone() error {
 	if a.cfg.Bind != "" {
 		h, p, err := splitAddr(a.cfg.Bind, "0")
 		if err != nil {
-			return fmt.Errorf("cluster: bind to %q: %w", a.cfg.Bind, err)
+			return badConfig("bind to %q: %v", a.cfg.Bind, err)
 		}
 		at = net.JoinHostPort(h, p)
 	}

@@ -124,6 +124,15 @@ func (e *RefusedError) Error() string {
 	return fmt.Sprintf("cluster: join job %q: refused by the coordinator at %s: %s", e.Job, e.Addr, e.Reason)
 }
 
+// A ConfigError is a mistake in what Start or Join was given.
+type ConfigError struct{ Reason string }
+
+func (e *ConfigError) Error() string { return "cluster: " + e.Reason }
+
+func badConfig(format string, args ...any) error {
+	return &ConfigError{fmt.Sprintf(format, args...)}
+}
+
 // An EnvironmentError says which environment variables cannot be used, alone or
 // together, to find this process's place.
 type EnvironmentError struct {

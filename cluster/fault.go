@@ -105,7 +105,7 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 // its consequence.
 func (c *coordinator) hostLost(p *peer, reason string) {
 	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
-	if w := c.faults.pending; w != nil && c.agentOf(w.peer) == p {
+	if w := c.faults.pending; w != nil && c.uuidOf(w.peer) == p.host.UUID {
 		c.resolve(f, false)
 		return
 	}
@@ -125,7 +125,10 @@ func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
 			c.fail(openSession(e), e.Code == 0)
 			return
 		}
-		if a := c.agentOf(p); a == nil || !closed || c.faults.lost != nil {
+		if c.faults.lost != nil && c.faults.stop != nil {
+			return // a consequence
+		}
+		if c.agentOf(p) == nil || !closed {
 			c.fail(f, false)
 			return
 		}
@@ -234,16 +237,20 @@ func (c *coordinator) tellAgents(m message) {
 
 // agentOf returns the connected agent of a worker's host, or nil.
 func (c *coordinator) agentOf(p *peer) *peer {
-	if c.plan == nil || p.reg.Node < 0 || p.reg.Node >= len(c.plan.Hosts) {
-		return nil
-	}
-	uuid := c.plan.Hosts[p.reg.Node].UUID
 	for _, a := range c.agents {
-		if a.host.UUID == uuid && a.state != peerGone {
+		if a.host.UUID == c.uuidOf(p) && a.state != peerGone {
 			return a
 		}
 	}
 	return nil
+}
+
+// uuidOf returns the identity of a worker's host's agent, or "".
+func (c *coordinator) uuidOf(p *peer) string {
+	if c.plan == nil || p.reg.Node < 0 || p.reg.Node >= len(c.plan.Hosts) {
+		return ""
+	}
+	return c.plan.Hosts[p.reg.Node].UUID
 }
 
 // isClosedByPeer reports whether an error means that the other process closed

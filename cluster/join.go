@@ -123,10 +123,10 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 		c.Notify = func(line string) { slog.Info("cluster: " + line) }
 	}
 	if c.Addr == "" && c.Size > 1 {
-		return nil, fmt.Errorf("cluster: join job %q: a world of size %d needs the coordinator's address", c.Job, c.Size)
+		return nil, badConfig("join job %q: a world of size %d needs the coordinator's address", c.Job, c.Size)
 	}
 	if c.Rank != nil && (*c.Rank < 0 || *c.Rank >= c.Size) {
-		return nil, fmt.Errorf("cluster: join job %q: rank %d in a world of size %d", c.Job, *c.Rank, c.Size)
+		return nil, badConfig("join job %q: rank %d in a world of size %d", c.Job, *c.Rank, c.Size)
 	}
 	var err error
 	c.Timing, err = c.Timing.complete()
@@ -141,10 +141,10 @@ func (cfg *JoinConfig) key() ([]byte, error) {
 	}
 	if len(cfg.Secret) > 0 {
 		if err := checkSecret(cfg.Secret); err != nil {
-			return nil, fmt.Errorf("cluster: join job %q: %w", cfg.Job, err)
+			return nil, badConfig("join job %q: %v", cfg.Job, err)
 		}
 	} else if !cfg.Insecure && (!isLoopback(cfg.Addr) || cfg.Listen != "" && !isLoopback(cfg.Listen)) {
-		return nil, fmt.Errorf("cluster: join job %q: no secret for the coordinator at %s: set %s in all processes, or accept that anyone may join with %s=yes",
+		return nil, badConfig("join job %q: no secret for the coordinator at %s: set %s in all processes, or accept that anyone may join with %s=yes",
 			cfg.Job, cfg.Addr, env.SecretFile.Name, env.Insecure.Name)
 	}
 	k, err := deriveKeys(cfg.Secret, cfg.Job)

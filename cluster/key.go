@@ -47,29 +47,29 @@ func jobTag(job string) [tagBytes]byte {
 func readSecretFile(path string) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return nil, fmt.Errorf("cluster: secret file: %w", err)
+		return nil, badConfig("secret file: %v", err)
 	}
 	defer f.Close()
 	st, err := f.Stat()
 	if err != nil {
-		return nil, fmt.Errorf("cluster: secret file: %w", err)
+		return nil, badConfig("secret file: %v", err)
 	}
 	if !st.Mode().IsRegular() {
-		return nil, fmt.Errorf("cluster: secret file %s: not a regular file", path)
+		return nil, badConfig("secret file %s: not a regular file", path)
 	}
 	if mode := st.Mode().Perm(); mode&0o077 != 0 {
-		return nil, fmt.Errorf("cluster: secret file %s: mode %04o lets others use it: run chmod 600 %[1]s", path, mode)
+		return nil, badConfig("secret file %s: mode %04o lets others use it: run chmod 600 %[1]s", path, mode)
 	}
 	b, err := io.ReadAll(io.LimitReader(f, maxSecretBytes+1))
 	if err != nil {
-		return nil, fmt.Errorf("cluster: secret file: %w", err)
+		return nil, badConfig("secret file: %v", err)
 	}
 	if len(b) > maxSecretBytes {
-		return nil, fmt.Errorf("cluster: secret file %s: more than %d bytes", path, maxSecretBytes)
+		return nil, badConfig("secret file %s: more than %d bytes", path, maxSecretBytes)
 	}
 	b = bytes.TrimRight(b, " \t\r\n")
 	if err := checkSecret(b); err != nil {
-		return nil, fmt.Errorf("cluster: secret file %s: %w", path, err)
+		return nil, badConfig("secret file %s: %v", path, err)
 	}
 	return b, nil
 }

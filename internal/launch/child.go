@@ -19,7 +19,8 @@ type child struct {
 	took        time.Duration // once it has ended
 	state       *os.ProcessState
 	running     bool
-	killed      bool // by us, without being asked first
+	stopped     bool // it ran when the launcher began to stop the job
+	killed      bool // by the launcher, since it had not stopped
 }
 
 // startChild starts a worker and reports its end on ended. The kernel kills the
@@ -78,9 +79,9 @@ func (c *child) reason() string {
 	text := "killed by " + signalName(ws.Signal())
 	switch {
 	case c.killed:
-		text += " from the launcher after its grace"
+		text += " (by the launcher, after its grace)"
 	case ws.Signal() == syscall.SIGKILL:
-		text += "; perhaps out of memory"
+		text += " (perhaps out of memory)"
 	}
 	return text
 }

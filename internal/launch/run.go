@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -36,7 +37,6 @@ type job struct {
 	failed   *child         // the first of this host's workers that failed
 	signal   syscall.Signal // the first that told us to stop; 0 if none
 	stopping bool
-	stopped  int // workers that ran when stopping began
 	grace    *time.Timer
 
 	sayMu sync.Mutex
@@ -87,7 +87,7 @@ func Run(ctx context.Context, cfg *Config) int {
 func (j *job) say(text string) {
 	j.sayMu.Lock()
 	defer j.sayMu.Unlock()
-	fmt.Fprintf(j.cfg.Stderr, "chorus: %s\n", text)
+	fmt.Fprintf(j.cfg.Stderr, "chorus: %s\n", strings.TrimPrefix(text, "cluster: "))
 }
 
 // meet waits for the other hosts. A signal ends the wait.
@@ -124,6 +124,7 @@ func (j *job) meet(ctx context.Context) (int, error) {
 func meetCode(err error) int {
 	var timeout *cluster.JoinTimeoutError
 	var auth *cluster.AuthError
+	var config *cluster.ConfigError
 	switch {
 	case err == nil:
 		return 0
@@ -131,6 +132,8 @@ func meetCode(err error) int {
 		return ExitUnavailable
 	case errors.As(err, &auth):
 		return ExitAuth
+	case errors.As(err, &config):
+		return ExitUsage
 	}
 	return ExitFailed
 }
@@ -238,7 +241,10 @@ func (j *job) signalled(s os.Signal) {
 // stop asks all workers to end, and lets the grace run.
 func (j *job) stop(sig syscall.Signal) {
 	if !j.stopping {
-		j.stopping, j.stopped = true, j.running
+		j.stopping = true
+		for _, c := range j.children {
+			c.stopped = c.running
+		}
 		j.grace.Reset(j.cfg.Grace)
 	}
 	j.each(sig)

@@ -27,11 +27,12 @@ func (j *job) lastWords(code int) int {
 	}
 	switch {
 	case c != nil:
-		j.say(fmt.Sprintf("rank %d (host %s, pid %d) %s%s%s", c.rank, j.agent.Host(), c.pid,
-			j.how(c, lost), after(c), j.stoppedOthers(c)))
+		j.say(fmt.Sprintf("rank %d (host %s, pid %d) %s%s", c.rank, j.agent.Host(), c.pid, how(c, lost), j.stoppedOthers(c)))
 		j.quote(c)
-	case lost != nil:
+	case lost != nil && lost.ExitCode >= 0:
 		j.say(fmt.Sprintf("%s %s%s", lost.Who(), lost.Reason, j.stoppedOthers(nil)))
+	case lost != nil:
+		j.say(fmt.Sprintf("%s was lost: %s%s", lost.Who(), lost.Reason, j.stoppedOthers(nil)))
 	}
 	if n := j.agent.Note(); n != nil {
 		j.say(fmt.Sprintf("before that, %s %s, which ended the sessions of the others", n.Who(), n.Reason))
@@ -41,15 +42,15 @@ func (j *job) lastWords(code int) int {
 
 // how says how c was lost. What the coordinator saw first, such as silence,
 // counts; that c was then killed is a consequence.
-func (j *job) how(c *child, lost *cluster.MemberLostError) string {
-	if lost != nil {
-		return lost.Reason
+func how(c *child, lost *cluster.MemberLostError) string {
+	after := fmt.Sprintf(" after %v", c.took.Round(roundTo(c.took)))
+	switch {
+	case lost == nil:
+		return c.reason() + after
+	case lost.ExitCode < 0:
+		return "was lost" + after + ": " + lost.Reason
 	}
-	return c.reason()
-}
-
-func after(c *child) string {
-	return fmt.Sprintf(" after %v", c.took.Round(roundTo(c.took)))
+	return lost.Reason + after
 }
 
 // roundTo keeps two or three digits of a duration.
@@ -73,27 +74,30 @@ func (j *job) childOf(lost *cluster.MemberLostError) *child {
 	return nil
 }
 
-// stoppedOthers says how many workers were stopped because of first.
+// stoppedOthers says how many workers were stopped, first not counted.
 func (j *job) stoppedOthers(first *child) string {
-	n := j.stopped
-	if first != nil && first != j.failed && n > 0 {
-		n-- // it ran, or was reported lost, when stopping began
+	n := 0
+	for _, c := range j.children {
+		if c.stopped && c != first {
+			n++
+		}
 	}
-	where := ""
-	if j.agent.Nodes() > 1 {
-		where = " on this host"
-	}
-	other := ""
+	which, where := "", ""
 	if first != nil {
-		other = "other "
+		which = "other "
+	}
+	if j.agent.Nodes() > 1 {
+		where = " of this host"
 	}
 	switch {
 	case n == 0:
 		return ""
+	case n == 1 && which == "":
+		return "; stopped 1 rank" + where
 	case n == 1:
-		return fmt.Sprintf("; stopped the %srank%s", map[bool]string{true: "other ", false: "one "}[other != ""], where)
+		return fmt.Sprintf("; stopped the %srank%s", which, where)
 	}
-	return fmt.Sprintf("; stopped the %s%d ranks%s", other, n, where)
+	return fmt.Sprintf("; stopped the %s%d ranks%s", which, n, where)
 }
 
 // quote repeats the end of a worker's stderr if other output has buried it.

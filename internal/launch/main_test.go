@@ -1,0 +1,250 @@
+package launch
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/cluster"
+)
+
+// The test binary runs itself again as a launcher, with its config in this
+// variable, and as the workers of that launcher, with "worker" as argument.
+const configVar = "LAUNCH_TEST_CONFIG"
+
+func TestMain(m *testing.M) {
+	switch {
+	case len(os.Args) > 1 && os.Args[1] == "worker":
+		os.Exit(worker(os.Args[2:]))
+	case os.Getenv(configVar) != "":
+		os.Exit(launcher())
+	}
+	os.Exit(m.Run())
+}
+
+// A setup is the part of a Config that can be written down.
+type setup struct {
+	Program []string
+	Procs   int
+	Devices Devices
+	Grace   time.Duration
+	LogDir  string
+	Nodes   int
+	Job     string
+	Host    string
+	Bind    string
+	Seeds   []string
+	Secret  []byte
+	Timing  cluster.Timing
+}
+
+func (s *setup) config() *Config {
+	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir,
+		Cluster: cluster.Config{Nodes: s.Nodes, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
+			Secret: s.Secret, Timing: s.Timing}}
+}
+
+func launcher() int {
+	var st setup
+	if err := json.Unmarshal([]byte(os.Getenv(configVar)), &st); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 99
+	}
+	os.Unsetenv(configVar) // or the workers would be launchers
+	cfg := st.config()
+	signals := make(chan os.Signal, 16)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2)
+	cfg.Stdout, cfg.Stderr, cfg.Signals = os.Stdout, os.Stderr, signals
+	return Run(context.Background(), cfg)
+}
+
+// worker attaches and then does what the arguments say: a rank and a deed for
+// it. The others wait for the end of their session and say why it ended.
+func worker(args []string) int {
+	s, err := cluster.Attach(context.Background())
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "attach:", err)
+		return 41
+	}
+	fmt.Printf("attached %d of %d\n", s.Rank(), s.Size())
+	if args[0] == "shutdown" {
+		if err := s.Shutdown(context.Background()); err != nil {
+			fmt.Fprintln(os.Stderr, "shutdown:", err)
+			return 42
+		}
+		return 0
+	}
+	if args[0] == fmt.Sprint(s.Rank()) {
+		return deed(s, args[1])
+	}
+	<-s.Context().Done()
+	fmt.Fprintln(os.Stderr, "session:", context.Cause(s.Context()))
+	return 43
+}
+
+func deed(s *cluster.Session, what string) int {
+	switch what {
+	case "exit3":
+		fmt.Fprintln(os.Stderr, "the reason is here")
+		return 3
+	case "exit0":
+		return 0
+	case "panic":
+		panic("a bug")
+	case "kill":
+		syscall.Kill(os.Getpid(), syscall.SIGKILL)
+	case "stop":
+		syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+	case "close":
+		s.Close()
+		return 0
+	}
+	select {}
+}
+
+// A launched is a launcher's process and what it has written.
+type launched struct {
+	t    *testing.T
+	cmd  *exec.Cmd
+	mu   sync.Mutex
+	buf  bytes.Buffer
+	more chan struct{} // one token when something was written
+	code chan int
+}
+
+// base is a job of n workers on virtual devices with brisk timing.
+func base(n int, program ...string) *setup {
+	return &setup{Program: program, Procs: n, Devices: Devices{Count: n, Backend: "virtual"}, Grace: 10 * time.Second,
+		Job: "test", Host: "h0", Timing: cluster.Timing{
+			Join: 20 * time.Second, Call: 20 * time.Second, Heartbeat: 100 * time.Millisecond, LostAfter: 1500 * time.Millisecond}}
+}
+
+// workers is base for workers that are this binary.
+func workers(n int, args ...string) *setup {
+	self, err := os.Executable()
+	if err != nil {
+		panic(err)
+	}
+	return base(n, append([]string{self, "worker"}, args...)...)
+}
+
+func shell(n int, script string) *setup { return base(n, "sh", "-c", script) }
+
+// start starts a launcher, and kills it when the test ends before it.
+func start(t *testing.T, cfg *setup, vars ...string) *launched {
+	t.Helper()
+	b, err := json.Marshal(cfg)
+	require.NoError(t, err)
+	self, err := os.Executable()
+	require.NoError(t, err)
+	l := &launched{t: t, cmd: exec.Command(self), more: make(chan struct{}, 1), code: make(chan int, 1)}
+	l.cmd.Env = append(append(os.Environ(), configVar+"="+string(b)), vars...)
+	l.cmd.Stdout, l.cmd.Stderr = l, l
+	l.cmd.WaitDelay = 5 * time.Second
+	require.NoError(t, l.cmd.Start())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		l.cmd.Wait()
+		l.code <- l.cmd.ProcessState.ExitCode()
+	}()
+	t.Cleanup(func() {
+		l.cmd.Process.Kill()
+		<-ended
+		if t.Failed() {
+			t.Logf("launcher wrote:\n%s", l.text())
+		}
+	})
+	return l
+}
+
+func (l *launched) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.buf.Write(b)
+	select {
+	case l.more <- struct{}{}:
+	default:
+	}
+	return len(b), nil
+}
+
+var _ io.Writer = (*launched)(nil)
+
+func (l *launched) text() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
+}
+
+// until waits until the launcher's output has n of text.
+func (l *launched) until(text string, n int) {
+	l.t.Helper()
+	deadline := time.After(15 * time.Second)
+	for strings.Count(l.text(), text) < n {
+		select {
+		case <-l.more:
+		case <-deadline:
+			require.FailNow(l.t, "output has not come", "%d of %q in:\n%s", n, text, l.text())
+		}
+	}
+}
+
+// wait returns the exit code and all output.
+func (l *launched) wait() (int, string) {
+	l.t.Helper()
+	select {
+	case code := <-l.code:
+		l.code <- code
+		return code, l.text()
+	case <-time.After(30 * time.Second):
+		require.FailNow(l.t, "launcher has not ended", l.text())
+		return 0, ""
+	}
+}
+
+func launchAll(t *testing.T, cfg *setup, vars ...string) (int, string) {
+	t.Helper()
+	return start(t, cfg, vars...).wait()
+}
+
+// pidsIn returns the numbers that follow word in the output.
+func pidsIn(t *testing.T, text, word string) []int {
+	t.Helper()
+	var pids []int
+	for line := range strings.Lines(text) {
+		if _, rest, ok := strings.Cut(line, word+" "); ok {
+			var pid int
+			_, err := fmt.Sscan(rest, &pid)
+			require.NoError(t, err)
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// requireGone waits until no process has one of the pids.
+func requireGone(t *testing.T, pids []int) {
+	t.Helper()
+	require.NotEmpty(t, pids)
+	require.Eventually(t, func() bool {
+		for _, pid := range pids {
+			if parent, zombie := parentOf(fmt.Sprint(pid)); parent != 0 && !zombie {
+				return false
+			}
+		}
+		return true
+	}, 5*time.Second, 5*time.Millisecond, "some of %v are left", pids)
+}

@@ -1,0 +1,317 @@
+package launch
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestRunAllWell(t *testing.T) {
+	t.Parallel()
+	code, text := launchAll(t, workers(3, "shutdown"))
+	require.Zero(t, code, text)
+	for r := range 3 {
+		require.Contains(t, text, fmt.Sprintf("[rank %d] attached %d of 3\n", r, r))
+	}
+}
+
+func TestRunEnvironment(t *testing.T) {
+	t.Parallel()
+	code, text := launchAll(t, shell(2, `echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $CHORUS_RANK $OMP_NUM_THREADS $TORCHELASTIC_RUN_ID"; cat`),
+		"OMP_NUM_THREADS=7")
+	require.Zero(t, code, text)
+	require.Contains(t, text, "[rank 1] 1/2 1/2 0/1 1 7 test\n")
+}
+
+func TestRunWorkerFails(t *testing.T) {
+	for _, tc := range []struct {
+		deed string
+		code int
+		text string
+	}{
+		{"exit3", 3, "exited with code 3 after "},
+		{"panic", 2, "exited with code 2 after "},
+		{"kill", 137, "killed by SIGKILL (perhaps out of memory) after "},
+		{"stop", 1, ": silent for 1.5s: stopped, starved or unreachable"},
+	} {
+		t.Run(tc.deed, func(t *testing.T) {
+			t.Parallel()
+			code, text := launchAll(t, workers(3, "1", tc.deed))
+			require.Equal(t, tc.code, code, text)
+			last := text[strings.LastIndex(text, "chorus: rank 1 (host h0, pid "):]
+			require.Contains(t, last, tc.text)
+			require.Contains(t, last, "; stopped the other 2 ranks\n")
+			// The first failure is the cause that the other ranks see, too.
+			require.NotContains(t, text, "chorus: rank 0")
+		})
+	}
+}
+
+func TestRunQuotesBuriedLines(t *testing.T) {
+	t.Parallel()
+	code, text := launchAll(t, shell(2, `if [ $RANK = 1 ]; then echo the cause >&2; exit 5; fi
+trap 'echo noise; echo noise; exit 0' TERM; sleep 20 & wait`))
+	require.Equal(t, 5, code, text)
+	if strings.Contains(text, "noise") { // rank 0 had set its trap
+		require.Contains(t, text, "chorus: the last lines of rank 1's stderr were:\n    the cause\n")
+	}
+}
+
+func TestRunCleanExits(t *testing.T) {
+	t.Parallel()
+	// A worker without a session may end early.
+	code, text := launchAll(t, shell(2, `[ $RANK = 0 ] || sleep 0.2`))
+	require.Zero(t, code, text)
+	// So may one that closed its session; but not one that has it open.
+	code, text = launchAll(t, workers(2, "1", "exit0"))
+	require.Equal(t, 43, code, text)
+	require.Contains(t, text, "chorus: before that, rank 1 (host h0, pid ")
+	require.Contains(t, text, "exited with code 0 without Close or Shutdown of its session")
+}
+
+func TestRunExitBeforeAttach(t *testing.T) {
+	t.Parallel()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	code, text := launchAll(t, shell(2, `[ $RANK = 1 ] || exec `+self+` worker shutdown`))
+	require.Equal(t, 41, code, text)
+	require.Contains(t, text, "attach: cluster: rank 1 (host h0, pid ")
+	require.Contains(t, text, "exited with code 0 before it joined")
+}
+
+func TestRunSignals(t *testing.T) {
+	t.Parallel()
+	t.Run("graceful", func(t *testing.T) {
+		t.Parallel()
+		l := start(t, shell(2, `trap 'echo stopping; exit 0' TERM; echo ready; while :; do sleep 0.05; done`))
+		l.until("ready", 2)
+		require.NoError(t, l.cmd.Process.Signal(syscall.SIGTERM))
+		code, text := l.wait()
+		require.Equal(t, 128+15, code, text)
+		require.Equal(t, 2, strings.Count(text, "stopping"), text)
+		require.Contains(t, text, "chorus: received SIGTERM; stopped the 2 ranks\n")
+	})
+	t.Run("twice", func(t *testing.T) {
+		t.Parallel()
+		l := start(t, shell(2, `trap 'echo no' INT TERM; echo ready; while :; do sleep 0.05; done`))
+		l.until("ready", 2)
+		begin := time.Now()
+		require.NoError(t, l.cmd.Process.Signal(syscall.SIGINT))
+		l.until("no", 2)
+		require.NoError(t, l.cmd.Process.Signal(syscall.SIGINT))
+		code, text := l.wait()
+		require.Equal(t, 128+2, code, text)
+		require.Less(t, time.Since(begin), 8*time.Second)
+	})
+	t.Run("grace", func(t *testing.T) {
+		t.Parallel()
+		cfg := shell(1, `trap '' TERM; echo ready; while :; do sleep 0.05; done`)
+		cfg.Grace = 200 * time.Millisecond
+		l := start(t, cfg)
+		l.until("ready", 1)
+		require.NoError(t, l.cmd.Process.Signal(syscall.SIGTERM))
+		code, _ := l.wait()
+		require.Equal(t, 128+15, code)
+	})
+	t.Run("forwarded", func(t *testing.T) {
+		t.Parallel()
+		l := start(t, shell(2, `trap 'echo usr; exit 0' USR1; echo ready; while :; do sleep 0.05; done`))
+		l.until("ready", 2)
+		require.NoError(t, l.cmd.Process.Signal(syscall.SIGUSR1))
+		code, text := l.wait()
+		require.Zero(t, code, text)
+		require.Equal(t, 2, strings.Count(text, "usr"))
+	})
+}
+
+// TestRunLeavesNothing starts grandchildren in the worker's group and out of
+// it, and ends the workers in every way.
+func TestRunLeavesNothing(t *testing.T) {
+	const grandchildren = `sleep 100 & echo in $!; setsid sleep 100 & echo out $!; echo me $$; `
+	t.Run("exit", func(t *testing.T) {
+		t.Parallel()
+		code, text := launchAll(t, shell(2, grandchildren+`[ $RANK = 0 ]`))
+		require.Equal(t, 1, code, text)
+		for _, w := range []string{"in", "out", "me"} {
+			requireGone(t, pidsIn(t, text, w))
+		}
+	})
+	t.Run("well", func(t *testing.T) {
+		t.Parallel()
+		code, text := launchAll(t, shell(2, grandchildren))
+		require.Zero(t, code, text)
+		requireGone(t, append(pidsIn(t, text, "in"), pidsIn(t, text, "out")...))
+	})
+	t.Run("launcher killed", func(t *testing.T) {
+		t.Parallel()
+		l := start(t, shell(3, `echo me $$; exec sleep 100`))
+		l.until("me", 3)
+		pids := pidsIn(t, l.text(), "me")
+		require.NoError(t, l.cmd.Process.Kill())
+		requireGone(t, pids)
+	})
+}
+
+func TestRunOutput(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	cfg := shell(2, `i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i+1)); done; head -c 150000 /dev/zero | tr '\0' x; echo; printf partial; printf e >&2`)
+	cfg.LogDir = dir
+	code, text := launchAll(t, cfg)
+	require.Zero(t, code)
+	for r := range 2 {
+		var lines []string
+		xs := 0
+		for line := range strings.Lines(text) {
+			line, mine := strings.CutPrefix(line, fmt.Sprintf("[rank %d] ", r))
+			if !mine {
+				require.True(t, strings.HasPrefix(line, "[rank "), "line of nobody: %.40q", line)
+				continue
+			}
+			require.LessOrEqual(t, len(line), maxLine+1)
+			xs += strings.Count(line, "x")
+			if strings.HasPrefix(line, "line ") || line == "partial\n" || line == "e\n" {
+				lines = append(lines, line)
+			}
+		}
+		require.Equal(t, 150000, xs)
+		require.Len(t, lines, 202)
+		for i := range 200 {
+			require.Equal(t, fmt.Sprintf("line %d\n", i), lines[i])
+		}
+		b, err := os.ReadFile(filepath.Join(dir, "test", fmt.Sprintf("rank-%d.out", r)))
+		require.NoError(t, err)
+		require.True(t, strings.HasSuffix(string(b), "x\npartial"))
+		b, err = os.ReadFile(filepath.Join(dir, "test", fmt.Sprintf("rank-%d.err", r)))
+		require.NoError(t, err)
+		require.Equal(t, "e", string(b))
+	}
+}
+
+func TestRunSideBySide(t *testing.T) {
+	t.Parallel()
+	a, b := start(t, workers(2, "shutdown")), start(t, workers(2, "shutdown"))
+	for _, l := range []*launched{a, b} {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+	}
+}
+
+func TestRunMistakes(t *testing.T) {
+	t.Parallel()
+	script := filepath.Join(t.TempDir(), "script")
+	require.NoError(t, os.WriteFile(script, []byte("x"), 0o644))
+	many := shell(5, "true")
+	many.Devices.Count = 2
+	for _, tc := range []struct {
+		cfg  *setup
+		code int
+		text string
+	}{
+		{base(1), ExitUsage, "no program"},
+		{base(1, "/nowhere/at/all"), ExitNotFound, "cannot find the program /nowhere/at/all"},
+		{base(1, script), ExitNotRunnable, "no permission to execute it"},
+		{many, ExitUsage, "5 processes on the 2 virtual devices"},
+		{base(0, "true"), ExitUsage, "it has no device"},
+	} {
+		code, text := launchAll(t, tc.cfg)
+		require.Equal(t, tc.code, code, text)
+		require.Contains(t, text, tc.text)
+	}
+}
+
+// twoHosts makes two configs that meet on two loopback addresses.
+func twoHosts(t *testing.T, a, b *setup) {
+	t.Helper()
+	port := freePort(t)
+	for i, c := range []*setup{a, b} {
+		c.Job = "two-" + fmt.Sprint(port)
+		c.Host = fmt.Sprintf("h%d", i)
+		c.Nodes = 2
+		c.Seeds = []string{fmt.Sprintf("127.0.0.1:%d", port)}
+		c.Bind = fmt.Sprintf("127.0.0.%d:%d", i+1, port)
+		c.Secret = []byte("sixteen bytes or more")
+	}
+}
+
+func freePort(t *testing.T) int {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer ln.Close()
+	return ln.Addr().(*net.TCPAddr).Port
+}
+
+func TestRunTwoHosts(t *testing.T) {
+	t.Parallel()
+	a, b := workers(1, "shutdown"), workers(2, "shutdown")
+	twoHosts(t, a, b)
+	lb := start(t, b)
+	la := start(t, a)
+	for _, l := range []*launched{la, lb} {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+	}
+	require.Contains(t, la.text(), "[rank 0] attached 0 of 3")
+	require.Contains(t, lb.text(), "[rank 2] attached 2 of 3")
+}
+
+func TestRunTwoHostsWorkerFails(t *testing.T) {
+	t.Parallel()
+	a, b := workers(1, "2", "exit3"), workers(2, "2", "exit3")
+	twoHosts(t, a, b)
+	la, lb := start(t, a), start(t, b)
+	codeA, textA := la.wait()
+	codeB, textB := lb.wait()
+	require.Equal(t, 3, codeA, textA)
+	require.Equal(t, 3, codeB, textB)
+	require.Contains(t, textA, "chorus: rank 2 (host h1, pid ")
+	require.Contains(t, textA, "exited with code 3")
+	require.Contains(t, textB, "; stopped the other rank of this host\n")
+}
+
+func TestRunTwoHostsLauncherKilled(t *testing.T) {
+	t.Parallel()
+	for victim := range 2 {
+		t.Run(fmt.Sprint("h", victim), func(t *testing.T) {
+			t.Parallel()
+			a, b := workers(1, "none"), workers(1, "none")
+			twoHosts(t, a, b)
+			ls := []*launched{start(t, a), start(t, b)}
+			for _, l := range ls {
+				l.until("attached", 1)
+			}
+			require.NoError(t, ls[victim].cmd.Process.Kill())
+			code, text := ls[1-victim].wait()
+			require.Equal(t, ExitFailed, code, text)
+			require.Contains(t, text, fmt.Sprintf("chorus: host h%d (pid %d) ", victim, ls[victim].cmd.Process.Pid))
+		})
+	}
+}
+
+func TestRunTwoHostsWrongSecretAndTimeout(t *testing.T) {
+	t.Parallel()
+	a, b := workers(1, "shutdown"), workers(1, "shutdown")
+	twoHosts(t, a, b)
+	a.Timing.Join = 3 * time.Second
+	b.Secret = []byte("quite another secret")
+	la := start(t, a)
+	begin := time.Now()
+	lb := start(t, b)
+	code, text := lb.wait()
+	if code == ExitAuth { // it came when the seed was there
+		require.Contains(t, text, "different secret or job")
+		require.Less(t, time.Since(begin), 4*time.Second)
+	}
+	require.Equal(t, ExitAuth, code, text)
+	code, text = la.wait()
+	require.Equal(t, ExitUnavailable, code, text)
+	require.Contains(t, text, "1 of 2 hosts have come: host h0 pid ")
+}

@@ -1,0 +1,40 @@
+# make help lists what there is.
+GO ?= go
+NPROC ?= auto
+STATICCHECK = $(GO) tool -modfile=tools/go.mod staticcheck
+# The race detector needs cgo, and that a C compiler.
+RACE = $(if $(shell command -v $${CC:-cc}),-race)
+
+.PHONY: help build demo test check lint cross generate bench gpu-bins clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+build: ## build the command and the examples into bin/
+	CGO_ENABLED=0 $(GO) build -trimpath -o bin/ ./cmd/... ./examples/...
+
+demo: build ## train a small model on all devices, or on 4 virtual ones (NPROC=n processes)
+	bin/chorus run --nproc-per-node $(NPROC) -- bin/ddp
+
+test: ## run all tests, with the race detector where there is a C compiler
+	@echo $(if $(RACE),"tests with the race detector","no C compiler: tests without the race detector")
+	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -timeout 9m ./...
+
+check: ## run what CI runs
+	.ci/run
+
+lint: ## gofmt, vet and staticcheck
+	@test -z "$$(gofmt -l .)" || { gofmt -l .; echo "run gofmt"; exit 1; }
+	$(GO) vet ./... && $(STATICCHECK) ./...
+
+cross: ## build without cgo, and for arm64
+	CGO_ENABLED=0 $(GO) build ./... && CGO_ENABLED=0 GOARCH=arm64 $(GO) vet ./...
+
+generate: ## write docs/ENVIRONMENT.md
+	$(GO) test ./internal/env -run TestDocument -update
+
+bench: ## run the benchmarks, which need GPUs
+	$(GO) test -run '^$$' -bench . ./...
+
+clean: ## remove what was built
+	rm -rf bin .gpu

@@ -135,8 +135,8 @@ func checkShards[T memory.Element](g *Group, op string, xs []memory.Slice[T], sa
 			return fmt.Errorf("comm: %s: rank %d has %d elements, rank %d has %d: %w",
 				op, m.comm.Rank(), xs[i].Len(), g.Rank(), xs[0].Len(), ErrMismatch)
 		}
-		if err := xs[i].Check("comm: "+op, m.comm.Device()); err != nil {
-			return fmt.Errorf("%w (rank %d): %w", err, m.comm.Rank(), ErrMismatch)
+		if err := xs[i].Check(op, m.comm.Device()); err != nil {
+			return fmt.Errorf("comm: %w (rank %d): %w", err, m.comm.Rank(), ErrMismatch)
 		}
 		if err := xs[i].RecordStream(m.stream); err != nil {
 			return err

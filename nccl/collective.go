@@ -164,8 +164,8 @@ func checkCall(c *Communicator, s *stream.Stream, op string) error {
 	if c == nil || c.owner.Closed() {
 		return c.closed(op)
 	}
-	if err := s.Check("nccl: "+op, c.dev); err != nil {
-		return err
+	if err := s.Check(op, c.dev); err != nil {
+		return fmt.Errorf("nccl: %w", err)
 	}
 	return nil
 }
@@ -174,8 +174,8 @@ func checkSlice[T memory.Element](c *Communicator, op, what string, x memory.Sli
 	if x.Len() != want {
 		return fmt.Errorf("nccl: %s on rank %d of %d: the %s has %d elements: want %d", op, c.rank, c.size, what, x.Len(), want)
 	}
-	if err := x.Check("nccl: "+op, c.dev); err != nil {
-		return fmt.Errorf("%w (the %s on rank %d of %d)", err, what, c.rank, c.size)
+	if err := x.Check(op, c.dev); err != nil {
+		return fmt.Errorf("nccl: %w (the %s on rank %d of %d)", err, what, c.rank, c.size)
 	}
 	return nil
 }

@@ -1,0 +1,181 @@
+package device_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+func TestMain(m *testing.M) { testgpu.Main(m) }
+
+func TestProperties(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		seen := map[string]bool{}
+		for i, d := range devs {
+			require.Equal(t, i, d.Ordinal())
+			p, err := d.Properties()
+			require.NoError(t, err)
+			require.NotEmpty(t, p.Name)
+			require.Regexp(t, `^GPU-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$`, p.UUID)
+			require.False(t, seen[p.UUID])
+			seen[p.UUID] = true
+			require.Regexp(t, `^[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]$`, p.PCIBusID)
+			require.GreaterOrEqual(t, p.Major, 5)
+			require.Equal(t, 32, p.WarpSize)
+			require.Positive(t, p.Multiprocessors)
+			free, total, err := d.MemoryInfo()
+			require.NoError(t, err)
+			require.LessOrEqual(t, free, total)
+			require.InEpsilon(t, float64(p.TotalMemory), float64(total), 0.01)
+			require.NoError(t, d.Sync(context.Background()))
+			require.NoError(t, d.Sync(testgpu.Context(t)))
+		}
+	})
+}
+
+func TestPeers(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		self, err := devs[0].CanAccessPeer(devs[0])
+		require.NoError(t, err)
+		require.True(t, self)
+		ok, err := devs[0].CanAccessPeer(devs[1])
+		require.NoError(t, err)
+		require.NoError(t, devs[0].EnablePeer(devs[1]))
+		require.NoError(t, devs[0].EnablePeer(devs[1]), "again is no error")
+		if ok {
+			_, err = devs[0].PeerRank(devs[1])
+			require.NoError(t, err)
+		}
+		other := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+		_, err = devs[0].CanAccessPeer(other[0])
+		require.ErrorContains(t, err, "two systems")
+	})
+}
+
+func TestOpen(t *testing.T) {
+	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 3})
+	require.Equal(t, "virtual", sys.Backend())
+	d, err := sys.Open(2)
+	require.NoError(t, err)
+	require.Same(t, sys.Devices()[2], d)
+	require.Equal(t, "virtual:2", d.String())
+	for _, n := range []int{-1, 3} {
+		_, err = sys.Open(n)
+		require.ErrorIs(t, err, device.ErrorInvalidDevice)
+		require.ErrorContains(t, err, "there are 3 (0 to 2)")
+	}
+}
+
+func TestEnvironment(t *testing.T) {
+	for name, c := range map[string]struct{ env, value, want string }{
+		"backend":  {"CHORUS_BACKEND", "opencl", "one of auto, cuda, virtual"},
+		"devices":  {"CHORUS_VIRTUAL_DEVICES", "none", "a whole number"},
+		"too many": {"CHORUS_VIRTUAL_DEVICES", "65", "a number from 1 to 64"},
+		"seed":     {"CHORUS_VIRTUAL_SEED", "x", "64 bits"},
+		"faults":   {"CHORUS_VIRTUAL_FAULTS", "cuInit", "fault"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cfg := &device.SystemConfig{Backend: "virtual"}
+			if c.env == "CHORUS_BACKEND" {
+				cfg.Backend = ""
+			}
+			t.Setenv(c.env, c.value)
+			_, err := device.NewSystem(cfg)
+			require.ErrorContains(t, err, c.want)
+			require.ErrorContains(t, err, c.value)
+		})
+	}
+}
+
+// Where CUDA is asked for and is not there, the error says what was tried.
+func TestNoCUDA(t *testing.T) {
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "cuda"})
+	if err == nil {
+		require.Equal(t, "cuda", sys.Backend())
+		return
+	}
+	lib, ok := errors.AsType[*device.LibraryError](err)
+	if !ok {
+		require.ErrorContains(t, err, "no CUDA on this machine")
+		return
+	}
+	require.NotEmpty(t, lib.Tried)
+	require.ErrorIs(t, err, errors.ErrUnsupported)
+	require.ErrorContains(t, err, "libcuda.so.1")
+}
+
+func TestErrorText(t *testing.T) {
+	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuMemAlloc#1=CUDA_ERROR_OUT_OF_MEMORY"})
+	d := sys.Devices()[0]
+	err := d.Do("cuMemAlloc", func(drv cudadrv.Driver) cudadrv.Result {
+		_, r := drv.MemAlloc(1 << 20)
+		return r
+	})
+	require.ErrorIs(t, err, device.ErrorOutOfMemory)
+	e, ok := errors.AsType[*device.Error](err)
+	require.True(t, ok)
+	require.Equal(t, 0, e.Device)
+	require.False(t, e.Sticky())
+	require.EqualError(t, err, "device: cuMemAlloc on device 0: CUDA_ERROR_OUT_OF_MEMORY (the device or host has not enough free memory)")
+	require.True(t, (&device.Error{Err: device.ErrorIllegalAddress}).Sticky())
+	u := &device.UnsupportedError{Feature: "ncclCommRevoke", Need: "NCCL 2.28.7", Have: "NCCL 2.28.3"}
+	require.ErrorIs(t, u, errors.ErrUnsupported)
+	require.EqualError(t, u, "ncclCommRevoke needs NCCL 2.28.7; this machine has NCCL 2.28.3")
+}
+
+// A goroutine moves between OS threads all the time; every call binds anew.
+func TestBindFromManyGoroutines(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		errs := make(chan error)
+		for i := range 64 {
+			go func() {
+				for range 20 {
+					if _, _, err := devs[i%2].MemoryInfo(); err != nil {
+						errs <- err
+						return
+					}
+				}
+				errs <- nil
+			}()
+		}
+		for range 64 {
+			select {
+			case err := <-errs:
+				require.NoError(t, err)
+			case <-time.After(time.Minute):
+				t.Fatal("no answer")
+			}
+		}
+	})
+}
+
+func TestSystemClose(t *testing.T) {
+	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2})
+	_, _, err := sys.Devices()[1].MemoryInfo()
+	require.NoError(t, err)
+	require.NoError(t, sys.Close())
+	require.NoError(t, sys.Close())
+	require.NoError(t, (*device.System)(nil).Close())
+}
+
+func TestDoAllocatesNothing(t *testing.T) {
+	d := testgpu.CUDA(t, 1)[0]
+	var free uintptr
+	require.Zero(t, testing.AllocsPerRun(100, func() {
+		err := d.Do("cuMemGetInfo", func(drv cudadrv.Driver) (r cudadrv.Result) {
+			free, _, r = drv.MemGetInfo()
+			return r
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}))
+	require.NotZero(t, free)
+}

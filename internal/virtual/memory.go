@@ -107,29 +107,30 @@ func (d driver) MemFreeAsync(p cudadrv.DevicePtr, h cudadrv.Stream) cudadrv.Resu
 // pool. For memory of a pool CUDA promises no wait, so there an access that the
 // host has not waited for is a race.
 func (d driver) MemFree(p cudadrv.DevicePtr) cudadrv.Result {
-	return d.free("cuMemFree", p, false)
-}
-
-func (d driver) free(name string, p cudadrv.DevicePtr, public bool) cudadrv.Result {
-	c, r := d.beginEnding(name)
+	c, r := d.beginEnding("cuMemFree")
 	if r != cudadrv.Success {
 		return r
 	}
 	b := d.m.owned(p)
-	if b == nil || b.public != public {
+	if b == nil || b.public {
 		c.end()
 		return cudadrv.ErrorInvalidValue
 	}
+	return d.m.freeWaiting(c.name, b)
+}
+
+// freeWaiting frees a block from the host's side. m.mu is held and let go.
+func (m *Machine) freeWaiting(name string, b *block) cudadrv.Result {
 	b.giveUp()
 	if b.pooled {
-		defer c.end()
+		defer m.mu.Unlock()
 		return b.freePooled(name)
 	}
 	marks := b.dev.marks()
-	c.end()
-	r = d.m.await(b.dev, marks...)
-	d.m.mu.Lock()
-	defer d.m.mu.Unlock()
+	m.mu.Unlock()
+	r := m.await(b.dev, marks...)
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	if b.freedBy == "" {
 		b.retire(name)
 	}

@@ -22,9 +22,6 @@ const (
 	Virtual = "virtual"
 )
 
-// MinDriver is the oldest CUDA driver version that Chorus supports, 12.2.
-const MinDriver = 12020
-
 // A System is one set of devices and the libraries that drive them. Libraries
 // other than the driver are opened on first use.
 type System struct {
@@ -105,13 +102,6 @@ func openCUDA() (*System, error) {
 	if err := s.init(); err != nil {
 		return nil, fmt.Errorf("no CUDA on this machine: %w", err)
 	}
-	v, r := drv.DriverGetVersion()
-	if r != cudadrv.Success {
-		return nil, fmt.Errorf("cuDriverGetVersion: %w", r)
-	}
-	if v < MinDriver {
-		return nil, fmt.Errorf("the driver supports CUDA %s: Chorus needs 12.2 (R535) or newer: %w", Version(v), errors.ErrUnsupported)
-	}
 	return s, nil
 }
 
@@ -121,9 +111,6 @@ func (s *System) init() error {
 	}
 	return nil
 }
-
-// Version writes a CUDA version code such as 13000 as 13.0.
-func Version(code int32) string { return fmt.Sprintf("%d.%d", code/1000, code%1000/10) }
 
 // NCCL opens NCCL on first use.
 func (s *System) NCCL() (ncclapi.API, error) {

@@ -347,8 +347,8 @@ func (c *coordinator) close() {
 		c.mu.Unlock()
 		return
 	}
+	c.lastFaults()
 	c.closed = true
-	c.faults.cancel()
 	for p := range c.peers {
 		p.send(note(kindEnded, nil))
 		p.hangUp()

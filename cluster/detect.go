@@ -43,7 +43,7 @@ func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
 			continue
 		}
 		cfg, err := l.config(r)
-		if err == nil {
+		if r.err != nil { // it came first
 			err = r.err
 		}
 		if err != nil {

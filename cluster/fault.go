@@ -44,12 +44,17 @@ type pending struct {
 	timer *time.Timer
 }
 
-func (f *faults) cancel() {
-	if f.pending != nil {
-		f.pending.timer.Stop()
-		f.pending = nil
+// lastFaults tells, before the coordinator closes, what it still knows: the
+// pending losses, and to hosts that have not finished that they cannot go on.
+func (c *coordinator) lastFaults() {
+	for c.faults.pending != nil {
+		c.resolve(c.faults.pending.fault, false)
 	}
-	f.held = nil
+	unfinished := func(p *peer) bool { return p.state == peerJoined }
+	if c.plan != nil && slices.ContainsFunc(c.agents, unfinished) {
+		c.fail(fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1,
+			Reason: "its launcher, which coordinated the job, left before all workers had ended"}, false)
+	}
 }
 
 // firstExit returns an exit of a rank that had not joined, which the world

@@ -120,6 +120,10 @@ type roll struct {
 	Hint    string   `json:"hint,omitempty"`
 }
 
+// maxLocalSize bounds what one host may bring: far beyond any machine, and
+// small enough to count to.
+const maxLocalSize = 1 << 12
+
 // maxNamed bounds how many of a list a message spells out.
 const maxNamed = 16
 

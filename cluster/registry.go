@@ -128,8 +128,8 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		return &refusal{Reason: fmt.Sprintf("host %s says that the job has %s, the coordinator %d; give all the same --nnodes", h.Host, quantity(h.Nodes, unitHost), n)}
 	case h.NodeRank >= n:
 		return &refusal{Reason: fmt.Sprintf("node rank %d in a job of %s", h.NodeRank, quantity(n, unitHost))}
-	case h.LocalSize < 1:
-		return &refusal{Reason: fmt.Sprintf("host %s brings %d processes", h.Host, h.LocalSize)}
+	case h.LocalSize < 1 || h.LocalSize > maxLocalSize:
+		return &refusal{Reason: fmt.Sprintf("host %s brings %d processes: want 1 to %d", h.Host, h.LocalSize, maxLocalSize)}
 	}
 	mine := h.member()
 	for _, q := range c.agents {

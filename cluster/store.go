@@ -102,14 +102,13 @@ func (e *engine) do(t ticket, c call, reply func(call)) {
 	}
 }
 
+// fieldsOf says how many fields a call has; Wait has any number.
+var fieldsOf = map[byte]int{opSet: 2, opGet: 1, opAdd: 1, opSwap: 3, opDelete: 1, opBarrier: 1, opFinish: 0}
+
 // checkCall checks the shape and the sizes of a call.
 func checkCall(c call) byte {
-	want := map[byte]int{opSet: 2, opGet: 1, opAdd: 1, opSwap: 3, opDelete: 1, opBarrier: 1, opFinish: 0}
-	n, known := want[c.op]
-	switch {
-	case c.op == opWait:
-		n = len(c.fields)
-	case !known || n != len(c.fields):
+	n, known := fieldsOf[c.op]
+	if c.op != opWait && (!known || n != len(c.fields)) {
 		return statusBad
 	}
 	for i, f := range c.fields {

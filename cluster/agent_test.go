@@ -1,0 +1,263 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// startAll starts agents at the same time.
+func startAll(t *testing.T, cfgs ...*Config) ([]*Agent, []error) {
+	t.Helper()
+	as, errs := make([]*Agent, len(cfgs)), make([]error, len(cfgs))
+	var wg sync.WaitGroup
+	for i, c := range cfgs {
+		wg.Go(func() { as[i], errs[i] = Start(t.Context(), c) })
+	}
+	wg.Wait()
+	t.Cleanup(func() {
+		for _, a := range as {
+			a.Close()
+		}
+	})
+	return as, errs
+}
+
+// onLoopback makes configs of n hosts at 127.0.0.1, .2, …, the first seeds of
+// which may coordinate.
+func onLoopback(t *testing.T, n, seeds int) []*Config {
+	t.Helper()
+	_, port, _ := net.SplitHostPort(freeAddr(t))
+	var list []string
+	for i := range seeds {
+		list = append(list, fmt.Sprintf("127.0.0.%d:%s", i+1, port))
+	}
+	var out []*Config
+	for i := range n {
+		out = append(out, &Config{Job: t.Name(), Nodes: n, LocalSize: i + 1, Host: fmt.Sprintf("n%d", 9+i), Seeds: list,
+			Bind: fmt.Sprintf("127.0.0.%d:%s", i+1, port), Secret: testSecret, Timing: quick, Notify: func(string) {}})
+	}
+	return out
+}
+
+// attachAll attaches all workers of agents from their environments.
+func attachAll(t *testing.T, as ...*Agent) []*Session {
+	t.Helper()
+	var envs []func(string) (string, bool)
+	for _, a := range as {
+		for local := range a.LocalSize() {
+			envs = append(envs, environ(strings.Join(a.WorkerEnv(local), " ")))
+		}
+	}
+	ss, errs := make([]*Session, len(envs)), make([]error, len(envs))
+	var wg sync.WaitGroup
+	for i, e := range envs {
+		wg.Go(func() {
+			var c *JoinConfig
+			if c, errs[i] = detect(e); errs[i] == nil {
+				ss[i], errs[i] = Join(t.Context(), c)
+			}
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	t.Cleanup(func() {
+		for _, s := range ss {
+			s.Close()
+		}
+	})
+	return ss
+}
+
+func TestAgentAlone(t *testing.T) {
+	t.Parallel()
+	begin := time.Now()
+	a, err := Start(t.Context(), &Config{LocalSize: 3, Timing: quick})
+	require.NoError(t, err)
+	defer a.Close()
+	ss := attachAll(t, a)
+	require.NoError(t, ss[0].Set(t.Context(), "k", []byte("v")))
+	require.NoError(t, every(ss, func(s *Session) error { _, err := s.Get(t.Context(), "k"); return err }))
+	t.Logf("start, attach and exchange took %v", time.Since(begin))
+	require.Nil(t, a.gossip, "one host waits for no gossip")
+	require.Equal(t, []int{0, 1, 0, 3, 3}, []int{a.Node(), a.Nodes(), a.Rank(0), a.LocalSize(), a.Size()})
+	require.True(t, strings.HasPrefix(ss[1].Source(), "chorus run: CHORUS_RANK=1, "), ss[1].Source())
+	env := a.WorkerEnv(2)
+	for _, v := range []string{"RANK=2", "WORLD_SIZE=3", "LOCAL_RANK=2", "LOCAL_WORLD_SIZE=3", "GROUP_RANK=0", "MASTER_ADDR=127.0.0.1"} {
+		require.Contains(t, env, v)
+	}
+	// MASTER_PORT is free for whoever binds it by its number.
+	i := slices.IndexFunc(env, func(s string) bool { return strings.HasPrefix(s, "MASTER_PORT=") })
+	ln, err := net.Listen("tcp", "127.0.0.1:"+strings.TrimPrefix(env[i], "MASTER_PORT="))
+	require.NoError(t, err)
+	ln.Close()
+	require.NoError(t, every(ss, func(s *Session) error { return s.Shutdown(t.Context()) }))
+	require.NoError(t, a.Shutdown(t.Context()))
+	require.NoError(t, a.Close())
+	require.NoError(t, a.Close())
+}
+
+func TestAgentsMeet(t *testing.T) {
+	t.Parallel()
+	as, errs := startAll(t, onLoopback(t, 3, 2)...)
+	require.NoError(t, errors.Join(errs...))
+	for i, a := range as {
+		require.Equal(t, i, a.Node(), "n9 is before n10")
+		require.Equal(t, 6, a.Size())
+		require.Equal(t, []int{0, 1, 3}[i], a.Rank(0))
+		require.Equal(t, as[0].Addr(), a.Addr())
+	}
+	ss := attachAll(t, as...)
+	require.NoError(t, every(ss, func(s *Session) error { return s.Barrier(t.Context(), "b") }))
+	require.Equal(t, []int{5, 2, 2, 3}, []int{ss[5].Rank(), ss[5].LocalRank(), ss[5].Node(), ss[5].LocalSize()})
+	require.NoError(t, every(ss, func(s *Session) error { return s.Shutdown(t.Context()) }))
+	done := make(chan error, 1)
+	go func() { done <- as[0].Shutdown(t.Context()) }()
+	select {
+	case <-done:
+		require.FailNow(t, "shut down before the others")
+	case <-time.After(50 * time.Millisecond):
+	}
+	require.NoError(t, as[1].Shutdown(contextWith(t, as[2])))
+	require.NoError(t, <-done)
+}
+
+// contextWith shuts down another agent meanwhile.
+func contextWith(t *testing.T, a *Agent) context.Context {
+	go a.Shutdown(t.Context())
+	return t.Context()
+}
+
+// TestAgentsMoveToSmallerSeed starts the smaller seed last: the others have
+// registered with the greater one by then.
+func TestAgentsMoveToSmallerSeed(t *testing.T) {
+	t.Parallel()
+	cfgs := onLoopback(t, 3, 2)
+	type result struct {
+		a   *Agent
+		err error
+	}
+	results := make(chan result, 3)
+	begin := func(c *Config) { a, err := Start(t.Context(), c); results <- result{a, err} }
+	go begin(cfgs[1])
+	go begin(cfgs[2])
+	time.Sleep(300 * time.Millisecond) // not a must: any order has to end well
+	go begin(cfgs[0])
+	for range 3 {
+		r := <-results
+		require.NoError(t, r.err)
+		defer r.a.Close()
+		require.Equal(t, cfgs[0].Seeds[0], r.a.Addr())
+	}
+}
+
+func TestAgentReports(t *testing.T) {
+	t.Parallel()
+	as, errs := startAll(t, onLoopback(t, 2, 1)...)
+	require.NoError(t, errors.Join(errs...))
+	ss := attachAll(t, as...)
+	require.NoError(t, as[1].Report(1, 77, 139, ""))
+	for _, ctx := range []context.Context{as[0].Context(), as[1].Context(), ss[0].Context(), ss[1].Context()} {
+		e := requireCause[*MemberLostError](t, ctx)
+		require.Equal(t, []any{2, "n10", 77, 139, "killed by signal 11"}, []any{e.Rank, e.Host, e.PID, e.ExitCode, e.Reason})
+	}
+	// A later failure is a consequence.
+	require.NoError(t, as[0].Report(0, 78, 1, ""))
+	require.Equal(t, 2, requireCause[*MemberLostError](t, as[0].Context()).Rank)
+}
+
+func TestAgentStops(t *testing.T) {
+	t.Parallel()
+	as, errs := startAll(t, onLoopback(t, 2, 1)...)
+	require.NoError(t, errors.Join(errs...))
+	ss := attachAll(t, as...)
+	require.NoError(t, as[1].Stop("received SIGTERM", 143))
+	e := requireCause[*StopError](t, as[0].Context())
+	require.Equal(t, &StopError{Host: "n10", Reason: "received SIGTERM", ExitCode: 143}, e)
+	// Workers may need each other to end well.
+	require.NoError(t, ss[0].Context().Err())
+	require.NoError(t, every(ss, func(s *Session) error { return s.Barrier(t.Context(), "end") }))
+}
+
+func TestAgentCloses(t *testing.T) {
+	t.Parallel()
+	for victim := range 2 {
+		t.Run(fmt.Sprint(victim), func(t *testing.T) {
+			t.Parallel()
+			as, errs := startAll(t, onLoopback(t, 2, 1)...)
+			require.NoError(t, errors.Join(errs...))
+			require.NoError(t, as[victim].Close())
+			if victim == 1 {
+				e := requireCause[*MemberLostError](t, as[0].Context())
+				require.Equal(t, []any{-1, "n10"}, []any{e.Rank, e.Host})
+				require.Contains(t, e.Error(), "its launcher left before its workers had ended")
+			} else {
+				e := requireCause[*MemberLostError](t, as[1].Context())
+				require.Equal(t, []any{-1, "n9"}, []any{e.Rank, e.Host})
+			}
+		})
+	}
+}
+
+func TestAgentsDisagree(t *testing.T) {
+	t.Parallel()
+	t.Run("node rank twice", func(t *testing.T) {
+		cfgs := onLoopback(t, 2, 1)
+		cfgs[0].NodeRank, cfgs[1].NodeRank = new(1), new(1)
+		cfgs[0].Timing.Join, cfgs[1].Timing.Join = 2*time.Second, 2*time.Second
+		_, errs := startAll(t, cfgs...)
+		var d *DuplicateError
+		require.ErrorAs(t, errors.Join(errs...), &d)
+		require.Equal(t, "node rank 1", d.Place)
+		var e *JoinTimeoutError
+		require.ErrorAs(t, errors.Join(errs...), &e)
+		if e.Want != 0 { // else it was the seed's host that was refused
+			require.Equal(t, []int{0}, e.Missing)
+		}
+	})
+	t.Run("secret", func(t *testing.T) {
+		cfgs := onLoopback(t, 2, 1)
+		cfgs[1].Secret = []byte("another, also 16 bytes or more")
+		cfgs[0].Timing.Join = time.Second
+		_, errs := startAll(t, cfgs...)
+		var a *AuthError
+		require.ErrorAs(t, errs[1], &a)
+	})
+	t.Run("config", func(t *testing.T) {
+		for _, c := range []*Config{
+			{Nodes: 2},
+			{Nodes: 2, Seeds: []string{"a"}},
+			{Nodes: 2, Seeds: []string{"a"}, Job: "j"},
+			{Nodes: 2, Seeds: []string{"a:b:c"}, Job: "j", Insecure: true},
+			{Nodes: 2, Seeds: []string{"a:0"}, Job: "j", Insecure: true},
+			{NodeRank: new(1)},
+			{Secret: []byte("short")},
+			{Timing: Timing{Heartbeat: time.Second, LostAfter: time.Second}},
+		} {
+			_, err := Start(t.Context(), c)
+			var e *ConfigError
+			require.ErrorAs(t, err, &e)
+		}
+	})
+}
+
+// TestGossipSees waits until the agents' gossip has found each other.
+func TestGossipSees(t *testing.T) {
+	t.Parallel()
+	as, errs := startAll(t, onLoopback(t, 3, 2)...)
+	require.NoError(t, errors.Join(errs...))
+	require.Eventually(t, func() bool {
+		g := as[2].gossip
+		return g != nil && len(g.coordinators()) == 2 && g.path(as[0].plan.Hosts[1]) == "gossip still sees the host"
+	}, 10*time.Second, 10*time.Millisecond)
+	require.Equal(t, "gossip sees n10, which cannot reach the coordinator's port",
+		as[2].gossip.hint([]Member{{Host: "n9"}, {Host: "n11"}}))
+}

@@ -1,0 +1,127 @@
+package cluster
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// environ makes a lookup of "A=1 B=2".
+func environ(text string) func(string) (string, bool) {
+	m := map[string]string{}
+	for v := range strings.FieldsSeq(text) {
+		name, value, _ := strings.Cut(v, "=")
+		m[name] = value
+	}
+	return func(name string) (string, bool) {
+		v, ok := m[name]
+		return v, ok
+	}
+}
+
+var testToken = strings.Repeat("ab", keyBytes)
+
+func TestDetect(t *testing.T) {
+	type place struct{ rank, size, local, localSize int }
+	for _, tc := range []struct {
+		name, env string
+		want      place
+		addr      string
+		serve     bool
+		source    string
+	}{
+		{"nothing", "", place{-1, 0, -1, 0}, "", false, "no launcher's variables are set: a world of one process"},
+		{"none", "CHORUS_LAUNCHER=none RANK=1 WORLD_SIZE=2", place{-1, 0, -1, 0}, "", false, "CHORUS_LAUNCHER=none: a world of one process"},
+		{"chorus", "CHORUS_RANK=3 CHORUS_WORLD_SIZE=8 CHORUS_LOCAL_RANK=1 CHORUS_LOCAL_SIZE=2 CHORUS_NODE=1 CHORUS_ADDR=10.0.0.1:5 CHORUS_TOKEN=" + testToken + " RANK=3 WORLD_SIZE=8 SLURM_JOB_ID=1 SLURM_PROCID=7 SLURM_STEP_NODELIST=a",
+			place{3, 8, 1, 2}, "10.0.0.1:5", false, "chorus run: CHORUS_RANK=3, CHORUS_WORLD_SIZE=8, CHORUS_LOCAL_RANK=1, CHORUS_NODE=1; coordinator at 10.0.0.1:5"},
+		{"torchrun on one host", "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=some.host MASTER_PORT=29500",
+			place{0, 2, 0, 2}, "127.0.0.1:29500", true, "torchrun: RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2; coordinator at 127.0.0.1:29500"},
+		{"torchrun's store has the port", "RANK=5 WORLD_SIZE=16 LOCAL_RANK=5 LOCAL_WORLD_SIZE=8 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True",
+			place{5, 16, 5, 8}, "n0:29501", false, "torchrun: RANK=5, WORLD_SIZE=16, LOCAL_RANK=5, LOCAL_WORLD_SIZE=8; coordinator at n0:29501"},
+		{"PyTorchJob's master", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=23456 KUBERNETES_SERVICE_HOST=10.0.0.1",
+			place{0, 2, -1, 0}, "localhost:23456", true, "torchrun: RANK=0, WORLD_SIZE=2; coordinator at localhost:23456"},
+		{"torchrun of one", "RANK=0 WORLD_SIZE=1", place{0, 1, -1, 0}, "", false, "torchrun: RANK=0, WORLD_SIZE=1"},
+		{"slurm", "SLURM_JOB_ID=100 SLURM_STEP_ID=2 SLURM_PROCID=5 SLURM_NTASKS=7 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_NODELIST=g[01-02] SLURM_STEP_TASKS_PER_NODE=4,3",
+			place{5, 7, 1, 3}, "g01:61542", false, "Slurm: SLURM_PROCID=5, SLURM_NTASKS=7, SLURM_LOCALID=1, SLURM_NODEID=1; coordinator at g01:61542"},
+		{"slurm on one host", "SLURM_JOB_ID=4096 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_NTASKS=9 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NODELIST=g1",
+			place{0, 2, 0, 0}, "127.0.0.1:61440", true, "Slurm: SLURM_PROCID=0, SLURM_STEP_NUM_TASKS=2, SLURM_LOCALID=0, SLURM_NODEID=0; coordinator at 127.0.0.1:61440"},
+		{"script of sbatch", "SLURM_JOB_ID=100 SLURM_PROCID=0 SLURM_NTASKS=7", place{-1, 0, -1, 0}, "", false, "no launcher's variables are set: a world of one process"},
+		{"open mpi", "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 CHORUS_SEEDS=n0:7000",
+			place{1, 4, 1, 2}, "n0:7000", false, "Open MPI: OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_LOCAL_RANK=1; coordinator at n0:7000"},
+		{"open mpi under slurm", "SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4",
+			place{1, 4, -1, 0}, "127.0.0.1:61441", false, "Slurm: SLURM_PROCID=1, SLURM_NTASKS=4; coordinator at 127.0.0.1:61441"},
+		{"pmi without a seed", "PMI_RANK=1 PMI_SIZE=4", place{-1, 0, -1, 0}, "", false, "no launcher's variables are set: a world of one process"},
+		{"pmi", "PMI_RANK=0 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2 CHORUS_SEEDS=n0,n1",
+			place{0, 4, 0, 2}, "n0:29477", true, "MPI (PMI): PMI_RANK=0, PMI_SIZE=4, MPI_LOCALRANKID=0; coordinator at n0:29477"},
+		{"kubernetes", "JOB_COMPLETION_INDEX=2 CHORUS_WORLD_SIZE=4 CHORUS_SEEDS=j-0.svc:9", place{2, 4, -1, 0}, "j-0.svc:9", false, "Kubernetes: JOB_COMPLETION_INDEX=2, CHORUS_WORLD_SIZE=4; coordinator at j-0.svc:9"},
+		{"any indexed job", "JOB_COMPLETION_INDEX=2", place{-1, 0, -1, 0}, "", false, "JOB_COMPLETION_INDEX is set, but neither CHORUS_WORLD_SIZE nor CHORUS_SEEDS: a world of one process"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			c, err := detect(environ(tc.env))
+			require.NoError(t, err)
+			require.Equal(t, tc.want, place{deref(c.Rank, -1), c.Size, deref(c.LocalRank, -1), c.LocalSize})
+			require.Equal(t, tc.addr, c.Addr)
+			require.Equal(t, tc.serve, c.Serve)
+			require.Equal(t, tc.source, c.source)
+		})
+	}
+}
+
+func TestDetectContradictions(t *testing.T) {
+	for env, want := range map[string]string{
+		"RANK=4 WORLD_SIZE=4":                                 `RANK="4" and WORLD_SIZE="4": the rank must be less than the size`,
+		"RANK=x WORLD_SIZE=4":                                 `RANK="x": want a whole number of at least 0`,
+		"RANK=0 WORLD_SIZE=0":                                 `WORLD_SIZE="0": want a whole number of at least 1`,
+		"RANK=0 WORLD_SIZE=2":                                 `MASTER_ADDR (unset): a world of several`,
+		"RANK=0 WORLD_SIZE=2 MASTER_ADDR=a":                   `MASTER_PORT (unset): want a whole number`,
+		"RANK=1 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2": `LOCAL_RANK="2" and LOCAL_WORLD_SIZE="2": the local rank must be less`,
+		"RANK=1 WORLD_SIZE=4 LOCAL_RANK=2":                    `LOCAL_RANK="2" and RANK="1": the local rank cannot exceed the rank`,
+		"RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=8":              `LOCAL_WORLD_SIZE="8" and WORLD_SIZE="2": a host cannot have more`,
+		"CHORUS_RANK=1 CHORUS_WORLD_SIZE=2 CHORUS_ADDR=a:1 RANK=0 CHORUS_TOKEN=" + testToken: `CHORUS_RANK="1" and RANK="0": two launchers`,
+		"CHORUS_RANK=1": `CHORUS_WORLD_SIZE (unset): `,
+		"CHORUS_RANK=1 CHORUS_WORLD_SIZE=2 CHORUS_ADDR=a:1 CHORUS_TOKEN=zz":                                                `CHORUS_TOKEN: want 64 hexadecimal digits`,
+		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4": `SLURM_PROCID="1" and OMPI_COMM_WORLD_RANK="0": two launchers`,
+		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a[":                                              `SLURM_STEP_NODELIST="a[": node list "a[" has a bracket`,
+		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a,b SLURM_TASKS_PER_NODE=4":                      `SLURM_TASKS_PER_NODE="4" and SLURM_STEP_NODELIST="a,b": one counts 1 hosts, the other names 2`,
+		"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2":                                       `CHORUS_SEEDS (unset): the launcher gives no address`,
+		"JOB_COMPLETION_INDEX=2 CHORUS_SEEDS=a:1":                                                                          `CHORUS_WORLD_SIZE (unset): want a whole number`,
+		"CHORUS_LAUNCHER=mpich":                     `CHORUS_LAUNCHER="mpich": want one of auto, none, chorus`,
+		"CHORUS_LAUNCHER=slurm RANK=0 WORLD_SIZE=1": `SLURM_PROCID (unset)`,
+	} {
+		_, err := detect(environ(env))
+		var e *EnvironmentError
+		require.ErrorAs(t, err, &e, env)
+		require.Contains(t, err.Error(), want, env)
+		require.NotContains(t, err.Error(), testToken)
+	}
+}
+
+func TestDetectSecret(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name, text string, mode os.FileMode) string {
+		p := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(p, []byte(text), 0o600))
+		require.NoError(t, os.Chmod(p, mode))
+		return p
+	}
+	base := "RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=5 "
+	c, err := detect(environ(base + "CHORUS_SECRET_FILE=" + write("good", "0123456789abcdef\n", 0o600)))
+	require.NoError(t, err)
+	require.Equal(t, "0123456789abcdef", string(c.Secret))
+	for file, want := range map[string]string{
+		write("short", "0123456789abcde\n", 0o600): "15 bytes of secret: want at least 16",
+		write("open", "0123456789abcdef", 0o640):   "mode 0640 lets others use it: run chmod 600",
+		filepath.Join(dir, "none"):                 "no such file",
+		dir:                                        "not a regular file",
+	} {
+		_, err := detect(environ(base + "CHORUS_SECRET_FILE=" + file))
+		require.ErrorContains(t, err, want)
+	}
+	c, err = detect(environ(base))
+	require.NoError(t, err)
+	_, err = Join(t.Context(), c)
+	require.ErrorContains(t, err, "no secret for the coordinator at 10.0.0.1:5: set CHORUS_SECRET_FILE")
+}

@@ -1,0 +1,231 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestLost ends a worker's process in every way, in a world without launcher.
+func TestLost(t *testing.T) {
+	for _, tc := range []struct{ deed, reason string }{
+		{"exit3", "its connection closed: the process ended without Close or Shutdown"},
+		{"kill", "its connection closed: the process ended without Close or Shutdown"},
+		{"stop", "silent for 1s: stopped, starved or unreachable"},
+	} {
+		t.Run(tc.deed, func(t *testing.T) {
+			t.Parallel()
+			addr := freeAddr(t)
+			_, port, _ := net.SplitHostPort(addr)
+			cmd, out := spawn(t, tc.deed, "RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT="+port, "CHORUS_JOB=lost", "CHORUS_HOST=b")
+			s, err := Join(t.Context(), &JoinConfig{Job: "lost", Size: 2, Rank: new(0), Addr: addr, Serve: true, Timing: quick, Host: "a"})
+			require.NoError(t, err)
+			defer s.Close()
+			// A call that waits ends with the loss, too.
+			_, err = s.Get(t.Context(), "never")
+			var fromCall *MemberLostError
+			require.ErrorAs(t, err, &fromCall)
+			lost := requireCause[*MemberLostError](t, s.Context())
+			require.Equal(t, []any{1, "b", cmd.Process.Pid, tc.reason, -1}, []any{lost.Rank, lost.Host, lost.PID, lost.Reason, lost.ExitCode})
+			require.WithinDuration(t, time.Now(), lost.Since, 5*time.Second)
+			if tc.deed == "stop" { // a process that comes back learns that it was lost
+				require.NoError(t, cmd.Process.Signal(syscall.SIGCONT))
+				require.Error(t, cmd.Wait())
+				require.Contains(t, out.String(), "after SIGCONT: cluster: rank 1 (host b, pid")
+			}
+		})
+	}
+}
+
+// TestCloseIsNoLoss closes one session of three; the others go on.
+func TestCloseIsNoLoss(t *testing.T) {
+	ss := joinWorld(t, 3, nil)
+	require.NoError(t, ss[2].Close())
+	err := ss[1].Barrier(t.Context(), "b")
+	var be *BarrierError
+	require.ErrorAs(t, err, &be)
+	require.Equal(t, []int{2}, be.Left)
+	require.EqualError(t, err, `cluster: barrier "b" on rank 1: rank 2 left the job without coming to it`)
+	require.NoError(t, ss[0].Set(t.Context(), "k", nil))
+	_, err = ss[1].Get(t.Context(), "k")
+	require.NoError(t, err)
+	require.NoError(t, ss[0].Context().Err())
+	_, err = ss[2].Get(t.Context(), "k")
+	require.ErrorIs(t, err, ErrClosed)
+}
+
+// TestCoordinatorCloses ends the store without failing anybody.
+func TestCoordinatorCloses(t *testing.T) {
+	ss := joinWorld(t, 2, nil)
+	waiting := make(chan error, 1)
+	go func() { _, err := ss[1].Get(context.Background(), "never"); waiting <- err }()
+	require.NoError(t, ss[0].Close())
+	require.ErrorIs(t, <-waiting, ErrEnded)
+	require.NoError(t, ss[1].Context().Err())
+	require.ErrorIs(t, ss[1].Set(t.Context(), "k", nil), ErrEnded)
+	require.NoError(t, ss[1].Shutdown(t.Context()))
+}
+
+func TestJoinTimeoutNamesTheMissing(t *testing.T) {
+	t.Parallel()
+	addr := freeAddr(t)
+	brief := quick
+	brief.Join = 500 * time.Millisecond
+	errs := make([]error, 2)
+	var wg sync.WaitGroup
+	for r := range 2 {
+		wg.Go(func() {
+			_, errs[r] = Join(t.Context(), &JoinConfig{Job: "few", Size: 4, Rank: new(r), Addr: addr, Serve: r == 0, Timing: brief, Host: "a"})
+		})
+	}
+	wg.Wait()
+	var first *JoinTimeoutError
+	for _, err := range errs { // whoever gives up first leaves, and is missing to the other
+		var e *JoinTimeoutError
+		if errors.As(err, &e) && len(e.Have) == 2 {
+			first = e
+		}
+	}
+	require.NotNil(t, first, "%v", errs)
+	require.Equal(t, []int{2, 3}, first.Missing)
+	require.True(t, first.Timeout())
+	require.Contains(t, first.Error(), `cluster: join job "few": gave up after `)
+	require.Contains(t, first.Error(), "2 of 4 processes have come: ")
+	require.Contains(t, first.Error(), fmt.Sprintf("(host a pid %d)", os.Getpid()))
+	require.Contains(t, first.Error(), "; missing ranks 2, 3")
+}
+
+func TestJoinNobodyAnswers(t *testing.T) {
+	t.Parallel()
+	brief := quick
+	brief.Join = 300 * time.Millisecond
+	_, err := Join(t.Context(), &JoinConfig{Job: "j", Size: 2, Rank: new(1), Addr: freeAddr(t), Timing: brief})
+	var e *JoinTimeoutError
+	require.ErrorAs(t, err, &e)
+	require.ErrorIs(t, err, syscall.ECONNREFUSED)
+	require.Contains(t, err.Error(), "no coordinator answered at 127.0.0.1:")
+
+	ctx, cancel := context.WithCancel(t.Context())
+	time.AfterFunc(50*time.Millisecond, cancel)
+	_, err = Join(ctx, &JoinConfig{Job: "j", Size: 2, Rank: new(1), Addr: freeAddr(t), Timing: quick})
+	require.ErrorIs(t, err, context.Canceled)
+}
+
+func TestDuplicateRank(t *testing.T) {
+	t.Parallel()
+	addr := freeAddr(t)
+	cfg := func(rank int, host string) *JoinConfig {
+		return &JoinConfig{Job: "twice", Size: 3, Rank: new(rank), Addr: addr, Serve: rank == 0, Timing: quick, Host: host}
+	}
+	errs := make(chan error, 4)
+	sessions := make(chan *Session, 4)
+	join := func(c *JoinConfig) {
+		s, err := Join(t.Context(), c)
+		if err != nil {
+			errs <- err
+		} else {
+			sessions <- s
+		}
+	}
+	go join(cfg(0, "a"))
+	go join(cfg(1, "a"))
+	go join(cfg(1, "b"))
+	var e *DuplicateError
+	require.ErrorAs(t, <-errs, &e)
+	require.Equal(t, "rank 1", e.Place)
+	require.ElementsMatch(t, []string{"a", "b"}, []string{e.First.Host, e.Second.Host})
+	require.Contains(t, e.Error(), fmt.Sprintf("pid %d", os.Getpid()))
+	// Rank 0 twice: the port is taken by the same job, which is no matter of
+	// ports.
+	go join(cfg(0, "c"))
+	require.ErrorAs(t, <-errs, &e)
+	require.Equal(t, "rank 0", e.Place)
+	go join(cfg(2, "a"))
+	var ss []*Session
+	for range 3 {
+		ss = append(ss, <-sessions)
+	}
+	require.NoError(t, every(ss, func(s *Session) error { return s.Shutdown(t.Context()) }))
+}
+
+func TestAssignedRanks(t *testing.T) {
+	t.Parallel()
+	ss := joinWorld(t, 4, func(r int, c *JoinConfig) {
+		c.Rank, c.Host, c.Name = nil, []string{"n10", "n9"}[r/2], fmt.Sprint(9-r)
+	})
+	seen := map[int]string{}
+	for _, s := range ss {
+		seen[s.Rank()] = s.Host()
+	}
+	require.Equal(t, map[int]string{0: "n9", 1: "n9", 2: "n10", 3: "n10"}, seen)
+}
+
+func TestRefusals(t *testing.T) {
+	t.Parallel()
+	ss := joinWorld(t, 2, nil)
+	c := &JoinConfig{Job: t.Name(), Size: 3, Rank: new(2), Addr: ss[1].k.addr, Secret: testSecret, Timing: quick}
+	_, err := Join(t.Context(), c)
+	var e *RefusedError
+	require.ErrorAs(t, err, &e)
+	require.Contains(t, err.Error(), "the process says that the world has size 3, the coordinator 2")
+	c.Size, c.Rank = 2, new(1)
+	_, err = Join(t.Context(), c)
+	var d *DuplicateError
+	require.ErrorAs(t, err, &d)
+	require.NoError(t, ss[0].Context().Err())
+}
+
+// TestWrongSecret, and another job at the same port.
+func TestWrongSecret(t *testing.T) {
+	t.Parallel()
+	ss := joinWorld(t, 2, nil)
+	begin := time.Now()
+	for _, c := range []*JoinConfig{
+		{Job: t.Name(), Secret: []byte("not the right secret")},
+		{Job: t.Name()},
+		{Job: "other", Secret: testSecret},
+	} {
+		c.Size, c.Rank, c.Addr, c.Timing = 2, new(1), ss[1].k.addr, quick
+		_, err := Join(t.Context(), c)
+		var e *AuthError
+		require.ErrorAs(t, err, &e)
+		require.Contains(t, err.Error(), "different secret or job")
+	}
+	require.Less(t, time.Since(begin), 2*time.Second)
+	require.NoError(t, ss[0].Set(t.Context(), "k", nil))
+}
+
+func TestPortTaken(t *testing.T) {
+	t.Parallel()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer ln.Close()
+	go func() {
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			c.Write([]byte(strings.Repeat("220 mail.example ESMTP\r\n", 10)))
+			c.Close()
+		}
+	}()
+	c := &JoinConfig{Job: "j", Size: 2, Rank: new(0), Addr: ln.Addr().String(), Serve: true, Timing: quick}
+	_, err = Join(t.Context(), c)
+	require.ErrorIs(t, err, syscall.EADDRINUSE)
+	require.Contains(t, err.Error(), "another program, or another job, has the port")
+	c.Rank, c.Serve = new(1), false
+	_, err = Join(t.Context(), c)
+	var e *AuthError
+	require.ErrorAs(t, err, &e)
+	require.Contains(t, err.Error(), "no Chorus coordinator")
+}

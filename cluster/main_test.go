@@ -1,0 +1,124 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/handle"
+)
+
+// The test binary runs itself again as a worker with its deed as argument and
+// the environment of a launcher.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 2 && os.Args[1] == "worker" {
+		os.Exit(workerMain(os.Args[2]))
+	}
+	handle.OnLeak = func(kind, stack string) {
+		fmt.Fprintf(os.Stderr, "leaked %s\n%s", kind, stack)
+		os.Exit(99)
+	}
+	before := openFiles()
+	code := m.Run()
+	if code == 0 {
+		code = leaks(before)
+	}
+	os.Exit(code)
+}
+
+func openFiles() int {
+	names, _ := os.ReadDir("/proc/self/fd")
+	return len(names)
+}
+
+// leaks waits for goroutines and files to go, memberlist's last probe too.
+func leaks(files int) int {
+	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		// The first file may be the poller's own, opened on first use.
+		g, f := ours(), openFiles()
+		if g == "" && f <= files+4 {
+			return 0
+		}
+		if time.Now().After(deadline) {
+			fmt.Fprintf(os.Stderr, "%d files are open, %d were; goroutines left:\n%s\n", f, files, g)
+			return 99
+		}
+	}
+}
+
+// ours returns the stacks of this package's goroutines.
+func ours() string {
+	buf := make([]byte, 1<<20)
+	buf = buf[:runtime.Stack(buf, true)]
+	var left []string
+	for s := range strings.SplitSeq(string(buf), "\n\n") {
+		if (strings.Contains(s, "chorus/cluster.") || strings.Contains(s, "memberlist.")) && !strings.Contains(s, "cluster.TestMain") {
+			left = append(left, s)
+		}
+	}
+	return strings.Join(left, "\n\n")
+}
+
+func workerMain(what string) int {
+	s, err := Attach(context.Background())
+	if err != nil {
+		fmt.Println("attach:", err)
+		return 41
+	}
+	fmt.Println("attached", s.Rank())
+	switch what {
+	case "exit3":
+		return 3
+	case "kill":
+		syscall.Kill(os.Getpid(), syscall.SIGKILL)
+	case "stop":
+		syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+		<-s.Context().Done()
+		fmt.Println("after SIGCONT:", context.Cause(s.Context()))
+		return 44
+	case "close":
+		s.Close()
+		return 0
+	}
+	<-s.Context().Done()
+	return 43
+}
+
+// spawn starts a worker in its own process as rank of a world whose rank 0 is
+// in this one.
+func spawn(t *testing.T, what string, vars ...string) (*exec.Cmd, *strings.Builder) {
+	t.Helper()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	cmd := exec.Command(self, "worker", what)
+	cmd.Env = append(os.Environ(), vars...)
+	out := &strings.Builder{}
+	cmd.Stdout, cmd.Stderr = out, out
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+	})
+	return cmd, out
+}
+
+func requireCause[E error](t *testing.T, ctx context.Context) E {
+	t.Helper()
+	select {
+	case <-ctx.Done():
+	case <-time.After(15 * time.Second):
+		require.FailNow(t, "context has not ended")
+	}
+	e, ok := errors.AsType[E](context.Cause(ctx))
+	require.True(t, ok, "cause is %T: %v", context.Cause(ctx), context.Cause(ctx))
+	return e
+}

@@ -1,0 +1,211 @@
+package cluster
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// linked returns both ends of an authenticated connection in memory.
+func linked(t *testing.T, dialerJob, listenerJob string, dialerKey, listenerKey []byte) (a, b *link, aErr, bErr error) {
+	t.Helper()
+	p, q := net.Pipe()
+	t.Cleanup(func() { p.Close(); q.Close() })
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		b, bErr = acceptHandshake(q, listenerJob, listenerKey)
+		if bErr != nil {
+			q.Close()
+		}
+	}()
+	a, aErr = dialHandshake(p, dialerJob, dialerKey)
+	if aErr != nil {
+		p.Close()
+	}
+	<-done
+	return a, b, aErr, bErr
+}
+
+func TestHandshake(t *testing.T) {
+	key, other := bytes.Repeat([]byte{1}, keyBytes), bytes.Repeat([]byte{2}, keyBytes)
+	a, b, err, err2 := linked(t, "job", "job", key, key)
+	require.NoError(t, errors.Join(err, err2))
+	for _, text := range []string{"", "x", string(bytes.Repeat([]byte("y"), 1<<20))} {
+		go a.write([]byte(text), time.Second)
+		got, err := b.read()
+		require.NoError(t, err)
+		require.Equal(t, text, string(got))
+	}
+	go b.write([]byte("back"), time.Second)
+	got, err := a.read()
+	require.NoError(t, err)
+	require.Equal(t, "back", string(got))
+	require.ErrorIs(t, a.write(make([]byte, maxFrameBytes), time.Second), ErrTooLarge)
+
+	_, _, err, err2 = linked(t, "job", "job", other, key)
+	require.ErrorIs(t, err, errBadProof)
+	require.Error(t, err2)
+	_, _, err, err2 = linked(t, "other", "job", key, key)
+	require.ErrorIs(t, err, errOtherJob)
+	require.ErrorIs(t, err2, errOtherJob)
+}
+
+// TestLinkRefusesTampering changes, repeats and drops frames on their way.
+func TestLinkRefusesTampering(t *testing.T) {
+	key := bytes.Repeat([]byte{1}, keyBytes)
+	frames := func() (*link, [][]byte) {
+		a, b, err, err2 := linked(t, "job", "job", key, key)
+		require.NoError(t, errors.Join(err, err2))
+		var out [][]byte
+		for _, text := range []string{"one", "two"} {
+			w := &bytes.Buffer{}
+			a.c = writeConn{a.c, w}
+			require.NoError(t, a.write([]byte(text), time.Second))
+			out = append(out, w.Bytes())
+		}
+		return b, out
+	}
+	read := func(b *link, parts ...[]byte) error {
+		b.c = readConn{b.c, bytes.NewReader(bytes.Join(parts, nil))}
+		for range parts {
+			if _, err := b.read(); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	b, f := frames()
+	require.NoError(t, read(b, f[0], f[1]))
+	b, f = frames()
+	require.ErrorContains(t, read(b, f[0], f[0]), "changed on its way")
+	b, f = frames()
+	require.ErrorContains(t, read(b, f[1]), "changed on its way")
+	b, f = frames()
+	f[0][len(f[0])-1] ^= 1
+	require.ErrorContains(t, read(b, f[0]), "changed on its way")
+	b, f = frames()
+	require.ErrorIs(t, read(b, f[0][:len(f[0])-1]), io.ErrUnexpectedEOF)
+	b, _ = frames()
+	require.ErrorContains(t, read(b, []byte{0xff, 0xff, 0xff, 0xff}), "frame of 4294967295 bytes")
+}
+
+type writeConn struct {
+	net.Conn
+	w io.Writer
+}
+
+func (c writeConn) Write(b []byte) (int, error) { return c.w.Write(b) }
+
+type readConn struct {
+	net.Conn
+	r io.Reader
+}
+
+func (c readConn) Read(b []byte) (int, error) { return c.r.Read(b) }
+
+// TestLinkPatience checks, in virtual time, that a silent peer is noticed, and
+// that one who sends slowly is not called silent.
+func TestLinkPatience(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		key := bytes.Repeat([]byte{1}, keyBytes)
+		a, b, err, err2 := linked(t, "job", "job", key, key)
+		require.NoError(t, errors.Join(err, err2))
+		b.patience = 3 * time.Second
+		begin := time.Now()
+		go func() {
+			time.Sleep(2900 * time.Millisecond)
+			a.write([]byte("late"), time.Second)
+		}()
+		_, err = b.read()
+		require.NoError(t, err)
+		_, err = b.read()
+		require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+		require.Equal(t, 2900*time.Millisecond+3*time.Second+3*time.Second/8, time.Since(begin))
+		require.Contains(t, reasonOf(err, b.patience), "silent for 3s")
+	})
+}
+
+func TestHandshakeDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p, q := net.Pipe()
+		defer p.Close()
+		begin := time.Now()
+		_, err := acceptHandshake(q, "job", make([]byte, keyBytes))
+		require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+		require.Equal(t, handshakeTimeout, time.Since(begin))
+	})
+}
+
+func TestCallRoundTrip(t *testing.T) {
+	for _, c := range []call{{op: opSet, fields: [][]byte{[]byte("k"), {}}}, {op: opSwap, n: -7, fields: [][]byte{[]byte("k"), nil, []byte("v")}}, {op: opFinish, fields: [][]byte{}}} {
+		got, err := decodeCall(c.encode())
+		require.NoError(t, err)
+		require.Equal(t, c, got)
+	}
+}
+
+func FuzzDecodeMessage(f *testing.F) {
+	f.Add(note(kindRegister, registration{Size: 2}).encode())
+	f.Add(note(kindPlan, plan{Hosts: []host{{Host: "a", LocalSize: 1}}}).encode())
+	f.Add([]byte{})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		m, err := decodeMessage(b)
+		if err != nil {
+			return
+		}
+		require.Equal(t, b, m.encode())
+		// No record may bring a decoder down, whatever it is taken for.
+		for _, v := range []any{&registration{}, &host{}, &welcome{}, &world{}, &plan{}, &fault{}, &refusal{}, &roll{}, &Exit{}} {
+			_ = m.record(v)
+		}
+	})
+}
+
+func FuzzDecodeCall(f *testing.F) {
+	f.Add(call{op: opSwap, n: 1, fields: [][]byte{[]byte("k"), nil, []byte("v")}}.encode())
+	f.Add([]byte{1, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		c, err := decodeCall(b)
+		if err != nil {
+			return
+		}
+		require.Equal(t, b, c.encode())
+		e := newEngine(2)
+		e.do(ticket{0, 1}, c, func(call) {})
+		e.cancel(ticket{0, 1})
+		require.Empty(t, e.waiting)
+	})
+}
+
+func FuzzDecodeMeta(f *testing.F) {
+	f.Add(gossipMeta{Tag: "t", UUID: "u", Host: "h", Addr: "a:1"}.encode())
+	f.Fuzz(func(t *testing.T, b []byte) {
+		if m, err := decodeMeta(b); err == nil {
+			require.NotEmpty(t, m.UUID)
+		}
+	})
+}
+
+// FuzzAcceptHandshake feeds a listener what a stranger may send.
+func FuzzAcceptHandshake(f *testing.F) {
+	tag := jobTag("job")
+	f.Add(join(magic[:], []byte{protocolVersion}, tag[:], make([]byte, nonceBytes+pointBytes+proofBytes)))
+	f.Add([]byte("GET / HTTP/1.1\r\n\r\n"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		p, q := net.Pipe()
+		go func() { p.Write(b); p.Close() }()
+		go io.Copy(io.Discard, p)
+		l, err := acceptHandshake(q, "job", make([]byte, keyBytes))
+		q.Close()
+		require.Error(t, err)
+		require.Nil(t, l)
+	})
+}

@@ -36,5 +36,9 @@ generate: ## write docs/ENVIRONMENT.md
 bench: ## run the benchmarks, which need GPUs
 	$(GO) test -run '^$$' -bench . ./...
 
+gpu-bins: ## pack tests, examples and command for a GPU machine without Go (PKGS=patterns)
+	$(GO) build -C tools -o ../bin/gpubins ./gpubins
+	bin/gpubins -o .gpu $(PKGS)
+
 clean: ## remove what was built
 	rm -rf bin .gpu

@@ -226,15 +226,18 @@ func TestLostRankBreaksTheGroup(t *testing.T) {
 		defer lose(nil)
 		gs, errs := join(t, ctx, devs)
 		require.NoError(t, errors.Join(errs...))
-		// A first one on both ranks, so that they are connected.
+		// A first one on both ranks at once: NCCL connects them in the call.
 		xs := make([]comm.Shards[float32], 2)
+		var wg sync.WaitGroup
 		for i, g := range gs {
 			xs[i], _ = shards(t, g, 1024)
-			require.NoError(t, comm.AllReduce(g, comm.Sum, xs[i]...))
+			wg.Go(func() {
+				errs[i] = comm.AllReduce(g, comm.Sum, xs[i]...)
+				errs[i] = errors.Join(errs[i], g.Wait(testgpu.Context(t)))
+			})
 		}
-		for _, g := range gs {
-			require.NoError(t, g.Wait(testgpu.Context(t)))
-		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
 		require.NoError(t, comm.AllReduce(gs[0], comm.Sum, xs[0]...)) // rank 1 never calls it
 		short, cancel := context.WithTimeout(context.Background(), 30*time.Millisecond)
 		defer cancel()
@@ -248,6 +251,30 @@ func TestLostRankBreaksTheGroup(t *testing.T) {
 		require.ErrorIs(t, err, lost)
 		require.ErrorIs(t, comm.AllReduce(gs[0], comm.Sum, xs[0]...), lost)
 		require.ErrorIs(t, gs[0].Shutdown(testgpu.Context(t)), lost)
+	})
+}
+
+// The same while NCCL still connects the ranks, which blocks the call.
+func TestLostRankInTheFirstOperation(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ctx, lose := context.WithCancelCause(context.Background())
+		defer lose(nil)
+		gs, errs := join(t, ctx, devs)
+		require.NoError(t, errors.Join(errs...))
+		xs, _ := shards(t, gs[0], 1<<20)
+		lost := errors.New("rank 1 was killed")
+		done := make(chan error, 1)
+		go func() {
+			err := comm.AllReduce(gs[0], comm.Sum, xs...) // rank 1 never calls it
+			if err == nil {
+				err = gs[0].Wait(testgpu.Context(t))
+			}
+			done <- err
+		}()
+		time.AfterFunc(50*time.Millisecond, func() { lose(lost) })
+		err := <-done
+		require.Error(t, err)
+		require.ErrorIs(t, gs[0].Err(), lost)
 	})
 }
 

@@ -15,7 +15,9 @@
 // data up; virtual devices check it and name the two ranks that differ.
 //
 // All collectives are enqueued on the stream that is given, return at once,
-// allocate nothing and start no goroutine. An error from one means that it was
+// allocate nothing and start no goroutine. Only the first one of a kind may
+// block, until the other ranks call it too, because NCCL connects them then;
+// Abort ends that as well. An error from one means that it was
 // not enqueued on this rank.
 //
 // Concurrency: calls on one communicator are serialised; the order in which

@@ -100,3 +100,12 @@ func TestHeader(t *testing.T) {
 		"CUBLAS_GEMM_DEFAULT": int64(GemmDefault),
 	})
 }
+
+func TestInstalledLibrary(t *testing.T) {
+	lib, err := Open()
+	if err != nil {
+		t.Skip(err)
+	}
+	t.Log(lib.Path())
+	require.Equal(t, NotInitialized, lib.Destroy(0))
+}

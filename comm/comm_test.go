@@ -17,8 +17,6 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-func TestMain(m *testing.M) { testgpu.Main(m) }
-
 func local(t *testing.T, devs []*device.Device) *comm.Group {
 	t.Helper()
 	g, err := comm.Local(testgpu.Context(t), devs...)

@@ -22,7 +22,8 @@ type Group struct {
 	size    int
 	members []member // the local ranks, by rank
 	broken  atomic.Pointer[brokenError]
-	unwatch func() bool // stops watching for lost ranks; nil when nobody watches
+	lost    context.Context // the Rendezvous's, which ends when a rank is lost; nil in one process
+	unwatch func() bool     // stops watching lost
 }
 
 // member is one local rank.
@@ -149,15 +150,37 @@ func (g *Group) fail(cause error) error {
 	if b := g.broken.Load(); b != nil {
 		return b
 	}
-	if g.broken.CompareAndSwap(nil, &brokenError{cause}) {
+	if g.broken.CompareAndSwap(nil, &brokenError{g.rootCause(cause)}) {
 		_ = eachAtOnce(g.comms(), (*nccl.Communicator).Abort)
 	}
 	return g.broken.Load()
 }
 
+// hindsight is how long a group whose connection to a peer broke waits to be
+// told what became of the peer.
+const hindsight = time.Second
+
+// rootCause prefers what the Rendezvous knows about a lost rank to NCCL's word
+// that a connection broke. The connection is often the first to notice, and a
+// process that gave up at once would look like the one to blame.
+func (g *Group) rootCause(err error) error {
+	if g.lost == nil || !errors.Is(err, nccl.ErrorRemote) {
+		return err
+	}
+	told := time.NewTimer(hindsight)
+	defer told.Stop()
+	select {
+	case <-g.lost.Done():
+		return context.Cause(g.lost)
+	case <-told.C:
+		return err
+	}
+}
+
 // watch breaks the group when ctx ends, as that of a Rendezvous does when a rank
 // is lost.
 func (g *Group) watch(ctx context.Context) {
+	g.lost = ctx
 	g.unwatch = context.AfterFunc(ctx, func() { _ = g.fail(context.Cause(ctx)) })
 }
 

@@ -1,0 +1,142 @@
+package comm_test
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/launch"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+// The test binary is a worker of a job when this says what rank 1 does in the
+// middle of it.
+const faultVar = "COMM_TEST_FAULT"
+
+func TestMain(m *testing.M) {
+	if fault, worker := os.LookupEnv(faultVar); worker {
+		if err := work(fault); err != nil {
+			fmt.Fprintln(os.Stderr, "worker:", err)
+			os.Exit(1)
+		}
+		return
+	}
+	testgpu.Main(m)
+}
+
+// work reduces 4 MiB in a loop; rank 1 fails in the middle.
+func work(fault string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	sess, err := cluster.Attach(ctx)
+	if err != nil {
+		return err
+	}
+	defer sess.Close()
+	local := sess.LocalRank()
+	if fault == "one device" {
+		local = 0
+	}
+	dev, err := device.Open(local)
+	if err != nil {
+		return err
+	}
+	g, err := comm.Join(ctx, sess, dev)
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	xs, err := comm.Make[float32](g, 1<<20)
+	if err != nil {
+		return err
+	}
+	defer xs.Close()
+	if err := xs[0].Zero(g.Stream(0)); err != nil {
+		return err
+	}
+	for step := range 20 {
+		if step == 10 && g.Rank() == 1 {
+			fail(fault)
+		}
+		if err := comm.AllReduce(g, comm.Sum, xs...); err != nil {
+			return err
+		}
+		if err := g.Wait(ctx); err != nil {
+			return err
+		}
+	}
+	if err := g.Shutdown(ctx); err != nil {
+		return err
+	}
+	return sess.Shutdown(ctx)
+}
+
+func fail(fault string) {
+	switch fault {
+	case "kill":
+		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+		select {}
+	case "exit":
+		os.Exit(3)
+	case "panic":
+		panic("out of luck")
+	}
+}
+
+// A worker that ends in the middle of an all-reduce ends the job in seconds; the
+// launcher says which one was first and why, and exits with its code.
+func TestWorkerFailsInAllReduce(t *testing.T) {
+	for _, backend := range []string{"virtual", "cuda"} {
+		for _, c := range []struct {
+			fault string
+			code  int
+			says  []string
+		}{
+			{"", 0, nil},
+			{"kill", 128 + 9, []string{"chorus: rank 1 ", "SIGKILL"}},
+			{"exit", 3, []string{"chorus: rank 1 ", "exited with code 3"}},
+			{"panic", 2, []string{"chorus: rank 1 ", "out of luck"}},
+			{"one device", 1, []string{"ranks 0 (pid", "a GPU holds one rank"}},
+		} {
+			t.Run(backend+"/"+c.fault, func(t *testing.T) {
+				ranks := 3
+				if backend == "cuda" {
+					ranks = 2
+					testgpu.CUDA(t, ranks)
+				}
+				code, out, took := job(t, backend, c.fault, ranks)
+				require.Equal(t, c.code, code, out)
+				for _, s := range c.says {
+					require.Contains(t, out, s)
+				}
+				require.Less(t, took, 30*time.Second, out)
+			})
+		}
+	}
+}
+
+func job(t *testing.T, backend, fault string, ranks int) (code int, out string, took time.Duration) {
+	t.Helper()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	var text bytes.Buffer
+	start := time.Now()
+	code = launch.Run(testgpu.Context(t), &launch.Config{
+		Program: []string{self},
+		Procs:   ranks,
+		Devices: launch.Devices{Count: ranks, Backend: backend, Env: []string{faultVar + "=" + fault, "CHORUS_BACKEND=" + backend}},
+		Grace:   2 * time.Second,
+		Stdout:  &text,
+		Stderr:  &text,
+	})
+	return code, text.String(), time.Since(start)
+}

@@ -36,9 +36,11 @@ func (l layout) bias() int { return 1<<(l.exponent-1) - 1 }
 func (l layout) value(bits uint64) float64 {
 	m := float64(bits & (1<<l.mantissa - 1))
 	e := int(bits >> l.mantissa & (1<<l.exponent - 1))
-	v := math.Ldexp(m+math.Ldexp(1, l.mantissa), e-l.bias()-l.mantissa)
+	var v float64
 	if e == 0 {
-		v = math.Ldexp(m, 1-l.bias()-l.mantissa)
+		v = m * l.tiny()
+	} else {
+		v = (1 + m*l.eps()) * power(e-l.bias())
 	}
 	if bits>>(l.exponent+l.mantissa)&1 == 1 {
 		return -v
@@ -48,8 +50,11 @@ func (l layout) value(bits uint64) float64 {
 
 // eps is the distance of 1 to the next number, and tiny the smallest positive
 // number.
-func (l layout) eps() float64  { return math.Ldexp(1, -l.mantissa) }
+func (l layout) eps() float64  { return power(-l.mantissa) }
 func (l layout) tiny() float64 { return math.Ldexp(1, 1-l.bias()-l.mantissa) }
+
+// power is 2ⁿ for a normal result.
+func power(n int) float64 { return math.Float64frombits(uint64(n+1023) << 52) }
 
 func (l layout) finite(bits uint64) bool {
 	e := bits >> l.mantissa & (1<<l.exponent - 1)
@@ -109,13 +114,14 @@ func input(t ncclapi.DType, op ncclapi.RedOp, count int, seed uint64) []byte {
 func checkReduced(t *testing.T, dt ncclapi.DType, op ncclapi.RedOp, got []byte, inputs [][]byte, from int) {
 	t.Helper()
 	count := len(got) / int(dt.Size())
+	l, float := layouts[dt]
 	column := make([]uint64, len(inputs))
 	for i := range count {
 		for r, in := range inputs {
 			column[r] = bitsAt(dt, in, from+i)
 		}
 		bad := ""
-		if l, float := layouts[dt]; float {
+		if float {
 			bad = checkFloat(l, op, bitsAt(dt, got, i), column)
 		} else {
 			bad = checkInteger(dt, op, bitsAt(dt, got, i), column)
@@ -136,7 +142,7 @@ func checkFloat(l layout, op ncclapi.RedOp, bits uint64, column []uint64) string
 	for _, b := range column {
 		x := l.value(b)
 		sum, size, prod = sum+x, size+math.Abs(x), prod*x
-		high, low = math.Max(high, x), math.Min(low, x)
+		high, low = max(high, x), min(low, x)
 	}
 	var want, bound float64
 	switch op {

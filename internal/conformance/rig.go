@@ -1,6 +1,7 @@
 package conformance
 
 import (
+	"math/rand/v2"
 	"runtime"
 	"testing"
 	"unsafe"
@@ -118,9 +119,7 @@ func (r *rig) download(t *testing.T, dev int, s cudadrv.Stream, p cudadrv.Device
 // pattern is n bytes that depend on the seed.
 func pattern(n int, seed uint64) []byte {
 	v := make([]byte, n)
-	for i := range v {
-		seed = seed*6364136223846793005 + 1442695040888963407
-		v[i] = byte(seed >> 56)
-	}
+	rng := rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8), byte(seed >> 16)})
+	_, _ = rng.Read(v)
 	return v
 }

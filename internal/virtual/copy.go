@@ -165,7 +165,11 @@ func (d driver) MemsetD8Async(dst cudadrv.DevicePtr, value uint8, count uintptr,
 }
 
 func fill(p []byte, value byte) {
-	for i := range p {
-		p[i] = value
+	if len(p) == 0 {
+		return
+	}
+	p[0] = value
+	for n := 1; n < len(p); n *= 2 {
+		copy(p[n:], p[:n])
 	}
 }

@@ -1,0 +1,113 @@
+package backend
+
+import (
+	"os"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/conformance"
+	"github.com/gochorus/chorus/internal/env"
+)
+
+// Every backend passes the same suite.
+func TestConformance(t *testing.T) {
+	for _, name := range []string{Virtual, CUDA} {
+		t.Run(name, func(t *testing.T) {
+			s := open(t, name)
+			t.Run("driver", func(t *testing.T) { conformance.Driver(t, s.Driver) })
+			t.Run("nccl", func(t *testing.T) {
+				api, err := s.NCCL()
+				require.NoError(t, err)
+				conformance.NCCL(t, s.Driver, api)
+			})
+			t.Run("cublas", func(t *testing.T) {
+				api, err := s.CUBLAS()
+				require.NoError(t, err)
+				conformance.CUBLAS(t, s.Driver, api)
+			})
+			if s.Machine != nil {
+				require.Empty(t, s.Machine.Reports())
+			}
+		})
+	}
+}
+
+func open(t *testing.T, name string) *System {
+	t.Helper()
+	s, err := Open(&Config{Backend: name})
+	if err == nil || name == Virtual {
+		require.NoError(t, err)
+		return s
+	}
+	if n, _ := env.RequireGPU.Int(); n > 0 {
+		t.Fatalf("%s=%d, but: %v", env.RequireGPU.Name, n, err)
+	}
+	t.Skip("needs a GPU: ", err)
+	return nil
+}
+
+func TestOpen(t *testing.T) {
+	_, err := Open(&Config{Backend: "opencl"})
+	require.ErrorContains(t, err, `unknown backend "opencl": want auto, cuda or virtual`)
+	s, err := Open(&Config{Backend: Virtual, Devices: 3, Seed: 9})
+	require.NoError(t, err)
+	require.EqualValues(t, 9, s.Machine.Seed())
+	n, r := s.Driver.DeviceGetCount()
+	require.Zero(t, r)
+	require.EqualValues(t, 3, n)
+	_, err = s.NVRTC()
+	require.ErrorContains(t, err, "NVRTC on virtual devices")
+}
+
+// The library never falls back by itself.
+func TestAutoIsCUDAOrAnError(t *testing.T) {
+	t.Setenv(env.Backend.Name, Auto)
+	s, err := Open(nil)
+	if err != nil {
+		require.ErrorContains(t, err, "no CUDA on this machine")
+		return
+	}
+	require.Equal(t, CUDA, s.Name)
+	require.Nil(t, s.Machine)
+}
+
+func TestChoose(t *testing.T) {
+	t.Setenv(env.Backend.Name, Virtual)
+	t.Setenv(env.VirtualDevices.Name, "5")
+	c, err := Choose()
+	require.NoError(t, err)
+	require.Equal(t, Choice{Backend: Virtual, Devices: 5}, c)
+
+	t.Setenv(env.Backend.Name, Auto)
+	t.Setenv("CUDA_VISIBLE_DEVICES", "") // hides every GPU
+	c, err = Choose()
+	require.NoError(t, err)
+	require.Equal(t, Virtual, c.Backend)
+	require.Contains(t, c.Note, "virtual devices")
+	require.NotContains(t, c.Note, "\n")
+
+	t.Setenv(env.Backend.Name, CUDA)
+	_, err = Choose()
+	require.ErrorAs(t, err, new(*NoGPUError))
+
+	require.NoError(t, os.Unsetenv("CUDA_VISIBLE_DEVICES"))
+	if n := gpuFiles(); n > 0 {
+		c, err = Choose()
+		require.NoError(t, err)
+		require.Equal(t, Choice{Backend: CUDA, Devices: n}, c)
+	}
+	t.Setenv(env.Backend.Name, "gpu")
+	_, err = Choose()
+	require.ErrorAs(t, err, new(*env.ValueError))
+}
+
+// As the driver reads CUDA_VISIBLE_DEVICES.
+func TestVisibleCount(t *testing.T) {
+	for list, want := range map[string]int{
+		"": 0, "0": 1, "0,1": 2, "1,0,2": 3, "0,-1,1": 1, "0,9,1": 1, " 0 , 1 ": 2, "-1": 0, "none": 0,
+		"GPU-76eab91e-ac43-6849-85e4-dfab420542ef,MIG-12": 2, "99999999999999999999": 0, "0,": 1,
+	} {
+		require.Equal(t, want, visibleCount(list, 4), "CUDA_VISIBLE_DEVICES=%q", list)
+	}
+}

@@ -144,7 +144,7 @@ func (f *Frame) placeStruct() int {
 	if f.nwords > intRegisters {
 		panic("dl: a C call of a struct by value beside more than 6 words")
 	}
-	clear(f.words[f.nwords:intRegisters])
+	// What earlier calls left in the registers between is nobody's argument.
 	return intRegisters + copy(f.words[intRegisters:], f.block[:])
 }
 

@@ -164,14 +164,14 @@ func (a *Agent) Context() context.Context { return a.k.ctx }
 // that follow. Nil means none.
 func (a *Agent) Note() *MemberLostError { return a.noted.Load() }
 
-// Report says that this host's worker number local has ended: code is as a
-// shell shows it, 128+n for signal n, and an empty reason is made from it. A
-// code other than 0 stops the job on all hosts.
-func (a *Agent) Report(local, pid, code int, reason string) error {
-	if reason == "" {
-		reason = describe(code)
+// Report says that this host's worker number local has ended; Rank and Host
+// of e are filled in, and an empty Reason is made from the code. A code other
+// than 0 stops the job on all hosts, unless the worker had been asked to end.
+func (a *Agent) Report(local int, e Exit) error {
+	e.Rank, e.Host = a.Rank(local), a.cfg.Host
+	if e.Reason == "" {
+		e.Reason = describe(e.Code)
 	}
-	e := Exit{Rank: a.Rank(local), PID: pid, Code: code, Reason: reason}
 	if err := a.k.send(note(kindExit, e)); err != nil {
 		return fmt.Errorf("cluster: report the end of rank %d: %w", e.Rank, err)
 	}

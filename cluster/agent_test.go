@@ -164,13 +164,13 @@ func TestAgentReports(t *testing.T) {
 	as, errs := startAll(t, onLoopback(t, 2, 1)...)
 	require.NoError(t, errors.Join(errs...))
 	ss := attachAll(t, as...)
-	require.NoError(t, as[1].Report(1, 77, 139, ""))
+	require.NoError(t, as[1].Report(1, Exit{PID: 77, Code: 139}))
 	for _, ctx := range []context.Context{as[0].Context(), as[1].Context(), ss[0].Context(), ss[1].Context()} {
 		e := requireCause[*MemberLostError](t, ctx)
 		require.Equal(t, []any{2, "n10", 77, 139, "killed by signal 11"}, []any{e.Rank, e.Host, e.PID, e.ExitCode, e.Reason})
 	}
 	// A later failure is a consequence.
-	require.NoError(t, as[0].Report(0, 78, 1, ""))
+	require.NoError(t, as[0].Report(0, Exit{PID: 78, Code: 1}))
 	require.Equal(t, 2, requireCause[*MemberLostError](t, as[0].Context()).Rank)
 }
 

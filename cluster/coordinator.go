@@ -15,7 +15,7 @@ const (
 	waitLine = 5 * time.Second
 	// exitGrace is how long the loss of a worker's connection waits for its
 	// launcher to say how the worker ended.
-	exitGrace = 150 * time.Millisecond
+	exitGrace = 500 * time.Millisecond
 )
 
 // coordConfig is what a coordinator needs to know.

@@ -17,6 +17,9 @@ type Exit struct {
 	PID    int    `json:"pid"`
 	Code   int    `json:"code"`   // as a shell shows it: 128+n for signal n
 	Reason string `json:"reason"` // such as "exited with code 3"
+	// Asked says that the launcher had asked the worker to end before it did:
+	// whatever the code, it is a consequence of something else.
+	Asked bool `json:"asked,omitempty"`
 }
 
 func (e Exit) fault() fault {
@@ -36,6 +39,25 @@ type faults struct {
 	held    []func() // what came after the pending loss, in order
 }
 
+// reach says who has to know of a fault.
+type reach int
+
+const (
+	tellAll      reach = iota // sessions lose a member, launchers stop
+	tellNote                  // launchers go on, and know why others may fail
+	tellSessions              // launchers know the cause of this already
+)
+
+func (e Exit) reach() reach {
+	switch {
+	case e.Asked:
+		return tellSessions
+	case e.Code == 0:
+		return tellNote
+	}
+	return tellAll
+}
+
 // A pending loss is a worker's connection that ended while its launcher can
 // still say how the worker did.
 type pending struct {
@@ -48,12 +70,12 @@ type pending struct {
 // pending losses, and to hosts that have not finished that they cannot go on.
 func (c *coordinator) lastFaults() {
 	for c.faults.pending != nil {
-		c.resolve(c.faults.pending.fault, false)
+		c.resolve(c.faults.pending.fault, tellAll)
 	}
 	unfinished := func(p *peer) bool { return p.state == peerJoined }
 	if c.plan != nil && slices.ContainsFunc(c.agents, unfinished) {
 		c.fail(fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1,
-			Reason: "its launcher, which coordinated the job, left before all workers had ended"}, false)
+			Reason: "its launcher, which coordinated the job, left before all workers had ended"}, tellAll)
 	}
 }
 
@@ -111,41 +133,42 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 func (c *coordinator) hostLost(p *peer, reason string) {
 	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
 	if w := c.faults.pending; w != nil && c.uuidOf(w.peer) == p.host.UUID {
-		c.resolve(f, false)
+		c.resolve(f, tellAll)
 		return
 	}
-	c.later(func() { c.fail(f, false) })
+	c.later(func() { c.fail(f, tellAll) })
 }
 
+// workerDisconnected acts on the end of a worker's connection. Its launcher, if
+// it has one, is given a moment to say how the worker ended.
 func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
-	c.later(func() {
-		if p.state != peerJoined {
-			return
+	if c.faults.pending != nil {
+		c.later(func() { c.workerDisconnected(p, f, closed) })
+		return
+	}
+	p.state = peerGone
+	if f.Rank < 0 { // it had no rank yet
+		f.Reason += " before the world was complete"
+	}
+	if e, ok := c.faults.exits[f.Rank]; ok && closed {
+		c.fail(openSession(e), e.reach())
+		return
+	}
+	if c.faults.lost != nil && c.faults.stop != nil {
+		return // a consequence
+	}
+	if c.agentOf(p) == nil || !closed {
+		c.fail(f, tellAll)
+		return
+	}
+	w := &pending{peer: p, fault: f}
+	c.faults.pending = w
+	w.timer = time.AfterFunc(exitGrace, func() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.faults.pending == w {
+			c.resolve(w.fault, tellAll)
 		}
-		p.state = peerGone
-		if f.Rank < 0 && c.world == nil { // it had no rank yet
-			f.Reason += " before the world was complete"
-		}
-		if e, ok := c.faults.exits[f.Rank]; ok && closed {
-			c.fail(openSession(e), e.Code == 0)
-			return
-		}
-		if c.faults.lost != nil && c.faults.stop != nil {
-			return // a consequence
-		}
-		if c.agentOf(p) == nil || !closed {
-			c.fail(f, false)
-			return
-		}
-		w := &pending{peer: p, fault: f}
-		c.faults.pending = w
-		w.timer = time.AfterFunc(exitGrace, func() {
-			c.mu.Lock()
-			defer c.mu.Unlock()
-			if c.faults.pending == w {
-				c.resolve(w.fault, false)
-			}
-		})
 	})
 }
 
@@ -161,24 +184,24 @@ func openSession(e Exit) fault {
 // exited acts on a launcher's word of a worker's end.
 func (c *coordinator) exited(a *peer, e Exit) {
 	e.Host = a.host.Host
-	if w := c.faults.pending; w != nil && w.peer.reg.Rank == e.Rank {
-		c.faults.exits[e.Rank] = e
-		c.resolve(openSession(e), e.Code == 0)
+	c.faults.exits[e.Rank] = e
+	if w := c.faults.pending; w != nil {
+		if w.peer.reg.Rank != e.Rank {
+			c.later(func() { c.exited(a, e) })
+			return
+		}
+		c.resolve(openSession(e), e.reach())
 		return
 	}
-	c.later(func() {
-		c.faults.exits[e.Rank] = e
-		if e.Code != 0 {
-			c.fail(e.fault(), false)
-			return
-		}
-		if len(c.workers) == 0 {
-			return
-		}
+	switch {
+	case e.Asked:
+	case e.Code != 0:
+		c.fail(e.fault(), tellAll)
+	case len(c.workers) > 0:
 		if early, ok := c.faults.firstExit(c); ok {
-			c.fail(early.fault(), true)
+			c.fail(early.fault(), early.reach())
 		}
-	})
+	}
 }
 
 // stopped acts on a launcher that was told to stop the job.
@@ -200,21 +223,28 @@ func (c *coordinator) later(f func()) {
 	f()
 }
 
-// resolve ends the pending loss with what is now known of it.
-func (c *coordinator) resolve(f fault, clean bool) {
+// resolve ends the pending loss with what is now known of it. A worker that had
+// been asked to end is told of last: its cause is among what was held, which
+// another connection's delay has put behind it.
+func (c *coordinator) resolve(f fault, r reach) {
 	c.faults.pending.timer.Stop()
 	c.faults.pending = nil
-	c.fail(f, clean)
 	held := c.faults.held
 	c.faults.held = nil
+	if r != tellSessions {
+		c.fail(f, r)
+	}
 	for _, h := range held {
 		c.later(h)
 	}
+	if r == tellSessions {
+		c.later(func() { c.fail(f, r) })
+	}
 }
 
-// fail tells sessions, and launchers unless the fault is a clean exit, of the
-// first failure. Later ones are its consequences.
-func (c *coordinator) fail(f fault, clean bool) {
+// fail tells sessions of the first loss, and launchers of the first failure.
+// Later ones are consequences.
+func (c *coordinator) fail(f fault, r reach) {
 	if c.faults.lost == nil {
 		c.faults.lost = &f
 		for _, p := range c.workers {
@@ -222,11 +252,11 @@ func (c *coordinator) fail(f fault, clean bool) {
 				p.send(note(kindFault, f))
 			}
 		}
-		if clean {
+		if r == tellNote {
 			c.tellAgents(note(kindNote, f))
 		}
 	}
-	if !clean && c.faults.stop == nil {
+	if r == tellAll && c.faults.stop == nil {
 		c.faults.stop = &f
 		c.tellAgents(note(kindFault, f))
 	}

@@ -43,7 +43,7 @@ func (c *coordinator) registerWorker(p *peer) error {
 	if len(c.workers) == c.size() {
 		c.commitWorld()
 	} else if e, ok := c.faults.firstExit(c); ok {
-		c.fail(e.fault(), e.Code == 0)
+		c.fail(e.fault(), e.reach())
 	}
 	return nil
 }

@@ -3,8 +3,10 @@ package cluster
 import (
 	"bytes"
 	"crypto/rand"
+	"errors"
 	"io"
 	"net"
+	"os"
 	"testing"
 	"time"
 
@@ -57,19 +59,33 @@ func TestHalfOpen(t *testing.T) {
 		out <- s
 	}
 	go join(0)
-	for n := 0; n < 300; {
+	const flood = 300
+	shown := make(chan bool, flood) // out before the handshake's deadline
+	for n := 0; n < flood; {
 		c, err := net.Dial("tcp", addr)
 		if err != nil {
 			time.Sleep(time.Millisecond) // rank 0 does not listen yet
 			continue
 		}
 		defer c.Close()
+		go func() {
+			c.SetReadDeadline(time.Now().Add(handshakeTimeout * 3 / 4))
+			_, err := c.Read(make([]byte, 1))
+			shown <- !errors.Is(err, os.ErrDeadlineExceeded)
+		}()
 		n++
 	}
 	go join(1)
 	go join(2)
 	ss := []*Session{<-out, <-out, <-out}
 	requireAlive(t, ss)
+	n := 0
+	for range flood {
+		if <-shown {
+			n++
+		}
+	}
+	require.GreaterOrEqual(t, n, flood-maxStrangers)
 	require.NoError(t, every(ss, func(s *Session) error { return s.Shutdown(t.Context()) }))
 }
 

@@ -211,7 +211,7 @@ func (j *job) childEnded(c *child) {
 	j.running--
 	code := c.code()
 	// If this fails the coordinator is gone, which ends the agent's context.
-	_ = j.agent.Report(c.local, c.pid, code, c.reason())
+	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: code, Reason: c.reason(), Asked: c.stopped})
 	if code != 0 && !j.stopping {
 		j.failed = c
 		j.stop(syscall.SIGTERM)

@@ -74,11 +74,12 @@ func (j *job) childOf(lost *cluster.MemberLostError) *child {
 	return nil
 }
 
-// stoppedOthers says how many workers were stopped, first not counted.
+// stoppedOthers says how many workers were stopped, first not counted. One that
+// failed before it was asked to stop did so as a consequence.
 func (j *job) stoppedOthers(first *child) string {
 	n := 0
 	for _, c := range j.children {
-		if c.stopped && c != first {
+		if c != first && (c.stopped || c.code() != 0) {
 			n++
 		}
 	}

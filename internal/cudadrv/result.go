@@ -17,6 +17,7 @@ const (
 	ErrorProfilerAlreadyStarted       Result = 7
 	ErrorProfilerAlreadyStopped       Result = 8
 	ErrorStubLibrary                  Result = 34
+	ErrorCallRequiresNewerDriver      Result = 36
 	ErrorDeviceUnavailable            Result = 46
 	ErrorNoDevice                     Result = 100
 	ErrorInvalidDevice                Result = 101
@@ -122,6 +123,7 @@ var results = map[Result]struct{ name, meaning string }{
 	ErrorProfilerAlreadyStarted:       {"CUDA_ERROR_PROFILER_ALREADY_STARTED", "the profiler runs already"},
 	ErrorProfilerAlreadyStopped:       {"CUDA_ERROR_PROFILER_ALREADY_STOPPED", "the profiler was stopped already"},
 	ErrorStubLibrary:                  {"CUDA_ERROR_STUB_LIBRARY", "the loaded libcuda is a stub of the toolkit, not a driver"},
+	ErrorCallRequiresNewerDriver:      {"CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER", "the call needs a newer driver"},
 	ErrorDeviceUnavailable:            {"CUDA_ERROR_DEVICE_UNAVAILABLE", "the device is in use in exclusive mode or being reset"},
 	ErrorNoDevice:                     {"CUDA_ERROR_NO_DEVICE", "no CUDA device is visible to this process"},
 	ErrorInvalidDevice:                {"CUDA_ERROR_INVALID_DEVICE", "no device with that ordinal"},

@@ -101,10 +101,12 @@ func (h *Header) RequireValues(values map[string]int64) {
 const prototypeC = `
 #include <cstddef>
 #include <type_traits>
-template<class T> constexpr size_t pointee() {
-	using P = std::remove_pointer_t<T>;
-	if constexpr (std::is_void_v<P> || std::is_same_v<std::remove_cv_t<P>, char>) return 0; else return sizeof(P);
-}
+// The width of what a pointer points at: 0 for void, char and opaque structs.
+template<class P, class = void> struct width { static constexpr size_t value = 0; };
+template<class P> struct width<P, std::void_t<decltype(sizeof(P))>> {
+	static constexpr size_t value = std::is_void_v<P> || std::is_same_v<std::remove_cv_t<P>, char> ? 0 : sizeof(P);
+};
+template<class T> constexpr size_t pointee() { return width<std::remove_pointer_t<T>>::value; }
 template<class A> constexpr bool fits(char kind, size_t size) {
 	switch (kind) {
 	case 'i': return sizeof(A) == 4 && !std::is_floating_point_v<A>;
@@ -160,7 +162,7 @@ func (h *Header) compile(source string) {
 	h.t.Helper()
 	cxx := compiler(h.t, "c++", "g++", "clang++")
 	src := filepath.Join(h.t.TempDir(), "check.cpp")
-	source = "#include \"" + h.path + "\"\n" + source
+	source = "#include <cstddef>\n#include \"" + h.path + "\"\n" + source
 	if err := os.WriteFile(src, []byte(source), 0o600); err != nil {
 		h.t.Fatal(err)
 	}

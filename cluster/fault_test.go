@@ -103,3 +103,16 @@ func TestOpenSession(t *testing.T) {
 		require.Nil(t, c.faults.stop)
 	})
 }
+
+func TestWaitingLine(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, _, worker := judged()
+		c.cfg.job, c.started = "x", time.Now()
+		require.Empty(t, c.waitingLine(), "the world is complete")
+		c.world, c.workers = nil, []*peer{worker(0), worker(2)}
+		time.Sleep(waitLine)
+		require.Equal(t, "job x: waiting since 5s: 2 of 3 processes have come: rank 0 (host h pid 100), rank 2 (host h pid 102); missing rank 1", c.waitingLine())
+		c.workers = nil
+		require.Empty(t, c.waitingLine(), "programs that never attach are waited for by nobody")
+	})
+}

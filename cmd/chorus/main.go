@@ -15,6 +15,7 @@ import (
 // commands make the sub-commands, in the order of the help.
 var commands = []func() *cobra.Command{
 	newRunCommand,
+	newInfoCommand,
 }
 
 func main() { os.Exit(run(os.Args[1:])) }

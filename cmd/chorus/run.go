@@ -157,7 +157,11 @@ func usage(err error) error { return &launch.UsageError{Reason: err.Error()} }
 // start runs the job with this process's signals.
 func start(cmd *cobra.Command, cfg *launch.Config) error {
 	signals := make(chan os.Signal, 16)
-	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2)
+	for _, s := range []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2} {
+		if !signal.Ignored(s) { // nohup, or a shell's background, has asked for it
+			signal.Notify(signals, s)
+		}
+	}
 	defer signal.Stop(signals)
 	cfg.Signals = signals
 	if code := launch.Run(cmd.Context(), cfg); code != 0 {

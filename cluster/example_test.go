@@ -1,0 +1,66 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log"
+
+	"github.com/gochorus/chorus/cluster"
+)
+
+// A process that no launcher has started is a world of its own, so the same
+// program runs by itself, too.
+func Example() {
+	ctx := context.Background()
+	sess, err := cluster.Attach(ctx)
+	if err != nil {
+		log.Fatal(err)
+	}
+	if sess.Rank() == 0 {
+		if err := sess.Set(ctx, "id", []byte("0123")); err != nil {
+			log.Fatal(err)
+		}
+	}
+	id, err := sess.Get(ctx, "id") // waits for rank 0
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Printf("rank %d of %d has id %s\n", sess.Rank(), sess.Size(), id)
+	if err := sess.Shutdown(ctx); err != nil {
+		log.Fatal(err)
+	}
+	// Output: rank 0 of 1 has id 0123
+}
+
+// The cause of a session's context says which process was lost.
+func ExampleSession_Context() {
+	sess, err := cluster.Attach(context.Background())
+	if err != nil {
+		log.Fatal(err)
+	}
+	sess.Close()
+	<-sess.Context().Done()
+	cause := context.Cause(sess.Context())
+	if lost, ok := errors.AsType[*cluster.MemberLostError](cause); ok {
+		fmt.Println("lost", lost.Who(), lost.Reason)
+	}
+	fmt.Println(cause)
+	// Output: cluster: session is closed
+}
+
+// A launcher starts the job's part of its host and gives each worker its
+// environment.
+func ExampleStart() {
+	agent, err := cluster.Start(context.Background(), &cluster.Config{LocalSize: 2})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer agent.Close()
+	for local := range agent.LocalSize() {
+		fmt.Println(agent.Rank(local), "of", agent.Size(), len(agent.WorkerEnv(local)) > 0)
+	}
+	// Output:
+	// 0 of 2 true
+	// 1 of 2 true
+}

@@ -81,9 +81,14 @@ func (f *format) decode(q uint32) float32 {
 	return math.Float32frombits(uint32(exponent-f.bias+127)<<23 | fraction<<(23-f.mantissa))
 }
 
+// Moving a half's bits to their places in a float32 leaves the exponent too
+// small by the difference of the biases, for subnormal halfs too.
 func decodeHalfs(dst []float32, src []byte) {
 	for i, h := range view[uint16](src) {
-		x := half.decode(uint32(h &^ 0x8000))
+		x := math.Float32frombits(uint32(h&0x7fff)<<13) * 0x1p112
+		if h&0x7c00 == 0x7c00 {
+			x = half.decode(uint32(h & 0x7fff))
+		}
 		if h&0x8000 != 0 {
 			x = -x
 		}
@@ -92,9 +97,19 @@ func decodeHalfs(dst []float32, src []byte) {
 }
 
 func encodeHalfs(dst []byte, src []float32) {
+	const (
+		smallest = 0x38800000 // the smallest normal half, as a float32
+		beyond   = 0x477ff000 // rounds to infinity
+	)
 	out := view[uint16](dst)
 	for i, x := range src {
-		out[i] = uint16(half.encode(x) | math.Float32bits(x)>>16&0x8000)
+		bits := math.Float32bits(x)
+		sign, size := bits>>16&0x8000, bits&^(1<<31)
+		if size >= smallest && size < beyond {
+			out[i] = uint16(sign | (size-(127-15)<<23+0xfff+size>>13&1)>>13)
+			continue
+		}
+		out[i] = uint16(sign | half.encode(x))
 	}
 }
 

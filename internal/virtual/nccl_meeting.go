@@ -14,6 +14,10 @@ import (
 // rootPatience is how long the root of a unique id waits for its ranks.
 const rootPatience = 10 * time.Minute
 
+// failedPatience is how long it stays, once they cannot come together, to tell
+// those who come late.
+const failedPatience = 3 * time.Second
+
 // A meeting gathers the ranks that make communicators together: all of one for
 // a unique id, one for each color for a split.
 type meeting struct {
@@ -51,6 +55,12 @@ func (g *meeting) admit(conn net.Conn, j *joiner) (over bool) {
 	}
 	g.seat()
 	return true
+}
+
+func (g *meeting) hasFailed() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.failed != nil
 }
 
 // objection says why the joiner does not fit those who are there.
@@ -146,14 +156,17 @@ func (l *ncclLib) startRoot() (ncclapi.UniqueID, error) {
 	over := make(chan struct{})
 	var once sync.Once
 	end := func() { once.Do(func() { close(over) }) }
+	timer := time.AfterFunc(rootPatience, end)
 	a := newAcceptor(ln, t, func(conn net.Conn, h *hello) {
-		if h.Join == nil {
+		switch {
+		case h.Join == nil:
 			_ = conn.Close()
-		} else if g.admit(conn, h.Join) {
+		case g.admit(conn, h.Join):
 			end()
+		case g.hasFailed():
+			timer.Reset(failedPatience)
 		}
 	})
-	timer := time.AfterFunc(rootPatience, end)
 	go func() {
 		<-over
 		timer.Stop()

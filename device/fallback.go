@@ -11,10 +11,10 @@ func OrVirtual() (s *System, note string, err error) {
 	if err != nil {
 		return nil, "", err
 	}
-	if c.Note == "" {
+	if c.NoGPU == "" {
 		s, err = Default()
 		return s, "", err
 	}
-	s, err = NewSystem(&SystemConfig{Backend: c.Backend})
-	return s, c.Note, err
+	s, err = NewSystem(&SystemConfig{Backend: c.Backend, VirtualDevices: c.Devices})
+	return s, c.Note(c.Devices), err
 }

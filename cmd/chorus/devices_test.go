@@ -1,6 +1,7 @@
 package main
 
 import (
+	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -9,9 +10,11 @@ import (
 )
 
 func TestFindDevices(t *testing.T) {
-	if len(deviceFiles()) > 0 {
-		t.Skip("this machine has GPUs")
+	noGPU := "no GPU on this machine (no /dev/nvidia*): "
+	if files, _ := filepath.Glob("/dev/nvidia[0-9]*"); len(files) > 0 {
+		noGPU = `no GPU on this machine (CUDA_VISIBLE_DEVICES=""): `
 	}
+	t.Setenv("CUDA_VISIBLE_DEVICES", "") // also where there are GPUs
 	for _, tc := range []struct {
 		name, backend, virtual string
 		procs                  int
@@ -21,7 +24,7 @@ func TestFindDevices(t *testing.T) {
 		{"as many as asked for", "virtual", "", 6, launch.Devices{Count: 6, Backend: "virtual", Env: []string{"CHORUS_VIRTUAL_DEVICES=6"}}},
 		{"as many as said", "virtual", "2", 6, launch.Devices{Count: 2, Backend: "virtual"}},
 		{"fallback", "auto", "", 0, launch.Devices{Count: 4, Backend: "virtual", Env: []string{"CHORUS_BACKEND=virtual"},
-			Note: "no GPU on this machine (no /dev/nvidia*): running on 4 virtual devices in host memory instead; set CHORUS_BACKEND=cuda to insist"}},
+			Note: noGPU + "running on 4 virtual devices in host memory instead; set CHORUS_BACKEND=cuda to insist"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Setenv("CHORUS_BACKEND", tc.backend)
@@ -61,6 +64,9 @@ func TestRunExitCodes(t *testing.T) {
 		{launch.ExitUsage, []string{"walk"}},
 		{0, []string{"--version"}},
 		{0, []string{"run", "--help"}},
+		{0, []string{"info"}},
+		{0, []string{"info", "--json"}},
+		{launch.ExitUsage, []string{"info", "all"}},
 	} {
 		require.Equal(t, tc.want, run(tc.args), "%q", tc.args)
 	}

@@ -19,7 +19,7 @@ func newInfoCommand() *cobra.Command {
 		Long: `Show the devices, the driver, CUDA and NCCL, which library was loaded from
 where, and which devices reach each other's memory directly. Without a GPU it
 shows the virtual devices and says so.`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			sys, note, err := device.OrVirtual()
 			if err != nil {

@@ -67,6 +67,14 @@ func newRootCommand() *cobra.Command {
 	return root
 }
 
+// noArgs refuses arguments.
+func noArgs(cmd *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return usageError(cmd, fmt.Errorf("unknown argument %q", args[0]))
+	}
+	return nil
+}
+
 // usageError marks a mistake in the flags for the exit code.
 func usageError(cmd *cobra.Command, err error) error {
 	return &launch.UsageError{Reason: fmt.Sprintf("%v; see %s --help", err, cmd.CommandPath())}

@@ -22,6 +22,9 @@ const (
 	Virtual = "virtual"
 )
 
+// MaxVirtualDevices is how many virtual devices there may be.
+const MaxVirtualDevices = 64
+
 // A System is one set of devices and the libraries that drive them. Libraries
 // other than the driver are opened on first use.
 type System struct {
@@ -78,8 +81,8 @@ func (c *Config) fillFromEnv() (err error) {
 		if c.Devices, err = env.VirtualDevices.Int(); err != nil {
 			return err
 		}
-		if c.Devices < 1 || c.Devices > 64 {
-			return &env.ValueError{Name: env.VirtualDevices.Name, Value: env.VirtualDevices.Value(), Want: "a number from 1 to 64"}
+		if c.Devices < 1 || c.Devices > MaxVirtualDevices {
+			return &env.ValueError{Name: env.VirtualDevices.Name, Value: env.VirtualDevices.Value(), Want: fmt.Sprintf("a number from 1 to %d", MaxVirtualDevices)}
 		}
 	}
 	if c.Seed == 0 && env.VirtualSeed.Value() != "" {

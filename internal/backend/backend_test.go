@@ -77,25 +77,27 @@ func TestChoose(t *testing.T) {
 	t.Setenv(env.VirtualDevices.Name, "5")
 	c, err := Choose()
 	require.NoError(t, err)
-	require.Equal(t, Choice{Backend: Virtual, Devices: 5}, c)
+	require.Equal(t, &Choice{Backend: Virtual, Devices: 5}, c)
+	require.Empty(t, c.Note(5))
 
 	t.Setenv(env.Backend.Name, Auto)
 	t.Setenv("CUDA_VISIBLE_DEVICES", "") // hides every GPU
 	c, err = Choose()
 	require.NoError(t, err)
 	require.Equal(t, Virtual, c.Backend)
-	require.Contains(t, c.Note, "virtual devices")
-	require.NotContains(t, c.Note, "\n")
+	require.Contains(t, c.Note(5), "running on 5 virtual devices")
+	require.NotContains(t, c.Note(5), "\n")
 
 	t.Setenv(env.Backend.Name, CUDA)
 	_, err = Choose()
 	require.ErrorAs(t, err, new(*NoGPUError))
+	require.ErrorContains(t, err, "CHORUS_BACKEND=cuda insists")
 
 	require.NoError(t, os.Unsetenv("CUDA_VISIBLE_DEVICES"))
-	if n := gpuFiles(); n > 0 {
+	if n := len(deviceFiles()); n > 0 {
 		c, err = Choose()
 		require.NoError(t, err)
-		require.Equal(t, Choice{Backend: CUDA, Devices: n}, c)
+		require.Equal(t, &Choice{Backend: CUDA, Devices: n}, c)
 	}
 	t.Setenv(env.Backend.Name, "gpu")
 	_, err = Choose()
@@ -103,11 +105,12 @@ func TestChoose(t *testing.T) {
 }
 
 // As the driver reads CUDA_VISIBLE_DEVICES.
-func TestVisibleCount(t *testing.T) {
+func TestVisible(t *testing.T) {
 	for list, want := range map[string]int{
 		"": 0, "0": 1, "0,1": 2, "1,0,2": 3, "0,-1,1": 1, "0,9,1": 1, " 0 , 1 ": 2, "-1": 0, "none": 0,
-		"GPU-76eab91e-ac43-6849-85e4-dfab420542ef,MIG-12": 2, "99999999999999999999": 0, "0,": 1,
+		"GPU-76eab91e-ac43-6849-85e4-dfab420542ef,MIG-12": 2, "99999999999999999999": 0, "0,": 1, "0,0,0,0,0": 4,
 	} {
-		require.Equal(t, want, visibleCount(list, 4), "CUDA_VISIBLE_DEVICES=%q", list)
+		t.Setenv("CUDA_VISIBLE_DEVICES", list)
+		require.Equal(t, want, visible(4), "CUDA_VISIBLE_DEVICES=%q", list)
 	}
 }

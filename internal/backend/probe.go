@@ -1,8 +1,10 @@
 package backend
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 
 	"github.com/gochorus/chorus/internal/env"
@@ -13,82 +15,89 @@ import (
 type Choice struct {
 	Backend string
 	Devices int    // how many devices a process here will see
-	Note    string // the line that tells the user of a fallback, or ""
+	NoGPU   string // why virtual devices stand in for GPUs; "" where they do not
+}
+
+// Note is the line that tells the user of a fallback to n virtual devices, or
+// "".
+func (c *Choice) Note(n int) string {
+	if c.NoGPU == "" {
+		return ""
+	}
+	return fmt.Sprintf("no GPU on this machine (%s): running on %d virtual devices in host memory instead; set %s=cuda to insist",
+		c.NoGPU, n, env.Backend.Name)
 }
 
 // Choose decides without starting the driver, so that a launcher that never
-// touches a GPU can ask: it looks for the device files of the kernel driver.
-func Choose() (Choice, error) {
+// touches a GPU can ask: it counts the device files of the kernel driver.
+func Choose() (*Choice, error) {
 	b, err := env.Backend.OneOf(Auto, CUDA, Virtual)
 	if err != nil {
-		return Choice{}, err
+		return nil, err
 	}
-	if b == Virtual {
-		c := Config{}
-		err := c.fillFromEnv()
-		return Choice{Backend: Virtual, Devices: c.Devices}, err
+	files := deviceFiles()
+	gpus := visible(len(files))
+	switch {
+	case b != Virtual && gpus > 0:
+		return &Choice{Backend: CUDA, Devices: gpus}, nil
+	case b == CUDA:
+		return nil, &NoGPUError{Reason: whyNoGPU(files)}
 	}
-	if n := gpuFiles(); n > 0 {
-		return Choice{Backend: CUDA, Devices: n}, nil
-	}
-	if b == CUDA {
-		return Choice{}, &NoGPUError{}
-	}
-	c := Config{}
+	var c Config
 	if err := c.fillFromEnv(); err != nil {
-		return Choice{}, err
+		return nil, err
 	}
-	return Choice{Backend: Virtual, Devices: c.Devices,
-		Note: "no GPU is visible here (no /dev/nvidia0, or CUDA_VISIBLE_DEVICES hides it): using virtual devices in host memory instead; set CHORUS_BACKEND=cuda to insist on a GPU"}, nil
+	choice := &Choice{Backend: Virtual, Devices: c.Devices}
+	if b == Auto {
+		choice.NoGPU = whyNoGPU(files)
+	}
+	return choice, nil
 }
 
 // A NoGPUError says that CUDA was asked for where there is no GPU.
-type NoGPUError struct{}
+type NoGPUError struct{ Reason string }
 
-func (*NoGPUError) Error() string {
-	return "backend: CHORUS_BACKEND=cuda, but no GPU is visible here: there is no /dev/nvidia0, or CUDA_VISIBLE_DEVICES hides it; install the NVIDIA driver, or use CHORUS_BACKEND=virtual"
+func (e *NoGPUError) Error() string {
+	return fmt.Sprintf("no GPU on this machine (%s), and %s=cuda insists on one: install the NVIDIA driver, or use %[2]s=virtual",
+		e.Reason, env.Backend.Name)
 }
 
-// gpuFiles counts the GPUs that CUDA_VISIBLE_DEVICES leaves of /dev/nvidia0,
-// /dev/nvidia1 and so on.
-func gpuFiles() int {
-	files, err := filepath.Glob("/dev/nvidia[0-9]*")
-	if err != nil || len(files) == 0 {
-		return 0
+// deviceFiles are the GPUs' files of the kernel driver.
+func deviceFiles() []string {
+	files, _ := filepath.Glob("/dev/nvidia[0-9]*") // the pattern is well formed
+	return files
+}
+
+func whyNoGPU(files []string) string {
+	if len(files) == 0 {
+		return "no /dev/nvidia*"
 	}
-	visible, set := os.LookupEnv("CUDA_VISIBLE_DEVICES")
+	return fmt.Sprintf("CUDA_VISIBLE_DEVICES=%q", os.Getenv("CUDA_VISIBLE_DEVICES"))
+}
+
+// visible counts which of have GPUs CUDA_VISIBLE_DEVICES leaves, as the driver
+// reads it: the list ends at the first entry that names no device.
+func visible(have int) int {
+	list, set := os.LookupEnv("CUDA_VISIBLE_DEVICES")
 	if !set {
-		return len(files)
+		return have
 	}
-	return visibleCount(visible, len(files))
-}
-
-// visibleCount follows the driver's reading of CUDA_VISIBLE_DEVICES: the list
-// ends at the first entry that names no device.
-func visibleCount(list string, have int) int {
 	n := 0
-	for _, f := range strings.Split(list, ",") {
-		f = strings.TrimSpace(f)
-		if !strings.HasPrefix(f, "GPU-") && !strings.HasPrefix(f, "MIG-") && !ordinalBelow(f, have) {
+	for name := range strings.SplitSeq(list, ",") {
+		if !names(strings.TrimSpace(name), have) {
 			break
 		}
 		n++
 	}
-	return n
+	return min(n, have)
 }
 
-func ordinalBelow(s string, have int) bool {
-	if s == "" {
-		return false
+// names reports whether an entry of CUDA_VISIBLE_DEVICES names a device: an
+// ordinal, or a UUID, which only the driver could look up.
+func names(entry string, have int) bool {
+	if strings.HasPrefix(entry, "GPU-") || strings.HasPrefix(entry, "MIG-") {
+		return true
 	}
-	v := 0
-	for _, c := range s {
-		if c < '0' || c > '9' {
-			return false
-		}
-		if v = v*10 + int(c-'0'); v >= have {
-			return false
-		}
-	}
-	return true
+	i, err := strconv.Atoi(entry)
+	return err == nil && i >= 0 && i < have
 }

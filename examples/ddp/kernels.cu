@@ -14,7 +14,7 @@ extern "C" __global__ void softmax_loss(float* z, const float* b, const int* y, 
     float mine = 0.f;
     for (int r = threadIdx.x; r < rows; r += blockDim.x) {
         float* row = z + r * cols;
-        float top = -INFINITY, total = 0.f;
+        float top = -3.402823466e38f, total = 0.f;
         for (int c = 0; c < cols; c++) { row[c] += b[c]; top = fmaxf(top, row[c]); }
         for (int c = 0; c < cols; c++) total += expf(row[c] - top);
         mine += logf(total) + top - row[y[r]];

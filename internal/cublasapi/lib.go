@@ -22,11 +22,11 @@ const (
 
 // symbols has the exported name of each function; all are required. GemmEx has
 // had its prototype, with cublasComputeType_t, since cuBLAS 11.
-var symbols = [numFns]string{
-	fnCreate:    "cublasCreate_v2",
-	fnDestroy:   "cublasDestroy_v2",
-	fnSetStream: "cublasSetStream_v2",
-	fnGemmEx:    "cublasGemmEx",
+var symbols = [numFns]dl.Func{
+	fnCreate:    {Name: "cublasCreate_v2"},
+	fnDestroy:   {Name: "cublasDestroy_v2"},
+	fnSetStream: {Name: "cublasSetStream_v2"},
+	fnGemmEx:    {Name: "cublasGemmEx"},
 }
 
 const minVersionText = "12.0"
@@ -41,10 +41,7 @@ var spec = &dl.Spec{
 }
 
 // Lib is the loaded cuBLAS. It implements API.
-type Lib struct {
-	fn   [numFns]uintptr
-	path string
-}
+type Lib struct{ dl.Table[fn, Result] }
 
 var _ API = (*Lib)(nil)
 
@@ -62,36 +59,31 @@ var opened = sync.OnceValues(func() (*Lib, error) {
 })
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
-	l := &Lib{path: path}
-	if missing := dl.Resolve(find, symbols[:], l.fn[:]); len(missing) > 0 {
+	t, missing := dl.NewTable[fn](find, path, symbols[:], Success)
+	if len(missing) > 0 {
 		return nil, &dl.VersionError{Library: "cuBLAS", Path: path, Needed: minVersionText, Missing: missing}
 	}
-	return l, nil
+	return &Lib{t}, nil
 }
-
-// Path returns the file that was loaded.
-func (l *Lib) Path() string { return l.path }
-
-func (l *Lib) call(i fn, f *dl.Frame) Result { return Result(f.Do(l.fn[i])) }
 
 // The methods below have no comments of their own: each is the C function of
 // its name.
 
 func (l *Lib) Create() (Handle, Result) {
-	h, r := dl.Get().Out().Do1(l.fn[fnCreate])
-	return Handle(h), Result(r)
+	h, r := l.Call1(fnCreate, dl.Get().Out())
+	return Handle(h), r
 }
 
-func (l *Lib) Destroy(h Handle) Result { return l.call(fnDestroy, dl.Get().In(uintptr(h))) }
+func (l *Lib) Destroy(h Handle) Result { return l.Call(fnDestroy, dl.Get().In(uintptr(h))) }
 
 func (l *Lib) SetStream(h Handle, s cudadrv.Stream) Result {
-	return l.call(fnSetStream, dl.Get().In(uintptr(h), uintptr(s)))
+	return l.Call(fnSetStream, dl.Get().In(uintptr(h), uintptr(s)))
 }
 
 func (l *Lib) GemmEx(h Handle, ta, tb Op, m, n, k int32, alpha unsafe.Pointer,
 	a cudadrv.DevicePtr, at DType, lda int32, b cudadrv.DevicePtr, bt DType, ldb int32,
 	beta unsafe.Pointer, c cudadrv.DevicePtr, ct DType, ldc int32, compute ComputeType, algo int32) Result {
-	return l.call(fnGemmEx, dl.Get().
+	return l.Call(fnGemmEx, dl.Get().
 		In(uintptr(h), uintptr(ta), uintptr(tb), uintptr(m), uintptr(n), uintptr(k)).Ptr(alpha).
 		In(uintptr(a), uintptr(at), uintptr(lda), uintptr(b), uintptr(bt), uintptr(ldb)).Ptr(beta).
 		In(uintptr(c), uintptr(ct), uintptr(ldc), uintptr(compute), uintptr(algo)))

@@ -58,8 +58,8 @@ func TestOpenRefusesOtherLibrary(t *testing.T) {
 
 func TestTables(t *testing.T) {
 	require.Len(t, signatures, len(symbols))
-	for i, name := range symbols {
-		require.Contains(t, signatures, name, "function %d", i)
+	for i, f := range symbols {
+		require.Contains(t, signatures, f.Name, "function %d", i)
 	}
 	for r, name := range names {
 		require.Equal(t, name, r.Error())

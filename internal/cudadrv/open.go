@@ -27,8 +27,7 @@ var spec = &dl.Spec{
 
 // Lib is the installed driver, libcuda.so.1. It implements Driver.
 type Lib struct {
-	fn      [numFns]uintptr
-	path    string
+	dl.Table[fn, Result]
 	version int32
 }
 
@@ -46,15 +45,8 @@ var opened = sync.OnceValues(func() (*Lib, error) {
 })
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
-	l := &Lib{path: path}
-	var missing []string
-	for i, s := range symbols {
-		p, ok := find(s.name)
-		if !ok && !s.optional {
-			missing = append(missing, s.name)
-		}
-		l.fn[i] = p
-	}
+	t, missing := dl.NewTable[fn](find, path, symbols[:], ErrorNotSupported)
+	l := &Lib{Table: t}
 	l.version, _ = l.DriverGetVersion() // 0, so too old, if it fails
 	if l.version < minVersion || len(missing) > 0 {
 		return nil, &dl.VersionError{Library: "CUDA driver", Path: path, Loaded: versionText(l.version), Needed: minVersionText, Missing: missing}
@@ -62,37 +54,5 @@ func newLib(find dl.Resolver, path string) (*Lib, error) {
 	return l, nil
 }
 
-// Path returns the file that was loaded.
-func (l *Lib) Path() string { return l.path }
-
 // versionText writes a version code: 13000 is "13.0".
 func versionText(code int32) string { return fmt.Sprintf("%d.%d", code/1000, code%1000/10) }
-
-// call makes a call without out-parameters.
-func (l *Lib) call(i fn, f *dl.Frame) Result {
-	if l.fn[i] == 0 {
-		f.Put()
-		return ErrorNotSupported
-	}
-	return Result(f.Do(l.fn[i]))
-}
-
-// call1 makes a call with one out-parameter.
-func (l *Lib) call1(i fn, f *dl.Frame) (uint64, Result) {
-	if l.fn[i] == 0 {
-		f.Put()
-		return 0, ErrorNotSupported
-	}
-	v, r := f.Do1(l.fn[i])
-	return v, Result(r)
-}
-
-// call2 makes a call with two out-parameters.
-func (l *Lib) call2(i fn, f *dl.Frame) (uint64, uint64, Result) {
-	if l.fn[i] == 0 {
-		f.Put()
-		return 0, 0, ErrorNotSupported
-	}
-	v, w, r := f.Do2(l.fn[i])
-	return v, w, Result(r)
-}

@@ -189,10 +189,10 @@ func TestCallsDoNotAllocate(t *testing.T) {
 func TestSymbolTable(t *testing.T) {
 	seen := map[string]bool{}
 	for i, s := range symbols {
-		require.NotEmpty(t, s.name, "function %d", i)
-		require.False(t, seen[s.name], s.name)
-		require.Contains(t, signatures, s.name)
-		seen[s.name] = true
+		require.NotEmpty(t, s.Name, "function %d", i)
+		require.False(t, seen[s.Name], s.Name)
+		require.Contains(t, signatures, s.Name)
+		seen[s.Name] = true
 	}
 	require.Len(t, signatures, len(symbols))
 }
@@ -212,7 +212,7 @@ func TestOptionalFunctions(t *testing.T) {
 	rec := dltest.NewRecorder(t, signatures, 0)
 	lib, err := newLib(func(name string) (uintptr, bool) {
 		for _, s := range symbols {
-			if s.name == name && s.optional {
+			if s.Name == name && s.Optional {
 				return 0, false
 			}
 		}
@@ -232,11 +232,8 @@ func BenchmarkLib(b *testing.B) {
 		b.Skip(err)
 	}
 	abs, _ := so.Symbol("abs") // as short as a C function gets
-	lib := &Lib{}
-	for i := range lib.fn {
-		lib.fn[i] = abs
-	}
-	var d Driver = lib
+	t, _ := dl.NewTable[fn](func(string) (uintptr, bool) { return abs, true }, "", symbols[:], ErrorNotSupported)
+	var d Driver = &Lib{Table: t}
 	for name, call := range map[string]func(){
 		"EventRecord":   func() { d.EventRecord(1, 2) },
 		"MemAllocAsync": func() { d.MemAllocAsync(4096, 1) },

@@ -28,19 +28,6 @@ type Library struct {
 // others.
 type Resolver func(name string) (address uintptr, ok bool)
 
-// Resolve looks up the names, all required, writes their addresses to the same
-// places of addresses, and returns the names that the library lacks.
-func Resolve(find Resolver, names []string, addresses []uintptr) (missing []string) {
-	for i, name := range names {
-		p, ok := find(name)
-		if !ok {
-			missing = append(missing, name)
-		}
-		addresses[i] = p
-	}
-	return missing
-}
-
 // Open loads the first library that the Spec's search finds: the path in the
 // environment, the system's loader, the folders, the Python wheels. The error
 // is an *Error. Callers keep what they get and do not open it again.

@@ -8,82 +8,82 @@ import (
 )
 
 func (l *Lib) MemAlloc(bytes uintptr) (cudadrv.DevicePtr, Result) {
-	p, r := l.call1(FuncMemAlloc, dl.Get().Out().In(bytes))
+	p, r := l.Call1(FuncMemAlloc, dl.Get().Out().In(bytes))
 	return cudadrv.DevicePtr(p), r
 }
 
 func (l *Lib) MemFree(p cudadrv.DevicePtr) Result {
-	return l.call(FuncMemFree, dl.Get().In(uintptr(p)))
+	return l.Call(FuncMemFree, dl.Get().In(uintptr(p)))
 }
 
 func (l *Lib) RedOpCreatePreMulSum(scalar unsafe.Pointer, t DType, residence int32, c Comm) (RedOp, Result) {
-	op, r := l.call1(FuncRedOpCreatePreMulSum, dl.Get().Out().Ptr(scalar).In(uintptr(t), uintptr(residence), uintptr(c)))
+	op, r := l.Call1(FuncRedOpCreatePreMulSum, dl.Get().Out().Ptr(scalar).In(uintptr(t), uintptr(residence), uintptr(c)))
 	return RedOp(op), r
 }
 
 func (l *Lib) RedOpDestroy(op RedOp, c Comm) Result {
-	return l.call(FuncRedOpDestroy, dl.Get().In(uintptr(op), uintptr(c)))
+	return l.Call(FuncRedOpDestroy, dl.Get().In(uintptr(op), uintptr(c)))
 }
 
 func (l *Lib) AllReduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncAllReduce, dl.Get().
+	return l.Call(FuncAllReduce, dl.Get().
 		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(c), uintptr(s)))
 }
 
 func (l *Lib) Broadcast(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncBroadcast, dl.Get().
+	return l.Call(FuncBroadcast, dl.Get().
 		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)))
 }
 
 func (l *Lib) Bcast(buf cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncBcast, dl.Get().
+	return l.Call(FuncBcast, dl.Get().
 		In(uintptr(buf), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)))
 }
 
 func (l *Lib) Reduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncReduce, dl.Get().
+	return l.Call(FuncReduce, dl.Get().
 		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(root), uintptr(c), uintptr(s)))
 }
 
 func (l *Lib) AllGather(send, recv cudadrv.DevicePtr, sendCount uintptr, t DType, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncAllGather, dl.Get().
+	return l.Call(FuncAllGather, dl.Get().
 		In(uintptr(send), uintptr(recv), sendCount, uintptr(t), uintptr(c), uintptr(s)))
 }
 
 func (l *Lib) ReduceScatter(send, recv cudadrv.DevicePtr, recvCount uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncReduceScatter, dl.Get().
+	return l.Call(FuncReduceScatter, dl.Get().
 		In(uintptr(send), uintptr(recv), recvCount, uintptr(t), uintptr(op), uintptr(c), uintptr(s)))
 }
 
 func (l *Lib) AlltoAll(send, recv cudadrv.DevicePtr, count uintptr, t DType, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncAlltoAll, dl.Get().
+	return l.Call(FuncAlltoAll, dl.Get().
 		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(c), uintptr(s)))
 }
 
 func (l *Lib) Gather(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncGather, dl.Get().
+	return l.Call(FuncGather, dl.Get().
 		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)))
 }
 
 func (l *Lib) Scatter(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncScatter, dl.Get().
+	return l.Call(FuncScatter, dl.Get().
 		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)))
 }
 
 func (l *Lib) Send(buf cudadrv.DevicePtr, count uintptr, t DType, peer int32, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncSend, dl.Get().
+	return l.Call(FuncSend, dl.Get().
 		In(uintptr(buf), count, uintptr(t), uintptr(peer), uintptr(c), uintptr(s)))
 }
 
 func (l *Lib) Recv(buf cudadrv.DevicePtr, count uintptr, t DType, peer int32, c Comm, s cudadrv.Stream) Result {
-	return l.call(FuncRecv, dl.Get().
+	return l.Call(FuncRecv, dl.Get().
 		In(uintptr(buf), count, uintptr(t), uintptr(peer), uintptr(c), uintptr(s)))
 }
 
-func (l *Lib) GroupStart() Result { return l.call(FuncGroupStart, dl.Get()) }
+func (l *Lib) GroupStart() Result { return l.Call(FuncGroupStart, dl.Get()) }
 
-func (l *Lib) GroupEnd() Result { return l.call(FuncGroupEnd, dl.Get()) }
+func (l *Lib) GroupEnd() Result { return l.Call(FuncGroupEnd, dl.Get()) }
 
 func (l *Lib) GroupSimulateEnd(info *SimInfo) Result {
-	return l.call(FuncGroupSimulateEnd, dl.Get().Ptr(unsafe.Pointer(info)))
+	return l.Call(FuncGroupSimulateEnd, dl.Get().Ptr(unsafe.Pointer(info)))
 }

@@ -13,13 +13,13 @@ var _ API = (*Lib)(nil)
 // its name.
 
 func (l *Lib) GetVersion() (int32, Result) {
-	v, r := l.call1(FuncGetVersion, dl.Get().Out())
+	v, r := l.Call1(FuncGetVersion, dl.Get().Out())
 	return int32(v), r
 }
 
 func (l *Lib) GetUniqueID() (UniqueID, Result) {
 	id := new(UniqueID)
-	r := l.call(FuncGetUniqueID, dl.Get().Ptr(unsafe.Pointer(id)))
+	r := l.Call(FuncGetUniqueID, dl.Get().Ptr(unsafe.Pointer(id)))
 	return *id, r
 }
 
@@ -27,107 +27,107 @@ func (l *Lib) GetErrorString(r Result) string {
 	if r == MissingSymbol {
 		return r.Meaning()
 	}
-	return dl.Get().In(uintptr(r)).DoString(l.fn[FuncGetErrorString])
+	return l.Text(FuncGetErrorString, dl.Get().In(uintptr(r)))
 }
 
 func (l *Lib) GetLastError(c Comm) string {
-	return dl.Get().In(uintptr(c)).DoString(l.fn[FuncGetLastError])
+	return l.Text(FuncGetLastError, dl.Get().In(uintptr(c)))
 }
 
 func (l *Lib) CommInitRank(out *Comm, nranks int32, id UniqueID, rank int32) Result {
-	return l.call(FuncCommInitRank, dl.Get().
+	return l.Call(FuncCommInitRank, dl.Get().
 		Ptr(unsafe.Pointer(out)).In(uintptr(nranks)).Struct128((*[128]byte)(&id)).In(uintptr(rank)))
 }
 
 func (l *Lib) CommInitRankConfig(out *Comm, nranks int32, id UniqueID, rank int32, cfg *Config) Result {
-	return l.call(FuncCommInitRankConfig, dl.Get().
+	return l.Call(FuncCommInitRankConfig, dl.Get().
 		Ptr(unsafe.Pointer(out)).In(uintptr(nranks)).Struct128((*[128]byte)(&id)).In(uintptr(rank)).Ptr(unsafe.Pointer(cfg)))
 }
 
 func (l *Lib) CommInitRankScalable(out *Comm, nranks, rank int32, ids []UniqueID, cfg *Config) Result {
-	return l.call(FuncCommInitRankScalable, dl.Get().
+	return l.Call(FuncCommInitRankScalable, dl.Get().
 		Ptr(unsafe.Pointer(out)).In(uintptr(nranks), uintptr(rank), uintptr(len(ids))).
 		Ptr(unsafe.Pointer(unsafe.SliceData(ids))).Ptr(unsafe.Pointer(cfg)))
 }
 
 func (l *Lib) CommInitAll(out []Comm, devices []int32) Result {
-	return l.call(FuncCommInitAll, dl.Get().
+	return l.Call(FuncCommInitAll, dl.Get().
 		Ptr(unsafe.Pointer(unsafe.SliceData(out))).In(uintptr(len(out))).Ptr(unsafe.Pointer(unsafe.SliceData(devices))))
 }
 
 func (l *Lib) CommSplit(c Comm, color, key int32, out *Comm, cfg *Config) Result {
-	return l.call(FuncCommSplit, dl.Get().
+	return l.Call(FuncCommSplit, dl.Get().
 		In(uintptr(c), uintptr(color), uintptr(key)).Ptr(unsafe.Pointer(out)).Ptr(unsafe.Pointer(cfg)))
 }
 
 func (l *Lib) CommShrink(c Comm, exclude []int32, out *Comm, cfg *Config, flags int32) Result {
-	return l.call(FuncCommShrink, dl.Get().
+	return l.Call(FuncCommShrink, dl.Get().
 		In(uintptr(c)).Ptr(unsafe.Pointer(unsafe.SliceData(exclude))).In(uintptr(len(exclude))).
 		Ptr(unsafe.Pointer(out)).Ptr(unsafe.Pointer(cfg)).In(uintptr(flags)))
 }
 
-func (l *Lib) CommFinalize(c Comm) Result { return l.call(FuncCommFinalize, dl.Get().In(uintptr(c))) }
+func (l *Lib) CommFinalize(c Comm) Result { return l.Call(FuncCommFinalize, dl.Get().In(uintptr(c))) }
 
-func (l *Lib) CommDestroy(c Comm) Result { return l.call(FuncCommDestroy, dl.Get().In(uintptr(c))) }
+func (l *Lib) CommDestroy(c Comm) Result { return l.Call(FuncCommDestroy, dl.Get().In(uintptr(c))) }
 
-func (l *Lib) CommAbort(c Comm) Result { return l.call(FuncCommAbort, dl.Get().In(uintptr(c))) }
+func (l *Lib) CommAbort(c Comm) Result { return l.Call(FuncCommAbort, dl.Get().In(uintptr(c))) }
 
 func (l *Lib) CommGetAsyncError(c Comm) (async Result, r Result) {
-	v, r := l.call1(FuncCommGetAsyncError, dl.Get().In(uintptr(c)).Out())
+	v, r := l.Call1(FuncCommGetAsyncError, dl.Get().In(uintptr(c)).Out())
 	return Result(v), r
 }
 
 func (l *Lib) CommCount(c Comm) (int32, Result) {
-	v, r := l.call1(FuncCommCount, dl.Get().In(uintptr(c)).Out())
+	v, r := l.Call1(FuncCommCount, dl.Get().In(uintptr(c)).Out())
 	return int32(v), r
 }
 
 func (l *Lib) CommCuDevice(c Comm) (int32, Result) {
-	v, r := l.call1(FuncCommCuDevice, dl.Get().In(uintptr(c)).Out())
+	v, r := l.Call1(FuncCommCuDevice, dl.Get().In(uintptr(c)).Out())
 	return int32(v), r
 }
 
 func (l *Lib) CommUserRank(c Comm) (int32, Result) {
-	v, r := l.call1(FuncCommUserRank, dl.Get().In(uintptr(c)).Out())
+	v, r := l.Call1(FuncCommUserRank, dl.Get().In(uintptr(c)).Out())
 	return int32(v), r
 }
 
 func (l *Lib) CommRegister(c Comm, p cudadrv.DevicePtr, bytes uintptr) (RegID, Result) {
-	h, r := l.call1(FuncCommRegister, dl.Get().In(uintptr(c), uintptr(p), bytes).Out())
+	h, r := l.Call1(FuncCommRegister, dl.Get().In(uintptr(c), uintptr(p), bytes).Out())
 	return RegID(h), r
 }
 
 func (l *Lib) CommDeregister(c Comm, h RegID) Result {
-	return l.call(FuncCommDeregister, dl.Get().In(uintptr(c), uintptr(h)))
+	return l.Call(FuncCommDeregister, dl.Get().In(uintptr(c), uintptr(h)))
 }
 
 func (l *Lib) CommWindowRegister(c Comm, p cudadrv.DevicePtr, bytes uintptr, out *Window, flags int32) Result {
-	return l.call(FuncCommWindowRegister, dl.Get().
+	return l.Call(FuncCommWindowRegister, dl.Get().
 		In(uintptr(c), uintptr(p), bytes).Ptr(unsafe.Pointer(out)).In(uintptr(flags)))
 }
 
 func (l *Lib) CommWindowDeregister(c Comm, w Window) Result {
-	return l.call(FuncCommWindowDeregister, dl.Get().In(uintptr(c), uintptr(w)))
+	return l.Call(FuncCommWindowDeregister, dl.Get().In(uintptr(c), uintptr(w)))
 }
 
 func (l *Lib) CommRevoke(c Comm, flags int32) Result {
-	return l.call(FuncCommRevoke, dl.Get().In(uintptr(c), uintptr(flags)))
+	return l.Call(FuncCommRevoke, dl.Get().In(uintptr(c), uintptr(flags)))
 }
 
 func (l *Lib) CommGetUniqueID(c Comm) (UniqueID, Result) {
 	id := new(UniqueID)
-	r := l.call(FuncCommGetUniqueID, dl.Get().In(uintptr(c)).Ptr(unsafe.Pointer(id)))
+	r := l.Call(FuncCommGetUniqueID, dl.Get().In(uintptr(c)).Ptr(unsafe.Pointer(id)))
 	return *id, r
 }
 
 func (l *Lib) CommGrow(c Comm, nranks int32, id *UniqueID, rank int32, out *Comm, cfg *Config) Result {
-	return l.call(FuncCommGrow, dl.Get().
+	return l.Call(FuncCommGrow, dl.Get().
 		In(uintptr(c), uintptr(nranks)).Ptr(unsafe.Pointer(id)).In(uintptr(rank)).
 		Ptr(unsafe.Pointer(out)).Ptr(unsafe.Pointer(cfg)))
 }
 
 func (l *Lib) CommSuspend(c Comm, flags int32) Result {
-	return l.call(FuncCommSuspend, dl.Get().In(uintptr(c), uintptr(flags)))
+	return l.Call(FuncCommSuspend, dl.Get().In(uintptr(c), uintptr(flags)))
 }
 
-func (l *Lib) CommResume(c Comm) Result { return l.call(FuncCommResume, dl.Get().In(uintptr(c))) }
+func (l *Lib) CommResume(c Comm) Result { return l.Call(FuncCommResume, dl.Get().In(uintptr(c))) }

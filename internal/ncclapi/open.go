@@ -25,8 +25,7 @@ var spec = &dl.Spec{
 
 // Lib is the loaded libnccl.so.2. It implements API.
 type Lib struct {
-	fn      [NumFuncs]uintptr
-	path    string
+	dl.Table[Func, Result]
 	version int32
 }
 
@@ -44,15 +43,12 @@ var opened = sync.OnceValues(func() (*Lib, error) {
 })
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
-	l := &Lib{path: path}
-	var missing []string
-	for i, s := range symbols {
-		p, ok := find(s.name)
-		if !ok && s.since <= minVersion {
-			missing = append(missing, s.name)
-		}
-		l.fn[i] = p
+	funcs := make([]dl.Func, NumFuncs)
+	for i, f := range symbols {
+		funcs[i] = dl.Func{Name: f.name, Optional: f.since > minVersion}
 	}
+	t, missing := dl.NewTable[Func](find, path, funcs, MissingSymbol)
+	l := &Lib{Table: t}
 	l.version, _ = l.GetVersion() // 0, so too old, if it fails
 	if l.version < minVersion || len(missing) > 0 {
 		return nil, &dl.VersionError{Library: "NCCL", Path: path, Loaded: VersionText(l.version), Needed: minVersionText, Missing: missing}
@@ -60,14 +56,8 @@ func newLib(find dl.Resolver, path string) (*Lib, error) {
 	return l, nil
 }
 
-// Path returns the file that was loaded.
-func (l *Lib) Path() string { return l.path }
-
 // Version returns the version code of the loaded library.
 func (l *Lib) Version() int32 { return l.version }
-
-// Has reports whether the loaded library has the function.
-func (l *Lib) Has(f Func) bool { return l.fn[f] != 0 }
 
 // VersionText writes a version code: 22803 is "2.28.3".
 func VersionText(code int32) string {
@@ -75,23 +65,4 @@ func VersionText(code int32) string {
 		return fmt.Sprintf("%d.%d.%d", code/1000, code%1000/100, code%100)
 	}
 	return fmt.Sprintf("%d.%d.%d", code/10000, code%10000/100, code%100)
-}
-
-// call makes a call without out-parameters.
-func (l *Lib) call(i Func, f *dl.Frame) Result {
-	if l.fn[i] == 0 {
-		f.Put()
-		return MissingSymbol
-	}
-	return Result(f.Do(l.fn[i]))
-}
-
-// call1 makes a call with one out-parameter.
-func (l *Lib) call1(i Func, f *dl.Frame) (uint64, Result) {
-	if l.fn[i] == 0 {
-		f.Put()
-		return 0, MissingSymbol
-	}
-	v, r := f.Do1(l.fn[i])
-	return v, Result(r)
 }

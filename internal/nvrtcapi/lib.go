@@ -26,17 +26,17 @@ const (
 )
 
 // symbols has the exported name of each function; all are required.
-var symbols = [numFns]string{
-	fnVersion:           "nvrtcVersion",
-	fnCreateProgram:     "nvrtcCreateProgram",
-	fnCompileProgram:    "nvrtcCompileProgram",
-	fnGetCUBINSize:      "nvrtcGetCUBINSize",
-	fnGetCUBIN:          "nvrtcGetCUBIN",
-	fnGetPTXSize:        "nvrtcGetPTXSize",
-	fnGetPTX:            "nvrtcGetPTX",
-	fnGetProgramLogSize: "nvrtcGetProgramLogSize",
-	fnGetProgramLog:     "nvrtcGetProgramLog",
-	fnDestroyProgram:    "nvrtcDestroyProgram",
+var symbols = [numFns]dl.Func{
+	fnVersion:           {Name: "nvrtcVersion"},
+	fnCreateProgram:     {Name: "nvrtcCreateProgram"},
+	fnCompileProgram:    {Name: "nvrtcCompileProgram"},
+	fnGetCUBINSize:      {Name: "nvrtcGetCUBINSize"},
+	fnGetCUBIN:          {Name: "nvrtcGetCUBIN"},
+	fnGetPTXSize:        {Name: "nvrtcGetPTXSize"},
+	fnGetPTX:            {Name: "nvrtcGetPTX"},
+	fnGetProgramLogSize: {Name: "nvrtcGetProgramLogSize"},
+	fnGetProgramLog:     {Name: "nvrtcGetProgramLog"},
+	fnDestroyProgram:    {Name: "nvrtcDestroyProgram"},
 }
 
 const minVersionText = "12.0"
@@ -50,10 +50,7 @@ var spec = &dl.Spec{
 }
 
 // Lib is the loaded NVRTC. It implements API.
-type Lib struct {
-	fn   [numFns]uintptr
-	path string
-}
+type Lib struct{ dl.Table[fn, Result] }
 
 var _ API = (*Lib)(nil)
 
@@ -71,34 +68,29 @@ var opened = sync.OnceValues(func() (*Lib, error) {
 })
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
-	l := &Lib{path: path}
-	if missing := dl.Resolve(find, symbols[:], l.fn[:]); len(missing) > 0 {
+	t, missing := dl.NewTable[fn](find, path, symbols[:], Success)
+	if len(missing) > 0 {
 		return nil, &dl.VersionError{Library: "NVRTC", Path: path, Needed: minVersionText, Missing: missing}
 	}
-	return l, nil
+	return &Lib{t}, nil
 }
-
-// Path returns the file that was loaded.
-func (l *Lib) Path() string { return l.path }
-
-func (l *Lib) call(i fn, f *dl.Frame) Result { return Result(f.Do(l.fn[i])) }
 
 // The methods below have no comments of their own: each is the C function of
 // its name.
 
 func (l *Lib) Version() (major, minor int32, r Result) {
-	v, w, code := dl.Get().Out().Out().Do2(l.fn[fnVersion])
-	return int32(v), int32(w), Result(code)
+	v, w, r := l.Call2(fnVersion, dl.Get().Out().Out())
+	return int32(v), int32(w), r
 }
 
 func (l *Lib) CreateProgram(source, name string) (Program, Result) {
-	p, r := dl.Get().Out().String(source).String(name).In(0, 0, 0).Do1(l.fn[fnCreateProgram]) // no headers
-	return Program(p), Result(r)
+	p, r := l.Call1(fnCreateProgram, dl.Get().Out().String(source).String(name).In(0, 0, 0)) // no headers
+	return Program(p), r
 }
 
 func (l *Lib) CompileProgram(p Program, options []string) Result {
 	f := dl.Get().In(uintptr(p))
-	return l.call(fnCompileProgram, f.Strings(options))
+	return l.Call(fnCompileProgram, f.Strings(options))
 }
 
 func (l *Lib) GetCUBIN(p Program) ([]byte, Result) { return l.get(p, fnGetCUBINSize, fnGetCUBIN) }
@@ -111,16 +103,15 @@ func (l *Lib) GetProgramLog(p Program) (string, Result) {
 }
 
 func (l *Lib) DestroyProgram(p Program) Result {
-	return l.call(fnDestroyProgram, dl.Get().InOut(uint64(p))) // it zeroes the handle
+	return l.Call(fnDestroyProgram, dl.Get().InOut(uint64(p))) // it zeroes the handle
 }
 
 // get fetches a result of a size that C tells.
 func (l *Lib) get(p Program, size, data fn) ([]byte, Result) {
-	n, code := dl.Get().In(uintptr(p)).Out().Do1(l.fn[size])
-	if r := Result(code); r != Success || n == 0 {
+	n, r := l.Call1(size, dl.Get().In(uintptr(p)).Out())
+	if r != Success || n == 0 {
 		return nil, r
 	}
 	b := make([]byte, n)
-	r := l.call(data, dl.Get().In(uintptr(p)).Ptr(unsafe.Pointer(&b[0])))
-	return b, r
+	return b, l.Call(data, dl.Get().In(uintptr(p)).Ptr(unsafe.Pointer(&b[0])))
 }

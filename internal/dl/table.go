@@ -1,0 +1,75 @@
+package dl
+
+// A Func is a C function of a library.
+type Func struct {
+	Name     string
+	Optional bool // the library may lack it
+}
+
+// A Table holds the functions of a loaded library by the numbers N that a
+// package gives them. R is the library's status type.
+type Table[N ~int, R ~int32] struct {
+	fns    []uintptr
+	path   string
+	absent R
+}
+
+// NewTable looks the functions up and returns the names of those that are
+// required and missing. A call of an optional one that is missing returns
+// absent. path is the file of the library.
+func NewTable[N ~int, R ~int32](find Resolver, path string, funcs []Func, absent R) (t Table[N, R], missing []string) {
+	t = Table[N, R]{fns: make([]uintptr, len(funcs)), path: path, absent: absent}
+	for i, f := range funcs {
+		p, ok := find(f.Name)
+		if !ok && !f.Optional {
+			missing = append(missing, f.Name)
+		}
+		t.fns[i] = p
+	}
+	return t, missing
+}
+
+// Path returns the file that was loaded.
+func (t *Table[N, R]) Path() string { return t.path }
+
+// Has reports whether the loaded library has the function.
+func (t *Table[N, R]) Has(n N) bool { return t.fns[n] != 0 }
+
+// Call calls a function without out-parameters and gives the frame back.
+func (t *Table[N, R]) Call(n N, f *Frame) R {
+	if !t.Has(n) {
+		f.Put()
+		return t.absent
+	}
+	return R(f.Do(t.fns[n]))
+}
+
+// Call1 is Call for a function with one out-parameter.
+func (t *Table[N, R]) Call1(n N, f *Frame) (uint64, R) {
+	if !t.Has(n) {
+		f.Put()
+		return 0, t.absent
+	}
+	v, r := f.Do1(t.fns[n])
+	return v, R(r)
+}
+
+// Call2 is Call for a function with two out-parameters.
+func (t *Table[N, R]) Call2(n N, f *Frame) (uint64, uint64, R) {
+	if !t.Has(n) {
+		f.Put()
+		return 0, 0, t.absent
+	}
+	v, w, r := f.Do2(t.fns[n])
+	return v, w, R(r)
+}
+
+// Text calls a function that returns a NUL-terminated string and gives the
+// frame back. A missing function's text is "".
+func (t *Table[N, R]) Text(n N, f *Frame) string {
+	if !t.Has(n) {
+		f.Put()
+		return ""
+	}
+	return f.DoString(t.fns[n])
+}

@@ -1,7 +1,6 @@
 package virtual
 
 import (
-	"errors"
 	"fmt"
 	"net"
 	"sync"
@@ -47,6 +46,8 @@ type comm struct {
 	failure  *failure
 	control  map[int][]*controlConn // of the neighbours
 	left     chan struct{}          // closed when the previous rank is connected
+	counted  chan struct{}          // closed when the ranks before this one are connected
+	joined   chan struct{}          // closed when all ranks are known to be connected
 	out      map[int]*link
 	in       map[int]*link
 	arrivals map[int]chan struct{}
@@ -88,6 +89,7 @@ func (l *ncclLib) newComm(dev *device, t token) (*comm, member, error) {
 	c := &comm{
 		lib: l, dev: dev, token: t,
 		stop: make(chan struct{}), failed: make(chan struct{}), left: make(chan struct{}),
+		counted: make(chan struct{}), joined: make(chan struct{}),
 		control: map[int][]*controlConn{}, out: map[int]*link{}, in: map[int]*link{},
 		arrivals: map[int]chan struct{}{}, meetings: map[string]*meeting{}, departed: map[int]chan struct{}{},
 		redops: map[ncclapi.RedOp]scaledSum{}, regs: map[ncclapi.RegID]bool{}, windows: map[ncclapi.Window]bool{},
@@ -97,41 +99,13 @@ func (l *ncclLib) newComm(dev *device, t token) (*comm, member, error) {
 	return c, member{Address: address, UUID: fmt.Sprintf("%x", dev.uuid), BusID: dev.busID()}, nil
 }
 
-// connect joins the rank to its neighbours once the members are known.
-func (c *comm) connect(v *verdict) error {
-	c.mu.Lock()
-	c.rank, c.n, c.members = v.Rank, len(v.Members), v.Members
-	c.mu.Unlock()
-	if c.n == 1 {
-		return nil
-	}
-	next := (c.rank + 1) % c.n
-	conn, err := greet(c.members[next].Address, &hello{Token: c.token, Use: "control", Rank: c.rank})
-	if err != nil {
-		return err
-	}
-	c.attend(next, conn)
-	select {
-	case <-c.left:
-		return nil
-	case <-c.failed:
-		return errors.New(c.state().Text)
-	case <-time.After(rootPatience):
-		return fmt.Errorf("rank %d did not connect", (c.rank+c.n-1)%c.n)
-	}
-}
-
 // welcome takes a connection from another rank.
 func (c *comm) welcome(conn net.Conn, h *hello) {
 	switch h.Use {
 	case "control":
 		c.attend(h.Rank, conn)
 		c.mu.Lock()
-		select {
-		case <-c.left:
-		default:
-			close(c.left)
-		}
+		closeOnce(c.left)
 		c.mu.Unlock()
 	case "data":
 		c.arrive(h.Rank, conn)
@@ -159,14 +133,14 @@ func (c *comm) host(name string) *meeting {
 }
 
 // attend listens to a neighbour until its connection ends.
-func (c *comm) attend(rank int, conn net.Conn) {
+func (c *comm) attend(rank int, conn net.Conn) *controlConn {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	cc := &controlConn{conn: conn}
 	if c.closing {
 		_ = conn.Close()
-		return
+		return cc
 	}
-	cc := &controlConn{conn: conn}
 	c.control[rank] = append(c.control[rank], cc)
 	c.wg.Add(1)
 	go func() {
@@ -180,30 +154,51 @@ func (c *comm) attend(rank int, conn net.Conn) {
 			c.hear(cc, &n)
 		}
 	}()
+	return cc
 }
 
 // hear takes a notice and passes it on if it is news.
 func (c *comm) hear(from *controlConn, n *notice) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if n.Kind == "failure" {
+	news := n.Joined && closeOnce(c.joined)
+	switch n.Kind {
+	case noticeConnected:
+		closeOnce(c.counted)
+	case noticeJoined:
+		if news {
+			c.tell(n, from)
+		}
+	case noticeFailure:
 		c.failLocked(&n.failure, from)
-	} else if !c.hasLeft(n.Rank) {
-		close(c.departure(n.Rank))
-		c.tell(n, from)
+	case noticeBye:
+		if closeOnce(c.departure(n.Rank)) {
+			c.tell(n, from)
+		}
 	}
 }
 
 // departure is closed when the rank has said bye. c.mu is held.
 func (c *comm) departure(rank int) chan struct{} { return signalFor(c.departed, rank) }
 
-func (c *comm) hasLeft(rank int) bool {
+func (c *comm) hasLeft(rank int) bool { return isClosed(c.departure(rank)) }
+
+func isClosed(ch <-chan struct{}) bool {
 	select {
-	case <-c.departure(rank):
+	case <-ch:
 		return true
 	default:
 		return false
 	}
+}
+
+// closeOnce closes a channel that a lock guards and reports whether it was open.
+func closeOnce(ch chan struct{}) bool {
+	if isClosed(ch) {
+		return false
+	}
+	close(ch)
+	return true
 }
 
 func signalFor(m map[int]chan struct{}, rank int) chan struct{} {
@@ -237,7 +232,7 @@ func (c *comm) failLocked(f *failure, from *controlConn) {
 		return
 	}
 	c.setFailure(f)
-	c.tell(&notice{Kind: "failure", failure: *f}, from)
+	c.tell(&notice{Kind: noticeFailure, failure: *f}, from)
 	// Operations go on waiting for a rank that was lost, as NCCL's kernels do,
 	// until the communicator is aborted. A misuse ends them.
 	if f.Result == ncclapi.InvalidUsage {
@@ -255,6 +250,7 @@ func (c *comm) setFailure(f *failure) {
 
 // tell sends a notice to the neighbours but one. c.mu is held.
 func (c *comm) tell(n *notice, but *controlConn) {
+	n.Joined = isClosed(c.joined)
 	for _, list := range c.control {
 		for _, cc := range list {
 			if cc != but {
@@ -299,9 +295,9 @@ func (c *comm) close(abort bool) {
 	}
 	if abort || c.failure != nil {
 		c.aborted = true
-		c.tell(&notice{Kind: "failure", failure: failure{ncclapi.RemoteError, fmt.Sprintf("rank %d aborted", c.rank)}}, nil)
+		c.tell(&notice{Kind: noticeFailure, failure: failure{ncclapi.RemoteError, fmt.Sprintf("rank %d aborted", c.rank)}}, nil)
 	} else {
-		c.tell(&notice{Kind: "bye", Rank: c.rank}, nil)
+		c.tell(&notice{Kind: noticeBye, Rank: c.rank}, nil)
 	}
 	c.closing = true
 	c.halt()

@@ -154,7 +154,7 @@ func (c *comm) failDevice(why string) {
 		return
 	}
 	c.setFailure(&failure{ncclapi.UnhandledCUDAError, why})
-	c.tell(&notice{Kind: "failure", failure: failure{ncclapi.RemoteError, fmt.Sprintf("rank %d failed: %s", c.rank, why)}}, nil)
+	c.tell(&notice{Kind: noticeFailure, failure: failure{ncclapi.RemoteError, fmt.Sprintf("rank %d failed: %s", c.rank, why)}}, nil)
 }
 
 // touch looks up the output of a work and records its use.

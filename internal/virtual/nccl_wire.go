@@ -56,10 +56,19 @@ type verdict struct {
 
 // A notice tells a neighbour what became of a rank.
 type notice struct {
-	Kind string // bye or failure
-	Rank int    // that said bye
+	Kind   string
+	Rank   int  // that said bye
+	Joined bool // the sender knows that all ranks are connected
 	failure
 }
+
+// The kinds of notices.
+const (
+	noticeConnected = "connected" // the sender and the ranks before it are connected
+	noticeJoined    = "joined"    // all ranks are connected
+	noticeBye       = "bye"
+	noticeFailure   = "failure"
+)
 
 func writeMessage(w io.Writer, v any) error {
 	body, err := json.Marshal(v)

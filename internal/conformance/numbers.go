@@ -2,12 +2,11 @@ package conformance
 
 import (
 	"encoding/binary"
-	"fmt"
 	"math"
-	"testing"
+	"sync"
+	"unsafe"
 
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/stretchr/testify/require"
 )
 
 var dtypes = []ncclapi.DType{
@@ -89,117 +88,36 @@ func putBits(t ncclapi.DType, p []byte, i int, bits uint64) {
 	}
 }
 
-// input is count elements of one rank: floats from 1/4 to 4 of both signs, any
-// integers. Integers that are averaged are small, for a sum beyond the type has
-// no average.
-func input(t ncclapi.DType, op ncclapi.RedOp, count int, seed uint64) []byte {
-	p := pattern(count*int(t.Size()), seed)
-	l, float := layouts[t]
-	for i := range count {
-		bits := bitsAt(t, p, i)
-		switch {
-		case float:
-			e := uint64(l.bias()-2) + bits>>l.mantissa&3
-			sign := bits & (1 << (l.exponent + l.mantissa))
-			putBits(t, p, i, sign|e<<l.mantissa|bits&(1<<l.mantissa-1))
-		case op == ncclapi.Avg:
-			putBits(t, p, i, bits&15)
-		}
-	}
-	return p
-}
+// valuesOf has the number of each bit pattern of a type of 8 or 16 bits; NaN
+// stands for what is not finite.
+var valuesOf = map[ncclapi.DType]func() []float64{}
 
-// checkReduced compares got with the reduction of the ranks' inputs, of which
-// it is the part that begins at element from.
-func checkReduced(t *testing.T, dt ncclapi.DType, op ncclapi.RedOp, got []byte, inputs [][]byte, from int) {
-	t.Helper()
-	count := len(got) / int(dt.Size())
-	l, float := layouts[dt]
-	column := make([]uint64, len(inputs))
-	for i := range count {
-		for r, in := range inputs {
-			column[r] = bitsAt(dt, in, from+i)
-		}
-		bad := ""
-		if float {
-			bad = checkFloat(l, op, bitsAt(dt, got, i), column)
-		} else {
-			bad = checkInteger(dt, op, bitsAt(dt, got, i), column)
-		}
-		if bad != "" {
-			require.Fail(t, "wrong result", "%s %s, element %d of %d, inputs %x: %s",
-				redopNames[op], dtypeNames[dt], i, count, column, bad)
+func init() {
+	for t, l := range layouts {
+		if t.Size() <= 2 {
+			valuesOf[t] = sync.OnceValue(l.values)
 		}
 	}
 }
 
-// checkFloat allows an error of n·eps·Σ|x| for sums and n·eps of the value for
-// products: that of one rounding a step, in any order.
-func checkFloat(l layout, op ncclapi.RedOp, bits uint64, column []uint64) string {
-	n := float64(len(column))
-	sum, size, prod := 0.0, 0.0, 1.0
-	high, low := math.Inf(-1), math.Inf(1)
-	for _, b := range column {
-		x := l.value(b)
-		sum, size, prod = sum+x, size+math.Abs(x), prod*x
-		high, low = max(high, x), min(low, x)
+func (l layout) values() []float64 {
+	v := make([]float64, 1<<(1+l.exponent+l.mantissa))
+	for bits := range v {
+		v[bits] = math.NaN()
+		if l.finite(uint64(bits)) {
+			v[bits] = l.value(uint64(bits))
+		}
 	}
-	var want, bound float64
-	switch op {
-	case ncclapi.Sum:
-		want, bound = sum, n*l.eps()*size
-	case ncclapi.Prod:
-		want, bound = prod, n*l.eps()*math.Abs(prod)+n*l.tiny()*64
-	case ncclapi.Max:
-		want = high
-	case ncclapi.Min:
-		want = low
-	case ncclapi.Avg:
-		want, bound = sum/n, (n+1)*l.eps()*size/n+n*l.tiny()
-	}
-	if !l.finite(bits) {
-		return fmt.Sprintf("got the bits %#x, which are no finite number; want %g", bits, want)
-	}
-	if got := l.value(bits); math.Abs(got-want) > bound {
-		return fmt.Sprintf("got %g, want %g within %g", got, want, bound)
-	}
-	return ""
+	return v
 }
 
-func checkInteger(dt ncclapi.DType, op ncclapi.RedOp, got uint64, column []uint64) string {
-	width := 8 * uint(dt.Size())
-	signed := dt == ncclapi.Int8 || dt == ncclapi.Int32 || dt == ncclapi.Int64
-	// less orders two elements, which for signed ones takes their sign to the
-	// top.
-	less := func(a, b uint64) bool {
-		a, b = a<<(64-width), b<<(64-width)
-		if signed {
-			return int64(a) < int64(b)
-		}
-		return a < b
-	}
-	want := column[0]
-	for _, x := range column[1:] {
-		switch op {
-		case ncclapi.Sum, ncclapi.Avg:
-			want += x
-		case ncclapi.Prod:
-			want *= x
-		case ncclapi.Max:
-			if less(want, x) {
-				want = x
-			}
-		case ncclapi.Min:
-			if less(x, want) {
-				want = x
-			}
-		}
-	}
-	if op == ncclapi.Avg {
-		want /= uint64(len(column))
-	}
-	if want = want << (64 - width) >> (64 - width); got != want {
-		return fmt.Sprintf("got %#x, want %#x", got, want)
-	}
-	return ""
+// unsigned is a type for the bits of elements.
+type unsigned interface {
+	uint8 | uint16 | uint32 | uint64
+}
+
+// as looks at bytes as elements.
+func as[T any](p []byte) []T {
+	var zero T
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(p))), len(p)/int(unsafe.Sizeof(zero)))
 }

@@ -1,7 +1,6 @@
 package conformance
 
 import (
-	"math/rand/v2"
 	"runtime"
 	"testing"
 	"unsafe"
@@ -113,13 +112,5 @@ func (r *rig) download(t *testing.T, dev int, s cudadrv.Stream, p cudadrv.Device
 		})
 		r.sync(t, dev, s)
 	}
-	return v
-}
-
-// pattern is n bytes that depend on the seed.
-func pattern(n int, seed uint64) []byte {
-	v := make([]byte, n)
-	rng := rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8), byte(seed >> 16)})
-	_, _ = rng.Read(v)
 	return v
 }

@@ -1,9 +1,6 @@
 package conformance
 
 import (
-	"encoding/binary"
-	"math/rand/v2"
-
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
@@ -35,38 +32,43 @@ func drawOf(t ncclapi.DType, op ncclapi.RedOp) draw {
 // mostExact is the number of ranks up to which every second element is exact.
 const mostExact = 8
 
-// inputBlock is how many bytes are drawn at a time: any block of any rank's
-// input can be had without those before it.
-const inputBlock = 64 << 10
-
-// A source draws the inputs of all ranks from a seed. A rank can so have what
-// the others sent, without having received it.
+// A source draws the inputs of all ranks from a seed. Any part of them can be
+// had without what is before it, so that a rank has what the others sent
+// without having received it.
 type source struct {
 	seed  uint64
 	t     ncclapi.DType
 	draw  draw
-	block []byte // for part
+	space []byte
 }
 
-// part is bytes lo to hi of a rank's input, at most inputBlock of them. It is
-// good until the next call.
+// word is how many bytes are drawn at a time.
+const word = 8
+
+// part is bytes lo to hi of a rank's input. It is good until the next call.
 func (s *source) part(rank, lo, hi int) []byte {
-	if s.block == nil {
-		s.block = make([]byte, 2*inputBlock)
+	first := lo / (2 * word) * (2 * word) // an even element, for shape
+	n := (hi - first + word - 1) / word * word
+	if cap(s.space) < n || s.space == nil {
+		s.space = make([]byte, n)
 	}
-	first := lo / inputBlock
-	for b := first; b*inputBlock < hi; b++ {
-		s.fill(s.block[(b-first)*inputBlock:][:inputBlock], rank, b)
-	}
-	return s.block[lo-first*inputBlock : hi-first*inputBlock]
+	s.fill(s.space[:n], rank, first)
+	return s.space[lo-first : hi-first]
 }
 
-// fill draws one block or its beginning.
-func (s *source) fill(p []byte, rank, block int) {
-	var key [32]byte
-	binary.LittleEndian.PutUint64(key[0:], s.seed)
-	binary.LittleEndian.PutUint64(key[8:], uint64(rank)<<32|uint64(block))
-	_, _ = rand.NewChaCha8(key).Read(p)
+// fill draws whole words from a byte on.
+func (s *source) fill(p []byte, rank, from int) {
+	// This is SplitMix64, which gives the nth number as fast as the next.
+	const step = 0x9e3779b97f4a7c15
+	state := (s.seed ^ uint64(rank+1)<<48) * 0xd1342543de82ef95
+	state += uint64(from/word) * step
+	words := as[uint64](p)
+	for i := range words {
+		state += step
+		x := (state ^ state>>30) * 0xbf58476d1ce4e5b9
+		x = (x ^ x>>27) * 0x94d049bb133111eb
+		words[i] = x ^ x>>31
+	}
 	switch {
 	case s.draw == drawBytes:
 	case s.t.Size() == 1:
@@ -93,43 +95,38 @@ func shape[T unsigned](p []T, t ncclapi.DType, d draw) {
 		}
 		return
 	}
-	m, bias := uint64(l.mantissa), uint64(l.bias())
-	signBit, fraction := uint64(1)<<(l.exponent+l.mantissa), uint64(1)<<m-1
-	steps := uint64(max(1, l.mantissa-5)) // leaves room for factors of tests, too
-	for i, x := range p {
-		bits := uint64(x)
-		pick, f, e := bits&^signBit>>m, bits&fraction, bias
-		switch even := i%2 == 0; {
-		case even && d == drawTerms:
-			e = bias - 2 + pick%4
-		case even:
-		case d == drawTerms:
-			drop := m - pick%steps
-			e, f = bias+pick%steps, f>>drop<<drop
-		default:
-			e, f = bias-1+pick%3, 0
+	// The random exponent picks which bits of the fraction to keep and the
+	// exponent to put in.
+	var keep, put [2][8]T
+	m, fraction := l.mantissa, uint64(1)<<l.mantissa-1
+	steps := max(1, m-5) // leaves room for factors of tests, too
+	for pick := range 8 {
+		e, kept := [2]int{}, [2]uint64{fraction, 0}
+		if d == drawTerms {
+			e = [2]int{pick%4 - 2, pick % steps}
+			kept[1] = fraction &^ (1<<(m-e[1]) - 1)
+		} else {
+			e = [2]int{0, pick%3 - 1}
 		}
-		p[i] = T(bits&signBit | e<<m | f)
+		for odd := range 2 {
+			keep[odd][pick] = T(1<<(l.exponent+m) | kept[odd])
+			put[odd][pick] = T((l.bias() + e[odd]) << m)
+		}
 	}
-}
-
-// whole is count elements of a rank's input.
-func (s *source) whole(rank, count int) []byte {
-	p := make([]byte, count*int(s.t.Size()))
-	for lo := 0; lo < len(p); lo += inputBlock {
-		s.fill(p[lo:min(lo+inputBlock, len(p))], rank, lo/inputBlock)
+	for i, x := range p {
+		pick := x >> m & 7
+		p[i] = x&keep[i&1][pick] | put[i&1][pick]
 	}
-	return p
 }
 
 // input is count elements to reduce.
 func input(t ncclapi.DType, op ncclapi.RedOp, count int, seed uint64) []byte {
 	s := source{seed: seed, t: t, draw: drawOf(t, op)}
-	return s.whole(0, count)
+	return s.part(0, 0, count*int(t.Size()))
 }
 
 // pattern is n random bytes.
 func pattern(n int, seed uint64) []byte {
 	s := source{seed: seed, t: ncclapi.Uint8}
-	return s.whole(0, n)
+	return s.part(0, 0, n)
 }

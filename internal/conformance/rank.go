@@ -24,12 +24,12 @@ type Rank struct {
 	Me, N   int
 
 	Seed uint64
-	// Counts are numbers of elements for each of a rank's parts, for all types
-	// and reductions. In place of 0, Large is in bytes and for all types and
-	// reductions too, Huge for one type and reduction and for the operations
-	// that move much; each is the size of an operation's longer buffer.
-	Counts      []int
-	Large, Huge int
+	// Counts are numbers of elements for each of a rank's parts. The others are
+	// in bytes of an operation's longer buffer, or 0: Medium is for all types and
+	// reductions, Large for some of them, so that each type and each reduction has a turn, Huge
+	// for one type, in an all-reduce and up to 4 ranks in what else moves much.
+	Counts              []int
+	Medium, Large, Huge int
 
 	src        source
 	ref        reference
@@ -57,17 +57,17 @@ func (r *Rank) Run() (err error) {
 			panic(x)
 		}
 	}()
-	room := max(r.Large, r.Huge, 8*r.N*max(1, maxOf(r.Counts))) + guardBytes
+	room := max(r.Medium, r.Large, r.Huge, 8*r.N*max(1, maxOf(r.Counts))) + guardBytes
 	r.send, r.recv = r.alloc(room), r.alloc(room)
-	for _, t := range dtypes {
-		for _, op := range redops {
-			for i := range operations {
-				r.sizes(&operations[i], t, op)
+	for i, t := range dtypes {
+		for k, op := range redops {
+			for j := range operations {
+				r.sizes(&operations[j], t, op, (i+j+k)%len(redops) == 0)
 			}
 		}
 	}
 	for i := range operations {
-		if o := &operations[i]; r.Huge > 0 && o.huge {
+		if o := &operations[i]; r.Huge > 0 && (i == 0 || o.huge && r.N <= 4) {
 			r.run(o, ncclapi.Float32, ncclapi.Sum, r.Huge/4/o.longest(r.N))
 		}
 	}
@@ -85,15 +85,19 @@ func maxOf(list []int) (most int) {
 
 // sizes runs one operation in all sizes. What reduces nothing runs once for a
 // type.
-func (r *Rank) sizes(o *operation, t ncclapi.DType, op ncclapi.RedOp) {
+func (r *Rank) sizes(o *operation, t ncclapi.DType, op ncclapi.RedOp, large bool) {
 	if !o.reduces && op != ncclapi.Sum || !r.API.Has(o.f) {
 		return
 	}
 	for _, count := range r.Counts {
 		r.run(o, t, op, count)
 	}
-	if r.Large > 0 {
-		r.run(o, t, op, r.Large/int(t.Size())/o.longest(r.N))
+	unit := int(t.Size()) * o.longest(r.N)
+	if r.Medium > 0 {
+		r.run(o, t, op, r.Medium/unit)
+	}
+	if r.Large > 0 && large {
+		r.run(o, t, op, r.Large/unit)
 	}
 }
 
@@ -102,13 +106,13 @@ func (r *Rank) sizes(o *operation, t ncclapi.DType, op ncclapi.RedOp) {
 func (r *Rank) run(o *operation, t ncclapi.DType, op ncclapi.RedOp, count int) {
 	r.cases++
 	c := &issued{Rank: r, t: t, op: op, count: count, root: r.cases % r.N, bytes: count * int(t.Size())}
-	r.src = source{seed: r.Seed + uint64(r.cases), t: t, block: r.src.block}
+	r.src = source{seed: r.Seed + uint64(r.cases), t: t, space: r.src.space}
 	if o.reduces {
 		r.src.draw = drawOf(t, op)
 	}
 	in, out := c.bytes*o.sends(r.N), c.bytes*o.receives(r.N)
-	for lo := 0; lo < in; lo += inputBlock {
-		r.upload(r.send+cudadrv.DevicePtr(lo), r.src.part(r.Me, lo, min(lo+inputBlock, in)))
+	for lo := 0; lo < in; lo += copyBytes {
+		r.upload(r.send+cudadrv.DevicePtr(lo), r.src.part(r.Me, lo, min(lo+copyBytes, in)))
 	}
 	r.cu(func() cudadrv.Result {
 		return r.Driver.MemsetD8Async(r.recv, poisonByte, uintptr(out+guardBytes), r.Stream)
@@ -118,11 +122,8 @@ func (r *Rank) run(o *operation, t ncclapi.DType, op ncclapi.RedOp, count int) {
 		out = 0
 	}
 	bad := ""
-	for lo := 0; lo < out && bad == ""; {
-		// A piece lies within what one rank has sent.
-		hi := min(lo+inputBlock, out, (lo/max(c.bytes, 1)+1)*c.bytes)
-		bad = o.check(c, lo, r.download(r.recv+cudadrv.DevicePtr(lo), hi-lo))
-		lo = hi
+	for lo := 0; lo < out && bad == ""; lo += copyBytes {
+		bad = c.checkPiece(o, lo, r.download(r.recv+cudadrv.DevicePtr(lo), min(copyBytes, out-lo)))
 	}
 	if bad == "" {
 		for _, b := range r.download(r.recv+cudadrv.DevicePtr(out), guardBytes) {
@@ -135,6 +136,26 @@ func (r *Rank) run(o *operation, t ncclapi.DType, op ncclapi.RedOp, count int) {
 		r.wrong = append(r.wrong, fmt.Errorf("rank %d of %d, case %d: %s of %d x %s, %s, root %d (seed %#x): %s",
 			r.Me, r.N, r.cases, strings.TrimPrefix(o.f.Name(), "nccl"), count, dtypeNames[t], redopNames[op], c.root, r.Seed, bad))
 	}
+}
+
+// How much is copied and how much is checked at a time, which is what stays in
+// a core's cache.
+const (
+	copyBytes  = 512 << 10
+	checkBytes = 8 << 10
+)
+
+// checkPiece checks the output from byte lo on, in parts that lie within what
+// one rank has sent.
+func (c *issued) checkPiece(o *operation, lo int, got []byte) string {
+	for len(got) > 0 {
+		n := min(len(got), checkBytes-lo%checkBytes, c.bytes-lo%c.bytes)
+		if bad := o.check(c, lo, got[:n]); bad != "" {
+			return bad
+		}
+		lo, got = lo+n, got[n:]
+	}
+	return ""
 }
 
 // An issued is a case that runs.

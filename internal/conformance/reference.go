@@ -96,15 +96,21 @@ func (r *reference) addIntegers() {
 	if signed(r.t) {
 		flip = 1 << 63
 	}
-	for i, v := range k {
-		switch r.op {
-		case ncclapi.Sum, ncclapi.Avg:
+	switch r.op {
+	case ncclapi.Sum, ncclapi.Avg:
+		for i, v := range k {
 			want[i] += v
-		case ncclapi.Prod:
+		}
+	case ncclapi.Prod:
+		for i, v := range k {
 			want[i] *= v
-		case ncclapi.Max:
+		}
+	case ncclapi.Max:
+		for i, v := range k {
 			want[i] = max(want[i]^flip, v^flip) ^ flip
-		case ncclapi.Min:
+		}
+	case ncclapi.Min:
+		for i, v := range k {
 			want[i] = min(want[i]^flip, v^flip) ^ flip
 		}
 	}
@@ -117,12 +123,13 @@ func (r *reference) check(got []byte, place int) (text string, at int) {
 		return r.checkFloats(got, place)
 	}
 	widen(r.k, r.t, got)
-	for i, want := range r.whole {
+	for i, x := range r.k {
+		want := r.whole[i]
 		if r.op == ncclapi.Avg {
 			want /= uint64(r.n)
 		}
-		if want = wrap(r.t, want); r.k[i] != want {
-			return fmt.Sprintf("got %d, want %d", int64(r.k[i]), int64(want)), i
+		if want = wrap(r.t, want); x != want {
+			return fmt.Sprintf("got %d, want %d", int64(x), int64(want)), i
 		}
 	}
 	return "", 0
@@ -136,20 +143,18 @@ func (r *reference) checkFloats(got []byte, place int) (text string, at int) {
 		return math.Expm1(k*math.Log1p(l.eps()/2)) + math.Expm1(k*math.Log1p(0x1p-53))
 	}
 	exact := r.n <= mostExact && (r.op != ncclapi.Avg || r.n&(r.n-1) == 0)
-	terms, average := growth(n), growth(n+2)
+	scale, mark := 1.0, growth(n)
+	if r.op == ncclapi.Avg {
+		scale, mark = 1/n, growth(n+2)
+	}
 	for i, x := range r.x {
-		want, bound := r.want[i], 0.0
-		switch r.op {
-		case ncclapi.Sum:
-			bound = terms * r.size[i]
-		case ncclapi.Prod:
-			bound = terms * math.Abs(want)
-		case ncclapi.Avg:
-			want /= n
-			bound = average * r.size[i] / n
-		}
-		if exact && (place+i)%2 == 1 {
-			bound = 0
+		want, bound := r.want[i]*scale, 0.0
+		switch {
+		case exact && (place+i)%2 == 1, r.op == ncclapi.Max, r.op == ncclapi.Min:
+		case r.op == ncclapi.Prod:
+			bound = mark * math.Abs(want)
+		default:
+			bound = mark * r.size[i] * scale
 		}
 		if !(math.Abs(x-want) <= bound) { // a NaN is wrong
 			return fmt.Sprintf("got %g, want %g within %g", x, want, bound), i

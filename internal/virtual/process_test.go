@@ -187,9 +187,9 @@ func pickOdd[T any](odd bool, usual, other T) T {
 // childConformance is one rank of conformance's tests over processes.
 func childConformance(c *child) {
 	r := conformance.Rank{Driver: c.drv, API: c.api, Context: c.ctx, Stream: c.s, Comm: c.comm, Me: c.rank, N: c.size,
-		Counts: []int{0, 1, 1001}, Large: 1 << 20, Huge: 64 << 20}
+		Counts: []int{0, 1, 1001}, Medium: 72 << 10, Large: 1 << 20, Huge: 64 << 20}
 	if raceEnabled {
-		r.Large, r.Huge = 1<<17, 1<<20
+		r.Medium, r.Large, r.Huge = 0, 72<<10, 1<<20
 	}
 	var err error
 	if r.Seed, err = strconv.ParseUint(os.Getenv(envSeed), 0, 64); err != nil {

@@ -30,7 +30,8 @@ var layers = [][]string{
 	{"device"},
 	{"internal/testgpu", "stream"},
 	{"memory"},
-	{"tensor", "rng", "kernel", "nccl", "graph", "nvtx"},
+	{"tensor", "kernel", "nccl", "graph", "nvtx"},
+	{"rng"},
 	{"comm", "gds", "internal/launch"},
 	{"cmd/chorus", "examples/*", "internal/archtest"},
 }

@@ -1,0 +1,117 @@
+package rng
+
+import (
+	"fmt"
+	"math"
+	"math/bits"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+func refuse(op, name string, v float64, want string) error {
+	return fmt.Errorf("rng: %s: %s = %v: want %s", op, name, v, want)
+}
+
+func checkUniform(f *format, from, to float64) error {
+	for _, b := range []struct {
+		name string
+		v    float64
+	}{{"from", from}, {"to", to}} {
+		if !(math.Abs(b.v) <= f.most) {
+			return fmt.Errorf("rng: uniform: %s = %v is out of bounds for %s", b.name, b.v, f.dtype)
+		}
+	}
+	if from > to {
+		return fmt.Errorf("rng: uniform: from = %v, to = %v: want from <= to", from, to)
+	}
+	if to-from > f.most {
+		return fmt.Errorf("rng: uniform: from = %v, to = %v: %s cannot hold the difference: want at most %v", from, to, f.dtype, f.most)
+	}
+	return nil
+}
+
+// checkFromTo returns the bounds, moved inwards to numbers that the type has.
+func checkFromTo(f *format, from, to int64) (int64, int64, error) {
+	if from >= to {
+		return 0, 0, fmt.Errorf("rng: random: from = %d, to = %d: want from < to", from, to)
+	}
+	for _, b := range []struct {
+		name string
+		v    int64
+	}{{"from", from}, {"to - 1", to - 1}} {
+		if !f.holds(b.v) {
+			return 0, 0, fmt.Errorf("rng: random: %s = %d is out of bounds for %s", b.name, b.v, f.dtype)
+		}
+	}
+	if f.digits == 0 {
+		return from, to, nil
+	}
+	f0, t0 := f.up(from), f.down(to)
+	if f0 >= t0 {
+		return 0, 0, fmt.Errorf("rng: random: from = %d, to = %d: no number between them that %s has", from, to, f.dtype)
+	}
+	return f0, t0, nil
+}
+
+// up returns from, or a larger number where rounding to the type could give one
+// below from: torch's rule, as torch rounds.
+func (f *format) up(from int64) int64 {
+	next := whole(f.of(from + 1))
+	if next >= from {
+		return from
+	}
+	return next + f.gap(from+1)
+}
+
+// down is up for the other bound.
+func (f *format) down(to int64) int64 {
+	last := whole(f.of(to - 1))
+	if last < to {
+		return to
+	}
+	return last - f.gap(to-1)
+}
+
+// gap returns the distance between numbers of the type near v.
+func (f *format) gap(v int64) int64 {
+	return 1 << max(bits.Len64(magnitude(v))-f.digits, 0)
+}
+
+func magnitude(v int64) uint64 {
+	if v < 0 {
+		return -uint64(v)
+	}
+	return uint64(v)
+}
+
+// whole is a conversion as x86's, which the bounds of torch see: what int64
+// cannot hold is its smallest value.
+func whole(v float64) int64 {
+	if v >= 1<<63 || v < -1<<63 || v != v {
+		return math.MinInt64
+	}
+	return int64(v)
+}
+
+// check returns what a fill needs to know, or why it cannot be.
+func check[T memory.Element](g *Generator, s *stream.Stream, x memory.Slice[T], d dist) (*Generator, error) {
+	if err := s.Check(ops[d], nil); err != nil {
+		return nil, err
+	}
+	if g == nil {
+		g = Default(s.Device())
+	}
+	if g.dev != s.Device() {
+		return nil, fmt.Errorf("%s: the generator is of %s, the stream of %s: use a generator of that device", ops[d], name(g.dev), s.Device())
+	}
+	return g, x.Check(ops[d], s.Device())
+}
+
+func name(dev *device.Device) string {
+	if dev == nil {
+		return "no device"
+	}
+	return dev.String()
+}

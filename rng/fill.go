@@ -1,0 +1,118 @@
+package rng
+
+import (
+	"math"
+
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// Every fill takes its numbers from g, or from the default generator of s's
+// device when g is nil; enqueues on s the work that overwrites x; and returns
+// without waiting. An argument that torch refuses is an error, and then neither
+// the generator nor x has changed. An empty x leaves the generator as it is.
+// Parameters are rounded to T, or to float32 where T is narrower, as in torch.
+
+// Float is an element type of the continuous distributions.
+type Float interface {
+	memory.Float16 | memory.BFloat16 | float32 | float64
+}
+
+// Number is an element type that torch calculates with.
+type Number interface {
+	Float | int8 | uint8 | int16 | int32 | int64
+}
+
+// Uniform fills x with values of [from, to) (torch.Tensor.uniform_). It needs
+// from <= to, and that T can hold both and their difference.
+func Uniform[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], from, to float64) error {
+	f := formatOf[T]()
+	if err := checkUniform(f, from, to); err != nil {
+		return err
+	}
+	from, to = f.round(from), f.round(to)
+	return run(g, s, x, uniform, number(from), number(to), number(f.minus(to, from)))
+}
+
+// Normal fills x with normally distributed values (torch.Tensor.normal_). It
+// needs std >= 0.
+func Normal[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean, std float64) error {
+	if !(std >= 0) {
+		return refuse("normal", "std", std, ">= 0")
+	}
+	return run(g, s, x, normal, number(mean), number(std), 0)
+}
+
+// LogNormal fills x with e to the power of normally distributed values
+// (torch.Tensor.log_normal_). It needs std > 0.
+func LogNormal[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean, std float64) error {
+	if !(std > 0) {
+		return refuse("log-normal", "std", std, "> 0")
+	}
+	return run(g, s, x, logNormal, number(mean), number(std), 0)
+}
+
+// Exponential fills x with exponentially distributed values, whose mean is
+// 1/lambda (torch.Tensor.exponential_). It needs lambda > 0. Values are positive
+// unless they are too small for T.
+func Exponential[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], lambda float64) error {
+	if !(lambda > 0) {
+		return refuse("exponential", "lambda", lambda, "> 0")
+	}
+	// The division is rounded as the kernel would round it.
+	scale := -1 / lambda
+	if !formatOf[T]().wide {
+		scale = float64(-1 / float32(lambda))
+	}
+	return run(g, s, x, exponential, number(scale), 0, 0)
+}
+
+// Bernoulli fills x with 1 or true at the probability p, and 0 or false else
+// (torch.Tensor.bernoulli_ with a number). It needs 0 <= p <= 1.
+func Bernoulli[T Number | bool](g *Generator, s *stream.Stream, x memory.Slice[T], p float64) error {
+	if !(p >= 0 && p <= 1) {
+		return refuse("bernoulli", "p", p, "0 <= p <= 1")
+	}
+	return run(g, s, x, bernoulli, number(p), 0, 0)
+}
+
+// Geometric fills x with the number of trials up to the first success, when each
+// succeeds at the probability p (torch.Tensor.geometric_). It needs 0 < p < 1. A
+// value that T cannot hold is undefined.
+func Geometric[T Number](g *Generator, s *stream.Stream, x memory.Slice[T], p float64) error {
+	if !(p > 0 && p < 1) {
+		return refuse("geometric", "p", p, "0 < p < 1")
+	}
+	return run(g, s, x, geometric, number(p), 0, 0)
+}
+
+// Random fills x with whole numbers from 0 to the largest of an integer type, or
+// to 2^d of a floating-point type whose significand has d bits
+// (torch.Tensor.random_ without bounds).
+func Random[T Number | bool | uint16 | uint32](g *Generator, s *stream.Stream, x memory.Slice[T]) error {
+	return run(g, s, x, random, 0, 0, 0)
+}
+
+// RandomFromTo fills x with whole numbers of [from, to) (torch.Tensor.random_
+// with bounds). It needs from < to, and that T can hold from and to-1. Where a
+// floating-point type has not every whole number, bounds move inwards to those
+// that it has.
+func RandomFromTo[T Number | bool | uint16 | uint32 | uint64](g *Generator, s *stream.Stream, x memory.Slice[T], from, to int64) error {
+	from, to, err := checkFromTo(formatOf[T](), from, to)
+	if err != nil {
+		return err
+	}
+	width := uint64(to) - uint64(from)
+	d := randomNear
+	if width >= wideRange {
+		d = randomFar
+	}
+	return run(g, s, x, d, width, uint64(from), 0)
+}
+
+// wideRange is where torch begins to draw 64 bits for a number, since the rest
+// of 32 bits is no longer nearly uniform.
+const wideRange = 1 << 28
+
+// number passes a floating-point parameter.
+func number(v float64) uint64 { return math.Float64bits(v) }

@@ -1,0 +1,268 @@
+package rng_test
+
+import (
+	"compress/gzip"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/rng"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A recording has calls that PyTorch made in order on one generator for each
+// seed, and what came of them.
+type recording struct {
+	Meta struct {
+		Torch, Device string
+		SM            int `json:"sm"`
+		ThreadsPerSM  int `json:"max_threads_per_sm"`
+	}
+	Public, Cases []sequence
+}
+
+type sequence struct {
+	Seed  uint64
+	Calls []recorded
+}
+
+type recorded struct {
+	Fn     string
+	Args   []json.Number
+	DType  string
+	N      int
+	SHA256 string
+	Head   string `json:"head_hex"`
+	Tail   string `json:"tail_hex"`
+	State  string `json:"state_after_hex"`
+}
+
+func (r *recorded) String() string { return fmt.Sprintf("%s(%v) of %d %s", r.Fn, r.Args, r.N, r.DType) }
+
+func (r *recorded) real(i int) float64 {
+	v, err := r.Args[i].Float64()
+	if err != nil {
+		panic(err)
+	}
+	return v
+}
+
+func (r *recorded) whole(i int) int64 {
+	v, err := r.Args[i].Int64()
+	if err != nil {
+		panic(err)
+	}
+	return v
+}
+
+// What PyTorch recorded is what the fills give: every byte on the model of GPU
+// that it was recorded on; on virtual devices every byte of what is exact, and
+// the recorded values of the rest within the error of the GPU's fast functions.
+func TestRecordings(t *testing.T) {
+	files, err := filepath.Glob("testdata/rng*.json.gz")
+	require.NoError(t, err)
+	require.NotEmpty(t, files)
+	if dir := os.Getenv("CHORUS_FIXTURES"); dir != "" {
+		more, err := filepath.Glob(filepath.Join(dir, "rng*.json.gz"))
+		require.NoError(t, err)
+		files = append(files, more...)
+	}
+	for _, file := range files {
+		t.Run(filepath.Base(file), func(t *testing.T) {
+			rec := load(t, file)
+			testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+				p, err := devs[0].Properties()
+				require.NoError(t, err)
+				if p.Multiprocessors != rec.Meta.SM || p.ThreadsPerMultiproc != rec.Meta.ThreadsPerSM {
+					t.Skipf("recorded on a device with %d multiprocessors of %d threads, this has %d of %d",
+						rec.Meta.SM, rec.Meta.ThreadsPerSM, p.Multiprocessors, p.ThreadsPerMultiproc)
+				}
+				for _, seq := range append(rec.Public, rec.Cases...) {
+					t.Run(fmt.Sprint("seed ", seq.Seed), func(t *testing.T) {
+						t.Parallel()
+						s, g := newStream(t, devs[0]), rng.New(devs[0], seq.Seed)
+						for i := range seq.Calls {
+							if replay(t, g, s, &seq.Calls[i]); t.Failed() {
+								t.Fatalf("that was call %d", i)
+							}
+						}
+					})
+				}
+			})
+		})
+	}
+}
+
+func load(t *testing.T, file string) (rec recording) {
+	f, err := os.Open(file)
+	require.NoError(t, err)
+	defer f.Close()
+	z, err := gzip.NewReader(f)
+	require.NoError(t, err)
+	require.NoError(t, json.NewDecoder(z).Decode(&rec))
+	require.NotEmpty(t, append(rec.Public, rec.Cases...), "no calls in %s", file)
+	return rec
+}
+
+func replay(t *testing.T, g *rng.Generator, s *stream.Stream, r *recorded) {
+	switch r.DType {
+	case "float32":
+		floating[float32](t, g, s, r)
+	case "float64":
+		floating[float64](t, g, s, r)
+	case "float16":
+		floating[memory.Float16](t, g, s, r)
+	case "bfloat16":
+		floating[memory.BFloat16](t, g, s, r)
+	case "int8":
+		number[int8](t, g, s, r)
+	case "uint8":
+		number[uint8](t, g, s, r)
+	case "int16":
+		number[int16](t, g, s, r)
+	case "int32":
+		number[int32](t, g, s, r)
+	case "int64":
+		number[int64](t, g, s, r)
+	case "bool":
+		discrete[bool](t, g, s, r)
+	case "uint16":
+		integer[uint16](t, g, s, r)
+	case "uint32":
+		integer[uint32](t, g, s, r)
+	case "uint64":
+		bounded[uint64](t, g, s, r)
+	default:
+		t.Fatalf("%v: no such dtype", r)
+	}
+}
+
+// floating, number, discrete, integer and bounded replay what their types have.
+func floating[T rng.Float](t *testing.T, g *rng.Generator, s *stream.Stream, r *recorded) {
+	switch r.Fn {
+	case "uniform":
+		compare(t, g, s, r, true, func(x memory.Slice[T]) error { return rng.Uniform(g, s, x, r.real(0), r.real(1)) })
+	case "normal":
+		compare(t, g, s, r, false, func(x memory.Slice[T]) error { return rng.Normal(g, s, x, r.real(0), r.real(1)) })
+	case "log_normal":
+		compare(t, g, s, r, false, func(x memory.Slice[T]) error { return rng.LogNormal(g, s, x, r.real(0), r.real(1)) })
+	case "exponential":
+		compare(t, g, s, r, false, func(x memory.Slice[T]) error { return rng.Exponential(g, s, x, r.real(0)) })
+	default:
+		number[T](t, g, s, r)
+	}
+}
+
+func number[T rng.Number](t *testing.T, g *rng.Generator, s *stream.Stream, r *recorded) {
+	if r.Fn == "geometric" {
+		compare(t, g, s, r, false, func(x memory.Slice[T]) error { return rng.Geometric(g, s, x, r.real(0)) })
+		return
+	}
+	discrete[T](t, g, s, r)
+}
+
+func discrete[T rng.Number | bool](t *testing.T, g *rng.Generator, s *stream.Stream, r *recorded) {
+	if r.Fn == "bernoulli" {
+		compare(t, g, s, r, true, func(x memory.Slice[T]) error { return rng.Bernoulli(g, s, x, r.real(0)) })
+		return
+	}
+	integer[T](t, g, s, r)
+}
+
+func integer[T rng.Number | bool | uint16 | uint32](t *testing.T, g *rng.Generator, s *stream.Stream, r *recorded) {
+	if r.Fn == "random" {
+		compare(t, g, s, r, true, func(x memory.Slice[T]) error { return rng.Random(g, s, x) })
+		return
+	}
+	bounded[T](t, g, s, r)
+}
+
+func bounded[T rng.Number | bool | uint16 | uint32 | uint64](t *testing.T, g *rng.Generator, s *stream.Stream, r *recorded) {
+	if r.Fn != "random_from_to" {
+		t.Fatalf("%v: no such function", r)
+	}
+	compare(t, g, s, r, true, func(x memory.Slice[T]) error { return rng.RandomFromTo(g, s, x, r.whole(0), r.whole(1)) })
+}
+
+// compare checks the bytes and the state after one call.
+func compare[T memory.Element](t *testing.T, g *rng.Generator, s *stream.Stream, r *recorded, exact bool, fill func(memory.Slice[T]) error) {
+	got := fetch(t, s, r.N, fill)
+	require.Equal(t, r.State, state(g), "the state after %v", r)
+	head, tail := decode[T](t, r.Head), decode[T](t, r.Tail)
+	if s.Device().System().Backend() == "cuda" || exact {
+		// Values before digests: they say more.
+		require.Equal(t, head, got[:len(head)], "the first elements of %v", r)
+		require.Equal(t, tail, got[len(got)-len(tail):], "the last elements of %v", r)
+		require.Equal(t, r.SHA256, fmt.Sprintf("%x", sha256.Sum256(bytesOf(got))), "the digest of %v", r)
+		return
+	}
+	for i, want := range slices.Concat(head, tail) {
+		at := i
+		if i >= len(head) {
+			at = len(got) - len(tail) + i - len(head)
+		}
+		if off := difference(got[at], want); off > 1 {
+			t.Errorf("element %d of %v is %v: want %v; %.3g times the bound", at, r, got[at], want, off)
+		}
+	}
+}
+
+func decode[T memory.Element](t *testing.T, text string) []T {
+	b, err := hex.DecodeString(text)
+	require.NoError(t, err)
+	var z T
+	out := make([]T, len(b)/int(unsafe.Sizeof(z)))
+	copy(bytesOf(out), b)
+	return out
+}
+
+// difference returns how far two values are from each other, in units of what is
+// allowed.
+func difference[T memory.Element](a, b T) float64 {
+	switch a := any(a).(type) {
+	case float32:
+		b := any(b).(float32)
+		return math.Abs(float64(a-b)) / (1e-5 * max(1, math.Abs(float64(b))))
+	case float64:
+		b := any(b).(float64)
+		return math.Abs(a-b) / (1e-12 * max(1, math.Abs(b)))
+	case memory.Float16:
+		b := any(b).(memory.Float16)
+		return min(steps(uint16(a), uint16(b)), math.Abs(rng.FromHalf(a)-rng.FromHalf(b))/fastSine)
+	case memory.BFloat16:
+		b := any(b).(memory.BFloat16)
+		return min(steps(uint16(a), uint16(b)), math.Abs(rng.FromBFloat(a)-rng.FromBFloat(b))/fastSine)
+	}
+	if any(a) == any(b) {
+		return 0
+	}
+	return math.Inf(1)
+}
+
+// fastSine is how far normal values may be off however small they are: the CUDA
+// programming guide gives the fast sine an error of 2^-21.41, and the radius is
+// at most sqrt(-2 log(2^-33)).
+const fastSine = 0x1p-21 * 0.753 * 6.77
+
+// steps returns how many values of a 16-bit floating-point type are between two.
+func steps(a, b uint16) float64 { return math.Abs(float64(ordered(a) - ordered(b))) }
+
+// ordered numbers the 16-bit floats in their order.
+func ordered(bits uint16) int {
+	if bits>>15 == 1 {
+		return -int(bits & 0x7fff)
+	}
+	return int(bits)
+}

@@ -1,0 +1,121 @@
+package rng
+
+import (
+	_ "embed"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+)
+
+//go:embed rng.cu
+var source string
+
+// A dist is a distribution.
+type dist int
+
+const (
+	uniform dist = iota
+	normal
+	logNormal
+	exponential
+	bernoulli
+	geometric
+	random
+	randomNear // within bounds, from 32 bits
+	randomFar  // within bounds, from 64 bits
+	dists
+)
+
+// templates has the names in rng.cu, ops those in errors.
+var (
+	templates = [dists]string{"Uniform", "Normal", "LogNormal", "Exponential", "Bernoulli", "Geometric", "Random", "RandomNear", "RandomFar"}
+	ops       = [dists]string{"rng: uniform", "rng: normal", "rng: log-normal", "rng: exponential", "rng: bernoulli", "rng: geometric", "rng: random", "rng: random", "rng: random"}
+)
+
+// unroll returns the number of elements that one draw of four words gives.
+func (d dist) unroll(f *format) int {
+	wide := f.wide
+	switch d {
+	case random:
+		wide = f.wide || f.dtype == memory.Int64
+	case randomNear:
+		wide = false
+	case randomFar:
+		wide = true
+	}
+	if wide {
+		return 2
+	}
+	return 4
+}
+
+// A toolbox is what the fills keep for a device.
+type toolbox struct {
+	kernels [dists][len(formats)]atomic.Pointer[kernel.Kernel]
+
+	mu     sync.Mutex // guards what follows, and compiling
+	policy policy     // set before the first kernel is
+}
+
+type toolboxKey struct{}
+
+func tools(dev *device.Device) *toolbox {
+	return dev.Local(toolboxKey{}, func() any { return new(toolbox) }).(*toolbox)
+}
+
+// modules keeps every compiled module reachable. A kernel belongs to its device
+// for the life of the process, as the device's context does; nobody closes it,
+// and it is no leak.
+var modules struct {
+	mu  sync.Mutex
+	all []*kernel.Module
+}
+
+// kernelOf returns the kernel for a distribution and an element type, which the
+// first call compiles.
+func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel.Kernel, error) {
+	f := formatOf[T]()
+	at := &t.kernels[d][f.dtype]
+	if k := at.Load(); k != nil {
+		return k, nil
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if k := at.Load(); k != nil {
+		return k, nil
+	}
+	if t.policy.blocks == 0 {
+		p, err := dev.Properties()
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", ops[d], err)
+		}
+		t.policy.blocks = uint32(p.Multiprocessors * (p.ThreadsPerMultiproc / block))
+	}
+	m, err := kernel.Compile(dev, &kernel.Source{
+		Name:    "rng.cu",
+		CUDA:    source,
+		Options: []string{"--define-macro=CHORUS_DIST=" + templates[d], "--define-macro=CHORUS_TYPE=" + f.c},
+		Kernels: []kernel.Def{{Name: "fill_kernel", Params: params, Go: standIn[T](d, f)}},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("%s of %s: %w", ops[d], f.dtype, err)
+	}
+	k, err := m.Kernel("fill_kernel")
+	if err != nil {
+		return nil, fmt.Errorf("%s of %s: %w", ops[d], f.dtype, err)
+	}
+	modules.mu.Lock()
+	modules.all = append(modules.all, m)
+	modules.mu.Unlock()
+	at.Store(k)
+	return k, nil
+}
+
+// params are the elements, their number, and five numbers of 64 bits in halves.
+var params = []kernel.Param{kernel.Pointer, kernel.I32,
+	kernel.I32, kernel.I32, kernel.I32, kernel.I32,
+	kernel.I32, kernel.I32, kernel.I32, kernel.I32, kernel.I32, kernel.I32}

@@ -1,0 +1,259 @@
+package rng
+
+import (
+	"math"
+
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+)
+
+// The functions below do in Go what rng.cu does, for virtual devices. Those that
+// run for each element are not watched by the race detector: virtual devices
+// look for races in device memory themselves, and the detector makes a fill six
+// times as slow.
+
+// A call is what a stand-in finds in its parameters.
+type call struct {
+	n            int
+	seed, offset uint64
+	threads      int
+	a, b, c      uint64
+}
+
+func read(c *kernel.Call) call {
+	pair := func(i int) uint64 { return uint64(uint32(c.Int32(i))) | uint64(uint32(c.Int32(i+1)))<<32 }
+	return call{
+		n: int(c.Int32(1)), seed: pair(2), offset: pair(4), a: pair(6), b: pair(8), c: pair(10),
+		threads: int(c.Blocks()[0] * c.Threads()[0]),
+	}
+}
+
+// standIn returns the function that stands in for the kernel of a distribution
+// and an element type.
+func standIn[T memory.Element](d dist, f *format) func(*kernel.Call) {
+	switch {
+	case d == random && d.unroll(f) == 4:
+		return grid(bits32, func(call) func(uint64) T { return randomOf[T](f) })
+	case d == random:
+		return grid(bits64, func(call) func(uint64) T { return randomOf[T](f) })
+	case d == randomNear:
+		return grid(bits32, rangeOf[T])
+	case d == randomFar:
+		return grid(bits64, rangeOf[T])
+	}
+	cast := caster[T]()
+	of := func(c call) func(float64) T {
+		value := real32(d, f, c)
+		if f.wide {
+			value = real64(d, c)
+		}
+		return func(v float64) T { return cast(value(v)) }
+	}
+	gauss := d == normal || d == logNormal
+	switch {
+	case gauss && f.wide:
+		return grid(gauss64, of)
+	case gauss:
+		return grid(gauss32, of)
+	case f.wide:
+		return grid(units64, of)
+	}
+	return grid(units32, of)
+}
+
+// grid returns the function that fills the elements. draw makes values of four
+// words and returns how many; of makes elements of those.
+func grid[T memory.Element, V any](draw func(w [4]uint32, v *[4]V) int, of func(call) func(V) T) func(*kernel.Call) {
+	return func(k *kernel.Call) {
+		c := read(k)
+		rows(c, kernel.Update[T](k, 0, c.n), draw, of(c))
+	}
+}
+
+// rows fills the elements as the threads of rng.cu do, all threads' draws of one
+// time after the other.
+//
+//go:norace
+func rows[T memory.Element, V any](c call, out []T, draw func(w [4]uint32, v *[4]V) int, value func(V) T) {
+	var v [4]V
+	for at, nth := 0, 0; at < c.n; nth++ {
+		count := 0
+		for t := 0; t < c.threads && at+t < c.n; t++ {
+			count = draw(words(c.seed, c.offset, uint32(t), nth), &v)
+			for i := range count {
+				if to := at + t + i*c.threads; to < c.n {
+					out[to] = value(v[i])
+				}
+			}
+		}
+		at += c.threads * count
+	}
+}
+
+//go:norace
+func bits32(w [4]uint32, v *[4]uint64) int {
+	v[0], v[1], v[2], v[3] = uint64(w[0]), uint64(w[1]), uint64(w[2]), uint64(w[3])
+	return 4
+}
+
+//go:norace
+func bits64(w [4]uint32, v *[4]uint64) int {
+	v[0], v[1] = uint64(w[0])<<32|uint64(w[1]), uint64(w[2])<<32|uint64(w[3])
+	return 2
+}
+
+//go:norace
+func units32(w [4]uint32, v *[4]float64) int {
+	for i, x := range w {
+		v[i] = float64(unit32(x))
+	}
+	return 4
+}
+
+//go:norace
+func units64(w [4]uint32, v *[4]float64) int {
+	v[0], v[1] = unit64(w[0], w[1]), unit64(w[2], w[3])
+	return 2
+}
+
+// gauss32 is Box and Muller's method. The GPU's fast sine takes turns, which it
+// gets from the angle by a product that is cut off; with that the stand-in is
+// within the error of the sine's table.
+//
+//go:norace
+func gauss32(w [4]uint32, v *[4]float64) int {
+	for i := 0; i < 4; i += 2 {
+		const turn = float32(0x1.921fb6p-30) // 2 pi / 2^32
+		angle := fma32(float32(w[i+1]), turn, turn/2)
+		radius := math.Sqrt(-2 * math.Log(float64(unit32(w[i]))))
+		turns := cut(float64(angle) * float64(float32(1/(2*math.Pi))))
+		sine, cosine := math.Sincos(2 * math.Pi * turns)
+		v[i], v[i+1] = float64(float32(sine*radius)), float64(float32(cosine*radius))
+	}
+	return 4
+}
+
+// cut rounds a number that is not negative down to float32.
+func cut(v float64) float64 {
+	const rest = 1<<29 - 1 // the bits that float32 lacks
+	return math.Float64frombits(math.Float64bits(v) &^ rest)
+}
+
+//go:norace
+func gauss64(w [4]uint32, v *[4]float64) int {
+	radius := math.Sqrt(-2 * math.Log(unit64(w[0], w[1])))
+	sine, cosine := sincospi(math.FMA(float64(mix(w[2], w[3])), 0x1p-52, 0x1p-53))
+	v[0], v[1] = sine*radius, cosine*radius
+	return 2
+}
+
+// sincospi returns the sine and cosine of x*pi, for x of 0 to 2. It takes whole
+// quarters off first, which is exact.
+func sincospi(x float64) (sine, cosine float64) {
+	quarters := math.Round(2 * x)
+	s, c := math.Sincos((x - quarters/2) * math.Pi)
+	switch int(quarters) & 3 {
+	case 1:
+		return c, -s
+	case 2:
+		return -s, -c
+	case 3:
+		return -c, s
+	}
+	return s, c
+}
+
+// real32 returns a distribution's function for types that torch computes in
+// float32, real64 that for float64.
+func real32(d dist, f *format, c call) func(float64) float64 {
+	a, b, w := float32(math.Float64frombits(c.a)), float32(math.Float64frombits(c.b)), float32(math.Float64frombits(c.c))
+	log := func(v float32) float32 { return float32(math.Log(float64(v))) }
+	switch d {
+	case uniform:
+		return func(u float64) float64 {
+			if v := f.round(float64(fma32(float32(u), w, a))); v != float64(b) {
+				return v
+			}
+			return float64(a)
+		}
+	case normal:
+		return func(z float64) float64 { return float64(fma32(float32(z), b, a)) }
+	case logNormal:
+		return func(z float64) float64 { return math.Exp(float64(fma32(float32(z), b, a))) }
+	case exponential:
+		return func(u float64) float64 {
+			if u >= 1-0x1p-24 {
+				return float64(a * -0x1p-24)
+			}
+			return float64(a * log(float32(u)))
+		}
+	case bernoulli:
+		return func(u float64) float64 { return one(float32(u) < a) }
+	}
+	failure := log(1 - a)
+	return func(u float64) float64 { return math.Ceil(float64(log(float32(u)) / failure)) }
+}
+
+func real64(d dist, c call) func(float64) float64 {
+	a, b, w := math.Float64frombits(c.a), math.Float64frombits(c.b), math.Float64frombits(c.c)
+	switch d {
+	case uniform:
+		return func(u float64) float64 {
+			if v := math.FMA(u, w, a); v != b {
+				return v
+			}
+			return a
+		}
+	case normal:
+		return func(z float64) float64 { return math.FMA(z, b, a) }
+	case logNormal:
+		return func(z float64) float64 { return math.Exp(math.FMA(z, b, a)) }
+	case exponential:
+		return func(u float64) float64 {
+			if u >= 1-0x1p-53 {
+				return a * -0x1p-53
+			}
+			return a * math.Log(u)
+		}
+	case bernoulli:
+		return func(u float64) float64 { return one(u < a) }
+	}
+	failure := math.Log1p(-a)
+	return func(u float64) float64 { return math.Ceil(math.Log(u) / failure) }
+}
+
+func one(yes bool) float64 {
+	if yes {
+		return 1
+	}
+	return 0
+}
+
+func randomOf[T memory.Element](f *format) func(uint64) T {
+	of := counter[T]()
+	if f.digits == 0 {
+		return func(v uint64) T { return of(int64(v & f.top)) }
+	}
+	values := uint64(1)<<f.digits + 1
+	return func(v uint64) T { return of(int64(v % values)) }
+}
+
+func rangeOf[T memory.Element](c call) func(uint64) T {
+	of := counter[T]()
+	return func(v uint64) T { return of(int64(v%c.a + c.b)) }
+}
+
+// fma32 returns a*b+c rounded once. The product is exact in float64; rounding the
+// sum to odd there, instead of to nearest, keeps what the second rounding needs.
+//
+//go:norace
+func fma32(a, b, c float32) float32 {
+	p, q := float64(a)*float64(b), float64(c)
+	s := p + q
+	v := s - p
+	lost := (p - (s - v)) + (q - v)
+	if lost != 0 && math.Float64bits(s)&1 == 0 {
+		s = math.Nextafter(s, math.Copysign(math.Inf(1), lost))
+	}
+	return float32(s)
+}

@@ -1,8 +1,9 @@
 package virtual
 
 // sliceBytes is how much moves at a time: small enough for a core's cache,
-// large enough that the calls of the system do not count.
-const sliceBytes = 256 << 10
+// large enough that the calls of the system and the turns that processes take
+// on a core do not count.
+const sliceBytes = 512 << 10
 
 // A ring is this rank's place in the ring of all ranks.
 type ring struct {

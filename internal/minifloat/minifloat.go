@@ -11,8 +11,8 @@
 package minifloat
 
 import (
-	"encoding/binary"
 	"math"
+	"unsafe"
 )
 
 // A Format is one of the formats of this package. Its methods may be called
@@ -129,7 +129,7 @@ func (f *Format) round(bits, overflow uint32) uint32 {
 }
 
 // DecodeBytes decodes src, numbers as they lie in memory, to as many elements
-// of dst.
+// of dst. Those of 16 bits begin at an even address.
 func (f *Format) DecodeBytes(dst []float32, src []byte) {
 	switch dst = dst[:len(src)/f.bytes]; {
 	case f.table != nil:
@@ -137,8 +137,8 @@ func (f *Format) DecodeBytes(dst []float32, src []byte) {
 			dst[i] = f.table[q]
 		}
 	case f == BFloat16:
-		for i := range dst {
-			dst[i] = math.Float32frombits(uint32(binary.LittleEndian.Uint16(src[2*i:])) << 16)
+		for i, q := range words(src)[:len(dst)] {
+			dst[i] = math.Float32frombits(uint32(q) << 16)
 		}
 	default:
 		decodeHalfs(dst, src)
@@ -161,22 +161,30 @@ func (f *Format) EncodeBytes(dst []byte, src []float32) {
 func (f *Format) EncodeBytesSaturated(dst []byte, src []float32) { f.encodeBytes(dst, src, f.largest) }
 
 func (f *Format) encodeBytes(dst []byte, src []float32, overflow uint32) {
-	for i, x := range src {
-		if q := f.encode(x, overflow); f.bytes == 1 {
-			dst[i] = byte(q)
-		} else {
-			binary.LittleEndian.PutUint16(dst[2*i:], q)
+	if f.bytes == 1 {
+		for i, x := range src {
+			dst[i] = byte(f.encode(x, overflow))
 		}
+		return
 	}
+	out := words(dst)[:len(src)]
+	for i, x := range src {
+		out[i] = f.encode(x, overflow)
+	}
+}
+
+// words looks at bytes as numbers of 16 bits.
+func words(p []byte) []uint16 {
+	return unsafe.Slice((*uint16)(unsafe.Pointer(unsafe.SliceData(p))), len(p)/2)
 }
 
 // Moving a half's bits to their places in a float32 leaves the exponent too
 // small by the difference of the biases, for subnormal halfs too.
 func decodeHalfs(dst []float32, src []byte) {
-	for i := range dst {
-		h := uint32(binary.LittleEndian.Uint16(src[2*i:]))
+	for i, q := range words(src)[:len(dst)] {
+		h := uint32(q)
 		if h&0x7c00 == 0x7c00 {
-			dst[i] = Float16.Decode(uint16(h))
+			dst[i] = Float16.Decode(q)
 			continue
 		}
 		x := math.Float32frombits(h&0x7fff<<13) * 0x1p112
@@ -189,24 +197,26 @@ func encodeHalfs(dst []byte, src []float32) {
 		smallest = 0x38800000 // the smallest normal half, as a float32
 		beyond   = 0x477ff000 // rounds to infinity
 	)
+	out := words(dst)[:len(src)]
 	for i, x := range src {
 		bits := math.Float32bits(x)
 		sign, size := bits>>16&0x8000, bits&^(1<<31)
 		if size >= smallest && size < beyond {
-			binary.LittleEndian.PutUint16(dst[2*i:], uint16(sign|(size-(127-15)<<23+0xfff+size>>13&1)>>13))
+			out[i] = uint16(sign | (size-(127-15)<<23+0xfff+size>>13&1)>>13)
 			continue
 		}
-		binary.LittleEndian.PutUint16(dst[2*i:], Float16.Encode(x))
+		out[i] = Float16.Encode(x)
 	}
 }
 
 func encodeBFloats(dst []byte, src []float32) {
+	out := words(dst)[:len(src)]
 	for i, x := range src {
 		bits := math.Float32bits(x)
-		q := (bits + 0x7fff + bits>>16&1) >> 16
 		if x != x {
-			q = bits>>16 | 0x7fff
+			out[i] = uint16(bits>>16 | 0x7fff)
+			continue
 		}
-		binary.LittleEndian.PutUint16(dst[2*i:], uint16(q))
+		out[i] = uint16((bits + 0x7fff + bits>>16&1) >> 16)
 	}
 }

@@ -36,7 +36,7 @@ func NewConfig(version int32) *Config {
 // library does not notice a struct that is newer than itself and cuts it off,
 // so the stamp is that of the library and never of a header.
 func (c *Config) Stamp(version int32) {
-	c.Magic, c.Version = configMagic, uint32(min(version, newestKnown))
+	c.Magic, c.Version = ConfigMagic, uint32(min(version, newestKnown))
 	for _, s := range configSizes {
 		if version >= s.since {
 			c.Size = s.size

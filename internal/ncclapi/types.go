@@ -65,10 +65,10 @@ const (
 // Undefined is NCCL_CONFIG_UNDEF_INT: the library chooses.
 const Undefined = math.MinInt32
 
-const (
-	configMagic  = 0xcafebeef
-	simInfoMagic = 0x74685283
-)
+// ConfigMagic is the Magic of a Config that Stamp has filled in.
+const ConfigMagic = 0xcafebeef
+
+const simInfoMagic = 0x74685283
 
 // Config is ncclConfig_t in its newest known layout. The layout only ever
 // grows; Stamp sets how much of it the loaded library is told about.

@@ -70,10 +70,9 @@ func (l *ncclLib) checkInit(f ncclapi.Func, out *ncclapi.Comm, nranks, rank int3
 // checkConfig refuses what NCCL would refuse, and communicators that do not
 // block, which there are none of.
 func (l *ncclLib) checkConfig(f ncclapi.Func, cfg *ncclapi.Config) ncclapi.Result {
-	const magic = 0xcafebeef
 	switch {
 	case cfg == nil:
-	case cfg.Magic != magic:
+	case cfg.Magic != ncclapi.ConfigMagic:
 		return l.refuse(ncclapi.InvalidArgument, "%s: the configuration is not initialised", f.Name())
 	case cfg.Blocking == 0:
 		return l.refuse(ncclapi.InvalidUsage, "%s: virtual communicators are blocking ones", f.Name())

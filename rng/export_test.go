@@ -1,5 +1,12 @@
 package rng
 
+import "github.com/gochorus/chorus/memory"
+
+type float16 = memory.Float16
+
+func memoryHalf(bits uint16) memory.Float16    { return memory.Float16(bits) }
+func memoryBFloat(bits uint16) memory.BFloat16 { return memory.BFloat16(bits) }
+
 // For the tests beside the package.
 var (
 	FromHalf   = fromHalf

@@ -31,15 +31,23 @@ func read(c *kernel.Call) call {
 // standIn returns the function that stands in for the kernel of a distribution
 // and an element type.
 func standIn[T memory.Element](d dist, f *format) func(*kernel.Call) {
+	fill := onHost[T](d, f)
+	return func(k *kernel.Call) {
+		c := read(k)
+		fill(c, kernel.Update[T](k, 0, c.n))
+	}
+}
+
+func onHost[T memory.Element](d dist, f *format) func(call, []T) {
 	switch {
 	case d == random && d.unroll(f) == 4:
-		return grid(bits32, func(call) func(uint64) T { return randomOf[T](f) })
+		return compose(bits32, func(call) func(uint64) T { return randomOf[T](f) })
 	case d == random:
-		return grid(bits64, func(call) func(uint64) T { return randomOf[T](f) })
+		return compose(bits64, func(call) func(uint64) T { return randomOf[T](f) })
 	case d == randomNear:
-		return grid(bits32, rangeOf[T])
+		return compose(bits32, rangeOf[T])
 	case d == randomFar:
-		return grid(bits64, rangeOf[T])
+		return compose(bits64, rangeOf[T])
 	}
 	cast := caster[T]()
 	of := func(c call) func(float64) T {
@@ -52,22 +60,19 @@ func standIn[T memory.Element](d dist, f *format) func(*kernel.Call) {
 	gauss := d == normal || d == logNormal
 	switch {
 	case gauss && f.wide:
-		return grid(gauss64, of)
+		return compose(gauss64, of)
 	case gauss:
-		return grid(gauss32, of)
+		return compose(gauss32, of)
 	case f.wide:
-		return grid(units64, of)
+		return compose(units64, of)
 	}
-	return grid(units32, of)
+	return compose(units32, of)
 }
 
-// grid returns the function that fills the elements. draw makes values of four
-// words and returns how many; of makes elements of those.
-func grid[T memory.Element, V any](draw func(w [4]uint32, v *[4]V) int, of func(call) func(V) T) func(*kernel.Call) {
-	return func(k *kernel.Call) {
-		c := read(k)
-		rows(c, kernel.Update[T](k, 0, c.n), draw, of(c))
-	}
+// compose returns the function that fills the elements. draw makes values of
+// four words and returns how many; of makes elements of those.
+func compose[T memory.Element, V any](draw func(w [4]uint32, v *[4]V) int, of func(call) func(V) T) func(call, []T) {
+	return func(c call, out []T) { rows(c, out, draw, of(c)) }
 }
 
 // rows fills the elements as the threads of rng.cu do, all threads' draws of one

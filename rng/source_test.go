@@ -1,0 +1,179 @@
+package rng
+
+import (
+	"bytes"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/memory"
+)
+
+// A trial is one fill that both rng.cu, compiled for the host, and the Go
+// functions carry out.
+type trial struct {
+	d    dist
+	f    *format
+	c    call
+	fill func(call) []byte // in Go
+}
+
+func newTrial[T memory.Element](d dist, a, b, c uint64) *trial {
+	f := formatOf[T]()
+	return &trial{d: d, f: f, c: call{a: a, b: b, c: c},
+		fill: func(c call) []byte {
+			var z T
+			out := make([]T, c.n+1)
+			raw := unsafe.Slice((*byte)(unsafe.Pointer(&out[0])), len(out)*int(unsafe.Sizeof(z)))
+			for i := range raw {
+				raw[i] = 0xa5
+			}
+			onHost[T](d, f)(c, out[:c.n])
+			return raw
+		},
+	}
+}
+
+func floats(ts []*trial, d dist, a, b, c float64) []*trial {
+	x, y, z := number(a), number(b), number(c)
+	return append(ts, newTrial[memory.Float16](d, x, y, z), newTrial[memory.BFloat16](d, x, y, z),
+		newTrial[float32](d, x, y, z), newTrial[float64](d, x, y, z))
+}
+
+func numbers(ts []*trial, d dist, a float64) []*trial {
+	x := number(a)
+	return append(floats(ts, d, a, 0, 0), newTrial[int8](d, x, 0, 0), newTrial[uint8](d, x, 0, 0),
+		newTrial[int16](d, x, 0, 0), newTrial[int32](d, x, 0, 0), newTrial[int64](d, x, 0, 0))
+}
+
+func wholes(ts []*trial, d dist, width uint64, base int64) []*trial {
+	x, y := width, uint64(base)
+	return append(ts, newTrial[memory.Float16](d, x, y, 0), newTrial[memory.BFloat16](d, x, y, 0),
+		newTrial[float32](d, x, y, 0), newTrial[float64](d, x, y, 0), newTrial[int8](d, x, y, 0),
+		newTrial[uint8](d, x, y, 0), newTrial[int16](d, x, y, 0), newTrial[int32](d, x, y, 0), newTrial[int64](d, x, y, 0),
+		newTrial[bool](d, x, y, 0), newTrial[uint16](d, x, y, 0), newTrial[uint32](d, x, y, 0))
+}
+
+func trials() []*trial {
+	var ts []*trial
+	ts = floats(ts, uniform, 0, 1, 1)
+	ts = floats(ts, uniform, -2, 3, 5)
+	ts = floats(ts, uniform, 1000, 1001, 1) // many of float16 and bfloat16 round to the upper bound
+	ts = floats(ts, normal, 0, 1, 0)
+	ts = floats(ts, normal, -3.25, 0.5, 0)
+	ts = floats(ts, logNormal, 0.5, 0.25, 0)
+	ts = floats(ts, exponential, -1/1.5, 0, 0)
+	ts = append(numbers(ts, bernoulli, 0.3), newTrial[bool](bernoulli, number(0.3), 0, 0))
+	ts = numbers(ts, geometric, 0.25)
+	ts = wholes(ts, random, 0, 0)
+	ts = wholes(ts, randomNear, 95, 5)
+	ts = wholes(ts, randomNear, 1<<27+3, -1000)
+	ts = wholes(ts, randomFar, 1<<40, 0)
+	ts = wholes(ts, randomFar, math.MaxUint64, math.MinInt64)
+	return append(ts, newTrial[uint64](randomNear, 95, 5, 0), newTrial[uint64](randomFar, 1<<62+1, 12, 0))
+}
+
+// rng.cu, compiled as C++, and the Go functions give the same bytes where the
+// result is exact, and else the same within the bounds that hold for recordings.
+func TestSourceAgreesWithGo(t *testing.T) {
+	t.Parallel()
+	cxx, err := exec.LookPath("g++")
+	if err != nil {
+		t.Skip("needs a C++ compiler, g++: ", err)
+	}
+	bin := filepath.Join(t.TempDir(), "host")
+	// Go has no contraction on amd64 and writes it out where rng.cu has it.
+	out, err := exec.Command(cxx, "-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
+		"-Wno-unused-function", "-o", bin, "testdata/host.cc").CombinedOutput()
+	if bytes.Contains(out, []byte("has no _Float16")) {
+		t.Skip("needs a C++ compiler with _Float16")
+	}
+	require.NoError(t, err, "%s", out)
+	require.Empty(t, string(out), "warnings")
+
+	random := rand.New(rand.NewPCG(1, 2))
+	var in strings.Builder
+	var all []*trial
+	for _, shape := range []struct{ n, blocks int }{{1, 1}, {257, 2}, {5003, 2}} {
+		for _, tr := range trials() {
+			tr.c.n, tr.c.threads = shape.n, shape.blocks*block
+			tr.c.seed, tr.c.offset = random.Uint64(), random.Uint64()>>random.IntN(60)&^3
+			fmt.Fprintf(&in, "%s %s %d %d %x %x %x %x %x\n", templates[tr.d], cName(tr.f), shape.n, shape.blocks,
+				tr.c.seed, tr.c.offset, tr.c.a, tr.c.b, tr.c.c)
+			all = append(all, tr)
+		}
+	}
+	cmd := exec.Command(bin)
+	cmd.Stdin = strings.NewReader(in.String())
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	got, err := cmd.Output()
+	require.NoError(t, err, "%s", &stderr)
+	for _, tr := range all {
+		want := tr.fill(tr.c)
+		require.GreaterOrEqual(t, len(got), len(want))
+		compareTrial(t, tr, got[:len(want)], want)
+		got = got[len(want):]
+		if t.Failed() {
+			return
+		}
+	}
+	require.Empty(t, got)
+}
+
+// cName returns the type's name without a space, as host.cc reads it.
+func cName(f *format) string {
+	name := f.c
+	for _, r := range [][2]string{{"unsigned ", "u"}, {"signed ", "s"}, {"long long", "llong"}} {
+		name = strings.ReplaceAll(name, r[0], r[1])
+	}
+	return name
+}
+
+func compareTrial(t *testing.T, tr *trial, got, want []byte) {
+	t.Helper()
+	if bytes.Equal(got, want) {
+		return
+	}
+	size := tr.f.dtype.Size()
+	exact := tr.d != normal && tr.d != logNormal && tr.d != exponential
+	for i := 0; i < len(want); i += size {
+		a, b := value(tr.f, got[i:]), value(tr.f, want[i:])
+		bound := math.Abs(b) * math.Ldexp(1, 1-tr.f.digits) // a unit in the last place
+		switch {
+		case exact:
+			bound = 0
+		case tr.f.wide:
+			bound = 1e-12 * max(1, math.Abs(b))
+		default:
+			bound = max(bound, 1e-5*max(1, math.Abs(b)))
+		}
+		if !(math.Abs(a-b) <= bound) || exact && !bytes.Equal(got[i:i+size], want[i:i+size]) {
+			t.Errorf("%s of %s, %+v: element %d is %v (% x) in C++ and %v (% x) in Go",
+				templates[tr.d], tr.f.dtype, tr.c, i/size, a, got[i:i+size], b, want[i:i+size])
+			return
+		}
+	}
+}
+
+// value reads a floating-point element, or 0 of another type.
+func value(f *format, b []byte) float64 {
+	switch f.dtype {
+	case memory.Float16T:
+		return fromHalf(*(*memory.Float16)(unsafe.Pointer(&b[0])))
+	case memory.BFloat16T:
+		return fromBFloat(*(*memory.BFloat16)(unsafe.Pointer(&b[0])))
+	case memory.Float32:
+		return float64(*(*float32)(unsafe.Pointer(&b[0])))
+	case memory.Float64:
+		return *(*float64)(unsafe.Pointer(&b[0]))
+	}
+	return 0
+}

@@ -125,6 +125,8 @@ func counter[T memory.Element]() func(int64) T {
 }
 
 // toHalf rounds to the nearest float16, ties to even.
+//
+//go:norace
 func toHalf(x float32) memory.Float16 {
 	b := math.Float32bits(x)
 	sign, e, m := uint16(b>>16&0x8000), int(b>>23&0xff), b&0x7fffff
@@ -170,6 +172,8 @@ func fromHalf(h memory.Float16) float64 {
 }
 
 // toBFloat rounds to the nearest bfloat16, ties to even.
+//
+//go:norace
 func toBFloat(x float32) memory.BFloat16 {
 	if x != x {
 		return 0x7fff

@@ -3,5 +3,6 @@
 // devices do; what the virtual devices refuse beyond that is tested with them.
 //
 // Each test poisons its outputs, looks at each element, and compares with a
-// reference computed here in float64 or in integers.
+// reference computed here in float64 or in integers. NCCL has its ranks in one
+// process; with Rank each has its own.
 package conformance

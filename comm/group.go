@@ -87,8 +87,9 @@ func (g *Group) Err() error {
 
 // Wait waits until everything that is enqueued on the group's streams has
 // completed. It ends early when a rank fails or is lost, and breaks the group
-// then. When ctx ends it returns the cause, names the ranks that are not done,
-// and leaves the operations running: Close ends them.
+// then. When ctx ends it returns the cause, names the first local rank that is
+// not done, and leaves the operations running: Close ends them. A rank that is
+// alive but never issues the operation is waited for as long as ctx allows.
 func (g *Group) Wait(ctx context.Context) error {
 	if err := g.check("wait"); err != nil {
 		return err

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"time"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/nccl"
@@ -100,13 +101,35 @@ func agree(ctx context.Context, r Rendezvous, dev *device.Device) (nccl.UniqueID
 	if err := put(ctx, r, prefix+"verdict", v); err != nil {
 		return nccl.UniqueID{}, err
 	}
+	if v.Refused != "" {
+		awaitReaders(ctx, r, prefix)
+	}
 	return v.result()
+}
+
+// readTime bounds how long rank 0 waits until a refusal has been read.
+const readTime = 5 * time.Second
+
+// awaitReaders returns when every rank has read the refusal. Rank 0 may hold the
+// store, and is about to give up: the others would only learn that it is gone.
+func awaitReaders(ctx context.Context, r Rendezvous, prefix string) {
+	ctx, cancel := context.WithTimeout(ctx, readTime)
+	defer cancel()
+	for i := 1; i < r.Size(); i++ {
+		if _, err := r.Get(ctx, fmt.Sprint(prefix, "read/", i)); err != nil {
+			return
+		}
+	}
 }
 
 func await(ctx context.Context, r Rendezvous, prefix string) (nccl.UniqueID, error) {
 	var v verdict
 	if err := get(ctx, r, prefix+"verdict", &v); err != nil {
 		return nccl.UniqueID{}, fmt.Errorf("wait for rank 0: %w", err)
+	}
+	if v.Refused != "" {
+		// The refusal is what to report, whatever becomes of the receipt.
+		_ = r.Set(ctx, fmt.Sprint(prefix, "read/", r.Rank()), []byte("read"))
 	}
 	return v.result()
 }

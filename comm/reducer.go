@@ -139,6 +139,9 @@ func (r *Reducer[T]) Ready(s *stream.Stream, i int) error {
 	if i < 0 || i >= len(r.of) {
 		return fmt.Errorf("%s: gradient %d of %d does not exist", op, i, len(r.of))
 	}
+	if err := r.g.check("gradient ready"); err != nil {
+		return err
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.seen[local][i] {
@@ -158,6 +161,9 @@ func (r *Reducer[T]) collect(local int, s *stream.Stream, i int) error {
 	if !l.inPlace {
 		// The result of the step before must have left the flat buffer.
 		if err := s.Wait(l.reduced); err != nil {
+			return err
+		}
+		if err := l.flat.RecordStream(s); err != nil {
 			return err
 		}
 		at := b.at[i-b.first]
@@ -254,11 +260,16 @@ func (r *Reducer[T]) Finish(streams ...*stream.Stream) error {
 		return err
 	}
 	last := &r.buckets[len(r.buckets)-1] // the group's stream reduces in order
+	waiting := make([]bool, len(streams))
 	for _, s := range streams {
 		local, err := r.local(op, s)
 		if err != nil {
 			return err
 		}
+		if waiting[local] {
+			return fmt.Errorf("%s: two streams of %s: want one for each local rank: %w", op, s.Device(), ErrMismatch)
+		}
+		waiting[local] = true
 		if err := s.Wait(last.locals[local].reduced); err != nil {
 			return err
 		}

@@ -16,5 +16,5 @@ func OrVirtual() (s *System, note string, err error) {
 		return s, "", err
 	}
 	s, err = NewSystem(&SystemConfig{Backend: c.Backend, VirtualDevices: c.Devices})
-	return s, c.Note(c.Devices), err
+	return s, c.Note("virtual devices"), err
 }

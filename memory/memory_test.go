@@ -253,3 +253,20 @@ func TestCopyAllocatesNothing(t *testing.T) {
 	}))
 	require.NoError(t, s.Sync(testgpu.Context(t)))
 }
+
+// Close waits, on the device, for the streams that RecordStream named: virtual
+// devices report it otherwise.
+func TestCloseWaitsForRecordedStreams(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		a, b := newStream(t, devs[0]), newStream(t, devs[0])
+		for range 10 {
+			x, err := memory.Make[float32](a, 1<<18)
+			require.NoError(t, err)
+			require.NoError(t, b.WaitStream(a))
+			require.NoError(t, x.RecordStream(b))
+			require.NoError(t, x.Zero(b))
+			require.NoError(t, x.Close())
+			require.NoError(t, b.Sync(testgpu.Context(t)))
+		}
+	})
+}

@@ -33,7 +33,7 @@ func (o Op) String() string {
 // Collective.
 func AllReduce[T memory.Element](c *Communicator, s *stream.Stream, dst, src memory.Slice[T], op Op) error {
 	const name = "ncclAllReduce"
-	t, err := reducible[T](name)
+	t, err := reducible[T](name, op)
 	if err != nil {
 		return err
 	}
@@ -52,7 +52,7 @@ func AllReduce[T memory.Element](c *Communicator, s *stream.Stream, dst, src mem
 // Collective.
 func Reduce[T memory.Element](c *Communicator, s *stream.Stream, dst, src memory.Slice[T], op Op, root int) error {
 	const name = "ncclReduce"
-	t, err := reducible[T](name)
+	t, err := reducible[T](name, op)
 	if err != nil {
 		return err
 	}
@@ -120,7 +120,7 @@ func AllGather[T memory.Element](c *Communicator, s *stream.Stream, dst, src mem
 // dst; in place, dst is the rank's part of src. Collective.
 func ReduceScatter[T memory.Element](c *Communicator, s *stream.Stream, dst, src memory.Slice[T], op Op) error {
 	const name = "ncclReduceScatter"
-	t, err := reducible[T](name)
+	t, err := reducible[T](name, op)
 	if err != nil {
 		return err
 	}

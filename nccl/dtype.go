@@ -17,13 +17,16 @@ var wire = map[memory.DType]ncclapi.DType{
 	memory.Float8E4M3T: ncclapi.Float8E4M3, memory.Float8E5M2T: ncclapi.Float8E5M2,
 }
 
-// reducible returns NCCL's type for reductions.
-func reducible[T memory.Element](op string) (ncclapi.DType, error) {
+// reducible returns NCCL's type for a reduction.
+func reducible[T memory.Element](name string, op Op) (ncclapi.DType, error) {
+	if op < Sum || op > Avg {
+		return 0, fmt.Errorf("nccl: %s: %s is not a reduction: want sum, prod, max, min or avg", name, op)
+	}
 	t := memory.DTypeOf[T]()
 	if w, ok := wire[t]; ok {
 		return w, nil
 	}
-	return 0, fmt.Errorf("nccl: %s: NCCL cannot reduce %s", op, t)
+	return 0, fmt.Errorf("nccl: %s: NCCL cannot reduce %s", name, t)
 }
 
 // movable returns a type and a count of the same bytes for operations that

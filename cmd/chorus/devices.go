@@ -35,7 +35,7 @@ func findDevices(procs int) (launch.Devices, error) {
 	}
 	if c.NoGPU != "" {
 		d.Env = append(d.Env, env.Backend.Name+"="+backend.Virtual)
-		d.Note = c.Note(d.Count)
+		d.Note = c.Note(fmt.Sprintf("%d virtual devices", d.Count))
 	}
 	return d, nil
 }

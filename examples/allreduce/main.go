@@ -40,9 +40,15 @@ func measure(ctx context.Context, since float64, limit int) error {
 		return err
 	}
 	defer sess.Close()
-	sys, _, err := device.OrVirtual()
+	if sess.Size() == 1 {
+		return errors.New("one process has nobody to reduce with: start it by chorus run")
+	}
+	sys, note, err := device.OrVirtual()
 	if err != nil {
 		return err
+	}
+	if note != "" && sess.Rank() == 0 {
+		log.Print("allreduce: ", note)
 	}
 	dev, err := sys.Open(sess.LocalRank())
 	if err != nil {

@@ -77,7 +77,7 @@ func run(ctx context.Context, file string) (err error) {
 	if g.Rank() != 0 {
 		return nil
 	}
-	fmt.Printf("%d ranks on %s, %d steps, loss %.4f -> %.4f, test accuracy %.3f, %.1f s\n", res.Ranks, res.Backend,
+	fmt.Printf("ranks %d, backend %s, steps %d, loss %.4f -> %.4f, test accuracy %.3f, %.1f s\n", res.Ranks, res.Backend,
 		len(res.Losses), res.Losses[0], res.Losses[len(res.Losses)-1], res.TestAccuracy, res.Seconds)
 	return write(file, res)
 }

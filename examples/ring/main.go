@@ -32,9 +32,12 @@ func ring(ctx context.Context) error {
 		return err
 	}
 	defer sess.Close()
-	sys, _, err := device.OrVirtual()
+	sys, note, err := device.OrVirtual()
 	if err != nil {
 		return err
+	}
+	if note != "" && sess.Rank() == 0 {
+		log.Print("ring: ", note)
 	}
 	dev, err := sys.Open(sess.LocalRank())
 	if err != nil {

@@ -78,15 +78,15 @@ func TestChoose(t *testing.T) {
 	c, err := Choose()
 	require.NoError(t, err)
 	require.Equal(t, &Choice{Backend: Virtual, Devices: 5}, c)
-	require.Empty(t, c.Note(5))
+	require.Empty(t, c.Note("5 virtual devices"))
 
 	t.Setenv(env.Backend.Name, Auto)
 	t.Setenv("CUDA_VISIBLE_DEVICES", "") // hides every GPU
 	c, err = Choose()
 	require.NoError(t, err)
 	require.Equal(t, Virtual, c.Backend)
-	require.Contains(t, c.Note(5), "running on 5 virtual devices")
-	require.NotContains(t, c.Note(5), "\n")
+	require.Contains(t, c.Note("5 virtual devices"), "running on 5 virtual devices")
+	require.NotContains(t, c.Note("virtual devices"), "\n")
 
 	t.Setenv(env.Backend.Name, CUDA)
 	_, err = Choose()

@@ -18,14 +18,14 @@ type Choice struct {
 	NoGPU   string // why virtual devices stand in for GPUs; "" where they do not
 }
 
-// Note is the line that tells the user of a fallback to n virtual devices, or
-// "".
-func (c *Choice) Note(n int) string {
+// Note is the line that tells the user of a fallback to devices, such as "4
+// virtual devices", or "".
+func (c *Choice) Note(devices string) string {
 	if c.NoGPU == "" {
 		return ""
 	}
-	return fmt.Sprintf("no GPU on this machine (%s): running on %d virtual devices in host memory instead; set %s=cuda to insist",
-		c.NoGPU, n, env.Backend.Name)
+	return fmt.Sprintf("no GPU on this machine (%s): running on %s in host memory instead; set %s=cuda to insist",
+		c.NoGPU, devices, env.Backend.Name)
 }
 
 // Choose decides without starting the driver, so that a launcher that never

@@ -1,0 +1,42 @@
+package comm
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Buckets are cut from the last gradient to the first, the first one smaller.
+func TestSplit(t *testing.T) {
+	for _, c := range []struct {
+		lens         []int
+		first, bytes int
+		want         [][2]int
+	}{
+		{[]int{10, 10, 10, 10}, 40, 80, [][2]int{{3, 4}, {1, 3}, {0, 1}}},
+		{[]int{10, 10, 10, 10}, 1, 1, [][2]int{{3, 4}, {2, 3}, {1, 2}, {0, 1}}},
+		{[]int{10, 10, 10, 10}, 1 << 20, 1 << 20, [][2]int{{0, 4}}},
+		{[]int{1, 1000, 1, 1}, 8, 16, [][2]int{{2, 4}, {1, 2}, {0, 1}}},
+		{[]int{0, 0}, 4, 4, [][2]int{{0, 2}}},
+	} {
+		var got [][2]int
+		for _, b := range split[float32](c.lens, c.first, c.bytes) {
+			got = append(got, [2]int{b.first, b.last})
+		}
+		require.Equal(t, c.want, got, "%v in %d and %d bytes", c.lens, c.first, c.bytes)
+	}
+	b := split[float32]([]int{5, 3, 4}, 1<<20, 1<<20)[0]
+	require.Equal(t, []int{0, 8, 12}, b.at, "each gradient begins at a multiple of 16 bytes")
+}
+
+func TestMisfit(t *testing.T) {
+	a := card{Host: "h", PID: 1, Device: "cuda:0", UUID: "GPU-1", Backend: "cuda"}
+	b := card{Host: "h", PID: 2, Device: "cuda:1", UUID: "GPU-2", Backend: "cuda"}
+	require.Empty(t, misfit([]card{a, b}))
+	same := b
+	same.UUID = a.UUID
+	require.Contains(t, misfit([]card{a, same}), "ranks 0 (pid 1) and 1 (pid 2) are both on")
+	other := b
+	other.Backend = "virtual"
+	require.Contains(t, misfit([]card{a, other}), "rank 0 uses cuda devices and rank 1 virtual devices")
+}

@@ -147,6 +147,9 @@ func (b *board) Context() context.Context { return b.ctx }
 func (b *board) Set(_ context.Context, key string, value []byte) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if b.values[key] != nil {
+		return fmt.Errorf("%s is set twice: what was read before was stale", key)
+	}
 	b.values[key] = value
 	b.posted.Broadcast()
 	return nil

@@ -5,6 +5,7 @@ package backend
 import (
 	"errors"
 	"fmt"
+	"net"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -68,12 +69,28 @@ func openVirtual(c *Config) (*System, error) {
 	if err := c.fillFromEnv(); err != nil {
 		return nil, err
 	}
-	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults})
+	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults,
+		Network: network(), Host: env.HostName.Value()})
 	if err != nil {
 		return nil, err
 	}
 	s := &System{Name: Virtual, Driver: m.Driver(), Machine: m}
 	return s, s.init()
+}
+
+// network returns the address on which virtual ranks listen, or "" for Unix
+// sockets, which do not reach another host.
+func network() string {
+	if ip := env.VirtualNetwork.Value(); ip != "" || env.Nodes.Value() == "" || env.Nodes.Value() == "1" {
+		return ip
+	}
+	// Nothing is sent: a datagram socket only looks up the way.
+	way, err := net.Dial("udp", env.Addr.Value())
+	if err != nil {
+		return ""
+	}
+	defer way.Close()
+	return way.LocalAddr().(*net.UDPAddr).IP.String()
 }
 
 func (c *Config) fillFromEnv() (err error) {

@@ -114,3 +114,33 @@ func TestVisible(t *testing.T) {
 		require.Equal(t, want, visible(4), "CUDA_VISIBLE_DEVICES=%q", list)
 	}
 }
+
+// Virtual ranks of several hosts meet over TCP, at the address that the
+// coordinator is reached from.
+func TestNetwork(t *testing.T) {
+	require.Empty(t, network())
+	t.Setenv(env.Nodes.Name, "1")
+	require.Empty(t, network())
+	t.Setenv(env.Nodes.Name, "2")
+	t.Setenv(env.Addr.Name, "127.0.0.1:29477")
+	require.Equal(t, "127.0.0.1", network())
+	t.Setenv(env.VirtualNetwork.Name, "127.0.0.2")
+	require.Equal(t, "127.0.0.2", network())
+}
+
+// Virtual devices of two hosts differ, and those of one are the same in every
+// process.
+func TestUUIDsBelongToTheHost(t *testing.T) {
+	uuid := func(host string) any {
+		t.Setenv(env.HostName.Name, host)
+		s, err := Open(&Config{Backend: Virtual, Devices: 1})
+		require.NoError(t, err)
+		d, r := s.Driver.DeviceGet(0)
+		require.Zero(t, r)
+		u, r := s.Driver.DeviceGetUUID(d)
+		require.Zero(t, r)
+		return u
+	}
+	require.Equal(t, uuid("a"), uuid("a"))
+	require.NotEqual(t, uuid("a"), uuid("b"))
+}

@@ -11,6 +11,8 @@ var (
 		"The seed from which virtual streams draw their delays; unset means a new one for each process, named in every report of a failure."}
 	VirtualFaults = &Var{"CHORUS_VIRTUAL_FAULTS", "text", "",
 		"A fault plan for virtual devices: comma-separated `call#n=status` (the nth call fails), `hang@call#n`, `lose@call#n` (the process is killed there)."}
+	VirtualNetwork = &Var{"CHORUS_VIRTUAL_NETWORK", "text", "",
+		"The IP address on which virtual ranks listen for each other; unset means Unix sockets, or, in a job on several hosts, the address that reaches the coordinator."}
 	RequireGPU = &Var{"CHORUS_REQUIRE_GPU", "number", "0",
 		"Tests: how many GPUs this machine must have. A test that would be skipped for want of a GPU fails instead."}
 	LibCUDA = &Var{"CHORUS_LIBCUDA", "text", "",
@@ -25,6 +27,6 @@ var (
 
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
-	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, RequireGPU,
+	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, RequireGPU,
 		LibCUDA, LibNCCL, LibNVRTC, LibCUBLAS}, clusterVars...)
 }

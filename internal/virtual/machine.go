@@ -24,6 +24,7 @@ type Config struct {
 	Memory  uintptr // bytes of each device, counted and not reserved; 8 GiB
 	Faults  string  // a fault plan: call#n=status, hang@call#n, lose@call#n, separated by commas
 	Network string  // where ranks listen: "" for this host's Unix sockets, or an IP address for TCP
+	Host    string  // whose devices they are, which decides their UUIDs; "" is the system's name
 }
 
 // A Machine is one set of virtual devices. It needs no closing: what it holds
@@ -80,9 +81,9 @@ func New(cfg *Config) (*Machine, error) {
 	for m.seed = m.cfg.Seed; m.seed == 0; {
 		m.seed = rand.Uint64()
 	}
-	host, err := os.Hostname()
-	if err != nil {
-		host = "localhost"
+	host := m.cfg.Host
+	if host == "" {
+		host, _ = os.Hostname() // a machine without a name is one of its own
 	}
 	for i := range m.cfg.Devices {
 		m.devices = append(m.devices, newDevice(m, int32(i), host))

@@ -11,6 +11,4 @@ func memoryBFloat(bits uint16) memory.BFloat16 { return memory.BFloat16(bits) }
 var (
 	FromHalf   = fromHalf
 	FromBFloat = fromBFloat
-	ToHalf     = toHalf
-	ToBFloat   = toBFloat
 )

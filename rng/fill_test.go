@@ -76,7 +76,7 @@ func TestEdges(t *testing.T) {
 		for _, v := range fetch(t, s, 1000, func(x memory.Slice[float64]) error { return rng.Normal(g, s, x, -2, 0) }) {
 			require.Equal(t, -2.0, v)
 		}
-		// A draw may be 1, so that p = 1 is not always true; but it is in so few.
+		// A draw of 1 gives false, but there is none among these.
 		for _, v := range fetch(t, s, 1000, func(x memory.Slice[bool]) error { return rng.Bernoulli(g, s, x, 1) }) {
 			require.True(t, v)
 		}
@@ -90,6 +90,33 @@ func TestEdges(t *testing.T) {
 			require.Less(t, v, memory.Float16(0x7c00), "finite and not negative")
 		}
 		require.EqualValues(t, 6*4, g.Offset())
+	})
+}
+
+// The first draw of one seed is 1 and that of another the value below. They are
+// rare, and the distributions have rules for them.
+func TestRareDraws(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		one, below := uint64(16390493), uint64(27283984)
+		for _, c := range []struct {
+			seed uint64
+			fill func(g *rng.Generator, x memory.Slice[float32]) error
+			want float32
+		}{
+			{one, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Uniform(g, s, x, 0, 1) }, 0},
+			{below, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Uniform(g, s, x, 0, 1) }, 1 - 0x1p-24},
+			{one, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Uniform(g, s, x, -2, 3) }, -2},
+			{one, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Exponential(g, s, x, 0.5) }, 0x1p-23},
+			{below, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Exponential(g, s, x, 0.5) }, 0x1p-23},
+			{one, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Bernoulli(g, s, x, 1) }, 0},
+			{below, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Bernoulli(g, s, x, 1) }, 1},
+			{one, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Normal(g, s, x, 5, 1) }, 5},
+			{one, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Geometric(g, s, x, 0.5) }, 0},
+		} {
+			got := fetch(t, s, 1, func(x memory.Slice[float32]) error { return c.fill(rng.New(devs[0], c.seed), x) })
+			require.InDelta(t, c.want, got[0], 0)
+		}
 	})
 }
 

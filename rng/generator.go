@@ -12,6 +12,9 @@ import (
 // StateSize is the number of bytes of a generator's state.
 const StateSize = 16
 
+// DefaultSeed is the seed of a new torch.Generator.
+const DefaultSeed = 67280421310721
+
 // A Generator is a place in one of 2^64 sequences of random numbers for one
 // device; torch.Generator("cuda"). All of its methods may be called at any time
 // by any goroutine, and none touches the device.

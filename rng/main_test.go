@@ -53,3 +53,35 @@ func state(g *rng.Generator) string {
 	s := g.State()
 	return hex.EncodeToString(s[:])
 }
+
+// float returns an element's value.
+func float[T memory.Element](v T) float64 {
+	switch v := any(v).(type) {
+	case bool:
+		if v {
+			return 1
+		}
+		return 0
+	case int8:
+		return float64(v)
+	case uint8:
+		return float64(v)
+	case int16:
+		return float64(v)
+	case uint16:
+		return float64(v)
+	case int32:
+		return float64(v)
+	case int64:
+		return float64(v)
+	case float32:
+		return float64(v)
+	case float64:
+		return v
+	case memory.Float16:
+		return rng.FromHalf(v)
+	case memory.BFloat16:
+		return rng.FromBFloat(v)
+	}
+	panic("no number")
+}

@@ -3,15 +3,20 @@
 // which one this module is. Fused multiply-adds are written out where nvcc
 // contracts, so that no flag and no compiler changes a bit.
 
+typedef signed char i8;
+typedef unsigned char u8;
+typedef short i16;
+typedef unsigned short u16;
+typedef int i32;
 typedef unsigned int u32;
-typedef unsigned long long u64;
 typedef long long i64;
+typedef unsigned long long u64;
 
 // ---- elements ----
 
 // The 16-bit floats are their bits: NVRTC comes without cuda_fp16.h.
-struct Half { unsigned short bits; };
-struct BFloat { unsigned short bits; };
+struct Half { u16 bits; };
+struct BFloat { u16 bits; };
 
 #ifdef __CUDACC__
 static __device__ __forceinline__ Half half_of(float x) {
@@ -31,7 +36,7 @@ static __device__ __forceinline__ float wide(Half h) {
 static __device__ __forceinline__ BFloat bfloat_of(float x) {
     u32 u = __float_as_uint(x);
     BFloat b;
-    b.bits = x != x ? 0x7fff : (unsigned short)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+    b.bits = x != x ? 0x7fff : (u16)((u + 0x7fff + (u >> 16 & 1)) >> 16);
     return b;
 }
 static __device__ __forceinline__ float wide(BFloat b) { return __uint_as_float((u32)b.bits << 16); }
@@ -51,14 +56,14 @@ template <class T> struct Element;
         static __device__ __forceinline__ T of(i64 x) { return (T)x; } \
     };
 INTEGER(bool, 1)
-INTEGER(signed char, 0x7f)
-INTEGER(unsigned char, 0xff)
-INTEGER(short, 0x7fff)
-INTEGER(unsigned short, 0xffff)
-INTEGER(int, 0x7fffffff)
-INTEGER(unsigned int, 0xffffffff)
-INTEGER(long long, 0x7fffffffffffffff)
-INTEGER(unsigned long long, 0xffffffffffffffff)
+INTEGER(i8, 0x7f)
+INTEGER(u8, 0xff)
+INTEGER(i16, 0x7fff)
+INTEGER(u16, 0xffff)
+INTEGER(i32, 0x7fffffff)
+INTEGER(u32, 0xffffffff)
+INTEGER(i64, 0x7fffffffffffffff)
+INTEGER(u64, 0xffffffffffffffff)
 #undef INTEGER
 
 #define FLOATING(T, A, width, from_acc) \
@@ -255,7 +260,7 @@ template <class T> struct Geometric {
 // Every value of an integer type that is not negative, or every integer that a
 // floating-point type has exactly up to 2^digits.
 template <class T> struct Random {
-    typedef typename If<Same<T, double>::yes || Same<T, long long>::yes, Bits64, Bits32>::Type Draw;
+    typedef typename If<Same<T, double>::yes || Same<T, i64>::yes, Bits64, Bits32>::Type Draw;
     __device__ Random(Params) {}
     __device__ __forceinline__ T operator()(typename Draw::Value v) const {
         if (Element<T>::digits == 0) return (Element<T>::of((i64)(v & Element<T>::top)));

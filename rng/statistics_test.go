@@ -60,26 +60,7 @@ func draw[T memory.Element](t *testing.T, s *stream.Stream, fill func(g *rng.Gen
 	g := rng.New(s.Device(), 2024)
 	out := make([]float64, samples)
 	for i, v := range fetch(t, s, samples, func(x memory.Slice[T]) error { return fill(g, x) }) {
-		switch v := any(v).(type) {
-		case bool:
-			if v {
-				out[i] = 1
-			}
-		case int8:
-			out[i] = float64(v)
-		case int64:
-			out[i] = float64(v)
-		case uint16:
-			out[i] = float64(v)
-		case float32:
-			out[i] = float64(v)
-		case float64:
-			out[i] = v
-		case memory.Float16:
-			out[i] = rng.FromHalf(v)
-		case memory.BFloat16:
-			out[i] = rng.FromBFloat(v)
-		}
+		out[i] = float(v)
 	}
 	return out
 }

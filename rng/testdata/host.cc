@@ -49,7 +49,7 @@ static float wide(Half);
 
 #include "../rng.cu"
 
-static Half half_of(float x) { return Half{bits_as<unsigned short>((_Float16)x)}; }
+static Half half_of(float x) { return Half{bits_as<u16>((_Float16)x)}; }
 static float wide(Half h) { return (float)bits_as<_Float16>(h.bits); }
 
 template <class Dist, class T> static void run(u32 n, u32 blocks, u64 seed, u64 offset, Params p) {
@@ -65,14 +65,8 @@ template <class Dist, class T> static void run(u32 n, u32 blocks, u64 seed, u64 
 #define TRY(D, T) \
     if (!strcmp(dist, #D) && !strcmp(type, #T)) { run<D<T>, T>(n, blocks, seed, offset, p); continue; }
 #define FLOATS(D) TRY(D, Half) TRY(D, BFloat) TRY(D, float) TRY(D, double)
-#define NUMBERS(D) FLOATS(D) TRY(D, schar) TRY(D, uchar) TRY(D, short) TRY(D, int) TRY(D, llong)
-#define ALL(D) NUMBERS(D) TRY(D, bool) TRY(D, ushort) TRY(D, uint)
-typedef signed char schar;
-typedef unsigned char uchar;
-typedef unsigned short ushort;
-typedef unsigned int uint;
-typedef long long llong;
-typedef unsigned long long ullong;
+#define NUMBERS(D) FLOATS(D) TRY(D, i8) TRY(D, u8) TRY(D, i16) TRY(D, i32) TRY(D, i64)
+#define ALL(D) NUMBERS(D) TRY(D, bool) TRY(D, u16) TRY(D, u32)
 
 int main() {
     char dist[32], type[32];
@@ -82,7 +76,7 @@ int main() {
     while (scanf("%31s %31s %u %u %llx %llx %llx %llx %llx", dist, type, &n, &blocks, &seed, &offset, p.p, p.p + 1, p.p + 2) == 9) {
         FLOATS(Uniform) FLOATS(Normal) FLOATS(LogNormal) FLOATS(Exponential)
         NUMBERS(Bernoulli) TRY(Bernoulli, bool) NUMBERS(Geometric)
-        ALL(Random) ALL(RandomNear) ALL(RandomFar) TRY(RandomNear, ullong) TRY(RandomFar, ullong)
+        ALL(Random) ALL(RandomNear) ALL(RandomFar) TRY(RandomNear, u64) TRY(RandomFar, u64)
         fprintf(stderr, "no %s of %s\n", dist, type);
         return 1;
     }

@@ -5,12 +5,15 @@ import (
 	_ "embed"
 	"encoding/json"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -44,26 +47,59 @@ func TestLossesAreThoseOfPyTorch(t *testing.T) {
 	}
 }
 
+// runJob runs the program on one host and returns its results.
 func runJob(t *testing.T, backend string, ranks int) *result {
+	t.Helper()
+	return runOn(t, backend, ranks, cluster.Config{})
+}
+
+// runOn runs ranks processes on each of the hosts, which this machine plays all,
+// and returns the results of the host that has rank 0.
+func runOn(t *testing.T, backend string, ranks int, hosts ...cluster.Config) *result {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "result.json")
 	self, err := os.Executable()
 	require.NoError(t, err)
-	var out bytes.Buffer
-	code := launch.Run(testgpu.Context(t), &launch.Config{
-		Program: []string{self, "-json", file},
-		Procs:   ranks,
-		Devices: launch.Devices{Count: ranks, Backend: backend, Env: []string{asWorker + "=1", "CHORUS_BACKEND=" + backend}},
-		Stdout:  &out,
-		Stderr:  &out,
-	})
-	require.Zero(t, code, out.String())
+	out := make([]bytes.Buffer, len(hosts))
+	codes := make([]int, len(hosts))
+	var wg sync.WaitGroup
+	for i, h := range hosts {
+		wg.Go(func() {
+			codes[i] = launch.Run(testgpu.Context(t), &launch.Config{
+				Program: []string{self, "-json", file},
+				Procs:   ranks,
+				Devices: launch.Devices{Count: ranks, Backend: backend, Env: []string{asWorker + "=1", "CHORUS_BACKEND=" + backend}},
+				Cluster: h,
+				Stdout:  &out[i],
+				Stderr:  &out[i],
+			})
+		})
+	}
+	wg.Wait()
+	for i := range hosts {
+		require.Zero(t, codes[i], "host %d: %s", i, out[i].String())
+	}
+	require.Contains(t, out[0].String(), "[rank 0] epoch 10 of 10: loss 0.06")
 	b, err := os.ReadFile(file)
-	require.NoError(t, err, out.String())
+	require.NoError(t, err)
 	res := new(result)
 	require.NoError(t, json.Unmarshal(b, res))
-	require.Contains(t, out.String(), "[rank 0] epoch 10 of 10: loss 0.06")
 	return res
+}
+
+// Two hosts, each with its own launcher and its own virtual devices.
+func TestTwoHosts(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	seed := l.Addr().String()
+	require.NoError(t, l.Close())
+	host := func(n string) cluster.Config {
+		return cluster.Config{Job: "two", Nodes: 2, Host: "host" + n, Bind: "127.0.0." + n, Seeds: []string{seed},
+			Secret: []byte("sixteen bytes or more")}
+	}
+	first := host("1")
+	first.Bind = seed
+	check(t, runOn(t, "virtual", 2, first, host("2")), "virtual", 4)
 }
 
 func check(t *testing.T, got *result, backend string, ranks int) {

@@ -19,7 +19,15 @@
 // integers and the states are the same, and those that pass through a logarithm,
 // an exponential or a sine differ by about the error of the GPU's fast ones.
 //
-// A fill enqueues on its stream and returns. The first fill with a distribution
+// A fill takes its numbers from the generator that it is given, or from the
+// default one of the stream's device when that is nil; enqueues on the stream the
+// work that overwrites its slice; and returns without waiting. Arguments that
+// torch refuses are an error, and then neither the generator nor the slice has
+// changed. An empty slice leaves the generator as it is. Parameters are rounded
+// to the element type, or to float32 where that is narrower, as in torch.
+//
+// A fill that is captured into a CUDA graph draws the same numbers whenever the
+// graph runs. The first fill with a distribution
 // and an element type on a device compiles its kernel, some tenths of a second on
 // CUDA, and the kernel stays with the device for the life of the process.
 //

@@ -7,11 +7,7 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Every fill takes its numbers from g, or from the default generator of s's
-// device when g is nil; enqueues on s the work that overwrites x; and returns
-// without waiting. An argument that torch refuses is an error, and then neither
-// the generator nor x has changed. An empty x leaves the generator as it is.
-// Parameters are rounded to T, or to float32 where T is narrower, as in torch.
+// What all fills have in common is in the package's documentation.
 
 // Float is an element type of the continuous distributions.
 type Float interface {

@@ -92,7 +92,7 @@ func TestSourceAgreesWithGo(t *testing.T) {
 	bin := filepath.Join(t.TempDir(), "host")
 	// Go has no contraction on amd64 and writes it out where rng.cu has it.
 	out, err := exec.Command(cxx, "-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
-		"-Wno-unused-function", "-o", bin, "testdata/host.cc").CombinedOutput()
+		"-Wno-unused-function", "-DCHORUS_DIST=RandomFar", "-DCHORUS_TYPE=i64", "-o", bin, "testdata/host.cc").CombinedOutput()
 	if bytes.Contains(out, []byte("has no _Float16")) {
 		t.Skip("needs a C++ compiler with _Float16")
 	}

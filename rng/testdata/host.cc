@@ -13,6 +13,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __launch_bounds__(...)
 
 struct Dim { unsigned x; };
 static Dim gridDim, blockDim, blockIdx, threadIdx;
@@ -52,13 +53,25 @@ static float wide(Half);
 static Half half_of(float x) { return Half{bits_as<u16>((_Float16)x)}; }
 static float wide(Half h) { return (float)bits_as<_Float16>(h.bits); }
 
+template <class Dist> struct Pick {};
+
+template <class Dist, class T> static void start(Pick<Dist>, T* out, u32 n, u64 seed, u64 offset, Params p) {
+    fill<Dist>(out, n, (u32)seed, (u32)(seed >> 32), offset, p);
+}
+
+// The one that the macros name goes through the kernel.
+static void start(Pick<CHORUS_DIST<CHORUS_TYPE>>, CHORUS_TYPE* out, u32 n, u64 seed, u64 offset, Params p) {
+#define HALVES(v) (i32)(v), (i32)((v) >> 32)
+    fill_kernel(out, (i32)n, HALVES(seed), HALVES(offset), HALVES(p.p[0]), HALVES(p.p[1]), HALVES(p.p[2]));
+}
+
 template <class Dist, class T> static void run(u32 n, u32 blocks, u64 seed, u64 offset, Params p) {
     std::vector<unsigned char> out((n + 1) * sizeof(T), 0xa5);
     gridDim.x = blocks;
     blockDim.x = 256;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
         for (threadIdx.x = 0; threadIdx.x < 256; threadIdx.x++)
-            fill<Dist, T>((T*)out.data(), n, (u32)seed, (u32)(seed >> 32), offset, p);
+            start(Pick<Dist>(), (T*)out.data(), n, seed, offset, p);
     fwrite(out.data(), 1, out.size(), stdout); // the last one shows a write too far
 }
 

@@ -19,7 +19,8 @@ type Device struct {
 
 	mu    sync.Mutex // guards the first use
 	ctx   atomic.Uintptr
-	local sync.Map // what other packages keep for this device; see Local
+	lost  atomic.Pointer[Error] // the first sticky error
+	local sync.Map              // what other packages keep for this device; see Local
 }
 
 // System returns the set of devices that d belongs to.

@@ -179,3 +179,24 @@ func TestDoAllocatesNothing(t *testing.T) {
 	}))
 	require.NotZero(t, free)
 }
+
+// After a sticky error every call on the device tells what happened first; other
+// devices are as good as before.
+func TestStickyErrorTellsTheFirst(t *testing.T) {
+	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "cuCtxSynchronize#1=CUDA_ERROR_ILLEGAL_ADDRESS,cuMemGetInfo#1=CUDA_ERROR_ILLEGAL_ADDRESS"})
+	d := sys.Devices()[0]
+	err := d.Sync(context.Background())
+	first, ok := errors.AsType[*device.Error](err)
+	require.True(t, ok)
+	require.True(t, first.Sticky())
+	require.Nil(t, first.First)
+	require.ErrorContains(t, err, "the device is lost to this process")
+	_, _, err = d.MemoryInfo()
+	later, ok := errors.AsType[*device.Error](err)
+	require.True(t, ok)
+	require.Equal(t, "cuMemGetInfo", later.Op)
+	require.Same(t, first, later.First)
+	require.ErrorContains(t, err, "the device was lost before: device: cuCtxSynchronize on device 0")
+	_, _, err = sys.Devices()[1].MemoryInfo()
+	require.NoError(t, err)
+}

@@ -35,12 +35,15 @@ func (s Status) Error() string { return cudadrv.Result(s).Error() }
 // Meaning explains the status in a sentence without a full stop.
 func (s Status) Meaning() string { return cudadrv.Result(s).Meaning() }
 
-// An Error is a call of the driver that failed.
+// An Error is a call of the driver that failed. After a sticky one (torch's
+// AcceleratorError) every later call on the device fails too, and its error has
+// the first one.
 type Error struct {
 	Op     string // the C function, such as cuMemAllocAsync
 	Device int    // the ordinal, or -1 where no device is concerned
 	Err    Status
 	Detail string // what virtual devices know about the cause; "" on CUDA
+	First  *Error // the first error after which the device was lost, if this is a later one
 }
 
 func (e *Error) Error() string {
@@ -52,7 +55,10 @@ func (e *Error) Error() string {
 	if m := e.Err.Meaning(); m != "" {
 		text += " (" + m + ")"
 	}
-	if e.Detail != "" {
+	switch {
+	case e.First != nil:
+		return text + "; the device was lost before: " + e.First.Error()
+	case e.Detail != "":
 		text += ": " + e.Detail
 	}
 	if e.Sticky() {

@@ -140,8 +140,13 @@ func (s *System) Machine() *virtual.Machine { return s.sys.Machine }
 
 func (s *System) fail(op string, ordinal int, r cudadrv.Result) error {
 	e := &Error{Op: op, Device: ordinal, Err: Status(r)}
-	if ordinal >= 0 && ordinal < len(s.devs) {
-		e.Detail = s.sys.Explain(s.devs[ordinal].handle)
+	if ordinal < 0 || ordinal >= len(s.devs) {
+		return e
+	}
+	d := s.devs[ordinal]
+	e.Detail = s.sys.Explain(d.handle)
+	if e.Sticky() && !d.lost.CompareAndSwap(nil, e) {
+		e.First = d.lost.Load()
 	}
 	return e
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -89,10 +90,13 @@ func TestSourceAgreesWithGo(t *testing.T) {
 	if err != nil {
 		t.Skip("needs a C++ compiler, g++: ", err)
 	}
-	bin := filepath.Join(t.TempDir(), "host")
+	dir := t.TempDir()
+	bin := filepath.Join(dir, "host")
+	// A GPU machine has the test's binary and testdata, but not the source.
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "rng.cu"), []byte(source), 0o644))
 	// Go has no contraction on amd64 and writes it out where rng.cu has it.
 	out, err := exec.Command(cxx, "-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
-		"-Wno-unused-function", "-DCHORUS_DIST=RandomFar", "-DCHORUS_TYPE=i64", "-o", bin, "testdata/host.cc").CombinedOutput()
+		"-Wno-unused-function", "-DCHORUS_DIST=RandomFar", "-DCHORUS_TYPE=i64", "-I", dir, "-o", bin, "testdata/host.cc").CombinedOutput()
 	if bytes.Contains(out, []byte("has no _Float16")) {
 		t.Skip("needs a C++ compiler with _Float16")
 	}

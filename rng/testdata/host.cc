@@ -48,7 +48,7 @@ struct Half;
 static Half half_of(float);
 static float wide(Half);
 
-#include "../rng.cu"
+#include "rng.cu"
 
 static Half half_of(float x) { return Half{bits_as<u16>((_Float16)x)}; }
 static float wide(Half h) { return (float)bits_as<_Float16>(h.bits); }

@@ -20,8 +20,20 @@ func (c *Call) Threads() [3]uint32 { return c.k.Block() }
 // Int32 returns argument i, an I32.
 func (c *Call) Int32(i int) int32 { return c.k.Int32(i) }
 
+// Int64 returns argument i, an I64.
+func (c *Call) Int64(i int) int64 { return c.k.Int64(i) }
+
+// Uint32 returns argument i, a U32.
+func (c *Call) Uint32(i int) uint32 { return c.k.Uint32(i) }
+
+// Uint64 returns argument i, a U64.
+func (c *Call) Uint64(i int) uint64 { return c.k.Uint64(i) }
+
 // Float32 returns argument i, an F32.
 func (c *Call) Float32(i int) float32 { return c.k.Float32(i) }
+
+// Float64 returns argument i, an F64.
+func (c *Call) Float64(i int) float64 { return c.k.Float64(i) }
 
 // Read returns n elements at the pointer that is argument i. It must not be
 // written.

@@ -70,6 +70,39 @@ func TestLaunch(t *testing.T) {
 	})
 }
 
+// Every type of argument arrives as it was passed.
+func TestArgumentTypes(t *testing.T) {
+	const signature = `extern "C" __global__ void all(double* out, int a, long long b, unsigned c, unsigned long long d, float e, double f) {
+	out[0] = a; out[1] = b; out[2] = c; out[3] = d; out[4] = e; out[5] = f;
+}`
+	src := &kernel.Source{Name: "all.cu", CUDA: signature, Kernels: []kernel.Def{{
+		Name:   "all",
+		Params: []kernel.Param{kernel.Pointer, kernel.I32, kernel.I64, kernel.U32, kernel.U64, kernel.F32, kernel.F64},
+		Go: func(c *kernel.Call) {
+			copy(kernel.Update[float64](c, 0, 6), []float64{float64(c.Int32(1)), float64(c.Int64(2)), float64(c.Uint32(3)),
+				float64(c.Uint64(4)), float64(c.Float32(5)), c.Float64(6)})
+		},
+	}}}
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		m, err := kernel.Compile(devs[0], src)
+		require.NoError(t, err)
+		defer m.Close()
+		k, err := m.Kernel("all")
+		require.NoError(t, err)
+		x, err := memory.Make[float64](s, 6)
+		require.NoError(t, err)
+		defer x.Close()
+		require.NoError(t, k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x),
+			kernel.Int32(-7), kernel.Int64(-1<<40), kernel.Uint32(1<<31), kernel.Uint64(1<<63), kernel.Float32(0.5), kernel.Float64(-0.1)))
+		got := make([]float64, 6)
+		require.NoError(t, x.CopyTo(s, got))
+		require.Equal(t, []float64{-7, -1 << 40, 1 << 31, 1 << 63, 0.5, -0.1}, got)
+	})
+}
+
 func TestLaunchChecksArguments(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		s, m, k := setup(t, devs[0])

@@ -119,9 +119,16 @@ func (g *Group) Wait(ctx context.Context) error {
 // Close ends the group at once: it aborts what is in flight on the local ranks
 // and frees the group's streams. It waits for no device and no peer, and is
 // idempotent. The other ranks notice it as the loss of a peer, so Shutdown is
-// the polite way to leave.
+// the polite way to leave. While a graph uses the group it stays open: Close
+// returns a *nccl.InUseError.
 func (g *Group) Close() error {
-	if g == nil || !g.owner.Close() {
+	if g == nil || g.owner.Closed() {
+		return nil
+	}
+	if err := g.inUse("close"); err != nil {
+		return err
+	}
+	if !g.owner.Close() {
 		return nil
 	}
 	g.stopWatching()
@@ -134,6 +141,9 @@ func (g *Group) Close() error {
 func (g *Group) Shutdown(ctx context.Context) error {
 	if g == nil || g.owner.Closed() {
 		return nil
+	}
+	if err := g.inUse("shut down"); err != nil {
+		return err
 	}
 	if err := g.Wait(ctx); err != nil {
 		_ = g.Close()
@@ -210,6 +220,16 @@ func (g *Group) comms() []*nccl.Communicator {
 		cs[i] = g.members[i].comm
 	}
 	return cs
+}
+
+// inUse returns an error that names a graph that uses the group.
+func (g *Group) inUse(op string) error {
+	for i := range g.members {
+		if err := g.members[i].comm.InUse(op); err != nil {
+			return fmt.Errorf("comm: %w", err)
+		}
+	}
+	return nil
 }
 
 func (g *Group) closeStreams() error {

@@ -30,6 +30,9 @@ func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
 	if err := s.Check("memory: allocate", nil); err != nil {
 		return nil, err
 	}
+	if err := s.RefuseCapture("memory: allocate", "allocate before the capture and use the same memory in each launch"); err != nil {
+		return nil, err
+	}
 	if bytes < 0 {
 		return nil, fmt.Errorf("memory: allocate %d bytes on %s: the size is negative", bytes, s.Device())
 	}
@@ -115,13 +118,20 @@ func (b *Buffer) RecordStream(s *stream.Stream) error {
 
 // Close frees the memory in the order of its stream: after everything that is
 // enqueued there, and on the streams of RecordStream, by now. The host does not
-// wait. Close is idempotent.
+// wait. Close is idempotent. While one of these streams is captured into a graph
+// the buffer stays open: Close returns a *stream.CaptureError.
 func (b *Buffer) Close() error {
-	if b == nil || !b.owner.Close() {
+	if b == nil || b.owner.Closed() {
 		return nil
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if err := b.refuseCapture(); err != nil {
+		return err
+	}
+	if !b.owner.Close() {
+		return nil
+	}
 	var errs []error
 	for _, u := range b.users {
 		errs = append(errs, b.stream.Follow(u), u.Release())
@@ -132,4 +142,19 @@ func (b *Buffer) Close() error {
 		}))
 	}
 	return errors.Join(append(errs, b.stream.Release())...)
+}
+
+// refuseCapture returns an error while a stream that the buffer is freed after
+// is captured. b.mu is held.
+func (b *Buffer) refuseCapture() error {
+	const op, advice = "memory: free", "the graph may use the memory: close the buffer when the graph is closed"
+	if err := b.stream.RefuseCapture(op, advice); err != nil {
+		return err
+	}
+	for _, u := range b.users {
+		if err := u.RefuseCapture(op, advice); err != nil {
+			return err
+		}
+	}
+	return nil
 }

@@ -9,12 +9,18 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
+// notPinned says why ordinary host memory cannot be captured.
+const notPinned = "the host would wait or its memory be gone in a later launch: copy from and to pinned memory, or before the capture"
+
 // CopyFrom copies src to x in the order of s and returns when src may be
 // reused; the copy may still be on its way (cuMemcpyHtoDAsync). src is ordinary
 // memory of len x.Len(); with CopyFromPinned the host does not wait at all.
 func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 	const op = "memory: copy from host"
 	if err := x.checkHost(op, s, len(src)); err != nil || x.n == 0 {
+		return err
+	}
+	if err := s.RefuseCapture(op, notPinned); err != nil {
 		return err
 	}
 	if err := x.upload(s, unsafe.Pointer(unsafe.SliceData(src))); err != nil {
@@ -33,6 +39,9 @@ func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 func (x Slice[T]) CopyTo(s *stream.Stream, dst []T) error {
 	const op = "memory: copy to host"
 	if err := x.checkHost(op, s, len(dst)); err != nil || x.n == 0 {
+		return err
+	}
+	if err := s.RefuseCapture(op, notPinned); err != nil {
 		return err
 	}
 	if err := x.download(s, unsafe.Pointer(unsafe.SliceData(dst))); err != nil {

@@ -167,7 +167,7 @@ func checkCall(c *Communicator, s *stream.Stream, op string) error {
 	if err := s.Check(op, c.dev); err != nil {
 		return fmt.Errorf("nccl: %w", err)
 	}
-	return nil
+	return s.Captured(c)
 }
 
 func checkSlice[T memory.Element](c *Communicator, op, what string, x memory.Slice[T], want int) error {

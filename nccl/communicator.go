@@ -27,6 +27,7 @@ type Communicator struct {
 	mu     sync.Mutex   // held by the call that is in NCCL
 	life   sync.RWMutex // held for reading while Err is in NCCL
 	failed atomic.Pointer[Error]
+	holds  holds
 }
 
 // NewCommunicator makes rank of size ranks (ncclCommInitRankScalable). It
@@ -155,9 +156,10 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 // Abort ends the communicator and everything that is in flight on it, on this
 // rank only (ncclCommAbort); outputs of unfinished operations are undefined. It
 // may be called by any goroutine, also while another one is blocked in an
-// operation, and is idempotent.
+// operation, and is idempotent. Graphs that captured operations of c are closed
+// with it; if one is being captured, all this happens when the capture ends.
 func (c *Communicator) Abort() error {
-	if c == nil || !c.owner.Close() {
+	if c == nil || !c.closeGraphs() || !c.owner.Close() {
 		return nil
 	}
 	// NCCL frees the communicator, so a call that is inside should return first.
@@ -170,15 +172,25 @@ func (c *Communicator) Abort() error {
 	return c.fail("ncclCommAbort", c.api.CommAbort(*c.h))
 }
 
-// Close is Abort.
-func (c *Communicator) Close() error { return c.Abort() }
+// Close is Abort, but an *InUseError while a graph uses the communicator.
+func (c *Communicator) Close() error {
+	if err := c.InUse("close"); err != nil {
+		return err
+	}
+	return c.Abort()
+}
 
 // Shutdown waits until all operations have completed and leaves the group
 // together with the other ranks, which call it too (ncclCommFinalize,
 // ncclCommDestroy). When ctx ends first, or an operation failed, it aborts.
+// While a graph uses the communicator it does nothing but return an
+// *InUseError.
 func (c *Communicator) Shutdown(ctx context.Context) error {
 	if c == nil || c.owner.Closed() {
 		return nil
+	}
+	if err := c.InUse("shut down"); err != nil {
+		return err
 	}
 	if err := c.Err(); err != nil {
 		_ = c.Abort()

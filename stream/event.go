@@ -3,6 +3,7 @@ package stream
 import (
 	"context"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/device"
@@ -20,9 +21,10 @@ type EventConfig struct {
 
 // An Event marks a point in a stream (CUevent, torch.cuda.Event).
 type Event struct {
-	owner handle.Owner
-	dev   *device.Device
-	h     cudadrv.Event
+	owner    handle.Owner
+	dev      *device.Device
+	h        cudadrv.Event
+	captured atomic.Bool // its last Record was captured into a graph
 }
 
 // NewEvent creates an event on dev. Only streams of dev can record it; streams
@@ -59,13 +61,16 @@ func (e *Event) Record(s *Stream) error {
 	if err := s.Check("stream: record event", e.dev); err != nil {
 		return err
 	}
+	if err := e.note(s); err != nil {
+		return err
+	}
 	return e.dev.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e.h, s.h) })
 }
 
 // Query reports, without waiting, whether the marked point has been passed. It
 // is true of an event that was never recorded.
 func (e *Event) Query() (bool, error) {
-	if err := e.check("stream: query event"); err != nil {
+	if err := e.checkHost("stream: query event"); err != nil {
 		return false, err
 	}
 	return ready(e.dev, "cuEventQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(e.h) })
@@ -74,7 +79,7 @@ func (e *Event) Query() (bool, error) {
 // Sync waits until the marked point has been passed. When ctx ends first, Sync
 // returns its cause and no thread is left behind.
 func (e *Event) Sync(ctx context.Context) error {
-	if err := e.check("stream: sync event"); err != nil {
+	if err := e.checkHost("stream: sync event"); err != nil {
 		return err
 	}
 	if ctx.Done() == nil {
@@ -92,10 +97,10 @@ func (e *Event) Sync(ctx context.Context) error {
 // about half a microsecond (cuEventElapsedTime). Both were made with Timing and
 // both points have been passed.
 func (e *Event) Elapsed(start *Event) (time.Duration, error) {
-	if err := e.check("stream: elapsed time"); err != nil {
+	if err := e.checkHost("stream: elapsed time"); err != nil {
 		return 0, err
 	}
-	if err := start.check("stream: elapsed time"); err != nil {
+	if err := start.checkHost("stream: elapsed time"); err != nil {
 		return 0, err
 	}
 	var ms float32

@@ -96,6 +96,9 @@ func (s *Stream) Sync(ctx context.Context) error {
 	if err := s.Check("stream: sync", nil); err != nil {
 		return err
 	}
+	if err := s.RefuseCapture("stream: sync", notRun); err != nil {
+		return err
+	}
 	if ctx.Done() == nil {
 		return s.dev.Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.h) })
 	}
@@ -111,6 +114,9 @@ func (s *Stream) Sync(ctx context.Context) error {
 // completed.
 func (s *Stream) Query() (bool, error) {
 	if err := s.Check("stream: query", nil); err != nil {
+		return false, err
+	}
+	if err := s.RefuseCapture("stream: query", notRun); err != nil {
 		return false, err
 	}
 	return ready(s.dev, "cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(s.h) })
@@ -166,9 +172,16 @@ func (s *Stream) Follow(o *Stream) error {
 }
 
 // Close gives the stream up. It returns at once; enqueued work still runs, and
-// memory that is to be freed on s is still freed there.
+// memory that is to be freed on s is still freed there. A stream that is being
+// captured stays open: Close returns a *CaptureError.
 func (s *Stream) Close() error {
-	if s == nil || !s.owner.Close() {
+	if s == nil || s.owner.Closed() {
+		return nil
+	}
+	if err := s.RefuseCapture("stream: close", "close it after the capture"); err != nil {
+		return err
+	}
+	if !s.owner.Close() {
 		return nil
 	}
 	return s.Release()

@@ -158,6 +158,9 @@ func handleOf(s *stream.Stream) (cublasapi.API, cublasapi.Handle, error) {
 	}
 	v, err := s.Keep(handleKey{}, func() (any, func() error, error) {
 		var h cublasapi.Handle
+		if err := s.RefuseCapture("tensor: first matrix product on the stream", "compute one before the capture"); err != nil {
+			return nil, nil, err
+		}
 		if err := call(s, "cublasCreate", func() (r cublasapi.Result) { h, r = blas.Create(); return r }); err != nil {
 			return nil, nil, err
 		}

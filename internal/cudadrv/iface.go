@@ -65,4 +65,22 @@ type Driver interface {
 	// LaunchKernel's params points at an array with the address of each
 	// parameter's value; both are read before it returns.
 	LaunchKernel(f Function, grid, block [3]uint32, sharedBytes uint32, s Stream, params unsafe.Pointer) Result
+
+	// StreamBeginCapture records what is enqueued on the stream from now on
+	// instead of running it. In the modes global and thread-local the same OS
+	// thread ends the capture.
+	StreamBeginCapture(s Stream, mode CaptureMode) Result
+	StreamEndCapture(s Stream) (Graph, Result)
+	StreamIsCapturing(s Stream) (CaptureStatus, Result)
+	StreamGetCaptureInfo(s Stream) (status CaptureStatus, id uint64, r Result)
+	ThreadExchangeStreamCaptureMode(mode CaptureMode) (CaptureMode, Result) // free; the previous one
+
+	GraphGetNodes(g Graph) (uintptr, Result) // how many
+	GraphInstantiateWithFlags(g Graph, flags uint64) (GraphExec, Result)
+	GraphLaunch(e GraphExec, s Stream) Result
+	GraphUpload(e GraphExec, s Stream) Result
+	GraphExecUpdate(e GraphExec, g Graph) (GraphExecUpdateResult, Result)
+	GraphExecDestroy(e GraphExec) Result
+	GraphDestroy(g Graph) Result
+	GraphDebugDotPrint(g Graph, path string, flags uint32) Result
 }

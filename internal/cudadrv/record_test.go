@@ -15,55 +15,68 @@ import (
 // signatures has the arguments of each C function as cuda.h declares them;
 // header_test.go compares them with it.
 var signatures = dltest.Signatures{
-	"cuInit":                       "i",
-	"cuDriverGetVersion":           "o4=13000",
-	"cuDeviceGetCount":             "o4",
-	"cuDeviceGet":                  "o4 i",
-	"cuDeviceGetName":              "o5=808464968 i i",
-	"cuDeviceGetUuid_v2":           "o16 i",
-	"cuDeviceGetAttribute":         "o4 i i",
-	"cuDeviceTotalMem_v2":          "o8 i",
-	"cuDeviceGetPCIBusId":          "o8=52975774022192 i i",
-	"cuDeviceCanAccessPeer":        "o4 i i",
-	"cuDeviceGetDefaultMemPool":    "o8 i",
-	"cuDevicePrimaryCtxRetain":     "o8 i",
-	"cuDevicePrimaryCtxRelease_v2": "i",
-	"cuDeviceGetP2PAttribute":      "o4 i i i",
-	"cuCtxSetCurrent":              "w",
-	"cuCtxGetCurrent":              "o8",
-	"cuCtxSynchronize":             "",
-	"cuCtxGetStreamPriorityRange":  "o4 o4",
-	"cuCtxEnablePeerAccess":        "w i",
-	"cuMemGetInfo_v2":              "o8 o8",
-	"cuMemAlloc_v2":                "o8 w",
-	"cuMemFree_v2":                 "w",
-	"cuMemAllocAsync":              "o8 w w",
-	"cuMemFreeAsync":               "w w",
-	"cuMemPoolSetAttribute":        "w i p8",
-	"cuMemPoolSetAccess":           "w p12 w",
-	"cuMemPoolTrimTo":              "w w",
-	"cuMemHostAlloc":               "o8 w i",
-	"cuMemFreeHost":                "p4",
-	"cuMemcpyHtoDAsync_v2":         "w p4 w w",
-	"cuMemcpyDtoHAsync_v2":         "o4 w w w",
-	"cuMemcpyDtoDAsync_v2":         "w w w w",
-	"cuMemcpyPeerAsync":            "w w w w w w",
-	"cuMemsetD8Async":              "w b w w",
-	"cuStreamCreateWithPriority":   "o8 i i",
-	"cuStreamDestroy_v2":           "w",
-	"cuStreamSynchronize":          "w",
-	"cuStreamQuery":                "w",
-	"cuStreamWaitEvent":            "w w i",
-	"cuEventCreate":                "o8 i",
-	"cuEventDestroy_v2":            "w",
-	"cuEventRecord":                "w w",
-	"cuEventQuery":                 "w",
-	"cuEventSynchronize":           "w",
-	"cuEventElapsedTime":           "o4=1069547520 w w",
-	"cuModuleLoadData":             "o8 s",
-	"cuModuleUnload":               "w",
-	"cuModuleGetFunction":          "o8 w s",
-	"cuLaunchKernel":               "w i i i i i i i w p4 p4",
+	"cuInit":                            "i",
+	"cuDriverGetVersion":                "o4=13000",
+	"cuDeviceGetCount":                  "o4",
+	"cuDeviceGet":                       "o4 i",
+	"cuDeviceGetName":                   "o5=808464968 i i",
+	"cuDeviceGetUuid_v2":                "o16 i",
+	"cuDeviceGetAttribute":              "o4 i i",
+	"cuDeviceTotalMem_v2":               "o8 i",
+	"cuDeviceGetPCIBusId":               "o8=52975774022192 i i",
+	"cuDeviceCanAccessPeer":             "o4 i i",
+	"cuDeviceGetDefaultMemPool":         "o8 i",
+	"cuDevicePrimaryCtxRetain":          "o8 i",
+	"cuDevicePrimaryCtxRelease_v2":      "i",
+	"cuDeviceGetP2PAttribute":           "o4 i i i",
+	"cuCtxSetCurrent":                   "w",
+	"cuCtxGetCurrent":                   "o8",
+	"cuCtxSynchronize":                  "",
+	"cuCtxGetStreamPriorityRange":       "o4 o4",
+	"cuCtxEnablePeerAccess":             "w i",
+	"cuMemGetInfo_v2":                   "o8 o8",
+	"cuMemAlloc_v2":                     "o8 w",
+	"cuMemFree_v2":                      "w",
+	"cuMemAllocAsync":                   "o8 w w",
+	"cuMemFreeAsync":                    "w w",
+	"cuMemPoolSetAttribute":             "w i p8",
+	"cuMemPoolSetAccess":                "w p12 w",
+	"cuMemPoolTrimTo":                   "w w",
+	"cuMemHostAlloc":                    "o8 w i",
+	"cuMemFreeHost":                     "p4",
+	"cuMemcpyHtoDAsync_v2":              "w p4 w w",
+	"cuMemcpyDtoHAsync_v2":              "o4 w w w",
+	"cuMemcpyDtoDAsync_v2":              "w w w w",
+	"cuMemcpyPeerAsync":                 "w w w w w w",
+	"cuMemsetD8Async":                   "w b w w",
+	"cuStreamCreateWithPriority":        "o8 i i",
+	"cuStreamDestroy_v2":                "w",
+	"cuStreamSynchronize":               "w",
+	"cuStreamQuery":                     "w",
+	"cuStreamWaitEvent":                 "w w i",
+	"cuEventCreate":                     "o8 i",
+	"cuEventDestroy_v2":                 "w",
+	"cuEventRecord":                     "w w",
+	"cuEventQuery":                      "w",
+	"cuEventSynchronize":                "w",
+	"cuEventElapsedTime":                "o4=1069547520 w w",
+	"cuModuleLoadData":                  "o8 s",
+	"cuModuleUnload":                    "w",
+	"cuModuleGetFunction":               "o8 w s",
+	"cuLaunchKernel":                    "w i i i i i i i w p4 p4",
+	"cuStreamBeginCapture_v2":           "w i",
+	"cuStreamEndCapture":                "w o8",
+	"cuStreamIsCapturing":               "w o4",
+	"cuStreamGetCaptureInfo_v2":         "w o4 o8 w w w",
+	"cuThreadExchangeStreamCaptureMode": "p4",
+	"cuGraphGetNodes":                   "w w o8",
+	"cuGraphInstantiateWithFlags":       "o8 w w",
+	"cuGraphLaunch":                     "w w",
+	"cuGraphUpload":                     "w w",
+	"cuGraphExecUpdate_v2":              "w w o24=2",
+	"cuGraphExecDestroy":                "w",
+	"cuGraphDestroy":                    "w",
+	"cuGraphDebugDotPrint":              "w s i",
 }
 
 // The golden file shows for each method what C received and what the method
@@ -166,6 +179,27 @@ func TestRecordedCalls(t *testing.T) {
 	two("ModuleGetFunction", f, r)
 	one("LaunchKernel", d.LaunchKernel(0xf1, [3]uint32{11, 12, 13}, [3]uint32{21, 22, 23}, 31, 0x51, src))
 
+	one("StreamBeginCapture", d.StreamBeginCapture(0x51, CaptureRelaxed))
+	g, r := d.StreamEndCapture(0x51)
+	two("StreamEndCapture", g, r)
+	status, r := d.StreamIsCapturing(0x51)
+	two("StreamIsCapturing", status, r)
+	status, id, r := d.StreamGetCaptureInfo(0x51)
+	two("StreamGetCaptureInfo", []uint64{uint64(status), id}, r)
+	mode, r := d.ThreadExchangeStreamCaptureMode(CaptureRelaxed)
+	two("ThreadExchangeStreamCaptureMode", mode, r)
+	nodes, r := d.GraphGetNodes(0x61)
+	two("GraphGetNodes", nodes, r)
+	x, r := d.GraphInstantiateWithFlags(0x61, GraphInstantiateNodePriority)
+	two("GraphInstantiateWithFlags", x, r)
+	one("GraphLaunch", d.GraphLaunch(0x71, 0x51))
+	one("GraphUpload", d.GraphUpload(0x71, 0x51))
+	update, r := d.GraphExecUpdate(0x71, 0x61)
+	two("GraphExecUpdate", update, r)
+	one("GraphExecDestroy", d.GraphExecDestroy(0x71))
+	one("GraphDestroy", d.GraphDestroy(0x61))
+	one("GraphDebugDotPrint", d.GraphDebugDotPrint(0x61, "graph.dot", GraphDotVerbose))
+
 	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
 	dltest.Golden(t, "testdata/record.golden", b.String())
 }
@@ -181,6 +215,7 @@ func TestCallsDoNotAllocate(t *testing.T) {
 		"EventRecord":     func() { d.EventRecord(1, 2) },
 		"MemcpyHtoDAsync": func() { d.MemcpyHtoDAsync(1, params, 4, 2) },
 		"LaunchKernel":    func() { d.LaunchKernel(1, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, 2, params) },
+		"GraphLaunch":     func() { d.GraphLaunch(1, 2) },
 	} {
 		require.Zero(t, testing.AllocsPerRun(200, call), name)
 	}

@@ -55,6 +55,19 @@ const (
 	fnModuleUnload
 	fnModuleGetFunction
 	fnLaunchKernel
+	fnStreamBeginCapture
+	fnStreamEndCapture
+	fnStreamIsCapturing
+	fnStreamGetCaptureInfo
+	fnThreadExchangeStreamCaptureMode
+	fnGraphGetNodes
+	fnGraphInstantiateWithFlags
+	fnGraphLaunch
+	fnGraphUpload
+	fnGraphExecUpdate
+	fnGraphExecDestroy
+	fnGraphDestroy
+	fnGraphDebugDotPrint
 	numFns
 )
 
@@ -63,53 +76,66 @@ const (
 // prototype the method has, whatever the header of the day would choose. An
 // optional function may be missing: its method returns ErrorNotSupported.
 var symbols = [numFns]dl.Func{
-	fnInit:                      {Name: "cuInit"},
-	fnDriverGetVersion:          {Name: "cuDriverGetVersion"},
-	fnDeviceGetCount:            {Name: "cuDeviceGetCount"},
-	fnDeviceGet:                 {Name: "cuDeviceGet"},
-	fnDeviceGetName:             {Name: "cuDeviceGetName"},
-	fnDeviceGetUUID:             {Name: "cuDeviceGetUuid_v2"}, // with MIG, the instance's own
-	fnDeviceGetAttribute:        {Name: "cuDeviceGetAttribute"},
-	fnDeviceTotalMem:            {Name: "cuDeviceTotalMem_v2"},
-	fnDeviceGetPCIBusID:         {Name: "cuDeviceGetPCIBusId"},
-	fnDeviceCanAccessPeer:       {Name: "cuDeviceCanAccessPeer"},
-	fnDeviceGetDefaultMemPool:   {Name: "cuDeviceGetDefaultMemPool", Optional: true},
-	fnDevicePrimaryCtxRetain:    {Name: "cuDevicePrimaryCtxRetain"},
-	fnDevicePrimaryCtxRelease:   {Name: "cuDevicePrimaryCtxRelease_v2"},
-	fnDeviceGetP2PAttribute:     {Name: "cuDeviceGetP2PAttribute"},
-	fnCtxSetCurrent:             {Name: "cuCtxSetCurrent"},
-	fnCtxGetCurrent:             {Name: "cuCtxGetCurrent"},
-	fnCtxSynchronize:            {Name: "cuCtxSynchronize"},
-	fnCtxGetStreamPriorityRange: {Name: "cuCtxGetStreamPriorityRange"},
-	fnCtxEnablePeerAccess:       {Name: "cuCtxEnablePeerAccess"},
-	fnMemGetInfo:                {Name: "cuMemGetInfo_v2"},
-	fnMemAlloc:                  {Name: "cuMemAlloc_v2"},
-	fnMemFree:                   {Name: "cuMemFree_v2"},
-	fnMemAllocAsync:             {Name: "cuMemAllocAsync", Optional: true},
-	fnMemFreeAsync:              {Name: "cuMemFreeAsync", Optional: true},
-	fnMemPoolSetAttribute:       {Name: "cuMemPoolSetAttribute", Optional: true},
-	fnMemPoolSetAccess:          {Name: "cuMemPoolSetAccess", Optional: true},
-	fnMemPoolTrimTo:             {Name: "cuMemPoolTrimTo", Optional: true},
-	fnMemHostAlloc:              {Name: "cuMemHostAlloc"},
-	fnMemFreeHost:               {Name: "cuMemFreeHost"},
-	fnMemcpyHtoDAsync:           {Name: "cuMemcpyHtoDAsync_v2"},
-	fnMemcpyDtoHAsync:           {Name: "cuMemcpyDtoHAsync_v2"},
-	fnMemcpyDtoDAsync:           {Name: "cuMemcpyDtoDAsync_v2"},
-	fnMemcpyPeerAsync:           {Name: "cuMemcpyPeerAsync"},
-	fnMemsetD8Async:             {Name: "cuMemsetD8Async"},
-	fnStreamCreateWithPriority:  {Name: "cuStreamCreateWithPriority"},
-	fnStreamDestroy:             {Name: "cuStreamDestroy_v2"},
-	fnStreamSynchronize:         {Name: "cuStreamSynchronize"},
-	fnStreamQuery:               {Name: "cuStreamQuery"},
-	fnStreamWaitEvent:           {Name: "cuStreamWaitEvent"},
-	fnEventCreate:               {Name: "cuEventCreate"},
-	fnEventDestroy:              {Name: "cuEventDestroy_v2"},
-	fnEventRecord:               {Name: "cuEventRecord"},
-	fnEventQuery:                {Name: "cuEventQuery"},
-	fnEventSynchronize:          {Name: "cuEventSynchronize"},
-	fnEventElapsedTime:          {Name: "cuEventElapsedTime"}, // every driver has it; _v2 came with 12.8
-	fnModuleLoadData:            {Name: "cuModuleLoadData"},
-	fnModuleUnload:              {Name: "cuModuleUnload"},
-	fnModuleGetFunction:         {Name: "cuModuleGetFunction"},
-	fnLaunchKernel:              {Name: "cuLaunchKernel"},
+	fnInit:                            {Name: "cuInit"},
+	fnDriverGetVersion:                {Name: "cuDriverGetVersion"},
+	fnDeviceGetCount:                  {Name: "cuDeviceGetCount"},
+	fnDeviceGet:                       {Name: "cuDeviceGet"},
+	fnDeviceGetName:                   {Name: "cuDeviceGetName"},
+	fnDeviceGetUUID:                   {Name: "cuDeviceGetUuid_v2"}, // with MIG, the instance's own
+	fnDeviceGetAttribute:              {Name: "cuDeviceGetAttribute"},
+	fnDeviceTotalMem:                  {Name: "cuDeviceTotalMem_v2"},
+	fnDeviceGetPCIBusID:               {Name: "cuDeviceGetPCIBusId"},
+	fnDeviceCanAccessPeer:             {Name: "cuDeviceCanAccessPeer"},
+	fnDeviceGetDefaultMemPool:         {Name: "cuDeviceGetDefaultMemPool", Optional: true},
+	fnDevicePrimaryCtxRetain:          {Name: "cuDevicePrimaryCtxRetain"},
+	fnDevicePrimaryCtxRelease:         {Name: "cuDevicePrimaryCtxRelease_v2"},
+	fnDeviceGetP2PAttribute:           {Name: "cuDeviceGetP2PAttribute"},
+	fnCtxSetCurrent:                   {Name: "cuCtxSetCurrent"},
+	fnCtxGetCurrent:                   {Name: "cuCtxGetCurrent"},
+	fnCtxSynchronize:                  {Name: "cuCtxSynchronize"},
+	fnCtxGetStreamPriorityRange:       {Name: "cuCtxGetStreamPriorityRange"},
+	fnCtxEnablePeerAccess:             {Name: "cuCtxEnablePeerAccess"},
+	fnMemGetInfo:                      {Name: "cuMemGetInfo_v2"},
+	fnMemAlloc:                        {Name: "cuMemAlloc_v2"},
+	fnMemFree:                         {Name: "cuMemFree_v2"},
+	fnMemAllocAsync:                   {Name: "cuMemAllocAsync", Optional: true},
+	fnMemFreeAsync:                    {Name: "cuMemFreeAsync", Optional: true},
+	fnMemPoolSetAttribute:             {Name: "cuMemPoolSetAttribute", Optional: true},
+	fnMemPoolSetAccess:                {Name: "cuMemPoolSetAccess", Optional: true},
+	fnMemPoolTrimTo:                   {Name: "cuMemPoolTrimTo", Optional: true},
+	fnMemHostAlloc:                    {Name: "cuMemHostAlloc"},
+	fnMemFreeHost:                     {Name: "cuMemFreeHost"},
+	fnMemcpyHtoDAsync:                 {Name: "cuMemcpyHtoDAsync_v2"},
+	fnMemcpyDtoHAsync:                 {Name: "cuMemcpyDtoHAsync_v2"},
+	fnMemcpyDtoDAsync:                 {Name: "cuMemcpyDtoDAsync_v2"},
+	fnMemcpyPeerAsync:                 {Name: "cuMemcpyPeerAsync"},
+	fnMemsetD8Async:                   {Name: "cuMemsetD8Async"},
+	fnStreamCreateWithPriority:        {Name: "cuStreamCreateWithPriority"},
+	fnStreamDestroy:                   {Name: "cuStreamDestroy_v2"},
+	fnStreamSynchronize:               {Name: "cuStreamSynchronize"},
+	fnStreamQuery:                     {Name: "cuStreamQuery"},
+	fnStreamWaitEvent:                 {Name: "cuStreamWaitEvent"},
+	fnEventCreate:                     {Name: "cuEventCreate"},
+	fnEventDestroy:                    {Name: "cuEventDestroy_v2"},
+	fnEventRecord:                     {Name: "cuEventRecord"},
+	fnEventQuery:                      {Name: "cuEventQuery"},
+	fnEventSynchronize:                {Name: "cuEventSynchronize"},
+	fnEventElapsedTime:                {Name: "cuEventElapsedTime"}, // every driver has it; _v2 came with 12.8
+	fnModuleLoadData:                  {Name: "cuModuleLoadData"},
+	fnModuleUnload:                    {Name: "cuModuleUnload"},
+	fnModuleGetFunction:               {Name: "cuModuleGetFunction"},
+	fnLaunchKernel:                    {Name: "cuLaunchKernel"},
+	fnStreamBeginCapture:              {Name: "cuStreamBeginCapture_v2"},
+	fnStreamEndCapture:                {Name: "cuStreamEndCapture"},
+	fnStreamIsCapturing:               {Name: "cuStreamIsCapturing"},
+	fnStreamGetCaptureInfo:            {Name: "cuStreamGetCaptureInfo_v2", Optional: true},
+	fnThreadExchangeStreamCaptureMode: {Name: "cuThreadExchangeStreamCaptureMode"},
+	fnGraphGetNodes:                   {Name: "cuGraphGetNodes"},
+	fnGraphInstantiateWithFlags:       {Name: "cuGraphInstantiateWithFlags"},
+	fnGraphLaunch:                     {Name: "cuGraphLaunch"},
+	fnGraphUpload:                     {Name: "cuGraphUpload"},
+	fnGraphExecUpdate:                 {Name: "cuGraphExecUpdate_v2"},
+	fnGraphExecDestroy:                {Name: "cuGraphExecDestroy"},
+	fnGraphDestroy:                    {Name: "cuGraphDestroy"},
+	fnGraphDebugDotPrint:              {Name: "cuGraphDebugDotPrint"},
 }

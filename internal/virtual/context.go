@@ -56,6 +56,9 @@ type call struct {
 	dev  *device // of the context that was bound; nil in calls free of one
 	name string
 	hang bool // the fault plan wants the call's stream operation to hang
+	// check says when a graph is launched whether what the call uses is still
+	// there; nil where nothing can go away.
+	check func() cudadrv.Result
 }
 
 func (c *call) end() { c.m.mu.Unlock() }
@@ -88,6 +91,8 @@ func (d driver) beginEnding(name string) (call, cudadrv.Result) {
 		r = cudadrv.ErrorInvalidContext
 	case r.Sticky():
 		c.dev.lose(r, "the fault plan failed "+name+" with "+r.Error())
+	case r == cudadrv.Success:
+		r = d.m.permits(name)
 	}
 	if r != cudadrv.Success {
 		d.m.mu.Unlock()
@@ -157,6 +162,7 @@ func (d driver) DevicePrimaryCtxRelease(ord cudadrv.Device) cudadrv.Result {
 // reset takes away all that belongs to a context that its last owner released,
 // and with it a sticky error. m.mu is held.
 func (d *device) reset() {
+	d.resetGraphs()
 	for h, s := range d.m.streams {
 		if s.dev == d {
 			delete(d.m.streams, h)
@@ -221,6 +227,10 @@ func (d driver) CtxSynchronize() cudadrv.Result {
 		return r
 	}
 	dev := c.dev
+	if dev.capturing() {
+		defer c.end()
+		return cudadrv.ErrorStreamCaptureUnsupported
+	}
 	marks := dev.marks()
 	c.end()
 	return d.m.await(dev, marks...)

@@ -71,6 +71,9 @@ func (d driver) MemcpyHtoDAsync(dst cudadrv.DevicePtr, src unsafe.Pointer, bytes
 	if r != cudadrv.Success {
 		return r
 	}
+	if from.block == nil && s.capture != nil {
+		return s.refused() // a replay would find other bytes there
+	}
 	if from.block == nil {
 		from.bytes = append([]byte(nil), from.bytes...)
 	}
@@ -90,6 +93,10 @@ func (d driver) MemcpyDtoHAsync(dst unsafe.Pointer, src cudadrv.DevicePtr, bytes
 	if r != cudadrv.Success {
 		c.end()
 		return r
+	}
+	if to.block == nil && s.capture != nil {
+		defer c.end()
+		return s.refused()
 	}
 	c.enqueue(s, func(o *op) {
 		o.move(func() ([]byte, *trouble) { return to.touch(o, true) },

@@ -61,6 +61,9 @@ func (l *cublasLib) beginDevice(name string) (*device, bool, cublasapi.Result) {
 	if dev.status != cudadrv.Success {
 		return nil, false, cublasapi.ExecutionFailed
 	}
+	if l.m.permits(name) != cudadrv.Success {
+		return nil, false, cublasapi.NotInitialized
+	}
 	return dev, hang, cublasapi.Success
 }
 
@@ -169,7 +172,7 @@ func (l *cublasLib) GemmEx(h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k int3
 	l.m.mu.Lock()
 	defer l.m.mu.Unlock()
 	s, res := l.m.stream(handle.stream)
-	if res != cudadrv.Success {
+	if res != cudadrv.Success || s.capture != nil && s.capture.invalid {
 		return cublasapi.ExecutionFailed
 	}
 	cl := call{m: l.m, name: "cublasGemmEx", hang: hang}

@@ -71,9 +71,10 @@ func (m *Machine) await(dev *device, marks ...*mark) cudadrv.Result {
 
 // An event remembers the mark of its last record.
 type event struct {
-	dev   *device
-	flags uint32
-	last  *mark
+	dev      *device
+	flags    uint32
+	last     *mark
+	captured *capturedMark // of its last record, if that was captured
 }
 
 func (d driver) EventCreate(flags uint32) (cudadrv.Event, cudadrv.Result) {
@@ -114,6 +115,11 @@ func (d driver) EventRecord(h cudadrv.Event, sh cudadrv.Stream) cudadrv.Result {
 	if e == nil || e.dev != s.dev {
 		return cudadrv.ErrorInvalidHandle
 	}
+	if s.capture != nil {
+		e.recordCaptured(s)
+		return cudadrv.Success
+	}
+	e.captured = nil
 	if c.hang {
 		s.enqueue(c.name, func(*op) { forever(nil) })
 	}
@@ -131,8 +137,8 @@ func (d driver) beginEvent(name string, h cudadrv.Event) (call, *event, cudadrv.
 	e := d.m.events[h]
 	if e == nil {
 		r = cudadrv.ErrorInvalidHandle
-	} else {
-		r = e.dev.status
+	} else if r = e.dev.status; r == cudadrv.Success {
+		r = e.spoils()
 	}
 	if r != cudadrv.Success {
 		c.end()
@@ -178,6 +184,9 @@ func (d driver) EventElapsedTime(start, end cudadrv.Event) (float32, cudadrv.Res
 	}
 	defer c.end()
 	b := d.m.events[end]
+	if b != nil && b.captured != nil {
+		return 0, b.spoils()
+	}
 	if b == nil || a.dev != b.dev || (a.flags|b.flags)&cudadrv.EventDisableTiming != 0 ||
 		a.last == nil || b.last == nil {
 		return 0, cudadrv.ErrorInvalidHandle

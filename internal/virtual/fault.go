@@ -142,7 +142,7 @@ func statusOf(call, status string) (int32, error) {
 var streamOps = nameSet(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
 	cuMemcpyPeerAsync cuMemsetD8Async cuStreamWaitEvent cuEventRecord cuLaunchKernel cublasGemmEx
 	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
-	ncclGather ncclScatter ncclSend ncclRecv`)
+	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload`)
 
 // calls are all calls that a plan may name.
 var calls = allCalls()
@@ -155,6 +155,9 @@ func allCalls() map[string]bool {
 	cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo cuMemHostAlloc cuMemFreeHost
 	cuStreamCreateWithPriority cuStreamDestroy cuStreamSynchronize cuStreamQuery cuEventCreate cuEventDestroy
 	cuEventQuery cuEventSynchronize cuEventElapsedTime cuModuleLoadData cuModuleUnload cuModuleGetFunction
+	cuStreamBeginCapture cuStreamEndCapture cuStreamIsCapturing cuStreamGetCaptureInfo
+	cuThreadExchangeStreamCaptureMode cuGraphGetNodes cuGraphInstantiateWithFlags cuGraphExecUpdate
+	cuGraphExecDestroy cuGraphDestroy cuGraphDebugDotPrint
 	cublasCreate cublasDestroy cublasSetStream`)
 	maps.Copy(names, streamOps)
 	for f := range ncclapi.NumFuncs {

@@ -150,6 +150,12 @@ func (d driver) LaunchKernel(fh cudadrv.Function, grid, block [3]uint32, sharedB
 	}
 	k := &KernelCall{kernel: &f.kernel, grid: grid, block: block, params: readParams(f.kernel.Params, params)}
 	c.name = "kernel " + f.kernel.Name
+	c.check = func() cudadrv.Result {
+		if d.m.functions[fh] == nil {
+			return cudadrv.ErrorInvalidHandle
+		}
+		return cudadrv.Success
+	}
 	c.enqueue(s, k.run)
 	return cudadrv.Success
 }
@@ -192,7 +198,8 @@ type KernelCall struct {
 }
 
 func (k *KernelCall) run(o *op) {
-	k.op = o
+	call := *k // a graph runs it many times
+	call.op = o
 	defer func() {
 		switch why := recover().(type) {
 		case nil:
@@ -202,7 +209,7 @@ func (k *KernelCall) run(o *op) {
 			o.fail(&trouble{cudadrv.ErrorLaunchFailed, fmt.Sprintf("%s on %v panicked: %v", o.name, o.s, why)})
 		}
 	}()
-	k.kernel.Func(k)
+	call.kernel.Func(&call)
 }
 
 // Grid is the number of blocks in x, y and z.

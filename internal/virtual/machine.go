@@ -40,28 +40,36 @@ type Machine struct {
 
 	// mu guards everything below and all state of devices, streams, events and
 	// blocks. It is held for bookkeeping only, never while data moves.
-	mu          sync.Mutex
-	initialized bool
-	devices     []*device
-	streams     map[cudadrv.Stream]*stream
-	events      map[cudadrv.Event]*event
-	modules     map[cudadrv.Module]*module
-	functions   map[cudadrv.Function]*function
-	pinned      []*block // page-locked host memory, by address
-	lastHandle  uintptr
-	slots       slots
-	host        clock // what the host has waited for
-	reports     []string
+	mu           sync.Mutex
+	initialized  bool
+	devices      []*device
+	streams      map[cudadrv.Stream]*stream
+	events       map[cudadrv.Event]*event
+	modules      map[cudadrv.Module]*module
+	functions    map[cudadrv.Function]*function
+	pinned       []*block // page-locked host memory, by address
+	lastHandle   uintptr
+	graphs       map[cudadrv.Graph]*graph
+	execs        map[cudadrv.GraphExec]*graphExec
+	captures     []*capture // that have not ended
+	lastCapture  uint64
+	captureModes map[int]cudadrv.CaptureMode // of OS threads that changed it
+	slots        slots
+	host         clock // what the host has waited for
+	reports      []string
 }
 
 // New makes a machine. The only errors are those of the configuration.
 func New(cfg *Config) (*Machine, error) {
 	m := &Machine{
-		streams:    map[cudadrv.Stream]*stream{},
-		events:     map[cudadrv.Event]*event{},
-		modules:    map[cudadrv.Module]*module{},
-		functions:  map[cudadrv.Function]*function{},
-		lastHandle: 0x5000,
+		streams:      map[cudadrv.Stream]*stream{},
+		events:       map[cudadrv.Event]*event{},
+		modules:      map[cudadrv.Module]*module{},
+		functions:    map[cudadrv.Function]*function{},
+		graphs:       map[cudadrv.Graph]*graph{},
+		execs:        map[cudadrv.GraphExec]*graphExec{},
+		captureModes: map[int]cudadrv.CaptureMode{},
+		lastHandle:   0x5000,
 	}
 	if cfg != nil {
 		m.cfg = *cfg

@@ -45,6 +45,9 @@ func (d driver) MemAllocAsync(bytes uintptr, h cudadrv.Stream) (cudadrv.DevicePt
 		return 0, r
 	}
 	defer c.end()
+	if s.capture != nil {
+		return 0, s.refused() // CUDA makes it a node; virtual devices have no such nodes
+	}
 	return s.dev.allocPtr(bytes, func(b *block) {
 		b.pooled = true
 		// The memory exists from here on in the stream: a stream that does not
@@ -89,6 +92,9 @@ func (d driver) MemFreeAsync(p cudadrv.DevicePtr, h cudadrv.Stream) cudadrv.Resu
 	s, r := d.m.stream(h)
 	if r != cudadrv.Success {
 		return r
+	}
+	if s.capture != nil {
+		return s.refused() // only what was allocated in a capture is freed in one
 	}
 	b := d.m.owned(p)
 	if b == nil || b.public {

@@ -196,6 +196,9 @@ func (l *ncclLib) endComm(f ncclapi.Func, h ncclapi.Comm, abort bool) ncclapi.Re
 	if l.groups.queued(c) {
 		return l.refuse(ncclapi.InvalidUsage, "%s: rank %d has operations in a group that is still open", f.Name(), c.rank)
 	}
+	if c.captured() {
+		return l.refuse(ncclapi.InvalidUsage, "%s: a graph has operations of rank %d: destroy it and its executables first", f.Name(), c.rank)
+	}
 	// Aborting is what ends a rank that waits in CommDestroy: until the
 	// communicator is closed, its handle is good.
 	c.close(abort)

@@ -61,6 +61,7 @@ type comm struct {
 	last   <-chan struct{} // closed when the last launch is done; guarded by m.mu
 	before stamp           // the last launch to begin; guarded by m.mu
 	issued uint64          // operations so far; guarded by m.mu
+	graphs int             // how often live graphs use it; guarded by m.mu
 
 	redops  map[ncclapi.RedOp]scaledSum
 	regs    map[ncclapi.RegID]bool

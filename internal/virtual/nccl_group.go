@@ -189,6 +189,9 @@ func (l *ncclLib) issue(works []*work) ncclapi.Result {
 			return f.Result
 		}
 	}
+	if done, r := l.capture(works); done {
+		return r
+	}
 	l.m.enqueueWork(works)
 	return ncclapi.Success
 }

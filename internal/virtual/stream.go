@@ -25,7 +25,9 @@ type stream struct {
 	destroyed bool
 	now       stamp
 	rng       *rand.Rand
-	released  bool // its slot was given back
+	released  bool     // its slot was given back
+	capture   *capture // that it takes part in, or nil
+	tail      []int    // the nodes that the next one comes after
 }
 
 // An op is one operation of a stream.
@@ -55,7 +57,16 @@ func (s *stream) push(o *op) {
 // enqueue is stream.enqueue for a driver call that the fault plan may hang.
 func (c *call) enqueue(s *stream, run func(*op)) {
 	if c.hang {
-		s.enqueue(c.name, func(*op) { forever(nil) })
+		c.append(s, func(*op) { forever(nil) })
+	}
+	c.append(s, run)
+}
+
+// append enqueues the operation, or records it where the stream is captured.
+func (c *call) append(s *stream, run func(*op)) {
+	if s.capture != nil {
+		s.capture.add(&node{name: c.name, run: run, check: c.check}, s)
+		return
 	}
 	s.enqueue(c.name, run)
 }
@@ -140,6 +151,9 @@ func (d driver) beginStream(name string, h cudadrv.Stream) (call, *stream, cudad
 	if r == cudadrv.Success {
 		r = s.dev.status
 	}
+	if r == cudadrv.Success && s.capture != nil && s.capture.invalid {
+		r = cudadrv.ErrorStreamCaptureInvalidated
+	}
 	if r != cudadrv.Success {
 		c.end()
 	}
@@ -174,6 +188,9 @@ func (d driver) StreamDestroy(h cudadrv.Stream) cudadrv.Result {
 	if r != cudadrv.Success {
 		return r
 	}
+	if s.capture != nil {
+		return s.refused()
+	}
 	delete(d.m.streams, h)
 	s.destroyed = true
 	s.release()
@@ -184,6 +201,10 @@ func (d driver) StreamSynchronize(h cudadrv.Stream) cudadrv.Result {
 	c, s, r := d.beginStream("cuStreamSynchronize", h)
 	if r != cudadrv.Success {
 		return r
+	}
+	if s.capture != nil {
+		defer c.end()
+		return s.refused()
 	}
 	k := s.mark()
 	c.end()
@@ -196,6 +217,9 @@ func (d driver) StreamQuery(h cudadrv.Stream) cudadrv.Result {
 		return r
 	}
 	defer c.end()
+	if s.capture != nil {
+		return s.refused()
+	}
 	if s.working {
 		return cudadrv.ErrorNotReady
 	}
@@ -215,6 +239,9 @@ func (d driver) StreamWaitEvent(h cudadrv.Stream, e cudadrv.Event, flags uint32)
 	}
 	if flags != 0 {
 		return cudadrv.ErrorInvalidValue
+	}
+	if s.capture != nil || ev.captured != nil {
+		return s.waitCaptured(ev)
 	}
 	if c.hang {
 		s.enqueue(c.name, func(*op) { forever(nil) })

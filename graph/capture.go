@@ -1,0 +1,226 @@
+package graph
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"syscall"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A Mode says whose calls may spoil a capture: calls that CUDA cannot see to be
+// harmless, such as cuMemAlloc or asking for an event. (CUstreamCaptureMode,
+// torch's capture_error_mode).
+type Mode int32
+
+// The modes. The default is not torch's, which is Global: in a Go program other
+// goroutines go on with their work while one captures.
+const (
+	ThreadLocal Mode = iota // of the goroutine that captures
+	Global                  // of any goroutine
+	Relaxed                 // nobody's
+)
+
+// String returns torch's name of the mode.
+func (m Mode) String() string {
+	switch m {
+	case ThreadLocal:
+		return "thread_local"
+	case Global:
+		return "global"
+	case Relaxed:
+		return "relaxed"
+	}
+	return fmt.Sprintf("Mode(%d)", int32(m))
+}
+
+func (m Mode) raw() (cudadrv.CaptureMode, error) {
+	switch m {
+	case ThreadLocal:
+		return cudadrv.CaptureThreadLocal, nil
+	case Global:
+		return cudadrv.CaptureGlobal, nil
+	case Relaxed:
+		return cudadrv.CaptureRelaxed, nil
+	}
+	return 0, fmt.Errorf("graph: capture: %v is none of thread_local, global and relaxed", m)
+}
+
+// Config are the options of a capture; nil means their zero values.
+type Config struct {
+	Name string // in errors; "" is a number
+	Mode Mode   // default ThreadLocal
+}
+
+// Capture is CaptureWith the default Config.
+func Capture(streams []*stream.Stream, fn func() error) (*Exec, error) {
+	return CaptureWith(nil, streams, fn)
+}
+
+// CaptureWith captures what fn enqueues on the streams, and on streams that it
+// lets wait for them, into a graph (torch.cuda.graph). The streams may be of
+// several devices; each begins behind the first one's start, and the graph ends
+// when all have. Other streams must be joined by fn: one of the given streams
+// waits for them.
+//
+// fn is called once, on the calling goroutine, which is locked to its thread.
+// When fn returns an error or panics, the capture is ended, the streams are as
+// before, and nothing is left of it.
+func CaptureWith(cfg *Config, streams []*stream.Stream, fn func() error) (x *Exec, err error) {
+	if err := checkStreams(streams, fn); err != nil {
+		return nil, err
+	}
+	r, err := Begin(streams[0], cfg)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if x == nil { // fn may also have panicked
+			err = errors.Join(err, r.Abort())
+		}
+	}()
+	for _, s := range streams[1:] {
+		if err := s.WaitStream(streams[0]); err != nil {
+			return nil, fmt.Errorf("graph: fork %s to %s: %w", r.exec, s, err)
+		}
+	}
+	if err := fn(); err != nil {
+		return nil, err
+	}
+	for _, s := range streams[1:] {
+		if err := streams[0].WaitStream(s); err != nil {
+			return nil, fmt.Errorf("graph: join %s to %s: %w", s, r.exec, err)
+		}
+	}
+	return r.End()
+}
+
+func checkStreams(streams []*stream.Stream, fn func() error) error {
+	const op = "graph: capture"
+	if len(streams) == 0 || fn == nil {
+		return fmt.Errorf("%s: want at least one stream and a function", op)
+	}
+	for i, s := range streams {
+		if err := s.Check(op, nil); err != nil {
+			return err
+		}
+		if s.Device().System() != streams[0].Device().System() {
+			return fmt.Errorf("%s: %s and %s belong to two systems", op, streams[0], s)
+		}
+		if slices.Contains(streams[:i], s) {
+			return fmt.Errorf("%s: %s is given twice", op, s)
+		}
+		if err := s.RefuseCapture(op, "captures do not nest"); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// A Recording is a capture that has begun.
+type Recording struct {
+	exec *Exec
+	s    *stream.Stream
+	tid  int // the thread that the goroutine is locked to, or 0
+	done bool
+}
+
+// Begin captures what is enqueued on s from now on, until End or Abort, one of
+// which must be called (torch.cuda.CUDAGraph.capture_begin). Streams that wait
+// for s take part, and s must wait for them before End. Capture is easier and
+// right in every case.
+//
+// Unless the mode is Relaxed, Begin locks the goroutine to its thread, and End
+// and Abort, which unlock it, are called by the same goroutine.
+func Begin(s *stream.Stream, cfg *Config) (*Recording, error) {
+	var c Config
+	if cfg != nil {
+		c = *cfg
+	}
+	if err := s.Check("graph: capture", nil); err != nil {
+		return nil, err
+	}
+	mode, err := c.Mode.raw()
+	if err != nil {
+		return nil, err
+	}
+	r := &Recording{exec: newExec(c.Name, s.Device()), s: s}
+	if c.Mode != Relaxed {
+		runtime.LockOSThread()
+		r.tid = syscall.Gettid()
+	}
+	if err := s.BeginCapture(mode, r.exec); err != nil {
+		r.unlock()
+		return nil, fmt.Errorf("graph: begin to capture %s on %s: %w", r.exec, s, err)
+	}
+	return r, nil
+}
+
+// End ends the capture and makes the graph ready to launch
+// (torch.cuda.CUDAGraph.capture_end). After an error nothing is left of the
+// capture, except when another goroutine called it: then it goes on.
+func (r *Recording) End() (*Exec, error) {
+	op, err := r.finish()
+	if err != nil {
+		return nil, fmt.Errorf("graph: %s %s on %s: %w", op, r.exec, r.s, err)
+	}
+	r.exec.ready()
+	return r.exec, nil
+}
+
+// Abort ends the capture and drops what it has recorded. It is idempotent, and
+// does nothing after End.
+func (r *Recording) Abort() error {
+	if r == nil || r.done {
+		return nil
+	}
+	if err := r.stop(); err != nil && !expected(err) {
+		return fmt.Errorf("graph: abort the capture of %s on %s: %w", r.exec, r.s, err)
+	}
+	return r.exec.drop()
+}
+
+// expected reports whether an error at the end of a capture only says that the
+// capture was no good.
+func expected(err error) bool {
+	return errors.Is(err, ErrorInvalidated) || errors.Is(err, ErrorUnjoined)
+}
+
+func (r *Recording) finish() (op string, err error) {
+	if r.done {
+		return "end the capture of", device.ErrClosed
+	}
+	if err := r.stop(); err != nil {
+		if !r.done {
+			return "end the capture of", err
+		}
+		return "end the capture of", errors.Join(err, r.exec.drop())
+	}
+	if err := r.exec.instantiate(); err != nil {
+		return "instantiate", errors.Join(err, r.exec.drop())
+	}
+	return "", nil
+}
+
+// stop ends the capture at the driver.
+func (r *Recording) stop() error {
+	g, held, err := r.s.EndCapture(r.exec)
+	if errors.Is(err, ErrorWrongThread) {
+		return fmt.Errorf("call it on the goroutine that began the capture: %w", err)
+	}
+	r.done = true
+	r.exec.graph, r.exec.held = g, held
+	r.unlock()
+	return err
+}
+
+// unlock undoes the lock of Begin, on the thread that has it.
+func (r *Recording) unlock() {
+	if r.tid != 0 && r.tid == syscall.Gettid() {
+		runtime.UnlockOSThread()
+	}
+}

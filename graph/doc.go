@@ -1,0 +1,38 @@
+// Package graph captures the work of streams once and launches it many times:
+// one call for the host instead of one for each operation.
+//
+//	exec, err := graph.Capture(streams, func() error { // on every stream of streams
+//		return step() // what it enqueues is recorded and does not run
+//	})
+//	if err != nil {
+//		return err
+//	}
+//	defer exec.Close()
+//	for range steps {
+//		... // new inputs go into the same memory
+//		if err := exec.Launch(s); err != nil { // on any stream
+//			return err
+//		}
+//	}
+//
+// A graph has the addresses and numbers of the capture: inputs and outputs are
+// static, so programs copy into and out of the same slices around a launch.
+//
+// What a capture may contain: kernels, copies between devices and from and to
+// pinned memory, Zero, events and waits, matrix products, and the operations of
+// nccl and comm. What it may not: waits of the host (Sync, Query, Wait of a
+// group), copies from and to ordinary host memory, and allocating or closing
+// memory, all of which fail at once with a *stream.CaptureError that names the
+// call. Graphs have no memory of their own: allocate before the capture, and
+// close after the graph. Run the work once before the capture, as NewCallable
+// does: NCCL connects, cuBLAS makes its workspace and kernels are loaded on
+// first use, which a capture forbids.
+//
+// Memory, kernel modules and events that a graph uses must outlive it. A
+// communicator that a graph uses cannot be closed before the graph. Buffers are
+// used on the stream of the launch: call RecordStream for it where it is not
+// their own.
+//
+// Concurrency: an Exec may be used by several goroutines. Launches of one Exec
+// run one after another, whatever their streams.
+package graph

@@ -1,0 +1,259 @@
+package graph
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/stream"
+)
+
+// An Exec is a captured graph that can be launched (CUgraphExec,
+// torch.cuda.CUDAGraph).
+type Exec struct {
+	owner handle.Owner
+	name  string
+	dev   *device.Device // of the first stream
+
+	// mu is held for reading by the calls that use the graph, so that Close
+	// waits for them.
+	mu    sync.RWMutex
+	graph cudadrv.Graph // kept for Update and Dot
+	exec  cudadrv.GraphExec
+	nodes int
+	held  []stream.Holdable // what must not be closed before the graph
+}
+
+var numbers atomic.Int64
+
+func newExec(name string, dev *device.Device) *Exec {
+	if name == "" {
+		name = strconv.FormatInt(numbers.Add(1), 10)
+	}
+	return &Exec{name: name, dev: dev}
+}
+
+// String names the graph in errors, such as "graph step of cuda:0".
+func (x *Exec) String() string { return fmt.Sprintf("graph %s of %s", x.name, x.dev) }
+
+// Nodes returns the number of operations that were captured. It is 0 where fn
+// enqueued nothing on the streams, which is mostly a mistake.
+func (x *Exec) Nodes() int { return x.nodes }
+
+// Launch enqueues the graph on s, of any device (cuGraphLaunch,
+// torch.cuda.CUDAGraph.replay): it begins when what is on s before has
+// completed, and what is enqueued on s later begins when all of the graph has.
+// The host does not wait, except that CUDA may let it wait for room. A launch
+// begins after the previous one of the same Exec has ended.
+func (x *Exec) Launch(s *stream.Stream) error {
+	const op = "graph: launch"
+	if err := x.enter(op, s); err != nil {
+		return err
+	}
+	defer x.mu.RUnlock()
+	err := s.Device().Do("cuGraphLaunch", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphLaunch(x.exec, s.Raw()) })
+	return x.wrap(op, err)
+}
+
+// Upload enqueues on s what the first Launch would otherwise do before the graph
+// runs (cuGraphUpload).
+func (x *Exec) Upload(s *stream.Stream) error {
+	const op = "graph: upload"
+	if err := x.enter(op, s); err != nil {
+		return err
+	}
+	defer x.mu.RUnlock()
+	err := s.Device().Do("cuGraphUpload", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphUpload(x.exec, s.Raw()) })
+	return x.wrap(op, err)
+}
+
+// Update gives x the parameters of other's operations, such as addresses and
+// numbers, which costs less than another capture's making (cuGraphExecUpdate).
+// Launches that are on their way keep the old ones. Both graphs have the same
+// operations in the same order; if not, the error is an *UpdateError and x stays
+// as it is. other may be closed then, but x uses what other has captured.
+func (x *Exec) Update(other *Exec) error {
+	const op = "graph: update"
+	if x == other {
+		return x.check(op)
+	}
+	updating.Lock()
+	defer updating.Unlock()
+	if err := other.rlock(op); err != nil {
+		return err
+	}
+	defer other.mu.RUnlock()
+	if x == nil {
+		return x.check(op)
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if err := x.check(op); err != nil {
+		return err
+	}
+	var why cudadrv.GraphExecUpdateResult
+	err := x.dev.Do("cuGraphExecUpdate", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		why, r = drv.GraphExecUpdate(x.exec, other.graph)
+		return r
+	})
+	if errors.Is(err, ErrorUpdate) {
+		return &UpdateError{Graph: x.String(), Other: other.String(), Reason: why.Meaning(), Err: err}
+	}
+	if err == nil {
+		x.hold(other.held)
+	}
+	return x.wrap(op, err)
+}
+
+// updating is held while two graphs are locked, so that two updates cannot wait
+// for each other.
+var updating sync.Mutex
+
+// hold holds what the graph has come to use. x.mu is held.
+func (x *Exec) hold(list []stream.Holdable) {
+	for _, h := range list {
+		if !slices.Contains(x.held, h) {
+			h.Hold(x)
+			x.held = append(x.held, h)
+		}
+	}
+}
+
+// Dot writes the captured graph in the language of Graphviz
+// (cuGraphDebugDotPrint, torch.cuda.CUDAGraph.debug_dump). Update does not
+// change it.
+func (x *Exec) Dot(w io.Writer) error {
+	const op = "graph: dot"
+	if err := x.rlock(op); err != nil {
+		return err
+	}
+	defer x.mu.RUnlock()
+	f, err := os.CreateTemp("", "chorus-*.dot") // the driver writes to files only
+	if err != nil {
+		return x.wrap(op, err)
+	}
+	defer os.Remove(f.Name())
+	defer f.Close()
+	err = x.dev.Do("cuGraphDebugDotPrint", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.GraphDebugDotPrint(x.graph, f.Name(), cudadrv.GraphDotVerbose)
+	})
+	if err == nil {
+		_, err = io.Copy(w, f)
+	}
+	return x.wrap(op, err)
+}
+
+// Close gives the graph up (torch.cuda.CUDAGraph.reset). It waits for no device:
+// a launch that is under way still completes. Close is idempotent.
+func (x *Exec) Close() error {
+	if x == nil || !x.owner.Close() {
+		return nil
+	}
+	// A call that is inside returns soon, but for a launch that waits for a lost
+	// peer: it ends when the communicators are aborted, and the graph after it.
+	if poll.UntilNoLaterThan(100*time.Millisecond, x.mu.TryLock) {
+		defer x.mu.Unlock()
+		return x.drop()
+	}
+	go func() {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		_ = x.drop()
+	}()
+	return nil
+}
+
+// instantiate makes what is launched of what was captured.
+func (x *Exec) instantiate() error {
+	err := x.dev.Do("cuGraphGetNodes", func(drv cudadrv.Driver) cudadrv.Result {
+		n, r := drv.GraphGetNodes(x.graph)
+		x.nodes = int(n)
+		return r
+	})
+	if err != nil {
+		return err
+	}
+	// cuBLAS may have captured allocations.
+	const flags = cudadrv.GraphInstantiateAutoFree | cudadrv.GraphInstantiateNodePriority
+	return x.dev.Do("cuGraphInstantiateWithFlags", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		x.exec, r = drv.GraphInstantiateWithFlags(x.graph, flags)
+		return r
+	})
+}
+
+func (x *Exec) ready() { handle.Init(x, &x.owner, "graph") }
+
+// drop destroys what there is and lets go what the graph has held.
+func (x *Exec) drop() error {
+	var errs []error
+	if x.exec != 0 {
+		errs = append(errs, x.dev.Do("cuGraphExecDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphExecDestroy(x.exec) }))
+	}
+	if x.graph != 0 {
+		errs = append(errs, x.dev.Do("cuGraphDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(x.graph) }))
+	}
+	x.exec, x.graph = 0, 0
+	for _, h := range slices.Backward(x.held) {
+		h.LetGo(x)
+	}
+	x.held = nil
+	return errors.Join(errs...)
+}
+
+// enter locks x for a call that enqueues it on s.
+func (x *Exec) enter(op string, s *stream.Stream) error {
+	if err := s.Check(op, nil); err != nil {
+		return err
+	}
+	if err := s.RefuseCapture(op, "graphs do not nest"); err != nil {
+		return err
+	}
+	if err := x.rlock(op); err != nil {
+		return err
+	}
+	if s.Device().System() != x.dev.System() {
+		x.mu.RUnlock()
+		return fmt.Errorf("%s %s: %s belongs to another system", op, x, s)
+	}
+	return nil
+}
+
+// rlock locks x for reading if it is open.
+func (x *Exec) rlock(op string) error {
+	if x == nil {
+		return fmt.Errorf("%s: no graph given", op)
+	}
+	x.mu.RLock()
+	if err := x.check(op); err != nil {
+		x.mu.RUnlock()
+		return err
+	}
+	return nil
+}
+
+func (x *Exec) check(op string) error {
+	if x == nil {
+		return fmt.Errorf("%s: no graph given", op)
+	}
+	if x.owner.Closed() {
+		return fmt.Errorf("%s %s: %w", op, x, device.ErrClosed)
+	}
+	return nil
+}
+
+func (x *Exec) wrap(op string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%s %s: %w", op, x, err)
+}

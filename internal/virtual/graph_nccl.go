@@ -1,0 +1,58 @@
+package virtual
+
+import (
+	"github.com/gochorus/chorus/internal/ncclapi"
+)
+
+// capture records the work of a group if its streams are being captured; done
+// is false when none is. As in NCCL, all of a group is of one capture or none.
+// m.mu is held.
+func (l *ncclLib) capture(works []*work) (done bool, r ncclapi.Result) {
+	x := works[0].s.capture
+	for _, w := range works {
+		switch {
+		case w.s.capture != x:
+			return true, l.refuse(ncclapi.InvalidUsage,
+				"%s: the streams of a group are captured into one graph, or none is captured", w.name)
+		case x != nil && x.invalid:
+			return true, l.refuse(ncclapi.UnhandledCUDAError, "%s: the capture of %v was invalidated", w.name, w.s)
+		}
+	}
+	if x == nil {
+		return false, ncclapi.Success
+	}
+	for _, list := range byComm(works) {
+		n := &node{name: list[0].name, works: list}
+		var on []*stream
+		for _, w := range list {
+			n.lanes = append(n.lanes, x.lane(w.s))
+			on = append(on, w.s)
+		}
+		x.add(n, on...)
+	}
+	return true, ncclapi.Success
+}
+
+// byComm splits works by their communicators, in the order in which these come.
+func byComm(works []*work) [][]*work {
+	var lists [][]*work
+	at := map[*comm]int{}
+	for _, w := range works {
+		i, ok := at[w.c]
+		if !ok {
+			i = len(lists)
+			at[w.c] = i
+			lists = append(lists, nil)
+		}
+		lists[i] = append(lists[i], w)
+	}
+	return lists
+}
+
+// captured reports whether a live graph has operations of the communicator:
+// NCCL would wait for the graph's end in its own.
+func (c *comm) captured() bool {
+	c.lib.m.mu.Lock()
+	defer c.lib.m.mu.Unlock()
+	return c.graphs > 0
+}

@@ -1,0 +1,224 @@
+package stream
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// A CaptureError is a call that is illegal while a stream is captured into a
+// graph. It was found before the driver saw it, so the capture is still good.
+type CaptureError struct {
+	Op     string // such as "memory: copy to host"
+	Object string // the stream, or what was recorded on it
+	Advice string // what to do instead
+}
+
+func (e *CaptureError) Error() string {
+	return fmt.Sprintf("%s: %s is captured into a graph: %s", e.Op, e.Object, e.Advice)
+}
+
+// Unwrap returns CUDA's status for such calls.
+func (e *CaptureError) Unwrap() error {
+	return device.Status(cudadrv.ErrorStreamCaptureUnsupported)
+}
+
+// Capturing reports whether the stream is being captured into a graph
+// (cuStreamIsCapturing, torch.cuda.is_current_stream_capturing): what is
+// enqueued on it is recorded and does not run. It is true of a capture that an
+// illegal call has invalidated, until its end.
+func (s *Stream) Capturing() (bool, error) {
+	if err := s.Check("stream: capturing", nil); err != nil {
+		return false, err
+	}
+	return s.capturing()
+}
+
+func (s *Stream) capturing() (bool, error) {
+	status := cudadrv.CaptureNone
+	err := s.dev.Do("cuStreamIsCapturing", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		status, r = drv.StreamIsCapturing(s.h)
+		return r
+	})
+	return status != cudadrv.CaptureNone, err
+}
+
+// RefuseCapture returns a *CaptureError if the stream is being captured, and
+// costs next to nothing while the process captures nothing. For Chorus's own
+// packages.
+func (s *Stream) RefuseCapture(op, advice string) error {
+	if open.count.Load() == 0 {
+		return nil
+	}
+	if yes, err := s.capturing(); err != nil || !yes {
+		return nil // the call itself meets the driver's error
+	}
+	return &CaptureError{Op: op, Object: s.String(), Advice: advice}
+}
+
+// notRun says why the host cannot wait for what is captured.
+const notRun = "what is captured has not run and cannot be waited for"
+
+// note remembers whether what e records on s is captured.
+func (e *Event) note(s *Stream) error {
+	if open.count.Load() == 0 {
+		e.captured.Store(false)
+		return nil
+	}
+	yes, err := s.capturing()
+	e.captured.Store(yes)
+	return err
+}
+
+// checkHost is check for calls of the host about the marked point, which is no
+// point in time if it was captured.
+func (e *Event) checkHost(op string) error {
+	if err := e.check(op); err != nil {
+		return err
+	}
+	if e.captured.Load() {
+		return &CaptureError{Op: op, Object: "what the event recorded on " + e.dev.String(), Advice: notRun}
+	}
+	return nil
+}
+
+// A Holder is a graph that keeps what it has captured in use.
+type Holder interface {
+	fmt.Stringer
+	Close() error
+}
+
+// A Holdable must not be closed while a graph that captured it lives.
+type Holdable interface {
+	Hold(h Holder)
+	LetGo(h Holder)
+}
+
+// capture is one capture of this process that has not ended.
+type capture struct {
+	sys   *device.System
+	id    uint64 // unique in its system
+	tid   int    // the OS thread that it belongs to, or 0 in the relaxed mode
+	graph Holder
+	held  []Holdable
+}
+
+// open has the captures that BeginCapture began. The driver knows which streams
+// take part; this is what the driver does not know.
+var open struct {
+	count atomic.Int32 // how many there are, for a look without the lock
+	mu    sync.Mutex
+	list  []*capture
+}
+
+// BeginCapture records what is enqueued on s from now on for the graph
+// (cuStreamBeginCapture). In a mode other than the relaxed one the goroutine is
+// locked to its thread until EndCapture. For Chorus's own packages.
+func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder) error {
+	const op = "stream: begin capture"
+	if err := s.Check(op, nil); err != nil {
+		return err
+	}
+	if err := s.RefuseCapture(op, "captures do not nest"); err != nil {
+		return err
+	}
+	c := &capture{sys: s.dev.System(), graph: graph}
+	if mode != cudadrv.CaptureRelaxed {
+		c.tid = syscall.Gettid()
+		if other := captureOf(func(o *capture) bool { return o.tid == c.tid }); other != nil {
+			return &CaptureError{Op: op, Object: "another stream of this goroutine, for " + other.graph.String() + ",", Advice: "captures do not nest"}
+		}
+	}
+	err := s.dev.Do("cuStreamBeginCapture", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamBeginCapture(s.h, mode) })
+	if err != nil {
+		return err
+	}
+	if c.id, err = s.captureID(); err != nil {
+		_, _ = s.endCapture()
+		return err
+	}
+	open.mu.Lock()
+	defer open.mu.Unlock()
+	open.list = append(open.list, c)
+	open.count.Add(1)
+	return nil
+}
+
+// EndCapture ends what BeginCapture began on s and returns the graph and what it
+// holds (cuStreamEndCapture). After an error there is no capture any more,
+// unless the caller's thread was the wrong one. For Chorus's own packages.
+func (s *Stream) EndCapture(graph Holder) (cudadrv.Graph, []Holdable, error) {
+	g, err := s.endCapture()
+	if errors.Is(err, device.Status(cudadrv.ErrorStreamCaptureWrongThread)) {
+		return 0, nil, err
+	}
+	return g, forget(graph), err
+}
+
+func (s *Stream) endCapture() (g cudadrv.Graph, err error) {
+	err = s.dev.Do("cuStreamEndCapture", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		g, r = drv.StreamEndCapture(s.h)
+		return r
+	})
+	return g, err
+}
+
+func (s *Stream) captureID() (id uint64, err error) {
+	err = s.dev.Do("cuStreamGetCaptureInfo", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		_, id, r = drv.StreamGetCaptureInfo(s.h)
+		return r
+	})
+	return id, err
+}
+
+// Captured tells that work on s uses x: if s is being captured, x is held by the
+// graph. For Chorus's own packages.
+func (s *Stream) Captured(x Holdable) error {
+	if open.count.Load() == 0 {
+		return nil
+	}
+	id, err := s.captureID()
+	if err != nil || id == 0 {
+		return err
+	}
+	c := captureOf(func(o *capture) bool { return o.id == id && o.sys == s.dev.System() })
+	if c == nil {
+		return nil // begun by other means than Chorus
+	}
+	open.mu.Lock()
+	defer open.mu.Unlock()
+	if !slices.Contains(c.held, x) {
+		c.held = append(c.held, x)
+		x.Hold(c.graph)
+	}
+	return nil
+}
+
+func captureOf(match func(*capture) bool) *capture {
+	open.mu.Lock()
+	defer open.mu.Unlock()
+	if i := slices.IndexFunc(open.list, match); i >= 0 {
+		return open.list[i]
+	}
+	return nil
+}
+
+// forget takes the capture for a graph out of the list and returns what it held.
+func forget(graph Holder) []Holdable {
+	open.mu.Lock()
+	defer open.mu.Unlock()
+	i := slices.IndexFunc(open.list, func(c *capture) bool { return c.graph == graph })
+	if i < 0 {
+		return nil
+	}
+	held := open.list[i].held
+	open.list = slices.Delete(open.list, i, i+1)
+	open.count.Add(-1)
+	return held
+}

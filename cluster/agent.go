@@ -222,7 +222,7 @@ func (a *Agent) Close() error {
 // release gives back what Start acquired, in the reverse order.
 func (a *Agent) release() {
 	if a.k != nil {
-		a.k.close(kindLeave)
+		a.k.close()
 	}
 	if a.coord != nil {
 		a.coord.close()

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -207,30 +208,78 @@ func TestAgentCloses(t *testing.T) {
 	}
 }
 
+// refusedHost starts two hosts, the second of which the first refuses, and
+// returns the error of the second and what the first says of that.
+func refusedHost(t *testing.T, cfgs []*Config) (string, error) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	lines := make(chan string, 100)
+	cfgs[0].Notify = func(line string) { lines <- line }
+	first := make(chan error, 1)
+	go func() { _, err := Start(ctx, cfgs[0]); first <- err }()
+	begin := time.Now()
+	_, err := Start(t.Context(), cfgs[1])
+	require.Error(t, err)
+	require.Less(t, time.Since(begin), 10*time.Second)
+	var text string
+	for !strings.Contains(text, "refused") {
+		select {
+		case l := <-lines:
+			text += l + "\n"
+		case <-time.After(10 * time.Second):
+			require.FailNow(t, "the coordinator says nothing of the refusal", text)
+		}
+	}
+	cancel()
+	require.ErrorIs(t, <-first, context.Canceled)
+	return text, err
+}
+
 func TestAgentsDisagree(t *testing.T) {
 	t.Parallel()
 	t.Run("node rank twice", func(t *testing.T) {
 		cfgs := onLoopback(t, 2, 1)
 		cfgs[0].NodeRank, cfgs[1].NodeRank = new(1), new(1)
-		cfgs[0].Timing.Join, cfgs[1].Timing.Join = 2*time.Second, 2*time.Second
+		begin := time.Now()
 		_, errs := startAll(t, cfgs...)
-		var d *DuplicateError
-		require.ErrorAs(t, errors.Join(errs...), &d)
-		require.Equal(t, "node rank 1", d.Place)
-		var e *JoinTimeoutError
-		require.ErrorAs(t, errors.Join(errs...), &e)
-		if e.Want != 0 { // else it was the seed's host that was refused
-			require.Equal(t, []int{0}, e.Missing)
+		require.Less(t, time.Since(begin), 10*time.Second)
+		for _, err := range errs { // it is over for both
+			var d *DuplicateError
+			require.ErrorAs(t, err, &d)
+			require.Equal(t, "node rank 1", d.Place)
+			require.ElementsMatch(t, []string{"n9", "n10"}, []string{d.First.Host, d.Second.Host})
 		}
 	})
-	t.Run("secret", func(t *testing.T) {
+	t.Run("number of hosts", func(t *testing.T) {
 		cfgs := onLoopback(t, 2, 1)
-		cfgs[1].Secret = []byte("another, also 16 bytes or more")
-		cfgs[0].Timing.Join = time.Second
-		_, errs := startAll(t, cfgs...)
-		var a *AuthError
-		require.ErrorAs(t, errs[1], &a)
+		cfgs[1].Nodes = 3
+		lines, err := refusedHost(t, cfgs)
+		var r *RefusedError
+		require.ErrorAs(t, err, &r)
+		require.Contains(t, lines, fmt.Sprintf("refused host n10 pid %d at 127.0.0.1:", os.Getpid()))
+		require.Contains(t, lines, "host n10 says that the job has 3 hosts")
 	})
+	for seeds := 1; seeds <= 2; seeds++ {
+		t.Run(fmt.Sprint("secret, seeds: ", seeds), func(t *testing.T) {
+			cfgs := onLoopback(t, 2, seeds)
+			cfgs[1].Secret = []byte("another, also 16 bytes or more")
+			lines, err := refusedHost(t, cfgs)
+			var a *AuthError
+			require.ErrorAs(t, err, &a)
+			require.Equal(t, cfgs[0].Seeds[0], a.Addr)
+			require.Contains(t, lines, "refused the process at 127.0.0.1:")
+			require.Contains(t, lines, ": it has a different secret")
+		})
+		t.Run(fmt.Sprint("job, seeds: ", seeds), func(t *testing.T) {
+			cfgs := onLoopback(t, 2, seeds)
+			cfgs[1].Job = "another"
+			lines, err := refusedHost(t, cfgs)
+			var a *AuthError
+			require.ErrorAs(t, err, &a)
+			require.Contains(t, lines, ": it belongs to a different job")
+		})
+	}
 	t.Run("config", func(t *testing.T) {
 		for _, c := range []*Config{
 			{Nodes: 2},

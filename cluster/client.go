@@ -1,10 +1,12 @@
 package cluster
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -14,6 +16,7 @@ import (
 type client struct {
 	link   *link
 	addr   string
+	host   string // of this process
 	hello  welcome
 	events func(*client, message) // called by the reader for what is no reply, in order
 	ctx    context.Context
@@ -23,6 +26,7 @@ type client struct {
 	endedC chan struct{}
 	down   chan struct{} // closed when the connection is of no more use
 	downed sync.Once
+	pulse  *pulse
 
 	mu      sync.Mutex
 	lastID  uint64
@@ -46,6 +50,9 @@ func dial(ctx context.Context, job, addr string, key []byte) (*link, welcome, er
 	l, err := dialHandshake(conn, job, key)
 	if err == nil {
 		hello, err = readWelcome(l)
+	}
+	if err == nil && !stop() { // ctx has closed, or will close, the connection
+		err = context.Cause(ctx)
 	}
 	if err != nil {
 		conn.Close()
@@ -89,13 +96,15 @@ func readWelcome(l *link) (welcome, error) {
 
 // newClient takes over l and starts its heartbeat. Events come from one
 // goroutine, in order.
-func newClient(l *link, addr string, hello welcome, events func(*client, message)) *client {
-	l.patience = hello.LostAfter
-	k := &client{link: l, addr: addr, hello: hello, events: events,
+func newClient(l *link, addr, host string, hello welcome, events func(*client, message)) *client {
+	k := &client{link: l, addr: addr, host: host, hello: hello, events: events, pulse: newPulse(hello),
 		replies: map[uint64]chan message{}, endedC: make(chan struct{}), down: make(chan struct{})}
 	k.ctx, k.cancel = context.WithCancelCause(context.Background())
+	l.patience = hello.LostAfter
+	l.excuse = func(since time.Time) bool { return k.pulse.paused(since) || k.isSuspended() }
 	k.wg.Go(k.readLoop)
 	k.wg.Go(k.beatLoop)
+	k.wg.Go(func() { k.pulse.run(hello.Heartbeat, k.down) })
 	return k
 }
 
@@ -136,19 +145,47 @@ func (k *client) dispatch(m message) {
 }
 
 // disconnected ends the client. The coordinator's going is a loss unless it
-// said so before.
+// said so before. One that was merely silent may come back, and is told why
+// this process has given up on it.
 func (k *client) disconnected(err error) {
+	silent := errors.Is(err, os.ErrDeadlineExceeded)
+	if silent && !k.ended.Load() {
+		_ = k.link.write(message{kind: kindSilent, epoch: firstEpoch}.encode(), k.hello.Heartbeat)
+	}
 	k.hangUp()
 	if k.ended.Load() {
 		k.cancelEnded()
 		return
 	}
-	reason := reasonOf(err, k.hello.LostAfter)
-	if isClosedByPeer(err) {
+	who := "the coordinator in it"
+	if k.hello.Rank < 0 {
+		who = "its launcher, which coordinates the job,"
+	}
+	reason := fmt.Sprintf("the connection to %s failed: %v", who, err)
+	switch {
+	case silent:
+		reason = fmt.Sprintf("%s was %s", who, reasonOf(err, k.hello.LostAfter))
+	case isClosedByPeer(err):
 		reason = "the coordinator's connection closed: its process ended"
 	}
 	k.cancel(&MemberLostError{Rank: k.hello.Rank, Host: k.hello.Host, PID: k.hello.PID,
 		Since: time.Now(), Reason: reason, ExitCode: -1})
+}
+
+// isSuspended reports that the coordinator is this host's launcher and that
+// somebody has stopped it, as Ctrl-Z does. It will go on, or its connection
+// will close.
+func (k *client) isSuspended() bool {
+	if k.hello.Rank >= 0 || k.hello.Host != k.host {
+		return false
+	}
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", k.hello.PID))
+	if err != nil {
+		return false
+	}
+	// The name is in parentheses and may have any; the state follows the last.
+	state := bytes.TrimSpace(b[bytes.LastIndexByte(b, ')')+1:])
+	return len(state) > 0 && (state[0] == 'T' || state[0] == 't')
 }
 
 // hangUp closes the connection. It outlives the job's failure: a launcher has
@@ -254,11 +291,29 @@ func (k *client) who() (roll, error) {
 	return r, m.record(&r)
 }
 
+// Ids of kindLeave.
+const (
+	leaveJob = iota
+	leaveGaveUp
+)
+
+// leave is close after err. The coordinator goes on counting a member whose
+// time was over among those who came: it is not to blame.
+func (k *client) leave(err error) {
+	if _, timeout := errors.AsType[*JoinTimeoutError](err); timeout {
+		k.closeWith(leaveGaveUp)
+		return
+	}
+	k.close()
+}
+
 // close leaves: the coordinator is told, so that this is no loss, and the
 // connection is closed. It returns when no goroutine is left.
-func (k *client) close(last kind) {
+func (k *client) close() { k.closeWith(leaveJob) }
+
+func (k *client) closeWith(id uint64) {
 	if !k.isDown() && !k.ended.Load() {
-		_ = k.send(message{kind: last, epoch: firstEpoch}) // if it fails, the coordinator is gone
+		_ = k.send(message{kind: kindLeave, epoch: firstEpoch, id: id}) // if it fails, the coordinator is gone
 	}
 	k.cancel(ErrClosed)
 	k.hangUp()

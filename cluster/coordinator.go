@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 )
@@ -16,6 +17,13 @@ const (
 	// exitGrace is how long the loss of a worker's connection waits for its
 	// launcher to say how the worker ended.
 	exitGrace = 500 * time.Millisecond
+	// farewell bounds how long a peer may take to read the last word, and how
+	// long those who have not come yet are waited for to be told it.
+	farewell = time.Second
+	// drainTime bounds how long a store outlives the Close of its process.
+	drainTime = 500 * time.Millisecond
+	// maxSaid bounds the memory of what has been told.
+	maxSaid = 64
 )
 
 // coordConfig is what a coordinator needs to know.
@@ -37,6 +45,7 @@ type coordinator struct {
 	cfg     coordConfig
 	ln      net.Listener
 	gate    *gate
+	pulse   *pulse
 	started time.Time
 	quit    chan struct{}
 	wg      sync.WaitGroup
@@ -52,15 +61,24 @@ type coordinator struct {
 	world   *world
 	engine  *engine
 	faults  faults
+	gone    []Member      // gave up before the others came
+	verdict *refusal      // why the job never became complete
+	told    map[int]bool  // the ranks, or node numbers, that have the verdict
+	allTold chan struct{} // closed when all have
+	drained chan struct{} // closed when no worker is left; nil unless awaited
+	lines   []string      // to notify when the lock is free
+	said    map[string]time.Time
 }
 
 // newCoordinator starts a coordinator, which closes ln.
 func newCoordinator(ln net.Listener, cfg coordConfig) *coordinator {
-	c := &coordinator{cfg: cfg, ln: ln, gate: newGate(), started: time.Now(),
-		quit: make(chan struct{}), peers: map[*peer]bool{}}
+	c := &coordinator{cfg: cfg, ln: ln, gate: newGate(), pulse: newPulse(cfg.self), started: time.Now(),
+		quit: make(chan struct{}), peers: map[*peer]bool{},
+		told: map[int]bool{}, allTold: make(chan struct{}), said: map[string]time.Time{}}
 	c.faults.exits = map[int]Exit{}
 	c.wg.Go(c.acceptLoop)
 	c.wg.Go(c.waitLoop)
+	c.wg.Go(func() { c.pulse.run(cfg.self.Heartbeat, c.quit) })
 	return c
 }
 
@@ -109,9 +127,10 @@ func (c *coordinator) serve(conn net.Conn) {
 	c.gate.leave(conn)
 	if err != nil {
 		conn.Close()
+		c.sayRefused(conn.RemoteAddr(), err)
 		return
 	}
-	l.patience = c.cfg.self.LostAfter
+	l.patience, l.excuse = c.cfg.self.LostAfter, c.pulse.paused
 	p := newPeer(l, conn.RemoteAddr().String(), c.cfg.self.LostAfter)
 	if !c.admit(p) {
 		conn.Close()
@@ -125,9 +144,58 @@ func (c *coordinator) serve(conn net.Conn) {
 	c.mu.Unlock()
 	p.hangUp()
 	<-p.done
+	p.link.close()
 	c.mu.Lock()
 	delete(c.peers, p)
 	c.mu.Unlock()
+}
+
+// sayRefused tells this host's user who could not prove that it belongs to the
+// job. What is no Chorus process, such as a port scanner, is nobody's concern.
+func (c *coordinator) sayRefused(from net.Addr, why error) {
+	var reason string
+	switch {
+	case errors.Is(why, errBadProof):
+		reason = "it has a different secret"
+	case errors.Is(why, errOtherJob):
+		reason = "it belongs to a different job"
+	case errors.Is(why, errOtherVersion):
+		reason = errOtherVersion.Error()
+	default:
+		return
+	}
+	c.mu.Lock()
+	c.say(addrIP(from), fmt.Sprintf("refused the process at %s: %s", from, reason))
+	c.unlock()
+}
+
+// say queues a line about a host for the user, unless the same was just told.
+func (c *coordinator) say(ip, text string) {
+	if len(c.said) >= maxSaid {
+		clear(c.said)
+	}
+	// A process that tries again has another port or pid.
+	key := ip + strings.Map(func(r rune) rune {
+		if r >= '0' && r <= '9' {
+			return -1
+		}
+		return r
+	}, text)
+	if last, ok := c.said[key]; ok && time.Since(last) < waitLine {
+		return
+	}
+	c.said[key] = time.Now()
+	c.lines = append(c.lines, fmt.Sprintf("job %s: %s", c.cfg.job, text))
+}
+
+// unlock frees the lock and tells the user what has been queued meanwhile.
+func (c *coordinator) unlock() {
+	lines := c.lines
+	c.lines = nil
+	c.mu.Unlock()
+	for _, l := range lines {
+		c.cfg.notify(l)
+	}
 }
 
 func (c *coordinator) admit(p *peer) bool {
@@ -147,6 +215,9 @@ func (c *coordinator) readLoop(p *peer) error {
 			return err
 		}
 		p.heard.Store(time.Now().UnixNano())
+		if p.hasHungUp() { // it is only given time to read
+			continue
+		}
 		m, err := decodeMessage(b)
 		if err != nil {
 			return err
@@ -164,9 +235,13 @@ func (c *coordinator) readLoop(p *peer) error {
 // handle acts on one message. An error ends the connection.
 func (c *coordinator) handle(p *peer, m message) error {
 	c.mu.Lock()
-	defer c.mu.Unlock()
+	defer c.unlock()
 	if m.kind == kindRegister {
 		return c.register(p, m)
+	}
+	if m.kind == kindSilent && p.role != roleNone {
+		c.gaveUp(p)
+		return nil
 	}
 	switch p.role {
 	case roleAgent:
@@ -198,7 +273,7 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 	case kindDone:
 		c.agentDone(p)
 	case kindLeave:
-		c.agentLeft(p)
+		c.agentLeft(p, m.id == leaveGaveUp)
 	default:
 		return fmt.Errorf("message of kind %d from an agent", m.kind)
 	}
@@ -216,7 +291,7 @@ func (c *coordinator) handleWorker(p *peer, m message) error {
 			c.engine.cancel(ticket{p.reg.Rank, m.id})
 		}
 	case kindLeave:
-		c.workerLeft(p)
+		c.workerLeft(p, m.id == leaveGaveUp)
 	default:
 		return fmt.Errorf("message of kind %d from a worker", m.kind)
 	}
@@ -240,23 +315,46 @@ func (c *coordinator) call(p *peer, m message) error {
 	return nil
 }
 
-// refuse tells a peer why it cannot take part and hangs up.
+// refuse tells a peer, and the user here, why it cannot take part.
 func (c *coordinator) refuse(p *peer, r refusal) {
+	if c.verdict == nil {
+		who := memberList([]Member{p.member()})
+		c.say(p.addr, fmt.Sprintf("refused %s at %s: %s", who, p.addr, r.why()))
+	}
+	c.dismiss(p, r)
+}
+
+// dismiss tells a peer why it cannot take part and hangs up.
+func (c *coordinator) dismiss(p *peer, r refusal) {
 	p.state = peerGone
 	p.send(note(kindRefuse, r))
 	p.hangUp()
+	if c.verdict == nil {
+		return
+	}
+	number, want := p.reg.Rank, c.size()
+	if c.cfg.agents > 0 {
+		number, want = p.host.NodeRank, c.cfg.agents
+	}
+	if number >= 0 && !c.told[number] {
+		c.told[number] = true
+		if len(c.told) == want {
+			close(c.allTold)
+		}
+	}
 }
 
 // roll says who has come, of those for whom somebody waits now.
 func (c *coordinator) roll() roll {
 	var r roll
 	if c.cfg.agents > 0 && c.plan == nil {
-		r = roll{Unit: unitHost, Want: c.cfg.agents, Have: members(c.agents)}
-		r.Missing = missingNodes(c.agents, c.cfg.agents)
+		r = roll{Unit: unitHost, Want: c.cfg.agents, Have: append(members(c.agents), c.gone...)}
+		r.Missing = missing(r, func(m Member) int { return m.Node })
 	} else {
-		r = roll{Unit: unitProcess, Want: c.size(), Have: members(c.workers)}
-		r.Missing = missingRanks(c.workers, c.size())
+		r = roll{Unit: unitProcess, Want: c.size(), Have: append(members(c.workers), c.gone...)}
+		r.Missing = missing(r, func(m Member) int { return m.Rank })
 	}
+	r.Gone = c.gone
 	if c.cfg.hint != nil && r.Unit == unitHost {
 		r.Hint = c.cfg.hint(r.Have)
 	}
@@ -288,31 +386,18 @@ func members(ps []*peer) []Member {
 	return ms
 }
 
-func missingRanks(ps []*peer, size int) []int {
+// missing returns the numbers of those who have not come; nil when those who
+// have are not numbered.
+func missing(r roll, number func(Member) int) []int {
 	come := map[int]bool{}
-	for _, p := range ps {
-		if p.reg.Rank < 0 {
+	for _, m := range r.Have {
+		if number(m) < 0 {
 			return nil
 		}
-		come[p.reg.Rank] = true
+		come[number(m)] = true
 	}
-	return absent(come, size)
-}
-
-func missingNodes(ps []*peer, size int) []int {
-	come := map[int]bool{}
-	for _, p := range ps {
-		if p.host.NodeRank < 0 {
-			return nil
-		}
-		come[p.host.NodeRank] = true
-	}
-	return absent(come, size)
-}
-
-func absent(come map[int]bool, size int) []int {
 	var ns []int
-	for n := range size {
+	for n := range r.Want {
 		if !come[n] {
 			ns = append(ns, n)
 		}
@@ -339,9 +424,60 @@ func (c *coordinator) waitingLine() string {
 	return fmt.Sprintf("job %s: waiting since %v: %v", c.cfg.job, time.Since(c.started).Round(time.Second), c.roll())
 }
 
+// linger keeps the door open for those who have not come yet when two claimed
+// the same place: without a word they would wait until their time is over.
+func (c *coordinator) linger() {
+	c.mu.Lock()
+	late := c.verdict != nil && c.verdict.First != nil && !c.closed
+	c.mu.Unlock()
+	if !late {
+		return
+	}
+	t := time.NewTimer(farewell)
+	defer t.Stop()
+	select {
+	case <-c.allTold:
+	case <-t.C:
+	}
+}
+
+// drain goes on serving the store, for a short time, until the other processes
+// have left: what this one has set last may still be on its way to them.
+func (c *coordinator) drain() {
+	c.mu.Lock()
+	if c.world == nil || c.closed {
+		c.mu.Unlock()
+		return
+	}
+	c.drained = make(chan struct{})
+	c.checkDrained()
+	drained := c.drained
+	c.mu.Unlock()
+	t := time.NewTimer(drainTime)
+	defer t.Stop()
+	select {
+	case <-drained:
+	case <-t.C:
+	}
+}
+
+// checkDrained ends drain when nobody is left, or the job has failed.
+func (c *coordinator) checkDrained() {
+	left := func(p *peer) bool { return p.state == peerJoined }
+	if c.drained == nil || c.faults.lost == nil && slices.ContainsFunc(c.workers, left) {
+		return
+	}
+	select {
+	case <-c.drained:
+	default:
+		close(c.drained)
+	}
+}
+
 // close tells everybody that the coordinator leaves, sends what is queued, and
 // returns when no goroutine is left.
 func (c *coordinator) close() {
+	c.linger()
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
@@ -372,7 +508,10 @@ func reasonOf(err error, lostAfter time.Duration) string {
 	}
 }
 
-// remove deletes p from ps.
+// remove returns ps without p.
 func remove(ps []*peer, p *peer) []*peer {
-	return slices.DeleteFunc(ps, func(q *peer) bool { return q == p })
+	return without(ps, func(q *peer) bool { return q == p })
 }
+
+// without returns a copy of s without those that are so.
+func without[T any](s []T, so func(T) bool) []T { return slices.DeleteFunc(slices.Clone(s), so) }

@@ -54,11 +54,48 @@ func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
 	if !slices.Contains(known, choice) {
 		return nil, r.problem("want one of "+strings.Join(known, ", "), env.Launcher.Name)
 	}
+	if err := r.halfSet(); err != nil {
+		return nil, err
+	}
 	source := "no launcher's variables are set: a world of one process"
 	if r.isSet("JOB_COMPLETION_INDEX") {
 		source = "JOB_COMPLETION_INDEX is set, but neither " + env.WorldSize.Name + " nor " + env.Seeds.Name + ": a world of one process"
 	}
 	return &JoinConfig{source: source}, nil
+}
+
+// halves are variables of which a launcher sets all. One of them without what
+// it needs is no place in a world, and a world of one would be a guess.
+var halves = []struct {
+	launcher string
+	set      []string // any of these
+	need     []string // goes with all of these
+}{
+	{"`chorus run`", []string{env.WorldSize.Name, env.LocalRank.Name, env.LocalSize.Name, env.Node.Name}, []string{env.Rank.Name}},
+	{"torchrun", []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}, []string{"RANK", "WORLD_SIZE"}},
+	{"Open MPI", []string{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"}, []string{"OMPI_COMM_WORLD_SIZE"}},
+	{"Slurm", []string{"SLURM_PROCID"}, []string{"SLURM_JOB_ID"}},
+}
+
+// halfSet returns the error of a launcher whose variables are set in part. The
+// script of sbatch is no such case: it has a job and the SLURM_PROCID 0, but no
+// step, and is a world of one.
+func (r *reader) halfSet() error {
+	for _, h := range halves {
+		set, missing := slices.DeleteFunc(slices.Clone(h.set), func(n string) bool { return !r.isSet(n) }),
+			slices.DeleteFunc(slices.Clone(h.need), r.isSet)
+		if len(set) > 0 && len(missing) > 0 {
+			return r.half(h.launcher, append(set, missing...))
+		}
+	}
+	if r.text("SLURM_PROCID", "0") != "0" {
+		return r.half("Slurm", []string{"SLURM_PROCID", "SLURM_STEP_NODELIST"})
+	}
+	return nil
+}
+
+func (r *reader) half(launcher string, names []string) error {
+	return r.problem("of "+launcher+"'s variables only a part is set: set the rest, or "+env.Launcher.Name+"=none for a world of one process", names...)
 }
 
 // finish adds what does not depend on the launcher: job, host and secret.

@@ -61,7 +61,7 @@ func (e *election) run(ctx context.Context) error {
 			return e.failed(err)
 		}
 		if o == nil { // the coordinator went before it had a plan: try again
-			e.k.close(kindLeave)
+			e.k.close()
 			e.k = nil
 			continue
 		}
@@ -70,8 +70,9 @@ func (e *election) run(ctx context.Context) error {
 }
 
 func (e *election) failed(err error) error {
+	e.agent.coord.decide(err)
 	if e.k != nil {
-		e.k.close(kindLeave)
+		e.k.leave(err)
 	}
 	return err
 }
@@ -253,14 +254,24 @@ type try struct {
 	err   error
 }
 
-// first connects to the first candidate that answers. A seed that has another
-// job or secret is an error only when no other answers.
+// isRefusal reports that a coordinator would not have this host: another seed
+// that answers, such as this host's own, cannot make up for that. A program that
+// is no coordinator at a seed's port can be made up for.
+func isRefusal(err error) bool {
+	a, auth := errors.AsType[*AuthError](err)
+	return auth && a.Reason != errNotChorus.Error()
+}
+
+// first connects to the first candidate that answers or refuses.
 func (e *election) first(ctx context.Context, candidates []string) try {
 	var t try
 	for _, addr := range candidates {
 		l, hello, err := dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		if err == nil {
 			return try{link: l, hello: hello, addr: addr}
+		}
+		if isRefusal(err) {
+			return try{err: err}
 		}
 		if _, auth := errors.AsType[*AuthError](t.err); !auth {
 			t.err = err
@@ -298,7 +309,7 @@ func (e *election) introduce(t try) error {
 	e.addr = t.addr
 	m := note(kindRegister, e.agent.self(t.link))
 	m.id = registerAgent
-	e.k = newClient(t.link, t.addr, t.hello, e.event)
+	e.k = newClient(t.link, t.addr, "", t.hello, e.event)
 	return e.k.send(m)
 }
 
@@ -394,15 +405,25 @@ func (e *election) await(ctx context.Context, start time.Time) (*outcome, error)
 	}
 }
 
+// said is the coordinator's last word if it was an error.
+func (e *election) said() error {
+	for {
+		select {
+		case o := <-e.reply:
+			if o.k == e.k {
+				return o.err
+			}
+		default:
+			return nil
+		}
+	}
+}
+
 // gone decides what follows when the coordinator went before the plan: the
 // final word if it said one, else another attempt.
 func (e *election) gone(ctx context.Context) error {
-	select {
-	case o := <-e.reply:
-		if o.k == e.k {
-			return o.err
-		}
-	default:
+	if err := e.said(); err != nil {
+		return err
 	}
 	if !sleep(ctx, firstRetry) {
 		return joinEnd(ctx, &JoinTimeoutError{Job: e.agent.cfg.Job, Addr: e.addr, Unit: unitHost, Err: context.Cause(e.k.ctx)})
@@ -411,6 +432,9 @@ func (e *election) gone(ctx context.Context) error {
 }
 
 func (e *election) move(t try) error {
+	if isRefusal(t.err) && e.leave(e.k) {
+		return t.err
+	}
 	if t.err != nil || t.link == nil {
 		return nil
 	}
@@ -418,7 +442,7 @@ func (e *election) move(t try) error {
 		t.link.close()
 		return nil
 	}
-	e.k.close(kindLeave)
+	e.k.close()
 	return e.introduce(t)
 }
 
@@ -427,7 +451,11 @@ func (e *election) timeout(ctx context.Context, start time.Time) error {
 	t := &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start), Addr: e.addr, Unit: unitHost}
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 		r, err := e.k.who()
-		t.Want, t.Have, t.Missing, t.Err = r.Want, r.Have, r.Missing, err
+		if said := e.said(); err != nil && said != nil { // it had the same time limit
+			return said
+		}
+		t.fill(r)
+		t.Unit, t.Err = cmp.Or(t.Unit, unitHost), err
 	}
 	return joinEnd(ctx, t)
 }

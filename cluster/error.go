@@ -71,6 +71,7 @@ type JoinTimeoutError struct {
 	Want    int      // how many make the job; 0 when the coordinator never answered
 	Have    []Member // who came
 	Missing []int    // ranks, or host numbers, that did not come; nil when not numbered
+	Gone    []Member // those of Have that had given up by then
 	Err     error    // the last failure to reach the coordinator, if any
 }
 
@@ -81,7 +82,11 @@ func (e *JoinTimeoutError) Error() string {
 			head, e.Addr, e.Waited.Round(time.Millisecond), e.Err)
 	}
 	return fmt.Sprintf("%sgave up after %v: %s", head, e.Waited.Round(time.Millisecond),
-		roll{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing})
+		roll{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone})
+}
+
+func (e *JoinTimeoutError) fill(r roll) {
+	e.Unit, e.Want, e.Have, e.Missing, e.Gone = r.Unit, r.Want, r.Have, r.Missing, r.Gone
 }
 
 func (e *JoinTimeoutError) Unwrap() error { return e.Err }
@@ -100,8 +105,8 @@ func (e *AuthError) Error() string {
 	return fmt.Sprintf("cluster: join job %q: coordinator at %s: different secret or job: %s", e.Job, e.Addr, e.Reason)
 }
 
-// A DuplicateError says that two processes claim the same place in the job. The
-// second is refused; the first goes on.
+// A DuplicateError says that two processes claim the same place in the job. It
+// ends the join of all; of a job that is complete the second is refused.
 type DuplicateError struct {
 	Job           string
 	Place         string // such as "rank 3"

@@ -58,12 +58,14 @@ func (e Exit) reach() reach {
 	return tellAll
 }
 
-// A pending loss is a worker's connection that ended while its launcher can
-// still say how the worker did.
+// A pending loss is half of what there is to know of a worker's end: its
+// connection ended and its launcher can still say how the worker did, or its
+// launcher said so and what the worker itself said last is still to be read.
 type pending struct {
-	peer  *peer
-	fault fault
-	timer *time.Timer
+	peer   *peer
+	fault  fault
+	exited bool // the second
+	timer  *time.Timer
 }
 
 // lastFaults tells, before the coordinator closes, what it still knows: the
@@ -132,7 +134,7 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 // its consequence.
 func (c *coordinator) hostLost(p *peer, reason string) {
 	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
-	if w := c.faults.pending; w != nil && c.uuidOf(w.peer) == p.host.UUID {
+	if w := c.faults.pending; w != nil && !w.exited && c.uuidOf(w.peer) == p.host.UUID {
 		c.resolve(f, tellAll)
 		return
 	}
@@ -142,11 +144,16 @@ func (c *coordinator) hostLost(p *peer, reason string) {
 // workerDisconnected acts on the end of a worker's connection. Its launcher, if
 // it has one, is given a moment to say how the worker ended.
 func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
-	if c.faults.pending != nil {
+	if w := c.faults.pending; w != nil && (w.peer != p || !w.exited) {
 		c.later(func() { c.workerDisconnected(p, f, closed) })
 		return
 	}
 	p.state = peerGone
+	c.checkDrained()
+	if w := c.faults.pending; w != nil {
+		c.resolve(w.fault, tellAll)
+		return
+	}
 	if f.Rank < 0 { // it had no rank yet
 		f.Reason += " before the world was complete"
 	}
@@ -161,7 +168,11 @@ func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
 		c.fail(f, tellAll)
 		return
 	}
-	w := &pending{peer: p, fault: f}
+	c.hold(&pending{peer: p, fault: f})
+}
+
+// hold waits a moment for the other half of a loss.
+func (c *coordinator) hold(w *pending) {
 	c.faults.pending = w
 	w.timer = time.AfterFunc(exitGrace, func() {
 		c.mu.Lock()
@@ -196,12 +207,35 @@ func (c *coordinator) exited(a *peer, e Exit) {
 	switch {
 	case e.Asked:
 	case e.Code != 0:
+		open := func(p *peer) bool { return p.reg.Rank == e.Rank && p.state == peerJoined }
+		if i := slices.IndexFunc(c.workers, open); i >= 0 && c.faults.lost == nil {
+			c.hold(&pending{peer: c.workers[i], fault: e.fault(), exited: true})
+			return
+		}
 		c.fail(e.fault(), tellAll)
 	case len(c.workers) > 0:
 		if early, ok := c.faults.firstExit(c); ok {
 			c.fail(early.fault(), early.reach())
 		}
 	}
+}
+
+// gaveUp acts on a member that could not wait for this process any longer. What
+// it did after that, such as to fail, is a consequence.
+func (c *coordinator) gaveUp(p *peer) {
+	if p.state != peerJoined {
+		return
+	}
+	p.state = peerGone
+	c.checkDrained()
+	self := c.cfg.self
+	f := fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Code: -1, Reason: fmt.Sprintf(
+		"silent for %v, so that %s gave up: stopped or starved", self.LostAfter, memberList([]Member{p.member()}))}
+	if w := c.faults.pending; w != nil && w.peer == p {
+		c.resolve(f, tellAll)
+		return
+	}
+	c.later(func() { c.fail(f, tellAll) })
 }
 
 // stopped acts on a launcher that was told to stop the job.
@@ -255,6 +289,7 @@ func (c *coordinator) fail(f fault, r reach) {
 		if r == tellNote {
 			c.tellAgents(note(kindNote, f))
 		}
+		c.checkDrained()
 	}
 	if r == tellAll && c.faults.stop == nil {
 		c.faults.stop = &f

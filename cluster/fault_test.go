@@ -2,6 +2,8 @@ package cluster
 
 import (
 	"io"
+	"net"
+	"os"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -101,6 +103,94 @@ func TestOpenSession(t *testing.T) {
 		c.exited(agent, Exit{Rank: 1, PID: 101, Reason: "exited with code 0"})
 		require.Equal(t, "exited with code 0 without Close or Shutdown of its session", c.faults.lost.Reason)
 		require.Nil(t, c.faults.stop)
+	})
+}
+
+// TestSilenceIsFirst resumes a coordinator whose worker has given up on it and
+// failed: the launcher's word of that may be read before the worker's.
+func TestSilenceIsFirst(t *testing.T) {
+	for name, order := range map[string]string{
+		"worker's word first": "s1 c1 e1", "launcher's word first": "e1 s1 c1", "connection last": "s1 e1 c1", "others first": "e2 e1 s1 c1 s2 c2",
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c, agent, worker := judged()
+				c.cfg.self = welcome{Host: "h", PID: 99, Rank: -1, LostAfter: 3 * time.Second}
+				c.mu.Lock()
+				defer c.mu.Unlock()
+				for event := range strings.FieldsSeq(order) {
+					rank := int(event[1] - '0')
+					switch event[0] {
+					case 's':
+						c.gaveUp(worker(rank))
+					case 'c':
+						c.disconnected(worker(rank), io.EOF)
+					case 'e':
+						c.exited(agent, Exit{Rank: rank, PID: 100 + rank, Code: 5, Reason: "exited with code 5"})
+					}
+				}
+				require.Nil(t, c.faults.pending)
+				require.Equal(t, c.faults.stop, c.faults.lost)
+				require.Equal(t, []any{-1, 99}, []any{c.faults.stop.Rank, c.faults.stop.PID})
+				require.Contains(t, c.faults.stop.Reason, "silent for 3s, so that rank ")
+			})
+		})
+	}
+}
+
+// TestExitWithOpenConnection waits no longer for the worker's last word than it
+// must: a grandchild may hold the connection.
+func TestExitWithOpenConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, agent, _ := judged()
+		c.mu.Lock()
+		c.exited(agent, Exit{Rank: 1, PID: 101, Code: 5, Reason: "exited with code 5"})
+		require.Nil(t, c.faults.stop)
+		c.mu.Unlock()
+		time.Sleep(2 * exitGrace)
+		synctest.Wait()
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		require.Equal(t, []any{1, 5}, []any{c.faults.stop.Rank, c.faults.stop.Code})
+	})
+}
+
+// TestPulse stands still for a while, which only the late tick shows.
+func TestPulse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPulse(welcome{Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second})
+		begin := time.Now()
+		for range 10 {
+			time.Sleep(500 * time.Millisecond)
+			p.tick()
+		}
+		require.False(t, p.paused(begin))
+		asleep := time.Now()
+		time.Sleep(4 * time.Second)
+		require.True(t, p.paused(asleep), "before the ticker ran")
+		require.True(t, p.paused(asleep), "after it did")
+		require.False(t, p.paused(time.Now().Add(1)), "what began later has no excuse")
+		quit := make(chan struct{})
+		go p.run(500*time.Millisecond, quit)
+		begin = time.Now()
+		time.Sleep(4 * time.Second)
+		require.False(t, p.paused(begin.Add(1)))
+		close(quit)
+	})
+}
+
+// TestFreshPatience reads from a silent peer in a process that was stopped.
+func TestFreshPatience(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p, q := net.Pipe()
+		defer p.Close()
+		defer q.Close()
+		excuses := 2
+		l := &link{c: p, patience: 3 * time.Second, excuse: func(time.Time) bool { excuses--; return excuses >= 0 }}
+		begin := time.Now()
+		_, err := l.read()
+		require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+		require.Equal(t, 3*(3*time.Second+3*time.Second/8), time.Since(begin))
 	})
 }
 

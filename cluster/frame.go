@@ -25,6 +25,8 @@ type link struct {
 	seal, open cipher.AEAD
 	received   uint64
 	patience   time.Duration // how long a read waits; 0 means for ever
+	// excuse, if not nil, says whether the silence since then proves nothing.
+	excuse func(since time.Time) bool
 
 	mu   sync.Mutex // held while writing
 	sent uint64
@@ -90,20 +92,41 @@ func (l *link) fill(b []byte) error {
 }
 
 // readSome reads once. When time is up it looks once more: if this process, not
-// the other, was stopped, what the other sent in the meantime is waiting.
+// the other, was stopped, what the other sent in the meantime is waiting. With
+// an excuse for the silence, such as that, it begins again.
 func (l *link) readSome(b []byte) (int, error) {
 	if l.patience <= 0 {
 		return l.c.Read(b)
 	}
-	for wait := l.patience; ; wait = l.patience / 8 {
+	begin, wait := time.Now(), l.patience
+	for {
 		if err := l.c.SetReadDeadline(time.Now().Add(wait)); err != nil {
 			return 0, err
 		}
 		n, err := l.c.Read(b)
-		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) || wait < l.patience {
+		switch {
+		case n > 0 || !errors.Is(err, os.ErrDeadlineExceeded):
+			return n, err
+		case wait == l.patience:
+			wait /= 8
+		case l.excuse != nil && l.excuse(begin):
+			begin, wait = time.Now(), l.patience
+		default:
 			return n, err
 		}
 	}
+}
+
+// finish says that nothing more will be sent and leaves the other end a moment
+// to read what was: to close at once, with something unread on this side, would
+// let the kernel throw it away.
+func (l *link) finish() {
+	w, ok := l.c.(interface{ CloseWrite() error })
+	if !ok || w.CloseWrite() != nil {
+		l.close()
+		return
+	}
+	time.AfterFunc(farewell, func() { l.close() })
 }
 
 func (l *link) close() error { return l.c.Close() }

@@ -78,7 +78,9 @@ func dialHandshake(c net.Conn, job string, key []byte) (*link, error) {
 	}
 	said = append(said, answer[:answerBytes-proofBytes]...)
 	if !hmac.Equal(answer[answerBytes-proofBytes:], proof(key, "listener", said)) {
-		return nil, errBadProof
+		// A proof of nothing tells the listener, whose user should know, too.
+		_, err := c.Write(make([]byte, proofBytes))
+		return nil, errors.Join(errBadProof, err)
 	}
 	said = append(said, answer[answerBytes-proofBytes:]...)
 	mine := proof(key, "dialer", said)

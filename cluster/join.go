@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -67,8 +68,9 @@ const (
 // when another process has this one's rank, an *AuthError when the two ends
 // have different secrets or jobs, a *MemberLostError when a process of the job
 // ended meanwhile, and an *EnvironmentError when variables contradict each
-// other. A process attaches once; it may attach again after Close only where
-// the job has not ended, which it has under a launcher.
+// other or are set only in part. A duplicate before the world is complete ends
+// the join for all. A process attaches once; it may attach again after Close
+// only where the job has not ended, which it has under a launcher.
 func Attach(ctx context.Context) (*Session, error) {
 	cfg, err := detect(os.LookupEnv)
 	if err != nil {
@@ -210,15 +212,16 @@ func (cfg *JoinConfig) join(ctx context.Context, key []byte, coord *coordinator)
 		return nil, err
 	}
 	j := &joining{job: cfg.Job, addr: cfg.Addr, done: make(chan error, 1)}
-	k := newClient(l, cfg.Addr, hello, j.event)
+	k := newClient(l, cfg.Addr, cfg.Host, hello, j.event)
 	m := note(kindRegister, cfg.registration())
 	m.id = registerWorker
 	if err := k.send(m); err != nil {
-		k.close(kindLeave)
+		k.close()
 		return nil, fmt.Errorf("cluster: join job %q: register at %s: %w", cfg.Job, cfg.Addr, err)
 	}
 	if err := j.wait(ctx, k, start); err != nil {
-		k.close(kindLeave)
+		coord.decide(err)
+		k.leave(err)
 		return nil, err
 	}
 	return newSession(cfg, k, coord, j), nil
@@ -307,6 +310,9 @@ func (j *joining) wait(ctx context.Context, k *client, start time.Time) error {
 	case <-k.ctx.Done():
 		return j.lost(k)
 	case <-k.endedC:
+		if err := j.said(); err != nil {
+			return err
+		}
 		return &RefusedError{Job: j.job, Addr: j.addr, Reason: "it left before the world was complete"}
 	case <-ctx.Done():
 	}
@@ -316,23 +322,29 @@ func (j *joining) wait(ctx context.Context, k *client, start time.Time) error {
 	e := &JoinTimeoutError{Job: j.job, Waited: time.Since(start), Addr: j.addr, Unit: unitProcess}
 	r, err := k.who()
 	if err != nil {
+		if said := j.said(); said != nil { // it had the same time limit
+			return said
+		}
 		e.Err = err
 		return e
 	}
-	e.Unit, e.Want, e.Have, e.Missing = r.Unit, r.Want, r.Have, r.Missing
+	e.fill(r)
 	return e
 }
 
 // lost prefers what the coordinator said last to the end of its connection.
 func (j *joining) lost(k *client) error {
+	return cmp.Or(j.said(), context.Cause(k.ctx))
+}
+
+// said is the coordinator's last word if it was an error.
+func (j *joining) said() error {
 	select {
 	case err := <-j.done:
-		if err != nil {
-			return err
-		}
+		return err
 	default:
+		return nil
 	}
-	return context.Cause(k.ctx)
 }
 
 // joinEnd is the error of a join that ended with ctx: the timeout's, or the

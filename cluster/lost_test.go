@@ -2,7 +2,6 @@ package cluster
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -75,33 +74,40 @@ func TestCoordinatorCloses(t *testing.T) {
 	require.NoError(t, ss[1].Shutdown(t.Context()))
 }
 
+// TestJoinTimeoutNamesTheMissing lets the time of both who came end in each
+// order: none of them is to blame.
 func TestJoinTimeoutNamesTheMissing(t *testing.T) {
-	t.Parallel()
-	addr := freeAddr(t)
-	brief := quick
-	brief.Join = 500 * time.Millisecond
-	errs := make([]error, 2)
-	var wg sync.WaitGroup
-	for r := range 2 {
-		wg.Go(func() {
-			_, errs[r] = Join(t.Context(), &JoinConfig{Job: "few", Size: 4, Rank: new(r), Addr: addr, Serve: r == 0, Timing: brief, Host: "a"})
+	for _, limits := range [][2]time.Duration{
+		{500 * time.Millisecond, 500 * time.Millisecond}, {400 * time.Millisecond, 20 * time.Second}, {800 * time.Millisecond, 400 * time.Millisecond},
+	} {
+		t.Run(fmt.Sprint(limits), func(t *testing.T) {
+			t.Parallel()
+			addr := freeAddr(t)
+			errs := make([]error, 2)
+			var wg sync.WaitGroup
+			for i, rank := range []int{0, 2} {
+				brief := quick
+				brief.Join = limits[i]
+				wg.Go(func() {
+					_, errs[i] = Join(t.Context(), &JoinConfig{Job: "few", Size: 4, Rank: new(rank), Addr: addr, Serve: rank == 0, Timing: brief, Host: "a"})
+				})
+			}
+			wg.Wait()
+			for _, err := range errs {
+				var e *JoinTimeoutError
+				require.ErrorAs(t, err, &e)
+				require.Equal(t, []int{1, 3}, e.Missing, "%v", err)
+				require.True(t, e.Timeout())
+				require.Contains(t, e.Error(), `cluster: join job "few": gave up after `)
+				require.Contains(t, e.Error(), "2 of 4 processes have come: ")
+				require.Contains(t, e.Error(), fmt.Sprintf("(host a pid %d)", os.Getpid()))
+				require.Contains(t, e.Error(), "; missing ranks 1, 3")
+			}
+			if limits[0] > limits[1] {
+				require.Contains(t, errs[0].Error(), "; of these gave up: rank 2 (host a pid ")
+			}
 		})
 	}
-	wg.Wait()
-	var first *JoinTimeoutError
-	for _, err := range errs { // whoever gives up first leaves, and is missing to the other
-		var e *JoinTimeoutError
-		if errors.As(err, &e) && len(e.Have) == 2 {
-			first = e
-		}
-	}
-	require.NotNil(t, first, "%v", errs)
-	require.Equal(t, []int{2, 3}, first.Missing)
-	require.True(t, first.Timeout())
-	require.Contains(t, first.Error(), `cluster: join job "few": gave up after `)
-	require.Contains(t, first.Error(), "2 of 4 processes have come: ")
-	require.Contains(t, first.Error(), fmt.Sprintf("(host a pid %d)", os.Getpid()))
-	require.Contains(t, first.Error(), "; missing ranks 2, 3")
 }
 
 func TestJoinNobodyAnswers(t *testing.T) {
@@ -118,6 +124,76 @@ func TestJoinNobodyAnswers(t *testing.T) {
 	time.AfterFunc(50*time.Millisecond, cancel)
 	_, err = Join(ctx, &JoinConfig{Job: "j", Size: 2, Rank: new(1), Addr: freeAddr(t), Timing: quick})
 	require.ErrorIs(t, err, context.Canceled)
+}
+
+// TestCloseServesWhatIsSet closes the session that holds the coordinator while
+// another has still to read what it set.
+func TestCloseServesWhatIsSet(t *testing.T) {
+	t.Parallel()
+	ss := joinWorld(t, 3, nil)
+	require.NoError(t, ss[0].Set(t.Context(), "verdict", []byte("no")))
+	require.NoError(t, ss[2].Close())
+	closed := make(chan time.Time, 1)
+	go func() { ss[0].Close(); closed <- time.Now() }()
+	<-ss[0].Context().Done()
+	for range 20 {
+		b, err := ss[1].Get(t.Context(), "verdict")
+		require.NoError(t, err)
+		require.Equal(t, "no", string(b))
+	}
+	left := time.Now()
+	require.NoError(t, ss[1].Close())
+	require.Less(t, (<-closed).Sub(left), drainTime, "nobody is left to wait for")
+}
+
+// TestSilentCoordinator joins one that says nothing more.
+func TestSilentCoordinator(t *testing.T) {
+	t.Parallel()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer ln.Close()
+	keys, err := deriveKeys(nil, "j")
+	require.NoError(t, err)
+	heard := make(chan []kind, 1)
+	go func() {
+		var kinds []kind
+		defer func() { heard <- kinds }()
+		conn, err := ln.Accept()
+		if err != nil {
+			return
+		}
+		defer conn.Close()
+		l, err := acceptHandshake(conn, "j", keys.control)
+		if err != nil {
+			return
+		}
+		for _, m := range []message{
+			note(kindWelcome, welcome{Host: "a", PID: os.Getpid(), Rank: -1, Heartbeat: 50 * time.Millisecond, LostAfter: 300 * time.Millisecond}),
+			note(kindWorld, world{Members: []Member{{Host: "a"}}}),
+		} {
+			if l.write(m.encode(), time.Second) != nil {
+				return
+			}
+		}
+		for {
+			b, err := l.read()
+			if err != nil {
+				return
+			}
+			m, _ := decodeMessage(b)
+			kinds = append(kinds, m.kind)
+		}
+	}()
+	s, err := Join(t.Context(), &JoinConfig{Job: "j", Size: 1, Rank: new(0), Addr: ln.Addr().String(), Timing: quick, Host: "a"})
+	require.NoError(t, err)
+	defer s.Close()
+	begin := time.Now()
+	lost := requireCause[*MemberLostError](t, s.Context())
+	require.Less(t, time.Since(begin), 5*time.Second)
+	require.Equal(t, []any{-1, "a", os.Getpid()}, []any{lost.Rank, lost.Host, lost.PID})
+	require.Equal(t, "its launcher, which coordinates the job, was silent for 300ms: stopped, starved or unreachable", lost.Reason)
+	kinds := <-heard
+	require.Equal(t, kindSilent, kinds[len(kinds)-1], "it should know why this process gave up")
 }
 
 func TestDuplicateRank(t *testing.T) {
@@ -139,22 +215,32 @@ func TestDuplicateRank(t *testing.T) {
 	go join(cfg(0, "a"))
 	go join(cfg(1, "a"))
 	go join(cfg(1, "b"))
-	var e *DuplicateError
-	require.ErrorAs(t, <-errs, &e)
-	require.Equal(t, "rank 1", e.Place)
-	require.ElementsMatch(t, []string{"a", "b"}, []string{e.First.Host, e.Second.Host})
-	require.Contains(t, e.Error(), fmt.Sprintf("pid %d", os.Getpid()))
-	// Rank 0 twice: the port is taken by the same job, which is no matter of
-	// ports.
-	go join(cfg(0, "c"))
-	require.ErrorAs(t, <-errs, &e)
-	require.Equal(t, "rank 0", e.Place)
-	go join(cfg(2, "a"))
-	var ss []*Session
-	for range 3 {
-		ss = append(ss, <-sessions)
+	// It is over for all at once, also for one that comes now.
+	for n := range 4 {
+		if n == 1 {
+			go join(cfg(2, "a"))
+		}
+		err := <-errs
+		var e *DuplicateError
+		require.ErrorAs(t, err, &e)
+		require.Equal(t, "rank 1", e.Place)
+		require.ElementsMatch(t, []string{"a", "b"}, []string{e.First.Host, e.Second.Host})
+		require.Contains(t, e.Error(), fmt.Sprintf("pid %d", os.Getpid()))
 	}
-	require.NoError(t, every(ss, func(s *Session) error { return s.Shutdown(t.Context()) }))
+	require.Empty(t, sessions)
+}
+
+// TestDuplicateCoordinator: the port is taken by the same job, which is no
+// matter of ports. The world is complete, and goes on.
+func TestDuplicateCoordinator(t *testing.T) {
+	t.Parallel()
+	ss := joinWorld(t, 2, nil)
+	_, err := Join(t.Context(), &JoinConfig{Job: t.Name(), Size: 2, Rank: new(0), Addr: ss[1].k.addr, Serve: true,
+		Secret: testSecret, Timing: quick, Host: "c", Notify: func(string) {}})
+	var e *DuplicateError
+	require.ErrorAs(t, err, &e)
+	require.Equal(t, "rank 0", e.Place)
+	requireAlive(t, ss)
 }
 
 func TestAssignedRanks(t *testing.T) {

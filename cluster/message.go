@@ -35,6 +35,7 @@ const (
 	kindNote                     // coordinator to agents: fault that stops no host
 	kindEnded                    // coordinator: nothing
 	kindRefuse                   // coordinator: refusal
+	kindSilent                   // member: nothing; it gives up on a silent coordinator
 	kindLast                     // one more than the last
 )
 

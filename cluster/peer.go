@@ -92,6 +92,12 @@ func (p *peer) hangUp() {
 	p.wake()
 }
 
+func (p *peer) hasHungUp() bool {
+	p.outMu.Lock()
+	defer p.outMu.Unlock()
+	return p.closed
+}
+
 func (p *peer) wake() {
 	select {
 	case p.ready <- struct{}{}:
@@ -99,21 +105,23 @@ func (p *peer) wake() {
 	}
 }
 
-// writeLoop sends what is queued until the peer hangs up or a write fails.
+// writeLoop sends what is queued until the peer hangs up or a write fails. The
+// reader closes the connection.
 func (p *peer) writeLoop() {
 	defer close(p.done)
-	defer p.link.close()
 	for range p.ready {
 		for {
 			b, last := p.next()
 			if b == nil {
 				if last {
+					p.link.finish()
 					return
 				}
 				break
 			}
 			if err := p.link.write(b, p.sendBy); err != nil {
 				p.hangUp()
+				p.link.close()
 				return
 			}
 		}

@@ -39,7 +39,7 @@ type host struct {
 	MasterPort int    `json:"masterPort"`
 }
 
-func (h host) member() Member { return Member{Rank: -1, Host: h.Host, PID: h.PID} }
+func (h host) member() Member { return Member{Rank: -1, Node: h.NodeRank, Host: h.Host, PID: h.PID} }
 
 // welcome is the coordinator's first word: the timing that holds for all.
 type welcome struct {
@@ -102,9 +102,25 @@ type refusal struct {
 	Place  string  `json:"place,omitempty"` // set for a duplicate
 	First  *Member `json:"first,omitempty"`
 	Second *Member `json:"second,omitempty"`
+	// Set when the time to join was over at the coordinator.
+	Roll   *roll         `json:"roll,omitempty"`
+	Waited time.Duration `json:"waited,omitempty"`
+}
+
+// why is the refusal as the coordinator's user sees it.
+func (r refusal) why() string {
+	if r.First != nil {
+		return fmt.Sprintf("%s is taken by %s", r.Place, memberList([]Member{{Rank: -1, Host: r.First.Host, PID: r.First.PID}}))
+	}
+	return r.Reason
 }
 
 func (r refusal) err(job, addr string) error {
+	if r.Roll != nil {
+		e := &JoinTimeoutError{Job: job, Waited: r.Waited, Addr: addr}
+		e.fill(*r.Roll)
+		return e
+	}
 	if r.First != nil && r.Second != nil {
 		return &DuplicateError{Job: job, Place: r.Place, First: *r.First, Second: *r.Second}
 	}
@@ -117,6 +133,7 @@ type roll struct {
 	Want    int      `json:"want"`
 	Have    []Member `json:"have"`
 	Missing []int    `json:"missing,omitempty"`
+	Gone    []Member `json:"gone,omitempty"` // of Have: gave up before the others
 	Hint    string   `json:"hint,omitempty"`
 }
 
@@ -138,6 +155,9 @@ func (r roll) String() string {
 		fmt.Fprintf(&b, "; missing node %s", numberList(r.Missing))
 	case len(r.Missing) > 0:
 		fmt.Fprintf(&b, "; missing %s", rankList(r.Missing))
+	}
+	if len(r.Gone) > 0 {
+		fmt.Fprintf(&b, "; of these gave up: %s", memberList(r.Gone))
 	}
 	if r.Hint != "" {
 		fmt.Fprintf(&b, "; %s", r.Hint)

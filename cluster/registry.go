@@ -1,6 +1,10 @@
 package cluster
 
-import "fmt"
+import (
+	"errors"
+	"fmt"
+	"slices"
+)
 
 // register takes in a peer, by what it says it is. The id of the message is 1
 // for an agent and 0 for a worker.
@@ -36,9 +40,13 @@ func (c *coordinator) registerWorker(p *peer) error {
 	}
 	if r := c.objection(p.reg); r != nil {
 		c.refuse(p, *r)
+		if r.First != nil {
+			c.endJoin(*r)
+		}
 		return nil
 	}
 	p.state = peerJoined
+	c.gone = without(c.gone, func(q Member) bool { return q.Rank >= 0 && q.Rank == p.reg.Rank })
 	c.workers = append(c.workers, p)
 	if len(c.workers) == c.size() {
 		c.commitWorld()
@@ -52,6 +60,8 @@ func (c *coordinator) registerWorker(p *peer) error {
 func (c *coordinator) objection(reg registration) *refusal {
 	size := c.size()
 	switch {
+	case c.verdict != nil:
+		return c.verdict
 	case size == 0:
 		return &refusal{Reason: "the hosts of the job have not all come yet"}
 	case reg.Size > 0 && reg.Size != size:
@@ -71,6 +81,32 @@ func (c *coordinator) objection(reg registration) *refusal {
 		return &refusal{Reason: fmt.Sprintf("the world of %d processes is complete (epoch %d)", size, firstEpoch)}
 	}
 	return nil
+}
+
+// endJoin gives up the job that is not complete: all who wait, and all who will
+// come, are told why.
+func (c *coordinator) endJoin(r refusal) {
+	if c.verdict != nil || c.world != nil || c.cfg.agents > 0 && c.plan != nil {
+		return
+	}
+	c.verdict = &r
+	for _, p := range slices.Concat(c.agents, c.workers) {
+		if p.state == peerJoined {
+			c.dismiss(p, r)
+		}
+	}
+}
+
+// decide makes the end of this process's own join that of all: the time was
+// over here. It is safe on nil.
+func (c *coordinator) decide(err error) {
+	e, ok := errors.AsType[*JoinTimeoutError](err)
+	if c == nil || !ok || e.Want == 0 {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.endJoin(refusal{Waited: e.Waited, Roll: &roll{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone}})
 }
 
 // commitWorld fixes the ranks and tells all workers.
@@ -93,25 +129,33 @@ func (c *coordinator) commitWorld() {
 
 // workerLeft notes a graceful end. Before the world is complete it frees the
 // place.
-func (c *coordinator) workerLeft(p *peer) {
+func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 	if p.state != peerJoined {
 		return
 	}
 	p.state = peerGone
 	if c.world == nil {
 		c.workers = remove(c.workers, p)
+		if gaveUp {
+			c.gone = append(c.gone, p.member())
+		}
 		return
 	}
 	c.engine.leave(p.reg.Rank)
+	c.checkDrained()
 }
 
 // registerAgent takes in a host, and proposes the plan when it was the last.
 func (c *coordinator) registerAgent(p *peer) error {
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)
+		if r.First != nil {
+			c.endJoin(*r)
+		}
 		return nil
 	}
 	p.state = peerJoined
+	c.gone = without(c.gone, func(q Member) bool { return q.Host == p.host.Host })
 	c.agents = append(c.agents, p)
 	if len(c.agents) == c.cfg.agents {
 		c.propose()
@@ -122,6 +166,8 @@ func (c *coordinator) registerAgent(p *peer) error {
 func (c *coordinator) hostObjection(h host) *refusal {
 	n := c.cfg.agents
 	switch {
+	case c.verdict != nil:
+		return c.verdict
 	case n == 0:
 		return &refusal{Reason: "the job there runs without chorus run"}
 	case h.Nodes != n:
@@ -185,6 +231,7 @@ func (c *coordinator) prepared(p *peer, attempt uint64) {
 		hosts = append(hosts, q.host)
 	}
 	c.plan = &plan{Hosts: assignNodes(hosts)}
+	c.gone = nil
 	for _, q := range c.agents {
 		q.send(note(kindPlan, c.plan))
 	}
@@ -209,11 +256,14 @@ func (c *coordinator) agentDone(p *peer) {
 
 // agentLeft notes that a launcher goes. Before the plan it frees the place; a
 // host that has not finished takes its ranks with it.
-func (c *coordinator) agentLeft(p *peer) {
+func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 	state := p.state
 	p.state = peerGone
 	if c.plan == nil {
 		c.agents = remove(c.agents, p)
+		if gaveUp && state == peerJoined {
+			c.gone = append(c.gone, p.member())
+		}
 		c.withdraw()
 		return
 	}

@@ -107,7 +107,8 @@ func (s *Session) Shutdown(ctx context.Context) error {
 
 // Close leaves the job now. The others are not disturbed, but a barrier that
 // still expects this rank fails, and where this process holds the coordinator
-// (without a launcher, rank 0) the store ends for all: Shutdown avoids both.
+// (without a launcher, rank 0) the store ends for all, after half a second at
+// most in which the others may still read it: Shutdown avoids both.
 // Close is idempotent and safe on nil, and returns when no goroutine is left.
 // Its error is always nil.
 func (s *Session) Close() error {
@@ -117,9 +118,10 @@ func (s *Session) Close() error {
 	s.closing.Do(func() {
 		s.owner.Close()
 		if s.k != nil {
-			s.k.close(kindLeave)
+			s.k.close()
 		}
 		if s.coord != nil {
+			s.coord.drain()
 			s.coord.close()
 		}
 		s.cancel(ErrClosed)

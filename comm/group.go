@@ -97,6 +97,9 @@ func (g *Group) Wait(ctx context.Context) error {
 	begun := time.Now()
 	for i := range g.members {
 		m := &g.members[i]
+		if err := m.stream.RefuseWait("comm: wait"); err != nil {
+			return err
+		}
 		err := poll.Until(ctx, func() (bool, error) {
 			done, err := m.stream.Query()
 			if err != nil || done {

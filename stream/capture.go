@@ -88,6 +88,10 @@ func (e *Event) checkHost(op string) error {
 	return nil
 }
 
+// RefuseWait is RefuseCapture for calls that wait for the stream or ask for it.
+// For Chorus's own packages.
+func (s *Stream) RefuseWait(op string) error { return s.RefuseCapture(op, notRun) }
+
 // A Holder is a graph that keeps what it has captured in use.
 type Holder interface {
 	fmt.Stringer

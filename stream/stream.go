@@ -96,7 +96,7 @@ func (s *Stream) Sync(ctx context.Context) error {
 	if err := s.Check("stream: sync", nil); err != nil {
 		return err
 	}
-	if err := s.RefuseCapture("stream: sync", notRun); err != nil {
+	if err := s.RefuseWait("stream: sync"); err != nil {
 		return err
 	}
 	if ctx.Done() == nil {
@@ -116,7 +116,7 @@ func (s *Stream) Query() (bool, error) {
 	if err := s.Check("stream: query", nil); err != nil {
 		return false, err
 	}
-	if err := s.RefuseCapture("stream: query", notRun); err != nil {
+	if err := s.RefuseWait("stream: query"); err != nil {
 		return false, err
 	}
 	return ready(s.dev, "cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(s.h) })

@@ -1,0 +1,282 @@
+package graph_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// What Chorus knows to be illegal fails at once, with its name, and the capture
+// goes on.
+func TestIllegalCalls(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		v := b.make(1)
+		host := make([]float32, elems)
+		e, err := stream.NewEvent(devs[0], &stream.EventConfig{Timing: true})
+		require.NoError(t, err)
+		defer e.Close()
+		other := capture(t, func() error { return b.launch(b.add, b.s, v, 1) }, b.s)
+		used := newStream(t, devs[0])
+		w, err := memory.Make[float32](used, 1)
+		require.NoError(t, err)
+		require.NoError(t, w.RecordStream(b.s))
+		for _, c := range []struct {
+			op   string
+			call func() error
+		}{
+			{"stream: sync", func() error { return b.s.Sync(context.Background()) }},
+			{"stream: sync", func() error { return b.s.Sync(testgpu.Context(t)) }},
+			{"stream: query", func() error { _, err := b.s.Query(); return err }},
+			{"stream: close", b.s.Close},
+			{"stream: sync event", func() error { return errors.Join(e.Record(b.s), e.Sync(context.Background())) }},
+			{"stream: query event", func() error { _, err := e.Query(); return err }},
+			{"stream: elapsed time", func() error { _, err := e.Elapsed(e); return err }},
+			{"memory: allocate", func() error { _, err := memory.Make[float32](b.s, 1); return err }},
+			{"memory: allocate", func() error { _, err := memory.MakeFrom(b.s, host); return err }},
+			{"memory: free", v.Close},
+			{"memory: free", w.Close},
+			{"memory: copy from host", func() error { return v.CopyFrom(b.s, host) }},
+			{"memory: copy to host", func() error { return v.CopyTo(b.s, host) }},
+			{"graph: launch", func() error { return other.Launch(b.s) }},
+			{"graph: upload", func() error { return other.Upload(b.s) }},
+			{"graph: capture", func() error {
+				_, err := graph.Capture([]*stream.Stream{b.s}, func() error { return nil })
+				return err
+			}},
+		} {
+			t.Run(c.op, func(t *testing.T) {
+				x, err := graph.Capture([]*stream.Stream{b.s}, func() error {
+					err := c.call()
+					var ce *stream.CaptureError
+					require.ErrorAs(t, err, &ce)
+					require.Equal(t, c.op, ce.Op)
+					require.ErrorIs(t, err, graph.ErrorUnsupported)
+					require.ErrorContains(t, err, c.op+": ")
+					require.ErrorContains(t, err, "is captured into a graph: ")
+					return b.launch(b.add, b.s, v, 1)
+				})
+				require.NoError(t, err)
+				require.NoError(t, x.Close())
+				// The error itself ends a capture that returns it.
+				_, err = graph.Capture([]*stream.Stream{b.s}, c.call)
+				require.ErrorIs(t, err, graph.ErrorUnsupported)
+			})
+		}
+		require.NoError(t, w.Close())
+		require.NoError(t, e.Record(b.s), "outside of a capture it is an event again")
+		require.NoError(t, e.Sync(testgpu.Context(t)))
+		b.want(1, v)
+	})
+}
+
+// What only the driver finds spoils the capture, and its end says so.
+func TestSpoiledCapture(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		v := b.make(1)
+		e, err := stream.NewEvent(devs[0], nil)
+		require.NoError(t, err)
+		defer e.Close()
+		require.NoError(t, e.Record(b.s))
+		for name, c := range map[string]struct {
+			call func() error
+			want error
+		}{
+			"device sync": {func() error { return devs[0].Sync(context.Background()) }, graph.ErrorUnsupported},
+			"cuMemAlloc":  {func() error { return allocate(t, devs[0]) }, graph.ErrorUnsupported},
+			"isolation":   {func() error { return b.s.Wait(e) }, graph.ErrorIsolation},
+		} {
+			t.Run(name, func(t *testing.T) {
+				_, err := graph.Capture([]*stream.Stream{b.s}, func() error {
+					require.ErrorIs(t, c.call(), c.want)
+					_ = b.launch(b.add, b.s, v, 1)
+					return nil
+				})
+				require.ErrorIs(t, err, graph.ErrorInvalidated)
+				require.ErrorContains(t, err, "graph: end the capture of graph ")
+				usable(b, v)
+			})
+		}
+	})
+}
+
+// allocate calls what a capture may forbid. The memory is freed after the test.
+func allocate(t *testing.T, dev *device.Device) error {
+	var p cudadrv.DevicePtr
+	err := dev.Do("cuMemAlloc", func(drv cudadrv.Driver) (r cudadrv.Result) { p, r = drv.MemAlloc(1 << 20); return r })
+	if err == nil {
+		t.Cleanup(func() {
+			require.NoError(t, dev.Do("cuMemFree", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(p) }))
+		})
+	}
+	return err
+}
+
+// usable checks that no capture is left on the stream.
+func usable(b *bench, v memory.Slice[float32]) {
+	b.t.Helper()
+	yes, err := b.s.Capturing()
+	require.NoError(b.t, err)
+	require.False(b.t, yes)
+	b.fill(v, 1)
+	require.NoError(b.t, b.launch(b.add, b.s, v, 1))
+	b.want(2, v)
+	x, err := graph.Capture([]*stream.Stream{b.s}, func() error { return b.launch(b.scale, b.s, v, 3) })
+	require.NoError(b.t, err)
+	require.NoError(b.t, x.Launch(b.s))
+	b.want(6, v)
+	require.NoError(b.t, x.Close())
+}
+
+// In the global mode another goroutine's cuMemAlloc is forbidden too.
+func TestModesAndOtherGoroutines(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		v := b.make(1)
+		for m, want := range map[graph.Mode]error{graph.ThreadLocal: nil, graph.Global: graph.ErrorUnsupported, graph.Relaxed: nil} {
+			t.Run(m.String(), func(t *testing.T) {
+				x, err := graph.CaptureWith(&graph.Config{Mode: m}, []*stream.Stream{b.s}, func() error {
+					done := make(chan error)
+					go func() { done <- allocate(t, devs[0]) }() // this goroutine's thread is locked
+					require.ErrorIs(t, <-done, want)
+					return b.launch(b.add, b.s, v, 1)
+				})
+				if want == nil {
+					require.NoError(t, err)
+					require.NoError(t, x.Close())
+				} else {
+					require.ErrorIs(t, err, graph.ErrorInvalidated)
+				}
+				usable(b, v)
+			})
+		}
+		x, err := graph.CaptureWith(&graph.Config{Mode: graph.Relaxed}, []*stream.Stream{b.s}, func() error { return allocate(t, devs[0]) })
+		require.NoError(t, err)
+		require.NoError(t, x.Close())
+	})
+}
+
+// Nothing is left of a capture whose function fails, whatever it has forked.
+func TestFunctionFails(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		side, inner := newStream(t, devs[0]), newStream(t, devs[0])
+		v := b.make(1)
+		streams := []*stream.Stream{b.s, side}
+		begun := func() error {
+			return errors.Join(b.launch(b.add, b.s, v, 1), inner.WaitStream(side), b.launch(b.add, inner, v, 1))
+		}
+		boom := errors.New("boom")
+		for range 3 {
+			_, err := graph.Capture(streams, func() error { return errors.Join(begun(), boom) })
+			require.ErrorIs(t, err, boom)
+			require.EqualError(t, err, "boom")
+			usable(b, v)
+			require.PanicsWithValue(t, "boom", func() {
+				_, _ = graph.Capture(streams, func() error { _ = begun(); panic("boom") })
+			})
+			usable(b, v)
+			_, err = graph.Capture(streams, begun)
+			require.ErrorIs(t, err, graph.ErrorUnjoined)
+			usable(b, v)
+		}
+		for _, s := range []*stream.Stream{side, inner} {
+			require.NoError(t, s.Sync(testgpu.Context(t)))
+		}
+	})
+}
+
+func TestAbort(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		v := b.make(1)
+		for range 3 {
+			r, err := graph.Begin(b.s, nil)
+			require.NoError(t, err)
+			require.NoError(t, b.launch(b.add, b.s, v, 1))
+			require.NoError(t, r.Abort())
+			require.NoError(t, r.Abort())
+			_, err = r.End()
+			require.ErrorIs(t, err, device.ErrClosed)
+			usable(b, v)
+		}
+		require.NoError(t, (*graph.Recording)(nil).Abort())
+	})
+}
+
+func TestEndOnAnotherGoroutine(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		v := b.make(1)
+		r, err := graph.Begin(b.s, nil)
+		require.NoError(t, err)
+		require.NoError(t, b.launch(b.add, b.s, v, 1))
+		ended := make(chan error)
+		go func() { _, err := r.End(); ended <- err }()
+		err = <-ended
+		require.ErrorIs(t, err, graph.ErrorWrongThread)
+		require.ErrorContains(t, err, "call it on the goroutine that began the capture")
+		require.NoError(t, r.Abort())
+		usable(b, v)
+		r, err = graph.Begin(b.s, &graph.Config{Mode: graph.Relaxed})
+		require.NoError(t, err)
+		go func() { x, err := r.End(); ended <- errors.Join(err, x.Close()) }()
+		require.NoError(t, <-ended)
+		usable(b, v)
+	})
+}
+
+// Two captures cannot become one.
+func TestMerge(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		v := b.make(1)
+		other := newStream(t, devs[0])
+		relaxed := &graph.Config{Mode: graph.Relaxed}
+		first, err := graph.Begin(b.s, relaxed)
+		require.NoError(t, err)
+		second, err := graph.Begin(other, relaxed)
+		require.NoError(t, err)
+		require.NoError(t, b.launch(b.add, b.s, v, 1))
+		require.ErrorIs(t, other.WaitStream(b.s), graph.ErrorMerge)
+		require.NoError(t, first.Abort())
+		require.NoError(t, second.Abort())
+		usable(b, v)
+		require.NoError(t, other.Sync(testgpu.Context(t)))
+	})
+}
+
+func TestArguments(t *testing.T) {
+	a := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	z := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	s, far := newStream(t, a[0]), newStream(t, z[0])
+	nothing := func() error { return nil }
+	closed, err := stream.New(a[0], nil)
+	require.NoError(t, err)
+	require.NoError(t, closed.Close())
+	for want, streams := range map[string][]*stream.Stream{
+		"want at least one stream":  nil,
+		"no stream given":           {nil},
+		"belong to two systems":     {s, far},
+		"is given twice":            {s, s},
+		device.ErrClosed.Error():    {closed},
+		"graph: capture: stream 0x": {s, closed},
+	} {
+		_, err := graph.Capture(streams, nothing)
+		require.ErrorContains(t, err, want)
+	}
+	_, err = graph.Capture([]*stream.Stream{s}, nil)
+	require.ErrorContains(t, err, "a function")
+	x := capture(t, nothing, s)
+	require.ErrorContains(t, x.Launch(far), "another system")
+}

@@ -21,6 +21,7 @@ func Driver(t *testing.T, drv cudadrv.Driver) {
 	t.Run("Events", r.testEvents)
 	t.Run("Peers", r.testPeers)
 	t.Run("Modules", r.testModules)
+	t.Run("Graphs", r.testGraphs)
 }
 
 func (r *rig) testDevices(t *testing.T) {

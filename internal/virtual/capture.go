@@ -102,13 +102,21 @@ func (d *device) capturing() bool {
 
 // unsafeCalls has the calls that may wait for or change what captured streams use.
 // In the modes global and thread-local they spoil captures.
-var unsafeCalls = nameSet(`cuMemAlloc cuMemFree cuMemHostAlloc cuMemFreeHost cuEventQuery cuEventSynchronize
+var unsafeCalls = nameSet(`cuMemAlloc cuMemFree cuMemHostAlloc cuMemFreeHost
 	cuModuleLoadData cuModuleUnload cuCtxSynchronize cublasCreate`)
 
-// permits says whether the calling thread may make a call now, and spoils the
-// captures that forbid it. m.mu is held.
+// permits says whether the calling thread may make a call now. m.mu is held.
 func (m *Machine) permits(name string) cudadrv.Result {
-	if len(m.captures) == 0 || !unsafeCalls[name] {
+	if !unsafeCalls[name] {
+		return cudadrv.Success
+	}
+	return m.permitsUnsafe()
+}
+
+// permitsUnsafe spoils the captures that forbid an unsafe call to the calling
+// thread. m.mu is held.
+func (m *Machine) permitsUnsafe() cudadrv.Result {
+	if len(m.captures) == 0 {
 		return cudadrv.Success
 	}
 	tid := syscall.Gettid()

@@ -138,7 +138,9 @@ func (d driver) beginEvent(name string, h cudadrv.Event) (call, *event, cudadrv.
 	if e == nil {
 		r = cudadrv.ErrorInvalidHandle
 	} else if r = e.dev.status; r == cudadrv.Success {
-		r = e.spoils()
+		if r = e.spoils(); r == cudadrv.Success {
+			r = d.m.permitsUnsafe() // asking for any event is
+		}
 	}
 	if r != cudadrv.Success {
 		c.end()

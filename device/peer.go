@@ -16,7 +16,14 @@ func (d *Device) CanAccessPeer(peer *Device) (bool, error) {
 	if d == peer {
 		return true, nil
 	}
+	known := d.Local(reachKey{}, func() any { return new(sync.Map) }).(*sync.Map)
+	if can, ok := known.Load(peer); ok {
+		return can.(bool), nil
+	}
 	v, r := d.sys.sys.Driver.DeviceCanAccessPeer(d.handle, peer.handle)
+	if r == cudadrv.Success {
+		known.Store(peer, v != 0)
+	}
 	return v != 0, d.Check("cuDeviceCanAccessPeer", r)
 }
 
@@ -30,8 +37,11 @@ func (d *Device) PeerRank(peer *Device) (int, error) {
 	return int(v), d.Check("cuDeviceGetP2PAttribute", r)
 }
 
-// peerKey keys the peers of a device in Local.
-type peerKey struct{}
+// What a device keeps in Local: which peers it can reach, and which are enabled.
+type (
+	reachKey struct{}
+	peerKey  struct{}
+)
 
 // EnablePeer lets work on d reach the memory of peer, plain and pooled. It does
 // nothing where that is enabled already, and where the hardware cannot do it:

@@ -208,10 +208,11 @@ func (r *Recording) finish() (op string, err error) {
 
 // stop ends the capture at the driver.
 func (r *Recording) stop() error {
-	g, held, err := r.s.EndCapture(r.exec)
-	if errors.Is(err, ErrorWrongThread) {
-		return fmt.Errorf("call it on the goroutine that began the capture: %w", err)
+	// Not left to the driver: it refuses another thread, and the capture is lost.
+	if r.tid != 0 && r.tid != syscall.Gettid() {
+		return fmt.Errorf("call it on the goroutine that began the capture: %w", ErrorWrongThread)
 	}
+	g, held, err := r.s.EndCapture(r.exec)
 	r.done = true
 	r.exec.graph, r.exec.held = g, held
 	r.unlock()

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"unsafe"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/stream"
 )
@@ -78,8 +79,9 @@ func (x Slice[T]) CopyToPinned(s *stream.Stream, dst *Pinned[T]) error {
 
 // Copy enqueues the copy of src to dst on s, a stream of either's device. The
 // two have the same length, and may be on two devices: the copy then goes from
-// one to the other directly where the hardware can (cuMemcpyPeerAsync), and
-// work on the other device must be ordered with s by an event.
+// one to the other directly where the hardware can, and otherwise by way of the
+// host, which a graph cannot capture (cuMemcpyPeerAsync). Work on the other
+// device must be ordered with s by an event.
 func Copy[T Element](s *stream.Stream, dst, src Slice[T]) error {
 	const op = "memory: copy"
 	if err := s.Check(op, nil); err != nil {
@@ -100,7 +102,12 @@ func Copy[T Element](s *stream.Stream, dst, src Slice[T]) error {
 	if s.Device() != src.Device() && s.Device() != dst.Device() {
 		return fmt.Errorf("%s from %s to %s: %s is of neither device", op, src.Device(), dst.Device(), s)
 	}
-	if src.Device() == dst.Device() {
+	direct, err := reach(dst.Device(), src.Device())
+	if err != nil {
+		return err
+	}
+	if direct {
+		// One address space: the driver knows whose memory it is.
 		return s.Device().Do("cuMemcpyDtoDAsync", func(drv cudadrv.Driver) cudadrv.Result {
 			return drv.MemcpyDtoDAsync(dst.Raw(), src.Raw(), uintptr(src.Bytes()), s.Raw())
 		})
@@ -108,13 +115,24 @@ func Copy[T Element](s *stream.Stream, dst, src Slice[T]) error {
 	return copyPeer(s, dst, src)
 }
 
+// reach lets two devices reach each other's memory and reports whether they can.
+func reach(a, b *device.Device) (bool, error) {
+	if a == b {
+		return true, nil
+	}
+	for _, way := range [][2]*device.Device{{a, b}, {b, a}} {
+		if ok, err := way[0].CanAccessPeer(way[1]); err != nil || !ok {
+			return false, err
+		}
+		if err := way[0].EnablePeer(way[1]); err != nil {
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+// copyPeer copies between devices that do not reach each other.
 func copyPeer[T Element](s *stream.Stream, dst, src Slice[T]) error {
-	if err := dst.Device().EnablePeer(src.Device()); err != nil {
-		return err
-	}
-	if err := src.Device().EnablePeer(dst.Device()); err != nil {
-		return err
-	}
 	from, err := src.Device().Context()
 	if err != nil {
 		return err

@@ -162,7 +162,8 @@ func (h *Header) compile(source string) {
 	h.t.Helper()
 	cxx := compiler(h.t, "c++", "g++", "clang++")
 	src := filepath.Join(h.t.TempDir(), "check.cpp")
-	source = "#include <cstddef>\n#include \"" + h.path + "\"\n" + source
+	// cuda.h declares only the newest version of each function without this.
+	source = "#define __CUDA_API_VERSION_INTERNAL\n#include <cstddef>\n#include \"" + h.path + "\"\n" + source
 	if err := os.WriteFile(src, []byte(source), 0o600); err != nil {
 		h.t.Fatal(err)
 	}

@@ -1,7 +1,6 @@
 package stream
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -155,13 +154,11 @@ func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder) error {
 }
 
 // EndCapture ends what BeginCapture began on s and returns the graph and what it
-// holds (cuStreamEndCapture). After an error there is no capture any more,
-// unless the caller's thread was the wrong one. For Chorus's own packages.
+// holds (cuStreamEndCapture). After an error there is no capture any more. The
+// caller is on the thread of BeginCapture, unless the mode is relaxed. For
+// Chorus's own packages.
 func (s *Stream) EndCapture(graph Holder) (cudadrv.Graph, []Holdable, error) {
 	g, err := s.endCapture()
-	if errors.Is(err, device.Status(cudadrv.ErrorStreamCaptureWrongThread)) {
-		return 0, nil, err
-	}
 	return g, forget(graph), err
 }
 

@@ -167,6 +167,7 @@ func (d driver) StreamEndCapture(h cudadrv.Stream) (cudadrv.Graph, cudadrv.Resul
 	case x == nil:
 		return 0, cudadrv.ErrorIllegalState
 	case x.mode != cudadrv.CaptureRelaxed && x.tid != syscall.Gettid():
+		x.invalid = true
 		return 0, cudadrv.ErrorStreamCaptureWrongThread
 	case x.origin != s:
 		x.invalid = true

@@ -128,6 +128,9 @@ func (d driver) MemcpyPeerAsync(dst cudadrv.DevicePtr, dstCtx cudadrv.Context, s
 		return r
 	}
 	defer c.end()
+	if s.capture != nil {
+		return s.refused() // a copy in one address space, cuMemcpyDtoDAsync, can be captured
+	}
 	to, from := d.m.deviceOf(dstCtx), d.m.deviceOf(srcCtx)
 	if to == nil || from == nil || to.retained == 0 || from.retained == 0 {
 		return cudadrv.ErrorInvalidContext

@@ -196,7 +196,7 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 	}
 	select {
 	case <-a.k.endedC:
-		return nil
+		return context.Cause(a.k.ctx) // a failure is told before the end
 	case <-a.k.ctx.Done():
 		return context.Cause(a.k.ctx)
 	case <-ctx.Done():

@@ -289,6 +289,11 @@ func TestAgentsDisagree(t *testing.T) {
 			{Nodes: 2, Seeds: []string{"a:0"}, Job: "j", Insecure: true},
 			{NodeRank: new(1)},
 			{Secret: []byte("short")},
+			{Bind: "192.0.2.1"},
+			{Bind: "no host at all"},
+			{Bind: "a:b:c"},
+			{Nodes: 2, Seeds: []string{"a"}, Job: "j", Insecure: true, Bind: "192.0.2.1:5"},
+			{Nodes: 2, Seeds: []string{"a"}, Job: "j", Insecure: true, Bind: "localhost"},
 			{Timing: Timing{Heartbeat: time.Second, LostAfter: time.Second}},
 		} {
 			_, err := Start(t.Context(), c)

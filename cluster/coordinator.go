@@ -271,7 +271,7 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 		}
 		c.stopped(p, f)
 	case kindDone:
-		c.agentDone(p)
+		c.later(func() { c.agentDone(p) })
 	case kindLeave:
 		c.agentLeft(p, m.id == leaveGaveUp)
 	default:

@@ -108,6 +108,9 @@ func (e *election) prepare(ctx context.Context) error {
 		}
 		e.seeds = append(e.seeds, net.JoinHostPort(h, p))
 	}
+	if err := checkBind(a.cfg.Bind); err != nil {
+		return err
+	}
 	slices.SortFunc(e.seeds, naturalCompare)
 	e.seeds = slices.Compact(e.seeds)
 	ln, err := e.listenAsSeed(ctx)
@@ -119,6 +122,26 @@ func (e *election) prepare(ctx context.Context) error {
 	}
 	if ln != nil {
 		a.serve(ln)
+	}
+	return nil
+}
+
+// checkBind finds an address that this host cannot listen on before anybody is
+// waited for.
+func checkBind(bind string) error {
+	if bind == "" {
+		return nil
+	}
+	h, _, err := splitAddr(bind, "0")
+	if err != nil {
+		return badConfig("bind to %q: %v", bind, err)
+	}
+	ip := net.ParseIP(h)
+	if ip == nil {
+		return badConfig("bind to %q: want an IP address, or IP:port", bind)
+	}
+	if !ip.IsUnspecified() && !isLocal(ip) {
+		return badConfig("bind to %q: no interface of this host has that address", bind)
 	}
 	return nil
 }
@@ -136,6 +159,9 @@ func (e *election) prepareAlone() error {
 		at = net.JoinHostPort(h, p)
 	}
 	ln, err := listen(at)
+	if err != nil && a.cfg.Bind != "" {
+		return badConfig("bind to %q: %v", a.cfg.Bind, err)
+	}
 	if err != nil {
 		return err
 	}

@@ -18,7 +18,10 @@ var commands = []func() *cobra.Command{
 	newInfoCommand,
 }
 
-func main() { os.Exit(run(os.Args[1:])) }
+func main() {
+	launch.Guard()
+	os.Exit(run(os.Args[1:]))
+}
 
 // run returns the exit code for a command line.
 func run(args []string) int {

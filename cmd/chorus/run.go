@@ -34,7 +34,7 @@ Exit codes:
   n        the first process that failed exited with n
   128+n    it was killed by signal n, or chorus received signal n
   1        a process or host was lost without an exit code
-  64       mistake in the command line
+  64       mistake in the command line, or hosts whose command lines disagree
   69       the hosts of the job did not all come in time
   77       another secret, or another job, at the seeds
   126, 127 the program cannot be run, or is not there`
@@ -164,6 +164,11 @@ func start(cmd *cobra.Command, cfg *launch.Config) error {
 	}
 	defer signal.Stop(signals)
 	cfg.Signals = signals
+	// Who reads our output may go before the job ends, such as head. Ignoring the
+	// signal would be passed on to the workers; catching it is not.
+	pipe := make(chan os.Signal, 1)
+	signal.Notify(pipe, syscall.SIGPIPE)
+	defer signal.Stop(pipe)
 	if code := launch.Run(cmd.Context(), cfg); code != 0 {
 		return exitCode(code)
 	}

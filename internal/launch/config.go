@@ -1,6 +1,8 @@
 package launch
 
 import (
+	"bufio"
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -46,7 +48,7 @@ type Config struct {
 // Exit codes of Run, beside those of the workers and 128+n for signal n.
 const (
 	ExitFailed       = 1   // a worker or host was lost without an exit code, or the launcher failed
-	ExitUsage        = 64  // the command line, or what it asks for
+	ExitUsage        = 64  // the command line, what it asks for, or hosts that disagree
 	ExitUnavailable  = 69  // the hosts of the job did not all come in time
 	ExitAuth         = 77  // another secret, or another job
 	ExitNotRunnable  = 126 // the program is there and cannot be run
@@ -99,6 +101,26 @@ func program(name string) (path string, code int, err error) {
 		return "", ExitNotRunnable, fmt.Errorf("cannot run %s from the current directory: write ./%[1]s", name)
 	}
 	return "", ExitNotFound, fmt.Errorf("cannot find the program %s", name)
+}
+
+// whyNot explains the failure to start a program that is there: the kernel says
+// of a script without its interpreter, too, that the file does not exist.
+func whyNot(path string, err error) error {
+	if !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	f, openErr := os.Open(path)
+	if openErr != nil {
+		return err
+	}
+	defer f.Close()
+	line, _ := bufio.NewReaderSize(f, 512).ReadSlice('\n') // of a binary, whatever comes
+	if rest, script := bytes.CutPrefix(line, []byte("#!")); script {
+		if words := bytes.Fields(rest); len(words) > 0 {
+			return fmt.Errorf("%s: its interpreter %s does not exist", path, words[0])
+		}
+	}
+	return fmt.Errorf("%w: perhaps the loader that the program was built for", err)
 }
 
 // workerEnv is the environment of worker number local: the launcher's own, then

@@ -9,6 +9,8 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -25,6 +27,7 @@ import (
 const configVar = "LAUNCH_TEST_CONFIG"
 
 func TestMain(m *testing.M) {
+	Guard()
 	switch {
 	case len(os.Args) > 1 && os.Args[1] == "worker":
 		os.Exit(worker(os.Args[2:]))
@@ -86,7 +89,7 @@ func worker(args []string) int {
 		}
 		return 0
 	}
-	if args[0] == fmt.Sprint(s.Rank()) {
+	if args[0] == "all" || args[0] == fmt.Sprint(s.Rank()) {
 		return deed(s, args[1])
 	}
 	<-s.Context().Done()
@@ -107,6 +110,20 @@ func deed(s *cluster.Session, what string) int {
 		syscall.Kill(os.Getpid(), syscall.SIGKILL)
 	case "stop":
 		syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+	case "shutdown when told":
+		told := make(chan os.Signal, 1)
+		signal.Notify(told, syscall.SIGUSR1)
+		fmt.Println("listening")
+		select {
+		case <-told:
+		case <-s.Context().Done():
+			fmt.Fprintln(os.Stderr, "session:", context.Cause(s.Context()))
+			return 43
+		}
+		if err := s.Shutdown(context.Background()); err != nil {
+			return 42
+		}
+		return 0
 	case "close":
 		s.Close()
 		return 0
@@ -150,7 +167,9 @@ func start(t *testing.T, cfg *setup, vars ...string) *launched {
 	self, err := os.Executable()
 	require.NoError(t, err)
 	l := &launched{t: t, cmd: exec.Command(self), more: make(chan struct{}, 1), code: make(chan int, 1)}
-	l.cmd.Env = append(append(os.Environ(), configVar+"="+string(b)), vars...)
+	l.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	// The race detector would sleep for a second at each exit.
+	l.cmd.Env = append(append(os.Environ(), configVar+"="+string(b), "GORACE=atexit_sleep_ms=0"), vars...)
 	l.cmd.Stdout, l.cmd.Stderr = l, l
 	l.cmd.WaitDelay = 5 * time.Second
 	require.NoError(t, l.cmd.Start())
@@ -233,6 +252,46 @@ func pidsIn(t *testing.T, text, word string) []int {
 		}
 	}
 	return pids
+}
+
+// childrenOf lists the children of a process by their command lines.
+func childrenOf(t *testing.T, pid int) map[int]string {
+	t.Helper()
+	names, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	require.NoError(t, err)
+	out := map[int]string{}
+	for _, n := range names {
+		child := filepath.Base(filepath.Dir(n))
+		if parent, _ := parentOf(child); parent == pid {
+			b, _ := os.ReadFile(n) // it may have ended
+			n, _ := strconv.Atoi(child)
+			out[n] = strings.TrimRight(strings.ReplaceAll(string(b), "\x00", " "), " ")
+		}
+	}
+	return out
+}
+
+// guardianOf waits for a launcher's guardian.
+func guardianOf(t *testing.T, launcher int) (pid int) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		for p, cmd := range childrenOf(t, launcher) {
+			if cmd == guardianName {
+				pid = p
+			}
+		}
+		return pid != 0
+	}, 5*time.Second, time.Millisecond)
+	return pid
+}
+
+// requireStopped waits until a process has been stopped.
+func requireStopped(t *testing.T, pid int) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		return err == nil && bytes.Contains(b, []byte(") T "))
+	}, 5*time.Second, time.Millisecond)
 }
 
 // requireGone waits until no process has one of the pids.

@@ -7,13 +7,17 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 )
 
 const (
-	maxLine   = 64 << 10 // longer lines are split
-	tailLines = 10       // of a worker's stderr are kept for the last words
-	tailWidth = 400      // bytes of each
+	maxLine    = 64 << 10 // longer lines are split
+	tailWidth  = 400      // bytes of each line of a worker's stderr that are kept
+	keptLines  = 500      // of a worker's stderr, to find the beginning of a panic
+	lastLines  = 10       // are repeated in the last words
+	panicLines = 12       // of a panic are, from its beginning
 )
 
 // An output writes what the workers write: whole lines, each with its rank.
@@ -25,10 +29,25 @@ type output struct {
 	wg     sync.WaitGroup
 
 	mu     sync.Mutex // held while a line is written
-	out    io.Writer
-	err    io.Writer
+	out    sink
+	err    sink
 	writer int // the rank that wrote last, to know whether a tail is buried
 	tails  map[int]*tail
+}
+
+// A sink is where output goes until that fails: who reads us is gone, and the
+// workers' work is not.
+type sink struct {
+	w    io.Writer
+	gone bool
+}
+
+func (s *sink) write(b []byte) {
+	if s.gone {
+		return
+	}
+	_, err := s.w.Write(b)
+	s.gone = err != nil
 }
 
 // A tail is the end of a worker's stderr.
@@ -38,7 +57,7 @@ type tail struct {
 }
 
 func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
-	o := &output{prefix: !cfg.NoPrefix, warn: warn, out: cfg.Stdout, err: cfg.Stderr, writer: -1, tails: map[int]*tail{}}
+	o := &output{prefix: !cfg.NoPrefix, warn: warn, out: sink{w: cfg.Stdout}, err: sink{w: cfg.Stderr}, writer: -1, tails: map[int]*tail{}}
 	if cfg.LogDir == "" {
 		return o, nil
 	}
@@ -52,7 +71,7 @@ func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
 // A stream is one of a worker's two outputs.
 type stream struct {
 	rank   int
-	w      io.Writer
+	to     *sink
 	stderr bool
 	log    *os.File // nil: none
 	head   []byte
@@ -61,10 +80,10 @@ type stream struct {
 // pipe returns the end of a pipe for the worker to write to; what arrives at
 // the other is copied until all who have it are gone.
 func (o *output) pipe(rank int, stderr bool) (worker, mine *os.File, err error) {
-	s := &stream{rank: rank, w: o.out, stderr: stderr}
+	s := &stream{rank: rank, to: &o.out, stderr: stderr}
 	ext := ".out"
 	if stderr {
-		s.w, ext = o.err, ".err"
+		s.to, ext = &o.err, ".err"
 	}
 	if o.prefix {
 		s.head = fmt.Appendf(nil, "[rank %d] ", rank)
@@ -140,7 +159,7 @@ func (o *output) write(s *stream, text, line []byte) {
 		}
 		t.add(line)
 	}
-	_, _ = s.w.Write(text) // who reads us is gone: the workers' work is not
+	s.to.write(text)
 }
 
 func (t *tail) add(line []byte) {
@@ -148,11 +167,21 @@ func (t *tail) add(line []byte) {
 	if n := len(text); n > 0 && text[n-1] == '\n' {
 		text = text[:n-1]
 	}
-	if len(t.lines) == tailLines {
+	if len(t.lines) == keptLines {
 		t.lines = t.lines[1:]
 	}
 	t.lines = append(t.lines, text)
 	t.buried = false
+}
+
+// last returns the end of what was written, or the beginning of the last panic.
+func (t *tail) last() []string {
+	for i, l := range slices.Backward(t.lines) {
+		if strings.HasPrefix(l, "panic: ") || strings.HasPrefix(l, "fatal error: ") {
+			return t.lines[i:min(len(t.lines), i+panicLines)]
+		}
+	}
+	return t.lines[max(0, len(t.lines)-lastLines):]
 }
 
 // buried returns the last lines of a rank's stderr if others wrote after them.
@@ -160,7 +189,7 @@ func (o *output) buried(rank int) []string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if t := o.tails[rank]; t != nil && t.buried {
-		return t.lines
+		return t.last()
 	}
 	return nil
 }

@@ -13,19 +13,16 @@ import (
 const prSetChildSubreaper = 36
 
 func becomeReaper() {
-	// A kernel without it leaves the process groups, which are killed anyway.
+	// Every kernel that Go supports has it.
 	_, _, _ = syscall.RawSyscall(syscall.SYS_PRCTL, prSetChildSubreaper, 1, 0)
 }
 
-// killLeftovers kills what the workers have left behind: first their process
-// groups, then whoever left its group and has become this process's child.
-func killLeftovers(groups []int) {
-	for _, pid := range groups {
-		_ = syscall.Kill(-pid, syscall.SIGKILL) // ESRCH is the usual case
-	}
-	// Each death may hand us further orphans.
+// killLeftovers kills what the workers have left behind, in their process groups
+// and out of them: all of it has become this process's child, or will when its
+// parent is gone.
+func killLeftovers(spare map[int]bool) {
 	for range 100 {
-		left := adopted(nil)
+		left := adopted(spare)
 		if len(left) == 0 {
 			return
 		}
@@ -51,10 +48,10 @@ func waitFor(pid int) {
 	}
 }
 
-// collectZombies collects adopted processes that have ended. The workers' own
-// ends are awaited elsewhere and must not be taken from there.
-func collectZombies(workers map[int]bool) {
-	for _, p := range adopted(workers) {
+// collectZombies collects adopted processes that have ended. The ends of spare,
+// such as the workers, are awaited elsewhere and must not be taken from there.
+func collectZombies(spare map[int]bool) {
+	for _, p := range adopted(spare) {
 		if p.zombie {
 			_, _ = syscall.Wait4(p.pid, nil, syscall.WNOHANG, nil)
 		}
@@ -66,8 +63,8 @@ type process struct {
 	zombie bool
 }
 
-// adopted lists the children of this process but for the workers.
-func adopted(workers map[int]bool) []process {
+// adopted lists the children of this process but for spare.
+func adopted(spare map[int]bool) []process {
 	dir, err := os.Open("/proc")
 	if err != nil {
 		return nil
@@ -81,7 +78,7 @@ func adopted(workers map[int]bool) []process {
 	var out []process
 	for _, n := range names {
 		pid, err := strconv.Atoi(n)
-		if err != nil || workers[pid] {
+		if err != nil || spare[pid] {
 			continue
 		}
 		if parent, zombie := parentOf(n); parent == self {

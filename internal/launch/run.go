@@ -14,8 +14,8 @@ import (
 )
 
 const (
-	// verdictWait is how long the launcher waits, after a worker of its own
-	// failed, to be told whether another was first.
+	// verdictWait is how long the launcher waits, when it cannot reach the
+	// coordinator any more, to notice why.
 	verdictWait = time.Second
 	// drainWait bounds what is read from pipes after everybody was killed.
 	drainWait = 2 * time.Second
@@ -28,13 +28,13 @@ type job struct {
 	cfg   Config
 	agent *cluster.Agent
 	out   *output
+	guard *guardian // nil: none
 
 	children []*child
 	ended    chan *child
 	running  int
 	pipes    []*os.File
 
-	failed   *child         // the first of this host's workers that failed
 	signal   syscall.Signal // the first that told us to stop; 0 if none
 	stopping bool
 	grace    *time.Timer
@@ -61,7 +61,18 @@ func Run(ctx context.Context, cfg *Config) int {
 		j.say(c.Devices.Note)
 	}
 	becomeReaper()
-	if code, err := j.meet(ctx); err != nil {
+	guard := make(chan *guardian, 1)
+	go func() { // it takes as long as the meeting of a job on one host
+		g, err := startGuardian()
+		if err != nil {
+			j.say(fmt.Sprintf("no guardian, so that a kill -9 of this launcher may leave something running: %v", err))
+		}
+		guard <- g
+	}()
+	code, err = j.meet(ctx)
+	j.guard = <-guard
+	defer j.guard.dismiss()
+	if err != nil {
 		j.say(err.Error())
 		return code
 	}
@@ -125,6 +136,8 @@ func meetCode(err error) int {
 	var timeout *cluster.JoinTimeoutError
 	var auth *cluster.AuthError
 	var config *cluster.ConfigError
+	var duplicate *cluster.DuplicateError
+	var refused *cluster.RefusedError
 	switch {
 	case err == nil:
 		return 0
@@ -132,7 +145,7 @@ func meetCode(err error) int {
 		return ExitUnavailable
 	case errors.As(err, &auth):
 		return ExitAuth
-	case errors.As(err, &config):
+	case errors.As(err, &config), errors.As(err, &duplicate), errors.As(err, &refused):
 		return ExitUsage
 	}
 	return ExitFailed
@@ -148,8 +161,9 @@ func (j *job) spawn(path string) (int, error) {
 	for local := range j.cfg.Procs {
 		c := &child{local: local, rank: j.agent.Rank(local)}
 		if err := j.start(c, path); err != nil {
-			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, err)
+			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, whyNot(path, err))
 		}
+		j.guard.started(c.pid)
 		j.children = append(j.children, c)
 		j.running++
 	}
@@ -200,7 +214,7 @@ func (j *job) supervise() int {
 			collectZombies(j.pids())
 		}
 	}
-	if j.failed == nil && j.signal == 0 && !j.stopping {
+	if j.signal == 0 && !j.stopping {
 		j.awaitOthers()
 	}
 	return j.verdict()
@@ -209,13 +223,12 @@ func (j *job) supervise() int {
 func (j *job) childEnded(c *child) {
 	c.finish()
 	j.running--
-	code := c.code()
-	// If this fails the coordinator is gone, which ends the agent's context.
-	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: code, Reason: c.reason(), Asked: c.stopped})
-	if code != 0 && !j.stopping {
-		j.failed = c
-		j.stop(syscall.SIGTERM)
+	if errors.Is(syscall.Kill(-c.pid, 0), syscall.ESRCH) {
+		j.guard.ended(c.pid)
 	}
+	// A failure comes back as the end of the agent's context, unless another was
+	// first. If this cannot be sent the coordinator is gone, with the same end.
+	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.reason(), Asked: c.stopped})
 }
 
 // signalled passes a signal on. The first that means to stop begins the grace,
@@ -265,16 +278,17 @@ func (j *job) each(sig syscall.Signal) {
 	}
 }
 
+// pids are the processes that this one started and will wait for.
 func (j *job) pids() map[int]bool {
-	m := map[int]bool{}
+	m := map[int]bool{j.guard.pid(): true}
 	for _, c := range j.children {
 		m[c.pid] = true
 	}
 	return m
 }
 
-// awaitOthers waits, after this host's workers have ended well, for those of
-// the other hosts.
+// awaitOthers waits, after this host's workers have ended, for those of the
+// other hosts, or to be told that the job has failed.
 func (j *job) awaitOthers() {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -282,7 +296,15 @@ func (j *job) awaitOthers() {
 	go func() { done <- j.agent.Shutdown(ctx) }()
 	for {
 		select {
-		case <-done:
+		case err := <-done:
+			if err != nil { // the reason may still be on its way
+				t := time.NewTimer(verdictWait)
+				defer t.Stop()
+				select {
+				case <-j.agent.Context().Done():
+				case <-t.C:
+				}
+			}
 			return
 		case s := <-j.cfg.Signals:
 			j.signalled(s)
@@ -293,19 +315,10 @@ func (j *job) awaitOthers() {
 	}
 }
 
-// verdict returns the code to exit with. When a worker of this host failed, the
-// coordinator knows whether one of another host was first.
+// verdict returns the code to exit with.
 func (j *job) verdict() int {
 	if j.signal != 0 {
 		return exitSignalOffset + int(j.signal)
-	}
-	if j.failed != nil {
-		t := time.NewTimer(verdictWait)
-		defer t.Stop()
-		select {
-		case <-j.agent.Context().Done():
-		case <-t.C:
-		}
 	}
 	switch lost, stop := j.causes(); {
 	case lost != nil && lost.ExitCode > 0:
@@ -314,8 +327,6 @@ func (j *job) verdict() int {
 		return stop.ExitCode
 	case lost != nil:
 		return ExitFailed
-	case j.failed != nil:
-		return j.failed.code()
 	}
 	return 0
 }
@@ -332,11 +343,7 @@ func (j *job) causes() (*cluster.MemberLostError, *cluster.StopError) {
 
 // cleanUp leaves no process behind, and writes what is left in the pipes.
 func (j *job) cleanUp() {
-	var groups []int
-	for _, c := range j.children {
-		groups = append(groups, c.pid)
-	}
-	killLeftovers(groups)
+	killLeftovers(j.pids())
 	if j.out == nil {
 		return
 	}

@@ -5,6 +5,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -63,6 +64,78 @@ trap 'echo noise; echo noise; exit 0' TERM; sleep 20 & wait`))
 	require.True(t, strings.HasSuffix(text, "chorus: the last lines of rank 1's stderr were:\n    the cause\n"), text)
 }
 
+// TestRunQuotesPanic buries a panic whose trace is longer than what is quoted.
+func TestRunQuotesPanic(t *testing.T) {
+	t.Parallel()
+	code, text := launchAll(t, shell(2, `if [ $RANK = 1 ]; then
+echo before >&2; echo 'panic: a bug' >&2; i=1; while [ $i -le 30 ]; do echo "trace $i" >&2; i=$((i+1)); done; sleep 0.5; exit 2; fi
+trap 'echo noise; exit 0' TERM; sleep 20 & wait`))
+	require.Equal(t, 2, code, text)
+	require.Contains(t, text, "rank 1's stderr were:\n    panic: a bug\n    trace 1\n")
+	require.True(t, strings.HasSuffix(text, "\n    trace 11\n"), text)
+}
+
+func TestTail(t *testing.T) {
+	var tl tail
+	for i := range keptLines {
+		tl.add(fmt.Appendf(nil, "%d\n", i))
+	}
+	require.Len(t, tl.last(), lastLines)
+	require.Equal(t, fmt.Sprint(keptLines-1), tl.last()[lastLines-1])
+	tl.add([]byte("fatal error: all goroutines are asleep - deadlock!\n"))
+	for range keptLines - 1 {
+		tl.add([]byte("x\n"))
+	}
+	require.Len(t, tl.last(), panicLines)
+	require.Equal(t, "fatal error: all goroutines are asleep - deadlock!", tl.last()[0])
+	tl.add([]byte("x\n"))
+	require.Equal(t, slices.Repeat([]string{"x"}, lastLines), tl.last())
+}
+
+// TestOutputReaderGone writes to a pipe that breaks: once is enough to know.
+func TestOutputReaderGone(t *testing.T) {
+	var out, errs broken
+	o := &output{out: sink{w: &out}, err: sink{w: &errs}, tails: map[int]*tail{}}
+	errs.fine = true
+	for range 3 {
+		o.write(&stream{to: &o.out}, []byte("a\n"), []byte("a\n"))
+		o.write(&stream{to: &o.err, stderr: true}, []byte("b\n"), []byte("b\n"))
+	}
+	require.Equal(t, []int{1, 3}, []int{out.calls, errs.calls})
+	require.Len(t, o.tails[0].lines, 3)
+}
+
+type broken struct {
+	calls int
+	fine  bool
+}
+
+func (b *broken) Write(p []byte) (int, error) {
+	b.calls++
+	if b.fine {
+		return len(p), nil
+	}
+	return 0, syscall.EPIPE
+}
+
+// TestRunPaused stops the launcher for longer than silence is borne, as Ctrl-Z
+// does. Its own workers see that it will be back.
+func TestRunPaused(t *testing.T) {
+	t.Parallel()
+	cfg := workers(2, "all", "shutdown when told")
+	cfg.Timing.LostAfter = 600 * time.Millisecond
+	l := start(t, cfg)
+	l.until("listening", 2)
+	require.NoError(t, l.cmd.Process.Signal(syscall.SIGSTOP))
+	requireStopped(t, l.cmd.Process.Pid)
+	time.Sleep(3 * cfg.Timing.LostAfter) // the pause itself
+	require.NoError(t, l.cmd.Process.Signal(syscall.SIGCONT))
+	require.NoError(t, l.cmd.Process.Signal(syscall.SIGUSR1))
+	code, text := l.wait()
+	require.Zero(t, code, text)
+	require.NotContains(t, text, "lost")
+}
+
 func TestRunCleanExits(t *testing.T) {
 	t.Parallel()
 	// A worker without a session may end early.
@@ -71,8 +144,11 @@ func TestRunCleanExits(t *testing.T) {
 	// So may one that closed its session; but not one that has it open.
 	code, text = launchAll(t, workers(2, "1", "exit0"))
 	require.Equal(t, 43, code, text)
-	require.Contains(t, text, "chorus: before that, rank 1 (host h0, pid ")
-	require.Contains(t, text, "exited with code 0 without Close or Shutdown of its session")
+	first, second, _ := strings.Cut(text[strings.Index(text, "chorus: "):], "\n")
+	require.Contains(t, first, "chorus: rank 1 (host h0, pid ")
+	require.Contains(t, first, "exited with code 0 without Close or Shutdown of its session, which ended the sessions of the others")
+	require.Contains(t, second, "chorus: then rank 0 (host h0, pid ")
+	require.Contains(t, second, "exited with code 43 after ")
 }
 
 func TestRunExitBeforeAttach(t *testing.T) {
@@ -119,6 +195,25 @@ func TestRunSignals(t *testing.T) {
 		code, _ := l.wait()
 		require.Equal(t, 128+15, code)
 	})
+	t.Run("to a worker that is stopped", func(t *testing.T) {
+		t.Parallel()
+		l := start(t, shell(1, `trap 'echo stopping; exit 0' TERM; echo me $$; kill -STOP $$; while :; do sleep 0.05; done`))
+		l.until("me", 1)
+		requireStopped(t, pidsIn(t, l.text(), "me")[0])
+		require.NoError(t, l.cmd.Process.Signal(syscall.SIGTERM))
+		code, text := l.wait()
+		require.Equal(t, 128+15, code, text)
+		require.Contains(t, text, "stopping", "it was continued, not killed")
+	})
+	t.Run("to grandchildren", func(t *testing.T) {
+		t.Parallel()
+		l := start(t, shell(1, `trap '' TERM; (trap 'echo child stopping; exit 0' TERM; echo ready; while :; do sleep 0.05; done) & wait; wait`))
+		l.until("ready", 1)
+		require.NoError(t, l.cmd.Process.Signal(syscall.SIGTERM))
+		code, text := l.wait()
+		require.Equal(t, 128+15, code, text)
+		require.Contains(t, text, "child stopping")
+	})
 	t.Run("forwarded", func(t *testing.T) {
 		t.Parallel()
 		l := start(t, shell(2, `trap 'echo usr; exit 0' USR1; echo ready; while :; do sleep 0.05; done`))
@@ -148,14 +243,49 @@ func TestRunLeavesNothing(t *testing.T) {
 		require.Zero(t, code, text)
 		requireGone(t, append(pidsIn(t, text, "in"), pidsIn(t, text, "out")...))
 	})
-	t.Run("launcher killed", func(t *testing.T) {
+	// A launcher that is killed leaves that to its guardian, which the signal of
+	// the launcher's group does not reach.
+	for _, who := range []string{"launcher", "launcher's group"} {
+		t.Run(who+" killed", func(t *testing.T) {
+			t.Parallel()
+			l := start(t, shell(3, `sleep 7777 & echo in $!; sleep 7778 & echo in $!; echo me $$; wait`))
+			l.until("me", 3)
+			pids := append(pidsIn(t, l.text(), "me"), pidsIn(t, l.text(), "in")...)
+			require.Len(t, pids, 9)
+			pid := l.cmd.Process.Pid
+			pids = append(pids, guardianOf(t, pid))
+			if who != "launcher" {
+				pid = -pid
+			}
+			require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
+			requireGone(t, pids)
+		})
+	}
+	t.Run("guardian", func(t *testing.T) {
 		t.Parallel()
-		l := start(t, shell(3, `echo me $$; exec sleep 100`))
-		l.until("me", 3)
-		pids := pidsIn(t, l.text(), "me")
-		require.NoError(t, l.cmd.Process.Kill())
-		requireGone(t, pids)
+		l := start(t, shell(1, `sleep 100 & echo in $!; trap 'exit 0' USR1; echo ready; while :; do sleep 0.05; done`))
+		l.until("ready", 1)
+		guardian := guardianOf(t, l.cmd.Process.Pid)
+		for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP} {
+			require.NoError(t, syscall.Kill(guardian, sig))
+		}
+		require.NoError(t, l.cmd.Process.Signal(syscall.SIGUSR1))
+		code, text := l.wait()
+		require.Zero(t, code, text)
+		parent, _ := parentOf(fmt.Sprint(guardian))
+		require.Zero(t, parent, "it has been awaited")
 	})
+}
+
+// TestOrphans reads what launchers say before they end.
+func TestOrphans(t *testing.T) {
+	for text, want := range map[string]map[int]bool{
+		"":                                      {},
+		"started 10\nstarted 11\nended 10\n":    {11: true},
+		"started 1\nstarted 0\nstarted -5\nx\n": {},
+	} {
+		require.Equal(t, want, orphans(strings.NewReader(text)), text)
+	}
 }
 
 func TestRunOutput(t *testing.T) {
@@ -207,6 +337,10 @@ func TestRunMistakes(t *testing.T) {
 	t.Parallel()
 	script := filepath.Join(t.TempDir(), "script")
 	require.NoError(t, os.WriteFile(script, []byte("x"), 0o644))
+	orphan := filepath.Join(t.TempDir(), "orphan")
+	require.NoError(t, os.WriteFile(orphan, []byte("#! /nowhere/python -u\nx"), 0o755))
+	unbound := shell(1, "true")
+	unbound.Bind = "192.0.2.1"
 	many := shell(5, "true")
 	many.Devices.Count = 2
 	for _, tc := range []struct {
@@ -217,6 +351,8 @@ func TestRunMistakes(t *testing.T) {
 		{base(1), ExitUsage, "no program"},
 		{base(1, "/nowhere/at/all"), ExitNotFound, "cannot find the program /nowhere/at/all"},
 		{base(1, script), ExitNotRunnable, "no permission to execute it"},
+		{base(1, orphan), ExitNotRunnable, "start rank 0: " + orphan + ": its interpreter /nowhere/python does not exist"},
+		{unbound, ExitUsage, `bind to "192.0.2.1": `},
 		{many, ExitUsage, "5 processes on the 2 virtual devices"},
 		{base(0, "true"), ExitUsage, "it has no device"},
 	} {

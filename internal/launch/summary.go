@@ -2,6 +2,7 @@ package launch
 
 import (
 	"fmt"
+	"os"
 	"time"
 
 	"github.com/gochorus/chorus/cluster"
@@ -21,21 +22,24 @@ func (j *job) lastWords(code int) int {
 		j.say(fmt.Sprintf("the launcher on host %s %s%s", stop.Host, stop.Reason, j.stoppedOthers(nil)))
 		return code
 	}
-	c := j.failed
-	if lost != nil {
-		c = j.childOf(lost)
+	if lost == nil {
+		return code
 	}
-	switch {
+	then := ""
+	if n := j.agent.Note(); n != nil { // it came first, or it would not be one
+		j.say(fmt.Sprintf("%s %s, which ended the sessions of the others", n.Who(), n.Reason))
+		then = "then "
+	}
+	switch c := j.childOf(lost); {
 	case c != nil:
-		j.say(fmt.Sprintf("rank %d (host %s, pid %d) %s%s", c.rank, j.agent.Host(), c.pid, how(c, lost), j.stoppedOthers(c)))
+		j.say(then + fmt.Sprintf("rank %d (host %s, pid %d) %s%s", c.rank, j.agent.Host(), c.pid, how(c, lost), j.stoppedOthers(c)))
 		j.quote(c)
-	case lost != nil && lost.ExitCode >= 0:
-		j.say(fmt.Sprintf("%s %s%s", lost.Who(), lost.Reason, j.stoppedOthers(nil)))
-	case lost != nil:
-		j.say(fmt.Sprintf("%s was lost: %s%s", lost.Who(), lost.Reason, j.stoppedOthers(nil)))
-	}
-	if n := j.agent.Note(); n != nil {
-		j.say(fmt.Sprintf("before that, %s %s, which ended the sessions of the others", n.Who(), n.Reason))
+	case lost.ExitCode >= 0:
+		j.say(then + fmt.Sprintf("%s %s%s", lost.Who(), lost.Reason, j.stoppedOthers(nil)))
+	case lost.Rank < 0 && lost.PID == os.Getpid() && lost.Host == j.agent.Host():
+		j.say(then + fmt.Sprintf("this launcher was %s%s", lost.Reason, j.stoppedOthers(nil)))
+	default:
+		j.say(then + fmt.Sprintf("%s was lost: %s%s", lost.Who(), lost.Reason, j.stoppedOthers(nil)))
 	}
 	return code
 }
@@ -44,10 +48,7 @@ func (j *job) lastWords(code int) int {
 // counts; that c was then killed is a consequence.
 func how(c *child, lost *cluster.MemberLostError) string {
 	after := fmt.Sprintf(" after %v", c.took.Round(roundTo(c.took)))
-	switch {
-	case lost == nil:
-		return c.reason() + after
-	case lost.ExitCode < 0:
+	if lost.ExitCode < 0 {
 		return "was lost" + after + ": " + lost.Reason
 	}
 	return lost.Reason + after

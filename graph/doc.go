@@ -28,7 +28,8 @@
 // does: NCCL connects, cuBLAS makes its workspace and kernels are loaded on
 // first use, which a capture forbids.
 //
-// Memory, kernel modules and events that a graph uses must outlive it. A
+// Memory and kernel modules that a graph uses must outlive it, and so must a
+// stream on which a matrix product was captured: it keeps cuBLAS's workspace. A
 // communicator that a graph uses cannot be closed before the graph. Buffers are
 // used on the stream of the launch: call RecordStream for it where it is not
 // their own.

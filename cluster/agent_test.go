@@ -251,16 +251,16 @@ func TestAgentsDisagree(t *testing.T) {
 			require.ElementsMatch(t, []string{"n9", "n10"}, []string{d.First.Host, d.Second.Host})
 		}
 	})
-	t.Run("number of hosts", func(t *testing.T) {
-		cfgs := onLoopback(t, 2, 1)
-		cfgs[1].Nodes = 3
-		lines, err := refusedHost(t, cfgs)
-		var r *RefusedError
-		require.ErrorAs(t, err, &r)
-		require.Contains(t, lines, fmt.Sprintf("refused host n10 pid %d at 127.0.0.1:", os.Getpid()))
-		require.Contains(t, lines, "host n10 says that the job has 3 hosts")
-	})
 	for seeds := 1; seeds <= 2; seeds++ {
+		t.Run(fmt.Sprint("number of hosts, seeds: ", seeds), func(t *testing.T) {
+			cfgs := onLoopback(t, 2, seeds)
+			cfgs[1].Nodes = 3
+			lines, err := refusedHost(t, cfgs)
+			var r *RefusedError
+			require.ErrorAs(t, err, &r)
+			require.Contains(t, lines, fmt.Sprintf("refused host n10 pid %d at 127.0.0.1:", os.Getpid()))
+			require.Contains(t, lines, "host n10 says that the job has 3 hosts")
+		})
 		t.Run(fmt.Sprint("secret, seeds: ", seeds), func(t *testing.T) {
 			cfgs := onLoopback(t, 2, seeds)
 			cfgs[1].Secret = []byte("another, also 16 bytes or more")

@@ -160,7 +160,7 @@ func (e *election) prepareAlone() error {
 	}
 	ln, err := listen(at)
 	if err != nil && a.cfg.Bind != "" {
-		return badConfig("bind to %q: %v", a.cfg.Bind, err)
+		return badConfig("bind to %q: %v", a.cfg.Bind, errors.Unwrap(err))
 	}
 	if err != nil {
 		return err

@@ -155,6 +155,25 @@ func TestExitWithOpenConnection(t *testing.T) {
 	})
 }
 
+// TestFailureBeforeTheEnd holds back a launcher's word that all its workers have
+// ended until it is known how one of them did.
+func TestFailureBeforeTheEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, agent, _ := judged()
+		require.NoError(t, c.handle(agent, note(kindExit, Exit{Rank: 1, PID: 101, Code: 5, Reason: "exited with code 5"})))
+		require.NoError(t, c.handle(agent, message{kind: kindDone, epoch: firstEpoch}))
+		time.Sleep(2 * exitGrace)
+		synctest.Wait()
+		var kinds []kind
+		for _, b := range agent.out {
+			m, err := decodeMessage(b)
+			require.NoError(t, err)
+			kinds = append(kinds, m.kind)
+		}
+		require.Equal(t, []kind{kindFault, kindEnded}, kinds)
+	})
+}
+
 // TestPulse stands still for a while, which only the late tick shows.
 func TestPulse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -113,7 +113,7 @@ func deed(s *cluster.Session, what string) int {
 	case "shutdown when told":
 		told := make(chan os.Signal, 1)
 		signal.Notify(told, syscall.SIGUSR1)
-		fmt.Println("listening")
+		fmt.Println("listening", os.Getpid())
 		select {
 		case <-told:
 		case <-s.Context().Done():
@@ -283,6 +283,18 @@ func guardianOf(t *testing.T, launcher int) (pid int) {
 		return pid != 0
 	}, 5*time.Second, time.Millisecond)
 	return pid
+}
+
+// requireIgnores waits until a process ignores a signal.
+func requireIgnores(t *testing.T, pid int, sig syscall.Signal) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+		_, rest, _ := bytes.Cut(b, []byte("\nSigIgn:"))
+		mask, _, _ := bytes.Cut(rest, []byte("\n"))
+		n, err := strconv.ParseUint(string(bytes.TrimSpace(mask)), 16, 64)
+		return err == nil && n>>(sig-1)&1 == 1
+	}, 5*time.Second, time.Millisecond)
 }
 
 // requireStopped waits until a process has been stopped.

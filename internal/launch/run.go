@@ -44,6 +44,8 @@ type job struct {
 
 // Run starts the workers of this host, waits until the job has ended, and
 // returns the code to exit with. All that is to be said goes to cfg.Stderr.
+// When the program itself is killed, so are the workers, and if it has called
+// Guard their process groups.
 func Run(ctx context.Context, cfg *Config) int {
 	c, err := cfg.complete()
 	j := &job{cfg: c}

@@ -119,21 +119,37 @@ func (b *broken) Write(p []byte) (int, error) {
 }
 
 // TestRunPaused stops the launcher for longer than silence is borne, as Ctrl-Z
-// does. Its own workers see that it will be back.
+// does. Its own workers see that it will be back. When all were stopped, as a
+// freezer does, those that come back later are given time, too.
 func TestRunPaused(t *testing.T) {
-	t.Parallel()
-	cfg := workers(2, "all", "shutdown when told")
-	cfg.Timing.LostAfter = 600 * time.Millisecond
-	l := start(t, cfg)
-	l.until("listening", 2)
-	require.NoError(t, l.cmd.Process.Signal(syscall.SIGSTOP))
-	requireStopped(t, l.cmd.Process.Pid)
-	time.Sleep(3 * cfg.Timing.LostAfter) // the pause itself
-	require.NoError(t, l.cmd.Process.Signal(syscall.SIGCONT))
-	require.NoError(t, l.cmd.Process.Signal(syscall.SIGUSR1))
-	code, text := l.wait()
-	require.Zero(t, code, text)
-	require.NotContains(t, text, "lost")
+	for _, who := range []string{"launcher", "all"} {
+		t.Run(who, func(t *testing.T) {
+			t.Parallel()
+			cfg := workers(2, "all", "shutdown when told")
+			cfg.Timing.LostAfter = 800 * time.Millisecond
+			l := start(t, cfg)
+			l.until("listening", 2)
+			pids := []int{l.cmd.Process.Pid}
+			if who == "all" {
+				pids = append(pids, pidsIn(t, l.text(), "listening")...)
+			}
+			for _, pid := range pids {
+				require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
+				requireStopped(t, pid)
+			}
+			time.Sleep(2 * cfg.Timing.LostAfter) // the pause itself
+			for i, pid := range pids {
+				if i == 1 {
+					time.Sleep(cfg.Timing.LostAfter / 2) // theirs is longer
+				}
+				require.NoError(t, syscall.Kill(pid, syscall.SIGCONT))
+			}
+			require.NoError(t, l.cmd.Process.Signal(syscall.SIGUSR1))
+			code, text := l.wait()
+			require.Zero(t, code, text)
+			require.NotContains(t, text, "lost")
+		})
+	}
 }
 
 func TestRunCleanExits(t *testing.T) {
@@ -243,8 +259,8 @@ func TestRunLeavesNothing(t *testing.T) {
 		require.Zero(t, code, text)
 		requireGone(t, append(pidsIn(t, text, "in"), pidsIn(t, text, "out")...))
 	})
-	// A launcher that is killed leaves that to its guardian, which the signal of
-	// the launcher's group does not reach.
+	// A launcher that is killed leaves that to its guardian, which neither the
+	// signal of the launcher's group nor one to all processes of the job ends.
 	for _, who := range []string{"launcher", "launcher's group"} {
 		t.Run(who+" killed", func(t *testing.T) {
 			t.Parallel()
@@ -253,7 +269,12 @@ func TestRunLeavesNothing(t *testing.T) {
 			pids := append(pidsIn(t, l.text(), "me"), pidsIn(t, l.text(), "in")...)
 			require.Len(t, pids, 9)
 			pid := l.cmd.Process.Pid
-			pids = append(pids, guardianOf(t, pid))
+			guardian := guardianOf(t, pid)
+			pids = append(pids, guardian)
+			for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGHUP, syscall.SIGTERM} {
+				requireIgnores(t, guardian, sig)
+				require.NoError(t, syscall.Kill(guardian, sig))
+			}
 			if who != "launcher" {
 				pid = -pid
 			}
@@ -266,9 +287,6 @@ func TestRunLeavesNothing(t *testing.T) {
 		l := start(t, shell(1, `sleep 100 & echo in $!; trap 'exit 0' USR1; echo ready; while :; do sleep 0.05; done`))
 		l.until("ready", 1)
 		guardian := guardianOf(t, l.cmd.Process.Pid)
-		for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP} {
-			require.NoError(t, syscall.Kill(guardian, sig))
-		}
 		require.NoError(t, l.cmd.Process.Signal(syscall.SIGUSR1))
 		code, text := l.wait()
 		require.Zero(t, code, text)
@@ -429,6 +447,26 @@ func TestRunTwoHostsLauncherKilled(t *testing.T) {
 			require.Contains(t, text, fmt.Sprintf("chorus: host h%d (pid %d) ", victim, ls[victim].cmd.Process.Pid))
 		})
 	}
+}
+
+// TestRunTwoHostsPaused stops the launcher that coordinates for so long that the
+// other host gives up. Both say that this was first.
+func TestRunTwoHostsPaused(t *testing.T) {
+	t.Parallel()
+	a, b := workers(1, "none"), workers(1, "none")
+	twoHosts(t, a, b)
+	la, lb := start(t, a), start(t, b)
+	la.until("attached", 1)
+	lb.until("attached", 1)
+	require.NoError(t, la.cmd.Process.Signal(syscall.SIGSTOP))
+	code, text := lb.wait()
+	require.Equal(t, ExitFailed, code, text)
+	require.Contains(t, text, fmt.Sprintf("chorus: host h0 (pid %d) was lost: its launcher, which coordinates the job, was silent for 1.5s", la.cmd.Process.Pid))
+	require.NoError(t, la.cmd.Process.Signal(syscall.SIGCONT))
+	code, text = la.wait()
+	require.Equal(t, ExitFailed, code, text)
+	require.Contains(t, text, "chorus: this launcher was silent for 1.5s, so that ")
+	require.Contains(t, text, " gave up: stopped or starved")
 }
 
 func TestRunTwoHostsWrongSecretAndTimeout(t *testing.T) {

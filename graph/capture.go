@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -80,7 +81,9 @@ func CaptureWith(cfg *Config, streams []*stream.Stream, fn func() error) (x *Exe
 	}
 	defer func() {
 		if x == nil { // fn may also have panicked
-			err = errors.Join(err, r.Abort())
+			if e := r.Abort(); e != nil {
+				err = errors.Join(err, e)
+			}
 		}
 	}()
 	for _, s := range streams[1:] {
@@ -126,7 +129,8 @@ type Recording struct {
 	exec *Exec
 	s    *stream.Stream
 	tid  int // the thread that the goroutine is locked to, or 0
-	done bool
+
+	owner handle.Owner // closed once the capture has ended
 }
 
 // Begin captures what is enqueued on s from now on, until End or Abort, one of
@@ -157,6 +161,7 @@ func Begin(s *stream.Stream, cfg *Config) (*Recording, error) {
 		r.unlock()
 		return nil, fmt.Errorf("graph: begin to capture %s on %s: %w", r.exec, s, err)
 	}
+	handle.Init(r, &r.owner, "graph recording")
 	return r, nil
 }
 
@@ -175,13 +180,20 @@ func (r *Recording) End() (*Exec, error) {
 // Abort ends the capture and drops what it has recorded. It is idempotent, and
 // does nothing after End.
 func (r *Recording) Abort() error {
-	if r == nil || r.done {
+	if r == nil || r.owner.Closed() {
 		return nil
 	}
-	if err := r.stop(); err != nil && !expected(err) {
+	err := r.stop()
+	if r.owner.Closed() {
+		if expected(err) {
+			err = nil
+		}
+		err = errors.Join(err, r.exec.drop())
+	}
+	if err != nil {
 		return fmt.Errorf("graph: abort the capture of %s on %s: %w", r.exec, r.s, err)
 	}
-	return r.exec.drop()
+	return nil
 }
 
 // expected reports whether an error at the end of a capture only says that the
@@ -191,11 +203,11 @@ func expected(err error) bool {
 }
 
 func (r *Recording) finish() (op string, err error) {
-	if r.done {
+	if r.owner.Closed() {
 		return "end the capture of", device.ErrClosed
 	}
 	if err := r.stop(); err != nil {
-		if !r.done {
+		if !r.owner.Closed() {
 			return "end the capture of", err
 		}
 		return "end the capture of", errors.Join(err, r.exec.drop())
@@ -213,7 +225,7 @@ func (r *Recording) stop() error {
 		return fmt.Errorf("call it on the goroutine that began the capture: %w", ErrorWrongThread)
 	}
 	g, held, err := r.s.EndCapture(r.exec)
-	r.done = true
+	r.owner.Close()
 	r.exec.graph, r.exec.held = g, held
 	r.unlock()
 	return err

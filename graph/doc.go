@@ -18,6 +18,8 @@
 // A graph has the addresses and numbers of the capture: inputs and outputs are
 // static, so programs copy into and out of the same slices around a launch.
 //
+// Random numbers are such numbers too: each launch draws what the capture drew.
+//
 // What a capture may contain: kernels, copies between devices and from and to
 // pinned memory, Zero, events and waits, matrix products, and the operations of
 // nccl and comm. What it may not: waits of the host (Sync, Query, Wait of a

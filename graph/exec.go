@@ -25,6 +25,8 @@ type Exec struct {
 	name  string
 	dev   *device.Device // of the first stream
 
+	capturing atomic.Bool // until the end of the capture
+
 	// mu is held for reading by the calls that use the graph, so that Close
 	// waits for them.
 	mu    sync.RWMutex
@@ -40,7 +42,9 @@ func newExec(name string, dev *device.Device) *Exec {
 	if name == "" {
 		name = strconv.FormatInt(numbers.Add(1), 10)
 	}
-	return &Exec{name: name, dev: dev}
+	x := &Exec{name: name, dev: dev}
+	x.capturing.Store(true)
+	return x
 }
 
 // String names the graph in errors, such as "graph step of cuda:0".
@@ -156,7 +160,13 @@ func (x *Exec) Dot(w io.Writer) error {
 // Close gives the graph up (torch.cuda.CUDAGraph.reset). It waits for no device:
 // a launch that is under way still completes. Close is idempotent.
 func (x *Exec) Close() error {
-	if x == nil || !x.owner.Close() {
+	if x == nil {
+		return nil
+	}
+	if x.capturing.Load() { // only an abort of a communicator can know x now
+		return stream.ErrCapturing
+	}
+	if !x.owner.Close() {
 		return nil
 	}
 	// A call that is inside returns soon, but for a launch that waits for a lost
@@ -191,10 +201,14 @@ func (x *Exec) instantiate() error {
 	})
 }
 
-func (x *Exec) ready() { handle.Init(x, &x.owner, "graph") }
+func (x *Exec) ready() {
+	handle.Init(x, &x.owner, "graph")
+	x.capturing.Store(false)
+}
 
 // drop destroys what there is and lets go what the graph has held.
 func (x *Exec) drop() error {
+	x.capturing.Store(false)
 	var errs []error
 	if x.exec != 0 {
 		errs = append(errs, x.dev.Do("cuGraphExecDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphExecDestroy(x.exec) }))

@@ -280,3 +280,19 @@ func TestArguments(t *testing.T) {
 	x := capture(t, nothing, s)
 	require.ErrorContains(t, x.Launch(far), "another system")
 }
+
+// A driver that fails at the end of a capture leaves nothing behind either.
+func TestFaults(t *testing.T) {
+	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuGraphInstantiateWithFlags#1=CUDA_ERROR_OUT_OF_MEMORY, " +
+		"cuStreamBeginCapture#2=CUDA_ERROR_OUT_OF_MEMORY, cuStreamGetCaptureInfo#2=CUDA_ERROR_UNKNOWN"})
+	b := newBench(t, sys.Devices()[0])
+	v := b.make(1)
+	for _, want := range []error{device.ErrorOutOfMemory, device.ErrorOutOfMemory, device.Status(cudadrv.ErrorUnknown)} {
+		_, err := graph.Capture([]*stream.Stream{b.s}, func() error { return b.launch(b.add, b.s, v, 1) })
+		require.ErrorIs(t, err, want)
+		yes, err := b.s.Capturing()
+		require.NoError(t, err)
+		require.False(t, yes)
+	}
+	usable(b, v)
+}

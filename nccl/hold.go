@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -61,18 +62,18 @@ func (c *Communicator) InUse(op string) error {
 	return &InUseError{Op: op, Rank: c.rank, Size: c.size, Device: c.dev.String(), Graph: c.holds.by[0].String()}
 }
 
-// closeGraphs closes the graphs that use c and reports whether none is left. One
-// that is being captured, or whose launch has not returned, is: the abort then
-// comes with its end.
+// closeGraphs closes the graphs that use c. It reports false if one is being
+// captured: the abort then comes with the end of the capture.
 func (c *Communicator) closeGraphs() bool {
 	c.holds.mu.Lock()
 	by := slices.Clone(c.holds.by)
 	c.holds.abort = true
 	c.holds.mu.Unlock()
+	closed := true
 	for _, g := range by {
-		_ = g.Close()
+		if errors.Is(g.Close(), stream.ErrCapturing) {
+			closed = false
+		}
 	}
-	c.holds.mu.Lock()
-	defer c.holds.mu.Unlock()
-	return len(c.holds.by) == 0
+	return closed
 }

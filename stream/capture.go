@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -91,7 +92,11 @@ func (e *Event) checkHost(op string) error {
 // For Chorus's own packages.
 func (s *Stream) RefuseWait(op string) error { return s.RefuseCapture(op, notRun) }
 
-// A Holder is a graph that keeps what it has captured in use.
+// ErrCapturing is what Close of a graph returns while it is being captured.
+var ErrCapturing = errors.New("the capture has not ended")
+
+// A Holder is a graph that keeps what it has captured in use. Close returns
+// ErrCapturing where it has to wait for the end of the capture.
 type Holder interface {
 	fmt.Stringer
 	Close() error

@@ -174,6 +174,13 @@ func TestDestroyedGraphs(t *testing.T) {
 	require.Empty(t, r.m.execs)
 	require.Empty(t, r.m.captures)
 
+	slots := len(r.m.slots.last)
+	for range 50 {
+		z := r.captured(s, func() { r.set(s, p) })
+		r.do(0, func() cudadrv.Result { return r.drv.GraphExecDestroy(z) })
+	}
+	require.Len(t, r.m.slots.last, slots, "the lanes' slots are used again")
+
 	// Resetting a device takes its graphs and captures.
 	y := r.captured(s, func() { r.set(s, p) })
 	r.do(0, func() cudadrv.Result { return r.drv.StreamBeginCapture(s, cudadrv.CaptureRelaxed) })

@@ -148,3 +148,52 @@ func single(t *testing.T, dev *device.Device) (*nccl.Communicator, *bench, memor
 	require.NoError(t, b.s.Sync(testgpu.Context(t)))
 	return c, b, v
 }
+
+// A graph that took over another's operations uses what they use.
+func TestUpdateHoldsCommunicators(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		c, b, v := single(t, devs[0])
+		d, _, _ := single(t, devs[0])
+		reduce := func(c *nccl.Communicator) *graph.Exec {
+			return capture(t, func() error { return nccl.AllReduce(c, b.s, v, v, nccl.Sum) }, b.s)
+		}
+		x, y := reduce(c), reduce(d)
+		if err := x.Update(y); err != nil {
+			var ue *graph.UpdateError // NCCL may make different kernels of them
+			require.ErrorAs(t, err, &ue)
+			t.Skip(err)
+		}
+		require.NoError(t, y.Close())
+		var use *nccl.InUseError
+		require.ErrorAs(t, d.Close(), &use)
+		require.Equal(t, x.String(), use.Graph)
+		require.NoError(t, x.Close())
+		require.NoError(t, d.Close())
+	})
+}
+
+// The operations of a group that is on two streams come before what follows on
+// either.
+func TestGroupOnTwoStreams(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		c, b, v := single(t, devs[0])
+		side := newStream(t, devs[0])
+		w := b.make(1)
+		both := func() error {
+			return nccl.Group(c, func() error {
+				return errors.Join(nccl.AllReduce(c, b.s, v, v, nccl.Sum), nccl.AllReduce(c, side, w, w, nccl.Sum))
+			})
+		}
+		x := capture(t, func() error {
+			return errors.Join(b.launch(b.add, b.s, v, 1), b.launch(b.add, side, w, 2), both(),
+				b.launch(b.add, side, v, 10), b.launch(b.add, b.s, w, 20))
+		}, b.s, side)
+		for range 5 {
+			b.fill(v, 1)
+			b.fill(w, 2)
+			require.NoError(t, x.Launch(b.s))
+			b.want(12, v)
+			b.want(24, w)
+		}
+	})
+}

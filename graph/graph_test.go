@@ -147,13 +147,15 @@ func TestLaunchesFollowEachOther(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		b := newBench(t, devs[0])
 		v := b.make(0)
+		side := newStream(t, devs[0])
 		x := capture(t, func() error {
-			for range 10 {
-				if err := b.launch(b.add, b.s, v, 1); err != nil {
+			for range 5 { // to and fro between two branches
+				err := errors.Join(b.launch(b.add, b.s, v, 1), side.WaitStream(b.s), b.launch(b.add, side, v, 1), b.s.WaitStream(side))
+				if err != nil {
 					return err
 				}
 			}
-			return nil
+			return side.WaitStream(b.s)
 		}, b.s)
 		other := newStream(t, devs[0])
 		for range 50 {

@@ -303,6 +303,43 @@ func TestAgentsDisagree(t *testing.T) {
 	})
 }
 
+// TestRefusalIsNotHidden asks a coordinator that refuses and one that would not.
+func TestRefusalIsNotHidden(t *testing.T) {
+	t.Parallel()
+	serve := func(secret string) (string, keys) {
+		ln, err := net.Listen("tcp", "127.0.0.1:0")
+		require.NoError(t, err)
+		ks, err := deriveKeys([]byte(secret), "j")
+		require.NoError(t, err)
+		c := newCoordinator(ln, coordConfig{job: "j", key: ks.control, agents: 2, notify: func(string) {},
+			self: welcome{Heartbeat: quick.Heartbeat, LostAfter: quick.LostAfter}})
+		t.Cleanup(c.close)
+		return ln.Addr().String(), ks
+	}
+	other, _ := serve("the secret of another job")
+	ours, ks := serve("the secret of this job")
+	e := &election{agent: &Agent{cfg: Config{Job: "j"}, keys: ks}}
+	require.True(t, isRefusal(e.first(t.Context(), []string{other, ours}).err))
+	found := e.first(t.Context(), []string{ours, other})
+	require.NoError(t, found.err)
+	require.Equal(t, ours, found.addr)
+	found.link.close()
+}
+
+// TestAgentShutdownOfFailedJob is told of the failure and then of the end.
+func TestAgentShutdownOfFailedJob(t *testing.T) {
+	t.Parallel()
+	a, err := Start(t.Context(), &Config{Timing: quick})
+	require.NoError(t, err)
+	defer a.Close()
+	cause := errors.New("a failure")
+	a.k.cancel(cause)
+	a.k.dispatch(note(kindEnded, nil))
+	for range 20 {
+		require.ErrorIs(t, a.Shutdown(t.Context()), cause)
+	}
+}
+
 // TestGossipSees waits until the agents' gossip has found each other.
 func TestGossipSees(t *testing.T) {
 	t.Parallel()

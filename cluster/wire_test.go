@@ -209,3 +209,26 @@ func FuzzAcceptHandshake(f *testing.F) {
 		require.Nil(t, l)
 	})
 }
+
+// TestFinish ends a connection with something unread: the other end reads what
+// was sent, and no reset.
+func TestFinish(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer ln.Close()
+	p, err := net.Dial("tcp", ln.Addr().String())
+	require.NoError(t, err)
+	defer p.Close()
+	q, err := ln.Accept()
+	require.NoError(t, err)
+	_, err = p.Write([]byte("unread"))
+	require.NoError(t, err)
+	_, err = q.Write([]byte("last"))
+	require.NoError(t, err)
+	l := &link{c: q}
+	l.finish()
+	defer l.close()
+	got, err := io.ReadAll(p)
+	require.NoError(t, err)
+	require.Equal(t, "last", string(got))
+}

@@ -8,18 +8,40 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
 
-// The test binary is the command when this variable is set.
+// The test binary is the command when this variable is set, and the command's
+// guardian by its name.
 const commandVar = "CHORUS_TEST_COMMAND"
 
 func TestMain(m *testing.M) {
-	if os.Getenv(commandVar) != "" {
+	if os.Getenv(commandVar) != "" || strings.HasPrefix(os.Args[0], "chorus: ") {
 		main()
 	}
 	os.Exit(m.Run())
+}
+
+// TestRunKilled kills the command, which leaves its workers' children to others.
+func TestRunKilled(t *testing.T) {
+	self, err := os.Executable()
+	require.NoError(t, err)
+	cmd := exec.Command(self, "run", "--nproc-per-node", "1", "--no-prefix", "--", "sh", "-c", "sleep 7777 & echo $!; wait")
+	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
+	out, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	line, err := bufio.NewReader(out).ReadString('\n')
+	require.NoError(t, err)
+	require.NoError(t, cmd.Process.Kill())
+	_ = cmd.Wait()
+	stat := "/proc/" + strings.TrimSpace(line) + "/stat"
+	require.Eventually(t, func() bool {
+		b, err := os.ReadFile(stat)
+		return err != nil || strings.Contains(string(b), ") Z ")
+	}, 5*time.Second, time.Millisecond)
 }
 
 // TestRunReaderGone reads one line of the output and goes, as head does.

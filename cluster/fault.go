@@ -226,12 +226,15 @@ func (c *coordinator) gaveUp(p *peer) {
 	if p.state != peerJoined {
 		return
 	}
+	// A launcher that gives up ends its workers: their loss is a consequence too.
+	w := c.faults.pending
+	consequence := w != nil && (w.peer == p || c.agentOf(w.peer) == p)
 	p.state = peerGone
 	c.checkDrained()
 	self := c.cfg.self
 	f := fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Code: -1, Reason: fmt.Sprintf(
 		"silent for %v, so that %s gave up: stopped or starved", self.LostAfter, memberList([]Member{p.member()}))}
-	if w := c.faults.pending; w != nil && w.peer == p {
+	if consequence {
 		c.resolve(f, tellAll)
 		return
 	}

@@ -111,6 +111,7 @@ func TestOpenSession(t *testing.T) {
 func TestSilenceIsFirst(t *testing.T) {
 	for name, order := range map[string]string{
 		"worker's word first": "s1 c1 e1", "launcher's word first": "e1 s1 c1", "connection last": "s1 e1 c1", "others first": "e2 e1 s1 c1 s2 c2",
+		"launcher gave up and stopped its worker": "c1 sa ca", "launcher's connection first": "sa ca c1",
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -120,11 +121,15 @@ func TestSilenceIsFirst(t *testing.T) {
 				defer c.mu.Unlock()
 				for event := range strings.FieldsSeq(order) {
 					rank := int(event[1] - '0')
+					p := agent
+					if rank < 3 {
+						p = worker(rank)
+					}
 					switch event[0] {
 					case 's':
-						c.gaveUp(worker(rank))
+						c.gaveUp(p)
 					case 'c':
-						c.disconnected(worker(rank), io.EOF)
+						c.disconnected(p, io.EOF)
 					case 'e':
 						c.exited(agent, Exit{Rank: rank, PID: 100 + rank, Code: 5, Reason: "exited with code 5"})
 					}
@@ -132,7 +137,7 @@ func TestSilenceIsFirst(t *testing.T) {
 				require.Nil(t, c.faults.pending)
 				require.Equal(t, c.faults.stop, c.faults.lost)
 				require.Equal(t, []any{-1, 99}, []any{c.faults.stop.Rank, c.faults.stop.PID})
-				require.Contains(t, c.faults.stop.Reason, "silent for 3s, so that rank ")
+				require.Contains(t, c.faults.stop.Reason, "silent for 3s, so that ")
 			})
 		})
 	}

@@ -122,10 +122,11 @@ func (l *link) readSome(b []byte) (int, error) {
 // let the kernel throw it away.
 func (l *link) finish() {
 	w, ok := l.c.(interface{ CloseWrite() error })
-	if !ok || w.CloseWrite() != nil {
+	if !ok {
 		l.close()
 		return
 	}
+	_ = w.CloseWrite() // if it fails, the other end has gone and its words may be left
 	time.AfterFunc(farewell, func() { l.close() })
 }
 

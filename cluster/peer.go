@@ -22,6 +22,7 @@ type peer struct {
 	out    [][]byte
 	queued int
 	closed bool // no more is accepted; what is queued is still sent
+	hungUp bool // nor is anything heard
 	ready  chan struct{}
 	done   chan struct{} // closed when the writer has ended
 
@@ -88,14 +89,23 @@ func (p *peer) send(m message) {
 func (p *peer) hangUp() {
 	p.outMu.Lock()
 	defer p.outMu.Unlock()
-	p.closed = true
+	p.closed, p.hungUp = true, true
 	p.wake()
 }
 
 func (p *peer) hasHungUp() bool {
 	p.outMu.Lock()
 	defer p.outMu.Unlock()
-	return p.closed
+	return p.hungUp
+}
+
+// giveUp sends no more after a write has failed. What the other end has said
+// before it went is still to be read.
+func (p *peer) giveUp() {
+	p.outMu.Lock()
+	p.closed = true
+	p.outMu.Unlock()
+	p.link.finish()
 }
 
 func (p *peer) wake() {
@@ -120,8 +130,7 @@ func (p *peer) writeLoop() {
 				break
 			}
 			if err := p.link.write(b, p.sendBy); err != nil {
-				p.hangUp()
-				p.link.close()
+				p.giveUp()
 				return
 			}
 		}

@@ -232,3 +232,36 @@ func TestFinish(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, "last", string(got))
 }
+
+// TestLastWordsOfTheGone reads what a peer said before it went, although writing
+// to it has failed.
+func TestLastWordsOfTheGone(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer ln.Close()
+	far, err := net.Dial("tcp", ln.Addr().String())
+	require.NoError(t, err)
+	near, err := ln.Accept()
+	require.NoError(t, err)
+	key := bytes.Repeat([]byte{1}, keyBytes)
+	a, b, err, err2 := linked(t, "job", "job", key, key)
+	require.NoError(t, errors.Join(err, err2))
+	a.c, b.c = far, near
+	require.NoError(t, a.write([]byte("my last words"), time.Second))
+	require.NoError(t, far.(*net.TCPConn).SetLinger(0)) // a reset, as of a process that ends
+	require.NoError(t, far.Close())
+	p := newPeer(b, "", time.Second)
+	p.send(note(kindEnded, nil))
+	for range 2 { // the first write may not see the reset
+		p.send(note(kindEnded, nil))
+	}
+	go p.writeLoop()
+	require.Eventually(t, func() bool { p.outMu.Lock(); defer p.outMu.Unlock(); return p.closed }, 5*time.Second, time.Millisecond)
+	got, err := b.read()
+	require.NoError(t, err)
+	require.Equal(t, "my last words", string(got))
+	require.False(t, p.hasHungUp())
+	p.hangUp()
+	<-p.done
+	b.close()
+}

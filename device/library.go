@@ -19,7 +19,7 @@ type Library struct {
 // Libraries opens every library that Chorus can use and tells which file each
 // one came from. A missing one has its Err set and is no error of Libraries.
 func (s *System) Libraries() []Library {
-	libs := []Library{s.library("CUDA driver", s.sys.Driver, nil, func() (string, error) {
+	libs := []Library{s.describe("CUDA driver", s.sys.Driver, nil, func() (string, error) {
 		v, r := s.sys.Driver.DriverGetVersion()
 		if r != cudadrv.Success {
 			return "", s.fail("cuDriverGetVersion", -1, r)
@@ -27,7 +27,7 @@ func (s *System) Libraries() []Library {
 		return fmt.Sprintf("CUDA %d.%d", v/1000, v%1000/10), nil
 	})}
 	nccl, err := s.NCCL()
-	libs = append(libs, s.library("NCCL", nccl, err, func() (string, error) {
+	libs = append(libs, s.describe("NCCL", nccl, err, func() (string, error) {
 		v, r := nccl.GetVersion()
 		if r != ncclapi.Success {
 			return "", fmt.Errorf("ncclGetVersion: %w", r)
@@ -36,7 +36,7 @@ func (s *System) Libraries() []Library {
 	}))
 	if s.sys.Machine == nil { // virtual devices have no compiler
 		rtc, err := s.NVRTC()
-		libs = append(libs, s.library("NVRTC", rtc, err, func() (string, error) {
+		libs = append(libs, s.describe("NVRTC", rtc, err, func() (string, error) {
 			major, minor, r := rtc.Version()
 			if r != nvrtcapi.Success {
 				return "", fmt.Errorf("nvrtcVersion: %w", r)
@@ -45,10 +45,10 @@ func (s *System) Libraries() []Library {
 		}))
 	}
 	blas, err := s.CUBLAS()
-	return append(libs, s.library("cuBLAS", blas, err, func() (string, error) { return "", nil }))
+	return append(libs, s.describe("cuBLAS", blas, err, func() (string, error) { return "", nil }))
 }
 
-func (s *System) library(name string, lib any, err error, version func() (string, error)) Library {
+func (s *System) describe(name string, lib any, err error, version func() (string, error)) Library {
 	l := Library{Name: name, Err: err}
 	if err != nil {
 		return l

@@ -127,7 +127,7 @@ func runScenario(name string) {
 
 // processes runs a scenario in size processes and returns what each printed, and
 // how it ended. Nothing runs longer than the deadline.
-func processes(t *testing.T, scenario string, size int, faults map[int]string) (out []string, errs []error) {
+func processes(t testing.TB, scenario string, size int, faults map[int]string) (out []string, errs []error) {
 	t.Helper()
 	m, err := New(&Config{Devices: 1})
 	require.NoError(t, err)
@@ -322,7 +322,7 @@ func childBench(c *child) {
 	c.nccl(c.api.CommDestroy(c.comm))
 }
 
-func succeeded(t *testing.T, errs []error) {
+func succeeded(t testing.TB, errs []error) {
 	t.Helper()
 	for rank, err := range errs {
 		require.NoError(t, err, "rank %d", rank)
@@ -383,11 +383,11 @@ func TestProcessesDisagree(t *testing.T) {
 	}
 }
 
-func TestThroughput(t *testing.T) {
-	if raceEnabled || testing.Short() {
-		t.Skip("measures")
+// BenchmarkProcesses reduces 64 MiB over 4 processes; the children measure.
+func BenchmarkProcesses(b *testing.B) {
+	for range b.N {
+		out, errs := processes(b, "bench", 4, nil)
+		succeeded(b, errs)
+		b.Logf("all-reduce of 64 MiB over 4 processes: %v", out)
 	}
-	out, errs := processes(t, "bench", 4, nil)
-	succeeded(t, errs)
-	t.Logf("all-reduce of 64 MiB over 4 processes: %v", out)
 }

@@ -23,6 +23,7 @@ const (
 // An output writes what the workers write: whole lines, each with its rank.
 // A worker whose output nobody reads waits, as it would without a launcher.
 type output struct {
+	begin  chan struct{} // closed when the guardian knows all workers: what is seen of one is guarded
 	prefix bool
 	dir    string // of log files; "" means none
 	warn   func(string)
@@ -57,7 +58,7 @@ type tail struct {
 }
 
 func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
-	o := &output{prefix: !cfg.NoPrefix, warn: warn, out: sink{w: cfg.Stdout}, err: sink{w: cfg.Stderr}, writer: -1, tails: map[int]*tail{}}
+	o := &output{begin: make(chan struct{}), prefix: !cfg.NoPrefix, warn: warn, out: sink{w: cfg.Stdout}, err: sink{w: cfg.Stderr}, writer: -1, tails: map[int]*tail{}}
 	if cfg.LogDir == "" {
 		return o, nil
 	}
@@ -109,6 +110,7 @@ func (o *output) pipe(rank int, stderr bool) (worker, mine *os.File, err error) 
 
 // copy writes lines until the pipe ends. A last line without its end gets one.
 func (o *output) copy(s *stream, r io.Reader) {
+	<-o.begin
 	if s.log != nil {
 		defer s.log.Close()
 	}

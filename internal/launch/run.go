@@ -159,6 +159,7 @@ func (j *job) spawn(path string) (int, error) {
 	if j.out, err = newOutput(&j.cfg, j.agent.Job(), j.say); err != nil {
 		return ExitFailed, err
 	}
+	defer close(j.out.begin)
 	j.ended = make(chan *child, j.cfg.Procs)
 	for local := range j.cfg.Procs {
 		c := &child{local: local, rank: j.agent.Rank(local)}

@@ -17,6 +17,9 @@ func (c *Call) Blocks() [3]uint32 { return c.k.Grid() }
 // Threads returns the number of threads of a block.
 func (c *Call) Threads() [3]uint32 { return c.k.Block() }
 
+// IsNull reports whether argument i, a Pointer, is null.
+func (c *Call) IsNull(i int) bool { return c.k.Ptr(i) == 0 }
+
 // Int32 returns argument i, an I32.
 func (c *Call) Int32(i int) int32 { return c.k.Int32(i) }
 

@@ -103,6 +103,43 @@ func TestArgumentTypes(t *testing.T) {
 	})
 }
 
+func TestNullPointer(t *testing.T) {
+	src := &kernel.Source{Name: "null.cu", CUDA: `extern "C" __global__ void nulls(int* out, const float* a, const float* b, const float* c) {
+	out[0] = a == 0; out[1] = b == 0; out[2] = c == 0;
+}`, Kernels: []kernel.Def{{
+		Name:   "nulls",
+		Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.Pointer},
+		Go: func(c *kernel.Call) {
+			out := kernel.Update[int32](c, 0, 3)
+			for i := range out {
+				if out[i] = 0; c.IsNull(i + 1) {
+					out[i] = 1
+				}
+			}
+		},
+	}}}
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		m, err := kernel.Compile(devs[0], src)
+		require.NoError(t, err)
+		defer m.Close()
+		k, err := m.Kernel("nulls")
+		require.NoError(t, err)
+		out, err := memory.Make[int32](s, 3)
+		require.NoError(t, err)
+		defer out.Close()
+		x, err := memory.Make[float32](s, 1)
+		require.NoError(t, err)
+		defer x.Close()
+		require.NoError(t, k.Launch(s, kernel.Cover(1), kernel.Ptr(out), kernel.Null(), kernel.Ptr(x), kernel.Ptr(memory.Slice[float32]{})))
+		got := make([]int32, 3)
+		require.NoError(t, out.CopyTo(s, got))
+		require.Equal(t, []int32{1, 0, 1}, got)
+	})
+}
+
 func TestLaunchChecksArguments(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		s, m, k := setup(t, devs[0])

@@ -61,6 +61,9 @@ func Ptr[T memory.Element](x memory.Slice[T]) Arg {
 	return Arg{kind: Pointer, bits: uint64(x.Raw()), dev: x.Device(), err: x.Check("kernel: launch", nil)}
 }
 
+// Null passes a null pointer, as Ptr of the zero Slice does.
+func Null() Arg { return Arg{kind: Pointer} }
+
 // Int32 passes an int.
 func Int32(v int32) Arg { return Arg{kind: I32, bits: uint64(uint32(v))} }
 

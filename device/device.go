@@ -102,6 +102,19 @@ func (d *Device) Do(op string, call func(drv cudadrv.Driver) cudadrv.Result) err
 	return d.sys.fail(op, d.ordinal, r)
 }
 
+// DoRelaxed is Do for a call that CUDA forbids to threads that capture a graph,
+// and that does the graph no harm (cuThreadExchangeStreamCaptureMode).
+func (d *Device) DoRelaxed(op string, call func(drv cudadrv.Driver) cudadrv.Result) error {
+	return d.Do(op, func(drv cudadrv.Driver) cudadrv.Result {
+		mode, r := drv.ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)
+		if r != cudadrv.Success {
+			return r
+		}
+		defer drv.ThreadExchangeStreamCaptureMode(mode)
+		return call(drv)
+	})
+}
+
 // Bound runs call on a locked OS thread with the device's context bound, for
 // libraries above the driver that read the current context.
 func (d *Device) Bound(call func() error) error {

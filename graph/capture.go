@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -55,6 +56,11 @@ func (m Mode) raw() (cudadrv.CaptureMode, error) {
 type Config struct {
 	Name string // in errors; "" is a number
 	Mode Mode   // default ThreadLocal
+
+	// Pool is where memory is allocated that the captured function makes. Give
+	// several captures the same to let them share memory; nil is a pool of the
+	// graph's own.
+	Pool *memory.Pool
 }
 
 // Capture is CaptureWith the default Config.
@@ -153,16 +159,31 @@ func Begin(s *stream.Stream, cfg *Config) (*Recording, error) {
 		return nil, err
 	}
 	r := &Recording{exec: newExec(c.Name, s.Device()), s: s}
-	if c.Mode != Relaxed {
-		runtime.LockOSThread()
-		r.tid = syscall.Gettid()
-	}
-	if err := s.BeginCapture(mode, r.exec); err != nil {
-		r.unlock()
+	if err := r.begin(mode, c.Pool); err != nil {
 		return nil, fmt.Errorf("graph: begin to capture %s on %s: %w", r.exec, s, err)
 	}
 	handle.Init(r, &r.owner, "graph recording")
 	return r, nil
+}
+
+func (r *Recording) begin(mode cudadrv.CaptureMode, pool *memory.Pool) error {
+	if pool == nil {
+		pool = memory.PrivatePool()
+	}
+	if err := pool.Begin(r.exec.String()); err != nil {
+		return err
+	}
+	r.exec.pool = pool
+	if mode != cudadrv.CaptureRelaxed {
+		runtime.LockOSThread()
+		r.tid = syscall.Gettid()
+	}
+	if err := r.s.BeginCapture(mode, r.exec, pool); err != nil {
+		r.unlock()
+		pool.End()
+		return err
+	}
+	return nil
 }
 
 // End ends the capture and makes the graph ready to launch
@@ -227,6 +248,8 @@ func (r *Recording) stop() error {
 	g, held, err := r.s.EndCapture(r.exec)
 	r.owner.Close()
 	r.exec.graph, r.exec.held = g, held
+	r.exec.pool.End()
+	r.exec.prepare = preparers(held)
 	r.unlock()
 	return err
 }

@@ -18,17 +18,22 @@
 // A graph has the addresses and numbers of the capture: inputs and outputs are
 // static, so programs copy into and out of the same slices around a launch.
 //
-// Random numbers are such numbers too: each launch draws what the capture drew.
+// Random numbers are not such numbers: each launch goes on where the generator is
+// then, as the same fills without a graph would (torch.cuda.graph).
 //
 // What a capture may contain: kernels, copies between devices and from and to
-// pinned memory, Zero, events and waits, matrix products, and the operations of
-// nccl and comm. What it may not: waits of the host (Sync, Query, Wait of a
-// group), copies from and to ordinary host memory, and allocating or closing
-// memory, all of which fail at once with a *stream.CaptureError that names the
-// call. Graphs have no memory of their own: allocate before the capture, and
-// close after the graph. Run the work once before the capture, as NewCallable
-// does: NCCL connects, cuBLAS makes its workspace and kernels are loaded on
-// first use, which a capture forbids.
+// pinned memory, Zero, events and waits, matrix products, random numbers, the
+// operations of nccl and comm, and allocating memory. What it may not: waits of
+// the host (Sync, Query, Wait of a group), copies from and to ordinary host
+// memory, and closing memory that the graph may use, all of which fail at once
+// with a *stream.CaptureError that names the call. Run the work once before the
+// capture, as NewCallable does: NCCL connects, cuBLAS makes its workspace and
+// kernels are loaded on first use, which a capture forbids.
+//
+// Memory that is allocated in a capture comes from the capture's memory.Pool.
+// What the captured function closes again is used by its later allocations; what
+// it leaves open, such as outputs, has its contents after each launch. Graphs
+// that are launched in turn can share a pool: Config.Pool.
 //
 // Memory and kernel modules that a graph uses must outlive it, and so must a
 // stream on which a matrix product was captured: it keeps cuBLAS's workspace. A

@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -34,6 +35,11 @@ type Exec struct {
 	exec  cudadrv.GraphExec
 	nodes int
 	held  []stream.Holdable // what must not be closed before the graph
+	pool  *memory.Pool      // of the capture; held has it too
+
+	prepare []stream.Preparer // what comes before each launch
+	order   sync.Mutex        // held from the preparations to their launch
+	last    *stream.Stream    // where they were put last
 }
 
 var numbers atomic.Int64
@@ -50,6 +56,10 @@ func newExec(name string, dev *device.Device) *Exec {
 // String names the graph in errors, such as "graph step of cuda:0".
 func (x *Exec) String() string { return fmt.Sprintf("graph %s of %s", x.name, x.dev) }
 
+// Pool returns the pool that the capture allocated from, for Config.Pool of
+// another capture (torch.cuda.CUDAGraph.pool).
+func (x *Exec) Pool() *memory.Pool { return x.pool }
+
 // Nodes returns the number of operations that were captured. It is 0 where fn
 // enqueued nothing on the streams, which is mostly a mistake.
 func (x *Exec) Nodes() int { return x.nodes }
@@ -65,8 +75,49 @@ func (x *Exec) Launch(s *stream.Stream) error {
 		return err
 	}
 	defer x.mu.RUnlock()
+	if len(x.prepare) > 0 {
+		x.order.Lock()
+		defer x.order.Unlock()
+		if err := x.prepareOn(s); err != nil {
+			return x.wrap(op, err)
+		}
+	}
 	err := s.Device().Do("cuGraphLaunch", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphLaunch(x.exec, s.Raw()) })
 	return x.wrap(op, err)
+}
+
+// prepareOn enqueues on s what comes before a launch. x.order is held.
+func (x *Exec) prepareOn(s *stream.Stream) error {
+	// Not before the last launch has read what was prepared for it.
+	if x.last != nil && x.last != s {
+		if err := s.Follow(x.last); err != nil {
+			return err
+		}
+	}
+	x.use(s)
+	for _, p := range x.prepare {
+		if err := p.Prepare(s); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// use keeps the stream of the last launch alive, for the next to follow.
+func (x *Exec) use(s *stream.Stream) {
+	if x.last == s {
+		return
+	}
+	s.Retain()
+	x.unuse()
+	x.last = s
+}
+
+func (x *Exec) unuse() {
+	if x.last != nil {
+		_ = x.last.Release() // nothing that the graph could do about it
+		x.last = nil
+	}
 }
 
 // Upload enqueues on s what the first Launch would otherwise do before the graph
@@ -115,6 +166,7 @@ func (x *Exec) Update(other *Exec) error {
 	}
 	if err == nil {
 		x.hold(other.held)
+		x.prepare = other.prepare
 	}
 	return x.wrap(op, err)
 }
@@ -183,6 +235,17 @@ func (x *Exec) Close() error {
 	return nil
 }
 
+// preparers returns those of what was captured that have something to do before
+// each launch.
+func preparers(held []stream.Holdable) (list []stream.Preparer) {
+	for _, h := range held {
+		if p, ok := h.(stream.Preparer); ok {
+			list = append(list, p)
+		}
+	}
+	return list
+}
+
 // instantiate makes what is launched of what was captured.
 func (x *Exec) instantiate() error {
 	err := x.dev.Do("cuGraphGetNodes", func(drv cudadrv.Driver) cudadrv.Result {
@@ -217,6 +280,7 @@ func (x *Exec) drop() error {
 		errs = append(errs, x.dev.Do("cuGraphDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(x.graph) }))
 	}
 	x.exec, x.graph = 0, 0
+	x.unuse()
 	for _, h := range slices.Backward(x.held) {
 		h.LetGo(x)
 	}

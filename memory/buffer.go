@@ -18,6 +18,7 @@ type Buffer struct {
 	stream *stream.Stream
 	ptr    cudadrv.DevicePtr
 	bytes  uintptr
+	block  *block // of a Pool, if it was allocated in a capture
 
 	mu    sync.Mutex
 	users []*stream.Stream // the other streams that used it
@@ -26,11 +27,11 @@ type Buffer struct {
 // Alloc allocates bytes of device memory in the order of s: work that is
 // enqueued on s from now on may use it, and the host does not wait
 // (cuMemAllocAsync). The contents are undefined. Zero bytes are no allocation.
+//
+// While s is captured into a graph the memory comes from the Pool of the capture
+// and stays with the graph: every launch uses the same.
 func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
 	if err := s.Check("memory: allocate", nil); err != nil {
-		return nil, err
-	}
-	if err := s.RefuseCapture("memory: allocate", "allocate before the capture and use the same memory in each launch"); err != nil {
 		return nil, err
 	}
 	if bytes < 0 {
@@ -38,23 +39,45 @@ func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
 	}
 	b := &Buffer{stream: s, bytes: uintptr(bytes)}
 	if bytes > 0 {
-		if err := keepFreed(s.Device()); err != nil {
+		if err := b.alloc(); err != nil {
 			return nil, err
-		}
-		err := s.Device().Do("cuMemAllocAsync", func(drv cudadrv.Driver) (r cudadrv.Result) {
-			b.ptr, r = drv.MemAllocAsync(b.bytes, s.Raw())
-			return r
-		})
-		if errors.Is(err, device.ErrorOutOfMemory) {
-			return nil, outOfMemory(s.Device(), b.bytes, err)
-		}
-		if err != nil {
-			return nil, fmt.Errorf("memory: allocate %d bytes: %w", bytes, err)
 		}
 	}
 	s.Retain()
 	handle.Init(b, &b.owner, "buffer")
 	return b, nil
+}
+
+// alloc gets the memory, from the pool of the capture if there is one.
+func (b *Buffer) alloc() error {
+	pool, err := b.stream.CapturePool()
+	if err != nil {
+		return err
+	}
+	if p, ok := pool.(*Pool); ok {
+		if b.block, err = p.alloc(b.stream, b.bytes); err != nil {
+			return err
+		}
+		b.ptr = b.block.ptr
+		return nil
+	}
+	if err := b.stream.RefuseCapture("memory: allocate", "the capture was begun by other means than Chorus: allocate before it"); err != nil {
+		return err
+	}
+	if err := keepFreed(b.Device()); err != nil {
+		return err
+	}
+	err = b.Device().Do("cuMemAllocAsync", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		b.ptr, r = drv.MemAllocAsync(b.bytes, b.stream.Raw())
+		return r
+	})
+	if errors.Is(err, device.ErrorOutOfMemory) {
+		return outOfMemory(b.Device(), b.bytes, err)
+	}
+	if err != nil {
+		return fmt.Errorf("memory: allocate %d bytes: %w", b.bytes, err)
+	}
+	return nil
 }
 
 func outOfMemory(d *device.Device, bytes uintptr, cause error) error {
@@ -119,29 +142,50 @@ func (b *Buffer) RecordStream(s *stream.Stream) error {
 // Close frees the memory in the order of its stream: after everything that is
 // enqueued there, and on the streams of RecordStream, by now. The host does not
 // wait. Close is idempotent. While one of these streams is captured into a graph
-// the buffer stays open: Close returns a *stream.CaptureError.
+// the buffer stays open: Close returns a *stream.CaptureError. That does not hold
+// for memory of the capture itself, which later allocations of the same capture
+// then use.
 func (b *Buffer) Close() error {
 	if b == nil || b.owner.Closed() {
 		return nil
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if err := b.refuseCapture(); err != nil {
-		return err
+	if b.block == nil {
+		if err := b.refuseCapture(); err != nil {
+			return err
+		}
 	}
 	if !b.owner.Close() {
 		return nil
 	}
+	return errors.Join(b.free(), b.release())
+}
+
+// free gives the memory back. b.mu is held.
+func (b *Buffer) free() error {
+	if b.block != nil {
+		return b.block.segment.pool.free(b.block, len(b.users) > 0)
+	}
 	var errs []error
 	for _, u := range b.users {
-		errs = append(errs, b.stream.Follow(u), u.Release())
+		errs = append(errs, b.stream.Follow(u))
 	}
 	if b.bytes > 0 {
 		errs = append(errs, b.Device().Do("cuMemFreeAsync", func(drv cudadrv.Driver) cudadrv.Result {
 			return drv.MemFreeAsync(b.ptr, b.stream.Raw())
 		}))
 	}
-	return errors.Join(append(errs, b.stream.Release())...)
+	return errors.Join(errs...)
+}
+
+// release gives the streams up. b.mu is held.
+func (b *Buffer) release() error {
+	errs := []error{b.stream.Release()}
+	for _, u := range b.users {
+		errs = append(errs, u.Release())
+	}
+	return errors.Join(errs...)
 }
 
 // refuseCapture returns an error while a stream that the buffer is freed after

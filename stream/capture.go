@@ -108,13 +108,22 @@ type Holdable interface {
 	LetGo(h Holder)
 }
 
+// A Preparer is a Holdable that has something to put before each launch of the
+// graph, on the stream of the launch, as random numbers have their place in the
+// sequence.
+type Preparer interface {
+	Holdable
+	Prepare(s *Stream) error
+}
+
 // capture is one capture of this process that has not ended.
 type capture struct {
 	sys   *device.System
 	id    uint64 // unique in its system
 	tid   int    // the OS thread that it belongs to, or 0 in the relaxed mode
 	graph Holder
-	held  []Holdable
+	pool  Holdable   // what package memory allocates from
+	held  []Holdable // the pool, and what Captured adds
 }
 
 // open has the captures that BeginCapture began. The driver knows which streams
@@ -126,9 +135,10 @@ var open struct {
 }
 
 // BeginCapture records what is enqueued on s from now on for the graph
-// (cuStreamBeginCapture). In a mode other than the relaxed one the goroutine is
-// locked to its thread until EndCapture. For Chorus's own packages.
-func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder) error {
+// (cuStreamBeginCapture), whose memory comes from the pool. In a mode other than
+// the relaxed one the goroutine is locked to its thread until EndCapture. For
+// Chorus's own packages.
+func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder, pool Holdable) error {
 	const op = "stream: begin capture"
 	if err := s.Check(op, nil); err != nil {
 		return err
@@ -136,7 +146,7 @@ func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder) error {
 	if err := s.RefuseCapture(op, "captures do not nest"); err != nil {
 		return err
 	}
-	c := &capture{sys: s.dev.System(), graph: graph}
+	c := &capture{sys: s.dev.System(), graph: graph, pool: pool, held: []Holdable{pool}}
 	if mode != cudadrv.CaptureRelaxed {
 		c.tid = syscall.Gettid()
 		if other := captureOf(func(o *capture) bool { return o.tid == c.tid }); other != nil {
@@ -151,6 +161,7 @@ func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder) error {
 		_, _ = s.endCapture()
 		return err
 	}
+	pool.Hold(graph)
 	open.mu.Lock()
 	defer open.mu.Unlock()
 	open.list = append(open.list, c)
@@ -183,19 +194,40 @@ func (s *Stream) captureID() (id uint64, err error) {
 	return id, err
 }
 
+// CaptureID returns a number for the capture that s takes part in, which no other
+// capture of the system has, or 0. For Chorus's own packages.
+func (s *Stream) CaptureID() (uint64, error) {
+	if open.count.Load() == 0 {
+		return 0, nil
+	}
+	return s.captureID()
+}
+
+// current returns the capture that s takes part in, if Chorus began one.
+func (s *Stream) current() (*capture, error) {
+	id, err := s.CaptureID()
+	if err != nil || id == 0 {
+		return nil, err
+	}
+	return captureOf(func(o *capture) bool { return o.id == id && o.sys == s.dev.System() }), nil
+}
+
+// CapturePool returns the pool of the capture that s takes part in, or nil. For
+// Chorus's own packages.
+func (s *Stream) CapturePool() (Holdable, error) {
+	c, err := s.current()
+	if c == nil {
+		return nil, err
+	}
+	return c.pool, nil
+}
+
 // Captured tells that work on s uses x: if s is being captured, x is held by the
 // graph. For Chorus's own packages.
 func (s *Stream) Captured(x Holdable) error {
-	if open.count.Load() == 0 {
-		return nil
-	}
-	id, err := s.captureID()
-	if err != nil || id == 0 {
-		return err
-	}
-	c := captureOf(func(o *capture) bool { return o.id == id && o.sys == s.dev.System() })
+	c, err := s.current()
 	if c == nil {
-		return nil // begun by other means than Chorus
+		return err
 	}
 	open.mu.Lock()
 	defer open.mu.Unlock()

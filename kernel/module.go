@@ -7,7 +7,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/virtual"
 )
 
@@ -35,7 +34,9 @@ type Module struct {
 }
 
 // Compile compiles the source for dev and loads it. It takes some tenths of a
-// second on CUDA. A mistake in the source is a *CompileError with the
+// second on CUDA for the first process that compiles it; the binary is then kept
+// in a folder, CHORUS_KERNEL_CACHE, until the source, a header, the options or
+// the compiler change. A mistake in the source is a *CompileError with the
 // compiler's messages.
 func Compile(dev *device.Device, src *Source) (*Module, error) {
 	if dev == nil {
@@ -86,47 +87,16 @@ func (m *Module) Close() error {
 	return m.dev.Do("cuModuleUnload", func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
 }
 
-// A CompileError has the messages of the compiler.
-type CompileError struct {
-	Source string
-	Log    string
-	Err    error
-}
-
-func (e *CompileError) Error() string {
-	return fmt.Sprintf("kernel: compile %s: %v:\n%s", e.Source, e.Err, e.Log)
-}
-
-// Unwrap returns NVRTC's status.
-func (e *CompileError) Unwrap() error { return e.Err }
-
+// compile makes the image that the device's driver loads.
 func compile(dev *device.Device, src *Source) ([]byte, error) {
 	if m := dev.System().Machine(); m != nil {
 		return standIns(m, src)
 	}
-	rtc, err := dev.System().NVRTC()
+	c, err := newCompiler(dev)
 	if err != nil {
 		return nil, err
 	}
-	major, minor, err := dev.Capability()
-	if err != nil {
-		return nil, err
-	}
-	p, r := rtc.CreateProgram(src.CUDA, src.Name)
-	if r != nvrtcapi.Success {
-		return nil, fmt.Errorf("kernel: compile %s: nvrtcCreateProgram: %w", src.Name, r)
-	}
-	defer rtc.DestroyProgram(p)
-	opts := append([]string{fmt.Sprintf("--gpu-architecture=sm_%d%d", major, minor), "--std=c++17"}, src.Options...)
-	if r := rtc.CompileProgram(p, opts); r != nvrtcapi.Success {
-		log, _ := rtc.GetProgramLog(p)
-		return nil, &CompileError{Source: src.Name, Log: log, Err: r}
-	}
-	image, r := rtc.GetCUBIN(p)
-	if r != nvrtcapi.Success {
-		return nil, fmt.Errorf("kernel: compile %s: nvrtcGetCUBIN: %w", src.Name, r)
-	}
-	return image, nil
+	return c.binary(src)
 }
 
 // standIns makes the image that virtual devices load from the Go functions.

@@ -15,6 +15,8 @@ var (
 		"The IP address on which virtual ranks listen for each other; unset means Unix sockets, or, in a job on several hosts, the address that reaches the coordinator."}
 	RequireGPU = &Var{"CHORUS_REQUIRE_GPU", "number", "0",
 		"Tests: how many GPUs this machine must have. A test that would be skipped for want of a GPU fails instead."}
+	KernelCache = &Var{"CHORUS_KERNEL_CACHE", "text", "",
+		"The folder in which compiled kernels are kept for later processes; `off` keeps none. Unset means `chorus/kernels` in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)."}
 	LibCUDA = &Var{"CHORUS_LIBCUDA", "text", "",
 		"Path of libcuda.so to use instead of searching for it."}
 	LibNCCL = &Var{"CHORUS_LIBNCCL", "text", "",
@@ -27,6 +29,6 @@ var (
 
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
-	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, RequireGPU,
+	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, RequireGPU, KernelCache,
 		LibCUDA, LibNCCL, LibNVRTC, LibCUBLAS}, clusterVars...)
 }

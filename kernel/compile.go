@@ -1,0 +1,113 @@
+package kernel
+
+import (
+	"fmt"
+	"regexp"
+	"strconv"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/nvrtcapi"
+)
+
+// A CompileError has the messages of the compiler.
+type CompileError struct {
+	Source string
+	Line   int // of the source, from 1, that the first message is about; 0 when it names none
+	Log    string
+	Hint   string // what may help, or ""
+	Err    error
+}
+
+func (e *CompileError) Error() string {
+	text := fmt.Sprintf("kernel: compile %s: %v:\n%s", e.Source, e.Err, e.Log)
+	if e.Hint != "" {
+		text += "\n" + e.Hint
+	}
+	return text
+}
+
+// Unwrap returns NVRTC's status.
+func (e *CompileError) Unwrap() error { return e.Err }
+
+// A compiler makes binaries for one architecture.
+type compiler struct {
+	rtc      nvrtcapi.API
+	arch     string // such as sm_90
+	store    *store // nil means none
+	toolkit  string // the folder with CUDA's headers, or "" where there is none
+	searched string // where that was looked for
+}
+
+func newCompiler(dev *device.Device) (*compiler, error) {
+	rtc, err := dev.System().NVRTC()
+	if err != nil {
+		return nil, err
+	}
+	major, minor, err := dev.Capability()
+	if err != nil {
+		return nil, err
+	}
+	c := &compiler{rtc: rtc, arch: fmt.Sprintf("sm_%d%d", major, minor), store: userStore()}
+	lib, _ := rtc.(interface{ Path() string })
+	if lib != nil {
+		c.toolkit, c.searched = findHeaders(lib.Path())
+	}
+	return c, nil
+}
+
+// binary compiles the source, or finds what an earlier process has compiled.
+func (c *compiler) binary(src *Source) ([]byte, error) {
+	major, minor, r := c.rtc.Version()
+	if r != nvrtcapi.Success {
+		return nil, fmt.Errorf("kernel: compile %s: nvrtcVersion: %w", src.Name, r)
+	}
+	options := append([]string{"--gpu-architecture=" + c.arch, "--std=c++17"}, src.Options...)
+	if c.toolkit != "" && includeLine.MatchString(src.CUDA) {
+		options = append(options, "--include-path="+c.toolkit)
+	}
+	k := newKey(storeFormat, src.Name, src.CUDA, fmt.Sprintf("NVRTC %d.%d", major, minor))
+	k.add(options...)
+	k.addHeaders(src.CUDA, options)
+	key := k.sum()
+	if image, ok := c.store.load(key); ok {
+		return image, nil
+	}
+	image, err := c.compile(src, options)
+	if err != nil {
+		return nil, err
+	}
+	c.store.save(key, image)
+	return image, nil
+}
+
+func (c *compiler) compile(src *Source, options []string) ([]byte, error) {
+	p, r := c.rtc.CreateProgram(src.CUDA, src.Name)
+	if r != nvrtcapi.Success {
+		return nil, fmt.Errorf("kernel: compile %s: nvrtcCreateProgram: %w", src.Name, r)
+	}
+	defer c.rtc.DestroyProgram(p)
+	if r := c.rtc.CompileProgram(p, options); r != nvrtcapi.Success {
+		log, _ := c.rtc.GetProgramLog(p)
+		return nil, c.explain(src, log, r)
+	}
+	image, r := c.rtc.GetCUBIN(p)
+	if r != nvrtcapi.Success {
+		return nil, fmt.Errorf("kernel: compile %s: nvrtcGetCUBIN: %w", src.Name, r)
+	}
+	return image, nil
+}
+
+var missingHeader = regexp.MustCompile(`cannot open source file "([^"]+)"`)
+
+// explain makes an error of the compiler's messages, whose lines are those of
+// the source: "name(line): error: what".
+func (c *compiler) explain(src *Source, log string, r nvrtcapi.Result) error {
+	e := &CompileError{Source: src.Name, Log: log, Err: r}
+	if m := regexp.MustCompile(regexp.QuoteMeta(src.Name) + `\((\d+)\): (?:catastrophic )?error`).FindStringSubmatch(log); m != nil {
+		e.Line, _ = strconv.Atoi(m[1])
+	}
+	if m := missingHeader.FindStringSubmatch(log); m != nil && c.toolkit == "" {
+		e.Hint = fmt.Sprintf("CUDA's headers were not found (%s); if %s is one of them, set CUDA_HOME to the folder that has include/, or give --include-path", c.searched, m[1])
+	}
+	return e
+}

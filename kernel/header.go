@@ -1,0 +1,109 @@
+package kernel
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"strings"
+
+	"github.com/gochorus/chorus/internal/dl"
+)
+
+// headers says where CUDA's own may be: what every toolkit and the wheels of
+// its run-time library have.
+var headers = dl.Spec{
+	Name:    "CUDA's headers",
+	Sonames: []string{"cuda_fp16.h"},
+	Folders: []string{
+		"$CUDA_HOME/include",
+		"$CUDA_PATH/include",
+		"$CONDA_PREFIX/targets/" + headerTarget + "/include",
+		"$CONDA_PREFIX/include",
+		"/usr/local/cuda*/include",
+		"/usr/local/cuda*/targets/" + headerTarget + "/include",
+		"/usr/include",
+	},
+	Wheels: []string{"cu13/include", "cuda_runtime/include"},
+}
+
+var headerTarget = map[string]string{"amd64": "x86_64-linux", "arm64": "sbsa-linux"}[runtime.GOARCH]
+
+// findHeaders returns the folder with cuda_fp16.h, best the one that came with
+// the compiler, which is the library at path; or "" and where it looked.
+func findHeaders(path string) (folder, searched string) {
+	lib := filepath.Dir(path)
+	for _, f := range []string{"../include", "../../include", "../../cuda_runtime/include"} {
+		f = filepath.Join(lib, f)
+		if _, err := os.Stat(filepath.Join(f, headers.Sonames[0])); err == nil {
+			return f, ""
+		}
+	}
+	if found := dl.Files(&headers); len(found) > 0 {
+		return filepath.Dir(found[0]), ""
+	}
+	return "", "looked for " + headers.Sonames[0] + " near " + path + ", in " + strings.Join(headers.Folders, ", ") + " and in NVIDIA's Python wheels"
+}
+
+var includeLine = regexp.MustCompile(`(?m)^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]`)
+
+// includeFolders returns the folders that the options name, in their order.
+func includeFolders(options []string) (folders []string) {
+	for i, o := range options {
+		for _, flag := range []string{"--include-path", "-I"} {
+			rest, ok := strings.CutPrefix(o, flag)
+			if !ok {
+				continue
+			}
+			if rest = strings.TrimPrefix(rest, "="); rest == "" && i+1 < len(options) {
+				rest = options[i+1]
+			}
+			folders = append(folders, rest)
+			break
+		}
+	}
+	return folders
+}
+
+// addHeaders adds the contents of every header that the source includes,
+// directly or not, as far as they are in the folders of the options. A header
+// that is not found there is added by its name: NVRTC has some built in.
+func (k *key) addHeaders(source string, options []string) {
+	folders := includeFolders(options)
+	seen := map[string]bool{}
+	var walk func(text, from string)
+	walk = func(text, from string) {
+		for _, m := range includeLine.FindAllStringSubmatch(text, -1) {
+			path, data := readHeader(m[1], from, folders)
+			if path == "" {
+				k.add("no header", m[1])
+				continue
+			}
+			if seen[path] {
+				continue
+			}
+			seen[path] = true
+			k.add(path, data)
+			walk(data, filepath.Dir(path))
+		}
+	}
+	for _, o := range options {
+		for _, flag := range []string{"--pre-include=", "-include="} {
+			if h, ok := strings.CutPrefix(o, flag); ok {
+				walk(`#include "`+h+`"`, ".")
+			}
+		}
+	}
+	walk(source, ".")
+}
+
+// readHeader finds a header beside the one that includes it, or in the folders.
+func readHeader(name, from string, folders []string) (path, data string) {
+	for _, f := range append([]string{from}, folders...) {
+		path := filepath.Join(f, name)
+		if b, err := os.ReadFile(path); err == nil {
+			return path, string(b)
+		}
+	}
+	return "", ""
+}

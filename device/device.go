@@ -51,6 +51,14 @@ func (d *Device) PCIBusID() (string, error) {
 	return s, d.Check("cuDeviceGetPCIBusId", r)
 }
 
+// Active reports whether the device has a primary context in this process,
+// whoever created it; torch's name is _cuda_hasPrimaryContext. Finding, opening
+// and describing a device creates none: the first call that needs one does.
+func (d *Device) Active() (bool, error) {
+	_, active, r := d.sys.sys.Driver.DevicePrimaryCtxGetState(d.handle)
+	return active != 0, d.Check("cuDevicePrimaryCtxGetState", r)
+}
+
 // Sync waits until all work on all streams of the device has completed. It
 // mirrors torch.cuda.synchronize. When ctx can end, a cancelled wait leaves the
 // work running and one OS thread blocked until it completes; prefer

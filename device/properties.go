@@ -60,11 +60,9 @@ func (d *Device) Properties() (*Properties, error) {
 		{&p.MemoryBusWidthBits, cudadrv.AttrGlobalMemoryBusWidth},
 		{&pools, cudadrv.AttrMemoryPoolsSupported},
 	} {
-		v, r := d.sys.sys.Driver.DeviceGetAttribute(a.attr, d.handle)
-		if err := d.Check("cuDeviceGetAttribute", r); err != nil {
+		if *a.to, err = d.attribute(a.attr); err != nil {
 			return nil, err
 		}
-		*a.to = int(v)
 	}
 	p.MemoryPoolsSupported = pools != 0
 	return p, nil
@@ -73,9 +71,14 @@ func (d *Device) Properties() (*Properties, error) {
 // Capability returns the compute capability, such as 9, 0 for an H200; it
 // mirrors torch.cuda.get_device_capability.
 func (d *Device) Capability() (major, minor int, err error) {
-	p, err := d.Properties()
-	if err != nil {
+	if major, err = d.attribute(cudadrv.AttrComputeCapabilityMajor); err != nil {
 		return 0, 0, err
 	}
-	return p.Major, p.Minor, nil
+	minor, err = d.attribute(cudadrv.AttrComputeCapabilityMinor)
+	return major, minor, err
+}
+
+func (d *Device) attribute(a cudadrv.Attribute) (int, error) {
+	v, r := d.sys.sys.Driver.DeviceGetAttribute(a, d.handle)
+	return int(v), d.Check("cuDeviceGetAttribute", r)
 }

@@ -9,9 +9,10 @@ import (
 type currentKey struct{ dev *device.Device }
 
 // NewContext returns a context in which s is the current stream of its device,
-// for code that wants torch's current stream (torch.cuda.stream).
+// and that device the current one (device.Current), for code that wants torch's
+// current stream (torch.cuda.stream).
 func NewContext(ctx context.Context, s *Stream) context.Context {
-	return context.WithValue(ctx, currentKey{s.dev}, s)
+	return context.WithValue(device.NewContext(ctx, s.dev), currentKey{s.dev}, s)
 }
 
 // Current returns the stream that NewContext made current for dev, or nil.

@@ -13,6 +13,7 @@ func Driver(t *testing.T, drv cudadrv.Driver) {
 	r := newRig(t, drv)
 	t.Run("Devices", r.testDevices)
 	t.Run("Contexts", r.testContexts)
+	t.Run("Profiler", r.testProfiler)
 	t.Run("Memory", r.testMemory)
 	t.Run("Copies", r.testCopies)
 	t.Run("Pinned", r.testPinned)
@@ -53,6 +54,8 @@ func (r *rig) testDevices(t *testing.T) {
 	require.Len(t, buses, len(r.devs))
 	_, res = r.drv.DeviceGet(-1)
 	require.Equal(t, cudadrv.ErrorInvalidDevice, res)
+	_, _, res = r.drv.DevicePrimaryCtxGetState(-1)
+	require.Equal(t, cudadrv.ErrorInvalidDevice, res)
 }
 
 func (r *rig) testContexts(t *testing.T) {
@@ -61,6 +64,9 @@ func (r *rig) testContexts(t *testing.T) {
 		ok(t, res)
 		require.Equal(t, r.ctxs[i], again)
 		ok(t, r.drv.DevicePrimaryCtxRelease(d))
+		_, active, res := r.drv.DevicePrimaryCtxGetState(d)
+		ok(t, res)
+		require.EqualValues(t, 1, active, "the first owner still has it")
 		r.do(t, i, func() cudadrv.Result {
 			cur, res := r.drv.CtxGetCurrent()
 			require.Equal(t, r.ctxs[i], cur)
@@ -73,6 +79,16 @@ func (r *rig) testContexts(t *testing.T) {
 		require.GreaterOrEqual(t, least, greatest)
 		return res
 	})
+}
+
+// testProfiler checks that starting and stopping twice is no error.
+func (r *rig) testProfiler(t *testing.T) {
+	for range 2 {
+		r.do(t, 0, r.drv.ProfilerStart)
+	}
+	for range 2 {
+		r.do(t, 0, r.drv.ProfilerStop)
+	}
 }
 
 func (r *rig) testMemory(t *testing.T) {

@@ -8,26 +8,30 @@ import "unsafe"
 // call with ErrorInvalidContext when the calling OS thread has not bound one
 // with CtxSetCurrent since its previous call.
 type Driver interface {
-	Init() Result                                                          // free
-	DriverGetVersion() (int32, Result)                                     // free; 13000 is CUDA 13.0
-	DeviceGetCount() (int32, Result)                                       // free
-	DeviceGet(ordinal int32) (Device, Result)                              // free
-	DeviceGetName(d Device) (string, Result)                               // free
-	DeviceGetUUID(d Device) (UUID, Result)                                 // free
-	DeviceGetAttribute(a Attribute, d Device) (int32, Result)              // free
-	DeviceTotalMem(d Device) (uintptr, Result)                             // free
-	DeviceGetPCIBusID(d Device) (string, Result)                           // free
-	DeviceCanAccessPeer(d, peer Device) (int32, Result)                    // free
-	DeviceGetDefaultMemPool(d Device) (MemPool, Result)                    // free
-	DevicePrimaryCtxRetain(d Device) (Context, Result)                     // free
-	DevicePrimaryCtxRelease(d Device) Result                               // free
-	CtxSetCurrent(c Context) Result                                        // free
-	CtxGetCurrent() (Context, Result)                                      // free
-	DeviceGetP2PAttribute(a P2PAttribute, src, dst Device) (int32, Result) // free
+	Init() Result                                                             // free
+	DriverGetVersion() (int32, Result)                                        // free; 13000 is CUDA 13.0
+	DeviceGetCount() (int32, Result)                                          // free
+	DeviceGet(ordinal int32) (Device, Result)                                 // free
+	DeviceGetName(d Device) (string, Result)                                  // free
+	DeviceGetUUID(d Device) (UUID, Result)                                    // free
+	DeviceGetAttribute(a Attribute, d Device) (int32, Result)                 // free
+	DeviceTotalMem(d Device) (uintptr, Result)                                // free
+	DeviceGetPCIBusID(d Device) (string, Result)                              // free
+	DeviceCanAccessPeer(d, peer Device) (int32, Result)                       // free
+	DeviceGetDefaultMemPool(d Device) (MemPool, Result)                       // free
+	DevicePrimaryCtxRetain(d Device) (Context, Result)                        // free
+	DevicePrimaryCtxRelease(d Device) Result                                  // free
+	DevicePrimaryCtxGetState(d Device) (flags uint32, active int32, r Result) // free
+	CtxSetCurrent(c Context) Result                                           // free
+	CtxGetCurrent() (Context, Result)                                         // free
+	DeviceGetP2PAttribute(a P2PAttribute, src, dst Device) (int32, Result)    // free
 
 	CtxSynchronize() Result
 	CtxGetStreamPriorityRange() (least, greatest int32, r Result)
 	CtxEnablePeerAccess(peer Context, flags uint32) Result
+
+	ProfilerStart() Result
+	ProfilerStop() Result
 
 	MemGetInfo() (free, total uintptr, r Result)
 	MemAlloc(bytes uintptr) (DevicePtr, Result)

@@ -78,6 +78,11 @@ func (l *Lib) DevicePrimaryCtxRelease(d Device) Result {
 	return l.Call(fnDevicePrimaryCtxRelease, dl.Get().In(uintptr(d)))
 }
 
+func (l *Lib) DevicePrimaryCtxGetState(d Device) (flags uint32, active int32, r Result) {
+	v, w, r := l.Call2(fnDevicePrimaryCtxGetState, dl.Get().In(uintptr(d)).Out().Out())
+	return uint32(v), int32(w), r
+}
+
 func (l *Lib) DeviceGetP2PAttribute(a P2PAttribute, src, dst Device) (int32, Result) {
 	v, r := l.Call1(fnDeviceGetP2PAttribute, dl.Get().Out().In(uintptr(a), uintptr(src), uintptr(dst)))
 	return int32(v), r
@@ -102,3 +107,7 @@ func (l *Lib) CtxGetStreamPriorityRange() (least, greatest int32, r Result) {
 func (l *Lib) CtxEnablePeerAccess(peer Context, flags uint32) Result {
 	return l.Call(fnCtxEnablePeerAccess, dl.Get().In(uintptr(peer), uintptr(flags)))
 }
+
+func (l *Lib) ProfilerStart() Result { return l.Call(fnProfilerStart, dl.Get()) }
+
+func (l *Lib) ProfilerStop() Result { return l.Call(fnProfilerStop, dl.Get()) }

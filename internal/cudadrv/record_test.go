@@ -28,12 +28,15 @@ var signatures = dltest.Signatures{
 	"cuDeviceGetDefaultMemPool":         "o8 i",
 	"cuDevicePrimaryCtxRetain":          "o8 i",
 	"cuDevicePrimaryCtxRelease_v2":      "i",
+	"cuDevicePrimaryCtxGetState":        "i o4 o4",
 	"cuDeviceGetP2PAttribute":           "o4 i i i",
 	"cuCtxSetCurrent":                   "w",
 	"cuCtxGetCurrent":                   "o8",
 	"cuCtxSynchronize":                  "",
 	"cuCtxGetStreamPriorityRange":       "o4 o4",
 	"cuCtxEnablePeerAccess":             "w i",
+	"cuProfilerStart":                   "",
+	"cuProfilerStop":                    "",
 	"cuMemGetInfo_v2":                   "o8 o8",
 	"cuMemAlloc_v2":                     "o8 w",
 	"cuMemFree_v2":                      "w",
@@ -122,6 +125,8 @@ func TestRecordedCalls(t *testing.T) {
 	ctx, r := d.DevicePrimaryCtxRetain(3)
 	two("DevicePrimaryCtxRetain", ctx, r)
 	one("DevicePrimaryCtxRelease", d.DevicePrimaryCtxRelease(3))
+	flags, active, r := d.DevicePrimaryCtxGetState(3)
+	two("DevicePrimaryCtxGetState", []int64{int64(flags), int64(active)}, r)
 	n, r = d.DeviceGetP2PAttribute(P2PNativeAtomics, 5, 6)
 	two("DeviceGetP2PAttribute", n, r)
 	one("CtxSetCurrent", d.CtxSetCurrent(0xc1))
@@ -131,6 +136,8 @@ func TestRecordedCalls(t *testing.T) {
 	least, greatest, r := d.CtxGetStreamPriorityRange()
 	two("CtxGetStreamPriorityRange", []int32{least, greatest}, r)
 	one("CtxEnablePeerAccess", d.CtxEnablePeerAccess(0xc1, 2))
+	one("ProfilerStart", d.ProfilerStart())
+	one("ProfilerStop", d.ProfilerStop())
 
 	free, total, r := d.MemGetInfo()
 	two("MemGetInfo", []uintptr{free, total}, r)

@@ -19,12 +19,15 @@ const (
 	fnDeviceGetDefaultMemPool
 	fnDevicePrimaryCtxRetain
 	fnDevicePrimaryCtxRelease
+	fnDevicePrimaryCtxGetState
 	fnDeviceGetP2PAttribute
 	fnCtxSetCurrent
 	fnCtxGetCurrent
 	fnCtxSynchronize
 	fnCtxGetStreamPriorityRange
 	fnCtxEnablePeerAccess
+	fnProfilerStart
+	fnProfilerStop
 	fnMemGetInfo
 	fnMemAlloc
 	fnMemFree
@@ -89,12 +92,15 @@ var symbols = [numFns]dl.Func{
 	fnDeviceGetDefaultMemPool:         {Name: "cuDeviceGetDefaultMemPool", Optional: true},
 	fnDevicePrimaryCtxRetain:          {Name: "cuDevicePrimaryCtxRetain"},
 	fnDevicePrimaryCtxRelease:         {Name: "cuDevicePrimaryCtxRelease_v2"},
+	fnDevicePrimaryCtxGetState:        {Name: "cuDevicePrimaryCtxGetState"},
 	fnDeviceGetP2PAttribute:           {Name: "cuDeviceGetP2PAttribute"},
 	fnCtxSetCurrent:                   {Name: "cuCtxSetCurrent"},
 	fnCtxGetCurrent:                   {Name: "cuCtxGetCurrent"},
 	fnCtxSynchronize:                  {Name: "cuCtxSynchronize"},
 	fnCtxGetStreamPriorityRange:       {Name: "cuCtxGetStreamPriorityRange"},
 	fnCtxEnablePeerAccess:             {Name: "cuCtxEnablePeerAccess"},
+	fnProfilerStart:                   {Name: "cuProfilerStart"}, // of cudaProfiler.h
+	fnProfilerStop:                    {Name: "cuProfilerStop"},
 	fnMemGetInfo:                      {Name: "cuMemGetInfo_v2"},
 	fnMemAlloc:                        {Name: "cuMemAlloc_v2"},
 	fnMemFree:                         {Name: "cuMemFree_v2"},

@@ -159,6 +159,18 @@ func (d driver) DevicePrimaryCtxRelease(ord cudadrv.Device) cudadrv.Result {
 	return cudadrv.Success
 }
 
+func (d driver) DevicePrimaryCtxGetState(ord cudadrv.Device) (flags uint32, active int32, r cudadrv.Result) {
+	c, dev, r := d.beginDevice("cuDevicePrimaryCtxGetState", ord)
+	if r != cudadrv.Success {
+		return 0, 0, r
+	}
+	defer c.end()
+	if dev.retained > 0 {
+		active = 1
+	}
+	return 0, active, cudadrv.Success
+}
+
 // reset takes away all that belongs to a context that its last owner released,
 // and with it a sticky error. m.mu is held.
 func (d *device) reset() {
@@ -188,6 +200,7 @@ func (d *device) reset() {
 	d.arena.clear("cuDevicePrimaryCtxRelease")
 	d.peers = [maxDevices]bool{}
 	d.guests = [maxDevices]bool{}
+	d.profiling = false
 	if d.status != cudadrv.Success {
 		d.status, d.why, d.lost = cudadrv.Success, "", make(chan struct{})
 	}

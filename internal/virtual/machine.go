@@ -150,12 +150,13 @@ func (m *Machine) device(d cudadrv.Device) *device {
 
 // A device is one virtual GPU with its primary context.
 type device struct {
-	m        *Machine
-	ordinal  int32
-	uuid     cudadrv.UUID
-	context  cudadrv.Context
-	pool     cudadrv.MemPool
-	retained int
+	m         *Machine
+	ordinal   int32
+	uuid      cudadrv.UUID
+	context   cudadrv.Context
+	pool      cudadrv.MemPool
+	retained  int
+	profiling bool // cuProfilerStart was called, and cuProfilerStop was not
 
 	arena  arena
 	peers  [maxDevices]bool // whose cuMemAlloc memory this device may use

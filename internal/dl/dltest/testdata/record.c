@@ -4,7 +4,7 @@
 #include <string.h>
 
 typedef uintptr_t W;
-enum { FUNCS = 100, ARGS = 32, CALLS = 8, BYTES = 256 };
+enum { FUNCS = 250, ARGS = 32, CALLS = 8, BYTES = 256 };
 
 struct arg { W kind, size, value; };
 static struct plan { struct arg arg[ARGS]; W result; } plans[FUNCS];
@@ -67,6 +67,8 @@ static W note(W fn, const W *word) {
 #define EIGHT(t) RECORDER(t##0) RECORDER(t##1) RECORDER(t##2) RECORDER(t##3) \
 	RECORDER(t##4) RECORDER(t##5) RECORDER(t##6) RECORDER(t##7)
 EIGHT() EIGHT(1) EIGHT(2) EIGHT(3) EIGHT(4) EIGHT(5) EIGHT(6) EIGHT(7)
+EIGHT(8) EIGHT(9) EIGHT(10) EIGHT(11) EIGHT(12) EIGHT(13) EIGHT(14) EIGHT(15)
+EIGHT(16) EIGHT(17) EIGHT(18) EIGHT(19) EIGHT(20) EIGHT(21) EIGHT(22) EIGHT(23)
 
 /* A 128-byte struct by value as the third argument: here the C compiler says
    where that lies. */

@@ -2,6 +2,7 @@ package device
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"runtime"
 	"sync"
@@ -131,7 +132,35 @@ func (d *Device) Bound(call func() error) error {
 	if r := d.bind(); r != cudadrv.Success {
 		return d.sys.fail("cuCtxSetCurrent", d.ordinal, r)
 	}
-	return call()
+	return d.Because(call())
+}
+
+// Err returns the sticky error that lost the device to this process, or nil. It
+// asks nothing of the driver: what no call has met yet, it does not know.
+func (d *Device) Err() error {
+	if e := d.lost.Load(); e != nil {
+		return e
+	}
+	return nil
+}
+
+// Because adds to an error of a library above the driver what lost the device,
+// if that is so. Such a library says only that CUDA failed, and may be the first
+// to notice: so the driver is asked. For Chorus's own packages.
+func (d *Device) Because(err error) error {
+	if err == nil {
+		return nil
+	}
+	if _, known := errors.AsType[*Error](err); known {
+		return err
+	}
+	if d.Err() == nil && d.ctx.Load() != 0 {
+		_, _, _ = d.MemoryInfo() // a lost device fails this with its sticky error
+	}
+	if first := d.Err(); first != nil {
+		return fmt.Errorf("%w; the device was lost before: %w", err, first)
+	}
+	return err
 }
 
 // Check turns the result of a driver call that needs no context into an error.

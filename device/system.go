@@ -3,6 +3,7 @@ package device
 import (
 	"fmt"
 	"sync"
+	"sync/atomic"
 
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cublasapi"
@@ -17,6 +18,8 @@ import (
 type System struct {
 	sys  *backend.System
 	devs []*Device
+
+	syncDebug atomic.Int32 // a SyncDebug
 }
 
 // SystemConfig says which devices NewSystem opens. The zero value means what
@@ -145,7 +148,9 @@ func (s *System) fail(op string, ordinal int, r cudadrv.Result) error {
 	}
 	d := s.devs[ordinal]
 	e.Detail = s.sys.Explain(d.handle)
-	if e.Sticky() && !d.lost.CompareAndSwap(nil, e) {
+	if first := d.lost.Load(); first != nil {
+		e.First = first // whatever the driver says now
+	} else if e.Sticky() && !d.lost.CompareAndSwap(nil, e) {
 		e.First = d.lost.Load()
 	}
 	return e

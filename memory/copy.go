@@ -1,7 +1,6 @@
 package memory
 
 import (
-	"context"
 	"fmt"
 	"unsafe"
 
@@ -24,12 +23,15 @@ func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 	if err := s.RefuseCapture(op, notPinned); err != nil {
 		return err
 	}
+	if err := s.Device().Blocking(op); err != nil {
+		return err
+	}
 	if err := x.upload(s, unsafe.Pointer(unsafe.SliceData(src))); err != nil {
 		return err
 	}
 	// CUDA stages ordinary memory before it returns, but not pinned memory.
 	if isPinned(unsafe.Pointer(unsafe.SliceData(src))) {
-		return s.Sync(context.Background())
+		return settle(s)
 	}
 	return nil
 }
@@ -45,10 +47,18 @@ func (x Slice[T]) CopyTo(s *stream.Stream, dst []T) error {
 	if err := s.RefuseCapture(op, notPinned); err != nil {
 		return err
 	}
+	if err := s.Device().Blocking(op); err != nil {
+		return err
+	}
 	if err := x.download(s, unsafe.Pointer(unsafe.SliceData(dst))); err != nil {
 		return err
 	}
-	return s.Sync(context.Background())
+	return settle(s)
+}
+
+// settle waits for the stream, in a call that has told Blocking.
+func settle(s *stream.Stream) error {
+	return s.Device().Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.Raw()) })
 }
 
 // CopyFromPinned enqueues the copy of src to x on s. The host does not wait;

@@ -128,7 +128,7 @@ func (c *Communicator) Err() error {
 	e := c.error("", async)
 	e.Async = true
 	c.failed.CompareAndSwap(nil, e)
-	return c.failed.Load()
+	return c.dev.Because(c.failed.Load())
 }
 
 // Wait waits until everything enqueued on s has completed, like s.Sync, and
@@ -223,7 +223,7 @@ func (c *Communicator) fail(op string, r ncclapi.Result) error {
 	case ncclapi.MissingSymbol:
 		return &device.UnsupportedError{Feature: op, Need: "a newer NCCL", Have: "NCCL " + ncclapi.VersionText(c.version)}
 	}
-	return c.error(op, r)
+	return c.dev.Because(c.error(op, r))
 }
 
 func (c *Communicator) error(op string, r ncclapi.Result) *Error {

@@ -99,6 +99,9 @@ func (s *Stream) Sync(ctx context.Context) error {
 	if err := s.RefuseWait("stream: sync"); err != nil {
 		return err
 	}
+	if err := s.dev.Blocking("stream: sync"); err != nil {
+		return err
+	}
 	if ctx.Done() == nil {
 		return s.dev.Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.h) })
 	}

@@ -62,7 +62,7 @@ func MatMul(s *stream.Stream, c, a, b Tensor, cfg *MatMulConfig) error {
 		return err
 	}
 	if r != cublasapi.Success {
-		return fmt.Errorf("%s: [%d %d]·[%d %d] of %s on %s: cublasGemmEx: %w", op, m, k, k, n, c.dtype, s.Device(), r)
+		return s.Device().Because(fmt.Errorf("%s: [%d %d]·[%d %d] of %s on %s: cublasGemmEx: %w", op, m, k, k, n, c.dtype, s.Device(), r))
 	}
 	return nil
 }

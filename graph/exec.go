@@ -38,8 +38,6 @@ type Exec struct {
 	pool  *memory.Pool      // of the capture; held has it too
 
 	prepare []stream.Preparer // what comes before each launch
-	order   sync.Mutex        // held from the preparations to their launch
-	last    *stream.Stream    // where they were put last
 }
 
 var numbers atomic.Int64
@@ -75,49 +73,25 @@ func (x *Exec) Launch(s *stream.Stream) error {
 		return err
 	}
 	defer x.mu.RUnlock()
-	if len(x.prepare) > 0 {
-		x.order.Lock()
-		defer x.order.Unlock()
-		if err := x.prepareOn(s); err != nil {
-			return x.wrap(op, err)
-		}
+	done, err := x.prepareOn(s)
+	if err == nil {
+		err = s.Device().Do("cuGraphLaunch", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphLaunch(x.exec, s.Raw()) })
 	}
-	err := s.Device().Do("cuGraphLaunch", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphLaunch(x.exec, s.Raw()) })
+	for _, p := range x.prepare[:done] {
+		p.Launched(s)
+	}
 	return x.wrap(op, err)
 }
 
-// prepareOn enqueues on s what comes before a launch. x.order is held.
-func (x *Exec) prepareOn(s *stream.Stream) error {
-	// Not before the last launch has read what was prepared for it.
-	if x.last != nil && x.last != s {
-		if err := s.Follow(x.last); err != nil {
-			return err
-		}
-	}
-	x.use(s)
-	for _, p := range x.prepare {
+// prepareOn enqueues on s what comes before a launch, and returns how many have
+// done so.
+func (x *Exec) prepareOn(s *stream.Stream) (done int, err error) {
+	for i, p := range x.prepare {
 		if err := p.Prepare(s); err != nil {
-			return err
+			return i, err
 		}
 	}
-	return nil
-}
-
-// use keeps the stream of the last launch alive, for the next to follow.
-func (x *Exec) use(s *stream.Stream) {
-	if x.last == s {
-		return
-	}
-	s.Retain()
-	x.unuse()
-	x.last = s
-}
-
-func (x *Exec) unuse() {
-	if x.last != nil {
-		_ = x.last.Release() // nothing that the graph could do about it
-		x.last = nil
-	}
+	return len(x.prepare), nil
 }
 
 // Upload enqueues on s what the first Launch would otherwise do before the graph
@@ -280,7 +254,6 @@ func (x *Exec) drop() error {
 		errs = append(errs, x.dev.Do("cuGraphDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(x.graph) }))
 	}
 	x.exec, x.graph = 0, 0
-	x.unuse()
 	for _, h := range slices.Backward(x.held) {
 		h.LetGo(x)
 	}

@@ -26,10 +26,14 @@
 // changed. An empty slice leaves the generator as it is. Parameters are rounded
 // to the element type, or to float32 where that is narrower, as in torch.
 //
-// A fill that is captured into a CUDA graph draws the same numbers whenever the
-// graph runs. The first fill with a distribution
-// and an element type on a device compiles its kernel, some tenths of a second on
-// CUDA, and the kernel stays with the device for the life of the process.
+// A fill that is captured into a CUDA graph takes nothing then. Each launch of the
+// graph takes the numbers of all of its fills from the generator as it is at that
+// time, seed included, so that launches and other fills in turn draw what the
+// same fills without a graph would, as in torch.
+//
+// The first fill with a distribution and an element type on a device compiles its
+// kernel, some tenths of a second on CUDA, and the kernel stays with the device
+// for the life of the process.
 //
 // Concurrency: generators may be used by several goroutines. A fill takes its
 // part of the sequence when it is called, so concurrent fills never share

@@ -24,6 +24,8 @@ type Generator struct {
 	mu     sync.Mutex
 	seed   uint64
 	offset uint64 // numbers that each thread has drawn; a multiple of 4
+
+	captures map[uint64]*captured // what graphs draw, by the capture
 }
 
 // New returns a generator of its own for dev, at the start of the seed's

@@ -115,7 +115,8 @@ func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel
 	return k, nil
 }
 
-// params are the elements, their number, and five numbers of 64 bits in halves.
+// params are the elements, their number, five numbers of 64 bits in halves, and
+// the place of a graph's launch.
 var params = []kernel.Param{kernel.Pointer, kernel.I32,
 	kernel.I32, kernel.I32, kernel.I32, kernel.I32,
-	kernel.I32, kernel.I32, kernel.I32, kernel.I32, kernel.I32, kernel.I32}
+	kernel.I32, kernel.I32, kernel.I32, kernel.I32, kernel.I32, kernel.I32, kernel.Pointer}

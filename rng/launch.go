@@ -1,6 +1,7 @@
 package rng
 
 import (
+	"fmt"
 	"math"
 
 	"github.com/gochorus/chorus/kernel"
@@ -41,7 +42,7 @@ type job struct {
 	stream  *stream.Stream
 	policy  policy
 	unroll  int
-	seed    uint64
+	place   place
 	a, b, c uint64
 }
 
@@ -65,9 +66,10 @@ func run[T memory.Element](g *Generator, s *stream.Stream, x memory.Slice[T], d 
 		// divide, and then those for the parts.
 		skip = j.policy.increment(n, j.unroll)
 	}
-	seed, offset := g.take(skip + total)
-	j.seed = seed
-	_, err = enqueue(&j, x, offset+skip)
+	if j.place, err = g.draw(s, skip+total); err != nil {
+		return fmt.Errorf("%s: %w", ops[d], err)
+	}
+	_, err = enqueue(&j, x, j.place.offset+skip)
 	return err
 }
 
@@ -84,8 +86,8 @@ func enqueue[T memory.Element](j *job, x memory.Slice[T], offset uint64) (uint64
 	}
 	grid := kernel.Grid{Blocks: [3]uint32{j.policy.grid(n), 1, 1}, Threads: [3]uint32{block, 1, 1}}
 	err := j.kernel.Launch(j.stream, grid, kernel.Ptr(x), kernel.Int32(int32(n)),
-		low(j.seed), high(j.seed), low(offset), high(offset),
-		low(j.a), high(j.a), low(j.b), high(j.b), low(j.c), high(j.c))
+		low(j.place.seed), high(j.place.seed), low(offset), high(offset),
+		low(j.a), high(j.a), low(j.b), high(j.b), low(j.c), high(j.c), j.place.launch)
 	return offset + j.policy.increment(n, j.unroll), err
 }
 

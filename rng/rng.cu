@@ -306,14 +306,20 @@ static __device__ __forceinline__ void fill(T* out, u32 n, u32 k0, u32 k1, u64 o
     }
 }
 
-// Numbers of 64 bits come in halves, the low one first.
+// Numbers of 64 bits come in halves, the low one first. In a graph, place has the
+// seed and the offset of the launch, to which the fill's own offset is added.
 #define PAIR(lo, hi) ((u64)(u32)(hi) << 32 | (u32)(lo))
 
 #ifdef CHORUS_DIST
 extern "C" __global__ void __launch_bounds__(256, 4)
 fill_kernel(CHORUS_TYPE* out, int n, int k0, int k1, int o0, int o1,
-            int a0, int a1, int b0, int b1, int c0, int c1) {
+            int a0, int a1, int b0, int b1, int c0, int c1, const u64* place) {
     Params p = {{PAIR(a0, a1), PAIR(b0, b1), PAIR(c0, c1)}};
-    fill<CHORUS_DIST<CHORUS_TYPE>>(out, (u32)n, (u32)k0, (u32)k1, PAIR(o0, o1), p);
+    u64 seed = PAIR(k0, k1), offset = PAIR(o0, o1);
+    if (place) {
+        seed = place[0];
+        offset += place[1];
+    }
+    fill<CHORUS_DIST<CHORUS_TYPE>>(out, (u32)n, (u32)seed, (u32)(seed >> 32), offset, p);
 }
 #endif

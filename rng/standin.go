@@ -22,10 +22,16 @@ type call struct {
 
 func read(c *kernel.Call) call {
 	pair := func(i int) uint64 { return uint64(uint32(c.Int32(i))) | uint64(uint32(c.Int32(i+1)))<<32 }
-	return call{
+	x := call{
 		n: int(c.Int32(1)), seed: pair(2), offset: pair(4), a: pair(6), b: pair(8), c: pair(10),
 		threads: int(c.Blocks()[0] * c.Threads()[0]),
 	}
+	if !c.IsNull(12) {
+		place := kernel.Read[uint64](c, 12, 2)
+		x.seed = place[0]
+		x.offset += place[1]
+	}
+	return x
 }
 
 // standIn returns the function that stands in for the kernel of a distribution

@@ -108,12 +108,14 @@ type Holdable interface {
 	LetGo(h Holder)
 }
 
-// A Preparer is a Holdable that has something to put before each launch of the
+// A Preparer is a Holdable that has something to put before each launch of a
 // graph, on the stream of the launch, as random numbers have their place in the
-// sequence.
+// sequence. After Prepare without an error there is one call of Launched, when
+// the launch has been enqueued or has failed; until then other Prepares wait.
 type Preparer interface {
 	Holdable
 	Prepare(s *Stream) error
+	Launched(s *Stream)
 }
 
 // capture is one capture of this process that has not ended.

@@ -1,0 +1,161 @@
+package rng
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A place is where the numbers of a fill begin. In a graph, seed is nothing, and
+// the offset counts from what launch points at.
+type place struct {
+	seed, offset uint64
+	launch       kernel.Arg
+}
+
+// draw moves the generator on and returns where it was. What s captures moves it
+// at each launch.
+func (g *Generator) draw(s *stream.Stream, increment uint64) (place, error) {
+	id, err := s.CaptureID()
+	if err != nil {
+		return place{}, err
+	}
+	if id == 0 {
+		seed, offset := g.take(increment)
+		return place{seed, offset, kernel.Null()}, nil
+	}
+	c, err := g.captured(s, id)
+	if err != nil {
+		return place{}, fmt.Errorf("capture: %w", err)
+	}
+	return c.draw(increment), nil
+}
+
+// captured is what one capture draws from one generator. It keeps the place of
+// the launch that is under way on the device, where the kernels of the graph look
+// for it.
+type captured struct {
+	gen *Generator
+	id  uint64
+	at  memory.Slice[uint64] // seed and offset
+
+	mu      sync.Mutex // guards what follows; held from Prepare to Launched
+	drawn   uint64     // by one launch
+	holders int
+	host    [2]uint64
+	last    *stream.Stream // of the launch before
+}
+
+// captured returns what the capture of s draws from g, making it on first use.
+func (g *Generator) captured(s *stream.Stream, id uint64) (*captured, error) {
+	g.mu.Lock()
+	c := g.captures[id]
+	g.mu.Unlock()
+	if c != nil {
+		return c, nil
+	}
+	at, err := memory.Make[uint64](s, 2) // of the capture's pool
+	if err != nil {
+		return nil, err
+	}
+	c = &captured{gen: g, id: id, at: at}
+	g.mu.Lock()
+	if other := g.captures[id]; other != nil { // of another goroutine, in the relaxed mode
+		g.mu.Unlock()
+		return other, at.Close()
+	}
+	if g.captures == nil {
+		g.captures = map[uint64]*captured{}
+	}
+	g.captures[id] = c
+	g.mu.Unlock()
+	return c, s.Captured(c)
+}
+
+func (c *captured) draw(increment uint64) place {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p := place{offset: c.drawn, launch: kernel.Ptr(c.at)}
+	c.drawn += increment
+	return p
+}
+
+// Hold keeps the place for a graph.
+func (c *captured) Hold(stream.Holder) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.holders++
+}
+
+// LetGo undoes Hold.
+func (c *captured) LetGo(stream.Holder) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.holders--; c.holders > 0 {
+		return
+	}
+	c.gen.mu.Lock()
+	delete(c.gen.captures, c.id)
+	c.gen.mu.Unlock()
+	_ = c.at.Close() // of a pool: this reaches no device
+	c.forget()
+}
+
+// Prepare takes the numbers of a launch on s and enqueues the writing of their
+// place before it.
+func (c *captured) Prepare(s *stream.Stream) error {
+	c.mu.Lock()
+	if err := c.write(s); err != nil {
+		c.mu.Unlock()
+		return fmt.Errorf("rng: %w", err)
+	}
+	return nil
+}
+
+// Launched ends what Prepare began.
+func (c *captured) Launched(s *stream.Stream) {
+	if c.last != s {
+		s.Retain()
+		c.forget()
+		c.last = s
+	}
+	c.mu.Unlock()
+}
+
+// forget lets the stream of the last launch go.
+func (c *captured) forget() {
+	if c.last != nil {
+		_ = c.last.Release() // its own user hears of what is wrong with it
+	}
+	c.last = nil
+}
+
+func (c *captured) write(s *stream.Stream) error {
+	// The launch before must have read its place.
+	if c.last != nil && c.last != s {
+		if err := s.Follow(c.last); err != nil {
+			return err
+		}
+	}
+	on := s
+	if s.Device() != c.gen.dev {
+		on = c.at.Buffer().Stream() // a copy wants a stream of the device
+		if err := on.Follow(s); err != nil {
+			return err
+		}
+	}
+	c.host[0], c.host[1] = c.gen.take(c.drawn)
+	err := on.Device().Do("cuMemcpyHtoDAsync", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemcpyHtoDAsync(c.at.Raw(), unsafe.Pointer(&c.host), unsafe.Sizeof(c.host), on.Raw())
+	})
+	if on != s {
+		err = errors.Join(err, s.Follow(on))
+	}
+	return err
+}

@@ -1,0 +1,192 @@
+package rng_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/rng"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A drawer fills its memory by three distributions in turn.
+type drawer struct {
+	s *stream.Stream
+	u memory.Slice[float32]
+	n memory.Slice[float64]
+	r memory.Slice[int64]
+}
+
+func newDrawer(t *testing.T, s *stream.Stream) *drawer {
+	t.Helper()
+	d := &drawer{s: s}
+	var err [3]error
+	d.u, err[0] = memory.Make[float32](s, 3000)
+	d.n, err[1] = memory.Make[float64](s, 1001)
+	d.r, err[2] = memory.Make[int64](s, 70000)
+	require.NoError(t, errors.Join(err[:]...))
+	t.Cleanup(func() { require.NoError(t, errors.Join(d.u.Close(), d.n.Close(), d.r.Close())) })
+	return d
+}
+
+func (d *drawer) draw(g *rng.Generator) error {
+	return errors.Join(rng.Uniform(g, d.s, d.u, 0, 1), rng.Normal(g, d.s, d.n, 0, 1), rng.Random(g, d.s, d.r))
+}
+
+// drawn clears the memory, lets fill write it, and returns it.
+func (d *drawer) drawn(t *testing.T, fill func() error) []byte {
+	t.Helper()
+	require.NoError(t, errors.Join(d.u.Zero(d.s), d.n.Zero(d.s), d.r.Zero(d.s), fill()))
+	return d.read(t)
+}
+
+func (d *drawer) read(t *testing.T) []byte {
+	t.Helper()
+	u, n, r := make([]float32, d.u.Len()), make([]float64, d.n.Len()), make([]int64, d.r.Len())
+	require.NoError(t, errors.Join(d.u.CopyTo(d.s, u), d.n.CopyTo(d.s, n), d.r.CopyTo(d.s, r)))
+	return append(append(append([]byte(nil), bytesOf(u)...), bytesOf(n)...), bytesOf(r)...)
+}
+
+func capture(t *testing.T, fn func() error, streams ...*stream.Stream) *graph.Exec {
+	t.Helper()
+	x, err := graph.Capture(streams, fn)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, x.Close()) })
+	return x
+}
+
+// Launches and fills in turn draw what the fills alone would
+// (test_graph_rng_functional).
+func TestGraphDrawsAsFills(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		d := newDrawer(t, newStream(t, devs[0]))
+		plain, g := rng.New(devs[0], 5), rng.New(devs[0], 5)
+		fill := func() error { return d.draw(g) }
+		require.NoError(t, d.draw(rng.New(devs[0], 1))) // loads the kernels
+		x := capture(t, fill, d.s)
+		require.Equal(t, state(plain), state(g), "the capture itself draws nothing")
+		require.Equal(t, d.drawn(t, func() error { return d.draw(plain) }), d.drawn(t, fill))
+		for i := range 3 {
+			want := d.drawn(t, func() error { return d.draw(plain) })
+			require.Equal(t, want, d.drawn(t, func() error { return x.Launch(d.s) }), "launch %d", i)
+			require.Equal(t, state(plain), state(g), "launch %d", i)
+			require.Equal(t, d.drawn(t, func() error { return d.draw(plain) }), d.drawn(t, fill))
+		}
+		// The seed and the offset are those of the launch.
+		g.ManualSeed(77)
+		plain.ManualSeed(77)
+		want := d.drawn(t, func() error { return d.draw(plain) })
+		require.Equal(t, want, d.drawn(t, func() error { return x.Launch(d.s) }))
+		require.NoError(t, g.SetOffset(0))
+		require.Equal(t, want, d.drawn(t, func() error { return x.Launch(d.s) }))
+		s := rng.New(devs[0], 77).State()
+		require.NoError(t, g.SetState(s[:]))
+		require.Equal(t, want, d.drawn(t, func() error { return x.Launch(d.s) }))
+	})
+}
+
+// Launches on streams that nothing else orders have a place each
+// (test_graph_concurrent_replay).
+func TestGraphLaunchesOnTwoStreams(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, other := newStream(t, devs[0]), newStream(t, devs[0])
+		const rounds, n = 40, 512
+		all, err := memory.Make[float32](s, rounds*n)
+		require.NoError(t, err)
+		defer all.Close()
+		at, err := memory.Make[float32](s, n)
+		require.NoError(t, err)
+		defer at.Close()
+		g := rng.New(devs[0], 9)
+		require.NoError(t, rng.Uniform(g, s, at, 0, 1)) // loads the kernel
+		g.ManualSeed(9)
+		x := capture(t, func() error { return rng.Uniform(g, s, at, 0, 1) }, s)
+		streams := []*stream.Stream{s, other}
+		require.NoError(t, other.WaitStream(s))
+		for i := range rounds {
+			on := streams[i%2]
+			require.NoError(t, x.Launch(on))
+			require.NoError(t, memory.Copy(on, all.Slice(i*n, i*n+n), at))
+			require.NoError(t, streams[(i+1)%2].WaitStream(on))
+		}
+		got := make([]float32, rounds*n)
+		require.NoError(t, all.CopyTo(s, got))
+		require.NoError(t, other.Sync(context.Background()))
+		want := rng.New(devs[0], 9)
+		for i := range rounds {
+			require.Equal(t, fetch(t, s, n, func(x memory.Slice[float32]) error { return rng.Uniform(want, s, x, 0, 1) }), got[i*n:i*n+n], "launch %d", i)
+		}
+	})
+}
+
+// Several generators in several graphs, on several devices
+// (test_memory_stats_of_multiple_generators_and_graphs).
+func TestGraphsWithSeveralGenerators(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		a, b := newDrawer(t, newStream(t, devs[0])), newDrawer(t, newStream(t, devs[1]))
+		gens := []*rng.Generator{rng.New(devs[0], 1), rng.New(devs[1], 2)}
+		require.NoError(t, errors.Join(a.draw(gens[0]), b.draw(gens[1])))
+		require.NoError(t, errors.Join(a.s.Sync(context.Background()), b.s.Sync(context.Background())))
+		both := func() error { return errors.Join(a.draw(gens[0]), b.draw(gens[1])) }
+		var graphs []*graph.Exec
+		for range 3 {
+			graphs = append(graphs, capture(t, both, a.s, b.s))
+		}
+		gens[0].ManualSeed(1)
+		gens[1].ManualSeed(2)
+		plain := []*rng.Generator{rng.New(devs[0], 1), rng.New(devs[1], 2)}
+		for i, x := range graphs {
+			wantA := a.drawn(t, func() error { return a.draw(plain[0]) })
+			wantB := b.drawn(t, func() error { return b.draw(plain[1]) })
+			// The stream is of another device than the second generator.
+			gotB := b.drawn(t, func() error {
+				return errors.Join(a.s.WaitStream(b.s), x.Launch(a.s), b.s.WaitStream(a.s))
+			})
+			require.Equal(t, wantA, a.read(t), "graph %d", i)
+			require.Equal(t, wantB, gotB, "graph %d", i)
+			require.Equal(t, state(plain[0]), state(gens[0]))
+			require.Equal(t, state(plain[1]), state(gens[1]))
+		}
+	})
+}
+
+// An update takes the other graph's draws over.
+func TestGraphUpdateDraws(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		d := newDrawer(t, newStream(t, devs[0]))
+		g, h := rng.New(devs[0], 3), rng.New(devs[0], 4)
+		require.NoError(t, d.draw(rng.New(devs[0], 1)))
+		x := capture(t, func() error { return d.draw(g) }, d.s)
+		y, err := graph.Capture([]*stream.Stream{d.s}, func() error { return d.draw(h) })
+		require.NoError(t, err)
+		require.NoError(t, x.Update(y))
+		require.NoError(t, y.Close())
+		want := d.drawn(t, func() error { return d.draw(rng.New(devs[0], 4)) })
+		require.Equal(t, want, d.drawn(t, func() error { return x.Launch(d.s) }))
+		require.Zero(t, g.Offset(), "it draws no more")
+		require.NotZero(t, h.Offset())
+	})
+}
+
+// A capture that fails draws nothing and leaves nothing behind.
+func TestFailedCaptureDrawsNothing(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		d := newDrawer(t, newStream(t, devs[0]))
+		g := rng.New(devs[0], 3)
+		require.NoError(t, d.draw(g))
+		before := state(g)
+		boom := errors.New("boom")
+		pool := memory.NewPool()
+		_, err := graph.CaptureWith(&graph.Config{Pool: pool}, []*stream.Stream{d.s}, func() error { return errors.Join(d.draw(g), boom) })
+		require.ErrorIs(t, err, boom)
+		require.Equal(t, before, state(g))
+		require.Zero(t, pool.Allocated())
+		require.NoError(t, pool.Close())
+	})
+}

@@ -64,6 +64,9 @@ func (b *Buffer) alloc() error {
 	if err := b.stream.RefuseCapture("memory: allocate", "the capture was begun by other means than Chorus: allocate before it"); err != nil {
 		return err
 	}
+	if _, err := environment(); err != nil {
+		return err
+	}
 	if err := keepFreed(b.Device()); err != nil {
 		return err
 	}

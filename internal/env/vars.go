@@ -1,5 +1,7 @@
 package env
 
+import "slices"
+
 // Every variable that Chorus reads. A new one is declared here and nowhere
 // else; `make generate` writes docs/ENVIRONMENT.md from All.
 var (
@@ -30,5 +32,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, RequireGPU, KernelCache,
-		LibCUDA, LibNCCL, LibNVRTC, LibCUBLAS}, clusterVars...)
+		LibCUDA, LibNCCL, LibNVRTC, LibCUBLAS}, slices.Concat(allocVars, clusterVars)...)
 }

@@ -2,7 +2,6 @@ package memory
 
 import (
 	"fmt"
-	"math"
 	"os"
 	"os/exec"
 	"testing"
@@ -57,7 +56,6 @@ func TestParseSettings(t *testing.T) {
 		require.NoError(t, err, text)
 		require.Equal(t, want, got, text)
 	}
-	require.EqualValues(t, math.MaxUint64, defaultSettings().maxSplit)
 }
 
 func TestParseSettingsRefuses(t *testing.T) {

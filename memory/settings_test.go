@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -96,7 +97,7 @@ func TestSettingsOfTheEnvironment(t *testing.T) {
 		require.NoError(t, err)
 		b, err := Alloc(s, 8)
 		fmt.Println("result:", err)
-		_ = b.Close()
+		require.NoError(t, errors.Join(b.Close(), s.Close()))
 		return
 	}
 	self, err := os.Executable()

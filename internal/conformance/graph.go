@@ -16,6 +16,7 @@ func (r *rig) testGraphs(t *testing.T) {
 	t.Run("Modes", r.testCaptureModes)
 	t.Run("Refusals", r.testCaptureRefusals)
 	t.Run("Update", r.testGraphUpdate)
+	t.Run("HostFuncs", r.testGraphHostFuncs)
 }
 
 // begin begins a capture; the test's goroutine is locked to its thread until the

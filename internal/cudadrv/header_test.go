@@ -42,6 +42,8 @@ func TestHeaderValues(t *testing.T) {
 		"CU_STREAM_CAPTURE_STATUS_INVALIDATED":                   int64(CaptureInvalidated),
 		"CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH":        int64(GraphInstantiateAutoFree),
 		"CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY":          int64(GraphInstantiateNodePriority),
+		"CU_GRAPH_USER_OBJECT_MOVE":                              int64(GraphUserObjectMove),
+		"CU_USER_OBJECT_NO_DESTRUCTOR_SYNC":                      userObjectNoDestructorSync,
 		"CU_GRAPH_DEBUG_DOT_FLAGS_VERBOSE":                       int64(GraphDotVerbose),
 		"CU_GRAPH_EXEC_UPDATE_SUCCESS":                           int64(GraphUpdateSuccess),
 		"CU_GRAPH_EXEC_UPDATE_ERROR":                             int64(GraphUpdateError),
@@ -78,6 +80,7 @@ func TestHeaderValues(t *testing.T) {
 
 		"sizeof(CUdeviceptr)":                      int64(unsafe.Sizeof(DevicePtr(0))),
 		"sizeof(CUdevice)":                         int64(unsafe.Sizeof(Device(0))),
+		"sizeof(CUipcEventHandle)":                 int64(unsafe.Sizeof(IpcEventHandle{})),
 		"sizeof(CUuuid)":                           int64(unsafe.Sizeof(UUID{})),
 		"sizeof(CUmemAccessDesc)":                  int64(unsafe.Sizeof(memAccessDesc{})),
 		"offsetof(CUmemAccessDesc, location.type)": int64(unsafe.Offsetof(memAccessDesc{}.LocationType)),

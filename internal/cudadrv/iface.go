@@ -1,6 +1,10 @@
 package cudadrv
 
-import "unsafe"
+import (
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/dl"
+)
 
 // Driver is the part of the CUDA driver API that Chorus uses.
 //
@@ -55,6 +59,11 @@ type Driver interface {
 	StreamSynchronize(s Stream) Result
 	StreamQuery(s Stream) Result
 	StreamWaitEvent(s Stream, e Event, flags uint32) Result
+	StreamGetPriority(s Stream) (int32, Result)
+	StreamGetCtx(s Stream) (Context, Result)
+	// LaunchHostFunc calls the function from a thread of the driver when the
+	// stream has come there. It must not call the driver.
+	LaunchHostFunc(s Stream, f dl.Closure) Result
 
 	EventCreate(flags uint32) (Event, Result)
 	EventDestroy(e Event) Result
@@ -62,6 +71,8 @@ type Driver interface {
 	EventQuery(e Event) Result
 	EventSynchronize(e Event) Result
 	EventElapsedTime(start, end Event) (milliseconds float32, r Result)
+	IpcGetEventHandle(e Event) (IpcEventHandle, Result)
+	IpcOpenEventHandle(h IpcEventHandle) (Event, Result)
 
 	ModuleLoadData(image []byte) (Module, Result)
 	ModuleUnload(m Module) Result
@@ -77,6 +88,9 @@ type Driver interface {
 	StreamEndCapture(s Stream) (Graph, Result)
 	StreamIsCapturing(s Stream) (CaptureStatus, Result)
 	StreamGetCaptureInfo(s Stream) (status CaptureStatus, id uint64, r Result)
+	// StreamGetCaptureGraph returns the graph that the stream is captured into,
+	// or 0: it is not complete, and the driver's.
+	StreamGetCaptureGraph(s Stream) (Graph, Result)
 	ThreadExchangeStreamCaptureMode(mode CaptureMode) (CaptureMode, Result) // free; the previous one
 
 	GraphGetNodes(g Graph) (uintptr, Result) // how many
@@ -86,5 +100,13 @@ type Driver interface {
 	GraphExecUpdate(e GraphExec, g Graph) (GraphExecUpdateResult, Result)
 	GraphExecDestroy(e GraphExec) Result
 	GraphDestroy(g Graph) Result
+	// UserObjectCreate makes an object of one reference that releases f when the
+	// last one goes.
+	UserObjectCreate(f dl.Closure) (UserObject, Result)
+	UserObjectRelease(o UserObject, count uint32) Result
+	// GraphRetainUserObject adds references of the graph's to the object, or moves
+	// the caller's. What is instantiated of the graph has references of its own,
+	// until its last launch has completed.
+	GraphRetainUserObject(g Graph, o UserObject, count, flags uint32) Result
 	GraphDebugDotPrint(g Graph, path string, flags uint32) Result
 }

@@ -25,6 +25,11 @@ func (l *Lib) StreamGetCaptureInfo(s Stream) (status CaptureStatus, id uint64, r
 	return CaptureStatus(v), id, r
 }
 
+func (l *Lib) StreamGetCaptureGraph(s Stream) (Graph, Result) {
+	_, g, r := l.Call2(fnStreamGetCaptureInfo, dl.Get().In(uintptr(s)).Out().In(0).Out().In(0, 0)) // no id, no dependencies
+	return Graph(g), r
+}
+
 func (l *Lib) ThreadExchangeStreamCaptureMode(mode CaptureMode) (CaptureMode, Result) {
 	v, r := l.Call1(fnThreadExchangeStreamCaptureMode, dl.Get().InOut(uint64(mode)))
 	return CaptureMode(v), r
@@ -59,6 +64,20 @@ func (l *Lib) GraphExecDestroy(e GraphExec) Result {
 }
 
 func (l *Lib) GraphDestroy(g Graph) Result { return l.Call(fnGraphDestroy, dl.Get().In(uintptr(g))) }
+
+func (l *Lib) UserObjectCreate(f dl.Closure) (UserObject, Result) {
+	const references = 1
+	o, r := l.Call1(fnUserObjectCreate, dl.Get().Out().In(uintptr(f), dl.ReleaseClosure(), references, userObjectNoDestructorSync))
+	return UserObject(o), r
+}
+
+func (l *Lib) UserObjectRelease(o UserObject, count uint32) Result {
+	return l.Call(fnUserObjectRelease, dl.Get().In(uintptr(o), uintptr(count)))
+}
+
+func (l *Lib) GraphRetainUserObject(g Graph, o UserObject, count, flags uint32) Result {
+	return l.Call(fnGraphRetainUserObject, dl.Get().In(uintptr(g), uintptr(o), uintptr(count), uintptr(flags)))
+}
 
 func (l *Lib) GraphDebugDotPrint(g Graph, path string, flags uint32) Result {
 	return l.Call(fnGraphDebugDotPrint, dl.Get().In(uintptr(g)).String(path).In(uintptr(flags)))

@@ -24,6 +24,20 @@ func (l *Lib) StreamWaitEvent(s Stream, e Event, flags uint32) Result {
 	return l.Call(fnStreamWaitEvent, dl.Get().In(uintptr(s), uintptr(e), uintptr(flags)))
 }
 
+func (l *Lib) StreamGetPriority(s Stream) (int32, Result) {
+	p, r := l.Call1(fnStreamGetPriority, dl.Get().In(uintptr(s)).Out())
+	return int32(p), r
+}
+
+func (l *Lib) StreamGetCtx(s Stream) (Context, Result) {
+	c, r := l.Call1(fnStreamGetCtx, dl.Get().In(uintptr(s)).Out())
+	return Context(c), r
+}
+
+func (l *Lib) LaunchHostFunc(s Stream, f dl.Closure) Result {
+	return l.Call(fnLaunchHostFunc, dl.Get().In(uintptr(s), dl.CallClosure(), uintptr(f)))
+}
+
 func (l *Lib) EventCreate(flags uint32) (Event, Result) {
 	e, r := l.Call1(fnEventCreate, dl.Get().Out().In(uintptr(flags)))
 	return Event(e), r
@@ -44,6 +58,17 @@ func (l *Lib) EventSynchronize(e Event) Result {
 func (l *Lib) EventElapsedTime(start, end Event) (milliseconds float32, r Result) {
 	v, r := l.Call1(fnEventElapsedTime, dl.Get().Out().In(uintptr(start), uintptr(end)))
 	return math.Float32frombits(uint32(v)), r
+}
+
+func (l *Lib) IpcGetEventHandle(e Event) (IpcEventHandle, Result) {
+	h := new(IpcEventHandle)
+	r := l.Call(fnIpcGetEventHandle, dl.Get().Ptr(unsafe.Pointer(h)).In(uintptr(e)))
+	return *h, r
+}
+
+func (l *Lib) IpcOpenEventHandle(h IpcEventHandle) (Event, Result) {
+	e, r := l.Call1(fnIpcOpenEventHandle, dl.Get().Out().Struct64((*[64]byte)(&h)))
+	return Event(e), r
 }
 
 func (l *Lib) ModuleLoadData(image []byte) (Module, Result) {

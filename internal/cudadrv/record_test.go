@@ -57,6 +57,14 @@ var signatures = dltest.Signatures{
 	"cuStreamSynchronize":               "w",
 	"cuStreamQuery":                     "w",
 	"cuStreamWaitEvent":                 "w w i",
+	"cuStreamGetPriority":               "w o4",
+	"cuStreamGetCtx":                    "w o8",
+	"cuLaunchHostFunc":                  "w f w",
+	"cuIpcGetEventHandle":               "o64 w",
+	"cuIpcOpenEventHandle":              "o8 T",
+	"cuUserObjectCreate":                "o8 w f i i",
+	"cuUserObjectRelease":               "w i",
+	"cuGraphRetainUserObject":           "w w i i",
 	"cuEventCreate":                     "o8 i",
 	"cuEventDestroy_v2":                 "w",
 	"cuEventRecord":                     "w w",
@@ -70,7 +78,7 @@ var signatures = dltest.Signatures{
 	"cuStreamBeginCapture_v2":           "w i",
 	"cuStreamEndCapture":                "w o8",
 	"cuStreamIsCapturing":               "w o4",
-	"cuStreamGetCaptureInfo_v2":         "w o4 o8 w w w",
+	"cuStreamGetCaptureInfo_v2":         "w o4 o8 o8 w w",
 	"cuThreadExchangeStreamCaptureMode": "p4",
 	"cuGraphGetNodes":                   "w w o8",
 	"cuGraphInstantiateWithFlags":       "o8 w w",
@@ -175,6 +183,19 @@ func TestRecordedCalls(t *testing.T) {
 	ms, r := d.EventElapsedTime(0xe1, 0xe2)
 	two("EventElapsedTime", ms, r)
 
+	priority, r := d.StreamGetPriority(0x51)
+	two("StreamGetPriority", priority, r)
+	ctx, r = d.StreamGetCtx(0x51)
+	two("StreamGetCtx", ctx, r)
+	one("LaunchHostFunc", d.LaunchHostFunc(0x51, 0xf2))
+	ipc, r := d.IpcGetEventHandle(0xe1)
+	two("IpcGetEventHandle", fmt.Sprintf("%x…%x", ipc[:8], ipc[60:]), r)
+	for i := range ipc {
+		ipc[i] = byte(i + 1)
+	}
+	e, r = d.IpcOpenEventHandle(ipc)
+	two("IpcOpenEventHandle", e, r)
+
 	m, r := d.ModuleLoadData([]byte(".version 8.0"))
 	two("ModuleLoadData", m, r)
 	m, r = d.ModuleLoadData([]byte(".version 8.0 and more")[:12]) // what follows in memory is not the module's
@@ -193,6 +214,8 @@ func TestRecordedCalls(t *testing.T) {
 	two("StreamIsCapturing", status, r)
 	status, id, r := d.StreamGetCaptureInfo(0x51)
 	two("StreamGetCaptureInfo", []uint64{uint64(status), id}, r)
+	g, r = d.StreamGetCaptureGraph(0x51)
+	two("StreamGetCaptureGraph", g, r)
 	mode, r := d.ThreadExchangeStreamCaptureMode(CaptureRelaxed)
 	two("ThreadExchangeStreamCaptureMode", mode, r)
 	nodes, r := d.GraphGetNodes(0x61)
@@ -205,6 +228,10 @@ func TestRecordedCalls(t *testing.T) {
 	two("GraphExecUpdate", update, r)
 	one("GraphExecDestroy", d.GraphExecDestroy(0x71))
 	one("GraphDestroy", d.GraphDestroy(0x61))
+	object, r := d.UserObjectCreate(0xf2)
+	two("UserObjectCreate", object, r)
+	one("UserObjectRelease", d.UserObjectRelease(0x81, 3))
+	one("GraphRetainUserObject", d.GraphRetainUserObject(0x61, 0x81, 3, GraphUserObjectMove))
 	one("GraphDebugDotPrint", d.GraphDebugDotPrint(0x61, "graph.dot", GraphDotVerbose))
 
 	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
@@ -223,6 +250,7 @@ func TestCallsDoNotAllocate(t *testing.T) {
 		"MemcpyHtoDAsync": func() { d.MemcpyHtoDAsync(1, params, 4, 2) },
 		"LaunchKernel":    func() { d.LaunchKernel(1, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, 2, params) },
 		"GraphLaunch":     func() { d.GraphLaunch(1, 2) },
+		"LaunchHostFunc":  func() { d.LaunchHostFunc(1, 2) },
 	} {
 		require.Zero(t, testing.AllocsPerRun(200, call), name)
 	}

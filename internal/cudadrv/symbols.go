@@ -48,12 +48,17 @@ const (
 	fnStreamSynchronize
 	fnStreamQuery
 	fnStreamWaitEvent
+	fnStreamGetPriority
+	fnStreamGetCtx
+	fnLaunchHostFunc
 	fnEventCreate
 	fnEventDestroy
 	fnEventRecord
 	fnEventQuery
 	fnEventSynchronize
 	fnEventElapsedTime
+	fnIpcGetEventHandle
+	fnIpcOpenEventHandle
 	fnModuleLoadData
 	fnModuleUnload
 	fnModuleGetFunction
@@ -70,6 +75,9 @@ const (
 	fnGraphExecUpdate
 	fnGraphExecDestroy
 	fnGraphDestroy
+	fnUserObjectCreate
+	fnUserObjectRelease
+	fnGraphRetainUserObject
 	fnGraphDebugDotPrint
 	numFns
 )
@@ -121,12 +129,17 @@ var symbols = [numFns]dl.Func{
 	fnStreamSynchronize:               {Name: "cuStreamSynchronize"},
 	fnStreamQuery:                     {Name: "cuStreamQuery"},
 	fnStreamWaitEvent:                 {Name: "cuStreamWaitEvent"},
+	fnStreamGetPriority:               {Name: "cuStreamGetPriority"},
+	fnStreamGetCtx:                    {Name: "cuStreamGetCtx"}, // _v2 is for green contexts
+	fnLaunchHostFunc:                  {Name: "cuLaunchHostFunc"},
 	fnEventCreate:                     {Name: "cuEventCreate"},
 	fnEventDestroy:                    {Name: "cuEventDestroy_v2"},
 	fnEventRecord:                     {Name: "cuEventRecord"},
 	fnEventQuery:                      {Name: "cuEventQuery"},
 	fnEventSynchronize:                {Name: "cuEventSynchronize"},
 	fnEventElapsedTime:                {Name: "cuEventElapsedTime"}, // every driver has it; _v2 came with 12.8
+	fnIpcGetEventHandle:               {Name: "cuIpcGetEventHandle"},
+	fnIpcOpenEventHandle:              {Name: "cuIpcOpenEventHandle"},
 	fnModuleLoadData:                  {Name: "cuModuleLoadData"},
 	fnModuleUnload:                    {Name: "cuModuleUnload"},
 	fnModuleGetFunction:               {Name: "cuModuleGetFunction"},
@@ -143,5 +156,8 @@ var symbols = [numFns]dl.Func{
 	fnGraphExecUpdate:                 {Name: "cuGraphExecUpdate_v2"},
 	fnGraphExecDestroy:                {Name: "cuGraphExecDestroy"},
 	fnGraphDestroy:                    {Name: "cuGraphDestroy"},
+	fnUserObjectCreate:                {Name: "cuUserObjectCreate"},
+	fnUserObjectRelease:               {Name: "cuUserObjectRelease"},
+	fnGraphRetainUserObject:           {Name: "cuGraphRetainUserObject"},
 	fnGraphDebugDotPrint:              {Name: "cuGraphDebugDotPrint"},
 }

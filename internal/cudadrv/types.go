@@ -13,6 +13,9 @@ type (
 	DevicePtr uint64
 )
 
+// IpcEventHandle is CUipcEventHandle.
+type IpcEventHandle [64]byte
+
 // UUID is CUuuid.
 type UUID [16]byte
 

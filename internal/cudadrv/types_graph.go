@@ -2,8 +2,9 @@ package cudadrv
 
 // Handles of graphs.
 type (
-	Graph     uintptr
-	GraphExec uintptr
+	Graph      uintptr
+	GraphExec  uintptr
+	UserObject uintptr
 )
 
 // CaptureMode is CUstreamCaptureMode: whose calls may spoil a capture.
@@ -32,6 +33,11 @@ const (
 	GraphInstantiateNodePriority uint64 = 8
 
 	GraphDotVerbose uint32 = 1
+
+	// GraphUserObjectMove gives the caller's references to the graph.
+	GraphUserObjectMove uint32 = 1
+
+	userObjectNoDestructorSync = 1 // the only flag, and required
 )
 
 // The reasons of GraphExecUpdate.

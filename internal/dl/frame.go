@@ -13,8 +13,8 @@ const (
 	maxCells = 4
 	maxKept  = 8
 
-	// A 128-byte struct by value lies on the stack in the C convention of amd64,
-	// and in a copy that a pointer names in that of arm64.
+	// A struct of more than 16 bytes by value lies on the stack in the C
+	// convention of amd64, and in a copy that a pointer names in that of arm64.
 	structOnStack = runtime.GOARCH == "amd64"
 	intRegisters  = 6 // of amd64
 	structWords   = 16
@@ -28,6 +28,7 @@ type Frame struct {
 	cells                           [maxCells]uint64        // out-parameters of up to 8 bytes
 	kept                            [maxKept]unsafe.Pointer // host memory that must live until the call returns
 	block                           [structWords]uintptr    // the struct passed by value
+	nblock                          int                     // its words
 	nwords, ncells, nkept, nstructs int
 }
 
@@ -113,9 +114,15 @@ func (f *Frame) Strings(list []string) *Frame {
 }
 
 // Struct128 appends a 128-byte struct by value, such as ncclUniqueId. There can
-// be one, beside at most 6 other words.
-func (f *Frame) Struct128(p *[128]byte) *Frame {
-	f.block = *(*[structWords]uintptr)(unsafe.Pointer(p))
+// be one struct, beside at most 6 other words.
+func (f *Frame) Struct128(p *[128]byte) *Frame { return f.byValue(p[:]) }
+
+// Struct64 is Struct128 for a 64-byte struct, such as CUipcEventHandle.
+func (f *Frame) Struct64(p *[64]byte) *Frame { return f.byValue(p[:]) }
+
+func (f *Frame) byValue(b []byte) *Frame {
+	f.nblock = len(b) / int(unsafe.Sizeof(f.block[0]))
+	copy(unsafe.Slice((*byte)(unsafe.Pointer(&f.block)), len(b)), b)
 	f.nstructs++
 	if structOnStack {
 		return f // Call puts it behind the registers
@@ -145,7 +152,7 @@ func (f *Frame) placeStruct() int {
 		panic("dl: a C call of a struct by value beside more than 6 words")
 	}
 	// What earlier calls left in the registers between is nobody's argument.
-	return intRegisters + copy(f.words[intRegisters:], f.block[:])
+	return intRegisters + copy(f.words[intRegisters:], f.block[:f.nblock])
 }
 
 // Word returns the out cell i, counted from 0 in the order of Out.

@@ -33,6 +33,12 @@ int by_value(char *out, int n, struct id id, int rank, int *cfg) {
 	memset(id.b, 0, sizeof id.b); /* the callee owns its copy */
 	return 100 * n + 10 * rank + *cfg;
 }
+struct small { char b[64]; };
+int by_value_64(char *out, struct small s, int flags) {
+	memcpy(out, s.b, sizeof s.b);
+	memset(s.b, 0, sizeof s.b);
+	return flags;
+}
 const char *greet(int yes) { return yes ? "grüß" : 0; }
 int length(const char *s) { return (int)strlen(s); }
 int last(int n, const char *const *v) { return n ? v[n-1][0] * 256 + v[0][0] : v == 0; }
@@ -116,7 +122,8 @@ func TestFrameStrings(t *testing.T) {
 }
 
 func TestFrameStructByValue(t *testing.T) {
-	c := newCaller(t, dltest.Load(t, frameC))
+	lib := dltest.Load(t, frameC)
+	c := newCaller(t, lib)
 	var id, before [128]byte
 	for i := range id {
 		id[i] = byte(i*7 + 1)
@@ -129,6 +136,11 @@ func TestFrameStructByValue(t *testing.T) {
 
 	p, _ := c.Add(1)
 	require.Equal(t, uint64(2), p, "the next call has nothing of the struct")
+
+	small, got := [64]byte(id[7:71]), new([64]byte)
+	require.Equal(t, int32(5), dl.Get().Ptr(unsafe.Pointer(got)).Struct64(&small).In(5).Do(find(t, lib, "by_value_64")))
+	require.Equal(t, [64]byte(id[7:71]), *got)
+	require.Equal(t, *got, small)
 }
 
 func TestCallsDoNotAllocate(t *testing.T) {

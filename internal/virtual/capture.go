@@ -11,6 +11,8 @@ import (
 // joined by waiting for its events. m.mu guards it.
 type capture struct {
 	id      uint64
+	handle  cudadrv.Graph // that the graph will have
+	objects []*userObject // that it will keep
 	mode    cudadrv.CaptureMode
 	tid     int // the OS thread that began it
 	origin  *stream
@@ -144,9 +146,11 @@ func (d driver) StreamBeginCapture(h cudadrv.Stream, mode cudadrv.CaptureMode) c
 		return cudadrv.ErrorInvalidValue
 	case s.capture != nil:
 		return cudadrv.ErrorIllegalState
+	case h == 0:
+		return cudadrv.ErrorStreamCaptureUnsupported
 	}
 	d.m.lastCapture++
-	x := &capture{id: d.m.lastCapture, mode: mode, tid: syscall.Gettid(), origin: s}
+	x := &capture{id: d.m.lastCapture, handle: cudadrv.Graph(d.m.handle()), mode: mode, tid: syscall.Gettid(), origin: s}
 	x.join(s, nil)
 	d.m.captures = append(d.m.captures, x)
 	return cudadrv.Success
@@ -158,7 +162,7 @@ func (d driver) StreamEndCapture(h cudadrv.Stream) (cudadrv.Graph, cudadrv.Resul
 		return 0, r
 	}
 	defer c.end()
-	s, r := d.m.stream(h)
+	s, r := d.m.stream(c.dev, h)
 	if r != cudadrv.Success {
 		return 0, r
 	}
@@ -184,6 +188,7 @@ func (d driver) StreamEndCapture(h cudadrv.Stream) (cudadrv.Graph, cudadrv.Resul
 		r = cudadrv.ErrorStreamCaptureUnjoined
 	}
 	if r != cudadrv.Success {
+		letGo(x.objects)
 		return 0, r
 	}
 	return d.m.newGraph(x), cudadrv.Success
@@ -207,13 +212,25 @@ func (d driver) StreamGetCaptureInfo(h cudadrv.Stream) (status cudadrv.CaptureSt
 	return d.captureInfo("cuStreamGetCaptureInfo", h)
 }
 
+func (d driver) StreamGetCaptureGraph(h cudadrv.Stream) (cudadrv.Graph, cudadrv.Result) {
+	c, s, r := d.beginStream("cuStreamGetCaptureInfo", h)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	if s.capture == nil {
+		return 0, cudadrv.Success
+	}
+	return s.capture.handle, cudadrv.Success
+}
+
 func (d driver) captureInfo(name string, h cudadrv.Stream) (status cudadrv.CaptureStatus, id uint64, r cudadrv.Result) {
 	c, r := d.begin(name)
 	if r != cudadrv.Success {
 		return 0, 0, r
 	}
 	defer c.end()
-	s, r := d.m.stream(h)
+	s, r := d.m.stream(c.dev, h)
 	switch {
 	case r != cudadrv.Success:
 		return 0, 0, r

@@ -34,7 +34,7 @@ func (e *event) spoils() cudadrv.Result {
 func (s *stream) waitCaptured(e *event) cudadrv.Result {
 	k := e.captured
 	switch {
-	case k == nil && e.last == nil:
+	case k == nil && e.mark() == nil:
 		return cudadrv.Success // never recorded
 	case k == nil:
 		s.capture.invalid = true
@@ -46,6 +46,9 @@ func (s *stream) waitCaptured(e *event) cudadrv.Result {
 		return cudadrv.ErrorCapturedEvent
 	case k.capture.invalid:
 		return cudadrv.ErrorStreamCaptureInvalidated
+	case s == s.dev.legacy:
+		k.capture.invalid = true
+		return cudadrv.ErrorStreamCaptureImplicit
 	case s.capture == nil:
 		k.capture.join(s, k.nodes)
 	case s.capture != k.capture:

@@ -17,6 +17,7 @@ var _ cudadrv.Driver = driver{}
 type threads struct {
 	mu    sync.Mutex
 	bound map[int]cudadrv.Context
+	hosts hosts
 }
 
 func (t *threads) bind(c cudadrv.Context) {
@@ -87,6 +88,8 @@ func (d driver) beginEnding(name string) (call, cudadrv.Result) {
 	switch {
 	case !d.m.initialized:
 		r = cudadrv.ErrorNotInitialized
+	case d.m.threads.hosts.has():
+		r = cudadrv.ErrorNotPermitted
 	case c.dev == nil || c.dev.retained == 0:
 		r = cudadrv.ErrorInvalidContext
 	case r.Sticky():
@@ -107,6 +110,9 @@ func (d driver) beginFree(name string) (call, cudadrv.Result) {
 	c.hang = hang
 	if status != 0 {
 		return c, cudadrv.Result(status)
+	}
+	if d.m.threads.hosts.has() {
+		return c, cudadrv.ErrorNotPermitted
 	}
 	d.m.mu.Lock()
 	if !d.m.initialized {
@@ -182,8 +188,10 @@ func (d *device) reset() {
 			s.release()
 		}
 	}
+	d.legacy = nil
 	for h, e := range d.m.events {
 		if e.dev == d {
+			e.unshare()
 			delete(d.m.events, h)
 		}
 	}

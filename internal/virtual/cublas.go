@@ -102,7 +102,7 @@ func (l *cublasLib) SetStream(h cublasapi.Handle, s cudadrv.Stream) cublasapi.Re
 	}
 	l.m.mu.Lock()
 	defer l.m.mu.Unlock()
-	st, res := l.m.stream(s)
+	st, res := l.m.stream(handle.dev, s)
 	if res != cudadrv.Success || st.dev != handle.dev {
 		return cublasapi.InvalidValue
 	}
@@ -171,7 +171,7 @@ func (l *cublasLib) GemmEx(h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k int3
 	}
 	l.m.mu.Lock()
 	defer l.m.mu.Unlock()
-	s, res := l.m.stream(handle.stream)
+	s, res := l.m.stream(handle.dev, handle.stream)
 	if res != cudadrv.Success || s.capture != nil && s.capture.invalid {
 		return cublasapi.ExecutionFailed
 	}

@@ -75,6 +75,7 @@ type event struct {
 	flags    uint32
 	last     *mark
 	captured *capturedMark // of its last record, if that was captured
+	shared   *sharedEvent  // with another machine
 }
 
 func (d driver) EventCreate(flags uint32) (cudadrv.Event, cudadrv.Result) {
@@ -98,9 +99,11 @@ func (d driver) EventDestroy(h cudadrv.Event) cudadrv.Result {
 		return r
 	}
 	defer c.end()
-	if d.m.events[h] == nil {
+	e := d.m.events[h]
+	if e == nil {
 		return cudadrv.ErrorInvalidHandle
 	}
+	e.unshare()
 	delete(d.m.events, h)
 	return cudadrv.Success
 }
@@ -111,7 +114,7 @@ func (d driver) EventRecord(h cudadrv.Event, sh cudadrv.Stream) cudadrv.Result {
 		return r
 	}
 	defer c.end()
-	e := d.m.events[h]
+	e := d.m.event(h)
 	if e == nil || e.dev != s.dev {
 		return cudadrv.ErrorInvalidHandle
 	}
@@ -124,6 +127,7 @@ func (d driver) EventRecord(h cudadrv.Event, sh cudadrv.Stream) cudadrv.Result {
 		s.enqueue(c.name, func(*op) { forever(nil) })
 	}
 	e.last = &mark{done: make(chan struct{})}
+	e.share()
 	s.pushMark(c.name, e.last)
 	return cudadrv.Success
 }
@@ -134,7 +138,7 @@ func (d driver) beginEvent(name string, h cudadrv.Event) (call, *event, cudadrv.
 	if r != cudadrv.Success {
 		return c, nil, r
 	}
-	e := d.m.events[h]
+	e := d.m.event(h)
 	if e == nil {
 		r = cudadrv.ErrorInvalidHandle
 	} else if r = e.dev.status; r == cudadrv.Success {
@@ -154,12 +158,13 @@ func (d driver) EventQuery(h cudadrv.Event) cudadrv.Result {
 		return r
 	}
 	defer c.end()
-	if e.last == nil {
+	k := e.mark()
+	if k == nil {
 		return cudadrv.Success
 	}
 	select {
-	case <-e.last.done:
-		d.m.host = d.m.host.joinStamp(e.last.at)
+	case <-k.done:
+		d.m.host = d.m.host.joinStamp(k.at)
 		return cudadrv.Success
 	default:
 		return cudadrv.ErrorNotReady
@@ -171,7 +176,7 @@ func (d driver) EventSynchronize(h cudadrv.Event) cudadrv.Result {
 	if r != cudadrv.Success {
 		return r
 	}
-	k := e.last
+	k := e.mark()
 	c.end()
 	if k == nil {
 		return cudadrv.Success
@@ -185,7 +190,7 @@ func (d driver) EventElapsedTime(start, end cudadrv.Event) (float32, cudadrv.Res
 		return 0, r
 	}
 	defer c.end()
-	b := d.m.events[end]
+	b := d.m.event(end)
 	if b != nil && b.captured != nil {
 		return 0, b.spoils()
 	}

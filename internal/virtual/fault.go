@@ -140,7 +140,7 @@ func statusOf(call, status string) (int32, error) {
 
 // streamOps are the calls that enqueue an operation.
 var streamOps = nameSet(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
-	cuMemcpyPeerAsync cuMemsetD8Async cuStreamWaitEvent cuEventRecord cuLaunchKernel cublasGemmEx
+	cuMemcpyPeerAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuLaunchKernel cublasGemmEx
 	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
 	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload`)
 
@@ -153,11 +153,12 @@ func allCalls() map[string]bool {
 	cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease cuDevicePrimaryCtxGetState cuCtxSetCurrent cuCtxGetCurrent cuDeviceGetP2PAttribute
 	cuCtxSynchronize cuCtxGetStreamPriorityRange cuCtxEnablePeerAccess cuProfilerStart cuProfilerStop cuMemGetInfo cuMemAlloc cuMemFree
 	cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo cuMemHostAlloc cuMemFreeHost
-	cuStreamCreateWithPriority cuStreamDestroy cuStreamSynchronize cuStreamQuery cuEventCreate cuEventDestroy
-	cuEventQuery cuEventSynchronize cuEventElapsedTime cuModuleLoadData cuModuleUnload cuModuleGetFunction
+	cuStreamCreateWithPriority cuStreamDestroy cuStreamSynchronize cuStreamQuery cuStreamGetPriority cuStreamGetCtx cuEventCreate cuEventDestroy
+	cuEventQuery cuEventSynchronize cuEventElapsedTime cuIpcGetEventHandle cuIpcOpenEventHandle cuModuleLoadData cuModuleUnload cuModuleGetFunction
 	cuStreamBeginCapture cuStreamEndCapture cuStreamIsCapturing cuStreamGetCaptureInfo
 	cuThreadExchangeStreamCaptureMode cuGraphGetNodes cuGraphInstantiateWithFlags cuGraphExecUpdate
 	cuGraphExecDestroy cuGraphDestroy cuGraphDebugDotPrint
+	cuUserObjectCreate cuUserObjectRelease cuGraphRetainUserObject
 	cublasCreate cublasDestroy cublasSetStream`)
 	maps.Copy(names, streamOps)
 	for f := range ncclapi.NumFuncs {

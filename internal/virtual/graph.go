@@ -10,11 +10,14 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 )
 
-// A graph is what a capture recorded. It is never changed.
+// A graph is what a capture recorded. Its nodes are never changed.
 type graph struct {
 	lanes []*device // the device of each stream that was captured
 	names []cudadrv.Stream
 	nodes []*node
+
+	objects []*userObject
+	users   int // its handle, what was instantiated of it, and launches under way
 }
 
 // A graphExec is a graph that can be launched. Each lane is a stream of its own, so
@@ -26,19 +29,19 @@ type graphExec struct {
 }
 
 func (m *Machine) newGraph(x *capture) cudadrv.Graph {
-	g := &graph{nodes: x.nodes}
+	g := &graph{nodes: x.nodes, objects: x.objects}
 	for _, s := range x.streams {
 		g.lanes, g.names = append(g.lanes, s.dev), append(g.names, s.handle)
 	}
-	h := cudadrv.Graph(m.handle())
-	m.graphs[h] = g
+	m.graphs[x.handle] = g
 	g.hold(1)
-	return h
+	return x.handle
 }
 
 // hold counts a graph in or out at the communicators that it uses. m.mu is
 // held.
 func (g *graph) hold(delta int) {
+	g.use(delta)
 	for _, n := range g.nodes {
 		for _, w := range n.works {
 			w.c.graphs += delta

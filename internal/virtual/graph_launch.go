@@ -90,6 +90,14 @@ func (m *Machine) replay(x *graphExec, s *stream) {
 		x.ends = append(x.ends, end)
 		s.wait(name, end)
 	}
+	if g := x.graph; len(g.objects) > 0 {
+		g.use(1)
+		s.push(&op{name: name, always: true, run: func(*op) {
+			m.mu.Lock()
+			defer m.mu.Unlock()
+			g.use(-1)
+		}})
+	}
 }
 
 // awaited has the nodes that a node of another lane waits for.

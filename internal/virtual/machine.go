@@ -51,6 +51,7 @@ type Machine struct {
 	lastHandle   uintptr
 	graphs       map[cudadrv.Graph]*graph
 	execs        map[cudadrv.GraphExec]*graphExec
+	objects      map[cudadrv.UserObject]*userObject
 	captures     []*capture // that have not ended
 	lastCapture  uint64
 	captureModes map[int]cudadrv.CaptureMode // of OS threads that changed it
@@ -68,6 +69,7 @@ func New(cfg *Config) (*Machine, error) {
 		functions:    map[cudadrv.Function]*function{},
 		graphs:       map[cudadrv.Graph]*graph{},
 		execs:        map[cudadrv.GraphExec]*graphExec{},
+		objects:      map[cudadrv.UserObject]*userObject{},
 		captureModes: map[int]cudadrv.CaptureMode{},
 		lastHandle:   0x5000,
 	}
@@ -156,7 +158,8 @@ type device struct {
 	context   cudadrv.Context
 	pool      cudadrv.MemPool
 	retained  int
-	profiling bool // cuProfilerStart was called, and cuProfilerStop was not
+	legacy    *stream // the one of handle 0, once it was used
+	profiling bool    // cuProfilerStart was called, and cuProfilerStop was not
 
 	arena  arena
 	peers  [maxDevices]bool // whose cuMemAlloc memory this device may use

@@ -89,7 +89,7 @@ func (d driver) MemFreeAsync(p cudadrv.DevicePtr, h cudadrv.Stream) cudadrv.Resu
 		return r
 	}
 	defer c.end()
-	s, r := d.m.stream(h)
+	s, r := d.m.stream(c.dev, h)
 	if r != cudadrv.Success {
 		return r
 	}

@@ -77,7 +77,7 @@ func (i *issue) check(l *ncclLib) (*work, ncclapi.Result) {
 	}
 	l.m.mu.Lock()
 	defer l.m.mu.Unlock()
-	s, res := l.m.stream(i.stream)
+	s, res := l.m.stream(c.dev, i.stream)
 	switch {
 	case res != cudadrv.Success:
 		return invalid("%#x is no stream", uintptr(i.stream))

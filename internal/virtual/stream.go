@@ -25,6 +25,7 @@ type stream struct {
 	destroyed bool
 	now       stamp
 	rng       *rand.Rand
+	priority  int32    // all virtual streams are equal nevertheless
 	released  bool     // its slot was given back
 	capture   *capture // that it takes part in, or nil
 	tail      []int    // the nodes that the next one comes after
@@ -132,13 +133,28 @@ func (s *stream) wait(name string, k *mark) {
 	}})
 }
 
-// stream returns the live stream of a handle. Chorus does not use the legacy
-// stream 0, so it is no handle here. m.mu is held.
-func (m *Machine) stream(h cudadrv.Stream) (*stream, cudadrv.Result) {
+// stream returns the live stream of a handle, of which 0 is the device's legacy
+// stream. m.mu is held.
+func (m *Machine) stream(dev *device, h cudadrv.Stream) (*stream, cudadrv.Result) {
+	if h == 0 {
+		return dev.legacyStream(), cudadrv.Success
+	}
 	if s := m.streams[h]; s != nil {
 		return s, cudadrv.Success
 	}
 	return nil, cudadrv.ErrorInvalidHandle
+}
+
+// legacyStream returns the device's stream 0. CUDA's waits for the blocking
+// streams of its context, and they for it; Chorus makes none of those, so here
+// it is one stream more. m.mu is held.
+func (d *device) legacyStream() *stream {
+	if d.legacy == nil {
+		h := cudadrv.Stream(d.m.handle()) // a place among the streams, and a seed
+		d.legacy = &stream{dev: d, now: d.m.slots.take(), rng: rand.New(rand.NewPCG(d.m.seed, uint64(h)))}
+		d.m.streams[h] = d.legacy
+	}
+	return d.legacy
 }
 
 // beginStream is begin for calls that enqueue on a stream.
@@ -147,7 +163,7 @@ func (d driver) beginStream(name string, h cudadrv.Stream) (call, *stream, cudad
 	if r != cudadrv.Success {
 		return c, nil, r
 	}
-	s, r := d.m.stream(h)
+	s, r := d.m.stream(c.dev, h)
 	if r == cudadrv.Success {
 		r = s.dev.status
 	}
@@ -169,11 +185,11 @@ func (d driver) StreamCreateWithPriority(flags uint32, priority int32) (cudadrv.
 	if flags&^cudadrv.StreamNonBlocking != 0 {
 		return 0, cudadrv.ErrorInvalidValue
 	}
-	_ = priority // CUDA clamps it, and all virtual streams are equal
 	h := cudadrv.Stream(d.m.handle())
 	d.m.streams[h] = &stream{
 		dev: c.dev, handle: h, now: d.m.slots.take(),
-		rng: rand.New(rand.NewPCG(d.m.seed, uint64(h))),
+		rng:      rand.New(rand.NewPCG(d.m.seed, uint64(h))),
+		priority: min(max(priority, greatestPriority), leastPriority),
 	}
 	return h, cudadrv.Success
 }
@@ -184,9 +200,12 @@ func (d driver) StreamDestroy(h cudadrv.Stream) cudadrv.Result {
 		return r
 	}
 	defer c.end()
-	s, r := d.m.stream(h)
+	s, r := d.m.stream(c.dev, h)
 	if r != cudadrv.Success {
 		return r
+	}
+	if h == 0 {
+		return cudadrv.ErrorInvalidHandle
 	}
 	if s.capture != nil {
 		return s.refused()
@@ -233,7 +252,7 @@ func (d driver) StreamWaitEvent(h cudadrv.Stream, e cudadrv.Event, flags uint32)
 		return r
 	}
 	defer c.end()
-	ev := d.m.events[e]
+	ev := d.m.event(e)
 	if ev == nil {
 		return cudadrv.ErrorInvalidHandle
 	}
@@ -246,8 +265,26 @@ func (d driver) StreamWaitEvent(h cudadrv.Stream, e cudadrv.Event, flags uint32)
 	if c.hang {
 		s.enqueue(c.name, func(*op) { forever(nil) })
 	}
-	if ev.last != nil {
-		s.wait(c.name, ev.last)
+	if k := ev.mark(); k != nil {
+		s.wait(c.name, k)
 	}
 	return cudadrv.Success
+}
+
+func (d driver) StreamGetPriority(h cudadrv.Stream) (int32, cudadrv.Result) {
+	c, s, r := d.beginStream("cuStreamGetPriority", h)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	return s.priority, cudadrv.Success
+}
+
+func (d driver) StreamGetCtx(h cudadrv.Stream) (cudadrv.Context, cudadrv.Result) {
+	c, s, r := d.beginStream("cuStreamGetCtx", h)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	return s.dev.context, cudadrv.Success
 }

@@ -113,6 +113,8 @@ template<class A> constexpr bool fits(char kind, size_t size) {
 	case 'w': return sizeof(A) == 8 && !std::is_floating_point_v<A>;
 	case 'b': return sizeof(A) == 1;
 	case 'S': return sizeof(A) == 128;
+	case 'T': return sizeof(A) == 64;
+	case 'f': return std::is_pointer_v<A>;
 	case 's': return std::is_pointer_v<A>;
 	case 'a': return std::is_pointer_v<A>;
 	case 'p': return std::is_pointer_v<A>;

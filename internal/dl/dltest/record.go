@@ -40,6 +40,7 @@ type recordedCall struct {
 //	oN   the address of an N-byte result; oN=V says what C writes there
 //	pN   the address of N bytes that C reads
 //	s    a string               a    an array of strings, its length just before
+//	T    a 64-byte struct       f    a function of ours
 //
 // A signature that begins with * is that of a function which returns a string.
 type Signatures map[string]string
@@ -73,6 +74,9 @@ func NewRecorder(t *testing.T, sigs Signatures, result uint64) *Recorder {
 		if slices.Contains(args, "S") {
 			fn = uintptr(98 + len(args) - 4)
 		}
+		if slices.Contains(args, "T") {
+			fn = uintptr(88 + len(args) - 2)
+		}
 		r.fns[name], r.names[fn] = fn, name
 		value := uintptr(result)
 		if returnsText {
@@ -95,8 +99,11 @@ func parse(arg string, position int) (kind byte, size, out uintptr) {
 		v, _ := strconv.Atoi(value)
 		out = uintptr(v)
 	}
-	if arg == "S" {
+	switch arg {
+	case "S":
 		size = 128
+	case "T":
+		size = 64
 	}
 	return arg[0], size, out
 }
@@ -169,6 +176,8 @@ func formatWord(kind byte, size, word uintptr, bytes []byte) string {
 		return fmt.Sprintf("%#x", word)
 	case word == 0:
 		return "null"
+	case kind == 'f':
+		return "function"
 	case kind == 'o':
 		return fmt.Sprintf("out%d", size)
 	case kind == 's' || kind == 'a':

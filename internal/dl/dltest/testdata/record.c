@@ -42,7 +42,7 @@ static W note(W fn, const W *word) {
 		case 'o':
 			for (W k = 0; k < a.size; k++) ((unsigned char *)p)[k] = (unsigned char)(a.value >> 8 * (k % 8));
 			break;
-		case 'p': case 'S':
+		case 'p': case 'S': case 'T':
 			memcpy(c->bytes[i], p, a.size);
 			break;
 		case 's':
@@ -78,4 +78,13 @@ W record_98(W a, W b, struct block s, W d) {
 }
 W record_99(W a, W b, struct block s, W d, W e) {
 	const W w[ARGS] = {a, b, (W)&s, d, e}; return note(99, w);
+}
+
+/* A 64-byte struct by value as the second argument. */
+struct half { char bytes[64]; };
+W record_88(W a, struct half s) {
+	const W w[ARGS] = {a, (W)&s}; return note(88, w);
+}
+W record_89(W a, struct half s, W c) {
+	const W w[ARGS] = {a, (W)&s, c}; return note(89, w);
 }

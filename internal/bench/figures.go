@@ -1,0 +1,117 @@
+package main
+
+import (
+	"errors"
+
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/rng"
+	"github.com/gochorus/chorus/stream"
+)
+
+var source = kernel.Source{
+	Name: "bench.cu",
+	CUDA: `extern "C" __global__ void empty() {}
+extern "C" __global__ void add(float* x, float by, int n) {
+	int i = blockIdx.x * blockDim.x + threadIdx.x;
+	if (i < n) x[i] += by;
+}`,
+	Kernels: []kernel.Def{
+		{Name: "empty", Go: func(*kernel.Call) {}},
+		{Name: "add", Params: []kernel.Param{kernel.Pointer, kernel.F32, kernel.I32}, Go: func(c *kernel.Call) {
+			x := kernel.Update[float32](c, 0, int(c.Int32(2)))
+			for i := range x {
+				x[i] += c.Float32(1)
+			}
+		}},
+	},
+}
+
+func load(b *bench, name string) (*kernel.Kernel, *kernel.Module, error) {
+	m, err := kernel.Compile(b.s.Device(), &source)
+	if err != nil {
+		return nil, nil, err
+	}
+	k, err := m.Kernel(name)
+	return k, m, err
+}
+
+func launches(b *bench) (int, func() error, func() error, error) {
+	k, m, err := load(b, "empty")
+	if err != nil {
+		return 0, nil, nil, err
+	}
+	one := kernel.Cover(1)
+	round := func() error {
+		for range b.launches {
+			if err := k.Launch(b.s, one); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	return b.launches, round, m.Close, nil
+}
+
+func replays(b *bench) (int, func() error, func() error, error) {
+	k, m, err := load(b, "add")
+	if err != nil {
+		return 0, nil, nil, err
+	}
+	x, err := memory.Make[float32](b.s, 1024)
+	if err != nil {
+		return 0, nil, nil, err
+	}
+	if err := x.Zero(b.s); err != nil {
+		return 0, nil, nil, err
+	}
+	add := func() error {
+		return k.Launch(b.s, kernel.Cover(x.Len()), kernel.Ptr(x), kernel.Float32(1), kernel.Int32(int32(x.Len())))
+	}
+	if err := add(); err != nil { // loads the kernel
+		return 0, nil, nil, err
+	}
+	g, err := graph.Capture([]*stream.Stream{b.s}, func() error {
+		for range 100 {
+			if err := add(); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, nil, nil, err
+	}
+	round := func() error {
+		for range b.replays {
+			if err := g.Launch(b.s); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	return b.replays, round, func() error { return errors.Join(g.Close(), x.Close(), m.Close()) }, nil
+}
+
+func uniform(b *bench, x memory.Slice[float32]) error { return rng.Uniform(nil, b.s, x, 0, 1) }
+func normal(b *bench, x memory.Slice[float32]) error  { return rng.Normal(nil, b.s, x, 0, 1) }
+
+func fills(fill func(*bench, memory.Slice[float32]) error) func(*bench) (int, func() error, func() error, error) {
+	const ops = 20
+	return func(b *bench) (int, func() error, func() error, error) {
+		x, err := memory.Make[float32](b.s, b.elements)
+		if err != nil {
+			return 0, nil, nil, err
+		}
+		round := func() error {
+			for range ops {
+				if err := fill(b, x); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+		return ops, round, x.Close, nil
+	}
+}

@@ -1,0 +1,95 @@
+// Command bench times what a program does all the time on one GPU: launching
+// kernels, launching graphs, filling memory with random numbers. It prints one
+// line a figure, its name and the median in microseconds. testdata has the peers
+// in C and PyTorch, and compare.sh, which runs all in turns.
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"log"
+	"slices"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/stream"
+)
+
+func main() {
+	log.SetFlags(0)
+	b := bench{}
+	flag.IntVar(&b.rounds, "rounds", 9, "rounds, of which the median is printed")
+	flag.IntVar(&b.launches, "launches", 20000, "launches of a kernel a round")
+	flag.IntVar(&b.replays, "replays", 500, "launches of a graph a round")
+	flag.IntVar(&b.elements, "elements", 1<<28, "elements of a fill")
+	flag.Parse()
+	if err := b.run(context.Background()); err != nil {
+		log.Fatal("bench: ", err)
+	}
+}
+
+// A bench is what a run is made of. Each of its figures returns a function that
+// does count operations.
+type bench struct {
+	rounds, launches, replays, elements int
+
+	s *stream.Stream
+}
+
+// A figure is one thing that is timed. setup returns what is timed, which does
+// ops operations, and what closes it.
+type figure struct {
+	name  string
+	setup func(b *bench) (ops int, round func() error, done func() error, err error)
+}
+
+var figures = []figure{
+	{"launch of an empty kernel", launches},
+	{"launch of a graph of 100 small kernels", replays},
+	{"uniform", fills(uniform)},
+	{"normal", fills(normal)},
+}
+
+func (b *bench) run(ctx context.Context) error {
+	dev, err := device.Open(0)
+	if err != nil {
+		return err
+	}
+	if b.s, err = stream.New(dev, nil); err != nil {
+		return err
+	}
+	defer b.s.Close()
+	for _, f := range figures {
+		us, err := b.median(ctx, f)
+		if err != nil {
+			return fmt.Errorf("%s: %w", f.name, err)
+		}
+		fmt.Printf("%s\t%.3f\n", f.name, us)
+	}
+	return nil
+}
+
+// median returns the microseconds of one operation.
+func (b *bench) median(ctx context.Context, f figure) (float64, error) {
+	ops, round, done, err := f.setup(b)
+	if err != nil {
+		return 0, err
+	}
+	defer done()
+	var all []float64
+	for i := range b.rounds + 1 {
+		start := time.Now()
+		if err := round(); err != nil {
+			return 0, err
+		}
+		if err := b.s.Sync(ctx); err != nil {
+			return 0, err
+		}
+		if i > 0 { // the first one warms up
+			all = append(all, float64(time.Since(start).Nanoseconds())/1e3/float64(ops))
+		}
+	}
+	slices.Sort(all)
+	return all[len(all)/2], nil
+}

@@ -1,0 +1,31 @@
+"""The same figures in PyTorch."""
+import statistics
+import time
+
+import torch
+
+ROUNDS, REPLAYS, FILLS = 9, 500, 20
+
+
+def median(name, ops, op):
+    times = []
+    for i in range(ROUNDS + 1):
+        start = time.perf_counter()
+        for _ in range(ops):
+            op()
+        torch.cuda.synchronize()
+        if i > 0:
+            times.append((time.perf_counter() - start) / ops)
+    print(f"{name}\t{statistics.median(times) * 1e6:.3f}", flush=True)
+
+
+x = torch.zeros(1024, device="cuda")
+graph = torch.cuda.CUDAGraph()
+x.add_(1)
+with torch.cuda.graph(graph):
+    for _ in range(100):
+        x.add_(1)
+median("launch of a graph of 100 small kernels", REPLAYS, graph.replay)
+y = torch.empty(1 << 28, device="cuda")
+median("uniform", FILLS, lambda: y.uniform_())
+median("normal", FILLS, lambda: y.normal_())

@@ -27,6 +27,8 @@ const (
 	ErrorLaunchFailed   = Status(cudadrv.ErrorLaunchFailed)
 	ErrorNotPermitted   = Status(cudadrv.ErrorNotPermitted)
 	ErrorNotSupported   = Status(cudadrv.ErrorNotSupported)
+
+	ErrorCooperativeLaunchTooLarge = Status(cudadrv.ErrorCooperativeLaunchTooLarge)
 )
 
 // Error returns the C name, such as CUDA_ERROR_OUT_OF_MEMORY.

@@ -38,6 +38,27 @@ func (c *Call) Float32(i int) float32 { return c.k.Float32(i) }
 // Float64 returns argument i, an F64.
 func (c *Call) Float64(i int) float64 { return c.k.Float64(i) }
 
+// Int8 returns argument i, an I8.
+func (c *Call) Int8(i int) int8 { return c.k.Int8(i) }
+
+// Uint8 returns argument i, a U8.
+func (c *Call) Uint8(i int) uint8 { return c.k.Uint8(i) }
+
+// Int16 returns argument i, an I16.
+func (c *Call) Int16(i int) int16 { return c.k.Int16(i) }
+
+// Uint16 returns argument i, a U16.
+func (c *Call) Uint16(i int) uint16 { return c.k.Uint16(i) }
+
+// Bool returns argument i, a B8.
+func (c *Call) Bool(i int) bool { return c.k.Bool(i) }
+
+// Float16 returns argument i, an F16.
+func (c *Call) Float16(i int) memory.Float16 { return memory.Float16(c.k.Float16(i)) }
+
+// BFloat16 returns argument i, a BF16.
+func (c *Call) BFloat16(i int) memory.BFloat16 { return memory.BFloat16(c.k.BFloat16(i)) }
+
 // Read returns n elements at the pointer that is argument i. It must not be
 // written.
 func Read[T memory.Element](c *Call, i, n int) []T {

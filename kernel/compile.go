@@ -43,11 +43,11 @@ func newCompiler(dev *device.Device) (*compiler, error) {
 	if err != nil {
 		return nil, err
 	}
-	major, minor, err := dev.Capability()
+	arch, err := dev.Arch()
 	if err != nil {
 		return nil, err
 	}
-	c := &compiler{rtc: rtc, arch: fmt.Sprintf("sm_%d%d", major, minor), store: userStore()}
+	c := &compiler{rtc: rtc, arch: arch, store: userStore()}
 	lib, _ := rtc.(interface{ Path() string })
 	if lib != nil {
 		c.toolkit, c.searched = findHeaders(lib.Path())

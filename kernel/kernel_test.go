@@ -72,15 +72,23 @@ func TestLaunch(t *testing.T) {
 
 // Every type of argument arrives as it was passed.
 func TestArgumentTypes(t *testing.T) {
-	const signature = `extern "C" __global__ void all(double* out, int a, long long b, unsigned c, unsigned long long d, float e, double f) {
+	const signature = `extern "C" __global__ void all(double* out, int a, long long b, unsigned c, unsigned long long d, float e, double f,
+	signed char g, unsigned char h, short i, unsigned short j, bool k, unsigned short l, unsigned short m) {
 	out[0] = a; out[1] = b; out[2] = c; out[3] = d; out[4] = e; out[5] = f;
+	out[6] = g; out[7] = h; out[8] = i; out[9] = j; out[10] = k; out[11] = l; out[12] = m;
 }`
 	src := &kernel.Source{Name: "all.cu", CUDA: signature, Kernels: []kernel.Def{{
-		Name:   "all",
-		Params: []kernel.Param{kernel.Pointer, kernel.I32, kernel.I64, kernel.U32, kernel.U64, kernel.F32, kernel.F64},
+		Name: "all",
+		Params: []kernel.Param{kernel.Pointer, kernel.I32, kernel.I64, kernel.U32, kernel.U64, kernel.F32, kernel.F64,
+			kernel.I8, kernel.U8, kernel.I16, kernel.U16, kernel.B8, kernel.F16, kernel.BF16},
 		Go: func(c *kernel.Call) {
-			copy(kernel.Update[float64](c, 0, 6), []float64{float64(c.Int32(1)), float64(c.Int64(2)), float64(c.Uint32(3)),
-				float64(c.Uint64(4)), float64(c.Float32(5)), c.Float64(6)})
+			truth := 0.0
+			if c.Bool(11) {
+				truth = 1
+			}
+			copy(kernel.Update[float64](c, 0, 13), []float64{float64(c.Int32(1)), float64(c.Int64(2)), float64(c.Uint32(3)),
+				float64(c.Uint64(4)), float64(c.Float32(5)), c.Float64(6), float64(c.Int8(7)), float64(c.Uint8(8)),
+				float64(c.Int16(9)), float64(c.Uint16(10)), truth, float64(c.Float16(12)), float64(c.BFloat16(13))})
 		},
 	}}}
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
@@ -92,14 +100,17 @@ func TestArgumentTypes(t *testing.T) {
 		defer m.Close()
 		k, err := m.Kernel("all")
 		require.NoError(t, err)
-		x, err := memory.Make[float64](s, 6)
+		x, err := memory.Make[float64](s, 13)
 		require.NoError(t, err)
 		defer x.Close()
 		require.NoError(t, k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x),
-			kernel.Int32(-7), kernel.Int64(-1<<40), kernel.Uint32(1<<31), kernel.Uint64(1<<63), kernel.Float32(0.5), kernel.Float64(-0.1)))
-		got := make([]float64, 6)
+			kernel.Int32(-7), kernel.Int64(-1<<40), kernel.Uint32(1<<31), kernel.Uint64(1<<63), kernel.Float32(0.5), kernel.Float64(-0.1),
+			kernel.Int8(-100), kernel.Uint8(200), kernel.Int16(-30000), kernel.Uint16(60000), kernel.Bool(true),
+			kernel.Float16(memory.Float16Of(1.5)), kernel.BFloat16(memory.BFloat16Of(-2))))
+		got := make([]float64, 13)
 		require.NoError(t, x.CopyTo(s, got))
-		require.Equal(t, []float64{-7, -1 << 40, 1 << 31, 1 << 63, 0.5, -0.1}, got)
+		require.Equal(t, []float64{-7, -1 << 40, 1 << 31, 1 << 63, 0.5, -0.1,
+			-100, 200, -30000, 60000, 1, 0x3e00, 0xc000}, got)
 	})
 }
 

@@ -1,86 +1,17 @@
 package kernel
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"sync"
+	"sync/atomic"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual"
-	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
-
-// A Param is the type of a kernel's parameter.
-type Param uint8
-
-// The parameter types, as in C: a pointer to device memory, and numbers.
-const (
-	Pointer = Param(virtual.PtrParam)
-	I32     = Param(virtual.Int32Param)
-	I64     = Param(virtual.Int64Param)
-	U32     = Param(virtual.Uint32Param)
-	U64     = Param(virtual.Uint64Param)
-	F32     = Param(virtual.Float32Param)
-	F64     = Param(virtual.Float64Param)
-)
-
-// String returns the C type.
-func (p Param) String() string {
-	switch p {
-	case Pointer:
-		return "pointer"
-	case I32:
-		return "int"
-	case I64:
-		return "long long"
-	case U32:
-		return "unsigned"
-	case U64:
-		return "unsigned long long"
-	case F32:
-		return "float"
-	case F64:
-		return "double"
-	}
-	return fmt.Sprintf("Param(%d)", uint8(p))
-}
-
-// An Arg is the value of one parameter.
-type Arg struct {
-	kind Param
-	bits uint64
-	dev  *device.Device // of a pointer
-	err  error
-}
-
-// Ptr passes the address of x.
-func Ptr[T memory.Element](x memory.Slice[T]) Arg {
-	return Arg{kind: Pointer, bits: uint64(x.Raw()), dev: x.Device(), err: x.Check("kernel: launch", nil)}
-}
-
-// Null passes a null pointer, as Ptr of the zero Slice does.
-func Null() Arg { return Arg{kind: Pointer} }
-
-// Int32 passes an int.
-func Int32(v int32) Arg { return Arg{kind: I32, bits: uint64(uint32(v))} }
-
-// Int64 passes a long long.
-func Int64(v int64) Arg { return Arg{kind: I64, bits: uint64(v)} }
-
-// Uint32 passes an unsigned.
-func Uint32(v uint32) Arg { return Arg{kind: U32, bits: uint64(v)} }
-
-// Uint64 passes an unsigned long long.
-func Uint64(v uint64) Arg { return Arg{kind: U64, bits: v} }
-
-// Float32 passes a float.
-func Float32(v float32) Arg { return Arg{kind: F32, bits: uint64(math.Float32bits(v))} }
-
-// Float64 passes a double.
-func Float64(v float64) Arg { return Arg{kind: F64, bits: math.Float64bits(v)} }
 
 // A Grid is the shape of a launch: blocks, threads in a block, and bytes of
 // dynamic shared memory.
@@ -100,6 +31,10 @@ type Kernel struct {
 	name   string
 	h      cudadrv.Function
 	params []Param
+	attrs  Attributes
+
+	mu     sync.Mutex    // guards raising shared
+	shared atomic.Uint32 // bytes of dynamic shared memory that the driver allows now
 }
 
 // maxArgs bounds the parameters of a kernel, so that a launch allocates
@@ -122,27 +57,56 @@ var frames = sync.Pool{New: func() any {
 
 // Launch enqueues the kernel on s (cuLaunchKernel) and returns at once; the
 // arguments have been read by then. The number and types of the arguments are
-// checked, and that pointers are of the stream's device. A grid without blocks
-// launches nothing.
+// checked, that pointers are of the stream's device, and that the device has
+// room for the grid's blocks: more dynamic shared memory than the usual 48 KiB
+// needs nothing but the request. A grid without blocks launches nothing.
 func (k *Kernel) Launch(s *stream.Stream, g Grid, args ...Arg) error {
+	return k.launch(s, g, args, false)
+}
+
+// LaunchCooperative is Launch of a kernel whose blocks wait for each other
+// (cuLaunchCooperativeKernel): all of them are on the device at once. The error
+// of a grid that is too large for that says how many blocks fit and matches
+// device.ErrorCooperativeLaunchTooLarge; nothing was enqueued then.
+func (k *Kernel) LaunchCooperative(s *stream.Stream, g Grid, args ...Arg) error {
+	if !k.module.limits.cooperative {
+		return &device.UnsupportedError{Feature: "kernel: cooperative launch", Need: "a device that has it", Have: k.module.dev.String()}
+	}
+	return k.launch(s, g, args, true)
+}
+
+func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) error {
 	if err := k.check(s, args); err != nil {
 		return err
 	}
 	if g.Blocks[0] == 0 || g.Blocks[1] == 0 || g.Blocks[2] == 0 {
 		return nil
 	}
+	if err := k.fit(g); err != nil {
+		return fmt.Errorf("kernel: launch %s on %s: %w", k.name, k.module.dev, err)
+	}
 	f := frames.Get().(*frame)
-	for i, a := range args {
-		f.vals[i] = a.bits // little-endian: a narrower value is its first bytes
+	for i := range args {
+		f.vals[i] = args[i].bits // little-endian: a narrower value is its first bytes
 	}
-	err := k.module.dev.Do("cuLaunchKernel", func(drv cudadrv.Driver) cudadrv.Result {
-		return drv.LaunchKernel(k.h, g.Blocks, g.Threads, g.SharedBytes, s.Raw(), unsafe.Pointer(&f.ptrs))
-	})
+	var err error
+	if together {
+		err = k.module.dev.Do("cuLaunchCooperativeKernel", func(drv cudadrv.Driver) cudadrv.Result {
+			return drv.LaunchCooperativeKernel(k.h, g.Blocks, g.Threads, g.SharedBytes, s.Raw(), unsafe.Pointer(&f.ptrs))
+		})
+	} else {
+		err = k.module.dev.Do("cuLaunchKernel", func(drv cudadrv.Driver) cudadrv.Result {
+			return drv.LaunchKernel(k.h, g.Blocks, g.Threads, g.SharedBytes, s.Raw(), unsafe.Pointer(&f.ptrs))
+		})
+	}
 	frames.Put(f)
-	if err != nil {
-		return fmt.Errorf("kernel: launch %s: %w", k.name, err)
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, device.ErrorCooperativeLaunchTooLarge):
+		return k.tooLarge(g, err)
 	}
-	return nil
+	return fmt.Errorf("kernel: launch %s: %w", k.name, err)
 }
 
 func (k *Kernel) check(s *stream.Stream, args []Arg) error {
@@ -152,8 +116,8 @@ func (k *Kernel) check(s *stream.Stream, args []Arg) error {
 	if err := s.Check("kernel: launch", k.module.dev); err != nil {
 		return err
 	}
-	if len(args) != len(k.params) || len(args) > maxArgs {
-		return fmt.Errorf("kernel: launch %s: %d arguments: want %d (at most %d)", k.name, len(args), len(k.params), maxArgs)
+	if len(args) != len(k.params) {
+		return fmt.Errorf("kernel: launch %s: %d arguments: want %d: %v", k.name, len(args), len(k.params), k.params)
 	}
 	for i := range args {
 		a := &args[i]
@@ -167,4 +131,56 @@ func (k *Kernel) check(s *stream.Stream, args []Arg) error {
 		}
 	}
 	return nil
+}
+
+// What CUDA allows on every device, in x, y and z.
+var (
+	maxBlocks  = [3]uint32{math.MaxInt32, math.MaxUint16, math.MaxUint16}
+	maxThreads = [3]uint32{1024, 1024, 64}
+)
+
+// fit checks that a block of the grid has room on the device.
+func (k *Kernel) fit(g Grid) error {
+	threads := uint64(1)
+	for i, axis := range [3]string{"x", "y", "z"} {
+		switch {
+		case g.Blocks[i] > maxBlocks[i]:
+			return fmt.Errorf("%d blocks in %s: at most %d", g.Blocks[i], axis, maxBlocks[i])
+		case g.Threads[i] == 0:
+			return fmt.Errorf("no threads in %s: want 1 or more", axis)
+		case g.Threads[i] > maxThreads[i]:
+			return fmt.Errorf("%d threads of a block in %s: at most %d", g.Threads[i], axis, maxThreads[i])
+		}
+		threads *= uint64(g.Threads[i])
+	}
+	if threads > uint64(k.attrs.MaxThreads) {
+		return fmt.Errorf("%d threads of a block: at most %d of this kernel, which uses %d registers a thread",
+			threads, k.attrs.MaxThreads, k.attrs.Registers)
+	}
+	if g.SharedBytes > k.shared.Load() {
+		return k.allowShared(g.SharedBytes)
+	}
+	return nil
+}
+
+// allowShared lets blocks have as much dynamic shared memory as the device has,
+// once for the kernel: it costs those nothing that ask for less.
+func (k *Kernel) allowShared(bytes uint32) error {
+	most := k.attrs.MaxDynamicSharedBytes
+	if int64(bytes) > int64(most) {
+		return fmt.Errorf("%d bytes of dynamic shared memory: a block has at most %d beside the %d that the kernel declares",
+			bytes, most, k.attrs.SharedBytes)
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if bytes <= k.shared.Load() {
+		return nil
+	}
+	err := k.module.dev.Do("cuFuncSetAttribute", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.FuncSetAttribute(k.h, cudadrv.FuncMaxDynamicSharedBytes, int32(most))
+	})
+	if err == nil {
+		k.shared.Store(uint32(most))
+	}
+	return err
 }

@@ -30,6 +30,7 @@ type Module struct {
 	owner   handle.Owner
 	dev     *device.Device
 	h       cudadrv.Module
+	limits  limits
 	kernels map[string]*Kernel
 }
 
@@ -42,11 +43,17 @@ func Compile(dev *device.Device, src *Source) (*Module, error) {
 	if dev == nil {
 		return nil, fmt.Errorf("kernel: compile %s: no device given", src.Name)
 	}
+	if err := src.check(); err != nil {
+		return nil, err
+	}
 	image, err := compile(dev, src)
 	if err != nil {
 		return nil, err
 	}
 	m := &Module{dev: dev, kernels: map[string]*Kernel{}}
+	if m.limits, err = limitsOf(dev); err != nil {
+		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
+	}
 	err = dev.Do("cuModuleLoadData", func(drv cudadrv.Driver) (r cudadrv.Result) {
 		m.h, r = drv.ModuleLoadData(image)
 		return r
@@ -61,6 +68,9 @@ func Compile(dev *device.Device, src *Source) (*Module, error) {
 			k.h, r = drv.ModuleGetFunction(m.h, d.Name)
 			return r
 		})
+		if err == nil {
+			err = k.load()
+		}
 		if err != nil {
 			_ = m.Close()
 			return nil, fmt.Errorf("kernel: find %s in %s: %w", d.Name, src.Name, err)
@@ -68,6 +78,26 @@ func Compile(dev *device.Device, src *Source) (*Module, error) {
 		m.kernels[d.Name] = k
 	}
 	return m, nil
+}
+
+// check finds mistakes in the description of the kernels.
+func (src *Source) check() error {
+	seen := map[string]bool{}
+	for _, d := range src.Kernels {
+		switch {
+		case d.Name == "" || seen[d.Name]:
+			return fmt.Errorf("kernel: compile %s: a kernel has no name, or that of another: %q", src.Name, d.Name)
+		case len(d.Params) > maxArgs:
+			return fmt.Errorf("kernel: compile %s: %s has %d parameters: at most %d", src.Name, d.Name, len(d.Params), maxArgs)
+		}
+		for i, p := range d.Params {
+			if int(p) >= len(paramNames) {
+				return fmt.Errorf("kernel: compile %s: parameter %d of %s has no type: %v", src.Name, i, d.Name, p)
+			}
+		}
+		seen[d.Name] = true
+	}
+	return nil
 }
 
 // Kernel returns a kernel by its name.

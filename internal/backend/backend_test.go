@@ -8,6 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/conformance"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/virtual"
 )
 
 // Every backend passes the same suite.
@@ -16,6 +17,7 @@ func TestConformance(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := open(t, name)
 			t.Run("driver", func(t *testing.T) { conformance.Driver(t, s.Driver) })
+			t.Run("kernels", func(t *testing.T) { conformance.Kernels(t, s.Driver, storeImage(s)) })
 			t.Run("nccl", func(t *testing.T) {
 				api, err := s.NCCL()
 				require.NoError(t, err)
@@ -31,6 +33,15 @@ func TestConformance(t *testing.T) {
 			}
 		})
 	}
+}
+
+// storeImage is the image that the conformance suite wants.
+func storeImage(s *System) []byte {
+	if s.Machine == nil {
+		return []byte(conformance.StorePTX)
+	}
+	return s.Machine.ModuleImage([]virtual.Kernel{{Name: "store", Params: []virtual.Param{virtual.PtrParam, virtual.Uint32Param},
+		Func: func(k *virtual.KernelCall) { virtual.WriteOf[uint32](k, k.Ptr(0), 1)[0] = k.Uint32(1) }}})
 }
 
 func open(t *testing.T, name string) *System {

@@ -80,6 +80,13 @@ type Driver interface {
 	// LaunchKernel's params points at an array with the address of each
 	// parameter's value; both are read before it returns.
 	LaunchKernel(f Function, grid, block [3]uint32, sharedBytes uint32, s Stream, params unsafe.Pointer) Result
+	LaunchCooperativeKernel(f Function, grid, block [3]uint32, sharedBytes uint32, s Stream, params unsafe.Pointer) Result
+	FuncGetAttribute(a FuncAttribute, f Function) (int32, Result)
+	FuncSetAttribute(f Function, a FuncAttribute, value int32) Result
+	OccupancyMaxActiveBlocksPerMultiprocessor(f Function, blockSize int32, sharedBytes uintptr) (int32, Result)
+	// OccupancyMaxPotentialBlockSize is for kernels whose dynamic shared memory
+	// does not depend on the size of the block; a limit of 0 is none.
+	OccupancyMaxPotentialBlockSize(f Function, sharedBytes uintptr, limit int32) (minGrid, block int32, r Result)
 
 	// StreamBeginCapture records what is enqueued on the stream from now on
 	// instead of running it. In the modes global and thread-local the same OS

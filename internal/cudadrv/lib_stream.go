@@ -70,26 +70,3 @@ func (l *Lib) IpcOpenEventHandle(h IpcEventHandle) (Event, Result) {
 	e, r := l.Call1(fnIpcOpenEventHandle, dl.Get().Out().Struct64((*[64]byte)(&h)))
 	return Event(e), r
 }
-
-func (l *Lib) ModuleLoadData(image []byte) (Module, Result) {
-	if n := len(image); n == 0 || image[n-1] != 0 {
-		// PTX is text that ends at its NUL; a cubin knows its own size.
-		image = append(image[:n:n], 0)
-	}
-	m, r := l.Call1(fnModuleLoadData, dl.Get().Out().Ptr(unsafe.Pointer(&image[0])))
-	return Module(m), r
-}
-
-func (l *Lib) ModuleUnload(m Module) Result { return l.Call(fnModuleUnload, dl.Get().In(uintptr(m))) }
-
-func (l *Lib) ModuleGetFunction(m Module, name string) (Function, Result) {
-	f, r := l.Call1(fnModuleGetFunction, dl.Get().Out().In(uintptr(m)).String(name))
-	return Function(f), r
-}
-
-func (l *Lib) LaunchKernel(f Function, grid, block [3]uint32, sharedBytes uint32, s Stream, params unsafe.Pointer) Result {
-	return l.Call(fnLaunchKernel, dl.Get().In(uintptr(f),
-		uintptr(grid[0]), uintptr(grid[1]), uintptr(grid[2]),
-		uintptr(block[0]), uintptr(block[1]), uintptr(block[2]),
-		uintptr(sharedBytes), uintptr(s)).Ptr(params).In(0)) // no extra
-}

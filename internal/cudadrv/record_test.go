@@ -88,6 +88,12 @@ var signatures = dltest.Signatures{
 	"cuGraphExecDestroy":                "w",
 	"cuGraphDestroy":                    "w",
 	"cuGraphDebugDotPrint":              "w s i",
+
+	"cuLaunchCooperativeKernel":                   "w i i i i i i i w p4",
+	"cuFuncGetAttribute":                          "o4 i w",
+	"cuFuncSetAttribute":                          "w i i",
+	"cuOccupancyMaxActiveBlocksPerMultiprocessor": "o4 w i w",
+	"cuOccupancyMaxPotentialBlockSize":            "o4 o4 w w w i",
 }
 
 // The golden file shows for each method what C received and what the method
@@ -206,6 +212,14 @@ func TestRecordedCalls(t *testing.T) {
 	f, r := d.ModuleGetFunction(0x31, "saxpy")
 	two("ModuleGetFunction", f, r)
 	one("LaunchKernel", d.LaunchKernel(0xf1, [3]uint32{11, 12, 13}, [3]uint32{21, 22, 23}, 31, 0x51, src))
+	one("LaunchCooperativeKernel", d.LaunchCooperativeKernel(0xf1, [3]uint32{11, 12, 13}, [3]uint32{21, 22, 23}, 31, 0x51, src))
+	v, r := d.FuncGetAttribute(FuncRegisters, 0xf1)
+	two("FuncGetAttribute", v, r)
+	one("FuncSetAttribute", d.FuncSetAttribute(0xf1, FuncMaxDynamicSharedBytes, 65536))
+	v, r = d.OccupancyMaxActiveBlocksPerMultiprocessor(0xf1, 256, 4096)
+	two("OccupancyMaxActiveBlocksPerMultiprocessor", v, r)
+	grid, block, r := d.OccupancyMaxPotentialBlockSize(0xf1, 4096, 512)
+	two("OccupancyMaxPotentialBlockSize", []int32{grid, block}, r)
 
 	one("StreamBeginCapture", d.StreamBeginCapture(0x51, CaptureRelaxed))
 	g, r := d.StreamEndCapture(0x51)
@@ -251,6 +265,8 @@ func TestCallsDoNotAllocate(t *testing.T) {
 		"LaunchKernel":    func() { d.LaunchKernel(1, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, 2, params) },
 		"GraphLaunch":     func() { d.GraphLaunch(1, 2) },
 		"LaunchHostFunc":  func() { d.LaunchHostFunc(1, 2) },
+
+		"LaunchCooperativeKernel": func() { d.LaunchCooperativeKernel(1, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, 2, params) },
 	} {
 		require.Zero(t, testing.AllocsPerRun(200, call), name)
 	}

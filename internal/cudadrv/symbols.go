@@ -63,6 +63,11 @@ const (
 	fnModuleUnload
 	fnModuleGetFunction
 	fnLaunchKernel
+	fnLaunchCooperativeKernel
+	fnFuncGetAttribute
+	fnFuncSetAttribute
+	fnOccupancyMaxActiveBlocksPerMultiprocessor
+	fnOccupancyMaxPotentialBlockSize
 	fnStreamBeginCapture
 	fnStreamEndCapture
 	fnStreamIsCapturing
@@ -160,4 +165,10 @@ var symbols = [numFns]dl.Func{
 	fnUserObjectRelease:               {Name: "cuUserObjectRelease"},
 	fnGraphRetainUserObject:           {Name: "cuGraphRetainUserObject"},
 	fnGraphDebugDotPrint:              {Name: "cuGraphDebugDotPrint"},
+
+	fnLaunchCooperativeKernel:                   {Name: "cuLaunchCooperativeKernel"},
+	fnFuncGetAttribute:                          {Name: "cuFuncGetAttribute"},
+	fnFuncSetAttribute:                          {Name: "cuFuncSetAttribute"},
+	fnOccupancyMaxActiveBlocksPerMultiprocessor: {Name: "cuOccupancyMaxActiveBlocksPerMultiprocessor"},
+	fnOccupancyMaxPotentialBlockSize:            {Name: "cuOccupancyMaxPotentialBlockSize"},
 }

@@ -57,6 +57,8 @@ const (
 	AttrComputeCapabilityMajor      Attribute = 75
 	AttrComputeCapabilityMinor      Attribute = 76
 	AttrMaxSharedMemoryPerSM        Attribute = 81
+	AttrCooperativeLaunch           Attribute = 95
+	AttrMaxSharedMemoryOptin        Attribute = 97
 	AttrMemoryPoolsSupported        Attribute = 115
 )
 
@@ -65,4 +67,17 @@ const (
 	P2PPerformanceRank P2PAttribute = 1
 	P2PAccessSupported P2PAttribute = 2
 	P2PNativeAtomics   P2PAttribute = 3
+)
+
+// FuncAttribute is CUfunction_attribute.
+type FuncAttribute int32
+
+// The attributes of kernels that Chorus reads or sets.
+const (
+	FuncMaxThreadsPerBlock    FuncAttribute = 0
+	FuncSharedBytes           FuncAttribute = 1
+	FuncConstBytes            FuncAttribute = 2
+	FuncLocalBytes            FuncAttribute = 3
+	FuncRegisters             FuncAttribute = 4
+	FuncMaxDynamicSharedBytes FuncAttribute = 8
 )

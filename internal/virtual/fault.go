@@ -140,7 +140,8 @@ func statusOf(call, status string) (int32, error) {
 
 // streamOps are the calls that enqueue an operation.
 var streamOps = nameSet(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
-	cuMemcpyPeerAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuLaunchKernel cublasGemmEx
+	cuMemcpyPeerAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuLaunchKernel
+	cuLaunchCooperativeKernel cublasGemmEx
 	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
 	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload`)
 
@@ -159,6 +160,7 @@ func allCalls() map[string]bool {
 	cuThreadExchangeStreamCaptureMode cuGraphGetNodes cuGraphInstantiateWithFlags cuGraphExecUpdate
 	cuGraphExecDestroy cuGraphDestroy cuGraphDebugDotPrint
 	cuUserObjectCreate cuUserObjectRelease cuGraphRetainUserObject
+	cuFuncGetAttribute cuFuncSetAttribute cuOccupancyMaxActiveBlocksPerMultiprocessor cuOccupancyMaxPotentialBlockSize
 	cublasCreate cublasDestroy cublasSetStream`)
 	maps.Copy(names, streamOps)
 	for f := range ncclapi.NumFuncs {

@@ -24,12 +24,24 @@ const (
 	Uint64Param
 	Float32Param
 	Float64Param
+	Int8Param
+	Uint8Param
+	Int16Param
+	Uint16Param
+	BoolParam
+	Float16Param  // its bits
+	BFloat16Param // its bits
 )
 
-var paramNames = []string{"PtrParam", "Int32Param", "Int64Param", "Uint32Param", "Uint64Param", "Float32Param", "Float64Param"}
-
-func (p Param) wide() bool {
-	return p != Int32Param && p != Uint32Param && p != Float32Param
+var params = [...]struct {
+	name string
+	size int
+}{
+	PtrParam: {"PtrParam", 8}, Int32Param: {"Int32Param", 4}, Int64Param: {"Int64Param", 8},
+	Uint32Param: {"Uint32Param", 4}, Uint64Param: {"Uint64Param", 8}, Float32Param: {"Float32Param", 4},
+	Float64Param: {"Float64Param", 8}, Int8Param: {"Int8Param", 1}, Uint8Param: {"Uint8Param", 1},
+	Int16Param: {"Int16Param", 2}, Uint16Param: {"Uint16Param", 2}, BoolParam: {"BoolParam", 1},
+	Float16Param: {"Float16Param", 2}, BFloat16Param: {"BFloat16Param", 2},
 }
 
 // A Kernel stands in for a CUDA kernel: Func carries out the whole grid in one
@@ -80,6 +92,7 @@ type function struct {
 	dev    *device
 	module cudadrv.Module
 	kernel Kernel
+	shared int32 // bytes of dynamic shared memory that a launch may have
 }
 
 func (d driver) ModuleLoadData(image []byte) (cudadrv.Module, cudadrv.Result) {
@@ -131,61 +144,8 @@ func (d driver) ModuleGetFunction(h cudadrv.Module, name string) (cudadrv.Functi
 		return 0, cudadrv.ErrorNotFound
 	}
 	fh := cudadrv.Function(d.m.handle())
-	d.m.functions[fh] = &function{dev: c.dev, module: h, kernel: mod.kernels[i]}
+	d.m.functions[fh] = &function{dev: c.dev, module: h, kernel: mod.kernels[i], shared: maxSharedPerBlock}
 	return fh, cudadrv.Success
-}
-
-func (d driver) LaunchKernel(fh cudadrv.Function, grid, block [3]uint32, sharedBytes uint32, h cudadrv.Stream, params unsafe.Pointer) cudadrv.Result {
-	c, s, r := d.beginStream("cuLaunchKernel", h)
-	if r != cudadrv.Success {
-		return r
-	}
-	defer c.end()
-	f := d.m.functions[fh]
-	if f == nil || f.dev != c.dev || s.dev != c.dev {
-		return cudadrv.ErrorInvalidHandle
-	}
-	if !validGrid(grid, block) || sharedBytes > maxSharedPerSM || params == nil && len(f.kernel.Params) > 0 {
-		return cudadrv.ErrorInvalidValue
-	}
-	k := &KernelCall{kernel: &f.kernel, grid: grid, block: block, params: readParams(f.kernel.Params, params)}
-	c.name = "kernel " + f.kernel.Name
-	c.check = func() cudadrv.Result {
-		if d.m.functions[fh] == nil {
-			return cudadrv.ErrorInvalidHandle
-		}
-		return cudadrv.Success
-	}
-	c.enqueue(s, k.run)
-	return cudadrv.Success
-}
-
-func validGrid(grid, block [3]uint32) bool {
-	threads := uint64(1)
-	for i := range 3 {
-		if grid[i] == 0 || block[i] == 0 || block[i] > maxThreadsPerBlock {
-			return false
-		}
-		threads *= uint64(block[i])
-	}
-	return threads <= maxThreadsPerBlock && block[2] <= 64 &&
-		grid[0] <= math.MaxInt32 && grid[1] <= math.MaxUint16 && grid[2] <= math.MaxUint16
-}
-
-// readParams copies the values that the array's addresses point at.
-func readParams(types []Param, array unsafe.Pointer) []uint64 {
-	values := make([]uint64, len(types))
-	if len(types) == 0 {
-		return values
-	}
-	for i, p := range unsafe.Slice((*unsafe.Pointer)(array), len(types)) {
-		if types[i].wide() {
-			values[i] = *(*uint64)(p)
-		} else {
-			values[i] = uint64(*(*uint32)(p))
-		}
-	}
-	return values
 }
 
 // A KernelCall is one launch of a kernel, as its Func sees it. Parameters are
@@ -220,7 +180,7 @@ func (k *KernelCall) Block() [3]uint32 { return k.block }
 
 func (k *KernelCall) param(i int, want Param) uint64 {
 	if i < 0 || i >= len(k.params) || k.kernel.Params[i] != want {
-		panic(fmt.Sprintf("kernel %s has no parameter %d of type %s", k.kernel.Name, i, paramNames[want]))
+		panic(fmt.Sprintf("kernel %s has no parameter %d of type %s", k.kernel.Name, i, params[want].name))
 	}
 	return k.params[i]
 }
@@ -247,6 +207,27 @@ func (k *KernelCall) Float32(i int) float32 {
 
 // Float64 is parameter i, a Float64Param.
 func (k *KernelCall) Float64(i int) float64 { return math.Float64frombits(k.param(i, Float64Param)) }
+
+// Int8 is parameter i, an Int8Param.
+func (k *KernelCall) Int8(i int) int8 { return int8(k.param(i, Int8Param)) }
+
+// Uint8 is parameter i, a Uint8Param.
+func (k *KernelCall) Uint8(i int) uint8 { return uint8(k.param(i, Uint8Param)) }
+
+// Int16 is parameter i, an Int16Param.
+func (k *KernelCall) Int16(i int) int16 { return int16(k.param(i, Int16Param)) }
+
+// Uint16 is parameter i, a Uint16Param.
+func (k *KernelCall) Uint16(i int) uint16 { return uint16(k.param(i, Uint16Param)) }
+
+// Bool is parameter i, a BoolParam.
+func (k *KernelCall) Bool(i int) bool { return k.param(i, BoolParam) != 0 }
+
+// Float16 is parameter i, a Float16Param.
+func (k *KernelCall) Float16(i int) uint16 { return uint16(k.param(i, Float16Param)) }
+
+// BFloat16 is parameter i, a BFloat16Param.
+func (k *KernelCall) BFloat16(i int) uint16 { return uint16(k.param(i, BFloat16Param)) }
 
 // Read returns device memory and records that the kernel reads it. The bytes
 // must not be written and are good until Func returns. An address that is not

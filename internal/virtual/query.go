@@ -144,24 +144,21 @@ func (d driver) DeviceGetAttribute(a cudadrv.Attribute, ord cudadrv.Device) (int
 	return v, cudadrv.Success
 }
 
-const (
-	maxThreadsPerBlock = 1024
-	maxSharedPerSM     = 233472
-)
-
 var attributes = map[cudadrv.Attribute]int32{
 	cudadrv.AttrMaxThreadsPerBlock:          maxThreadsPerBlock,
-	cudadrv.AttrMaxSharedMemoryPerBlock:     49152,
-	cudadrv.AttrWarpSize:                    32,
+	cudadrv.AttrMaxSharedMemoryPerBlock:     maxSharedPerBlock,
+	cudadrv.AttrWarpSize:                    warpSize,
 	cudadrv.AttrClockRate:                   1980000,
 	cudadrv.AttrPCIDeviceID:                 0,
 	cudadrv.AttrMemoryClockRate:             3201000,
 	cudadrv.AttrGlobalMemoryBusWidth:        6144,
 	cudadrv.AttrL2CacheSize:                 62914560,
-	cudadrv.AttrMaxThreadsPerMultiprocessor: 2048,
+	cudadrv.AttrMaxThreadsPerMultiprocessor: maxThreadsPerSM,
 	cudadrv.AttrPCIDomainID:                 0,
 	cudadrv.AttrComputeCapabilityMajor:      9,
 	cudadrv.AttrComputeCapabilityMinor:      0,
 	cudadrv.AttrMaxSharedMemoryPerSM:        maxSharedPerSM,
+	cudadrv.AttrCooperativeLaunch:           1,
+	cudadrv.AttrMaxSharedMemoryOptin:        maxSharedOptin,
 	cudadrv.AttrMemoryPoolsSupported:        1,
 }

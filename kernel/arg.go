@@ -1,0 +1,104 @@
+package kernel
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/virtual"
+	"github.com/gochorus/chorus/memory"
+)
+
+// A Param is the type of a kernel's parameter.
+type Param uint8
+
+// The parameter types, as in C: a pointer to device memory, and numbers.
+const (
+	Pointer = Param(virtual.PtrParam)
+	I32     = Param(virtual.Int32Param)
+	I64     = Param(virtual.Int64Param)
+	U32     = Param(virtual.Uint32Param)
+	U64     = Param(virtual.Uint64Param)
+	F32     = Param(virtual.Float32Param)
+	F64     = Param(virtual.Float64Param)
+	I8      = Param(virtual.Int8Param)
+	U8      = Param(virtual.Uint8Param)
+	I16     = Param(virtual.Int16Param)
+	U16     = Param(virtual.Uint16Param)
+	B8      = Param(virtual.BoolParam)
+	F16     = Param(virtual.Float16Param)
+	BF16    = Param(virtual.BFloat16Param)
+)
+
+var paramNames = [...]string{
+	Pointer: "pointer", I32: "int", I64: "long long", U32: "unsigned", U64: "unsigned long long", F32: "float", F64: "double",
+	I8: "signed char", U8: "unsigned char", I16: "short", U16: "unsigned short", B8: "bool", F16: "__half", BF16: "__nv_bfloat16",
+}
+
+// String returns the C type.
+func (p Param) String() string {
+	if int(p) < len(paramNames) {
+		return paramNames[p]
+	}
+	return fmt.Sprintf("Param(%d)", uint8(p))
+}
+
+// An Arg is the value of one parameter.
+type Arg struct {
+	kind Param
+	bits uint64
+	dev  *device.Device // of a pointer
+	err  error
+}
+
+// Ptr passes the address of x.
+func Ptr[T memory.Element](x memory.Slice[T]) Arg {
+	return Arg{kind: Pointer, bits: uint64(x.Raw()), dev: x.Device(), err: x.Check("kernel: launch", nil)}
+}
+
+// Null passes a null pointer, as Ptr of the zero Slice does.
+func Null() Arg { return Arg{kind: Pointer} }
+
+// Int32 passes an int.
+func Int32(v int32) Arg { return Arg{kind: I32, bits: uint64(uint32(v))} }
+
+// Int64 passes a long long.
+func Int64(v int64) Arg { return Arg{kind: I64, bits: uint64(v)} }
+
+// Uint32 passes an unsigned.
+func Uint32(v uint32) Arg { return Arg{kind: U32, bits: uint64(v)} }
+
+// Uint64 passes an unsigned long long.
+func Uint64(v uint64) Arg { return Arg{kind: U64, bits: v} }
+
+// Float32 passes a float.
+func Float32(v float32) Arg { return Arg{kind: F32, bits: uint64(math.Float32bits(v))} }
+
+// Float64 passes a double.
+func Float64(v float64) Arg { return Arg{kind: F64, bits: math.Float64bits(v)} }
+
+// Int8 passes a signed char.
+func Int8(v int8) Arg { return Arg{kind: I8, bits: uint64(uint8(v))} }
+
+// Uint8 passes an unsigned char.
+func Uint8(v uint8) Arg { return Arg{kind: U8, bits: uint64(v)} }
+
+// Int16 passes a short.
+func Int16(v int16) Arg { return Arg{kind: I16, bits: uint64(uint16(v))} }
+
+// Uint16 passes an unsigned short.
+func Uint16(v uint16) Arg { return Arg{kind: U16, bits: uint64(v)} }
+
+// Bool passes a bool.
+func Bool(v bool) Arg {
+	if v {
+		return Arg{kind: B8, bits: 1}
+	}
+	return Arg{kind: B8}
+}
+
+// Float16 passes a __half.
+func Float16(v memory.Float16) Arg { return Arg{kind: F16, bits: uint64(v)} }
+
+// BFloat16 passes a __nv_bfloat16.
+func BFloat16(v memory.BFloat16) Arg { return Arg{kind: BF16, bits: uint64(v)} }

@@ -21,9 +21,18 @@
 //	err = scale.Launch(s, kernel.Cover(n), kernel.Ptr(x), kernel.Float32(2), kernel.Int32(int32(n)))
 //
 // The source is compiled by NVRTC for the device's compute capability, so
-// neither a CUDA toolkit nor a prepared binary is needed. A kernel's Go function
-// does the work of the whole grid in one call; it is needed only where programs
-// shall run without a GPU.
+// neither a CUDA toolkit nor a prepared binary is needed; what was compiled is
+// kept on disk for the next process. A kernel's Go function does the work of the
+// whole grid in one call; it is needed only where programs shall run without a
+// GPU.
 //
-// Concurrency: modules and kernels may be used by several goroutines.
+// Where each element of the output depends on the same element of the inputs,
+// an [Elementwise] needs no grid, no bounds and no types:
+//
+//	axpy, err := kernel.NewElementwise(`template <typename T> T axpy(T x, T y, T a) { return a * x + y; }`,
+//		&kernel.ElementwiseConfig{Defaults: []kernel.Operand{kernel.Set("a", 1)}})
+//	err = axpy.Launch(s, kernel.Out(z), kernel.In(x), kernel.In(y), kernel.Set("a", 2.5))
+//
+// Concurrency: modules, kernels and element-wise functions may be used by
+// several goroutines.
 package kernel

@@ -1,0 +1,234 @@
+package kernel
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// hostShim lets a C++ compiler take a kernel for a function.
+const hostShim = `#include <cstdio>
+#include <cstring>
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(n)
+struct Dim { unsigned x; };
+static Dim blockIdx, threadIdx;
+template <class D, class S> static D bits_of(S s) { D d; memcpy(&d, &s, sizeof d); return d; }
+static inline float __uint_as_float(unsigned u) { return bits_of<float>(u); }
+static inline unsigned __float_as_uint(float f) { return bits_of<unsigned>(f); }
+static inline float half_value(unsigned short b) { return (float)bits_of<_Float16>(b); }
+static inline unsigned short half_bits(float f) { return bits_of<unsigned short>((_Float16)f); }
+template <class T> static void read(T* p, size_t n) { if (fread(p, sizeof(T), n, stdin) != n) perror("read"); }
+`
+
+// One operation in floats: what is computed in float64 and then rounded is what
+// float has.
+const hostCode = `template <typename T> void pick(T x, T y, T& least, T& scaled, T by) {
+	least = x < y ? x : y;
+	scaled = x * by;
+}`
+
+type hostTrial struct {
+	v      *variant
+	common memory.DType
+	n      int
+	in     [2][]byte
+	number numeral // instead of the second input, unless its type is invalid
+	by     numeral
+	out    [2][]byte
+}
+
+// The kernels that are generated, compiled as C++, and the Go function give the
+// same bytes.
+func TestElementwiseSourceAgreesWithGo(t *testing.T) {
+	t.Parallel()
+	cxx, err := exec.LookPath("g++")
+	if err != nil {
+		t.Skip("needs a C++ compiler, g++: ", err)
+	}
+	e, err := NewElementwise(hostCode, &ElementwiseConfig{
+		Defaults: []Operand{Set("by", 1)},
+		Floats:   func(in, out []float64) { out[0], out[1] = min(in[0], in[1]), in[0]*in[2] },
+		Ints: func(in, out []int64) {
+			out[0], out[1] = min(in[0], in[1]), in[0]*in[2]
+		},
+	})
+	require.NoError(t, err)
+	defer e.Close()
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	s, err := stream.New(devs[0], nil)
+	require.NoError(t, err)
+	defer s.Close()
+
+	const (
+		f2, bf, f4, f8 = memory.Float16T, memory.BFloat16T, memory.Float32, memory.Float64
+		bl, i1, u1, i2 = memory.Bool, memory.Int8, memory.Uint8, memory.Int16
+		i4, i8, u4     = memory.Int32, memory.Int64, memory.Uint32
+	)
+	half, two := numberOf(0.5), numberOf(2)
+	none := numeral{}
+	var trials []*hostTrial
+	for _, c := range []struct {
+		in, out    [2]memory.DType
+		n          int
+		number, by numeral
+	}{
+		{[2]memory.DType{f4, f4}, [2]memory.DType{f4, f4}, 2100, none, half},
+		{[2]memory.DType{f2, f2}, [2]memory.DType{f2, f4}, 1500, none, numberOf(0.3)},
+		{[2]memory.DType{bf, i4}, [2]memory.DType{bf, f2}, 700, none, two},
+		{[2]memory.DType{f2, bf}, [2]memory.DType{f8, bf}, 700, none, half},
+		{[2]memory.DType{f8, f2}, [2]memory.DType{f2, f4}, 700, none, numberOf(1.7)},
+		{[2]memory.DType{i8, f2}, [2]memory.DType{f2, f2}, 700, none, half},
+		{[2]memory.DType{i1, u1}, [2]memory.DType{i2, i8}, 3000, none, two},
+		{[2]memory.DType{bl, i4}, [2]memory.DType{i4, f8}, 1100, none, numberOf(-3)},
+		{[2]memory.DType{u4, u4}, [2]memory.DType{i8, f4}, 900, none, two},
+		{[2]memory.DType{i2, i2}, [2]memory.DType{f4, f2}, 900, half, two},
+		{[2]memory.DType{i1, i1}, [2]memory.DType{i1, i2}, 1100, numberOf(300), numberOf(2.75)},
+		{[2]memory.DType{bl, bl}, [2]memory.DType{bl, i1}, 1100, numberOf(true), numberOf(true)},
+		{[2]memory.DType{f2, f2}, [2]memory.DType{f2, f2}, 300, numberOf(0.1), numberOf(0.1)},
+	} {
+		trials = append(trials, hostTrialOf(t, s, e, c.in, c.out, c.n, c.number, c.by))
+	}
+	runHost(t, cxx, e, trials)
+}
+
+// hostTrialOf runs a launch on the virtual device.
+func hostTrialOf(t *testing.T, s *stream.Stream, e *Elementwise, in, out [2]memory.DType, n int, num, by numeral) *hostTrial {
+	t.Helper()
+	random := rand.New(rand.NewPCG(3, uint64(n)))
+	tr := &hostTrial{n: n, number: num, by: by}
+	var ops []Operand
+	upload := func(d memory.DType, b []byte, r role) memory.Slice[uint8] {
+		x, err := memory.MakeFrom(s, b)
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = x.Close() })
+		ops = append(ops, Operand{role: r, dtype: d, raw: uint64(x.Raw()), n: n, dev: s.Device()})
+		return x
+	}
+	for i, d := range in {
+		b := make([]byte, n*d.Size())
+		for k := range n {
+			switch {
+			case isFloat(d):
+				setFloat(d, b, k, random.NormFloat64()*10)
+			case d == memory.Bool:
+				b[k] = byte(random.IntN(2))
+			default:
+				setInt(d, b, k, random.Int64()>>random.IntN(60))
+			}
+		}
+		tr.in[i] = b
+		if i == 1 && num.dtype != memory.Invalid {
+			ops = append(ops, Operand{role: number, dtype: num.dtype, bits: num.bits})
+			continue
+		}
+		upload(d, b, input)
+	}
+	var outs []memory.Slice[uint8]
+	for _, d := range out {
+		outs = append(outs, upload(d, make([]byte, n*d.Size()), output))
+	}
+	ops = append(ops, Operand{role: scalar, name: "by", dtype: by.dtype, bits: by.bits})
+	require.NoError(t, e.Launch(s, ops...))
+	for i, x := range outs {
+		tr.out[i] = make([]byte, x.Len())
+		require.NoError(t, x.CopyTo(s, tr.out[i]))
+	}
+	l := job{dev: s.Device()}
+	require.NoError(t, e.match(&l, ops))
+	tr.v = &variant{dev: l.dev}
+	for i := range e.arity() {
+		tr.v.args[i].role, tr.v.args[i].dtype = l.at[i].role, l.at[i].dtype
+	}
+	var err error
+	tr.common, err = l.common(ops)
+	require.NoError(t, err)
+	return tr
+}
+
+// runHost compiles the kernels of all trials into one program and compares.
+func runHost(t *testing.T, cxx string, e *Elementwise, trials []*hostTrial) {
+	t.Helper()
+	var code, calls strings.Builder
+	var in bytes.Buffer
+	code.WriteString(hostShim)
+	for i, tr := range trials {
+		source := strings.NewReplacer(`extern "C" `, "", "::pick<", "pick<").Replace(e.source(tr.v, tr.common))
+		fmt.Fprintf(&code, "namespace v%d {\n%s\n}\n", i, source)
+		fmt.Fprintf(&calls, "{ using namespace v%d; unsigned long long n = %d;\n", i, tr.n)
+		args := ""
+		for j := range e.arity() {
+			a := tr.v.args[j]
+			switch a.role {
+			case input, output:
+				fmt.Fprintf(&calls, "auto* p%d = new v%d::%s[n]();\n", j, i, strings.TrimSpace(cTypes[a.dtype]))
+			default:
+				fmt.Fprintf(&calls, "%s p%d;\n", map[Param]string{F64: "double", I64: "long long"}[paramOf(a.role, a.dtype)], j)
+			}
+			switch a.role {
+			case input:
+				fmt.Fprintf(&calls, "read(p%d, n);\n", j)
+				in.Write(tr.in[j])
+			case number:
+				fmt.Fprintf(&calls, "read(&p%d, 1);\n", j)
+				in.Write(unsafe.Slice((*byte)(unsafe.Pointer(&tr.number.bits)), 8))
+			case scalar:
+				fmt.Fprintf(&calls, "read(&p%d, 1);\n", j)
+				in.Write(unsafe.Slice((*byte)(unsafe.Pointer(&tr.by.bits)), 8))
+			}
+			args += fmt.Sprintf(", p%d", j)
+		}
+		fmt.Fprintf(&calls, "for (blockIdx.x = 0; blockIdx.x < n / 256 + 1; blockIdx.x++)\nfor (threadIdx.x = 0; threadIdx.x < 256; threadIdx.x++) chorus_elementwise(n, 0%s);\n", args)
+		for j := range e.arity() {
+			if tr.v.args[j].role == output {
+				fmt.Fprintf(&calls, "fwrite(p%d, sizeof *p%[1]d, n, stdout);\n", j)
+			}
+		}
+		calls.WriteString("}\n")
+	}
+	// Fundamental types have no namespace.
+	text := calls.String()
+	for _, c := range cTypes {
+		if !strings.HasPrefix(c, "chorus::") {
+			for i := range trials {
+				text = strings.ReplaceAll(text, fmt.Sprintf("v%d::%s[", i, c), c+"[")
+			}
+		}
+	}
+	code.WriteString("int main() {\n" + text + "}\n")
+	dir := t.TempDir()
+	file, bin := filepath.Join(dir, "host.cc"), filepath.Join(dir, "host")
+	require.NoError(t, os.WriteFile(file, []byte(code.String()), 0o644))
+	out, err := exec.Command(cxx, "-std=c++17", "-O1", "-ffp-contract=off", "-fwrapv", "-Wno-unknown-pragmas", "-o", bin, file).CombinedOutput()
+	if bytes.Contains(out, []byte("has no _Float16")) || bytes.Contains(out, []byte("_Float16’ was not declared")) {
+		t.Skip("needs a C++ compiler with _Float16")
+	}
+	require.NoError(t, err, "%s", out)
+	cmd := exec.Command(bin)
+	cmd.Stdin = &in
+	got, err := cmd.Output()
+	require.NoError(t, err)
+	for i, tr := range trials {
+		for k, want := range tr.out {
+			require.GreaterOrEqual(t, len(got), len(want))
+			require.True(t, bytes.Equal(want, got[:len(want)]), "trial %d, output %d:\n% x\n% x", i, k, want[:64], got[:64])
+			got = got[len(want):]
+		}
+	}
+	require.Empty(t, got)
+}

@@ -1,0 +1,106 @@
+package kernel_test
+
+import (
+	"errors"
+	"fmt"
+	"log"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// onVirtual runs fn with a stream of a virtual device; a program would take
+// device.Open(0).
+func onVirtual(fn func(s *stream.Stream) error) {
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 1})
+	if err != nil {
+		log.Fatal(err)
+	}
+	s, err := stream.New(sys.Devices()[0], nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	if err := errors.Join(fn(s), s.Close()); err != nil {
+		log.Fatal(err)
+	}
+}
+
+// A kernel of one's own, with a Go function for virtual devices.
+func ExampleCompile() {
+	onVirtual(func(s *stream.Stream) error {
+		m, err := kernel.Compile(s.Device(), &kernel.Source{
+			Name: "scale.cu",
+			CUDA: `extern "C" __global__ void scale(float* x, float by, int n) {
+	int i = blockIdx.x * blockDim.x + threadIdx.x;
+	if (i < n) x[i] *= by;
+}`,
+			Kernels: []kernel.Def{{
+				Name:   "scale",
+				Params: []kernel.Param{kernel.Pointer, kernel.F32, kernel.I32},
+				Go: func(c *kernel.Call) {
+					x := kernel.Update[float32](c, 0, int(c.Int32(2)))
+					for i := range x {
+						x[i] *= c.Float32(1)
+					}
+				},
+			}},
+		})
+		if err != nil {
+			return err
+		}
+		defer m.Close()
+		scale, err := m.Kernel("scale")
+		if err != nil {
+			return err
+		}
+		x, err := memory.MakeFrom(s, []float32{1, 2, 3})
+		if err != nil {
+			return err
+		}
+		defer x.Close()
+		if err := scale.Launch(s, kernel.Cover(x.Len()), kernel.Ptr(x), kernel.Float32(2), kernel.Int32(3)); err != nil {
+			return err
+		}
+		out := make([]float32, 3)
+		err = x.CopyTo(s, out)
+		fmt.Println(out)
+		return err
+	})
+	// Output: [2 4 6]
+}
+
+// A function of single elements takes whatever types it is given: an int32 and a
+// float16 meet in float16, as in torch.
+func ExampleNewElementwise() {
+	axpy, err := kernel.NewElementwise(`template <typename T> T axpy(T x, T y, T a) { return a * x + y; }`,
+		&kernel.ElementwiseConfig{
+			Defaults: []kernel.Operand{kernel.Set("a", 1)},
+			Floats:   func(in, out []float64) { out[0] = in[2]*in[0] + in[1] }, // on virtual devices
+		})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer axpy.Close()
+	onVirtual(func(s *stream.Stream) error {
+		x, err := memory.MakeFrom(s, []int32{1, 2, 3})
+		if err != nil {
+			return err
+		}
+		defer x.Close()
+		y, err := memory.MakeFrom(s, []memory.Float16{memory.Float16Of(0.5), memory.Float16Of(1), memory.Float16Of(1.5)})
+		if err != nil {
+			return err
+		}
+		defer y.Close()
+		if err := axpy.Launch(s, kernel.Out(y), kernel.In(x), kernel.In(y), kernel.Set("a", 10)); err != nil {
+			return err
+		}
+		out := make([]memory.Float16, 3)
+		err = y.CopyTo(s, out)
+		fmt.Println(out)
+		return err
+	})
+	// Output: [10.5 21 31.5]
+}

@@ -1,0 +1,101 @@
+package kernel
+
+import (
+	"fmt"
+
+	"github.com/gochorus/chorus/memory"
+)
+
+// promoted has the types that a table of promotions is about, in the order of
+// its rows and columns.
+var promoted = [...]memory.DType{memory.Bool, memory.Uint8, memory.Int8, memory.Int16, memory.Int32, memory.Int64,
+	memory.Float16T, memory.BFloat16T, memory.Float32, memory.Float64}
+
+// promotions is torch.promote_types: the smallest type for the numbers of both.
+// A type of 16-bit floats holds any integer, as far as it goes; two of them need
+// a float.
+var promotions = func() [len(promoted)][len(promoted)]memory.DType {
+	const (
+		bl = memory.Bool
+		u1 = memory.Uint8
+		i1 = memory.Int8
+		i2 = memory.Int16
+		i4 = memory.Int32
+		i8 = memory.Int64
+		f2 = memory.Float16T
+		bf = memory.BFloat16T
+		f4 = memory.Float32
+		f8 = memory.Float64
+	)
+	return [len(promoted)][len(promoted)]memory.DType{
+		{bl, u1, i1, i2, i4, i8, f2, bf, f4, f8}, // bool
+		{u1, u1, i2, i2, i4, i8, f2, bf, f4, f8}, // uint8
+		{i1, i2, i1, i2, i4, i8, f2, bf, f4, f8}, // int8
+		{i2, i2, i2, i2, i4, i8, f2, bf, f4, f8}, // int16
+		{i4, i4, i4, i4, i4, i8, f2, bf, f4, f8}, // int32
+		{i8, i8, i8, i8, i8, i8, f2, bf, f4, f8}, // int64
+		{f2, f2, f2, f2, f2, f2, f2, f4, f4, f8}, // float16
+		{bf, bf, bf, bf, bf, bf, f4, bf, f4, f8}, // bfloat16
+		{f4, f4, f4, f4, f4, f4, f4, f4, f4, f8}, // float32
+		{f8, f8, f8, f8, f8, f8, f8, f8, f8, f8}, // float64
+	}
+}()
+
+// promote returns the type for the numbers of a and b; memory.Invalid is no
+// type and gives the other one.
+func promote(a, b memory.DType) (memory.DType, error) {
+	switch {
+	case a == b || b == memory.Invalid:
+		return a, nil
+	case a == memory.Invalid:
+		return b, nil
+	case isFloat8(a) || isFloat8(b):
+		return 0, fmt.Errorf("no type has the numbers of both %s and %s: convert one of them", a, b)
+	}
+	row, column := placeOf(a), placeOf(b)
+	switch {
+	case row >= 0 && column >= 0:
+		return promotions[row][column], nil
+	case isFloat(a): // b is an unsigned integer of 16 bits or more
+		return a, nil
+	case isFloat(b):
+		return b, nil
+	}
+	return 0, fmt.Errorf("torch has no type for the numbers of both %s and %s: convert one of them", a, b)
+}
+
+func placeOf(t memory.DType) int {
+	for i, p := range promoted {
+		if p == t {
+			return i
+		}
+	}
+	return -1
+}
+
+func isFloat(t memory.DType) bool {
+	return t == memory.Float16T || t == memory.BFloat16T || t == memory.Float32 || t == memory.Float64 || isFloat8(t)
+}
+
+func isFloat8(t memory.DType) bool { return t == memory.Float8E4M3T || t == memory.Float8E5M2T }
+
+// resultType is torch.result_type of slices, whose promoted type is arrays, and
+// of single numbers, whose type is one of bool, int64 and float64: a number
+// counts only if it is of a higher category, and then a float32 is enough.
+func resultType(arrays, numbers memory.DType) (memory.DType, error) {
+	if numbers == memory.Float64 {
+		numbers = memory.Float32
+	}
+	switch {
+	case isFloat(arrays):
+		return arrays, nil
+	case arrays == memory.Invalid || arrays == memory.Bool || isFloat(numbers):
+		return promote(arrays, numbers)
+	}
+	return arrays, nil
+}
+
+// canCast is torch.can_cast: not from floats to integers, and not to bool.
+func canCast(from, to memory.DType) bool {
+	return !(isFloat(from) && !isFloat(to)) && !(from != memory.Bool && to == memory.Bool)
+}

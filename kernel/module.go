@@ -7,6 +7,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/virtual"
 )
 
@@ -16,6 +17,7 @@ type Source struct {
 	CUDA    string   // the kernels are extern "C" __global__ void
 	Options []string // for NVRTC, such as --use_fast_math
 	Kernels []Def
+	PTX     *ptx.Archive // has the source compiled; nil but for Chorus's own packages
 }
 
 // A Def describes one kernel of a Source.
@@ -121,6 +123,9 @@ func (m *Module) Close() error {
 func compile(dev *device.Device, src *Source) ([]byte, error) {
 	if m := dev.System().Machine(); m != nil {
 		return standIns(m, src)
+	}
+	if image, err := embedded(dev, src); image != nil || err != nil {
+		return image, err
 	}
 	c, err := newCompiler(dev)
 	if err != nil {

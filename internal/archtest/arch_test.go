@@ -21,7 +21,7 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"internal/env", "internal/handle", "internal/minifloat", "internal/poll"},
+	{"internal/env", "internal/handle", "internal/minifloat", "internal/poll", "internal/ptx"},
 	{"internal/dl", "cluster"},
 	{"internal/dl/dltest", "internal/cudadrv", "internal/cufileapi", "internal/nvrtcapi", "internal/nvml"},
 	{"internal/ncclapi", "internal/cublasapi"},
@@ -29,6 +29,7 @@ var layers = [][]string{
 	{"internal/conformance", "internal/backend"},
 	{"device"},
 	{"internal/testgpu", "stream"},
+	{"internal/ptxtest"},
 	{"memory"},
 	{"tensor", "kernel", "nccl", "graph", "nvtx"},
 	{"rng"},
@@ -37,7 +38,7 @@ var layers = [][]string{
 }
 
 // helpers are packages for tests, which tests of any layer may import.
-var helpers = []string{"internal/testgpu", "internal/dl/dltest", "internal/conformance"}
+var helpers = []string{"internal/testgpu", "internal/ptxtest", "internal/dl/dltest", "internal/conformance"}
 
 // importers has the packages that may import each module. One importer is the
 // rule: a module that is to be replaced is then replaced in one place.

@@ -1,0 +1,193 @@
+// Package ptxtest makes the archives of internal/ptx and checks that they belong
+// to their sources.
+package ptxtest
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"slices"
+	"testing"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/ptx"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+var update = flag.Bool("ptx", false, "compile Chorus's own kernels and write the archives of their PTX; needs NVRTC and a GPU")
+
+// Check compares the packed archive with its sources: every source has its text
+// and there are no others, each of the lowest version of PTX. Where the NVRTC is
+// there that has compiled them, it must do so again. With the flag -ptx the
+// archive is made anew and written to file.
+func Check(t *testing.T, file string, packed []byte, sources []ptx.Source) {
+	t.Helper()
+	if *update {
+		write(t, file, sources)
+		return
+	}
+	entries, err := ptx.Open(packed).Entries()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(entries) == 0 {
+		t.Logf("%s is empty: NVRTC compiles these kernels at run time until make ptx has run where there is a GPU", file)
+		return
+	}
+	t.Run("sources", func(t *testing.T) { belong(t, entries, sources) })
+	t.Run("compiled again", func(t *testing.T) { compileAgain(t, entries, sources) })
+}
+
+func belong(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
+	for _, p := range problems(entries, sources) {
+		t.Error(p + ": run make ptx")
+	}
+}
+
+// problems says where entries and sources differ.
+func problems(entries []ptx.Entry, sources []ptx.Source) (out []string) {
+	have := map[string]*ptx.Entry{}
+	for i, e := range entries {
+		have[e.Digest] = &entries[i]
+		lowered, version, err := ptx.Lower(string(e.Text))
+		if err != nil || lowered != string(e.Text) || version != e.Version {
+			out = append(out, fmt.Sprintf("the PTX of %s is not of the lowest version that it can be (%s, %s, %v)", e.Name, e.Version, version, err))
+		}
+	}
+	for _, s := range sources {
+		digest := ptx.Digest(s.CUDA, s.Options)
+		switch e := have[digest]; {
+		case e == nil:
+			out = append(out, fmt.Sprintf("the source of %s has changed since its PTX was made", s.Name))
+		case e.Name != s.Name || e.Arch != max(s.Arch, ptx.Arch):
+			out = append(out, fmt.Sprintf("the PTX of %s for compute_%d is that of %s for compute_%d", s.Name, max(s.Arch, ptx.Arch), e.Name, e.Arch))
+		}
+		delete(have, digest)
+	}
+	for _, e := range entries {
+		if have[e.Digest] != nil {
+			out = append(out, fmt.Sprintf("there is PTX of %s, but no such source", e.Name))
+		}
+	}
+	return out
+}
+
+// compiler is the name of an NVRTC in entries.
+func compiler(t *testing.T, rtc nvrtcapi.API) string {
+	t.Helper()
+	major, minor, r := rtc.Version()
+	if r != nvrtcapi.Success {
+		t.Fatal(r)
+	}
+	return fmt.Sprintf("NVRTC-%d.%d", major, minor)
+}
+
+func compileAgain(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
+	rtc, err := nvrtcapi.Open()
+	if err != nil {
+		t.Skip(err)
+	}
+	name := compiler(t, rtc)
+	archive := map[string]ptx.Entry{}
+	for _, e := range entries {
+		archive[e.Digest] = e
+	}
+	for _, s := range sources {
+		e, ok := archive[ptx.Digest(s.CUDA, s.Options)]
+		if !ok || e.Compiler != name {
+			continue // the one is an error already, the other writes other texts
+		}
+		again, err := Compile(rtc, name, &s)
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		if string(again.Text) != string(e.Text) {
+			t.Errorf("%s gives another PTX for %s than the archive has: run make ptx", name, s.Name)
+		}
+	}
+}
+
+// Compile makes an entry.
+func Compile(rtc nvrtcapi.API, compiler string, s *ptx.Source) (ptx.Entry, error) {
+	fail := func(what string, cause any) (ptx.Entry, error) {
+		return ptx.Entry{}, fmt.Errorf("ptxtest: %s: %s: %v", s.Name, what, cause)
+	}
+	p, r := rtc.CreateProgram(s.CUDA, s.Name)
+	if r != nvrtcapi.Success {
+		return fail("nvrtcCreateProgram", r)
+	}
+	defer rtc.DestroyProgram(p)
+	if r := rtc.CompileProgram(p, s.CompilerOptions()); r != nvrtcapi.Success {
+		log, _ := rtc.GetProgramLog(p)
+		return fail(r.Error(), log)
+	}
+	raw, r := rtc.GetPTX(p)
+	if r != nvrtcapi.Success {
+		return fail("nvrtcGetPTX", r)
+	}
+	for len(raw) > 0 && raw[len(raw)-1] == 0 { // C's end of the text
+		raw = raw[:len(raw)-1]
+	}
+	text, version, err := ptx.Lower(string(raw))
+	if err != nil {
+		return fail("lower", err)
+	}
+	return ptx.Entry{Digest: ptx.Digest(s.CUDA, s.Options), Name: s.Name, Arch: max(s.Arch, ptx.Arch),
+		Compiler: compiler, Version: version, Text: []byte(text)}, nil
+}
+
+// write compiles all sources, has the driver load each text, and writes the
+// archive.
+func write(t *testing.T, file string, sources []ptx.Source) {
+	t.Helper()
+	dev := testgpu.CUDA(t, 1)[0]
+	rtc, err := nvrtcapi.Open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	name := compiler(t, rtc)
+	var entries []ptx.Entry
+	versions := map[string]int{}
+	for _, s := range sources {
+		e, err := Compile(rtc, name, &s)
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		if err := load(dev, e.Text); err != nil {
+			t.Errorf("%s as PTX %s: %v", s.Name, e.Version, err)
+		}
+		entries = append(entries, e)
+		versions[e.Version]++
+	}
+	if t.Failed() {
+		return
+	}
+	packed := ptx.Pack(entries)
+	if err := os.WriteFile(file, packed, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	var all []string
+	for v, n := range versions {
+		all = append(all, fmt.Sprintf("%d of version %s", n, v))
+	}
+	slices.Sort(all)
+	t.Logf("%s: %d kernels by %s, %v, %d bytes", file, len(entries), name, all, len(packed))
+}
+
+// load has the driver compile a text: it refuses one whose version is too low
+// for what is in it.
+func load(dev *device.Device, text []byte) error {
+	var m cudadrv.Module
+	err := dev.Do("cuModuleLoadData", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		m, r = drv.ModuleLoadData(text)
+		return r
+	})
+	if err != nil {
+		return err
+	}
+	return dev.Do("cuModuleUnload", func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m) })
+}

@@ -1,0 +1,87 @@
+package ptxtest
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/ptx"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+func TestMain(m *testing.M) { testgpu.Main(m) }
+
+// fakeNVRTC writes PTX that has the source in it.
+type fakeNVRTC struct {
+	nvrtcapi.API
+	text string
+}
+
+func (f *fakeNVRTC) CreateProgram(source, name string) (nvrtcapi.Program, nvrtcapi.Result) {
+	f.text = source
+	return 1, nvrtcapi.Success
+}
+
+func (f *fakeNVRTC) CompileProgram(_ nvrtcapi.Program, options []string) nvrtcapi.Result {
+	f.text = ".version 9.0\n.target " + strings.ReplaceAll(strings.TrimPrefix(options[0], "--gpu-architecture="), "compute", "sm") +
+		"\n.address_size 64\n.visible .entry f()\n{\n" + f.text + "\n}\n\x00"
+	if strings.Contains(f.text, "mistake") {
+		return nvrtcapi.ErrorCompilation
+	}
+	return nvrtcapi.Success
+}
+func (f *fakeNVRTC) GetPTX(nvrtcapi.Program) ([]byte, nvrtcapi.Result) {
+	return []byte(f.text), nvrtcapi.Success
+}
+func (f *fakeNVRTC) GetProgramLog(nvrtcapi.Program) (string, nvrtcapi.Result) {
+	return "the log", nvrtcapi.Success
+}
+func (f *fakeNVRTC) DestroyProgram(nvrtcapi.Program) nvrtcapi.Result { return nvrtcapi.Success }
+
+func TestCompile(t *testing.T) {
+	f := &fakeNVRTC{}
+	e, err := Compile(f, "NVRTC-13.0", &ptx.Source{Name: "f", CUDA: "\tret;"})
+	require.NoError(t, err)
+	require.Equal(t, ptx.Entry{Digest: ptx.Digest("\tret;", nil), Name: "f", Arch: 75, Compiler: "NVRTC-13.0", Version: "6.3",
+		Text: []byte(".version 6.3\n.target sm_75\n.address_size 64\n.visible .entry f()\n{\n\tret;\n}\n")}, e)
+	e, err = Compile(f, "NVRTC-13.0", &ptx.Source{Name: "f", CUDA: "\tret;", Arch: 80})
+	require.NoError(t, err)
+	require.Equal(t, 80, e.Arch)
+	require.Equal(t, "7.0", e.Version)
+	_, err = Compile(f, "NVRTC-13.0", &ptx.Source{Name: "f", CUDA: "mistake"})
+	require.EqualError(t, err, "ptxtest: f: NVRTC_ERROR_COMPILATION: the log")
+	_, err = Compile(f, "NVRTC-13.0", &ptx.Source{Name: "f", CUDA: "frobnicate.b32 %r1;"})
+	require.ErrorContains(t, err, "ptxtest: f: lower: ptx: the instruction")
+}
+
+// The check notices what it is for.
+func TestProblems(t *testing.T) {
+	f := &fakeNVRTC{}
+	sources := []ptx.Source{{Name: "a", CUDA: "\tret;"}, {Name: "b", CUDA: "\tret;", Options: []string{"-DB"}}}
+	var entries []ptx.Entry
+	for _, s := range sources {
+		e, err := Compile(f, "NVRTC-13.0", &s)
+		require.NoError(t, err)
+		entries = append(entries, e)
+	}
+	require.Empty(t, problems(entries, sources))
+	check := func(want string, edit func(e []ptx.Entry, s []ptx.Source) ([]ptx.Entry, []ptx.Source)) {
+		t.Helper()
+		got := problems(edit(append([]ptx.Entry(nil), entries...), append([]ptx.Source(nil), sources...)))
+		require.Contains(t, strings.Join(got, "\n"), want)
+	}
+	type es = []ptx.Entry
+	type ss = []ptx.Source
+	check("the source of a has changed", func(e es, s ss) (es, ss) { s[0].CUDA += " "; return e, s })
+	check("there is PTX of a, but no such source", func(e es, s ss) (es, ss) { s[0].CUDA += " "; return e, s })
+	check("the source of b has changed", func(e es, s ss) (es, ss) { s[1].Options = nil; return e, s })
+	check("the source of b has changed", func(e es, s ss) (es, ss) { return e[:1], s })
+	check("there is PTX of b, but no such source", func(e es, s ss) (es, ss) { return e, s[:1] })
+	check("the PTX of a for compute_90 is that of a for compute_75", func(e es, s ss) (es, ss) { s[0].Arch = 90; return e, s })
+	check("the PTX of a is not of the lowest version", func(e es, s ss) (es, ss) {
+		e[0].Text = []byte(strings.Replace(string(e[0].Text), "6.3", "7.8", 1))
+		return e, s
+	})
+}

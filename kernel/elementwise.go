@@ -36,8 +36,10 @@ type Elementwise struct {
 	owner    handle.Owner
 	code     string
 	sig      *signature
-	defaults map[string]numeral
 	cfg      ElementwiseConfig
+	inputs   []string  // their names
+	outputs  int       // how many
+	defaults []Operand // for each parameter of the function that has one
 
 	mu      sync.RWMutex
 	kernels map[variant]*Kernel
@@ -72,7 +74,7 @@ type variant struct {
 // be 8 inputs and 8 outputs. Nothing is compiled yet: a mistake in the code is a
 // *CompileError of Launch, with the line of the code.
 func NewElementwise(code string, cfg *ElementwiseConfig) (*Elementwise, error) {
-	e := &Elementwise{code: code, defaults: map[string]numeral{}, kernels: map[variant]*Kernel{}}
+	e := &Elementwise{code: code, kernels: map[variant]*Kernel{}}
 	if cfg != nil {
 		e.cfg = *cfg
 	}
@@ -110,25 +112,27 @@ func (e *Elementwise) read() (err error) {
 	if e.sig, err = parse(e.code); err != nil {
 		return err
 	}
-	known := e.sig.named(input)
+	all := e.sig.named(input)
+	e.defaults = make([]Operand, len(e.sig.params))
 	for _, d := range e.cfg.Defaults {
 		i := slices.IndexFunc(e.sig.params, func(p parameter) bool { return p.name == d.name })
 		if d.role != scalar || i < 0 || e.sig.params[i].role == output {
-			return fmt.Errorf("a default for %q: %s has the parameters %s", d.name, e.sig.name, strings.Join(known, ", "))
+			return fmt.Errorf("a default for %q: %s has the parameters %s", d.name, e.sig.name, strings.Join(all, ", "))
 		}
-		if _, twice := e.defaults[d.name]; twice {
+		if e.sig.params[i].role == scalar {
 			return fmt.Errorf("two defaults for %q", d.name)
 		}
 		e.sig.params[i].role = scalar
-		e.defaults[d.name] = numeral{d.dtype, d.bits}
+		e.defaults[i] = d
 	}
-	in, out := len(e.sig.named(input)), e.sig.outputs()
+	e.inputs, e.outputs = e.sig.named(input), e.sig.outputs()
+	in, given := len(e.inputs), len(e.cfg.Defaults)
 	switch {
-	case in == 0 || in > mostInputs || out > mostOutputs:
-		return fmt.Errorf("%s has %d inputs and %d outputs: want 1 to %d, and at most %d", e.sig.name, in, out, mostInputs, mostOutputs)
-	case in+out+len(e.defaults)+2 > maxArgs:
+	case in == 0 || in > mostInputs || e.outputs > mostOutputs:
+		return fmt.Errorf("%s has %d inputs and %d outputs: want 1 to %d, and at most %d", e.sig.name, in, e.outputs, mostInputs, mostOutputs)
+	case in+e.outputs+given+2 > maxArgs:
 		return fmt.Errorf("%s has %d parameters with defaults: at most %d beside %d inputs and %d outputs",
-			e.sig.name, len(e.defaults), maxArgs-2-in-out, in, out)
+			e.sig.name, given, maxArgs-2-in-e.outputs, in, e.outputs)
 	}
 	return nil
 }
@@ -164,26 +168,30 @@ func (e *Elementwise) kernel(v *variant, common memory.DType) (*Kernel, error) {
 	if e.owner.Closed() {
 		return nil, device.ErrClosed
 	}
+	return e.build(*v, common)
+}
+
+// build compiles the kernel for a variant. e.mu is held.
+func (e *Elementwise) build(v variant, common memory.DType) (*Kernel, error) {
 	def := Def{Name: elementwiseKernel, Params: []Param{U64, U32}}
 	for _, a := range v.args[:e.arity()] {
 		def.Params = append(def.Params, paramOf(a.role, a.dtype))
 	}
 	if v.dev.System().Machine() != nil {
-		stand, err := e.standIn(v, common)
+		stand, err := e.standIn(&v, common)
 		if err != nil {
 			return nil, err
 		}
 		def.Go = stand
 	}
-	m, err := Compile(v.dev, &Source{Name: e.sig.name + ".cu", CUDA: e.source(v, common),
+	m, err := Compile(v.dev, &Source{Name: e.sig.name + ".cu", CUDA: e.source(&v, common),
 		Options: []string{"--device-as-default-execution-space"}, Kernels: []Def{def}})
 	if err != nil {
 		return nil, err
 	}
 	e.modules = append(e.modules, m)
-	k = m.kernels[elementwiseKernel]
-	e.kernels[*v] = k
-	return k, nil
+	e.kernels[v] = m.kernels[elementwiseKernel]
+	return e.kernels[v], nil
 }
 
 // arity is the number of the kernel's parameters that the function knows of.

@@ -149,15 +149,9 @@ func hostTrialOf(t *testing.T, s *stream.Stream, e *Elementwise, in, out [2]memo
 		tr.out[i] = make([]byte, x.Len())
 		require.NoError(t, x.CopyTo(s, tr.out[i]))
 	}
-	l := job{dev: s.Device()}
-	require.NoError(t, e.match(&l, ops))
-	tr.v = &variant{dev: l.dev}
-	for i := range e.arity() {
-		tr.v.args[i].role, tr.v.args[i].dtype = l.at[i].role, l.at[i].dtype
-	}
-	var err error
-	tr.common, err = l.common(ops)
-	require.NoError(t, err)
+	l := job{v: variant{dev: s.Device()}}
+	require.NoError(t, e.prepare(&l, ops))
+	tr.v, tr.common = &l.v, l.common
 	return tr
 }
 
@@ -231,4 +225,33 @@ func runHost(t *testing.T, cxx string, e *Elementwise, trials []*hostTrial) {
 		}
 	}
 	require.Empty(t, got)
+}
+
+// What a launch does before the kernel's own allocates nothing.
+func TestElementwisePrepareAllocatesNothing(t *testing.T) {
+	e, err := NewElementwise(hostCode, &ElementwiseConfig{Defaults: []Operand{Set("by", 1)}})
+	require.NoError(t, err)
+	defer e.Close()
+	e.kernels[variant{}] = &Kernel{}
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	s, err := stream.New(devs[0], nil)
+	require.NoError(t, err)
+	defer s.Close()
+	x, err := memory.Make[float32](s, 100)
+	require.NoError(t, err)
+	defer x.Close()
+	y, err := memory.Make[float64](s, 100)
+	require.NoError(t, err)
+	defer y.Close()
+	prepare := func(operands ...Operand) {
+		l := job{v: variant{dev: devs[0]}}
+		if err := e.prepare(&l, operands); err != nil || l.n != 100 {
+			t.Fatal(l.n, err)
+		}
+		l.v = variant{}
+		if k, err := e.kernel(&l.v, l.common); k == nil || err != nil {
+			t.Fatal(err)
+		}
+	}
+	require.Zero(t, testing.AllocsPerRun(100, func() { prepare(Out(x), Out(y), In(x), Number(2), Set("by", 0.5)) }))
 }

@@ -2,7 +2,6 @@ package kernel
 
 import (
 	"fmt"
-	"slices"
 	"strings"
 
 	"github.com/gochorus/chorus/device"
@@ -31,99 +30,124 @@ func (e *Elementwise) launch(s *stream.Stream, operands []Operand) error {
 	if err := s.Check("kernel: launch", nil); err != nil {
 		return err
 	}
-	l := job{dev: s.Device()}
-	if err := e.match(&l, operands); err != nil {
+	l := job{v: variant{dev: s.Device()}}
+	if err := e.prepare(&l, operands); err != nil {
 		return err
 	}
-	if err := l.check(operands); err != nil {
-		return err
-	}
-	common, err := l.common(operands)
-	if err != nil {
-		return err
-	}
-	v := variant{dev: l.dev}
-	ones := uint32(0)
-	args := [maxArgs]Arg{{kind: U64, bits: uint64(l.n)}}
-	for i := range e.arity() {
-		o := l.at[i]
-		v.args[i].role, v.args[i].dtype = o.role, o.dtype
-		if args[i+2] = o.arg(); o.role == input || o.role == output {
-			args[i+2] = Arg{kind: Pointer, bits: o.raw, dev: o.dev}
-		}
-		if o.role == input && o.n == 1 {
-			ones |= 1 << i
-		}
-	}
-	args[1] = Uint32(ones)
-	k, err := e.kernel(&v, common)
+	k, err := e.kernel(&l.v, l.common)
 	if err != nil || l.n == 0 {
 		return err
 	}
-	perBlock := elementwiseBlock * l.items()
+	perBlock := elementwiseBlock * itemsOf(l.widest)
 	blocks := (l.n-1)/perBlock + 1
 	if blocks > int(maxBlocks[0]) {
 		return fmt.Errorf("%d elements: at most %d", l.n, int(maxBlocks[0])*perBlock)
 	}
 	grid := Grid{Blocks: [3]uint32{uint32(blocks), 1, 1}, Threads: [3]uint32{elementwiseBlock, 1, 1}}
-	return k.Launch(s, grid, args[:e.arity()+2]...)
+	return k.Launch(s, grid, l.args[:e.arity()+2]...)
 }
 
 // A job is one launch while it is checked.
 type job struct {
-	dev      *device.Device
-	n        int
-	at       [maxArgs]*Operand // for each parameter of the kernel
-	defaults [maxArgs]Operand
+	v      variant
+	common memory.DType // of the computation
+	n      int          // elements
+	widest int          // bytes of an element
+	given  [maxArgs]int8
+	args   [maxArgs]Arg
 }
 
-// match gives each parameter its operand.
+// prepare checks the operands and makes the kernel's arguments of them.
+func (e *Elementwise) prepare(l *job, operands []Operand) error {
+	if err := e.match(l, operands); err != nil {
+		return err
+	}
+	if err := l.check(operands); err != nil {
+		return err
+	}
+	if err := l.promote(operands); err != nil {
+		return err
+	}
+	ones := uint32(0)
+	l.widest = 1
+	for i := range e.arity() {
+		o := e.operand(l, operands, i)
+		l.v.args[i].role, l.v.args[i].dtype = o.role, o.dtype
+		if o.role == number || o.role == scalar {
+			l.args[i+2] = o.arg()
+			continue
+		}
+		l.args[i+2] = Arg{kind: Pointer, bits: o.raw, dev: o.dev}
+		l.widest = max(l.widest, o.dtype.Size())
+		if o.role == input && o.n == 1 {
+			ones |= 1 << i
+		}
+	}
+	l.args[0], l.args[1] = Uint64(uint64(l.n)), Uint32(ones)
+	return nil
+}
+
+// operand is what a parameter of the kernel was given, or its default.
+func (e *Elementwise) operand(l *job, operands []Operand, i int) *Operand {
+	if at := l.given[i]; at > 0 {
+		return &operands[at-1]
+	}
+	return &e.defaults[i]
+}
+
+// match finds the operand of each parameter.
 func (e *Elementwise) match(l *job, operands []Operand) error {
+	if len(operands) > maxArgs {
+		return fmt.Errorf("%d operands: at most %d", len(operands), maxArgs)
+	}
 	in, out := 0, 0
 	for i := range operands {
-		o := &operands[i]
-		switch o.role {
+		switch o := &operands[i]; o.role {
 		case scalar:
-			at := slices.IndexFunc(e.sig.params, func(p parameter) bool { return p.role == scalar && p.name == o.name })
+			at := e.named(o.name)
 			if at < 0 {
 				return fmt.Errorf("there is no parameter %q with a default: there are %q", o.name, e.sig.named(scalar))
 			}
-			if l.at[at] != nil {
+			if l.given[at] > 0 {
 				return fmt.Errorf("the parameter %q is set twice", o.name)
 			}
-			l.at[at] = o
+			l.given[at] = int8(i + 1)
 		case output:
-			e.place(l, o, output, out)
+			e.place(l, i, output, out)
 			out++
 		default:
-			e.place(l, o, input, in)
+			e.place(l, i, input, in)
 			in++
 		}
 	}
-	if want := e.sig.named(input); in != len(want) {
-		return fmt.Errorf("%d inputs: want %d: %s", in, len(want), strings.Join(want, ", "))
-	}
-	if want := e.sig.outputs(); out != want {
-		return fmt.Errorf("%d outputs: want %d", out, want)
-	}
-	for i, p := range e.sig.params {
-		if p.role == scalar && l.at[i] == nil {
-			d := e.defaults[p.name]
-			l.defaults[i] = Operand{role: scalar, dtype: d.dtype, bits: d.bits}
-			l.at[i] = &l.defaults[i]
-		}
+	switch {
+	case in != len(e.inputs):
+		return fmt.Errorf("%d inputs: want %d: %s", in, len(e.inputs), strings.Join(e.inputs, ", "))
+	case out != e.outputs:
+		return fmt.Errorf("%d outputs: want %d", out, e.outputs)
 	}
 	return nil
 }
 
-// place puts the nth input or output where the function has it.
-func (e *Elementwise) place(l *job, o *Operand, r role, n int) {
+// named finds a parameter with a default.
+func (e *Elementwise) named(name string) int {
+	for i, p := range e.sig.params {
+		if p.role == scalar && p.name == name {
+			return i
+		}
+	}
+	return -1
+}
+
+// place puts the nth input or output, which is operand at, where the function
+// has it.
+func (e *Elementwise) place(l *job, at int, r role, n int) {
 	for i := range e.arity() {
 		if e.roleOf(i) != r {
 			continue
 		}
 		if n == 0 {
-			l.at[i] = o
+			l.given[i] = int8(at + 1)
 			return
 		}
 		n--
@@ -141,8 +165,8 @@ func (l *job) check(operands []Operand) error {
 		switch {
 		case o.err != nil:
 			return o.err
-		case o.dev != nil && o.dev != l.dev:
-			return fmt.Errorf("operand %d is memory of %s, the stream is of %s", i, o.dev, l.dev)
+		case o.dev != nil && o.dev != l.v.dev:
+			return fmt.Errorf("operand %d is memory of %s, the stream is of %s", i, o.dev, l.v.dev)
 		case isFloat8(o.dtype):
 			return fmt.Errorf("operand %d is of %s, in which nothing is computed", i, o.dtype)
 		case o.role == output && l.n >= 0 && o.n != l.n:
@@ -178,8 +202,8 @@ func (o *Operand) overlaps(p *Operand) bool {
 	return o.role == output || o.raw != p.raw || o.dtype.Size() != p.dtype.Size() || o.n != p.n
 }
 
-// common is the type of the computation.
-func (l *job) common(operands []Operand) (memory.DType, error) {
+// promote finds the type of the computation.
+func (l *job) promote(operands []Operand) error {
 	arrays, numbers := memory.Invalid, memory.Invalid
 	var err error
 	for i := range operands {
@@ -187,36 +211,25 @@ func (l *job) common(operands []Operand) (memory.DType, error) {
 		switch o.role {
 		case input:
 			if arrays, err = promote(arrays, o.dtype); err != nil {
-				return 0, err
+				return err
 			}
 		case number:
 			if numbers, err = promote(numbers, o.dtype); err != nil {
-				return 0, err
+				return err
 			}
 		}
 	}
-	common, err := resultType(arrays, numbers)
-	if err != nil {
-		return 0, err
+	if l.common, err = resultType(arrays, numbers); err != nil {
+		return err
 	}
 	for i := range operands {
-		if o := &operands[i]; o.role == output && !canCast(common, o.dtype) {
-			return 0, fmt.Errorf("the result is of %s and cannot be cast to the %s of operand %d", common, o.dtype, i)
+		if o := &operands[i]; o.role == output && !canCast(l.common, o.dtype) {
+			return fmt.Errorf("the result is of %s and cannot be cast to the %s of operand %d", l.common, o.dtype, i)
 		}
 	}
-	return common, nil
+	return nil
 }
 
-// items is how many elements a thread computes: enough bytes on their way to
+// itemsOf is how many elements a thread computes: enough bytes on their way to
 // keep the memory busy.
-func (l *job) items() int {
-	widest := 1
-	for _, o := range l.at {
-		if o != nil && (o.role == input || o.role == output) {
-			widest = max(widest, o.dtype.Size())
-		}
-	}
-	return itemsOf(widest)
-}
-
 func itemsOf(widest int) int { return max(4, 8/widest) }

@@ -1,0 +1,93 @@
+package kernel_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// The bytes a second that an element-wise function moves, beside a copy of as
+// many.
+func BenchmarkElementwise(b *testing.B) {
+	const n = 1 << 26
+	s, err := stream.New(testgpu.CUDA(b, 1)[0], nil)
+	require.NoError(b, err)
+	defer s.Close()
+	e, err := kernel.NewElementwise("2 * x", &kernel.ElementwiseConfig{Inputs: []string{"x"}})
+	require.NoError(b, err)
+	defer e.Close()
+	x, err := memory.Make[uint8](s, 8*n)
+	require.NoError(b, err)
+	defer x.Close()
+	y, err := memory.Make[uint8](s, 8*n)
+	require.NoError(b, err)
+	defer y.Close()
+	run := func(name string, bytes int64, op func() error) {
+		b.Run(name, func(b *testing.B) {
+			require.NoError(b, op())
+			require.NoError(b, s.Sync(testgpu.Context(b)))
+			b.SetBytes(bytes)
+			for b.Loop() {
+				if err := op(); err != nil {
+					b.Fatal(err)
+				}
+			}
+			require.NoError(b, s.Sync(testgpu.Context(b)))
+		})
+	}
+	f4, g4 := viewOf[float32](b, x, n), viewOf[float32](b, y, n)
+	run("copy", 8*n, func() error { return memory.Copy(s, g4, f4) })
+	run("float32", 8*n, func() error { return e.Launch(s, kernel.Out(g4), kernel.In(f4)) })
+	f2, g2 := viewOf[memory.BFloat16](b, x, n), viewOf[memory.BFloat16](b, y, n)
+	run("bfloat16", 4*n, func() error { return e.Launch(s, kernel.Out(g2), kernel.In(f2)) })
+	i1, j1 := viewOf[int8](b, x, n), viewOf[int8](b, y, n)
+	run("int8", 2*n, func() error { return e.Launch(s, kernel.Out(j1), kernel.In(i1)) })
+	f8, g8 := viewOf[float64](b, x, n), viewOf[float64](b, y, n)
+	run("float64", 16*n, func() error { return e.Launch(s, kernel.Out(g8), kernel.In(f8)) })
+}
+
+func viewOf[T memory.Element](b *testing.B, x memory.Slice[uint8], n int) memory.Slice[T] {
+	b.Helper()
+	v, err := memory.View[T](x.Buffer(), 0, n)
+	require.NoError(b, err)
+	return v
+}
+
+// What a launch costs the host.
+func BenchmarkLaunch(b *testing.B) {
+	s, err := stream.New(testgpu.CUDA(b, 1)[0], nil)
+	require.NoError(b, err)
+	defer s.Close()
+	e, err := kernel.NewElementwise("2 * x", &kernel.ElementwiseConfig{Inputs: []string{"x"}})
+	require.NoError(b, err)
+	defer e.Close()
+	m, err := kernel.Compile(s.Device(), &axpy)
+	require.NoError(b, err)
+	defer m.Close()
+	k, err := m.Kernel("axpy")
+	require.NoError(b, err)
+	x, err := memory.Make[float32](s, 256)
+	require.NoError(b, err)
+	defer x.Close()
+	for name, op := range map[string]func() error{
+		"kernel": func() error {
+			return k.Launch(s, kernel.Cover(256), kernel.Ptr(x), kernel.Ptr(x), kernel.Float32(1), kernel.Int32(256))
+		},
+		"elementwise": func() error { return e.Launch(s, kernel.Out(x), kernel.In(x)) },
+	} {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := op(); err != nil {
+					b.Fatal(err)
+				}
+			}
+			require.NoError(b, s.Sync(testgpu.Context(b)))
+		})
+	}
+}

@@ -34,11 +34,11 @@ type compiler struct {
 	rtc      nvrtcapi.API
 	arch     string // such as sm_90
 	store    *store // nil means none
-	toolkit  string // the folder with CUDA's headers, or "" where there is none
+	toolkit  string // the folder with CUDA's headers, or "" where there is none or nothing is included
 	searched string // where that was looked for
 }
 
-func newCompiler(dev *device.Device) (*compiler, error) {
+func newCompiler(dev *device.Device, src *Source) (*compiler, error) {
 	rtc, err := dev.System().NVRTC()
 	if err != nil {
 		return nil, err
@@ -48,8 +48,7 @@ func newCompiler(dev *device.Device) (*compiler, error) {
 		return nil, err
 	}
 	c := &compiler{rtc: rtc, arch: arch, store: userStore()}
-	lib, _ := rtc.(interface{ Path() string })
-	if lib != nil {
+	if lib, ok := rtc.(interface{ Path() string }); ok && includeLine.MatchString(src.CUDA) {
 		c.toolkit, c.searched = findHeaders(lib.Path())
 	}
 	return c, nil

@@ -22,7 +22,8 @@ type Grid struct {
 
 // Cover returns a grid of at least n threads in one dimension, 256 to a block.
 func Cover(n int) Grid {
-	return Grid{Blocks: [3]uint32{uint32((n + 255) / 256), 1, 1}, Threads: [3]uint32{256, 1, 1}}
+	blocks := min((max(n, 0)+255)/256, math.MaxUint32) // which a launch refuses
+	return Grid{Blocks: [3]uint32{uint32(blocks), 1, 1}, Threads: [3]uint32{256, 1, 1}}
 }
 
 // A Kernel is one function of a Module.

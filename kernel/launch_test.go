@@ -1,6 +1,7 @@
 package kernel_test
 
 import (
+	"math"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -227,5 +228,11 @@ func TestBadDefinitions(t *testing.T) {
 		_, err := kernel.Compile(devs[0], &kernel.Source{Name: "bad.cu", Kernels: defs})
 		require.ErrorContains(t, err, "kernel: compile bad.cu: ")
 		require.ErrorContains(t, err, want)
+	}
+}
+
+func TestCover(t *testing.T) {
+	for n, blocks := range map[int]uint32{-5: 0, 0: 0, 1: 1, 256: 1, 257: 2, 1 << 20: 1 << 12, 1 << 45: math.MaxUint32} {
+		require.Equal(t, flat(blocks, 256, 0), kernel.Cover(n), "%d threads", n)
 	}
 }

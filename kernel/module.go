@@ -127,7 +127,7 @@ func compile(dev *device.Device, src *Source) ([]byte, error) {
 	if image, err := embedded(dev, src); image != nil || err != nil {
 		return image, err
 	}
-	c, err := newCompiler(dev)
+	c, err := newCompiler(dev, src)
 	if err != nil {
 		return nil, err
 	}

@@ -5,7 +5,7 @@ STATICCHECK = $(GO) tool -modfile=tools/go.mod staticcheck
 # The race detector needs cgo, and that a C compiler.
 RACE = $(if $(shell command -v $${CC:-cc}),-race)
 
-.PHONY: help build demo test check lint cross generate bench gpu-bins clean
+.PHONY: help build demo test check lint cross generate ptx bench gpu-bins clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ cross: ## build without cgo, and for arm64
 
 generate: ## write docs/ENVIRONMENT.md
 	$(GO) test ./internal/env -run TestDocument -update
+
+ptx: ## compile Chorus's own kernels anew, which needs NVRTC and a GPU
+	$(GO) test ./rng -run 'TestPTX$$' -v -ptx
 
 bench: ## run the benchmarks, which need GPUs
 	$(GO) test -run '^$$' -bench . ./...

@@ -7,12 +7,21 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 )
 
 //go:embed rng.cu
 var source string
+
+// packed has rng.cu compiled for every distribution and element type; make ptx
+// writes it.
+//
+//go:embed rng.ptx.gz
+var packed []byte
+
+var archive = ptx.Open(packed)
 
 // A dist is a distribution.
 type dist int
@@ -75,8 +84,13 @@ var modules struct {
 	all []*kernel.Module
 }
 
+// macros say which kernel rng.cu is compiled to.
+func macros(d dist, f *format) []string {
+	return []string{"--define-macro=CHORUS_DIST=" + templates[d], "--define-macro=CHORUS_TYPE=" + f.c}
+}
+
 // kernelOf returns the kernel for a distribution and an element type, which the
-// first call compiles.
+// first call loads.
 func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel.Kernel, error) {
 	f := formatOf[T]()
 	at := &t.kernels[d][f.dtype]
@@ -98,8 +112,9 @@ func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel
 	m, err := kernel.Compile(dev, &kernel.Source{
 		Name:    "rng.cu",
 		CUDA:    source,
-		Options: []string{"--define-macro=CHORUS_DIST=" + templates[d], "--define-macro=CHORUS_TYPE=" + f.c},
+		Options: macros(d, f),
 		Kernels: []kernel.Def{{Name: "fill_kernel", Params: params, Go: standIn[T](d, f)}},
+		PTX:     archive,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("%s of %s: %w", ops[d], f.dtype, err)

@@ -79,10 +79,10 @@ var (
 	comment     = regexp.MustCompile(`(?s)//[^\n]*|/\*.*?\*/`)
 	versionLine = regexp.MustCompile(`(?m)^\.version[ \t]+(\d+)\.(\d)[ \t]*$`)
 	targetLine  = regexp.MustCompile(`(?m)^\.target[ \t]+sm_(\d+)([a-z]?)`)
-	opcode      = regexp.MustCompile(`^(?:@!?%\w+\s+)?([a-z][a-z0-9_]*)\b(?:[.\s;]|$)`)
+	opcode      = regexp.MustCompile(`^(?:@!?%\w+\s+)?([a-z][a-z0-9_]*)\b(?:[.\s]|$)`)
 	directive   = regexp.MustCompile(`(?:^|[\s(,])\.([a-z_][a-z0-9_]*)`)
 	pragmaLine  = regexp.MustCompile(`\.pragma\s+"(\w+)`)
-	label       = regexp.MustCompile(`^[\w$%]+:`)
+	label       = regexp.MustCompile(`^(?:[\w$%]+:\s*)+`)
 )
 
 // Lower gives a text the lowest version of PTX that what is in it allows, so
@@ -113,21 +113,14 @@ func Lower(text string) (lowered, lowest string, err error) {
 	return text[:line[2]] + need.String() + text[line[5]:], need.String(), nil
 }
 
-// statements are the parts of a text between semicolons, braces of blocks and
-// labels, without comments.
+// statements are the parts of a text between semicolons and line ends, less
+// comments, labels and the braces of blocks.
 func statements(text string) (out []string) {
 	text = comment.ReplaceAllString(text, " ")
-	for _, line := range strings.Split(text, "\n") {
-		line = strings.TrimSpace(line)
-		for {
-			if loc := label.FindStringIndex(line); loc != nil && !strings.HasPrefix(line, "@") {
-				line = strings.TrimSpace(line[loc[1]:])
-				continue
-			}
-			break
-		}
-		if line = strings.Trim(line, "{}();, \t"); line != "" {
-			out = append(out, line)
+	for _, s := range strings.FieldsFunc(text, func(r rune) bool { return r == '\n' || r == ';' }) {
+		s = label.ReplaceAllString(strings.TrimSpace(s), "")
+		if s = strings.Trim(s, "{}(), \t"); s != "" {
+			out = append(out, s)
 		}
 	}
 	return out

@@ -13,7 +13,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/ptx"
-	"github.com/gochorus/chorus/internal/testgpu"
 )
 
 var update = flag.Bool("ptx", false, "compile Chorus's own kernels and write the archives of their PTX; needs NVRTC and a GPU")
@@ -143,7 +142,11 @@ func Compile(rtc nvrtcapi.API, compiler string, s *ptx.Source) (ptx.Entry, error
 // archive.
 func write(t *testing.T, file string, sources []ptx.Source) {
 	t.Helper()
-	dev := testgpu.CUDA(t, 1)[0]
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "cuda"})
+	if err != nil {
+		t.Fatal("the driver must load what is written: ", err)
+	}
+	dev := sys.Devices()[0]
 	rtc, err := nvrtcapi.Open()
 	if err != nil {
 		t.Fatal(err)

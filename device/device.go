@@ -189,7 +189,7 @@ func (d *Device) Context() (cudadrv.Context, error) {
 // Local returns what was stored for the key, making it on first use: other
 // packages keep one thing for each device this way. Two first users may both
 // make one; only one of them is kept, so make must not own anything that has to
-// be closed.
+// be closed. It is forgotten when the System is closed.
 func (d *Device) Local(key any, make func() any) any {
 	if v, ok := d.local.Load(key); ok {
 		return v
@@ -228,5 +228,6 @@ func (d *Device) release() error {
 	if d.ctx.Swap(0) == 0 {
 		return nil
 	}
+	d.local.Clear() // it was of the context
 	return d.Check("cuDevicePrimaryCtxRelease", d.sys.sys.Driver.DevicePrimaryCtxRelease(d.handle))
 }

@@ -69,7 +69,7 @@ func TestCurrent(t *testing.T) {
 	work := stream.NewContext(outer, s)
 	require.Same(t, devs[1], device.Current(work), "a stream tells its device")
 	require.Same(t, s, stream.Current(work, device.Current(work)))
-	require.Nil(t, stream.Current(work, devs[0]))
+	require.Same(t, stream.Default(devs[0]), stream.Current(work, devs[0]))
 	back := device.NewContext(work, devs[0])
 	require.Same(t, devs[0], device.Current(back))
 	require.Same(t, s, stream.Current(back, devs[1]), "each device keeps its stream")

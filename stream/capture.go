@@ -145,6 +145,10 @@ func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder, pool Holda
 	if err := s.Check(op, nil); err != nil {
 		return err
 	}
+	if s.kind == legacy {
+		return fmt.Errorf("%s: %s cannot be captured: take one of New or FromPool: %w", op, s,
+			device.Status(cudadrv.ErrorStreamCaptureUnsupported))
+	}
 	if err := s.RefuseCapture(op, "captures do not nest"); err != nil {
 		return err
 	}

@@ -2,6 +2,7 @@ package stream
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync/atomic"
 	"time"
@@ -17,6 +18,33 @@ type EventConfig struct {
 	// Timing lets Elapsed measure with the event. Without it an event is
 	// cheaper. Default off, as in torch.cuda.Event.
 	Timing bool
+	// Blocking lets Sync put its thread to sleep instead of spinning, where its
+	// context cannot end (with one that can, Sync always sleeps). Default off.
+	Blocking bool
+	// Interprocess lets other processes open the event by its IPCHandle. It
+	// excludes Timing. Default off.
+	Interprocess bool
+}
+
+func (c *EventConfig) flags() (uint32, error) {
+	flags := cudadrv.EventDisableTiming
+	if c == nil {
+		return flags, nil
+	}
+	if c.Timing {
+		flags = cudadrv.EventDefault
+	}
+	if c.Blocking {
+		flags |= cudadrv.EventBlockingSync
+	}
+	if c.Interprocess {
+		flags |= cudadrv.EventInterprocess
+	}
+	if c.Timing && c.Interprocess {
+		return 0, fmt.Errorf("stream: new event: an event of several processes cannot measure time: leave out Timing or Interprocess: %w",
+			device.ErrorInvalidValue)
+	}
+	return flags, nil
 }
 
 // An Event marks a point in a stream (CUevent, torch.cuda.Event).
@@ -24,6 +52,9 @@ type Event struct {
 	owner    handle.Owner
 	dev      *device.Device
 	h        cudadrv.Event
+	flags    uint32
+	opened   bool        // made by another process
+	recorded atomic.Bool // once or more
 	captured atomic.Bool // its last Record was captured into a graph
 }
 
@@ -33,12 +64,12 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 	if dev == nil {
 		return nil, fmt.Errorf("stream: new event: no device given")
 	}
-	flags := cudadrv.EventDisableTiming
-	if cfg != nil && cfg.Timing {
-		flags = cudadrv.EventDefault
+	flags, err := cfg.flags()
+	if err != nil {
+		return nil, err
 	}
-	e := &Event{dev: dev}
-	err := dev.Do("cuEventCreate", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	e := &Event{dev: dev, flags: flags}
+	err = dev.Do("cuEventCreate", func(drv cudadrv.Driver) (r cudadrv.Result) {
 		e.h, r = drv.EventCreate(flags)
 		return r
 	})
@@ -64,7 +95,27 @@ func (e *Event) Record(s *Stream) error {
 	if err := e.note(s); err != nil {
 		return err
 	}
-	return e.dev.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e.h, s.h) })
+	err := e.dev.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e.h, s.h) })
+	if err == nil {
+		e.recorded.Store(true)
+	}
+	return err
+}
+
+// Record makes an event of the stream's device and records it
+// (torch.cuda.Stream.record_event).
+func (s *Stream) Record(cfg *EventConfig) (*Event, error) {
+	if err := s.Check("stream: record event", nil); err != nil {
+		return nil, err
+	}
+	e, err := NewEvent(s.dev, cfg)
+	if err != nil {
+		return nil, err
+	}
+	if err := e.Record(s); err != nil {
+		return nil, errors.Join(err, e.Close())
+	}
+	return e, nil
 }
 
 // Query reports, without waiting, whether the marked point has been passed. It
@@ -94,14 +145,32 @@ func (e *Event) Sync(ctx context.Context) error {
 }
 
 // Elapsed returns the time on the device from start to e, with a resolution of
-// about half a microsecond (cuEventElapsedTime). Both were made with Timing and
-// both points have been passed.
+// about half a microsecond (cuEventElapsedTime, torch.cuda.Event.elapsed_time).
+// Both were made with Timing, on one device, and both points have been passed:
+// if not, the error matches device.ErrorNotReady. The time is negative where
+// start was passed after e.
 func (e *Event) Elapsed(start *Event) (time.Duration, error) {
-	if err := e.checkHost("stream: elapsed time"); err != nil {
-		return 0, err
+	const op = "stream: elapsed time"
+	for _, x := range []*Event{start, e} {
+		if err := x.checkHost(op); err != nil {
+			return 0, err
+		}
 	}
-	if err := start.checkHost("stream: elapsed time"); err != nil {
-		return 0, err
+	switch {
+	case (start.flags|e.flags)&cudadrv.EventDisableTiming != 0:
+		return 0, fmt.Errorf("%s: both events must be made with EventConfig.Timing: %w", op, device.ErrorInvalidHandle)
+	case !start.recorded.Load() || !e.recorded.Load():
+		return 0, fmt.Errorf("%s: both events must be recorded before: %w", op, device.ErrorInvalidHandle)
+	case start.dev != e.dev:
+		return 0, fmt.Errorf("%s: from an event of %s to one of %s: clocks of two devices do not compare: %w",
+			op, start.dev, e.dev, device.ErrorInvalidHandle)
+	}
+	for _, x := range []*Event{start, e} {
+		if done, err := x.Query(); err != nil {
+			return 0, err
+		} else if !done {
+			return 0, fmt.Errorf("%s: both events must be completed before: call Sync: %w", op, device.ErrorNotReady)
+		}
 	}
 	var ms float32
 	err := e.dev.Do("cuEventElapsedTime", func(drv cudadrv.Driver) (r cudadrv.Result) {

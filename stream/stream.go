@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,8 +17,8 @@ import (
 
 // Config are the options of New; nil means their zero values.
 type Config struct {
-	// Priority orders streams of one device: lower numbers go first. It is
-	// clamped to the device's range, which is -5 to 0 on an H200. Default 0.
+	// Priority orders streams of one device: lower numbers go first. It is at
+	// most 0, and clamped to the device's PriorityRange. Default 0.
 	Priority int
 }
 
@@ -27,11 +28,25 @@ type Stream struct {
 	owner handle.Owner
 	dev   *device.Device
 	h     cudadrv.Stream
+	kind  kind
 	refs  atomic.Int32 // the Stream itself while open, and each Buffer that is freed on it
 
 	mu   sync.Mutex
 	kept map[any]kept // see Keep
+
+	called   atomic.Int64                  // how many callbacks have returned
+	panicked atomic.Pointer[CallbackError] // the first of them that did, until it is reported
 }
+
+// kind says to whom the driver's stream belongs.
+type kind uint8
+
+const (
+	owned    kind = iota // to the Stream
+	pooled               // to the pool of FromPool
+	legacy               // to the device: Default
+	external             // to somebody else: External
+)
 
 // kept is what another package keeps for the stream.
 type kept struct {
@@ -39,25 +54,36 @@ type kept struct {
 	close func() error
 }
 
-// New creates a stream on dev.
+// New creates a stream on dev, which no one else has (FromPool gives out shared
+// ones).
 func New(dev *device.Device, cfg *Config) (*Stream, error) {
-	if dev == nil {
-		return nil, fmt.Errorf("stream: new: no device given")
-	}
+	const op = "stream: new"
 	var c Config
 	if cfg != nil {
 		c = *cfg
 	}
+	if err := checkPriority(op, dev, c.Priority); err != nil {
+		return nil, err
+	}
+	s, err := create(op, dev, c.Priority)
+	if err != nil {
+		return nil, err
+	}
+	handle.Init(s, &s.owner, "stream")
+	return s, nil
+}
+
+// create makes a stream whose owner is not armed yet.
+func create(op string, dev *device.Device, priority int) (*Stream, error) {
 	s := &Stream{dev: dev}
 	err := dev.Do("cuStreamCreateWithPriority", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		s.h, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, int32(c.Priority))
+		s.h, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, int32(max(priority, math.MinInt32)))
 		return r
 	})
 	if err != nil {
-		return nil, fmt.Errorf("stream: new: %w", err)
+		return nil, fmt.Errorf("%s: %w", op, err)
 	}
 	s.refs.Store(1)
-	handle.Init(s, &s.owner, "stream")
 	return s, nil
 }
 
@@ -65,10 +91,21 @@ func New(dev *device.Device, cfg *Config) (*Stream, error) {
 func (s *Stream) Device() *device.Device { return s.dev }
 
 // String names the stream in errors, such as "stream 0x55d0 on cuda:0".
-func (s *Stream) String() string { return fmt.Sprintf("stream %#x on %s", uintptr(s.h), s.dev) }
+func (s *Stream) String() string {
+	if s.kind == legacy {
+		return fmt.Sprintf("the default stream on %s", s.dev)
+	}
+	return fmt.Sprintf("stream %#x on %s", uintptr(s.h), s.dev)
+}
 
-// Handle returns the CUstream, for code that calls CUDA by other means. It is
-// valid until Close.
+// Equal reports whether s and o are the same queue of work, as two of External
+// may be (== in torch.cuda.Stream).
+func (s *Stream) Equal(o *Stream) bool {
+	return s == o || s != nil && o != nil && s.dev == o.dev && s.h == o.h
+}
+
+// Handle returns the CUstream, for code that calls CUDA by other means; that of
+// the default stream is 0. It is valid until Close.
 func (s *Stream) Handle() uintptr { return uintptr(s.h) }
 
 // Raw returns the driver's handle, for Chorus's own packages.
@@ -91,7 +128,7 @@ func (s *Stream) Check(op string, dev *device.Device) error {
 // Sync waits until everything enqueued on s so far has completed, and returns
 // the error of the device if that work failed (torch.cuda.Stream.synchronize).
 // When ctx ends first, Sync returns its cause, the work goes on, and no thread
-// is left behind.
+// is left behind. A Callback that panicked is a *CallbackError here, once.
 func (s *Stream) Sync(ctx context.Context) error {
 	if err := s.Check("stream: sync", nil); err != nil {
 		return err
@@ -103,7 +140,8 @@ func (s *Stream) Sync(ctx context.Context) error {
 		return err
 	}
 	if ctx.Done() == nil {
-		return s.dev.Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.h) })
+		err := s.dev.Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.h) })
+		return s.seeCallbacks(err)
 	}
 	start := time.Now()
 	err := poll.Until(ctx, s.Query)
@@ -122,7 +160,11 @@ func (s *Stream) Query() (bool, error) {
 	if err := s.RefuseWait("stream: query"); err != nil {
 		return false, err
 	}
-	return ready(s.dev, "cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(s.h) })
+	done, err := ready(s.dev, "cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(s.h) })
+	if done {
+		err = s.seeCallbacks(err)
+	}
+	return done && err == nil, err
 }
 
 // Wait makes work that is enqueued on s from now on wait for what e recorded
@@ -134,6 +176,12 @@ func (s *Stream) Wait(e *Event) error {
 	}
 	if err := e.check("stream: wait"); err != nil {
 		return err
+	}
+	if err := s.sameSystem("stream: wait", e.dev); err != nil {
+		return err
+	}
+	if s.kind == legacy && e.captured.Load() {
+		return &CaptureError{Op: "stream: wait", Object: "what the event recorded on " + e.dev.String(), Advice: joinOther}
 	}
 	return s.dev.Do("cuStreamWaitEvent", func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.StreamWaitEvent(s.h, e.h, 0)
@@ -152,7 +200,28 @@ func (s *Stream) WaitStream(o *Stream) error {
 	if err := s.Check("stream: wait for a stream", nil); err != nil {
 		return err
 	}
+	if err := s.sameSystem("stream: wait for a stream", o.dev); err != nil {
+		return err
+	}
+	if s.kind == legacy {
+		if err := o.RefuseCapture("stream: wait for a stream", joinOther); err != nil {
+			return err
+		}
+	}
 	return s.Follow(o)
+}
+
+// joinOther says what to do instead of letting the default stream wait for what
+// is captured.
+const joinOther = "the default stream takes part in no capture: let another stream wait"
+
+// sameSystem returns an error where dev's handles mean something else than those
+// of the stream's device.
+func (s *Stream) sameSystem(op string, dev *device.Device) error {
+	if dev.System() != s.dev.System() {
+		return fmt.Errorf("%s: %s belongs to another system than %s", op, s, dev)
+	}
+	return nil
 }
 
 // Follow is WaitStream without the check that the streams are open, for streams
@@ -176,10 +245,14 @@ func (s *Stream) Follow(o *Stream) error {
 
 // Close gives the stream up. It returns at once; enqueued work still runs, and
 // memory that is to be freed on s is still freed there. A stream that is being
-// captured stays open: Close returns a *CaptureError.
+// captured stays open: Close returns a *CaptureError. A stream of FromPool stays
+// open for those who share it; the default stream refuses.
 func (s *Stream) Close() error {
-	if s == nil || s.owner.Closed() {
+	if s == nil || s.kind == pooled || s.owner.Closed() {
 		return nil
+	}
+	if s.kind == legacy {
+		return fmt.Errorf("stream: close: %s belongs to its device and cannot be closed", s)
 	}
 	if err := s.RefuseCapture("stream: close", "close it after the capture"); err != nil {
 		return err
@@ -202,6 +275,9 @@ func (s *Stream) Release() error {
 	var errs []error
 	for _, k := range s.kept {
 		errs = append(errs, k.close())
+	}
+	if s.kind == external {
+		return errors.Join(errs...)
 	}
 	return errors.Join(append(errs, s.dev.Do("cuStreamDestroy", func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.StreamDestroy(s.h)

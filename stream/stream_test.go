@@ -168,7 +168,8 @@ func TestCurrent(t *testing.T) {
 	s := newStream(t, devs[0])
 	ctx := stream.NewContext(context.Background(), s)
 	require.Same(t, s, stream.Current(ctx, devs[0]))
-	require.Nil(t, stream.Current(ctx, devs[1]))
+	require.Same(t, stream.Default(devs[1]), stream.Current(ctx, devs[1]))
+	require.Same(t, s, stream.Current(stream.NewContext(ctx, nil), devs[0]))
 }
 
 // Enqueueing costs no allocation on CUDA; virtual devices allocate below.

@@ -32,13 +32,13 @@ var layers = [][]string{
 	{"internal/ptxtest"},
 	{"memory"},
 	{"tensor", "kernel", "nccl", "graph", "nvtx"},
-	{"rng"},
+	{"rng", "internal/testgpu/spin"},
 	{"comm", "gds", "internal/launch"},
 	{"cmd/chorus", "examples/*", "internal/archtest", "internal/bench"},
 }
 
 // helpers are packages for tests, which tests of any layer may import.
-var helpers = []string{"internal/testgpu", "internal/ptxtest", "internal/dl/dltest", "internal/conformance"}
+var helpers = []string{"internal/testgpu", "internal/testgpu/spin", "internal/ptxtest", "internal/dl/dltest", "internal/conformance"}
 
 // importers has the packages that may import each module. One importer is the
 // rule: a module that is to be replaced is then replaced in one place.

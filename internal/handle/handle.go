@@ -44,6 +44,10 @@ func Init[T any](obj *T, o *Owner, kind string) {
 	runtime.AddCleanup(obj, report, st)
 }
 
+// InitForever arms the owner of an object that lives as long as what it belongs
+// to. Nobody has to close it, and it is never reported.
+func InitForever(o *Owner) { o.st = &state{} }
+
 func report(st *state) {
 	if !st.closed.Load() {
 		OnLeak(st.kind, stack(st.pcs))

@@ -1,0 +1,65 @@
+// Package spin keeps a stream busy for a known time, which makes visible in a
+// test what waits for what (torch.cuda._sleep).
+package spin
+
+import (
+	"testing"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/stream"
+)
+
+var source = kernel.Source{
+	Name: "spin.cu",
+	// One thread looks at the clock of the GPU, which counts nanoseconds.
+	CUDA: `extern "C" __global__ void spin(unsigned long long ns) {
+	unsigned long long start, now;
+	asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+	do {
+		asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+	} while (now - start < ns);
+}`,
+	Kernels: []kernel.Def{{
+		Name:   "spin",
+		Params: []kernel.Param{kernel.U64},
+		// Virtual devices have the host's clock.
+		Go: func(c *kernel.Call) { time.Sleep(time.Duration(c.Uint64(0))) },
+	}},
+}
+
+// A Spinner spins on one device.
+type Spinner struct {
+	t testing.TB
+	k *kernel.Kernel
+}
+
+// New compiles the kernel for dev, until the end of the test. Streams that spin
+// are synchronised before.
+func New(t testing.TB, dev *device.Device) *Spinner {
+	t.Helper()
+	m, err := kernel.Compile(dev, &source)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	k, err := m.Kernel("spin")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &Spinner{t, k}
+}
+
+// On lets what is enqueued on s from now on come d later.
+func (p *Spinner) On(s *stream.Stream, d time.Duration) {
+	p.t.Helper()
+	grid := kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}}
+	if err := p.k.Launch(s, grid, kernel.Uint64(uint64(d))); err != nil {
+		p.t.Fatal(err)
+	}
+}

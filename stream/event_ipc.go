@@ -1,0 +1,62 @@
+package stream
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/handle"
+)
+
+// An EventHandle names an interprocess event to other processes of the host
+// (CUipcEventHandle). It is plain data, to be sent by any means.
+type EventHandle [64]byte
+
+// IPCHandle returns what OpenEvent of another process opens the event by
+// (cuIpcGetEventHandle, torch.cuda.Event.ipc_handle). The event was made with
+// EventConfig.Interprocess.
+func (e *Event) IPCHandle() (EventHandle, error) {
+	const op = "stream: handle of an event"
+	if err := e.check(op); err != nil {
+		return EventHandle{}, err
+	}
+	if e.flags&cudadrv.EventInterprocess == 0 || e.opened {
+		return EventHandle{}, fmt.Errorf("%s on %s: the event must be made here, with EventConfig.Interprocess: %w",
+			op, e.dev, device.ErrorInvalidHandle)
+	}
+	var h cudadrv.IpcEventHandle
+	err := e.dev.Do("cuIpcGetEventHandle", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		h, r = drv.IpcGetEventHandle(e.h)
+		return r
+	})
+	return EventHandle(h), err
+}
+
+// OpenEvent opens an event of another process (cuIpcOpenEventHandle,
+// torch.cuda.Event.from_ipc_handle). dev is the GPU on which that process has
+// made it. Either process may record it and wait for it. The process that has
+// made it closes it last.
+//
+// The process that has made the event cannot open it. Virtual devices share
+// events between two Systems of one process, which stand for two processes, and
+// not between real ones: then the error matches device.ErrorNotSupported.
+func OpenEvent(dev *device.Device, h EventHandle) (*Event, error) {
+	const op = "stream: open event"
+	if dev == nil {
+		return nil, fmt.Errorf("%s: no device given", op)
+	}
+	e := &Event{dev: dev, flags: cudadrv.EventInterprocess | cudadrv.EventDisableTiming, opened: true}
+	err := dev.Do("cuIpcOpenEventHandle", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		e.h, r = drv.IpcOpenEventHandle(cudadrv.IpcEventHandle(h))
+		return r
+	})
+	if err != nil && dev.System().Machine() != nil && errors.Is(err, device.ErrorNotSupported) {
+		err = fmt.Errorf("virtual devices share no events between processes: %w", err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", op, err)
+	}
+	handle.Init(e, &e.owner, "event")
+	return e, nil
+}

@@ -1,0 +1,106 @@
+package stream
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/handle"
+)
+
+// poolStreams is how many streams the pool has of each priority and device, as
+// in torch.
+const poolStreams = 32
+
+// pool has a device's shared streams by their priorities from 0 downwards.
+type pool struct {
+	mu     sync.Mutex
+	levels []poolLevel
+}
+
+type poolLevel struct {
+	streams [poolStreams]*Stream // made when their turn comes first
+	next    int
+}
+
+type poolKey struct{}
+
+// FromPool returns a stream of the pool that the process shares, without making
+// one on most calls (torch.cuda.Stream). Each priority of a device has 32
+// streams, which are given out in turn: the 33rd call returns the first one
+// again, and their users then wait for each other. They live as long as the
+// device; Close does nothing. Take New for a stream of one's own.
+//
+// priority is at most 0; a lower number goes first, and one below the device's
+// PriorityRange means its greatest.
+func FromPool(dev *device.Device, priority int) (*Stream, error) {
+	const op = "stream: from pool"
+	if err := checkPriority(op, dev, priority); err != nil {
+		return nil, err
+	}
+	p := dev.Local(poolKey{}, func() any { return new(pool) }).(*pool)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.levels == nil {
+		_, greatest, err := PriorityRange(dev)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", op, err)
+		}
+		p.levels = make([]poolLevel, 1-greatest)
+	}
+	priority = max(priority, 1-len(p.levels))
+	l := &p.levels[-priority]
+	s := l.streams[l.next]
+	if s == nil {
+		var err error
+		if s, err = create(op, dev, priority); err != nil {
+			return nil, err
+		}
+		s.kind = pooled
+		handle.InitForever(&s.owner)
+		l.streams[l.next] = s
+	}
+	l.next = (l.next + 1) % poolStreams
+	return s, nil
+}
+
+// PriorityRange returns the numbers of the least and of the greatest priority
+// that streams of dev can have: 0 and -5 on an H200
+// (cuCtxGetStreamPriorityRange, torch.cuda.Stream.priority_range).
+func PriorityRange(dev *device.Device) (least, greatest int, err error) {
+	if dev == nil {
+		return 0, 0, fmt.Errorf("stream: priority range: no device given")
+	}
+	err = dev.Do("cuCtxGetStreamPriorityRange", func(drv cudadrv.Driver) cudadrv.Result {
+		l, g, r := drv.CtxGetStreamPriorityRange()
+		least, greatest = int(l), int(g)
+		return r
+	})
+	return least, greatest, err
+}
+
+// Priority returns the stream's priority within its device's range
+// (cuStreamGetPriority).
+func (s *Stream) Priority() (int, error) {
+	if err := s.Check("stream: priority", nil); err != nil {
+		return 0, err
+	}
+	var p int32
+	err := s.dev.Do("cuStreamGetPriority", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		p, r = drv.StreamGetPriority(s.h)
+		return r
+	})
+	return int(p), err
+}
+
+// checkPriority is for calls that make a stream.
+func checkPriority(op string, dev *device.Device, priority int) error {
+	if dev == nil {
+		return fmt.Errorf("%s: no device given", op)
+	}
+	if priority > 0 {
+		return fmt.Errorf("%s on %s: priority %d: want 0, or less for a greater priority: %w", op, dev, priority, device.ErrorInvalidValue)
+	}
+	return nil
+}

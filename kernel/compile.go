@@ -3,6 +3,7 @@ package kernel
 import (
 	"fmt"
 	"regexp"
+	"slices"
 	"strconv"
 
 	"github.com/gochorus/chorus/device"
@@ -32,7 +33,7 @@ func (e *CompileError) Unwrap() error { return e.Err }
 // A compiler makes binaries for one architecture.
 type compiler struct {
 	rtc      nvrtcapi.API
-	arch     string // such as sm_90
+	arch     int    // of the device: 90 is compute capability 9.0
 	store    *store // nil means none
 	toolkit  string // the folder with CUDA's headers, or "" where there is none or nothing is included
 	searched string // where that was looked for
@@ -43,11 +44,11 @@ func newCompiler(dev *device.Device, src *Source) (*compiler, error) {
 	if err != nil {
 		return nil, err
 	}
-	arch, err := dev.Arch()
+	major, minor, err := dev.Capability()
 	if err != nil {
 		return nil, err
 	}
-	c := &compiler{rtc: rtc, arch: arch, store: userStore()}
+	c := &compiler{rtc: rtc, arch: 10*major + minor, store: userStore()}
 	if lib, ok := rtc.(interface{ Path() string }); ok && includeLine.MatchString(src.CUDA) {
 		c.toolkit, c.searched = findHeaders(lib.Path())
 	}
@@ -60,7 +61,11 @@ func (c *compiler) binary(src *Source) ([]byte, error) {
 	if r != nvrtcapi.Success {
 		return nil, fmt.Errorf("kernel: compile %s: nvrtcVersion: %w", src.Name, r)
 	}
-	options := append([]string{"--gpu-architecture=" + c.arch, "--std=c++17"}, src.Options...)
+	target, get, err := c.target()
+	if err != nil {
+		return nil, fmt.Errorf("kernel: compile %s: %w", src.Name, err)
+	}
+	options := append([]string{"--gpu-architecture=" + target, "--std=c++17"}, src.Options...)
 	if c.toolkit != "" && includeLine.MatchString(src.CUDA) {
 		options = append(options, "--include-path="+c.toolkit)
 	}
@@ -71,7 +76,7 @@ func (c *compiler) binary(src *Source) ([]byte, error) {
 	if image, ok := c.store.load(key); ok {
 		return image, nil
 	}
-	image, err := c.compile(src, options)
+	image, err := c.compile(src, options, get)
 	if err != nil {
 		return nil, err
 	}
@@ -79,7 +84,30 @@ func (c *compiler) binary(src *Source) ([]byte, error) {
 	return image, nil
 }
 
-func (c *compiler) compile(src *Source, options []string) ([]byte, error) {
+// target is the architecture to compile for and what to take from the compiler:
+// a binary, or PTX where the GPU is newer than the compiler, which leaves the
+// rest to the driver.
+func (c *compiler) target() (name string, get func(nvrtcapi.Program) ([]byte, nvrtcapi.Result), err error) {
+	archs, r := c.rtc.SupportedArchs()
+	if r != nvrtcapi.Success {
+		return "", nil, fmt.Errorf("nvrtcGetSupportedArchs: %w", r)
+	}
+	if slices.Contains(archs, int32(c.arch)) {
+		return fmt.Sprintf("sm_%d", c.arch), c.rtc.GetCUBIN, nil
+	}
+	best := int32(0)
+	for _, a := range archs {
+		if a < int32(c.arch) {
+			best = max(best, a)
+		}
+	}
+	if best == 0 {
+		return "", nil, fmt.Errorf("this NVRTC compiles for the architectures %d and not for sm_%d, an older one: use an NVRTC of an older CUDA", archs, c.arch)
+	}
+	return fmt.Sprintf("compute_%d", best), c.rtc.GetPTX, nil
+}
+
+func (c *compiler) compile(src *Source, options []string, get func(nvrtcapi.Program) ([]byte, nvrtcapi.Result)) ([]byte, error) {
 	p, r := c.rtc.CreateProgram(src.CUDA, src.Name)
 	if r != nvrtcapi.Success {
 		return nil, fmt.Errorf("kernel: compile %s: nvrtcCreateProgram: %w", src.Name, r)
@@ -89,9 +117,9 @@ func (c *compiler) compile(src *Source, options []string) ([]byte, error) {
 		log, _ := c.rtc.GetProgramLog(p)
 		return nil, c.explain(src, log, r)
 	}
-	image, r := c.rtc.GetCUBIN(p)
+	image, r := get(p)
 	if r != nvrtcapi.Success {
-		return nil, fmt.Errorf("kernel: compile %s: nvrtcGetCUBIN: %w", src.Name, r)
+		return nil, fmt.Errorf("kernel: compile %s: fetch what was compiled: %w", src.Name, r)
 	}
 	return image, nil
 }

@@ -3,6 +3,7 @@ package kernel
 import (
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -27,6 +28,21 @@ func TestCompilerInput(t *testing.T) {
 		"b.cu|code|--gpu-architecture=sm_90 --std=c++17",
 		"b.cu|// x\n #  include <cuda_fp16.h>\n|--gpu-architecture=sm_90 --std=c++17 -I /mine --include-path=/cuda/include",
 	}, f.programs[1:])
+}
+
+// A GPU that is newer than the compiler gets PTX.
+func TestCompilerTarget(t *testing.T) {
+	c, f := fakeCompiler(t.TempDir())
+	for arch, want := range map[int]string{75: "sm_75", 90: "sm_90", 89: "compute_86", 120: "compute_100"} {
+		c.arch, f.programs = arch, nil
+		image, err := c.binary(&Source{Name: "a.cu", CUDA: "code"})
+		require.NoError(t, err)
+		require.Equal(t, []string{"a.cu|code|--gpu-architecture=" + want + " --std=c++17"}, f.programs)
+		require.Equal(t, strings.HasPrefix(want, "compute"), strings.HasPrefix(string(image), "PTX "))
+	}
+	c.arch = 70
+	_, err := c.binary(&Source{Name: "a.cu", CUDA: "code"})
+	require.ErrorContains(t, err, "kernel: compile a.cu: this NVRTC compiles for the architectures [75 80 86 90 100] and not for sm_70")
 }
 
 func TestCompileErrorSaysWhere(t *testing.T) {

@@ -34,8 +34,11 @@ func (e *Elementwise) launch(s *stream.Stream, operands []Operand) error {
 	if err := e.prepare(&l, operands); err != nil {
 		return err
 	}
+	if l.n == 0 {
+		return nil
+	}
 	k, err := e.kernel(&l.v, l.common)
-	if err != nil || l.n == 0 {
+	if err != nil {
 		return err
 	}
 	perBlock := elementwiseBlock * itemsOf(l.widest)

@@ -31,6 +31,15 @@ type fakeNVRTC struct {
 
 func (f *fakeNVRTC) Version() (int32, int32, nvrtcapi.Result) { return 13, f.minor, nvrtcapi.Success }
 
+func (f *fakeNVRTC) SupportedArchs() ([]int32, nvrtcapi.Result) {
+	return []int32{75, 80, 86, 90, 100}, nvrtcapi.Success
+}
+
+func (f *fakeNVRTC) GetPTX(p nvrtcapi.Program) ([]byte, nvrtcapi.Result) {
+	b, r := f.GetCUBIN(p)
+	return append([]byte("PTX "), b...), r
+}
+
 func (f *fakeNVRTC) CreateProgram(source, name string) (nvrtcapi.Program, nvrtcapi.Result) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -62,7 +71,7 @@ func (f *fakeNVRTC) DestroyProgram(nvrtcapi.Program) nvrtcapi.Result { return nv
 
 func fakeCompiler(folder string) (*compiler, *fakeNVRTC) {
 	f := &fakeNVRTC{}
-	return &compiler{rtc: f, arch: "sm_90", store: &store{folder: folder, limit: storeLimit}}, f
+	return &compiler{rtc: f, arch: 90, store: &store{folder: folder, limit: storeLimit}}, f
 }
 
 func kernelFiles(t *testing.T, folder string) []string {
@@ -107,7 +116,7 @@ func TestStoreKey(t *testing.T) {
 	change("source", 1, func(_ *compiler, _ *fakeNVRTC, s *Source) { s.CUDA += " " })
 	change("name", 1, func(_ *compiler, _ *fakeNVRTC, s *Source) { s.Name = "b.cu" })
 	change("options", 1, func(_ *compiler, _ *fakeNVRTC, s *Source) { s.Options = append([]string{"-DA-DB"}, s.Options[2:]...) })
-	change("architecture", 1, func(c *compiler, _ *fakeNVRTC, _ *Source) { c.arch = "sm_80" })
+	change("architecture", 1, func(c *compiler, _ *fakeNVRTC, _ *Source) { c.arch = 80 })
 	change("compiler", 1, func(_ *compiler, f *fakeNVRTC, _ *Source) { f.minor = 1 })
 	header("unused.h", "1")
 	change("a header that is not included", 0, func(*compiler, *fakeNVRTC, *Source) {})

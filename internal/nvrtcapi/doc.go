@@ -8,6 +8,7 @@ type Program uintptr
 // API is the part of NVRTC that Chorus uses. None of its calls needs a context.
 type API interface {
 	Version() (major, minor int32, r Result)
+	SupportedArchs() ([]int32, Result) // in ascending order; 90 is sm_90
 	CreateProgram(source, name string) (Program, Result)
 	CompileProgram(p Program, options []string) Result
 	GetCUBIN(p Program) ([]byte, Result)

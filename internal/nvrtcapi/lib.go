@@ -13,6 +13,8 @@ type fn int
 
 const (
 	fnVersion fn = iota
+	fnGetNumSupportedArchs
+	fnGetSupportedArchs
 	fnCreateProgram
 	fnCompileProgram
 	fnGetCUBINSize
@@ -27,16 +29,18 @@ const (
 
 // symbols has the exported name of each function; all are required.
 var symbols = [numFns]dl.Func{
-	fnVersion:           {Name: "nvrtcVersion"},
-	fnCreateProgram:     {Name: "nvrtcCreateProgram"},
-	fnCompileProgram:    {Name: "nvrtcCompileProgram"},
-	fnGetCUBINSize:      {Name: "nvrtcGetCUBINSize"},
-	fnGetCUBIN:          {Name: "nvrtcGetCUBIN"},
-	fnGetPTXSize:        {Name: "nvrtcGetPTXSize"},
-	fnGetPTX:            {Name: "nvrtcGetPTX"},
-	fnGetProgramLogSize: {Name: "nvrtcGetProgramLogSize"},
-	fnGetProgramLog:     {Name: "nvrtcGetProgramLog"},
-	fnDestroyProgram:    {Name: "nvrtcDestroyProgram"},
+	fnVersion:              {Name: "nvrtcVersion"},
+	fnGetNumSupportedArchs: {Name: "nvrtcGetNumSupportedArchs"},
+	fnGetSupportedArchs:    {Name: "nvrtcGetSupportedArchs"},
+	fnCreateProgram:        {Name: "nvrtcCreateProgram"},
+	fnCompileProgram:       {Name: "nvrtcCompileProgram"},
+	fnGetCUBINSize:         {Name: "nvrtcGetCUBINSize"},
+	fnGetCUBIN:             {Name: "nvrtcGetCUBIN"},
+	fnGetPTXSize:           {Name: "nvrtcGetPTXSize"},
+	fnGetPTX:               {Name: "nvrtcGetPTX"},
+	fnGetProgramLogSize:    {Name: "nvrtcGetProgramLogSize"},
+	fnGetProgramLog:        {Name: "nvrtcGetProgramLog"},
+	fnDestroyProgram:       {Name: "nvrtcDestroyProgram"},
 }
 
 const minVersionText = "12.0"
@@ -81,6 +85,15 @@ func newLib(find dl.Resolver, path string) (*Lib, error) {
 func (l *Lib) Version() (major, minor int32, r Result) {
 	v, w, r := l.Call2(fnVersion, dl.Get().Out().Out())
 	return int32(v), int32(w), r
+}
+
+func (l *Lib) SupportedArchs() ([]int32, Result) {
+	n, r := l.Call1(fnGetNumSupportedArchs, dl.Get().Out())
+	if r != Success || n == 0 {
+		return nil, r
+	}
+	archs := make([]int32, int32(n))
+	return archs, l.Call(fnGetSupportedArchs, dl.Get().Ptr(unsafe.Pointer(&archs[0])))
 }
 
 func (l *Lib) CreateProgram(source, name string) (Program, Result) {

@@ -13,16 +13,18 @@ import (
 
 // signatures has the arguments of each C function as nvrtc.h declares them.
 var signatures = dltest.Signatures{
-	"nvrtcVersion":           "o4 o4",
-	"nvrtcCreateProgram":     "o8 s s i p8 p8",
-	"nvrtcCompileProgram":    "w i a",
-	"nvrtcGetCUBINSize":      "w o8=5",
-	"nvrtcGetCUBIN":          "w o5=474214462819",
-	"nvrtcGetPTXSize":        "w o8=4",
-	"nvrtcGetPTX":            "w o4=5788752",
-	"nvrtcGetProgramLogSize": "w o8=4",
-	"nvrtcGetProgramLog":     "w o4=6778732",
-	"nvrtcDestroyProgram":    "p8",
+	"nvrtcVersion":              "o4 o4",
+	"nvrtcGetNumSupportedArchs": "o4=2",
+	"nvrtcGetSupportedArchs":    "o8=386547056715",
+	"nvrtcCreateProgram":        "o8 s s i p8 p8",
+	"nvrtcCompileProgram":       "w i a",
+	"nvrtcGetCUBINSize":         "w o8=5",
+	"nvrtcGetCUBIN":             "w o5=474214462819",
+	"nvrtcGetPTXSize":           "w o8=4",
+	"nvrtcGetPTX":               "w o4=5788752",
+	"nvrtcGetProgramLogSize":    "w o8=4",
+	"nvrtcGetProgramLog":        "w o4=6778732",
+	"nvrtcDestroyProgram":       "p8",
 }
 
 func TestRecordedCalls(t *testing.T) {
@@ -37,6 +39,8 @@ func TestRecordedCalls(t *testing.T) {
 	}
 	major, minor, r := a.Version()
 	line("Version", major, minor, int32(r))
+	archs, r := a.SupportedArchs()
+	line("SupportedArchs", archs, int32(r))
 	p, r := a.CreateProgram("__global__ void f() {}", "f.cu")
 	line("CreateProgram", uintptr(p), int32(r))
 	line("CompileProgram", int32(a.CompileProgram(0xa1, []string{"-arch=sm_90", "--fmad=false"})))
@@ -103,6 +107,11 @@ func TestInstalledLibrary(t *testing.T) {
 	major, minor, r := lib.Version()
 	require.Equal(t, Success, r)
 	t.Logf("NVRTC %d.%d at %s", major, minor, lib.Path())
+
+	archs, r := lib.SupportedArchs()
+	require.Equal(t, Success, r)
+	require.Contains(t, archs, int32(90))
+	require.IsIncreasing(t, archs)
 
 	compile := func(source string) (Program, Result) {
 		p, r := lib.CreateProgram(source, "test.cu")

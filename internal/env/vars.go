@@ -27,10 +27,12 @@ var (
 		"Path of libnvrtc.so to use instead of searching for it."}
 	LibCUBLAS = &Var{"CHORUS_LIBCUBLAS", "text", "",
 		"Path of libcublas.so to use instead of searching for it."}
+	NVTXInjection = &Var{"NVTX_INJECTION64_PATH", "text", "",
+		"The library of the profiler that ranges and marks go to; nsys sets it."}
 )
 
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, RequireGPU, KernelCache,
-		LibCUDA, LibNCCL, LibNVRTC, LibCUBLAS}, slices.Concat(allocVars, clusterVars)...)
+		LibCUDA, LibNCCL, LibNVRTC, LibCUBLAS, NVTXInjection}, slices.Concat(allocVars, clusterVars)...)
 }

@@ -105,19 +105,6 @@ func TestElapsed(t *testing.T) {
 	})
 }
 
-func TestElapsedNeedsTiming(t *testing.T) {
-	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		s := newStream(t, devs[0])
-		e, err := stream.NewEvent(devs[0], nil)
-		require.NoError(t, err)
-		defer e.Close()
-		require.NoError(t, e.Record(s))
-		require.NoError(t, e.Sync(testgpu.Context(t)))
-		_, err = e.Elapsed(e)
-		require.ErrorIs(t, err, device.ErrorInvalidHandle)
-	})
-}
-
 func TestUseAfterClose(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)

@@ -100,6 +100,21 @@ func TestBadTools(t *testing.T) {
 	}
 }
 
+// CUPTI's library is a tool: it takes the tables, whatever it makes of them.
+func TestCUPTI(t *testing.T) {
+	found := dl.Files(&dl.Spec{
+		Sonames: []string{"libcupti.so.13", "libcupti.so.12"},
+		Folders: []string{"/usr/local/cuda*/lib64", "/usr/local/cuda*/extras/CUPTI/lib64"},
+		Wheels:  []string{"cu13/lib", "cuda_cupti/lib"},
+	})
+	if len(found) == 0 {
+		t.Skip("no libcupti here")
+	}
+	out := run(t, found[0])
+	t.Log(found[0], out)
+	require.Contains(t, out, "depths:", "the process went on")
+}
+
 func TestDetached(t *testing.T) {
 	on, err := nvtx.Attached()
 	require.NoError(t, err)

@@ -49,6 +49,13 @@ func (s *Stream) Callback(fn func()) error {
 	if err != nil {
 		return err
 	}
+	if c == nil && s.kind == external {
+		if yes, err := s.capturing(); err != nil {
+			return err
+		} else if yes { // into a graph that Chorus does not know
+			return &CaptureError{Op: op, Object: s.String(), Advice: "capture it with package graph"}
+		}
+	}
 	var f dl.Closure
 	if c == nil {
 		f = dl.OnceClosure(s.guard(fn))

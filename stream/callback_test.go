@@ -11,6 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -133,6 +134,29 @@ func TestCallbackOfClosedGraphIsFreed(t *testing.T) {
 			require.NoError(t, x.Close())
 		}()
 		require.True(t, poll.UntilNoLaterThan(10*time.Second, func() bool { return collected(freed) }))
+	})
+}
+
+// A graph that other code captures cannot say how long it needs the function.
+func TestCallbackInForeignCapture(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		own := newStream(t, devs[0])
+		s, err := stream.External(devs[0], own.Handle())
+		require.NoError(t, err)
+		defer s.Close()
+		require.NoError(t, s.Callback(func() {}))
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+		require.NoError(t, devs[0].Do("begin", func(drv cudadrv.Driver) cudadrv.Result {
+			return drv.StreamBeginCapture(own.Raw(), cudadrv.CaptureRelaxed)
+		}))
+		var ce *stream.CaptureError
+		require.ErrorAs(t, s.Callback(func() {}), &ce)
+		var g cudadrv.Graph
+		require.NoError(t, devs[0].Do("end", func(drv cudadrv.Driver) (r cudadrv.Result) {
+			g, r = drv.StreamEndCapture(own.Raw())
+			return r
+		}), "the capture is still good")
+		require.NoError(t, devs[0].Do("destroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(g) }))
 	})
 }
 

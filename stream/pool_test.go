@@ -46,6 +46,17 @@ func TestPoolGoesRound(t *testing.T) {
 	})
 }
 
+// Taking a stream from the pool costs no allocation once it is there.
+func TestPoolAllocatesNothing(t *testing.T) {
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
+	take := func() { must(stream.FromPool(dev, 0)) }
+	for range 32 {
+		take()
+	}
+	require.Zero(t, testing.AllocsPerRun(100, take))
+	require.Zero(t, testing.AllocsPerRun(100, func() { stream.Default(dev) }))
+}
+
 func TestPriorities(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		_, greatest, err := stream.PriorityRange(devs[0])

@@ -30,8 +30,9 @@ func (s *stream) pushMark(name string, k *mark) {
 		m := s.dev.m
 		m.mu.Lock()
 		k.at, k.when = s.now, time.Now()
-		m.mu.Unlock()
+		s.marked = true
 		close(k.done)
+		m.mu.Unlock()
 	}})
 }
 

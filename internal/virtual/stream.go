@@ -22,6 +22,7 @@ type stream struct {
 	handle    cudadrv.Stream
 	queue     []*op
 	working   bool
+	marked    bool // the operation that runs is a mark, which has been set
 	destroyed bool
 	now       stamp
 	rng       *rand.Rand
@@ -80,6 +81,7 @@ func (s *stream) work() {
 		o := s.queue[0]
 		s.queue[0] = nil
 		s.queue = s.queue[1:]
+		s.marked = false
 		s.now.seen = s.now.seen.join(o.host)
 		s.now.epoch++
 		lost := s.dev.status != cudadrv.Success
@@ -94,6 +96,11 @@ func (s *stream) work() {
 	s.working = false
 	s.release()
 }
+
+// idle reports whether all that was enqueued has completed. Who has waited for
+// the last mark finds the stream idle although its goroutine has not come to its
+// end. m.mu is held.
+func (s *stream) idle() bool { return !s.working || s.marked && len(s.queue) == 0 }
 
 // dawdle keeps streams out of step: mostly it lets others go first, now and
 // then it waits.
@@ -239,7 +246,7 @@ func (d driver) StreamQuery(h cudadrv.Stream) cudadrv.Result {
 	if s.capture != nil {
 		return s.refused()
 	}
-	if s.working {
+	if !s.idle() {
 		return cudadrv.ErrorNotReady
 	}
 	d.m.host = d.m.host.joinStamp(s.now)

@@ -205,3 +205,29 @@ func TestSameUUIDInEveryMachine(t *testing.T) {
 		require.Equal(t, x, y)
 	}
 }
+
+// Who has waited for a stream finds it idle, however late its goroutine ends.
+func TestQueryAfterWait(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	s := r.stream(0)
+	p := r.alloc(0, 64)
+	stop := make(chan struct{})
+	defer close(stop)
+	for range 4 { // who want the machine's lock as well
+		go func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					_, _ = r.drv.DeviceGetCount()
+				}
+			}
+		}()
+	}
+	for range 500 {
+		r.do(0, func() cudadrv.Result { return r.drv.MemsetD8Async(p, 1, 64, s) })
+		r.do(0, func() cudadrv.Result { return r.drv.StreamSynchronize(s) })
+		r.do(0, func() cudadrv.Result { return r.drv.StreamQuery(s) })
+	}
+}

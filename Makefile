@@ -3,6 +3,8 @@ GO ?= go
 NPROC ?= auto
 STATICCHECK = $(GO) tool -modfile=tools/go.mod staticcheck
 # The race detector needs cgo, and that a C compiler.
+# go-nvml declares what NVML deprecates, which C compilers remark upon at length.
+export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 RACE = $(if $(shell command -v $${CC:-cc}),-race)
 
 .PHONY: help build demo test check lint cross generate ptx bench gpu-bins clean

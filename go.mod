@@ -3,6 +3,7 @@ module github.com/gochorus/chorus
 go 1.26.0
 
 require (
+	github.com/NVIDIA/go-nvml v0.13.3-0
 	github.com/ebitengine/purego v0.11.3
 	github.com/hashicorp/memberlist v0.7.0
 	github.com/spf13/cobra v1.10.2

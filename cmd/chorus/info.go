@@ -16,8 +16,8 @@ func newInfoCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "info",
 		Short: "Show the devices, the libraries that were found, and how the devices are linked",
-		Long: `Show the devices, the driver, CUDA and NCCL, which library was loaded from
-where, and which devices reach each other's memory directly. Without a GPU it
+		Long: `Show the devices and what their sensors tell, the driver, CUDA and NCCL, which
+library was loaded from where, and which devices reach each other's memory directly. Without a GPU it
 shows the virtual devices and says so.`,
 		Args: noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -53,7 +53,8 @@ type report struct {
 type deviceInfo struct {
 	Ordinal int `json:"ordinal"`
 	*device.Properties
-	FreeMemory uint64 `json:"free_memory"`
+	FreeMemory uint64   `json:"free_memory"`
+	Telemetry  *reading `json:"telemetry"`
 }
 
 type libraryInfo struct {
@@ -74,7 +75,11 @@ func inspect(sys *device.System, note string) (*report, error) {
 		if err != nil {
 			return nil, err
 		}
-		r.Devices = append(r.Devices, deviceInfo{Ordinal: d.Ordinal(), Properties: p, FreeMemory: free})
+		told, err := read(d)
+		if err != nil {
+			return nil, err
+		}
+		r.Devices = append(r.Devices, deviceInfo{Ordinal: d.Ordinal(), Properties: p, FreeMemory: free, Telemetry: told})
 		row, err := links(d, sys.Devices())
 		if err != nil {
 			return nil, err
@@ -127,6 +132,7 @@ func (r *report) print(out io.Writer) error {
 		fmt.Fprintf(w, "%s:%d\t%s\t%d.%d\t%d\t%s\t%s\t%s\t%s\n", r.Backend, d.Ordinal, d.Name, d.Major, d.Minor,
 			d.Multiprocessors, gib(d.TotalMemory), gib(d.FreeMemory), d.PCIBusID, d.UUID)
 	}
+	r.printTelemetry(w)
 	fmt.Fprintf(w, "\nLIBRARY\tVERSION\tLOADED FROM\n")
 	for _, l := range r.Libraries {
 		where := l.Path
@@ -149,6 +155,24 @@ func (r *report) print(out io.Writer) error {
 	}
 	fmt.Fprintf(w, "\npeerN: direct access, 0 is the fastest kind of link; host: only by way of host memory\n")
 	return w.Flush()
+}
+
+// printTelemetry has a line for each device that tells something, and one that
+// says why the others do not.
+func (r *report) printTelemetry(w io.Writer) {
+	fmt.Fprintf(w, "\nTELEMETRY\n")
+	missing := ""
+	for _, d := range r.Devices {
+		if line := d.Telemetry.String(); line != "" {
+			fmt.Fprintf(w, "%s:%d\t%s\n", r.Backend, d.Ordinal, line)
+		}
+		if missing == "" {
+			missing = d.Telemetry.Missing
+		}
+	}
+	if missing != "" {
+		fmt.Fprintln(w, missing)
+	}
 }
 
 func gib(bytes uint64) string { return fmt.Sprintf("%.1f GiB", float64(bytes)/(1<<30)) }

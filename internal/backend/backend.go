@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/nvml"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/virtual"
 )
@@ -154,6 +155,14 @@ func (s *System) CUBLAS() (cublasapi.API, error) {
 		return nil, err
 	}
 	return lib, nil
+}
+
+// NVML opens NVML on first use.
+func (s *System) NVML() (nvml.API, error) {
+	if s.Machine != nil {
+		return s.Machine.NVML(), nil
+	}
+	return nvml.Open()
 }
 
 // NVRTC opens NVRTC on first use. Virtual devices have no compiler: package

@@ -21,6 +21,8 @@ var (
 		"The folder in which compiled kernels are kept for later processes; `off` keeps none. Unset means `chorus/kernels` in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)."}
 	LibCUDA = &Var{"CHORUS_LIBCUDA", "text", "",
 		"Path of libcuda.so to use instead of searching for it."}
+	LibNVML = &Var{"CHORUS_LIBNVML", "text", "",
+		"Path of libnvidia-ml.so to use instead of searching for it."}
 	LibNCCL = &Var{"CHORUS_LIBNCCL", "text", "",
 		"Path of libnccl.so to use instead of searching for it."}
 	LibNVRTC = &Var{"CHORUS_LIBNVRTC", "text", "",
@@ -34,5 +36,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, RequireGPU, KernelCache,
-		LibCUDA, LibNCCL, LibNVRTC, LibCUBLAS, NVTXInjection}, slices.Concat(allocVars, clusterVars)...)
+		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, NVTXInjection}, slices.Concat(allocVars, clusterVars)...)
 }

@@ -156,7 +156,10 @@ func parallel(jobs []func() error) error {
 
 func command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(name, args...)
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	cmd.Env = os.Environ()
+	if os.Getenv("CGO_ENABLED") == "" { // with 1, telemetry is tested too, and the GPU machine needs this one's C library
+		cmd.Env = append(cmd.Env, "CGO_ENABLED=0")
+	}
 	cmd.Stderr = os.Stderr
 	return cmd
 }

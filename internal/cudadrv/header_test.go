@@ -19,6 +19,7 @@ func TestHeaderResults(t *testing.T) {
 
 func TestHeaderPrototypes(t *testing.T) {
 	dltest.FindHeader(t, "cuda.h").RequirePrototypes(signatures)
+	dltest.FindHeader(t, "cudaProfiler.h").RequirePrototypes(signatures)
 }
 
 func TestHeaderValues(t *testing.T) {

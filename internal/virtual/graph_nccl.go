@@ -21,7 +21,7 @@ func (l *ncclLib) capture(works []*work) (done bool, r ncclapi.Result) {
 	if x == nil {
 		return false, ncclapi.Success
 	}
-	for _, list := range byComm(works) {
+	for _, list := range inLaunches(works) {
 		n := &node{name: list[0].name, works: list}
 		var on []*stream
 		for _, w := range list {
@@ -31,22 +31,6 @@ func (l *ncclLib) capture(works []*work) (done bool, r ncclapi.Result) {
 		x.add(n, on...)
 	}
 	return true, ncclapi.Success
-}
-
-// byComm splits works by their communicators, in the order in which these come.
-func byComm(works []*work) [][]*work {
-	var lists [][]*work
-	at := map[*comm]int{}
-	for _, w := range works {
-		i, ok := at[w.c]
-		if !ok {
-			i = len(lists)
-			at[w.c] = i
-			lists = append(lists, nil)
-		}
-		lists[i] = append(lists[i], w)
-	}
-	return lists
 }
 
 // captured reports whether a live graph has operations of the communicator:

@@ -23,6 +23,8 @@ type work struct {
 
 func (w *work) dtype() ncclapi.DType { return ncclapi.DType(w.sig.DType) }
 
+func (w *work) transfer() bool { return w.sig.Kind == kindSend || w.sig.Kind == kindRecv }
+
 // A launch is the work of one group for one communicator: the collectives in
 // order, then the sends and receives together.
 type launch struct {
@@ -33,26 +35,41 @@ type launch struct {
 	done        chan struct{}
 }
 
+// inLaunches splits works into what is launched together: those of one
+// communicator, in the order in which these come. A collective of a single rank
+// is alone: NCCL copies at once, on the operation's own stream, and a group
+// orders nothing then.
+func inLaunches(works []*work) [][]*work {
+	var lists [][]*work
+	at := map[*comm]int{}
+	for _, w := range works {
+		i, ok := at[w.c]
+		if alone := w.c.n == 1 && !w.transfer(); !ok || alone {
+			i = len(lists)
+			lists = append(lists, nil)
+			if !alone {
+				at[w.c] = i
+			}
+		}
+		lists[i] = append(lists[i], w)
+	}
+	return lists
+}
+
 // enqueueWork puts the work of a group on its streams. m.mu is held.
 func (m *Machine) enqueueWork(works []*work) {
-	var launches []*launch
-	byComm := map[*comm]*launch{}
-	for _, w := range works {
-		l := byComm[w.c]
-		if l == nil {
-			l = &launch{c: w.c, prev: w.c.last, done: make(chan struct{})}
-			byComm[w.c] = l
-			launches = append(launches, l)
+	for _, list := range inLaunches(works) {
+		c := list[0].c
+		l := &launch{c: c, prev: c.last, done: make(chan struct{})}
+		for _, w := range list {
+			w.sig.Seq = c.issued
+			c.issued++
+			if w.transfer() {
+				l.transfers = append(l.transfers, w)
+			} else {
+				l.collectives = append(l.collectives, w)
+			}
 		}
-		w.sig.Seq = w.c.issued
-		w.c.issued++
-		if w.sig.Kind == kindSend || w.sig.Kind == kindRecv {
-			l.transfers = append(l.transfers, w)
-		} else {
-			l.collectives = append(l.collectives, w)
-		}
-	}
-	for _, l := range launches {
 		l.enqueue()
 	}
 }
@@ -89,8 +106,10 @@ func (l *launch) run(o *op) {
 	m, c := o.s.dev.m, l.c
 	m.mu.Lock()
 	lost := c.dev.status != cudadrv.Success
-	o.s.now.seen = o.s.now.seen.joinStamp(c.before)
-	c.before = o.s.now
+	if c.n > 1 { // the collectives of a single rank are copies, which nothing orders
+		o.s.now.seen = o.s.now.seen.joinStamp(c.before)
+		c.before = o.s.now
+	}
 	c.clique.seen = c.clique.seen.joinStamp(o.s.now)
 	m.mu.Unlock()
 	if lost {
@@ -104,7 +123,9 @@ func (l *launch) run(o *op) {
 	// What the ranks did before they began the operation comes before what this
 	// stream does from here on.
 	m.mu.Lock()
-	o.s.now.seen = o.s.now.seen.join(c.clique.seen)
+	if c.n > 1 {
+		o.s.now.seen = o.s.now.seen.join(c.clique.seen)
+	}
 	m.mu.Unlock()
 }
 

@@ -93,3 +93,27 @@ func TestProfiler(t *testing.T) {
 	err := d.StartProfiler()
 	require.ErrorContains(t, err, "cuProfilerStart on device 0: CUDA_ERROR_PROFILER_DISABLED")
 }
+
+// Counting without the driver and with it agree.
+func TestCount(t *testing.T) {
+	t.Run("virtual", func(t *testing.T) {
+		t.Setenv("CHORUS_BACKEND", "virtual")
+		t.Setenv("CHORUS_VIRTUAL_DEVICES", "3")
+		n, err := device.Count()
+		require.NoError(t, err)
+		require.Equal(t, 3, n)
+	})
+	t.Run("cuda", func(t *testing.T) {
+		devs := testgpu.CUDA(t, 1)
+		t.Setenv("CHORUS_BACKEND", "cuda")
+		for _, nvml := range []string{"1", "0"} {
+			t.Setenv("PYTORCH_NVML_BASED_CUDA_CHECK", nvml)
+			n, err := device.Count()
+			require.NoError(t, err)
+			require.Len(t, devs[0].System().Devices(), n)
+		}
+	})
+	t.Setenv("CHORUS_BACKEND", "opencl")
+	_, err := device.Count()
+	require.ErrorContains(t, err, "device: count: env: CHORUS_BACKEND")
+}

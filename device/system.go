@@ -127,6 +127,19 @@ func All() ([]*Device, error) {
 	return s.Devices(), nil
 }
 
+// Count returns how many devices a System that is opened now would have, asking
+// anew each time. Where NVML can tell it starts no driver, so that what the
+// process sets CUDA_VISIBLE_DEVICES to afterwards still counts; it never creates
+// a context. It mirrors torch.cuda.device_count before CUDA is initialised.
+// Without any GPU it returns 0 or the error that says what is missing.
+func Count() (int, error) {
+	n, err := backend.Count()
+	if err != nil {
+		return 0, fmt.Errorf("device: count: %w", err)
+	}
+	return n, nil
+}
+
 // The accessors below have internal types: they are for Chorus's own packages.
 
 // NCCL opens NCCL on first use. For Chorus's own packages.

@@ -2,10 +2,7 @@ package backend
 
 import (
 	"fmt"
-	"os"
 	"path/filepath"
-	"strconv"
-	"strings"
 
 	"github.com/gochorus/chorus/internal/env"
 )
@@ -36,7 +33,7 @@ func Choose() (*Choice, error) {
 		return nil, err
 	}
 	files := deviceFiles()
-	gpus := visible(len(files))
+	gpus := countVisible(len(files))
 	switch {
 	case b != Virtual && gpus > 0:
 		return &Choice{Backend: CUDA, Devices: gpus}, nil
@@ -72,32 +69,15 @@ func whyNoGPU(files []string) string {
 	if len(files) == 0 {
 		return "no /dev/nvidia*"
 	}
-	return fmt.Sprintf("CUDA_VISIBLE_DEVICES=%q", os.Getenv("CUDA_VISIBLE_DEVICES"))
+	return fmt.Sprintf("CUDA_VISIBLE_DEVICES=%q", env.VisibleDevices.Value())
 }
 
-// visible counts which of have GPUs CUDA_VISIBLE_DEVICES leaves, as the driver
-// reads it: the list ends at the first entry that names no device.
-func visible(have int) int {
-	list, set := os.LookupEnv("CUDA_VISIBLE_DEVICES")
-	if !set {
+// countVisible counts which of have GPUs CUDA_VISIBLE_DEVICES leaves. UUIDs are
+// taken to name GPUs: only NVML or the driver could look them up.
+func countVisible(have int) int {
+	if !env.VisibleDevices.IsSet() {
 		return have
 	}
-	n := 0
-	for name := range strings.SplitSeq(list, ",") {
-		if !names(strings.TrimSpace(name), have) {
-			break
-		}
-		n++
-	}
-	return min(n, have)
-}
-
-// names reports whether an entry of CUDA_VISIBLE_DEVICES names a device: an
-// ordinal, or a UUID, which only the driver could look up.
-func names(entry string, have int) bool {
-	if strings.HasPrefix(entry, "GPU-") || strings.HasPrefix(entry, "MIG-") {
-		return true
-	}
-	i, err := strconv.Atoi(entry)
-	return err == nil && i >= 0 && i < have
+	v := parseVisible(env.VisibleDevices.Value())
+	return min(len(v.uuids)+len(within(v.ordinals, have)), have)
 }

@@ -31,7 +31,7 @@ func TestDocument(t *testing.T) {
 func TestDeclarations(t *testing.T) {
 	seen := map[string]bool{}
 	for _, v := range All() {
-		require.True(t, strings.HasPrefix(v.Name, "CHORUS_") || strings.HasPrefix(v.Name, "PYTORCH_") || v == NVTXInjection, v.Name)
+		require.True(t, strings.HasPrefix(v.Name, "CHORUS_") || strings.HasPrefix(v.Name, "PYTORCH_") || strings.HasPrefix(v.Name, "CUDA_") || v == NVTXInjection, v.Name)
 		require.False(t, seen[v.Name], "%s is declared twice", v.Name)
 		seen[v.Name] = true
 		require.NotEmpty(t, v.Type, v.Name)

@@ -29,6 +29,10 @@ var (
 		"Path of libnvrtc.so to use instead of searching for it."}
 	LibCUBLAS = &Var{"CHORUS_LIBCUBLAS", "text", "",
 		"Path of libcublas.so to use instead of searching for it."}
+	VisibleDevices = &Var{"CUDA_VISIBLE_DEVICES", "text", "",
+		"Which GPUs the process sees, in which order: comma-separated ordinals, or UUIDs (`GPU-…`, `MIG-…`) or their unambiguous beginnings. The driver reads it when it starts; device.Count and `chorus run` read it as the driver does. Virtual devices do not obey it."}
+	NVMLCheck = &Var{"PYTORCH_NVML_BASED_CUDA_CHECK", "number", "1",
+		"`0` makes device.Count ask the driver instead of NVML, which starts none."}
 	NVTXInjection = &Var{"NVTX_INJECTION64_PATH", "text", "",
 		"The library of the profiler that ranges and marks go to; nsys sets it."}
 )
@@ -36,5 +40,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, RequireGPU, KernelCache,
-		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, NVTXInjection}, slices.Concat(allocVars, clusterVars)...)
+		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, VisibleDevices, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, clusterVars)...)
 }

@@ -90,7 +90,9 @@ func (x Slice[T]) CopyToPinned(s *stream.Stream, dst *Pinned[T]) error {
 // Copy enqueues the copy of src to dst on s, a stream of either's device. The
 // two have the same length, and may be on two devices: the copy then goes from
 // one to the other directly where the hardware can, and otherwise by way of the
-// host, which a graph cannot capture (cuMemcpyPeerAsync). Work on the other
+// host, which a graph cannot capture (cuMemcpyPeerAsync). The first copy between
+// two devices tests the way, for which the host waits some milliseconds; see
+// device.Device.PeerWorks. Work on the other
 // device must be ordered with s by an event.
 func Copy[T Element](s *stream.Stream, dst, src Slice[T]) error {
 	const op = "memory: copy"
@@ -112,33 +114,54 @@ func Copy[T Element](s *stream.Stream, dst, src Slice[T]) error {
 	if s.Device() != src.Device() && s.Device() != dst.Device() {
 		return fmt.Errorf("%s from %s to %s: %s is of neither device", op, src.Device(), dst.Device(), s)
 	}
-	direct, err := reach(dst.Device(), src.Device())
+	by, err := wayBetween(dst.Device(), src.Device())
 	if err != nil {
 		return err
 	}
-	if direct {
+	switch by {
+	case direct:
 		// One address space: the driver knows whose memory it is.
 		return s.Device().Do("cuMemcpyDtoDAsync", func(drv cudadrv.Driver) cudadrv.Result {
 			return drv.MemcpyDtoDAsync(dst.Raw(), src.Raw(), uintptr(src.Bytes()), s.Raw())
 		})
+	case staged:
+		return copyStaged(s, dst, src)
 	}
 	return copyPeer(s, dst, src)
 }
 
-// reach lets two devices reach each other's memory and reports whether they can.
-func reach(a, b *device.Device) (bool, error) {
+// A way is how a copy goes.
+type way int
+
+const (
+	direct way = iota // in one address space
+	driver            // by the driver, which finds a way over the host
+	staged            // over the host by Chorus: what goes directly arrives wrong
+)
+
+// wayBetween finds the way between two devices and opens it. The first time that
+// is a test, which a capture that is going on forbids: then the driver is
+// believed.
+func wayBetween(a, b *device.Device) (way, error) {
 	if a == b {
-		return true, nil
+		return direct, nil
 	}
-	for _, way := range [][2]*device.Device{{a, b}, {b, a}} {
-		if ok, err := way[0].CanAccessPeer(way[1]); err != nil || !ok {
-			return false, err
-		}
-		if err := way[0].EnablePeer(way[1]); err != nil {
-			return false, err
-		}
+	can, err := a.CanAccessPeer(b)
+	if err != nil || !can {
+		return driver, err
 	}
-	return true, nil
+	works, tested := a.PeerTested(b)
+	if !tested && !stream.AnyCapture() {
+		works, err = a.PeerWorks(b)
+		tested = true
+	}
+	if err != nil || tested && !works {
+		return staged, err
+	}
+	if err := a.EnablePeer(b); err != nil {
+		return direct, err
+	}
+	return direct, b.EnablePeer(a)
 }
 
 // copyPeer copies between devices that do not reach each other.

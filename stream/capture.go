@@ -49,6 +49,10 @@ func (s *Stream) capturing() (bool, error) {
 	return status != cudadrv.CaptureNone, err
 }
 
+// AnyCapture reports whether the process captures a graph on any stream. For
+// Chorus's own packages.
+func AnyCapture() bool { return open.count.Load() != 0 }
+
 // RefuseCapture returns a *CaptureError if the stream is being captured, and
 // costs next to nothing while the process captures nothing. For Chorus's own
 // packages.

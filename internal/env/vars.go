@@ -12,9 +12,11 @@ var (
 	VirtualSeed = &Var{"CHORUS_VIRTUAL_SEED", "number", "",
 		"The seed from which virtual streams draw their delays; unset means a new one for each process, named in every report of a failure."}
 	VirtualFaults = &Var{"CHORUS_VIRTUAL_FAULTS", "text", "",
-		"A fault plan for virtual devices: comma-separated `call#n=status` (the nth call fails), `hang@call#n`, `lose@call#n` (the process is killed there)."}
+		"A fault plan for virtual devices: comma-separated `call#n=status` (the nth call fails), `hang@call#n`, `lose@call#n` (the process is killed there), `zero@call#n` (what the copy brings to another device is zeros); `*` for n is every call."}
 	VirtualNetwork = &Var{"CHORUS_VIRTUAL_NETWORK", "text", "",
 		"The IP address on which virtual ranks listen for each other; unset means Unix sockets, or, in a job on several hosts, the address that reaches the coordinator."}
+	P2P = &Var{"CHORUS_P2P", "text", "auto",
+		"Direct copies between GPUs: `auto` tests the way between two of them at their first copy and stages copies through host memory where what arrives is wrong, `off` stages all of them, `force` trusts the way. NCCL has NCCL_P2P_DISABLE of its own."}
 	RequireGPU = &Var{"CHORUS_REQUIRE_GPU", "number", "0",
 		"Tests: how many GPUs this machine must have. A test that would be skipped for want of a GPU fails instead."}
 	KernelCache = &Var{"CHORUS_KERNEL_CACHE", "text", "",
@@ -39,6 +41,6 @@ var (
 
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
-	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, RequireGPU, KernelCache,
+	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, P2P, RequireGPU, KernelCache,
 		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, VisibleDevices, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, clusterVars)...)
 }

@@ -57,6 +57,7 @@ type call struct {
 	dev  *device // of the context that was bound; nil in calls free of one
 	name string
 	hang bool // the fault plan wants the call's stream operation to hang
+	zero bool // the fault plan wants its copy to bring zeros
 	// check says when a graph is launched whether what the call uses is still
 	// there; nil where nothing can go away.
 	check func() cudadrv.Result
@@ -80,11 +81,11 @@ func (d driver) begin(name string) (call, cudadrv.Result) {
 func (d driver) beginEnding(name string) (call, cudadrv.Result) {
 	c := call{m: d.m, name: name}
 	bound := d.m.threads.take()
-	status, hang := d.m.faults.hit(name)
-	c.hang = hang
+	x := d.m.faults.next(name)
+	c.hang, c.zero = x.hang, x.zero
 	d.m.mu.Lock()
 	c.dev = d.m.deviceOf(bound)
-	r := cudadrv.Result(status)
+	r := cudadrv.Result(x.status)
 	switch {
 	case !d.m.initialized:
 		r = cudadrv.ErrorNotInitialized

@@ -149,10 +149,24 @@ func (m *Machine) lies(p cudadrv.DevicePtr, dev *device) bool {
 }
 
 func (c *call) copyDevice(s *stream, dst, src cudadrv.DevicePtr, bytes uintptr) {
+	zero := c.zero && c.m.crosses(dst, src)
 	c.enqueue(s, func(o *op) {
 		o.move(func() ([]byte, *trouble) { return o.touch(dst, uint64(bytes), true) },
-			func() ([]byte, *trouble) { return o.touch(src, uint64(bytes), false) })
+			func() ([]byte, *trouble) {
+				b, t := o.touch(src, uint64(bytes), false)
+				if zero {
+					b = make([]byte, len(b))
+				}
+				return b, t
+			})
 	})
+}
+
+// crosses reports whether the addresses are of two devices. m.mu is held.
+func (m *Machine) crosses(p, q cudadrv.DevicePtr) bool {
+	a, _ := m.find(p)
+	b, _ := m.find(q)
+	return a != nil && b != nil && a.dev != b.dev
 }
 
 func (d driver) MemsetD8Async(dst cudadrv.DevicePtr, value uint8, count uintptr, h cudadrv.Stream) cudadrv.Result {

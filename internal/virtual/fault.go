@@ -21,6 +21,7 @@ type fault struct {
 	status int32 // failed with, unless hang or lose
 	hang   bool
 	lose   bool
+	zero   bool // what it copies between two devices arrives as zeros
 }
 
 // faults is a fault plan and the calls counted so far. Every call of the three
@@ -35,24 +36,34 @@ type faults struct {
 // hit counts a call and returns what the plan has for it. A call that has a
 // stream operation carries out hang itself; any other one hangs in here.
 func (f *faults) hit(name string) (status int32, hang bool) {
+	x := f.next(name)
+	return x.status, x.hang
+}
+
+// next is hit for calls that more may befall.
+func (f *faults) next(name string) fault {
 	if f.plan == nil {
-		return 0, false
+		return fault{}
 	}
 	f.mu.Lock()
 	f.count[name]++
 	x, ok := f.plan[name][f.count[name]]
+	if !ok {
+		x = f.plan[name][everyCall]
+	}
 	f.mu.Unlock()
 	switch {
-	case !ok:
-		return 0, false
 	case x.lose:
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 		forever(nil)
 	case x.hang && !streamOps[name]:
 		forever(nil)
 	}
-	return x.status, x.hang
+	return x
 }
+
+// everyCall stands for * in place of a number.
+const everyCall = 0
 
 // forever returns when stop is closed, and never when it is nil. It waits on a
 // timer too: were everything else asleep, the runtime would take a hang for a
@@ -74,7 +85,7 @@ func (f *faults) parse(text string) error {
 		}
 		name, n, x, err := parseFault(item)
 		if err != nil {
-			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n or lose@call#n, separated by commas, "+
+			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n, lose@call#n or zero@call#n, separated by commas, * for every n, "+
 				"such as cuMemAllocAsync#3=CUDA_ERROR_OUT_OF_MEMORY or hang@ncclAllReduce#2", item, err)
 		}
 		if f.plan == nil {
@@ -96,21 +107,28 @@ func parseFault(item string) (name string, n int, x fault, err error) {
 			x.hang = true
 		case "lose":
 			x.lose = true
+		case "zero":
+			x.zero = true
 		default:
-			return "", 0, x, fmt.Errorf("%q is neither hang nor lose", kind)
+			return "", 0, x, fmt.Errorf("%q is neither hang nor lose nor zero", kind)
 		}
 		where = rest
 	}
 	where, status, failing := strings.Cut(where, "=")
-	if failing == (x.hang || x.lose) {
-		return "", 0, x, fmt.Errorf("it names no status, hang or lose, or two of them")
+	if failing == (x.hang || x.lose || x.zero) {
+		return "", 0, x, fmt.Errorf("it names no status, hang, lose or zero, or two of them")
 	}
 	name, number, _ := strings.Cut(where, "#")
-	if n, err = strconv.Atoi(number); err != nil || n < 1 {
+	if number == "*" {
+		n = everyCall
+	} else if n, err = strconv.Atoi(number); err != nil || n < 1 {
 		return "", 0, x, fmt.Errorf("%q is not the number of a call, the first being 1", number)
 	}
 	if !calls[name] {
 		return "", 0, x, fmt.Errorf("%q is not one of %s", name, strings.Join(slices.Sorted(maps.Keys(calls)), " "))
+	}
+	if x.zero && name != "cuMemcpyDtoDAsync" && name != "cuMemcpyPeerAsync" {
+		return "", 0, x, fmt.Errorf("%q copies nothing between devices", name)
 	}
 	if failing {
 		if x.status, err = statusOf(name, status); err != nil {

@@ -1,0 +1,154 @@
+package memory
+
+import (
+	"bytes"
+	"log/slog"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/stream"
+)
+
+// broken is a machine on which whatever goes directly from one device to
+// another arrives as zeros.
+const broken = "zero@cuMemcpyDtoDAsync#*,zero@cuMemcpyPeerAsync#*"
+
+// crossCopy copies n elements back and forth between two devices, on a stream of
+// either, and checks them.
+func crossCopy(t *testing.T, devs []*device.Device, n int) {
+	t.Helper()
+	for _, on := range []int{0, 1} {
+		for _, w := range [][2]int{{0, 1}, {1, 0}} {
+			var s [2]*stream.Stream
+			for i, d := range devs[:2] {
+				var err error
+				s[i], err = stream.New(d, nil)
+				require.NoError(t, err)
+				defer s[i].Close()
+			}
+			in, out := make([]int32, n), make([]int32, n)
+			for i := range in {
+				in[i] = int32(i*7 + on + 1)
+			}
+			x, err := MakeFrom(s[w[0]], in)
+			require.NoError(t, err)
+			defer x.Close()
+			y, err := MakeFrom(s[w[1]], out)
+			require.NoError(t, err)
+			defer y.Close()
+			require.NoError(t, s[on].WaitStream(s[1-on]))
+			require.NoError(t, Copy(s[on], y, x))
+			require.NoError(t, s[1-on].WaitStream(s[on]))
+			require.NoError(t, x.Zero(s[w[0]]), "after the copy, in the order of the streams")
+			require.NoError(t, y.CopyTo(s[w[1]], out))
+			require.Equal(t, in, out, "from %d to %d on a stream of %d", w[0], w[1], on)
+		}
+	}
+}
+
+// Copies are right where the direct way is broken, and the user is told once.
+func TestCopyStagedWherePeersAreBroken(t *testing.T) {
+	log := catchLog(t)
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: broken})
+	for _, n := range []int{1, 1000, stageBytes/4 + 1, 5*stageBytes/4 + 3} {
+		crossCopy(t, devs, n)
+	}
+	require.Equal(t, 1, bytes.Count(log.Bytes(), []byte("staged through host memory")), log.String())
+	require.Contains(t, log.String(), "virtual:0")
+	for _, way := range [][2]int{{0, 1}, {1, 0}} {
+		works, tested := devs[way[0]].PeerTested(devs[way[1]])
+		require.True(t, tested)
+		require.False(t, works)
+	}
+	_, tested := devs[0].PeerTested(devs[2])
+	require.False(t, tested, "no copy went there")
+}
+
+func TestCopyStagedEverywhere(t *testing.T) {
+	t.Setenv("CHORUS_P2P", "off")
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		if devs[0].System().Machine() == nil {
+			if _, tested := devs[0].PeerTested(devs[1]); tested {
+				t.Skip("another test of this process has tested the way")
+			}
+		}
+		crossCopy(t, devs, 3*stageBytes/4+1)
+	})
+}
+
+func TestCopyDirectByForce(t *testing.T) {
+	t.Setenv("CHORUS_P2P", "force")
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: broken})
+	works, err := devs[0].PeerWorks(devs[1])
+	require.NoError(t, err)
+	require.True(t, works, "as the user wants it")
+	s, err := stream.New(devs[0], nil)
+	require.NoError(t, err)
+	defer s.Close()
+	s1, err := stream.New(devs[1], nil)
+	require.NoError(t, err)
+	defer s1.Close()
+	x, err := MakeFrom(s, []int32{5})
+	require.NoError(t, err)
+	defer x.Close()
+	y, err := MakeFrom(s1, []int32{6})
+	require.NoError(t, err)
+	defer y.Close()
+	require.NoError(t, s.WaitStream(s1))
+	require.NoError(t, Copy(s, y, x))
+	require.NoError(t, s1.WaitStream(s))
+	out := []int32{-1}
+	require.NoError(t, y.CopyTo(s1, out))
+	require.Zero(t, out[0], "the fault is there")
+	t.Setenv("CHORUS_P2P", "maybe")
+	other := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	_, err = other[0].PeerWorks(other[1])
+	require.ErrorContains(t, err, "one of auto, off, force")
+}
+
+// A good way is tested once, without a word.
+func TestPeerWorks(t *testing.T) {
+	log := catchLog(t)
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for range 2 {
+			works, err := devs[1].PeerWorks(devs[0])
+			require.NoError(t, err)
+			can, err := devs[0].CanAccessPeer(devs[1])
+			require.NoError(t, err)
+			if devs[0].System().Machine() != nil {
+				require.True(t, works)
+			}
+			require.True(t, can || !works)
+		}
+		works, err := devs[0].PeerWorks(devs[0])
+		require.NoError(t, err)
+		require.True(t, works)
+		crossCopy(t, devs, 1000)
+		_, err = devs[0].PeerWorks(nil)
+		require.ErrorContains(t, err, "no device given")
+	})
+	require.NotContains(t, log.String(), "virtual")
+}
+
+// A test that could not be made is made again.
+func TestPeerWorksAfterAnError(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "cuMemAllocAsync#1=CUDA_ERROR_OUT_OF_MEMORY"})
+	_, err := devs[0].PeerWorks(devs[1])
+	require.ErrorIs(t, err, device.ErrorOutOfMemory)
+	require.ErrorContains(t, err, "test copies between virtual:0 and virtual:1")
+	works, err := devs[0].PeerWorks(devs[1])
+	require.NoError(t, err)
+	require.True(t, works)
+}
+
+func catchLog(t *testing.T) *bytes.Buffer {
+	t.Helper()
+	var b bytes.Buffer
+	before := slog.Default()
+	slog.SetDefault(slog.New(slog.NewTextHandler(&b, nil)))
+	t.Cleanup(func() { slog.SetDefault(before) })
+	return &b
+}

@@ -15,7 +15,7 @@ import (
 var signatures = dltest.Signatures{
 	"nvrtcVersion":              "o4 o4",
 	"nvrtcGetNumSupportedArchs": "o4=2",
-	"nvrtcGetSupportedArchs":    "o8=386547056715",
+	"nvrtcGetSupportedArchs":    "O8=386547056715",
 	"nvrtcCreateProgram":        "o8 s s i p8 p8",
 	"nvrtcCompileProgram":       "w i a",
 	"nvrtcGetCUBINSize":         "w o8=5",

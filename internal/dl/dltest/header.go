@@ -119,6 +119,7 @@ template<class A> constexpr bool fits(char kind, size_t size) {
 	case 'a': return std::is_pointer_v<A>;
 	case 'p': return std::is_pointer_v<A>;
 	case 'o': if constexpr (std::is_pointer_v<A>) return pointee<A>() == 0 || pointee<A>() == size; else return false;
+	case 'O': if constexpr (std::is_pointer_v<A>) return pointee<A>() > 0 && pointee<A>() < size && size % pointee<A>() == 0; else return false;
 	}
 	return false;
 }
@@ -138,11 +139,12 @@ func (h *Header) RequirePrototypes(sigs Signatures) {
 	b := strings.Builder{}
 	b.WriteString(prototypeC)
 	checked := 0
+	code := regexp.MustCompile(`(?s)/\*.*?\*/`).ReplaceAllString(h.text, "") // comments name functions of other headers
+	var left []string
 	for name, sig := range sigs {
 		// A name with a version is declared under the plain one and a macro.
-		// Comments refer to functions of other headers, as ::name.
-		if !regexp.MustCompile(`(^|[^:\w])` + name + `\b`).MatchString(h.text) {
-			h.t.Logf("%s does not declare %s", h.path, name)
+		if !regexp.MustCompile(`\b` + name + `\b`).MatchString(code) {
+			left = append(left, name)
 			continue
 		}
 		checked++
@@ -153,6 +155,9 @@ func (h *Header) RequirePrototypes(sigs Signatures) {
 			fmt.Fprintf(&b, "{'%c', %d}, ", kind, size)
 		}
 		fmt.Fprintf(&b, "{0, 0}}, %v), %q);\n", text, name+" does not take "+sig)
+	}
+	if len(left) > 0 {
+		h.t.Logf("%s does not declare %s", h.path, strings.Join(left, ", "))
 	}
 	if checked == 0 {
 		h.t.Fatalf("%s declares none of the functions", h.path)

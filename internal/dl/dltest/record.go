@@ -38,6 +38,7 @@ type recordedCall struct {
 //	i    an int or enum         w    a word: a handle, an address, a size_t
 //	b    an unsigned char       S    a 128-byte struct by value
 //	oN   the address of an N-byte result; oN=V says what C writes there
+//	ON   the address of an array of results, N bytes in all
 //	pN   the address of N bytes that C reads
 //	s    a string               a    an array of strings, its length just before
 //	T    a 64-byte struct       f    a function of ours
@@ -178,7 +179,7 @@ func formatWord(kind byte, size, word uintptr, bytes []byte) string {
 		return "null"
 	case kind == 'f':
 		return "function"
-	case kind == 'o':
+	case kind == 'o' || kind == 'O':
 		return fmt.Sprintf("out%d", size)
 	case kind == 's' || kind == 'a':
 		return strconv.Quote(dl.CString(bytes))

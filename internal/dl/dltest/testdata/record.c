@@ -39,7 +39,7 @@ static W note(W fn, const W *word) {
 		c->word[i] = word[i];
 		if (!p) continue;
 		switch (a.kind) {
-		case 'o':
+		case 'o': case 'O':
 			for (W k = 0; k < a.size; k++) ((unsigned char *)p)[k] = (unsigned char)(a.value >> 8 * (k % 8));
 			break;
 		case 'p': case 'S': case 'T':

@@ -6,6 +6,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/env"
 )
 
 // A Status is a status code of the CUDA driver (CUresult). errors.Is compares
@@ -65,6 +66,9 @@ func (e *Error) Error() string {
 	}
 	if e.Sticky() {
 		text += "; the device is lost to this process"
+		if e.Detail == "" && env.LaunchBlocking.Value() != "1" {
+			text += ", perhaps by an earlier operation: CUDA_LAUNCH_BLOCKING=1 lets each one report its own error"
+		}
 	}
 	return text
 }

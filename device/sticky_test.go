@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -153,4 +154,25 @@ func TestBecauseAsksTheDriver(t *testing.T) {
 	require.ErrorIs(t, err, d.Err())
 	require.ErrorContains(t, err, "CUDA failed; the device was lost before: device: cuMemGetInfo on device 0: CUDA_ERROR_ASSERT")
 	require.NoError(t, d.Bound(func() error { return nil }))
+}
+
+// Under CUDA_LAUNCH_BLOCKING the call that broke the device says so itself, and
+// nothing advises to set it.
+func TestLaunchBlocking(t *testing.T) {
+	e := &device.Error{Op: "cuStreamSynchronize", Err: device.ErrorIllegalAddress}
+	require.ErrorContains(t, e, "perhaps by an earlier operation: CUDA_LAUNCH_BLOCKING=1")
+	t.Setenv("CUDA_LAUNCH_BLOCKING", "1")
+	require.NotContains(t, e.Error(), "CUDA_LAUNCH_BLOCKING")
+	d := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1}).Devices()[0]
+	s, err := stream.New(d, nil)
+	require.NoError(t, err)
+	defer s.Close()
+	x, err := memory.Make[byte](s, 1000)
+	require.NoError(t, err)
+	err = d.Do("cuMemsetD8Async", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemsetD8Async(x.Raw(), 1, 1<<40, s.Raw())
+	})
+	require.ErrorIs(t, err, device.ErrorIllegalAddress)
+	require.ErrorContains(t, err, "cuMemsetD8Async on device 0")
+	_ = x.Close()
 }

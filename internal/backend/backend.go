@@ -71,7 +71,7 @@ func openVirtual(c *Config) (*System, error) {
 		return nil, err
 	}
 	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults,
-		Network: network(), Host: env.HostName.Value()})
+		Network: network(), Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1"})
 	if err != nil {
 		return nil, err
 	}

@@ -33,6 +33,8 @@ var (
 		"Path of libcublas.so to use instead of searching for it."}
 	VisibleDevices = &Var{"CUDA_VISIBLE_DEVICES", "text", "",
 		"Which GPUs the process sees, in which order: comma-separated ordinals, or UUIDs (`GPU-…`, `MIG-…`) or their unambiguous beginnings. The driver reads it when it starts; device.Count and `chorus run` read it as the driver does. Virtual devices do not obey it."}
+	LaunchBlocking = &Var{"CUDA_LAUNCH_BLOCKING", "number", "0",
+		"`1` makes the driver wait for each kernel, and virtual devices for each kernel, copy and fill, so that an error belongs to the call that returns it. NCCL with several GPUs in one process can deadlock then."}
 	NVMLCheck = &Var{"PYTORCH_NVML_BASED_CUDA_CHECK", "number", "1",
 		"`0` makes device.Count ask the driver instead of NVML, which starts none."}
 	NVTXInjection = &Var{"NVTX_INJECTION64_PATH", "text", "",
@@ -42,5 +44,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, P2P, RequireGPU, KernelCache,
-		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, VisibleDevices, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, clusterVars)...)
+		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, VisibleDevices, LaunchBlocking, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, clusterVars)...)
 }

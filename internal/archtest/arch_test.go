@@ -34,7 +34,7 @@ var layers = [][]string{
 	{"tensor", "kernel", "nccl", "graph", "nvtx"},
 	{"rng", "internal/testgpu/spin"},
 	{"comm", "gds", "internal/launch"},
-	{"cmd/chorus", "examples/*", "internal/archtest", "internal/bench"},
+	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench"},
 }
 
 // helpers are packages for tests, which tests of any layer may import.

@@ -1,0 +1,49 @@
+package tensor_test
+
+import (
+	"errors"
+	"fmt"
+	"log"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// A product of two matrices, the second one transposed without a copy.
+func Example() {
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 1})
+	if err != nil {
+		log.Fatal(err)
+	}
+	s, err := stream.New(sys.Devices()[0], nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer s.Close()
+	x, errX := memory.MakeFrom(s, []float32{1, 2, 3, 4, 5, 6}) // 2 rows of 3
+	y, errY := memory.MakeFrom(s, []float32{1, 0, 0, 0, 1, 1}) // 2 rows of 3
+	z, errZ := memory.Make[float32](s, 4)
+	if err := errors.Join(errX, errY, errZ); err != nil {
+		log.Fatal(err)
+	}
+	defer x.Close()
+	defer y.Close()
+	defer z.Close()
+	a, errX := tensor.Of(x, 2, 3)
+	b, errY := tensor.Of(y, 2, 3)
+	c, errZ := tensor.Of(z, 2, 2)
+	if err := errors.Join(errX, errY, errZ); err != nil {
+		log.Fatal(err)
+	}
+	if err := tensor.MatMul(s, c, a, b.T(), nil); err != nil {
+		log.Fatal(err)
+	}
+	out := make([]float32, 4)
+	if err := z.CopyTo(s, out); err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(out)
+	// Output: [1 5 4 11]
+}

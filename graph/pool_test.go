@@ -27,21 +27,15 @@ func TestAllocateInCapture(t *testing.T) {
 		b := newBench(t, devs[0])
 		in := b.make(1)
 		var out, other memory.Slice[float32]
-		x, err := b.captureIn(nil, func() (err error) {
-			tmp, err := memory.Make[float32](b.s, elems)
-			if err != nil {
-				return err
-			}
-			err = errors.Join(memory.Copy(b.s, tmp, in), b.launch(b.add, b.s, tmp, 1))
-			if out, err = memory.Make[float32](b.s, elems); err != nil {
-				return err
-			}
-			err = errors.Join(memory.Copy(b.s, out, tmp), b.launch(b.scale, b.s, out, 2), tmp.Close())
-			if other, err = memory.Make[float32](b.s, elems); err != nil {
-				return err
-			}
+		x, err := b.captureIn(nil, func() error {
+			tmp, errT := memory.Make[float32](b.s, elems)
+			used := errors.Join(errT, memory.Copy(b.s, tmp, in), b.launch(b.add, b.s, tmp, 1))
+			var errO, errP error
+			out, errO = memory.Make[float32](b.s, elems)
+			copied := errors.Join(memory.Copy(b.s, out, tmp), b.launch(b.scale, b.s, out, 2), tmp.Close())
+			other, errP = memory.Make[float32](b.s, elems)
 			require.Equal(t, tmp.Ptr(), other.Ptr(), "what is closed in the capture is used again")
-			return errors.Join(err, memory.Copy(b.s, other, out), b.launch(b.add, b.s, other, 7))
+			return errors.Join(used, errO, copied, errP, memory.Copy(b.s, other, out), b.launch(b.add, b.s, other, 7))
 		})
 		require.NoError(t, err)
 		require.Equal(t, 2*mib, x.Pool().Reserved())

@@ -251,3 +251,43 @@ func TestOutOfMemoryInCapture(t *testing.T) {
 		require.NoError(t, x.Close())
 	})
 }
+
+// At the end of a capture its streams no longer keep free blocks apart: several
+// in a row become one, and the one in use behind them stays what it is.
+func TestPoolJoinsBlocks(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		side := newStream(t, devs[0])
+		pool := memory.NewPool()
+		var out memory.Slice[float32]
+		x, err := graph.CaptureWith(&graph.Config{Pool: pool}, []*stream.Stream{b.s, side}, func() error {
+			var xs []memory.Slice[float32]
+			var errs []error
+			for i := range 7 {
+				y, err := memory.Make[float32]([]*stream.Stream{b.s, side}[i%2], elems)
+				xs, errs = append(xs, y), append(errs, err)
+			}
+			out = xs[6]
+			for _, y := range xs[:6] {
+				errs = append(errs, y.Close())
+			}
+			return errors.Join(errs...)
+		})
+		require.NoError(t, err)
+		require.Equal(t, 4096, pool.Allocated())
+		require.Equal(t, 2*mib, pool.Reserved())
+		var all, rest memory.Slice[float32]
+		y, err := b.captureIn(pool, func() (err error) {
+			var errR error
+			all, err = memory.Make[float32](b.s, 6*1024)
+			rest, errR = memory.Make[float32](b.s, 1024)
+			return errors.Join(err, errR)
+		})
+		require.NoError(t, err)
+		require.Equal(t, all.Ptr()+6*4096, out.Ptr(), "the six before the output")
+		require.Equal(t, out.Ptr()+4096, rest.Ptr(), "what is behind it")
+		require.Equal(t, 8*4096, pool.Allocated())
+		require.NoError(t, errors.Join(all.Close(), rest.Close(), out.Close(), x.Close(), y.Close(), pool.Close()))
+		require.Zero(t, pool.Reserved())
+	})
+}

@@ -67,7 +67,9 @@ func (s *segment) forgetStreams() {
 		}
 	}
 	for b := s.first; b != nil; b = b.next {
-		b.merge()
+		for b.joins(b.next) {
+			b.swallow()
+		}
 	}
 }
 

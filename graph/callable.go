@@ -3,6 +3,7 @@ package graph
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/gochorus/chorus/memory"
@@ -32,7 +33,7 @@ type Callable[T memory.Element] struct {
 // and writes to slices of its own. The work on s so far comes before, and what
 // is enqueued on s later after the warm-up. What fn uses was allocated before,
 // and stays open as long as the Callable.
-func NewCallable[T memory.Element](s *stream.Stream, inputs []memory.Slice[T], fn func(s *stream.Stream) error, cfg *CallableConfig) (*Callable[T], error) {
+func NewCallable[T memory.Element](s *stream.Stream, inputs []memory.Slice[T], fn func(s *stream.Stream) error, cfg *CallableConfig) (call *Callable[T], err error) {
 	c := CallableConfig{Warmup: 3}
 	if cfg != nil {
 		c.Config = cfg.Config
@@ -41,6 +42,9 @@ func NewCallable[T memory.Element](s *stream.Stream, inputs []memory.Slice[T], f
 		}
 	}
 	const op = "graph: new callable"
+	if fn == nil {
+		return nil, fmt.Errorf("%s: no function given", op)
+	}
 	if err := s.Check(op, nil); err != nil {
 		return nil, err
 	}
@@ -56,11 +60,16 @@ func NewCallable[T memory.Element](s *stream.Stream, inputs []memory.Slice[T], f
 	if err != nil {
 		return nil, err
 	}
+	defer func() {
+		if call == nil { // fn may also have panicked
+			err = errors.Join(err, side.Close())
+		}
+	}()
 	x, err := warmAndCapture(s, side, fn, &c)
 	if err != nil {
-		return nil, errors.Join(err, side.Close())
+		return nil, err
 	}
-	return &Callable[T]{exec: x, side: side, inputs: append([]memory.Slice[T](nil), inputs...)}, nil
+	return &Callable[T]{exec: x, side: side, inputs: slices.Clone(inputs)}, nil
 }
 
 func warmAndCapture(s, side *stream.Stream, fn func(s *stream.Stream) error, c *CallableConfig) (*Exec, error) {
@@ -91,6 +100,9 @@ func (c *Callable[T]) Call(s *stream.Stream, inputs ...memory.Slice[T]) error {
 		return err
 	}
 	if err := s.Check(op, nil); err != nil {
+		return err
+	}
+	if err := s.RefuseCapture(op, "graphs do not nest"); err != nil {
 		return err
 	}
 	if len(inputs) != len(c.inputs) {

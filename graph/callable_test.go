@@ -107,3 +107,29 @@ func TestCapturedMatMul(t *testing.T) {
 		}
 	})
 }
+
+// What is wrong is found before anything is enqueued, and a function that panics
+// leaves nothing open.
+func TestCallableArguments(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		in, fresh := b.make(1), b.make(2)
+		_, err := graph.NewCallable(b.s, []memory.Slice[float32]{in}, nil, nil)
+		require.ErrorContains(t, err, "graph: new callable: no function given")
+		for _, warmup := range []int{1, -1} { // in the warm-up, in the capture
+			require.PanicsWithValue(t, "boom", func() {
+				_, _ = graph.NewCallable[float32](b.s, nil, func(*stream.Stream) error { panic("boom") },
+					&graph.CallableConfig{Warmup: warmup})
+			})
+		}
+		c, err := graph.NewCallable(b.s, []memory.Slice[float32]{in}, func(s *stream.Stream) error { return b.launch(b.add, s, in, 1) }, nil)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, c.Close()) }()
+		x := capture(t, func() error {
+			var ce *stream.CaptureError
+			require.ErrorAs(t, c.Call(b.s, fresh), &ce)
+			return nil
+		}, b.s)
+		require.Zero(t, x.Nodes(), "no copy was captured")
+	})
+}

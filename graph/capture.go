@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
+	"sync"
 	"syscall"
 
 	"github.com/gochorus/chorus/device"
@@ -136,6 +137,7 @@ type Recording struct {
 	s    *stream.Stream
 	tid  int // the thread that the goroutine is locked to, or 0
 
+	mu    sync.Mutex   // makes End and Abort of several goroutines come in turn
 	owner handle.Owner // closed once the capture has ended
 }
 
@@ -190,6 +192,11 @@ func (r *Recording) begin(mode cudadrv.CaptureMode, pool *memory.Pool) error {
 // (torch.cuda.CUDAGraph.capture_end). After an error nothing is left of the
 // capture, except when another goroutine called it: then it goes on.
 func (r *Recording) End() (*Exec, error) {
+	if r == nil {
+		return nil, errors.New("graph: end a capture: no recording given")
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	op, err := r.finish()
 	if err != nil {
 		return nil, fmt.Errorf("graph: %s %s on %s: %w", op, r.exec, r.s, err)
@@ -201,7 +208,12 @@ func (r *Recording) End() (*Exec, error) {
 // Abort ends the capture and drops what it has recorded. It is idempotent, and
 // does nothing after End.
 func (r *Recording) Abort() error {
-	if r == nil || r.owner.Closed() {
+	if r == nil {
+		return nil
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.owner.Closed() {
 		return nil
 	}
 	err := r.stop()
@@ -249,7 +261,8 @@ func (r *Recording) stop() error {
 	r.owner.Close()
 	r.exec.graph, r.exec.held = g, held
 	r.exec.pool.End()
-	r.exec.prepare = preparers(held)
+	r.exec.own = preparers(held)
+	r.exec.prepare = r.exec.own
 	r.unlock()
 	return err
 }

@@ -37,7 +37,8 @@ type Exec struct {
 	held  []stream.Holdable // what must not be closed before the graph
 	pool  *memory.Pool      // of the capture; held has it too
 
-	prepare []stream.Preparer // what comes before each launch
+	own     []stream.Preparer // of what was captured
+	prepare []stream.Preparer // what comes before each launch: own, or that of an update
 }
 
 var numbers atomic.Int64
@@ -106,8 +107,9 @@ func (x *Exec) Upload(s *stream.Stream) error {
 	return x.wrap(op, err)
 }
 
-// Update gives x the parameters of other's operations, such as addresses and
-// numbers, which costs less than another capture's making (cuGraphExecUpdate).
+// Update gives x the parameters of other's operations as they were captured, such
+// as addresses and numbers, which costs less than another capture's making
+// (cuGraphExecUpdate).
 // Launches that are on their way keep the old ones. Both graphs have the same
 // operations in the same order; if not, the error is an *UpdateError and x stays
 // as it is. other may be closed then, but x uses what other has captured.
@@ -140,7 +142,7 @@ func (x *Exec) Update(other *Exec) error {
 	}
 	if err == nil {
 		x.hold(other.held)
-		x.prepare = other.prepare
+		x.prepare = other.own
 	}
 	return x.wrap(op, err)
 }

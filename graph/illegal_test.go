@@ -3,6 +3,8 @@ package graph_test
 import (
 	"context"
 	"errors"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -278,6 +280,36 @@ func TestArguments(t *testing.T) {
 	require.ErrorContains(t, err, "a function")
 	x := capture(t, nothing, s)
 	require.ErrorContains(t, x.Launch(far), "another system")
+}
+
+// In the relaxed mode any goroutine may end a capture, and one does.
+func TestEndOnSeveralGoroutines(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		for range 20 {
+			r, err := graph.Begin(s, &graph.Config{Mode: graph.Relaxed})
+			require.NoError(t, err)
+			var wg sync.WaitGroup
+			var ended atomic.Int32
+			for i := range 6 {
+				wg.Go(func() {
+					if i%3 == 2 {
+						if r.Abort() != nil {
+							ended.Add(100)
+						}
+					} else if x, err := r.End(); err == nil {
+						ended.Add(1)
+						_ = x.Close()
+					}
+				})
+			}
+			wg.Wait()
+			require.LessOrEqual(t, ended.Load(), int32(1))
+		}
+		_, err := (*graph.Recording)(nil).End()
+		require.ErrorContains(t, err, "no recording given")
+		require.NoError(t, (*graph.Recording)(nil).Abort())
+	})
 }
 
 // A driver that fails at the end of a capture leaves nothing behind either.

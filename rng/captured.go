@@ -139,14 +139,14 @@ func (c *captured) forget() {
 func (c *captured) write(s *stream.Stream) error {
 	// The launch before must have read its place.
 	if c.last != nil && c.last != s {
-		if err := s.Follow(c.last); err != nil {
+		if err := follow(s, c.last, c.last); err != nil {
 			return err
 		}
 	}
 	on := s
 	if s.Device() != c.gen.dev {
 		on = c.at.Buffer().Stream() // a copy wants a stream of the device
-		if err := on.Follow(s); err != nil {
+		if err := follow(on, s, on); err != nil {
 			return err
 		}
 	}
@@ -158,4 +158,13 @@ func (c *captured) write(s *stream.Stream) error {
 		err = errors.Join(err, s.Follow(on))
 	}
 	return err
+}
+
+// follow lets s wait for o. One of them, other, may be captured by now, into
+// another graph, which the wait would be part of.
+func follow(s, o, other *stream.Stream) error {
+	if err := other.RefuseCapture("launch a graph", "a launch uses it too: launch the graph after the capture"); err != nil {
+		return err
+	}
+	return s.Follow(o)
 }

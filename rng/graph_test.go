@@ -190,3 +190,50 @@ func TestFailedCaptureDrawsNothing(t *testing.T) {
 		require.NoError(t, pool.Close())
 	})
 }
+
+// An update takes what the other graph captured, whatever that one was updated
+// to since.
+func TestGraphUpdateOfAnUpdated(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		d := newDrawer(t, newStream(t, devs[0]))
+		require.NoError(t, d.draw(rng.New(devs[0], 1)))
+		var graphs [3]*graph.Exec
+		var gens [3]*rng.Generator
+		for i := range graphs {
+			gens[i] = rng.New(devs[0], uint64(i))
+			graphs[i] = capture(t, func() error { return d.draw(gens[i]) }, d.s)
+		}
+		require.NoError(t, graphs[0].Update(graphs[1]))
+		require.NoError(t, graphs[2].Update(graphs[0]))
+		for graph, seed := range map[int]uint64{0: 1, 1: 1, 2: 0} {
+			gens[0].ManualSeed(0)
+			gens[1].ManualSeed(1)
+			want := d.drawn(t, func() error { return d.draw(rng.New(devs[0], seed)) })
+			require.Equal(t, want, d.drawn(t, func() error { return graphs[graph].Launch(d.s) }), "graph %d", graph)
+		}
+		require.Zero(t, gens[2].Offset())
+	})
+}
+
+// A launch waits for the one before. Where that was on a stream that is captured
+// by now, the launch is refused, and neither stream is harmed.
+func TestGraphLaunchWhileItsStreamIsCaptured(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		d, other := newDrawer(t, newStream(t, devs[0])), newStream(t, devs[0])
+		g := rng.New(devs[0], 7)
+		require.NoError(t, d.draw(g))
+		x := capture(t, func() error { return d.draw(g) }, d.s)
+		require.NoError(t, x.Launch(d.s))
+		before := state(g)
+		y := capture(t, func() error {
+			var ce *stream.CaptureError
+			require.ErrorAs(t, x.Launch(other), &ce)
+			require.Contains(t, ce.Error(), d.s.String())
+			return nil
+		}, d.s)
+		require.Zero(t, y.Nodes())
+		require.Equal(t, before, state(g), "nothing was drawn")
+		require.NoError(t, x.Launch(other))
+		require.NoError(t, other.Sync(testgpu.Context(t)))
+	})
+}

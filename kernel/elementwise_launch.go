@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 
@@ -17,6 +18,9 @@ import (
 // rounded to that type and then to the type of the output, which must not be of
 // a lower category. The launch allocates nothing.
 func (e *Elementwise) Launch(s *stream.Stream, operands ...Operand) error {
+	if e == nil {
+		return errors.New("kernel: launch: no element-wise function given")
+	}
 	if err := e.launch(s, operands); err != nil {
 		return fmt.Errorf("kernel: launch %s: %w", e.sig.name, err)
 	}

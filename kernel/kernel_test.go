@@ -203,3 +203,20 @@ func TestLaunchAllocatesNothing(t *testing.T) {
 	}))
 	require.NoError(t, s.Sync(testgpu.Context(t)))
 }
+
+// What was not made is an error where it is used.
+func TestNothingGiven(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, _, _ := setup(t, devs[0])
+		_, err := kernel.Compile(devs[0], nil)
+		require.ErrorContains(t, err, "no source given")
+		_, err = kernel.Compile(nil, &kernel.Source{})
+		require.ErrorContains(t, err, "no device given")
+		_, err = (*kernel.Module)(nil).Kernel("add")
+		require.ErrorContains(t, err, "no module given")
+		var k *kernel.Kernel
+		require.ErrorContains(t, k.Launch(s, kernel.Cover(1)), "no kernel given")
+		require.ErrorContains(t, k.LaunchCooperative(s, kernel.Cover(1)), "no kernel given")
+		require.ErrorContains(t, (*kernel.Elementwise)(nil).Launch(s), "no element-wise function given")
+	})
+}

@@ -70,7 +70,7 @@ func (k *Kernel) Launch(s *stream.Stream, g Grid, args ...Arg) error {
 // of a grid that is too large for that says how many blocks fit and matches
 // device.ErrorCooperativeLaunchTooLarge; nothing was enqueued then.
 func (k *Kernel) LaunchCooperative(s *stream.Stream, g Grid, args ...Arg) error {
-	if !k.module.limits.cooperative {
+	if k != nil && !k.module.limits.cooperative {
 		return &device.UnsupportedError{Feature: "kernel: cooperative launch", Need: "a device that has it", Have: k.module.dev.String()}
 	}
 	return k.launch(s, g, args, true)
@@ -111,6 +111,9 @@ func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) err
 }
 
 func (k *Kernel) check(s *stream.Stream, args []Arg) error {
+	if k == nil {
+		return errors.New("kernel: launch: no kernel given")
+	}
 	if k.module.owner.Closed() {
 		return fmt.Errorf("kernel: launch %s: module: %w", k.name, device.ErrClosed)
 	}

@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 
@@ -42,6 +43,9 @@ type Module struct {
 // the compiler change. A mistake in the source is a *CompileError with the
 // compiler's messages.
 func Compile(dev *device.Device, src *Source) (*Module, error) {
+	if src == nil {
+		return nil, errors.New("kernel: compile: no source given")
+	}
 	if dev == nil {
 		return nil, fmt.Errorf("kernel: compile %s: no device given", src.Name)
 	}
@@ -104,6 +108,9 @@ func (src *Source) check() error {
 
 // Kernel returns a kernel by its name.
 func (m *Module) Kernel(name string) (*Kernel, error) {
+	if m == nil {
+		return nil, fmt.Errorf("kernel: find %s: no module given", name)
+	}
 	k, ok := m.kernels[name]
 	if !ok {
 		return nil, fmt.Errorf("kernel: the module has no kernel %q", name)

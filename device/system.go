@@ -29,6 +29,10 @@ type SystemConfig struct {
 	VirtualDevices int    // how many; 0 is CHORUS_VIRTUAL_DEVICES
 	Seed           uint64 // of the virtual devices' delays; 0 is CHORUS_VIRTUAL_SEED or random
 	Faults         string // the virtual devices' fault plan; "" is CHORUS_VIRTUAL_FAULTS
+
+	// VirtualMultiprocessors is how many each virtual device has; 0 is 132, as an
+	// H200. Random numbers depend on it.
+	VirtualMultiprocessors int
 }
 
 var defaultSystem = sync.OnceValues(func() (*System, error) { return NewSystem(nil) })
@@ -44,7 +48,8 @@ func NewSystem(cfg *SystemConfig) (*System, error) {
 	if cfg != nil {
 		c = *cfg
 	}
-	b, err := backend.Open(&backend.Config{Backend: c.Backend, Devices: c.VirtualDevices, Seed: c.Seed, Faults: c.Faults})
+	b, err := backend.Open(&backend.Config{Backend: c.Backend, Devices: c.VirtualDevices, Seed: c.Seed, Faults: c.Faults,
+		Multiprocessors: c.VirtualMultiprocessors})
 	if err != nil {
 		return nil, fmt.Errorf("device: %w", err)
 	}

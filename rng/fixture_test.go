@@ -74,33 +74,49 @@ func TestRecordings(t *testing.T) {
 	files, err := filepath.Glob("testdata/rng*.json.gz")
 	require.NoError(t, err)
 	require.NotEmpty(t, files)
-	if dir := os.Getenv("CHORUS_FIXTURES"); dir != "" {
-		more, err := filepath.Glob(filepath.Join(dir, "rng*.json.gz"))
-		require.NoError(t, err)
-		files = append(files, more...)
+	if path := os.Getenv("CHORUS_FIXTURES"); path != "" {
+		files = append(files, fixtures(t, path)...)
 	}
 	for _, file := range files {
 		t.Run(filepath.Base(file), func(t *testing.T) {
 			rec := load(t, file)
-			testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-				p, err := devs[0].Properties()
-				require.NoError(t, err)
-				if p.Multiprocessors != rec.Meta.SM || p.ThreadsPerMultiproc != rec.Meta.ThreadsPerSM {
-					t.Skipf("recorded on a device with %d multiprocessors of %d threads, this has %d of %d",
-						rec.Meta.SM, rec.Meta.ThreadsPerSM, p.Multiprocessors, p.ThreadsPerMultiproc)
-				}
-				for _, seq := range append(rec.Public, rec.Cases...) {
-					t.Run(fmt.Sprint("seed ", seq.Seed), func(t *testing.T) {
-						t.Parallel()
-						s, g := newStream(t, devs[0]), rng.New(devs[0], seq.Seed)
-						for i := range seq.Calls {
-							if replay(t, g, s, &seq.Calls[i]); t.Failed() {
-								t.Fatalf("that was call %d", i)
-							}
-						}
-					})
-				}
+			t.Run("virtual", func(t *testing.T) {
+				rec.play(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, VirtualMultiprocessors: rec.Meta.SM})[0])
 			})
+			t.Run("cuda", func(t *testing.T) { rec.play(t, testgpu.CUDA(t, 1)[0]) })
+		})
+	}
+}
+
+// fixtures are the recordings in a folder, or the one file.
+func fixtures(t *testing.T, path string) []string {
+	info, err := os.Stat(path)
+	require.NoError(t, err, "CHORUS_FIXTURES")
+	if !info.IsDir() {
+		return []string{path}
+	}
+	files, err := filepath.Glob(filepath.Join(path, "*rng*.json.gz"))
+	require.NoError(t, err)
+	require.NotEmpty(t, files, "CHORUS_FIXTURES: there is no *rng*.json.gz in %s", path)
+	return files
+}
+
+func (rec *recording) play(t *testing.T, dev *device.Device) {
+	p, err := dev.Properties()
+	require.NoError(t, err)
+	if p.Multiprocessors != rec.Meta.SM || p.ThreadsPerMultiproc != rec.Meta.ThreadsPerSM {
+		t.Skipf("recorded on a device with %d multiprocessors of %d threads, this has %d of %d",
+			rec.Meta.SM, rec.Meta.ThreadsPerSM, p.Multiprocessors, p.ThreadsPerMultiproc)
+	}
+	for _, seq := range append(rec.Public, rec.Cases...) {
+		t.Run(fmt.Sprint("seed ", seq.Seed), func(t *testing.T) {
+			t.Parallel()
+			s, g := newStream(t, dev), rng.New(dev, seq.Seed)
+			for i := range seq.Calls {
+				if replay(t, g, s, &seq.Calls[i]); t.Failed() {
+					t.Fatalf("that was call %d", i)
+				}
+			}
 		})
 	}
 }

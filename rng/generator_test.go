@@ -168,3 +168,14 @@ func TestConcurrentFirstFills(t *testing.T) {
 		wg.Wait()
 	})
 }
+
+// Virtual devices have as many multiprocessors as they are told, and a thread of
+// fewer draws more often.
+func TestMultiprocessors(t *testing.T) {
+	for sms, offset := range map[int]uint64{0: 4, 132: 4, 1: 4 << 20 / (2048 * 4), 2: 2 << 20 / (2048 * 4)} {
+		dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, VirtualMultiprocessors: sms})[0]
+		s, g := newStream(t, dev), rng.New(dev, 1)
+		fetch(t, s, 1<<20, func(x memory.Slice[float32]) error { return rng.Uniform(g, s, x, 0, 1) })
+		require.Equal(t, offset, g.Offset(), "%d multiprocessors", sms)
+	}
+}

@@ -42,6 +42,8 @@ type Config struct {
 	Devices int    // virtual devices
 	Seed    uint64 // virtual devices' delays
 	Faults  string // virtual devices' fault plan
+
+	Multiprocessors int // of each virtual device; 0 is an H200's
 }
 
 // Open starts the driver of the backend.
@@ -70,7 +72,7 @@ func openVirtual(c *Config) (*System, error) {
 	if err := c.fillFromEnv(); err != nil {
 		return nil, err
 	}
-	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults,
+	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults, SMs: c.Multiprocessors,
 		Network: network(), Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1"})
 	if err != nil {
 		return nil, err

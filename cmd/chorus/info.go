@@ -17,8 +17,8 @@ func newInfoCommand() *cobra.Command {
 		Use:   "info",
 		Short: "Show the devices, the libraries that were found, and how the devices are linked",
 		Long: `Show the devices and what their sensors tell, the driver, CUDA and NCCL, which
-library was loaded from where, and which devices reach each other's memory directly. Without a GPU it
-shows the virtual devices and says so.`,
+library was loaded from where, and which devices reach each other's memory
+directly. Without a GPU it shows the virtual devices and says so.`,
 		Args: noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			sys, note, err := device.OrVirtual()

@@ -12,13 +12,12 @@ import (
 	"time"
 )
 
-// A Var is one declared variable. The zero value is not useful; declare one
-// with String, Int, Duration or Bool, as a package variable in this package.
+// A Var is one declared variable, a package variable of this package.
 type Var struct {
 	Name    string
 	Type    string // "text", "number", "duration", "yes/no"
 	Default string // as a user would write it; "" means unset
-	Meaning string // one sentence for docs/ENVIRONMENT.md
+	Meaning string // for docs/ENVIRONMENT.md
 }
 
 // Value returns what the environment has, or the default.

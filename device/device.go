@@ -61,9 +61,9 @@ func (d *Device) Active() (bool, error) {
 }
 
 // Sync waits until all work on all streams of the device has completed. It
-// mirrors torch.cuda.synchronize. When ctx can end, a cancelled wait leaves the
-// work running and one OS thread blocked until it completes; prefer
-// Stream.Sync, which leaves none.
+// mirrors torch.cuda.synchronize. A wait that ctx ends
+// returns its cause and leaves the work running and one OS thread blocked until
+// it completes; prefer Stream.Sync, which leaves none.
 func (d *Device) Sync(ctx context.Context) error {
 	wait := func() error {
 		return d.Do("cuCtxSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
@@ -71,13 +71,17 @@ func (d *Device) Sync(ctx context.Context) error {
 	if ctx.Done() == nil {
 		return wait()
 	}
+	gaveUp := func() error { return fmt.Errorf("device: synchronize %s: %w", d, context.Cause(ctx)) }
+	if ctx.Err() != nil {
+		return gaveUp() // and nothing waits
+	}
 	done := make(chan error, 1)
 	go func() { done <- wait() }()
 	select {
 	case err := <-done:
 		return err
 	case <-ctx.Done():
-		return fmt.Errorf("device: synchronize %s: %w", d, context.Cause(ctx))
+		return gaveUp()
 	}
 }
 

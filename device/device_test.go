@@ -3,6 +3,7 @@ package device_test
 import (
 	"context"
 	"errors"
+	"runtime"
 	"testing"
 	"time"
 
@@ -11,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/stream"
 )
 
 func TestMain(m *testing.M) { testgpu.Main(m) }
@@ -153,6 +155,57 @@ func TestBindFromManyGoroutines(t *testing.T) {
 				t.Fatal("no answer")
 			}
 		}
+	})
+}
+
+// A wait whose context has ended waits for nothing, and returns the cause.
+func TestSyncOfEndedContext(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		cause := errors.New("enough")
+		ended, end := context.WithCancelCause(context.Background())
+		end(cause)
+		before := runtime.NumGoroutine()
+		for range 50 {
+			require.ErrorIs(t, devs[0].Sync(ended), cause)
+		}
+		require.LessOrEqual(t, runtime.NumGoroutine(), before+2)
+		gate := make(chan struct{})
+		require.NoError(t, s.Callback(func() { <-gate }))
+		waiting, end := context.WithCancelCause(context.Background())
+		time.AfterFunc(time.Millisecond, func() { end(cause) })
+		require.ErrorIs(t, devs[0].Sync(waiting), cause)
+		close(gate)
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+	})
+}
+
+// DoRelaxed leaves the thread's capture mode as it was.
+func TestDoRelaxed(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		mode := func(d *device.Device) (m cudadrv.CaptureMode) {
+			exchange := func(to cudadrv.CaptureMode) (was cudadrv.CaptureMode) {
+				require.NoError(t, d.Do("cuThreadExchangeStreamCaptureMode", func(drv cudadrv.Driver) (r cudadrv.Result) {
+					was, r = drv.ThreadExchangeStreamCaptureMode(to)
+					return r
+				}))
+				return was
+			}
+			m = exchange(cudadrv.CaptureRelaxed)
+			exchange(m)
+			return m
+		}
+		before := mode(devs[0])
+		require.NotEqual(t, cudadrv.CaptureRelaxed, before)
+		require.NoError(t, devs[0].DoRelaxed("cuMemGetInfo", func(drv cudadrv.Driver) cudadrv.Result {
+			_, _, r := drv.MemGetInfo()
+			return r
+		}))
+		require.Equal(t, before, mode(devs[0]))
 	})
 }
 

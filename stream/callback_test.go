@@ -77,6 +77,20 @@ func TestCallbackPanics(t *testing.T) {
 		require.NoError(t, e.Sync(testgpu.Context(t)))
 		require.ErrorContains(t, poll.Until(testgpu.Context(t), s.Query), "panicked: text")
 		require.ErrorContains(t, s.Callback(nil), "no function given")
+		// Who finds the stream at work finds no panic, and of two the first is told.
+		gate := make(chan struct{})
+		require.NoError(t, s.Callback(func() { panic("first") }))
+		passed, err := s.Record(nil)
+		require.NoError(t, err)
+		defer passed.Close()
+		require.NoError(t, s.Callback(func() { <-gate; panic("second") }))
+		require.NoError(t, passed.Sync(testgpu.Context(t)))
+		done, err := s.Query()
+		require.NoError(t, err)
+		require.False(t, done)
+		close(gate)
+		require.ErrorContains(t, s.Sync(background), "panicked: first")
+		require.NoError(t, s.Sync(background))
 	})
 }
 
@@ -135,6 +149,15 @@ func TestCallbackOfClosedGraphIsFreed(t *testing.T) {
 		}()
 		require.True(t, poll.UntilNoLaterThan(10*time.Second, func() bool { return collected(freed) }))
 	})
+}
+
+// So are those that the driver refuses.
+func TestCallbackThatFailsIsFreed(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuLaunchHostFunc#1=CUDA_ERROR_INVALID_VALUE"})
+	s := newStream(t, devs[0])
+	freed := make(chan struct{})
+	func() { require.ErrorIs(t, s.Callback(newCanary(freed).sing), device.ErrorInvalidValue) }()
+	require.True(t, poll.UntilNoLaterThan(10*time.Second, func() bool { return collected(freed) }))
 }
 
 // A graph that other code captures cannot say how long it needs the function.

@@ -187,6 +187,11 @@ func TestTwoSystems(t *testing.T) {
 	require.NoError(t, err)
 	defer e.Close()
 	require.ErrorContains(t, s.Wait(e), "belongs to another system")
+	require.ErrorContains(t, e.Record(s), "belongs to another system")
+	x, err := memory.Make[int32](o, 10)
+	require.NoError(t, err)
+	defer x.Close()
+	require.ErrorContains(t, x.Zero(s), "belongs to another system")
 }
 
 // A system that is opened again has streams of its own.
@@ -194,7 +199,11 @@ func TestPoolAfterSystemClose(t *testing.T) {
 	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1})
 	dev := sys.Devices()[0]
 	for range 2 {
-		for _, s := range []*stream.Stream{stream.Default(dev), must(stream.FromPool(dev, 0))} {
+		var all []*stream.Stream
+		for range 32 { // each one of the pool
+			all = append(all, must(stream.FromPool(dev, 0)))
+		}
+		for _, s := range append(all, stream.Default(dev)) {
 			require.NoError(t, s.Sync(testgpu.Context(t)))
 			x, err := memory.Make[int32](s, 10)
 			require.NoError(t, err)

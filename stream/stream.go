@@ -119,6 +119,8 @@ func (s *Stream) Check(op string, dev *device.Device) error {
 		return fmt.Errorf("%s: no stream given", op)
 	case s.owner.Closed():
 		return fmt.Errorf("%s: %s: %w", op, s, device.ErrClosed)
+	case dev != nil && dev.System() != s.dev.System():
+		return s.sameSystem(op, dev)
 	case dev != nil && s.dev != dev:
 		return fmt.Errorf("%s: %s cannot order work of %s: use a stream of that device", op, s, dev)
 	}

@@ -150,6 +150,33 @@ func TestStreamClosedBeforeItsMemory(t *testing.T) {
 	})
 }
 
+// What is kept for a stream is made once and closed with it.
+func TestKeep(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		opened, closed := 0, 0
+		keep := func(fail error) (any, error) {
+			return s.Keep("key", func() (any, func() error, error) {
+				opened++
+				return opened, func() error { closed++; return nil }, fail
+			})
+		}
+		_, err = keep(context.Canceled)
+		require.ErrorIs(t, err, context.Canceled)
+		for range 2 {
+			v, err := keep(nil)
+			require.NoError(t, err)
+			require.Equal(t, 2, v)
+		}
+		s.Retain()
+		require.NoError(t, s.Close())
+		require.Zero(t, closed, "it is in use")
+		require.NoError(t, s.Release())
+		require.Equal(t, 1, closed)
+	})
+}
+
 func TestCurrent(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	s := newStream(t, devs[0])

@@ -61,6 +61,8 @@ func TestElapsedConditions(t *testing.T) {
 		gate := make(chan struct{})
 		require.NoError(t, s.Callback(func() { <-gate }))
 		require.NoError(t, b.Record(s))
+		require.NoError(t, a.Sync(testgpu.Context(t)))
+		want(b, a, "must be completed before: call Sync", device.ErrorNotReady)
 		want(a, b, "must be completed before: call Sync", device.ErrorNotReady)
 		close(gate)
 		require.NoError(t, b.Sync(testgpu.Context(t)))

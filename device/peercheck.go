@@ -45,13 +45,19 @@ func (d *Device) PeerWorks(peer *Device) (bool, error) {
 	return works, nil
 }
 
-// PeerTested returns what PeerWorks has found before, without a test.
+// PeerTested returns what PeerWorks has found before, or false where
+// CHORUS_P2P=off decides, without a test.
 func (d *Device) PeerTested(peer *Device) (works, tested bool) {
 	if peer == nil || d.sys != peer.sys {
 		return false, false
 	}
-	p := d.pairWith(peer)
-	return d == peer || p.tested.Load() && p.works, d == peer || p.tested.Load()
+	if d == peer {
+		return true, true
+	}
+	if p := d.pairWith(peer); p.tested.Load() {
+		return p.works, true
+	}
+	return false, env.P2P.Value() == "off"
 }
 
 // A pair is what is known of two devices.

@@ -35,7 +35,7 @@ type stagerKey struct{ to *device.Device }
 
 // copyStaged enqueues a copy between devices through pinned memory.
 func copyStaged[T Element](s *stream.Stream, dst, src Slice[T]) error {
-	if err := s.RefuseCapture("memory: copy", "direct copies between these devices bring wrong data, and a staged one cannot be launched again: copy before the capture"); err != nil {
+	if err := s.RefuseCapture("memory: copy", "copies between these devices are staged, and a staged one cannot be launched again: copy before the capture"); err != nil {
 		return err
 	}
 	from, to := src.Device(), dst.Device()
@@ -56,10 +56,7 @@ func (g *stager) copy(s *stream.Stream, dst, src cudadrv.DevicePtr, bytes uintpt
 	if err := record(s.Device(), begin, s.Raw()); err != nil {
 		return err
 	}
-	if err := wait(g.from, g.out, begin); err != nil {
-		return err
-	}
-	if err := wait(g.to, g.in, begin); err != nil {
+	if err := wait(g.from, g.out, begin); err != nil { // and in waits for out
 		return err
 	}
 	last := 0

@@ -2,7 +2,10 @@ package memory
 
 import (
 	"bytes"
+	"errors"
 	"log/slog"
+	"slices"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -44,7 +47,7 @@ func crossCopy(t *testing.T, devs []*device.Device, n int) {
 			require.NoError(t, s[1-on].WaitStream(s[on]))
 			require.NoError(t, x.Zero(s[w[0]]), "after the copy, in the order of the streams")
 			require.NoError(t, y.CopyTo(s[w[1]], out))
-			require.Equal(t, in, out, "from %d to %d on a stream of %d", w[0], w[1], on)
+			require.True(t, slices.Equal(in, out), "from %d to %d on a stream of %d", w[0], w[1], on)
 		}
 	}
 }
@@ -107,6 +110,70 @@ func TestCopyDirectByForce(t *testing.T) {
 	other := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	_, err = other[0].PeerWorks(other[1])
 	require.ErrorContains(t, err, "one of auto, off, force")
+}
+
+// Where one of the two directions is broken, neither is used.
+func TestPeerWorksOneWay(t *testing.T) {
+	for _, fault := range []string{"zero@cuMemcpyDtoDAsync#1", "zero@cuMemcpyDtoDAsync#2"} {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: fault})
+		works, err := devs[0].PeerWorks(devs[1])
+		require.NoError(t, err)
+		require.False(t, works, fault)
+	}
+}
+
+// Staged copies from one device to several, by many goroutines and after an
+// error, keep apart.
+func TestCopyStagedFromMany(t *testing.T) {
+	t.Setenv("CHORUS_P2P", "off")
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: "cuMemHostAlloc#2=CUDA_ERROR_OUT_OF_MEMORY"})
+	const n = stageBytes/4 + 1
+	send := func(to *device.Device, first int32) (in, out []int32, err error) {
+		from, err := stream.New(devs[0], nil)
+		if err != nil {
+			return nil, nil, err
+		}
+		defer from.Close()
+		s, err := stream.New(to, nil)
+		if err != nil {
+			return nil, nil, err
+		}
+		defer s.Close()
+		in, out = make([]int32, n), make([]int32, n)
+		for i := range in {
+			in[i] = first + int32(i)
+		}
+		x, err := MakeFrom(from, in)
+		if err != nil {
+			return nil, nil, err
+		}
+		defer x.Close()
+		y, err := Make[int32](s, n)
+		if err != nil {
+			return nil, nil, err
+		}
+		defer y.Close()
+		err = errors.Join(s.WaitStream(from), x.RecordStream(s))
+		if err == nil {
+			err = Copy(s, y, x)
+		}
+		if err == nil {
+			err = y.CopyTo(s, out)
+		}
+		return in, out, err
+	}
+	_, _, err := send(devs[1], 0)
+	require.ErrorIs(t, err, device.ErrorOutOfMemory)
+	var all sync.WaitGroup
+	for i := range 8 {
+		all.Go(func() {
+			in, out, err := send(devs[1+i%2], int32(i)<<24)
+			if err != nil || !slices.Equal(in, out) {
+				t.Errorf("copy %d: equal is %v: %v", i, slices.Equal(in, out), err)
+			}
+		})
+	}
+	all.Wait()
 }
 
 // A good way is tested once, without a word.

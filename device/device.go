@@ -18,10 +18,11 @@ type Device struct {
 	ordinal int
 	handle  cudadrv.Device
 
-	mu    sync.Mutex // guards the first use
-	ctx   atomic.Uintptr
-	lost  atomic.Pointer[Error] // the first sticky error
-	local sync.Map              // what other packages keep for this device; see Local
+	mu      sync.Mutex // guards the first use
+	ctx     atomic.Uintptr
+	binding atomic.Pointer[cudadrv.Driver] // binds ctx with each call; nil where the driver cannot
+	lost    atomic.Pointer[Error]          // the first sticky error
+	local   sync.Map                       // what other packages keep for this device; see Local
 }
 
 // System returns the set of devices that d belongs to.
@@ -102,9 +103,9 @@ func (d *Device) MemoryInfo() (free, total uint64, err error) {
 // parameter types are internal, so only Chorus's own packages can use it.
 func (d *Device) Do(op string, call func(drv cudadrv.Driver) cudadrv.Result) error {
 	runtime.LockOSThread()
-	r := d.bind()
+	drv, r := d.driver()
 	if r == cudadrv.Success {
-		r = call(d.sys.sys.Driver)
+		r = call(drv)
 	} else {
 		op = "cuCtxSetCurrent"
 	}
@@ -113,6 +114,18 @@ func (d *Device) Do(op string, call func(drv cudadrv.Driver) cudadrv.Result) err
 		return nil
 	}
 	return d.sys.fail(op, d.ordinal, r)
+}
+
+// driver returns the driver for one call on this thread: with the context bound,
+// or one that binds it with the call.
+func (d *Device) driver() (cudadrv.Driver, cudadrv.Result) {
+	if drv := d.binding.Load(); drv != nil {
+		return *drv, cudadrv.Success
+	}
+	if r := d.bind(); r != cudadrv.Success {
+		return nil, r
+	}
+	return d.sys.sys.Driver, cudadrv.Success
 }
 
 // DoRelaxed is Do for a call that CUDA forbids to threads that capture a graph,
@@ -222,8 +235,18 @@ func (d *Device) retain() cudadrv.Result {
 	c, r := d.sys.sys.Driver.DevicePrimaryCtxRetain(d.handle)
 	if r == cudadrv.Success {
 		d.ctx.Store(uintptr(c))
+		if drv, ok := d.sys.sys.Driver.(binder); ok {
+			b := drv.Bound(c)
+			d.binding.Store(&b)
+		}
 	}
 	return r
+}
+
+// A binder is a driver that can bind a context with each call, which takes half as
+// long as doing so before.
+type binder interface {
+	Bound(c cudadrv.Context) cudadrv.Driver
 }
 
 func (d *Device) release() error {
@@ -232,6 +255,7 @@ func (d *Device) release() error {
 	if d.ctx.Swap(0) == 0 {
 		return nil
 	}
+	d.binding.Store(nil)
 	d.local.Clear() // it was of the context
 	return d.Check("cuDevicePrimaryCtxRelease", d.sys.sys.Driver.DevicePrimaryCtxRelease(d.handle))
 }

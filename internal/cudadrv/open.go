@@ -56,3 +56,9 @@ func newLib(find dl.Resolver, path string) (*Lib, error) {
 
 // versionText writes a version code: 13000 is "13.0".
 func versionText(code int32) string { return fmt.Sprintf("%d.%d", code/1000, code%1000/10) }
+
+// Bound returns the driver for calls of threads that have any context or none:
+// each call makes c current first, in the same change from Go to C.
+func (l *Lib) Bound(c Context) Driver {
+	return &Lib{Table: l.After(fnCtxSetCurrent, uintptr(c)), version: l.version}
+}

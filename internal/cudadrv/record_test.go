@@ -2,6 +2,7 @@ package cudadrv
 
 import (
 	"fmt"
+	"runtime"
 	"strings"
 	"testing"
 	"unsafe"
@@ -250,6 +251,37 @@ func TestRecordedCalls(t *testing.T) {
 
 	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
 	dltest.Golden(t, "testdata/record.golden", b.String())
+}
+
+// A bound driver makes the context current before each call, on one thread, and
+// leaves the call out where that fails.
+func TestBound(t *testing.T) {
+	for _, c := range []struct {
+		result       uint64
+		stream, copy string
+	}{
+		{0, "cuCtxSetCurrent(0x77); cuStreamQuery(0x88)",
+			"cuCtxSetCurrent(0x77); cuMemcpyPeerAsync(0x1, 0x2, 0x3, 0x4, 0x5, 0x6)"},
+		{201, "cuCtxSetCurrent(0x77)", "cuCtxSetCurrent(0x77)"},
+	} {
+		rec := dltest.NewRecorder(t, signatures, c.result)
+		lib, err := newLib(rec.Resolve, "recorded")
+		require.NoError(t, err)
+		rec.Take()
+		runtime.LockOSThread() // for processors on which these are two calls
+		defer runtime.UnlockOSThread()
+		d := lib.Bound(0x77)
+		require.EqualValues(t, c.result, d.StreamQuery(0x88))
+		require.Equal(t, c.stream, rec.Take())
+		require.EqualValues(t, c.result, d.MemcpyPeerAsync(1, 2, 3, 4, 5, 6))
+		require.Equal(t, c.copy, rec.Take())
+		_, r := d.MemAlloc(9)
+		require.EqualValues(t, c.result, r)
+		require.True(t, strings.HasPrefix(rec.Take(), "cuCtxSetCurrent(0x77)"))
+		require.EqualValues(t, c.result, lib.StreamQuery(0x99))
+		require.Equal(t, "cuStreamQuery(0x99)", rec.Take(), "the frame of a bound call binds nothing later")
+		require.Zero(t, testing.AllocsPerRun(200, func() { d.StreamQuery(1) }))
+	}
 }
 
 func TestCallsDoNotAllocate(t *testing.T) {

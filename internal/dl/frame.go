@@ -4,8 +4,6 @@ import (
 	"runtime"
 	"sync"
 	"unsafe"
-
-	"github.com/ebitengine/purego"
 )
 
 const (
@@ -24,12 +22,22 @@ const (
 // Frames are pooled, so that a call allocates nothing; one that was given back
 // by Put or a Do method must not be touched again.
 type Frame struct {
-	words                           [maxWords]uintptr
-	cells                           [maxCells]uint64        // out-parameters of up to 8 bytes
-	kept                            [maxKept]unsafe.Pointer // host memory that must live until the call returns
-	block                           [structWords]uintptr    // the struct passed by value
-	nblock                          int                     // its words
-	nwords, ncells, nkept, nstructs int
+	crossing
+	cells                   [maxCells]uint64        // out-parameters of up to 8 bytes
+	kept                    [maxKept]unsafe.Pointer // host memory that must live until the call returns
+	block                   [structWords]uintptr    // the struct passed by value
+	nblock                  int                     // its words
+	ncells, nkept, nstructs int
+}
+
+// A crossing is what one change from Go to C needs. Assembly knows its fields.
+type crossing struct {
+	fn      uintptr
+	before  uintptr // called with subject first, unless 0; another result than 0 is the result
+	subject uintptr
+	nwords  uintptr
+	words   [maxWords]uintptr
+	result  uintptr
 }
 
 var frames = sync.Pool{New: func() any { return new(Frame) }}
@@ -39,18 +47,19 @@ func Get() *Frame { return frames.Get().(*Frame) }
 
 // Put gives the frame back. The Do methods do it themselves.
 func (f *Frame) Put() {
+	clear(f.words[:f.nwords])
 	clear(f.kept[:f.nkept])
-	f.nwords, f.ncells, f.nkept, f.nstructs = 0, 0, 0, 0
+	f.before, f.nwords, f.ncells, f.nkept, f.nstructs = 0, 0, 0, 0, 0
 	frames.Put(f)
 }
 
 // In appends arguments that are passed by value. A signed argument is converted
 // with its sign, as uintptr(int32(-1)): C reads the low bits only.
 func (f *Frame) In(v ...uintptr) *Frame {
-	if f.nwords+len(v) > maxWords {
+	if int(f.nwords)+len(v) > maxWords {
 		panic("dl: a C call of more than 32 argument words")
 	}
-	f.nwords += copy(f.words[f.nwords:], v)
+	f.nwords += uintptr(copy(f.words[f.nwords:], v))
 	return f
 }
 
@@ -133,26 +142,25 @@ func (f *Frame) byValue(b []byte) *Frame {
 // Call runs the C function and returns its result word. The frame stays usable
 // for Word; give it back with Put.
 func (f *Frame) Call(fn uintptr) uintptr {
-	n := f.nwords
 	if f.nstructs > 0 {
-		n = f.placeStruct()
+		f.placeStruct()
 	}
-	r, _, _ := purego.SyscallN(fn, f.words[:n]...)
-	return r
+	f.fn = fn
+	f.cross()
+	return f.result
 }
 
-func (f *Frame) placeStruct() int {
+func (f *Frame) placeStruct() {
 	if f.nstructs > 1 {
 		panic("dl: a C call of more than one struct by value")
 	}
 	if !structOnStack {
-		return f.nwords
+		return
 	}
 	if f.nwords > intRegisters {
 		panic("dl: a C call of a struct by value beside more than 6 words")
 	}
-	// What earlier calls left in the registers between is nobody's argument.
-	return intRegisters + copy(f.words[intRegisters:], f.block[:f.nblock])
+	f.nwords = intRegisters + uintptr(copy(f.words[intRegisters:], f.block[:f.nblock]))
 }
 
 // Word returns the out cell i, counted from 0 in the order of Out.

@@ -1,7 +1,9 @@
 package dl_test
 
 import (
+	"fmt"
 	"math"
+	"math/rand/v2"
 	"runtime"
 	"strings"
 	"testing"
@@ -105,6 +107,32 @@ func TestFrame(t *testing.T) {
 
 	bits, _ := dl.Get().Out().Do1(fn("real"))
 	require.Equal(t, float32(1.5), math.Float32frombits(uint32(bits)))
+}
+
+// Frames of every length between 0 and 32 words, one after the other: what one
+// leaves behind is nothing to the next.
+func TestFrameLengths(t *testing.T) {
+	var args, sum []string
+	for i := range 32 {
+		args = append(args, fmt.Sprintf("uintptr_t a%d", i))
+		sum = append(sum, fmt.Sprintf("%d * a%d", i+1, i))
+	}
+	var c strings.Builder
+	c.WriteString("#include <stdint.h>\nuintptr_t f0(void) { return 1; }\n")
+	for n := 1; n <= 32; n++ {
+		fmt.Fprintf(&c, "uintptr_t f%d(%s) { return 1 + %s; }\n", n, strings.Join(args[:n], ", "), strings.Join(sum[:n], " + "))
+	}
+	lib := dltest.Load(t, c.String())
+	for _, n := range append([]int{32, 0, 7, 6}, rand.Perm(33)...) {
+		f, want := dl.Get(), uintptr(1)
+		for i := range n {
+			v := uintptr(rand.Uint64())
+			f.In(v)
+			want += uintptr(i+1) * v
+		}
+		require.Equal(t, want, f.Call(find(t, lib, fmt.Sprintf("f%d", n))), "%d words", n)
+		f.Put()
+	}
 }
 
 func TestFrameStrings(t *testing.T) {

@@ -12,6 +12,8 @@ type Table[N ~int, R ~int32] struct {
 	fns    []uintptr
 	path   string
 	absent R
+
+	before, subject uintptr // see After
 }
 
 // NewTable looks the functions up and returns the names of those that are
@@ -29,6 +31,16 @@ func NewTable[N ~int, R ~int32](find Resolver, path string, funcs []Func, absent
 	return t, missing
 }
 
+// After returns a table whose calls are each preceded by a call of function n with
+// the subject, in one go: the goroutine has no chance to change its thread
+// between. Where function n returns anything but 0, that is the result and the
+// call is not made. On other processors than amd64 the goroutine must be locked to
+// its thread.
+func (t Table[N, R]) After(n N, subject uintptr) Table[N, R] {
+	t.before, t.subject = t.fns[n], subject
+	return t
+}
+
 // Path returns the file that was loaded.
 func (t *Table[N, R]) Path() string { return t.path }
 
@@ -41,6 +53,7 @@ func (t *Table[N, R]) Call(n N, f *Frame) R {
 		f.Put()
 		return t.absent
 	}
+	f.before, f.subject = t.before, t.subject
 	return R(f.Do(t.fns[n]))
 }
 
@@ -50,6 +63,7 @@ func (t *Table[N, R]) Call1(n N, f *Frame) (uint64, R) {
 		f.Put()
 		return 0, t.absent
 	}
+	f.before, f.subject = t.before, t.subject
 	v, r := f.Do1(t.fns[n])
 	return v, R(r)
 }
@@ -60,6 +74,7 @@ func (t *Table[N, R]) Call2(n N, f *Frame) (uint64, uint64, R) {
 		f.Put()
 		return 0, 0, t.absent
 	}
+	f.before, f.subject = t.before, t.subject
 	v, w, r := f.Do2(t.fns[n])
 	return v, w, R(r)
 }

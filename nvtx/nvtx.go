@@ -98,8 +98,12 @@ func RangePop() int {
 	return int(dl.Get().Do(f))
 }
 
-// function attaches a profiler on first use and returns its function, or 0.
+// function attaches a profiler on first use and returns its function, or 0. One
+// that could not be attached may have left functions nevertheless.
 func function(id int) uintptr {
 	attachOnce()
+	if state.Load() != attached {
+		return 0
+	}
 	return atomic.LoadUintptr(&slots[core][id])
 }

@@ -31,10 +31,10 @@ func TestMain(m *testing.M) {
 }
 
 func child() {
+	runtime.LockOSThread()
+	nvtx.Mark("grüß") // the first call of any function attaches the tool
 	_, err := nvtx.Attached()
 	fmt.Println("error:", err)
-	runtime.LockOSThread()
-	nvtx.Mark("grüß")
 	a := nvtx.Start("a")
 	done := make(chan struct{})
 	b := nvtx.Start("b")
@@ -88,14 +88,14 @@ func TestBadTools(t *testing.T) {
 	for name, c := range map[string]struct{ tool, want string }{
 		"missing":  {none, "none.so"},
 		"no tool":  {dltest.Compile(t, "int x;", "libx.so"), "has no InitializeInjectionNvtx2: it is no NVTX tool"},
-		"refusing": {dltest.Compile(t, refusingToolC, "libno.so"), "failed"},
+		"refusing": {dltest.Compile(t, strings.Replace(toolC, "return 1;", "return 0;", 1), "libno.so"), "failed"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			out := run(t, c.tool)
 			require.Contains(t, out, "error: nvtx: attach: ")
 			require.Contains(t, out, c.want)
 			require.Contains(t, out, "depths: -2 -2 -2 -2")
-			require.NotContains(t, out, "events:")
+			require.NotContains(t, out, "mark(")
 		})
 	}
 }

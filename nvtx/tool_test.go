@@ -46,5 +46,3 @@ int InitializeInjectionNvtx2(get_export_table get) {
 	return 1;
 }
 `
-
-const refusingToolC = `int InitializeInjectionNvtx2(void *get) { (void)get; return 0; }`

@@ -136,8 +136,30 @@ func TestOrderedUseIsNoRace(t *testing.T) {
 		runtime.Gosched()
 	}
 	set(a, 0, 4096)
+	for r.on(0, func() cudadrv.Result { return r.drv.StreamQuery(a) }) == cudadrv.ErrorNotReady {
+		runtime.Gosched()
+	}
+	set(b, 0, 4096)
 	r.do(0, r.drv.CtxSynchronize)
 	require.Empty(t, r.m.Reports())
+}
+
+func TestEventOfAnotherDevice(t *testing.T) {
+	r := newRig(t, Config{Devices: 2})
+	var s [2]cudadrv.Stream
+	var e [2]cudadrv.Event
+	for i := range s {
+		s[i], e[i] = r.stream(i), r.event(i)
+		r.do(i, func() cudadrv.Result { return r.drv.EventRecord(e[i], s[i]) })
+		r.do(i, func() cudadrv.Result { return r.drv.EventSynchronize(e[i]) })
+	}
+	require.Equal(t, cudadrv.ErrorInvalidHandle, r.on(0, func() cudadrv.Result { return r.drv.EventRecord(e[1], s[0]) }))
+	require.Equal(t, cudadrv.ErrorInvalidHandle, r.on(0, func() cudadrv.Result {
+		_, res := r.drv.EventElapsedTime(e[0], e[1])
+		return res
+	}))
+	r.do(0, func() cudadrv.Result { return r.drv.StreamWaitEvent(s[0], e[1], 0) })
+	r.sync(0, s[0])
 }
 
 func TestPinnedCopyIsAsynchronous(t *testing.T) {

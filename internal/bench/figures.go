@@ -94,24 +94,52 @@ func replays(b *bench) (int, func() error, func() error, error) {
 	return b.replays, round, func() error { return errors.Join(g.Close(), x.Close(), m.Close()) }, nil
 }
 
+// filled is how many fills a round has.
+const filled = 20
+
 func uniform(b *bench, x memory.Slice[float32]) error { return rng.Uniform(nil, b.s, x, 0, 1) }
 func normal(b *bench, x memory.Slice[float32]) error  { return rng.Normal(nil, b.s, x, 0, 1) }
 
-func fills(fill func(*bench, memory.Slice[float32]) error) func(*bench) (int, func() error, func() error, error) {
-	const ops = 20
+func fills(fill func(*bench, memory.Slice[float32]) error) setup {
 	return func(b *bench) (int, func() error, func() error, error) {
 		x, err := memory.Make[float32](b.s, b.elements)
 		if err != nil {
 			return 0, nil, nil, err
 		}
 		round := func() error {
-			for range ops {
+			for range filled {
 				if err := fill(b, x); err != nil {
 					return err
 				}
 			}
 			return nil
 		}
-		return ops, round, x.Close, nil
+		return filled, round, x.Close, nil
+	}
+}
+
+// captured is fills of a graph with one fill.
+func captured(fill func(*bench, memory.Slice[float32]) error) setup {
+	return func(b *bench) (int, func() error, func() error, error) {
+		x, err := memory.Make[float32](b.s, b.elements)
+		if err != nil {
+			return 0, nil, nil, err
+		}
+		if err := fill(b, x); err != nil { // loads the kernel
+			return 0, nil, nil, err
+		}
+		g, err := graph.Capture([]*stream.Stream{b.s}, func() error { return fill(b, x) })
+		if err != nil {
+			return 0, nil, nil, err
+		}
+		round := func() error {
+			for range filled {
+				if err := g.Launch(b.s); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+		return filled, round, func() error { return errors.Join(g.Close(), x.Close()) }, nil
 	}
 }

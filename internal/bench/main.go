@@ -29,26 +29,29 @@ func main() {
 	}
 }
 
-// A bench is what a run is made of. Each of its figures returns a function that
-// does count operations.
+// A bench says how much of each a run does.
 type bench struct {
 	rounds, launches, replays, elements int
 
 	s *stream.Stream
 }
 
-// A figure is one thing that is timed. setup returns what is timed, which does
-// ops operations, and what closes it.
+// A figure is one thing that is timed.
 type figure struct {
 	name  string
-	setup func(b *bench) (ops int, round func() error, done func() error, err error)
+	setup setup
 }
+
+// A setup returns what is timed, which does ops operations, and what closes it.
+type setup func(b *bench) (ops int, round func() error, done func() error, err error)
 
 var figures = []figure{
 	{"launch of an empty kernel", launches},
 	{"launch of a graph of 100 small kernels", replays},
 	{"uniform", fills(uniform)},
 	{"normal", fills(normal)},
+	{"uniform in a graph", captured(uniform)},
+	{"normal in a graph", captured(normal)},
 }
 
 func (b *bench) run(ctx context.Context) error {

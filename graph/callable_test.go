@@ -20,6 +20,8 @@ func TestCallable(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		b := newBench(t, devs[0])
 		in, out, fresh := b.make(1), b.make(0), b.make(5)
+		require.NoError(t, b.launch(b.add, b.s, in, -1)) // comes before
+		require.NoError(t, b.launch(b.add, b.s, in, 1))
 		calls := 0
 		c, err := graph.NewCallable(b.s, []memory.Slice[float32]{in}, func(s *stream.Stream) error {
 			calls++

@@ -1,8 +1,10 @@
 package graph_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -318,12 +320,28 @@ func TestFaults(t *testing.T) {
 		"cuStreamBeginCapture#2=CUDA_ERROR_OUT_OF_MEMORY, cuStreamGetCaptureInfo#2=CUDA_ERROR_UNKNOWN"})
 	b := newBench(t, sys.Devices()[0])
 	v := b.make(1)
+	pool := memory.NewPool()
+	defer pool.Close()
 	for _, want := range []error{device.ErrorOutOfMemory, device.ErrorOutOfMemory, device.Status(cudadrv.ErrorUnknown)} {
-		_, err := graph.Capture([]*stream.Stream{b.s}, func() error { return b.launch(b.add, b.s, v, 1) })
+		_, err := b.captureIn(pool, func() error { return b.launch(b.add, b.s, v, 1) })
 		require.ErrorIs(t, err, want)
+		require.False(t, locked(), "the goroutine is free of its thread")
 		yes, err := b.s.Capturing()
 		require.NoError(t, err)
 		require.False(t, yes)
 	}
+	x, err := b.captureIn(pool, func() error {
+		require.True(t, locked())
+		return b.launch(b.add, b.s, v, 1)
+	})
+	require.NoError(t, err, "the pool is not in use")
+	require.NoError(t, x.Close())
+	require.False(t, locked())
 	usable(b, v)
+}
+
+// locked reports whether the goroutine is locked to its thread.
+func locked() bool {
+	head, _, _ := bytes.Cut(debug.Stack(), []byte("\n"))
+	return bytes.Contains(head, []byte("locked to thread"))
 }

@@ -92,11 +92,7 @@ func (cells cellsOf[N]) input(v *variant, c *Call, data []byte, i, element int, 
 		bits = uint64(c.Int64(i + 2))
 	}
 	if a.role == number { // an element like others
-		t := a.dtype
-		if t == memory.Bool {
-			t = memory.Int64
-		}
-		return cells.load(t, unsafe.Slice((*byte)(unsafe.Pointer(&bits)), 8), 0)
+		return cells.load(a.dtype, unsafe.Slice((*byte)(unsafe.Pointer(&bits)), 8), 0)
 	}
 	return cells.scalar(a.dtype, bits)
 }

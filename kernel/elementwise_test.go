@@ -204,6 +204,22 @@ func TestElementwiseIntegersWrap(t *testing.T) {
 	})
 }
 
+// The largest numbers of a uint64 are no negative ones.
+func TestElementwiseUnsigned(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		e := elementwise(t, axpyCode, axpyConfig())
+		x, y := put(t, s, uint64(math.MaxUint64), 1<<63), put(t, s, uint64(0), 1)
+		f, d, h := put(t, s, float32(0), 0), put(t, s, 0.0, 0), put(t, s, memory.Float16(0), 0)
+		require.NoError(t, e.Launch(s, kernel.Out(f), kernel.In(x), kernel.In(y), kernel.Set("a", 1)))
+		require.Equal(t, []float32{1 << 64, 1 << 63}, get(t, s, f))
+		require.NoError(t, e.Launch(s, kernel.Out(h), kernel.In(x), kernel.In(y), kernel.Set("a", 1)))
+		require.Equal(t, []memory.Float16{0x7c00, 0x7c00}, get(t, s, h))
+		require.NoError(t, e.Launch(s, kernel.Out(d), kernel.In(x), kernel.In(d), kernel.Set("a", 1)), "in float64")
+		require.Equal(t, []float64{1 << 64, 1 << 63}, get(t, s, d))
+	})
+}
+
 func TestElementwiseBroadcasts(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s := newStream(t, devs[0])
@@ -219,6 +235,11 @@ func TestElementwiseBroadcasts(t *testing.T) {
 		require.Equal(t, []float32{-0.5, -1.5, -2.5}, get(t, s, z))
 		require.NoError(t, e.Launch(s, kernel.Out(x), kernel.In(x), kernel.In(x)), "in place")
 		require.Equal(t, []float32{3, 6, 9}, get(t, s, x))
+
+		// Parts of a slice that touch do not overlap.
+		parts := put(t, s, float32(1), 2, 3, 4, 5, 6)
+		require.NoError(t, e.Launch(s, kernel.Out(parts.Slice(2, 4)), kernel.In(parts.Slice(0, 2)), kernel.In(parts.Slice(4, 6))))
+		require.Equal(t, []float32{1, 2, 7, 10, 5, 6}, get(t, s, parts))
 
 		// Numbers decide the type only by their category.
 		i, f := put(t, s, int32(1), 2, 3), put(t, s, float32(0), 0, 0)

@@ -29,7 +29,8 @@
 // A fill that is captured into a CUDA graph takes nothing then. Each launch of the
 // graph takes the numbers of all of its fills from the generator as it is at that
 // time, seed included, so that launches and other fills in turn draw what the
-// same fills without a graph would, as in torch.
+// same fills without a graph would, as in torch. Seeds and states that are set
+// within the capture are set then and are no part of the graph.
 //
 // The first fill with a distribution and an element type on a device compiles its
 // kernel, some tenths of a second on CUDA, and the kernel stays with the device

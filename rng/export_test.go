@@ -12,3 +12,10 @@ var (
 	FromHalf   = fromHalf
 	FromBFloat = fromBFloat
 )
+
+// Captures returns how many captures and graphs draw from g.
+func Captures(g *Generator) int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return len(g.captures)
+}

@@ -93,6 +93,31 @@ func TestEdges(t *testing.T) {
 	})
 }
 
+// Parameters are rounded before anything is computed with them.
+func TestExponentialRoundsLambda(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		for i := range 50 {
+			lambda := 0.1 + 0.03*float64(i)
+			draw := func(lambda float64) []float32 {
+				g := rng.New(devs[0], 1)
+				return fetch(t, s, 10, func(x memory.Slice[float32]) error { return rng.Exponential(g, s, x, lambda) })
+			}
+			require.Equal(t, draw(float64(float32(lambda))), draw(lambda), "%g", lambda)
+		}
+	})
+}
+
+// From 2^28 numbers on torch draws 64 bits for each.
+func TestWideRange(t *testing.T) {
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, VirtualMultiprocessors: 1})[0]
+	for width, offset := range map[int64]uint64{1<<28 - 1: 4, 1 << 28: 8} {
+		s, g := newStream(t, dev), rng.New(dev, 1)
+		fetch(t, s, 2048*4, func(x memory.Slice[int32]) error { return rng.RandomFromTo(g, s, x, -5, width-5) })
+		require.Equal(t, offset, g.Offset(), "%d", width)
+	}
+}
+
 // The first draw of one seed is 1 and that of another the value below. They are
 // rare, and the distributions have rules for them.
 func TestRareDraws(t *testing.T) {

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
@@ -74,7 +75,7 @@ func TestRecordings(t *testing.T) {
 	files, err := filepath.Glob("testdata/rng*.json.gz")
 	require.NoError(t, err)
 	require.NotEmpty(t, files)
-	if path := os.Getenv("CHORUS_FIXTURES"); path != "" {
+	if path := env.Fixtures.Value(); path != "" {
 		files = append(files, fixtures(t, path)...)
 	}
 	for _, file := range files {
@@ -91,13 +92,13 @@ func TestRecordings(t *testing.T) {
 // fixtures are the recordings in a folder, or the one file.
 func fixtures(t *testing.T, path string) []string {
 	info, err := os.Stat(path)
-	require.NoError(t, err, "CHORUS_FIXTURES")
+	require.NoError(t, err, env.Fixtures.Name)
 	if !info.IsDir() {
 		return []string{path}
 	}
 	files, err := filepath.Glob(filepath.Join(path, "*rng*.json.gz"))
 	require.NoError(t, err)
-	require.NotEmpty(t, files, "CHORUS_FIXTURES: there is no *rng*.json.gz in %s", path)
+	require.NotEmpty(t, files, "%s: there is no *rng*.json.gz in %s", env.Fixtures.Name, path)
 	return files
 }
 

@@ -19,6 +19,8 @@ var (
 		"Direct copies between GPUs: `auto` tests the way between two of them at their first copy and stages copies through host memory where what arrives is wrong, `off` stages all of them, `force` trusts the way. NCCL has NCCL_P2P_DISABLE of its own."}
 	RequireGPU = &Var{"CHORUS_REQUIRE_GPU", "number", "0",
 		"Tests: how many GPUs this machine must have. A test that would be skipped for want of a GPU fails instead."}
+	Fixtures = &Var{"CHORUS_FIXTURES", "path", "",
+		"Tests: more recordings of PyTorch that the tests of `rng` play, a file like `rng/testdata/rng.json.gz` or a folder with `*rng*.json.gz`."}
 	KernelCache = &Var{"CHORUS_KERNEL_CACHE", "text", "",
 		"The folder in which compiled kernels are kept for later processes; `off` keeps none. Unset means `chorus/kernels` in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)."}
 	LibCUDA = &Var{"CHORUS_LIBCUDA", "text", "",
@@ -43,6 +45,6 @@ var (
 
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
-	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, P2P, RequireGPU, KernelCache,
+	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, P2P, RequireGPU, Fixtures, KernelCache,
 		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, VisibleDevices, LaunchBlocking, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, clusterVars)...)
 }

@@ -282,6 +282,25 @@ func TestUpdate(t *testing.T) {
 	})
 }
 
+// That holds across the streams of the graph too: what one stream does first
+// comes behind what another one did last in the launch before.
+func TestLaunchesFollowOnAllStreams(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		side, other := newStream(t, devs[0]), newStream(t, devs[0])
+		v, w := b.make(0), b.make(0)
+		x := capture(t, func() error {
+			return errors.Join(memory.Copy(side, w, v), b.s.WaitStream(side), b.launch(b.add, b.s, v, 1))
+		}, b.s, side)
+		for range 10 {
+			require.NoError(t, errors.Join(x.Launch(b.s), x.Launch(other)))
+		}
+		require.NoError(t, b.s.WaitStream(other))
+		b.want(20, v)
+		b.want(19, w)
+	})
+}
+
 func TestDot(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		b := newBench(t, devs[0])

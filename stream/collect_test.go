@@ -2,8 +2,12 @@ package stream_test
 
 import "runtime"
 
-// A canary tells when it was collected.
-type canary struct{ songs int }
+// A canary tells when it was collected. It is too large to share its memory with
+// other small objects, which would keep it.
+type canary struct {
+	songs int
+	_     [64]byte
+}
 
 func newCanary(freed chan struct{}) *canary {
 	c := new(canary)

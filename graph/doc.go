@@ -27,8 +27,8 @@
 // the host (Sync, Query, Wait of a group), copies from and to ordinary host
 // memory, and closing memory that the graph may use, all of which fail at once
 // with a *stream.CaptureError that names the call. Run the work once before the
-// capture, as NewCallable does: NCCL connects, cuBLAS makes its workspace and
-// kernels are loaded on first use, which a capture forbids.
+// capture, as NewCallable does: NCCL connects and cuBLAS makes its workspace on
+// first use, which a capture forbids. Kernels may be loaded in a capture.
 //
 // Memory that is allocated in a capture comes from the capture's memory.Pool.
 // What the captured function closes again is used by its later allocations; what

@@ -60,7 +60,8 @@ func Compile(dev *device.Device, src *Source) (*Module, error) {
 	if m.limits, err = limitsOf(dev); err != nil {
 		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
 	}
-	err = dev.Do("cuModuleLoadData", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	// Relaxed: a captured function may be the first to want a kernel.
+	err = dev.DoRelaxed("cuModuleLoadData", func(drv cudadrv.Driver) (r cudadrv.Result) {
 		m.h, r = drv.ModuleLoadData(image)
 		return r
 	})
@@ -70,7 +71,7 @@ func Compile(dev *device.Device, src *Source) (*Module, error) {
 	handle.Init(m, &m.owner, "kernel module")
 	for _, d := range src.Kernels {
 		k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params)}
-		err := dev.Do("cuModuleGetFunction", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		err := dev.DoRelaxed("cuModuleGetFunction", func(drv cudadrv.Driver) (r cudadrv.Result) {
 			k.h, r = drv.ModuleGetFunction(m.h, d.Name)
 			return r
 		})

@@ -244,3 +244,27 @@ func TestGraphLaunchWhileItsStreamIsCaptured(t *testing.T) {
 		require.NoError(t, other.Sync(testgpu.Context(t)))
 	})
 }
+
+// A kernel that nobody has used yet is loaded within the capture, in every mode.
+func TestFirstUseInCapture(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		g, plain := rng.New(devs[0], 6), rng.New(devs[0], 6)
+		x, err := memory.Make[int16](s, 5000)
+		require.NoError(t, err)
+		defer x.Close()
+		fills := map[graph.Mode]func(*rng.Generator) error{
+			graph.ThreadLocal: func(g *rng.Generator) error { return rng.Geometric(g, s, x, 0.3) },
+			graph.Global:      func(g *rng.Generator) error { return rng.RandomFromTo(g, s, x, -5, 300) },
+			graph.Relaxed:     func(g *rng.Generator) error { return rng.Bernoulli(g, s, x, 0.3) },
+		}
+		for mode, fill := range fills {
+			exec, err := graph.CaptureWith(&graph.Config{Mode: mode}, []*stream.Stream{s}, func() error { return fill(g) })
+			require.NoError(t, err, mode)
+			got, want := make([]int16, x.Len()), make([]int16, x.Len())
+			require.NoError(t, errors.Join(x.Zero(s), exec.Launch(s), x.CopyTo(s, got), x.Zero(s), fill(plain), x.CopyTo(s, want)))
+			require.Equal(t, want, got, mode)
+			require.NoError(t, exec.Close())
+		}
+	})
+}

@@ -19,12 +19,12 @@ def median(name, ops, op):
     print(f"{name}\t{statistics.median(times) * 1e6:.3f}", flush=True)
 
 
-x = torch.zeros(1024, device="cuda")
+x = torch.zeros(100, 1 << 18, device="cuda")
 graph = torch.cuda.CUDAGraph()
 x.add_(1)
 with torch.cuda.graph(graph):
-    for _ in range(100):
-        x.add_(1)
+    for i in range(100):
+        x[i, :1024].add_(1)
 median("launch of a graph of 100 small kernels", REPLAYS, graph.replay)
 y = torch.empty(1 << 28, device="cuda")
 fills = {"uniform": lambda: y.uniform_(), "normal": lambda: y.normal_()}

@@ -44,7 +44,7 @@ func AllReduce[T memory.Element](c *Communicator, s *stream.Stream, dst, src mem
 		return err
 	}
 	defer c.mu.Unlock()
-	return c.fail(name, c.api.AllReduce(src.Raw(), dst.Raw(), uintptr(src.Len()), t, ncclapi.RedOp(op), c.handle(), s.Raw()))
+	return c.fail(name, c.api.AllReduce(src.Raw(), dst.Raw(), uintptr(src.Len()), t, c.raw(op), c.handle(), s.Raw()))
 }
 
 // Reduce enqueues the reduction of src over all ranks into dst on rank root
@@ -70,7 +70,7 @@ func Reduce[T memory.Element](c *Communicator, s *stream.Stream, dst, src memory
 		return err
 	}
 	defer c.mu.Unlock()
-	return c.fail(name, c.api.Reduce(src.Raw(), dst.Raw(), uintptr(src.Len()), t, ncclapi.RedOp(op), int32(root), c.handle(), s.Raw()))
+	return c.fail(name, c.api.Reduce(src.Raw(), dst.Raw(), uintptr(src.Len()), t, c.raw(op), int32(root), c.handle(), s.Raw()))
 }
 
 // Broadcast enqueues the copy of src on rank root into dst on all ranks
@@ -131,7 +131,17 @@ func ReduceScatter[T memory.Element](c *Communicator, s *stream.Stream, dst, src
 		return err
 	}
 	defer c.mu.Unlock()
-	return c.fail(name, c.api.ReduceScatter(src.Raw(), dst.Raw(), uintptr(dst.Len()), t, ncclapi.RedOp(op), c.handle(), s.Raw()))
+	return c.fail(name, c.api.ReduceScatter(src.Raw(), dst.Raw(), uintptr(dst.Len()), t, c.raw(op), c.handle(), s.Raw()))
+}
+
+// raw is the reduction as NCCL gets it. The mean of a single rank is its sum: NCCL
+// 2.28 refuses the one of 8-bit floats, and spoils the last of an odd number of
+// 16-bit ones.
+func (c *Communicator) raw(op Op) ncclapi.RedOp {
+	if op == Avg && c.size == 1 {
+		op = Sum
+	}
+	return ncclapi.RedOp(op)
 }
 
 // enter locks c for a call into NCCL. The check must come after the lock: Abort

@@ -1,0 +1,65 @@
+package nccl_test
+
+import (
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// Every reduction of a single rank is what it had, of every type and length.
+func TestSingleRank(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		id, err := nccl.NewUniqueID(devs[0])
+		require.NoError(t, err)
+		c, err := nccl.NewCommunicator(testgpu.Context(t), devs[0], id, 0, 1, nil)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, c.Close()) }()
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		alone(t, c, s, func(v uint32) memory.BFloat16 { return memory.BFloat16(v & 0x3fff) })
+		alone(t, c, s, func(v uint32) memory.Float16 { return memory.Float16(v & 0x3fff) })
+		alone(t, c, s, func(v uint32) memory.Float8E4M3 { return memory.Float8E4M3(v & 0x3f) })
+		alone(t, c, s, func(v uint32) memory.Float8E5M2 { return memory.Float8E5M2(v & 0x3f) })
+		alone(t, c, s, func(v uint32) float32 { return float32(v) })
+		alone(t, c, s, func(v uint32) float64 { return float64(v) })
+		alone(t, c, s, func(v uint32) int8 { return int8(v) })
+		alone(t, c, s, func(v uint32) int64 { return int64(v) })
+	})
+}
+
+func alone[T memory.Element](t *testing.T, c *nccl.Communicator, s *stream.Stream, of func(uint32) T) {
+	t.Helper()
+	for _, n := range []int{1, 7, 33001} {
+		in := make([]T, n)
+		for i := range in {
+			in[i] = of(rand.Uint32())
+		}
+		src, err := memory.MakeFrom(s, in)
+		require.NoError(t, err)
+		dst, err := memory.Make[T](s, n)
+		require.NoError(t, err)
+		for _, op := range []nccl.Op{nccl.Sum, nccl.Prod, nccl.Max, nccl.Min, nccl.Avg} {
+			for name, reduce := range map[string]func() error{
+				"all-reduce":     func() error { return nccl.AllReduce(c, s, dst, src, op) },
+				"reduce":         func() error { return nccl.Reduce(c, s, dst, src, op, 0) },
+				"reduce-scatter": func() error { return nccl.ReduceScatter(c, s, dst, src, op) },
+			} {
+				out := make([]T, n)
+				require.NoError(t, dst.Zero(s))
+				require.NoError(t, reduce(), "%s %s of %s", name, op, src.DType())
+				require.NoError(t, dst.CopyTo(s, out))
+				require.Equal(t, in, out, "%s %s of %d %s", name, op, n, src.DType())
+			}
+		}
+		require.NoError(t, src.Close())
+		require.NoError(t, dst.Close())
+	}
+}

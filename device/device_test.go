@@ -218,6 +218,22 @@ func TestSystemClose(t *testing.T) {
 	require.NoError(t, (*device.System)(nil).Close())
 }
 
+// A device that is used again after Close has a context again, whatever became of
+// the one before.
+func TestUseAfterSystemClose(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		sys, err := device.NewSystem(&device.SystemConfig{Backend: devs[0].System().Backend()})
+		require.NoError(t, err)
+		for range 3 {
+			free, total, err := sys.Devices()[0].MemoryInfo()
+			require.NoError(t, err)
+			require.Positive(t, free)
+			require.LessOrEqual(t, free, total)
+			require.NoError(t, sys.Close())
+		}
+	})
+}
+
 func TestDoAllocatesNothing(t *testing.T) {
 	d := testgpu.CUDA(t, 1)[0]
 	var free uintptr

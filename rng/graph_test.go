@@ -125,6 +125,32 @@ func TestGraphLaunchesOnTwoStreams(t *testing.T) {
 	})
 }
 
+// Nothing but the graph orders its launches, on streams that know nothing of each
+// other: none may write its place while the one before still reads.
+func TestGraphLaunchesAreOrdered(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		streams := []*stream.Stream{newStream(t, devs[0]), newStream(t, devs[0]), newStream(t, devs[0])}
+		d := newDrawer(t, streams[0])
+		g, plain := rng.New(devs[0], 9), rng.New(devs[0], 9)
+		require.NoError(t, d.draw(g)) // loads the kernels
+		x := capture(t, func() error { return d.draw(g) }, d.s)
+		g.ManualSeed(9)
+		require.NoError(t, d.s.Sync(context.Background()))
+		for i := range 40 {
+			require.NoError(t, x.Launch(streams[i%3]))
+		}
+		for _, s := range streams {
+			require.NoError(t, s.Sync(context.Background()))
+		}
+		last := d.read(t)
+		for range 39 {
+			require.NoError(t, d.draw(plain))
+		}
+		require.Equal(t, d.drawn(t, func() error { return d.draw(plain) }), last)
+		require.Equal(t, state(plain), state(g))
+	})
+}
+
 // Several generators in several graphs, on several devices
 // (test_memory_stats_of_multiple_generators_and_graphs).
 func TestGraphsWithSeveralGenerators(t *testing.T) {

@@ -351,8 +351,12 @@ func BenchmarkLib(b *testing.B) {
 	}
 	abs, _ := so.Symbol("abs") // as short as a C function gets
 	t, _ := dl.NewTable[fn](func(string) (uintptr, bool) { return abs, true }, "", symbols[:], ErrorNotSupported)
-	var d Driver = &Lib{Table: t}
+	lib := &Lib{Table: t}
+	var d Driver = lib
+	bound := lib.Bound(0) // abs(0) is a success, so that the call follows
 	for name, call := range map[string]func(){
+		"LaunchKernel, bound": func() { bound.LaunchKernel(1, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, 2, nil) },
+
 		"EventRecord":   func() { d.EventRecord(1, 2) },
 		"MemAllocAsync": func() { d.MemAllocAsync(4096, 1) },
 		"LaunchKernel":  func() { d.LaunchKernel(1, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, 2, nil) },

@@ -40,13 +40,49 @@ type Driver interface {
 	MemGetInfo() (free, total uintptr, r Result)
 	MemAlloc(bytes uintptr) (DevicePtr, Result)
 	MemFree(p DevicePtr) Result
+	// MemGetAddressRange finds the allocation, or the mapping, that p lies in.
+	MemGetAddressRange(p DevicePtr) (base DevicePtr, bytes uintptr, r Result)
+	// IpcGetMemHandle names memory of MemAlloc for other processes.
+	IpcGetMemHandle(p DevicePtr) (IpcMemHandle, Result)
+	// IpcOpenMemHandle maps the memory of another process. Opening a handle again
+	// returns the same address, to be closed as often.
+	IpcOpenMemHandle(h IpcMemHandle, flags uint32) (DevicePtr, Result)
+	IpcCloseMemHandle(p DevicePtr) Result
+
 	MemAllocAsync(bytes uintptr, s Stream) (DevicePtr, Result)
 	MemFreeAsync(p DevicePtr, s Stream) Result
+	MemAllocFromPoolAsync(bytes uintptr, p MemPool, s Stream) (DevicePtr, Result)
+	MemPoolCreate(d Device) (MemPool, Result)                       // free; of pinned memory that is not shared
+	MemPoolDestroy(p MemPool) Result                                // free; what was allocated lives on
+	MemPoolGetAttribute(p MemPool, attr int32) (uint64, Result)     // free
 	MemPoolSetAttribute(p MemPool, attr int32, value uint64) Result // free
 	MemPoolSetAccess(p MemPool, peer Device) Result                 // free; read and write for one device
 	MemPoolTrimTo(p MemPool, keep uintptr) Result                   // free
+
+	MemGetAllocationGranularity(prop MemAllocationProp, option MemGranularity) (uintptr, Result)
+	MemAddressReserve(bytes, alignment uintptr, hint DevicePtr) (DevicePtr, Result)
+	MemAddressFree(p DevicePtr, bytes uintptr) Result
+	// MemCreate makes physical memory. It exists until the handle is released and
+	// no mapping of it is left.
+	MemCreate(bytes uintptr, prop MemAllocationProp) (MemHandle, Result)
+	MemRelease(h MemHandle) Result
+	// MemMap gives physical memory a place in a reservation, with access for no
+	// device.
+	MemMap(p DevicePtr, bytes, offset uintptr, h MemHandle) Result
+	// MemUnmap undoes whole mappings. It does not wait for what uses them.
+	MemUnmap(p DevicePtr, bytes uintptr) Result
+	MemSetAccess(p DevicePtr, bytes uintptr, access MemAccess, devices ...Device) Result
+	// MemExportToShareableHandle returns a file descriptor that the caller closes.
+	MemExportToShareableHandle(h MemHandle, t MemHandleType) (fd int32, r Result)
+	// MemImportFromShareableHandle leaves the descriptor to the caller.
+	MemImportFromShareableHandle(fd int32, t MemHandleType) (MemHandle, Result)
+
 	MemHostAlloc(bytes uintptr, flags uint32) (unsafe.Pointer, Result)
 	MemFreeHost(p unsafe.Pointer) Result
+	// MemHostRegister page-locks memory that the caller has, which must not be
+	// given back before MemHostUnregister.
+	MemHostRegister(p unsafe.Pointer, bytes uintptr, flags uint32) Result
+	MemHostUnregister(p unsafe.Pointer) Result
 
 	MemcpyHtoDAsync(dst DevicePtr, src unsafe.Pointer, bytes uintptr, s Stream) Result
 	MemcpyDtoHAsync(dst unsafe.Pointer, src DevicePtr, bytes uintptr, s Stream) Result

@@ -6,18 +6,6 @@ import (
 	"github.com/gochorus/chorus/internal/dl"
 )
 
-// memAccessDesc is CUmemAccessDesc.
-type memAccessDesc struct {
-	LocationType int32
-	LocationID   int32
-	Flags        int32
-}
-
-const (
-	memLocationTypeDevice       = 1
-	memAccessFlagsProtReadWrite = 3
-)
-
 func (l *Lib) MemGetInfo() (free, total uintptr, r Result) {
 	v, w, r := l.Call2(fnMemGetInfo, dl.Get().Out().Out())
 	return uintptr(v), uintptr(w), r
@@ -30,26 +18,24 @@ func (l *Lib) MemAlloc(bytes uintptr) (DevicePtr, Result) {
 
 func (l *Lib) MemFree(p DevicePtr) Result { return l.Call(fnMemFree, dl.Get().In(uintptr(p))) }
 
-func (l *Lib) MemAllocAsync(bytes uintptr, s Stream) (DevicePtr, Result) {
-	p, r := l.Call1(fnMemAllocAsync, dl.Get().Out().In(bytes, uintptr(s)))
+func (l *Lib) MemGetAddressRange(p DevicePtr) (base DevicePtr, bytes uintptr, r Result) {
+	v, w, r := l.Call2(fnMemGetAddressRange, dl.Get().Out().Out().In(uintptr(p)))
+	return DevicePtr(v), uintptr(w), r
+}
+
+func (l *Lib) IpcGetMemHandle(p DevicePtr) (IpcMemHandle, Result) {
+	h := new(IpcMemHandle)
+	r := l.Call(fnIpcGetMemHandle, dl.Get().Ptr(unsafe.Pointer(h)).In(uintptr(p)))
+	return *h, r
+}
+
+func (l *Lib) IpcOpenMemHandle(h IpcMemHandle, flags uint32) (DevicePtr, Result) {
+	p, r := l.Call1(fnIpcOpenMemHandle, dl.Get().Out().Struct64((*[64]byte)(&h)).In(uintptr(flags)))
 	return DevicePtr(p), r
 }
 
-func (l *Lib) MemFreeAsync(p DevicePtr, s Stream) Result {
-	return l.Call(fnMemFreeAsync, dl.Get().In(uintptr(p), uintptr(s)))
-}
-
-func (l *Lib) MemPoolSetAttribute(p MemPool, attr int32, value uint64) Result {
-	return l.Call(fnMemPoolSetAttribute, dl.Get().In(uintptr(p), uintptr(attr)).InOut(value))
-}
-
-func (l *Lib) MemPoolSetAccess(p MemPool, peer Device) Result {
-	desc := &memAccessDesc{memLocationTypeDevice, int32(peer), memAccessFlagsProtReadWrite}
-	return l.Call(fnMemPoolSetAccess, dl.Get().In(uintptr(p)).Ptr(unsafe.Pointer(desc)).In(1))
-}
-
-func (l *Lib) MemPoolTrimTo(p MemPool, keep uintptr) Result {
-	return l.Call(fnMemPoolTrimTo, dl.Get().In(uintptr(p), keep))
+func (l *Lib) IpcCloseMemHandle(p DevicePtr) Result {
+	return l.Call(fnIpcCloseMemHandle, dl.Get().In(uintptr(p)))
 }
 
 func (l *Lib) MemHostAlloc(bytes uintptr, flags uint32) (unsafe.Pointer, Result) {
@@ -58,6 +44,14 @@ func (l *Lib) MemHostAlloc(bytes uintptr, flags uint32) (unsafe.Pointer, Result)
 }
 
 func (l *Lib) MemFreeHost(p unsafe.Pointer) Result { return l.Call(fnMemFreeHost, dl.Get().Ptr(p)) }
+
+func (l *Lib) MemHostRegister(p unsafe.Pointer, bytes uintptr, flags uint32) Result {
+	return l.Call(fnMemHostRegister, dl.Get().Ptr(p).In(bytes, uintptr(flags)))
+}
+
+func (l *Lib) MemHostUnregister(p unsafe.Pointer) Result {
+	return l.Call(fnMemHostUnregister, dl.Get().Ptr(p))
+}
 
 func (l *Lib) MemcpyHtoDAsync(dst DevicePtr, src unsafe.Pointer, bytes uintptr, s Stream) Result {
 	return l.Call(fnMemcpyHtoDAsync, dl.Get().In(uintptr(dst)).Ptr(src).In(bytes, uintptr(s)))

@@ -48,6 +48,26 @@ var signatures = dltest.Signatures{
 	"cuMemPoolTrimTo":                   "w w",
 	"cuMemHostAlloc":                    "o8 w i",
 	"cuMemFreeHost":                     "p4",
+	"cuMemGetAddressRange_v2":           "o8 o8 w",
+	"cuIpcGetMemHandle":                 "o64 w",
+	"cuIpcOpenMemHandle_v2":             "o8 T i",
+	"cuIpcCloseMemHandle":               "w",
+	"cuMemAllocFromPoolAsync":           "o8 w w w",
+	"cuMemPoolCreate":                   "o8 p88",
+	"cuMemPoolDestroy":                  "w",
+	"cuMemPoolGetAttribute":             "w i o8",
+	"cuMemGetAllocationGranularity":     "o8 p32 i",
+	"cuMemAddressReserve":               "o8 w w w w",
+	"cuMemAddressFree":                  "w w",
+	"cuMemCreate":                       "o8 w p32 w",
+	"cuMemRelease":                      "w",
+	"cuMemMap":                          "w w w w w",
+	"cuMemUnmap":                        "w w",
+	"cuMemSetAccess":                    "w w p24 w",
+	"cuMemExportToShareableHandle":      "o4 w i w",
+	"cuMemImportFromShareableHandle":    "o8 w i",
+	"cuMemHostRegister_v2":              "p4 w i",
+	"cuMemHostUnregister":               "p4",
 	"cuMemcpyHtoDAsync_v2":              "w p4 w w",
 	"cuMemcpyDtoHAsync_v2":              "o4 w w w",
 	"cuMemcpyDtoDAsync_v2":              "w w w w",
@@ -165,9 +185,46 @@ func TestRecordedCalls(t *testing.T) {
 	one("MemPoolSetAttribute", d.MemPoolSetAttribute(0xb1, MemPoolAttrReleaseThreshold, 1<<63))
 	one("MemPoolSetAccess", d.MemPoolSetAccess(0xb1, 5))
 	one("MemPoolTrimTo", d.MemPoolTrimTo(0xb1, 4096))
+	p, r = d.MemAllocFromPoolAsync(4096, 0xb1, 0x51)
+	two("MemAllocFromPoolAsync", p, r)
+	pool, r = d.MemPoolCreate(5)
+	two("MemPoolCreate", pool, r)
+	one("MemPoolDestroy", d.MemPoolDestroy(0xb1))
+	value, r := d.MemPoolGetAttribute(0xb1, MemPoolAttrUsedHigh)
+	two("MemPoolGetAttribute", value, r)
+	p, size, r = d.MemGetAddressRange(0xd1)
+	two("MemGetAddressRange", []uint64{uint64(p), uint64(size)}, r)
+	mem, r := d.IpcGetMemHandle(0xd1)
+	two("IpcGetMemHandle", fmt.Sprintf("%x…%x", mem[:8], mem[60:]), r)
+	for i := range mem {
+		mem[i] = byte(i + 1)
+	}
+	p, r = d.IpcOpenMemHandle(mem, IpcMemLazyEnablePeerAccess)
+	two("IpcOpenMemHandle", p, r)
+	one("IpcCloseMemHandle", d.IpcCloseMemHandle(0xd1))
+
+	prop := MemAllocationProp{Device: 5, HandleTypes: MemHandlePosixFD, GPUDirectRDMACapable: true}
+	size, r = d.MemGetAllocationGranularity(prop, MemGranularityRecommended)
+	two("MemGetAllocationGranularity", size, r)
+	p, r = d.MemAddressReserve(4096, 512, 0xd1)
+	two("MemAddressReserve", p, r)
+	one("MemAddressFree", d.MemAddressFree(0xd1, 4096))
+	physical, r := d.MemCreate(4096, prop)
+	two("MemCreate", physical, r)
+	one("MemRelease", d.MemRelease(0xa1))
+	one("MemMap", d.MemMap(0xd1, 4096, 512, 0xa1))
+	one("MemUnmap", d.MemUnmap(0xd1, 4096))
+	one("MemSetAccess", d.MemSetAccess(0xd1, 4096, MemAccessReadWrite, 5, 6))
+	fd, r := d.MemExportToShareableHandle(0xa1, MemHandlePosixFD)
+	two("MemExportToShareableHandle", fd, r)
+	physical, r = d.MemImportFromShareableHandle(7, MemHandlePosixFD)
+	two("MemImportFromShareableHandle", physical, r)
+
 	host, r := d.MemHostAlloc(4096, MemHostAllocPortable)
 	two("MemHostAlloc", host, r)
 	one("MemFreeHost", d.MemFreeHost(src))
+	one("MemHostRegister", d.MemHostRegister(src, 4096, MemHostRegisterPortable))
+	one("MemHostUnregister", d.MemHostUnregister(src))
 	one("MemcpyHtoDAsync", d.MemcpyHtoDAsync(0xd1, src, 4, 0x51))
 	r = d.MemcpyDtoHAsync(dst, 0xd1, 4, 0x51)
 	two("MemcpyDtoHAsync", *(*[4]byte)(dst), r)

@@ -38,6 +38,26 @@ const (
 	fnMemPoolTrimTo
 	fnMemHostAlloc
 	fnMemFreeHost
+	fnMemGetAddressRange
+	fnIpcGetMemHandle
+	fnIpcOpenMemHandle
+	fnIpcCloseMemHandle
+	fnMemAllocFromPoolAsync
+	fnMemPoolCreate
+	fnMemPoolDestroy
+	fnMemPoolGetAttribute
+	fnMemGetAllocationGranularity
+	fnMemAddressReserve
+	fnMemAddressFree
+	fnMemCreate
+	fnMemRelease
+	fnMemMap
+	fnMemUnmap
+	fnMemSetAccess
+	fnMemExportToShareableHandle
+	fnMemImportFromShareableHandle
+	fnMemHostRegister
+	fnMemHostUnregister
 	fnMemcpyHtoDAsync
 	fnMemcpyDtoHAsync
 	fnMemcpyDtoDAsync
@@ -124,6 +144,26 @@ var symbols = [numFns]dl.Func{
 	fnMemPoolTrimTo:                   {Name: "cuMemPoolTrimTo", Optional: true},
 	fnMemHostAlloc:                    {Name: "cuMemHostAlloc"},
 	fnMemFreeHost:                     {Name: "cuMemFreeHost"},
+	fnMemGetAddressRange:              {Name: "cuMemGetAddressRange_v2"},
+	fnIpcGetMemHandle:                 {Name: "cuIpcGetMemHandle"},
+	fnIpcOpenMemHandle:                {Name: "cuIpcOpenMemHandle_v2"},
+	fnIpcCloseMemHandle:               {Name: "cuIpcCloseMemHandle"},
+	fnMemAllocFromPoolAsync:           {Name: "cuMemAllocFromPoolAsync", Optional: true},
+	fnMemPoolCreate:                   {Name: "cuMemPoolCreate", Optional: true},
+	fnMemPoolDestroy:                  {Name: "cuMemPoolDestroy", Optional: true},
+	fnMemPoolGetAttribute:             {Name: "cuMemPoolGetAttribute", Optional: true},
+	fnMemGetAllocationGranularity:     {Name: "cuMemGetAllocationGranularity", Optional: true},
+	fnMemAddressReserve:               {Name: "cuMemAddressReserve", Optional: true},
+	fnMemAddressFree:                  {Name: "cuMemAddressFree", Optional: true},
+	fnMemCreate:                       {Name: "cuMemCreate", Optional: true},
+	fnMemRelease:                      {Name: "cuMemRelease", Optional: true},
+	fnMemMap:                          {Name: "cuMemMap", Optional: true},
+	fnMemUnmap:                        {Name: "cuMemUnmap", Optional: true},
+	fnMemSetAccess:                    {Name: "cuMemSetAccess", Optional: true},
+	fnMemExportToShareableHandle:      {Name: "cuMemExportToShareableHandle", Optional: true},
+	fnMemImportFromShareableHandle:    {Name: "cuMemImportFromShareableHandle", Optional: true},
+	fnMemHostRegister:                 {Name: "cuMemHostRegister_v2"},
+	fnMemHostUnregister:               {Name: "cuMemHostUnregister"},
 	fnMemcpyHtoDAsync:                 {Name: "cuMemcpyHtoDAsync_v2"},
 	fnMemcpyDtoHAsync:                 {Name: "cuMemcpyDtoHAsync_v2"},
 	fnMemcpyDtoDAsync:                 {Name: "cuMemcpyDtoDAsync_v2"},

@@ -36,8 +36,6 @@ const (
 	EventInterprocess  uint32 = 4
 
 	MemHostAllocPortable uint32 = 1
-
-	MemPoolAttrReleaseThreshold int32 = 4
 )
 
 // The device attributes that Chorus reads.
@@ -59,6 +57,10 @@ const (
 	AttrMaxSharedMemoryPerSM        Attribute = 81
 	AttrCooperativeLaunch           Attribute = 95
 	AttrMaxSharedMemoryOptin        Attribute = 97
+	AttrHostRegisterSupported       Attribute = 99
+	AttrVMMSupported                Attribute = 102 // virtual memory management
+	AttrPosixFDHandleSupported      Attribute = 103
+	AttrGPUDirectRDMAWithVMM        Attribute = 110
 	AttrMemoryPoolsSupported        Attribute = 115
 )
 

@@ -2,6 +2,7 @@ package virtual
 
 import (
 	"fmt"
+	"os"
 	"slices"
 	"sort"
 	"unsafe"
@@ -27,18 +28,24 @@ const (
 	keepFreed = 4096
 )
 
-// A block is one allocation. m.mu guards all but the bytes.
+// A block is one allocation, or one reservation of addresses. m.mu guards all but
+// the bytes.
 type block struct {
-	dev     *device // nil for page-locked host memory
-	addr    uint64
-	size    uint64
-	data    []byte // nil once freed
-	clean   []bool // pages not yet poisoned
-	pooled  bool   // of cuMemAllocAsync
-	public  bool   // of ncclMemAlloc: every device may use it
-	freeing bool   // a free was called: no call may name it any more
-	freedBy string // the call that freed it, once it has
-	history history
+	dev        *device // nil for page-locked host memory
+	addr       uint64
+	size       uint64
+	data       []byte   // nil once freed
+	region     *region  // that data lies in; nil for Go's memory
+	file       *os.File // that other processes can map; nil where they cannot
+	clean      pages
+	pool       *pool   // of cuMemAllocAsync; nil for others
+	space      *space  // what is mapped in a reservation; nil for others
+	opened     *opened // of cuIpcOpenMemHandle; nil for others
+	public     bool    // of ncclMemAlloc: every device may use it
+	registered bool    // of cuMemHostRegister: the bytes are the user's
+	freeing    bool    // a free was called: no call may name it any more
+	freedBy    string  // the call that freed it, once it has
+	history    history
 }
 
 func (b *block) String() string {
@@ -46,27 +53,60 @@ func (b *block) String() string {
 	if b.dev != nil {
 		where = fmt.Sprintf("device %d", b.dev.ordinal)
 	}
-	return fmt.Sprintf("the block of %d bytes at %#x of %s", b.size, b.addr, where)
+	kind := "block"
+	if b.space != nil {
+		kind = "reservation"
+	}
+	return fmt.Sprintf("the %s of %d bytes at %#x of %s", kind, b.size, b.addr, where)
 }
 
 // bytes returns a part of the block, poisoned where nothing was written yet.
 func (b *block) bytes(offset, n uint64) []byte {
-	for page := offset / poisonPage; page*poisonPage < offset+n; page++ {
-		if b.clean[page] {
-			b.clean[page] = false
-			poison(b.data[page*poisonPage : min((page+1)*poisonPage, b.size)])
+	if b.space != nil {
+		b.space.lay(b, offset, n)
+	}
+	b.clean.lay(b.data, offset, n)
+	return b.data[offset : offset+n : offset+n]
+}
+
+// pages says of each page of some memory whether it is still to be poisoned. Nil
+// is memory without such pages.
+type pages []bool
+
+func newPages(bytes uint64) pages {
+	p := make(pages, (bytes+poisonPage-1)/poisonPage)
+	for i := range p {
+		p[i] = true
+	}
+	return p
+}
+
+// lay poisons the pages that [offset, offset+n) touches, where that is to be done.
+func (p pages) lay(data []byte, offset, n uint64) {
+	for page := offset / poisonPage; page < uint64(len(p)) && page*poisonPage < offset+n; page++ {
+		if p[page] {
+			p[page] = false
+			poison(data[page*poisonPage : min((page+1)*poisonPage, uint64(len(data)))])
 		}
 	}
-	return b.data[offset : offset+n : offset+n]
 }
 
 // retire makes the block's addresses invalid for good.
 func (b *block) retire(by string) {
-	if b.size <= poisonPage {
+	if b.size <= poisonPage && !b.registered && b.opened == nil { // what is not its own lives on
 		poison(b.data)
 	}
+	if b.space != nil {
+		b.space.clear(b)
+	}
 	b.freeing, b.freedBy = true, by
-	b.data, b.clean, b.history = nil, nil, history{}
+	if b.region != nil && b.space == nil {
+		b.region.detach(0, uintptr(len(b.data)))
+	}
+	if b.file != nil {
+		b.file.Close()
+	}
+	b.data, b.region, b.file, b.clean, b.history = nil, nil, nil, nil, history{}
 }
 
 // poison fills p with a pattern that is not a number in each of the 16, 32 and
@@ -92,11 +132,7 @@ func alignedBytes(n uint64, align uintptr) []byte {
 }
 
 func newBlock(dev *device, n uint64, align uintptr) *block {
-	b := &block{dev: dev, size: n, data: alignedBytes(n, align), clean: make([]bool, (n+poisonPage-1)/poisonPage)}
-	for i := range b.clean {
-		b.clean[i] = true
-	}
-	return b
+	return &block{dev: dev, size: n, data: alignedBytes(n, align), clean: newPages(n)}
 }
 
 // An arena has the blocks of one device in the order of their addresses, which
@@ -115,24 +151,50 @@ func newArena(ordinal int32) arena {
 }
 
 // alloc makes a block, or returns nil when the device has not enough memory.
-func (d *device) alloc(n uintptr) *block {
-	a := &d.arena
-	if n > d.m.cfg.Memory-a.used || uint64(n)+2*blockGuard > a.end-a.next {
+func (d *device) alloc(n uintptr, fresh func() *block) *block {
+	if n > d.m.cfg.Memory-d.arena.used {
 		return nil
 	}
-	b := newBlock(d, uint64(n), blockAlign)
-	b.addr = a.next
-	a.next += (b.size + blockGuard + blockAlign - 1) &^ (blockAlign - 1)
-	a.used += n
-	a.blocks = append(a.blocks, b)
+	addr, ok := d.arena.place(uint64(n), blockAlign)
+	if !ok {
+		return nil
+	}
+	b := fresh()
+	b.addr = addr
+	d.arena.blocks = append(d.arena.blocks, b)
+	d.take(n)
 	return b
+}
+
+// place finds addresses for n bytes.
+func (a *arena) place(n, align uint64) (addr uint64, ok bool) {
+	addr = (a.next + align - 1) &^ (align - 1)
+	if addr > a.end || n > a.end-addr || 2*blockGuard > a.end-addr-n {
+		return 0, false
+	}
+	a.next = (addr + n + blockGuard + blockAlign - 1) &^ (blockAlign - 1)
+	return addr, true
+}
+
+// take counts memory, which is there, as used.
+func (d *device) take(n uintptr) {
+	d.arena.used += n
+	d.squeezePools()
 }
 
 // giveUp counts a block as free from the call on that frees it, as a pool that
 // reuses memory in stream order does.
 func (b *block) giveUp() {
-	b.freeing = true
 	b.dev.arena.used -= uintptr(b.size)
+	if b.pool != nil {
+		b.pool.give(b.size)
+	}
+	b.leave()
+}
+
+// leave makes the block one that no call may name.
+func (b *block) leave() {
+	b.freeing = true
 	b.dev.arena.freed++
 	b.dev.arena.forget()
 }

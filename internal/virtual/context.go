@@ -206,9 +206,11 @@ func (d *device) reset() {
 			delete(d.m.modules, h)
 		}
 	}
+	d.resetOpened()
+	d.resetPhysicals()
 	d.arena.clear("cuDevicePrimaryCtxRelease")
+	d.resetPools()
 	d.peers = [maxDevices]bool{}
-	d.guests = [maxDevices]bool{}
 	d.profiling = false
 	if d.status != cudadrv.Success {
 		d.status, d.why, d.lost = cudadrv.Success, "", make(chan struct{})

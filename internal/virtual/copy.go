@@ -145,7 +145,7 @@ func (d driver) MemcpyPeerAsync(dst cudadrv.DevicePtr, dstCtx cudadrv.Context, s
 // lies reports whether p may be an address of the device. m.mu is held.
 func (m *Machine) lies(p cudadrv.DevicePtr, dev *device) bool {
 	b, _ := m.find(p)
-	return b == nil || b.dev == nil || b.dev == dev
+	return b == nil || b.dev == nil || b.owner(p) == dev
 }
 
 func (c *call) copyDevice(s *stream, dst, src cudadrv.DevicePtr, bytes uintptr) {
@@ -166,7 +166,7 @@ func (c *call) copyDevice(s *stream, dst, src cudadrv.DevicePtr, bytes uintptr) 
 func (m *Machine) crosses(p, q cudadrv.DevicePtr) bool {
 	a, _ := m.find(p)
 	b, _ := m.find(q)
-	return a != nil && b != nil && a.dev != b.dev
+	return a != nil && b != nil && a.owner(p) != b.owner(q)
 }
 
 func (d driver) MemsetD8Async(dst cudadrv.DevicePtr, value uint8, count uintptr, h cudadrv.Stream) cudadrv.Result {

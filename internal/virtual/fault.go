@@ -157,7 +157,7 @@ func statusOf(call, status string) (int32, error) {
 }
 
 // streamOps are the calls that enqueue an operation.
-var streamOps = nameSet(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
+var streamOps = nameSet(`cuMemAllocAsync cuMemAllocFromPoolAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
 	cuMemcpyPeerAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuLaunchKernel
 	cuLaunchCooperativeKernel cublasGemmEx
 	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
@@ -171,7 +171,11 @@ func allCalls() map[string]bool {
 	cuDeviceGetAttribute cuDeviceTotalMem cuDeviceGetPCIBusId cuDeviceCanAccessPeer cuDeviceGetDefaultMemPool
 	cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease cuDevicePrimaryCtxGetState cuCtxSetCurrent cuCtxGetCurrent cuDeviceGetP2PAttribute
 	cuCtxSynchronize cuCtxGetStreamPriorityRange cuCtxEnablePeerAccess cuProfilerStart cuProfilerStop cuMemGetInfo cuMemAlloc cuMemFree
-	cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo cuMemHostAlloc cuMemFreeHost
+	cuMemPoolCreate cuMemPoolDestroy cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
+	cuMemGetAddressRange cuIpcGetMemHandle cuIpcOpenMemHandle cuIpcCloseMemHandle
+	cuMemGetAllocationGranularity cuMemAddressReserve cuMemAddressFree cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemSetAccess
+	cuMemExportToShareableHandle cuMemImportFromShareableHandle
+	cuMemHostAlloc cuMemFreeHost cuMemHostRegister cuMemHostUnregister
 	cuStreamCreateWithPriority cuStreamDestroy cuStreamSynchronize cuStreamQuery cuStreamGetPriority cuStreamGetCtx cuEventCreate cuEventDestroy
 	cuEventQuery cuEventSynchronize cuEventElapsedTime cuIpcGetEventHandle cuIpcOpenEventHandle cuModuleLoadData cuModuleUnload cuModuleGetFunction
 	cuStreamBeginCapture cuStreamEndCapture cuStreamIsCapturing cuStreamGetCaptureInfo

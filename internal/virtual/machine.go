@@ -49,6 +49,10 @@ type Machine struct {
 	modules      map[cudadrv.Module]*module
 	functions    map[cudadrv.Function]*function
 	pinned       []*block // page-locked host memory, by address
+	pools        map[cudadrv.MemPool]*pool
+	physicals    map[cudadrv.MemHandle]*physical
+	opened       map[openedKey]*opened
+	id           uint64 // tells machines apart, in any process
 	lastHandle   uintptr
 	graphs       map[cudadrv.Graph]*graph
 	execs        map[cudadrv.GraphExec]*graphExec
@@ -72,6 +76,10 @@ func New(cfg *Config) (*Machine, error) {
 		execs:        map[cudadrv.GraphExec]*graphExec{},
 		objects:      map[cudadrv.UserObject]*userObject{},
 		captureModes: map[int]cudadrv.CaptureMode{},
+		pools:        map[cudadrv.MemPool]*pool{},
+		physicals:    map[cudadrv.MemHandle]*physical{},
+		opened:       map[openedKey]*opened{},
+		id:           rand.Uint64(),
 		lastHandle:   0x5000,
 	}
 	if cfg != nil {
@@ -162,14 +170,13 @@ type device struct {
 	ordinal   int32
 	uuid      cudadrv.UUID
 	context   cudadrv.Context
-	pool      cudadrv.MemPool
+	pool      *pool // the default one
 	retained  int
 	legacy    *stream // the one of handle 0, once it was used
 	profiling bool    // cuProfilerStart was called, and cuProfilerStop was not
 
-	arena  arena
-	peers  [maxDevices]bool // whose cuMemAlloc memory this device may use
-	guests [maxDevices]bool // which devices may use this device's pool memory
+	arena arena
+	peers [maxDevices]bool // whose cuMemAlloc memory this device may use
 
 	status cudadrv.Result // the sticky error
 	why    string
@@ -178,11 +185,12 @@ type device struct {
 
 func newDevice(m *Machine, ordinal int32, host string) *device {
 	sum := sha256.Sum256(fmt.Appendf(nil, "chorus virtual device %d of %s", ordinal, host))
-	return &device{
-		m: m, ordinal: ordinal, uuid: cudadrv.UUID(sum[:16]),
-		context: cudadrv.Context(m.handle()), pool: cudadrv.MemPool(m.handle()),
+	d := &device{
+		m: m, ordinal: ordinal, uuid: cudadrv.UUID(sum[:16]), context: cudadrv.Context(m.handle()),
 		arena: newArena(ordinal), lost: make(chan struct{}),
 	}
+	d.pool = d.newPool()
+	return d
 }
 
 // lose makes status the device's sticky error. The first reason stays. m.mu is

@@ -14,7 +14,7 @@ func (d driver) MemGetInfo() (free, total uintptr, r cudadrv.Result) {
 		return 0, 0, r
 	}
 	defer c.end()
-	return d.m.cfg.Memory - c.dev.arena.used, d.m.cfg.Memory, cudadrv.Success
+	return d.m.cfg.Memory - c.dev.arena.used - c.dev.heldByPools(), d.m.cfg.Memory, cudadrv.Success
 }
 
 func (d driver) MemAlloc(bytes uintptr) (cudadrv.DevicePtr, cudadrv.Result) {
@@ -23,37 +23,19 @@ func (d driver) MemAlloc(bytes uintptr) (cudadrv.DevicePtr, cudadrv.Result) {
 		return 0, r
 	}
 	defer c.end()
-	return c.dev.allocPtr(bytes, func(*block) {})
+	return c.dev.allocPtr(bytes, func() *block { return newShareable(c.dev, uint64(bytes)) })
 }
 
-// allocPtr allocates and lets set finish the block. m.mu is held.
-func (d *device) allocPtr(bytes uintptr, set func(*block)) (cudadrv.DevicePtr, cudadrv.Result) {
+// allocPtr allocates a block that fresh makes. m.mu is held.
+func (d *device) allocPtr(bytes uintptr, fresh func() *block) (cudadrv.DevicePtr, cudadrv.Result) {
 	if bytes == 0 {
 		return 0, cudadrv.ErrorInvalidValue
 	}
-	b := d.alloc(bytes)
+	b := d.alloc(bytes, fresh)
 	if b == nil {
 		return 0, cudadrv.ErrorOutOfMemory
 	}
-	set(b)
 	return cudadrv.DevicePtr(b.addr), cudadrv.Success
-}
-
-func (d driver) MemAllocAsync(bytes uintptr, h cudadrv.Stream) (cudadrv.DevicePtr, cudadrv.Result) {
-	c, s, r := d.beginStream("cuMemAllocAsync", h)
-	if r != cudadrv.Success {
-		return 0, r
-	}
-	defer c.end()
-	if s.capture != nil {
-		return 0, s.refused() // CUDA makes it a node; virtual devices have no such nodes
-	}
-	return s.dev.allocPtr(bytes, func(b *block) {
-		b.pooled = true
-		// The memory exists from here on in the stream: a stream that does not
-		// come after it must not use it.
-		c.enqueue(s, func(o *op) { o.useAll(b, nil) })
-	})
 }
 
 // useAll records a write of the whole block and then calls done with m.mu held.
@@ -73,40 +55,14 @@ func (o *op) useAll(b *block, done func()) {
 	}
 }
 
-// owned returns the block that begins at p and that no free was called for.
-// m.mu is held.
+// owned returns the block of this machine that begins at p and that no free was
+// called for. m.mu is held.
 func (m *Machine) owned(p cudadrv.DevicePtr) *block {
 	b, _ := m.find(p)
-	if b == nil || b.dev == nil || b.freeing || b.addr != uint64(p) {
+	if b == nil || b.dev == nil || b.freeing || b.addr != uint64(p) || b.space != nil || b.opened != nil {
 		return nil
 	}
 	return b
-}
-
-func (d driver) MemFreeAsync(p cudadrv.DevicePtr, h cudadrv.Stream) cudadrv.Result {
-	c, r := d.beginEnding("cuMemFreeAsync")
-	if r != cudadrv.Success {
-		return r
-	}
-	defer c.end()
-	s, r := d.m.stream(c.dev, h)
-	if r != cudadrv.Success {
-		return r
-	}
-	if s.capture != nil {
-		return s.refused() // only what was allocated in a capture is freed in one
-	}
-	b := d.m.owned(p)
-	if b == nil || b.public {
-		return cudadrv.ErrorInvalidValue
-	}
-	b.giveUp()
-	if s.dev.status != cudadrv.Success {
-		b.retire(c.name)
-		return s.dev.status
-	}
-	c.enqueue(s, func(o *op) { o.useAll(b, func() { b.retire(fmt.Sprintf("%s on %v", o.name, s)) }) })
-	return cudadrv.Success
 }
 
 // MemFree waits for the whole device, as CUDA does for memory that is not of a
@@ -128,9 +84,9 @@ func (d driver) MemFree(p cudadrv.DevicePtr) cudadrv.Result {
 // freeWaiting frees a block from the host's side. m.mu is held and let go.
 func (m *Machine) freeWaiting(name string, b *block) cudadrv.Result {
 	b.giveUp()
-	if b.pooled {
+	if b.pool != nil {
 		defer m.mu.Unlock()
-		return b.freePooled(name)
+		return b.freeNow(name)
 	}
 	marks := b.dev.marks()
 	m.mu.Unlock()
@@ -143,88 +99,23 @@ func (m *Machine) freeWaiting(name string, b *block) cudadrv.Result {
 	return r
 }
 
-func (b *block) freePooled(name string) cudadrv.Result {
-	m := b.dev.m
-	if a, found := b.history.unfinished(m.host); found && b.dev.status == cudadrv.Success {
-		text := fmt.Sprintf("race: the host freed %v with %s, but has not waited for %v", b, name, a)
-		m.report(fmt.Sprintf("virtual device %d: %s (seed %#x)", b.dev.ordinal, text, m.seed))
-		b.dev.lose(cudadrv.ErrorLaunchFailed, text)
+// freeNow ends a block from the host's side without waiting.
+func (b *block) freeNow(name string) cudadrv.Result {
+	if a, found := b.history.unfinished(b.dev.m.host); found {
+		b.dev.raced("the host freed %v with %s, but has not waited for %v", b, name, a)
 	}
 	b.retire(name)
 	return b.dev.status
 }
 
-// pool returns the device whose default pool it is. m.mu is held.
-func (m *Machine) pool(p cudadrv.MemPool) *device {
-	for _, dev := range m.devices {
-		if dev.pool == p {
-			return dev
-		}
+// raced reports what the host gave up too early, and loses the device.
+func (d *device) raced(format string, args ...any) {
+	if d.status != cudadrv.Success {
+		return
 	}
-	return nil
-}
-
-func (d driver) DeviceGetDefaultMemPool(ord cudadrv.Device) (cudadrv.MemPool, cudadrv.Result) {
-	c, r := d.beginFree("cuDeviceGetDefaultMemPool")
-	if r != cudadrv.Success {
-		return 0, r
-	}
-	defer c.end()
-	dev := d.m.device(ord)
-	if dev == nil {
-		return 0, cudadrv.ErrorInvalidDevice
-	}
-	return dev.pool, cudadrv.Success
-}
-
-// beginPool is beginFree for calls about a pool.
-func (d driver) beginPool(name string, p cudadrv.MemPool) (call, *device, cudadrv.Result) {
-	c, r := d.beginFree(name)
-	if r != cudadrv.Success {
-		return c, nil, r
-	}
-	dev := d.m.pool(p)
-	if dev == nil {
-		c.end()
-		return c, nil, cudadrv.ErrorInvalidValue
-	}
-	return c, dev, cudadrv.Success
-}
-
-// MemPoolSetAttribute takes the release threshold and needs to do nothing
-// about it: a virtual pool holds nothing back.
-func (d driver) MemPoolSetAttribute(p cudadrv.MemPool, attr int32, _ uint64) cudadrv.Result {
-	c, _, r := d.beginPool("cuMemPoolSetAttribute", p)
-	if r != cudadrv.Success {
-		return r
-	}
-	defer c.end()
-	if attr != cudadrv.MemPoolAttrReleaseThreshold {
-		return cudadrv.ErrorInvalidValue
-	}
-	return cudadrv.Success
-}
-
-func (d driver) MemPoolSetAccess(p cudadrv.MemPool, peer cudadrv.Device) cudadrv.Result {
-	c, dev, r := d.beginPool("cuMemPoolSetAccess", p)
-	if r != cudadrv.Success {
-		return r
-	}
-	defer c.end()
-	if d.m.device(peer) == nil {
-		return cudadrv.ErrorInvalidDevice
-	}
-	dev.guests[peer] = true
-	return cudadrv.Success
-}
-
-func (d driver) MemPoolTrimTo(p cudadrv.MemPool, _ uintptr) cudadrv.Result {
-	c, _, r := d.beginPool("cuMemPoolTrimTo", p)
-	if r != cudadrv.Success {
-		return r
-	}
-	c.end()
-	return cudadrv.Success
+	text := "race: " + fmt.Sprintf(format, args...)
+	d.m.report(fmt.Sprintf("virtual device %d: %s (seed %#x)", d.ordinal, text, d.m.seed))
+	d.lose(cudadrv.ErrorLaunchFailed, text)
 }
 
 func (d driver) MemHostAlloc(bytes uintptr, flags uint32) (unsafe.Pointer, cudadrv.Result) {
@@ -243,10 +134,15 @@ func (d driver) MemHostAlloc(bytes uintptr, flags uint32) (unsafe.Pointer, cudad
 	p := unsafe.Pointer(unsafe.SliceData(b.data))
 	b.addr = uint64(uintptr(p))
 	poison(b.data)
-	clear(b.clean)
-	i, _ := slices.BinarySearchFunc(d.m.pinned, b.addr, compareAddr)
-	d.m.pinned = slices.Insert(d.m.pinned, i, b)
+	b.clean = nil
+	d.m.pin(b)
 	return p, cudadrv.Success
+}
+
+// pin adds a block to the page-locked ones.
+func (m *Machine) pin(b *block) {
+	i, _ := slices.BinarySearchFunc(m.pinned, b.addr, compareAddr)
+	m.pinned = slices.Insert(m.pinned, i, b)
 }
 
 func compareAddr(b *block, addr uint64) int {
@@ -266,13 +162,49 @@ func (d driver) MemFreeHost(p unsafe.Pointer) cudadrv.Result {
 		return r
 	}
 	defer c.end()
-	i, found := slices.BinarySearchFunc(d.m.pinned, uint64(uintptr(p)), compareAddr)
-	if !found {
+	return d.m.unpin(c.name, p, false, cudadrv.ErrorInvalidValue)
+}
+
+// unpin ends the page-locked block that begins at p, or returns missing when there
+// is none of the kind.
+func (m *Machine) unpin(name string, p unsafe.Pointer, registered bool, missing cudadrv.Result) cudadrv.Result {
+	i, found := slices.BinarySearchFunc(m.pinned, uint64(uintptr(p)), compareAddr)
+	if !found || m.pinned[i].registered != registered {
+		return missing
+	}
+	b := m.pinned[i]
+	m.pinned = slices.Delete(m.pinned, i, i+1)
+	if !registered {
+		poison(b.data)
+	}
+	b.retire(name)
+	return cudadrv.Success
+}
+
+// MemHostRegister makes the caller's memory page-locked.
+func (d driver) MemHostRegister(p unsafe.Pointer, bytes uintptr, flags uint32) cudadrv.Result {
+	c, r := d.begin("cuMemHostRegister")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	addr, n := uint64(uintptr(p)), uint64(bytes)
+	if p == nil || n == 0 || flags&^cudadrv.MemHostRegisterPortable != 0 || addr >= addressBase || n > addressBase-addr {
 		return cudadrv.ErrorInvalidValue
 	}
-	b := d.m.pinned[i]
-	d.m.pinned = slices.Delete(d.m.pinned, i, i+1)
-	poison(b.data)
-	b.retire(c.name)
+	if b := lookup(d.m.pinned, addr+n-1); b != nil && b.addr+b.size > addr {
+		return cudadrv.ErrorHostMemoryAlreadyRegistered
+	}
+	d.m.pin(&block{addr: addr, size: n, data: unsafe.Slice((*byte)(p), n), registered: true})
 	return cudadrv.Success
+}
+
+// MemHostUnregister does not wait, as MemFreeHost.
+func (d driver) MemHostUnregister(p unsafe.Pointer) cudadrv.Result {
+	c, r := d.beginEnding("cuMemHostUnregister")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	return d.m.unpin(c.name, p, true, cudadrv.ErrorHostMemoryNotRegistered)
 }

@@ -129,10 +129,14 @@ func (c *comm) checkBuffer(name string, p cudadrv.DevicePtr, n uint64, t ncclapi
 		return fmt.Sprintf("%s %#x is no device address", name, uint64(p))
 	case b.freeing:
 		return fmt.Sprintf("%s %#x lies in %v that was freed", name, uint64(p), b)
-	case b.dev != c.dev:
+	case b.owner(p) != c.dev:
 		return fmt.Sprintf("%s %#x lies in %v, the communicator is on device %d", name, uint64(p), b, c.dev.ordinal)
 	case n > b.size-(uint64(p)-b.addr):
 		return fmt.Sprintf("%s %#x needs %d bytes and has %d: it lies in %v", name, uint64(p), n, b.size-(uint64(p)-b.addr), b)
+	case b.space != nil:
+		if why := b.space.barred(uint64(p)-b.addr, n, c.dev, true); why != "" {
+			return fmt.Sprintf("%s %#x, %d bytes, %s", name, uint64(p), n, why)
+		}
 	}
 	return ""
 }

@@ -176,7 +176,11 @@ func (l *ncclLib) MemAlloc(bytes uintptr) (cudadrv.DevicePtr, ncclapi.Result) {
 	}
 	l.m.mu.Lock()
 	defer l.m.mu.Unlock()
-	p, res := dev.allocPtr(bytes, func(b *block) { b.public = true })
+	p, res := dev.allocPtr(bytes, func() *block {
+		b := newBlock(dev, uint64(bytes), blockAlign)
+		b.public = true
+		return b
+	})
 	if res != cudadrv.Success {
 		return 0, l.refuse(ncclapi.UnhandledCUDAError, "%s: %d bytes on device %d: %v", f.Name(), bytes, dev.ordinal, res)
 	}

@@ -160,5 +160,9 @@ var attributes = map[cudadrv.Attribute]int32{
 	cudadrv.AttrMaxSharedMemoryPerSM:        maxSharedPerSM,
 	cudadrv.AttrCooperativeLaunch:           1,
 	cudadrv.AttrMaxSharedMemoryOptin:        maxSharedOptin,
+	cudadrv.AttrHostRegisterSupported:       1,
+	cudadrv.AttrVMMSupported:                1,
+	cudadrv.AttrPosixFDHandleSupported:      1,
+	cudadrv.AttrGPUDirectRDMAWithVMM:        1,
 	cudadrv.AttrMemoryPoolsSupported:        1,
 }

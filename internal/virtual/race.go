@@ -158,7 +158,7 @@ func (o *op) touch(p cudadrv.DevicePtr, n uint64, write bool) ([]byte, *trouble)
 	if n == 0 {
 		return nil, nil
 	}
-	b, t := o.resolve(p, n)
+	b, t := o.resolve(p, n, write)
 	if t != nil {
 		return nil, t
 	}
@@ -170,21 +170,43 @@ func (o *op) use(b *block, offset, n uint64, write bool) ([]byte, *trouble) {
 	if t := o.order(b, offset, n, write); t != nil {
 		return nil, t
 	}
+	if b.region != nil && !slices.Contains(o.held, b.region) {
+		o.held = append(o.held, b.region)
+	}
 	return b.bytes(offset, n), nil
 }
 
 // order records the use of a part of a block and finds races.
 func (o *op) order(b *block, offset, n uint64, write bool) *trouble {
+	if b.space == nil {
+		return o.record(&b.history, b, offset, n, write)
+	}
+	for _, x := range b.space.within(offset, n) {
+		lo, hi := max(offset, x.lo), min(offset+n, x.hi)
+		x.use(o.access())
+		if t := o.record(&x.memory.history, x.memory, lo-x.lo, hi-lo, write); t != nil {
+			return t
+		}
+	}
+	return nil
+}
+
+func (o *op) access() access {
+	return access{slot: o.s.now.slot, epoch: o.s.now.epoch, op: o.name, stream: o.s.handle}
+}
+
+// record adds a use of what has the history.
+func (o *op) record(h *history, what fmt.Stringer, offset, n uint64, write bool) *trouble {
 	m := o.s.dev.m
-	by := access{slot: o.s.now.slot, epoch: o.s.now.epoch, op: o.name, stream: o.s.handle}
-	other, bad := b.history.add(&o.s.now, by, offset, offset+n, write)
-	b.history.bound(m.host)
+	by := o.access()
+	other, bad := h.add(&o.s.now, by, offset, offset+n, write)
+	h.bound(m.host)
 	if !bad {
 		return nil
 	}
 	text := fmt.Sprintf("race: %s %s bytes %d to %d of %v, which %v also uses, and nothing orders the two streams: "+
 		"record an event behind the first and make the other wait for it",
-		by, verb(write), offset, offset+n, b, other)
+		by, verb(write), offset, offset+n, what, other)
 	m.report(fmt.Sprintf("virtual device %d: %s (seed %#x)", o.s.dev.ordinal, text, m.seed))
 	return &trouble{cudadrv.ErrorLaunchFailed, text}
 }
@@ -197,7 +219,7 @@ func verb(write bool) string {
 }
 
 // resolve finds the block of [p, p+n) and checks that the operation may use it.
-func (o *op) resolve(p cudadrv.DevicePtr, n uint64) (*block, *trouble) {
+func (o *op) resolve(p cudadrv.DevicePtr, n uint64, write bool) (*block, *trouble) {
 	illegal := func(format string, args ...any) (*block, *trouble) {
 		what := fmt.Sprintf("%s on %v used %d bytes at %#x, ", o.name, o.s, n, uint64(p))
 		return nil, &trouble{cudadrv.ErrorIllegalAddress, what + fmt.Sprintf(format, args...)}
@@ -212,6 +234,10 @@ func (o *op) resolve(p cudadrv.DevicePtr, n uint64) (*block, *trouble) {
 		return illegal("which lies in %v that was freed by %s", b, b.freedBy)
 	case n > b.size-(uint64(p)-b.addr):
 		return illegal("which runs %d bytes past the end of %v", n-(b.size-(uint64(p)-b.addr)), b)
+	case b.space != nil:
+		if why := o.barred(b, uint64(p)-b.addr, n, write); why != "" {
+			return illegal("%s", why)
+		}
 	case !o.s.dev.mayUse(b) && !crosses[o.name]:
 		return illegal("which lies in %v: device %d was not given access to it", b, o.s.dev.ordinal)
 	}
@@ -226,8 +252,8 @@ func (d *device) mayUse(b *block) bool {
 	switch {
 	case b.dev == nil || b.dev == d || b.public:
 		return true
-	case b.pooled:
-		return b.dev.guests[d.ordinal]
+	case b.pool != nil:
+		return b.pool.guests[d.ordinal]
 	}
 	return d.peers[b.dev.ordinal]
 }

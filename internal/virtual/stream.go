@@ -38,6 +38,8 @@ type op struct {
 	s    *stream
 	host clock     // what the host had waited for when it enqueued the operation
 	run  func(*op) // without m.mu
+	// held keeps the memory that it uses mapped until it is done, freed or not.
+	held []*region
 	// always makes it run on a lost device too: the host may wait for it.
 	always bool
 }

@@ -120,7 +120,11 @@ func (d driver) beginFree(name string) (call, cudadrv.Result) {
 		d.m.mu.Unlock()
 		return c, cudadrv.ErrorNotInitialized
 	}
-	return c, cudadrv.Success
+	r := d.m.permits(name)
+	if r != cudadrv.Success {
+		d.m.mu.Unlock()
+	}
+	return c, r
 }
 
 // deviceOf returns the device with the primary context c. m.mu is held.

@@ -162,15 +162,14 @@ func (d driver) MemFreeHost(p unsafe.Pointer) cudadrv.Result {
 		return r
 	}
 	defer c.end()
-	return d.m.unpin(c.name, p, false, cudadrv.ErrorInvalidValue)
+	return d.m.unpin(c.name, p, false)
 }
 
-// unpin ends the page-locked block that begins at p, or returns missing when there
-// is none of the kind.
-func (m *Machine) unpin(name string, p unsafe.Pointer, registered bool, missing cudadrv.Result) cudadrv.Result {
+// unpin ends the page-locked block of the kind that begins at p.
+func (m *Machine) unpin(name string, p unsafe.Pointer, registered bool) cudadrv.Result {
 	i, found := slices.BinarySearchFunc(m.pinned, uint64(uintptr(p)), compareAddr)
 	if !found || m.pinned[i].registered != registered {
-		return missing
+		return cudadrv.ErrorInvalidValue
 	}
 	b := m.pinned[i]
 	m.pinned = slices.Delete(m.pinned, i, i+1)
@@ -193,6 +192,9 @@ func (d driver) MemHostRegister(p unsafe.Pointer, bytes uintptr, flags uint32) c
 		return cudadrv.ErrorInvalidValue
 	}
 	if b := lookup(d.m.pinned, addr+n-1); b != nil && b.addr+b.size > addr {
+		if !b.registered {
+			return cudadrv.ErrorInvalidValue
+		}
 		return cudadrv.ErrorHostMemoryAlreadyRegistered
 	}
 	d.m.pin(&block{addr: addr, size: n, data: unsafe.Slice((*byte)(p), n), registered: true})
@@ -206,5 +208,8 @@ func (d driver) MemHostUnregister(p unsafe.Pointer) cudadrv.Result {
 		return r
 	}
 	defer c.end()
-	return d.m.unpin(c.name, p, true, cudadrv.ErrorHostMemoryNotRegistered)
+	if b := lookup(d.m.pinned, uint64(uintptr(p))); !b.contains(uint64(uintptr(p))) {
+		return cudadrv.ErrorHostMemoryNotRegistered
+	}
+	return d.m.unpin(c.name, p, true)
 }

@@ -82,15 +82,15 @@ func (t *ticket) open() (*os.File, label, cudadrv.Result) {
 	return f, l, cudadrv.Success
 }
 
-// IpcGetMemHandle wants the start of a block.
+// IpcGetMemHandle has one handle for all of a block.
 func (d driver) IpcGetMemHandle(p cudadrv.DevicePtr) (h cudadrv.IpcMemHandle, r cudadrv.Result) {
 	c, r := d.begin("cuIpcGetMemHandle")
 	if r != cudadrv.Success {
 		return h, r
 	}
 	defer c.end()
-	b := d.m.owned(p)
-	if b == nil || b.pool != nil || b.public {
+	b, _ := d.m.find(p)
+	if b == nil || b.dev == nil || b.freeing || b.pool != nil || b.public || b.space != nil || b.opened != nil {
 		return h, cudadrv.ErrorInvalidValue
 	}
 	if b.file == nil {
@@ -215,13 +215,13 @@ func (d driver) MemGetAddressRange(p cudadrv.DevicePtr) (base cudadrv.DevicePtr,
 	b, _ := d.m.find(p)
 	switch {
 	case b == nil || b.dev == nil || b.freeing:
-		return 0, 0, cudadrv.ErrorInvalidValue
+		return 0, 0, cudadrv.ErrorNotFound
 	case b.space == nil:
 		return cudadrv.DevicePtr(b.addr), uintptr(b.size), cudadrv.Success
 	}
 	list := b.space.within(uint64(p)-b.addr, 1)
 	if len(list) == 0 {
-		return 0, 0, cudadrv.ErrorInvalidValue
+		return 0, 0, cudadrv.ErrorNotFound
 	}
 	return cudadrv.DevicePtr(b.addr + list[0].lo), uintptr(list[0].hi - list[0].lo), cudadrv.Success
 }

@@ -40,6 +40,10 @@ func TestMain(m *testing.M) {
 		runScenario(name)
 		return
 	}
+	if name := os.Getenv(envSharing); name != "" {
+		sharing[name](newChild())
+		return
+	}
 	code := m.Run()
 	if left := strayGoroutines(); code == 0 && left != "" {
 		fmt.Fprintln(os.Stderr, "goroutines were left behind:\n"+left)

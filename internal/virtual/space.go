@@ -195,8 +195,11 @@ func (d driver) MemMap(p cudadrv.DevicePtr, bytes, offset uintptr, h cudadrv.Mem
 	}
 	defer c.end()
 	b, memory := d.m.reservation(p, bytes), d.m.physicals[h]
-	if b == nil || memory == nil || offset != 0 || uint64(bytes) != memory.size || uint64(p)%granularity != 0 {
+	switch {
+	case b == nil || memory == nil || uint64(p)%granularity != 0:
 		return cudadrv.ErrorInvalidValue
+	case offset != 0 || uint64(bytes) != memory.size:
+		return cudadrv.ErrorNotSupported
 	}
 	lo := uint64(p) - b.addr
 	if len(b.space.within(lo, memory.size)) > 0 {

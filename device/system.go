@@ -1,7 +1,9 @@
 package device
 
 import (
+	"errors"
 	"fmt"
+	"io"
 	"sync"
 	"sync/atomic"
 
@@ -20,6 +22,7 @@ type System struct {
 	devs []*Device
 
 	syncDebug atomic.Int32 // a SyncDebug
+	local     sync.Map     // what other packages keep for all devices; see Local
 }
 
 // SystemConfig says which devices NewSystem opens. The zero value means what
@@ -98,6 +101,17 @@ func (s *System) Reports() []string {
 	return s.sys.Machine.Reports()
 }
 
+// Local returns what was stored for the key, making it on first use, as
+// Device.Local does for one device. Close closes what has a method Close, before
+// the contexts go. For Chorus's own packages.
+func (s *System) Local(key any, make func() any) any {
+	if v, ok := s.local.Load(key); ok {
+		return v
+	}
+	v, _ := s.local.LoadOrStore(key, make())
+	return v
+}
+
 // Close releases the primary contexts that were used. Every object on the
 // devices must be closed before. Default's system stays open with the process.
 func (s *System) Close() error {
@@ -105,6 +119,13 @@ func (s *System) Close() error {
 		return nil
 	}
 	var first error
+	s.local.Range(func(key, v any) bool {
+		if c, ok := v.(io.Closer); ok {
+			first = errors.Join(first, c.Close())
+		}
+		s.local.Delete(key)
+		return true
+	})
 	for _, d := range s.devs {
 		if err := d.release(); err != nil && first == nil {
 			first = err

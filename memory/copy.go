@@ -30,7 +30,7 @@ func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 		return err
 	}
 	// CUDA stages ordinary memory before it returns, but not pinned memory.
-	if isPinned(unsafe.Pointer(unsafe.SliceData(src))) {
+	if hostOf(s.Device()).pinned.has(unsafe.Pointer(unsafe.SliceData(src))) {
 		return settle(s)
 	}
 	return nil
@@ -62,7 +62,7 @@ func settle(s *stream.Stream) error {
 }
 
 // CopyFromPinned enqueues the copy of src to x on s. The host does not wait;
-// src must stay as it is until s is past the copy.
+// src must stay as it is until s is past the copy, but may be closed.
 func (x Slice[T]) CopyFromPinned(s *stream.Stream, src *Pinned[T]) error {
 	const op = "memory: copy from pinned memory"
 	if err := src.check(op); err != nil {
@@ -71,6 +71,10 @@ func (x Slice[T]) CopyFromPinned(s *stream.Stream, src *Pinned[T]) error {
 	if err := x.checkHost(op, s, src.Len()); err != nil || x.n == 0 {
 		return err
 	}
+	if err := src.lease.use(op, s); err != nil {
+		return err
+	}
+	defer src.lease.done()
 	return x.upload(s, src.p)
 }
 
@@ -84,6 +88,10 @@ func (x Slice[T]) CopyToPinned(s *stream.Stream, dst *Pinned[T]) error {
 	if err := x.checkHost(op, s, dst.Len()); err != nil || x.n == 0 {
 		return err
 	}
+	if err := dst.lease.use(op, s); err != nil {
+		return err
+	}
+	defer dst.lease.done()
 	return x.download(s, dst.p)
 }
 

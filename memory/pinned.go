@@ -3,27 +3,28 @@ package memory
 import (
 	"fmt"
 	"math"
-	"sync"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/stream"
 )
 
-// Pinned is page-locked host memory (cuMemHostAlloc), which devices reach
-// without a copy by the CPU: copies to and from it are asynchronous and as fast
-// as the bus.
+// Pinned is page-locked host memory, which devices reach without a copy by the
+// CPU: copies to and from it are asynchronous and as fast as the bus.
 type Pinned[T Element] struct {
 	owner handle.Owner
-	dev   *device.Device
+	lease *hostLease // nil where there are no elements
 	p     unsafe.Pointer
 	n     int
+	pin   *registration // of PinSlice
 }
 
 // MakePinned allocates n elements of pinned memory, which all devices of dev's
-// system can use. The contents are undefined. It takes much longer than
-// ordinary memory: allocate once and reuse.
+// System can use (torch.Tensor.pin_memory). The contents are undefined. Memory
+// that was closed is used again; what is new takes the driver long
+// (cuMemHostAlloc). The options pinned_* of CHORUS_ALLOC_CONF say how it is made.
+// Any goroutine may call it, also while streams are captured.
 func MakePinned[T Element](dev *device.Device, n int) (*Pinned[T], error) {
 	size := sizeOf[T]()
 	if dev == nil {
@@ -32,16 +33,13 @@ func MakePinned[T Element](dev *device.Device, n int) (*Pinned[T], error) {
 	if n < 0 || n > math.MaxInt/size {
 		return nil, fmt.Errorf("memory: make %d pinned elements of %s: the length is out of range", n, DTypeOf[T]())
 	}
-	h := &Pinned[T]{dev: dev, n: n}
+	h := &Pinned[T]{n: n}
 	if n > 0 {
-		err := dev.Do("cuMemHostAlloc", func(drv cudadrv.Driver) (r cudadrv.Result) {
-			h.p, r = drv.MemHostAlloc(uintptr(n*size), cudadrv.MemHostAllocPortable)
-			return r
-		})
+		b, l, err := hostOf(dev).take(dev, uintptr(n*size))
 		if err != nil {
-			return nil, fmt.Errorf("memory: make %d pinned bytes: %w", n*size, err)
+			return nil, err
 		}
-		pinned.add(h.p, n*size)
+		h.p, h.lease = b.ptr, l
 	}
 	handle.Init(h, &h.owner, "pinned host memory")
 	return h, nil
@@ -59,14 +57,39 @@ func (h *Pinned[T]) Data() []T {
 	return unsafe.Slice((*T)(h.p), h.n)
 }
 
-// Close frees the memory. Copies from or to it must have completed. It is
-// idempotent.
+// RecordStream tells that work on s uses the memory by other means than Chorus's
+// copies, as a kernel that was given its address does (record_event of torch's
+// CachingHostAllocator). While s is captured, the graph holds the memory.
+func (h *Pinned[T]) RecordStream(s *stream.Stream) error {
+	const op = "memory: record stream"
+	if err := h.check(op); err != nil {
+		return err
+	}
+	if err := s.Check(op, nil); err != nil || h.n == 0 {
+		return err
+	}
+	if err := h.lease.use(op, s); err != nil {
+		return err
+	}
+	h.lease.done()
+	return nil
+}
+
+// Close gives the memory up. It returns at once: what is on streams by now still
+// uses the memory, and so do graphs that captured a copy from or to it; only
+// then somebody else gets it. Memory of PinSlice is different; see there. Close
+// is idempotent.
 func (h *Pinned[T]) Close() error {
-	if h == nil || !h.owner.Close() || h.n == 0 {
+	if h == nil || h.owner.Closed() {
 		return nil
 	}
-	pinned.remove(h.p)
-	return h.dev.Do("cuMemFreeHost", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFreeHost(h.p) })
+	if h.pin != nil {
+		return h.pin.close(&h.owner, h.lease)
+	}
+	if h.owner.Close() && h.n > 0 {
+		h.lease.close()
+	}
+	return nil
 }
 
 func (h *Pinned[T]) check(op string) error {
@@ -77,39 +100,4 @@ func (h *Pinned[T]) check(op string) error {
 		return fmt.Errorf("%s: %w", op, device.ErrClosed)
 	}
 	return nil
-}
-
-// pinned knows the ranges of pinned memory, because CopyFrom must wait for a
-// copy out of them.
-var pinned ranges
-
-type ranges struct {
-	mu sync.RWMutex
-	m  map[uintptr]int // start to bytes
-}
-
-func (r *ranges) add(p unsafe.Pointer, bytes int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.m == nil {
-		r.m = map[uintptr]int{}
-	}
-	r.m[uintptr(p)] = bytes
-}
-
-func (r *ranges) remove(p unsafe.Pointer) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	delete(r.m, uintptr(p))
-}
-
-func isPinned(p unsafe.Pointer) bool {
-	pinned.mu.RLock()
-	defer pinned.mu.RUnlock()
-	for start, bytes := range pinned.m {
-		if uintptr(p) >= start && uintptr(p)-start < uintptr(bytes) {
-			return true
-		}
-	}
-	return false
 }

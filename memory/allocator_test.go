@@ -1,0 +1,300 @@
+package memory_test
+
+import (
+	"encoding/csv"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/dl/dltest"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// fill writes bytes of memory on s and waits.
+func fill(t *testing.T, s *stream.Stream, ptr uint64, bytes int) {
+	t.Helper()
+	require.NoError(t, s.Device().Do("cuMemsetD8Async", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemsetD8Async(cudadrv.DevicePtr(ptr), 7, uintptr(bytes), s.Raw())
+	}))
+	require.NoError(t, s.Sync(testgpu.Context(t)))
+}
+
+func TestDriverAllocator(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		p, err := memory.Driver.Alloc(s, 1000)
+		require.NoError(t, err)
+		fill(t, s, p, 1000)
+		var q uint64
+		g, err := graph.Capture([]*stream.Stream{s}, func() (err error) {
+			q, err = memory.Driver.Alloc(s, 1000)
+			return errorsOf(err, memory.Driver.Free(s, p, 1000))
+		})
+		require.NoError(t, err, "a capture does not mind")
+		require.NoError(t, g.Close())
+		fill(t, s, q, 1000)
+		require.NoError(t, memory.Driver.Free(s, q, 1000))
+		require.ErrorContains(t, memory.Driver.Free(s, 16, 1000), "memory: free 1000 bytes at 0x10")
+		_, err = memory.Driver.Alloc(s, 1<<50)
+		oom, ok := errors.AsType[*memory.OutOfMemoryError](err)
+		require.True(t, ok)
+		require.EqualValues(t, 1<<50, oom.Requested)
+		for _, n := range []int{0, -1} {
+			_, err = memory.Driver.Alloc(s, n)
+			require.ErrorContains(t, err, "want more than none")
+		}
+		_, err = memory.Driver.Alloc(nil, 1)
+		require.ErrorContains(t, err, "no stream given")
+		require.ErrorContains(t, memory.Driver.Free(nil, 1, 1), "no stream given")
+	})
+}
+
+func TestLimit(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuMemAlloc#2=CUDA_ERROR_UNKNOWN"})
+	s := newStream(t, devs[0])
+	below := memory.Count(memory.Driver)
+	a := memory.Limit(below, 1000)
+	p, err := a.Alloc(s, 600)
+	require.NoError(t, err)
+	_, err = a.Alloc(s, 401)
+	oom, ok := errors.AsType[*memory.OutOfMemoryError](err)
+	require.True(t, ok)
+	require.EqualValues(t, []uint64{401, 400, 1000}, []uint64{oom.Requested, oom.Free, oom.Total})
+	require.ErrorIs(t, err, device.ErrorOutOfMemory)
+	require.ErrorContains(t, err, "the limit of the allocator")
+	require.EqualValues(t, 1, below.Counts().Allocations.Allocated, "the one below was not asked")
+	_, err = a.Alloc(s, 400)
+	require.ErrorIs(t, err, device.Status(cudadrv.ErrorUnknown))
+	q, err := a.Alloc(s, 400)
+	require.NoError(t, err, "what failed counts for nothing")
+	require.Error(t, a.Free(s, p+1, 600))
+	_, err = a.Alloc(s, 1)
+	require.Error(t, err, "nothing was freed")
+	require.NoError(t, a.Free(s, p, 600))
+	r, err := a.Alloc(s, 600)
+	require.NoError(t, err)
+	require.NoError(t, errorsOf(a.Free(s, q, 400), a.Free(s, r, 600)))
+	_, err = memory.Limit(below, -5).Alloc(s, 1)
+	require.ErrorIs(t, err, device.ErrorOutOfMemory)
+}
+
+// Many goroutines get no more than the limit, and all that they give back.
+func TestLimitOfManyGoroutines(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	count := memory.Count(memory.Driver)
+	a := memory.Limit(count, 4000)
+	var wg sync.WaitGroup
+	for w := range 8 {
+		s := newStream(t, devs[0])
+		rnd := rand.New(rand.NewPCG(9, uint64(w)))
+		wg.Go(func() {
+			for range 100 {
+				n := 1 + rnd.IntN(1000)
+				p, err := a.Alloc(s, n)
+				if err == nil {
+					err = a.Free(s, p, n)
+				}
+				if err != nil && !errors.Is(err, device.ErrorOutOfMemory) {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	c := count.Counts()
+	require.Zero(t, c.Bytes.Current)
+	require.LessOrEqual(t, c.Bytes.Peak, int64(4000))
+	require.Positive(t, c.Bytes.Peak)
+	s := newStream(t, devs[0])
+	p, err := a.Alloc(s, 4000)
+	require.NoError(t, err)
+	require.NoError(t, a.Free(s, p, 4000))
+}
+
+func TestCount(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	s := newStream(t, devs[0])
+	a := memory.Count(memory.Driver)
+	p, err := a.Alloc(s, 100)
+	require.NoError(t, err)
+	q, err := a.Alloc(s, 50)
+	require.NoError(t, err)
+	require.NoError(t, a.Free(s, p, 100))
+	require.Error(t, a.Free(s, p, 100))
+	_, err = a.Alloc(s, 0)
+	require.Error(t, err)
+	require.Equal(t, memory.AllocatorCounts{
+		Allocations: memory.Stat{Current: 1, Peak: 2, Allocated: 2, Freed: 1},
+		Bytes:       memory.Stat{Current: 50, Peak: 150, Allocated: 150, Freed: 100},
+		Failures:    2,
+	}, a.Counts())
+	require.NoError(t, a.Free(s, q, 50))
+}
+
+func TestLog(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	s := newStream(t, devs[0])
+	var text strings.Builder
+	a := memory.Log(memory.Fail(memory.Driver, func(call, _ int) error {
+		if call == 2 {
+			return errors.New(`a "bad", bad day`)
+		}
+		return nil
+	}), &text)
+	p, err := a.Alloc(s, 100)
+	require.NoError(t, err)
+	_, err = a.Alloc(s, 200)
+	require.Error(t, err)
+	require.NoError(t, a.Free(s, p, 100))
+	require.NoError(t, a.Err())
+	rows, err := csv.NewReader(strings.NewReader(text.String())).ReadAll()
+	require.NoError(t, err)
+	require.Len(t, rows, 4)
+	require.Equal(t, []string{"time", "action", "pointer", "size", "stream", "error"}, rows[0])
+	for _, r := range rows[1:] {
+		_, err := time.Parse(time.RFC3339Nano, r[0])
+		require.NoError(t, err)
+	}
+	require.Equal(t, []string{"alloc", fmt.Sprintf("%#x", p), "100", s.String(), ""}, rows[1][1:])
+	require.Equal(t, []string{"alloc", "0x0", "200", s.String(), `memory: allocate 200 bytes: call 2 is to fail: a "bad", bad day`}, rows[2][1:])
+	require.Equal(t, []string{"free", fmt.Sprintf("%#x", p), "100", s.String(), ""}, rows[3][1:])
+
+	broken := memory.Log(memory.Driver, badWriter{})
+	p, err = broken.Alloc(s, 1)
+	require.NoError(t, err, "the log is no reason to fail")
+	require.NoError(t, broken.Free(s, p, 1))
+	require.ErrorContains(t, broken.Err(), "the disk is full")
+}
+
+type badWriter struct{}
+
+func (badWriter) Write([]byte) (int, error) { return 0, errors.New("the disk is full") }
+
+func TestFail(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	s := newStream(t, devs[0])
+	count := memory.Count(memory.Driver)
+	type ask struct{ call, bytes int }
+	var asked []ask
+	a := memory.Fail(count, func(call, bytes int) error {
+		asked = append(asked, ask{call, bytes})
+		if call%2 == 0 {
+			return device.ErrorOutOfMemory
+		}
+		return nil
+	})
+	for i := range 4 {
+		p, err := a.Alloc(s, 10+i)
+		if i%2 == 1 {
+			require.ErrorIs(t, err, device.ErrorOutOfMemory)
+			continue
+		}
+		require.NoError(t, err)
+		require.NoError(t, a.Free(s, p, 10+i))
+	}
+	require.Equal(t, []ask{{1, 10}, {2, 11}, {3, 12}, {4, 13}}, asked)
+	require.EqualValues(t, 2, count.Counts().Allocations.Allocated)
+}
+
+// pluginC takes memory of CUDA where there is a GPU, and of C elsewhere. It
+// refuses more than a GiB.
+const pluginC = `
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/types.h>
+static void *cuda(const char *name) { return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name); }
+long calls, lastSize, lastDevice; void *lastStream;
+void *my_malloc(ssize_t size, int device, void *stream) {
+	void *p = 0;
+	calls++; lastSize = size; lastDevice = device; lastStream = stream;
+	if (size > 1 << 30) return 0;
+	if (!GPU) return malloc(size);
+	int (*alloc)(void **, size_t) = (int (*)(void **, size_t))cuda("cuMemAlloc_v2");
+	return alloc(&p, size) ? 0 : p;
+}
+void my_free(void *p, ssize_t size, int device, void *stream) {
+	calls++; lastSize = size; lastDevice = device; lastStream = stream;
+	if (!GPU) { free(p); return; }
+	int (*release)(void *) = (int (*)(void *))cuda("cuMemFree_v2");
+	release(p);
+}
+long told(int which) { return which == 0 ? calls : which == 1 ? lastSize : which == 2 ? lastDevice : (long)lastStream; }
+`
+
+func TestPlugin(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		onGPU := devs[0].System().Backend() == "cuda"
+		path := dltest.Compile(t, pluginC, "libplugin.so", map[bool]string{true: "-DGPU=1", false: "-DGPU=0"}[onGPU])
+		told := pluginTold(t, path)
+		a, err := memory.OpenPlugin(path, "my_malloc", "my_free")
+		require.NoError(t, err)
+		s := newStream(t, devs[0])
+		p, err := a.Alloc(s, 5000)
+		require.NoError(t, err)
+		require.Equal(t, []int64{1, 5000, 0, int64(s.Handle())}, told())
+		if onGPU {
+			fill(t, s, p, 5000)
+		}
+		require.NoError(t, a.Free(s, p, 5000))
+		require.Equal(t, []int64{2, 5000, 0, int64(s.Handle())}, told())
+		_, err = a.Alloc(s, 1<<30+1)
+		oom, ok := errors.AsType[*memory.OutOfMemoryError](err)
+		require.True(t, ok)
+		require.ErrorIs(t, err, device.ErrorOutOfMemory)
+		require.ErrorContains(t, err, "libplugin.so returned NULL")
+		require.EqualValues(t, 1<<30+1, oom.Requested)
+		g, err := graph.Capture([]*stream.Stream{s}, func() error {
+			p, err := a.Alloc(s, 64)
+			return errorsOf(err, a.Free(s, p, 64))
+		})
+		require.NoError(t, err, "a capture does not mind")
+		require.NoError(t, g.Close())
+		_, err = a.Alloc(s, 0)
+		require.ErrorContains(t, err, "want more than none")
+		require.ErrorContains(t, a.Free(nil, p, 1), "no stream given")
+		require.EqualValues(t, 5, told()[0])
+	})
+}
+
+// pluginTold returns what the library was called with last.
+func pluginTold(t *testing.T, path string) func() []int64 {
+	lib, err := dl.Open(&dl.Spec{Name: "plug-in", Sonames: []string{path}})
+	require.NoError(t, err)
+	told, ok := lib.Symbol("told")
+	require.True(t, ok)
+	return func() (list []int64) {
+		for which := range 4 {
+			f := dl.Get().In(uintptr(which))
+			list = append(list, int64(f.Call(told)))
+			f.Put()
+		}
+		return list
+	}
+}
+
+func TestOpenPluginRefuses(t *testing.T) {
+	path := dltest.Compile(t, pluginC, "libplugin.so", "-DGPU=0")
+	for _, c := range []struct{ path, alloc, free, want string }{
+		{"", "my_malloc", "my_free", "no library given"},
+		{path + ".none", "my_malloc", "my_free", "libplugin.so.none"},
+		{path, "yours", "my_free", `has no function "yours"`},
+		{path, "my_malloc", "", `has no function ""`},
+	} {
+		_, err := memory.OpenPlugin(c.path, c.alloc, c.free)
+		require.ErrorContains(t, err, "memory: open plug-in: ")
+		require.ErrorContains(t, err, c.want)
+	}
+}

@@ -1,0 +1,203 @@
+package memory
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+	"sync"
+	"unsafe"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/alloc"
+)
+
+// A host is the caching allocator of pinned memory of one System (torch's
+// CachingHostAllocator). Sizes are rounded up to powers of two and blocks are
+// neither split nor joined, so that a size has one list of free blocks.
+type host struct {
+	settings func() (alloc.Settings, error)
+	marks    hostMarks
+	pinned   ranges
+
+	mu      sync.Mutex
+	closed  bool
+	free    map[uintptr][]*hostBlock // by size; the last one is taken first
+	pending []*hostLease             // over, once the marks are passed
+	polling bool                     // a goroutine looks after pending
+	stats   hostCounts
+
+	slab hostSlab
+}
+
+// A hostBlock is one piece of pinned memory.
+type hostBlock struct {
+	dev   *device.Device // whose context it belongs to
+	ptr   unsafe.Pointer
+	bytes uintptr
+	free  func() error // nil where it is part of something else
+}
+
+type hostKey struct{}
+
+// hostOf returns the allocator for dev's System.
+func hostOf(dev *device.Device) *host {
+	return dev.System().Local(hostKey{}, func() any { return newHost(environment) }).(*host)
+}
+
+func newHost(settings func() (alloc.Settings, error)) *host {
+	h := &host{settings: settings, free: map[uintptr][]*hostBlock{}}
+	h.marks.watches = map[watchKey]*hostWatch{}
+	return h
+}
+
+// take hands out a block of at least bytes, more than none.
+func (h *host) take(dev *device.Device, bytes uintptr) (*hostBlock, *hostLease, error) {
+	opts, err := h.settings()
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := dev.Err(); err != nil {
+		return nil, nil, fmt.Errorf("memory: make pinned: the device was lost before: %w", err)
+	}
+	size := hostSize(&opts, bytes)
+	b := h.hit(size)
+	if b == nil && !opts.PinnedBackground && h.settle() {
+		b = h.hit(size)
+	}
+	if b == nil {
+		if b, err = h.make(dev, size, &opts); err != nil {
+			return nil, nil, err
+		}
+	}
+	l := &hostLease{}
+	l.end = func() { h.over(l, b) }
+	return b, l, nil
+}
+
+// hostSize is the size of the block for a request.
+func hostSize(opts *alloc.Settings, bytes uintptr) uintptr {
+	if uint64(bytes) > opts.PinnedMaxRound || bits.Len64(uint64(bytes-1)) >= 63 {
+		return roundUp(bytes, hostPage)
+	}
+	return 1 << bits.Len64(uint64(bytes-1))
+}
+
+// hit takes a free block, if there is one.
+func (h *host) hit(size uintptr) *hostBlock {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	list := h.free[size]
+	if len(list) == 0 {
+		return nil
+	}
+	b := list[len(list)-1]
+	h.free[size] = list[:len(list)-1]
+	h.stats.request(int64(size), +1)
+	return b
+}
+
+// make gets a block of the system. The lock is not held meanwhile, since that
+// takes long.
+func (h *host) make(dev *device.Device, size uintptr, opts *alloc.Settings) (*hostBlock, error) {
+	b, err := h.timed(dev, size, opts)
+	if errors.Is(err, device.ErrorOutOfMemory) {
+		h.settle()
+		if err := h.empty(); err != nil {
+			return nil, err
+		}
+		b, err = h.timed(dev, size, opts)
+	}
+	return b, err
+}
+
+// over takes back what a lease had, and keeps it back while its users are at it.
+// The lease's lock is not held.
+func (h *host) over(l *hostLease, b *hostBlock) {
+	if len(l.users) == 0 {
+		h.giveBack(b)
+		return
+	}
+	l.end = func() { h.giveBack(b) }
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.closed {
+		return // with the contexts all of it has gone
+	}
+	h.marks.after(l)
+	h.pending = append(h.pending, l)
+	if opts, err := h.settings(); err == nil && opts.PinnedBackground && !h.polling {
+		h.polling = true
+		go h.poll()
+	}
+}
+
+// giveBack takes a block that nothing uses.
+func (h *host) giveBack(b *hostBlock) {
+	opts, err := h.settings()
+	h.mu.Lock()
+	if h.closed {
+		h.mu.Unlock()
+		return
+	}
+	h.stats.request(int64(b.bytes), -1)
+	keep := b.free == nil || err == nil && uint64(b.bytes) <= opts.PinnedMaxCached
+	if keep {
+		h.free[b.bytes] = append(h.free[b.bytes], b)
+	}
+	h.mu.Unlock()
+	if !keep {
+		_ = h.discard(b) // what is lost with the device has been said
+	}
+}
+
+// empty frees what nobody uses, except for parts of the slab.
+func (h *host) empty() error {
+	h.mu.Lock()
+	var list []*hostBlock
+	for size, blocks := range h.free {
+		var stay []*hostBlock
+		for _, b := range blocks {
+			if b.free == nil {
+				stay = append(stay, b)
+			} else {
+				list = append(list, b)
+			}
+		}
+		h.free[size] = stay
+	}
+	h.mu.Unlock()
+	var errs []error
+	for _, b := range list {
+		errs = append(errs, h.discard(b))
+	}
+	return errors.Join(errs...)
+}
+
+// Close frees what nobody uses, for the end of the System. The rest goes with the
+// contexts.
+func (h *host) Close() error {
+	h.settle()
+	err := errors.Join(h.empty(), h.marks.close())
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.closed = true
+	if h.stats.ActiveRequests.Current > 0 {
+		return err
+	}
+	return errors.Join(err, h.slab.close())
+}
+
+// EmptyHostCache gives the pinned memory of dev's System that nothing uses back
+// to the operating system (torch._C._host_emptyCache). It does not wait for
+// streams: memory that they may still use stays. Any goroutine may call it.
+func EmptyHostCache(dev *device.Device) error {
+	if dev == nil {
+		return fmt.Errorf("memory: empty host cache: no device given")
+	}
+	h := hostOf(dev)
+	h.settle()
+	if err := h.empty(); err != nil {
+		return fmt.Errorf("memory: empty host cache: %w", err)
+	}
+	return nil
+}

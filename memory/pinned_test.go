@@ -1,0 +1,332 @@
+package memory_test
+
+import (
+	"math/rand/v2"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+func makePinned(t testing.TB, d *device.Device, n int) *memory.Pinned[int32] {
+	t.Helper()
+	h, err := memory.MakePinned[int32](d, n)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, h.Close()) })
+	return h
+}
+
+func makeInts(t testing.TB, s *stream.Stream, n int) memory.Slice[int32] {
+	t.Helper()
+	x, err := memory.Make[int32](s, n)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, x.Close()) })
+	return x
+}
+
+// hold lets s stand still until the function that it returns is called.
+func hold(t testing.TB, s *stream.Stream) func() {
+	t.Helper()
+	gate := make(chan struct{})
+	require.NoError(t, s.Callback(func() { <-gate }))
+	open := sync.OnceFunc(func() { close(gate) })
+	t.Cleanup(open)
+	return open
+}
+
+// at tells where pinned memory lies.
+func at(h *memory.Pinned[int32]) *int32 { return &h.Data()[0] }
+
+// newSize returns a length that no test of the process has used, and so no free
+// block has.
+func newSize() int { lastSize *= 2; return lastSize / 2 }
+
+var lastSize = 1 << 10
+
+func TestPinnedIsUsedAgain(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		require.NoError(t, memory.EmptyHostCache(devs[0]))
+		before := memory.ReadHostStats(devs[0])
+		h := makePinned(t, devs[0], 1000)
+		was := at(h)
+		require.NoError(t, h.Close())
+		require.NoError(t, h.Close())
+		again := makePinned(t, devs[0], 1024)
+		require.Same(t, was, at(again), "both sizes are 4096 bytes when rounded")
+		require.Len(t, again.Data(), 1024)
+		other := makePinned(t, devs[0], 1025)
+		require.NotSame(t, was, at(other))
+		after := memory.ReadHostStats(devs[0])
+		require.EqualValues(t, 2, after.NumHostAlloc-before.NumHostAlloc)
+		require.EqualValues(t, 2, after.Allocations.Current-before.Allocations.Current)
+		require.EqualValues(t, 4096+8192, after.ActiveBytes.Current-before.ActiveBytes.Current)
+		require.EqualValues(t, 3, after.ActiveRequests.Allocated-before.ActiveRequests.Allocated)
+		require.NoError(t, other.Close())
+		require.NoError(t, memory.EmptyHostCache(devs[0]))
+		after = memory.ReadHostStats(devs[0])
+		require.EqualValues(t, 1, after.NumHostFree-before.NumHostFree, "what is in use stays")
+		require.EqualValues(t, 4096, after.AllocatedBytes.Current-before.AllocatedBytes.Current)
+		again.Data()[0] = 1
+	})
+}
+
+// Memory that was closed goes to nobody before the streams that used it are past
+// their copies.
+func TestPinnedStaysWhileStreamsUseIt(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		a, b := newStream(t, devs[0]), newStream(t, devs[0])
+		n := newSize()
+		for _, users := range [][]*stream.Stream{{a}, {b, a}} {
+			h := makePinned(t, devs[0], n)
+			was := at(h)
+			for i := range h.Data() {
+				h.Data()[i] = int32(i)
+			}
+			x, y := makeInts(t, a, n), makeInts(t, a, n)
+			require.NoError(t, b.WaitStream(a))
+			for i, s := range users {
+				open := hold(t, s)
+				defer open()
+				require.NoError(t, []memory.Slice[int32]{x, y}[i].CopyFromPinned(s, h))
+			}
+			require.NoError(t, h.Close())
+			require.ErrorIs(t, x.CopyFromPinned(a, h), device.ErrClosed)
+			require.ErrorIs(t, x.CopyToPinned(a, h), device.ErrClosed)
+			require.ErrorIs(t, h.RecordStream(a), device.ErrClosed)
+			for range len(users) {
+				other := makePinned(t, devs[0], n)
+				require.NotSame(t, was, at(other), "its copy has not run")
+				for i := range other.Data() {
+					other.Data()[i] = -1
+				}
+				require.NotZero(t, memory.ReadHostStats(devs[0]).ActiveBytes.Current)
+			}
+		}
+	})
+}
+
+// All that was closed with streams that are past it is found again.
+func TestPinnedComesBack(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		a, b := newStream(t, devs[0]), newStream(t, devs[0])
+		n := newSize()
+		x := makeInts(t, a, n)
+		h := makePinned(t, devs[0], n)
+		was := at(h)
+		openA, openB := hold(t, a), hold(t, b)
+		require.NoError(t, x.CopyToPinned(a, h))
+		require.NoError(t, h.RecordStream(b))
+		require.NoError(t, h.Close())
+		require.NoError(t, makeAndClose(devs[0], n, func(p *int32) { require.NotSame(t, was, p) }))
+		openA()
+		require.NoError(t, a.Sync(testgpu.Context(t)))
+		first := makePinned(t, devs[0], n) // the one that was just closed
+		require.NotSame(t, was, at(first))
+		second := makePinned(t, devs[0], n)
+		require.NotSame(t, was, at(second), "b may use it still")
+		openB()
+		require.NoError(t, b.Sync(testgpu.Context(t)))
+		made := memory.ReadHostStats(devs[0]).NumHostAlloc
+		third := makePinned(t, devs[0], n)
+		require.Same(t, was, at(third))
+		require.Equal(t, made, memory.ReadHostStats(devs[0]).NumHostAlloc)
+	})
+}
+
+func makeAndClose(d *device.Device, n int, look func(*int32)) error {
+	h, err := memory.MakePinned[int32](d, n)
+	if err != nil {
+		return err
+	}
+	look(at(h))
+	return h.Close()
+}
+
+// A graph that captured a copy has the memory for each launch, until it is closed
+// and its last launch is over.
+func TestGraphHoldsPinned(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, o := newStream(t, devs[0]), newStream(t, devs[0])
+		n := newSize()
+		x := makeInts(t, s, n)
+		var h *memory.Pinned[int32]
+		var was *int32
+		g, err := graph.Capture([]*stream.Stream{s}, func() error {
+			h = makePinned(t, devs[0], n)
+			was = at(h)
+			for i := range h.Data() {
+				h.Data()[i] = int32(i)
+			}
+			return x.CopyFromPinned(s, h)
+		})
+		require.NoError(t, err)
+		defer g.Close()
+		want := append([]int32(nil), h.Data()...)
+		require.NoError(t, h.Close())
+		for range 2 {
+			other := makePinned(t, devs[0], n)
+			require.NotSame(t, was, at(other), "the graph uses it")
+			clear(other.Data())
+			require.NoError(t, x.Zero(s))
+			require.NoError(t, g.Launch(s))
+			got := make([]int32, n)
+			require.NoError(t, x.CopyTo(s, got))
+			require.Equal(t, want, got)
+		}
+		open := hold(t, o)
+		require.NoError(t, o.WaitStream(s))
+		require.NoError(t, g.Launch(o))
+		require.NoError(t, g.Close())
+		for range 3 {
+			require.NotSame(t, was, at(makePinned(t, devs[0], n)), "a launch of the closed graph uses it")
+		}
+		open()
+		require.NoError(t, o.Sync(testgpu.Context(t)))
+		require.Same(t, was, at(makePinned(t, devs[0], n)))
+	})
+}
+
+// RecordStream in a capture is as a copy in it.
+func TestGraphHoldsRecordedPinned(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		n := newSize()
+		x := makeInts(t, s, n)
+		h := makePinned(t, devs[0], n)
+		was := at(h)
+		g, err := graph.Capture([]*stream.Stream{s}, func() error { return errorsOf(h.RecordStream(s), x.Zero(s)) })
+		require.NoError(t, err)
+		require.NoError(t, h.Close())
+		require.NotSame(t, was, at(makePinned(t, devs[0], n)))
+		require.NoError(t, g.Close())
+		require.Same(t, was, at(makePinned(t, devs[0], n)), "it was never launched")
+	})
+}
+
+// Many goroutines fill, copy and close pinned memory at once, and none finds the
+// bytes of another.
+func TestPinnedOfManyStreams(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		const workers, rounds = 8, 60
+		var wg sync.WaitGroup
+		for w := range workers {
+			s := newStream(t, devs[0])
+			x := makeInts(t, s, rounds*1024)
+			rnd := rand.New(rand.NewPCG(7, uint64(w)))
+			wg.Go(func() {
+				for r := range rounds {
+					n := 1 + rnd.IntN(1024)
+					h, err := memory.MakePinned[int32](devs[0], n)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					for i := range h.Data() {
+						h.Data()[i] = int32(w<<16 | r)
+					}
+					if err := errorsOf(x.Slice(r*1024, r*1024+n).CopyFromPinned(s, h), h.Close()); err != nil {
+						t.Error(err)
+						return
+					}
+				}
+				got := make([]int32, rounds*1024)
+				if err := x.CopyTo(s, got); err != nil {
+					t.Error(err)
+				}
+				for r := range rounds {
+					if got[r*1024] != int32(w<<16|r) {
+						t.Errorf("worker %d, round %d: %#x", w, r, got[r*1024])
+					}
+				}
+			})
+		}
+		wg.Wait()
+	})
+}
+
+// Memory that lives long keeps no stream alive that has done its work.
+func TestPinnedForgetsIdleStreams(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	h := makePinned(t, devs[0], 8)
+	first, err := stream.New(devs[0], nil)
+	require.NoError(t, err)
+	require.NoError(t, h.RecordStream(first))
+	raw := first.Raw()
+	require.NoError(t, first.Close())
+	for range 20 {
+		s := newStream(t, devs[0])
+		require.NoError(t, h.RecordStream(s))
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+	}
+	require.Error(t, devs[0].Do("cuStreamQuery", streamQuery(raw)), "the stream was destroyed")
+}
+
+// Where the driver fails, memory that streams may still use goes to nobody.
+func TestPinnedWithFaults(t *testing.T) {
+	for fault, back := range map[string]bool{
+		"cuEventRecord#1=CUDA_ERROR_UNKNOWN":       true,
+		"cuEventQuery#1=CUDA_ERROR_UNKNOWN":        true,
+		"cuEventCreate#1=CUDA_ERROR_OUT_OF_MEMORY": true,
+		"cuStreamIsCapturing#1=CUDA_ERROR_UNKNOWN": true,
+		"cuEventRecord#*=CUDA_ERROR_UNKNOWN":       false,
+	} {
+		t.Run(fault, func(t *testing.T) {
+			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: fault})
+			s := newStream(t, devs[0])
+			h := makePinned(t, devs[0], 100)
+			was := at(h)
+			require.NoError(t, h.RecordStream(s))
+			require.NoError(t, h.Close())
+			require.NotSame(t, was, at(makePinned(t, devs[0], 100)), "nobody knows where the stream is")
+			found := false
+			for range 3 {
+				require.NoError(t, s.Sync(testgpu.Context(t)))
+				found = found || was == at(makePinned(t, devs[0], 100))
+			}
+			require.Equal(t, back, found)
+		})
+	}
+}
+
+// Out of memory, the cache is emptied before an error is returned.
+func TestPinnedOutOfMemory(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1,
+		Faults: "cuMemHostAlloc#2=CUDA_ERROR_OUT_OF_MEMORY,cuMemHostAlloc#4=CUDA_ERROR_OUT_OF_MEMORY,cuMemHostAlloc#5=CUDA_ERROR_OUT_OF_MEMORY"})
+	h := makePinned(t, devs[0], 100)
+	require.NoError(t, h.Close())
+	makePinned(t, devs[0], 1000)
+	s := memory.ReadHostStats(devs[0])
+	require.EqualValues(t, 1, s.NumHostFree, "the cached block")
+	require.EqualValues(t, 1, s.Allocations.Current)
+	_, err := memory.MakePinned[int32](devs[0], 5000)
+	require.ErrorIs(t, err, device.ErrorOutOfMemory)
+	require.ErrorContains(t, err, "make 32768 pinned bytes")
+	require.Equal(t, s.ActiveBytes, memory.ReadHostStats(devs[0]).ActiveBytes)
+}
+
+// The memory of a System that was closed is not handed out by it again.
+func TestPinnedOfAClosedSystem(t *testing.T) {
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 1})
+	require.NoError(t, err)
+	dev := sys.Devices()[0]
+	late, err := memory.MakePinned[int32](dev, 100)
+	require.NoError(t, err)
+	h, err := memory.MakePinned[int32](dev, 100)
+	require.NoError(t, err)
+	was := at(h)
+	require.NoError(t, h.Close())
+	require.NoError(t, sys.Close())
+	require.NoError(t, late.Close())
+	require.Zero(t, memory.ReadHostStats(dev).Allocations)
+	h, err = memory.MakePinned[int32](dev, 100)
+	require.NoError(t, err)
+	require.NotSame(t, was, at(h))
+	require.NoError(t, h.Close())
+	require.NoError(t, sys.Close())
+}

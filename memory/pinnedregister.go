@@ -1,0 +1,123 @@
+package memory
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"unsafe"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A registration is memory of the caller's that the driver has locked.
+type registration struct {
+	host   *host
+	dev    *device.Device
+	p      unsafe.Pointer
+	bytes  uintptr
+	pinner runtime.Pinner
+}
+
+// PinSlice page-locks memory that the caller has, of Go, of a mapped file or of C,
+// so that all devices of dev's System can use it as they use that of MakePinned
+// (cuMemHostRegister, torch's _pin_memory_utils.pin_memory). The contents stay.
+// It takes about as long as touching each page does. Memory that is locked
+// already, in whole or in part, is an error, as is an empty slice.
+//
+// Until Close the caller must not give the memory back; the garbage collector
+// does not. Close waits until the streams that used the memory are past it, then
+// it unlocks the memory, which is the caller's alone again
+// (_pin_memory_utils.unpin_memory). While a stream that used it is captured, or a
+// graph holds it, Close returns an error and the memory stays locked.
+func PinSlice[T Element](dev *device.Device, s []T) (*Pinned[T], error) {
+	if dev == nil {
+		return nil, fmt.Errorf("memory: pin slice: no device given")
+	}
+	if len(s) == 0 {
+		return nil, fmt.Errorf("memory: pin slice: it is empty")
+	}
+	r := &registration{host: hostOf(dev), dev: dev, p: unsafe.Pointer(unsafe.SliceData(s)), bytes: uintptr(len(s) * sizeOf[T]())}
+	if err := r.lock(); err != nil {
+		return nil, fmt.Errorf("memory: pin slice of %d bytes at %#x: %w", r.bytes, uintptr(r.p), err)
+	}
+	h := &Pinned[T]{lease: &hostLease{}, p: r.p, n: len(s), pin: r}
+	handle.Init(h, &h.owner, "pinned slice")
+	return h, nil
+}
+
+func (r *registration) lock() error {
+	if !r.host.pinned.add(r.p, r.bytes) {
+		return fmt.Errorf("it is pinned already, in whole or in part: close that first: %w", device.Status(cudadrv.ErrorHostMemoryAlreadyRegistered))
+	}
+	r.pinner.Pin(r.p)
+	err := register(r.dev, r.p, r.bytes)
+	if err != nil {
+		r.pinner.Unpin()
+		r.host.pinned.remove(r.p)
+	}
+	return err
+}
+
+// close unlocks the memory when nothing uses it any more.
+func (r *registration) close(o *handle.Owner, l *hostLease) error {
+	const op = "memory: unpin slice"
+	users, left, err := l.leave(op)
+	if !left {
+		return err
+	}
+	err = r.unlock(op, users)
+	if err != nil && r.dev.Err() == nil {
+		l.reopen() // what uses it may still run
+		return fmt.Errorf("%s of %d bytes at %#x: %w", op, r.bytes, uintptr(r.p), err)
+	}
+	o.Close()
+	r.host.pinned.remove(r.p)
+	r.pinner.Unpin()
+	for _, s := range users {
+		err = errors.Join(err, s.Release())
+	}
+	return err
+}
+
+func (r *registration) unlock(op string, users []*stream.Stream) error {
+	for _, s := range users {
+		if err := s.Device().Blocking(op); err != nil {
+			return err
+		}
+		if err := settle(s); err != nil {
+			return err
+		}
+	}
+	return unregister(r.dev, r.p)
+}
+
+// leave closes the lease for further use and returns who used it. It does not
+// where another call has, or where the error says that it must stay open.
+func (l *hostLease) leave(op string) (users []*stream.Stream, left bool, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.closed:
+		return nil, false, nil
+	case l.busy > 0:
+		return nil, false, fmt.Errorf("%s: a copy is being enqueued: close it after that", op)
+	case len(l.graphs) > 0:
+		return nil, false, fmt.Errorf("%s: %s uses it: close that first", op, l.holders())
+	}
+	for _, s := range l.users {
+		if err := s.RefuseCapture(op, "close it after the capture"); err != nil {
+			return nil, false, err
+		}
+	}
+	l.closed = true
+	return l.users, true, nil
+}
+
+func (l *hostLease) reopen() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed = false
+}

@@ -31,7 +31,7 @@ var layers = [][]string{
 	{"internal/testgpu", "stream"},
 	{"internal/ptxtest"},
 	{"memory"},
-	{"tensor", "kernel", "nccl", "graph", "nvtx"},
+	{"tensor", "kernel", "nccl", "graph", "nvtx", "internal/memtrace"},
 	{"rng", "internal/testgpu/spin"},
 	{"comm", "gds", "internal/launch"},
 	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench"},

@@ -1,0 +1,150 @@
+package memtrace
+
+import (
+	"bufio"
+	"bytes"
+	"compress/gzip"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/gochorus/chorus/memory"
+)
+
+// mostBytes is how large a file may be, uncompressed.
+const mostBytes = 2 << 30
+
+// Read reads the traces of a file, which may be compressed by gzip: recorded
+// events, the sequences that ReadStats reads, or a snapshot, whose devices have a
+// trace each. An event that cannot be is an *EventError, such as one that frees
+// what is not allocated; the trace of a snapshot may free what was allocated
+// before it began, which is then allocated first.
+func Read(r io.Reader) ([]*Trace, error) {
+	file, err := content(r)
+	if err != nil {
+		return nil, err
+	}
+	if len(file) > 0 && file[0] == 0x80 {
+		return readSnapshot(file)
+	}
+	var form struct{ Events, Sequences, Segments json.RawMessage }
+	if err := json.Unmarshal(file, &form); err != nil {
+		return nil, fmt.Errorf("neither a trace nor a snapshot: %w", err)
+	}
+	switch {
+	case form.Events != nil:
+		return readEvents(file)
+	case form.Sequences != nil:
+		return readSequences(file)
+	case form.Segments != nil:
+		return readSnapshot(file)
+	}
+	return nil, errors.New(`neither a trace nor a snapshot: it has no "events", "sequences" or "segments"`)
+}
+
+// content returns the file, uncompressed.
+func content(r io.Reader) ([]byte, error) {
+	b := bufio.NewReader(r)
+	r = b
+	if start, _ := b.Peek(2); bytes.Equal(start, []byte{0x1f, 0x8b}) {
+		z, err := gzip.NewReader(b)
+		if err != nil {
+			return nil, err
+		}
+		r = z
+	}
+	file, err := io.ReadAll(io.LimitReader(r, mostBytes+1))
+	if err == nil && len(file) > mostBytes {
+		err = fmt.Errorf("more than %d bytes", mostBytes)
+	}
+	return file, err
+}
+
+// A recordedEvent is [action, address, size, stream, time in microseconds].
+type recordedEvent struct {
+	action             memory.TraceAction
+	addr, size, stream uint64
+}
+
+func (e *recordedEvent) UnmarshalJSON(text []byte) error {
+	var time float64
+	fields := []any{&e.action, &e.addr, &e.size, &e.stream, &time}
+	n := len(fields)
+	if err := json.Unmarshal(text, &fields); err != nil || len(fields) != n {
+		return fmt.Errorf("an event is %.80s: want [action, address, size, stream, time]", text)
+	}
+	return nil
+}
+
+func readEvents(file []byte) ([]*Trace, error) {
+	var f struct {
+		Kind          string
+		Events        []recordedEvent
+		PeakAllocated int64 `json:"peak_allocated"`
+		PeakReserved  int64 `json:"peak_reserved"`
+	}
+	if err := json.Unmarshal(file, &f); err != nil {
+		return nil, err
+	}
+	if f.Kind == "" {
+		f.Kind = "trace"
+	}
+	b := newBuilder(f.Kind)
+	for i, e := range f.Events {
+		if err := b.add(i, e.action, e.addr, e.size, e.stream); err != nil {
+			return nil, err
+		}
+	}
+	return []*Trace{b.finish(Peaks{f.PeakAllocated, f.PeakReserved})}, nil
+}
+
+func readSnapshot(file []byte) ([]*Trace, error) {
+	s, err := memory.ReadSnapshot(bytes.NewReader(file))
+	if err != nil {
+		return nil, err
+	}
+	var traces []*Trace
+	for d, entries := range s.Traces {
+		if len(entries) == 0 {
+			continue
+		}
+		t, err := OfSnapshot(s, d)
+		if err != nil {
+			return nil, err
+		}
+		traces = append(traces, t)
+	}
+	if len(traces) == 0 {
+		return nil, errors.New("the snapshot has no trace: record the history before it is taken")
+	}
+	return traces, nil
+}
+
+// OfSnapshot returns what the snapshot has recorded of a device. The recorded
+// peaks are summed up: of allocated bytes, as they were asked for, and of the
+// segments.
+func OfSnapshot(s *memory.Snapshot, device int) (*Trace, error) {
+	b := newBuilder(fmt.Sprintf("device %d", device))
+	b.earlier = true
+	for i, e := range s.Traces[device] {
+		if err := b.add(i, e.Action, e.Address, e.Size, e.Stream); err != nil {
+			return nil, err
+		}
+	}
+	reserved := int64(0)
+	for _, g := range s.Segments {
+		if g.Device != device {
+			continue
+		}
+		reserved += int64(g.TotalSize)
+		for _, k := range g.Blocks {
+			// What is in use and was not allocated since was so before.
+			if _, known := b.live[k.Address]; !known && k.State != memory.BlockInactive && k.RequestedSize > 0 {
+				b.before(k.Address, k.RequestedSize, g.Stream)
+			}
+		}
+	}
+	b.sum.heldEarlier(reserved - b.sum.now.Reserved)
+	return b.finish(Peaks{}), nil
+}

@@ -41,6 +41,7 @@ type block struct {
 	pool       *pool   // of cuMemAllocAsync; nil for others
 	space      *space  // what is mapped in a reservation; nil for others
 	opened     *opened // of cuIpcOpenMemHandle; nil for others
+	pieces     *pieces // that an allocator gave out of it; nil where none did
 	public     bool    // of ncclMemAlloc: every device may use it
 	registered bool    // of cuMemHostRegister: the bytes are the user's
 	freeing    bool    // a free was called: no call may name it any more
@@ -91,6 +92,23 @@ func (p pages) lay(data []byte, offset, n uint64) {
 	}
 }
 
+// stain poisons [offset, offset+n) of data anew, whole pages not before their first
+// touch.
+func (p pages) stain(data []byte, offset, n uint64) {
+	for at, end := offset, offset+n; at < end; {
+		page := at / poisonPage
+		next := min((page+1)*poisonPage, end)
+		switch {
+		case page < uint64(len(p)) && p[page]:
+		case page < uint64(len(p)) && at == page*poisonPage && next == min((page+1)*poisonPage, uint64(len(data))):
+			p[page] = true
+		default:
+			poison(data[at:next])
+		}
+		at = next
+	}
+}
+
 // retire makes the block's addresses invalid for good.
 func (b *block) retire(by string) {
 	if b.size <= poisonPage && !b.registered && b.opened == nil { // what is not its own lives on
@@ -106,7 +124,7 @@ func (b *block) retire(by string) {
 	if b.file != nil {
 		b.file.Close()
 	}
-	b.data, b.region, b.file, b.clean, b.history = nil, nil, nil, nil, history{}
+	b.data, b.region, b.file, b.clean, b.pieces, b.history = nil, nil, nil, nil, nil, history{}
 }
 
 // poison fills p with a pattern that is not a number in each of the 16, 32 and

@@ -11,6 +11,8 @@ import (
 // Work that is captured does not run and is not waited for.
 type blocking struct{ driver }
 
+var _ cudadrv.Auditor = blocking{}
+
 // after makes the call and waits for what it has enqueued on the stream.
 func (d blocking) after(h cudadrv.Stream, call func() cudadrv.Result) cudadrv.Result {
 	m := d.m

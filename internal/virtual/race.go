@@ -3,145 +3,9 @@ package virtual
 import (
 	"fmt"
 	"slices"
-	"sort"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 )
-
-// An access is the use of some bytes by one operation.
-type access struct {
-	slot   int
-	epoch  uint64
-	op     string
-	stream cudadrv.Stream
-}
-
-func (a access) String() string { return fmt.Sprintf("%s on stream %#x", a.op, uintptr(a.stream)) }
-
-// A span is a range of a block's bytes with the same accesses: the last write,
-// and the reads since, at most one for each stream.
-type span struct {
-	lo, hi uint64
-	write  access // op is "" when there was none
-	reads  []access
-}
-
-// A history has the spans of a block in order; bytes in none were not used.
-type history struct{ spans []span }
-
-// The most spans that a block remembers. Beyond it the ones are forgotten that
-// the host has waited for, and then the first: a race may be missed, none is
-// made up.
-const maxSpans = 256
-
-// add records an access to [lo, hi) and returns an earlier one that conflicts
-// with it and that now does not come after.
-func (h *history) add(now *stamp, by access, lo, hi uint64, write bool) (conflict access, found bool) {
-	h.split(lo)
-	h.split(hi)
-	first := sort.Search(len(h.spans), func(i int) bool { return h.spans[i].lo >= lo })
-	fresh := make([]span, 0, 4)
-	last, at := first, lo
-	for ; last < len(h.spans) && h.spans[last].lo < hi; last++ {
-		s := h.spans[last]
-		if c, bad := s.conflict(now, write); bad {
-			conflict, found = c, true
-		}
-		if s.lo > at {
-			fresh = appendSpan(fresh, span{lo: at, hi: s.lo}.with(now, by, write))
-		}
-		fresh = appendSpan(fresh, s.with(now, by, write))
-		at = s.hi
-	}
-	if at < hi {
-		fresh = appendSpan(fresh, span{lo: at, hi: hi}.with(now, by, write))
-	}
-	h.spans = slices.Replace(h.spans, first, last, fresh...)
-	return conflict, found
-}
-
-// split makes a border at p.
-func (h *history) split(p uint64) {
-	i := sort.Search(len(h.spans), func(i int) bool { return h.spans[i].hi > p })
-	if i == len(h.spans) || h.spans[i].lo >= p {
-		return
-	}
-	right := h.spans[i]
-	right.lo, right.reads = p, slices.Clone(right.reads)
-	h.spans[i].hi = p
-	h.spans = slices.Insert(h.spans, i+1, right)
-}
-
-func appendSpan(list []span, s span) []span {
-	if n := len(list); n > 0 && list[n-1].hi == s.lo && list[n-1].write == s.write && slices.Equal(list[n-1].reads, s.reads) {
-		list[n-1].hi = s.hi
-		return list
-	}
-	return append(list, s)
-}
-
-func (s span) conflict(now *stamp, write bool) (access, bool) {
-	if s.write.op != "" && !now.after(s.write.slot, s.write.epoch) {
-		return s.write, true
-	}
-	if write {
-		for _, r := range s.reads {
-			if !now.after(r.slot, r.epoch) {
-				return r, true
-			}
-		}
-	}
-	return access{}, false
-}
-
-func (s span) with(now *stamp, by access, write bool) span {
-	if write {
-		return span{lo: s.lo, hi: s.hi, write: by}
-	}
-	// Reads that this one comes after need not be remembered: what comes after
-	// this one comes after them.
-	reads := make([]access, 0, len(s.reads)+1)
-	for _, r := range s.reads {
-		if !now.after(r.slot, r.epoch) {
-			reads = append(reads, r)
-		}
-	}
-	s.reads = append(reads, by)
-	return s
-}
-
-// bound keeps the history small.
-func (h *history) bound(host clock) {
-	if len(h.spans) <= maxSpans {
-		return
-	}
-	h.spans = slices.DeleteFunc(h.spans, func(s span) bool { return s.before(host) })
-	if n := len(h.spans) - maxSpans/2; n > 0 {
-		h.spans = slices.Delete(h.spans, 0, n)
-	}
-}
-
-func (s span) before(host clock) bool {
-	if s.write.op != "" && host.at(s.write.slot) < s.write.epoch {
-		return false
-	}
-	return !slices.ContainsFunc(s.reads, func(r access) bool { return host.at(r.slot) < r.epoch })
-}
-
-// unfinished returns an access that the host has not waited for.
-func (h *history) unfinished(host clock) (access, bool) {
-	for _, s := range h.spans {
-		if s.write.op != "" && host.at(s.write.slot) < s.write.epoch {
-			return s.write, true
-		}
-		for _, r := range s.reads {
-			if host.at(r.slot) < r.epoch {
-				return r, true
-			}
-		}
-	}
-	return access{}, false
-}
 
 // trouble is a fault of an operation: it costs the device.
 type trouble struct {
@@ -199,8 +63,7 @@ func (o *op) access() access {
 func (o *op) record(h *history, what fmt.Stringer, offset, n uint64, write bool) *trouble {
 	m := o.s.dev.m
 	by := o.access()
-	other, bad := h.add(&o.s.now, by, offset, offset+n, write)
-	h.bound(m.host)
+	other, bad := h.add(&o.s.now, m.host, by, offset, offset+n, write)
 	if !bad {
 		return nil
 	}
@@ -240,6 +103,9 @@ func (o *op) resolve(p cudadrv.DevicePtr, n uint64, write bool) (*block, *troubl
 		}
 	case !o.s.dev.mayUse(b) && !crosses[o.name]:
 		return illegal("which lies in %v: device %d was not given access to it", b, o.s.dev.ordinal)
+	}
+	if why := b.pieces.barred(b, uint64(p)-b.addr, n); why != "" {
+		return illegal("%s", why)
 	}
 	return b, nil
 }

@@ -124,6 +124,14 @@ func (s *space) lay(b *block, offset, n uint64) {
 	}
 }
 
+// stain poisons what is mapped at a part of the reservation anew.
+func (s *space) stain(b *block, offset, n uint64) {
+	for _, x := range s.within(offset, n) {
+		lo, hi := max(offset, x.lo), min(offset+n, x.hi)
+		x.memory.clean.stain(b.data[x.lo:x.hi], lo-x.lo, hi-lo)
+	}
+}
+
 // drop takes mappings away.
 func (s *space) drop(b *block, which func(*mapping) bool) {
 	s.mappings = slices.DeleteFunc(s.mappings, func(x *mapping) bool {
@@ -131,6 +139,7 @@ func (s *space) drop(b *block, which func(*mapping) bool) {
 			return false
 		}
 		b.region.detach(uintptr(x.lo), uintptr(x.hi-x.lo))
+		b.pieces.set(x.lo, x.hi, run{}, true)
 		x.memory.mappings--
 		x.memory.settle()
 		return true

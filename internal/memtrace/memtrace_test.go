@@ -231,28 +231,29 @@ func TestReadSnapshot(t *testing.T) {
 }
 
 func TestReplay(t *testing.T) {
-	tr := &Trace{Name: "a", Blocks: 3, Streams: 2, Events: []Event{
+	tr := &Trace{Name: "a", Blocks: 4, Streams: 2, Events: []Event{
 		{Op: Alloc, Block: 0, Bytes: 1000}, {Op: Alloc, Block: 1, Bytes: 5000, Stream: 1}, {Op: Free, Block: 1},
-		{Op: Alloc, Block: 2, Bytes: 3000}, {Op: EmptyCache}, {Op: Free, Block: 0},
+		{Op: Alloc, Block: 2, Bytes: 3000}, {Op: Free, Block: 2}, {Op: EmptyCache}, {Op: Free, Block: 0},
+		{Op: Alloc, Block: 3, Bytes: 1000},
 	}}
 	f := newFake()
 	f.record = true
 	r, err := Replay(tr, f, &Config{Repeat: 3, Curve: true})
 	require.NoError(t, err)
 	require.Empty(t, f.live, "what the trace leaves is freed")
-	run := []string{"alloc 1000 on 0", "alloc 5000 on 1", "free", "alloc 3000 on 0", "empty", "free", "free"}
+	run := []string{"alloc 1000 on 0", "alloc 5000 on 1", "free", "alloc 3000 on 0", "free", "empty", "free", "alloc 1000 on 0", "free"}
 	want := append([]string{"empty"}, run...)
 	for range 3 {
 		want = append(want, run...)
 	}
 	want = append(append(want, "empty"), run...)
 	require.Equal(t, want, f.calls)
-	require.Equal(t, 6, r.Ops)
+	require.Equal(t, 8, r.Ops)
 	require.Len(t, r.Warm, 3)
 	require.Equal(t, Peaks{6144, 9216}, r.Peaks)
 	require.EqualValues(t, 4096, r.AllocatedAtPeak)
 	require.InDelta(t, 1-4096.0/9216, r.Fragmentation(), 1e-12)
-	require.Equal(t, []Peaks{{1024, 1024}, {6144, 6144}, {1024, 6144}, {4096, 9216}, {4096, 4096}, {3072, 4096}}, r.Curve)
+	require.Equal(t, []Peaks{{1024, 1024}, {6144, 6144}, {1024, 6144}, {4096, 9216}, {1024, 9216}, {1024, 1024}, {0, 1024}, {1024, 1024}}, r.Curve)
 }
 
 func TestReplayErrors(t *testing.T) {

@@ -20,8 +20,12 @@ type Buffer struct {
 	bytes  uintptr
 	block  *block // of a Pool, if it was allocated in a capture
 
-	mu    sync.Mutex
-	users []*stream.Stream // the other streams that used it
+	imported bool         // from another process
+	foreign  func() error // gives memory back that is not of an allocator here; nil otherwise
+
+	mu     sync.Mutex
+	users  []*stream.Stream // the other streams that used it
+	export *ipcExport       // once it has handles
 }
 
 // Alloc allocates bytes of device memory in the order of s: work that is
@@ -159,7 +163,12 @@ func (b *Buffer) Close() error {
 			return err
 		}
 	}
-	if !b.owner.Close() {
+	if b.foreign != nil {
+		if err := b.awaitUsers(); err != nil {
+			return err
+		}
+	}
+	if !b.owner.Close() || b.export.keep() {
 		return nil
 	}
 	return errors.Join(b.free(), b.release())
@@ -167,6 +176,9 @@ func (b *Buffer) Close() error {
 
 // free gives the memory back. b.mu is held.
 func (b *Buffer) free() error {
+	if b.foreign != nil {
+		return b.foreign()
+	}
 	if b.block != nil {
 		return b.block.segment.pool.free(b.block, len(b.users) > 0)
 	}

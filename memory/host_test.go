@@ -43,8 +43,8 @@ func TestHostSize(t *testing.T) {
 // and goes back.
 func TestHostOptions(t *testing.T) {
 	for options, made := range map[string]int64{
-		"": 3,
-		"pinned_use_cuda_host_register:True":                                                                 3,
+		"":                                   3,
+		"pinned_use_cuda_host_register:True": 3,
 		"pinned_use_cuda_host_register:True,pinned_num_register_threads:8":                                   3,
 		"pinned_reserve_segment_size_mb:2":                                                                   3,
 		"pinned_reserve_segment_size_mb:2,pinned_use_cuda_host_register:True,pinned_num_register_threads:64": 3,

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"syscall"
 	"testing"
+	"time"
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
@@ -11,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -127,13 +129,9 @@ func TestUnpinWaits(t *testing.T) {
 		require.NoError(t, g.Launch(s))
 		require.NoError(t, x.CopyToPinned(s, h))
 		require.NoError(t, g.Close())
-		closed := make(chan error)
+		closed := make(chan error, 1)
 		go func() { closed <- h.Close() }()
-		select {
-		case <-closed:
-			t.Fatal("Close did not wait for the stream")
-		default:
-		}
+		require.False(t, poll.UntilNoLaterThan(20*time.Millisecond, func() bool { return len(closed) > 0 }), "Close did not wait for the stream")
 		open()
 		require.NoError(t, <-closed)
 		done, err := s.Query()

@@ -83,6 +83,9 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 // Device returns the event's device.
 func (e *Event) Device() *device.Device { return e.dev }
 
+// Raw returns the driver's handle, for Chorus's own packages.
+func (e *Event) Raw() cudadrv.Event { return e.h }
+
 // Record marks the point that s has reached: everything enqueued on s so far. A
 // later Record moves the mark; waits enqueued before keep the earlier one.
 func (e *Event) Record(s *Stream) error {

@@ -47,7 +47,7 @@ var importers = map[string][]string{
 	"github.com/hashicorp/memberlist": {"cluster"},
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
-	"golang.org/x/sys":                {"internal/dl", "internal/virtual", "cluster", "internal/launch"},
+	"golang.org/x/sys":                {"internal/dl", "internal/virtual", "memory", "cluster", "internal/launch"},
 	"gonum.org/v1/gonum":              {"internal/virtual"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},
 	"github.com/stretchr/testify":     {"internal/conformance"}, // and every test, but only require

@@ -1,0 +1,191 @@
+package memory
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/stream"
+)
+
+// ipc is what a System shares with other processes.
+type ipc struct {
+	patience time.Duration // how long a process is waited for that does not answer
+
+	mu     sync.Mutex
+	server *ipcServer          // once something was shared
+	links  map[string]*ipcLink // to the processes whose memory is open here, by socket
+
+	mapping  sync.Mutex            // held while something is mapped or unmapped
+	mappings map[ipcKey]*ipcMapped // of their memory
+}
+
+type ipcSystemKey struct{}
+
+func ipcOf(dev *device.Device) *ipc {
+	return dev.System().Local(ipcSystemKey{}, func() any {
+		return &ipc{patience: ipcPatience, links: map[string]*ipcLink{}, mappings: map[ipcKey]*ipcMapped{}}
+	}).(*ipc)
+}
+
+// serve returns the server, which the first call starts.
+func (x *ipc) serve() (*ipcServer, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.server == nil {
+		v, err := newServer()
+		if err != nil {
+			return nil, err
+		}
+		x.server = v
+	}
+	return x.server, nil
+}
+
+func (x *ipc) collect() error {
+	x.mu.Lock()
+	v := x.server
+	x.mu.Unlock()
+	if v == nil {
+		return nil
+	}
+	return v.collect()
+}
+
+// Close ends what is shared, with the System.
+func (x *ipc) Close() error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.server != nil {
+		x.server.close()
+	}
+	for _, l := range x.links {
+		l.conn.Close()
+	}
+	return nil
+}
+
+// An ipcLink is the connection to a process whose memory is open here.
+type ipcLink struct {
+	name string
+	uses int // guarded by ipc.mu
+
+	mu   sync.Mutex // one request at a time
+	conn *net.UnixConn
+}
+
+// link returns the connection to a process, for one opening, until unlink.
+func (x *ipc) link(name string) (*ipcLink, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.server != nil && x.server.name == name {
+		return nil, fmt.Errorf("the memory is this process's own: use the slice that it has: %w", device.ErrorInvalidContext)
+	}
+	if l := x.links[name]; l != nil {
+		l.uses++
+		return l, nil
+	}
+	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: name, Net: "unixpacket"})
+	if err != nil {
+		return nil, fmt.Errorf("that process is gone, or in another container: %w", err)
+	}
+	if err := samePeer(c); err != nil {
+		c.Close()
+		return nil, err
+	}
+	l := &ipcLink{name: name, uses: 1, conn: c}
+	x.links[name] = l
+	return l, nil
+}
+
+// unlink gives an opening up; the last one ends the connection.
+func (x *ipc) unlink(l *ipcLink) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if l.uses--; l.uses > 0 {
+		return
+	}
+	l.conn.Close()
+	if x.links[l.name] == l {
+		delete(x.links, l.name)
+	}
+}
+
+// ask sends a request and returns its answer, with files that the caller closes.
+// After an error of the connection nobody else uses it.
+func (x *ipc) ask(l *ipcLink, q *ipcRequest) (a ipcAnswer, files []int, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	err = l.conn.SetDeadline(time.Now().Add(x.patience))
+	if err == nil {
+		err = sendPacket(l.conn, q, nil)
+	}
+	if err == nil {
+		files, err = receivePacket(l.conn, &a)
+	}
+	if err != nil {
+		x.mu.Lock()
+		delete(x.links, l.name)
+		x.mu.Unlock()
+		return a, nil, fmt.Errorf("that process does not answer: %w", err)
+	}
+	if a.Error != "" {
+		return a, nil, errors.New(a.Error)
+	}
+	return a, files, nil
+}
+
+// open makes b a part of the memory of a handle.
+func (x *ipc) open(s *stream.Stream, h *IPCHandle, b *Buffer) error {
+	l, err := x.link(h.Socket)
+	if err != nil {
+		return err
+	}
+	a, _, err := x.ask(l, &ipcRequest{Op: "open", Export: h.Export, Token: h.Token})
+	if err != nil {
+		x.unlink(l)
+		return err
+	}
+	leave := func() {
+		// Where the process is gone, so is what it knows of this one.
+		_, _, _ = x.ask(l, &ipcRequest{Op: "close", Export: h.Export})
+		x.unlink(l)
+	}
+	if h.Offset < a.Low || h.Offset > a.High || h.Bytes > a.High-h.Offset || (a.Pages > 0) != (len(h.Segment) == 0) {
+		leave()
+		return errors.New("the handle is damaged: it reaches beyond the memory that is shared")
+	}
+	m, err := x.enter(s.Device(), l, h, &a)
+	if err != nil {
+		leave()
+		return err
+	}
+	if err := follow(s, h); err != nil {
+		err = errors.Join(err, x.exit(m))
+		leave()
+		return err
+	}
+	b.ptr, b.imported = m.base+cudadrv.DevicePtr(h.Offset), true
+	b.foreign = func() error {
+		err := x.exit(m)
+		leave()
+		return err
+	}
+	return nil
+}
+
+// follow lets s wait for what comes before.
+func follow(s *stream.Stream, h *IPCHandle) error {
+	if len(h.Event) == 0 {
+		return nil
+	}
+	e, err := stream.OpenEvent(s.Device(), stream.EventHandle(h.Event))
+	if err != nil {
+		return err
+	}
+	return errors.Join(s.Wait(e), e.Close())
+}

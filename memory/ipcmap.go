@@ -1,0 +1,148 @@
+package memory
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// An ipcKey tells what is mapped: a segment by its handle, or the pages of one
+// export.
+type ipcKey struct {
+	dev     *device.Device
+	segment cudadrv.IpcMemHandle
+	socket  string
+	export  uint64
+}
+
+// An ipcMapped is memory of another process that has addresses here.
+type ipcMapped struct {
+	key   ipcKey
+	base  cudadrv.DevicePtr
+	bytes uintptr // of pages
+	uses  int
+}
+
+// enter maps what a handle names, once for all who have it open.
+func (x *ipc) enter(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) (*ipcMapped, error) {
+	key := ipcKey{dev: dev}
+	if a.Pages == 0 {
+		key.segment = cudadrv.IpcMemHandle(h.Segment)
+	} else {
+		key.socket, key.export = h.Socket, h.Export
+	}
+	x.mapping.Lock()
+	defer x.mapping.Unlock()
+	if m := x.mappings[key]; m != nil {
+		m.uses++
+		return m, nil
+	}
+	m := &ipcMapped{key: key, uses: 1}
+	var err error
+	if a.Pages == 0 {
+		err = m.openSegment()
+	} else {
+		err = m.openPages(x, l, a)
+	}
+	if err != nil {
+		return nil, err
+	}
+	x.mappings[key] = m
+	return m, nil
+}
+
+// exit undoes enter. What used the memory has completed.
+func (x *ipc) exit(m *ipcMapped) error {
+	x.mapping.Lock()
+	defer x.mapping.Unlock()
+	if m.uses--; m.uses > 0 {
+		return nil
+	}
+	delete(x.mappings, m.key)
+	if m.bytes == 0 {
+		return m.key.dev.DoRelaxed("cuIpcCloseMemHandle", func(drv cudadrv.Driver) cudadrv.Result { return drv.IpcCloseMemHandle(m.base) })
+	}
+	return m.unmap(m.bytes)
+}
+
+func (m *ipcMapped) openSegment() error {
+	return m.key.dev.DoRelaxed("cuIpcOpenMemHandle", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		m.base, r = drv.IpcOpenMemHandle(m.key.segment, cudadrv.IpcMemLazyEnablePeerAccess)
+		return r
+	})
+}
+
+// openPages maps the pages side by side.
+func (m *ipcMapped) openPages(x *ipc, l *ipcLink, a *ipcAnswer) error {
+	page := uintptr(a.PageBytes)
+	if a.Pages < 0 || a.PageBytes <= 0 || a.High > a.Pages*a.PageBytes {
+		return fmt.Errorf("it answered nonsense: %d pages of %d bytes", a.Pages, a.PageBytes)
+	}
+	dev := m.key.dev
+	m.bytes = page * uintptr(a.Pages)
+	err := dev.DoRelaxed("cuMemAddressReserve", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		m.base, r = drv.MemAddressReserve(m.bytes, 0, 0)
+		return r
+	})
+	if err != nil {
+		return err
+	}
+	done := uintptr(0) // bytes that are mapped
+	for n := 0; n < a.Pages && err == nil; {
+		var files []int
+		if _, files, err = x.ask(l, &ipcRequest{Op: "pages", Export: m.key.export, From: n}); err != nil {
+			break
+		}
+		if len(files) == 0 || len(files) > a.Pages-n {
+			err = fmt.Errorf("it sent %d pages of %d", len(files), a.Pages-n)
+		}
+		for i := 0; i < len(files) && err == nil; i++ {
+			if err = m.mapPage(done, page, files[i]); err == nil {
+				done += page
+			}
+		}
+		closeFiles(files)
+		n += len(files)
+	}
+	if err == nil {
+		err = dev.DoRelaxed("cuMemSetAccess", func(drv cudadrv.Driver) cudadrv.Result {
+			return drv.MemSetAccess(m.base, m.bytes, cudadrv.MemAccessReadWrite, dev.Handle())
+		})
+	}
+	if err != nil {
+		return errors.Join(err, m.unmap(done))
+	}
+	return nil
+}
+
+// mapPage maps one page; the mapping alone keeps its memory.
+func (m *ipcMapped) mapPage(at, bytes uintptr, file int) error {
+	dev := m.key.dev
+	var h cudadrv.MemHandle
+	err := dev.DoRelaxed("cuMemImportFromShareableHandle", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		h, r = drv.MemImportFromShareableHandle(int32(file), cudadrv.MemHandlePosixFD)
+		return r
+	})
+	if err != nil {
+		return err
+	}
+	err = dev.DoRelaxed("cuMemMap", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemMap(m.base+cudadrv.DevicePtr(at), bytes, 0, h)
+	})
+	return errors.Join(err, dev.DoRelaxed("cuMemRelease", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(h) }))
+}
+
+// unmap takes the first bytes away, and the addresses.
+func (m *ipcMapped) unmap(bytes uintptr) error {
+	dev := m.key.dev
+	var err error
+	if bytes > 0 {
+		err = dev.DoRelaxed("cuMemUnmap", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemUnmap(m.base, bytes) })
+	}
+	if err != nil {
+		return err
+	}
+	return dev.DoRelaxed("cuMemAddressFree", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemAddressFree(m.base, m.bytes) })
+}

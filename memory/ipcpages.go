@@ -1,0 +1,62 @@
+package memory
+
+import (
+	"sync"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// mappedPages knows which physical memory lies at the mapped addresses of a
+// device, in pages of one size. Who maps and unmaps tells it, so that IPCHandle
+// can export the pages, which are made with cudadrv.MemHandlePosixFD.
+type mappedPages struct {
+	mu    sync.RWMutex
+	bytes uint64 // of a page
+	at    map[uint64]cudadrv.MemHandle
+}
+
+type pagesKey struct{}
+
+func pagesOf(d *device.Device) *mappedPages {
+	return d.Local(pagesKey{}, func() any { return &mappedPages{at: map[uint64]cudadrv.MemHandle{}} }).(*mappedPages)
+}
+
+// mapped notes a page of so many bytes at its address.
+func (m *mappedPages) mapped(addr, bytes uint64, h cudadrv.MemHandle) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.bytes = bytes
+	m.at[addr] = h
+}
+
+// unmapped forgets the pages within a range.
+func (m *mappedPages) unmapped(addr, bytes uint64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.bytes == 0 {
+		return
+	}
+	for at := addr; at-addr < bytes; at += m.bytes {
+		delete(m.at, at)
+	}
+}
+
+// find returns the pages that a range of addresses lies in, side by side, and the
+// address of the first. There are none where the range is plain memory.
+func (m *mappedPages) find(addr, bytes uint64) (first, page uint64, handles []cudadrv.MemHandle) {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	if m.bytes == 0 || bytes == 0 {
+		return 0, 0, nil
+	}
+	first = addr &^ (m.bytes - 1)
+	for at := first; at < addr+bytes; at += m.bytes {
+		h, ok := m.at[at]
+		if !ok {
+			return 0, 0, nil
+		}
+		handles = append(handles, h)
+	}
+	return first, m.bytes, handles
+}

@@ -73,7 +73,8 @@ func (d *Device) EnablePeer(peer *Device) error {
 	if err := peer.Check("cuDeviceGetDefaultMemPool", r); err != nil {
 		return err
 	}
-	if err := peer.Check("cuMemPoolSetAccess", d.sys.sys.Driver.MemPoolSetAccess(pool, d.handle)); err != nil {
+	err = peer.DoRelaxed("cuMemPoolSetAccess", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemPoolSetAccess(pool, d.handle) })
+	if err != nil {
 		return err
 	}
 	peers.Store(peer, true)

@@ -138,6 +138,21 @@ func TestLendingIsInStreamOrder(t *testing.T) {
 	}
 }
 
+// A stream that happens to be idle orders nothing: the host did not wait for it.
+func TestLendingByLuck(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	a, b, e := r.stream(0), r.stream(0), r.event(0)
+	p := r.alloc(0, unit)
+	r.ok(r.lend(p, 512, a))
+	r.ok(r.fill(0, a, p, 1, 512))
+	r.do(0, func() cudadrv.Result { return r.drv.EventRecord(e, a) })
+	for r.m.running(e) {
+	}
+	r.ok(r.giveBack(p, 512, a))
+	require.Equal(t, cudadrv.ErrorLaunchFailed, r.lend(p, 512, b))
+	require.Contains(t, r.m.Explain(0), "race: MemLend")
+}
+
 // Who waited before a piece went back need not wait for that.
 func TestUnmapAfterReturn(t *testing.T) {
 	r := newRig(t, Config{Devices: 1})

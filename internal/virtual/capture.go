@@ -105,7 +105,7 @@ func (d *device) capturing() bool {
 // unsafeCalls has the calls that may wait for or change what captured streams use.
 // In the modes global and thread-local they spoil captures.
 var unsafeCalls = nameSet(`cuMemAlloc cuMemFree cuMemHostAlloc cuMemFreeHost cuMemHostRegister cuMemHostUnregister
-	cuMemPoolCreate cuMemPoolDestroy cuMemPoolGetAttribute cuMemPoolTrimTo
+	cuMemPoolCreate cuMemPoolDestroy cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
 	cuModuleLoadData cuModuleUnload cuCtxSynchronize cublasCreate`)
 
 // permits says whether the calling thread may make a call now. m.mu is held.

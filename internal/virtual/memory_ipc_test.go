@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/stretchr/testify/require"
@@ -60,8 +61,12 @@ func TestInterprocessMemory(t *testing.T) {
 		far, res := b.openHandle(1, h)
 		b.ok(res)
 		require.NotEqual(t, q, far)
-		s1 := b.stream(1)
-		b.ok(b.fill(1, s1, far, 5, 1))
+		s1, five := b.stream(1), uint32(5)
+		params := []unsafe.Pointer{unsafe.Pointer(&far), unsafe.Pointer(&five)}
+		f := b.function(1, store)
+		b.do(1, func() cudadrv.Result {
+			return b.drv.LaunchKernel(f, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, s1, unsafe.Pointer(&params[0]))
+		})
 		b.sync(1, s1)
 		require.Equal(t, byte(5), download[byte](b, 0, sb, q, 1)[0])
 
@@ -86,6 +91,9 @@ func TestInterprocessMemory(t *testing.T) {
 		a.do(0, func() cudadrv.Result { return a.drv.MemFree(p) })
 		_, res = newRig(t, Config{Devices: 1}).openHandle(0, h)
 		require.Equal(t, cudadrv.ErrorMapFailed, res, "it was freed")
+		a.alloc(0, n)
+		_, res = newRig(t, Config{Devices: 1}).openHandle(0, h)
+		require.Equal(t, cudadrv.ErrorMapFailed, res, "its descriptor is another's")
 	}
 }
 

@@ -69,6 +69,10 @@ func TestPoolCallsSpoilCaptures(t *testing.T) {
 			_, res := r.drv.MemPoolGetAttribute(pool, cudadrv.MemPoolAttrUsedCurrent)
 			return res
 		},
+		"threshold": func() cudadrv.Result {
+			return r.drv.MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReleaseThreshold, 1)
+		},
+		"access":   func() cudadrv.Result { return r.drv.MemPoolSetAccess(pool, 0) },
 		"trim":     func() cudadrv.Result { return r.drv.MemPoolTrimTo(pool, 0) },
 		"create":   func() cudadrv.Result { _, res := r.drv.MemPoolCreate(0); return res },
 		"register": func() cudadrv.Result { return r.drv.MemHostRegister(unsafe.Pointer(&mem[0]), 64, 0) },

@@ -2,6 +2,7 @@ package virtual
 
 import (
 	"os"
+	"runtime"
 	"testing"
 	"unsafe"
 
@@ -52,7 +53,7 @@ func (r *rig) freeBytes(dev int) (free uintptr) {
 
 // TestMappedMemoryIsStrict has uses of a reservation of which the first unit has
 // memory that device 0 may use, the second memory that nobody may, the third some
-// that may be read, and the fourth none.
+// that may be read, the fourth none, and the fifth again some that device 0 may use.
 func TestMappedMemoryIsStrict(t *testing.T) {
 	for name, c := range map[string]struct {
 		at, n uintptr
@@ -67,18 +68,20 @@ func TestMappedMemoryIsStrict(t *testing.T) {
 		"reading":         {at: 2 * unit, n: unit, read: true},
 		"unmapped":        {at: 3 * unit, n: 8, want: "nothing is mapped from byte 0 on"},
 		"into unmapped":   {at: 3*unit - 8, n: 16, read: true, want: "nothing is mapped from byte 8 on"},
-		"past the end":    {at: 4*unit - 8, n: 16, want: "runs 8 bytes past the end of the reservation"},
-		"behind the end":  {at: 4*unit + 8, n: 8, want: "8 bytes past the end of the reservation"},
+		"over unmapped":   {at: 3*unit - 8, n: unit + 16, read: true, want: "nothing is mapped from byte 8 on"},
+		"past the end":    {at: 5*unit - 8, n: 16, want: "runs 8 bytes past the end of the reservation"},
+		"behind the end":  {at: 5*unit + 8, n: 8, want: "8 bytes past the end of the reservation"},
 		"of other device": {at: 0, n: 8, dev: 1, want: "gave device 1 no right to write"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, Config{Devices: 2})
-			s, p := r.stream(c.dev), r.reserve(0, 4)
+			s, p := r.stream(c.dev), r.reserve(0, 5)
 			r.mapped(0, p, 1, 0)
+			r.mapped(0, p+4*unit, 1, 0)
 			r.mapped(0, p+unit, 1)
 			r.mapped(0, p+2*unit, 1)
 			r.do(0, func() cudadrv.Result { return r.drv.MemSetAccess(p+2*unit, unit, cudadrv.MemAccessRead, 0) })
-			q := r.alloc(c.dev, unit)
+			q := r.alloc(c.dev, 2*unit)
 			r.do(c.dev, func() cudadrv.Result {
 				if c.read {
 					return r.drv.MemcpyDtoDAsync(q, p+cudadrv.DevicePtr(c.at), c.n, s)
@@ -164,9 +167,13 @@ func TestPhysicalMemoryLeavesNoFiles(t *testing.T) {
 // Who unmaps memory has waited for what uses it. What still runs does no harm.
 func TestUnmapRacesWithUse(t *testing.T) {
 	r := newRig(t, Config{Devices: 1})
-	s, p := r.stream(0), r.reserve(0, 2)
+	s, p, alias := r.stream(0), r.reserve(0, 2), r.reserve(0, 1)
 	r.mapped(0, p, 1, 0)
-	r.mapped(0, p+unit, 1, 0)
+	h := r.physical(0, 1)
+	for _, at := range []cudadrv.DevicePtr{p + unit, alias} {
+		r.do(0, func() cudadrv.Result { return r.drv.MemMap(at, unit, 0, h) })
+		r.do(0, func() cudadrv.Result { return r.drv.MemSetAccess(at, unit, cudadrv.MemAccessReadWrite, 0) })
+	}
 	r.ok(r.fill(0, s, p, 1, unit))
 	r.sync(0, s)
 	r.do(0, func() cudadrv.Result { return r.drv.MemUnmap(p, unit) })
@@ -190,6 +197,8 @@ func TestUnmapRacesWithUse(t *testing.T) {
 	r.do(0, func() cudadrv.Result { return r.drv.MemAddressFree(p, 2*unit) })
 	close(gate)
 	<-done
+	other, _ := r.m.find(alias)
+	require.NotEqual(t, byte(9), other.data[0], "it went nowhere")
 	require.Len(t, r.m.Reports(), 1)
 	require.Contains(t, r.m.Reports()[0], "unmapped 2097152 bytes")
 	require.Contains(t, r.m.Reports()[0], "has not waited for kernel late")
@@ -220,6 +229,82 @@ func TestRaceThroughAlias(t *testing.T) {
 		require.Equal(t, cudadrv.ErrorLaunchFailed, res)
 		require.Contains(t, r.m.Explain(0), "the physical memory of 2097152 bytes of device 0")
 	}
+}
+
+// What another machine made and sent is not counted here, shows poison where nothing
+// was written, and is one memory however often it comes.
+func TestImportedMemory(t *testing.T) {
+	a, b := newRig(t, Config{Devices: 1}), newRig(t, Config{Devices: 1})
+	h := a.physical(0, 1)
+	var fd int32
+	a.do(0, func() (res cudadrv.Result) {
+		fd, res = a.drv.MemExportToShareableHandle(h, cudadrv.MemHandlePosixFD)
+		return res
+	})
+	f := os.NewFile(uintptr(fd), "physical memory")
+	defer f.Close()
+	whole, p := b.freeBytes(0), b.reserve(0, 2)
+	for i := range cudadrv.DevicePtr(2) {
+		var in cudadrv.MemHandle
+		b.do(0, func() (res cudadrv.Result) {
+			in, res = b.drv.MemImportFromShareableHandle(fd, cudadrv.MemHandlePosixFD)
+			return res
+		})
+		b.do(0, func() cudadrv.Result { return b.drv.MemMap(p+i*unit, unit, 0, in) })
+		b.do(0, func() cudadrv.Result {
+			return b.drv.MemSetAccess(p+i*unit, unit, cudadrv.MemAccessReadWrite, 0)
+		})
+		b.do(0, func() cudadrv.Result { return b.drv.MemRelease(in) })
+	}
+	require.Equal(t, whole, b.freeBytes(0))
+	x, y := b.stream(0), b.stream(0)
+	for _, v := range download[float32](b, 0, x, p+unit-64, 16) {
+		require.True(t, v != v, "not a NaN")
+	}
+	b.ok(b.fill(0, x, p, 3, 8))
+	b.sync(0, x)
+	b.do(0, func() cudadrv.Result { return b.drv.MemUnmap(p, unit) })
+	require.Equal(t, whole, b.freeBytes(0))
+	b.mapped(0, p, 1, 0)
+	require.Equal(t, whole-unit, b.freeBytes(0))
+	require.Equal(t, byte(3), download[byte](b, 0, x, p+unit, 1)[0])
+	b.do(0, func() cudadrv.Result { return b.drv.MemUnmap(p, unit) })
+	var in cudadrv.MemHandle
+	b.do(0, func() (res cudadrv.Result) {
+		in, res = b.drv.MemImportFromShareableHandle(fd, cudadrv.MemHandlePosixFD)
+		return res
+	})
+	b.do(0, func() cudadrv.Result { return b.drv.MemMap(p, unit, 0, in) })
+	b.do(0, func() cudadrv.Result { return b.drv.MemSetAccess(p, unit, cudadrv.MemAccessReadWrite, 0) })
+	b.ok(b.fill(0, x, p, 1, 8))
+	b.ok(b.fill(0, y, p+unit, 1, 8))
+	require.Equal(t, cudadrv.ErrorLaunchFailed, b.on(0, b.drv.CtxSynchronize), "a race through two imports")
+}
+
+// Memory that a running kernel uses stays mapped, whatever becomes of the context.
+func TestResetWhileKernelRuns(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	s, p := r.stream(0), r.alloc(0, unit)
+	begun, gate, done := make(chan bool), make(chan bool), make(chan bool)
+	f := r.function(0, Kernel{Name: "late", Params: []Param{PtrParam}, Func: func(k *KernelCall) {
+		b := k.Write(k.Ptr(0), unit)
+		close(begun)
+		<-gate
+		fill(b, 9)
+		close(done)
+	}})
+	params := []unsafe.Pointer{unsafe.Pointer(&p)}
+	r.do(0, func() cudadrv.Result {
+		return r.drv.LaunchKernel(f, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, s, unsafe.Pointer(&params[0]))
+	})
+	<-begun
+	r.ok(r.drv.DevicePrimaryCtxRelease(0))
+	for range 3 {
+		runtime.GC()
+		runtime.Gosched()
+	}
+	close(gate)
+	<-done
 }
 
 func TestResetTakesMappings(t *testing.T) {

@@ -9,6 +9,9 @@
 //     report names;
 //   - new and freed memory is poisoned, and its addresses are no host addresses
 //     and are never given out twice;
+//   - an allocator that divides blocks can say which pieces it has given out
+//     (cudadrv.Auditor), and a use of any other byte is found, too;
+//   - memory is unmapped and closed only when the host has waited for its uses;
 //   - two operations that touch the same bytes without an order between their
 //     streams, one of them writing, are reported and lose the device;
 //   - ranks that issue different collectives are told which two differ.

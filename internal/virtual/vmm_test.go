@@ -243,13 +243,18 @@ func TestImportedMemory(t *testing.T) {
 	})
 	f := os.NewFile(uintptr(fd), "physical memory")
 	defer f.Close()
-	whole, p := b.freeBytes(0), b.reserve(0, 2)
-	for i := range cudadrv.DevicePtr(2) {
-		var in cudadrv.MemHandle
+	receive := func() (in cudadrv.MemHandle) {
 		b.do(0, func() (res cudadrv.Result) {
 			in, res = b.drv.MemImportFromShareableHandle(fd, cudadrv.MemHandlePosixFD)
 			return res
 		})
+		return in
+	}
+	whole, p, in := b.freeBytes(0), b.reserve(0, 2), receive()
+	b.do(0, func() cudadrv.Result { return b.drv.MemRelease(in) })
+	require.Equal(t, whole, b.freeBytes(0))
+	for i := range cudadrv.DevicePtr(2) {
+		in := receive()
 		b.do(0, func() cudadrv.Result { return b.drv.MemMap(p+i*unit, unit, 0, in) })
 		b.do(0, func() cudadrv.Result {
 			return b.drv.MemSetAccess(p+i*unit, unit, cudadrv.MemAccessReadWrite, 0)
@@ -269,11 +274,7 @@ func TestImportedMemory(t *testing.T) {
 	require.Equal(t, whole-unit, b.freeBytes(0))
 	require.Equal(t, byte(3), download[byte](b, 0, x, p+unit, 1)[0])
 	b.do(0, func() cudadrv.Result { return b.drv.MemUnmap(p, unit) })
-	var in cudadrv.MemHandle
-	b.do(0, func() (res cudadrv.Result) {
-		in, res = b.drv.MemImportFromShareableHandle(fd, cudadrv.MemHandlePosixFD)
-		return res
-	})
+	in = receive()
 	b.do(0, func() cudadrv.Result { return b.drv.MemMap(p, unit, 0, in) })
 	b.do(0, func() cudadrv.Result { return b.drv.MemSetAccess(p, unit, cudadrv.MemAccessReadWrite, 0) })
 	b.ok(b.fill(0, x, p, 1, 8))

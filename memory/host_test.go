@@ -2,6 +2,7 @@ package memory
 
 import (
 	"math/rand/v2"
+	"runtime"
 	"testing"
 	"time"
 	"unsafe"
@@ -201,6 +202,8 @@ func TestHostLeavesCapturesAlone(t *testing.T) {
 		l.close()
 		pool := PrivatePool()
 		g := &fakeGraph{}
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
 		require.NoError(t, s.BeginCapture(0, g, pool))
 		other, l, err := h.take(devs[0], 64)
 		require.NoError(t, err)

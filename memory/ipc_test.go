@@ -377,7 +377,7 @@ func TestIPCCollectAfterCapture(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, x.Close())
 	pool, g := PrivatePool(), &fakeGraph{}
-	require.NoError(t, a.BeginCapture(0, g, pool))
+	require.NoError(t, a.BeginCapture(cudadrv.CaptureRelaxed, g, pool))
 	require.NoError(t, y.Close())
 	require.Zero(t, freed.Load())
 	require.Error(t, IPCCollect(a.Device()))

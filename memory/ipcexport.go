@@ -141,6 +141,7 @@ func (e *ipcExport) keep() bool {
 		return true
 	}
 	e.server.remove(e)
+	_ = e.event.Close() // an event that is not destroyed costs nobody anything
 	return false
 }
 

@@ -53,7 +53,7 @@ func (allocator) Free(s *stream.Stream, ptr uint64, bytes int) error {
 	}
 	dev := s.Device()
 	// ncclMemFree unmaps the memory at once, whatever uses it.
-	err := dev.Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.Raw()) })
+	err := dev.DoRelaxed("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.Raw()) })
 	if err == nil || dev.Err() != nil { // a lost device uses nothing
 		err = call(dev, "ncclMemFree", func(api ncclapi.API) ncclapi.Result { return api.MemFree(cudadrv.DevicePtr(ptr)) })
 	}

@@ -171,14 +171,19 @@ func (b *Buffer) Close() error {
 	if !b.owner.Close() || b.export.keep() {
 		return nil
 	}
+	return b.giveBack()
+}
+
+// giveBack gives up the memory and the streams. b.mu is held.
+func (b *Buffer) giveBack() error {
+	if b.foreign != nil {
+		return errors.Join(b.foreign(), b.release())
+	}
 	return errors.Join(b.free(), b.release())
 }
 
 // free gives the memory back. b.mu is held.
 func (b *Buffer) free() error {
-	if b.foreign != nil {
-		return b.foreign()
-	}
 	if b.block != nil {
 		return b.block.segment.pool.free(b.block, len(b.users) > 0)
 	}

@@ -18,6 +18,10 @@
 // stream, order the two by an event, and call RecordStream so that Close frees
 // it only when the other stream is past it. Package comm does so by itself.
 //
+// Pinned host memory (MakePinned, PinSlice) may be closed while copies from or to
+// it are on their way. Slice.IPCHandle and OpenIPC share device memory with other
+// processes of the host. An Allocator is where device memory comes from.
+//
 // Concurrency: slices may be copied and used by several goroutines; what they
 // enqueue is ordered by the streams, not by the package.
 package memory

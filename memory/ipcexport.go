@@ -171,5 +171,5 @@ func (e *ipcExport) finish() (done bool, err error) {
 	if err := b.refuseCapture(); err != nil {
 		return false, err
 	}
-	return true, errors.Join(b.free(), b.release(), e.event.Close())
+	return true, errors.Join(b.giveBack(), e.event.Close())
 }

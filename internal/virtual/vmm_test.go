@@ -161,7 +161,7 @@ func TestPhysicalMemoryLeavesNoFiles(t *testing.T) {
 		r.mapped(0, p, 1)
 		r.do(0, func() cudadrv.Result { return r.drv.MemUnmap(p, unit) })
 	}
-	require.InDelta(t, before, openFiles(t), 50)
+	require.Less(t, openFiles(t), before+50) // the collector may have closed some of other tests
 }
 
 // Who unmaps memory has waited for what uses it. What still runs does no harm.

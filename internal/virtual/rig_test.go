@@ -23,6 +23,7 @@ func newRig(t *testing.T, cfg Config) *rig {
 	require.NoError(t, err)
 	t.Logf("seed %#x", m.Seed())
 	r := &rig{t: t, m: m, drv: m.Driver()}
+	t.Cleanup(func() { runtime.KeepAlive(m) }) // or its memory may go while others have it open
 	r.ok(r.drv.Init())
 	for i := range cfg.Devices {
 		ctx, res := r.drv.DevicePrimaryCtxRetain(cudadrv.Device(i))

@@ -1,0 +1,97 @@
+package alloc
+
+import (
+	"errors"
+	"fmt"
+)
+
+// ErrClosed is the error of an allocation from a pool that was closed.
+var ErrClosed = errors.New("the memory pool was closed")
+
+// A NoMemoryError says that nothing on the ladder found memory. It matches
+// ErrNoMemory.
+type NoMemoryError struct {
+	Requested uint64 // bytes
+	Wanted    uint64 // bytes that the driver was asked for; 0 if no driver could have them
+	Allocated uint64 // bytes that callers have
+	Private   uint64 // of these, in other pools than the default one
+	Reserved  uint64 // bytes that were taken from the driver
+	Largest   uint64 // bytes of the largest free block of the stream
+	Limit     uint64 // of Reserved, or 0
+}
+
+func (e *NoMemoryError) Error() string {
+	return fmt.Sprintf("%d bytes wanted, %d allocated, %d reserved: %v", e.Requested, e.Allocated, e.Reserved, ErrNoMemory)
+}
+
+// Unwrap returns ErrNoMemory.
+func (e *NoMemoryError) Unwrap() error { return ErrNoMemory }
+
+// noMemory describes what there is. growth is held.
+func (a *Arena) noMemory(s *Settings, k kind, size uint64) *NoMemoryError {
+	d := a.device
+	e := &NoMemoryError{Requested: size, Wanted: s.segment(size), Reserved: d.reserved}
+	if d.limit != ^uint64(0) {
+		e.Limit = d.limit
+	}
+	domains := d.lockAll()
+	defer unlock(domains)
+	for _, dom := range domains {
+		e.Allocated += uint64(dom.meter.r[AllocatedBytes][both].now)
+		e.Private += uint64(dom.meter.r[AllocatedBytes][both].now)
+	}
+	for _, o := range d.def.arenas {
+		e.Private -= uint64(o.domain.meter.r[AllocatedBytes][both].now)
+	}
+	a.shelves[k].each(func(b *block) { e.Largest = max(e.Largest, b.size) })
+	return e
+}
+
+// A SourceError is an address of a Source that cannot be one.
+type SourceError struct{ Addr, Bytes uint64 }
+
+func (e *SourceError) Error() string {
+	return fmt.Sprintf("the allocator gave %d bytes at %#x: want an address below %#x and a multiple of %d", e.Bytes, e.Addr, addressEnd, unit)
+}
+
+// A PointerError is an address that was given where one that was allocated and
+// not yet freed is wanted.
+type PointerError struct {
+	Addr   uint64
+	Within uint64 // where the block begins that it lies in, or 0
+	Size   uint64 // of that block
+	Used   bool   // that block is allocated
+	Stack  *Stack // where it was allocated last, if that was recorded
+	Freed  *Stack // where it was freed last
+}
+
+func (e *PointerError) Error() string {
+	switch {
+	case e.Within == 0:
+		return fmt.Sprintf("%#x is no memory of this allocator: it was never allocated here, or was freed and went back to the driver", e.Addr)
+	case e.Used:
+		return fmt.Sprintf("%#x lies in the block of %d bytes at %#x and is not its beginning", e.Addr, e.Size, e.Within)
+	}
+	return fmt.Sprintf("%#x was freed before: it lies in a free block of %d bytes at %#x", e.Addr, e.Size, e.Within)
+}
+
+// foreign explains an address that no caller has.
+func (d *Device) foreign(addr uint64) error {
+	err := &PointerError{Addr: addr}
+	if p := d.table.page(addr); p != nil {
+		dom := p.segment.domain
+		dom.mu.Lock()
+		if b := p.segment.holding(addr); b != nil {
+			err.Within, err.Size, err.Used, err.Stack = b.addr, b.size, b.state == used, b.stack
+		}
+		dom.mu.Unlock()
+	}
+	if h := d.history.Load(); h != nil {
+		alloc, freed := h.last(addr)
+		if err.Stack == nil {
+			err.Stack = alloc
+		}
+		err.Freed = freed
+	}
+	return err
+}

@@ -1,0 +1,201 @@
+package alloc
+
+import "errors"
+
+// grow is Alloc where no free block suits. It returns a block that is on no shelf,
+// with the domain locked.
+func (a *Arena) grow(s *Settings, k kind, size uint64) (*block, error) {
+	d := a.device
+	if d.cfg.Low != nil {
+		d.cfg.Low()
+	}
+	d.growth.Lock()
+	defer d.growth.Unlock()
+	if a.pool.closed.Load() {
+		return nil, ErrClosed
+	}
+	for _, step := range ladder {
+		b, err := step(a, s, k, size)
+		if b != nil || err != nil {
+			return b, err
+		}
+	}
+	d.ooms.Add(1)
+	left := uint64(0)
+	if d.cfg.Free != nil {
+		left = d.cfg.Free()
+	}
+	d.note(ActionOOM, left, size, a, nil)
+	return nil, a.noMemory(s, k, size)
+}
+
+// A step tries to find a block, and locks the domain if it does. growth is held.
+type step func(a *Arena, s *Settings, k kind, size uint64) (*block, error)
+
+// ladder is what is tried, in this order: what costs the stream nothing, then the
+// driver, then what makes others wait.
+var ladder []step
+
+func init() {
+	ladder = []step{
+		(*Arena).afterCollecting,
+		(*Arena).afterCollectingGarbage,
+		(*Arena).fromSpare,
+		(*Arena).afterReleasingLarger,
+		(*Arena).afterClaiming,
+		(*Arena).afterReleasingAll,
+	}
+}
+
+// lookAgain searches with the domain locked, and unlocks it in vain.
+func (a *Arena) lookAgain(s *Settings, k kind, size uint64) *block {
+	b := a.find(s, k, size)
+	if b == nil {
+		a.device.leave(a.domain)
+	}
+	return b
+}
+
+// afterCollecting uses what other streams are done with by now. Another goroutine
+// may have taken memory meanwhile, too.
+func (a *Arena) afterCollecting(s *Settings, k kind, size uint64) (*block, error) {
+	a.domain.mu.Lock()
+	a.collect(true)
+	return a.lookAgain(s, k, size), nil
+}
+
+func (a *Arena) afterCollectingGarbage(s *Settings, k kind, size uint64) (*block, error) {
+	d := a.device
+	if s.GarbageThreshold > 0 && d.limit != ^uint64(0) {
+		if over := int64(d.reserved) - int64(s.GarbageThreshold*float64(d.limit)); over > 0 {
+			if err := d.collectGarbage(uint64(over)); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return a.fromDriver(s, k, size)
+}
+
+// fromDriver takes a new segment, or new pages.
+func (a *Arena) fromDriver(s *Settings, k kind, size uint64) (*block, error) {
+	if s.Expandable && a.expands() {
+		b, err := a.expand(s, k, size)
+		if b != nil || err != nil && !errors.Is(err, errNoAddresses) {
+			return b, orNothing(err)
+		}
+	}
+	return a.fromSource(s, k, size)
+}
+
+// orNothing lets the next step try where there is no memory.
+func orNothing(err error) error {
+	if errors.Is(err, ErrNoMemory) {
+		return nil
+	}
+	return err
+}
+
+func (a *Arena) fromSource(s *Settings, k kind, size uint64) (*block, error) {
+	d := a.device
+	n := s.segment(size)
+	if !d.allows(n) {
+		return nil, nil
+	}
+	stack := d.stackOf()
+	addr, err := a.pool.source.Alloc(a.stream, n)
+	if err != nil {
+		return nil, orNothing(err)
+	}
+	if addr+n > addressEnd || addr%unit != 0 {
+		return nil, errors.Join(&SourceError{addr, n}, a.pool.source.Free(a.stream, addr, n))
+	}
+	d.serial++
+	a.domain.mu.Lock()
+	seg := newSegment(a, k, addr, n, d.serial)
+	seg.stack = stack
+	a.segments = append(a.segments, seg)
+	d.table.add(seg, addr, n)
+	a.took(k, n, 1)
+	if n >= s.MaxSplit {
+		d.oversize.up(&d.oversize.segments)
+	}
+	d.note(ActionSegmentAlloc, addr, n, a, stack)
+	if a.pool.watch != nil {
+		a.pool.watch(addr, n, true)
+	}
+	return seg.first, nil
+}
+
+// allows says whether n bytes more may be taken from the driver.
+func (d *Device) allows(n uint64) bool { return d.reserved+n >= n && d.reserved+n <= d.limit }
+
+// took counts n bytes from the driver, of so many segments. The domain is locked.
+func (a *Arena) took(k kind, n uint64, segments int64) {
+	d := a.device
+	d.reserved += n
+	d.taken.Add(1)
+	a.domain.meter.up(k, ReservedBytes, int64(n))
+	a.domain.meter.up(k, Segments, segments)
+}
+
+// gave undoes took.
+func (a *Arena) gave(k kind, n uint64, segments int64) {
+	d := a.device
+	d.reserved -= n
+	d.given.Add(1)
+	a.domain.meter.down(k, ReservedBytes, int64(n))
+	a.domain.meter.down(k, Segments, segments)
+}
+
+// fromSpare looks into the pools that others may take from when they have nothing.
+func (a *Arena) fromSpare(s *Settings, k kind, size uint64) (*block, error) {
+	if a.pool != a.device.def {
+		return nil, nil
+	}
+	for _, p := range a.device.pools {
+		if !p.spare || p.closed.Load() {
+			continue
+		}
+		o := p.arenaOf(a.stream)
+		o.domain.mu.Lock()
+		if b := o.lookAgain(s, k, size); b != nil {
+			return b, nil
+		}
+		if b, err := o.fromDriver(s, k, size); b != nil || err != nil {
+			return b, err
+		}
+	}
+	return nil, nil
+}
+
+// afterReleasingLarger frees blocks of this stream that are too large to be split.
+func (a *Arena) afterReleasingLarger(s *Settings, k kind, size uint64) (*block, error) {
+	if k != large || s.MaxSplit == ^uint64(0) {
+		return nil, nil
+	}
+	if err := a.releaseLarger(max(size, s.MaxSplit)); err != nil {
+		return nil, err
+	}
+	return a.fromDriver(s, k, size)
+}
+
+// afterClaiming lets the stream wait for those that may still use what it needs.
+func (a *Arena) afterClaiming(s *Settings, k kind, size uint64) (*block, error) {
+	a.domain.mu.Lock()
+	a.claim()
+	return a.lookAgain(s, k, size), nil
+}
+
+// afterReleasingAll gives back all that no one has, of every stream, which may free
+// blocks of this one too.
+func (a *Arena) afterReleasingAll(s *Settings, k kind, size uint64) (*block, error) {
+	if err := a.device.releaseAll(); err != nil {
+		return nil, err
+	}
+	a.device.retries.Add(1)
+	a.domain.mu.Lock()
+	if b := a.lookAgain(s, k, size); b != nil {
+		return b, nil
+	}
+	return a.fromDriver(s, k, size)
+}

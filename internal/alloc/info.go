@@ -1,0 +1,166 @@
+package alloc
+
+import (
+	"cmp"
+	"slices"
+)
+
+// Counts are the statistics that are no gauges.
+type Counts struct {
+	Retries, OutOfMemory, Syncs, Taken, Given int64
+	OversizeBlocks, OversizeSegments          Stat
+}
+
+// Counts returns the statistics that are no gauges.
+func (d *Device) Counts() Counts {
+	d.oversize.mu.Lock()
+	defer d.oversize.mu.Unlock()
+	return Counts{
+		Retries: d.retries.Load(), OutOfMemory: d.ooms.Load(), Syncs: d.syncs.Load(), Taken: d.taken.Load(), Given: d.given.Load(),
+		OversizeBlocks: d.oversize.blocks, OversizeSegments: d.oversize.segments,
+	}
+}
+
+// A SegmentInfo describes a segment, or a part of an expandable one that has
+// memory.
+type SegmentInfo struct {
+	Addr       uint64
+	Size       uint64
+	Small      bool
+	Expandable bool
+	Stream     uint64
+	Pool       PoolID
+	Stack      *Stack
+	Blocks     []BlockInfo // side by side, from Addr to Addr+Size
+}
+
+// A BlockInfo describes a block.
+type BlockInfo struct {
+	Addr      uint64
+	Size      uint64
+	Requested uint64
+	Used      bool // somebody has it
+	Pending   bool // it was freed, but streams may still use it
+	Stack     *Stack
+}
+
+// Segments describes what there is, by address. Each arena is described at one
+// moment, different ones at different moments, so that no stream waits for all.
+func (d *Device) Segments() (list []SegmentInfo) {
+	d.growth.Lock()
+	defer d.growth.Unlock()
+	for _, p := range d.pools {
+		list = append(list, p.segments()...)
+	}
+	slices.SortFunc(list, func(x, y SegmentInfo) int { return cmp.Compare(x.Addr, y.Addr) })
+	return list
+}
+
+// Segments describes what the pool has.
+func (p *Pool) Segments() []SegmentInfo {
+	p.device.growth.Lock()
+	defer p.device.growth.Unlock()
+	return p.segments()
+}
+
+func (p *Pool) segments() (list []SegmentInfo) {
+	for _, a := range p.arenas {
+		a.domain.mu.Lock()
+		for _, s := range a.segments {
+			list = append(list, s.info()...)
+		}
+		for _, s := range a.spans {
+			if s != nil {
+				list = append(list, s.info()...)
+			}
+		}
+		a.domain.mu.Unlock()
+	}
+	return list
+}
+
+// info describes a segment by its parts that have memory.
+func (s *segment) info() (list []SegmentInfo) {
+	for b := s.first; b != nil; b = b.next {
+		if b.unmapped {
+			continue
+		}
+		if b.prev == nil || b.prev.unmapped {
+			i := SegmentInfo{Addr: b.addr, Small: s.kind == small, Expandable: s.span != nil, Pool: s.home.pool.id, Stack: s.stack}
+			if s.home.stream != nil {
+				i.Stream = s.home.stream.Number()
+			}
+			list = append(list, i)
+		}
+		part := &list[len(list)-1]
+		part.Size += b.size
+		part.Blocks = append(part.Blocks, BlockInfo{
+			Addr: b.addr, Size: b.size, Requested: b.requested, Used: b.state == used, Pending: b.state == pending, Stack: b.stack,
+		})
+	}
+	return list
+}
+
+// History returns what was recorded, in the order of time, and ends it with the
+// entry that says so.
+func (d *Device) History() []Entry {
+	h := d.history.Load()
+	if h == nil {
+		return nil
+	}
+	d.note(ActionSnapshot, 0, uint64(d.Read(ActiveBytes).All.Current), nil, nil)
+	return h.list()
+}
+
+// Reserved returns the bytes that the pool has of the driver.
+func (p *Pool) Reserved() uint64 {
+	n := uint64(0)
+	for _, s := range p.Segments() {
+		n += s.Size
+	}
+	return n
+}
+
+// Allocated returns the bytes of the pool that somebody has.
+func (p *Pool) Allocated() uint64 {
+	n := uint64(0)
+	for _, s := range p.Segments() {
+		for _, b := range s.Blocks {
+			if b.Used {
+				n += b.Size
+			}
+		}
+	}
+	return n
+}
+
+// A Location is where a block lies.
+type Location struct {
+	Segment    uint64 // the address of the segment
+	SegmentLen uint64
+	Block      uint64 // the address of the block
+	Size       uint64
+	Pages      []PageAt // of an expandable segment: those that the block lies in, in order
+	Pool       PoolID
+}
+
+// A PageAt is a page and where it is mapped.
+type PageAt struct{ Addr, Page uint64 }
+
+// Locate finds the used block that addr lies in.
+func (d *Device) Locate(addr uint64) (Location, error) {
+	dom, b := d.find(addr)
+	if b == nil {
+		return Location{}, d.foreign(addr)
+	}
+	defer dom.mu.Unlock()
+	s := b.segment
+	l := Location{Segment: s.addr, SegmentLen: s.size, Block: b.addr, Size: b.size, Pool: s.home.pool.id}
+	if s.span != nil {
+		size := d.cfg.Pages.PageSize()
+		for at := b.addr / size * size; at < b.addr+b.size; at += size {
+			l.Pages = append(l.Pages, PageAt{at, s.span.pages[at]})
+		}
+	}
+	return l, nil
+}

@@ -1,0 +1,210 @@
+package alloc
+
+import (
+	"slices"
+	"sync/atomic"
+)
+
+// A PoolID is torch's name of a pool: {0, 0} is the default one, {n, 0} a pool of
+// graphs, {0, n} a caller's.
+type PoolID [2]uint64
+
+// A Pool has the memory of one purpose: it is never given to another, and all of
+// it goes back when the pool is closed.
+type Pool struct {
+	device  *Device
+	id      PoolID
+	source  Source
+	noSplit bool
+	spare   bool // others may take from it before they run out of memory
+	closed  atomic.Bool
+	watch   func(addr, bytes uint64, taken bool)
+
+	// Of a pool of graphs: all arenas share one lock, and base has what any of
+	// their streams may take, which is all that is free when a capture begins.
+	domain    *domain
+	base      *Arena
+	capturing bool // guarded by the domain
+
+	arenas  []*Arena // guarded by the device's growth
+	orphans []*Arena // of them, those whose stream has ended
+}
+
+// PoolConfig are the properties of a pool.
+type PoolConfig struct {
+	ID      PoolID
+	Source  Source // nil is the device's
+	NoSplit bool   // blocks are whole segments
+	Spare   bool   // others may take from it before they run out of memory
+	// Graphs makes a pool for captures: see Pool.Rejoin.
+	Graphs bool
+	// Watch is called when the pool takes a segment or gives one back. It may be
+	// nil, and must not use the allocator.
+	Watch func(addr, bytes uint64, taken bool)
+}
+
+// NewPool adds a pool.
+func (d *Device) NewPool(cfg PoolConfig) *Pool {
+	d.growth.Lock()
+	defer d.growth.Unlock()
+	return d.newPool(cfg)
+}
+
+func (d *Device) newPool(cfg PoolConfig) *Pool {
+	if cfg.Source == nil {
+		cfg.Source = d.cfg.Source
+	}
+	p := &Pool{device: d, id: cfg.ID, source: cfg.Source, noSplit: cfg.NoSplit, spare: cfg.Spare, watch: cfg.Watch}
+	if cfg.Graphs {
+		p.domain = d.newDomain()
+		p.base = p.newArena(nil)
+	}
+	d.pools = append(d.pools, p)
+	return p
+}
+
+// ID returns the pool's name.
+func (p *Pool) ID() PoolID { return p.id }
+
+// Arena returns the arena for a stream of which the pool has none yet: a new one,
+// or that of a stream that has ended.
+func (p *Pool) Arena(s Stream) (*Arena, error) {
+	d := p.device
+	d.growth.Lock()
+	defer d.growth.Unlock()
+	if n := len(p.orphans); n > 0 {
+		a := p.orphans[n-1]
+		if err := s.Wait(a.ended); err != nil {
+			return nil, err
+		}
+		p.orphans = p.orphans[:n-1]
+		a.adopt(s)
+		return a, nil
+	}
+	return p.newArena(s), nil
+}
+
+func (p *Pool) newArena(s Stream) *Arena {
+	dom := p.domain
+	if dom == nil {
+		dom = p.device.newDomain()
+	}
+	a := &Arena{device: p.device, pool: p, domain: dom, stream: s}
+	a.audits = p.device.cfg.Auditor != nil && p.domain == nil
+	p.arenas = append(p.arenas, a)
+	return a
+}
+
+func (a *Arena) adopt(s Stream) {
+	a.domain.mu.Lock()
+	a.ended.Close()
+	a.stream, a.ended = s, nil
+	a.domain.mu.Unlock()
+}
+
+// Orphan tells that the arena's stream ends. Blocks that callers still have may be
+// freed later; they must be used no more then.
+func (a *Arena) Orphan() error {
+	e, err := a.stream.Record()
+	if err != nil || e == nil {
+		return err // nobody adopts the arena, but its memory is found when it is short
+	}
+	d := a.device
+	d.growth.Lock()
+	defer d.growth.Unlock()
+	a.domain.mu.Lock()
+	a.stream, a.ended = nil, e
+	a.domain.mu.Unlock()
+	a.pool.orphans = append(a.pool.orphans, a)
+	return nil
+}
+
+// sync waits until the stream has done all that it does with the arena's memory.
+func (a *Arena) sync() error {
+	switch {
+	case a.stream != nil:
+		return a.stream.Sync()
+	case a.ended != nil:
+		return a.ended.Sync()
+	}
+	return nil
+}
+
+// Begin tells that a capture begins: until Rejoin what a stream frees is for that
+// stream alone.
+func (p *Pool) Begin() {
+	p.domain.mu.Lock()
+	p.capturing = true
+	p.domain.mu.Unlock()
+}
+
+// Rejoin tells that the capture has ended and makes all that is free usable by
+// every stream: the graphs of one pool run one after another, so that what one
+// capture freed on a stream is nothing to the next.
+func (p *Pool) Rejoin() {
+	d := p.device
+	d.growth.Lock()
+	defer d.growth.Unlock()
+	p.domain.mu.Lock()
+	p.capturing = false
+	for _, a := range p.arenas {
+		a.forgetUsers()
+		if a == p.base {
+			continue
+		}
+		for k := range a.shelves {
+			a.shelves[k].each(func(b *block) { p.base.take(b) })
+		}
+	}
+	d.leave(p.domain)
+}
+
+// forgetUsers frees what waits for streams of a capture that has ended.
+func (a *Arena) forgetUsers() {
+	for _, t := range slices.Concat(a.waiting.open, a.waiting.sealed) {
+		t.drop()
+		release(t.users)
+		for _, b := range t.blocks {
+			a.put(b)
+		}
+	}
+	a.waiting.open, a.waiting.sealed = nil, nil
+	for _, s := range a.segments {
+		for b := s.first; b != nil; b = b.next {
+			release(b.users)
+			b.users = nil
+		}
+	}
+}
+
+// take moves a free block from its arena's shelf to a's.
+func (a *Arena) take(b *block) {
+	k, m := b.segment.kind, &a.domain.meter
+	b.arena.shelves[k].remove(b)
+	b.arena = a
+	part := b.split()
+	whole, joined, _ := a.join(b)
+	a.shelves[k].add(whole)
+	m.change(k, InactiveSplit, -int64(joined))
+	if part && !whole.split() {
+		m.down(k, InactiveSplit, 1)
+		m.down(k, InactiveSplitBytes, int64(whole.size))
+	}
+}
+
+// arenaOf returns the arena of a stream. growth is held.
+func (p *Pool) arenaOf(s Stream) *Arena {
+	for _, a := range p.arenas {
+		if a.stream == s {
+			return a
+		}
+	}
+	return p.newArena(s)
+}
+
+// Close gives back what nobody has; the rest goes back when it is freed. Nothing
+// may be allocated from the pool any more.
+func (p *Pool) Close() error {
+	p.closed.Store(true)
+	return p.device.reclaim(p)
+}

@@ -1,0 +1,329 @@
+package alloc
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+)
+
+// A span is what an expandable segment has beside its blocks: pages of memory
+// that are mapped to some of its addresses. Where a block has none, it is called a
+// hole. When no free block suits, the place among free blocks and holes is chosen
+// that lacks the fewest pages, and these are taken from free blocks elsewhere
+// before new ones are made: pages move, so that almost nothing is lost to
+// fragments.
+type span struct {
+	pages map[uint64]uint64 // by address, those that are mapped
+	holes []*block
+	bytes uint64 // of the pages
+}
+
+// errNoAddresses says that there is no room for an expandable segment.
+var errNoAddresses = errors.New("no addresses left")
+
+// expands says whether the arena may have expandable segments.
+func (a *Arena) expands() bool {
+	return a.device.cfg.Pages != nil && a.pool.base == nil && a.pool.source == a.device.cfg.Source && !a.pool.noSplit
+}
+
+// spanOf returns the arena's expandable segment, with the domain locked.
+func (a *Arena) spanOf(k kind) (*segment, error) {
+	d := a.device
+	if s := a.spans[k]; s != nil {
+		a.domain.mu.Lock()
+		return s, nil
+	}
+	n := d.cfg.Pages.Reach()
+	addr, err := d.cfg.Pages.Reserve(n)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAddresses, err)
+	}
+	if addr+n > addressEnd {
+		return nil, errors.Join(errNoAddresses, d.cfg.Pages.Unreserve(addr, n))
+	}
+	d.serial++
+	a.domain.mu.Lock()
+	s := newSegment(a, k, addr, n, d.serial)
+	s.first.unmapped = true
+	s.span = &span{pages: map[uint64]uint64{}, holes: []*block{s.first}}
+	a.spans[k] = s
+	return s, nil
+}
+
+// expand is fromSource by pages.
+func (a *Arena) expand(s *Settings, k kind, size uint64) (*block, error) {
+	seg, err := a.spanOf(k)
+	if err != nil {
+		return nil, err
+	}
+	p := seg.place(size, a.device.cfg.Pages.PageSize())
+	if p == nil {
+		a.device.leave(a.domain)
+		return nil, errNoAddresses
+	}
+	if err := a.fill(seg, p); err != nil {
+		a.device.leave(a.domain)
+		return nil, err
+	}
+	return a.lookAgain(s, k, size), nil
+}
+
+// A place is addresses for a block: free ones, of which some pages are missing.
+type place struct {
+	lo, hi  uint64
+	missing []uint64 // in order
+}
+
+// place returns the place that lacks the fewest pages, or nil.
+func (s *segment) place(size, page uint64) (best *place) {
+	for _, h := range s.span.holes {
+		lo, hi := h.addr, h.addr+h.size
+		for b := h.prev; b != nil && b.state == free; b = b.prev {
+			lo = b.addr
+		}
+		for b := h.next; b != nil && b.state == free; b = b.next {
+			hi = b.addr + b.size
+		}
+		if hi-lo < size {
+			continue
+		}
+		for _, at := range [...]uint64{lo, hi - size} {
+			p := s.span.lacks(at, at+size, page)
+			if best == nil || len(p.missing) < len(best.missing) || len(p.missing) == len(best.missing) && p.lo < best.lo {
+				best = p
+			}
+		}
+	}
+	return best
+}
+
+func (s *span) lacks(lo, hi, page uint64) *place {
+	p := &place{lo: lo, hi: hi}
+	for at := lo / page * page; at < hi; at += page {
+		if _, ok := s.pages[at]; !ok {
+			p.missing = append(p.missing, at)
+		}
+	}
+	return p
+}
+
+// fill maps the pages that a place lacks. When that fails half-way, all is as
+// before, but that pages which nobody used may be gone.
+func (a *Arena) fill(seg *segment, p *place) error {
+	pages, err := a.gather(seg, p)
+	if err != nil {
+		return err
+	}
+	src := a.device.cfg.Pages
+	n := 0
+	for ; n < len(p.missing) && err == nil; n++ {
+		err = src.Map(p.missing[n], pages[n])
+	}
+	if err != nil {
+		n-- // the last one was not mapped
+	} else {
+		err = a.open(p.missing)
+	}
+	if err != nil {
+		for _, at := range p.missing[:n] {
+			err = errors.Join(err, src.Unmap(at, src.PageSize()))
+		}
+		return errors.Join(err, a.discard(seg.kind, pages))
+	}
+	for i, at := range p.missing {
+		a.mapped(seg, at, pages[i])
+	}
+	return nil
+}
+
+// open makes newly mapped pages usable, with one call for those side by side.
+func (a *Arena) open(at []uint64) error {
+	size := a.device.cfg.Pages.PageSize()
+	for i := 0; i < len(at); {
+		j := i + 1
+		for j < len(at) && at[j] == at[j-1]+size {
+			j++
+		}
+		if err := a.device.cfg.Pages.Open(at[i], uint64(j-i)*size); err != nil {
+			return err
+		}
+		i = j
+	}
+	return nil
+}
+
+// gather returns as many pages as a place lacks: of free blocks of the arena, and
+// new ones. All are counted as reserved.
+func (a *Arena) gather(seg *segment, p *place) ([]uint64, error) {
+	d := a.device
+	size := d.cfg.Pages.PageSize()
+	found, n := a.vacancies(p, len(p.missing))
+	fresh := len(p.missing) - n
+	if !d.allows(uint64(fresh) * size) {
+		return nil, ErrNoMemory
+	}
+	var pages []uint64
+	for range fresh {
+		page, err := d.cfg.Pages.Create()
+		if err != nil {
+			return nil, errors.Join(err, a.discard(seg.kind, pages))
+		}
+		pages = append(pages, page)
+		a.took(seg.kind, size, 0)
+	}
+	if n == 0 {
+		return pages, nil
+	}
+	if err := a.sync(); err != nil {
+		return nil, errors.Join(err, a.discard(seg.kind, pages))
+	}
+	for _, v := range found {
+		more, err := a.unmap(v)
+		if err != nil {
+			return nil, errors.Join(err, a.discard(seg.kind, pages))
+		}
+		m := &a.domain.meter // the pages change their kind
+		m.down(v.segment.kind, ReservedBytes, int64(v.bytes))
+		m.up(seg.kind, ReservedBytes, int64(v.bytes))
+		pages = append(pages, more...)
+	}
+	return pages, nil
+}
+
+// discard gives back pages that are mapped nowhere.
+func (a *Arena) discard(k kind, pages []uint64) error {
+	var errs []error
+	for _, page := range pages {
+		errs = append(errs, a.device.cfg.Pages.Release(page))
+		a.gave(k, a.device.cfg.Pages.PageSize(), 0)
+	}
+	return errors.Join(errs...)
+}
+
+// A vacancy is pages that lie in a free block.
+type vacancy struct {
+	segment *segment
+	block   *block
+	addr    uint64
+	bytes   uint64
+}
+
+// vacancies finds up to n pages that lie in free blocks and not in the place, from
+// the largest blocks on, and says how many.
+func (a *Arena) vacancies(p *place, n int) (list []vacancy, found int) {
+	size := a.device.cfg.Pages.PageSize()
+	var blocks []*block
+	for k := range a.shelves {
+		a.shelves[k].each(func(b *block) {
+			if b.segment.span != nil && b.size >= size && (p == nil || b.addr >= p.hi || b.addr+b.size <= p.lo) {
+				blocks = append(blocks, b)
+			}
+		})
+	}
+	slices.SortStableFunc(blocks, func(x, y *block) int { return cmp.Compare(y.size, x.size) })
+	for _, b := range blocks {
+		lo, hi := roundUp(b.addr, size), (b.addr+b.size)/size*size
+		if hi <= lo || found == n {
+			continue
+		}
+		pages := min(int((hi-lo)/size), n-found)
+		list = append(list, vacancy{b.segment, b, lo, uint64(pages) * size})
+		found += pages
+	}
+	return list, found
+}
+
+// mapped tells the books that a page is there now.
+func (a *Arena) mapped(s *segment, at, page uint64) {
+	size := a.device.cfg.Pages.PageSize()
+	s.span.pages[at] = page
+	s.span.bytes += size
+	a.device.table.add(s, at, size)
+	i := slices.IndexFunc(s.span.holes, func(h *block) bool { return at-h.addr < h.size })
+	b := s.span.holes[i]
+	s.span.holes = slices.Delete(s.span.holes, i, i+1)
+	before, b, behind := b.carve(at, size)
+	for _, h := range []*block{before, behind} {
+		if h != nil {
+			s.span.holes = append(s.span.holes, h)
+		}
+	}
+	b.unmapped = false
+	b, _, _ = a.join(b)
+	a.shelves[s.kind].add(b)
+	a.device.note(ActionSegmentMap, at, size, a, nil)
+}
+
+// unmap takes pages of a free block away, which nothing uses any more.
+func (a *Arena) unmap(v vacancy) (pages []uint64, err error) {
+	b, s, size := v.block, v.segment, a.device.cfg.Pages.PageSize()
+	if err := a.device.cfg.Pages.Unmap(v.addr, v.bytes); err != nil {
+		return nil, err
+	}
+	for at := v.addr; at < v.addr+v.bytes; at += size {
+		pages = append(pages, s.span.pages[at])
+		delete(s.span.pages, at)
+	}
+	s.span.bytes -= v.bytes
+	a.device.table.remove(s, v.addr, v.bytes)
+	a.shelves[s.kind].remove(b)
+	before, b, behind := b.carve(v.addr, v.bytes)
+	for _, r := range []*block{before, behind} {
+		if r != nil {
+			a.shelves[s.kind].add(r)
+		}
+	}
+	b.unmapped = true
+	s.span.holes = slices.DeleteFunc(s.span.holes, func(h *block) bool { return h == b.prev || h == b.next })
+	b, _, _ = a.join(b)
+	s.span.holes = append(s.span.holes, b)
+	a.device.note(ActionSegmentUnmap, v.addr, v.bytes, a, nil)
+	return pages, nil
+}
+
+// carve divides b into what lies before [at, at+n), that, and what lies behind; the
+// outer ones may be nil.
+func (b *block) carve(at, n uint64) (before, middle, behind *block) {
+	middle = b
+	if at > b.addr {
+		before, middle = b, b.cut(at-b.addr)
+	}
+	if middle.size > n {
+		behind = middle.cut(n)
+	}
+	return before, middle, behind
+}
+
+// shrink gives back the pages that lie in free blocks. growth is held.
+func (a *Arena) shrink() error {
+	a.domain.mu.Lock()
+	defer a.device.leave(a.domain)
+	if a.spans == [kinds]*segment{} {
+		return nil
+	}
+	found, n := a.vacancies(nil, math.MaxInt)
+	if n == 0 {
+		return nil
+	}
+	if err := a.sync(); err != nil {
+		return err
+	}
+	var errs []error
+	for _, v := range found {
+		pages, err := a.unmap(v)
+		errs = append(errs, err, a.discard(v.segment.kind, pages))
+	}
+	return errors.Join(errs...)
+}
+
+// unreserve gives the addresses back of an arena that has no pages.
+func (a *Arena) unreserve() {
+	for k, s := range a.spans {
+		if s != nil {
+			_ = a.device.cfg.Pages.Unreserve(s.addr, s.size) // addresses are all that could be lost
+			a.spans[k] = nil
+		}
+	}
+}

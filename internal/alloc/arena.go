@@ -1,6 +1,6 @@
 package alloc
 
-import "slices"
+import "math"
 
 // An Arena gives out memory in the order of one stream: what was freed is used
 // again at once, because what the stream does with it then comes after all that it
@@ -34,13 +34,13 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 		a.collect(false)
 	}
 	b := a.find(s, k, size)
-	if b == nil {
+	if b.nothing() {
 		a.domain.mu.Unlock()
 		if b, err = a.grow(s, k, size); err != nil {
 			return 0, err
 		}
-		if b.arena.domain != a.domain {
-			a = b.arena // of a pool that is spare
+		if b.s.domain != a.domain {
+			a = b.arena() // of a pool that is spare
 		}
 	}
 	addr = a.hand(s, b, size, n, stack)
@@ -48,119 +48,129 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 	return addr, nil
 }
 
-// find takes the best free block off its shelf, or returns nil.
-func (a *Arena) find(s *Settings, k kind, size uint64) *block {
-	b := a.shelves[k].best(size)
-	if b == nil && a.pool.base != nil {
-		b = a.pool.base.shelves[k].best(size)
+// find takes the best free block off its shelf, or returns nothing.
+func (a *Arena) find(s *Settings, k kind, size uint64) block {
+	from := a
+	e, ok := a.shelves[k].best(size)
+	if !ok && a.pool.base != nil {
+		from = a.pool.base
+		e, ok = from.shelves[k].best(size)
 	}
-	if b == nil || !s.suits(b, size) {
-		return nil
+	if !ok {
+		return block{}
 	}
-	b.arena.shelves[k].remove(b)
+	b := a.domain.block(k, e.key)
+	if !s.suits(b, size) {
+		return block{}
+	}
+	from.shelves[k].remove(b)
 	return b
 }
 
 // suits keeps small requests from huge blocks, which are not split then.
-func (s *Settings) suits(b *block, size uint64) bool {
+func (s *Settings) suits(b block, size uint64) bool {
 	if size < s.MaxSplit {
-		return b.size < s.MaxSplit || b.segment.span != nil
+		return s.MaxSplit == math.MaxUint64 || b.size() < s.MaxSplit || b.s.span != nil
 	}
-	return b.size < size+s.MaxNonSplitRounding || b.segment.span != nil
+	return b.size() < size+s.MaxNonSplitRounding || b.s.span != nil
 }
 
 // worthSplitting says whether what a request leaves of a block is a block.
-func (a *Arena) worthSplitting(s *Settings, b *block, size uint64) bool {
-	rest := b.size - size
+func (a *Arena) worthSplitting(s *Settings, b block, size uint64) bool {
+	rest := b.size() - size
 	switch {
 	case a.pool.noSplit:
 		return false
-	case b.segment.kind == small || b.segment.span != nil:
+	case b.s.kind == small:
 		return rest >= unit
 	}
-	return size < s.MaxSplit && rest > smallMost
+	return rest > smallMost && (size < s.MaxSplit || b.s.span != nil)
 }
 
 // hand gives the first size bytes of a block that is on no shelf to a caller. The
 // domain is locked.
-func (a *Arena) hand(s *Settings, b *block, size, requested uint64, stack *Stack) uint64 {
-	k := b.segment.kind
+func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack) uint64 {
+	k := b.s.kind
 	m := &a.domain.meter
-	counts := b.segment.span == nil // torch leaves expandable segments out of this
+	counts := b.s.span == nil // torch leaves expandable segments out of this
 	wasSplit := b.split()
 	if a.worthSplitting(s, b, size) {
 		rest := b.cut(size)
-		rest.arena.shelves[k].add(rest)
+		rest.arena().shelves[k].add(rest)
 		switch {
 		case counts && wasSplit:
 			m.down(k, InactiveSplitBytes, int64(size))
 		case counts:
 			m.up(k, InactiveSplit, 1)
-			m.up(k, InactiveSplitBytes, int64(rest.size))
+			m.up(k, InactiveSplitBytes, int64(rest.size()))
 		}
-	} else if counts && wasSplit {
-		m.down(k, InactiveSplit, 1)
-		m.down(k, InactiveSplitBytes, int64(b.size))
+	} else {
+		size = b.size()
+		if counts && wasSplit {
+			m.down(k, InactiveSplit, 1)
+			m.down(k, InactiveSplitBytes, int64(size))
+		}
 	}
-	b.arena, b.state, b.requested, b.stack = a, used, requested, stack
-	p := a.device.table.page(b.addr)
-	p.begins[(b.addr-p.base)>>p.shift] = b
-	m.up(k, Allocation, 1)
-	m.up(k, AllocatedBytes, int64(b.size))
-	m.up(k, Active, 1)
-	m.up(k, ActiveBytes, int64(b.size))
-	m.up(k, RequestedBytes, int64(requested))
-	if b.size >= s.MaxSplit {
+	x := b.slot()
+	if a.pool.base != nil {
+		b.setArena(a)
+	}
+	x.place |= isUsed
+	x.setOver(size - requested)
+	if stack != nil {
+		b.keep().stack = stack
+	}
+	m.lend(k, int64(size), int64(requested))
+	if size >= s.MaxSplit {
 		a.device.oversize.up(&a.device.oversize.blocks)
 	}
 	if a.audits {
-		a.device.cfg.Auditor.Lend(a.stream, b.addr, b.size)
+		a.device.cfg.Auditor.Lend(a.stream, b.addr(), size)
 	}
-	a.device.note(ActionAlloc, b.addr, requested, a, stack)
-	return b.addr
+	a.device.note(ActionAlloc, b.addr(), requested, a, stack)
+	return b.addr()
 }
 
-// give takes a used block back that no page knows any more. The domain is locked.
-func (a *Arena) give(b *block) {
-	d, k, m := a.device, b.segment.kind, &a.domain.meter
-	m.down(k, Allocation, 1)
-	m.down(k, AllocatedBytes, int64(b.size))
-	if b.size >= d.settings.Load().MaxSplit {
+// give takes a used block back. The domain is locked.
+func (a *Arena) give(b block) {
+	d, k, x := a.device, b.s.kind, b.slot()
+	a.domain.meter.giveBack(k, int64(b.size()))
+	if s := d.settings.Load(); b.size() >= s.MaxSplit {
 		d.oversize.down(&d.oversize.blocks)
 	}
-	d.note(ActionFreeRequested, b.addr, b.requested, a, d.stackOf())
-	if len(b.users) > 0 {
-		b.state = pending
-		a.waiting.add(b)
+	d.note(ActionFreeRequested, b.addr(), x.requested(), a, d.stackOf())
+	x.place &^= isUsed
+	if r := b.take(); r != nil && len(r.users) > 0 {
+		x.place |= isPending
+		a.waiting.add(b, r.users)
 		return
 	}
 	a.put(b)
 }
 
 // put makes a block free, joins it with its neighbours, and shelves it.
-func (a *Arena) put(b *block) {
+func (a *Arena) put(b block) {
 	if p := a.pool; p.base != nil && !p.capturing {
-		a, b.arena = p.base, p.base
+		a = p.base
+		b.setArena(a)
 	}
-	k, m := b.segment.kind, &a.domain.meter
-	m.down(k, Active, 1)
-	m.down(k, ActiveBytes, int64(b.size))
-	m.down(k, RequestedBytes, int64(b.requested))
-	a.device.note(ActionFreeCompleted, b.addr, b.requested, a, nil)
-	if a.audits {
-		a.device.cfg.Auditor.Return(a.stream, b.addr, b.size)
+	k, m, x := b.s.kind, &a.domain.meter, b.slot()
+	requested := x.requested()
+	m.retire(k, int64(b.size()), int64(requested))
+	a.device.note(ActionFreeCompleted, b.addr(), requested, a, nil)
+	if a.audits && a.stream != nil {
+		a.device.cfg.Auditor.Return(a.stream, b.addr(), b.size())
 	}
-	b.state, b.requested, b.stack = free, 0, nil
+	x.place &^= isPending
 	b, joined, bytes := a.join(b)
 	a.shelves[k].add(b)
-	if b.segment.span != nil {
+	if b.s.span != nil {
 		return
 	}
-	blocks := -int64(joined)
-	change := -int64(bytes)
+	blocks, change := -int64(joined), -int64(bytes)
 	if b.split() {
 		blocks++
-		change += int64(b.size)
+		change += int64(b.size())
 	}
 	m.change(k, InactiveSplit, blocks)
 	m.change(k, InactiveSplitBytes, change)
@@ -168,32 +178,26 @@ func (a *Arena) put(b *block) {
 
 // join makes one block of b, which is on no shelf, and the free ones beside it. It
 // returns how many it took and their bytes.
-func (a *Arena) join(b *block) (whole *block, joined int, bytes uint64) {
-	shelf := &a.shelves[b.segment.kind]
-	if p := b.prev; p != nil && p.joins(b) {
-		if !p.unmapped {
-			shelf.remove(p)
-		}
-		bytes += p.size
-		joined++
-		p.swallow()
+func (a *Arena) join(b block) (whole block, joined int, bytes uint64) {
+	if p := b.prev(); p.joins(b) {
+		bytes, joined = p.size(), 1
+		a.pull(p)
+		p.swallow(b)
 		b = p
 	}
-	if n := b.next; n != nil && b.joins(n) {
-		if !n.unmapped {
-			shelf.remove(n)
-		}
-		bytes += b.swallow()
-		joined++
+	if n := b.next(); b.joins(n) {
+		bytes, joined = bytes+n.size(), joined+1
+		a.pull(n)
+		b.swallow(n)
 	}
 	return b, joined, bytes
 }
 
-// use adds a stream to those that use the block.
-func (b *block) use(s Stream) {
-	if s == b.arena.stream || slices.Contains(b.users, s) {
+// pull takes a free block from where it is kept.
+func (a *Arena) pull(b block) {
+	if b.slot().has(isHole) {
+		b.s.span.fill(b)
 		return
 	}
-	s.Retain()
-	b.users = append(b.users, s)
+	a.shelves[b.s.kind].remove(b)
 }

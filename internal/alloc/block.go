@@ -1,92 +1,135 @@
 package alloc
 
-// state says who has a block.
-type state uint8
+// A block is a piece of a segment: it begins at the unit u. What is known of it
+// stands in a slot of the segment's, so that the blocks before and behind it are
+// found by arithmetic, and lie close by in the processor's cache. The lock of the
+// segment's domain guards it.
+type block struct {
+	s *segment
+	u uint32
+}
 
+// A slot describes the block that begins there, if size is not 0. It has no
+// pointers, so that the garbage collector passes it over.
+type slot struct {
+	size  uint32 // units
+	back  uint32 // units of the block before, or 0 for the first one
+	place uint16 // the low bits of where it begins, and flags
+	over  uint16 // bytes that were not asked for, of a used block: the high bits
+	under uint32 // and the low bits
+}
+
+// The flags of a slot's place, above the bits of the largest shift.
 const (
-	free    state = iota // its arena: on a shelf if it is mapped
-	used                 // the caller
-	pending              // was given back, but other streams than the arena's may still use it
+	isUsed     uint16 = 1 << (11 + iota) // a caller has it
+	isPending                            // it was given back, but other streams than the arena's may still use it
+	isHole                               // of an expandable segment: without memory behind it
+	isRecorded                           // the domain knows users or a stack
+	isMoved                              // the domain knows whose it is, which is not the segment's home
+
+	placeMask = isUsed - 1
 )
 
-// A block is a piece of a segment. The lock of its segment's domain guards it.
-type block struct {
-	// What searching and joining look at comes first, so that it is one line of
-	// the processor's cache.
-	size       uint64
-	addr       uint64
-	key        uint64 // orders the blocks of an arena: by segment, then by address
-	prev, next *block // the neighbours in the segment
-	arena      *Arena
-	segment    *segment
-	shelved    uint32 // the shelf's count of searches when it became free
-	state      state
-	unmapped   bool // of an expandable segment: without memory behind it
+func (b block) slot() *slot { return b.s.slot(b.u) }
 
-	requested uint64   // of size, while it is used
-	stack     *Stack   // where it was allocated, if that is recorded
-	users     []Stream // other streams that use it
-	_         [24]byte // a whole number of lines
+func (b block) addr() uint64 { return b.s.addr + uint64(b.u)*unit }
+func (b block) size() uint64 { return uint64(b.slot().size) * unit }
+func (b block) end() uint64  { return b.addr() + b.size() }
+
+// free says whether the arena has it: on a shelf, unless it is a hole.
+func (x *slot) free() bool { return x.size != 0 && x.place&(isUsed|isPending) == 0 }
+
+func (x *slot) has(flag uint16) bool { return x.place&flag != 0 }
+
+func (x *slot) over48() uint64 { return uint64(x.over)<<32 | uint64(x.under) }
+
+func (x *slot) setOver(n uint64) { x.over, x.under = uint16(n>>32), uint32(n) }
+
+// requested returns what was asked for of a used block.
+func (x *slot) requested() uint64 { return uint64(x.size)*unit - x.over48() }
+
+func (b block) nothing() bool { return b.s == nil }
+
+// next returns the block behind, or nothing.
+func (b block) next() block {
+	if u := b.u + b.slot().size; u < b.s.units {
+		return block{b.s, u}
+	}
+	return block{}
+}
+
+// prev returns the block before, or nothing.
+func (b block) prev() block {
+	if back := b.slot().back; back != 0 {
+		return block{b.s, b.u - back}
+	}
+	return block{}
 }
 
 // split says whether the block is not a segment of its own.
-func (b *block) split() bool { return b.prev != nil || b.next != nil }
+func (b block) split() bool { return b.slot().size != b.s.units }
 
-// joins says whether b and o, which lie side by side, are one block when both
-// are free.
-func (b *block) joins(o *block) bool {
-	return b != nil && o != nil && b.state == free && o.state == free && b.unmapped == o.unmapped && b.arena == o.arena
+// arena returns whose block it is, or was before somebody had it.
+func (b block) arena() *Arena {
+	if b.slot().has(isMoved) {
+		return b.s.domain.moved[b]
+	}
+	return b.s.home
 }
 
-// cut divides b behind its first n bytes and returns the rest.
-func (b *block) cut(n uint64) *block {
-	rest := b.arena.blank()
-	rest.addr, rest.size, rest.key = b.addr+n, b.size-n, b.key+n/unit
-	rest.segment, rest.arena = b.segment, b.arena
-	rest.state, rest.unmapped = b.state, b.unmapped
-	rest.prev, rest.next = b, b.next
-	if b.next != nil {
-		b.next.prev = rest
+// setArena says whose block it is.
+func (b block) setArena(a *Arena) {
+	x := b.slot()
+	switch {
+	case a != b.s.home:
+		x.place |= isMoved
+		b.s.domain.move(b, a)
+	case x.has(isMoved):
+		x.place &^= isMoved
+		delete(b.s.domain.moved, b)
 	}
-	b.next, b.size = rest, n
+}
+
+// joins says whether b and o, which lie side by side, are one block when both are
+// free.
+func (b block) joins(o block) bool {
+	if b.nothing() || o.nothing() {
+		return false
+	}
+	x, y := b.slot(), o.slot()
+	const unlike = isUsed | isPending | isHole
+	if x.place&(isUsed|isPending) != 0 || (x.place^y.place)&unlike != 0 {
+		return false
+	}
+	return (x.place|y.place)&isMoved == 0 || b.arena() == o.arena()
+}
+
+// cut divides b behind its first n bytes and returns the rest, which is as b is.
+func (b block) cut(n uint64) block {
+	x := b.slot()
+	rest := block{b.s, b.u + uint32(n/unit)}
+	y := b.s.make(rest.u)
+	y.size, y.back = x.size-uint32(n/unit), uint32(n/unit)
+	y.place |= x.place & (isUsed | isPending | isHole)
+	x.size = y.back
+	if o := rest.next(); !o.nothing() {
+		o.slot().back = y.size
+	}
+	if x.has(isMoved) {
+		rest.setArena(b.arena())
+	}
 	return rest
 }
 
-// swallow makes the next block part of b and returns how large it was.
-func (b *block) swallow() uint64 {
-	o := b.next
-	n := o.size
-	b.size += n
-	b.next = o.next
-	if b.next != nil {
-		b.next.prev = b
+// swallow makes o, the block behind, part of b.
+func (b block) swallow(o block) {
+	x, y := b.slot(), o.slot()
+	x.size += y.size
+	if y.has(isMoved) {
+		delete(b.s.domain.moved, o)
 	}
-	b.arena.recycle(o)
-	return n
-}
-
-// A kit has descriptors of blocks that are not in use, so that splitting and
-// joining allocate nothing.
-type kit struct{ list *block }
-
-// kitSize is how many descriptors are made at a time.
-const kitSize = 64
-
-func (a *Arena) blank() *block {
-	k := &a.domain.kit
-	if k.list == nil {
-		more := make([]block, kitSize)
-		for i := range more {
-			more[i].next, k.list = k.list, &more[i]
-		}
+	*y = slot{}
+	if n := b.next(); !n.nothing() {
+		n.slot().back = x.size
 	}
-	b := k.list
-	k.list, b.next = b.next, nil
-	return b
-}
-
-func (a *Arena) recycle(b *block) {
-	k := &a.domain.kit
-	*b = block{next: k.list}
-	k.list = b
 }

@@ -19,7 +19,6 @@ type Device struct {
 	pools    []*Pool // guarded by growth
 	reserved uint64  // guarded by growth
 	limit    uint64  // of reserved; guarded by growth
-	serial   uint64  // of the last segment; guarded by growth
 
 	// domains and peaks change under the locks of all domains, and so may be read
 	// under any one.
@@ -52,14 +51,6 @@ type Config struct {
 	Low func()
 	// Free tells how much the driver has left, for the record. It may be nil.
 	Free func() uint64
-}
-
-// A domain is what one lock guards: an arena of the default pool, or all arenas
-// of another pool.
-type domain struct {
-	mu    sync.Mutex
-	meter meter
-	kit   kit
 }
 
 // NewDevice returns an allocator that has taken no memory yet.
@@ -167,49 +158,50 @@ func (d *Device) leaveHigh(dom *domain) {
 // Free gives back what an Arena gave out. Work that is on the streams of the
 // block may still use it.
 func (d *Device) Free(addr uint64) error {
-	p := d.table.page(addr)
-	if p == nil {
+	s := d.table.segment(addr)
+	if s == nil {
 		return d.foreign(addr)
 	}
-	dom := p.segment.domain
+	dom := s.domain
 	dom.mu.Lock()
-	b := p.block(addr)
-	if b == nil {
+	b := s.block(addr)
+	if b.nothing() || !b.slot().has(isUsed) {
 		dom.mu.Unlock()
 		return d.foreign(addr)
 	}
-	pool := b.arena.pool
-	p.begins[(addr-p.base)>>p.shift] = nil
-	b.arena.give(b)
+	a := b.arena()
+	a.give(b)
 	d.leave(dom)
-	if pool.closed.Load() {
-		return d.reclaim(pool)
+	if a.pool.closed.Load() {
+		return d.reclaim(a.pool)
 	}
 	return nil
 }
 
-// RecordStream tells that work on s uses the block that begins at or holds addr.
+// RecordStream tells that work on s uses the block that addr lies in.
 func (d *Device) RecordStream(addr uint64, s Stream) error {
-	dom, b := d.find(addr)
-	if b == nil {
+	b, unlock := d.find(addr)
+	if b.nothing() {
 		return d.foreign(addr)
 	}
-	defer dom.mu.Unlock()
+	defer unlock()
 	b.use(s)
 	return nil
 }
 
 // find locks the domain of the used block that addr lies in.
-func (d *Device) find(addr uint64) (*domain, *block) {
-	p := d.table.page(addr)
-	if p == nil {
-		return nil, nil
+func (d *Device) find(addr uint64) (b block, unlock func()) {
+	s := d.table.segment(addr)
+	if s == nil {
+		return block{}, nil
 	}
-	dom := p.segment.domain
-	dom.mu.Lock()
-	if b := p.segment.holding(addr); b != nil && b.state == used {
-		return dom, b
+	s.domain.mu.Lock()
+	if b := s.block(addr); !b.nothing() && b.slot().has(isUsed) {
+		return b, s.domain.mu.Unlock
 	}
-	dom.mu.Unlock()
-	return nil, nil
+	if b := s.holding(addr); b.slot().has(isUsed) {
+		return b, s.domain.mu.Unlock
+	}
+	s.domain.mu.Unlock()
+	return block{}, nil
 }

@@ -43,7 +43,9 @@ func (a *Arena) noMemory(s *Settings, k kind, size uint64) *NoMemoryError {
 	for _, o := range d.def.arenas {
 		e.Private -= uint64(o.domain.meter.r[AllocatedBytes][both].now)
 	}
-	a.shelves[k].each(func(b *block) { e.Largest = max(e.Largest, b.size) })
+	for _, x := range a.shelves[k].all() {
+		e.Largest = x.size
+	}
 	return e
 }
 
@@ -78,13 +80,11 @@ func (e *PointerError) Error() string {
 // foreign explains an address that no caller has.
 func (d *Device) foreign(addr uint64) error {
 	err := &PointerError{Addr: addr}
-	if p := d.table.page(addr); p != nil {
-		dom := p.segment.domain
-		dom.mu.Lock()
-		if b := p.segment.holding(addr); b != nil {
-			err.Within, err.Size, err.Used, err.Stack = b.addr, b.size, b.state == used, b.stack
-		}
-		dom.mu.Unlock()
+	if s := d.table.segment(addr); s != nil {
+		s.domain.mu.Lock()
+		b := s.holding(addr)
+		err.Within, err.Size, err.Used, err.Stack = b.addr(), b.size(), b.slot().has(isUsed), b.stack()
+		s.domain.mu.Unlock()
 	}
 	if h := d.history.Load(); h != nil {
 		alloc, freed := h.last(addr)

@@ -1,7 +1,6 @@
 package alloc
 
 import (
-	"fmt"
 	"slices"
 	"testing"
 
@@ -241,15 +240,21 @@ func (d *Device) check(t testing.TB) {
 	t.Helper()
 	var want [gauges][scopes]int64
 	count := func(k kind, g Gauge, n uint64) { want[g][k] += int64(n); want[g][both] += int64(n) }
+	shelved := map[block]bool{}
 	for _, p := range d.pools {
 		for _, a := range p.arenas {
-			onShelf := map[*block]bool{}
-			for k := range a.shelves {
-				a.shelves[k].each(func(b *block) {
-					require.True(t, b.state == free && !b.unmapped && b.segment.kind == kind(k) && b.arena == a)
-					onShelf[b] = true
-				})
+			for k := range kinds {
+				last := entry{}
+				for _, e := range a.shelves[k].all() {
+					b := a.domain.block(k, e.key)
+					require.True(t, last.before(e), "a shelf is in order")
+					require.True(t, b.slot().free() && !b.slot().has(isHole) && b.arena() == a && b.size() == e.size)
+					shelved[b] = true
+					last = e
+				}
 			}
+		}
+		for _, a := range p.arenas {
 			all := slices.Clone(a.segments)
 			for _, s := range a.spans {
 				if s != nil {
@@ -259,13 +264,11 @@ func (d *Device) check(t testing.TB) {
 				}
 			}
 			for _, s := range all {
-				d.checkSegment(t, s, onShelf, count)
-			}
-			for b := range onShelf {
-				require.Contains(t, all, b.segment, "what is on a shelf lies in a segment of the pool")
+				d.checkSegment(t, s, shelved, count)
 			}
 		}
 	}
+	require.Empty(t, shelved, "what is on a shelf lies in a segment of the pool")
 	for g := range gauges {
 		for s := range scopes {
 			var now, caps int64
@@ -281,52 +284,50 @@ func (d *Device) check(t testing.TB) {
 	require.EqualValues(t, d.reserved, want[ReservedBytes][both])
 }
 
-func (d *Device) checkSegment(t testing.TB, s *segment, onShelf map[*block]bool, count func(kind, Gauge, uint64)) {
+func (d *Device) checkSegment(t testing.TB, s *segment, shelved map[block]bool, count func(kind, Gauge, uint64)) {
 	if s.span == nil {
-		count(s.kind, ReservedBytes, s.size)
+		count(s.kind, ReservedBytes, s.size())
 		count(s.kind, Segments, 1)
 	}
 	end := s.addr
-	var prev *block
+	var prev block
 	holes := 0
-	for b := s.first; b != nil; prev, b = b, b.next {
-		require.True(t, b.addr == end && b.prev == prev && b.segment == s && b.size > 0, "the blocks are a chain")
-		require.Equal(t, s.first.key+(b.addr-s.addr)/unit, b.key)
-		require.Zero(t, b.size%unit)
-		require.False(t, prev.joins(b), "two free blocks lie side by side: %#x", b.addr)
-		end += b.size
-		switch b.state {
-		case used:
-			require.Same(t, b, d.table.page(b.addr).block(b.addr))
+	s.each(func(b block) {
+		x := b.slot()
+		require.True(t, b.addr() == end && b.prev() == prev && b.size() > 0, "the blocks are a chain")
+		require.Equal(t, b, s.block(b.addr()), "a block is found where it begins")
+		require.False(t, prev.joins(b), "two free blocks lie side by side: %#x", b.addr())
+		require.Equal(t, b.record() != nil, x.has(isRecorded))
+		end, prev = b.end(), b
+		switch {
+		case x.has(isUsed):
+			require.Same(t, s, d.table.segment(b.addr()))
 			count(s.kind, Allocation, 1)
-			count(s.kind, AllocatedBytes, b.size)
+			count(s.kind, AllocatedBytes, b.size())
 			fallthrough
-		case pending:
+		case x.has(isPending):
 			count(s.kind, Active, 1)
-			count(s.kind, ActiveBytes, b.size)
-			count(s.kind, RequestedBytes, b.requested)
-		case free:
-			if b.unmapped {
-				require.Contains(t, s.span.holes, b)
-				holes++
-				break
-			}
-			if !onShelf[b] && b.arena == s.home {
-				require.Fail(t, "a free block is on no shelf", fmt.Sprintf("%#x", b.addr))
-			}
+			count(s.kind, ActiveBytes, b.size())
+			count(s.kind, RequestedBytes, x.requested())
+		case x.has(isHole):
+			require.Contains(t, s.span.holes, b)
+			holes++
+		default:
+			require.Contains(t, shelved, b)
+			delete(shelved, b)
 			if s.span == nil && b.split() {
 				count(s.kind, InactiveSplit, 1)
-				count(s.kind, InactiveSplitBytes, b.size)
+				count(s.kind, InactiveSplitBytes, b.size())
 			}
 		}
 		if s.span != nil {
-			for at := b.addr / fakePage * fakePage; at < b.addr+b.size && at < b.addr+1000*fakePage; at += fakePage {
+			for at := b.addr() / fakePage * fakePage; at < b.end() && at < b.addr()+1000*fakePage; at += fakePage {
 				_, ok := s.span.pages[at]
-				require.Equal(t, !b.unmapped, ok, "pages are where blocks are")
+				require.Equal(t, !x.has(isHole), ok, "pages are where blocks are")
 			}
 		}
-	}
-	require.Equal(t, s.addr+s.size, end)
+	})
+	require.Equal(t, s.addr+s.size(), end)
 	if s.span != nil {
 		require.Len(t, s.span.holes, holes)
 	}

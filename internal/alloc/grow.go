@@ -4,7 +4,7 @@ import "errors"
 
 // grow is Alloc where no free block suits. It returns a block that is on no shelf,
 // with the domain locked.
-func (a *Arena) grow(s *Settings, k kind, size uint64) (*block, error) {
+func (a *Arena) grow(s *Settings, k kind, size uint64) (block, error) {
 	d := a.device
 	if d.cfg.Low != nil {
 		d.cfg.Low()
@@ -12,11 +12,11 @@ func (a *Arena) grow(s *Settings, k kind, size uint64) (*block, error) {
 	d.growth.Lock()
 	defer d.growth.Unlock()
 	if a.pool.closed.Load() {
-		return nil, ErrClosed
+		return block{}, ErrClosed
 	}
 	for _, step := range ladder {
 		b, err := step(a, s, k, size)
-		if b != nil || err != nil {
+		if !b.nothing() || err != nil {
 			return b, err
 		}
 	}
@@ -26,11 +26,11 @@ func (a *Arena) grow(s *Settings, k kind, size uint64) (*block, error) {
 		left = d.cfg.Free()
 	}
 	d.note(ActionOOM, left, size, a, nil)
-	return nil, a.noMemory(s, k, size)
+	return block{}, a.noMemory(s, k, size)
 }
 
 // A step tries to find a block, and locks the domain if it does. growth is held.
-type step func(a *Arena, s *Settings, k kind, size uint64) (*block, error)
+type step func(a *Arena, s *Settings, k kind, size uint64) (block, error)
 
 // ladder is what is tried, in this order: what costs the stream nothing, then the
 // driver, then what makes others wait.
@@ -48,9 +48,9 @@ func init() {
 }
 
 // lookAgain searches with the domain locked, and unlocks it in vain.
-func (a *Arena) lookAgain(s *Settings, k kind, size uint64) *block {
+func (a *Arena) lookAgain(s *Settings, k kind, size uint64) block {
 	b := a.find(s, k, size)
-	if b == nil {
+	if b.nothing() {
 		a.device.leave(a.domain)
 	}
 	return b
@@ -58,18 +58,18 @@ func (a *Arena) lookAgain(s *Settings, k kind, size uint64) *block {
 
 // afterCollecting uses what other streams are done with by now. Another goroutine
 // may have taken memory meanwhile, too.
-func (a *Arena) afterCollecting(s *Settings, k kind, size uint64) (*block, error) {
+func (a *Arena) afterCollecting(s *Settings, k kind, size uint64) (block, error) {
 	a.domain.mu.Lock()
 	a.collect(true)
 	return a.lookAgain(s, k, size), nil
 }
 
-func (a *Arena) afterCollectingGarbage(s *Settings, k kind, size uint64) (*block, error) {
+func (a *Arena) afterCollectingGarbage(s *Settings, k kind, size uint64) (block, error) {
 	d := a.device
 	if s.GarbageThreshold > 0 && d.limit != ^uint64(0) {
 		if over := int64(d.reserved) - int64(s.GarbageThreshold*float64(d.limit)); over > 0 {
 			if err := d.collectGarbage(uint64(over)); err != nil {
-				return nil, err
+				return block{}, err
 			}
 		}
 	}
@@ -77,10 +77,10 @@ func (a *Arena) afterCollectingGarbage(s *Settings, k kind, size uint64) (*block
 }
 
 // fromDriver takes a new segment, or new pages.
-func (a *Arena) fromDriver(s *Settings, k kind, size uint64) (*block, error) {
+func (a *Arena) fromDriver(s *Settings, k kind, size uint64) (block, error) {
 	if s.Expandable && a.expands() {
 		b, err := a.expand(s, k, size)
-		if b != nil || err != nil && !errors.Is(err, errNoAddresses) {
+		if !b.nothing() || err != nil && !errors.Is(err, errNoAddresses) {
 			return b, orNothing(err)
 		}
 	}
@@ -95,23 +95,22 @@ func orNothing(err error) error {
 	return err
 }
 
-func (a *Arena) fromSource(s *Settings, k kind, size uint64) (*block, error) {
+func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 	d := a.device
 	n := s.segment(size)
 	if !d.allows(n) {
-		return nil, nil
+		return block{}, nil
 	}
 	stack := d.stackOf()
 	addr, err := a.pool.source.Alloc(a.stream, n)
 	if err != nil {
-		return nil, orNothing(err)
+		return block{}, orNothing(err)
 	}
 	if addr+n > addressEnd || addr%unit != 0 {
-		return nil, errors.Join(&SourceError{addr, n}, a.pool.source.Free(a.stream, addr, n))
+		return block{}, errors.Join(&SourceError{addr, n}, a.pool.source.Free(a.stream, addr, n))
 	}
-	d.serial++
 	a.domain.mu.Lock()
-	seg := newSegment(a, k, addr, n, d.serial)
+	seg := newSegment(a, k, addr, n)
 	seg.stack = stack
 	a.segments = append(a.segments, seg)
 	d.table.add(seg, addr, n)
@@ -123,7 +122,7 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (*block, error) {
 	if a.pool.watch != nil {
 		a.pool.watch(addr, n, true)
 	}
-	return seg.first, nil
+	return block{seg, 0}, nil
 }
 
 // allows says whether n bytes more may be taken from the driver.
@@ -148,9 +147,9 @@ func (a *Arena) gave(k kind, n uint64, segments int64) {
 }
 
 // fromSpare looks into the pools that others may take from when they have nothing.
-func (a *Arena) fromSpare(s *Settings, k kind, size uint64) (*block, error) {
+func (a *Arena) fromSpare(s *Settings, k kind, size uint64) (block, error) {
 	if a.pool != a.device.def {
-		return nil, nil
+		return block{}, nil
 	}
 	for _, p := range a.device.pools {
 		if !p.spare || p.closed.Load() {
@@ -158,29 +157,29 @@ func (a *Arena) fromSpare(s *Settings, k kind, size uint64) (*block, error) {
 		}
 		o := p.arenaOf(a.stream)
 		o.domain.mu.Lock()
-		if b := o.lookAgain(s, k, size); b != nil {
+		if b := o.lookAgain(s, k, size); !b.nothing() {
 			return b, nil
 		}
-		if b, err := o.fromDriver(s, k, size); b != nil || err != nil {
+		if b, err := o.fromDriver(s, k, size); !b.nothing() || err != nil {
 			return b, err
 		}
 	}
-	return nil, nil
+	return block{}, nil
 }
 
 // afterReleasingLarger frees blocks of this stream that are too large to be split.
-func (a *Arena) afterReleasingLarger(s *Settings, k kind, size uint64) (*block, error) {
+func (a *Arena) afterReleasingLarger(s *Settings, k kind, size uint64) (block, error) {
 	if k != large || s.MaxSplit == ^uint64(0) {
-		return nil, nil
+		return block{}, nil
 	}
 	if err := a.releaseLarger(max(size, s.MaxSplit)); err != nil {
-		return nil, err
+		return block{}, err
 	}
 	return a.fromDriver(s, k, size)
 }
 
 // afterClaiming lets the stream wait for those that may still use what it needs.
-func (a *Arena) afterClaiming(s *Settings, k kind, size uint64) (*block, error) {
+func (a *Arena) afterClaiming(s *Settings, k kind, size uint64) (block, error) {
 	a.domain.mu.Lock()
 	a.claim()
 	return a.lookAgain(s, k, size), nil
@@ -188,13 +187,13 @@ func (a *Arena) afterClaiming(s *Settings, k kind, size uint64) (*block, error) 
 
 // afterReleasingAll gives back all that no one has, of every stream, which may free
 // blocks of this one too.
-func (a *Arena) afterReleasingAll(s *Settings, k kind, size uint64) (*block, error) {
+func (a *Arena) afterReleasingAll(s *Settings, k kind, size uint64) (block, error) {
 	if err := a.device.releaseAll(); err != nil {
-		return nil, err
+		return block{}, err
 	}
 	a.device.retries.Add(1)
 	a.domain.mu.Lock()
-	if b := a.lookAgain(s, k, size); b != nil {
+	if b := a.lookAgain(s, k, size); !b.nothing() {
 		return b, nil
 	}
 	return a.fromDriver(s, k, size)

@@ -81,23 +81,29 @@ func (p *Pool) segments() (list []SegmentInfo) {
 
 // info describes a segment by its parts that have memory.
 func (s *segment) info() (list []SegmentInfo) {
-	for b := s.first; b != nil; b = b.next {
-		if b.unmapped {
-			continue
+	hole := true
+	s.each(func(b block) {
+		x := b.slot()
+		if x.has(isHole) {
+			hole = true
+			return
 		}
-		if b.prev == nil || b.prev.unmapped {
-			i := SegmentInfo{Addr: b.addr, Small: s.kind == small, Expandable: s.span != nil, Pool: s.home.pool.id, Stack: s.stack}
+		if hole {
+			i := SegmentInfo{Addr: b.addr(), Small: s.kind == small, Expandable: s.span != nil, Pool: s.home.pool.id, Stack: s.stack}
 			if s.home.stream != nil {
 				i.Stream = s.home.stream.Number()
 			}
 			list = append(list, i)
 		}
+		hole = false
 		part := &list[len(list)-1]
-		part.Size += b.size
-		part.Blocks = append(part.Blocks, BlockInfo{
-			Addr: b.addr, Size: b.size, Requested: b.requested, Used: b.state == used, Pending: b.state == pending, Stack: b.stack,
-		})
-	}
+		part.Size += b.size()
+		i := BlockInfo{Addr: b.addr(), Size: b.size(), Used: x.has(isUsed), Pending: x.has(isPending), Stack: b.stack()}
+		if !x.free() {
+			i.Requested = x.requested()
+		}
+		part.Blocks = append(part.Blocks, i)
+	})
 	return list
 }
 
@@ -149,16 +155,16 @@ type PageAt struct{ Addr, Page uint64 }
 
 // Locate finds the used block that addr lies in.
 func (d *Device) Locate(addr uint64) (Location, error) {
-	dom, b := d.find(addr)
-	if b == nil {
+	b, unlock := d.find(addr)
+	if b.nothing() {
 		return Location{}, d.foreign(addr)
 	}
-	defer dom.mu.Unlock()
-	s := b.segment
-	l := Location{Segment: s.addr, SegmentLen: s.size, Block: b.addr, Size: b.size, Pool: s.home.pool.id}
+	defer unlock()
+	s := b.s
+	l := Location{Segment: s.addr, SegmentLen: s.size(), Block: b.addr(), Size: b.size(), Pool: s.home.pool.id}
 	if s.span != nil {
 		size := d.cfg.Pages.PageSize()
-		for at := b.addr / size * size; at < b.addr+b.size; at += size {
+		for at := b.addr() / size * size; at < b.end(); at += size {
 			l.Pages = append(l.Pages, PageAt{at, s.span.pages[at]})
 		}
 	}

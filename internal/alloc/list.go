@@ -1,37 +1,30 @@
 package alloc
 
-import "slices"
-
 // A list has free blocks in the order of their sizes and keys. It keeps them in
 // chunks of limited length, so that a search goes over few lines of the
-// processor's cache and a change moves few entries.
+// processor's cache and a change moves few entries. A list of the zero value is
+// empty.
 type list struct {
 	chunks []chunk // none is empty, but for the only one
 }
 
 type chunk []entry
 
-// An entry is a block with what it is ordered by, so that a search need not look
-// at the block.
-type entry struct {
-	size uint64
-	key  uint64
-	b    *block
-}
+// An entry stands for a block.
+type entry struct{ size, key uint64 }
 
 // chunkLen is how long a chunk may become before it is divided.
 const chunkLen = 64
 
-func (e *entry) before(size, key uint64) bool {
-	return e.size < size || e.size == size && e.key < key
-}
+func (e entry) before(o entry) bool { return e.size < o.size || e.size == o.size && e.key < o.key }
 
-// chunk returns the place of the chunk in which an entry is or would be.
-func (l *list) chunk(size, key uint64) int {
+// chunk returns the place of the chunk in which an entry is or would be: the first
+// whose last entry is not before it, or the last one.
+func (l *list) chunk(e entry) int {
 	lo, hi := 0, len(l.chunks)-1
-	for lo < hi { // the first chunk whose last entry is not before it
-		mid := (lo + hi) / 2
-		if c := l.chunks[mid]; c[len(c)-1].before(size, key) {
+	for lo < hi {
+		mid := int(uint(lo+hi) / 2)
+		if c := l.chunks[mid]; c[len(c)-1].before(e) {
 			lo = mid + 1
 		} else {
 			hi = mid
@@ -40,12 +33,12 @@ func (l *list) chunk(size, key uint64) int {
 	return lo
 }
 
-// place returns how many entries of the chunk are before it.
-func (c chunk) place(size, key uint64) int {
+// place returns how many entries of the chunk are before e.
+func (c chunk) place(e entry) int {
 	lo, hi := 0, len(c)
 	for lo < hi {
-		mid := (lo + hi) / 2
-		if c[mid].before(size, key) {
+		mid := int(uint(lo+hi) / 2)
+		if c[mid].before(e) {
 			lo = mid + 1
 		} else {
 			hi = mid
@@ -56,45 +49,55 @@ func (c chunk) place(size, key uint64) int {
 
 func (l *list) empty() bool { return len(l.chunks) == 0 || len(l.chunks[0]) == 0 }
 
-func (l *list) insert(b *block) {
+func (l *list) insert(e entry) {
 	if l.chunks == nil {
 		l.chunks = []chunk{make(chunk, 0, 4)}
 	}
-	i := l.chunk(b.size, b.key)
-	c := l.chunks[i]
-	if len(c) == chunkLen {
-		rest := append(make(chunk, 0, chunkLen), c[chunkLen/2:]...)
-		clear(c[chunkLen/2:])
-		l.chunks[i] = c[:chunkLen/2]
-		l.chunks = slices.Insert(l.chunks, i+1, rest)
-		if rest[0].before(b.size, b.key) {
-			i++
-		}
-		c = l.chunks[i]
+	i := l.chunk(e)
+	if len(l.chunks[i]) == chunkLen {
+		l.divide(i)
+		i = l.chunk(e)
 	}
-	l.chunks[i] = slices.Insert(c, c.place(b.size, b.key), entry{b.size, b.key, b})
+	c := append(l.chunks[i], e)
+	at := c[:len(c)-1].place(e)
+	copy(c[at+1:], c[at:])
+	c[at] = e
+	l.chunks[i] = c
 }
 
-func (l *list) remove(b *block) {
-	i := l.chunk(b.size, b.key)
+// divide makes two chunks of a full one.
+func (l *list) divide(i int) {
 	c := l.chunks[i]
-	at := c.place(b.size, b.key)
-	l.chunks[i] = slices.Delete(c, at, at+1)
-	if len(l.chunks[i]) == 0 && len(l.chunks) > 1 {
-		l.chunks = slices.Delete(l.chunks, i, i+1)
+	rest := append(make(chunk, 0, chunkLen), c[chunkLen/2:]...)
+	l.chunks = append(l.chunks, nil)
+	copy(l.chunks[i+1:], l.chunks[i:])
+	l.chunks[i], l.chunks[i+1] = c[:chunkLen/2], rest
+}
+
+func (l *list) remove(e entry) {
+	i := l.chunk(e)
+	c := l.chunks[i]
+	at := c.place(e)
+	copy(c[at:], c[at+1:])
+	l.chunks[i] = c[:len(c)-1]
+	if len(c) == 1 && len(l.chunks) > 1 {
+		copy(l.chunks[i:], l.chunks[i+1:])
+		l.chunks[len(l.chunks)-1] = nil
+		l.chunks = l.chunks[:len(l.chunks)-1]
 	}
 }
 
-// least returns the first block of at least size bytes, or nil.
-func (l *list) least(size uint64) *block {
+// least returns the first entry of at least size bytes.
+func (l *list) least(size uint64) (e entry, ok bool) {
 	if l.empty() {
-		return nil
+		return entry{}, false
 	}
-	c := l.chunks[l.chunk(size, 0)]
-	if at := c.place(size, 0); at < len(c) {
-		return c[at].b
+	c := l.chunks[l.chunk(entry{size: size})]
+	at := c.place(entry{size: size})
+	if at == len(c) {
+		return entry{}, false
 	}
-	return nil
+	return c[at], true
 }
 
-func (l *list) first() *block { return l.chunks[0][0].b }
+func (l *list) first() entry { return l.chunks[0][0] }

@@ -52,6 +52,27 @@ func (m *meter) down(k kind, g Gauge, n int64) {
 	m.r[g][both].now -= n
 }
 
+// lend counts a block that a caller gets, giveBack one that it gives back, and
+// retire one that no stream uses any more.
+func (m *meter) lend(k kind, size, requested int64) {
+	m.up(k, Allocation, 1)
+	m.up(k, AllocatedBytes, size)
+	m.up(k, Active, 1)
+	m.up(k, ActiveBytes, size)
+	m.up(k, RequestedBytes, requested)
+}
+
+func (m *meter) giveBack(k kind, size int64) {
+	m.down(k, Allocation, 1)
+	m.down(k, AllocatedBytes, size)
+}
+
+func (m *meter) retire(k kind, size, requested int64) {
+	m.down(k, Active, 1)
+	m.down(k, ActiveBytes, size)
+	m.down(k, RequestedBytes, requested)
+}
+
 // change is up or down.
 func (m *meter) change(k kind, g Gauge, n int64) {
 	if n >= 0 {

@@ -152,8 +152,10 @@ func (p *Pool) Rejoin() {
 		if a == p.base {
 			continue
 		}
-		for k := range a.shelves {
-			a.shelves[k].each(func(b *block) { p.base.take(b) })
+		for k := range kinds {
+			for _, b := range a.blocks(k) {
+				p.base.adoptBlock(b)
+			}
 		}
 	}
 	d.leave(p.domain)
@@ -170,25 +172,27 @@ func (a *Arena) forgetUsers() {
 	}
 	a.waiting.open, a.waiting.sealed = nil, nil
 	for _, s := range a.segments {
-		for b := s.first; b != nil; b = b.next {
-			release(b.users)
-			b.users = nil
-		}
+		s.each(func(b block) {
+			if r := b.record(); r != nil {
+				release(r.users)
+				r.users = nil
+			}
+		})
 	}
 }
 
-// take moves a free block from its arena's shelf to a's.
-func (a *Arena) take(b *block) {
-	k, m := b.segment.kind, &a.domain.meter
-	b.arena.shelves[k].remove(b)
-	b.arena = a
+// adoptBlock moves a free block from its arena's shelf to a's.
+func (a *Arena) adoptBlock(b block) {
+	k, m := b.s.kind, &a.domain.meter
+	b.arena().shelves[k].remove(b)
+	b.setArena(a)
 	part := b.split()
 	whole, joined, _ := a.join(b)
 	a.shelves[k].add(whole)
 	m.change(k, InactiveSplit, -int64(joined))
 	if part && !whole.split() {
 		m.down(k, InactiveSplit, 1)
-		m.down(k, InactiveSplitBytes, int64(whole.size))
+		m.down(k, InactiveSplitBytes, int64(whole.size()))
 	}
 }
 

@@ -126,14 +126,22 @@ func BenchmarkRandom(b *testing.B) {
 	const live = 100000
 	rnd := newRand()
 	var p [live]uint64
+	type op struct {
+		i int
+		n uint64
+	}
+	ops := make([]op, 1<<20)
+	for i := range ops {
+		ops[i] = op{rnd.n(live), rnd.size()}
+	}
 	for i := range p {
 		p[i] = must(a.Alloc(rnd.size()))
 	}
 	b.ReportAllocs()
 	b.ResetTimer()
-	for range b.N {
-		i := rnd.n(live)
-		d.Free(p[i])
-		p[i], _ = a.Alloc(rnd.size())
+	for i := range b.N {
+		o := ops[i&(1<<20-1)]
+		d.Free(p[o.i])
+		p[o.i], _ = a.Alloc(o.n)
 	}
 }

@@ -59,7 +59,7 @@ func (p *Pool) bytes() (n int64) {
 	for _, a := range p.arenas {
 		a.domain.mu.Lock()
 		for _, s := range a.segments {
-			n += int64(s.size)
+			n += int64(s.size())
 		}
 		for _, s := range a.spans {
 			if s != nil {
@@ -103,19 +103,20 @@ func (a *Arena) unlinkIdle() (gone []*segment) {
 
 // unlink takes an idle segment off its shelf and out of the statistics.
 func (a *Arena) unlink(s *segment) {
-	d, b := a.device, s.first
-	b.arena.shelves[s.kind].remove(b)
-	d.table.remove(s, s.addr, s.size)
-	a.gave(s.kind, s.size, 1)
-	if s.size >= d.settings.Load().MaxSplit {
+	d, n := a.device, s.size()
+	b := block{s, 0}
+	b.arena().shelves[s.kind].remove(b)
+	b.setArena(s.home)
+	a.domain.segments[s.number] = nil
+	d.table.remove(s, s.addr, n)
+	a.gave(s.kind, n, 1)
+	if n >= d.settings.Load().MaxSplit {
 		d.oversize.down(&d.oversize.segments)
 	}
-	d.note(ActionSegmentFree, s.addr, s.size, a, nil)
+	d.note(ActionSegmentFree, s.addr, n, a, nil)
 	if a.pool.watch != nil {
-		a.pool.watch(s.addr, s.size, false)
+		a.pool.watch(s.addr, n, false)
 	}
-	s.first = nil
-	a.recycle(b)
 }
 
 // free returns segments that are in no book any more.
@@ -128,7 +129,7 @@ func (a *Arena) free(gone []*segment) error {
 		errs = append(errs, a.sync())
 	}
 	for _, s := range gone {
-		errs = append(errs, a.pool.source.Free(a.stream, s.addr, s.size))
+		errs = append(errs, a.pool.source.Free(a.stream, s.addr, s.size()))
 	}
 	return errors.Join(errs...)
 }
@@ -141,15 +142,15 @@ func (a *Arena) releaseLarger(least uint64) error {
 	a.domain.mu.Lock()
 	var idle []*segment
 	a.idleLarge(func(s *segment, _ uint64) { idle = append(idle, s) })
-	slices.SortFunc(idle, func(x, y *segment) int { return cmp.Compare(x.size, y.size) })
+	slices.SortFunc(idle, func(x, y *segment) int { return cmp.Compare(x.units, y.units) })
 	var gone []*segment
-	if i := slices.IndexFunc(idle, func(s *segment) bool { return s.size >= least }); i >= 0 {
+	if i := slices.IndexFunc(idle, func(s *segment) bool { return s.size() >= least }); i >= 0 {
 		gone = idle[i : i+1]
 	} else {
 		slices.Reverse(idle)
-		for sum := uint64(0); len(idle) > 0 && sum < least && idle[0].size >= most; idle = idle[1:] {
+		for sum := uint64(0); len(idle) > 0 && sum < least && idle[0].size() >= most; idle = idle[1:] {
 			gone = append(gone, idle[0])
-			sum += idle[0].size
+			sum += idle[0].size()
 		}
 	}
 	a.drop(gone)
@@ -196,7 +197,7 @@ func (d *Device) collectOld(n uint64) (freed uint64, err error) {
 		a.idleLarge(func(s *segment, age uint64) {
 			if freed < n && age*count >= ages {
 				gone = append(gone, s)
-				freed += s.size
+				freed += s.size()
 			}
 		})
 		a.drop(gone)
@@ -209,7 +210,7 @@ func (d *Device) collectOld(n uint64) (freed uint64, err error) {
 func (a *Arena) idleLarge(fn func(s *segment, age uint64)) {
 	for _, s := range a.segments {
 		if s.kind == large && s.idle() {
-			fn(s, uint64(a.shelves[large].searches-s.first.shelved))
+			fn(s, a.shelves[large].age(block{s, 0}))
 		}
 	}
 }

@@ -4,9 +4,7 @@ import "math/bits"
 
 // A shelf has the free blocks of one arena and kind, and finds the best for a
 // request: the smallest that is large enough, and among equal ones the first by
-// segment and address. (The address within one segment; segments count in the
-// order in which they were made, so that the same program places its blocks in
-// the same way on every machine.)
+// segment and address.
 //
 // Blocks of the same number of units share a list, up to a number; the last list
 // has all larger ones too. A bit for each list says whether it has any, and a bit
@@ -15,7 +13,7 @@ type shelf struct {
 	lists    []list // nil before the first block
 	words    []uint64
 	top      uint64
-	searches uint32 // how often a block was looked for
+	searches uint64 // how often a block was looked for
 }
 
 // shelfLists is the number of lists of a shelf of each kind: small segments have
@@ -24,27 +22,30 @@ type shelf struct {
 var shelfLists = [kinds]int{small: smallSegment / unit, large: 1}
 
 func (s *shelf) init(k kind) {
-	if s.lists != nil {
-		return
-	}
 	s.lists = make([]list, shelfLists[k])
 	s.words = make([]uint64, (len(s.lists)+63)/64)
 }
 
 func (s *shelf) class(size uint64) int { return int(min(size/unit, uint64(len(s.lists)))) - 1 }
 
-func (s *shelf) add(b *block) {
-	s.init(b.segment.kind)
-	c := s.class(b.size)
-	s.lists[c].insert(b)
+func (s *shelf) add(b block) {
+	if s.lists == nil {
+		s.init(b.s.kind)
+	}
+	size := b.size()
+	c := s.class(size)
+	s.lists[c].insert(entry{size, b.key()})
 	s.words[c/64] |= 1 << (c % 64)
 	s.top |= 1 << (c / 64)
-	b.shelved = s.searches
+	if b.s.kind == large {
+		b.slot().setOver(s.searches)
+	}
 }
 
-func (s *shelf) remove(b *block) {
-	c := s.class(b.size)
-	s.lists[c].remove(b)
+func (s *shelf) remove(b block) {
+	size := b.size()
+	c := s.class(size)
+	s.lists[c].remove(entry{size, b.key()})
 	if !s.lists[c].empty() {
 		return
 	}
@@ -53,22 +54,25 @@ func (s *shelf) remove(b *block) {
 	}
 }
 
-// best returns the best block of at least size bytes, or nil.
-func (s *shelf) best(size uint64) *block {
+// age returns how often the shelf was searched since a large block became free.
+func (s *shelf) age(b block) uint64 { return s.searches - b.slot().over48() }
+
+// best returns the best entry of at least size bytes.
+func (s *shelf) best(size uint64) (e entry, ok bool) {
 	s.searches++
 	if s.top == 0 {
-		return nil
+		return entry{}, false
 	}
 	c := s.class(size)
 	if s.words[c/64]&(1<<(c%64)) != 0 {
-		if b := s.lists[c].least(size); b != nil {
-			return b
+		if e, ok := s.lists[c].least(size); ok {
+			return e, true
 		}
 	}
 	if c = s.following(c); c < 0 {
-		return nil
+		return entry{}, false
 	}
-	return s.lists[c].first()
+	return s.lists[c].first(), true
 }
 
 // following returns the first class behind c that has blocks, or -1.
@@ -85,17 +89,20 @@ func (s *shelf) following(c int) int {
 	return w*64 + bits.TrailingZeros64(s.words[w])
 }
 
-// each calls fn for every block; fn may remove the block that it is given.
-func (s *shelf) each(fn func(*block)) {
-	var all []*block
+// all returns the entries in order of size.
+func (s *shelf) all() (list []entry) {
 	for _, l := range s.lists {
 		for _, c := range l.chunks {
-			for _, e := range c {
-				all = append(all, e.b)
-			}
+			list = append(list, c...)
 		}
 	}
-	for _, b := range all {
-		fn(b)
+	return list
+}
+
+// blocks returns the free blocks of a kind in order of size.
+func (a *Arena) blocks(k kind) (list []block) {
+	for _, e := range a.shelves[k].all() {
+		list = append(list, a.domain.block(k, e.key))
 	}
+	return list
 }

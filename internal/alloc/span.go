@@ -16,9 +16,12 @@ import (
 // fragments.
 type span struct {
 	pages map[uint64]uint64 // by address, those that are mapped
-	holes []*block
+	holes []block
 	bytes uint64 // of the pages
 }
+
+// spanMost is the most that the units of a segment can count.
+const spanMost = (1<<32 - 1) * unit / pageSize * pageSize
 
 // errNoAddresses says that there is no room for an expandable segment.
 var errNoAddresses = errors.New("no addresses left")
@@ -35,7 +38,7 @@ func (a *Arena) spanOf(k kind) (*segment, error) {
 		a.domain.mu.Lock()
 		return s, nil
 	}
-	n := d.cfg.Pages.Reach()
+	n := min(d.cfg.Pages.Reach(), spanMost)
 	addr, err := d.cfg.Pages.Reserve(n)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errNoAddresses, err)
@@ -43,29 +46,29 @@ func (a *Arena) spanOf(k kind) (*segment, error) {
 	if addr+n > addressEnd {
 		return nil, errors.Join(errNoAddresses, d.cfg.Pages.Unreserve(addr, n))
 	}
-	d.serial++
 	a.domain.mu.Lock()
-	s := newSegment(a, k, addr, n, d.serial)
-	s.first.unmapped = true
-	s.span = &span{pages: map[uint64]uint64{}, holes: []*block{s.first}}
+	s := newSegment(a, k, addr, n)
+	all := block{s, 0}
+	all.slot().place |= isHole
+	s.span = &span{pages: map[uint64]uint64{}, holes: []block{all}}
 	a.spans[k] = s
 	return s, nil
 }
 
 // expand is fromSource by pages.
-func (a *Arena) expand(s *Settings, k kind, size uint64) (*block, error) {
+func (a *Arena) expand(s *Settings, k kind, size uint64) (block, error) {
 	seg, err := a.spanOf(k)
 	if err != nil {
-		return nil, err
+		return block{}, err
 	}
 	p := seg.place(size, a.device.cfg.Pages.PageSize())
 	if p == nil {
 		a.device.leave(a.domain)
-		return nil, errNoAddresses
+		return block{}, errNoAddresses
 	}
 	if err := a.fill(seg, p); err != nil {
 		a.device.leave(a.domain)
-		return nil, err
+		return block{}, err
 	}
 	return a.lookAgain(s, k, size), nil
 }
@@ -79,12 +82,12 @@ type place struct {
 // place returns the place that lacks the fewest pages, or nil.
 func (s *segment) place(size, page uint64) (best *place) {
 	for _, h := range s.span.holes {
-		lo, hi := h.addr, h.addr+h.size
-		for b := h.prev; b != nil && b.state == free; b = b.prev {
-			lo = b.addr
+		lo, hi := h.addr(), h.end()
+		for b := h.prev(); !b.nothing() && b.slot().free(); b = b.prev() {
+			lo = b.addr()
 		}
-		for b := h.next; b != nil && b.state == free; b = b.next {
-			hi = b.addr + b.size
+		for b := h.next(); !b.nothing() && b.slot().free(); b = b.next() {
+			hi = b.end()
 		}
 		if hi-lo < size {
 			continue
@@ -205,7 +208,7 @@ func (a *Arena) discard(k kind, pages []uint64) error {
 // A vacancy is pages that lie in a free block.
 type vacancy struct {
 	segment *segment
-	block   *block
+	block   block
 	addr    uint64
 	bytes   uint64
 }
@@ -214,22 +217,25 @@ type vacancy struct {
 // the largest blocks on, and says how many.
 func (a *Arena) vacancies(p *place, n int) (list []vacancy, found int) {
 	size := a.device.cfg.Pages.PageSize()
-	var blocks []*block
-	for k := range a.shelves {
-		a.shelves[k].each(func(b *block) {
-			if b.segment.span != nil && b.size >= size && (p == nil || b.addr >= p.hi || b.addr+b.size <= p.lo) {
+	var blocks []block
+	for k := range kinds {
+		for _, b := range a.blocks(k) {
+			if b.s.span != nil && b.size() >= size && (p == nil || b.addr() >= p.hi || b.end() <= p.lo) {
 				blocks = append(blocks, b)
 			}
-		})
+		}
 	}
-	slices.SortStableFunc(blocks, func(x, y *block) int { return cmp.Compare(y.size, x.size) })
+	slices.SortStableFunc(blocks, func(x, y block) int { return cmp.Compare(y.size(), x.size()) })
 	for _, b := range blocks {
-		lo, hi := roundUp(b.addr, size), (b.addr+b.size)/size*size
+		lo, hi := roundUp(b.addr(), size), b.end()/size*size
+		if rest := b.end() - hi; rest > 0 && rest <= smallMost && b.s.kind == large {
+			hi -= size // what is left must not be smaller than a slot
+		}
 		if hi <= lo || found == n {
 			continue
 		}
 		pages := min(int((hi-lo)/size), n-found)
-		list = append(list, vacancy{b.segment, b, lo, uint64(pages) * size})
+		list = append(list, vacancy{b.s, b, lo, uint64(pages) * size})
 		found += pages
 	}
 	return list, found
@@ -241,19 +247,24 @@ func (a *Arena) mapped(s *segment, at, page uint64) {
 	s.span.pages[at] = page
 	s.span.bytes += size
 	a.device.table.add(s, at, size)
-	i := slices.IndexFunc(s.span.holes, func(h *block) bool { return at-h.addr < h.size })
-	b := s.span.holes[i]
-	s.span.holes = slices.Delete(s.span.holes, i, i+1)
-	before, b, behind := b.carve(at, size)
-	for _, h := range []*block{before, behind} {
-		if h != nil {
+	i := slices.IndexFunc(s.span.holes, func(h block) bool { return at-h.addr() < h.size() })
+	h := s.span.holes[i]
+	s.span.fill(h)
+	before, b, behind := h.carve(at, size)
+	for _, h := range [...]block{before, behind} {
+		if !h.nothing() {
 			s.span.holes = append(s.span.holes, h)
 		}
 	}
-	b.unmapped = false
+	b.slot().place &^= isHole
 	b, _, _ = a.join(b)
 	a.shelves[s.kind].add(b)
 	a.device.note(ActionSegmentMap, at, size, a, nil)
+}
+
+// fill takes a hole off the list.
+func (s *span) fill(h block) {
+	s.holes = slices.DeleteFunc(s.holes, func(o block) bool { return o == h })
 }
 
 // unmap takes pages of a free block away, which nothing uses any more.
@@ -270,13 +281,12 @@ func (a *Arena) unmap(v vacancy) (pages []uint64, err error) {
 	a.device.table.remove(s, v.addr, v.bytes)
 	a.shelves[s.kind].remove(b)
 	before, b, behind := b.carve(v.addr, v.bytes)
-	for _, r := range []*block{before, behind} {
-		if r != nil {
+	for _, r := range [...]block{before, behind} {
+		if !r.nothing() {
 			a.shelves[s.kind].add(r)
 		}
 	}
-	b.unmapped = true
-	s.span.holes = slices.DeleteFunc(s.span.holes, func(h *block) bool { return h == b.prev || h == b.next })
+	b.slot().place |= isHole
 	b, _, _ = a.join(b)
 	s.span.holes = append(s.span.holes, b)
 	a.device.note(ActionSegmentUnmap, v.addr, v.bytes, a, nil)
@@ -284,13 +294,13 @@ func (a *Arena) unmap(v vacancy) (pages []uint64, err error) {
 }
 
 // carve divides b into what lies before [at, at+n), that, and what lies behind; the
-// outer ones may be nil.
-func (b *block) carve(at, n uint64) (before, middle, behind *block) {
+// outer ones may be nothing.
+func (b block) carve(at, n uint64) (before, middle, behind block) {
 	middle = b
-	if at > b.addr {
-		before, middle = b, b.cut(at-b.addr)
+	if at > b.addr() {
+		before, middle = b, b.cut(at-b.addr())
 	}
-	if middle.size > n {
+	if middle.size() > n {
 		behind = middle.cut(n)
 	}
 	return before, middle, behind
@@ -322,7 +332,7 @@ func (a *Arena) shrink() error {
 func (a *Arena) unreserve() {
 	for k, s := range a.spans {
 		if s != nil {
-			_ = a.device.cfg.Pages.Unreserve(s.addr, s.size) // addresses are all that could be lost
+			_ = a.device.cfg.Pages.Unreserve(s.addr, s.size()) // addresses are all that could be lost
 			a.spans[k] = nil
 		}
 	}

@@ -2,13 +2,13 @@ package alloc
 
 import "sync/atomic"
 
-// A table finds the page of an address without a lock. It has two levels, of
+// A table finds the segment of an address without a lock. It has two levels, of
 // which the second is made where there is memory.
 type table struct {
 	leaves [1 << topBits]atomic.Pointer[leaf]
 }
 
-type leaf [1 << leafBits]atomic.Pointer[page]
+type leaf [1 << leafBits]atomic.Pointer[tenant]
 
 const (
 	pageBits = 21
@@ -19,36 +19,15 @@ const (
 	addressEnd = uint64(1) << (pageBits + leafBits + topBits)
 )
 
-// A page is 2 MiB of addresses, at a multiple of that, as far as one segment has
-// them. It knows the blocks that begin there and are used. The lock of the
-// segment's domain guards it.
-type page struct {
+// A tenant is a segment that has some of a page, which is 2 MiB of addresses at a
+// multiple of that.
+type tenant struct {
 	segment *segment
-	base    uint64
-	shift   uint8    // how close two blocks may begin
-	begins  []*block // by (address-base)>>shift
-	next    *page    // of another segment that shares the addresses
+	next    *tenant
 }
 
-func newPage(s *segment, base uint64) *page {
-	p := &page{segment: s, base: base, shift: 9}
-	if s.kind == large {
-		p.shift = 20 // used blocks of large segments are larger than that
-	}
-	p.begins = make([]*block, pageSize>>p.shift)
-	return p
-}
-
-// block returns the used block that begins at addr, or nil.
-func (p *page) block(addr uint64) *block {
-	if b := p.begins[(addr-p.base)>>p.shift]; b != nil && b.addr == addr {
-		return b
-	}
-	return nil
-}
-
-// slot is where the page of addr is kept, or nil.
-func (t *table) slot(addr uint64) *atomic.Pointer[page] {
+// slot is where the tenants of addr are kept, or nil.
+func (t *table) slot(addr uint64) *atomic.Pointer[tenant] {
 	if addr >= addressEnd {
 		return nil
 	}
@@ -59,22 +38,22 @@ func (t *table) slot(addr uint64) *atomic.Pointer[page] {
 	return &l[addr>>pageBits&(1<<leafBits-1)]
 }
 
-// page returns the page of the segment that has addr, or nil.
-func (t *table) page(addr uint64) *page {
+// segment returns the segment that has addr, or nil.
+func (t *table) segment(addr uint64) *segment {
 	s := t.slot(addr)
 	if s == nil {
 		return nil
 	}
-	for p := s.Load(); p != nil; p = p.next {
-		if p.next == nil || p.segment.has(addr) {
-			return p
+	for x := s.Load(); x != nil; x = x.next {
+		if x.segment.has(addr) {
+			return x.segment
 		}
 	}
 	return nil
 }
 
-// add makes the pages of [addr, addr+n) known. Only one goroutine at a time adds
-// or removes.
+// add makes [addr, addr+n) known as the segment's. Only one goroutine at a time
+// adds or removes.
 func (t *table) add(s *segment, addr, n uint64) {
 	for base := addr &^ (pageSize - 1); base < addr+n; base += pageSize {
 		top := &t.leaves[base>>(pageBits+leafBits)]
@@ -82,22 +61,18 @@ func (t *table) add(s *segment, addr, n uint64) {
 			top.Store(new(leaf))
 		}
 		slot := t.slot(base)
-		p := newPage(s, base)
-		p.next = slot.Load()
-		slot.Store(p)
+		slot.Store(&tenant{s, slot.Load()})
 	}
 }
 
-// remove forgets the pages of the segment in [addr, addr+n).
+// remove undoes add.
 func (t *table) remove(s *segment, addr, n uint64) {
 	for base := addr &^ (pageSize - 1); base < addr+n; base += pageSize {
 		slot := t.slot(base)
-		var rest *page
-		for p := slot.Load(); p != nil; p = p.next {
-			if p.segment != s {
-				q := *p
-				q.next = rest
-				rest = &q
+		var rest *tenant
+		for x := slot.Load(); x != nil; x = x.next {
+			if x.segment != s {
+				rest = &tenant{x.segment, rest}
 			}
 		}
 		slot.Store(rest)

@@ -7,7 +7,7 @@ import "slices"
 // before there are many, or somebody needs the memory.
 type batch struct {
 	users  []Stream
-	blocks []*block
+	blocks []block
 	bytes  uint64
 	events []Event // behind the blocks, once they are recorded
 }
@@ -36,18 +36,17 @@ func (w *waiting) due() bool {
 	return w.since >= lookEvery
 }
 
-func (w *waiting) add(b *block) {
-	i := slices.IndexFunc(w.open, func(t *batch) bool { return slices.Equal(t.users, b.users) })
+func (w *waiting) add(b block, users []Stream) {
+	i := slices.IndexFunc(w.open, func(t *batch) bool { return slices.Equal(t.users, users) })
 	if i < 0 {
 		i = len(w.open)
-		w.open = append(w.open, &batch{users: b.users})
+		w.open = append(w.open, &batch{users: users})
 	} else {
-		release(b.users)
+		release(users)
 	}
 	t := w.open[i]
-	b.users = nil
 	t.blocks = append(t.blocks, b)
-	t.bytes += b.size
+	t.bytes += b.size()
 	if len(t.blocks) >= batchBlocks || t.bytes >= batchBytes {
 		w.seal(i)
 	}

@@ -1,0 +1,81 @@
+package alloc
+
+import (
+	"slices"
+	"sync"
+)
+
+// A domain is what one lock guards: an arena of the default pool, or all arenas
+// of a pool of graphs.
+type domain struct {
+	mu       sync.Mutex
+	meter    meter
+	segments []*segment        // by number; nil where a number is not taken
+	moved    map[block]*Arena  // blocks that are not their segment's home's
+	records  map[block]*record // what is known of few blocks
+}
+
+// A record is what is known of a block that other streams use, or whose stack was
+// recorded.
+type record struct {
+	users []Stream
+	stack *Stack // where it was allocated
+}
+
+func (d *domain) move(b block, a *Arena) {
+	if d.moved == nil {
+		d.moved = map[block]*Arena{}
+	}
+	d.moved[b] = a
+}
+
+// record returns the block's record, or nil.
+func (b block) record() *record {
+	if !b.slot().has(isRecorded) {
+		return nil
+	}
+	return b.s.domain.records[b]
+}
+
+// keep returns the block's record and makes one if there is none.
+func (b block) keep() *record {
+	d := b.s.domain
+	if r := b.record(); r != nil {
+		return r
+	}
+	if d.records == nil {
+		d.records = map[block]*record{}
+	}
+	r := &record{}
+	d.records[b] = r
+	b.slot().place |= isRecorded
+	return r
+}
+
+// take returns the block's record, which may be nil, and forgets it.
+func (b block) take() *record {
+	r := b.record()
+	if r != nil {
+		delete(b.s.domain.records, b)
+		b.slot().place &^= isRecorded
+	}
+	return r
+}
+
+// use adds a stream to those that use the block.
+func (b block) use(s Stream) {
+	if s == b.arena().stream {
+		return
+	}
+	if r := b.keep(); !slices.Contains(r.users, s) {
+		s.Retain()
+		r.users = append(r.users, s)
+	}
+}
+
+func (b block) stack() *Stack {
+	if r := b.record(); r != nil {
+		return r.stack
+	}
+	return nil
+}

@@ -14,6 +14,7 @@ type Arena struct {
 	audits bool
 
 	shelves  [kinds]shelf
+	pocket   block
 	segments []*segment // of a Source, made for this arena
 	spans    [kinds]*segment
 	waiting  waiting
@@ -33,7 +34,10 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 	if a.waiting.due() {
 		a.collect(false)
 	}
-	b := a.find(s, k, size)
+	b := a.fromPocket(size)
+	if b.nothing() {
+		b = a.find(s, k, size)
+	}
 	if b.nothing() {
 		a.domain.mu.Unlock()
 		if b, err = a.grow(s, k, size); err != nil {
@@ -94,7 +98,9 @@ func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack)
 	m := &a.domain.meter
 	counts := b.s.span == nil // torch leaves expandable segments out of this
 	wasSplit := b.split()
-	if a.worthSplitting(s, b, size) {
+	if b.slot().has(isPending) {
+		b.slot().place &^= isPending // of the pocket: it has the size, and the rest is where it was
+	} else if a.worthSplitting(s, b, size) {
 		rest := b.cut(size)
 		rest.arena().shelves[k].add(rest)
 		switch {
@@ -148,20 +154,28 @@ func (a *Arena) give(b block) {
 	a.put(b)
 }
 
-// put makes a block free, joins it with its neighbours, and shelves it.
+// put makes a block free that no stream uses any more.
 func (a *Arena) put(b block) {
 	if p := a.pool; p.base != nil && !p.capturing {
 		a = p.base
 		b.setArena(a)
 	}
-	k, m, x := b.s.kind, &a.domain.meter, b.slot()
+	x := b.slot()
 	requested := x.requested()
-	m.retire(k, int64(b.size()), int64(requested))
+	a.domain.meter.retire(b.s.kind, int64(b.size()), int64(requested))
 	a.device.note(ActionFreeCompleted, b.addr(), requested, a, nil)
 	if a.audits && a.stream != nil {
 		a.device.cfg.Auditor.Return(a.stream, b.addr(), b.size())
 	}
-	x.place &^= isPending
+	if !a.pocketed(b) {
+		x.place &^= isPending
+		a.shelve(b)
+	}
+}
+
+// shelve joins a free block with its neighbours and puts it on its shelf.
+func (a *Arena) shelve(b block) {
+	k, m := b.s.kind, &a.domain.meter
 	b, joined, bytes := a.join(b)
 	a.shelves[k].add(b)
 	if b.s.span != nil {

@@ -123,7 +123,7 @@ func (d *Device) newDomain() *domain {
 func (d *Device) lockAll() []*domain {
 	d.all.Lock()
 	for _, dom := range d.domains {
-		dom.mu.Lock()
+		dom.lock()
 	}
 	d.all.Unlock()
 	return d.domains
@@ -195,7 +195,7 @@ func (d *Device) find(addr uint64) (b block, unlock func()) {
 	if s == nil {
 		return block{}, nil
 	}
-	s.domain.mu.Lock()
+	s.domain.lock()
 	if b := s.block(addr); !b.nothing() && b.slot().has(isUsed) {
 		return b, s.domain.mu.Unlock
 	}

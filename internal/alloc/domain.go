@@ -10,9 +10,18 @@ import (
 type domain struct {
 	mu       sync.Mutex
 	meter    meter
+	arenas   []*Arena
 	segments []*segment        // by number; nil where a number is not taken
 	moved    map[block]*Arena  // blocks that are not their segment's home's
 	records  map[block]*record // what is known of few blocks
+}
+
+// lock is for all that is not an allocation or a free: it empties the pockets.
+func (d *domain) lock() {
+	d.mu.Lock()
+	for _, a := range d.arenas {
+		a.emptyPocket()
+	}
 }
 
 // A record is what is known of a block that other streams use, or whose stack was

@@ -81,7 +81,7 @@ func (e *PointerError) Error() string {
 func (d *Device) foreign(addr uint64) error {
 	err := &PointerError{Addr: addr}
 	if s := d.table.segment(addr); s != nil {
-		s.domain.mu.Lock()
+		s.domain.lock()
 		b := s.holding(addr)
 		err.Within, err.Size, err.Used, err.Stack = b.addr(), b.size(), b.slot().has(isUsed), b.stack()
 		s.domain.mu.Unlock()

@@ -240,6 +240,7 @@ func (d *Device) check(t testing.TB) {
 	t.Helper()
 	var want [gauges][scopes]int64
 	count := func(k kind, g Gauge, n uint64) { want[g][k] += int64(n); want[g][both] += int64(n) }
+	unlock(d.lockAll()) // and empty the pockets
 	shelved := map[block]bool{}
 	for _, p := range d.pools {
 		for _, a := range p.arenas {

@@ -59,7 +59,7 @@ func (a *Arena) lookAgain(s *Settings, k kind, size uint64) block {
 // afterCollecting uses what other streams are done with by now. Another goroutine
 // may have taken memory meanwhile, too.
 func (a *Arena) afterCollecting(s *Settings, k kind, size uint64) (block, error) {
-	a.domain.mu.Lock()
+	a.domain.lock()
 	a.collect(true)
 	return a.lookAgain(s, k, size), nil
 }
@@ -109,7 +109,7 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 	if addr+n > addressEnd || addr%unit != 0 {
 		return block{}, errors.Join(&SourceError{addr, n}, a.pool.source.Free(a.stream, addr, n))
 	}
-	a.domain.mu.Lock()
+	a.domain.lock()
 	seg := newSegment(a, k, addr, n)
 	seg.stack = stack
 	a.segments = append(a.segments, seg)
@@ -156,7 +156,7 @@ func (a *Arena) fromSpare(s *Settings, k kind, size uint64) (block, error) {
 			continue
 		}
 		o := p.arenaOf(a.stream)
-		o.domain.mu.Lock()
+		o.domain.lock()
 		if b := o.lookAgain(s, k, size); !b.nothing() {
 			return b, nil
 		}
@@ -180,7 +180,7 @@ func (a *Arena) afterReleasingLarger(s *Settings, k kind, size uint64) (block, e
 
 // afterClaiming lets the stream wait for those that may still use what it needs.
 func (a *Arena) afterClaiming(s *Settings, k kind, size uint64) (block, error) {
-	a.domain.mu.Lock()
+	a.domain.lock()
 	a.claim()
 	return a.lookAgain(s, k, size), nil
 }
@@ -192,7 +192,7 @@ func (a *Arena) afterReleasingAll(s *Settings, k kind, size uint64) (block, erro
 		return block{}, err
 	}
 	a.device.retries.Add(1)
-	a.domain.mu.Lock()
+	a.domain.lock()
 	if b := a.lookAgain(s, k, size); !b.nothing() {
 		return b, nil
 	}

@@ -65,7 +65,7 @@ func (p *Pool) Segments() []SegmentInfo {
 
 func (p *Pool) segments() (list []SegmentInfo) {
 	for _, a := range p.arenas {
-		a.domain.mu.Lock()
+		a.domain.lock()
 		for _, s := range a.segments {
 			list = append(list, s.info()...)
 		}

@@ -100,4 +100,17 @@ func (l *list) least(size uint64) (e entry, ok bool) {
 	return c[at], true
 }
 
+// after returns the entry behind e.
+func (l *list) after(e entry) (next entry, ok bool) {
+	i := l.chunk(e)
+	c := l.chunks[i]
+	if at := c.place(e) + 1; at < len(c) {
+		return c[at], true
+	}
+	if i+1 < len(l.chunks) {
+		return l.chunks[i+1][0], true
+	}
+	return entry{}, false
+}
+
 func (l *list) first() entry { return l.chunks[0][0] }

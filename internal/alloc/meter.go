@@ -47,6 +47,12 @@ func (m *meter) up(k kind, g Gauge, n int64) {
 	}
 }
 
+// near says whether n more might be a new peak.
+func (m *meter) near(k kind, g Gauge, n int64) bool {
+	r, all := &m.r[g][k], &m.r[g][both]
+	return r.now+n > r.cap || all.now+n > all.cap
+}
+
 func (m *meter) down(k kind, g Gauge, n int64) {
 	m.r[g][k].now -= n
 	m.r[g][both].now -= n

@@ -91,12 +91,15 @@ func (p *Pool) newArena(s Stream) *Arena {
 	}
 	a := &Arena{device: p.device, pool: p, domain: dom, stream: s}
 	a.audits = p.device.cfg.Auditor != nil && p.domain == nil
+	dom.mu.Lock()
+	dom.arenas = append(dom.arenas, a)
+	dom.mu.Unlock()
 	p.arenas = append(p.arenas, a)
 	return a
 }
 
 func (a *Arena) adopt(s Stream) {
-	a.domain.mu.Lock()
+	a.domain.lock()
 	a.ended.Close()
 	a.stream, a.ended = s, nil
 	a.domain.mu.Unlock()
@@ -112,7 +115,7 @@ func (a *Arena) Orphan() error {
 	d := a.device
 	d.growth.Lock()
 	defer d.growth.Unlock()
-	a.domain.mu.Lock()
+	a.domain.lock()
 	a.stream, a.ended = nil, e
 	a.domain.mu.Unlock()
 	a.pool.orphans = append(a.pool.orphans, a)
@@ -133,7 +136,7 @@ func (a *Arena) sync() error {
 // Begin tells that a capture begins: until Rejoin what a stream frees is for that
 // stream alone.
 func (p *Pool) Begin() {
-	p.domain.mu.Lock()
+	p.domain.lock()
 	p.capturing = true
 	p.domain.mu.Unlock()
 }
@@ -145,7 +148,7 @@ func (p *Pool) Rejoin() {
 	d := p.device
 	d.growth.Lock()
 	defer d.growth.Unlock()
-	p.domain.mu.Lock()
+	p.domain.lock()
 	p.capturing = false
 	for _, a := range p.arenas {
 		a.forgetUsers()

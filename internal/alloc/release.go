@@ -47,6 +47,7 @@ func (d *Device) forget(p *Pool) {
 	}
 	for _, a := range p.arenas {
 		a.unreserve()
+		a.domain.arenas = nil
 		if !slices.Contains(d.unused, a.domain) {
 			d.unused = append(d.unused, a.domain)
 		}
@@ -57,7 +58,7 @@ func (d *Device) forget(p *Pool) {
 // bytes returns what the pool has of the driver.
 func (p *Pool) bytes() (n int64) {
 	for _, a := range p.arenas {
-		a.domain.mu.Lock()
+		a.domain.lock()
 		for _, s := range a.segments {
 			n += int64(s.size())
 		}
@@ -75,7 +76,7 @@ func (p *Pool) bytes() (n int64) {
 func (p *Pool) release() error {
 	var errs []error
 	for _, a := range p.arenas {
-		a.domain.mu.Lock()
+		a.domain.lock()
 		a.await()
 		gone := a.unlinkIdle()
 		a.device.leave(a.domain)
@@ -139,7 +140,7 @@ func (a *Arena) free(gone []*segment) error {
 // they have been least bytes.
 func (a *Arena) releaseLarger(least uint64) error {
 	most := a.device.settings.Load().MaxSplit
-	a.domain.mu.Lock()
+	a.domain.lock()
 	var idle []*segment
 	a.idleLarge(func(s *segment, _ uint64) { idle = append(idle, s) })
 	slices.SortFunc(idle, func(x, y *segment) int { return cmp.Compare(x.units, y.units) })
@@ -183,7 +184,7 @@ func (d *Device) collectGarbage(n uint64) error {
 func (d *Device) collectOld(n uint64) (freed uint64, err error) {
 	var ages, count uint64
 	for _, a := range d.def.arenas {
-		a.domain.mu.Lock()
+		a.domain.lock()
 		a.idleLarge(func(s *segment, age uint64) { ages, count = ages+age, count+1 })
 		a.domain.mu.Unlock()
 	}
@@ -192,7 +193,7 @@ func (d *Device) collectOld(n uint64) (freed uint64, err error) {
 	}
 	var errs []error
 	for _, a := range d.def.arenas {
-		a.domain.mu.Lock()
+		a.domain.lock()
 		var gone []*segment
 		a.idleLarge(func(s *segment, age uint64) {
 			if freed < n && age*count >= ages {

@@ -75,6 +75,18 @@ func (s *shelf) best(size uint64) (e entry, ok bool) {
 	return s.lists[c].first(), true
 }
 
+// after returns the entry behind e.
+func (s *shelf) after(e entry) (next entry, ok bool) {
+	c := s.class(e.size)
+	if next, ok := s.lists[c].after(e); ok {
+		return next, true
+	}
+	if c = s.following(c); c < 0 {
+		return entry{}, false
+	}
+	return s.lists[c].first(), true
+}
+
 // following returns the first class behind c that has blocks, or -1.
 func (s *shelf) following(c int) int {
 	w := c / 64

@@ -35,7 +35,7 @@ func (a *Arena) expands() bool {
 func (a *Arena) spanOf(k kind) (*segment, error) {
 	d := a.device
 	if s := a.spans[k]; s != nil {
-		a.domain.mu.Lock()
+		a.domain.lock()
 		return s, nil
 	}
 	n := min(d.cfg.Pages.Reach(), spanMost)
@@ -46,7 +46,7 @@ func (a *Arena) spanOf(k kind) (*segment, error) {
 	if addr+n > addressEnd {
 		return nil, errors.Join(errNoAddresses, d.cfg.Pages.Unreserve(addr, n))
 	}
-	a.domain.mu.Lock()
+	a.domain.lock()
 	s := newSegment(a, k, addr, n)
 	all := block{s, 0}
 	all.slot().place |= isHole
@@ -308,7 +308,7 @@ func (b block) carve(at, n uint64) (before, middle, behind block) {
 
 // shrink gives back the pages that lie in free blocks. growth is held.
 func (a *Arena) shrink() error {
-	a.domain.mu.Lock()
+	a.domain.lock()
 	defer a.device.leave(a.domain)
 	if a.spans == [kinds]*segment{} {
 		return nil

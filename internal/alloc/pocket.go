@@ -1,5 +1,7 @@
 package alloc
 
+import "math"
+
 // A pocket has the block that came back last, as it is: programs often want the
 // same size again at once, and then neither joining nor splitting was needed. What
 // is in the pocket counts as free, and every look at the books empties it; it is
@@ -9,7 +11,7 @@ package alloc
 func (a *Arena) pocketed(b block) bool {
 	b.slot().place |= isPending // and so nobody joins it
 	a.emptyPocket()
-	if a.pool.base != nil || shelved(b.prev()) || a.wouldPeak(b) {
+	if a.pool.base != nil || a.device.settings.Load().MaxSplit != math.MaxUint64 || shelved(b.prev()) || a.wouldPeak(b) {
 		return false
 	}
 	a.pocket = b

@@ -2,6 +2,7 @@ package device
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -77,8 +78,54 @@ func (d *Device) EnablePeer(peer *Device) error {
 	if err != nil {
 		return err
 	}
+	for _, hook := range peer.peerHooks().add(d) {
+		if err := hook(d); err != nil {
+			return err
+		}
+	}
 	peers.Store(peer, true)
 	return nil
+}
+
+// peerHooks has the devices that may use a device's memory, and who wants to know.
+type peerHooks struct {
+	mu     sync.Mutex
+	guests []*Device
+	hooks  []func(*Device) error
+}
+
+type peerHooksKey struct{}
+
+func (d *Device) peerHooks() *peerHooks {
+	return d.Local(peerHooksKey{}, func() any { return new(peerHooks) }).(*peerHooks)
+}
+
+func (p *peerHooks) add(d *Device) []func(*Device) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !slices.Contains(p.guests, d) {
+		p.guests = append(p.guests, d)
+	}
+	return slices.Clone(p.hooks)
+}
+
+// OnPeer calls fn for each device that may use the memory of d from now on, when
+// EnablePeer lets it; Guests has those that may already. For Chorus's own packages:
+// mapped memory has an access list of its own.
+func (d *Device) OnPeer(fn func(peer *Device) error) {
+	p := d.peerHooks()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.hooks = append(p.hooks, fn)
+}
+
+// Guests returns the devices that may use the memory of d. For Chorus's own
+// packages.
+func (d *Device) Guests() []*Device {
+	p := d.peerHooks()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.guests)
 }
 
 func (d *Device) sameSystem(op string, o *Device) error {

@@ -320,7 +320,7 @@ func TestFaults(t *testing.T) {
 		"cuStreamBeginCapture#2=CUDA_ERROR_OUT_OF_MEMORY, cuStreamGetCaptureInfo#2=CUDA_ERROR_UNKNOWN"})
 	b := newBench(t, sys.Devices()[0])
 	v := b.make(1)
-	pool := memory.NewPool()
+	pool := memory.NewPool(nil)
 	defer pool.Close()
 	for _, want := range []error{device.ErrorOutOfMemory, device.ErrorOutOfMemory, device.Status(cudadrv.ErrorUnknown)} {
 		_, err := b.captureIn(pool, func() error { return b.launch(b.add, b.s, v, 1) })

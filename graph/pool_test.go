@@ -63,7 +63,7 @@ func TestSharedPool(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		b := newBench(t, devs[0])
 		v := b.make(0)
-		pool := memory.NewPool()
+		pool := memory.NewPool(nil)
 		step := func(by float32) func() error {
 			return func() error {
 				tmp, err := memory.Make[float32](b.s, elems)
@@ -115,7 +115,7 @@ func TestSegmentSizes(t *testing.T) {
 			{mib, 2, 2 * mib}, {mib, 3, 4 * mib}, {mib + 512, 1, 20 * mib},
 			{10*mib - 512, 2, 20 * mib}, {10 * mib, 2, 20 * mib}, {10*mib + 512, 3, 36 * mib},
 		} {
-			pool := memory.NewPool()
+			pool := memory.NewPool(nil)
 			var all []memory.Slice[byte]
 			x, err := b.captureIn(pool, func() error {
 				for range c.count {
@@ -180,7 +180,7 @@ func TestPoolKeepsStreamsApart(t *testing.T) {
 func TestAbortLeavesNoPool(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		b := newBench(t, devs[0])
-		pool := memory.NewPool()
+		pool := memory.NewPool(nil)
 		boom := errors.New("boom")
 		for range 3 {
 			var left memory.Slice[byte]
@@ -219,7 +219,7 @@ func memoryInfo(t *testing.T, dev *device.Device) (total, used uint64) {
 func TestPoolInUse(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		b := newBench(t, devs[0])
-		pool := memory.NewPool()
+		pool := memory.NewPool(nil)
 		other := newStream(t, devs[0])
 		x, err := b.captureIn(pool, func() error {
 			_, err := graph.CaptureWith(&graph.Config{Pool: pool, Mode: graph.Relaxed}, []*stream.Stream{other}, func() error { return nil })
@@ -258,7 +258,7 @@ func TestPoolJoinsBlocks(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		b := newBench(t, devs[0])
 		side := newStream(t, devs[0])
-		pool := memory.NewPool()
+		pool := memory.NewPool(nil)
 		var out memory.Slice[float32]
 		x, err := graph.CaptureWith(&graph.Config{Pool: pool}, []*stream.Stream{b.s, side}, func() error {
 			var xs []memory.Slice[float32]

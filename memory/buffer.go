@@ -18,100 +18,43 @@ type Buffer struct {
 	stream *stream.Stream
 	ptr    cudadrv.DevicePtr
 	bytes  uintptr
-	block  *block // of a Pool, if it was allocated in a capture
+	by     freer // whose memory it is; nil if there is none
+
+	captured bool // of a graph
 
 	imported bool         // from another process
 	foreign  func() error // gives memory back that is not of an allocator here; nil otherwise
 
 	mu     sync.Mutex
-	users  []*stream.Stream // the other streams that used it
+	users  []*stream.Stream // the other streams that use it
 	export *ipcExport       // once it has handles
 }
 
 // Alloc allocates bytes of device memory in the order of s: work that is
-// enqueued on s from now on may use it, and the host does not wait
-// (cuMemAllocAsync). The contents are undefined. Zero bytes are no allocation.
+// enqueued on s from now on may use it. Where memory of that size was freed on s
+// before, it is used again at once, and neither the driver is asked nor anything
+// waited for (torch.empty). The contents are undefined. Zero bytes are no
+// allocation.
 //
 // While s is captured into a graph the memory comes from the Pool of the capture
 // and stays with the graph: every launch uses the same.
+//
+// When there is no memory left, all that is cached is given back to the driver
+// before the error, an *OutOfMemoryError.
 func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
-	if err := s.Check("memory: allocate", nil); err != nil {
+	l, err := laneOf("memory: allocate", s)
+	if err != nil {
 		return nil, err
 	}
-	if bytes < 0 {
-		return nil, fmt.Errorf("memory: allocate %d bytes on %s: the size is negative", bytes, s.Device())
-	}
 	b := &Buffer{stream: s, bytes: uintptr(bytes)}
-	if bytes > 0 {
-		if err := b.alloc(); err != nil {
-			return nil, err
-		}
+	g, err := l.alloc(bytes)
+	if err != nil {
+		return nil, err
 	}
+	b.ptr, b.by, b.captured = cudadrv.DevicePtr(g.addr), g.by, g.captured
 	s.Retain()
 	handle.Init(b, &b.owner, "buffer")
 	return b, nil
-}
-
-// alloc gets the memory, from the pool of the capture if there is one.
-func (b *Buffer) alloc() error {
-	pool, err := b.stream.CapturePool()
-	if err != nil {
-		return err
-	}
-	if p, ok := pool.(*Pool); ok {
-		if b.block, err = p.alloc(b.stream, b.bytes); err != nil {
-			return err
-		}
-		b.ptr = b.block.ptr
-		return nil
-	}
-	if err := b.stream.RefuseCapture("memory: allocate", "the capture was begun by other means than Chorus: allocate before it"); err != nil {
-		return err
-	}
-	if _, err := environment(); err != nil {
-		return err
-	}
-	if err := keepFreed(b.Device()); err != nil {
-		return err
-	}
-	err = b.Device().Do("cuMemAllocAsync", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		b.ptr, r = drv.MemAllocAsync(b.bytes, b.stream.Raw())
-		return r
-	})
-	if errors.Is(err, device.ErrorOutOfMemory) {
-		return outOfMemory(b.Device(), b.bytes, err)
-	}
-	if err != nil {
-		return fmt.Errorf("memory: allocate %d bytes: %w", b.bytes, err)
-	}
-	return nil
-}
-
-func outOfMemory(d *device.Device, bytes uintptr, cause error) error {
-	free, total, _ := d.MemoryInfo() // zeros are what is known if this fails too
-	return &OutOfMemoryError{Device: d.String(), Requested: uint64(bytes), Free: free, Total: total, Err: cause}
-}
-
-type poolKey struct{}
-
-// keepFreed tells the driver's pool once to keep freed memory instead of
-// returning it to the system at every synchronisation.
-func keepFreed(d *device.Device) error {
-	once := d.Local(poolKey{}, func() any {
-		return sync.OnceValue(func() error {
-			// The pool exists only once the device has a context.
-			if _, err := d.Context(); err != nil {
-				return err
-			}
-			pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
-			if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {
-				return err
-			}
-			return d.Check("cuMemPoolSetAttribute",
-				d.Driver().MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReleaseThreshold, ^uint64(0)))
-		})
-	}).(func() error)
-	return once()
 }
 
 // Bytes returns the size.
@@ -134,15 +77,25 @@ func (b *Buffer) RecordStream(s *stream.Stream) error {
 	if s == b.stream {
 		return nil
 	}
+	l, err := laneOf("memory: record stream", s)
+	if err != nil {
+		return err
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.owner.Closed() {
 		return fmt.Errorf("memory: record stream: %w", device.ErrClosed)
 	}
-	if !slices.Contains(b.users, s) {
-		s.Retain()
-		b.users = append(b.users, s)
+	if slices.Contains(b.users, s) {
+		return nil
 	}
+	if b.by != nil {
+		if err := b.by.RecordStream(uint64(b.ptr), l); err != nil {
+			return fmt.Errorf("memory: record stream: %w", err)
+		}
+	}
+	s.Retain()
+	b.users = append(b.users, s)
 	return nil
 }
 
@@ -158,7 +111,7 @@ func (b *Buffer) Close() error {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.block == nil {
+	if !b.captured {
 		if err := b.refuseCapture(); err != nil {
 			return err
 		}
@@ -176,34 +129,18 @@ func (b *Buffer) Close() error {
 
 // giveBack gives up the memory and the streams. b.mu is held.
 func (b *Buffer) giveBack() error {
-	if b.foreign != nil {
-		return errors.Join(b.foreign(), b.release())
-	}
-	return errors.Join(b.free(), b.release())
-}
-
-// free gives the memory back. b.mu is held.
-func (b *Buffer) free() error {
-	if b.block != nil {
-		return b.block.segment.pool.free(b.block, len(b.users) > 0)
-	}
 	var errs []error
-	for _, u := range b.users {
-		errs = append(errs, b.stream.Follow(u))
+	switch {
+	case b.foreign != nil:
+		errs = append(errs, b.foreign())
+	case b.by != nil:
+		errs = append(errs, b.by.Free(uint64(b.ptr)))
+		if h, err := heapOf(b.Device()); err == nil {
+			h.tidy()
+		}
 	}
-	if b.bytes > 0 {
-		errs = append(errs, b.Device().Do("cuMemFreeAsync", func(drv cudadrv.Driver) cudadrv.Result {
-			return drv.MemFreeAsync(b.ptr, b.stream.Raw())
-		}))
-	}
-	return errors.Join(errs...)
-}
-
-// release gives the streams up. b.mu is held.
-func (b *Buffer) release() error {
-	errs := []error{b.stream.Release()}
-	for _, u := range b.users {
-		errs = append(errs, u.Release())
+	for _, s := range append(b.users, b.stream) {
+		errs = append(errs, s.Release())
 	}
 	return errors.Join(errs...)
 }

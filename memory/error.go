@@ -3,25 +3,123 @@ package memory
 import (
 	"errors"
 	"fmt"
+	"math"
+	"strings"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/alloc"
 )
 
 // ErrView is what Close returns, wrapped, on a slice that Make did not return.
 var ErrView = errors.New("only the slice that Make returned can be closed")
 
-// An OutOfMemoryError says that a device could not give the memory. It matches
-// device.ErrorOutOfMemory (torch.cuda.OutOfMemoryError).
+// An OutOfMemoryError says that a device could not give the memory, after all that
+// is cached had been given back. It matches device.ErrorOutOfMemory
+// (torch.cuda.OutOfMemoryError). Sizes are in bytes.
 type OutOfMemoryError struct {
 	Device    string // such as "cuda:3"
-	Requested uint64 // bytes
-	Free      uint64 // bytes, as the driver sees them
-	Total     uint64 // bytes
-	Err       error  // the driver's error
+	Requested uint64 // what was asked for
+	Wanted    uint64 // what the driver was asked for; 0 if no driver could have it
+	Free      uint64 // what the driver has left
+	Total     uint64 // what the device has
+	Allocated uint64 // what the program has
+	Private   uint64 // of that, in pools, such as those of graphs
+	Reserved  uint64 // what Chorus has of the driver
+	Largest   uint64 // the largest free block of the stream
+	Fraction  float64
+	Err       error // the driver's error
 }
 
 func (e *OutOfMemoryError) Error() string {
-	return fmt.Sprintf("memory: out of memory on %s: want %d bytes, %d of %d free: %v",
-		e.Device, e.Requested, e.Free, e.Total, e.Err)
+	var b strings.Builder
+	fmt.Fprintf(&b, "memory: out of memory on %s: tried to allocate %s", e.Device, formatSize(e.Requested))
+	if e.Wanted == 0 && e.Requested > math.MaxInt64/16 {
+		fmt.Fprintf(&b, ", more than any device has: check the size")
+		return b.String()
+	}
+	fmt.Fprintf(&b, "; %s of %s are free", formatSize(e.Free), formatSize(e.Total))
+	if e.Fraction < 1 {
+		fmt.Fprintf(&b, ", of which the process may have %s (%g of all)", formatSize(uint64(e.Fraction*float64(e.Total))), e.Fraction)
+	}
+	fmt.Fprintf(&b, "; %s are allocated", formatSize(e.Allocated))
+	if e.Private > 0 {
+		fmt.Fprintf(&b, ", %s of them in pools (graphs have some)", formatSize(e.Private))
+	}
+	fmt.Fprintf(&b, "; %s are reserved but not allocated, the largest block %s", formatSize(e.Reserved-min(e.Reserved, e.Allocated)), formatSize(e.Largest))
+	if e.Reserved > e.Allocated && e.Reserved-e.Allocated >= e.Requested {
+		b.WriteString(": the free memory is in fragments: set CHORUS_ALLOC_CONF=expandable_segments:True")
+	}
+	return b.String()
 }
 
 // Unwrap returns the driver's error.
 func (e *OutOfMemoryError) Unwrap() error { return e.Err }
+
+// formatSize writes a number of bytes as torch does.
+func formatSize(n uint64) string {
+	for i, unit := range []string{"GiB", "MiB", "KiB"} {
+		if limit := uint64(1) << (30 - 10*i); n > limit {
+			return fmt.Sprintf("%.2f %s", float64(n)/float64(limit), unit)
+		}
+	}
+	return fmt.Sprintf("%d bytes", n)
+}
+
+// outOfMemory is for what is not of the allocator.
+func outOfMemory(d *device.Device, bytes uintptr, cause error) error {
+	free, total, _ := d.MemoryInfo() // zeros are what is known if this fails too
+	return &OutOfMemoryError{Device: d.String(), Requested: uint64(bytes), Wanted: uint64(bytes), Free: free, Total: total, Fraction: 1, Err: cause}
+}
+
+// explain turns an error of an allocation into one of this package.
+func (h *heap) explain(bytes int, err error) error {
+	if !errors.Is(err, alloc.ErrNoMemory) {
+		return fmt.Errorf("memory: allocate %d bytes on %s: %w", bytes, h.dev, err)
+	}
+	e := outOfMemory(h.dev, uintptr(bytes), device.ErrorOutOfMemory).(*OutOfMemoryError)
+	if a, ok := errors.AsType[*alloc.NoMemoryError](err); ok {
+		e.Wanted, e.Allocated, e.Private, e.Reserved, e.Largest = a.Wanted, a.Allocated, a.Private, a.Reserved, a.Largest
+		e.Fraction = h.native.Fraction()
+	}
+	return e
+}
+
+// A PointerError is an address that was given where one is wanted that was
+// allocated and not yet freed: it was freed before, or is not Chorus's at all.
+type PointerError struct {
+	Op        string
+	Device    string
+	Address   uint64
+	Block     uint64 // where the block begins that the address lies in, or 0
+	Size      uint64 // of that block, in bytes
+	Allocated Stack  // where it was allocated last, if RecordHistory has recorded that
+	Freed     Stack  // where it was freed last
+	Err       error
+}
+
+func (e *PointerError) Error() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "memory: %s on %s: %v", e.Op, e.Device, e.Err)
+	for _, s := range []struct {
+		what  string
+		stack Stack
+	}{{"allocated", e.Allocated}, {"freed", e.Freed}} {
+		if len(s.stack) > 0 {
+			fmt.Fprintf(&b, "; it was %s at %s", s.what, s.stack)
+		}
+	}
+	return b.String()
+}
+
+// Unwrap returns what was found about the address.
+func (e *PointerError) Unwrap() error { return e.Err }
+
+// pointer turns an error about an address into one of this package.
+func (h *heap) pointer(op string, ptr uint64, err error) error {
+	a, ok := errors.AsType[*alloc.PointerError](err)
+	if !ok {
+		return fmt.Errorf("memory: %s %#x on %s: %w", op, ptr, h.dev, err)
+	}
+	return &PointerError{Op: op, Device: h.dev.String(), Address: ptr, Block: a.Within, Size: a.Size,
+		Allocated: stackOf(a.Stack), Freed: stackOf(a.Freed), Err: err}
+}

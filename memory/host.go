@@ -41,7 +41,7 @@ type hostKey struct{}
 
 // hostOf returns the allocator for dev's System.
 func hostOf(dev *device.Device) *host {
-	return dev.System().Local(hostKey{}, func() any { return newHost(environment) }).(*host)
+	return dev.System().Local(hostKey{}, func() any { return newHost(settings) }).(*host)
 }
 
 func newHost(settings func() (alloc.Settings, error)) *host {
@@ -201,3 +201,5 @@ func EmptyHostCache(dev *device.Device) error {
 	}
 	return nil
 }
+
+func roundUp(n, to uintptr) uintptr { return (n + to - 1) / to * to }

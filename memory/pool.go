@@ -4,63 +4,195 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Pool has the memory that is allocated while streams are captured into
-// graphs: each launch of a graph uses the same addresses, so they belong to the
-// graph and not to the stream. Captures that are given one Pool share its memory
-// (torch.cuda.graph_pool_handle): what the first has closed by its end, the
-// second may use. Graphs that share a pool must be launched in the order of
+// A Pool keeps the memory of one purpose apart (torch.cuda.MemPool): what is freed
+// in it is used again only in it, and it may come from an Allocator of its own.
+//
+// Use allocates from it. Captures of graphs allocate from the one that
+// graph.Config names: each launch of a graph uses the same addresses, so they
+// belong to the graph and not to the stream. Captures that are given one Pool share
+// its memory (torch.cuda.graph_pool_handle): what the first has closed by its end,
+// the second may use. Graphs that share a pool must be launched in the order of
 // their captures, never at the same time.
 //
-// A Pool has memory of every device that was captured. It is given back when the
+// A Pool has memory of every device that it was used on. It is given back when the
 // Pool, the graphs and the buffers that use it are closed. Its methods may be
 // called at any time by any goroutine.
 type Pool struct {
 	owner   handle.Owner
 	private bool // without a handle that could be closed
+	cfg     PoolConfig
+	id      alloc.PoolID
 
-	mu       sync.Mutex
-	refs     int // the handle while it is open, graphs, and buffers that are open
-	segments []*segment
-	deferred []*block // closed in the capture, but used by streams other than their own
-	busy     string   // the capture that allocates here now, or ""
+	mu    sync.Mutex
+	refs  int // the handle while it is open, and graphs
+	parts map[partKey]*alloc.Pool
+	busy  string // the capture that allocates here now, or ""
+
+	watchMu sync.Mutex // taken with the allocator's locks held
+	watch   []func(d *device.Device, ptr, bytes uint64, taken bool)
 }
 
-// NewPool returns an empty pool for graph.Config. It costs nothing.
-func NewPool() *Pool {
-	p := &Pool{refs: 1}
+// A part of a pool is that of one device. What is captured is apart: it belongs to
+// no stream.
+type partKey struct {
+	h        *heap
+	captured bool
+}
+
+// PoolConfig are the properties of a Pool; nil means their zero values.
+type PoolConfig struct {
+	Allocator Allocator // gives out the pool's segments; nil is the device's own way
+	NoSplit   bool      // each block is a segment
+	UseOnOOM  bool      // others may use what is free in it before they are out of memory
+}
+
+var lastPool atomic.Uint64
+
+// NewPool returns an empty pool. It costs nothing before it is used.
+func NewPool(cfg *PoolConfig) *Pool {
+	p := &Pool{refs: 1, id: alloc.PoolID{0, lastPool.Add(1)}}
+	if cfg != nil {
+		p.cfg = *cfg
+	}
 	handle.Init(p, &p.owner, "memory pool")
 	return p
 }
 
 // PrivatePool is NewPool without a handle that has to be closed, for one graph.
 // For Chorus's own packages.
-func PrivatePool() *Pool { return &Pool{private: true} }
+func PrivatePool() *Pool { return &Pool{private: true, id: alloc.PoolID{lastPool.Add(1), 0}} }
 
-// Reserved returns the bytes that the pool holds on all devices, used or not.
-func (p *Pool) Reserved() int { return p.sum(func(b *block) bool { return true }) }
+// ID returns the pool's name in snapshots (torch.cuda.MemPool.id).
+func (p *Pool) ID() [2]uint64 { return p.id }
 
-// Allocated returns the bytes of the pool that open buffers have.
-func (p *Pool) Allocated() int { return p.sum(func(b *block) bool { return b.used }) }
+// Use calls fn, and lets what is allocated on s meanwhile come from the pool
+// (torch.cuda.use_mem_pool). That holds for all goroutines that allocate on s, and
+// for no other stream. Uses of several pools on one stream are nested. The memory
+// stays with the pool when it is freed, whenever that is.
+func (p *Pool) Use(s *stream.Stream, fn func() error) error {
+	const op = "memory: use a pool"
+	l, err := laneOf(op, s)
+	if err != nil {
+		return err
+	}
+	if err := p.check(op); err != nil {
+		return err
+	}
+	part, err := p.part(l.heap, false)
+	if err != nil {
+		return err
+	}
+	a, err := part.Arena(l)
+	if err != nil {
+		return err
+	}
+	before := l.pool.Swap(a)
+	defer l.pool.Store(before)
+	return fn()
+}
 
-func (p *Pool) sum(counts func(*block) bool) int {
+func (p *Pool) check(op string) error {
+	if p == nil {
+		return fmt.Errorf("%s: no pool given", op)
+	}
+	if !p.private && p.owner.Closed() {
+		return fmt.Errorf("%s: %w", op, device.ErrClosed)
+	}
+	return nil
+}
+
+// part returns what the pool has of a device, making it if there is none.
+func (p *Pool) part(h *heap, captured bool) (*alloc.Pool, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	total := uintptr(0)
-	for _, s := range p.segments {
-		for b := s.first; b != nil; b = b.next {
-			if counts(b) {
-				total += b.bytes
-			}
-		}
+	key := partKey{h, captured}
+	if x := p.parts[key]; x != nil {
+		return x, nil
+	}
+	cfg := alloc.PoolConfig{ID: p.id, NoSplit: p.cfg.NoSplit, Spare: p.cfg.UseOnOOM && !captured, Graphs: captured}
+	if p.cfg.Allocator != nil {
+		cfg.Source = allocatorSource{p.cfg.Allocator}
+	}
+	cfg.Watch = func(addr, bytes uint64, taken bool) { p.tell(h.dev, addr, bytes, taken) }
+	x := h.native.NewPool(cfg)
+	if captured && p.busy != "" {
+		x.Begin()
+	}
+	if p.parts == nil {
+		p.parts = map[partKey]*alloc.Pool{}
+	}
+	p.parts[key] = x
+	return x, nil
+}
+
+// captured returns the arena for a capture of the lane's stream.
+func (p *Pool) captured(l *lane) (*alloc.Arena, error) {
+	part, err := p.part(l.heap, true)
+	if err != nil {
+		return nil, err
+	}
+	return part.Arena(l)
+}
+
+// Reserved returns the bytes that the pool holds on all devices, used or not.
+func (p *Pool) Reserved() int { return p.sum((*alloc.Pool).Reserved) }
+
+// Allocated returns the bytes of the pool that open buffers have.
+func (p *Pool) Allocated() int { return p.sum((*alloc.Pool).Allocated) }
+
+func (p *Pool) sum(of func(*alloc.Pool) uint64) int {
+	total := uint64(0)
+	for _, x := range p.list() {
+		total += of(x)
 	}
 	return int(total)
+}
+
+func (p *Pool) list() (all []*alloc.Pool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, x := range p.parts {
+		all = append(all, x)
+	}
+	return all
+}
+
+// Snapshot describes the pool's memory (torch.cuda.MemPool.snapshot).
+func (p *Pool) Snapshot() []Segment {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var list []Segment
+	for key, x := range p.parts {
+		for _, s := range x.Segments() {
+			list = append(list, segmentOf(key.h.dev.Ordinal(), s))
+		}
+	}
+	return list
+}
+
+// Watch calls fn from now on for each segment that the pool takes or gives back: so its memory can be registered with who wants to know it, as NCCL
+// does; Snapshot has those that are there. fn must not use the pool's device, nor the pool.
+func (p *Pool) Watch(fn func(d *device.Device, ptr, bytes uint64, taken bool)) {
+	p.watchMu.Lock()
+	defer p.watchMu.Unlock()
+	p.watch = append(p.watch, fn)
+}
+
+func (p *Pool) tell(d *device.Device, ptr, bytes uint64, taken bool) {
+	p.watchMu.Lock()
+	list := p.watch
+	p.watchMu.Unlock()
+	for _, fn := range list {
+		fn(d, ptr, bytes, taken)
+	}
 }
 
 // Close gives the handle up. Graphs and buffers that use the memory keep it. It
@@ -76,8 +208,8 @@ func (p *Pool) Close() error {
 // Chorus's own packages.
 func (p *Pool) Begin(graph string) error {
 	const op = "memory: allocate from a pool"
-	if !p.private && p.owner.Closed() {
-		return fmt.Errorf("%s: %w", op, device.ErrClosed)
+	if err := p.check(op); err != nil {
+		return err
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -85,6 +217,11 @@ func (p *Pool) Begin(graph string) error {
 		return fmt.Errorf("%s: the capture of %s is using it: captures that share a pool come one after another", op, p.busy)
 	}
 	p.busy = graph
+	for key, x := range p.parts {
+		if key.captured {
+			x.Begin()
+		}
+	}
 	return nil
 }
 
@@ -93,14 +230,10 @@ func (p *Pool) End() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.busy = ""
-	for _, b := range p.deferred {
-		b.used = false
-	}
-	p.deferred = nil
-	// Graphs of one pool run one after another, so that the streams of this
-	// capture are nothing to the next.
-	for _, s := range p.segments {
-		s.forgetStreams()
+	for key, x := range p.parts {
+		if key.captured {
+			x.Rejoin()
+		}
 	}
 }
 
@@ -114,70 +247,19 @@ func (p *Pool) Hold(stream.Holder) {
 // LetGo undoes Hold.
 func (p *Pool) LetGo(stream.Holder) { _ = p.release() } // what is lost with the device has been said
 
-// release gives one reference up; the last one frees the memory, after the work
-// that is on the device.
+// release gives one reference up; with the last one the memory goes back that no
+// buffer has, and the rest when those are closed.
 func (p *Pool) release() error {
 	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.refs--; p.refs > 0 {
+	p.refs--
+	last := p.refs == 0
+	p.mu.Unlock()
+	if !last {
 		return nil
 	}
 	var errs []error
-	for _, s := range p.segments {
-		errs = append(errs, s.dev.DoRelaxed("cuMemFree", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(s.ptr) }))
+	for _, x := range p.list() {
+		errs = append(errs, x.Close())
 	}
-	p.segments = nil
 	return errors.Join(errs...)
-}
-
-// alloc returns a block of at least n bytes for a capture of s.
-func (p *Pool) alloc(s *stream.Stream, n uintptr) (*block, error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	n = roundUp(n, minBlock)
-	b := p.best(s, n)
-	if b == nil {
-		seg, err := newSegment(p, s.Device(), segmentFor(n))
-		if err != nil {
-			return nil, err
-		}
-		p.segments = append(p.segments, seg)
-		b = seg.first
-	}
-	b.split(n)
-	b.used, b.stream = true, s
-	p.refs++
-	return b, nil
-}
-
-// best returns the smallest free block that has n bytes and that s may use.
-func (p *Pool) best(s *stream.Stream, n uintptr) (best *block) {
-	for _, seg := range p.segments {
-		if seg.dev != s.Device() || seg.small() != (n <= smallMost) {
-			continue
-		}
-		for b := seg.first; b != nil; b = b.next {
-			if b.usable(s, n) && (best == nil || b.bytes < best.bytes) {
-				best = b
-			}
-		}
-	}
-	return best
-}
-
-// free gives a block back. While a capture goes on, it is for the stream alone
-// that used it, and for nobody if others used it too.
-func (p *Pool) free(b *block, shared bool) error {
-	p.mu.Lock()
-	switch {
-	case p.busy != "" && shared:
-		p.deferred = append(p.deferred, b)
-	case p.busy != "":
-		b.used = false
-	default:
-		b.used, b.stream = false, nil
-	}
-	b.merge()
-	p.mu.Unlock()
-	return p.release()
 }

@@ -3,20 +3,84 @@ package memory
 import (
 	"fmt"
 	"sync"
+	"sync/atomic"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// environment has the options that the process was started with.
-var environment = sync.OnceValues(func() (alloc.Settings, error) {
+// The names of the backends, in the options.
+const (
+	backendNative = "native"
+	backendAsync  = "cudaMallocAsync"
+)
+
+// options are those of all devices. They are not there before the first use.
+var options = new(atomic.Pointer[alloc.Settings])
+
+// optionsText is what they were read from.
+var optionsText atomic.Pointer[string]
+
+// environment takes the options that the process was started with, unless others
+// were set before.
+var environment = sync.OnceValue(func() error {
 	v := env.AllocConf
 	if !v.IsSet() {
 		v = env.TorchAllocConf
 	}
-	s, err := alloc.ParseSettings(v.Value())
+	text := v.Value()
+	s, err := alloc.ParseSettings(text)
 	if err != nil {
-		return s, fmt.Errorf("memory: %s: %w", v.Name, err)
+		return fmt.Errorf("memory: %s: %w", v.Name, err)
 	}
-	return s, nil
+	if options.CompareAndSwap(nil, &s) {
+		optionsText.Store(&text)
+	}
+	return nil
 })
+
+// settings returns the options. The error is a mistake in the environment.
+func settings() (alloc.Settings, error) {
+	if s := options.Load(); s != nil {
+		return *s, nil
+	}
+	if err := environment(); err != nil {
+		return alloc.Settings{}, err
+	}
+	return *options.Load(), nil
+}
+
+// SetAllocatorSettings changes the options of the allocators, in torch's form, such
+// as "max_split_size_mb:128,expandable_segments:True", for all that is allocated
+// from then on (torch.cuda.memory._set_allocator_settings). What the text does not
+// name has its default. The backend changes for devices only on which nothing has
+// been allocated. After an error the options are as they were. It may be called at
+// any time.
+func SetAllocatorSettings(conf string) error {
+	s, err := alloc.ParseSettings(conf)
+	if err != nil {
+		return fmt.Errorf("memory: set the allocator's options: %w", err)
+	}
+	options.Store(&s)
+	optionsText.Store(&conf)
+	return nil
+}
+
+// Backend returns the name of the allocator that the device's memory comes from:
+// "native", "cudaMallocAsync", or "pluggable" for one of ChangeAllocator
+// (torch.cuda.get_allocator_backend).
+func Backend(d *device.Device) (string, error) {
+	h, err := heapOf(d)
+	if err != nil {
+		return "", err
+	}
+	e := h.engine.Load()
+	if e == nil {
+		return backendNative, nil
+	}
+	if _, ok := e.a.(asyncAllocator); ok {
+		return backendAsync, nil
+	}
+	return "pluggable", nil
+}

@@ -209,7 +209,7 @@ func TestFailedCaptureDrawsNothing(t *testing.T) {
 		require.NoError(t, d.draw(g))
 		before := state(g)
 		boom := errors.New("boom")
-		pool := memory.NewPool()
+		pool := memory.NewPool(nil)
 		_, err := graph.CaptureWith(&graph.Config{Pool: pool}, []*stream.Stream{d.s}, func() error { return errors.Join(d.draw(g), boom) })
 		require.ErrorIs(t, err, boom)
 		require.Equal(t, before, state(g))

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -31,8 +32,8 @@ type Stream struct {
 	kind  kind
 	refs  atomic.Int32 // the Stream itself while open, and each Buffer that is freed on it
 
-	mu   sync.Mutex
-	kept map[any]kept // see Keep
+	mu   sync.Mutex             // held while something is added to kept
+	kept atomic.Pointer[[]kept] // see Keep
 
 	called   atomic.Int64                  // how many callbacks have returned
 	panicked atomic.Pointer[CallbackError] // the first of them that did, until it is reported
@@ -50,6 +51,7 @@ const (
 
 // kept is what another package keeps for the stream.
 type kept struct {
+	key   any
 	value any
 	close func() error
 }
@@ -275,8 +277,10 @@ func (s *Stream) Release() error {
 		return nil
 	}
 	var errs []error
-	for _, k := range s.kept {
-		errs = append(errs, k.close())
+	if list := s.kept.Load(); list != nil {
+		for _, k := range *list {
+			errs = append(errs, k.close())
+		}
 	}
 	if s.kind == external {
 		return errors.Join(errs...)
@@ -288,22 +292,38 @@ func (s *Stream) Release() error {
 
 // Keep returns what open made for the key, calling it on first use, and closes
 // that with the stream: other packages keep one thing for each stream this way.
-// For Chorus's own packages.
+// Later uses take no lock. For Chorus's own packages.
 func (s *Stream) Keep(key any, open func() (value any, close func() error, err error)) (any, error) {
+	if v, ok := s.look(key); ok {
+		return v, nil
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if k, ok := s.kept[key]; ok {
-		return k.value, nil
+	if v, ok := s.look(key); ok {
+		return v, nil
 	}
 	v, c, err := open()
 	if err != nil {
 		return nil, err
 	}
-	if s.kept == nil {
-		s.kept = map[any]kept{}
+	var list []kept
+	if old := s.kept.Load(); old != nil {
+		list = slices.Clone(*old)
 	}
-	s.kept[key] = kept{v, c}
+	list = append(list, kept{key, v, c})
+	s.kept.Store(&list)
 	return v, nil
+}
+
+func (s *Stream) look(key any) (value any, ok bool) {
+	if list := s.kept.Load(); list != nil {
+		for i := range *list {
+			if k := &(*list)[i]; k.key == key {
+				return k.value, true
+			}
+		}
+	}
+	return nil, false
 }
 
 // ready turns NOT_READY into false.

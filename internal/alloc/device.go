@@ -9,7 +9,7 @@ import (
 // several goroutines.
 type Device struct {
 	cfg      Config
-	settings atomic.Pointer[Settings]
+	settings *atomic.Pointer[Settings]
 	table    table
 	history  atomic.Pointer[History]
 
@@ -18,7 +18,6 @@ type Device struct {
 	growth   sync.Mutex
 	pools    []*Pool // guarded by growth
 	reserved uint64  // guarded by growth
-	limit    uint64  // of reserved; guarded by growth
 
 	// domains and peaks change under the locks of all domains, and so may be read
 	// under any one.
@@ -35,7 +34,7 @@ type Device struct {
 	taken    counter // segments and pages
 	given    counter
 	oversize oversize
-	fraction float64 // guarded by growth
+	fraction float64 // of SetFraction, or less than 0; guarded by growth
 }
 
 type counter = atomic.Int64
@@ -53,11 +52,10 @@ type Config struct {
 	Free func() uint64
 }
 
-// NewDevice returns an allocator that has taken no memory yet.
-func NewDevice(cfg Config, s Settings) *Device {
-	d := &Device{cfg: cfg, fraction: 1}
-	d.settings.Store(&s)
-	d.setFraction(s.ProcessFraction)
+// NewDevice returns an allocator that has taken no memory yet. The options may
+// change at any time, for what is allocated from then on.
+func NewDevice(cfg Config, s *atomic.Pointer[Settings]) *Device {
+	d := &Device{cfg: cfg, settings: s, fraction: -1}
 	d.def = d.newPool(PoolConfig{})
 	return d
 }
@@ -65,37 +63,39 @@ func NewDevice(cfg Config, s Settings) *Device {
 // Default returns the pool for all that is not allocated in another.
 func (d *Device) Default() *Pool { return d.def }
 
-// Settings returns the options.
-func (d *Device) Settings() Settings { return *d.settings.Load() }
-
-// SetSettings changes the options for what is allocated from now on.
-func (d *Device) SetSettings(s Settings) {
-	d.growth.Lock()
-	defer d.growth.Unlock()
-	d.settings.Store(&s)
-	d.setFraction(s.ProcessFraction)
-}
-
 // SetFraction limits what is taken from the driver to a part of the device
-// (torch.cuda.set_per_process_memory_fraction); 1 is no limit.
+// (torch.cuda.set_per_process_memory_fraction); 1 is no limit. Without it the
+// options say how much.
 func (d *Device) SetFraction(f float64) {
 	d.growth.Lock()
 	defer d.growth.Unlock()
-	d.setFraction(f)
+	d.fraction = f
 }
 
-func (d *Device) setFraction(f float64) {
-	d.fraction, d.limit = f, ^uint64(0)
-	if f < 1 {
-		d.limit = uint64(f * float64(d.cfg.Total))
-	}
-}
-
-// Fraction returns what SetFraction set.
+// Fraction returns the part of the device that may be taken.
 func (d *Device) Fraction() float64 {
 	d.growth.Lock()
 	defer d.growth.Unlock()
-	return d.fraction
+	if d.fraction >= 0 {
+		return d.fraction
+	}
+	return d.settings.Load().ProcessFraction
+}
+
+// limit returns how much may be taken, and whether that is limited at all. growth
+// is held.
+func (d *Device) limit() (bytes uint64, limited bool) {
+	f := d.fraction
+	if f < 0 {
+		f = d.settings.Load().ProcessFraction
+	}
+	return uint64(f * float64(d.cfg.Total)), f < 1
+}
+
+// allows says whether n bytes more may be taken from the driver. growth is held.
+func (d *Device) allows(n uint64) bool {
+	limit, limited := d.limit()
+	return !limited || n <= limit && d.reserved <= limit-n
 }
 
 // newDomain returns a domain for a new pool or arena. growth is held, or d is not in

@@ -31,8 +31,8 @@ func (e *NoMemoryError) Unwrap() error { return ErrNoMemory }
 func (a *Arena) noMemory(s *Settings, k kind, size uint64) *NoMemoryError {
 	d := a.device
 	e := &NoMemoryError{Requested: size, Wanted: s.segment(size), Reserved: d.reserved}
-	if d.limit != ^uint64(0) {
-		e.Limit = d.limit
+	if limit, limited := d.limit(); limited {
+		e.Limit = limit
 	}
 	domains := d.lockAll()
 	defer unlock(domains)

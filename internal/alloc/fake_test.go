@@ -2,6 +2,7 @@ package alloc
 
 import (
 	"slices"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -232,7 +233,10 @@ func must[T any](x T, err error) T {
 
 // device returns an allocator over the machine.
 func (m *machine) device(conf string) *Device {
-	return NewDevice(Config{Source: m, Pages: fakePages{m}, Total: m.total}, must(ParseSettings(conf)))
+	var s atomic.Pointer[Settings]
+	c := must(ParseSettings(conf))
+	s.Store(&c)
+	return NewDevice(Config{Source: m, Pages: fakePages{m}, Total: m.total}, &s)
 }
 
 // check looks at every block of the device, and at the statistics.

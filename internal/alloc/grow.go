@@ -66,8 +66,8 @@ func (a *Arena) afterCollecting(s *Settings, k kind, size uint64) (block, error)
 
 func (a *Arena) afterCollectingGarbage(s *Settings, k kind, size uint64) (block, error) {
 	d := a.device
-	if s.GarbageThreshold > 0 && d.limit != ^uint64(0) {
-		if over := int64(d.reserved) - int64(s.GarbageThreshold*float64(d.limit)); over > 0 {
+	if limit, limited := d.limit(); limited && s.GarbageThreshold > 0 {
+		if over := int64(d.reserved) - int64(s.GarbageThreshold*float64(limit)); over > 0 {
 			if err := d.collectGarbage(uint64(over)); err != nil {
 				return block{}, err
 			}
@@ -125,9 +125,6 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 	return block{seg, 0}, nil
 }
 
-// allows says whether n bytes more may be taken from the driver.
-func (d *Device) allows(n uint64) bool { return d.reserved+n >= n && d.reserved+n <= d.limit }
-
 // took counts n bytes from the driver, of so many segments. The domain is locked.
 func (a *Arena) took(k kind, n uint64, segments int64) {
 	d := a.device
@@ -155,7 +152,10 @@ func (a *Arena) fromSpare(s *Settings, k kind, size uint64) (block, error) {
 		if !p.spare || p.closed.Load() {
 			continue
 		}
-		o := p.arenaOf(a.stream)
+		o, err := p.arenaOf(a.stream)
+		if err != nil {
+			return block{}, err
+		}
 		o.domain.lock()
 		if b := o.lookAgain(s, k, size); !b.nothing() {
 			return b, nil

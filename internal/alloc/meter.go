@@ -210,3 +210,13 @@ func (d *Device) ResetSums() {
 		c.Store(0)
 	}
 }
+
+// ReadAll returns all gauges of one moment.
+func (d *Device) ReadAll() (all [gauges]PoolStat) {
+	domains := d.lockAll()
+	defer unlock(domains)
+	for g := range gauges {
+		all[g] = PoolStat{All: d.stat(domains, g, both), Small: d.stat(domains, g, small), Large: d.stat(domains, g, large)}
+	}
+	return all
+}

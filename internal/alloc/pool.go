@@ -1,6 +1,7 @@
 package alloc
 
 import (
+	"errors"
 	"slices"
 	"sync/atomic"
 )
@@ -66,19 +67,31 @@ func (d *Device) newPool(cfg PoolConfig) *Pool {
 // ID returns the pool's name.
 func (p *Pool) ID() PoolID { return p.id }
 
-// Arena returns the arena for a stream of which the pool has none yet: a new one,
-// or that of a stream that has ended.
+// Arena returns the arena of a stream. One that the pool does not know yet gets
+// that of a stream that has ended, if there is any.
 func (p *Pool) Arena(s Stream) (*Arena, error) {
-	d := p.device
-	d.growth.Lock()
-	defer d.growth.Unlock()
+	p.device.growth.Lock()
+	defer p.device.growth.Unlock()
+	return p.arenaOf(s)
+}
+
+// arenaOf is Arena with growth held.
+func (p *Pool) arenaOf(s Stream) (*Arena, error) {
+	for _, a := range p.arenas {
+		if a.stream == s {
+			return a, nil
+		}
+	}
 	if n := len(p.orphans); n > 0 {
 		a := p.orphans[n-1]
 		if err := s.Wait(a.ended); err != nil {
 			return nil, err
 		}
 		p.orphans = p.orphans[:n-1]
-		a.adopt(s)
+		a.domain.lock()
+		a.ended.Close()
+		a.stream, a.ended = s, nil
+		a.domain.mu.Unlock()
 		return a, nil
 	}
 	return p.newArena(s), nil
@@ -98,27 +111,34 @@ func (p *Pool) newArena(s Stream) *Arena {
 	return a
 }
 
-func (a *Arena) adopt(s Stream) {
-	a.domain.lock()
-	a.ended.Close()
-	a.stream, a.ended = s, nil
-	a.domain.mu.Unlock()
-}
-
-// Orphan tells that the arena's stream ends. Blocks that callers still have may be
-// freed later; they must be used no more then.
-func (a *Arena) Orphan() error {
-	e, err := a.stream.Record()
-	if err != nil || e == nil {
-		return err // nobody adopts the arena, but its memory is found when it is short
-	}
-	d := a.device
+// End tells that a stream ends. Blocks that callers still have may be freed later;
+// they must be used no more then.
+func (d *Device) End(s Stream) error {
 	d.growth.Lock()
 	defer d.growth.Unlock()
+	var errs []error
+	for _, p := range d.pools {
+		for _, a := range p.arenas {
+			if a.stream == s {
+				errs = append(errs, a.end())
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (a *Arena) end() error {
+	var e Event
+	if a.pool.base == nil {
+		var err error
+		if e, err = a.stream.Record(); err != nil || e == nil {
+			return err // nobody adopts the arena, but its memory is found when it is short
+		}
+		a.pool.orphans = append(a.pool.orphans, a)
+	}
 	a.domain.lock()
 	a.stream, a.ended = nil, e
 	a.domain.mu.Unlock()
-	a.pool.orphans = append(a.pool.orphans, a)
 	return nil
 }
 
@@ -197,16 +217,6 @@ func (a *Arena) adoptBlock(b block) {
 		m.down(k, InactiveSplit, 1)
 		m.down(k, InactiveSplitBytes, int64(whole.size()))
 	}
-}
-
-// arenaOf returns the arena of a stream. growth is held.
-func (p *Pool) arenaOf(s Stream) *Arena {
-	for _, a := range p.arenas {
-		if a.stream == s {
-			return a
-		}
-	}
-	return p.newArena(s)
 }
 
 // Close gives back what nobody has; the rest goes back when it is freed. Nothing

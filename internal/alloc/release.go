@@ -130,7 +130,7 @@ func (a *Arena) free(gone []*segment) error {
 		errs = append(errs, a.sync())
 	}
 	for _, s := range gone {
-		errs = append(errs, a.pool.source.Free(a.stream, s.addr, s.size()))
+		errs = append(errs, a.pool.source.Free(s.stream, s.addr, s.size()))
 	}
 	return errors.Join(errs...)
 }

@@ -8,6 +8,7 @@ type segment struct {
 	kind   kind
 	number uint32 // among those of the domain
 	home   *Arena // for which it was made
+	stream Stream // on which it was made
 	domain *domain
 	span   *span // of an expandable segment
 	stack  *Stack
@@ -25,7 +26,7 @@ type segment struct {
 var layouts = [kinds]struct{ page, slot uint8 }{small: {12, 0}, large: {31, 11}}
 
 func newSegment(a *Arena, k kind, addr, size uint64) *segment {
-	s := &segment{addr: addr, units: uint32(size / unit), kind: k, home: a, domain: a.domain}
+	s := &segment{addr: addr, units: uint32(size / unit), kind: k, home: a, stream: a.stream, domain: a.domain}
 	l := layouts[k]
 	s.pageShift, s.slotShift = l.page, l.slot
 	s.mask = 1<<(l.page-l.slot) - 1

@@ -1,0 +1,180 @@
+package memory
+
+import (
+	"errors"
+	"fmt"
+	"math"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/alloc"
+)
+
+// EmptyCache gives back to the driver all that is cached and not in use
+// (torch.cuda.empty_cache). The host waits for streams that RecordStream has named
+// for freed blocks. What is in a segment with memory that is in use stays.
+func EmptyCache(d *device.Device) error {
+	h, err := heapOf(d)
+	if err != nil {
+		return err
+	}
+	err = h.native.Empty()
+	if e := h.engine.Load(); e != nil {
+		if a, ok := e.a.(asyncAllocator); ok {
+			err = errors.Join(err, a.trim(d))
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("memory: empty the cache of %s: %w", d, err)
+	}
+	return nil
+}
+
+// StatsOf returns the statistics of the device's allocator
+// (torch.cuda.memory_stats). They are of one moment, and cost a look at every
+// stream that has allocated. Of cudaMallocAsync and of allocators of ChangeAllocator
+// only allocations are known, and what is reserved.
+func StatsOf(d *device.Device) (Stats, error) {
+	h, err := heapOf(d)
+	if err != nil {
+		return Stats{}, err
+	}
+	s := h.nativeStats()
+	e := h.engine.Load()
+	if e == nil {
+		return s, nil
+	}
+	return s, e.add(&s)
+}
+
+func (h *heap) nativeStats() Stats {
+	r, c := h.native.ReadAll(), h.native.Counts()
+	s := Stats{
+		OversizeAllocations: Stat(c.OversizeBlocks), OversizeSegments: Stat(c.OversizeSegments),
+		AllocRetries: c.Retries, OOMs: c.OutOfMemory, SyncAllStreams: c.Syncs, DeviceAllocs: c.Taken, DeviceFrees: c.Given,
+		MaxSplitSize: -1,
+	}
+	if most := options.Load().MaxSplit; most != math.MaxUint64 {
+		s.MaxSplitSize = int64(most)
+	}
+	for g, to := range map[alloc.Gauge]*PoolStats{
+		alloc.Allocation: &s.Allocation, alloc.Segments: &s.Segment, alloc.Active: &s.Active, alloc.InactiveSplit: &s.InactiveSplit,
+		alloc.AllocatedBytes: &s.AllocatedBytes, alloc.ReservedBytes: &s.ReservedBytes, alloc.ActiveBytes: &s.ActiveBytes,
+		alloc.InactiveSplitBytes: &s.InactiveSplitBytes, alloc.RequestedBytes: &s.RequestedBytes,
+	} {
+		*to = PoolStats{All: Stat(r[g].All), Small: Stat(r[g].Small), Large: Stat(r[g].Large)}
+	}
+	return s
+}
+
+// add adds what the engine has given out.
+func (e *uncached) add(s *Stats) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, p := range []struct{ to, from *PoolStats }{
+		{&s.Allocation, &e.stats.Allocation}, {&s.Active, &e.stats.Active}, {&s.AllocatedBytes, &e.stats.AllocatedBytes},
+		{&s.ActiveBytes, &e.stats.ActiveBytes}, {&s.RequestedBytes, &e.stats.RequestedBytes}, {&s.ReservedBytes, &e.stats.ReservedBytes},
+	} {
+		p.to.All.sum(p.from.All)
+	}
+	s.OOMs += e.stats.OOMs
+	s.DeviceAllocs += e.stats.DeviceAllocs
+	s.DeviceFrees += e.stats.DeviceFrees
+	a, ok := e.a.(asyncAllocator)
+	if !ok {
+		return nil
+	}
+	now, peak, err := a.reserved(e.h.dev)
+	s.ReservedBytes.All.Current, s.ReservedBytes.All.Peak = now, peak
+	return err
+}
+
+func (s *Stat) sum(o Stat) {
+	s.Current += o.Current
+	s.Peak += o.Peak
+	s.Allocated += o.Allocated
+	s.Freed += o.Freed
+}
+
+// ResetPeakStats makes the present values the peaks
+// (torch.cuda.reset_peak_memory_stats).
+func ResetPeakStats(d *device.Device) error {
+	return resetStats(d, (*alloc.Device).ResetPeaks, func(s *Stat) { s.Peak = s.Current })
+}
+
+// ResetAccumulatedStats begins anew to count what was allocated and freed, and the
+// retries and errors (torch.cuda.reset_accumulated_memory_stats).
+func ResetAccumulatedStats(d *device.Device) error {
+	return resetStats(d, (*alloc.Device).ResetSums, func(s *Stat) { s.Allocated, s.Freed = 0, 0 })
+}
+
+func resetStats(d *device.Device, native func(*alloc.Device), each func(*Stat)) error {
+	h, err := heapOf(d)
+	if err != nil {
+		return err
+	}
+	native(h.native)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, e := range h.engines {
+		e.mu.Lock()
+		for _, p := range []*PoolStats{&e.stats.Allocation, &e.stats.Active, &e.stats.AllocatedBytes, &e.stats.ActiveBytes, &e.stats.RequestedBytes, &e.stats.ReservedBytes} {
+			each(&p.All)
+		}
+		e.mu.Unlock()
+	}
+	return nil
+}
+
+// Allocated returns the bytes that the program has of the device, as rounded
+// (torch.cuda.memory_allocated).
+func Allocated(d *device.Device) (int64, error) {
+	s, err := StatsOf(d)
+	return s.AllocatedBytes.All.Current, err
+}
+
+// MaxAllocated returns the most that Allocated was since ResetPeakStats
+// (torch.cuda.max_memory_allocated).
+func MaxAllocated(d *device.Device) (int64, error) {
+	s, err := StatsOf(d)
+	return s.AllocatedBytes.All.Peak, err
+}
+
+// Reserved returns the bytes that the allocator has of the driver, used or cached
+// (torch.cuda.memory_reserved, torch.cuda.memory_cached).
+func Reserved(d *device.Device) (int64, error) {
+	s, err := StatsOf(d)
+	return s.ReservedBytes.All.Current, err
+}
+
+// MaxReserved returns the most that Reserved was since ResetPeakStats
+// (torch.cuda.max_memory_reserved, torch.cuda.max_memory_cached).
+func MaxReserved(d *device.Device) (int64, error) {
+	s, err := StatsOf(d)
+	return s.ReservedBytes.All.Peak, err
+}
+
+// SetFraction limits what the allocator takes from the driver to a part of the
+// device's memory, from 0 to 1: more is out of memory
+// (torch.cuda.set_per_process_memory_fraction). What it has already stays. 1 is no
+// limit, but for other users of the device.
+func SetFraction(d *device.Device, fraction float64) error {
+	h, err := heapOf(d)
+	if err != nil {
+		return err
+	}
+	if !(fraction >= 0 && fraction <= 1) {
+		return fmt.Errorf("memory: limit the memory of %s to %g of all: want a number from 0 to 1", d, fraction)
+	}
+	h.native.SetFraction(fraction)
+	return nil
+}
+
+// Fraction returns the limit of SetFraction, or else of the options
+// (torch.cuda.get_per_process_memory_fraction).
+func Fraction(d *device.Device) (float64, error) {
+	h, err := heapOf(d)
+	if err != nil {
+		return 0, err
+	}
+	return h.native.Fraction(), nil
+}

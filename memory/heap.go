@@ -1,0 +1,164 @@
+package memory
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A heap has the memory of one device: that of the caching allocator, which pools
+// and captures use in any case, and that of an Allocator which takes its place for
+// all else.
+type heap struct {
+	dev    *device.Device
+	native *alloc.Device
+
+	engine atomic.Pointer[uncached] // for what is in no pool; nil is native
+
+	mu      sync.Mutex
+	spare   []*event
+	engines []*uncached // all that ever were the engine
+	used    bool        // something was allocated
+}
+
+type heapKey struct{}
+
+// heapOf returns the device's heap. The only error is one of the options.
+func heapOf(d *device.Device) (*heap, error) {
+	if d == nil {
+		return nil, errors.New("memory: no device given")
+	}
+	made := d.Local(heapKey{}, func() any {
+		return sync.OnceValues(func() (*heap, error) { return newHeap(d) })
+	}).(func() (*heap, error))
+	return made()
+}
+
+func newHeap(d *device.Device) (*heap, error) {
+	s, err := settings()
+	if err != nil {
+		return nil, err
+	}
+	if _, err := d.Context(); err != nil {
+		return nil, err
+	}
+	total, r := d.Driver().DeviceTotalMem(d.Handle())
+	if err := d.Check("cuDeviceTotalMem", r); err != nil {
+		return nil, err
+	}
+	h := &heap{dev: d}
+	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Free: h.left}
+	if cfg.Pages, err = newPages(h, uint64(total)); err != nil {
+		return nil, err
+	}
+	if cfg.Pages == nil && s.Expandable {
+		return nil, fmt.Errorf("memory: expandable_segments:True: %s cannot map physical memory: leave the option out", d)
+	}
+	if a, ok := d.Driver().(cudadrv.Auditor); ok {
+		cfg.Auditor = auditor{a}
+	}
+	h.native = alloc.NewDevice(cfg, options)
+	if s.Backend == backendAsync {
+		h.engine.Store(h.uncached(asyncAllocator{}))
+	}
+	return h, nil
+}
+
+// left returns what the driver has left, or 0 where it cannot say.
+func (h *heap) left() uint64 {
+	free, _, _ := h.dev.MemoryInfo()
+	return free
+}
+
+// low frees what nobody needs any more, when memory is short.
+func (h *heap) low() {}
+
+// A grant is memory that was given out.
+type grant struct {
+	addr     uint64
+	by       freer // nil if there is none
+	captured bool  // it belongs to the capture that the stream takes part in
+}
+
+// alloc allocates for work on the lane's stream: from the pool of the capture that
+// the stream takes part in, from the pool that is in use, or as everybody else.
+func (l *lane) alloc(bytes int) (g grant, err error) {
+	if bytes < 0 {
+		return grant{}, fmt.Errorf("memory: allocate %d bytes on %s: the size is negative", bytes, l.heap.dev)
+	}
+	if bytes == 0 {
+		return grant{}, nil
+	}
+	a := l.pool.Load()
+	if stream.AnyCapture() {
+		c, err := l.capturing()
+		if err != nil {
+			return grant{}, err
+		}
+		if c != nil {
+			a, g.captured = c, true
+		}
+	}
+	if a == nil {
+		if e := l.heap.engine.Load(); e != nil {
+			addr, err := e.alloc(l, bytes)
+			return grant{addr: addr, by: e}, err
+		}
+		if a, err = l.current(); err != nil {
+			return grant{}, err
+		}
+	}
+	if g.addr, err = a.Alloc(uint64(bytes)); err != nil {
+		return grant{}, l.heap.explain(bytes, err)
+	}
+	g.by = l.heap.native
+	return g, nil
+}
+
+// capturing returns the arena for the capture that the stream takes part in, or nil
+// where it takes part in none.
+func (l *lane) capturing() (*alloc.Arena, error) {
+	pool, err := l.s.CapturePool()
+	if err != nil {
+		return nil, err
+	}
+	if p, ok := pool.(*Pool); ok {
+		return p.captured(l)
+	}
+	return nil, l.s.RefuseCapture("memory: allocate", "the capture was begun by other means than Chorus: allocate before it")
+}
+
+// A freer has given memory out and takes it back.
+type freer interface {
+	Free(addr uint64) error
+	RecordStream(addr uint64, s alloc.Stream) error
+}
+
+// owner returns who has given an address out, or native.
+func (h *heap) owner(addr uint64) freer {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, d := range h.engines {
+		if d.has(addr) {
+			return d
+		}
+	}
+	return h.native
+}
+
+// auditor tells virtual devices what is given out.
+type auditor struct{ cudadrv.Auditor }
+
+func (a auditor) Lend(s alloc.Stream, addr, bytes uint64) {
+	a.MemLend(cudadrv.DevicePtr(addr), uintptr(bytes), s.(*lane).s.Raw())
+}
+
+func (a auditor) Return(s alloc.Stream, addr, bytes uint64) {
+	a.MemReturn(cudadrv.DevicePtr(addr), uintptr(bytes), s.(*lane).s.Raw())
+}

@@ -1,0 +1,144 @@
+package memory
+
+import (
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A lane is a stream as the allocators see it. There is one for each stream.
+type lane struct {
+	s     *stream.Stream
+	heap  *heap
+	arena atomic.Pointer[alloc.Arena] // of the default pool, once it was used
+	pool  atomic.Pointer[alloc.Arena] // of the pool that Pool.Use has set, or nil
+}
+
+type laneKey struct{}
+
+// laneOf returns the lane of a stream that is open.
+func laneOf(op string, s *stream.Stream) (*lane, error) {
+	if err := s.Check(op, nil); err != nil {
+		return nil, err
+	}
+	v, err := s.Keep(laneKey{}, func() (any, func() error, error) {
+		h, err := heapOf(s.Device())
+		if err != nil {
+			return nil, nil, err
+		}
+		l := &lane{s: s, heap: h}
+		return l, l.end, nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return v.(*lane), nil
+}
+
+// end gives what the stream had to others, when the stream is destroyed.
+func (l *lane) end() error { return l.heap.native.End(l) }
+
+// current returns the stream's arena of the default pool.
+func (l *lane) current() (*alloc.Arena, error) {
+	if a := l.arena.Load(); a != nil {
+		return a, nil
+	}
+	a, err := l.heap.native.Default().Arena(l)
+	if err != nil {
+		return nil, err
+	}
+	l.heap.use()
+	l.arena.Store(a) // another goroutine has got the same
+	return a, nil
+}
+
+// The methods of alloc.Stream. They work on a closed stream that is retained.
+
+// Record returns an event, or nil while the stream is captured: an event would
+// become part of the graph.
+func (l *lane) Record() (alloc.Event, error) {
+	status := cudadrv.CaptureNone
+	err := l.heap.do("cuStreamIsCapturing", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		status, r = drv.StreamIsCapturing(l.s.Raw())
+		return r
+	})
+	if err != nil || status != cudadrv.CaptureNone {
+		return nil, err
+	}
+	e, err := l.heap.event()
+	if err != nil {
+		return nil, err
+	}
+	err = l.heap.do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e.raw, l.s.Raw()) })
+	if err != nil {
+		e.Close()
+		return nil, err
+	}
+	return e, nil
+}
+
+func (l *lane) Wait(e alloc.Event) error {
+	return l.heap.do("cuStreamWaitEvent", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.StreamWaitEvent(l.s.Raw(), e.(*event).raw, 0)
+	})
+}
+
+func (l *lane) Sync() error {
+	return l.heap.do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(l.s.Raw()) })
+}
+
+func (l *lane) Number() uint64 { return uint64(l.s.Raw()) }
+func (l *lane) Retain()        { l.s.Retain() }
+func (l *lane) Release()       { _ = l.s.Release() } // a stream that cannot be destroyed costs nobody anything
+
+// An event marks a point in a stream; it goes back to its heap.
+type event struct {
+	heap *heap
+	raw  cudadrv.Event
+}
+
+// event returns one that no one uses.
+func (h *heap) event() (*event, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if n := len(h.spare); n > 0 {
+		e := h.spare[n-1]
+		h.spare = h.spare[:n-1]
+		return e, nil
+	}
+	e := &event{heap: h}
+	return e, newEvent(h.dev, &e.raw)
+}
+
+func (e *event) Passed() (passed bool, err error) {
+	err = e.heap.do("cuEventQuery", func(drv cudadrv.Driver) cudadrv.Result {
+		r := drv.EventQuery(e.raw)
+		if r == cudadrv.ErrorNotReady {
+			return cudadrv.Success
+		}
+		passed = r == cudadrv.Success
+		return r
+	})
+	return passed, err
+}
+
+func (e *event) Sync() error {
+	return e.heap.do("cuEventSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventSynchronize(e.raw) })
+}
+
+func (e *event) Close() {
+	e.heap.mu.Lock()
+	defer e.heap.mu.Unlock()
+	e.heap.spare = append(e.heap.spare, e)
+}
+
+// do is Device.Do for calls that may meet a capture of the same thread, which
+// they do no harm.
+func (h *heap) do(op string, call func(cudadrv.Driver) cudadrv.Result) error {
+	if stream.AnyCapture() {
+		return h.dev.DoRelaxed(op, call)
+	}
+	return h.dev.Do(op, call)
+}

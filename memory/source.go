@@ -1,0 +1,52 @@
+package memory
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// driverSource takes segments from the driver.
+type driverSource struct{ h *heap }
+
+func (s driverSource) Alloc(_ alloc.Stream, bytes uint64) (uint64, error) {
+	var p cudadrv.DevicePtr
+	err := s.h.dev.DoRelaxed("cuMemAlloc", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		p, r = drv.MemAlloc(uintptr(bytes))
+		return r
+	})
+	return uint64(p), noMemory(err)
+}
+
+func (s driverSource) Free(_ alloc.Stream, addr, _ uint64) error {
+	return s.h.dev.DoRelaxed("cuMemFree", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(cudadrv.DevicePtr(addr)) })
+}
+
+// Async is false: cuMemFree waits for the device.
+func (driverSource) Async() bool { return false }
+
+// noMemory marks the error that the allocator has something to do about.
+func noMemory(err error) error {
+	if errors.Is(err, device.ErrorOutOfMemory) {
+		return fmt.Errorf("%w: %w", alloc.ErrNoMemory, err)
+	}
+	return err
+}
+
+// allocatorSource takes segments from a caller's Allocator.
+type allocatorSource struct{ a Allocator }
+
+func (s allocatorSource) Alloc(l alloc.Stream, bytes uint64) (uint64, error) {
+	p, err := s.a.Alloc(l.(*lane).s, int(bytes))
+	return p, noMemory(err)
+}
+
+func (s allocatorSource) Free(l alloc.Stream, addr, bytes uint64) error {
+	return s.a.Free(l.(*lane).s, addr, int(bytes))
+}
+
+// Async is true: an Allocator promises no wait.
+func (allocatorSource) Async() bool { return true }

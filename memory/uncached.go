@@ -1,0 +1,226 @@
+package memory
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/stream"
+)
+
+// An uncached engine asks an Allocator for each block and keeps nothing that was
+// freed.
+type uncached struct {
+	h *heap
+	a Allocator
+
+	mu    sync.Mutex
+	loans map[uint64]*loan // by address
+	stats Stats            // but for what only the Allocator knows
+}
+
+// A loan is a block that somebody has.
+type loan struct {
+	l     *lane
+	bytes int
+	users []*lane // other streams that use it
+}
+
+func (h *heap) uncached(a Allocator) *uncached {
+	e := &uncached{h: h, a: a, loans: map[uint64]*loan{}}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.engines = append(h.engines, e)
+	return e
+}
+
+func (e *uncached) has(addr uint64) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.loans[addr] != nil
+}
+
+func (e *uncached) alloc(l *lane, bytes int) (uint64, error) {
+	e.h.use()
+	addr, err := e.a.Alloc(l.s, bytes)
+	if err != nil {
+		err = noMemory(err)
+		e.mu.Lock()
+		e.stats.OOMs++
+		e.mu.Unlock()
+		return 0, e.h.explain(bytes, err)
+	}
+	l.s.Retain()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.loans[addr] = &loan{l: l, bytes: bytes}
+	e.count(1, int64(bytes))
+	e.stats.DeviceAllocs++
+	return addr, nil
+}
+
+// Free gives a block back in the order of its stream, behind what is on the others
+// that use it.
+func (e *uncached) Free(addr uint64) error {
+	e.mu.Lock()
+	x := e.loans[addr]
+	if x == nil {
+		e.mu.Unlock()
+		return &alloc.PointerError{Addr: addr}
+	}
+	delete(e.loans, addr)
+	e.count(-1, -int64(x.bytes))
+	e.stats.DeviceFrees++
+	e.mu.Unlock()
+	var errs []error
+	for _, u := range x.users {
+		errs = append(errs, x.l.s.Follow(u.s), u.s.Release())
+	}
+	return errors.Join(append(errs, e.a.Free(x.l.s, addr, x.bytes), x.l.s.Release())...)
+}
+
+// RecordStream tells that another stream uses a block.
+func (e *uncached) RecordStream(addr uint64, s alloc.Stream) error {
+	l := s.(*lane)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	x := e.loans[addr]
+	if x == nil {
+		return &alloc.PointerError{Addr: addr}
+	}
+	if x.l != l && !slices.Contains(x.users, l) {
+		l.Retain()
+		x.users = append(x.users, l)
+	}
+	return nil
+}
+
+// count adds blocks and their bytes, or takes them away.
+func (e *uncached) count(blocks, bytes int64) {
+	for _, p := range []*PoolStats{&e.stats.Allocation, &e.stats.Active} {
+		p.All.add(blocks)
+	}
+	for _, p := range []*PoolStats{&e.stats.AllocatedBytes, &e.stats.ActiveBytes, &e.stats.RequestedBytes, &e.stats.ReservedBytes} {
+		p.All.add(bytes)
+	}
+}
+
+// asyncAllocator takes each block from the driver's own pool, in the order of the
+// stream (cudaMallocAsync). The pool keeps what was freed.
+type asyncAllocator struct{}
+
+type asyncKey struct{}
+
+func (asyncAllocator) Alloc(s *stream.Stream, bytes int) (uint64, error) {
+	if err := keepFreed(s.Device()); err != nil {
+		return 0, err
+	}
+	var p cudadrv.DevicePtr
+	err := s.Device().Do("cuMemAllocAsync", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		p, r = drv.MemAllocAsync(uintptr(bytes), s.Raw())
+		return r
+	})
+	return uint64(p), err
+}
+
+func (asyncAllocator) Free(s *stream.Stream, ptr uint64, _ int) error {
+	return s.Device().Do("cuMemFreeAsync", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemFreeAsync(cudadrv.DevicePtr(ptr), s.Raw())
+	})
+}
+
+// keepFreed tells the driver's pool once to keep freed memory instead of
+// returning it to the system at every synchronisation.
+func keepFreed(d *device.Device) error {
+	once := d.Local(asyncKey{}, func() any {
+		return sync.OnceValue(func() error {
+			pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
+			if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {
+				return err
+			}
+			return d.Check("cuMemPoolSetAttribute",
+				d.Driver().MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReleaseThreshold, ^uint64(0)))
+		})
+	}).(func() error)
+	return once()
+}
+
+// trim gives back what the driver's pool keeps, after the work on the device.
+func (asyncAllocator) trim(d *device.Device) error {
+	pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
+	if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {
+		return err
+	}
+	err := d.Do("cuCtxSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
+	if err != nil {
+		return err
+	}
+	return d.Check("cuMemPoolTrimTo", d.Driver().MemPoolTrimTo(pool, 0))
+}
+
+// reserved returns what the driver's pool has, now and at most.
+func (asyncAllocator) reserved(d *device.Device) (now, peak int64, err error) {
+	pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
+	if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {
+		return 0, 0, err
+	}
+	var values [2]int64
+	for i, attr := range []int32{cudadrv.MemPoolAttrReservedCurrent, cudadrv.MemPoolAttrReservedHigh} {
+		v, r := d.Driver().MemPoolGetAttribute(pool, attr)
+		if err := d.Check("cuMemPoolGetAttribute", r); err != nil {
+			return 0, 0, err
+		}
+		values[i] = int64(v)
+	}
+	return values[0], values[1], nil
+}
+
+// ChangeAllocator makes a the one that all memory of the device comes from which is
+// in no pool and not captured, block by block: nothing is cached any more
+// (torch.cuda.memory.change_current_allocator). It is an error after the first
+// allocation. It may be called by any goroutine.
+func ChangeAllocator(d *device.Device, a Allocator) error {
+	h, err := heapOf(d)
+	if err != nil {
+		return err
+	}
+	if a == nil {
+		return fmt.Errorf("memory: change the allocator of %s: no allocator given", d)
+	}
+	h.mu.Lock()
+	used := h.used
+	h.mu.Unlock()
+	if used {
+		return fmt.Errorf("memory: change the allocator of %s: memory was allocated already: change it before the first allocation", d)
+	}
+	h.engine.Store(h.uncached(a))
+	return nil
+}
+
+// EnableCaching turns the caching of freed memory off and on again, for what is in
+// no pool (torch.cuda.caching_allocator_enable). Without it each block is one of
+// the driver's, and freeing it waits for the device: for finding faults. What was
+// allocated before is freed as it was allocated.
+func EnableCaching(d *device.Device, on bool) error {
+	h, err := heapOf(d)
+	if err != nil {
+		return err
+	}
+	if on {
+		h.engine.Store(nil)
+		return nil
+	}
+	h.engine.Store(h.uncached(Driver))
+	return nil
+}
+
+// use notes that something is allocated.
+func (h *heap) use() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.used = true
+}

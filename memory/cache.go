@@ -18,6 +18,7 @@ func EmptyCache(d *device.Device) error {
 		return err
 	}
 	err = h.native.Empty()
+	h.tidy()
 	if e := h.engine.Load(); e != nil {
 		if a, ok := e.a.(asyncAllocator); ok {
 			err = errors.Join(err, a.trim(d))

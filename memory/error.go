@@ -38,6 +38,10 @@ func (e *OutOfMemoryError) Error() string {
 		return b.String()
 	}
 	fmt.Fprintf(&b, "; %s of %s are free", formatSize(e.Free), formatSize(e.Total))
+	if e.Reserved == 0 && e.Err != device.ErrorOutOfMemory {
+		fmt.Fprintf(&b, ": %v", e.Err)
+		return b.String()
+	}
 	if e.Fraction < 1 {
 		fmt.Fprintf(&b, ", of which the process may have %s (%g of all)", formatSize(uint64(e.Fraction*float64(e.Total))), e.Fraction)
 	}

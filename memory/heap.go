@@ -21,8 +21,11 @@ type heap struct {
 
 	engine atomic.Pointer[uncached] // for what is in no pool; nil is native
 
+	owes atomic.Bool // there is something in retired
+
 	mu      sync.Mutex
 	spare   []*event
+	retired []*stream.Stream // to be released
 	engines []*uncached // all that ever were the engine
 	used    bool        // something was allocated
 }
@@ -114,7 +117,9 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 			return grant{}, err
 		}
 	}
-	if g.addr, err = a.Alloc(uint64(bytes)); err != nil {
+	g.addr, err = a.Alloc(uint64(bytes))
+	l.heap.tidy()
+	if err != nil {
 		return grant{}, l.heap.explain(bytes, err)
 	}
 	g.by = l.heap.native

@@ -38,7 +38,10 @@ func laneOf(op string, s *stream.Stream) (*lane, error) {
 }
 
 // end gives what the stream had to others, when the stream is destroyed.
-func (l *lane) end() error { return l.heap.native.End(l) }
+func (l *lane) end() error {
+	l.heap.native.End(l)
+	return nil
+}
 
 // current returns the stream's arena of the default pool.
 func (l *lane) current() (*alloc.Arena, error) {
@@ -91,7 +94,31 @@ func (l *lane) Sync() error {
 
 func (l *lane) Number() uint64 { return uint64(l.s.Raw()) }
 func (l *lane) Retain()        { l.s.Retain() }
-func (l *lane) Release()       { _ = l.s.Release() } // a stream that cannot be destroyed costs nobody anything
+
+// Release is called with the allocator's locks held, which the end of a stream
+// needs: so it is put off until they are not.
+func (l *lane) Release() {
+	l.heap.mu.Lock()
+	defer l.heap.mu.Unlock()
+	l.heap.retired = append(l.heap.retired, l.s)
+	l.heap.owes.Store(true)
+}
+
+// tidy releases the streams that the allocator needs no more. It is called after
+// each operation.
+func (h *heap) tidy() {
+	if !h.owes.Load() {
+		return
+	}
+	h.mu.Lock()
+	list := h.retired
+	h.retired = nil
+	h.owes.Store(false)
+	h.mu.Unlock()
+	for _, s := range list {
+		_ = s.Release() // a stream that cannot be destroyed costs nobody anything
+	}
+}
 
 // An event marks a point in a stream; it goes back to its heap.
 type event struct {

@@ -52,6 +52,7 @@ func RecordStreamRaw(ptr uint64, s *stream.Stream) error {
 
 // free gives an address back to who has given it out.
 func (h *heap) free(ptr uint64) error {
+	defer h.tidy()
 	err := h.native.Free(ptr)
 	if err == nil {
 		return nil

@@ -110,9 +110,13 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 		return block{}, errors.Join(&SourceError{addr, n}, a.pool.source.Free(a.stream, addr, n))
 	}
 	a.domain.lock()
-	seg := newSegment(a, k, addr, n)
-	seg.stack = stack
-	a.segments = append(a.segments, seg)
+	home := a
+	if a.pool.base != nil {
+		home = a.pool.base // what this stream does not need the others may take
+	}
+	seg := newSegment(home, k, addr, n)
+	seg.stream, seg.stack = a.stream, stack
+	home.segments = append(home.segments, seg)
 	d.table.add(seg, addr, n)
 	a.took(k, n, 1)
 	if n >= s.MaxSplit {

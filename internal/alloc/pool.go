@@ -1,7 +1,6 @@
 package alloc
 
 import (
-	"errors"
 	"slices"
 	"sync/atomic"
 )
@@ -113,33 +112,30 @@ func (p *Pool) newArena(s Stream) *Arena {
 
 // End tells that a stream ends. Blocks that callers still have may be freed later;
 // they must be used no more then.
-func (d *Device) End(s Stream) error {
+func (d *Device) End(s Stream) {
 	d.growth.Lock()
 	defer d.growth.Unlock()
-	var errs []error
 	for _, p := range d.pools {
 		for _, a := range p.arenas {
 			if a.stream == s {
-				errs = append(errs, a.end())
+				a.end()
 			}
 		}
 	}
-	return errors.Join(errs...)
 }
 
-func (a *Arena) end() error {
+func (a *Arena) end() {
 	var e Event
 	if a.pool.base == nil {
-		var err error
-		if e, err = a.stream.Record(); err != nil || e == nil {
-			return err // nobody adopts the arena, but its memory is found when it is short
+		// Without an event, as when the device is lost, nobody adopts the arena; its
+		// memory is found when it is short.
+		if e, _ = a.stream.Record(); e != nil {
+			a.pool.orphans = append(a.pool.orphans, a)
 		}
-		a.pool.orphans = append(a.pool.orphans, a)
 	}
 	a.domain.lock()
 	a.stream, a.ended = nil, e
-	a.domain.mu.Unlock()
-	return nil
+	a.device.leave(a.domain)
 }
 
 // sync waits until the stream has done all that it does with the arena's memory.

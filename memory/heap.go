@@ -26,8 +26,8 @@ type heap struct {
 	mu      sync.Mutex
 	spare   []*event
 	retired []*stream.Stream // to be released
-	engines []*uncached // all that ever were the engine
-	used    bool        // something was allocated
+	engines []*uncached      // all that ever were the engine
+	used    bool             // something was allocated
 }
 
 type heapKey struct{}
@@ -80,7 +80,7 @@ func (h *heap) left() uint64 {
 }
 
 // low frees what nobody needs any more, when memory is short.
-func (h *heap) low() {}
+func (h *heap) low() { _ = IPCCollect(h.dev) } // what it cannot free, it cannot
 
 // A grant is memory that was given out.
 type grant struct {
@@ -97,6 +97,9 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 	}
 	if bytes == 0 {
 		return grant{}, nil
+	}
+	if err := l.heap.dev.Err(); err != nil {
+		return grant{}, fmt.Errorf("memory: allocate %d bytes: the device was lost before: %w", bytes, err)
 	}
 	a := l.pool.Load()
 	if stream.AnyCapture() {

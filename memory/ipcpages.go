@@ -1,6 +1,8 @@
 package memory
 
 import (
+	"maps"
+	"slices"
 	"sync"
 
 	"github.com/gochorus/chorus/device"
@@ -40,6 +42,13 @@ func (m *mappedPages) unmapped(addr, bytes uint64) {
 	for at := addr; at-addr < bytes; at += m.bytes {
 		delete(m.at, at)
 	}
+}
+
+// addresses returns where pages are.
+func (m *mappedPages) addresses() []uint64 {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	return slices.Collect(maps.Keys(m.at))
 }
 
 // find returns the pages that a range of addresses lies in, side by side, and the

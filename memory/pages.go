@@ -1,8 +1,6 @@
 package memory
 
 import (
-	"sync"
-
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -17,9 +15,7 @@ type pages struct {
 	// memory, so that there is always room behind the last block.
 	reach uint64
 	prop  cudadrv.MemAllocationProp
-
-	mu     sync.Mutex
-	opened map[uint64]bool // pages that the device may use
+	known *mappedPages
 }
 
 // leastPage is the size of pages where the driver would take smaller ones: that of
@@ -37,7 +33,7 @@ func newPages(h *heap, total uint64) (alloc.PageSource, error) {
 	if err != nil || !can {
 		return nil, err
 	}
-	p := &pages{h: h, prop: cudadrv.MemAllocationProp{Device: d.Handle()}, opened: map[uint64]bool{}}
+	p := &pages{h: h, prop: cudadrv.MemAllocationProp{Device: d.Handle()}, known: pagesOf(d)}
 	fd, err := attr(cudadrv.AttrPosixFDHandleSupported)
 	if err != nil {
 		return nil, err
@@ -94,48 +90,37 @@ func (p *pages) Release(page uint64) error {
 }
 
 func (p *pages) Map(addr, page uint64) error {
-	return noMemory(p.h.do("cuMemMap", func(drv cudadrv.Driver) cudadrv.Result {
+	err := p.h.do("cuMemMap", func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemMap(cudadrv.DevicePtr(addr), uintptr(p.size), 0, cudadrv.MemHandle(page))
-	}))
+	})
+	if err == nil {
+		p.known.mapped(addr, p.size, cudadrv.MemHandle(page))
+	}
+	return noMemory(err)
 }
 
 func (p *pages) Unmap(addr, bytes uint64) error {
 	err := p.h.do("cuMemUnmap", func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemUnmap(cudadrv.DevicePtr(addr), uintptr(bytes))
 	})
-	if err != nil {
-		return err
+	if err == nil {
+		p.known.unmapped(addr, bytes)
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for at := addr; at < addr+bytes; at += p.size {
-		delete(p.opened, at)
-	}
-	return nil
+	return err
 }
 
 // Open lets the device use the range, and those that may use its other memory.
 func (p *pages) Open(addr, bytes uint64) error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	devices := []cudadrv.Device{p.h.dev.Handle()}
 	for _, peer := range p.h.dev.Guests() {
 		devices = append(devices, peer.Handle())
 	}
-	if err := p.access(addr, bytes, devices...); err != nil {
-		return noMemory(err)
-	}
-	for at := addr; at < addr+bytes; at += p.size {
-		p.opened[at] = true
-	}
-	return nil
+	return noMemory(p.access(addr, bytes, devices...))
 }
 
 // reopen lets a device that has become a peer use what is mapped.
 func (p *pages) reopen(peer *device.Device) error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for at := range p.opened {
+	for _, at := range p.known.addresses() {
 		if err := p.access(at, p.size, peer.Handle()); err != nil {
 			return err
 		}

@@ -139,34 +139,3 @@ func (p *Pool) Allocated() uint64 {
 	}
 	return n
 }
-
-// A Location is where a block lies.
-type Location struct {
-	Segment    uint64 // the address of the segment
-	SegmentLen uint64
-	Block      uint64 // the address of the block
-	Size       uint64
-	Pages      []PageAt // of an expandable segment: those that the block lies in, in order
-	Pool       PoolID
-}
-
-// A PageAt is a page and where it is mapped.
-type PageAt struct{ Addr, Page uint64 }
-
-// Locate finds the used block that addr lies in.
-func (d *Device) Locate(addr uint64) (Location, error) {
-	b, unlock := d.find(addr)
-	if b.nothing() {
-		return Location{}, d.foreign(addr)
-	}
-	defer unlock()
-	s := b.s
-	l := Location{Segment: s.addr, SegmentLen: s.size(), Block: b.addr(), Size: b.size(), Pool: s.home.pool.id}
-	if s.span != nil {
-		size := d.cfg.Pages.PageSize()
-		for at := b.addr() / size * size; at < b.end(); at += size {
-			l.Pages = append(l.Pages, PageAt{at, s.span.pages[at]})
-		}
-	}
-	return l, nil
-}

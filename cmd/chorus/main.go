@@ -16,6 +16,7 @@ import (
 var commands = []func() *cobra.Command{
 	newRunCommand,
 	newInfoCommand,
+	newMemCommand,
 }
 
 func main() {

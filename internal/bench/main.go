@@ -1,5 +1,5 @@
 // Command bench times what a program does all the time on one GPU: launching
-// kernels, launching graphs, filling memory with random numbers. It prints one
+// kernels, launching graphs, filling memory with random numbers, allocating. It prints one
 // line a figure, its name and the median in microseconds. testdata has the peers
 // in C and PyTorch, and compare.sh, which runs all in turns.
 package main
@@ -23,6 +23,9 @@ func main() {
 	flag.IntVar(&b.launches, "launches", 20000, "launches of a kernel a round")
 	flag.IntVar(&b.replays, "replays", 500, "launches of a graph a round")
 	flag.IntVar(&b.elements, "elements", 1<<28, "elements of a fill")
+	flag.IntVar(&b.pairs, "pairs", 200_000, "allocations and frees a round and stream")
+	flag.StringVar(&b.trace, "trace", "", "also time the allocations of this recorded trace")
+	flag.BoolVar(&b.allocator, "allocator", false, "time only the allocator")
 	flag.Parse()
 	if err := b.run(context.Background()); err != nil {
 		log.Fatal("bench: ", err)
@@ -31,7 +34,9 @@ func main() {
 
 // A bench says how much of each a run does.
 type bench struct {
-	rounds, launches, replays, elements int
+	rounds, launches, replays, elements, pairs int
+	trace                                      string
+	allocator                                  bool
 
 	s *stream.Stream
 }
@@ -63,12 +68,23 @@ func (b *bench) run(ctx context.Context) error {
 		return err
 	}
 	defer b.s.Close()
-	for _, f := range figures {
+	list := allocations()
+	if !b.allocator {
+		list = append(slices.Clone(figures), list...)
+	}
+	if b.trace != "" {
+		more, err := traceFigures(b.trace)
+		if err != nil {
+			return err
+		}
+		list = append(list, more...)
+	}
+	for _, f := range list {
 		us, err := b.median(ctx, f)
 		if err != nil {
 			return fmt.Errorf("%s: %w", f.name, err)
 		}
-		fmt.Printf("%s\t%.3f\n", f.name, us)
+		fmt.Printf("%s\t%.4f\n", f.name, us)
 	}
 	return nil
 }

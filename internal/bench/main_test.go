@@ -1,6 +1,7 @@
 package main
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -19,8 +20,10 @@ func TestFigures(t *testing.T) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		defer s.Close()
-		b := &bench{rounds: 3, launches: 5, replays: 2, elements: 1000, s: s}
-		for _, f := range figures {
+		b := &bench{rounds: 3, launches: 5, replays: 2, elements: 1000, pairs: 20, s: s}
+		traced, err := traceFigures("../memtrace/testdata/trace_train.json.gz")
+		require.NoError(t, err)
+		for _, f := range slices.Concat(figures, allocations(), traced) {
 			us, err := b.median(testgpu.Context(t), f)
 			require.NoError(t, err, f.name)
 			require.Positive(t, us, f.name)

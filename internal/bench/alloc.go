@@ -1,0 +1,168 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"github.com/gochorus/chorus/internal/memtrace"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// hits allocates and frees the same size again and again.
+func hits(bytes int) setup {
+	return func(b *bench) (int, func() error, func() error, error) {
+		return b.pairs, func() error { return hit(b.s, bytes, b.pairs) }, b.emptyCache, nil
+	}
+}
+
+func hit(s *stream.Stream, bytes, n int) error {
+	for range n {
+		p, err := memory.AllocRaw(s, bytes)
+		if err != nil {
+			return err
+		}
+		if err := memory.FreeRaw(s.Device(), p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// churn frees one of many blocks of 1 B to 64 KiB and allocates another.
+func churn(live int) setup {
+	return func(b *bench) (int, func() error, func() error, error) {
+		r := rand.New(rand.NewPCG(1, 2))
+		size := func() int { return int(math.Exp2(16 * r.Float64())) }
+		type op struct{ block, bytes int }
+		ops := make([]op, b.pairs)
+		for i := range ops {
+			ops[i] = op{r.IntN(live), size()}
+		}
+		blocks := make([]uint64, live)
+		for i := range blocks {
+			var err error
+			if blocks[i], err = memory.AllocRaw(b.s, size()); err != nil {
+				return 0, nil, nil, err
+			}
+		}
+		round := func() error {
+			for _, o := range ops {
+				if err := memory.FreeRaw(b.s.Device(), blocks[o.block]); err != nil {
+					return err
+				}
+				var err error
+				if blocks[o.block], err = memory.AllocRaw(b.s, o.bytes); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+		return len(ops), round, func() error { return errors.Join(b.freeAll(blocks), b.emptyCache()) }, nil
+	}
+}
+
+// parallel does hits on as many streams at the same time. The time is that of one
+// pair of all of them.
+func parallel(n int) setup {
+	return func(b *bench) (int, func() error, func() error, error) {
+		streams := make([]*stream.Stream, n)
+		for i := range streams {
+			var err error
+			if streams[i], err = stream.New(b.s.Device(), nil); err != nil {
+				return 0, nil, nil, err
+			}
+		}
+		round := func() error {
+			errs := make([]error, n)
+			var wg sync.WaitGroup
+			for i, s := range streams {
+				wg.Go(func() { errs[i] = hit(s, 4096, b.pairs) })
+			}
+			wg.Wait()
+			return errors.Join(errs...)
+		}
+		done := func() error {
+			var errs []error
+			for _, s := range streams {
+				errs = append(errs, s.Close())
+			}
+			return errors.Join(append(errs, b.emptyCache())...)
+		}
+		return n * b.pairs, round, done, nil
+	}
+}
+
+// replayed does what a recorded program did, and frees what that had at its end.
+func replayed(t *memtrace.Trace) setup {
+	return func(b *bench) (int, func() error, func() error, error) {
+		blocks := make([]uint64, t.Blocks)
+		round := func() error {
+			for i := range t.Events {
+				var err error
+				switch e := &t.Events[i]; e.Op {
+				case memtrace.Alloc:
+					blocks[e.Block], err = memory.AllocRaw(b.s, e.Bytes)
+				case memtrace.Free:
+					err = memory.FreeRaw(b.s.Device(), blocks[e.Block])
+					blocks[e.Block] = 0
+				}
+				if err != nil {
+					return err
+				}
+			}
+			return b.freeAll(blocks)
+		}
+		return len(t.Events), round, b.emptyCache, nil
+	}
+}
+
+// traceFigures are a figure for each trace in a file.
+func traceFigures(path string) (list []figure, err error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	traces, err := memtrace.Read(f)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	for _, t := range traces {
+		list = append(list, figure{"operation of " + filepath.Base(path), replayed(t)})
+	}
+	return list, nil
+}
+
+func (b *bench) freeAll(blocks []uint64) error {
+	for i, p := range blocks {
+		if p != 0 {
+			if err := memory.FreeRaw(b.s.Device(), p); err != nil {
+				return err
+			}
+			blocks[i] = 0
+		}
+	}
+	return nil
+}
+
+func (b *bench) emptyCache() error { return memory.EmptyCache(b.s.Device()) }
+
+// allocations are the figures of the allocator.
+func allocations() (list []figure) {
+	for _, n := range []int{512, 64 << 10, 1 << 20, 64 << 20} {
+		list = append(list, figure{fmt.Sprintf("hit of %d B", n), hits(n)})
+	}
+	for _, n := range []int{1000, 100_000} {
+		list = append(list, figure{fmt.Sprintf("1 B to 64 KiB, %d live", n), churn(n)})
+	}
+	for _, n := range []int{1, 4, 16} {
+		list = append(list, figure{fmt.Sprintf("4 KiB on %d streams", n), parallel(n)})
+	}
+	return list
+}

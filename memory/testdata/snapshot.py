@@ -44,8 +44,8 @@ def check(s):
 
 
 def backwards(device, trace, segments):
-    """What the viewer draws at each event: from the end back, every block lies in a segment."""
-    spans = {g["address"]: g["total_size"] for g in segments if g["device"] == device}
+    """What the viewer draws at each event: from the end back, every block lies in memory that is there."""
+    there = [(g["address"], g["address"] + g["total_size"]) for g in segments if g["device"] == device]
     live = {b["address"] for g in segments if g["device"] == device for b in g["blocks"] if b["state"] != "inactive"}
     for e in reversed(trace):
         assert e["time_us"] > 0 and e["stream"] >= 0
@@ -54,22 +54,39 @@ def backwards(device, trace, segments):
             assert "addr" not in e and e["device_free"] >= 0
             continue
         assert "device_free" not in e
+        start, end = e["addr"], e["addr"] + e["size"]
         if action == "free_completed":
-            live.add(e["addr"])
+            assert start not in live
+            live.add(start)
         elif action == "alloc":
-            live.remove(e["addr"])
+            live.remove(start)
         elif action == "free_requested":
-            assert e["addr"] in live
-        elif action == "segment_free":
-            spans[e["addr"]] = e["size"]
-        elif action == "segment_alloc":
-            assert spans.pop(e["addr"]) == e["size"]
-        elif action == "segment_map":
-            spans[e["addr"] - 0] = spans.get(e["addr"], e["size"])
+            assert start in live
+        elif action in ("segment_free", "segment_unmap"):
+            assert all(b <= start or end <= a for a, b in there), "memory comes where some is"
+            there.append((start, end))
+        elif action in ("segment_alloc", "segment_map"):
+            there = without(joined(there), start, end)
         else:
-            assert action in ("segment_unmap", "snapshot"), action
-        for a in live:
-            assert any(start <= a < start + n for start, n in spans.items()), f"{a:#x} is in no segment"
+            assert action == "snapshot", action
+        for block in live:
+            assert any(a <= block < b for a, b in there), f"at {e}: {block:#x} is in no segment"
+
+
+def joined(ranges):
+    out = []
+    for a, b in sorted(ranges):
+        if out and out[-1][1] == a:
+            a = out.pop()[0]
+        out.append((a, b))
+    return out
+
+
+def without(ranges, start, end):
+    """The ranges without a part of one."""
+    (hit,) = [r for r in ranges if r[0] <= start and end <= r[1]]
+    rest = [(hit[0], start), (end, hit[1])]
+    return [r for r in ranges if r != hit] + [r for r in rest if r[0] < r[1]]
 
 
 def torch():

@@ -19,6 +19,7 @@ type Buffer struct {
 	ptr    cudadrv.DevicePtr
 	bytes  uintptr
 	by     freer // whose memory it is; nil if there is none
+	heap   *heap
 
 	captured bool // of a graph
 
@@ -46,7 +47,7 @@ func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := &Buffer{stream: s, bytes: uintptr(bytes)}
+	b := &Buffer{stream: s, bytes: uintptr(bytes), heap: l.heap}
 	g, err := l.alloc(bytes)
 	if err != nil {
 		return nil, err
@@ -135,9 +136,7 @@ func (b *Buffer) giveBack() error {
 		errs = append(errs, b.foreign())
 	case b.by != nil:
 		errs = append(errs, b.by.Free(uint64(b.ptr)))
-		if h, err := heapOf(b.Device()); err == nil {
-			h.tidy()
-		}
+		b.heap.tidy()
 	}
 	for _, s := range append(b.users, b.stream) {
 		errs = append(errs, s.Release())

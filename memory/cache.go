@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/alloc"
@@ -17,15 +18,17 @@ func EmptyCache(d *device.Device) error {
 	if err != nil {
 		return err
 	}
-	err = h.native.Empty()
+	return h.empty()
+}
+
+func (h *heap) empty() error {
+	err := h.native.Empty()
 	h.tidy()
-	if e := h.engine.Load(); e != nil {
-		if a, ok := e.a.(asyncAllocator); ok {
-			err = errors.Join(err, a.trim(d))
-		}
+	if a, ok := h.async(); ok {
+		err = errors.Join(err, a.trim(h.dev))
 	}
 	if err != nil {
-		return fmt.Errorf("memory: empty the cache of %s: %w", d, err)
+		return fmt.Errorf("memory: empty the cache of %s: %w", h.dev, err)
 	}
 	return nil
 }
@@ -40,11 +43,15 @@ func StatsOf(d *device.Device) (Stats, error) {
 		return Stats{}, err
 	}
 	s := h.nativeStats()
-	e := h.engine.Load()
-	if e == nil {
-		return s, nil
+	h.mu.Lock()
+	engines := slices.Clone(h.engines)
+	h.mu.Unlock()
+	for _, e := range engines {
+		if err := e.add(&s); err != nil {
+			return Stats{}, fmt.Errorf("memory: read the statistics of %s: %w", d, err)
+		}
 	}
-	return s, e.add(&s)
+	return s, nil
 }
 
 func (h *heap) nativeStats() Stats {
@@ -71,22 +78,26 @@ func (h *heap) nativeStats() Stats {
 func (e *uncached) add(s *Stats) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for _, p := range []struct{ to, from *PoolStats }{
-		{&s.Allocation, &e.stats.Allocation}, {&s.Active, &e.stats.Active}, {&s.AllocatedBytes, &e.stats.AllocatedBytes},
-		{&s.ActiveBytes, &e.stats.ActiveBytes}, {&s.RequestedBytes, &e.stats.RequestedBytes}, {&s.ReservedBytes, &e.stats.ReservedBytes},
-	} {
-		p.to.All.sum(p.from.All)
+	x := e.stats
+	if a, ok := e.a.(asyncAllocator); ok {
+		var err error
+		if x.ReservedBytes.All.Current, x.ReservedBytes.All.Peak, err = a.reserved(e.h.dev); err != nil {
+			return err
+		}
 	}
-	s.OOMs += e.stats.OOMs
-	s.DeviceAllocs += e.stats.DeviceAllocs
-	s.DeviceFrees += e.stats.DeviceFrees
-	a, ok := e.a.(asyncAllocator)
-	if !ok {
-		return nil
+	to, from := s.ofEngines(), x.ofEngines()
+	for i := range to {
+		to[i].sum(*from[i])
 	}
-	now, peak, err := a.reserved(e.h.dev)
-	s.ReservedBytes.All.Current, s.ReservedBytes.All.Peak = now, peak
-	return err
+	s.OOMs += x.OOMs
+	s.DeviceAllocs += x.DeviceAllocs
+	s.DeviceFrees += x.DeviceFrees
+	return nil
+}
+
+// ofEngines are the statistics that an engine keeps beside its counts.
+func (s *Stats) ofEngines() []*Stat {
+	return []*Stat{&s.Allocation.All, &s.Active.All, &s.AllocatedBytes.All, &s.ActiveBytes.All, &s.RequestedBytes.All, &s.ReservedBytes.All}
 }
 
 func (s *Stat) sum(o Stat) {
@@ -99,30 +110,53 @@ func (s *Stat) sum(o Stat) {
 // ResetPeakStats makes the present values the peaks
 // (torch.cuda.reset_peak_memory_stats).
 func ResetPeakStats(d *device.Device) error {
-	return resetStats(d, (*alloc.Device).ResetPeaks, func(s *Stat) { s.Peak = s.Current })
+	return resetStats(d, (*alloc.Device).ResetPeaks, (*uncached).resetPeaks)
 }
 
 // ResetAccumulatedStats begins anew to count what was allocated and freed, and the
 // retries and errors (torch.cuda.reset_accumulated_memory_stats).
 func ResetAccumulatedStats(d *device.Device) error {
-	return resetStats(d, (*alloc.Device).ResetSums, func(s *Stat) { s.Allocated, s.Freed = 0, 0 })
+	return resetStats(d, (*alloc.Device).ResetSums, (*uncached).resetSums)
 }
 
-func resetStats(d *device.Device, native func(*alloc.Device), each func(*Stat)) error {
+func resetStats(d *device.Device, native func(*alloc.Device), engine func(*uncached) error) error {
 	h, err := heapOf(d)
 	if err != nil {
 		return err
 	}
 	native(h.native)
 	h.mu.Lock()
-	defer h.mu.Unlock()
-	for _, e := range h.engines {
-		e.mu.Lock()
-		for _, p := range []*PoolStats{&e.stats.Allocation, &e.stats.Active, &e.stats.AllocatedBytes, &e.stats.ActiveBytes, &e.stats.RequestedBytes, &e.stats.ReservedBytes} {
-			each(&p.All)
-		}
-		e.mu.Unlock()
+	engines := slices.Clone(h.engines)
+	h.mu.Unlock()
+	var errs []error
+	for _, e := range engines {
+		errs = append(errs, engine(e))
 	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("memory: reset the statistics of %s: %w", d, err)
+	}
+	return nil
+}
+
+func (e *uncached) resetPeaks() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, s := range e.stats.ofEngines() {
+		s.Peak = s.Current
+	}
+	if a, ok := e.a.(asyncAllocator); ok {
+		return a.resetPeak(e.h.dev)
+	}
+	return nil
+}
+
+func (e *uncached) resetSums() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, s := range e.stats.ofEngines() {
+		s.Allocated, s.Freed = 0, 0
+	}
+	e.stats.OOMs, e.stats.DeviceAllocs, e.stats.DeviceFrees = 0, 0, 0
 	return nil
 }
 

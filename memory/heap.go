@@ -17,9 +17,12 @@ import (
 // all else.
 type heap struct {
 	dev    *device.Device
+	total  uint64 // bytes
 	native *alloc.Device
 
 	engine atomic.Pointer[uncached] // for what is in no pool; nil is native
+	cached *uncached                // the engine while caching is on, guarded by mu
+	plain  *uncached                // the engine while it is off, once it was, guarded by mu
 
 	owes atomic.Bool // there is something in retired
 
@@ -55,7 +58,7 @@ func newHeap(d *device.Device) (*heap, error) {
 	if err := d.Check("cuDeviceTotalMem", r); err != nil {
 		return nil, err
 	}
-	h := &heap{dev: d}
+	h := &heap{dev: d, total: uint64(total)}
 	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Free: h.left}
 	if cfg.Pages, err = newPages(h, uint64(total)); err != nil {
 		return nil, err
@@ -68,9 +71,38 @@ func newHeap(d *device.Device) (*heap, error) {
 	}
 	h.native = alloc.NewDevice(cfg, options)
 	if s.Backend == backendAsync {
-		h.engine.Store(h.uncached(asyncAllocator{}))
+		h.cached = h.uncached(asyncAllocator{})
+		h.engine.Store(h.cached)
 	}
+	d.System().Local(heapsKey{}, func() any { return &heaps{} }).(*heaps).add(h)
 	return h, nil
+}
+
+// heaps are those of one System.
+type heaps struct {
+	mu   sync.Mutex
+	list []*heap
+}
+
+type heapsKey struct{}
+
+func (x *heaps) add(h *heap) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.list = append(x.list, h)
+}
+
+// Close gives back what is cached, since the contexts may be others' too.
+func (x *heaps) Close() error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	var errs []error
+	for _, h := range x.list {
+		if h.dev.Err() == nil {
+			errs = append(errs, h.empty())
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // left returns what the driver has left, or 0 where it cannot say.

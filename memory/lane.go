@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"fmt"
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/internal/alloc"
@@ -88,7 +89,11 @@ func (l *lane) Wait(e alloc.Event) error {
 	})
 }
 
+// Sync refuses a stream that is captured: the wait would end the capture.
 func (l *lane) Sync() error {
+	if err := l.s.RefuseWait("memory: free"); err != nil {
+		return fmt.Errorf("%w: %w", alloc.ErrBusy, err)
+	}
 	return l.heap.do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(l.s.Raw()) })
 }
 

@@ -35,9 +35,7 @@ type Pool struct {
 	refs  int // the handle while it is open, and graphs
 	parts map[partKey]*alloc.Pool
 	busy  string // the capture that allocates here now, or ""
-
-	watchMu sync.Mutex // taken with the allocator's locks held
-	watch   []func(d *device.Device, ptr, bytes uint64, taken bool)
+	watch []*watcher
 }
 
 // A part of a pool is that of one device. What is captured is apart: it belongs to
@@ -121,8 +119,12 @@ func (p *Pool) part(h *heap, captured bool) (*alloc.Pool, error) {
 	if p.cfg.Allocator != nil {
 		cfg.Source = allocatorSource{p.cfg.Allocator}
 	}
-	cfg.Watch = func(addr, bytes uint64, taken bool) { p.tell(h.dev, addr, bytes, taken) }
 	x := h.native.NewPool(cfg)
+	for _, w := range p.watch {
+		if err := w.add(key, x); err != nil {
+			return nil, errors.Join(err, x.Close())
+		}
+	}
 	if captured && p.busy != "" {
 		x.Begin()
 	}
@@ -176,23 +178,6 @@ func (p *Pool) Snapshot() []Segment {
 		}
 	}
 	return list
-}
-
-// Watch calls fn from now on for each segment that the pool takes or gives back: so its memory can be registered with who wants to know it, as NCCL
-// does; Snapshot has those that are there. fn must not use the pool's device, nor the pool.
-func (p *Pool) Watch(fn func(d *device.Device, ptr, bytes uint64, taken bool)) {
-	p.watchMu.Lock()
-	defer p.watchMu.Unlock()
-	p.watch = append(p.watch, fn)
-}
-
-func (p *Pool) tell(d *device.Device, ptr, bytes uint64, taken bool) {
-	p.watchMu.Lock()
-	list := p.watch
-	p.watchMu.Unlock()
-	for _, fn := range list {
-		fn(d, ptr, bytes, taken)
-	}
 }
 
 // Close gives the handle up. Graphs and buffers that use the memory keep it. It

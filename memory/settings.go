@@ -19,7 +19,7 @@ const (
 // options are those of all devices. They are not there before the first use.
 var options = new(atomic.Pointer[alloc.Settings])
 
-// optionsText is what they were read from.
+// optionsText is what they were read from. It is there before they are.
 var optionsText atomic.Pointer[string]
 
 // environment takes the options that the process was started with, unless others
@@ -34,9 +34,8 @@ var environment = sync.OnceValue(func() error {
 	if err != nil {
 		return fmt.Errorf("memory: %s: %w", v.Name, err)
 	}
-	if options.CompareAndSwap(nil, &s) {
-		optionsText.Store(&text)
-	}
+	optionsText.CompareAndSwap(nil, &text)
+	options.CompareAndSwap(nil, &s)
 	return nil
 })
 
@@ -54,16 +53,16 @@ func settings() (alloc.Settings, error) {
 // SetAllocatorSettings changes the options of the allocators, in torch's form, such
 // as "max_split_size_mb:128,expandable_segments:True", for all that is allocated
 // from then on (torch.cuda.memory._set_allocator_settings). What the text does not
-// name has its default. The backend changes for devices only on which nothing has
-// been allocated. After an error the options are as they were. It may be called at
+// name has its default. The backend changes only for devices that this package was
+// not used on yet. After an error the options are as they were. It may be called at
 // any time.
 func SetAllocatorSettings(conf string) error {
 	s, err := alloc.ParseSettings(conf)
 	if err != nil {
 		return fmt.Errorf("memory: set the allocator's options: %w", err)
 	}
-	options.Store(&s)
 	optionsText.Store(&conf)
+	options.Store(&s)
 	return nil
 }
 
@@ -75,12 +74,13 @@ func Backend(d *device.Device) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	e := h.engine.Load()
-	if e == nil {
-		return backendNative, nil
-	}
-	if _, ok := e.a.(asyncAllocator); ok {
+	if _, ok := h.async(); ok {
 		return backendAsync, nil
 	}
-	return "pluggable", nil
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.cached != nil {
+		return "pluggable", nil
+	}
+	return backendNative, nil
 }

@@ -30,10 +30,9 @@ type loan struct {
 	users []*lane // other streams that use it
 }
 
+// uncached makes an engine. The heap is locked, or new.
 func (h *heap) uncached(a Allocator) *uncached {
 	e := &uncached{h: h, a: a, loans: map[uint64]*loan{}}
-	h.mu.Lock()
-	defer h.mu.Unlock()
 	h.engines = append(h.engines, e)
 	return e
 }
@@ -46,13 +45,14 @@ func (e *uncached) has(addr uint64) bool {
 
 func (e *uncached) alloc(l *lane, bytes int) (uint64, error) {
 	e.h.use()
-	addr, err := e.a.Alloc(l.s, bytes)
+	addr, err := e.take(l, bytes)
 	if err != nil {
-		err = noMemory(err)
-		e.mu.Lock()
-		e.stats.OOMs++
-		e.mu.Unlock()
-		return 0, e.h.explain(bytes, err)
+		if errors.Is(err, device.ErrorOutOfMemory) {
+			e.mu.Lock()
+			e.stats.OOMs++
+			e.mu.Unlock()
+		}
+		return 0, e.explain(bytes, err)
 	}
 	l.s.Retain()
 	e.mu.Lock()
@@ -61,6 +61,35 @@ func (e *uncached) alloc(l *lane, bytes int) (uint64, error) {
 	e.count(1, int64(bytes))
 	e.stats.DeviceAllocs++
 	return addr, nil
+}
+
+// take asks the Allocator for a block, if the process may have it.
+func (e *uncached) take(l *lane, bytes int) (uint64, error) {
+	if f := e.h.native.Fraction(); f < 1 {
+		e.mu.Lock()
+		has := e.stats.AllocatedBytes.All.Current
+		e.mu.Unlock()
+		if has+int64(bytes) > int64(f*float64(e.h.total)) {
+			return 0, device.ErrorOutOfMemory
+		}
+	}
+	return e.a.Alloc(l.s, bytes)
+}
+
+// explain is heap.explain with what the engine knows. An Allocator that explains
+// itself has the word.
+func (e *uncached) explain(bytes int, err error) error {
+	if !errors.Is(err, device.ErrorOutOfMemory) {
+		return e.h.explain(bytes, err)
+	}
+	if _, ok := errors.AsType[*OutOfMemoryError](err); ok {
+		return err
+	}
+	x := outOfMemory(e.h.dev, uintptr(bytes), err).(*OutOfMemoryError)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	x.Allocated, x.Reserved, x.Fraction = uint64(e.stats.AllocatedBytes.All.Current), uint64(e.stats.AllocatedBytes.All.Current), e.h.native.Fraction()
+	return x
 }
 
 // Free gives a block back in the order of its stream, behind what is on the others
@@ -72,6 +101,10 @@ func (e *uncached) Free(addr uint64) error {
 		e.mu.Unlock()
 		return &alloc.PointerError{Addr: addr}
 	}
+	if err := x.refuseCapture(); err != nil {
+		e.mu.Unlock()
+		return err
+	}
 	delete(e.loans, addr)
 	e.count(-1, -int64(x.bytes))
 	e.stats.DeviceFrees++
@@ -81,6 +114,18 @@ func (e *uncached) Free(addr uint64) error {
 		errs = append(errs, x.l.s.Follow(u.s), u.s.Release())
 	}
 	return errors.Join(append(errs, e.a.Free(x.l.s, addr, x.bytes), x.l.s.Release())...)
+}
+
+// refuseCapture returns an error while a stream of the loan is captured: the free
+// would be part of the graph.
+func (x *loan) refuseCapture() error {
+	const op, advice = "memory: free", "the graph may use the memory: free it when the graph is closed"
+	for _, l := range append(x.users, x.l) {
+		if err := l.s.RefuseCapture(op, advice); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // RecordStream tells that another stream uses a block.
@@ -179,6 +224,15 @@ func (asyncAllocator) reserved(d *device.Device) (now, peak int64, err error) {
 	return values[0], values[1], nil
 }
 
+// resetPeak makes what the driver's pool has the most that it had.
+func (asyncAllocator) resetPeak(d *device.Device) error {
+	pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
+	if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {
+		return err
+	}
+	return d.Check("cuMemPoolSetAttribute", d.Driver().MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReservedHigh, 0))
+}
+
 // ChangeAllocator makes a the one that all memory of the device comes from which is
 // in no pool and not captured, block by block: nothing is cached any more
 // (torch.cuda.memory.change_current_allocator). It is an error after the first
@@ -192,12 +246,12 @@ func ChangeAllocator(d *device.Device, a Allocator) error {
 		return fmt.Errorf("memory: change the allocator of %s: no allocator given", d)
 	}
 	h.mu.Lock()
-	used := h.used
-	h.mu.Unlock()
-	if used {
+	defer h.mu.Unlock()
+	if h.used {
 		return fmt.Errorf("memory: change the allocator of %s: memory was allocated already: change it before the first allocation", d)
 	}
-	h.engine.Store(h.uncached(a))
+	h.cached = h.uncached(a)
+	h.engine.Store(h.cached)
 	return nil
 }
 
@@ -210,12 +264,27 @@ func EnableCaching(d *device.Device, on bool) error {
 	if err != nil {
 		return err
 	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
 	if on {
-		h.engine.Store(nil)
+		h.engine.Store(h.cached)
 		return nil
 	}
-	h.engine.Store(h.uncached(Driver))
+	if h.plain == nil {
+		h.plain = h.uncached(Driver)
+	}
+	h.engine.Store(h.plain)
 	return nil
+}
+
+// async returns the driver's own allocator if it is in use.
+func (h *heap) async() (a asyncAllocator, ok bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.cached != nil {
+		a, ok = h.cached.a.(asyncAllocator)
+	}
+	return a, ok
 }
 
 // use notes that something is allocated.

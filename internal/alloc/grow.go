@@ -109,6 +109,9 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 	if addr+n > addressEnd || addr%unit != 0 {
 		return block{}, errors.Join(&SourceError{addr, n}, a.pool.source.Free(a.stream, addr, n))
 	}
+	if err := a.pool.tell(addr, n, true); err != nil {
+		return block{}, errors.Join(err, a.pool.source.Free(a.stream, addr, n))
+	}
 	a.domain.lock()
 	home := a
 	if a.pool.base != nil {
@@ -123,9 +126,6 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 		d.oversize.up(&d.oversize.segments)
 	}
 	d.note(ActionSegmentAlloc, addr, n, a, stack)
-	if a.pool.watch != nil {
-		a.pool.watch(addr, n, true)
-	}
 	return block{seg, 0}, nil
 }
 

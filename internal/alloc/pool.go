@@ -18,7 +18,6 @@ type Pool struct {
 	noSplit bool
 	spare   bool // others may take from it before they run out of memory
 	closed  atomic.Bool
-	watch   func(addr, bytes uint64, taken bool)
 
 	// Of a pool of graphs: all arenas share one lock, and base has what any of
 	// their streams may take, which is all that is free when a capture begins.
@@ -26,8 +25,9 @@ type Pool struct {
 	base      *Arena
 	capturing bool // guarded by the domain
 
-	arenas  []*Arena // guarded by the device's growth
-	orphans []*Arena // of them, those whose stream has ended
+	arenas   []*Arena   // guarded by the device's growth
+	orphans  []*Arena   // of them, those whose stream has ended
+	watchers []*Watcher // guarded by the device's growth
 }
 
 // PoolConfig are the properties of a pool.
@@ -38,9 +38,6 @@ type PoolConfig struct {
 	Spare   bool   // others may take from it before they run out of memory
 	// Graphs makes a pool for captures: see Pool.Rejoin.
 	Graphs bool
-	// Watch is called when the pool takes a segment or gives one back. It may be
-	// nil, and must not use the allocator.
-	Watch func(addr, bytes uint64, taken bool)
 }
 
 // NewPool adds a pool.
@@ -54,7 +51,7 @@ func (d *Device) newPool(cfg PoolConfig) *Pool {
 	if cfg.Source == nil {
 		cfg.Source = d.cfg.Source
 	}
-	p := &Pool{device: d, id: cfg.ID, source: cfg.Source, noSplit: cfg.NoSplit, spare: cfg.Spare, watch: cfg.Watch}
+	p := &Pool{device: d, id: cfg.ID, source: cfg.Source, noSplit: cfg.NoSplit, spare: cfg.Spare}
 	if cfg.Graphs {
 		p.domain = d.newDomain()
 		p.base = p.newArena(nil)

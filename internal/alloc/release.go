@@ -19,6 +19,9 @@ func (d *Device) releaseAll() error {
 	d.syncs.Add(1)
 	var errs []error
 	for _, p := range slices.Clone(d.pools) {
+		if p.base != nil && !p.closed.Load() {
+			continue // launches of graphs use what is free in it
+		}
 		errs = append(errs, p.release())
 	}
 	return errors.Join(errs...)
@@ -76,6 +79,9 @@ func (p *Pool) bytes() (n int64) {
 func (p *Pool) release() error {
 	var errs []error
 	for _, a := range p.arenas {
+		if a.mustWait() && errors.Is(a.sync(), ErrBusy) {
+			continue // what it has done before its capture cannot be waited for
+		}
 		a.domain.lock()
 		a.await()
 		gone := a.unlinkIdle()
@@ -115,9 +121,6 @@ func (a *Arena) unlink(s *segment) {
 		d.oversize.down(&d.oversize.segments)
 	}
 	d.note(ActionSegmentFree, s.addr, n, a, nil)
-	if a.pool.watch != nil {
-		a.pool.watch(s.addr, n, false)
-	}
 }
 
 // free returns segments that are in no book any more.
@@ -126,13 +129,19 @@ func (a *Arena) free(gone []*segment) error {
 		return nil
 	}
 	var errs []error
-	if a.pool.source.Async() {
+	if a.mustWait() {
 		errs = append(errs, a.sync())
 	}
 	for _, s := range gone {
-		errs = append(errs, a.pool.source.Free(s.stream, s.addr, s.size()))
+		errs = append(errs, a.pool.tell(s.addr, s.size(), false), a.pool.source.Free(s.stream, s.addr, s.size()))
 	}
 	return errors.Join(errs...)
+}
+
+// mustWait says whether the stream must be past the arena's memory before any of it
+// goes back.
+func (a *Arena) mustWait() bool {
+	return a.pool.source.Async() || len(a.pool.watchers) > 0 || a.spans != [kinds]*segment{}
 }
 
 // releaseLarger frees the smallest segment that has least bytes and that nobody

@@ -6,6 +6,10 @@ import "errors"
 // left; every other error ends the allocation at once.
 var ErrNoMemory = errors.New("no memory left")
 
+// ErrBusy is what Sync returns, wrapped or not, of a stream that is captured into a
+// graph.
+var ErrBusy = errors.New("the stream is captured")
+
 // A Source gives out segments: plain memory of the driver, or what a caller of a
 // pool provides. Its methods are called by one goroutine at a time for each
 // Device.
@@ -41,7 +45,7 @@ type Stream interface {
 	Record() (Event, error)
 	// Wait lets what is enqueued from now on wait for the event.
 	Wait(Event) error
-	// Sync waits on the host.
+	// Sync waits on the host, or returns ErrBusy where it cannot now.
 	Sync() error
 	// Number names the stream in snapshots.
 	Number() uint64

@@ -28,7 +28,7 @@ var errNoAddresses = errors.New("no addresses left")
 
 // expands says whether the arena may have expandable segments.
 func (a *Arena) expands() bool {
-	return a.device.cfg.Pages != nil && a.pool.base == nil && a.pool.source == a.device.cfg.Source && !a.pool.noSplit
+	return a.device.cfg.Pages != nil && a.pool.base == nil && a.pool.source == a.device.cfg.Source && !a.pool.noSplit && len(a.pool.watchers) == 0
 }
 
 // spanOf returns the arena's expandable segment, with the domain locked.

@@ -15,6 +15,7 @@ type Arena struct {
 
 	shelves  [kinds]shelf
 	pocket   block
+	pocketOK fitted
 	segments []*segment // of a Source, made for this arena
 	spans    [kinds]*segment
 	waiting  waiting
@@ -34,10 +35,16 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 	if a.waiting.due() {
 		a.collect(false)
 	}
-	b := a.fromPocket(size)
-	if b.nothing() {
-		b = a.find(s, k, size)
+	b := a.pocket
+	if !b.nothing() {
+		if a.fromPocket(size) {
+			addr = a.handPocket(b, size, n, stack)
+			a.device.leave(a.domain)
+			return addr, nil
+		}
+		a.emptyPocket()
 	}
+	b = a.find(s, k, size)
 	if b.nothing() {
 		a.domain.mu.Unlock()
 		if b, err = a.grow(s, k, size); err != nil {
@@ -98,9 +105,7 @@ func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack)
 	m := &a.domain.meter
 	counts := b.s.span == nil // torch leaves expandable segments out of this
 	wasSplit := b.split()
-	if b.slot().has(isPending) {
-		b.slot().place &^= isPending // of the pocket: it has the size, and the rest is where it was
-	} else if a.worthSplitting(s, b, size) {
+	if a.worthSplitting(s, b, size) {
 		rest := b.cut(size)
 		rest.arena().shelves[k].add(rest)
 		switch {
@@ -117,60 +122,73 @@ func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack)
 			m.down(k, InactiveSplitBytes, int64(size))
 		}
 	}
-	x := b.slot()
 	if a.pool.base != nil {
 		b.setArena(a)
 	}
+	if size >= s.MaxSplit {
+		a.device.oversize.up(&a.device.oversize.blocks)
+	}
+	return a.lend(b, size, requested, stack)
+}
+
+// lend is the end of every allocation.
+func (a *Arena) lend(b block, size, requested uint64, stack *Stack) uint64 {
+	x, addr := b.slot(), b.addr()
 	x.place |= isUsed
 	x.setOver(size - requested)
 	if stack != nil {
 		b.keep().stack = stack
 	}
-	m.lend(k, int64(size), int64(requested))
-	if size >= s.MaxSplit {
-		a.device.oversize.up(&a.device.oversize.blocks)
-	}
+	a.domain.meter.lend(b.s.kind, int64(size), int64(requested))
 	if a.audits {
-		a.device.cfg.Auditor.Lend(a.stream, b.addr(), size)
+		a.device.cfg.Auditor.Lend(a.stream, addr, size)
 	}
-	a.device.note(ActionAlloc, b.addr(), requested, a, stack)
-	return b.addr()
+	a.device.note(ActionAlloc, addr, requested, a, stack)
+	return addr
 }
 
 // give takes a used block back. The domain is locked.
-func (a *Arena) give(b block) {
-	d, k, x := a.device, b.s.kind, b.slot()
-	a.domain.meter.giveBack(k, int64(b.size()))
-	if s := d.settings.Load(); b.size() >= s.MaxSplit {
+func (a *Arena) give(b block, x *slot) {
+	d, k, size := a.device, b.s.kind, uint64(x.size)*unit
+	s := d.settings.Load()
+	if size >= s.MaxSplit {
 		d.oversize.down(&d.oversize.blocks)
 	}
 	d.note(ActionFreeRequested, b.addr(), x.requested(), a, d.stackOf())
 	x.place &^= isUsed
-	if r := b.take(); r != nil && len(r.users) > 0 {
-		x.place |= isPending
-		a.waiting.add(b, r.users)
-		return
+	if x.has(isRecorded) {
+		if r := b.take(); len(r.users) > 0 {
+			a.domain.meter.giveBack(k, int64(size))
+			x.place |= isPending
+			a.waiting.add(b, r.users)
+			return
+		}
 	}
-	a.put(b)
+	a.domain.meter.giveBack(k, int64(size))
+	a.put(b, x, s)
 }
 
 // put makes a block free that no stream uses any more.
-func (a *Arena) put(b block) {
+func (a *Arena) put(b block, x *slot, s *Settings) {
 	if p := a.pool; p.base != nil && !p.capturing {
 		a = p.base
 		b.setArena(a)
 	}
-	x := b.slot()
-	requested := x.requested()
-	a.domain.meter.retire(b.s.kind, int64(b.size()), int64(requested))
+	size, requested := uint64(x.size)*unit, x.requested()
+	a.domain.meter.retire(b.s.kind, int64(size), int64(requested))
 	a.device.note(ActionFreeCompleted, b.addr(), requested, a, nil)
 	if a.audits && a.stream != nil {
-		a.device.cfg.Auditor.Return(a.stream, b.addr(), b.size())
+		a.device.cfg.Auditor.Return(a.stream, b.addr(), size)
 	}
-	if !a.pocketed(b) {
-		x.place &^= isPending
-		a.shelve(b)
+	x.place |= isPending // and so nobody joins it
+	if !a.pocket.nothing() {
+		a.emptyPocket()
 	}
+	if a.pocketed(b, x, s) {
+		return
+	}
+	x.place &^= isPending
+	a.shelve(b)
 }
 
 // shelve joins a free block with its neighbours and puts it on its shelf.
@@ -182,9 +200,9 @@ func (a *Arena) shelve(b block) {
 		return
 	}
 	blocks, change := -int64(joined), -int64(bytes)
-	if b.split() {
+	if x := b.slot(); x.size != b.s.units {
 		blocks++
-		change += int64(b.size())
+		change += int64(x.size) * unit
 	}
 	m.change(k, InactiveSplit, blocks)
 	m.change(k, InactiveSplitBytes, change)

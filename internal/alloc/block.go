@@ -51,17 +51,23 @@ func (x *slot) requested() uint64 { return uint64(x.size)*unit - x.over48() }
 func (b block) nothing() bool { return b.s == nil }
 
 // next returns the block behind, or nothing.
-func (b block) next() block {
-	if u := b.u + b.slot().size; u < b.s.units {
+func (b block) next() block { return b.behind(b.slot()) }
+
+// behind is next where the slot is at hand.
+func (b block) behind(x *slot) block {
+	if u := b.u + x.size; u < b.s.units {
 		return block{b.s, u}
 	}
 	return block{}
 }
 
 // prev returns the block before, or nothing.
-func (b block) prev() block {
-	if back := b.slot().back; back != 0 {
-		return block{b.s, b.u - back}
+func (b block) prev() block { return b.ahead(b.slot()) }
+
+// ahead is prev where the slot is at hand.
+func (b block) ahead(x *slot) block {
+	if x.back != 0 {
+		return block{b.s, b.u - x.back}
 	}
 	return block{}
 }
@@ -106,13 +112,13 @@ func (b block) joins(o block) bool {
 
 // cut divides b behind its first n bytes and returns the rest, which is as b is.
 func (b block) cut(n uint64) block {
-	x := b.slot()
-	rest := block{b.s, b.u + uint32(n/unit)}
+	x, units := b.slot(), uint32(n/unit)
+	rest := block{b.s, b.u + units}
 	y := b.s.make(rest.u)
-	y.size, y.back = x.size-uint32(n/unit), uint32(n/unit)
+	y.size, y.back = x.size-units, units
 	y.place |= x.place & (isUsed | isPending | isHole)
-	x.size = y.back
-	if o := rest.next(); !o.nothing() {
+	x.size = units
+	if o := rest.behind(y); !o.nothing() {
 		o.slot().back = y.size
 	}
 	if x.has(isMoved) {
@@ -129,7 +135,7 @@ func (b block) swallow(o block) {
 		delete(b.s.domain.moved, o)
 	}
 	*y = slot{}
-	if n := b.next(); !n.nothing() {
+	if n := b.behind(x); !n.nothing() {
 		n.slot().back = x.size
 	}
 }

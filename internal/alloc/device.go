@@ -164,13 +164,13 @@ func (d *Device) Free(addr uint64) error {
 	}
 	dom := s.domain
 	dom.mu.Lock()
-	b := s.block(addr)
-	if b.nothing() || !b.slot().has(isUsed) {
+	b, x := s.block(addr)
+	if x == nil || !x.has(isUsed) {
 		dom.mu.Unlock()
 		return d.foreign(addr)
 	}
 	a := b.arena()
-	a.give(b)
+	a.give(b, x)
 	d.leave(dom)
 	if a.pool.closed.Load() {
 		return d.reclaim(a.pool)
@@ -196,7 +196,7 @@ func (d *Device) find(addr uint64) (b block, unlock func()) {
 		return block{}, nil
 	}
 	s.domain.lock()
-	if b := s.block(addr); !b.nothing() && b.slot().has(isUsed) {
+	if b, x := s.block(addr); x != nil && x.has(isUsed) {
 		return b, s.domain.mu.Unlock
 	}
 	if b := s.holding(addr); b.slot().has(isUsed) {

@@ -117,7 +117,7 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 	if a.pool.base != nil {
 		home = a.pool.base // what this stream does not need the others may take
 	}
-	seg := newSegment(home, k, addr, n)
+	seg := newSegment(home, k, addr, n, false)
 	seg.stream, seg.stack = a.stream, stack
 	home.segments = append(home.segments, seg)
 	d.table.add(seg, addr, n)

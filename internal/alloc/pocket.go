@@ -7,33 +7,68 @@ import "math"
 // is in the pocket counts as free, and every look at the books empties it; it is
 // handed out only where the best fit would have given the same addresses.
 
-// pocketed puts a block that came back into the pocket, if it may wait there.
-func (a *Arena) pocketed(b block) bool {
-	b.slot().place |= isPending // and so nobody joins it
-	a.emptyPocket()
-	if a.pool.base != nil || a.device.settings.Load().MaxSplit != math.MaxUint64 || shelved(b.prev()) || a.wouldPeak(b) {
+// fitted remembers what was found about the block in the pocket: it holds while the
+// shelf does not change, and so all the time when the same size comes and goes.
+type fitted struct {
+	b       block
+	size    uint32 // units
+	changes uint64 // of the shelf
+	alone   bool   // the block before it is not free
+	parts   int64  // how many more free parts of segments there were if it were shelved; -1 is none and no bytes
+	fits    bool   // a request of its size gets it
+}
+
+// pocketed puts a block that came back into the pocket, which is empty, if it may
+// wait there.
+func (a *Arena) pocketed(b block, x *slot, s *Settings) bool {
+	if a.pool.base != nil || s.MaxSplit != math.MaxUint64 {
+		return false
+	}
+	f := &a.pocketOK
+	if f.b != b || f.size != x.size || f.changes != a.shelves[b.s.kind].changes {
+		*f = a.fit(b, x)
+	}
+	if !f.alone {
+		return false
+	}
+	// If there were more free parts of segments than ever before, that must not be
+	// missed.
+	m, k := &a.domain.meter, b.s.kind
+	if f.parts >= 0 && (m.near(k, InactiveSplit, f.parts) || m.near(k, InactiveSplitBytes, int64(x.size)*unit)) {
 		return false
 	}
 	a.pocket = b
 	return true
 }
 
-// shelved says whether a block, or nothing, is on a shelf.
-func shelved(b block) bool { return !b.nothing() && b.slot().free() && !b.slot().has(isHole) }
-
-// wouldPeak says whether the segments had more free parts than ever before if the
-// block were joined with the one behind: that must not be missed.
-func (a *Arena) wouldPeak(b block) bool {
-	size, parts := b.size(), int64(1)
-	if n := b.next(); shelved(n) {
-		size += n.size()
-		parts = 0
+// fit looks at the blocks beside one that came back, and at the shelf.
+func (a *Arena) fit(b block, x *slot) fitted {
+	shelf := &a.shelves[b.s.kind]
+	f := fitted{b: b, size: x.size, changes: shelf.changes, alone: !shelved(b.ahead(x)), parts: 1}
+	size := uint64(x.size) * unit
+	joined := entry{size, b.key()}
+	best, ok := shelf.best(size)
+	if n := b.behind(x); shelved(n) {
+		joined.size += n.size()
+		f.parts = 0
+		if ok && best.key == n.key() {
+			best, ok = shelf.after(best)
+		}
 	}
-	if b.s.span != nil || size == b.s.size() {
+	if b.s.span != nil || joined.size == b.s.size() {
+		f.parts = -1
+	}
+	f.fits = !ok || joined.before(best)
+	return f
+}
+
+// shelved says whether a block, or nothing, is on a shelf.
+func shelved(b block) bool {
+	if b.nothing() {
 		return false
 	}
-	m := &a.domain.meter
-	return m.near(b.s.kind, InactiveSplit, parts) || m.near(b.s.kind, InactiveSplitBytes, int64(b.size()))
+	x := b.slot()
+	return x.free() && !x.has(isHole)
 }
 
 // emptyPocket shelves what the pocket has.
@@ -45,35 +80,15 @@ func (a *Arena) emptyPocket() {
 	}
 }
 
-// fromPocket returns the block in the pocket if a request for size bytes gets
-// it, and otherwise empties the pocket.
-func (a *Arena) fromPocket(size uint64) block {
-	b := a.pocket
-	if b.nothing() {
-		return b
-	}
-	if b.size() == size && a.fitsAsBefore(b, size) {
-		a.pocket = block{}
-		return b
-	}
-	a.emptyPocket()
-	return block{}
+// fromPocket says whether a request for size bytes gets the block in the pocket.
+func (a *Arena) fromPocket(size uint64) bool {
+	f := &a.pocketOK
+	return uint64(f.size)*unit == size && f.fits
 }
 
-// fitsAsBefore says whether the block in the pocket, joined with its neighbours, is
-// the best for a request of its size, and its beginning the same.
-func (a *Arena) fitsAsBefore(b block, size uint64) bool {
-	if shelved(b.prev()) {
-		return false
-	}
-	shelf := &a.shelves[b.s.kind]
-	best, ok := shelf.best(size)
-	joined := entry{size, b.key()}
-	if n := b.next(); shelved(n) {
-		joined.size += n.size()
-		if ok && best.key == n.key() {
-			best, ok = shelf.after(best)
-		}
-	}
-	return !ok || joined.before(best)
+// handPocket gives the block in the pocket to a caller. The domain is locked.
+func (a *Arena) handPocket(b block, size, requested uint64, stack *Stack) uint64 {
+	a.pocket = block{}
+	b.slot().place &^= isPending
+	return a.lend(b, size, requested, stack)
 }

@@ -183,7 +183,7 @@ func (a *Arena) forgetUsers() {
 		t.drop()
 		release(t.users)
 		for _, b := range t.blocks {
-			a.put(b)
+			a.put(b, b.slot(), a.device.settings.Load())
 		}
 	}
 	a.waiting.open, a.waiting.sealed = nil, nil

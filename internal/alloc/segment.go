@@ -13,24 +13,30 @@ type segment struct {
 	span   *span // of an expandable segment
 	stack  *Stack
 
-	// slots of blocks by where they begin. Those of small segments are 2 MiB of
-	// memory each, made where there are blocks.
-	slots     [][]slot
-	pageShift uint8 // of units, to the index into slots
-	slotShift uint8 // of units, to the index into that
-	mask      uint32
+	// The slots of blocks by where they begin, in plain memory. Those of expandable
+	// segments are in pages, which are made where there are blocks.
+	slots     []slot
+	pages     [][]slot
+	slotShift uint8 // of units, to the index into the slots
 }
 
-// How blocks are found in their segments: in small ones each unit may begin one, in
-// large ones each MiB, since no block there is smaller.
-var layouts = [kinds]struct{ page, slot uint8 }{small: {12, 0}, large: {31, 11}}
+// How close to each other blocks may begin, in units by powers of two: in small
+// segments each unit may begin one, in large ones each MiB, since no block there is
+// smaller.
+var slotShifts = [kinds]uint8{small: 0, large: 11}
 
-func newSegment(a *Arena, k kind, addr, size uint64) *segment {
+// slotPage is how many slots a page has.
+const slotPage = 4096
+
+func newSegment(a *Arena, k kind, addr, size uint64, expandable bool) *segment {
 	s := &segment{addr: addr, units: uint32(size / unit), kind: k, home: a, stream: a.stream, domain: a.domain}
-	l := layouts[k]
-	s.pageShift, s.slotShift = l.page, l.slot
-	s.mask = 1<<(l.page-l.slot) - 1
-	s.slots = make([][]slot, (s.units-1)>>l.page+1)
+	s.slotShift = slotShifts[k]
+	n := (s.units-1)>>s.slotShift + 1
+	if expandable {
+		s.pages = make([][]slot, (n-1)/slotPage+1)
+	} else {
+		s.slots = make([]slot, n)
+	}
 	a.domain.enter(s)
 	s.make(0).size = s.units
 	return s
@@ -40,32 +46,38 @@ func (s *segment) size() uint64 { return uint64(s.units) * unit }
 
 func (s *segment) has(addr uint64) bool { return addr-s.addr < s.size() }
 
-func (s *segment) slot(u uint32) *slot { return &s.slots[u>>s.pageShift][u>>s.slotShift&s.mask] }
+func (s *segment) slot(u uint32) *slot {
+	i := u >> s.slotShift
+	if s.slots != nil {
+		return &s.slots[i]
+	}
+	return &s.pages[i/slotPage][i%slotPage]
+}
 
 // make returns the slot for a block that is to begin at u.
 func (s *segment) make(u uint32) *slot {
-	page := &s.slots[u>>s.pageShift]
-	if *page == nil {
-		n := min(s.mask, (s.units-1)>>s.slotShift) + 1
-		*page = make([]slot, n)
+	if s.slots == nil {
+		if page := &s.pages[u>>s.slotShift/slotPage]; *page == nil {
+			*page = make([]slot, slotPage)
+		}
 	}
 	x := s.slot(u)
 	*x = slot{place: uint16(u & (1<<s.slotShift - 1))}
 	return x
 }
 
-// block returns the block that begins at addr, or nothing.
-func (s *segment) block(addr uint64) block {
-	u := uint32((addr - s.addr) / unit)
-	page := s.slots[u>>s.pageShift]
-	if page == nil || (addr-s.addr)%unit != 0 {
-		return block{}
+// block returns the block that begins at addr, and its slot, or nothing.
+func (s *segment) block(addr uint64) (block, *slot) {
+	at := addr - s.addr
+	u := uint32(at / unit)
+	if at%unit != 0 || s.slots == nil && s.pages[u>>s.slotShift/slotPage] == nil {
+		return block{}, nil
 	}
-	x := &page[u>>s.slotShift&s.mask]
+	x := s.slot(u)
 	if x.size == 0 || uint32(x.place&placeMask) != u&(1<<s.slotShift-1) {
-		return block{}
+		return block{}, nil
 	}
-	return block{s, u}
+	return block{s, u}, x
 }
 
 // holding returns the block that addr lies in. It looks at one block after the

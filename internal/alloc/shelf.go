@@ -6,45 +6,52 @@ import "math/bits"
 // request: the smallest that is large enough, and among equal ones the first by
 // segment and address.
 //
-// Blocks of the same number of units share a list, up to a number; the last list
-// has all larger ones too. A bit for each list says whether it has any, and a bit
-// for each word of those whether it has any.
+// Small sizes have a list each, and larger ones sixteen between two powers of two,
+// so that most lists are a single block. A bit for each list says whether it has
+// any, and a bit for each word of those whether it has any.
 type shelf struct {
 	lists    []list // nil before the first block
-	words    []uint64
+	words    [classWords]uint64
 	top      uint64
 	searches uint64 // how often a block was looked for
+	changes  uint64 // how often a block came or went
 }
 
-// shelfLists is the number of lists of a shelf of each kind: small segments have
-// blocks of few different sizes, so that most lists are a single block. It is at
-// most 64 words of bits.
-var shelfLists = [kinds]int{small: smallSegment / unit, large: 1}
+const (
+	exactClasses = smallMost / unit // of 1, 2, 3... units
+	octaves      = 47 - 20          // above them, up to addressEnd
+	classes      = exactClasses + 16*octaves
+	classWords   = (classes + 63) / 64 // at most 64, the bits of top
+)
 
-func (s *shelf) init(k kind) {
-	s.lists = make([]list, shelfLists[k])
-	s.words = make([]uint64, (len(s.lists)+63)/64)
+// class returns the list of a size.
+func class(size uint64) int {
+	if size <= smallMost {
+		return int(size/unit) - 1
+	}
+	octave := bits.Len64(size) - 1
+	part := int(size >> (octave - 4) & 15)
+	return min(exactClasses+16*(octave-20)+part, classes-1)
 }
-
-func (s *shelf) class(size uint64) int { return int(min(size/unit, uint64(len(s.lists)))) - 1 }
 
 func (s *shelf) add(b block) {
 	if s.lists == nil {
-		s.init(b.s.kind)
+		s.lists = make([]list, classes)
 	}
-	size := b.size()
-	c := s.class(size)
+	s.changes++
+	x := b.slot()
+	size := uint64(x.size) * unit
+	c := class(size)
 	s.lists[c].insert(entry{size, b.key()})
 	s.words[c/64] |= 1 << (c % 64)
 	s.top |= 1 << (c / 64)
-	if b.s.kind == large {
-		b.slot().setOver(s.searches)
-	}
+	x.setOver(s.searches)
 }
 
 func (s *shelf) remove(b block) {
+	s.changes++
 	size := b.size()
-	c := s.class(size)
+	c := class(size)
 	s.lists[c].remove(entry{size, b.key()})
 	if !s.lists[c].empty() {
 		return
@@ -54,7 +61,7 @@ func (s *shelf) remove(b block) {
 	}
 }
 
-// age returns how often the shelf was searched since a large block became free.
+// age returns how often the shelf was searched since a block became free.
 func (s *shelf) age(b block) uint64 { return s.searches - b.slot().over48() }
 
 // best returns the best entry of at least size bytes.
@@ -63,7 +70,7 @@ func (s *shelf) best(size uint64) (e entry, ok bool) {
 	if s.top == 0 {
 		return entry{}, false
 	}
-	c := s.class(size)
+	c := class(size)
 	if s.words[c/64]&(1<<(c%64)) != 0 {
 		if e, ok := s.lists[c].least(size); ok {
 			return e, true
@@ -77,7 +84,7 @@ func (s *shelf) best(size uint64) (e entry, ok bool) {
 
 // after returns the entry behind e.
 func (s *shelf) after(e entry) (next entry, ok bool) {
-	c := s.class(e.size)
+	c := class(e.size)
 	if next, ok := s.lists[c].after(e); ok {
 		return next, true
 	}

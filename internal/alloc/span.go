@@ -47,7 +47,7 @@ func (a *Arena) spanOf(k kind) (*segment, error) {
 		return nil, errors.Join(errNoAddresses, d.cfg.Pages.Unreserve(addr, n))
 	}
 	a.domain.lock()
-	s := newSegment(a, k, addr, n)
+	s := newSegment(a, k, addr, n, true)
 	all := block{s, 0}
 	all.slot().place |= isHole
 	s.span = &span{pages: map[uint64]uint64{}, holes: []block{all}}

@@ -130,7 +130,7 @@ func (a *Arena) settleBatches(done func(Event) (bool, error)) {
 			t.events = t.events[:len(t.events)-1]
 		}
 		for _, b := range t.blocks {
-			a.put(b)
+			a.put(b, b.slot(), a.device.settings.Load())
 		}
 		return true
 	})

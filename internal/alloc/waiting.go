@@ -134,6 +134,7 @@ func (a *Arena) settleBatches(done func(Event) (bool, error)) {
 		}
 		return true
 	})
+	a.emptyPocket() // who looks for a block now, or for an idle segment, looks on the shelves
 }
 
 // await waits on the host until no stream uses what was given back. The domain is

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 )
 
 // A Device is one GPU, or one virtual device. There is one *Device for each
@@ -22,7 +23,7 @@ type Device struct {
 	ctx     atomic.Uintptr
 	binding atomic.Pointer[cudadrv.Driver] // binds ctx with each call; nil where the driver cannot
 	lost    atomic.Pointer[Error]          // the first sticky error
-	local   sync.Map                       // what other packages keep for this device; see Local
+	local   kept.Map                       // what other packages keep for this device; see Local
 }
 
 // System returns the set of devices that d belongs to.
@@ -211,9 +212,11 @@ func (d *Device) Local(key any, make func() any) any {
 	if v, ok := d.local.Load(key); ok {
 		return v
 	}
-	v, _ := d.local.LoadOrStore(key, make())
-	return v
+	return d.local.LoadOrStore(key, make())
 }
+
+// Kept returns what Local has for the key, if anything. For Chorus's own packages.
+func (d *Device) Kept(key any) (value any, ok bool) { return d.local.Load(key) }
 
 func (d *Device) bind() cudadrv.Result {
 	if d.ctx.Load() == 0 {

@@ -4,12 +4,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"sync"
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/virtual"
@@ -22,7 +24,7 @@ type System struct {
 	devs []*Device
 
 	syncDebug atomic.Int32 // a SyncDebug
-	local     sync.Map     // what other packages keep for all devices; see Local
+	local     kept.Map     // what other packages keep for all devices; see Local
 }
 
 // SystemConfig says which devices NewSystem opens. The zero value means what
@@ -108,8 +110,7 @@ func (s *System) Local(key any, make func() any) any {
 	if v, ok := s.local.Load(key); ok {
 		return v
 	}
-	v, _ := s.local.LoadOrStore(key, make())
-	return v
+	return s.local.LoadOrStore(key, make())
 }
 
 // Close releases the primary contexts that were used. Every object on the
@@ -119,13 +120,11 @@ func (s *System) Close() error {
 		return nil
 	}
 	var first error
-	s.local.Range(func(key, v any) bool {
+	for _, v := range slices.Backward(s.local.Clear()) {
 		if c, ok := v.(io.Closer); ok {
 			first = errors.Join(first, c.Close())
 		}
-		s.local.Delete(key)
-		return true
-	})
+	}
 	for _, d := range s.devs {
 		if err := d.release(); err != nil && first == nil {
 			first = err

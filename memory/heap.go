@@ -33,17 +33,27 @@ type heap struct {
 	used    bool             // something was allocated
 }
 
-type heapKey struct{}
+type (
+	heapKey   struct{} // of the heap, once it is there
+	makingKey struct{} // of what makes it
+)
 
 // heapOf returns the device's heap. The only error is one of the options.
 func heapOf(d *device.Device) (*heap, error) {
 	if d == nil {
 		return nil, errors.New("memory: no device given")
 	}
-	made := d.Local(heapKey{}, func() any {
+	if v, ok := d.Kept(heapKey{}); ok {
+		return v.(*heap), nil
+	}
+	made := d.Local(makingKey{}, func() any {
 		return sync.OnceValues(func() (*heap, error) { return newHeap(d) })
 	}).(func() (*heap, error))
-	return made()
+	h, err := made()
+	if err != nil {
+		return nil, err
+	}
+	return d.Local(heapKey{}, func() any { return h }).(*heap), nil
 }
 
 func newHeap(d *device.Device) (*heap, error) {
@@ -119,6 +129,14 @@ type grant struct {
 	addr     uint64
 	by       freer // nil if there is none
 	captured bool  // it belongs to the capture that the stream takes part in
+}
+
+// plain returns the arena for an allocation about which nothing is special, or nil.
+func (l *lane) plain() *alloc.Arena {
+	if stream.AnyCapture() || l.pool.Load() != nil || l.heap.engine.Load() != nil || l.heap.owes.Load() || l.heap.dev.Err() != nil {
+		return nil
+	}
+	return l.arena.Load()
 }
 
 // alloc allocates for work on the lane's stream: from the pool of the capture that

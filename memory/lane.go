@@ -24,6 +24,13 @@ func laneOf(op string, s *stream.Stream) (*lane, error) {
 	if err := s.Check(op, nil); err != nil {
 		return nil, err
 	}
+	if v, ok := s.Kept(laneKey{}); ok {
+		return v.(*lane), nil
+	}
+	return openLane(s)
+}
+
+func openLane(s *stream.Stream) (*lane, error) {
 	v, err := s.Keep(laneKey{}, func() (any, func() error, error) {
 		h, err := heapOf(s.Device())
 		if err != nil {

@@ -18,6 +18,12 @@ func AllocRaw(s *stream.Stream, bytes int) (ptr uint64, err error) {
 	if err != nil {
 		return 0, err
 	}
+	if a := l.plain(); a != nil && bytes > 0 {
+		if ptr, err = a.Alloc(uint64(bytes)); err != nil {
+			return 0, l.heap.explain(bytes, err)
+		}
+		return ptr, nil
+	}
 	g, err := l.alloc(bytes)
 	return g.addr, err
 }
@@ -52,8 +58,8 @@ func RecordStreamRaw(ptr uint64, s *stream.Stream) error {
 
 // free gives an address back to who has given it out.
 func (h *heap) free(ptr uint64) error {
-	defer h.tidy()
 	err := h.native.Free(ptr)
+	h.tidy()
 	if err == nil {
 		return nil
 	}

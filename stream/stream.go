@@ -5,14 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/poll"
 )
 
@@ -32,8 +31,7 @@ type Stream struct {
 	kind  kind
 	refs  atomic.Int32 // the Stream itself while open, and each Buffer that is freed on it
 
-	mu   sync.Mutex             // held while something is added to kept
-	kept atomic.Pointer[[]kept] // see Keep
+	kept kept.Map // see Keep
 
 	called   atomic.Int64                  // how many callbacks have returned
 	panicked atomic.Pointer[CallbackError] // the first of them that did, until it is reported
@@ -49,9 +47,8 @@ const (
 	external             // to somebody else: External
 )
 
-// kept is what another package keeps for the stream.
-type kept struct {
-	key   any
+// A companion is what another package keeps for the stream.
+type companion struct {
 	value any
 	close func() error
 }
@@ -277,10 +274,8 @@ func (s *Stream) Release() error {
 		return nil
 	}
 	var errs []error
-	if list := s.kept.Load(); list != nil {
-		for _, k := range *list {
-			errs = append(errs, k.close())
-		}
+	for _, c := range s.kept.Clear() {
+		errs = append(errs, c.(companion).close())
 	}
 	if s.kind == external {
 		return errors.Join(errs...)
@@ -294,36 +289,23 @@ func (s *Stream) Release() error {
 // that with the stream: other packages keep one thing for each stream this way.
 // Later uses take no lock. For Chorus's own packages.
 func (s *Stream) Keep(key any, open func() (value any, close func() error, err error)) (any, error) {
-	if v, ok := s.look(key); ok {
-		return v, nil
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if v, ok := s.look(key); ok {
-		return v, nil
-	}
-	v, c, err := open()
+	c, err := s.kept.LoadOrMake(key, func() (any, error) {
+		v, c, err := open()
+		return companion{v, c}, err
+	})
 	if err != nil {
 		return nil, err
 	}
-	var list []kept
-	if old := s.kept.Load(); old != nil {
-		list = slices.Clone(*old)
-	}
-	list = append(list, kept{key, v, c})
-	s.kept.Store(&list)
-	return v, nil
+	return c.(companion).value, nil
 }
 
-func (s *Stream) look(key any) (value any, ok bool) {
-	if list := s.kept.Load(); list != nil {
-		for i := range *list {
-			if k := &(*list)[i]; k.key == key {
-				return k.value, true
-			}
-		}
+// Kept returns what Keep has for the key, if anything. For Chorus's own packages.
+func (s *Stream) Kept(key any) (value any, ok bool) {
+	c, ok := s.kept.Load(key)
+	if !ok {
+		return nil, false
 	}
-	return nil, false
+	return c.(companion).value, true
 }
 
 // ready turns NOT_READY into false.

@@ -15,6 +15,7 @@ type fitted struct {
 	changes uint64 // of the shelf
 	alone   bool   // the block before it is not free
 	parts   int64  // how many more free parts of segments there were if it were shelved; -1 is none and no bytes
+	asked   bool   // whether fits is known
 	fits    bool   // a request of its size gets it
 }
 
@@ -41,25 +42,34 @@ func (a *Arena) pocketed(b block, x *slot, s *Settings) bool {
 	return true
 }
 
-// fit looks at the blocks beside one that came back, and at the shelf.
+// fit looks at the blocks beside one that came back.
 func (a *Arena) fit(b block, x *slot) fitted {
-	shelf := &a.shelves[b.s.kind]
-	f := fitted{b: b, size: x.size, changes: shelf.changes, alone: !shelved(b.ahead(x)), parts: 1}
+	f := fitted{b: b, size: x.size, changes: a.shelves[b.s.kind].changes, alone: !shelved(b.ahead(x)), parts: 1}
+	units := x.size
+	if n := b.behind(x); shelved(n) {
+		units += n.slot().size
+		f.parts = 0
+	}
+	if b.s.span != nil || units == b.s.units {
+		f.parts = -1
+	}
+	return f
+}
+
+// fits says whether a request of the size of the block in the pocket gets it: none
+// that is on the shelf is better than it joined with the one behind.
+func (a *Arena) fits(b block) bool {
+	shelf, x := &a.shelves[b.s.kind], b.slot()
 	size := uint64(x.size) * unit
 	joined := entry{size, b.key()}
 	best, ok := shelf.best(size)
 	if n := b.behind(x); shelved(n) {
 		joined.size += n.size()
-		f.parts = 0
 		if ok && best.key == n.key() {
 			best, ok = shelf.after(best)
 		}
 	}
-	if b.s.span != nil || joined.size == b.s.size() {
-		f.parts = -1
-	}
-	f.fits = !ok || joined.before(best)
-	return f
+	return !ok || joined.before(best)
 }
 
 // shelved says whether a block, or nothing, is on a shelf.
@@ -83,7 +93,13 @@ func (a *Arena) emptyPocket() {
 // fromPocket says whether a request for size bytes gets the block in the pocket.
 func (a *Arena) fromPocket(size uint64) bool {
 	f := &a.pocketOK
-	return uint64(f.size)*unit == size && f.fits
+	if uint64(f.size)*unit != size {
+		return false
+	}
+	if !f.asked {
+		f.asked, f.fits = true, a.fits(f.b)
+	}
+	return f.fits
 }
 
 // handPocket gives the block in the pocket to a caller. The domain is locked.

@@ -32,7 +32,12 @@ static void figure(const std::string& name, double ops, const std::function<void
     torch_alloc::emptyCache();
 }
 
-static void hit(size_t bytes, int n, cudaStream_t stream) {
+// The current stream is what most callers of PyTorch use.
+static void hit(size_t bytes, int n) {
+    for (int i = 0; i < n; i++) torch_alloc::raw_delete(torch_alloc::raw_alloc(bytes));
+}
+
+static void hit_on(cudaStream_t stream, size_t bytes, int n) {
     for (int i = 0; i < n; i++) torch_alloc::raw_delete(torch_alloc::raw_alloc_with_stream(bytes, stream));
 }
 
@@ -41,10 +46,8 @@ int main(int argc, char** argv) {
     cudaSetDevice(0);
     cudaFree(nullptr);
     torch_alloc::init(1);
-    cudaStream_t own;
-    cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking);
     for (size_t bytes : {size_t(512), size_t(64) << 10, size_t(1) << 20, size_t(64) << 20})
-        figure("hit of " + std::to_string(bytes) + " B", pairs, [&] { hit(bytes, pairs, own); });
+        figure("hit of " + std::to_string(bytes) + " B", pairs, [&] { hit(bytes, pairs); });
     for (int live : {1000, 100000}) {
         std::mt19937_64 r(1);
         std::uniform_real_distribution<double> u(0, 16);
@@ -52,11 +55,11 @@ int main(int argc, char** argv) {
         std::vector<std::pair<int, size_t>> ops(pairs);
         for (auto& o : ops) o = {int(r() % live), size()};
         std::vector<void*> blocks(live);
-        for (auto& b : blocks) b = torch_alloc::raw_alloc_with_stream(size(), own);
+        for (auto& b : blocks) b = torch_alloc::raw_alloc(size());
         figure("1 B to 64 KiB, " + std::to_string(live) + " live", pairs, [&] {
             for (auto& o : ops) {
                 torch_alloc::raw_delete(blocks[o.first]);
-                blocks[o.first] = torch_alloc::raw_alloc_with_stream(o.second, own);
+                blocks[o.first] = torch_alloc::raw_alloc(o.second);
             }
         });
         for (auto b : blocks) torch_alloc::raw_delete(b);
@@ -67,7 +70,7 @@ int main(int argc, char** argv) {
         for (auto& s : streams) cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking);
         figure("4 KiB on " + std::to_string(n) + " streams", double(n) * pairs, [&] {
             std::vector<std::thread> threads;
-            for (auto s : streams) threads.emplace_back([=] { cudaSetDevice(0); hit(4096, pairs, s); });
+            for (auto s : streams) threads.emplace_back([=] { cudaSetDevice(0); hit_on(s, 4096, pairs); });
             for (auto& t : threads) t.join();
         });
     }
@@ -87,7 +90,7 @@ int main(int argc, char** argv) {
         figure(std::string("operation of ") + argv[2], double(ops.size()), [&] {
             for (auto& o : ops) {
                 if (o.bytes) {
-                    blocks[o.block] = torch_alloc::raw_alloc_with_stream(o.bytes, own);
+                    blocks[o.block] = torch_alloc::raw_alloc(o.bytes);
                 } else {
                     torch_alloc::raw_delete(blocks[o.block]);
                     blocks[o.block] = nullptr;

@@ -1,0 +1,84 @@
+// Package kept lets packages keep something of theirs with an object of another
+// package, found again without a lock and in a few nanoseconds.
+package kept
+
+import (
+	"slices"
+	"sync"
+	"sync/atomic"
+)
+
+// A Map has few keys, which are looked up often and hardly ever added: looking one
+// up goes over all of them. Its methods may be called by any goroutine. The zero
+// value is empty. It must not be copied.
+type Map struct {
+	mu   sync.Mutex // held while the list is changed
+	list atomic.Pointer[[]entry]
+}
+
+type entry struct{ key, value any }
+
+// Load returns the value of a key.
+func (m *Map) Load(key any) (value any, ok bool) {
+	if list := m.list.Load(); list != nil {
+		for i := range *list {
+			if e := &(*list)[i]; e.key == key {
+				return e.value, true
+			}
+		}
+	}
+	return nil, false
+}
+
+// LoadOrMake returns the value of a key, and makes it if there is none. Other
+// goroutines that add a key wait meanwhile; make must not add one itself. After an
+// error there is still none.
+func (m *Map) LoadOrMake(key any, make func() (any, error)) (any, error) {
+	if v, ok := m.Load(key); ok {
+		return v, nil
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if v, ok := m.Load(key); ok {
+		return v, nil
+	}
+	v, err := make()
+	if err != nil {
+		return nil, err
+	}
+	m.store(key, v)
+	return v, nil
+}
+
+// LoadOrStore returns the value of a key, which is value if there was none.
+func (m *Map) LoadOrStore(key, value any) any {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if v, ok := m.Load(key); ok {
+		return v
+	}
+	m.store(key, value)
+	return value
+}
+
+func (m *Map) store(key, value any) {
+	var list []entry
+	if old := m.list.Load(); old != nil {
+		list = slices.Clone(*old)
+	}
+	list = append(list, entry{key, value})
+	m.list.Store(&list)
+}
+
+// Clear forgets all keys and returns their values in the order in which they were
+// added.
+func (m *Map) Clear() (values []any) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if list := m.list.Swap(nil); list != nil {
+		for _, e := range *list {
+			values = append(values, e.value)
+		}
+	}
+	return values
+}

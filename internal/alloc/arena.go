@@ -16,6 +16,7 @@ type Arena struct {
 	shelves  [kinds]shelf
 	pocket   block
 	pocketOK fitted
+	missed   uint       // blocks that came back since the pocket was of use
 	segments []*segment // of a Source, made for this arena
 	spans    [kinds]*segment
 	waiting  waiting

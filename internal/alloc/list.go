@@ -1,11 +1,14 @@
 package alloc
 
+import "slices"
+
 // A list has free blocks in the order of their sizes and keys. It keeps them in
 // chunks of limited length, so that a search goes over few lines of the
 // processor's cache and a change moves few entries. A list of the zero value is
 // empty.
 type list struct {
-	chunks []chunk // none is empty, but for the only one
+	only   chunk   // while there is one
+	chunks []chunk // else; none is empty
 }
 
 type chunk []entry
@@ -18,9 +21,12 @@ const chunkLen = 64
 
 func (e entry) before(o entry) bool { return e.size < o.size || e.size == o.size && e.key < o.key }
 
-// chunk returns the place of the chunk in which an entry is or would be: the first
-// whose last entry is not before it, or the last one.
-func (l *list) chunk(e entry) int {
+// chunk returns the chunk in which an entry is or would be, and its place: the
+// first whose last entry is not before it, or the last one.
+func (l *list) chunk(e entry) (c *chunk, i int) {
+	if l.chunks == nil {
+		return &l.only, 0
+	}
 	lo, hi := 0, len(l.chunks)-1
 	for lo < hi {
 		mid := int(uint(lo+hi) / 2)
@@ -30,7 +36,7 @@ func (l *list) chunk(e entry) int {
 			hi = mid
 		}
 	}
-	return lo
+	return &l.chunks[lo], lo
 }
 
 // place returns how many entries of the chunk are before e.
@@ -47,65 +53,63 @@ func (c chunk) place(e entry) int {
 	return lo
 }
 
-func (l *list) empty() bool { return len(l.chunks) == 0 || len(l.chunks[0]) == 0 }
+func (l *list) empty() bool { return len(l.only) == 0 && l.chunks == nil }
 
 func (l *list) insert(e entry) {
-	if l.chunks == nil {
-		l.chunks = []chunk{make(chunk, 0, 4)}
-	}
-	i := l.chunk(e)
-	if len(l.chunks[i]) == chunkLen {
+	c, i := l.chunk(e)
+	if len(*c) == chunkLen {
 		l.divide(i)
-		i = l.chunk(e)
+		c, _ = l.chunk(e)
 	}
-	c := append(l.chunks[i], e)
-	at := c[:len(c)-1].place(e)
-	copy(c[at+1:], c[at:])
-	c[at] = e
-	l.chunks[i] = c
+	at := c.place(e)
+	*c = append(*c, e)
+	if at+1 < len(*c) {
+		copy((*c)[at+1:], (*c)[at:])
+		(*c)[at] = e
+	}
 }
 
 // divide makes two chunks of a full one.
 func (l *list) divide(i int) {
+	if l.chunks == nil {
+		l.chunks, l.only = []chunk{l.only}, nil
+	}
 	c := l.chunks[i]
 	rest := append(make(chunk, 0, chunkLen), c[chunkLen/2:]...)
-	l.chunks = append(l.chunks, nil)
-	copy(l.chunks[i+1:], l.chunks[i:])
-	l.chunks[i], l.chunks[i+1] = c[:chunkLen/2], rest
+	l.chunks = slices.Insert(l.chunks, i+1, rest)
+	l.chunks[i] = c[:chunkLen/2]
 }
 
 func (l *list) remove(e entry) {
-	i := l.chunk(e)
-	c := l.chunks[i]
+	c, i := l.chunk(e)
 	at := c.place(e)
-	copy(c[at:], c[at+1:])
-	l.chunks[i] = c[:len(c)-1]
-	if len(c) == 1 && len(l.chunks) > 1 {
-		copy(l.chunks[i:], l.chunks[i+1:])
-		l.chunks[len(l.chunks)-1] = nil
-		l.chunks = l.chunks[:len(l.chunks)-1]
+	if at+1 < len(*c) {
+		copy((*c)[at:], (*c)[at+1:])
+	}
+	*c = (*c)[:len(*c)-1]
+	if len(*c) > 0 || l.chunks == nil {
+		return
+	}
+	if l.chunks = slices.Delete(l.chunks, i, i+1); len(l.chunks) == 1 {
+		l.only, l.chunks = l.chunks[0], nil
 	}
 }
 
 // least returns the first entry of at least size bytes.
 func (l *list) least(size uint64) (e entry, ok bool) {
-	if l.empty() {
-		return entry{}, false
-	}
-	c := l.chunks[l.chunk(entry{size: size})]
+	c, _ := l.chunk(entry{size: size})
 	at := c.place(entry{size: size})
-	if at == len(c) {
+	if at == len(*c) {
 		return entry{}, false
 	}
-	return c[at], true
+	return (*c)[at], true
 }
 
 // after returns the entry behind e.
 func (l *list) after(e entry) (next entry, ok bool) {
-	i := l.chunk(e)
-	c := l.chunks[i]
-	if at := c.place(e) + 1; at < len(c) {
-		return c[at], true
+	c, i := l.chunk(e)
+	if at := c.place(e) + 1; at < len(*c) {
+		return (*c)[at], true
 	}
 	if i+1 < len(l.chunks) {
 		return l.chunks[i+1][0], true
@@ -113,4 +117,12 @@ func (l *list) after(e entry) (next entry, ok bool) {
 	return entry{}, false
 }
 
-func (l *list) first() entry { return l.chunks[0][0] }
+func (l *list) first() entry {
+	if l.chunks != nil {
+		return l.chunks[0][0]
+	}
+	return l.only[0]
+}
+
+// all returns the entries in order.
+func (l *list) all() []entry { return slices.Concat(append([]chunk{l.only}, l.chunks...)...) }

@@ -22,7 +22,7 @@ type fitted struct {
 // pocketed puts a block that came back into the pocket, which is empty, if it may
 // wait there.
 func (a *Arena) pocketed(b block, x *slot, s *Settings) bool {
-	if a.pool.base != nil || s.MaxSplit != math.MaxUint64 {
+	if a.pool.base != nil || s.MaxSplit != math.MaxUint64 || !a.pocketPays() {
 		return false
 	}
 	f := &a.pocketOK
@@ -40,6 +40,13 @@ func (a *Arena) pocketed(b block, x *slot, s *Settings) bool {
 	}
 	a.pocket = b
 	return true
+}
+
+// pocketPays says whether to try the pocket: always while it is of use, and now and
+// then while it is not.
+func (a *Arena) pocketPays() bool {
+	a.missed++
+	return a.missed < 8 || a.missed%16 == 0
 }
 
 // fit looks at the blocks beside one that came back.
@@ -104,7 +111,7 @@ func (a *Arena) fromPocket(size uint64) bool {
 
 // handPocket gives the block in the pocket to a caller. The domain is locked.
 func (a *Arena) handPocket(b block, size, requested uint64, stack *Stack) uint64 {
-	a.pocket = block{}
+	a.pocket, a.missed = block{}, 0
 	b.slot().place &^= isPending
 	return a.lend(b, size, requested, stack)
 }

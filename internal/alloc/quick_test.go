@@ -103,4 +103,3 @@ func TestQuickTrain(t *testing.T) {
 		t.Log(conf, r, al, float64(r)/float64(al), float64(r)/8321499136, m.calls)
 	}
 }
-

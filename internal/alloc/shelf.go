@@ -110,10 +110,8 @@ func (s *shelf) following(c int) int {
 
 // all returns the entries in order of size.
 func (s *shelf) all() (list []entry) {
-	for _, l := range s.lists {
-		for _, c := range l.chunks {
-			list = append(list, c...)
-		}
+	for i := range s.lists {
+		list = append(list, s.lists[i].all()...)
 	}
 	return list
 }

@@ -1,0 +1,143 @@
+package memory_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A block is nobody's while a stream that RecordStream named has not done its
+// work, and then it is used again (torch's test_record_stream).
+func TestRecordStreamKeepsTheBlock(t *testing.T) {
+	for name, record := range map[string]func(x memory.Slice[int32], s *stream.Stream) error{
+		"slice":        func(x memory.Slice[int32], s *stream.Stream) error { return x.RecordStream(s) },
+		"part":         func(x memory.Slice[int32], s *stream.Stream) error { return x.Slice(9, 10).RecordStream(s) },
+		"raw":          func(x memory.Slice[int32], s *stream.Stream) error { return memory.RecordStreamRaw(uint64(x.Raw()), s) },
+		"raw interior": func(x memory.Slice[int32], s *stream.Stream) error { return memory.RecordStreamRaw(uint64(x.Raw())+100, s) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			eachFresh(t, "", func(t *testing.T, d *device.Device) {
+				a, b := newStream(t, d), newStream(t, d)
+				const n = 1 << 18 // half a segment
+				x, err := memory.MakeFrom(a, random32(n))
+				require.NoError(t, err)
+				was := x.Raw()
+				require.NoError(t, b.WaitStream(a))
+				open := hold(t, b)
+				require.NoError(t, record(x, b))
+				require.NoError(t, x.CopyTo(a, make([]int32, n)))
+				y, err := memory.Make[int32](b, n)
+				require.NoError(t, err)
+				require.NoError(t, memory.Copy(b, y, x))
+				require.NoError(t, x.Close())
+				s := statsOf(t, d)
+				require.EqualValues(t, 1, s.Allocation.All.Current, "closed at once")
+				require.EqualValues(t, 2, s.Active.All.Current, "but active until b is past it")
+				other, err := memory.Make[int32](a, n)
+				require.NoError(t, err)
+				require.NotEqual(t, was, other.Raw(), "b still has to read it")
+				require.NoError(t, other.Zero(a))
+				open()
+				out := make([]int32, n)
+				require.NoError(t, y.CopyTo(b, out))
+				require.Equal(t, random32(n), out)
+				require.NoError(t, y.Close())
+				calls := statsOf(t, d).DeviceAllocs
+				z, err := memory.Make[int32](a, n)
+				require.NoError(t, err)
+				require.Equal(t, was, z.Raw(), "before the driver is asked for more")
+				require.Equal(t, calls, statsOf(t, d).DeviceAllocs)
+				require.NoError(t, z.Zero(a))
+				require.NoError(t, z.Close())
+				require.NoError(t, other.Close())
+				require.EqualValues(t, 0, statsOf(t, d).Active.All.Current)
+			})
+		})
+	}
+}
+
+func random32(n int) []int32 {
+	x := make([]int32, n)
+	for i := range x {
+		x[i] = int32(i) * 2654435
+	}
+	return x
+}
+
+// The stream that a block belongs to needs no record: the next user comes behind.
+func TestOneStreamUsesItAtOnce(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		s := newStream(t, d)
+		open := hold(t, s)
+		x, err := memory.Make[int32](s, 1000)
+		require.NoError(t, err)
+		was := x.Raw()
+		require.NoError(t, x.Zero(s))
+		require.NoError(t, x.RecordStream(s))
+		require.NoError(t, x.Close())
+		calls := statsOf(t, d).DeviceAllocs
+		y, err := memory.Make[int32](s, 1000)
+		require.NoError(t, err)
+		require.Equal(t, was, y.Raw(), "although the stream has not zeroed it")
+		require.NoError(t, y.Close())
+		require.Equal(t, calls, statsOf(t, d).DeviceAllocs)
+		o := newStream(t, d)
+		z, err := memory.Make[int32](o, 1000)
+		require.NoError(t, err)
+		require.NotEqual(t, was, z.Raw(), "another stream has memory of its own")
+		require.NoError(t, z.Close())
+		open()
+	})
+}
+
+// One stream makes and another uses, for long: what is reserved stays small
+// although the host runs ahead.
+func TestProducerAndConsumer(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		a, b := newStream(t, d), newStream(t, d)
+		const n = 1 << 18
+		for i := range 1000 {
+			x, err := memory.Make[int32](a, n)
+			require.NoError(t, err)
+			require.NoError(t, x.Slice(0, 1).Zero(a))
+			require.NoError(t, b.WaitStream(a))
+			require.NoError(t, x.RecordStream(b))
+			require.NoError(t, x.Slice(0, 1).Zero(b))
+			require.NoError(t, x.Close())
+			if i%100 == 99 {
+				require.NoError(t, b.Sync(testgpu.Context(t)))
+			}
+		}
+		require.LessOrEqual(t, statsOf(t, d).ReservedBytes.All.Peak, int64(300*mib))
+		require.NoError(t, b.Sync(testgpu.Context(t)))
+	})
+}
+
+// The memory of streams that live for one task goes to those that come after them.
+func TestShortStreams(t *testing.T) {
+	for _, conf := range []string{"", "expandable_segments:True"} {
+		t.Run(conf, func(t *testing.T) {
+			eachFresh(t, conf, func(t *testing.T, d *device.Device) {
+				for i := range 50 {
+					s, err := stream.New(d, nil)
+					require.NoError(t, err)
+					x, err := memory.MakeFrom(s, random32(1<<18+i))
+					require.NoError(t, err)
+					if i%2 == 0 {
+						require.NoError(t, s.Close())
+						require.NoError(t, x.Close())
+						continue
+					}
+					require.NoError(t, x.Close())
+					require.NoError(t, s.Close())
+				}
+				require.LessOrEqual(t, statsOf(t, d).ReservedBytes.All.Peak, int64(22*mib))
+			})
+		})
+	}
+}

@@ -1,6 +1,7 @@
 package virtual
 
 import (
+	"slices"
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -36,15 +37,32 @@ func (s *stream) pushMark(name string, k *mark) {
 	}})
 }
 
-// marks puts a mark into each stream of the device. m.mu is held.
+// marks puts a mark into each stream of the device, and has those of the streams
+// that were destroyed with work on them. m.mu is held.
 func (d *device) marks() []*mark {
-	var marks []*mark
+	d.ended = d.unseen()
+	marks := slices.Clone(d.ended)
 	for _, s := range d.m.streams {
 		if s.dev == d {
 			marks = append(marks, s.mark())
 		}
 	}
 	return marks
+}
+
+// unseen returns the marks of destroyed streams that the host has not waited for.
+func (d *device) unseen() []*mark {
+	return slices.DeleteFunc(d.ended, func(k *mark) bool { return k.seenBy(d.m.host) })
+}
+
+// seenBy says whether the host has waited for the mark.
+func (k *mark) seenBy(host clock) bool {
+	select {
+	case <-k.done:
+		return host.at(k.at.slot) >= k.at.epoch
+	default:
+		return false
+	}
 }
 
 // await blocks until the streams of a device have come to the marks or the

@@ -173,6 +173,7 @@ type device struct {
 	pool      *pool // the default one
 	retained  int
 	legacy    *stream // the one of handle 0, once it was used
+	ended     []*mark // at the end of streams that were destroyed
 	profiling bool    // cuProfilerStart was called, and cuProfilerStop was not
 
 	arena arena

@@ -219,6 +219,7 @@ func (d driver) StreamDestroy(h cudadrv.Stream) cudadrv.Result {
 	if s.capture != nil {
 		return s.refused()
 	}
+	s.dev.ended = append(s.dev.unseen(), s.mark())
 	delete(d.m.streams, h)
 	s.destroyed = true
 	s.release()

@@ -253,3 +253,25 @@ func TestQueryAfterWait(t *testing.T) {
 		r.do(0, func() cudadrv.Result { return r.drv.StreamQuery(s) })
 	}
 }
+
+// A stream that is destroyed goes on with its work, and memory is not freed before.
+func TestFreeWaitsForDestroyedStreams(t *testing.T) {
+	for name, wait := range map[string]func(r *rig, p cudadrv.DevicePtr) cudadrv.Result{
+		"free": func(r *rig, p cudadrv.DevicePtr) cudadrv.Result { return r.drv.MemFree(p) },
+		"sync": func(r *rig, p cudadrv.DevicePtr) cudadrv.Result { return r.drv.CtxSynchronize() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, Config{Devices: 1})
+			s, p := r.stream(0), r.alloc(0, 1<<20)
+			for range 20 {
+				r.do(0, func() cudadrv.Result { return r.drv.MemsetD8Async(p, 1, 1<<20, s) })
+			}
+			r.do(0, func() cudadrv.Result { return r.drv.StreamDestroy(s) })
+			r.do(0, func() cudadrv.Result { return wait(r, p) })
+			if name == "sync" {
+				r.do(0, func() cudadrv.Result { return r.drv.MemFree(p) })
+			}
+			require.Empty(t, r.m.Reports())
+		})
+	}
+}

@@ -3,9 +3,11 @@ package virtual
 import (
 	"runtime"
 	"testing"
+	"time"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dl"
 	"github.com/stretchr/testify/require"
 )
 
@@ -262,12 +264,20 @@ func TestFreeWaitsForDestroyedStreams(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, Config{Devices: 1})
-			s, p := r.stream(0), r.alloc(0, 1<<20)
-			for range 20 {
-				r.do(0, func() cudadrv.Result { return r.drv.MemsetD8Async(p, 1, 1<<20, s) })
-			}
+			s, p := r.stream(0), r.alloc(0, 64)
+			gate := make(chan struct{})
+			r.do(0, func() cudadrv.Result { return r.drv.LaunchHostFunc(s, dl.OnceClosure(func() { <-gate })) })
+			r.do(0, func() cudadrv.Result { return r.drv.MemsetD8Async(p, 1, 64, s) })
 			r.do(0, func() cudadrv.Result { return r.drv.StreamDestroy(s) })
-			r.do(0, func() cudadrv.Result { return wait(r, p) })
+			done := make(chan cudadrv.Result, 1)
+			go func() { done <- r.on(0, func() cudadrv.Result { return wait(r, p) }) }()
+			select {
+			case res := <-done:
+				t.Fatalf("returned %v while the stream was at work", res)
+			case <-time.After(20 * time.Millisecond):
+			}
+			close(gate)
+			r.ok(<-done)
 			if name == "sync" {
 				r.do(0, func() cudadrv.Result { return r.drv.MemFree(p) })
 			}

@@ -21,7 +21,9 @@ type Allocator interface {
 	// matches device.ErrorOutOfMemory means that the device has no more.
 	Alloc(s *stream.Stream, bytes int) (ptr uint64, err error)
 	// Free takes back what Alloc has returned for as many bytes. What is on s by
-	// now may still use it; work on other streams has come before that.
+	// now may still use it; work on other streams has come before that. A pool that
+	// outlives the stream of a segment names the default stream instead, when all
+	// work on the segment is over.
 	Free(s *stream.Stream, ptr uint64, bytes int) error
 }
 

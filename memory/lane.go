@@ -15,6 +15,7 @@ type lane struct {
 	heap  *heap
 	arena atomic.Pointer[alloc.Arena] // of the default pool, once it was used
 	pool  atomic.Pointer[alloc.Arena] // of the pool that Pool.Use has set, or nil
+	ended atomic.Bool
 }
 
 type laneKey struct{}
@@ -47,7 +48,8 @@ func openLane(s *stream.Stream) (*lane, error) {
 
 // end gives what the stream had to others, when the stream is destroyed.
 func (l *lane) end() error {
-	l.heap.native.End(l)
+	l.ended.Store(true)
+	l.heap.native.End(l) // returns when no one who found it not ended is at work
 	return nil
 }
 

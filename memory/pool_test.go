@@ -10,6 +10,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -159,11 +160,19 @@ func TestPoolClose(t *testing.T) {
 	}
 }
 
+// openStreams is an Allocator that wants streams which the driver knows.
+type openStreams struct{ memory.Allocator }
+
+func (a openStreams) Free(s *stream.Stream, ptr uint64, bytes int) error {
+	err := s.Device().Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.Raw()) })
+	return errors.Join(err, a.Allocator.Free(s, ptr, bytes))
+}
+
 // A pool's segments come from its own Allocator (test_mempool_with_allocator).
 func TestPoolAllocator(t *testing.T) {
 	eachFresh(t, "expandable_segments:True", func(t *testing.T, d *device.Device) {
 		s := newStream(t, d)
-		count := memory.Count(memory.Limit(memory.Driver, 64*mib))
+		count := memory.Count(openStreams{memory.Limit(memory.Driver, 64*mib)})
 		p := newPool(t, &memory.PoolConfig{Allocator: count})
 		x := makeIn(t, p, s, 1000)
 		y := makeIn(t, p, s, 1000)
@@ -181,6 +190,11 @@ func TestPoolAllocator(t *testing.T) {
 			return err
 		}), device.ErrorOutOfMemory)
 		require.NoError(t, errors.Join(x.Close(), y.Close(), z.Close()))
+		short, err := stream.New(d, nil)
+		require.NoError(t, err)
+		x = makeIn(t, p, short, 1000)
+		require.NoError(t, x.Zero(short))
+		require.NoError(t, errors.Join(x.Close(), short.Close()))
 		require.NoError(t, p.Close())
 		require.Zero(t, count.Counts().Bytes.Current)
 		require.EqualValues(t, count.Counts().Bytes.Allocated, count.Counts().Bytes.Freed)

@@ -7,6 +7,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/stream"
 )
 
 // driverSource takes segments from the driver.
@@ -44,8 +45,14 @@ func (s allocatorSource) Alloc(l alloc.Stream, bytes uint64) (uint64, error) {
 	return p, noMemory(err)
 }
 
-func (s allocatorSource) Free(l alloc.Stream, addr, bytes uint64) error {
-	return s.a.Free(l.(*lane).s, addr, int(bytes))
+// Free names the default stream where the one that the segment was made on is
+// destroyed: its work is over.
+func (s allocatorSource) Free(on alloc.Stream, addr, bytes uint64) error {
+	l := on.(*lane)
+	if l.ended.Load() {
+		return s.a.Free(stream.Default(l.heap.dev), addr, int(bytes))
+	}
+	return s.a.Free(l.s, addr, int(bytes))
 }
 
 // Async is true: an Allocator promises no wait.

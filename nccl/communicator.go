@@ -28,6 +28,7 @@ type Communicator struct {
 	life   sync.RWMutex // held for reading while Err is in NCCL
 	failed atomic.Pointer[Error]
 	holds  holds
+	pools  pools
 }
 
 // NewCommunicator makes rank of size ranks (ncclCommInitRankScalable). It

@@ -1,0 +1,131 @@
+package nccl
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/memory"
+)
+
+// sinceRegister is the first NCCL that has ncclCommRegister.
+const sinceRegister = 21901
+
+// A registration is a pool whose memory a communicator knows.
+type registration struct {
+	stop func() error
+	ids  map[uint64]ncclapi.RegID // by address; guarded by the communicator's mu
+}
+
+// pools are those that a communicator knows.
+type pools struct {
+	mu sync.Mutex
+	by map[*memory.Pool]*registration
+}
+
+// RegisterPool lets NCCL know the memory that p has on c's device, and all that it
+// will take (ncclCommRegister; torch's ProcessGroupNCCL.register_mem_pool): then
+// collectives may use it without copying it first. NCCL does so where all ranks
+// have registered what they give to a collective, and where the memory is
+// Allocator's:
+//
+//	p := memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
+//
+// It enqueues nothing and is not collective. Memory goes back from p as before, and
+// NCCL forgets it then. When NCCL refuses memory that p takes, the allocation fails.
+// A pool that is registered is not registered again. DeregisterPool ends it, and so
+// does the end of c.
+func (c *Communicator) RegisterPool(p *memory.Pool) error {
+	const op = "nccl: register a pool"
+	if c == nil || c.owner.Closed() {
+		return fmt.Errorf("%s: %w", op, c.closed("ncclCommRegister"))
+	}
+	if c.version < sinceRegister {
+		return fmt.Errorf("%s: %w", op, needs("ncclCommRegister", sinceRegister, c.version))
+	}
+	c.pools.mu.Lock()
+	defer c.pools.mu.Unlock()
+	if c.pools.by[p] != nil {
+		return nil
+	}
+	r := &registration{ids: map[uint64]ncclapi.RegID{}}
+	var err error
+	r.stop, err = p.Watch(func(d *device.Device, ptr, bytes uint64, taken bool) error {
+		if d != c.dev {
+			return nil
+		}
+		if taken {
+			return c.register(r, ptr, bytes)
+		}
+		return c.deregister(r, ptr)
+	})
+	if err != nil {
+		return fmt.Errorf("%s on rank %d of %d (%s): %w", op, c.rank, c.size, c.dev, err)
+	}
+	if c.pools.by == nil {
+		c.pools.by = map[*memory.Pool]*registration{}
+	}
+	c.pools.by[p] = r
+	return nil
+}
+
+// DeregisterPool lets NCCL forget the memory of p (ncclCommDeregister; torch's
+// ProcessGroupNCCL.deregister_mem_pool). Collectives that use it must have
+// completed. It does nothing where p is not registered, and after the end of c.
+func (c *Communicator) DeregisterPool(p *memory.Pool) error {
+	if c == nil {
+		return fmt.Errorf("nccl: deregister a pool: %w", c.closed("ncclCommDeregister"))
+	}
+	c.pools.mu.Lock()
+	r := c.pools.by[p]
+	delete(c.pools.by, p)
+	c.pools.mu.Unlock()
+	if r == nil {
+		return nil
+	}
+	if err := r.stop(); err != nil {
+		return fmt.Errorf("nccl: deregister a pool on rank %d of %d (%s): %w", c.rank, c.size, c.dev, err)
+	}
+	return nil
+}
+
+// register tells NCCL of a segment. A communicator that has ended needs to know
+// nothing.
+func (c *Communicator) register(r *registration, ptr, bytes uint64) error {
+	const name = "ncclCommRegister"
+	if err := c.enter(name); err != nil {
+		return ended(err)
+	}
+	defer c.mu.Unlock()
+	return c.dev.Bound(func() error {
+		id, res := c.api.CommRegister(c.handle(), cudadrv.DevicePtr(ptr), uintptr(bytes))
+		if res == ncclapi.Success {
+			r.ids[ptr] = id
+		}
+		return c.fail(name, res)
+	})
+}
+
+func (c *Communicator) deregister(r *registration, ptr uint64) error {
+	const name = "ncclCommDeregister"
+	if err := c.enter(name); err != nil {
+		return ended(err)
+	}
+	defer c.mu.Unlock()
+	id, ok := r.ids[ptr]
+	if !ok {
+		return nil
+	}
+	delete(r.ids, ptr)
+	return c.dev.Bound(func() error { return c.fail(name, c.api.CommDeregister(c.handle(), id)) })
+}
+
+func ended(err error) error {
+	if errors.Is(err, device.ErrClosed) {
+		return nil
+	}
+	return err
+}

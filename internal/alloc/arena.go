@@ -60,29 +60,26 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 	return addr, nil
 }
 
-// find takes the best free block off its shelf, or returns nothing.
+// find returns the best free block, which stays on its shelf, or nothing.
 func (a *Arena) find(s *Settings, k kind, size uint64) block {
-	from := a
 	e, ok := a.shelves[k].best(size)
 	if !ok && a.pool.base != nil {
-		from = a.pool.base
-		e, ok = from.shelves[k].best(size)
+		e, ok = a.pool.base.shelves[k].best(size)
 	}
 	if !ok {
 		return block{}
 	}
 	b := a.domain.block(k, e.key)
-	if !s.suits(b, size) {
+	if s.MaxSplit != math.MaxUint64 && !s.suits(b, size) {
 		return block{}
 	}
-	from.shelves[k].remove(b)
 	return b
 }
 
 // suits keeps small requests from huge blocks, which are not split then.
 func (s *Settings) suits(b block, size uint64) bool {
 	if size < s.MaxSplit {
-		return s.MaxSplit == math.MaxUint64 || b.size() < s.MaxSplit || b.s.span != nil
+		return b.size() < s.MaxSplit || b.s.span != nil
 	}
 	return b.size() < size+s.MaxNonSplitRounding || b.s.span != nil
 }
@@ -99,25 +96,28 @@ func (a *Arena) worthSplitting(s *Settings, b block, size uint64) bool {
 	return rest > smallMost && (size < s.MaxSplit || b.s.span != nil)
 }
 
-// hand gives the first size bytes of a block that is on no shelf to a caller. The
-// domain is locked.
+// hand gives the first size bytes of a block on a shelf to a caller. The domain is
+// locked.
 func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack) uint64 {
-	k := b.s.kind
-	m := &a.domain.meter
+	k, shelf, m := b.s.kind, &b.arena().shelves[b.s.kind], &a.domain.meter
 	counts := b.s.span == nil // torch leaves expandable segments out of this
 	wasSplit := b.split()
+	e := entry{b.size(), b.key()}
 	if a.worthSplitting(s, b, size) {
 		rest := b.cut(size)
-		rest.arena().shelves[k].add(rest)
+		y := rest.slot()
+		shelf.swap(e, entry{e.size - size, rest.key()})
+		y.setOver(shelf.searches)
 		switch {
 		case counts && wasSplit:
 			m.down(k, InactiveSplitBytes, int64(size))
 		case counts:
 			m.up(k, InactiveSplit, 1)
-			m.up(k, InactiveSplitBytes, int64(rest.size()))
+			m.up(k, InactiveSplitBytes, int64(e.size-size))
 		}
 	} else {
-		size = b.size()
+		shelf.drop(e)
+		size = e.size
 		if counts && wasSplit {
 			m.down(k, InactiveSplit, 1)
 			m.down(k, InactiveSplitBytes, int64(size))
@@ -194,6 +194,10 @@ func (a *Arena) put(b block, x *slot, s *Settings) {
 
 // shelve joins a free block with its neighbours and puts it on its shelf.
 func (a *Arena) shelve(b block) {
+	if b.s.slots != nil && a.pool.base == nil {
+		a.shelvePlain(b)
+		return
+	}
 	k, m := b.s.kind, &a.domain.meter
 	b, joined, bytes := a.join(b)
 	a.shelves[k].add(b)
@@ -207,6 +211,51 @@ func (a *Arena) shelve(b block) {
 	}
 	m.change(k, InactiveSplit, blocks)
 	m.change(k, InactiveSplitBytes, change)
+}
+
+// shelvePlain is shelve where there are neither holes nor blocks of several arenas
+// in a segment: the same in one go, since every free of a program comes here.
+func (a *Arena) shelvePlain(b block) {
+	s, shelf, m := b.s, &a.shelves[b.s.kind], &a.domain.meter
+	x := s.slot(b.u)
+	parts, units := int64(1), int64(x.size) // by how much the free parts of segments grow
+	var old entry                           // of a neighbour, in whose place the whole goes
+	if x.back != 0 {
+		p := block{s, b.u - x.back}
+		if y := s.slot(p.u); y.place&(isUsed|isPending) == 0 {
+			old = entry{uint64(y.size) * unit, p.key()}
+			y.size += x.size
+			*x = slot{}
+			b, x = p, y
+			parts--
+		}
+	}
+	if n := b.behind(x); n.s != nil {
+		if y := s.slot(n.u); y.place&(isUsed|isPending) == 0 {
+			if old.size > 0 {
+				shelf.drop(old)
+			}
+			old = entry{uint64(y.size) * unit, n.key()}
+			x.size += y.size
+			*y = slot{}
+			parts--
+			n = b.behind(x)
+		}
+		if n.s != nil {
+			s.slot(n.u).back = x.size
+		}
+	}
+	if x.size == s.units { // what was free beside it is a part no more
+		parts, units = parts-1, units-int64(x.size)
+	}
+	if e := (entry{uint64(x.size) * unit, b.key()}); old.size > 0 {
+		shelf.swap(old, e)
+	} else {
+		shelf.put(e)
+	}
+	x.setOver(shelf.searches)
+	m.change(s.kind, InactiveSplit, parts)
+	m.change(s.kind, InactiveSplitBytes, units*unit)
 }
 
 // join makes one block of b, which is on no shelf, and the free ones beside it. It

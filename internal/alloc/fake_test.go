@@ -252,7 +252,7 @@ func (d *Device) check(t testing.TB) {
 				last := entry{}
 				for _, e := range a.shelves[k].all() {
 					b := a.domain.block(k, e.key)
-					require.True(t, last.before(e), "a shelf is in order")
+					require.True(t, last.before(&e), "a shelf is in order")
 					require.True(t, b.slot().free() && !b.slot().has(isHole) && b.arena() == a && b.size() == e.size)
 					shelved[b] = true
 					last = e

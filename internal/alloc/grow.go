@@ -2,7 +2,7 @@ package alloc
 
 import "errors"
 
-// grow is Alloc where no free block suits. It returns a block that is on no shelf,
+// grow is Alloc where no free block suits. It returns a block that is on its shelf,
 // with the domain locked.
 func (a *Arena) grow(s *Settings, k kind, size uint64) (block, error) {
 	d := a.device
@@ -126,7 +126,9 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 		d.oversize.up(&d.oversize.segments)
 	}
 	d.note(ActionSegmentAlloc, addr, n, a, stack)
-	return block{seg, 0}, nil
+	b := block{seg, 0}
+	home.shelves[k].add(b)
+	return b, nil
 }
 
 // took counts n bytes from the driver, of so many segments. The domain is locked.

@@ -19,7 +19,7 @@ type entry struct{ size, key uint64 }
 // chunkLen is how long a chunk may become before it is divided.
 const chunkLen = 64
 
-func (e entry) before(o entry) bool { return e.size < o.size || e.size == o.size && e.key < o.key }
+func (e *entry) before(o *entry) bool { return e.size < o.size || e.size == o.size && e.key < o.key }
 
 // chunk returns the chunk in which an entry is or would be, and its place: the
 // first whose last entry is not before it, or the last one.
@@ -30,7 +30,7 @@ func (l *list) chunk(e entry) (c *chunk, i int) {
 	lo, hi := 0, len(l.chunks)-1
 	for lo < hi {
 		mid := int(uint(lo+hi) / 2)
-		if c := l.chunks[mid]; c[len(c)-1].before(e) {
+		if c := l.chunks[mid]; c[len(c)-1].before(&e) {
 			lo = mid + 1
 		} else {
 			hi = mid
@@ -44,7 +44,7 @@ func (c chunk) place(e entry) int {
 	lo, hi := 0, len(c)
 	for lo < hi {
 		mid := int(uint(lo+hi) / 2)
-		if c[mid].before(e) {
+		if c[mid].before(&e) {
 			lo = mid + 1
 		} else {
 			hi = mid
@@ -93,6 +93,20 @@ func (l *list) remove(e entry) {
 	if l.chunks = slices.Delete(l.chunks, i, i+1); len(l.chunks) == 1 {
 		l.only, l.chunks = l.chunks[0], nil
 	}
+}
+
+// replace puts an entry in the place of another if it belongs exactly there.
+func (l *list) replace(old, e entry) bool {
+	c, _ := l.chunk(old)
+	at := c.place(old)
+	if at > 0 && !(*c)[at-1].before(&e) || at+1 < len(*c) && !e.before(&(*c)[at+1]) {
+		return false
+	}
+	if l.chunks != nil && (at == 0 || at+1 == len(*c)) {
+		return false // the chunks beside it are in the question too
+	}
+	(*c)[at] = e
+	return true
 }
 
 // least returns the first entry of at least size bytes.

@@ -76,7 +76,7 @@ func (a *Arena) fits(b block) bool {
 			best, ok = shelf.after(best)
 		}
 	}
-	return !ok || joined.before(best)
+	return !ok || joined.before(&best)
 }
 
 // shelved says whether a block, or nothing, is on a shelf.

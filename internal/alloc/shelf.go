@@ -35,30 +35,46 @@ func class(size uint64) int {
 }
 
 func (s *shelf) add(b block) {
+	x := b.slot()
+	s.put(entry{uint64(x.size) * unit, b.key()})
+	x.setOver(s.searches)
+}
+
+func (s *shelf) remove(b block) { s.drop(entry{b.size(), b.key()}) }
+
+// put adds an entry.
+func (s *shelf) put(e entry) {
 	if s.lists == nil {
 		s.lists = make([]list, classes)
 	}
 	s.changes++
-	x := b.slot()
-	size := uint64(x.size) * unit
-	c := class(size)
-	s.lists[c].insert(entry{size, b.key()})
+	c := class(e.size)
+	s.lists[c].insert(e)
 	s.words[c/64] |= 1 << (c % 64)
 	s.top |= 1 << (c / 64)
-	x.setOver(s.searches)
 }
 
-func (s *shelf) remove(b block) {
+// drop removes an entry.
+func (s *shelf) drop(e entry) {
 	s.changes++
-	size := b.size()
-	c := class(size)
-	s.lists[c].remove(entry{size, b.key()})
+	c := class(e.size)
+	s.lists[c].remove(e)
 	if !s.lists[c].empty() {
 		return
 	}
 	if s.words[c/64] &^= 1 << (c % 64); s.words[c/64] == 0 {
 		s.top &^= 1 << (c / 64)
 	}
+}
+
+// swap is drop of one entry and put of another, which often has the same place.
+func (s *shelf) swap(old, e entry) {
+	if c := class(old.size); c == class(e.size) && s.lists[c].replace(old, e) {
+		s.changes++
+		return
+	}
+	s.drop(old)
+	s.put(e)
 }
 
 // age returns how often the shelf was searched since a block became free.

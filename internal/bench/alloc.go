@@ -82,7 +82,7 @@ func parallel(n int) setup {
 			errs := make([]error, n)
 			var wg sync.WaitGroup
 			for i, s := range streams {
-				wg.Go(func() { errs[i] = hit(s, 4096, b.pairs) })
+				wg.Go(func() { errs[i] = hit(s, 4096, b.pairs/8) })
 			}
 			wg.Wait()
 			return errors.Join(errs...)
@@ -94,7 +94,7 @@ func parallel(n int) setup {
 			}
 			return errors.Join(append(errs, b.emptyCache())...)
 		}
-		return n * b.pairs, round, done, nil
+		return n * (b.pairs / 8), round, done, nil
 	}
 }
 

@@ -20,7 +20,7 @@ func TestFigures(t *testing.T) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		defer s.Close()
-		b := &bench{rounds: 3, launches: 5, replays: 2, elements: 1000, pairs: 20, s: s}
+		b := &bench{rounds: 3, launches: 5, replays: 2, elements: 1000, pairs: 80, s: s}
 		traced, err := traceFigures("../memtrace/testdata/trace_train.json.gz")
 		require.NoError(t, err)
 		for _, f := range slices.Concat(figures, allocations(), traced) {

@@ -68,9 +68,9 @@ int main(int argc, char** argv) {
     for (int n : {1, 4, 16}) {
         std::vector<cudaStream_t> streams(n);
         for (auto& s : streams) cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking);
-        figure("4 KiB on " + std::to_string(n) + " streams", double(n) * pairs, [&] {
+        figure("4 KiB on " + std::to_string(n) + " streams", double(n) * (pairs / 8), [&] {
             std::vector<std::thread> threads;
-            for (auto s : streams) threads.emplace_back([=] { cudaSetDevice(0); hit_on(s, 4096, pairs); });
+            for (auto s : streams) threads.emplace_back([=] { cudaSetDevice(0); hit_on(s, 4096, pairs / 8); });
             for (auto& t : threads) t.join();
         });
     }

@@ -1,0 +1,143 @@
+package memory_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// set enqueues a write of bytes at an address.
+func set(s *stream.Stream, p cudadrv.DevicePtr, bytes int) error {
+	return s.Device().Do("cuMemsetD8Async", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemsetD8Async(p, 1, uintptr(bytes), s.Raw())
+	})
+}
+
+// Virtual devices know which parts of a segment somebody has, and report every use
+// of the others, and every use that is in no order with what the part was before.
+func TestStrictDevicesKnowTheBlocks(t *testing.T) {
+	type bench struct {
+		a, b *stream.Stream
+		x    memory.Slice[int32] // on a, with others around it in its segment
+	}
+	for _, conf := range []string{"", "expandable_segments:True"} {
+		for name, c := range map[string]struct {
+			do   func(t *testing.T, m *bench) error
+			want string // in the error; "" is none
+		}{
+			"use": {func(_ *testing.T, m *bench) error { return set(m.a, m.x.Raw(), 4000) }, ""},
+			"use after free": {func(t *testing.T, m *bench) error {
+				p := m.x.Raw()
+				require.NoError(t, m.x.Close())
+				return set(m.a, p, 4)
+			}, "freed by MemReturn"},
+			"use of a part after free": {func(t *testing.T, m *bench) error {
+				part := m.x.Slice(100, 200).Raw()
+				require.NoError(t, m.x.Close())
+				return set(m.a, part, 4)
+			}, "freed by MemReturn"},
+			"use beyond the end": {func(t *testing.T, m *bench) error {
+				y, err := memory.Make[int32](m.a, 128)
+				require.NoError(t, err)
+				p := y.Raw()
+				require.NoError(t, y.Close())
+				return set(m.a, p-4, 8)
+			}, "MemReturn"},
+			"use before free": {func(t *testing.T, m *bench) error {
+				err := set(m.a, m.x.Raw(), 4000)
+				require.NoError(t, m.x.Close())
+				return err
+			}, ""},
+			"free and a new owner": {func(t *testing.T, m *bench) error {
+				was := m.x.Raw()
+				require.NoError(t, m.x.Close())
+				y, err := memory.Make[int32](m.a, 1000)
+				require.NoError(t, err)
+				require.Equal(t, was, y.Raw())
+				m.x = y
+				return set(m.a, was, 4000)
+			}, ""},
+			"another stream without an event": {func(_ *testing.T, m *bench) error { return set(m.b, m.x.Raw(), 4000) }, "race"},
+			"another stream with an event": {func(t *testing.T, m *bench) error {
+				require.NoError(t, m.b.WaitStream(m.a))
+				err := set(m.b, m.x.Raw(), 4000)
+				require.NoError(t, m.a.WaitStream(m.b))
+				return err
+			}, ""},
+			"no record of another stream": {func(t *testing.T, m *bench) error {
+				require.NoError(t, m.b.WaitStream(m.a))
+				open := hold(t, m.b)
+				err := set(m.b, m.x.Raw(), 4000)
+				require.NoError(t, m.x.Close())
+				require.NoError(t, m.a.Sync(testgpu.Context(t)))
+				open()
+				return err
+			}, "MemReturn"},
+			"a record of another stream": {func(t *testing.T, m *bench) error {
+				require.NoError(t, m.b.WaitStream(m.a))
+				require.NoError(t, m.x.RecordStream(m.b))
+				open := hold(t, m.b)
+				err := set(m.b, m.x.Raw(), 4000)
+				require.NoError(t, m.x.Close())
+				require.NoError(t, m.a.Sync(testgpu.Context(t)))
+				open()
+				return err
+			}, ""},
+			"in a capture": {func(t *testing.T, m *bench) error {
+				var p cudadrv.DevicePtr
+				g, err := graph.Capture([]*stream.Stream{m.a}, func() error {
+					y, err := memory.Make[int32](m.a, 1000)
+					require.NoError(t, err)
+					p = y.Raw()
+					require.NoError(t, y.Zero(m.a))
+					require.NoError(t, y.Close())
+					z, err := memory.Make[int32](m.a, 1000)
+					require.NoError(t, err)
+					require.Equal(t, p, z.Raw())
+					require.NoError(t, z.Zero(m.a))
+					return z.Close()
+				})
+				require.NoError(t, err)
+				for range 3 {
+					require.NoError(t, g.Launch(m.a))
+				}
+				return g.Close()
+			}, ""},
+		} {
+			t.Run(conf+"/"+name, func(t *testing.T) {
+				configure(t, conf)
+				sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1})
+				d := sys.Devices()[0]
+				m := &bench{a: newStream(t, d), b: newStream(t, d)}
+				before, err := memory.Make[int32](m.a, 1000)
+				require.NoError(t, err)
+				m.x, err = memory.Make[int32](m.a, 1000)
+				require.NoError(t, err)
+				behind, err := memory.Make[int32](m.a, 1000)
+				require.NoError(t, err)
+				require.NoError(t, m.x.Zero(m.a))
+				err = c.do(t, m)
+				if c.want == "" {
+					require.NoError(t, err)
+				}
+				errA, errB := m.a.Sync(testgpu.Context(t)), m.b.Sync(testgpu.Context(t))
+				if c.want == "" {
+					require.NoError(t, errorsOf(errA, errB))
+					require.Empty(t, sys.Reports())
+				} else {
+					require.ErrorContains(t, errorsOf(errA, errB), c.want)
+				}
+				for _, x := range []memory.Slice[int32]{before, m.x, behind} {
+					_ = x.Close() // of a device that may be lost
+				}
+			})
+		}
+	}
+}

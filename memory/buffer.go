@@ -92,7 +92,7 @@ func (b *Buffer) RecordStream(s *stream.Stream) error {
 	}
 	if b.by != nil {
 		if err := b.by.RecordStream(uint64(b.ptr), l); err != nil {
-			return fmt.Errorf("memory: record stream: %w", err)
+			return b.heap.pointer("record stream", uint64(b.ptr), err)
 		}
 	}
 	s.Retain()
@@ -135,7 +135,9 @@ func (b *Buffer) giveBack() error {
 	case b.foreign != nil:
 		errs = append(errs, b.foreign())
 	case b.by != nil:
-		errs = append(errs, b.by.Free(uint64(b.ptr)))
+		if err := b.by.Free(uint64(b.ptr)); err != nil {
+			errs = append(errs, b.heap.pointer("free", uint64(b.ptr), err))
+		}
 		b.heap.tidy()
 	}
 	for _, s := range append(b.users, b.stream) {

@@ -1,0 +1,196 @@
+package memory_test
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"regexp"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+)
+
+// limit lets the process have so many bytes of the device.
+func limit(t testing.TB, d *device.Device, bytes int) {
+	t.Helper()
+	_, total, err := d.MemoryInfo()
+	require.NoError(t, err)
+	require.NoError(t, memory.SetFraction(d, float64(bytes)/float64(total)))
+}
+
+// The error has torch's facts and is right about them; the allocator is as good as
+// before (test_out_of_memory, test_set_per_process_memory_fraction).
+func TestOutOfMemorySaysWhatThereIs(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		s := newStream(t, d)
+		p := newPool(t, nil)
+		limit(t, d, 100*mib)
+		x, err := memory.Make[byte](s, 30*mib)
+		require.NoError(t, err)
+		y := makeIn(t, p, s, 20*mib)
+		small, err := memory.Make[byte](s, 1000)
+		require.NoError(t, err)
+		_, err = memory.Make[byte](s, 60*mib)
+		oom, ok := errors.AsType[*memory.OutOfMemoryError](err)
+		require.True(t, ok, "%v", err)
+		free, total, err2 := d.MemoryInfo()
+		require.NoError(t, err2)
+		require.Equal(t, memory.OutOfMemoryError{
+			Device: d.String(), Requested: 60 * mib, Wanted: 60 * mib, Free: oom.Free, Total: total,
+			Allocated: 50*mib + 1024, Private: 20 * mib, Reserved: 52 * mib, Largest: 0, Fraction: oom.Fraction, Err: device.ErrorOutOfMemory,
+		}, *oom)
+		require.InDelta(t, free, oom.Free, 1<<30)
+		require.Regexp(t, regexp.MustCompile(`^memory: out of memory on .*: tried to allocate 60\.00 MiB; .* of .* are free, `+
+			`of which the process may have 100\.00 MiB \(0\.\d+ of all\); 50\.00 MiB are allocated, 20\.00 MiB of them in pools \(graphs have some\); `+
+			`2\.00 MiB are reserved but not allocated, the largest block 0 bytes$`), err.Error())
+		st := statsOf(t, d)
+		require.EqualValues(t, 1, st.OOMs)
+		require.EqualValues(t, 1, st.AllocRetries)
+		require.NoError(t, y.Close())
+		z, err := memory.Make[byte](s, 60*mib)
+		require.NoError(t, err, "what pools do not use is given back first")
+		require.EqualValues(t, 2, statsOf(t, d).AllocRetries)
+		require.NoError(t, errors.Join(x.Close(), z.Close(), small.Close()))
+		for _, f := range []float64{0, 0.5, 1} {
+			require.NoError(t, memory.SetFraction(d, f))
+			got, err := memory.Fraction(d)
+			require.NoError(t, err)
+			require.Equal(t, f, got)
+		}
+		for _, f := range []float64{math.NaN(), -0.1, 1.1, math.Inf(1)} {
+			require.ErrorContains(t, memory.SetFraction(d, f), fmt.Sprintf("limit the memory of %s to %g of all: want a number from 0 to 1", d, f))
+		}
+	})
+}
+
+// Free memory in pieces is told of, and expandable segments find it
+// (test_raises_oom).
+func TestFragmentsAreTold(t *testing.T) {
+	for conf, fits := range map[string]bool{"": false, "expandable_segments:True": true} {
+		eachFresh(t, conf, func(t *testing.T, d *device.Device) {
+			s := newStream(t, d)
+			limit(t, d, 100*mib)
+			var list []memory.Slice[byte]
+			for range 8 {
+				x, err := memory.Make[byte](s, 12*mib)
+				require.NoError(t, err)
+				list = append(list, x)
+			}
+			// Every second is free, but in one segment with a block that is not.
+			var keep []memory.Slice[byte]
+			for i, x := range list {
+				if i%2 == 0 {
+					require.NoError(t, x.Close())
+					y, err := memory.Make[byte](s, 7*mib)
+					require.NoError(t, err)
+					keep = append(keep, y)
+				} else {
+					keep = append(keep, x)
+				}
+			}
+			x, err := memory.Make[byte](s, 15*mib)
+			if fits {
+				require.NoError(t, err)
+				require.NoError(t, x.Zero(s))
+				require.NoError(t, s.Sync(testgpu.Context(t)))
+			} else {
+				require.ErrorIs(t, err, device.ErrorOutOfMemory)
+				require.ErrorContains(t, err, "the free memory is in fragments: set CHORUS_ALLOC_CONF=expandable_segments:True")
+			}
+			require.NoError(t, x.Close())
+			for _, x := range keep {
+				require.NoError(t, x.Close())
+			}
+		})
+	}
+}
+
+// What other streams use is waited for before there is no memory
+// (test_caching_allocator_record_stream_oom).
+func TestOutOfMemoryAwaitsOtherStreams(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		a, b := newStream(t, d), newStream(t, d)
+		limit(t, d, 70*mib)
+		for range 20 {
+			x, err := memory.Make[byte](a, 30*mib)
+			require.NoError(t, err)
+			require.NoError(t, b.WaitStream(a))
+			require.NoError(t, x.RecordStream(b))
+			require.NoError(t, x.Zero(b))
+			require.NoError(t, x.Close())
+		}
+		require.Zero(t, statsOf(t, d).OOMs)
+	})
+}
+
+// Faults of the driver at each call leave the books as they were.
+func TestAllocationWithFaults(t *testing.T) {
+	for fault, conf := range map[string]string{
+		"cuMemAlloc#2=CUDA_ERROR_OUT_OF_MEMORY":     "",
+		"cuMemAlloc#2=CUDA_ERROR_UNKNOWN":           "",
+		"cuMemCreate#2=CUDA_ERROR_OUT_OF_MEMORY":    "expandable_segments:True",
+		"cuMemMap#2=CUDA_ERROR_UNKNOWN":             "expandable_segments:True",
+		"cuMemSetAccess#2=CUDA_ERROR_OUT_OF_MEMORY": "expandable_segments:True",
+		"cuMemAllocAsync#2=CUDA_ERROR_UNKNOWN":      "backend:cudaMallocAsync",
+	} {
+		t.Run(fault, func(t *testing.T) {
+			configure(t, conf)
+			d := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: fault})[0]
+			s := newStream(t, d)
+			x, err := memory.MakeFrom(s, random(1000))
+			require.NoError(t, err)
+			failed := 0
+			for range 4 {
+				y, err := memory.MakeFrom(s, random(10<<20))
+				if err != nil {
+					failed++
+					require.ErrorContains(t, err, "memory: ")
+					require.ErrorContains(t, err, d.String())
+				}
+				require.NoError(t, y.Close())
+			}
+			require.LessOrEqual(t, failed, 1)
+			out := make([]float32, 1000)
+			require.NoError(t, x.CopyTo(s, out))
+			require.Equal(t, random(1000), out)
+			require.NoError(t, x.Close())
+			require.NoError(t, memory.EmptyCache(d))
+			require.Zero(t, statsOf(t, d).ReservedBytes.All.Current)
+		})
+	}
+}
+
+// The memory of a lost device is given up without a wait.
+func TestLostDevice(t *testing.T) {
+	for _, conf := range []string{"", "expandable_segments:True", "backend:cudaMallocAsync"} {
+		t.Run(conf, func(t *testing.T) {
+			configure(t, conf)
+			sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuMemsetD8Async#1=CUDA_ERROR_ILLEGAL_ADDRESS"})
+			t.Cleanup(func() { _ = sys.Close() })
+			d := sys.Devices()[0]
+			a, b := newStream(t, d), newStream(t, d)
+			p := memory.NewPool(nil)
+			x := makeIn(t, p, a, 1000)
+			y, err := memory.Make[byte](a, 1000)
+			require.NoError(t, err)
+			require.NoError(t, x.RecordStream(b))
+			require.NoError(t, y.RecordStream(b))
+			_ = set(a, y.Raw(), 10)
+			require.Error(t, a.Sync(testgpu.Context(t)))
+			_, err = memory.Make[byte](a, 1000)
+			require.ErrorContains(t, err, "the device was lost before")
+			_ = errors.Join(y.Close(), x.Close(), p.Close()) // what they say is what the device said
+			_ = memory.EmptyCache(d)
+			_, err = memory.StatsOf(d)
+			if conf != "backend:cudaMallocAsync" {
+				require.NoError(t, err)
+			}
+			_, err = memory.TakeSnapshot(d)
+			require.NoError(t, err)
+		})
+	}
+}

@@ -158,10 +158,10 @@ func (a *Arena) give(b block, x *slot) {
 	d.note(ActionFreeRequested, b.addr(), x.requested(), a, d.stackOf())
 	x.place &^= isUsed
 	if x.has(isRecorded) {
-		if r := b.take(); len(r.users) > 0 {
+		if users := b.leave(); len(users) > 0 {
 			a.domain.meter.giveBack(k, int64(size))
 			x.place |= isPending
-			a.waiting.add(b, r.users)
+			a.waiting.add(b, users)
 			return
 		}
 	}
@@ -174,6 +174,9 @@ func (a *Arena) put(b block, x *slot, s *Settings) {
 	if p := a.pool; p.base != nil && !p.capturing {
 		a = p.base
 		b.setArena(a)
+	}
+	if x.has(isRecorded) {
+		b.take()
 	}
 	size, requested := uint64(x.size)*unit, x.requested()
 	a.domain.meter.retire(b.s.kind, int64(size), int64(requested))

@@ -71,6 +71,18 @@ func (b block) take() *record {
 	return r
 }
 
+// leave returns the users of a block that was given back. Its stack stays until it
+// is free.
+func (b block) leave() []Stream {
+	r := b.record()
+	users := r.users
+	r.users = nil
+	if len(users) == 0 || r.stack == nil {
+		b.take()
+	}
+	return users
+}
+
 // use adds a stream to those that use the block.
 func (b block) use(s Stream) {
 	if s == b.arena().stream {

@@ -22,8 +22,8 @@ type laneKey struct{}
 
 // laneOf returns the lane of a stream that is open.
 func laneOf(op string, s *stream.Stream) (*lane, error) {
-	if err := s.Check(op, nil); err != nil {
-		return nil, err
+	if !s.Open() {
+		return nil, s.Check(op, nil)
 	}
 	if v, ok := s.Kept(laneKey{}); ok {
 		return v.(*lane), nil

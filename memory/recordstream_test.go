@@ -15,10 +15,12 @@ import (
 // work, and then it is used again (torch's test_record_stream).
 func TestRecordStreamKeepsTheBlock(t *testing.T) {
 	for name, record := range map[string]func(x memory.Slice[int32], s *stream.Stream) error{
-		"slice":        func(x memory.Slice[int32], s *stream.Stream) error { return x.RecordStream(s) },
-		"part":         func(x memory.Slice[int32], s *stream.Stream) error { return x.Slice(9, 10).RecordStream(s) },
-		"raw":          func(x memory.Slice[int32], s *stream.Stream) error { return memory.RecordStreamRaw(uint64(x.Raw()), s) },
-		"raw interior": func(x memory.Slice[int32], s *stream.Stream) error { return memory.RecordStreamRaw(uint64(x.Raw())+100, s) },
+		"slice": func(x memory.Slice[int32], s *stream.Stream) error { return x.RecordStream(s) },
+		"part":  func(x memory.Slice[int32], s *stream.Stream) error { return x.Slice(9, 10).RecordStream(s) },
+		"raw":   func(x memory.Slice[int32], s *stream.Stream) error { return memory.RecordStreamRaw(uint64(x.Raw()), s) },
+		"raw interior": func(x memory.Slice[int32], s *stream.Stream) error {
+			return memory.RecordStreamRaw(uint64(x.Raw())+100, s)
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			eachFresh(t, "", func(t *testing.T, d *device.Device) {

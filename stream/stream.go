@@ -126,6 +126,10 @@ func (s *Stream) Check(op string, dev *device.Device) error {
 	return nil
 }
 
+// Open reports whether the stream can take work. For Chorus's own packages: Check
+// says why not.
+func (s *Stream) Open() bool { return s != nil && !s.owner.Closed() }
+
 // Sync waits until everything enqueued on s so far has completed, and returns
 // the error of the device if that work failed (torch.cuda.Stream.synchronize).
 // When ctx ends first, Sync returns its cause, the work goes on, and no thread
@@ -275,7 +279,7 @@ func (s *Stream) Release() error {
 	}
 	var errs []error
 	for _, c := range s.kept.Clear() {
-		errs = append(errs, c.(companion).close())
+		errs = append(errs, c.(*companion).close())
 	}
 	if s.kind == external {
 		return errors.Join(errs...)
@@ -291,12 +295,12 @@ func (s *Stream) Release() error {
 func (s *Stream) Keep(key any, open func() (value any, close func() error, err error)) (any, error) {
 	c, err := s.kept.LoadOrMake(key, func() (any, error) {
 		v, c, err := open()
-		return companion{v, c}, err
+		return &companion{v, c}, err
 	})
 	if err != nil {
 		return nil, err
 	}
-	return c.(companion).value, nil
+	return c.(*companion).value, nil
 }
 
 // Kept returns what Keep has for the key, if anything. For Chorus's own packages.
@@ -305,7 +309,7 @@ func (s *Stream) Kept(key any) (value any, ok bool) {
 	if !ok {
 		return nil, false
 	}
-	return c.(companion).value, true
+	return c.(*companion).value, true
 }
 
 // ready turns NOT_READY into false.

@@ -25,27 +25,27 @@ type Arena struct {
 // Alloc returns the address of at least n bytes, n > 0, for use in the order of the
 // arena's stream.
 func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
-	stack := a.device.stackOf()
+	d := a.device
+	stack := d.stackOf()
 	if n >= absurd {
 		return 0, &NoMemoryError{Requested: n}
 	}
-	s := a.device.settings.Load()
+	s := d.settings.Load()
 	size := s.round(n)
 	k := kindOf(size)
 	a.domain.mu.Lock()
-	if a.waiting.due() {
+	if len(a.waiting.sealed) > 0 && a.waiting.due() {
 		a.collect(false)
 	}
-	b := a.pocket
-	if !b.nothing() {
+	if p := a.pocket; p.s != nil {
 		if a.fromPocket(size) {
-			addr = a.handPocket(b, size, n, stack)
-			a.device.leave(a.domain)
+			addr = a.handPocket(p, size, n, stack)
+			d.leave(a.domain)
 			return addr, nil
 		}
 		a.emptyPocket()
 	}
-	b = a.find(s, k, size)
+	b := a.find(s, k, size)
 	if b.nothing() {
 		a.domain.mu.Unlock()
 		if b, err = a.grow(s, k, size); err != nil {
@@ -56,7 +56,7 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 		}
 	}
 	addr = a.hand(s, b, size, n, stack)
-	a.device.leave(a.domain)
+	d.leave(a.domain)
 	return addr, nil
 }
 
@@ -85,29 +85,31 @@ func (s *Settings) suits(b block, size uint64) bool {
 }
 
 // worthSplitting says whether what a request leaves of a block is a block.
-func (a *Arena) worthSplitting(s *Settings, b block, size uint64) bool {
-	rest := b.size() - size
+func (a *Arena) worthSplitting(s *Settings, g *segment, rest, size uint64) bool {
 	switch {
 	case a.pool.noSplit:
 		return false
-	case b.s.kind == small:
+	case g.kind == small:
 		return rest >= unit
 	}
-	return rest > smallMost && (size < s.MaxSplit || b.s.span != nil)
+	return rest > smallMost && (size < s.MaxSplit || g.span != nil)
 }
 
 // hand gives the first size bytes of a block on a shelf to a caller. The domain is
 // locked.
 func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack) uint64 {
-	k, shelf, m := b.s.kind, &b.arena().shelves[b.s.kind], &a.domain.meter
+	k, m, x := b.s.kind, &a.domain.meter, b.slot()
+	shelf := &a.shelves[k]
+	if x.place&isMoved != 0 || b.s.home != a {
+		shelf = &b.arena().shelves[k]
+	}
 	counts := b.s.span == nil // torch leaves expandable segments out of this
-	wasSplit := b.split()
-	e := entry{b.size(), b.key()}
-	if a.worthSplitting(s, b, size) {
+	wasSplit := x.size != b.s.units
+	e := entry{uint64(x.size) * unit, b.key()}
+	if a.worthSplitting(s, b.s, e.size-size, size) {
 		rest := b.cut(size)
-		y := rest.slot()
-		shelf.swap(e, entry{e.size - size, rest.key()})
-		y.setOver(shelf.searches)
+		shelf.swap(e, entry{e.size - size, e.key + size/unit})
+		rest.slot().setOver(shelf.searches)
 		switch {
 		case counts && wasSplit:
 			m.down(k, InactiveSplitBytes, int64(size))
@@ -129,12 +131,12 @@ func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack)
 	if size >= s.MaxSplit {
 		a.device.oversize.up(&a.device.oversize.blocks)
 	}
-	return a.lend(b, size, requested, stack)
+	return a.lend(b, x, size, requested, stack)
 }
 
 // lend is the end of every allocation.
-func (a *Arena) lend(b block, size, requested uint64, stack *Stack) uint64 {
-	x, addr := b.slot(), b.addr()
+func (a *Arena) lend(b block, x *slot, size, requested uint64, stack *Stack) uint64 {
+	addr := b.addr()
 	x.place |= isUsed
 	x.setOver(size - requested)
 	if stack != nil {

@@ -112,6 +112,7 @@ func (a *Arena) fromPocket(size uint64) bool {
 // handPocket gives the block in the pocket to a caller. The domain is locked.
 func (a *Arena) handPocket(b block, size, requested uint64, stack *Stack) uint64 {
 	a.pocket, a.missed = block{}, 0
-	b.slot().place &^= isPending
-	return a.lend(b, size, requested, stack)
+	x := b.slot()
+	x.place &^= isPending
+	return a.lend(b, x, size, requested, stack)
 }

@@ -26,12 +26,9 @@ type waiting struct {
 	since  int // allocations since the last look
 }
 
-// due says whether an allocation should look for passed events. It is on the way
-// of each one, and asks nobody.
+// due says whether an allocation should look for passed events, of which there are
+// some.
 func (w *waiting) due() bool {
-	if len(w.sealed) == 0 {
-		return false
-	}
 	w.since++
 	return w.since >= lookEvery
 }

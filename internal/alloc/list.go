@@ -39,9 +39,19 @@ func (l *list) chunk(e entry) (c *chunk, i int) {
 	return &l.chunks[lo], lo
 }
 
-// place returns how many entries of the chunk are before e.
+// place returns how many entries of the chunk are before e. What is often asked for
+// is found at once: the first and the last, and what belongs before or behind all.
 func (c chunk) place(e entry) int {
-	lo, hi := 0, len(c)
+	hi := len(c)
+	if hi == 0 || !c[0].before(&e) {
+		return 0
+	}
+	if last := &c[hi-1]; last.before(&e) {
+		return hi
+	} else if *last == e {
+		return hi - 1
+	}
+	lo := 1
 	for lo < hi {
 		mid := int(uint(lo+hi) / 2)
 		if c[mid].before(&e) {

@@ -8,6 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -181,6 +182,34 @@ func TestSystemClosed(t *testing.T) {
 			require.NoError(t, sys.Close(), "with memory in use")
 			_ = errors.Join(x.Close(), s.Close()) // what they say is that they came too late
 			require.Empty(t, sys.Reports())
+		})
+	}
+}
+
+// Others may use the contexts too, so they would keep what a closed System has
+// cached.
+func TestClosedSystemKeepsNothing(t *testing.T) {
+	for _, conf := range []string{"", "expandable_segments:True", "backend:cudaMallocAsync"} {
+		t.Run(conf, func(t *testing.T) {
+			eachFresh(t, conf, func(t *testing.T, d *device.Device) {
+				_, r := d.Driver().DevicePrimaryCtxRetain(d.Handle())
+				require.Equal(t, cudadrv.Success, r)
+				defer func() { require.Equal(t, cudadrv.Success, d.Driver().DevicePrimaryCtxRelease(d.Handle())) }()
+				s, err := stream.New(d, nil)
+				require.NoError(t, err)
+				before, _, err := d.MemoryInfo()
+				require.NoError(t, err)
+				x, err := memory.Make[byte](s, 1<<30)
+				require.NoError(t, err)
+				require.NoError(t, errors.Join(x.Close(), s.Sync(testgpu.Context(t)), s.Close()))
+				during, _, err := d.MemoryInfo()
+				require.NoError(t, err)
+				require.LessOrEqual(t, during, before-1<<30)
+				require.NoError(t, d.System().Close())
+				after, _, err := d.MemoryInfo()
+				require.NoError(t, err)
+				require.Greater(t, after, before-1<<29)
+			})
 		})
 	}
 }

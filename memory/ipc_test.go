@@ -25,7 +25,41 @@ import (
 // A kind of memory that processes can share. Its freed counts what was given back.
 type shareable func(t testing.TB, s *stream.Stream, n int, freed *atomic.Int32) Slice[int32]
 
-var shareables = map[string]shareable{"segment": plainSlice, "pages": pagedSlice}
+var shareables = map[string]shareable{
+	"segment": plainSlice, "pages": pagedSlice,
+	"Make": makeSlice(""), "Make expandable": makeSlice("expandable_segments:True"),
+}
+
+// makeSlice is memory of the caching allocator, with other blocks around it.
+func makeSlice(conf string) shareable {
+	return func(t testing.TB, s *stream.Stream, n int, freed *atomic.Int32) Slice[int32] {
+		t.Helper()
+		was, err := settings()
+		require.NoError(t, err)
+		text := optionsText.Load()
+		require.NoError(t, SetAllocatorSettings(conf))
+		before, err := Make[int32](s, 1000)
+		require.NoError(t, err)
+		x, err := Make[int32](s, n)
+		require.NoError(t, err)
+		require.NoError(t, before.Close())
+		options.Store(&was)
+		optionsText.Store(text)
+		x.buf.by = countingFreer{x.buf.by, freed}
+		return x
+	}
+}
+
+// countingFreer counts what is given back.
+type countingFreer struct {
+	freer
+	freed *atomic.Int32
+}
+
+func (f countingFreer) Free(addr uint64) error {
+	f.freed.Add(1)
+	return f.freer.Free(addr)
+}
 
 // plainSlice is memory of cuMemAlloc, which begins before the slice.
 func plainSlice(t testing.TB, s *stream.Stream, n int, freed *atomic.Int32) Slice[int32] {
@@ -301,7 +335,7 @@ func TestIPCWithFaults(t *testing.T) {
 			if err != nil {
 				require.ErrorContains(t, err, fault)
 			} else {
-				require.Equal(t, name == "segment", fault != "cuIpcOpenMemHandle")
+				require.Equal(t, name == "segment" || name == "Make", fault != "cuIpcOpenMemHandle")
 				require.NoError(t, y.Close())
 			}
 			nothingOpen(t, b)

@@ -64,3 +64,42 @@ func sumOf(ctx context.Context, dev *device.Device, id nccl.UniqueID, rank, size
 	out = make([]float32, len(in))
 	return out, x.CopyTo(s, out)
 }
+
+// Collectives use the memory of a registered pool without copying it first.
+func ExampleCommunicator_RegisterPool() {
+	ctx := context.Background()
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 1})
+	if err != nil {
+		log.Fatal(err)
+	}
+	dev := sys.Devices()[0]
+	id, err := nccl.NewUniqueID(dev)
+	if err != nil {
+		log.Fatal(err)
+	}
+	c, err := nccl.NewCommunicator(ctx, dev, id, 0, 1, nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer c.Close()
+	s, err := stream.New(dev, nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer s.Close()
+	pool := memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
+	defer pool.Close()
+	if err := c.RegisterPool(pool); err != nil {
+		log.Fatal(err)
+	}
+	err = pool.Use(s, func() error {
+		x, err := memory.MakeFrom(s, []float32{1, 2})
+		if err != nil {
+			return err
+		}
+		defer x.Close()
+		return nccl.AllReduce(c, s, x, x, nccl.Sum)
+	})
+	fmt.Println(err, pool.Reserved())
+	// Output: <nil> 2097152
+}

@@ -3,7 +3,7 @@ package env
 // What the allocators are told.
 var (
 	AllocConf = &Var{"CHORUS_ALLOC_CONF", "text", "",
-		"The allocators' options in torch's form, such as `max_split_size_mb:128,expandable_segments:True`; a mistake is an error of the first allocation. Memory comes from the driver's allocator (`backend:cudaMallocAsync`), to which the options of torch's own (`native`) mean nothing."}
+		"The allocators' options in torch's form, such as `max_split_size_mb:128,expandable_segments:True`; a mistake is an error of the first allocation. `backend:cudaMallocAsync` takes memory from the driver's own pool, to which the options of the caching allocator (`backend:native`, the default) mean nothing. `memory.SetAllocatorSettings` changes them at run time."}
 	TorchAllocConf = &Var{"PYTORCH_CUDA_ALLOC_CONF", "text", "",
 		"What CHORUS_ALLOC_CONF is where that is unset."}
 )

@@ -10,7 +10,8 @@ type Arena struct {
 	pool   *Pool
 	domain *domain
 	stream Stream // nil if it has ended, and of the base of a pool
-	ended  Event  // behind all that it did
+	ended  Event  // behind all that it did, or nil if that is done
+	lost   error  // why nobody knows when it is done
 	audits bool
 
 	shelves  [kinds]shelf
@@ -62,10 +63,19 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 
 // find returns the best free block, which stays on its shelf, or nothing.
 func (a *Arena) find(s *Settings, k kind, size uint64) block {
-	e, ok := a.shelves[k].best(size)
-	if !ok && a.pool.base != nil {
-		e, ok = a.pool.base.shelves[k].best(size)
+	if a.pool.closed.Load() {
+		return block{}
 	}
+	b := a.pick(s, k, size)
+	if b.nothing() && a.pool.base != nil {
+		b = a.pool.base.pick(s, k, size)
+	}
+	return b
+}
+
+// pick is find on the arena's own shelf.
+func (a *Arena) pick(s *Settings, k kind, size uint64) block {
+	e, ok := a.shelves[k].best(size)
 	if !ok {
 		return block{}
 	}
@@ -128,10 +138,12 @@ func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack)
 	if a.pool.base != nil {
 		b.setArena(a)
 	}
+	addr := a.lend(b, x, size, requested, stack)
 	if size >= s.MaxSplit {
+		x.over |= isOversize
 		a.device.oversize.up(&a.device.oversize.blocks)
 	}
-	return a.lend(b, x, size, requested, stack)
+	return addr
 }
 
 // lend is the end of every allocation.
@@ -154,16 +166,17 @@ func (a *Arena) lend(b block, x *slot, size, requested uint64, stack *Stack) uin
 func (a *Arena) give(b block, x *slot) {
 	d, k, size := a.device, b.s.kind, uint64(x.size)*unit
 	s := d.settings.Load()
-	if size >= s.MaxSplit {
+	if x.over&isOversize != 0 {
+		x.over &^= isOversize
 		d.oversize.down(&d.oversize.blocks)
 	}
 	d.note(ActionFreeRequested, b.addr(), x.requested(), a, d.stackOf())
 	x.place &^= isUsed
 	if x.has(isRecorded) {
-		if users := b.leave(); len(users) > 0 {
+		if users, captured := b.leave(); len(users)+len(captured) > 0 {
 			a.domain.meter.giveBack(k, int64(size))
 			x.place |= isPending
-			a.waiting.add(b, users)
+			a.waiting.add(b, users, captured)
 			return
 		}
 	}

@@ -15,7 +15,7 @@ type slot struct {
 	size  uint32 // units
 	back  uint32 // units of the block before, or 0 for the first one
 	place uint16 // the low bits of where it begins, and flags
-	over  uint16 // bytes that were not asked for, of a used block: the high bits
+	over  uint16 // bytes that were not asked for, of a used block: the high bits, and isOversize
 	under uint32 // and the low bits
 }
 
@@ -30,6 +30,9 @@ const (
 	placeMask = isUsed - 1
 )
 
+// isOversize, of a slot's over, says that the block was counted as oversize.
+const isOversize uint16 = 1 << 15
+
 func (b block) slot() *slot { return b.s.slot(b.u) }
 
 func (b block) addr() uint64 { return b.s.addr + uint64(b.u)*unit }
@@ -41,12 +44,12 @@ func (x *slot) free() bool { return x.size != 0 && x.place&(isUsed|isPending) ==
 
 func (x *slot) has(flag uint16) bool { return x.place&flag != 0 }
 
-func (x *slot) over48() uint64 { return uint64(x.over)<<32 | uint64(x.under) }
+func (x *slot) over47() uint64 { return uint64(x.over&^isOversize)<<32 | uint64(x.under) }
 
 func (x *slot) setOver(n uint64) { x.over, x.under = uint16(n>>32), uint32(n) }
 
 // requested returns what was asked for of a used block.
-func (x *slot) requested() uint64 { return uint64(x.size)*unit - x.over48() }
+func (x *slot) requested() uint64 { return uint64(x.size)*unit - x.over47() }
 
 func (b block) nothing() bool { return b.s == nil }
 

@@ -119,13 +119,20 @@ func (d *Device) newDomain() *domain {
 	return dom
 }
 
-// lockAll locks every domain, so that what it counts is of one moment.
+// lockAll locks every domain, so that what it counts is of one moment, and the peaks
+// are those up to now.
 func (d *Device) lockAll() []*domain {
 	d.all.Lock()
 	for _, dom := range d.domains {
 		dom.lock()
 	}
 	d.all.Unlock()
+	for _, dom := range d.domains {
+		if dom.meter.high {
+			d.settle(d.domains)
+			break
+		}
+	}
 	return d.domains
 }
 
@@ -151,7 +158,7 @@ func (d *Device) leaveHigh(dom *domain) {
 	}
 	dom.mu.Unlock()
 	if !alone {
-		d.settle()
+		unlock(d.lockAll())
 	}
 }
 
@@ -171,8 +178,9 @@ func (d *Device) Free(addr uint64) error {
 	}
 	a := b.arena()
 	a.give(b, x)
+	gone := a.pool.closed.Load() && (s.span != nil || s.idle())
 	d.leave(dom)
-	if a.pool.closed.Load() {
+	if gone {
 		return d.reclaim(a.pool)
 	}
 	return nil
@@ -196,9 +204,6 @@ func (d *Device) find(addr uint64) (b block, unlock func()) {
 		return block{}, nil
 	}
 	s.domain.lock()
-	if b, x := s.block(addr); x != nil && x.has(isUsed) {
-		return b, s.domain.mu.Unlock
-	}
 	if b := s.holding(addr); b.slot().has(isUsed) {
 		return b, s.domain.mu.Unlock
 	}

@@ -12,6 +12,7 @@ type domain struct {
 	meter    meter
 	arenas   []*Arena
 	segments []*segment        // by number; nil where a number is not taken
+	lowest   uint32            // no lower number is free
 	moved    map[block]*Arena  // blocks that are not their segment's home's
 	records  map[block]*record // what is known of few blocks
 }
@@ -27,8 +28,9 @@ func (d *domain) lock() {
 // A record is what is known of a block that other streams use, or whose stack was
 // recorded.
 type record struct {
-	users []Stream
-	stack *Stack // where it was allocated
+	users    []Stream // whose work may use it
+	captured []Stream // whose work in a capture uses it
+	stack    *Stack   // where it was allocated
 }
 
 func (d *domain) move(b block, a *Arena) {
@@ -73,25 +75,40 @@ func (b block) take() *record {
 
 // leave returns the users of a block that was given back. Its stack stays until it
 // is free.
-func (b block) leave() []Stream {
+func (b block) leave() (users, captured []Stream) {
 	r := b.record()
-	users := r.users
-	r.users = nil
-	if len(users) == 0 || r.stack == nil {
+	users, captured = r.users, r.captured
+	r.users, r.captured = nil, nil
+	if len(users)+len(captured) == 0 || r.stack == nil {
 		b.take()
 	}
-	return users
+	return users, captured
 }
 
 // use adds a stream to those that use the block.
 func (b block) use(s Stream) {
-	if s == b.arena().stream {
+	a := b.arena()
+	if s == a.stream {
 		return
 	}
-	if r := b.keep(); !slices.Contains(r.users, s) {
-		s.Retain()
-		r.users = append(r.users, s)
+	r := b.keep()
+	list := &r.users
+	if a.pool.capturing && captured(s) {
+		list = &r.captured
 	}
+	if !slices.Contains(*list, s) {
+		s.Retain()
+		*list = append(*list, s)
+	}
+}
+
+// captured says whether the stream is being captured into a graph.
+func captured(s Stream) bool {
+	e, err := s.Record()
+	if e != nil {
+		e.Close()
+	}
+	return e == nil && err == nil
 }
 
 func (b block) stack() *Stack {

@@ -43,8 +43,9 @@ func (a *Arena) noMemory(s *Settings, k kind, size uint64) *NoMemoryError {
 	for _, o := range d.def.arenas {
 		e.Private -= uint64(o.domain.meter.r[AllocatedBytes][both].now)
 	}
-	for _, x := range a.shelves[k].all() {
-		e.Largest = x.size
+	e.Largest = a.shelves[k].largest()
+	if a.pool.base != nil {
+		e.Largest = max(e.Largest, a.pool.base.shelves[k].largest())
 	}
 	return e
 }
@@ -53,7 +54,8 @@ func (a *Arena) noMemory(s *Settings, k kind, size uint64) *NoMemoryError {
 type SourceError struct{ Addr, Bytes uint64 }
 
 func (e *SourceError) Error() string {
-	return fmt.Sprintf("the allocator gave %d bytes at %#x: want an address below %#x and a multiple of %d", e.Bytes, e.Addr, addressEnd, unit)
+	return fmt.Sprintf("the allocator gave %d bytes at %#x: want an address from %#x to %#x that is a multiple of %d, and memory that it has not given out already",
+		e.Bytes, e.Addr, unit, addressEnd-e.Bytes, unit)
 }
 
 // A PointerError is an address that was given where one that was allocated and

@@ -15,24 +15,47 @@ type machine struct {
 	total    uint64
 	used     uint64
 	next     uint64
+	odd      bool // segments begin anywhere
 	segments map[uint64]uint64
 	spans    map[uint64]uint64
-	pages    map[uint64]bool   // made
+	pages    map[uint64]uint64 // made, and where each is mapped, or 0
 	mapped   map[uint64]uint64 // page at address
 	opened   map[uint64]bool
 	lastPage uint64
 	calls    int
+	names    []string // of the calls, if not nil
 	fail     func(call int, name string) error
 	streams  []*fakeStream
+	events   int // that are not closed
+	host     clock
+	past     []use
 }
 
 func newMachine(t testing.TB, total uint64) *machine {
 	return &machine{t: t, total: total, next: 1 << 32, segments: map[uint64]uint64{}, spans: map[uint64]uint64{},
-		pages: map[uint64]bool{}, mapped: map[uint64]uint64{}, opened: map[uint64]bool{}}
+		pages: map[uint64]uint64{}, mapped: map[uint64]uint64{}, opened: map[uint64]bool{}}
+}
+
+// device returns an allocator over the machine.
+func (m *machine) device(conf string) *Device {
+	var s atomic.Pointer[Settings]
+	c := must(ParseSettings(conf))
+	s.Store(&c)
+	return NewDevice(Config{Source: m, Pages: fakePages{m}, Total: m.total}, &s)
+}
+
+func must[T any](x T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return x
 }
 
 func (m *machine) call(name string) error {
 	m.calls++
+	if m.names != nil {
+		m.names = append(m.names, name)
+	}
 	if m.fail == nil {
 		return nil
 	}
@@ -43,12 +66,19 @@ func (m *machine) Alloc(_ Stream, n uint64) (uint64, error) {
 	if err := m.call("alloc"); err != nil {
 		return 0, err
 	}
+	return m.take(n)
+}
+
+func (m *machine) take(n uint64) (uint64, error) {
 	if m.used+n > m.total {
 		return 0, ErrNoMemory
 	}
 	m.used += n
 	addr := m.next
-	m.next += roundUp(n, 2<<20)
+	m.next += roundUp(n, fakePage)
+	if m.odd {
+		m.next = addr + n + unit*uint64(m.calls%7)
+	}
 	m.segments[addr] = n
 	return addr, nil
 }
@@ -57,13 +87,32 @@ func (m *machine) Free(_ Stream, addr, n uint64) error {
 	if err := m.call("free"); err != nil {
 		return err
 	}
-	require.Equal(m.t, n, m.segments[addr], "a segment is freed as it was allocated")
-	delete(m.segments, addr)
-	m.used -= n
+	m.finish() // as cuMemFree does
+	m.release(addr, n)
 	return nil
 }
 
+func (m *machine) release(addr, n uint64) {
+	require.Equal(m.t, n, m.segments[addr], "a segment is freed as it was allocated")
+	m.requireUnused(addr, n)
+	delete(m.segments, addr)
+	m.used -= n
+}
+
 func (m *machine) Async() bool { return false }
+
+// An asyncSource takes segments from the machine, and its Free waits for nobody.
+type asyncSource struct{ *machine }
+
+func (asyncSource) Async() bool { return true }
+
+func (s asyncSource) Free(_ Stream, addr, n uint64) error {
+	if err := s.call("free"); err != nil {
+		return err
+	}
+	s.release(addr, n)
+	return nil
+}
 
 const fakePage = 2 << 20
 
@@ -77,6 +126,7 @@ func (m fakePages) Reserve(n uint64) (uint64, error) {
 	if err := m.call("reserve"); err != nil {
 		return 0, err
 	}
+	m.next = roundUp(m.next, fakePage)
 	addr := m.next
 	m.next += n
 	m.spans[addr] = n
@@ -101,15 +151,13 @@ func (m fakePages) Create() (uint64, error) {
 	}
 	m.used += fakePage
 	m.lastPage++
-	m.pages[m.lastPage] = true
+	m.pages[m.lastPage] = 0
 	return m.lastPage, nil
 }
 
 func (m fakePages) Release(page uint64) error {
-	require.True(m.t, m.pages[page])
-	for _, p := range m.mapped {
-		require.NotEqual(m.t, p, page, "the page is mapped nowhere")
-	}
+	at, ok := m.pages[page]
+	require.True(m.t, ok && at == 0, "the page was made and is mapped nowhere")
 	delete(m.pages, page)
 	m.used -= fakePage
 	return nil
@@ -119,13 +167,12 @@ func (m fakePages) Map(addr, page uint64) error {
 	if err := m.call("map"); err != nil {
 		return err
 	}
-	require.True(m.t, m.pages[page])
+	at, ok := m.pages[page]
+	require.True(m.t, ok && at == 0, "the page was made and is mapped nowhere")
 	require.Zero(m.t, addr%fakePage)
-	require.NotContains(m.t, m.mapped, addr)
-	for _, p := range m.mapped {
-		require.NotEqual(m.t, p, page, "the page is mapped once")
-	}
+	require.Zero(m.t, m.mapped[addr])
 	m.mapped[addr] = page
+	m.pages[page] = addr
 	return nil
 }
 
@@ -134,7 +181,7 @@ func (m fakePages) Open(addr, n uint64) error {
 		return err
 	}
 	for at := addr; at < addr+n; at += fakePage {
-		require.Contains(m.t, m.mapped, at)
+		require.NotZero(m.t, m.mapped[at])
 		m.opened[at] = true
 	}
 	return nil
@@ -144,12 +191,100 @@ func (m fakePages) Unmap(addr, n uint64) error {
 	if err := m.call("unmap"); err != nil {
 		return err
 	}
+	m.requireUnused(addr, n)
 	for at := addr; at < addr+n; at += fakePage {
-		require.Contains(m.t, m.mapped, at)
+		require.NotZero(m.t, m.mapped[at])
+		m.pages[m.mapped[at]] = 0
 		delete(m.mapped, at)
 		delete(m.opened, at)
 	}
 	return nil
+}
+
+// requireUsable checks that there is memory behind a block.
+func (m *machine) requireUsable(addr, n uint64) {
+	for at, size := range m.segments {
+		if addr >= at && addr+n <= at+size {
+			return
+		}
+	}
+	for at := addr / fakePage * fakePage; at < addr+n; at += fakePage {
+		require.True(m.t, m.opened[at], "there is memory at %#x", at)
+	}
+}
+
+// requireNothing checks that everything was given back.
+func (m *machine) requireNothing() {
+	m.t.Helper()
+	require.Zero(m.t, m.used)
+	require.Empty(m.t, m.segments)
+	require.Empty(m.t, m.pages)
+	require.Empty(m.t, m.mapped)
+	for _, s := range m.streams {
+		require.Zero(m.t, s.refs, "stream %d was let go", s.number)
+	}
+}
+
+// A clock says of each stream how much of its work has come before.
+type clock map[*fakeStream]int
+
+func (c clock) join(o clock) {
+	for s, n := range o {
+		c[s] = max(c[s], n)
+	}
+}
+
+// A use is work of a stream on memory.
+type use struct {
+	lo, hi  uint64
+	s       *fakeStream
+	n       int
+	capture int // in which it is, or 0
+}
+
+// work enqueues work on s that uses [addr, addr+n).
+func (s *fakeStream) work(addr, n uint64) use {
+	s.clock.join(s.m.host)
+	s.enqueued++
+	s.clock[s] = s.enqueued
+	return use{addr, addr + n, s, s.enqueued, 0}
+}
+
+// begin checks that work on s may use what others have used, and forgets them: they
+// come before s from now on.
+func (m *machine) begin(s *fakeStream, addr, n uint64, capture int) {
+	m.requireUsable(addr, n)
+	rest := m.past[:0:0]
+	for _, u := range m.past {
+		if u.capture != 0 && u.capture != capture || u.n <= m.host[u.s] && u.capture == 0 {
+			continue
+		}
+		if u.hi <= addr || addr+n <= u.lo {
+			rest = append(rest, u)
+			continue
+		}
+		// A graph is launched again on any stream, and so waits for nobody.
+		ordered := u.s == s && u.capture == capture || capture == 0 && s.clock[u.s] >= u.n
+		require.True(m.t, ordered, "stream %d gets %#x, which stream %d may still use", s.number, addr, u.s.number)
+		if u.lo < addr {
+			rest = append(rest, use{u.lo, addr, u.s, u.n, u.capture})
+		}
+		if u.hi > addr+n {
+			rest = append(rest, use{addr + n, u.hi, u.s, u.n, u.capture})
+		}
+	}
+	m.past = rest
+}
+
+// requireUnused checks that the host knows that all work on [addr, addr+n) is done.
+func (m *machine) requireUnused(addr, n uint64) {
+	m.past = slices.DeleteFunc(m.past, func(u use) bool {
+		if u.hi <= addr || addr+n <= u.lo {
+			return false
+		}
+		require.True(m.t, u.capture != 0 || u.n <= m.host[u.s], "memory at %#x goes while stream %d may use it", addr, u.s.number)
+		return true
+	})
 }
 
 // A fakeStream has done what was enqueued up to the number done.
@@ -158,46 +293,100 @@ type fakeStream struct {
 	number   uint64
 	enqueued int
 	done     int
+	clock    clock
 	refs     int
+	ended    bool
 	refuses  bool // to record, as a captured one does
-	waits    []*fakeEvent
+	waits    []wait
+}
+
+// A wait holds what comes behind the number at.
+type wait struct {
+	at int
+	e  *fakeEvent
 }
 
 func (m *machine) stream() *fakeStream {
-	s := &fakeStream{m: m, number: uint64(len(m.streams) + 1)}
+	s := &fakeStream{m: m, number: uint64(len(m.streams) + 1), clock: clock{}}
 	m.streams = append(m.streams, s)
+	if m.host == nil {
+		m.host = clock{}
+	}
 	return s
+}
+
+// advance lets the stream do its work up to n, as far as it need not wait; with
+// force what it waits for is done too.
+func (s *fakeStream) advance(n int, force bool) {
+	for s.done < min(n, s.enqueued) {
+		for len(s.waits) > 0 && s.waits[0].at <= s.done {
+			e := s.waits[0].e
+			if force {
+				e.s.advance(e.at, true)
+			}
+			if e.s.done < e.at {
+				return
+			}
+			s.waits = s.waits[1:]
+		}
+		s.done++
+	}
+}
+
+// finish lets all streams do all that they have to do.
+func (m *machine) finish() {
+	for _, s := range m.streams {
+		s.advance(s.enqueued, true)
+		s.clock[s] = s.enqueued
+		m.host.join(s.clock)
+	}
+}
+
+func (s *fakeStream) use(name string) error {
+	require.True(s.m.t, !s.ended || s.refs > 0, "%s on a stream that was destroyed", name)
+	return s.m.call(name)
 }
 
 type fakeEvent struct {
 	s      *fakeStream
 	at     int
+	clock  clock
 	closed bool
 }
 
 func (s *fakeStream) Record() (Event, error) {
+	if err := s.use("record"); err != nil {
+		return nil, err
+	}
 	if s.refuses {
 		return nil, nil
 	}
-	if err := s.m.call("record"); err != nil {
-		return nil, err
-	}
-	return &fakeEvent{s: s, at: s.enqueued}, nil
+	e := &fakeEvent{s: s, at: s.enqueued, clock: clock{s: s.enqueued}}
+	e.clock.join(s.clock)
+	s.m.events++
+	return e, nil
 }
 
 func (s *fakeStream) Wait(e Event) error {
-	if err := s.m.call("wait"); err != nil {
+	if err := s.use("wait"); err != nil {
 		return err
 	}
-	s.waits = append(s.waits, e.(*fakeEvent))
+	require.False(s.m.t, s.refuses, "a captured stream waits for no other")
+	s.clock.join(e.(*fakeEvent).clock)
+	s.waits = append(s.waits, wait{s.enqueued, e.(*fakeEvent)})
 	return nil
 }
 
 func (s *fakeStream) Sync() error {
-	if err := s.m.call("sync"); err != nil {
+	if err := s.use("sync"); err != nil {
 		return err
 	}
-	s.done = s.enqueued
+	if s.refuses {
+		return ErrBusy
+	}
+	s.advance(s.enqueued, true)
+	s.clock[s] = s.enqueued
+	s.m.host.join(s.clock)
 	return nil
 }
 
@@ -210,131 +399,25 @@ func (e *fakeEvent) Passed() (bool, error) {
 	if err := e.s.m.call("query"); err != nil {
 		return false, err
 	}
-	return e.s.done >= e.at, nil
+	if e.s.done < e.at {
+		return false, nil
+	}
+	e.s.m.host.join(e.clock)
+	return true, nil
 }
 
 func (e *fakeEvent) Sync() error {
 	require.False(e.s.m.t, e.closed)
-	e.s.done = max(e.s.done, e.at)
+	if err := e.s.m.call("sync"); err != nil {
+		return err
+	}
+	e.s.advance(e.at, true)
+	e.s.m.host.join(e.clock)
 	return nil
 }
 
 func (e *fakeEvent) Close() {
 	require.False(e.s.m.t, e.closed)
 	e.closed = true
-}
-
-func must[T any](x T, err error) T {
-	if err != nil {
-		panic(err)
-	}
-	return x
-}
-
-// device returns an allocator over the machine.
-func (m *machine) device(conf string) *Device {
-	var s atomic.Pointer[Settings]
-	c := must(ParseSettings(conf))
-	s.Store(&c)
-	return NewDevice(Config{Source: m, Pages: fakePages{m}, Total: m.total}, &s)
-}
-
-// check looks at every block of the device, and at the statistics.
-func (d *Device) check(t testing.TB) {
-	t.Helper()
-	var want [gauges][scopes]int64
-	count := func(k kind, g Gauge, n uint64) { want[g][k] += int64(n); want[g][both] += int64(n) }
-	unlock(d.lockAll()) // and empty the pockets
-	shelved := map[block]bool{}
-	for _, p := range d.pools {
-		for _, a := range p.arenas {
-			for k := range kinds {
-				last := entry{}
-				for _, e := range a.shelves[k].all() {
-					b := a.domain.block(k, e.key)
-					require.True(t, last.before(&e), "a shelf is in order")
-					require.True(t, b.slot().free() && !b.slot().has(isHole) && b.arena() == a && b.size() == e.size)
-					shelved[b] = true
-					last = e
-				}
-			}
-		}
-		for _, a := range p.arenas {
-			all := slices.Clone(a.segments)
-			for _, s := range a.spans {
-				if s != nil {
-					all = append(all, s)
-					count(s.kind, ReservedBytes, s.span.bytes)
-					require.Len(t, s.span.pages, int(s.span.bytes/fakePage))
-				}
-			}
-			for _, s := range all {
-				d.checkSegment(t, s, shelved, count)
-			}
-		}
-	}
-	require.Empty(t, shelved, "what is on a shelf lies in a segment of the pool")
-	for g := range gauges {
-		for s := range scopes {
-			var now, caps int64
-			for _, dom := range d.domains {
-				now += dom.meter.r[g][s].now
-				caps += dom.meter.r[g][s].cap
-			}
-			require.Equal(t, want[g][s], now, "gauge %d of scope %d", g, s)
-			require.LessOrEqual(t, now, d.peaks[g][s])
-			require.LessOrEqual(t, caps, d.peaks[g][s])
-		}
-	}
-	require.EqualValues(t, d.reserved, want[ReservedBytes][both])
-}
-
-func (d *Device) checkSegment(t testing.TB, s *segment, shelved map[block]bool, count func(kind, Gauge, uint64)) {
-	if s.span == nil {
-		count(s.kind, ReservedBytes, s.size())
-		count(s.kind, Segments, 1)
-	}
-	end := s.addr
-	var prev block
-	holes := 0
-	s.each(func(b block) {
-		x := b.slot()
-		require.True(t, b.addr() == end && b.prev() == prev && b.size() > 0, "the blocks are a chain")
-		found, slot := s.block(b.addr())
-		require.True(t, found == b && slot == x, "a block is found where it begins")
-		require.False(t, prev.joins(b), "two free blocks lie side by side: %#x", b.addr())
-		require.Equal(t, b.record() != nil, x.has(isRecorded))
-		end, prev = b.end(), b
-		switch {
-		case x.has(isUsed):
-			require.Same(t, s, d.table.segment(b.addr()))
-			count(s.kind, Allocation, 1)
-			count(s.kind, AllocatedBytes, b.size())
-			fallthrough
-		case x.has(isPending):
-			count(s.kind, Active, 1)
-			count(s.kind, ActiveBytes, b.size())
-			count(s.kind, RequestedBytes, x.requested())
-		case x.has(isHole):
-			require.Contains(t, s.span.holes, b)
-			holes++
-		default:
-			require.Contains(t, shelved, b)
-			delete(shelved, b)
-			if s.span == nil && b.split() {
-				count(s.kind, InactiveSplit, 1)
-				count(s.kind, InactiveSplitBytes, b.size())
-			}
-		}
-		if s.span != nil {
-			for at := b.addr() / fakePage * fakePage; at < b.end() && at < b.addr()+1000*fakePage; at += fakePage {
-				_, ok := s.span.pages[at]
-				require.Equal(t, !x.has(isHole), ok, "pages are where blocks are")
-			}
-		}
-	})
-	require.Equal(t, s.addr+s.size(), end)
-	if s.span != nil {
-		require.Len(t, s.span.holes, holes)
-	}
+	e.s.m.events--
 }

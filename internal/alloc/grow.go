@@ -98,7 +98,7 @@ func orNothing(err error) error {
 func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 	d := a.device
 	n := s.segment(size)
-	if !d.allows(n) {
+	if n > segmentMost || !d.allows(n) {
 		return block{}, nil
 	}
 	stack := d.stackOf()
@@ -106,8 +106,11 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 	if err != nil {
 		return block{}, orNothing(err)
 	}
-	if addr+n > addressEnd || addr%unit != 0 {
+	if !placeable(addr, n) {
 		return block{}, errors.Join(&SourceError{addr, n}, a.pool.source.Free(a.stream, addr, n))
+	}
+	if d.table.overlaps(addr, n) {
+		return block{}, &SourceError{addr, n} // to give it back would take it from whoever has it
 	}
 	if err := a.pool.tell(addr, n, true); err != nil {
 		return block{}, errors.Join(err, a.pool.source.Free(a.stream, addr, n))
@@ -123,6 +126,7 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 	d.table.add(seg, addr, n)
 	a.took(k, n, 1)
 	if n >= s.MaxSplit {
+		seg.oversize = true
 		d.oversize.up(&d.oversize.segments)
 	}
 	d.note(ActionSegmentAlloc, addr, n, a, stack)
@@ -151,7 +155,7 @@ func (a *Arena) gave(k kind, n uint64, segments int64) {
 
 // fromSpare looks into the pools that others may take from when they have nothing.
 func (a *Arena) fromSpare(s *Settings, k kind, size uint64) (block, error) {
-	if a.pool != a.device.def {
+	if a.pool != a.device.def || a.stream == nil {
 		return block{}, nil
 	}
 	for _, p := range a.device.pools {

@@ -148,5 +148,13 @@ func (l *list) first() entry {
 	return l.only[0]
 }
 
+func (l *list) last() entry {
+	c := l.only
+	if l.chunks != nil {
+		c = l.chunks[len(l.chunks)-1]
+	}
+	return c[len(c)-1]
+}
+
 // all returns the entries in order.
 func (l *list) all() []entry { return slices.Concat(append([]chunk{l.only}, l.chunks...)...) }

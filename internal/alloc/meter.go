@@ -88,11 +88,9 @@ func (m *meter) change(k kind, g Gauge, n int64) {
 	}
 }
 
-// settle is called without a lock after a meter went high: it finds new peaks and
-// grants new caps.
-func (d *Device) settle() {
-	domains := d.lockAll()
-	defer unlock(domains)
+// settle finds new peaks and grants new caps, after a meter went high. All domains
+// are locked.
+func (d *Device) settle(domains []*domain) {
 	for g := range gauges {
 		for s := range scopes {
 			d.grant(domains, g, s)
@@ -118,19 +116,28 @@ func (d *Device) grant(domains []*domain, g Gauge, s kind) {
 	if over == 0 {
 		return
 	}
-	spare := *peak - caps // is granted to nobody
-	for _, dom := range domains {
-		r := &dom.meter.r[g][s]
-		if need := over - spare; need > 0 && r.cap > r.now {
-			give := min(r.cap-r.now, need)
-			r.cap -= give
-			spare += give
-		}
+	// What is granted to nobody goes first, and then what others have the most of.
+	for spare := *peak - caps; spare < over; {
+		r := slackest(domains, g, s)
+		slack := r.cap - r.now
+		give := min(slack, over-spare)
+		r.cap -= give
+		spare += give
 	}
 	for _, dom := range domains {
 		r := &dom.meter.r[g][s]
 		r.cap = max(r.cap, r.now)
 	}
+}
+
+// slackest returns the reading that is farthest below its cap.
+func slackest(domains []*domain, g Gauge, s kind) (most *reading) {
+	for _, dom := range domains {
+		if r := &dom.meter.r[g][s]; most == nil || r.cap-r.now > most.cap-most.now {
+			most = r
+		}
+	}
+	return most
 }
 
 // settleAlone is settle for the only domain of a device, under its lock.

@@ -1,6 +1,7 @@
 package alloc
 
 import (
+	"errors"
 	"slices"
 	"sync/atomic"
 )
@@ -26,7 +27,7 @@ type Pool struct {
 	capturing bool // guarded by the domain
 
 	arenas   []*Arena   // guarded by the device's growth
-	orphans  []*Arena   // of them, those whose stream has ended
+	orphans  []*Arena   // of them, those that another stream may have
 	watchers []*Watcher // guarded by the device's growth
 }
 
@@ -68,6 +69,9 @@ func (p *Pool) ID() PoolID { return p.id }
 func (p *Pool) Arena(s Stream) (*Arena, error) {
 	p.device.growth.Lock()
 	defer p.device.growth.Unlock()
+	if p.closed.Load() {
+		return nil, ErrClosed
+	}
 	return p.arenaOf(s)
 }
 
@@ -78,19 +82,33 @@ func (p *Pool) arenaOf(s Stream) (*Arena, error) {
 			return a, nil
 		}
 	}
-	if n := len(p.orphans); n > 0 {
-		a := p.orphans[n-1]
+	n := len(p.orphans)
+	if n == 0 {
+		return p.newArena(s), nil
+	}
+	a := p.orphans[n-1]
+	if a.ended != nil {
 		if err := s.Wait(a.ended); err != nil {
 			return nil, err
 		}
-		p.orphans = p.orphans[:n-1]
-		a.domain.lock()
-		a.ended.Close()
-		a.stream, a.ended = s, nil
-		a.domain.mu.Unlock()
-		return a, nil
 	}
-	return p.newArena(s), nil
+	p.orphans = p.orphans[:n-1]
+	a.domain.lock()
+	a.forgetEnd()
+	a.stream = s
+	for _, seg := range a.segments {
+		seg.stream = s
+	}
+	a.domain.mu.Unlock()
+	return a, nil
+}
+
+// forgetEnd closes the event at the end of the arena's last stream.
+func (a *Arena) forgetEnd() {
+	if a.ended != nil {
+		a.ended.Close()
+		a.ended = nil
+	}
 }
 
 func (p *Pool) newArena(s Stream) *Arena {
@@ -123,16 +141,26 @@ func (d *Device) End(s Stream) {
 
 func (a *Arena) end() {
 	var e Event
+	var lost error
 	if a.pool.base == nil {
-		// Without an event, as when the device is lost, nobody adopts the arena; its
-		// memory is found when it is short.
-		if e, _ = a.stream.Record(); e != nil {
+		if e, lost = a.stream.Record(); e == nil {
+			lost = a.stream.Sync()
+		}
+		if lost == nil {
 			a.pool.orphans = append(a.pool.orphans, a)
 		}
 	}
 	a.domain.lock()
-	a.stream, a.ended = nil, e
+	a.stream, a.ended, a.lost = nil, e, lost
 	a.device.leave(a.domain)
+}
+
+// unlessBusy is for what can wait until the capture of a stream has ended.
+func unlessBusy(err error) error {
+	if errors.Is(err, ErrBusy) {
+		return nil
+	}
+	return err
 }
 
 // sync waits until the stream has done all that it does with the arena's memory.
@@ -142,6 +170,19 @@ func (a *Arena) sync() error {
 		return a.stream.Sync()
 	case a.ended != nil:
 		return a.ended.Sync()
+	}
+	return a.lost
+}
+
+// syncAll is sync for all streams that may use the arena's segments.
+func (a *Arena) syncAll() error {
+	if a.pool.base == nil {
+		return a.sync()
+	}
+	for _, o := range a.pool.arenas {
+		if err := o.sync(); err != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -156,45 +197,33 @@ func (p *Pool) Begin() {
 
 // Rejoin tells that the capture has ended and makes all that is free usable by
 // every stream: the graphs of one pool run one after another, so that what one
-// capture freed on a stream is nothing to the next.
+// capture freed on a stream, or used on another that was captured too, is nothing
+// to the next.
 func (p *Pool) Rejoin() {
 	d := p.device
 	d.growth.Lock()
 	defer d.growth.Unlock()
 	p.domain.lock()
 	p.capturing = false
+	for _, r := range p.domain.records {
+		release(r.captured)
+		r.captured = nil
+	}
 	for _, a := range p.arenas {
-		a.forgetUsers()
+		a.uncapture()
 		if a == p.base {
 			continue
 		}
 		for k := range kinds {
-			for _, b := range a.blocks(k) {
+			for _, b := range a.blocks(k, unit) {
 				p.base.adoptBlock(b)
 			}
 		}
-	}
-	d.leave(p.domain)
-}
-
-// forgetUsers frees what waits for streams of a capture that has ended.
-func (a *Arena) forgetUsers() {
-	for _, t := range slices.Concat(a.waiting.open, a.waiting.sealed) {
-		t.drop()
-		release(t.users)
-		for _, b := range t.blocks {
-			a.put(b, b.slot(), a.device.settings.Load())
+		if a.stream == nil && !slices.Contains(p.orphans, a) {
+			p.orphans = append(p.orphans, a)
 		}
 	}
-	a.waiting.open, a.waiting.sealed = nil, nil
-	for _, s := range a.segments {
-		s.each(func(b block) {
-			if r := b.record(); r != nil {
-				release(r.users)
-				r.users = nil
-			}
-		})
-	}
+	d.leave(p.domain)
 }
 
 // adoptBlock moves a free block from its arena's shelf to a's.

@@ -22,17 +22,23 @@ func (d *Device) releaseAll() error {
 		if p.base != nil && !p.closed.Load() {
 			continue // launches of graphs use what is free in it
 		}
-		errs = append(errs, p.release())
+		errs = append(errs, d.releasePool(p))
 	}
 	return errors.Join(errs...)
 }
 
-// reclaim releases what a closed pool has, and forgets the pool when that is all.
+// reclaim releases what a closed pool has.
 func (d *Device) reclaim(p *Pool) error {
 	d.growth.Lock()
 	defer d.growth.Unlock()
+	return d.releasePool(p)
+}
+
+// releasePool releases what nobody has of a pool, and forgets it when it is closed
+// and that is all. growth is held.
+func (d *Device) releasePool(p *Pool) error {
 	err := p.release()
-	if p.bytes() == 0 {
+	if p.closed.Load() && p.bytes() == 0 {
 		d.forget(p)
 	}
 	return err
@@ -46,11 +52,13 @@ func (d *Device) forget(p *Pool) {
 	}
 	d.pools = slices.Delete(d.pools, i, i+1)
 	for _, a := range p.orphans {
-		a.ended.Close()
+		a.forgetEnd()
 	}
 	for _, a := range p.arenas {
+		a.domain.lock()
 		a.unreserve()
 		a.domain.arenas = nil
+		a.domain.mu.Unlock()
 		if !slices.Contains(d.unused, a.domain) {
 			d.unused = append(d.unused, a.domain)
 		}
@@ -67,7 +75,7 @@ func (p *Pool) bytes() (n int64) {
 		}
 		for _, s := range a.spans {
 			if s != nil {
-				n += int64(s.span.bytes)
+				n += int64(s.span.bytes) + int64(len(s.span.stuck))
 			}
 		}
 		a.domain.mu.Unlock()
@@ -78,13 +86,14 @@ func (p *Pool) bytes() (n int64) {
 // release returns to the source what nobody has.
 func (p *Pool) release() error {
 	var errs []error
-	for _, a := range p.arenas {
-		if a.mustWait() && errors.Is(a.sync(), ErrBusy) {
-			continue // what it has done before its capture cannot be waited for
-		}
+	for _, a := range p.arenas { // of all before any: what one has may lie in a segment of another
 		a.domain.lock()
 		a.await()
-		gone := a.unlinkIdle()
+		a.device.leave(a.domain)
+	}
+	for _, a := range p.arenas {
+		a.domain.lock()
+		gone := a.withdraw(func(s *segment) bool { return true })
 		a.device.leave(a.domain)
 		errs = append(errs, a.free(gone))
 		errs = append(errs, a.shrink())
@@ -92,56 +101,79 @@ func (p *Pool) release() error {
 	return errors.Join(errs...)
 }
 
-// unlinkIdle takes the segments that nobody has out of the books. The domain is
-// locked.
-func (a *Arena) unlinkIdle() (gone []*segment) {
+// withdraw takes those of the segments that nobody has for which goes is true from
+// their shelf, so that nobody gets them. The domain is locked.
+func (a *Arena) withdraw(goes func(*segment) bool) (gone []*segment) {
 	a.segments = slices.DeleteFunc(a.segments, func(s *segment) bool {
-		if !s.idle() {
+		if !s.idle() || !goes(s) {
 			return false
 		}
 		gone = append(gone, s)
 		return true
 	})
 	for _, s := range gone {
-		a.unlink(s)
+		b := block{s, 0}
+		b.arena().shelves[s.kind].remove(b)
 	}
 	return gone
 }
 
-// unlink takes an idle segment off its shelf and out of the statistics.
-func (a *Arena) unlink(s *segment) {
-	d, n := a.device, s.size()
-	b := block{s, 0}
-	b.arena().shelves[s.kind].remove(b)
-	b.setArena(s.home)
-	a.domain.segments[s.number] = nil
-	d.table.remove(s, s.addr, n)
-	a.gave(s.kind, n, 1)
-	if n >= d.settings.Load().MaxSplit {
-		d.oversize.down(&d.oversize.segments)
-	}
-	d.note(ActionSegmentFree, s.addr, n, a, nil)
-}
-
-// free returns segments that are in no book any more.
+// free returns segments that were withdrawn. Those that the source does not take
+// stay as they were.
 func (a *Arena) free(gone []*segment) error {
 	if len(gone) == 0 {
 		return nil
 	}
 	var errs []error
 	if a.mustWait() {
-		errs = append(errs, a.sync())
+		if err := a.syncAll(); err != nil {
+			a.restore(gone)
+			return unlessBusy(err)
+		}
 	}
 	for _, s := range gone {
-		errs = append(errs, a.pool.tell(s.addr, s.size(), false), a.pool.source.Free(s.stream, s.addr, s.size()))
+		errs = append(errs, a.pool.tell(s.addr, s.size(), false))
+		err := a.pool.source.Free(s.stream, s.addr, s.size())
+		if err == nil {
+			a.unlink(s)
+			continue
+		}
+		errs = append(errs, err, a.pool.tell(s.addr, s.size(), true))
+		a.restore([]*segment{s})
 	}
 	return errors.Join(errs...)
 }
 
-// mustWait says whether the stream must be past the arena's memory before any of it
+// mustWait says whether the streams must be past the arena's memory before any of it
 // goes back.
 func (a *Arena) mustWait() bool {
-	return a.pool.source.Async() || len(a.pool.watchers) > 0 || a.spans != [kinds]*segment{}
+	return a.pool.source.Async() || len(a.pool.watchers) > 0
+}
+
+// restore undoes withdraw.
+func (a *Arena) restore(gone []*segment) {
+	a.domain.lock()
+	for _, s := range gone {
+		a.segments = append(a.segments, s)
+		b := block{s, 0}
+		b.arena().shelves[s.kind].add(b)
+	}
+	a.device.leave(a.domain)
+}
+
+// unlink takes a segment that went back out of the books.
+func (a *Arena) unlink(s *segment) {
+	d, n := a.device, s.size()
+	a.domain.lock()
+	block{s, 0}.setArena(s.home)
+	a.domain.leave(s)
+	d.table.remove(s, s.addr, n)
+	a.gave(s.kind, n, 1)
+	if s.oversize {
+		d.oversize.down(&d.oversize.segments)
+	}
+	d.note(ActionSegmentFree, s.addr, n, a, nil)
+	d.leave(a.domain)
 }
 
 // releaseLarger frees the smallest segment that has least bytes and that nobody
@@ -153,27 +185,19 @@ func (a *Arena) releaseLarger(least uint64) error {
 	var idle []*segment
 	a.idleLarge(func(s *segment, _ uint64) { idle = append(idle, s) })
 	slices.SortFunc(idle, func(x, y *segment) int { return cmp.Compare(x.units, y.units) })
-	var gone []*segment
 	if i := slices.IndexFunc(idle, func(s *segment) bool { return s.size() >= least }); i >= 0 {
-		gone = idle[i : i+1]
+		idle = idle[i : i+1]
 	} else {
 		slices.Reverse(idle)
-		for sum := uint64(0); len(idle) > 0 && sum < least && idle[0].size() >= most; idle = idle[1:] {
-			gone = append(gone, idle[0])
-			sum += idle[0].size()
+		n, sum := 0, uint64(0)
+		for ; n < len(idle) && sum < least && idle[n].size() >= most; n++ {
+			sum += idle[n].size()
 		}
+		idle = idle[:n]
 	}
-	a.drop(gone)
+	gone := a.withdraw(func(s *segment) bool { return slices.Contains(idle, s) })
 	a.device.leave(a.domain)
 	return a.free(gone)
-}
-
-// drop is unlink for some of the arena's segments.
-func (a *Arena) drop(gone []*segment) {
-	a.segments = slices.DeleteFunc(a.segments, func(s *segment) bool { return slices.Contains(gone, s) })
-	for _, s := range gone {
-		a.unlink(s)
-	}
 }
 
 // collectGarbage frees large segments of the default pool that have not been used
@@ -203,14 +227,13 @@ func (d *Device) collectOld(n uint64) (freed uint64, err error) {
 	var errs []error
 	for _, a := range d.def.arenas {
 		a.domain.lock()
-		var gone []*segment
-		a.idleLarge(func(s *segment, age uint64) {
-			if freed < n && age*count >= ages {
-				gone = append(gone, s)
-				freed += s.size()
+		gone := a.withdraw(func(s *segment) bool {
+			if s.kind != large || freed >= n || a.age(s)*count < ages {
+				return false
 			}
+			freed += s.size()
+			return true
 		})
-		a.drop(gone)
 		d.leave(a.domain)
 		errs = append(errs, a.free(gone))
 	}
@@ -220,7 +243,11 @@ func (d *Device) collectOld(n uint64) (freed uint64, err error) {
 func (a *Arena) idleLarge(fn func(s *segment, age uint64)) {
 	for _, s := range a.segments {
 		if s.kind == large && s.idle() {
-			fn(s, a.shelves[large].age(block{s, 0}))
+			fn(s, a.age(s))
 		}
 	}
 }
+
+// age returns how often the arena looked for a large block since the idle segment
+// became free.
+func (a *Arena) age(s *segment) uint64 { return a.shelves[large].age(block{s, 0}) }

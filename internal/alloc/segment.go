@@ -13,6 +13,8 @@ type segment struct {
 	span   *span // of an expandable segment
 	stack  *Stack
 
+	oversize bool // it was counted as such
+
 	// The slots of blocks by where they begin, in plain memory. Those of expandable
 	// segments are in pages, which are made where there are blocks.
 	slots     []slot
@@ -80,14 +82,21 @@ func (s *segment) block(addr uint64) (block, *slot) {
 	return block{s, u}, x
 }
 
-// holding returns the block that addr lies in. It looks at one block after the
-// other: it is for calls that are rare.
+// holding returns the block that addr lies in. It looks at one slot after the
+// other, back to where the block begins.
 func (s *segment) holding(addr uint64) block {
-	b := block{s, 0}
-	for b.end() <= addr {
-		b = b.next()
+	u := uint32((addr - s.addr) / unit)
+	for i := u >> s.slotShift; ; i-- {
+		if s.slots == nil && s.pages[i/slotPage] == nil {
+			i -= i % slotPage // the first page is there
+			continue
+		}
+		begin := i << s.slotShift
+		x := s.slot(begin)
+		if begin |= uint32(x.place & placeMask); x.size != 0 && begin <= u {
+			return block{s, begin}
+		}
 	}
-	return b
 }
 
 // each calls fn for all blocks in order.
@@ -127,12 +136,19 @@ func (d *domain) block(k kind, key uint64) block {
 
 // enter gives a segment the lowest number that is not taken.
 func (d *domain) enter(s *segment) {
-	for i, o := range d.segments {
-		if o == nil {
-			s.number, d.segments[i] = uint32(i), s
-			return
-		}
+	n := d.lowest
+	for int(n) < len(d.segments) && d.segments[n] != nil {
+		n++
 	}
-	s.number = uint32(len(d.segments))
-	d.segments = append(d.segments, s)
+	if int(n) == len(d.segments) {
+		d.segments = append(d.segments, nil)
+	}
+	s.number, d.segments[n] = n, s
+	d.lowest = n + 1
+}
+
+// leave makes a segment's number free.
+func (d *domain) leave(s *segment) {
+	d.segments[s.number] = nil
+	d.lowest = min(d.lowest, s.number)
 }

@@ -78,7 +78,7 @@ func (s *shelf) swap(old, e entry) {
 }
 
 // age returns how often the shelf was searched since a block became free.
-func (s *shelf) age(b block) uint64 { return s.searches - b.slot().over48() }
+func (s *shelf) age(b block) uint64 { return s.searches - b.slot().over47() }
 
 // best returns the best entry of at least size bytes.
 func (s *shelf) best(size uint64) (e entry, ok bool) {
@@ -124,17 +124,34 @@ func (s *shelf) following(c int) int {
 	return w*64 + bits.TrailingZeros64(s.words[w])
 }
 
-// all returns the entries in order of size.
-func (s *shelf) all() (list []entry) {
-	for i := range s.lists {
-		list = append(list, s.lists[i].all()...)
+// from returns the entries of at least size bytes in order of size.
+func (s *shelf) from(size uint64) (list []entry) {
+	if s.lists == nil {
+		return nil
+	}
+	for c := class(size); c >= 0; c = s.following(c) {
+		for _, e := range s.lists[c].all() {
+			if e.size >= size {
+				list = append(list, e)
+			}
+		}
 	}
 	return list
 }
 
-// blocks returns the free blocks of a kind in order of size.
-func (a *Arena) blocks(k kind) (list []block) {
-	for _, e := range a.shelves[k].all() {
+// largest returns the bytes of the largest block, or 0.
+func (s *shelf) largest() uint64 {
+	if s.top == 0 {
+		return 0
+	}
+	w := bits.Len64(s.top) - 1
+	return s.lists[w*64+bits.Len64(s.words[w])-1].last().size
+}
+
+// blocks returns the free blocks of a kind of at least size bytes, in order of
+// size.
+func (a *Arena) blocks(k kind, size uint64) (list []block) {
+	for _, e := range a.shelves[k].from(size) {
 		list = append(list, a.domain.block(k, e.key))
 	}
 	return list

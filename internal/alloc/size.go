@@ -10,7 +10,8 @@ const (
 	largeSegment = 20 << 20 // for blocks that are not huge, if the settings say nothing else
 	hugeLeast    = 10 << 20 // blocks from this on have a segment of their own
 	hugeRound    = 2 << 20
-	absurd       = 1 << 60 // no request is larger
+	absurd       = 1 << 60           // no request is larger
+	segmentMost  = 2<<40 - hugeRound // so that its units can be counted
 )
 
 func roundUp(n, to uint64) uint64 { return (n + to - 1) / to * to }

@@ -17,7 +17,8 @@ import (
 type span struct {
 	pages map[uint64]uint64 // by address, those that are mapped
 	holes []block
-	bytes uint64 // of the pages
+	bytes uint64            // of the pages
+	stuck map[uint64]uint64 // pages by addresses in holes, from which they could not be unmapped
 }
 
 // spanMost is the most that the units of a segment can count.
@@ -43,14 +44,14 @@ func (a *Arena) spanOf(k kind) (*segment, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errNoAddresses, err)
 	}
-	if addr+n > addressEnd {
+	if !placeable(addr, n) {
 		return nil, errors.Join(errNoAddresses, d.cfg.Pages.Unreserve(addr, n))
 	}
 	a.domain.lock()
 	s := newSegment(a, k, addr, n, true)
 	all := block{s, 0}
 	all.slot().place |= isHole
-	s.span = &span{pages: map[uint64]uint64{}, holes: []block{all}}
+	s.span = &span{pages: map[uint64]uint64{}, stuck: map[uint64]uint64{}, holes: []block{all}}
 	a.spans[k] = s
 	return s, nil
 }
@@ -70,7 +71,7 @@ func (a *Arena) expand(s *Settings, k kind, size uint64) (block, error) {
 		a.device.leave(a.domain)
 		return block{}, err
 	}
-	return a.lookAgain(s, k, size), nil
+	return seg.holding(p.lo), nil
 }
 
 // A place is addresses for a block: free ones, of which some pages are missing.
@@ -115,28 +116,55 @@ func (s *span) lacks(lo, hi, page uint64) *place {
 // fill maps the pages that a place lacks. When that fails half-way, all is as
 // before, but that pages which nobody used may be gone.
 func (a *Arena) fill(seg *segment, p *place) error {
+	if err := a.unstick(seg); err != nil {
+		return err
+	}
 	pages, err := a.gather(seg, p)
 	if err != nil {
 		return err
 	}
-	src := a.device.cfg.Pages
-	n := 0
-	for ; n < len(p.missing) && err == nil; n++ {
-		err = src.Map(p.missing[n], pages[n])
-	}
-	if err != nil {
-		n-- // the last one was not mapped
-	} else {
-		err = a.open(p.missing)
-	}
-	if err != nil {
-		for _, at := range p.missing[:n] {
-			err = errors.Join(err, src.Unmap(at, src.PageSize()))
+	for i, at := range p.missing {
+		if err := a.device.cfg.Pages.Map(at, pages[i]); err != nil {
+			return errors.Join(err, a.rollBack(seg, p.missing[:i], pages))
 		}
-		return errors.Join(err, a.discard(seg.kind, pages))
+	}
+	if err := a.open(p.missing); err != nil {
+		return errors.Join(err, a.rollBack(seg, p.missing, pages))
 	}
 	for i, at := range p.missing {
 		a.mapped(seg, at, pages[i])
+	}
+	return nil
+}
+
+// rollBack gives back pages, the first of which were mapped. What cannot be unmapped
+// is kept until it can.
+func (a *Arena) rollBack(seg *segment, at, pages []uint64) error {
+	var errs []error
+	src := a.device.cfg.Pages
+	loose := slices.Clone(pages[len(at):])
+	for i, at := range at {
+		if err := src.Unmap(at, src.PageSize()); err != nil {
+			errs = append(errs, err)
+			seg.span.stuck[at] = pages[i]
+			continue
+		}
+		loose = append(loose, pages[i])
+	}
+	return errors.Join(errors.Join(errs...), a.discard(seg.kind, loose))
+}
+
+// unstick gives back what a failure has left mapped in holes.
+func (a *Arena) unstick(seg *segment) error {
+	src := a.device.cfg.Pages
+	for at, page := range seg.span.stuck {
+		if err := src.Unmap(at, src.PageSize()); err != nil {
+			return err
+		}
+		delete(seg.span.stuck, at)
+		if err := a.discard(seg.kind, []uint64{page}); err != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -163,8 +191,16 @@ func (a *Arena) gather(seg *segment, p *place) ([]uint64, error) {
 	d := a.device
 	size := d.cfg.Pages.PageSize()
 	found, n := a.vacancies(p, len(p.missing))
+	if n > 0 {
+		switch err := a.sync(); {
+		case errors.Is(err, ErrBusy):
+			found, n = nil, 0
+		case err != nil:
+			return nil, err
+		}
+	}
 	fresh := len(p.missing) - n
-	if !d.allows(uint64(fresh) * size) {
+	if fresh > 0 && !d.allows(uint64(fresh)*size) {
 		return nil, ErrNoMemory
 	}
 	var pages []uint64
@@ -175,12 +211,6 @@ func (a *Arena) gather(seg *segment, p *place) ([]uint64, error) {
 		}
 		pages = append(pages, page)
 		a.took(seg.kind, size, 0)
-	}
-	if n == 0 {
-		return pages, nil
-	}
-	if err := a.sync(); err != nil {
-		return nil, errors.Join(err, a.discard(seg.kind, pages))
 	}
 	for _, v := range found {
 		more, err := a.unmap(v)
@@ -219,8 +249,8 @@ func (a *Arena) vacancies(p *place, n int) (list []vacancy, found int) {
 	size := a.device.cfg.Pages.PageSize()
 	var blocks []block
 	for k := range kinds {
-		for _, b := range a.blocks(k) {
-			if b.s.span != nil && b.size() >= size && (p == nil || b.addr() >= p.hi || b.end() <= p.lo) {
+		for _, b := range a.blocks(k, size) {
+			if b.s.span != nil && (p == nil || b.addr() >= p.hi || b.end() <= p.lo) {
 				blocks = append(blocks, b)
 			}
 		}
@@ -313,14 +343,19 @@ func (a *Arena) shrink() error {
 	if a.spans == [kinds]*segment{} {
 		return nil
 	}
+	var errs []error
+	for _, s := range a.spans {
+		if s != nil {
+			errs = append(errs, a.unstick(s))
+		}
+	}
 	found, n := a.vacancies(nil, math.MaxInt)
 	if n == 0 {
-		return nil
+		return errors.Join(errs...)
 	}
 	if err := a.sync(); err != nil {
-		return err
+		return errors.Join(append(errs, unlessBusy(err))...)
 	}
-	var errs []error
 	for _, v := range found {
 		pages, err := a.unmap(v)
 		errs = append(errs, err, a.discard(v.segment.kind, pages))
@@ -328,11 +363,13 @@ func (a *Arena) shrink() error {
 	return errors.Join(errs...)
 }
 
-// unreserve gives the addresses back of an arena that has no pages.
+// unreserve gives the addresses back of an arena that has no pages. The domain is
+// locked.
 func (a *Arena) unreserve() {
 	for k, s := range a.spans {
 		if s != nil {
 			_ = a.device.cfg.Pages.Unreserve(s.addr, s.size()) // addresses are all that could be lost
+			a.domain.leave(s)
 			a.spans[k] = nil
 		}
 	}

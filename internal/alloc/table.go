@@ -52,6 +52,27 @@ func (t *table) segment(addr uint64) *segment {
 	return nil
 }
 
+// placeable says whether a segment can be at [addr, addr+n).
+func placeable(addr, n uint64) bool {
+	return addr != 0 && addr%unit == 0 && n <= addressEnd && addr <= addressEnd-n
+}
+
+// overlaps says whether another segment has any of [addr, addr+n).
+func (t *table) overlaps(addr, n uint64) bool {
+	for base := addr &^ (pageSize - 1); base < addr+n; base += pageSize {
+		slot := t.slot(base)
+		if slot == nil {
+			continue
+		}
+		for x := slot.Load(); x != nil; x = x.next {
+			if o := x.segment; o.addr < addr+n && addr < o.addr+o.size() {
+				return true
+			}
+		}
+	}
+	return false
+}
+
 // add makes [addr, addr+n) known as the segment's. Only one goroutine at a time
 // adds or removes.
 func (t *table) add(s *segment, addr, n uint64) {

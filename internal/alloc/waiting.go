@@ -6,10 +6,17 @@ import "slices"
 // used. One event behind them all is enough for them, so that none is recorded
 // before there are many, or somebody needs the memory.
 type batch struct {
-	users  []Stream
-	blocks []block
-	bytes  uint64
-	events []Event // behind the blocks, once they are recorded
+	users    []Stream // held until they have recorded their events
+	captured []Stream // held until their capture has ended, before which nobody gets the blocks
+	blocks   []block
+	bytes    uint64
+	events   []mark // behind the blocks, once they are recorded
+}
+
+// A mark is an event of a stream, which is only named.
+type mark struct {
+	event Event
+	of    Stream
 }
 
 // When a batch gets its events although nobody needs the memory.
@@ -33,13 +40,17 @@ func (w *waiting) due() bool {
 	return w.since >= lookEvery
 }
 
-func (w *waiting) add(b block, users []Stream) {
-	i := slices.IndexFunc(w.open, func(t *batch) bool { return slices.Equal(t.users, users) })
+// add takes a block with its users, and lets go of those that it has already.
+func (w *waiting) add(b block, users, captured []Stream) {
+	i := slices.IndexFunc(w.open, func(t *batch) bool {
+		return slices.Equal(t.users, users) && slices.Equal(t.captured, captured)
+	})
 	if i < 0 {
 		i = len(w.open)
-		w.open = append(w.open, &batch{users: users})
+		w.open = append(w.open, &batch{users: users, captured: captured})
 	} else {
 		release(users)
+		release(captured)
 	}
 	t := w.open[i]
 	t.blocks = append(t.blocks, b)
@@ -59,16 +70,16 @@ func release(streams []Stream) {
 // batch stays open. It reports whether the batch is open no more.
 func (w *waiting) seal(i int) bool {
 	t := w.open[i]
-	for len(t.events) < len(t.users) {
-		e, err := t.users[len(t.events)].Record()
-		if e == nil || err != nil {
-			break
-		}
-		t.events = append(t.events, e)
-	}
-	if len(t.events) < len(t.users) {
-		t.drop()
+	if len(t.captured) > 0 {
 		return false
+	}
+	for _, s := range t.users {
+		e, err := s.Record()
+		if e == nil || err != nil {
+			t.drop()
+			return false
+		}
+		t.events = append(t.events, mark{e, s})
 	}
 	release(t.users)
 	t.users = nil
@@ -78,8 +89,8 @@ func (w *waiting) seal(i int) bool {
 }
 
 func (t *batch) drop() {
-	for _, e := range t.events {
-		e.Close()
+	for _, m := range t.events {
+		m.event.Close()
 	}
 	t.events = nil
 }
@@ -97,33 +108,52 @@ func (w *waiting) sealAll() {
 func (a *Arena) collect(all bool) {
 	w := &a.waiting
 	w.since = 0
+	if len(w.open)+len(w.sealed) == 0 {
+		return
+	}
 	if all {
 		w.sealAll()
 	}
-	a.settleBatches(func(e Event) (bool, error) { return e.Passed() })
-}
-
-// claim makes all blocks usable at once: the arena's stream waits for the others.
-func (a *Arena) claim() {
-	if a.stream == nil {
-		return
-	}
-	a.waiting.sealAll()
-	a.settleBatches(func(e Event) (bool, error) {
-		err := a.stream.Wait(e)
-		return err == nil, err
+	var late []Stream // the events behind one that has not passed are not asked
+	a.settleBatches(func(m mark) bool {
+		if slices.Contains(late, m.of) {
+			return false
+		}
+		passed, err := m.event.Passed()
+		if !passed || err != nil {
+			late = append(late, m.of)
+			return false
+		}
+		return true
 	})
 }
 
+// claim makes all blocks usable at once: the arena's stream waits for the others.
+// A stream that is captured cannot wait for what is not.
+func (a *Arena) claim() {
+	if a.stream == nil || a.pool.capturing {
+		return
+	}
+	a.waiting.sealAll()
+	a.settleBatches(func(m mark) bool { return a.stream.Wait(m.event) == nil })
+}
+
+// await waits on the host until no stream uses what was given back. The domain is
+// locked.
+func (a *Arena) await() {
+	a.waiting.sealAll()
+	a.settleBatches(func(m mark) bool { return m.event.Sync() == nil })
+}
+
 // settleBatches frees the blocks of the batches whose events are all done.
-func (a *Arena) settleBatches(done func(Event) (bool, error)) {
+func (a *Arena) settleBatches(done func(mark) bool) {
 	a.waiting.sealed = slices.DeleteFunc(a.waiting.sealed, func(t *batch) bool {
 		for len(t.events) > 0 {
-			e := t.events[len(t.events)-1]
-			if ok, err := done(e); !ok || err != nil {
+			m := t.events[len(t.events)-1]
+			if !done(m) {
 				return false
 			}
-			e.Close()
+			m.event.Close()
 			t.events = t.events[:len(t.events)-1]
 		}
 		for _, b := range t.blocks {
@@ -134,12 +164,18 @@ func (a *Arena) settleBatches(done func(Event) (bool, error)) {
 	a.emptyPocket() // who looks for a block now, or for an idle segment, looks on the shelves
 }
 
-// await waits on the host until no stream uses what was given back. The domain is
-// locked.
-func (a *Arena) await() {
-	a.waiting.sealAll()
-	a.settleBatches(func(e Event) (bool, error) {
-		err := e.Sync()
-		return err == nil, err
+// uncapture forgets the streams whose capture has ended, and frees what waited for
+// no other.
+func (a *Arena) uncapture() {
+	a.waiting.open = slices.DeleteFunc(a.waiting.open, func(t *batch) bool {
+		release(t.captured)
+		t.captured = nil
+		if len(t.users) > 0 {
+			return false
+		}
+		for _, b := range t.blocks {
+			a.put(b, b.slot(), a.device.settings.Load())
+		}
+		return true
 	})
 }

@@ -261,6 +261,9 @@ func checkOutOfMemory(t *testing.T, d *device.Device, b backend) {
 		require.EqualValues(t, n, oom.Requested)
 		require.Equal(t, d.String(), oom.Device)
 		require.ErrorContains(t, err, "memory: out of memory on "+d.String()+": tried to allocate ")
+		if i > 0 {
+			require.ErrorContains(t, err, "more than any device has: check the size")
+		}
 		if b.caches {
 			require.EqualValues(t, min(i+1, 1), statsOf(t, d).OOMs, "absurd sizes are refused before the count, as in torch")
 		}

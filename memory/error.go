@@ -3,7 +3,6 @@ package memory
 import (
 	"errors"
 	"fmt"
-	"math"
 	"strings"
 
 	"github.com/gochorus/chorus/device"
@@ -33,7 +32,7 @@ type OutOfMemoryError struct {
 func (e *OutOfMemoryError) Error() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "memory: out of memory on %s: tried to allocate %s", e.Device, formatSize(e.Requested))
-	if e.Wanted == 0 && e.Requested > math.MaxInt64/16 {
+	if e.Wanted == 0 && e.Requested >= absurd {
 		fmt.Fprintf(&b, ", more than any device has: check the size")
 		return b.String()
 	}

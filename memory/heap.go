@@ -69,7 +69,7 @@ func newHeap(d *device.Device) (*heap, error) {
 		return nil, err
 	}
 	h := &heap{dev: d, total: uint64(total)}
-	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Free: h.left}
+	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Free: h.left, Sync: h.sync}
 	if cfg.Pages, err = newPages(h, uint64(total)); err != nil {
 		return nil, err
 	}
@@ -119,6 +119,15 @@ func (x *heaps) Close() error {
 func (h *heap) left() uint64 {
 	free, _, _ := h.dev.MemoryInfo()
 	return free
+}
+
+// sync waits for all work of the device, unless something is captured: the wait
+// would end the capture.
+func (h *heap) sync() error {
+	if stream.AnyCapture() {
+		return alloc.ErrBusy
+	}
+	return h.dev.Do("cuCtxSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
 }
 
 // low frees what nobody needs any more, when memory is short.

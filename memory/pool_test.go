@@ -4,7 +4,9 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -199,6 +201,40 @@ func TestPoolAllocator(t *testing.T) {
 		require.Zero(t, count.Counts().Bytes.Current)
 		require.EqualValues(t, count.Counts().Bytes.Allocated, count.Counts().Bytes.Freed)
 	})
+}
+
+// The memory of a graph goes back when its last launch is over, on whichever stream.
+func TestPoolAllocatorOfGraphs(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		s, o := newStream(t, d), newStream(t, d)
+		var freed atomic.Bool
+		p := memory.NewPool(&memory.PoolConfig{Allocator: onFree{memory.Driver, &freed}})
+		g, err := graph.CaptureWith(&graph.Config{Pool: p}, []*stream.Stream{s}, func() error {
+			x, err := memory.Make[int32](s, 1000)
+			return errors.Join(err, x.Zero(s), x.Close())
+		})
+		require.NoError(t, err)
+		require.NoError(t, p.Close())
+		open := hold(t, o)
+		require.NoError(t, g.Launch(o))
+		closed := make(chan error, 1)
+		go func() { closed <- g.Close() }()
+		require.False(t, poll.UntilNoLaterThan(20*time.Millisecond, freed.Load))
+		open()
+		require.NoError(t, <-closed)
+		require.True(t, freed.Load())
+	})
+}
+
+// onFree notes that Free is called, before anything is waited for.
+type onFree struct {
+	memory.Allocator
+	called *atomic.Bool
+}
+
+func (a onFree) Free(s *stream.Stream, ptr uint64, bytes int) error {
+	a.called.Store(true)
+	return a.Allocator.Free(s, ptr, bytes)
 }
 
 // Each block of a pool with NoSplit is a segment (test_mempool_no_split).

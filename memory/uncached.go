@@ -23,6 +23,9 @@ type uncached struct {
 	stats Stats            // but for what only the Allocator knows
 }
 
+// absurd is a size that no device has, of which drivers say one thing or another.
+const absurd = 1 << 60
+
 // A loan is a block that somebody has.
 type loan struct {
 	l     *lane
@@ -65,6 +68,9 @@ func (e *uncached) alloc(l *lane, bytes int) (uint64, error) {
 
 // take asks the Allocator for a block, if the process may have it.
 func (e *uncached) take(l *lane, bytes int) (uint64, error) {
+	if bytes >= absurd {
+		return 0, device.ErrorOutOfMemory
+	}
 	if f := e.h.native.Fraction(); f < 1 {
 		e.mu.Lock()
 		has := e.stats.AllocatedBytes.All.Current
@@ -86,6 +92,9 @@ func (e *uncached) explain(bytes int, err error) error {
 		return err
 	}
 	x := outOfMemory(e.h.dev, uintptr(bytes), err).(*OutOfMemoryError)
+	if bytes >= absurd {
+		x.Wanted = 0
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	x.Allocated, x.Reserved, x.Fraction = uint64(e.stats.AllocatedBytes.All.Current), uint64(e.stats.AllocatedBytes.All.Current), e.h.native.Fraction()

@@ -48,6 +48,9 @@ type Config struct {
 	// Low is called without locks when memory is short, to free what it can
 	// (torch's FreeMemoryCallback). It may be nil.
 	Low func()
+	// Sync waits for all work of the device, or returns ErrBusy where it cannot now. It
+	// may be nil.
+	Sync func() error
 	// Free tells how much the driver has left, for the record. It may be nil.
 	Free func() uint64
 }

@@ -164,8 +164,13 @@ func unlessBusy(err error) error {
 }
 
 // sync waits until the stream has done all that it does with the arena's memory.
+// Graphs may be launched on any stream.
 func (a *Arena) sync() error {
 	switch {
+	case a.pool.base != nil:
+		if wait := a.device.cfg.Sync; wait != nil {
+			return wait()
+		}
 	case a.stream != nil:
 		return a.stream.Sync()
 	case a.ended != nil:

@@ -94,7 +94,9 @@ func TestPinnedStaysWhileStreamsUseIt(t *testing.T) {
 			for i, s := range users {
 				open := hold(t, s)
 				defer open()
-				require.NoError(t, []memory.Slice[int32]{x, y}[i].CopyFromPinned(s, h))
+				to := []memory.Slice[int32]{x, y}[i]
+				require.NoError(t, to.RecordStream(s))
+				require.NoError(t, to.CopyFromPinned(s, h))
 			}
 			require.NoError(t, h.Close())
 			require.ErrorIs(t, x.CopyFromPinned(a, h), device.ErrClosed)

@@ -1,25 +1,81 @@
 package alloc
 
 import (
+	"flag"
 	"math/rand/v2"
 	"testing"
+	"time"
 )
+
+var soak = flag.Int("soak", 100_000, "how many operations TestSoak does")
 
 // Whatever a program does, and whatever the driver does to it: the books agree with
 // themselves, no two blocks overlap, memory changes streams in order, and all comes
 // back at the end.
 func TestRandomPrograms(t *testing.T) {
 	for i := range 40 {
-		seed := rand.Uint64()
-		t.Logf("seed %#x", seed)
-		w := newWorld(t, rand.New(rand.NewPCG(seed, 0)))
 		between := 1 + i%2*6 // a look empties the pockets
-		for i := range 1500 {
+		play(t, rand.Uint64(), 1500, between)
+	}
+}
+
+// Long programs, looked at now and then. -soak=10000000 takes some minutes.
+func TestSoak(t *testing.T) {
+	const program = 20_000
+	start := time.Now()
+	for range max(*soak/program, 1) {
+		play(t, rand.Uint64(), program, 500)
+	}
+	t.Logf("%d operations in %v", *soak, time.Since(start))
+}
+
+// play runs a random program and checks it after every so many operations.
+func play(t *testing.T, seed uint64, steps, between int) {
+	w := newWorld(t, rand.New(rand.NewPCG(seed, 0)))
+	defer func() {
+		if t.Failed() {
+			t.Logf("seed %#x, %d steps, checked after each %d", seed, steps, between)
+		}
+	}()
+	for i := range steps {
+		w.step()
+		if i%between == 0 {
+			w.check()
+		}
+	}
+	w.finish()
+}
+
+// A script makes the choices that a fuzzer wrote, as long as there are any.
+type script struct{ text []byte }
+
+func (s *script) IntN(n int) int {
+	v := 0
+	for left := n - 1; left > 0 && len(s.text) > 0; left >>= 8 {
+		v = v<<8 | int(s.text[0])
+		s.text = s.text[1:]
+	}
+	return v % n
+}
+
+func FuzzPrograms(f *testing.F) {
+	r := rand.New(rand.NewPCG(3, 5))
+	for range 8 {
+		text := make([]byte, 600)
+		for i := range text {
+			text[i] = byte(r.Uint32())
+		}
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		s := &script{text}
+		w := newWorld(t, s)
+		for i := 0; len(s.text) > 0 && i < 2000; i++ {
 			w.step()
-			if i%between == 0 {
+			if i%4 == 0 {
 				w.check()
 			}
 		}
 		w.finish()
-	}
+	})
 }

@@ -62,14 +62,14 @@ var setters = map[string]setter{
 	"garbage_collection_threshold":      fraction(func(s *Settings) *float64 { return &s.GarbageThreshold }, "> 0 and < 1", func(v float64) bool { return v > 0 && v < 1 }),
 	"per_process_memory_fraction":       fraction(func(s *Settings) *float64 { return &s.ProcessFraction }, ">= 0 and <= 1", func(v float64) bool { return v >= 0 && v <= 1 }),
 	"roundup_power2_divisions":          setDivisions,
-	"expandable_segments":               flag(func(s *Settings) *bool { return &s.Expandable }),
-	"release_lock_on_cudamalloc":        flag(func(s *Settings) *bool { return &s.UnlockedMalloc }),
+	"expandable_segments":               toggle(func(s *Settings) *bool { return &s.Expandable }),
+	"release_lock_on_cudamalloc":        toggle(func(s *Settings) *bool { return &s.UnlockedMalloc }),
 	"large_segment_size_mb":             size(func(s *Settings) *uint64 { return &s.LargeSegment }, hugeLeast/mb+1),
-	"throw_on_cudamalloc_oom":           flag(func(s *Settings) *bool { return &s.ThrowOnMallocOOM }),
-	"graph_capture_record_stream_reuse": flag(func(s *Settings) *bool { return &s.RecordStreamReuse }),
-	"pinned_use_cuda_host_register":     flag(func(s *Settings) *bool { return &s.PinnedRegister }),
+	"throw_on_cudamalloc_oom":           toggle(func(s *Settings) *bool { return &s.ThrowOnMallocOOM }),
+	"graph_capture_record_stream_reuse": toggle(func(s *Settings) *bool { return &s.RecordStreamReuse }),
+	"pinned_use_cuda_host_register":     toggle(func(s *Settings) *bool { return &s.PinnedRegister }),
 	"pinned_num_register_threads":       setThreads,
-	"pinned_use_background_threads":     flag(func(s *Settings) *bool { return &s.PinnedBackground }),
+	"pinned_use_background_threads":     toggle(func(s *Settings) *bool { return &s.PinnedBackground }),
 	"pinned_reserve_segment_size_mb":    size(func(s *Settings) *uint64 { return &s.PinnedReserve }, 0),
 	"pinned_max_round_threshold_mb":     size(func(s *Settings) *uint64 { return &s.PinnedMaxRound }, 1),
 	"pinned_max_cached_size_mb":         size(func(s *Settings) *uint64 { return &s.PinnedMaxCached }, 1),
@@ -85,7 +85,7 @@ func word(field func(*Settings) *string, known ...string) setter {
 	}
 }
 
-func flag(field func(*Settings) *bool) setter {
+func toggle(field func(*Settings) *bool) setter {
 	return func(s *Settings, v string) error {
 		if v != "True" && v != "False" {
 			return fmt.Errorf("want True or False")

@@ -50,6 +50,7 @@ var errBroken = errors.New("the driver is broken")
 
 func newWorld(t testing.TB, c chooser) *world {
 	w := &world{machine: newMachine(t, 1<<30), c: c}
+	w.odd = c.IntN(2) == 0
 	w.settings.Store(ptr(DefaultSettings()))
 	w.d = NewDevice(Config{Source: w.machine, Pages: fakePages{w.machine}, Total: w.total}, &w.settings)
 	w.pools = []*fakePool{{Pool: w.d.Default()}}

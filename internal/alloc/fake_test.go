@@ -41,7 +41,23 @@ func (m *machine) device(conf string) *Device {
 	var s atomic.Pointer[Settings]
 	c := must(ParseSettings(conf))
 	s.Store(&c)
-	return NewDevice(Config{Source: m, Pages: fakePages{m}, Total: m.total}, &s)
+	return NewDevice(m.config(), &s)
+}
+
+func (m *machine) config() Config {
+	return Config{Source: m, Pages: fakePages{m}, Total: m.total, Sync: m.sync}
+}
+
+// sync waits for all streams, as cuCtxSynchronize does.
+func (m *machine) sync() error {
+	if err := m.call("sync"); err != nil {
+		return err
+	}
+	if slices.ContainsFunc(m.streams, func(s *fakeStream) bool { return s.refuses }) {
+		return ErrBusy
+	}
+	m.finish()
+	return nil
 }
 
 func must[T any](x T, err error) T {

@@ -179,19 +179,6 @@ func (a *Arena) sync() error {
 	return a.lost
 }
 
-// syncAll is sync for all streams that may use the arena's segments.
-func (a *Arena) syncAll() error {
-	if a.pool.base == nil {
-		return a.sync()
-	}
-	for _, o := range a.pool.arenas {
-		if err := o.sync(); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // Begin tells that a capture begins: until Rejoin what a stream frees is for that
 // stream alone.
 func (p *Pool) Begin() {

@@ -126,7 +126,7 @@ func (a *Arena) free(gone []*segment) error {
 	}
 	var errs []error
 	if a.mustWait() {
-		if err := a.syncAll(); err != nil {
+		if err := a.sync(); err != nil {
 			a.restore(gone)
 			return unlessBusy(err)
 		}

@@ -52,7 +52,7 @@ func newWorld(t testing.TB, c chooser) *world {
 	w := &world{machine: newMachine(t, 1<<30), c: c}
 	w.odd = c.IntN(2) == 0
 	w.settings.Store(ptr(DefaultSettings()))
-	w.d = NewDevice(Config{Source: w.machine, Pages: fakePages{w.machine}, Total: w.total}, &w.settings)
+	w.d = NewDevice(w.config(), &w.settings)
 	w.pools = []*fakePool{{Pool: w.d.Default()}}
 	for range 3 {
 		w.running = append(w.running, w.stream())

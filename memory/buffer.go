@@ -47,13 +47,15 @@ func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
 	if err != nil {
 		return nil, err
 	}
+	if !s.RetainOpen() {
+		return nil, s.Check("memory: allocate", nil)
+	}
 	b := &Buffer{stream: s, bytes: uintptr(bytes), heap: l.heap}
 	g, err := l.alloc(bytes)
 	if err != nil {
-		return nil, err
+		return nil, errors.Join(err, s.Release())
 	}
 	b.ptr, b.by, b.captured = cudadrv.DevicePtr(g.addr), g.by, g.captured
-	s.Retain()
 	handle.Init(b, &b.owner, "buffer")
 	return b, nil
 }

@@ -2,6 +2,8 @@ package memory
 
 import (
 	"fmt"
+	"slices"
+	"sync"
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/internal/alloc"
@@ -14,8 +16,34 @@ type lane struct {
 	s     *stream.Stream
 	heap  *heap
 	arena atomic.Pointer[alloc.Arena] // of the default pool, once it was used
-	pool  atomic.Pointer[alloc.Arena] // of the pool that Pool.Use has set, or nil
+	pool  atomic.Pointer[alloc.Arena] // of the last of uses, or nil
 	ended atomic.Bool
+
+	mu   sync.Mutex
+	uses []*poolUse // calls of Pool.Use that have not returned
+}
+
+// A poolUse is one call of Pool.Use.
+type poolUse struct{ arena *alloc.Arena }
+
+// use lets the stream allocate from an arena until done is called. Several goroutines
+// may do that at the same time, and so the first to begin may be the first to end.
+func (l *lane) use(a *alloc.Arena) (done func()) {
+	u := &poolUse{a}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.uses = append(l.uses, u)
+	l.pool.Store(a)
+	return func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.uses = slices.DeleteFunc(l.uses, func(o *poolUse) bool { return o == u })
+		if n := len(l.uses); n > 0 {
+			l.pool.Store(l.uses[n-1].arena)
+		} else {
+			l.pool.Store(nil)
+		}
+	}
 }
 
 type laneKey struct{}
@@ -127,6 +155,7 @@ func (l *lane) Sync() error {
 }
 
 func (l *lane) Number() uint64 { return uint64(l.s.Raw()) }
+func (l *lane) Ended() bool    { return l.ended.Load() }
 func (l *lane) Retain()        { l.s.Retain() }
 
 // Release is called with the allocator's locks held, which the end of a stream

@@ -73,8 +73,9 @@ func (p *Pool) ID() [2]uint64 { return p.id }
 
 // Use calls fn, and lets what is allocated on s meanwhile come from the pool
 // (torch.cuda.use_mem_pool). That holds for all goroutines that allocate on s, and
-// for no other stream. Uses of several pools on one stream are nested. The memory
-// stays with the pool when it is freed, whenever that is.
+// for no other stream. Where several pools are in use on one stream, it is the one
+// whose Use began last. The memory stays with the pool when it is freed, whenever
+// that is.
 func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 	const op = "memory: use a pool"
 	l, err := laneOf(op, s)
@@ -92,8 +93,7 @@ func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 	if err != nil {
 		return err
 	}
-	before := l.pool.Swap(a)
-	defer l.pool.Store(before)
+	defer l.use(a)()
 	return fn()
 }
 

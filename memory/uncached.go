@@ -2,6 +2,7 @@ package memory
 
 import (
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 
@@ -40,7 +41,20 @@ func (h *heap) uncached(a Allocator) *uncached {
 func (e *uncached) has(addr uint64) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.loans[addr] != nil
+	return e.find(addr) != nil
+}
+
+// find returns the loan that addr lies in, or nil. e.mu is held.
+func (e *uncached) find(addr uint64) *loan {
+	if x := e.loans[addr]; x != nil {
+		return x
+	}
+	for base, x := range e.loans {
+		if addr-base < uint64(x.bytes) {
+			return x
+		}
+	}
+	return nil
 }
 
 func (e *uncached) alloc(l *lane, bytes int) (uint64, error) {
@@ -54,9 +68,12 @@ func (e *uncached) alloc(l *lane, bytes int) (uint64, error) {
 		}
 		return 0, e.explain(bytes, err)
 	}
-	l.s.Retain()
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if addr == 0 || e.loans[addr] != nil { // to give it back would take it from whoever has it
+		return 0, fmt.Errorf("memory: allocate %d bytes on %s: the allocator gave the address %#x: want one that is not 0, of memory that it has not given out already", bytes, e.h.dev, addr)
+	}
+	l.s.Retain()
 	e.loans[addr] = &loan{l: l, bytes: bytes}
 	e.count(1, int64(bytes))
 	e.stats.DeviceAllocs++
@@ -139,7 +156,7 @@ func (e *uncached) RecordStream(addr uint64, s alloc.Stream) error {
 	l := s.(*lane)
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	x := e.loans[addr]
+	x := e.find(addr)
 	if x == nil {
 		return &alloc.PointerError{Addr: addr}
 	}

@@ -272,6 +272,17 @@ func (s *Stream) Close() error {
 // will still be freed on it. For Chorus's own packages.
 func (s *Stream) Retain() { s.refs.Add(1) }
 
+// RetainOpen is Retain for callers that may meet Close: it reports false, and retains
+// nothing, where the driver's stream is gone or about to go. For Chorus's own packages.
+func (s *Stream) RetainOpen() bool {
+	for n := s.refs.Load(); n > 0; n = s.refs.Load() {
+		if s.refs.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+	return false
+}
+
 // Release undoes Retain.
 func (s *Stream) Release() error {
 	if s.refs.Add(-1) > 0 {

@@ -82,6 +82,8 @@ func (f *replayFlags) check(c *cobra.Command, files []string) error {
 		return usageError(c, errors.New("no file given"))
 	case !slices.Contains([]string{backend.Auto, backend.CUDA, backend.Virtual}, f.backend):
 		return usageError(c, fmt.Errorf("--backend %q: want auto, cuda or virtual", f.backend))
+	case f.sequence < -1:
+		return usageError(c, fmt.Errorf("--sequence %d: want 0 or more, or -1 for all", f.sequence))
 	case f.repeat < 0:
 		return usageError(c, fmt.Errorf("--repeat %d: want 0 or more", f.repeat))
 	case f.plot != "" && drawers[strings.ToLower(filepath.Ext(f.plot))] == nil:

@@ -124,6 +124,7 @@ func TestReplayErrors(t *testing.T) {
 		{launch.ExitUsage, `--backend "opencl"`, []string{"--backend", "opencl", good}},
 		{launch.ExitUsage, "--repeat -1", []string{"--repeat", "-1", good}},
 		{launch.ExitUsage, `--plot "x.png"`, []string{"--plot", "x.png", good}},
+		{launch.ExitUsage, "--sequence -2: want", []string{"--sequence", "-2", good}},
 		{launch.ExitUsage, "--sequence 1", []string{"--sequence", "1", good}},
 		{launch.ExitUsage, "--conf", []string{"--conf", "no_such_option:1", good}},
 		{launch.ExitUsage, "unknown flag: --nope", []string{"--nope", good}},

@@ -63,8 +63,8 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 
 // find returns the best free block, which stays on its shelf, or nothing.
 func (a *Arena) find(s *Settings, k kind, size uint64) block {
-	if a.pool.closed.Load() {
-		return block{}
+	if a.pool.closed.Load() || a.stream == nil {
+		return block{} // grow says why
 	}
 	b := a.pick(s, k, size)
 	if b.nothing() && a.pool.base != nil {

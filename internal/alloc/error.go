@@ -8,6 +8,9 @@ import (
 // ErrClosed is the error of an allocation from a pool that was closed.
 var ErrClosed = errors.New("the memory pool was closed")
 
+// ErrEnded is the error of an allocation on a stream that has ended.
+var ErrEnded = errors.New("the stream was destroyed meanwhile")
+
 // A NoMemoryError says that nothing on the ladder found memory. It matches
 // ErrNoMemory.
 type NoMemoryError struct {

@@ -407,6 +407,7 @@ func (s *fakeStream) Sync() error {
 }
 
 func (s *fakeStream) Number() uint64 { return s.number }
+func (s *fakeStream) Ended() bool    { return false }
 func (s *fakeStream) Retain()        { s.refs++ }
 func (s *fakeStream) Release()       { s.refs-- }
 

@@ -14,6 +14,9 @@ func (a *Arena) grow(s *Settings, k kind, size uint64) (block, error) {
 	if a.pool.closed.Load() {
 		return block{}, ErrClosed
 	}
+	if a.stream == nil {
+		return block{}, ErrEnded
+	}
 	for _, step := range ladder {
 		b, err := step(a, s, k, size)
 		if !b.nothing() || err != nil {

@@ -113,6 +113,7 @@ func (quietStream) Record() (Event, error) { return quietEvent{}, nil }
 func (quietStream) Wait(Event) error       { return nil }
 func (quietStream) Sync() error            { return nil }
 func (s quietStream) Number() uint64       { return s.number }
+func (quietStream) Ended() bool            { return false }
 func (quietStream) Retain()                {}
 func (quietStream) Release()               {}
 

@@ -22,7 +22,7 @@ type fitted struct {
 // pocketed puts a block that came back into the pocket, which is empty, if it may
 // wait there.
 func (a *Arena) pocketed(b block, x *slot, s *Settings) bool {
-	if a.pool.base != nil || a.pool.closed.Load() || s.MaxSplit != math.MaxUint64 || !a.pocketPays() {
+	if a.pool.base != nil || a.stream == nil || a.pool.closed.Load() || s.MaxSplit != math.MaxUint64 || !a.pocketPays() {
 		return false
 	}
 	f := &a.pocketOK

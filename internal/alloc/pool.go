@@ -82,6 +82,9 @@ func (p *Pool) arenaOf(s Stream) (*Arena, error) {
 			return a, nil
 		}
 	}
+	if s.Ended() {
+		return nil, ErrEnded
+	}
 	n := len(p.orphans)
 	if n == 0 {
 		return p.newArena(s), nil

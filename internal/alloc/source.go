@@ -49,6 +49,8 @@ type Stream interface {
 	Sync() error
 	// Number names the stream in snapshots.
 	Number() uint64
+	// Ended says that the stream is to be destroyed: Device.End follows, or was called.
+	Ended() bool
 	// Retain keeps the stream usable until Release.
 	Retain()
 	Release()

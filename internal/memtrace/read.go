@@ -72,7 +72,7 @@ func (e *recordedEvent) UnmarshalJSON(text []byte) error {
 	fields := []any{&e.action, &e.addr, &e.size, &e.stream, &time}
 	n := len(fields)
 	if err := json.Unmarshal(text, &fields); err != nil || len(fields) != n {
-		return fmt.Errorf("an event is %.80s: want [action, address, size, stream, time]", text)
+		return fmt.Errorf("an event is %.80s: want [action, address, size, stream, time], with whole numbers from 0 on", text)
 	}
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"os"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -105,5 +106,37 @@ func BenchmarkTraining(b *testing.B) {
 			}
 		}
 		i += len(ops)
+	}
+}
+
+// 16 goroutines have a stream each; the time is that of a pair over all of them.
+func BenchmarkStreams(b *testing.B) {
+	const streams = 16
+	for _, live := range []int{0, 1000} {
+		b.Run(fmt.Sprint(live), func(b *testing.B) {
+			m := newMachine(b, 140<<30)
+			d := m.device("")
+			b.ReportAllocs()
+			var wg sync.WaitGroup
+			for i := range streams {
+				a := must(d.Default().Arena(m.stream()))
+				wg.Go(func() {
+					r := rand.New(rand.NewPCG(uint64(i), 2))
+					blocks := make([]uint64, max(live, 1))
+					for i := range b.N / streams {
+						if j := i % len(blocks); live == 0 {
+							blocks[j], _ = a.Alloc(64 << 10)
+							_ = d.Free(blocks[j])
+						} else {
+							if blocks[j] != 0 {
+								_ = d.Free(blocks[j])
+							}
+							blocks[j], _ = a.Alloc(1 + r.Uint64()>>48)
+						}
+					}
+				})
+			}
+			wg.Wait()
+		})
 	}
 }

@@ -26,7 +26,6 @@ type world struct {
 	captures int
 	broken   error // what the driver fails with
 	failed   bool  // it has, in this operation
-	kinds    uint  // operations that may be chosen, by bits
 	what     string
 }
 

@@ -38,7 +38,8 @@ type (
 	makingKey struct{} // of what makes it
 )
 
-// heapOf returns the device's heap. The only error is one of the options.
+// heapOf returns the device's heap. The error is a mistake in the options, or of the
+// driver; the next call tries again.
 func heapOf(d *device.Device) (*heap, error) {
 	if d == nil {
 		return nil, errors.New("memory: no device given")
@@ -46,10 +47,13 @@ func heapOf(d *device.Device) (*heap, error) {
 	if v, ok := d.Kept(heapKey{}); ok {
 		return v.(*heap), nil
 	}
-	made := d.Local(makingKey{}, func() any {
-		return sync.OnceValues(func() (*heap, error) { return newHeap(d) })
-	}).(func() (*heap, error))
-	h, err := made()
+	making := d.Local(makingKey{}, func() any { return new(sync.Mutex) }).(*sync.Mutex)
+	making.Lock()
+	defer making.Unlock()
+	if v, ok := d.Kept(heapKey{}); ok {
+		return v.(*heap), nil
+	}
+	h, err := newHeap(d)
 	if err != nil {
 		return nil, err
 	}

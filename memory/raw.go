@@ -1,6 +1,8 @@
 package memory
 
 import (
+	"slices"
+
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/stream"
 )
@@ -44,16 +46,30 @@ func FreeRaw(d *device.Device, ptr uint64) error {
 }
 
 // RecordStreamRaw is Buffer.RecordStream for memory of AllocRaw, of which ptr may
-// be any address.
+// be any address; s may be of another device.
 func RecordStreamRaw(ptr uint64, s *stream.Stream) error {
 	l, err := laneOf("memory: record stream", s)
 	if err != nil {
 		return err
 	}
-	if err := l.heap.owner(ptr).RecordStream(ptr, l); err != nil {
-		return l.heap.pointer("record stream", ptr, err)
+	err = l.heap.owner(ptr).RecordStream(ptr, l)
+	if err == nil {
+		return nil
 	}
-	return nil
+	for _, h := range l.heap.others() {
+		if h.owner(ptr).RecordStream(ptr, l) == nil {
+			return nil
+		}
+	}
+	return l.heap.pointer("record stream", ptr, err)
+}
+
+// others returns the heaps of the System's other devices.
+func (h *heap) others() []*heap {
+	all := h.dev.System().Local(heapsKey{}, func() any { return &heaps{} }).(*heaps)
+	all.mu.Lock()
+	defer all.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(all.list), func(o *heap) bool { return o == h })
 }
 
 // free gives an address back to who has given it out.

@@ -143,3 +143,17 @@ func TestShortStreams(t *testing.T) {
 		})
 	}
 }
+
+// The stream of another device is recorded too, by any address of the block.
+func TestRecordStreamRawOfAnotherDevice(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		s, other := newStream(t, devs[0]), newStream(t, devs[1])
+		require.NoError(t, memory.EmptyCache(devs[1]))
+		p, err := memory.AllocRaw(s, 100_000)
+		require.NoError(t, err)
+		require.NoError(t, memory.RecordStreamRaw(p+777, other))
+		require.NoError(t, memory.FreeRaw(devs[0], p))
+		var wrong *memory.PointerError
+		require.ErrorAs(t, memory.RecordStreamRaw(p, other), &wrong)
+	})
+}

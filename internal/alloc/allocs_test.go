@@ -29,6 +29,9 @@ func TestHitAllocatesNothing(t *testing.T) {
 
 // Random sizes make none either, once the lists have their lengths.
 func TestChurnAllocatesNothing(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates, and takes a minute here")
+	}
 	for _, most := range []float64{16, 24} {
 		m := newMachine(t, 1<<44)
 		d := m.device("")
@@ -61,7 +64,7 @@ func TestManySmallBlocks(t *testing.T) {
 		d := m.device(conf)
 		s, other := m.stream(), m.stream()
 		a := must(d.Default().Arena(s))
-		live := make([]uint64, 100_000)
+		live := make([]uint64, 100_000/stride)
 		for i := range live {
 			live[i] = must(a.Alloc(512 + uint64(i%7)*512))
 		}

@@ -13,6 +13,7 @@ type Arena struct {
 	ended  Event  // behind all that it did, or nil if that is done
 	lost   error  // why nobody knows when it is done
 	audits bool
+	owed   []piece // that came back after the stream had ended, and the auditor does not know
 
 	shelves  [kinds]shelf
 	pocket   block
@@ -196,8 +197,8 @@ func (a *Arena) put(b block, x *slot, s *Settings) {
 	size, requested := uint64(x.size)*unit, x.requested()
 	a.domain.meter.retire(b.s.kind, int64(size), int64(requested))
 	a.device.note(ActionFreeCompleted, b.addr(), requested, a, nil)
-	if a.audits && a.stream != nil {
-		a.device.cfg.Auditor.Return(a.stream, b.addr(), size)
+	if a.audits {
+		a.giveAuditor(b.addr(), size)
 	}
 	x.place |= isPending // and so nobody joins it
 	if !a.pocket.nothing() {

@@ -17,7 +17,11 @@ func (a *Arena) grow(s *Settings, k kind, size uint64) (block, error) {
 	if a.stream == nil {
 		return block{}, ErrEnded
 	}
-	for _, step := range ladder {
+	steps := ladder
+	if s.ThrowOnMallocOOM {
+		steps = ladder[:2] // up to the driver
+	}
+	for _, step := range steps {
 		b, err := step(a, s, k, size)
 		if !b.nothing() || err != nil {
 			return b, err

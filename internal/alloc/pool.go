@@ -102,6 +102,7 @@ func (p *Pool) arenaOf(s Stream) (*Arena, error) {
 	for _, seg := range a.segments {
 		seg.stream = s
 	}
+	a.payAuditor()
 	a.domain.mu.Unlock()
 	return a, nil
 }

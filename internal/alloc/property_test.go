@@ -23,7 +23,7 @@ func TestRandomPrograms(t *testing.T) {
 func TestSoak(t *testing.T) {
 	const program = 20_000
 	start := time.Now()
-	for range max(*soak/program, 1) {
+	for range max(*soak/program/stride, 1) {
 		play(t, rand.Uint64(), program, 500)
 	}
 	t.Logf("%d operations in %v", *soak, time.Since(start))

@@ -124,6 +124,9 @@ func hungUp(c *net.UnixConn) bool {
 	err := control(c, func(fd int) error {
 		list := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
 		n, err := unix.Poll(list, 0)
+		for err == unix.EINTR { // a signal of Go's scheduler says nothing about the other
+			n, err = unix.Poll(list, 0)
+		}
 		gone = n > 0 && list[0].Revents&(unix.POLLRDHUP|unix.POLLHUP|unix.POLLERR) != 0
 		return err
 	})

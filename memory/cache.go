@@ -36,7 +36,9 @@ func (h *heap) empty() error {
 // StatsOf returns the statistics of the device's allocator
 // (torch.cuda.memory_stats). They are of one moment, and cost a look at every
 // stream that has allocated. Of cudaMallocAsync and of allocators of ChangeAllocator
-// only allocations are known, and what is reserved.
+// only allocations are known, and what is reserved; where both they and the caching
+// allocator were used, each peak is the sum of theirs, which may not have been at one
+// time.
 func StatsOf(d *device.Device) (Stats, error) {
 	h, err := heapOf(d)
 	if err != nil {

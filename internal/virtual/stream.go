@@ -120,7 +120,7 @@ func (s *stream) dawdle() {
 // release gives the slot of a destroyed stream back once it has drained. m.mu
 // is held.
 func (s *stream) release() {
-	if s.destroyed && !s.working && !s.released {
+	if s.destroyed && s.idle() && !s.released {
 		s.released = true
 		s.dev.m.slots.put(s.now)
 	}

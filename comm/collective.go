@@ -59,9 +59,9 @@ func AllReduce[T memory.Element](g *Group, op Op, xs ...memory.Slice[T]) error {
 	})
 }
 
-// Broadcast enqueues, in place, the copy of rank root's slice to all ranks.
+// BroadcastFrom enqueues, in place, the copy of rank root's slice to all ranks.
 // Collective.
-func Broadcast[T memory.Element](g *Group, root int, xs ...memory.Slice[T]) error {
+func BroadcastFrom[T memory.Element](g *Group, root int, xs ...memory.Slice[T]) error {
 	if err := checkShards(g, "broadcast", xs, true); err != nil {
 		return err
 	}

@@ -73,7 +73,7 @@ func TestLocalCollectives(t *testing.T) {
 				require.Equal(t, total(hs), read(t, g, i, xs[i]), "all-reduce n=%d rank %d", n, i)
 			}
 			xs, hs = shards(t, g, n)
-			require.NoError(t, comm.Broadcast(g, 1, xs...))
+			require.NoError(t, comm.BroadcastFrom(g, 1, xs...))
 			for i := range xs {
 				require.Equal(t, hs[1], read(t, g, i, xs[i]), "broadcast n=%d rank %d", n, i)
 			}
@@ -100,11 +100,11 @@ func TestMismatches(t *testing.T) {
 			comm.AllReduce(g, comm.Sum, xs[0]),
 			comm.AllReduce(g, comm.Sum, xs[0], xs[1].Slice(0, 4)),
 			comm.AllReduce(g, comm.Sum, xs[1], xs[0]),
-			comm.Broadcast(g, 0, xs[0], xs[0]),
+			comm.BroadcastFrom(g, 0, xs[0], xs[0]),
 		} {
 			require.ErrorIs(t, err, comm.ErrMismatch)
 		}
-		require.ErrorContains(t, comm.Broadcast(g, 5, xs...), "rank 5 does not exist")
+		require.ErrorContains(t, comm.BroadcastFrom(g, 5, xs...), "rank 5 does not exist")
 		require.ErrorContains(t, comm.AllGather(g, xs, xs), "want 16")
 		require.NoError(t, g.Err(), "a wrong argument does not break the group")
 		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))

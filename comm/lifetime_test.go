@@ -92,7 +92,7 @@ func TestRefusedOperationBreaksTheGroup(t *testing.T) {
 	err := comm.AllReduce(g, comm.Sum, xs...)
 	require.ErrorIs(t, err, comm.ErrBroken)
 	require.ErrorIs(t, err, nccl.ErrorInternal)
-	require.ErrorIs(t, comm.Broadcast(g, 0, xs...), comm.ErrBroken)
+	require.ErrorIs(t, comm.BroadcastFrom(g, 0, xs...), comm.ErrBroken)
 	require.ErrorIs(t, g.Err(), nccl.ErrorInternal)
 }
 

@@ -96,7 +96,7 @@ func train(ctx context.Context, g *comm.Group, res *result) error {
 	if err := g.Stream(0).WaitStream(m.s); err != nil {
 		return err
 	}
-	if err := comm.Broadcast(g, 0, m.flat[0]); err != nil {
+	if err := comm.BroadcastFrom(g, 0, m.flat[0]); err != nil {
 		return err
 	}
 	if err := m.s.WaitStream(g.Stream(0)); err != nil {

@@ -208,7 +208,7 @@ func (d *Device) Context() (cudadrv.Context, error) {
 // packages keep one thing for each device this way. Two first users may both
 // make one; only one of them is kept, so make must not own anything that has to
 // be closed. It is forgotten when the System is closed.
-func (d *Device) Local(key any, make func() any) any {
+func (d *Device) Local(key *kept.Key, make func() any) any {
 	if v, ok := d.local.Load(key); ok {
 		return v
 	}
@@ -216,7 +216,7 @@ func (d *Device) Local(key any, make func() any) any {
 }
 
 // Kept returns what Local has for the key, if anything. For Chorus's own packages.
-func (d *Device) Kept(key any) (value any, ok bool) { return d.local.Load(key) }
+func (d *Device) Kept(key *kept.Key) (value any, ok bool) { return d.local.Load(key) }
 
 func (d *Device) bind() cudadrv.Result {
 	if d.ctx.Load() == 0 {

@@ -6,6 +6,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 )
 
 // CanAccessPeer reports whether kernels on d can read and write peer's memory;
@@ -17,7 +18,7 @@ func (d *Device) CanAccessPeer(peer *Device) (bool, error) {
 	if d == peer {
 		return true, nil
 	}
-	known := d.Local(reachKey{}, func() any { return new(sync.Map) }).(*sync.Map)
+	known := d.Local(&reachKey, func() any { return new(sync.Map) }).(*sync.Map)
 	if can, ok := known.Load(peer); ok {
 		return can.(bool), nil
 	}
@@ -39,10 +40,7 @@ func (d *Device) PeerRank(peer *Device) (int, error) {
 }
 
 // What a device keeps in Local: which peers it can reach, and which are enabled.
-type (
-	reachKey struct{}
-	peerKey  struct{}
-)
+var reachKey, peerKey kept.Key
 
 // EnablePeer lets work on d reach the memory of peer, plain and pooled. It does
 // nothing where that is enabled already, and where the hardware cannot do it:
@@ -52,7 +50,7 @@ func (d *Device) EnablePeer(peer *Device) error {
 	if err != nil || !ok || d == peer {
 		return err
 	}
-	peers := d.Local(peerKey{}, func() any { return new(sync.Map) }).(*sync.Map)
+	peers := d.Local(&peerKey, func() any { return new(sync.Map) }).(*sync.Map)
 	if _, done := peers.Load(peer); done {
 		return nil
 	}
@@ -94,10 +92,10 @@ type peerHooks struct {
 	hooks  []func(*Device) error
 }
 
-type peerHooksKey struct{}
+var peerHooksKey kept.Key
 
 func (d *Device) peerHooks() *peerHooks {
-	return d.Local(peerHooksKey{}, func() any { return new(peerHooks) }).(*peerHooks)
+	return d.Local(&peerHooksKey, func() any { return new(peerHooks) }).(*peerHooks)
 }
 
 func (p *peerHooks) add(d *Device) []func(*Device) error {

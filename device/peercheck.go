@@ -10,6 +10,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/kept"
 )
 
 // PeerWorks reports whether a copy between the devices over peer access brings
@@ -67,14 +68,14 @@ type pair struct {
 	tested atomic.Bool
 }
 
-type pairKey struct{}
+var pairKey kept.Key
 
 // pairWith returns the one pair of two devices, which the first of them keeps.
 func (d *Device) pairWith(peer *Device) *pair {
 	if d.ordinal > peer.ordinal {
 		d, peer = peer, d
 	}
-	pairs := d.Local(pairKey{}, func() any { return new(sync.Map) }).(*sync.Map)
+	pairs := d.Local(&pairKey, func() any { return new(sync.Map) }).(*sync.Map)
 	if p, ok := pairs.Load(peer); ok {
 		return p.(*pair)
 	}

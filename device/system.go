@@ -106,7 +106,7 @@ func (s *System) Reports() []string {
 // Local returns what was stored for the key, making it on first use, as
 // Device.Local does for one device. Close closes what has a method Close, before
 // the contexts go. For Chorus's own packages.
-func (s *System) Local(key any, make func() any) any {
+func (s *System) Local(key *kept.Key, make func() any) any {
 	if v, ok := s.local.Load(key); ok {
 		return v
 	}

@@ -5,6 +5,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -12,7 +13,7 @@ import (
 // stream (cudaMallocAsync). The pool keeps what was freed.
 type asyncAllocator struct{}
 
-type asyncKey struct{}
+var asyncKey kept.Key
 
 func (asyncAllocator) Alloc(s *stream.Stream, bytes int) (uint64, error) {
 	if err := keepFreed(s.Device()); err != nil {
@@ -35,7 +36,7 @@ func (asyncAllocator) Free(s *stream.Stream, ptr uint64, _ int) error {
 // keepFreed tells the driver's pool once to keep freed memory instead of
 // returning it to the system at every synchronisation.
 func keepFreed(d *device.Device) error {
-	once := d.Local(asyncKey{}, func() any {
+	once := d.Local(&asyncKey, func() any {
 		return sync.OnceValue(func() error {
 			pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
 			if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {

@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -33,9 +34,9 @@ type heap struct {
 	used    bool             // something was allocated
 }
 
-type (
-	heapKey   struct{} // of the heap, once it is there
-	makingKey struct{} // of what makes it
+var (
+	heapKey   kept.Key // of the heap, once it is there
+	makingKey kept.Key // of what makes it
 )
 
 // heapOf returns the device's heap. The error is a mistake in the options, or of the
@@ -44,20 +45,20 @@ func heapOf(d *device.Device) (*heap, error) {
 	if d == nil {
 		return nil, errors.New("memory: no device given")
 	}
-	if v, ok := d.Kept(heapKey{}); ok {
+	if v, ok := d.Kept(&heapKey); ok {
 		return v.(*heap), nil
 	}
-	making := d.Local(makingKey{}, func() any { return new(sync.Mutex) }).(*sync.Mutex)
+	making := d.Local(&makingKey, func() any { return new(sync.Mutex) }).(*sync.Mutex)
 	making.Lock()
 	defer making.Unlock()
-	if v, ok := d.Kept(heapKey{}); ok {
+	if v, ok := d.Kept(&heapKey); ok {
 		return v.(*heap), nil
 	}
 	h, err := newHeap(d)
 	if err != nil {
 		return nil, err
 	}
-	return d.Local(heapKey{}, func() any { return h }).(*heap), nil
+	return d.Local(&heapKey, func() any { return h }).(*heap), nil
 }
 
 func newHeap(d *device.Device) (*heap, error) {
@@ -88,7 +89,7 @@ func newHeap(d *device.Device) (*heap, error) {
 		h.cached = h.uncached(asyncAllocator{})
 		h.engine.Store(h.cached)
 	}
-	d.System().Local(heapsKey{}, func() any { return &heaps{} }).(*heaps).add(h)
+	d.System().Local(&heapsKey, func() any { return &heaps{} }).(*heaps).add(h)
 	return h, nil
 }
 
@@ -98,7 +99,7 @@ type heaps struct {
 	list []*heap
 }
 
-type heapsKey struct{}
+var heapsKey kept.Key
 
 func (x *heaps) add(h *heap) {
 	x.mu.Lock()

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/internal/kept"
 )
 
 // A host is the caching allocator of pinned memory of one System (torch's
@@ -37,11 +38,11 @@ type hostBlock struct {
 	free  func() error // nil where it is part of something else
 }
 
-type hostKey struct{}
+var hostKey kept.Key
 
 // hostOf returns the allocator for dev's System.
 func hostOf(dev *device.Device) *host {
-	return dev.System().Local(hostKey{}, func() any { return newHost(settings) }).(*host)
+	return dev.System().Local(&hostKey, func() any { return newHost(settings) }).(*host)
 }
 
 func newHost(settings func() (alloc.Settings, error)) *host {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -24,10 +25,10 @@ type ipc struct {
 	mappings map[ipcKey]*ipcMapped // of their memory
 }
 
-type ipcSystemKey struct{}
+var ipcSystemKey kept.Key
 
 func ipcOf(dev *device.Device) *ipc {
-	return dev.System().Local(ipcSystemKey{}, func() any {
+	return dev.System().Local(&ipcSystemKey, func() any {
 		return &ipc{patience: ipcPatience, links: map[string]*ipcLink{}, mappings: map[ipcKey]*ipcMapped{}}
 	}).(*ipc)
 }

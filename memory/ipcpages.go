@@ -7,6 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 )
 
 // mappedPages knows which physical memory lies at the mapped addresses of a
@@ -18,10 +19,10 @@ type mappedPages struct {
 	at    map[uint64]cudadrv.MemHandle
 }
 
-type pagesKey struct{}
+var pagesKey kept.Key
 
 func pagesOf(d *device.Device) *mappedPages {
-	return d.Local(pagesKey{}, func() any { return &mappedPages{at: map[uint64]cudadrv.MemHandle{}} }).(*mappedPages)
+	return d.Local(&pagesKey, func() any { return &mappedPages{at: map[uint64]cudadrv.MemHandle{}} }).(*mappedPages)
 }
 
 // mapped notes a page of so many bytes at its address.

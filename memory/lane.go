@@ -8,6 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -46,21 +47,21 @@ func (l *lane) use(a *alloc.Arena) (done func()) {
 	}
 }
 
-type laneKey struct{}
+var laneKey kept.Key
 
 // laneOf returns the lane of a stream that is open.
 func laneOf(op string, s *stream.Stream) (*lane, error) {
 	if !s.Open() {
 		return nil, s.Check(op, nil)
 	}
-	if v, ok := s.Kept(laneKey{}); ok {
+	if v, ok := s.Kept(&laneKey); ok {
 		return v.(*lane), nil
 	}
 	return openLane(s)
 }
 
 func openLane(s *stream.Stream) (*lane, error) {
-	v, err := s.Keep(laneKey{}, func() (any, func() error, error) {
+	v, err := s.Keep(&laneKey, func() (any, func() error, error) {
 		h, err := heapOf(s.Device())
 		if err != nil {
 			return nil, nil, err

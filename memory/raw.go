@@ -66,7 +66,7 @@ func RecordStreamRaw(ptr uint64, s *stream.Stream) error {
 
 // others returns the heaps of the System's other devices.
 func (h *heap) others() []*heap {
-	all := h.dev.System().Local(heapsKey{}, func() any { return &heaps{} }).(*heaps)
+	all := h.dev.System().Local(&heapsKey, func() any { return &heaps{} }).(*heaps)
 	all.mu.Lock()
 	defer all.mu.Unlock()
 	return slices.DeleteFunc(slices.Clone(all.list), func(o *heap) bool { return o == h })

@@ -6,6 +6,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -31,7 +32,8 @@ type stage struct {
 	empty cudadrv.Event // of to
 }
 
-type stagerKey struct{ to *device.Device }
+// stagersKey is for the stagers of a device, by where they copy to.
+var stagersKey kept.Key
 
 // copyStaged enqueues a copy between devices through pinned memory.
 func copyStaged[T Element](s *stream.Stream, dst, src Slice[T]) error {
@@ -39,8 +41,12 @@ func copyStaged[T Element](s *stream.Stream, dst, src Slice[T]) error {
 		return err
 	}
 	from, to := src.Device(), dst.Device()
-	g := from.Local(stagerKey{to}, func() any { return &stager{from: from, to: to} }).(*stager)
-	return g.copy(s, dst.Raw(), src.Raw(), uintptr(src.Bytes()))
+	stagers := from.Local(&stagersKey, func() any { return new(sync.Map) }).(*sync.Map)
+	g, ok := stagers.Load(to)
+	if !ok {
+		g, _ = stagers.LoadOrStore(to, &stager{from: from, to: to})
+	}
+	return g.(*stager).copy(s, dst.Raw(), src.Raw(), uintptr(src.Bytes()))
 }
 
 func (g *stager) copy(s *stream.Stream, dst, src cudadrv.DevicePtr, bytes uintptr) error {

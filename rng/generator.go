@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/kept"
 )
 
 // StateSize is the number of bytes of a generator's state.
@@ -32,7 +33,7 @@ type Generator struct {
 // sequence. Generators with one seed draw the same numbers.
 func New(dev *device.Device, seed uint64) *Generator { return &Generator{dev: dev, seed: seed} }
 
-type defaultKey struct{}
+var defaultKey kept.Key
 
 // Default returns the device's default generator, the same one on every call. It
 // starts with a random seed, as torch.cuda.default_generators do.
@@ -40,7 +41,7 @@ func Default(dev *device.Device) *Generator {
 	if dev == nil {
 		return New(nil, 0) // fills will say what is wrong with it
 	}
-	return dev.Local(defaultKey{}, func() any { return New(dev, randomSeed()) }).(*Generator)
+	return dev.Local(&defaultKey, func() any { return New(dev, randomSeed()) }).(*Generator)
 }
 
 // Device returns the device whose memory the generator fills.

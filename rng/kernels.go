@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -70,10 +71,10 @@ type toolbox struct {
 	policy policy     // set before the first kernel is
 }
 
-type toolboxKey struct{}
+var toolboxKey kept.Key
 
 func tools(dev *device.Device) *toolbox {
-	return dev.Local(toolboxKey{}, func() any { return new(toolbox) }).(*toolbox)
+	return dev.Local(&toolboxKey, func() any { return new(toolbox) }).(*toolbox)
 }
 
 // modules keeps every compiled module reachable. A kernel belongs to its device

@@ -6,9 +6,10 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/kept"
 )
 
-type defaultKey struct{}
+var defaultKey kept.Key
 
 // Default returns the device's legacy default stream, the same one on every call
 // (torch.cuda.default_stream, CUstream 0). It is for code that shares the device
@@ -22,7 +23,7 @@ func Default(dev *device.Device) *Stream {
 	if dev == nil {
 		return nil // methods and functions say that there is none
 	}
-	return dev.Local(defaultKey{}, func() any {
+	return dev.Local(&defaultKey, func() any {
 		s := &Stream{dev: dev, kind: legacy}
 		s.refs.Store(1)
 		handle.InitForever(&s.owner)

@@ -7,6 +7,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/kept"
 )
 
 // poolStreams is how many streams the pool has of each priority and device, as
@@ -24,7 +25,7 @@ type poolLevel struct {
 	next    int
 }
 
-type poolKey struct{}
+var poolKey kept.Key
 
 // FromPool returns a stream of the pool that the process shares, without making
 // one on most calls (torch.cuda.Stream). Each priority of a device has 32
@@ -39,7 +40,7 @@ func FromPool(dev *device.Device, priority int) (*Stream, error) {
 	if err := checkPriority(op, dev, priority); err != nil {
 		return nil, err
 	}
-	p := dev.Local(poolKey{}, func() any { return new(pool) }).(*pool)
+	p := dev.Local(&poolKey, func() any { return new(pool) }).(*pool)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.levels == nil {

@@ -303,7 +303,7 @@ func (s *Stream) Release() error {
 // Keep returns what open made for the key, calling it on first use, and closes
 // that with the stream: other packages keep one thing for each stream this way.
 // Later uses take no lock. For Chorus's own packages.
-func (s *Stream) Keep(key any, open func() (value any, close func() error, err error)) (any, error) {
+func (s *Stream) Keep(key *kept.Key, open func() (value any, close func() error, err error)) (any, error) {
 	c, err := s.kept.LoadOrMake(key, func() (any, error) {
 		v, c, err := open()
 		return &companion{v, c}, err
@@ -315,7 +315,7 @@ func (s *Stream) Keep(key any, open func() (value any, close func() error, err e
 }
 
 // Kept returns what Keep has for the key, if anything. For Chorus's own packages.
-func (s *Stream) Kept(key any) (value any, ok bool) {
+func (s *Stream) Kept(key *kept.Key) (value any, ok bool) {
 	c, ok := s.kept.Load(key)
 	if !ok {
 		return nil, false

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -152,12 +153,13 @@ func TestStreamClosedBeforeItsMemory(t *testing.T) {
 
 // What is kept for a stream is made once and closed with it.
 func TestKeep(t *testing.T) {
+	var key kept.Key
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		opened, closed := 0, 0
 		keep := func(fail error) (any, error) {
-			return s.Keep("key", func() (any, func() error, error) {
+			return s.Keep(&key, func() (any, func() error, error) {
 				opened++
 				return opened, func() error { closed++; return nil }, fail
 			})

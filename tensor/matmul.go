@@ -6,6 +6,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -147,7 +148,7 @@ func (f *factors) at(i int) unsafe.Pointer {
 func (f *factors) alpha() unsafe.Pointer { return f.at(0) }
 func (f *factors) beta() unsafe.Pointer  { return f.at(1) }
 
-type handleKey struct{}
+var handleKey kept.Key
 
 // handleOf returns the stream's cuBLAS handle. A handle of its own for each
 // stream keeps their workspaces apart.
@@ -156,7 +157,7 @@ func handleOf(s *stream.Stream) (cublasapi.API, cublasapi.Handle, error) {
 	if err != nil {
 		return nil, 0, err
 	}
-	v, err := s.Keep(handleKey{}, func() (any, func() error, error) {
+	v, err := s.Keep(&handleKey, func() (any, func() error, error) {
 		var h cublasapi.Handle
 		if err := s.RefuseCapture("tensor: first matrix product on the stream", "compute one before the capture"); err != nil {
 			return nil, nil, err

@@ -8,6 +8,10 @@ import (
 	"sync/atomic"
 )
 
+// A Key stands for what one package keeps with the objects of another. It is known by
+// its address: each is a variable of the package.
+type Key struct{ _ byte }
+
 // A Map has few keys, which are looked up often and hardly ever added: looking one
 // up goes over all of them. Its methods may be called by any goroutine. The zero
 // value is empty. It must not be copied.
@@ -16,10 +20,13 @@ type Map struct {
 	list atomic.Pointer[[]entry]
 }
 
-type entry struct{ key, value any }
+type entry struct {
+	key   *Key
+	value any
+}
 
 // Load returns the value of a key.
-func (m *Map) Load(key any) (value any, ok bool) {
+func (m *Map) Load(key *Key) (value any, ok bool) {
 	if list := m.list.Load(); list != nil {
 		for i := range *list {
 			if e := &(*list)[i]; e.key == key {
@@ -33,7 +40,7 @@ func (m *Map) Load(key any) (value any, ok bool) {
 // LoadOrMake returns the value of a key, and makes it if there is none. Other
 // goroutines that add a key wait meanwhile; make must not add one itself. After an
 // error there is still none.
-func (m *Map) LoadOrMake(key any, make func() (any, error)) (any, error) {
+func (m *Map) LoadOrMake(key *Key, make func() (any, error)) (any, error) {
 	if v, ok := m.Load(key); ok {
 		return v, nil
 	}
@@ -51,7 +58,7 @@ func (m *Map) LoadOrMake(key any, make func() (any, error)) (any, error) {
 }
 
 // LoadOrStore returns the value of a key, which is value if there was none.
-func (m *Map) LoadOrStore(key, value any) any {
+func (m *Map) LoadOrStore(key *Key, value any) any {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if v, ok := m.Load(key); ok {
@@ -61,7 +68,7 @@ func (m *Map) LoadOrStore(key, value any) any {
 	return value
 }
 
-func (m *Map) store(key, value any) {
+func (m *Map) store(key *Key, value any) {
 	var list []entry
 	if old := m.list.Load(); old != nil {
 		list = slices.Clone(*old)

@@ -8,29 +8,26 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-type (
-	one struct{}
-	two struct{ n int }
-)
+var one, two, three Key
 
 func TestMap(t *testing.T) {
 	var m Map
-	_, ok := m.Load(one{})
+	_, ok := m.Load(&one)
 	require.False(t, ok)
-	_, err := m.LoadOrMake(one{}, func() (any, error) { return 1, errors.New("not now") })
+	_, err := m.LoadOrMake(&one, func() (any, error) { return 1, errors.New("not now") })
 	require.EqualError(t, err, "not now")
-	_, ok = m.Load(one{})
+	_, ok = m.Load(&one)
 	require.False(t, ok, "what failed is not kept")
 	for _, want := range []int{1, 1} {
-		v, err := m.LoadOrMake(one{}, func() (any, error) { return want, nil })
+		v, err := m.LoadOrMake(&one, func() (any, error) { return want, nil })
 		require.NoError(t, err)
 		require.Equal(t, 1, v)
 	}
-	require.Equal(t, "a", m.LoadOrStore(two{1}, "a"))
-	require.Equal(t, "b", m.LoadOrStore(two{2}, "b"))
-	require.Equal(t, "a", m.LoadOrStore(two{1}, "c"))
+	require.Equal(t, "a", m.LoadOrStore(&two, "a"))
+	require.Equal(t, "b", m.LoadOrStore(&three, "b"))
+	require.Equal(t, "a", m.LoadOrStore(&two, "c"))
 	require.Equal(t, []any{1, "a", "b"}, m.Clear())
-	_, ok = m.Load(two{1})
+	_, ok = m.Load(&two)
 	require.False(t, ok)
 }
 
@@ -41,12 +38,12 @@ func TestMapOfManyGoroutines(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 16 {
 		wg.Go(func() {
-			v, err := m.LoadOrMake(one{}, func() (any, error) { made++; return &made, nil })
+			v, err := m.LoadOrMake(&one, func() (any, error) { made++; return &made, nil })
 			require.NoError(t, err)
 			require.Same(t, &made, v)
 		})
 	}
 	wg.Wait()
 	require.Equal(t, 1, made)
-	require.Zero(t, testing.AllocsPerRun(100, func() { m.Load(one{}) }))
+	require.Zero(t, testing.AllocsPerRun(100, func() { m.Load(&one) }))
 }

@@ -47,7 +47,7 @@ func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
 	if err != nil {
 		return nil, err
 	}
-	if !s.RetainOpen() {
+	if !s.Retain() {
 		return nil, s.Check("memory: allocate", nil)
 	}
 	b := &Buffer{stream: s, bytes: uintptr(bytes), heap: l.heap}
@@ -84,22 +84,33 @@ func (b *Buffer) RecordStream(s *stream.Stream) error {
 	if err != nil {
 		return err
 	}
+	if !s.Retain() {
+		return s.Check("memory: record stream", nil)
+	}
+	used, err := b.addUser(s, l)
+	if !used {
+		err = errors.Join(err, s.Release())
+	}
+	return err
+}
+
+// addUser takes over one reference to the stream, unless the buffer has it already.
+func (b *Buffer) addUser(s *stream.Stream, l *lane) (added bool, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.owner.Closed() {
-		return fmt.Errorf("memory: record stream: %w", device.ErrClosed)
+		return false, fmt.Errorf("memory: record stream: %w", device.ErrClosed)
 	}
 	if slices.Contains(b.users, s) {
-		return nil
+		return false, nil
 	}
 	if b.by != nil {
 		if err := b.by.RecordStream(uint64(b.ptr), l); err != nil {
-			return b.heap.pointer("record stream", uint64(b.ptr), err)
+			return false, b.heap.pointer("record stream", uint64(b.ptr), err)
 		}
 	}
-	s.Retain()
 	b.users = append(b.users, s)
-	return nil
+	return true, nil
 }
 
 // Close frees the memory in the order of its stream: after everything that is

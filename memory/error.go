@@ -74,10 +74,18 @@ func outOfMemory(d *device.Device, bytes uintptr, cause error) error {
 	return &OutOfMemoryError{Device: d.String(), Requested: uint64(bytes), Wanted: uint64(bytes), Free: free, Total: total, Fraction: 1, Err: cause}
 }
 
+// closed marks the errors that mean device.ErrClosed.
+func closed(err error) error {
+	if errors.Is(err, alloc.ErrEnded) || errors.Is(err, alloc.ErrClosed) {
+		return fmt.Errorf("%w: %w", err, device.ErrClosed)
+	}
+	return err
+}
+
 // explain turns an error of an allocation into one of this package.
 func (h *heap) explain(bytes int, err error) error {
 	if !errors.Is(err, alloc.ErrNoMemory) {
-		return fmt.Errorf("memory: allocate %d bytes on %s: %w", bytes, h.dev, err)
+		return fmt.Errorf("memory: allocate %d bytes on %s: %w", bytes, h.dev, closed(err))
 	}
 	e := outOfMemory(h.dev, uintptr(bytes), device.ErrorOutOfMemory).(*OutOfMemoryError)
 	if a, ok := errors.AsType[*alloc.NoMemoryError](err); ok {
@@ -121,7 +129,7 @@ func (e *PointerError) Unwrap() error { return e.Err }
 func (h *heap) pointer(op string, ptr uint64, err error) error {
 	a, ok := errors.AsType[*alloc.PointerError](err)
 	if !ok {
-		return fmt.Errorf("memory: %s %#x on %s: %w", op, ptr, h.dev, err)
+		return fmt.Errorf("memory: %s %#x on %s: %w", op, ptr, h.dev, closed(err))
 	}
 	return &PointerError{Op: op, Device: h.dev.String(), Address: ptr, Block: a.Within, Size: a.Size,
 		Allocated: stackOf(a.Stack), Freed: stackOf(a.Freed), Err: err}

@@ -181,7 +181,7 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 			return grant{addr: addr, by: e}, err
 		}
 		if a, err = l.current(); err != nil {
-			return grant{}, err
+			return grant{}, l.heap.explain(bytes, err)
 		}
 	}
 	g.addr, err = a.Alloc(uint64(bytes))

@@ -56,8 +56,9 @@ func (l *hostLease) enter(s *stream.Stream, held bool) error {
 		l.mu.Unlock()
 		return device.ErrClosed
 	}
-	if capture == 0 {
-		l.note(s)
+	if capture == 0 && !l.note(s) {
+		l.mu.Unlock()
+		return s.Check("stream", nil)
 	}
 	l.busy++
 	l.mu.Unlock()
@@ -71,16 +72,19 @@ func (l *hostLease) enter(s *stream.Stream, held bool) error {
 	return nil
 }
 
-// note adds a user. l.mu is held.
-func (l *hostLease) note(s *stream.Stream) {
+// note adds a user, unless the stream is gone. l.mu is held.
+func (l *hostLease) note(s *stream.Stream) bool {
 	if slices.Contains(l.users, s) {
-		return
+		return true
 	}
 	if len(l.users) >= manyUsers && l.busy == 0 {
 		l.forgetIdle()
 	}
-	s.Retain()
+	if !s.Retain() {
+		return false
+	}
 	l.users = append(l.users, s)
+	return true
 }
 
 // forgetIdle drops the users that have nothing left to do. l.mu is held.

@@ -104,11 +104,13 @@ func OpenIPC[T Element](s *stream.Stream, h IPCHandle) (Slice[T], error) {
 	if err := h.check(s.Device(), sizeOf[T]()); err != nil {
 		return Slice[T]{}, fmt.Errorf("%s: %w", op, err)
 	}
+	if !s.Retain() {
+		return Slice[T]{}, s.Check(op, nil)
+	}
 	b := &Buffer{stream: s, bytes: uintptr(h.Bytes)}
 	if err := ipcOf(s.Device()).open(s, &h, b); err != nil {
-		return Slice[T]{}, fmt.Errorf("%s of process %d: %w", op, h.PID, err)
+		return Slice[T]{}, fmt.Errorf("%s of process %d: %w", op, h.PID, errors.Join(err, s.Release()))
 	}
-	s.Retain()
 	handle.Init(b, &b.owner, "memory of another process")
 	return Slice[T]{buf: b, n: h.Bytes / sizeOf[T](), root: true}, nil
 }

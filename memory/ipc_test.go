@@ -67,15 +67,15 @@ func plainSlice(t testing.TB, s *stream.Stream, n int, freed *atomic.Int32) Slic
 	const before = 512
 	p, err := Driver.Alloc(s, before+4*n)
 	require.NoError(t, err)
-	return foreignSlice(s, cudadrv.DevicePtr(p)+before, n, func() error {
+	return foreignSlice(t, s, cudadrv.DevicePtr(p)+before, n, func() error {
 		freed.Add(1)
 		return Driver.Free(s, p, before+4*n)
 	})
 }
 
-func foreignSlice(s *stream.Stream, p cudadrv.DevicePtr, n int, free func() error) Slice[int32] {
+func foreignSlice(t testing.TB, s *stream.Stream, p cudadrv.DevicePtr, n int, free func() error) Slice[int32] {
 	b := &Buffer{stream: s, ptr: p, bytes: uintptr(4 * n), foreign: free}
-	s.Retain()
+	require.True(t, s.Retain())
 	handle.Init(b, &b.owner, "buffer")
 	return Slice[int32]{buf: b, n: n, root: true}
 }
@@ -103,7 +103,7 @@ func pagedSlice(t testing.TB, s *stream.Stream, n int, freed *atomic.Int32) Slic
 	do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemSetAccess(base, bytes, cudadrv.MemAccessReadWrite, d.Handle())
 	})
-	return foreignSlice(s, base+before, n, func() error {
+	return foreignSlice(t, s, base+before, n, func() error {
 		freed.Add(1)
 		pagesOf(d).unmapped(uint64(base), uint64(bytes))
 		err := d.Do("cuMemUnmap", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemUnmap(base, bytes) })

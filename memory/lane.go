@@ -157,7 +157,7 @@ func (l *lane) Sync() error {
 
 func (l *lane) Number() uint64 { return uint64(l.s.Raw()) }
 func (l *lane) Ended() bool    { return l.ended.Load() }
-func (l *lane) Retain()        { l.s.Retain() }
+func (l *lane) Retain() bool   { return l.s.Retain() }
 
 // Release is called with the allocator's locks held, which the end of a stream
 // needs: so it is put off until they are not.

@@ -91,7 +91,7 @@ func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 	}
 	a, err := part.Arena(l)
 	if err != nil {
-		return err
+		return fmt.Errorf("%s on %s: %w", op, l.s, closed(err))
 	}
 	defer l.use(a)()
 	return fn()
@@ -141,7 +141,11 @@ func (p *Pool) captured(l *lane) (*alloc.Arena, error) {
 	if err != nil {
 		return nil, err
 	}
-	return part.Arena(l)
+	a, err := part.Arena(l)
+	if err != nil {
+		return nil, fmt.Errorf("memory: allocate for a capture of %s: %w", l.s, closed(err))
+	}
+	return a, nil
 }
 
 // Reserved returns the bytes that the pool holds on all devices, used or not.

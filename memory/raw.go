@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"errors"
 	"slices"
 
 	"github.com/gochorus/chorus/device"
@@ -26,8 +27,11 @@ func AllocRaw(s *stream.Stream, bytes int) (ptr uint64, err error) {
 		}
 		return ptr, nil
 	}
+	if !s.Retain() { // the rest asks the driver about the stream
+		return 0, s.Check("memory: allocate", nil)
+	}
 	g, err := l.alloc(bytes)
-	return g.addr, err
+	return g.addr, errors.Join(err, s.Release())
 }
 
 // FreeRaw gives back what AllocRaw has returned on a stream of the device, in the
@@ -52,6 +56,7 @@ func RecordStreamRaw(ptr uint64, s *stream.Stream) error {
 	if err != nil {
 		return err
 	}
+	defer l.heap.tidy()
 	err = l.heap.owner(ptr).RecordStream(ptr, l)
 	if err == nil {
 		return nil

@@ -18,6 +18,7 @@ type uncached struct {
 
 	mu    sync.Mutex
 	loans map[uint64]*loan // by address
+	asked int64            // bytes that the Allocator is being asked for
 	stats Stats            // but for what only the Allocator knows
 }
 
@@ -57,43 +58,60 @@ func (e *uncached) find(addr uint64) *loan {
 	return nil
 }
 
-func (e *uncached) alloc(l *lane, bytes int) (uint64, error) {
+func (e *uncached) alloc(l *lane, bytes int) (addr uint64, err error) {
 	e.h.use()
-	addr, err := e.take(l, bytes)
-	if err != nil {
-		if errors.Is(err, device.ErrorOutOfMemory) {
-			e.mu.Lock()
-			e.stats.OOMs++
-			e.mu.Unlock()
-		}
-		return 0, e.explain(bytes, err)
+	if !l.Retain() {
+		return 0, e.explain(bytes, alloc.ErrEnded)
 	}
+	err = device.ErrorOutOfMemory
+	if e.reserve(bytes) {
+		addr, err = e.a.Alloc(l.s, bytes)
+		err = e.enter(l, addr, bytes, err)
+	}
+	if err == nil {
+		return addr, nil
+	}
+	_ = l.s.Release() // a stream that cannot be destroyed costs nobody anything
+	if errors.Is(err, device.ErrorOutOfMemory) {
+		e.mu.Lock()
+		e.stats.OOMs++
+		e.mu.Unlock()
+	}
+	return 0, e.explain(bytes, err)
+}
+
+// reserve says whether the process may have so many bytes more, and keeps them from
+// other goroutines until enter.
+func (e *uncached) reserve(bytes int) bool {
+	if bytes >= absurd {
+		return false
+	}
+	f := e.h.native.Fraction()
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if addr == 0 || e.loans[addr] != nil { // to give it back would take it from whoever has it
-		return 0, fmt.Errorf("memory: allocate %d bytes on %s: the allocator gave the address %#x: want one that is not 0, of memory that it has not given out already", bytes, e.h.dev, addr)
+	if has := e.stats.AllocatedBytes.All.Current + e.asked; f < 1 && has+int64(bytes) > int64(f*float64(e.h.total)) {
+		return false
 	}
-	l.s.Retain()
+	e.asked += int64(bytes)
+	return true
+}
+
+// enter puts what the Allocator has given, if it has, into the books, in place of what
+// was reserved.
+func (e *uncached) enter(l *lane, addr uint64, bytes int, err error) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.asked -= int64(bytes)
+	if err != nil {
+		return err
+	}
+	if addr == 0 || e.loans[addr] != nil { // to give it back would take it from whoever has it
+		return fmt.Errorf("the allocator gave the address %#x: want one that is not 0, of memory that it has not given out already", addr)
+	}
 	e.loans[addr] = &loan{l: l, bytes: bytes}
 	e.count(1, int64(bytes))
 	e.stats.DeviceAllocs++
-	return addr, nil
-}
-
-// take asks the Allocator for a block, if the process may have it.
-func (e *uncached) take(l *lane, bytes int) (uint64, error) {
-	if bytes >= absurd {
-		return 0, device.ErrorOutOfMemory
-	}
-	if f := e.h.native.Fraction(); f < 1 {
-		e.mu.Lock()
-		has := e.stats.AllocatedBytes.All.Current
-		e.mu.Unlock()
-		if has+int64(bytes) > int64(f*float64(e.h.total)) {
-			return 0, device.ErrorOutOfMemory
-		}
-	}
-	return e.a.Alloc(l.s, bytes)
+	return nil
 }
 
 // explain is heap.explain with what the engine knows. An Allocator that explains
@@ -161,7 +179,9 @@ func (e *uncached) RecordStream(addr uint64, s alloc.Stream) error {
 		return &alloc.PointerError{Addr: addr}
 	}
 	if x.l != l && !slices.Contains(x.users, l) {
-		l.Retain()
+		if !l.Retain() {
+			return alloc.ErrEnded
+		}
 		x.users = append(x.users, l)
 	}
 	return nil

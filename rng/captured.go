@@ -110,21 +110,21 @@ func (c *captured) LetGo(stream.Holder) {
 // Prepare takes the numbers of a launch on s and enqueues the writing of their
 // place before it.
 func (c *captured) Prepare(s *stream.Stream) error {
+	if !s.Retain() { // until the next launch has waited for it
+		return s.Check("rng", nil)
+	}
 	c.mu.Lock()
 	if err := c.write(s); err != nil {
 		c.mu.Unlock()
-		return fmt.Errorf("rng: %w", err)
+		return fmt.Errorf("rng: %w", errors.Join(err, s.Release()))
 	}
 	return nil
 }
 
 // Launched ends what Prepare began.
 func (c *captured) Launched(s *stream.Stream) {
-	if c.last != s {
-		s.Retain()
-		c.forget()
-		c.last = s
-	}
+	c.forget()
+	c.last = s
 	c.mu.Unlock()
 }
 

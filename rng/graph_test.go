@@ -294,3 +294,30 @@ func TestFirstUseInCapture(t *testing.T) {
 		}
 	})
 }
+
+// Launches on streams that are being closed draw or meet device.ErrClosed, and the
+// launches after them wait for them (the stream of a launch is held until then).
+func TestLaunchWhileTheStreamCloses(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	d, g := newDrawer(t, newStream(t, devs[0])), rng.New(devs[0], 5)
+	x := capture(t, func() error { return rng.Uniform(g, d.s, d.u, 0, 1) }, d.s)
+	for range 5 {
+		o, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		launched := make(chan error, 1)
+		began := make(chan struct{})
+		go func() {
+			err := x.Launch(o)
+			close(began)
+			for err == nil {
+				err = x.Launch(o)
+			}
+			launched <- err
+		}()
+		<-began
+		require.NoError(t, o.Close())
+		require.ErrorIs(t, <-launched, device.ErrClosed)
+		require.NoError(t, x.Launch(d.s))
+		require.NoError(t, d.s.Sync(testgpu.Context(t)))
+	}
+}

@@ -269,12 +269,10 @@ func (s *Stream) Close() error {
 }
 
 // Retain keeps the driver's stream alive after Close until Release, for what
-// will still be freed on it. For Chorus's own packages.
-func (s *Stream) Retain() { s.refs.Add(1) }
-
-// RetainOpen is Retain for callers that may meet Close: it reports false, and retains
-// nothing, where the driver's stream is gone or about to go. For Chorus's own packages.
-func (s *Stream) RetainOpen() bool {
+// will still be freed on it. It reports false, and retains nothing, where the
+// driver's stream is gone or about to go, of which Check then tells. For Chorus's
+// own packages.
+func (s *Stream) Retain() bool {
 	for n := s.refs.Load(); n > 0; n = s.refs.Load() {
 		if s.refs.CompareAndSwap(n, n+1) {
 			return true
@@ -303,7 +301,14 @@ func (s *Stream) Release() error {
 // Keep returns what open made for the key, calling it on first use, and closes
 // that with the stream: other packages keep one thing for each stream this way.
 // Later uses take no lock. For Chorus's own packages.
-func (s *Stream) Keep(key *kept.Key, open func() (value any, close func() error, err error)) (any, error) {
+func (s *Stream) Keep(key *kept.Key, open func() (value any, close func() error, err error)) (value any, err error) {
+	if v, ok := s.Kept(key); ok {
+		return v, nil
+	}
+	if !s.Retain() { // what is kept now, nobody would close
+		return nil, s.Check("stream: keep", nil)
+	}
+	defer func() { err = errors.Join(err, s.Release()) }()
 	c, err := s.kept.LoadOrMake(key, func() (any, error) {
 		v, c, err := open()
 		return &companion{v, c}, err

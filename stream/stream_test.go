@@ -171,11 +171,15 @@ func TestKeep(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, 2, v)
 		}
-		s.Retain()
+		require.True(t, s.Retain())
 		require.NoError(t, s.Close())
 		require.Zero(t, closed, "it is in use")
 		require.NoError(t, s.Release())
 		require.Equal(t, 1, closed)
+		_, err = keep(nil)
+		require.ErrorIs(t, err, device.ErrClosed)
+		require.False(t, s.Retain(), "it is gone")
+		require.Equal(t, []int{2, 1}, []int{opened, closed}, "nothing is kept with what is gone")
 	})
 }
 

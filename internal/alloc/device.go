@@ -196,8 +196,7 @@ func (d *Device) RecordStream(addr uint64, s Stream) error {
 		return d.foreign(addr)
 	}
 	defer unlock()
-	b.use(s)
-	return nil
+	return b.use(s)
 }
 
 // find locks the domain of the used block that addr lies in.

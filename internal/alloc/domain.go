@@ -86,20 +86,25 @@ func (b block) leave() (users, captured []Stream) {
 }
 
 // use adds a stream to those that use the block.
-func (b block) use(s Stream) {
+func (b block) use(s Stream) error {
 	a := b.arena()
 	if s == a.stream {
-		return
+		return nil
+	}
+	if !s.Retain() {
+		return ErrEnded
 	}
 	r := b.keep()
 	list := &r.users
 	if a.pool.capturing && captured(s) {
 		list = &r.captured
 	}
-	if !slices.Contains(*list, s) {
-		s.Retain()
-		*list = append(*list, s)
+	if slices.Contains(*list, s) {
+		s.Release()
+		return nil
 	}
+	*list = append(*list, s)
+	return nil
 }
 
 // captured says whether the stream is being captured into a graph.

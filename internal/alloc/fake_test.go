@@ -408,7 +408,7 @@ func (s *fakeStream) Sync() error {
 
 func (s *fakeStream) Number() uint64 { return s.number }
 func (s *fakeStream) Ended() bool    { return false }
-func (s *fakeStream) Retain()        { s.refs++ }
+func (s *fakeStream) Retain() bool   { s.refs++; return true }
 func (s *fakeStream) Release()       { s.refs-- }
 
 func (e *fakeEvent) Passed() (bool, error) {

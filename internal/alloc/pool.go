@@ -144,19 +144,22 @@ func (d *Device) End(s Stream) {
 }
 
 func (a *Arena) end() {
-	var e Event
-	var lost error
-	if a.pool.base == nil {
-		if e, lost = a.stream.Record(); e == nil {
-			lost = a.stream.Sync()
-		}
-		if lost == nil {
-			a.pool.orphans = append(a.pool.orphans, a)
-		}
-	}
+	s := a.stream
 	a.domain.lock()
-	a.stream, a.ended, a.lost = nil, e, lost
+	if a.pool.base == nil { // what comes back while it ends, comes before the event or on no stream
+		a.ended, a.lost = s.Record()
+	}
+	a.stream = nil
 	a.device.leave(a.domain)
+	if a.pool.base != nil {
+		return
+	}
+	if a.ended == nil {
+		a.lost = s.Sync()
+	}
+	if a.lost == nil {
+		a.pool.orphans = append(a.pool.orphans, a)
+	}
 }
 
 // unlessBusy is for what can wait until the capture of a stream has ended.

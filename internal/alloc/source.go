@@ -51,8 +51,8 @@ type Stream interface {
 	Number() uint64
 	// Ended says that the stream is to be destroyed: Device.End follows, or was called.
 	Ended() bool
-	// Retain keeps the stream usable until Release.
-	Retain()
+	// Retain keeps the stream usable until Release, or reports that it is gone.
+	Retain() bool
 	Release()
 }
 

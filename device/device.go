@@ -235,6 +235,9 @@ func (d *Device) retain() cudadrv.Result {
 	if d.ctx.Load() != 0 {
 		return cudadrv.Success
 	}
+	if d.sys.closed.Load() {
+		return cudadrv.ErrorDeinitialized // of which fail tells
+	}
 	c, r := d.sys.sys.Driver.DevicePrimaryCtxRetain(d.handle)
 	if r == cudadrv.Success {
 		d.ctx.Store(uintptr(c))

@@ -218,18 +218,25 @@ func TestSystemClose(t *testing.T) {
 	require.NoError(t, (*device.System)(nil).Close())
 }
 
-// A device that is used again after Close has a context again, whatever became of
-// the one before.
+// A device of a System that was closed has no context any more; that of another has
+// one, whatever became of the first.
 func TestUseAfterSystemClose(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		sys, err := device.NewSystem(&device.SystemConfig{Backend: devs[0].System().Backend()})
-		require.NoError(t, err)
 		for range 3 {
+			sys, err := device.NewSystem(&device.SystemConfig{Backend: devs[0].System().Backend()})
+			require.NoError(t, err)
 			free, total, err := sys.Devices()[0].MemoryInfo()
 			require.NoError(t, err)
 			require.Positive(t, free)
 			require.LessOrEqual(t, free, total)
 			require.NoError(t, sys.Close())
+			_, _, err = sys.Devices()[0].MemoryInfo()
+			require.ErrorIs(t, err, device.ErrClosed)
+			_, err = sys.Devices()[0].Context()
+			require.ErrorIs(t, err, device.ErrClosed)
+			active, err := sys.Devices()[0].Active()
+			require.NoError(t, err)
+			require.False(t, active && sys.Backend() == "virtual", "nothing was made")
 		}
 	})
 }

@@ -23,6 +23,7 @@ type System struct {
 	sys  *backend.System
 	devs []*Device
 
+	closed    atomic.Bool
 	syncDebug atomic.Int32 // a SyncDebug
 	local     kept.Map     // what other packages keep for all devices; see Local
 }
@@ -114,7 +115,8 @@ func (s *System) Local(key *kept.Key, make func() any) any {
 }
 
 // Close releases the primary contexts that were used. Every object on the
-// devices must be closed before. Default's system stays open with the process.
+// devices must be closed before: what needs a context then returns ErrClosed. Close is
+// idempotent. Default's system stays open with the process.
 func (s *System) Close() error {
 	if s == nil {
 		return nil
@@ -125,6 +127,7 @@ func (s *System) Close() error {
 			first = errors.Join(first, c.Close())
 		}
 	}
+	s.closed.Store(true)
 	for _, d := range s.devs {
 		if err := d.release(); err != nil && first == nil {
 			first = err
@@ -180,6 +183,9 @@ func (s *System) NVRTC() (nvrtcapi.API, error) { return s.sys.NVRTC() }
 func (s *System) Machine() *virtual.Machine { return s.sys.Machine }
 
 func (s *System) fail(op string, ordinal int, r cudadrv.Result) error {
+	if r == cudadrv.ErrorDeinitialized && s.closed.Load() {
+		return fmt.Errorf("device: %s on device %d: the System was closed: open another: %w", op, ordinal, ErrClosed)
+	}
 	e := &Error{Op: op, Device: ordinal, Err: Status(r)}
 	if ordinal < 0 || ordinal >= len(s.devs) {
 		return e

@@ -2,6 +2,7 @@ package memory_test
 
 import (
 	"errors"
+	"runtime"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -156,34 +157,57 @@ func TestUnusedDevice(t *testing.T) {
 	})
 }
 
-// A System that is closed has its memory back, and can be used again.
+// After the System was closed, what was not is in vain, and says why; nothing makes
+// a context again.
 func TestSystemClosed(t *testing.T) {
 	for _, conf := range []string{"", "expandable_segments:True", "backend:cudaMallocAsync"} {
 		t.Run(conf, func(t *testing.T) {
 			configure(t, conf)
 			sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1})
 			d := sys.Devices()[0]
-			for range 2 {
-				s, err := stream.New(d, nil)
-				require.NoError(t, err)
-				x, err := memory.MakeFrom(s, random(1000))
-				require.NoError(t, err)
-				out := make([]float32, 1000)
-				require.NoError(t, x.CopyTo(s, out))
-				require.Equal(t, random(1000), out)
-				require.NoError(t, errors.Join(x.Close(), s.Close()))
-				require.EqualValues(t, 1, statsOf(t, d).Allocation.All.Allocated, "books of its own")
-				require.NoError(t, sys.Close())
-			}
-			s, err := stream.New(d, nil)
-			require.NoError(t, err)
+			s, unused := newStreamOf(t, d), newStreamOf(t, d)
+			p, late := memory.NewPool(nil), memory.NewPool(nil)
 			x, err := memory.MakeFrom(s, random(1000))
 			require.NoError(t, err)
+			y, z := makeIn(t, p, s, 1000), makeIn(t, p, s, 30*mib)
+			require.NoError(t, z.Close())
+			raw, err := memory.AllocRaw(s, 3*mib)
+			require.NoError(t, err)
 			require.NoError(t, sys.Close(), "with memory in use")
-			_ = errors.Join(x.Close(), s.Close()) // what they say is that they came too late
+			for name, err := range map[string]error{
+				"Alloc": func() error { _, err := memory.Alloc(s, 1000); return err }(),
+				"of the size that is freed": func() error {
+					err := memory.FreeRaw(d, raw)
+					_, again := memory.AllocRaw(s, 3*mib)
+					return errors.Join(again, err)
+				}(),
+				"a stream that never allocated": func() error { _, err := memory.AllocRaw(unused, 1000); return err }(),
+				"Use":                           p.Use(s, func() error { _, err := memory.Alloc(s, 1000); return err }),
+				"Use of another pool":           late.Use(s, func() error { _, err := memory.Alloc(s, 1000); return err }),
+				"StatsOf":                       func() error { _, err := memory.StatsOf(d); return err }(),
+				"EmptyCache":                    memory.EmptyCache(d),
+				"Close of memory":               x.Close(),
+				"Close of memory of a pool":     y.Close(),
+				"Close of the pool":             p.Close(),
+				"Close of a stream":             errors.Join(s.Close(), unused.Close()),
+			} {
+				require.ErrorIs(t, err, device.ErrClosed, name)
+				require.ErrorContains(t, err, "System was closed", name)
+			}
+			require.NoError(t, late.Close(), "it has nothing")
+			active, err := d.Active()
+			require.NoError(t, err)
+			require.False(t, active)
 			require.Empty(t, sys.Reports())
 		})
 	}
+}
+
+func newStreamOf(t testing.TB, d *device.Device) *stream.Stream {
+	t.Helper()
+	s, err := stream.New(d, nil)
+	require.NoError(t, err)
+	return s
 }
 
 // Others may use the contexts too, so they would keep what a closed System has
@@ -192,7 +216,7 @@ func TestClosedSystemKeepsNothing(t *testing.T) {
 	for _, conf := range []string{"", "expandable_segments:True", "backend:cudaMallocAsync"} {
 		t.Run(conf, func(t *testing.T) {
 			eachFresh(t, conf, func(t *testing.T, d *device.Device) {
-				_, r := d.Driver().DevicePrimaryCtxRetain(d.Handle())
+				own, r := d.Driver().DevicePrimaryCtxRetain(d.Handle())
 				require.Equal(t, cudadrv.Success, r)
 				defer func() { require.Equal(t, cudadrv.Success, d.Driver().DevicePrimaryCtxRelease(d.Handle())) }()
 				s, err := stream.New(d, nil)
@@ -206,9 +230,12 @@ func TestClosedSystemKeepsNothing(t *testing.T) {
 				require.NoError(t, err)
 				require.LessOrEqual(t, during, before-1<<30)
 				require.NoError(t, d.System().Close())
-				after, _, err := d.MemoryInfo()
-				require.NoError(t, err)
-				require.Greater(t, after, before-1<<29)
+				runtime.LockOSThread()
+				defer runtime.UnlockOSThread()
+				require.Equal(t, cudadrv.Success, d.Driver().CtxSetCurrent(own))
+				after, _, r := d.Driver().MemGetInfo()
+				require.Equal(t, cudadrv.Success, r)
+				require.Greater(t, uint64(after), before-1<<29)
 			})
 		})
 	}
@@ -247,4 +274,18 @@ func TestEmptyCacheInACapture(t *testing.T) {
 			})
 		})
 	}
+}
+
+// Nor is an Allocator asked that may have memory yet.
+func TestAllocatorOfAClosedSystem(t *testing.T) {
+	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1})
+	d := sys.Devices()[0]
+	s, a := newStreamOf(t, d), memory.Count(memory.Driver)
+	require.NoError(t, memory.ChangeAllocator(d, a))
+	x, err := memory.Alloc(s, 1000)
+	require.NoError(t, errors.Join(err, x.Close()))
+	require.NoError(t, sys.Close())
+	_, err = memory.Alloc(s, 1000)
+	require.ErrorContains(t, err, "memory: allocate 1000 bytes on virtual:0: its System was closed")
+	require.ErrorIs(t, errors.Join(err, s.Close()), device.ErrClosed)
 }

@@ -74,18 +74,21 @@ func outOfMemory(d *device.Device, bytes uintptr, cause error) error {
 	return &OutOfMemoryError{Device: d.String(), Requested: uint64(bytes), Wanted: uint64(bytes), Free: free, Total: total, Fraction: 1, Err: cause}
 }
 
-// closed marks the errors that mean device.ErrClosed.
-func closed(err error) error {
-	if errors.Is(err, alloc.ErrEnded) || errors.Is(err, alloc.ErrClosed) {
-		return fmt.Errorf("%w: %w", err, device.ErrClosed)
+// because says what was closed, where that is the matter.
+func (h *heap) because(err error) error {
+	switch {
+	case !errors.Is(err, alloc.ErrEnded) && !errors.Is(err, alloc.ErrClosed):
+		return err
+	case h.closed.Load():
+		return fmt.Errorf("its System was closed: %w", device.ErrClosed)
 	}
-	return err
+	return fmt.Errorf("%w: %w", err, device.ErrClosed)
 }
 
 // explain turns an error of an allocation into one of this package.
 func (h *heap) explain(bytes int, err error) error {
 	if !errors.Is(err, alloc.ErrNoMemory) {
-		return fmt.Errorf("memory: allocate %d bytes on %s: %w", bytes, h.dev, closed(err))
+		return fmt.Errorf("memory: allocate %d bytes on %s: %w", bytes, h.dev, h.because(err))
 	}
 	e := outOfMemory(h.dev, uintptr(bytes), device.ErrorOutOfMemory).(*OutOfMemoryError)
 	if a, ok := errors.AsType[*alloc.NoMemoryError](err); ok {
@@ -129,7 +132,7 @@ func (e *PointerError) Unwrap() error { return e.Err }
 func (h *heap) pointer(op string, ptr uint64, err error) error {
 	a, ok := errors.AsType[*alloc.PointerError](err)
 	if !ok {
-		return fmt.Errorf("memory: %s %#x on %s: %w", op, ptr, h.dev, closed(err))
+		return fmt.Errorf("memory: %s %#x on %s: %w", op, ptr, h.dev, h.because(err))
 	}
 	return &PointerError{Op: op, Device: h.dev.String(), Address: ptr, Block: a.Within, Size: a.Size,
 		Allocated: stackOf(a.Stack), Freed: stackOf(a.Freed), Err: err}

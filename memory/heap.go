@@ -25,7 +25,8 @@ type heap struct {
 	cached *uncached                // the engine while caching is on, guarded by mu
 	plain  *uncached                // the engine while it is off, once it was, guarded by mu
 
-	owes atomic.Bool // there is something in retired
+	owes   atomic.Bool // there is something in retired
+	closed atomic.Bool // with the System
 
 	mu      sync.Mutex
 	spare   []*event
@@ -107,12 +108,15 @@ func (x *heaps) add(h *heap) {
 	x.list = append(x.list, h)
 }
 
-// Close gives back what is cached, since the contexts may be others' too.
+// Close gives back what is cached, since the contexts may be others' too, and lets
+// nothing more be allocated.
 func (x *heaps) Close() error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	var errs []error
 	for _, h := range x.list {
+		h.closed.Store(true)
+		h.native.Close()
 		if h.dev.Err() == nil {
 			errs = append(errs, h.empty())
 		}

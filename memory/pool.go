@@ -91,7 +91,7 @@ func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 	}
 	a, err := part.Arena(l)
 	if err != nil {
-		return fmt.Errorf("%s on %s: %w", op, l.s, closed(err))
+		return fmt.Errorf("%s on %s: %w", op, l.s, l.heap.because(err))
 	}
 	defer l.use(a)()
 	return fn()
@@ -143,7 +143,7 @@ func (p *Pool) captured(l *lane) (*alloc.Arena, error) {
 	}
 	a, err := part.Arena(l)
 	if err != nil {
-		return nil, fmt.Errorf("memory: allocate for a capture of %s: %w", l.s, closed(err))
+		return nil, fmt.Errorf("memory: allocate for a capture of %s: %w", l.s, l.heap.because(err))
 	}
 	return a, nil
 }
@@ -250,5 +250,8 @@ func (p *Pool) release() error {
 	for _, x := range p.list() {
 		errs = append(errs, x.Close())
 	}
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("memory: close a pool: %w", err)
+	}
+	return nil
 }

@@ -60,6 +60,9 @@ func (e *uncached) find(addr uint64) *loan {
 
 func (e *uncached) alloc(l *lane, bytes int) (addr uint64, err error) {
 	e.h.use()
+	if e.h.closed.Load() {
+		return 0, e.explain(bytes, alloc.ErrClosed)
+	}
 	if !l.Retain() {
 		return 0, e.explain(bytes, alloc.ErrEnded)
 	}

@@ -17,6 +17,7 @@ type Device struct {
 	// back. Who holds it may lock domains; who has locked one must not wait for it.
 	growth   sync.Mutex
 	pools    []*Pool // guarded by growth
+	closed   bool    // guarded by growth
 	reserved uint64  // guarded by growth
 
 	// domains and peaks change under the locks of all domains, and so may be read
@@ -61,6 +62,17 @@ func NewDevice(cfg Config, s *atomic.Pointer[Settings]) *Device {
 	d := &Device{cfg: cfg, settings: s, fraction: -1}
 	d.def = d.newPool(PoolConfig{})
 	return d
+}
+
+// Close lets nothing more be allocated: the pools, and those to come, are closed. What
+// they have goes back with Empty, or when it is freed.
+func (d *Device) Close() {
+	d.growth.Lock()
+	defer d.growth.Unlock()
+	d.closed = true
+	for _, p := range d.pools {
+		p.closed.Store(true)
+	}
 }
 
 // Default returns the pool for all that is not allocated in another.

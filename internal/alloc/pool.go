@@ -53,6 +53,7 @@ func (d *Device) newPool(cfg PoolConfig) *Pool {
 		cfg.Source = d.cfg.Source
 	}
 	p := &Pool{device: d, id: cfg.ID, source: cfg.Source, noSplit: cfg.NoSplit, spare: cfg.Spare}
+	p.closed.Store(d.closed)
 	if cfg.Graphs {
 		p.domain = d.newDomain()
 		p.base = p.newArena(nil)

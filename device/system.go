@@ -39,6 +39,9 @@ type SystemConfig struct {
 	// VirtualMultiprocessors is how many each virtual device has; 0 is 132, as an
 	// H200. Random numbers depend on it.
 	VirtualMultiprocessors int
+	// VirtualNCCL is the version of the virtual NCCL, such as "2.23.4"; "" is
+	// CHORUS_VIRTUAL_NCCL.
+	VirtualNCCL string
 }
 
 var defaultSystem = sync.OnceValues(func() (*System, error) { return NewSystem(nil) })
@@ -55,7 +58,7 @@ func NewSystem(cfg *SystemConfig) (*System, error) {
 		c = *cfg
 	}
 	b, err := backend.Open(&backend.Config{Backend: c.Backend, Devices: c.VirtualDevices, Seed: c.Seed, Faults: c.Faults,
-		Multiprocessors: c.VirtualMultiprocessors})
+		Multiprocessors: c.VirtualMultiprocessors, NCCL: c.VirtualNCCL})
 	if err != nil {
 		return nil, fmt.Errorf("device: %w", err)
 	}

@@ -22,6 +22,7 @@ type Communicator struct {
 	dev        *device.Device
 	rank, size int
 	version    int32
+	number     int64         // how many were made in this process before
 	h          *ncclapi.Comm // NCCL writes the handle through it
 
 	mu     sync.Mutex   // held by the call that is in NCCL
@@ -29,7 +30,10 @@ type Communicator struct {
 	failed atomic.Pointer[Error]
 	holds  holds
 	pools  pools
+	sums   sync.Map // the memory.DType of each open PreMulSum, by Op
 }
+
+var made atomic.Int64
 
 // NewCommunicator makes rank of size ranks (ncclCommInitRankScalable). It
 // returns when all ranks have called it with the same id and size. When ctx
@@ -66,7 +70,7 @@ func prepare(dev *device.Device, rank, size int) (*Communicator, error) {
 	if r != ncclapi.Success {
 		return nil, &Error{Op: "ncclGetVersion", Rank: -1, Err: Result(r)}
 	}
-	return &Communicator{api: api, dev: dev, rank: rank, size: size, version: v, h: new(ncclapi.Comm)}, nil
+	return &Communicator{api: api, dev: dev, rank: rank, size: size, version: v, number: made.Add(1), h: new(ncclapi.Comm)}, nil
 }
 
 // start runs an initialisation, which blocks until all ranks have come, on a
@@ -214,6 +218,25 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 		_ = c.Abort()
 		return fmt.Errorf("nccl: shut down rank %d of %d (%s): aborted: %w", c.rank, c.size, c.dev, context.Cause(ctx))
 	}
+}
+
+// usable says why nothing can be issued, without a lock.
+func (c *Communicator) usable(op string) error {
+	if c == nil || c.owner.Closed() {
+		return c.closed(op)
+	}
+	return nil
+}
+
+// enter locks c for a call into NCCL. The check must come after the lock: Abort
+// frees the communicator once no call is inside.
+func (c *Communicator) enter(op string) error {
+	c.mu.Lock()
+	if c.owner.Closed() {
+		c.mu.Unlock()
+		return c.closed(op)
+	}
+	return nil
 }
 
 // fail turns a result into an error.

@@ -12,7 +12,8 @@
 //
 // Collective means: every rank must call it, in the same order, with the same
 // element count and type. NCCL itself does not check that, and hangs or mixes
-// data up; virtual devices check it and name the two ranks that differ.
+// data up; virtual devices check it and name the two ranks that differ. AllGatherV,
+// ReduceScatterV and AllToAllV take an element count for each rank.
 //
 // All collectives are enqueued on the stream that is given, return at once,
 // allocate nothing and start no goroutine. Only the first one of a kind may

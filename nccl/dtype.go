@@ -1,40 +1,35 @@
 package nccl
 
 import (
-	"fmt"
-
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 )
 
-// wire has NCCL's type for each of ours that it knows.
-var wire = map[memory.DType]ncclapi.DType{
-	memory.Int8: ncclapi.Int8, memory.Uint8: ncclapi.Uint8,
-	memory.Int32: ncclapi.Int32, memory.Uint32: ncclapi.Uint32,
-	memory.Int64: ncclapi.Int64, memory.Uint64: ncclapi.Uint64,
-	memory.Float16T: ncclapi.Float16, memory.BFloat16T: ncclapi.BFloat16,
-	memory.Float32: ncclapi.Float32, memory.Float64: ncclapi.Float64,
-	memory.Float8E4M3T: ncclapi.Float8E4M3, memory.Float8E5M2T: ncclapi.Float8E5M2,
+// sinceFloat8 is the first NCCL that reduces 8-bit floats.
+const sinceFloat8 = 22403
+
+// A wireType is what NCCL takes elements of one of our types for.
+type wireType struct {
+	move   ncclapi.DType // where they are only moved; bytes where not every NCCL has the type
+	reduce ncclapi.DType
+	sums   bool  // they can be reduced
+	since  int32 // the NCCL that first could
 }
 
-// reducible returns NCCL's type for a reduction.
-func reducible[T memory.Element](name string, op Op) (ncclapi.DType, error) {
-	if op < Sum || op > Avg {
-		return 0, fmt.Errorf("nccl: %s: %s is not a reduction: want sum, prod, max, min or avg", name, op)
-	}
-	t := memory.DTypeOf[T]()
-	if w, ok := wire[t]; ok {
-		return w, nil
-	}
-	return 0, fmt.Errorf("nccl: %s: NCCL cannot reduce %s", name, t)
-}
-
-// movable returns a type and a count of the same bytes for operations that
-// only move data: bool and 16-bit integers go as bytes.
-func movable[T memory.Element](n int) (ncclapi.DType, uintptr) {
-	t := memory.DTypeOf[T]()
-	if w, ok := wire[t]; ok {
-		return w, uintptr(n)
-	}
-	return ncclapi.Uint8, uintptr(n * t.Size())
+var wireTypes = [...]wireType{
+	memory.Bool:        {move: ncclapi.Uint8, reduce: ncclapi.Uint8, sums: true},
+	memory.Int8:        {move: ncclapi.Int8, reduce: ncclapi.Int8, sums: true},
+	memory.Uint8:       {move: ncclapi.Uint8, reduce: ncclapi.Uint8, sums: true},
+	memory.Int16:       {move: ncclapi.Uint8},
+	memory.Uint16:      {move: ncclapi.Uint8},
+	memory.Int32:       {move: ncclapi.Int32, reduce: ncclapi.Int32, sums: true},
+	memory.Uint32:      {move: ncclapi.Uint32, reduce: ncclapi.Uint32, sums: true},
+	memory.Int64:       {move: ncclapi.Int64, reduce: ncclapi.Int64, sums: true},
+	memory.Uint64:      {move: ncclapi.Uint64, reduce: ncclapi.Uint64, sums: true},
+	memory.Float16T:    {move: ncclapi.Float16, reduce: ncclapi.Float16, sums: true},
+	memory.BFloat16T:   {move: ncclapi.BFloat16, reduce: ncclapi.BFloat16, sums: true},
+	memory.Float32:     {move: ncclapi.Float32, reduce: ncclapi.Float32, sums: true},
+	memory.Float64:     {move: ncclapi.Float64, reduce: ncclapi.Float64, sums: true},
+	memory.Float8E4M3T: {move: ncclapi.Uint8, reduce: ncclapi.Float8E4M3, sums: true, since: sinceFloat8},
+	memory.Float8E5M2T: {move: ncclapi.Uint8, reduce: ncclapi.Float8E5M2, sums: true, since: sinceFloat8},
 }

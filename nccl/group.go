@@ -3,47 +3,193 @@ package nccl
 import (
 	"fmt"
 	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
-// Group makes one of all operations that fn enqueues (ncclGroupStart,
+// Group makes one of all operations that fn issues (ncclGroupStart,
 // ncclGroupEnd): they start together, so that several ranks in one process, or
 // sends and receives, cannot wait for each other. c is any of the communicators
 // that take part.
 //
-// NCCL keeps the group on the OS thread: Group locks the goroutine to its
-// thread, and what fn starts on other goroutines is not part of the group. If
-// fn returns an error or panics, nothing of the group is enqueued. Groups nest;
-// the outermost one enqueues.
-func Group(c *Communicator, fn func() error) (err error) {
-	if c == nil || c.owner.Closed() {
-		return c.closed("ncclGroupStart")
+// Operations are checked when they are issued and enqueued when fn has returned,
+// all of them or none: none if fn returns an error or panics, or if one of the
+// ranks has failed by then. The group belongs to the goroutine, which stays on
+// its OS thread meanwhile; what fn starts on other goroutines is not part of it.
+// Groups nest; the outermost one enqueues, and nothing if an inner one failed.
+func Group(c *Communicator, fn func() error) error {
+	return inGroup(c, fn, func(g *group) error { return g.enqueue(c) })
+}
+
+// A group is what a goroutine has issued within Group.
+type group struct {
+	tid    int
+	depth  int
+	failed error // of an inner group
+	ops    []operation
+	counts []int           // what their sends and recvs refer to
+	comms  []*Communicator // of the operations, once each, in the order of their locks
+}
+
+// groups are those that are open, of all goroutines.
+var groups struct {
+	open atomic.Int32 // how many, for a look without the lock
+	mu   sync.Mutex
+	list []*group
+	pool sync.Pool
+}
+
+// openGroup returns the calling goroutine's group, or nil. A goroutine that has
+// one is locked to its thread.
+func openGroup() *group {
+	if groups.open.Load() == 0 {
+		return nil
+	}
+	tid := syscall.Gettid()
+	groups.mu.Lock()
+	defer groups.mu.Unlock()
+	for _, g := range groups.list {
+		if g.tid == tid {
+			return g
+		}
+	}
+	return nil
+}
+
+// inGroup runs fn in a group, and end when it is the outermost one and fn has
+// returned without an error.
+func inGroup(c *Communicator, fn func() error, end func(g *group) error) error {
+	if err := c.usable("ncclGroupStart"); err != nil {
+		return err
 	}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	if err := c.fail("ncclGroupStart", c.api.GroupStart()); err != nil {
-		return err
+	g := openGroup()
+	if g == nil {
+		g = beginGroup()
 	}
-	ok := false
-	defer func() {
-		if !ok {
-			c.discard()
-		}
-	}()
+	g.depth++
+	// Also when fn panics: then nothing is enqueued.
+	defer g.leave()
 	if err := fn(); err != nil {
+		g.failed = err
 		return err
 	}
-	ok = true
-	return c.fail("ncclGroupEnd", c.api.GroupEnd())
+	if g.depth > 1 || g.failed != nil {
+		return g.failed
+	}
+	return end(g)
 }
 
-// discard ends a group so that nothing of it is enqueued: a call that NCCL
-// refuses makes it drop the rest.
-func (c *Communicator) discard() {
-	c.api.AllReduce(0, 0, 1, ncclapi.Float32, ncclapi.Sum, 0, 0)
-	c.api.GroupEnd()
+func beginGroup() *group {
+	g, _ := groups.pool.Get().(*group)
+	if g == nil {
+		g = &group{}
+	}
+	g.tid = syscall.Gettid()
+	groups.mu.Lock()
+	defer groups.mu.Unlock()
+	groups.list = append(groups.list, g)
+	groups.open.Add(1)
+	return g
+}
+
+func (g *group) leave() {
+	if g.depth--; g.depth > 0 {
+		return
+	}
+	groups.mu.Lock()
+	groups.list = slices.DeleteFunc(groups.list, func(o *group) bool { return o == g })
+	groups.mu.Unlock()
+	groups.open.Add(-1)
+	clear(g.ops)
+	clear(g.comms)
+	g.ops, g.counts, g.comms, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], nil
+	groups.pool.Put(g)
+}
+
+// add takes an operation that was checked into the group.
+func (g *group) add(o *operation) {
+	g.ops = append(g.ops, *o)
+	if o.sends == nil {
+		return
+	}
+	// The caller may change its numbers before the group ends.
+	at := &g.ops[len(g.ops)-1]
+	at.sends, at.recvs = g.keep(o.sends), g.keep(o.recvs)
+}
+
+func (g *group) keep(counts []int) []int {
+	i := len(g.counts)
+	g.counts = append(g.counts, counts...)
+	return g.counts[i:len(g.counts):len(g.counts)]
+}
+
+// enqueue gives the group to NCCL. c is the communicator in whose name it began.
+func (g *group) enqueue(c *Communicator) error {
+	if len(g.ops) == 0 {
+		return nil
+	}
+	if err := g.enter(); err != nil {
+		return err
+	}
+	defer g.exit()
+	return g.give(c, ncclapi.API.GroupEnd)
+}
+
+// give issues the operations between the start of a group of NCCL and its end. What
+// NCCL refuses makes it drop the rest.
+func (g *group) give(c *Communicator, end func(ncclapi.API) ncclapi.Result) error {
+	api := g.comms[0].api
+	if err := c.fail("ncclGroupStart", api.GroupStart()); err != nil {
+		return err
+	}
+	var first error
+	for i := range g.ops {
+		o := &g.ops[i]
+		if first = o.comm.fail(o.kind.String(), o.enqueue()); first != nil {
+			break
+		}
+	}
+	r := end(api)
+	if first != nil {
+		return first
+	}
+	return c.fail("ncclGroupEnd", r)
+}
+
+// enter enters all communicators of the group, in the order in which they were
+// made, so that two groups cannot wait for each other.
+func (g *group) enter() error {
+	for i := range g.ops {
+		c := g.ops[i].comm
+		if c.api != g.ops[0].comm.api {
+			return fmt.Errorf("nccl: ncclGroupEnd: rank %d (%s) and rank %d (%s) are of two systems: want a group of one",
+				g.ops[0].comm.rank, g.ops[0].comm.dev, c.rank, c.dev)
+		}
+		if at, found := slices.BinarySearchFunc(g.comms, c, func(a, b *Communicator) int { return int(a.number - b.number) }); !found {
+			g.comms = slices.Insert(g.comms, at, c)
+		}
+	}
+	for i, c := range g.comms {
+		if err := c.enter("ncclGroupEnd"); err != nil {
+			g.comms = g.comms[:i]
+			g.exit()
+			return err
+		}
+	}
+	return nil
+}
+
+func (g *group) exit() {
+	for _, c := range g.comms {
+		c.mu.Unlock()
+	}
 }
 
 func (c *Communicator) closed(op string) error {

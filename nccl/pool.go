@@ -101,7 +101,7 @@ func (c *Communicator) register(r *registration, ptr, bytes uint64) error {
 	}
 	defer c.mu.Unlock()
 	return c.dev.Bound(func() error {
-		id, res := c.api.CommRegister(c.handle(), cudadrv.DevicePtr(ptr), uintptr(bytes))
+		id, res := c.api.CommRegister(*c.h, cudadrv.DevicePtr(ptr), uintptr(bytes))
 		if res == ncclapi.Success {
 			r.ids[ptr] = id
 		}
@@ -120,7 +120,7 @@ func (c *Communicator) deregister(r *registration, ptr uint64) error {
 		return nil
 	}
 	delete(r.ids, ptr)
-	return c.dev.Bound(func() error { return c.fail(name, c.api.CommDeregister(c.handle(), id)) })
+	return c.dev.Bound(func() error { return c.fail(name, c.api.CommDeregister(*c.h, id)) })
 }
 
 func ended(err error) error {

@@ -43,7 +43,8 @@ type Config struct {
 	Seed    uint64 // virtual devices' delays
 	Faults  string // virtual devices' fault plan
 
-	Multiprocessors int // of each virtual device; 0 is an H200's
+	Multiprocessors int    // of each virtual device; 0 is an H200's
+	NCCL            string // the version of the virtual NCCL
 }
 
 // Open starts the driver of the backend.
@@ -72,7 +73,11 @@ func openVirtual(c *Config) (*System, error) {
 	if err := c.fillFromEnv(); err != nil {
 		return nil, err
 	}
-	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults, SMs: c.Multiprocessors,
+	version, err := ncclapi.ParseVersion(c.NCCL)
+	if err != nil {
+		return nil, &env.ValueError{Name: env.VirtualNCCL.Name, Value: c.NCCL, Want: err.Error()}
+	}
+	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults, SMs: c.Multiprocessors, NCCL: version,
 		Network: network(), Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1"})
 	if err != nil {
 		return nil, err
@@ -109,6 +114,9 @@ func (c *Config) fillFromEnv() (err error) {
 		if c.Seed, err = env.VirtualSeed.Uint64(); err != nil {
 			return err
 		}
+	}
+	if c.NCCL == "" {
+		c.NCCL = env.VirtualNCCL.Value()
 	}
 	if c.Faults == "" {
 		c.Faults = env.VirtualFaults.Value()

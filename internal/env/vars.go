@@ -15,6 +15,8 @@ var (
 		"A fault plan for virtual devices: comma-separated `call#n=status` (the nth call fails), `hang@call#n`, `lose@call#n` (the process is killed there), `zero@call#n` (what the copy brings to another device is zeros); `*` for n is every call."}
 	VirtualNetwork = &Var{"CHORUS_VIRTUAL_NETWORK", "text", "",
 		"The IP address on which virtual ranks listen for each other; unset means Unix sockets, or, in a job on several hosts, the address that reaches the coordinator."}
+	VirtualNCCL = &Var{"CHORUS_VIRTUAL_NCCL", "text", "2.28.3",
+		"The version of the virtual NCCL, 2.23.4 or newer: it has the functions of that version."}
 	P2P = &Var{"CHORUS_P2P", "text", "auto",
 		"Direct copies between GPUs: `auto` tests the way between two of them at their first copy and stages copies through host memory where what arrives is wrong, `off` stages all of them, `force` trusts the way. NCCL has NCCL_P2P_DISABLE of its own."}
 	RequireGPU = &Var{"CHORUS_REQUIRE_GPU", "number", "0",
@@ -45,6 +47,6 @@ var (
 
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
-	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, P2P, RequireGPU, Fixtures, KernelCache,
+	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, P2P, RequireGPU, Fixtures, KernelCache,
 		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, VisibleDevices, LaunchBlocking, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, clusterVars)...)
 }

@@ -1,6 +1,7 @@
 package ncclapi
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 
@@ -58,6 +59,19 @@ func newLib(find dl.Resolver, path string) (*Lib, error) {
 
 // Version returns the version code of the loaded library.
 func (l *Lib) Version() int32 { return l.version }
+
+// ParseVersion reads what VersionText writes, of a version that Chorus runs on.
+func ParseVersion(text string) (int32, error) {
+	var major, minor, patch int32
+	if _, err := fmt.Sscanf(text, "%d.%d.%d", &major, &minor, &patch); err != nil {
+		return 0, errors.New("a version such as 2.28.3")
+	}
+	code := major*10000 + minor*100 + patch
+	if code < minVersion {
+		return 0, errors.New("a version from " + VersionText(minVersion))
+	}
+	return code, nil
+}
 
 // VersionText writes a version code: 22803 is "2.28.3".
 func VersionText(code int32) string {

@@ -223,4 +223,11 @@ func TestMissingFunctions(t *testing.T) {
 func TestVersionText(t *testing.T) {
 	require.Equal(t, "2.28.3", VersionText(22803))
 	require.Equal(t, "2.8.4", VersionText(2804))
+	v, err := ParseVersion("2.28.3")
+	require.NoError(t, err)
+	require.EqualValues(t, 22803, v)
+	_, err = ParseVersion("2.19.3")
+	require.ErrorContains(t, err, "from 2.23.4")
+	_, err = ParseVersion("new")
+	require.ErrorContains(t, err, "such as 2.28.3")
 }

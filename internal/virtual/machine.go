@@ -25,6 +25,7 @@ type Config struct {
 	Faults   string  // a fault plan: call#n=status, hang@call#n, lose@call#n, separated by commas
 	Blocking bool    // the host waits for each kernel, copy and fill, as under CUDA_LAUNCH_BLOCKING
 	Network  string  // where ranks listen: "" for this host's Unix sockets, or an IP address for TCP
+	NCCL     int32   // the version of the virtual NCCL; 2.28.3
 	Host     string  // whose devices they are, which decides their UUIDs; "" is the system's name
 }
 
@@ -87,6 +88,9 @@ func New(cfg *Config) (*Machine, error) {
 	}
 	if m.cfg.Devices < 1 || m.cfg.Devices > maxDevices {
 		return nil, fmt.Errorf("virtual: %d devices: want 1 to %d", m.cfg.Devices, maxDevices)
+	}
+	if m.cfg.NCCL == 0 {
+		m.cfg.NCCL = DefaultNCCL
 	}
 	if m.cfg.SMs <= 0 {
 		m.cfg.SMs = 132

@@ -8,8 +8,9 @@ import (
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
-// ncclVersion is the version that the virtual NCCL reports, 2.28.3.
-const ncclVersion = 22803
+// DefaultNCCL is the version that the virtual NCCL is of unless it is told another.
+// It has the functions of that version and no newer ones.
+const DefaultNCCL = 22803
 
 // ncclLib implements ncclapi.API. Its methods are spread over the nccl files.
 type ncclLib struct {
@@ -35,11 +36,14 @@ func newNCCL(m *Machine) *ncclLib {
 }
 
 func (l *ncclLib) Has(f ncclapi.Func) bool {
-	return f >= 0 && f < ncclapi.NumFuncs && f.Since() <= ncclVersion
+	return f >= 0 && f < ncclapi.NumFuncs && f.Since() <= l.m.cfg.NCCL
 }
 
 // enter asks the fault plan about a call that enqueues nothing.
 func (l *ncclLib) enter(f ncclapi.Func) ncclapi.Result {
+	if !l.Has(f) {
+		return ncclapi.MissingSymbol
+	}
 	status, _ := l.m.faults.hit(f.Name())
 	if status != 0 {
 		return l.refuse(ncclapi.Result(status), "the fault plan failed %s", f.Name())
@@ -60,7 +64,7 @@ func (l *ncclLib) setError(text string) {
 }
 
 func (l *ncclLib) GetVersion() (int32, ncclapi.Result) {
-	return ncclVersion, l.enter(ncclapi.FuncGetVersion)
+	return l.m.cfg.NCCL, l.enter(ncclapi.FuncGetVersion)
 }
 
 func (l *ncclLib) GetErrorString(r ncclapi.Result) string {

@@ -27,8 +27,14 @@ type issue struct {
 	recvAtRoot  bool
 }
 
+// sinceFloat8 is the first version that has 8-bit floats.
+const sinceFloat8 = 22403
+
 // submit checks a call and issues it.
 func (i *issue) submit(l *ncclLib) ncclapi.Result {
+	if !l.Has(i.f) {
+		return ncclapi.MissingSymbol
+	}
 	status, hang := l.m.faults.hit(i.f.Name())
 	if status != 0 {
 		return l.submit(nil, l.refuse(ncclapi.Result(status), "the fault plan failed %s", i.f.Name()))
@@ -50,7 +56,7 @@ func (i *issue) check(l *ncclLib) (*work, ncclapi.Result) {
 	}
 	w := &work{name: i.f.Name(), c: c, send: i.send, recv: i.recv}
 	w.sig = signature{Count: uint64(i.count), Op: int32(i.op), Root: i.root, Kind: i.kind, DType: uint8(i.t)}
-	if i.t.Size() == 0 {
+	if i.t.Size() == 0 || i.t >= ncclapi.Float8E4M3 && l.m.cfg.NCCL < sinceFloat8 {
 		return invalid("%d is no data type", i.t)
 	}
 	if (i.kind.rooted() || i.kind >= kindSend) && (i.root < 0 || int(i.root) >= c.n) {

@@ -74,6 +74,10 @@ func (l *ncclLib) checkConfig(f ncclapi.Func, cfg *ncclapi.Config) ncclapi.Resul
 	case cfg == nil:
 	case cfg.Magic != ncclapi.ConfigMagic:
 		return l.refuse(ncclapi.InvalidArgument, "%s: the configuration is not initialised", f.Name())
+	case cfg.Size != ncclapi.NewConfig(l.m.cfg.NCCL).Size || cfg.Version > uint32(l.m.cfg.NCCL):
+		// NCCL would cut it off in silence.
+		return l.refuse(ncclapi.InvalidArgument, "%s: the configuration is that of another version: %d bytes for %s",
+			f.Name(), cfg.Size, ncclapi.VersionText(int32(cfg.Version)))
 	case cfg.Blocking == 0:
 		return l.refuse(ncclapi.InvalidUsage, "%s: virtual communicators are blocking ones", f.Name())
 	}

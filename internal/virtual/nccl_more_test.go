@@ -114,7 +114,7 @@ func TestGroupSimulateEnd(t *testing.T) {
 	defer runtime.UnlockOSThread()
 	times := []float32{0, 0}
 	for i, count := range []uintptr{1, 1 << 20} {
-		info := ncclapi.NewSimInfo(ncclVersion)
+		info := ncclapi.NewSimInfo(DefaultNCCL)
 		c.good(c.api.GroupStart())
 		c.good(c.api.GroupStart())
 		c.good(c.api.AllReduce(p, p, count, ncclapi.Float32, ncclapi.Avg, c.comms[0], c.streams[0]))
@@ -126,7 +126,7 @@ func TestGroupSimulateEnd(t *testing.T) {
 	require.Greater(t, times[1], times[0])
 	c.do(0, func() cudadrv.Result { return c.drv.StreamQuery(c.streams[0]) }) // nothing was enqueued
 	require.Equal(t, []float32{7}, download[float32](c.rig, 0, c.streams[0], p, 1))
-	require.Equal(t, ncclapi.InvalidUsage, c.api.GroupSimulateEnd(ncclapi.NewSimInfo(ncclVersion)))
+	require.Equal(t, ncclapi.InvalidUsage, c.api.GroupSimulateEnd(ncclapi.NewSimInfo(DefaultNCCL)))
 	require.Equal(t, ncclapi.InvalidArgument, c.api.GroupSimulateEnd(nil))
 }
 

@@ -1,0 +1,147 @@
+package nccl_test
+
+import (
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// A mistake of one rank keeps all ranks of the group from enqueuing.
+func TestGroupChecksAllRanksFirst(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connect(t, devs)
+		xs, in := buffers(t, ranks, 64)
+		bad := func(i int, r rank) error {
+			if i == 1 {
+				return nccl.AllReduce(r.c, r.s, xs[i], xs[0], nccl.Sum)
+			}
+			return nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum)
+		}
+		all := func(op func(i int, r rank) error) error {
+			for i, r := range ranks {
+				if err := op(i, r); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error { return all(bad) }), "rank 1 of 2")
+		// An inner group that failed, though nobody cares, fails the outer one.
+		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error {
+			_ = nccl.Group(ranks[0].c, func() error { return all(bad) })
+			return nil
+		}), "rank 1 of 2")
+		require.Panics(t, func() {
+			_ = nccl.Group(ranks[0].c, func() error {
+				return nccl.Group(ranks[1].c, func() error {
+					_ = nccl.AllReduce(ranks[1].c, ranks[1].s, xs[1], xs[1], nccl.Sum)
+					panic("boom")
+				})
+			})
+		})
+		for i, r := range ranks {
+			got := make([]int64, 64)
+			require.NoError(t, xs[i].CopyTo(r.s, got))
+			require.Equal(t, in[i], got, "rank %d", i)
+		}
+		require.NoError(t, nccl.Group(ranks[0].c, func() error { return nil }))
+		require.NoError(t, nccl.Group(ranks[0].c, func() error {
+			return nccl.Group(ranks[1].c, func() error {
+				return all(func(i int, r rank) error { return nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum) })
+			})
+		}))
+		for i, r := range ranks {
+			got := make([]int64, 64)
+			require.NoError(t, xs[i].CopyTo(r.s, got))
+			require.Equal(t, sum(in), got, "rank %d", i)
+		}
+	})
+}
+
+// What another goroutine issues is not part of the group, and needs none.
+func TestGroupBelongsToItsGoroutine(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connect(t, devs)
+		xs, in := buffers(t, ranks, 16)
+		boom := errors.New("boom")
+		require.ErrorIs(t, nccl.Group(ranks[0].c, func() error {
+			each(t, devs, func(i int) error { return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Sum) })
+			return boom
+		}), boom)
+		for i, r := range ranks {
+			got := make([]int64, 16)
+			require.NoError(t, xs[i].CopyTo(r.s, got))
+			require.Equal(t, sum(in), got, "rank %d", i)
+		}
+	})
+}
+
+// Groups with the same communicators in any order do not wait for each other: the
+// goroutines of a process share one rank each of two communicators.
+func TestGroupsOfSharedCommunicators(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	a, b := connect(t, devs)[0], connect(t, devs)[0]
+	var wg sync.WaitGroup
+	errs := make([]error, 4)
+	for i := range errs {
+		x, err := memory.Make[float32](a.s, 8)
+		require.NoError(t, err)
+		defer x.Close()
+		wg.Go(func() {
+			g := rand.New(rand.NewPCG(uint64(i), 0))
+			for range 200 {
+				order := []rank{a, b}
+				if g.IntN(2) == 0 {
+					order = []rank{b, a}
+				}
+				errs[i] = errors.Join(errs[i], nccl.Group(order[0].c, func() error {
+					for _, r := range order {
+						if err := nccl.AllReduce(r.c, a.s, x, x, nccl.Max); err != nil {
+							return err
+						}
+					}
+					return nil
+				}))
+			}
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+}
+
+func TestGroupOfTwoSystems(t *testing.T) {
+	a := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}))
+	b := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}))
+	xs, _ := buffers(t, a, 4)
+	ys, _ := buffers(t, b, 4)
+	require.ErrorContains(t, nccl.Group(a[0].c, func() error {
+		return errors.Join(nccl.AllReduce(a[0].c, a[0].s, xs[0], xs[0], nccl.Sum), nccl.AllReduce(b[0].c, b[0].s, ys[0], ys[0], nccl.Sum))
+	}), "are of two systems")
+	require.ErrorContains(t, nccl.Group(nil, func() error { return nil }), "no communicator given")
+}
+
+// A communicator that ends before its group enqueues nothing of it.
+func TestGroupOfAClosedCommunicator(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		a, b := connect(t, devs)[0], connect(t, devs)[0]
+		xs, _ := buffers(t, []rank{a}, 8)
+		require.ErrorIs(t, nccl.Group(a.c, func() error {
+			if err := nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum); err != nil {
+				return err
+			}
+			if err := nccl.AllReduce(b.c, b.s, xs[0], xs[0], nccl.Sum); err != nil {
+				return err
+			}
+			return b.c.Close()
+		}), device.ErrClosed)
+		require.NoError(t, nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum), "its lock is free")
+	})
+}

@@ -1,0 +1,172 @@
+package nccl
+
+import (
+	"fmt"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// An operation is one that a rank issues. It is a value on the caller's stack, or
+// in the list of a group until that ends.
+type operation struct {
+	kind   kind
+	dtype  memory.DType
+	op     Op
+	root   int // or the peer
+	n      int // the elements that the operation counts; those of all ranks where they differ
+	dst    operand
+	src    operand
+	comm   *Communicator
+	stream *stream.Stream
+
+	sends, recvs []int // the elements of each rank, where they differ
+
+	wire  ncclapi.DType // what NCCL gets: the type,
+	unit  int           // how many of that type are an element,
+	redop ncclapi.RedOp // and the reduction
+}
+
+// An operand is a buffer of an operation, or nothing where the rank has none.
+type operand struct {
+	ptr cudadrv.DevicePtr
+	len int
+}
+
+// issue checks an operation and enqueues it, or adds it to the group that the
+// goroutine has open. op is for those that reduce, root for those that have one.
+func issue[T memory.Element](c *Communicator, s *stream.Stream, k kind, dst, src memory.Slice[T], op Op, root int) error {
+	o := operation{kind: k, dtype: memory.DTypeOf[T](), op: op, root: root, comm: c, stream: s}
+	if err := o.begin(); err != nil {
+		return err
+	}
+	d := &kinds[k]
+	switch {
+	case d.src == one && !d.srcRoot:
+		o.n = src.Len()
+	case d.dst == one:
+		o.n = dst.Len()
+	default:
+		o.n = dst.Len() / c.size
+	}
+	if d.dst != none && (!d.dstRoot || c.rank == root) {
+		if err := checkSlice(&o, "destination", dst, o.length(d.dst)); err != nil {
+			return err
+		}
+		o.dst = operand{dst.Raw(), dst.Len()}
+	}
+	if d.src != none && (!d.srcRoot || c.rank == root) {
+		if err := checkSlice(&o, "source", src, o.length(d.src)); err != nil {
+			return err
+		}
+		o.src = operand{src.Raw(), src.Len()}
+	}
+	return o.run()
+}
+
+// length is how many elements a buffer must have.
+func (o *operation) length(s sizing) int {
+	if s == all {
+		return o.n * o.comm.size
+	}
+	return o.n
+}
+
+func checkSlice[T memory.Element](o *operation, what string, x memory.Slice[T], want int) error {
+	c := o.comm
+	if x.Len() != want {
+		return fmt.Errorf("nccl: %s on rank %d of %d: the %s has %d elements: want %d", o.kind, c.rank, c.size, what, x.Len(), want)
+	}
+	if err := x.Check(o.kind.String(), c.dev); err != nil {
+		return fmt.Errorf("nccl: %w (the %s on rank %d of %d)", err, what, c.rank, c.size)
+	}
+	return nil
+}
+
+// begin checks all but the buffers.
+func (o *operation) begin() error {
+	c, name := o.comm, o.kind.String()
+	if err := c.usable(name); err != nil {
+		return err
+	}
+	if !o.stream.Open() || o.stream.Device() != c.dev {
+		return fmt.Errorf("nccl: %w", o.stream.Check(name, c.dev))
+	}
+	d := &kinds[o.kind]
+	if d.rooted && (o.root < 0 || o.root >= c.size) {
+		return fmt.Errorf("nccl: %s on rank %d of %d: rank %d does not exist", name, c.rank, c.size, o.root)
+	}
+	o.unit = 1
+	if d.reduces {
+		if err := o.reduction(); err != nil {
+			return err
+		}
+	} else if o.wire = wireTypes[o.dtype].move; o.wire == ncclapi.Uint8 {
+		o.unit = o.dtype.Size()
+	}
+	return o.stream.Captured(c)
+}
+
+// checkOverlap refuses buffers that share memory in another way than in place.
+func (o *operation) checkOverlap() error {
+	if o.dst.len == 0 || o.src.len == 0 {
+		return nil
+	}
+	size := cudadrv.DevicePtr(o.dtype.Size())
+	d, s := o.dst.ptr, o.src.ptr
+	if d+cudadrv.DevicePtr(o.dst.len)*size <= s || s+cudadrv.DevicePtr(o.src.len)*size <= d {
+		return nil
+	}
+	part := cudadrv.DevicePtr(o.part()) * size
+	switch k := &kinds[o.kind]; {
+	case k.dst == one && k.src == one && d == s,
+		k.dst == all && k.src == one && s == d+part,
+		k.dst == one && k.src == all && d == s+part:
+		return nil
+	}
+	return fmt.Errorf("nccl: %s on rank %d of %d: the destination and the source overlap: %s",
+		o.kind, o.comm.rank, o.comm.size, o.kind.inPlace())
+}
+
+// inPlace says how the two buffers of an operation may share memory.
+func (k kind) inPlace() string {
+	switch d := &kinds[k]; {
+	case d.dst == one && d.src == one:
+		return "want the same memory or none in common"
+	case d.dst == all && d.src == one:
+		return "want the source to be the rank's part of the destination, or none in common"
+	case d.dst == one && d.src == all:
+		return "want the destination to be the rank's part of the source, or none in common"
+	}
+	return "want none in common"
+}
+
+// part is where the rank's part begins in a buffer that has those of all ranks.
+func (o *operation) part() (at int) {
+	if o.sends == nil {
+		return o.comm.rank * o.n
+	}
+	for _, n := range o.sends[:o.comm.rank] {
+		at += n
+	}
+	return at
+}
+
+// run gives an operation whose buffers were checked to NCCL, now or with the group.
+func (o *operation) run() error {
+	if err := o.checkOverlap(); err != nil {
+		return err
+	}
+	if g := openGroup(); g != nil {
+		g.add(o)
+		return nil
+	}
+	c := o.comm
+	if err := c.enter(o.kind.String()); err != nil {
+		return err
+	}
+	defer c.mu.Unlock()
+	return c.fail(o.kind.String(), o.enqueue())
+}

@@ -1,0 +1,148 @@
+package nccl
+
+import (
+	"fmt"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/memory"
+)
+
+// An Op is a reduction (ncclRedOp_t): one of the constants, or PreMulSum.Op.
+type Op int32
+
+// The reductions. Avg divides the sum by the number of ranks. Of bools, whose
+// bytes must be 0 or 1, Sum and Max are true where one rank has true, Prod and
+// Min where all have, as in torch.distributed; they have no Avg.
+const (
+	Sum  = Op(ncclapi.Sum)
+	Prod = Op(ncclapi.Prod)
+	Max  = Op(ncclapi.Max)
+	Min  = Op(ncclapi.Min)
+	Avg  = Op(ncclapi.Avg)
+)
+
+// String returns NCCL's name of the reduction, such as "sum".
+func (o Op) String() string {
+	if names := [...]string{"sum", "prod", "max", "min", "avg"}; o >= 0 && int(o) < len(names) {
+		return names[o]
+	}
+	return fmt.Sprintf("op %d", int32(o))
+}
+
+// A PreMulSum is a sum of what the ranks have, each multiplied by a factor of its
+// own first (ncclRedOpCreatePreMulSum): it scales gradients on the way.
+type PreMulSum struct {
+	owner handle.Owner
+	comm  *Communicator
+	op    ncclapi.RedOp
+	dtype memory.DType
+}
+
+// NewPreMulSum makes a reduction for operations of c on elements of T, with this
+// rank's factor. The ranks may have different factors. Close it when the last
+// operation that uses it is enqueued; the end of c closes it too. It enqueues
+// nothing and is not collective.
+func NewPreMulSum[T memory.Element](c *Communicator, factor T) (*PreMulSum, error) {
+	return c.newPreMulSum(memory.DTypeOf[T](), unsafe.Pointer(&factor), ncclapi.ScalarHostImmediate)
+}
+
+// NewPreMulSumFrom is NewPreMulSum with a factor in device memory, one element,
+// which operations read when they run. It must stay allocated until the last of
+// them has completed.
+func NewPreMulSumFrom[T memory.Element](c *Communicator, factor memory.Slice[T]) (*PreMulSum, error) {
+	const op = "nccl: ncclRedOpCreatePreMulSum"
+	if err := c.usable("ncclRedOpCreatePreMulSum"); err != nil {
+		return nil, err
+	}
+	if factor.Len() != 1 {
+		return nil, fmt.Errorf("%s on rank %d of %d: the factor has %d elements: want 1", op, c.rank, c.size, factor.Len())
+	}
+	if err := factor.Check(op, c.dev); err != nil {
+		return nil, err
+	}
+	return c.newPreMulSum(factor.DType(), dl.Pointer(factor.Ptr()), ncclapi.ScalarDevice)
+}
+
+func (c *Communicator) newPreMulSum(t memory.DType, scalar unsafe.Pointer, residence int32) (*PreMulSum, error) {
+	const name = "ncclRedOpCreatePreMulSum"
+	if err := c.usable(name); err != nil {
+		return nil, err
+	}
+	w := wireTypes[t]
+	if !w.sums || t == memory.Bool {
+		return nil, fmt.Errorf("nccl: %s on rank %d of %d: NCCL cannot multiply %s", name, c.rank, c.size, t)
+	}
+	if c.version < w.since {
+		return nil, needs("nccl: "+name+" of "+t.String(), w.since, c.version)
+	}
+	p := &PreMulSum{comm: c, dtype: t}
+	if err := c.enter(name); err != nil {
+		return nil, err
+	}
+	defer c.mu.Unlock()
+	var r ncclapi.Result
+	p.op, r = c.api.RedOpCreatePreMulSum(scalar, w.reduce, residence, *c.h)
+	if err := c.fail(name, r); err != nil {
+		return nil, err
+	}
+	c.sums.Store(Op(p.op), t)
+	handle.Init(p, &p.owner, "pre-multiplied sum")
+	return p, nil
+}
+
+// Op returns the reduction, for operations of its communicator.
+func (p *PreMulSum) Op() Op { return Op(p.op) }
+
+// Close gives the reduction up (ncclRedOpDestroy). Operations that are enqueued
+// are not affected. It is idempotent, and does nothing after the end of the
+// communicator.
+func (p *PreMulSum) Close() error {
+	const name = "ncclRedOpDestroy"
+	if p == nil || !p.owner.Close() {
+		return nil
+	}
+	c := p.comm
+	c.sums.Delete(p.Op())
+	if err := c.enter(name); err != nil {
+		return ended(err)
+	}
+	defer c.mu.Unlock()
+	return c.fail(name, c.api.RedOpDestroy(p.op, *c.h))
+}
+
+// reduction checks the reduction of an operation and finds what NCCL gets for it.
+func (o *operation) reduction() error {
+	c, w := o.comm, wireTypes[o.dtype]
+	at := func() string { return fmt.Sprintf("nccl: %s on rank %d of %d", o.kind, c.rank, c.size) }
+	if !w.sums {
+		return fmt.Errorf("%s: NCCL cannot reduce %s", at(), o.dtype)
+	}
+	if c.version < w.since {
+		return needs(at()+" of "+o.dtype.String(), w.since, c.version)
+	}
+	o.wire, o.redop = w.reduce, ncclapi.RedOp(o.op)
+	if o.op < Sum || o.op > Avg {
+		t, ok := c.sums.Load(o.op)
+		switch {
+		case !ok:
+			return fmt.Errorf("%s: %s is not a reduction of this communicator: want sum, prod, max, min, avg or an open PreMulSum", at(), o.op)
+		case t != o.dtype:
+			return fmt.Errorf("%s: %s is a reduction of %s and not of %s", at(), o.op, t, o.dtype)
+		}
+		return nil
+	}
+	switch {
+	case o.dtype == memory.Bool && o.op == Avg:
+		return fmt.Errorf("%s: bools have no average: want sum or max, prod or min", at())
+	case o.dtype == memory.Bool && o.op == Sum:
+		o.redop = ncclapi.Max
+	case o.op == Avg && c.size == 1:
+		// NCCL 2.28 refuses the mean of 8-bit floats of a single rank, and spoils
+		// the last of an odd number of 16-bit ones.
+		o.redop = ncclapi.Sum
+	}
+	return nil
+}

@@ -56,6 +56,15 @@ func Ptr[T memory.Element](x memory.Slice[T]) Arg {
 	return Arg{kind: Pointer, bits: uint64(x.Raw()), dev: x.Device(), err: x.Check("kernel: launch", nil)}
 }
 
+// PeerPtr passes the address of x, which may be of another device than the
+// launch's: one whose memory that device reaches. For Chorus's own packages, which
+// open the way (memory.Reach).
+func PeerPtr[T memory.Element](x memory.Slice[T]) Arg {
+	a := Ptr(x)
+	a.dev = nil
+	return a
+}
+
 // Null passes a null pointer, as Ptr of the zero Slice does.
 func Null() Arg { return Arg{kind: Pointer} }
 

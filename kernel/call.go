@@ -3,6 +3,7 @@ package kernel
 import (
 	"unsafe"
 
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/virtual"
 	"github.com/gochorus/chorus/memory"
 )
@@ -64,6 +65,19 @@ func (c *Call) BFloat16(i int) memory.BFloat16 { return memory.BFloat16(c.k.BFlo
 func Read[T memory.Element](c *Call, i, n int) []T {
 	var z T
 	return view[T](c.k.Read(c.k.Ptr(i), uintptr(n)*unsafe.Sizeof(z)), n)
+}
+
+// ReadAt is Read of the elements from the at-th on. What a kernel leaves alone is
+// not to be asked for: others may write it meanwhile.
+func ReadAt[T memory.Element](c *Call, i, at, n int) []T {
+	var z T
+	return view[T](c.k.Read(c.k.Ptr(i)+cudadrv.DevicePtr(at)*cudadrv.DevicePtr(unsafe.Sizeof(z)), uintptr(n)*unsafe.Sizeof(z)), n)
+}
+
+// UpdateAt is Update of the elements from the at-th on.
+func UpdateAt[T memory.Element](c *Call, i, at, n int) []T {
+	var z T
+	return view[T](c.k.Write(c.k.Ptr(i)+cudadrv.DevicePtr(at)*cudadrv.DevicePtr(unsafe.Sizeof(z)), uintptr(n)*unsafe.Sizeof(z)), n)
 }
 
 // Update returns n elements at the pointer that is argument i, to be read and

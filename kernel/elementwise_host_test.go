@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -124,12 +125,12 @@ func hostTrialOf(t *testing.T, s *stream.Stream, e *Elementwise, in, out [2]memo
 		b := make([]byte, n*d.Size())
 		for k := range n {
 			switch {
-			case isFloat(d):
-				setFloat(d, b, k, random.NormFloat64()*10)
+			case element.IsFloat(d):
+				element.SetFloat(d, b, k, random.NormFloat64()*10)
 			case d == memory.Bool:
 				b[k] = byte(random.IntN(2))
 			default:
-				setInt(d, b, k, random.Int64()>>random.IntN(60))
+				element.SetInt(d, b, k, random.Int64()>>random.IntN(60))
 			}
 		}
 		tr.in[i] = b

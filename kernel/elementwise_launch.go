@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -174,7 +175,7 @@ func (l *job) check(operands []Operand) error {
 			return o.err
 		case o.dev != nil && o.dev != l.v.dev:
 			return fmt.Errorf("operand %d is memory of %s, the stream is of %s", i, o.dev, l.v.dev)
-		case isFloat8(o.dtype):
+		case element.IsFloat8(o.dtype):
 			return fmt.Errorf("operand %d is of %s, in which nothing is computed", i, o.dtype)
 		case o.role == output && l.n >= 0 && o.n != l.n:
 			return fmt.Errorf("operand %d has %d elements, the first output %d", i, o.n, l.n)
@@ -217,11 +218,11 @@ func (l *job) promote(operands []Operand) error {
 		o := &operands[i]
 		switch o.role {
 		case input:
-			if arrays, err = promote(arrays, o.dtype); err != nil {
+			if arrays, err = Promote(arrays, o.dtype); err != nil {
 				return err
 			}
 		case number:
-			if numbers, err = promote(numbers, o.dtype); err != nil {
+			if numbers, err = Promote(numbers, o.dtype); err != nil {
 				return err
 			}
 		}
@@ -230,7 +231,7 @@ func (l *job) promote(operands []Operand) error {
 		return err
 	}
 	for i := range operands {
-		if o := &operands[i]; o.role == output && !canCast(l.common, o.dtype) {
+		if o := &operands[i]; o.role == output && !CanCast(l.common, o.dtype) {
 			return fmt.Errorf("the result is of %s and cannot be cast to the %s of operand %d", l.common, o.dtype, i)
 		}
 	}

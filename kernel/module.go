@@ -43,6 +43,26 @@ type Module struct {
 // the compiler change. A mistake in the source is a *CompileError with the
 // compiler's messages.
 func Compile(dev *device.Device, src *Source) (*Module, error) {
+	m, err := open(dev, src)
+	if err == nil {
+		handle.Init(m, &m.owner, "kernel module")
+	}
+	return m, err
+}
+
+// Resident is Compile of a module that belongs to its device for as long as that
+// lives, as the device's context does: nobody closes it, and it is no leak. For
+// Chorus's own packages.
+func Resident(dev *device.Device, src *Source) (*Module, error) {
+	m, err := open(dev, src)
+	if err == nil {
+		handle.InitForever(&m.owner)
+	}
+	return m, err
+}
+
+// open compiles and loads a module whose owner is not armed yet.
+func open(dev *device.Device, src *Source) (*Module, error) {
 	if src == nil {
 		return nil, errors.New("kernel: compile: no source given")
 	}
@@ -68,7 +88,6 @@ func Compile(dev *device.Device, src *Source) (*Module, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
 	}
-	handle.Init(m, &m.owner, "kernel module")
 	for _, d := range src.Kernels {
 		k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params)}
 		err := dev.DoRelaxed("cuModuleGetFunction", func(drv cudadrv.Driver) (r cudadrv.Result) {
@@ -79,7 +98,7 @@ func Compile(dev *device.Device, src *Source) (*Module, error) {
 			err = k.load()
 		}
 		if err != nil {
-			_ = m.Close()
+			_ = m.unload()
 			return nil, fmt.Errorf("kernel: find %s in %s: %w", d.Name, src.Name, err)
 		}
 		m.kernels[d.Name] = k
@@ -124,6 +143,10 @@ func (m *Module) Close() error {
 	if m == nil || !m.owner.Close() {
 		return nil
 	}
+	return m.unload()
+}
+
+func (m *Module) unload() error {
 	return m.dev.Do("cuModuleUnload", func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
 }
 

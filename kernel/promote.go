@@ -3,6 +3,7 @@ package kernel
 import (
 	"fmt"
 
+	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -41,24 +42,26 @@ var promotions = func() [len(promoted)][len(promoted)]memory.DType {
 	}
 }()
 
-// promote returns the type for the numbers of a and b; memory.Invalid is no
-// type and gives the other one.
-func promote(a, b memory.DType) (memory.DType, error) {
+// Promote returns the smallest type for the numbers of both a and b
+// (torch.promote_types); memory.Invalid is no type and gives the other one. Some
+// pairs have none: unsigned integers of 16 bits or more with other integers, and
+// 8-bit floats with anything else.
+func Promote(a, b memory.DType) (memory.DType, error) {
 	switch {
 	case a == b || b == memory.Invalid:
 		return a, nil
 	case a == memory.Invalid:
 		return b, nil
-	case isFloat8(a) || isFloat8(b):
+	case element.IsFloat8(a) || element.IsFloat8(b):
 		return 0, fmt.Errorf("no type has the numbers of both %s and %s: convert one of them", a, b)
 	}
 	row, column := placeOf(a), placeOf(b)
 	switch {
 	case row >= 0 && column >= 0:
 		return promotions[row][column], nil
-	case isFloat(a): // b is an unsigned integer of 16 bits or more
+	case element.IsFloat(a): // b is an unsigned integer of 16 bits or more
 		return a, nil
-	case isFloat(b):
+	case element.IsFloat(b):
 		return b, nil
 	}
 	return 0, fmt.Errorf("torch has no type for the numbers of both %s and %s: convert one of them", a, b)
@@ -73,12 +76,6 @@ func placeOf(t memory.DType) int {
 	return -1
 }
 
-func isFloat(t memory.DType) bool {
-	return t == memory.Float16T || t == memory.BFloat16T || t == memory.Float32 || t == memory.Float64 || isFloat8(t)
-}
-
-func isFloat8(t memory.DType) bool { return t == memory.Float8E4M3T || t == memory.Float8E5M2T }
-
 // resultType is torch.result_type of slices, whose promoted type is arrays, and
 // of single numbers, whose type is one of bool, int64 and float64: a number
 // counts only if it is of a higher category, and then a float32 is enough.
@@ -87,15 +84,16 @@ func resultType(arrays, numbers memory.DType) (memory.DType, error) {
 		numbers = memory.Float32
 	}
 	switch {
-	case isFloat(arrays):
+	case element.IsFloat(arrays):
 		return arrays, nil
-	case arrays == memory.Invalid || arrays == memory.Bool || isFloat(numbers):
-		return promote(arrays, numbers)
+	case arrays == memory.Invalid || arrays == memory.Bool || element.IsFloat(numbers):
+		return Promote(arrays, numbers)
 	}
 	return arrays, nil
 }
 
-// canCast is torch.can_cast: not from floats to integers, and not to bool.
-func canCast(from, to memory.DType) bool {
-	return !(isFloat(from) && !isFloat(to)) && !(from != memory.Bool && to == memory.Bool)
+// CanCast reports whether a result of type from may be stored as type to
+// (torch.can_cast): not from floats to integers, and not to bool.
+func CanCast(from, to memory.DType) bool {
+	return !(element.IsFloat(from) && !element.IsFloat(to)) && !(from != memory.Bool && to == memory.Bool)
 }

@@ -5,6 +5,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -16,16 +17,16 @@ func TestPromoteFollowsTheRules(t *testing.T) {
 		switch {
 		case d == memory.Bool:
 			return 0
-		case isFloat(d):
+		case element.IsFloat(d):
 			return 2
 		}
 		return 1
 	}
 	for _, a := range promoted {
 		for _, b := range promoted {
-			got, err := promote(a, b)
+			got, err := Promote(a, b)
 			require.NoError(t, err)
-			back, err := promote(b, a)
+			back, err := Promote(b, a)
 			require.NoError(t, err)
 			require.Equal(t, got, back, "%s and %s", a, b)
 			want := a
@@ -70,10 +71,10 @@ func TestResultType(t *testing.T) {
 	}
 	for _, c := range [][2]memory.DType{{memory.Uint16, memory.Int32}, {memory.Uint64, memory.Uint32}, {memory.Bool, memory.Uint16},
 		{memory.Float8E4M3T, memory.Float32}, {memory.Float8E5M2T, memory.Int8}} {
-		_, err := promote(c[0], c[1])
+		_, err := Promote(c[0], c[1])
 		require.ErrorContains(t, err, "numbers of both "+c[0].String()+" and "+c[1].String())
 	}
-	got, err := promote(memory.Uint64, memory.BFloat16T)
+	got, err := Promote(memory.Uint64, memory.BFloat16T)
 	require.NoError(t, err)
 	require.Equal(t, memory.BFloat16T, got)
 }
@@ -87,6 +88,6 @@ func TestCanCast(t *testing.T) {
 		{memory.Int64, memory.Int8, true}, {memory.Int8, memory.Bool, false}, {memory.Bool, memory.Bool, true},
 		{memory.Bool, memory.Int8, true}, {memory.Float16T, memory.Bool, false},
 	} {
-		require.Equal(t, c.want, canCast(c.from, c.to), "%s to %s", c.from, c.to)
+		require.Equal(t, c.want, CanCast(c.from, c.to), "%s to %s", c.from, c.to)
 	}
 }

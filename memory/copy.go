@@ -172,6 +172,15 @@ func wayBetween(a, b *device.Device) (way, error) {
 	return direct, b.EnablePeer(a)
 }
 
+// Reach lets kernels and copies on either of two devices use the memory of both,
+// and reports whether they can. Where they cannot, Copy finds another way. The
+// first call for two devices tests the way; see device.Device.PeerWorks. For
+// Chorus's own packages.
+func Reach(a, b *device.Device) (bool, error) {
+	by, err := wayBetween(a, b)
+	return by == direct, err
+}
+
 // copyPeer copies between devices that do not reach each other.
 func copyPeer[T Element](s *stream.Stream, dst, src Slice[T]) error {
 	from, err := src.Device().Context()

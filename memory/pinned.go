@@ -18,6 +18,7 @@ type Pinned[T Element] struct {
 	p     unsafe.Pointer
 	n     int
 	pin   *registration // of PinSlice
+	whole *Pinned[T]    // what it is a part of; nil otherwise
 }
 
 // MakePinned allocates n elements of pinned memory, which all devices of dev's
@@ -48,10 +49,27 @@ func MakePinned[T Element](dev *device.Device, n int) (*Pinned[T], error) {
 // Len returns the number of elements.
 func (h *Pinned[T]) Len() int { return h.n }
 
+// Slice returns the elements i to j-1, which h shares and alone closes. Like a Go
+// slice expression it panics when the bounds are out of range.
+func (h *Pinned[T]) Slice(i, j int) *Pinned[T] {
+	if i < 0 || j < i || j > h.n {
+		panic(fmt.Sprintf("memory: slice bounds [%d:%d] out of range of %d pinned elements", i, j, h.n))
+	}
+	return &Pinned[T]{lease: h.lease, p: unsafe.Add(h.p, i*sizeOf[T]()), n: j - i, whole: h.root()}
+}
+
+// root is the memory that h is a part of, or h.
+func (h *Pinned[T]) root() *Pinned[T] {
+	if h.whole != nil {
+		return h.whole
+	}
+	return h
+}
+
 // Data returns the memory as a Go slice, valid until Close. It is nil after
 // Close; a slice obtained before must not be used then.
 func (h *Pinned[T]) Data() []T {
-	if h == nil || h.owner.Closed() || h.n == 0 {
+	if h == nil || h.root().owner.Closed() || h.n == 0 {
 		return nil
 	}
 	return unsafe.Slice((*T)(h.p), h.n)
@@ -78,8 +96,11 @@ func (h *Pinned[T]) RecordStream(s *stream.Stream) error {
 // Close gives the memory up. It returns at once: what is on streams by now still
 // uses the memory, and so do graphs that captured a copy from or to it; only
 // then somebody else gets it. Memory of PinSlice is different; see there. Close
-// is idempotent.
+// is idempotent. Closing a part is an error that matches ErrView.
 func (h *Pinned[T]) Close() error {
+	if h != nil && h.whole != nil {
+		return fmt.Errorf("memory: close a part of pinned memory: %w", ErrView)
+	}
 	if h == nil || h.owner.Closed() {
 		return nil
 	}
@@ -96,7 +117,7 @@ func (h *Pinned[T]) check(op string) error {
 	if h == nil {
 		return fmt.Errorf("%s: no pinned memory given", op)
 	}
-	if h.owner.Closed() {
+	if h.root().owner.Closed() {
 		return fmt.Errorf("%s: %w", op, device.ErrClosed)
 	}
 	return nil

@@ -142,6 +142,36 @@ func TestPinnedComesBack(t *testing.T) {
 	})
 }
 
+// A part shares the memory, and its copies keep it as those of the whole do.
+func TestPartOfPinned(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		n := newSize()
+		x := makeInts(t, s, 3)
+		h := makePinned(t, devs[0], n)
+		was := at(h)
+		for i := range h.Data() {
+			h.Data()[i] = int32(i)
+		}
+		part := h.Slice(10, 20).Slice(2, 5)
+		require.Equal(t, []int32{12, 13, 14}, part.Data())
+		require.ErrorIs(t, part.Close(), memory.ErrView)
+		open := hold(t, s)
+		require.NoError(t, x.CopyFromPinned(s, part))
+		require.NoError(t, h.Close())
+		require.Nil(t, part.Data())
+		require.NotSame(t, was, at(makePinned(t, devs[0], n)), "the copy of the part has not run")
+		require.ErrorIs(t, x.CopyFromPinned(s, part), device.ErrClosed)
+		open()
+		got := make([]int32, 3)
+		require.NoError(t, x.CopyTo(s, got))
+		require.Equal(t, []int32{12, 13, 14}, got)
+		require.Panics(t, func() { h.Slice(1, n+1) })
+		none := makePinned(t, devs[0], 0)
+		require.Zero(t, none.Slice(0, 0).Len())
+	})
+}
+
 func makeAndClose(d *device.Device, n int, look func(*int32)) error {
 	h, err := memory.MakePinned[int32](d, n)
 	if err != nil {

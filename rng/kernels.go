@@ -77,14 +77,6 @@ func tools(dev *device.Device) *toolbox {
 	return dev.Local(&toolboxKey, func() any { return new(toolbox) }).(*toolbox)
 }
 
-// modules keeps every compiled module reachable. A kernel belongs to its device
-// for the life of the process, as the device's context does; nobody closes it,
-// and it is no leak.
-var modules struct {
-	mu  sync.Mutex
-	all []*kernel.Module
-}
-
 // macros say which kernel rng.cu is compiled to.
 func macros(d dist, f *format) []string {
 	return []string{"--define-macro=CHORUS_DIST=" + templates[d], "--define-macro=CHORUS_TYPE=" + f.c}
@@ -110,7 +102,7 @@ func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel
 		}
 		t.policy.blocks = uint32(p.Multiprocessors * (p.ThreadsPerMultiproc / block))
 	}
-	m, err := kernel.Compile(dev, &kernel.Source{
+	m, err := kernel.Resident(dev, &kernel.Source{
 		Name:    "rng.cu",
 		CUDA:    source,
 		Options: macros(d, f),
@@ -124,9 +116,6 @@ func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel
 	if err != nil {
 		return nil, fmt.Errorf("%s of %s: %w", ops[d], f.dtype, err)
 	}
-	modules.mu.Lock()
-	modules.all = append(modules.all, m)
-	modules.mu.Unlock()
 	at.Store(k)
 	return k, nil
 }

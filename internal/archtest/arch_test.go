@@ -31,8 +31,9 @@ var layers = [][]string{
 	{"internal/testgpu", "stream"},
 	{"internal/ptxtest"},
 	{"memory"},
-	{"tensor", "kernel", "nccl", "graph", "nvtx", "internal/memtrace"},
-	{"rng", "internal/testgpu/spin"},
+	{"internal/element"},
+	{"kernel", "nccl", "graph", "nvtx", "internal/memtrace"},
+	{"tensor", "rng", "internal/testgpu/spin"},
 	{"comm", "gds", "internal/launch"},
 	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench"},
 }

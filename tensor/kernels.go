@@ -1,0 +1,213 @@
+package tensor
+
+import (
+	_ "embed"
+	"fmt"
+	"math"
+	"math/bits"
+	"sync"
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/ptx"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+//go:embed tensor.cu
+var source string
+
+// packed has tensor.cu compiled; make ptx writes it.
+//
+//go:embed tensor.ptx.gz
+var packed []byte
+
+var archive = ptx.Open(packed)
+
+// What tensor.cu says too.
+const (
+	threads  = 256 // of a block
+	items    = 4   // elements of a thread
+	maxLoops = 8
+)
+
+// A toolbox has the kernels of a device.
+type toolbox struct {
+	mu      sync.Mutex // held while they are compiled
+	kernels atomic.Pointer[kernels]
+}
+
+type kernels struct {
+	copies  [5]*kernel.Kernel // of 1, 2, 4, 8 and 16 bytes
+	convert *kernel.Kernel
+}
+
+type toolboxKey struct{}
+
+// kernelsOf returns the kernels of a device, which the first call loads.
+func kernelsOf(dev *device.Device) (*kernels, error) {
+	t := dev.Local(toolboxKey{}, func() any { return new(toolbox) }).(*toolbox)
+	if k := t.kernels.Load(); k != nil {
+		return k, nil
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if k := t.kernels.Load(); k != nil {
+		return k, nil
+	}
+	defs := []kernel.Def{{Name: "convert", Params: params(kernel.U32, kernel.U32), Go: standInConvert}}
+	for i := range len(kernels{}.copies) {
+		defs = append(defs, kernel.Def{Name: fmt.Sprint("copy", 1<<i), Params: params(), Go: standInCopy(1 << i)})
+	}
+	m, err := kernel.Resident(dev, &kernel.Source{Name: "tensor.cu", CUDA: source, Kernels: defs, PTX: archive})
+	if err != nil {
+		return nil, fmt.Errorf("tensor: %w", err)
+	}
+	k := new(kernels)
+	if k.convert, err = m.Kernel("convert"); err != nil {
+		return nil, err
+	}
+	for i := range k.copies {
+		if k.copies[i], err = m.Kernel(fmt.Sprint("copy", 1<<i)); err != nil {
+			return nil, err
+		}
+	}
+	t.kernels.Store(k)
+	return k, nil
+}
+
+// params are the destination, the source, how many elements and loops, and the
+// loops.
+func params(more ...kernel.Param) []kernel.Param {
+	ps := []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.U32, kernel.U32}
+	for range maxLoops {
+		ps = append(ps, kernel.U32, kernel.I64, kernel.I64)
+	}
+	return append(ps, more...)
+}
+
+// launch enqueues the copy of src to dst by a kernel on s, whose device reaches
+// both.
+func launch(s *stream.Stream, dst, src Tensor, loops []loop) error {
+	k, err := kernelsOf(s.Device())
+	if err != nil {
+		return err
+	}
+	j := job{s: s, dst: dst, src: src, to: dst.dtype.Size(), from: src.dtype.Size(), kernel: k.convert}
+	if dst.dtype == src.dtype {
+		j.to, loops = widen(dst, src, loops)
+		j.from, j.kernel = j.to, k.copies[bits.TrailingZeros(uint(j.to))]
+	} else {
+		j.types = []kernel.Arg{kernel.Uint32(uint32(dst.dtype)), kernel.Uint32(uint32(src.dtype))}
+	}
+	return j.enqueue(loops, 0, 0)
+}
+
+// widen looks at runs of neighbours as wider elements, of 16 bytes at most, where
+// all of them are aligned, and returns their width.
+func widen(dst, src Tensor, loops []loop) (width int, wide []loop) {
+	size := dst.dtype.Size()
+	if len(loops) == 0 {
+		return size, loops
+	}
+	last := len(loops) - 1
+	if loops[last].dst != 1 || loops[last].src != 1 {
+		return size, loops
+	}
+	for f := 16 / size; f > 1; f /= 2 {
+		if aligned(dst, src, loops, f) {
+			for i, l := range loops {
+				if i == last {
+					wide = append(wide, loop{l.n / f, 1, 1})
+				} else {
+					wide = append(wide, loop{l.n, l.dst / f, l.src / f})
+				}
+			}
+			return size * f, wide
+		}
+	}
+	return size, loops
+}
+
+// aligned reports whether f elements can be taken for one.
+func aligned(dst, src Tensor, loops []loop, f int) bool {
+	bytes := uint64(f * dst.dtype.Size())
+	if dst.Ptr()%bytes != 0 || src.Ptr()%bytes != 0 || loops[len(loops)-1].n%f != 0 {
+		return false
+	}
+	for _, l := range loops[:len(loops)-1] {
+		if l.dst%f != 0 || l.src%f != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// A job is one copy by a kernel.
+type job struct {
+	s        *stream.Stream
+	dst, src Tensor
+	to, from int // bytes of an element
+	kernel   *kernel.Kernel
+	types    []kernel.Arg
+}
+
+// enqueue launches the kernel, several times where there are more loops or elements
+// than it counts. The offsets are in elements.
+func (j *job) enqueue(loops []loop, dst, src int) error {
+	n := 1
+	for _, l := range loops {
+		n *= l.n
+	}
+	switch {
+	case len(loops) > maxLoops:
+		for i := range loops[0].n {
+			if err := j.enqueue(loops[1:], dst+i*loops[0].dst, src+i*loops[0].src); err != nil {
+				return err
+			}
+		}
+		return nil
+	case n > math.MaxInt32 && loops[0].n == 1:
+		return j.enqueue(loops[1:], dst, src)
+	case n > math.MaxInt32:
+		l := loops[0]
+		half := append([]loop{{l.n / 2, l.dst, l.src}}, loops[1:]...)
+		rest := append([]loop{{l.n - l.n/2, l.dst, l.src}}, loops[1:]...)
+		if err := j.enqueue(half, dst, src); err != nil {
+			return err
+		}
+		return j.enqueue(rest, dst+l.n/2*l.dst, src+l.n/2*l.src)
+	}
+	return j.one(loops, n, dst, src)
+}
+
+// one launches the kernel once.
+func (j *job) one(loops []loop, n, dst, src int) error {
+	to, err := j.dst.from(dst * j.to)
+	if err != nil {
+		return err
+	}
+	from, err := j.src.from(src * j.from)
+	if err != nil {
+		return err
+	}
+	args := make([]kernel.Arg, 0, 32)
+	args = append(args, kernel.PeerPtr(to), kernel.PeerPtr(from), kernel.Uint32(uint32(n)), kernel.Uint32(uint32(len(loops))))
+	for i := range maxLoops {
+		l := loop{n: 1}
+		if at := len(loops) - 1 - i; at >= 0 {
+			l = loops[at]
+		}
+		args = append(args, kernel.Uint32(uint32(l.n)), kernel.Int64(int64(l.dst)), kernel.Int64(int64(l.src)))
+	}
+	blocks := uint32((n-1)/(threads*items) + 1)
+	grid := kernel.Grid{Blocks: [3]uint32{blocks, 1, 1}, Threads: [3]uint32{threads, 1, 1}}
+	return j.kernel.Launch(j.s, grid, append(args, j.types...)...)
+}
+
+// from returns the memory of a tensor of a device from a byte behind its first
+// element on.
+func (t Tensor) from(byteOffset int) (memory.Slice[uint8], error) {
+	return memory.View[uint8](t.mem.buf, t.off+byteOffset, 0)
+}

@@ -1,0 +1,67 @@
+package tensor
+
+import "fmt"
+
+// Chunk cuts a dimension into at most n views of equal length, the last perhaps
+// shorter (torch.chunk): each has the nth part, rounded up, so that there can be
+// fewer than n. A dimension of 0 gives n empty views.
+func (t Tensor) Chunk(n, dim int) ([]Tensor, error) {
+	d, err := t.dim("chunk", dim)
+	if err != nil {
+		return nil, err
+	}
+	if n < 1 {
+		return nil, fmt.Errorf("tensor: chunk dimension %d of shape %v into %d: want 1 or more", dim, t.shape, n)
+	}
+	if t.shape[d] == 0 {
+		return t.SplitSizes(make([]int, n), d)
+	}
+	return t.Split((t.shape[d]+n-1)/n, d)
+}
+
+// Split cuts a dimension into views of the given length, the last perhaps shorter
+// (torch.split).
+func (t Tensor) Split(size, dim int) ([]Tensor, error) {
+	d, err := t.dim("split", dim)
+	if err != nil {
+		return nil, err
+	}
+	all := t.shape[d]
+	if size < 0 || size == 0 && all > 0 {
+		return nil, fmt.Errorf("tensor: split dimension %d of shape %v by %d: want 1 or more", dim, t.shape, size)
+	}
+	if all == 0 {
+		return []Tensor{t.view()}, nil
+	}
+	var out []Tensor
+	for at := 0; at < all; at += size {
+		out = append(out, t.narrow(d, at, min(size, all-at)))
+	}
+	return out, nil
+}
+
+// SplitSizes cuts a dimension into views of the given lengths
+// (torch.split_with_sizes).
+func (t Tensor) SplitSizes(sizes []int, dim int) ([]Tensor, error) {
+	d, err := t.dim("split", dim)
+	if err != nil {
+		return nil, err
+	}
+	sum := 0
+	for _, n := range sizes {
+		if n < 0 {
+			return nil, fmt.Errorf("tensor: split dimension %d of shape %v by %v: want no negative sizes", dim, t.shape, sizes)
+		}
+		sum += n
+	}
+	if sum != t.shape[d] {
+		return nil, fmt.Errorf("tensor: split dimension %d of shape %v by %v: want sizes that sum exactly to %d", dim, t.shape, sizes, t.shape[d])
+	}
+	out := make([]Tensor, len(sizes))
+	at := 0
+	for i, n := range sizes {
+		out[i] = t.narrow(d, at, n)
+		at += n
+	}
+	return out, nil
+}

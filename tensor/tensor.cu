@@ -1,0 +1,193 @@
+// Copies between any two layouts: one kernel for each width of an element, and
+// one that converts between types, which it finds out element by element so that
+// one kernel serves all pairs.
+
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#define THREADS 256
+#define ITEMS 4
+#define LOOPS 8
+
+// ---- places ----
+
+// A loop goes over one dimension of both tensors: n steps, and how many elements
+// each is in the destination and in the source. The innermost comes first.
+struct Loop { u32 n; i64 dst, src; };
+
+#define LOOP(k) , u32 n##k, i64 d##k, i64 s##k
+#define LOOP_PARAMS LOOP(0) LOOP(1) LOOP(2) LOOP(3) LOOP(4) LOOP(5) LOOP(6) LOOP(7)
+#define LOOP_VALUES {{n0, d0, s0}, {n1, d1, s1}, {n2, d2, s2}, {n3, d3, s3}, {n4, d4, s4}, {n5, d5, s5}, {n6, d6, s6}, {n7, d7, s7}}
+
+// place finds element i of all; the last of the loops needs no division.
+static __device__ __forceinline__ void place(const Loop (&loops)[LOOPS], u32 count, u32 i, i64& dst, i64& src) {
+	dst = src = 0;
+#pragma unroll
+	for (u32 k = 0; k < LOOPS; k++) {
+		if (k + 1 >= count) {
+			dst += i * loops[k].dst;
+			src += i * loops[k].src;
+			return;
+		}
+		const u32 rest = i / loops[k].n, at = i - rest * loops[k].n;
+		dst += at * loops[k].dst;
+		src += at * loops[k].src;
+		i = rest;
+	}
+}
+
+// ---- copies ----
+
+struct alignas(16) Wide { u64 a, b; };
+
+// copy loads all elements of a thread before it stores the first, so that they are
+// on their way together.
+template <class W> static __device__ __forceinline__ void copy(W* to, const W* from, u32 n, u32 count, const Loop (&loops)[LOOPS]) {
+	const u32 first = blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
+	W held[ITEMS];
+	i64 at[ITEMS];
+#pragma unroll
+	for (int k = 0; k < ITEMS; k++) {
+		const u32 i = first + k * THREADS;
+		if (i >= n) continue;
+		i64 src;
+		place(loops, count, i, at[k], src);
+		held[k] = from[src];
+	}
+#pragma unroll
+	for (int k = 0; k < ITEMS; k++)
+		if (first + k * THREADS < n) to[at[k]] = held[k];
+}
+
+#define COPY(bytes, W) \
+	extern "C" __global__ void __launch_bounds__(THREADS) copy##bytes(W* to, const W* from, u32 n, u32 count LOOP_PARAMS) { \
+		const Loop loops[LOOPS] = LOOP_VALUES; \
+		copy(to, from, n, count, loops); \
+	}
+COPY(1, unsigned char)
+COPY(2, unsigned short)
+COPY(4, u32)
+COPY(8, u64)
+COPY(16, Wide)
+
+// ---- conversions ----
+
+// The types, as memory.DType numbers them.
+enum { BOOL = 1, I8, U8, I16, U16, I32, U32, I64, U64, F16, BF16, F32, F64, F8E4M3, F8E5M2 };
+
+#ifdef __CUDACC__
+static __device__ __forceinline__ float half_value(unsigned short bits) {
+	float x;
+	asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+	return x;
+}
+static __device__ __forceinline__ unsigned short half_bits(float x) {
+	unsigned short bits;
+	asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+	return bits;
+}
+#endif
+
+// Moving the bits of a small float to their places in a float leaves the exponent
+// too small by the difference of the biases, for subnormal numbers too.
+static __device__ __forceinline__ float e4m3_value(u32 q) {
+	const u32 size = q & 0x7f;
+	const float x = size == 0x7f ? __uint_as_float(0x7fc00000) : __uint_as_float(size << 20) * __uint_as_float((127 + 120) << 23);
+	return __uint_as_float(__float_as_uint(x) | (q & 0x80) << 24);
+}
+static __device__ __forceinline__ float e5m2_value(u32 q) { return half_value((unsigned short)(q << 8)); }
+
+// small_bits rounds to nearest, ties to even, and makes of what is too large
+// `over`, of NaN `nan`, as torch does.
+static __device__ __forceinline__ u32 small_bits(float x, int mantissa, int bias, u32 largest, u32 over, u32 nan) {
+	const u32 bits = __float_as_uint(x), size = bits & 0x7fffffff, sign = bits >> 24 & 0x80;
+	if (size > 0x7f800000) return sign | nan;
+	int exponent = (int)(size >> 23) - 127 + bias;
+	int shift = 23 - mantissa;
+	if (exponent <= 0) { // below the normal numbers
+		shift += 1 - exponent;
+		exponent = 1;
+	}
+	if (shift > 24) return sign;
+	const u32 m = (size & 0x7fffff) | 0x800000;
+	u32 q = m >> shift;
+	const u32 rest = m & ((1u << shift) - 1), tie = 1u << (shift - 1);
+	if (rest > tie || (rest == tie && (q & 1))) q++;
+	q += (u32)(exponent - 1) << mantissa; // the leading one carries into the exponent
+	return sign | (q > largest ? over : q);
+}
+
+static __device__ __forceinline__ unsigned short bfloat_bits(float x) {
+	const u32 u = __float_as_uint(x);
+	return x != x ? 0x7fff : (unsigned short)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+// A value is one of the three, as is its type.
+struct Value { double f; i64 i; int kind; };
+enum { FLOATING, SIGNED, UNSIGNED };
+
+static __device__ __forceinline__ Value floating(double f) { return Value{f, 0, FLOATING}; }
+static __device__ __forceinline__ Value whole(i64 i) { return Value{0, i, SIGNED}; }
+
+static __device__ __forceinline__ Value load(const void* p, i64 i, u32 type) {
+	switch (type) {
+	case BOOL: return whole(((const unsigned char*)p)[i] != 0);
+	case I8: return whole(((const signed char*)p)[i]);
+	case U8: return whole(((const unsigned char*)p)[i]);
+	case I16: return whole(((const short*)p)[i]);
+	case U16: return whole(((const unsigned short*)p)[i]);
+	case I32: return whole(((const int*)p)[i]);
+	case U32: return whole(((const u32*)p)[i]);
+	case I64: return whole(((const i64*)p)[i]);
+	case U64: return Value{0, ((const i64*)p)[i], UNSIGNED};
+	case F16: return floating(half_value(((const unsigned short*)p)[i]));
+	case BF16: return floating(__uint_as_float((u32)((const unsigned short*)p)[i] << 16));
+	case F32: return floating(((const float*)p)[i]);
+	case F64: return floating(((const double*)p)[i]);
+	case F8E4M3: return floating(e4m3_value(((const unsigned char*)p)[i]));
+	}
+	return floating(e5m2_value(((const unsigned char*)p)[i]));
+}
+
+static __device__ __forceinline__ float single(const Value& v) {
+	if (v.kind == FLOATING) return (float)v.f;
+	return v.kind == SIGNED ? (float)v.i : (float)(u64)v.i;
+}
+
+static __device__ __forceinline__ i64 integer(const Value& v) { return v.kind == FLOATING ? (i64)v.f : v.i; }
+
+static __device__ __forceinline__ void store(void* p, i64 i, u32 type, const Value& v) {
+	switch (type) {
+	case BOOL: ((unsigned char*)p)[i] = v.kind == FLOATING ? v.f != 0 : v.i != 0; return;
+	case I8: case U8: ((unsigned char*)p)[i] = (unsigned char)integer(v); return;
+	case I16: case U16: ((unsigned short*)p)[i] = (unsigned short)integer(v); return;
+	case I32: case U32: ((u32*)p)[i] = (u32)integer(v); return;
+	case I64: ((i64*)p)[i] = integer(v); return;
+	case U64: ((u64*)p)[i] = v.kind == FLOATING && v.f >= 9223372036854775808.0 ? (u64)v.f : (u64)integer(v); return;
+	case F16: ((unsigned short*)p)[i] = half_bits(single(v)); return;
+	case BF16: ((unsigned short*)p)[i] = bfloat_bits(single(v)); return;
+	case F32: ((float*)p)[i] = single(v); return;
+	case F64: ((double*)p)[i] = v.kind == FLOATING ? v.f : v.kind == SIGNED ? (double)v.i : (double)(u64)v.i; return;
+	case F8E4M3: ((unsigned char*)p)[i] = (unsigned char)small_bits(single(v), 3, 7, 0x7e, 0x7f, 0x7f); return;
+	case F8E5M2: ((unsigned char*)p)[i] = (unsigned char)small_bits(single(v), 2, 15, 0x7b, 0x7c, 0x7f); return;
+	}
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) convert(void* to, const void* from, u32 n, u32 count LOOP_PARAMS, u32 dtype, u32 stype) {
+	const Loop loops[LOOPS] = LOOP_VALUES;
+	const u32 first = blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
+	Value held[ITEMS];
+	i64 at[ITEMS];
+#pragma unroll
+	for (int k = 0; k < ITEMS; k++) {
+		const u32 i = first + k * THREADS;
+		if (i >= n) continue;
+		i64 src;
+		place(loops, count, i, at[k], src);
+		held[k] = load(from, src, stype);
+	}
+#pragma unroll
+	for (int k = 0; k < ITEMS; k++)
+		if (first + k * THREADS < n) store(to, at[k], dtype, held[k]);
+}

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -43,11 +44,11 @@ type kernels struct {
 	convert *kernel.Kernel
 }
 
-type toolboxKey struct{}
+var toolboxKey kept.Key
 
 // kernelsOf returns the kernels of a device, which the first call loads.
 func kernelsOf(dev *device.Device) (*kernels, error) {
-	t := dev.Local(toolboxKey{}, func() any { return new(toolbox) }).(*toolbox)
+	t := dev.Local(&toolboxKey, func() any { return new(toolbox) }).(*toolbox)
 	if k := t.kernels.Load(); k != nil {
 		return k, nil
 	}

@@ -154,6 +154,10 @@ func (b *Buffer) giveBack() error {
 		b.heap.tidy()
 	}
 	for _, s := range append(b.users, b.stream) {
+		if b.heap != nil && stream.InCallback() {
+			b.heap.retire(s) // it may be closed, and then the driver is asked
+			continue
+		}
 		errs = append(errs, s.Release())
 	}
 	return errors.Join(errs...)

@@ -75,7 +75,7 @@ func newHeap(d *device.Device) (*heap, error) {
 		return nil, err
 	}
 	h := &heap{dev: d, total: uint64(total)}
-	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Free: h.left, Sync: h.sync}
+	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Barred: barred, Free: h.left, Sync: h.sync}
 	if cfg.Pages, err = newPages(h, uint64(total)); err != nil {
 		return nil, err
 	}
@@ -138,6 +138,17 @@ func (h *heap) sync() error {
 	}
 	return h.dev.Do("cuCtxSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
 }
+
+// barred refuses callbacks: CUDA forbids them the driver, and who waits with a lock for
+// the driver may wait for them.
+func barred() error {
+	if stream.InCallback() {
+		return errCallback
+	}
+	return nil
+}
+
+var errCallback = fmt.Errorf("it needs the driver, which a callback must not use: do it outside, or allocate and free memory of that size before: %w", device.ErrorNotPermitted)
 
 // low frees what nobody needs any more, when memory is short.
 func (h *heap) low() { _ = IPCCollect(h.dev) } // what it cannot free, it cannot

@@ -161,17 +161,20 @@ func (l *lane) Retain() bool   { return l.s.Retain() }
 
 // Release is called with the allocator's locks held, which the end of a stream
 // needs: so it is put off until they are not.
-func (l *lane) Release() {
-	l.heap.mu.Lock()
-	defer l.heap.mu.Unlock()
-	l.heap.retired = append(l.heap.retired, l.s)
-	l.heap.owes.Store(true)
+func (l *lane) Release() { l.heap.retire(l.s) }
+
+// retire releases the stream with the next tidy.
+func (h *heap) retire(s *stream.Stream) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.retired = append(h.retired, s)
+	h.owes.Store(true)
 }
 
 // tidy releases the streams that the allocator needs no more. It is called after
 // each operation.
 func (h *heap) tidy() {
-	if !h.owes.Load() {
+	if !h.owes.Load() || stream.InCallback() {
 		return
 	}
 	h.mu.Lock()

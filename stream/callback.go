@@ -3,6 +3,9 @@ package stream
 import (
 	"fmt"
 	"runtime/debug"
+	"sync"
+	"sync/atomic"
+	"syscall"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
@@ -31,8 +34,9 @@ func (e *CallbackError) Unwrap() error {
 //
 // fn runs on a thread of the driver, of which other streams' callbacks may wait
 // for it: it should be short. It must not use a device, nor wait for work on one,
-// nor call runtime.Goexit as testing.T.FailNow does. What fn has written is seen
-// after Sync. A panic in fn ends fn only; the next Sync or Query of s that finds
+// nor call runtime.Goexit as testing.T.FailNow does. It may close memory, and
+// allocate what is cached; an allocation that needs the driver is an error there. What
+// fn has written is seen after Sync. A panic in fn ends fn only; the next Sync or Query of s that finds
 // the work completed returns it, as a *CallbackError.
 //
 // While s is captured into a graph, fn becomes part of it: each launch calls it,
@@ -72,6 +76,7 @@ func (s *Stream) Callback(fn func()) error {
 // guard keeps a panic from the C code that calls fn.
 func (s *Stream) guard(fn func()) func() {
 	return func() {
+		defer enterCallback()()
 		defer func() {
 			if v := recover(); v != nil {
 				s.panicked.CompareAndSwap(nil, &CallbackError{Stream: s.String(), Panic: v, Stack: string(debug.Stack())})
@@ -80,6 +85,33 @@ func (s *Stream) guard(fn func()) func() {
 		}()
 		fn()
 	}
+}
+
+// callbacks are the OS threads that are within a Callback.
+var callbacks struct {
+	count   atomic.Int32 // how many there are, for a look without a lock
+	threads sync.Map     // their numbers
+}
+
+func enterCallback() (leave func()) {
+	tid := syscall.Gettid()
+	callbacks.threads.Store(tid, true)
+	callbacks.count.Add(1)
+	return func() {
+		callbacks.count.Add(-1)
+		callbacks.threads.Delete(tid)
+	}
+}
+
+// InCallback reports whether the goroutine is within the function of a Callback, which
+// must not wait for the driver. It costs next to nothing while none is called. For
+// Chorus's own packages.
+func InCallback() bool {
+	if callbacks.count.Load() == 0 {
+		return false
+	}
+	_, ok := callbacks.threads.Load(syscall.Gettid())
+	return ok
 }
 
 // seeCallbacks is the end of a wait for the stream: the error, or else the panic

@@ -46,6 +46,9 @@ type Config struct {
 	Pages   PageSource // nil is no expandable segments
 	Total   uint64     // bytes of the device, of which fractions are
 	Auditor Auditor    // may be nil
+	// Barred says why this thread must not wait for the driver nor for who does: it is
+	// within a function that a stream calls, for which others may wait. It may be nil.
+	Barred func() error
 	// Low is called without locks when memory is short, to free what it can
 	// (torch's FreeMemoryCallback). It may be nil.
 	Low func()
@@ -73,6 +76,14 @@ func (d *Device) Close() {
 	for _, p := range d.pools {
 		p.closed.Store(true)
 	}
+}
+
+// barred is Config.Barred.
+func (d *Device) barred() error {
+	if d.cfg.Barred == nil {
+		return nil
+	}
+	return d.cfg.Barred()
 }
 
 // Default returns the pool for all that is not allocated in another.
@@ -195,7 +206,7 @@ func (d *Device) Free(addr uint64) error {
 	a.give(b, x)
 	gone := a.pool.closed.Load() && (s.span != nil || s.idle())
 	d.leave(dom)
-	if gone {
+	if gone && d.barred() == nil { // or else it goes back with the next one, or with Empty
 		return d.reclaim(a.pool)
 	}
 	return nil

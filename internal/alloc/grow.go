@@ -6,6 +6,9 @@ import "errors"
 // with the domain locked.
 func (a *Arena) grow(s *Settings, k kind, size uint64) (block, error) {
 	d := a.device
+	if err := d.barred(); err != nil {
+		return block{}, err
+	}
 	if d.cfg.Low != nil {
 		d.cfg.Low()
 	}

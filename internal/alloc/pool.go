@@ -68,6 +68,9 @@ func (p *Pool) ID() PoolID { return p.id }
 // Arena returns the arena of a stream. One that the pool does not know yet gets
 // that of a stream that has ended, if there is any.
 func (p *Pool) Arena(s Stream) (*Arena, error) {
+	if err := p.device.barred(); err != nil {
+		return nil, err
+	}
 	p.device.growth.Lock()
 	defer p.device.growth.Unlock()
 	if p.closed.Load() {
@@ -245,5 +248,8 @@ func (a *Arena) adoptBlock(b block) {
 // may be allocated from the pool any more.
 func (p *Pool) Close() error {
 	p.closed.Store(true)
+	if p.device.barred() != nil {
+		return nil // it goes back with Empty
+	}
 	return p.device.reclaim(p)
 }

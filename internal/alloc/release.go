@@ -9,6 +9,9 @@ import (
 // Empty waits for the streams that use what was given back, and returns to the
 // driver all segments that nobody has (torch.cuda.empty_cache).
 func (d *Device) Empty() error {
+	if err := d.barred(); err != nil {
+		return err
+	}
 	d.growth.Lock()
 	defer d.growth.Unlock()
 	return d.releaseAll()
@@ -87,9 +90,7 @@ func (p *Pool) bytes() (n int64) {
 func (p *Pool) release() error {
 	var errs []error
 	for _, a := range p.arenas { // of all before any: what one has may lie in a segment of another
-		a.domain.lock()
 		a.await()
-		a.device.leave(a.domain)
 	}
 	for _, a := range p.arenas {
 		a.domain.lock()

@@ -62,12 +62,21 @@ func (a *Arena) expand(s *Settings, k kind, size uint64) (block, error) {
 	if err != nil {
 		return block{}, err
 	}
-	p := seg.place(size, a.device.cfg.Pages.PageSize())
-	if p == nil {
-		a.device.leave(a.domain)
-		return block{}, errNoAddresses
+	page := a.device.cfg.Pages.PageSize()
+	p, aside := seg.place(size, page), []vacancy(nil)
+	if p != nil {
+		list := a.vacancies(p, len(p.missing))
+		if aside, err = a.setAside(list); len(list) > 0 {
+			p = seg.place(size, page) // another goroutine may have taken of it
+		}
 	}
-	if err := a.fill(seg, p); err != nil {
+	if p == nil || err != nil {
+		a.putBack(aside)
+		err = cmp.Or(err, errNoAddresses)
+	} else {
+		err = a.fill(seg, p, aside)
+	}
+	if err != nil {
 		a.device.leave(a.domain)
 		return block{}, err
 	}
@@ -115,11 +124,12 @@ func (s *span) lacks(lo, hi, page uint64) *place {
 
 // fill maps the pages that a place lacks. When that fails half-way, all is as
 // before, but that pages which nobody used may be gone.
-func (a *Arena) fill(seg *segment, p *place) error {
+func (a *Arena) fill(seg *segment, p *place, aside []vacancy) error {
 	if err := a.unstick(seg); err != nil {
+		a.putBack(aside)
 		return err
 	}
-	pages, err := a.gather(seg, p)
+	pages, err := a.gather(seg, p, aside)
 	if err != nil {
 		return err
 	}
@@ -185,25 +195,18 @@ func (a *Arena) open(at []uint64) error {
 	return nil
 }
 
-// gather returns as many pages as a place lacks: of free blocks of the arena, and
-// new ones. All are counted as reserved.
-func (a *Arena) gather(seg *segment, p *place) ([]uint64, error) {
-	d := a.device
-	size := d.cfg.Pages.PageSize()
-	found, n := a.vacancies(p, len(p.missing))
-	if n > 0 {
-		switch err := a.sync(); {
-		case errors.Is(err, ErrBusy):
-			found, n = nil, 0
-		case err != nil:
-			return nil, err
-		}
+// gather returns as many pages as a place lacks: those that were set aside, and new
+// ones. All are counted as reserved. What it does not need is put back.
+func (a *Arena) gather(seg *segment, p *place, aside []vacancy) (pages []uint64, err error) {
+	d, size := a.device, a.device.cfg.Pages.PageSize()
+	defer func() { a.putBack(aside) }()
+	fresh := len(p.missing)
+	for _, v := range aside {
+		fresh -= int(v.bytes / size)
 	}
-	fresh := len(p.missing) - n
 	if fresh > 0 && !d.allows(uint64(fresh)*size) {
 		return nil, ErrNoMemory
 	}
-	var pages []uint64
 	for range fresh {
 		page, err := d.cfg.Pages.Create()
 		if err != nil {
@@ -212,7 +215,12 @@ func (a *Arena) gather(seg *segment, p *place) ([]uint64, error) {
 		pages = append(pages, page)
 		a.took(seg.kind, size, 0)
 	}
-	for _, v := range found {
+	for len(pages) < len(p.missing) {
+		v := aside[0]
+		aside = aside[1:]
+		if rest := v.cut(uint64(len(p.missing)-len(pages)) * size); rest.bytes > 0 {
+			aside = append(aside, rest)
+		}
 		more, err := a.unmap(v)
 		if err != nil {
 			return nil, errors.Join(err, a.discard(seg.kind, pages))
@@ -233,42 +241,6 @@ func (a *Arena) discard(k kind, pages []uint64) error {
 		a.gave(k, a.device.cfg.Pages.PageSize(), 0)
 	}
 	return errors.Join(errs...)
-}
-
-// A vacancy is pages that lie in a free block.
-type vacancy struct {
-	segment *segment
-	block   block
-	addr    uint64
-	bytes   uint64
-}
-
-// vacancies finds up to n pages that lie in free blocks and not in the place, from
-// the largest blocks on, and says how many.
-func (a *Arena) vacancies(p *place, n int) (list []vacancy, found int) {
-	size := a.device.cfg.Pages.PageSize()
-	var blocks []block
-	for k := range kinds {
-		for _, b := range a.blocks(k, size) {
-			if b.s.span != nil && (p == nil || b.addr() >= p.hi || b.end() <= p.lo) {
-				blocks = append(blocks, b)
-			}
-		}
-	}
-	slices.SortStableFunc(blocks, func(x, y block) int { return cmp.Compare(y.size(), x.size()) })
-	for _, b := range blocks {
-		lo, hi := roundUp(b.addr(), size), b.end()/size*size
-		if rest := b.end() - hi; rest > 0 && rest <= smallMost && b.s.kind == large {
-			hi -= size // what is left must not be smaller than a slot
-		}
-		if hi <= lo || found == n {
-			continue
-		}
-		pages := min(int((hi-lo)/size), n-found)
-		list = append(list, vacancy{b.s, b, lo, uint64(pages) * size})
-		found += pages
-	}
-	return list, found
 }
 
 // mapped tells the books that a page is there now.
@@ -297,32 +269,6 @@ func (s *span) fill(h block) {
 	s.holes = slices.DeleteFunc(s.holes, func(o block) bool { return o == h })
 }
 
-// unmap takes pages of a free block away, which nothing uses any more.
-func (a *Arena) unmap(v vacancy) (pages []uint64, err error) {
-	b, s, size := v.block, v.segment, a.device.cfg.Pages.PageSize()
-	if err := a.device.cfg.Pages.Unmap(v.addr, v.bytes); err != nil {
-		return nil, err
-	}
-	for at := v.addr; at < v.addr+v.bytes; at += size {
-		pages = append(pages, s.span.pages[at])
-		delete(s.span.pages, at)
-	}
-	s.span.bytes -= v.bytes
-	a.device.table.remove(s, v.addr, v.bytes)
-	a.shelves[s.kind].remove(b)
-	before, b, behind := b.carve(v.addr, v.bytes)
-	for _, r := range [...]block{before, behind} {
-		if !r.nothing() {
-			a.shelves[s.kind].add(r)
-		}
-	}
-	b.slot().place |= isHole
-	b, _, _ = a.join(b)
-	s.span.holes = append(s.span.holes, b)
-	a.device.note(ActionSegmentUnmap, v.addr, v.bytes, a, nil)
-	return pages, nil
-}
-
 // carve divides b into what lies before [at, at+n), that, and what lies behind; the
 // outer ones may be nothing.
 func (b block) carve(at, n uint64) (before, middle, behind block) {
@@ -349,14 +295,9 @@ func (a *Arena) shrink() error {
 			errs = append(errs, a.unstick(s))
 		}
 	}
-	found, n := a.vacancies(nil, math.MaxInt)
-	if n == 0 {
-		return errors.Join(errs...)
-	}
-	if err := a.sync(); err != nil {
-		return errors.Join(append(errs, unlessBusy(err))...)
-	}
-	for _, v := range found {
+	aside, err := a.setAside(a.vacancies(nil, math.MaxInt))
+	errs = append(errs, err)
+	for _, v := range aside {
 		pages, err := a.unmap(v)
 		errs = append(errs, err, a.discard(v.segment.kind, pages))
 	}

@@ -138,23 +138,29 @@ func (a *Arena) claim() {
 	a.settleBatches(func(m mark) bool { return a.stream.Wait(m.event) == nil })
 }
 
-// await waits on the host until no stream uses what was given back. The domain is
-// locked.
+// await waits on the host until no stream uses what was given back. growth is held,
+// and the domain is unlocked while it waits: the streams may be about to call functions
+// that free memory.
 func (a *Arena) await() {
+	a.domain.lock()
 	a.waiting.sealAll()
-	a.settleBatches(func(m mark) bool { return m.event.Sync() == nil })
+	list := a.waiting.sealed
+	a.waiting.sealed = nil // nobody else asks for their events
+	a.device.leave(a.domain)
+	for _, t := range list {
+		t.settled(func(m mark) bool { return m.event.Sync() == nil })
+	}
+	a.domain.lock()
+	a.waiting.sealed = append(list, a.waiting.sealed...)
+	a.settleBatches(func(mark) bool { return false })
+	a.device.leave(a.domain)
 }
 
 // settleBatches frees the blocks of the batches whose events are all done.
 func (a *Arena) settleBatches(done func(mark) bool) {
 	a.waiting.sealed = slices.DeleteFunc(a.waiting.sealed, func(t *batch) bool {
-		for len(t.events) > 0 {
-			m := t.events[len(t.events)-1]
-			if !done(m) {
-				return false
-			}
-			m.event.Close()
-			t.events = t.events[:len(t.events)-1]
+		if !t.settled(done) {
+			return false
 		}
 		for _, b := range t.blocks {
 			a.put(b, b.slot(), a.device.settings.Load())
@@ -162,6 +168,19 @@ func (a *Arena) settleBatches(done func(mark) bool) {
 		return true
 	})
 	a.emptyPocket() // who looks for a block now, or for an idle segment, looks on the shelves
+}
+
+// settled forgets the events that are done, and says whether that is all.
+func (t *batch) settled(done func(mark) bool) bool {
+	for len(t.events) > 0 {
+		m := t.events[len(t.events)-1]
+		if !done(m) {
+			return false
+		}
+		m.event.Close()
+		t.events = t.events[:len(t.events)-1]
+	}
+	return true
 }
 
 // uncapture forgets the streams whose capture has ended, and frees what waited for

@@ -59,6 +59,11 @@ func (g *Group) Locals() int { return len(g.members) }
 // Device returns the device of local rank i.
 func (g *Group) Device(i int) *device.Device { return g.members[i].comm.Device() }
 
+// Communicator returns local rank i's end of the group in NCCL, for operations that
+// this package does not have; they count as the group's. It belongs to the group: do
+// not close it.
+func (g *Group) Communicator(i int) *nccl.Communicator { return g.members[i].comm }
+
 // Stream returns the stream of local rank i, on which collectives are enqueued.
 // It belongs to the group: do not close it.
 func (g *Group) Stream(i int) *stream.Stream { return g.members[i].stream }

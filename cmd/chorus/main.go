@@ -17,6 +17,7 @@ var commands = []func() *cobra.Command{
 	newRunCommand,
 	newInfoCommand,
 	newMemCommand,
+	newPerfCommand,
 }
 
 func main() {

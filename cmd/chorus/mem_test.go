@@ -148,14 +148,11 @@ func TestReplayErrors(t *testing.T) {
 // command runs the command in a process of its own, as options are the process's.
 func command(t *testing.T, args ...string) (code int, stderr string) {
 	t.Helper()
-	self, err := os.Executable()
-	require.NoError(t, err)
-	cmd := exec.Command(self, args...)
+	cmd := exec.Command(self(t), args...)
 	cmd.Env = append(os.Environ(), commandVar+"=1")
 	var errs strings.Builder
 	cmd.Stderr = &errs
-	err = cmd.Run()
-	if err != nil {
+	if err := cmd.Run(); err != nil {
 		require.IsType(t, &exec.ExitError{}, err)
 	}
 	return cmd.ProcessState.ExitCode(), errs.String()

@@ -26,9 +26,7 @@ func TestMain(m *testing.M) {
 
 // TestRunKilled kills the command, which leaves its workers' children to others.
 func TestRunKilled(t *testing.T) {
-	self, err := os.Executable()
-	require.NoError(t, err)
-	cmd := exec.Command(self, "run", "--nproc-per-node", "1", "--no-prefix", "--", "sh", "-c", "sleep 7777 & echo $!; wait")
+	cmd := exec.Command(self(t), "run", "--nproc-per-node", "1", "--no-prefix", "--", "sh", "-c", "sleep 7777 & echo $!; wait")
 	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
 	out, err := cmd.StdoutPipe()
 	require.NoError(t, err)
@@ -47,11 +45,9 @@ func TestRunKilled(t *testing.T) {
 // TestRunReaderGone reads one line of the output and goes, as head does.
 func TestRunReaderGone(t *testing.T) {
 	dir := t.TempDir()
-	self, err := os.Executable()
-	require.NoError(t, err)
 	// More than pipes hold, so that the first line is read before the last is
 	// written.
-	cmd := exec.Command(self, "run", "--nproc-per-node", "2", "--", "sh", "-c",
+	cmd := exec.Command(self(t), "run", "--nproc-per-node", "2", "--", "sh", "-c",
 		`i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done
 sh -c 'kill -PIPE $$'; echo code $? >&2; echo done > `+dir+`/$RANK
 [ $RANK = 0 ] || while [ ! -s `+dir+`/0 ]; do sleep 0.01; done; exit $RANK`)

@@ -35,6 +35,7 @@ var layers = [][]string{
 	{"kernel", "nccl", "graph", "nvtx", "internal/memtrace"},
 	{"tensor", "rng", "internal/testgpu/spin"},
 	{"comm", "gds", "internal/launch"},
+	{"internal/perf"},
 	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench"},
 }
 

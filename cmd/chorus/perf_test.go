@@ -1,0 +1,141 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/launch"
+	"github.com/gochorus/chorus/internal/perf"
+)
+
+// self is the test binary, which is the command when commandVar says so.
+func self(t *testing.T) string {
+	t.Helper()
+	name, err := os.Executable()
+	require.NoError(t, err)
+	return name
+}
+
+// chorusPerf runs the command on virtual devices in a process of its own.
+func chorusPerf(t *testing.T, env []string, args ...string) (stdout, stderr string, code int) {
+	t.Helper()
+	cmd := exec.Command(self(t), append([]string{"perf"}, args...)...)
+	cmd.Env = append(os.Environ(), append([]string{commandVar + "=1", "CHORUS_BACKEND=virtual"}, env...)...)
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	if err := cmd.Run(); err != nil {
+		require.IsType(t, &exec.ExitError{}, err, errs.String())
+	}
+	return out.String(), errs.String(), cmd.ProcessState.ExitCode()
+}
+
+func TestPerf(t *testing.T) {
+	page := filepath.Join(t.TempDir(), "report.html")
+	out, errs, code := chorusPerf(t, nil, "all_reduce", "sendrecv", "-b", "1K", "-e", "4K", "-f", "4", "-g", "2", "-n", "2", "--html", page)
+	require.Zero(t, code, errs)
+	require.Contains(t, out, "# chorus perf: 2 ranks, ")
+	require.Regexp(t, `(?m)^ +4096 +1024 +float +sum +-1 .* 0 `, out)
+	require.Regexp(t, `(?m)^ +1024 +256 +float +none +-1 .* N/A`, out)
+	require.Contains(t, out, "# Out of bounds values : 0 OK")
+	html, err := os.ReadFile(page)
+	require.NoError(t, err)
+	require.Contains(t, string(html), "<svg ")
+}
+
+func TestPerfPairs(t *testing.T) {
+	out, errs, code := chorusPerf(t, nil, "pairs", "-b", "4K", "-g", "3", "-n", "1")
+	require.Zero(t, code, errs)
+	require.Contains(t, out, "from row to column, GB/s, 4096 bytes")
+}
+
+// One rank alone is never a success, whatever it prints.
+func TestPerfOfOneRankFails(t *testing.T) {
+	out, errs, code := chorusPerf(t, nil, "all_reduce", "-b", "1K", "-g", "1")
+	require.Equal(t, launch.ExitFailed, code)
+	require.Contains(t, out, "NOT GOOD: one rank has nobody to talk to")
+	require.Contains(t, errs, "give it more GPUs")
+}
+
+// What another launcher says of several processes is taken up, or refused: there are
+// never several groups of one rank.
+func TestPerfInTornJob(t *testing.T) {
+	_, errs, code := chorusPerf(t, []string{"OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_RANK=1", "CHORUS_JOIN_TIMEOUT=200ms"}, "all_reduce", "-b", "1K")
+	require.NotZero(t, code)
+	require.NotEmpty(t, errs)
+}
+
+func TestPerfOfProcesses(t *testing.T) {
+	cmd := exec.Command(self(t), "run", "--nproc-per-node", "3", "--no-prefix", "--", self(t), "perf", "all_gather", "-b", "3K", "-n", "2", "--format", "json")
+	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
+	out, err := cmd.Output()
+	require.NoError(t, err)
+	r, err := perf.ReadReport(bytes.NewReader(out))
+	require.NoError(t, err, "only rank 0 prints")
+	require.Equal(t, 3, r.Ranks)
+	require.Equal(t, 1, r.Locals)
+	require.Zero(t, r.Wrong)
+	require.Len(t, r.Rows, 1)
+}
+
+func TestPerfBaseline(t *testing.T) {
+	args := []string{"all_reduce", "-b", "1K", "-g", "2", "-n", "2"}
+	out, errs, code := chorusPerf(t, nil, append(args, "--format", "json")...)
+	require.Zero(t, code, errs)
+	base := filepath.Join(t.TempDir(), "base.json")
+	write := func(time float64) {
+		var tree map[string]any
+		require.NoError(t, json.Unmarshal([]byte(out), &tree))
+		for _, side := range []string{"out_of_place", "in_place"} {
+			tree["results"].([]any)[0].(map[string]any)[side].(map[string]any)["time"] = time
+		}
+		text, err := json.Marshal(tree)
+		require.NoError(t, err)
+		require.NoError(t, os.WriteFile(base, text, 0o600))
+	}
+	write(1e9)
+	got, errs, code := chorusPerf(t, nil, append(args, "--baseline", base)...)
+	require.Zero(t, code, errs)
+	require.Contains(t, got, "2 faster, 0 slower")
+	write(1e-6)
+	got, errs, code = chorusPerf(t, nil, append(args, "--baseline", base)...)
+	require.Equal(t, launch.ExitFailed, code, errs)
+	require.Contains(t, got, "slower: AllReduce/type=float/redop=sum/bytes=1024")
+	_, errs, code = chorusPerf(t, nil, "all_reduce", "-b", "1K", "-g", "3", "-n", "1", "--baseline", base)
+	require.Equal(t, launch.ExitFailed, code)
+	require.Contains(t, errs, "another setting: ranks 2 there, 3 here")
+}
+
+func TestPerfMistakes(t *testing.T) {
+	for want, args := range map[string]string{
+		"no operation given":                 "",
+		`unknown operation "foo"`:            "foo",
+		"pairs is measured by itself":        "pairs all",
+		"all_reduce is given twice":          "all all_reduce",
+		`-b: "1X" is not a size`:             "all_reduce -b 1X",
+		"sizes from 8192 to 4096 bytes":      "all_reduce -b 8K -e 4K",
+		`unknown element type "quad"`:        "all_reduce -d quad",
+		`unknown reduction "xor"`:            "all_reduce -o xor",
+		"root 9: there are ranks 0 to 3":     "broadcast -b 1K -r 9",
+		`-r "x": want a rank or all`:         "broadcast -r x",
+		"registration 7":                     "all_reduce -b 1K -R 7",
+		"-g 99: this machine has 4 devices":  "all_reduce -b 1K -g 99",
+		`--format "xml"`:                     "all_reduce --format xml",
+		"no such file":                       "all_reduce --baseline missing.json",
+		"hypercube on 3 ranks":               "hypercube -b 1K -g 3",
+		"want 1 iteration or more":           "all_reduce -b 1K -n 0",
+		"unknown shorthand flag: 'z' in -z":  "all_reduce -z",
+		"--tolerance 0: want a part above 0": "all_reduce --tolerance 0",
+	} {
+		out, errs, code := chorusPerf(t, []string{"CHORUS_VIRTUAL_DEVICES=4"}, strings.Fields(args)...)
+		require.Equal(t, launch.ExitUsage, code, "%s: %s", args, errs)
+		require.Contains(t, errs, want, args)
+		require.NotContains(t, out, "Out of bounds", args)
+	}
+}

@@ -1,0 +1,117 @@
+package perf
+
+import (
+	"fmt"
+	"strings"
+)
+
+// An Operation is one of those of nccl-tests.
+type Operation struct {
+	Name    string
+	kind    kind
+	reduces bool // it takes a reduction
+	rooted  bool // it takes a root
+	inPlace bool // it can work in one buffer
+	factor  func(n float64) float64
+	layout  func(count, n, align int) layout
+}
+
+// A kind is what is called.
+type kind int
+
+const (
+	allReduce kind = iota
+	allGather
+	reduceScatter
+	broadcast
+	reduce
+	allToAll
+	allToAllV
+	gather
+	scatter
+	sendRecv
+	hypercube
+)
+
+// A layout is what a size means for an operation, in elements.
+type layout struct {
+	send, recv int // of the buffers of a rank
+	param      int // what the call is given, and the table shows
+	moved      int // what the bandwidth is of
+}
+
+// size is the row of the table in elements.
+func (l layout) size() int { return max(l.send, l.recv) }
+
+// The bus bandwidth is that of the algorithm times the part of the data that has to
+// cross a rank's link, so that it can be compared with the link's.
+func whole(float64) float64    { return 1 }
+func others(n float64) float64 { return (n - 1) / n }
+func twice(n float64) float64  { return 2 * (n - 1) / n }
+
+// chunk is the part of each of n ranks, at a multiple of 16 bytes.
+func chunk(count, n, align int) int { return count / n / align * align }
+
+func alike(count, _, _ int) layout { return layout{count, count, count, count} }
+
+func spread(count, n, align int) layout { // from one part to all of them
+	c := chunk(count, n, align)
+	return layout{c, c * n, c, c * n}
+}
+
+func gathered(count, n, align int) layout { // from all parts to one
+	c := chunk(count, n, align)
+	return layout{c * n, c, c, c * n}
+}
+
+func exchanged(count, n, align int) layout {
+	c := chunk(count, n, align)
+	return layout{c * n, c * n, c, c * n}
+}
+
+func doubled(count, n, align int) layout {
+	c := chunk(count, n, align)
+	return layout{c, c * n, c, c * (n - 1)}
+}
+
+// Operations are all of them, in the order of the help.
+var Operations = []*Operation{
+	{Name: "all_reduce", kind: allReduce, reduces: true, inPlace: true, factor: twice, layout: alike},
+	{Name: "all_gather", kind: allGather, inPlace: true, factor: others, layout: spread},
+	{Name: "reduce_scatter", kind: reduceScatter, reduces: true, inPlace: true, factor: others, layout: gathered},
+	{Name: "broadcast", kind: broadcast, rooted: true, inPlace: true, factor: whole, layout: alike},
+	{Name: "reduce", kind: reduce, reduces: true, rooted: true, inPlace: true, factor: whole, layout: alike},
+	{Name: "alltoall", kind: allToAll, factor: others, layout: exchanged},
+	{Name: "alltoallv", kind: allToAllV, factor: others, layout: exchanged},
+	{Name: "gather", kind: gather, rooted: true, inPlace: true, factor: others, layout: spread},
+	{Name: "scatter", kind: scatter, rooted: true, inPlace: true, factor: others, layout: gathered},
+	{Name: "sendrecv", kind: sendRecv, factor: whole, layout: alike},
+	{Name: "hypercube", kind: hypercube, inPlace: true, factor: whole, layout: doubled},
+}
+
+// Find returns the operation of a name; nccl-tests' program names, such as
+// all_reduce_perf, are taken too.
+func Find(name string) (*Operation, error) {
+	names := make([]string, len(Operations))
+	for i, o := range Operations {
+		if o.Name == strings.TrimSuffix(name, "_perf") {
+			return o, nil
+		}
+		names[i] = o.Name
+	}
+	return nil, fmt.Errorf("unknown operation %q: want one of %s", name, strings.Join(names, ", "))
+}
+
+// uneven is how many elements rank from sends to rank to of a part of c elements:
+// between half as many and half as many again, in total as many as alltoall.
+func uneven(c, n, from, to int) int {
+	k := (from + to) % n
+	half := c / 2
+	switch {
+	case k == n-1-k: // the middle of an odd number
+		return c
+	case k < n-1-k:
+		return c - half
+	}
+	return c + half
+}

@@ -1,0 +1,114 @@
+package perf
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/gochorus/chorus/memory"
+)
+
+// A Plan is what to measure. It is the same on all ranks.
+type Plan struct {
+	Operations []*Operation
+	DTypes     []memory.DType
+	Reductions []Reduction
+	Root       int // AllRoots is each in turn
+	Sizes      Sizes
+	Iterations int
+	Warmups    int // iterations before
+	Launches   int // of a graph of all iterations; 0 is none
+	Checks     int // how often each row is checked; 0 is not
+	Register   Registration
+}
+
+// AllRoots is every rank in turn.
+const AllRoots = -1
+
+// A Registration is what NCCL is told of the buffers before.
+type Registration int
+
+// The registrations: none; for the communicator (ncclCommRegister); and as symmetric
+// windows of all ranks (ncclCommWindowRegister).
+const (
+	Unregistered Registration = iota
+	Registered
+	Windows
+)
+
+// A job is one row of the table to be.
+type job struct {
+	op     *Operation
+	dtype  memory.DType
+	red    Reduction
+	root   int
+	layout layout
+}
+
+// Check returns the mistake in a plan for n ranks, if there is one.
+func (p *Plan) Check(n int) error {
+	_, err := p.jobs(n)
+	return err
+}
+
+// jobs are the rows in the order of the table.
+func (p *Plan) jobs(n int) (list []job, err error) {
+	sizes, err := p.Sizes.list()
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case len(p.Operations) == 0 || len(p.DTypes) == 0 || len(p.Reductions) == 0:
+		return nil, errors.New("no operation, element type or reduction given")
+	case p.Iterations < 1 || p.Warmups < 0 || p.Launches < 0 || p.Checks < 0:
+		return nil, fmt.Errorf("%d iterations, %d warm-ups, %d graph launches, %d checks: want 1 iteration or more, and no negative number",
+			p.Iterations, p.Warmups, p.Launches, p.Checks)
+	case p.Root < AllRoots || p.Root >= n:
+		return nil, fmt.Errorf("root %d: there are ranks 0 to %d", p.Root, n-1)
+	case p.Register < Unregistered || p.Register > Windows:
+		return nil, fmt.Errorf("registration %d: want 0 for none, 1 for the communicator or 2 for windows", p.Register)
+	}
+	for _, o := range p.Operations {
+		if o.kind == hypercube && n&(n-1) != 0 {
+			return nil, fmt.Errorf("hypercube on %d ranks: want a power of two", n)
+		}
+		for _, t := range p.DTypes {
+			for _, r := range p.reductions(o) {
+				list = append(list, p.sweep(o, t, r, sizes, n)...)
+			}
+		}
+	}
+	if len(list) == 0 {
+		return nil, fmt.Errorf("sizes up to %d bytes have no element for each of %d ranks: want larger ones", p.Sizes.Max, n)
+	}
+	return list, nil
+}
+
+func (p *Plan) reductions(o *Operation) []Reduction {
+	if !o.reduces {
+		return []Reduction{Moves}
+	}
+	return p.Reductions
+}
+
+// sweep is the rows of all roots and sizes. A size that leaves a rank without an
+// element is left out.
+func (p *Plan) sweep(o *Operation, t memory.DType, r Reduction, sizes []int, n int) (list []job) {
+	roots := []int{p.Root}
+	if !o.rooted {
+		roots = []int{-1}
+	} else if p.Root == AllRoots {
+		roots = roots[:0]
+		for i := range n {
+			roots = append(roots, i)
+		}
+	}
+	for _, root := range roots {
+		for _, bytes := range sizes {
+			l := o.layout(bytes/t.Size(), n, max(16/t.Size(), 1))
+			if l.param > 0 {
+				list = append(list, job{o, t, r, root, l})
+			}
+		}
+	}
+	return list
+}

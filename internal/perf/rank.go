@@ -1,0 +1,209 @@
+package perf
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A rank is one local rank of the group, which measures on a goroutine of its own.
+type rank struct {
+	group *comm.Group
+	c     *nccl.Communicator
+	s     *stream.Stream
+	dev   *device.Device
+	pool  *memory.Pool // of NCCL's memory
+
+	room     [2]memory.Slice[uint8] // the buffers of every row: destinations and sources
+	wrong    memory.Slice[uint64]
+	looms    map[int]*loom
+	factors  map[memory.DType]nccl.Op
+	events   []*stream.Event
+	releases []func() error // what is to be undone at the end, last first
+}
+
+// step is at what multiples buffers begin.
+const step = 512
+
+// newRank makes what the local rank i needs for buffers of so many bytes.
+func newRank(g *comm.Group, i int, bytes int, reg Registration) (r *rank, err error) {
+	r = &rank{group: g, c: g.Communicator(i), s: g.Stream(i), dev: g.Device(i), looms: map[int]*loom{}, factors: map[memory.DType]nccl.Op{}}
+	r.pool = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
+	r.later(r.pool.Close)
+	err = r.pool.Use(r.s, func() error {
+		for j := range r.room {
+			if r.room[j], err = memory.Make[uint8](r.s, bytes); err != nil {
+				return err
+			}
+			r.later(r.room[j].Close)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, errors.Join(err, r.close())
+	}
+	if r.wrong, err = memory.Make[uint64](r.s, 1); err != nil {
+		return nil, errors.Join(err, r.close())
+	}
+	r.later(r.wrong.Close)
+	if err := r.register(reg); err != nil {
+		return nil, errors.Join(err, r.close())
+	}
+	return r, nil
+}
+
+// register tells NCCL of the buffers.
+func (r *rank) register(reg Registration) error {
+	switch reg {
+	case Registered:
+		return r.c.RegisterPool(r.pool) // ends with the pool's memory
+	}
+	return nil
+}
+
+func (r *rank) later(undo func() error) { r.releases = append(r.releases, undo) }
+
+// close gives everything back. The stream must be idle.
+func (r *rank) close() error {
+	if r == nil {
+		return nil
+	}
+	var errs []error
+	for _, undo := range slices.Backward(r.releases) {
+		errs = append(errs, undo())
+	}
+	r.releases = nil
+	return errors.Join(errs...)
+}
+
+// loom returns the kernels for elements of so many bytes.
+func (r *rank) loom(size int) (*loom, error) {
+	if l := r.looms[size]; l != nil {
+		return l, nil
+	}
+	l, err := newLoom(r.dev, size)
+	if err != nil {
+		return nil, err
+	}
+	r.later(l.module.Close)
+	r.looms[size] = l
+	return l, nil
+}
+
+// share gives every rank the numbers of all, by rank. It returns when all ranks have
+// come, on all of them at nearly the same time.
+func (r *rank) share(ctx context.Context, mine ...float64) ([][]float64, error) {
+	src, err := memory.MakeFrom(r.s, mine)
+	if err != nil {
+		return nil, err
+	}
+	defer src.Close()
+	dst, err := memory.Make[float64](r.s, len(mine)*r.c.Size())
+	if err != nil {
+		return nil, err
+	}
+	defer dst.Close()
+	if err := nccl.AllGather(r.c, r.s, dst, src); err != nil {
+		return nil, err
+	}
+	if err := r.settle(ctx); err != nil {
+		return nil, err
+	}
+	flat := make([]float64, dst.Len())
+	if err := dst.CopyTo(r.s, flat); err != nil {
+		return nil, err
+	}
+	return slices.Collect(slices.Chunk(flat, len(mine))), nil
+}
+
+// patience is how many looks at a stream go by between looks at its group.
+const patience = 1024
+
+// settle waits until the stream is idle, or an operation has failed. It looks all the
+// time: what sleeps learns of the end too late to measure it.
+func (r *rank) settle(ctx context.Context) error {
+	if r.dev.System().Machine() != nil {
+		return r.c.Wait(ctx, r.s) // there is nothing to measure, and others need the processor
+	}
+	for i := 1; ; i++ {
+		done, err := r.s.Query()
+		if err != nil || done {
+			return errors.Join(err, r.c.Err())
+		}
+		if i%patience != 0 {
+			continue
+		}
+		if err := r.group.Err(); err != nil {
+			return err
+		}
+		if ctx.Err() != nil {
+			return fmt.Errorf("rank %d of %d (%s): %w", r.c.Rank(), r.c.Size(), r.dev, context.Cause(ctx))
+		}
+	}
+}
+
+// timed issues calls in turn, n of them, and returns the time of one, from when all
+// ranks began to when this one was done.
+func (r *rank) timed(ctx context.Context, n int, issue func(i int) error) (time.Duration, error) {
+	if _, err := r.share(ctx, 0); err != nil {
+		return 0, err
+	}
+	begun := time.Now()
+	for i := range n {
+		if err := issue(i); err != nil {
+			return 0, err
+		}
+	}
+	if err := r.settle(ctx); err != nil {
+		return 0, err
+	}
+	return time.Since(begun) / time.Duration(n), nil
+}
+
+// each returns how long each of n calls took on the device, in µs.
+func (r *rank) each(ctx context.Context, n int, issue func(i int) error) ([]float64, error) {
+	for len(r.events) <= n {
+		e, err := stream.NewEvent(r.dev, &stream.EventConfig{Timing: true})
+		if err != nil {
+			return nil, err
+		}
+		r.later(e.Close)
+		r.events = append(r.events, e)
+	}
+	if _, err := r.share(ctx, 0); err != nil {
+		return nil, err
+	}
+	if err := r.events[0].Record(r.s); err != nil {
+		return nil, err
+	}
+	for i := range n {
+		if err := issue(i); err != nil {
+			return nil, err
+		}
+		if err := r.events[i+1].Record(r.s); err != nil {
+			return nil, err
+		}
+	}
+	if err := r.settle(ctx); err != nil {
+		return nil, err
+	}
+	times := make([]float64, n)
+	for i := range n {
+		d, err := r.events[i+1].Elapsed(r.events[i])
+		if err != nil {
+			return nil, err
+		}
+		times[i] = micros(d)
+	}
+	return times, nil
+}
+
+func micros(d time.Duration) float64 { return float64(d) / float64(time.Microsecond) }

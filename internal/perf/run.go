@@ -1,0 +1,86 @@
+package perf
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"sync"
+
+	"github.com/gochorus/chorus/comm"
+)
+
+// Run measures what the plan says on the group, with every rank of it: all call Run
+// with the same plan. row is called for each row as soon as it is there, where rank 0
+// is, and may be nil. The Report is the same on all ranks. An operation that fails, or
+// the end of ctx, ends it, and closes the group.
+func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, error) {
+	jobs, err := p.jobs(g.Size())
+	if err != nil {
+		return nil, err
+	}
+	bytes := 0
+	for _, j := range jobs {
+		bytes = max(bytes, j.layout.size()*j.dtype.Size())
+	}
+	r, err := describe(g)
+	if err != nil {
+		return nil, err
+	}
+	r.Plan = p.summary()
+	err = spmd(ctx, g, (bytes+step-1)/step*step, p.Register, func(ctx context.Context, x *rank) error {
+		for _, j := range jobs {
+			one, err := x.row(ctx, p, j)
+			if err != nil {
+				return err
+			}
+			if x.c.Rank() != g.Rank() {
+				continue // another one here tells the same
+			}
+			r.Rows = append(r.Rows, one)
+			if row != nil && x.c.Rank() == 0 {
+				row(one)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	r.sumUp()
+	return r, nil
+}
+
+// spmd runs fn for every local rank at the same time, each on an OS thread of its
+// own, with buffers of so many bytes. The first error ends the others' waits.
+func spmd(ctx context.Context, g *comm.Group, bytes int, reg Registration, fn func(context.Context, *rank) error) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	ranks := make([]*rank, g.Locals())
+	var wg sync.WaitGroup
+	for i := range ranks {
+		wg.Go(func() {
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			var err error
+			if ranks[i], err = newRank(g, i, bytes, reg); err == nil {
+				err = fn(ctx, ranks[i])
+			}
+			if err != nil {
+				cancel(err)
+			}
+		})
+	}
+	wg.Wait()
+	err := context.Cause(ctx) // the first, of which the others are consequences
+	if err != nil {
+		_ = g.Close() // ends what still uses the buffers
+	}
+	var errs []error
+	for _, r := range ranks {
+		errs = append(errs, r.close())
+	}
+	if err != nil {
+		return err
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,49 @@
+package perf
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+)
+
+// ParseBytes reads a size as nccl-tests does: K, M and G are 2^10, 2^20 and 2^30.
+func ParseBytes(s string) (int, error) {
+	number, shift := strings.TrimSuffix(strings.ToUpper(s), "B"), 0
+	number = strings.TrimSuffix(number, "I")
+	for i, unit := range []string{"K", "M", "G", "T"} {
+		if rest, ok := strings.CutSuffix(number, unit); ok {
+			number, shift = rest, 10*(i+1)
+		}
+	}
+	n, err := strconv.ParseFloat(number, 64)
+	if err != nil || !(n >= 0) || n > float64(int64(1)<<50>>shift) {
+		return 0, fmt.Errorf("%q is not a size: want bytes, such as 8, 64K, 1M or 1.5G", s)
+	}
+	return int(n * float64(int(1)<<shift)), nil
+}
+
+// Sizes are the bytes that a sweep measures: from Min to Max, each Factor times the
+// one before if that is not 0, else Step more.
+type Sizes struct{ Min, Max, Step, Factor int }
+
+// list returns them.
+func (s Sizes) list() ([]int, error) {
+	switch {
+	case s.Min < 1 || s.Max < s.Min:
+		return nil, fmt.Errorf("sizes from %d to %d bytes: want at least 1, and the largest last", s.Min, s.Max)
+	case s.Factor == 1 || s.Factor < 0 || s.Step < 0:
+		return nil, fmt.Errorf("step %d, factor %d: want a step of 1 byte or more, or a factor of 2 or more", s.Step, s.Factor)
+	case s.Factor == 0 && s.Step == 0 && s.Min != s.Max:
+		return nil, fmt.Errorf("sizes from %d to %d bytes: no step and no factor given", s.Min, s.Max)
+	}
+	var list []int
+	for n := s.Min; n <= s.Max; {
+		list = append(list, n)
+		if s.Factor > 1 {
+			n *= s.Factor
+		} else if n += s.Step; s.Step == 0 {
+			break
+		}
+	}
+	return list, nil
+}

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"strconv"
@@ -20,6 +21,9 @@ import (
 // several entries share, such as frames, they share in the result too.
 func ReadSnapshot(r io.Reader) (*Snapshot, error) {
 	v, err := readValue(bufio.NewReader(r))
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		err = fmt.Errorf("the file ends too early: it was cut off: write or copy it again: %w", err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("memory: read a snapshot: %w", err)
 	}
@@ -41,8 +45,11 @@ func readValue(r *bufio.Reader) (any, error) {
 		r = bufio.NewReader(z)
 	}
 	start, err := r.Peek(1)
-	if err != nil {
-		return nil, fmt.Errorf("the file is empty or broken: %w", err)
+	switch {
+	case err == io.EOF:
+		return nil, errors.New("the file is empty")
+	case err != nil:
+		return nil, err
 	}
 	if start[0] == 0x80 {
 		return pickle.Decode(r, &pickle.Limits{Bytes: mostSnapshotBytes, Values: mostSnapshotValues})
@@ -50,6 +57,9 @@ func readValue(r *bufio.Reader) (any, error) {
 	j := &jsonReader{d: json.NewDecoder(io.LimitReader(r, mostSnapshotBytes))}
 	j.d.UseNumber()
 	v, err := j.value(0)
+	if err == io.EOF {
+		err = io.ErrUnexpectedEOF
+	}
 	if err != nil {
 		return nil, fmt.Errorf("neither a pickle nor JSON of at most %d bytes: at byte %d: %w", mostSnapshotBytes, j.d.InputOffset(), err)
 	}

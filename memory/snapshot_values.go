@@ -93,7 +93,7 @@ func (r *snapshotReader) block(what string, v any) Block {
 func (r *snapshotReader) trace(_ string, v any) []TraceEntry {
 	l, ok := v.(*pickle.List)
 	if !ok {
-		r.fail("it is a %T: want a list", v)
+		r.fail("it is %s: want a list", describe(v))
 	}
 	return listOf(r, l, "entry", r.entries, r.entry)
 }
@@ -134,7 +134,7 @@ type snapshotDict struct {
 func (r *snapshotReader) dict(what string, v any) snapshotDict {
 	d, ok := v.(*pickle.Dict)
 	if !ok {
-		r.fail("%s is a %T: want a dictionary", what, v)
+		r.fail("%s is %s: want a dictionary", what, describe(v))
 		d = &pickle.Dict{}
 	}
 	return snapshotDict{r, what, *d}
@@ -156,8 +156,12 @@ func describe(v any) string {
 	switch v := v.(type) {
 	case nil:
 		return "missing"
-	case *pickle.List, *pickle.Dict, pickle.Tuple:
-		return fmt.Sprintf("a %T", v)
+	case *pickle.List:
+		return "a list"
+	case *pickle.Dict:
+		return "a dictionary"
+	case pickle.Tuple:
+		return "a tuple"
 	case string:
 		return strconv.Quote(v[:min(len(v), 40)])
 	}

@@ -2,6 +2,8 @@ package memtrace
 
 import (
 	"bytes"
+	"compress/gzip"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -153,13 +155,26 @@ func TestReadEvents(t *testing.T) {
 func TestReadRefuses(t *testing.T) {
 	const alloc = `["alloc", 4096, 100, 0, 2]`
 	for _, c := range []struct{ file, want string }{
-		{"", "neither a trace nor a snapshot"},
-		{"[]", "neither a trace nor a snapshot"},
+		{"", "the file is empty"},
+		{"{", "the file ends too early: it was cut off: record or copy it again"},
+		{"[]", "neither a trace nor a snapshot: it is JSON's array: want an object"},
+		{`{"events": {}}`, `"events" is JSON's object, at byte 12`},
+		{events(`["alloc", 1, 2, 3, 4`), "the file ends too early"},
+		{`{"events": [`, "the file ends too early"},
+		{events(), "nothing is allocated or freed in it: record the history"},
+		{events(`["segment_alloc", 4096, 2097152, 0, 1]`), "nothing is allocated or freed"},
+		{sequence(), "seed 5: nothing is allocated or freed"},
+		{`{"segments": [], "device_traces": [[{"action": "snapshot"}]]}`, "nothing is allocated or freed"},
+		{`{"events": [` + alloc + `], "peak_reserved": -1}`, "the recorded peaks are 0 bytes allocated and -1 reserved"},
+		{`{"events": [` + alloc + `], "peak_allocated": -1}`, "the recorded peaks are -1 bytes allocated and 0 reserved"},
+		{sequence(`["free", 7`+strings.Repeat(",0", 28)+`,-1,0]`, step), "event 0"},
+		{sequence(`["alloc", 7, 1, 0` + strings.Repeat(",0", 28) + `,-1,0]`), "seed 5: event 0: the recorded peaks are -1 bytes"},
+		{compressed(t, events(alloc))[:30], "the file ends too early: it was cut off: record or copy it again"},
+		{compressed(t, events(alloc))[:3], "the file ends too early"},
 		{"{}", `no "events", "sequences" or "segments"`},
-		{"\x1f\x8bx", "EOF"},
 		{"\x80\x02N.", "want a dictionary"},
 		{events(`["leap", 1, 2, 3, 4]`), `trace: event 0: unknown action "leap"`},
-		{events(`["alloc", 1, 2]`), "want [action, address, size, stream, time]"},
+		{events(alloc, `["alloc", 1, 2]`), "trace: event 1: it is [\"alloc\", 1, 2]: want [action, address, size, stream, time]"},
 		{events(`["alloc", -1, 2, 3, 4]`), "want [action, address, size, stream, time]"},
 		{events(`3`), "want [action, address, size, stream, time]"},
 		{events(`["alloc", 1, 0, 0, 1]`), "event 0: allocates the block at 0x1, of 0 bytes"},
@@ -169,7 +184,7 @@ func TestReadRefuses(t *testing.T) {
 		{events(alloc, `["free_requested", 4096, 100, 0, 1]`, `["free_requested", 4096, 100, 0, 1]`), "event 2: frees the block at 0x1000, which is being freed"},
 		{events(alloc, `["free_completed", 4096, 100, 0, 1]`, `["free_completed", 4096, 100, 0, 1]`), "event 2: frees the block at 0x1000, which event 1 has freed"},
 		{`{"sequences": [], "columns": "x"}`, `the columns are "x"`},
-		{sequence(`["leap"]`), `unknown action "leap"`},
+		{sequence(step, `["leap"]`), `seed 5: event 1: unknown action "leap"`},
 		{sequence(`3`), "want a list"},
 		{sequence(`[3]`), "want the name of a call"},
 		{sequence(`["alloc", 1, 2, 3]`), "alloc has 3 numbers: want 33"},
@@ -181,6 +196,17 @@ func TestReadRefuses(t *testing.T) {
 		_, err := Read(strings.NewReader(c.file))
 		require.ErrorContains(t, err, c.want, "%q", c.file)
 	}
+}
+
+const step = `["empty_cache",0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0]`
+
+func compressed(t *testing.T, text string) string {
+	t.Helper()
+	var b bytes.Buffer
+	z := gzip.NewWriter(&b)
+	_, err := z.Write([]byte(text))
+	require.NoError(t, errors.Join(err, z.Close()))
+	return b.String()
 }
 
 func sequence(steps ...string) string {

@@ -3,11 +3,14 @@ package memtrace
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"slices"
+	"strings"
 
 	"github.com/gochorus/chorus/memory"
 )
@@ -28,8 +31,11 @@ func Read(r io.Reader) ([]*Trace, error) {
 	if len(file) > 0 && file[0] == 0x80 {
 		return readSnapshot(file)
 	}
+	if len(file) == 0 {
+		return nil, errors.New("the file is empty")
+	}
 	var form struct{ Events, Sequences, Segments json.RawMessage }
-	if err := json.Unmarshal(file, &form); err != nil {
+	if err := parse(file, &form); err != nil {
 		return nil, fmt.Errorf("neither a trace nor a snapshot: %w", err)
 	}
 	switch {
@@ -43,20 +49,46 @@ func Read(r io.Reader) ([]*Trace, error) {
 	return nil, errors.New(`neither a trace nor a snapshot: it has no "events", "sequences" or "segments"`)
 }
 
+// parse is json.Unmarshal with errors that name JSON's types and not Go's.
+func parse(file []byte, to any) error {
+	err := json.Unmarshal(file, to)
+	if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
+		if wrong.Field == "" {
+			return fmt.Errorf("it is JSON's %s: want an object", wrong.Value)
+		}
+		return fmt.Errorf("%q is JSON's %s, at byte %d: want another type", strings.ToLower(wrong.Field), wrong.Value, wrong.Offset)
+	}
+	if s, ok := errors.AsType[*json.SyntaxError](err); ok && s.Offset >= int64(len(file)) {
+		return cutOff(err)
+	}
+	return err
+}
+
+// cutOff says what to do about a file that ends too early.
+func cutOff(err error) error {
+	return fmt.Errorf("the file ends too early: it was cut off: record or copy it again: %w", err)
+}
+
 // content returns the file, uncompressed.
 func content(r io.Reader) ([]byte, error) {
 	b := bufio.NewReader(r)
 	r = b
 	if start, _ := b.Peek(2); bytes.Equal(start, []byte{0x1f, 0x8b}) {
 		z, err := gzip.NewReader(b)
+		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+			return nil, cutOff(err)
+		}
 		if err != nil {
 			return nil, err
 		}
 		r = z
 	}
 	file, err := io.ReadAll(io.LimitReader(r, mostBytes+1))
-	if err == nil && len(file) > mostBytes {
-		err = fmt.Errorf("more than %d bytes", mostBytes)
+	switch {
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		return nil, cutOff(err)
+	case len(file) > mostBytes:
+		return nil, fmt.Errorf("more than %d bytes", mostBytes)
 	}
 	return file, err
 }
@@ -67,12 +99,12 @@ type recordedEvent struct {
 	addr, size, stream uint64
 }
 
-func (e *recordedEvent) UnmarshalJSON(text []byte) error {
+func (e *recordedEvent) parse(text []byte) error {
 	var time float64
 	fields := []any{&e.action, &e.addr, &e.size, &e.stream, &time}
 	n := len(fields)
 	if err := json.Unmarshal(text, &fields); err != nil || len(fields) != n {
-		return fmt.Errorf("an event is %.80s: want [action, address, size, stream, time], with whole numbers from 0 on", text)
+		return fmt.Errorf("it is %.80s: want [action, address, size, stream, time], with whole numbers from 0 on", text)
 	}
 	return nil
 }
@@ -80,23 +112,42 @@ func (e *recordedEvent) UnmarshalJSON(text []byte) error {
 func readEvents(file []byte) ([]*Trace, error) {
 	var f struct {
 		Kind          string
-		Events        []recordedEvent
+		Events        []json.RawMessage
 		PeakAllocated int64 `json:"peak_allocated"`
 		PeakReserved  int64 `json:"peak_reserved"`
 	}
-	if err := json.Unmarshal(file, &f); err != nil {
+	if err := parse(file, &f); err != nil {
 		return nil, err
 	}
-	if f.Kind == "" {
-		f.Kind = "trace"
+	if f.PeakAllocated < 0 || f.PeakReserved < 0 {
+		return nil, fmt.Errorf("the recorded peaks are %d bytes allocated and %d reserved: want 0, for none, or more", f.PeakAllocated, f.PeakReserved)
 	}
-	b := newBuilder(f.Kind)
-	for i, e := range f.Events {
-		if err := b.add(i, e.action, e.addr, e.size, e.stream); err != nil {
+	b := newBuilder(cmp.Or(f.Kind, "trace"))
+	for i, text := range f.Events {
+		var e recordedEvent
+		err := e.parse(text)
+		if err != nil {
+			err = b.fail(i, "%v", err)
+		} else {
+			err = b.add(i, e.action, e.addr, e.size, e.stream)
+		}
+		if err != nil {
 			return nil, err
 		}
 	}
-	return []*Trace{b.finish(Peaks{f.PeakAllocated, f.PeakReserved})}, nil
+	return withCalls([]*Trace{b.finish(Peaks{f.PeakAllocated, f.PeakReserved})})
+}
+
+// errNothing refuses what would have no time per call.
+var errNothing = errors.New("nothing is allocated or freed in it: record the history while the program allocates")
+
+// withCalls returns the traces that call the allocator at all.
+func withCalls(all []*Trace) ([]*Trace, error) {
+	all = slices.DeleteFunc(all, func(t *Trace) bool { return len(t.Events) == 0 })
+	if len(all) == 0 {
+		return nil, errNothing
+	}
+	return all, nil
 }
 
 func readSnapshot(file []byte) ([]*Trace, error) {
@@ -118,7 +169,7 @@ func readSnapshot(file []byte) ([]*Trace, error) {
 	if len(traces) == 0 {
 		return nil, errors.New("the snapshot has no trace: record the history before it is taken")
 	}
-	return traces, nil
+	return withCalls(traces)
 }
 
 // OfSnapshot returns what the snapshot has recorded of a device. The recorded

@@ -29,6 +29,27 @@ type Step struct {
 	Stats  memory.Stats
 }
 
+// UnmarshalJSON reads an object, and says which step is wrong.
+func (s *Sequence) UnmarshalJSON(text []byte) error {
+	type plain Sequence
+	f := struct {
+		*plain
+		Steps []json.RawMessage `json:"ops"`
+	}{plain: (*plain)(s)}
+	if err := parse(text, &f); err != nil {
+		return err
+	}
+	s.Steps = make([]Step, len(f.Steps))
+	for i, step := range f.Steps {
+		if err := s.Steps[i].UnmarshalJSON(step); err != nil {
+			return &EventError{s.name(), i, err.Error()}
+		}
+	}
+	return nil
+}
+
+func (s *Sequence) name() string { return fmt.Sprintf("seed %d", s.Seed) }
+
 // columns are those of the files that ReadStats reads.
 const columns = "allocated_bytes reserved_bytes active_bytes inactive_split_bytes requested_bytes allocation segment " +
 	"active inactive_split, each for all/small_pool/large_pool, then num_alloc_retries, allocated peak, reserved peak"
@@ -105,7 +126,7 @@ func sequences(file []byte) ([]Sequence, error) {
 		Columns   string
 		Sequences []Sequence
 	}
-	if err := json.Unmarshal(file, &f); err != nil {
+	if err := parse(file, &f); err != nil {
 		return nil, err
 	}
 	if f.Columns != columns {
@@ -116,7 +137,7 @@ func sequences(file []byte) ([]Sequence, error) {
 
 // Trace returns the calls of the sequence.
 func (s *Sequence) Trace() (*Trace, error) {
-	b := newBuilder(fmt.Sprintf("seed %d", s.Seed))
+	b := newBuilder(s.name())
 	b.place = "block %d"
 	var recorded Peaks
 	for i, step := range s.Steps {
@@ -135,6 +156,9 @@ func (s *Sequence) Trace() (*Trace, error) {
 		if err != nil {
 			return nil, err
 		}
+		if p := step.Stats; p.AllocatedBytes.All.Peak < 0 || p.ReservedBytes.All.Peak < 0 {
+			return nil, b.fail(i, "the recorded peaks are %d bytes allocated and %d reserved: want 0 or more", p.AllocatedBytes.All.Peak, p.ReservedBytes.All.Peak)
+		}
 		recorded.Allocated = max(recorded.Allocated, step.Stats.AllocatedBytes.All.Peak)
 		recorded.Reserved = max(recorded.Reserved, step.Stats.ReservedBytes.All.Peak)
 	}
@@ -152,7 +176,10 @@ func readSequences(file []byte) ([]*Trace, error) {
 		if err != nil {
 			return nil, err
 		}
+		if len(t.Events) == 0 { // and the others keep their numbers
+			return nil, fmt.Errorf("%s: %w", t.Name, errNothing)
+		}
 		traces = append(traces, t)
 	}
-	return traces, nil
+	return withCalls(traces)
 }

@@ -59,17 +59,6 @@ func AllReduce[T memory.Element](g *Group, op Op, xs ...memory.Slice[T]) error {
 	})
 }
 
-// BroadcastFrom enqueues, in place, the copy of rank root's slice to all ranks.
-// Collective.
-func BroadcastFrom[T memory.Element](g *Group, root int, xs ...memory.Slice[T]) error {
-	if err := checkShards(g, "broadcast", xs, true); err != nil {
-		return err
-	}
-	return g.each(func(i int, m *member) error {
-		return nccl.Broadcast(m.comm, m.stream, xs[i], xs[i], root)
-	})
-}
-
 // AllGather enqueues the concatenation of src over all ranks, by rank, into each
 // dst, which is Size times as long. Collective.
 func AllGather[T memory.Element](g *Group, dst, src Shards[T]) error {

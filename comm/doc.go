@@ -23,7 +23,11 @@
 //	init_process_group             cluster.Attach and Join
 //	DistributedDataParallel        Reducer
 //	stream of the process group    Group.Stream
-//	work.wait, watchdog            Group.Wait
+//	Work, work.wait                Start, Work
+//	watchdog                       Group.Wait
+//	barrier                        Group.Barrier
+//	all_gather_object              GatherValues
+//	broadcast_object_list          BroadcastValue
 //
 // Every rank of a group must call the same collectives in the same order with
 // the same lengths and types. Collectives are enqueued on the group's streams,

@@ -3,6 +3,7 @@ package comm_test
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"syscall"
@@ -18,8 +19,8 @@ import (
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
-// The test binary is a worker of a job when this says what rank 1 does in the
-// middle of it.
+// The test binary is a worker of a job when this says what it does: what happens to
+// rank 1 in the middle, or "conform".
 const faultVar = "COMM_TEST_FAULT"
 
 func TestMain(m *testing.M) {
@@ -55,6 +56,12 @@ func work(fault string) error {
 		return err
 	}
 	defer g.Close()
+	if fault == "conform" {
+		if err := conform(ctx, g); err != nil {
+			return err
+		}
+		return errors.Join(g.Shutdown(ctx), sess.Shutdown(ctx))
+	}
 	xs, err := comm.Make[float32](g, 1<<20)
 	if err != nil {
 		return err

@@ -1,0 +1,141 @@
+package comm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A Work is operations that were enqueued on a group's streams and may not be done
+// (torch.distributed.Work). Its methods may be called by any goroutine.
+type Work struct {
+	owner  handle.Owner
+	g      *Group
+	events []*stream.Event // one for each local rank, behind the operations
+
+	mu    sync.Mutex
+	owned []io.Closer
+}
+
+// Start runs fn, which enqueues operations of g, and returns a Work that is done when
+// they are. The Work owns what is given to it, such as the slices that the operations
+// use: it closes them when the operations are done or the group is broken, and also
+// if fn fails. It must be closed, or waited for.
+//
+//	w, err := comm.Start(g, func() error { return comm.AllReduce(g, comm.Sum, xs...) }, xs)
+//	...
+//	err = w.WaitOn(s) // the stream waits; the host goes on
+//	err = w.Wait(ctx) // the host waits
+func Start(g *Group, fn func() error, owned ...io.Closer) (*Work, error) {
+	w := &Work{g: g, owned: owned}
+	if err := w.start(fn); err != nil {
+		return nil, errors.Join(err, w.release())
+	}
+	handle.Init(w, &w.owner, "work")
+	return w, nil
+}
+
+func (w *Work) start(fn func() error) error {
+	if err := w.g.check("start"); err != nil {
+		return err
+	}
+	if err := fn(); err != nil {
+		return err
+	}
+	for i := range w.g.members {
+		e, err := w.g.members[i].stream.Record(nil)
+		if err != nil {
+			return err
+		}
+		w.events = append(w.events, e)
+	}
+	return nil
+}
+
+// Done reports whether the operations are done, or the error that broke the group.
+func (w *Work) Done() (bool, error) {
+	if err := w.check("done"); err != nil {
+		return false, err
+	}
+	for _, e := range w.marks() {
+		if done, err := e.Query(); err != nil || !done {
+			return false, errors.Join(err, w.g.Err())
+		}
+	}
+	return true, w.g.Err()
+}
+
+// Wait waits until the operations are done and closes the Work. It ends early when a
+// rank fails or is lost. When ctx ends it returns the cause, and the Work stays open.
+func (w *Work) Wait(ctx context.Context) error {
+	if err := w.check("wait"); err != nil {
+		return err
+	}
+	for i := range w.g.members {
+		if err := w.g.members[i].stream.RefuseWait("comm: wait for work"); err != nil {
+			return err
+		}
+	}
+	err := poll.Until(ctx, w.Done)
+	if err != nil && w.g.broken.Load() == nil && ctx.Err() != nil {
+		return fmt.Errorf("comm: wait for work of rank %d of %d: %w", w.g.Rank(), w.g.size, err)
+	}
+	return errors.Join(err, w.Close())
+}
+
+// WaitOn lets work that is enqueued on s from now on wait for the operations
+// (torch's wait of a Work); the host goes on.
+func (w *Work) WaitOn(s *stream.Stream) error {
+	if err := w.check("wait on a stream"); err != nil {
+		return err
+	}
+	for _, e := range w.marks() {
+		if err := s.Wait(e); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Close gives the Work up, and what it owns. The operations go on: memory stays
+// theirs until they are done. It is idempotent.
+func (w *Work) Close() error {
+	if w == nil || !w.owner.Close() {
+		return nil
+	}
+	return w.release()
+}
+
+func (w *Work) release() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var errs []error
+	for _, e := range w.events {
+		errs = append(errs, e.Close())
+	}
+	for _, x := range w.owned {
+		errs = append(errs, x.Close())
+	}
+	w.owned, w.events = nil, nil
+	return errors.Join(errs...)
+}
+
+func (w *Work) marks() []*stream.Event {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.events
+}
+
+func (w *Work) check(op string) error {
+	if w == nil || w.owner.Closed() {
+		return fmt.Errorf("comm: %s: the work was closed: %w", op, device.ErrClosed)
+	}
+	return nil
+}

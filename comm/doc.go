@@ -28,6 +28,7 @@
 //	barrier                        Group.Barrier
 //	all_gather_object              GatherValues
 //	broadcast_object_list          BroadcastValue
+//	torch.cuda.comm                Broadcast, Scatter, Gather, ReduceAdd, ...
 //
 // Every rank of a group must call the same collectives in the same order with
 // the same lengths and types. Collectives are enqueued on the group's streams,
@@ -35,6 +36,14 @@
 // no goroutine. Order the group's streams with others by stream.Wait. Memory
 // that was allocated on another stream is freed only when the group's stream is
 // past it.
+//
+// torch.cuda.comm's functions work on tensors of any type and layout, for groups
+// with all ranks in this process (Local). They run on the group's streams: a tensor
+// that is given is in the order of the stream of its device, and a result is ready
+// on that of its own, unless Scatter was told otherwise. They return at once, but
+// for a result in host memory. Where torch returns the tensor that was given, they
+// return one of the same memory with a share of its own, so that all results are
+// closed alike.
 //
 // Errors: an argument error is found before anything is enqueued on any local
 // rank. When a rank fails or is lost, the group is broken: what is in flight is

@@ -12,6 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/tensor"
 )
 
 func program() error {
@@ -52,6 +53,57 @@ func Example() {
 		log.Fatal(err)
 	}
 	// Output: [4 6 40]
+}
+
+// A matrix of the host is divided over four devices by its columns, and put together
+// again on one of them.
+func ExampleScatter() {
+	if err := divide(); err != nil {
+		log.Fatal(err)
+	}
+	// Output:
+	// [2 2] [2 2] [2 2] [2 1]
+	// [0 1 2 3 4 5 6 7 8 9 10 11 12 13]
+}
+
+func divide() error {
+	ctx := context.Background()
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 4})
+	if err != nil {
+		return err
+	}
+	g, err := comm.Local(ctx, sys.Devices()...)
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	x, err := tensor.OfHost([]float32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}, 2, 7)
+	if err != nil {
+		return err
+	}
+	parts, err := comm.Scatter(g, x, &comm.ScatterConfig{Dim: 1})
+	if err != nil {
+		return err
+	}
+	for _, p := range parts {
+		defer p.Close()
+	}
+	fmt.Println(parts[0].Shape(), parts[1].Shape(), parts[2].Shape(), parts[3].Shape())
+	whole, err := comm.Gather(g, parts, &comm.GatherConfig{Dim: 1, Destination: g.Device(2)})
+	if err != nil {
+		return err
+	}
+	defer whole.Close()
+	out := make([]float32, 14)
+	to, err := tensor.OfHost(out, 2, 7)
+	if err != nil {
+		return err
+	}
+	if err := tensor.Copy(g.Stream(2), to, whole); err != nil { // only here the host waits
+		return err
+	}
+	fmt.Println(out)
+	return nil
 }
 
 // README shows the program above.

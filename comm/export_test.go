@@ -19,3 +19,9 @@ func (r *Reducer[T]) Gaps(t *testing.T, local int) []T {
 	}
 	return all
 }
+
+// How the coalesced functions divide tensors.
+var (
+	BucketsThatReach = bucketsThatReach
+	BucketsWithin    = bucketsWithin
+)

@@ -30,7 +30,7 @@ func Add(s *stream.Stream, dst, a, b Tensor) error {
 			return fmt.Errorf("%s: %s and %s to %s: want one shape", op, a, b, dst)
 		}
 	}
-	sum, err := SumType(a.dtype, b.dtype)
+	sum, err := kernel.Promote(a.dtype, b.dtype)
 	if err == nil && !kernel.CanCast(sum, dst.dtype) {
 		err = fmt.Errorf("the sum is of %s and cannot be cast to %s", sum, dst.dtype)
 	}
@@ -45,10 +45,6 @@ func Add(s *stream.Stream, dst, a, b Tensor) error {
 	}
 	return add(s, dst, a, b)
 }
-
-// SumType returns the type of the sum of elements of two types, as torch promotes
-// them.
-func SumType(a, b memory.DType) (memory.DType, error) { return kernel.Promote(a, b) }
 
 // add adds what has one dense layout; all else is packed.
 func add(s *stream.Stream, dst, a, b Tensor) (err error) {

@@ -253,3 +253,13 @@ func hostStrided(t memory.DType, shape, strides []int) (Tensor, error) {
 	x.strides = strides
 	return x, err
 }
+
+// CopyAll is Copy of each tensor of src to the same one of dst.
+func CopyAll(s *stream.Stream, dst, src []Tensor) error {
+	for i := range src {
+		if err := Copy(s, dst[i], src[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -382,7 +383,7 @@ func TestAdd(t *testing.T) {
 		done := 0
 		for _, d := range allTypes {
 			for _, e := range allTypes {
-				sum, err := tensor.SumType(d, e)
+				sum, err := kernel.Promote(d, e)
 				if err != nil {
 					continue
 				}

@@ -129,17 +129,6 @@ func channelsLastOrder(n int) []int {
 	return append(order, 0)
 }
 
-// channelsLastStrides are the strides of a dense tensor of that format.
-func channelsLastStrides(shape []int) []int {
-	strides := make([]int, len(shape))
-	stride := 1
-	for _, d := range channelsLastOrder(len(shape)) {
-		strides[d] = stride
-		stride *= max(1, shape[d])
-	}
-	return strides
-}
-
 // A loop goes over one dimension of two tensors at once.
 type loop struct{ n, dst, src int } // steps, and elements from one to the next
 

@@ -30,14 +30,14 @@ func Make(s *stream.Stream, t memory.DType, shape ...int) (Tensor, error) {
 	return makeStrided(s, t, shape, rowMajor(shape))
 }
 
-// MakeLike allocates a tensor of the shape and type of x in the order of s, with
+// MakeLike allocates a tensor of the shape of x in the order of s, of type t, with
 // torch's strides for it: those of x where its elements lie densely, and otherwise
 // dense ones in the same order (torch.empty_like).
-func MakeLike(s *stream.Stream, x Tensor) (Tensor, error) {
+func MakeLike(s *stream.Stream, x Tensor, t memory.DType) (Tensor, error) {
 	if err := x.Check("tensor: make like", nil); err != nil {
 		return Tensor{}, err
 	}
-	return makeStrided(s, x.dtype, x.shape, likeStrides(x.shape, x.strides))
+	return makeStrided(s, t, x.shape, likeStrides(x.shape, x.strides))
 }
 
 // makeStrided allocates a dense tensor.

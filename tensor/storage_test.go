@@ -126,7 +126,7 @@ func TestTypedAccess(t *testing.T) {
 		require.ErrorContains(t, tensor.MatMul(s, x, x, x, nil), "do not fit")
 		_, err = tensor.Of(memory.Slice[float32]{}, 0)
 		require.ErrorContains(t, err, "has no memory")
-		like, err := tensor.MakeLike(s, x.T())
+		like, err := tensor.MakeLike(s, x.T(), memory.Int8)
 		require.NoError(t, err)
 		require.Equal(t, x.T().Strides(), like.Strides())
 		require.NoError(t, like.Close())

@@ -1,0 +1,116 @@
+package comm
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// BroadcastConfig are the options of Broadcast; nil means their zero values.
+type BroadcastConfig struct {
+	// Devices are those that get the tensor, some perhaps several times. nil means
+	// the group's, by rank.
+	Devices []*device.Device
+	// Out are tensors to copy to instead, of the shape of the source: not with
+	// Devices.
+	Out []tensor.Tensor
+}
+
+// Broadcast enqueues copies of t, which is on a device of the group or on the host,
+// on the devices (torch.cuda.comm.broadcast), and returns them in their order. The
+// result for the device of t is t itself: the same memory, with a share of its own.
+// The others are contiguous. The caller closes all. With Out, whose strides and types
+// may be any, the results are the tensors of Out.
+//
+// NCCL copies where there is one contiguous tensor of one type on each device of the
+// group; where torch would have NCCL refuse other types, they are converted.
+func Broadcast(g *Group, t tensor.Tensor, cfg *BroadcastConfig) ([]tensor.Tensor, error) {
+	const op = "broadcast"
+	var c BroadcastConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	if err := g.torch(op); err != nil {
+		return nil, err
+	}
+	if c.Devices != nil && c.Out != nil {
+		return nil, refuse(op, "exactly one of Devices and Out must be specified, but got %d devices and %d tensors", len(c.Devices), len(c.Out))
+	}
+	if err := g.source(op, "the tensor", t); err != nil {
+		return nil, err
+	}
+	if c.Out != nil {
+		if err := checkBroadcastOut(g, t, c.Out); err != nil {
+			return nil, err
+		}
+		return c.Out, g.spread(t, c.Out)
+	}
+	devs, err := g.devices(op, c.Devices)
+	if err != nil {
+		return nil, err
+	}
+	return g.broadcast(t, devs)
+}
+
+func checkBroadcastOut(g *Group, t tensor.Tensor, out []tensor.Tensor) error {
+	const op = "broadcast"
+	if err := g.outs(op, out); err != nil {
+		return err
+	}
+	for i, o := range out {
+		if !slices.Equal(o.Shape(), t.Shape()) {
+			return refuse(op, "expected all output tensors to have the shape of the source tensor %v, but output tensor at index %d has shape %v", t.Shape(), i, o.Shape())
+		}
+		if err := tensor.CheckCopy(fmt.Sprintf("comm: %s: output tensor at index %d", op, i), o, t); err != nil {
+			return unfit(err)
+		}
+	}
+	return nil
+}
+
+// broadcast is Broadcast to devices.
+func (g *Group) broadcast(t tensor.Tensor, devs []*device.Device) (results []tensor.Tensor, err error) {
+	defer func() {
+		if err != nil {
+			closeAll(results)
+			results = nil
+		}
+	}()
+	results = []tensor.Tensor{}
+	var fresh []tensor.Tensor
+	for _, d := range devs {
+		if d == t.Device() {
+			results = append(results, t.Retain())
+			continue
+		}
+		x, err := tensor.Make(g.members[g.rankOn(d)].stream, t.DType(), t.Shape()...)
+		if err != nil {
+			return results, err
+		}
+		results, fresh = append(results, x), append(fresh, x)
+	}
+	return results, g.spread(t, fresh)
+}
+
+// spread copies t to tensors of its shape.
+func (g *Group) spread(t tensor.Tensor, to []tensor.Tensor) error {
+	if len(to) == 0 || t.Len() == 0 {
+		return nil
+	}
+	if err := g.record(append([]tensor.Tensor{t}, to...)...); err != nil {
+		return err
+	}
+	if all := append([]tensor.Tensor{t}, to...); g.apart(all...) {
+		ranks, root := g.byRank(all...), g.rankOn(t.Device())
+		return g.each(func(i int, m *member) error { return wires[t.DType()].broadcast(m, ranks[i], root) })
+	}
+	from := g.streamOf(t)
+	for _, x := range to {
+		if err := transfer(x, t, g.streamOf(x), from); err != nil {
+			return err
+		}
+	}
+	return nil
+}

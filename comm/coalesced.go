@@ -1,0 +1,239 @@
+package comm
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// bufferSize is how many bytes are coalesced, as in torch.
+const bufferSize = 10 << 20
+
+// BroadcastCoalescedConfig are the options of BroadcastCoalesced; nil means their
+// zero values.
+type BroadcastCoalescedConfig struct {
+	// Devices are those that get the tensors, which are all on the first of them. nil
+	// means the group's, by rank.
+	Devices []*device.Device
+	// BufferSize is how many bytes of one type are sent together: a tensor that reaches
+	// it is the last one of its buffer. Default 10 MiB.
+	BufferSize int
+}
+
+// BroadcastCoalesced enqueues copies of tensors, which may be many and small, on the
+// devices, few transfers in all (torch.cuda.comm.broadcast_coalesced), and returns the
+// tensors of each device, in their order. Those of the first device are the given
+// ones: the same memory, with shares of their own. Others are contiguous, and those of
+// one buffer share its memory, which goes back when all of them are closed. The caller
+// closes all.
+func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedConfig) (results [][]tensor.Tensor, err error) {
+	const op = "broadcast-coalesced"
+	var c BroadcastCoalescedConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	if err := g.torch(op); err != nil {
+		return nil, err
+	}
+	devs, err := g.devices(op, c.Devices)
+	if err != nil {
+		return nil, err
+	}
+	limit, err := checkBuffer(op, c.BufferSize)
+	if err != nil {
+		return nil, err
+	}
+	if len(devs) == 0 {
+		return nil, refuse(op, "expected at least one device")
+	}
+	for i, t := range ts {
+		if err := g.source(op, fmt.Sprintf("tensor %d", i), t); err != nil {
+			return nil, err
+		}
+		if t.Device() != devs[0] {
+			return nil, refuse(op, "all tensors must be on the first device %s, but tensor %d is %s", devs[0], i, t)
+		}
+	}
+	results = make([][]tensor.Tensor, len(devs))
+	for i := range results {
+		results[i] = make([]tensor.Tensor, len(ts))
+	}
+	defer func() {
+		if err != nil {
+			for _, list := range results {
+				closeAll(list)
+			}
+			results = nil
+		}
+	}()
+	for i, t := range ts {
+		results[0][i] = t.Retain()
+	}
+	for _, bucket := range bucketsThatReach(ts, limit) {
+		if err := g.broadcastBucket(ts, bucket, devs[1:], results[1:]); err != nil {
+			return results, err
+		}
+	}
+	return results, nil
+}
+
+func checkBuffer(op string, size int) (int, error) {
+	switch {
+	case size < 0:
+		return 0, refuse(op, "a buffer of %d bytes: want a positive size", size)
+	case size == 0:
+		return bufferSize, nil
+	}
+	return size, nil
+}
+
+// broadcastBucket copies the tensors of a bucket to devices.
+func (g *Group) broadcastBucket(ts []tensor.Tensor, bucket []int, devs []*device.Device, results [][]tensor.Tensor) (err error) {
+	part := pick(ts, bucket)
+	flat, err := g.flatten(part)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, flat.Close()) }()
+	copies, err := g.broadcast(flat, devs)
+	if err != nil {
+		return err
+	}
+	defer closeAll(copies)
+	for i, c := range copies {
+		views, err := unflatten(c, part)
+		if err != nil {
+			return err
+		}
+		for k, v := range views {
+			results[i][bucket[k]] = v
+		}
+	}
+	return nil
+}
+
+// ReduceAddCoalescedConfig are the options of ReduceAddCoalesced; nil means their zero
+// values.
+type ReduceAddCoalescedConfig struct {
+	ReduceAddConfig
+	// BufferSize is how many bytes of one type are added together at most; a larger
+	// tensor is by itself. Default 10 MiB.
+	BufferSize int
+}
+
+// ReduceAddCoalesced enqueues, for each k, the sum of tss[i][k] over all lists, of
+// which each has tensors of one device: few transfers in all
+// (torch.cuda.comm.reduce_add_coalesced). It returns the sums, contiguous and on the
+// destination, in the order of k; lists that are longer than the shortest are cut off.
+// Sums of one buffer share its memory, which goes back when all of them are closed;
+// where there is one list, a contiguous tensor that is by itself is its own sum, with a
+// share of its own. The caller closes all.
+//
+// How a buffer is added is as in ReduceAdd.
+func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalescedConfig) (results []tensor.Tensor, err error) {
+	const op = "reduce-add-coalesced"
+	var c ReduceAddCoalescedConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	if err := g.torch(op); err != nil {
+		return nil, err
+	}
+	limit, err := checkBuffer(op, c.BufferSize)
+	if err != nil {
+		return nil, err
+	}
+	tss, err = checkLists(g, op, tss, &c.ReduceAddConfig)
+	if err != nil {
+		return nil, err
+	}
+	results = make([]tensor.Tensor, len(tss[0]))
+	for _, bucket := range bucketsWithin(tss[0], limit) {
+		if err := g.addBucket(op, tss, bucket, &c.ReduceAddConfig, results); err != nil {
+			closeAll(results)
+			return nil, err
+		}
+	}
+	return results, nil
+}
+
+// checkLists checks lists of tensors, which it returns of one length.
+func checkLists(g *Group, op string, tss [][]tensor.Tensor, c *ReduceAddConfig) ([][]tensor.Tensor, error) {
+	if len(tss) == 0 {
+		return nil, refuse(op, "expected at least one list of tensors to add")
+	}
+	shortest := len(tss[0])
+	for _, ts := range tss {
+		shortest = min(shortest, len(ts))
+	}
+	to, err := g.destination(op, c.Destination)
+	if err != nil {
+		return nil, err
+	}
+	tss = slices.Clone(tss)
+	found := shortest == 0
+	for i := range tss {
+		tss[i] = tss[i][:shortest]
+		for k, t := range tss[i] {
+			if err := checkListed(g, op, tss, i, k); err != nil {
+				return nil, err
+			}
+			found = found || t.Device() == to
+		}
+	}
+	if !found {
+		return nil, refuse(op, "expects the destination %s to be the device of one of the lists", to)
+	}
+	return tss, nil
+}
+
+// checkListed checks tensor k of list i, behind those before it.
+func checkListed(g *Group, op string, tss [][]tensor.Tensor, i, k int) error {
+	t, first, model := tss[i][k], tss[i][0], tss[0][k]
+	if err := g.source(op, fmt.Sprintf("tensor %d of list %d", k, i), t); err != nil {
+		return err
+	}
+	switch {
+	case t.IsHost():
+		return refuse(op, "expects all tensors to be on devices, but tensor %d of list %d is on the host", k, i)
+	case t.Device() != first.Device():
+		return refuse(op, "expects the tensors of a list to be on one device, but of list %d tensor 0 is on %s and tensor %d on %s", i, first.Device(), k, t.Device())
+	case !slices.Equal(t.Shape(), model.Shape()):
+		return refuse(op, "tensor %d of list %d has invalid size: got %s, but expected %s", k, i, times(t.Shape()), times(model.Shape()))
+	case t.DType() != model.DType():
+		return refuse(op, "tensor %d of list %d is of %s, and that of list 0 of %s", k, i, t.DType(), model.DType())
+	}
+	return nil
+}
+
+// addBucket adds the tensors of a bucket over all lists.
+func (g *Group) addBucket(op string, tss [][]tensor.Tensor, bucket []int, c *ReduceAddConfig, results []tensor.Tensor) (err error) {
+	flats := make([]tensor.Tensor, len(tss))
+	defer func() {
+		for _, f := range flats {
+			err = errors.Join(err, f.Close())
+		}
+	}()
+	for i, ts := range tss {
+		if flats[i], err = g.flatten(pick(ts, bucket)); err != nil {
+			return err
+		}
+	}
+	sum, err := newSum(g, op, flats, c)
+	if err != nil {
+		return err
+	}
+	flat, err := sum.enqueue()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, flat.Close()) }()
+	views, err := unflatten(flat, pick(tss[0], bucket))
+	for k, v := range views {
+		results[bucket[k]] = v
+	}
+	return err
+}

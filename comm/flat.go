@@ -1,0 +1,129 @@
+package comm
+
+import (
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// bucketsThatReach puts tensors of one type together until their bytes reach the
+// limit: the last one of a bucket may exceed it. Those that are left over come last,
+// by type.
+func bucketsThatReach(ts []tensor.Tensor, limit int) (buckets [][]int) {
+	type open struct {
+		indexes []int
+		bytes   int
+	}
+	byType := map[memory.DType]*open{}
+	for i, t := range ts {
+		b := byType[t.DType()]
+		if b == nil {
+			b = &open{}
+			byType[t.DType()] = b
+		}
+		b.indexes = append(b.indexes, i)
+		if b.bytes += t.Bytes(); b.bytes >= limit {
+			buckets = append(buckets, b.indexes)
+			*b = open{}
+		}
+	}
+	for d := memory.Bool; d <= memory.Float8E5M2T; d++ {
+		if b := byType[d]; b != nil && len(b.indexes) > 0 {
+			buckets = append(buckets, b.indexes)
+		}
+	}
+	return buckets
+}
+
+// bucketsWithin puts tensors of one type together as long as their bytes are within
+// the limit: a larger one is a bucket of its own.
+func bucketsWithin(ts []tensor.Tensor, limit int) (buckets [][]int) {
+	type open struct {
+		indexes []int
+		bytes   int
+	}
+	byType := map[memory.DType]*open{}
+	var types []memory.DType // in the order in which they came first
+	for i, t := range ts {
+		b := byType[t.DType()]
+		if b == nil {
+			b = &open{}
+			byType[t.DType()] = b
+			types = append(types, t.DType())
+		}
+		if b.bytes+t.Bytes() > limit && b.bytes > 0 {
+			buckets = append(buckets, b.indexes)
+			*b = open{}
+		}
+		b.indexes = append(b.indexes, i)
+		b.bytes += t.Bytes()
+	}
+	for _, d := range types {
+		if b := byType[d]; len(b.indexes) > 0 {
+			buckets = append(buckets, b.indexes)
+		}
+	}
+	return buckets
+}
+
+func pick(ts []tensor.Tensor, indexes []int) []tensor.Tensor {
+	part := make([]tensor.Tensor, len(indexes))
+	for k, i := range indexes {
+		part[k] = ts[i]
+	}
+	return part
+}
+
+// flatten returns the elements of tensors of one type and device one after the other.
+// Those of a single contiguous tensor are where they are.
+func (g *Group) flatten(ts []tensor.Tensor) (flat tensor.Tensor, err error) {
+	if len(ts) == 1 && ts[0].Contiguous() {
+		flat, err := ts[0].View(-1)
+		return flat.Retain(), err
+	}
+	if err := g.record(ts...); err != nil {
+		return flat, err
+	}
+	n := 0
+	for _, t := range ts {
+		n += t.Len()
+	}
+	s := g.streamOf(ts[0])
+	if flat, err = tensor.Make(s, ts[0].DType(), n); err != nil {
+		return flat, err
+	}
+	parts, err := cut(flat, ts)
+	if err == nil {
+		err = tensor.CopyAll(s, parts, ts)
+	}
+	if err != nil {
+		_ = flat.Close()
+		return tensor.Tensor{}, err
+	}
+	return flat, nil
+}
+
+// cut returns views of a flat tensor with the shapes of tensors one after the other.
+func cut(flat tensor.Tensor, like []tensor.Tensor) ([]tensor.Tensor, error) {
+	parts := make([]tensor.Tensor, len(like))
+	at := 0
+	for i, t := range like {
+		part, err := flat.Narrow(0, at, t.Len())
+		if err != nil {
+			return nil, err
+		}
+		if parts[i], err = part.View(t.Shape()...); err != nil {
+			return nil, err
+		}
+		at += t.Len()
+	}
+	return parts, nil
+}
+
+// unflatten is cut with a share in the memory for each.
+func unflatten(flat tensor.Tensor, like []tensor.Tensor) ([]tensor.Tensor, error) {
+	parts, err := cut(flat, like)
+	for i, p := range parts {
+		parts[i] = p.Retain()
+	}
+	return parts, err
+}

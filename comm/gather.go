@@ -1,0 +1,196 @@
+package comm
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// GatherConfig are the options of Gather; nil means their zero values.
+type GatherConfig struct {
+	// Dim is the dimension along which the tensors are put together; a negative one
+	// counts from the end.
+	Dim int
+	// Destination is the device of the result. nil means that of rank 0.
+	Destination *device.Device
+	// Host makes the result one of host memory, instead of Destination.
+	Host bool
+	// Out is a tensor to copy to instead, on a device of the group or on the host:
+	// not with Destination or Host.
+	Out *tensor.Tensor
+}
+
+// Gather enqueues the concatenation of tensors, which are on devices of the group, on
+// the destination (torch.cuda.comm.gather), and returns it, for the caller to close.
+// The shapes are the same except along Dim. The result is of the type of the first
+// tensor, to which others are converted, and contiguous, or channels-last where all
+// tensors are. With Out the result is that. NCCL takes no part.
+//
+// The host waits where the result is in host memory, and not otherwise.
+func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, error) {
+	const op = "gather"
+	var c GatherConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	if err := g.torch(op); err != nil {
+		return tensor.Tensor{}, err
+	}
+	if c.Out != nil && (c.Destination != nil || c.Host) {
+		return tensor.Tensor{}, refuse(op, "Destination and Host must not be specified when Out is specified")
+	}
+	if c.Host && c.Destination != nil {
+		return tensor.Tensor{}, refuse(op, "Destination must not be specified when Host is, but got %s", c.Destination)
+	}
+	to, err := g.destination(op, c.Destination)
+	if err != nil {
+		return tensor.Tensor{}, err
+	}
+	dim, shape, err := checkGather(g, ts, c.Dim)
+	if err != nil {
+		return tensor.Tensor{}, err
+	}
+	if c.Out != nil {
+		parts, err := checkGatherOut(g, *c.Out, ts, dim, shape)
+		if err != nil {
+			return tensor.Tensor{}, err
+		}
+		return *c.Out, g.collect(parts, ts)
+	}
+	var s *stream.Stream
+	if !c.Host {
+		s = g.members[g.rankOn(to)].stream
+	}
+	out, err := makeGathered(s, ts, shape)
+	if err != nil {
+		return tensor.Tensor{}, err
+	}
+	parts, err := out.SplitSizes(lengthsAlong(ts, dim), dim)
+	if err == nil {
+		err = g.collect(parts, ts)
+	}
+	if err != nil {
+		_ = out.Close()
+		return tensor.Tensor{}, err
+	}
+	return out, nil
+}
+
+// checkGather checks the tensors and returns the dimension and the shape of the
+// result.
+func checkGather(g *Group, ts []tensor.Tensor, dim int) (int, []int, error) {
+	const op = "gather"
+	if len(ts) == 0 {
+		return 0, nil, refuse(op, "expected at least one tensor to gather from")
+	}
+	for i, t := range ts {
+		if err := g.source(op, fmt.Sprintf("tensor at index %d", i), t); err != nil {
+			return 0, nil, err
+		}
+		if t.IsHost() {
+			return 0, nil, refuse(op, "expected all input tensors to be on devices, but tensor at index %d is on the host", i)
+		}
+	}
+	first := ts[0]
+	if first.Dims() == 0 {
+		return 0, nil, refuse(op, "the tensors have no dimension to gather along: Unsqueeze them")
+	}
+	d, err := tensor.WrapDim(dim, first.Dims())
+	if err != nil {
+		return 0, nil, refuse(op, "%w", err)
+	}
+	shape := first.Shape()
+	shape[d] = 0
+	for i, t := range ts {
+		if t.Dims() != first.Dims() {
+			return 0, nil, refuse(op, "expected all input tensors to have the same number of dimensions, but tensor at index %d has %d dimensions (expected %d)", i, t.Dims(), first.Dims())
+		}
+		if !sameBut(d, t, first) {
+			want := first.Shape()
+			want[d] = t.Size(d)
+			return 0, nil, refuse(op, "input tensor at index %d has invalid shape %v, but expected %v", i, t.Shape(), want)
+		}
+		shape[d] += t.Size(d)
+	}
+	return d, shape, nil
+}
+
+// checkGatherOut returns the parts of out for the tensors.
+func checkGatherOut(g *Group, out tensor.Tensor, ts []tensor.Tensor, dim int, shape []int) ([]tensor.Tensor, error) {
+	const op = "gather"
+	if err := g.source(op, "the output tensor", out); err != nil {
+		return nil, err
+	}
+	if !slices.Equal(out.Shape(), shape) {
+		return nil, refuse(op, "expected the output tensor to have shape %v, but got %v", shape, out.Shape())
+	}
+	parts, err := out.SplitSizes(lengthsAlong(ts, dim), dim)
+	if err != nil {
+		return nil, refuse(op, "%w", err)
+	}
+	for i, t := range ts {
+		what := fmt.Sprintf("comm: %s: tensor at index %d", op, i)
+		if err := tensor.CheckCopy(what, parts[i], t); err != nil {
+			return nil, unfit(err)
+		}
+		if tensor.Overlaps(out, t) {
+			return nil, refuse(op, "tensor at index %d shares some memory with the output tensor", i)
+		}
+	}
+	return parts, nil
+}
+
+func lengthsAlong(ts []tensor.Tensor, dim int) []int {
+	n := make([]int, len(ts))
+	for i, t := range ts {
+		n[i] = t.Size(dim)
+	}
+	return n
+}
+
+// makeGathered allocates a result, of host memory where s is nil.
+func makeGathered(s *stream.Stream, ts []tensor.Tensor, shape []int) (tensor.Tensor, error) {
+	allocate := func(t memory.DType, shape ...int) (tensor.Tensor, error) {
+		if s == nil {
+			return tensor.MakeHost(t, shape...)
+		}
+		return tensor.Make(s, t, shape...)
+	}
+	t := ts[0].DType()
+	if slices.ContainsFunc(ts, func(t tensor.Tensor) bool { return !t.ChannelsLast() }) {
+		return allocate(t, shape...)
+	}
+	// The channels, dimension 1, become the innermost one.
+	n := len(shape)
+	order := []int{0, n - 1}
+	for d := 1; d < n-1; d++ {
+		order = append(order, d)
+	}
+	x, err := allocate(t, append(append([]int{shape[0]}, shape[2:]...), shape[1])...)
+	if err != nil {
+		return x, err
+	}
+	v, err := x.Permute(order...)
+	if err != nil {
+		return v, err
+	}
+	v = v.Retain()
+	return v, x.Close()
+}
+
+// collect copies the tensors to their parts of the result.
+func (g *Group) collect(parts, ts []tensor.Tensor) error {
+	if err := g.record(append(slices.Clone(ts), parts[0])...); err != nil {
+		return err
+	}
+	for i, t := range ts {
+		if err := transfer(parts[i], t, g.streamOf(parts[i]), g.streamOf(t)); err != nil {
+			return err
+		}
+	}
+	return nil
+}

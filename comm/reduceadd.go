@@ -1,0 +1,199 @@
+package comm
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// ReduceAddConfig are the options of ReduceAdd; nil means their zero values.
+type ReduceAddConfig struct {
+	// Destination is the device of the sum; one of the tensors must be on it. nil
+	// means that of rank 0.
+	Destination *device.Device
+	// Deterministic adds one tensor after the other, in their order, and never by
+	// NCCL, whose order is its own.
+	Deterministic bool
+}
+
+// ReduceAdd enqueues the sum of tensors of one shape, which are on devices of the
+// group, on the destination (torch.cuda.comm.reduce_add), and returns it, for the
+// caller to close. The sum of one tensor is that tensor: the same memory, with a
+// share of its own.
+//
+// NCCL adds where there is one contiguous tensor of one type that it adds on each
+// device of the group. Otherwise the last of the tensors on the destination comes
+// first, then the others in their order, rounded to their type after each; the first
+// two decide the type as torch promotes theirs.
+func ReduceAdd(g *Group, ts []tensor.Tensor, cfg *ReduceAddConfig) (tensor.Tensor, error) {
+	var c ReduceAddConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	sum, err := newSum(g, "reduce-add", ts, &c)
+	if err != nil {
+		return tensor.Tensor{}, err
+	}
+	return sum.enqueue()
+}
+
+// A sum is a ReduceAdd that was checked.
+type sum struct {
+	g     *Group
+	ts    []tensor.Tensor
+	root  int          // the index of the one on the destination
+	dtype memory.DType // of the result
+	nccl  bool
+}
+
+func newSum(g *Group, op string, ts []tensor.Tensor, c *ReduceAddConfig) (*sum, error) {
+	if err := g.torch(op); err != nil {
+		return nil, err
+	}
+	if len(ts) == 0 {
+		return nil, refuse(op, "expected at least one tensor to add")
+	}
+	to, err := g.destination(op, c.Destination)
+	if err != nil {
+		return nil, err
+	}
+	x := &sum{g: g, ts: ts, root: -1, dtype: ts[0].DType()}
+	for i, t := range ts {
+		if err := g.source(op, fmt.Sprintf("tensor %d", i), t); err != nil {
+			return nil, err
+		}
+		if t.IsHost() {
+			return nil, refuse(op, "expects all tensors to be on devices, but tensor %d is on the host", i)
+		}
+		if t.Device() == to {
+			x.root = i
+		}
+		if !slices.Equal(t.Shape(), ts[0].Shape()) {
+			return nil, refuse(op, "tensor %d has invalid size: got %s, but expected %s", i, times(t.Shape()), times(ts[0].Shape()))
+		}
+	}
+	if x.root < 0 {
+		return nil, refuse(op, "expects the destination %s to be the device of one of the tensors", to)
+	}
+	x.nccl = !c.Deterministic && len(ts) > 1 && g.apart(ts...) && addable(ts[0].DType())
+	return x, x.promote(op)
+}
+
+// destination checks the device of a result; nil stands for that of rank 0.
+func (g *Group) destination(op string, d *device.Device) (*device.Device, error) {
+	if d == nil {
+		return g.Device(0), nil
+	}
+	if g.rankOn(d) < 0 {
+		return nil, refuse(op, "the destination is %s, which no rank of the group is on", d)
+	}
+	return d, nil
+}
+
+// times writes a shape as torch does in this place, such as 2x3.
+func times(shape []int) string {
+	var parts []string
+	for _, n := range shape {
+		parts = append(parts, fmt.Sprint(n))
+	}
+	return strings.Join(parts, "x")
+}
+
+// addable reports whether NCCL adds elements of a type as torch does.
+func addable(t memory.DType) bool {
+	switch t {
+	case memory.Int16, memory.Uint16, memory.Float8E4M3T, memory.Float8E5M2T:
+		return false
+	}
+	return true
+}
+
+// promote finds the type of the sum, which the first addition decides.
+func (x *sum) promote(op string) error {
+	x.dtype = x.ts[x.root].DType()
+	first := true
+	for i, t := range x.ts {
+		if i == x.root {
+			continue
+		}
+		wide, err := kernel.Promote(x.dtype, t.DType())
+		switch {
+		case err != nil:
+			return refuse(op, "tensor %d: %w", i, err)
+		case first:
+			x.dtype, first = wide, false
+		case !kernel.CanCast(wide, x.dtype):
+			return refuse(op, "tensor %d is of %s: a sum of %s cannot be cast to %s, the type of the first two", i, t.DType(), wide, x.dtype)
+		}
+	}
+	return nil
+}
+
+func (x *sum) enqueue() (result tensor.Tensor, err error) {
+	root := x.ts[x.root]
+	if len(x.ts) == 1 {
+		return root.Retain(), nil
+	}
+	if err := x.g.record(x.ts...); err != nil {
+		return tensor.Tensor{}, err
+	}
+	if result, err = tensor.MakeLike(x.g.streamOf(root), root, x.dtype); err != nil {
+		return tensor.Tensor{}, err
+	}
+	if result.Len() > 0 {
+		if x.nccl {
+			err = x.reduce(result)
+		} else {
+			err = x.inOrder(result)
+		}
+	}
+	if err != nil {
+		_ = result.Close()
+		return tensor.Tensor{}, err
+	}
+	return result, nil
+}
+
+// reduce lets NCCL add.
+func (x *sum) reduce(result tensor.Tensor) error {
+	ranks, root := x.g.byRank(x.ts...), x.g.rankOn(result.Device())
+	return x.g.each(func(i int, m *member) error { return wires[x.dtype].add(m, result, ranks[i], root) })
+}
+
+// inOrder adds one tensor after the other.
+func (x *sum) inOrder(result tensor.Tensor) error {
+	so := x.ts[x.root] // the sum so far
+	for i, t := range x.ts {
+		if i == x.root {
+			continue
+		}
+		if err := x.addOne(result, so, t); err != nil {
+			return err
+		}
+		so = result
+	}
+	return nil
+}
+
+// addOne adds t, from wherever it is.
+func (x *sum) addOne(result, so, t tensor.Tensor) (err error) {
+	s := x.g.streamOf(result)
+	if t.Device() != result.Device() {
+		near, err := tensor.MakeLike(s, t, t.DType())
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, near.Close()) }()
+		if err := transfer(near, t, s, x.g.streamOf(t)); err != nil {
+			return err
+		}
+		return tensor.Add(s, result, so, near)
+	}
+	return tensor.Add(s, result, so, t)
+}

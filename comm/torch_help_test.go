@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/element"
+	elements "github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -27,7 +27,7 @@ type sample struct {
 func bytesOf(r *rand.Rand, d memory.DType, n int) []byte {
 	b := make([]byte, n*d.Size())
 	for i := range n {
-		element.Store(d, b, i, element.Int(int64(r.IntN(6))))
+		elements.Store(d, b, i, elements.Int(int64(r.IntN(6))))
 	}
 	return b
 }
@@ -135,7 +135,7 @@ func (m *sample) as(d memory.DType) *sample {
 	}
 	c := &sample{dtype: d, shape: m.shape, want: make([]byte, len(m.want)/m.dtype.Size()*d.Size())}
 	for i := range len(m.want) / m.dtype.Size() {
-		element.Store(d, c.want, i, element.Load(m.dtype, m.want, i))
+		elements.Store(d, c.want, i, elements.Load(m.dtype, m.want, i))
 	}
 	return c
 }
@@ -162,11 +162,11 @@ func (m *sample) along(dim, from, n int) *sample {
 func (m *sample) plus(d memory.DType, o *sample) *sample {
 	s := &sample{dtype: d, shape: m.shape, want: make([]byte, len(m.want)/m.dtype.Size()*d.Size())}
 	for i := range len(m.want) / m.dtype.Size() {
-		x, y := element.Load(m.dtype, m.want, i), element.Load(o.dtype, o.want, i)
-		if element.IsFloat(d) {
-			element.SetFloat(d, s.want, i, x.Round(memory.Float64)+y.Round(memory.Float64))
+		x, y := elements.Load(m.dtype, m.want, i), elements.Load(o.dtype, o.want, i)
+		if elements.IsFloat(d) {
+			elements.SetFloat(d, s.want, i, x.Round(memory.Float64)+y.Round(memory.Float64))
 		} else {
-			element.SetInt(d, s.want, i, x.Int64()+y.Int64())
+			elements.SetInt(d, s.want, i, x.Int64()+y.Int64())
 		}
 	}
 	return s

@@ -25,9 +25,18 @@ type Communicator struct {
 	number     int64         // how many were made in this process before
 	h          *ncclapi.Comm // NCCL writes the handle through it
 
+	rec         *recorder
+	marks       marks
+	clique      *clique
+	look        func() // watch, made once
+	onFailure   func(*Communicator, error) error
+	recoverable bool
+
 	mu     sync.Mutex   // held by the call that is in NCCL
 	life   sync.RWMutex // held for reading while Err is in NCCL
-	failed atomic.Pointer[Error]
+	failed atomic.Pointer[failure]
+	ending chan struct{} // closed when the end begins
+	ended  chan struct{} // and when it is done
 	holds  holds
 	pools  pools
 	sums   sync.Map // the memory.DType of each open PreMulSum, by Op
@@ -46,36 +55,42 @@ func NewCommunicator(ctx context.Context, dev *device.Device, id UniqueID, rank,
 	if size < 1 || rank < 0 || rank >= size {
 		return nil, fmt.Errorf("nccl: new communicator: rank %d of %d: want 0 <= rank < size", rank, size)
 	}
-	c, err := prepare(dev, rank, size)
-	if err != nil {
-		return nil, err
-	}
-	raw, err := cfg.raw(c.version)
+	c, raw, err := prepare(dev, rank, size, cfg)
 	if err != nil {
 		return nil, err
 	}
 	ids := []ncclapi.UniqueID{ncclapi.UniqueID(id)}
-	return c, c.start(ctx, "ncclCommInitRankScalable", func() ncclapi.Result {
+	return c, c.start(ctx, "ncclCommInitRankScalable", string(id[:]), func() ncclapi.Result {
 		return c.api.CommInitRankScalable(c.h, int32(size), int32(rank), ids, raw)
 	})
 }
 
-// prepare makes a communicator without a handle.
-func prepare(dev *device.Device, rank, size int) (*Communicator, error) {
+// prepare makes a communicator without a handle, and what NCCL is told of cfg.
+func prepare(dev *device.Device, rank, size int, cfg *Config) (*Communicator, *ncclapi.Config, error) {
 	api, err := dev.System().NCCL()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	v, r := api.GetVersion()
 	if r != ncclapi.Success {
-		return nil, &Error{Op: "ncclGetVersion", Rank: -1, Err: Result(r)}
+		return nil, nil, &Error{Op: "ncclGetVersion", Rank: -1, Err: Result(r)}
 	}
-	return &Communicator{api: api, dev: dev, rank: rank, size: size, version: v, number: made.Add(1), h: new(ncclapi.Comm)}, nil
+	raw, err := cfg.raw(v)
+	if err != nil {
+		return nil, nil, err
+	}
+	c := &Communicator{
+		api: api, dev: dev, rank: rank, size: size, version: v, number: made.Add(1), h: new(ncclapi.Comm),
+		ending: make(chan struct{}), ended: make(chan struct{}),
+	}
+	c.look, c.marks.dev = c.watch, dev
+	return c, raw, cfg.apply(c)
 }
 
 // start runs an initialisation, which blocks until all ranks have come, on a
-// goroutine of its own, so that ctx can end the wait for it.
-func (c *Communicator) start(ctx context.Context, op string, init func() ncclapi.Result) error {
+// goroutine of its own, so that ctx can end the wait for it. The ranks of a
+// communicator have the same key.
+func (c *Communicator) start(ctx context.Context, op, key string, init func() ncclapi.Result) error {
 	begun := time.Now()
 	done := make(chan error, 1)
 	go func() {
@@ -84,6 +99,7 @@ func (c *Communicator) start(ctx context.Context, op string, init func() ncclapi
 	select {
 	case err := <-done:
 		if err == nil {
+			c.enterClique(key)
 			handle.Init(c, &c.owner, "nccl communicator")
 		}
 		return err
@@ -110,32 +126,6 @@ func (c *Communicator) Device() *device.Device { return c.dev }
 // Version returns the version of the loaded NCCL, such as "2.28.3".
 func (c *Communicator) Version() string { return ncclapi.VersionText(c.version) }
 
-// Err returns the error that an operation ran into after it was enqueued
-// (ncclCommGetAsyncError), or nil. Such an error is final: close the
-// communicator, on all ranks. NCCL does not notice every failure of a peer; see
-// comm.Join for what does.
-func (c *Communicator) Err() error {
-	if e := c.failed.Load(); e != nil {
-		return e
-	}
-	c.life.RLock()
-	defer c.life.RUnlock()
-	if c.owner.Closed() {
-		return nil
-	}
-	async, r := c.api.CommGetAsyncError(*c.h)
-	if r != ncclapi.Success {
-		return c.fail("ncclCommGetAsyncError", r)
-	}
-	if async == ncclapi.Success || async == ncclapi.InProgress {
-		return nil
-	}
-	e := c.error("", async)
-	e.Async = true
-	c.failed.CompareAndSwap(nil, e)
-	return c.dev.Because(c.failed.Load())
-}
-
 // Wait waits until everything enqueued on s has completed, like s.Sync, and
 // ends early with the error when an operation of the communicator fails. When
 // ctx ends it returns the cause; the operations go on, until Close.
@@ -161,26 +151,72 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 // Abort ends the communicator and everything that is in flight on it, on this
 // rank only (ncclCommAbort); outputs of unfinished operations are undefined. It
 // may be called by any goroutine, also while another one is blocked in an
-// operation, and is idempotent. Graphs that captured operations of c are closed
-// with it; if one is being captured, all this happens when the capture ends.
+// operation, and is idempotent. It ends, whatever becomes of NCCL: after ten
+// seconds it returns an error and leaves NCCL alone. Graphs that captured
+// operations of c are closed with it; if one is being captured, all this happens
+// when the capture ends.
 func (c *Communicator) Abort() error {
-	if c == nil || !c.closeGraphs() || !c.owner.Close() {
+	if c == nil || !c.closeGraphs() {
 		return nil
 	}
+	if !c.owner.Close() {
+		c.awaitEnd()
+		return nil
+	}
+	close(c.ending)
+	defer close(c.ended)
+	defer c.rest()
 	// NCCL frees the communicator, so a call that is inside should return first.
 	// One that waits for a lost peer never does: then NCCL's flag frees it.
 	if poll.UntilNoLaterThan(100*time.Millisecond, c.mu.TryLock) {
 		defer c.mu.Unlock()
 	}
-	c.life.Lock()
-	defer c.life.Unlock()
-	return c.fail("ncclCommAbort", c.api.CommAbort(*c.h))
+	done := make(chan ncclapi.Result, 1)
+	go func() {
+		c.life.Lock()
+		defer c.life.Unlock()
+		done <- c.api.CommAbort(*c.h)
+	}()
+	patience := time.NewTimer(abortPatience)
+	defer patience.Stop()
+	select {
+	case r := <-done:
+		return c.fail("ncclCommAbort", r)
+	case <-patience.C:
+		return fmt.Errorf("nccl: ncclCommAbort on rank %d of %d (%s): it has not returned after %v and is left alone: end the process",
+			c.rank, c.size, c.dev, abortPatience)
+	}
+}
+
+// rest gives up what the communicator has beside NCCL's.
+func (c *Communicator) rest() {
+	c.marks.close()
+	c.rec.end()
+}
+
+// abortPatience is how long an abort may take.
+const abortPatience = 10 * time.Second
+
+// awaitEnd waits for an end that another goroutine has begun.
+func (c *Communicator) awaitEnd() {
+	if c.ended == nil {
+		return
+	}
+	patience := time.NewTimer(abortPatience)
+	defer patience.Stop()
+	select {
+	case <-c.ended:
+	case <-patience.C:
+	}
 }
 
 // Close is Abort, but an *InUseError while a graph uses the communicator.
 func (c *Communicator) Close() error {
 	if err := c.InUse("close"); err != nil {
 		return err
+	}
+	if c != nil && c.clique != nil {
+		defer c.leaveClique()
 	}
 	return c.Abort()
 }
@@ -198,7 +234,7 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 		return err
 	}
 	if err := c.Err(); err != nil {
-		_ = c.Abort()
+		_ = c.Close()
 		return err
 	}
 	done := make(chan error, 1)
@@ -208,21 +244,31 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 	select {
 	case err := <-done:
 		if err != nil || !c.owner.Close() {
-			_ = c.Abort()
+			_ = c.Close()
 			return err
 		}
+		close(c.ending)
+		defer close(c.ended)
+		defer c.rest()
+		defer c.leaveClique()
 		c.life.Lock()
 		defer c.life.Unlock()
 		return c.dev.Bound(func() error { return c.fail("ncclCommDestroy", c.api.CommDestroy(*c.h)) })
 	case <-ctx.Done():
-		_ = c.Abort()
+		_ = c.Close()
 		return fmt.Errorf("nccl: shut down rank %d of %d (%s): aborted: %w", c.rank, c.size, c.dev, context.Cause(ctx))
 	}
 }
 
 // usable says why nothing can be issued, without a lock.
 func (c *Communicator) usable(op string) error {
-	if c == nil || c.owner.Closed() {
+	if c == nil {
+		return c.closed(op)
+	}
+	if f := c.failed.Load(); f != nil {
+		return f.cause()
+	}
+	if c.owner.Closed() {
 		return c.closed(op)
 	}
 	return nil
@@ -232,12 +278,15 @@ func (c *Communicator) usable(op string) error {
 // frees the communicator once no call is inside.
 func (c *Communicator) enter(op string) error {
 	c.mu.Lock()
-	if c.owner.Closed() {
+	if err := c.usable(op); err != nil {
 		c.mu.Unlock()
-		return c.closed(op)
+		return err
 	}
 	return nil
 }
+
+// over reports whether the communicator has ended.
+func (c *Communicator) over() bool { return c.owner.Closed() }
 
 // fail turns a result into an error.
 func (c *Communicator) fail(op string, r ncclapi.Result) error {

@@ -27,6 +27,13 @@
 // any time. Several communicators of one goroutine's devices must be driven
 // within Group.
 //
+// Every operation has a deadline (Config.Timeout). One that has not completed by
+// then, or that NCCL reports to have failed, fails the communicator: it is aborted,
+// with the other ranks of this process, and all their calls return the first cause,
+// which names the ranks of this process that are behind. Ranks of one process are
+// also compared when they issue: a *MismatchError is an operation that another one
+// has issued differently. Trace and DumpTrace tell what was issued last.
+//
 // Lifetime: Close ends the communicator at once, whatever is in flight
 // (ncclCommAbort); Shutdown waits for the work and leaves together with the
 // others (ncclCommFinalize, ncclCommDestroy).

@@ -38,10 +38,10 @@ type group struct {
 
 // groups are those that are open, of all goroutines.
 var groups struct {
-	open atomic.Int32 // how many, for a look without the lock
-	mu   sync.Mutex
-	list []*group
-	pool sync.Pool
+	open  atomic.Int32 // how many, for a look without the lock
+	mu    sync.Mutex
+	list  []*group
+	spare []*group // that have ended
 }
 
 // openGroup returns the calling goroutine's group, or nil. A goroutine that has
@@ -87,13 +87,15 @@ func inGroup(c *Communicator, fn func() error, end func(g *group) error) error {
 }
 
 func beginGroup() *group {
-	g, _ := groups.pool.Get().(*group)
-	if g == nil {
+	groups.mu.Lock()
+	defer groups.mu.Unlock()
+	var g *group
+	if n := len(groups.spare); n > 0 {
+		g, groups.spare = groups.spare[n-1], groups.spare[:n-1]
+	} else {
 		g = &group{}
 	}
 	g.tid = syscall.Gettid()
-	groups.mu.Lock()
-	defer groups.mu.Unlock()
 	groups.list = append(groups.list, g)
 	groups.open.Add(1)
 	return g
@@ -103,14 +105,14 @@ func (g *group) leave() {
 	if g.depth--; g.depth > 0 {
 		return
 	}
-	groups.mu.Lock()
-	groups.list = slices.DeleteFunc(groups.list, func(o *group) bool { return o == g })
-	groups.mu.Unlock()
-	groups.open.Add(-1)
 	clear(g.ops)
 	clear(g.comms)
 	g.ops, g.counts, g.comms, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], nil
-	groups.pool.Put(g)
+	groups.mu.Lock()
+	defer groups.mu.Unlock()
+	groups.list = slices.DeleteFunc(groups.list, func(o *group) bool { return o == g })
+	groups.spare = append(groups.spare, g)
+	groups.open.Add(-1)
 }
 
 // add takes an operation that was checked into the group.
@@ -139,7 +141,27 @@ func (g *group) enqueue(c *Communicator) error {
 		return err
 	}
 	defer g.exit()
-	return g.give(c, ncclapi.API.GroupEnd)
+	for i := range g.ops {
+		if err := g.ops[i].schedule(); err != nil {
+			g.refused(i)
+			return err
+		}
+	}
+	if err := g.give(c, ncclapi.API.GroupEnd); err != nil {
+		g.refused(len(g.ops))
+		return err
+	}
+	for i := range g.ops {
+		g.ops[i].comm.rec.took(&g.ops[i])
+	}
+	return nil
+}
+
+// refused takes the first n operations back.
+func (g *group) refused(n int) {
+	for i := n - 1; i >= 0; i-- {
+		g.ops[i].refused()
+	}
 }
 
 // give issues the operations between the start of a group of NCCL and its end. What

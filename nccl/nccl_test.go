@@ -29,6 +29,11 @@ type rank struct {
 // connect makes one communicator on each device, which the test ends.
 func connect(t *testing.T, devs []*device.Device) []rank {
 	t.Helper()
+	return connectWith(t, devs, nil)
+}
+
+func connectWith(t *testing.T, devs []*device.Device, cfg *nccl.Config) []rank {
+	t.Helper()
 	id, err := nccl.NewUniqueID(devs[0])
 	require.NoError(t, err)
 	ranks := make([]rank, len(devs))
@@ -37,7 +42,7 @@ func connect(t *testing.T, devs []*device.Device) []rank {
 		if ranks[i].s, err = stream.New(devs[i], nil); err != nil {
 			return err
 		}
-		ranks[i].c, err = nccl.NewCommunicator(testgpu.Context(t), devs[i], id, i, len(devs), nil)
+		ranks[i].c, err = nccl.NewCommunicator(testgpu.Context(t), devs[i], id, i, len(devs), cfg)
 		return err
 	})
 	t.Cleanup(func() {
@@ -327,21 +332,6 @@ func TestInitEndsWithContext(t *testing.T) {
 	require.ErrorContains(t, err, "rank 0 of 2")
 	_, err = nccl.NewCommunicator(ctx, devs[0], id, 2, 2, nil)
 	require.ErrorContains(t, err, "want 0 <= rank < size")
-}
-
-// Virtual devices name the two ranks that differ.
-func TestRanksThatDiffer(t *testing.T) {
-	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2}).Devices()
-	ranks := connect(t, devs)
-	xs, _ := buffers(t, ranks, 32)
-	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
-	require.NoError(t, nccl.Broadcast(ranks[1].c, ranks[1].s, xs[1], xs[1], 0))
-	for _, r := range ranks {
-		err := r.c.Wait(testgpu.Context(t), r.s)
-		require.Error(t, err)
-		require.ErrorContains(t, err, "rank 0")
-		require.ErrorContains(t, err, "rank 1")
-	}
 }
 
 func TestUniqueIDText(t *testing.T) {

@@ -2,6 +2,7 @@ package nccl
 
 import (
 	"fmt"
+	"runtime"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -23,6 +24,12 @@ type operation struct {
 	stream *stream.Stream
 
 	sends, recvs []int // the elements of each rank, where they differ
+	captured     bool  // into a graph
+
+	callers *[maxFrames]uintptr // nil unless they are to be recorded
+
+	record uint64 // once it was scheduled: which one it is in the recorder,
+	number uint64 // and which collective
 
 	wire  ncclapi.DType // what NCCL gets: the type,
 	unit  int           // how many of that type are an element,
@@ -106,6 +113,12 @@ func (o *operation) begin() error {
 	} else if o.wire = wireTypes[o.dtype].move; o.wire == ncclapi.Uint8 {
 		o.unit = o.dtype.Size()
 	}
+	if stream.AnyCapture() {
+		var err error
+		if o.captured, err = o.stream.Capturing(); err != nil {
+			return err
+		}
+	}
 	return o.stream.Captured(c)
 }
 
@@ -159,6 +172,10 @@ func (o *operation) run() error {
 	if err := o.checkOverlap(); err != nil {
 		return err
 	}
+	if o.comm.rec.frames {
+		o.callers = new([maxFrames]uintptr)
+		runtime.Callers(3, o.callers[:])
+	}
 	if g := openGroup(); g != nil {
 		g.add(o)
 		return nil
@@ -168,5 +185,53 @@ func (o *operation) run() error {
 		return err
 	}
 	defer c.mu.Unlock()
-	return c.fail(o.kind.String(), o.enqueue())
+	if err := o.schedule(); err != nil {
+		return err
+	}
+	if err := c.fail(o.kind.String(), o.enqueue()); err != nil {
+		o.refused()
+		return err
+	}
+	c.rec.took(o)
+	return nil
+}
+
+// schedule records the operation, and compares it with what other ranks of this
+// process have issued. The communicator is entered.
+func (o *operation) schedule() error {
+	c, t := o.comm, now()
+	if c.marks.due(t) {
+		c.mark(t)
+	}
+	if c.rec.schedule(o, t) {
+		go c.look()
+	}
+	if c.clique.post(o) {
+		return nil
+	}
+	err := c.mismatch(o)
+	c.rec.refuse(o.record)
+	return err
+}
+
+// mark sets a mark behind what NCCL has taken. An error will come again with the
+// operation, if it is one of the device.
+func (c *Communicator) mark(t int64) {
+	c.marks.last.Store(t)
+	r := c.rec
+	r.mu.Lock()
+	last, s := r.waiting, r.stream
+	held := s != nil && last > r.completed && s.Retain()
+	r.mu.Unlock()
+	if held {
+		_ = c.marks.set(s, last)
+		_ = s.Release()
+	}
+}
+
+// refused takes back what schedule did. What was scheduled later on the same
+// communicator must be taken back before.
+func (o *operation) refused() {
+	o.comm.clique.unpost(o)
+	o.comm.rec.refuse(o.record)
 }

@@ -1,7 +1,6 @@
 package nccl
 
 import (
-	"errors"
 	"fmt"
 	"sync"
 
@@ -97,7 +96,7 @@ func (c *Communicator) DeregisterPool(p *memory.Pool) error {
 func (c *Communicator) register(r *registration, ptr, bytes uint64) error {
 	const name = "ncclCommRegister"
 	if err := c.enter(name); err != nil {
-		return ended(err)
+		return c.unlessOver(err)
 	}
 	defer c.mu.Unlock()
 	return c.dev.Bound(func() error {
@@ -112,7 +111,7 @@ func (c *Communicator) register(r *registration, ptr, bytes uint64) error {
 func (c *Communicator) deregister(r *registration, ptr uint64) error {
 	const name = "ncclCommDeregister"
 	if err := c.enter(name); err != nil {
-		return ended(err)
+		return c.unlessOver(err)
 	}
 	defer c.mu.Unlock()
 	id, ok := r.ids[ptr]
@@ -123,8 +122,10 @@ func (c *Communicator) deregister(r *registration, ptr uint64) error {
 	return c.dev.Bound(func() error { return c.fail(name, c.api.CommDeregister(*c.h, id)) })
 }
 
-func ended(err error) error {
-	if errors.Is(err, device.ErrClosed) {
+// unlessOver is an error of a call that a communicator without a future does not
+// need.
+func (c *Communicator) unlessOver(err error) error {
+	if c.over() || c.failed.Load() != nil {
 		return nil
 	}
 	return err

@@ -32,6 +32,14 @@ func (o Op) String() string {
 	return fmt.Sprintf("op %d", int32(o))
 }
 
+// text is String for traces, in which the number of a PreMulSum says nothing.
+func (o Op) text() string {
+	if o > Avg {
+		return "pre-multiplied sum"
+	}
+	return o.String()
+}
+
 // A PreMulSum is a sum of what the ranks have, each multiplied by a factor of its
 // own first (ncclRedOpCreatePreMulSum): it scales gradients on the way.
 type PreMulSum struct {
@@ -107,7 +115,7 @@ func (p *PreMulSum) Close() error {
 	c := p.comm
 	c.sums.Delete(p.Op())
 	if err := c.enter(name); err != nil {
-		return ended(err)
+		return c.unlessOver(err)
 	}
 	defer c.mu.Unlock()
 	return c.fail(name, c.api.RedOpDestroy(p.op, *c.h))

@@ -1,0 +1,143 @@
+package nccl
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/memory"
+)
+
+// traceVersion is the version of PyTorch's trace whose field names the dump has.
+const traceVersion = "2.10"
+
+// A dump has the field names of PyTorch's flight recorder
+// (torch._C._distributed_c10d._dump_nccl_trace_json). rank and size are Chorus's
+// own: a process may have several ranks.
+type dump struct {
+	Version string                 `json:"version"`
+	Library string                 `json:"comm_lib_version"`
+	Config  map[string]groupConfig `json:"pg_config"`
+	Status  map[string]groupStatus `json:"pg_status"`
+	Entries []dumpedEntry          `json:"entries"`
+}
+
+type groupConfig struct {
+	Name  string `json:"name"`
+	Desc  string `json:"desc"`
+	Ranks string `json:"ranks"`
+	Rank  int    `json:"rank"`
+	Size  int    `json:"size"`
+}
+
+type groupStatus struct {
+	Enqueued  string `json:"last_enqueued_collective"`
+	Started   string `json:"last_started_collective"`
+	Completed string `json:"last_completed_collective"`
+}
+
+type dumpedEntry struct {
+	Record        uint64    `json:"record_id"`
+	Group         int64     `json:"pg_id"`
+	GroupName     [2]string `json:"process_group"`
+	Rank          int       `json:"rank"`
+	Collective    uint64    `json:"collective_seq_id"`
+	Transfer      uint64    `json:"p2p_seq_id"`
+	Op            uint64    `json:"op_id"`
+	Name          string    `json:"profiling_name"`
+	Created       int64     `json:"time_created_ns"`
+	InputSizes    [][]int   `json:"input_sizes"`
+	InputDTypes   []string  `json:"input_dtypes"`
+	OutputSizes   [][]int   `json:"output_sizes"`
+	OutputDTypes  []string  `json:"output_dtypes"`
+	State         string    `json:"state"`
+	SeenStarted   *int64    `json:"time_discovered_started_ns"`
+	SeenCompleted *int64    `json:"time_discovered_completed_ns"`
+	Retired       bool      `json:"retired"`
+	TimeoutMillis int64     `json:"timeout_ms"`
+	Transfers     bool      `json:"is_p2p"`
+	Captured      bool      `json:"captured"`
+	Reduction     string    `json:"reduction,omitempty"`
+	Root          *int      `json:"root,omitempty"`
+	Frames        []Frame   `json:"frames"`
+}
+
+// torchTypes has PyTorch's names of the types where traces write them.
+var torchTypes = [...]string{
+	memory.Bool: "Bool", memory.Int8: "Char", memory.Uint8: "Byte", memory.Int16: "Short", memory.Uint16: "UInt16",
+	memory.Int32: "Int", memory.Uint32: "UInt32", memory.Int64: "Long", memory.Uint64: "UInt64",
+	memory.Float16T: "Half", memory.BFloat16T: "BFloat16", memory.Float32: "Float", memory.Float64: "Double",
+	memory.Float8E4M3T: "Float8_e4m3fn", memory.Float8E5M2T: "Float8_e5m2",
+}
+
+// DumpTrace writes the flight recorders of all communicators of the process that
+// are not closed, as JSON with the field names of PyTorch's flight recorder. One
+// that has failed is there until it is closed.
+func DumpTrace(w io.Writer) error { return writeDump(w, liveRecorders()) }
+
+// DumpTrace writes the flight recorder of c alone; see the function of that name.
+// It may be called at any time by any goroutine, also after the end of c.
+func (c *Communicator) DumpTrace(w io.Writer) error { return writeDump(w, []*recorder{c.rec}) }
+
+func writeDump(w io.Writer, recorders []*recorder) error {
+	d := dump{Version: traceVersion, Config: map[string]groupConfig{}, Status: map[string]groupStatus{}, Entries: []dumpedEntry{}}
+	for _, r := range recorders {
+		d.add(r)
+	}
+	if err := json.NewEncoder(w).Encode(&d); err != nil {
+		return fmt.Errorf("nccl: dump trace: %w", err)
+	}
+	return nil
+}
+
+func (d *dump) add(r *recorder) {
+	id := strconv.FormatInt(r.number, 10)
+	d.Library = ncclapi.VersionText(r.version)
+	ranks := make([]string, r.size)
+	for i := range ranks {
+		ranks[i] = strconv.Itoa(i)
+	}
+	d.Config[id] = groupConfig{Name: id, Desc: r.name, Ranks: "[" + strings.Join(ranks, ", ") + "]", Rank: r.rank, Size: r.size}
+	issued, completed := r.final()
+	number := func(e entry) string {
+		if e.id == 0 {
+			return "-1"
+		}
+		return strconv.FormatUint(e.collective, 10)
+	}
+	d.Status[id] = groupStatus{Enqueued: number(issued), Started: number(completed), Completed: number(completed)}
+	for _, o := range r.trace() {
+		d.Entries = append(d.Entries, r.dumped(o, id))
+	}
+}
+
+func (r *recorder) dumped(o Operation, group string) dumpedEntry {
+	sizes, types := func(n int) [][]int { return [][]int{{n}} }, []string{torchTypes[o.DType]}
+	e := dumpedEntry{
+		Record: o.Record, Group: r.number, GroupName: [2]string{group, r.name}, Rank: r.rank,
+		Collective: o.Collective, Transfer: o.Transfer, Op: o.Record, Name: "nccl:" + kinds[o.kind].torch,
+		Created: o.Created.UnixNano(), InputSizes: sizes(o.In), InputDTypes: types, OutputSizes: sizes(o.Out), OutputDTypes: types,
+		State: o.State.String(), Retired: o.State == Completed, TimeoutMillis: r.timeout.Milliseconds(),
+		Transfers: kinds[o.kind].peer, Captured: o.Captured, Reduction: o.Reduction, Frames: o.Frames,
+	}
+	switch o.kind {
+	case send:
+		e.Name += fmt.Sprintf(" %d->%d", r.rank, o.Root)
+	case recv:
+		e.Name += fmt.Sprintf(" %d<-%d", r.rank, o.Root)
+	}
+	if o.Root >= 0 {
+		e.Root = &o.Root
+	}
+	if o.State == Completed {
+		at := o.Completed.UnixNano()
+		e.SeenStarted, e.SeenCompleted = &at, &at
+	}
+	if e.Frames == nil {
+		e.Frames = []Frame{}
+	}
+	return e
+}

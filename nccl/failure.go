@@ -1,0 +1,107 @@
+package nccl
+
+import (
+	"os"
+	"strconv"
+
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/ncclapi"
+)
+
+// A failure is the first cause for which a communicator is of no use any more.
+type failure struct {
+	first   error         // as it was noticed
+	err     error         // as Config.OnFailure knows it better, once
+	settled chan struct{} // is closed
+}
+
+// cause is what is known now.
+func (f *failure) cause() error {
+	select {
+	case <-f.settled:
+		return f.err
+	default:
+		return f.first
+	}
+}
+
+// Err returns why the communicator has failed, or nil: an operation that ran into
+// an error after it was enqueued (ncclCommGetAsyncError), or a *TimeoutError. A
+// failure is final, and what c has in flight is aborted, unless Config.Recoverable.
+// NCCL does not notice every failure of a peer; the deadline does in the end, and
+// comm.Join earlier.
+func (c *Communicator) Err() error {
+	if f := c.failed.Load(); f != nil {
+		<-f.settled
+		return f.err
+	}
+	async, err := c.asyncError()
+	if err != nil || async == ncclapi.Success || async == ncclapi.InProgress {
+		return err
+	}
+	e := c.error("", async)
+	e.Async = true
+	c.breakWith(c.dev.Because(e))
+	return c.Err()
+}
+
+func (c *Communicator) asyncError() (ncclapi.Result, error) {
+	if c.over() {
+		return ncclapi.Success, nil
+	}
+	c.life.RLock()
+	defer c.life.RUnlock()
+	if c.over() {
+		return ncclapi.Success, nil
+	}
+	async, r := c.api.CommGetAsyncError(*c.h)
+	return async, c.fail("ncclCommGetAsyncError", r)
+}
+
+// lastMessage is NCCL's own last word.
+func (c *Communicator) lastMessage() string {
+	c.life.RLock()
+	defer c.life.RUnlock()
+	if c.over() {
+		return ""
+	}
+	return c.api.GetLastError(*c.h)
+}
+
+// breakWith makes a cause the communicator's failure, if it is the first, and ends
+// what is in flight here and on the other ranks of this process.
+func (c *Communicator) breakWith(cause error) {
+	f := &failure{first: cause, err: cause, settled: make(chan struct{})}
+	if !c.failed.CompareAndSwap(nil, f) {
+		return
+	}
+	c.leaveTrace()
+	if c.onFailure != nil {
+		if better := c.onFailure(c, cause); better != nil {
+			f.err = better
+		}
+	}
+	close(f.settled)
+	for _, m := range c.others() {
+		if o := m.comm.Value(); o != nil {
+			go o.breakWith(f.err)
+		}
+	}
+	if !c.recoverable {
+		_ = c.Abort()
+	}
+}
+
+// leaveTrace writes the flight recorder where the environment wants it.
+func (c *Communicator) leaveTrace() {
+	prefix := env.NCCLTraceFile.Value()
+	if prefix == "" {
+		return
+	}
+	f, err := os.Create(prefix + strconv.Itoa(c.rank))
+	if err != nil {
+		return // the failure counts for more
+	}
+	defer f.Close()
+	_ = c.DumpTrace(f)
+}

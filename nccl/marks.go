@@ -1,0 +1,123 @@
+package nccl
+
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/stream"
+)
+
+// marks are events behind operations, which tell how far a communicator has come.
+// An event for each operation would cost a quarter of its time, so there is one
+// before an operation that comes some time after the last mark. Where many come at
+// once, only the first and the last of them can be told from each other.
+type marks struct {
+	dev  *device.Device
+	mu   sync.Mutex
+	list [numMarks]mark
+	next int
+	over bool
+
+	last atomic.Int64 // when somebody last wanted one
+}
+
+type mark struct {
+	event  cudadrv.Event
+	record uint64 // the operations up to this one are before it; 0 is an unused mark
+	at     int64
+}
+
+const (
+	numMarks  = 32
+	markEvery = int64(250 * time.Microsecond)
+)
+
+// due reports whether it is time for a mark.
+func (m *marks) due(t int64) bool { return t-m.last.Load() > markEvery }
+
+// set marks the place behind the operations up to a record on their stream, unless
+// that takes part in a capture. In the place of the oldest mark it keeps the newest.
+func (m *marks) set(s *stream.Stream, record uint64) error {
+	if !m.mu.TryLock() {
+		return nil // it is not that important
+	}
+	defer m.mu.Unlock()
+	if m.over || stream.AnyCapture() {
+		return nil
+	}
+	k := &m.list[m.next]
+	if k.event == 0 {
+		err := m.dev.DoRelaxed("cuEventCreate", func(drv cudadrv.Driver) (r cudadrv.Result) {
+			k.event, r = drv.EventCreate(cudadrv.EventDisableTiming)
+			return r
+		})
+		if err != nil {
+			return err
+		}
+	}
+	k.record = 0
+	err := m.dev.DoRelaxed("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(k.event, s.Raw()) })
+	if err != nil {
+		return err
+	}
+	k.record, k.at = record, now()
+	m.next = (m.next + 1) % numMarks
+	return nil
+}
+
+// passed returns the last record whose mark was passed, and the first mark that was
+// not; of none the record is 0.
+func (m *marks) passed() (done uint64, ahead mark, err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.over {
+		return 0, mark{}, nil
+	}
+	for i := range numMarks {
+		k := m.list[(m.next+numMarks-1-i)%numMarks]
+		if k.record == 0 {
+			break
+		}
+		ok, err := asked(m.dev, "cuEventQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(k.event) })
+		if ok || err != nil {
+			return k.record, ahead, err
+		}
+		ahead = k
+	}
+	return 0, ahead, nil
+}
+
+// newest is the record of the last mark.
+func (m *marks) newest() uint64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.list[(m.next+numMarks-1)%numMarks].record
+}
+
+// close gives the events up.
+func (m *marks) close() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.over = true
+	for i := range m.list {
+		if e := m.list[i].event; e != 0 {
+			_ = m.dev.DoRelaxed("cuEventDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventDestroy(e) })
+		}
+	}
+}
+
+// asked asks the driver whether something is done.
+func asked(dev *device.Device, op string, query func(cudadrv.Driver) cudadrv.Result) (done bool, err error) {
+	result := cudadrv.Success
+	err = dev.DoRelaxed(op, func(drv cudadrv.Driver) cudadrv.Result {
+		switch result = query(drv); result {
+		case cudadrv.ErrorNotReady, cudadrv.ErrorCapturedEvent, cudadrv.ErrorStreamCaptureUnsupported, cudadrv.ErrorStreamCaptureImplicit:
+			return cudadrv.Success
+		}
+		return result
+	})
+	return err == nil && result == cudadrv.Success, err
+}

@@ -1,0 +1,254 @@
+package nccl
+
+import (
+	"sync"
+	"time"
+
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A recorder is the flight recorder of one rank: the last operations, in a ring,
+// and how far they have come. It is a thing of its own so that a trace can be
+// written when the communicator is gone. Operations are written into it by the
+// call that holds the communicator's lock; mu is held for moments only.
+type recorder struct {
+	rank, size int
+	device     string
+	name       string // of the communicator, as its Config has it
+	number     int64
+	version    int32
+	timeout    time.Duration // 0 is none
+	frames     bool          // callers are recorded
+	hidden     bool          // the ring is only for messages
+
+	mu          sync.Mutex
+	ring        []entry
+	last        uint64 // the record of the last operation, from 1
+	enqueued    uint64 // the last that NCCL has taken
+	waiting     uint64 // the last of these that is not captured
+	completed   uint64 // all up to it have completed
+	collectives uint64 // how many were issued
+	transfers   uint64
+	stream      *stream.Stream // of waiting, retained; nil when nothing is
+	watched     bool           // a goroutine looks after what was issued
+	over        bool           // the communicator has ended
+}
+
+// An entry is what the recorder has of an operation.
+type entry struct {
+	id         uint64
+	collective uint64 // its number, or that of the collective before a transfer
+	transfer   uint64
+	created    int64 // in nanoseconds since origin
+	completed  int64
+	n, in, out int
+	root       int32
+	op         Op
+	kind       kind
+	dtype      memory.DType
+	state      State
+	captured   bool
+	refused    bool
+	stream     uintptr
+	callers    *[maxFrames]uintptr
+	signature  uint32
+}
+
+const (
+	maxFrames = 16
+	// fewEntries are kept for messages where no trace is wanted.
+	fewEntries = 64
+)
+
+// origin is where the recorder's clock begins, which never goes back.
+var origin = time.Now()
+
+func now() int64 { return int64(time.Since(origin)) }
+
+func moment(ns int64) time.Time {
+	if ns == 0 {
+		return time.Time{}
+	}
+	return origin.Add(time.Duration(ns)).Round(0)
+}
+
+func newRecorder(entries int) *recorder {
+	r := &recorder{hidden: entries <= 0}
+	if r.hidden {
+		entries = fewEntries
+	}
+	r.ring = make([]entry, entries)
+	return r
+}
+
+// schedule records an operation that is about to be given to NCCL, and reports
+// whether somebody must begin to look after it. The communicator is entered.
+func (r *recorder) schedule(o *operation, t int64) (watch bool) {
+	r.mu.Lock()
+	r.last++
+	if kinds[o.kind].peer {
+		r.transfers++
+	} else {
+		r.collectives++
+	}
+	o.record, o.number = r.last, r.collectives
+	*r.at(r.last) = entry{
+		id: r.last, collective: r.collectives, transfer: r.transfers, created: t,
+		n: o.n, in: o.src.len, out: o.dst.len, root: int32(o.root), op: o.op, kind: o.kind, dtype: o.dtype,
+		captured: o.captured, stream: uintptr(o.stream.Raw()), callers: o.callers, signature: o.signature(),
+	}
+	watch = !r.watched && !r.over && !o.captured
+	r.watched = r.watched || watch
+	r.mu.Unlock()
+	return watch
+}
+
+// refuse takes an operation back, which NCCL did not take, and after which none
+// was scheduled that counts.
+func (r *recorder) refuse(id uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.find(id)
+	if e == nil {
+		return
+	}
+	e.refused = true
+	if kinds[e.kind].peer {
+		r.transfers--
+	} else {
+		r.collectives--
+	}
+}
+
+// took notes that NCCL has taken an operation.
+func (r *recorder) took(o *operation) {
+	var old *stream.Stream
+	r.mu.Lock()
+	r.enqueued = o.record
+	if !o.captured {
+		r.waiting = o.record
+		if r.stream != o.stream {
+			old = r.stream
+			r.stream = nil
+			if o.stream.Retain() {
+				r.stream = o.stream
+			}
+		}
+	}
+	r.mu.Unlock()
+	if old != nil {
+		_ = old.Release()
+	}
+}
+
+// at is where an entry belongs, find the entry if it is still there. mu is held.
+func (r *recorder) at(id uint64) *entry { return &r.ring[id%uint64(len(r.ring))] }
+
+func (r *recorder) find(id uint64) *entry {
+	if e := r.at(id); e.id == id && id > 0 {
+		return e
+	}
+	return nil
+}
+
+// complete notes that all operations up to a record have completed.
+func (r *recorder) complete(id uint64) {
+	t := now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	from := r.completed + 1
+	if n := uint64(len(r.ring)); id > n {
+		from = max(from, id-n+1)
+	}
+	for k := from; k <= id; k++ {
+		if e := r.find(k); e != nil && !e.captured && !e.refused {
+			e.state, e.completed = Completed, t
+		}
+	}
+	r.completed = max(r.completed, id)
+}
+
+// oldest returns the first operation that has not completed.
+func (r *recorder) oldest() (e entry, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	from := r.completed + 1
+	if n := uint64(len(r.ring)); r.enqueued > n {
+		from = max(from, r.enqueued-n+1)
+	}
+	for id := from; id <= r.enqueued; id++ {
+		if e := r.find(id); e != nil && !e.captured && !e.refused {
+			return *e, true
+		}
+	}
+	return entry{}, false
+}
+
+// stuck returns the operation that NCCL has been given and has not taken yet: its
+// first ones may wait for the other ranks.
+func (r *recorder) stuck() (e entry, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if e := r.find(r.last); e != nil && r.last > r.enqueued && !e.refused && !e.captured {
+		return *e, true
+	}
+	return entry{}, false
+}
+
+// collective returns the collective of a number, if it is still in the ring.
+func (r *recorder) collective(number uint64) (e entry, found bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0; id-- {
+		e := r.find(id)
+		if e == nil || e.collective < number {
+			break
+		}
+		if e.collective == number && !e.refused && !kinds[e.kind].peer {
+			return *e, true
+		}
+	}
+	return entry{}, false
+}
+
+// issued returns how many collectives were issued, and the last operation.
+func (r *recorder) issued() (collectives uint64, last entry) {
+	last, _ = r.final()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.collectives, last
+}
+
+// final returns the last operation that was given to NCCL, and the last that has
+// completed; of none the record is 0.
+func (r *recorder) final() (issued, completed entry) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0 && (issued.id == 0 || completed.id == 0); id-- {
+		e := r.find(id)
+		switch {
+		case e == nil:
+			return issued, completed
+		case e.refused:
+			continue
+		case issued.id == 0:
+			issued = *e
+		}
+		if completed.id == 0 && e.state == Completed {
+			completed = *e
+		}
+	}
+	return issued, completed
+}
+
+// end lets go of the stream when the communicator ends.
+func (r *recorder) end() {
+	r.mu.Lock()
+	s := r.stream
+	r.stream, r.over = nil, true
+	r.mu.Unlock()
+	if s != nil {
+		_ = s.Release()
+	}
+}

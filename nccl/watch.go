@@ -1,0 +1,140 @@
+package nccl
+
+import (
+	"time"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/stream"
+)
+
+const (
+	longestLook  = time.Second
+	shortestLook = time.Millisecond
+)
+
+// every is how often the watch looks.
+func (c *Communicator) every() time.Duration {
+	if c.rec.timeout <= 0 {
+		return longestLook
+	}
+	return min(max(c.rec.timeout/8, shortestLook), longestLook)
+}
+
+// watch looks after what c has enqueued, from a goroutine of its own and about once
+// a second, so that operations themselves need none. It ends when everything has
+// completed, and the next operation begins it again.
+func (c *Communicator) watch() {
+	tick := time.NewTicker(c.every())
+	defer tick.Stop()
+	for {
+		select {
+		case <-c.ending:
+			return
+		case <-tick.C:
+		}
+		if c.Err() != nil || c.over() {
+			return
+		}
+		if err := c.inspect(); err != nil {
+			c.breakWith(err)
+			return
+		}
+		if c.rec.rest() {
+			return
+		}
+	}
+}
+
+// rest ends the watch if nothing is left to look after.
+func (r *recorder) rest() bool {
+	r.mu.Lock()
+	if r.waiting > r.completed || r.last > r.enqueued && !r.at(r.last).refused {
+		r.mu.Unlock()
+		return false
+	}
+	s := r.stream
+	r.watched, r.stream = false, nil
+	r.mu.Unlock()
+	if s != nil {
+		_ = s.Release()
+	}
+	return true
+}
+
+// inspect notes what has completed, and returns an error for what should have.
+func (c *Communicator) inspect() error {
+	r := c.rec
+	done, ahead, err := c.marks.passed()
+	if err != nil {
+		return err
+	}
+	r.complete(done)
+	blind, err := c.follow()
+	if err != nil || blind || r.timeout <= 0 {
+		return err
+	}
+	e, ok := r.oldest()
+	if !ok {
+		e, ok = r.stuck()
+	}
+	if !ok {
+		return nil
+	}
+	begun := e.created
+	if ahead.record >= e.id {
+		begun = min(begun, ahead.at) // the ring may have lost the first of them
+	}
+	if time.Duration(now()-begun) <= r.timeout {
+		return nil
+	}
+	others := c.others()
+	if next, later := r.awaited(e, others); later {
+		if e, begun = next, next.created; time.Duration(now()-begun) <= r.timeout {
+			return nil
+		}
+	}
+	return c.timedOut(e, time.Duration(now()-begun), others)
+}
+
+// follow asks whether the last operation is done, and where other work comes behind
+// it sets a mark to ask for. The operations of a communicator complete in their
+// order, whatever their streams. blind is a stream that is captured and cannot be
+// asked.
+func (c *Communicator) follow() (blind bool, err error) {
+	r := c.rec
+	r.mu.Lock()
+	last, s := r.waiting, r.stream
+	behind := last > r.completed
+	held := behind && s != nil && s.Retain()
+	r.mu.Unlock()
+	if !held {
+		if behind {
+			r.complete(last) // of a stream that is gone nobody can know
+		}
+		return false, nil
+	}
+	defer s.Release()
+	if stream.AnyCapture() && c.captured(s) {
+		return true, nil
+	}
+	done, err := asked(c.dev, "cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(s.Raw()) })
+	switch {
+	case done:
+		r.complete(last)
+	case err == nil && c.marks.newest() < last:
+		err = c.marks.set(s, last)
+	}
+	return false, err
+}
+
+// captured reports whether the stream takes part in a capture, which must not be
+// disturbed. One that begins a moment later does no harm: the mark then tells
+// nothing.
+func (c *Communicator) captured(s *stream.Stream) bool {
+	var status cudadrv.CaptureStatus
+	err := c.dev.DoRelaxed("cuStreamIsCapturing", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		status, r = drv.StreamIsCapturing(s.Raw())
+		return r
+	})
+	return err != nil || status != cudadrv.CaptureNone
+}

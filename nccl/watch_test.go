@@ -1,0 +1,347 @@
+package nccl_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// limit is a deadline that operations keep that all ranks issue.
+func limit(devs []*device.Device) time.Duration {
+	if devs[0].System().Backend() == "cuda" {
+		return 4 * time.Second // NCCL loads its kernels within the first
+	}
+	return 400 * time.Millisecond
+}
+
+// once issues an all-reduce on all ranks, each from a goroutine of its own.
+func once(t *testing.T, devs []*device.Device, ranks []rank, xs []memory.Slice[int64]) {
+	t.Helper()
+	each(t, devs, func(i int) error {
+		if err := nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Max); err != nil {
+			return err
+		}
+		return ranks[i].c.Wait(testgpu.Context(t), ranks[i].s)
+	})
+}
+
+// until waits for what a watch will notice.
+func until(t *testing.T, ready func() bool) {
+	t.Helper()
+	require.NoError(t, poll.Until(testgpu.Context(t), func() (bool, error) { return ready(), nil }))
+}
+
+func TestDeadlineNamesTheRankBehind(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
+		xs, _ := buffers(t, ranks, 1024)
+		once(t, devs, ranks, xs)
+		r := ranks[0]
+		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+		begun := time.Now()
+		err := r.c.Wait(testgpu.Context(t), r.s)
+		var late *nccl.TimeoutError
+		require.ErrorAs(t, err, &late)
+		require.ErrorIs(t, err, nccl.ErrorTimeout)
+		require.True(t, late.Timeout())
+		require.Less(t, time.Since(begun), 3*limit(devs))
+		require.Greater(t, late.Age, limit(devs))
+		require.Equal(t, limit(devs), late.Limit)
+		require.Equal(t, []any{0, 2, devs[0].String(), []int{1}}, []any{late.Rank, late.Size, late.Device, late.Behind})
+		require.Equal(t, "ncclAllReduce(1024 x int64, sum) as collective 2", late.Operation.String())
+		require.Equal(t, "ncclAllReduce(1024 x int64, max) as collective 1", late.Completed.String())
+		require.ErrorContains(t, err, "on rank 0 of 2")
+		require.ErrorContains(t, err, "rank 1 is behind: it has issued 1 collectives, the last operation is ncclAllReduce(1024 x int64, max)")
+		// From now on every call of every rank says so, at once.
+		for i, r := range ranks {
+			until(t, func() bool { return r.c.Err() != nil })
+			require.Equal(t, err, r.c.Err(), "rank %d", i)
+			require.Equal(t, err, nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum))
+			require.Equal(t, err, nccl.Group(r.c, func() error { return nil }))
+			require.Equal(t, err, r.c.Wait(testgpu.Context(t), r.s))
+			require.NoError(t, r.c.Close())
+			require.NoError(t, r.s.Sync(testgpu.Context(t)))
+		}
+		// The process goes on.
+		again := connect(t, devs)
+		once(t, devs, again, xs)
+	})
+}
+
+// Of operations that come at once nobody knows which are done, but the rank that is
+// behind shows which one hangs.
+func TestDeadlineInABurst(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
+	xs, _ := buffers(t, ranks, 16)
+	for i, r := range ranks {
+		for n := range []int{5, 4, 6}[i] {
+			require.NoError(t, nccl.Broadcast(r.c, r.s, xs[i], xs[i], n%3))
+		}
+	}
+	var late *nccl.TimeoutError
+	require.ErrorAs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), &late)
+	require.EqualValues(t, 5, late.Operation.Collective)
+	require.Equal(t, []int{1}, late.Behind)
+}
+
+func TestDeadlineOfATransfer(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
+		xs, _ := buffers(t, ranks, 8)
+		once(t, devs, ranks, xs)
+		r := ranks[1]
+		issued := make(chan error, 1)
+		go func() { issued <- nccl.Recv(r.c, r.s, xs[1], 0) }() // NCCL may wait for the peer in here
+		err := r.c.Wait(testgpu.Context(t), r.s)
+		if err == nil {
+			until(t, func() bool { return r.c.Err() != nil })
+			err = r.c.Err()
+		}
+		<-issued
+		require.ErrorContains(t, err, "ncclRecv(8 x int64, from rank 0) as transfer 1 on rank 1 of 2")
+		require.ErrorContains(t, err, "the last that rank 0 has issued is ncclAllReduce(8 x int64, max) as collective 1")
+	})
+}
+
+// NCCL may hang in a call, where nothing has been enqueued yet.
+func TestDeadlineOfACallThatHangs(t *testing.T) {
+	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "hang@ncclGroupEnd#1"}).Devices()
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: 100 * time.Millisecond})
+	xs, _ := buffers(t, ranks, 4)
+	go func() {
+		_ = nccl.Group(ranks[0].c, func() error { return nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum) })
+	}()
+	until(t, func() bool { return ranks[0].c.Err() != nil })
+	require.ErrorContains(t, ranks[0].c.Err(), "ncclAllReduce(4 x int64, sum) as collective 1")
+	require.ErrorContains(t, ranks[0].c.Err(), "none has completed before")
+}
+
+// What is done is known to be done a moment later, though the stream goes on.
+func TestProgress(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
+		xs, _ := buffers(t, ranks, 8)
+		r := ranks[0]
+		require.Equal(t, "none", r.c.Progress().Issued.String())
+		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+		require.NoError(t, nccl.Broadcast(r.c, r.s, xs[0], xs[0], 0))
+		until(t, func() bool { return r.c.Progress().Completed.Record == 2 })
+		p := r.c.Progress()
+		require.Equal(t, []any{0, "ncclBroadcast(8 x int64, root 0) as collective 2"}, []any{p.Rank, p.Completed.String()})
+		require.False(t, p.Completed.Completed.Before(p.Completed.Created))
+		for _, o := range r.c.Trace() {
+			require.Equal(t, nccl.Completed, o.State)
+		}
+		// Nothing is older than the deadline, and later operations are looked after too.
+		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+		until(t, func() bool { return r.c.Progress().Completed.Record == 3 })
+		require.NoError(t, r.c.Err())
+	})
+}
+
+// The place behind an operation is passed although the stream is never idle.
+func TestProgressOfABusyStream(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	r := connectWith(t, devs, &nccl.Config{Timeout: 300 * time.Millisecond})[0]
+	xs, _ := buffers(t, []rank{r}, 8)
+	wait := func() chan struct{} {
+		gate := make(chan struct{})
+		require.NoError(t, r.s.Callback(func() { <-gate }))
+		return gate
+	}
+	gate := wait()
+	require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+	until(t, func() bool {
+		next := wait() // the stream is never idle
+		close(gate)
+		gate = next
+		return r.c.Progress().Completed.Record == 1
+	})
+	close(gate)
+	require.NoError(t, r.c.Err())
+}
+
+// Operations of a capture are recorded as such, and a capture is not disturbed.
+func TestCapturedOperationsAreNotTimed(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: 50 * time.Millisecond})
+		xs, _ := buffers(t, ranks, 8)
+		r := ranks[0]
+		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum)) // somebody looks from now on
+		require.NoError(t, r.s.Sync(testgpu.Context(t)))
+		x, err := graph.Capture([]*stream.Stream{r.s}, func() error {
+			if err := nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum); err != nil {
+				return err
+			}
+			until(t, func() bool { return r.c.Progress().Issued.Created.Before(time.Now().Add(-150 * time.Millisecond)) })
+			return nil
+		})
+		require.NoError(t, err)
+		require.NoError(t, x.Launch(r.s))
+		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
+		require.True(t, r.c.Progress().Issued.Captured)
+		require.NoError(t, x.Close())
+	})
+}
+
+func TestOnFailureKnowsBetter(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	better := errors.New("rank 1 has no power")
+	var mu sync.Mutex
+	var told []int
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: 50 * time.Millisecond, OnFailure: func(c *nccl.Communicator, err error) error {
+		mu.Lock()
+		defer mu.Unlock()
+		told = append(told, c.Rank())
+		if c.Rank() == 0 {
+			return better
+		}
+		return nil
+	}})
+	xs, _ := buffers(t, ranks, 4)
+	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+	require.Equal(t, better, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s))
+	until(t, func() bool { return ranks[1].c.Err() != nil })
+	require.Equal(t, better, ranks[1].c.Err())
+	mu.Lock()
+	defer mu.Unlock()
+	require.Equal(t, []int{0, 1}, told)
+}
+
+// Without a deadline an operation may hang for ever, and a rank that aborts ends it.
+func TestNoDeadline(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	t.Setenv("CHORUS_NCCL_TIMEOUT", "20ms")
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: -1})
+	timed := connect(t, devs)
+	xs, _ := buffers(t, ranks, 4)
+	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+	ys, _ := buffers(t, timed, 4)
+	require.NoError(t, nccl.AllReduce(timed[0].c, timed[0].s, ys[0], ys[0], nccl.Sum))
+	require.ErrorIs(t, timed[0].c.Wait(testgpu.Context(t), timed[0].s), nccl.ErrorTimeout)
+	require.NoError(t, ranks[0].c.Err())
+}
+
+// An abort while an operation hangs ends, and the devices are good for another
+// communicator, many times.
+func TestAbortManyTimes(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for range 100 {
+			ranks := connect(t, devs)
+			xs, _ := buffers(t, ranks, 1<<14)
+			once(t, devs, ranks, xs)
+			require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+			begun := time.Now()
+			each(t, devs, func(i int) error { return ranks[i].c.Abort() })
+			require.NoError(t, ranks[0].s.Sync(testgpu.Context(t)))
+			require.Less(t, time.Since(begun), 2*time.Second)
+		}
+	})
+}
+
+// The ranks of a process are compared when they issue, not when they hang.
+func TestRanksThatDiffer(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connect(t, devs)
+		xs, in := buffers(t, ranks, 32)
+		a, b := ranks[0], ranks[1]
+		wrong := map[string]func() error{
+			"operation": func() error { return nccl.Broadcast(b.c, b.s, xs[1], xs[1], 0) },
+			"count":     func() error { return nccl.AllReduce(b.c, b.s, xs[1].Slice(0, 5), xs[1].Slice(0, 5), nccl.Sum) },
+			"reduction": func() error { return nccl.AllReduce(b.c, b.s, xs[1], xs[1], nccl.Min) },
+			"type": func() error {
+				y, err := memory.View[float64](xs[1].Buffer(), 0, 32)
+				if err != nil {
+					return err
+				}
+				return nccl.AllReduce(b.c, b.s, y, y, nccl.Sum)
+			},
+		}
+		check := func(name string, err error) {
+			var m *nccl.MismatchError
+			require.ErrorAs(t, err, &m, name)
+			require.ErrorIs(t, err, nccl.ErrorInvalidUsage)
+			require.Equal(t, []int{1, 0}, []int{m.Rank, m.Other})
+			require.ErrorContains(t, err, "rank 0 issued ncclAllReduce(32 x int64, sum) as collective ")
+		}
+		for name, issue := range wrong { // in one group: on no rank
+			check(name, nccl.Group(a.c, func() error {
+				return errors.Join(nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum), issue())
+			}))
+		}
+		first := make(chan error, 1)
+		go func() { first <- nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum) }()
+		until(t, func() bool { return a.c.Progress().Issued.Record > uint64(len(wrong)) })
+		for name, issue := range wrong { // later: on this rank
+			check(name, issue())
+		}
+		require.NoError(t, nccl.AllReduce(b.c, b.s, xs[1], xs[1], nccl.Sum), "the right one is still welcome")
+		require.NoError(t, <-first)
+		for i, r := range ranks {
+			got := make([]int64, 32)
+			require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
+			require.NoError(t, xs[i].CopyTo(r.s, got))
+			require.Equal(t, sum(in), got)
+		}
+	})
+}
+
+// A call that NCCL refuses takes no number: the ranks still fit.
+func TestARefusedOperationCountsForNothing(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "ncclAllReduce#1=ncclInvalidUsage, ncclReduce#2=ncclInvalidUsage"})
+	ranks := connect(t, devs)
+	xs, in := buffers(t, ranks, 4)
+	a, b := ranks[0], ranks[1]
+	require.ErrorIs(t, nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum), nccl.ErrorInvalidUsage)
+	require.ErrorIs(t, nccl.Group(a.c, func() error {
+		for i, r := range ranks {
+			err := errors.Join(nccl.Broadcast(r.c, r.s, xs[i], xs[i], 0), nccl.Reduce(r.c, r.s, xs[i], xs[i], nccl.Sum, 0))
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	}), nccl.ErrorInvalidUsage)
+	require.Empty(t, a.c.Trace())
+	require.Empty(t, b.c.Trace())
+	for i, r := range ranks {
+		require.NoError(t, nccl.AllGather(r.c, r.s, xs[i], xs[i].Slice(2*i, 2*i+2)))
+	}
+	for i, r := range ranks {
+		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
+		got := make([]int64, 4)
+		require.NoError(t, xs[i].CopyTo(r.s, got))
+		require.Equal(t, append(in[0][:2:2], in[1][2:]...), got)
+		require.EqualValues(t, 1, r.c.Progress().Issued.Collective)
+	}
+}
+
+// A communicator fails by itself when NCCL reports an error, without anybody who
+// waits.
+func TestAsyncErrorIsNoticed(t *testing.T) {
+	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2}).Devices()
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: 10 * time.Second})
+	xs, _ := buffers(t, ranks, 4)
+	failed := make(chan error, 1)
+	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+	go func() { failed <- ranks[0].c.Wait(context.Background(), ranks[0].s) }()
+	require.NoError(t, ranks[1].c.Abort())
+	err := <-failed
+	require.ErrorIs(t, err, nccl.ErrorRemote)
+	require.True(t, strings.Contains(err.Error(), "rank 1 aborted"), err)
+	require.Equal(t, err, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+}

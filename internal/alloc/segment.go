@@ -27,16 +27,19 @@ type segment struct {
 // smaller.
 var slotShifts = [kinds]uint8{small: 0, large: 11}
 
-// slotPage is how many slots a page has.
+// slotPage is how many slots a page has: those of a small segment.
 const slotPage = 4096
 
 func newSegment(a *Arena, k kind, addr, size uint64, expandable bool) *segment {
 	s := &segment{addr: addr, units: uint32(size / unit), kind: k, home: a, stream: a.stream, domain: a.domain}
 	s.slotShift = slotShifts[k]
 	n := (s.units-1)>>s.slotShift + 1
-	if expandable {
+	switch {
+	case expandable:
 		s.pages = make([][]slot, (n-1)/slotPage+1)
-	} else {
+	case n == slotPage:
+		s.slots = newSlotPage(s)
+	default:
 		s.slots = make([]slot, n)
 	}
 	a.domain.enter(s)
@@ -60,7 +63,7 @@ func (s *segment) slot(u uint32) *slot {
 func (s *segment) make(u uint32) *slot {
 	if s.slots == nil {
 		if page := &s.pages[u>>s.slotShift/slotPage]; *page == nil {
-			*page = make([]slot, slotPage)
+			*page = newSlotPage(s)
 		}
 	}
 	x := s.slot(u)

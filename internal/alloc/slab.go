@@ -1,0 +1,62 @@
+package alloc
+
+import (
+	"runtime"
+	"sync"
+	"syscall"
+	"unsafe"
+)
+
+// Slots of small blocks are looked up all over the memory of a program that has many:
+// in ordinary pages each look would miss the processor's table of pages too. So pages
+// of slots lie side by side in memory for which the kernel is asked for huge pages.
+// What they are given back by is the garbage collector, with their segments.
+var slabs struct {
+	mu   sync.Mutex
+	free []*[slotPage]slot
+	rest []byte // of the last chunk
+}
+
+const (
+	slabChunk    = 16 << 20
+	slotPageSize = slotPage * unsafe.Sizeof(slot{})
+)
+
+// newSlotPage returns slots that go back when the segment is no more.
+func newSlotPage(s *segment) []slot {
+	p := takeSlotPage()
+	if p == nil {
+		return make([]slot, slotPage)
+	}
+	runtime.AddCleanup(s, giveSlotPage, p)
+	return p[:]
+}
+
+// takeSlotPage returns zero slots, or nil where the system gives no memory.
+func takeSlotPage() *[slotPage]slot {
+	slabs.mu.Lock()
+	defer slabs.mu.Unlock()
+	if n := len(slabs.free); n > 0 {
+		p := slabs.free[n-1]
+		slabs.free = slabs.free[:n-1]
+		clear(p[:])
+		return p
+	}
+	if len(slabs.rest) == 0 {
+		chunk, err := syscall.Mmap(-1, 0, slabChunk, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)
+		if err != nil {
+			return nil
+		}
+		_ = syscall.Madvise(chunk, syscall.MADV_HUGEPAGE) // without them it is slower, and no more
+		slabs.rest = chunk
+	}
+	p := (*[slotPage]slot)(unsafe.Pointer(&slabs.rest[0]))
+	slabs.rest = slabs.rest[slotPageSize:]
+	return p
+}
+
+func giveSlotPage(p *[slotPage]slot) {
+	slabs.mu.Lock()
+	defer slabs.mu.Unlock()
+	slabs.free = append(slabs.free, p)
+}

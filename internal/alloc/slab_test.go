@@ -1,0 +1,48 @@
+package alloc
+
+import (
+	"context"
+	"runtime"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/poll"
+)
+
+// Pages of slots come back when their segments are gone, and are zero again.
+func TestSlotPagesComeBack(t *testing.T) {
+	spare := func() int {
+		slabs.mu.Lock()
+		defer slabs.mu.Unlock()
+		return len(slabs.free)
+	}
+	const pages = 100
+	segments := make([]*segment, pages)
+	for i := range segments {
+		segments[i] = &segment{}
+		segments[i].slots = newSlotPage(segments[i])
+		require.Len(t, segments[i].slots, slotPage)
+		for k := range segments[i].slots {
+			require.Zero(t, segments[i].slots[k])
+			segments[i].slots[k] = slot{size: 1, under: uint32(k)}
+		}
+	}
+	before := spare()
+	runtime.KeepAlive(segments)
+	segments = nil
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	require.NoError(t, poll.Until(ctx, func() (bool, error) {
+		runtime.GC()
+		return spare() >= before+pages, nil
+	}))
+	for range pages {
+		p := takeSlotPage()
+		for k := range p {
+			require.Zero(t, p[k])
+		}
+		giveSlotPage(p)
+	}
+}

@@ -70,7 +70,7 @@ func (c *checker) shelves(a *Arena) {
 }
 
 func (c *checker) span(s *segment) {
-	c.count(s.kind, ReservedBytes, s.span.bytes+fakePage*uint64(len(s.span.stuck)))
+	c.count(s.kind, ReservedBytes, s.span.bytes+fakePage*uint64(len(s.span.stuck)+len(s.span.loose)))
 	c.must(len(s.span.pages) == int(s.span.bytes/fakePage), "pages are counted")
 	clear(c.holes)
 	for _, h := range s.span.holes {

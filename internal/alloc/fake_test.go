@@ -150,6 +150,9 @@ func (m fakePages) Reserve(n uint64) (uint64, error) {
 }
 
 func (m fakePages) Unreserve(addr, n uint64) error {
+	if err := m.call("unreserve"); err != nil {
+		return err
+	}
 	require.Equal(m.t, n, m.spans[addr])
 	for at := range m.mapped {
 		require.False(m.t, at-addr < n, "nothing is mapped there")
@@ -172,6 +175,9 @@ func (m fakePages) Create() (uint64, error) {
 }
 
 func (m fakePages) Release(page uint64) error {
+	if err := m.call("release"); err != nil {
+		return err
+	}
 	at, ok := m.pages[page]
 	require.True(m.t, ok && at == 0, "the page was made and is mapped nowhere")
 	delete(m.pages, page)

@@ -47,6 +47,10 @@ func scenario(m *machine, d *Device) (errs []error) {
 		other = m.stream()
 	}
 	errs = append(errs, spare.Close())
+	own := d.NewPool(PoolConfig{ID: PoolID{0, 2}})
+	alloc(own, s, 30<<20)
+	errs = append(errs, own.Close())
+	free()
 	return errs
 }
 
@@ -95,6 +99,9 @@ func failCall(t *testing.T, conf string, k int, broken error) {
 	if !t.Failed() && m.used != 0 {
 		t.Fatalf("%s: %d bytes are lost", what, m.used)
 	}
+	for _, p := range d.pools {
+		require.Equal(t, PoolID{}, p.id, "%s: a pool that is closed is forgotten", what)
+	}
 }
 
 // Where mapping the pages of a block fails half-way, all is as before, also where
@@ -102,7 +109,7 @@ func failCall(t *testing.T, conf string, k int, broken error) {
 func TestMappingRollsBack(t *testing.T) {
 	for _, name := range []string{"create", "map", "open"} {
 		for n := range 10 {
-			for _, stays := range []bool{false, true} {
+			for _, stays := range []string{"", "unmap", "release"} {
 				m := newMachine(t, 1<<30)
 				d := m.device("expandable_segments:True")
 				a := must(d.Default().Arena(m.stream()))
@@ -114,7 +121,7 @@ func TestMappingRollsBack(t *testing.T) {
 					if call == name {
 						seen++
 					}
-					if call == name && seen > n || call == "unmap" && stays {
+					if call == name && seen > n || call == stays {
 						return errBroken
 					}
 					return nil
@@ -127,7 +134,7 @@ func TestMappingRollsBack(t *testing.T) {
 					require.ErrorIs(t, err, errBroken)
 				}
 				d.check(t)
-				if !stays && err != nil {
+				if stays == "" && err != nil {
 					require.Equal(t, mapped, m.mapped, "%s %d", name, n)
 					require.Equal(t, used, m.used)
 				}

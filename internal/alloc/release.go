@@ -78,7 +78,7 @@ func (p *Pool) bytes() (n int64) {
 		}
 		for _, s := range a.spans {
 			if s != nil {
-				n += int64(s.span.bytes) + int64(len(s.span.stuck))
+				n += int64(s.span.bytes) + int64(len(s.span.stuck)+len(s.span.loose))
 			}
 		}
 		a.domain.mu.Unlock()

@@ -19,6 +19,7 @@ type span struct {
 	holes []block
 	bytes uint64            // of the pages
 	stuck map[uint64]uint64 // pages by addresses in holes, from which they could not be unmapped
+	loose []uint64          // pages that are mapped nowhere and could not be released
 }
 
 // spanMost is the most that the units of a segment can count.
@@ -164,7 +165,7 @@ func (a *Arena) rollBack(seg *segment, at, pages []uint64) error {
 	return errors.Join(errors.Join(errs...), a.discard(seg.kind, loose))
 }
 
-// unstick gives back what a failure has left mapped in holes.
+// unstick unmaps what a failure has left mapped in holes.
 func (a *Arena) unstick(seg *segment) error {
 	src := a.device.cfg.Pages
 	for at, page := range seg.span.stuck {
@@ -172,9 +173,7 @@ func (a *Arena) unstick(seg *segment) error {
 			return err
 		}
 		delete(seg.span.stuck, at)
-		if err := a.discard(seg.kind, []uint64{page}); err != nil {
-			return err
-		}
+		seg.span.loose = append(seg.span.loose, page)
 	}
 	return nil
 }
@@ -204,8 +203,12 @@ func (a *Arena) gather(seg *segment, p *place, aside []vacancy) (pages []uint64,
 	for _, v := range aside {
 		fresh -= int(v.bytes / size)
 	}
+	if n := min(fresh, len(seg.span.loose)); n > 0 {
+		pages, seg.span.loose = slices.Clone(seg.span.loose[:n]), slices.Delete(seg.span.loose, 0, n)
+		fresh -= n
+	}
 	if fresh > 0 && !d.allows(uint64(fresh)*size) {
-		return nil, ErrNoMemory
+		return nil, errors.Join(ErrNoMemory, a.discard(seg.kind, pages))
 	}
 	for range fresh {
 		page, err := d.cfg.Pages.Create()
@@ -233,11 +236,16 @@ func (a *Arena) gather(seg *segment, p *place, aside []vacancy) (pages []uint64,
 	return pages, nil
 }
 
-// discard gives back pages that are mapped nowhere.
+// discard gives back pages that are mapped nowhere. Those that the driver does not
+// take are used again, or go later.
 func (a *Arena) discard(k kind, pages []uint64) error {
 	var errs []error
 	for _, page := range pages {
-		errs = append(errs, a.device.cfg.Pages.Release(page))
+		if err := a.device.cfg.Pages.Release(page); err != nil {
+			errs = append(errs, err)
+			a.spans[k].span.loose = append(a.spans[k].span.loose, page)
+			continue
+		}
 		a.gave(k, a.device.cfg.Pages.PageSize(), 0)
 	}
 	return errors.Join(errs...)
@@ -293,6 +301,9 @@ func (a *Arena) shrink() error {
 	for _, s := range a.spans {
 		if s != nil {
 			errs = append(errs, a.unstick(s))
+			loose := s.span.loose
+			s.span.loose = nil
+			errs = append(errs, a.discard(s.kind, loose))
 		}
 	}
 	aside, err := a.setAside(a.vacancies(nil, math.MaxInt))

@@ -139,3 +139,13 @@ func TestPerfMistakes(t *testing.T) {
 		require.NotContains(t, out, "Out of bounds", args)
 	}
 }
+
+// Ranks that were started with different flags say so instead of waiting for each
+// other.
+func TestPerfOfRanksThatDisagree(t *testing.T) {
+	cmd := exec.Command(self(t), "run", "--nproc-per-node", "2", "--no-prefix", "--", "sh", "-c", self(t)+" perf all_reduce -b $((RANK+1))K -n 2", "sh")
+	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
+	out, err := cmd.CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(out), "start all ranks with the same flags")
+}

@@ -10,7 +10,7 @@ import (
 // Slots of small blocks are looked up all over the memory of a program that has many:
 // in ordinary pages each look would miss the processor's table of pages too. So pages
 // of slots lie side by side in memory for which the kernel is asked for huge pages.
-// What they are given back by is the garbage collector, with their segments.
+// They come back when the garbage collector finds that their segment is no more.
 var slabs struct {
 	mu   sync.Mutex
 	free []*[slotPage]slot

@@ -37,6 +37,9 @@ func MeasurePairs(ctx context.Context, g *comm.Group, p *PairPlan) (*Report, err
 	case p.Bytes < latencyBytes || p.Iterations < 1 || p.Warmups < 0:
 		return nil, fmt.Errorf("%d bytes, %d iterations, %d warm-ups: want %d bytes and 1 iteration or more", p.Bytes, p.Iterations, p.Warmups, latencyBytes)
 	}
+	if err := agree(ctx, g, fmt.Sprintf("pairs, %+v", *p)); err != nil {
+		return nil, err
+	}
 	r, err := describe(g)
 	if err != nil {
 		return nil, err

@@ -3,7 +3,9 @@ package perf
 import (
 	"context"
 	"errors"
+	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 
 	"github.com/gochorus/chorus/comm"
@@ -21,6 +23,9 @@ func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, 
 	bytes := 0
 	for _, j := range jobs {
 		bytes = max(bytes, j.layout.size()*j.dtype.Size())
+	}
+	if err := agree(ctx, g, fmt.Sprintf("%+v %v %v %d", *p.summary(), p.DTypes, p.Reductions, p.Root)); err != nil {
+		return nil, err
 	}
 	r, err := describe(g)
 	if err != nil {
@@ -48,6 +53,21 @@ func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, 
 	}
 	r.sumUp()
 	return r, nil
+}
+
+// agree returns an error on all ranks when they do not have the same plan: they would
+// wait for each other.
+func agree(ctx context.Context, g *comm.Group, plan string) error {
+	all, err := comm.GatherValues(ctx, g, nil, slices.Repeat([]string{plan}, g.Locals())...)
+	if err != nil {
+		return err
+	}
+	for r, other := range all {
+		if other != all[0] {
+			return fmt.Errorf("rank 0 is to measure %s, rank %d %s: start all ranks with the same flags", all[0], r, other)
+		}
+	}
+	return nil
 }
 
 // spmd runs fn for every local rank at the same time, each on an OS thread of its

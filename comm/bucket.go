@@ -1,27 +1,17 @@
 package comm
 
 import (
-	"errors"
+	"slices"
 
 	"github.com/gochorus/chorus/memory"
-	"github.com/gochorus/chorus/stream"
 )
 
-// A bucket is a run of gradients that are reduced together.
-type bucket[T memory.Element] struct {
-	first, last int // gradients first to last-1
-	at          []int
-	locals      []localBucket[T] // one for each local rank
-}
-
-// localBucket is a bucket on one local rank.
-type localBucket[T memory.Element] struct {
-	flat    memory.Slice[T] // what goes over the wire
-	inPlace bool            // the gradients themselves lie there
-	pending int             // gradients that are not ready in this step
-	stream  *stream.Stream  // the one that the last of them was ready on
-	ready   *stream.Event   // all of them are in flat
-	reduced *stream.Event   // the result is in the gradients
+// A bucket is gradients that are reduced together, by their numbers, in the order
+// in which they lie on the wire.
+type bucket struct {
+	grads []int
+	at    []int // the element at which each begins
+	len   int   // elements in all
 }
 
 // wireAlign is the alignment of each gradient in a bucket, in bytes, that of
@@ -34,83 +24,59 @@ func layout[T memory.Element](lens []int) (at []int, total int) {
 	align := wireAlign / memory.DTypeOf[T]().Size()
 	for _, n := range lens {
 		at = append(at, total)
-		total += (n + align - 1) / align * align
+		total += roundUp(n, align)
 	}
 	return at, total
 }
 
-// split cuts the gradients into buckets of at most size bytes, from the last
-// gradient to the first because backward makes them in that order. The first
-// bucket is smaller, so that reducing starts early.
-func split[T memory.Element](lens []int, firstBytes, bytes int) []bucket[T] {
-	var bs []bucket[T]
+func roundUp(n, to int) int { return (n + to - 1) / to * to }
+
+// split cuts the gradients, in the order in which backward makes them, into
+// buckets of at most size bytes. The first bucket is smaller, so that reducing
+// starts early. Within a bucket they are in the order of their numbers, in which
+// they may lie in memory already.
+func split[T memory.Element](lens, order []int, firstBytes, bytes int) []bucket {
+	var bs []bucket
 	size := memory.DTypeOf[T]().Size()
 	limit := firstBytes
-	for last := len(lens); last > 0; limit = bytes {
-		first, sum := last-1, lens[last-1]*size
-		for first > 0 && sum+lens[first-1]*size <= limit {
-			first--
-			sum += lens[first] * size
+	for len(order) > 0 {
+		n, sum := 1, lens[order[0]]*size
+		for n < len(order) && sum+lens[order[n]]*size <= limit {
+			sum += lens[order[n]] * size
+			n++
 		}
-		at, _ := layout[T](lens[first:last])
-		bs = append(bs, bucket[T]{first: first, last: last, at: at})
-		last = first
+		b := bucket{grads: slices.Sorted(slices.Values(order[:n]))}
+		b.at, b.len = layout[T](pick(lens, b.grads))
+		bs = append(bs, b)
+		order, limit = order[n:], bytes
 	}
 	return bs
 }
 
-// open prepares the bucket for the gradients of one local rank.
-func (b *bucket[T]) open(m *member, grads []memory.Slice[T]) error {
-	part := grads[b.first:b.last]
-	var lb localBucket[T]
-	var err error
-	if lb.flat, lb.inPlace = b.adjacent(part); !lb.inPlace {
-		_, total := layout[T](lengths(part))
-		if lb.flat, err = memory.Make[T](m.stream, total); err != nil {
-			return err
-		}
-		// The gaps between gradients are reduced too: they must be numbers.
-		if err := lb.flat.Zero(m.stream); err != nil {
-			return errors.Join(err, lb.flat.Close())
-		}
+// backwards is the order in which backward makes n gradients, as far as one can
+// tell before: from the last to the first.
+func backwards(n int) []int {
+	order := make([]int, n)
+	for i := range order {
+		order[i] = n - 1 - i
 	}
-	b.locals = append(b.locals, lb)
-	l := &b.locals[len(b.locals)-1]
-	if l.ready, err = stream.NewEvent(m.comm.Device(), nil); err != nil {
-		return err
-	}
-	if l.reduced, err = stream.NewEvent(m.comm.Device(), nil); err != nil {
-		return err
-	}
-	// Until it is recorded for the first time, reduced stands for the zeroing.
-	if err := l.reduced.Record(m.stream); err != nil {
-		return err
-	}
-	l.pending = b.last - b.first
-	return nil
+	return order
 }
 
-// adjacent returns the memory over the gradients if they lie in it exactly as in
-// the bucket, as those of memory.MakeFlat do: then nothing has to be copied.
-func (b *bucket[T]) adjacent(part []memory.Slice[T]) (memory.Slice[T], bool) {
-	root := part[0].Buffer()
+// adjacent returns the memory over the gradients of a bucket if they lie in it
+// exactly as on the wire, as those of memory.MakeFlat do: then nothing has to be
+// gathered.
+func adjacent[T memory.Element](b *bucket, grads []memory.Slice[T]) (memory.Slice[T], bool) {
+	first := grads[b.grads[0]]
+	root := first.Buffer()
 	size := memory.DTypeOf[T]().Size()
-	for i, x := range part {
-		if root == nil || x.Buffer() != root || x.Offset() != part[0].Offset()+b.at[i]*size {
+	for j, i := range b.grads {
+		if x := grads[i]; root == nil || x.Buffer() != root || x.Offset() != first.Offset()+b.at[j]*size {
 			return memory.Slice[T]{}, false
 		}
 	}
-	_, total := layout[T](lengths(part))
-	flat, err := memory.View[T](root, part[0].Offset(), total)
+	flat, err := memory.View[T](root, first.Offset(), b.len)
 	return flat, err == nil
-}
-
-func (l *localBucket[T]) close() error {
-	err := errors.Join(l.ready.Close(), l.reduced.Close())
-	if l.inPlace {
-		return err
-	}
-	return errors.Join(err, l.flat.Close())
 }
 
 func lengths[T memory.Element](xs []memory.Slice[T]) []int {

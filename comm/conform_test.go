@@ -351,4 +351,3 @@ func TestBadRoots(t *testing.T) {
 }
 
 func second[T any](_ T, err error) error { return err }
-

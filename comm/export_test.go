@@ -11,8 +11,8 @@ import (
 func (r *Reducer[T]) Gaps(t *testing.T, local int) []T {
 	t.Helper()
 	var all []T
-	for k := range r.buckets {
-		flat := r.buckets[k].locals[local].flat
+	for k := range r.parts {
+		flat := r.parts[k][local].wire.(copied[T]).flat
 		h := make([]T, flat.Len())
 		require.NoError(t, flat.CopyTo(r.g.members[local].stream, h))
 		all = append(all, h...)
@@ -25,3 +25,15 @@ var (
 	BucketsThatReach = bucketsThatReach
 	BucketsWithin    = bucketsWithin
 )
+
+// BucketGrads returns the gradients of each bucket.
+func (r *Reducer[T]) BucketGrads() [][]int {
+	var all [][]int
+	for _, b := range r.queue.buckets {
+		all = append(all, b.grads)
+	}
+	return all
+}
+
+// Launched returns how many buckets are reduced in this step so far.
+func (r *Reducer[T]) Launched() int { return r.queue.next }

@@ -65,10 +65,10 @@ func bucketsWithin(ts []tensor.Tensor, limit int) (buckets [][]int) {
 	return buckets
 }
 
-func pick(ts []tensor.Tensor, indexes []int) []tensor.Tensor {
-	part := make([]tensor.Tensor, len(indexes))
+func pick[E any](xs []E, indexes []int) []E {
+	part := make([]E, len(indexes))
 	for k, i := range indexes {
-		part[k] = ts[i]
+		part[k] = xs[i]
 	}
 	return part
 }

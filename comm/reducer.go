@@ -4,29 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory"
-	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
-
-// ReducerConfig are the options of NewReducer; nil means their defaults.
-type ReducerConfig struct {
-	// BucketBytes is how many bytes of gradients are reduced together at most;
-	// a larger gradient has a bucket of its own. Default 25 MiB, as in torch's
-	// DistributedDataParallel. It must be the same on all ranks.
-	BucketBytes int
-	// FirstBucketBytes is BucketBytes for the bucket that is ready first.
-	// Default 1 MiB.
-	FirstBucketBytes int
-	// Op is the reduction. Default Avg, the mean over the ranks; use Sum when
-	// each rank has weighted its gradients already, as ranks with unequal parts
-	// of a batch must.
-	Op *Op
-}
 
 // A Reducer reduces the gradients of a model over all ranks while the backward
 // pass still computes the others: gradients are grouped into buckets, and a
@@ -38,16 +21,19 @@ type ReducerConfig struct {
 //
 // Ready may be called by several goroutines; everything else by one.
 type Reducer[T memory.Element] struct {
-	owner handle.Owner
-	g     *Group
-	op    Op
-	grads [][]memory.Slice[T] // by local rank
-	of    []int               // the bucket of each gradient
+	owner  handle.Owner
+	g      *Group
+	cfg    ReducerConfig
+	grads  [][]memory.Slice[T] // by local rank
+	queue  *queue
+	parts  [][]localBucket[T] // by bucket and local rank
+	census *census[T]         // nil where all gradients are used
+}
 
-	mu      sync.Mutex
-	buckets []bucket[T]
-	next    int      // the bucket to reduce next: the order is the same on all ranks
-	seen    [][]bool // by local rank: which gradients are ready in this step
+// localBucket is a bucket on one local rank.
+type localBucket[T memory.Element] struct {
+	whole memory.Slice[T] // the memory over its gradients, or none where they lie apart
+	wire  bucketWire[T]
 }
 
 // NewReducer makes a reducer for the gradients of each local rank: one list for
@@ -55,51 +41,68 @@ type Reducer[T memory.Element] struct {
 // Collective in the sense that all ranks use reducers with the same
 // configuration.
 func NewReducer[T memory.Element](g *Group, cfg *ReducerConfig, grads ...[]memory.Slice[T]) (*Reducer[T], error) {
-	c, err := cfg.filled()
+	c, err := filled[T](cfg)
 	if err != nil {
 		return nil, err
 	}
 	if err := checkGrads(g, grads); err != nil {
 		return nil, err
 	}
-	r := &Reducer[T]{g: g, op: *c.Op, of: make([]int, len(grads[0]))}
-	r.buckets = split[T](lengths(grads[0]), c.FirstBucketBytes, c.BucketBytes)
-	for k := range r.buckets {
-		for i := r.buckets[k].first; i < r.buckets[k].last; i++ {
-			r.of[i] = k
-		}
+	r := &Reducer[T]{g: g, cfg: c}
+	for _, list := range grads {
+		r.grads = append(r.grads, slices.Clone(list))
 	}
+	r.queue = newQueue(g, r, len(grads[0]))
 	handle.Init(r, &r.owner, "reducer")
-	for i := range g.members {
-		r.grads = append(r.grads, slices.Clone(grads[i]))
-		r.seen = append(r.seen, make([]bool, len(grads[i])))
-		for k := range r.buckets {
-			if err := r.buckets[k].open(&g.members[i], grads[i]); err != nil {
-				return nil, errors.Join(fmt.Errorf("comm: new reducer: %w", err), r.Close())
-			}
-		}
+	if c.FindUnused || c.StaticGraph {
+		r.census, err = newCensus[T](g, len(grads[0]))
+	}
+	if err == nil {
+		err = r.arrange(backwards(len(grads[0])))
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("comm: new reducer: %w", err), r.Close())
 	}
 	return r, nil
 }
 
-func (c *ReducerConfig) filled() (ReducerConfig, error) {
-	f := ReducerConfig{}
-	if c != nil {
-		f = *c
+// arrange makes buckets of the gradients in an order, in the place of those that
+// there are.
+func (r *Reducer[T]) arrange(order []int) error {
+	buckets := r.split(order)
+	parts := make([][]localBucket[T], len(buckets))
+	for k := range buckets {
+		for i := range r.g.members {
+			var l localBucket[T]
+			var err error
+			l.whole, _ = adjacent(&buckets[k], r.grads[i])
+			l.wire, err = newBucketWire(&r.g.members[i], &r.cfg, l.whole, buckets[k].len, r.g.size)
+			if err != nil {
+				return errors.Join(err, closeParts(parts))
+			}
+			parts[k] = append(parts[k], l)
+		}
 	}
-	if f.BucketBytes < 0 || f.FirstBucketBytes < 0 {
-		return f, fmt.Errorf("comm: new reducer: buckets of %d and %d bytes: want a positive size", f.FirstBucketBytes, f.BucketBytes)
+	if err := r.queue.fill(buckets); err != nil {
+		return errors.Join(err, closeParts(parts))
 	}
-	if f.BucketBytes == 0 {
-		f.BucketBytes = 25 << 20
+	old := r.parts
+	r.parts = parts
+	return closeParts(old)
+}
+
+func (r *Reducer[T]) split(order []int) []bucket {
+	return split[T](lengths(r.grads[0]), order, r.cfg.FirstBucketBytes, r.cfg.BucketBytes)
+}
+
+func closeParts[T memory.Element](parts [][]localBucket[T]) error {
+	var errs []error
+	for _, ls := range parts {
+		for i := range ls {
+			errs = append(errs, ls[i].wire.close())
+		}
 	}
-	if f.FirstBucketBytes == 0 {
-		f.FirstBucketBytes = min(1<<20, f.BucketBytes)
-	}
-	if f.Op == nil {
-		f.Op = new(Avg)
-	}
-	return f, nil
+	return errors.Join(errs...)
 }
 
 func checkGrads[T memory.Element](g *Group, grads [][]memory.Slice[T]) error {
@@ -124,183 +127,143 @@ func checkGrads[T memory.Element](g *Group, grads [][]memory.Slice[T]) error {
 }
 
 // Buckets returns how many buckets there are.
-func (r *Reducer[T]) Buckets() int { return len(r.buckets) }
+func (r *Reducer[T]) Buckets() int { return len(r.parts) }
 
 // Ready tells that gradient i is complete when s is past what is enqueued on it
 // by now. When it is the last one of its bucket, the reduction of the bucket is
 // enqueued on the group's stream, which waits for s; the host and s wait for
-// nothing. The device of s says which local rank it is.
+// nothing. The device of s says which local rank it is. With StaticGraph it is
+// an error, from the second step on, that i was not used in the first one.
 func (r *Reducer[T]) Ready(s *stream.Stream, i int) error {
 	const op = "comm: gradient ready"
-	local, err := r.local(op, s)
-	if err != nil {
-		return err
+	if r.owner.Closed() {
+		return fmt.Errorf("%s: %w", op, device.ErrClosed)
 	}
-	if i < 0 || i >= len(r.of) {
-		return fmt.Errorf("%s: gradient %d of %d does not exist", op, i, len(r.of))
-	}
-	if err := r.g.check("gradient ready"); err != nil {
-		return err
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.seen[local][i] {
-		return fmt.Errorf("%s: gradient %d was ready already in this step: call Finish between steps", op, i)
-	}
-	if err := r.collect(local, s, i); err != nil {
-		return err
-	}
-	r.seen[local][i] = true
-	return r.launch()
+	return r.queue.ready(op, s, i)
 }
 
-// collect puts gradient i into its bucket.
+// collect copies gradient i into its bucket, if it does not lie there and is not
+// taken with its neighbours later.
 func (r *Reducer[T]) collect(local int, s *stream.Stream, i int) error {
-	b := &r.buckets[r.of[i]]
-	l := &b.locals[local]
-	if !l.inPlace {
-		// The result of the step before must have left the flat buffer.
-		if err := s.Wait(l.reduced); err != nil {
-			return err
-		}
-		if err := l.flat.RecordStream(s); err != nil {
-			return err
-		}
-		at := b.at[i-b.first]
-		x := r.grads[local][i]
-		if err := memory.Copy(s, l.flat.Slice(at, at+x.Len()), x); err != nil {
-			return err
-		}
-	}
-	if l.stream != nil && l.stream != s {
-		// The bucket waits for one event of the last stream: earlier streams must
-		// be before it.
-		if err := s.WaitStream(l.stream); err != nil {
-			return err
-		}
-	}
-	l.stream = s
-	if l.pending--; l.pending > 0 {
+	k := r.queue.of[i]
+	l := &r.parts[k][local]
+	if l.whole.Buffer() != nil {
 		return nil
 	}
-	return l.ready.Record(s)
+	// The result of the step before must have left the wire.
+	if err := s.Wait(r.queue.arrived[k][local].reduced); err != nil {
+		return err
+	}
+	if err := l.wire.record(s); err != nil {
+		return err
+	}
+	b := &r.queue.buckets[k]
+	return l.wire.put(s, b.at[slices.Index(b.grads, i)], r.grads[local][i])
 }
 
-// launch enqueues the reduction of all buckets whose turn it is.
-func (r *Reducer[T]) launch() error {
-	for ; r.next < len(r.buckets); r.next++ {
-		b := &r.buckets[r.next]
-		for i := range b.locals {
-			if b.locals[i].pending > 0 {
-				return nil
-			}
-		}
-		if err := r.reduce(b); err != nil {
+// reduce enqueues the reduction of bucket k.
+func (r *Reducer[T]) reduce(k int) error {
+	for i := range r.parts[k] {
+		if err := r.load(k, i); err != nil {
 			return err
 		}
+	}
+	if err := r.g.each(func(i int, m *member) error { return r.parts[k][i].wire.reduce(m, *r.cfg.Op) }); err != nil {
+		return err
+	}
+	for i := range r.parts[k] {
+		if err := r.unload(k, i); err != nil {
+			return err
+		}
+	}
+	if r.census != nil && r.census.known {
+		return r.restore()
 	}
 	return nil
 }
 
-func (r *Reducer[T]) reduce(b *bucket[T]) error {
-	if err := r.g.check("reduce a bucket of gradients"); err != nil {
+// load brings what is not in the wire yet there: gradients that lie together,
+// and zeros for those that are not used.
+func (r *Reducer[T]) load(k, local int) error {
+	l, s := &r.parts[k][local], r.g.members[local].stream
+	if err := l.wire.record(s); err != nil {
 		return err
 	}
-	for i := range b.locals {
-		l, m := &b.locals[i], &r.g.members[i]
-		if err := m.stream.Wait(l.ready); err != nil {
+	if l.whole.Buffer() == nil {
+		for _, i := range r.queue.buckets[k].grads {
+			if err := r.grads[local][i].RecordStream(s); err != nil {
+				return err
+			}
+		}
+	} else {
+		if err := l.whole.RecordStream(s); err != nil {
 			return err
 		}
-		if err := l.flat.RecordStream(m.stream); err != nil {
+		if err := r.runs(k, local, func(at int, x memory.Slice[T]) error { return l.wire.put(s, at, x) }); err != nil {
 			return err
 		}
 	}
-	err := r.g.each(func(i int, m *member) error {
-		return nccl.AllReduce(m.comm, m.stream, b.locals[i].flat, b.locals[i].flat, r.op)
-	})
-	if err != nil {
-		return err
-	}
-	for i := range b.locals {
-		if err := r.spread(b, i); err != nil {
+	return r.blank(k, local)
+}
+
+// unload brings the result of a bucket back into the gradients that this rank
+// uses.
+func (r *Reducer[T]) unload(k, local int) error {
+	l, s := &r.parts[k][local], r.g.members[local].stream
+	return r.runs(k, local, func(at int, x memory.Slice[T]) error { return l.wire.get(s, at, x) })
+}
+
+// runs calls fn for the used gradients of a bucket: for as many at once as lie
+// together, in the memory and in the wire.
+func (r *Reducer[T]) runs(k, local int, fn func(at int, x memory.Slice[T]) error) error {
+	b, l, used := &r.queue.buckets[k], &r.parts[k][local], r.queue.seen[local]
+	for j := 0; j < len(b.grads); j++ {
+		if !used[b.grads[j]] {
+			continue
+		}
+		at, x := b.at[j], r.grads[local][b.grads[j]]
+		if l.whole.Buffer() != nil {
+			for j+1 < len(b.grads) && used[b.grads[j+1]] {
+				j++
+			}
+			x = l.whole.Slice(at, b.at[j]+r.grads[local][b.grads[j]].Len())
+		}
+		if err := fn(at, x); err != nil {
 			return err
 		}
 	}
 	return nil
-}
-
-// spread brings the result of a bucket back into the gradients.
-func (r *Reducer[T]) spread(b *bucket[T], local int) error {
-	l, s := &b.locals[local], r.g.members[local].stream
-	if !l.inPlace {
-		for i := b.first; i < b.last; i++ {
-			x, at := r.grads[local][i], b.at[i-b.first]
-			if err := x.RecordStream(s); err != nil {
-				return err
-			}
-			if err := memory.Copy(s, x, l.flat.Slice(at, at+x.Len())); err != nil {
-				return err
-			}
-		}
-	}
-	return l.reduced.Record(s)
 }
 
 // Finish ends the step: work that is enqueued on the streams from now on, one
 // stream for each local rank, sees all gradients reduced. The host does not
-// wait. It is an error when a gradient was not made ready; the error names it.
+// wait. It is an error when a gradient was not made ready that should have been,
+// see ReducerConfig; the error names it, and the step goes on.
 func (r *Reducer[T]) Finish(streams ...*stream.Stream) error {
 	const op = "comm: finish gradients"
-	if len(streams) != len(r.g.members) {
-		return fmt.Errorf("%s: %d streams for %d local ranks: %w", op, len(streams), len(r.g.members), ErrMismatch)
+	if r.owner.Closed() {
+		return fmt.Errorf("%s: %w", op, device.ErrClosed)
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if err := r.complete(op); err != nil {
+	by, err := r.queue.sorted(op, streams)
+	if err != nil {
 		return err
 	}
-	last := &r.buckets[len(r.buckets)-1] // the group's stream reduces in order
-	waiting := make([]bool, len(streams))
-	for _, s := range streams {
-		local, err := r.local(op, s)
-		if err != nil {
-			return err
-		}
-		if waiting[local] {
-			return fmt.Errorf("%s: two streams of %s: want one for each local rank: %w", op, s.Device(), ErrMismatch)
-		}
-		waiting[local] = true
-		if err := s.Wait(last.locals[local].reduced); err != nil {
+	r.queue.mu.Lock()
+	defer r.queue.mu.Unlock()
+	if r.census == nil || r.census.known {
+		if err := r.queue.missing(op); err != nil {
 			return err
 		}
 	}
-	r.rewind()
-	return nil
-}
-
-// complete checks that every gradient was ready in this step.
-func (r *Reducer[T]) complete(op string) error {
-	for local, seen := range r.seen {
-		if i := slices.Index(seen, false); i >= 0 {
-			return fmt.Errorf("%s on rank %d: gradient %d of %d is not ready: every gradient must be, in every step",
-				op, r.g.members[local].comm.Rank(), i, len(seen))
+	if err := r.queue.flush(by); err != nil {
+		return err
+	}
+	if r.census != nil && !r.census.known {
+		if err := r.agree(); err != nil {
+			return err
 		}
 	}
-	return nil
-}
-
-// rewind prepares for the next step.
-func (r *Reducer[T]) rewind() {
-	r.next = 0
-	for k := range r.buckets {
-		b := &r.buckets[k]
-		for i := range b.locals {
-			b.locals[i].pending, b.locals[i].stream = b.last-b.first, nil
-		}
-	}
-	for _, seen := range r.seen {
-		clear(seen)
-	}
+	return r.queue.finish(by)
 }
 
 // Close frees the buckets, in the order of the group's streams.
@@ -308,27 +271,5 @@ func (r *Reducer[T]) Close() error {
 	if r == nil || !r.owner.Close() {
 		return nil
 	}
-	var errs []error
-	for k := range r.buckets {
-		for i := range r.buckets[k].locals {
-			errs = append(errs, r.buckets[k].locals[i].close())
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// local returns the local rank whose device s is on.
-func (r *Reducer[T]) local(op string, s *stream.Stream) (int, error) {
-	if r.owner.Closed() {
-		return 0, fmt.Errorf("%s: %w", op, device.ErrClosed)
-	}
-	if err := s.Check(op, nil); err != nil {
-		return 0, err
-	}
-	for i := range r.g.members {
-		if r.g.members[i].comm.Device() == s.Device() {
-			return i, nil
-		}
-	}
-	return 0, fmt.Errorf("%s: %s is on no device of the group: %w", op, s, ErrMismatch)
+	return errors.Join(closeParts(r.parts), r.queue.close(), r.census.close())
 }

@@ -153,7 +153,7 @@ func TestReducerErrors(t *testing.T) {
 		require.NoError(t, red.Ready(b.s, 1))
 		require.ErrorContains(t, red.Ready(b.s, 1), "gradient 1 was ready already")
 		require.ErrorContains(t, red.Ready(b.s, 7), "gradient 7 of 7 does not exist")
-		require.ErrorContains(t, red.Finish(b.s), "gradient 0 of 7 is not ready")
+		require.ErrorContains(t, red.Finish(b.s), "gradients 0, 2, 3, 4, 5, 6 of 7 are not ready")
 		require.NoError(t, red.Close())
 		require.NoError(t, red.Close())
 		require.ErrorIs(t, red.Ready(b.s, 0), device.ErrClosed)

@@ -1,0 +1,317 @@
+package comm
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/gochorus/chorus/stream"
+)
+
+// A queue tells a worker which bucket of gradients to reduce when: each as soon
+// as its last gradient is ready on all local ranks, but in one order on all
+// ranks.
+type queue struct {
+	g    *Group
+	work worker
+
+	mu      sync.Mutex
+	buckets []bucket
+	of      []int       // the bucket of each gradient
+	arrived [][]arrival // by bucket and local rank
+	next    int         // the bucket to reduce next
+	seen    [][]bool    // by local rank: which gradients are ready in this step
+	order   []int       // in which they became so on the first local rank
+	last    []int       // order in the step before
+	static  [][]bool    // by local rank: which gradients are ready in every step; nil where that is not known
+}
+
+// A worker does what a queue says. The queue's lock is held.
+type worker interface {
+	// collect enqueues what gradient i needs to get into its bucket, on s.
+	collect(local int, s *stream.Stream, i int) error
+	// reduce enqueues the reduction of bucket k on the group's streams, which
+	// have waited for its gradients.
+	reduce(k int) error
+}
+
+// An arrival is how far a bucket is on a local rank.
+type arrival struct {
+	pending int            // gradients that are not ready in this step
+	stream  *stream.Stream // the one that the last of them was ready on
+	ready   *stream.Event  // all of them are
+	reduced *stream.Event  // the result is in its place
+}
+
+// newQueue makes a queue without buckets.
+func newQueue(g *Group, work worker, grads int) *queue {
+	q := &queue{g: g, work: work}
+	for range g.members {
+		q.seen = append(q.seen, make([]bool, grads))
+	}
+	return q
+}
+
+// fill gives the queue buckets. What is on the group's streams by now counts as
+// the reduction of the step before.
+func (q *queue) fill(buckets []bucket) error {
+	arrived := make([][]arrival, len(buckets))
+	for k := range buckets {
+		for i := range q.g.members {
+			a, err := newArrival(&q.g.members[i])
+			arrived[k] = append(arrived[k], a)
+			if err != nil {
+				return errors.Join(err, closeArrivals(arrived))
+			}
+		}
+	}
+	err := closeArrivals(q.arrived)
+	q.buckets, q.arrived, q.of = buckets, arrived, make([]int, len(q.seen[0]))
+	for k, b := range buckets {
+		for _, i := range b.grads {
+			q.of[i] = k
+		}
+	}
+	q.rewind()
+	return err
+}
+
+func newArrival(m *member) (a arrival, err error) {
+	if a.ready, err = stream.NewEvent(m.comm.Device(), nil); err != nil {
+		return a, err
+	}
+	if a.reduced, err = stream.NewEvent(m.comm.Device(), nil); err != nil {
+		return a, err
+	}
+	return a, a.reduced.Record(m.stream)
+}
+
+func closeArrivals(arrived [][]arrival) error {
+	var errs []error
+	for _, as := range arrived {
+		for i := range as {
+			errs = append(errs, as[i].ready.Close(), as[i].reduced.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// ready notes that gradient i is complete on s.
+func (q *queue) ready(op string, s *stream.Stream, i int) error {
+	local, err := q.local(op, s)
+	if err != nil {
+		return err
+	}
+	if i < 0 || i >= len(q.seen[0]) {
+		return fmt.Errorf("%s: gradient %d of %d does not exist", op, i, len(q.seen[0]))
+	}
+	if err := q.g.check("gradient ready"); err != nil {
+		return err
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.seen[local][i] {
+		return fmt.Errorf("%s: gradient %d was ready already in this step: call Finish between steps", op, i)
+	}
+	if q.static != nil && !q.static[local][i] {
+		return fmt.Errorf("%s on rank %d: gradient %d was not used in the first step: a static graph uses the same gradients in every step",
+			op, q.rank(local), i)
+	}
+	if err := q.work.collect(local, s, i); err != nil {
+		return err
+	}
+	if err := q.arrived[q.of[i]][local].arrive(s, 1); err != nil {
+		return err
+	}
+	q.seen[local][i] = true
+	if local == 0 {
+		q.order = append(q.order, i)
+	}
+	return q.launch()
+}
+
+// arrive notes that n of the bucket's gradients are complete on s.
+func (a *arrival) arrive(s *stream.Stream, n int) error {
+	if a.stream != nil && a.stream != s {
+		// The bucket waits for one event of the last stream: earlier streams must
+		// be before it.
+		if err := s.WaitStream(a.stream); err != nil {
+			return err
+		}
+	}
+	a.stream = s
+	if a.pending -= n; a.pending > 0 {
+		return nil
+	}
+	return a.ready.Record(s)
+}
+
+// launch reduces all buckets whose turn it is.
+func (q *queue) launch() error {
+	for ; q.next < len(q.buckets); q.next++ {
+		as := q.arrived[q.next]
+		if slices.ContainsFunc(as, func(a arrival) bool { return a.pending > 0 }) {
+			return nil
+		}
+		if err := q.g.check("reduce a bucket of gradients"); err != nil {
+			return err
+		}
+		for i := range as {
+			if err := q.g.members[i].stream.Wait(as[i].ready); err != nil {
+				return err
+			}
+		}
+		if err := q.work.reduce(q.next); err != nil {
+			return err
+		}
+		if err := q.record(q.next); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// record marks the point at which a bucket's result is in its place.
+func (q *queue) record(k int) error {
+	for i := range q.arrived[k] {
+		if err := q.arrived[k][i].reduced.Record(q.g.members[i].stream); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// flush lets what is not ready in this step count as ready on the streams of the
+// local ranks, and reduces what is left.
+func (q *queue) flush(streams []*stream.Stream) error {
+	for k := range q.arrived {
+		for i := range q.arrived[k] {
+			if a := &q.arrived[k][i]; a.pending > 0 {
+				if err := a.arrive(streams[i], a.pending); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return q.launch()
+}
+
+// missing returns an error that names the gradients that should be ready and are
+// not.
+func (q *queue) missing(op string) error {
+	for local, seen := range q.seen {
+		var lack []string
+		for i, is := range seen {
+			if !is && (q.static == nil || q.static[local][i]) {
+				lack = append(lack, fmt.Sprint(i))
+			}
+		}
+		if len(lack) == 0 {
+			continue
+		}
+		why := "every gradient must be, in every step; see ReducerConfig.FindUnused"
+		if q.static != nil {
+			why = "a static graph uses the same gradients in every step"
+		}
+		what := fmt.Sprintf("gradient %s of %d is", lack[0], len(seen))
+		if len(lack) > 1 {
+			what = fmt.Sprintf("gradients %s of %d are", few(lack), len(seen))
+		}
+		return fmt.Errorf("%s on rank %d: %s not ready: %s", op, q.rank(local), what, why)
+	}
+	return nil
+}
+
+// few lists the first of many.
+func few(names []string) string {
+	const most = 16
+	if len(names) <= most {
+		return strings.Join(names, ", ")
+	}
+	return fmt.Sprintf("%s and %d more", strings.Join(names[:most], ", "), len(names)-most)
+}
+
+// finish ends the step: the streams wait for the last bucket, and with it for
+// all, as the group's streams reduce in order.
+func (q *queue) finish(streams []*stream.Stream) error {
+	for i, a := range q.arrived[len(q.arrived)-1] {
+		if err := streams[i].Wait(a.reduced); err != nil {
+			return err
+		}
+	}
+	q.last = append(make([]int, 0, len(q.order)), q.order...)
+	q.rewind()
+	return nil
+}
+
+// rewind prepares for the next step.
+func (q *queue) rewind() {
+	q.next, q.order = 0, q.order[:0]
+	for k, b := range q.buckets {
+		for i := range q.arrived[k] {
+			q.arrived[k][i].pending, q.arrived[k][i].stream = q.expected(i, b.grads), nil
+		}
+	}
+	for _, seen := range q.seen {
+		clear(seen)
+	}
+}
+
+// expected is how many of the gradients of a bucket will be ready. A bucket of
+// which none will waits for the end of the step.
+func (q *queue) expected(local int, grads []int) int {
+	if q.static == nil {
+		return len(grads)
+	}
+	n := 0
+	for _, i := range grads {
+		if q.static[local][i] {
+			n++
+		}
+	}
+	return max(n, 1)
+}
+
+// begun reports whether a gradient is ready in this step.
+func (q *queue) begun() bool {
+	return slices.ContainsFunc(q.seen, func(seen []bool) bool { return slices.Contains(seen, true) })
+}
+
+// sorted checks that there is one stream for each local rank and returns them in
+// the order of these.
+func (q *queue) sorted(op string, streams []*stream.Stream) ([]*stream.Stream, error) {
+	if len(streams) != len(q.g.members) {
+		return nil, fmt.Errorf("%s: %d streams for %d local ranks: %w", op, len(streams), len(q.g.members), ErrMismatch)
+	}
+	by := make([]*stream.Stream, len(streams))
+	for _, s := range streams {
+		local, err := q.local(op, s)
+		if err != nil {
+			return nil, err
+		}
+		if by[local] != nil {
+			return nil, fmt.Errorf("%s: two streams of %s: want one for each local rank: %w", op, s.Device(), ErrMismatch)
+		}
+		by[local] = s
+	}
+	return by, nil
+}
+
+// local returns the local rank whose device s is on.
+func (q *queue) local(op string, s *stream.Stream) (int, error) {
+	if err := s.Check(op, nil); err != nil {
+		return 0, err
+	}
+	for i := range q.g.members {
+		if q.g.members[i].comm.Device() == s.Device() {
+			return i, nil
+		}
+	}
+	return 0, fmt.Errorf("%s: %s is on no device of the group: %w", op, s, ErrMismatch)
+}
+
+func (q *queue) rank(local int) int { return q.g.members[local].comm.Rank() }
+
+func (q *queue) close() error { return closeArrivals(q.arrived) }

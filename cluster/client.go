@@ -235,6 +235,11 @@ func (k *client) send(m message) error { return k.link.write(m.encode(), k.hello
 // ask sends a request and waits for its reply, the end of ctx, or the end of
 // the job.
 func (k *client) ask(ctx context.Context, kd kind, body []byte) (message, uint64, error) {
+	return k.askUntil(ctx, k.ctx.Done(), kd, body)
+}
+
+// askUntil is ask with another end than that of the job.
+func (k *client) askUntil(ctx context.Context, end <-chan struct{}, kd kind, body []byte) (message, uint64, error) {
 	k.mu.Lock()
 	k.lastID++
 	id := k.lastID
@@ -253,18 +258,18 @@ func (k *client) ask(ctx context.Context, kd kind, body []byte) (message, uint64
 		// The reader sees the broken connection, too: let it say why.
 		k.link.close()
 	}
-	m, err := k.await(ctx, ch)
+	m, err := k.await(ctx, end, ch)
 	return m, id, err
 }
 
-func (k *client) await(ctx context.Context, ch chan message) (message, error) {
+func (k *client) await(ctx context.Context, end <-chan struct{}, ch chan message) (message, error) {
 	select {
 	case m, ok := <-ch:
 		if !ok {
 			return message{}, ErrEnded
 		}
 		return m, nil
-	case <-k.ctx.Done():
+	case <-end:
 		return message{}, context.Cause(k.ctx)
 	case <-ctx.Done():
 		return message{}, ctx.Err()

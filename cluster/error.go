@@ -42,6 +42,9 @@ func (e *MemberLostError) Error() string {
 	return fmt.Sprintf("cluster: %s lost: %s", e.Who(), e.Reason)
 }
 
+// LostRank returns Rank, for packages that do not import this one.
+func (e *MemberLostError) LostRank() int { return e.Rank }
+
 // Who names what was lost, as in "rank 2 (host b, pid 123)" or "host b (pid 99)".
 func (e *MemberLostError) Who() string {
 	if e.Rank < 0 {

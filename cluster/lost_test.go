@@ -29,6 +29,7 @@ func TestLost(t *testing.T) {
 			s, err := Join(t.Context(), &JoinConfig{Job: "lost", Size: 2, Rank: new(0), Addr: addr, Serve: true, Timing: quick, Host: "a"})
 			require.NoError(t, err)
 			defer s.Close()
+			require.NoError(t, s.Set(t.Context(), "before", []byte("the loss")))
 			// A call that waits ends with the loss, too.
 			_, err = s.Get(t.Context(), "never")
 			var fromCall *MemberLostError
@@ -36,6 +37,15 @@ func TestLost(t *testing.T) {
 			lost := requireCause[*MemberLostError](t, s.Context())
 			require.Equal(t, []any{1, "b", cmd.Process.Pid, tc.reason, -1}, []any{lost.Rank, lost.Host, lost.PID, lost.Reason, lost.ExitCode})
 			require.WithinDuration(t, time.Now(), lost.Since, 5*time.Second)
+			_, err = s.Get(t.Context(), "before")
+			require.ErrorAs(t, err, &fromCall)
+			last, err := s.Last(t.Context(), "before")
+			require.NoError(t, err)
+			require.Equal(t, "the loss", string(last))
+			short, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+			_, err = s.Last(short, "never")
+			cancel()
+			require.ErrorIs(t, err, context.DeadlineExceeded)
 			if tc.deed == "stop" { // a process that comes back learns that it was lost
 				require.NoError(t, cmd.Process.Signal(syscall.SIGCONT))
 				require.Error(t, cmd.Wait())

@@ -153,6 +153,17 @@ func (r *remote) call(ctx context.Context, c call) (call, error) {
 	return k.giveUp(id, c.op, err)
 }
 
+// last reads a key also when the job has failed, while the connection lasts.
+func (r *remote) last(ctx context.Context, c call) (call, error) {
+	k := (*client)(r)
+	m, id, err := k.askUntil(ctx, k.down, kindCall, c.encode())
+	if err != nil {
+		k.drop(id)
+		return call{}, err
+	}
+	return decodeCall(m.body)
+}
+
 // giveUp cancels a call at the coordinator. The reply of a barrier, which says
 // who was missing, is worth a short wait.
 func (k *client) giveUp(id uint64, op byte, cause error) (call, error) {
@@ -168,7 +179,7 @@ func (k *client) giveUp(id uint64, op byte, cause error) (call, error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), k.hello.LostAfter)
 	defer cancel()
-	m, err := k.await(ctx, ch)
+	m, err := k.await(ctx, k.ctx.Done(), ch)
 	if err != nil {
 		return call{}, cause
 	}

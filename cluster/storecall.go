@@ -31,6 +31,34 @@ func (s *Session) Get(ctx context.Context, key string) ([]byte, error) {
 	return bytes.Clone(r.fields[0]), nil
 }
 
+// Last is Get that does not end with the session's context: after a loss it still
+// reads what was set before, as long as the coordinator is there, which is not for
+// long. ctx must end: nothing else bounds the wait for a key that was never set.
+func (s *Session) Last(ctx context.Context, key string) ([]byte, error) {
+	r, ok := s.store.(*remote)
+	if !ok {
+		return s.Get(ctx, key)
+	}
+	e := &StoreError{Op: "get", Key: key, Rank: s.Rank()}
+	c := call{op: opGet, fields: [][]byte{[]byte(key)}}
+	if checkCall(c) == statusTooLarge {
+		e.Err = statusError(statusTooLarge)
+		return nil, e
+	}
+	got, err := r.last(ctx, c)
+	switch {
+	case err != nil:
+		e.Err = err
+	case got.op != statusOK:
+		e.Err = statusError(got.op)
+	case len(got.fields) != 1:
+		e.Err = errShortCall
+	default:
+		return bytes.Clone(got.fields[0]), nil
+	}
+	return nil, e
+}
+
 // Wait returns when all keys have a value.
 func (s *Session) Wait(ctx context.Context, keys ...string) error {
 	c := call{op: opWait}

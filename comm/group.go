@@ -22,7 +22,9 @@ type Group struct {
 	size    int
 	members []member // the local ranks, by rank
 	broken  atomic.Pointer[brokenError]
+	failing sync.Mutex      // held while the cause of a failure is looked for
 	lost    context.Context // the Rendezvous's, which ends when a rank is lost; nil in one process
+	words   *words          // what the other processes say; nil in one process
 	unwatch func() bool     // stops watching lost
 }
 
@@ -93,8 +95,10 @@ func (g *Group) Err() error {
 // Wait waits until everything that is enqueued on the group's streams has
 // completed. It ends early when a rank fails or is lost, and breaks the group
 // then. When ctx ends it returns the cause, names the first local rank that is
-// not done, and leaves the operations running: Close ends them. A rank that is
-// alive but never issues the operation is waited for as long as ctx allows.
+// not done, and leaves the operations running: Close ends them. A rank that is alive
+// but never issues the operation is waited for until its deadline
+// (nccl.Config.Timeout); then the error names it and its last operation: a
+// *CulpritError where it is in another process.
 func (g *Group) Wait(ctx context.Context) error {
 	if err := g.check("wait"); err != nil {
 		return err
@@ -166,13 +170,26 @@ func (g *Group) Shutdown(ctx context.Context) error {
 // fail breaks the group with its first cause and aborts what is in flight, so
 // that nothing waits for ranks that will not come.
 func (g *Group) fail(cause error) error {
-	if b := g.broken.Load(); b != nil {
-		return b
-	}
-	if g.broken.CompareAndSwap(nil, &brokenError{g.rootCause(cause)}) {
+	if g.settleOn(cause) {
 		_ = eachAtOnce(g.comms(), (*nccl.Communicator).Abort)
 	}
 	return g.broken.Load()
+}
+
+// settleOn makes a cause that of the group, with what is known about it, and reports
+// false if there is one already.
+func (g *Group) settleOn(cause error) bool {
+	g.failing.Lock()
+	defer g.failing.Unlock()
+	if g.broken.Load() != nil {
+		return false
+	}
+	cause = g.rootCause(cause)
+	if _, named := errors.AsType[*CulpritError](cause); !named && g.words != nil {
+		cause = g.words.lost(g.members[0].comm, cause)
+	}
+	g.broken.Store(&brokenError{cause})
+	return true
 }
 
 // hindsight is how long a group whose connection to a peer broke waits to be
@@ -206,6 +223,7 @@ func (g *Group) watch(ctx context.Context) {
 func (g *Group) stopWatching() {
 	if g.unwatch != nil {
 		g.unwatch()
+		g.words.end()
 	}
 }
 

@@ -32,17 +32,24 @@ type Rendezvous interface {
 //
 // Processes may Join several times; they must do so in the same order.
 func Join(ctx context.Context, r Rendezvous, dev *device.Device) (*Group, error) {
+	return JoinWith(ctx, r, dev, nil)
+}
+
+// JoinWith is Join with options.
+func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config) (*Group, error) {
 	if r == nil || dev == nil {
 		return nil, errors.New("comm: join: no rendezvous or no device given")
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer context.AfterFunc(r.Context(), func() { cancel(context.Cause(r.Context())) })()
-	id, err := agree(ctx, r, dev)
+	prefix := fmt.Sprintf("comm/%d/", nextGroup(r))
+	id, err := agree(ctx, r, dev, prefix)
 	if err != nil {
 		return nil, fmt.Errorf("comm: join as rank %d of %d on %s: %w", r.Rank(), r.Size(), dev, err)
 	}
-	c, err := nccl.NewCommunicator(ctx, dev, id, r.Rank(), r.Size(), nil)
+	w := &words{r: r, prefix: prefix}
+	c, err := nccl.NewCommunicator(ctx, dev, id, r.Rank(), r.Size(), cfg.nccl(w.failed))
 	if err != nil {
 		return nil, fmt.Errorf("comm: join: %w", err)
 	}
@@ -50,6 +57,8 @@ func Join(ctx context.Context, r Rendezvous, dev *device.Device) (*Group, error)
 	if err != nil {
 		return nil, err
 	}
+	g.words = w
+	w.speak(c)
 	g.watch(r.Context())
 	return g, nil
 }
@@ -72,8 +81,7 @@ type verdict struct {
 // agree checks that the ranks fit together and gives all of them one id: a card
 // from each rank to rank 0, and one verdict back. NCCL itself would hang, or
 // fail without saying which ranks do not fit.
-func agree(ctx context.Context, r Rendezvous, dev *device.Device) (nccl.UniqueID, error) {
-	prefix := fmt.Sprintf("comm/%d/", nextGroup(r))
+func agree(ctx context.Context, r Rendezvous, dev *device.Device, prefix string) (nccl.UniqueID, error) {
 	mine, err := cardOf(dev)
 	if err != nil {
 		return nccl.UniqueID{}, err

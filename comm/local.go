@@ -16,6 +16,11 @@ import (
 // (ncclCommInitAll). It returns when the communicators are ready, or with the
 // cause when ctx ends before.
 func Local(ctx context.Context, devs ...*device.Device) (*Group, error) {
+	return LocalWith(ctx, nil, devs...)
+}
+
+// LocalWith is Local with options.
+func LocalWith(ctx context.Context, cfg *Config, devs ...*device.Device) (*Group, error) {
 	if len(devs) == 0 {
 		var err error
 		if devs, err = device.All(); err != nil {
@@ -34,7 +39,7 @@ func Local(ctx context.Context, devs ...*device.Device) (*Group, error) {
 	eg, ctx := errgroup.WithContext(ctx)
 	for i, d := range devs {
 		eg.Go(func() (err error) {
-			comms[i], err = nccl.NewCommunicator(ctx, d, id, i, len(devs), nil)
+			comms[i], err = nccl.NewCommunicator(ctx, d, id, i, len(devs), cfg.nccl(nil))
 			if err != nil {
 				comms[i] = nil
 			}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/signal"
 	"syscall"
 	"testing"
 	"time"
@@ -22,6 +23,9 @@ import (
 // The test binary is a worker of a job when this says what it does: what happens to
 // rank 1 in the middle, or "conform".
 const faultVar = "COMM_TEST_FAULT"
+
+// paceVar is how long a worker waits before each step.
+const paceVar = "COMM_TEST_PACE"
 
 func TestMain(m *testing.M) {
 	if fault, worker := os.LookupEnv(faultVar); worker {
@@ -70,7 +74,14 @@ func work(fault string) error {
 	if err := xs[0].Zero(g.Stream(0)); err != nil {
 		return err
 	}
+	pace, _ := time.ParseDuration(os.Getenv(paceVar))
+	if pace > 0 {
+		signal.Ignore(syscall.SIGTERM) // the launcher's: there is something to say first
+	}
 	for step := range 20 {
+		if pace > 0 {
+			time.Sleep(pace) // the others hear of an operation only after a while
+		}
 		if step == 10 && g.Rank() == 1 {
 			fail(fault)
 		}
@@ -96,6 +107,10 @@ func fail(fault string) {
 		os.Exit(3)
 	case "panic":
 		panic("out of luck")
+	case "stop":
+		_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+	case "absent":
+		select {}
 	}
 }
 
@@ -131,7 +146,34 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 	}
 }
 
-func job(t *testing.T, backend, fault string, ranks int) (code int, out string, took time.Duration) {
+// A worker that is alive but never comes, is stopped or killed: each of the others
+// says which one, with its last operation, before the deadline and a little time.
+func TestCulpritsAreNamed(t *testing.T) {
+	for _, backend := range []string{"virtual", "cuda"} {
+		for fault, says := range map[string]string{
+			"absent": `rank 1 is behind: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago: nccl: .* as collective 11`,
+			"stop":   `rank 1 (is behind|was lost): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago: `,
+			"kill":   `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago: cluster: rank 1 .* SIGKILL`,
+		} {
+			t.Run(backend+"/"+fault, func(t *testing.T) {
+				ranks := 3
+				if backend == "cuda" {
+					ranks = 2
+					testgpu.CUDA(t, ranks)
+				}
+				_, out, took := job(t, backend, fault, ranks, "CHORUS_NCCL_TIMEOUT=2s", paceVar+"=60ms")
+				for rank := range ranks {
+					if rank != 1 {
+						require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] worker: .*(%s)`, rank, says), out)
+					}
+				}
+				require.Less(t, took, 30*time.Second, out)
+			})
+		}
+	}
+}
+
+func job(t *testing.T, backend, fault string, ranks int, env ...string) (code int, out string, took time.Duration) {
 	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
@@ -140,7 +182,7 @@ func job(t *testing.T, backend, fault string, ranks int) (code int, out string, 
 	code = launch.Run(testgpu.Context(t), &launch.Config{
 		Program: []string{self},
 		Procs:   ranks,
-		Devices: launch.Devices{Count: ranks, Backend: backend, Env: []string{faultVar + "=" + fault, "CHORUS_BACKEND=" + backend}},
+		Devices: launch.Devices{Count: ranks, Backend: backend, Env: append(env, faultVar+"="+fault, "CHORUS_BACKEND="+backend)},
 		Grace:   2 * time.Second,
 		Stdout:  &text,
 		Stderr:  &text,

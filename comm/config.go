@@ -1,0 +1,33 @@
+package comm
+
+import "github.com/gochorus/chorus/nccl"
+
+// Config are the options of LocalWith and JoinWith; nil means the defaults. They must
+// be the same on all ranks.
+type Config struct {
+	// NCCL are the options of the ranks' communicators, among them how long an
+	// operation may take (Timeout) and what the flight recorder keeps.
+	NCCL *nccl.Config
+}
+
+// nccl returns the options of a communicator, with what is done when it fails.
+func (c *Config) nccl(onFailure func(*nccl.Communicator, error) error) *nccl.Config {
+	n := nccl.Config{}
+	if c != nil && c.NCCL != nil {
+		n = *c.NCCL
+	}
+	if users := n.OnFailure; users != nil && onFailure != nil {
+		n.OnFailure = func(x *nccl.Communicator, err error) error {
+			if better := onFailure(x, err); better != nil {
+				err = better
+			}
+			if better := users(x, err); better != nil {
+				err = better
+			}
+			return err
+		}
+	} else if onFailure != nil {
+		n.OnFailure = onFailure
+	}
+	return &n
+}

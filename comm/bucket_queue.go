@@ -211,7 +211,7 @@ func (q *queue) missing(op string) error {
 		if len(lack) == 0 {
 			continue
 		}
-		why := "every gradient must be, in every step; see ReducerConfig.FindUnused"
+		why := "every gradient must be, in every step"
 		if q.static != nil {
 			why = "a static graph uses the same gradients in every step"
 		}

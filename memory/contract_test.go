@@ -44,7 +44,7 @@ func checkRoundTrip(t *testing.T, d *device.Device, _ backend) {
 		require.NoError(t, err)
 		require.Zero(t, uint64(x.Raw())%512)
 		require.NoError(t, x.CopyTo(s, out))
-		require.Equal(t, in, out)
+		same(t, in, out)
 		require.NoError(t, x.Close())
 		require.NoError(t, x.Close())
 	}
@@ -66,7 +66,7 @@ func checkOrder(t *testing.T, d *device.Device, _ backend) {
 		require.NoError(t, err)
 		require.NoError(t, b.CopyFrom(s, x[:b.Len()]))
 		require.NoError(t, b.CopyTo(s, out[:b.Len()]))
-		require.Equal(t, x[:b.Len()], out[:b.Len()])
+		same(t, x[:b.Len()], out[:b.Len()])
 		require.NoError(t, b.Close())
 	}
 }
@@ -92,7 +92,7 @@ func checkRecordStream(t *testing.T, d *device.Device, _ backend) {
 		require.NoError(t, err)
 		require.NoError(t, y.CopyFrom(a, want))
 		require.NoError(t, y.CopyTo(a, out))
-		require.Equal(t, want, out)
+		same(t, want, out)
 		require.NoError(t, y.Close())
 	}
 	require.NoError(t, b.Sync(testgpu.Context(t)))
@@ -114,7 +114,7 @@ func checkTwoOrders(t *testing.T, d *device.Device, _ backend) {
 		require.NoError(t, memory.Copy(b, y, x))
 		require.NoError(t, x.Close())
 		require.NoError(t, y.CopyTo(b, out))
-		require.Equal(t, want, out)
+		same(t, want, out)
 		require.NoError(t, y.Close())
 		require.NoError(t, a.WaitStream(b))
 	}

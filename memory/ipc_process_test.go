@@ -214,7 +214,7 @@ func eachShareable(t *testing.T, fn func(t *testing.T, s *stream.Stream, kind st
 // Memory goes to another process and back, many times; nothing is left.
 func TestIPCOfProcesses(t *testing.T) {
 	eachShareable(t, func(t *testing.T, s *stream.Stream, kind string) {
-		exchanges := 1500
+		exchanges := 500
 		if testing.Short() {
 			exchanges = 50
 		}
@@ -253,7 +253,7 @@ func TestIPCOfProcesses(t *testing.T) {
 // A process that is killed gives up all that it had open.
 func TestIPCReceiverIsKilled(t *testing.T) {
 	eachShareable(t, func(t *testing.T, s *stream.Stream, kind string) {
-		rounds := 10
+		rounds := 4
 		if testing.Short() {
 			rounds = 2
 		}
@@ -303,7 +303,7 @@ func TestIPCReceiverIsKilled(t *testing.T) {
 // opened no more.
 func TestIPCProducerIsKilled(t *testing.T) {
 	eachShareable(t, func(t *testing.T, s *stream.Stream, kind string) {
-		rounds := 10
+		rounds := 4
 		if testing.Short() {
 			rounds = 2
 		}

@@ -144,8 +144,9 @@ func TestAllocationWithFaults(t *testing.T) {
 			x, err := memory.MakeFrom(s, random(1000))
 			require.NoError(t, err)
 			failed := 0
+			large := make([]float32, 10<<20)
 			for range 4 {
-				y, err := memory.MakeFrom(s, random(10<<20))
+				y, err := memory.MakeFrom(s, large)
 				if err != nil {
 					failed++
 					require.ErrorContains(t, err, "memory: ")

@@ -113,7 +113,7 @@ func TestGraphMemoryIsTorchs(t *testing.T) {
 				for range 2 {
 					require.NoError(t, g.Launch(s))
 					require.NoError(t, b.CopyTo(s, out))
-					require.Equal(t, in, out)
+					same(t, in, out)
 				}
 				_, reserved, segments = grown(t, d, func() {
 					require.NoError(t, g.Close())
@@ -122,7 +122,7 @@ func TestGraphMemoryIsTorchs(t *testing.T) {
 				require.Equal(t, 1-c.segments, segments)
 				require.Equal(t, c.after-c.bytes, reserved)
 				require.NoError(t, b.CopyTo(s, out))
-				require.Equal(t, in, out, "the result outlives the graph")
+				same(t, in, out, "the result outlives the graph")
 				_, reserved, _ = grown(t, d, func() { require.NoError(t, b.Close()) })
 				require.Equal(t, -c.after, reserved)
 			})

@@ -38,7 +38,7 @@ func Broadcast(g *Group, t tensor.Tensor, cfg *BroadcastConfig) ([]tensor.Tensor
 	if c.Devices != nil && c.Out != nil {
 		return nil, refuse(op, "exactly one of Devices and Out must be specified, but got %d devices and %d tensors", len(c.Devices), len(c.Out))
 	}
-	if err := g.source(op, "the tensor", t); err != nil {
+	if err := g.source(op, "tensor", only, t); err != nil {
 		return nil, err
 	}
 	if c.Out != nil {

@@ -50,7 +50,7 @@ func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedCon
 		return nil, refuse(op, "expected at least one device")
 	}
 	for i, t := range ts {
-		if err := g.source(op, fmt.Sprintf("tensor %d", i), t); err != nil {
+		if err := g.source(op, "tensor", i, t); err != nil {
 			return nil, err
 		}
 		if t.Device() != devs[0] {
@@ -193,8 +193,8 @@ func checkLists(g *Group, op string, tss [][]tensor.Tensor, c *ReduceAddConfig) 
 // checkListed checks tensor k of list i, behind those before it.
 func checkListed(g *Group, op string, tss [][]tensor.Tensor, i, k int) error {
 	t, first, model := tss[i][k], tss[i][0], tss[0][k]
-	if err := g.source(op, fmt.Sprintf("tensor %d of list %d", k, i), t); err != nil {
-		return err
+	if err := g.source(op, "tensor", k, t); err != nil {
+		return fmt.Errorf("%w (list %d)", err, i)
 	}
 	switch {
 	case t.IsHost():

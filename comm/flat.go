@@ -91,7 +91,7 @@ func (g *Group) flatten(ts []tensor.Tensor) (flat tensor.Tensor, err error) {
 	if flat, err = tensor.Make(s, ts[0].DType(), n); err != nil {
 		return flat, err
 	}
-	parts, err := cut(flat, ts)
+	parts, err := flat.Unflatten(ts)
 	if err == nil {
 		err = tensor.CopyAll(s, parts, ts)
 	}
@@ -102,26 +102,10 @@ func (g *Group) flatten(ts []tensor.Tensor) (flat tensor.Tensor, err error) {
 	return flat, nil
 }
 
-// cut returns views of a flat tensor with the shapes of tensors one after the other.
-func cut(flat tensor.Tensor, like []tensor.Tensor) ([]tensor.Tensor, error) {
-	parts := make([]tensor.Tensor, len(like))
-	at := 0
-	for i, t := range like {
-		part, err := flat.Narrow(0, at, t.Len())
-		if err != nil {
-			return nil, err
-		}
-		if parts[i], err = part.View(t.Shape()...); err != nil {
-			return nil, err
-		}
-		at += t.Len()
-	}
-	return parts, nil
-}
-
-// unflatten is cut with a share in the memory for each.
+// unflatten returns the parts of a flat tensor with the shapes of others, each with
+// a share in the memory.
 func unflatten(flat tensor.Tensor, like []tensor.Tensor) ([]tensor.Tensor, error) {
-	parts, err := cut(flat, like)
+	parts, err := flat.Unflatten(like)
 	for i, p := range parts {
 		parts[i] = p.Retain()
 	}

@@ -88,7 +88,7 @@ func checkGather(g *Group, ts []tensor.Tensor, dim int) (int, []int, error) {
 		return 0, nil, refuse(op, "expected at least one tensor to gather from")
 	}
 	for i, t := range ts {
-		if err := g.source(op, fmt.Sprintf("tensor at index %d", i), t); err != nil {
+		if err := g.source(op, "tensor", i, t); err != nil {
 			return 0, nil, err
 		}
 		if t.IsHost() {
@@ -122,7 +122,7 @@ func checkGather(g *Group, ts []tensor.Tensor, dim int) (int, []int, error) {
 // checkGatherOut returns the parts of out for the tensors.
 func checkGatherOut(g *Group, out tensor.Tensor, ts []tensor.Tensor, dim int, shape []int) ([]tensor.Tensor, error) {
 	const op = "gather"
-	if err := g.source(op, "the output tensor", out); err != nil {
+	if err := g.source(op, "output tensor", only, out); err != nil {
 		return nil, err
 	}
 	if !slices.Equal(out.Shape(), shape) {

@@ -65,7 +65,7 @@ func newSum(g *Group, op string, ts []tensor.Tensor, c *ReduceAddConfig) (*sum, 
 	}
 	x := &sum{g: g, ts: ts, root: -1, dtype: ts[0].DType()}
 	for i, t := range ts {
-		if err := g.source(op, fmt.Sprintf("tensor %d", i), t); err != nil {
+		if err := g.source(op, "tensor", i, t); err != nil {
 			return nil, err
 		}
 		if t.IsHost() {

@@ -44,7 +44,7 @@ func Scatter(g *Group, t tensor.Tensor, cfg *ScatterConfig) ([]tensor.Tensor, er
 	if err := g.torch(op); err != nil {
 		return nil, err
 	}
-	if err := g.source(op, "the tensor", t); err != nil {
+	if err := g.source(op, "tensor", only, t); err != nil {
 		return nil, err
 	}
 	x := &scattering{g: g, t: t, streams: c.Streams, out: c.Out}

@@ -64,22 +64,35 @@ func (g *Group) devices(op string, list []*device.Device) ([]*device.Device, err
 	return list, nil
 }
 
-// source checks a tensor that is read: of a device of the group or of the host.
-func (g *Group) source(op, what string, t tensor.Tensor) error {
-	if err := t.Check("comm: "+op+": "+what, nil); err != nil {
-		return unfit(err)
+// source checks a tensor that is read, the ith of several or the only one: of a device
+// of the group or of the host.
+func (g *Group) source(op, what string, i int, t tensor.Tensor) error {
+	if t.IsHost() || t.Device() != nil && g.rankOn(t.Device()) >= 0 {
+		if t.Check(what, nil) != nil {
+			return refuse(op, "%w", t.Check(nth(what, i), nil))
+		}
+		return nil
 	}
-	if !t.IsHost() && g.rankOn(t.Device()) < 0 {
-		return refuse(op, "%s is on %s, which no rank of the group is on", what, t.Device())
+	if t.Device() == nil {
+		return refuse(op, "%s: no tensor given", nth(what, i))
 	}
-	return nil
+	return refuse(op, "%s is on %s, which no rank of the group is on", nth(what, i), t.Device())
+}
+
+// only is the index of what there is one of.
+const only = -1
+
+func nth(what string, i int) string {
+	if i == only {
+		return "the " + what
+	}
+	return fmt.Sprintf("%s at index %d", what, i)
 }
 
 // outs checks tensors of devices that are written.
 func (g *Group) outs(op string, list []tensor.Tensor) error {
 	for i, o := range list {
-		what := fmt.Sprintf("output tensor at index %d", i)
-		if err := g.source(op, what, o); err != nil {
+		if err := g.source(op, "output tensor", i, o); err != nil {
 			return err
 		}
 		if o.IsHost() {

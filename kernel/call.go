@@ -62,34 +62,24 @@ func (c *Call) BFloat16(i int) memory.BFloat16 { return memory.BFloat16(c.k.BFlo
 
 // Read returns n elements at the pointer that is argument i. It must not be
 // written.
-func Read[T memory.Element](c *Call, i, n int) []T {
-	var z T
-	return view[T](c.k.Read(c.k.Ptr(i), uintptr(n)*unsafe.Sizeof(z)), n)
-}
+func Read[T memory.Element](c *Call, i, n int) []T { return ReadAt[T](c, i, 0, n) }
 
 // ReadAt is Read of the elements from the at-th on. What a kernel leaves alone is
 // not to be asked for: others may write it meanwhile.
 func ReadAt[T memory.Element](c *Call, i, at, n int) []T {
-	var z T
-	return view[T](c.k.Read(c.k.Ptr(i)+cudadrv.DevicePtr(at)*cudadrv.DevicePtr(unsafe.Sizeof(z)), uintptr(n)*unsafe.Sizeof(z)), n)
-}
-
-// UpdateAt is Update of the elements from the at-th on.
-func UpdateAt[T memory.Element](c *Call, i, at, n int) []T {
-	var z T
-	return view[T](c.k.Write(c.k.Ptr(i)+cudadrv.DevicePtr(at)*cudadrv.DevicePtr(unsafe.Sizeof(z)), uintptr(n)*unsafe.Sizeof(z)), n)
+	return virtual.ReadOf[T](c.k, address[T](c, i, at), n)
 }
 
 // Update returns n elements at the pointer that is argument i, to be read and
 // written.
-func Update[T memory.Element](c *Call, i, n int) []T {
-	var z T
-	return view[T](c.k.Write(c.k.Ptr(i), uintptr(n)*unsafe.Sizeof(z)), n)
+func Update[T memory.Element](c *Call, i, n int) []T { return UpdateAt[T](c, i, 0, n) }
+
+// UpdateAt is Update of the elements from the at-th on.
+func UpdateAt[T memory.Element](c *Call, i, at, n int) []T {
+	return virtual.WriteOf[T](c.k, address[T](c, i, at), n)
 }
 
-func view[T memory.Element](b []byte, n int) []T {
-	if n == 0 {
-		return nil
-	}
-	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))), n)
+func address[T memory.Element](c *Call, i, at int) cudadrv.DevicePtr {
+	var z T
+	return c.k.Ptr(i) + cudadrv.DevicePtr(at)*cudadrv.DevicePtr(unsafe.Sizeof(z))
 }

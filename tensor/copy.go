@@ -3,6 +3,7 @@ package tensor
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
@@ -31,7 +32,7 @@ func Copy(s *stream.Stream, dst, src Tensor) error {
 	if err := CheckCopy(op, dst, src); err != nil {
 		return err
 	}
-	src, _ = src.Expand(dst.shape...) // which was tried
+	src, _ = src.as(dst.shape) // which was tried
 	switch {
 	case same(dst, src):
 		return nil
@@ -68,7 +69,7 @@ func CheckCopy(op string, dst, src Tensor) error {
 	if err := src.Check(op, nil); err != nil {
 		return err
 	}
-	wide, err := src.Expand(dst.shape...)
+	wide, err := src.as(dst.shape)
 	if err != nil {
 		return fmt.Errorf("%s: %s to %s: the shapes do not fit: %w", op, src, dst, err)
 	}
@@ -82,6 +83,14 @@ func CheckCopy(op string, dst, src Tensor) error {
 		return fmt.Errorf("%s: %s to %s: the devices are of two systems", op, src, dst)
 	}
 	return nil
+}
+
+// as is Expand, which costs nothing where the shape is that.
+func (t Tensor) as(shape []int) (Tensor, error) {
+	if slices.Equal(t.shape, shape) {
+		return t, nil
+	}
+	return t.Expand(shape...)
 }
 
 // local copies within a device.
@@ -252,14 +261,4 @@ func hostStrided(t memory.DType, shape, strides []int) (Tensor, error) {
 	x, err := MakeHost(t, shape...)
 	x.strides = strides
 	return x, err
-}
-
-// CopyAll is Copy of each tensor of src to the same one of dst.
-func CopyAll(s *stream.Stream, dst, src []Tensor) error {
-	for i := range src {
-		if err := Copy(s, dst[i], src[i]); err != nil {
-			return err
-		}
-	}
-	return nil
 }

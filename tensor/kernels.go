@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
-	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -31,6 +30,7 @@ const (
 	threads  = 256 // of a block
 	items    = 4   // elements of a thread
 	maxLoops = 8
+	widths   = 5
 )
 
 // A toolbox has the kernels of a device.
@@ -40,7 +40,8 @@ type toolbox struct {
 }
 
 type kernels struct {
-	copies  [5]*kernel.Kernel // of 1, 2, 4, 8 and 16 bytes
+	copies  [widths]*kernel.Kernel // of 1, 2, 4, 8 and 16 bytes
+	pieces  [widths]*kernel.Kernel
 	convert *kernel.Kernel
 }
 
@@ -58,8 +59,11 @@ func kernelsOf(dev *device.Device) (*kernels, error) {
 		return k, nil
 	}
 	defs := []kernel.Def{{Name: "convert", Params: params(kernel.U32, kernel.U32), Go: standInConvert}}
-	for i := range len(kernels{}.copies) {
-		defs = append(defs, kernel.Def{Name: fmt.Sprint("copy", 1<<i), Params: params(), Go: standInCopy(1 << i)})
+	copies := [widths]func(*kernel.Call){standInCopy[uint8](1), standInCopy[uint16](1), standInCopy[uint32](1), standInCopy[uint64](1), standInCopy[uint64](2)}
+	pieces := [widths]func(*kernel.Call){standInPieces[uint8](1), standInPieces[uint16](1), standInPieces[uint32](1), standInPieces[uint64](1), standInPieces[uint64](2)}
+	for i := range widths {
+		defs = append(defs, kernel.Def{Name: fmt.Sprint("copy", 1<<i), Params: params(), Go: copies[i]},
+			kernel.Def{Name: fmt.Sprint("pieces", 1<<i), Params: pieceParams(), Go: pieces[i]})
 	}
 	m, err := kernel.Resident(dev, &kernel.Source{Name: "tensor.cu", CUDA: source, Kernels: defs, PTX: archive})
 	if err != nil {
@@ -71,6 +75,9 @@ func kernelsOf(dev *device.Device) (*kernels, error) {
 	}
 	for i := range k.copies {
 		if k.copies[i], err = m.Kernel(fmt.Sprint("copy", 1<<i)); err != nil {
+			return nil, err
+		}
+		if k.pieces[i], err = m.Kernel(fmt.Sprint("pieces", 1<<i)); err != nil {
 			return nil, err
 		}
 	}
@@ -202,13 +209,10 @@ func (j *job) one(loops []loop, n, dst, src int) error {
 		}
 		args = append(args, kernel.Uint32(uint32(l.n)), kernel.Int64(int64(l.dst)), kernel.Int64(int64(l.src)))
 	}
-	blocks := uint32((n-1)/(threads*items) + 1)
-	grid := kernel.Grid{Blocks: [3]uint32{blocks, 1, 1}, Threads: [3]uint32{threads, 1, 1}}
-	return j.kernel.Launch(j.s, grid, append(args, j.types...)...)
+	return j.kernel.Launch(j.s, cover(n), append(args, j.types...)...)
 }
 
-// from returns the memory of a tensor of a device from a byte behind its first
-// element on.
-func (t Tensor) from(byteOffset int) (memory.Slice[uint8], error) {
-	return memory.View[uint8](t.mem.buf, t.off+byteOffset, 0)
+// cover is the grid for n elements, n > 0.
+func cover(n int) kernel.Grid {
+	return kernel.Grid{Blocks: [3]uint32{uint32((n-1)/(threads*items) + 1), 1, 1}, Threads: [3]uint32{threads, 1, 1}}
 }

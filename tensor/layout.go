@@ -15,29 +15,29 @@ func rowMajor(shape []int) []int {
 
 // Contiguous reports whether the elements lie in row-major order without gaps
 // (torch.Tensor.is_contiguous).
-func (t Tensor) Contiguous() bool {
-	want := 1
-	for i := len(t.shape) - 1; i >= 0; i-- {
-		switch n := t.shape[i]; {
-		case n == 0:
+func (t Tensor) Contiguous() bool { return contiguous(t.shape, t.strides) }
+
+func contiguous(shape, strides []int) bool {
+	want, gaps := 1, false
+	for i := len(shape) - 1; i >= 0; i-- {
+		n := shape[i]
+		if n == 0 {
 			return true
-		case n > 1 && t.strides[i] != want:
-			return t.Len() == 0
-		default:
-			want *= n
 		}
+		gaps = gaps || n > 1 && strides[i] != want
+		want *= n
 	}
-	return true
+	return !gaps
 }
 
 // dense reports whether the elements fill their memory, each place once, in
 // whatever order (torch's is_non_overlapping_and_dense).
 func dense(shape, strides []int) bool {
+	if contiguous(shape, strides) {
+		return true
+	}
 	var dims []int
 	for i, n := range shape {
-		if n == 0 {
-			return true
-		}
 		if n > 1 {
 			dims = append(dims, i)
 		}

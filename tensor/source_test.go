@@ -38,8 +38,11 @@ static inline unsigned short half_bits(float f) { return bits_of<unsigned short>
 	hostMain = `
 #define ARGS n, count, L(0), L(1), L(2), L(3), L(4), L(5), L(6), L(7)
 #define L(k) (u32)h[7 + 3 * k], h[8 + 3 * k], h[9 + 3 * k]
+// A piece is where it begins in both memories, in elements, and its end.
+#define P(W) n, count, Q(W, 0), Q(W, 1), Q(W, 2), Q(W, 3), Q(W, 4), Q(W, 5), Q(W, 6), Q(W, 7), Q(W, 8), Q(W, 9)
+#define Q(W, k) (W*)d + h[7 + 3 * k], (const W*)s + h[8 + 3 * k], (u32)h[9 + 3 * k]
 int main() {
-	i64 h[31]; // width or 0, two types, elements, loops, bytes of both memories, loops
+	i64 h[37]; // width or 0, two types, elements, loops, bytes of both memories, loops
 	while (fread(h, sizeof h, 1, stdin) == 1) {
 		std::vector<Wide> to((h[5] + 15) / 16), from((h[6] + 15) / 16);
 		if (fread(to.data(), 1, h[5], stdin) != (size_t)h[5] || fread(from.data(), 1, h[6], stdin) != (size_t)h[6]) return 1;
@@ -48,6 +51,11 @@ int main() {
 		for (blockIdx.x = 0; blockIdx.x <= (n - 1) / (THREADS * ITEMS); blockIdx.x++)
 			for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++)
 				switch (h[0]) {
+				case -1: pieces1(P(unsigned char)); break;
+				case -2: pieces2(P(unsigned short)); break;
+				case -4: pieces4(P(u32)); break;
+				case -8: pieces8(P(u64)); break;
+				case -16: pieces16(P(Wide)); break;
 				case 0: convert(d, s, ARGS, h[1], h[2]); break;
 				case 1: copy1((unsigned char*)d, (unsigned char*)s, ARGS); break;
 				case 2: copy2((unsigned short*)d, (unsigned short*)s, ARGS); break;
@@ -85,6 +93,11 @@ func TestSourceAgreesWithGo(t *testing.T) {
 			trials = append(trials, copyTrial(r, width))
 		}
 	}
+	for width := 1; width <= 16; width *= 2 {
+		for count := 1; count <= maxPieces; count++ {
+			trials = append(trials, piecesTrial(r, width, count))
+		}
+	}
 	for to := memory.Bool; to <= memory.Float8E5M2T; to++ {
 		for from := memory.Bool; from <= memory.Float8E5M2T; from++ {
 			trials = append(trials, convertTrial(r, to, from))
@@ -105,10 +118,14 @@ func TestSourceAgreesWithGo(t *testing.T) {
 	require.Empty(t, got)
 }
 
+// A piece is n elements from a place in the source to one in the destination.
+type piece struct{ n, dst, src int }
+
 type trial struct {
 	width        int
 	to, from     memory.DType
 	loops        []loop // from the outermost
+	pieces       []piece
 	dst, src     []byte
 	want         []byte
 	elements     int
@@ -135,6 +152,24 @@ func copyTrial(r *rand.Rand, width int) trial {
 			copy(x.want[(p.dst+i*p.dstStep)*width:][:width], x.src[(p.src+i*p.srcStep)*width:])
 		}
 	})
+	return x
+}
+
+// piecesTrial copies pieces of elements of a width.
+func piecesTrial(r *rand.Rand, width, count int) trial {
+	x := trial{width: -width}
+	dst, src := 0, 0
+	for range count {
+		p := piece{1 + r.IntN(700), dst + r.IntN(3), src + r.IntN(3)}
+		x.pieces = append(x.pieces, p)
+		dst, src = p.dst+p.n, p.src+p.n
+		x.elements += p.n
+	}
+	x.dst, x.src = noise(r, (dst+2)*width), noise(r, (src+2)*width)
+	x.want = bytes.Clone(x.dst)
+	for _, p := range x.pieces {
+		copy(x.want[p.dst*width:][:p.n*width], x.src[p.src*width:])
+	}
 	return x
 }
 
@@ -179,8 +214,17 @@ func noise(r *rand.Rand, n int) []byte {
 }
 
 func (x *trial) write(out *bytes.Buffer) {
-	h := [7 + 3*maxLoops]int64{int64(x.width), int64(x.to), int64(x.from), int64(x.elements), int64(len(x.loops)), int64(len(x.dst)), int64(len(x.src))}
+	h := [7 + 3*max(maxLoops, maxPieces)]int64{int64(x.width), int64(x.to), int64(x.from), int64(x.elements),
+		int64(len(x.loops) + len(x.pieces)), int64(len(x.dst)), int64(len(x.src))}
+	end := 0
+	for i, p := range x.pieces {
+		end += p.n
+		h[7+3*i], h[8+3*i], h[9+3*i] = int64(p.dst), int64(p.src), int64(end)
+	}
 	for i := range maxLoops {
+		if len(x.pieces) > 0 {
+			break
+		}
 		h[7+3*i] = 1
 		if at := len(x.loops) - 1 - i; at >= 0 {
 			l := x.loops[at]
@@ -194,7 +238,7 @@ func (x *trial) write(out *bytes.Buffer) {
 
 func (x *trial) compare(t *testing.T, got []byte) {
 	t.Helper()
-	if x.width > 0 || !x.floatResults {
+	if x.width != 0 || !x.floatResults {
 		require.Equal(t, x.want, got, "width %d, %s from %s, %v", x.width, x.to, x.from, x.loops)
 		return
 	}

@@ -65,3 +65,26 @@ func (t Tensor) SplitSizes(sizes []int, dim int) ([]Tensor, error) {
 	}
 	return out, nil
 }
+
+// Unflatten returns views of a tensor of one dimension with the shapes of others, one
+// after the other from its start (torch._utils._unflatten_dense_tensors). They are
+// contiguous.
+func (t Tensor) Unflatten(like []Tensor) ([]Tensor, error) {
+	if len(t.shape) != 1 || !t.Contiguous() {
+		return nil, fmt.Errorf("tensor: unflatten shape %v with strides %v: want one dimension without gaps", t.shape, t.strides)
+	}
+	out := make([]Tensor, len(like))
+	at := 0
+	for i, l := range like {
+		v := l // shapes are never changed, so that they can be shared
+		if !l.Contiguous() {
+			v.strides = rowMajor(l.shape)
+		}
+		v.mem, v.ref, v.dtype, v.off = t.mem, nil, t.dtype, t.off+at*t.dtype.Size()
+		if at += l.Len(); at > t.shape[0] {
+			return nil, fmt.Errorf("tensor: unflatten shape %v as %d tensors: the first %d have %d elements", t.shape, len(like), i+1, at)
+		}
+		out[i] = v
+	}
+	return out, nil
+}

@@ -22,16 +22,16 @@ func given(c *kernel.Call) []loop {
 	return loops
 }
 
-// standInCopy stands in for the copy of elements of a width.
-func standInCopy(width int) func(*kernel.Call) {
+// standInCopy stands in for the copy of elements that are a number of Ws wide.
+func standInCopy[W memory.Element](width int) func(*kernel.Call) {
 	return func(c *kernel.Call) {
 		runs(given(c), func(r run) {
 			if r.dstStep == 1 && r.srcStep == 1 {
-				copy(kernel.UpdateAt[uint8](c, 0, r.dst*width, r.n*width), kernel.ReadAt[uint8](c, 1, r.src*width, r.n*width))
+				copy(kernel.UpdateAt[W](c, 0, r.dst*width, r.n*width), kernel.ReadAt[W](c, 1, r.src*width, r.n*width))
 				return
 			}
 			for i := range r.n {
-				copy(kernel.UpdateAt[uint8](c, 0, (r.dst+i*r.dstStep)*width, width), kernel.ReadAt[uint8](c, 1, (r.src+i*r.srcStep)*width, width))
+				copy(kernel.UpdateAt[W](c, 0, (r.dst+i*r.dstStep)*width, width), kernel.ReadAt[W](c, 1, (r.src+i*r.srcStep)*width, width))
 			}
 		})
 	}

@@ -1,6 +1,6 @@
-// Copies between any two layouts: one kernel for each width of an element, and
-// one that converts between types, which it finds out element by element so that
-// one kernel serves all pairs.
+// Copies between any two layouts: one kernel for each width of an element, one that
+// converts between types, which it finds out element by element so that one kernel
+// serves all pairs, and for each width one that makes many small copies at once.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -9,6 +9,7 @@ typedef unsigned long long u64;
 #define THREADS 256
 #define ITEMS 4
 #define LOOPS 8
+#define PIECES 10
 
 // ---- places ----
 
@@ -70,6 +71,50 @@ COPY(2, unsigned short)
 COPY(4, u32)
 COPY(8, u64)
 COPY(16, Wide)
+
+// ---- many copies at once ----
+
+// A piece is one of them; end is where it ends when all are counted through.
+template <class W> struct Piece { W* to; const W* from; u32 end; };
+
+#define PIECE(W, k) , W* t##k, const W* f##k, u32 e##k
+#define PIECE_PARAMS(W) PIECE(W, 0) PIECE(W, 1) PIECE(W, 2) PIECE(W, 3) PIECE(W, 4) PIECE(W, 5) PIECE(W, 6) PIECE(W, 7) PIECE(W, 8) PIECE(W, 9)
+#define PIECE_VALUES {{t0, f0, e0}, {t1, f1, e1}, {t2, f2, e2}, {t3, f3, e3}, {t4, f4, e4}, {t5, f5, e5}, {t6, f6, e6}, {t7, f7, e7}, {t8, f8, e8}, {t9, f9, e9}}
+
+template <class W> static __device__ __forceinline__ void pieces(u32 n, u32 count, const Piece<W> (&all)[PIECES]) {
+	const u32 first = blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
+	W held[ITEMS];
+	W* at[ITEMS];
+#pragma unroll
+	for (int k = 0; k < ITEMS; k++) {
+		const u32 i = first + k * THREADS;
+		if (i >= n) continue;
+		Piece<W> p = all[0];
+		u32 begin = 0;
+#pragma unroll
+		for (u32 j = 1; j < PIECES; j++) {
+			if (j >= count || i < all[j - 1].end) continue;
+			p = all[j];
+			begin = all[j - 1].end;
+		}
+		held[k] = p.from[i - begin];
+		at[k] = p.to + (i - begin);
+	}
+#pragma unroll
+	for (int k = 0; k < ITEMS; k++)
+		if (first + k * THREADS < n) *at[k] = held[k];
+}
+
+#define MANY(bytes, W) \
+	extern "C" __global__ void __launch_bounds__(THREADS) pieces##bytes(u32 n, u32 count PIECE_PARAMS(W)) { \
+		const Piece<W> all[PIECES] = PIECE_VALUES; \
+		pieces(n, count, all); \
+	}
+MANY(1, unsigned char)
+MANY(2, unsigned short)
+MANY(4, u32)
+MANY(8, u64)
+MANY(16, Wide)
 
 // ---- conversions ----
 

@@ -175,6 +175,21 @@ func TestChunksAndSplits(t *testing.T) {
 	require.ErrorContains(t, err, "want 1 or more")
 }
 
+func TestUnflatten(t *testing.T) {
+	flat := counting(t, 20)
+	parts, err := flat.Unflatten([]tensor.Tensor{counting(t, 2, 3), counting(t, 0, 4), counting(t), counting(t, 4, 3).T()})
+	require.NoError(t, err)
+	require.Equal(t, []int32{0, 1, 2, 3, 4, 5}, values(t, parts[0]))
+	require.Equal(t, []int{0, 4}, parts[1].Shape())
+	require.Equal(t, []int32{6}, values(t, parts[2]))
+	require.Equal(t, []int32{7, 8, 9, 10}, values(t, parts[3])[:4])
+	require.True(t, parts[3].Contiguous(), "whatever the strides of the other")
+	_, err = flat.Unflatten([]tensor.Tensor{counting(t, 20), counting(t)})
+	require.ErrorContains(t, err, "the first 2 have 21 elements")
+	_, err = counting(t, 4, 5).Unflatten(nil)
+	require.ErrorContains(t, err, "want one dimension without gaps")
+}
+
 // What torch says of these shapes and strides: contiguous, channels last, and the
 // strides of empty_like.
 func TestLayouts(t *testing.T) {
@@ -196,6 +211,7 @@ func TestLayouts(t *testing.T) {
 		{"expanded", must(must(x.Narrow(0, 0, 1)).Expand(7, 3, 4, 5)), false, false, []int{60, 20, 5, 1}},
 		{"a channel", must(must(x.Narrow(1, 0, 1)).Narrow(0, 0, 1)), true, false, []int{60, 20, 5, 1}},
 		{"no elements", must(x.Narrow(2, 0, 0)), true, false, []int{60, 20, 5, 1}},
+		{"equal strides", must(must(counting(t, 6).Step(0, 0, 6, 2)).View(3, 1)).T(), false, false, []int{1, 1}},
 		{"a scalar", counting(t), true, false, []int{}},
 	} {
 		require.Equal(t, c.contiguous, c.x.Contiguous(), c.name)

@@ -264,6 +264,16 @@ func TestWhatNCCLTakes(t *testing.T) {
 		{"to some of the group", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
 			return comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Devices: devs[:2]})
 		}},
+		{"to other types", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
+			out := []tensor.Tensor{sampleOf(t, g, r, 0, memory.Int32, []int{4}, false).x, sampleOf(t, g, r, 2, memory.Int16, []int{4}, false).x}
+			_, err := comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Out: out})
+			return nil, err
+		}},
+		{"to tensors", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
+			out := []tensor.Tensor{sampleOf(t, g, r, 2, memory.Int16, []int{4}, false).x, sampleOf(t, g, r, 0, memory.Int16, []int{4}, false).x}
+			_, err := comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Out: out})
+			return nil, err
+		}},
 		{"coalesced", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
 			_, err := comm.BroadcastCoalesced(g, []tensor.Tensor{sampleOf(t, g, r, 0, memory.Bool, []int{4}, true).x}, nil)
 			return nil, err
@@ -278,6 +288,11 @@ func TestWhatNCCLTakes(t *testing.T) {
 		}},
 		{"add what NCCL does not", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
 			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.Int16, false), nil)
+			return []tensor.Tensor{y}, err
+		}},
+		{"add two types", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
+			xs := append(threeOf(t, g, r, memory.Int32, false)[:2], sampleOf(t, g, r, 2, memory.Int16, []int{3, 4}, false).x)
+			y, err := comm.ReduceAdd(g, xs, nil)
 			return []tensor.Tensor{y}, err
 		}},
 		{"add strided", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {

@@ -4,8 +4,6 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/stretchr/testify/require"
-
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -14,7 +12,9 @@ import (
 func Hold(t testing.TB, s *stream.Stream) (open func()) {
 	t.Helper()
 	gate := make(chan struct{})
-	require.NoError(t, s.Callback(func() { <-gate }))
+	if err := s.Callback(func() { <-gate }); err != nil {
+		t.Fatal(err)
+	}
 	open = sync.OnceFunc(func() { close(gate) })
 	t.Cleanup(open)
 	return open

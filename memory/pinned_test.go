@@ -44,11 +44,18 @@ func hold(t testing.TB, s *stream.Stream) func() {
 // at tells where pinned memory lies.
 func at(h *memory.Pinned[int32]) *int32 { return &h.Data()[0] }
 
-// newSize returns a length that no test of the process has used, and so no free
-// block has.
-func newSize() int { lastSize *= 2; return lastSize / 2 }
+// newSize returns a length of which there is no free block: none that is there was
+// of a recent test.
+func newSize(t testing.TB, d *device.Device) int {
+	t.Helper()
+	require.NoError(t, memory.EmptyHostCache(d))
+	if lastSize *= 2; lastSize > 1<<20 {
+		lastSize = 1 << 10
+	}
+	return lastSize
+}
 
-var lastSize = 1 << 10
+var lastSize = 1 << 9
 
 func TestPinnedIsUsedAgain(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
@@ -82,7 +89,7 @@ func TestPinnedIsUsedAgain(t *testing.T) {
 func TestPinnedStaysWhileStreamsUseIt(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		a, b := newStream(t, devs[0]), newStream(t, devs[0])
-		n := newSize()
+		n := newSize(t, devs[0])
 		for _, users := range [][]*stream.Stream{{a}, {b, a}} {
 			h := makePinned(t, devs[0], n)
 			was := at(h)
@@ -118,7 +125,7 @@ func TestPinnedStaysWhileStreamsUseIt(t *testing.T) {
 func TestPinnedComesBack(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		a, b := newStream(t, devs[0]), newStream(t, devs[0])
-		n := newSize()
+		n := newSize(t, devs[0])
 		x := makeInts(t, a, n)
 		h := makePinned(t, devs[0], n)
 		was := at(h)
@@ -146,7 +153,7 @@ func TestPinnedComesBack(t *testing.T) {
 func TestPartOfPinned(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s := newStream(t, devs[0])
-		n := newSize()
+		n := newSize(t, devs[0])
 		x := makeInts(t, s, 3)
 		h := makePinned(t, devs[0], n)
 		was := at(h)
@@ -186,7 +193,7 @@ func makeAndClose(d *device.Device, n int, look func(*int32)) error {
 func TestGraphHoldsPinned(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, o := newStream(t, devs[0]), newStream(t, devs[0])
-		n := newSize()
+		n := newSize(t, devs[0])
 		x := makeInts(t, s, n)
 		var h *memory.Pinned[int32]
 		var was *int32
@@ -232,7 +239,7 @@ func TestGraphHoldsPinned(t *testing.T) {
 func TestGraphHoldsRecordedPinned(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s := newStream(t, devs[0])
-		n := newSize()
+		n := newSize(t, devs[0])
 		x := makeInts(t, s, n)
 		h := makePinned(t, devs[0], n)
 		was := at(h)

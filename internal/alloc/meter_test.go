@@ -23,7 +23,7 @@ func TestPeaksAreExact(t *testing.T) {
 		var ref peaks
 		var live []uint64
 		w := world{c: c}
-		for i := range 3000 {
+		for i := range rounds {
 			switch n := c.IntN(100); {
 			case n == 0:
 				d.ResetPeaks()
@@ -155,19 +155,22 @@ func TestManyGoroutines(t *testing.T) {
 			require.Zero(t, all[g].All.Current)
 			require.Equal(t, all[g].All.Allocated, all[g].All.Freed)
 		}
-		require.EqualValues(t, 20*3000, all[Allocation].All.Allocated)
+		require.EqualValues(t, 20*rounds, all[Allocation].All.Allocated)
 		require.Zero(t, d.Read(ReservedBytes).All.Current)
 		m.requireNothing()
 	}
 }
 
-// work allocates 3000 blocks, some of which other streams use, and some of which
+// rounds is how many blocks each of many goroutines allocates.
+var rounds = max(3000/stride, 1000)
+
+// work allocates so many blocks, some of which other streams use, and some of which
 // are freed while memory is given back.
 func work(t *testing.T, d *Device, a *Arena, seed uint64) {
 	c := rand.New(rand.NewPCG(seed, 0))
 	w := world{c: c}
 	var live []uint64
-	for i := range 3000 {
+	for i := range rounds {
 		addr, err := a.Alloc(w.size())
 		if err != nil {
 			t.Error(err)
@@ -182,7 +185,7 @@ func work(t *testing.T, d *Device, a *Arena, seed uint64) {
 		case 2, 3, 4, 5:
 			err = d.RecordStream(addr, quietStream{uint64(c.IntN(16))})
 		}
-		for err == nil && (len(live) > 40 || i == 2999) && len(live) > 0 {
+		for err == nil && (len(live) > 40 || i == rounds-1) && len(live) > 0 {
 			j := c.IntN(len(live))
 			err = d.Free(live[j])
 			live[j] = live[len(live)-1]

@@ -2,10 +2,12 @@ package dl_test
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -144,19 +146,26 @@ func TestPathOfSystemLibrary(t *testing.T) {
 	require.Contains(t, string(maps), lib.Path()+"\n", "the kernel has mapped the same file")
 }
 
+// dependencies counts the names of a library: the loader would find one that the
+// process has loaded before.
+var dependencies atomic.Int32
+
 func TestOpenLoadsDependencyOfSameFolder(t *testing.T) {
 	m := newFakeMachine(t)
-	dep := dltest.Compile(t, "int dep(void) { return 4; }", "libchorusdep.so.13", "-Wl,-soname,libchorusdep.so.13")
+	name := fmt.Sprintf("libchorusdep%d.so.13", dependencies.Add(1))
+	dep := dltest.Compile(t, "int dep(void) { return 4; }", name, "-Wl,-soname,"+name)
 	m.so = dltest.Compile(t, "int dep(void); int fake(void) { return 10 * dep(); }", "libchorusfake.so.13", dep)
 	path := m.put("/opt/libchorusfake.so.13")
 	t.Setenv(override.Name, path)
 
-	_, err := m.open(fakeSpec)
-	require.ErrorContains(t, err, "libchorusdep.so.13", "the error names what is missing")
+	spec := *fakeSpec
+	spec.Deps = []string{name}
+	_, err := m.open(&spec)
+	require.ErrorContains(t, err, name, "the error names what is missing")
 
 	m.so = dep
-	m.put("/opt/libchorusdep.so.13")
-	lib, err := m.open(fakeSpec)
+	m.put("/opt/" + name)
+	lib, err := m.open(&spec)
 	require.NoError(t, err)
 	fn, _ := lib.Symbol("fake")
 	require.Equal(t, int32(40), dl.Get().Do(fn))

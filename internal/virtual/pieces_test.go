@@ -33,7 +33,9 @@ func TestPiecesProperty(t *testing.T) {
 			checkRuns(t, p)
 			for i, s := range want {
 				part, found := p.seek(uint64(i*step), uint64(i*step+1), func(x state) bool { return x == s })
-				require.True(t, found, "unit %d is not %d", i, s)
+				if !found {
+					t.Fatalf("unit %d is not %d", i, s)
+				}
 				whole := p.whole(part)
 				if s == never {
 					continue
@@ -45,7 +47,9 @@ func TestPiecesProperty(t *testing.T) {
 				for b+1 < units && want[b+1] == s {
 					b++
 				}
-				require.Equal(t, [2]uint64{uint64(a * step), uint64((b + 1) * step)}, [2]uint64{whole.lo, whole.hi})
+				if whole.lo != uint64(a*step) || whole.hi != uint64((b+1)*step) {
+					t.Fatalf("unit %d lies from %d to %d: want %d to %d", i, whole.lo, whole.hi, a*step, (b+1)*step)
+				}
 			}
 			lo, hi, s := rng.IntN(units), units, state(rng.IntN(4))
 			at := lo

@@ -44,6 +44,9 @@ func TestMain(m *testing.M) {
 		sharing[name](newChild())
 		return
 	}
+	if os.Getenv("GORACE") == "" {
+		os.Setenv("GORACE", "atexit_sleep_ms=0") // see testgpu.Main
+	}
 	code := m.Run()
 	if left := strayGoroutines(); code == 0 && left != "" {
 		fmt.Fprintln(os.Stderr, "goroutines were left behind:\n"+left)

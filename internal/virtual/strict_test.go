@@ -249,7 +249,7 @@ func TestQueryAfterWait(t *testing.T) {
 			}
 		}()
 	}
-	for range 500 {
+	for range 200 {
 		r.do(0, func() cudadrv.Result { return r.drv.MemsetD8Async(p, 1, 64, s) })
 		r.do(0, func() cudadrv.Result { return r.drv.StreamSynchronize(s) })
 		r.do(0, func() cudadrv.Result { return r.drv.StreamQuery(s) })

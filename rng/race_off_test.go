@@ -1,0 +1,5 @@
+//go:build !race
+
+package rng_test
+
+const stride = 1

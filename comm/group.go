@@ -20,7 +20,9 @@ import (
 type Group struct {
 	owner   handle.Owner
 	size    int
+	cfg     *Config
 	members []member // the local ranks, by rank
+	splits  int      // how often it was split
 	broken  atomic.Pointer[brokenError]
 	failing sync.Mutex      // held while the cause of a failure is looked for
 	lost    context.Context // the Rendezvous's, which ends when a rank is lost; nil in one process
@@ -35,8 +37,8 @@ type member struct {
 }
 
 // newGroup makes a group of communicators that are ready.
-func newGroup(comms []*nccl.Communicator) (*Group, error) {
-	g := &Group{size: comms[0].Size()}
+func newGroup(comms []*nccl.Communicator, cfg *Config) (*Group, error) {
+	g := &Group{size: comms[0].Size(), cfg: cfg}
 	for _, c := range comms {
 		s, err := stream.New(c.Device(), nil)
 		if err != nil {
@@ -178,15 +180,17 @@ func (g *Group) fail(cause error) error {
 
 // settleOn makes a cause that of the group, with what is known about it, and reports
 // false if there is one already.
-func (g *Group) settleOn(cause error) bool {
+func (g *Group) settleOn(first error) bool {
 	g.failing.Lock()
 	defer g.failing.Unlock()
 	if g.broken.Load() != nil {
 		return false
 	}
-	cause = g.rootCause(cause)
-	if _, named := errors.AsType[*CulpritError](cause); !named && g.words != nil {
-		cause = g.words.lost(g.members[0].comm, cause)
+	cause := first
+	if g.words != nil {
+		if cause = g.words.verdict(); cause == nil {
+			cause = g.words.lost(g.members[0].comm, g.rootCause(first))
+		}
 	}
 	g.broken.Store(&brokenError{cause})
 	return true
@@ -213,11 +217,23 @@ func (g *Group) rootCause(err error) error {
 	}
 }
 
-// watch breaks the group when ctx ends, as that of a Rendezvous does when a rank
-// is lost.
-func (g *Group) watch(ctx context.Context) {
-	g.lost = ctx
-	g.unwatch = context.AfterFunc(ctx, func() { _ = g.fail(context.Cause(ctx)) })
+// watch tells the other processes how far this one has come, and breaks the group
+// when the Rendezvous loses a rank.
+func (g *Group) watch(w *words) {
+	w.speak(g.members[0].comm)
+	g.words, g.lost = w, w.r.Context()
+	g.unwatch = context.AfterFunc(g.lost, func() { _ = g.fail(context.Cause(g.lost)) })
+}
+
+// listen is watch for a group that was split from another one over processes.
+func (g *Group) listen(ctx context.Context, w *words) error {
+	world, err := GatherValues(ctx, g, Gob, w.r.Rank())
+	if err != nil {
+		return errors.Join(err, g.Close())
+	}
+	w.world = world
+	g.watch(w)
+	return nil
 }
 
 func (g *Group) stopWatching() {

@@ -49,17 +49,15 @@ func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config
 		return nil, fmt.Errorf("comm: join as rank %d of %d on %s: %w", r.Rank(), r.Size(), dev, err)
 	}
 	w := &words{r: r, prefix: prefix}
-	c, err := nccl.NewCommunicator(ctx, dev, id, r.Rank(), r.Size(), cfg.nccl(w.failed))
+	c, err := nccl.NewCommunicator(ctx, dev, id, r.Rank(), r.Size(), cfg.nccl(w.hook()))
 	if err != nil {
 		return nil, fmt.Errorf("comm: join: %w", err)
 	}
-	g, err := newGroup([]*nccl.Communicator{c})
+	g, err := newGroup([]*nccl.Communicator{c}, cfg)
 	if err != nil {
 		return nil, err
 	}
-	g.words = w
-	w.speak(c)
-	g.watch(r.Context())
+	g.watch(w)
 	return g, nil
 }
 

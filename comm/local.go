@@ -52,7 +52,7 @@ func LocalWith(ctx context.Context, cfg *Config, devs ...*device.Device) (*Group
 		}
 		return nil, fmt.Errorf("comm: local: %w", err)
 	}
-	return newGroup(comms)
+	return newGroup(comms, cfg)
 }
 
 func distinct(devs []*device.Device) error {

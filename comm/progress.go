@@ -65,7 +65,28 @@ func wordOf(c *nccl.Communicator) word {
 type words struct {
 	r      Rendezvous
 	prefix string
+	world  []int // the ranks of r that are the group's, by rank; nil: all
 	end    context.CancelFunc
+
+	finding sync.Mutex // held by failed
+	found   error      // what it has found out, or nil
+}
+
+// verdict returns what failed has found out; it waits for it if that is under way. A
+// rank that was done with it and ended is not to blame.
+func (w *words) verdict() error {
+	w.finding.Lock()
+	defer w.finding.Unlock()
+	return w.found
+}
+
+// hook is what a communicator calls when it fails: nothing for a group in one
+// process, of which NCCL's package knows all ranks.
+func (w *words) hook() func(*nccl.Communicator, error) error {
+	if w == nil {
+		return nil
+	}
+	return w.failed
 }
 
 const (
@@ -105,14 +126,14 @@ func (w *words) key(rank int) string { return fmt.Sprint(w.prefix, "progress/", 
 
 // all returns the last words of the other ranks. A rank that is not in it has none, or
 // the store is gone with the rank that has it.
-func (w *words) all(but int) map[int]word {
+func (w *words) all(c *nccl.Communicator) map[int]word {
 	ctx, cancel := context.WithTimeout(context.Background(), lateWord)
 	defer cancel()
 	var mu sync.Mutex
 	all := map[int]word{}
 	var wg sync.WaitGroup
-	for rank := range w.r.Size() {
-		if rank == but {
+	for rank := range c.Size() {
+		if rank == c.Rank() {
 			continue
 		}
 		wg.Go(func() {
@@ -151,6 +172,8 @@ func (w *words) failed(c *nccl.Communicator, err error) error {
 	if !ok {
 		return err
 	}
+	w.finding.Lock()
+	defer w.finding.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), lateWord)
 	defer cancel()
 	mine := wordOf(c)
@@ -162,7 +185,8 @@ func (w *words) failed(c *nccl.Communicator, err error) error {
 	case <-told.C:
 	case <-w.r.Context().Done(): // another one has found out and ended
 	}
-	return blame(culprits(t.Operation, mine, w.all(c.Rank())), err)
+	w.found = blame(culprits(t.Operation, mine, w.all(c)), err)
+	return w.found
 }
 
 // culprits are the ranks that have not issued what this one waits for, or something
@@ -190,14 +214,18 @@ func culprits(op nccl.Operation, mine word, all map[int]word) (list []RankProgre
 // lost adds to the loss of a rank what its last word was.
 func (w *words) lost(c *nccl.Communicator, err error) error {
 	var l interface{ LostRank() int }
-	if !errors.As(err, &l) || l.LostRank() < 0 {
+	if !errors.As(err, &l) {
 		return err
 	}
-	x, ok := w.all(c.Rank())[l.LostRank()]
+	rank := l.LostRank()
+	if w.world != nil {
+		rank = slices.Index(w.world, rank)
+	}
+	x, ok := w.all(c)[rank]
 	if !ok {
 		return err
 	}
-	return blame([]RankProgress{x.progress(l.LostRank(), "was lost")}, err)
+	return blame([]RankProgress{x.progress(rank, "was lost")}, err)
 }
 
 func (x word) progress(rank int, why string) RankProgress {

@@ -56,7 +56,7 @@ func (f *perfFlags) collect(ctx context.Context, out io.Writer, g *comm.Group, p
 	if !text {
 		return perf.Run(ctx, g, &p.Plan, nil)
 	}
-	t := perf.NewTable(out)
+	t := perf.NewTable(out, f.link)
 	if err := t.Head(g); err != nil {
 		return nil, err
 	}

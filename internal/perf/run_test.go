@@ -287,12 +287,13 @@ func TestFormats(t *testing.T) {
 	require.Contains(t, b.String(), "BenchmarkAllReduce/type=float/redop=sum/inplace/bytes=268435456-2\t20\t890000.0 ns/op\t300.000 algbw-GB/s")
 
 	b.Reset()
-	table := NewTable(&b)
+	table := NewTable(&b, r.Link)
 	for _, row := range r.Rows {
 		require.NoError(t, table.Row(row))
 	}
 	require.NoError(t, r.WriteEnd(&b))
 	require.Contains(t, b.String(), "   268435456     67108864    float    sum     -1  900.00  290.00  290.00      0  890.00  300.00  300.00      0")
+	require.Contains(t, b.String(), "890.00   1335.0    66.7\n", "the link's part")
 	require.Contains(t, b.String(), "# Out of bounds values : 0 OK\n")
 	require.Equal(t, 2, strings.Count(b.String(), "out-of-place                       in-place"), "one head for each operation")
 

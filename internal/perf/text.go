@@ -13,24 +13,30 @@ import (
 // A Table writes rows as nccl-tests does, with the median and the 99th percentile of
 // single operations behind them.
 type Table struct {
-	w  io.Writer
-	op string // of the row before
+	w    io.Writer
+	link float64
+	op   string // of the row before
 }
 
-// NewTable returns a table that is written to w row by row.
-func NewTable(w io.Writer) *Table { return &Table{w: w} }
+// NewTable returns a table that is written to w row by row. link is what a GPU's link
+// does in one direction in GB/s; 0 is not known.
+func NewTable(w io.Writer, link float64) *Table { return &Table{w: w, link: link} }
 
 const tableHead = `#
-#                                                              out-of-place                       in-place          out-of-place         in-place
-#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong     p50      p99     p50      p99
-#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)           (us)     (us)    (us)     (us)
+#                                                              out-of-place                       in-place          out-of-place         in-place    best of
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong     p50      p99     p50      p99    link
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)           (us)     (us)    (us)     (us)     (%)
 `
 
-// Head writes what stands above all.
+// Head writes what stands above all, and takes the link by the product's name if it is
+// not known.
 func (t *Table) Head(g *comm.Group) error {
 	r, err := describe(g)
 	if err != nil {
 		return err
+	}
+	if t.link == 0 {
+		t.link = r.Link
 	}
 	return r.WriteHead(t.w)
 }
@@ -44,9 +50,21 @@ func (t *Table) Row(r *Row) error {
 			return err
 		}
 	}
-	_, err := fmt.Fprintf(t.w, "%12d %12d %8s %6s %6d %s %s  %s  %s\n",
-		r.Bytes, r.Count, r.Type, r.Reduction, r.Root, side(r.OutOfPlace), side(in), quantiles(r.OutOfPlace), quantiles(in))
+	_, err := fmt.Fprintf(t.w, "%12d %12d %8s %6s %6d %s %s  %s  %s %7s\n",
+		r.Bytes, r.Count, r.Type, r.Reduction, r.Root, side(r.OutOfPlace), side(in), quantiles(r.OutOfPlace), quantiles(in), r.part(t.link))
 	return err
+}
+
+// part is how much of the link the faster side of a row fills.
+func (r *Row) part(link float64) string {
+	if link == 0 {
+		return "N/A"
+	}
+	best := 0.0
+	for _, m := range r.Sides() {
+		best = max(best, m.BusBW)
+	}
+	return strconv.FormatFloat(100*best/link, 'f', 1, 64)
 }
 
 func side(m *Measure) string {

@@ -22,6 +22,7 @@
 //	ncclCommInitAll                Local
 //	init_process_group             cluster.Attach and Join
 //	DistributedDataParallel        Reducer
+//	ZeroRedundancyOptimizer, FSDP  Sharder
 //	stream of the process group    Group.Stream
 //	Work, work.wait                Start, Work
 //	watchdog                       Group.Wait

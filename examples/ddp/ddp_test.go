@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	_ "embed"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -14,12 +13,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/examples/digits"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
-
-//go:embed data/reference.json
-var reference []byte
 
 // The test binary is the program when this is set.
 const asWorker = "DDP_TEST_WORKER"
@@ -48,14 +45,14 @@ func TestLossesAreThoseOfPyTorch(t *testing.T) {
 }
 
 // runJob runs the program on one host and returns its results.
-func runJob(t *testing.T, backend string, ranks int) *result {
+func runJob(t *testing.T, backend string, ranks int) *digits.Result {
 	t.Helper()
 	return runOn(t, backend, ranks, cluster.Config{})
 }
 
 // runOn runs ranks processes on each of the hosts, which this machine plays all,
 // and returns the results of the host that has rank 0.
-func runOn(t *testing.T, backend string, ranks int, hosts ...cluster.Config) *result {
+func runOn(t *testing.T, backend string, ranks int, hosts ...cluster.Config) *digits.Result {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "result.json")
 	self, err := os.Executable()
@@ -82,7 +79,7 @@ func runOn(t *testing.T, backend string, ranks int, hosts ...cluster.Config) *re
 	require.Contains(t, out[0].String(), "[rank 0] epoch 10 of 10: loss 0.06")
 	b, err := os.ReadFile(file)
 	require.NoError(t, err)
-	res := new(result)
+	res := new(digits.Result)
 	require.NoError(t, json.Unmarshal(b, res))
 	return res
 }
@@ -102,13 +99,13 @@ func TestTwoHosts(t *testing.T) {
 	check(t, runOn(t, "virtual", 2, first, host("2")), "virtual", 4)
 }
 
-func check(t *testing.T, got *result, backend string, ranks int) {
+func check(t *testing.T, got *digits.Result, backend string, ranks int) {
 	t.Helper()
-	var want struct{ Losses []float64 }
-	require.NoError(t, json.Unmarshal(reference, &want))
+	want, err := digits.Reference()
+	require.NoError(t, err)
 	require.Len(t, got.Losses, 60)
 	worst := 0.0
-	for i, w := range want.Losses {
+	for i, w := range want {
 		e := max(w-float64(got.Losses[i]), float64(got.Losses[i])-w) / w
 		require.Less(t, e, 1e-3, "loss of step %d: %v: want %v", i, got.Losses[i], w)
 		worst = max(worst, e)
@@ -118,17 +115,4 @@ func check(t *testing.T, got *result, backend string, ranks int) {
 	require.Equal(t, ranks, got.Ranks)
 	require.Equal(t, backend, got.Backend)
 	require.Positive(t, got.Seconds)
-}
-
-func TestShare(t *testing.T) {
-	for size := 1; size <= 7; size++ {
-		next := 0
-		for r := range size {
-			from, to := share(batchRows, r, size)
-			require.Equal(t, next, from)
-			require.InDelta(t, float64(batchRows)/float64(size), to-from, 1)
-			next = to
-		}
-		require.Equal(t, batchRows, next)
-	}
 }

@@ -36,7 +36,7 @@ var layers = [][]string{
 	{"kernel", "nccl", "graph", "nvtx", "internal/memtrace"},
 	{"tensor", "rng", "internal/testgpu/spin"},
 	{"comm", "gds", "internal/launch"},
-	{"internal/perf"},
+	{"internal/perf", "examples/digits"},
 	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench"},
 }
 

@@ -1,4 +1,4 @@
-package main
+package digits
 
 import (
 	_ "embed"

@@ -1,4 +1,4 @@
-package main
+package digits
 
 import (
 	"bytes"
@@ -6,6 +6,7 @@ import (
 	_ "embed"
 	"encoding/binary"
 	"encoding/csv"
+	"encoding/json"
 	"fmt"
 	"math"
 	"strconv"
@@ -13,35 +14,42 @@ import (
 
 // The shape of the task: 1536 rows to train on, in order, and the rest to test.
 const (
+	BatchRows = 256 // of all ranks together
+	Epochs    = 10
+	Steps     = trainRows / BatchRows // in an epoch
+
 	pixels    = 64
 	hidden    = 128
-	digits    = 10
+	classes   = 10
 	trainRows = 1536
-	batchRows = 256
-	epochs    = 10
-	steps     = trainRows / batchRows // in an epoch
+	maxRows   = 512 // of a batch, or of the test, at most
 )
 
 var (
 	//go:embed data/digits.csv.gz
 	digitsCSV []byte
+	//go:embed data/reference.json
+	referenceJSON []byte
 	//go:embed data/w1.f32
 	w1Bytes []byte
 	//go:embed data/w2.f32
 	w2Bytes []byte
 )
 
-// A dataset is rows of pixels from 0 to 1, and the digit of each row.
-type dataset struct {
+// A Dataset is rows of pixels from 0 to 1, and the digit of each row.
+type Dataset struct {
 	x []float32
 	y []int32
 }
 
-func (d dataset) rows() int { return len(d.y) }
+// Rows returns how many there are.
+func (d Dataset) Rows() int { return len(d.y) }
 
-func (d dataset) slice(i, j int) dataset { return dataset{d.x[i*pixels : j*pixels], d.y[i:j]} }
+// Slice returns the rows i to j-1.
+func (d Dataset) Slice(i, j int) Dataset { return Dataset{d.x[i*pixels : j*pixels], d.y[i:j]} }
 
-func loadDigits() (train, test dataset, err error) {
+// Load returns the rows to train on and those to test with.
+func Load() (train, test Dataset, err error) {
 	z, err := gzip.NewReader(bytes.NewReader(digitsCSV))
 	if err != nil {
 		return train, test, err
@@ -50,7 +58,7 @@ func loadDigits() (train, test dataset, err error) {
 	if err != nil {
 		return train, test, err
 	}
-	var all dataset
+	var all Dataset
 	for n, line := range lines {
 		if len(line) != pixels+1 {
 			return train, test, fmt.Errorf("digits: row %d has %d numbers: want %d", n+1, len(line), pixels+1)
@@ -67,7 +75,7 @@ func loadDigits() (train, test dataset, err error) {
 			}
 		}
 	}
-	return all.slice(0, trainRows), all.slice(trainRows, all.rows()), nil
+	return all.Slice(0, trainRows), all.Slice(trainRows, all.Rows()), nil
 }
 
 func floats(b []byte) []float32 {
@@ -78,6 +86,13 @@ func floats(b []byte) []float32 {
 	return f
 }
 
-// share returns the rows of n that rank of size trains on: sizes differ by at
+// Reference returns the losses of PyTorch's run of the same task.
+func Reference() ([]float64, error) {
+	var r struct{ Losses []float64 }
+	err := json.Unmarshal(referenceJSON, &r)
+	return r.Losses, err
+}
+
+// Share returns the rows of n that rank of size trains on: sizes differ by at
 // most one, so ranks need not divide the batch.
-func share(n, rank, size int) (from, to int) { return n * rank / size, n * (rank + 1) / size }
+func Share(n, rank, size int) (from, to int) { return n * rank / size, n * (rank + 1) / size }

@@ -1,0 +1,223 @@
+package digits
+
+import (
+	"errors"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// The parameters.
+const (
+	w1 = iota // [hidden pixels]
+	b1        // [hidden]
+	w2        // [classes hidden]
+	b2        // [classes]
+)
+
+// ParamLens are the lengths of the parameters, in the order of the forward pass.
+var ParamLens = []int{hidden * pixels, hidden, classes * hidden, classes}
+
+type floatSlice = memory.Slice[float32]
+
+// A Model is Linear(64,128)-ReLU-Linear(128,10) on one device. Its methods enqueue
+// on Stream.
+type Model struct {
+	Stream *stream.Stream
+	// Params and Grads are of ParamLens. They belong to the program.
+	Params, Grads []memory.Slice[float32]
+
+	k       *kernels
+	scratch [4]floatSlice // x, h, z, dh
+	y       memory.Slice[int32]
+
+	rows int // of the batch that is loaded
+}
+
+// NewModel makes a model without parameters and gradients.
+func NewModel(dev *device.Device) (m *Model, err error) {
+	m = &Model{}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, m.Close())
+		}
+	}()
+	if m.Stream, err = stream.New(dev, nil); err != nil {
+		return m, err
+	}
+	if m.k, err = compileKernels(dev); err != nil {
+		return m, err
+	}
+	for i, cols := range []int{pixels, hidden, classes, hidden} {
+		if m.scratch[i], err = memory.Make[float32](m.Stream, maxRows*cols); err != nil {
+			return m, err
+		}
+	}
+	m.y, err = memory.Make[int32](m.Stream, maxRows)
+	return m, err
+}
+
+// Init writes the weights to begin with into Params, whose biases are zeros.
+func (m *Model) Init() error {
+	if err := m.Params[w1].CopyFrom(m.Stream, floats(w1Bytes)); err != nil {
+		return err
+	}
+	return m.Params[w2].CopyFrom(m.Stream, floats(w2Bytes))
+}
+
+// Close frees what the model has, but for Params and Grads.
+func (m *Model) Close() error {
+	errs := []error{m.y.Close()}
+	for _, x := range m.scratch {
+		errs = append(errs, x.Close())
+	}
+	if m.k != nil {
+		errs = append(errs, m.k.module.Close())
+	}
+	return errors.Join(append(errs, m.Stream.Close())...)
+}
+
+// load copies a batch to the device.
+func (m *Model) load(d Dataset) error {
+	m.rows = d.Rows()
+	if err := m.scratch[0].Slice(0, m.rows*pixels).CopyFrom(m.Stream, d.x); err != nil {
+		return err
+	}
+	return m.y.Slice(0, m.rows).CopyFrom(m.Stream, d.y)
+}
+
+// forward computes the logits, less their bias, of the batch that is loaded.
+func (m *Model) forward(need Hook) error {
+	x, h, z := m.act(0, pixels), m.act(1, hidden), m.act(2, classes)
+	if err := m.each(need, w1, b1); err != nil {
+		return err
+	}
+	if err := tensor.MatMul(m.Stream, h, x, m.weight(m.Params, w1, hidden, pixels).T(), nil); err != nil {
+		return err
+	}
+	err := m.k.biasReLU.Launch(m.Stream, kernel.Cover(m.rows*hidden), kernel.Ptr(m.scratch[1]), kernel.Ptr(m.Params[b1]),
+		kernel.Int32(int32(m.rows)), kernel.Int32(hidden))
+	if err != nil {
+		return err
+	}
+	if err := m.each(need, w2, b2); err != nil {
+		return err
+	}
+	return tensor.MatMul(m.Stream, z, h, m.weight(m.Params, w2, classes, hidden).T(), nil)
+}
+
+func (m *Model) each(need Hook, params ...int) error {
+	for _, i := range params {
+		if err := need(m.Stream, i); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// backward computes the gradients of this rank's part of the batch, divided by
+// the rows of the whole batch, so that their sum over the ranks is the gradient
+// of the mean; ready is told of each as soon as it is enqueued.
+func (m *Model) backward(loss floatSlice, ready Hook) error {
+	x, h, dz, dh := m.act(0, pixels), m.act(1, hidden), m.act(2, classes), m.act(3, hidden)
+	err := m.k.softmaxLoss.Launch(m.Stream, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{256, 1, 1}},
+		kernel.Ptr(m.scratch[2]), kernel.Ptr(m.Params[b2]), kernel.Ptr(m.y), kernel.Ptr(loss),
+		kernel.Float32(1./BatchRows), kernel.Int32(int32(m.rows)), kernel.Int32(classes))
+	if err != nil {
+		return err
+	}
+	if err := m.columnSum(b2, m.scratch[2], classes, ready); err != nil {
+		return err
+	}
+	if err := m.product(w2, dz, h, classes, hidden, ready); err != nil {
+		return err
+	}
+	if err := tensor.MatMul(m.Stream, dh, dz, m.weight(m.Params, w2, classes, hidden), nil); err != nil {
+		return err
+	}
+	err = m.k.reluBack.Launch(m.Stream, kernel.Cover(m.rows*hidden), kernel.Ptr(m.scratch[3]), kernel.Ptr(m.scratch[1]),
+		kernel.Int32(int32(m.rows*hidden)))
+	if err != nil {
+		return err
+	}
+	if err := m.columnSum(b1, m.scratch[3], hidden, ready); err != nil {
+		return err
+	}
+	return m.product(w1, dh, x, hidden, pixels, ready)
+}
+
+// columnSum makes the gradient of a bias.
+func (m *Model) columnSum(bias int, d floatSlice, cols int, ready Hook) error {
+	err := m.k.columnSum.Launch(m.Stream, kernel.Cover(cols), kernel.Ptr(m.Grads[bias]), kernel.Ptr(d),
+		kernel.Int32(int32(m.rows)), kernel.Int32(int32(cols)))
+	if err != nil {
+		return err
+	}
+	return ready(m.Stream, bias)
+}
+
+// product makes the gradient of a weight: dᵀ·in.
+func (m *Model) product(weight int, d, in tensor.Tensor, out, cols int, ready Hook) error {
+	if err := tensor.MatMul(m.Stream, m.weight(m.Grads, weight, out, cols), d.T(), in, nil); err != nil {
+		return err
+	}
+	return ready(m.Stream, weight)
+}
+
+// SGD updates parameters p by gradients g, with momenta v, at the rate and with the
+// momentum of PyTorch's run.
+func (m *Model) SGD(p, v, g memory.Slice[float32]) error {
+	return m.k.sgd.Launch(m.Stream, kernel.Cover(p.Len()), kernel.Ptr(p), kernel.Ptr(v), kernel.Ptr(g),
+		kernel.Float32(0.1), kernel.Float32(0.9), kernel.Int32(int32(p.Len())))
+}
+
+// accuracy returns how much of the data the model gets right.
+func (m *Model) accuracy(d Dataset, need Hook) (float64, error) {
+	if err := m.load(d); err != nil {
+		return 0, err
+	}
+	if err := m.forward(need); err != nil {
+		return 0, err
+	}
+	z, b := make([]float32, m.rows*classes), make([]float32, classes)
+	if err := m.scratch[2].Slice(0, len(z)).CopyTo(m.Stream, z); err != nil {
+		return 0, err
+	}
+	if err := m.Params[b2].CopyTo(m.Stream, b); err != nil {
+		return 0, err
+	}
+	right := 0
+	for r, want := range d.y {
+		best := 0
+		for c := range classes {
+			if z[r*classes+c]+b[c] > z[r*classes+best]+b[best] {
+				best = c
+			}
+		}
+		if best == int(want) {
+			right++
+		}
+	}
+	return float64(right) / float64(m.rows), nil
+}
+
+// act is the first rows of activation i as a matrix.
+func (m *Model) act(i, cols int) tensor.Tensor {
+	return matrix(m.scratch[i].Slice(0, m.rows*cols), m.rows, cols)
+}
+
+func (m *Model) weight(from []floatSlice, i, rows, cols int) tensor.Tensor {
+	return matrix(from[i], rows, cols)
+}
+
+// matrix gives memory a shape that is known to fit.
+func matrix(x floatSlice, rows, cols int) tensor.Tensor {
+	t, err := tensor.Of(x, rows, cols)
+	if err != nil {
+		panic(err)
+	}
+	return t
+}

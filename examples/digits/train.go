@@ -1,0 +1,141 @@
+package digits
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A Hook is told about parameter i of the model whose stream is s.
+type Hook func(s *stream.Stream, i int) error
+
+// A Trainer trains a model on each local rank of a group.
+type Trainer struct {
+	Group  *comm.Group
+	Models []*Model
+	Need   Hook         // before a parameter is used; nil does nothing
+	Ready  Hook         // when a gradient is enqueued
+	Update func() error // ends a step, when all gradients are ready
+}
+
+// A Result is what a run has to show.
+type Result struct {
+	Losses       []float32 `json:"losses"` // of each step, over all ranks
+	TestAccuracy float64   `json:"test_accuracy"`
+	Ranks        int       `json:"ranks"`
+	Backend      string    `json:"backend"`
+	Seconds      float64   `json:"seconds"`
+	StateBytes   int       `json:"state_bytes,omitempty"` // of the optimiser, on each rank
+	ModelBytes   int       `json:"model_bytes,omitempty"` // of the parameters
+}
+
+// Run trains for all epochs and prints the loss of each on rank 0.
+func (t *Trainer) Run(ctx context.Context) (*Result, error) {
+	train, test, err := Load()
+	if err != nil {
+		return nil, err
+	}
+	if t.Need == nil {
+		t.Need = func(*stream.Stream, int) error { return nil }
+	}
+	losses := make(comm.Shards[float32], len(t.Models))
+	defer func() { _ = losses.Close() }()
+	for i, m := range t.Models {
+		if losses[i], err = memory.Make[float32](m.Stream, Steps); err != nil {
+			return nil, err
+		}
+	}
+	g := t.Group
+	res := &Result{Ranks: g.Size(), Backend: g.Device(0).System().Backend()}
+	for e := range Epochs {
+		for i := range Steps {
+			if err := t.step(train.Slice(i*BatchRows, (i+1)*BatchRows), losses, i); err != nil {
+				return nil, err
+			}
+		}
+		ls, err := t.gather(ctx, losses)
+		if err != nil {
+			return nil, err
+		}
+		res.Losses = append(res.Losses, ls...)
+		if g.Rank() == 0 {
+			fmt.Printf("epoch %d of %d: loss %.4f\n", e+1, Epochs, ls[Steps-1])
+		}
+	}
+	res.TestAccuracy, err = t.Models[0].accuracy(test, t.Need)
+	return res, err
+}
+
+// step enqueues one step on the parts of the batch that the local ranks have. The
+// host only waits for the batch to be copied.
+func (t *Trainer) step(batch Dataset, losses comm.Shards[float32], at int) error {
+	for i, m := range t.Models {
+		from, to := Share(batch.Rows(), t.Group.Communicator(i).Rank(), t.Group.Size())
+		if err := m.load(batch.Slice(from, to)); err != nil {
+			return err
+		}
+		if err := m.forward(t.Need); err != nil {
+			return err
+		}
+		if err := m.backward(losses[i].Slice(at, at+1), t.Ready); err != nil {
+			return err
+		}
+	}
+	return t.Update()
+}
+
+// gather sums the losses of an epoch over the ranks and copies them to the host.
+func (t *Trainer) gather(ctx context.Context, losses comm.Shards[float32]) ([]float32, error) {
+	g := t.Group
+	for i, m := range t.Models {
+		if err := g.Stream(i).WaitStream(m.Stream); err != nil {
+			return nil, err
+		}
+	}
+	if err := comm.AllReduce(g, comm.Sum, losses...); err != nil {
+		return nil, err
+	}
+	// The host waits for the group first: it gives up when a rank is lost.
+	if err := g.Wait(ctx); err != nil {
+		return nil, err
+	}
+	for i, m := range t.Models {
+		if err := m.Stream.WaitStream(g.Stream(i)); err != nil {
+			return nil, err
+		}
+	}
+	host := make([]float32, Steps)
+	return host, losses[0].CopyTo(t.Models[0].Stream, host)
+}
+
+// Streams returns those of the models.
+func (t *Trainer) Streams() []*stream.Stream {
+	var ss []*stream.Stream
+	for _, m := range t.Models {
+		ss = append(ss, m.Stream)
+	}
+	return ss
+}
+
+// String is the result in one line.
+func (r *Result) String() string {
+	return fmt.Sprintf("ranks %d, backend %s, steps %d, loss %.4f -> %.4f, test accuracy %.3f, %.1f s", r.Ranks, r.Backend,
+		len(r.Losses), r.Losses[0], r.Losses[len(r.Losses)-1], r.TestAccuracy, r.Seconds)
+}
+
+// Write writes the result to a file as JSON; without a name it does nothing.
+func (r *Result) Write(file string) error {
+	if file == "" {
+		return nil
+	}
+	b, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(file, append(b, '\n'), 0o644)
+}

@@ -1,0 +1,91 @@
+package main
+
+import (
+	"context"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/memory"
+)
+
+// A replica is what one local rank has.
+type replica struct {
+	model   *digits.Model
+	momenta memory.Slice[float32] // of this rank's shard only
+}
+
+func train(ctx context.Context, g *comm.Group) (res *digits.Result, err error) {
+	// Gradients are weighted by the rows of each rank, so they are summed. The
+	// small first bucket makes the reduction of the last layer overlap with the
+	// backward pass of the first one.
+	sh, err := comm.NewSharder[float32](g, &comm.ShardConfig{FirstBucketBytes: 6 << 10, Op: new(comm.Sum)}, digits.ParamLens...)
+	if err != nil {
+		return nil, err
+	}
+	defer sh.Close()
+	t := digits.Trainer{Group: g, Need: sh.WaitOn, Ready: sh.Ready}
+	var replicas []replica
+	for i := range g.Locals() {
+		r, err := newReplica(g, sh, i)
+		defer r.close()
+		if err != nil {
+			return nil, err
+		}
+		replicas = append(replicas, r)
+		t.Models = append(t.Models, r.model)
+	}
+	// All ranks start from the parameters that each has of its own shard.
+	if err := sh.AllGather(t.Streams()...); err != nil {
+		return nil, err
+	}
+	t.Update = func() error {
+		if err := sh.Finish(t.Streams()...); err != nil {
+			return err
+		}
+		for i, r := range replicas {
+			if err := r.update(sh.Parts(i)); err != nil {
+				return err
+			}
+		}
+		return sh.AllGather(t.Streams()...)
+	}
+	if res, err = t.Run(ctx); err != nil {
+		return nil, err
+	}
+	res.StateBytes, res.ModelBytes = replicas[0].momenta.Bytes(), sh.Flat(0).Bytes()
+	return res, nil
+}
+
+func newReplica(g *comm.Group, sh *comm.Sharder[float32], local int) (r replica, err error) {
+	if r.model, err = digits.NewModel(g.Device(local)); err != nil {
+		return r, err
+	}
+	if r.momenta, err = memory.Make[float32](r.model.Stream, sh.Len()); err != nil {
+		return r, err
+	}
+	if err := r.momenta.Zero(r.model.Stream); err != nil {
+		return r, err
+	}
+	r.model.Params, r.model.Grads = sh.Params(local), sh.Grads(local)
+	for i := range r.model.Params {
+		if err := sh.WaitOn(r.model.Stream, i); err != nil {
+			return r, err
+		}
+	}
+	return r, r.model.Init()
+}
+
+// update updates the parameters of the shard.
+func (r *replica) update(parts []comm.Part[float32]) error {
+	for _, p := range parts {
+		if err := r.model.SGD(p.Param, r.momenta.Slice(p.At, p.At+p.Param.Len()), p.Grad); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *replica) close() {
+	_ = r.momenta.Close()
+	_ = r.model.Close()
+}

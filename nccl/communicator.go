@@ -2,6 +2,7 @@ package nccl
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -28,9 +29,12 @@ type Communicator struct {
 	rec         *recorder
 	marks       marks
 	clique      *clique
-	look        func() // watch, made once
+	look        func()  // watch, made once
+	settings    *Config // as they were given, for children
 	onFailure   func(*Communicator, error) error
 	recoverable bool
+	forgiven    atomic.Bool // it has failed, and may still be a parent
+	children    int         // guarded by mu
 
 	mu     sync.Mutex   // held by the call that is in NCCL
 	life   sync.RWMutex // held for reading while Err is in NCCL
@@ -49,20 +53,72 @@ var made atomic.Int64
 // ends first it returns the cause; the attempt cannot be called back from NCCL,
 // so it goes on by itself and is aborted when it ends.
 func NewCommunicator(ctx context.Context, dev *device.Device, id UniqueID, rank, size int, cfg *Config) (*Communicator, error) {
-	if dev == nil {
-		return nil, fmt.Errorf("nccl: new communicator: no device given")
+	return NewScalable(ctx, dev, []UniqueID{id}, rank, size, cfg)
+}
+
+// NewScalable is NewCommunicator with several ids, made by as many ranks, so that
+// thousands of ranks do not all connect to one (ncclCommInitRankScalable). All
+// ranks give the same list.
+func NewScalable(ctx context.Context, dev *device.Device, ids []UniqueID, rank, size int, cfg *Config) (*Communicator, error) {
+	if err := checkRank(dev, rank, size); err != nil {
+		return nil, err
 	}
-	if size < 1 || rank < 0 || rank >= size {
-		return nil, fmt.Errorf("nccl: new communicator: rank %d of %d: want 0 <= rank < size", rank, size)
+	if len(ids) == 0 || len(ids) > size {
+		return nil, fmt.Errorf("nccl: new communicator: %d ids for %d ranks: want 1 to %[2]d", len(ids), size)
 	}
 	c, raw, err := prepare(dev, rank, size, cfg)
 	if err != nil {
 		return nil, err
 	}
-	ids := []ncclapi.UniqueID{ncclapi.UniqueID(id)}
-	return c, c.start(ctx, "ncclCommInitRankScalable", string(id[:]), func() ncclapi.Result {
-		return c.api.CommInitRankScalable(c.h, int32(size), int32(rank), ids, raw)
+	list := make([]ncclapi.UniqueID, len(ids))
+	for i, id := range ids {
+		list[i] = ncclapi.UniqueID(id)
+	}
+	return c.start(ctx, "ncclCommInitRankScalable", string(ids[0][:]), func() ncclapi.Result {
+		return c.api.CommInitRankScalable(c.h, int32(size), int32(rank), list, raw)
 	})
+}
+
+// NewCommunicators makes one rank on each of the devices, in their order
+// (ncclCommInitAll). When ctx ends first, or one of them fails, there is none.
+func NewCommunicators(ctx context.Context, devs []*device.Device, cfg *Config) ([]*Communicator, error) {
+	if len(devs) == 0 || devs[0] == nil {
+		return nil, fmt.Errorf("nccl: new communicators: no device given")
+	}
+	id, err := NewUniqueID(devs[0])
+	if err != nil {
+		return nil, err
+	}
+	// The first rank that fails ends the wait of the others for it.
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	list, errs := make([]*Communicator, len(devs)), make([]error, len(devs))
+	var wg sync.WaitGroup
+	for i, dev := range devs {
+		wg.Go(func() {
+			if list[i], errs[i] = NewCommunicator(ctx, dev, id, i, len(devs), cfg); errs[i] != nil {
+				cancel(errs[i])
+			}
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		for _, c := range list {
+			_ = c.Close()
+		}
+		return nil, err
+	}
+	return list, nil
+}
+
+func checkRank(dev *device.Device, rank, size int) error {
+	if dev == nil {
+		return fmt.Errorf("nccl: new communicator: no device given")
+	}
+	if size < 1 || rank < 0 || rank >= size {
+		return fmt.Errorf("nccl: new communicator: rank %d of %d: want 0 <= rank < size", rank, size)
+	}
+	return nil
 }
 
 // prepare makes a communicator without a handle, and what NCCL is told of cfg.
@@ -89,8 +145,8 @@ func prepare(dev *device.Device, rank, size int, cfg *Config) (*Communicator, *n
 
 // start runs an initialisation, which blocks until all ranks have come, on a
 // goroutine of its own, so that ctx can end the wait for it. The ranks of a
-// communicator have the same key.
-func (c *Communicator) start(ctx context.Context, op, key string, init func() ncclapi.Result) error {
+// communicator have the same key. One that NCCL made without this rank is nil.
+func (c *Communicator) start(ctx context.Context, op, key string, init func() ncclapi.Result) (*Communicator, error) {
 	begun := time.Now()
 	done := make(chan error, 1)
 	go func() {
@@ -98,18 +154,21 @@ func (c *Communicator) start(ctx context.Context, op, key string, init func() nc
 	}()
 	select {
 	case err := <-done:
-		if err == nil {
-			c.enterClique(key)
-			handle.Init(c, &c.owner, "nccl communicator")
+		if err != nil || *c.h == 0 {
+			return nil, err
 		}
-		return err
+		if err := c.join(key); err != nil {
+			c.api.CommAbort(*c.h)
+			return nil, err
+		}
+		return c, nil
 	case <-ctx.Done():
 		go func() {
-			if <-done == nil {
+			if <-done == nil && *c.h != 0 {
 				c.api.CommAbort(*c.h)
 			}
 		}()
-		return fmt.Errorf("nccl: %s: rank %d of %d (%s): gave up after %v, other ranks have not come or have failed: %w",
+		return nil, fmt.Errorf("nccl: %s: rank %d of %d (%s): gave up after %v, other ranks have not come or have failed: %w",
 			op, c.rank, c.size, c.dev, time.Since(begun).Round(time.Millisecond), context.Cause(ctx))
 	}
 }

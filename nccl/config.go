@@ -73,6 +73,9 @@ func (c *Config) apply(to *Communicator) (err error) {
 	if err != nil {
 		return err
 	}
+	if c != nil {
+		to.settings = &cfg
+	}
 	to.onFailure, to.recoverable = cfg.OnFailure, cfg.Recoverable
 	to.rec = newRecorder(cfg.TraceSize)
 	to.rec.rank, to.rec.size, to.rec.device, to.rec.name = to.rank, to.size, to.dev.String(), cfg.Name

@@ -34,6 +34,9 @@
 // also compared when they issue: a *MismatchError is an operation that another one
 // has issued differently. Trace and DumpTrace tell what was issued last.
 //
+// Split, Shrink and Grow make communicators from others. Functions that the loaded
+// NCCL lacks return a *device.UnsupportedError that names the version that has them.
+//
 // Lifetime: Close ends the communicator at once, whatever is in flight
 // (ncclCommAbort); Shutdown waits for the work and leaves together with the
 // others (ncclCommFinalize, ncclCommDestroy).

@@ -38,14 +38,14 @@ const (
 // due reports whether it is time for a mark.
 func (m *marks) due(t int64) bool { return t-m.last.Load() > markEvery }
 
-// set marks the place behind the operations up to a record on their stream, unless
-// that takes part in a capture. In the place of the oldest mark it keeps the newest.
+// set marks the place behind the operations up to a record on their stream, which
+// takes part in no capture. In the place of the oldest mark it keeps the newest.
 func (m *marks) set(s *stream.Stream, record uint64) error {
 	if !m.mu.TryLock() {
 		return nil // it is not that important
 	}
 	defer m.mu.Unlock()
-	if m.over || stream.AnyCapture() {
+	if m.over {
 		return nil
 	}
 	k := &m.list[m.next]

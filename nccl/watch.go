@@ -114,22 +114,25 @@ func (c *Communicator) follow() (blind bool, err error) {
 		return false, nil
 	}
 	defer s.Release()
-	if stream.AnyCapture() && c.captured(s) {
-		return true, nil
-	}
-	done, err := asked(c.dev, "cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(s.Raw()) })
-	switch {
-	case done:
-		r.complete(last)
-	case err == nil && c.marks.newest() < last:
-		err = c.marks.set(s, last)
-	}
-	return false, err
+	blind = true
+	stream.Outside(func() {
+		if blind = c.captured(s); blind {
+			return
+		}
+		var done bool
+		done, err = asked(c.dev, "cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(s.Raw()) })
+		switch {
+		case done:
+			r.complete(last)
+		case err == nil && c.marks.newest() < last:
+			err = c.marks.set(s, last)
+		}
+	})
+	return blind, err
 }
 
-// captured reports whether the stream takes part in a capture, which must not be
-// disturbed. One that begins a moment later does no harm: the mark then tells
-// nothing.
+// captured reports whether the stream takes part in a capture that is not Chorus's,
+// which must not be disturbed.
 func (c *Communicator) captured(s *stream.Stream) bool {
 	var status cudadrv.CaptureStatus
 	err := c.dev.DoRelaxed("cuStreamIsCapturing", func(drv cudadrv.Driver) (r cudadrv.Result) {

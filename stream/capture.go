@@ -49,6 +49,19 @@ func (s *Stream) capturing() (bool, error) {
 	return status != cudadrv.CaptureNone, err
 }
 
+// Outside calls fn, unless the process captures a graph on any stream, and keeps
+// captures from beginning meanwhile. It reports whether it did. What asks a stream of
+// others for its progress would end a capture that it meets. For Chorus's own packages.
+func Outside(fn func()) bool {
+	open.begin.RLock()
+	defer open.begin.RUnlock()
+	if AnyCapture() {
+		return false
+	}
+	fn()
+	return true
+}
+
 // AnyCapture reports whether the process captures a graph on any stream. For
 // Chorus's own packages.
 func AnyCapture() bool { return open.count.Load() != 0 }
@@ -136,6 +149,7 @@ type capture struct {
 // take part; this is what the driver does not know.
 var open struct {
 	count atomic.Int32 // how many there are, for a look without the lock
+	begin sync.RWMutex // held while one begins
 	mu    sync.Mutex
 	list  []*capture
 }
@@ -163,6 +177,8 @@ func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder, pool Holda
 			return &CaptureError{Op: op, Object: "another stream of this goroutine, for " + other.graph.String() + ",", Advice: "captures do not nest"}
 		}
 	}
+	open.begin.Lock()
+	defer open.begin.Unlock()
 	err := s.dev.Do("cuStreamBeginCapture", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamBeginCapture(s.h, mode) })
 	if err != nil {
 		return err

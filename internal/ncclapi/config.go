@@ -74,6 +74,15 @@ func (c *Config) TooNew(version int32) (field string, since int32) {
 	return "", 0
 }
 
+// NewProperties returns Properties for a library of the given version to fill in.
+func NewProperties(version int32) *Properties {
+	p := &Properties{Magic: ConfigMagic, Version: uint32(min(version, newestKnown)), Size: unsafe.Offsetof(Properties{}.RailedGINType)}
+	if version >= 23003 {
+		p.Size = unsafe.Sizeof(*p)
+	}
+	return p
+}
+
 // NewSimInfo returns a SimInfo for a library of the given version.
 func NewSimInfo(version int32) *SimInfo {
 	s := &SimInfo{EstimatedTime: -1}

@@ -14,7 +14,7 @@ import (
 // The golden file has the offset and size of every field, as C lays them out.
 func TestLayouts(t *testing.T) {
 	text := ""
-	for _, s := range []any{Config{}, SimInfo{}} {
+	for _, s := range []any{Config{}, Properties{}, SignalDesc{}, SimInfo{}} {
 		typ := reflect.TypeOf(s)
 		text += fmt.Sprintf("%s %d\n", typ.Name(), typ.Size())
 		for f := range typ.Fields() {
@@ -80,6 +80,33 @@ func TestConfigTooNew(t *testing.T) {
 		old := v.Type().Field(i).Offset < unsafe.Offsetof(c.TrafficClass)
 		require.Equal(t, old, field == "", v.Type().Field(i).Name)
 	}
+}
+
+// A parameter is text that C owns, of a length that C tells.
+func TestParameters(t *testing.T) {
+	so := dltest.Load(t, `
+		int ncclGetVersion(int *v) { *v = 23004; return 0; }
+		int ncclParamGetParameter(const char *key, const char **value, int *n) { *value = key[5] == 'D' ? "INFO and more" : 0; *n = 4; return 0; }
+		static const char *keys[] = {"NCCL_DEBUG", "NCCL_ALGO"};
+		int ncclParamGetAllParameterKeys(const char ***t, int *n) { *t = keys; *n = 2; return 0; }`)
+	lib, err := newLib(func(name string) (uintptr, bool) {
+		if p, ok := so.Symbol(name); ok {
+			return p, true
+		}
+		return 1, true // never called
+	}, "test")
+	require.NoError(t, err)
+	value, r := lib.ParamGetParameter("NCCL_DEBUG")
+	require.Equal(t, []any{"INFO", Success}, []any{value, r})
+	value, r = lib.ParamGetParameter("NCCL_ALGO")
+	require.Equal(t, []any{"", Success}, []any{value, r})
+	keys, r := lib.ParamGetAllParameterKeys()
+	require.Equal(t, []any{[]string{"NCCL_DEBUG", "NCCL_ALGO"}, Success}, []any{keys, r})
+}
+
+func TestProperties(t *testing.T) {
+	require.EqualValues(t, 48, NewProperties(22902).Size)
+	require.EqualValues(t, 56, NewProperties(23007).Size)
 }
 
 func TestSimInfo(t *testing.T) {

@@ -49,6 +49,14 @@ const (
 	FuncCommGrow
 	FuncCommSuspend
 	FuncCommResume
+	FuncCommMemStats
+	FuncCommQueryProperties
+	FuncWinGetUserPtr
+	FuncPutSignal
+	FuncSignal
+	FuncWaitSignal
+	FuncParamGetParameter
+	FuncParamGetAllParameterKeys
 	NumFuncs
 )
 
@@ -102,6 +110,15 @@ var symbols = [NumFuncs]struct {
 	FuncCommGrow:             {"ncclCommGrow", 22902},
 	FuncCommSuspend:          {"ncclCommSuspend", 22907},
 	FuncCommResume:           {"ncclCommResume", 22907},
+	FuncCommMemStats:         {"ncclCommMemStats", 22907},
+	FuncCommQueryProperties:  {"ncclCommQueryProperties", 22902},
+	FuncWinGetUserPtr:        {"ncclWinGetUserPtr", 22902},
+	FuncPutSignal:            {"ncclPutSignal", 22902},
+	FuncSignal:               {"ncclSignal", 22902},
+	FuncWaitSignal:           {"ncclWaitSignal", 22902},
+
+	FuncParamGetParameter:        {"ncclParamGetParameter", 23004},
+	FuncParamGetAllParameterKeys: {"ncclParamGetAllParameterKeys", 23004},
 }
 
 // Name is the C name, such as ncclCommSplit.

@@ -78,4 +78,12 @@ type API interface {
 	CommGrow(c Comm, nranks int32, id *UniqueID, rank int32, out *Comm, cfg *Config) Result
 	CommSuspend(c Comm, flags int32) Result
 	CommResume(c Comm) Result
+	CommMemStats(c Comm, stat int32) (uint64, Result)
+	CommQueryProperties(c Comm, p *Properties) Result
+	WinGetUserPtr(c Comm, w Window) (cudadrv.DevicePtr, Result)
+	PutSignal(local cudadrv.DevicePtr, count uintptr, t DType, peer int32, w Window, offset uintptr, signal, ctx int32, flags uint32, c Comm, s cudadrv.Stream) Result
+	Signal(peer, signal, ctx int32, flags uint32, c Comm, s cudadrv.Stream) Result
+	WaitSignal(descs []SignalDesc, c Comm, s cudadrv.Stream) Result
+	ParamGetParameter(key string) (string, Result)
+	ParamGetAllParameterKeys() ([]string, Result)
 }

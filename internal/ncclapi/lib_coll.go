@@ -87,3 +87,18 @@ func (l *Lib) GroupEnd() Result { return l.Call(FuncGroupEnd, dl.Get()) }
 func (l *Lib) GroupSimulateEnd(info *SimInfo) Result {
 	return l.Call(FuncGroupSimulateEnd, dl.Get().Ptr(unsafe.Pointer(info)))
 }
+
+func (l *Lib) PutSignal(local cudadrv.DevicePtr, count uintptr, t DType, peer int32, w Window, offset uintptr, signal, ctx int32, flags uint32, c Comm, s cudadrv.Stream) Result {
+	return l.Call(FuncPutSignal, dl.Get().
+		In(uintptr(local), count, uintptr(t), uintptr(peer), uintptr(w), offset, uintptr(signal), uintptr(ctx), uintptr(flags), uintptr(c), uintptr(s)))
+}
+
+func (l *Lib) Signal(peer, signal, ctx int32, flags uint32, c Comm, s cudadrv.Stream) Result {
+	return l.Call(FuncSignal, dl.Get().
+		In(uintptr(peer), uintptr(signal), uintptr(ctx), uintptr(flags), uintptr(c), uintptr(s)))
+}
+
+func (l *Lib) WaitSignal(descs []SignalDesc, c Comm, s cudadrv.Stream) Result {
+	return l.Call(FuncWaitSignal, dl.Get().
+		In(uintptr(len(descs))).Ptr(unsafe.Pointer(unsafe.SliceData(descs))).In(uintptr(c), uintptr(s)))
+}

@@ -131,3 +131,16 @@ func (l *Lib) CommSuspend(c Comm, flags int32) Result {
 }
 
 func (l *Lib) CommResume(c Comm) Result { return l.Call(FuncCommResume, dl.Get().In(uintptr(c))) }
+
+func (l *Lib) CommMemStats(c Comm, stat int32) (uint64, Result) {
+	return l.Call1(FuncCommMemStats, dl.Get().In(uintptr(c), uintptr(stat)).Out())
+}
+
+func (l *Lib) CommQueryProperties(c Comm, p *Properties) Result {
+	return l.Call(FuncCommQueryProperties, dl.Get().In(uintptr(c)).Ptr(unsafe.Pointer(p)))
+}
+
+func (l *Lib) WinGetUserPtr(c Comm, w Window) (cudadrv.DevicePtr, Result) {
+	p, r := l.Call1(FuncWinGetUserPtr, dl.Get().In(uintptr(c), uintptr(w)).Out())
+	return cudadrv.DevicePtr(p), r
+}

@@ -59,6 +59,15 @@ var signatures = dltest.Signatures{
 	"ncclCommGrow":             "w i p128 i o8 p16",
 	"ncclCommSuspend":          "w i",
 	"ncclCommResume":           "w",
+	"ncclCommMemStats":         "w i o8",
+	"ncclCommQueryProperties":  "w p16",
+	"ncclWinGetUserPtr":        "w w o8",
+	"ncclPutSignal":            "w w i i w w i i i w w",
+	"ncclSignal":               "i i i i w w",
+	"ncclWaitSignal":           "i p32 w w",
+
+	"ncclParamGetParameter":        "s o8=0 o4",
+	"ncclParamGetAllParameterKeys": "o8=0 o4",
 }
 
 // The golden file shows for each method what C received and what the method
@@ -153,6 +162,18 @@ func TestRecordedCalls(t *testing.T) {
 	made("CommGrow", func(out *Comm) Result { return a.CommGrow(0xc1, 8, &id, -1, out, cfg) })
 	one("CommSuspend", a.CommSuspend(0xc1, 1))
 	one("CommResume", a.CommResume(0xc1))
+	stat, r := a.CommMemStats(0xc1, StatGPUMemTotal)
+	two("CommMemStats", stat, r)
+	one("CommQueryProperties", a.CommQueryProperties(0xc1, NewProperties(23007)))
+	p, r = a.WinGetUserPtr(0xc1, 0xb1)
+	two("WinGetUserPtr", p, r)
+	one("PutSignal", a.PutSignal(0xd1, 100, BFloat16, 6, 0xb1, 64, 1, 2, 3, 0xc1, 0x51))
+	one("Signal", a.Signal(6, 1, 2, 3, 0xc1, 0x51))
+	one("WaitSignal", a.WaitSignal([]SignalDesc{{7, 6, 1, 2}, {8, 5, 3, 4}}, 0xc1, 0x51))
+	text, r := a.ParamGetParameter("NCCL_DEBUG")
+	two("ParamGetParameter", text, r)
+	keys, r := a.ParamGetAllParameterKeys()
+	two("ParamGetAllParameterKeys", keys, r)
 
 	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
 	dltest.Golden(t, "testdata/record.golden", b.String())

@@ -96,11 +96,54 @@ type Config struct {
 	GraphStreamOrdering int32 // 2.30
 }
 
+// What CommMemStats tells, with the values of nccl.h.
+const (
+	StatGPUMemSuspend   int32 = 0 // bytes that CommSuspend gives back
+	StatGPUMemSuspended int32 = 1 // 1 while they are given back
+	StatGPUMemPersist   int32 = 2 // bytes that stay
+	StatGPUMemTotal     int32 = 3
+)
+
+// Flags of CommRevoke and CommSuspend.
+const (
+	RevokeDefault int32 = 0
+	SuspendMem    int32 = 1
+)
+
+// Properties is ncclCommProperties_t of 2.30; Stamp sets how much of it the loaded
+// library is told about.
+type Properties struct {
+	Size             uintptr
+	Magic            uint32
+	Version          uint32
+	Rank             int32
+	NRanks           int32
+	CUDADev          int32
+	NVMLDev          int32
+	DeviceAPISupport uint8
+	MultimemSupport  uint8
+	_                [2]uint8
+	GINType          int32
+	NLSATeams        int32
+	HostRMASupport   uint8
+	_                [3]uint8
+	RailedGINType    int32
+	_                uint32
+}
+
+// SignalDesc is ncclWaitSignalDesc_t.
+type SignalDesc struct {
+	Ops    int32 // how many signals to wait for
+	Peer   int32
+	Signal int32
+	Ctx    int32
+}
+
 // SimInfo is ncclSimInfo_t.
 type SimInfo struct {
 	Size          uintptr
 	Magic         uint32
 	Version       uint32
-	EstimatedTime float32 // seconds as NCCL's cost model has it; -1 when unknown
+	EstimatedTime float32 // microseconds as NCCL's cost model has it; -1 when unknown
 	_             uint32
 }

@@ -115,6 +115,10 @@ func (l *ncclLib) usable(f ncclapi.Func, h ncclapi.Comm) (*comm, ncclapi.Result)
 	switch {
 	case c.failure != nil:
 		return nil, c.failure.Result
+	case c.revoked:
+		return nil, l.refuse(ncclapi.InvalidUsage, "%s: the communicator of rank %d was revoked", f.Name(), c.rank)
+	case c.suspended:
+		return nil, l.refuse(ncclapi.InvalidUsage, "%s: the communicator of rank %d is suspended", f.Name(), c.rank)
 	case c.final:
 		return nil, l.refuse(ncclapi.InvalidArgument, "%s: the communicator of rank %d is finalized", f.Name(), c.rank)
 	}
@@ -229,22 +233,6 @@ func (l *ncclLib) adopt(c *comm) ncclapi.Comm {
 	l.mu.Unlock()
 	return c.handle
 }
-
-// Functions newer than the reported version.
-
-func (l *ncclLib) CommRevoke(ncclapi.Comm, int32) ncclapi.Result { return ncclapi.MissingSymbol }
-
-func (l *ncclLib) CommGetUniqueID(ncclapi.Comm) (ncclapi.UniqueID, ncclapi.Result) {
-	return ncclapi.UniqueID{}, ncclapi.MissingSymbol
-}
-
-func (l *ncclLib) CommGrow(ncclapi.Comm, int32, *ncclapi.UniqueID, int32, *ncclapi.Comm, *ncclapi.Config) ncclapi.Result {
-	return ncclapi.MissingSymbol
-}
-
-func (l *ncclLib) CommSuspend(ncclapi.Comm, int32) ncclapi.Result { return ncclapi.MissingSymbol }
-
-func (l *ncclLib) CommResume(ncclapi.Comm) ncclapi.Result { return ncclapi.MissingSymbol }
 
 // takeDevice consumes the thread's context for a call that makes something on
 // the current device.

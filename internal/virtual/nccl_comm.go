@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
@@ -38,22 +39,24 @@ type comm struct {
 	failed chan struct{} // closed once failure is set
 	wg     sync.WaitGroup
 
-	mu       sync.Mutex
-	closing  bool // by this rank: what breaks now is not a failure
-	aborted  bool
-	stopped  bool
-	final    bool // CommFinalize was called
-	failure  *failure
-	control  map[int][]*controlConn // of the neighbours
-	left     chan struct{}          // closed when the previous rank is connected
-	counted  chan struct{}          // closed when the ranks before this one are connected
-	joined   chan struct{}          // closed when all ranks are known to be connected
-	out      map[int]*link
-	in       map[int]*link
-	arrivals map[int]chan struct{}
-	meetings map[string]*meeting
-	departed map[int]chan struct{} // closed when the rank has said bye
-	children uint64                // communicators made from this one
+	mu        sync.Mutex
+	closing   bool // by this rank: what breaks now is not a failure
+	aborted   bool
+	stopped   bool
+	final     bool // CommFinalize was called
+	revoked   bool
+	suspended bool
+	failure   *failure
+	control   map[int][]*controlConn // of the neighbours
+	left      chan struct{}          // closed when the previous rank is connected
+	counted   chan struct{}          // closed when the ranks before this one are connected
+	joined    chan struct{}          // closed when all ranks are known to be connected
+	out       map[int]*link
+	in        map[int]*link
+	arrivals  map[int]chan struct{}
+	meetings  map[string]*meeting
+	departed  map[int]chan struct{} // closed when the rank has said bye
+	children  uint64                // communicators made from this one
 
 	running int // launches enqueued and not done
 	idle    *sync.Cond
@@ -65,7 +68,8 @@ type comm struct {
 
 	redops  map[ncclapi.RedOp]scaledSum
 	regs    map[ncclapi.RegID]bool
-	windows map[ncclapi.Window]bool
+	windows map[ncclapi.Window]cudadrv.DevicePtr
+	opened  uint64 // windows so far
 }
 
 // A controlConn is a control connection.
@@ -93,7 +97,7 @@ func (l *ncclLib) newComm(dev *device, t token) (*comm, member, error) {
 		counted: make(chan struct{}), joined: make(chan struct{}),
 		control: map[int][]*controlConn{}, out: map[int]*link{}, in: map[int]*link{},
 		arrivals: map[int]chan struct{}{}, meetings: map[string]*meeting{}, departed: map[int]chan struct{}{},
-		redops: map[ncclapi.RedOp]scaledSum{}, regs: map[ncclapi.RegID]bool{}, windows: map[ncclapi.Window]bool{},
+		redops: map[ncclapi.RedOp]scaledSum{}, regs: map[ncclapi.RegID]bool{}, windows: map[ncclapi.Window]cudadrv.DevicePtr{},
 	}
 	c.idle = sync.NewCond(&c.mu)
 	c.door = newAcceptor(ln, t, c.welcome)

@@ -87,7 +87,7 @@ func (l *ncclLib) GroupEnd() ncclapi.Result {
 }
 
 // GroupSimulateEnd ends the group without doing any of it and tells a made-up
-// time: ten microseconds for each operation and one second for each 100 GB.
+// time: ten microseconds for each operation and ten more for each megabyte.
 func (l *ncclLib) GroupSimulateEnd(info *ncclapi.SimInfo) ncclapi.Result {
 	if info == nil {
 		return l.refuse(ncclapi.InvalidArgument, "ncclGroupSimulateEnd: the information is null")
@@ -98,7 +98,7 @@ func (l *ncclLib) GroupSimulateEnd(info *ncclapi.SimInfo) ncclapi.Result {
 	}
 	info.EstimatedTime = 0
 	for _, w := range g.works {
-		info.EstimatedTime += 10e-6 + float32(max(w.sendBytes, w.recvBytes))/100e9
+		info.EstimatedTime += 10 + 10*float32(max(w.sendBytes, w.recvBytes))/1e6
 	}
 	return ncclapi.Success
 }

@@ -197,8 +197,10 @@ func (l *ncclLib) parent(f ncclapi.Func, h ncclapi.Comm, out *ncclapi.Comm, cfg 
 	if r := l.checkConfig(f, cfg); r != ncclapi.Success {
 		return nil, r
 	}
-	if f == ncclapi.FuncCommShrink { // also from one that has lost a rank
-		return l.comm(f, h)
+	c, r := l.comm(f, h)
+	// Also from one that was revoked or, to shrink it, has lost a rank.
+	if r != ncclapi.Success || f == ncclapi.FuncCommShrink || c.isRevoked() {
+		return c, r
 	}
 	return l.usable(f, h)
 }

@@ -69,11 +69,12 @@ func (g *meeting) objection(j *joiner) *verdict {
 		return &verdict{Result: ncclapi.InvalidUsage, Text: fmt.Sprintf(format, args...)}
 	}
 	for _, other := range g.joiners {
+		if other.Note != j.Note && other.Note != "" && j.Note != "" {
+			a, b := inOrder(other, *j)
+			return invalid("rank %d has %s, rank %d has %s", a.Rank, a.Note, b.Rank, b.Note)
+		}
 		if other.Ranks != j.Ranks {
-			a, b := other, *j
-			if a.Rank > b.Rank {
-				a, b = b, a
-			}
+			a, b := inOrder(other, *j)
 			return invalid("rank %d expects %d ranks in the communicator, rank %d expects %d", a.Rank, a.Ranks, b.Rank, b.Ranks)
 		}
 	}
@@ -85,6 +86,13 @@ func (g *meeting) objection(j *joiner) *verdict {
 			j.Rank, other.Member.BusID, j.Member.BusID)
 	}
 	return nil
+}
+
+func inOrder(a, b joiner) (joiner, joiner) {
+	if a.Rank > b.Rank {
+		a, b = b, a
+	}
+	return a, b
 }
 
 // seat tells each joiner its communicator.
@@ -119,6 +127,9 @@ func table(seats []joiner) *verdict {
 		}
 		first[j.Member.UUID] = rank
 		v.Members = append(v.Members, j.Member)
+		if j.Note != "" {
+			v.Note = j.Note
+		}
 	}
 	return v
 }

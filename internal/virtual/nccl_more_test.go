@@ -42,8 +42,11 @@ func TestRegistrations(t *testing.T) {
 	b, r := c.api.CommRegister(h, p+16, 8) // a part of what is registered
 	c.good(r)
 	require.NotEqual(t, a, b)
-	var w ncclapi.Window
-	c.good(c.api.CommWindowRegister(h, p, 64, &w, ncclapi.WindowCollSymmetric))
+	var w, other ncclapi.Window
+	c.group(func() {
+		c.good(c.api.CommWindowRegister(h, p, 64, &w, ncclapi.WindowCollSymmetric))
+		c.good(c.api.CommWindowRegister(c.comms[1], foreign, 64, &other, ncclapi.WindowCollSymmetric))
+	})
 
 	for want, f := range map[string]func() ncclapi.Result{
 		"needs 65 bytes and has 64":     func() ncclapi.Result { _, r := c.api.CommRegister(h, p, 65); return r },

@@ -139,10 +139,13 @@ func (l *ncclLib) CommDeregister(h ncclapi.Comm, id ncclapi.RegID) ncclapi.Resul
 	return forget(l, ncclapi.FuncCommDeregister, h, id, func(c *comm) map[ncclapi.RegID]bool { return c.regs })
 }
 
-// CommWindowRegister checks and remembers the window. It does not wait for the
-// other ranks, which NCCL does.
+// CommWindowRegister checks the window and waits for those of all ranks, which must
+// be as long for a symmetric one.
 func (l *ncclLib) CommWindowRegister(h ncclapi.Comm, p cudadrv.DevicePtr, bytes uintptr, out *ncclapi.Window, flags int32) ncclapi.Result {
 	const f = ncclapi.FuncCommWindowRegister
+	if !l.Has(f) {
+		return ncclapi.MissingSymbol
+	}
 	if out == nil || flags != ncclapi.WindowDefault && flags != ncclapi.WindowCollSymmetric {
 		return l.refuse(ncclapi.InvalidArgument, "%s: flags %d, result at %p", f.Name(), flags, out)
 	}
@@ -151,14 +154,27 @@ func (l *ncclLib) CommWindowRegister(h ncclapi.Comm, p cudadrv.DevicePtr, bytes 
 		return r
 	}
 	c.mu.Lock()
-	defer c.mu.Unlock()
-	*out = ncclapi.Window(id)
-	c.windows[*out] = true
-	return ncclapi.Success
+	c.opened++
+	meeting := fmt.Sprintf("window %d", c.opened)
+	c.mu.Unlock()
+	note := "a window"
+	if flags == ncclapi.WindowCollSymmetric {
+		note = fmt.Sprintf("a symmetric window of %d bytes", bytes)
+	}
+	return l.later(func() ncclapi.Result {
+		if _, r := c.meet(f, meeting, note); r != ncclapi.Success {
+			return r
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		*out = ncclapi.Window(id)
+		c.windows[*out] = p
+		return ncclapi.Success
+	})
 }
 
 func (l *ncclLib) CommWindowDeregister(h ncclapi.Comm, w ncclapi.Window) ncclapi.Result {
-	return forget(l, ncclapi.FuncCommWindowDeregister, h, w, func(c *comm) map[ncclapi.Window]bool { return c.windows })
+	return forget(l, ncclapi.FuncCommWindowDeregister, h, w, func(c *comm) map[ncclapi.Window]cudadrv.DevicePtr { return c.windows })
 }
 
 // MemAlloc makes memory that all devices may use.

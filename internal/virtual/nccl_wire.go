@@ -36,6 +36,7 @@ type joiner struct {
 	Rank       int
 	Color, Key int
 	Member     member
+	Note       string // for all who meet
 }
 
 // A member is what ranks know of each other.
@@ -52,6 +53,7 @@ type verdict struct {
 	Text    string
 	Rank    int
 	Members []member
+	Note    string // of the joiners that had one, which must be the same
 }
 
 // A notice tells a neighbour what became of a rank.

@@ -1,0 +1,35 @@
+package ncclapi
+
+import (
+	"runtime"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/dl"
+)
+
+// What NCCL returns of its parameters is its own until the next such call of the
+// thread.
+
+func (l *Lib) ParamGetParameter(key string) (string, Result) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	text, n, r := l.Call2(FuncParamGetParameter, dl.Get().String(key).Out().Out())
+	if r != Success || text == 0 {
+		return "", r
+	}
+	return string(unsafe.Slice((*byte)(dl.Pointer(text)), int(int32(n)))), r
+}
+
+func (l *Lib) ParamGetAllParameterKeys() ([]string, Result) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	table, n, r := l.Call2(FuncParamGetAllParameterKeys, dl.Get().Out().Out())
+	if r != Success || table == 0 {
+		return nil, r
+	}
+	var keys []string
+	for _, text := range unsafe.Slice((*uintptr)(dl.Pointer(table)), int(int32(n))) {
+		keys = append(keys, dl.GoString(text))
+	}
+	return keys, r
+}

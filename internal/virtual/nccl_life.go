@@ -1,0 +1,254 @@
+package virtual
+
+import (
+	"encoding/hex"
+	"fmt"
+	"os"
+	"slices"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+)
+
+// What NCCL got after 2.28.3. A library of an older version does not have it.
+
+// meet waits at rank 0 for all ranks, and returns what one of them has noted.
+func (c *comm) meet(f ncclapi.Func, meeting, note string) (string, ncclapi.Result) {
+	j := &joiner{Meeting: meeting, Ranks: c.n, Rank: c.rank, Key: c.rank, Member: c.members[c.rank], Note: note}
+	v, err := join(c.members[0].Address, c.token, j)
+	switch {
+	case err != nil:
+		return "", c.lib.refuse(ncclapi.RemoteError, "%s at rank %d: the connection to rank 0 was lost before all %d ranks had come: %v", f.Name(), c.rank, c.n, err)
+	case v.Result != ncclapi.Success:
+		return "", c.lib.refuse(v.Result, "%s: %s", f.Name(), v.Text)
+	}
+	return v.Note, ncclapi.Success
+}
+
+// CommRevoke ends what is in flight. The communicator then is good for nothing but
+// to make others from it.
+func (l *ncclLib) CommRevoke(h ncclapi.Comm, flags int32) ncclapi.Result {
+	const f = ncclapi.FuncCommRevoke
+	if r := l.enter(f); r != ncclapi.Success {
+		return r
+	}
+	c, r := l.comm(f, h)
+	if r != ncclapi.Success {
+		return r
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if flags != ncclapi.RevokeDefault || c.revoked {
+		return l.refuse(ncclapi.InvalidArgument, "%s: flags %d, or the communicator of rank %d was revoked before", f.Name(), flags, c.rank)
+	}
+	c.revoked = true
+	c.halt()
+	return ncclapi.Success
+}
+
+func (c *comm) isRevoked() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.revoked
+}
+
+// CommGetUniqueID opens the meeting of the ranks that are to be added.
+func (l *ncclLib) CommGetUniqueID(h ncclapi.Comm) (ncclapi.UniqueID, ncclapi.Result) {
+	const f = ncclapi.FuncCommGetUniqueID
+	if r := l.enter(f); r != ncclapi.Success {
+		return ncclapi.UniqueID{}, r
+	}
+	if _, r := l.comm(f, h); r != ncclapi.Success {
+		return ncclapi.UniqueID{}, r
+	}
+	id, err := l.startRoot()
+	if err != nil {
+		return id, l.refuse(ncclapi.SystemError, "%s: %v", f.Name(), err)
+	}
+	return id, ncclapi.Success
+}
+
+// CommGrow makes a communicator of the ranks of an old one, which keep their
+// numbers, and of new ones. Of the old ranks one has the id; the new ones have no
+// communicator.
+func (l *ncclLib) CommGrow(h ncclapi.Comm, nranks int32, id *ncclapi.UniqueID, rank int32, out *ncclapi.Comm, cfg *ncclapi.Config) ncclapi.Result {
+	const f = ncclapi.FuncCommGrow
+	if !l.Has(f) {
+		return ncclapi.MissingSymbol
+	}
+	if h == 0 {
+		if id == nil {
+			return l.refuse(ncclapi.InvalidArgument, "%s: a new rank needs the id", f.Name())
+		}
+		return l.initRank(f, out, nranks, rank, id, cfg)
+	}
+	c, r := l.parent(f, h, out, cfg)
+	if r != ncclapi.Success {
+		return l.failGroup(r)
+	}
+	if rank != -1 || int(nranks) <= c.n {
+		return l.failGroup(l.refuse(ncclapi.InvalidArgument, "%s at rank %d: from %d ranks to %d, as rank %d: want more ranks, and -1", f.Name(), c.rank, c.n, nranks, rank))
+	}
+	meeting, note := fmt.Sprintf("grow %d", c.nextChild()), ""
+	if id != nil {
+		note = hex.EncodeToString(id[:])
+	}
+	return l.later(func() ncclapi.Result {
+		note, r := c.meet(f, meeting, note)
+		if r != ncclapi.Success {
+			return r
+		}
+		var met ncclapi.UniqueID
+		if n, err := hex.Decode(met[:], []byte(note)); n != len(met) || err != nil {
+			return l.refuse(ncclapi.InvalidArgument, "%s: no rank has given the id", f.Name())
+		}
+		t, address, err := parseID(&met)
+		if err != nil {
+			return l.refuse(ncclapi.InvalidArgument, "%s: %v", f.Name(), err)
+		}
+		j := &joiner{Ranks: int(nranks), Rank: c.rank, Key: c.rank}
+		return l.make(f, out, c.dev, t, address, t, j)
+	})
+}
+
+func (l *ncclLib) CommSuspend(h ncclapi.Comm, flags int32) ncclapi.Result {
+	return l.suspend(ncclapi.FuncCommSuspend, h, flags == ncclapi.SuspendMem, true)
+}
+
+func (l *ncclLib) CommResume(h ncclapi.Comm) ncclapi.Result {
+	return l.suspend(ncclapi.FuncCommResume, h, true, false)
+}
+
+// suspend changes whether the communicator is suspended, while nothing runs on it.
+func (l *ncclLib) suspend(f ncclapi.Func, h ncclapi.Comm, flags, to bool) ncclapi.Result {
+	if r := l.enter(f); r != ncclapi.Success {
+		return r
+	}
+	c, r := l.comm(f, h)
+	if r != ncclapi.Success {
+		return r
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case !flags:
+		return l.refuse(ncclapi.InvalidArgument, "%s: the flags are none that it knows", f.Name())
+	case c.suspended == to:
+		return l.refuse(ncclapi.InvalidUsage, "%s: the communicator of rank %d is so already", f.Name(), c.rank)
+	case c.running > 0:
+		return l.refuse(ncclapi.InvalidUsage, "%s: operations of rank %d have not completed", f.Name(), c.rank)
+	}
+	c.suspended = to
+	return ncclapi.Success
+}
+
+// virtualCommMemory is what a communicator says to have for each of its ranks.
+const virtualCommMemory = 1 << 20
+
+func (l *ncclLib) CommMemStats(h ncclapi.Comm, stat int32) (uint64, ncclapi.Result) {
+	const f = ncclapi.FuncCommMemStats
+	if r := l.enter(f); r != ncclapi.Success {
+		return 0, r
+	}
+	c, r := l.comm(f, h)
+	if r != ncclapi.Success {
+		return 0, r
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch stat {
+	case ncclapi.StatGPUMemSuspend:
+		return uint64(c.n) * virtualCommMemory, ncclapi.Success
+	case ncclapi.StatGPUMemSuspended:
+		if c.suspended {
+			return 1, ncclapi.Success
+		}
+		return 0, ncclapi.Success
+	case ncclapi.StatGPUMemPersist:
+		return virtualCommMemory, ncclapi.Success
+	case ncclapi.StatGPUMemTotal:
+		return uint64(c.n+1) * virtualCommMemory, ncclapi.Success
+	}
+	return 0, l.refuse(ncclapi.InvalidArgument, "%s: there is no statistic %d", f.Name(), stat)
+}
+
+// CommQueryProperties tells, among other things, that virtual devices have no
+// one-sided operations.
+func (l *ncclLib) CommQueryProperties(h ncclapi.Comm, p *ncclapi.Properties) ncclapi.Result {
+	const f = ncclapi.FuncCommQueryProperties
+	if r := l.enter(f); r != ncclapi.Success {
+		return r
+	}
+	c, r := l.comm(f, h)
+	if r != ncclapi.Success {
+		return r
+	}
+	if p == nil || p.Magic != ncclapi.ConfigMagic || p.Size != ncclapi.NewProperties(l.m.cfg.NCCL).Size {
+		return l.refuse(ncclapi.InvalidArgument, "%s: the properties are not initialised", f.Name())
+	}
+	p.Rank, p.NRanks, p.CUDADev, p.NVMLDev, p.NLSATeams = int32(c.rank), int32(c.n), c.dev.ordinal, c.dev.ordinal, 1
+	return ncclapi.Success
+}
+
+func (l *ncclLib) WinGetUserPtr(h ncclapi.Comm, w ncclapi.Window) (cudadrv.DevicePtr, ncclapi.Result) {
+	const f = ncclapi.FuncWinGetUserPtr
+	if r := l.enter(f); r != ncclapi.Success {
+		return 0, r
+	}
+	c, r := l.comm(f, h)
+	if r != ncclapi.Success {
+		return 0, r
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p, ok := c.windows[w]
+	if !ok {
+		return 0, l.refuse(ncclapi.InvalidArgument, "%s: %#x is no window of the communicator", f.Name(), uintptr(w))
+	}
+	return p, ncclapi.Success
+}
+
+// oneSided refuses as NCCL does where the property says that there is no host RMA.
+func (l *ncclLib) oneSided(f ncclapi.Func, h ncclapi.Comm) ncclapi.Result {
+	if r := l.enter(f); r != ncclapi.Success {
+		return r
+	}
+	if _, r := l.usable(f, h); r != ncclapi.Success {
+		return r
+	}
+	return l.refuse(ncclapi.InvalidArgument, "%s: virtual devices have no one-sided operations", f.Name())
+}
+
+func (l *ncclLib) PutSignal(_ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ int32, _ ncclapi.Window, _ uintptr, _, _ int32, _ uint32, c ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
+	return l.oneSided(ncclapi.FuncPutSignal, c)
+}
+
+func (l *ncclLib) Signal(_, _, _ int32, _ uint32, c ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
+	return l.oneSided(ncclapi.FuncSignal, c)
+}
+
+func (l *ncclLib) WaitSignal(_ []ncclapi.SignalDesc, c ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
+	return l.oneSided(ncclapi.FuncWaitSignal, c)
+}
+
+// paramKeys are the parameters that virtual NCCL has heard of. It obeys none.
+var paramKeys = []string{"NCCL_ALGO", "NCCL_DEBUG", "NCCL_PROTO"}
+
+// ParamGetParameter returns what the environment says.
+func (l *ncclLib) ParamGetParameter(key string) (string, ncclapi.Result) {
+	const f = ncclapi.FuncParamGetParameter
+	if r := l.enter(f); r != ncclapi.Success {
+		return "", r
+	}
+	if !slices.Contains(paramKeys, key) {
+		return "", l.refuse(ncclapi.InvalidArgument, "%s: there is no parameter %q", f.Name(), key)
+	}
+	return os.Getenv(key), ncclapi.Success
+}
+
+func (l *ncclLib) ParamGetAllParameterKeys() ([]string, ncclapi.Result) {
+	if r := l.enter(ncclapi.FuncParamGetAllParameterKeys); r != ncclapi.Success {
+		return nil, r
+	}
+	return append([]string(nil), paramKeys...), ncclapi.Success
+}

@@ -1,0 +1,226 @@
+package nccl_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+)
+
+func TestWindows(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connect(t, devs)
+		pool := memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
+		defer pool.Close()
+		bufs := make([]*memory.Buffer, 2)
+		for i, r := range ranks {
+			require.NoError(t, pool.Use(r.s, func() (err error) {
+				bufs[i], err = memory.Alloc(r.s, 2<<20)
+				return err
+			}))
+			defer bufs[i].Close()
+		}
+		windows := make([]*nccl.Window, 2)
+		each(t, devs, func(i int) (err error) {
+			windows[i], err = ranks[i].c.RegisterWindow(testgpu.Context(t), bufs[i], 1<<20, true)
+			return err
+		})
+		require.Equal(t, 1<<20, windows[0].Bytes())
+		xs := make([]memory.Slice[float32], 2)
+		for i, r := range ranks {
+			var err error
+			xs[i], err = memory.View[float32](bufs[i], 0, 4)
+			require.NoError(t, err)
+			require.NoError(t, xs[i].CopyFrom(r.s, []float32{1, 2, 3, float32(i)}))
+		}
+		require.NoError(t, nccl.Group(ranks[0].c, func() error {
+			for i, r := range ranks {
+				if err := nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum); err != nil {
+					return err
+				}
+			}
+			return nil
+		}))
+		for i, r := range ranks {
+			got := make([]float32, 4)
+			require.NoError(t, xs[i].CopyTo(r.s, got))
+			require.Equal(t, []float32{2, 4, 6, 1}, got)
+		}
+		_, err := ranks[0].c.RegisterWindow(testgpu.Context(t), bufs[1], 16, true)
+		require.ErrorContains(t, err, "the buffer is of")
+		_, err = ranks[0].c.RegisterWindow(testgpu.Context(t), bufs[0], 4<<20, true)
+		require.ErrorContains(t, err, "ncclCommWindowRegister on rank 0 of 2")
+		each(t, devs, func(i int) error { return windows[i].Close() })
+		require.NoError(t, windows[0].Close())
+
+		reg, err := ranks[0].c.Register(bufs[0])
+		require.NoError(t, err)
+		require.NoError(t, reg.Close())
+		require.NoError(t, reg.Close())
+		reg, err = ranks[0].c.Register(bufs[0])
+		require.NoError(t, err)
+		require.NoError(t, ranks[0].c.Close())
+		require.NoError(t, reg.Close(), "the communicator has ended it")
+	})
+}
+
+func TestWindowsThatDiffer(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: newest})
+	ranks := connect(t, devs)
+	xs, _ := buffers(t, ranks, 1024)
+	errs := make([]error, 2)
+	each(t, devs, func(i int) error {
+		_, errs[i] = ranks[i].c.RegisterWindow(testgpu.Context(t), xs[i].Buffer(), 512<<i, true)
+		return nil
+	})
+	for _, err := range errs {
+		require.ErrorContains(t, err, "rank 0 has a symmetric window of 512 bytes, rank 1 has a symmetric window of 1024 bytes")
+	}
+	windows := make([]*nccl.Window, 2)
+	each(t, devs, func(i int) (err error) {
+		windows[i], err = ranks[i].c.RegisterWindow(testgpu.Context(t), xs[i].Buffer(), 64, false)
+		return err
+	})
+	p, err := windows[1].Ptr()
+	require.NoError(t, err)
+	require.Equal(t, xs[1].Ptr(), p)
+
+	// Virtual devices have no one-sided operations, and say so as NCCL does.
+	props, err := ranks[1].c.Properties()
+	require.NoError(t, err)
+	require.Equal(t, nccl.Properties{LSATeams: 1}, props)
+	r, w := ranks[0], windows[0]
+	for name, c := range map[string]struct {
+		err  error
+		text string
+	}{
+		"put":          {nccl.Put(w, r.s, xs[0].Slice(0, 2), 1, 0), "virtual devices have no one-sided operations"},
+		"put too far":  {nccl.Put(w, r.s, xs[0].Slice(0, 2), 1, 60), "16 bytes at byte 60: the window has 64"},
+		"put to a":     {nccl.Put(w, r.s, xs[0].Slice(0, 2), 2, 0), "rank 2 does not exist"},
+		"put of":       {nccl.Put(w, r.s, xs[1].Slice(0, 2), 1, 0), "the buffer is of"},
+		"signal":       {nccl.Signal(r.c, r.s, 1), "ncclSignal on rank 0 of 2"},
+		"wait":         {nccl.WaitSignal(r.c, r.s, 1, 1), "ncclWaitSignal on rank 0 of 2"},
+		"wait for 0":   {nccl.WaitSignal(r.c, r.s, 1, 0), "0 signals: want one or more"},
+		"other stream": {nccl.Signal(r.c, ranks[1].s, 1), "use a stream of that device"},
+		"in a group":   {nccl.Group(r.c, func() error { return nccl.Signal(r.c, r.s, 1) }), "outside of Group"},
+		"closed":       {nccl.Put[int64](nil, r.s, xs[0], 1, 0), "the window is closed"},
+	} {
+		require.ErrorContains(t, c.err, c.text, name)
+	}
+	require.NoError(t, ranks[0].c.Close())
+	for _, w := range windows {
+		require.NoError(t, w.Close())
+	}
+}
+
+func TestWindowEndsWithContext(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	ranks := connect(t, devs)
+	xs, _ := buffers(t, ranks, 8)
+	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
+	defer cancel()
+	_, err := ranks[1].c.RegisterWindow(ctx, xs[1].Buffer(), 64, true)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+}
+
+func TestSimulate(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connect(t, devs)
+		total(t, ranks)
+		times := make([]time.Duration, 2)
+		for k, n := range []int{1 << 10, 1 << 22} {
+			xs, in := buffers(t, ranks, n)
+			issue := func() error {
+				for i, r := range ranks {
+					if err := nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum); err != nil {
+						return err
+					}
+				}
+				return nil
+			}
+			var err error
+			times[k], err = nccl.Simulate(ranks[0].c, issue)
+			require.NoError(t, err)
+			got := make([]int64, n)
+			require.NoError(t, xs[0].CopyTo(ranks[0].s, got))
+			require.Equal(t, in[0][:8], got[:8], "nothing ran")
+		}
+		t.Logf("8 KiB: %v, 32 MiB: %v", times[0], times[1])
+		require.Greater(t, times[0], 100*time.Nanosecond)
+		require.Less(t, times[0], time.Millisecond)
+		require.Greater(t, times[1], times[0])
+		require.Less(t, times[1], 100*time.Millisecond)
+		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error {
+			_, err := nccl.Simulate(ranks[0].c, func() error { return nil })
+			return err
+		}), "simulate outside of Group")
+		none, err := nccl.Simulate(ranks[0].c, func() error { return nil })
+		require.NoError(t, err)
+		require.Zero(t, none)
+	})
+}
+
+func TestParameters(t *testing.T) {
+	t.Setenv("NCCL_ALGO", "ring")
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, VirtualNCCL: newest})[0]
+	keys, err := nccl.Parameters(dev)
+	require.NoError(t, err)
+	require.Contains(t, keys, "NCCL_ALGO")
+	v, err := nccl.Parameter(dev, "NCCL_ALGO")
+	require.NoError(t, err)
+	require.Equal(t, "ring", v)
+	_, err = nccl.Parameter(dev, "NCCL_MISSPELT")
+	require.ErrorIs(t, err, nccl.ErrorInvalidArgument)
+}
+
+// What the loaded NCCL lacks is an error that names the version, before anything
+// happens.
+func TestCapabilities(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.23.4"})
+	ranks := connect(t, devs)
+	xs, _ := buffers(t, ranks, 8)
+	c, s, b := ranks[0].c, ranks[0].s, xs[0].Buffer()
+	ctx := testgpu.Context(t)
+	id, err := nccl.NewUniqueID(devs[0])
+	require.NoError(t, err)
+	config := func(cfg nccl.Config) error {
+		_, err := nccl.NewCommunicator(ctx, devs[0], id, 0, 1, &cfg)
+		return err
+	}
+	second := func(_ any, err error) error { return err }
+	for since, list := range map[string][]error{
+		"2.27.3": {
+			second(c.Shrink(ctx, nccl.ShrinkDefault, []int{1}, nil)), second(c.RegisterWindow(ctx, b, 8, false)),
+			config(nccl.Config{CollNet: new(true)}), config(nccl.Config{CTAPolicy: new(1)}), config(nccl.Config{ShrinkShare: new(true)}),
+			config(nccl.Config{NVLSCTAs: new(4)}),
+		},
+		"2.28.7": {c.Revoke()},
+		"2.29.2": {
+			second(c.GrowID()), second(c.Grow(ctx, 3, &id, nil)), second(nccl.JoinGrown(ctx, devs[0], id, 0, 2, nil)), second(c.Properties()),
+			nccl.Signal(c, s, 1), nccl.WaitSignal(c, s, 1, 1), config(nccl.Config{GraphUsageMode: new(1)}), config(nccl.Config{NumRMACtx: new(1)}),
+		},
+		"2.29.7": {c.Suspend(), c.Resume(), second(c.MemoryStats())},
+		"2.26.2": {config(nccl.Config{TrafficClass: new(1)})},
+		"2.28.3": {config(nccl.Config{NChannelsPerNetPeer: new(1)}), config(nccl.Config{NVLinkCentricSched: new(true)})},
+		"2.30.3": {config(nccl.Config{MaxP2PPeers: new(1)})},
+		"2.30.4": {second(nccl.Parameter(devs[0], "NCCL_DEBUG")), second(nccl.Parameters(devs[0]))},
+		"2.30.7": {config(nccl.Config{GraphStreamOrdering: new(1)})},
+	} {
+		for i, err := range list {
+			var u *device.UnsupportedError
+			require.ErrorAs(t, err, &u, "%s, %d", since, i)
+			require.Equal(t, "NCCL "+since, u.Need, err)
+			require.Equal(t, "NCCL 2.23.4", u.Have)
+		}
+	}
+	total(t, ranks)
+	one, err := nccl.NewCommunicator(ctx, devs[0], id, 0, 1, &nccl.Config{CGAClusterSize: new(2), MinCTAs: new(1), MaxCTAs: new(4), SplitShare: new(true), Name: "one"})
+	require.NoError(t, err)
+	require.NoError(t, one.Close())
+}

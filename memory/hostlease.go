@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -47,41 +48,49 @@ func (l *hostLease) Prepare(s *stream.Stream) error { return l.enter(s, true) }
 func (l *hostLease) Launched(*stream.Stream) { l.done() }
 
 func (l *hostLease) enter(s *stream.Stream, held bool) error {
+	if !s.Retain() {
+		return fmt.Errorf("%s: %w", s, device.ErrClosed)
+	}
+	noted, err := l.begin(s, held)
+	if !noted {
+		err = errors.Join(err, s.Release())
+	}
+	return err
+}
+
+// begin is enter for a stream that is held, and takes that over if it has noted it.
+func (l *hostLease) begin(s *stream.Stream, held bool) (noted bool, err error) {
 	capture, err := s.CaptureID()
 	if err != nil {
-		return err
+		return false, err
 	}
 	l.mu.Lock()
 	if l.closed && !held {
 		l.mu.Unlock()
-		return device.ErrClosed
+		return false, device.ErrClosed
 	}
-	if capture == 0 && !l.note(s) {
-		l.mu.Unlock()
-		return s.Check("stream", nil)
+	if capture == 0 {
+		noted = l.note(s)
 	}
 	l.busy++
 	l.mu.Unlock()
 	if capture == 0 {
-		return nil
+		return noted, nil
 	}
 	if err := s.Captured(l); err != nil {
 		l.done()
-		return err
+		return false, err
 	}
-	return nil
+	return false, nil
 }
 
-// note adds a user, unless the stream is gone. l.mu is held.
+// note adds a user, if it is none yet. l.mu is held.
 func (l *hostLease) note(s *stream.Stream) bool {
 	if slices.Contains(l.users, s) {
-		return true
+		return false
 	}
 	if len(l.users) >= manyUsers && l.busy == 0 {
 		l.forgetIdle()
-	}
-	if !s.Retain() {
-		return false
 	}
 	l.users = append(l.users, s)
 	return true

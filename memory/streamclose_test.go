@@ -1,12 +1,17 @@
 package memory_test
 
 import (
+	"context"
+	"errors"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -92,5 +97,60 @@ func TestUseWhileTheStreamCloses(t *testing.T) {
 				require.Zero(t, statsOf(t, e.d).ReservedBytes.All.Current, "nothing waits for a stream that is gone")
 			})
 		}
+	}
+}
+
+// What has used a stream lets it go: the driver's stream does not outlive all that.
+func TestStreamsAreLetGo(t *testing.T) {
+	for name, b := range backends {
+		if b.onCUDA {
+			continue
+		}
+		t.Run(name, func(t *testing.T) {
+			configure(t, b.conf)
+			d := fresh(t, "virtual")
+			if b.begin != nil {
+				b.begin(t, d)
+			}
+			s, o := newStream(t, d), newStreamOf(t, d)
+			x, err := memory.Make[byte](s, 1000)
+			require.NoError(t, err)
+			raw, err := memory.AllocRaw(s, 1000)
+			require.NoError(t, err)
+			pinned, err := memory.MakePinned[byte](d, 1000)
+			require.NoError(t, err)
+			shut, err := memory.MakePinned[byte](d, 1000)
+			require.NoError(t, errors.Join(err, shut.Close()))
+			own, err := memory.Make[byte](o, 1000)
+			require.NoError(t, err)
+			require.NoError(t, o.WaitStream(s))
+			for range 2 {
+				require.NoError(t, x.RecordStream(o))
+				require.NoError(t, memory.RecordStreamRaw(raw, o))
+				require.NoError(t, pinned.RecordStream(o))
+				require.NoError(t, x.CopyFromPinned(o, pinned))
+				require.ErrorIs(t, shut.RecordStream(o), device.ErrClosed)
+				require.Error(t, memory.RecordStreamRaw(12345, o))
+				_, err = memory.Alloc(o, 1<<50)
+				require.ErrorIs(t, err, device.ErrorOutOfMemory)
+				_, err = memory.AllocRaw(o, 1<<50)
+				require.ErrorIs(t, err, device.ErrorOutOfMemory)
+			}
+			require.NoError(t, o.Close())
+			require.True(t, o.Retain(), "it is in use")
+			require.NoError(t, o.Release())
+			require.NoError(t, errors.Join(x.Close(), memory.FreeRaw(d, raw), pinned.Close(), own.Close()))
+			require.NoError(t, d.Sync(testgpu.Context(t)))
+			require.NoError(t, memory.EmptyCache(d))
+			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+			defer cancel()
+			require.NoError(t, poll.Until(ctx, func() (bool, error) {
+				err := memory.EmptyHostCache(d) // which looks, and does not wait
+				if !o.Retain() {
+					return true, err
+				}
+				return false, errors.Join(err, o.Release())
+			}), "nothing uses it")
+		})
 	}
 }

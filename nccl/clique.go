@@ -58,9 +58,12 @@ func (c *Communicator) enterClique(key string) {
 
 // leaveClique forgets the rank, and with the last one the clique.
 func (c *Communicator) leaveClique() {
+	q := c.clique
+	if q == nil {
+		return // it never began
+	}
 	cliques.mu.Lock()
 	defer cliques.mu.Unlock()
-	q := c.clique
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.members = slices.DeleteFunc(q.members, func(m *member) bool { return m.recorder == c.rec })

@@ -247,10 +247,14 @@ func (c *Communicator) Abort() error {
 	}
 }
 
-// rest gives up what the communicator has beside NCCL's.
+// rest gives up what the communicator has beside NCCL's. The trace of a failure stays
+// until Close.
 func (c *Communicator) rest() {
 	c.marks.close()
 	c.rec.end()
+	if c.failed.Load() == nil {
+		c.leaveClique()
+	}
 }
 
 // abortPatience is how long an abort may take.
@@ -274,7 +278,7 @@ func (c *Communicator) Close() error {
 	if err := c.InUse("close"); err != nil {
 		return err
 	}
-	if c != nil && c.clique != nil {
+	if c != nil {
 		defer c.leaveClique()
 	}
 	return c.Abort()

@@ -334,6 +334,27 @@ func TestARefusedOperationCountsForNothing(t *testing.T) {
 	}
 }
 
+// What NCCL reports after the call has returned is found without a wait, on all ranks.
+func TestLateErrors(t *testing.T) {
+	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "async@ncclAllGather#2=ncclSystemError"}).Devices()
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: 8 * time.Second})
+	xs, _ := buffers(t, ranks, 4)
+	for i, r := range ranks {
+		require.NoError(t, nccl.AllGather(r.c, r.s, xs[i], xs[i].Slice(2*i, 2*i+2)))
+	}
+	for _, r := range ranks {
+		var e *nccl.Error
+		var err error
+		until(t, func() bool { // nobody but the watch asks NCCL
+			err = nccl.Group(r.c, func() error { return nil })
+			return err != nil
+		})
+		require.ErrorAs(t, err, &e)
+		require.True(t, e.Async)
+		require.ErrorContains(t, e, "the fault plan failed ncclAllGather of rank 1 when it ran")
+	}
+}
+
 // A communicator fails by itself when NCCL reports an error, without anybody who
 // waits.
 func TestAsyncErrorIsNoticed(t *testing.T) {

@@ -12,7 +12,7 @@ var (
 	VirtualSeed = &Var{"CHORUS_VIRTUAL_SEED", "number", "",
 		"The seed from which virtual streams draw their delays; unset means a new one for each process, named in every report of a failure."}
 	VirtualFaults = &Var{"CHORUS_VIRTUAL_FAULTS", "text", "",
-		"A fault plan for virtual devices: comma-separated `call#n=status` (the nth call fails), `hang@call#n`, `lose@call#n` (the process is killed there), `zero@call#n` (what the copy brings to another device is zeros); `*` for n is every call."}
+		"A fault plan for virtual devices: comma-separated `call#n=status` (the nth call fails), `hang@call#n`, `lose@call#n` (the process is killed there), `zero@call#n` (what the copy brings to another device is zeros), `async@call#n=status` (the operation of NCCL is enqueued, and its communicator fails when it runs); `*` for n is every call."}
 	VirtualNetwork = &Var{"CHORUS_VIRTUAL_NETWORK", "text", "",
 		"The IP address on which virtual ranks listen for each other; unset means Unix sockets, or, in a job on several hosts, the address that reaches the coordinator."}
 	VirtualNCCL = &Var{"CHORUS_VIRTUAL_NCCL", "text", "2.28.3",

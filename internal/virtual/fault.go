@@ -22,6 +22,7 @@ type fault struct {
 	hang   bool
 	lose   bool
 	zero   bool // what it copies between two devices arrives as zeros
+	async  bool // the status comes when the operation runs: its communicator fails
 }
 
 // faults is a fault plan and the calls counted so far. Every call of the three
@@ -85,7 +86,7 @@ func (f *faults) parse(text string) error {
 		}
 		name, n, x, err := parseFault(item)
 		if err != nil {
-			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n, lose@call#n or zero@call#n, separated by commas, * for every n, "+
+			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n, lose@call#n, zero@call#n or async@call#n=status, separated by commas, * for every n, "+
 				"such as cuMemAllocAsync#3=CUDA_ERROR_OUT_OF_MEMORY or hang@ncclAllReduce#2", item, err)
 		}
 		if f.plan == nil {
@@ -109,8 +110,10 @@ func parseFault(item string) (name string, n int, x fault, err error) {
 			x.lose = true
 		case "zero":
 			x.zero = true
+		case "async":
+			x.async = true
 		default:
-			return "", 0, x, fmt.Errorf("%q is neither hang nor lose nor zero", kind)
+			return "", 0, x, fmt.Errorf("%q is neither hang nor lose nor zero nor async", kind)
 		}
 		where = rest
 	}
@@ -126,6 +129,9 @@ func parseFault(item string) (name string, n int, x fault, err error) {
 	}
 	if !calls[name] {
 		return "", 0, x, fmt.Errorf("%q is not one of %s", name, strings.Join(slices.Sorted(maps.Keys(calls)), " "))
+	}
+	if x.async && !(streamOps[name] && strings.HasPrefix(name, "nccl")) {
+		return "", 0, x, fmt.Errorf("%q is no operation of NCCL", name)
 	}
 	if x.zero && name != "cuMemcpyDtoDAsync" && name != "cuMemcpyPeerAsync" {
 		return "", 0, x, fmt.Errorf("%q copies nothing between devices", name)

@@ -35,13 +35,13 @@ func (i *issue) submit(l *ncclLib) ncclapi.Result {
 	if !l.Has(i.f) {
 		return ncclapi.MissingSymbol
 	}
-	status, hang := l.m.faults.hit(i.f.Name())
-	if status != 0 {
-		return l.submit(nil, l.refuse(ncclapi.Result(status), "the fault plan failed %s", i.f.Name()))
+	x := l.m.faults.next(i.f.Name())
+	if x.status != 0 && !x.async {
+		return l.submit(nil, l.refuse(ncclapi.Result(x.status), "the fault plan failed %s", i.f.Name()))
 	}
 	w, r := i.check(l)
 	if r == ncclapi.Success {
-		w.hang = hang
+		w.hang, w.late = x.hang, ncclapi.Result(x.status)
 	}
 	return l.submit(w, r)
 }

@@ -16,9 +16,10 @@ type work struct {
 	send, recv cudadrv.DevicePtr
 	sendBytes  uint64
 	recvBytes  uint64
-	scaled     *scaledSum // of RedOpCreatePreMulSum
-	hang       bool       // the fault plan wants it
-	dst        []byte     // once it runs
+	scaled     *scaledSum     // of RedOpCreatePreMulSum
+	hang       bool           // the fault plan wants it
+	late       ncclapi.Result // with which the fault plan fails the communicator
+	dst        []byte         // once it runs
 }
 
 func (w *work) dtype() ncclapi.DType { return ncclapi.DType(w.sig.DType) }
@@ -208,11 +209,21 @@ func (c *comm) buffers(o *op, w *work) (src, dst []byte, err error) {
 	return src, w.dst, nil
 }
 
+// faulty carries out what the fault plan has for a work that runs.
+func (c *comm) faulty(w *work) error {
+	if w.late != ncclapi.Success {
+		c.fail(&failure{w.late, fmt.Sprintf("the fault plan failed %s of rank %d when it ran", w.name, c.rank)})
+	} else if !w.hang {
+		return nil
+	}
+	forever(c.stop)
+	return errStopped
+}
+
 // collective carries out one collective at this rank.
 func (c *comm) collective(o *op, w *work) error {
-	if w.hang {
-		forever(c.stop)
-		return errStopped
+	if err := c.faulty(w); err != nil {
+		return err
 	}
 	if err := c.agree(&w.sig); err != nil {
 		return err

@@ -96,9 +96,8 @@ func (c *comm) pointToPoint(o *op, works []*work) error {
 	var list []transfer
 	var self [2][]transfer // what this rank receives from and sends to itself
 	for _, w := range works {
-		if w.hang {
-			forever(c.stop)
-			return errStopped
+		if err := c.faulty(w); err != nil {
+			return err
 		}
 		src, dst, err := c.buffers(o, w)
 		if err != nil {

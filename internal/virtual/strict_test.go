@@ -203,7 +203,7 @@ func TestFaultPlan(t *testing.T) {
 	require.Equal(t, cudadrv.ErrorIllegalAddress, r.on(0, func() cudadrv.Result { _, res := r.drv.EventCreate(0); return res }))
 	require.Contains(t, r.m.Explain(0), "fault plan")
 	for _, bad := range []string{"cuMemAlloc", "cuMemAlloc#0=CUDA_ERROR_UNKNOWN", "cuNothing#1=CUDA_ERROR_UNKNOWN", "cuMemAlloc#1=no",
-		"stop@cuMemAlloc#1", "hang@cuMemAlloc#1=CUDA_ERROR_UNKNOWN", "ncclAllReduce#1=CUDA_ERROR_UNKNOWN"} {
+		"stop@cuMemAlloc#1", "async@cuMemAlloc#1=CUDA_ERROR_UNKNOWN", "async@ncclAllReduce#1", "hang@cuMemAlloc#1=CUDA_ERROR_UNKNOWN", "ncclAllReduce#1=CUDA_ERROR_UNKNOWN"} {
 		_, err := New(&Config{Devices: 1, Faults: bad})
 		require.ErrorContains(t, err, "want call#n=status", bad)
 	}

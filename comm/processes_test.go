@@ -64,6 +64,9 @@ func work(fault string) error {
 		if err := conform(ctx, g); err != nil {
 			return err
 		}
+		if err := conformSplit(ctx, g); err != nil {
+			return err
+		}
 		return errors.Join(g.Shutdown(ctx), sess.Shutdown(ctx))
 	}
 	xs, err := comm.Make[float32](g, 1<<20)

@@ -34,7 +34,7 @@ type rank struct {
 const step = 512
 
 // newRank makes what the local rank i needs for buffers of so many bytes.
-func newRank(g *comm.Group, i int, bytes int, reg Registration) (r *rank, err error) {
+func newRank(ctx context.Context, g *comm.Group, i int, bytes int, reg Registration) (r *rank, err error) {
 	r = &rank{group: g, c: g.Communicator(i), s: g.Stream(i), dev: g.Device(i), looms: map[int]*loom{}, factors: map[memory.DType]nccl.Op{}}
 	r.pool = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
 	r.later(r.pool.Close)
@@ -54,17 +54,25 @@ func newRank(g *comm.Group, i int, bytes int, reg Registration) (r *rank, err er
 		return nil, errors.Join(err, r.close())
 	}
 	r.later(r.wrong.Close)
-	if err := r.register(reg); err != nil {
+	if err := r.register(ctx, reg); err != nil {
 		return nil, errors.Join(err, r.close())
 	}
 	return r, nil
 }
 
 // register tells NCCL of the buffers.
-func (r *rank) register(reg Registration) error {
+func (r *rank) register(ctx context.Context, reg Registration) error {
 	switch reg {
 	case Registered:
 		return r.c.RegisterPool(r.pool) // ends with the pool's memory
+	case Windows:
+		for _, x := range r.room {
+			w, err := r.c.RegisterWindow(ctx, x.Buffer(), x.Len(), true)
+			if err != nil {
+				return err
+			}
+			r.later(w.Close)
+		}
 	}
 	return nil
 }

@@ -82,7 +82,7 @@ func spmd(ctx context.Context, g *comm.Group, bytes int, reg Registration, fn fu
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
 			var err error
-			if ranks[i], err = newRank(g, i, bytes, reg); err == nil {
+			if ranks[i], err = newRank(ctx, g, i, bytes, reg); err == nil {
 				err = fn(ctx, ranks[i])
 			}
 			if err != nil {

@@ -48,7 +48,7 @@ func TestOperationsAreRight(t *testing.T) {
 			for _, how := range []struct {
 				launches int
 				reg      Registration
-			}{{}, {2, Unregistered}, {0, Registered}} {
+			}{{}, {2, Unregistered}, {0, Registered}, {2, Windows}} {
 				p.Launches, p.Register = how.launches, how.reg
 				seen := 0
 				r, err := Run(testgpu.Context(t), g, p, func(*Row) { seen++ })

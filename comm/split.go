@@ -1,0 +1,121 @@
+package comm
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/gochorus/chorus/nccl"
+)
+
+// NoColor is the color of a rank that Split puts into no group.
+const NoColor = -1
+
+// Split makes a group of the ranks of each color (ncclCommSplit). colors has one for
+// each local rank, from 0 on, or NoColor; in a group the ranks are ordered by their
+// keys and then as in g, and nil keys are all alike. It returns the group of each
+// local rank, by local rank: the same one for those of the same color, nil for
+// NoColor.
+//
+// It returns when all ranks have called it, or with the cause when ctx ends before.
+// The groups have streams of their own, live on when g is closed, and are broken when
+// one of their ranks, or a process of g's Rendezvous, is lost. Operations on groups
+// that share a device must be issued in the same order on all ranks. Collective.
+func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error) {
+	const op = "split"
+	if err := g.check(op); err != nil {
+		return nil, err
+	}
+	if len(colors) != len(g.members) || keys != nil && len(keys) != len(g.members) {
+		return nil, fmt.Errorf("comm: %s: %d colors and %d keys for %d local ranks: %w", op, len(colors), len(keys), len(g.members), ErrMismatch)
+	}
+	if keys == nil {
+		keys = make([]int, len(colors))
+	}
+	g.splits++
+	watchers := make([]*words, len(colors))
+	comms := make([]*nccl.Communicator, len(colors))
+	eg, all := errgroup.WithContext(ctx)
+	for i := range g.members {
+		if g.words != nil {
+			watchers[i] = &words{r: g.words.r, prefix: fmt.Sprintf("%ssplit/%d/%d/", g.words.prefix, g.splits, colors[i])}
+		}
+		eg.Go(func() (err error) {
+			comms[i], err = g.members[i].comm.Split(all, max(colors[i], NoColor), keys[i], g.cfg.nccl(watchers[i].hook()))
+			return err
+		})
+	}
+	if err := eg.Wait(); err != nil {
+		for _, c := range comms {
+			_ = c.Close() // the error was first
+		}
+		return nil, g.settle(fmt.Errorf("comm: %s: %w", op, err))
+	}
+	return g.children(ctx, colors, comms, watchers)
+}
+
+// children makes the groups of communicators.
+func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Communicator, watchers []*words) ([]*Group, error) {
+	groups := make([]*Group, len(colors))
+	for i, c := range comms {
+		if c == nil || groups[i] != nil {
+			continue
+		}
+		var mine []*nccl.Communicator
+		var at []int
+		for j := i; j < len(comms); j++ {
+			if colors[j] == colors[i] {
+				mine, at = append(mine, comms[j]), append(at, j)
+			}
+		}
+		slices.SortFunc(mine, func(a, b *nccl.Communicator) int { return a.Rank() - b.Rank() })
+		child, err := newGroup(mine, g.cfg)
+		if err == nil && g.words != nil {
+			err = child.listen(ctx, watchers[i])
+		}
+		if err != nil {
+			for _, made := range groups {
+				_ = made.Close()
+			}
+			return nil, err
+		}
+		for _, j := range at {
+			groups[j] = child
+		}
+	}
+	return groups, nil
+}
+
+// Sub makes a group of some ranks, which become 0, 1, 2... of it in the order of the
+// list (torch.distributed.new_group). All ranks of g call it with the same list; it
+// returns nil where none of them is local. The rest is as for Split. Collective.
+func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
+	const op = "sub-group"
+	if err := g.check(op); err != nil {
+		return nil, err
+	}
+	for i, r := range ranks {
+		if r < 0 || r >= g.size || slices.Contains(ranks[:i], r) {
+			return nil, fmt.Errorf("comm: %s: rank %d does not exist or is given twice: want different ranks below %d: %w", op, r, g.size, ErrMismatch)
+		}
+	}
+	colors, keys := make([]int, len(g.members)), make([]int, len(g.members))
+	for i := range g.members {
+		keys[i] = slices.Index(ranks, g.members[i].comm.Rank())
+		if colors[i] = 0; keys[i] < 0 {
+			colors[i], keys[i] = NoColor, 0
+		}
+	}
+	groups, err := g.Split(ctx, colors, keys)
+	if err != nil {
+		return nil, err
+	}
+	for _, sub := range groups {
+		if sub != nil {
+			return sub, nil
+		}
+	}
+	return nil, nil
+}

@@ -1,0 +1,97 @@
+package comm_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+// Local ranks of one color are one group, ordered by their keys, that works while its
+// parent does and afterwards.
+func TestSplit(t *testing.T) {
+	testgpu.Each(t, 4, func(t *testing.T, devs []*device.Device) {
+		ctx := testgpu.Context(t)
+		g, err := comm.Local(ctx, devs[:4]...)
+		require.NoError(t, err)
+		groups, err := g.Split(ctx, []int{5, 0, 5, comm.NoColor}, []int{1, 0, 0, 0})
+		require.NoError(t, err)
+		require.Same(t, groups[0], groups[2])
+		require.NotSame(t, groups[0], groups[1])
+		require.Nil(t, groups[3])
+		require.Equal(t, 2, groups[0].Size())
+		require.Equal(t, devs[2], groups[0].Device(0), "its key is lower")
+		require.Equal(t, devs[0], groups[0].Device(1))
+		require.Equal(t, 1, groups[1].Size())
+		for _, sub := range groups[:2] {
+			require.NoError(t, conform(ctx, sub))
+		}
+		require.NoError(t, conform(ctx, g))
+
+		sub, err := g.Sub(ctx, 3, 1)
+		require.NoError(t, err)
+		require.Equal(t, []*device.Device{devs[3], devs[1]}, []*device.Device{sub.Device(0), sub.Device(1)})
+		require.NoError(t, g.Shutdown(ctx))
+		require.NoError(t, conform(ctx, sub))
+		for _, x := range []*comm.Group{groups[0], groups[1], sub} {
+			require.NoError(t, x.Shutdown(ctx))
+		}
+	})
+}
+
+func TestBadSplits(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g, ctx := local(t, devs), testgpu.Context(t)
+		for _, err := range []error{
+			second(g.Split(ctx, []int{0}, nil)),
+			second(g.Split(ctx, []int{0, 0}, []int{1})),
+			second(g.Sub(ctx, 0, 2)),
+			second(g.Sub(ctx, 1, 1)),
+			second(g.Sub(ctx, -1)),
+		} {
+			require.ErrorIs(t, err, comm.ErrMismatch)
+		}
+		none, err := g.Split(ctx, []int{comm.NoColor, comm.NoColor}, nil)
+		require.NoError(t, err)
+		require.Equal(t, []*comm.Group{nil, nil}, none)
+		require.NoError(t, g.Barrier(ctx))
+	})
+}
+
+// conformSplit splits a group over processes into the even and the odd ranks, and takes
+// the last and the first one out.
+func conformSplit(ctx context.Context, g *comm.Group) error {
+	groups, err := g.Split(ctx, []int{g.Rank() % 2}, nil)
+	if err != nil {
+		return err
+	}
+	if want := (g.Size() + 1 - g.Rank()%2) / 2; groups[0].Size() != want {
+		return fmt.Errorf("split: rank %d is in a group of %d, want %d", g.Rank(), groups[0].Size(), want)
+	}
+	if err := conform(ctx, groups[0]); err != nil {
+		return fmt.Errorf("split: %w", err)
+	}
+	last := g.Size() - 1
+	sub, err := g.Sub(ctx, last, 0)
+	if err != nil {
+		return err
+	}
+	if (sub == nil) != (g.Rank() != last && g.Rank() != 0) {
+		return fmt.Errorf("sub-group: rank %d got %v", g.Rank(), sub)
+	}
+	if sub != nil {
+		if want := map[int]int{last: 0, 0: 1}[g.Rank()]; sub.Rank() != want {
+			return fmt.Errorf("sub-group: rank %d is %d in it, want %d", g.Rank(), sub.Rank(), want)
+		}
+		if err := errors.Join(conform(ctx, sub), sub.Shutdown(ctx)); err != nil {
+			return fmt.Errorf("sub-group: %w", err)
+		}
+	}
+	return errors.Join(groups[0].Shutdown(ctx), g.Barrier(ctx))
+}

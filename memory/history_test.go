@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -40,7 +41,7 @@ func TestSnapshotOfAProgram(t *testing.T) {
 				y := allocateHere(t, s)
 				require.NoError(t, o.WaitStream(s))
 				require.NoError(t, y.RecordStream(o))
-				open := hold(t, o)
+				open := spin.Hold(t, o)
 				require.NoError(t, y.Close())
 				snap, err := memory.TakeSnapshot(d)
 				require.NoError(t, err)

@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -29,16 +30,6 @@ func makeInts(t testing.TB, s *stream.Stream, n int) memory.Slice[int32] {
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, x.Close()) })
 	return x
-}
-
-// hold lets s stand still until the function that it returns is called.
-func hold(t testing.TB, s *stream.Stream) func() {
-	t.Helper()
-	gate := make(chan struct{})
-	require.NoError(t, s.Callback(func() { <-gate }))
-	open := sync.OnceFunc(func() { close(gate) })
-	t.Cleanup(open)
-	return open
 }
 
 // at tells where pinned memory lies.
@@ -99,7 +90,7 @@ func TestPinnedStaysWhileStreamsUseIt(t *testing.T) {
 			x, y := makeInts(t, a, n), makeInts(t, a, n)
 			require.NoError(t, b.WaitStream(a))
 			for i, s := range users {
-				open := hold(t, s)
+				open := spin.Hold(t, s)
 				defer open()
 				to := []memory.Slice[int32]{x, y}[i]
 				require.NoError(t, to.RecordStream(s))
@@ -129,7 +120,7 @@ func TestPinnedComesBack(t *testing.T) {
 		x := makeInts(t, a, n)
 		h := makePinned(t, devs[0], n)
 		was := at(h)
-		openA, openB := hold(t, a), hold(t, b)
+		openA, openB := spin.Hold(t, a), spin.Hold(t, b)
 		require.NoError(t, x.CopyToPinned(a, h))
 		require.NoError(t, h.RecordStream(b))
 		require.NoError(t, h.Close())
@@ -163,7 +154,7 @@ func TestPartOfPinned(t *testing.T) {
 		part := h.Slice(10, 20).Slice(2, 5)
 		require.Equal(t, []int32{12, 13, 14}, part.Data())
 		require.ErrorIs(t, part.Close(), memory.ErrView)
-		open := hold(t, s)
+		open := spin.Hold(t, s)
 		require.NoError(t, x.CopyFromPinned(s, part))
 		require.NoError(t, h.Close())
 		require.Nil(t, part.Data())
@@ -219,7 +210,7 @@ func TestGraphHoldsPinned(t *testing.T) {
 			require.NoError(t, x.CopyTo(s, got))
 			require.Equal(t, want, got)
 		}
-		open := hold(t, o)
+		open := spin.Hold(t, o)
 		require.NoError(t, o.WaitStream(s))
 		require.NoError(t, g.Launch(o))
 		require.NoError(t, g.Close())

@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -53,7 +54,7 @@ func testPinSlice(t *testing.T, devs []*device.Device) {
 				mem[i] = int32(i) ^ 77
 			}
 			x, y := makeInts(t, s, n), makeInts(t, s, n)
-			open := hold(t, s)
+			open := spin.Hold(t, s)
 			require.NoError(t, x.CopyFromPinned(s, h))
 			require.NoError(t, memory.Copy(s, y, x))
 			require.NoError(t, x.Zero(s))
@@ -125,7 +126,7 @@ func TestUnpinWaits(t *testing.T) {
 		require.NoError(t, err)
 		require.ErrorContains(t, h.Close(), "uses it: close that first")
 		require.NotNil(t, h.Data(), "it is still open")
-		open := hold(t, s)
+		open := spin.Hold(t, s)
 		require.NoError(t, g.Launch(s))
 		require.NoError(t, x.CopyToPinned(s, h))
 		require.NoError(t, g.Close())

@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -215,7 +216,7 @@ func TestPoolAllocatorOfGraphs(t *testing.T) {
 		})
 		require.NoError(t, err)
 		require.NoError(t, p.Close())
-		open := hold(t, o)
+		open := spin.Hold(t, o)
 		require.NoError(t, g.Launch(o))
 		closed := make(chan error, 1)
 		go func() { closed <- g.Close() }()

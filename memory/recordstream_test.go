@@ -7,6 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -30,7 +31,7 @@ func TestRecordStreamKeepsTheBlock(t *testing.T) {
 				require.NoError(t, err)
 				was := x.Raw()
 				require.NoError(t, b.WaitStream(a))
-				open := hold(t, b)
+				open := spin.Hold(t, b)
 				require.NoError(t, record(x, b))
 				require.NoError(t, x.CopyTo(a, make([]int32, n)))
 				y, err := memory.Make[int32](b, n)
@@ -75,7 +76,7 @@ func random32(n int) []int32 {
 func TestOneStreamUsesItAtOnce(t *testing.T) {
 	eachFresh(t, "", func(t *testing.T, d *device.Device) {
 		s := newStream(t, d)
-		open := hold(t, s)
+		open := spin.Hold(t, s)
 		x, err := memory.Make[int32](s, 1000)
 		require.NoError(t, err)
 		was := x.Raw()

@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -73,7 +74,7 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 			}, ""},
 			"no record of another stream": {func(t *testing.T, m *bench) error {
 				require.NoError(t, m.b.WaitStream(m.a))
-				open := hold(t, m.b)
+				open := spin.Hold(t, m.b)
 				err := set(m.b, m.x.Raw(), 4000)
 				require.NoError(t, m.x.Close())
 				require.NoError(t, m.a.Sync(testgpu.Context(t)))
@@ -83,7 +84,7 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 			"a record of another stream": {func(t *testing.T, m *bench) error {
 				require.NoError(t, m.b.WaitStream(m.a))
 				require.NoError(t, m.x.RecordStream(m.b))
-				open := hold(t, m.b)
+				open := spin.Hold(t, m.b)
 				err := set(m.b, m.x.Raw(), 4000)
 				require.NoError(t, m.x.Close())
 				require.NoError(t, m.a.Sync(testgpu.Context(t)))

@@ -19,14 +19,20 @@ type queue struct {
 
 	mu      sync.Mutex
 	buckets []bucket
-	of      []int       // the bucket of each gradient
+	of      []place     // where each gradient is
 	arrived [][]arrival // by bucket and local rank
 	next    int         // the bucket to reduce next
 	seen    [][]bool    // by local rank: which gradients are ready in this step
 	order   []int       // in which they became so on the first local rank
 	last    []int       // order in the step before
+	ended   bool        // there was one
 	static  [][]bool    // by local rank: which gradients are ready in every step; nil where that is not known
+
+	streams []*stream.Stream // the program's, by local rank, while a step ends
 }
+
+// A place is a bucket and the place in it.
+type place struct{ bucket, nth int }
 
 // A worker does what a queue says. The queue's lock is held.
 type worker interface {
@@ -42,7 +48,7 @@ type arrival struct {
 	pending int            // gradients that are not ready in this step
 	stream  *stream.Stream // the one that the last of them was ready on
 	ready   *stream.Event  // all of them are
-	reduced *stream.Event  // the result is in its place
+	reduced *mark          // the result is in its place
 }
 
 // newQueue makes a queue without buckets.
@@ -68,10 +74,10 @@ func (q *queue) fill(buckets []bucket) error {
 		}
 	}
 	err := closeArrivals(q.arrived)
-	q.buckets, q.arrived, q.of = buckets, arrived, make([]int, len(q.seen[0]))
+	q.buckets, q.arrived, q.of = buckets, arrived, make([]place, len(q.seen[0]))
 	for k, b := range buckets {
-		for _, i := range b.grads {
-			q.of[i] = k
+		for j, i := range b.grads {
+			q.of[i] = place{k, j}
 		}
 	}
 	q.rewind()
@@ -82,17 +88,15 @@ func newArrival(m *member) (a arrival, err error) {
 	if a.ready, err = stream.NewEvent(m.comm.Device(), nil); err != nil {
 		return a, err
 	}
-	if a.reduced, err = stream.NewEvent(m.comm.Device(), nil); err != nil {
-		return a, err
-	}
-	return a, a.reduced.Record(m.stream)
+	a.reduced, err = newMark(m.stream)
+	return a, err
 }
 
 func closeArrivals(arrived [][]arrival) error {
 	var errs []error
 	for _, as := range arrived {
 		for i := range as {
-			errs = append(errs, as[i].ready.Close(), as[i].reduced.Close())
+			errs = append(errs, as[i].ready.Close(), as[i].reduced.close())
 		}
 	}
 	return errors.Join(errs...)
@@ -122,7 +126,7 @@ func (q *queue) ready(op string, s *stream.Stream, i int) error {
 	if err := q.work.collect(local, s, i); err != nil {
 		return err
 	}
-	if err := q.arrived[q.of[i]][local].arrive(s, 1); err != nil {
+	if err := q.arrived[q.of[i].bucket][local].arrive(s, 1); err != nil {
 		return err
 	}
 	q.seen[local][i] = true
@@ -176,7 +180,7 @@ func (q *queue) launch() error {
 // record marks the point at which a bucket's result is in its place.
 func (q *queue) record(k int) error {
 	for i := range q.arrived[k] {
-		if err := q.arrived[k][i].reduced.Record(q.g.members[i].stream); err != nil {
+		if err := q.arrived[k][i].reduced.set(q.g.members[i].stream); err != nil {
 			return err
 		}
 	}
@@ -237,11 +241,11 @@ func few(names []string) string {
 // all, as the group's streams reduce in order.
 func (q *queue) finish(streams []*stream.Stream) error {
 	for i, a := range q.arrived[len(q.arrived)-1] {
-		if err := streams[i].Wait(a.reduced); err != nil {
+		if err := a.reduced.wait(streams[i]); err != nil {
 			return err
 		}
 	}
-	q.last = append(make([]int, 0, len(q.order)), q.order...)
+	q.order, q.last, q.ended = q.last, q.order, true
 	q.rewind()
 	return nil
 }
@@ -280,12 +284,16 @@ func (q *queue) begun() bool {
 }
 
 // sorted checks that there is one stream for each local rank and returns them in
-// the order of these.
+// the order of these, until the next call.
 func (q *queue) sorted(op string, streams []*stream.Stream) ([]*stream.Stream, error) {
 	if len(streams) != len(q.g.members) {
 		return nil, fmt.Errorf("%s: %d streams for %d local ranks: %w", op, len(streams), len(q.g.members), ErrMismatch)
 	}
-	by := make([]*stream.Stream, len(streams))
+	if q.streams == nil {
+		q.streams = make([]*stream.Stream, len(streams))
+	}
+	by := q.streams
+	clear(by)
 	for _, s := range streams {
 		local, err := q.local(op, s)
 		if err != nil {

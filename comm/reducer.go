@@ -19,6 +19,9 @@ import (
 // Gradients that memory.MakeFlat made are reduced where they are; others are
 // copied into a flat buffer and back.
 //
+// A step can be captured in a graph, once a step has run without: each launch is a
+// step with the gradients that were used in the capture.
+//
 // Ready may be called by several goroutines; everything else by one.
 type Reducer[T memory.Element] struct {
 	owner  handle.Owner
@@ -145,20 +148,19 @@ func (r *Reducer[T]) Ready(s *stream.Stream, i int) error {
 // collect copies gradient i into its bucket, if it does not lie there and is not
 // taken with its neighbours later.
 func (r *Reducer[T]) collect(local int, s *stream.Stream, i int) error {
-	k := r.queue.of[i]
-	l := &r.parts[k][local]
+	at := r.queue.of[i]
+	l := &r.parts[at.bucket][local]
 	if l.whole.Buffer() != nil {
 		return nil
 	}
 	// The result of the step before must have left the wire.
-	if err := s.Wait(r.queue.arrived[k][local].reduced); err != nil {
+	if err := r.queue.arrived[at.bucket][local].reduced.wait(s); err != nil {
 		return err
 	}
 	if err := l.wire.record(s); err != nil {
 		return err
 	}
-	b := &r.queue.buckets[k]
-	return l.wire.put(s, b.at[slices.Index(b.grads, i)], r.grads[local][i])
+	return l.wire.put(s, r.queue.buckets[at.bucket].at[at.nth], r.grads[local][i])
 }
 
 // reduce enqueues the reduction of bucket k.

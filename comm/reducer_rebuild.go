@@ -30,7 +30,7 @@ func (r *Reducer[T]) Rebuild(ctx context.Context) error {
 	if r.queue.begun() {
 		return fmt.Errorf("%s: in the middle of a step: call Finish before", op)
 	}
-	if r.queue.last == nil {
+	if !r.queue.ended {
 		return fmt.Errorf("%s: there was no step yet whose order could be taken", op)
 	}
 	order, err := r.firstOrder(ctx)

@@ -26,8 +26,8 @@ type localCensus struct {
 
 // unused is a gradient of a local rank that is to have the result or what it had.
 type unused[T memory.Element] struct {
-	local, bucket, place int
-	old                  memory.Slice[T] // what it had; none if it has it still
+	local, grad int
+	old         memory.Slice[T] // what it had; none if it has it still
 }
 
 func newCensus[T memory.Element](g *Group, n int) (*census[T], error) {
@@ -68,7 +68,7 @@ func (r *Reducer[T]) blank(k, local int) error {
 		if r.queue.seen[local][i] || x.Len() == 0 {
 			continue
 		}
-		u := unused[T]{local: local, bucket: k, place: j}
+		u := unused[T]{local: local, grad: i}
 		if _, own := l.wire.(inPlace[T]); own {
 			var err error
 			if u.old, err = memory.Make[T](s, x.Len()); err != nil {
@@ -153,12 +153,10 @@ func (r *Reducer[T]) restore() error {
 }
 
 func (r *Reducer[T]) restoreOne(u *unused[T], s *stream.Stream) error {
-	b := &r.queue.buckets[u.bucket]
-	i := b.grads[u.place]
-	x := r.grads[u.local][i]
-	old := u.old
+	at, x, old := r.queue.of[u.grad], r.grads[u.local][u.grad], u.old
 	if old.Buffer() == nil {
 		old = x
 	}
-	return r.parts[u.bucket][u.local].wire.choose(s, b.at[u.place], x, r.census.locals[u.local].all.Slice(i, i+1), old)
+	used := r.census.locals[u.local].all.Slice(u.grad, u.grad+1)
+	return r.parts[at.bucket][u.local].wire.choose(s, r.queue.buckets[at.bucket].at[at.nth], x, used, old)
 }

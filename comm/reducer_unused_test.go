@@ -75,6 +75,11 @@ func (tr *trainer) run(step int, used [][]bool, order []int) {
 			}
 		}
 	}
+	tr.expect(step, used)
+}
+
+// expect notes what the gradients are after the step.
+func (tr *trainer) expect(step int, used [][]bool) {
 	for j := range gradLens {
 		if !slices.ContainsFunc(used, func(u []bool) bool { return u[j] }) {
 			continue // nobody's: what is there stays
@@ -98,12 +103,17 @@ func (tr *trainer) run(step int, used [][]bool, order []int) {
 
 func (tr *trainer) finish() {
 	tr.t.Helper()
+	streams := tr.streams()
+	slices.Reverse(streams) // they may come in any order
+	require.NoError(tr.t, tr.red.Finish(streams...))
+}
+
+func (tr *trainer) streams() []*stream.Stream {
 	var streams []*stream.Stream
 	for _, b := range tr.bs {
 		streams = append(streams, b.s)
 	}
-	slices.Reverse(streams) // they may come in any order
-	require.NoError(tr.t, tr.red.Finish(streams...))
+	return streams
 }
 
 func (tr *trainer) check(step int) {

@@ -59,7 +59,7 @@ type span struct{ at, part int }
 type localShard[T memory.Element] struct {
 	params, grads         []memory.Slice[T]
 	flatParams, flatGrads memory.Slice[T]
-	gathered              []*stream.Event // by bucket: the parameters are there
+	gathered              []*mark // by bucket: the parameters are there
 }
 
 // A Part is what a rank's shard has of one bucket.
@@ -133,7 +133,7 @@ func (l *localShard[T]) open(m *member, buckets []bucket, spans []span, lens []i
 			at := spans[k].at + b.at[j]
 			l.params[i], l.grads[i] = l.flatParams.Slice(at, at+lens[i]), l.flatGrads.Slice(at, at+lens[i])
 		}
-		e, err := m.stream.Record(nil)
+		e, err := newMark(m.stream)
 		if err != nil {
 			return err
 		}
@@ -257,7 +257,7 @@ func (sh *Sharder[T]) AllGather(streams ...*stream.Stream) error {
 			return err
 		}
 		for i := range sh.locals {
-			if err := sh.locals[i].gathered[k].Record(sh.g.members[i].stream); err != nil {
+			if err := sh.locals[i].gathered[k].set(sh.g.members[i].stream); err != nil {
 				return err
 			}
 		}
@@ -266,7 +266,8 @@ func (sh *Sharder[T]) AllGather(streams ...*stream.Stream) error {
 }
 
 // WaitOn lets work that is enqueued on s from now on wait for parameter i of the
-// last AllGather; the host goes on. The device of s says which local rank it is.
+// last AllGather; the host goes on. The device of s says which local rank it is. In
+// the capture of a graph it waits for an AllGather of the same capture only.
 func (sh *Sharder[T]) WaitOn(s *stream.Stream, i int) error {
 	const op = "comm: wait for a parameter"
 	if err := sh.check(op); err != nil {
@@ -283,7 +284,7 @@ func (sh *Sharder[T]) WaitOn(s *stream.Stream, i int) error {
 	if err := l.flatParams.RecordStream(s); err != nil {
 		return err
 	}
-	return s.Wait(l.gathered[sh.queue.of[i]])
+	return l.gathered[sh.queue.of[i].bucket].wait(s)
 }
 
 func (sh *Sharder[T]) sorted(op string, streams []*stream.Stream) ([]*stream.Stream, error) {
@@ -309,7 +310,7 @@ func (sh *Sharder[T]) Close() error {
 	for _, l := range sh.locals {
 		errs = append(errs, l.flatParams.Close(), l.flatGrads.Close())
 		for _, e := range l.gathered {
-			errs = append(errs, e.Close())
+			errs = append(errs, e.close())
 		}
 	}
 	return errors.Join(errs...)

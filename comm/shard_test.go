@@ -8,6 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -207,6 +208,85 @@ func convert[D, S memory.Element](t *testing.T, s *stream.Stream, dst memory.Sli
 	from, err := tensor.Of(src, src.Len())
 	require.NoError(t, err)
 	require.NoError(t, tensor.Copy(s, to, from))
+}
+
+// A step can be captured: of the launches, each begins with the parameters that the
+// one before has left.
+func TestSharderInAGraph(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		sh, err := comm.NewSharder[float32](g, &comm.ShardConfig{BucketBytes: 64, Op: new(comm.Sum)}, 3, 50, 9)
+		require.NoError(t, err)
+		defer sh.Close()
+		streams := newStreams(t, g)
+		step := func() error {
+			for i, s := range streams {
+				for j := range 3 {
+					if err := sh.WaitOn(s, j); err != nil {
+						return err
+					}
+					if err := memory.Copy(s, sh.Grads(i)[j], sh.Params(i)[j]); err != nil {
+						return err
+					}
+				}
+				for j := range 3 {
+					if err := sh.Ready(s, j); err != nil {
+						return err
+					}
+				}
+			}
+			if err := sh.Finish(streams...); err != nil {
+				return err
+			}
+			for i, s := range streams {
+				for _, p := range sh.Parts(i) {
+					if err := memory.Copy(s, p.Param, p.Grad); err != nil {
+						return err
+					}
+				}
+			}
+			if err := sh.AllGather(streams...); err != nil {
+				return err
+			}
+			for _, s := range streams {
+				for j := range 3 {
+					if err := sh.WaitOn(s, j); err != nil {
+						return err
+					}
+				}
+			}
+			return nil
+		}
+		for i, s := range streams {
+			for j, x := range sh.Params(i) {
+				h := make([]float32, x.Len())
+				for k := range h {
+					h[k] = float32(j + k)
+				}
+				require.NoError(t, sh.WaitOn(s, j))
+				require.NoError(t, x.CopyFrom(s, h))
+			}
+		}
+		require.NoError(t, step()) // each step doubles the parameters, as there are two ranks
+		require.NoError(t, streams[0].WaitStream(streams[1]))
+		exec, err := graph.Capture(streams, step)
+		require.NoError(t, err)
+		defer exec.Close()
+		for range 3 {
+			require.NoError(t, exec.Launch(streams[0]))
+		}
+		require.NoError(t, streams[1].WaitStream(streams[0]))
+		require.NoError(t, step())
+		for i, s := range streams {
+			for j, x := range sh.Params(i) {
+				h := make([]float32, x.Len())
+				require.NoError(t, x.CopyTo(s, h))
+				for k := range h {
+					require.Equal(t, float32(32*(j+k)), h[k], "rank %d parameter %d element %d", i, j, k)
+				}
+			}
+		}
+	})
 }
 
 func TestSharderErrors(t *testing.T) {

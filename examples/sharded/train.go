@@ -11,7 +11,8 @@ import (
 // A replica is what one local rank has.
 type replica struct {
 	model   *digits.Model
-	momenta memory.Slice[float32] // of this rank's shard only
+	parts   []comm.Part[float32]  // this rank's shard
+	momenta memory.Slice[float32] // of the shard only
 }
 
 func train(ctx context.Context, g *comm.Group) (res *digits.Result, err error) {
@@ -42,8 +43,8 @@ func train(ctx context.Context, g *comm.Group) (res *digits.Result, err error) {
 		if err := sh.Finish(t.Streams()...); err != nil {
 			return err
 		}
-		for i, r := range replicas {
-			if err := r.update(sh.Parts(i)); err != nil {
+		for _, r := range replicas {
+			if err := r.update(); err != nil {
 				return err
 			}
 		}
@@ -66,7 +67,7 @@ func newReplica(g *comm.Group, sh *comm.Sharder[float32], local int) (r replica,
 	if err := r.momenta.Zero(r.model.Stream); err != nil {
 		return r, err
 	}
-	r.model.Params, r.model.Grads = sh.Params(local), sh.Grads(local)
+	r.parts, r.model.Params, r.model.Grads = sh.Parts(local), sh.Params(local), sh.Grads(local)
 	for i := range r.model.Params {
 		if err := sh.WaitOn(r.model.Stream, i); err != nil {
 			return r, err
@@ -76,8 +77,8 @@ func newReplica(g *comm.Group, sh *comm.Sharder[float32], local int) (r replica,
 }
 
 // update updates the parameters of the shard.
-func (r *replica) update(parts []comm.Part[float32]) error {
-	for _, p := range parts {
+func (r *replica) update() error {
+	for _, p := range r.parts {
 		if err := r.model.SGD(p.Param, r.momenta.Slice(p.At, p.At+p.Param.Len()), p.Grad); err != nil {
 			return err
 		}

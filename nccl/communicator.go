@@ -257,8 +257,8 @@ func (c *Communicator) rest() {
 	}
 }
 
-// abortPatience is how long an abort may take.
-const abortPatience = 10 * time.Second
+// abortPatience is how long an abort may take. Tests have less.
+var abortPatience = 10 * time.Second
 
 // awaitEnd waits for an end that another goroutine has begun.
 func (c *Communicator) awaitEnd() {

@@ -65,6 +65,39 @@ func sumOf(ctx context.Context, dev *device.Device, id nccl.UniqueID, rank, size
 	return out, x.CopyTo(s, out)
 }
 
+// The flight recorder has what was issued last. DumpTrace writes it as JSON.
+func ExampleCommunicator_Trace() {
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 1})
+	if err != nil {
+		log.Fatal(err)
+	}
+	list, err := nccl.NewCommunicators(context.Background(), sys.Devices(), nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	c := list[0]
+	defer c.Close()
+	s, err := stream.New(c.Device(), nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer s.Close()
+	x, err := memory.MakeFrom(s, []float32{1, 2})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer x.Close()
+	if err := errors.Join(nccl.AllReduce(c, s, x, x, nccl.Avg), nccl.Broadcast(c, s, x, x, 0)); err != nil {
+		log.Fatal(err)
+	}
+	for _, o := range c.Trace() {
+		fmt.Println(o)
+	}
+	// Output:
+	// ncclAllReduce(2 x float32, avg) as collective 1
+	// ncclBroadcast(2 x float32, root 0) as collective 2
+}
+
 // Collectives use the memory of a registered pool without copying it first.
 func ExampleCommunicator_RegisterPool() {
 	ctx := context.Background()

@@ -257,6 +257,19 @@ func TestAbortManyTimes(t *testing.T) {
 	})
 }
 
+// NCCL's own abort may hang; Chorus's does not.
+func TestAbortEndsWithoutNCCL(t *testing.T) {
+	nccl.SetAbortPatience(t, 50*time.Millisecond)
+	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "hang@ncclCommAbort#1"}).Devices()
+	r := connect(t, devs)[0]
+	begun := time.Now()
+	require.ErrorContains(t, r.c.Abort(), "ncclCommAbort on rank 0 of 1 (virtual:0): it has not returned after 50ms")
+	require.Less(t, time.Since(begun), 5*time.Second)
+	require.NoError(t, r.c.Abort())
+	require.NoError(t, r.c.Err())
+	require.ErrorIs(t, nccl.Group(r.c, func() error { return nil }), device.ErrClosed)
+}
+
 // The ranks of a process are compared when they issue, not when they hang.
 func TestRanksThatDiffer(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {

@@ -2,7 +2,9 @@ package nccl
 
 import (
 	"cmp"
+	"hash/fnv"
 	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"weak"
@@ -53,6 +55,9 @@ func (c *Communicator) enterClique(key string) {
 	q.members = append(q.members, &member{c.rec, weak.Make(c)})
 	slices.SortFunc(q.members, func(a, b *member) int { return cmp.Compare(a.rank, b.rank) })
 	q.many.Store(len(q.members) > 1)
+	h := fnv.New64a()
+	_, _ = h.Write([]byte(key)) // the key itself is a secret
+	c.rec.group = strconv.FormatUint(h.Sum64(), 16)
 	c.clique = q
 }
 

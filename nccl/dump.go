@@ -100,7 +100,7 @@ func (d *dump) add(r *recorder) {
 	for i := range ranks {
 		ranks[i] = strconv.Itoa(i)
 	}
-	d.Config[id] = groupConfig{Name: id, Desc: r.name, Ranks: "[" + strings.Join(ranks, ", ") + "]", Rank: r.rank, Size: r.size}
+	d.Config[id] = groupConfig{Name: r.group, Desc: r.name, Ranks: "[" + strings.Join(ranks, ", ") + "]", Rank: r.rank, Size: r.size}
 	issued, completed := r.final()
 	number := func(e entry) string {
 		if e.id == 0 {
@@ -110,14 +110,14 @@ func (d *dump) add(r *recorder) {
 	}
 	d.Status[id] = groupStatus{Enqueued: number(issued), Started: number(completed), Completed: number(completed)}
 	for _, o := range r.trace() {
-		d.Entries = append(d.Entries, r.dumped(o, id))
+		d.Entries = append(d.Entries, r.dumped(o))
 	}
 }
 
-func (r *recorder) dumped(o Operation, group string) dumpedEntry {
+func (r *recorder) dumped(o Operation) dumpedEntry {
 	sizes, types := func(n int) [][]int { return [][]int{{n}} }, []string{torchTypes[o.DType]}
 	e := dumpedEntry{
-		Record: o.Record, Group: r.number, GroupName: [2]string{group, r.name}, Rank: r.rank,
+		Record: o.Record, Group: r.number, GroupName: [2]string{r.group, r.name}, Rank: r.rank,
 		Collective: o.Collective, Transfer: o.Transfer, Op: o.Record, Name: "nccl:" + kinds[o.kind].torch,
 		Created: o.Created.UnixNano(), InputSizes: sizes(o.In), InputDTypes: types, OutputSizes: sizes(o.Out), OutputDTypes: types,
 		State: o.State.String(), Retired: o.State == Completed, TimeoutMillis: r.timeout.Milliseconds(),

@@ -92,7 +92,7 @@ func (c *Communicator) breakWith(cause error) {
 	}
 }
 
-// leaveTrace writes the flight recorder where the environment wants it.
+// leaveTrace writes all flight recorders of the process where the environment wants it.
 func (c *Communicator) leaveTrace() {
 	prefix := env.NCCLTraceFile.Value()
 	if prefix == "" {
@@ -103,5 +103,5 @@ func (c *Communicator) leaveTrace() {
 		return // the failure counts for more
 	}
 	defer f.Close()
-	_ = c.DumpTrace(f)
+	_ = DumpTrace(f)
 }

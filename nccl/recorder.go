@@ -16,6 +16,7 @@ type recorder struct {
 	rank, size int
 	device     string
 	name       string // of the communicator, as its Config has it
+	group      string // the same on all ranks of the communicator, and no other's
 	number     int64
 	version    int32
 	timeout    time.Duration // 0 is none

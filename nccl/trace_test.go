@@ -97,6 +97,11 @@ func checkDump(t *testing.T, ranks []rank) {
 	require.NoError(t, nccl.DumpTrace(&b))
 	require.NoError(t, json.Unmarshal(b.Bytes(), &d))
 	require.Len(t, d.Entries, 8, "of both ranks")
+	groups := map[any]bool{}
+	for _, e := range d.Entries {
+		groups[e["process_group"].([]any)[0]] = true
+	}
+	require.Len(t, groups, 1, "which tools must see to be of one group")
 }
 
 func TestTraceIsLeftByAFailure(t *testing.T) {

@@ -32,7 +32,7 @@ func Broadcast(g *Group, t tensor.Tensor, cfg *BroadcastConfig) ([]tensor.Tensor
 	if cfg != nil {
 		c = *cfg
 	}
-	if err := g.torch(op); err != nil {
+	if err := g.checkWhole(op); err != nil {
 		return nil, err
 	}
 	if c.Devices != nil && c.Out != nil {

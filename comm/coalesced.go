@@ -35,7 +35,7 @@ func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedCon
 	if cfg != nil {
 		c = *cfg
 	}
-	if err := g.torch(op); err != nil {
+	if err := g.checkWhole(op); err != nil {
 		return nil, err
 	}
 	devs, err := g.devices(op, c.Devices)
@@ -139,7 +139,7 @@ func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalesced
 	if cfg != nil {
 		c = *cfg
 	}
-	if err := g.torch(op); err != nil {
+	if err := g.checkWhole(op); err != nil {
 		return nil, err
 	}
 	limit, err := checkBuffer(op, c.BufferSize)

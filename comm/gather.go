@@ -37,7 +37,7 @@ func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, err
 	if cfg != nil {
 		c = *cfg
 	}
-	if err := g.torch(op); err != nil {
+	if err := g.checkWhole(op); err != nil {
 		return tensor.Tensor{}, err
 	}
 	if c.Out != nil && (c.Destination != nil || c.Host) {

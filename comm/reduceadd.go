@@ -53,7 +53,7 @@ type sum struct {
 }
 
 func newSum(g *Group, op string, ts []tensor.Tensor, c *ReduceAddConfig) (*sum, error) {
-	if err := g.torch(op); err != nil {
+	if err := g.checkWhole(op); err != nil {
 		return nil, err
 	}
 	if len(ts) == 0 {

@@ -41,7 +41,7 @@ func Scatter(g *Group, t tensor.Tensor, cfg *ScatterConfig) ([]tensor.Tensor, er
 	if cfg != nil {
 		c = *cfg
 	}
-	if err := g.torch(op); err != nil {
+	if err := g.checkWhole(op); err != nil {
 		return nil, err
 	}
 	if err := g.source(op, "tensor", only, t); err != nil {

@@ -14,8 +14,8 @@ import (
 // What torch.cuda.comm's functions have in common is in the package's
 // documentation.
 
-// torch begins a function of torch.cuda.comm: it needs all ranks.
-func (g *Group) torch(op string) error {
+// checkWhole is check for functions that need all ranks.
+func (g *Group) checkWhole(op string) error {
 	if err := g.check(op); err != nil {
 		return err
 	}

@@ -47,3 +47,35 @@ func Example() {
 	fmt.Println(out)
 	// Output: [1 5 4 11]
 }
+
+// The columns of a matrix are packed and rounded on the device.
+func ExampleCopy() {
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 1})
+	if err != nil {
+		log.Fatal(err)
+	}
+	s, err := stream.New(sys.Devices()[0], nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer s.Close()
+	x, errX := tensor.Make(s, memory.Float32, 2, 3)
+	y, errY := tensor.Make(s, memory.Int32, 2, 2)
+	in, errIn := tensor.OfHost([]float32{0.5, 1.5, 2.5, 3.5, 4.5, 5.5}, 2, 3)
+	out := make([]int32, 4)
+	to, errOut := tensor.OfHost(out, 2, 2)
+	if err := errors.Join(errX, errY, errIn, errOut); err != nil {
+		log.Fatal(err)
+	}
+	defer x.Close()
+	defer y.Close()
+	last, err := x.Narrow(1, 1, 2) // the last two columns
+	if err != nil {
+		log.Fatal(err)
+	}
+	if err := errors.Join(tensor.Copy(s, x, in), tensor.Copy(s, y, last), tensor.Copy(s, to, y)); err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(out)
+	// Output: [1 2 4 5]
+}

@@ -257,6 +257,44 @@ func TestAbortManyTimes(t *testing.T) {
 	})
 }
 
+// An abort ends an operation that runs, and not when it is done.
+func TestAbortWhileALargeOperationRuns(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		n := 1 << 23 // 32 MiB
+		if devs[0].System().Backend() == "cuda" {
+			n = 1 << 28 // 1 GiB
+		}
+		for range 5 {
+			ranks := connect(t, devs)
+			total(t, ranks)
+			xs := make([]memory.Slice[float32], 2)
+			each(t, devs, func(i int) (err error) {
+				if xs[i], err = memory.Make[float32](ranks[i].s, n); err != nil {
+					return err
+				}
+				return xs[i].Zero(ranks[i].s)
+			})
+			require.NoError(t, nccl.Group(ranks[0].c, func() error {
+				for i, r := range ranks {
+					for range 4 {
+						if err := nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum); err != nil {
+							return err
+						}
+					}
+				}
+				return nil
+			}))
+			begun := time.Now()
+			each(t, devs, func(i int) error { return ranks[i].c.Abort() })
+			each(t, devs, func(i int) error { return ranks[i].s.Sync(testgpu.Context(t)) })
+			require.Less(t, time.Since(begun), 2*time.Second)
+			for i := range ranks {
+				require.NoError(t, xs[i].Close())
+			}
+		}
+	})
+}
+
 // NCCL's own abort may hang; Chorus's does not.
 func TestAbortEndsWithoutNCCL(t *testing.T) {
 	nccl.SetAbortPatience(t, 50*time.Millisecond)

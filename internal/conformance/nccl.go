@@ -38,6 +38,9 @@ func NCCL(t *testing.T, drv cudadrv.Driver, api ncclapi.API) {
 	}
 	t.Run("MemAlloc", w.memAlloc)
 	t.Run("Split", w.split)
+	if api.Has(ncclapi.FuncCommShrink) && w.n > 1 {
+		t.Run("Shrink", w.shrink)
+	}
 	t.Run("InitRank", w.initRank)
 	t.Run("Errors", w.errors)
 }
@@ -420,6 +423,31 @@ func (w *world) split(t *testing.T) {
 		good(t, w.api, r)
 		require.Equal(t, place, me)
 		checkReduced(t, ncclapi.Int64, ncclapi.Sum, w.results(t, rank, w.recv[rank], 8*count), same, 0)
+	}
+	w.destroy(t, parts)
+}
+
+// shrink leaves the last rank out. Only the others call it.
+func (w *world) shrink(t *testing.T) {
+	left := w.n - 1
+	parts := make([]ncclapi.Comm, left)
+	w.group(t, func() {
+		for rank := range left {
+			good(t, w.api, w.api.CommShrink(w.comms[rank], []int32{int32(left)}, &parts[rank], nil, ncclapi.ShrinkDefault))
+		}
+	})
+	const count = 300
+	inputs := w.fill(t, func(rank int) []byte { return input(ncclapi.Int64, ncclapi.Sum, count, uint64(rank)) })
+	w.group(t, func() {
+		for rank := range left {
+			good(t, w.api, w.api.AllReduce(w.send[rank], w.recv[rank], count, ncclapi.Int64, ncclapi.Sum, parts[rank], w.streams[rank]))
+		}
+	})
+	for rank := range left {
+		n, r := w.api.CommCount(parts[rank])
+		good(t, w.api, r)
+		require.EqualValues(t, left, n)
+		checkReduced(t, ncclapi.Int64, ncclapi.Sum, w.results(t, rank, w.recv[rank], 8*count), inputs[:left], 0)
 	}
 	w.destroy(t, parts)
 }

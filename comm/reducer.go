@@ -16,8 +16,10 @@ import (
 // bucket is reduced on the group's stream as soon as its last gradient is ready
 // (torch's DistributedDataParallel).
 //
-// Gradients that memory.MakeFlat made are reduced where they are; others are
-// copied into a flat buffer and back.
+// Gradients that memory.MakeFlat made are reduced where they are
+// (gradient_as_bucket_view); others are copied into a flat buffer and back. A
+// program that adds up the gradients of several backward passes calls Ready and
+// Finish in the last one only (no_sync).
 //
 // A step can be captured in a graph, once a step has run without: each launch is a
 // step with the gradients that were used in the capture.

@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 
@@ -163,7 +164,11 @@ func transfer(dst, src tensor.Tensor, to, from *stream.Stream) error {
 	if err := tensor.Copy(by, dst, src); err != nil {
 		return err
 	}
-	return other.WaitStream(by)
+	if err := other.WaitStream(by); err != nil {
+		// Nothing orders the copy with the end of the memory any more.
+		return errors.Join(err, dst.RecordStream(by), src.RecordStream(by))
+	}
+	return nil
 }
 
 // closeAll closes what was made before an error.

@@ -152,7 +152,7 @@ func packedAcross(s *stream.Stream, dst, src Tensor) (err error) {
 				return err
 			}
 			return errors.Join(wire.RecordStream(s), local(o, wire, src))
-		})
+		}, src)
 		defer func() { err = errors.Join(err, wire.Close()) }()
 		if err != nil {
 			return err
@@ -175,12 +175,13 @@ func packedAcross(s *stream.Stream, dst, src Tensor) (err error) {
 	}
 	return on(s, dst.Device(), func(o *stream.Stream) error {
 		return errors.Join(landed.RecordStream(o), local(o, dst, landed))
-	})
+	}, dst)
 }
 
 // on runs fn with a stream of dev that is in the order of s: s itself, or another
-// one that waits for s and that s waits for.
-func on(s *stream.Stream, dev *device.Device, fn func(o *stream.Stream) error) error {
+// one that waits for s and that s waits for. used are the caller's tensors that fn
+// uses there.
+func on(s *stream.Stream, dev *device.Device, fn func(o *stream.Stream) error, used ...Tensor) error {
 	if s.Device() == dev {
 		return fn(s)
 	}
@@ -191,7 +192,15 @@ func on(s *stream.Stream, dev *device.Device, fn func(o *stream.Stream) error) e
 	if err := o.WaitStream(s); err != nil {
 		return err
 	}
-	return errors.Join(fn(o), s.WaitStream(o))
+	err = fn(o)
+	if e := s.WaitStream(o); e != nil {
+		// Nothing orders fn's work with the end of the memory any more.
+		err = errors.Join(err, e)
+		for _, t := range used {
+			err = errors.Join(err, t.RecordStream(o))
+		}
+	}
+	return err
 }
 
 // upload copies from the host. What is no run in both is packed in the order of the

@@ -190,6 +190,7 @@ func (c *Communicator) Version() string { return ncclapi.VersionText(c.version) 
 // ctx ends it returns the cause; the operations go on, until Close.
 func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 	begun := time.Now()
+	last := c.rec.lastOn(s)
 	err := poll.Until(ctx, func() (bool, error) {
 		done, err := s.Query()
 		if err != nil || done {
@@ -202,6 +203,7 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 			c.rank, c.size, c.dev, time.Since(begun).Round(time.Millisecond), err)
 	}
 	if err == nil {
+		c.rec.complete(last)
 		return c.Err()
 	}
 	return err

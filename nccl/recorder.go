@@ -170,6 +170,17 @@ func (r *recorder) complete(id uint64) {
 	r.completed = max(r.completed, id)
 }
 
+// lastOn is the last operation that NCCL has taken, if it is on the stream, or 0: all
+// have completed when the stream is past it.
+func (r *recorder) lastOn(s *stream.Stream) uint64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.stream != s {
+		return 0
+	}
+	return r.waiting
+}
+
 // oldest returns the first operation that has not completed.
 func (r *recorder) oldest() (e entry, ok bool) {
 	r.mu.Lock()

@@ -26,9 +26,9 @@ func (e *TimeoutError) Error() string {
 	fmt.Fprintf(&b, "nccl: %s on rank %d of %d (%s) has not completed after %v (the limit is %v)",
 		e.Operation, e.Rank, e.Size, e.Device, e.Age.Round(time.Millisecond), e.Limit)
 	if e.Completed.Record > 0 {
-		fmt.Fprintf(&b, "; the last that completed is %s", e.Completed)
+		fmt.Fprintf(&b, "; the last known to have completed is %s", e.Completed)
 	} else {
-		b.WriteString("; none has completed before")
+		b.WriteString("; none is known to have completed")
 	}
 	for _, text := range e.Others {
 		b.WriteString("; " + text)

@@ -172,7 +172,7 @@ func TestCulpritsAreNamed(t *testing.T) {
 					ranks = 2
 					testgpu.CUDA(t, ranks)
 				}
-				_, out, took := job(t, backend, fault, ranks, "CHORUS_NCCL_TIMEOUT=1s", paceVar+"=60ms")
+				_, out, took := job(t, backend, fault, ranks, "CHORUS_NCCL_TIMEOUT=4s", paceVar+"=60ms")
 				for rank := range ranks {
 					if rank != 1 {
 						require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] worker: .*(%s)`, rank, says), out)

@@ -6,7 +6,6 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
-	"syscall"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -19,8 +18,8 @@ import (
 //
 // Operations are checked when they are issued and enqueued when fn has returned,
 // all of them or none: none if fn returns an error or panics, or if one of the
-// ranks has failed by then. The group belongs to the goroutine, which stays on
-// its OS thread meanwhile; what fn starts on other goroutines is not part of it.
+// ranks has failed by then. The group belongs to the goroutine; what fn starts on
+// other goroutines is not part of it.
 // Groups nest; the outermost one enqueues, and nothing if an inner one failed.
 func Group(c *Communicator, fn func() error) error {
 	return inGroup(c, fn, func(g *group) error { return g.enqueue(c) })
@@ -28,7 +27,7 @@ func Group(c *Communicator, fn func() error) error {
 
 // A group is what a goroutine has issued within Group.
 type group struct {
-	tid    int
+	of     uintptr // the goroutine
 	depth  int
 	failed error // of an inner group
 	ops    []operation
@@ -44,17 +43,16 @@ var groups struct {
 	spare []*group // that have ended
 }
 
-// openGroup returns the calling goroutine's group, or nil. A goroutine that has
-// one is locked to its thread.
+// openGroup returns the calling goroutine's group, or nil.
 func openGroup() *group {
 	if groups.open.Load() == 0 {
 		return nil
 	}
-	tid := syscall.Gettid()
+	me := goroutine()
 	groups.mu.Lock()
 	defer groups.mu.Unlock()
 	for _, g := range groups.list {
-		if g.tid == tid {
+		if g.of == me {
 			return g
 		}
 	}
@@ -67,8 +65,6 @@ func inGroup(c *Communicator, fn func() error, end func(g *group) error) error {
 	if err := c.usable("ncclGroupStart"); err != nil {
 		return err
 	}
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
 	g := openGroup()
 	if g == nil {
 		g = beginGroup()
@@ -95,7 +91,7 @@ func beginGroup() *group {
 	} else {
 		g = &group{}
 	}
-	g.tid = syscall.Gettid()
+	g.of = goroutine()
 	groups.list = append(groups.list, g)
 	groups.open.Add(1)
 	return g
@@ -141,8 +137,9 @@ func (g *group) enqueue(c *Communicator) error {
 		return err
 	}
 	defer g.exit()
+	t := now()
 	for i := range g.ops {
-		if err := g.ops[i].schedule(); err != nil {
+		if err := g.ops[i].schedule(t); err != nil {
 			g.refused(i)
 			return err
 		}
@@ -164,9 +161,11 @@ func (g *group) refused(n int) {
 	}
 }
 
-// give issues the operations between the start of a group of NCCL and its end. What
-// NCCL refuses makes it drop the rest.
+// give issues the operations between the start of a group of NCCL, which that keeps
+// on the OS thread, and its end. What NCCL refuses makes it drop the rest.
 func (g *group) give(c *Communicator, end func(ncclapi.API) ncclapi.Result) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	api := g.comms[0].api
 	if err := c.fail("ncclGroupStart", api.GroupStart()); err != nil {
 		return err

@@ -185,7 +185,7 @@ func (o *operation) run() error {
 		return err
 	}
 	defer c.mu.Unlock()
-	if err := o.schedule(); err != nil {
+	if err := o.schedule(now()); err != nil {
 		return err
 	}
 	if err := c.fail(o.kind.String(), o.enqueue()); err != nil {
@@ -198,8 +198,8 @@ func (o *operation) run() error {
 
 // schedule records the operation, and compares it with what other ranks of this
 // process have issued. The communicator is entered.
-func (o *operation) schedule() error {
-	c, t := o.comm, now()
+func (o *operation) schedule(t int64) error {
+	c := o.comm
 	if c.marks.due(t) {
 		c.mark(t)
 	}

@@ -177,6 +177,15 @@ func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder, pool Holda
 			return &CaptureError{Op: op, Object: "another stream of this goroutine, for " + other.graph.String() + ",", Advice: "captures do not nest"}
 		}
 	}
+	if err := s.begin(mode, c); err != nil {
+		return err
+	}
+	pool.Hold(graph)
+	return nil
+}
+
+// begin begins a capture while nobody is Outside.
+func (s *Stream) begin(mode cudadrv.CaptureMode, c *capture) error {
 	open.begin.Lock()
 	defer open.begin.Unlock()
 	err := s.dev.Do("cuStreamBeginCapture", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamBeginCapture(s.h, mode) })
@@ -187,7 +196,6 @@ func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder, pool Holda
 		_, _ = s.endCapture()
 		return err
 	}
-	pool.Hold(graph)
 	open.mu.Lock()
 	defer open.mu.Unlock()
 	open.list = append(open.list, c)

@@ -231,6 +231,7 @@ func (cfg *JoinConfig) join(ctx context.Context, key []byte, coord *coordinator)
 // one that another attempt cannot change.
 func (cfg *JoinConfig) connect(ctx context.Context, key []byte, start time.Time) (*link, welcome, error) {
 	delay, lastLine := firstRetry, start
+	var why error // what an attempt met; a lack of time only where none met anything else
 	for {
 		l, hello, err := dial(ctx, cfg.Job, cfg.Addr, key)
 		if err == nil {
@@ -243,8 +244,11 @@ func (cfg *JoinConfig) connect(ctx context.Context, key []byte, start time.Time)
 			lastLine = time.Now()
 			cfg.Notify(fmt.Sprintf("job %s: waiting since %v for the coordinator: %v", cfg.Job, time.Since(start).Round(time.Second), err))
 		}
+		if why == nil || !errors.Is(err, os.ErrDeadlineExceeded) {
+			why = err
+		}
 		if !sleep(ctx, delay) {
-			return nil, hello, joinEnd(ctx, &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start), Addr: cfg.Addr, Unit: unitProcess, Err: err})
+			return nil, hello, joinEnd(ctx, &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start), Addr: cfg.Addr, Unit: unitProcess, Err: why})
 		}
 		delay = min(2*delay, lastRetry)
 	}

@@ -4,9 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"testing"
 	"unsafe"
@@ -15,26 +13,14 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// hostShim lets a C++ compiler take a kernel for a function.
-const hostShim = `#include <cstdio>
-#include <cstring>
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(n)
-struct Dim { unsigned x; };
-static Dim blockIdx, threadIdx;
-template <class D, class S> static D bits_of(S s) { D d; memcpy(&d, &s, sizeof d); return d; }
-static inline float __uint_as_float(unsigned u) { return bits_of<float>(u); }
-static inline unsigned __float_as_uint(float f) { return bits_of<unsigned>(f); }
-static inline float half_value(unsigned short b) { return (float)bits_of<_Float16>(b); }
-static inline unsigned short half_bits(float f) { return bits_of<unsigned short>((_Float16)f); }
-template <class T> static void read(T* p, size_t n) { if (fread(p, sizeof(T), n, stdin) != n) perror("read"); }
+// hostRead reads a kernel's inputs.
+const hostRead = `template <class T> static void read(T* p, size_t n) { if (fread(p, sizeof(T), n, stdin) != n) perror("read"); }
 `
 
 // One operation in floats: what is computed in float64 and then rounded is what
@@ -58,10 +44,6 @@ type hostTrial struct {
 // same bytes.
 func TestElementwiseSourceAgreesWithGo(t *testing.T) {
 	t.Parallel()
-	cxx, err := exec.LookPath("g++")
-	if err != nil {
-		t.Skip("needs a C++ compiler, g++: ", err)
-	}
 	e, err := NewElementwise(hostCode, &ElementwiseConfig{
 		Defaults: []Operand{Set("by", 1)},
 		Floats:   func(in, out []float64) { out[0], out[1] = min(in[0], in[1]), in[0]*in[2] },
@@ -105,7 +87,7 @@ func TestElementwiseSourceAgreesWithGo(t *testing.T) {
 	} {
 		trials = append(trials, hostTrialOf(t, s, e, c.in, c.out, c.n, c.number, c.by))
 	}
-	runHost(t, cxx, e, trials)
+	runHost(t, e, trials)
 }
 
 // hostTrialOf runs a launch on the virtual device.
@@ -157,11 +139,11 @@ func hostTrialOf(t *testing.T, s *stream.Stream, e *Elementwise, in, out [2]memo
 }
 
 // runHost compiles the kernels of all trials into one program and compares.
-func runHost(t *testing.T, cxx string, e *Elementwise, trials []*hostTrial) {
+func runHost(t *testing.T, e *Elementwise, trials []*hostTrial) {
 	t.Helper()
 	var code, calls strings.Builder
 	var in bytes.Buffer
-	code.WriteString(hostShim)
+	code.WriteString(ptxtest.HostShim + hostRead)
 	for i, tr := range trials {
 		source := strings.NewReplacer(`extern "C" `, "", "::pick<", "pick<").Replace(e.source(tr.v, tr.common))
 		fmt.Fprintf(&code, "namespace v%d {\n%s\n}\n", i, source)
@@ -206,15 +188,7 @@ func runHost(t *testing.T, cxx string, e *Elementwise, trials []*hostTrial) {
 		}
 	}
 	code.WriteString("int main() {\n" + text + "}\n")
-	dir := t.TempDir()
-	file, bin := filepath.Join(dir, "host.cc"), filepath.Join(dir, "host")
-	require.NoError(t, os.WriteFile(file, []byte(code.String()), 0o644))
-	out, err := exec.Command(cxx, "-std=c++17", "-O1", "-ffp-contract=off", "-fwrapv", "-Wno-unknown-pragmas", "-o", bin, file).CombinedOutput()
-	if bytes.Contains(out, []byte("has no _Float16")) || bytes.Contains(out, []byte("_Float16’ was not declared")) {
-		t.Skip("needs a C++ compiler with _Float16")
-	}
-	require.NoError(t, err, "%s", out)
-	cmd := exec.Command(bin)
+	cmd := exec.Command(ptxtest.Host(t, code.String(), "-fwrapv", "-Wno-unknown-pragmas"))
 	cmd.Stdin = &in
 	got, err := cmd.Output()
 	require.NoError(t, err)

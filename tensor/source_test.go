@@ -5,37 +5,19 @@ import (
 	"encoding/binary"
 	"math"
 	"math/rand/v2"
-	"os"
 	"os/exec"
-	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/memory"
 )
 
-// hostShim lets a C++ compiler take the kernels for functions, and hostMain calls
-// them: for each trial it reads the numbers, then both memories, and writes the
-// destination.
-const (
-	hostShim = `#include <cstdio>
-#include <cstring>
-#include <vector>
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(n)
-struct Dim { unsigned x; };
-static Dim blockIdx, threadIdx;
-template <class D, class S> static D bits_of(S s) { D d; memcpy(&d, &s, sizeof d); return d; }
-static inline float __uint_as_float(unsigned u) { return bits_of<float>(u); }
-static inline unsigned __float_as_uint(float f) { return bits_of<unsigned>(f); }
-static inline float half_value(unsigned short b) { return (float)bits_of<_Float16>(b); }
-static inline unsigned short half_bits(float f) { return bits_of<unsigned short>((_Float16)f); }
-`
-	hostMain = `
+// hostMain calls the kernels: for each trial it reads the numbers, then both memories,
+// and writes the destination.
+const hostMain = `
 #define ARGS n, count, L(0), L(1), L(2), L(3), L(4), L(5), L(6), L(7)
 #define L(k) (u32)h[7 + 3 * k], h[8 + 3 * k], h[9 + 3 * k]
 // A piece is where it begins in both memories, in elements, and its end.
@@ -67,22 +49,12 @@ int main() {
 	}
 }
 `
-)
 
 // The kernels, compiled as C++, and the functions that stand in for them give the
 // same bytes.
 func TestSourceAgreesWithGo(t *testing.T) {
 	t.Parallel()
-	cxx, err := exec.LookPath("g++")
-	if err != nil {
-		t.Skip("needs a C++ compiler, g++: ", err)
-	}
-	dir := t.TempDir()
-	file, program := filepath.Join(dir, "kernels.cpp"), filepath.Join(dir, "kernels")
-	require.NoError(t, os.WriteFile(file, []byte(hostShim+source+hostMain), 0o644))
-	out, err := exec.Command(cxx, "-std=c++17", "-O1", "-ffp-contract=off", "-o", program, file).CombinedOutput()
-	require.NoError(t, err, "%s", out)
-
+	program := ptxtest.Host(t, ptxtest.HostShim+source+hostMain)
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 4))

@@ -104,6 +104,14 @@ func (l *ncclLib) comm(f ncclapi.Func, h ncclapi.Comm) (*comm, ncclapi.Result) {
 	return nil, l.refuse(ncclapi.InvalidArgument, "%s: %#x is no communicator, or it was destroyed or aborted", f.Name(), uintptr(h))
 }
 
+// begin is enter and comm: what calls on a communicator begin with.
+func (l *ncclLib) begin(f ncclapi.Func, h ncclapi.Comm) (*comm, ncclapi.Result) {
+	if r := l.enter(f); r != ncclapi.Success {
+		return nil, r
+	}
+	return l.comm(f, h)
+}
+
 // usable is comm for a communicator on which something is to be issued.
 func (l *ncclLib) usable(f ncclapi.Func, h ncclapi.Comm) (*comm, ncclapi.Result) {
 	c, r := l.comm(f, h)
@@ -141,10 +149,7 @@ func (l *ncclLib) CommGetAsyncError(h ncclapi.Comm) (async, r ncclapi.Result) {
 
 // number answers the calls that ask for one number of a communicator.
 func (l *ncclLib) number(f ncclapi.Func, h ncclapi.Comm, get func(*comm) int32) (int32, ncclapi.Result) {
-	if r := l.enter(f); r != ncclapi.Success {
-		return 0, r
-	}
-	c, r := l.comm(f, h)
+	c, r := l.begin(f, h)
 	if r != ncclapi.Success {
 		return 0, r
 	}
@@ -194,10 +199,7 @@ func (l *ncclLib) CommAbort(h ncclapi.Comm) ncclapi.Result {
 }
 
 func (l *ncclLib) endComm(f ncclapi.Func, h ncclapi.Comm, abort bool) ncclapi.Result {
-	if r := l.enter(f); r != ncclapi.Success {
-		return r
-	}
-	c, r := l.comm(f, h)
+	c, r := l.begin(f, h)
 	if r != ncclapi.Success {
 		return r
 	}

@@ -29,10 +29,7 @@ func (c *comm) meet(f ncclapi.Func, meeting, note string) (string, ncclapi.Resul
 // to make others from it.
 func (l *ncclLib) CommRevoke(h ncclapi.Comm, flags int32) ncclapi.Result {
 	const f = ncclapi.FuncCommRevoke
-	if r := l.enter(f); r != ncclapi.Success {
-		return r
-	}
-	c, r := l.comm(f, h)
+	c, r := l.begin(f, h)
 	if r != ncclapi.Success {
 		return r
 	}
@@ -121,10 +118,7 @@ func (l *ncclLib) CommResume(h ncclapi.Comm) ncclapi.Result {
 
 // suspend changes whether the communicator is suspended, while nothing runs on it.
 func (l *ncclLib) suspend(f ncclapi.Func, h ncclapi.Comm, flags, to bool) ncclapi.Result {
-	if r := l.enter(f); r != ncclapi.Success {
-		return r
-	}
-	c, r := l.comm(f, h)
+	c, r := l.begin(f, h)
 	if r != ncclapi.Success {
 		return r
 	}
@@ -147,10 +141,7 @@ const virtualCommMemory = 1 << 20
 
 func (l *ncclLib) CommMemStats(h ncclapi.Comm, stat int32) (uint64, ncclapi.Result) {
 	const f = ncclapi.FuncCommMemStats
-	if r := l.enter(f); r != ncclapi.Success {
-		return 0, r
-	}
-	c, r := l.comm(f, h)
+	c, r := l.begin(f, h)
 	if r != ncclapi.Success {
 		return 0, r
 	}
@@ -176,10 +167,7 @@ func (l *ncclLib) CommMemStats(h ncclapi.Comm, stat int32) (uint64, ncclapi.Resu
 // one-sided operations.
 func (l *ncclLib) CommQueryProperties(h ncclapi.Comm, p *ncclapi.Properties) ncclapi.Result {
 	const f = ncclapi.FuncCommQueryProperties
-	if r := l.enter(f); r != ncclapi.Success {
-		return r
-	}
-	c, r := l.comm(f, h)
+	c, r := l.begin(f, h)
 	if r != ncclapi.Success {
 		return r
 	}
@@ -192,10 +180,7 @@ func (l *ncclLib) CommQueryProperties(h ncclapi.Comm, p *ncclapi.Properties) ncc
 
 func (l *ncclLib) WinGetUserPtr(h ncclapi.Comm, w ncclapi.Window) (cudadrv.DevicePtr, ncclapi.Result) {
 	const f = ncclapi.FuncWinGetUserPtr
-	if r := l.enter(f); r != ncclapi.Success {
-		return 0, r
-	}
-	c, r := l.comm(f, h)
+	c, r := l.begin(f, h)
 	if r != ncclapi.Success {
 		return 0, r
 	}

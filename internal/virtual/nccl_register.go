@@ -84,10 +84,7 @@ func (l *ncclLib) RedOpDestroy(op ncclapi.RedOp, h ncclapi.Comm) ncclapi.Result 
 
 // forget removes something that belongs to a communicator.
 func forget[K comparable, V any](l *ncclLib, f ncclapi.Func, h ncclapi.Comm, key K, table func(*comm) map[K]V) ncclapi.Result {
-	if r := l.enter(f); r != ncclapi.Success {
-		return r
-	}
-	c, r := l.comm(f, h)
+	c, r := l.begin(f, h)
 	if r != ncclapi.Success {
 		return r
 	}

@@ -24,16 +24,7 @@ for _ in $(seq "$turns"); do
 	[ -n "${NO_TORCH:-}" ] || torchrun --nproc-per-node "$gpus" "$here/dist.py" "$iterations" "$warmups" "$launches" \
 		"$smallest" "$largest" "$factor" "$@" >>"$out/torch.txt"
 done
-awk -F '\t' '
-	function median(list,    n, v, i, j, x) {
-		n = split(list, v, " ")
-		for (i = 2; i <= n; i++) {
-			x = v[i] + 0
-			for (j = i - 1; j > 0 && v[j] + 0 > x; j--) v[j + 1] = v[j]
-			v[j + 1] = x
-		}
-		return v[int((n + 1) / 2)]
-	}
+awk -F '\t' "$(cat "$here/median.awk")"'
 	function ratio(a, b) { return b > 0 ? sprintf("%7.3f", a / b) : sprintf("%7s", "-") }
 	FNR == 1 { for (file = 1; ARGV[file] != FILENAME; file++); } # one may be empty
 	{ all[file, $1] = all[file, $1] " " $2 }

@@ -27,16 +27,7 @@ for _ in $(seq "$turns"); do
 	"$out/launch" >>"$out/peer"
 	python3 "$here/peer.py" >>"$out/peer"
 done
-awk -F '\t' '
-	function median(list,    n, v, i, j, x) {
-		n = split(list, v, " ")
-		for (i = 2; i <= n; i++) {
-			x = v[i] + 0
-			for (j = i - 1; j > 0 && v[j] + 0 > x; j--) v[j + 1] = v[j]
-			v[j + 1] = x
-		}
-		return v[int((n + 1) / 2)]
-	}
+awk -F '\t' "$(cat "$here/median.awk")"'
 	FNR == 1 { file++ }
 	file == 1 { if (!($1 in ours)) order[++count] = $1; ours[$1] = ours[$1] " " $2 }
 	file == 2 { peer[$1] = peer[$1] " " $2 }

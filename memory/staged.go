@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"errors"
 	"sync"
 	"unsafe"
 
@@ -65,6 +66,15 @@ func (g *stager) copy(s *stream.Stream, dst, src cudadrv.DevicePtr, bytes uintpt
 	if err := wait(g.from, g.out, begin); err != nil { // and in waits for out
 		return err
 	}
+	if err := g.enqueue(s, dst, src, bytes); err != nil {
+		// What is under way uses the memory, and s does not wait for it.
+		return errors.Join(err, g.drain())
+	}
+	return nil
+}
+
+// enqueue lets the bytes pass, and s wait for the last of them.
+func (g *stager) enqueue(s *stream.Stream, dst, src cudadrv.DevicePtr, bytes uintptr) error {
 	last := 0
 	for at := uintptr(0); at < bytes; at += stageBytes {
 		last = int(at / stageBytes % 2)
@@ -73,6 +83,14 @@ func (g *stager) copy(s *stream.Stream, dst, src cudadrv.DevicePtr, bytes uintpt
 		}
 	}
 	return wait(s.Device(), s.Raw(), g.stages[last].empty)
+}
+
+// drain waits for what the stager has enqueued.
+func (g *stager) drain() error {
+	sync := func(d *device.Device, s cudadrv.Stream) error {
+		return d.Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s) })
+	}
+	return errors.Join(sync(g.from, g.out), sync(g.to, g.in))
 }
 
 // pass fills a stage as soon as it is empty and empties it again.

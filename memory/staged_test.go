@@ -3,6 +3,7 @@ package memory
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"log/slog"
 	"slices"
 	"sync"
@@ -120,6 +121,38 @@ func TestPeerWorksOneWay(t *testing.T) {
 		works, err := devs[0].PeerWorks(devs[1])
 		require.NoError(t, err)
 		require.False(t, works, fault)
+	}
+}
+
+// Where a call in the middle fails, what was enqueued before is done when Copy returns:
+// the memory may go, and copies from then on are right.
+func TestCopyStagedThatFails(t *testing.T) {
+	t.Setenv("CHORUS_P2P", "off")
+	for _, call := range []string{"cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"} {
+		for nth := 1; nth <= 9; nth++ {
+			// The calls before the copy are the same in each round.
+			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: fmt.Sprintf("%s#%d=CUDA_ERROR_OUT_OF_MEMORY", call, nth)})
+			s, err := stream.New(devs[0], nil)
+			require.NoError(t, err)
+			defer s.Close()
+			x, errX := Make[int32](s, stageBytes)
+			s1, err := stream.New(devs[1], nil)
+			require.NoError(t, err)
+			defer s1.Close()
+			z, errZ := Make[int32](s1, stageBytes)
+			require.NoError(t, errors.Join(errX, errZ))
+			require.NoError(t, x.Zero(s))
+			if s.WaitStream(s1) == nil {
+				_ = Copy(s, z, x) // fails in most rounds
+			}
+			require.NoError(t, x.Zero(s))
+			require.NoError(t, s.Sync(testgpu.Context(t)))
+			require.NoError(t, z.Zero(s1))
+			require.NoError(t, s1.Sync(testgpu.Context(t)))
+			require.NoError(t, errors.Join(x.Close(), z.Close()))
+			require.Empty(t, devs[0].System().Reports(), "%s#%d", call, nth)
+			require.NoError(t, devs[0].Err(), "%s#%d", call, nth)
+		}
 	}
 }
 

@@ -42,7 +42,7 @@ func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedCon
 	if err != nil {
 		return nil, err
 	}
-	limit, err := checkBuffer(op, c.BufferSize)
+	size, err := checkBuffer(op, c.BufferSize)
 	if err != nil {
 		return nil, err
 	}
@@ -72,7 +72,7 @@ func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedCon
 	for i, t := range ts {
 		results[0][i] = t.Retain()
 	}
-	for _, bucket := range bucketsThatReach(ts, limit) {
+	for _, bucket := range (limit{bytes: size, reach: true}).buckets(ts) {
 		if err := g.broadcastBucket(ts, bucket, devs[1:], results[1:]); err != nil {
 			return results, err
 		}
@@ -142,7 +142,7 @@ func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalesced
 	if err := g.checkWhole(op); err != nil {
 		return nil, err
 	}
-	limit, err := checkBuffer(op, c.BufferSize)
+	size, err := checkBuffer(op, c.BufferSize)
 	if err != nil {
 		return nil, err
 	}
@@ -151,7 +151,7 @@ func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalesced
 		return nil, err
 	}
 	results = make([]tensor.Tensor, len(tss[0]))
-	for _, bucket := range bucketsWithin(tss[0], limit) {
+	for _, bucket := range (limit{bytes: size}).buckets(tss[0]) {
 		if err := g.addBucket(op, tss, bucket, &c.ReduceAddConfig, results); err != nil {
 			closeAll(results)
 			return nil, err

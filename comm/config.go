@@ -6,8 +6,16 @@ import "github.com/gochorus/chorus/nccl"
 // be the same on all ranks.
 type Config struct {
 	// NCCL are the options of the ranks' communicators, among them how long an
-	// operation may take (Timeout) and what the flight recorder keeps.
+	// operation may take (Timeout) and what the flight recorder keeps. Recoverable is
+	// refused: a group that fails aborts its communicators.
 	NCCL *nccl.Config
+}
+
+func (c *Config) check(op string) error {
+	if c != nil && c.NCCL != nil && c.NCCL.Recoverable {
+		return refuse(op, "NCCL.Recoverable is set, but a group that fails aborts its communicators: make them with nccl.NewCommunicator to Shrink them")
+	}
+	return nil
 }
 
 // nccl returns the options of a communicator, with what is done when it fails.

@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 )
 
 // element is what rank r has at i: small whole numbers, whose sums are exact.
@@ -325,6 +326,29 @@ func TestProcessesConform(t *testing.T) {
 			require.Equal(t, 0, code, out)
 		})
 	}
+}
+
+// A rank that sends to itself alone is refused, and the group goes on; together with
+// the receive it is one of the exchanges.
+func TestSendToOneself(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		xs, hs := shards(t, g, 8)
+		ys, _ := shards(t, g, 8)
+		require.ErrorContains(t, comm.Send(g, 0, xs[0]), "its own peer")
+		require.ErrorContains(t, comm.Recv(g, 0, xs[0]), "its own peer")
+		require.NoError(t, g.Err())
+		require.NoError(t, comm.SendRecv(g, 0, xs[0], 0, ys[0]))
+		require.Equal(t, hs[0], read(t, g, 0, ys[0]))
+	})
+}
+
+// A group cannot leave its communicators as they are when they fail.
+func TestRecoverableGroup(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	_, err := comm.LocalWith(testgpu.Context(t), &comm.Config{NCCL: &nccl.Config{Recoverable: true}}, devs...)
+	require.ErrorIs(t, err, comm.ErrMismatch)
+	require.ErrorContains(t, err, "Recoverable")
 }
 
 func TestBadRoots(t *testing.T) {

@@ -27,9 +27,15 @@
 //	Work, work.wait                Start, Work
 //	watchdog                       Group.Wait
 //	barrier                        Group.Barrier
+//	all_reduce, all_gather, ...    AllReduce, AllGather, ...
+//	broadcast, reduce              BroadcastFrom, ReduceTo
+//	gather, scatter                GatherTo, ScatterFrom
 //	all_gather_object              GatherValues
 //	broadcast_object_list          BroadcastValue
 //	torch.cuda.comm                Broadcast, Scatter, Gather, ReduceAdd, ...
+//
+// The plain names Broadcast, Scatter and Gather are those of torch.cuda.comm; where
+// torch.distributed has the same ones, what it does has the root in its name.
 //
 // Every rank of a group must call the same collectives in the same order with
 // the same lengths and types. Collectives are enqueued on the group's streams,

@@ -4,6 +4,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/tensor"
 )
 
 // Gaps reads what lies in the buckets of a local rank, before any gradient is
@@ -22,8 +24,8 @@ func (r *Reducer[T]) Gaps(t *testing.T, local int) []T {
 
 // How the coalesced functions divide tensors.
 var (
-	BucketsThatReach = bucketsThatReach
-	BucketsWithin    = bucketsWithin
+	BucketsThatReach = func(ts []tensor.Tensor, n int) [][]int { return limit{n, true}.buckets(ts) }
+	BucketsWithin    = func(ts []tensor.Tensor, n int) [][]int { return limit{n, false}.buckets(ts) }
 )
 
 // BucketGrads returns the gradients of each bucket.

@@ -5,44 +5,21 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-// bucketsThatReach puts tensors of one type together until their bytes reach the
-// limit: the last one of a bucket may exceed it. Those that are left over come last,
-// by type.
-func bucketsThatReach(ts []tensor.Tensor, limit int) (buckets [][]int) {
-	type open struct {
-		indexes []int
-		bytes   int
-	}
-	byType := map[memory.DType]*open{}
-	for i, t := range ts {
-		b := byType[t.DType()]
-		if b == nil {
-			b = &open{}
-			byType[t.DType()] = b
-		}
-		b.indexes = append(b.indexes, i)
-		if b.bytes += t.Bytes(); b.bytes >= limit {
-			buckets = append(buckets, b.indexes)
-			*b = open{}
-		}
-	}
-	for d := memory.Bool; d <= memory.Float8E5M2T; d++ {
-		if b := byType[d]; b != nil && len(b.indexes) > 0 {
-			buckets = append(buckets, b.indexes)
-		}
-	}
-	return buckets
+// A limit is how many bytes of tensors are put together.
+type limit struct {
+	bytes int
+	reach bool // the last tensor of a bucket reaches it; otherwise none exceeds it but alone
 }
 
-// bucketsWithin puts tensors of one type together as long as their bytes are within
-// the limit: a larger one is a bucket of its own.
-func bucketsWithin(ts []tensor.Tensor, limit int) (buckets [][]int) {
+// buckets puts tensors of one type together. Those that are left over come last, by
+// type, in the order in which the types came.
+func (l limit) buckets(ts []tensor.Tensor) (buckets [][]int) {
 	type open struct {
 		indexes []int
 		bytes   int
 	}
 	byType := map[memory.DType]*open{}
-	var types []memory.DType // in the order in which they came first
+	var types []memory.DType
 	for i, t := range ts {
 		b := byType[t.DType()]
 		if b == nil {
@@ -50,12 +27,15 @@ func bucketsWithin(ts []tensor.Tensor, limit int) (buckets [][]int) {
 			byType[t.DType()] = b
 			types = append(types, t.DType())
 		}
-		if b.bytes+t.Bytes() > limit && b.bytes > 0 {
+		if !l.reach && b.bytes > 0 && b.bytes+t.Bytes() > l.bytes {
 			buckets = append(buckets, b.indexes)
 			*b = open{}
 		}
 		b.indexes = append(b.indexes, i)
-		b.bytes += t.Bytes()
+		if b.bytes += t.Bytes(); l.reach && b.bytes >= l.bytes {
+			buckets = append(buckets, b.indexes)
+			*b = open{}
+		}
 	}
 	for _, d := range types {
 		if b := byType[d]; len(b.indexes) > 0 {

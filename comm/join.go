@@ -40,6 +40,9 @@ func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config
 	if r == nil || dev == nil {
 		return nil, errors.New("comm: join: no rendezvous or no device given")
 	}
+	if err := cfg.check("join"); err != nil {
+		return nil, err
+	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer context.AfterFunc(r.Context(), func() { cancel(context.Cause(r.Context())) })()

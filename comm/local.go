@@ -21,6 +21,9 @@ func Local(ctx context.Context, devs ...*device.Device) (*Group, error) {
 
 // LocalWith is Local with options.
 func LocalWith(ctx context.Context, cfg *Config, devs ...*device.Device) (*Group, error) {
+	if err := cfg.check("local"); err != nil {
+		return nil, err
+	}
 	if len(devs) == 0 {
 		var err error
 		if devs, err = device.All(); err != nil {

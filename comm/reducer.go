@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -42,7 +43,8 @@ type localBucket[T memory.Element] struct {
 }
 
 // NewReducer makes a reducer for the gradients of each local rank: one list for
-// each, with the same lengths in the same order on all ranks of the group.
+// each, with the same lengths in the same order on all ranks of the group, and no
+// memory in common: shared weights have one gradient.
 // Collective in the sense that all ranks use reducers with the same
 // configuration.
 func NewReducer[T memory.Element](g *Group, cfg *ReducerConfig, grads ...[]memory.Slice[T]) (*Reducer[T], error) {
@@ -127,8 +129,29 @@ func checkGrads[T memory.Element](g *Group, grads [][]memory.Slice[T]) error {
 				return fmt.Errorf("%w (gradient %d of local rank %d): %w", err, j, i, ErrMismatch)
 			}
 		}
+		if a, b, shared := sharing(list); shared {
+			return refuse("new reducer", "gradients %d and %d of local rank %d share some memory: want each to be reduced once", a, b, i)
+		}
 	}
 	return nil
+}
+
+// sharing returns two slices that share some memory, if there are any.
+func sharing[T memory.Element](xs []memory.Slice[T]) (a, b int, found bool) {
+	var order []int
+	for i, x := range xs {
+		if x.Len() > 0 {
+			order = append(order, i)
+		}
+	}
+	slices.SortStableFunc(order, func(i, j int) int { return cmp.Compare(xs[i].Raw(), xs[j].Raw()) })
+	for k := 1; k < len(order); k++ {
+		a, b = order[k-1], order[k]
+		if uint64(xs[a].Raw())+uint64(xs[a].Bytes()) > uint64(xs[b].Raw()) {
+			return min(a, b), max(a, b), true
+		}
+	}
+	return 0, 0, false
 }
 
 // Buckets returns how many buckets there are.

@@ -159,3 +159,26 @@ func TestReducerErrors(t *testing.T) {
 		require.ErrorIs(t, red.Ready(b.s, 0), device.ErrClosed)
 	})
 }
+
+// A gradient that is given twice, or shares memory with another one, would be reduced
+// twice.
+func TestReducerOfSharedGradients(t *testing.T) {
+	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	xs, _ := shards(t, g, 8)
+	for name, cut := range map[string]func(x memory.Slice[float32]) []memory.Slice[float32]{
+		"twice": func(x memory.Slice[float32]) []memory.Slice[float32] { return []memory.Slice[float32]{x, x} },
+		"overlap": func(x memory.Slice[float32]) []memory.Slice[float32] {
+			return []memory.Slice[float32]{x.Slice(3, 8), x.Slice(0, 2), x.Slice(1, 4)}
+		},
+	} {
+		_, err := comm.NewReducer(g, nil, cut(xs[0]), cut(xs[1]))
+		require.ErrorIs(t, err, comm.ErrMismatch, name)
+		require.ErrorContains(t, err, "share some memory")
+	}
+	apart := func(x memory.Slice[float32]) []memory.Slice[float32] {
+		return []memory.Slice[float32]{x.Slice(4, 8), x.Slice(2, 2), x.Slice(0, 4), x.Slice(4, 4)}
+	}
+	r, err := comm.NewReducer(g, nil, apart(xs[0]), apart(xs[1]))
+	require.NoError(t, err)
+	require.NoError(t, r.Close())
+}

@@ -27,24 +27,34 @@ type Work struct {
 // Start runs fn, which enqueues operations of g, and returns a Work that is done when
 // they are. The Work owns what is given to it, such as the slices that the operations
 // use: it closes them when the operations are done or the group is broken, and also
-// if fn fails. It must be closed, or waited for.
+// if fn fails or panics; nil is nothing to own. It must be closed, or waited for.
 //
 //	w, err := comm.Start(g, func() error { return comm.AllReduce(g, comm.Sum, xs...) }, xs)
 //	...
 //	err = w.WaitOn(s) // the stream waits; the host goes on
 //	err = w.Wait(ctx) // the host waits
-func Start(g *Group, fn func() error, owned ...io.Closer) (*Work, error) {
+func Start(g *Group, fn func() error, owned ...io.Closer) (_ *Work, err error) {
 	w := &Work{g: g, owned: owned}
+	started := false
+	defer func() { // also when fn panics
+		if !started {
+			err = errors.Join(err, w.release())
+		}
+	}()
 	if err := w.start(fn); err != nil {
-		return nil, errors.Join(err, w.release())
+		return nil, err
 	}
 	handle.Init(w, &w.owner, "work")
+	started = true
 	return w, nil
 }
 
 func (w *Work) start(fn func() error) error {
 	if err := w.g.check("start"); err != nil {
 		return err
+	}
+	if fn == nil {
+		return refuse("start", "no function given")
 	}
 	if err := fn(); err != nil {
 		return err
@@ -121,7 +131,9 @@ func (w *Work) release() error {
 		errs = append(errs, e.Close())
 	}
 	for _, x := range w.owned {
-		errs = append(errs, x.Close())
+		if x != nil {
+			errs = append(errs, x.Close())
+		}
 	}
 	w.owned, w.events = nil, nil
 	return errors.Join(errs...)

@@ -75,3 +75,19 @@ func TestWorkThatFails(t *testing.T) {
 		require.Equal(t, 2, owned.n)
 	})
 }
+
+// Nothing is owned by nil, there is no work without a function, and what is owned goes
+// also when the function panics.
+func TestWorkOfNothing(t *testing.T) {
+	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	w, err := comm.Start(g, func() error { return nil }, nil)
+	require.NoError(t, err)
+	require.NoError(t, w.Wait(testgpu.Context(t)))
+
+	owned := &closes{}
+	_, err = comm.Start(g, nil, owned)
+	require.ErrorIs(t, err, comm.ErrMismatch)
+	require.Equal(t, 1, owned.n)
+	require.PanicsWithValue(t, "oops", func() { _, _ = comm.Start(g, func() error { panic("oops") }, owned) })
+	require.Equal(t, 2, owned.n)
+}

@@ -181,6 +181,9 @@ func (o *operation) run() error {
 		return nil
 	}
 	c := o.comm
+	if kinds[o.kind].peer && o.root == c.rank {
+		return fmt.Errorf("nccl: %s on rank %d of %d: it is its own peer: issue the send and the receive within one Group", o.kind, c.rank, c.size)
+	}
 	if err := c.enter(o.kind.String()); err != nil {
 		return err
 	}

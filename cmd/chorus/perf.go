@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"os/signal"
 	"slices"
@@ -24,18 +25,25 @@ import (
 const perfLong = `Measure collectives as NVIDIA's nccl-tests do, without MPI and without a compiler.
 
 Operations: %s;
-all: all of these; pairs: the bandwidth and the latency between every two ranks.
+all: all of these that the number of ranks allows. pairs: the bandwidth and the
+latency between every two ranks, with -b, -n, -w and -g only.
 
 By itself it measures the GPUs of this machine in one process, with a thread for
 each. With more processes, start it by chorus run, torchrun, Slurm or MPI:
 
   chorus run -- chorus perf all_reduce
 
+Rank 0 prints. chorus run writes the rank before each line, so what other programs
+are to read goes to a file, by --output.
+
 Columns and definitions are those of nccl-tests: time is the mean over the ranks of
 many operations in a row, algbw is the data over the time, and busbw is what crosses
 a GPU's link; 1 GB is 10^9 bytes. p50 and p99 are of single operations, timed on the
 device, of the slowest rank each. #wrong counts elements that are not exactly as they
-should be.
+should be. The last column is the part of the link's bandwidth, by the product's name or
+--link, that the faster side of a row reaches; the verdict is by the rows of 64 MiB and
+more. Without -e there is one size; with -e each is 1M more than the one before, or -f
+times as large.
 
 The exit code is 0 if everything was right; 1 if elements were wrong, rows were
 slower than the baseline, or something failed; and 64 for mistakes in the flags.`
@@ -58,6 +66,7 @@ type perfFlags struct {
 	graph, register int
 	gpus            int
 	format          string
+	output          string
 	html            string
 	baseline        string
 	tolerance       float64
@@ -80,6 +89,9 @@ func newPerfCommand() *cobra.Command {
 				f.max = f.min
 			}
 			plan, err := f.plan(ops)
+			if err == nil && plan.pairs {
+				err = pairsFlags(c)
+			}
 			if err != nil {
 				return usageError(c, err)
 			}
@@ -104,6 +116,7 @@ func newPerfCommand() *cobra.Command {
 	fs.IntVarP(&f.register, "local_register", "R", 0, "register the buffers with NCCL: 1 as local buffers, 2 as symmetric windows")
 	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one in a job of several processes")
 	fs.StringVar(&f.format, "format", "text", "what to print: text, json, csv, or bench for benchstat")
+	fs.StringVar(&f.output, "output", "", "write to a file what --format says")
 	fs.StringVar(&f.html, "html", "", "write a page with plots to a file")
 	fs.StringVar(&f.baseline, "baseline", "", "compare with an earlier run's --format json, and fail where it is slower")
 	fs.Float64Var(&f.tolerance, "tolerance", 0.1, "by which part a row may be slower than the baseline")
@@ -114,8 +127,17 @@ func newPerfCommand() *cobra.Command {
 // A perfPlan is what the flags ask for.
 type perfPlan struct {
 	perf.Plan
-	pairs    bool
-	baseline *perf.Report
+	pairs bool
+}
+
+// pairsFlags refuses flags that mean nothing for pairs.
+func pairsFlags(c *cobra.Command) error {
+	for _, name := range []string{"maxbytes", "stepbytes", "stepfactor", "check", "datatype", "op", "root", "cudagraph", "local_register", "baseline"} {
+		if c.Flags().Changed(name) {
+			return fmt.Errorf("--%s means nothing for pairs", name)
+		}
+	}
+	return nil
 }
 
 // plan turns the flags into what to measure. The error is a mistake of the user.
@@ -156,11 +178,16 @@ func (f *perfFlags) plan(ops []string) (*perfPlan, error) {
 		return nil, fmt.Errorf("-g %d: want 1 or more", f.gpus)
 	case !(f.tolerance > 0):
 		return nil, fmt.Errorf("--tolerance %v: want a part above 0, such as 0.1", f.tolerance)
-	case f.link < 0:
+	case !(f.link >= 0) || math.IsInf(f.link, 0):
 		return nil, fmt.Errorf("--link %v: want GB/s", f.link)
+	case p.pairs:
+		return p, p.pairPlan().Check(2)
 	}
-	p.baseline, err = f.earlier()
-	return p, err
+	return p, p.Sizes.Check()
+}
+
+func (p *perfPlan) pairPlan() *perf.PairPlan {
+	return &perf.PairPlan{Bytes: p.Sizes.Max, Iterations: p.Iterations, Warmups: p.Warmups}
 }
 
 func (f *perfFlags) operations(p *perfPlan, names []string) error {
@@ -170,7 +197,7 @@ func (f *perfFlags) operations(p *perfPlan, names []string) error {
 	for _, name := range names {
 		switch name {
 		case "all":
-			p.Operations = append(p.Operations, perf.Operations...)
+			p.Operations, p.Fitting = append(p.Operations, perf.Operations...), true
 		case "pairs":
 			p.pairs = true
 		default:
@@ -192,7 +219,7 @@ func (f *perfFlags) operations(p *perfPlan, names []string) error {
 	return nil
 }
 
-// earlier reads the baseline, before anything is measured.
+// earlier reads the baseline.
 func (f *perfFlags) earlier() (*perf.Report, error) {
 	if f.baseline == "" {
 		return nil, nil
@@ -216,20 +243,23 @@ func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 		return err
 	}
 	defer sess.Close()
+	t, err := f.target(out, sess.Rank() == 0)
+	if err != nil {
+		return err
+	}
+	defer t.close()
 	g, note, err := f.join(ctx, sess)
 	if err != nil {
 		return err
 	}
 	defer g.Close()
-	if sess.Rank() != 0 {
-		out = io.Discard
-	} else if note != "" {
+	if sess.Rank() == 0 && note != "" {
 		fmt.Fprintln(os.Stderr, "chorus: perf:", note)
 	}
 	if g.Size() == 1 {
 		fmt.Fprintln(os.Stderr, "chorus: perf: one rank has nobody to talk to: give it more GPUs (-g) or more processes (chorus run)")
 	}
-	if err := f.measure(ctx, out, g, p, sess.Rank() == 0); err != nil {
+	if err := f.measure(ctx, t, g, p); err != nil {
 		return err
 	}
 	if err := g.Shutdown(ctx); err != nil {

@@ -20,38 +20,98 @@ var perfWriters = map[string]func(*perf.Report, io.Writer) error{
 	"bench": (*perf.Report).WriteBench,
 }
 
+// A perfTarget is where rank 0 writes and what it compares with; the other ranks
+// write nowhere and compare with nothing.
+type perfTarget struct {
+	out      io.Writer // what --format says
+	remarks  io.Writer // on the baseline
+	page     io.WriteCloser
+	baseline *perf.Report
+	closers  []io.Closer
+}
+
+// target opens files before anything is measured, so that none is missed afterwards.
+func (f *perfFlags) target(stdout io.Writer, first bool) (t *perfTarget, err error) {
+	t = &perfTarget{out: io.Discard, remarks: io.Discard}
+	if !first {
+		return t, nil
+	}
+	if t.baseline, err = f.earlier(); err != nil {
+		return nil, usage(err)
+	}
+	if t.out, t.remarks = stdout, stdout; f.format != "text" {
+		t.remarks = os.Stderr
+	}
+	if f.output != "" {
+		file, err := os.Create(f.output)
+		if err != nil {
+			return nil, fmt.Errorf("--output: %w", err)
+		}
+		t.out, t.closers = file, append(t.closers, file)
+	}
+	if f.html != "" {
+		if t.page, err = os.Create(f.html); err != nil {
+			t.close()
+			return nil, fmt.Errorf("--html: %w", err)
+		}
+		t.closers = append(t.closers, t.page)
+	}
+	return t, nil
+}
+
+func (t *perfTarget) close() {
+	for _, c := range t.closers {
+		_ = c.Close() // finish has said what went wrong
+	}
+}
+
+// finish closes the files.
+func (t *perfTarget) finish() error {
+	var errs []error
+	for _, c := range t.closers {
+		errs = append(errs, c.Close())
+	}
+	t.closers = nil
+	return errors.Join(errs...)
+}
+
 // measure runs the plan and writes what came of it.
-func (f *perfFlags) measure(ctx context.Context, out io.Writer, g *comm.Group, p *perfPlan, first bool) error {
-	text := f.format == "text"
-	r, err := f.collect(ctx, out, g, p, text)
+func (f *perfFlags) measure(ctx context.Context, t *perfTarget, g *comm.Group, p *perfPlan) error {
+	if t.baseline != nil {
+		if err := t.baseline.Comparable(g, &p.Plan); err != nil {
+			return usage(fmt.Errorf("--baseline %s: %w", f.baseline, err))
+		}
+	}
+	r, err := f.collect(ctx, t.out, g, p)
 	if err != nil {
 		return err
 	}
 	if f.link > 0 {
 		r.SetLink(f.link)
 	}
-	if err := perfWriters[f.format](r, out); err != nil {
+	if err := perfWriters[f.format](r, t.out); err != nil {
 		return err
 	}
-	if first && f.html != "" {
-		if err := writePage(f.html, r); err != nil {
+	if t.page != nil {
+		if err := r.WriteHTML(t.page); err != nil {
 			return err
 		}
 	}
-	return f.result(out, r, p, text)
+	return errors.Join(f.result(t, r), t.finish())
 }
 
 // collect measures, and writes the tables as they grow.
-func (f *perfFlags) collect(ctx context.Context, out io.Writer, g *comm.Group, p *perfPlan, text bool) (*perf.Report, error) {
+func (f *perfFlags) collect(ctx context.Context, out io.Writer, g *comm.Group, p *perfPlan) (*perf.Report, error) {
+	text := f.format == "text"
 	if p.pairs {
-		r, err := perf.MeasurePairs(ctx, g, &perf.PairPlan{Bytes: p.Sizes.Max, Iterations: p.Iterations, Warmups: p.Warmups})
+		r, err := perf.MeasurePairs(ctx, g, p.pairPlan())
 		if err != nil || !text {
 			return r, err
 		}
 		return r, errors.Join(r.WriteHead(out), r.Pairs.WriteText(out))
 	}
 	if err := p.Check(g.Size()); err != nil {
-		return nil, &launch.UsageError{Reason: err.Error()}
+		return nil, usage(err)
 	}
 	if !text {
 		return perf.Run(ctx, g, &p.Plan, nil)
@@ -66,16 +126,13 @@ func (f *perfFlags) collect(ctx context.Context, out io.Writer, g *comm.Group, p
 }
 
 // result is the exit code, with a word on the baseline.
-func (f *perfFlags) result(out io.Writer, r *perf.Report, p *perfPlan, text bool) error {
-	if !text {
-		out = os.Stderr
-	}
-	if p.baseline != nil {
-		both, missing, err := r.Compare(p.baseline)
+func (f *perfFlags) result(t *perfTarget, r *perf.Report) error {
+	if t.baseline != nil {
+		both, missing, err := r.Compare(t.baseline)
 		if err != nil {
 			return fmt.Errorf("--baseline %s: %w", f.baseline, err)
 		}
-		slower, err := perf.WriteChanges(out, both, missing, f.tolerance)
+		slower, err := perf.WriteChanges(t.remarks, both, missing, f.tolerance)
 		if err != nil {
 			return err
 		}
@@ -87,12 +144,4 @@ func (f *perfFlags) result(out io.Writer, r *perf.Report, p *perfPlan, text bool
 		return exitCode(launch.ExitFailed)
 	}
 	return nil
-}
-
-func writePage(name string, r *perf.Report) error {
-	file, err := os.Create(name)
-	if err != nil {
-		return fmt.Errorf("--html: %w", err)
-	}
-	return errors.Join(r.WriteHTML(file), file.Close())
 }

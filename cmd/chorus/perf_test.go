@@ -37,8 +37,15 @@ func chorusPerf(t *testing.T, env []string, args ...string) (stdout, stderr stri
 }
 
 func TestPerf(t *testing.T) {
-	page := filepath.Join(t.TempDir(), "report.html")
-	out, errs, code := chorusPerf(t, nil, "all_reduce", "sendrecv", "-b", "1K", "-e", "4K", "-f", "4", "-g", "2", "-n", "2", "--html", page)
+	page, table := filepath.Join(t.TempDir(), "report.html"), filepath.Join(t.TempDir(), "table")
+	out, errs, code := chorusPerf(t, nil, "all", "-b", "3K", "-g", "3", "-n", "1", "--output", table)
+	require.Zero(t, code, errs)
+	require.Empty(t, out)
+	text, err := os.ReadFile(table)
+	require.NoError(t, err)
+	require.Contains(t, string(text), "# sendrecv")
+	require.NotContains(t, string(text), "hypercube", "three ranks are no power of two")
+	out, errs, code = chorusPerf(t, nil, "all_reduce", "sendrecv", "-b", "1K", "-e", "4K", "-f", "4", "-g", "2", "-n", "2", "--html", page)
 	require.Zero(t, code, errs)
 	require.Contains(t, out, "# chorus perf: 2 ranks, ")
 	require.Regexp(t, `(?m)^ +4096 +1024 +float +sum +-1 .* 0 `, out)
@@ -53,6 +60,9 @@ func TestPerfPairs(t *testing.T) {
 	out, errs, code := chorusPerf(t, nil, "pairs", "-b", "4K", "-g", "3", "-n", "1")
 	require.Zero(t, code, errs)
 	require.Contains(t, out, "from row to column, GB/s, 4096 bytes")
+	out, errs, code = chorusPerf(t, nil, "pairs", "-b", "4K", "-g", "2", "-n", "1", "--format", "csv")
+	require.Zero(t, code, errs)
+	require.Regexp(t, `(?s)^from,to,size,bandwidth,latency_us\n0,1,4096,.*\n1,0,4096,`, out)
 }
 
 // One rank alone is never a success, whatever it prints.
@@ -89,27 +99,28 @@ func TestPerfBaseline(t *testing.T) {
 	out, errs, code := chorusPerf(t, nil, append(args, "--format", "json")...)
 	require.Zero(t, code, errs)
 	base := filepath.Join(t.TempDir(), "base.json")
-	write := func(time float64) {
+	write := func(out1, in1 float64) {
 		var tree map[string]any
 		require.NoError(t, json.Unmarshal([]byte(out), &tree))
-		for _, side := range []string{"out_of_place", "in_place"} {
+		for side, time := range map[string]float64{"out_of_place": out1, "in_place": in1} {
 			tree["results"].([]any)[0].(map[string]any)[side].(map[string]any)["time"] = time
 		}
 		text, err := json.Marshal(tree)
 		require.NoError(t, err)
 		require.NoError(t, os.WriteFile(base, text, 0o600))
 	}
-	write(1e9)
+	write(1e9, 1e9)
 	got, errs, code := chorusPerf(t, nil, append(args, "--baseline", base)...)
 	require.Zero(t, code, errs)
 	require.Contains(t, got, "2 faster, 0 slower")
-	write(1e-6)
+	write(1e-6, 1e9)
 	got, errs, code = chorusPerf(t, nil, append(args, "--baseline", base)...)
 	require.Equal(t, launch.ExitFailed, code, errs)
 	require.Contains(t, got, "slower: AllReduce/type=float/redop=sum/bytes=1024")
-	_, errs, code = chorusPerf(t, nil, "all_reduce", "-b", "1K", "-g", "3", "-n", "1", "--baseline", base)
-	require.Equal(t, launch.ExitFailed, code)
+	got, errs, code = chorusPerf(t, nil, "all_reduce", "-b", "1K", "-g", "3", "-n", "1", "--baseline", base)
+	require.Equal(t, launch.ExitUsage, code)
 	require.Contains(t, errs, "another setting: ranks 2 there, 3 here")
+	require.NotContains(t, got, "busbw", "it is known before anything is measured")
 }
 
 func TestPerfMistakes(t *testing.T) {
@@ -132,6 +143,11 @@ func TestPerfMistakes(t *testing.T) {
 		"want 1 iteration or more":           "all_reduce -b 1K -n 0",
 		"unknown shorthand flag: 'z' in -z":  "all_reduce -z",
 		"--tolerance 0: want a part above 0": "all_reduce --tolerance 0",
+		"--link NaN: want GB/s":              "all_reduce --link nan",
+		"--link +Inf: want GB/s":             "all_reduce --link inf",
+		"more than 10000 sizes":              "all_reduce -b 1 -e 1T -i 1",
+		"--maxbytes means nothing for pairs": "pairs -b 1K -e 1M",
+		"want 8 bytes and 1 iteration":       "pairs -b 4",
 	} {
 		out, errs, code := chorusPerf(t, []string{"CHORUS_VIRTUAL_DEVICES=4"}, strings.Fields(args)...)
 		require.Equal(t, launch.ExitUsage, code, "%s: %s", args, errs)
@@ -143,9 +159,11 @@ func TestPerfMistakes(t *testing.T) {
 // Ranks that were started with different flags say so instead of waiting for each
 // other.
 func TestPerfOfRanksThatDisagree(t *testing.T) {
-	cmd := exec.Command(self(t), "run", "--nproc-per-node", "2", "--no-prefix", "--", "sh", "-c", self(t)+" perf all_reduce -b $((RANK+1))K -n 2", "sh")
-	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
-	out, err := cmd.CombinedOutput()
-	require.Error(t, err)
-	require.Contains(t, string(out), "start all ranks with the same flags")
+	for _, flags := range []string{"-b $((RANK+1))K", "-b 1K -e 64K -f $((2+2*RANK))", "-b 1K -d float -o all -c $RANK"} {
+		cmd := exec.Command(self(t), "run", "--nproc-per-node", "2", "--no-prefix", "--", "sh", "-c", self(t)+" perf all_reduce -n 2 "+flags, "sh")
+		cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
+		out, err := cmd.CombinedOutput()
+		require.Error(t, err)
+		require.Contains(t, string(out), "start all ranks with the same flags", flags)
+	}
 }

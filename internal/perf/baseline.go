@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+
+	"github.com/gochorus/chorus/comm"
 )
 
 // ReadReport reads what WriteJSON has written.
@@ -39,9 +41,20 @@ type Change struct {
 // Ratio is how many times as long it takes.
 func (c Change) Ratio() float64 { return c.Now / c.Before }
 
-// Compare returns the rows that both reports have, and those of base that r lacks.
-// Reports of different machines or plans cannot be compared.
-func (r *Report) Compare(base *Report) (both []Change, missing []string, err error) {
+// Comparable returns why a run of the plan on the group cannot be compared with an
+// earlier report, or nil.
+func (base *Report) Comparable(g *comm.Group, p *Plan) error {
+	r, err := describe(g)
+	if err != nil {
+		return err
+	}
+	r.Plan = p.summary()
+	return r.like(base)
+}
+
+// like returns why two reports cannot be compared: they are of different machines, or
+// were measured in different ways.
+func (r *Report) like(base *Report) error {
 	for _, d := range []struct {
 		what      string
 		was, isnt any
@@ -50,11 +63,19 @@ func (r *Report) Compare(base *Report) (both []Change, missing []string, err err
 		{"ranks of a process", base.Locals, r.Locals},
 	} {
 		if d.was != d.isnt {
-			return nil, nil, fmt.Errorf("the baseline is of another setting: %s %v there, %v here", d.what, d.was, d.isnt)
+			return fmt.Errorf("the baseline is of another setting: %s %v there, %v here", d.what, d.was, d.isnt)
 		}
 	}
 	if base.Plan == nil || r.Plan == nil || base.Plan.Launches > 0 != (r.Plan.Launches > 0) || base.Plan.Register != r.Plan.Register {
-		return nil, nil, errors.New("the baseline was measured in another way: with or without a graph or a registration")
+		return errors.New("the baseline was measured in another way: with or without a graph or a registration")
+	}
+	return nil
+}
+
+// Compare returns the rows that both reports have, and those of base that r lacks.
+func (r *Report) Compare(base *Report) (both []Change, missing []string, err error) {
+	if err := r.like(base); err != nil {
+		return nil, nil, err
 	}
 	now := map[string]*Measure{}
 	for _, row := range r.Rows {

@@ -22,6 +22,9 @@ var csvHead = []string{"operation", "ranks", "size", "count", "type", "redop", "
 // WriteCSV writes a line for each side of each row.
 func (r *Report) WriteCSV(w io.Writer) error {
 	out := csv.NewWriter(w)
+	if r.Pairs != nil {
+		return r.Pairs.writeCSV(out)
+	}
 	_ = out.Write(csvHead) // Error below has it
 	for _, row := range r.Rows {
 		for i, m := range row.Sides() {
@@ -39,6 +42,20 @@ func (r *Report) WriteCSV(w io.Writer) error {
 	return out.Error()
 }
 
+// writeCSV writes a line for each pair.
+func (m *Pairs) writeCSV(out *csv.Writer) error {
+	_ = out.Write([]string{"from", "to", "size", "bandwidth", "latency_us"})
+	for a, row := range m.Bandwidth {
+		for b, bw := range row {
+			if a != b {
+				_ = out.Write([]string{strconv.Itoa(a), strconv.Itoa(b), strconv.Itoa(m.Bytes), plain(bw), plain(m.Latency[a][b])})
+			}
+		}
+	}
+	out.Flush()
+	return out.Error()
+}
+
 func plain(x float64) string { return strconv.FormatFloat(x, 'g', 6, 64) }
 
 // WriteBench writes lines as go test -bench does, for benchstat.
@@ -49,6 +66,15 @@ func (r *Report) WriteBench(w io.Writer) error {
 		for i, m := range row.Sides() {
 			fmt.Fprintf(&b, "Benchmark%s-%d\t%d\t%.1f ns/op\t%.3f algbw-GB/s\t%.3f busbw-GB/s\t%.1f p99-ns\n",
 				row.name(i == 1), r.Ranks, r.Plan.Iterations, m.Time*1e3, m.AlgBW, m.BusBW, m.P99*1e3)
+		}
+	}
+	if m := r.Pairs; m != nil {
+		for from, row := range m.Bandwidth {
+			for to, bw := range row {
+				if from != to {
+					fmt.Fprintf(&b, "BenchmarkPairs/from=%d/to=%d/bytes=%d\t1\t%.3f GB/s\t%.1f ping-ns\n", from, to, m.Bytes, bw, m.Latency[from][to]*1e3)
+				}
+			}
 		}
 	}
 	_, err := io.WriteString(w, b.String())

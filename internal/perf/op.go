@@ -102,6 +102,14 @@ func Find(name string) (*Operation, error) {
 	return nil, fmt.Errorf("unknown operation %q: want one of %s", name, strings.Join(names, ", "))
 }
 
+// fits returns an error if n ranks cannot do the operation.
+func (o *Operation) fits(n int) error {
+	if o.kind == hypercube && n&(n-1) != 0 {
+		return fmt.Errorf("hypercube on %d ranks: want a power of two", n)
+	}
+	return nil
+}
+
 // uneven is how many elements rank from sends to rank to of a part of c elements:
 // between half as many and half as many again, in total as many as alltoall.
 func uneven(c, n, from, to int) int {

@@ -25,17 +25,24 @@ type PairPlan struct {
 	Warmups    int
 }
 
+// Check returns the mistake in a plan for n ranks, if there is one.
+func (p *PairPlan) Check(n int) error {
+	switch {
+	case n < 2:
+		return fmt.Errorf("pairs of %d rank: want 2 or more", n)
+	case p.Bytes < latencyBytes || p.Iterations < 1 || p.Warmups < 0:
+		return fmt.Errorf("%d bytes, %d iterations, %d warm-ups: want %d bytes and 1 iteration or more", p.Bytes, p.Iterations, p.Warmups, latencyBytes)
+	}
+	return nil
+}
+
 // latencyBytes are those of a ping.
 const latencyBytes = 8
 
 // MeasurePairs measures every pair of ranks; all ranks call it.
 func MeasurePairs(ctx context.Context, g *comm.Group, p *PairPlan) (*Report, error) {
-	n := g.Size()
-	switch {
-	case n < 2:
-		return nil, fmt.Errorf("pairs of %d rank: want 2 or more", n)
-	case p.Bytes < latencyBytes || p.Iterations < 1 || p.Warmups < 0:
-		return nil, fmt.Errorf("%d bytes, %d iterations, %d warm-ups: want %d bytes and 1 iteration or more", p.Bytes, p.Iterations, p.Warmups, latencyBytes)
+	if err := p.Check(g.Size()); err != nil {
+		return nil, err
 	}
 	if err := agree(ctx, g, fmt.Sprintf("pairs, %+v", *p)); err != nil {
 		return nil, err

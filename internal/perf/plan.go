@@ -19,6 +19,7 @@ type Plan struct {
 	Launches   int // of a graph of all iterations; 0 is none
 	Checks     int // how often each row is checked; 0 is not
 	Register   Registration
+	Fitting    bool // operations that n ranks cannot do are left out
 }
 
 // AllRoots is every rank in turn.
@@ -68,8 +69,11 @@ func (p *Plan) jobs(n int) (list []job, err error) {
 		return nil, fmt.Errorf("registration %d: want 0 for none, 1 for the communicator or 2 for windows", p.Register)
 	}
 	for _, o := range p.Operations {
-		if o.kind == hypercube && n&(n-1) != 0 {
-			return nil, fmt.Errorf("hypercube on %d ranks: want a power of two", n)
+		if err := o.fits(n); err != nil {
+			if p.Fitting {
+				continue
+			}
+			return nil, err
 		}
 		for _, t := range p.DTypes {
 			for _, r := range p.reductions(o) {

@@ -132,8 +132,9 @@ func (r *rank) share(ctx context.Context, mine ...float64) ([][]float64, error) 
 	return slices.Collect(slices.Chunk(flat, len(mine))), nil
 }
 
-// patience is how many looks at a stream go by between looks at its group.
-const patience = 1024
+// patience is how many looks at a stream, or operations, go by between looks at the
+// group and the context.
+const patience = 256
 
 // settle waits until the stream is idle, or an operation has failed. It looks all the
 // time: what sleeps learns of the end too late to measure it.
@@ -169,11 +170,26 @@ func (r *rank) timed(ctx context.Context, n int, issue func(i int) error) (time.
 		if err := issue(i); err != nil {
 			return 0, err
 		}
+		if err := r.breathe(ctx, i); err != nil {
+			return 0, err
+		}
 	}
 	if err := r.settle(ctx); err != nil {
 		return 0, err
 	}
 	return time.Since(begun) / time.Duration(n), nil
+}
+
+// breathe looks after every few operations whether it shall go on. A virtual device
+// takes what it is given without end, and would have to be rid of it all.
+func (r *rank) breathe(ctx context.Context, i int) error {
+	if i%patience != patience-1 {
+		return nil
+	}
+	if r.dev.System().Machine() != nil {
+		return r.settle(ctx)
+	}
+	return context.Cause(ctx)
 }
 
 // each returns how long each of n calls took on the device, in µs.
@@ -196,7 +212,7 @@ func (r *rank) each(ctx context.Context, n int, issue func(i int) error) ([]floa
 		if err := issue(i); err != nil {
 			return nil, err
 		}
-		if err := r.events[i+1].Record(r.s); err != nil {
+		if err := errors.Join(r.events[i+1].Record(r.s), r.breathe(ctx, i)); err != nil {
 			return nil, err
 		}
 	}

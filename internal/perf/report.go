@@ -36,8 +36,13 @@ const form = 1
 // A Summary is the plan in names.
 type Summary struct {
 	Operations []string `json:"operations"`
+	DTypes     []string `json:"types"`
+	Reductions []string `json:"redops"`
+	Root       int      `json:"root"` // -1: all
 	MinBytes   int      `json:"min_bytes"`
 	MaxBytes   int      `json:"max_bytes"`
+	StepBytes  int      `json:"step_bytes"`
+	StepFactor int      `json:"step_factor"`
 	Iterations int      `json:"iterations"`
 	Warmups    int      `json:"warmup_iterations"`
 	Launches   int      `json:"graph_launches"`
@@ -47,11 +52,17 @@ type Summary struct {
 
 func (p *Plan) summary() *Summary {
 	s := &Summary{
-		MinBytes: p.Sizes.Min, MaxBytes: p.Sizes.Max, Iterations: p.Iterations, Warmups: p.Warmups,
+		Root: p.Root, MinBytes: p.Sizes.Min, MaxBytes: p.Sizes.Max, StepBytes: p.Sizes.Step, StepFactor: p.Sizes.Factor, Iterations: p.Iterations, Warmups: p.Warmups,
 		Launches: p.Launches, Checks: p.Checks, Register: int(p.Register),
 	}
 	for _, o := range p.Operations {
 		s.Operations = append(s.Operations, o.Name)
+	}
+	for _, t := range p.DTypes {
+		s.DTypes = append(s.DTypes, dtypeName(t))
+	}
+	for _, r := range p.Reductions {
+		s.Reductions = append(s.Reductions, r.String())
 	}
 	return s
 }

@@ -24,7 +24,7 @@ func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, 
 	for _, j := range jobs {
 		bytes = max(bytes, j.layout.size()*j.dtype.Size())
 	}
-	if err := agree(ctx, g, fmt.Sprintf("%+v %v %v %d", *p.summary(), p.DTypes, p.Reductions, p.Root)); err != nil {
+	if err := agree(ctx, g, fmt.Sprintf("%+v", *p.summary())); err != nil {
 		return nil, err
 	}
 	r, err := describe(g)

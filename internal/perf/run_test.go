@@ -139,7 +139,7 @@ func sumInts(x []int) (n int) {
 }
 
 func TestSizes(t *testing.T) {
-	for text, want := range map[string]int{"8": 8, "8B": 8, "64K": 1 << 16, "1m": 1 << 20, "1.5G": 3 << 29, "2MiB": 2 << 20} {
+	for text, want := range map[string]int{"8": 8, "8B": 8, "64K": 1 << 16, "1m": 1 << 20, "1.5G": 3 << 29, "2MiB": 2 << 20, "1T": 1 << 40} {
 		n, err := ParseBytes(text)
 		require.NoError(t, err, text)
 		require.Equal(t, want, n, text)
@@ -332,6 +332,10 @@ func TestBaseline(t *testing.T) {
 	_, _, err = now.Compare(base)
 	require.ErrorContains(t, err, "in another way")
 	now = made()
+	now.Plan.Register = 1
+	_, _, err = now.Compare(base)
+	require.ErrorContains(t, err, "in another way")
+	now = made()
 	now.Rows = nil
 	_, _, err = now.Compare(base)
 	require.ErrorContains(t, err, "none of the rows")
@@ -347,6 +351,30 @@ func TestBaseline(t *testing.T) {
 		_, err := ReadReport(strings.NewReader(text))
 		require.ErrorContains(t, err, want, text)
 	}
+}
+
+// The numbers of all ranks make one measure: the mean of the means, the slowest of each
+// operation, all that is wrong.
+func TestSum(t *testing.T) {
+	o, err := Find("all_reduce")
+	require.NoError(t, err)
+	j := job{op: o, dtype: memory.Float32, layout: layout{moved: 3000}}
+	times := func(slow float64) []float64 {
+		var list []float64
+		for i := range 100 {
+			list = append(list, float64(2*i)+slow)
+		}
+		return list
+	}
+	all := [][]float64{append(times(0), 10, 3), append(times(4), 20, 0), append(times(2), 60, 5)}
+	m := j.sum(all, 2, true)
+	require.InDelta(t, 30.0/2, m.Time, 1e-9, "of one of the two operations of a launch")
+	require.InDelta(t, (2*49+4)/2, m.P50, 1e-9)
+	require.InDelta(t, (2*98+4)/2, m.P99, 1e-9)
+	require.Equal(t, int64(8), *m.Wrong)
+	require.InDelta(t, 12000/15.0/1e3, m.AlgBW, 1e-9)
+	require.InDelta(t, m.AlgBW*4/3, m.BusBW, 1e-9)
+	require.Nil(t, j.sum(all, 1, false).Wrong)
 }
 
 func TestQuantile(t *testing.T) {

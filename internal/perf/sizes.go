@@ -26,6 +26,15 @@ func ParseBytes(s string) (int, error) {
 // one before if that is not 0, else Step more.
 type Sizes struct{ Min, Max, Step, Factor int }
 
+// Check returns the mistake in the sizes, if there is one.
+func (s Sizes) Check() error {
+	_, err := s.list()
+	return err
+}
+
+// mostSizes bounds a table.
+const mostSizes = 10000
+
 // list returns them.
 func (s Sizes) list() ([]int, error) {
 	switch {
@@ -37,13 +46,17 @@ func (s Sizes) list() ([]int, error) {
 		return nil, fmt.Errorf("sizes from %d to %d bytes: no step and no factor given", s.Min, s.Max)
 	}
 	var list []int
-	for n := s.Min; n <= s.Max; {
-		list = append(list, n)
-		if s.Factor > 1 {
+	for n := s.Min; ; {
+		if list = append(list, n); len(list) > mostSizes {
+			return nil, fmt.Errorf("more than %d sizes from %d to %d bytes: want a larger step or factor", mostSizes, s.Min, s.Max)
+		}
+		switch {
+		case s.Factor > 1 && n <= s.Max/s.Factor:
 			n *= s.Factor
-		} else if n += s.Step; s.Step == 0 {
-			break
+		case s.Factor == 0 && s.Step > 0 && s.Step <= s.Max-n:
+			n += s.Step
+		default:
+			return list, nil
 		}
 	}
-	return list, nil
 }

@@ -135,6 +135,9 @@ func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, k
 	if err := c.parent(name); err != nil {
 		return nil, err
 	}
+	if err := RefuseGroup("nccl: " + name); err != nil {
+		return nil, err
+	}
 	if err := c.needs(f); err != nil {
 		return nil, err
 	}

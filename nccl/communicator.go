@@ -189,6 +189,9 @@ func (c *Communicator) Version() string { return ncclapi.VersionText(c.version) 
 // ends early with the error when an operation of the communicator fails. When
 // ctx ends it returns the cause; the operations go on, until Close.
 func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
+	if err := RefuseGroup("nccl: wait"); err != nil {
+		return err
+	}
 	begun := time.Now()
 	last := c.rec.lastOn(s)
 	err := poll.Until(ctx, func() (bool, error) {
@@ -275,7 +278,8 @@ func (c *Communicator) awaitEnd() {
 	}
 }
 
-// Close is Abort, but an *InUseError while a graph uses the communicator.
+// Close is Abort, but an *InUseError while a graph uses the communicator, and a
+// *GroupError within a Group that has operations of it.
 func (c *Communicator) Close() error {
 	if err := c.InUse("close"); err != nil {
 		return err

@@ -18,9 +18,20 @@ import (
 //
 // Operations are checked when they are issued and enqueued when fn has returned,
 // all of them or none: none if fn returns an error or panics, or if one of the
-// ranks has failed by then. The group belongs to the goroutine; what fn starts on
-// other goroutines is not part of it.
-// Groups nest; the outermost one enqueues, and nothing if an inner one failed.
+// ranks has failed, or a buffer was closed, by then. The group belongs to the
+// goroutine; what fn starts on other goroutines is not part of it.
+// Groups nest; the outermost one enqueues, and nothing if an inner one failed or
+// panicked.
+//
+// Within fn nothing of the group runs yet. So what waits for operations or comes after
+// them is refused there with a *GroupError: Wait, Split, Shrink, Grow, RegisterWindow,
+// Close and Shutdown of a communicator that has operations in the group, and the same in
+// package comm. What other packages enqueue within fn, such as copies, comes before the
+// operations. A capture of a graph begins before the group and ends after it, or the
+// group is refused.
+//
+// Sends and receives between two ranks that are in one group are for each other, in the
+// order in which they were issued: they are refused if their lengths or types differ.
 func Group(c *Communicator, fn func() error) error {
 	return inGroup(c, fn, func(g *group) error { return g.enqueue(c) })
 }
@@ -33,6 +44,7 @@ type group struct {
 	ops    []operation
 	counts []int           // what their sends and recvs refer to
 	comms  []*Communicator // of the operations, once each, in the order of their locks
+	ends   []end           // of the transfers among its ranks
 }
 
 // groups are those that are open, of all goroutines.
@@ -70,9 +82,17 @@ func inGroup(c *Communicator, fn func() error, end func(g *group) error) error {
 		g = beginGroup()
 	}
 	g.depth++
-	// Also when fn panics: then nothing is enqueued.
-	defer g.leave()
-	if err := fn(); err != nil {
+	returned := false
+	// Also when fn panics: then nothing is enqueued, whoever recovers.
+	defer func() {
+		if !returned {
+			g.failed = fmt.Errorf("nccl: ncclGroupEnd: a group within this one panicked or ended its goroutine: nothing is enqueued")
+		}
+		g.leave()
+	}()
+	err := fn()
+	returned = true
+	if err != nil {
 		g.failed = err
 		return err
 	}
@@ -103,7 +123,8 @@ func (g *group) leave() {
 	}
 	clear(g.ops)
 	clear(g.comms)
-	g.ops, g.counts, g.comms, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], nil
+	clear(g.ends)
+	g.ops, g.counts, g.comms, g.ends, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], g.ends[:0], nil
 	groups.mu.Lock()
 	defer groups.mu.Unlock()
 	groups.list = slices.DeleteFunc(groups.list, func(o *group) bool { return o == g })
@@ -112,14 +133,18 @@ func (g *group) leave() {
 }
 
 // add takes an operation that was checked into the group.
-func (g *group) add(o *operation) {
+func (g *group) add(o *operation) (err error) {
+	if o.capture, err = o.stream.CaptureID(); err != nil {
+		return err
+	}
 	g.ops = append(g.ops, *o)
 	if o.sends == nil {
-		return
+		return nil
 	}
 	// The caller may change its numbers before the group ends.
 	at := &g.ops[len(g.ops)-1]
 	at.sends, at.recvs = g.keep(o.sends), g.keep(o.recvs)
+	return nil
 }
 
 func (g *group) keep(counts []int) []int {
@@ -184,9 +209,17 @@ func (g *group) give(c *Communicator, end func(ncclapi.API) ncclapi.Result) erro
 	return c.fail("ncclGroupEnd", r)
 }
 
-// enter enters all communicators of the group, in the order in which they were
-// made, so that two groups cannot wait for each other.
+// enter checks the group as a whole and enters all its communicators, in the order in
+// which they were made, so that two groups cannot wait for each other.
 func (g *group) enter() error {
+	for i := range g.ops {
+		if err := g.ops[i].still(); err != nil {
+			return err
+		}
+	}
+	if err := g.match(); err != nil {
+		return err
+	}
 	for i := range g.ops {
 		c := g.ops[i].comm
 		if c.api != g.ops[0].comm.api {

@@ -52,6 +52,21 @@ func TestGroupChecksAllRanksFirst(t *testing.T) {
 			require.NoError(t, xs[i].CopyTo(r.s, got))
 			require.Equal(t, in[i], got, "rank %d", i)
 		}
+		// And one that panicked, though somebody recovers.
+		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error {
+			require.Panics(t, func() {
+				_ = nccl.Group(ranks[1].c, func() error {
+					require.NoError(t, all(func(i int, r rank) error { return nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum) }))
+					panic("boom")
+				})
+			})
+			return nil
+		}), "panicked")
+		for i, r := range ranks {
+			got := make([]int64, 64)
+			require.NoError(t, xs[i].CopyTo(r.s, got))
+			require.Equal(t, in[i], got, "rank %d", i)
+		}
 		require.NoError(t, nccl.Group(ranks[0].c, func() error { return nil }))
 		require.NoError(t, nccl.Group(ranks[0].c, func() error {
 			return nccl.Group(ranks[1].c, func() error {
@@ -140,7 +155,7 @@ func TestGroupOfAClosedCommunicator(t *testing.T) {
 			if err := nccl.AllReduce(b.c, b.s, xs[0], xs[0], nccl.Sum); err != nil {
 				return err
 			}
-			return b.c.Close()
+			return b.c.Abort()
 		}), device.ErrClosed)
 		require.NoError(t, nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum), "its lock is free")
 	})

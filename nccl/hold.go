@@ -49,10 +49,14 @@ func (c *Communicator) LetGo(g stream.Holder) {
 	}
 }
 
-// InUse returns an *InUseError if a graph uses c. For Chorus's own packages.
+// InUse returns an *InUseError if a graph uses c, and a *GroupError if the goroutine has
+// operations of c in a group. For Chorus's own packages.
 func (c *Communicator) InUse(op string) error {
 	if c == nil {
 		return nil
+	}
+	if g := openGroup(); g != nil && slices.ContainsFunc(g.ops, func(o operation) bool { return o.comm == c }) {
+		return &GroupError{fmt.Sprintf("nccl: %s rank %d of %d (%s)", op, c.rank, c.size, c.dev)}
 	}
 	c.holds.mu.Lock()
 	defer c.holds.mu.Unlock()

@@ -23,8 +23,9 @@ type operation struct {
 	comm   *Communicator
 	stream *stream.Stream
 
-	sends, recvs []int // the elements of each rank, where they differ
-	captured     bool  // into a graph
+	sends, recvs []int  // the elements of each rank, where they differ
+	captured     bool   // into a graph
+	capture      uint64 // which one, in a group
 
 	callers *[maxFrames]uintptr // nil unless they are to be recorded
 
@@ -40,6 +41,11 @@ type operation struct {
 type operand struct {
 	ptr cudadrv.DevicePtr
 	len int
+	buf *memory.Buffer
+}
+
+func operandOf[T memory.Element](x memory.Slice[T]) operand {
+	return operand{x.Raw(), x.Len(), x.Buffer()}
 }
 
 // issue checks an operation and enqueues it, or adds it to the group that the
@@ -62,13 +68,13 @@ func issue[T memory.Element](c *Communicator, s *stream.Stream, k kind, dst, src
 		if err := checkSlice(&o, "destination", dst, o.length(d.dst)); err != nil {
 			return err
 		}
-		o.dst = operand{dst.Raw(), dst.Len()}
+		o.dst = operandOf(dst)
 	}
 	if d.src != none && (!d.srcRoot || c.rank == root) {
 		if err := checkSlice(&o, "source", src, o.length(d.src)); err != nil {
 			return err
 		}
-		o.src = operand{src.Raw(), src.Len()}
+		o.src = operandOf(src)
 	}
 	return o.run()
 }
@@ -177,12 +183,11 @@ func (o *operation) run() error {
 		runtime.Callers(3, o.callers[:])
 	}
 	if g := openGroup(); g != nil {
-		g.add(o)
-		return nil
+		return g.add(o)
 	}
 	c := o.comm
 	if kinds[o.kind].peer && o.root == c.rank {
-		return fmt.Errorf("nccl: %s on rank %d of %d: it is its own peer: issue the send and the receive within one Group", o.kind, c.rank, c.size)
+		return o.alone()
 	}
 	if err := c.enter(o.kind.String()); err != nil {
 		return err
@@ -196,6 +201,34 @@ func (o *operation) run() error {
 		return err
 	}
 	c.rec.took(o)
+	return nil
+}
+
+// still checks again what may have changed since the operation was issued.
+func (o *operation) still() error {
+	c, name := o.comm, o.kind.String()
+	if err := o.stream.Check(name, c.dev); err != nil {
+		return fmt.Errorf("nccl: %w", err)
+	}
+	for _, b := range []*memory.Buffer{o.dst.buf, o.src.buf} {
+		if b == nil {
+			continue
+		}
+		x, err := memory.View[uint8](b, 0, b.Bytes())
+		if err == nil {
+			err = x.Check(name, c.dev)
+		}
+		if err != nil {
+			return fmt.Errorf("nccl: %w (in the group, on rank %d of %d)", err, c.rank, c.size)
+		}
+	}
+	switch now, err := o.stream.CaptureID(); {
+	case err != nil:
+		return err
+	case now != o.capture:
+		return fmt.Errorf("nccl: %s on rank %d of %d: a capture of %s began or ended in the group, after the operation was issued: want the whole group within it, or none: %w",
+			name, c.rank, c.size, o.stream, ErrorInvalidUsage)
+	}
 	return nil
 }
 

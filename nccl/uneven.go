@@ -67,7 +67,7 @@ func issueUneven[T memory.Element](o *operation, dst, src memory.Slice[T]) error
 	if err := checkSlice(o, "source", src, out); err != nil {
 		return err
 	}
-	o.dst, o.src = operand{dst.Raw(), dst.Len()}, operand{src.Raw(), src.Len()}
+	o.dst, o.src = operandOf(dst), operandOf(src)
 	return o.run()
 }
 

@@ -35,6 +35,9 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 	if err := c.usable(name); err != nil {
 		return nil, err
 	}
+	if err := RefuseGroup("nccl: " + name); err != nil {
+		return nil, err
+	}
 	if err := c.needs(f); err != nil {
 		return nil, err
 	}

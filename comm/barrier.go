@@ -9,7 +9,7 @@ import (
 // group's streams before is done (torch.distributed.barrier). It ends early as Wait
 // does. Collective.
 func (g *Group) Barrier(ctx context.Context) (err error) {
-	if err := g.check("barrier"); err != nil {
+	if err := g.checkWait("barrier"); err != nil {
 		return err
 	}
 	for i := range g.members {

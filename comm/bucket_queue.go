@@ -7,6 +7,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -111,7 +112,7 @@ func (q *queue) ready(op string, s *stream.Stream, i int) error {
 	if i < 0 || i >= len(q.seen[0]) {
 		return fmt.Errorf("%s: gradient %d of %d does not exist", op, i, len(q.seen[0]))
 	}
-	if err := q.g.check("gradient ready"); err != nil {
+	if err := q.g.checkWait("gradient ready"); err != nil {
 		return err
 	}
 	q.mu.Lock()
@@ -283,9 +284,12 @@ func (q *queue) begun() bool {
 	return slices.ContainsFunc(q.seen, func(seen []bool) bool { return slices.Contains(seen, true) })
 }
 
-// sorted checks that there is one stream for each local rank and returns them in
-// the order of these, until the next call.
+// sorted checks that there is one stream for each local rank, whose work can be ordered
+// with the group's now, and returns them in the order of these, until the next call.
 func (q *queue) sorted(op string, streams []*stream.Stream) ([]*stream.Stream, error) {
+	if err := nccl.RefuseGroup(op); err != nil {
+		return nil, err
+	}
 	if len(streams) != len(q.g.members) {
 		return nil, fmt.Errorf("%s: %d streams for %d local ranks: %w", op, len(streams), len(q.g.members), ErrMismatch)
 	}

@@ -52,6 +52,10 @@
 // return one of the same memory with a share of its own, so that all results are
 // closed alike.
 //
+// Within nccl.Group there are the collectives of slices, Send and Recv. What waits for
+// them, or enqueues work that uses their results, is refused with a *nccl.GroupError:
+// nothing of such a group is enqueued before it ends.
+//
 // Errors: an argument error is found before anything is enqueued on any local
 // rank. When a rank fails or is lost, the group is broken: what is in flight is
 // aborted, and every later call returns an error that matches ErrBroken and

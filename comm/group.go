@@ -102,7 +102,7 @@ func (g *Group) Err() error {
 // (nccl.Config.Timeout); then the error names it and its last operation: a
 // *CulpritError where it is in another process.
 func (g *Group) Wait(ctx context.Context) error {
-	if err := g.check("wait"); err != nil {
+	if err := g.checkWait("wait"); err != nil {
 		return err
 	}
 	begun := time.Now()
@@ -134,7 +134,8 @@ func (g *Group) Wait(ctx context.Context) error {
 // and frees the group's streams. It waits for no device and no peer, and is
 // idempotent. The other ranks notice it as the loss of a peer, so Shutdown is
 // the polite way to leave. While a graph uses the group it stays open: Close
-// returns a *nccl.InUseError.
+// returns a *nccl.InUseError; and a *nccl.GroupError within a group of NCCL that has
+// operations of it.
 func (g *Group) Close() error {
 	if g == nil || g.owner.Closed() {
 		return nil
@@ -157,6 +158,9 @@ func (g *Group) Shutdown(ctx context.Context) error {
 		return nil
 	}
 	if err := g.inUse("shut down"); err != nil {
+		return err
+	}
+	if err := nccl.RefuseGroup("comm: shut down"); err != nil {
 		return err
 	}
 	if err := g.Wait(ctx); err != nil {
@@ -256,6 +260,15 @@ func (g *Group) check(op string) error {
 	return nil
 }
 
+// checkWait is check for calls that wait for operations or use what they made, which
+// they can't within nccl.Group.
+func (g *Group) checkWait(op string) error {
+	if err := g.check(op); err != nil {
+		return err
+	}
+	return nccl.RefuseGroup("comm: " + op)
+}
+
 func (g *Group) comms() []*nccl.Communicator {
 	cs := make([]*nccl.Communicator, len(g.members))
 	for i := range g.members {
@@ -264,7 +277,7 @@ func (g *Group) comms() []*nccl.Communicator {
 	return cs
 }
 
-// inUse returns an error that names a graph that uses the group.
+// inUse returns an error that names a graph, or a group of NCCL, that uses the group.
 func (g *Group) inUse(op string) error {
 	for i := range g.members {
 		if err := g.members[i].comm.InUse(op); err != nil {

@@ -25,7 +25,7 @@ const NoColor = -1
 // that share a device must be issued in the same order on all ranks. Collective.
 func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error) {
 	const op = "split"
-	if err := g.check(op); err != nil {
+	if err := g.checkWait(op); err != nil {
 		return nil, err
 	}
 	if len(colors) != len(g.members) || keys != nil && len(keys) != len(g.members) {

@@ -17,7 +17,7 @@ import (
 
 // checkWhole is check for functions that need all ranks.
 func (g *Group) checkWhole(op string) error {
-	if err := g.check(op); err != nil {
+	if err := g.checkWait(op); err != nil {
 		return err
 	}
 	if len(g.members) != g.size {

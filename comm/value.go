@@ -249,7 +249,7 @@ func orGob(c Codec) Codec {
 
 // checkValue checks what can be wrong before anything is sent.
 func checkValue(g *Group, op string, root int, there bool) error {
-	if err := g.check(op); err != nil {
+	if err := g.checkWait(op); err != nil {
 		return err
 	}
 	if !there {

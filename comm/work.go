@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -50,7 +51,7 @@ func Start(g *Group, fn func() error, owned ...io.Closer) (_ *Work, err error) {
 }
 
 func (w *Work) start(fn func() error) error {
-	if err := w.g.check("start"); err != nil {
+	if err := w.g.checkWait("start"); err != nil {
 		return err
 	}
 	if fn == nil {
@@ -86,6 +87,9 @@ func (w *Work) Done() (bool, error) {
 // rank fails or is lost. When ctx ends it returns the cause, and the Work stays open.
 func (w *Work) Wait(ctx context.Context) error {
 	if err := w.check("wait"); err != nil {
+		return err
+	}
+	if err := nccl.RefuseGroup("comm: wait for work"); err != nil {
 		return err
 	}
 	for i := range w.g.members {

@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 )
 
 func local(t *testing.T, devs []*device.Device) *comm.Group {
@@ -253,6 +254,27 @@ func TestLostRankBreaksTheGroup(t *testing.T) {
 		require.ErrorIs(t, comm.AllReduce(gs[0], comm.Sum, xs[0]...), lost)
 		require.ErrorIs(t, gs[0].Shutdown(testgpu.Context(t)), lost)
 	})
+}
+
+// A rank that ends because of an error that the others will notice too is lost before
+// they have: what it is lost for is the cause.
+func TestOwnFailureBeforeTheLoss(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "ncclCommGetAsyncError#*=ncclInvalidUsage"})
+	ctx, lose := context.WithCancelCause(context.Background())
+	defer lose(nil)
+	gs, errs := join(t, ctx, devs)
+	require.NoError(t, errors.Join(errs...))
+	lost := errors.New("rank 1 was killed")
+	lose(lost)
+	for _, g := range gs {
+		require.Eventually(t, func() bool {
+			xs, err := comm.Make[float32](g, 1)
+			_ = xs.Close()
+			return errors.Is(err, comm.ErrBroken)
+		}, 10*time.Second, time.Millisecond)
+		require.ErrorIs(t, g.Err(), nccl.ErrorInvalidUsage)
+		require.NotErrorIs(t, g.Err(), lost)
+	}
 }
 
 // The same while NCCL still connects the ranks, which blocks the call.

@@ -23,11 +23,14 @@ type Group struct {
 	cfg     *Config
 	members []member // the local ranks, by rank
 	splits  int      // how often it was split
+	path    string   // which splits it is of, such as "split1.0"; "" if none
 	broken  atomic.Pointer[brokenError]
 	failing sync.Mutex      // held while the cause of a failure is looked for
 	lost    context.Context // the Rendezvous's, which ends when a rank is lost; nil in one process
 	words   *words          // what the other processes say; nil in one process
 	unwatch func() bool     // stops watching lost
+
+	farewell sync.Once // the other processes are told of the end
 }
 
 // member is one local rank.
@@ -131,8 +134,8 @@ func (g *Group) Wait(ctx context.Context) error {
 }
 
 // Close ends the group at once: it aborts what is in flight on the local ranks
-// and frees the group's streams. It waits for no device and no peer, and is
-// idempotent. The other ranks notice it as the loss of a peer, so Shutdown is
+// and frees the group's streams. It waits for no device and no peer, but for a moment
+// to tell other processes so, and is idempotent. The other ranks notice it as the loss of a peer, so Shutdown is
 // the polite way to leave. While a graph uses the group it stays open: Close
 // returns a *nccl.InUseError; and a *nccl.GroupError within a group of NCCL that has
 // operations of it.
@@ -146,7 +149,7 @@ func (g *Group) Close() error {
 	if !g.owner.Close() {
 		return nil
 	}
-	g.stopWatching()
+	g.stopWatching("closed the group")
 	return errors.Join(eachAtOnce(g.comms(), (*nccl.Communicator).Close), g.closeStreams())
 }
 
@@ -168,7 +171,7 @@ func (g *Group) Shutdown(ctx context.Context) error {
 		return err
 	}
 	// From here on a peer that is gone has left, and was not lost.
-	g.stopWatching()
+	g.stopWatching("shut the group down")
 	err := eachAtOnce(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(ctx) })
 	return errors.Join(err, g.Close())
 }
@@ -190,14 +193,54 @@ func (g *Group) settleOn(first error) bool {
 	if g.broken.Load() != nil {
 		return false
 	}
-	cause := first
+	cause := g.cause(first)
 	if g.words != nil {
-		if cause = g.words.verdict(); cause == nil {
-			cause = g.words.lost(g.members[0].comm, g.rootCause(first))
-		}
+		g.farewell.Do(func() { g.words.farewell(g.members[0].comm, "failed: "+cause.Error()) })
 	}
 	g.broken.Store(&brokenError{cause})
 	return true
+}
+
+// cause is what is known of a failure that was noticed.
+func (g *Group) cause(noticed error) error {
+	if g.words == nil {
+		return noticed
+	}
+	if found := g.words.verdict(); found != nil {
+		return found
+	}
+	if g.lost.Err() != nil {
+		if own := g.ownFailure(); own != nil {
+			return own
+		}
+	}
+	return g.words.lost(g.members[0].comm, g.rootCause(noticed))
+}
+
+// foresight is how long a group with operations in flight that lost a rank waits to be
+// told by NCCL what went wrong before.
+const foresight = 200 * time.Millisecond
+
+// ownFailure is what the local ranks have failed with by themselves, or nil. The rank
+// that is lost may have ended because of the same, and the loss be heard of first.
+func (g *Group) ownFailure() (own error) {
+	ctx, cancel := context.WithTimeout(context.Background(), foresight)
+	defer cancel()
+	_ = poll.Until(ctx, func() (bool, error) {
+		idle := true
+		for i := range g.members {
+			if own = g.members[i].comm.Err(); own != nil {
+				return true, nil
+			}
+			done, err := g.members[i].stream.Query()
+			idle = idle && (done || err != nil)
+		}
+		return idle, nil
+	})
+	if errors.Is(own, nccl.ErrorRemote) {
+		return nil // it is the loss
+	}
+	return own
 }
 
 // hindsight is how long a group whose connection to a peer broke waits to be
@@ -235,15 +278,19 @@ func (g *Group) listen(ctx context.Context, w *words) error {
 	if err != nil {
 		return errors.Join(err, g.Close())
 	}
+	w.finding.Lock() // the communicator may fail meanwhile
 	w.world = world
+	w.finding.Unlock()
 	g.watch(w)
 	return nil
 }
 
-func (g *Group) stopWatching() {
+// stopWatching is the end of watch; the other processes are told how the group ends
+// here, if it has not ended before.
+func (g *Group) stopWatching(end string) {
 	if g.unwatch != nil {
 		g.unwatch()
-		g.words.end()
+		g.farewell.Do(func() { g.words.farewell(g.members[0].comm, end) })
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"syscall"
 	"testing"
 	"time"
@@ -69,6 +70,9 @@ func work(fault string) error {
 		}
 		return errors.Join(g.Shutdown(ctx), sess.Shutdown(ctx))
 	}
+	if fault == "sub" {
+		return absentInSub(ctx, g)
+	}
 	xs, err := comm.Make[float32](g, 1<<20)
 	if err != nil {
 		return err
@@ -86,6 +90,10 @@ func work(fault string) error {
 			time.Sleep(pace) // the others hear of an operation only after a while
 		}
 		if step == 10 && g.Rank() == 1 {
+			if fault == "close" {
+				_ = g.Close()
+				<-sess.Context().Done()
+			}
 			fail(fault)
 		}
 		issue := func() error { return comm.AllReduce(g, comm.Sum, xs...) }
@@ -103,6 +111,26 @@ func work(fault string) error {
 		return err
 	}
 	return sess.Shutdown(ctx)
+}
+
+// absentInSub lets rank 1, which is rank 0 of a group of ranks 1 and 2, issue nothing.
+func absentInSub(ctx context.Context, g *comm.Group) error {
+	sub, err := g.Sub(ctx, 1, 2)
+	if err != nil {
+		return err
+	}
+	if g.Rank() != 2 {
+		select {}
+	}
+	xs, err := comm.Make[float32](sub, 8)
+	if err != nil {
+		return err
+	}
+	defer xs.Close()
+	if err := comm.AllReduce(sub, comm.Sum, xs...); err != nil {
+		return err
+	}
+	return sub.Wait(ctx)
 }
 
 func fail(fault string) {
@@ -158,10 +186,11 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 func TestCulpritsAreNamed(t *testing.T) {
 	for _, backend := range []string{"virtual", "cuda"} {
 		for fault, says := range map[string]string{
-			"absent": `rank 1 is behind: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago: nccl: .* as collective 11`,
-			"stop":   `rank 1 (is behind|was lost): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago: `,
+			"absent": `rank 1 is behind: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\): nccl: .* as collective 11`,
+			"stop":   `rank 1 (is behind|was lost): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): `,
 			"other":  `the ranks do not issue the same operations: .*ncclBroadcast|the ranks do not issue the same operations: .*broadcast`,
-			"kill":   `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago: cluster: rank 1 .* SIGKILL`,
+			"close":  `rank 1 (has left|is behind): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\); by then it had closed the group: `,
+			"kill":   `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1 .* SIGKILL`,
 		} {
 			if backend == "cuda" && fault == "other" {
 				continue // NCCL may hang or mix data up
@@ -182,6 +211,17 @@ func TestCulpritsAreNamed(t *testing.T) {
 			})
 		}
 	}
+}
+
+// In a group that was split a rank is named by its number there and in the world, and
+// its trace has a file of its own.
+func TestCulpritOfASplitGroup(t *testing.T) {
+	prefix := filepath.Join(t.TempDir(), "trace-")
+	_, out, _ := job(t, "virtual", "sub", 3, "CHORUS_NCCL_TIMEOUT=1s", "CHORUS_NCCL_TRACE_FILE="+prefix)
+	require.Regexp(t, `(?m)^\[rank 2\] worker: .*rank 0 \(rank 1 of the world\) is behind: .* on rank 1 of 2`, out)
+	text, err := os.ReadFile(prefix + "1-split1.0")
+	require.NoError(t, err)
+	require.Contains(t, string(text), `"split1.0"`)
 }
 
 func job(t *testing.T, backend, fault string, ranks int, env ...string) (code int, out string, took time.Duration) {

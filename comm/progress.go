@@ -13,20 +13,33 @@ import (
 	"github.com/gochorus/chorus/nccl"
 )
 
-// A RankProgress is how far a rank had come by its own last word.
+// A RankProgress is how far a rank had come by its own last word. A rank tells of what
+// it does twice a second, so it may have come further by the time at which it ended.
 type RankProgress struct {
-	Rank        int
+	Rank        int           // in the group
+	World       int           // in the Rendezvous; another number than Rank where the group was split
 	Collectives uint64        // how many it had told of
-	Operation   string        // the last that it issued, such as "ncclAllReduce(8 x float32, sum) as collective 7"; "none"
-	Age         time.Duration // since then, by its clock and this one's
+	Operation   string        // the last that it told of, such as "ncclAllReduce(8 x float32, sum) as collective 7"; "none"
+	Age         time.Duration // since that was issued, by its clock and this one's
+	Told        time.Duration // since its last word, by its clock and this one's
 	Why         string        // why it is named, such as "is behind"
+	End         string        // how it ended by its own word, such as "closed the group"; "" if it told of no end
 }
 
 func (p RankProgress) String() string {
-	if p.Operation == "none" {
-		return fmt.Sprintf("rank %d %s: it has issued nothing", p.Rank, p.Why)
+	who := fmt.Sprint("rank ", p.Rank)
+	if p.World != p.Rank {
+		who += fmt.Sprintf(" (rank %d of the world)", p.World)
 	}
-	return fmt.Sprintf("rank %d %s: the last operation that it told of is %s, %v ago", p.Rank, p.Why, p.Operation, p.Age.Round(time.Millisecond))
+	text := fmt.Sprintf("%s %s: the last operation that it told of is %s, %v ago", who, p.Why, p.Operation, p.Age.Round(time.Millisecond))
+	if p.Operation == "none" {
+		text = fmt.Sprintf("%s %s: it had told of no operation", who, p.Why)
+	}
+	text += fmt.Sprintf(" (as of %v ago)", p.Told.Round(time.Millisecond))
+	if p.End != "" {
+		text += "; by then it had " + p.End
+	}
+	return text
 }
 
 // A CulpritError names the ranks, in other processes, for which a group could not go
@@ -52,12 +65,14 @@ func (e *CulpritError) Unwrap() error { return e.Err }
 type word struct {
 	Collectives uint64
 	Operation   string
-	At          time.Time
+	At          time.Time // when that was issued
+	Told        time.Time
+	End         string
 }
 
 func wordOf(c *nccl.Communicator) word {
 	last := c.Progress().Issued
-	return word{last.Collective, last.String(), last.Created}
+	return word{Collectives: last.Collective, Operation: last.String(), At: last.Created}
 }
 
 // words is how the ranks of a group over processes tell each other how far they have
@@ -92,6 +107,8 @@ func (w *words) hook() func(*nccl.Communicator, error) error {
 const (
 	// often is how often a rank writes down what has changed.
 	often = 500 * time.Millisecond
+	// lastWord is how long a rank that ends may take to say so.
+	lastWord = 250 * time.Millisecond
 	// lateWord is how long to wait for the words of all others when something failed.
 	lateWord = time.Second
 )
@@ -118,7 +135,21 @@ func (w *words) speak(c *nccl.Communicator) {
 	}()
 }
 
+// farewell writes down how far a rank has come and how it ends, which may be now.
+func (w *words) farewell(c *nccl.Communicator, end string) {
+	w.end()
+	if w.r.Context().Err() != nil {
+		return // the others know of an end already
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), lastWord)
+	defer cancel()
+	x := wordOf(c)
+	x.End = end
+	_ = w.say(ctx, c.Rank(), x) // whoever misses it has an older one
+}
+
 func (w *words) say(ctx context.Context, rank int, x word) error {
+	x.Told = time.Now()
 	return put(ctx, w.r, w.key(rank), x)
 }
 
@@ -185,7 +216,7 @@ func (w *words) failed(c *nccl.Communicator, err error) error {
 	case <-told.C:
 	case <-w.r.Context().Done(): // another one has found out and ended
 	}
-	w.found = blame(culprits(t.Operation, mine, w.all(c)), err)
+	w.found = w.blame(culprits(t.Operation, mine, w.all(c)), err)
 	return w.found
 }
 
@@ -211,10 +242,29 @@ func culprits(op nccl.Operation, mine word, all map[int]word) (list []RankProgre
 	return list
 }
 
-// lost adds to the loss of a rank what its last word was.
+// left is the rank that was the first to tell of its end, if any: the others may have
+// ended because of it.
+func left(all map[int]word) (list []RankProgress) {
+	first := -1
+	for rank, x := range all {
+		if x.End != "" && (first < 0 || x.Told.Before(all[first].Told)) {
+			first = rank
+		}
+	}
+	if first < 0 {
+		return nil
+	}
+	return []RankProgress{all[first].progress(first, "has left")}
+}
+
+// lost adds to the loss of a rank what its last word was, and to a broken connection
+// that of the rank that has left.
 func (w *words) lost(c *nccl.Communicator, err error) error {
 	var l interface{ LostRank() int }
 	if !errors.As(err, &l) {
+		if errors.Is(err, nccl.ErrorRemote) {
+			return w.blame(left(w.all(c)), err)
+		}
 		return err
 	}
 	rank := l.LostRank()
@@ -225,16 +275,21 @@ func (w *words) lost(c *nccl.Communicator, err error) error {
 	if !ok {
 		return err
 	}
-	return blame([]RankProgress{x.progress(rank, "was lost")}, err)
+	return w.blame([]RankProgress{x.progress(rank, "was lost")}, err)
 }
 
 func (x word) progress(rank int, why string) RankProgress {
-	return RankProgress{Rank: rank, Collectives: x.Collectives, Operation: x.Operation, Age: time.Since(x.At), Why: why}
+	return RankProgress{Rank: rank, Collectives: x.Collectives, Operation: x.Operation, Age: time.Since(x.At), Told: time.Since(x.Told), Why: why, End: x.End}
 }
 
-func blame(list []RankProgress, err error) error {
+func (w *words) blame(list []RankProgress, err error) error {
 	if len(list) == 0 {
 		return err
+	}
+	for i := range list {
+		if list[i].World = list[i].Rank; w.world != nil {
+			list[i].World = w.world[list[i].Rank]
+		}
 	}
 	slices.SortFunc(list, func(a, b RankProgress) int { return a.Rank - b.Rank })
 	return &CulpritError{list, err}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 
 	"golang.org/x/sync/errgroup"
 
@@ -43,7 +44,7 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 			watchers[i] = &words{r: g.words.r, prefix: fmt.Sprintf("%ssplit/%d/%d/", g.words.prefix, g.splits, colors[i])}
 		}
 		eg.Go(func() (err error) {
-			comms[i], err = g.members[i].comm.Split(all, max(colors[i], NoColor), keys[i], g.cfg.nccl(watchers[i].hook()))
+			comms[i], err = g.members[i].comm.Split(all, max(colors[i], NoColor), keys[i], g.childConfig(colors[i], watchers[i]))
 			return err
 		})
 	}
@@ -54,6 +55,23 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 		return nil, g.settle(fmt.Errorf("comm: %s: %w", op, err))
 	}
 	return g.children(ctx, colors, comms, watchers)
+}
+
+// childConfig names the communicators of a group, so that their traces differ from
+// those of others.
+func (g *Group) childConfig(color int, w *words) *nccl.Config {
+	n := g.cfg.nccl(w.hook())
+	n.Name = nested(n.Name, g.childPath(color))
+	return n
+}
+
+func (g *Group) childPath(color int) string {
+	return nested(g.path, fmt.Sprintf("split%d.%d", g.splits, color))
+}
+
+// joined is a name of two parts, of which the first may be "".
+func nested(a, b string) string {
+	return strings.TrimPrefix(a+"-"+b, "-")
 }
 
 // children makes the groups of communicators.
@@ -72,6 +90,9 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 		}
 		slices.SortFunc(mine, func(a, b *nccl.Communicator) int { return a.Rank() - b.Rank() })
 		child, err := newGroup(mine, g.cfg)
+		if err == nil {
+			child.path = g.childPath(colors[i])
+		}
 		if err == nil && g.words != nil {
 			err = child.listen(ctx, watchers[i])
 		}

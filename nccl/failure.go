@@ -3,6 +3,8 @@ package nccl
 import (
 	"os"
 	"strconv"
+	"strings"
+	"unicode"
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -98,10 +100,23 @@ func (c *Communicator) leaveTrace() {
 	if prefix == "" {
 		return
 	}
-	f, err := os.Create(prefix + strconv.Itoa(c.rank))
+	f, err := os.Create(prefix + strconv.Itoa(c.rank) + suffix(c.rec.name))
 	if err != nil {
 		return // the failure counts for more
 	}
 	defer f.Close()
 	_ = DumpTrace(f)
+}
+
+// suffix keeps the files of communicators apart that have a rank in common.
+func suffix(name string) string {
+	if name == "" {
+		return ""
+	}
+	return "-" + strings.Map(func(r rune) rune {
+		if unicode.IsLetter(r) || unicode.IsDigit(r) || strings.ContainsRune("._-", r) {
+			return r
+		}
+		return '_'
+	}, name)
 }

@@ -74,14 +74,14 @@ func (c *Communicator) timedOut(e entry, age time.Duration, others []*member) *T
 		for _, m := range others {
 			if m.rank == int(e.root) {
 				last, _ := m.final()
-				t.Others = append(t.Others, fmt.Sprintf("the last that rank %d has issued is %s", m.rank, last.operation()))
+				t.Others = append(t.Others, fmt.Sprintf("the last that rank %d (%s) has issued is %s", m.rank, m.device, last.operation()))
 			}
 		}
 	} else {
 		for _, m := range others {
 			if issued, last := m.issued(); issued < e.collective {
 				t.Behind = append(t.Behind, m.rank)
-				t.Others = append(t.Others, fmt.Sprintf("rank %d is behind: it has issued %d collectives, the last operation is %s", m.rank, issued, last.operation()))
+				t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) is behind: it has issued %d collectives, the last operation is %s", m.rank, m.device, issued, last.operation()))
 			}
 		}
 	}

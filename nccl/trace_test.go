@@ -128,6 +128,24 @@ func TestTraceIsLeftByAFailure(t *testing.T) {
 	require.NotContains(t, b.String(), "nccl:all_reduce", "closed ones are forgotten")
 }
 
+// Communicators that have a rank in common leave their traces in files of their names.
+func TestTraceOfANamedCommunicator(t *testing.T) {
+	prefix := filepath.Join(t.TempDir(), "trace-")
+	t.Setenv("CHORUS_NCCL_TRACE_FILE", prefix)
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	for _, name := range []string{"a/b", "c"} {
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: 50 * time.Millisecond, Name: name})
+		xs, _ := buffers(t, ranks, 8)
+		require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+		require.ErrorIs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), nccl.ErrorTimeout)
+	}
+	for file, name := range map[string]string{"0-a_b": `"a/b"`, "0-c": `"c"`} {
+		text, err := os.ReadFile(prefix + file)
+		require.NoError(t, err)
+		require.Contains(t, string(text), name)
+	}
+}
+
 func TestTraceSettings(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 	off := connectWith(t, devs, &nccl.Config{TraceSize: -1})[0]

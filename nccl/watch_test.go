@@ -64,7 +64,7 @@ func TestDeadlineNamesTheRankBehind(t *testing.T) {
 		require.Equal(t, "ncclAllReduce(1024 x int64, sum) as collective 2", late.Operation.String())
 		require.Equal(t, "ncclAllReduce(1024 x int64, max) as collective 1", late.Completed.String())
 		require.ErrorContains(t, err, "on rank 0 of 2")
-		require.ErrorContains(t, err, "rank 1 is behind: it has issued 1 collectives, the last operation is ncclAllReduce(1024 x int64, max)")
+		require.ErrorContains(t, err, "rank 1 ("+ranks[1].c.Device().String()+") is behind: it has issued 1 collectives, the last operation is ncclAllReduce(1024 x int64, max)")
 		// From now on every call of every rank says so, at once.
 		for i, r := range ranks {
 			until(t, func() bool { return r.c.Err() != nil })
@@ -113,7 +113,7 @@ func TestDeadlineOfATransfer(t *testing.T) {
 		}
 		<-issued
 		require.ErrorContains(t, err, "ncclRecv(8 x int64, from rank 0) as transfer 1 on rank 1 of 2")
-		require.ErrorContains(t, err, "the last that rank 0 has issued is ncclAllReduce(8 x int64, max) as collective 1")
+		require.ErrorContains(t, err, "the last that rank 0 ("+devs[0].String()+") has issued is ncclAllReduce(8 x int64, max) as collective 1")
 	})
 }
 

@@ -9,7 +9,7 @@ var (
 	NCCLTraceFrames = &Var{"CHORUS_NCCL_TRACE_FRAMES", "yes/no", "no",
 		"`yes` records who issued each operation, which takes about a microsecond."}
 	NCCLTraceFile = &Var{"CHORUS_NCCL_TRACE_FILE", "text", "",
-		"Where a communicator that fails writes the flight recorders of its process as JSON; its rank is appended to the name. Unset writes none."}
+		"Where a communicator that fails writes the flight recorders of its process as JSON; its rank is appended to the name, and its own name where it has one, as those of a split group do. Unset writes none."}
 )
 
 var ncclVars = []*Var{NCCLTimeout, NCCLTraceSize, NCCLTraceFrames, NCCLTraceFile}

@@ -1,0 +1,66 @@
+package comm
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/nccl"
+)
+
+// A rank is named for what it did not issue, or issued differently; a transfer has one
+// peer to blame.
+func TestCulprits(t *testing.T) {
+	mine := word{Collectives: 7, Operation: "a"}
+	all := map[int]word{
+		1: {Collectives: 6, Operation: "a"},
+		2: {Collectives: 7, Operation: "a"},
+		3: {Collectives: 7, Operation: "b"},
+		4: {Collectives: 8, Operation: "c"},
+	}
+	whys := func(op nccl.Operation) map[int]string {
+		found := map[int]string{}
+		for _, p := range culprits(op, mine, all) {
+			found[p.Rank] = p.Why
+		}
+		return found
+	}
+	require.Equal(t, map[int]string{1: "is behind", 3: "differs"}, whys(nccl.Operation{Name: "ncclAllReduce", Collective: 7, Root: -1}))
+	require.Equal(t, map[int]string{2: "is the peer"}, whys(nccl.Operation{Name: "ncclSend", Collective: 7, Root: 2}))
+	require.Equal(t, map[int]string{4: "is the peer"}, whys(nccl.Operation{Name: "ncclRecv", Collective: 7, Root: 4}))
+}
+
+// What a rank has not told of is not said to have not been.
+func TestRankProgressText(t *testing.T) {
+	p := RankProgress{Rank: 1, World: 1, Why: "was lost", Operation: "none", Told: 400 * time.Millisecond}
+	require.Equal(t, "rank 1 was lost: it had told of no operation (as of 400ms ago)", p.String())
+	p = RankProgress{Rank: 1, World: 3, Why: "is behind", Operation: "x", Age: 2 * time.Second, Told: time.Second, End: "closed the group"}
+	require.Equal(t, "rank 1 (rank 3 of the world) is behind: the last operation that it told of is x, 2s ago (as of 1s ago); by then it had closed the group", p.String())
+}
+
+// Of the ranks that have ended the first one is named: the others may have ended
+// because of it.
+func TestTheFirstThatLeft(t *testing.T) {
+	now := time.Now()
+	all := map[int]word{
+		0: {Told: now.Add(-time.Hour)},
+		1: {Told: now, End: "failed: a peer was lost"},
+		2: {Told: now.Add(-time.Second), End: "closed the group"},
+	}
+	list := left(all)
+	require.Len(t, list, 1)
+	require.Equal(t, 2, list[0].Rank)
+	require.Equal(t, "closed the group", list[0].End)
+	delete(all, 1)
+	delete(all, 2)
+	require.Empty(t, left(all))
+
+	w := &words{world: []int{5, 6, 7}}
+	oops := errors.New("oops")
+	e, ok := errors.AsType[*CulpritError](w.blame(list, oops))
+	require.True(t, ok)
+	require.Equal(t, 7, e.Culprits[0].World)
+	require.Equal(t, oops, w.blame(nil, oops))
+}

@@ -219,7 +219,7 @@ func (o *operation) still() error {
 			err = x.Check(name, c.dev)
 		}
 		if err != nil {
-			return fmt.Errorf("nccl: %w (in the group, on rank %d of %d)", err, c.rank, c.size)
+			return fmt.Errorf("nccl: %w (closed within the group, on rank %d of %d)", err, c.rank, c.size)
 		}
 	}
 	switch now, err := o.stream.CaptureID(); {

@@ -1,6 +1,7 @@
 package nccl_test
 
 import (
+	"math"
 	"math/rand/v2"
 	"testing"
 
@@ -156,5 +157,18 @@ func TestUnevenArguments(t *testing.T) {
 		} {
 			require.ErrorContains(t, c.err, c.text, name)
 		}
+	})
+}
+
+// Lengths whose sum does not fit an int are no lengths, though what overflows would fit
+// the buffers.
+func TestUnevenOverflow(t *testing.T) {
+	testgpu.Each(t, 3, func(t *testing.T, devs []*device.Device) {
+		ranks := connect(t, devs)
+		xs, _ := buffers(t, ranks, 2)
+		r, x := ranks[2], xs[2]
+		counts := []int{math.MaxInt, math.MaxInt, 2}
+		require.ErrorContains(t, nccl.AllGatherV(r.c, r.s, x.Slice(0, 0), x, counts), "that is no length")
+		require.ErrorContains(t, nccl.ReduceScatterV(r.c, r.s, x, x.Slice(0, 0), counts, nccl.Sum), "that is no length")
 	})
 }

@@ -81,8 +81,8 @@ func (c *Communicator) inspect() error {
 		return nil
 	}
 	begun := e.created
-	if ahead.record >= e.id {
-		begun = min(begun, ahead.at) // the ring may have lost the first of them
+	if ahead.record > 0 {
+		begun = min(begun, ahead.at) // the ring may have lost those before the mark
 	}
 	if time.Duration(now()-begun) <= r.timeout {
 		return nil

@@ -1,0 +1,113 @@
+package nccl
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
+)
+
+// recorded has recorded n collectives, of which NCCL has taken all.
+func (r *idleRank) recorded(n int) *recorder {
+	rec := newRecorder(16)
+	rec.rank, rec.watched = 1, true
+	for range n {
+		r.record(rec, false)
+	}
+	return rec
+}
+
+func (r *idleRank) record(rec *recorder, captured bool) entry {
+	o := operation{kind: allReduce, comm: r.c, stream: r.s, n: 64, captured: captured}
+	rec.schedule(&o, now())
+	rec.took(&o)
+	return *rec.find(o.record)
+}
+
+// What is captured does not run and is not waited for.
+func TestOldestIsNotCaptured(t *testing.T) {
+	r := newIdleRank(t)
+	rec := r.recorded(0)
+	defer rec.end()
+	r.record(rec, true)
+	_, ok := rec.oldest()
+	require.False(t, ok)
+	want := r.record(rec, false)
+	got, ok := rec.oldest()
+	require.True(t, ok)
+	require.Equal(t, want.id, got.id)
+}
+
+// A rank that has issued the operation is not behind, and one that has not is. What is
+// awaited comes after an operation that all have issued.
+func TestBehindAndAwaited(t *testing.T) {
+	r := newIdleRank(t)
+	mine := r.recorded(5)
+	defer mine.end()
+	e, found := mine.collective(3)
+	require.True(t, found)
+	for theirs, want := range map[int]struct {
+		behind  []int
+		awaited uint64
+	}{
+		2: {behind: []int{1}},
+		3: {awaited: 4},
+		4: {awaited: 5},
+		5: {},
+	} {
+		rec := r.recorded(theirs)
+		others := []*member{{recorder: rec}}
+		late := r.c.timedOut(e, time.Second, others)
+		require.Equal(t, want.behind, late.Behind, "%d issued", theirs)
+		next, found := mine.awaited(e, others)
+		require.Equal(t, want.awaited > 0, found, "%d issued", theirs)
+		require.Equal(t, want.awaited, next.collective, "%d issued", theirs)
+		rec.end()
+	}
+}
+
+// An operation that the ring has lost is timed by the first mark behind it.
+func TestDeadlineOfWhatTheRingHasLost(t *testing.T) {
+	r := newIdleRank(t)
+	rec := r.c.rec
+	rec.ring, rec.watched, rec.timeout = make([]entry, 1), true, time.Hour
+	open := spin.Hold(t, r.s)
+	defer open()
+	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
+	require.NoError(t, r.c.marks.set(r.s, rec.last))
+	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
+	require.NoError(t, r.c.inspect(), "all are young")
+	for i := range r.c.marks.list {
+		r.c.marks.list[i].at -= int64(2 * time.Hour)
+	}
+	var late *TimeoutError
+	require.ErrorAs(t, r.c.inspect(), &late)
+	require.Greater(t, late.Age, time.Hour)
+}
+
+// A refusingNCCL takes no sends, and has no gather.
+type refusingNCCL struct{ *idleNCCL }
+
+func (refusingNCCL) Has(f ncclapi.Func) bool { return f != ncclapi.FuncAlltoAll }
+
+func (l refusingNCCL) Send(_ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ int32, _ ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
+	return ncclapi.InternalError
+}
+
+// The first that NCCL refuses of what an operation is made of is what it returns, also
+// where the next would be taken.
+func TestGroupedOperationThatIsRefused(t *testing.T) {
+	r := newIdleRank(t)
+	r.c.api = refusingNCCL{r.c.api.(*idleNCCL)}
+	for name, issue := range map[string]func() error{
+		"gather":     func() error { return Gather(r.c, r.s, r.y, r.x, 0) },
+		"scatter":    func() error { return Scatter(r.c, r.s, r.y, r.x, 0) },
+		"all-to-all": func() error { return AllToAll(r.c, r.s, r.y, r.x) },
+	} {
+		require.ErrorIs(t, issue(), ErrorInternal, name)
+	}
+}

@@ -313,3 +313,17 @@ func TestSharderErrors(t *testing.T) {
 		require.ErrorIs(t, sh.AllGather(s...), device.ErrClosed)
 	})
 }
+
+// Parameters are gathered in the order of the next forward pass.
+func TestShardsAreGatheredInOrder(t *testing.T) {
+	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	sh, err := comm.NewSharder[float32](g, &comm.ShardConfig{BucketBytes: 1, FirstBucketBytes: 1}, 800, 80, 8)
+	require.NoError(t, err)
+	defer sh.Close()
+	require.NoError(t, sh.AllGather(g.Streams()...))
+	var counts []int
+	for _, o := range g.Communicator(0).Trace() {
+		counts = append(counts, o.Count)
+	}
+	require.Equal(t, []int{400, 40, 4}, counts)
+}

@@ -110,6 +110,8 @@ func TestTorchErrors(t *testing.T) {
 	require.NoError(t, err)
 	lower, err := square.Narrow(0, 1, 2)
 	require.NoError(t, err)
+	last, err := square.Narrow(0, 2, 1)
+	require.NoError(t, err)
 	shut := newStream(t, devs[1])
 	require.NoError(t, shut.Close())
 
@@ -196,6 +198,7 @@ func TestTorchErrors(t *testing.T) {
 		{"input tensor at index 1 has invalid shape [5 4], but expected [5 3]", gather(nil, x, on(1, f4, 5, 4))},
 		{"expected the output tensor to have shape [4 3], but got [2 3]", gather(&comm.GatherConfig{Out: &x}, y, y)},
 		{"tensor at index 0: float32 [2 3] on virtual:0 to float32 [2 3] on virtual:0: they share some memory", gather(&comm.GatherConfig{Out: &upper}, lower)},
+		{"tensor at index 0 shares some memory with the output tensor", gather(&comm.GatherConfig{Out: &square}, last, y)},
 		{"dimension out of range", gather(&comm.GatherConfig{Dim: 2}, x)},
 		{"no dimension to gather along", gather(nil, scalar)},
 		{"the destination is virtual:2", gather(&comm.GatherConfig{Destination: all[2]}, x)},
@@ -557,4 +560,23 @@ func TestTorchIsInTheOrderOfTheStreams(t *testing.T) {
 			require.NoError(t, g.Stream(1).WaitStream(other))
 		}
 	})
+}
+
+// NCCL adds only types that it rounds as torch does.
+func TestReduceAddByNCCL(t *testing.T) {
+	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	for d, byNCCL := range map[memory.DType]bool{
+		memory.Float32: true, memory.BFloat16T: true, memory.Int64: true,
+		memory.Int16: false, memory.Uint16: false, memory.Float8E4M3T: false, memory.Float8E5M2T: false,
+	} {
+		before := g.Communicator(0).Progress().Issued.Record
+		var xs []tensor.Tensor
+		for i := range 2 {
+			xs = append(xs, onDevice(t, g.Stream(i), d, []int{4}, make([]byte, 4*d.Size())))
+		}
+		sum, err := comm.ReduceAdd(g, xs, nil)
+		require.NoError(t, err)
+		require.NoError(t, sum.Close())
+		require.Equal(t, byNCCL, g.Communicator(0).Progress().Issued.Record > before, d)
+	}
 }

@@ -68,5 +68,15 @@ func TestCopyAll(t *testing.T) {
 		x, y := allocate(t, s, memory.Int8, []int{2}), allocate(t, s, memory.Int8, []int{3})
 		require.ErrorContains(t, tensor.CopyAll(s, []tensor.Tensor{x, y}, []tensor.Tensor{x}), "1 tensors to 2")
 		require.ErrorContains(t, tensor.CopyAll(s, []tensor.Tensor{x, y}, []tensor.Tensor{x, x}), "(tensor 1 of 2)")
+
+		// One element for many is not a copy of pieces.
+		one, err := flat.Narrow(0, 5, 1)
+		require.NoError(t, err)
+		wide := allocate(t, s, memory.Float32, []int{8})
+		require.NoError(t, tensor.CopyAll(s, []tensor.Tensor{wide, again[0]}, []tensor.Tensor{one, own[0]}))
+		eight, err := to.Narrow(0, 0, 8)
+		require.NoError(t, err)
+		require.NoError(t, tensor.Copy(s, eight, wide))
+		require.Equal(t, []float32{5, 5, 5, 5, 5, 5, 5, 5}, out[:8])
 	})
 }

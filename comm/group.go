@@ -195,7 +195,7 @@ func (g *Group) settleOn(first error) bool {
 	}
 	cause := g.cause(first)
 	if g.words != nil {
-		g.farewell.Do(func() { g.words.farewell(g.members[0].comm, "failed: "+cause.Error()) })
+		g.farewell.Do(func() { g.words.farewell(g.members[0].comm, endBy(cause)) })
 	}
 	g.broken.Store(&brokenError{cause})
 	return true

@@ -148,6 +148,17 @@ func (w *words) farewell(c *nccl.Communicator, end string) {
 	_ = w.say(ctx, c.Rank(), x) // whoever misses it has an older one
 }
 
+// endBy is what a rank tells of a failure of its own: one that it has because of
+// another rank would only hide that one.
+func endBy(cause error) string {
+	var lost interface{ LostRank() int }
+	_, culprits := errors.AsType[*CulpritError](cause)
+	if culprits || errors.As(cause, &lost) || errors.Is(cause, nccl.ErrorRemote) {
+		return ""
+	}
+	return "failed: " + cause.Error()
+}
+
 func (w *words) say(ctx context.Context, rank int, x word) error {
 	x.Told = time.Now()
 	return put(ctx, w.r, w.key(rank), x)

@@ -64,3 +64,10 @@ func TestTheFirstThatLeft(t *testing.T) {
 	require.Equal(t, 7, e.Culprits[0].World)
 	require.Equal(t, oops, w.blame(nil, oops))
 }
+
+// Only a failure of its own is what a rank tells as its end.
+func TestEndBy(t *testing.T) {
+	require.Equal(t, "failed: oops", endBy(errors.New("oops")))
+	require.Empty(t, endBy(nccl.ErrorRemote))
+	require.Empty(t, endBy(&CulpritError{Err: errors.New("oops")}))
+}

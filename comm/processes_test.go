@@ -68,6 +68,9 @@ func work(fault string) error {
 		if err := conformSplit(ctx, g); err != nil {
 			return err
 		}
+		if err := conformBarrier(ctx, g, sess); err != nil {
+			return err
+		}
 		return errors.Join(g.Shutdown(ctx), sess.Shutdown(ctx))
 	}
 	if fault == "sub" {
@@ -131,6 +134,35 @@ func absentInSub(ctx context.Context, g *comm.Group) error {
 		return err
 	}
 	return sub.Wait(ctx)
+}
+
+// conformBarrier lets one rank after the other come late to a barrier: nobody goes on
+// before it has been there.
+func conformBarrier(ctx context.Context, g *comm.Group, sess *cluster.Session) error {
+	for round := range 4 * g.Size() {
+		key := fmt.Sprint("came/", round)
+		if g.Rank() == round%g.Size() {
+			for range 20 { // something to do before
+				if _, err := sess.Add(ctx, "late", 1); err != nil {
+					return err
+				}
+			}
+		}
+		if _, err := sess.Add(ctx, key, 1); err != nil {
+			return err
+		}
+		if err := g.Barrier(ctx); err != nil {
+			return err
+		}
+		came, err := sess.Add(ctx, key, 0)
+		if err != nil {
+			return err
+		}
+		if came != int64(g.Size()) {
+			return fmt.Errorf("barrier %d let rank %d go when %d of %d had come", round, g.Rank(), came, g.Size())
+		}
+	}
+	return nil
 }
 
 func fail(fault string) {

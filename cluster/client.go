@@ -238,8 +238,14 @@ func (k *client) ask(ctx context.Context, kd kind, body []byte) (message, uint64
 	return k.askUntil(ctx, k.ctx.Done(), kd, body)
 }
 
-// askUntil is ask with another end than that of the job.
+// askUntil is ask with another end than that of the job. After the end nothing is
+// sent: a coordinator that is still there could answer before the end is seen.
 func (k *client) askUntil(ctx context.Context, end <-chan struct{}, kd kind, body []byte) (message, uint64, error) {
+	select {
+	case <-end:
+		return message{}, 0, k.endCause()
+	default:
+	}
 	k.mu.Lock()
 	k.lastID++
 	id := k.lastID
@@ -270,10 +276,22 @@ func (k *client) await(ctx context.Context, end <-chan struct{}, ch chan message
 		}
 		return m, nil
 	case <-end:
-		return message{}, context.Cause(k.ctx)
+		return message{}, k.endCause()
 	case <-ctx.Done():
 		return message{}, ctx.Err()
 	}
+}
+
+// endCause says why the job ended, or that the connection did: that closes a
+// moment before the reader has found out why.
+func (k *client) endCause() error {
+	if err := context.Cause(k.ctx); err != nil {
+		return err
+	}
+	if k.ended.Load() {
+		return ErrEnded
+	}
+	return net.ErrClosed
 }
 
 // drop forgets a request.

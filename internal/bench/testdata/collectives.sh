@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs chorus perf, the thinnest loop over NCCL in C, and torch.distributed in turns
 # and prints for each row the medians over the turns and what Chorus takes of them.
-# NCCL is the one that Chorus finds; the loop in C takes it from LIBNCCL_DIR.
+# CHORUS_LIBNCCL names the NCCL of both Chorus and the loop in C, whose header may lie
+# in ../include; without it each takes what it finds.
 #
 #   collectives.sh path/to/chorus gpus turns smallest largest factor graph-launches operation...
 set -eu
@@ -12,8 +13,12 @@ iterations=${ITERATIONS:-20} warmups=${WARMUPS:-5}
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 cuda=${CUDA_HOME:-/usr/local/cuda}
-gcc -O2 -I"$cuda/include" "$here/nccl.c" -L"$cuda/lib64" ${LIBNCCL_DIR:+-L"$LIBNCCL_DIR" -Wl,-rpath,"$LIBNCCL_DIR"} \
-	-Wl,-rpath,"$cuda/lib64" -lnccl -lcudart -lpthread -o "$out/nccl"
+nccl=(-lnccl)
+if [ -n "${CHORUS_LIBNCCL:-}" ]; then
+	folder=$(dirname "$CHORUS_LIBNCCL")
+	nccl=(-I"$folder/../include" "$CHORUS_LIBNCCL" -Wl,-rpath,"$folder")
+fi
+gcc -O2 -I"$cuda/include" "$here/nccl.c" "${nccl[@]}" -L"$cuda/lib64" -Wl,-rpath,"$cuda/lib64" -lcudart -lpthread -o "$out/nccl"
 touch "$out/threads" "$out/processes" "$out/nccl.txt" "$out/torch.txt"
 figures() { awk '/^Benchmark/ { sub(/^Benchmark/, "", $1); sub(/-[0-9]+$/, "", $1); printf "%s\t%.3f\n", $1, $3 / 1000 }'; }
 flags=(-b "$smallest" -e "$largest" -f "$factor" -n "$iterations" -w "$warmups" -G "$launches" -c 1 --format bench)

@@ -1,0 +1,206 @@
+package safetensors
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// leastEntry is the fewest bytes of a header that a tensor takes, with its comma:
+// "":{"dtype":"U8","shape":[],"data_offsets":[0,1]},
+const leastEntry = 50
+
+// parse fills the header from its JSON.
+func (h *Header) parse(text string) error {
+	p := parser{scanner: scanner{text: text, base: prefix}}
+	p.tensors = make([]Tensor, 0, min(strings.Count(text, "{"), len(text)/leastEntry+1))
+	p.object("for the header", p.entry)
+	p.end()
+	if p.err != nil {
+		return p.err
+	}
+	h.Tensors, h.Metadata = p.tensors, p.metadata
+	if !slices.IsSortedFunc(h.Tensors, byPlace) {
+		slices.SortFunc(h.Tensors, byPlace)
+	}
+	if i, ok := h.names.index(h.Tensors); !ok {
+		return p.fault(h.Tensors[i].Name, 2, "the header has this name twice")
+	}
+	return h.place(&p)
+}
+
+// place checks that the tensors lie one after the other and fill the file, and
+// makes their places in the data those in the file.
+func (h *Header) place(p *parser) error {
+	end := int64(0)
+	for i := range h.Tensors {
+		t := &h.Tensors[i]
+		if t.Begin != end || t.End < t.Begin {
+			return p.fault(t.Name, 1, "data_offsets [%d,%d]: want them to begin at %d, where the tensor before ends, and to end no earlier: tensors lie without holes and overlaps", t.Begin, t.End, end)
+		}
+		n, reason := size(t.DType, t.Shape)
+		if reason != "" {
+			return p.fault(t.Name, 1, "%s", reason)
+		}
+		if n != t.Bytes() {
+			return p.fault(t.Name, 1, "data_offsets [%d,%d] are %d bytes, but shape %s of %v takes %d", t.Begin, t.End, t.Bytes(), shapeText(t.Shape), t.DType, n)
+		}
+		end = t.End
+	}
+	if data := h.Size - h.DataOffset; end != data {
+		return &FormatError{Offset: h.Size, Reason: fmt.Sprintf("the tensors take %d bytes, but %d follow the header: the file is %s", end, data, map[bool]string{true: "truncated", false: "longer than its header says"}[end > data])}
+	}
+	for i := range h.Tensors {
+		h.Tensors[i].Begin += h.DataOffset
+		h.Tensors[i].End += h.DataOffset
+	}
+	return nil
+}
+
+// A parser reads the entries of a header.
+type parser struct {
+	scanner
+	tensors   []Tensor
+	metadata  map[string]string
+	described bool  // the metadata have been read
+	dims      []int // the shapes' backing, as much as is not used yet
+}
+
+// entry reads the value of one key of the header.
+func (p *parser) entry(at int, key string) {
+	if key == reserved {
+		p.describe(at)
+		return
+	}
+	p.name = key
+	p.tensors = append(p.tensors, p.tensor(at, key))
+	p.name = ""
+}
+
+// The fields of a tensor that have been seen.
+const (
+	seenDType = 1 << iota
+	seenShape
+	seenOffsets
+	seenAll = seenDType | seenShape | seenOffsets
+)
+
+// tensor reads one tensor. Keys that the format does not know are passed over, as
+// the reference does.
+func (p *parser) tensor(at int, name string) Tensor {
+	t := Tensor{Name: name}
+	seen := 0
+	p.object("for a tensor", func(at int, key string) {
+		field := 0
+		switch key {
+		case "dtype":
+			field = seenDType
+			t.DType = p.dtype()
+		case "shape":
+			field = seenShape
+			t.Shape = p.shape()
+		case "data_offsets":
+			field = seenOffsets
+			t.Begin, t.End = p.offsets()
+		default:
+			p.skip()
+		}
+		if seen&field != 0 {
+			p.fail(at, "%s is there twice", key)
+		}
+		seen |= field
+	})
+	if seen != seenAll {
+		for i, key := range []string{"dtype", "shape", "data_offsets"} {
+			if seen&(1<<i) == 0 {
+				p.fail(at, "%s is missing", key)
+			}
+		}
+	}
+	return t
+}
+
+func (p *parser) dtype() DType {
+	p.peek()
+	at := p.at
+	name := p.string("for a dtype")
+	t, ok := dtypeOf[name]
+	if !ok {
+		p.fail(at, "the dtype %q is unknown", short(name))
+	}
+	return t
+}
+
+// shape reads an array of dimensions.
+func (p *parser) shape() []int {
+	p.peek()
+	within, _, _ := strings.Cut(p.text[p.at:], "]")
+	dims := p.backing(min(strings.Count(within, ",")+1, len(within)/2+1))
+	p.array("for a shape", func() { dims = append(dims, int(p.count("a dimension"))) })
+	return dims
+}
+
+// backing returns room for n dimensions. Shapes of usual length share theirs.
+func (p *parser) backing(n int) []int {
+	const slab = 4096
+	if n > slab/8 {
+		return make([]int, 0, n)
+	}
+	if len(p.dims) < n {
+		p.dims = make([]int, min(slab, max(n, 4*cap(p.tensors))))
+	}
+	dims := p.dims[:0:n]
+	p.dims = p.dims[n:]
+	return dims
+}
+
+func (p *parser) offsets() (begin, end int64) {
+	const where = "for data_offsets"
+	if !p.open('[', where) {
+		return 0, 0
+	}
+	begin = p.count("data_offsets")
+	p.want(',', where)
+	end = p.count("data_offsets")
+	p.want(']', "after the second of data_offsets")
+	p.depth--
+	return begin, end
+}
+
+// describe reads the metadata.
+func (p *parser) describe(at int) {
+	if p.described {
+		p.fail(at, "%s is there twice", reserved)
+		return
+	}
+	p.described = true
+	if p.peek() == 'n' {
+		p.literal("null") // what the reference's own types make of none
+		return
+	}
+	const where = "for " + reserved
+	p.metadata = make(map[string]string, p.members(where))
+	p.object(where, func(at int, key string) {
+		before := len(p.metadata)
+		p.metadata[key] = p.string("for a value of " + reserved)
+		if len(p.metadata) == before {
+			p.fail(at, "%s has the key %q twice", reserved, short(key))
+		}
+	})
+}
+
+// fault is an error of the nth entry of that name, which is looked for in the
+// header only now.
+func (p *parser) fault(name string, nth int, format string, args ...any) error {
+	s := scanner{text: p.text, base: p.base}
+	place := 0
+	s.object("", func(at int, key string) {
+		if key == name {
+			if nth--; nth == 0 {
+				place = at
+			}
+		}
+		s.skip()
+	})
+	return &FormatError{Name: short(name), Offset: p.base + int64(place), Reason: fmt.Sprintf(format, args...)}
+}

@@ -1,0 +1,167 @@
+package safetensors
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+)
+
+// A scanner goes once over JSON from its first byte to its last. It allocates only
+// for strings with escapes; the others are parts of the text. The first fault ends
+// it: err is set, and nothing is found from there on.
+type scanner struct {
+	text  string // valid UTF-8
+	at    int
+	base  int64  // of the text in the file
+	depth int    // arrays and objects that are open
+	name  string // of the tensor that is read, for the error
+	err   *FormatError
+}
+
+// maxDepth is how deep arrays and objects may lie in each other: the limit of the
+// reference implementation's JSON parser.
+const maxDepth = 127
+
+func (s *scanner) fail(at int, format string, args ...any) {
+	if s.err == nil {
+		s.err = &FormatError{Name: short(s.name), Offset: s.base + int64(at), Reason: fmt.Sprintf(format, args...)}
+		s.at = len(s.text)
+	}
+}
+
+// peek skips white space and returns the next byte, 0 at the end.
+func (s *scanner) peek() byte {
+	for s.at < len(s.text) {
+		switch c := s.text[s.at]; c {
+		case ' ', '\n', '\r', '\t':
+			s.at++
+		default:
+			return c
+		}
+	}
+	return 0
+}
+
+// take skips the byte if it is the next.
+func (s *scanner) take(c byte) bool {
+	if s.peek() == c {
+		s.at++
+		return true
+	}
+	return false
+}
+
+// want skips the byte, which must be the next.
+func (s *scanner) want(c byte, where string) bool {
+	if s.take(c) {
+		return true
+	}
+	s.fail(s.at, "want %q %s, got %s", c, where, s.got())
+	return false
+}
+
+// got describes what comes next, for an error.
+func (s *scanner) got() string {
+	if s.at >= len(s.text) {
+		return "the end"
+	}
+	r, _ := utf8.DecodeRuneInString(s.text[s.at:])
+	return strconv.QuoteRune(r)
+}
+
+// end is called when the value is complete: only white space may follow.
+func (s *scanner) end() {
+	if s.peek(); s.at < len(s.text) {
+		s.fail(s.at, "want the end after the JSON, got %s", s.got())
+	}
+}
+
+func (s *scanner) open(c byte, where string) bool {
+	if !s.want(c, where) {
+		return false
+	}
+	if s.depth++; s.depth > maxDepth {
+		s.fail(s.at-1, "arrays and objects lie more than %d deep in each other", maxDepth)
+	}
+	return s.err == nil
+}
+
+// object calls member for each key, which reads the value. at is the key's place.
+func (s *scanner) object(where string, member func(at int, key string)) {
+	if !s.open('{', where) {
+		return
+	}
+	for more := !s.take('}'); more; more = s.next('}', where) {
+		s.peek()
+		at := s.at
+		key := s.string("for a key")
+		if s.want(':', "after a key") {
+			member(at, key)
+		}
+	}
+	s.depth--
+}
+
+// members counts the keys of the object that begins here and stays before it. A map
+// made for so many does not grow.
+func (s *scanner) members(where string) int {
+	ahead, n := *s, 0
+	ahead.object(where, func(int, string) { n++; ahead.skip() })
+	if ahead.err != nil {
+		*s = ahead
+		return 0
+	}
+	return n
+}
+
+// array calls element for each element, which reads it.
+func (s *scanner) array(where string, element func()) {
+	if !s.open('[', where) {
+		return
+	}
+	for more := !s.take(']'); more; more = s.next(']', where) {
+		element()
+	}
+	s.depth--
+}
+
+// next reports whether another element follows, after a comma.
+func (s *scanner) next(closing byte, where string) bool {
+	if s.err != nil || s.take(closing) {
+		return false
+	}
+	if !s.take(',') {
+		s.fail(s.at, "want ',' or %q %s, got %s", closing, where, s.got())
+	}
+	return s.err == nil
+}
+
+// skip reads a value of any kind and drops it.
+func (s *scanner) skip() {
+	switch c := s.peek(); c {
+	case '{':
+		s.object("for an object", func(int, string) { s.skip() })
+	case '[':
+		s.array("for an array", s.skip)
+	case '"':
+		s.quoted("for a string")
+	case 't':
+		s.literal("true")
+	case 'f':
+		s.literal("false")
+	case 'n':
+		s.literal("null")
+	default:
+		s.number()
+	}
+}
+
+func (s *scanner) literal(word string) bool {
+	if strings.HasPrefix(s.text[s.at:], word) {
+		s.at += len(word)
+		return true
+	}
+	s.fail(s.at, "want a JSON value, got %s", s.got())
+	return false
+}

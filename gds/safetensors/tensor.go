@@ -1,0 +1,85 @@
+package safetensors
+
+import (
+	"cmp"
+	"fmt"
+	"math/bits"
+)
+
+// A Tensor is one tensor of a file: what it is and which bytes are its.
+type Tensor struct {
+	Name  string
+	DType DType
+	Shape []int // row-major; empty for a scalar; a dimension may be 0
+	Begin int64 // of its data in the file, bytes from the file's beginning
+	End   int64 // the byte after its last
+}
+
+// Bytes returns the length of the tensor's data in the file.
+func (t *Tensor) Bytes() int64 { return t.End - t.Begin }
+
+// Size returns how many bytes a tensor takes. It is an error when that is more than
+// the format can say, not a whole number of bytes, or when a dimension is negative.
+func Size(t DType, shape []int) (int64, error) {
+	n, reason := size(t, shape)
+	if reason != "" {
+		return 0, fmt.Errorf("safetensors: %s", reason)
+	}
+	return n, nil
+}
+
+// size is Size with the reason alone. The dimensions are multiplied in their order
+// without a look at what follows, as the reference does: an overflow stays one when
+// a later dimension is 0.
+func size(t DType, shape []int) (bytes int64, reason string) {
+	if t.Bits() == 0 {
+		return 0, fmt.Sprintf("%v is not a dtype of the format", t)
+	}
+	n, over := uint64(1), uint64(0)
+	for i, d := range shape {
+		if d < 0 {
+			return 0, fmt.Sprintf("dimension %d is %d: want 0 or more", i, d)
+		}
+		if over, n = bits.Mul64(n, uint64(d)); over != 0 {
+			return 0, fmt.Sprintf("shape %s has more elements than 64 bits count", shapeText(shape))
+		}
+	}
+	if over, n = bits.Mul64(n, uint64(t.Bits())); over != 0 {
+		return 0, fmt.Sprintf("shape %s of %v has more bits than 64 bits count", shapeText(shape), t)
+	}
+	if n%8 != 0 {
+		return 0, fmt.Sprintf("shape %s of %v takes %d bits, which is not a whole number of bytes", shapeText(shape), t, n)
+	}
+	return int64(n / 8), ""
+}
+
+// size is that of the tensor's type and shape, whatever its place.
+func (t *Tensor) size() (int64, error) {
+	n, reason := size(t.DType, t.Shape)
+	if reason != "" {
+		return 0, fmt.Errorf("safetensors: tensor %q: %s", short(t.Name), reason)
+	}
+	return n, nil
+}
+
+// shapeText is the shape for an error, cut when it is long.
+func shapeText(shape []int) string {
+	const most = 8
+	if len(shape) <= most {
+		return fmt.Sprint(shape)
+	}
+	s := fmt.Sprint(shape[:most])
+	return fmt.Sprintf("%s …] (%d dimensions)", s[:len(s)-1], len(shape))
+}
+
+// byPlace orders tensors as they lie in the file. Empty ones share their place with
+// the next and go before it, by name.
+func byPlace(a, b Tensor) int {
+	if c := cmp.Compare(a.Begin, b.Begin); c != 0 {
+		return c
+	}
+	if c := cmp.Compare(a.End, b.End); c != 0 {
+		return c
+	}
+	return cmp.Compare(a.Name, b.Name)
+}

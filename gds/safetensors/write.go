@@ -1,0 +1,41 @@
+package safetensors
+
+import (
+	"fmt"
+	"io"
+)
+
+// Data is a tensor and its bytes in host memory.
+type Data struct {
+	Tensor
+	Raw []byte // row-major, little-endian
+}
+
+// Write writes a whole file from host memory, see NewHeader for the order of the
+// tensors. It is an error, and nothing is written, when the bytes of a tensor are
+// not as many as its type and shape say.
+func Write(w io.Writer, metadata map[string]string, data ...Data) error {
+	tensors := make([]Tensor, len(data))
+	raw := make(map[string][]byte, len(data))
+	for i, d := range data {
+		tensors[i], raw[d.Name] = d.Tensor, d.Raw
+	}
+	h, start, err := NewHeader(tensors, metadata)
+	if err != nil {
+		return err
+	}
+	for _, t := range h.Tensors {
+		if n := int64(len(raw[t.Name])); n != t.Bytes() {
+			return fmt.Errorf("safetensors: tensor %q: got %d bytes, but shape %s of %v takes %d", short(t.Name), n, shapeText(t.Shape), t.DType, t.Bytes())
+		}
+	}
+	if _, err := w.Write(start); err != nil {
+		return fmt.Errorf("safetensors: write the header: %w", err)
+	}
+	for _, t := range h.Tensors {
+		if _, err := w.Write(raw[t.Name]); err != nil {
+			return fmt.Errorf("safetensors: write tensor %q at byte %d: %w", short(t.Name), t.Begin, err)
+		}
+	}
+	return nil
+}

@@ -130,6 +130,9 @@ func (x Slice[T]) Slice(i, j int) Slice[T] {
 	return Slice[T]{buf: x.buf, off: x.off + uintptr(i*sizeOf[T]()), n: j - i}
 }
 
+// AsBytes returns the same memory as bytes, which x shares.
+func (x Slice[T]) AsBytes() Slice[byte] { return Slice[byte]{buf: x.buf, off: x.off, n: x.Bytes()} }
+
 // RecordStream tells that work on s uses the memory; see Buffer.RecordStream.
 func (x Slice[T]) RecordStream(s *stream.Stream) error {
 	if x.buf == nil {

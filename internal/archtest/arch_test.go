@@ -35,8 +35,8 @@ var layers = [][]string{
 	{"internal/element"},
 	{"kernel", "nccl", "graph", "nvtx", "internal/memtrace"},
 	{"tensor", "rng", "internal/testgpu/spin"},
-	{"comm", "gds", "internal/launch"},
-	{"internal/perf", "examples/digits"},
+	{"comm", "internal/launch"},
+	{"gds", "internal/perf", "examples/digits"},
 	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench"},
 }
 
@@ -50,7 +50,7 @@ var importers = map[string][]string{
 	"github.com/hashicorp/memberlist": {"cluster"},
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
-	"golang.org/x/sys":                {"internal/dl", "internal/virtual", "memory", "cluster", "internal/launch"},
+	"golang.org/x/sys":                {"internal/dl", "internal/virtual", "memory", "cluster", "internal/launch", "gds"},
 	"gonum.org/v1/gonum":              {"internal/virtual"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},
 	"github.com/stretchr/testify":     {"internal/conformance"}, // and every test, but only require

@@ -48,5 +48,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, P2P, RequireGPU, Fixtures, KernelCache,
-		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, VisibleDevices, LaunchBlocking, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, ncclVars, clusterVars)...)
+		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, VisibleDevices, LaunchBlocking, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, ncclVars, gdsVars, clusterVars)...)
 }

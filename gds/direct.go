@@ -1,0 +1,99 @@
+package gds
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// directFile is a descriptor of the file with O_DIRECT, which is opened when it
+// is wanted first.
+type directFile struct {
+	once  sync.Once
+	fd    int
+	align int64 // of offsets and lengths
+	open  bool
+}
+
+// usualAlign is what every block device takes.
+const usualAlign = 4096
+
+// directReady reports whether the file can be read or written past the page cache.
+func (f *File) directReady() bool {
+	f.direct.once.Do(func() {
+		if err := f.openDirect(); err != nil {
+			f.refuse(Direct, err)
+		}
+	})
+	return !f.refuses(Direct)
+}
+
+func (f *File) openDirect() error {
+	flags, err := unix.FcntlInt(uintptr(f.fd), unix.F_GETFL, 0)
+	if err != nil {
+		return fmt.Errorf("get its flags: %w", err)
+	}
+	flags = flags&unix.O_ACCMODE | unix.O_DIRECT | unix.O_CLOEXEC
+	// By the descriptor, because another file may have the path by now.
+	fd, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", f.fd), flags, 0)
+	if err != nil {
+		return fmt.Errorf("the file system does not open it with O_DIRECT: %w", err)
+	}
+	d := &f.direct
+	d.fd, d.open, d.align = fd, true, usualAlign
+	var st unix.Statx_t
+	if unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_DIOALIGN, &st) == nil && st.Mask&unix.STATX_DIOALIGN != 0 {
+		if st.Dio_offset_align == 0 {
+			return fmt.Errorf("the file system reads it by the page cache, also with O_DIRECT")
+		}
+		d.align = int64(max(st.Dio_offset_align, st.Dio_mem_align))
+	}
+	if d.align > minSlot || d.align&(d.align-1) != 0 {
+		return fmt.Errorf("the file system aligns direct reads to %d bytes", d.align)
+	}
+	return nil
+}
+
+func (d *directFile) close() error {
+	if !d.open {
+		return nil
+	}
+	d.open = false
+	return os.NewSyscallError("close", unix.Close(d.fd))
+}
+
+// outward returns the aligned bytes that have those from one offset to another
+// within them.
+func (d *directFile) outward(from, to int64) (int64, int64) {
+	return from &^ (d.align - 1), (to + d.align - 1) &^ (d.align - 1)
+}
+
+// inward returns the aligned bytes within those from one offset to another, which
+// may be none, from or to.
+func (d *directFile) inward(from, to int64) (int64, int64) {
+	a, b := (from+d.align-1)&^(d.align-1), to&^(d.align-1)
+	if a >= b {
+		return to, to
+	}
+	return a, b
+}
+
+// readDirect reads more than is wanted, to aligned offsets. The slot begins at
+// base, which is aligned, and reaches to an aligned end. The last bytes of a file
+// may be fewer; other short reads are continued by the page cache, which takes any
+// offset.
+func (f *File) readDirect(ctx context.Context, buf []byte, base, from, to int64) (n int, err error) {
+	a, b := f.direct.outward(from, to)
+	m, err := f.once(ctx, f.sys.pread, f.direct.fd, buf[a-base:b-base], a)
+	have := min(a+int64(m), to)
+	if err != nil || have == to {
+		return max(0, int(have-from)), err
+	}
+	f.count.continued.Add(1)
+	have = max(have, from)
+	n, err = f.fill(ctx, f.fd, buf[have-base:to-base], have)
+	return int(have-from) + n, err
+}

@@ -1,0 +1,65 @@
+package gds
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"syscall"
+)
+
+// ErrChanged is what a read returns, wrapped, of a file that is not what it was
+// when it was opened: somebody has written it, or made it longer or shorter.
+var ErrChanged = errors.New("the file has changed since it was opened")
+
+// An Error is an operation on a file that failed. It wraps the cause: an errno,
+// io.ErrUnexpectedEOF, ErrChanged, the cause of a context, or an error of the
+// device.
+type Error struct {
+	Op     string // such as "read"
+	Path   string
+	Offset int64  // in the file, where it went wrong; -1 where it is about the whole file
+	Wanted int64  // bytes, from Offset on
+	Got    int64  // of them
+	Engine Engine // by which; Auto where it is about none
+	Err    error
+}
+
+func (e *Error) Error() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "gds: %s %s", e.Op, e.Path)
+	if e.Offset >= 0 {
+		fmt.Fprintf(&b, " at byte %d: %d of %d bytes", e.Offset, e.Got, e.Wanted)
+	}
+	if e.Engine != Auto {
+		fmt.Fprintf(&b, " by engine %s", e.Engine)
+	}
+	fmt.Fprintf(&b, ": %v", e.Err)
+	if a := advice(e.Err); a != "" {
+		b.WriteString(": " + a)
+	}
+	return b.String()
+}
+
+// Unwrap returns the cause.
+func (e *Error) Unwrap() error { return e.Err }
+
+// advice says what can be done about a cause.
+func advice(err error) string {
+	switch {
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		return "the file ends too early: get it again, and let nobody shorten it while it is read"
+	case errors.Is(err, ErrChanged):
+		return "open it again when nobody writes it"
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		return "make room in the file system and write it again"
+	case errors.Is(err, syscall.EIO):
+		return "the device or the network below the file system failed: look at the system's log"
+	}
+	return ""
+}
+
+// fail makes an Error about the whole file.
+func (f *File) fail(op string, err error) error {
+	return &Error{Op: op, Path: f.path, Offset: -1, Err: err}
+}

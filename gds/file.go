@@ -1,0 +1,280 @@
+package gds
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/handle"
+)
+
+// FileConfig are the options of Open, OpenFile and Create; nil means their zero
+// values.
+type FileConfig struct {
+	// Engine is the one to try first. Auto is what CHORUS_GDS_ENGINE says.
+	Engine Engine
+	// Threads is how many threads one call uses at most. 0 is what
+	// CHORUS_GDS_THREADS says.
+	Threads int
+}
+
+// A File is a file whose bytes go to device memory and come from there
+// (torch.cuda.gds.GdsFile).
+type File struct {
+	owner handle.Owner
+	path  string
+	plain *os.File // goes by the page cache
+	fd    int      // of plain
+	write bool     // it may be written
+	mem   bool     // its file system is memory: the page cache is all there is
+	was   identity // when it was opened
+
+	first   Engine // asked for
+	threads int    // 0 is the device's share of the cores
+	chunk   int64  // of the ring, in bytes
+	depth   int    // slots of each worker
+	sys     system
+
+	direct directFile
+	count  counters
+	why    [engines]atomic.Pointer[error] // an engine does not work
+
+	mu     sync.Mutex
+	users  int
+	closed bool
+	fresh  *fresh // of Create, until Commit
+}
+
+// system is what the files ask of the operating system. Tests put their own there.
+type system struct {
+	pread, pwrite mover
+	fsync         func(fd int) error
+}
+
+// An identity tells one state of a file from another.
+type identity struct {
+	dev, inode uint64
+	size       int64
+	changed    unix.Timespec
+}
+
+// Open opens a file to read it. It must be a regular one. What is read of it later
+// is an error that matches ErrChanged when somebody has changed the file since.
+func Open(path string, cfg *FileConfig) (*File, error) {
+	return open("open", path, os.O_RDONLY, cfg)
+}
+
+// OpenFile opens a file with flags of package os, such as
+// os.O_RDWR|os.O_CREATE, to write it in place; who opens it to read only uses Open
+// (GdsFile). A crash in the middle of WriteAt leaves a mixture: Create leaves the
+// old file or the new one.
+func OpenFile(path string, flag int, cfg *FileConfig) (*File, error) {
+	return open("open", path, flag, cfg)
+}
+
+func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
+	var c FileConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	f := &File{path: path, write: flag&(os.O_WRONLY|os.O_RDWR) != 0, chunk: defaultChunk, depth: defaultDepth,
+		sys: system{unix.Pread, unix.Pwrite, unix.Fsync}}
+	if flag&os.O_APPEND != 0 {
+		return nil, f.fail(op, errors.New("O_APPEND writes at no offset: leave it out"))
+	}
+	var err error
+	if f.first, err = engineOf(c); err != nil {
+		return nil, f.fail(op, err)
+	}
+	if f.threads, err = threadsOf(c); err != nil {
+		return nil, f.fail(op, err)
+	}
+	if err := f.start(flag); err != nil {
+		return nil, f.fail(op, err)
+	}
+	handle.Init(f, &f.owner, "file")
+	return f, nil
+}
+
+// start opens the file itself.
+func (f *File) start(flag int) error {
+	// A pipe would keep the call waiting for its other end.
+	plain, err := os.OpenFile(f.path, flag|unix.O_NONBLOCK, 0o666)
+	if err != nil {
+		return errors.Unwrap(err)
+	}
+	f.plain, f.fd = plain, int(plain.Fd())
+	if err := f.look(); err != nil {
+		return errors.Join(err, plain.Close())
+	}
+	return nil
+}
+
+func (f *File) look() error {
+	info, err := f.plain.Stat()
+	if err != nil {
+		return err
+	}
+	if !info.Mode().IsRegular() {
+		return fmt.Errorf("it is no regular file but %s", info.Mode())
+	}
+	var fs unix.Statfs_t
+	if err := unix.Fstatfs(f.fd, &fs); err != nil {
+		return fmt.Errorf("statfs: %w", err)
+	}
+	f.mem = fs.Type == unix.TMPFS_MAGIC || fs.Type == unix.RAMFS_MAGIC
+	f.was, err = f.identity()
+	return err
+}
+
+func (f *File) identity() (identity, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(f.fd, &st); err != nil {
+		return identity{}, fmt.Errorf("stat: %w", err)
+	}
+	return identity{uint64(st.Dev), st.Ino, st.Size, st.Mtim}, nil
+}
+
+// Path returns the path that the file was opened by.
+func (f *File) Path() string { return f.path }
+
+// Size returns the length of the file in bytes.
+func (f *File) Size() (int64, error) {
+	if err := f.use("size"); err != nil {
+		return 0, err
+	}
+	defer f.unuse()
+	id, err := f.identity()
+	if err != nil {
+		return 0, f.fail("size", err)
+	}
+	return id.size, nil
+}
+
+// unchanged returns an error if the file is not what was opened. One that may be
+// written here is not compared.
+func (f *File) unchanged() error {
+	if f.write {
+		return nil
+	}
+	now, err := f.identity()
+	switch {
+	case err != nil:
+		return err
+	case now.size != f.was.size:
+		return fmt.Errorf("%w: it had %d bytes and has %d", ErrChanged, f.was.size, now.size)
+	case now != f.was:
+		return fmt.Errorf("%w: its time of modification is another", ErrChanged)
+	}
+	return nil
+}
+
+// readHost fills p, ordinary memory, with the bytes at off, by the page cache.
+func (f *File) readHost(ctx context.Context, p []byte, off int64) (int, error) {
+	if err := f.use("read"); err != nil {
+		return 0, err
+	}
+	defer f.unuse()
+	n, err := f.fill(ctx, f.fd, p, off)
+	if err != nil {
+		err = &Error{Op: "read", Path: f.path, Offset: off, Wanted: int64(len(p)), Got: int64(n), Err: err}
+	}
+	return n, err
+}
+
+// Sync returns when what was written is on the disk, or ctx has ended.
+func (f *File) Sync(ctx context.Context) error {
+	if err := f.use("sync"); err != nil {
+		return err
+	}
+	defer f.unuse()
+	if err := f.flush(ctx); err != nil {
+		return f.fail("sync", err)
+	}
+	return nil
+}
+
+// flush waits for the disk, which nothing interrupts: when ctx ends first, a
+// goroutine goes on waiting.
+func (f *File) flush(ctx context.Context) error {
+	if err := f.use("sync"); err != nil {
+		return err
+	}
+	done := make(chan error, 1)
+	go func() {
+		defer f.unuse()
+		done <- f.sys.fsync(f.fd)
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// use keeps the descriptors open until unuse.
+func (f *File) use(op string) error {
+	if f == nil {
+		return fmt.Errorf("gds: %s: no file given", op)
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return f.fail(op, device.ErrClosed)
+	}
+	f.users++
+	return nil
+}
+
+func (f *File) unuse() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.users--; f.users == 0 && f.closed {
+		_ = f.release() // nothing has been written since Sync that anybody was promised
+	}
+}
+
+// Close closes the file. It returns at once: calls that are under way go on to
+// their end. A file of Create that was not committed is removed, and the old one
+// stays. Close is idempotent.
+func (f *File) Close() error {
+	if f == nil {
+		return nil
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return nil
+	}
+	f.closed = true
+	f.owner.Close()
+	err := f.fresh.remove()
+	if f.users == 0 {
+		err = errors.Join(err, f.release())
+	}
+	if err != nil {
+		return f.fail("close", err)
+	}
+	return nil
+}
+
+// release gives the descriptors back. f.mu is held.
+func (f *File) release() error {
+	return errors.Join(f.direct.close(), f.plain.Close())
+}
+
+// counters are what has been done with a file.
+type counters struct {
+	by                 [engines]traffic
+	continued, retried atomic.Int64
+}
+
+// traffic is that of one engine.
+type traffic struct{ reads, writes, bytesRead, bytesWritten atomic.Int64 }

@@ -1,0 +1,67 @@
+package gds
+
+import "context"
+
+// read reads windows into slots and copies them to the device.
+func (w *worker) read() error {
+	t := w.t
+	for {
+		i, err := w.free(w.settle)
+		if err != nil {
+			return err
+		}
+		win, ok := t.claim()
+		if !ok {
+			return w.all(w.settle)
+		}
+		if err := t.fetch(win, w.held[i].slot); err != nil {
+			return err
+		}
+		if err := t.reach(); err != nil {
+			return err
+		}
+		if err := w.copy(i, win, w.lane.upload); err != nil {
+			return err
+		}
+	}
+}
+
+// fetch reads the pieces of a window into a slot, each at its place in the window.
+func (t *transfer) fetch(win window, x *slot) error {
+	for i := win.first; i < win.last; {
+		from, to, next := win.run(t.pieces, i, gapBytes)
+		if e, n, err := t.f.readRun(t.ctx, x.buf, win.off, from, to); err != nil {
+			return t.at(e, from, to, n, err)
+		}
+		i = next
+	}
+	return nil
+}
+
+// settle waits for the copies from a slot.
+func (w *worker) settle(i int) error {
+	landed, err := w.land(i)
+	if landed {
+		w.t.tell(w.held[i].bytes)
+	}
+	return err
+}
+
+// readRun reads the bytes from one offset to another into a slot that begins at
+// base. After an error n bytes are there.
+func (f *File) readRun(ctx context.Context, buf []byte, base, from, to int64) (e Engine, n int, err error) {
+	for {
+		e = f.readEngine(from, to)
+		if e == Direct {
+			n, err = f.readDirect(ctx, buf, base, from, to)
+		} else {
+			n, err = f.fill(ctx, f.fd, buf[from-base:to-base], from)
+		}
+		f.count.by[e].reads.Add(1)
+		f.count.by[e].bytesRead.Add(int64(n))
+		if err == nil || !refused(e, err) {
+			return e, n, err
+		}
+		f.refuse(e, err)
+	}
+}

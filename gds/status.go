@@ -1,0 +1,56 @@
+package gds
+
+// A Status says how the bytes of a file go.
+type Status struct {
+	Path   string
+	Engine Engine // by which the most bytes went, or the next ones would go
+	Cached EngineStatus
+	Direct EngineStatus
+	CuFile EngineStatus
+
+	Continued int64 // calls of the system that moved less than asked for, and were continued
+	Retried   int64 // calls of the system that were interrupted, and tried again
+}
+
+// An EngineStatus is what an engine has done for a file.
+type EngineStatus struct {
+	Reads, Writes           int64 // calls of the system
+	BytesRead, BytesWritten int64
+	Reason                  error // why the engine does not serve the file; nil if it could
+}
+
+// Status tells what serves the file, what does not and why, and what was done so
+// far. It may be called at any time, also after Close.
+func (f *File) Status() Status {
+	s := Status{Path: f.path, Engine: f.prefers(),
+		Cached: f.status(Cached), Direct: f.status(Direct), CuFile: f.status(CuFile),
+		Continued: f.count.continued.Load(), Retried: f.count.retried.Load()}
+	most := int64(0)
+	for e, x := range map[Engine]EngineStatus{Cached: s.Cached, Direct: s.Direct, CuFile: s.CuFile} {
+		if n := x.BytesRead + x.BytesWritten; n > most {
+			s.Engine, most = e, n
+		}
+	}
+	return s
+}
+
+func (f *File) status(e Engine) EngineStatus {
+	t := &f.count.by[e]
+	x := EngineStatus{Reads: t.reads.Load(), Writes: t.writes.Load(),
+		BytesRead: t.bytesRead.Load(), BytesWritten: t.bytesWritten.Load()}
+	if why := f.why[e].Load(); why != nil {
+		x.Reason = *why
+	}
+	return x
+}
+
+// prefers returns the engine that is tried first.
+func (f *File) prefers() Engine {
+	switch {
+	case f.first != Auto:
+		return f.first
+	case f.mem || f.refuses(Direct):
+		return Cached
+	}
+	return Direct
+}

@@ -1,0 +1,229 @@
+package gds
+
+import (
+	"context"
+	"errors"
+	"io"
+	"math/bits"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/stream"
+)
+
+const (
+	defaultChunk = 4 << 20 // large enough that the bus and not the host's calls set the pace
+	defaultDepth = 2       // one slot is filled while the other is copied
+	minSlot      = 64 << 10
+	minWindow    = 256 << 10
+	gapBytes     = 32 << 10 // what lies between two pieces is read too rather than skipped
+)
+
+// A transfer is one call: pieces of a file that workers move, window by window.
+type transfer struct {
+	f       *File
+	op      string
+	ctx     context.Context // ends with the caller's, or with the first error
+	stop    context.CancelCauseFunc
+	dev     *device.Device
+	ring    *ring
+	pieces  []piece
+	windows []window
+	slot    int64 // bytes of each slot, at least those of a window
+	begin   *stream.Event
+	begun   atomic.Bool // begin has been passed
+	moved   func(bytes int)
+	done    atomic.Int64 // bytes that have arrived
+
+	next atomic.Int64
+	over chan struct{} // closed when somebody has each window
+
+	mu     sync.Mutex
+	err    error
+	pinned error // why a worker has no slot
+}
+
+// readPieces fills the pieces with the file's bytes. They are on the device of s
+// and in the file's order. It returns when all is in device memory, or when
+// nothing is in flight any more. moved, unless it is nil, is called by any worker
+// when bytes of pieces have arrived.
+func (f *File) readPieces(ctx context.Context, s *stream.Stream, pieces []piece, moved func(bytes int)) error {
+	const op = "read"
+	if err := f.use(op); err != nil {
+		return err
+	}
+	defer f.unuse()
+	if err := f.unchanged(); err != nil {
+		return f.fail(op, err)
+	}
+	if err := f.inside(op, pieces); err != nil {
+		return err
+	}
+	if err := f.transfer(ctx, op, s, pieces, moved, (*worker).read); err != nil {
+		return err
+	}
+	if err := f.unchanged(); err != nil {
+		return f.fail(op, err)
+	}
+	return nil
+}
+
+// inside returns an error if the file ends before the pieces do.
+func (f *File) inside(op string, pieces []piece) error {
+	id, err := f.identity()
+	if err != nil {
+		return f.fail(op, err)
+	}
+	for _, p := range pieces {
+		if p.mem.Len() > 0 && p.end() > id.size {
+			return &Error{Op: op, Path: f.path, Offset: p.off, Wanted: int64(p.mem.Len()), Got: max(0, id.size-p.off), Err: io.ErrUnexpectedEOF}
+		}
+	}
+	return nil
+}
+
+// transfer moves the pieces by workers that each do work.
+func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces []piece, moved func(int), work func(*worker) error) error {
+	t := &transfer{f: f, op: op, pieces: pieces, moved: moved, over: make(chan struct{})}
+	if err := t.check(ctx, s); err != nil {
+		return f.fail(op, err)
+	}
+	t.pieces = slices.DeleteFunc(slices.Clone(pieces), func(p piece) bool { return p.mem.Len() == 0 })
+	if len(t.pieces) == 0 {
+		return nil
+	}
+	total := bytesOf(pieces)
+	threads := f.threads
+	if threads == 0 {
+		threads = defaultThreads(t.dev)
+	}
+	t.slot = min(f.chunk, floorPow2(t.ring.bound))
+	t.windows = cut(t.pieces, windowSize(t.slot, total, threads))
+	begin, err := s.Record(nil)
+	if err != nil {
+		return f.fail(op, err)
+	}
+	t.begin = begin
+	t.ctx, t.stop = context.WithCancelCause(ctx)
+	t.run(min(threads, len(t.windows)), work)
+	t.stop(nil)
+	return errors.Join(t.result(), begin.Close())
+}
+
+// check finds what is wrong with the arguments.
+func (t *transfer) check(ctx context.Context, s *stream.Stream) error {
+	op := "gds: " + t.op
+	if err := s.Check(op, nil); err != nil {
+		return err
+	}
+	if err := s.RefuseCapture(op, "the host waits for the file: move it before the capture"); err != nil {
+		return err
+	}
+	t.dev = s.Device()
+	if err := t.dev.Blocking(op); err != nil {
+		return err
+	}
+	if err := checkPieces(op, t.dev, t.pieces); err != nil {
+		return err
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	var err error
+	t.ring, err = ringOf(t.dev)
+	return err
+}
+
+// windowSize is that of windows of which each thread gets at least two, unless
+// they would be very small.
+func windowSize(slot, total int64, threads int) int64 {
+	for slot > minWindow && total/slot < int64(2*threads) {
+		slot /= 2
+	}
+	return slot
+}
+
+func floorPow2(n int64) int64 { return 1 << (bits.Len64(uint64(n)) - 1) }
+
+// run lets n workers work and returns when they have ended.
+func (t *transfer) run(n int, work func(*worker) error) {
+	var wg sync.WaitGroup
+	for range n {
+		wg.Go(func() {
+			w, err := newWorker(t)
+			if err == nil {
+				err = errors.Join(work(w), w.end())
+			}
+			t.note(err)
+		})
+	}
+	wg.Wait()
+}
+
+// note keeps the first error of a worker and stops the others.
+func (t *transfer) note(err error) {
+	if err == nil || errors.Is(err, errNoMore) {
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.err == nil {
+		t.err = err
+		t.stop(err)
+	}
+}
+
+// result is the error of the whole, once the workers have ended.
+func (t *transfer) result() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	err := t.err
+	if err == nil && t.next.Load() < int64(len(t.windows)) {
+		err = t.pinned // nobody had a slot for the rest
+	}
+	if _, ok := errors.AsType[*Error](err); ok || err == nil {
+		return err
+	}
+	return &Error{Op: t.op, Path: t.f.path, Offset: t.pieces[0].off, Wanted: bytesOf(t.pieces), Got: t.done.Load(), Err: err}
+}
+
+// claim returns a window that nobody else has.
+func (t *transfer) claim() (window, bool) {
+	i := t.next.Add(1) - 1
+	n := int64(len(t.windows))
+	if i == n-1 {
+		close(t.over)
+	}
+	if i >= n {
+		return window{}, false
+	}
+	return t.windows[i], true
+}
+
+// reach waits until the stream has done what was on it when the call began. It is
+// the host that waits, so that nothing is enqueued that could not run.
+func (t *transfer) reach() error {
+	if t.begun.Load() {
+		return nil
+	}
+	if err := t.begin.Sync(t.ctx); err != nil {
+		return err
+	}
+	t.begun.Store(true)
+	return nil
+}
+
+// at makes an Error of what happened between two offsets, of which n bytes are done.
+func (t *transfer) at(e Engine, from, to int64, n int, err error) error {
+	return &Error{Op: t.op, Path: t.f.path, Offset: from, Wanted: to - from, Got: int64(n), Engine: e, Err: err}
+}
+
+// tell reports bytes that have arrived.
+func (t *transfer) tell(bytes int64) {
+	t.done.Add(bytes)
+	if t.moved != nil {
+		t.moved(int(bytes))
+	}
+}

@@ -1,0 +1,109 @@
+package gds
+
+import (
+	"context"
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gochorus/chorus/stream"
+)
+
+// writePieces writes the pieces to the file. They are on the device of s and in
+// the file's order; what lies between them in the file stays as it is. It returns
+// when the system has the bytes, which Sync or Commit brings to the disk, or when
+// nothing is in flight any more. moved, unless it is nil, is called by any worker
+// when bytes of pieces have been written.
+func (f *File) writePieces(ctx context.Context, s *stream.Stream, pieces []piece, moved func(bytes int)) error {
+	const op = "write"
+	if err := f.use(op); err != nil {
+		return err
+	}
+	defer f.unuse()
+	if !f.write {
+		return f.fail(op, fmt.Errorf("it was opened to be read only: open it by OpenFile or Create: %w", unix.EBADF))
+	}
+	return f.transfer(ctx, op, s, pieces, moved, (*worker).write)
+}
+
+// write copies windows from the device into slots and writes those to the file.
+func (w *worker) write() error {
+	t := w.t
+	for {
+		i, err := w.free(w.store)
+		if err != nil {
+			return err
+		}
+		win, ok := t.claim()
+		if !ok {
+			return w.all(w.store)
+		}
+		if err := t.reach(); err != nil {
+			return err
+		}
+		if err := w.copy(i, win, w.lane.download); err != nil {
+			return err
+		}
+	}
+}
+
+// store waits for the copies to a slot and writes it to the file.
+func (w *worker) store(i int) error {
+	h, t := &w.held[i], w.t
+	if landed, err := w.land(i); !landed {
+		return err
+	}
+	for j := h.w.first; j < h.w.last; {
+		from, to, next := h.w.run(t.pieces, j, 0)
+		if e, n, err := t.f.writeRun(t.ctx, h.slot.buf, h.w.off, from, to); err != nil {
+			return t.at(e, from, to, n, err)
+		}
+		j = next
+	}
+	t.tell(h.bytes)
+	return nil
+}
+
+// writeRun writes the bytes from one offset to another of a slot that begins at
+// base. After an error n bytes are in the file.
+func (f *File) writeRun(ctx context.Context, buf []byte, base, from, to int64) (e Engine, n int, err error) {
+	e = f.writeEngine()
+	if e == Direct {
+		n, err = f.writeDirect(ctx, buf, base, from, to)
+		if err == nil || !refused(e, err) {
+			return e, n, err
+		}
+		f.refuse(e, err)
+	}
+	m, err := f.put(ctx, Cached, f.fd, buf, base, from+int64(n), to)
+	return Cached, n + m, err
+}
+
+// writeDirect writes the aligned middle past the page cache and the ends through
+// it. They are of blocks that nobody else writes directly.
+func (f *File) writeDirect(ctx context.Context, buf []byte, base, from, to int64) (n int, err error) {
+	a, b := f.direct.inward(from, to)
+	for _, x := range []struct {
+		e        Engine
+		fd       int
+		from, to int64
+	}{{Cached, f.fd, from, a}, {Direct, f.direct.fd, a, b}, {Cached, f.fd, b, to}} {
+		if x.from == x.to {
+			continue
+		}
+		m, err := f.put(ctx, x.e, x.fd, buf, base, x.from, x.to)
+		n += m
+		if err != nil {
+			return n, err
+		}
+	}
+	return n, nil
+}
+
+// put writes bytes of a slot to a descriptor.
+func (f *File) put(ctx context.Context, e Engine, fd int, buf []byte, base, from, to int64) (int, error) {
+	n, err := f.empty(ctx, fd, buf[from-base:to-base], from)
+	f.count.by[e].writes.Add(1)
+	f.count.by[e].bytesWritten.Add(int64(n))
+	return n, err
+}

@@ -1,0 +1,351 @@
+package gds
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// A carrier carries out a schedule between files and the slabs of the local ranks.
+type carrier struct {
+	*world
+	op, path string
+	files    []*File
+	slabs    []tensor.Tensor // by local rank: bytes
+	plan     *schedule
+	moved    func(bytes int)
+
+	locals    []*desk // as those of the world
+	elsewhere bool    // a rank of another process failed
+}
+
+// A desk is what a local rank works with: the rounds use its two buffers in turn.
+type desk struct {
+	*local
+	slab    tensor.Tensor // bytes
+	staging [2]tensor.Tensor
+	free    [2]*stream.Event    // recorded on the rank's stream when a buffer's round is over
+	words   memory.Slice[uint8] // two: whether a rank failed, after each round
+	err     error
+}
+
+// open allocates what the rounds need.
+func (m *carrier) open() error {
+	sizes := make([]int, len(m.world.locals))
+	for _, r := range m.plan.rounds {
+		for i, l := range m.world.locals {
+			sizes[i] = max(sizes[i], r.ranks[l.rank].staged)
+		}
+	}
+	for i, l := range m.world.locals {
+		d := &desk{local: l, slab: m.slabs[i]}
+		m.locals = append(m.locals, d)
+		if err := d.open(sizes[i], m.spread()); err != nil {
+			return err
+		}
+		// What allocated the memory comes before what the files' stream does.
+		if err := l.files.WaitStream(l.stream); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (d *desk) open(staged int, words bool) (err error) {
+	for i := range d.free {
+		if d.free[i], err = stream.NewEvent(d.device(), nil); err != nil {
+			return err
+		}
+		if staged == 0 {
+			continue
+		}
+		if d.staging[i], err = tensor.Make(d.stream, memory.Uint8, staged); err != nil {
+			return err
+		}
+	}
+	if words {
+		d.words, err = memory.MakeFrom(d.stream, []uint8{0, 0})
+	}
+	return err
+}
+
+// close waits for what is enqueued, so that nothing of it is under way when the
+// caller closes the slabs, and gives back what open allocated.
+func (m *carrier) close() error {
+	var errs []error
+	for _, d := range m.locals {
+		ctx := context.Background()
+		if m.group == nil {
+			errs = append(errs, d.stream.Sync(ctx))
+		}
+		errs = append(errs, d.files.Sync(ctx))
+		for i := range d.free {
+			errs = append(errs, d.free[i].Close(), d.staging[i].Close())
+		}
+		if d.words.Buffer() != nil {
+			errs = append(errs, d.words.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// each calls fn for all local ranks at once, unless one has failed before, and
+// reports whether none has.
+func (m *carrier) each(ctx context.Context, fn func(ctx context.Context, d *desk) error) bool {
+	if m.failed() {
+		return false
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var all sync.WaitGroup
+	for _, d := range m.locals {
+		all.Go(func() {
+			if d.err = fn(ctx, d); d.err != nil {
+				cancel() // the others need not go on
+			}
+		})
+	}
+	all.Wait()
+	return !m.failed()
+}
+
+func (m *carrier) failed() bool {
+	return slices.ContainsFunc(m.locals, func(d *desk) bool { return d.err != nil })
+}
+
+// fail notes what happened to all local ranks at once.
+func (m *carrier) fail(err error) {
+	if err != nil && !m.failed() {
+		m.locals[0].err = err
+	}
+}
+
+// errs returns what failed, by local rank. Ranks that ended because another one did
+// have no error of their own.
+func (m *carrier) errs(ctx context.Context) []error {
+	errs := make([]error, len(m.world.locals))
+	var others []int
+	for i, d := range m.locals {
+		errs[i] = d.err
+		if errors.Is(d.err, context.Canceled) && ctx.Err() == nil {
+			others = append(others, i)
+		}
+	}
+	if len(others) < len(errs) {
+		for _, i := range others {
+			errs[i] = nil
+		}
+	}
+	return errs
+}
+
+// load brings everything from the files to the slabs. Where a rank fails the others
+// learn it after the round, all after the same one, so that none waits for what
+// nobody sends.
+func (m *carrier) load(ctx context.Context) {
+	m.each(ctx, func(ctx context.Context, d *desk) error {
+		return m.transfer(ctx, d, m.plan.direct[d.rank], 0, (*File).readPieces)
+	})
+	rounds := m.plan.rounds
+	if m.spread() && len(rounds) == 0 {
+		rounds = []*round{{ranks: make([]work, m.ranks)}}
+	}
+	for i, r := range rounds {
+		buf := i % 2
+		if i >= 2 && m.stopped(ctx, buf) {
+			return
+		}
+		m.each(ctx, func(ctx context.Context, d *desk) error {
+			if err := d.files.Wait(d.free[buf]); err != nil {
+				return err
+			}
+			return m.transfer(ctx, d, r.ranks[d.rank].reads, buf, (*File).readPieces)
+		})
+		m.exchange(r, buf)
+		if m.failed() && !m.spread() {
+			return
+		}
+	}
+	for i := max(0, len(rounds)-2); i < len(rounds); i++ {
+		if m.stopped(ctx, i%2) {
+			return
+		}
+	}
+}
+
+// transfer moves what a rank reads or writes, file by file.
+func (m *carrier) transfer(ctx context.Context, d *desk, list reads, buf int, move func(*File, context.Context, *stream.Stream, []piece, func(int)) error) error {
+	pieces := make([][]piece, len(m.files))
+	for _, r := range list {
+		x, err := view(d.memory(r.staged, buf), r.at, r.size)
+		if err != nil {
+			return err
+		}
+		pieces[r.file] = append(pieces[r.file], piece{off: r.off, mem: x})
+	}
+	for i, list := range pieces {
+		slices.SortFunc(list, func(a, b piece) int { return int(min(max(a.off-b.off, -1), 1)) })
+		if len(list) == 0 {
+			continue
+		}
+		if err := move(m.files[i], ctx, d.files, list, m.moved); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// exchange enqueues what comes after the reads of a round on the ranks' streams. After
+// a failure the ranks of other processes still get what they wait for, whatever it is.
+func (m *carrier) exchange(r *round, buf int) {
+	if !m.failed() {
+		for _, d := range m.locals {
+			for i := range r.ranks[d.rank].copies {
+				m.fail(m.copy(d, &r.ranks[d.rank].copies[i], buf, false))
+			}
+		}
+	}
+	if m.failed() && !m.spread() {
+		return
+	}
+	m.fail(m.send(r, buf, false))
+	m.fail(m.tell(buf))
+	for _, d := range m.locals {
+		m.fail(d.free[buf].Record(d.stream))
+	}
+}
+
+// copy takes a box out of the staging buffer, or puts it back.
+func (m *carrier) copy(d *desk, c *copying, buf int, back bool) error {
+	s, f := c.of, &c.of.flat
+	rows, err := cutOut(d.staging[buf], c.staged, s.info.DType, c.rows, c.width, f.inner)
+	if err != nil {
+		return err
+	}
+	if rows, err = rows.Narrow(1, c.from.Start, c.from.Len); err != nil {
+		return err
+	}
+	box, err := cutOut(d.memory(c.packed, buf), c.at, s.to, c.rows, c.from.Len, f.inner)
+	if err != nil {
+		return err
+	}
+	if back {
+		rows, box = box, rows
+	}
+	if err := tensor.Copy(d.stream, box, rows); err != nil {
+		return fmt.Errorf("tensor %q: %w", s.info.Name, err)
+	}
+	return nil
+}
+
+// memory returns the slab, or a staging buffer.
+func (d *desk) memory(staged bool, buf int) tensor.Tensor {
+	if staged {
+		return d.staging[buf]
+	}
+	return d.slab
+}
+
+// cutOut returns bytes of mem as a tensor.
+func cutOut(mem tensor.Tensor, at int, t memory.DType, shape ...int) (tensor.Tensor, error) {
+	n := t.Size()
+	for _, d := range shape {
+		n *= d
+	}
+	x, err := mem.Narrow(0, at, n)
+	if err != nil {
+		return x, err
+	}
+	if x, err = x.ViewDType(t); err != nil {
+		return x, err
+	}
+	return x.View(shape...)
+}
+
+// send enqueues a round's sends and receives as one operation. Backwards, only what
+// comes into staging buffers is sent: what lies in slabs is everywhere already.
+func (m *carrier) send(r *round, buf int, back bool) error {
+	if len(r.sends) == 0 {
+		return nil
+	}
+	return nccl.Group(m.locals[0].comm, func() error {
+		for i := range r.sends {
+			s := &r.sends[i]
+			if back && !s.packed {
+				continue
+			}
+			for _, d := range m.locals {
+				if err := m.half(d, s, buf, back); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	})
+}
+
+// half enqueues what a local rank does for a send.
+func (m *carrier) half(d *desk, s *send, buf int, back bool) error {
+	at, peer, sends, staged := s.toAt, s.from, back, false
+	switch {
+	case d.rank == s.from:
+		at, peer, sends, staged = s.fromAt, s.to, !back, s.packed
+	case d.rank != s.to:
+		return nil
+	}
+	x, err := view(d.memory(staged, buf), at, s.bytes)
+	if err != nil {
+		return err
+	}
+	if sends {
+		return nccl.Send(d.comm, d.stream, x, peer)
+	}
+	return nccl.Recv(d.comm, d.stream, x, peer)
+}
+
+// tell lets the ranks of other processes know, after a round, whether one failed.
+func (m *carrier) tell(buf int) error {
+	if !m.spread() {
+		return nil
+	}
+	words := make([]memory.Slice[uint8], len(m.locals))
+	for i, d := range m.locals {
+		words[i] = d.words.Slice(buf, buf+1)
+		if m.failed() {
+			if err := words[i].CopyFrom(d.stream, []uint8{1}); err != nil {
+				return err
+			}
+		}
+	}
+	return comm.AllReduce(m.group, comm.Max, words...)
+}
+
+// stopped waits until the round that used a buffer last is over, and reports whether
+// a rank of any process had failed by then.
+func (m *carrier) stopped(ctx context.Context, buf int) bool {
+	if !m.spread() {
+		m.each(ctx, func(ctx context.Context, d *desk) error { return d.free[buf].Sync(ctx) })
+		return m.failed()
+	}
+	// That another rank's end ends this too is the group's matter, so ctx is not asked:
+	// a rank that stops alone would leave the others waiting.
+	word := []uint8{0}
+	for _, d := range m.locals {
+		err := d.files.Wait(d.free[buf])
+		if err == nil {
+			err = d.words.Slice(buf, buf+1).CopyTo(d.files, word)
+		}
+		m.fail(err)
+	}
+	m.fail(m.group.Err())
+	m.elsewhere = m.elsewhere || word[0] != 0
+	return m.elsewhere || m.group.Err() != nil
+}

@@ -1,0 +1,242 @@
+package gds
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"sort"
+	"strings"
+
+	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/memory"
+)
+
+// A Checkpoint is one or more safetensors files whose headers have been read and
+// found right. The tensors are read by Load and LoadOn, any number of times, also by
+// several goroutines at once, and by several groups.
+type Checkpoint struct {
+	files    []*File
+	headers  []*safetensors.Header
+	infos    []Info // in the order of the files
+	where    map[string]place
+	metadata map[string]string
+}
+
+// A place is where a checkpoint has a tensor.
+type place struct{ file, tensor int }
+
+// OpenSafetensors opens a checkpoint: safetensors files, an index of several
+// (model.safetensors.index.json), or a folder that has either. Of files that come
+// by an index, only tensors that it names belong to the checkpoint.
+//
+// Headers are read and checked whole, by all rules of the format; an error names the
+// file, the tensor and the byte.
+func OpenSafetensors(paths ...string) (*Checkpoint, error) { return OpenSafetensorsWith(nil, paths...) }
+
+// OpenSafetensorsWith is OpenSafetensors with options for the files.
+func OpenSafetensorsWith(cfg *FileConfig, paths ...string) (*Checkpoint, error) {
+	if len(paths) == 0 {
+		return nil, errors.New("gds: open safetensors: no file given")
+	}
+	c := &Checkpoint{where: map[string]place{}}
+	for _, p := range paths {
+		if err := c.open(cfg, p); err != nil {
+			return nil, errors.Join(err, c.Close())
+		}
+	}
+	return c, nil
+}
+
+// indexName is what transformers calls the index of a checkpoint.
+const indexName = "model.safetensors.index.json"
+
+func (c *Checkpoint) open(cfg *FileConfig, path string) error {
+	info, err := os.Stat(path)
+	switch {
+	case err != nil:
+		return fmt.Errorf("gds: open safetensors: %w", err)
+	case info.IsDir():
+		return c.openFolder(cfg, path)
+	case strings.HasSuffix(path, ".json"):
+		return c.openIndex(cfg, path)
+	}
+	_, err = c.openFile(cfg, path, nil)
+	return err
+}
+
+func (c *Checkpoint) openFolder(cfg *FileConfig, folder string) error {
+	for _, pattern := range []string{indexName, "*.safetensors.index.json", "*.safetensors"} {
+		found, err := filepath.Glob(filepath.Join(escape(folder), pattern))
+		if err != nil {
+			return fmt.Errorf("gds: open safetensors in %s: %w", folder, err)
+		}
+		switch {
+		case len(found) == 1:
+			return c.open(cfg, found[0])
+		case len(found) > 1:
+			return fmt.Errorf("gds: open safetensors: folder %s has %d files %s and no %s: name those that belong together", folder, len(found), pattern, indexName)
+		}
+	}
+	return fmt.Errorf("gds: open safetensors: folder %s has no safetensors file", folder)
+}
+
+// escape makes a path a pattern that matches it alone.
+func escape(path string) string {
+	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
+}
+
+// openFile opens a file; only is which of its tensors belong to the checkpoint, nil
+// for all.
+func (c *Checkpoint) openFile(cfg *FileConfig, path string, only func(name string) bool) (*safetensors.Header, error) {
+	f, err := Open(path, cfg)
+	if err != nil {
+		return nil, err
+	}
+	n := len(c.files)
+	c.files = append(c.files, f)
+	h, err := safetensors.ReadHeader(hostReader{f}, f.was.size)
+	if err != nil {
+		return nil, fmt.Errorf("gds: open %s: %w", path, err)
+	}
+	c.headers = append(c.headers, h)
+	for i := range h.Tensors {
+		t := &h.Tensors[i]
+		if only != nil && !only(t.Name) {
+			continue
+		}
+		if other, taken := c.where[t.Name]; taken {
+			return nil, fmt.Errorf("gds: open %s: tensor %q is in %s, too", path, t.Name, c.files[other.file].Path())
+		}
+		c.where[t.Name] = place{n, i}
+		c.infos = append(c.infos, Info{Name: t.Name, DType: dtypeOf(t.DType), Format: t.DType, Shape: t.Shape, File: path})
+	}
+	for k, v := range h.Metadata {
+		if c.metadata == nil {
+			c.metadata = map[string]string{}
+		}
+		if _, first := c.metadata[k]; !first {
+			c.metadata[k] = v
+		}
+	}
+	return h, nil
+}
+
+func (c *Checkpoint) openIndex(cfg *FileConfig, path string) error {
+	x, err := readIndex(path)
+	if err != nil {
+		return fmt.Errorf("gds: open %s: %w", path, err)
+	}
+	headers := map[string]*safetensors.Header{}
+	for _, name := range x.Files() {
+		h, err := c.openFile(cfg, filepath.Join(filepath.Dir(path), name), func(t string) bool { return x.WeightMap[t] == name })
+		if err != nil {
+			return fmt.Errorf("%w (a file of the index %s)", err, path)
+		}
+		headers[name] = h
+	}
+	if err := x.Check(headers); err != nil {
+		return fmt.Errorf("gds: open %s: %w", path, err)
+	}
+	return nil
+}
+
+func readIndex(path string) (*safetensors.Index, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, errors.Unwrap(err)
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	return safetensors.ReadIndex(f, info.Size())
+}
+
+// hostReader reads a File into host memory.
+type hostReader struct{ f *File }
+
+func (r hostReader) ReadAt(p []byte, off int64) (int, error) {
+	n, err := r.f.readHost(context.Background(), p, off)
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		err = io.EOF
+	}
+	return n, err
+}
+
+// Infos returns what the checkpoint has, in the order of its files.
+func (c *Checkpoint) Infos() []Info { return append([]Info(nil), c.infos...) }
+
+// Info returns what is known of a tensor.
+func (c *Checkpoint) Info(name string) (Info, bool) {
+	at, ok := c.where[name]
+	if !ok {
+		return Info{}, false
+	}
+	i := sort.Search(len(c.infos), func(i int) bool { return !before(c.where[c.infos[i].Name], at) })
+	return c.infos[i], true
+}
+
+func before(a, b place) bool { return a.file < b.file || a.file == b.file && a.tensor < b.tensor }
+
+// Metadata returns the texts that the files have about themselves; where two have
+// the same key, those of the first. The caller may change the map.
+func (c *Checkpoint) Metadata() map[string]string {
+	m := map[string]string{}
+	for k, v := range c.metadata {
+		m[k] = v
+	}
+	return m
+}
+
+// Bytes returns the size of all tensors in the files.
+func (c *Checkpoint) Bytes() (n int64) {
+	for _, at := range c.where {
+		n += c.headers[at.file].Tensors[at.tensor].Bytes()
+	}
+	return n
+}
+
+// Status returns that of each file, in their order.
+func (c *Checkpoint) Status() []Status {
+	var all []Status
+	for _, f := range c.files {
+		all = append(all, f.Status())
+	}
+	return all
+}
+
+// Close closes the files. What was loaded stays. It is idempotent and safe on nil.
+func (c *Checkpoint) Close() error {
+	if c == nil {
+		return nil
+	}
+	var errs []error
+	for _, f := range c.files {
+		errs = append(errs, f.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// dtypes are the format's types that device memory has, too.
+var dtypes = map[safetensors.DType]memory.DType{
+	safetensors.Bool: memory.Bool, safetensors.U8: memory.Uint8, safetensors.I8: memory.Int8,
+	safetensors.U16: memory.Uint16, safetensors.I16: memory.Int16, safetensors.U32: memory.Uint32, safetensors.I32: memory.Int32,
+	safetensors.U64: memory.Uint64, safetensors.I64: memory.Int64, safetensors.F16: memory.Float16T, safetensors.BF16: memory.BFloat16T,
+	safetensors.F32: memory.Float32, safetensors.F64: memory.Float64, safetensors.F8E4M3: memory.Float8E4M3T, safetensors.F8E5M2: memory.Float8E5M2T,
+}
+
+func dtypeOf(t safetensors.DType) memory.DType { return dtypes[t] }
+
+// formatOf is dtypeOf the other way.
+func formatOf(t memory.DType) (safetensors.DType, bool) {
+	for f, m := range dtypes {
+		if m == t {
+			return f, true
+		}
+	}
+	return 0, false
+}

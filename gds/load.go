@@ -1,0 +1,235 @@
+package gds
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"path/filepath"
+	"sync"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// LoadConfig are the options of Load and LoadOn; nil means their defaults. But for
+// Progress they must be the same on all ranks.
+type LoadConfig struct {
+	// Plan says which rank gets what. nil is Replicate for all tensors.
+	Plan Plan
+	// DType says what type the elements of a tensor shall have in memory; Invalid,
+	// and nil, leave it as it is in the file. Values are converted as tensor.Copy
+	// does it, on the device.
+	DType func(t Info) memory.DType
+	// Progress is called as the bytes of this process's ranks arrive, by one
+	// goroutine at a time, with how many have of how many. It should be short.
+	Progress func(done, total int64)
+	// RoundBytes is how much a rank reads before it exchanges with the others, and
+	// the size of each of its two staging buffers where it needs any: one row of a
+	// tensor that is cut along another dimension than the first is the least that
+	// one holds. 0 is 128 MiB.
+	RoundBytes int
+}
+
+const defaultRound = 128 << 20
+
+// Load brings the checkpoint to the devices of the group: each rank gets of every
+// tensor what the plan says. The result has one Weights for each local rank. It
+// returns when everything is there. Collective: all ranks open the same files.
+//
+// Each byte is read from the files once, by one rank, in few large reads. What is
+// for several ranks, or is to be cut along another dimension than the first, goes
+// from device to device over the group.
+//
+// After an error nothing is left. When a rank fails, for example because it cannot
+// read its part, all ranks return a *RankError that names it. A rank whose files,
+// plan or options are others is found before anything is read.
+func (c *Checkpoint) Load(ctx context.Context, g *comm.Group, cfg *LoadConfig) ([]*Weights, error) {
+	w, err := worldOf(g)
+	if err != nil {
+		return nil, fmt.Errorf("gds: load: %w", err)
+	}
+	return c.load(ctx, w, cfg)
+}
+
+// LoadOn brings the checkpoint to the device of s, in the order of s, which is the
+// only rank.
+func (c *Checkpoint) LoadOn(ctx context.Context, s *stream.Stream, cfg *LoadConfig) (*Weights, error) {
+	w, err := worldOn(s)
+	if err != nil {
+		return nil, fmt.Errorf("gds: load: %w", err)
+	}
+	all, err := c.load(ctx, w, cfg)
+	if err != nil {
+		return nil, err
+	}
+	return all[0], nil
+}
+
+func (c *Checkpoint) load(ctx context.Context, w *world, cfg *LoadConfig) (all []*Weights, err error) {
+	var lc LoadConfig
+	if cfg != nil {
+		lc = *cfg
+	}
+	defer func() {
+		if err = errors.Join(err, w.close()); err != nil {
+			for _, x := range all {
+				err = errors.Join(err, x.Close())
+			}
+			all = nil
+		}
+	}()
+	m := &carrier{world: w, op: "load", path: c.path(), files: c.files}
+	tensors, err := c.place(&lc, w.ranks)
+	if err == nil {
+		all, err = c.allocate(m, tensors, &lc)
+	}
+	errs := make([]error, len(w.locals))
+	errs[0] = err
+	if err := w.agree(ctx, m.op, m.path, errs, fingerprint(tensors, lc.RoundBytes)); err != nil {
+		return all, errors.Join(err, m.close())
+	}
+	m.load(ctx)
+	err = m.close()
+	m.fail(err)
+	if m.failed() || m.elsewhere {
+		return all, w.agree(ctx, m.op, m.path, c.named(m.errs(ctx)), 0)
+	}
+	return all, nil
+}
+
+// path is what errors about the whole checkpoint name.
+func (c *Checkpoint) path() string {
+	if len(c.files) == 1 {
+		return c.files[0].Path()
+	}
+	return fmt.Sprintf("%s (%d files)", filepath.Dir(c.files[0].Path()), len(c.files))
+}
+
+// place makes a tensor with its places of each that some rank gets.
+func (c *Checkpoint) place(cfg *LoadConfig, ranks int) ([]*placed, error) {
+	if cfg.RoundBytes < 0 {
+		return nil, fmt.Errorf("gds: load: rounds of %d bytes: want 0 or more", cfg.RoundBytes)
+	}
+	if cfg.RoundBytes == 0 {
+		cfg.RoundBytes = defaultRound
+	}
+	var tensors []*placed
+	for _, info := range c.infos {
+		p := Replicate()
+		if cfg.Plan != nil {
+			p = cfg.Plan(info)
+		}
+		if p.skip {
+			continue
+		}
+		t, err := c.placeOne(info, p, cfg, ranks)
+		if err != nil {
+			return nil, &TensorError{Op: "load", Path: info.File, Tensor: info.Name, Offset: -1, Err: err}
+		}
+		tensors = append(tensors, t)
+	}
+	return tensors, nil
+}
+
+func (c *Checkpoint) placeOne(info Info, p Placement, cfg *LoadConfig, ranks int) (*placed, error) {
+	if info.DType == memory.Invalid {
+		return nil, fmt.Errorf("device memory has no elements of type %s: let the plan Skip it: %w", info.Format, errors.ErrUnsupported)
+	}
+	at := c.where[info.Name]
+	t := &placed{info: info, file: at.file, off: c.headers[at.file].Tensors[at.tensor].Begin, from: info.DType.Size(), to: info.DType}
+	if cfg.DType != nil {
+		if to := cfg.DType(info); to != memory.Invalid {
+			t.to = to
+		}
+	}
+	if t.to.Size() == 0 || !fits(info.Shape, max(t.to.Size(), t.from)) {
+		return nil, fmt.Errorf("shape %v of %s, as %s, is larger than any memory, or no type", info.Shape, info.DType, t.to)
+	}
+	var err error
+	if t.cut, err = p.resolve(info.Shape, ranks); err != nil {
+		return nil, err
+	}
+	t.flat = t.cut.flat()
+	return t, nil
+}
+
+// allocate makes the schedule and what it needs, and the weights, which are empty yet.
+func (c *Checkpoint) allocate(m *carrier, tensors []*placed, cfg *LoadConfig) (all []*Weights, err error) {
+	sizes := lay(tensors, m.ranks)
+	m.plan = newSchedule(tensors, m.ranks, cfg.RoundBytes)
+	for _, l := range m.world.locals {
+		slab, err := tensor.Make(l.stream, memory.Uint8, sizes[l.rank])
+		if err != nil {
+			return all, fmt.Errorf("gds: load %s: %d bytes of weights for rank %d: %w", c.path(), sizes[l.rank], l.rank, err)
+		}
+		all = append(all, newWeights(l, m.ranks, slab, tensors))
+		m.slabs = append(m.slabs, slab)
+	}
+	m.moved = progress(cfg.Progress, m.plan.bytes(m.world.locals))
+	if err := m.open(); err != nil {
+		return all, fmt.Errorf("gds: load %s: %w", c.path(), err)
+	}
+	return all, nil
+}
+
+// progress makes calls by any worker calls of fn, in order.
+func progress(fn func(done, total int64), total int64) func(bytes int) {
+	if fn == nil {
+		return nil
+	}
+	var mu sync.Mutex
+	var done int64
+	return func(bytes int) {
+		mu.Lock()
+		defer mu.Unlock()
+		done += int64(bytes)
+		fn(done, total)
+	}
+}
+
+// bytes is how much the local ranks move between files and memory.
+func (s *schedule) bytes(locals []*local) (n int64) {
+	for _, l := range locals {
+		n += s.direct[l.rank].bytes()
+		for _, r := range s.rounds {
+			n += r.ranks[l.rank].reads.bytes()
+		}
+	}
+	return n
+}
+
+func (l reads) bytes() (n int64) {
+	for _, r := range l {
+		n += int64(r.size)
+	}
+	return n
+}
+
+// fingerprint tells whether processes are about to move the same.
+func fingerprint(tensors []*placed, round int) uint64 {
+	h := fnv.New64a()
+	fmt.Fprintln(h, round)
+	for _, t := range tensors {
+		fmt.Fprintln(h, t.info.Name, t.info.DType, t.info.Shape, t.file, t.off, t.to, t.cut)
+	}
+	return h.Sum64()
+}
+
+// named names the tensor in errors that say where in a file something went wrong.
+func (c *Checkpoint) named(errs []error) []error {
+	for i, err := range errs {
+		e, ok := errors.AsType[*Error](err)
+		if !ok || e.Offset < 0 {
+			continue
+		}
+		for f, file := range c.files {
+			if file.Path() == e.Path {
+				errs[i] = &TensorError{Op: "load", Path: e.Path, Tensor: c.tensorAt(f, e.Offset), Offset: e.Offset, Err: err}
+			}
+		}
+	}
+	return errs
+}

@@ -1,0 +1,171 @@
+package gds
+
+import (
+	"fmt"
+
+	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// Info describes a tensor of a checkpoint.
+type Info struct {
+	Name  string
+	DType memory.DType // Invalid where device memory has no such type
+	Shape []int        // not to be changed
+	File  string       // the path of its file
+
+	Format safetensors.DType // the type as the file names it
+}
+
+// A Range is a run of indices of a dimension.
+type Range struct{ Start, Len int }
+
+// A Plan says for each tensor of a checkpoint which part of it each rank gets. It
+// must say the same on all ranks.
+type Plan func(t Info) Placement
+
+// A Placement is which part of a tensor each rank gets. The zero Placement is
+// Replicate.
+type Placement struct {
+	what string // for errors
+	dim  int
+	cut  func(rank, ranks, size int) Range // nil is everything on all ranks
+	rank int                               // of Own
+	skip bool
+}
+
+// Replicate gives all ranks the whole tensor. It is read once, in parts, and the
+// ranks exchange the parts.
+func Replicate() Placement { return Placement{} }
+
+// Shard cuts the tensor along a dimension and gives each rank one part, by the rule
+// of torch.chunk: all parts have the size over the ranks, rounded up, but the last
+// ones, which are shorter or empty. A negative dimension counts from the end.
+func Shard(dim int) Placement {
+	return Placement{what: "shard", dim: dim, cut: chunkOf}
+}
+
+// Own gives the whole tensor to one rank, and nothing to the others.
+func Own(rank int) Placement {
+	return Placement{what: "own", rank: rank, cut: func(r, _, size int) Range {
+		if r != rank {
+			return Range{}
+		}
+		return Range{0, size}
+	}}
+}
+
+// Skip gives the tensor to no rank.
+func Skip() Placement { return Placement{skip: true} }
+
+// Slice gives each rank the range of a dimension that of returns for it. Ranges may
+// overlap, as those of ranks that share the heads of an attention, and need not
+// cover the dimension.
+func Slice(dim int, of func(rank, ranks, size int) Range) Placement {
+	return Placement{what: "slice", dim: dim, cut: of}
+}
+
+func chunkOf(rank, ranks, size int) Range {
+	part := (size + ranks - 1) / ranks
+	start := min(rank*part, size)
+	return Range{start, min(part, size-start)}
+}
+
+// A division is a placement of one tensor, resolved: dimension dim has width indices,
+// outer times, of inner elements each, and rank r gets the range ranges[r].
+type division struct {
+	dim                 int
+	outer, width, inner int
+	ranges              []Range
+	owner               int // the only rank that has it, or -1
+}
+
+// resolve returns what p means for a tensor of the given shape.
+func (p Placement) resolve(shape []int, ranks int) (division, error) {
+	c := division{outer: 1, width: 1, inner: 1, ranges: make([]Range, ranks), owner: -1}
+	if p.cut == nil || p.what == "own" {
+		for _, n := range shape {
+			c.width *= n
+		}
+		if p.what == "own" && (p.rank < 0 || p.rank >= ranks) {
+			return c, fmt.Errorf("the plan gives it to rank %d, but there are %d", p.rank, ranks)
+		}
+		if p.what == "own" {
+			c.owner = p.rank
+		}
+		for r := range c.ranges {
+			if c.ranges[r] = (Range{0, c.width}); p.cut != nil {
+				c.ranges[r] = p.cut(r, ranks, c.width)
+			}
+		}
+		c.dim = -1
+		return c, nil
+	}
+	dim, err := tensor.WrapDim(p.dim, len(shape))
+	if err == nil && len(shape) == 0 {
+		err = fmt.Errorf("a tensor of one element has no dimension")
+	}
+	if err != nil {
+		return c, fmt.Errorf("the plan's %s along dimension %d of shape %v: %w", p.what, p.dim, shape, err)
+	}
+	c.dim, c.width = dim, shape[dim]
+	for i, n := range shape {
+		if i < dim {
+			c.outer *= n
+		} else if i > dim {
+			c.inner *= n
+		}
+	}
+	for r := range c.ranges {
+		g := p.cut(r, ranks, c.width)
+		if g.Start < 0 || g.Len < 0 || g.Start > c.width || g.Len > c.width-g.Start {
+			return c, fmt.Errorf("the plan gives rank %d indices %d to %d of dimension %d, which has %d", r, g.Start, g.Start+g.Len, dim, c.width)
+		}
+		c.ranges[r] = g
+	}
+	return c, nil
+}
+
+// shapeOf returns the shape of a rank's part of a tensor of the given shape.
+func (c *division) shapeOf(rank int, shape []int) []int {
+	part := append([]int(nil), shape...)
+	if c.dim >= 0 {
+		part[c.dim] = c.ranges[rank].Len
+	}
+	return part
+}
+
+// elements returns how many elements a rank gets.
+func (c *division) elements(rank int) int { return c.outer * c.ranges[rank].Len * c.inner }
+
+// holds reports whether a rank gets a part, which may be empty.
+func (c *division) holds(rank int) bool { return c.owner < 0 || c.owner == rank }
+
+// flat merges dimensions where the parts are contiguous: then one dimension of all
+// elements is cut.
+func (c *division) flat() division {
+	whole := true
+	for _, g := range c.ranges {
+		whole = whole && (g.Len == 0 || g.Len == c.width)
+	}
+	if c.outer > 1 && !whole {
+		return *c
+	}
+	f := division{dim: c.dim, outer: 1, width: c.outer * c.width * c.inner, inner: 1, ranges: make([]Range, len(c.ranges)), owner: c.owner}
+	for r, g := range c.ranges {
+		// With outer > 1 a part is everything or nothing.
+		f.ranges[r] = Range{g.Start * c.inner, c.outer * g.Len * c.inner}
+	}
+	return f
+}
+
+// everywhere reports whether all ranks get everything.
+func (c *division) everywhere() bool {
+	for _, g := range c.ranges {
+		if g.Len != c.width {
+			return false
+		}
+	}
+	return true
+}

@@ -1,0 +1,38 @@
+package gds
+
+import (
+	"fmt"
+	"sort"
+	"strings"
+)
+
+// A TensorError says at which tensor of a checkpoint something went wrong.
+type TensorError struct {
+	Op     string // "load" or "save"
+	Path   string // of the file
+	Tensor string
+	Offset int64 // in the file; -1 where it is about no byte
+	Err    error
+}
+
+func (e *TensorError) Error() string {
+	why := strings.TrimPrefix(e.Err.Error(), "gds: ")
+	if e.Offset < 0 {
+		return fmt.Sprintf("gds: %s %s: tensor %q: %s", e.Op, e.Path, e.Tensor, why)
+	}
+	return fmt.Sprintf("gds: %s %s: tensor %q at byte %d: %s", e.Op, e.Path, e.Tensor, e.Offset, why)
+}
+
+// Unwrap returns the cause.
+func (e *TensorError) Unwrap() error { return e.Err }
+
+// tensorAt returns the name of the tensor that has a byte of a file, or that follows
+// it.
+func (c *Checkpoint) tensorAt(file int, off int64) string {
+	all := c.headers[file].Tensors
+	i := sort.Search(len(all), func(i int) bool { return all[i].End > off })
+	if i == len(all) {
+		return "(after the last)"
+	}
+	return all[i].Name
+}

@@ -81,7 +81,7 @@ func (r *ring) acquire(ctx context.Context, over <-chan struct{}, dev *device.De
 }
 
 // tryAcquire returns a slot, or nil where there is none at once.
-func (r *ring) tryAcquire(dev *device.Device, bytes int64) *slot {
+func (r *ring) tryAcquire(dev *device.Device, bytes int64) (*slot, error) {
 	r.mu.Lock()
 	ok := len(r.waiting) == 0 && r.used+bytes <= r.bound
 	if ok {
@@ -89,13 +89,9 @@ func (r *ring) tryAcquire(dev *device.Device, bytes int64) *slot {
 	}
 	r.mu.Unlock()
 	if !ok {
-		return nil
+		return nil, nil
 	}
-	x, err := r.pin(dev, bytes)
-	if err != nil {
-		return nil
-	}
-	return x
+	return r.pin(dev, bytes)
 }
 
 // queue takes the bytes, or a place among those who wait for them.

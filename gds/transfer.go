@@ -40,9 +40,9 @@ type transfer struct {
 	next atomic.Int64
 	over chan struct{} // closed when somebody has each window
 
-	mu     sync.Mutex
-	err    error
-	pinned error // why a worker has no slot
+	mu    sync.Mutex
+	err   error
+	short error // why no more memory could be pinned
 }
 
 // readPieces fills the pieces with the file's bytes. They are on the device of s
@@ -175,13 +175,27 @@ func (t *transfer) note(err error) {
 	}
 }
 
+// lack notes that no more memory can be pinned.
+func (t *transfer) lack(err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.short = err
+}
+
+// scarce returns why no more memory can be pinned, or nil.
+func (t *transfer) scarce() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.short
+}
+
 // result is the error of the whole, once the workers have ended.
 func (t *transfer) result() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	err := t.err
 	if err == nil && t.next.Load() < int64(len(t.windows)) {
-		err = t.pinned // nobody had a slot for the rest
+		err = t.short // nobody had a slot for the rest
 	}
 	if _, ok := errors.AsType[*Error](err); ok || err == nil {
 		return err
@@ -216,7 +230,11 @@ func (t *transfer) reach() error {
 }
 
 // at makes an Error of what happened between two offsets, of which n bytes are done.
+// That the call has been stopped did not happen there.
 func (t *transfer) at(e Engine, from, to int64, n int, err error) error {
+	if t.ctx.Err() != nil && err == context.Cause(t.ctx) {
+		return err
+	}
 	return &Error{Op: t.op, Path: t.f.path, Offset: from, Wanted: to - from, Got: int64(n), Engine: e, Err: err}
 }
 

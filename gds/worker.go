@@ -47,7 +47,7 @@ func (w *worker) free(finish func(i int) error) (int, error) {
 	if err := w.drop(h); err != nil {
 		return 0, err
 	}
-	if h.slot = w.t.ring.tryAcquire(w.t.dev, w.t.slot); h.slot != nil {
+	if h.slot = w.more(); h.slot != nil {
 		return i, nil
 	}
 	for j := range w.held { // the oldest first
@@ -59,17 +59,29 @@ func (w *worker) free(finish func(i int) error) (int, error) {
 	return i, w.wait(h)
 }
 
-// wait waits for a slot, of which the worker has none.
+// more returns a slot if there is one at once, or nil.
+func (w *worker) more() *slot {
+	t := w.t
+	if t.scarce() != nil {
+		return nil
+	}
+	x, err := t.ring.tryAcquire(t.dev, t.slot)
+	if err != nil {
+		t.lack(err)
+	}
+	return x
+}
+
+// wait waits for a slot, of which the worker has none. Where no memory can be
+// pinned the worker ends: others may have slots, and do the work.
 func (w *worker) wait(h *held) (err error) {
 	t := w.t
 	h.slot, err = t.ring.acquire(t.ctx, t.over, t.dev, t.slot)
-	if err != nil && t.ctx.Err() == nil && !errors.Is(err, errNoMore) {
-		t.mu.Lock()
-		t.pinned = err // others may have slots, and do the work
-		t.mu.Unlock()
-		return errNoMore
+	if err == nil || t.ctx.Err() != nil || errors.Is(err, errNoMore) {
+		return err
 	}
-	return err
+	t.lack(err)
+	return errNoMore
 }
 
 // drop gives a slot back.

@@ -181,6 +181,39 @@ func (m *carrier) load(ctx context.Context) {
 	}
 }
 
+// store is load backwards. What the ranks gather for a round is under way while the
+// round before is written.
+func (m *carrier) store(ctx context.Context) {
+	m.each(ctx, func(ctx context.Context, d *desk) error {
+		return m.transfer(ctx, d, m.plan.direct[d.rank], 0, (*File).writePieces)
+	})
+	for i := range m.plan.rounds {
+		if i == 0 {
+			m.gather(m.plan.rounds[0], 0)
+		}
+		if i+1 < len(m.plan.rounds) {
+			m.gather(m.plan.rounds[i+1], (i+1)%2)
+		}
+		buf := i % 2
+		if m.stopped(ctx, buf) {
+			return
+		}
+		m.each(ctx, func(ctx context.Context, d *desk) error {
+			return m.transfer(ctx, d, m.plan.rounds[i].ranks[d.rank].reads, buf, (*File).writePieces)
+		})
+	}
+}
+
+// gather enqueues what comes before the writes of a round on the ranks' streams.
+func (m *carrier) gather(r *round, buf int) {
+	if m.failed() && !m.spread() {
+		return
+	}
+	m.fail(m.send(r, buf, true))
+	m.copyAll(r, buf, true)
+	m.finish(buf)
+}
+
 // transfer moves what a rank reads or writes, file by file.
 func (m *carrier) transfer(ctx context.Context, d *desk, list reads, buf int, move func(*File, context.Context, *stream.Stream, []piece, func(int)) error) error {
 	pieces := make([][]piece, len(m.files))
@@ -206,20 +239,30 @@ func (m *carrier) transfer(ctx context.Context, d *desk, list reads, buf int, mo
 // exchange enqueues what comes after the reads of a round on the ranks' streams. After
 // a failure the ranks of other processes still get what they wait for, whatever it is.
 func (m *carrier) exchange(r *round, buf int) {
-	if !m.failed() {
-		for _, d := range m.locals {
-			for i := range r.ranks[d.rank].copies {
-				m.fail(m.copy(d, &r.ranks[d.rank].copies[i], buf, false))
-			}
-		}
-	}
+	m.copyAll(r, buf, false)
 	if m.failed() && !m.spread() {
 		return
 	}
 	m.fail(m.send(r, buf, false))
+	m.finish(buf)
+}
+
+// finish marks the end of a round's work on the ranks' streams.
+func (m *carrier) finish(buf int) {
 	m.fail(m.tell(buf))
 	for _, d := range m.locals {
 		m.fail(d.free[buf].Record(d.stream))
+	}
+}
+
+func (m *carrier) copyAll(r *round, buf int, back bool) {
+	for _, d := range m.locals {
+		for i := range r.ranks[d.rank].copies {
+			if m.failed() {
+				return
+			}
+			m.fail(m.copy(d, &r.ranks[d.rank].copies[i], buf, back))
+		}
 	}
 }
 
@@ -273,7 +316,7 @@ func cutOut(mem tensor.Tensor, at int, t memory.DType, shape ...int) (tensor.Ten
 // send enqueues a round's sends and receives as one operation. Backwards, only what
 // comes into staging buffers is sent: what lies in slabs is everywhere already.
 func (m *carrier) send(r *round, buf int, back bool) error {
-	if len(r.sends) == 0 {
+	if !slices.ContainsFunc(r.sends, func(s send) bool { return s.packed || !back }) {
 		return nil
 	}
 	return nccl.Group(m.locals[0].comm, func() error {

@@ -96,11 +96,15 @@ func partOf(data []byte, size int, shape []int, dim, start, n int) []byte {
 	return out
 }
 
+func floatBytes(x float32) []byte {
+	return binary.LittleEndian.AppendUint32(nil, math.Float32bits(x))
+}
+
 // castOf converts float32 or float16 bytes by the rules of the host.
 func castOf(data []byte, from, to memory.DType) []byte {
 	var out []byte
 	for i := 0; i < len(data); i += from.Size() {
-		x := math.Float32frombits(0)
+		var x float32
 		if from == memory.Float32 {
 			x = math.Float32frombits(binary.LittleEndian.Uint32(data[i:]))
 		} else {
@@ -110,7 +114,7 @@ func castOf(data []byte, from, to memory.DType) []byte {
 		case memory.BFloat16T:
 			out = binary.LittleEndian.AppendUint16(out, uint16(memory.BFloat16Of(x)))
 		case memory.Float32:
-			out = binary.LittleEndian.AppendUint32(out, math.Float32bits(x))
+			out = append(out, floatBytes(x)...)
 		case memory.Float64:
 			out = binary.LittleEndian.AppendUint64(out, math.Float64bits(float64(x)))
 		}
@@ -137,7 +141,7 @@ func randomTensors(r *rand.Rand, n int) []made {
 			x := float32(r.IntN(4001)-2000) / 8
 			switch m.info.DType {
 			case safetensors.F32:
-				m.data = binary.LittleEndian.AppendUint32(m.data, math.Float32bits(x))
+				m.data = append(m.data, floatBytes(x)...)
 			case safetensors.F16:
 				m.data = binary.LittleEndian.AppendUint16(m.data, uint16(memory.Float16Of(x)))
 			case safetensors.Bool:

@@ -1,7 +1,9 @@
 package gds
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/memory"
@@ -168,4 +170,19 @@ func (c *division) everywhere() bool {
 		}
 	}
 	return true
+}
+
+// gap returns the first index of the dimension that no rank gets, if there is one.
+func (c *division) gap() (index int, is bool) {
+	ranges := slices.Clone(c.ranges)
+	slices.SortFunc(ranges, func(a, b Range) int { return cmp.Compare(a.Start, b.Start) })
+	for _, g := range ranges {
+		if g.Len > 0 && g.Start > index {
+			break
+		}
+		if g.Len > 0 {
+			index = max(index, g.Start+g.Len)
+		}
+	}
+	return index, index < c.width
 }

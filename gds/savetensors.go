@@ -1,0 +1,140 @@
+package gds
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// SaveTensors writes tensors of the device of s, of any layout, as Save writes weights
+// (safetensors.torch.save_file). What is on s by now comes before.
+func SaveTensors(ctx context.Context, s *stream.Stream, path string, tensors map[string]tensor.Tensor, cfg *SaveConfig) error {
+	var c SaveConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	infos, err := describe(s, path, tensors, c.MaxFileBytes)
+	if err != nil {
+		return err
+	}
+	shards, headers, starts, err := layFiles(path, infos, &c)
+	if err != nil {
+		return err
+	}
+	total := int64(0)
+	for _, x := range tensors {
+		total += int64(x.Bytes())
+	}
+	moved := progress(c.Progress, total)
+	var files []*File
+	defer func() {
+		for _, f := range files {
+			f.Close() // nothing is left of those that were not committed
+		}
+	}()
+	for i, shard := range shards {
+		f, err := Create(filepath.Join(filepath.Dir(path), shard.File), c.File)
+		if err != nil {
+			return err
+		}
+		files = append(files, f)
+		if err := f.begin(starts[i], headers[i].Size); err != nil {
+			return err
+		}
+		if err := f.writeTensors(ctx, s, headers[i], tensors, moved); err != nil {
+			return err
+		}
+	}
+	for _, f := range files {
+		if err := f.Commit(ctx); err != nil {
+			return err
+		}
+	}
+	if len(shards) == 1 {
+		return nil
+	}
+	return writeIndex(ctx, path, shards, c.File)
+}
+
+// describe finds what is wrong, and says what the files shall have, by name.
+func describe(s *stream.Stream, path string, tensors map[string]tensor.Tensor, most int64) ([]safetensors.Tensor, error) {
+	if err := s.Check("gds: save", nil); err != nil {
+		return nil, err
+	}
+	if !strings.HasSuffix(path, extension) || most < 0 {
+		return nil, fmt.Errorf("gds: save %s in files of %d bytes: want a name that ends in %s, and 0 bytes or more", path, most, extension)
+	}
+	var infos []safetensors.Tensor
+	for _, name := range slices.Sorted(maps.Keys(tensors)) {
+		x := tensors[name]
+		format, ok := formatOf(x.DType())
+		err := x.Check("gds: save", s.Device())
+		if err == nil && !ok {
+			err = fmt.Errorf("the format has no type %s: %w", x.DType(), errors.ErrUnsupported)
+		}
+		if err == nil && x.IsHost() {
+			err = errors.New("it is in host memory: copy it to the device of the stream")
+		}
+		if err != nil {
+			return nil, &TensorError{Op: "save", Path: path, Tensor: name, Offset: -1, Err: err}
+		}
+		infos = append(infos, safetensors.Tensor{Name: name, DType: format, Shape: x.Shape()})
+	}
+	return infos, nil
+}
+
+// writeTensors writes what a header has. What does not lie in a row is copied first,
+// one tensor at a time.
+func (f *File) writeTensors(ctx context.Context, s *stream.Stream, h *safetensors.Header, tensors map[string]tensor.Tensor, moved func(int)) error {
+	var rows []piece
+	for i := range h.Tensors {
+		t := &h.Tensors[i]
+		x := tensors[t.Name]
+		if x.Contiguous() {
+			p, err := pieceOf(x, t.Begin)
+			if err != nil {
+				return err
+			}
+			rows = append(rows, p)
+			continue
+		}
+		if err := f.writePacked(ctx, s, x, t.Begin, moved); err != nil {
+			return &TensorError{Op: "save", Path: f.path, Tensor: t.Name, Offset: t.Begin, Err: err}
+		}
+	}
+	return f.writePieces(ctx, s, rows, moved)
+}
+
+func (f *File) writePacked(ctx context.Context, s *stream.Stream, x tensor.Tensor, off int64, moved func(int)) error {
+	packed, err := tensor.Make(s, x.DType(), x.Shape()...)
+	if err != nil {
+		return err
+	}
+	defer packed.Close()
+	if err := tensor.Copy(s, packed, x); err != nil {
+		return err
+	}
+	p, err := pieceOf(packed, off)
+	if err != nil {
+		return err
+	}
+	return f.writePieces(ctx, s, []piece{p}, moved)
+}
+
+// pieceOf returns all bytes of a contiguous tensor.
+func pieceOf(x tensor.Tensor, off int64) (piece, error) {
+	if x.Len() == 0 {
+		return piece{off: off}, nil
+	}
+	mem, err := memory.View[byte](x.Buffer(), x.Offset(), x.Bytes())
+	return piece{off: off, mem: mem}, err
+}

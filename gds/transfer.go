@@ -115,7 +115,7 @@ func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces
 // check finds what is wrong with the arguments.
 func (t *transfer) check(ctx context.Context, s *stream.Stream) error {
 	op := "gds: " + t.op
-	if err := s.Check(op, nil); err != nil {
+	if err := s.Check(t.op, nil); err != nil {
 		return err
 	}
 	if err := s.RefuseCapture(op, "the host waits for the file: move it before the capture"); err != nil {
@@ -125,7 +125,7 @@ func (t *transfer) check(ctx context.Context, s *stream.Stream) error {
 	if err := t.dev.Blocking(op); err != nil {
 		return err
 	}
-	if err := checkPieces(op, t.dev, t.pieces); err != nil {
+	if err := checkPieces(t.op, t.dev, t.pieces); err != nil {
 		return err
 	}
 	if ctx.Err() != nil {

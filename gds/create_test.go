@@ -1,0 +1,101 @@
+package gds
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+)
+
+// Until Commit the old file is there, and after Abort or Close nothing else.
+func TestAbort(t *testing.T) {
+	for _, end := range []func(*File) error{(*File).Close, (*File).Abort} {
+		path := writeFile(t, []byte("old"))
+		f, err := Create(path, nil)
+		require.NoError(t, err)
+		require.Equal(t, path, f.Path())
+		require.NoError(t, end(f))
+		require.NoError(t, end(f))
+		alone(t, path, "old")
+		require.ErrorIs(t, f.Commit(context.Background()), device.ErrClosed)
+	}
+}
+
+func TestCommit(t *testing.T) {
+	ctx := testgpu.Context(t)
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
+	s := newStream(t, dev)
+	x, err := memory.MakeFrom(s, []byte("new"))
+	require.NoError(t, err)
+	defer x.Close()
+	path := writeFile(t, []byte("the old file"))
+	require.NoError(t, os.Chmod(path, 0o600))
+	link := filepath.Join(t.TempDir(), "link")
+	require.NoError(t, os.Symlink(path, link))
+	f, err := Create(link, nil)
+	require.NoError(t, err)
+	require.NoError(t, f.Save(ctx, s, x, 0))
+	old, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.Equal(t, "the old file", string(old))
+	require.NoError(t, f.Commit(ctx))
+	alone(t, path, "new")
+	info, err := os.Stat(path)
+	require.NoError(t, err)
+	require.Equal(t, os.FileMode(0o600), info.Mode(), "the new file has the old one's permissions")
+	to, err := os.Readlink(link)
+	require.NoError(t, err)
+	require.Equal(t, path, to, "the link still leads there")
+	require.ErrorIs(t, f.Save(ctx, s, x, 0), device.ErrClosed)
+
+	in, err := OpenFile(path, os.O_RDWR, nil)
+	require.NoError(t, err)
+	require.ErrorContains(t, in.Commit(ctx), "not made by Create")
+	require.NoError(t, in.Sync(ctx))
+	require.NoError(t, in.Close())
+}
+
+// A commit that is given up, or that comes while the file is being written, leaves
+// the old file.
+func TestCommitIsRefused(t *testing.T) {
+	path := writeFile(t, []byte("old"))
+	f, err := Create(path, nil)
+	require.NoError(t, err)
+	require.NoError(t, f.use("test"))
+	require.ErrorContains(t, f.Commit(context.Background()), "wait for it")
+	f.unuse()
+	ctx, cancel := context.WithCancel(context.Background())
+	syncing, goOn := make(chan struct{}), make(chan struct{})
+	f.sys.fsync = func(int) error { close(syncing); <-goOn; return nil }
+	done := make(chan error, 1)
+	go func() { done <- f.Commit(ctx) }()
+	<-syncing
+	cancel()
+	require.ErrorIs(t, <-done, context.Canceled)
+	close(goOn)
+	alone(t, path, "old")
+	require.NoError(t, f.Close())
+}
+
+// What is under way when a file is closed goes on, and the descriptors go with it.
+func TestCloseWhileInUse(t *testing.T) {
+	before := openFiles(t)
+	f, err := Open(writeFile(t, []byte("bytes")), nil)
+	require.NoError(t, err)
+	require.NoError(t, f.use("test"))
+	require.NoError(t, f.Close())
+	require.Equal(t, before+1, openFiles(t))
+	p := make([]byte, 5)
+	n, err := f.plain.ReadAt(p, 0)
+	require.NoError(t, err)
+	require.Equal(t, "bytes", string(p[:n]))
+	require.ErrorIs(t, f.use("test"), device.ErrClosed)
+	f.unuse()
+	require.Equal(t, before, openFiles(t))
+}

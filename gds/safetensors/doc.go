@@ -3,10 +3,12 @@
 // theirs. It moves no tensors itself, knows no GPU, and needs only the standard
 // library.
 //
-// ReadHeader is as strict as the reference implementation and stricter where that
-// leaves a doubt: a name that occurs twice is refused, where the reference lets
-// the last one win. Whatever a file says, reading costs at most six times the
-// bytes of its header in memory, or ten where they are all metadata.
+// ReadHeader takes what the reference implementation takes, but for what leaves a
+// doubt or does not fit: a name or a key of the metadata that occurs twice, where the
+// reference lets the last one win; a tensor described by an array in place of an
+// object; a dimension of more than 63 bits. Whatever a file says, reading it costs at
+// most six times its header's bytes in memory, and twelve times those that are
+// metadata or an index.
 //
 // A file is the length of its header as eight little-endian bytes, the header as
 // JSON, and the tensors, row-major and little-endian, one after the other without

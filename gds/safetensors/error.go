@@ -1,6 +1,10 @@
 package safetensors
 
-import "fmt"
+import (
+	"fmt"
+	"strings"
+	"unicode/utf8"
+)
 
 // A FormatError says which rule of the format a header or an index breaks. It does
 // not know the file's name: who opened the file adds it.
@@ -21,14 +25,16 @@ func (e *FormatError) Error() string {
 type IndexError struct {
 	File   string
 	Name   string // of the tensor, "" when the fault is the file's
-	Reason string
+	Reason string // with the tensor's name
 }
 
 func (e *IndexError) Error() string {
-	if e.Name == "" {
-		return fmt.Sprintf("safetensors: index: %s: %s", e.File, e.Reason)
-	}
-	return fmt.Sprintf("safetensors: index: %s: tensor %q: %s", e.File, short(e.Name), e.Reason)
+	return fmt.Sprintf("safetensors: index: %q: %s", short(e.File), e.Reason)
+}
+
+// misfit is an IndexError of a tensor.
+func misfit(file, name, format string, args ...any) error {
+	return &IndexError{File: file, Name: name, Reason: fmt.Sprintf("tensor %q ", short(name)) + fmt.Sprintf(format, args...)}
 }
 
 // short cuts what a file says to a length that a person reads. The copy does not
@@ -36,7 +42,11 @@ func (e *IndexError) Error() string {
 func short(s string) string {
 	const most = 120
 	if len(s) <= most {
-		return string([]byte(s))
+		return strings.Clone(s)
 	}
-	return s[:most] + "…"
+	cut := most
+	for !utf8.RuneStart(s[cut]) && cut > most-utf8.UTFMax {
+		cut--
+	}
+	return s[:cut] + "…"
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"unicode/utf8"
@@ -33,7 +34,7 @@ func (x *Index) TotalSize() (int64, bool) {
 	var m struct {
 		TotalSize *float64 `json:"total_size"` // some writers make it 1.0
 	}
-	if json.Unmarshal(x.Metadata, &m) != nil || m.TotalSize == nil || *m.TotalSize < 0 || *m.TotalSize > 1<<53 {
+	if json.Unmarshal(x.Metadata, &m) != nil || m.TotalSize == nil || *m.TotalSize < 0 || *m.TotalSize > 1<<53 || *m.TotalSize != math.Trunc(*m.TotalSize) {
 		return 0, false
 	}
 	return int64(*m.TotalSize), true
@@ -44,7 +45,7 @@ func (x *Index) TotalSize() (int64, bool) {
 func (x *Index) MarshalJSON() ([]byte, error) {
 	for name, file := range x.WeightMap {
 		if !utf8.ValidString(name) || !utf8.ValidString(file) {
-			return nil, &IndexError{File: file, Name: name, Reason: "one of these names is not UTF-8"}
+			return nil, misfit(file, name, "has a name that is not UTF-8, or its file has")
 		}
 	}
 	out := struct {
@@ -100,28 +101,25 @@ func (x *Index) Check(headers map[string]*Header) error {
 		}
 		for _, t := range h.Tensors {
 			if first, ok := owner[t.Name]; ok {
-				return &IndexError{File: f, Name: t.Name, Reason: "is also in " + first}
+				return misfit(f, t.Name, "is also in %q", first)
 			}
 			owner[t.Name] = f
 		}
 	}
-	wrong := ""
+	wrong, all := "", true
 	for name, f := range x.WeightMap {
-		if owner[name] != f && (wrong == "" || name < wrong) {
-			wrong = name
+		if owner[name] != f && (all || name < wrong) {
+			wrong, all = name, false
 		}
 	}
-	if f := x.WeightMap[wrong]; owner[wrong] != f {
-		return &IndexError{File: f, Name: wrong, Reason: missing(owner[wrong])}
+	switch f := x.WeightMap[wrong]; {
+	case all:
+		return nil
+	case owner[wrong] == "":
+		return misfit(f, wrong, "is not in this file, where the index has it, nor in another")
+	default:
+		return misfit(f, wrong, "is not in this file, where the index has it, but in %q", owner[wrong])
 	}
-	return nil
-}
-
-func missing(owner string) string {
-	if owner == "" {
-		return "is not in this file, where the index has it, nor in another"
-	}
-	return "is not in this file, where the index has it, but in " + owner
 }
 
 // local returns why file is not the name of a file beside the index.

@@ -39,13 +39,13 @@ func (p *indexParser) entry(at int, key string) {
 	switch key {
 	case "weight_map":
 		if p.index.WeightMap != nil {
-			p.fail(at, "weight_map is there twice")
+			p.fail(at, "weight_map occurs twice")
 			return
 		}
 		p.weights()
 	case "metadata":
 		if p.index.Metadata != nil {
-			p.fail(at, "metadata is there twice")
+			p.fail(at, "metadata occurs twice")
 			return
 		}
 		p.peek()

@@ -35,8 +35,8 @@ func (h *Header) place(p *parser) error {
 	end := int64(0)
 	for i := range h.Tensors {
 		t := &h.Tensors[i]
-		if t.Begin != end || t.End < t.Begin {
-			return p.fault(t.Name, 1, "data_offsets [%d,%d]: want them to begin at %d, where the tensor before ends, and to end no earlier: tensors lie without holes and overlaps", t.Begin, t.End, end)
+		if reason := misplaced(t, end); reason != "" {
+			return p.fault(t.Name, 1, "data_offsets [%d,%d] %s", t.Begin, t.End, reason)
 		}
 		n, reason := size(t.DType, t.Shape)
 		if reason != "" {
@@ -47,14 +47,31 @@ func (h *Header) place(p *parser) error {
 		}
 		end = t.End
 	}
-	if data := h.Size - h.DataOffset; end != data {
-		return &FormatError{Offset: h.Size, Reason: fmt.Sprintf("the tensors take %d bytes, but %d follow the header: the file is %s", end, data, map[bool]string{true: "truncated", false: "longer than its header says"}[end > data])}
+	switch data := h.Size - h.DataOffset; {
+	case end > data:
+		return &FormatError{Offset: h.Size, Reason: fmt.Sprintf("the tensors take %d bytes, but only %d follow the header: the file is truncated", end, data)}
+	case end < data:
+		return &FormatError{Offset: h.DataOffset + end, Reason: fmt.Sprintf("the tensors take %d bytes, but %d follow the header", end, data)}
 	}
 	for i := range h.Tensors {
 		h.Tensors[i].Begin += h.DataOffset
 		h.Tensors[i].End += h.DataOffset
 	}
 	return nil
+}
+
+// misplaced returns why a tensor that has these places in the data does not follow
+// one that ends there.
+func misplaced(t *Tensor, end int64) string {
+	switch {
+	case t.Begin > end:
+		return fmt.Sprintf("leave a hole: want them to begin at %d, where the tensor before ends", end)
+	case t.Begin < end:
+		return fmt.Sprintf("overlap the tensor before, which ends at %d", end)
+	case t.End < t.Begin:
+		return "end before they begin"
+	}
+	return ""
 }
 
 // A parser reads the entries of a header.
@@ -106,7 +123,7 @@ func (p *parser) tensor(at int, name string) Tensor {
 			p.skip()
 		}
 		if seen&field != 0 {
-			p.fail(at, "%s is there twice", key)
+			p.fail(at, "%s occurs twice", key)
 		}
 		seen |= field
 	})
@@ -170,7 +187,7 @@ func (p *parser) offsets() (begin, end int64) {
 // describe reads the metadata.
 func (p *parser) describe(at int) {
 	if p.described {
-		p.fail(at, "%s is there twice", reserved)
+		p.fail(at, "%s occurs twice", reserved)
 		return
 	}
 	p.described = true

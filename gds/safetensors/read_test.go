@@ -2,6 +2,8 @@ package safetensors
 
 import (
 	"encoding/binary"
+	"errors"
+	"io"
 	"strconv"
 	"strings"
 	"testing"
@@ -18,37 +20,161 @@ func parse(text string) (*Header, error) {
 	return ReadHeader(strings.NewReader(text), int64(len(text)))
 }
 
-func TestReadHeader(t *testing.T) {
-	h, err := parse(file(` {"b":{"dtype":"F32","shape":[2,1],"data_offsets":[3,11]},
-		"__metadata__":{"format":"pt"}, "a\u0041":{"data_offsets":[0,3],"x":[1,{"y":null}],"dtype":"BOOL","shape":[3]}, "e":{"shape":[],"dtype":"I8","data_offsets":[11,12]} } `, 12))
-	require.NoError(t, err)
-	d := h.DataOffset
-	require.Equal(t, []Tensor{{"aA", Bool, []int{3}, d, d + 3}, {"b", F32, []int{2, 1}, d + 3, d + 11}, {"e", I8, []int{}, d + 11, d + 12}}, h.Tensors)
-	require.Equal(t, map[string]string{"format": "pt"}, h.Metadata)
-	x, ok := h.Lookup("b")
-	require.True(t, ok)
-	require.Equal(t, h.Tensors[1], x)
+// requireFormatError fails unless err is what a broken rule gives.
+func requireFormatError(t *testing.T, h *Header, err error) *FormatError {
+	t.Helper()
+	require.Nil(t, h)
+	var broken *FormatError
+	require.ErrorAs(t, err, &broken)
+	return broken
 }
 
-func manyTensors(n int) string {
-	var tensors []Tensor
-	for i := range n {
-		tensors = append(tensors, Tensor{Name: "model.layers." + strconv.Itoa(i/8) + ".mlp.experts." + strconv.Itoa(i%8) + ".down_proj.weight", DType: BF16, Shape: []int{1, 1}})
+func TestEveryRule(t *testing.T) {
+	for _, a := range attacks() {
+		t.Run(a.name, func(t *testing.T) {
+			h, err := parse(a.file)
+			broken := requireFormatError(t, h, err)
+			require.Equal(t, "safetensors: "+a.wrong, err.Error())
+			require.LessOrEqual(t, broken.Offset, int64(len(a.file)))
+		})
 	}
-	_, b, err := NewHeader(tensors, nil)
+}
+
+func TestCuriosities(t *testing.T) {
+	for _, c := range curiosities() {
+		t.Run(c.name, func(t *testing.T) {
+			h, err := parse(c.file)
+			require.NoError(t, err)
+			require.Equal(t, int64(len(c.file)), h.Size)
+			require.Equal(t, binary.LittleEndian.Uint64([]byte(c.file))+8, uint64(h.DataOffset))
+			require.Nil(t, h.Metadata)
+			require.Len(t, h.Tensors, len(c.tensors))
+			for i, want := range c.tensors {
+				want.Begin += h.DataOffset
+				want.End += h.DataOffset
+				require.Equal(t, want, h.Tensors[i])
+				found, ok := h.Lookup(want.Name)
+				require.True(t, ok)
+				require.Equal(t, want, found)
+			}
+			_, ok := h.Lookup("no such tensor")
+			require.False(t, ok)
+		})
+	}
+}
+
+func TestMetadata(t *testing.T) {
+	h, err := parse(file(`{"__metadata__":{"format":"pt","":"\u00e9\n","a\"":""}}`, 0))
+	require.NoError(t, err)
+	require.Equal(t, map[string]string{"format": "pt", "": "é\n", `a"`: ""}, h.Metadata)
+	h, err = parse(file(`{"__metadata__":{}}`, 0))
+	require.NoError(t, err)
+	require.Equal(t, map[string]string{}, h.Metadata)
+}
+
+// A file that ends anywhere else than at its end, or goes on, is refused.
+func TestTruncation(t *testing.T) {
+	text := file(`{"__metadata__":{"k":"v"},"a":{"dtype":"F32","shape":[3,1],"data_offsets":[0,12]},"b":{"dtype":"U8","shape":[5],"data_offsets":[12,17]}}`, 17)
+	_, err := parse(text)
+	require.NoError(t, err)
+	for n := range len(text) {
+		h, err := parse(text[:n])
+		requireFormatError(t, h, err)
+	}
+	h, err := parse(text + "\x00")
+	requireFormatError(t, h, err)
+	h, err = ReadHeader(strings.NewReader(text), -1)
+	requireFormatError(t, h, err)
+}
+
+// A file that has become shorter than it was said to be is an error of reading.
+func TestShortRead(t *testing.T) {
+	text := file(`{"a":{"dtype":"U8","shape":[5],"data_offsets":[0,5]}}`, 5)
+	header := len(text) - 5
+	for n := range header {
+		h, err := ReadHeader(strings.NewReader(text[:n]), int64(len(text)))
+		require.Nil(t, h)
+		require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+		if n >= 8 {
+			require.EqualError(t, err, "safetensors: read bytes "+strconv.Itoa(n)+" to "+strconv.Itoa(header)+": unexpected EOF")
+		}
+	}
+}
+
+// failing fails at one byte.
+type failing struct {
+	text string
+	at   int64
+	err  error
+}
+
+func (f failing) ReadAt(b []byte, off int64) (int, error) {
+	n, err := strings.NewReader(f.text).ReadAt(b, off)
+	if f.at >= off && f.at < off+int64(n) {
+		return int(f.at - off), f.err
+	}
+	return n, err
+}
+
+func TestReadError(t *testing.T) {
+	text := file(`{"a":{"dtype":"U8","shape":[5],"data_offsets":[0,5]}}`, 5)
+	broken := errors.New("the disk is broken")
+	for at := range len(text) - 5 {
+		_, err := ReadHeader(failing{text, int64(at), broken}, int64(len(text)))
+		require.ErrorIs(t, err, broken)
+	}
+	_, err := ReadHeader(failing{text, int64(len(text) - 5), broken}, int64(len(text)))
+	require.NoError(t, err, "the data are not read")
+}
+
+// A name of any length makes an error that a person reads.
+func TestLongNames(t *testing.T) {
+	name := strings.Repeat("é", 1000)
+	h, err := parse(file(`{"`+name+`":{"dtype":"U8","shape":[1],"data_offsets":[0,2]}}`, 2))
+	broken := requireFormatError(t, h, err)
+	require.Equal(t, strings.Repeat("é", 60)+"…", broken.Name)
+	require.Less(t, len(err.Error()), 300)
+	h, err = parse(file(`{"`+strings.Repeat("x", 119)+`é":{}}`, 2))
+	require.Equal(t, strings.Repeat("x", 119)+"…", requireFormatError(t, h, err).Name)
+}
+
+func TestManyTensors(t *testing.T) {
+	const n = 100_000
+	text := manyTensors(n)
+	h, err := parse(text)
+	require.NoError(t, err)
+	require.Len(t, h.Tensors, n)
+	for i, x := range h.Tensors {
+		if found, ok := h.Lookup(x.Name); !ok || found.Begin != x.Begin {
+			t.Fatalf("tensor %d, %q, is not found", i, x.Name)
+		}
+		if i > 0 && x.Begin != h.Tensors[i-1].End {
+			t.Fatalf("tensor %d begins at %d", i, x.Begin)
+		}
+	}
+}
+
+// manyTensors is a file as a mixture of experts in half precision has it.
+func manyTensors(n int) string {
+	tensors := make([]Tensor, n)
+	for i := range tensors {
+		tensors[i] = Tensor{Name: "model.layers." + strconv.Itoa(i/512) + ".mlp.experts." + strconv.Itoa(i%512) + ".down_proj.weight", DType: BF16, Shape: []int{1, 1 + i%3}}
+	}
+	h, start, err := NewHeader(tensors, nil)
 	if err != nil {
 		panic(err)
 	}
-	return string(b) + strings.Repeat("\x00", 2*n)
+	return string(start) + strings.Repeat("\x00", int(h.Size-h.DataOffset))
 }
 
 func BenchmarkReadHeader(b *testing.B) {
 	text := manyTensors(100_000)
 	b.ReportAllocs()
-	b.SetBytes(int64(len(text)))
 	for b.Loop() {
-		if _, err := parse(text); err != nil {
+		h, err := parse(text)
+		if err != nil {
 			b.Fatal(err)
 		}
+		b.ReportMetric(float64(h.DataOffset), "B/header")
 	}
 }

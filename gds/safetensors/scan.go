@@ -92,7 +92,7 @@ func (s *scanner) object(where string, member func(at int, key string)) {
 	if !s.open('{', where) {
 		return
 	}
-	for more := !s.take('}'); more; more = s.next('}', where) {
+	for more := !s.take('}'); more; more = s.next('}') {
 		s.peek()
 		at := s.at
 		key := s.string("for a key")
@@ -104,7 +104,8 @@ func (s *scanner) object(where string, member func(at int, key string)) {
 }
 
 // members counts the keys of the object that begins here and stays before it. A map
-// made for so many does not grow.
+// made for so many does not grow, and is not made for more than can be unlike: but
+// for the first hundred, an entry with a key of its own has 8 bytes.
 func (s *scanner) members(where string) int {
 	ahead, n := *s, 0
 	ahead.object(where, func(int, string) { n++; ahead.skip() })
@@ -112,7 +113,7 @@ func (s *scanner) members(where string) int {
 		*s = ahead
 		return 0
 	}
-	return n
+	return min(n, 100+(ahead.at-s.at)/8)
 }
 
 // array calls element for each element, which reads it.
@@ -120,19 +121,19 @@ func (s *scanner) array(where string, element func()) {
 	if !s.open('[', where) {
 		return
 	}
-	for more := !s.take(']'); more; more = s.next(']', where) {
+	for more := !s.take(']'); more; more = s.next(']') {
 		element()
 	}
 	s.depth--
 }
 
 // next reports whether another element follows, after a comma.
-func (s *scanner) next(closing byte, where string) bool {
+func (s *scanner) next(closing byte) bool {
 	if s.err != nil || s.take(closing) {
 		return false
 	}
 	if !s.take(',') {
-		s.fail(s.at, "want ',' or %q %s, got %s", closing, where, s.got())
+		s.fail(s.at, "want ',' or %q after a value, got %s", closing, s.got())
 	}
 	return s.err == nil
 }

@@ -64,7 +64,7 @@ func NewIndex(shards []Shard) (*Index, error) {
 	for _, s := range shards {
 		for _, t := range s.Tensors {
 			if first, ok := x.WeightMap[t.Name]; ok {
-				return nil, &IndexError{File: s.File, Name: t.Name, Reason: "is also in " + first}
+				return nil, misfit(s.File, t.Name, "is also in %q", first)
 			}
 			x.WeightMap[t.Name] = s.File
 			n, err := t.size()

@@ -1,0 +1,191 @@
+package safetensors
+
+import (
+	"bytes"
+	"encoding/json"
+	"io"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+func parseIndex(text string) (*Index, error) {
+	return ReadIndex(strings.NewReader(text), int64(len(text)))
+}
+
+func TestReadIndex(t *testing.T) {
+	x, err := parseIndex(` {"metadata": {"total_size": 12, "note": [1, {"a": "\u00e9"}]}, "other": [null],
+		"weight_map": {"b\u0000": "2.safetensors", "a": "1.safetensors", "": "..2", "c": "2.safetensors"}}
+	`)
+	require.NoError(t, err)
+	require.Equal(t, map[string]string{"b\x00": "2.safetensors", "a": "1.safetensors", "": "..2", "c": "2.safetensors"}, x.WeightMap)
+	require.Equal(t, []string{"..2", "1.safetensors", "2.safetensors"}, x.Files())
+	require.JSONEq(t, `{"total_size": 12, "note": [1, {"a": "é"}]}`, string(x.Metadata))
+	n, ok := x.TotalSize()
+	require.True(t, ok)
+	require.Equal(t, int64(12), n)
+
+	x, err = parseIndex(`{"weight_map":{}}`)
+	require.NoError(t, err)
+	require.Empty(t, x.Files())
+	require.Nil(t, x.Metadata)
+}
+
+func TestTotalSize(t *testing.T) {
+	for text, want := range map[string]int64{
+		`{"total_size":0}`: 0, `{"total_size":26031728640.0}`: 26031728640, `{"total_size":9007199254740992}`: 1 << 53,
+		`{}`: -1, `{"total_size":-1}`: -1, `{"total_size":"12"}`: -1, `{"total_size":null}`: -1, `{"total_size":1e300}`: -1, `{"total_size":1.5}`: -1,
+	} {
+		x, err := parseIndex(`{"metadata":` + text + `,"weight_map":{}}`)
+		require.NoError(t, err)
+		n, ok := x.TotalSize()
+		require.Equal(t, want >= 0, ok, text)
+		require.Equal(t, max(want, 0), n, text)
+	}
+	_, ok := new(Index).TotalSize()
+	require.False(t, ok)
+}
+
+// wrongIndexes has what is said of each.
+var wrongIndexes = []struct{ name, text, wrong string }{
+	{"nothing", ``, `byte 0: want '{' for the index, got the end`},
+	{"array", `[]`, `byte 0: want '{' for the index, got '['`},
+	{"no map", `{"metadata":{}}`, `byte 0: weight_map is missing: this is no index of safetensors files`},
+	{"more after it", `{"weight_map":{}} {}`, `byte 18: want the end after the JSON, got '{'`},
+	{"not UTF-8", "{\"weight_map\":{\"\xff\":\"1\"}}", `byte 16: the JSON is not UTF-8`},
+	{"map an array", `{"weight_map":[]}`, `byte 14: want '{' for weight_map, got '['`},
+	{"map null", `{"weight_map":null}`, `byte 14: want '{' for weight_map, got 'n'`},
+	{"map twice", `{"weight_map":{},"weight_map":{}}`, `byte 17: weight_map occurs twice`},
+	{"map cut", `{"weight_map":{"a":"1"`, `byte 22: want ',' or '}' after a value, got the end`},
+	{"metadata twice", `{"metadata":{},"weight_map":{},"metadata":{}}`, `byte 31: metadata occurs twice`},
+	{"metadata an array", `{"metadata":[],"weight_map":{}}`, `byte 12: want '{' for metadata, got '['`},
+	{"metadata broken", `{"metadata":{"total_size":1.},"weight_map":{}}`, `byte 26: 1. is not a number in JSON`},
+	{"name twice", `{"weight_map":{"a":"1","\u0061":"2"}}`, `byte 23: tensor "a": the index has this name twice`},
+	{"file a number", `{"weight_map":{"a":1}}`, `byte 19: tensor "a": want '"' for the file of a tensor, got '1'`},
+	{"file empty", `{"weight_map":{"a":""}}`, `byte 19: tensor "a": "" is not the name of a file`},
+	{"file is the folder", `{"weight_map":{"a":"."}}`, `byte 19: tensor "a": "." is not the name of a file`},
+	{"file is the folder above", `{"weight_map":{"a":".."}}`, `byte 19: tensor "a": ".." is not the name of a file`},
+	{"file above", `{"weight_map":{"a":"../1"}}`, `byte 19: tensor "a": "../1" is not the name of a file beside the index: want one without separators`},
+	{"file below", `{"weight_map":{"a":"b/1"}}`, `byte 19: tensor "a": "b/1" is not the name of a file beside the index: want one without separators`},
+	{"file from the root", `{"weight_map":{"a":"/etc/passwd"}}`, `byte 19: tensor "a": "/etc/passwd" is not the name of a file beside the index: want one without separators`},
+	{"file with an escaped separator", `{"weight_map":{"a":"\u002fetc"}}`, `byte 19: tensor "a": "/etc" is not the name of a file beside the index: want one without separators`},
+	{"file with the other separator", `{"weight_map":{"a":"..\\1"}}`, `byte 19: tensor "a": "..\\1" is not the name of a file beside the index: want one without separators`},
+	{"file with NUL", `{"weight_map":{"a":"1\u0000.safetensors"}}`, `byte 19: tensor "a": "1\x00.safetensors" is not the name of a file beside the index: want one without separators`},
+	{"nested deep", `{"x":` + strings.Repeat("[", 1000), `byte 131: arrays and objects lie more than 127 deep in each other`},
+	{"surrogate alone", `{"weight_map":{"a":"\udc00"}}`, `byte 20: a string has half of a surrogate pair, "\udc00", without the other`},
+}
+
+func TestWrongIndexes(t *testing.T) {
+	for _, c := range wrongIndexes {
+		t.Run(c.name, func(t *testing.T) {
+			x, err := parseIndex(c.text)
+			require.Nil(t, x)
+			var broken *FormatError
+			require.ErrorAs(t, err, &broken)
+			require.EqualError(t, err, "safetensors: "+c.wrong)
+		})
+	}
+	_, err := ReadIndex(strings.NewReader("{}"), MaxHeader+1)
+	require.EqualError(t, err, "safetensors: byte 0: the index has 100000001 bytes: want at most 100000000")
+	_, err = ReadIndex(strings.NewReader("{}"), 3)
+	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+	_, err = ReadIndex(strings.NewReader("{}"), -1)
+	require.EqualError(t, err, "safetensors: byte 0: want '{' for the index, got the end")
+}
+
+// Every beginning of an index is refused.
+func TestIndexTruncation(t *testing.T) {
+	const text = `{"metadata":{"total_size":12},"weight_map":{"a":"1","\u00e9":"2"}}`
+	_, err := parseIndex(text)
+	require.NoError(t, err)
+	for n := range len(text) {
+		_, err := parseIndex(text[:n])
+		require.Error(t, err, text[:n])
+	}
+}
+
+// The index as transformers writes it.
+func TestWriteIndex(t *testing.T) {
+	x, err := NewIndex([]Shard{{"1<", []Tensor{{Name: "b", DType: F32, Shape: []int{2}}, {Name: "a&", DType: U8}}}, {"2", []Tensor{{Name: "c", DType: F4, Shape: []int{4}}}}})
+	require.NoError(t, err)
+	var b bytes.Buffer
+	require.NoError(t, x.Write(&b))
+	require.Equal(t, `{
+  "metadata": {
+    "total_size": 11
+  },
+  "weight_map": {
+    "a&": "1<",
+    "b": "1<",
+    "c": "2"
+  }
+}
+`, b.String())
+	text, err := json.Marshal(new(Index))
+	require.NoError(t, err)
+	require.Equal(t, `{"weight_map":{}}`, string(text))
+}
+
+func TestWrongIndexIsNotWritten(t *testing.T) {
+	for _, c := range []struct {
+		wrong string
+		x     Index
+	}{
+		{`safetensors: index: "1": tensor "\xff" has a name that is not UTF-8, or its file has`, Index{WeightMap: map[string]string{"\xff": "1"}}},
+		{`safetensors: index: "\xff": tensor "a" has a name that is not UTF-8, or its file has`, Index{WeightMap: map[string]string{"a": "\xff"}}},
+		{`safetensors: write an index that would not be read: safetensors: byte 19: tensor "a": ".." is not the name of a file`, Index{WeightMap: map[string]string{"a": ".."}}},
+		{`safetensors: write an index that would not be read: safetensors: byte 12: want '{' for metadata, got '1'`, Index{Metadata: json.RawMessage("1")}},
+		{`safetensors: write an index: json: error calling MarshalJSON for type json.RawMessage: invalid character '}' looking for beginning of value`, Index{Metadata: json.RawMessage("}")}},
+	} {
+		var b bytes.Buffer
+		require.EqualError(t, c.x.Write(&b), c.wrong)
+		require.Zero(t, b.Len())
+	}
+	err := new(Index).Write(&limited{err: io.ErrShortWrite})
+	require.ErrorIs(t, err, io.ErrShortWrite)
+	require.ErrorContains(t, err, "safetensors: write an index: ")
+}
+
+func TestCheck(t *testing.T) {
+	header := func(names ...string) *Header {
+		var tensors []Tensor
+		for _, n := range names {
+			tensors = append(tensors, Tensor{Name: n, DType: U8})
+		}
+		h, _, err := NewHeader(tensors, nil)
+		require.NoError(t, err)
+		return h
+	}
+	x := &Index{WeightMap: map[string]string{"a": "1", "b": "1", "c": "2"}}
+	for _, c := range []struct {
+		name    string
+		wrong   string
+		headers map[string]*Header
+	}{
+		{"right", "", map[string]*Header{"1": header("a", "b"), "2": header("c")}},
+		{"a tensor more", "", map[string]*Header{"1": header("a", "b", "d"), "2": header("c")}},
+		{"a file more", "", map[string]*Header{"1": header("a", "b"), "2": header("c"), "3": header("a")}},
+		{"a file less", `index: "2": the index names this file, which has not been read`, map[string]*Header{"1": header("a", "b", "c")}},
+		{"a tensor less", `index: "1": tensor "a" is not in this file, where the index has it, nor in another`, map[string]*Header{"1": header(), "2": header("c")}},
+		{"in the other file", `index: "1": tensor "b" is not in this file, where the index has it, but in "2"`, map[string]*Header{"1": header("a"), "2": header("b", "c")}},
+		{"in two files", `index: "2": tensor "a" is also in "1"`, map[string]*Header{"1": header("a", "b"), "2": header("a", "c")}},
+		{"unknown in two files", `index: "2": tensor "d" is also in "1"`, map[string]*Header{"1": header("a", "b", "d"), "2": header("d", "c")}},
+		{"the empty name in two files", `index: "2": tensor "" is also in "1"`, map[string]*Header{"1": header("a", "b", ""), "2": header("", "c")}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			err := x.Check(c.headers)
+			if c.wrong == "" {
+				require.NoError(t, err)
+				return
+			}
+			var e *IndexError
+			require.ErrorAs(t, err, &e)
+			require.EqualError(t, err, "safetensors: "+c.wrong)
+		})
+	}
+	empty := &Index{WeightMap: map[string]string{"": "1"}}
+	require.NoError(t, empty.Check(map[string]*Header{"1": header("")}))
+	require.EqualError(t, empty.Check(map[string]*Header{"1": header()}), `safetensors: index: "1": tensor "" is not in this file, where the index has it, nor in another`)
+	require.NoError(t, new(Index).Check(nil))
+}

@@ -4,13 +4,14 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 )
 
 // A Library is a shared library that Chorus uses.
 type Library struct {
-	Name    string // "CUDA driver", "NCCL", "NVRTC" or "cuBLAS"
+	Name    string // "CUDA driver", "NCCL", "NVRTC", "cuBLAS" or "cuFile"
 	Version string // as the library tells it, or ""
 	Path    string // the file that was loaded, or "built in" for virtual devices
 	Err     error  // why it cannot be used, or nil
@@ -45,7 +46,15 @@ func (s *System) Libraries() []Library {
 		}))
 	}
 	blas, err := s.CUBLAS()
-	return append(libs, s.describe("cuBLAS", blas, err, func() (string, error) { return "", nil }))
+	libs = append(libs, s.describe("cuBLAS", blas, err, func() (string, error) { return "", nil }))
+	file, err := s.CuFile()
+	return append(libs, s.describe("cuFile", file, err, func() (string, error) {
+		v, r := file.GetVersion()
+		if r != cufileapi.Success {
+			return "", fmt.Errorf("cuFileGetVersion: %w", r)
+		}
+		return cufileapi.VersionText(v), nil
+	}))
 }
 
 func (s *System) describe(name string, lib any, err error, version func() (string, error)) Library {

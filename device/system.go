@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
@@ -178,6 +179,9 @@ func (s *System) NCCL() (ncclapi.API, error) { return s.sys.NCCL() }
 
 // CUBLAS opens cuBLAS on first use. For Chorus's own packages.
 func (s *System) CUBLAS() (cublasapi.API, error) { return s.sys.CUBLAS() }
+
+// CuFile opens cuFile on first use, but not its driver. For Chorus's own packages.
+func (s *System) CuFile() (cufileapi.API, error) { return s.sys.CuFile() }
 
 // NVRTC opens NVRTC on first use. For Chorus's own packages.
 func (s *System) NVRTC() (nvrtcapi.API, error) { return s.sys.NVRTC() }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/nvml"
@@ -161,6 +162,19 @@ func (s *System) CUBLAS() (cublasapi.API, error) {
 		return s.Machine.CUBLAS(), nil
 	}
 	lib, err := cublasapi.Open()
+	if err != nil {
+		return nil, err
+	}
+	return lib, nil
+}
+
+// CuFile opens cuFile on first use; it neither opens cuFile's driver nor sets
+// anything.
+func (s *System) CuFile() (cufileapi.API, error) {
+	if s.Machine != nil {
+		return s.Machine.CuFile(), nil
+	}
+	lib, err := cufileapi.Open()
 	if err != nil {
 		return nil, err
 	}

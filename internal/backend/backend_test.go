@@ -33,6 +33,11 @@ func TestConformance(t *testing.T) {
 				require.NoError(t, err)
 				conformance.CUBLAS(t, s.Driver, api)
 			})
+			t.Run("cufile", func(t *testing.T) {
+				api, err := s.CuFile()
+				require.NoError(t, err)
+				conformance.CuFile(t, s.Driver, api)
+			})
 			if s.Machine != nil {
 				require.Empty(t, s.Machine.Reports())
 			}

@@ -167,23 +167,35 @@ func (f *Frame) placeStruct() {
 func (f *Frame) Word(i int) uint64 { return f.cells[i] }
 
 // Do calls a function that returns an int, and gives the frame back.
-func (f *Frame) Do(fn uintptr) int32 {
-	r := int32(f.Call(fn))
+func (f *Frame) Do(fn uintptr) int32 { return int32(f.do(fn)) }
+
+// Do1 is Do for a function with one out-parameter.
+func (f *Frame) Do1(fn uintptr) (uint64, int32) {
+	v, r := f.do1(fn)
+	return v, int32(r)
+}
+
+// Do2 is Do for a function with two out-parameters.
+func (f *Frame) Do2(fn uintptr) (uint64, uint64, int32) {
+	v, w, r := f.do2(fn)
+	return v, w, int32(r)
+}
+
+func (f *Frame) do(fn uintptr) uintptr {
+	r := f.Call(fn)
 	f.Put()
 	return r
 }
 
-// Do1 is Do for a function with one out-parameter.
-func (f *Frame) Do1(fn uintptr) (uint64, int32) {
-	r := int32(f.Call(fn))
+func (f *Frame) do1(fn uintptr) (uint64, uintptr) {
+	r := f.Call(fn)
 	v := f.cells[0]
 	f.Put()
 	return v, r
 }
 
-// Do2 is Do for a function with two out-parameters.
-func (f *Frame) Do2(fn uintptr) (uint64, uint64, int32) {
-	r := int32(f.Call(fn))
+func (f *Frame) do2(fn uintptr) (uint64, uint64, uintptr) {
+	r := f.Call(fn)
 	v, w := f.cells[0], f.cells[1]
 	f.Put()
 	return v, w, r

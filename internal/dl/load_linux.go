@@ -37,6 +37,12 @@ var dlinfo = sync.OnceValue(func() uintptr {
 	return p
 })
 
+// errnoLocation is the C library's function behind its macro errno.
+var errnoLocation = sync.OnceValue(func() uintptr {
+	p, _ := symbol(purego.RTLD_DEFAULT, "__errno_location")
+	return p
+})
+
 // loadedFrom returns the path under which the loader found the library.
 func loadedFrom(handle uintptr) string {
 	const linkmapRequest = 2 // RTLD_DI_LINKMAP

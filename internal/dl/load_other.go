@@ -9,3 +9,5 @@ func load(string) (handle uintptr, reason string) {
 func symbol(uintptr, string) (uintptr, bool) { return 0, false }
 
 func loadedFrom(uintptr) string { return "" }
+
+func errnoLocation() uintptr { return 0 }

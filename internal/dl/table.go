@@ -7,8 +7,9 @@ type Func struct {
 }
 
 // A Table holds the functions of a loaded library by the numbers N that a
-// package gives them. R is the library's status type.
-type Table[N ~int, R ~int32] struct {
+// package gives them. R is the library's status type: an int, or a struct of two,
+// which comes back in one register.
+type Table[N ~int, R ~int32 | ~uint64] struct {
 	fns    []uintptr
 	path   string
 	absent R
@@ -19,7 +20,7 @@ type Table[N ~int, R ~int32] struct {
 // NewTable looks the functions up and returns the names of those that are
 // required and missing. A call of an optional one that is missing returns
 // absent. path is the file of the library.
-func NewTable[N ~int, R ~int32](find Resolver, path string, funcs []Func, absent R) (t Table[N, R], missing []string) {
+func NewTable[N ~int, R ~int32 | ~uint64](find Resolver, path string, funcs []Func, absent R) (t Table[N, R], missing []string) {
 	t = Table[N, R]{fns: make([]uintptr, len(funcs)), path: path, absent: absent}
 	for i, f := range funcs {
 		p, ok := find(f.Name)
@@ -54,7 +55,7 @@ func (t *Table[N, R]) Call(n N, f *Frame) R {
 		return t.absent
 	}
 	f.before, f.subject = t.before, t.subject
-	return R(f.Do(t.fns[n]))
+	return R(f.do(t.fns[n]))
 }
 
 // Call1 is Call for a function with one out-parameter.
@@ -64,7 +65,7 @@ func (t *Table[N, R]) Call1(n N, f *Frame) (uint64, R) {
 		return 0, t.absent
 	}
 	f.before, f.subject = t.before, t.subject
-	v, r := f.Do1(t.fns[n])
+	v, r := f.do1(t.fns[n])
 	return v, R(r)
 }
 
@@ -75,7 +76,7 @@ func (t *Table[N, R]) Call2(n N, f *Frame) (uint64, uint64, R) {
 		return 0, 0, t.absent
 	}
 	f.before, f.subject = t.before, t.subject
-	v, w, r := f.Do2(t.fns[n])
+	v, w, r := f.do2(t.fns[n])
 	return v, w, R(r)
 }
 

@@ -12,7 +12,7 @@ var (
 	VirtualSeed = &Var{"CHORUS_VIRTUAL_SEED", "number", "",
 		"The seed from which virtual streams draw their delays; unset means a new one for each process, named in every report of a failure."}
 	VirtualFaults = &Var{"CHORUS_VIRTUAL_FAULTS", "text", "",
-		"A fault plan for virtual devices: comma-separated `call#n=status` (the nth call fails), `hang@call#n`, `lose@call#n` (the process is killed there), `zero@call#n` (what the copy brings to another device is zeros), `async@call#n=status` (the operation of NCCL is enqueued, and its communicator fails when it runs); `*` for n is every call."}
+		"A fault plan for virtual devices: comma-separated `call#n=status` (the nth call fails), `hang@call#n`, `lose@call#n` (the process is killed there), `zero@call#n` (what the copy brings to another device is zeros), `short@call#n` (the transfers of files that the call makes end half-way), `async@call#n=status` (the operation of NCCL or the transfer of a file is enqueued, and its communicator or the transfer fails when it runs); `*` for n is every call. `cuFileHandleRegister#*=CU_FILE_HANDLE_NOT_REGISTERED` is a host on which cuFile takes no file; `cuFileRead` and `cuFileWrite` can also fail with an errno, as in `cuFileRead#3=EIO`."}
 	VirtualNetwork = &Var{"CHORUS_VIRTUAL_NETWORK", "text", "",
 		"The IP address on which virtual ranks listen for each other; unset means Unix sockets, or, in a job on several hosts, the address that reaches the coordinator."}
 	VirtualNCCL = &Var{"CHORUS_VIRTUAL_NCCL", "text", "2.28.3",
@@ -35,6 +35,8 @@ var (
 		"Path of libnvrtc.so to use instead of searching for it."}
 	LibCUBLAS = &Var{"CHORUS_LIBCUBLAS", "text", "",
 		"Path of libcublas.so to use instead of searching for it."}
+	LibCUFILE = &Var{"CHORUS_LIBCUFILE", "text", "",
+		"Path of libcufile.so to use instead of searching for it."}
 	VisibleDevices = &Var{"CUDA_VISIBLE_DEVICES", "text", "",
 		"Which GPUs the process sees, in which order: comma-separated ordinals, or UUIDs (`GPU-…`, `MIG-…`) or their unambiguous beginnings. The driver reads it when it starts; device.Count and `chorus run` read it as the driver does. Virtual devices do not obey it."}
 	LaunchBlocking = &Var{"CUDA_LAUNCH_BLOCKING", "number", "0",
@@ -48,5 +50,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, P2P, RequireGPU, Fixtures, KernelCache,
-		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, VisibleDevices, LaunchBlocking, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, ncclVars, gdsVars, clusterVars)...)
+		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUFILE, VisibleDevices, LaunchBlocking, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, ncclVars, gdsVars, clusterVars)...)
 }

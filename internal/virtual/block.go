@@ -44,6 +44,7 @@ type block struct {
 	pieces     *pieces // that an allocator gave out of it; nil where none did
 	public     bool    // of ncclMemAlloc: every device may use it
 	registered bool    // of cuMemHostRegister: the bytes are the user's
+	cufile     int     // how many of cuFile's registrations lie in it
 	freeing    bool    // a free was called: no call may name it any more
 	freedBy    string  // the call that freed it, once it has
 	history    history
@@ -212,6 +213,7 @@ func (b *block) giveUp() {
 
 // leave makes the block one that no call may name.
 func (b *block) leave() {
+	b.dev.m.cufile.freed(b)
 	b.freeing = true
 	b.dev.arena.freed++
 	b.dev.arena.forget()

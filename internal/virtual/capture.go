@@ -106,7 +106,9 @@ func (d *device) capturing() bool {
 // In the modes global and thread-local they spoil captures.
 var unsafeCalls = nameSet(`cuMemAlloc cuMemFree cuMemHostAlloc cuMemFreeHost cuMemHostRegister cuMemHostUnregister
 	cuMemPoolCreate cuMemPoolDestroy cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
-	cuModuleLoadData cuModuleUnload cuCtxSynchronize cublasCreate`)
+	cuModuleLoadData cuModuleUnload cuCtxSynchronize cublasCreate
+	cuFileHandleRegister cuFileBufRegister cuFileBufDeregister cuFileRead cuFileWrite cuFileStreamRegister cuFileStreamDeregister
+	cuFileBatchIOSetUp cuFileBatchIOSubmit`)
 
 // permits says whether the calling thread may make a call now. m.mu is held.
 func (m *Machine) permits(name string) cudadrv.Result {

@@ -26,6 +26,7 @@ func TestConformance(t *testing.T) {
 			t.Run("Kernels", func(t *testing.T) { conformance.Kernels(t, m.Driver(), m.ModuleImage([]Kernel{store})) })
 			t.Run("CUBLAS", func(t *testing.T) { conformance.CUBLAS(t, m.Driver(), m.CUBLAS()) })
 			t.Run("NCCL", func(t *testing.T) { conformance.NCCL(t, m.Driver(), m.NCCL()) })
+			t.Run("CuFile", func(t *testing.T) { conformance.CuFile(t, m.Driver(), m.CuFile()) })
 			require.Empty(t, m.Reports())
 			for d := range m.devices {
 				require.Empty(t, m.devices[d].why)

@@ -1,5 +1,5 @@
-// Package virtual is a machine of virtual GPUs: the CUDA driver, NCCL and
-// cuBLAS interfaces carried out in host memory, stricter than hardware.
+// Package virtual is a machine of virtual GPUs: the CUDA driver, NCCL, cuBLAS and
+// cuFile interfaces carried out in host memory, stricter than hardware.
 //
 // A Machine is one set of devices. What real devices forgive sometimes, a
 // virtual one refuses always:
@@ -14,7 +14,9 @@
 //   - memory is unmapped and closed only when the host has waited for its uses;
 //   - two operations that touch the same bytes without an order between their
 //     streams, one of them writing, are reported and lose the device;
-//   - ranks that issue different collectives are told which two differ.
+//   - ranks that issue different collectives are told which two differ;
+//   - a file is read into memory only when the host has waited for the memory's
+//     uses, and files and memory are given up only when no transfer uses them.
 //
 // Explain says in a sentence why a device was lost, which no status can.
 //

@@ -13,7 +13,9 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"golang.org/x/sys/unix"
 )
 
 // A fault is what befalls the nth call of one function.
@@ -22,10 +24,11 @@ type fault struct {
 	hang   bool
 	lose   bool
 	zero   bool // what it copies between two devices arrives as zeros
-	async  bool // the status comes when the operation runs: its communicator fails
+	short  bool // the transfers of files that it makes end half-way
+	async  bool // the status comes when the operation runs: its communicator or transfer fails
 }
 
-// faults is a fault plan and the calls counted so far. Every call of the three
+// faults is a fault plan and the calls counted so far. Every call of the
 // libraries asks it once, under its C name.
 type faults struct {
 	plan map[string]map[int]fault
@@ -34,8 +37,8 @@ type faults struct {
 	count map[string]int
 }
 
-// hit counts a call and returns what the plan has for it. A call that has a
-// stream operation carries out hang itself; any other one hangs in here.
+// hit counts a call and returns what the plan has for it. A call that has something
+// done later carries out hang itself; any other one hangs in here.
 func (f *faults) hit(name string) (status int32, hang bool) {
 	x := f.next(name)
 	return x.status, x.hang
@@ -86,7 +89,7 @@ func (f *faults) parse(text string) error {
 		}
 		name, n, x, err := parseFault(item)
 		if err != nil {
-			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n, lose@call#n, zero@call#n or async@call#n=status, separated by commas, * for every n, "+
+			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n, lose@call#n, zero@call#n, short@call#n or async@call#n=status, separated by commas, * for every n, "+
 				"such as cuMemAllocAsync#3=CUDA_ERROR_OUT_OF_MEMORY or hang@ncclAllReduce#2", item, err)
 		}
 		if f.plan == nil {
@@ -110,16 +113,18 @@ func parseFault(item string) (name string, n int, x fault, err error) {
 			x.lose = true
 		case "zero":
 			x.zero = true
+		case "short":
+			x.short = true
 		case "async":
 			x.async = true
 		default:
-			return "", 0, x, fmt.Errorf("%q is neither hang nor lose nor zero nor async", kind)
+			return "", 0, x, fmt.Errorf("%q is neither hang nor lose nor zero nor short nor async", kind)
 		}
 		where = rest
 	}
 	where, status, failing := strings.Cut(where, "=")
-	if failing == (x.hang || x.lose || x.zero) {
-		return "", 0, x, fmt.Errorf("it names no status, hang, lose or zero, or two of them")
+	if failing == (x.hang || x.lose || x.zero || x.short) {
+		return "", 0, x, fmt.Errorf("it names no status, hang, lose, zero or short, or two of them")
 	}
 	name, number, _ := strings.Cut(where, "#")
 	if number == "*" {
@@ -130,14 +135,17 @@ func parseFault(item string) (name string, n int, x fault, err error) {
 	if !calls[name] {
 		return "", 0, x, fmt.Errorf("%q is not one of %s", name, strings.Join(slices.Sorted(maps.Keys(calls)), " "))
 	}
-	if x.async && !(streamOps[name] && strings.HasPrefix(name, "nccl")) {
-		return "", 0, x, fmt.Errorf("%q is no operation of NCCL", name)
+	if x.async && !(streamOps[name] && strings.HasPrefix(name, "nccl")) && !laterTransfers[name] {
+		return "", 0, x, fmt.Errorf("%q is no operation of NCCL and makes no transfers later", name)
+	}
+	if x.short && !transfers[name] && !laterTransfers[name] {
+		return "", 0, x, fmt.Errorf("%q transfers nothing between files and memory", name)
 	}
 	if x.zero && name != "cuMemcpyDtoDAsync" && name != "cuMemcpyPeerAsync" {
 		return "", 0, x, fmt.Errorf("%q copies nothing between devices", name)
 	}
 	if failing {
-		if x.status, err = statusOf(name, status); err != nil {
+		if x.status, err = statusOf(name, status, x.async); err != nil {
 			return "", 0, x, err
 		}
 	}
@@ -145,16 +153,28 @@ func parseFault(item string) (name string, n int, x fault, err error) {
 }
 
 // statusOf finds the value of a status by its C name among those of the
-// library that has the call.
-func statusOf(call, status string) (int32, error) {
+// library that has the call. Transfers of files can fail with an errno, too.
+func statusOf(call, status string, async bool) (int32, error) {
 	text := func(v int32) string { return cudadrv.Result(v).Error() }
+	first := int32(1)
 	switch {
+	case transfers[call] || laterTransfers[call] && async:
+		if v := errnoOf(status); v != 0 {
+			return v, nil
+		}
+		fallthrough
+	case strings.HasPrefix(call, "cuFile"):
+		text = func(v int32) string { return cufileapi.Result(v).Error() }
+		first = int32(cufileapi.DriverNotInitialized)
+		if noStatus[call] {
+			return 0, fmt.Errorf("%s returns no status", call)
+		}
 	case strings.HasPrefix(call, "nccl"):
 		text = func(v int32) string { return ncclapi.Result(v).Error() }
 	case strings.HasPrefix(call, "cublas"):
 		text = func(v int32) string { return cublasapi.Result(v).Error() }
 	}
-	for v := int32(1); v < 1000; v++ {
+	for v := first; v < first+1000; v++ {
 		if text(v) == status {
 			return v, nil
 		}
@@ -162,12 +182,34 @@ func statusOf(call, status string) (int32, error) {
 	return 0, fmt.Errorf("%q is not a failure that %s can return", status, call)
 }
 
-// streamOps are the calls that enqueue an operation.
+// errnoOf finds an errno by its name, such as EIO, or returns 0.
+func errnoOf(name string) int32 {
+	for v := int32(1); v < 200; v++ {
+		if unix.ErrnoName(syscall.Errno(v)) == name {
+			return v
+		}
+	}
+	return 0
+}
+
+// transfers are the calls that move bytes between files and memory, laterTransfers
+// those that have it done when they have returned.
+var (
+	transfers      = nameSet(`cuFileRead cuFileWrite`)
+	laterTransfers = nameSet(`cuFileReadAsync cuFileWriteAsync cuFileBatchIOSubmit`)
+)
+
+// noStatus are calls that return none.
+var noStatus = nameSet(`cuFileHandleDeregister cuFileBatchIODestroy cuFileUseCount`)
+
+// streamOps are the calls that enqueue an operation, or have it done later. Of a
+// batch of transfers that hangs, none begins.
 var streamOps = nameSet(`cuMemAllocAsync cuMemAllocFromPoolAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
 	cuMemcpyPeerAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuLaunchKernel
 	cuLaunchCooperativeKernel cublasGemmEx
 	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
-	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload`)
+	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload
+	cuFileReadAsync cuFileWriteAsync cuFileBatchIOSubmit`)
 
 // calls are all calls that a plan may name.
 var calls = allCalls()
@@ -192,6 +234,9 @@ func allCalls() map[string]bool {
 	cublasCreate cublasDestroy cublasSetStream`)
 	maps.Copy(names, streamOps)
 	for f := range ncclapi.NumFuncs {
+		names[f.Name()] = true
+	}
+	for f := range cufileapi.NumFuncs {
 		names[f.Name()] = true
 	}
 	return names

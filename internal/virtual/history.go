@@ -16,7 +16,14 @@ type access struct {
 	stream cudadrv.Stream
 }
 
-func (a access) String() string { return fmt.Sprintf("%s on stream %#x", a.op, uintptr(a.stream)) }
+func (a access) String() string { return fmt.Sprintf("%s on %s", a.op, nameOf(a.stream)) }
+
+func nameOf(s cudadrv.Stream) string {
+	if s == theHost {
+		return "the host"
+	}
+	return fmt.Sprintf("stream %#x", uintptr(s))
+}
 
 // A span is a range of a block's bytes with the same accesses: the last write,
 // and the reads since, at most one for each stream.

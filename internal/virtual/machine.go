@@ -10,6 +10,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
@@ -22,7 +23,7 @@ type Config struct {
 	Seed     uint64  // of the streams' delays; 0 draws one
 	SMs      int     // multiprocessors of each device; 132
 	Memory   uintptr // bytes of each device, counted and not reserved; 8 GiB
-	Faults   string  // a fault plan: call#n=status, hang@call#n, lose@call#n, separated by commas
+	Faults   string  // a fault plan: call#n=status, hang@call#n, lose@call#n, short@call#n, separated by commas
 	Blocking bool    // the host waits for each kernel, copy and fill, as under CUDA_LAUNCH_BLOCKING
 	Network  string  // where ranks listen: "" for this host's Unix sockets, or an IP address for TCP
 	NCCL     int32   // the version of the virtual NCCL; 2.28.3
@@ -39,6 +40,7 @@ type Machine struct {
 	images  images
 	nccl    *ncclLib
 	cublas  *cublasLib
+	cufile  *cufileLib
 
 	// mu guards everything below and all state of devices, streams, events and
 	// blocks. It is held for bookkeeping only, never while data moves.
@@ -113,6 +115,7 @@ func New(cfg *Config) (*Machine, error) {
 	}
 	m.nccl = newNCCL(m)
 	m.cublas = newCUBLAS(m)
+	m.cufile = newCuFile(m)
 	return m, nil
 }
 
@@ -129,6 +132,9 @@ func (m *Machine) NCCL() ncclapi.API { return m.nccl }
 
 // CUBLAS is the machine's cuBLAS.
 func (m *Machine) CUBLAS() cublasapi.API { return m.cublas }
+
+// CuFile is the machine's cuFile. It reports version 1.15.
+func (m *Machine) CuFile() cufileapi.API { return m.cufile }
 
 // Seed is the seed from which streams draw their delays.
 func (m *Machine) Seed() uint64 { return m.seed }

@@ -172,6 +172,7 @@ func (m *Machine) unpin(name string, p unsafe.Pointer, registered bool) cudadrv.
 		return cudadrv.ErrorInvalidValue
 	}
 	b := m.pinned[i]
+	m.cufile.freed(b)
 	m.pinned = slices.Delete(m.pinned, i, i+1)
 	if !registered {
 		poison(b.data)

@@ -67,9 +67,11 @@ func (o *op) record(h *history, what fmt.Stringer, offset, n uint64, write bool)
 	if !bad {
 		return nil
 	}
-	text := fmt.Sprintf("race: %s %s bytes %d to %d of %v, which %v also uses, and nothing orders the two streams: "+
-		"record an event behind the first and make the other wait for it",
-		by, verb(write), offset, offset+n, what, other)
+	remedy := "nothing orders the two streams: record an event behind the first and make the other wait for it"
+	if by.stream == theHost || other.stream == theHost {
+		remedy = "the one did not wait for the other: what the host does comes after a stream only once the host has waited for that"
+	}
+	text := fmt.Sprintf("race: %s %s bytes %d to %d of %v, which %v also uses, and %s", by, verb(write), offset, offset+n, what, other, remedy)
 	m.report(fmt.Sprintf("virtual device %d: %s (seed %#x)", o.s.dev.ordinal, text, m.seed))
 	return &trouble{cudadrv.ErrorLaunchFailed, text}
 }

@@ -1,7 +1,6 @@
 package virtual
 
 import (
-	"fmt"
 	"math/rand/v2"
 	"runtime"
 	"time"
@@ -44,7 +43,7 @@ type op struct {
 	always bool
 }
 
-func (s *stream) String() string { return fmt.Sprintf("stream %#x", uintptr(s.handle)) }
+func (s *stream) String() string { return nameOf(s.handle) }
 
 // enqueue appends an operation. m.mu is held.
 func (s *stream) enqueue(name string, run func(*op)) { s.push(&op{name: name, run: run}) }

@@ -20,7 +20,7 @@ var headerFolders = []string{
 	"/usr/local/cuda*/include", "/usr/include",
 }
 
-var headerWheels = []string{"cu13/include", "cuda_runtime/include", "cuda_nvrtc/include", "cublas/include", "nccl/include"}
+var headerWheels = []string{"cu13/include", "cuda_runtime/include", "cuda_nvrtc/include", "cublas/include", "nccl/include", "cufile/include"}
 
 // A Header is an installed C header.
 type Header struct {
@@ -65,6 +65,23 @@ func (h *Header) Enum(name string) map[string]int64 {
 		}
 	}
 	return out
+}
+
+// Names returns what the first group of a regular expression matches in the
+// header.
+func (h *Header) Names(expr string) []string {
+	var out []string
+	for _, m := range regexp.MustCompile(expr).FindAllStringSubmatch(h.text, -1) {
+		if !slices.Contains(out, m[1]) {
+			out = append(out, m[1])
+		}
+	}
+	return out
+}
+
+// Mentions reports whether the header has the word.
+func (h *Header) Mentions(word string) bool {
+	return regexp.MustCompile(`\b` + regexp.QuoteMeta(word) + `\b`).MatchString(h.text)
 }
 
 // RequireResults checks a result table against the enumerators of the header
@@ -124,9 +141,14 @@ template<class A> constexpr bool fits(char kind, size_t size) {
 	return false;
 }
 struct arg { char kind; size_t size; };
-template<class R, class... A, size_t N> constexpr bool takes(R (*)(A...), const arg (&want)[N], bool text) {
+template<class R> constexpr bool returns(char kind) {
+	if constexpr (std::is_void_v<R>) return kind == '-';
+	else if constexpr (std::is_pointer_v<R>) return kind == '*';
+	else return sizeof(R) == (kind == '#' ? 8 : 4) && (kind == '#' || kind == 'i');
+}
+template<class R, class... A, size_t N> constexpr bool takes(R (*)(A...), const arg (&want)[N], char kind) {
 	if (sizeof...(A) + 1 != N) return false;
-	if (text != std::is_pointer_v<R> || (!text && sizeof(R) != 4)) return false;
+	if (!returns<R>(kind)) return false;
 	size_t i = 0;
 	return (true && ... && (fits<A>(want[i].kind, want[i].size) && ++i));
 }
@@ -148,13 +170,13 @@ func (h *Header) RequirePrototypes(sigs Signatures) {
 			continue
 		}
 		checked++
-		args, text := strings.CutPrefix(sig, "*")
+		kind, args := split(sig)
 		fmt.Fprintf(&b, "static_assert(takes(%s, {", name)
-		for i, a := range strings.Fields(args) {
+		for i, a := range args {
 			kind, size, _ := parse(a, i)
 			fmt.Fprintf(&b, "{'%c', %d}, ", kind, size)
 		}
-		fmt.Fprintf(&b, "{0, 0}}, %v), %q);\n", text, name+" does not take "+sig)
+		fmt.Fprintf(&b, "{0, 0}}, '%c'), %q);\n", kind, name+" does not take "+sig)
 	}
 	if len(left) > 0 {
 		h.t.Logf("%s does not declare %s", h.path, strings.Join(left, ", "))

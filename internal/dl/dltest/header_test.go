@@ -4,6 +4,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"testing"
 )
 
@@ -15,6 +16,7 @@ const header = `
 typedef enum { FAKE_OK = 0, FAKE_ERROR_LOST = 7, FAKE_ERROR_AGAIN = 0x10 } fakeResult;
 struct fake { deeper a; char b; };
 struct block { char b[128]; };
+struct pair { int a, b; };
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -22,6 +24,8 @@ extern "C" {
 fakeResult fakeAlloc(void **out, size_t n);
 fakeResult fakeInit(int *comm, struct block id, unsigned char b, const char *name);
 const char *fakeText(fakeResult r);
+struct pair fakePair(void);
+void fakeClose(void *comm);
 #ifdef __cplusplus
 }
 #endif
@@ -45,7 +49,13 @@ func TestHeaderAgrees(t *testing.T) {
 	h := fakeHeader(t)
 	h.RequireResults(`FAKE_(?:OK|ERROR_[A-Z]+)`, map[string]int64{"FAKE_OK": 0, "FAKE_ERROR_LOST": 7, "FAKE_ERROR_AGAIN": 16, "FAKE_ERROR_NEWER": 17})
 	h.RequireValues(map[string]int64{"FAKE_FLAG": 2, "sizeof(struct fake)": 16, "offsetof(struct fake, b)": 8})
-	h.RequirePrototypes(Signatures{"fakeAlloc_v2": "o8 w", "fakeInit": "o4 S b s", "fakeText": "*i", "fakeNewer": "w"})
+	h.RequirePrototypes(Signatures{"fakeAlloc_v2": "o8 w", "fakeInit": "o4 S b s", "fakeText": "*i", "fakeNewer": "w", "fakePair": "#", "fakeClose": "-w"})
+	if names := h.Names(`FAKE_(\w+) =`); !slices.Equal(names, []string{"OK", "ERROR_LOST", "ERROR_AGAIN"}) {
+		t.Error(names)
+	}
+	if !h.Mentions("fakeText") || h.Mentions("fakeTex") {
+		t.Error("Mentions means whole words")
+	}
 }
 
 func TestHeaderDiffers(t *testing.T) {
@@ -60,6 +70,9 @@ func TestHeaderDiffers(t *testing.T) {
 		"out width":       func(h *Header) { h.RequirePrototypes(Signatures{"fakeAlloc_v2": "o4 w"}) },
 		"word width":      func(h *Header) { h.RequirePrototypes(Signatures{"fakeInit": "o4 S w s"}) },
 		"result type":     func(h *Header) { h.RequirePrototypes(Signatures{"fakeText": "i"}) },
+		"pair":            func(h *Header) { h.RequirePrototypes(Signatures{"fakePair": ""}) },
+		"no result":       func(h *Header) { h.RequirePrototypes(Signatures{"fakeClose": "w"}) },
+		"a result":        func(h *Header) { h.RequirePrototypes(Signatures{"fakePair": "-"}) },
 		"nothing":         func(h *Header) { h.RequirePrototypes(Signatures{"fakeNewer": "i"}) },
 	}
 	if name := os.Getenv("CHORUS_TEST_DIFFERS"); name != "" {

@@ -43,7 +43,8 @@ type recordedCall struct {
 //	s    a string               a    an array of strings, its length just before
 //	T    a 64-byte struct       f    a function of ours
 //
-// A signature that begins with * is that of a function which returns a string.
+// A signature that begins with * is that of a function which returns a string, one
+// with # returns a word or a struct of two ints, and one with - returns nothing.
 type Signatures map[string]string
 
 // A Recorder is a library all of whose functions note their arguments.
@@ -69,8 +70,7 @@ func NewRecorder(t *testing.T, sigs Signatures, result uint64) *Recorder {
 	}
 	slices.Sort(names)
 	for i, name := range names {
-		sig, returnsText := strings.CutPrefix(sigs[name], "*")
-		args := strings.Fields(sig)
+		returns, args := split(sigs[name])
 		fn := uintptr(i/8*10 + i%8)
 		if slices.Contains(args, "S") {
 			fn = uintptr(98 + len(args) - 4)
@@ -80,7 +80,7 @@ func NewRecorder(t *testing.T, sigs Signatures, result uint64) *Recorder {
 		}
 		r.fns[name], r.names[fn] = fn, name
 		value := uintptr(result)
-		if returnsText {
+		if returns == '*' {
 			value = uintptr(unsafe.Pointer(&r.text[0]))
 		}
 		r.call("plan_result", dl.Get().In(fn, value))
@@ -90,6 +90,15 @@ func NewRecorder(t *testing.T, sigs Signatures, result uint64) *Recorder {
 		}
 	}
 	return r
+}
+
+// split returns what a function returns, or 'i' for an int, and its arguments.
+func split(sig string) (returns byte, args []string) {
+	args = strings.Fields(strings.TrimLeft(sig, "*#-"))
+	if sig != "" && strings.IndexByte("*#-", sig[0]) >= 0 {
+		return sig[0], args
+	}
+	return 'i', args
 }
 
 func parse(arg string, position int) (kind byte, size, out uintptr) {
@@ -153,7 +162,7 @@ func (r *Recorder) Uncalled() []string {
 func (r *Recorder) format(c recordedCall) string {
 	name := r.names[c.fn]
 	r.called[name] = true
-	args := strings.Fields(strings.TrimPrefix(r.sigs[name], "*"))
+	_, args := split(r.sigs[name])
 	var out []string
 	for i, a := range args {
 		kind, size, _ := parse(a, i)

@@ -268,15 +268,15 @@ func (m *carrier) copyAll(r *round, buf int, back bool) {
 
 // copy takes a box out of the staging buffer, or puts it back.
 func (m *carrier) copy(d *desk, c *copying, buf int, back bool) error {
-	s, f := c.of, &c.of.flat
-	rows, err := cutOut(d.staging[buf], c.staged, s.info.DType, c.rows, c.width, f.inner)
+	s := c.of
+	rows, err := cutOut(d.staging[buf], c.staged, s.info.DType, c.rows, c.width)
 	if err != nil {
 		return err
 	}
 	if rows, err = rows.Narrow(1, c.from.Start, c.from.Len); err != nil {
 		return err
 	}
-	box, err := cutOut(d.memory(c.packed, buf), c.at, s.to, c.rows, c.from.Len, f.inner)
+	box, err := cutOut(d.memory(c.packed, buf), c.at, s.to, c.rows, c.from.Len)
 	if err != nil {
 		return err
 	}

@@ -26,10 +26,17 @@ type Error struct {
 }
 
 func (e *Error) Error() string {
+	if e.Offset < 0 {
+		return fmt.Sprintf("gds: %s %s%s", e.Op, e.Path, e.story())
+	}
+	return fmt.Sprintf("gds: %s %s at byte %d%s", e.Op, e.Path, e.Offset, e.story())
+}
+
+// story is what follows the place.
+func (e *Error) story() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "gds: %s %s", e.Op, e.Path)
 	if e.Offset >= 0 {
-		fmt.Fprintf(&b, " at byte %d: %d of %d bytes", e.Offset, e.Got, e.Wanted)
+		fmt.Fprintf(&b, ": %d of %d bytes", e.Got, e.Wanted)
 	}
 	if e.Engine != Auto {
 		fmt.Fprintf(&b, " by engine %s", e.Engine)

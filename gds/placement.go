@@ -144,20 +144,20 @@ func (c *division) elements(rank int) int { return c.outer * c.ranges[rank].Len 
 // holds reports whether a rank gets a part, which may be empty.
 func (c *division) holds(rank int) bool { return c.owner < 0 || c.owner == rank }
 
-// flat merges dimensions where the parts are contiguous: then one dimension of all
-// elements is cut.
+// flat merges the dimensions behind the cut one with it, and where the parts are
+// contiguous those before it, too: then one dimension of all elements is cut.
 func (c *division) flat() division {
+	f := division{dim: c.dim, outer: c.outer, width: c.width * c.inner, inner: 1, ranges: make([]Range, len(c.ranges)), owner: c.owner}
 	whole := true
-	for _, g := range c.ranges {
+	for r, g := range c.ranges {
+		f.ranges[r] = Range{g.Start * c.inner, g.Len * c.inner}
 		whole = whole && (g.Len == 0 || g.Len == c.width)
 	}
-	if c.outer > 1 && !whole {
-		return *c
-	}
-	f := division{dim: c.dim, outer: 1, width: c.outer * c.width * c.inner, inner: 1, ranges: make([]Range, len(c.ranges)), owner: c.owner}
-	for r, g := range c.ranges {
-		// With outer > 1 a part is everything or nothing.
-		f.ranges[r] = Range{g.Start * c.inner, c.outer * g.Len * c.inner}
+	if whole {
+		f.outer, f.width = 1, c.outer*f.width
+		for r := range f.ranges {
+			f.ranges[r].Len *= c.outer // everything or nothing
+		}
 	}
 	return f
 }

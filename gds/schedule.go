@@ -225,7 +225,7 @@ func (s *scheduler) addRows(t *placed) {
 			who = append(who, rank)
 		}
 	}
-	rowBytes := t.flat.width * t.flat.inner * max(t.from, t.to.Size())
+	rowBytes := t.flat.width * max(t.from, t.to.Size())
 	if len(who) == 0 || rowBytes == 0 {
 		return
 	}
@@ -246,14 +246,14 @@ func (s *scheduler) addRows(t *placed) {
 // addBox lets reader read n rows, and gives each rank its indices of them.
 func (s *scheduler) addBox(t *placed, who []int, reader, row, n int) {
 	w, f := &s.open.ranks[reader], &t.flat
-	bytes := n * f.width * f.inner * t.from
+	bytes := n * f.width * t.from
 	staged := w.stage(bytes)
-	w.reads = append(w.reads, read{file: t.file, off: t.off + int64(row*f.width*f.inner*t.from), size: bytes, staged: true, at: staged})
+	w.reads = append(w.reads, read{file: t.file, off: t.off + int64(row*f.width*t.from), size: bytes, staged: true, at: staged})
 	for _, rank := range who {
 		g := f.ranges[rank]
-		c := copying{of: t, rows: n, width: f.width, from: g, staged: staged, at: t.at[rank] + row*g.Len*f.inner*t.to.Size()}
+		c := copying{of: t, rows: n, width: f.width, from: g, staged: staged, at: t.at[rank] + row*g.Len*t.to.Size()}
 		if rank != reader {
-			size := n * g.Len * f.inner * t.to.Size()
+			size := n * g.Len * t.to.Size()
 			packed := w.stage(size)
 			s.open.sends = append(s.open.sends, send{from: reader, to: rank, packed: true, fromAt: packed, toAt: c.at, bytes: size})
 			c.packed, c.at = true, packed

@@ -1,6 +1,7 @@
 package gds
 
 import (
+	"errors"
 	"fmt"
 	"sort"
 	"strings"
@@ -16,11 +17,14 @@ type TensorError struct {
 }
 
 func (e *TensorError) Error() string {
-	why := strings.TrimPrefix(e.Err.Error(), "gds: ")
-	if e.Offset < 0 {
-		return fmt.Sprintf("gds: %s %s: tensor %q: %s", e.Op, e.Path, e.Tensor, why)
+	why := ": " + strings.TrimPrefix(e.Err.Error(), "gds: ")
+	if of, ok := errors.AsType[*Error](e.Err); ok && of.Error() == e.Err.Error() { // which names the same place
+		why = of.story()
 	}
-	return fmt.Sprintf("gds: %s %s: tensor %q at byte %d: %s", e.Op, e.Path, e.Tensor, e.Offset, why)
+	if e.Offset < 0 {
+		return fmt.Sprintf("gds: %s %s: tensor %q%s", e.Op, e.Path, e.Tensor, why)
+	}
+	return fmt.Sprintf("gds: %s %s: tensor %q at byte %d%s", e.Op, e.Path, e.Tensor, e.Offset, why)
 }
 
 // Unwrap returns the cause.

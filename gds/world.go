@@ -84,15 +84,14 @@ func (w *world) spread() bool { return len(w.locals) < w.ranks }
 // A RankError says which rank could not move its part. All ranks get one, those of
 // other processes too; the rank's own wraps the cause.
 type RankError struct {
-	Op     string
-	Path   string
+	Op     string // "load" or "save"
 	Rank   int
 	Reason string
 	Err    error // nil where the rank is another process's
 }
 
 func (e *RankError) Error() string {
-	return fmt.Sprintf("gds: %s %s: rank %d: %s", e.Op, e.Path, e.Rank, e.Reason)
+	return fmt.Sprintf("gds: %s: rank %d: %s", e.Op, e.Rank, e.Reason)
 }
 
 func (e *RankError) Unwrap() error { return e.Err }
@@ -132,7 +131,7 @@ func (w *world) agree(ctx context.Context, op, path string, errs []error, print 
 	}
 	for i, said := range words {
 		if said.Reason != "" {
-			return w.rankError(op, path, first+i, said.Reason, errs)
+			return w.rankError(op, first+i, said.Reason, errs)
 		}
 	}
 	for rank, said := range words {
@@ -143,8 +142,8 @@ func (w *world) agree(ctx context.Context, op, path string, errs []error, print 
 	return nil
 }
 
-func (w *world) rankError(op, path string, rank int, reason string, errs []error) error {
-	e := &RankError{Op: op, Path: path, Rank: rank, Reason: strings.TrimPrefix(reason, "gds: ")}
+func (w *world) rankError(op string, rank int, reason string, errs []error) error {
+	e := &RankError{Op: op, Rank: rank, Reason: strings.TrimPrefix(reason, "gds: ")}
 	for i, l := range w.locals {
 		if l.rank == rank {
 			e.Err = errs[i]

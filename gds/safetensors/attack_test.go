@@ -56,6 +56,8 @@ func attacks() []attack {
 			`byte 11: the JSON is not UTF-8`},
 		{"not UTF-8 in white space", file("{} \xff", 0),
 			`byte 11: the JSON is not UTF-8`},
+		{"not UTF-8 after a replacement character", file("{\"\ufffd\xff\"}", 0),
+			`byte 13: the JSON is not UTF-8`},
 		{"surrogate as UTF-8", file("{\"\xed\xa0\x80\":{}}", 0),
 			`byte 10: the JSON is not UTF-8`},
 		{"byte order mark", file("\ufeff{}", 0),

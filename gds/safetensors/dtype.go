@@ -10,7 +10,7 @@ type DType uint8
 const (
 	Invalid DType = iota
 	Bool
-	F4 // two elements a byte
+	F4 // two elements a byte; torch.float4_e2m1fn_x2 counts bytes, half as many in the last dimension
 	F6E2M3
 	F6E3M2
 	U8

@@ -78,7 +78,11 @@ func requireDigest(t *testing.T, want digest, x safetensors.Tensor, file []byte)
 	if want.DType != "" {
 		require.Equal(t, want.DType, torchName[x.DType.String()], x.Name)
 	}
-	require.Equal(t, want.Shape, x.Shape, x.Name)
+	shape := slices.Clone(x.Shape)
+	if x.DType == safetensors.F4 {
+		shape[len(shape)-1] /= 2 // torch counts the bytes
+	}
+	require.Equal(t, want.Shape, shape, x.Name)
 	sum := sha256.Sum256(file[x.Begin:x.End])
 	require.Equal(t, want.SHA256, hex.EncodeToString(sum[:]), x.Name)
 }

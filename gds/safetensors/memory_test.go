@@ -17,7 +17,7 @@ const (
 )
 
 // worstMap is a number of keys for which a Go map has the most room left over.
-const worstMap = 7<<20/8 + 1
+const worstMap = 7<<18/8 + 1
 
 // many repeats an entry, with a number of its own in each, up to that many bytes.
 func many(bytes int, entry func(i int) string) string {
@@ -39,7 +39,7 @@ func key(i int) string {
 }
 
 func TestMemoryIsBounded(t *testing.T) {
-	const size = 16 << 20
+	const size = 4 << 20
 	const rest = `"dtype":"U8","data_offsets":[0,0]`
 	dims := func(n int) string { return "[0" + strings.Repeat(",0", n-1) + "]" }
 	for _, c := range []struct {
@@ -108,7 +108,7 @@ func requireAllocates(t *testing.T, most float64, bytes int, wrong string, f fun
 }
 
 func TestIndexMemoryIsBounded(t *testing.T) {
-	const size = 16 << 20
+	const size = 4 << 20
 	for _, c := range []struct{ name, wrong, text string }{
 		{"tensors", "", `{"weight_map":{` + many(11*worstMap, func(i int) string { return `"` + key(i) + `":"a"` }) + `}}`},
 		{"files", "", `{"weight_map":{` + many(14*worstMap, func(i int) string { return `"` + key(i) + `":"` + key(i) + `"` }) + `}}`},

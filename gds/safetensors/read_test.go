@@ -127,6 +127,18 @@ func TestReadError(t *testing.T) {
 	require.NoError(t, err, "the data are not read")
 }
 
+// Shapes share memory, but what is appended to one does not go into another.
+func TestShapesAreApart(t *testing.T) {
+	h, err := parse(file(`{"a":{"dtype":"U8","shape":[1,2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[3],"data_offsets":[2,5]},"c":{"dtype":"U8","shape":[],"data_offsets":[5,6]}}`, 6))
+	require.NoError(t, err)
+	for _, x := range h.Tensors {
+		_ = append(x.Shape, 8, 9)
+	}
+	require.Equal(t, []int{1, 2}, h.Tensors[0].Shape)
+	require.Equal(t, []int{3}, h.Tensors[1].Shape)
+	require.Equal(t, []int{}, h.Tensors[2].Shape)
+}
+
 // A name of any length makes an error that a person reads.
 func TestLongNames(t *testing.T) {
 	name := strings.Repeat("é", 1000)

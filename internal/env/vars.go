@@ -22,7 +22,7 @@ var (
 	RequireGPU = &Var{"CHORUS_REQUIRE_GPU", "number", "0",
 		"Tests: how many GPUs this machine must have. A test that would be skipped for want of a GPU fails instead."}
 	Fixtures = &Var{"CHORUS_FIXTURES", "path", "",
-		"Tests: more recordings of PyTorch that the tests play: a file like those of `rng/testdata` (`*rng*.json.gz`) and `internal/memtrace/testdata` (`trace_*.json.gz`, `alloc_stats*.json.gz`), or a folder with such files and those of `comm/testdata` (`scatter_chunks*.json`)."}
+		"Tests: more recordings of PyTorch that the tests play: a file like those of `rng/testdata` (`*rng*.json.gz`) and `internal/memtrace/testdata` (`trace_*.json.gz`, `alloc_stats*.json.gz`), or a folder with such files those of `comm/testdata` (`scatter_chunks*.json`), and `*.safetensors` beside a `.json` of digests as in `gds/safetensors/testdata`, there or in a folder in it."}
 	KernelCache = &Var{"CHORUS_KERNEL_CACHE", "text", "",
 		"The folder in which compiled kernels are kept for later processes; `off` keeps none. Unset means `chorus/kernels` in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)."}
 	LibCUDA = &Var{"CHORUS_LIBCUDA", "text", "",

@@ -208,8 +208,9 @@ func (f *File) flush(ctx context.Context) error {
 	}
 	done := make(chan error, 1)
 	go func() {
-		defer f.unuse()
-		done <- f.sys.fsync(f.fd)
+		err := f.sys.fsync(f.fd)
+		f.unuse() // first: whoever hears of the end may commit the file
+		done <- err
 	}()
 	select {
 	case err := <-done:

@@ -34,7 +34,7 @@ func Create(path string, cfg *FileConfig) (*File, error) {
 		}
 		return nil, err
 	}
-	f.path, f.fresh = path, &fresh{temp, final}
+	f.path, f.new, f.fresh = path, true, &fresh{temp, final}
 	if mode != 0 {
 		if err := f.plain.Chmod(mode); err != nil {
 			return nil, errors.Join(f.fail(op, errors.Unwrap(err)), f.Close())
@@ -97,7 +97,7 @@ func (f *File) takeFresh(op string) (*fresh, error) {
 	switch {
 	case busy:
 		f.unuse()
-		return nil, f.fail(op, errors.New("a call that uses the file has not returned: wait for it"))
+		return nil, f.fail(op, errBusy)
 	case x == nil:
 		f.unuse()
 		return nil, f.fail(op, errors.New("the file was not made by Create, or is being committed: Sync it"))

@@ -23,6 +23,9 @@ const usualAlign = 4096
 
 // directReady reports whether the file can be read or written past the page cache.
 func (f *File) directReady() bool {
+	if f.refuses(Direct) {
+		return false
+	}
 	f.direct.once.Do(func() {
 		if err := f.openDirect(); err != nil {
 			f.refuse(Direct, err)

@@ -281,6 +281,11 @@ func TestWriteFaults(t *testing.T) {
 				return unix.Pwrite(fd, p, off)
 			}
 		}, unix.ENOSPC, "make room"},
+		{"no room on the disk", func(f *File) {
+			f.mem = false
+			f.sys.fallocate = func(int, uint32, int64, int64) error { return unix.ENOSPC }
+			f.sys.pwrite = func(int, []byte, int64) (int, error) { panic("nothing is to be written") }
+		}, unix.ENOSPC, "at byte 0: 0 of 1311053 bytes"},
 		{"nothing is written", func(f *File) {
 			f.sys.pwrite = func(fd int, p []byte, off int64) (int, error) { return 0, nil }
 		}, io.ErrShortWrite, "0 of "},

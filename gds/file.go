@@ -32,6 +32,7 @@ type File struct {
 	plain *os.File // goes by the page cache
 	fd    int      // of plain
 	write bool     // it may be written
+	new   bool     // it is of Create
 	mem   bool     // its file system is memory: the page cache is all there is
 	was   identity // when it was opened
 
@@ -41,20 +42,23 @@ type File struct {
 	depth   int    // slots of each worker
 	sys     system
 
-	direct directFile
-	count  counters
-	why    [engines]atomic.Pointer[error] // an engine does not work
+	direct  directFile
+	count   counters
+	growing sync.Mutex                     // held while the file is made longer
+	why     [engines]atomic.Pointer[error] // an engine does not work
 
 	mu     sync.Mutex
 	users  int
 	closed bool
 	fresh  *fresh // of Create, until Commit
+	known  []*registration
 }
 
 // system is what the files ask of the operating system. Tests put their own there.
 type system struct {
 	pread, pwrite mover
 	fsync         func(fd int) error
+	fallocate     func(fd int, mode uint32, off, bytes int64) error
 }
 
 // An identity tells one state of a file from another.
@@ -84,7 +88,7 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 		c = *cfg
 	}
 	f := &File{path: path, write: flag&(os.O_WRONLY|os.O_RDWR) != 0, chunk: defaultChunk, depth: defaultDepth,
-		sys: system{unix.Pread, unix.Pwrite, unix.Fsync}}
+		sys: system{unix.Pread, unix.Pwrite, unix.Fsync, unix.Fallocate}}
 	if flag&os.O_APPEND != 0 {
 		return nil, f.fail(op, errors.New("O_APPEND writes at no offset: leave it out"))
 	}
@@ -130,6 +134,7 @@ func (f *File) look() error {
 	}
 	f.mem = fs.Type == unix.TMPFS_MAGIC || fs.Type == unix.RAMFS_MAGIC
 	f.was, err = f.identity()
+	f.rule()
 	return err
 }
 
@@ -268,6 +273,7 @@ func (f *File) Close() error {
 
 // release gives the descriptors back. f.mu is held.
 func (f *File) release() error {
+	f.forget()
 	return errors.Join(f.direct.close(), f.plain.Close())
 }
 
@@ -279,3 +285,13 @@ type counters struct {
 
 // traffic is that of one engine.
 type traffic struct{ reads, writes, bytesRead, bytesWritten atomic.Int64 }
+
+func (t *traffic) add(write bool, bytes int64) {
+	if write {
+		t.writes.Add(1)
+		t.bytesWritten.Add(bytes)
+	} else {
+		t.reads.Add(1)
+		t.bytesRead.Add(bytes)
+	}
+}

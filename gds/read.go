@@ -57,8 +57,7 @@ func (f *File) readRun(ctx context.Context, buf []byte, base, from, to int64) (e
 		} else {
 			n, err = f.fill(ctx, f.fd, buf[from-base:to-base], from)
 		}
-		f.count.by[e].reads.Add(1)
-		f.count.by[e].bytesRead.Add(int64(n))
+		f.count.by[e].add(false, int64(n))
 		if err == nil || !refused(e, err) {
 			return e, n, err
 		}

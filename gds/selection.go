@@ -1,27 +1,51 @@
 package gds
 
 import (
+	"errors"
 	"fmt"
 	"os"
 
 	"golang.org/x/sys/unix"
 )
 
-// readEngine chooses how the bytes from one offset to another are read.
+// The reasons of rule.
+var (
+	errInMemory   = errors.New("the file system is memory, of which the page cache is all")
+	errNoNvidiaFS = errors.New("nvidia-fs is not loaded, so that cuFile would copy through host memory as the other engines do: CHORUS_GDS_ENGINE=cufile tries it")
+)
+
+// rule refuses the engines that are not to be tried at all.
+func (f *File) rule() {
+	asked := fmt.Errorf("engine %s was asked for", f.first)
+	switch f.first {
+	case Cached:
+		f.refuse(Direct, asked)
+		f.refuse(CuFile, asked)
+	case Direct:
+		f.refuse(CuFile, asked)
+	case Auto:
+		if f.mem {
+			f.refuse(Direct, errInMemory)
+			f.refuse(CuFile, errInMemory)
+		} else if _, err := os.Stat("/proc/driver/nvidia-fs"); err != nil {
+			f.refuse(CuFile, errNoNvidiaFS)
+		}
+	}
+}
+
+// readEngine chooses how the bytes from one offset to another are read where cuFile
+// does not.
 func (f *File) readEngine(from, to int64) Engine {
-	switch {
-	case f.first == Cached || f.first == Auto && f.mem || !f.directReady():
-		return Cached
-	case f.first == Auto && f.resident(from, to):
+	if !f.directReady() || f.first == Auto && f.resident(from, to) {
 		return Cached
 	}
 	return Direct
 }
 
-// writeEngine chooses how bytes are written: past the page cache, from which they
-// would have to go to the disk anyway.
+// writeEngine chooses how bytes are written where cuFile does not: past the page
+// cache, from which they would have to go to the disk anyway.
 func (f *File) writeEngine() Engine {
-	if f.first == Cached || f.first == Auto && f.mem || !f.directReady() {
+	if !f.directReady() {
 		return Cached
 	}
 	return Direct

@@ -46,11 +46,10 @@ func (f *File) status(e Engine) EngineStatus {
 
 // prefers returns the engine that is tried first.
 func (f *File) prefers() Engine {
-	switch {
-	case f.first != Auto:
-		return f.first
-	case f.mem || f.refuses(Direct):
-		return Cached
+	for _, e := range []Engine{CuFile, Direct} {
+		if !f.refuses(e) {
+			return e
+		}
 	}
-	return Direct
+	return Cached
 }

@@ -35,14 +35,17 @@ type transfer struct {
 	begin   *stream.Event
 	begun   atomic.Bool // begin has been passed
 	moved   func(bytes int)
-	done    atomic.Int64 // bytes that have arrived
+	writes  bool
+	cu      *registration // of the file, where cuFile is to move it
+	done    atomic.Int64  // bytes that have arrived
 
 	next atomic.Int64
 	over chan struct{} // closed when somebody has each window
 
 	mu    sync.Mutex
 	err   error
-	short error // why no more memory could be pinned
+	left  []window // that cuFile has refused
+	short error    // why no more memory could be pinned
 }
 
 // readPieces fills the pieces with the file's bytes. They are on the device of s
@@ -61,7 +64,7 @@ func (f *File) readPieces(ctx context.Context, s *stream.Stream, pieces []piece,
 	if err := f.inside(op, pieces); err != nil {
 		return err
 	}
-	if err := f.transfer(ctx, op, s, pieces, moved, (*worker).read); err != nil {
+	if err := f.transfer(ctx, op, s, pieces, moved, false); err != nil {
 		return err
 	}
 	if err := f.unchanged(); err != nil {
@@ -84,9 +87,9 @@ func (f *File) inside(op string, pieces []piece) error {
 	return nil
 }
 
-// transfer moves the pieces by workers that each do work.
-func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces []piece, moved func(int), work func(*worker) error) error {
-	t := &transfer{f: f, op: op, pieces: pieces, moved: moved, over: make(chan struct{})}
+// transfer moves the pieces.
+func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces []piece, moved func(int), writes bool) error {
+	t := &transfer{f: f, op: op, pieces: pieces, moved: moved, writes: writes}
 	if err := t.check(ctx, s); err != nil {
 		return f.fail(op, err)
 	}
@@ -94,22 +97,45 @@ func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces
 	if len(t.pieces) == 0 {
 		return nil
 	}
-	total := bytesOf(pieces)
 	threads := f.threads
 	if threads == 0 {
 		threads = defaultThreads(t.dev)
 	}
 	t.slot = min(f.chunk, floorPow2(t.ring.bound))
-	t.windows = cut(t.pieces, windowSize(t.slot, total, threads))
+	t.windows = cut(t.pieces, windowSize(t.slot, bytesOf(pieces), threads))
 	begin, err := s.Record(nil)
 	if err != nil {
 		return f.fail(op, err)
 	}
 	t.begin = begin
 	t.ctx, t.stop = context.WithCancelCause(ctx)
-	t.run(min(threads, len(t.windows)), work)
+	t.engines(threads)
 	t.stop(nil)
 	return errors.Join(t.result(), begin.Close())
+}
+
+// engines lets workers move the windows: by cuFile if that is to, and what it has
+// not moved then by the others.
+func (t *transfer) engines(threads int) {
+	if t.cu = t.f.straight(t.dev); t.cu != nil {
+		t.run(threads, (*worker).straight)
+		t.windows = append(t.left, t.windows[min(t.next.Load(), int64(len(t.windows))):]...)
+		t.next.Store(0)
+	}
+	switch {
+	case len(t.windows) == 0 || t.ctx.Err() != nil:
+	case t.writes:
+		t.run(threads, (*worker).write)
+	default:
+		t.run(threads, (*worker).read)
+	}
+}
+
+// leave leaves a window to another engine.
+func (t *transfer) leave(w window) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.left = append(t.left, w)
 }
 
 // check finds what is wrong with the arguments.
@@ -147,10 +173,11 @@ func windowSize(slot, total int64, threads int) int64 {
 
 func floorPow2(n int64) int64 { return 1 << (bits.Len64(uint64(n)) - 1) }
 
-// run lets n workers work and returns when they have ended.
-func (t *transfer) run(n int, work func(*worker) error) {
+// run lets workers work and returns when they have ended.
+func (t *transfer) run(threads int, work func(*worker) error) {
+	t.over = make(chan struct{})
 	var wg sync.WaitGroup
-	for range n {
+	for range min(threads, len(t.windows)) {
 		wg.Go(func() {
 			w, err := newWorker(t)
 			if err == nil {

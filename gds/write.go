@@ -2,6 +2,7 @@ package gds
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"golang.org/x/sys/unix"
@@ -23,7 +24,34 @@ func (f *File) writePieces(ctx context.Context, s *stream.Stream, pieces []piece
 	if !f.write {
 		return f.fail(op, fmt.Errorf("it was opened to be read only: open it by OpenFile or Create: %w", unix.EBADF))
 	}
-	return f.transfer(ctx, op, s, pieces, moved, (*worker).write)
+	if err := f.reserve(pieces); err != nil {
+		return err
+	}
+	return f.transfer(ctx, op, s, pieces, moved, true)
+}
+
+// reserve takes the disk's blocks for the pieces of a new file, so that a disk that
+// is full is found before anything is written, and threads need not take turns to
+// make the file longer. Memory is taken as it is written, by all threads.
+func (f *File) reserve(pieces []piece) error {
+	if !f.new || f.mem || len(pieces) == 0 {
+		return nil
+	}
+	f.growing.Lock()
+	defer f.growing.Unlock()
+	id, err := f.identity()
+	if err != nil {
+		return f.fail("write", err)
+	}
+	more := pieces[len(pieces)-1].end() - id.size
+	if more <= 0 {
+		return nil
+	}
+	err = f.sys.fallocate(f.fd, 0, id.size, more)
+	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.EFBIG) {
+		return &Error{Op: "write", Path: f.path, Offset: id.size, Wanted: more, Err: err}
+	}
+	return nil // a file system that reserves nothing tells later
 }
 
 // write copies windows from the device into slots and writes those to the file.
@@ -103,7 +131,6 @@ func (f *File) writeDirect(ctx context.Context, buf []byte, base, from, to int64
 // put writes bytes of a slot to a descriptor.
 func (f *File) put(ctx context.Context, e Engine, fd int, buf []byte, base, from, to int64) (int, error) {
 	n, err := f.empty(ctx, fd, buf[from-base:to-base], from)
-	f.count.by[e].writes.Add(1)
-	f.count.by[e].bytesWritten.Add(int64(n))
+	f.count.by[e].add(true, int64(n))
 	return n, err
 }

@@ -1,0 +1,251 @@
+package gds
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"syscall"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cufileapi"
+	"github.com/gochorus/chorus/internal/kept"
+)
+
+// A cuFile is the library for one System. Its driver is opened when it is wanted
+// first, which takes half a second, and closed with the System.
+type cuFile struct {
+	sys *device.System
+
+	mu      sync.Mutex
+	tried   bool
+	api     cufileapi.API // nil where it does not work
+	err     error         // why not
+	buffers []*buffer
+}
+
+var cuFileKey kept.Key
+
+func cuFileOf(dev *device.Device) *cuFile {
+	sys := dev.System()
+	return sys.Local(&cuFileKey, func() any { return &cuFile{sys: sys} }).(*cuFile)
+}
+
+// open returns the library with its driver open.
+func (c *cuFile) open() (cufileapi.API, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.tried {
+		c.tried = true
+		c.api, c.err = c.start()
+	}
+	return c.api, c.err
+}
+
+func (c *cuFile) start() (cufileapi.API, error) {
+	api, err := c.sys.CuFile()
+	if err != nil {
+		return nil, err
+	}
+	if _, set := os.LookupEnv("CUFILE_LOGFILE_PATH"); !set {
+		// Its log would lie in the working directory. A library without the parameter
+		// does as it always did.
+		_ = api.SetParameterString(cufileapi.LogDir, os.TempDir())
+	}
+	if r := api.DriverOpen(); r != cufileapi.Success {
+		return nil, fmt.Errorf("cuFileDriverOpen: %w: %s", r, r.Meaning())
+	}
+	return api, nil
+}
+
+// Close closes the driver.
+func (c *cuFile) Close() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.api == nil {
+		return nil
+	}
+	api := c.api
+	c.api, c.err = nil, device.ErrClosed
+	if r := api.DriverClose(); r != cufileapi.Success {
+		return fmt.Errorf("gds: cuFileDriverClose: %w", r)
+	}
+	return nil
+}
+
+// A registration is a file that cuFile knows.
+type registration struct {
+	lib *cuFile
+	api cufileapi.API
+	h   cufileapi.Handle
+}
+
+// registered returns the file's registration with cuFile for dev's System, making
+// it if there is none.
+func (f *File) registered(dev *device.Device) (*registration, error) {
+	c := cuFileOf(dev)
+	api, err := c.open()
+	if err != nil {
+		return nil, err
+	}
+	fd := f.fd
+	if f.directReady() {
+		fd = f.direct.fd // without which there is no GPUDirect
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, r := range f.known {
+		if r.lib == c {
+			return r, nil
+		}
+	}
+	x := &registration{lib: c, api: api}
+	err = dev.Bound(func() error {
+		var r cufileapi.Result
+		x.h, r = api.HandleRegister(&cufileapi.Descr{Type: cufileapi.OpaqueFD, FD: int32(fd)})
+		return failed("cuFileHandleRegister", r)
+	})
+	if err != nil {
+		return nil, err
+	}
+	f.known = append(f.known, x)
+	return x, nil
+}
+
+// forget ends the registrations with cuFile. f.mu is held, and nothing uses them.
+func (f *File) forget() {
+	for _, r := range f.known {
+		r.api.HandleDeregister(r.h)
+	}
+	f.known = nil
+}
+
+// Register lets cuFile know the file, which otherwise happens when CuFile is to
+// serve it first (torch.cuda.gds.GdsFile.register_handle). dev is any device of the
+// System whose memory it will be used with. Once it is known this does nothing. The
+// error says why cuFile does not serve the file: other engines do.
+func (f *File) Register(dev *device.Device) error {
+	const op = "register"
+	if err := f.use(op); err != nil {
+		return err
+	}
+	defer f.unuse()
+	if dev == nil {
+		return f.fail(op, errors.New("no device given"))
+	}
+	if _, err := f.registered(dev); err != nil {
+		f.refuse(CuFile, err)
+		return f.fail(op, err)
+	}
+	return nil
+}
+
+// Deregister ends what Register began (torch.cuda.gds.GdsFile.deregister_handle).
+// Close does it too. A call that uses the file must have returned.
+func (f *File) Deregister() error {
+	const op = "deregister"
+	if err := f.use(op); err != nil {
+		return err
+	}
+	defer f.unuse()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.users > 1 {
+		return f.fail(op, errBusy)
+	}
+	f.forget()
+	return nil
+}
+
+// straight returns how cuFile moves the file's bytes to and from the device, or nil
+// where it is not to.
+func (f *File) straight(dev *device.Device) *registration {
+	if f.refuses(CuFile) {
+		return nil
+	}
+	r, err := f.registered(dev)
+	if err != nil {
+		f.refuse(CuFile, err)
+		return nil
+	}
+	return r
+}
+
+// straight moves windows between the file and the device by cuFile, without slots.
+// One that cuFile refuses is left to the other engines, as all that follow.
+func (w *worker) straight() error {
+	t := w.t
+	for !t.f.refuses(CuFile) {
+		win, ok := t.claim()
+		if !ok {
+			return nil
+		}
+		if err := t.reach(); err != nil {
+			return err
+		}
+		bytes, err := t.pass(win)
+		if t.ctx.Err() != nil {
+			return context.Cause(t.ctx)
+		}
+		if err != nil {
+			t.f.refuse(CuFile, err)
+			t.leave(win)
+			return nil
+		}
+		t.tell(bytes)
+	}
+	return nil
+}
+
+// pass moves the pieces of a window.
+func (t *transfer) pass(win window) (bytes int64, err error) {
+	for i := win.first; i < win.last; {
+		x, next := win.part(t.pieces, i)
+		if err := t.passPart(x); err != nil {
+			return bytes, err
+		}
+		bytes += x.bytes
+		i = next
+	}
+	return bytes, nil
+}
+
+func (t *transfer) passPart(x part) error {
+	b, base, off := t.cu.lib.within(x)
+	defer b.leave()
+	count := &t.f.count.by[CuFile]
+	for done := int64(0); done < x.bytes && t.ctx.Err() == nil; {
+		var n int64
+		err := t.dev.Bound(func() (err error) {
+			if t.writes {
+				n, err = t.cu.api.Write(t.cu.h, base, uintptr(x.bytes-done), x.off+done, off+done)
+			} else {
+				n, err = t.cu.api.Read(t.cu.h, base, uintptr(x.bytes-done), x.off+done, off+done)
+			}
+			return err
+		})
+		switch {
+		case errors.Is(err, syscall.EINTR):
+			t.f.count.retried.Add(1)
+			continue
+		case err != nil:
+			return fmt.Errorf("cuFile moves %d bytes at byte %d: %w", x.bytes-done, x.off+done, err)
+		case n == 0:
+			return fmt.Errorf("cuFile moves none of %d bytes at byte %d", x.bytes-done, x.off+done)
+		}
+		count.add(t.writes, n)
+		if done += n; done < x.bytes {
+			t.f.count.continued.Add(1)
+		}
+	}
+	return nil
+}
+
+// failed turns a result of cuFile into an error.
+func failed(op string, r cufileapi.Result) error {
+	if r == cufileapi.Success {
+		return nil
+	}
+	return fmt.Errorf("%s: %w: %s", op, r, r.Meaning())
+}

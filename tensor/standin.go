@@ -40,10 +40,20 @@ func standInCopy[W memory.Element](width int) func(*kernel.Call) {
 // standInConvert stands in for the conversion.
 func standInConvert(c *kernel.Call) {
 	to, from := memory.DType(c.Uint32(4+3*maxLoops)), memory.DType(c.Uint32(5+3*maxLoops))
+	convert := func(dst, src, n int) {
+		x := kernel.ReadAt[uint8](c, 1, src*from.Size(), n*from.Size())
+		y := kernel.UpdateAt[uint8](c, 0, dst*to.Size(), n*to.Size())
+		for i := range n {
+			element.Store(to, y, i, element.Load(from, x, i))
+		}
+	}
 	runs(given(c), func(r run) {
+		if r.dstStep == 1 && r.srcStep == 1 {
+			convert(r.dst, r.src, r.n)
+			return
+		}
 		for i := range r.n {
-			v := element.Load(from, kernel.ReadAt[uint8](c, 1, (r.src+i*r.srcStep)*from.Size(), from.Size()), 0)
-			element.Store(to, kernel.UpdateAt[uint8](c, 0, (r.dst+i*r.dstStep)*to.Size(), to.Size()), 0, v)
+			convert(r.dst+i*r.dstStep, r.src+i*r.srcStep, 1)
 		}
 	})
 }

@@ -116,7 +116,11 @@ func (f *File) registered(dev *device.Device) (*registration, error) {
 // forget ends the registrations with cuFile. f.mu is held, and nothing uses them.
 func (f *File) forget() {
 	for _, r := range f.known {
-		r.api.HandleDeregister(r.h)
+		r.lib.mu.Lock()
+		if r.lib.api != nil { // or the handle has gone with the driver
+			r.api.HandleDeregister(r.h)
+		}
+		r.lib.mu.Unlock()
 	}
 	f.known = nil
 }
@@ -180,9 +184,6 @@ func (w *worker) straight() error {
 		win, ok := t.claim()
 		if !ok {
 			return nil
-		}
-		if err := t.reach(); err != nil {
-			return err
 		}
 		bytes, err := t.pass(win)
 		if t.ctx.Err() != nil {

@@ -34,12 +34,7 @@ func lanesOf(dev *device.Device) *lanes {
 
 // takeLane returns a lane with nothing on it.
 func takeLane(dev *device.Device) (*lane, error) {
-	list := lanesOf(dev)
-	list.mu.Lock()
-	defer list.mu.Unlock()
-	if n := len(list.free); n > 0 {
-		l := list.free[n-1]
-		list.free = list.free[:n-1]
+	if l := lanesOf(dev).take(); l != nil {
 		return l, nil
 	}
 	l := &lane{dev: dev}
@@ -48,6 +43,19 @@ func takeLane(dev *device.Device) (*lane, error) {
 		return nil, err
 	}
 	return l, nil
+}
+
+// take returns a lane that there is, or nil.
+func (x *lanes) take() *lane {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	n := len(x.free)
+	if n == 0 {
+		return nil
+	}
+	l := x.free[n-1]
+	x.free = x.free[:n-1]
+	return l
 }
 
 // giveLane takes back a lane that has been drained.

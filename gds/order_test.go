@@ -49,6 +49,28 @@ func TestOrder(t *testing.T) {
 	})
 }
 
+// A call that waits for its stream keeps nothing from others.
+func TestWaitingKeepsNoSlots(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		smallRing(t, devs[0], minSlot)
+		r := newRig(t, devs[0])
+		ctx, other := testgpu.Context(t), newStream(t, devs[0])
+		y := makeBytes(t, other, r.x.Len())
+		f := r.open(t, Auto)
+		defer f.Close()
+		open := spin.Hold(t, r.s)
+		done := make(chan error, 1)
+		go func() { done <- f.Load(ctx, r.s, r.x, 0) }()
+		for range 20 {
+			require.NoError(t, f.Load(ctx, other, y, 0))
+		}
+		open()
+		require.NoError(t, <-done)
+		require.True(t, string(r.content) == string(hostBytes(t, r.s, r.x)))
+		require.True(t, string(r.content) == string(hostBytes(t, other, y)))
+	})
+}
+
 // Wrong arguments are found before anything moves.
 func TestArguments(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {

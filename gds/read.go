@@ -17,9 +17,6 @@ func (w *worker) read() error {
 		if err := t.fetch(win, w.held[i].slot); err != nil {
 			return err
 		}
-		if err := t.reach(); err != nil {
-			return err
-		}
 		if err := w.copy(i, win, w.lane.upload); err != nil {
 			return err
 		}

@@ -26,8 +26,9 @@ func (f *File) Status() Status {
 		Cached: f.status(Cached), Direct: f.status(Direct), CuFile: f.status(CuFile),
 		Continued: f.count.continued.Load(), Retried: f.count.retried.Load()}
 	most := int64(0)
-	for e, x := range map[Engine]EngineStatus{Cached: s.Cached, Direct: s.Direct, CuFile: s.CuFile} {
-		if n := x.BytesRead + x.BytesWritten; n > most {
+	for e := Cached; e < engines; e++ {
+		t := &f.count.by[e]
+		if n := t.bytesRead.Load() + t.bytesWritten.Load(); n > most {
 			s.Engine, most = e, n
 		}
 	}

@@ -1,6 +1,7 @@
 package gds
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -32,8 +33,6 @@ type transfer struct {
 	pieces  []piece
 	windows []window
 	slot    int64 // bytes of each slot, at least those of a window
-	begin   *stream.Event
-	begun   atomic.Bool // begin has been passed
 	moved   func(bytes int)
 	writes  bool
 	cu      *registration // of the file, where cuFile is to move it
@@ -103,15 +102,13 @@ func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces
 	}
 	t.slot = min(f.chunk, floorPow2(t.ring.bound))
 	t.windows = cut(t.pieces, windowSize(t.slot, bytesOf(pieces), threads))
-	begin, err := s.Record(nil)
-	if err != nil {
-		return f.fail(op, err)
-	}
-	t.begin = begin
 	t.ctx, t.stop = context.WithCancelCause(ctx)
+	defer t.stop(nil)
+	if err := t.reach(s); err != nil {
+		return t.whole(err)
+	}
 	t.engines(threads)
-	t.stop(nil)
-	return errors.Join(t.result(), begin.Close())
+	return t.result()
 }
 
 // engines lets workers move the windows: by cuFile if that is to, and what it has
@@ -216,17 +213,23 @@ func (t *transfer) scarce() error {
 	return t.short
 }
 
-// result is the error of the whole, once the workers have ended.
+// result is the error of the call, once the workers have ended.
 func (t *transfer) result() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	err := t.err
-	if err == nil && t.next.Load() < int64(len(t.windows)) {
-		err = t.short // nobody had a slot for the rest
+	if err == nil && t.done.Load() < bytesOf(t.pieces) {
+		// The call was given up between two engines, or nobody had a slot for the rest.
+		err = cmp.Or(context.Cause(t.ctx), t.short)
 	}
 	if _, ok := errors.AsType[*Error](err); ok || err == nil {
 		return err
 	}
+	return t.whole(err)
+}
+
+// whole makes an Error of what is about the whole call.
+func (t *transfer) whole(err error) error {
 	return &Error{Op: t.op, Path: t.f.path, Offset: t.pieces[0].off, Wanted: bytesOf(t.pieces), Got: t.done.Load(), Err: err}
 }
 
@@ -243,17 +246,15 @@ func (t *transfer) claim() (window, bool) {
 	return t.windows[i], true
 }
 
-// reach waits until the stream has done what was on it when the call began. It is
-// the host that waits, so that nothing is enqueued that could not run.
-func (t *transfer) reach() error {
-	if t.begun.Load() {
-		return nil
-	}
-	if err := t.begin.Sync(t.ctx); err != nil {
+// reach waits until the stream has done what is on it. It is the host that waits,
+// before anything is taken that others may need for that, and so that nothing is
+// enqueued that could not run.
+func (t *transfer) reach(s *stream.Stream) error {
+	begin, err := s.Record(nil)
+	if err != nil {
 		return err
 	}
-	t.begun.Store(true)
-	return nil
+	return errors.Join(begin.Sync(t.ctx), begin.Close())
 }
 
 // at makes an Error of what happened between two offsets, of which n bytes are done.

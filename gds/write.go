@@ -31,8 +31,8 @@ func (f *File) writePieces(ctx context.Context, s *stream.Stream, pieces []piece
 }
 
 // reserve takes the disk's blocks for the pieces of a new file, so that a disk that
-// is full is found before anything is written, and threads need not take turns to
-// make the file longer. Memory is taken as it is written, by all threads.
+// is full is found before anything is written. Memory is taken as it is written, by
+// all threads.
 func (f *File) reserve(pieces []piece) error {
 	if !f.new || f.mem || len(pieces) == 0 {
 		return nil
@@ -65,9 +65,6 @@ func (w *worker) write() error {
 		win, ok := t.claim()
 		if !ok {
 			return w.all(w.store)
-		}
-		if err := t.reach(); err != nil {
-			return err
 		}
 		if err := w.copy(i, win, w.lane.download); err != nil {
 			return err

@@ -20,6 +20,15 @@ type Info struct {
 	Format safetensors.DType // the type as the file names it
 }
 
+// Bytes returns the size of the tensor in its file.
+func (i Info) Bytes() int64 {
+	n := int64(i.Format.Bits())
+	for _, d := range i.Shape {
+		n *= int64(d)
+	}
+	return n / 8
+}
+
 // A Range is a run of indices of a dimension.
 type Range struct{ Start, Len int }
 

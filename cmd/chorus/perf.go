@@ -16,9 +16,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/cluster"
-	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/perf"
 )
 
@@ -248,7 +245,11 @@ func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 		return err
 	}
 	defer t.close()
-	g, note, err := f.join(ctx, sess)
+	devs, note, err := ranksOf(sess, f.gpus)
+	if err != nil {
+		return err
+	}
+	g, err := joinRanks(ctx, sess, devs)
 	if err != nil {
 		return err
 	}
@@ -266,33 +267,4 @@ func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 		return err
 	}
 	return sess.Shutdown(ctx)
-}
-
-// join makes the group: of the processes of the job with a device each, or of the
-// devices of this one.
-func (f *perfFlags) join(ctx context.Context, sess *cluster.Session) (*comm.Group, string, error) {
-	sys, note, err := device.OrVirtual()
-	if err != nil {
-		return nil, "", err
-	}
-	if sess.Size() > 1 {
-		if f.gpus > 1 {
-			return nil, "", &launch.UsageError{Reason: fmt.Sprintf("-g %d in a job of %d processes: each has one GPU; leave -g out", f.gpus, sess.Size())}
-		}
-		dev, err := sys.Open(sess.LocalRank())
-		if err != nil {
-			return nil, "", err
-		}
-		g, err := comm.Join(ctx, sess, dev)
-		return g, note, err
-	}
-	devs := sys.Devices()
-	if f.gpus > len(devs) {
-		return nil, "", &launch.UsageError{Reason: fmt.Sprintf("-g %d: this machine has %d devices", f.gpus, len(devs))}
-	}
-	if f.gpus > 0 {
-		devs = devs[:f.gpus]
-	}
-	g, err := comm.Local(ctx, devs...)
-	return g, note, err
 }

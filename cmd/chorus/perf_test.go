@@ -23,10 +23,15 @@ func self(t *testing.T) string {
 	return name
 }
 
-// chorusPerf runs the command on virtual devices in a process of its own.
 func chorusPerf(t *testing.T, env []string, args ...string) (stdout, stderr string, code int) {
 	t.Helper()
-	cmd := exec.Command(self(t), append([]string{"perf"}, args...)...)
+	return chorusCommand(t, env, append([]string{"perf"}, args...)...)
+}
+
+// chorusCommand runs the command on virtual devices in a process of its own.
+func chorusCommand(t *testing.T, env []string, args ...string) (stdout, stderr string, code int) {
+	t.Helper()
+	cmd := exec.Command(self(t), args...)
 	cmd.Env = append(os.Environ(), append([]string{commandVar + "=1", "CHORUS_BACKEND=virtual"}, env...)...)
 	var out, errs bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errs

@@ -1,0 +1,86 @@
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+const (
+	shardedFixture = "../../gds/safetensors/testdata/sharded"
+	dtypesFixture  = "../../gds/safetensors/testdata/all_dtypes.safetensors"
+)
+
+// TestLoad loads recorded checkpoints in every way and verifies them.
+func TestLoad(t *testing.T) {
+	for _, args := range [][]string{
+		{shardedFixture, "--digests", shardedFixture + "/sha256.json"},
+		{shardedFixture + "/model.safetensors.index.json", "--plan", "own"},
+		{dtypesFixture, "-g", "3", "--plan", "shard:-1", "--digests", "../../gds/safetensors/testdata/all_dtypes.json"},
+		{dtypesFixture, "-g", "1", "--engine", "direct", "--times", "3"},
+	} {
+		out, errs, code := chorusCommand(t, nil, append([]string{"load", "--verify"}, args...)...)
+		require.Zero(t, code, "%v: %s%s", args, out, errs)
+		require.Regexp(t, `^1[26] tensors, \d+ kB, in .*: [\d.]+ GB/s\n`, out)
+		require.Regexp(t, `verified: the SHA-256 of \d+ tensors`, out)
+		require.NotContains(t, errs, "\r", "a progress bar is for terminals")
+	}
+}
+
+func TestLoadJSON(t *testing.T) {
+	out, errs, code := chorusCommand(t, nil, "load", shardedFixture, "-g", "2", "--plan", "shard:0", "--dtype", "float32", "--times", "2", "--json")
+	require.Zero(t, code, errs)
+	var r loadReport
+	require.NoError(t, json.Unmarshal([]byte(out), &r))
+	require.Equal(t, []any{12, int64(147456), 2, "shard:0", "float32", 2}, []any{r.Tensors, r.Bytes, r.Ranks, r.Plan, r.DType, len(r.Seconds)})
+	require.EqualValues(t, 147456, r.MaxRankBytes, "half of the elements, of twice the size")
+	read := int64(0)
+	for _, e := range r.Engines {
+		read += e.Bytes
+	}
+	require.GreaterOrEqual(t, read, 2*r.Bytes)
+	require.InDelta(t, float64(r.Bytes)/1e9/r.Median, r.GBPerSecond, 1e-9)
+}
+
+func TestLoadInAJob(t *testing.T) {
+	out, errs, code := chorusCommand(t, nil, "run", "--nproc-per-node", "2", "--", self(t), "load", shardedFixture, "--plan", "shard:0", "--verify")
+	require.Zero(t, code, out+errs)
+	require.Contains(t, out, "[rank 0] 12 tensors")
+	require.Contains(t, out, "plan shard:0: 2 devices")
+	require.NotContains(t, out, "[rank 1] 12 tensors")
+}
+
+// TestLoadMistakes: what is wrong is said, with the right code.
+func TestLoadMistakes(t *testing.T) {
+	whole, err := os.ReadFile(dtypesFixture)
+	require.NoError(t, err)
+	cut := filepath.Join(t.TempDir(), "cut.safetensors")
+	require.NoError(t, os.WriteFile(cut, whole[:len(whole)-100], 0o644))
+	wrong := filepath.Join(t.TempDir(), "digests.json")
+	require.NoError(t, os.WriteFile(wrong, []byte(`{"layer.0.weight": "00"}`), 0o644))
+	for _, tc := range []struct {
+		code int
+		says string
+		args []string
+	}{
+		{64, "no file given", nil},
+		{64, `--plan "shard:x": want replicate`, []string{"f", "--plan", "shard:x"}},
+		{64, `--engine "fast": want auto`, []string{"f", "--engine", "fast"}},
+		{64, `--dtype "int8": want one of`, []string{"f", "--dtype", "int8"}},
+		{64, "--verify compares bytes", []string{"f", "--dtype", "float32", "--verify"}},
+		{64, "--times 0", []string{"f", "--times", "0"}},
+		{64, "-g 99: this machine has", []string{dtypesFixture, "-g", "99"}},
+		{1, "no such file", []string{"/no/such/file.safetensors"}},
+		{1, "cut.safetensors", []string{cut}},
+		{1, `tensor "layer.0.weight" of ` + shardedFixture, []string{shardedFixture, "--digests", wrong}},
+		{1, "--digests", []string{shardedFixture, "--digests", cut}},
+	} {
+		out, errs, code := chorusCommand(t, nil, append([]string{"load"}, tc.args...)...)
+		require.Equal(t, tc.code, code, "%v: %s", tc.args, errs)
+		require.Contains(t, errs, tc.says)
+		require.Empty(t, out)
+	}
+}

@@ -1,0 +1,135 @@
+package gds
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"runtime"
+	"slices"
+	"sync"
+)
+
+// Verify reads the rank's tensors back from the device and the same parts from the
+// files, by the page cache, and compares their SHA-256. The error names the tensor, its
+// file and both digests. Tensors that were converted cannot be compared: an error that
+// matches errors.ErrUnsupported. Several goroutines share the work.
+func (c *Checkpoint) Verify(ctx context.Context, w *Weights) error {
+	if err := w.slab.Check("gds: verify", nil); err != nil {
+		return err
+	}
+	return each(ctx, w.Names(), func(ctx context.Context, name string) error { return c.verify(ctx, w, name) })
+}
+
+// each calls fn for all names by as many goroutines as there are processors, and
+// returns the first error.
+func each(ctx context.Context, names []string, fn func(ctx context.Context, name string) error) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	todo := make(chan string)
+	var all sync.WaitGroup
+	for range min(runtime.GOMAXPROCS(0), len(names)) {
+		all.Go(func() {
+			for name := range todo {
+				if err := fn(ctx, name); err != nil {
+					cancel(err)
+				}
+			}
+		})
+	}
+	for _, name := range names {
+		if ctx.Err() != nil {
+			break
+		}
+		todo <- name
+	}
+	close(todo)
+	all.Wait()
+	return context.Cause(ctx)
+}
+
+func (c *Checkpoint) verify(ctx context.Context, w *Weights, name string) error {
+	t := w.parts[name]
+	info, ok := c.Info(name)
+	fail := func(err error) error {
+		return &TensorError{Op: "verify", Path: info.File, Tensor: name, Offset: -1, Err: err}
+	}
+	switch {
+	case !ok || info.DType != t.info.DType || !slices.Equal(info.Shape, t.info.Shape):
+		return fmt.Errorf("gds: verify: the checkpoint has no tensor %q of type %s and shape %v", name, t.info.DType, t.info.Shape)
+	case t.casts():
+		return fail(fmt.Errorf("it was converted from %s to %s: %w", t.info.DType, t.to, errors.ErrUnsupported))
+	}
+	want, got := sha256.New(), sha256.New()
+	if err := c.hashPart(ctx, want, name, &t.flat, w.rank); err != nil {
+		return fail(err)
+	}
+	if err := w.hash(got, t); err != nil {
+		return fail(err)
+	}
+	if x, y := hex.EncodeToString(got.Sum(nil)), hex.EncodeToString(want.Sum(nil)); x != y {
+		return fail(fmt.Errorf("SHA-256 of the part of rank %d is %s on the device and %s in the file", w.rank, x, y))
+	}
+	return nil
+}
+
+// verifyChunk is how much is compared in one step.
+const verifyChunk = 8 << 20
+
+// hash adds a part's bytes in device memory.
+func (w *Weights) hash(h hash.Hash, t *placed) error {
+	host := make([]byte, min(verifyChunk, t.bytes(w.rank)))
+	for at, end := t.at[w.rank], t.at[w.rank]+t.bytes(w.rank); at < end; at += len(host) {
+		host = host[:min(len(host), end-at)]
+		x, err := view(w.slab, at, len(host))
+		if err != nil {
+			return err
+		}
+		if err := x.CopyTo(w.slab.Buffer().Stream(), host); err != nil {
+			return err
+		}
+		h.Write(host)
+	}
+	return nil
+}
+
+// hashPart adds the bytes of a rank's part in the file: a run of each row.
+func (c *Checkpoint) hashPart(ctx context.Context, h hash.Hash, name string, f *division, rank int) error {
+	at := c.where[name]
+	t := &c.headers[at.file].Tensors[at.tensor]
+	size := dtypeOf(t.DType).Size()
+	host := make([]byte, verifyChunk)
+	for row := range f.outer {
+		from := t.Begin + int64((row*f.width+f.ranges[rank].Start)*size)
+		for end := from + int64(f.ranges[rank].Len*size); from < end; {
+			n := int(min(int64(len(host)), end-from))
+			if _, err := c.files[at.file].readHost(ctx, host[:n], from); err != nil {
+				return err
+			}
+			h.Write(host[:n])
+			from += int64(n)
+		}
+	}
+	return nil
+}
+
+// SHA256 returns the digest of a tensor's bytes in its file, in hexadecimal.
+func (c *Checkpoint) SHA256(ctx context.Context, name string) (string, error) {
+	at, ok := c.where[name]
+	if !ok {
+		return "", fmt.Errorf("gds: digest: there is no tensor %q", name)
+	}
+	t := &c.headers[at.file].Tensors[at.tensor]
+	h := sha256.New()
+	r := io.NewSectionReader(hostReader{c.files[at.file]}, t.Begin, t.Bytes())
+	if _, err := io.CopyBuffer(h, r, make([]byte, verifyChunk)); err != nil {
+		return "", err
+	}
+	if err := context.Cause(ctx); err != nil {
+		return "", err
+	}
+	return hex.EncodeToString(h.Sum(nil)), nil
+}

@@ -127,6 +127,15 @@ func TestReadError(t *testing.T) {
 	require.NoError(t, err, "the data are not read")
 }
 
+func TestLookupInNothing(t *testing.T) {
+	h, err := parse(file("{}", 0))
+	require.NoError(t, err)
+	for _, h := range []*Header{h, {}} {
+		_, ok := h.Lookup("")
+		require.False(t, ok)
+	}
+}
+
 // Shapes share memory, but what is appended to one does not go into another.
 func TestShapesAreApart(t *testing.T) {
 	h, err := parse(file(`{"a":{"dtype":"U8","shape":[1,2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[3],"data_offsets":[2,5]},"c":{"dtype":"U8","shape":[],"data_offsets":[5,6]}}`, 6))

@@ -16,6 +16,7 @@ func TestExamples(t *testing.T) {
 	for name, want := range map[string]string{
 		"hello":       `:0: 1 \+ .* = \d+\n`,
 		"copy":        `and back: equal is true\n`,
+		"load":        `10 tensors of 10485760 bytes on \d+ devices, .*\nsaved again: every tensor is equal\n`,
 		"overlap":     `parts of \d+ numbers over 3 streams: `,
 		"timing":      `64 MiB copied on .*: \d+ GB/s\n`,
 		"graph":       `the mean of 1 to \d+ is [\d.]+; 100 launches of \d+ operations`,

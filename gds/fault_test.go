@@ -208,6 +208,28 @@ func TestReadFaults(t *testing.T) {
 	})
 }
 
+// After an error the other threads stop, and do not read the rest of the file.
+func TestErrorStopsOthers(t *testing.T) {
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
+	s := newStream(t, dev)
+	path := filepath.Join(t.TempDir(), "file")
+	const windows = 1000
+	require.NoError(t, os.WriteFile(path, nil, 0o600))
+	require.NoError(t, os.Truncate(path, windows*minSlot))
+	f := openFile(t, path, &FileConfig{Engine: Cached, Threads: 2})
+	tune(f, minSlot, 2)
+	var calls atomic.Int64
+	f.sys.pread = func(fd int, p []byte, off int64) (int, error) {
+		if calls.Add(1) == 1 {
+			return 0, unix.EIO
+		}
+		return unix.Pread(fd, p, off)
+	}
+	x := makeBytes(t, s, windows*minSlot)
+	require.ErrorIs(t, f.Load(testgpu.Context(t), s, x, 0), unix.EIO)
+	require.Less(t, calls.Load(), int64(windows/2))
+}
+
 // What the system does in small steps and with interruptions arrives as a whole.
 func TestShortReads(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {

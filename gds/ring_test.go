@@ -1,0 +1,123 @@
+package gds
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"sync/atomic"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+// newRings returns a ring with room for two slots, and one of them.
+func newRings(t *testing.T) (*device.Device, *ring, *slot) {
+	t.Helper()
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
+	r := smallRing(t, dev, 2*minSlot)
+	x, err := r.acquire(context.Background(), nil, dev, minSlot)
+	require.NoError(t, err)
+	return dev, r, x
+}
+
+// Who waits comes in turn, also where what a later one wants would fit.
+func TestRingIsFair(t *testing.T) {
+	dev, r, x := newRings(t)
+	got := make(chan *slot, 1)
+	go func() {
+		y, err := r.acquire(testgpu.Context(t), nil, dev, 2*minSlot)
+		if err != nil {
+			t.Error(err)
+		}
+		got <- y
+	}()
+	require.NoError(t, poll.Until(testgpu.Context(t), func() (bool, error) { return r.pressed(), nil }))
+	z, err := r.tryAcquire(dev, minSlot)
+	require.NoError(t, err)
+	require.Nil(t, z)
+	over := make(chan struct{})
+	close(over)
+	_, err = r.acquire(context.Background(), over, dev, minSlot)
+	require.ErrorIs(t, err, errNoMore)
+	require.NoError(t, r.release(x))
+	require.NoError(t, r.release(<-got))
+	require.Zero(t, r.used)
+	require.False(t, r.pressed())
+}
+
+// Who gives up waiting gives back what it has got meanwhile, and those behind go on.
+func TestRingGivenUp(t *testing.T) {
+	dev, r, x := newRings(t)
+	boom := errors.New("enough")
+	ctx, cancel := context.WithCancelCause(context.Background())
+	cancel(boom)
+	_, err := r.acquire(ctx, nil, dev, 2*minSlot)
+	require.ErrorIs(t, err, boom)
+	first := r.queue(2 * minSlot)
+	second := r.queue(minSlot)
+	require.NotNil(t, first)
+	require.NotNil(t, second, "it is not its turn")
+	r.leave(first)
+	<-second.come
+	require.EqualValues(t, 2*minSlot, r.used)
+	r.leave(second)
+	require.EqualValues(t, minSlot, r.used)
+	require.NoError(t, r.release(x))
+	require.Zero(t, r.used)
+}
+
+// Workers that wait for slots leave when there is nothing left to do.
+func TestLastWindowIsTold(t *testing.T) {
+	x := &transfer{windows: make([]window, 2), over: make(chan struct{})}
+	_, ok := x.claim()
+	require.True(t, ok)
+	select {
+	case <-x.over:
+		t.Error("there is one more")
+	default:
+	}
+	_, ok = x.claim()
+	require.True(t, ok)
+	<-x.over
+	_, ok = x.claim()
+	require.False(t, ok)
+}
+
+// A short call comes in between the windows of a long one that has all the slots.
+func TestShortCallsInBetween(t *testing.T) {
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
+	r := smallRing(t, dev, 2*minSlot)
+	ctx := testgpu.Context(t)
+	const windows = 1000
+	path := filepath.Join(t.TempDir(), "file")
+	require.NoError(t, os.WriteFile(path, nil, 0o600))
+	require.NoError(t, os.Truncate(path, windows*minSlot))
+	long, short := openFile(t, path, &FileConfig{Engine: Cached, Threads: 1}), openFile(t, path, &FileConfig{Engine: Cached, Threads: 1})
+	tune(long, minSlot, 2)
+	tune(short, minSlot, 1)
+	var calls atomic.Int64
+	started := make(chan struct{})
+	long.sys.pread = func(fd int, p []byte, off int64) (int, error) {
+		if calls.Add(1) == 3 { // it has both slots
+			close(started)
+			if err := poll.Until(ctx, func() (bool, error) { return r.pressed(), nil }); err != nil {
+				t.Error(err)
+			}
+		}
+		return unix.Pread(fd, p, off)
+	}
+	s, other := newStream(t, dev), newStream(t, dev)
+	x, y := makeBytes(t, s, windows*minSlot), makeBytes(t, other, 3*minSlot)
+	done := make(chan error, 1)
+	go func() { done <- long.Load(ctx, s, x, 0) }()
+	<-started
+	require.NoError(t, short.Load(ctx, other, y, 0))
+	require.Less(t, calls.Load(), int64(windows))
+	require.NoError(t, <-done)
+}

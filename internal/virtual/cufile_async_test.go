@@ -1,0 +1,158 @@
+package virtual
+
+import (
+	"os"
+	"testing"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/cufileapi"
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/stretchr/testify/require"
+)
+
+// asyncWords lie in page-locked memory.
+type asyncWords struct {
+	size                  uintptr
+	fileOffset, devOffset int64
+	done                  int64
+}
+
+func (r *fileRig) words(size uintptr) *asyncWords {
+	r.t.Helper()
+	var p unsafe.Pointer
+	r.do(0, func() (res cudadrv.Result) { p, res = r.drv.MemHostAlloc(unsafe.Sizeof(asyncWords{}), 0); return })
+	w := (*asyncWords)(p)
+	*w = asyncWords{size: size, done: -77}
+	return w
+}
+
+func (r *fileRig) readAsync(h cufileapi.Handle, p cudadrv.DevicePtr, w *asyncWords, s cudadrv.Stream) cufileapi.Result {
+	r.t.Helper()
+	return r.with(0, func() cufileapi.Result {
+		return r.api.ReadAsync(h, p, &w.size, &w.fileOffset, &w.devOffset, &w.done, s)
+	})
+}
+
+// block holds the stream until the function that it returns is called.
+func (r *fileRig) block(s cudadrv.Stream) func() {
+	r.t.Helper()
+	gate := make(chan struct{})
+	r.do(0, func() cudadrv.Result { return r.drv.LaunchHostFunc(s, dl.OnceClosure(func() { <-gate })) })
+	return func() { close(gate) }
+}
+
+func TestCuFileStreamsWantThreads(t *testing.T) {
+	for _, c := range []struct {
+		parallel bool
+		threads  uintptr
+		want     cufileapi.Result
+		flags    uint32
+	}{
+		{false, 0, cufileapi.AsyncNotSupported, 1 << cufileapi.BatchIOSupported},
+		{true, 0, cufileapi.AsyncNotSupported, 1<<cufileapi.BatchIOSupported | 1<<cufileapi.ParallelIOSupported},
+		{false, 2, cufileapi.AsyncNotSupported, 1 << cufileapi.BatchIOSupported},
+		{true, 2, cufileapi.Success, 1<<cufileapi.BatchIOSupported | 1<<cufileapi.ParallelIOSupported | 1<<cufileapi.StreamsSupported},
+	} {
+		r := &fileRig{rig: newRig(t, Config{Devices: 1})}
+		r.api = r.m.CuFile()
+		r.fine(r.api.SetParameterBool(cufileapi.ParallelIO, c.parallel))
+		r.fine(r.api.SetParameterSizeT(cufileapi.MaxIOThreads, c.threads))
+		r.fine(r.api.DriverOpen())
+		var p cufileapi.DrvProps
+		r.fine(r.api.DriverGetProperties(&p))
+		require.Equal(t, c.flags, p.FFlags)
+		h, s := r.register(r.open(64, os.O_RDWR)), r.stream(0)
+		w, mem := r.words(64), r.alloc(0, 64)
+		require.Equal(t, c.want, r.readAsync(h, mem, w, s))
+		r.sync(0, s)
+		if c.want == cufileapi.Success {
+			require.EqualValues(t, 64, w.done)
+		}
+	}
+}
+
+// The words are read and written when the stream comes there.
+func TestCuFileAsyncLooksLate(t *testing.T) {
+	r := newFileRig(t, Config{})
+	h, s, p, w := r.register(r.open(4096, os.O_RDWR)), r.stream(0), r.alloc(0, 4096), r.words(4096)
+	open := r.block(s)
+	r.fine(r.readAsync(h, p, w, s))
+	require.EqualValues(t, -77, w.done)
+	w.size, w.fileOffset, w.devOffset = 10, 20, 30
+	open()
+	r.sync(0, s)
+	require.EqualValues(t, 10, w.done)
+	got := download[byte](r.rig, 0, s, p, 4096)
+	for i := range 10 {
+		require.Equal(t, byte((20+i)*7), got[30+i])
+	}
+	require.Equal(t, got[0], got[40], "nothing else was written")
+
+	// Where the stream has fixed ones, what comes later is too late.
+	r.fine(r.with(0, func() cufileapi.Result {
+		return r.api.StreamRegister(s, cufileapi.FixedFileOffset|cufileapi.FixedFileSize)
+	}))
+	*w = asyncWords{size: 16, fileOffset: 100}
+	open = r.block(s)
+	r.fine(r.readAsync(h, p, w, s))
+	w.size, w.fileOffset, w.devOffset = 1, 1, 200
+	open()
+	r.sync(0, s)
+	require.EqualValues(t, 16, w.done)
+	require.Equal(t, byte(100*7%256), download[byte](r.rig, 0, s, p, 4096)[200])
+	require.Empty(t, r.m.Reports())
+}
+
+func TestCuFileAsyncRefuses(t *testing.T) {
+	r := newFileRig(t, Config{Devices: 2})
+	h, s, p, w := r.register(r.open(4096, os.O_RDWR)), r.stream(0), r.alloc(0, 8192), r.words(4096)
+	heap := new(asyncWords)
+	require.Equal(t, cufileapi.CUDAMemoryTypeInvalid, r.with(0, func() cufileapi.Result {
+		return r.api.ReadAsync(h, p, &w.size, &w.fileOffset, &w.devOffset, &heap.done, s)
+	}), "C would keep an address of Go's")
+	other := r.stream(1)
+	require.Equal(t, cufileapi.CUDAContextMismatch, r.readAsync(h, p, w, other))
+	require.Equal(t, cufileapi.HandleNotRegistered, r.readAsync(h+1, p, w, s))
+	require.Equal(t, cufileapi.CUDAFailed(cudadrv.ErrorInvalidHandle), r.readAsync(h, p, w, 0x77))
+	require.Equal(t, cufileapi.InvalidValue, r.with(0, func() cufileapi.Result { return r.api.StreamRegister(s, 16) }))
+	require.Equal(t, cufileapi.InvalidValue, r.with(0, func() cufileapi.Result { return r.api.StreamDeregister(s) }))
+
+	// What is wrong with the words shows when they are looked up, or at once.
+	w.fileOffset = -1
+	r.fine(r.readAsync(h, p, w, s))
+	r.sync(0, s)
+	_, err := cufileapi.Transferred(w.done)
+	require.ErrorIs(t, err, cufileapi.InvalidValue)
+	aligned := cufileapi.FixedBufOffset | cufileapi.FixedFileOffset | cufileapi.FixedFileSize | cufileapi.PageAlignedInputs
+	r.fine(r.with(0, func() cufileapi.Result { return r.api.StreamRegister(s, aligned) }))
+	*w = asyncWords{size: 4095}
+	require.Equal(t, cufileapi.InvalidValue, r.readAsync(h, p, w, s))
+	w.size = 4096
+	r.fine(r.readAsync(h, p, w, s))
+	r.sync(0, s)
+	require.EqualValues(t, 4096, w.done)
+
+	var captured cufileapi.Result
+	r.do(0, func() cudadrv.Result {
+		r.ok(r.drv.StreamBeginCapture(s, cudadrv.CaptureRelaxed))
+		captured = r.readAsync(h, p, w, s)
+		r.ok(r.drv.CtxSetCurrent(r.ctxs[0]))
+		_, res := r.drv.StreamEndCapture(s)
+		require.Equal(t, cudadrv.ErrorStreamCaptureInvalidated, res)
+		return cudadrv.Success
+	})
+	require.ErrorIs(t, captured, cudadrv.ErrorStreamCaptureUnsupported)
+	require.Empty(t, r.m.Reports())
+}
+
+// A transfer on a stream is ordered with it and no other.
+func TestCuFileAsyncRaces(t *testing.T) {
+	r := newFileRig(t, Config{})
+	h, a, b, p, w := r.register(r.open(4096, os.O_RDWR)), r.stream(0), r.stream(0), r.alloc(0, 4096), r.words(4096)
+	r.fine(r.readAsync(h, p, w, a))
+	r.do(0, func() cudadrv.Result { return r.drv.MemsetD8Async(p, 1, 4096, b) })
+	r.on(0, r.drv.CtxSynchronize)
+	require.NotEmpty(t, r.m.Reports())
+	require.Contains(t, r.m.Explain(0), "cuFileReadAsync on stream")
+}

@@ -40,7 +40,7 @@ func key(i int) string {
 }
 
 func TestMemoryIsBounded(t *testing.T) {
-	const size = 4 << 20
+	const size = 2 << 20
 	const rest = `"dtype":"U8","data_offsets":[0,0]`
 	dims := func(n int) string { return "[0" + strings.Repeat(",0", n-1) + "]" }
 	for _, c := range []struct {
@@ -109,7 +109,7 @@ func requireAllocates(t *testing.T, most float64, bytes int, wrong string, f fun
 }
 
 func TestIndexMemoryIsBounded(t *testing.T) {
-	const size = 4 << 20
+	const size = 2 << 20
 	for _, c := range []struct{ name, wrong, text string }{
 		{"tensors", "", `{"weight_map":{` + many(11*worstMap, func(i int) string { return `"` + key(i) + `":"a"` }) + `}}`},
 		{"files", "", `{"weight_map":{` + many(14*worstMap, func(i int) string { return `"` + key(i) + `":"` + key(i) + `"` }) + `}}`},

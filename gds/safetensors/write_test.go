@@ -3,6 +3,7 @@ package safetensors
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"math"
 	"strings"
 	"testing"
@@ -48,6 +49,18 @@ func TestHeaderOfNothing(t *testing.T) {
 	_, start, err = NewHeader(nil, map[string]string{})
 	require.NoError(t, err)
 	require.Equal(t, file(`{"__metadata__":{}}     `, 0), string(start))
+}
+
+// What JSON must escape, as the reference implementation escapes it.
+func TestEscapes(t *testing.T) {
+	name := ""
+	for c := range byte(' ' + 2) {
+		name += string(rune(c))
+	}
+	_, start, err := NewHeader([]Tensor{{Name: name + `"\/` + "\x7fé", DType: U8}}, nil)
+	require.NoError(t, err)
+	require.Contains(t, string(start), `"\u0000\u0001\u0002\u0003\u0004\u0005\u0006\u0007\b\t\n\u000b\f\r\u000e\u000f`+
+		`\u0010\u0011\u0012\u0013\u0014\u0015\u0016\u0017\u0018\u0019\u001a\u001b\u001c\u001d\u001e\u001f !\"\\/`+"\x7fé\":")
 }
 
 func TestWrongTensors(t *testing.T) {
@@ -113,9 +126,13 @@ func TestWriteErrors(t *testing.T) {
 		}
 	}
 
+	for _, raw := range [][]byte{{4}, {4, 5, 6}, nil} {
+		var none bytes.Buffer
+		data[1].Raw = raw
+		require.EqualError(t, Write(&none, nil, data...), fmt.Sprintf(`safetensors: tensor "b": got %d bytes, but shape [2] of U8 takes 2`, len(raw)))
+		require.Zero(t, none.Len())
+	}
 	var none bytes.Buffer
-	data[1].Raw = data[1].Raw[:1]
-	require.EqualError(t, Write(&none, nil, data...), `safetensors: tensor "b": got 1 bytes, but shape [2] of U8 takes 2`)
 	require.Error(t, Write(&none, nil, data[0], data[0]))
 	require.Zero(t, none.Len())
 }

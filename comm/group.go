@@ -23,7 +23,6 @@ type Group struct {
 	cfg     *Config
 	members []member // the local ranks, by rank
 	splits  int      // how often it was split
-	path    string   // which splits it is of, such as "split1.0"; "" if none
 	broken  atomic.Pointer[brokenError]
 	failing sync.Mutex      // held while the cause of a failure is looked for
 	lost    context.Context // the Rendezvous's, which ends when a rank is lost; nil in one process

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"strings"
 
 	"golang.org/x/sync/errgroup"
 
@@ -44,7 +43,7 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 			watchers[i] = &words{r: g.words.r, prefix: fmt.Sprintf("%ssplit/%d/%d/", g.words.prefix, g.splits, colors[i])}
 		}
 		eg.Go(func() (err error) {
-			comms[i], err = g.members[i].comm.Split(all, max(colors[i], NoColor), keys[i], g.childConfig(colors[i], watchers[i]))
+			comms[i], err = g.members[i].comm.Split(all, max(colors[i], NoColor), keys[i], g.childConfig(watchers[i]))
 			return err
 		})
 	}
@@ -57,21 +56,11 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 	return g.children(ctx, colors, comms, watchers)
 }
 
-// childConfig names the communicators of a group, so that their traces differ from
-// those of others.
-func (g *Group) childConfig(color int, w *words) *nccl.Config {
+// childConfig leaves the name to package nccl, which makes that of each child another.
+func (g *Group) childConfig(w *words) *nccl.Config {
 	n := g.cfg.nccl(w.hook())
-	n.Name = nested(n.Name, g.childPath(color))
+	n.Name = ""
 	return n
-}
-
-func (g *Group) childPath(color int) string {
-	return nested(g.path, fmt.Sprintf("split%d.%d", g.splits, color))
-}
-
-// joined is a name of two parts, of which the first may be "".
-func nested(a, b string) string {
-	return strings.TrimPrefix(a+"-"+b, "-")
 }
 
 // children makes the groups of communicators.
@@ -90,9 +79,6 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 		}
 		slices.SortFunc(mine, func(a, b *nccl.Communicator) int { return a.Rank() - b.Rank() })
 		child, err := newGroup(mine, g.cfg)
-		if err == nil {
-			child.path = g.childPath(colors[i])
-		}
 		if err == nil && g.words != nil {
 			err = child.listen(ctx, watchers[i])
 		}

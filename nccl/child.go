@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/gochorus/chorus/device"
@@ -24,7 +25,7 @@ var ErrRevoked = errors.New("the communicator was revoked")
 // A nil cfg is c's own. When ctx ends first, Split returns the cause, and what it
 // began goes on by itself and is aborted when it ends.
 func (c *Communicator) Split(ctx context.Context, color, key int, cfg *Config) (*Communicator, error) {
-	return c.child(ctx, ncclapi.FuncCommSplit, cfg, func(key string) string { return fmt.Sprintf("%s color %d", key, color) },
+	return c.child(ctx, ncclapi.FuncCommSplit, cfg, func(nth int) string { return fmt.Sprintf("split%d.%d", nth, color) },
 		func(out *ncclapi.Comm, raw *ncclapi.Config) ncclapi.Result {
 			return c.api.CommSplit(*c.h, int32(max(color, -1)), int32(key), out, raw)
 		})
@@ -59,7 +60,7 @@ func (c *Communicator) Shrink(ctx context.Context, mode ShrinkMode, exclude []in
 	if mode == ShrinkAbort && c != nil && !c.over() {
 		c.forgive()
 	}
-	return c.child(ctx, f, cfg, func(key string) string { return fmt.Sprintf("%s without %v", key, exclude) },
+	return c.child(ctx, f, cfg, func(nth int) string { return fmt.Sprintf("shrink%d%v", nth, exclude) },
 		func(out *ncclapi.Comm, raw *ncclapi.Config) ncclapi.Result {
 			return c.api.CommShrink(*c.h, list, out, raw, int32(mode))
 		})
@@ -101,7 +102,7 @@ func (c *Communicator) Grow(ctx context.Context, size int, id *UniqueID, cfg *Co
 	if c != nil && size <= c.size {
 		return nil, fmt.Errorf("nccl: %s on rank %d of %d: to %d ranks: want more", f.Name(), c.rank, c.size, size)
 	}
-	return c.child(ctx, f, cfg, func(key string) string { return key },
+	return c.child(ctx, f, cfg, func(nth int) string { return fmt.Sprintf("grow%d", nth) },
 		func(out *ncclapi.Comm, raw *ncclapi.Config) ncclapi.Result {
 			return c.api.CommGrow(*c.h, int32(size), (*ncclapi.UniqueID)(id), -1, out, raw)
 		})
@@ -128,8 +129,8 @@ func JoinGrown(ctx context.Context, dev *device.Device, id UniqueID, rank, size 
 }
 
 // child makes a communicator from c by one call of NCCL. All ranks of the child get
-// the same key from c's.
-func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, key func(string) string,
+// the same name for c's nth child, which is its own in traces where cfg has none.
+func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, label func(nth int) string,
 	create func(out *ncclapi.Comm, raw *ncclapi.Config) ncclapi.Result) (*Communicator, error) {
 	name := f.Name()
 	if err := c.parent(name); err != nil {
@@ -160,7 +161,14 @@ func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, k
 		return nil, err
 	}
 	c.children++
-	return k.start(ctx, name, key(fmt.Sprintf("%s/%s %d", c.clique.key, name, c.children)), func() ncclapi.Result {
+	said := label(c.children)
+	if inherited || cfg.Name == "" {
+		k.rec.name = strings.TrimPrefix(c.rec.name+"-"+said, "-")
+		if raw != nil && c.version >= sinceName {
+			raw.CommName = cstring(k.rec.name)
+		}
+	}
+	return k.start(ctx, name, c.clique.key+"/"+said, func() ncclapi.Result {
 		return create(k.h, raw)
 	})
 }

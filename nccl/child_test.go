@@ -1,7 +1,9 @@
 package nccl_test
 
 import (
+	"bytes"
 	"context"
+	"fmt"
 	"sync"
 	"testing"
 	"time"
@@ -102,6 +104,28 @@ func TestSplitOnGPUs(t *testing.T) {
 		}))
 		total(t, ranks)
 	})
+}
+
+// The children of a communicator have names of their own in traces, also where nobody
+// gave them one.
+func TestChildrenHaveNames(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 4})
+	ranks := connectWith(t, devs, &nccl.Config{Name: "all"})
+	split := func(from []rank, cfg *nccl.Config) []rank {
+		return derive(t, from, func(i int, r rank) (*nccl.Communicator, error) {
+			return r.c.Split(testgpu.Context(t), r.c.Rank()%2, 0, cfg)
+		})
+	}
+	halves := split(ranks, nil)
+	named := split(ranks, &nccl.Config{Name: "mine"})
+	for of, want := range map[*nccl.Communicator]string{
+		halves[0].c: "all-split1.0", halves[3].c: "all-split1.1", named[0].c: "mine",
+		split([]rank{halves[1], halves[3]}, &nccl.Config{})[1].c: "all-split1.1-split1.1",
+	} {
+		var b bytes.Buffer
+		require.NoError(t, of.DumpTrace(&b))
+		require.Contains(t, b.String(), fmt.Sprintf("%q", want))
+	}
 }
 
 // A split that other ranks never come to ends with its context.

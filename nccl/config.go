@@ -19,7 +19,7 @@ type Config struct {
 	NetName        string // the network plugin to use; NCCL 2.17
 	SplitShare     *bool  // children of Split share resources; NCCL 2.18
 	TrafficClass   *int   // of the network; NCCL 2.26
-	Name           string // shown in traces, and in NCCL's logs from 2.27 on
+	Name           string // shown in traces, and in NCCL's logs from 2.27 on; that of a child is made of its parent's where it has none
 	CollNet        *bool  // in-network reduction; NCCL 2.27
 	CTAPolicy      *int   // 0 default, 1 efficiency, 2 zero; NCCL 2.27
 	ShrinkShare    *bool  // children of Shrink share resources; NCCL 2.27

@@ -422,6 +422,27 @@ func TestLittlePinnedMemory(t *testing.T) {
 	require.True(t, string(r.content) == string(hostBytes(t, r.s, r.x)))
 }
 
+// Who had to wait for its turn, and then gets no memory, says so.
+func TestNoPinnedMemoryAfterWaiting(t *testing.T) {
+	dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuMemHostAlloc#2=CUDA_ERROR_OUT_OF_MEMORY," +
+		"cuMemHostAlloc#3=CUDA_ERROR_OUT_OF_MEMORY,cuMemHostAlloc#4=CUDA_ERROR_OUT_OF_MEMORY,cuMemHostAlloc#5=CUDA_ERROR_OUT_OF_MEMORY"}).Devices()[0]
+	ctx, s := testgpu.Context(t), newStream(t, dev)
+	ring := smallRing(t, dev, 2*minSlot)
+	all, err := ring.acquire(ctx, nil, dev, 2*minSlot)
+	require.NoError(t, err)
+	f := openFile(t, writeFile(t, randomBytes(10*minSlot)), &FileConfig{Threads: 2})
+	tune(f, minSlot, 1)
+	x := makeBytes(t, s, 10*minSlot)
+	done := make(chan error, 1)
+	go func() { done <- f.Load(ctx, s, x, 0) }()
+	require.NoError(t, poll.Until(ctx, func() (bool, error) { return ring.waiters.Load() == 2, nil }))
+	require.NoError(t, ring.release(all))
+	err = <-done
+	require.ErrorIs(t, err, device.ErrorOutOfMemory)
+	require.ErrorContains(t, err, "CHORUS_GDS_PINNED")
+	require.NoError(t, f.Load(ctx, s, x, 0))
+}
+
 // A call that is given up while its stream has not come so far returns at once.
 func TestGiveUpBehindAStream(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {

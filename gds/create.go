@@ -75,7 +75,7 @@ func (f *File) Commit(ctx context.Context) error {
 	}
 	defer f.unuse()
 	if err = f.flush(ctx); err == nil {
-		err = x.rename()
+		err = x.rename(f.sys.fsync)
 	}
 	if err != nil {
 		err = f.fail(op, errors.Join(err, x.remove()))
@@ -109,8 +109,8 @@ func (f *File) takeFresh(op string) (*fresh, error) {
 // stays. It is Close under a name that says so.
 func (f *File) Abort() error { return f.Close() }
 
-// rename lets the new file take its place.
-func (x *fresh) rename() error {
+// rename lets the new file take its place, and brings that to the disk.
+func (x *fresh) rename(fsync func(fd int) error) error {
 	if err := os.Rename(x.temp, x.final); err != nil {
 		return err
 	}
@@ -118,7 +118,7 @@ func (x *fresh) rename() error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(dir.Sync(), dir.Close())
+	return errors.Join(os.NewSyscallError("fsync", fsync(int(dir.Fd()))), dir.Close())
 }
 
 // remove removes the new file if it has not taken its place.

@@ -2,11 +2,13 @@ package gds
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -44,8 +46,17 @@ func TestCommit(t *testing.T) {
 	old, err := os.ReadFile(path)
 	require.NoError(t, err)
 	require.Equal(t, "the old file", string(old))
+	var synced []string
+	f.sys.fsync = func(fd int) error {
+		to, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
+		require.NoError(t, err)
+		synced = append(synced, to)
+		return unix.Fsync(fd)
+	}
+	temp := f.fresh.temp
 	require.NoError(t, f.Commit(ctx))
 	alone(t, path, "new")
+	require.Equal(t, []string{temp, filepath.Dir(path)}, synced, "the file before it takes its place, the folder after")
 	info, err := os.Stat(path)
 	require.NoError(t, err)
 	require.Equal(t, os.FileMode(0o600), info.Mode(), "the new file has the old one's permissions")
@@ -98,4 +109,24 @@ func TestCloseWhileInUse(t *testing.T) {
 	require.ErrorIs(t, f.use("test"), device.ErrClosed)
 	f.unuse()
 	require.Equal(t, before, openFiles(t))
+}
+
+// The disk's room for a new file is taken before it is written, and once.
+func TestReserve(t *testing.T) {
+	ctx := testgpu.Context(t)
+	s := newStream(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0])
+	f, err := Create(filepath.Join(t.TempDir(), "file"), nil)
+	require.NoError(t, err)
+	defer f.Close()
+	f.mem = false
+	var asked [][2]int64
+	f.sys.fallocate = func(fd int, mode uint32, off, bytes int64) error {
+		asked = append(asked, [2]int64{off, bytes})
+		return unix.Ftruncate(fd, off+bytes)
+	}
+	x := makeBytes(t, s, 100_000)
+	require.NoError(t, f.Save(ctx, s, x, 50))
+	require.NoError(t, f.Save(ctx, s, x, 0))
+	require.NoError(t, f.Save(ctx, s, x, 60))
+	require.Equal(t, [][2]int64{{0, 100_050}, {100_050, 10}}, asked)
 }

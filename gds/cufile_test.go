@@ -2,6 +2,7 @@ package gds
 
 import (
 	"errors"
+	"io"
 	"os"
 	"path/filepath"
 	"sync/atomic"
@@ -45,6 +46,10 @@ func TestCuFileServes(t *testing.T) {
 		require.EqualValues(t, 100_000, st.CuFile.BytesWritten)
 		require.Equal(t, faults != "", st.Continued > 0)
 		require.NoError(t, f.Close())
+		again, err := Open(r.path, &FileConfig{Engine: CuFile}) // the descriptors have the same numbers
+		require.NoError(t, err)
+		require.NoError(t, again.Register(r.dev))
+		require.NoError(t, again.Close())
 	}
 }
 
@@ -77,6 +82,22 @@ func TestCuFileIsRefused(t *testing.T) {
 			require.NoError(t, f.Close())
 		})
 	}
+}
+
+// A file that becomes shorter while cuFile reads it is found.
+func TestCuFileTruncated(t *testing.T) {
+	r := newRig(t, virtualWith(t, ""))
+	f, err := Open(r.path, &FileConfig{Engine: CuFile, Threads: 1})
+	require.NoError(t, err)
+	defer f.Close()
+	tune(f, minSlot, 2)
+	err = f.readPieces(testgpu.Context(t), r.s, []piece{{0, r.x}}, func(int) {
+		if err := os.Truncate(r.path, 3*minSlot); err != nil {
+			t.Error(err)
+		}
+	})
+	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+	require.ErrorContains(t, f.Status().CuFile.Reason, "moves none")
 }
 
 // On hosts where cuFile does not work Register says why, and nothing else differs.

@@ -96,7 +96,6 @@ func (f *File) readDirect(ctx context.Context, buf []byte, base, from, to int64)
 		return max(0, int(have-from)), err
 	}
 	f.count.continued.Add(1)
-	have = max(have, from)
 	n, err = f.fill(ctx, f.fd, buf[have-base:to-base], have)
-	return int(have-from) + n, err
+	return max(0, int(have-from)+n), err
 }

@@ -10,7 +10,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/handle"
 )
 
@@ -59,13 +58,6 @@ type system struct {
 	pread, pwrite mover
 	fsync         func(fd int) error
 	fallocate     func(fd int, mode uint32, off, bytes int64) error
-}
-
-// An identity tells one state of a file from another.
-type identity struct {
-	dev, inode uint64
-	size       int64
-	changed    unix.Timespec
 }
 
 // Open opens a file to read it. It must be a regular one. What is read of it later
@@ -138,47 +130,8 @@ func (f *File) look() error {
 	return err
 }
 
-func (f *File) identity() (identity, error) {
-	var st unix.Stat_t
-	if err := unix.Fstat(f.fd, &st); err != nil {
-		return identity{}, fmt.Errorf("stat: %w", err)
-	}
-	return identity{uint64(st.Dev), st.Ino, st.Size, st.Mtim}, nil
-}
-
 // Path returns the path that the file was opened by.
 func (f *File) Path() string { return f.path }
-
-// Size returns the length of the file in bytes.
-func (f *File) Size() (int64, error) {
-	if err := f.use("size"); err != nil {
-		return 0, err
-	}
-	defer f.unuse()
-	id, err := f.identity()
-	if err != nil {
-		return 0, f.fail("size", err)
-	}
-	return id.size, nil
-}
-
-// unchanged returns an error if the file is not what was opened. One that may be
-// written here is not compared.
-func (f *File) unchanged() error {
-	if f.write {
-		return nil
-	}
-	now, err := f.identity()
-	switch {
-	case err != nil:
-		return err
-	case now.size != f.was.size:
-		return fmt.Errorf("%w: it had %d bytes and has %d", ErrChanged, f.was.size, now.size)
-	case now != f.was:
-		return fmt.Errorf("%w: its time of modification is another", ErrChanged)
-	}
-	return nil
-}
 
 // readHost fills p, ordinary memory, with the bytes at off, by the page cache.
 func (f *File) readHost(ctx context.Context, p []byte, off int64) (int, error) {
@@ -222,76 +175,5 @@ func (f *File) flush(ctx context.Context) error {
 		return err
 	case <-ctx.Done():
 		return context.Cause(ctx)
-	}
-}
-
-// use keeps the descriptors open until unuse.
-func (f *File) use(op string) error {
-	if f == nil {
-		return fmt.Errorf("gds: %s: no file given", op)
-	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.closed {
-		return f.fail(op, device.ErrClosed)
-	}
-	f.users++
-	return nil
-}
-
-func (f *File) unuse() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.users--; f.users == 0 && f.closed {
-		_ = f.release() // nothing has been written since Sync that anybody was promised
-	}
-}
-
-// Close closes the file. It returns at once: calls that are under way go on to
-// their end. A file of Create that was not committed is removed, and the old one
-// stays. Close is idempotent.
-func (f *File) Close() error {
-	if f == nil {
-		return nil
-	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.closed {
-		return nil
-	}
-	f.closed = true
-	f.owner.Close()
-	err := f.fresh.remove()
-	if f.users == 0 {
-		err = errors.Join(err, f.release())
-	}
-	if err != nil {
-		return f.fail("close", err)
-	}
-	return nil
-}
-
-// release gives the descriptors back. f.mu is held.
-func (f *File) release() error {
-	f.forget()
-	return errors.Join(f.direct.close(), f.plain.Close())
-}
-
-// counters are what has been done with a file.
-type counters struct {
-	by                 [engines]traffic
-	continued, retried atomic.Int64
-}
-
-// traffic is that of one engine.
-type traffic struct{ reads, writes, bytesRead, bytesWritten atomic.Int64 }
-
-func (t *traffic) add(write bool, bytes int64) {
-	if write {
-		t.writes.Add(1)
-		t.bytesWritten.Add(bytes)
-	} else {
-		t.reads.Add(1)
-		t.bytesRead.Add(bytes)
 	}
 }

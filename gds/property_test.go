@@ -145,6 +145,10 @@ func TestRandomWrites(t *testing.T) {
 				got, err := os.ReadFile(path)
 				require.NoError(t, err)
 				require.True(t, string(want) == string(got), "the file is another")
+
+				back := makeBytes(t, s, len(want)) // by the same File, which knows that it has changed
+				require.NoError(t, f.Load(testgpu.Context(t), s, back, 0))
+				require.True(t, string(want) == string(hostBytes(t, s, back)))
 			})
 		}
 	})

@@ -121,3 +121,23 @@ func TestShortCallsInBetween(t *testing.T) {
 	require.Less(t, calls.Load(), int64(windows))
 	require.NoError(t, <-done)
 }
+
+// Streams and events are kept for later calls.
+func TestLanesAreKept(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		r := newRig(t, devs[0])
+		before := len(lanesOf(devs[0]).free)
+		require.Positive(t, before)
+		for range 3 {
+			r.usable(t)
+		}
+		f := r.open(t, Cached)
+		defer f.Close()
+		f.sys.pread = func(int, []byte, int64) (int, error) { return 0, unix.EIO }
+		for range 5 {
+			require.ErrorIs(t, f.Load(testgpu.Context(t), r.s, r.x, 0), unix.EIO)
+		}
+		require.LessOrEqual(t, len(lanesOf(devs[0]).free), max(before, 3))
+		require.GreaterOrEqual(t, len(lanesOf(devs[0]).free), before)
+	})
+}

@@ -43,6 +43,8 @@ func TestResidency(t *testing.T) {
 	require.NoError(t, unix.Fadvise(int(half.Fd()), 0, 0, unix.FADV_RANDOM)) // reads nothing ahead
 	_, err = half.ReadAt(make([]byte, 2<<20), 0)
 	require.NoError(t, err)
+	_, err = half.ReadAt(make([]byte, minWindow/4), 3<<20) // a little of a part does not count
+	require.NoError(t, err)
 
 	f := openFile(t, path, nil)
 	require.Equal(t, Direct, f.Status().Engine)
@@ -63,6 +65,7 @@ func TestResidency(t *testing.T) {
 	all := openFile(t, path, nil)
 	require.NoError(t, all.Load(ctx, s, x, 0))
 	require.Zero(t, all.Status().Direct.Reads, "by now all of it is in the page cache")
+	require.Equal(t, Cached, all.Status().Engine)
 }
 
 // On tmpfs the page cache is the file.
@@ -106,6 +109,36 @@ func TestDirectWrite(t *testing.T) {
 	require.Less(t, st.Cached.BytesWritten, 2*f.direct.align)
 	require.Positive(t, st.Cached.BytesWritten)
 	require.Equal(t, Direct, st.Engine)
+}
+
+// What the file system refuses to write directly is written by the page cache, and
+// nothing twice.
+func TestDirectWriteIsRefused(t *testing.T) {
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
+	s := newStream(t, dev)
+	want := randomBytes(100_000)
+	path := onDisk(t, make([]byte, 100_005))
+	f, err := OpenFile(path, os.O_RDWR, &FileConfig{Engine: Direct})
+	require.NoError(t, err)
+	defer f.Close()
+	f.sys.pwrite = func(fd int, p []byte, off int64) (int, error) {
+		if fd == f.direct.fd {
+			return 0, unix.EINVAL
+		}
+		return unix.Pwrite(fd, p, off)
+	}
+	x, err := memory.MakeFrom(s, want)
+	require.NoError(t, err)
+	defer x.Close()
+	require.NoError(t, f.Save(testgpu.Context(t), s, x, 5))
+	st := f.Status()
+	require.ErrorIs(t, st.Direct.Reason, unix.EINVAL)
+	require.EqualValues(t, len(want), st.Cached.BytesWritten)
+	got, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.True(t, string(want) == string(got[5:]))
+	f.refuse(Direct, unix.EIO)
+	require.ErrorIs(t, f.Status().Direct.Reason, unix.EINVAL, "the first reason stays")
 }
 
 // Pieces that lie side by side in the file are read together, and copied together

@@ -1,5 +1,7 @@
 package gds
 
+import "sync/atomic"
+
 // A Status says how the bytes of a file go.
 type Status struct {
 	Path   string
@@ -53,4 +55,23 @@ func (f *File) prefers() Engine {
 		}
 	}
 	return Cached
+}
+
+// counters are what has been done with a file.
+type counters struct {
+	by                 [engines]traffic
+	continued, retried atomic.Int64
+}
+
+// traffic is that of one engine.
+type traffic struct{ reads, writes, bytesRead, bytesWritten atomic.Int64 }
+
+func (t *traffic) add(write bool, bytes int64) {
+	if write {
+		t.writes.Add(1)
+		t.bytesWritten.Add(bytes)
+	} else {
+		t.reads.Add(1)
+		t.bytesRead.Add(bytes)
+	}
 }

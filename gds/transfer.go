@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"io"
 	"math/bits"
 	"slices"
 	"sync"
@@ -45,45 +44,6 @@ type transfer struct {
 	err   error
 	left  []window // that cuFile has refused
 	short error    // why no more memory could be pinned
-}
-
-// readPieces fills the pieces with the file's bytes. They are on the device of s
-// and in the file's order. It returns when all is in device memory, or when
-// nothing is in flight any more. moved, unless it is nil, is called by any worker
-// when bytes of pieces have arrived.
-func (f *File) readPieces(ctx context.Context, s *stream.Stream, pieces []piece, moved func(bytes int)) error {
-	const op = "read"
-	if err := f.use(op); err != nil {
-		return err
-	}
-	defer f.unuse()
-	if err := f.unchanged(); err != nil {
-		return f.fail(op, err)
-	}
-	if err := f.inside(op, pieces); err != nil {
-		return err
-	}
-	if err := f.transfer(ctx, op, s, pieces, moved, false); err != nil {
-		return err
-	}
-	if err := f.unchanged(); err != nil {
-		return f.fail(op, err)
-	}
-	return nil
-}
-
-// inside returns an error if the file ends before the pieces do.
-func (f *File) inside(op string, pieces []piece) error {
-	id, err := f.identity()
-	if err != nil {
-		return f.fail(op, err)
-	}
-	for _, p := range pieces {
-		if p.mem.Len() > 0 && p.end() > id.size {
-			return &Error{Op: op, Path: f.path, Offset: p.off, Wanted: int64(p.mem.Len()), Got: max(0, id.size-p.off), Err: io.ErrUnexpectedEOF}
-		}
-	}
-	return nil
 }
 
 // transfer moves the pieces.

@@ -195,6 +195,9 @@ const transferC = `
 #include <sys/types.h>
 /* The size says what to return, the offset what to leave in errno. */
 ssize_t cuFileRead(void *h, void *p, size_t size, off_t at, off_t dev) { if (at) errno = (int)at; return (ssize_t)size; }
+struct event { void *cookie; int status; size_t ret; };
+/* The room comes back as what was transferred. */
+long cuFileBatchIOGetStatus(void *b, unsigned min_nr, unsigned *nr, struct event *e, void *timeout) { e[0].ret = *nr; *nr = min_nr; return 0; }
 ssize_t cuFileWrite(void *h, const void *p, size_t size, off_t at, off_t dev) { if (at) errno = (int)at; return -(ssize_t)size; }
 `
 
@@ -203,12 +206,17 @@ func TestTransferResults(t *testing.T) {
 	c := dltest.Load(t, transferC)
 	rec := dltest.NewRecorder(t, signatures, 0)
 	lib, err := newLib(func(name string) (uintptr, bool) {
-		if p, ok := c.Symbol(name); ok && (name == "cuFileRead" || name == "cuFileWrite") {
+		if p, ok := c.Symbol(name); ok {
 			return p, true
 		}
 		return rec.Resolve(name)
 	}, "composed")
 	require.NoError(t, err)
+	events := make([]IOEvents, 7)
+	nr, r := lib.BatchIOGetStatus(1, 3, events, nil)
+	require.Equal(t, Success, r)
+	require.EqualValues(t, 3, nr)
+	require.EqualValues(t, 7, events[0].Ret, "how many events there is room for")
 	for _, x := range []struct {
 		returned, errno int64
 		n               int64

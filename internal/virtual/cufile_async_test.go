@@ -3,6 +3,7 @@ package virtual
 import (
 	"os"
 	"testing"
+	"time"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -144,6 +145,55 @@ func TestCuFileAsyncRefuses(t *testing.T) {
 	})
 	require.ErrorIs(t, captured, cudadrv.ErrorStreamCaptureUnsupported)
 	require.Empty(t, r.m.Reports())
+}
+
+// Registering a stream waits for it, and holds until the driver is closed.
+func TestCuFileStreamRegister(t *testing.T) {
+	r := newFileRig(t, Config{})
+	s := r.stream(0)
+	for name, call := range map[string]func() cufileapi.Result{
+		"register":   func() cufileapi.Result { return r.api.StreamRegister(s, 0) },
+		"deregister": func() cufileapi.Result { return r.api.StreamDeregister(s) },
+	} {
+		if name == "deregister" {
+			_ = r.with(0, func() cufileapi.Result { return r.api.StreamRegister(s, 0) })
+		} else {
+			_ = r.with(0, func() cufileapi.Result { return r.api.StreamDeregister(s) })
+		}
+		open := r.block(s)
+		done := make(chan cufileapi.Result, 1)
+		go func() { done <- r.with(0, call) }()
+		select {
+		case res := <-done:
+			t.Fatalf("%s returned %v while the stream was at work", name, res)
+		case <-time.After(20 * time.Millisecond):
+		}
+		open()
+		r.fine(<-done)
+	}
+	r.fine(r.with(0, func() cufileapi.Result { return r.api.StreamRegister(s, 0) }))
+	r.fine(r.api.DriverClose())
+	r.fine(r.api.DriverOpen())
+	r.fine(r.with(0, func() cufileapi.Result { return r.api.StreamRegister(s, 0) }))
+}
+
+// What a device that was lost does not carry out is over nevertheless.
+func TestCuFileOnLostDevice(t *testing.T) {
+	r := newFileRig(t, Config{})
+	h, a, b, p, w := r.register(r.open(64, os.O_RDWR)), r.stream(0), r.stream(0), r.alloc(0, 64), r.words(64)
+	open := r.block(a)
+	r.fine(r.readAsync(h, p, w, a))
+	r.do(0, func() cudadrv.Result { return r.drv.MemsetD8Async(p+60, 0, 8, b) })
+	require.Equal(t, cudadrv.ErrorIllegalAddress, r.on(0, func() cudadrv.Result { return r.drv.StreamSynchronize(b) }))
+	open()
+	r.m.mu.Lock()
+	k := r.m.streams[a].mark()
+	r.m.mu.Unlock()
+	<-k.done
+	require.EqualValues(t, -77, w.done)
+	r.api.HandleDeregister(h)
+	require.Empty(t, r.m.Reports())
+	require.Equal(t, cufileapi.CUDAFailed(cudadrv.ErrorIllegalAddress), r.readAsync(h, p, w, a))
 }
 
 // A transfer on a stream is ordered with it and no other.

@@ -120,14 +120,80 @@ func TestCuFileDescriptorClosedTooEarly(t *testing.T) {
 	r.reported("was closed before its handle was deregistered")
 
 	r = newFileRig(t, Config{})
+	f, other := r.open(16, os.O_RDWR), r.open(16, os.O_RDWR)
+	h = r.register(f)
+	require.NoError(t, syscall.Dup3(int(other.Fd()), int(f.Fd()), 0))
+	_, err = r.read(h, r.alloc(0, 16), 16)
+	require.ErrorIs(t, err, cufileapi.HandleNotRegistered, "the number stands for another file now")
+	r.reported("was closed before its handle was deregistered")
+
+	r = newFileRig(t, Config{})
 	f = r.open(16, os.O_RDWR)
 	h = r.register(f)
+	require.Equal(t, 2, openings(t, f.Name()))
 	r.api.HandleDeregister(h)
 	_, err = r.read(h, r.alloc(0, 16), 16)
 	require.ErrorIs(t, err, cufileapi.HandleNotRegistered)
+	require.Equal(t, 1, openings(t, f.Name()))
 	require.Empty(t, r.m.Reports())
 	r.api.HandleDeregister(h)
 	r.reported("which is no handle")
+}
+
+// openings counts the process's descriptors of a file.
+func openings(t *testing.T, path string) (n int) {
+	t.Helper()
+	list, err := os.ReadDir("/proc/self/fd")
+	require.NoError(t, err)
+	for _, fd := range list {
+		if to, err := os.Readlink("/proc/self/fd/" + fd.Name()); err == nil && to == path {
+			n++
+		}
+	}
+	return n
+}
+
+func TestCuFileRegistersWhatIsThere(t *testing.T) {
+	r := newFileRig(t, Config{Devices: 2})
+	register := func(p cudadrv.DevicePtr, bytes uintptr) cufileapi.Result {
+		return r.with(0, func() cufileapi.Result { return r.api.BufRegister(p, bytes, 0) })
+	}
+	p := r.reserve(0, 3)
+	r.mapped(0, p, 1, 0)
+	r.mapped(0, p+2*unit, 1, 0)
+	require.Equal(t, cufileapi.CUDAPointerRangeError, register(p, 3*unit), "a hole")
+	r.fine(register(p, unit))
+	r.fine(register(p+2*unit+512, unit-512))
+
+	s := r.stream(0)
+	open := r.block(s)
+	var q cudadrv.DevicePtr
+	r.do(0, func() (res cudadrv.Result) { q, res = r.drv.MemAllocAsync(64, s); return })
+	r.do(0, func() cudadrv.Result { return r.drv.MemFreeAsync(q, s) })
+	require.Equal(t, cufileapi.CUDAPointerInvalid, register(q, 64), "its free was called")
+	open()
+	r.sync(0, s)
+	require.Equal(t, cufileapi.InvalidValue, r.with(0, func() cufileapi.Result { return r.api.BufRegister(r.alloc(1, 64), 64, 4) }), "flags")
+	require.Empty(t, r.m.Reports())
+}
+
+func TestCuFileSystemMemory(t *testing.T) {
+	for _, allowed := range []bool{true, false} {
+		r := &fileRig{rig: newRig(t, Config{Devices: 1})}
+		r.api = r.m.CuFile()
+		r.fine(r.api.SetParameterBool(cufileapi.AllowSystemMemory, allowed))
+		r.fine(r.api.DriverOpen())
+		var p unsafe.Pointer
+		r.do(0, func() (res cudadrv.Result) { p, res = r.drv.MemHostAlloc(64, 0); return })
+		got := r.with(0, func() cufileapi.Result { return r.api.BufRegister(cudadrv.DevicePtr(uintptr(p)), 64, 0) })
+		if !allowed {
+			require.Equal(t, cufileapi.CUDAMemoryTypeInvalid, got)
+			continue
+		}
+		r.fine(got)
+		r.do(0, func() cudadrv.Result { return r.drv.MemFreeHost(p) })
+		r.reported("was freed before cuFileBufDeregister")
+	}
 }
 
 func TestCuFileGivenUpInFlight(t *testing.T) {

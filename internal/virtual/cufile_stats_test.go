@@ -67,9 +67,21 @@ func TestCuFileStatistics(t *testing.T) {
 		r.fine(r.api.StatsStop())
 		read(4096)
 	}
+	r.fine(r.api.StatsStart())
+	r.fine(r.with(0, func() cufileapi.Result { return r.api.BufDeregister(p) }))
+	b = r.batch(4)
+	writes := r.entries(h, p, 2)
+	writes[0].Opcode, writes[1].Opcode = cufileapi.OpWrite, cufileapi.OpWrite
+	r.fine(r.submit(b, writes))
+	r.wait(b, 2)
+	v := l3()
+	require.Equal(t, []uint64{1, 0}, []uint64{v.PerGPU[0].BufDeregisters, v.PerGPU[0].RegisteredBytes})
+	require.Equal(t, []uint64{0, 128, 192, 128}, []uint64{v.Detailed.Basic.LastBatchReadBytes, v.Detailed.Basic.LastBatchWriteBytes,
+		v.Detailed.Basic.BatchReadBytes, v.Detailed.Basic.BatchWriteBytes})
 	r.fine(r.api.StatsReset())
 	require.Zero(t, l3().Detailed)
-	r.fine(r.with(0, func() cufileapi.Result { return r.api.BufDeregister(p) }))
+	read(4096)
+	require.EqualValues(t, 1, l3().Detailed.Basic.ReadOps.OK, "collecting goes on")
 	r.fine(r.api.SetStatsLevel(1))
 	require.Equal(t, cufileapi.InvalidValue, r.api.GetStatsL2(new(cufileapi.StatsLevel2)))
 	require.Empty(t, r.m.Reports())

@@ -154,7 +154,7 @@ func openings(t *testing.T, path string) (n int) {
 }
 
 func TestCuFileRegistersWhatIsThere(t *testing.T) {
-	r := newFileRig(t, Config{Devices: 2})
+	r := newFileRig(t, Config{})
 	register := func(p cudadrv.DevicePtr, bytes uintptr) cufileapi.Result {
 		return r.with(0, func() cufileapi.Result { return r.api.BufRegister(p, bytes, 0) })
 	}
@@ -173,7 +173,8 @@ func TestCuFileRegistersWhatIsThere(t *testing.T) {
 	require.Equal(t, cufileapi.CUDAPointerInvalid, register(q, 64), "its free was called")
 	open()
 	r.sync(0, s)
-	require.Equal(t, cufileapi.InvalidValue, r.with(0, func() cufileapi.Result { return r.api.BufRegister(r.alloc(1, 64), 64, 4) }), "flags")
+	plain := r.alloc(0, 64)
+	require.Equal(t, cufileapi.InvalidValue, r.with(0, func() cufileapi.Result { return r.api.BufRegister(plain, 64, 4) }), "flags")
 	require.Empty(t, r.m.Reports())
 }
 

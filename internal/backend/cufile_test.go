@@ -57,7 +57,7 @@ type verdict struct {
 
 const (
 	trialBytes = 4096
-	trialLimit = 15 * time.Second
+	trialLimit = 10 * time.Second
 	trialsOnce = 4 // how many processes there are at a time
 )
 
@@ -200,7 +200,11 @@ func runTrial(t *testing.T, x trial) (verdict, string) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), trialLimit)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, os.Args[0], "-test.run=^TestWhyRegisterRefuses$", "-test.v")
+	self, err := os.Executable() // os.Args[0] may be relative, and the process begins elsewhere
+	if err != nil {
+		t.Error(err)
+	}
+	cmd := exec.CommandContext(ctx, self, "-test.run=^TestWhyRegisterRefuses$", "-test.v")
 	cmd.Dir = dir
 	cmd.Env = append(os.Environ(), trialVar+"="+string(text), "CUFILE_LOGFILE_PATH="+log, "CUFILE_LOGGING_LEVEL=TRACE")
 	for k, v := range x.Env {

@@ -1,5 +1,5 @@
 // Package conformance tests an implementation of the raw interfaces against
-// what CUDA, NCCL and cuBLAS promise. Real libraries pass it and the virtual
+// what CUDA, NCCL, cuBLAS and cuFile promise. Real libraries pass it and the virtual
 // devices do; what the virtual devices refuse beyond that is tested with them.
 //
 // Each test poisons its outputs, looks at each element, and compares with a

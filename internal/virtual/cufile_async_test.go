@@ -120,11 +120,13 @@ func TestCuFileAsyncRefuses(t *testing.T) {
 	require.Equal(t, cufileapi.InvalidValue, r.with(0, func() cufileapi.Result { return r.api.StreamDeregister(s) }))
 
 	// What is wrong with the words shows when they are looked up, or at once.
-	w.fileOffset = -1
-	r.fine(r.readAsync(h, p, w, s))
-	r.sync(0, s)
-	_, err := cufileapi.Transferred(w.done)
-	require.ErrorIs(t, err, cufileapi.InvalidValue)
+	for _, bad := range []asyncWords{{size: 1, fileOffset: -1}, {size: 1, devOffset: -1}, {size: ^uintptr(0)}} {
+		*w = bad
+		r.fine(r.readAsync(h, p, w, s))
+		r.sync(0, s)
+		_, err := cufileapi.Transferred(w.done)
+		require.ErrorIs(t, err, cufileapi.InvalidValue)
+	}
 	aligned := cufileapi.FixedBufOffset | cufileapi.FixedFileOffset | cufileapi.FixedFileSize | cufileapi.PageAlignedInputs
 	r.fine(r.with(0, func() cufileapi.Result { return r.api.StreamRegister(s, aligned) }))
 	*w = asyncWords{size: 4095}

@@ -249,7 +249,7 @@ func TestCulpritsAreNamed(t *testing.T) {
 // its trace has a file of its own.
 func TestCulpritOfASplitGroup(t *testing.T) {
 	prefix := filepath.Join(t.TempDir(), "trace-")
-	_, out, _ := job(t, "virtual", "sub", 3, "CHORUS_NCCL_TIMEOUT=1s", "CHORUS_NCCL_TRACE_FILE="+prefix)
+	_, out, _ := job(t, "virtual", "sub", 3, "CHORUS_NCCL_TIMEOUT=4s", "CHORUS_NCCL_TRACE_FILE="+prefix)
 	require.Regexp(t, `(?m)^\[rank 2\] worker: .*rank 0 \(rank 1 of the world\) is behind: .* on rank 1 of 2`, out)
 	text, err := os.ReadFile(prefix + "1-split1.0")
 	require.NoError(t, err)

@@ -235,13 +235,14 @@ func (w *words) failed(c *nccl.Communicator, err error) error {
 // else in its place.
 func culprits(op nccl.Operation, mine word, all map[int]word) (list []RankProgress) {
 	transfer := strings.Contains(op.Name, "Send") || strings.Contains(op.Name, "Recv")
+	waited := awaited(op.Collective, mine.Collectives, all)
 	for rank, x := range all {
 		why := ""
 		switch {
 		case transfer && rank == op.Root:
 			why = "is the peer"
 		case transfer:
-		case x.Collectives < op.Collective:
+		case x.Collectives < waited:
 			why = "is behind"
 		case x.Collectives == mine.Collectives && x.Operation != mine.Operation:
 			why = "differs"
@@ -251,6 +252,18 @@ func culprits(op nccl.Operation, mine word, all map[int]word) (list []RankProgre
 		}
 	}
 	return list
+}
+
+// awaited is the collective that this rank waits for, where the first that is not
+// known to have completed is op. If all ranks have issued that, it is done or on its
+// way, and a later one of the last that this rank issued hangs: the first that another
+// rank has not.
+func awaited(op, last uint64, all map[int]word) uint64 {
+	fewest := last
+	for _, x := range all {
+		fewest = min(fewest, x.Collectives)
+	}
+	return max(op, min(fewest+1, last))
 }
 
 // left is the rank that was the first to tell of its end, if any: the others may have

@@ -28,6 +28,13 @@ func TestCulprits(t *testing.T) {
 		return found
 	}
 	require.Equal(t, map[int]string{1: "is behind", 3: "differs"}, whys(nccl.Operation{Name: "ncclAllReduce", Collective: 7, Root: -1}))
+	// All have issued what is not known to have completed, so a later one hangs.
+	require.Equal(t, map[int]string{1: "is behind", 3: "differs"}, whys(nccl.Operation{Name: "ncclAllReduce", Collective: 5, Root: -1}))
+	all[5] = word{Collectives: 4, Operation: "a"}
+	require.Equal(t, map[int]string{5: "is behind", 3: "differs"}, whys(nccl.Operation{Name: "ncclAllReduce", Collective: 3, Root: -1}))
+	delete(all, 5)
+	delete(all, 1)
+	require.Equal(t, map[int]string{3: "differs"}, whys(nccl.Operation{Name: "ncclAllReduce", Collective: 5, Root: -1}))
 	require.Equal(t, map[int]string{2: "is the peer"}, whys(nccl.Operation{Name: "ncclSend", Collective: 7, Root: 2}))
 	require.Equal(t, map[int]string{4: "is the peer"}, whys(nccl.Operation{Name: "ncclRecv", Collective: 7, Root: 4}))
 }

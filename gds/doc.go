@@ -1,4 +1,22 @@
-// Package gds moves bytes between files and device memory.
+// Package gds moves bytes between files and device memory, and safetensors checkpoints
+// between files and the devices of a group.
+//
+//	ckpt, err := gds.OpenSafetensors("model.safetensors.index.json")
+//	if err != nil {
+//		return err
+//	}
+//	defer ckpt.Close()
+//	ws, err := ckpt.Load(ctx, g, &gds.LoadConfig{Plan: func(t gds.Info) gds.Placement {
+//		if strings.HasSuffix(t.Name, "norm.weight") {
+//			return gds.Replicate()
+//		}
+//		return gds.Shard(0) // and Own, Slice, Skip
+//	}})
+//	w, err := gds.Get[memory.BFloat16](ws[0], "lm_head.weight")
+//
+// Each byte is read from the files once, by one rank; what others need of it goes from
+// device to device. Save writes what the ranks have together, SaveTensors what one
+// device has, and Verify compares digests. Below that are files:
 //
 //	f, err := gds.Open("weights.bin", nil)
 //	if err != nil {

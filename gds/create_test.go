@@ -6,11 +6,13 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -75,6 +77,7 @@ func TestCommit(t *testing.T) {
 // A commit that is given up, or that comes while the file is being written, leaves
 // the old file.
 func TestCommitIsRefused(t *testing.T) {
+	before := openFiles(t)
 	path := writeFile(t, []byte("old"))
 	f, err := Create(path, nil)
 	require.NoError(t, err)
@@ -92,6 +95,8 @@ func TestCommitIsRefused(t *testing.T) {
 	close(goOn)
 	alone(t, path, "old")
 	require.NoError(t, f.Close())
+	// What waits for the disk holds the file until then.
+	require.True(t, poll.UntilNoLaterThan(10*time.Second, func() bool { return openFiles(t) == before }))
 }
 
 // What is under way when a file is closed goes on, and the descriptors go with it.

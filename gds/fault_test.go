@@ -244,7 +244,10 @@ func TestShortReads(t *testing.T) {
 				case 1:
 					return 0, unix.EAGAIN
 				case 2:
-					return unix.Pread(fd, p[:(len(p)+2)/3], off)
+					if len(p) > 3*usualAlign { // and so that it can be direct
+					p = p[:len(p)/3&^(usualAlign-1)]
+				}
+				return unix.Pread(fd, p, off)
 				}
 				return unix.Pread(fd, p, off)
 			}
@@ -254,9 +257,31 @@ func TestShortReads(t *testing.T) {
 			st := f.Status()
 			require.Positive(t, st.Continued)
 			require.Positive(t, st.Retried)
+			require.EqualValues(t, len(r.content), st.Cached.BytesRead+st.Direct.BytesRead)
+			require.Equal(t, e == Direct && st.Direct.Reason == nil, st.Direct.Reads > 0)
 			require.NoError(t, f.Close())
 		}
 	})
+}
+
+// A direct read that ends before what is wanted begins has brought nothing.
+func TestShortDirectRead(t *testing.T) {
+	r := newRig(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0])
+	f := r.open(t, Direct)
+	defer f.Close()
+	if !f.directReady() {
+		t.Skipf("the folder of temporary files takes no direct reads: %v", f.Status().Direct.Reason)
+	}
+	f.sys.pread = func(fd int, p []byte, off int64) (int, error) {
+		if fd == f.direct.fd {
+			return 100, nil
+		}
+		return 0, unix.EIO
+	}
+	err := f.Load(testgpu.Context(t), r.s, r.x.Slice(0, 10), 3000)
+	x, ok := errors.AsType[*Error](err)
+	require.True(t, ok, "%v", err)
+	require.Equal(t, Error{Op: "read", Path: r.path, Offset: 3000, Wanted: 10, Got: 0, Engine: Direct, Err: unix.EIO}, *x)
 }
 
 // An engine that the file system refuses in the middle makes way for the next.

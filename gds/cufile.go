@@ -7,6 +7,7 @@ import (
 	"os"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cufileapi"
@@ -38,7 +39,9 @@ func (c *cuFile) open() (cufileapi.API, error) {
 	defer c.mu.Unlock()
 	if !c.tried {
 		c.tried = true
-		c.api, c.err = c.start()
+		if c.api, c.err = c.start(); c.err != nil {
+			c.api = nil
+		}
 	}
 	return c.api, c.err
 }
@@ -53,11 +56,19 @@ func (c *cuFile) start() (cufileapi.API, error) {
 		// does as it always did.
 		_ = api.SetParameterString(cufileapi.LogDir, os.TempDir())
 	}
-	if r := api.DriverOpen(); r != cufileapi.Success {
-		return nil, fmt.Errorf("cuFileDriverOpen: %w: %s", r, r.Meaning())
+	opened := make(chan cufileapi.Result, 1)
+	go func() { opened <- api.DriverOpen() }()
+	select {
+	case r := <-opened:
+		return api, failed("cuFileDriverOpen", r)
+	case <-time.After(openPatience):
+		return nil, fmt.Errorf("cuFileDriverOpen has not returned for %v", openPatience)
 	}
-	return api, nil
 }
+
+// openPatience is how long cuFile may take to look at the machine before it is
+// given up.
+var openPatience = 10 * time.Second
 
 // Close closes the driver.
 func (c *cuFile) Close() error {

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -82,6 +83,21 @@ func TestCuFileIsRefused(t *testing.T) {
 			require.NoError(t, f.Close())
 		})
 	}
+}
+
+// A cuFile that does not come back is given up.
+func TestCuFileHangs(t *testing.T) {
+	was := openPatience
+	openPatience = 20 * time.Millisecond
+	defer func() { openPatience = was }()
+	r := newRig(t, virtualWith(t, "hang@cuFileDriverOpen#1"))
+	f, err := Open(r.path, &FileConfig{Engine: CuFile})
+	require.NoError(t, err)
+	defer f.Close()
+	require.NoError(t, f.Load(testgpu.Context(t), r.s, r.x, 0))
+	require.True(t, string(r.content) == string(hostBytes(t, r.s, r.x)))
+	require.ErrorContains(t, f.Status().CuFile.Reason, "has not returned for 20ms")
+	require.ErrorContains(t, RegisterBuffer(r.x), "has not returned for 20ms")
 }
 
 // A file that becomes shorter while cuFile reads it is found.

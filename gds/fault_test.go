@@ -245,9 +245,9 @@ func TestShortReads(t *testing.T) {
 					return 0, unix.EAGAIN
 				case 2:
 					if len(p) > 3*usualAlign { // and so that it can be direct
-					p = p[:len(p)/3&^(usualAlign-1)]
-				}
-				return unix.Pread(fd, p, off)
+						p = p[:len(p)/3&^(usualAlign-1)]
+					}
+					return unix.Pread(fd, p, off)
 				}
 				return unix.Pread(fd, p, off)
 			}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/stretchr/testify/require"
 )
 
@@ -152,6 +153,32 @@ func TestCuFileBatchGivenUpInFlight(t *testing.T) {
 	r.fine(r.submit(b, r.entries(h, p, 3)))
 	r.api.BatchIODestroy(b)
 	r.reported("cuFileBatchIODestroy gave up a batch while 3 of its transfers have not ended")
+
+	r = newFileRig(t, Config{Faults: "hang@cuFileBatchIOSubmit#1"})
+	h, p, b = r.register(r.open(1024, os.O_RDWR)), r.alloc(0, 1024), r.batch(8)
+	r.fine(r.submit(b, r.entries(h, p, 3)))
+	r.api.HandleDeregister(h)
+	r.reported("cuFileHandleDeregister gave up the handle")
+	r.fine(r.api.DriverClose())
+	require.Len(t, r.m.Reports(), 2)
+	require.Contains(t, r.m.Reports()[1], "cuFileDriverClose_v2 gave up a batch")
+}
+
+// What ends after its batch was given up leaves nothing behind.
+func TestCuFileBatchEndsAlone(t *testing.T) {
+	r := newFileRig(t, Config{})
+	h, p := r.register(r.open(1024, os.O_RDWR)), r.alloc(0, 1024)
+	for range 20 {
+		b := r.batch(8)
+		r.fine(r.submit(b, r.entries(h, p, 8)))
+		r.api.BatchIODestroy(b)
+		given := poll.UntilNoLaterThan(10*time.Second, func() bool {
+			r.m.mu.Lock()
+			defer r.m.mu.Unlock()
+			return len(r.m.slots.free) == len(r.m.slots.last)
+		})
+		require.True(t, given, "every transfer gives its slot back")
+	}
 }
 
 // A batch comes after what the host has waited for when it was submitted, and the

@@ -3,6 +3,7 @@ package virtual
 import (
 	"os"
 	"testing"
+	"time"
 
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/stretchr/testify/require"
@@ -85,4 +86,32 @@ func TestCuFileStatistics(t *testing.T) {
 	r.fine(r.api.SetStatsLevel(1))
 	require.Equal(t, cufileapi.InvalidValue, r.api.GetStatsL2(new(cufileapi.StatsLevel2)))
 	require.Empty(t, r.m.Reports())
+}
+
+// Statistics may begin with the driver, and rates are those of the time in which
+// they were collected.
+func TestCuFileStatisticsFromTheOpening(t *testing.T) {
+	r := &fileRig{rig: newRig(t, Config{Devices: 1})}
+	r.api = r.m.CuFile()
+	r.fine(r.api.SetParameterSizeT(cufileapi.ProfileStats, 1))
+	r.fine(r.api.DriverOpen())
+	level, res := r.api.GetStatsLevel()
+	r.fine(res)
+	require.EqualValues(t, 1, level)
+	_, err := r.read(r.register(r.open(64, os.O_RDWR)), r.alloc(0, 64), 64)
+	require.NoError(t, err)
+	var v cufileapi.StatsLevel1
+	r.fine(r.api.GetStatsL1(&v))
+	require.EqualValues(t, 64, v.ReadBytes)
+	require.EqualValues(t, 1, v.HandleRegisterOps.OK)
+
+	s := cufileStats{level: 1, ran: time.Hour}
+	s.start()
+	begun := s.since
+	s.start() // which began already
+	require.Equal(t, begun, s.since)
+	require.GreaterOrEqual(t, s.elapsed(), time.Hour)
+	s.l1.ReadBytes = 7200
+	one := s.level1()
+	require.InDelta(t, 2, one.ReadBytesPerSecond, 1)
 }

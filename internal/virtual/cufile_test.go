@@ -7,6 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
+	"github.com/gochorus/chorus/internal/dl"
 	"github.com/stretchr/testify/require"
 )
 
@@ -173,4 +174,37 @@ func TestCuFileWithoutCompatibilityMode(t *testing.T) {
 		_, res := r.api.HandleRegister(&cufileapi.Descr{Type: cufileapi.OpaqueFD, FD: int32(f.Fd())})
 		return res
 	}))
+}
+
+// What is set while the driver is open shows at once.
+func TestCuFileLimits(t *testing.T) {
+	r := newFileRig(t, Config{})
+	var p cufileapi.DrvProps
+	require.Equal(t, cufileapi.InvalidValue, r.api.DriverGetProperties(nil))
+	r.fine(r.api.DriverSetMaxDirectIOSize(2048))
+	r.fine(r.api.DriverGetProperties(&p))
+	require.EqualValues(t, 2048, p.MaxDirectIOSize)
+	require.EqualValues(t, 1<<cufileapi.AllowCompatMode, p.DControlFlags)
+	r.fine(r.api.DriverSetPollMode(true, 16))
+	r.fine(r.api.DriverGetProperties(&p))
+	require.EqualValues(t, 16, p.PollThreshSize)
+	require.EqualValues(t, 1<<cufileapi.AllowCompatMode|1<<cufileapi.UsePollMode, p.DControlFlags)
+	for name, res := range map[string]cufileapi.Result{
+		"poll threshold": r.api.DriverSetPollMode(true, 3), "direct": r.api.DriverSetMaxDirectIOSize(63),
+		"cache": r.api.DriverSetMaxCacheSize(1024), "pinned": r.api.DriverSetMaxPinnedMemSize(1024),
+	} {
+		require.Equal(t, cufileapi.DriverUnsupportedLimit, res, name)
+	}
+}
+
+// A host function of a stream may call cuFile no more than the driver.
+func TestCuFileWithinHostFunctions(t *testing.T) {
+	r := newFileRig(t, Config{})
+	s := r.stream(0)
+	var res cufileapi.Result
+	r.do(0, func() cudadrv.Result {
+		return r.drv.LaunchHostFunc(s, dl.OnceClosure(func() { res = r.api.DriverOpen() }))
+	})
+	r.sync(0, s)
+	require.Equal(t, cufileapi.CUDAFailed(cudadrv.ErrorNotPermitted), res)
 }

@@ -88,7 +88,7 @@ func (c *Checkpoint) load(ctx context.Context, w *world, cfg *LoadConfig) (all [
 	}
 	errs := make([]error, len(w.locals))
 	errs[0] = err
-	if err := w.agree(ctx, m.op, m.path, errs, fingerprint(tensors, lc.RoundBytes)); err != nil {
+	if err := w.agree(ctx, m.op, m.path, errs, w.fingerprint(tensors, lc.RoundBytes)); err != nil {
 		return all, errors.Join(err, m.close())
 	}
 	m.load(ctx)
@@ -208,8 +208,12 @@ func (l reads) bytes() (n int64) {
 	return n
 }
 
-// fingerprint tells whether processes are about to move the same.
-func fingerprint(tensors []*placed, round int) uint64 {
+// fingerprint tells whether processes are about to move the same. One process needs
+// none.
+func (w *world) fingerprint(tensors []*placed, round int) uint64 {
+	if !w.spread() {
+		return 0
+	}
 	h := fnv.New64a()
 	fmt.Fprintln(h, round)
 	for _, t := range tensors {

@@ -101,7 +101,7 @@ func (c *Checkpoint) hashPart(ctx context.Context, h hash.Hash, name string, f *
 	at := c.where[name]
 	t := &c.headers[at.file].Tensors[at.tensor]
 	size := dtypeOf(t.DType).Size()
-	host := make([]byte, verifyChunk)
+	host := make([]byte, min(verifyChunk, f.ranges[rank].Len*size))
 	for row := range f.outer {
 		from := t.Begin + int64((row*f.width+f.ranges[rank].Start)*size)
 		for end := from + int64(f.ranges[rank].Len*size); from < end; {

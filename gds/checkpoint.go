@@ -129,6 +129,9 @@ func (c *Checkpoint) openIndex(cfg *FileConfig, path string) error {
 	if err != nil {
 		return fmt.Errorf("gds: open %s: %w", path, err)
 	}
+	if len(x.WeightMap) == 0 {
+		return fmt.Errorf("gds: open %s: the index names no file", path)
+	}
 	headers := map[string]*safetensors.Header{}
 	for _, name := range x.Files() {
 		h, err := c.openFile(cfg, filepath.Join(filepath.Dir(path), name), func(t string) bool { return x.WeightMap[t] == name })

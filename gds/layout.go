@@ -1,6 +1,7 @@
 package gds
 
 import (
+	"fmt"
 	"math"
 
 	"github.com/gochorus/chorus/memory"
@@ -39,8 +40,8 @@ func (s *placed) bytes(rank int) int { return s.cut.elements(rank) * s.to.Size()
 // lay gives every part its place, for each rank in the same order: first what all
 // ranks have whole, so that it lies alike on all of them and is exchanged in long
 // runs; then in the order of the files. It returns the size of each rank's slab.
-func lay(tensors []*placed, ranks int) []int {
-	sizes := make([]int, ranks)
+func lay(tensors []*placed, ranks int) (sizes []int, err error) {
+	sizes = make([]int, ranks)
 	for _, everywhere := range []bool{true, false} {
 		for _, s := range tensors {
 			if s.cut.everywhere() != everywhere {
@@ -48,14 +49,18 @@ func lay(tensors []*placed, ranks int) []int {
 			}
 			s.at = make([]int, ranks)
 			for r := range s.at {
-				if s.at[r] = -1; s.cut.holds(r) {
-					s.at[r] = sizes[r]
-					sizes[r] = roundUp(sizes[r]+s.bytes(r), slotAlign)
+				if s.at[r] = -1; !s.cut.holds(r) {
+					continue
 				}
+				if s.bytes(r) > math.MaxInt-slotAlign-sizes[r] {
+					return nil, fmt.Errorf("the tensors of rank %d up to %q are larger than any memory", r, s.info.Name)
+				}
+				s.at[r] = sizes[r]
+				sizes[r] = roundUp(sizes[r]+s.bytes(r), slotAlign)
 			}
 		}
 	}
-	return sizes
+	return sizes, nil
 }
 
 // fits reports whether the sizes of a tensor are numbers that int holds.

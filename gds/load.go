@@ -57,11 +57,7 @@ func (c *Checkpoint) Load(ctx context.Context, g *comm.Group, cfg *LoadConfig) (
 // LoadOn brings the checkpoint to the device of s, in the order of s, which is the
 // only rank.
 func (c *Checkpoint) LoadOn(ctx context.Context, s *stream.Stream, cfg *LoadConfig) (*Weights, error) {
-	w, err := worldOn(s)
-	if err != nil {
-		return nil, fmt.Errorf("gds: load: %w", err)
-	}
-	all, err := c.load(ctx, w, cfg)
+	all, err := c.load(ctx, worldOn(s), cfg)
 	if err != nil {
 		return nil, err
 	}
@@ -82,7 +78,7 @@ func (c *Checkpoint) load(ctx context.Context, w *world, cfg *LoadConfig) (all [
 		}
 	}()
 	m := &carrier{world: w, op: "load", path: c.path(), files: c.files}
-	tensors, err := c.place(&lc, w.ranks)
+	tensors, err := c.place(&lc, w)
 	if err == nil {
 		all, err = c.allocate(m, tensors, &lc)
 	}
@@ -109,7 +105,10 @@ func (c *Checkpoint) path() string {
 }
 
 // place makes a tensor with its places of each that some rank gets.
-func (c *Checkpoint) place(cfg *LoadConfig, ranks int) ([]*placed, error) {
+func (c *Checkpoint) place(cfg *LoadConfig, w *world) ([]*placed, error) {
+	if err := w.prepare(); err != nil {
+		return nil, fmt.Errorf("gds: load: %w", err)
+	}
 	if cfg.RoundBytes < 0 {
 		return nil, fmt.Errorf("gds: load: rounds of %d bytes: want 0 or more", cfg.RoundBytes)
 	}
@@ -125,7 +124,7 @@ func (c *Checkpoint) place(cfg *LoadConfig, ranks int) ([]*placed, error) {
 		if p.skip {
 			continue
 		}
-		t, err := c.placeOne(info, p, cfg, ranks)
+		t, err := c.placeOne(info, p, cfg, w.ranks)
 		if err != nil {
 			return nil, &TensorError{Op: "load", Path: info.File, Tensor: info.Name, Offset: -1, Err: err}
 		}
@@ -158,8 +157,10 @@ func (c *Checkpoint) placeOne(info Info, p Placement, cfg *LoadConfig, ranks int
 
 // allocate makes the schedule and what it needs, and the weights, which are empty yet.
 func (c *Checkpoint) allocate(m *carrier, tensors []*placed, cfg *LoadConfig) (all []*Weights, err error) {
-	sizes := lay(tensors, m.ranks)
-	m.plan = newSchedule(tensors, m.ranks, cfg.RoundBytes)
+	sizes, err := lay(tensors, m.ranks)
+	if err != nil {
+		return nil, fmt.Errorf("gds: load %s: %w", c.path(), err)
+	}
 	for _, l := range m.world.locals {
 		slab, err := tensor.Make(l.stream, memory.Uint8, sizes[l.rank])
 		if err != nil {
@@ -168,6 +169,9 @@ func (c *Checkpoint) allocate(m *carrier, tensors []*placed, cfg *LoadConfig) (a
 		all = append(all, newWeights(l, m.ranks, slab, tensors))
 		m.slabs = append(m.slabs, slab)
 	}
+	// Not before there is room for the weights: a file may pretend to be so large that
+	// its schedule alone would fill the host's memory.
+	m.plan = newSchedule(tensors, m.ranks, cfg.RoundBytes)
 	m.moved = progress(cfg.Progress, m.plan.bytes(m.world.locals))
 	if err := m.open(); err != nil {
 		return all, fmt.Errorf("gds: load %s: %w", c.path(), err)

@@ -234,6 +234,7 @@ func TestOpenFaults(t *testing.T) {
 		{[]string{in(`{"weight_map":{"1.first":"a.safetensors","2.middle":"b.safetensors"}}`, "a.safetensors", "b.safetensors")}, []string{"also in"}},
 		{[]string{in(`{"weight_map":{"1.first":"../a.safetensors"}}`)}, []string{indexName, "separators"}},
 		{[]string{in(`{"weight_map"`)}, []string{indexName}},
+		{[]string{in(`{"weight_map":{}}`)}, []string{indexName, "names no file"}},
 	} {
 		_, err := OpenSafetensors(tc.paths...)
 		require.Error(t, err, tc.says)

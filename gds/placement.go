@@ -78,7 +78,10 @@ func Slice(dim int, of func(rank, ranks, size int) Range) Placement {
 }
 
 func chunkOf(rank, ranks, size int) Range {
-	part := (size + ranks - 1) / ranks
+	part := size / ranks
+	if size%ranks > 0 { // size may be near the largest int
+		part++
+	}
 	start := min(rank*part, size)
 	return Range{start, min(part, size-start)}
 }

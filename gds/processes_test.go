@@ -46,9 +46,12 @@ func TestWorker(t *testing.T) {
 	var seed uint64
 	fmt.Sscan(os.Getenv(seedVar), &seed)
 	tensors := randomTensors(rand.New(rand.NewPCG(seed, 3)), 30)
-	if deed == "move" {
+	switch how, is := strings.CutPrefix(deed, "save "); {
+	case deed == "move":
 		moveTogether(t, ctx, g, tensors, seed)
-	} else {
+	case is:
+		failSaving(t, ctx, g, how, tensors)
+	default:
 		failTogether(t, ctx, g, deed, tensors)
 	}
 	require.NoError(t, g.Shutdown(ctx), "the group still works")
@@ -141,6 +144,61 @@ func failTogether(t *testing.T, ctx context.Context, g *comm.Group, deed string,
 	require.NoError(t, all[0].Close())
 }
 
+// failSaving lets one rank fail while all save; nothing is left of the file, and the
+// same processes save it then.
+func failSaving(t *testing.T, ctx context.Context, g *comm.Group, deed string, tensors []made) {
+	bad := g.Rank() == 1
+	folder := filepath.Join(os.Getenv(folderVar), "saved")
+	path := filepath.Join(folder, "model.safetensors")
+	if g.Rank() == 0 {
+		require.NoError(t, os.Mkdir(folder, 0o755))
+	}
+	c := openCheckpoint(t, os.Getenv(folderVar))
+	cut := &LoadConfig{Plan: func(i Info) Placement {
+		if len(i.Shape) == 0 {
+			return Replicate()
+		}
+		return Shard(-1)
+	}}
+	all, err := c.Load(ctx, g, cut)
+	require.NoError(t, err)
+	cfg := &SaveConfig{RoundBytes: 512}
+	failing, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	switch {
+	case deed == "to no folder":
+		path = filepath.Join(folder, "gone", "model.safetensors")
+	case deed == "where a folder comes" && g.Rank() == 0:
+		cfg.Progress = func(done, total int64) { _ = os.Mkdir(path, 0o755) }
+	case !bad:
+	case deed == "too late":
+		cancel(errors.New("no more time"))
+	case deed == "cancelled":
+		cfg.Progress = func(done, total int64) { cancel(errors.New("no more time")) }
+	case deed == "in other files":
+		cfg.MaxFileBytes = 5000
+	case deed == "closed weights":
+		require.NoError(t, all[0].Close())
+	}
+	err = Save(failing, g, path, all, cfg)
+	require.Error(t, err)
+	fmt.Println("save says:", strings.ReplaceAll(err.Error(), "\n", " "))
+	require.NoError(t, g.Barrier(ctx))
+	left, err := os.ReadDir(folder)
+	require.NoError(t, err)
+	for _, x := range left {
+		require.True(t, x.IsDir(), "%s is left", x.Name())
+	}
+	require.NoError(t, all[0].Close())
+
+	all, err = c.Load(ctx, g, cut)
+	require.NoError(t, err)
+	path = filepath.Join(folder, "again.safetensors")
+	require.NoError(t, Save(ctx, g, path, all, nil))
+	require.Len(t, readBack(t, path), len(tensors))
+	require.NoError(t, all[0].Close())
+}
+
 // runJob runs TestWorker in several processes.
 func runJob(t *testing.T, backend, deed string, ranks int) (code int, out string) {
 	t.Helper()
@@ -193,6 +251,29 @@ func TestProcessesFailTogether(t *testing.T) {
 					if deed != "other plan" {
 						require.Contains(t, out, fmt.Sprintf("[rank %d] rank error of rank 1 with its cause: %v", rank, rank == 1), out)
 					}
+				}
+			})
+		})
+	}
+}
+
+// TestProcessesFailSaving: a rank that fails at any step of saving ends it for all,
+// who say where and why; nothing is left, and they can go on.
+func TestProcessesFailSaving(t *testing.T) {
+	for deed, says := range map[string]string{
+		"too late":             `rank 1: .*no more time`,
+		"cancelled":            `rank 1: .*model.safetensors.*no more time`,
+		"in other files":       `rank \d has another plan, other files or other options`,
+		"closed weights":       `rank 1: save .*closed`,
+		"to no folder":         `rank 0: create .*model.safetensors: no such file`,
+		"where a folder comes": `rank 0: commit .*model.safetensors: .*(exists|directory)`,
+	} {
+		t.Run(deed, func(t *testing.T) {
+			backends(t, 3, func(t *testing.T, backend string, ranks int) {
+				code, out := runJob(t, backend, "save "+deed, ranks)
+				require.Zero(t, code, out)
+				for rank := range ranks {
+					require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] save says: gds: save.*%s`, rank, says), out)
 				}
 			})
 		})

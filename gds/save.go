@@ -53,11 +53,7 @@ func Save(ctx context.Context, g *comm.Group, path string, weights []*Weights, c
 
 // SaveOn is Save for weights of LoadOn, in the order of s.
 func SaveOn(ctx context.Context, s *stream.Stream, path string, weights *Weights, cfg *SaveConfig) error {
-	w, err := worldOn(s)
-	if err != nil {
-		return fmt.Errorf("gds: save: %w", err)
-	}
-	return save(ctx, w, path, []*Weights{weights}, cfg)
+	return save(ctx, worldOn(s), path, []*Weights{weights}, cfg)
 }
 
 // A saving is a checkpoint that is being written.
@@ -129,7 +125,7 @@ func (s *saving) prepare(weights []*Weights) error {
 	if s.cfg.RoundBytes == 0 {
 		s.cfg.RoundBytes = defaultRound
 	}
-	if err := s.check(weights); err != nil {
+	if err := errors.Join(s.world.prepare(), s.check(weights)); err != nil {
 		return fmt.Errorf("gds: save %s: %w", s.path, err)
 	}
 	var infos []safetensors.Tensor
@@ -252,7 +248,9 @@ func (f *File) begin(start []byte, size int64) error {
 
 // join lets the other processes open the files that the first one made.
 func (s *saving) join(ctx context.Context) error {
-	err := comm.BroadcastValue(ctx, s.group, 0, &s.temps, nil)
+	talk, cancel := parting(ctx)
+	defer cancel()
+	err := comm.BroadcastValue(talk, s.group, 0, &s.temps, nil)
 	for i := 0; err == nil && !s.leads() && i < len(s.temps); i++ {
 		var f *File
 		if f, err = OpenFile(s.temps[i], os.O_RDWR, s.cfg.File); err == nil {

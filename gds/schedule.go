@@ -139,7 +139,7 @@ func (s *scheduler) flush() {
 	begin, end := a.runs[0].at(who[0], a.runs[0].lo), a.end(who[0])
 	for at := begin; at < end; {
 		room := s.room(who)
-		share := max(roundUp((min(end-at, room*len(who))+len(who)-1)/len(who), slotAlign), slotAlign)
+		share := roundUp(min((end-at+len(who)-1)/len(who), room), slotAlign)
 		for _, reader := range who {
 			// Parts end where a tensor could begin, so that no element is cut.
 			next := min(at/slotAlign*slotAlign+share, end)

@@ -11,6 +11,8 @@ import (
 	"runtime"
 	"slices"
 	"sync"
+
+	"github.com/gochorus/chorus/stream"
 )
 
 // Verify reads the rank's tensors back from the device and the same parts from the
@@ -18,10 +20,24 @@ import (
 // file and both digests. Tensors that were converted cannot be compared: an error that
 // matches errors.ErrUnsupported. Several goroutines share the work.
 func (c *Checkpoint) Verify(ctx context.Context, w *Weights) error {
+	if w == nil {
+		return errors.New("gds: verify: no weights given")
+	}
 	if err := w.slab.Check("gds: verify", nil); err != nil {
 		return err
 	}
-	return each(ctx, w.Names(), func(ctx context.Context, name string) error { return c.verify(ctx, w, name) })
+	s, err := stream.New(w.slab.Device(), nil)
+	if err != nil {
+		return fmt.Errorf("gds: verify: %w", err)
+	}
+	// The weights may have outlived the stream that they were loaded on.
+	if on := w.slab.Buffer().Stream(); on.Check("gds: verify", nil) == nil {
+		err = s.WaitStream(on)
+	}
+	if err == nil {
+		err = each(ctx, w.Names(), func(ctx context.Context, name string) error { return c.verify(ctx, w, s, name) })
+	}
+	return errors.Join(err, s.Close())
 }
 
 // each calls fn for all names by as many goroutines as there are processors, and
@@ -51,7 +67,7 @@ func each(ctx context.Context, names []string, fn func(ctx context.Context, name
 	return context.Cause(ctx)
 }
 
-func (c *Checkpoint) verify(ctx context.Context, w *Weights, name string) error {
+func (c *Checkpoint) verify(ctx context.Context, w *Weights, s *stream.Stream, name string) error {
 	t := w.parts[name]
 	info, ok := c.Info(name)
 	fail := func(err error) error {
@@ -67,7 +83,7 @@ func (c *Checkpoint) verify(ctx context.Context, w *Weights, name string) error 
 	if err := c.hashPart(ctx, want, name, &t.flat, w.rank); err != nil {
 		return fail(err)
 	}
-	if err := w.hash(got, t); err != nil {
+	if err := w.hash(got, s, t); err != nil {
 		return fail(err)
 	}
 	if x, y := hex.EncodeToString(got.Sum(nil)), hex.EncodeToString(want.Sum(nil)); x != y {
@@ -80,7 +96,7 @@ func (c *Checkpoint) verify(ctx context.Context, w *Weights, name string) error 
 const verifyChunk = 8 << 20
 
 // hash adds a part's bytes in device memory.
-func (w *Weights) hash(h hash.Hash, t *placed) error {
+func (w *Weights) hash(h hash.Hash, s *stream.Stream, t *placed) error {
 	host := make([]byte, min(verifyChunk, t.bytes(w.rank)))
 	for at, end := t.at[w.rank], t.at[w.rank]+t.bytes(w.rank); at < end; at += len(host) {
 		host = host[:min(len(host), end-at)]
@@ -88,7 +104,7 @@ func (w *Weights) hash(h hash.Hash, t *placed) error {
 		if err != nil {
 			return err
 		}
-		if err := x.CopyTo(w.slab.Buffer().Stream(), host); err != nil {
+		if err := x.CopyTo(s, host); err != nil {
 			return err
 		}
 		h.Write(host)

@@ -45,16 +45,13 @@ func worldOf(g *comm.Group) (*world, error) {
 		c := g.Communicator(i)
 		w.locals = append(w.locals, &local{rank: c.Rank(), stream: g.Stream(i), comm: c})
 	}
-	return w, w.open()
+	return w, nil
 }
 
-func worldOn(s *stream.Stream) (*world, error) {
-	w := &world{ranks: 1, locals: []*local{{stream: s}}}
-	return w, w.open()
-}
+func worldOn(s *stream.Stream) *world { return &world{ranks: 1, locals: []*local{{stream: s}}} }
 
-// open makes the streams.
-func (w *world) open() error {
+// prepare makes the streams.
+func (w *world) prepare() error {
 	for _, l := range w.locals {
 		err := l.stream.Check("gds", nil)
 		if err == nil {
@@ -64,7 +61,7 @@ func (w *world) open() error {
 			l.files, err = stream.New(l.device(), nil)
 		}
 		if err != nil {
-			return errors.Join(err, w.close())
+			return err
 		}
 	}
 	return nil
@@ -99,6 +96,12 @@ func (e *RankError) Unwrap() error { return e.Err }
 // farewell is how long ranks of other processes may take to say what went wrong.
 const farewell = time.Minute
 
+// parting returns a context for what the ranks say to each other: the others wait for
+// a rank's word also when its ctx has ended.
+func parting(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), farewell)
+}
+
 // A word is what a rank says before it begins, and when one has failed.
 type word struct {
 	Reason string // why it cannot go on
@@ -118,8 +121,7 @@ func (w *world) agree(ctx context.Context, op, path string, errs []error, print 
 	}
 	first := 0 // the rank that words[0] is of
 	if w.spread() {
-		// The others wait for this rank's word also when ctx has ended.
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), farewell)
+		ctx, cancel := parting(ctx)
 		defer cancel()
 		all, err := comm.GatherValues(ctx, w.group, nil, words...)
 		if err != nil {

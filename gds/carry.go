@@ -8,6 +8,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -19,7 +20,8 @@ type carrier struct {
 	*world
 	op, path string
 	files    []*File
-	slabs    []tensor.Tensor // by local rank: bytes
+	headers  []*safetensors.Header // of the files
+	slabs    []tensor.Tensor       // by local rank: bytes
 	plan     *schedule
 	moved    func(bytes int)
 

@@ -77,7 +77,7 @@ func (c *Checkpoint) load(ctx context.Context, w *world, cfg *LoadConfig) (all [
 			all = nil
 		}
 	}()
-	m := &carrier{world: w, op: "load", path: c.path(), files: c.files}
+	m := &carrier{world: w, op: "load", path: c.path(), files: c.files, headers: c.headers}
 	tensors, err := c.place(&lc, w)
 	if err == nil {
 		all, err = c.allocate(m, tensors, &lc)
@@ -91,7 +91,7 @@ func (c *Checkpoint) load(ctx context.Context, w *world, cfg *LoadConfig) (all [
 	err = m.close()
 	m.fail(err)
 	if m.failed() || m.elsewhere {
-		return all, w.agree(ctx, m.op, m.path, c.named(m.errs(ctx)), 0)
+		return all, w.agree(ctx, m.op, m.path, m.named(m.errs(ctx)), 0)
 	}
 	return all, nil
 }
@@ -224,20 +224,4 @@ func (w *world) fingerprint(tensors []*placed, round int) uint64 {
 		fmt.Fprintln(h, t.info.Name, t.info.DType, t.info.Shape, t.file, t.off, t.to, t.cut)
 	}
 	return h.Sum64()
-}
-
-// named names the tensor in errors that say where in a file something went wrong.
-func (c *Checkpoint) named(errs []error) []error {
-	for i, err := range errs {
-		e, ok := errors.AsType[*Error](err)
-		if !ok || e.Offset < 0 {
-			continue
-		}
-		for f, file := range c.files {
-			if file.Path() == e.Path {
-				errs[i] = &TensorError{Op: "load", Path: e.Path, Tensor: c.tensorAt(f, e.Offset), Offset: e.Offset, Err: err}
-			}
-		}
-	}
-	return errs
 }

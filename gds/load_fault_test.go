@@ -361,3 +361,54 @@ func TestSaveFaults(t *testing.T) {
 		require.Equal(t, os.FileMode(0o600), info.Mode().Perm(), "the permissions of the old one")
 	})
 }
+
+// TestSaveWriteFaults lets the system refuse what is written to the middle of a file,
+// or to bring it to the disk: the error names file, tensor and byte, and the old file
+// stays.
+func TestSaveWriteFaults(t *testing.T) {
+	full := func(f *File) {
+		pwrite := f.sys.pwrite
+		f.sys.pwrite = func(fd int, p []byte, off int64) (int, error) {
+			if off+int64(len(p)) > 3<<19 && off < 16<<20/10 {
+				return 0, syscall.ENOSPC
+			}
+			return pwrite(fd, p, off)
+		}
+	}
+	for says, tc := range map[string]struct {
+		break_ func(f *File)
+		is     error
+	}{
+		`model.safetensors: tensor "2.middle" at byte \d+: .*make room`: {full, syscall.ENOSPC},
+		`sync .*model.safetensors: `:                                    {func(f *File) { f.sys.fsync = func(int) error { return syscall.EIO } }, syscall.EIO},
+	} {
+		for _, ranks := range []int{1, 2} {
+			testgpu.Each(t, ranks, func(t *testing.T, devs []*device.Device) {
+				folder, _ := bigCheckpoint(t)
+				g := localGroup(t, devs)
+				all, err := openCheckpoint(t, folder).Load(t.Context(), g, &LoadConfig{Plan: func(Info) Placement { return Shard(1) }})
+				require.NoError(t, err)
+				path := filepath.Join(t.TempDir(), "model.safetensors")
+				require.NoError(t, os.WriteFile(path, []byte("the old one"), 0o600))
+				requireFreed(t, g, func() {
+					w, err := worldOf(g)
+					require.NoError(t, err)
+					s := newSaving(w, path, &SaveConfig{RoundBytes: 100_000, File: &FileConfig{Engine: Cached}})
+					require.NoError(t, s.begin(all))
+					tc.break_(s.files[0])
+					err = s.steps(t.Context(), nil)
+					require.NoError(t, s.end())
+					require.Regexp(t, says, err)
+					require.ErrorIs(t, err, tc.is)
+				})
+				old, err := os.ReadFile(path)
+				require.NoError(t, err)
+				require.Equal(t, "the old one", string(old))
+				left, err := os.ReadDir(filepath.Dir(path))
+				require.NoError(t, err)
+				require.Len(t, left, 1, "nothing else is left")
+				require.NoError(t, closeAll(all))
+			})
+		}
+	}
+}

@@ -61,28 +61,36 @@ type saving struct {
 	*carrier
 	cfg     SaveConfig
 	shards  []safetensors.Shard
-	headers []*safetensors.Header
 	starts  [][]byte // what each file begins with
 	tensors []*placed
 	temps   []string // the names of the files until they are committed
 }
 
-func save(ctx context.Context, w *world, path string, weights []*Weights, cfg *SaveConfig) (err error) {
+func save(ctx context.Context, w *world, path string, weights []*Weights, cfg *SaveConfig) error {
+	s := newSaving(w, path, cfg)
+	return errors.Join(s.steps(ctx, s.begin(weights)), s.end())
+}
+
+func newSaving(w *world, path string, cfg *SaveConfig) *saving {
 	s := &saving{carrier: &carrier{world: w, op: "save", path: path}}
 	if cfg != nil {
 		s.cfg = *cfg
 	}
-	defer func() { err = errors.Join(err, s.close(), s.closeFiles(), w.close()) }()
-	return s.steps(ctx, weights)
+	return s
 }
 
-// steps goes through what all processes do together. Each step ends in a word of all
-// of them, so that none goes on alone.
-func (s *saving) steps(ctx context.Context, weights []*Weights) error {
+// begin is what this process does before it hears of the others.
+func (s *saving) begin(weights []*Weights) error {
 	err := s.prepare(weights)
 	if err == nil && s.leads() {
 		err = s.create()
 	}
+	return err
+}
+
+// steps goes through what all processes do together, of which begin has ended with
+// err in this one. Each step ends in a word of all of them, so that none goes on alone.
+func (s *saving) steps(ctx context.Context, err error) error {
 	if err := s.settle(ctx, err, s.fingerprint(s.tensors, s.cfg.RoundBytes)); err != nil {
 		return err
 	}
@@ -97,7 +105,7 @@ func (s *saving) steps(ctx context.Context, weights []*Weights) error {
 			s.fail(f.Sync(ctx))
 		}
 	}
-	if err := s.agree(ctx, s.op, s.path, s.errs(ctx), 0); err != nil {
+	if err := s.agree(ctx, s.op, s.path, s.named(s.errs(ctx)), 0); err != nil {
 		return err
 	}
 	err = nil
@@ -254,6 +262,7 @@ func (s *saving) join(ctx context.Context) error {
 	for i := 0; err == nil && !s.leads() && i < len(s.temps); i++ {
 		var f *File
 		if f, err = OpenFile(s.temps[i], os.O_RDWR, s.cfg.File); err == nil {
+			f.path = filepath.Join(filepath.Dir(s.path), s.shards[i].File) // for errors
 			s.files = append(s.files, f)
 		}
 	}
@@ -290,11 +299,11 @@ func writeIndex(ctx context.Context, path string, shards []safetensors.Shard, cf
 	return f.Commit(ctx)
 }
 
-// closeFiles closes what is open; files that were not committed are gone then.
-func (s *saving) closeFiles() error {
-	var errs []error
+// end closes what is open; files that were not committed are gone then.
+func (s *saving) end() error {
+	errs := []error{s.close()}
 	for _, f := range s.files {
 		errs = append(errs, f.Close())
 	}
-	return errors.Join(errs...)
+	return errors.Join(errors.Join(errs...), s.world.close())
 }

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"sort"
 	"strings"
+
+	"github.com/gochorus/chorus/gds/safetensors"
 )
 
 // A TensorError says at which tensor of a checkpoint something went wrong.
@@ -30,10 +32,26 @@ func (e *TensorError) Error() string {
 // Unwrap returns the cause.
 func (e *TensorError) Unwrap() error { return e.Err }
 
+// named names the tensor in errors that say where in a file something went wrong.
+func (m *carrier) named(errs []error) []error {
+	for i, err := range errs {
+		e, ok := errors.AsType[*Error](err)
+		if !ok || e.Offset < 0 {
+			continue
+		}
+		for f, file := range m.files {
+			if file.Path() == e.Path {
+				errs[i] = &TensorError{Op: m.op, Path: e.Path, Tensor: tensorAt(m.headers[f], e.Offset), Offset: e.Offset, Err: err}
+			}
+		}
+	}
+	return errs
+}
+
 // tensorAt returns the name of the tensor that has a byte of a file, or that follows
 // it.
-func (c *Checkpoint) tensorAt(file int, off int64) string {
-	all := c.headers[file].Tensors
+func tensorAt(h *safetensors.Header, off int64) string {
+	all := h.Tensors
 	i := sort.Search(len(all), func(i int) bool { return all[i].End > off })
 	if i == len(all) {
 		return "(after the last)"

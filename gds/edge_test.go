@@ -198,40 +198,6 @@ func TestWeightsOutliveTheirGroup(t *testing.T) {
 	})
 }
 
-// TestRoundsOfAnySize: the smallest and the largest rounds move the same bytes, the
-// largest in as few reads as there are ranks.
-func TestRoundsOfAnySize(t *testing.T) {
-	tensors := func() []*placed {
-		var list []*placed
-		for i := range 3 {
-			p := &placed{info: Info{Name: fmt.Sprint(i), DType: memory.Float32, Shape: []int{100, 700}}, off: int64(i * 280_000), from: 4, to: memory.Float32}
-			var err error
-			p.cut, err = []Placement{Replicate(), Shard(1), Replicate()}[i].resolve(p.info.Shape, 4)
-			require.NoError(t, err)
-			p.flat = p.cut.flat()
-			list = append(list, p)
-		}
-		_, err := lay(list, 4)
-		require.NoError(t, err)
-		return list
-	}
-	for _, budget := range []int{1, 511, 512, 100_000, math.MaxInt - 511, math.MaxInt} {
-		s := newSchedule(tensors(), 4, budget)
-		total, reads := int64(0), 0
-		for _, r := range s.rounds {
-			for _, w := range r.ranks {
-				total += w.reads.bytes()
-				reads += len(w.reads)
-			}
-		}
-		require.EqualValues(t, 3*280_000, total, "rounds of %d bytes", budget)
-		if budget > 1<<20 {
-			require.Len(t, s.rounds, 1)
-			require.LessOrEqual(t, reads, 3*4, "rounds of %d bytes", budget)
-		}
-	}
-}
-
 // TestHugeSparseFile: a file of more bytes than any device has is refused for want of
 // memory, before any time or memory of the host goes into it.
 func TestHugeSparseFile(t *testing.T) {

@@ -26,10 +26,10 @@ type LoadConfig struct {
 	// Progress is called as the bytes of this process's ranks arrive, by one
 	// goroutine at a time, with how many have of how many. It should be short.
 	Progress func(done, total int64)
-	// RoundBytes is how much a rank reads before it exchanges with the others, and
-	// the size of each of its two staging buffers where it needs any: one row of a
-	// tensor that is cut along another dimension than the first is the least that
-	// one holds. 0 is 128 MiB.
+	// RoundBytes is how much a rank reads before it exchanges with the others: 0 is
+	// 128 MiB, and one row of a tensor that is cut along another dimension than the
+	// first is the least. Each of its two staging buffers, where it needs any, holds
+	// that much, and what the others get of the rows that it cuts.
 	RoundBytes int
 }
 

@@ -133,7 +133,7 @@ func (p Placement) resolve(shape []int, ranks int) (division, error) {
 	}
 	for r := range c.ranges {
 		g := p.cut(r, ranks, c.width)
-		if g.Start < 0 || g.Len < 0 || g.Start > c.width || g.Len > c.width-g.Start {
+		if g.Start < 0 || g.Len < 0 || g.Len > c.width-g.Start {
 			return c, fmt.Errorf("the plan gives rank %d indices %d to %d of dimension %d, which has %d", r, g.Start, g.Start+g.Len, dim, c.width)
 		}
 		c.ranges[r] = g
@@ -159,6 +159,9 @@ func (c *division) holds(rank int) bool { return c.owner < 0 || c.owner == rank 
 // flat merges the dimensions behind the cut one with it, and where the parts are
 // contiguous those before it, too: then one dimension of all elements is cut.
 func (c *division) flat() division {
+	if c.outer == 0 || c.width == 0 || c.inner == 0 { // the others may be any numbers
+		return division{dim: c.dim, outer: 1, inner: 1, ranges: make([]Range, len(c.ranges)), owner: c.owner}
+	}
 	f := division{dim: c.dim, outer: c.outer, width: c.width * c.inner, inner: 1, ranges: make([]Range, len(c.ranges)), owner: c.owner}
 	whole := true
 	for r, g := range c.ranges {

@@ -71,7 +71,7 @@ type scheduler struct {
 
 // newSchedule makes the schedule of tensors that lay has placed.
 func newSchedule(tensors []*placed, ranks, budget int) *schedule {
-	s := &scheduler{ranks: ranks, budget: max(budget, slotAlign), out: schedule{direct: make([]reads, ranks)}}
+	s := &scheduler{ranks: ranks, budget: budget, out: schedule{direct: make([]reads, ranks)}}
 	for _, everywhere := range []bool{true, false} {
 		for _, t := range tensors {
 			if t.cut.everywhere() == everywhere {

@@ -93,13 +93,19 @@ func (e *RankError) Error() string {
 
 func (e *RankError) Unwrap() error { return e.Err }
 
-// farewell is how long ranks of other processes may take to say what went wrong.
-const farewell = time.Minute
+// farewell is how long a rank whose ctx has ended still waits for the word of the
+// others. Tests change it.
+var farewell = time.Minute
 
-// parting returns a context for what the ranks say to each other: the others wait for
-// a rank's word also when its ctx has ended.
+// parting returns a context for what the ranks say to each other: they wait for a
+// rank's word also when its ctx has ended, so it ends only a while later. Until then a
+// rank waits as long as the others take.
 func parting(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(context.WithoutCancel(ctx), farewell)
+	talk, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(ctx, func() {
+		time.AfterFunc(farewell, func() { cancel(context.Cause(ctx)) })
+	})
+	return talk, func() { stop(); cancel(nil) }
 }
 
 // A word is what a rank says before it begins, and when one has failed.

@@ -135,3 +135,33 @@ func TestReserve(t *testing.T) {
 	require.NoError(t, f.Save(ctx, s, x, 60))
 	require.Equal(t, [][2]int64{{0, 100_050}, {100_050, 10}}, asked)
 }
+
+// So it is for a file of a checkpoint, which has its length from the beginning.
+func TestReserveCheckpoint(t *testing.T) {
+	start := []byte("header")
+	for name, full := range map[string]error{"room": nil, "full": unix.ENOSPC, "unsupported": unix.EOPNOTSUPP} {
+		t.Run(name, func(t *testing.T) {
+			f, err := Create(filepath.Join(t.TempDir(), "file"), nil)
+			require.NoError(t, err)
+			defer f.Close()
+			f.mem = false
+			var asked [][2]int64
+			f.sys.fallocate = func(fd int, mode uint32, off, bytes int64) error {
+				asked = append(asked, [2]int64{off, bytes})
+				return full
+			}
+			err = f.begin(start, 100_000)
+			require.Equal(t, [][2]int64{{0, 100_000}}, asked)
+			size, errSize := f.Size()
+			require.NoError(t, errSize)
+			if full == unix.ENOSPC {
+				require.ErrorIs(t, err, full)
+				require.ErrorContains(t, err, "at byte 0: 0 of 100000 bytes: no space left on device: make room")
+				require.Zero(t, size)
+				return
+			}
+			require.NoError(t, err)
+			require.EqualValues(t, 100_000, size)
+		})
+	}
+}

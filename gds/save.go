@@ -243,8 +243,11 @@ func (s *saving) create() error {
 	return nil
 }
 
-// begin writes the first bytes of a new file and gives it its length.
+// begin gives a new file its length, with the room for it, and writes its first bytes.
 func (f *File) begin(start []byte, size int64) error {
+	if err := f.reserve(size); err != nil {
+		return err
+	}
 	if _, err := f.plain.WriteAt(start, 0); err != nil {
 		return f.fail("write", errors.Unwrap(err))
 	}

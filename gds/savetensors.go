@@ -50,6 +50,8 @@ func SaveTensors(ctx context.Context, s *stream.Stream, path string, tensors map
 		if err := f.begin(starts[i], headers[i].Size); err != nil {
 			return err
 		}
+	}
+	for i, f := range files {
 		if err := f.writeTensors(ctx, s, headers[i], tensors, moved); err != nil {
 			return err
 		}

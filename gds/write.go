@@ -24,17 +24,19 @@ func (f *File) writePieces(ctx context.Context, s *stream.Stream, pieces []piece
 	if !f.write {
 		return f.fail(op, fmt.Errorf("it was opened to be read only: open it by OpenFile or Create: %w", unix.EBADF))
 	}
-	if err := f.reserve(pieces); err != nil {
-		return err
+	if len(pieces) > 0 {
+		if err := f.reserve(pieces[len(pieces)-1].end()); err != nil {
+			return err
+		}
 	}
 	return f.transfer(ctx, op, s, pieces, moved, true)
 }
 
-// reserve takes the disk's blocks for the pieces of a new file, so that a disk that
+// reserve takes the disk's blocks up to an offset of a new file, so that a disk that
 // is full is found before anything is written. Memory is taken as it is written, by
 // all threads.
-func (f *File) reserve(pieces []piece) error {
-	if !f.new || f.mem || len(pieces) == 0 {
+func (f *File) reserve(end int64) error {
+	if !f.new || f.mem {
 		return nil
 	}
 	f.growing.Lock()
@@ -43,7 +45,7 @@ func (f *File) reserve(pieces []piece) error {
 	if err != nil {
 		return f.fail("write", err)
 	}
-	more := pieces[len(pieces)-1].end() - id.size
+	more := end - id.size
 	if more <= 0 {
 		return nil
 	}

@@ -212,7 +212,7 @@ func (m *carrier) gather(r *round, buf int) {
 		return
 	}
 	m.fail(m.send(r, buf, true))
-	m.copyAll(r, buf, true)
+	m.copyAll(r, cutsOf, buf, true)
 	m.finish(buf)
 }
 
@@ -241,11 +241,12 @@ func (m *carrier) transfer(ctx context.Context, d *desk, list reads, buf int, mo
 // exchange enqueues what comes after the reads of a round on the ranks' streams. After
 // a failure the ranks of other processes still get what they wait for, whatever it is.
 func (m *carrier) exchange(r *round, buf int) {
-	m.copyAll(r, buf, false)
+	m.copyAll(r, cutsOf, buf, false)
 	if m.failed() && !m.spread() {
 		return
 	}
 	m.fail(m.send(r, buf, false))
+	m.copyAll(r, partsOf, buf, false)
 	m.finish(buf)
 }
 
@@ -257,38 +258,42 @@ func (m *carrier) finish(buf int) {
 	}
 }
 
-func (m *carrier) copyAll(r *round, buf int, back bool) {
+// copyAll takes boxes out of the staging buffers of all local ranks, or puts them back.
+func (m *carrier) copyAll(r *round, list func(*work) []copying, buf int, back bool) {
 	for _, d := range m.locals {
-		for i := range r.ranks[d.rank].copies {
-			if m.failed() {
-				return
-			}
-			m.fail(m.copy(d, &r.ranks[d.rank].copies[i], buf, back))
+		if !m.failed() {
+			m.fail(d.copyAll(list(&r.ranks[d.rank]), buf, back))
 		}
 	}
 }
 
-// copy takes a box out of the staging buffer, or puts it back.
-func (m *carrier) copy(d *desk, c *copying, buf int, back bool) error {
-	s := c.of
-	rows, err := cutOut(d.staging[buf], c.staged, s.info.DType, c.rows, c.width)
-	if err != nil {
-		return err
-	}
-	if rows, err = rows.Narrow(1, c.from.Start, c.from.Len); err != nil {
-		return err
-	}
-	box, err := cutOut(d.memory(c.packed, buf), c.at, s.to, c.rows, c.from.Len)
-	if err != nil {
-		return err
+func cutsOf(w *work) []copying  { return w.copies }
+func partsOf(w *work) []copying { return w.parts }
+
+func (d *desk) copyAll(list []copying, buf int, back bool) error {
+	to, from := make([]tensor.Tensor, len(list)), make([]tensor.Tensor, len(list))
+	for i := range list {
+		var err error
+		if from[i], to[i], err = d.ends(&list[i], buf); err != nil {
+			return fmt.Errorf("tensor %q: %w", list[i].of.info.Name, err)
+		}
 	}
 	if back {
-		rows, box = box, rows
+		to, from = from, to
 	}
-	if err := tensor.Copy(d.stream, box, rows); err != nil {
-		return fmt.Errorf("tensor %q: %w", s.info.Name, err)
+	return tensor.CopyAll(d.stream, to, from)
+}
+
+// ends returns the box that is taken, and where it goes.
+func (d *desk) ends(c *copying, buf int) (from, to tensor.Tensor, err error) {
+	rows, err := cutOut(d.staging[buf], c.staged, c.of.info.DType, c.rows, c.width)
+	if err == nil {
+		from, err = rows.Narrow(1, c.from.Start, c.from.Len)
 	}
-	return nil
+	if err == nil {
+		to, err = cutOut(d.memory(c.packed, buf), c.at, c.of.to, c.rows, c.from.Len)
+	}
+	return from, to, err
 }
 
 // memory returns the slab, or a staging buffer.
@@ -339,7 +344,7 @@ func (m *carrier) send(r *round, buf int, back bool) error {
 
 // half enqueues what a local rank does for a send.
 func (m *carrier) half(d *desk, s *send, buf int, back bool) error {
-	at, peer, sends, staged := s.toAt, s.from, back, false
+	at, peer, sends, staged := s.toAt, s.from, back, s.batch
 	switch {
 	case d.rank == s.from:
 		at, peer, sends, staged = s.fromAt, s.to, !back, s.packed

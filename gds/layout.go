@@ -37,6 +37,9 @@ func (s *placed) contiguous() bool { return s.flat.outer == 1 }
 // bytes returns the size of a rank's part in memory.
 func (s *placed) bytes(rank int) int { return s.cut.elements(rank) * s.to.Size() }
 
+// fileBytes returns the size of the whole tensor in its file.
+func (s *placed) fileBytes() int { return s.flat.outer * s.flat.width * s.from }
+
 // lay gives every part its place, for each rank in the same order: first what all
 // ranks have whole, so that it lies alike on all of them and is exchanged in long
 // runs; then in the order of the files. It returns the size of each rank's slab.

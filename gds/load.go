@@ -171,7 +171,7 @@ func (c *Checkpoint) allocate(m *carrier, tensors []*placed, cfg *LoadConfig) (a
 	}
 	// Not before there is room for the weights: a file may pretend to be so large that
 	// its schedule alone would fill the host's memory.
-	m.plan = newSchedule(tensors, m.ranks, cfg.RoundBytes)
+	m.plan = newSchedule(tensors, m.ranks, cfg.RoundBytes, true)
 	m.moved = progress(cfg.Progress, m.plan.bytes(m.world.locals))
 	if err := m.open(); err != nil {
 		return all, fmt.Errorf("gds: load %s: %w", c.path(), err)

@@ -287,3 +287,42 @@ func checkPart(t *testing.T, w *Weights, m made, wish wish, rank int, g *comm.Gr
 	require.Equal(t, len(want), x.Bytes(), what)
 	require.Equal(t, append([]byte{}, want...), bytesOfTensor(t, x, g, local), what)
 }
+
+// TestEachByteIsReadOnce: whatever the plan, and however small the tensors, what all
+// ranks read together is what the files have.
+func TestEachByteIsReadOnce(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 5))
+	var list []made
+	for i := range 60 {
+		m := made{info: safetensors.Tensor{Name: fmt.Sprintf("t.%02d", i), DType: safetensors.BF16, Shape: []int{8, 1 << r.IntN(11), 4}}}
+		m.data = randomBytes(2 * 8 * m.info.Shape[1] * 4)
+		list = append(list, m)
+	}
+	folder := writeCheckpoint(t, [][]made{list[:40], list[40:]})
+	for what, plan := range map[string]Plan{
+		"replicated": nil, "first dimension": func(Info) Placement { return Shard(0) }, "second dimension": func(Info) Placement { return Shard(1) },
+		"last dimension": func(Info) Placement { return Shard(-1) }, "owned": func(i Info) Placement { return Own(int(i.Name[3]) % 4) },
+	} {
+		t.Run(what, func(t *testing.T) {
+			g := localGroup(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 4}))
+			c, err := OpenSafetensorsWith(&FileConfig{Engine: Cached}, folder)
+			require.NoError(t, err)
+			defer c.Close()
+			before := bytesRead(c)
+			all, err := c.Load(t.Context(), g, &LoadConfig{Plan: plan, RoundBytes: 100_000})
+			require.NoError(t, err)
+			require.Equal(t, c.Bytes(), bytesRead(c)-before)
+			for i, w := range all {
+				require.NoError(t, c.Verify(t.Context(), w), "rank %d", i)
+				require.NoError(t, w.Close())
+			}
+		})
+	}
+}
+
+func bytesRead(c *Checkpoint) (n int64) {
+	for _, s := range c.Status() {
+		n += s.Cached.BytesRead + s.Direct.BytesRead + s.CuFile.BytesRead
+	}
+	return n
+}

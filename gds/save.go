@@ -161,7 +161,7 @@ func (s *saving) prepare(weights []*Weights) error {
 	for _, w := range weights {
 		s.slabs = append(s.slabs, w.slab)
 	}
-	s.plan = newSchedule(s.tensors, s.ranks, s.cfg.RoundBytes)
+	s.plan = newSchedule(s.tensors, s.ranks, s.cfg.RoundBytes, false)
 	s.moved = progress(s.cfg.Progress, s.plan.bytes(s.world.locals))
 	return s.open()
 }

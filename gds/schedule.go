@@ -10,7 +10,9 @@ import (
 //
 // What one rank needs as it is in the file goes straight there. The rest goes in
 // rounds, in each of which every rank reads about as much, some of it into a staging
-// buffer, copies out of that what has to be converted or cut, and sends.
+// buffer, copies out of that what has to be converted or cut, and sends. Small tensors
+// that not all ranks have whole would be many small reads and sends: one rank reads a
+// batch of them, and each rank takes its parts out of a copy of it.
 type schedule struct {
 	direct []reads // by rank
 	rounds []*round
@@ -36,7 +38,8 @@ type round struct {
 type work struct {
 	reads  reads
 	copies []copying
-	staged int // bytes of the staging buffer
+	parts  []copying // out of batches, after the sends
+	staged int       // bytes of the staging buffer
 }
 
 // A copying takes a box of a tensor out of the staging buffer: of rows of the cut's
@@ -55,6 +58,7 @@ type copying struct {
 type send struct {
 	from, to     int
 	packed       bool // fromAt is in the staging buffer, not in the slab
+	batch        bool // and toAt, too
 	fromAt, toAt int
 	bytes        int
 }
@@ -67,19 +71,26 @@ type scheduler struct {
 	load   []int // by rank: bytes of the open round
 	open   *round
 	area   region
+	small  batch
 }
 
-// newSchedule makes the schedule of tensors that lay has placed.
-func newSchedule(tensors []*placed, ranks, budget int) *schedule {
+// newSchedule makes the schedule of tensors that lay has placed. Batches go one way:
+// what is saved from several ranks is written by each of them.
+func newSchedule(tensors []*placed, ranks, budget int, loads bool) *schedule {
 	s := &scheduler{ranks: ranks, budget: budget, out: schedule{direct: make([]reads, ranks)}}
 	for _, everywhere := range []bool{true, false} {
 		for _, t := range tensors {
-			if t.cut.everywhere() == everywhere {
+			switch {
+			case t.cut.everywhere() != everywhere:
+			case loads && ranks > 1 && !everywhere && t.fileBytes() <= smallTensor:
+				s.addSmall(t)
+			default:
 				s.add(t)
 			}
 		}
 	}
 	s.flush()
+	s.flushBatch()
 	s.close()
 	return &s.out
 }

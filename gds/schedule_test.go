@@ -63,7 +63,7 @@ func TestScheduleIsFrugal(t *testing.T) {
 		"cut":                  {[]Placement{Shard(1)}, 0, 4, 12, 1},
 		"skipped by all":       {[]Placement{Slice(0, func(_, _, _ int) Range { return Range{} })}, 0, 0, 0, 0},
 	} {
-		s := newSchedule(placedTensors(t, 4, tc.plan...), 4, defaultRound)
+		s := newSchedule(placedTensors(t, 4, tc.plan...), 4, defaultRound, true)
 		direct, inRounds, sends, _, bytes := s.sum()
 		require.Equal(t, []int{tc.direct, tc.inRounds, tc.sends, tc.all * 280_000}, []int{direct, inRounds, sends, int(bytes)}, what)
 		require.LessOrEqual(t, len(s.rounds), 1, what)
@@ -75,7 +75,7 @@ func TestScheduleIsFrugal(t *testing.T) {
 func TestRoundsOfAnySize(t *testing.T) {
 	const row = 2800
 	for _, budget := range []int{1, 511, 512, 2000, row, 100_000, math.MaxInt - 511, math.MaxInt} {
-		s := newSchedule(placedTensors(t, 4, Replicate(), Shard(1), Replicate()), 4, budget)
+		s := newSchedule(placedTensors(t, 4, Replicate(), Shard(1), Replicate()), 4, budget, true)
 		_, inRounds, _, staged, bytes := s.sum()
 		require.EqualValues(t, 3*280_000, bytes, "rounds of %d bytes", budget)
 		for _, r := range s.rounds {

@@ -192,12 +192,10 @@ func (c *division) gap() (index int, is bool) {
 	ranges := slices.Clone(c.ranges)
 	slices.SortFunc(ranges, func(a, b Range) int { return cmp.Compare(a.Start, b.Start) })
 	for _, g := range ranges {
-		if g.Len > 0 && g.Start > index {
+		if g.Start > index {
 			break
 		}
-		if g.Len > 0 {
-			index = max(index, g.Start+g.Len)
-		}
+		index = max(index, g.Start+g.Len)
 	}
 	return index, index < c.width
 }

@@ -19,7 +19,9 @@ type fresh struct {
 // Create makes a file that is written and then takes the place of the one at path,
 // if there is one, all at once: until Commit it has another name in the same
 // folder, and Close or Abort removes it. A crash at any time leaves the old file or
-// the new one, whole. The new file has the permissions of the old one.
+// the new one, whole; what it leaves beside them, .NAME.XXXXXXXX.tmp, nobody removes,
+// and may be removed when nobody writes it. The new file has the permissions of the
+// old one.
 func Create(path string, cfg *FileConfig) (*File, error) {
 	const op = "create"
 	final, mode, err := target(path)

@@ -140,6 +140,9 @@ func (f *File) readHost(ctx context.Context, p []byte, off int64) (int, error) {
 	}
 	defer f.unuse()
 	n, err := f.fill(ctx, f.fd, p, off)
+	if changed := f.unchanged(); changed != nil {
+		return 0, f.fail("read", changed)
+	}
 	if err != nil {
 		err = &Error{Op: "read", Path: f.path, Offset: off, Wanted: int64(len(p)), Got: int64(n), Err: err}
 	}

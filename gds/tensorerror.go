@@ -11,7 +11,7 @@ import (
 
 // A TensorError says at which tensor of a checkpoint something went wrong.
 type TensorError struct {
-	Op     string // "load" or "save"
+	Op     string // such as "load"
 	Path   string // of the file
 	Tensor string
 	Offset int64 // in the file; -1 where it is about no byte

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"hash"
-	"io"
 	"runtime"
 	"slices"
 	"sync"
@@ -120,19 +119,28 @@ func (c *Checkpoint) hashPart(ctx context.Context, h hash.Hash, name string, f *
 	host := make([]byte, min(verifyChunk, f.ranges[rank].Len*size))
 	for row := range f.outer {
 		from := t.Begin + int64((row*f.width+f.ranges[rank].Start)*size)
-		for end := from + int64(f.ranges[rank].Len*size); from < end; {
-			n := int(min(int64(len(host)), end-from))
-			if _, err := c.files[at.file].readHost(ctx, host[:n], from); err != nil {
-				return err
-			}
-			h.Write(host[:n])
-			from += int64(n)
+		if err := c.files[at.file].hash(ctx, h, host, from, from+int64(f.ranges[rank].Len*size)); err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
-// SHA256 returns the digest of a tensor's bytes in its file, in hexadecimal.
+// hash adds the bytes from one offset to another, by way of host.
+func (f *File) hash(ctx context.Context, h hash.Hash, host []byte, from, to int64) error {
+	for from < to {
+		n := min(int64(len(host)), to-from)
+		if _, err := f.readHost(ctx, host[:n], from); err != nil {
+			return err
+		}
+		h.Write(host[:n])
+		from += n
+	}
+	return nil
+}
+
+// SHA256 returns the digest of a tensor's bytes in its file, in hexadecimal. It is
+// given up when ctx ends.
 func (c *Checkpoint) SHA256(ctx context.Context, name string) (string, error) {
 	at, ok := c.where[name]
 	if !ok {
@@ -140,12 +148,9 @@ func (c *Checkpoint) SHA256(ctx context.Context, name string) (string, error) {
 	}
 	t := &c.headers[at.file].Tensors[at.tensor]
 	h := sha256.New()
-	r := io.NewSectionReader(hostReader{c.files[at.file]}, t.Begin, t.Bytes())
-	if _, err := io.CopyBuffer(h, r, make([]byte, verifyChunk)); err != nil {
-		return "", err
-	}
-	if err := context.Cause(ctx); err != nil {
-		return "", err
+	f := c.files[at.file]
+	if err := f.hash(ctx, h, make([]byte, min(verifyChunk, t.Bytes())), t.Begin, t.End); err != nil {
+		return "", &TensorError{Op: "digest", Path: f.path, Tensor: name, Offset: t.Begin, Err: err}
 	}
 	return hex.EncodeToString(h.Sum(nil)), nil
 }

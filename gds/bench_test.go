@@ -134,8 +134,8 @@ func BenchmarkRead(b *testing.B) {
 			for _, threads := range []int{1, 4, 8, 12, 16, 24, 32} {
 				b.Run(fmt.Sprintf("threads=%d", threads), func(b *testing.B) { benchRead(b, d, path, Auto, threads, 0, 0, false) })
 			}
-			for _, mib := range []int64{1, 2, 4, 8, 16} {
-				b.Run(fmt.Sprintf("chunk=%dMiB", mib), func(b *testing.B) { benchRead(b, d, path, Auto, 0, mib<<20, 0, false) })
+			for kib := int64(256); kib <= 16<<10; kib *= 2 { // the smaller ones stay in the processor's cache until they are copied
+				b.Run(fmt.Sprintf("chunk=%dKiB", kib), func(b *testing.B) { benchRead(b, d, path, Auto, 0, kib<<10, 0, false) })
 			}
 			for depth := 1; depth <= maxDepth; depth++ {
 				b.Run(fmt.Sprintf("depth=%d", depth), func(b *testing.B) { benchRead(b, d, path, Auto, 0, 0, depth, false) })

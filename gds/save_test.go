@@ -12,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -96,6 +97,36 @@ func saveRandomly(t *testing.T, r *rand.Rand, devs []*device.Device) {
 		want++ // the index
 	}
 	require.Len(t, left, want, "nothing but the checkpoint is left")
+}
+
+// TestSaveConverted saves what was converted on the way, whole and cut, as the type
+// that it has in memory, and refuses what the ranks do not have all of.
+func TestSaveConverted(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		folder, list := bigCheckpoint(t)
+		g := localGroup(t, devs)
+		c := openCheckpoint(t, folder)
+		for i, p := range []Placement{Replicate(), Shard(0), Shard(1)} {
+			all, err := c.Load(t.Context(), g, &LoadConfig{Plan: func(Info) Placement { return p }, DType: func(Info) memory.DType { return memory.BFloat16T }})
+			require.NoError(t, err)
+			path := filepath.Join(t.TempDir(), "out.safetensors")
+			require.NoError(t, Save(t.Context(), g, path, all, &SaveConfig{RoundBytes: 100_000}))
+			require.NoError(t, closeAll(all))
+			for _, m := range list {
+				got := readBack(t, path)[m.info.Name]
+				require.Equal(t, safetensors.BF16, got.info.DType)
+				require.Equal(t, castOf(m.data, memory.Float32, memory.BFloat16T), got.data, "placement %d", i)
+			}
+		}
+		all, err := c.Load(t.Context(), g, &LoadConfig{Plan: func(Info) Placement {
+			return Slice(1, func(rank, _, size int) Range { return Range{rank * 300, 212} })
+		}})
+		require.NoError(t, err)
+		path := filepath.Join(t.TempDir(), "out.safetensors")
+		require.ErrorContains(t, Save(t.Context(), g, path, all, nil), `tensor "1.first": no rank has index 212 of dimension 1`)
+		require.NoError(t, closeAll(all))
+		require.NoFileExists(t, path)
+	})
 }
 
 // TestSaveTensors writes views of any layout of a stream's device.

@@ -231,3 +231,37 @@ func TestHugeSparseFile(t *testing.T) {
 		})
 	}
 }
+
+// TestPartsKeepElements: what ranks read for each other is divided between elements,
+// also where it begins in the middle of a tensor of single bytes.
+func TestPartsKeepElements(t *testing.T) {
+	testgpu.Each(t, 3, func(t *testing.T, devs []*device.Device) {
+		g := localGroup(t, devs)
+		data := randomBytes(1 << 20)
+		list := []made{
+			{safetensors.Tensor{Name: "a", DType: safetensors.U8, Shape: []int{400 * slotAlign}}, data[:400*slotAlign]},
+			{safetensors.Tensor{Name: "b", DType: safetensors.F32, Shape: []int{100_000}}, data[:400_000]},
+		}
+		c := openCheckpoint(t, writeCheckpoint(t, [][]made{list[:1], list[1:]}))
+		all, err := c.Load(t.Context(), g, &LoadConfig{RoundBytes: 10_000, Plan: func(i Info) Placement {
+			return Slice(0, func(rank, _, size int) Range {
+				switch {
+				case rank < 2:
+					return Range{0, size}
+				case i.Name == "a":
+					return Range{0, 3}
+				}
+				return Range{}
+			})
+		}})
+		require.NoError(t, err)
+		for i, w := range all[:2] {
+			for _, m := range list {
+				x, err := w.Tensor(m.info.Name)
+				require.NoError(t, err)
+				require.Equal(t, m.data, bytesOfTensor(t, x, g, i))
+			}
+		}
+		require.NoError(t, closeAll(all))
+	})
+}

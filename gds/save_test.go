@@ -1,6 +1,7 @@
 package gds
 
 import (
+	"context"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -129,6 +130,17 @@ func TestSaveConverted(t *testing.T) {
 	})
 }
 
+// TestIndexNotWritten: an index that cannot be written leaves nothing.
+func TestIndexNotWritten(t *testing.T) {
+	folder := t.TempDir()
+	shards := []safetensors.Shard{{File: "not/beside", Tensors: []safetensors.Tensor{{Name: "x", DType: safetensors.U8, Shape: []int{1}}}}}
+	err := writeIndex(t.Context(), filepath.Join(folder, "model.safetensors"), shards, nil)
+	require.ErrorContains(t, err, "model.safetensors.index.json")
+	left, err := os.ReadDir(folder)
+	require.NoError(t, err)
+	require.Empty(t, left)
+}
+
 // TestSaveTensors writes views of any layout of a stream's device.
 func TestSaveTensors(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
@@ -174,6 +186,12 @@ func TestSaveTensors(t *testing.T) {
 		hostOnly := map[string]tensor.Tensor{"h": src}
 		err = SaveTensors(t.Context(), s, path, hostOnly, nil)
 		require.ErrorContains(t, err, `tensor "h"`)
+		ended, cancel := context.WithCancel(t.Context())
+		cancel()
+		require.ErrorIs(t, SaveTensors(ended, s, path, map[string]tensor.Tensor{"x": x}, nil), context.Canceled)
+		left, err := os.ReadDir(filepath.Dir(path))
+		require.NoError(t, err)
+		require.Len(t, left, 1, "nothing but the old file is left")
 		require.Equal(t, got, readBack(t, path), "the old file is as it was")
 		require.ErrorContains(t, SaveTensors(t.Context(), s, "model.bin", nil, nil), "ends in .safetensors")
 	})

@@ -83,9 +83,6 @@ func describe(s *stream.Stream, path string, tensors map[string]tensor.Tensor, m
 		if err == nil && !ok {
 			err = fmt.Errorf("the format has no type %s: %w", x.DType(), errors.ErrUnsupported)
 		}
-		if err == nil && x.IsHost() {
-			err = errors.New("it is in host memory: copy it to the device of the stream")
-		}
 		if err != nil {
 			return nil, &TensorError{Op: "save", Path: path, Tensor: name, Offset: -1, Err: err}
 		}

@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/tensor"
 )
 
 // emptyPlans are plans that mean something for tensors without elements.
@@ -195,6 +196,45 @@ func TestWeightsOutliveTheirGroup(t *testing.T) {
 			require.Equal(t, list[2].data, readBack(t, path)[list[2].info.Name].data)
 			require.NoError(t, closeAll(all))
 		})
+	})
+}
+
+// TestMetadataOfTheFirst: of files that have texts of the same key, the first one's
+// counts.
+func TestMetadataOfTheFirst(t *testing.T) {
+	_, list := bigCheckpoint(t)
+	c := openCheckpoint(t, writeCheckpoint(t, [][]made{list[:1], list[1:]}))
+	require.Equal(t, map[string]string{"file": "part-0.safetensors"}, c.Metadata())
+}
+
+// TestOrderOfTheStream: what is on the stream by now comes before a load to memory that
+// it has used, and before a save.
+func TestOrderOfTheStream(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		folder, list := bigCheckpoint(t)
+		s := newStream(t, devs[0])
+		c := openCheckpoint(t, folder)
+		zeros, err := tensor.Make(s, memory.Float32, 512, 512)
+		require.NoError(t, err)
+		host, err := tensor.OfHost(make([]float32, 512*512), 512, 512)
+		require.NoError(t, err)
+		require.NoError(t, tensor.Copy(s, zeros, host))
+		before, err := tensor.Make(s, memory.Float32, 3, 512, 512)
+		require.NoError(t, err)
+		part, err := before.Select(0, 1)
+		require.NoError(t, err)
+		require.NoError(t, tensor.Copy(s, part, zeros))
+		require.NoError(t, before.Close())
+		w, err := c.LoadOn(t.Context(), s, nil)
+		require.NoError(t, err)
+		require.NoError(t, c.Verify(t.Context(), w))
+		x, err := w.Tensor(list[1].info.Name)
+		require.NoError(t, err)
+		require.NoError(t, tensor.Copy(s, x, zeros))
+		path := filepath.Join(t.TempDir(), "out.safetensors")
+		require.NoError(t, SaveOn(t.Context(), s, path, w, nil))
+		require.NoError(t, errors.Join(w.Close(), zeros.Close()))
+		require.Equal(t, make([]byte, 1<<20), readBack(t, path)[list[1].info.Name].data)
 	})
 }
 

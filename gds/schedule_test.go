@@ -49,6 +49,7 @@ func (s *schedule) sum() (direct, inRounds, sends, staged int, bytes int64) {
 // one part by each, whatever lies between in the file; and each byte once.
 func TestScheduleIsFrugal(t *testing.T) {
 	allOrNothing := Slice(1, func(rank, _, size int) Range { return Range{0, size * (rank % 2)} })
+	pair := Slice(0, func(rank, _, size int) Range { return Range{0, size * (1 - rank/2)} })
 	oneHas := Slice(1, func(rank, _, size int) Range { return Range{0, size * (rank / 3)} })
 	for what, tc := range map[string]struct {
 		plan                         []Placement
@@ -61,6 +62,10 @@ func TestScheduleIsFrugal(t *testing.T) {
 		"cut, all on one rank": {[]Placement{oneHas}, 1, 0, 0, 1},
 		"cut, all or nothing":  {[]Placement{allOrNothing}, 0, 2, 2, 1},
 		"cut":                  {[]Placement{Shard(1)}, 0, 4, 12, 1},
+		"two have":             {[]Placement{pair, pair}, 0, 2, 2, 2},
+		"others' between":      {[]Placement{pair, Own(3), pair}, 1, 2, 2, 3},
+		"as much between":      {[]Placement{pair, Shard(0), pair}, 4, 4, 4, 3},
+		"more of one between":  {[]Placement{pair, Own(1), pair}, 1, 4, 4, 3},
 		"skipped by all":       {[]Placement{Slice(0, func(_, _, _ int) Range { return Range{} })}, 0, 0, 0, 0},
 	} {
 		s := newSchedule(placedTensors(t, 4, tc.plan...), 4, defaultRound, true)

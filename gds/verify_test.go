@@ -10,7 +10,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
 )
 
 // TestVerifyFindsOtherBytes changes one byte on a device: whatever part it is of, the
@@ -37,6 +39,34 @@ func TestVerifyFindsOtherBytes(t *testing.T) {
 			require.ErrorContains(t, err, `tensor "`+name+`": SHA-256 of the part of rank 1 is `)
 			require.NoError(t, closeAll(all))
 		}
+	})
+}
+
+// TestVerifyRefusesOthers: weights that were converted, or of other tensors, cannot be
+// compared with a checkpoint.
+func TestVerifyRefusesOthers(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		folder, list := bigCheckpoint(t)
+		s := newStream(t, devs[0])
+		c := openCheckpoint(t, folder)
+		w, err := c.LoadOn(t.Context(), s, &LoadConfig{DType: func(Info) memory.DType { return memory.Float64 }})
+		require.NoError(t, err)
+		require.ErrorIs(t, c.Verify(t.Context(), w), errors.ErrUnsupported)
+		require.NoError(t, w.Close())
+		require.ErrorIs(t, c.Verify(t.Context(), w), device.ErrClosed)
+		require.ErrorContains(t, c.Verify(t.Context(), nil), "no weights given")
+
+		w, err = c.LoadOn(t.Context(), s, nil)
+		require.NoError(t, err)
+		for _, info := range []safetensors.Tensor{
+			{Name: "1.first", DType: safetensors.F32, Shape: []int{1024, 256}},
+			{Name: "1.first", DType: safetensors.I32, Shape: []int{512, 512}},
+			{Name: "other", DType: safetensors.F32, Shape: []int{512, 512}},
+		} {
+			other := openCheckpoint(t, writeCheckpoint(t, [][]made{{{info, list[0].data}}, list[1:]}))
+			require.ErrorContains(t, other.Verify(t.Context(), w), `no tensor "1.first" of type float32 and shape [512 512]`)
+		}
+		require.NoError(t, w.Close())
 	})
 }
 

@@ -139,7 +139,7 @@ func TestReserve(t *testing.T) {
 // So it is for a file of a checkpoint, which has its length from the beginning.
 func TestReserveCheckpoint(t *testing.T) {
 	start := []byte("header")
-	for name, full := range map[string]error{"room": nil, "full": unix.ENOSPC, "unsupported": unix.EOPNOTSUPP} {
+	for name, full := range map[string]error{"room": nil, "full": unix.ENOSPC, "too large": unix.EFBIG, "unsupported": unix.EOPNOTSUPP} {
 		t.Run(name, func(t *testing.T) {
 			f, err := Create(filepath.Join(t.TempDir(), "file"), nil)
 			require.NoError(t, err)
@@ -154,9 +154,10 @@ func TestReserveCheckpoint(t *testing.T) {
 			require.Equal(t, [][2]int64{{0, 100_000}}, asked)
 			size, errSize := f.Size()
 			require.NoError(t, errSize)
-			if full == unix.ENOSPC {
+			if says := map[error]string{unix.ENOSPC: "make room", unix.EFBIG: "ulimit -f"}[full]; says != "" {
 				require.ErrorIs(t, err, full)
-				require.ErrorContains(t, err, "at byte 0: 0 of 100000 bytes: no space left on device: make room")
+				require.ErrorContains(t, err, "at byte 0: 0 of 100000 bytes: "+full.Error()+": ")
+				require.ErrorContains(t, err, says)
 				require.Zero(t, size)
 				return
 			}

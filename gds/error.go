@@ -60,6 +60,10 @@ func advice(err error) string {
 		return "open it again when nobody writes it"
 	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
 		return "make room in the file system and write it again"
+	case errors.Is(err, syscall.EFBIG):
+		return "the file system or the process's limit (ulimit -f) allows no file of this size"
+	case errors.Is(err, syscall.EMFILE):
+		return "raise the process's limit of open files (ulimit -n)"
 	case errors.Is(err, syscall.EIO):
 		return "the device or the network below the file system failed: look at the system's log"
 	}

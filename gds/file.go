@@ -31,6 +31,7 @@ type File struct {
 	plain *os.File // goes by the page cache
 	fd    int      // of plain
 	write bool     // it may be written
+	blind bool     // it may not be read
 	new   bool     // it is of Create
 	mem   bool     // its file system is memory: the page cache is all there is
 	was   identity // when it was opened
@@ -79,7 +80,7 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 	if cfg != nil {
 		c = *cfg
 	}
-	f := &File{path: path, write: flag&(os.O_WRONLY|os.O_RDWR) != 0, chunk: defaultChunk, depth: defaultDepth,
+	f := &File{path: path, write: flag&(os.O_WRONLY|os.O_RDWR) != 0, blind: flag&os.O_WRONLY != 0, chunk: defaultChunk, depth: defaultDepth,
 		sys: system{unix.Pread, unix.Pwrite, unix.Fsync, unix.Fallocate}}
 	if flag&os.O_APPEND != 0 {
 		return nil, f.fail(op, errors.New("O_APPEND writes at no offset: leave it out"))

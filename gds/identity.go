@@ -22,14 +22,16 @@ func (f *File) identity() (identity, error) {
 }
 
 // Size returns the length of the file in bytes.
-func (f *File) Size() (int64, error) {
-	if err := f.use("size"); err != nil {
+func (f *File) Size() (int64, error) { return f.size("size") }
+
+func (f *File) size(op string) (int64, error) {
+	if err := f.use(op); err != nil {
 		return 0, err
 	}
 	defer f.unuse()
 	id, err := f.identity()
 	if err != nil {
-		return 0, f.fail("size", err)
+		return 0, f.fail(op, err)
 	}
 	return id.size, nil
 }

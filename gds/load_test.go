@@ -326,3 +326,37 @@ func bytesRead(c *Checkpoint) (n int64) {
 	}
 	return n
 }
+
+// TestWhatLiesBetweenIsKept: two of three ranks share tensors, but of the one in the
+// middle the first rank has more than the second. What both need of it and of the next
+// lies equally far apart on both, and is not sent as one run over what only the first
+// has between.
+func TestWhatLiesBetweenIsKept(t *testing.T) {
+	first := func(lens ...int) Placement {
+		return Slice(0, func(rank, _, _ int) Range { return Range{0, lens[rank]} })
+	}
+	const n = 2 * smallTensor
+	plan := map[string]Placement{"0": first(4*n, 4*n, 0), "1": first(n+100, n+90, 0), "2": first(n, n, 0)}
+	lens := map[string][]int{"0": {4 * n, 4 * n}, "1": {n + 100, n + 90}, "2": {n, n}}
+	var list []made
+	for _, name := range []string{"0", "1", "2"} {
+		size := lens[name][0]
+		list = append(list, made{safetensors.Tensor{Name: name, DType: safetensors.U8, Shape: []int{size}}, randomBytes(size)})
+	}
+	testgpu.Each(t, 3, func(t *testing.T, devs []*device.Device) {
+		g := localGroup(t, devs)
+		c := openCheckpoint(t, writeCheckpoint(t, [][]made{list}))
+		for _, budget := range []int{0, n, 512 << 10} {
+			all, err := c.Load(t.Context(), g, &LoadConfig{RoundBytes: budget, Plan: func(i Info) Placement { return plan[i.Name] }})
+			require.NoError(t, err)
+			for _, m := range list {
+				for rank, size := range lens[m.info.Name] {
+					x, err := all[rank].Tensor(m.info.Name)
+					require.NoError(t, err)
+					require.True(t, bytes.Equal(m.data[:size], bytesOfTensor(t, x, g, rank)), "tensor %s of rank %d in rounds of %d bytes", m.info.Name, rank, budget)
+				}
+			}
+			require.NoError(t, closeAll(all))
+		}
+	})
+}

@@ -120,8 +120,16 @@ func TestArguments(t *testing.T) {
 		}
 		require.NoError(t, f.Load(ctx, s, x, 0))
 
+		w, err := OpenFile(path, os.O_WRONLY, nil)
+		require.NoError(t, err)
+		refuse(w.Load(ctx, s, x, 0), "opened to be written only")
+		require.NoError(t, w.Save(ctx, s, x, 0))
+		require.NoError(t, w.Close())
+
 		require.NoError(t, f.Close())
 		require.NoError(t, f.Close())
+		_, err = f.ReadAt(ctx, s, x, 0)
+		refuse(err, "gds: read")
 		require.ErrorIs(t, f.Load(ctx, s, x, 0), device.ErrClosed)
 		_, err = f.Size()
 		require.ErrorIs(t, err, device.ErrClosed)

@@ -2,7 +2,10 @@ package gds
 
 import (
 	"context"
+	"fmt"
 	"io"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/stream"
 )
@@ -17,6 +20,9 @@ func (f *File) readPieces(ctx context.Context, s *stream.Stream, pieces []piece,
 		return err
 	}
 	defer f.unuse()
+	if f.blind {
+		return f.fail(op, fmt.Errorf("it was opened to be written only: open it with os.O_RDWR: %w", unix.EBADF))
+	}
 	if err := f.unchanged(); err != nil {
 		return f.fail(op, err)
 	}

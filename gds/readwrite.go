@@ -16,7 +16,7 @@ import (
 // finds them. After another error, an *Error, dst has undefined contents, and
 // nothing is in flight. A ctx that ends is obeyed between parts of some MiB.
 func (f *File) ReadAt(ctx context.Context, s *stream.Stream, dst memory.Slice[byte], off int64) (n int, err error) {
-	size, err := f.Size()
+	size, err := f.size("read")
 	if err != nil {
 		return 0, err
 	}

@@ -412,3 +412,17 @@ func TestSaveWriteFaults(t *testing.T) {
 		}
 	}
 }
+
+// TestTensorErrorNamesOnce: the tensor that has the byte, or the next one, and the file
+// once.
+func TestTensorErrorNamesOnce(t *testing.T) {
+	h := &safetensors.Header{Tensors: []safetensors.Tensor{
+		{Name: "empty", Begin: 8, End: 8}, {Name: "a", Begin: 8, End: 10}, {Name: "b", Begin: 10, End: 11}}}
+	for off, name := range map[int64]string{0: "empty", 8: "a", 9: "a", 10: "b", 11: "(after the last)"} {
+		require.Equal(t, name, tensorAt(h, off), "byte %d", off)
+	}
+	cause := &Error{Op: "read", Path: "file", Offset: 9, Wanted: 2, Got: 1, Err: syscall.EIO}
+	err := &TensorError{Op: "load", Path: "file", Tensor: "a", Offset: 9, Err: cause}
+	require.Equal(t, 1, strings.Count(err.Error(), "file at byte 9")+strings.Count(err.Error(), "file: tensor"), err.Error())
+	require.ErrorIs(t, err, syscall.EIO)
+}

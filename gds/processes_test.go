@@ -17,6 +17,7 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -45,7 +46,7 @@ func TestWorker(t *testing.T) {
 	require.NoError(t, err)
 	var seed uint64
 	fmt.Sscan(os.Getenv(seedVar), &seed)
-	tensors := randomTensors(rand.New(rand.NewPCG(seed, 3)), 30)
+	tensors := jobTensors(seed)
 	switch how, is := strings.CutPrefix(deed, "save "); {
 	case deed == "move":
 		farewell = 0 // a ctx that has not ended gives the others all the time they need
@@ -57,6 +58,12 @@ func TestWorker(t *testing.T) {
 	}
 	require.NoError(t, g.Shutdown(ctx), "the group still works")
 	require.NoError(t, sess.Shutdown(ctx))
+}
+
+// jobTensors are those of a job: small ones, and one that is read alone.
+func jobTensors(seed uint64) []made {
+	big := made{safetensors.Tensor{Name: "big", DType: safetensors.U8, Shape: []int{300, 1000}}, randomBytes(300_000)}
+	return append(randomTensors(rand.New(rand.NewPCG(seed, 3)), 30), big)
 }
 
 // moveTogether loads by random plans and compares, and saves what nobody lacks.
@@ -110,6 +117,14 @@ func failTogether(t *testing.T, ctx context.Context, g *comm.Group, deed string,
 	cfg := &LoadConfig{RoundBytes: 512}
 	failing, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	if deed == "cannot read its own" { // which goes straight to it, without any round
+		cfg.Plan = func(i Info) Placement {
+			if i.Name == "big" {
+				return Own(1)
+			}
+			return Skip()
+		}
+	}
 	switch {
 	case !bad:
 	case deed == "other plan":
@@ -120,7 +135,7 @@ func failTogether(t *testing.T, ctx context.Context, g *comm.Group, deed string,
 		cfg.Plan = func(Info) Placement { return Shard(99) }
 	case deed == "cancelled":
 		cfg.Progress = func(done, total int64) { cancel(errors.New("no more time")) }
-	case deed == "cannot read":
+	case strings.HasPrefix(deed, "cannot read"):
 		for _, f := range c.files {
 			f.sys.pread = func(_ int, _ []byte, off int64) (int, error) { return 0, os.ErrPermission }
 		}
@@ -136,7 +151,7 @@ func failTogether(t *testing.T, ctx context.Context, g *comm.Group, deed string,
 
 	// The same processes go on.
 	all, err = c.Load(ctx, g, nil)
-	if deed == "cannot read" {
+	if strings.HasPrefix(deed, "cannot read") {
 		require.Error(t, err)
 		return
 	}
@@ -207,7 +222,7 @@ func runJob(t *testing.T, backend, deed string, ranks int) (code int, out string
 	t.Helper()
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
-	folder := writeCheckpoint(t, [][]made{randomTensors(rand.New(rand.NewPCG(seed, 3)), 30)})
+	folder := writeCheckpoint(t, [][]made{jobTensors(seed)})
 	self, err := os.Executable()
 	require.NoError(t, err)
 	var text bytes.Buffer
@@ -240,11 +255,12 @@ func TestProcessesLoadAndSave(t *testing.T) {
 // them, which say where and why and can go on.
 func TestProcessesFailTogether(t *testing.T) {
 	for deed, says := range map[string]string{
-		"other plan":        `rank \d has another plan, other files or other options`,
-		"other rounds":      `rank \d has another plan, other files or other options`,
-		"no such dimension": `rank 1: load .*: tensor "t\.\d+": .*(dimension 99|no dimension)`,
-		"cancelled":         `rank 1: .*no more time`,
-		"cannot read":       `rank 1: load .*part-0.safetensors: tensor "t\.\d+" at byte \d+: .*permission`,
+		"other plan":          `rank \d has another plan, other files or other options`,
+		"other rounds":        `rank \d has another plan, other files or other options`,
+		"no such dimension":   `rank 1: load .*: tensor "(t\.\d+|big)": .*(dimension 99|no dimension)`,
+		"cancelled":           `rank 1: .*no more time`,
+		"cannot read its own": `rank 1: load .*part-0.safetensors: tensor "big" at byte \d+: .*permission`,
+		"cannot read":         `rank 1: load .*part-0.safetensors: tensor "(t\.\d+|big)" at byte \d+: .*permission`,
 	} {
 		t.Run(deed, func(t *testing.T) {
 			backends(t, 3, func(t *testing.T, backend string, ranks int) {

@@ -2,11 +2,17 @@ package main
 
 import (
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/gds"
+	"github.com/gochorus/chorus/gds/safetensors"
 )
 
 const (
@@ -42,6 +48,7 @@ func TestLoadJSON(t *testing.T) {
 		read += e.Bytes
 	}
 	require.GreaterOrEqual(t, read, 2*r.Bytes)
+	require.Equal(t, slices.Max(r.Seconds), r.Median, "of two the later one in order")
 	require.InDelta(t, float64(r.Bytes)/1e9/r.Median, r.GBPerSecond, 1e-9)
 }
 
@@ -51,6 +58,30 @@ func TestLoadInAJob(t *testing.T) {
 	require.Contains(t, out, "[rank 0] 12 tensors")
 	require.Contains(t, out, "plan shard:0: 2 devices")
 	require.NotContains(t, out, "[rank 1] 12 tensors")
+	out, errs, code = chorusCommand(t, nil, "run", "--nproc-per-node", "2", "--", self(t), "load", shardedFixture, "-g", "2")
+	require.NotZero(t, code)
+	require.Contains(t, out+errs, "-g 2 in a job of 2 processes: each has one GPU")
+}
+
+// TestOwners: the plan own gives each rank about as many bytes, whatever the order of
+// the tensors.
+func TestOwners(t *testing.T) {
+	sizes := []int{10, 70, 20, 30, 60, 50}
+	var infos []gds.Info
+	for _, n := range sizes {
+		infos = append(infos, gds.Info{Name: strconv.Itoa(n), Format: safetensors.U8, Shape: []int{n}})
+	}
+	plan := owners(infos, 3)
+	for n, rank := range map[int]int{70: 0, 60: 1, 50: 2, 30: 2, 20: 1, 10: 0} {
+		got, want := fmt.Sprintf("%+v", plan(gds.Info{Name: strconv.Itoa(n)})), fmt.Sprintf("rank:%d ", rank)
+		require.Contains(t, got, want, "the tensor of %d bytes", n)
+	}
+}
+
+func TestGigabytes(t *testing.T) {
+	for n, says := range map[int64]string{0: "0 B", 999: "999 B", 1000: "1 kB", 1_500_000: "1.5 MB", 1e15: "1e+03 TB"} {
+		require.Equal(t, says, gigabytes(n))
+	}
 }
 
 // TestLoadMistakes: what is wrong is said, with the right code.
@@ -71,6 +102,8 @@ func TestLoadMistakes(t *testing.T) {
 		{64, `--engine "fast": want auto`, []string{"f", "--engine", "fast"}},
 		{64, `--dtype "int8": want one of`, []string{"f", "--dtype", "int8"}},
 		{64, "--verify compares bytes", []string{"f", "--dtype", "float32", "--verify"}},
+		{64, "-g -1: want 1 or more", []string{"f", "-g", "-1"}},
+		{64, "--threads -1", []string{"f", "--threads", "-1"}},
 		{64, "--times 0", []string{"f", "--times", "0"}},
 		{64, "-g 99: this machine has", []string{dtypesFixture, "-g", "99"}},
 		{1, "no such file", []string{"/no/such/file.safetensors"}},

@@ -166,9 +166,6 @@ func (m *carrier) load(ctx context.Context) {
 			return
 		}
 		m.each(ctx, func(ctx context.Context, d *desk) error {
-			if err := d.files.Wait(d.free[buf]); err != nil {
-				return err
-			}
 			return m.transfer(ctx, d, r.ranks[d.rank].reads, buf, (*File).readPieces)
 		})
 		m.exchange(r, buf)
@@ -176,10 +173,9 @@ func (m *carrier) load(ctx context.Context) {
 			return
 		}
 	}
-	for i := max(0, len(rounds)-2); i < len(rounds); i++ {
-		if m.stopped(ctx, i%2) {
-			return
-		}
+	// Who had failed in an earlier round says so in the last one, too.
+	if n := len(rounds); n > 0 {
+		m.stopped(ctx, (n-1)%2)
 	}
 }
 

@@ -43,6 +43,8 @@ const extension = ".safetensors"
 // The files take their places when all of them are whole and on the disk, one after
 // the other, and the index last. Until then, and after an error or a crash before, the
 // old ones are as they were. Who wants all of several or none saves in a new folder.
+// So does who saves in another number of files than before: nothing removes the files
+// that are not replaced, and an old index would still be what a folder is read by.
 func Save(ctx context.Context, g *comm.Group, path string, weights []*Weights, cfg *SaveConfig) error {
 	w, err := worldOf(g)
 	if err != nil {

@@ -302,6 +302,10 @@ func TestWrongWishes(t *testing.T) {
 	require.Equal(t, 8, x.Len())
 
 	path := filepath.Join(t.TempDir(), "out.safetensors")
+	again, err := c.Load(t.Context(), g, plan(Own(1)))
+	require.NoError(t, err)
+	require.ErrorContains(t, Save(t.Context(), g, path, []*Weights{all[0], again[1]}, nil), "ranks 0 and 1 are of different loads")
+	require.NoError(t, closeAll(again))
 	for says, try := range map[string]func() error{
 		"ends in .safetensors":         func() error { return Save(t.Context(), g, "out.bin", all, nil) },
 		"1 weights for 2 local ranks":  func() error { return Save(t.Context(), g, path, all[:1], nil) },

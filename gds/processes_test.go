@@ -282,7 +282,7 @@ func TestProcessesFailTogether(t *testing.T) {
 func TestProcessesFailSaving(t *testing.T) {
 	for deed, says := range map[string]string{
 		"too late":             `rank 1: .*no more time`,
-		"cancelled":            `rank 1: .*model.safetensors.*no more time`,
+		"cancelled":            `rank 1: .*/model\.safetensors[: ].*no more time`,
 		"in other files":       `rank \d has another plan, other files or other options`,
 		"closed weights":       `rank 1: save .*closed`,
 		"to no folder":         `rank 0: create .*model.safetensors: no such file`,

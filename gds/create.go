@@ -28,7 +28,9 @@ func Create(path string, cfg *FileConfig) (*File, error) {
 	if err != nil {
 		return nil, &Error{Op: op, Path: path, Offset: -1, Err: err}
 	}
-	temp := filepath.Join(filepath.Dir(final), "."+filepath.Base(final)+"."+rand.Text()[:8]+".tmp")
+	name := filepath.Base(final)
+	name = name[:min(len(name), 200)] // what comes to it must not make it too long
+	temp := filepath.Join(filepath.Dir(final), "."+name+"."+rand.Text()[:8]+".tmp")
 	f, err := open(op, temp, os.O_RDWR|os.O_CREATE|os.O_EXCL, cfg)
 	if err != nil {
 		if e, ok := errors.AsType[*Error](err); ok {

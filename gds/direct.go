@@ -52,7 +52,9 @@ func (f *File) openDirect() error {
 		if st.Dio_offset_align == 0 {
 			return fmt.Errorf("the file system reads it by the page cache, also with O_DIRECT")
 		}
-		d.align = int64(max(st.Dio_offset_align, st.Dio_mem_align))
+		// Whole pages, so that what is written here and what goes by the page cache
+		// share none.
+		d.align = int64(max(st.Dio_offset_align, st.Dio_mem_align, usualAlign))
 	}
 	if d.align > minSlot || d.align&(d.align-1) != 0 {
 		return fmt.Errorf("the file system aligns direct reads to %d bytes", d.align)

@@ -4,9 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"os"
-	"path/filepath"
 	"strings"
 
 	"github.com/gochorus/chorus/comm"
@@ -30,8 +28,6 @@ type SaveConfig struct {
 	File *FileConfig
 }
 
-const extension = ".safetensors"
-
 // Save writes the tensors that the ranks have together as a checkpoint: the file at
 // path, which ends in .safetensors, or where they are more than MaxFileBytes several,
 // NAME-00001-of-0000N.safetensors, and beside them an index,
@@ -43,8 +39,8 @@ const extension = ".safetensors"
 // The files take their places when all of them are whole and on the disk, one after
 // the other, and the index last. Until then, and after an error or a crash before, the
 // old ones are as they were. Who wants all of several or none saves in a new folder.
-// So does who saves in another number of files than before: nothing removes the files
-// that are not replaced, and an old index would still be what a folder is read by.
+// Files of an older checkpoint that are not replaced stay there, but for an index of the
+// same name when there is only one file: a folder would still be read by it.
 func Save(ctx context.Context, g *comm.Group, path string, weights []*Weights, cfg *SaveConfig) error {
 	w, err := worldOf(g)
 	if err != nil {
@@ -62,10 +58,8 @@ func SaveOn(ctx context.Context, s *stream.Stream, path string, weights *Weights
 type saving struct {
 	*carrier
 	cfg     SaveConfig
-	shards  []safetensors.Shard
-	starts  [][]byte // what each file begins with
+	out     *output
 	tensors []*placed
-	temps   []string // the names of the files until they are committed
 }
 
 func save(ctx context.Context, w *world, path string, weights []*Weights, cfg *SaveConfig) error {
@@ -85,7 +79,8 @@ func newSaving(w *world, path string, cfg *SaveConfig) *saving {
 func (s *saving) begin(weights []*Weights) error {
 	err := s.prepare(weights)
 	if err == nil && s.leads() {
-		err = s.create()
+		err = s.out.create()
+		s.files = s.out.files
 	}
 	return err
 }
@@ -112,7 +107,7 @@ func (s *saving) steps(ctx context.Context, err error) error {
 	}
 	err = nil
 	if s.leads() {
-		err = s.commit(ctx)
+		err = s.out.commit(ctx)
 	}
 	return s.settle(ctx, err, 0)
 }
@@ -149,9 +144,10 @@ func (s *saving) prepare(weights []*Weights) error {
 		byName[info.Name] = t
 	}
 	var err error
-	if s.shards, s.headers, s.starts, err = layFiles(s.path, infos, &s.cfg); err != nil {
+	if s.out, err = newOutput(s.path, infos, &s.cfg); err != nil {
 		return err
 	}
+	s.headers = s.out.headers
 	for i, h := range s.headers {
 		for j := range h.Tensors {
 			t := *byName[h.Tensors[j].Name]
@@ -210,105 +206,27 @@ func (t *placed) savedAs(ranks int) (safetensors.Tensor, error) {
 	return safetensors.Tensor{Name: t.info.Name, DType: format, Shape: t.info.Shape}, nil
 }
 
-// layFiles divides tensors into files.
-func layFiles(path string, infos []safetensors.Tensor, cfg *SaveConfig) (shards []safetensors.Shard, headers []*safetensors.Header, starts [][]byte, err error) {
-	most := cfg.MaxFileBytes
-	if most == 0 {
-		most = math.MaxInt64
-	}
-	if shards, err = safetensors.Split(strings.TrimSuffix(filepath.Base(path), extension), infos, most); err != nil {
-		return nil, nil, nil, fmt.Errorf("gds: save %s: %w", path, err)
-	}
-	for _, s := range shards {
-		h, start, err := safetensors.NewHeader(s.Tensors, cfg.Metadata)
-		if err != nil {
-			return nil, nil, nil, fmt.Errorf("gds: save %s: %w", path, err)
-		}
-		headers, starts = append(headers, h), append(starts, start)
-	}
-	return shards, headers, starts, nil
-}
-
-// create makes the files, with their headers and of their whole length.
-func (s *saving) create() error {
-	for i, shard := range s.shards {
-		f, err := Create(filepath.Join(filepath.Dir(s.path), shard.File), s.cfg.File)
-		if err != nil {
-			return err
-		}
-		s.files = append(s.files, f)
-		s.temps = append(s.temps, f.fresh.temp)
-		if err := f.begin(s.starts[i], s.headers[i].Size); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// begin gives a new file its length, with the room for it, and writes its first bytes.
-func (f *File) begin(start []byte, size int64) error {
-	if err := f.reserve(size); err != nil {
-		return err
-	}
-	if _, err := f.plain.WriteAt(start, 0); err != nil {
-		return f.fail("write", errors.Unwrap(err))
-	}
-	if err := f.plain.Truncate(size); err != nil {
-		return f.fail("extend", errors.Unwrap(err))
-	}
-	return nil
-}
-
 // join lets the other processes open the files that the first one made.
 func (s *saving) join(ctx context.Context) error {
 	talk, cancel := parting(ctx)
 	defer cancel()
-	err := comm.BroadcastValue(talk, s.group, 0, &s.temps, nil)
-	for i := 0; err == nil && !s.leads() && i < len(s.temps); i++ {
+	var temps []string
+	for _, f := range s.files {
+		temps = append(temps, f.fresh.temp)
+	}
+	err := comm.BroadcastValue(talk, s.group, 0, &temps, nil)
+	for i := 0; err == nil && !s.leads() && i < len(temps); i++ {
 		var f *File
-		if f, err = OpenFile(s.temps[i], os.O_RDWR, s.cfg.File); err == nil {
-			f.path = filepath.Join(filepath.Dir(s.path), s.shards[i].File) // for errors
-			s.files = append(s.files, f)
+		if f, err = OpenFile(temps[i], os.O_RDWR, s.cfg.File); err == nil {
+			f.path = s.out.file(i) // for errors
+			s.out.files = append(s.out.files, f)
 		}
 	}
+	s.files = s.out.files
 	return s.settle(ctx, err, 0)
 }
 
-// commit lets the files take their places, and then the index.
-func (s *saving) commit(ctx context.Context) error {
-	for _, f := range s.files {
-		if err := f.Commit(ctx); err != nil {
-			return err
-		}
-	}
-	if len(s.shards) == 1 {
-		return nil
-	}
-	return writeIndex(ctx, s.path, s.shards, s.cfg.File)
-}
-
-// writeIndex writes the index of files beside them.
-func writeIndex(ctx context.Context, path string, shards []safetensors.Shard, cfg *FileConfig) error {
-	x, err := safetensors.NewIndex(shards)
-	if err != nil {
-		return fmt.Errorf("gds: save %s: %w", path, err)
-	}
-	f, err := Create(path+".index.json", cfg)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	if err := x.Write(f.plain); err != nil {
-		return f.fail("write", err)
-	}
-	return f.Commit(ctx)
-}
-
-// end closes what is open; files that were not committed are gone then.
+// end closes what is open.
 func (s *saving) end() error {
-	errs := []error{s.close()}
-	for _, f := range s.files {
-		errs = append(errs, f.Close())
-	}
-	return errors.Join(errors.Join(errs...), s.world.close())
+	return errors.Join(s.close(), s.out.close(), s.world.close())
 }

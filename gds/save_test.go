@@ -2,10 +2,12 @@ package gds
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -134,11 +136,39 @@ func TestSaveConverted(t *testing.T) {
 func TestIndexNotWritten(t *testing.T) {
 	folder := t.TempDir()
 	shards := []safetensors.Shard{{File: "not/beside", Tensors: []safetensors.Tensor{{Name: "x", DType: safetensors.U8, Shape: []int{1}}}}}
-	err := writeIndex(t.Context(), filepath.Join(folder, "model.safetensors"), shards, nil)
+	o := &output{path: filepath.Join(folder, "model.safetensors"), cfg: &SaveConfig{}, shards: shards}
+	err := o.writeIndex(t.Context())
 	require.ErrorContains(t, err, "model.safetensors.index.json")
 	left, err := os.ReadDir(folder)
 	require.NoError(t, err)
 	require.Empty(t, left)
+}
+
+// TestSaveInFewerFiles: a folder has what was saved last, also where that was several
+// files before and is one now.
+func TestSaveInFewerFiles(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		folder := t.TempDir()
+		for _, most := range []int64{100, 0, 100} {
+			x, err := tensor.Make(s, memory.Int64, 10)
+			require.NoError(t, err)
+			y, err := tensor.Make(s, memory.Int64, 10)
+			require.NoError(t, err)
+			name := strings.Repeat("n", 220) // with more before and behind it, too long for a file
+			require.NoError(t, SaveTensors(t.Context(), s, filepath.Join(folder, name+extension), map[string]tensor.Tensor{"x": x, fmt.Sprint("y", most): y}, &SaveConfig{MaxFileBytes: most}))
+			require.NoError(t, errors.Join(x.Close(), y.Close()))
+			c, err := OpenSafetensors(folder)
+			if most == 0 {
+				require.NoFileExists(t, filepath.Join(folder, name+extension+indexExtension))
+				c, err = OpenSafetensors(filepath.Join(folder, name+extension))
+			}
+			require.NoError(t, err)
+			_, ok := c.Info(fmt.Sprint("y", most))
+			require.True(t, ok)
+			require.NoError(t, c.Close())
+		}
+	})
 }
 
 // TestSaveTensors writes views of any layout of a stream's device.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -26,8 +25,12 @@ func SaveTensors(ctx context.Context, s *stream.Stream, path string, tensors map
 	if err != nil {
 		return err
 	}
-	shards, headers, starts, err := layFiles(path, infos, &c)
+	out, err := newOutput(path, infos, &c)
 	if err != nil {
+		return err
+	}
+	defer out.close() // nothing is left of what was not committed
+	if err := out.create(); err != nil {
 		return err
 	}
 	total := int64(0)
@@ -35,36 +38,12 @@ func SaveTensors(ctx context.Context, s *stream.Stream, path string, tensors map
 		total += int64(x.Bytes())
 	}
 	moved := progress(c.Progress, total)
-	var files []*File
-	defer func() {
-		for _, f := range files {
-			f.Close() // nothing is left of those that were not committed
-		}
-	}()
-	for i, shard := range shards {
-		f, err := Create(filepath.Join(filepath.Dir(path), shard.File), c.File)
-		if err != nil {
-			return err
-		}
-		files = append(files, f)
-		if err := f.begin(starts[i], headers[i].Size); err != nil {
+	for i, f := range out.files {
+		if err := f.writeTensors(ctx, s, out.headers[i], tensors, moved); err != nil {
 			return err
 		}
 	}
-	for i, f := range files {
-		if err := f.writeTensors(ctx, s, headers[i], tensors, moved); err != nil {
-			return err
-		}
-	}
-	for _, f := range files {
-		if err := f.Commit(ctx); err != nil {
-			return err
-		}
-	}
-	if len(shards) == 1 {
-		return nil
-	}
-	return writeIndex(ctx, path, shards, c.File)
+	return out.commit(ctx)
 }
 
 // describe finds what is wrong, and says what the files shall have, by name.
@@ -79,7 +58,13 @@ func describe(s *stream.Stream, path string, tensors map[string]tensor.Tensor, m
 	for _, name := range slices.Sorted(maps.Keys(tensors)) {
 		x := tensors[name]
 		format, ok := formatOf(x.DType())
-		err := x.Check("gds: save", s.Device())
+		err := x.Check("gds: save", nil)
+		if err == nil && x.IsHost() {
+			err = errors.New("it is in host memory: copy it to the device of the stream")
+		}
+		if err == nil {
+			err = x.Check("gds: save", s.Device())
+		}
 		if err == nil && !ok {
 			err = fmt.Errorf("the format has no type %s: %w", x.DType(), errors.ErrUnsupported)
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -131,9 +132,14 @@ func (w *world) agree(ctx context.Context, op, path string, errs []error, print 
 		defer cancel()
 		all, err := comm.GatherValues(ctx, w.group, nil, words...)
 		if err != nil {
-			return errors.Join(errors.Join(errs...), err)
+			return fmt.Errorf("gds: %s %s: %w", op, path, errors.Join(errors.Join(errs...), err))
 		}
 		words = all
+		if slices.ContainsFunc(words, func(x word) bool { return x.Reason != "" }) {
+			// Whoever ends now must not take the word of it from those that do not have it
+			// yet. Who does not come has it, or is gone.
+			_ = w.group.Barrier(ctx)
+		}
 	} else {
 		first = w.locals[0].rank
 	}

@@ -19,6 +19,9 @@ type batch struct {
 }
 
 func (s *scheduler) addSmall(t *placed) {
+	if one := (batch{tensors: []*placed{t}}); len(one.needers(s.ranks)) == 0 {
+		return
+	}
 	if s.small.bytes+t.fileBytes() > min(mostBatch, s.budget) {
 		s.flushBatch()
 	}

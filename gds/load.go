@@ -71,9 +71,7 @@ func (c *Checkpoint) load(ctx context.Context, w *world, cfg *LoadConfig) (all [
 	}
 	defer func() {
 		if err = errors.Join(err, w.close()); err != nil {
-			for _, x := range all {
-				err = errors.Join(err, x.Close())
-			}
+			err = errors.Join(err, closeWeights(all))
 			all = nil
 		}
 	}()
@@ -81,6 +79,10 @@ func (c *Checkpoint) load(ctx context.Context, w *world, cfg *LoadConfig) (all [
 	tensors, err := c.place(&lc, w)
 	if err == nil {
 		all, err = c.allocate(m, tensors, &lc)
+	}
+	if err != nil { // what there is of memory is needed to say so
+		err = errors.Join(err, m.close(), closeWeights(all))
+		m.locals, all = nil, nil
 	}
 	errs := make([]error, len(w.locals))
 	errs[0] = err
@@ -94,6 +96,14 @@ func (c *Checkpoint) load(ctx context.Context, w *world, cfg *LoadConfig) (all [
 		return all, w.agree(ctx, m.op, m.path, m.named(m.errs(ctx)), 0)
 	}
 	return all, nil
+}
+
+func closeWeights(all []*Weights) error {
+	var errs []error
+	for _, w := range all {
+		errs = append(errs, w.Close())
+	}
+	return errors.Join(errs...)
 }
 
 // path is what errors about the whole checkpoint name.

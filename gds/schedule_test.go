@@ -119,3 +119,26 @@ func TestGap(t *testing.T) {
 		require.Equal(t, []any{tc.index, tc.is}, []any{index, is}, tc.ranges)
 	}
 }
+
+// TestBatchesAreFrugal: small tensors that ranks have parts of are read by one rank in
+// one go, each once, and sent once to each of the others; those that nobody gets are not.
+func TestBatchesAreFrugal(t *testing.T) {
+	nobody := Slice(0, func(_, _, _ int) Range { return Range{} })
+	var list []*placed
+	for i := range 50 {
+		x := &placed{info: Info{Name: fmt.Sprint(i), DType: memory.BFloat16T, Shape: []int{4, 5}}, off: int64(i * 40), from: 2, to: memory.BFloat16T}
+		var err error
+		x.cut, err = []Placement{Shard(0), Own(2), Shard(1), nobody, Own(0)}[i%5].resolve(x.info.Shape, 4)
+		require.NoError(t, err)
+		x.flat = x.cut.flat()
+		list = append(list, x)
+	}
+	_, err := lay(list, 4)
+	require.NoError(t, err)
+	s := newSchedule(list, 4, defaultRound, true)
+	direct, inRounds, sends, _, bytes := s.sum()
+	require.Equal(t, []int{0, 40, 3, 40 * 40}, []int{direct, inRounds, sends, int(bytes)})
+	saves := newSchedule(list, 4, defaultRound, false)
+	_, _, _, _, bytes = saves.sum()
+	require.EqualValues(t, 40*40, bytes, "what is saved goes straight to the file, or by rows")
+}

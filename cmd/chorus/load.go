@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -18,11 +17,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/cluster"
-	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/memory"
-	"github.com/gochorus/chorus/stream"
 )
 
 const loadLong = `Load safetensors checkpoints to GPUs, and show how fast and by which way.
@@ -230,49 +226,6 @@ func (l *loading) run(ctx context.Context, out io.Writer) error {
 	return errors.Join(to.leave(ctx), sess.Shutdown(ctx))
 }
 
-// A loadTarget is where the checkpoint goes: a group, or one device alone, which needs
-// no NCCL.
-type loadTarget struct {
-	group  *comm.Group
-	stream *stream.Stream
-	ranks  int
-}
-
-func (l *loading) target(ctx context.Context, sess *cluster.Session, devs []*device.Device) (*loadTarget, error) {
-	if sess.Size() == 1 && len(devs) == 1 {
-		s, err := stream.New(devs[0], nil)
-		return &loadTarget{stream: s, ranks: 1}, err
-	}
-	g, err := joinRanks(ctx, sess, devs)
-	if err != nil {
-		return nil, err
-	}
-	return &loadTarget{group: g, ranks: g.Size()}, nil
-}
-
-func (t *loadTarget) close() {
-	if t.group != nil {
-		t.group.Close() // it has said before what went wrong
-		return
-	}
-	t.stream.Close()
-}
-
-func (t *loadTarget) leave(ctx context.Context) error {
-	if t.group != nil {
-		return t.group.Shutdown(ctx)
-	}
-	return nil
-}
-
-func (t *loadTarget) load(ctx context.Context, c *gds.Checkpoint, cfg *gds.LoadConfig) ([]*gds.Weights, error) {
-	if t.group != nil {
-		return c.Load(ctx, t.group, cfg)
-	}
-	w, err := c.LoadOn(ctx, t.stream, cfg)
-	return []*gds.Weights{w}, err
-}
-
 // load loads as often as was asked for, and verifies what came last.
 func (l *loading) load(ctx context.Context, c *gds.Checkpoint, to *loadTarget, first bool) (*loadReport, error) {
 	cfg := l.cfg
@@ -313,37 +266,5 @@ func (l *loading) checkAll(ctx context.Context, c *gds.Checkpoint, all []*gds.We
 		r.Verified += len(w.Names())
 	}
 	r.VerifySeconds = time.Since(begun).Seconds()
-	return nil
-}
-
-// checkDigests compares the tensors' bytes in the files with what was recorded.
-func checkDigests(ctx context.Context, c *gds.Checkpoint, path string) error {
-	text, err := os.ReadFile(path)
-	if err != nil {
-		return fmt.Errorf("--digests: %w", err)
-	}
-	var recorded map[string]json.RawMessage
-	if err := json.Unmarshal(text, &recorded); err != nil {
-		return fmt.Errorf("--digests %s: %w", path, err)
-	}
-	for _, t := range c.Infos() {
-		var want string
-		var within struct{ SHA256 string }
-		if raw, ok := recorded[t.Name]; !ok {
-			return fmt.Errorf("--digests %s: it has none for tensor %q of %s", path, t.Name, t.File)
-		} else if json.Unmarshal(raw, &want) != nil {
-			if err := json.Unmarshal(raw, &within); err != nil {
-				return fmt.Errorf("--digests %s: tensor %q: %w", path, t.Name, err)
-			}
-			want = within.SHA256
-		}
-		got, err := c.SHA256(ctx, t.Name)
-		if err != nil {
-			return err
-		}
-		if !strings.EqualFold(got, want) {
-			return fmt.Errorf("--digests %s: tensor %q of %s has SHA-256 %s, recorded is %s", path, t.Name, t.File, got, want)
-		}
-	}
 	return nil
 }

@@ -1,0 +1,43 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/gochorus/chorus/gds"
+)
+
+// checkDigests compares the tensors' bytes in the files with what was recorded.
+func checkDigests(ctx context.Context, c *gds.Checkpoint, path string) error {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return fmt.Errorf("--digests: %w", err)
+	}
+	var recorded map[string]json.RawMessage
+	if err := json.Unmarshal(text, &recorded); err != nil {
+		return fmt.Errorf("--digests %s: %w", path, err)
+	}
+	for _, t := range c.Infos() {
+		var want string
+		var within struct{ SHA256 string }
+		if raw, ok := recorded[t.Name]; !ok {
+			return fmt.Errorf("--digests %s: it has none for tensor %q of %s", path, t.Name, t.File)
+		} else if json.Unmarshal(raw, &want) != nil {
+			if err := json.Unmarshal(raw, &within); err != nil {
+				return fmt.Errorf("--digests %s: tensor %q: %w", path, t.Name, err)
+			}
+			want = within.SHA256
+		}
+		got, err := c.SHA256(ctx, t.Name)
+		if err != nil {
+			return err
+		}
+		if !strings.EqualFold(got, want) {
+			return fmt.Errorf("--digests %s: tensor %q of %s has SHA-256 %s, recorded is %s", path, t.Name, t.File, got, want)
+		}
+	}
+	return nil
+}

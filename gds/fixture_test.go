@@ -72,9 +72,16 @@ func TestRecordedCheckpoints(t *testing.T) {
 		plans[fmt.Sprint("sharded by ", dim)] = func(i Info) Placement { return Shard(min(dim, len(i.Shape)-1)) }
 	}
 	for _, rec := range recordings(t) {
+		most := 0
+		for _, d := range rec.digests {
+			most = max(most, len(d.Shape))
+		}
 		for what, plan := range plans {
+			if dim, cut := strings.CutPrefix(what, "sharded by "); cut && dim >= fmt.Sprint(most) {
+				continue // no tensor has that dimension
+			}
 			for _, ranks := range []int{1, 2, 3} {
-				if ranks == 1 && what == "owned" {
+				if ranks == 1 && plan != nil { // all are alike
 					continue
 				}
 				t.Run(fmt.Sprintf("%s/%s on %d", rec.path, what, ranks), func(t *testing.T) {

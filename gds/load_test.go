@@ -293,12 +293,12 @@ func checkPart(t *testing.T, w *Weights, m made, wish wish, rank int, g *comm.Gr
 func TestEachByteIsReadOnce(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 5))
 	var list []made
-	for i := range 60 {
-		m := made{info: safetensors.Tensor{Name: fmt.Sprintf("t.%02d", i), DType: safetensors.BF16, Shape: []int{8, 1 << r.IntN(10), 4}}}
-		m.data = randomBytes(2 * 8 * m.info.Shape[1] * 4)
+	for i := range 24 {
+		m := made{info: safetensors.Tensor{Name: fmt.Sprintf("t.%02d", i), DType: safetensors.BF16, Shape: []int{8, 1 << r.IntN(8), 64}}}
+		m.data = randomBytes(2 * 8 * m.info.Shape[1] * 64)
 		list = append(list, m)
 	}
-	folder := writeCheckpoint(t, [][]made{list[:40], list[40:]})
+	folder := writeCheckpoint(t, [][]made{list[:15], list[15:]})
 	for what, plan := range map[string]Plan{
 		"replicated": nil, "first dimension": func(Info) Placement { return Shard(0) }, "second dimension": func(Info) Placement { return Shard(1) },
 		"last dimension": func(Info) Placement { return Shard(-1) }, "owned": func(i Info) Placement { return Own(int(i.Name[3]) % 4) },

@@ -11,8 +11,8 @@ const (
 	batchAlign = 8
 )
 
-// A batch is small tensors that one rank reads for all. It is taken out of the staging
-// buffers, so whatever comes with it in a round is no hindrance.
+// A batch is small tensors that one rank reads for all, and that each takes its parts
+// of out of its own staging buffer.
 type batch struct {
 	tensors []*placed
 	bytes   int

@@ -22,19 +22,15 @@ import (
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
-// TestWorker is a process of a job of the other tests when these say what it does, in
-// which folder, and from which seed.
+// TestProcessesLoadAndSave is a process of a job when these say what it does, in which
+// folder, and from which seed.
 const (
 	deedVar   = "GDS_TEST_DEED"
 	folderVar = "GDS_TEST_FOLDER"
 	seedVar   = "GDS_TEST_SEED"
 )
 
-func TestWorker(t *testing.T) {
-	deed := os.Getenv(deedVar)
-	if deed == "" {
-		t.Skip("this is run by tests of several processes")
-	}
+func workInJob(t *testing.T, deed string) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	sess, err := cluster.Attach(ctx)
@@ -217,7 +213,7 @@ func failSaving(t *testing.T, ctx context.Context, g *comm.Group, deed string, t
 	require.NoError(t, all[0].Close())
 }
 
-// runJob runs TestWorker in several processes.
+// runJob runs the test binary in several processes.
 func runJob(t *testing.T, backend, deed string, ranks int) (code int, out string) {
 	t.Helper()
 	seed := rand.Uint64()
@@ -227,7 +223,7 @@ func runJob(t *testing.T, backend, deed string, ranks int) (code int, out string
 	require.NoError(t, err)
 	var text bytes.Buffer
 	code = launch.Run(testgpu.Context(t), &launch.Config{
-		Program: []string{self, "-test.run=^TestWorker$", "-test.v"},
+		Program: []string{self, "-test.run=^TestProcessesLoadAndSave$", "-test.v"},
 		Procs:   ranks,
 		Devices: launch.Devices{Count: ranks, Backend: backend, Env: []string{
 			deedVar + "=" + deed, folderVar + "=" + folder, seedVar + "=" + fmt.Sprint(seed), "CHORUS_BACKEND=" + backend}},
@@ -245,6 +241,10 @@ func backends(t *testing.T, virtual int, fn func(t *testing.T, backend string, r
 }
 
 func TestProcessesLoadAndSave(t *testing.T) {
+	if deed := os.Getenv(deedVar); deed != "" {
+		workInJob(t, deed)
+		return
+	}
 	backends(t, 3, func(t *testing.T, backend string, ranks int) {
 		code, out := runJob(t, backend, "move", ranks)
 		require.Zero(t, code, out)

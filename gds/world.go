@@ -135,7 +135,7 @@ func (w *world) agree(ctx context.Context, op, path string, errs []error, print 
 			return fmt.Errorf("gds: %s %s: %w", op, path, errors.Join(errors.Join(errs...), err))
 		}
 		words = all
-		if slices.ContainsFunc(words, func(x word) bool { return x.Reason != "" }) {
+		if slices.ContainsFunc(words, func(x word) bool { return x.Reason != "" || x.Print != print }) {
 			// Whoever ends now must not take the word of it from those that do not have it
 			// yet. Who does not come has it, or is gone.
 			_ = w.group.Barrier(ctx)

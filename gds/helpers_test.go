@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -73,4 +74,12 @@ func openFile(t testing.TB, path string, cfg *FileConfig) *File {
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, f.Close()) })
 	return f
+}
+
+// setPatience changes how long workers ask before they sleep, for one test.
+func setPatience(t testing.TB, d time.Duration) {
+	t.Helper()
+	was := patience
+	patience = d
+	t.Cleanup(func() { patience = was })
 }

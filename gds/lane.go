@@ -1,7 +1,9 @@
 package gds
 
 import (
+	"runtime"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
@@ -113,10 +115,33 @@ func (l *lane) mark(i int) error {
 	return l.dev.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(l.events[i], l.stream) })
 }
 
+// patience is how long a worker asks whether its copies are done before its thread
+// sleeps until they are: waking it, above all in a virtual machine, may take longer
+// than the copies. Tests change it.
+var patience = 200 * time.Microsecond
+
 // await waits for the i-th event: for copies only, which take their time and no
 // longer.
 func (l *lane) await(i int) error {
+	for start := time.Now(); time.Since(start) < patience; runtime.Gosched() {
+		if passed, err := l.passed(i); passed || err != nil {
+			return err
+		}
+	}
 	return l.dev.Do("cuEventSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventSynchronize(l.events[i]) })
+}
+
+// passed reports whether the i-th event has been reached.
+func (l *lane) passed(i int) (passed bool, err error) {
+	err = l.dev.Do("cuEventQuery", func(drv cudadrv.Driver) cudadrv.Result {
+		r := drv.EventQuery(l.events[i])
+		if r == cudadrv.ErrorNotReady {
+			return cudadrv.Success
+		}
+		passed = true
+		return r
+	})
+	return passed, err
 }
 
 // drain waits for everything on the lane.

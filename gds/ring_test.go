@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
@@ -140,4 +141,20 @@ func TestLanesAreKept(t *testing.T) {
 		require.LessOrEqual(t, len(lanesOf(devs[0]).free), max(before, 3))
 		require.GreaterOrEqual(t, len(lanesOf(devs[0]).free), before)
 	})
+}
+
+// A worker sleeps until its copies are done only when asking for them takes too long.
+func TestPatience(t *testing.T) {
+	for wait, is := range map[time.Duration]error{time.Hour: nil, 0: device.ErrorInvalidValue} {
+		setPatience(t, wait)
+		dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuEventSynchronize#*=CUDA_ERROR_INVALID_VALUE"})[0]
+		s, content := newStream(t, dev), randomBytes(40*minSlot)
+		f := openFile(t, writeFile(t, content), &FileConfig{Threads: 2})
+		tune(f, minSlot, 2)
+		x := makeBytes(t, s, len(content))
+		require.ErrorIs(t, f.Load(testgpu.Context(t), s, x, 0), is)
+		if is == nil {
+			require.True(t, string(content) == string(hostBytes(t, s, x)))
+		}
+	}
 }

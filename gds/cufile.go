@@ -115,7 +115,7 @@ func (f *File) registered(dev *device.Device) (*registration, error) {
 	err = dev.Bound(func() error {
 		var r cufileapi.Result
 		x.h, r = api.HandleRegister(&cufileapi.Descr{Type: cufileapi.OpaqueFD, FD: int32(fd)})
-		return failed("cuFileHandleRegister", r)
+		return unregistered(r, fd)
 	})
 	if err != nil {
 		return nil, err

@@ -117,7 +117,10 @@ func (l *cufileLib) move(o *op, t *fileTransfer) (n int64, err error) {
 		o.fail(trouble)
 		return 0, cufileapi.CUDAFailed(trouble.status)
 	}
-	return t.copy(bytes[:want])
+	if n, err = t.copy(bytes[:want]); !t.write {
+		poison(bytes[n:]) // cuFile copies what it had read ahead of the end
+	}
+	return n, err
 }
 
 // copy makes the system calls. An error behind the first bytes is one of the next

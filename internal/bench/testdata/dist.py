@@ -25,11 +25,11 @@ def calls(op, count):
     """Returns the row's name, its bytes, whether it is in place, and the call on buffers from an element on."""
     part = count // n // 4 * 4
     whole = part * n
-    peers = [dist.P2POp(dist.isend, None, (rank + 1) % n), dist.P2POp(dist.irecv, None, (rank - 1) % n)] if op == "sendrecv" else None
 
     def exchange(i):
-        peers[0].tensor, peers[1].tensor = b[i : i + count], a[i : i + count]
-        for w in dist.batch_isend_irecv(peers):
+        sent = dist.P2POp(dist.isend, b[i : i + count], (rank + 1) % n)
+        got = dist.P2POp(dist.irecv, a[i : i + count], (rank - 1) % n)
+        for w in dist.batch_isend_irecv([sent, got]):
             w.wait()
 
     return {
@@ -39,6 +39,7 @@ def calls(op, count):
         "broadcast": ("Broadcast/type=float/root=0/inplace", count, lambda i: dist.broadcast(a[i : i + count], 0)),
         "reduce": ("Reduce/type=float/redop=sum/root=0/inplace", count, lambda i: dist.reduce(a[i : i + count], 0)),
         "alltoall": ("Alltoall/type=float", whole, lambda i: dist.all_to_all_single(a[i : i + whole], b[i : i + whole])),
+        "sendrecv": ("Sendrecv/type=float", count, exchange),
     }.get(op)
 
 

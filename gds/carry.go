@@ -1,6 +1,7 @@
 package gds
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -25,8 +26,9 @@ type carrier struct {
 	plan     *schedule
 	moved    func(bytes int)
 
-	locals    []*desk // as those of the world
-	elsewhere bool    // a rank of another process failed
+	locals    []*desk    // as those of the world
+	elsewhere bool       // a rank of another process failed
+	mu        sync.Mutex // of what failed
 }
 
 // A desk is what a local rank works with: the rounds use its two buffers in turn.
@@ -36,7 +38,7 @@ type desk struct {
 	staging [2]tensor.Tensor
 	free    [2]*stream.Event    // recorded on the rank's stream when a buffer's round is over
 	words   memory.Slice[uint8] // two: whether a rank failed, after each round
-	err     error
+	err     error               // the first
 }
 
 // open allocates what the rounds need.
@@ -99,107 +101,74 @@ func (m *carrier) close() error {
 	return errors.Join(errs...)
 }
 
-// each calls fn for all local ranks at once, unless one has failed before, and
-// reports whether none has.
-func (m *carrier) each(ctx context.Context, fn func(ctx context.Context, d *desk) error) bool {
-	if m.failed() {
-		return false
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	var all sync.WaitGroup
-	for _, d := range m.locals {
-		all.Go(func() {
-			if d.err = fn(ctx, d); d.err != nil {
-				cancel() // the others need not go on
-			}
-		})
-	}
-	all.Wait()
-	return !m.failed()
+func (m *carrier) failed() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.ContainsFunc(m.locals, func(d *desk) bool { return d.err != nil })
 }
 
-func (m *carrier) failed() bool {
-	return slices.ContainsFunc(m.locals, func(d *desk) bool { return d.err != nil })
+// note keeps the first error of a local rank.
+func (m *carrier) note(d *desk, err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	d.err = cmp.Or(d.err, err)
 }
 
 // fail notes what happened to all local ranks at once.
 func (m *carrier) fail(err error) {
 	if err != nil && !m.failed() {
-		m.locals[0].err = err
+		m.note(m.locals[0], err)
 	}
 }
 
-// errs returns what failed, by local rank. Ranks that ended because another one did
-// have no error of their own.
-func (m *carrier) errs(ctx context.Context) []error {
+// errs returns what failed, by local rank.
+func (m *carrier) errs() []error {
 	errs := make([]error, len(m.world.locals))
-	var others []int
 	for i, d := range m.locals {
 		errs[i] = d.err
-		if errors.Is(d.err, context.Canceled) && ctx.Err() == nil {
-			others = append(others, i)
-		}
-	}
-	if len(others) < len(errs) {
-		for _, i := range others {
-			errs[i] = nil
-		}
 	}
 	return errs
 }
 
-// load brings everything from the files to the slabs. Where a rank fails the others
-// learn it after the round, all after the same one, so that none waits for what
-// nobody sends.
+// load brings everything from the files to the slabs. While a round is exchanged, the
+// next one is read. Where a rank fails the others learn it with a round, all with the
+// same one, so that none waits for what nobody sends.
 func (m *carrier) load(ctx context.Context) {
-	m.each(ctx, func(ctx context.Context, d *desk) error {
-		return m.transfer(ctx, d, m.plan.direct[d.rank], 0, (*File).readPieces)
-	})
-	rounds := m.plan.rounds
-	if m.spread() && len(rounds) == 0 {
-		rounds = []*round{{ranks: make([]work, m.ranks)}}
+	if m.spread() && len(m.plan.rounds) == 0 { // one in which only that is learnt
+		m.plan.rounds = []*round{{ranks: make([]work, m.ranks)}}
 	}
-	for i, r := range rounds {
-		buf := i % 2
-		if i >= 2 && m.stopped(ctx, buf) {
+	c := m.depart(ctx, (*File).readPieces)
+	defer c.end()
+	c.open(1)
+	c.open(2)
+	c.landed(0)
+	for i, r := range m.plan.rounds {
+		c.landed(i + 1)
+		m.exchange(r, i%2)
+		// Who had failed in an earlier round says so in the last one, too.
+		if m.stopped(c.ctx, i%2) {
 			return
 		}
-		m.each(ctx, func(ctx context.Context, d *desk) error {
-			return m.transfer(ctx, d, r.ranks[d.rank].reads, buf, (*File).readPieces)
-		})
-		m.exchange(r, buf)
-		if m.failed() && !m.spread() {
-			return
-		}
-	}
-	// Who had failed in an earlier round says so in the last one, too.
-	if n := len(rounds); n > 0 {
-		m.stopped(ctx, (n-1)%2)
+		c.open(i + 3) // which has the same buffer
 	}
 }
 
 // store is load backwards. What the ranks gather for a round is under way while the
 // round before is written.
 func (m *carrier) store(ctx context.Context) {
-	m.each(ctx, func(ctx context.Context, d *desk) error {
-		return m.transfer(ctx, d, m.plan.direct[d.rank], 0, (*File).writePieces)
-	})
-	for i := range m.plan.rounds {
-		if i == 0 {
-			m.gather(m.plan.rounds[0], 0)
+	c := m.depart(ctx, (*File).writePieces)
+	defer c.end()
+	for i, r := range m.plan.rounds {
+		if i >= 2 {
+			c.landed(i - 1) // which has the same buffer
 		}
-		if i+1 < len(m.plan.rounds) {
-			m.gather(m.plan.rounds[i+1], (i+1)%2)
-		}
-		buf := i % 2
-		if m.stopped(ctx, buf) {
+		m.gather(r, i%2)
+		if m.stopped(c.ctx, i%2) {
 			return
 		}
-		m.each(ctx, func(ctx context.Context, d *desk) error {
-			return m.transfer(ctx, d, m.plan.rounds[i].ranks[d.rank].reads, buf, (*File).writePieces)
-		})
+		c.open(i + 1)
 	}
+	c.ranks.Wait()
 }
 
 // gather enqueues what comes before the writes of a round on the ranks' streams.
@@ -210,28 +179,6 @@ func (m *carrier) gather(r *round, buf int) {
 	m.fail(m.send(r, buf, true))
 	m.copyAll(r, cutsOf, buf, true)
 	m.finish(buf)
-}
-
-// transfer moves what a rank reads or writes, file by file.
-func (m *carrier) transfer(ctx context.Context, d *desk, list reads, buf int, move func(*File, context.Context, *stream.Stream, []piece, func(int)) error) error {
-	pieces := make([][]piece, len(m.files))
-	for _, r := range list {
-		x, err := view(d.memory(r.staged, buf), r.at, r.size)
-		if err != nil {
-			return err
-		}
-		pieces[r.file] = append(pieces[r.file], piece{off: r.off, mem: x})
-	}
-	for i, list := range pieces {
-		slices.SortFunc(list, func(a, b piece) int { return int(min(max(a.off-b.off, -1), 1)) })
-		if len(list) == 0 {
-			continue
-		}
-		if err := move(m.files[i], ctx, d.files, list, m.moved); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // exchange enqueues what comes after the reads of a round on the ranks' streams. After
@@ -378,7 +325,11 @@ func (m *carrier) tell(buf int) error {
 // a rank of any process had failed by then.
 func (m *carrier) stopped(ctx context.Context, buf int) bool {
 	if !m.spread() {
-		m.each(ctx, func(ctx context.Context, d *desk) error { return d.free[buf].Sync(ctx) })
+		for _, d := range m.locals {
+			if !m.failed() {
+				m.fail(d.free[buf].Sync(ctx))
+			}
+		}
 		return m.failed()
 	}
 	// That another rank's end ends this too is the group's matter, so ctx is not asked:

@@ -73,7 +73,7 @@ func TestCuFileIsRefused(t *testing.T) {
 			tune(f, minSlot, 2)
 			var moved atomic.Int64
 			pieces := []piece{{0, r.x}}
-			require.NoError(t, f.readPieces(testgpu.Context(t), r.s, pieces, func(n int) { moved.Add(int64(n)) }))
+			require.NoError(t, f.readPieces(testgpu.Context(t), r.s, pieces, hooks{moved: func(n int) { moved.Add(int64(n)) }}))
 			require.EqualValues(t, len(r.content), moved.Load())
 			require.True(t, string(r.content) == string(hostBytes(t, r.s, r.x)))
 			st := f.Status()
@@ -107,11 +107,11 @@ func TestCuFileTruncated(t *testing.T) {
 	require.NoError(t, err)
 	defer f.Close()
 	tune(f, minSlot, 2)
-	err = f.readPieces(testgpu.Context(t), r.s, []piece{{0, r.x}}, func(int) {
+	err = f.readPieces(testgpu.Context(t), r.s, []piece{{0, r.x}}, hooks{moved: func(int) {
 		if err := os.Truncate(r.path, 3*minSlot); err != nil {
 			t.Error(err)
 		}
-	})
+	}})
 	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
 	require.ErrorContains(t, f.Status().CuFile.Reason, "moves none")
 }

@@ -93,7 +93,7 @@ func (c *Checkpoint) load(ctx context.Context, w *world, cfg *LoadConfig) (all [
 	err = m.close()
 	m.fail(err)
 	if m.failed() || m.elsewhere {
-		return all, w.agree(ctx, m.op, m.path, m.named(m.errs(ctx)), 0)
+		return all, w.agree(ctx, m.op, m.path, m.named(m.errs()), 0)
 	}
 	return all, nil
 }

@@ -91,7 +91,7 @@ func TestRandomPieces(t *testing.T) {
 
 func readAndCompare(t *testing.T, s *stream.Stream, f *File, x memory.Slice[byte], pieces []piece, content []byte) {
 	var moved atomic.Int64
-	err := f.readPieces(testgpu.Context(t), s, pieces, func(n int) { moved.Add(int64(n)) })
+	err := f.readPieces(testgpu.Context(t), s, pieces, hooks{moved: func(n int) { moved.Add(int64(n)) }})
 	if err != nil {
 		t.Error(err)
 		return
@@ -140,7 +140,7 @@ func TestRandomWrites(t *testing.T) {
 					copy(want[p.off:], content[p.mem.Offset():p.mem.Offset()+p.mem.Len()])
 				}
 				var moved atomic.Int64
-				require.NoError(t, f.writePieces(testgpu.Context(t), s, pieces, func(n int) { moved.Add(int64(n)) }))
+				require.NoError(t, f.writePieces(testgpu.Context(t), s, pieces, hooks{moved: func(n int) { moved.Add(int64(n)) }}))
 				require.EqualValues(t, bytesOf(pieces), moved.Load())
 				got, err := os.ReadFile(path)
 				require.NoError(t, err)

@@ -12,9 +12,8 @@ import (
 
 // readPieces fills the pieces with the file's bytes. They are on the device of s
 // and in the file's order. It returns when all is in device memory, or when
-// nothing is in flight any more. moved, unless it is nil, is called by any worker
-// when bytes of pieces have arrived.
-func (f *File) readPieces(ctx context.Context, s *stream.Stream, pieces []piece, moved func(bytes int)) error {
+// nothing is in flight any more.
+func (f *File) readPieces(ctx context.Context, s *stream.Stream, pieces []piece, h hooks) error {
 	const op = "read"
 	if err := f.use(op); err != nil {
 		return err
@@ -29,7 +28,7 @@ func (f *File) readPieces(ctx context.Context, s *stream.Stream, pieces []piece,
 	if err := f.inside(op, pieces); err != nil {
 		return err
 	}
-	if err := f.transfer(ctx, op, s, pieces, moved, false); err != nil {
+	if err := f.transfer(ctx, op, s, pieces, h, false); err != nil {
 		return err
 	}
 	if err := f.unchanged(); err != nil {
@@ -62,6 +61,7 @@ func (w *worker) read() error {
 		}
 		win, ok := t.claim()
 		if !ok {
+			t.spare()
 			return w.all(w.settle)
 		}
 		if err := t.fetch(win, w.held[i].slot); err != nil {

@@ -24,7 +24,7 @@ func (f *File) ReadAt(ctx context.Context, s *stream.Stream, dst memory.Slice[by
 		return 0, f.fail("read", fmt.Errorf("offset %d is negative", off))
 	}
 	n = int(min(int64(dst.Len()), max(0, size-off)))
-	if err := f.readPieces(ctx, s, []piece{{off, dst.Slice(0, n)}}, nil); err != nil {
+	if err := f.readPieces(ctx, s, []piece{{off, dst.Slice(0, n)}}, hooks{}); err != nil {
 		return 0, err
 	}
 	if n < dst.Len() {
@@ -37,7 +37,7 @@ func (f *File) ReadAt(ctx context.Context, s *stream.Stream, dst memory.Slice[by
 // (torch.cuda.gds.GdsFile.load_storage). It is ReadAt where a file that ends
 // before is an error that matches io.ErrUnexpectedEOF, and then nothing is read.
 func (f *File) Load(ctx context.Context, s *stream.Stream, dst memory.Slice[byte], off int64) error {
-	return f.readPieces(ctx, s, []piece{{off, dst}}, nil)
+	return f.readPieces(ctx, s, []piece{{off, dst}}, hooks{})
 }
 
 // WriteAt writes src to the file at off and returns how many bytes it has written,
@@ -54,5 +54,5 @@ func (f *File) WriteAt(ctx context.Context, s *stream.Stream, src memory.Slice[b
 // Save writes src to the file at off (torch.cuda.gds.GdsFile.save_storage); see
 // WriteAt.
 func (f *File) Save(ctx context.Context, s *stream.Stream, src memory.Slice[byte], off int64) error {
-	return f.writePieces(ctx, s, []piece{{off, src}}, nil)
+	return f.writePieces(ctx, s, []piece{{off, src}}, hooks{})
 }

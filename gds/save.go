@@ -102,7 +102,7 @@ func (s *saving) steps(ctx context.Context, err error) error {
 			s.fail(f.Sync(ctx))
 		}
 	}
-	if err := s.agree(ctx, s.op, s.path, s.named(s.errs(ctx)), 0); err != nil {
+	if err := s.agree(ctx, s.op, s.path, s.named(s.errs()), 0); err != nil {
 		return err
 	}
 	err = nil

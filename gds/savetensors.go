@@ -95,7 +95,7 @@ func (f *File) writeTensors(ctx context.Context, s *stream.Stream, h *safetensor
 			return &TensorError{Op: "save", Path: f.path, Tensor: t.Name, Offset: t.Begin, Err: err}
 		}
 	}
-	return f.writePieces(ctx, s, rows, moved)
+	return f.writePieces(ctx, s, rows, hooks{moved: moved})
 }
 
 func (f *File) writePacked(ctx context.Context, s *stream.Stream, x tensor.Tensor, off int64, moved func(int)) error {
@@ -111,7 +111,7 @@ func (f *File) writePacked(ctx context.Context, s *stream.Stream, x tensor.Tenso
 	if err != nil {
 		return err
 	}
-	return f.writePieces(ctx, s, []piece{p}, moved)
+	return f.writePieces(ctx, s, []piece{p}, hooks{moved: moved})
 }
 
 // pieceOf returns all bytes of a contiguous tensor.

@@ -161,7 +161,7 @@ func TestMerging(t *testing.T) {
 	} {
 		f := openFile(t, path, &FileConfig{Engine: Cached, Threads: 1})
 		poison(t, s, x)
-		require.NoError(t, f.readPieces(testgpu.Context(t), s, c.pieces, nil))
+		require.NoError(t, f.readPieces(testgpu.Context(t), s, c.pieces, hooks{}))
 		require.EqualValues(t, c.reads, f.Status().Cached.Reads)
 		parts := 0
 		for _, w := range cut(c.pieces, minWindow) {

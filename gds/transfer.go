@@ -21,6 +21,12 @@ const (
 	gapBytes     = 32 << 10 // what lies between two pieces is read too rather than skipped
 )
 
+// hooks are what hears of a transfer, where they are not nil. Any worker calls them.
+type hooks struct {
+	moved func(bytes int) // bytes of pieces have arrived
+	spare func()          // a worker has nothing left to begin: the next transfer may
+}
+
 // A transfer is one call: pieces of a file that workers move, window by window.
 type transfer struct {
 	f       *File
@@ -32,7 +38,7 @@ type transfer struct {
 	pieces  []piece
 	windows []window
 	slot    int64 // bytes of each slot, at least those of a window
-	moved   func(bytes int)
+	hooks   hooks
 	writes  bool
 	cu      *registration // of the file, where cuFile is to move it
 	done    atomic.Int64  // bytes that have arrived
@@ -47,8 +53,8 @@ type transfer struct {
 }
 
 // transfer moves the pieces.
-func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces []piece, moved func(int), writes bool) error {
-	t := &transfer{f: f, op: op, pieces: pieces, moved: moved, writes: writes}
+func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces []piece, h hooks, writes bool) error {
+	t := &transfer{f: f, op: op, pieces: pieces, hooks: h, writes: writes}
 	if err := t.check(ctx, s); err != nil {
 		return f.fail(op, err)
 	}
@@ -229,7 +235,14 @@ func (t *transfer) at(e Engine, from, to int64, n int, err error) error {
 // tell reports bytes that have arrived.
 func (t *transfer) tell(bytes int64) {
 	t.done.Add(bytes)
-	if t.moved != nil {
-		t.moved(int(bytes))
+	if t.hooks.moved != nil {
+		t.hooks.moved(int(bytes))
+	}
+}
+
+// spare tells that a worker has nothing left to begin.
+func (t *transfer) spare() {
+	if t.hooks.spare != nil {
+		t.hooks.spare()
 	}
 }

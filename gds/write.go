@@ -13,9 +13,8 @@ import (
 // writePieces writes the pieces to the file. They are on the device of s and in
 // the file's order; what lies between them in the file stays as it is. It returns
 // when the system has the bytes, which Sync or Commit brings to the disk, or when
-// nothing is in flight any more. moved, unless it is nil, is called by any worker
-// when bytes of pieces have been written.
-func (f *File) writePieces(ctx context.Context, s *stream.Stream, pieces []piece, moved func(bytes int)) error {
+// nothing is in flight any more.
+func (f *File) writePieces(ctx context.Context, s *stream.Stream, pieces []piece, h hooks) error {
 	const op = "write"
 	if err := f.use(op); err != nil {
 		return err
@@ -29,7 +28,7 @@ func (f *File) writePieces(ctx context.Context, s *stream.Stream, pieces []piece
 			return err
 		}
 	}
-	return f.transfer(ctx, op, s, pieces, moved, true)
+	return f.transfer(ctx, op, s, pieces, h, true)
 }
 
 // reserve takes the disk's blocks up to an offset of a new file, so that a disk that
@@ -66,6 +65,7 @@ func (w *worker) write() error {
 		}
 		win, ok := t.claim()
 		if !ok {
+			t.spare()
 			return w.all(w.store)
 		}
 		if err := w.copy(i, win, w.lane.download); err != nil {

@@ -69,6 +69,9 @@ func (c *Config) apply(to *Communicator) (err error) {
 			return err
 		}
 	}
+	if err := readyLaunchers(); err != nil {
+		return err
+	}
 	frames, err := env.NCCLTraceFrames.OneOf("yes", "no")
 	if err != nil {
 		return err

@@ -1,8 +1,11 @@
 package nccl
 
 import (
+	"runtime"
 	"testing"
 	"time"
+
+	"github.com/gochorus/chorus/internal/crew"
 )
 
 // SetAbortPatience shortens for a test how long an abort may take.
@@ -11,3 +14,23 @@ func SetAbortPatience(t *testing.T, d time.Duration) {
 	abortPatience = d
 	t.Cleanup(func() { abortPatience = old })
 }
+
+// WakeLaunchers lets groups of n ranks use launchers for the time of a test, which are
+// awake when it returns.
+func WakeLaunchers(t *testing.T, n int) {
+	procs := runtime.GOMAXPROCS(2*n + 1)
+	old := launchers
+	launchers = &crew.Crew{Patience: time.Hour}
+	t.Cleanup(func() {
+		launchers.Sleep()
+		launchers = old
+		runtime.GOMAXPROCS(procs)
+	})
+	for !launchers.Try(n, idle{}) {
+		runtime.Gosched()
+	}
+}
+
+type idle struct{}
+
+func (idle) Do(int) {}

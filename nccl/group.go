@@ -18,7 +18,10 @@ import (
 //
 // Operations are checked when they are issued and enqueued when fn has returned,
 // all of them or none: none if fn returns an error or panics, or if one of the
-// ranks has failed, or a buffer was closed, by then. The group belongs to the
+// ranks has failed, or a buffer was closed, by then. Where there is one for each of
+// several ranks, threads that wait for that may enqueue them at the same time
+// (CHORUS_LAUNCH_PATIENCE); what NCCL itself refuses for one rank only then fails the
+// communicators of the others. The group belongs to the
 // goroutine; what fn starts on other goroutines is not part of it.
 // Groups nest; the outermost one enqueues, and nothing if an inner one failed or
 // panicked.
@@ -44,6 +47,7 @@ type group struct {
 	ops    []operation
 	counts []int           // what their sends and recvs refer to
 	comms  []*Communicator // of the operations, once each, in the order of their locks
+	errs   []error         // of the operations, where launchers enqueue them
 	ends   []end           // of the transfers among its ranks
 }
 
@@ -124,7 +128,8 @@ func (g *group) leave() {
 	clear(g.ops)
 	clear(g.comms)
 	clear(g.ends)
-	g.ops, g.counts, g.comms, g.ends, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], g.ends[:0], nil
+	clear(g.errs)
+	g.ops, g.counts, g.comms, g.ends, g.errs, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], g.ends[:0], g.errs[:0], nil
 	groups.mu.Lock()
 	defer groups.mu.Unlock()
 	groups.list = slices.DeleteFunc(groups.list, func(o *group) bool { return o == g })
@@ -168,6 +173,9 @@ func (g *group) enqueue(c *Communicator) error {
 			g.refused(i)
 			return err
 		}
+	}
+	if g.apart() && launchers.Try(len(g.ops), g) {
+		return g.outcome()
 	}
 	if err := g.give(c, ncclapi.API.GroupEnd); err != nil {
 		g.refused(len(g.ops))

@@ -8,8 +8,10 @@ var (
 		"How many operations the flight recorder of each communicator keeps; 0 keeps none."}
 	NCCLTraceFrames = &Var{"CHORUS_NCCL_TRACE_FRAMES", "yes/no", "no",
 		"`yes` records who issued each operation, which takes about a microsecond."}
+	LaunchPatience = &Var{"CHORUS_LAUNCH_PATIENCE", "duration", "200us",
+		"How long threads that enqueue the operations of several GPUs at the same time look for more of them before they sleep; each keeps a processor busy meanwhile. `0` has none: one thread enqueues them one after the other."}
 	NCCLTraceFile = &Var{"CHORUS_NCCL_TRACE_FILE", "text", "",
 		"Where a communicator that fails writes the flight recorders of its process as JSON; its rank is appended to the name, and its own name where it has one, as those of a split group do. Unset writes none."}
 )
 
-var ncclVars = []*Var{NCCLTimeout, NCCLTraceSize, NCCLTraceFrames, NCCLTraceFile}
+var ncclVars = []*Var{NCCLTimeout, NCCLTraceSize, NCCLTraceFrames, NCCLTraceFile, LaunchPatience}

@@ -1,0 +1,66 @@
+package nccl
+
+import (
+	"sync"
+
+	"github.com/gochorus/chorus/internal/crew"
+	"github.com/gochorus/chorus/internal/env"
+)
+
+// launchers are the process's threads that enqueue the operations of a group at the same
+// time: one thread takes as long for eight ranks as for one, eight times.
+var launchers = new(crew.Crew)
+
+var setLaunchers sync.Once
+
+// readyLaunchers sets what the environment says of them.
+func readyLaunchers() error {
+	patience, err := env.LaunchPatience.Duration()
+	if err == nil {
+		setLaunchers.Do(func() { launchers.Patience = patience })
+	}
+	return err
+}
+
+// apart reports whether the group has one operation for each of several ranks. Into a
+// graph they go together: a capture may belong to a thread.
+func (g *group) apart() bool {
+	if len(g.ops) < 2 || len(g.ops) != len(g.comms) {
+		return false
+	}
+	for i := range g.ops {
+		if g.ops[i].captured {
+			return false
+		}
+		g.errs = append(g.errs, nil)
+	}
+	return true
+}
+
+// Do enqueues operation i.
+func (g *group) Do(i int) {
+	o := &g.ops[i]
+	g.errs[i] = o.comm.fail(o.kind.String(), o.enqueue())
+}
+
+// outcome notes what became of each operation. Those that were taken while another one
+// was not wait for what does not come: they end with their communicators.
+func (g *group) outcome() (first error) {
+	for i := range g.ops {
+		o := &g.ops[i]
+		if err := g.errs[i]; err == nil {
+			o.comm.rec.took(o)
+		} else if o.refused(); first == nil {
+			first = err
+		}
+	}
+	if first == nil {
+		return nil
+	}
+	for i := range g.ops {
+		if g.errs[i] == nil {
+			go g.ops[i].comm.breakWith(first) // it waits until the group has left the communicator
+		}
+	}
+	return first
+}

@@ -1,0 +1,111 @@
+package nccl_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// A group of one operation for each rank goes to NCCL from as many threads: the fault
+// plan fails every group of NCCL's own.
+func TestGroupsWithoutNCCLs(t *testing.T) {
+	for n := 2; n <= 4; n++ {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n, Faults: "ncclGroupStart#*=ncclInternalError"})
+			ranks := connect(t, devs)
+			xs, in := buffers(t, ranks, 24)
+			nccl.WakeLaunchers(t, 2*n)
+			r := rand.New(rand.NewPCG(7, uint64(n)))
+			for range 30 {
+				root := r.IntN(n)
+				kind := r.IntN(3)
+				require.NoError(t, nccl.Group(ranks[0].c, func() error {
+					for _, i := range r.Perm(n) { // in any order
+						var err error
+						switch k := ranks[i]; kind {
+						case 0:
+							err = nccl.AllReduce(k.c, k.s, xs[i], xs[i], nccl.Max)
+						case 1:
+							err = nccl.Broadcast(k.c, k.s, xs[i], xs[i], root)
+						default:
+							err = nccl.Reduce(k.c, k.s, xs[i], xs[i], nccl.Sum, root)
+						}
+						if err != nil {
+							return err
+						}
+					}
+					return nil
+				}))
+				apply(kind, root, in)
+				for i, k := range ranks {
+					got := make([]int64, 24)
+					require.NoError(t, xs[i].CopyTo(k.s, got))
+					require.Equal(t, in[i], got, "rank %d of kind %d", i, kind)
+				}
+			}
+			// More than one for a rank, and a capture, are NCCL's affair.
+			require.ErrorIs(t, nccl.Group(ranks[0].c, func() error {
+				for i, k := range ranks {
+					for range 2 {
+						if err := nccl.AllReduce(k.c, k.s, xs[i], xs[i], nccl.Sum); err != nil {
+							return err
+						}
+					}
+				}
+				return nil
+			}), nccl.ErrorInternal)
+		})
+	}
+}
+
+// apply does to the values what an operation does to the buffers.
+func apply(kind, root int, in [][]int64) {
+	out := make([]int64, len(in[0]))
+	copy(out, in[root])
+	for j := range out {
+		for i := range in {
+			switch {
+			case kind == 0:
+				out[j] = max(out[j], in[i][j])
+			case kind == 2 && i != root:
+				out[j] += in[i][j]
+			}
+		}
+	}
+	for i := range in {
+		if kind != 2 || i == root {
+			copy(in[i], out)
+		}
+	}
+}
+
+// What NCCL refuses for one rank fails the communicators that wait for it.
+func TestLaunchersTellOfAFailure(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: "ncclGroupStart#*=ncclInternalError,ncclAllReduce#5=ncclSystemError"})
+	ranks := connect(t, devs)
+	xs, _ := buffers(t, ranks, 8)
+	nccl.WakeLaunchers(t, 3)
+	all := func() error {
+		return nccl.Group(ranks[0].c, func() error {
+			for i, k := range ranks {
+				if err := nccl.AllReduce(k.c, k.s, xs[i], xs[i], nccl.Sum); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	require.NoError(t, all())
+	err := all()
+	require.ErrorIs(t, err, nccl.ErrorSystem)
+	for _, k := range ranks {
+		until(t, func() bool { return k.c.Err() != nil })
+		require.ErrorIs(t, k.c.Err(), nccl.ErrorSystem)
+	}
+}

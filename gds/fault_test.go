@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -451,6 +452,39 @@ func TestLittlePinnedMemory(t *testing.T) {
 	f := r.open(t, Cached)
 	defer f.Close()
 	require.NoError(t, f.Load(context.Background(), s, x, 0))
+	require.EqualValues(t, 1, memory.ReadHostStats(dev).Allocations.Peak)
+	require.True(t, string(content) == string(hostBytes(t, s, x)))
+}
+
+// So it is where one call begins while another one has all the memory that there is.
+func TestLittlePinnedMemoryForTwo(t *testing.T) {
+	var faults []string
+	for i := 2; i < 200; i++ {
+		faults = append(faults, fmt.Sprintf("cuMemHostAlloc#%d=CUDA_ERROR_OUT_OF_MEMORY", i))
+	}
+	dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: strings.Join(faults, ",")}).Devices()[0]
+	s, content := newStream(t, dev), randomBytes(20*minSlot)
+	x, err := memory.Make[byte](s, len(content))
+	require.NoError(t, err)
+	defer x.Close()
+	path := writeFile(t, content)
+	var files [2]*File
+	for i := range files {
+		files[i] = openFile(t, path, &FileConfig{Engine: Cached, Threads: 3})
+		tune(files[i], minSlot, 2)
+	}
+	again := make(chan error, 1)
+	ask := sync.OnceFunc(func() {
+		go func() {
+			again <- files[1].Load(testgpu.Context(t), newStream(t, dev), x.Slice(len(content)/2, len(content)), int64(len(content)/2))
+		}()
+	})
+	files[0].sys.pread = func(fd int, p []byte, off int64) (int, error) {
+		ask()
+		return unix.Pread(fd, p, off)
+	}
+	require.NoError(t, files[0].Load(testgpu.Context(t), s, x.Slice(0, len(content)/2), 0))
+	require.NoError(t, <-again)
 	require.EqualValues(t, 1, memory.ReadHostStats(dev).Allocations.Peak)
 	require.True(t, string(content) == string(hostBytes(t, s, x)))
 }

@@ -27,6 +27,8 @@ type ring struct {
 	mu      sync.Mutex
 	used    int64
 	waiting []*turn
+	slots   int           // that somebody has
+	given   chan struct{} // closed when one of them is given back
 }
 
 // A turn is one who waits.
@@ -57,27 +59,66 @@ func newRing() *ring {
 	if err == nil && (n < minSlot || n > math.MaxInt64) {
 		err = &env.ValueError{Name: env.GDSPinned.Name, Value: env.GDSPinned.Value(), Want: fmt.Sprintf("at least %d bytes", minSlot)}
 	}
-	return &ring{bound: int64(n), err: err}
+	return &ring{bound: int64(n), err: err, given: make(chan struct{})}
 }
 
 // errNoMore says that nothing is left for which a slot would be wanted.
 var errNoMore = errors.New("no more slots are wanted")
 
-// acquire waits for a slot, unless ctx ends or over is closed.
+// acquire waits for a slot, unless ctx ends or over is closed. While no more memory can
+// be pinned it waits for what others have.
 func (r *ring) acquire(ctx context.Context, over <-chan struct{}, dev *device.Device, bytes int64) (*slot, error) {
-	if t := r.queue(bytes); t != nil {
-		defer r.waiters.Add(-1)
+	for {
+		if err := r.enter(ctx, over, bytes); err != nil {
+			return nil, err
+		}
+		given := r.next()
+		x, err := r.pin(dev, bytes)
+		if err == nil || r.idle(given) {
+			return x, err
+		}
 		select {
-		case <-t.come:
+		case <-given:
 		case <-over:
-			r.leave(t)
 			return nil, errNoMore
 		case <-ctx.Done():
-			r.leave(t)
 			return nil, context.Cause(ctx)
 		}
 	}
-	return r.pin(dev, bytes)
+}
+
+// enter waits until the bytes are within the bound.
+func (r *ring) enter(ctx context.Context, over <-chan struct{}, bytes int64) error {
+	t := r.queue(bytes)
+	if t == nil {
+		return nil
+	}
+	defer r.waiters.Add(-1)
+	select {
+	case <-t.come:
+		return nil
+	case <-over:
+		r.leave(t)
+		return errNoMore
+	case <-ctx.Done():
+		r.leave(t)
+		return context.Cause(ctx)
+	}
+}
+
+// next returns what is closed when the next slot is given back.
+func (r *ring) next() chan struct{} {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.given
+}
+
+// idle reports whether nobody has a slot, and none has been given back since next
+// returned given.
+func (r *ring) idle(given chan struct{}) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.slots == 0 && r.given == given
 }
 
 // tryAcquire returns a slot, or nil where there is none at once.
@@ -127,6 +168,9 @@ func (r *ring) pin(dev *device.Device, bytes int64) (*slot, error) {
 		r.free(bytes)
 		return nil, fmt.Errorf("%w: %s bounds the pinned memory that files use", err, env.GDSPinned.Name)
 	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.slots++
 	return &slot{p, p.Data(), bytes}, nil
 }
 
@@ -134,6 +178,11 @@ func (r *ring) pin(dev *device.Device, bytes int64) (*slot, error) {
 func (r *ring) release(x *slot) error {
 	err := x.pinned.Close()
 	r.free(x.bytes)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.slots--
+	close(r.given)
+	r.given = make(chan struct{})
 	return err
 }
 

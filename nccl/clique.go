@@ -120,7 +120,7 @@ func (q *clique) post(o *operation) (fits bool) {
 	if kinds[o.kind].peer || !q.many.Load() {
 		return true
 	}
-	slot := &q.board[o.number%boardSize]
+	slot := q.slot(o.number)
 	mine := posted(o.number, o.signature())
 	for {
 		theirs := slot.Load()
@@ -138,8 +138,16 @@ func (q *clique) post(o *operation) (fits bool) {
 // unpost takes back what NCCL did not take.
 func (q *clique) unpost(o *operation) {
 	if !kinds[o.kind].peer && q.many.Load() {
-		q.board[o.number%boardSize].CompareAndSwap(posted(o.number, o.signature()), posted(o.number-boardSize, 0))
+		q.slot(o.number).CompareAndSwap(posted(o.number, o.signature()), posted(o.number-boardSize, 0))
 	}
+}
+
+// slot is where a collective is compared. Those that follow each other lie in different
+// cache lines, so that ranks that are a few apart do not take them from each other.
+func (q *clique) slot(number uint64) *atomic.Uint64 {
+	const line = 8 // slots
+	i := number % boardSize
+	return &q.board[i%(boardSize/line)*line+i/(boardSize/line)]
 }
 
 func posted(number uint64, signature uint32) uint64 {

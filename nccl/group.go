@@ -51,28 +51,36 @@ type group struct {
 	ends   []end           // of the transfers among its ranks
 }
 
-// groups are those that are open, of all goroutines.
-var groups struct {
-	open  atomic.Int32 // how many, for a look without the lock
+// groups are those that are open, of all goroutines: each goroutine has its part of
+// them, so that ranks do not wait for each other.
+var groups [64]struct {
 	mu    sync.Mutex
 	list  []*group
-	spare []*group // that have ended
+	spare []*group     // that have ended
+	open  atomic.Int32 // how many, for a look without the lock
+	_     [64]byte     // a cache line between two
 }
 
 // openGroup returns the calling goroutine's group, or nil.
 func openGroup() *group {
-	if groups.open.Load() == 0 {
+	me := goroutine()
+	part := &groups[place(me)]
+	if part.open.Load() == 0 {
 		return nil
 	}
-	me := goroutine()
-	groups.mu.Lock()
-	defer groups.mu.Unlock()
-	for _, g := range groups.list {
+	part.mu.Lock()
+	defer part.mu.Unlock()
+	for _, g := range part.list {
 		if g.of == me {
 			return g
 		}
 	}
 	return nil
+}
+
+// place is which part of the groups a goroutine has.
+func place(goroutine uintptr) int {
+	return int(uint64(goroutine) * 0x9e3779b97f4a7c15 >> 58)
 }
 
 // inGroup runs fn in a group, and end when it is the outermost one and fn has
@@ -107,17 +115,19 @@ func inGroup(c *Communicator, fn func() error, end func(g *group) error) error {
 }
 
 func beginGroup() *group {
-	groups.mu.Lock()
-	defer groups.mu.Unlock()
+	me := goroutine()
+	part := &groups[place(me)]
+	part.mu.Lock()
+	defer part.mu.Unlock()
 	var g *group
-	if n := len(groups.spare); n > 0 {
-		g, groups.spare = groups.spare[n-1], groups.spare[:n-1]
+	if n := len(part.spare); n > 0 {
+		g, part.spare = part.spare[n-1], part.spare[:n-1]
 	} else {
 		g = &group{}
 	}
-	g.of = goroutine()
-	groups.list = append(groups.list, g)
-	groups.open.Add(1)
+	g.of = me
+	part.list = append(part.list, g)
+	part.open.Add(1)
 	return g
 }
 
@@ -130,11 +140,12 @@ func (g *group) leave() {
 	clear(g.ends)
 	clear(g.errs)
 	g.ops, g.counts, g.comms, g.ends, g.errs, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], g.ends[:0], g.errs[:0], nil
-	groups.mu.Lock()
-	defer groups.mu.Unlock()
-	groups.list = slices.DeleteFunc(groups.list, func(o *group) bool { return o == g })
-	groups.spare = append(groups.spare, g)
-	groups.open.Add(-1)
+	part := &groups[place(g.of)]
+	part.mu.Lock()
+	defer part.mu.Unlock()
+	part.list = slices.DeleteFunc(part.list, func(o *group) bool { return o == g })
+	part.spare = append(part.spare, g)
+	part.open.Add(-1)
 }
 
 // add takes an operation that was checked into the group.

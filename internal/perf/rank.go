@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/comm"
@@ -20,6 +22,7 @@ type rank struct {
 	c     *nccl.Communicator
 	s     *stream.Stream
 	dev   *device.Device
+	line  *line
 	pool  *memory.Pool // of NCCL's memory
 
 	room     [2]memory.Slice[uint8] // the buffers of every row: destinations and sources
@@ -34,8 +37,8 @@ type rank struct {
 const step = 512
 
 // newRank makes what the local rank i needs for buffers of so many bytes.
-func newRank(ctx context.Context, g *comm.Group, i int, bytes int, reg Registration) (r *rank, err error) {
-	r = &rank{group: g, c: g.Communicator(i), s: g.Stream(i), dev: g.Device(i), looms: map[int]*loom{}, factors: map[memory.DType]nccl.Op{}}
+func newRank(ctx context.Context, g *comm.Group, i int, l *line, bytes int, reg Registration) (r *rank, err error) {
+	r = &rank{group: g, line: l, c: g.Communicator(i), s: g.Stream(i), dev: g.Device(i), looms: map[int]*loom{}, factors: map[memory.DType]nccl.Op{}}
 	r.pool = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
 	r.later(r.pool.Close)
 	err = r.pool.Use(r.s, func() error {
@@ -106,6 +109,24 @@ func (r *rank) loom(size int) (*loom, error) {
 	return l, nil
 }
 
+// A line is where the local ranks start from at the same moment.
+type line struct{ come atomic.Int64 }
+
+// wait returns when n ranks have called it as often as this one, or ctx has ended. It
+// looks all the time: who sleeps starts late.
+func (l *line) wait(ctx context.Context, n int) {
+	round := (l.come.Add(1) - 1) / int64(n)
+	for i := 1; l.come.Load() < (round+1)*int64(n); i++ {
+		if i%patience != 0 {
+			continue
+		}
+		if ctx.Err() != nil {
+			return
+		}
+		runtime.Gosched() // there may be fewer processors than ranks
+	}
+}
+
 // share gives every rank the numbers of all, by rank. It returns when all ranks have
 // come, on all of them at nearly the same time.
 func (r *rank) share(ctx context.Context, mine ...float64) ([][]float64, error) {
@@ -165,6 +186,7 @@ func (r *rank) timed(ctx context.Context, n int, issue func(i int) error) (time.
 	if _, err := r.share(ctx, 0); err != nil {
 		return 0, err
 	}
+	r.line.wait(ctx, r.group.Locals())
 	begun := time.Now()
 	for i := range n {
 		if err := issue(i); err != nil {

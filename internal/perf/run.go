@@ -75,14 +75,14 @@ func agree(ctx context.Context, g *comm.Group, plan string) error {
 func spmd(ctx context.Context, g *comm.Group, bytes int, reg Registration, fn func(context.Context, *rank) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	ranks := make([]*rank, g.Locals())
+	ranks, start := make([]*rank, g.Locals()), new(line)
 	var wg sync.WaitGroup
 	for i := range ranks {
 		wg.Go(func() {
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
 			var err error
-			if ranks[i], err = newRank(ctx, g, i, bytes, reg); err == nil {
+			if ranks[i], err = newRank(ctx, g, i, start, bytes, reg); err == nil {
 				err = fn(ctx, ranks[i])
 			}
 			if err != nil {

@@ -103,7 +103,7 @@ func (c *course) pass(d *desk, s *stage, r *relay) error {
 		s.left.Add(1)
 		r.run(func(spare func()) {
 			defer s.left.Done()
-			c.note(d, c.move(c.m.files[i], c.ctx, d.files, list, hooks{c.m.moved, spare}))
+			c.note(d, c.move(c.m.files[i], c.ctx, d.files, list, hooks{c.m.moved, spare, c.m.devices()}))
 		})
 	}
 	return nil

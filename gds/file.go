@@ -38,7 +38,7 @@ type File struct {
 
 	first   Engine // asked for
 	threads int    // 0 is the device's share of the cores
-	chunk   int64  // of the ring, in bytes
+	chunk   int64  // of the ring, in bytes; 0 fits it to the threads and devices
 	depth   int    // slots of each worker
 	sys     system
 
@@ -80,7 +80,7 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 	if cfg != nil {
 		c = *cfg
 	}
-	f := &File{path: path, write: flag&(os.O_WRONLY|os.O_RDWR) != 0, blind: flag&os.O_WRONLY != 0, chunk: defaultChunk, depth: defaultDepth,
+	f := &File{path: path, write: flag&(os.O_WRONLY|os.O_RDWR) != 0, blind: flag&os.O_WRONLY != 0, depth: defaultDepth,
 		sys: system{unix.Pread, unix.Pwrite, unix.Fsync, unix.Fallocate}}
 	if flag&os.O_APPEND != 0 {
 		return nil, f.fail(op, errors.New("O_APPEND writes at no offset: leave it out"))

@@ -27,13 +27,13 @@ type LoadConfig struct {
 	// goroutine at a time, with how many have of how many. It should be short.
 	Progress func(done, total int64)
 	// RoundBytes is how much a rank reads before it exchanges with the others: 0 is
-	// 128 MiB, and one row of a tensor that is cut along another dimension than the
+	// 256 MiB, and one row of a tensor that is cut along another dimension than the
 	// first is the least. Each of its two staging buffers, where it needs any, holds
 	// that much, and what the others get of the rows that it cuts.
 	RoundBytes int
 }
 
-const defaultRound = 128 << 20
+const defaultRound = 256 << 20
 
 // Load brings the checkpoint to the devices of the group: each rank gets of every
 // tensor what the plan says. The result has one Weights for each local rank. It

@@ -14,17 +14,21 @@ import (
 )
 
 const (
-	defaultChunk = 4 << 20 // large enough that the bus and not the host's calls set the pace
-	defaultDepth = 2       // one slot is filled while the other is copied
+	mostChunk    = 4 << 20   // above which nothing gets faster
+	leastChunk   = 512 << 10 // below which the host's calls set the pace
+	cacheBytes   = 128 << 20 // what the slots of all devices have together, so that they stay in the host's caches
+	defaultDepth = 2         // one slot is filled while the other is copied
 	minSlot      = 64 << 10
 	minWindow    = 256 << 10
 	gapBytes     = 32 << 10 // what lies between two pieces is read too rather than skipped
 )
 
-// hooks are what hears of a transfer, where they are not nil. Any worker calls them.
+// hooks are what a transfer knows of its surroundings. Any worker calls the functions
+// that are not nil.
 type hooks struct {
-	moved func(bytes int) // bytes of pieces have arrived
-	spare func()          // a worker has nothing left to begin: the next transfer may
+	moved   func(bytes int) // bytes of pieces have arrived
+	spare   func()          // a worker has nothing left to begin: the next transfer may
+	devices int             // to and from which bytes move at the same time; 0 is one
 }
 
 // A transfer is one call: pieces of a file that workers move, window by window.
@@ -66,7 +70,7 @@ func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces
 	if threads == 0 {
 		threads = defaultThreads(t.dev)
 	}
-	t.slot = min(f.chunk, floorPow2(t.ring.bound))
+	t.slot = min(f.slotFor(threads, h.devices), floorPow2(t.ring.bound))
 	t.windows = cut(t.pieces, windowSize(t.slot, bytesOf(pieces), threads))
 	t.ctx, t.stop = context.WithCancelCause(ctx)
 	defer t.stop(nil)
@@ -75,6 +79,15 @@ func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces
 	}
 	t.engines(threads)
 	return t.result()
+}
+
+// slotFor is the size of slots for so many threads of each device.
+func (f *File) slotFor(threads, devices int) int64 {
+	if f.chunk != 0 {
+		return f.chunk
+	}
+	each := floorPow2(cacheBytes / int64(max(devices, 1)*threads*f.depth))
+	return min(max(each, leastChunk), mostChunk)
 }
 
 // engines lets workers move the windows: by cuFile if that is to, and what it has

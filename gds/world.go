@@ -79,6 +79,14 @@ func (w *world) close() error {
 // spread reports whether some of the ranks are other processes'.
 func (w *world) spread() bool { return len(w.locals) < w.ranks }
 
+// devices is how many devices of the host bytes may go to and from at the same time.
+func (w *world) devices() int {
+	if !w.spread() {
+		return len(w.locals)
+	}
+	return min(w.ranks, len(w.locals[0].device().System().Devices()))
+}
+
 // A RankError says which rank could not move its part. All ranks get one, those of
 // other processes too; the rank's own wraps the cause.
 type RankError struct {

@@ -247,6 +247,11 @@ func (r *fileRig) testStreams(t *testing.T) {
 	r.set(t, 0, s, p, 0x11, n)
 	back.size, back.fileOffset, back.devOffset = 5000, 1234, 100
 	enqueue(true, back, s)
+	r.sync(t, 0, s)
+	require.EqualValues(t, -5, back.done, "an offset in memory that is not registered")
+	r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.BufRegister(p, n, 0) })
+	defer r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.BufDeregister(p) })
+	enqueue(true, back, s)
 	w.fileOffset = 500
 	enqueue(false, w, s)
 	r.sync(t, 0, s)

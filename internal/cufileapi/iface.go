@@ -59,8 +59,10 @@ type API interface {
 	// size and the offsets when the stream has come there, unless StreamRegister said
 	// that they are fixed, and writes done, to be decoded by Transferred, when the
 	// transfer is over. So they must be page-locked memory (cuMemHostAlloc), never
-	// Go's, and live until what follows on the stream has completed. On stream 0 the
-	// call returns when the transfer is over. Streams that are captured refuse both.
+	// Go's, and live until what follows on the stream has completed. Memory that is not
+	// registered is taken to have as many bytes as size says at the call, so that with an
+	// offset in it nothing is transferred and done is -5. On stream 0 the call returns
+	// when the transfer is over. Streams that are captured refuse both.
 	ReadAsync(h Handle, base cudadrv.DevicePtr, size *uintptr, fileOffset, devOffset, done *int64, s cudadrv.Stream) Result
 	WriteAsync(h Handle, base cudadrv.DevicePtr, size *uintptr, fileOffset, devOffset, done *int64, s cudadrv.Stream) Result
 	StreamRegister(s cudadrv.Stream, flags uint32) Result // waits for the stream

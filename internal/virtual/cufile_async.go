@@ -3,6 +3,7 @@ package virtual
 import (
 	"encoding/binary"
 	"errors"
+	"syscall"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -21,6 +22,7 @@ type streamTransfer struct {
 	fileTransfer
 	size, fileOffset, devOffset, done hostRange
 	flags                             uint32
+	room                              uint64 // bytes of memory that is not registered: the size at the submission
 }
 
 func (l *cufileLib) ReadAsync(h cufileapi.Handle, base cudadrv.DevicePtr, size *uintptr, fileOffset, devOffset, done *int64, s cudadrv.Stream) cufileapi.Result {
@@ -112,6 +114,7 @@ func (h hostRange) value() int64 {
 
 // fix reads what is known at the submission. m.mu is held.
 func (t *streamTransfer) fix(l *cufileLib) cufileapi.Result {
+	t.room = uint64(t.size.value())
 	if t.flags&cufileapi.FixedFileSize != 0 {
 		t.fileTransfer.size = uint64(t.size.value())
 	}
@@ -183,7 +186,13 @@ func (t *streamTransfer) look(o *op, l *cufileLib) (cufileapi.Result, *trouble) 
 		}
 		w.set(int64(binary.NativeEndian.Uint64(b)))
 	}
-	return t.valid(l), nil
+	if r := t.valid(l); r != cufileapi.Success {
+		return r, nil
+	}
+	if t.buffer == nil && uint64(t.fileTransfer.devOffset)+t.fileTransfer.size > t.room {
+		return cufileapi.Result(syscall.EIO), nil
+	}
+	return cufileapi.Success, nil
 }
 
 // tell writes what became of the transfer: how many bytes, -1 where a system call

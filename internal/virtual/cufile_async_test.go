@@ -2,6 +2,7 @@ package virtual
 
 import (
 	"os"
+	"syscall"
 	"testing"
 	"time"
 	"unsafe"
@@ -89,6 +90,14 @@ func TestCuFileAsyncLooksLate(t *testing.T) {
 		require.Equal(t, byte((20+i)*7), got[30+i])
 	}
 	require.Equal(t, got[0], got[40], "nothing else was written")
+
+	// Memory that is not registered has as many bytes as the size said at the call.
+	*w = asyncWords{size: 16, devOffset: 200}
+	r.fine(r.readAsync(h, p, w, s))
+	r.sync(0, s)
+	_, err := cufileapi.Transferred(w.done)
+	require.ErrorIs(t, err, syscall.EIO)
+	r.fine(r.with(0, func() cufileapi.Result { return r.api.BufRegister(p, 4096, 0) }))
 
 	// Where the stream has fixed ones, what comes later is too late.
 	r.fine(r.with(0, func() cufileapi.Result {

@@ -36,7 +36,7 @@ generate: ## write docs/ENVIRONMENT.md
 	$(GO) test ./internal/env -run TestDocument -update
 
 ptx: ## compile Chorus's own kernels anew, which needs NVRTC and a GPU
-	$(GO) test ./rng ./tensor ./internal/perf -run 'TestPTX$$' -v -ptx
+	$(GO) test ./rng ./tensor ./internal/perf ./internal/fabric -run 'TestPTX$$' -v -ptx
 
 bench: ## run the benchmarks, which need GPUs
 	$(GO) test -run '^$$' -bench . ./...

@@ -1,8 +1,10 @@
 package kernel
 
 import (
+	"errors"
 	"fmt"
 	"math"
+	"unsafe"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/virtual"
@@ -63,6 +65,17 @@ func PeerPtr[T memory.Element](x memory.Slice[T]) Arg {
 	a := Ptr(x)
 	a.dev = nil
 	return a
+}
+
+// PinnedPtr passes the address of pinned memory, which every device reaches. The
+// caller tells the memory, by RecordStream, or keeps it open until the kernel has
+// ended. For Chorus's own packages.
+func PinnedPtr[T memory.Element](h *memory.Pinned[T]) Arg {
+	data := h.Data()
+	if len(data) == 0 {
+		return Arg{kind: Pointer, err: errors.New("pinned memory without elements, or closed")}
+	}
+	return Arg{kind: Pointer, bits: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(data))))}
 }
 
 // Null passes a null pointer, as Ptr of the zero Slice does.

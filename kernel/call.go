@@ -21,6 +21,9 @@ func (c *Call) Threads() [3]uint32 { return c.k.Block() }
 // IsNull reports whether argument i, a Pointer, is null.
 func (c *Call) IsNull(i int) bool { return c.k.Ptr(i) == 0 }
 
+// Address returns argument i, a Pointer, as a number to compare with others.
+func (c *Call) Address(i int) uint64 { return uint64(c.k.Ptr(i)) }
+
 // Int32 returns argument i, an I32.
 func (c *Call) Int32(i int) int32 { return c.k.Int32(i) }
 
@@ -78,6 +81,18 @@ func Update[T memory.Element](c *Call, i, n int) []T { return UpdateAt[T](c, i, 
 func UpdateAt[T memory.Element](c *Call, i, at, n int) []T {
 	return virtual.WriteOf[T](c.k, address[T](c, i, at), n)
 }
+
+// Shared returns n words that begin bytes behind the pointer that is argument i, in
+// memory that kernels of several devices use at the same time: to be read and written
+// by atomic operations alone. Nothing but what is read there orders these uses.
+func Shared[T uint32 | uint64](c *Call, i, bytes, n int) []T {
+	return virtual.SharedOf[T](c.k, c.k.Ptr(i)+cudadrv.DevicePtr(bytes), n)
+}
+
+// Await asks ready again and again, as a kernel polls memory, and returns true once
+// that does. It returns false when the device has been lost before: the function then
+// returns.
+func (c *Call) Await(ready func() bool) bool { return c.k.Await(ready) }
 
 func address[T memory.Element](c *Call, i, at int) cudadrv.DevicePtr {
 	var z T

@@ -34,7 +34,7 @@ var layers = [][]string{
 	{"memory"},
 	{"internal/element"},
 	{"kernel", "nccl", "graph", "nvtx", "internal/memtrace"},
-	{"tensor", "rng", "internal/testgpu/spin"},
+	{"tensor", "rng", "internal/fabric", "internal/testgpu/spin"},
 	{"comm", "internal/launch"},
 	{"gds", "internal/perf", "examples/digits"},
 	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench"},

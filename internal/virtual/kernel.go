@@ -265,12 +265,17 @@ func WriteOf[T any](k *KernelCall, p cudadrv.DevicePtr, n int) []T {
 
 func viewOf[T any](k *KernelCall, p cudadrv.DevicePtr, n int, write bool) []T {
 	var zero T
-	size := unsafe.Sizeof(zero)
+	checkAligned[T](k, p)
+	return view[T](k.touch(p, uintptr(n)*unsafe.Sizeof(zero), write))
+}
+
+// checkAligned ends the kernel if p is no address of a T.
+func checkAligned[T any](k *KernelCall, p cudadrv.DevicePtr) {
+	var zero T
 	if uintptr(p)%unsafe.Alignof(zero) != 0 {
 		panic(&trouble{cudadrv.ErrorMisalignedAddress, fmt.Sprintf("%s on %v used elements of %d bytes at the misaligned address %#x",
-			k.op.name, k.op.s, size, uint64(p))})
+			k.op.name, k.op.s, unsafe.Sizeof(zero), uint64(p))})
 	}
-	return view[T](k.touch(p, uintptr(n)*size, write))
 }
 
 // view looks at bytes as elements.

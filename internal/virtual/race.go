@@ -34,10 +34,15 @@ func (o *op) use(b *block, offset, n uint64, write bool) ([]byte, *trouble) {
 	if t := o.order(b, offset, n, write); t != nil {
 		return nil, t
 	}
+	return o.hold(b, offset, n), nil
+}
+
+// hold returns a part of a block that stays mapped until the operation is done.
+func (o *op) hold(b *block, offset, n uint64) []byte {
 	if b.region != nil && !slices.Contains(o.held, b.region) {
 		o.held = append(o.held, b.region)
 	}
-	return b.bytes(offset, n), nil
+	return b.bytes(offset, n)
 }
 
 // order records the use of a part of a block and finds races.

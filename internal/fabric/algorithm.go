@@ -1,0 +1,90 @@
+package fabric
+
+import "fmt"
+
+// An Algorithm is a way to reduce to all ranks.
+type Algorithm int
+
+// The algorithms. Packets are words of 8 bytes that carry, beside each half, a mark
+// that they have come, and so go without any other wait but take twice the bytes.
+const (
+	Auto           Algorithm = iota // by the number of bytes and ranks
+	OneShot                         // each rank sends all it has to all, by packets
+	TwoShotPackets                  // each rank reduces a share and sends that to all, by packets
+	TwoShot                         // the same as plain bytes, between barriers
+	algorithms
+)
+
+// String returns the name of the algorithm, such as "one-shot".
+func (a Algorithm) String() string {
+	if names := [algorithms]string{"auto", "one-shot", "two-shot-packets", "two-shot"}; a >= 0 && a < algorithms {
+		return names[a]
+	}
+	return fmt.Sprintf("algorithm %d", int(a))
+}
+
+// spans has, by the number of ranks, up to how many bytes OneShot and TwoShotPackets
+// are the fastest.
+var spans = [maxRanks + 1][2]int{
+	2: {256 << 10, 256 << 10},
+	3: {128 << 10, 256 << 10}, 4: {128 << 10, 256 << 10},
+	5: {32 << 10, 256 << 10}, 6: {32 << 10, 256 << 10}, 7: {32 << 10, 256 << 10}, 8: {32 << 10, 256 << 10},
+}
+
+// choose returns the algorithm for so many bytes, which TwoShot has room for.
+func (r *Rank) choose(bytes int) Algorithm {
+	l, span := r.Limits(), spans[r.ranks]
+	switch {
+	case bytes <= min(span[0], l.OneShot):
+		return OneShot
+	case bytes <= min(span[1], l.TwoShotPackets):
+		return TwoShotPackets
+	}
+	return TwoShot
+}
+
+// Limits are the most bytes that an operation may have.
+type Limits struct {
+	OneShot, TwoShotPackets, TwoShot int // of AllReduce, by its algorithm
+
+	// Part is for one rank's part of the other collectives: what a rank contributes
+	// to AllGather, gets of ReduceScatter, or sends to one other.
+	Part int
+}
+
+// AllReduce is the most bytes that AllReduce may have by some algorithm.
+func (l Limits) AllReduce() int { return l.TwoShot }
+
+// Limits returns the most bytes that an operation of r may have, alike on all ranks.
+func (r *Rank) Limits() Limits {
+	share := min(r.slot/packetBytes, r.whole/packetBytes/r.ranks) // words
+	return Limits{OneShot: r.slot / 2, TwoShotPackets: share * r.ranks * 8, TwoShot: r.whole, Part: r.slot / 2}
+}
+
+func (l *Limits) of(a Algorithm) int {
+	switch a {
+	case OneShot:
+		return l.OneShot
+	case TwoShotPackets:
+		return l.TwoShotPackets
+	}
+	return l.TwoShot
+}
+
+// blocks returns how many blocks of threads n steps of a thread get.
+func blocks(n int) uint32 { return uint32(min((n+threads-1)/threads, maxBlocks)) }
+
+// grid returns how many blocks the algorithm takes for so many bytes, alike on all
+// ranks.
+func (a Algorithm) grid(bytes, ranks int) uint32 {
+	switch a {
+	case OneShot:
+		return blocks(over(bytes, 8))
+	case TwoShotPackets:
+		return blocks(over(over(bytes, 8), ranks))
+	}
+	return blocks(over(over(bytes, 16), ranks))
+}
+
+// over is n / by, rounded up.
+func over(n, by int) int { return (n + by - 1) / by }

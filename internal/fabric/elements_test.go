@@ -1,0 +1,65 @@
+package fabric_test
+
+import (
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/memory"
+)
+
+// A kit makes elements of small whole numbers, and reduces these on its own: nil
+// where the type cannot be reduced.
+type kit[T memory.Element] struct {
+	of     func(int) T
+	reduce func(op fabric.Op, xs []int) T
+}
+
+type integer interface {
+	int8 | uint8 | int32 | uint32 | int64 | uint64
+}
+
+func integers[T integer]() kit[T] {
+	return kit[T]{func(x int) T { return T(x) }, func(op fabric.Op, xs []int) T {
+		if op == fabric.Avg {
+			return T(fold(fabric.Sum, xs)) / T(len(xs))
+		}
+		return T(fold(op, xs)) // what is too large loses its upper bits
+	}}
+}
+
+// floats reduces in A, in which everything but an average is exact.
+func floats[T memory.Element, A float32 | float64](narrow func(A) T) kit[T] {
+	return kit[T]{func(x int) T { return narrow(A(x)) }, func(op fabric.Op, xs []int) T {
+		if op == fabric.Avg {
+			return narrow(A(fold(fabric.Sum, xs)) / A(len(xs)))
+		}
+		return narrow(A(fold(op, xs)))
+	}}
+}
+
+func fold(op fabric.Op, xs []int) int {
+	acc := xs[0]
+	for _, x := range xs[1:] {
+		switch op {
+		case fabric.Sum:
+			acc += x
+		case fabric.Prod:
+			acc *= x
+		case fabric.Max:
+			acc = max(acc, x)
+		case fabric.Min:
+			acc = min(acc, x)
+		}
+	}
+	return acc
+}
+
+func bytesOf[T memory.Element](x []T) []byte {
+	var z T
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x))), len(x)*int(unsafe.Sizeof(z)))
+}
+
+func sizeOf[T memory.Element]() int {
+	var z T
+	return int(unsafe.Sizeof(z))
+}

@@ -1,0 +1,113 @@
+package fabric
+
+import (
+	"unsafe"
+
+	"github.com/gochorus/chorus/memory"
+)
+
+// A format is an element type that can be reduced.
+type format struct {
+	dtype memory.DType
+	c     string // its name in fabric.cu
+	folds func(Op) fold
+}
+
+var formats = [...]format{
+	{memory.Int8, "i8", plain[int8]}, {memory.Uint8, "u8", plain[uint8]},
+	{memory.Int32, "i32", plain[int32]}, {memory.Uint32, "u32", plain[uint32]},
+	{memory.Int64, "i64", plain[int64]}, {memory.Uint64, "u64", plain[uint64]},
+	{memory.Float16T, "Half", halves}, {memory.BFloat16T, "BFloat", bfloats},
+	{memory.Float32, "float", plain[float32]}, {memory.Float64, "double", plain[float64]},
+}
+
+// formatOf has the place of each type in formats, or -1.
+var formatOf = func() (at [memory.Float8E5M2T + 1]int) {
+	for t := range at {
+		at[t] = -1
+	}
+	for i := range formats {
+		at[formats[i].dtype] = i
+	}
+	return at
+}()
+
+// A fold reduces words of 8 bytes of elements, one of each rank in their order.
+type fold func(words []uint64) uint64
+
+// A number is what elements are reduced in.
+type number interface {
+	int8 | uint8 | int32 | uint32 | int64 | uint64 | float32 | float64
+}
+
+func plain[T number](op Op) fold {
+	same := func(x T) T { return x }
+	return folding(op, same, same)
+}
+
+func halves(op Op) fold {
+	return folding(op, memory.Float16.Float32, func(x float32) memory.Float16 {
+		if x != x {
+			return 0x7fff // which is the GPU's
+		}
+		return memory.Float16Of(x)
+	})
+}
+
+func bfloats(op Op) fold {
+	return folding(op, memory.BFloat16.Float32, func(x float32) memory.BFloat16 {
+		if x != x {
+			return 0x7fff
+		}
+		return memory.BFloat16Of(x)
+	})
+}
+
+// folding makes the fold of elements T that are reduced in A.
+func folding[T any, A number](op Op, wide func(T) A, narrow func(A) T) fold {
+	join := joining[A](op)
+	return func(words []uint64) (out uint64) {
+		ranks := len(words)
+		to := elements[T](unsafe.Slice(&out, 1))
+		from := elements[T](words)
+		for j := range to {
+			x := wide(from[j])
+			for r := 1; r < ranks; r++ {
+				x = join(x, wide(from[r*len(to)+j]))
+			}
+			if op == Avg {
+				x /= A(ranks)
+			}
+			to[j] = narrow(x)
+		}
+		return out
+	}
+}
+
+func joining[A number](op Op) func(a, b A) A {
+	switch op {
+	case Prod:
+		return func(a, b A) A { return a * b }
+	case Max:
+		return func(a, b A) A {
+			if a != a || b > a {
+				return b
+			}
+			return a
+		}
+	case Min:
+		return func(a, b A) A {
+			if a != a || b < a {
+				return b
+			}
+			return a
+		}
+	}
+	return func(a, b A) A { return a + b }
+}
+
+// elements looks at words as elements.
+func elements[T any](words []uint64) []T {
+	var z T
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(words))), len(words)*8/int(unsafe.Sizeof(z)))
+}

@@ -1,0 +1,157 @@
+package fabric
+
+import (
+	_ "embed"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/ptx"
+	"github.com/gochorus/chorus/kernel"
+)
+
+//go:embed fabric.cu
+var source string
+
+// packed has fabric.cu compiled for every element type and reduction, and without;
+// make ptx writes it.
+//
+//go:embed fabric.ptx.gz
+var packed []byte
+
+var archive = ptx.Open(packed)
+
+// What fabric.cu says too.
+const (
+	maxRanks    = 8
+	threads     = 512 // of a block
+	maxBlocks   = 64
+	packetBytes = 16
+	signalBytes = maxBlocks * maxRanks * 8
+)
+
+// A function is a kernel of fabric.cu, within its module.
+type function int
+
+const (
+	reduceScatterFn function = iota
+	allReduceFn              // and one more for each further algorithm
+	reducing        = allReduceFn + function(algorithms) - 1
+)
+
+const (
+	allGatherFn function = iota
+	allToAllFn
+	broadcastFn
+	moving
+)
+
+// A toolbox has the kernels of a device.
+type toolbox struct {
+	reduce [len(formats)][ops]atomic.Pointer[[reducing]*kernel.Kernel]
+	move   atomic.Pointer[[moving]*kernel.Kernel]
+	mu     sync.Mutex // held while they are loaded
+}
+
+var toolboxKey kept.Key
+
+func tools(dev *device.Device) *toolbox {
+	return dev.Local(&toolboxKey, func() any { return new(toolbox) }).(*toolbox)
+}
+
+// macros say which module fabric.cu is compiled to.
+func macros(f *format, op Op) []string {
+	return []string{"--define-macro=CHORUS_TYPE=" + f.c, "--define-macro=CHORUS_OP=" + templates[op]}
+}
+
+// reducer returns a kernel that reduces, whose module the first call loads.
+func (t *toolbox) reducer(dev *device.Device, fn function, format int, op Op) (*kernel.Kernel, error) {
+	at := &t.reduce[format][op]
+	if ks := at.Load(); ks != nil {
+		return ks[fn], nil
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if ks := at.Load(); ks != nil {
+		return ks[fn], nil
+	}
+	f := &formats[format]
+	fold := f.folds(op)
+	var ks [reducing]*kernel.Kernel
+	err := load(dev, macros(f, op), ks[:], []kernel.Def{
+		{Name: "reduce_scatter", Params: params(), Go: fold.reduceScatter},
+		{Name: "all_reduce_1", Params: params(), Go: fold.oneShot},
+		{Name: "all_reduce_2", Params: params(), Go: fold.twoShotPackets},
+		{Name: "all_reduce_3", Params: params(), Go: fold.twoShot},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("fabric: the %s of %s: %w", op, f.dtype, err)
+	}
+	at.Store(&ks)
+	return ks[fn], nil
+}
+
+// mover returns a kernel that moves bytes, whose module the first call loads.
+func (t *toolbox) mover(dev *device.Device, fn function) (*kernel.Kernel, error) {
+	if ks := t.move.Load(); ks != nil {
+		return ks[fn], nil
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if ks := t.move.Load(); ks != nil {
+		return ks[fn], nil
+	}
+	var ks [moving]*kernel.Kernel
+	err := load(dev, nil, ks[:], []kernel.Def{
+		{Name: "all_gather", Params: params(), Go: gatherAll},
+		{Name: "all_to_all", Params: params(), Go: exchangeAll},
+		{Name: "broadcast", Params: params(kernel.U32), Go: broadcastOne},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("fabric: %w", err)
+	}
+	t.move.Store(&ks)
+	return ks[fn], nil
+}
+
+func load(dev *device.Device, options []string, to []*kernel.Kernel, defs []kernel.Def) error {
+	m, err := kernel.Resident(dev, &kernel.Source{Name: "fabric.cu", CUDA: source, Options: options, Kernels: defs, PTX: archive})
+	if err != nil {
+		return err
+	}
+	for i, d := range defs {
+		if to[i], err = m.Kernel(d.Name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// The parameters of all kernels: what they know of the rank, and the operation's
+// input, output, bytes and whether these are aligned.
+const (
+	peerParam = 0 // maxRanks of them
+	rankParam = maxRanks + iota - 1
+	ranksParam
+	slotParam
+	wholeParam
+	controlParam
+	hostParam
+	inParam
+	outParam
+	bytesParam
+	alignedParam
+	rootParam
+)
+
+func params(more ...kernel.Param) []kernel.Param {
+	ps := make([]kernel.Param, maxRanks, rootParam+1)
+	for i := range ps {
+		ps[i] = kernel.Pointer
+	}
+	ps = append(ps, kernel.U32, kernel.U32, kernel.U64, kernel.U64, kernel.Pointer, kernel.Pointer,
+		kernel.Pointer, kernel.Pointer, kernel.U64, kernel.U32)
+	return append(ps, more...)
+}

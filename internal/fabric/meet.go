@@ -1,0 +1,145 @@
+package fabric
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+
+	"github.com/gochorus/chorus/memory"
+)
+
+// An Exchange gives each rank what all of them have said, by rank. Open calls it
+// several times, in the same order on all ranks.
+type Exchange func(ctx context.Context, mine []byte) ([][]byte, error)
+
+// A card is what a rank tells the others of itself.
+type card struct {
+	verdict
+	Rank, Ranks, Bytes int
+	Host, Process      string // in which the rank is
+	GPU                string // its UUID
+	Scratch            uint64 // what scratches has it as, in its process
+}
+
+// swap exchanges values of one type.
+func swap[T any](ctx context.Context, exchange Exchange, ranks int, mine T) ([]T, error) {
+	text, err := json.Marshal(mine)
+	if err != nil {
+		return nil, err
+	}
+	all, err := exchange(ctx, text)
+	if err != nil {
+		return nil, fmt.Errorf("exchange: %w", err)
+	}
+	if len(all) != ranks {
+		return nil, fmt.Errorf("exchange: it gave what %d ranks have said: want %d", len(all), ranks)
+	}
+	said := make([]T, ranks)
+	for i := range said {
+		if err := json.Unmarshal(all[i], &said[i]); err != nil {
+			return nil, fmt.Errorf("exchange: what rank %d has said: %w", i, err)
+		}
+	}
+	return said, nil
+}
+
+// agree finds why the ranks cannot be one group, alike on all of them.
+func agree(cards []card) error {
+	gpus := map[string]int{}
+	for i := range cards {
+		c := &cards[i]
+		if err := c.err(i); err != nil {
+			return err
+		}
+		other, twice := gpus[c.GPU]
+		switch first := &cards[0]; {
+		case c.Rank != i:
+			return fmt.Errorf("the exchange has rank %d in the place of rank %d", c.Rank, i)
+		case c.Ranks != first.Ranks || c.Bytes != first.Bytes:
+			return fmt.Errorf("rank %d wants %d ranks and %d bytes, rank 0 wants %d and %d: want the same on all",
+				i, c.Ranks, c.Bytes, first.Ranks, first.Bytes)
+		case c.Host != first.Host:
+			return unsupported("all ranks on one host", fmt.Sprintf("rank %d on another than rank 0", i))
+		case twice:
+			return unsupported("a GPU for each rank", fmt.Sprintf("one for ranks %d and %d", other, i))
+		}
+		gpus[c.GPU] = i
+	}
+	return nil
+}
+
+// here names the host and the process.
+var here = sync.OnceValues(func() (host, process string) {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		id = nil
+	}
+	name, _ := os.Hostname() // without a name or an id the other says enough
+	return strings.TrimSpace(string(id)) + "/" + name, fmt.Sprintf("%d/%s", os.Getpid(), rand.Text())
+})
+
+// A scratch is the scratch memory of a rank of this process. It stays until the last
+// rank that has it is closed, since others write to it as long as they work.
+type scratch struct {
+	id    uint64
+	words memory.Slice[uint64]
+	uses  int // scratches.mu guards it
+}
+
+var scratches struct {
+	mu   sync.Mutex
+	last uint64
+	open map[uint64]*scratch
+}
+
+// newScratch registers memory, with one use of it.
+func newScratch(words memory.Slice[uint64]) *scratch {
+	t := &scratches
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.last++
+	x := &scratch{id: t.last, words: words, uses: 1}
+	if t.open == nil {
+		t.open = map[uint64]*scratch{}
+	}
+	t.open[x.id] = x
+	return x
+}
+
+// findScratch returns scratch memory that another rank of this process has registered,
+// with one use more.
+func findScratch(id uint64) (*scratch, error) {
+	t := &scratches
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	x := t.open[id]
+	if x == nil {
+		return nil, errors.New("its scratch memory is gone")
+	}
+	x.uses++
+	return x, nil
+}
+
+// close ends one use.
+func (x *scratch) close() error {
+	if x == nil {
+		return nil
+	}
+	t := &scratches
+	t.mu.Lock()
+	x.uses--
+	last := x.uses == 0
+	if last {
+		delete(t.open, x.id)
+	}
+	t.mu.Unlock()
+	if !last {
+		return nil
+	}
+	return x.words.Close()
+}

@@ -1,0 +1,190 @@
+package fabric
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// Config are the options of Open. All ranks have the same.
+type Config struct {
+	// Bytes is how much AllReduce can take, rounded up to 64 KiB; 0 means 8 MiB. The
+	// other collectives take, and AllReduce by OneShot, what Rank.Limits says: about a
+	// part of that for each rank. A rank has about four times as much scratch memory.
+	Bytes int
+}
+
+const (
+	defaultBytes = 8 << 20
+	unitBytes    = 64 << 10 // of which slots and wholes are multiples
+	mostBytes    = 1 << 30
+)
+
+// Open makes this rank of a group whose ranks are GPUs of one host, in any processes,
+// at most 8. It is collective: exchange lets the ranks find each other, and on all of
+// them the outcome is the same unless exchange fails on some only. Open allocates the
+// scratch memory in the order of s, whose device is the rank's, and waits for s.
+//
+// Where the ranks are too many, on several hosts, two on one GPU, or their GPUs do not
+// reach each other's memory, the error matches errors.ErrUnsupported: it has a
+// *device.UnsupportedError.
+func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange Exchange, cfg *Config) (*Rank, error) {
+	const op = "fabric: open"
+	if err := s.Check(op, nil); err != nil {
+		return nil, err
+	}
+	switch {
+	case ranks < 1 || rank < 0 || rank >= ranks:
+		return nil, fmt.Errorf("%s: rank %d of %d does not exist", op, rank, ranks)
+	case exchange == nil && ranks > 1:
+		return nil, fmt.Errorf("%s: no exchange given", op)
+	case cfg != nil && (cfg.Bytes < 0 || cfg.Bytes > mostBytes):
+		return nil, fmt.Errorf("%s: Bytes is %d: want 0 to %d", op, cfg.Bytes, mostBytes)
+	}
+	if err := s.RefuseCapture(op, "open the rank before the capture"); err != nil {
+		return nil, err
+	}
+	r := &Rank{dev: s.Device(), rank: rank, ranks: ranks, whole: defaultBytes}
+	if cfg != nil && cfg.Bytes > 0 {
+		r.whole = over(cfg.Bytes, unitBytes) * unitBytes
+	}
+	r.slot = over(r.whole/ranks, unitBytes) * unitBytes
+	if err := r.join(ctx, s, exchange); err != nil {
+		return nil, errors.Join(r.errorf("open", "%w", err), r.free())
+	}
+	r.arm()
+	handle.Init(r, &r.owner, "rank of a fabric")
+	return r, nil
+}
+
+// join allocates what the rank needs and finds the others. When the last exchange is
+// over all of them are ready for what the first operation sends.
+func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) error {
+	if r.ranks == 1 {
+		return r.allocate(ctx, s)
+	}
+	mine, failed := r.prepare(ctx, s)
+	cards, err := swap(ctx, exchange, r.ranks, mine)
+	if err != nil {
+		return errors.Join(failed, err)
+	}
+	if failed != nil {
+		return failed
+	}
+	if err := agree(cards); err != nil {
+		return err
+	}
+	failed = r.link(s, cards)
+	verdicts, err := swap(ctx, exchange, r.ranks, verdictOf(failed))
+	if failed != nil || err != nil {
+		return errors.Join(failed, err)
+	}
+	for i := range verdicts {
+		if err := verdicts[i].err(i); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// prepare makes the rank's card, in which it also says why it cannot.
+func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (card, error) {
+	c := card{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole}
+	c.Host, c.Process = here()
+	err := func() (err error) {
+		if r.ranks > maxRanks {
+			return unsupported(fmt.Sprintf("at most %d ranks", maxRanks), fmt.Sprint(r.ranks))
+		}
+		if c.GPU, err = r.dev.UUID(); err != nil {
+			return err
+		}
+		if err := r.allocate(ctx, s); err != nil {
+			return err
+		}
+		c.Scratch = r.peers[0].id
+		return nil
+	}()
+	c.verdict = verdictOf(err)
+	return c, err
+}
+
+// allocate makes the rank's own memory, all zero: no epoch.
+func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
+	if r.host, err = memory.MakePinned[uint32](r.dev, 2); err != nil {
+		return err
+	}
+	clear(r.host.Data())
+	if r.ranks == 1 {
+		return nil
+	}
+	if r.control, err = memory.Make[uint64](s, 2); err != nil {
+		return err
+	}
+	words, err := memory.Make[uint64](s, (signalBytes+2*(r.ranks*r.slot+r.whole))/8)
+	if err != nil {
+		return err
+	}
+	r.peers = append(r.peers, newScratch(words))
+	if err := errors.Join(r.control.Zero(s), words.Zero(s)); err != nil {
+		return err
+	}
+	return s.Sync(ctx)
+}
+
+// link maps the scratch memory of the others, in the order of the ranks after this one.
+func (r *Rank) link(s *stream.Stream, cards []card) error {
+	for k := 1; k < r.ranks; k++ {
+		peer := (r.rank + k) % r.ranks
+		if err := r.reach(s, &cards[peer]); err != nil {
+			return fmt.Errorf("the memory of rank %d: %w", peer, err)
+		}
+	}
+	return nil
+}
+
+// reach adds the scratch memory of a rank to peers.
+func (r *Rank) reach(_ *stream.Stream, c *card) error {
+	if _, process := here(); c.Process != process {
+		return unsupported("all ranks in one process", "several")
+	}
+	x, err := findScratch(c.Scratch)
+	if err != nil {
+		return err
+	}
+	r.peers = append(r.peers, x)
+	can, err := memory.Reach(r.dev, x.words.Device())
+	if err == nil && !can {
+		err = unsupported("peer access between all GPUs", fmt.Sprintf("none between %s and %s", r.dev, x.words.Device()))
+	}
+	return err
+}
+
+// arm makes the arguments that all operations have.
+func (r *Rank) arm() {
+	r.stop.Store(&r.host.Data()[0])
+	if r.ranks == 1 {
+		return
+	}
+	for k := range r.args[:maxRanks] {
+		if r.args[k] = kernel.Null(); k < r.ranks {
+			r.args[k] = kernel.PeerPtr(r.peers[k].words)
+		}
+	}
+	copy(r.args[rankParam:], []kernel.Arg{kernel.Uint32(uint32(r.rank)), kernel.Uint32(uint32(r.ranks)),
+		kernel.Uint64(uint64(r.slot)), kernel.Uint64(uint64(r.whole)), kernel.Ptr(r.control), kernel.PinnedPtr(r.host)})
+}
+
+// free gives up what the rank has. Nothing uses it.
+func (r *Rank) free() error {
+	var errs []error
+	for _, p := range r.peers {
+		errs = append(errs, p.close())
+	}
+	r.peers = nil
+	return errors.Join(append(errs, r.control.Close(), r.host.Close())...)
+}

@@ -1,0 +1,230 @@
+package fabric
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A kind is a collective.
+type kind int
+
+const (
+	allReduce kind = iota
+	allGather
+	reduceScatter
+	broadcast
+	allToAll
+	kinds
+)
+
+func (k kind) String() string {
+	return [kinds]string{"all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"}[k]
+}
+
+// An operation is one that a rank enqueues.
+type operation struct {
+	kind      kind
+	op        Op
+	root      int
+	algorithm Algorithm
+
+	format   int // the place in formats, of those that reduce
+	bytes    int // of one rank's part
+	dst, src uint64
+}
+
+// issue checks an operation and enqueues it.
+func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src memory.Slice[T]) error {
+	if r == nil {
+		return fmt.Errorf("fabric: %s: no rank given", o.kind)
+	}
+	fail := func(err error) error { return r.errorf(o.kind.String(), "%w", err) }
+	if err := r.Err(); err != nil {
+		return err
+	}
+	if err := s.Check("fabric: "+o.kind.String(), r.dev); err != nil {
+		return err
+	}
+	if o.kind == broadcast && o.root >= 0 && o.root < r.ranks && r.rank != o.root {
+		src = dst
+	}
+	if err := o.lengths(r, dst.Len(), src.Len(), memory.DTypeOf[T]()); err != nil {
+		return fail(err)
+	}
+	for _, x := range []memory.Slice[T]{dst, src} {
+		if err := x.Check("fabric: "+o.kind.String(), r.dev); err != nil {
+			return fail(err)
+		}
+	}
+	o.dst, o.src = dst.Ptr(), src.Ptr()
+	if err := o.overlap(r, dst.Bytes(), src.Bytes()); err != nil {
+		return fail(err)
+	}
+	if o.bytes == 0 {
+		return nil
+	}
+	if err := o.room(r); err != nil {
+		return fail(err)
+	}
+	if err := enqueue(r, s, o, dst, src); err != nil {
+		return fail(err)
+	}
+	return nil
+}
+
+// lengths checks the lengths, the type and what names a way or a rank.
+func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
+	wantDst, wantSrc, part := src, src, src
+	switch o.kind {
+	case allGather:
+		wantDst = src * r.ranks
+	case reduceScatter:
+		wantDst, wantSrc, part = dst, dst*r.ranks, dst
+	case allToAll:
+		part = src / r.ranks
+	}
+	o.bytes = part * t.Size()
+	switch {
+	case dst != wantDst:
+		return fmt.Errorf("the destination has %d elements: want %d", dst, wantDst)
+	case src != wantSrc:
+		return fmt.Errorf("the source has %d elements: want %d", src, wantSrc)
+	case o.kind == allToAll && src%r.ranks != 0:
+		return fmt.Errorf("the source has %d elements: want a multiple of %d, the number of ranks", src, r.ranks)
+	case o.kind == broadcast && (o.root < 0 || o.root >= r.ranks):
+		return fmt.Errorf("rank %d does not exist", o.root)
+	case o.algorithm < Auto || o.algorithm >= algorithms:
+		return fmt.Errorf("%s does not exist", o.algorithm)
+	}
+	if o.kind != allReduce && o.kind != reduceScatter {
+		return nil
+	}
+	if o.op < 0 || o.op >= ops {
+		return fmt.Errorf("%s does not exist: want sum, prod, max, min or avg", o.op)
+	}
+	if o.format = formatOf[t]; o.format < 0 {
+		return fmt.Errorf("%s of %s: want an integer of 8, 32 or 64 bits or a float of at least 16: %w", o.op, t, errors.ErrUnsupported)
+	}
+	return nil
+}
+
+// overlap refuses buffers that share memory in another way than in place.
+func (o *operation) overlap(r *Rank, dst, src int) error {
+	if o.dst+uint64(dst) <= o.src || o.src+uint64(src) <= o.dst {
+		return nil
+	}
+	own := uint64(r.rank * o.bytes)
+	want := "the same memory"
+	switch o.kind {
+	case allReduce, broadcast:
+		if o.dst == o.src {
+			return nil
+		}
+	case allGather:
+		if want = "the source to be the rank's part of the destination"; o.src == o.dst+own {
+			return nil
+		}
+	case reduceScatter:
+		if want = "the destination to be the rank's part of the source"; o.dst == o.src+own {
+			return nil
+		}
+	case allToAll:
+		return errors.New("the destination and the source overlap: want no memory in common")
+	}
+	return fmt.Errorf("the destination and the source overlap: want %s, or none in common", want)
+}
+
+// room chooses the algorithm and checks that there is room for the operation.
+func (o *operation) room(r *Rank) error {
+	l := r.Limits()
+	most := l.Part
+	if o.kind == allReduce {
+		if o.algorithm == Auto && o.bytes <= l.AllReduce() {
+			o.algorithm = r.choose(o.bytes)
+		}
+		most = l.of(o.algorithm)
+	}
+	switch {
+	case r.ranks == 1 || o.bytes <= most:
+		return nil
+	case o.kind == allReduce && o.bytes <= l.AllReduce():
+		return fmt.Errorf("%d bytes: %s takes at most %d", o.bytes, o.algorithm, most)
+	}
+	return fmt.Errorf("%d bytes a rank: at most %d with this Config.Bytes", o.bytes, most)
+}
+
+// enqueue launches the kernel.
+func enqueue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src memory.Slice[T]) error {
+	if r.ranks == 1 {
+		if o.dst == o.src {
+			return nil
+		}
+		return memory.Copy(s, dst, src)
+	}
+	k, blocks, err := o.kernel(r)
+	if err != nil {
+		return err
+	}
+	if err := s.Captured(r); err != nil {
+		return err
+	}
+	var args [rootParam + 1]kernel.Arg
+	copy(args[:], r.args[:])
+	args[inParam], args[outParam] = kernel.Ptr(src), kernel.Ptr(dst)
+	args[bytesParam], args[alignedParam] = kernel.Uint64(uint64(o.bytes)), kernel.Uint32(o.aligned())
+	n := rootParam
+	if o.kind == broadcast {
+		args[rootParam] = kernel.Uint32(uint32(o.root))
+		n++
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := r.Err(); err != nil {
+		return err
+	}
+	if err := r.use(s); err != nil {
+		return err
+	}
+	return k.Launch(s, kernel.Grid{Blocks: [3]uint32{blocks, 1, 1}, Threads: [3]uint32{threads, 1, 1}}, args[:n]...)
+}
+
+// kernel returns the kernel of the operation and how many blocks it gets.
+func (o *operation) kernel(r *Rank) (k *kernel.Kernel, blks uint32, err error) {
+	t := tools(r.dev)
+	blks = blocks(over(o.bytes, 8))
+	switch o.kind {
+	case allReduce:
+		blks = o.algorithm.grid(o.bytes, r.ranks)
+		k, err = t.reducer(r.dev, allReduceFn+function(o.algorithm)-1, o.format, o.op)
+	case reduceScatter:
+		k, err = t.reducer(r.dev, reduceScatterFn, o.format, o.op)
+	case allGather:
+		k, err = t.mover(r.dev, allGatherFn)
+	case allToAll:
+		k, err = t.mover(r.dev, allToAllFn)
+	case broadcast:
+		k, err = t.mover(r.dev, broadcastFn)
+	}
+	return k, blks, err
+}
+
+// aligned is 1 if the rank's kernel may take several bytes of its operands as one. The
+// others need not be so: what goes over the links is the same.
+func (o *operation) aligned() uint32 {
+	unit := uint64(8)
+	bits := o.dst | o.src
+	switch {
+	case o.kind == allReduce && o.algorithm == TwoShot:
+		unit = 16
+	case o.kind != allReduce && o.kind != broadcast:
+		bits |= uint64(o.bytes) // where the parts begin
+	}
+	if bits%unit == 0 {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,19 @@
+package fabric
+
+import (
+	"testing"
+
+	"github.com/gochorus/chorus/internal/ptx"
+	"github.com/gochorus/chorus/internal/ptxtest"
+)
+
+// The PTX belongs to fabric.cu and has every module that there is.
+func TestPTX(t *testing.T) {
+	sources := []ptx.Source{{Name: "move", CUDA: source}}
+	for i := range formats {
+		for op := range ops {
+			sources = append(sources, ptx.Source{Name: templates[op] + "/" + formats[i].c, CUDA: source, Options: macros(&formats[i], op)})
+		}
+	}
+	ptxtest.Check(t, "fabric.ptx.gz", packed, sources)
+}

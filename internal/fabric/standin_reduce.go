@@ -1,0 +1,118 @@
+package fabric
+
+import (
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/kernel"
+)
+
+// reduce reduces the i-th words that the ranks have sent and this one's own.
+func (p *party) reduce(f fold, i int, own uint64) uint64 {
+	var words [maxRanks]uint64
+	for r := range p.ranks {
+		if r == p.rank {
+			words[r] = own
+		} else {
+			words[r] = p.receive(p.from(0, r), i)
+		}
+	}
+	return f(words[:p.ranks])
+}
+
+func (f fold) reduceScatter(c *kernel.Call) {
+	p := enter(c)
+	in := p.read(0, p.ranks*p.bytes)
+	chunk := func(r int) []byte { return in[r*p.bytes : (r+1)*p.bytes] }
+	for k := 1; k < p.ranks; k++ {
+		from, to := chunk(p.after(k)), p.from(k, p.rank)
+		for i := range wordsIn(p.bytes) {
+			p.send(to, i, word(from, i))
+		}
+	}
+	out := p.write(0, p.bytes)
+	for i := range wordsIn(p.bytes) {
+		setWord(out, i, p.reduce(f, i, word(chunk(p.rank), i)))
+	}
+	p.leave()
+}
+
+func (f fold) oneShot(c *kernel.Call) {
+	p := enter(c)
+	in, out := p.read(0, p.bytes), p.write(0, p.bytes)
+	for k := 1; k < p.ranks; k++ {
+		to := p.from(k, p.rank)
+		for i := range wordsIn(p.bytes) {
+			p.send(to, i, word(in, i))
+		}
+	}
+	for i := range wordsIn(p.bytes) {
+		setWord(out, i, p.reduce(f, i, word(in, i)))
+	}
+	p.leave()
+}
+
+func (f fold) twoShotPackets(c *kernel.Call) {
+	p := enter(c)
+	in, out := p.read(0, p.bytes), p.write(0, p.bytes)
+	share := over(wordsIn(p.bytes), p.ranks)
+	for k := 1; k < p.ranks; k++ {
+		to := p.from(k, p.rank)
+		for i := range share {
+			p.send(to, i, word(in, p.after(k)*share+i))
+		}
+	}
+	for i := range share {
+		at := p.rank*share + i
+		v := p.reduce(f, i, word(in, at))
+		for k := 1; k < p.ranks; k++ {
+			p.send(p.gathered(k), at, v)
+		}
+		setWord(out, at, v)
+	}
+	for k := 1; k < p.ranks; k++ {
+		for i := range share {
+			at := p.after(k)*share + i
+			setWord(out, at, p.receive(p.gathered(0), at))
+		}
+	}
+	p.leave()
+}
+
+// twoShot counts in words, two of which are a cell.
+func (f fold) twoShot(c *kernel.Call) {
+	p := enter(c)
+	in, out := p.read(0, p.bytes), p.write(0, p.bytes)
+	all := 2 * over(p.bytes, 16)
+	share := 2 * over(all/2, p.ranks)
+	// of calls do for each word of a rank's share, with its place in the whole.
+	of := func(r int, do func(i, at int)) {
+		for i := 0; i < share && r*share+i < all; i++ {
+			do(i, r*share+i)
+		}
+	}
+	for k := 1; k < p.ranks; k++ {
+		to := p.from(k, p.rank)
+		of(p.after(k), func(i, at int) { atomic.StoreUint64(&to[i], word(in, at)) })
+	}
+	p.barrier(0)
+	of(p.rank, func(i, at int) {
+		var words [maxRanks]uint64
+		for r := range p.ranks {
+			if r == p.rank {
+				words[r] = word(in, at)
+			} else {
+				words[r] = atomic.LoadUint64(&p.from(0, r)[i])
+			}
+		}
+		v := f(words[:p.ranks])
+		for k := 1; k < p.ranks; k++ {
+			atomic.StoreUint64(&p.gathered(k)[at], v)
+		}
+		setWord(out, at, v)
+	})
+	p.barrier(1)
+	for k := 1; k < p.ranks; k++ {
+		of(p.after(k), func(_, at int) { setWord(out, at, atomic.LoadUint64(&p.gathered(0)[at])) })
+	}
+	p.leave()
+}

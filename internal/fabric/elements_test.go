@@ -63,3 +63,7 @@ func sizeOf[T memory.Element]() int {
 	var z T
 	return int(unsafe.Sizeof(z))
 }
+
+func viewOf[T memory.Element](b []byte) []T {
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))), len(b)/sizeOf[T]())
+}

@@ -1,0 +1,330 @@
+package fabric_test
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+func makeOf[T memory.Element](t testing.TB, s *stream.Stream, n int) memory.Slice[T] {
+	t.Helper()
+	x, err := memory.Make[T](s, n)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, x.Close()) })
+	require.NoError(t, x.Zero(s))
+	return x
+}
+
+// Ranks that wait for one that does not come end when they are aborted, whatever they
+// wait in, and take nothing any more.
+func TestAbort(t *testing.T) {
+	each(t, []int{3}, func(t *testing.T, devs []*device.Device) {
+		for _, name := range []string{"one-shot", "two-shot-packets", "two-shot", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "graph"} {
+			t.Run(name, func(t *testing.T) {
+				group := open(t, devs, &fabric.Config{Bytes: 1})
+				absent := group[len(group)-1]
+				for _, m := range group[:len(group)-1] {
+					dst, src := makeOf[float32](t, m.s, len(group)*1000), makeOf[float32](t, m.s, len(group)*1000)
+					c := call{name: name, root: absent.Rank.Rank()}
+					x := anySlice[float32]{dst, src}
+					switch name {
+					case "all-gather":
+						x.src = src.Slice(0, 1000)
+					case "reduce-scatter":
+						x.dst = dst.Slice(0, 1000)
+					case "one-shot", "two-shot-packets", "two-shot", "graph":
+						c.name = "all-reduce"
+						for _, a := range fabric.Algorithms {
+							if a.String() == name {
+								c.algorithm = a
+							}
+						}
+					}
+					enqueue := func() error { return errors.Join(x.enqueue(c, m), x.enqueue(c, m)) }
+					if name == "graph" {
+						g, err := graph.Capture([]*stream.Stream{m.s}, enqueue)
+						require.NoError(t, err)
+						defer func() { require.NoError(t, g.Close()) }()
+						enqueue = func() error { return g.Launch(m.s) }
+					}
+					require.NoError(t, enqueue())
+					require.NoError(t, m.Err())
+				}
+				for _, m := range group[:len(group)-1] {
+					done, err := m.s.Query()
+					require.NoError(t, err)
+					require.False(t, done, "nobody has come")
+				}
+				for _, m := range group[:len(group)-1] {
+					m.Abort()
+				}
+				for _, m := range group[:len(group)-1] {
+					require.NoError(t, m.s.Sync(testgpu.Context(t)))
+					require.ErrorIs(t, m.Err(), fabric.ErrAborted)
+					require.ErrorContains(t, m.Err(), "given up")
+					x := makeOf[float32](t, m.s, 1)
+					require.ErrorIs(t, fabric.AllReduce(m.Rank, m.s, x, x, fabric.Sum, nil), fabric.ErrAborted)
+				}
+				require.NoError(t, absent.Err(), "nobody has aborted it")
+			})
+		}
+	})
+}
+
+func TestAbortIdle(t *testing.T) {
+	each(t, []int{1, 2}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, &fabric.Config{Bytes: 1})
+		x, y := makeOf[float32](t, group[0].s, 1), makeOf[float32](t, group[0].s, 1)
+		g, err := graph.Capture([]*stream.Stream{group[0].s}, func() error {
+			return fabric.AllReduce(group[0].Rank, group[0].s, x, y, fabric.Sum, nil)
+		})
+		require.NoError(t, err)
+		group[0].Abort()
+		group[0].Abort()
+		require.ErrorIs(t, group[0].Err(), fabric.ErrAborted)
+		require.NotContains(t, group[0].Err().Error(), "given up")
+		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, fabric.Sum, nil), fabric.ErrAborted)
+		if len(devs) > 1 {
+			require.ErrorIs(t, g.Launch(group[0].s), fabric.ErrAborted)
+		}
+		require.NoError(t, g.Close())
+		closeAll(t, group)
+		closeAll(t, group)
+		group[0].Abort()
+		require.ErrorIs(t, group[1%len(group)].Err(), device.ErrClosed)
+		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, fabric.Sum, nil), device.ErrClosed)
+		var none *fabric.Rank
+		none.Abort()
+		require.NoError(t, none.Close())
+		require.ErrorContains(t, fabric.AllReduce(none, group[0].s, x, x, fabric.Sum, nil), "no rank")
+	})
+}
+
+// A rank that waits while its device is lost ends, and can be closed.
+func TestDeviceLost(t *testing.T) {
+	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "cuLaunchHostFunc#1=CUDA_ERROR_ILLEGAL_ADDRESS"})
+	group, err := openAll(t, sys.Devices(), &fabric.Config{Bytes: 1})
+	require.NoError(t, err)
+	m, other := group[0], newStream(t, sys.Devices()[0])
+	x, err := memory.Make[float32](m.s, 1000)
+	require.NoError(t, err)
+	require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, fabric.Sum, nil))
+	require.Error(t, other.Callback(func() {}))
+	require.ErrorIs(t, m.s.Sync(testgpu.Context(t)), device.ErrorIllegalAddress)
+	_ = x.Close() // what it says is what the device said
+	_ = m.Close()
+	require.NoError(t, group[1].Close())
+	require.Zero(t, fabric.Scratches())
+}
+
+// Wrong arguments are found before anything is enqueued: the ranks stay in step.
+func TestArguments(t *testing.T) {
+	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, &fabric.Config{Bytes: 1})
+		n := len(group)
+		m, far := group[0], group[1]
+		r, s := m.Rank, m.s
+		x, y := makeOf[float32](t, s, 64*n), makeOf[float32](t, s, 64*n)
+		b, f8 := makeOf[bool](t, s, 8), makeOf[memory.Float8E4M3](t, s, 8)
+		i16 := makeOf[int16](t, s, 8)
+		z := makeOf[float32](t, far.s, 64*n)
+		big := makeOf[byte](t, s, 70000*n)
+		l := r.Limits()
+		sum := func(dst, src memory.Slice[float32], op fabric.Op, a fabric.Algorithm) error {
+			return fabric.AllReduce(r, s, dst, src, op, &fabric.AllReduceConfig{Algorithm: a})
+		}
+		for want, err := range map[string]error{
+			"the destination has 63 elements: want 64":   sum(x.Slice(0, 63), y.Slice(0, 64), fabric.Sum, 0),
+			"op 5 does not exist":                        sum(x, y, 5, 0),
+			"op -1 does not exist":                       sum(x, y, -1, 0),
+			"algorithm 4 does not exist":                 sum(x, y, fabric.Sum, 4),
+			"want the same memory, or none":              sum(x.Slice(0, 8), x.Slice(1, 9), fabric.Sum, 0),
+			"the operation runs on":                      sum(z, z, fabric.Sum, 0),
+			"cannot order work":                          fabric.AllReduce(r, far.s, x, y, fabric.Sum, nil),
+			"no stream given":                            fabric.AllReduce(r, nil, x, y, fabric.Sum, nil),
+			"want an integer":                            fabric.AllReduce(r, s, b, b, fabric.Max, nil),
+			"float8_e4m3fn":                              fabric.AllReduce(r, s, f8, f8, fabric.Sum, nil),
+			"int16":                                      fabric.ReduceScatter(r, s, i16.Slice(0, 1), i16.Slice(0, n), fabric.Sum),
+			"the destination has 8 elements: want":       fabric.AllGather(r, s, x.Slice(0, 8), y.Slice(0, 5)),
+			"want the source to be the rank's part":      fabric.AllGather(r, s, x.Slice(0, 8*n), x.Slice(8, 16)),
+			"want the destination to be the rank's part": fabric.ReduceScatter(r, s, x.Slice(8, 16), x.Slice(0, 8*n), fabric.Sum),
+			"the source has 8 elements: want":            fabric.ReduceScatter(r, s, y.Slice(0, 5), x.Slice(0, 8), fabric.Sum),
+			"want a multiple of":                         fabric.AllToAll(r, s, x.Slice(0, 9), y.Slice(0, 9)),
+			"want no memory in common":                   fabric.AllToAll(r, s, x, x),
+			"rank -1 does not exist":                     fabric.Broadcast(r, s, x, y, -1),
+			"want 64":                                    fabric.Broadcast(r, s, x.Slice(0, 63), y.Slice(0, 64), 0),
+			"bytes a rank: at most":                      fabric.AllReduce(r, s, big.Slice(0, l.AllReduce()+1), big.Slice(0, l.AllReduce()+1), fabric.Sum, nil),
+			"one-shot takes at most":                     fabric.AllReduce(r, s, big.Slice(0, l.OneShot+1), big.Slice(0, l.OneShot+1), fabric.Sum, &fabric.AllReduceConfig{Algorithm: fabric.OneShot}),
+			"at most":                                    fabric.Broadcast(r, s, big.Slice(0, l.Part+1), big.Slice(0, l.Part+1), 0),
+			"all-gather on rank 0 of":                    fabric.AllGather(r, s, big.Slice(0, n*(l.Part+1)), big.Slice(0, l.Part+1)),
+		} {
+			require.ErrorContains(t, err, want)
+			require.ErrorContains(t, err, "fabric: ")
+		}
+		require.ErrorIs(t, fabric.AllReduce(r, s, b, b, fabric.Max, nil), errors.ErrUnsupported)
+		require.NoError(t, sum(x.Slice(0, 0), x.Slice(0, 0), fabric.Sum, 0), "nothing to do")
+		require.NoError(t, fabric.AllGather(r, s, memory.Slice[float32]{}, memory.Slice[float32]{}))
+		done, err := s.Query()
+		for ; !done && err == nil; done, err = s.Query() {
+		}
+		require.NoError(t, err)
+		carryOut(t, group, floats(func(x float32) float32 { return x }), call{name: "all-reduce", n: 100})
+	})
+}
+
+// The sum of 16-bit floats is that of float32, in the order of the ranks, rounded once;
+// the same bits on all ranks by each algorithm.
+func TestRounding(t *testing.T) {
+	each(t, []int{3, 8}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, &fabric.Config{Bytes: 1})
+		seed := rand.Uint64()
+		t.Log("seed ", seed)
+		rounding(t, group, rand.New(rand.NewPCG(seed, 1)), memory.Float16Of, memory.Float16.Float32)
+		rounding(t, group, rand.New(rand.NewPCG(seed, 2)), memory.BFloat16Of, memory.BFloat16.Float32)
+		same := func(x float32) float32 { return x }
+		rounding(t, group, rand.New(rand.NewPCG(seed, 3)), same, same)
+	})
+}
+
+func rounding[T memory.Element](t *testing.T, group []member, rng *rand.Rand, narrow func(float32) T, wide func(T) float32) {
+	const n = 1001
+	in := make([][]T, len(group))
+	for r := range in {
+		for range n {
+			in[r] = append(in[r], narrow(float32(rng.NormFloat64())*float32(int(1)<<rng.IntN(12))))
+		}
+	}
+	want := make([]T, n)
+	for i := range want {
+		sum := wide(in[0][i])
+		for _, xs := range in[1:] {
+			sum += wide(xs[i])
+		}
+		want[i] = narrow(sum)
+	}
+	for _, a := range fabric.Algorithms {
+		var outs []memory.Slice[T]
+		for r, m := range group {
+			x := makeOf[T](t, m.s, n)
+			require.NoError(t, x.CopyFrom(m.s, in[r]))
+			outs = append(outs, x)
+		}
+		for r, m := range group {
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, outs[r], outs[r], fabric.Sum, &fabric.AllReduceConfig{Algorithm: a}))
+		}
+		for r, m := range group {
+			got := make([]T, n)
+			require.NoError(t, outs[r].CopyTo(m.s, got))
+			require.Equal(t, want, got, "%s on rank %d", a, r)
+		}
+	}
+}
+
+// What cannot be a group is refused on all ranks, and leaves nothing.
+func TestOpenRefuses(t *testing.T) {
+	before := fabric.Scratches()
+	refused := func(t *testing.T, devs []*device.Device, want string) {
+		group, err := openAll(t, devs, &fabric.Config{Bytes: 1})
+		require.ErrorIs(t, err, errors.ErrUnsupported)
+		for _, m := range group {
+			require.Nil(t, m.Rank)
+		}
+		require.ErrorContains(t, err, want)
+		require.Equal(t, before, fabric.Scratches())
+	}
+	t.Run("ranks", func(t *testing.T) {
+		refused(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 9}), "at most 8 ranks")
+	})
+	t.Run("two on a GPU", func(t *testing.T) {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+		refused(t, []*device.Device{devs[0], devs[1], devs[0]}, "one for ranks 0 and 2")
+	})
+	t.Run("peers", func(t *testing.T) {
+		t.Setenv(env.P2P.Name, "off")
+		refused(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), "peer access")
+	})
+	t.Run("memory", func(t *testing.T) {
+		sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "cuMemAlloc#*=CUDA_ERROR_OUT_OF_MEMORY"})
+		_, err := openAll(t, sys.Devices(), nil)
+		require.ErrorIs(t, err, device.ErrorOutOfMemory)
+		require.Equal(t, before, fabric.Scratches())
+	})
+	t.Run("one fails", func(t *testing.T) {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+		for _, failing := range []int{1, 2} { // the exchange in which rank 1 says so
+			seats := &table{ranks: 2}
+			ends := make(chan error, 2)
+			for i, dev := range devs {
+				s, say, turn := newStream(t, dev), seats.seat(i), 0
+				go func() {
+					_, err := fabric.Open(testgpu.Context(t), s, i, 2, func(ctx context.Context, mine []byte) ([][]byte, error) {
+						if turn++; i == 1 && turn == failing {
+							mine = []byte(`{"Failed": "out of luck"}`)
+						}
+						return say(ctx, mine)
+					}, nil)
+					ends <- err
+				}()
+			}
+			require.ErrorContains(t, <-ends, "rank 1 cannot: out of luck")
+			require.ErrorContains(t, <-ends, "rank 1 cannot: out of luck")
+			require.Equal(t, before, fabric.Scratches())
+		}
+	})
+	t.Run("exchange", func(t *testing.T) {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+		s := newStream(t, devs[0])
+		broken := errors.New("broken")
+		answer := func(said [][]byte, err error) fabric.Exchange {
+			return func(context.Context, []byte) ([][]byte, error) { return said, err }
+		}
+		for want, f := range map[string]fabric.Exchange{
+			"broken":               answer(nil, broken),
+			"want 2":               answer([][]byte{{}}, nil),
+			"what rank 1 has said": answer([][]byte{[]byte("{}"), []byte("nonsense")}, nil),
+			"in the place of":      answer([][]byte{[]byte("{}"), []byte("{}")}, nil),
+			"no exchange":          nil,
+		} {
+			_, err := fabric.Open(testgpu.Context(t), s, 0, 2, f, nil)
+			require.ErrorContains(t, err, want)
+		}
+		_, err := fabric.Open(testgpu.Context(t), s, 2, 2, answer(nil, nil), nil)
+		require.ErrorContains(t, err, "rank 2 of 2 does not exist")
+		_, err = fabric.Open(testgpu.Context(t), s, 0, 2, answer(nil, nil), &fabric.Config{Bytes: -1})
+		require.ErrorContains(t, err, "Bytes is -1")
+		_, err = fabric.Open(testgpu.Context(t), nil, 0, 2, answer(nil, nil), nil)
+		require.ErrorContains(t, err, "no stream")
+		require.Equal(t, before, fabric.Scratches())
+	})
+	t.Run("config", func(t *testing.T) {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+		seats := &table{ranks: 2}
+		ends := make(chan error, 2)
+		for i, dev := range devs {
+			s := newStream(t, dev)
+			go func() {
+				_, err := fabric.Open(testgpu.Context(t), s, i, 2, seats.seat(i), &fabric.Config{Bytes: 1 + i<<20})
+				ends <- err
+			}()
+		}
+		require.ErrorContains(t, <-ends, "want the same on all")
+		require.ErrorContains(t, <-ends, "want the same on all")
+	})
+}
+
+func TestLimits(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 8})
+	group := open(t, devs, nil)
+	require.Equal(t, fabric.Limits{OneShot: 512 << 10, TwoShotPackets: 4 << 20, TwoShot: 8 << 20, Part: 512 << 10}, group[0].Limits())
+}

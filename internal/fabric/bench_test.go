@@ -1,0 +1,179 @@
+package fabric_test
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/stream"
+)
+
+// How many operations a graph has, and how often it is launched in a round.
+const (
+	benchOps      = 50
+	benchLaunches = 20
+)
+
+func BenchmarkAllReduce(b *testing.B) {
+	sizes := []int{8, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20}
+	benchGroups(b, func(b *testing.B, group []member) {
+		l := group[0].Limits()
+		for _, a := range fabric.Algorithms {
+			limit := map[fabric.Algorithm]int{fabric.OneShot: l.OneShot, fabric.TwoShotPackets: l.TwoShotPackets, fabric.TwoShot: l.TwoShot}[a]
+			for _, bytes := range sizes {
+				if bytes <= limit {
+					benchCall(b, group, fmt.Sprintf("algo=%s/bytes=%d", a, bytes), call{name: "all-reduce", algorithm: a, n: bytes / 4})
+				}
+			}
+		}
+	})
+}
+
+func BenchmarkAllGather(b *testing.B)     { benchParts(b, "all-gather") }
+func BenchmarkReduceScatter(b *testing.B) { benchParts(b, "reduce-scatter") }
+func BenchmarkBroadcast(b *testing.B)     { benchParts(b, "broadcast") }
+func BenchmarkAllToAll(b *testing.B)      { benchParts(b, "all-to-all") }
+
+// benchParts measures a collective by the bytes of one rank's part.
+func benchParts(b *testing.B, name string) {
+	benchGroups(b, func(b *testing.B, group []member) {
+		for _, bytes := range []int{8, 4 << 10, 64 << 10} {
+			benchCall(b, group, fmt.Sprint("bytes=", bytes), call{name: name, n: bytes / 4})
+		}
+	})
+}
+
+func benchGroups(b *testing.B, fn func(b *testing.B, group []member)) {
+	for _, n := range []int{2, 4, 8} {
+		b.Run(fmt.Sprint("gpus=", n), func(b *testing.B) { fn(b, open(b, testgpu.CUDA(b, n), nil)) })
+	}
+}
+
+// benchCall checks a collective once and measures it, each operation enqueued by
+// itself and in graphs.
+func benchCall(b *testing.B, group []member, name string, c call) {
+	b.Run(name, func(b *testing.B) {
+		carryOut(b, group, floats(func(x float32) float32 { return x }), c)
+		for _, mode := range []string{"eager", "graph"} {
+			b.Run(mode, func(b *testing.B) { measure(b, group, c, mode == "graph") })
+		}
+	})
+}
+
+func measure(b *testing.B, group []member, c call, captured bool) {
+	racers := make([]*racer, len(group))
+	for i, m := range group {
+		racers[i] = newRacer(b, m, c, captured)
+	}
+	race(b, racers, 1) // which loads what is to be loaded
+	b.ResetTimer()
+	slowest := race(b, racers, b.N)
+	b.ReportMetric(float64(slowest.Nanoseconds())/1e3/float64(b.N*benchOps*benchLaunches), "µs/op")
+	b.ReportMetric(0, "ns/op")
+	for _, r := range racers {
+		r.close(b)
+	}
+}
+
+// A racer enqueues one rank's operations.
+type racer struct {
+	m        member
+	x        anySlice[float32]
+	c        call
+	exec     *graph.Exec
+	from, to *stream.Event
+}
+
+func newRacer(b *testing.B, m member, c call, captured bool) *racer {
+	dst, src := typedStep[float32]{call: c}.elements(m.Ranks())
+	r := &racer{m: m, c: c, x: anySlice[float32]{makeOf[float32](b, m.s, dst), makeOf[float32](b, m.s, src)}}
+	var err error
+	r.from, err = stream.NewEvent(m.s.Device(), &stream.EventConfig{Timing: true})
+	require.NoError(b, err)
+	r.to, err = stream.NewEvent(m.s.Device(), &stream.EventConfig{Timing: true})
+	require.NoError(b, err)
+	require.NoError(b, m.s.Sync(testgpu.Context(b)))
+	if captured {
+		r.exec, err = graph.Capture([]*stream.Stream{m.s}, r.batch)
+		require.NoError(b, err)
+	}
+	return r
+}
+
+func (r *racer) batch() error {
+	for range benchOps {
+		if err := r.x.enqueue(r.c, r.m); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// run enqueues rounds, between two events.
+func (r *racer) run(rounds int) (time.Duration, error) {
+	if err := r.from.Record(r.m.s); err != nil {
+		return 0, err
+	}
+	for range rounds * benchLaunches {
+		var err error
+		if r.exec != nil {
+			err = r.exec.Launch(r.m.s)
+		} else {
+			err = r.batch()
+		}
+		if err != nil {
+			return 0, err
+		}
+	}
+	if err := r.to.Record(r.m.s); err != nil {
+		return 0, err
+	}
+	if err := r.to.Sync(context.Background()); err != nil {
+		return 0, err
+	}
+	return r.to.Elapsed(r.from)
+}
+
+func (r *racer) close(b *testing.B) {
+	if r.exec != nil {
+		require.NoError(b, r.exec.Close())
+	}
+	require.NoError(b, r.from.Close())
+	require.NoError(b, r.to.Close())
+}
+
+// race runs all ranks, each on a thread of its own, and returns the time of the
+// slowest.
+func race(b *testing.B, racers []*racer, rounds int) (slowest time.Duration) {
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	gate := make(chan struct{})
+	for _, r := range racers {
+		wg.Go(func() {
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			<-gate
+			d, err := r.run(rounds)
+			if err != nil {
+				b.Error(err)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			slowest = max(slowest, d)
+		})
+	}
+	close(gate)
+	wg.Wait()
+	if b.Failed() {
+		b.FailNow()
+	}
+	return slowest
+}

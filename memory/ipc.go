@@ -98,10 +98,38 @@ func OpenIPC[T Element](s *stream.Stream, h IPCHandle) (Slice[T], error) {
 	if err := s.RefuseCapture(op, "open it before the capture"); err != nil {
 		return Slice[T]{}, err
 	}
+	uuid, err := s.Device().UUID()
+	if err != nil {
+		return Slice[T]{}, err
+	}
+	if h.Device != uuid {
+		return Slice[T]{}, fmt.Errorf("%s: the memory is of the GPU %s, the stream of %s (%s): use a stream of that GPU", op, h.Device, s.Device(), uuid)
+	}
+	return openIPC[T](s, h, op)
+}
+
+// OpenPeerIPC is OpenIPC for memory of any GPU that the device of s reaches, of which
+// kernels on that device then use it: no context is made on the GPU that has the
+// memory. What is on s waits for nothing: the other process has waited for what comes
+// before. For Chorus's own packages.
+func OpenPeerIPC[T Element](s *stream.Stream, h IPCHandle) (Slice[T], error) {
+	const op = "memory: open ipc handle of a peer"
+	if err := s.Check(op, nil); err != nil {
+		return Slice[T]{}, err
+	}
+	if err := s.RefuseCapture(op, "open it before the capture"); err != nil {
+		return Slice[T]{}, err
+	}
+	h.Event = nil // events are of one GPU
+	return openIPC[T](s, h, op)
+}
+
+// openIPC maps the memory for the device of s.
+func openIPC[T Element](s *stream.Stream, h IPCHandle, op string) (Slice[T], error) {
 	if want := DTypeOf[T]().String(); h.DType != want {
 		return Slice[T]{}, fmt.Errorf("%s: its elements are %q, not %s", op, h.DType, want)
 	}
-	if err := h.check(s.Device(), sizeOf[T]()); err != nil {
+	if err := h.check(sizeOf[T]()); err != nil {
 		return Slice[T]{}, fmt.Errorf("%s: %w", op, err)
 	}
 	if !s.Retain() {
@@ -116,14 +144,8 @@ func OpenIPC[T Element](s *stream.Stream, h IPCHandle) (Slice[T], error) {
 }
 
 // check finds what is wrong with a handle before anybody is asked.
-func (h *IPCHandle) check(dev *device.Device, size int) error {
-	uuid, err := dev.UUID()
-	if err != nil {
-		return err
-	}
+func (h *IPCHandle) check(size int) error {
 	switch {
-	case h.Device != uuid:
-		return fmt.Errorf("the memory is of the GPU %s, the stream of %s (%s): use a stream of that GPU", h.Device, dev, uuid)
 	case h.Bytes <= 0 || h.Bytes%size != 0 || h.Offset < 0 || h.Socket == "" || len(h.Token) != tokenBytes:
 		return errors.New("the handle is damaged")
 	case len(h.Segment) != 0 && len(h.Segment) != 64 || len(h.Event) != 0 && len(h.Event) != 64:

@@ -83,10 +83,10 @@ var here = sync.OnceValues(func() (host, process string) {
 	return strings.TrimSpace(string(id)) + "/" + name, fmt.Sprintf("%d/%s", os.Getpid(), rand.Text())
 })
 
-// A scratch is the scratch memory of a rank of this process. It stays until the last
-// rank that has it is closed, since others write to it as long as they work.
+// A scratch is the scratch memory of a rank. That of a rank of this process stays until
+// the last rank that has it is closed, since others write to it as long as they work.
 type scratch struct {
-	id    uint64
+	id    uint64 // 0 for that of another process
 	words memory.Slice[uint64]
 	uses  int // scratches.mu guards it
 }
@@ -129,6 +129,9 @@ func findScratch(id uint64) (*scratch, error) {
 func (x *scratch) close() error {
 	if x == nil {
 		return nil
+	}
+	if x.id == 0 {
+		return x.words.Close()
 	}
 	t := &scratches
 	t.mu.Lock()

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -79,7 +81,11 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 	if err := agree(cards); err != nil {
 		return err
 	}
-	failed = r.link(s, cards)
+	handles, err := r.share(ctx, exchange, cards)
+	if err != nil {
+		return err
+	}
+	failed = r.link(s, cards, handles)
 	verdicts, err := swap(ctx, exchange, r.ranks, verdictOf(failed))
 	if failed != nil || err != nil {
 		return errors.Join(failed, err)
@@ -136,11 +142,22 @@ func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
 	return s.Sync(ctx)
 }
 
+// share returns by what ranks of other processes open the scratch memory of each rank,
+// which is nothing where all are of this one. A rank that has none leaves it empty.
+func (r *Rank) share(ctx context.Context, exchange Exchange, cards []card) ([]memory.IPCHandle, error) {
+	if !slices.ContainsFunc(cards, func(c card) bool { return c.Process != cards[0].Process }) {
+		return make([]memory.IPCHandle, r.ranks), nil
+	}
+	mine, failed := r.peers[0].words.IPCHandle()
+	handles, err := swap(ctx, exchange, r.ranks, mine)
+	return handles, errors.Join(failed, err)
+}
+
 // link maps the scratch memory of the others, in the order of the ranks after this one.
-func (r *Rank) link(s *stream.Stream, cards []card) error {
+func (r *Rank) link(s *stream.Stream, cards []card, handles []memory.IPCHandle) error {
 	for k := 1; k < r.ranks; k++ {
 		peer := (r.rank + k) % r.ranks
-		if err := r.reach(s, &cards[peer]); err != nil {
+		if err := r.reach(s, &cards[peer], handles[peer]); err != nil {
 			return fmt.Errorf("the memory of rank %d: %w", peer, err)
 		}
 	}
@@ -148,9 +165,9 @@ func (r *Rank) link(s *stream.Stream, cards []card) error {
 }
 
 // reach adds the scratch memory of a rank to peers.
-func (r *Rank) reach(_ *stream.Stream, c *card) error {
+func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
 	if _, process := here(); c.Process != process {
-		return unsupported("all ranks in one process", "several")
+		return r.reachFar(s, c, h)
 	}
 	x, err := findScratch(c.Scratch)
 	if err != nil {
@@ -159,9 +176,36 @@ func (r *Rank) reach(_ *stream.Stream, c *card) error {
 	r.peers = append(r.peers, x)
 	can, err := memory.Reach(r.dev, x.words.Device())
 	if err == nil && !can {
-		err = unsupported("peer access between all GPUs", fmt.Sprintf("none between %s and %s", r.dev, x.words.Device()))
+		err = noAccess(r.dev, x.words.Device())
 	}
 	return err
+}
+
+// reachFar is reach for a rank of another process. A GPU that this process does not see
+// cannot be asked for; the driver then says what it can do.
+func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
+	for _, peer := range r.dev.System().Devices() {
+		if uuid, err := peer.UUID(); err != nil || uuid != c.GPU {
+			continue
+		}
+		can, err := r.dev.CanAccessPeer(peer)
+		if err != nil {
+			return err
+		}
+		if works, tested := r.dev.PeerTested(peer); !can || tested && !works {
+			return noAccess(r.dev, peer)
+		}
+	}
+	words, err := memory.OpenPeerIPC[uint64](s, h)
+	if err != nil {
+		return err
+	}
+	r.peers = append(r.peers, &scratch{words: words})
+	return nil
+}
+
+func noAccess(a, b *device.Device) error {
+	return unsupported("peer access between all GPUs", fmt.Sprintf("none between %s and %s", a, b))
 }
 
 // arm makes the arguments that all operations have.

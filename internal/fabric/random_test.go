@@ -79,24 +79,24 @@ func (p typedStep[T]) expect(rank, ranks int, dst []byte) {
 }
 
 // randomStep draws a collective, mostly a short one.
-func randomStep(rng *rand.Rand, group []member) step {
+func randomStep(rng *rand.Rand, m member) step {
 	switch rng.IntN(5) {
 	case 0:
-		return randomOf(rng, group, integers[int8]())
+		return randomOf(rng, m, integers[int8]())
 	case 1:
-		return randomOf(rng, group, integers[uint64]())
+		return randomOf(rng, m, integers[uint64]())
 	case 2:
-		return randomOf(rng, group, floats(memory.Float16Of))
+		return randomOf(rng, m, floats(memory.Float16Of))
 	case 3:
-		return randomOf(rng, group, floats(func(x float32) float32 { return x }))
+		return randomOf(rng, m, floats(func(x float32) float32 { return x }))
 	}
-	return randomOf(rng, group, floats(memory.BFloat16Of))
+	return randomOf(rng, m, floats(memory.BFloat16Of))
 }
 
-func randomOf[T memory.Element](rng *rand.Rand, group []member, k kit[T]) step {
+func randomOf[T memory.Element](rng *rand.Rand, m member, k kit[T]) step {
 	names := []string{"all-reduce", "all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"}
-	l := group[0].Limits()
-	c := call{name: names[rng.IntN(len(names))], op: allOps[rng.IntN(len(allOps))], skip: rng.IntN(3), root: rng.IntN(len(group))}
+	l := m.Limits()
+	c := call{name: names[rng.IntN(len(names))], op: allOps[rng.IntN(len(allOps))], skip: rng.IntN(3), root: rng.IntN(m.Ranks())}
 	limit := l.Part
 	if c.name == "all-reduce" {
 		c.algorithm = fabric.Algorithm(rng.IntN(4))
@@ -181,61 +181,52 @@ func (p *part) close(t testing.TB) {
 	require.NoError(t, p.src.Close())
 }
 
-// Random sequences, of which some parts are graphs that are launched several times,
-// with ranks that are out of step.
-func TestRandom(t *testing.T) {
-	each(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
-		seed := rand.Uint64()
-		t.Log("seed ", seed)
-		group := open(t, devs, &fabric.Config{Bytes: 1})
-		rounds, most := 100, 40
-		if devs[0].System().Backend() == "cuda" {
-			rounds = 500
-		} else if len(devs) == 8 {
-			rounds = 30
-		}
-		rng := rand.New(rand.NewPCG(seed, 0))
-		sequences := func(n int) (all [][]step) {
-			for range n {
-				steps := make([]step, 1+rng.IntN(most))
-				for i := range steps {
-					steps[i] = randomStep(rng, group)
-				}
-				all = append(all, steps)
-			}
-			return all
-		}
-		eager, captured := sequences(rounds), sequences(3)
-		launches := make([]int, rounds)
-		for i := range launches {
-			launches[i] = rng.IntN(len(captured) + 1) // beyond: none
-		}
-		var wg sync.WaitGroup
-		for _, m := range group {
-			wg.Go(func() { wander(t, m, rand.New(rand.NewPCG(seed, uint64(m.Rank.Rank()+1))), eager, captured, launches) })
-		}
-		wg.Wait()
-	})
+// A plan is what all ranks do: sequences of steps, before and after launches of graphs
+// of other sequences.
+type plan struct {
+	seed            uint64
+	eager, captured [][]step
+	launches        []int // which graph; beyond their number none
 }
 
-// wander is one rank's way through the sequences.
-func wander(t *testing.T, m member, rng *rand.Rand, eager, captured [][]step, launches []int) {
+func newPlan(seed uint64, m member, rounds int) *plan {
+	rng := rand.New(rand.NewPCG(seed, 0))
+	sequences := func(n int) (all [][]step) {
+		for range n {
+			steps := make([]step, 1+rng.IntN(40))
+			for i := range steps {
+				steps[i] = randomStep(rng, m)
+			}
+			all = append(all, steps)
+		}
+		return all
+	}
+	p := &plan{seed: seed, eager: sequences(rounds), captured: sequences(3)}
+	for range rounds {
+		p.launches = append(p.launches, rng.IntN(len(p.captured)+1))
+	}
+	return p
+}
+
+// run is one rank's way through the plan.
+func (x *plan) run(t *testing.T, m member) {
+	rng := rand.New(rand.NewPCG(x.seed, uint64(m.Rank.Rank()+1)))
 	var graphs []*part
-	for _, steps := range captured {
+	for _, steps := range x.captured {
 		p := newPart(t, m, steps)
-		x, err := graph.Capture([]*stream.Stream{m.s}, func() error { return p.enqueue(m) })
+		exec, err := graph.Capture([]*stream.Stream{m.s}, func() error { return p.enqueue(m) })
 		if err != nil {
 			t.Error(err)
 			return
 		}
-		p.exec = x
+		p.exec = exec
 		graphs = append(graphs, p)
 	}
-	for i, steps := range eager {
+	for i, steps := range x.eager {
 		p := newPart(t, m, steps)
 		var replayed *part
-		if launches[i] < len(graphs) {
-			replayed = graphs[launches[i]]
+		if x.launches[i] < len(graphs) {
+			replayed = graphs[x.launches[i]]
 			require.NoError(t, replayed.dst.Zero(m.s))
 			require.NoError(t, replayed.exec.Launch(m.s))
 		}
@@ -260,6 +251,28 @@ func wander(t *testing.T, m member, rng *rand.Rand, eager, captured [][]step, la
 	}
 }
 
+// Random sequences, of which some are graphs that are launched several times, with
+// ranks that are out of step.
+func TestRandom(t *testing.T) {
+	each(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
+		seed := rand.Uint64()
+		t.Log("seed ", seed)
+		group := open(t, devs, &fabric.Config{Bytes: 1})
+		rounds := 100 // of 20 operations
+		switch {
+		case devs[0].System().Backend() == "cuda":
+			rounds = 500
+		case len(devs) == 8:
+			rounds = 30
+		}
+		var wg sync.WaitGroup
+		for _, m := range group {
+			wg.Go(func() { newPlan(seed, m, rounds).run(t, m) })
+		}
+		wg.Wait()
+	})
+}
+
 // dawdle puts the ranks out of step.
 func dawdle(rng *rand.Rand) {
 	if rng.IntN(3) == 0 {
@@ -277,7 +290,7 @@ func TestGraphOfAllRanks(t *testing.T) {
 		rng := rand.New(rand.NewPCG(1, 2))
 		steps := make([]step, 12)
 		for i := range steps {
-			steps[i] = randomStep(rng, group)
+			steps[i] = randomStep(rng, group[0])
 		}
 		var parts []*part
 		var streams []*stream.Stream

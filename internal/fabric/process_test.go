@@ -1,0 +1,149 @@
+package fabric_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+// workerVar tells a worker its backend, what it does, its rank, the number of ranks,
+// a seed and the folder in which the ranks exchange what they say.
+const workerVar = "CHORUS_TEST_FABRIC"
+
+// A folder is where ranks of several processes exchange what they say.
+type folder struct {
+	path  string
+	ranks int
+}
+
+func (f folder) seat(rank int) fabric.Exchange {
+	next := 0
+	return func(ctx context.Context, mine []byte) ([][]byte, error) {
+		next++
+		name := func(rank int) string { return filepath.Join(f.path, fmt.Sprint(next, ".", rank)) }
+		if err := os.WriteFile(name(rank)+".new", mine, 0o600); err != nil {
+			return nil, err
+		}
+		if err := os.Rename(name(rank)+".new", name(rank)); err != nil {
+			return nil, err
+		}
+		said := make([][]byte, f.ranks)
+		for r := range said {
+			for {
+				text, err := os.ReadFile(name(r))
+				if said[r] = text; err == nil {
+					break
+				}
+				if ctx.Err() != nil {
+					return nil, context.Cause(ctx)
+				}
+				time.Sleep(time.Millisecond)
+			}
+		}
+		return said, nil
+	}
+}
+
+// TestWorker is one rank of the tests below, in a process of its own.
+func TestWorker(t *testing.T) {
+	fields := strings.Fields(os.Getenv(workerVar))
+	if len(fields) != 6 {
+		t.Skip("a worker of other tests")
+	}
+	number := func(i int) int {
+		n, err := strconv.Atoi(fields[i])
+		require.NoError(t, err)
+		return n
+	}
+	rank, ranks, seed := number(2), number(3), uint64(number(4))
+	var devs []*device.Device
+	if fields[0] == "cuda" {
+		devs = testgpu.CUDA(t, ranks)
+	} else {
+		devs = testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: ranks})
+	}
+	s, seat := newStream(t, devs[rank]), folder{fields[5], ranks}.seat(rank)
+	r, err := fabric.Open(testgpu.Context(t), s, rank, ranks, seat, &fabric.Config{Bytes: 1})
+	require.NoError(t, err)
+	m := member{r, s}
+	x := makeOf[float32](t, s, 1000)
+	meet := func() {
+		_, err := seat(testgpu.Context(t), nil)
+		require.NoError(t, err)
+	}
+	switch fields[1] {
+	case "random":
+		p := newPlan(seed, m, 20)
+		p.run(t, m)
+		meet()
+	case "die":
+		require.NoError(t, fabric.AllReduce(r, s, x, x, fabric.Sum, nil))
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+		meet()
+		if rank == 0 {
+			os.Exit(0)
+		}
+		require.NoError(t, fabric.AllReduce(r, s, x, x, fabric.Sum, nil))
+		done, err := s.Query()
+		require.NoError(t, err)
+		require.False(t, done, "rank 0 is gone")
+		r.Abort()
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+		require.ErrorContains(t, r.Err(), "given up")
+	}
+	require.NoError(t, r.Close())
+	require.Zero(t, fabric.Scratches())
+}
+
+// Ranks of several processes do what those of one do; and where one dies, the others
+// can be aborted.
+func TestProcesses(t *testing.T) {
+	for _, task := range []string{"random", "die"} {
+		for _, n := range []int{2, 3} {
+			t.Run(fmt.Sprint(task, "/virtual/", n), func(t *testing.T) { processes(t, "virtual", task, n) })
+		}
+		for _, n := range []int{2, 4, 8} {
+			t.Run(fmt.Sprint(task, "/cuda/", n), func(t *testing.T) {
+				testgpu.CUDA(t, n)
+				processes(t, "cuda", task, n)
+			})
+		}
+	}
+}
+
+func processes(t *testing.T, backend, task string, n int) {
+	dir, seed := t.TempDir(), rand.Uint32()
+	t.Log("seed ", seed)
+	type end struct {
+		rank int
+		text []byte
+		err  error
+	}
+	ends := make(chan end, n)
+	for rank := range n {
+		cmd := exec.CommandContext(testgpu.Context(t), os.Args[0], "-test.run=^TestWorker$", "-test.timeout=90s")
+		cmd.Env = append(os.Environ(), fmt.Sprint(workerVar, "=", backend, " ", task, " ", rank, " ", n, " ", seed, " ", dir))
+		go func() {
+			text, err := cmd.CombinedOutput()
+			ends <- end{rank, text, err}
+		}()
+	}
+	for range n {
+		e := <-ends
+		require.NoError(t, e.err, "rank %d: %s", e.rank, e.text)
+		require.NotContains(t, string(e.text), "SKIP")
+	}
+}

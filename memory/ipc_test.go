@@ -204,6 +204,47 @@ func TestIPC(t *testing.T) {
 	}
 }
 
+// A device opens the memory of a peer, on which no context is made.
+func TestPeerIPC(t *testing.T) {
+	for name, kind := range shareables {
+		t.Run(name, func(t *testing.T) {
+			const n = 1000
+			streamOf := func(ordinal int) *stream.Stream {
+				s, err := stream.New(testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})[ordinal], nil)
+				require.NoError(t, err)
+				t.Cleanup(func() { require.NoError(t, s.Close()) })
+				return s
+			}
+			a, b := streamOf(1), streamOf(0)
+			var freed atomic.Int32
+			x := kind(t, a, n, &freed)
+			require.NoError(t, x.CopyFrom(a, ints(n, 5)))
+			h, err := x.IPCHandle()
+			require.NoError(t, err)
+			_, err = OpenIPC[int32](b, h)
+			require.ErrorContains(t, err, "use a stream of that GPU")
+			_, err = OpenPeerIPC[uint32](b, h)
+			require.ErrorContains(t, err, "not uint32")
+			_, err = OpenPeerIPC[int32](nil, h)
+			require.ErrorContains(t, err, "no stream given")
+			y, err := OpenPeerIPC[int32](b, sent(t, h))
+			require.NoError(t, err)
+			require.Equal(t, b.Device(), y.Device(), "whose kernels use it")
+			require.Equal(t, ints(n, 5), read(t, b, y))
+			require.NoError(t, y.CopyFrom(b, ints(n, 70)))
+			require.NoError(t, b.Sync(testgpu.Context(t)))
+			require.Equal(t, ints(n, 70), read(t, a, x))
+			_, active, result := b.Device().Driver().DevicePrimaryCtxGetState(1)
+			require.Zero(t, result)
+			require.Zero(t, active, "no context on the peer")
+			require.NoError(t, x.Close())
+			require.NoError(t, y.Close())
+			require.EqualValues(t, 1, freed.Load())
+			nothingOpen(t, b)
+		})
+	}
+}
+
 // Parts of one segment share its mapping, and each has its place.
 func TestIPCSharesMappings(t *testing.T) {
 	for name, kind := range shareables {

@@ -324,7 +324,8 @@ func TestOpenRefuses(t *testing.T) {
 }
 
 func TestLimits(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 8})
-	group := open(t, devs, nil)
-	require.Equal(t, fabric.Limits{OneShot: 512 << 10, TwoShotPackets: 4 << 20, TwoShot: 8 << 20, Part: 512 << 10}, group[0].Limits())
+	group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), nil)
+	require.Equal(t, fabric.Limits{OneShot: 2 << 20, TwoShotPackets: 4 << 20, TwoShot: 8 << 20, Part: 2 << 20}, group[0].Limits())
+	group = open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), &fabric.Config{Bytes: 200 << 10})
+	require.Equal(t, fabric.Limits{OneShot: 64 << 10, TwoShotPackets: 131064, TwoShot: 256 << 10, Part: 64 << 10}, group[0].Limits())
 }

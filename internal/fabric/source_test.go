@@ -1,0 +1,59 @@
+package fabric
+
+import (
+	_ "embed"
+	"os/exec"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/ptxtest"
+)
+
+//go:embed testdata/host.h
+var hostPrelude string
+
+//go:embed testdata/host.cc
+var hostMain string
+
+// onHost says what the assembly of fabric.cu is in C++, and makes blocks of 8 threads,
+// which let others go first when they poll.
+var onHost = []struct{ cuda, host string }{
+	{`#define THREADS 512`, `#define THREADS 8`},
+	{`asm volatile\("st\.volatile[^\n]*`, `atom(p)[0] = a | (u64)b << 32; atom(p)[1] = c | (u64)d << 32;`},
+	{`asm volatile\("ld\.volatile[^\n]*`, `u64 x = atom(p)[0], y = atom(p)[1]; a = (u32)x; b = (u32)(x >> 32); c = (u32)y; d = (u32)(y >> 32);`},
+	{`asm volatile\("st\.release[^\n]*`, `*atom(p) = v;`},
+	{`asm volatile\("ld\.acquire[^\n]*`, `v = *atom(p);`},
+	{`asm volatile\("ld\.relaxed[^\n]*`, `v = *(std::atomic<u32>*)p;`},
+	{`asm\("cvt\.f32\.f16[^\n]*`, `x = half_value(h.bits);`},
+	{`asm\("cvt\.rn\.f16[^\n]*`, `h.bits = half_bits(x);`},
+	{`return me\.over;\n`, "if (!me.over) sched_yield();\n\treturn me.over;\n"},
+	{`typedef CHORUS_OP<Acc> Op;`, `typedef CHORUS_OP<Acc> Op; typedef Op Reduction;`},
+}
+
+// The kernels themselves, compiled for the host with a thread for each of theirs, give
+// every element: with ranks that are out of step, at any alignment, in place or not, and
+// where epochs wrap around.
+func TestSourceOnTheHost(t *testing.T) {
+	code := source
+	for _, x := range onHost {
+		re := regexp.MustCompile(x.cuda)
+		require.Len(t, re.FindAllString(code, -1), 1, "%s in fabric.cu", x.cuda)
+		code = re.ReplaceAllLiteralString(code, x.host)
+	}
+	shim := strings.Replace(ptxtest.HostShim, "static Dim blockIdx", "static thread_local Dim gridDim, blockIdx", 1)
+	for _, macros := range [][]string{nil, {"Half", "Avg"}, {"i8", "Prod"}, {"double", "Min"}} {
+		t.Run(strings.Join(append([]string{"module"}, macros...), " "), func(t *testing.T) {
+			flags := []string{"-pthread", "-w"}
+			if macros != nil {
+				flags = append(flags, "-DCHORUS_TYPE="+macros[0], "-DCHORUS_OP="+macros[1])
+			}
+			program := ptxtest.Host(t, shim+hostPrelude+code+hostMain, flags...)
+			out, err := exec.Command(program).CombinedOutput()
+			require.NoError(t, err, "%s", out)
+			require.Equal(t, "160 operations\n", string(out))
+		})
+	}
+}

@@ -1,0 +1,140 @@
+
+// ---- the kernels on the host ----
+
+static const u64 WHOLE = 65536, SLOT = 65536;
+
+// A Host is what a rank has.
+struct Host {
+	std::vector<u64> memory;
+	char* scratch;
+	Control control;
+	u32 host[2];
+};
+
+// An Order is one operation of all ranks.
+struct Order {
+	int kind;
+	u64 n; // elements of a part
+	unsigned grid;
+	bool inPlace;
+	int skip, root;
+};
+
+#ifdef CHORUS_TYPE
+enum { REDUCE_SCATTER, ALL_REDUCE, TWO_SHOT_PACKETS, TWO_SHOT, KINDS };
+#else
+enum { ALL_GATHER, ALL_TO_ALL, BROADCAST, KINDS };
+typedef u8 T;
+#endif
+
+static std::vector<Host> hosts;
+static std::atomic<int> wrong;
+
+static int number(int rank, u64 i, size_t order) { return 1 + (i * 7 + rank * 3 + i / 64 + order) % 3; }
+
+#define ARGS p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], (u32)rank, (u32)hosts.size(), SLOT, WHOLE, &hosts[rank].control, hosts[rank].host, (char*)in, (char*)out, bytes, aligned
+
+static void kernel(const Order& o, int rank, char** p, T* in, T* out, u64 bytes) {
+	const u64 bits = (u64)in | (u64)out;
+	u32 aligned = bits % 8 == 0;
+#ifdef CHORUS_TYPE
+	switch (o.kind) {
+	case REDUCE_SCATTER: aligned = (bits | bytes) % 8 == 0; return reduce_scatter(ARGS);
+	case ALL_REDUCE: return all_reduce_1(ARGS);
+	case TWO_SHOT_PACKETS: return all_reduce_2(ARGS);
+	case TWO_SHOT: aligned = bits % 16 == 0; return all_reduce_3(ARGS);
+	}
+#else
+	switch (o.kind) {
+	case ALL_GATHER: aligned = (bits | bytes) % 8 == 0; return all_gather(ARGS);
+	case ALL_TO_ALL: aligned = (bits | bytes) % 8 == 0; return all_to_all(ARGS);
+	case BROADCAST: return broadcast(ARGS, o.root);
+	}
+#endif
+}
+
+// launch runs a thread for each of the grid.
+static void launch(const Order& o, int rank, T* in, T* out) {
+	char* p[8] = {};
+	for (size_t k = 0; k < hosts.size(); k++) p[k] = hosts[(rank + k) % hosts.size()].scratch;
+	std::vector<std::thread> threads;
+	std::vector<Block> blocks(o.grid);
+	for (unsigned b = 0; b < o.grid; b++)
+		for (unsigned t = 0; t < 8; t++)
+			threads.emplace_back([&, b, t] {
+				blockIdx.x = b, threadIdx.x = t, gridDim.x = o.grid, block = &blocks[b];
+				kernel(o, rank, p, in, out, o.n * sizeof(T));
+			});
+	for (auto& t : threads) t.join();
+}
+
+// input and want are elements of a rank, by their place in the source and destination.
+#ifdef CHORUS_TYPE
+static T input(int rank, u64 i, size_t order) { return Element<T>::narrow((Acc)number(rank, i, order)); }
+static T want(const Order& o, int rank, u64 i, size_t order) {
+	if (o.kind == REDUCE_SCATTER) i += rank * o.n;
+	Acc a = (Acc)number(0, i, order);
+	for (size_t r = 1; r < hosts.size(); r++) a = Reduction::join(a, (Acc)number(r, i, order));
+	return Element<T>::narrow(Reduction::finish(a, hosts.size()));
+}
+#else
+static T input(int rank, u64 i, size_t order) { return number(rank, i, order) * 16 + rank; }
+static T want(const Order& o, int rank, u64 i, size_t order) {
+	if (o.kind == BROADCAST) return input(o.root, i, order);
+	return input(i / o.n, i % o.n + (o.kind == ALL_TO_ALL ? rank * o.n : 0), order);
+}
+#endif
+
+// carryOut runs one operation of a rank on fresh memory, and checks it.
+static void carryOut(Order o, int rank, size_t order) {
+	const u64 ranks = hosts.size();
+	u64 outs = o.n, ins = o.n;
+#ifdef CHORUS_TYPE
+	if (o.kind == REDUCE_SCATTER) ins *= ranks;
+#else
+	if (o.kind != BROADCAST) outs *= ranks;
+	if (o.kind == ALL_TO_ALL) ins *= ranks, o.inPlace = false;
+#endif
+	const size_t room = (std::max(ins, outs) + 64) * sizeof(T) / 16 + 1;
+	std::vector<Cell> a(room), b(room);
+	memset(a.data(), 0xa5, room * 16);
+	T *out = (T*)a.data() + o.skip, *in = o.inPlace ? out : (T*)b.data() + o.skip;
+#ifdef CHORUS_TYPE
+	if (o.inPlace && o.kind == REDUCE_SCATTER) out = in + rank * o.n;
+#else
+	if (o.inPlace && o.kind == ALL_GATHER) in = out + rank * o.n;
+	if (o.kind == BROADCAST && rank != o.root) in = out, ins = 0;
+#endif
+	for (u64 i = 0; i < ins; i++) in[i] = input(rank, i, order);
+	std::vector<T> expected((T*)a.data(), (T*)a.data() + room * 16 / sizeof(T));
+	for (u64 i = 0; i < outs; i++) expected[out - (T*)a.data() + i] = want(o, rank, i, order);
+	launch(o, rank, in, out);
+	if (memcmp(expected.data(), a.data(), expected.size() * sizeof(T)) != 0 && wrong++ == 0)
+		printf("rank %d of %d: order %d, kind %d of %d elements from %d, %u blocks, in place %d\n",
+			rank, (int)ranks, (int)order, o.kind, (int)o.n, o.skip, o.grid, o.inPlace);
+}
+
+int main() {
+	int operations = 0;
+	for (int ranks : {2, 3, 5, 8}) {
+		const u64 words = (signals + 2 * (ranks * SLOT + WHOLE)) / 8;
+		hosts = std::vector<Host>(ranks);
+		for (auto& h : hosts) {
+			h.memory.resize(words + 2);
+			h.scratch = (char*)h.memory.data() + ((u64)h.memory.data() % 16);
+			h.control.epoch = ranks == 3 ? (1ull << 32) - 6 : ranks == 5 ? (7ull << 32) - 2 : 0;
+		}
+		std::mt19937 random(ranks);
+		std::vector<Order> orders;
+		for (int i = 0; i < 40; i++)
+			orders.push_back({(int)(random() % KINDS), 1 + random() % (random() % 5 == 0 ? 700 : 60), 1 + (unsigned)(random() % 3),
+				random() % 2 == 0, (int)(random() % 3), (int)(random() % ranks)});
+		std::vector<std::thread> all;
+		for (int r = 0; r < ranks; r++)
+			all.emplace_back([&, r] { for (size_t i = 0; i < orders.size(); i++) carryOut(orders[i], r, i); });
+		for (auto& t : all) t.join();
+		operations += orders.size();
+	}
+	printf("%d operations\n", operations);
+	return wrong != 0;
+}

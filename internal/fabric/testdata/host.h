@@ -1,0 +1,30 @@
+#include <atomic>
+#include <cstdlib>
+#include <functional>
+#include <pthread.h>
+#include <random>
+#include <sched.h>
+#include <thread>
+
+// A block has the barrier of its threads.
+struct Block {
+	pthread_barrier_t all;
+	std::atomic<int> any{0};
+	Block() { pthread_barrier_init(&all, nullptr, 8); }
+	~Block() { pthread_barrier_destroy(&all); }
+	void sync() { pthread_barrier_wait(&all); }
+};
+static thread_local Block* block;
+
+static inline void __syncthreads() { block->sync(); }
+static inline int __syncthreads_or(int is) {
+	if (is) block->any = 1;
+	block->sync();
+	const int any = block->any;
+	block->sync();
+	block->any = 0;
+	block->sync();
+	return any;
+}
+static inline unsigned atomicAdd(unsigned* p, unsigned v) { return ((std::atomic<unsigned>*)p)->fetch_add(v); }
+static inline std::atomic<unsigned long long>* atom(const void* p) { return (std::atomic<unsigned long long>*)p; }

@@ -172,29 +172,24 @@ func expect[T memory.Element](k kit[T], c call, rank, ranks int, out []T) {
 
 var allOps = []fabric.Op{fabric.Sum, fabric.Prod, fabric.Max, fabric.Min, fabric.Avg}
 
-// lengths are those around words, blocks and the limit of bytes.
-func lengths[T memory.Element](limit int) []int {
+// lengths are those around words, and, if all are wanted, blocks and the limit of bytes.
+func lengths[T memory.Element](limit int, all bool) []int {
 	size := sizeOf[T]()
-	ns := []int{1, 7, 8, 9, 63, 64, 65}
-	for words := 511; words <= 513; words++ {
-		ns = append(ns, words*8/size)
+	ns, most := []int{1, 7, 8, 9, 63, 64, 65}, limit/size
+	if all {
+		ns = append(ns, 511*8/size, 512*8/size, 513*8/size, most-9, most-1, most)
 	}
-	most := limit / size
-	return slices.DeleteFunc(append(ns, most-9, most-1, most), func(n int) bool { return n < 1 || n > most })
+	return slices.DeleteFunc(ns, func(n int) bool { return n < 1 || n > most })
 }
 
 // calls runs fn with every collective of a type, each length and reduction, aligned
-// or not and in place or not in turns: short ones two ways each. What is long differs
-// by the reduction in nothing, and is summed.
+// or not and in place or not in turns. What is long differs by the reduction in
+// nothing, and is summed.
 func calls[T memory.Element](group []member, k kit[T], fn func(call)) {
 	limits, turn := group[0].Limits(), 0
 	all := func(c call, limit int) {
-		for _, n := range lengths[T](limit) {
-			long := n*sizeOf[T]() > 600*8
-			if long && c.op != fabric.Sum {
-				continue
-			}
-			for range map[bool]int{false: 2, true: 1}[long] {
+		for _, n := range lengths[T](limit, c.op == fabric.Sum) {
+			for range 2 {
 				c.n, c.skip, c.inPlace, c.root = n, turn%2, turn/2%2 == 0 && c.name != "all-to-all", turn%len(group)
 				turn++
 				fn(c)

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"regexp"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -108,6 +110,35 @@ func TestAbortIdle(t *testing.T) {
 		none.Abort()
 		require.NoError(t, none.Close())
 		require.ErrorContains(t, fabric.AllReduce(none, group[0].s, x, x, fabric.Sum, nil), "no rank")
+	})
+}
+
+// Close ends what waits, and who is left may go on to write to who has closed.
+func TestClose(t *testing.T) {
+	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+		before := fabric.Scratches()
+		group := open(t, devs, &fabric.Config{Bytes: 1})
+		require.Equal(t, before+len(group), fabric.Scratches())
+		for i, m := range group {
+			x := makeOf[float32](t, m.s, 1000)
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, fabric.Sum, nil))
+			if i < len(group)-1 {
+				continue // which wait for the last one
+			}
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, fabric.Sum, nil))
+		}
+		for i, m := range slices.Backward(group) {
+			require.NoError(t, m.Close())
+			done, err := m.s.Query()
+			require.NoError(t, err)
+			require.True(t, done)
+			if i > 0 {
+				x := makeOf[float32](t, group[0].s, 1000)
+				require.NoError(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, fabric.Sum, nil))
+				require.Equal(t, before+len(group), fabric.Scratches(), "the first may write to all of them")
+			}
+		}
+		require.Equal(t, before, fabric.Scratches())
 	})
 }
 
@@ -281,6 +312,29 @@ func TestOpenRefuses(t *testing.T) {
 			require.ErrorContains(t, <-ends, "rank 1 cannot: out of luck")
 			require.Equal(t, before, fabric.Scratches())
 		}
+	})
+	t.Run("one fails to link", func(t *testing.T) {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+		seats := &table{ranks: 2}
+		ends := make(chan error, 2)
+		for i, dev := range devs {
+			s, say, turn := newStream(t, dev), seats.seat(i), 0
+			go func() {
+				_, err := fabric.Open(testgpu.Context(t), s, i, 2, func(ctx context.Context, mine []byte) ([][]byte, error) {
+					said, err := say(ctx, mine)
+					if turn++; i == 0 && turn == 1 && err == nil {
+						wrong := regexp.MustCompile(`"Scratch":\d+`).ReplaceAll(said[1], []byte(`"Scratch":12345`))
+						said = [][]byte{said[0], wrong}
+					}
+					return said, err
+				}, nil)
+				ends <- err
+			}()
+		}
+		for range 2 {
+			require.ErrorContains(t, <-ends, "its scratch memory is gone")
+		}
+		require.Equal(t, before, fabric.Scratches())
 	})
 	t.Run("exchange", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})

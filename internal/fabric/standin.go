@@ -2,6 +2,7 @@ package fabric
 
 import (
 	"encoding/binary"
+	"fmt"
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/kernel"
@@ -22,7 +23,8 @@ type party struct {
 	epoch       uint64
 	over        bool // given up
 
-	bytes int
+	bytes   int
+	aligned bool
 }
 
 func enter(c *kernel.Call) *party {
@@ -30,7 +32,7 @@ func enter(c *kernel.Call) *party {
 		c: c, rank: int(c.Uint32(rankParam)), ranks: int(c.Uint32(ranksParam)),
 		slot: int(c.Uint64(slotParam) / 8), whole: int(c.Uint64(wholeParam) / 8),
 		control: kernel.Update[uint64](c, controlParam, 2), host: kernel.Shared[uint32](c, hostParam, 0, 2),
-		bytes: int(c.Uint64(bytesParam)),
+		bytes: int(c.Uint64(bytesParam)), aligned: c.Uint32(alignedParam) != 0,
 	}
 	p.epoch = p.control[0] + 1
 	for k := range p.ranks {
@@ -124,9 +126,25 @@ func setWord(b []byte, i int, v uint64) {
 	copy(b[min(8*i, len(b)):], w[:])
 }
 
-// read returns n bytes of the input, write those of the output.
-func (p *party) read(at, n int) []byte  { return kernel.ReadAt[uint8](p.c, inParam, at, n) }
-func (p *party) write(at, n int) []byte { return kernel.UpdateAt[uint8](p.c, outParam, at, n) }
+// read returns n bytes of the input, of which kernels take 8 as one where they are said
+// to be aligned.
+func (p *party) read(at, n int) []byte {
+	p.check(inParam, at, 8)
+	return kernel.ReadAt[uint8](p.c, inParam, at, n)
+}
+
+// write is read for the output.
+func (p *party) write(at, n int) []byte {
+	p.check(outParam, at, 8)
+	return kernel.UpdateAt[uint8](p.c, outParam, at, n)
+}
+
+// check ends the kernel where it is told something wrong.
+func (p *party) check(param, at, unit int) {
+	if x := p.c.Address(param) + uint64(at); p.aligned && x%uint64(unit) != 0 {
+		panic(fmt.Sprintf("the address %#x is no multiple of %d", x, unit))
+	}
+}
 
 func gatherAll(c *kernel.Call)   { enter(c).spread(0) }
 func exchangeAll(c *kernel.Call) { p := enter(c); p.spread(p.bytes) }

@@ -21,17 +21,16 @@ func (p *party) reduce(f fold, i int, own uint64) uint64 {
 
 func (f fold) reduceScatter(c *kernel.Call) {
 	p := enter(c)
-	in := p.read(0, p.ranks*p.bytes)
-	chunk := func(r int) []byte { return in[r*p.bytes : (r+1)*p.bytes] }
+	chunk := func(r int) []byte { return p.read(r*p.bytes, p.bytes) }
 	for k := 1; k < p.ranks; k++ {
 		from, to := chunk(p.after(k)), p.from(k, p.rank)
 		for i := range wordsIn(p.bytes) {
 			p.send(to, i, word(from, i))
 		}
 	}
-	out := p.write(0, p.bytes)
+	own, out := chunk(p.rank), p.write(0, p.bytes)
 	for i := range wordsIn(p.bytes) {
-		setWord(out, i, p.reduce(f, i, word(chunk(p.rank), i)))
+		setWord(out, i, p.reduce(f, i, word(own, i)))
 	}
 	p.leave()
 }
@@ -81,6 +80,8 @@ func (f fold) twoShotPackets(c *kernel.Call) {
 // twoShot counts in words, two of which are a cell.
 func (f fold) twoShot(c *kernel.Call) {
 	p := enter(c)
+	p.check(inParam, 0, 16)
+	p.check(outParam, 0, 16)
 	in, out := p.read(0, p.bytes), p.write(0, p.bytes)
 	all := 2 * over(p.bytes, 16)
 	share := 2 * over(all/2, p.ranks)

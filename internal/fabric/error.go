@@ -46,5 +46,5 @@ func (v *verdict) err(rank int) error {
 }
 
 func unsupported(need, have string) error {
-	return &device.UnsupportedError{Feature: "fabric: open", Need: need, Have: have}
+	return &device.UnsupportedError{Feature: "a fabric", Need: need, Have: have}
 }

@@ -19,33 +19,46 @@ type Exchange func(ctx context.Context, mine []byte) ([][]byte, error)
 
 // A card is what a rank tells the others of itself.
 type card struct {
-	verdict
 	Rank, Ranks, Bytes int
 	Host, Process      string // in which the rank is
 	GPU                string // its UUID
 	Scratch            uint64 // what scratches has it as, in its process
 }
 
-// swap exchanges values of one type.
-func swap[T any](ctx context.Context, exchange Exchange, ranks int, mine T) ([]T, error) {
-	text, err := json.Marshal(mine)
+// A word is a value that a rank tells the others, or why it has none.
+type word[T any] struct {
+	verdict
+	Value T
+}
+
+// confer exchanges values. If a rank has failed before all of them get an error, that
+// rank its own.
+func confer[T any](ctx context.Context, exchange Exchange, ranks int, mine T, failed error) ([]T, error) {
+	text, err := json.Marshal(word[T]{verdictOf(failed), mine})
 	if err != nil {
 		return nil, err
 	}
 	all, err := exchange(ctx, text)
-	if err != nil {
-		return nil, fmt.Errorf("exchange: %w", err)
-	}
-	if len(all) != ranks {
+	switch {
+	case err != nil:
+		return nil, errors.Join(failed, fmt.Errorf("exchange: %w", err))
+	case failed != nil:
+		return nil, failed
+	case len(all) != ranks:
 		return nil, fmt.Errorf("exchange: it gave what %d ranks have said: want %d", len(all), ranks)
 	}
-	said := make([]T, ranks)
-	for i := range said {
-		if err := json.Unmarshal(all[i], &said[i]); err != nil {
+	values := make([]T, ranks)
+	for i := range values {
+		var said word[T]
+		if err := json.Unmarshal(all[i], &said); err != nil {
 			return nil, fmt.Errorf("exchange: what rank %d has said: %w", i, err)
 		}
+		if err := said.err(i); err != nil {
+			return nil, err
+		}
+		values[i] = said.Value
 	}
-	return said, nil
+	return values, nil
 }
 
 // agree finds why the ranks cannot be one group, alike on all of them.
@@ -53,9 +66,6 @@ func agree(cards []card) error {
 	gpus := map[string]int{}
 	for i := range cards {
 		c := &cards[i]
-		if err := c.err(i); err != nil {
-			return err
-		}
 		other, twice := gpus[c.GPU]
 		switch first := &cards[0]; {
 		case c.Rank != i:

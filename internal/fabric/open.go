@@ -71,12 +71,9 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 		return r.allocate(ctx, s)
 	}
 	mine, failed := r.prepare(ctx, s)
-	cards, err := swap(ctx, exchange, r.ranks, mine)
+	cards, err := confer(ctx, exchange, r.ranks, mine, failed)
 	if err != nil {
-		return errors.Join(failed, err)
-	}
-	if failed != nil {
-		return failed
+		return err
 	}
 	if err := agree(cards); err != nil {
 		return err
@@ -85,38 +82,25 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 	if err != nil {
 		return err
 	}
-	failed = r.link(s, cards, handles)
-	verdicts, err := swap(ctx, exchange, r.ranks, verdictOf(failed))
-	if failed != nil || err != nil {
-		return errors.Join(failed, err)
-	}
-	for i := range verdicts {
-		if err := verdicts[i].err(i); err != nil {
-			return err
-		}
-	}
-	return nil
+	_, err = confer(ctx, exchange, r.ranks, true, r.link(s, cards, handles))
+	return err
 }
 
-// prepare makes the rank's card, in which it also says why it cannot.
-func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (card, error) {
-	c := card{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole}
+// prepare allocates what is the rank's own, and makes its card.
+func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error) {
+	c = card{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole}
+	if r.ranks > maxRanks {
+		return c, unsupported(fmt.Sprintf("at most %d ranks", maxRanks), fmt.Sprint(r.ranks))
+	}
 	c.Host, c.Process = here()
-	err := func() (err error) {
-		if r.ranks > maxRanks {
-			return unsupported(fmt.Sprintf("at most %d ranks", maxRanks), fmt.Sprint(r.ranks))
-		}
-		if c.GPU, err = r.dev.UUID(); err != nil {
-			return err
-		}
-		if err := r.allocate(ctx, s); err != nil {
-			return err
-		}
-		c.Scratch = r.peers[0].id
-		return nil
-	}()
-	c.verdict = verdictOf(err)
-	return c, err
+	if c.GPU, err = r.dev.UUID(); err != nil {
+		return c, err
+	}
+	if err := r.allocate(ctx, s); err != nil {
+		return c, err
+	}
+	c.Scratch = r.peers[0].id
+	return c, nil
 }
 
 // allocate makes the rank's own memory, all zero: no epoch.
@@ -142,15 +126,14 @@ func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
 	return s.Sync(ctx)
 }
 
-// share returns by what ranks of other processes open the scratch memory of each rank,
-// which is nothing where all are of this one. A rank that has none leaves it empty.
+// share returns by what ranks of other processes open the scratch memory of each rank:
+// nothing where all are of this one.
 func (r *Rank) share(ctx context.Context, exchange Exchange, cards []card) ([]memory.IPCHandle, error) {
 	if !slices.ContainsFunc(cards, func(c card) bool { return c.Process != cards[0].Process }) {
 		return make([]memory.IPCHandle, r.ranks), nil
 	}
 	mine, failed := r.peers[0].words.IPCHandle()
-	handles, err := swap(ctx, exchange, r.ranks, mine)
-	return handles, errors.Join(failed, err)
+	return confer(ctx, exchange, r.ranks, mine, failed)
 }
 
 // link maps the scratch memory of the others, in the order of the ranks after this one.

@@ -46,8 +46,8 @@ func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src m
 	if err := r.Err(); err != nil {
 		return err
 	}
-	if err := s.Check("fabric: "+o.kind.String(), r.dev); err != nil {
-		return err
+	if !s.Open() || s.Device() != r.dev {
+		return s.Check("fabric: "+o.kind.String(), r.dev)
 	}
 	if o.kind == broadcast && o.root >= 0 && o.root < r.ranks && r.rank != o.root {
 		src = dst
@@ -55,10 +55,8 @@ func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src m
 	if err := o.lengths(r, dst.Len(), src.Len(), memory.DTypeOf[T]()); err != nil {
 		return fail(err)
 	}
-	for _, x := range []memory.Slice[T]{dst, src} {
-		if err := x.Check("fabric: "+o.kind.String(), r.dev); err != nil {
-			return fail(err)
-		}
+	if err := errors.Join(dst.Check("the destination", r.dev), src.Check("the source", r.dev)); err != nil {
+		return fail(err)
 	}
 	o.dst, o.src = dst.Ptr(), src.Ptr()
 	if err := o.overlap(r, dst.Bytes(), src.Bytes()); err != nil {

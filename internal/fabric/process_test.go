@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -77,6 +78,10 @@ func TestWorker(t *testing.T) {
 	}
 	s, seat := newStream(t, devs[rank]), folder{fields[5], ranks}.seat(rank)
 	r, err := fabric.Open(testgpu.Context(t), s, rank, ranks, seat, &fabric.Config{Bytes: 1})
+	if fields[1] == "secretive" {
+		require.ErrorContains(t, err, "not of a kind that processes share")
+		return
+	}
 	require.NoError(t, err)
 	m := member{r, s}
 	x := makeOf[float32](t, s, 1000)
@@ -109,9 +114,9 @@ func TestWorker(t *testing.T) {
 }
 
 // Ranks of several processes do what those of one do; and where one dies, the others
-// can be aborted.
+// can be aborted. If one cannot share its memory, all of them know.
 func TestProcesses(t *testing.T) {
-	for _, task := range []string{"random", "die"} {
+	for _, task := range []string{"random", "die", "secretive"} {
 		for _, n := range []int{2, 3} {
 			t.Run(fmt.Sprint(task, "/virtual/", n), func(t *testing.T) { processes(t, "virtual", task, n) })
 		}
@@ -135,7 +140,11 @@ func processes(t *testing.T, backend, task string, n int) {
 	ends := make(chan end, n)
 	for rank := range n {
 		cmd := exec.CommandContext(testgpu.Context(t), os.Args[0], "-test.run=^TestWorker$", "-test.timeout=90s")
-		cmd.Env = append(os.Environ(), fmt.Sprint(workerVar, "=", backend, " ", task, " ", rank, " ", n, " ", seed, " ", dir))
+		cmd.Env = os.Environ()
+		if task == "secretive" && rank == 0 {
+			cmd.Env = append(cmd.Env, env.AllocConf.Name+"=backend:cudaMallocAsync")
+		}
+		cmd.Env = append(cmd.Env, fmt.Sprint(workerVar, "=", backend, " ", task, " ", rank, " ", n, " ", seed, " ", dir))
 		go func() {
 			text, err := cmd.CombinedOutput()
 			ends <- end{rank, text, err}

@@ -113,8 +113,8 @@ func (p *party) receive(in []uint64, i int) uint64 {
 // wordsIn is how many words bytes are.
 func wordsIn(bytes int) int { return over(bytes, 8) }
 
-// word returns the i-th word of b, of which the last may have fewer than 8 bytes.
-func word(b []byte, i int) uint64 {
+// wordOf returns the i-th word of b, of which the last may have fewer than 8 bytes.
+func wordOf(b []byte, i int) uint64 {
 	var w [8]byte
 	copy(w[:], b[min(8*i, len(b)):])
 	return binary.LittleEndian.Uint64(w[:])
@@ -157,7 +157,7 @@ func (p *party) spread(step int) {
 	for k := 1; k < p.ranks; k++ {
 		in, to := p.read(p.after(k)*step, p.bytes), p.from(k, p.rank)
 		for i := range n {
-			p.send(to, i, word(in, i))
+			p.send(to, i, wordOf(in, i))
 		}
 	}
 	if !p.inPlace(p.rank*step, p.rank*p.bytes) {
@@ -190,7 +190,7 @@ func broadcastOne(c *kernel.Call) {
 	for k := 1; k < p.ranks; k++ {
 		to := p.from(k, p.rank)
 		for i := range n {
-			p.send(to, i, word(in, i))
+			p.send(to, i, wordOf(in, i))
 		}
 	}
 	if p.rank == root && !p.inPlace(0, 0) {

@@ -25,12 +25,12 @@ func (f fold) reduceScatter(c *kernel.Call) {
 	for k := 1; k < p.ranks; k++ {
 		from, to := chunk(p.after(k)), p.from(k, p.rank)
 		for i := range wordsIn(p.bytes) {
-			p.send(to, i, word(from, i))
+			p.send(to, i, wordOf(from, i))
 		}
 	}
 	own, out := chunk(p.rank), p.write(0, p.bytes)
 	for i := range wordsIn(p.bytes) {
-		setWord(out, i, p.reduce(f, i, word(own, i)))
+		setWord(out, i, p.reduce(f, i, wordOf(own, i)))
 	}
 	p.leave()
 }
@@ -41,11 +41,11 @@ func (f fold) oneShot(c *kernel.Call) {
 	for k := 1; k < p.ranks; k++ {
 		to := p.from(k, p.rank)
 		for i := range wordsIn(p.bytes) {
-			p.send(to, i, word(in, i))
+			p.send(to, i, wordOf(in, i))
 		}
 	}
 	for i := range wordsIn(p.bytes) {
-		setWord(out, i, p.reduce(f, i, word(in, i)))
+		setWord(out, i, p.reduce(f, i, wordOf(in, i)))
 	}
 	p.leave()
 }
@@ -57,12 +57,12 @@ func (f fold) twoShotPackets(c *kernel.Call) {
 	for k := 1; k < p.ranks; k++ {
 		to := p.from(k, p.rank)
 		for i := range share {
-			p.send(to, i, word(in, p.after(k)*share+i))
+			p.send(to, i, wordOf(in, p.after(k)*share+i))
 		}
 	}
 	for i := range share {
 		at := p.rank*share + i
-		v := p.reduce(f, i, word(in, at))
+		v := p.reduce(f, i, wordOf(in, at))
 		for k := 1; k < p.ranks; k++ {
 			p.send(p.gathered(k), at, v)
 		}
@@ -93,14 +93,14 @@ func (f fold) twoShot(c *kernel.Call) {
 	}
 	for k := 1; k < p.ranks; k++ {
 		to := p.from(k, p.rank)
-		of(p.after(k), func(i, at int) { atomic.StoreUint64(&to[i], word(in, at)) })
+		of(p.after(k), func(i, at int) { atomic.StoreUint64(&to[i], wordOf(in, at)) })
 	}
 	p.barrier(0)
 	of(p.rank, func(i, at int) {
 		var words [maxRanks]uint64
 		for r := range p.ranks {
 			if r == p.rank {
-				words[r] = word(in, at)
+				words[r] = wordOf(in, at)
 			} else {
 				words[r] = atomic.LoadUint64(&p.from(0, r)[i])
 			}

@@ -224,19 +224,22 @@ func TestCollectives(t *testing.T) {
 	each(t, []int{1, 2, 3, 8}, func(t *testing.T, devs []*device.Device) {
 		group := open(t, devs, &fabric.Config{Bytes: 1})
 		tabled(t, group, kit[bool]{of: func(x int) bool { return x%2 == 0 }})
+		tabled(t, group, integers[int8]())
+		tabled(t, group, floats(memory.Float16Of))
+		tabled(t, group, floats(func(x float32) float32 { return x }))
+		tabled(t, group, integers[uint64]())
+		if len(devs) > 3 && devs[0].System().Backend() != "cuda" {
+			return // to the other types the number of ranks is nothing special
+		}
 		tabled(t, group, kit[int16]{of: func(x int) int16 { return int16(x * 0x1234) }})
 		tabled(t, group, kit[uint16]{of: func(x int) uint16 { return uint16(x * 0x1234) }})
 		tabled(t, group, kit[memory.Float8E4M3]{of: func(x int) memory.Float8E4M3 { return memory.Float8E4M3(x * 0x1d) }})
 		tabled(t, group, kit[memory.Float8E5M2]{of: func(x int) memory.Float8E5M2 { return memory.Float8E5M2(x * 0x1d) }})
-		tabled(t, group, integers[int8]())
 		tabled(t, group, integers[uint8]())
 		tabled(t, group, integers[int32]())
 		tabled(t, group, integers[uint32]())
 		tabled(t, group, integers[int64]())
-		tabled(t, group, integers[uint64]())
-		tabled(t, group, floats(memory.Float16Of))
 		tabled(t, group, floats(memory.BFloat16Of))
-		tabled(t, group, floats(func(x float32) float32 { return x }))
 		tabled(t, group, floats(func(x float64) float64 { return x }))
 	})
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/ptxtest"
+	"github.com/gochorus/chorus/internal/testgpu"
 )
 
 //go:embed testdata/host.h
@@ -51,7 +52,7 @@ func TestSourceOnTheHost(t *testing.T) {
 				flags = append(flags, "-DCHORUS_TYPE="+macros[0], "-DCHORUS_OP="+macros[1])
 			}
 			program := ptxtest.Host(t, shim+hostPrelude+code+hostMain, flags...)
-			out, err := exec.Command(program).CombinedOutput()
+			out, err := exec.CommandContext(testgpu.Context(t), program).CombinedOutput()
 			require.NoError(t, err, "%s", out)
 			require.Equal(t, "160 operations\n", string(out))
 		})

@@ -346,7 +346,7 @@ func TestEpochs(t *testing.T) {
 				k := integers[uint64]()
 				algorithm := fabric.Algorithms[i%3]
 				carryOut(t, group, k, call{name: "all-reduce", algorithm: algorithm, n: 100 + i})
-				carryOut(t, group, k, call{name: "broadcast", n: 100 - i, root: i % 3})
+				carryOut(t, group, k, call{name: "broadcast", n: 100 - i, root: i % len(devs)})
 				carryOut(t, group, k, call{name: "all-to-all", n: 37 + i})
 			}
 		}

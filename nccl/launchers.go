@@ -22,14 +22,16 @@ func readyLaunchers() error {
 	return err
 }
 
-// apart reports whether the group has one operation for each of several ranks. Into a
-// graph they go together: a capture may belong to a thread.
+// apart reports whether the group has one operation for each of several ranks of one
+// communicator: with two communicators each device could get another one's operation
+// first, and wait for the other device. Into a graph they go together: a capture may
+// belong to a thread.
 func (g *group) apart() bool {
 	if len(g.ops) < 2 || len(g.ops) != len(g.comms) {
 		return false
 	}
 	for i := range g.ops {
-		if g.ops[i].captured {
+		if o := &g.ops[i]; o.captured || o.comm.clique != g.comms[0].clique {
 			return false
 		}
 		g.errs = append(g.errs, nil)

@@ -1,6 +1,7 @@
 package nccl_test
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"testing"
@@ -82,6 +83,31 @@ func apply(kind, root int, in [][]int64) {
 		if kind != 2 || i == root {
 			copy(in[i], out)
 		}
+	}
+}
+
+// What two communicators of the same devices have in a group gets to all streams in the
+// same order.
+func TestLaunchersKeepTheOrder(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	one, other := connect(t, devs), connect(t, devs)
+	xs, _ := buffers(t, one, 8)
+	nccl.WakeLaunchers(t, 4)
+	for range 100 {
+		require.NoError(t, nccl.Group(one[0].c, func() error {
+			for i := range devs {
+				for _, k := range []rank{one[i], other[i]} {
+					if err := nccl.AllReduce(k.c, one[i].s, xs[i], xs[i], nccl.Sum); err != nil {
+						return err
+					}
+				}
+			}
+			return nil
+		}))
+	}
+	for i, k := range one {
+		require.NoError(t, k.s.Sync(testgpu.Context(t)))
+		require.NoError(t, errors.Join(k.c.Err(), other[i].c.Err()))
 	}
 }
 

@@ -9,6 +9,8 @@ type Config struct {
 	// operation may take (Timeout) and what the flight recorder keeps. Recoverable is
 	// refused: a group that fails aborts its communicators.
 	NCCL *nccl.Config
+	// Strategy says what carries the collectives out.
+	Strategy Strategy
 }
 
 func (c *Config) check(op string) error {

@@ -39,3 +39,10 @@ func (r *Reducer[T]) BucketGrads() [][]int {
 
 // Launched returns how many buckets are reduced in this step so far.
 func (r *Reducer[T]) Launched() int { return r.queue.next }
+
+// SetOwnBytes lets NCCL take over from own kernels at other sizes, for a test.
+func SetOwnBytes(t *testing.T, all, part int) {
+	old := [2]int{ownBytes, ownPartBytes}
+	ownBytes, ownPartBytes = all, part
+	t.Cleanup(func() { ownBytes, ownPartBytes = old[0], old[1] })
+}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/nccl"
@@ -36,6 +37,7 @@ type Group struct {
 type member struct {
 	comm   *nccl.Communicator
 	stream *stream.Stream
+	own    *fabric.Rank // nil where NCCL does it all
 }
 
 // newGroup makes a group of communicators that are ready.
@@ -47,7 +49,7 @@ func newGroup(comms []*nccl.Communicator, cfg *Config) (*Group, error) {
 			g.closeStreams()
 			return nil, errors.Join(err, eachAtOnce(comms, (*nccl.Communicator).Close))
 		}
-		g.members = append(g.members, member{c, s})
+		g.members = append(g.members, member{comm: c, stream: s})
 	}
 	handle.Init(g, &g.owner, "group")
 	return g, nil
@@ -149,7 +151,7 @@ func (g *Group) Close() error {
 		return nil
 	}
 	g.stopWatching("closed the group")
-	return errors.Join(eachAtOnce(g.comms(), (*nccl.Communicator).Close), g.closeStreams())
+	return errors.Join(eachAtOnce(g.comms(), (*nccl.Communicator).Close), g.closeOwn(), g.closeStreams())
 }
 
 // Shutdown waits until all operations have completed and leaves the group

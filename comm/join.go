@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -59,6 +60,9 @@ func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config
 	g, err := newGroup([]*nccl.Communicator{c}, cfg)
 	if err != nil {
 		return nil, err
+	}
+	if err := g.openOwn(ctx, cfg, func(int) fabric.Exchange { return exchangeBy(r, prefix) }); err != nil {
+		return nil, errors.Join(err, g.Close())
 	}
 	g.watch(w)
 	return g, nil

@@ -39,10 +39,10 @@ func LocalWith(ctx context.Context, cfg *Config, devs ...*device.Device) (*Group
 	}
 	comms := make([]*nccl.Communicator, len(devs))
 	// The first rank that fails ends the wait of the others for it.
-	eg, ctx := errgroup.WithContext(ctx)
+	eg, all := errgroup.WithContext(ctx)
 	for i, d := range devs {
 		eg.Go(func() (err error) {
-			comms[i], err = nccl.NewCommunicator(ctx, d, id, i, len(devs), cfg.nccl(nil))
+			comms[i], err = nccl.NewCommunicator(all, d, id, i, len(devs), cfg.nccl(nil))
 			if err != nil {
 				comms[i] = nil
 			}
@@ -55,7 +55,14 @@ func LocalWith(ctx context.Context, cfg *Config, devs ...*device.Device) (*Group
 		}
 		return nil, fmt.Errorf("comm: local: %w", err)
 	}
-	return newGroup(comms, cfg)
+	g, err := newGroup(comms, cfg)
+	if err != nil {
+		return nil, err
+	}
+	if err := g.openOwn(ctx, cfg, (&table{ranks: len(devs)}).seat); err != nil {
+		return nil, errors.Join(err, g.Close())
+	}
+	return g, nil
 }
 
 func distinct(devs []*device.Device) error {

@@ -67,6 +67,10 @@ func PeerPtr[T memory.Element](x memory.Slice[T]) Arg {
 	return a
 }
 
+// Address passes an address that the device reaches, of memory that the caller keeps.
+// For Chorus's own packages.
+func Address(p uint64) Arg { return Arg{kind: Pointer, bits: p} }
+
 // PinnedPtr passes the address of pinned memory, which every device reaches. The
 // caller tells the memory, by RecordStream, or keeps it open until the kernel has
 // ended. For Chorus's own packages.

@@ -44,6 +44,8 @@ type Communicator struct {
 	holds  holds
 	pools  pools
 	sums   sync.Map // the memory.DType of each open PreMulSum, by Op
+
+	substitute atomic.Pointer[substitution]
 }
 
 var made atomic.Int64
@@ -230,6 +232,7 @@ func (c *Communicator) Abort() error {
 	close(c.ending)
 	defer close(c.ended)
 	defer c.rest()
+	c.abortSubstitute()
 	// NCCL frees the communicator, so a call that is inside should return first.
 	// One that waits for a lost peer never does: then NCCL's flag frees it.
 	if poll.UntilNoLaterThan(100*time.Millisecond, c.mu.TryLock) {

@@ -89,7 +89,9 @@ func (c *Communicator) breakWith(cause error) {
 			go o.breakWith(f.err)
 		}
 	}
-	if !c.recoverable {
+	if c.recoverable {
+		c.abortSubstitute()
+	} else {
 		_ = c.Abort()
 	}
 }

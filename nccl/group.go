@@ -185,8 +185,12 @@ func (g *group) enqueue(c *Communicator) error {
 			return err
 		}
 	}
-	if g.apart() && launchers.Try(len(g.ops), g) {
+	substituted := g.substituted()
+	switch {
+	case g.apart() && launchers.Try(len(g.ops), g):
 		return g.outcome()
+	case substituted:
+		return g.inTurn()
 	}
 	if err := g.give(c, ncclapi.API.GroupEnd); err != nil {
 		g.refused(len(g.ops))
@@ -217,7 +221,7 @@ func (g *group) give(c *Communicator, end func(ncclapi.API) ncclapi.Result) erro
 	var first error
 	for i := range g.ops {
 		o := &g.ops[i]
-		if first = o.comm.fail(o.kind.String(), o.enqueue()); first != nil {
+		if first = o.give(); first != nil {
 			break
 		}
 	}

@@ -22,27 +22,53 @@ func readyLaunchers() error {
 	return err
 }
 
-// apart reports whether the group has one operation for each of several ranks of one
-// communicator: with two communicators each device could get another one's operation
-// first, and wait for the other device. Into a graph they go together: a capture may
-// belong to a thread.
+// single reports whether the group has one operation for each of its ranks.
+func (g *group) single() bool { return len(g.ops) == len(g.comms) }
+
+// apart reports whether threads may enqueue the operations: one for each of several
+// ranks of one communicator, since with two communicators each device could get another
+// one's operation first, and wait for the other device. Into a graph they go together: a
+// capture may belong to a thread.
 func (g *group) apart() bool {
-	if len(g.ops) < 2 || len(g.ops) != len(g.comms) {
+	if len(g.ops) < 2 || !g.single() {
 		return false
 	}
 	for i := range g.ops {
 		if o := &g.ops[i]; o.captured || o.comm.clique != g.comms[0].clique {
 			return false
 		}
+	}
+	g.expect()
+	return true
+}
+
+// expect makes room for what becomes of each operation.
+func (g *group) expect() {
+	g.errs = g.errs[:0]
+	for range g.ops {
 		g.errs = append(g.errs, nil)
 	}
-	return true
 }
 
 // Do enqueues operation i.
 func (g *group) Do(i int) {
 	o := &g.ops[i]
-	g.errs[i] = o.comm.fail(o.kind.String(), o.enqueue())
+	g.errs[i] = o.give()
+}
+
+// inTurn enqueues the operations one after the other, without a group of NCCL.
+func (g *group) inTurn() error {
+	g.expect()
+	for i := range g.ops {
+		if g.Do(i); g.errs[i] == nil {
+			continue
+		}
+		for j := i + 1; j < len(g.ops); j++ {
+			g.errs[j] = g.errs[i]
+		}
+		break
+	}
+	return g.outcome()
 }
 
 // outcome notes what became of each operation. Those that were taken while another one

@@ -25,6 +25,7 @@ type operation struct {
 
 	sends, recvs []int  // the elements of each rank, where they differ
 	captured     bool   // into a graph
+	instead      bool   // by the communicator's Substitute
 	capture      uint64 // which one, in a group
 
 	callers *[maxFrames]uintptr // nil unless they are to be recorded
@@ -196,7 +197,8 @@ func (o *operation) run() error {
 	if err := o.schedule(now()); err != nil {
 		return err
 	}
-	if err := c.fail(o.kind.String(), o.enqueue()); err != nil {
+	o.substituted()
+	if err := o.give(); err != nil {
 		o.refused()
 		return err
 	}

@@ -50,5 +50,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, P2P, RequireGPU, Fixtures, KernelCache,
-		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUFILE, VisibleDevices, LaunchBlocking, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, ncclVars, gdsVars, clusterVars)...)
+		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUFILE, VisibleDevices, LaunchBlocking, NVMLCheck, NVTXInjection}, slices.Concat(allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
 }

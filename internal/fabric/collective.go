@@ -19,7 +19,7 @@ type AllReduceConfig struct {
 // What is wrong with the arguments is found before anything is enqueued. Without
 // elements nothing is.
 func AllReduce[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], op Op, cfg *AllReduceConfig) error {
-	o := operation{kind: allReduce, op: op}
+	o := operation{kind: AllReduces, op: op}
 	if cfg != nil {
 		o.algorithm = cfg.Algorithm
 	}
@@ -30,26 +30,26 @@ func AllReduce[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slic
 // ranks (ncclAllGather). dst is Ranks times as long as src; in place, src is the
 // rank's part of dst. The elements are of any type.
 func AllGather[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T]) error {
-	return issue(r, s, &operation{kind: allGather}, dst, src)
+	return issue(r, s, &operation{kind: AllGathers}, dst, src)
 }
 
 // ReduceScatter enqueues the reduction of src over all ranks, of which each rank gets
 // its part into dst (ncclReduceScatter). src is Ranks times as long as dst; in place,
 // dst is the rank's part of src. The elements are as those of AllReduce.
 func ReduceScatter[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], op Op) error {
-	return issue(r, s, &operation{kind: reduceScatter, op: op}, dst, src)
+	return issue(r, s, &operation{kind: ReduceScatters, op: op}, dst, src)
 }
 
 // Broadcast enqueues the copy of src on rank root into dst on all ranks
 // (ncclBroadcast). src is not used elsewhere and may be the zero Slice there; on the
 // root it may be dst. The elements are of any type.
 func Broadcast[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], root int) error {
-	return issue(r, s, &operation{kind: broadcast, root: root}, dst, src)
+	return issue(r, s, &operation{kind: Broadcasts, root: root}, dst, src)
 }
 
 // AllToAll enqueues the exchange of parts: part j of src goes to part i of dst on rank
 // j, where i is this rank (ncclAlltoAll). dst and src have the same length, a multiple
 // of Ranks, and do not overlap. The elements are of any type.
 func AllToAll[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T]) error {
-	return issue(r, s, &operation{kind: allToAll}, dst, src)
+	return issue(r, s, &operation{kind: AllToAlls}, dst, src)
 }

@@ -9,25 +9,9 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A kind is a collective.
-type kind int
-
-const (
-	allReduce kind = iota
-	allGather
-	reduceScatter
-	broadcast
-	allToAll
-	kinds
-)
-
-func (k kind) String() string {
-	return [kinds]string{"all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"}[k]
-}
-
 // An operation is one that a rank enqueues.
 type operation struct {
-	kind      kind
+	kind      Kind
 	op        Op
 	root      int
 	algorithm Algorithm
@@ -49,7 +33,7 @@ func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src m
 	if !s.Open() || s.Device() != r.dev {
 		return s.Check("fabric: "+o.kind.String(), r.dev)
 	}
-	if o.kind == broadcast && o.root >= 0 && o.root < r.ranks && r.rank != o.root {
+	if o.kind == Broadcasts && o.root >= 0 && o.root < r.ranks && r.rank != o.root {
 		src = dst
 	}
 	if err := o.lengths(r, dst.Len(), src.Len(), memory.DTypeOf[T]()); err != nil {
@@ -68,7 +52,13 @@ func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src m
 	if err := o.room(r); err != nil {
 		return fail(err)
 	}
-	if err := enqueue(r, s, o, dst, src); err != nil {
+	if r.ranks == 1 {
+		if o.dst == o.src {
+			return nil
+		}
+		return memory.Copy(s, dst, src)
+	}
+	if err := r.enqueue(s, o); err != nil {
 		return fail(err)
 	}
 	return nil
@@ -78,11 +68,11 @@ func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src m
 func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
 	wantDst, wantSrc, part := src, src, src
 	switch o.kind {
-	case allGather:
+	case AllGathers:
 		wantDst = src * r.ranks
-	case reduceScatter:
+	case ReduceScatters:
 		wantDst, wantSrc, part = dst, dst*r.ranks, dst
-	case allToAll:
+	case AllToAlls:
 		part = src / r.ranks
 	}
 	o.bytes = part * t.Size()
@@ -91,14 +81,14 @@ func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
 		return fmt.Errorf("the destination has %d elements: want %d", dst, wantDst)
 	case src != wantSrc:
 		return fmt.Errorf("the source has %d elements: want %d", src, wantSrc)
-	case o.kind == allToAll && src%r.ranks != 0:
+	case o.kind == AllToAlls && src%r.ranks != 0:
 		return fmt.Errorf("the source has %d elements: want a multiple of %d, the number of ranks", src, r.ranks)
-	case o.kind == broadcast && (o.root < 0 || o.root >= r.ranks):
+	case o.kind == Broadcasts && (o.root < 0 || o.root >= r.ranks):
 		return fmt.Errorf("rank %d does not exist", o.root)
 	case o.algorithm < Auto || o.algorithm >= algorithms:
 		return fmt.Errorf("%s does not exist", o.algorithm)
 	}
-	if o.kind != allReduce && o.kind != reduceScatter {
+	if !o.reduces() {
 		return nil
 	}
 	if o.op < 0 || o.op >= ops {
@@ -110,6 +100,8 @@ func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
 	return nil
 }
 
+func (o *operation) reduces() bool { return o.kind == AllReduces || o.kind == ReduceScatters }
+
 // overlap refuses buffers that share memory in another way than in place.
 func (o *operation) overlap(r *Rank, dst, src int) error {
 	if o.dst+uint64(dst) <= o.src || o.src+uint64(src) <= o.dst {
@@ -118,51 +110,52 @@ func (o *operation) overlap(r *Rank, dst, src int) error {
 	own := uint64(r.rank * o.bytes)
 	want := "the same memory"
 	switch o.kind {
-	case allReduce, broadcast:
+	case AllReduces, Broadcasts:
 		if o.dst == o.src {
 			return nil
 		}
-	case allGather:
+	case AllGathers:
 		if want = "the source to be the rank's part of the destination"; o.src == o.dst+own {
 			return nil
 		}
-	case reduceScatter:
+	case ReduceScatters:
 		if want = "the destination to be the rank's part of the source"; o.dst == o.src+own {
 			return nil
 		}
-	case allToAll:
+	case AllToAlls:
 		return errors.New("the destination and the source overlap: want no memory in common")
 	}
 	return fmt.Errorf("the destination and the source overlap: want %s, or none in common", want)
 }
 
-// room chooses the algorithm and checks that there is room for the operation.
-func (o *operation) room(r *Rank) error {
+// fits chooses the algorithm and reports whether there is room for the operation, or
+// how much there is.
+func (o *operation) fits(r *Rank) (most int, ok bool) {
 	l := r.Limits()
-	most := l.Part
-	if o.kind == allReduce {
+	most = l.Part
+	if o.kind == AllReduces {
 		if o.algorithm == Auto && o.bytes <= l.AllReduce() {
 			o.algorithm = r.choose(o.bytes)
 		}
 		most = l.of(o.algorithm)
 	}
+	return most, r.ranks == 1 || o.bytes <= most
+}
+
+// room is fits with an error.
+func (o *operation) room(r *Rank) error {
+	most, ok := o.fits(r)
 	switch {
-	case r.ranks == 1 || o.bytes <= most:
+	case ok:
 		return nil
-	case o.kind == allReduce && o.bytes <= l.AllReduce():
+	case o.kind == AllReduces && o.bytes <= r.Limits().AllReduce():
 		return fmt.Errorf("%d bytes: %s takes at most %d", o.bytes, o.algorithm, most)
 	}
 	return fmt.Errorf("%d bytes a rank: at most %d with this Config.Bytes", o.bytes, most)
 }
 
 // enqueue launches the kernel.
-func enqueue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src memory.Slice[T]) error {
-	if r.ranks == 1 {
-		if o.dst == o.src {
-			return nil
-		}
-		return memory.Copy(s, dst, src)
-	}
+func (r *Rank) enqueue(s *stream.Stream, o *operation) error {
 	k, blocks, err := o.kernel(r)
 	if err != nil {
 		return err
@@ -172,10 +165,10 @@ func enqueue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src
 	}
 	var args [rootParam + 1]kernel.Arg
 	copy(args[:], r.args[:])
-	args[inParam], args[outParam] = kernel.Ptr(src), kernel.Ptr(dst)
+	args[inParam], args[outParam] = kernel.Address(o.src), kernel.Address(o.dst)
 	args[bytesParam], args[alignedParam] = kernel.Uint64(uint64(o.bytes)), kernel.Uint32(o.aligned())
 	n := rootParam
-	if o.kind == broadcast {
+	if o.kind == Broadcasts {
 		args[rootParam] = kernel.Uint32(uint32(o.root))
 		n++
 	}
@@ -195,16 +188,16 @@ func (o *operation) kernel(r *Rank) (k *kernel.Kernel, blks uint32, err error) {
 	t := tools(r.dev)
 	blks = blocks(over(o.bytes, 8))
 	switch o.kind {
-	case allReduce:
+	case AllReduces:
 		blks = o.algorithm.grid(o.bytes, r.ranks)
 		k, err = t.reducer(r.dev, allReduceFn+function(o.algorithm)-1, o.format, o.op)
-	case reduceScatter:
+	case ReduceScatters:
 		k, err = t.reducer(r.dev, reduceScatterFn, o.format, o.op)
-	case allGather:
+	case AllGathers:
 		k, err = t.mover(r.dev, allGatherFn)
-	case allToAll:
+	case AllToAlls:
 		k, err = t.mover(r.dev, allToAllFn)
-	case broadcast:
+	case Broadcasts:
 		k, err = t.mover(r.dev, broadcastFn)
 	}
 	return k, blks, err
@@ -216,9 +209,9 @@ func (o *operation) aligned() uint32 {
 	unit := uint64(8)
 	bits := o.dst | o.src
 	switch {
-	case o.kind == allReduce && o.algorithm == TwoShot:
+	case o.kind == AllReduces && o.algorithm == TwoShot:
 		unit = 16
-	case o.kind != allReduce && o.kind != broadcast:
+	case o.kind != AllReduces && o.kind != Broadcasts:
 		bits |= uint64(o.bytes) // where the parts begin
 	}
 	if bits%unit == 0 {

@@ -18,6 +18,7 @@ type Report struct {
 	Backend string    `json:"backend"`
 	Device  string    `json:"device"` // of rank 0
 	NCCL    string    `json:"nccl_version"`
+	Own     bool      `json:"own_kernels,omitempty"` // carried out what is small
 	Ranks   int       `json:"ranks"`
 	Locals  int       `json:"ranks_of_process"`
 	Plan    *Summary  `json:"plan,omitempty"`
@@ -80,7 +81,7 @@ func describe(g *comm.Group) (*Report, error) {
 	}
 	return &Report{
 		Form: form, Time: time.Now().UTC().Truncate(time.Second), Host: host, Backend: dev.System().Backend(), Device: name,
-		NCCL: g.Communicator(0).Version(), Ranks: g.Size(), Locals: g.Locals(), Link: LinkOf(name),
+		NCCL: g.Communicator(0).Version(), Own: g.Strategy() == comm.OwnKernels, Ranks: g.Size(), Locals: g.Locals(), Link: LinkOf(name),
 	}, nil
 }
 
@@ -122,7 +123,11 @@ func (r *Report) title() string {
 	if r.Ranks == 1 {
 		ranks = "1 rank"
 	}
-	return fmt.Sprintf("%s, %s, NCCL %s, %s/%s, host %s", ranks, r.Device, r.NCCL, runtime.GOOS, runtime.GOARCH, r.Host)
+	by := "NCCL " + r.NCCL
+	if r.Own {
+		by += ", own kernels for what is small"
+	}
+	return fmt.Sprintf("%s, %s, %s, %s/%s, host %s", ranks, r.Device, by, runtime.GOOS, runtime.GOARCH, r.Host)
 }
 
 // links are the bandwidths of a GPU's links to the others of its host in one

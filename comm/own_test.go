@@ -1,0 +1,187 @@
+package comm_test
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// localOwn is local with Chorus's own kernels.
+func localOwn(t *testing.T, devs []*device.Device, n *nccl.Config) *comm.Group {
+	t.Helper()
+	g, err := comm.LocalWith(testgpu.Context(t), &comm.Config{NCCL: n, Strategy: comm.OwnKernels}, devs...)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, g.Close()) })
+	return g
+}
+
+// TestOwnKernelsConform checks all collectives, of sizes on both sides of where NCCL
+// takes over, on groups of one process and joined ones.
+func TestOwnKernelsConform(t *testing.T) {
+	comm.SetOwnBytes(t, 8<<10, 2<<10)
+	for n := 1; n <= 8; n++ {
+		t.Run(fmt.Sprint("virtual/", n), func(t *testing.T) {
+			g := localOwn(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n}), nil)
+			require.Equal(t, n > 1, g.Strategy() == comm.OwnKernels)
+			require.NoError(t, conform(testgpu.Context(t), g))
+		})
+	}
+	t.Run("cuda", func(t *testing.T) {
+		require.NoError(t, conform(testgpu.Context(t), localOwn(t, testgpu.CUDA(t, 2), nil)))
+	})
+	t.Run("joined", func(t *testing.T) {
+		t.Setenv(env.CommStrategy.Name, "own")
+		gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
+		require.NoError(t, errors.Join(errs...))
+		var wg sync.WaitGroup
+		for i, g := range gs {
+			require.Equal(t, comm.OwnKernels, g.Strategy())
+			wg.Go(func() { errs[i] = conform(testgpu.Context(t), g) })
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+	})
+	for _, backend := range []string{"virtual", "cuda"} {
+		t.Run("processes/"+backend, func(t *testing.T) {
+			if backend == "cuda" {
+				testgpu.CUDA(t, 2)
+			}
+			code, out, _ := job(t, backend, "conform", 2, env.CommStrategy.Name+"=own")
+			require.Zero(t, code, out)
+		})
+	}
+}
+
+// TestOwnKernelsTakeWhatIsSmall fails every collective of NCCL.
+func TestOwnKernelsTakeWhatIsSmall(t *testing.T) {
+	comm.SetOwnBytes(t, 4096, 1024)
+	const faults = "ncclAllReduce#*=ncclInternalError,ncclAllGather#*=ncclInternalError,ncclReduceScatter#*=ncclInternalError,ncclBroadcast#*=ncclInternalError,ncclAlltoAll#*=ncclInternalError"
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: faults})
+	g := localOwn(t, devs, nil)
+	make := func(n int) comm.Shards[float32] {
+		xs, _ := shards(t, g, n)
+		return xs
+	}
+	small := map[string]func() error{
+		"all-reduce":     func() error { return comm.AllReduce(g, comm.Sum, make(1024)...) },
+		"all-gather":     func() error { return comm.AllGather(g, make(512), make(256)) },
+		"reduce-scatter": func() error { return comm.ReduceScatter(g, comm.Max, make(256), make(512)) },
+		"broadcast":      func() error { return comm.BroadcastFrom(g, 1, make(256)...) },
+		"all-to-all":     func() error { return comm.AllToAll(g, make(512), make(512)) },
+	}
+	for name, call := range small {
+		require.NoError(t, call(), name)
+	}
+	require.NoError(t, g.Wait(testgpu.Context(t)))
+	// Two in a group are NCCL's, as is what is large.
+	require.ErrorIs(t, nccl.Group(g.Communicator(0), func() error {
+		for range 2 {
+			for i, x := range make(8) {
+				if err := nccl.AllReduce(g.Communicator(i), g.Stream(i), x, x, nccl.Sum); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	}), nccl.ErrorInternal)
+	few, many := make(8), make(1025)
+	require.ErrorIs(t, comm.AllReduce(g, comm.Sum, many...), comm.ErrBroken)
+	require.ErrorIs(t, comm.AllReduce(g, comm.Sum, few...), comm.ErrBroken, "what follows a failure")
+}
+
+// TestOwnKernelsInGraphs mixes graphs of small and large all-reduces with others.
+func TestOwnKernelsInGraphs(t *testing.T) {
+	comm.SetOwnBytes(t, 4096, 1024)
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := localOwn(t, devs, nil)
+		sizes := []int{3, 1024, 1025, 5000}
+		var all []comm.Shards[float32]
+		var want [][]float32
+		for _, n := range sizes {
+			xs, hs := shards(t, g, n)
+			all, want = append(all, xs), append(want, total(hs))
+		}
+		x, err := graph.Capture(g.Streams(), func() error {
+			for _, xs := range all {
+				if err := comm.AllReduce(g, comm.Max, xs...); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+		require.NoError(t, err)
+		defer x.Close()
+		r := rand.New(rand.NewPCG(5, 5))
+		for k, xs := range all { // a sum once; the greatest of equals is what they are
+			require.NoError(t, comm.AllReduce(g, comm.Sum, xs...), k)
+		}
+		for range 20 {
+			if r.IntN(2) == 0 {
+				require.NoError(t, g.Stream(0).WaitStream(g.Stream(1)))
+				require.NoError(t, x.Launch(g.Stream(0)))
+				require.NoError(t, g.Stream(1).WaitStream(g.Stream(0)))
+			} else {
+				require.NoError(t, comm.AllReduce(g, comm.Min, all[r.IntN(len(all))]...))
+			}
+		}
+		require.NoError(t, g.Wait(testgpu.Context(t)))
+		for k, xs := range all {
+			for i := range xs {
+				require.Equal(t, want[k], read(t, g, i, xs[i]), "%d elements, rank %d", sizes[k], i)
+			}
+		}
+		var used *nccl.InUseError
+		require.ErrorAs(t, g.Close(), &used)
+	})
+}
+
+// TestOwnKernelsGiveUp checks that a rank that does not come is named within the
+// deadline, and that the one that waits for it ends.
+func TestOwnKernelsGiveUp(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := localOwn(t, devs, &nccl.Config{Timeout: time.Second})
+		xs, _ := shards(t, g, 100)
+		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+		require.NoError(t, nccl.AllReduce(g.Communicator(0), g.Stream(0), xs[0], xs[0], nccl.Sum))
+		err := g.Wait(testgpu.Context(t))
+		require.ErrorIs(t, err, comm.ErrBroken)
+		require.ErrorContains(t, err, "rank 1")
+		require.NoError(t, g.Close())
+	})
+}
+
+// TestOwnKernelsWhereTheyCannot checks that NCCL does it all where devices do not reach
+// each other's memory.
+func TestOwnKernelsWhereTheyCannot(t *testing.T) {
+	t.Setenv(env.P2P.Name, "off")
+	g := localOwn(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), nil)
+	require.Equal(t, comm.NCCLOnly, g.Strategy())
+	require.NoError(t, conform(testgpu.Context(t), g))
+}
+
+func TestStrategies(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	_, err := comm.LocalWith(t.Context(), &comm.Config{Strategy: 9}, devs...)
+	require.ErrorIs(t, err, comm.ErrMismatch)
+	require.ErrorContains(t, err, "Strategy(9)")
+	t.Setenv(env.CommStrategy.Name, "fast")
+	_, err = comm.Local(t.Context(), devs...)
+	require.ErrorContains(t, err, env.CommStrategy.Name)
+	t.Setenv(env.CommStrategy.Name, "own")
+	g, err := comm.LocalWith(t.Context(), &comm.Config{Strategy: comm.NCCLOnly}, devs...)
+	require.NoError(t, err)
+	require.Equal(t, comm.NCCLOnly, g.Strategy())
+	require.NoError(t, g.Close())
+}

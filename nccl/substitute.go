@@ -1,0 +1,105 @@
+package nccl
+
+import (
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A Substitute carries out collectives in NCCL's place. For Chorus's own packages.
+type Substitute interface {
+	// Takes reports whether it carries out such a collective. The answer is the same on
+	// all ranks: it does not depend on addresses.
+	Takes(x Collective) bool
+	// Enqueue enqueues one that it takes. Its arguments have been checked.
+	Enqueue(s *stream.Stream, x Collective) error
+	// Abort ends what is in flight, and returns at once.
+	Abort()
+}
+
+// A Collective is an operation as a Substitute sees it.
+type Collective struct {
+	Kind     CollectiveKind
+	DType    memory.DType
+	Op       Op
+	Root     int
+	Count    int    // elements: of one rank's part, or of all where the ranks have no parts
+	Dst, Src uint64 // 0 where the rank has none
+}
+
+// A CollectiveKind is what a Collective does.
+type CollectiveKind uint8
+
+// The collectives that a Substitute may be asked for.
+const (
+	AllReduceKind CollectiveKind = iota + 1
+	BroadcastKind
+	AllGatherKind
+	ReduceScatterKind
+	AllToAllKind
+)
+
+var collectiveKinds = [numKinds]CollectiveKind{
+	allReduce: AllReduceKind, broadcast: BroadcastKind, allGather: AllGatherKind, reduceScatter: ReduceScatterKind, allToAll: AllToAllKind,
+}
+
+// Substitute lets x carry out what it takes of the collectives that are enqueued on s
+// from now on, by themselves or in a group that has no other operation of c. All ranks
+// call it before the same operation.
+func (c *Communicator) Substitute(s *stream.Stream, x Substitute) {
+	c.substitute.Store(&substitution{s, x})
+}
+
+type substitution struct {
+	stream *stream.Stream
+	by     Substitute
+}
+
+// substituted asks whether the communicator's Substitute carries the operation out,
+// which is the only one of its rank. The communicator is entered.
+func (o *operation) substituted() bool {
+	x := o.comm.substitute.Load()
+	if x == nil || x.stream != o.stream || collectiveKinds[o.kind] == 0 {
+		return false
+	}
+	o.instead = x.by.Takes(o.collective())
+	return o.instead
+}
+
+// substituted asks for each operation of a group, and reports whether none is left for
+// NCCL. Where a rank has several, all are NCCL's, whose order on a stream is its own.
+func (g *group) substituted() bool {
+	if !g.single() {
+		return false
+	}
+	all := true
+	for i := range g.ops {
+		if !g.ops[i].substituted() {
+			all = false
+		}
+	}
+	return all
+}
+
+func (o *operation) collective() Collective {
+	return Collective{Kind: collectiveKinds[o.kind], DType: o.dtype, Op: o.op, Root: o.root, Count: o.n,
+		Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr)}
+}
+
+// give enqueues the operation, by NCCL or its Substitute. The communicator is entered.
+func (o *operation) give() error {
+	c, name := o.comm, o.kind.String()
+	if !o.instead {
+		return c.fail(name, o.enqueue())
+	}
+	if err := c.substitute.Load().by.Enqueue(o.stream, o.collective()); err != nil {
+		return c.dev.Because(&Error{Op: name, Rank: c.rank, Size: c.size, Device: c.dev.String(), Err: ErrorInternal, Detail: err.Error()})
+	}
+	return nil
+}
+
+// abortSubstitute ends what the Substitute has in flight.
+func (c *Communicator) abortSubstitute() {
+	if x := c.substitute.Load(); x != nil {
+		x.by.Abort()
+	}
+}

@@ -96,11 +96,27 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error
 	if c.GPU, err = r.dev.UUID(); err != nil {
 		return c, err
 	}
+	if err := r.load(); err != nil {
+		return c, err
+	}
 	if err := r.allocate(ctx, s); err != nil {
 		return c, err
 	}
 	c.Scratch = r.peers[0].id
 	return c, nil
+}
+
+// load loads some kernels: where they cannot be had, no other can.
+func (r *Rank) load() error {
+	t := tools(r.dev)
+	_, err := t.mover(r.dev, allGatherFn)
+	if err == nil {
+		_, err = t.reducer(r.dev, allReduceFn, formatOf[memory.Float32], Sum)
+	}
+	if err != nil && errors.Is(err, errors.ErrUnsupported) {
+		return unsupported("its kernels, or NVRTC to compile them", err.Error())
+	}
+	return err
 }
 
 // allocate makes the rank's own memory, all zero: no epoch.

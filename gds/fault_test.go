@@ -435,14 +435,19 @@ func TestDriverFaults(t *testing.T) {
 	}
 }
 
+// unpinned is a fault plan that gives no pinned memory from one call on to another.
+func unpinned(from, to int) string {
+	var faults []string
+	for i := from; i < to; i++ {
+		faults = append(faults, fmt.Sprintf("cuMemHostAlloc#%d=CUDA_ERROR_OUT_OF_MEMORY", i))
+	}
+	return strings.Join(faults, ",")
+}
+
 // Where there is little pinned memory, those who have some do the work, and nobody
 // asks for more again and again.
 func TestLittlePinnedMemory(t *testing.T) {
-	var faults []string
-	for i := 2; i < 20; i++ {
-		faults = append(faults, fmt.Sprintf("cuMemHostAlloc#%d=CUDA_ERROR_OUT_OF_MEMORY", i))
-	}
-	dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: strings.Join(faults, ",")}).Devices()[0]
+	dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: unpinned(2, 20)}).Devices()[0]
 	s := newStream(t, dev)
 	content := randomBytes(20*minSlot + 333)
 	x, err := memory.Make[byte](s, len(content)) // nothing is copied yet, which may take pinned memory
@@ -458,11 +463,7 @@ func TestLittlePinnedMemory(t *testing.T) {
 
 // So it is where one call begins while another one has all the memory that there is.
 func TestLittlePinnedMemoryForTwo(t *testing.T) {
-	var faults []string
-	for i := 2; i < 200; i++ {
-		faults = append(faults, fmt.Sprintf("cuMemHostAlloc#%d=CUDA_ERROR_OUT_OF_MEMORY", i))
-	}
-	dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: strings.Join(faults, ",")}).Devices()[0]
+	dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: unpinned(2, 200)}).Devices()[0]
 	s, content := newStream(t, dev), randomBytes(20*minSlot)
 	x, err := memory.Make[byte](s, len(content))
 	require.NoError(t, err)

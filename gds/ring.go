@@ -22,13 +22,14 @@ import (
 type ring struct {
 	bound   int64 // in bytes
 	err     error // of the environment's bound
+	make    func(dev *device.Device, bytes int) (*memory.Pinned[byte], error)
 	waiters atomic.Int32
 
 	mu      sync.Mutex
 	used    int64
 	waiting []*turn
-	slots   int           // that somebody has
-	given   chan struct{} // closed when one of them is given back
+	slots   int           // that somebody has, or is being given
+	given   chan struct{} // closed when one of them is given back, or the last one not given
 }
 
 // A turn is one who waits.
@@ -59,7 +60,7 @@ func newRing() *ring {
 	if err == nil && (n < minSlot || n > math.MaxInt64) {
 		err = &env.ValueError{Name: env.GDSPinned.Name, Value: env.GDSPinned.Value(), Want: fmt.Sprintf("at least %d bytes", minSlot)}
 	}
-	return &ring{bound: int64(n), err: err, given: make(chan struct{})}
+	return &ring{bound: int64(n), err: err, make: memory.MakePinned[byte], given: make(chan struct{})}
 }
 
 // errNoMore says that nothing is left for which a slot would be wanted.
@@ -72,9 +73,8 @@ func (r *ring) acquire(ctx context.Context, over <-chan struct{}, dev *device.De
 		if err := r.enter(ctx, over, bytes); err != nil {
 			return nil, err
 		}
-		given := r.next()
-		x, err := r.pin(dev, bytes)
-		if err == nil || r.idle(given) {
+		x, given, err := r.pin(dev, bytes)
+		if given == nil {
 			return x, err
 		}
 		select {
@@ -106,21 +106,6 @@ func (r *ring) enter(ctx context.Context, over <-chan struct{}, bytes int64) err
 	}
 }
 
-// next returns what is closed when the next slot is given back.
-func (r *ring) next() chan struct{} {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.given
-}
-
-// idle reports whether nobody has a slot, and none has been given back since next
-// returned given.
-func (r *ring) idle(given chan struct{}) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.slots == 0 && r.given == given
-}
-
 // tryAcquire returns a slot, or nil where there is none at once.
 func (r *ring) tryAcquire(dev *device.Device, bytes int64) (*slot, error) {
 	r.mu.Lock()
@@ -132,7 +117,8 @@ func (r *ring) tryAcquire(dev *device.Device, bytes int64) (*slot, error) {
 	if !ok {
 		return nil, nil
 	}
-	return r.pin(dev, bytes)
+	x, _, err := r.pin(dev, bytes)
+	return x, err
 }
 
 // queue takes the bytes, or a place among those who wait for them.
@@ -161,17 +147,27 @@ func (r *ring) leave(t *turn) {
 	r.grant()
 }
 
-// pin makes the slot for bytes that are taken.
-func (r *ring) pin(dev *device.Device, bytes int64) (*slot, error) {
-	p, err := memory.MakePinned[byte](dev, int(bytes))
-	if err != nil {
-		r.free(bytes)
-		return nil, fmt.Errorf("%w: %s bounds the pinned memory that files use", err, env.GDSPinned.Name)
+// pin makes the slot for bytes that are taken. Where it cannot while others have slots,
+// given is closed when one of those is given back.
+func (r *ring) pin(dev *device.Device, bytes int64) (x *slot, given <-chan struct{}, err error) {
+	r.mu.Lock()
+	r.slots++
+	before := r.given
+	r.mu.Unlock()
+	p, err := r.make(dev, int(bytes))
+	if err == nil {
+		return &slot{p, p.Data(), bytes}, nil, nil
 	}
+	r.free(bytes)
+	err = fmt.Errorf("%w: %s bounds the pinned memory that files use", err, env.GDSPinned.Name)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.slots++
-	return &slot{p, p.Data(), bytes}, nil
+	r.slots--
+	if r.slots > 0 || r.given != before {
+		return nil, before, err
+	}
+	r.tell() // those who waited for this one, which there will not be
+	return nil, nil, err
 }
 
 // release gives a slot back that nothing is in flight from.
@@ -181,9 +177,14 @@ func (r *ring) release(x *slot) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.slots--
+	r.tell()
+	return err
+}
+
+// tell lets those look again who wait for memory that others have. r.mu is held.
+func (r *ring) tell() {
 	close(r.given)
 	r.given = make(chan struct{})
-	return err
 }
 
 func (r *ring) free(bytes int64) {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -15,6 +16,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
 )
 
 // newRings returns a ring with room for two slots, and one of them.
@@ -71,6 +73,39 @@ func TestRingGivenUp(t *testing.T) {
 	require.EqualValues(t, minSlot, r.used)
 	require.NoError(t, r.release(x))
 	require.Zero(t, r.used)
+}
+
+// Where only one slot can be pinned everybody gets it in the end, and where none can
+// everybody is told, also of those who ask at the same time.
+func TestRingAsksAgain(t *testing.T) {
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
+	for n := range 1000 {
+		r := newRing()
+		var room atomic.Bool
+		room.Store(n%2 == 1)
+		r.make = func(dev *device.Device, bytes int) (*memory.Pinned[byte], error) {
+			if !room.CompareAndSwap(true, false) {
+				return nil, device.ErrorOutOfMemory
+			}
+			return memory.MakePinned[byte](dev, bytes)
+		}
+		var all sync.WaitGroup
+		for range 3 {
+			all.Go(func() {
+				x, err := r.acquire(testgpu.Context(t), nil, dev, minSlot)
+				if err == nil {
+					room.Store(n%2 == 1)
+					err = r.release(x)
+				}
+				if n%2 == 1 && err != nil || n%2 == 0 && !errors.Is(err, device.ErrorOutOfMemory) {
+					t.Error(n, err)
+				}
+			})
+		}
+		all.Wait()
+		require.Zero(t, r.used)
+		require.Zero(t, r.slots)
+	}
 }
 
 // Workers that wait for slots leave when there is nothing left to do.

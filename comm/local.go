@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -59,7 +60,7 @@ func LocalWith(ctx context.Context, cfg *Config, devs ...*device.Device) (*Group
 	if err != nil {
 		return nil, err
 	}
-	if err := g.openOwn(ctx, cfg, (&table{ranks: len(devs)}).seat); err != nil {
+	if err := g.openOwn(ctx, cfg, fabric.NewTable(len(devs)).Seat); err != nil {
 		return nil, errors.Join(err, g.Close())
 	}
 	return g, nil

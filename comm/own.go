@@ -99,49 +99,6 @@ func (k ownKernels) raw(x nccl.Collective) (raw fabric.Raw, ok bool) {
 		ok && x.Count*x.DType.Size() <= most
 }
 
-// A table is where the ranks of one process tell each other what they have.
-type table struct {
-	mu     sync.Mutex
-	ranks  int
-	rounds []*saying
-}
-
-// A saying is what each rank has said in a round.
-type saying struct {
-	said [][]byte
-	left int
-	over chan struct{}
-}
-
-// seat is a rank's exchange.
-func (t *table) seat(rank int) fabric.Exchange {
-	next := 0
-	return func(ctx context.Context, mine []byte) ([][]byte, error) {
-		s := t.say(next, rank, mine)
-		next++
-		select {
-		case <-s.over:
-			return s.said, nil
-		case <-ctx.Done():
-			return nil, context.Cause(ctx)
-		}
-	}
-}
-
-func (t *table) say(round, rank int, what []byte) *saying {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if round == len(t.rounds) {
-		t.rounds = append(t.rounds, &saying{make([][]byte, t.ranks), t.ranks, make(chan struct{})})
-	}
-	s := t.rounds[round]
-	s.said[rank] = what
-	if s.left--; s.left == 0 {
-		close(s.over)
-	}
-	return s
-}
-
 // exchangeBy is the exchange of a process's rank over a Rendezvous.
 func exchangeBy(r Rendezvous, prefix string) fabric.Exchange {
 	round := 0

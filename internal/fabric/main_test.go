@@ -1,7 +1,6 @@
 package fabric_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -16,43 +15,6 @@ import (
 )
 
 func TestMain(m *testing.M) { testgpu.Main(m) }
-
-// A table is where ranks of one process exchange what they say.
-type table struct {
-	mu     sync.Mutex
-	ranks  int
-	rounds []*round
-}
-
-type round struct {
-	said [][]byte
-	left int
-	over chan struct{}
-}
-
-// seat returns the exchange of one rank.
-func (t *table) seat(rank int) fabric.Exchange {
-	next := 0
-	return func(ctx context.Context, mine []byte) ([][]byte, error) {
-		t.mu.Lock()
-		if next == len(t.rounds) {
-			t.rounds = append(t.rounds, &round{make([][]byte, t.ranks), t.ranks, make(chan struct{})})
-		}
-		r := t.rounds[next]
-		next++
-		r.said[rank] = mine
-		if r.left--; r.left == 0 {
-			close(r.over)
-		}
-		t.mu.Unlock()
-		select {
-		case <-r.over:
-			return r.said, nil
-		case <-ctx.Done():
-			return nil, context.Cause(ctx)
-		}
-	}
-}
 
 // A member is one rank with its stream.
 type member struct {
@@ -71,14 +33,14 @@ func newStream(t testing.TB, dev *device.Device) *stream.Stream {
 // openAll opens a rank on each device, and returns what came of it.
 func openAll(t testing.TB, devs []*device.Device, cfg *fabric.Config) ([]member, error) {
 	t.Helper()
-	seats := &table{ranks: len(devs)}
+	seats := fabric.NewTable(len(devs))
 	group := make([]member, len(devs))
 	errs := make([]error, len(devs))
 	var wg sync.WaitGroup
 	for i, dev := range devs {
 		s := newStream(t, dev)
 		wg.Go(func() {
-			r, err := fabric.Open(testgpu.Context(t), s, i, len(devs), seats.seat(i), cfg)
+			r, err := fabric.Open(testgpu.Context(t), s, i, len(devs), seats.Seat(i), cfg)
 			group[i], errs[i] = member{r, s}, err
 		})
 	}

@@ -294,10 +294,10 @@ func TestOpenRefuses(t *testing.T) {
 	t.Run("one fails", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 		for _, failing := range []int{1, 2} { // the exchange in which rank 1 says so
-			seats := &table{ranks: 2}
+			seats := fabric.NewTable(2)
 			ends := make(chan error, 2)
 			for i, dev := range devs {
-				s, say, turn := newStream(t, dev), seats.seat(i), 0
+				s, say, turn := newStream(t, dev), seats.Seat(i), 0
 				go func() {
 					_, err := fabric.Open(testgpu.Context(t), s, i, 2, func(ctx context.Context, mine []byte) ([][]byte, error) {
 						if turn++; i == 1 && turn == failing {
@@ -315,10 +315,10 @@ func TestOpenRefuses(t *testing.T) {
 	})
 	t.Run("one fails to link", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-		seats := &table{ranks: 2}
+		seats := fabric.NewTable(2)
 		ends := make(chan error, 2)
 		for i, dev := range devs {
-			s, say, turn := newStream(t, dev), seats.seat(i), 0
+			s, say, turn := newStream(t, dev), seats.Seat(i), 0
 			go func() {
 				_, err := fabric.Open(testgpu.Context(t), s, i, 2, func(ctx context.Context, mine []byte) ([][]byte, error) {
 					said, err := say(ctx, mine)
@@ -363,12 +363,12 @@ func TestOpenRefuses(t *testing.T) {
 	})
 	t.Run("config", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-		seats := &table{ranks: 2}
+		seats := fabric.NewTable(2)
 		ends := make(chan error, 2)
 		for i, dev := range devs {
 			s := newStream(t, dev)
 			go func() {
-				_, err := fabric.Open(testgpu.Context(t), s, i, 2, seats.seat(i), &fabric.Config{Bytes: 1 + i<<20})
+				_, err := fabric.Open(testgpu.Context(t), s, i, 2, seats.Seat(i), &fabric.Config{Bytes: 1 + i<<20})
 				ends <- err
 			}()
 		}

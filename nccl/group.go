@@ -19,10 +19,10 @@ import (
 // Operations are checked when they are issued and enqueued when fn has returned,
 // all of them or none: none if fn returns an error or panics, or if one of the
 // ranks has failed, or a buffer was closed, by then. Where there is one for each of
-// several ranks, threads that wait for that may enqueue them at the same time
-// (CHORUS_LAUNCH_PATIENCE); what NCCL itself refuses for one rank only then fails the
-// communicators of the others. The group belongs to the
-// goroutine; what fn starts on other goroutines is not part of it.
+// several ranks of one communicator, threads that wait for that may enqueue them at
+// the same time (CHORUS_LAUNCH_PATIENCE); what NCCL itself refuses for one rank only
+// then fails the communicators of the others. The group belongs to the goroutine; what
+// fn starts on other goroutines is not part of it.
 // Groups nest; the outermost one enqueues, and nothing if an inner one failed or
 // panicked.
 //

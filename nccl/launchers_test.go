@@ -9,8 +9,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
 )
 
 // A group of one operation for each rank goes to NCCL from as many threads: the fault
@@ -51,16 +53,26 @@ func TestGroupsWithoutNCCLs(t *testing.T) {
 				}
 			}
 			// More than one for a rank, and a capture, are NCCL's affair.
-			require.ErrorIs(t, nccl.Group(ranks[0].c, func() error {
-				for i, k := range ranks {
-					for range 2 {
-						if err := nccl.AllReduce(k.c, k.s, xs[i], xs[i], nccl.Sum); err != nil {
-							return err
+			all := func(times int) error {
+				return nccl.Group(ranks[0].c, func() error {
+					for i, k := range ranks {
+						for range times {
+							if err := nccl.AllReduce(k.c, k.s, xs[i], xs[i], nccl.Sum); err != nil {
+								return err
+							}
 						}
 					}
-				}
-				return nil
-			}), nccl.ErrorInternal)
+					return nil
+				})
+			}
+			require.NoError(t, all(1))
+			require.ErrorIs(t, all(2), nccl.ErrorInternal)
+			var streams []*stream.Stream
+			for _, k := range ranks {
+				streams = append(streams, k.s)
+			}
+			_, err := graph.Capture(streams, func() error { return all(1) })
+			require.ErrorIs(t, err, nccl.ErrorInternal)
 		})
 	}
 }

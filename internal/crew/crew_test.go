@@ -28,11 +28,22 @@ func processors(t *testing.T, n int) {
 	t.Cleanup(func() { runtime.GOMAXPROCS(before) })
 }
 
+// patient is a crew whose threads look for work until the test is over.
+func patient(t *testing.T) *Crew {
+	c := &Crew{Patience: time.Hour}
+	t.Cleanup(func() {
+		if !c.over.Load() {
+			c.Sleep()
+		}
+	})
+	return c
+}
+
 // TestTry checks that every part of a job is done once, at the same time as the others,
 // and that Try has waited for them.
 func TestTry(t *testing.T) {
 	processors(t, 16)
-	c := Crew{Patience: time.Hour}
+	c := patient(t)
 	for n := 2; n <= 4; n++ {
 		for done := 0; done < 20; {
 			p := &parts{times: make([]atomic.Int32, n)}
@@ -51,12 +62,48 @@ func TestTry(t *testing.T) {
 	}
 }
 
+// slow has a part that takes longer than the caller looks for it.
+type slow struct{ over bool }
+
+func (s *slow) Do(i int) {
+	if i == 1 {
+		for range 1 << 15 {
+			runtime.Gosched()
+		}
+		s.over = true
+	}
+}
+
+// TestTryWaits checks that Try also waits for a part that takes long.
+func TestTryWaits(t *testing.T) {
+	processors(t, 4)
+	c := patient(t)
+	s := &slow{}
+	for !c.Try(2, s) {
+	}
+	require.True(t, s.over)
+}
+
+// TestOver checks that Sleep ends the threads, patient as they may be.
+func TestOver(t *testing.T) {
+	processors(t, 8)
+	before := runtime.NumGoroutine()
+	c := patient(t)
+	for !c.Try(3, nothing{}) {
+	}
+	c.Sleep()
+	for end := time.Now().Add(10 * time.Second); runtime.NumGoroutine() > before; runtime.Gosched() {
+		require.True(t, time.Now().Before(end), "threads are left")
+	}
+	require.False(t, c.Try(3, nothing{}))
+}
+
 // TestTryDeclines checks when nothing is done.
 func TestTryDeclines(t *testing.T) {
 	processors(t, 7)
 	job := &parts{times: make([]atomic.Int32, 4)}
 	require.False(t, (&Crew{}).Try(2, job), "without patience")
-	c := &Crew{Patience: time.Hour}
+	c := patient(t)
 	require.False(t, c.Try(1, job), "one part")
 	require.False(t, c.Try(4, job), "four parts on seven processors")
 	require.False(t, c.Try(3, job), "the threads sleep")
@@ -113,7 +160,7 @@ func TestManyCallers(t *testing.T) {
 // TestAllocations checks that a job costs no memory.
 func TestAllocations(t *testing.T) {
 	processors(t, 4)
-	c := Crew{Patience: time.Hour}
+	c := patient(t)
 	var job Job = nothing{}
 	for !c.Try(2, job) {
 	}

@@ -44,11 +44,15 @@ func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config
 	if err := cfg.check("join"); err != nil {
 		return nil, err
 	}
+	s, err := cfg.strategy()
+	if err != nil {
+		return nil, err
+	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer context.AfterFunc(r.Context(), func() { cancel(context.Cause(r.Context())) })()
 	prefix := fmt.Sprintf("comm/%d/", nextGroup(r))
-	id, err := agree(ctx, r, dev, prefix)
+	id, err := agree(ctx, r, dev, s, prefix)
 	if err != nil {
 		return nil, fmt.Errorf("comm: join as rank %d of %d on %s: %w", r.Rank(), r.Size(), dev, err)
 	}
@@ -70,11 +74,12 @@ func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config
 
 // card is what each rank tells rank 0 about itself.
 type card struct {
-	Host    string
-	PID     int
-	Device  string
-	UUID    string
-	Backend string
+	Host     string
+	PID      int
+	Device   string
+	UUID     string
+	Backend  string
+	Strategy string
 }
 
 // verdict is what rank 0 answers to all.
@@ -86,8 +91,8 @@ type verdict struct {
 // agree checks that the ranks fit together and gives all of them one id: a card
 // from each rank to rank 0, and one verdict back. NCCL itself would hang, or
 // fail without saying which ranks do not fit.
-func agree(ctx context.Context, r Rendezvous, dev *device.Device, prefix string) (nccl.UniqueID, error) {
-	mine, err := cardOf(dev)
+func agree(ctx context.Context, r Rendezvous, dev *device.Device, s Strategy, prefix string) (nccl.UniqueID, error) {
+	mine, err := cardOf(dev, s)
 	if err != nil {
 		return nccl.UniqueID{}, err
 	}
@@ -154,7 +159,7 @@ func (v *verdict) result() (nccl.UniqueID, error) {
 	return v.ID, nil
 }
 
-func cardOf(dev *device.Device) (card, error) {
+func cardOf(dev *device.Device, s Strategy) (card, error) {
 	uuid, err := dev.UUID()
 	if err != nil {
 		return card{}, err
@@ -163,7 +168,7 @@ func cardOf(dev *device.Device) (card, error) {
 	if err != nil {
 		return card{}, err
 	}
-	return card{Host: host, PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend()}, nil
+	return card{Host: host, PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend(), Strategy: s.String()}, nil
 }
 
 // misfit says why the ranks cannot make a group, or "".
@@ -172,6 +177,9 @@ func misfit(cards []card) string {
 	for i, c := range cards {
 		if c.Backend != cards[0].Backend {
 			return fmt.Sprintf("rank 0 uses %s devices and rank %d %s devices: set CHORUS_BACKEND alike for all", cards[0].Backend, i, c.Backend)
+		}
+		if c.Strategy != cards[0].Strategy {
+			return fmt.Sprintf("the strategy of rank 0 is %s and that of rank %d is %s: set Config.Strategy or CHORUS_COMM_STRATEGY alike for all", cards[0].Strategy, i, c.Strategy)
 		}
 		if j, taken := first[c.UUID]; taken {
 			return fmt.Sprintf("ranks %d (pid %d) and %d (pid %d) are both on %s %s of host %s: a GPU holds one rank; open the device of the local rank",

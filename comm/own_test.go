@@ -185,3 +185,43 @@ func TestStrategies(t *testing.T) {
 	require.Equal(t, comm.NCCLOnly, g.Strategy())
 	require.NoError(t, g.Close())
 }
+
+// TestStrategiesThatDisagree checks that nobody waits for own kernels that others do not have.
+func TestStrategiesThatDisagree(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	errs := make([]error, 2)
+	var wg sync.WaitGroup
+	for i, b := range boards(t.Context(), 2) {
+		wg.Go(func() {
+			_, errs[i] = comm.JoinWith(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: []comm.Strategy{comm.OwnKernels, comm.NCCLOnly}[i]})
+		})
+	}
+	wg.Wait()
+	for _, err := range errs {
+		require.ErrorIs(t, err, comm.ErrMismatch)
+		require.ErrorContains(t, err, "the strategy of rank 0 is own and that of rank 1 is nccl")
+	}
+}
+
+// TestOwnKernelsBesideTransfers has two of three ranks send and receive in the group that
+// has their all-reduce: what carries that out must not depend on it.
+func TestOwnKernelsBesideTransfers(t *testing.T) {
+	testgpu.Each(t, 3, func(t *testing.T, devs []*device.Device) {
+		g := localOwn(t, devs, nil)
+		xs, hs := shards(t, g, 24)
+		ys, sent := shards(t, g, 24)
+		reduce := func(i int) error {
+			return nccl.AllReduce(g.Communicator(i), g.Stream(i), xs[i], xs[i], nccl.Sum)
+		}
+		require.NoError(t, nccl.Group(g.Communicator(0), func() error {
+			return errors.Join(reduce(0), nccl.Send(g.Communicator(0), g.Stream(0), ys[0], 1),
+				nccl.Recv(g.Communicator(1), g.Stream(1), ys[1], 0), reduce(1))
+		}))
+		require.NoError(t, reduce(2))
+		require.NoError(t, g.Wait(testgpu.Context(t)))
+		for i := range xs {
+			require.Equal(t, total(hs), read(t, g, i, xs[i]))
+		}
+		require.Equal(t, sent[0], read(t, g, 1, ys[1]))
+	})
+}

@@ -43,7 +43,7 @@ var collectiveKinds = [numKinds]CollectiveKind{
 }
 
 // Substitute lets x carry out what it takes of the collectives that are enqueued on s
-// from now on, by themselves or in a group that has no other operation of c. All ranks
+// from now on, by themselves or in a group that has no other collective of c. All ranks
 // call it before the same operation.
 func (c *Communicator) Substitute(s *stream.Stream, x Substitute) {
 	c.substitute.Store(&substitution{s, x})
@@ -55,7 +55,7 @@ type substitution struct {
 }
 
 // substituted asks whether the communicator's Substitute carries the operation out,
-// which is the only one of its rank. The communicator is entered.
+// which is its rank's only collective. The communicator is entered.
 func (o *operation) substituted() bool {
 	x := o.comm.substitute.Load()
 	if x == nil || x.stream != o.stream || collectiveKinds[o.kind] == 0 {
@@ -66,18 +66,26 @@ func (o *operation) substituted() bool {
 }
 
 // substituted asks for each operation of a group, and reports whether none is left for
-// NCCL. Where a rank has several, all are NCCL's, whose order on a stream is its own.
+// NCCL. Where a rank has several collectives, all are NCCL's, whose order on a stream is
+// its own. What else it has in the group does not count: other ranks need not have that.
 func (g *group) substituted() bool {
-	if !g.single() {
-		return false
-	}
 	all := true
 	for i := range g.ops {
-		if !g.ops[i].substituted() {
+		if g.several(i) || !g.ops[i].substituted() {
 			all = false
 		}
 	}
 	return all
+}
+
+// several reports whether the rank of operation i has another collective in the group.
+func (g *group) several(i int) bool {
+	for j := range g.ops {
+		if j != i && g.ops[j].comm == g.ops[i].comm && !kinds[g.ops[j].kind].peer {
+			return true
+		}
+	}
+	return false
 }
 
 func (o *operation) collective() Collective {

@@ -82,13 +82,14 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 	if err != nil {
 		return err
 	}
-	_, err = confer(ctx, exchange, r.ranks, true, r.link(s, cards, handles))
+	failed = errors.Join(r.link(s, cards, handles), r.begin(ctx, s, cards[0].Epoch))
+	_, err = confer(ctx, exchange, r.ranks, true, failed)
 	return err
 }
 
 // prepare allocates what is the rank's own, and makes its card.
 func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error) {
-	c = card{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole}
+	c = card{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole, Epoch: anyEpoch()}
 	if r.ranks > maxRanks {
 		return c, unsupported(fmt.Sprintf("at most %d ranks", maxRanks), fmt.Sprint(r.ranks))
 	}
@@ -119,7 +120,7 @@ func (r *Rank) load() error {
 	return err
 }
 
-// allocate makes the rank's own memory, all zero: no epoch.
+// allocate makes the rank's own memory, all zero: of no epoch, since anyEpoch is more.
 func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
 	if r.host, err = memory.MakePinned[uint32](r.dev, 2); err != nil {
 		return err
@@ -137,6 +138,14 @@ func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
 	}
 	r.peers = append(r.peers, newScratch(words))
 	if err := errors.Join(r.control.Zero(s), words.Zero(s)); err != nil {
+		return err
+	}
+	return s.Sync(ctx)
+}
+
+// begin sets the epoch before that of the first operation.
+func (r *Rank) begin(ctx context.Context, s *stream.Stream, epoch uint64) error {
+	if err := r.control.CopyFrom(s, []uint64{epoch, 0}); err != nil {
 		return err
 	}
 	return s.Sync(ctx)
@@ -181,12 +190,14 @@ func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
 }
 
 // reachFar is reach for a rank of another process. A GPU that this process does not see
-// cannot be asked for; the driver then says what it can do.
+// cannot be asked for: it reaches that one's memory if the driver maps it.
 func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
+	seen := false
 	for _, peer := range r.dev.System().Devices() {
 		if uuid, err := peer.UUID(); err != nil || uuid != c.GPU {
 			continue
 		}
+		seen = true
 		can, err := r.dev.CanAccessPeer(peer)
 		if err != nil {
 			return err
@@ -196,7 +207,10 @@ func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
 		}
 	}
 	words, err := memory.OpenPeerIPC[uint64](s, h)
-	if err != nil {
+	switch {
+	case err != nil && !seen && r.dev.Err() == nil:
+		return unsupported("GPUs that this process sees, or whose memory it can map", err.Error())
+	case err != nil:
 		return err
 	}
 	r.peers = append(r.peers, &scratch{words: words})

@@ -73,13 +73,25 @@ func (c *Communicator) lastMessage() string {
 // breakWith makes a cause the communicator's failure, if it is the first, and ends
 // what is in flight here and on the other ranks of this process.
 func (c *Communicator) breakWith(cause error) {
+	if f := c.blame(cause); f != nil {
+		c.end(f)
+	}
+}
+
+// blame makes a cause the failure, or returns nil where there is one. end must follow.
+func (c *Communicator) blame(cause error) *failure {
 	f := &failure{first: cause, err: cause, settled: make(chan struct{})}
 	if !c.failed.CompareAndSwap(nil, f) {
-		return
+		return nil
 	}
+	return f
+}
+
+// end is what follows a failure.
+func (c *Communicator) end(f *failure) {
 	c.leaveTrace()
 	if c.onFailure != nil {
-		if better := c.onFailure(c, cause); better != nil {
+		if better := c.onFailure(c, f.first); better != nil {
 			f.err = better
 		}
 	}

@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"slices"
 	"sync"
 
 	"github.com/gochorus/chorus/internal/crew"
@@ -85,10 +86,22 @@ func (g *group) outcome() (first error) {
 	if first == nil {
 		return nil
 	}
-	for i := range g.ops {
-		if g.errs[i] == nil {
-			go g.ops[i].comm.breakWith(first) // it waits until the group has left the communicator
-		}
+	if slices.Contains(g.errs, nil) {
+		g.breakWith(first)
 	}
 	return first
+}
+
+// breakWith ends all communicators of the group. Each has the cause before the first one
+// ends, which the others would take for it.
+func (g *group) breakWith(cause error) {
+	ends := make([]*failure, len(g.comms))
+	for i, c := range g.comms {
+		ends[i] = c.blame(cause)
+	}
+	for i, c := range g.comms {
+		if ends[i] != nil {
+			go c.end(ends[i]) // it waits until the group has left the communicator
+		}
+	}
 }

@@ -52,6 +52,10 @@ func TestGroupsWithoutNCCLs(t *testing.T) {
 					require.Equal(t, in[i], got, "rank %d of kind %d", i, kind)
 				}
 			}
+			for _, k := range ranks {
+				require.NoError(t, k.c.Wait(testgpu.Context(t), k.s))
+				require.EqualValues(t, 30, k.c.Progress().Completed.Record)
+			}
 			// More than one for a rank, and a capture, are NCCL's affair.
 			all := func(times int) error {
 				return nccl.Group(ranks[0].c, func() error {
@@ -96,6 +100,16 @@ func apply(kind, root int, in [][]int64) {
 			copy(in[i], out)
 		}
 	}
+}
+
+// A duration that is none is refused.
+func TestLaunchPatience(t *testing.T) {
+	t.Setenv("CHORUS_LAUNCH_PATIENCE", "long")
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
+	id, err := nccl.NewUniqueID(dev)
+	require.NoError(t, err)
+	_, err = nccl.NewCommunicator(testgpu.Context(t), dev, id, 0, 1, nil)
+	require.ErrorContains(t, err, `CHORUS_LAUNCH_PATIENCE="long": want a duration`)
 }
 
 // What two communicators of the same devices have in a group gets to all streams in the

@@ -193,3 +193,17 @@ func TestPatience(t *testing.T) {
 		}
 	}
 }
+
+// The slots of all devices stay within the caches, as far as their size allows.
+func TestSlotSizes(t *testing.T) {
+	for _, x := range []struct {
+		threads, devices, depth int
+		want                    int64
+	}{
+		{16, 1, 2, 4 << 20}, {16, 0, 2, 4 << 20}, {4, 1, 2, 4 << 20}, {16, 2, 2, 2 << 20}, {16, 2, 4, 1 << 20},
+		{12, 2, 2, 2 << 20}, {16, 8, 2, 512 << 10}, {64, 8, 2, 512 << 10},
+	} {
+		require.Equal(t, x.want, (&File{depth: x.depth}).slotFor(x.threads, x.devices), "%+v", x)
+	}
+	require.EqualValues(t, minSlot, (&File{depth: 2, chunk: minSlot}).slotFor(16, 8))
+}

@@ -31,7 +31,7 @@ func unregistered(r cufileapi.Result, fd int) error {
 func unknownDisk(number uint64) string {
 	major, minor := unix.Major(number), unix.Minor(number)
 	if major == 0 {
-		return "the file is on no disk, and cuFile takes no others"
+		return "the file is on no disk that udev could know, and this cuFile takes no others"
 	}
 	entry := fmt.Sprintf("%s/b%d:%d", udevFolder, major, minor)
 	if _, err := os.Stat(entry); err == nil {

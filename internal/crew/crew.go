@@ -64,7 +64,13 @@ func (c *Crew) Try(n int, job Job) bool {
 	for _, w := range c.workers[:n-1] {
 		w.given.Store(true)
 	}
+	defer c.await() // also when the first part panics
 	job.Do(0)
+	return true
+}
+
+// await waits until all parts are done.
+func (c *Crew) await() {
 	for range spins {
 		if c.left.Load() == 0 {
 			break
@@ -72,7 +78,6 @@ func (c *Crew) Try(n int, job Job) bool {
 	}
 	c.done.Wait()
 	c.job = nil
-	return true
 }
 
 // Sleep sends the threads to sleep; the crew is of no more use.

@@ -9,7 +9,7 @@ var (
 	NCCLTraceFrames = &Var{"CHORUS_NCCL_TRACE_FRAMES", "yes/no", "no",
 		"`yes` records who issued each operation, which takes about a microsecond."}
 	LaunchPatience = &Var{"CHORUS_LAUNCH_PATIENCE", "duration", "200us",
-		"How long threads that enqueue the operations of several GPUs at the same time look for more of them before they sleep; each keeps a processor busy meanwhile. `0` has none: one thread enqueues them one after the other."}
+		"How long threads that enqueue the operations of several GPUs at the same time look for more of them before they sleep; each keeps a processor busy meanwhile. `0` or less has none: one thread enqueues them one after the other."}
 	NCCLTraceFile = &Var{"CHORUS_NCCL_TRACE_FILE", "text", "",
 		"Where a communicator that fails writes the flight recorders of its process as JSON; its rank is appended to the name, and its own name where it has one, as those of a split group do. Unset writes none."}
 )

@@ -131,7 +131,10 @@ func (g *Group) Wait(ctx context.Context) error {
 		}
 		return g.fail(err)
 	}
-	return g.Err()
+	if err := g.Err(); err != nil {
+		return err
+	}
+	return g.check("wait") // what Close has ended since did not complete
 }
 
 // Close ends the group at once: it aborts what is in flight on the local ranks

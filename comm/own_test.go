@@ -16,6 +16,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
 )
 
 // localOwn is local with Chorus's own kernels.
@@ -96,6 +97,19 @@ func TestOwnKernelsTakeWhatIsSmall(t *testing.T) {
 		}
 		return nil
 	}), nccl.ErrorInternal)
+	// As is what is on other streams than the group's.
+	require.ErrorIs(t, nccl.Group(g.Communicator(0), func() error {
+		for i, x := range make(8) {
+			s, err := stream.New(g.Device(i), nil)
+			require.NoError(t, err)
+			t.Cleanup(func() { require.NoError(t, s.Close()) })
+			require.NoError(t, s.WaitStream(g.Stream(i)))
+			if err := nccl.AllReduce(g.Communicator(i), s, x, x, nccl.Sum); err != nil {
+				return err
+			}
+		}
+		return nil
+	}), nccl.ErrorInternal)
 	few, many := make(8), make(1025)
 	require.ErrorIs(t, comm.AllReduce(g, comm.Sum, many...), comm.ErrBroken)
 	require.ErrorIs(t, comm.AllReduce(g, comm.Sum, few...), comm.ErrBroken, "what follows a failure")
@@ -158,7 +172,26 @@ func TestOwnKernelsGiveUp(t *testing.T) {
 		err := g.Wait(testgpu.Context(t))
 		require.ErrorIs(t, err, comm.ErrBroken)
 		require.ErrorContains(t, err, "rank 1")
+		require.NoError(t, g.Stream(0).Sync(testgpu.Context(t)), "it waits for rank 1 no longer")
 		require.NoError(t, g.Close())
+	})
+}
+
+// TestOwnKernelsClosedUnderWait checks that what Close ends is not taken for done.
+func TestOwnKernelsClosedUnderWait(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := localOwn(t, devs, nil)
+		xs, _ := shards(t, g, 100)
+		require.NoError(t, g.Wait(testgpu.Context(t)))
+		require.NoError(t, nccl.AllReduce(g.Communicator(0), g.Stream(0), xs[0], xs[0], nccl.Sum))
+		waits, over := make(chan struct{}), make(chan error)
+		go func() {
+			close(waits)
+			over <- g.Wait(testgpu.Context(t))
+		}()
+		<-waits
+		require.NoError(t, g.Close())
+		require.Error(t, <-over)
 	})
 }
 

@@ -115,6 +115,37 @@ func TestOwnKernelsTakeWhatIsSmall(t *testing.T) {
 	require.ErrorIs(t, comm.AllReduce(g, comm.Sum, few...), comm.ErrBroken, "what follows a failure")
 }
 
+// TestOwnKernelsAndTypes reduces what own kernels have no reduction for, and averages.
+func TestOwnKernelsAndTypes(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := localOwn(t, devs, nil)
+		bools, err := comm.Make[bool](g, 2)
+		require.NoError(t, err)
+		defer bools.Close()
+		floats, err := comm.Make[float32](g, 2)
+		require.NoError(t, err)
+		defer floats.Close()
+		for i := range bools {
+			require.NoError(t, bools[i].CopyFrom(g.Stream(i), []bool{true, i == 1}))
+			require.NoError(t, floats[i].CopyFrom(g.Stream(i), []float32{1, float32(4 * i)}))
+		}
+		require.NoError(t, comm.AllReduce(g, comm.Sum, bools...))
+		require.NoError(t, comm.AllReduce(g, comm.Avg, floats...))
+		require.NoError(t, comm.AllReduce(g, comm.Sum, floats[0].Slice(0, 0), floats[1].Slice(0, 0)))
+		for i := range bools {
+			raw := make([]uint8, 2)
+			bytes := bools[i].AsBytes()
+			require.NoError(t, bytes.CopyTo(g.Stream(i), raw))
+			means := make([]float32, 2)
+			require.NoError(t, floats[i].CopyTo(g.Stream(i), means))
+			require.NoError(t, g.Stream(i).Sync(testgpu.Context(t)))
+			require.Equal(t, []uint8{1, 1}, raw)
+			require.Equal(t, []float32{1, 2}, means)
+		}
+		require.NoError(t, g.Wait(testgpu.Context(t)))
+	})
+}
+
 // TestOwnKernelsInGraphs mixes graphs of small and large all-reduces with others.
 func TestOwnKernelsInGraphs(t *testing.T) {
 	comm.SetOwnBytes(t, 4096, 1024)

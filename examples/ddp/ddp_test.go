@@ -84,19 +84,25 @@ func runOn(t *testing.T, backend string, ranks int, hosts ...cluster.Config) *di
 	return res
 }
 
-// Two hosts, each with its own launcher and its own virtual devices.
+// Two hosts, each with its own launcher and its own virtual devices, of which the other
+// one's processes cannot map the memory: own kernels leave it to NCCL.
 func TestTwoHosts(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	seed := l.Addr().String()
-	require.NoError(t, l.Close())
-	host := func(n string) cluster.Config {
-		return cluster.Config{Job: "two", Nodes: 2, Host: "host" + n, Bind: "127.0.0." + n, Seeds: []string{seed},
-			Secret: []byte("sixteen bytes or more")}
+	for _, strategy := range []string{"nccl", "own"} {
+		t.Run(strategy, func(t *testing.T) {
+			t.Setenv("CHORUS_COMM_STRATEGY", strategy)
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			require.NoError(t, err)
+			seed := l.Addr().String()
+			require.NoError(t, l.Close())
+			host := func(n string) cluster.Config {
+				return cluster.Config{Job: "two", Nodes: 2, Host: "host" + n, Bind: "127.0.0." + n, Seeds: []string{seed},
+					Secret: []byte("sixteen bytes or more")}
+			}
+			first := host("1")
+			first.Bind = seed
+			check(t, runOn(t, "virtual", 2, first, host("2")), "virtual", 4)
+		})
 	}
-	first := host("1")
-	first.Bind = seed
-	check(t, runOn(t, "virtual", 2, first, host("2")), "virtual", 4)
 }
 
 func check(t *testing.T, got *digits.Result, backend string, ranks int) {

@@ -192,6 +192,38 @@ func TestOwnKernelsInGraphs(t *testing.T) {
 	})
 }
 
+// TestOwnKernelsOfGraphsOnOtherStreams launches a graph on a stream of one rank, the
+// group's or another, beside operations of the group, without a word about order.
+func TestOwnKernelsOfGraphsOnOtherStreams(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := localOwn(t, devs, &nccl.Config{Timeout: 10 * time.Second})
+		other, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer other.Close()
+		for _, s := range []*stream.Stream{g.Stream(0), other} {
+			xs, hs := shards(t, g, 2000)
+			ys, ks := shards(t, g, 2000)
+			x, err := graph.Capture(g.Streams(), func() error { return comm.AllReduce(g, comm.Max, xs...) })
+			require.NoError(t, err)
+			defer x.Close()
+			require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+			require.NoError(t, comm.AllReduce(g, comm.Sum, ys...))
+			require.NoError(t, g.Wait(testgpu.Context(t)))
+			for range 30 {
+				require.NoError(t, x.Launch(s))
+				require.NoError(t, comm.AllReduce(g, comm.Max, ys...))
+				require.NoError(t, comm.AllReduce(g, comm.Min, ys...))
+			}
+			require.NoError(t, g.Wait(testgpu.Context(t)))
+			require.NoError(t, s.Sync(testgpu.Context(t)))
+			for i := range xs {
+				require.Equal(t, total(hs), read(t, g, i, xs[i]))
+				require.Equal(t, total(ks), read(t, g, i, ys[i]))
+			}
+		}
+	})
+}
+
 // TestOwnKernelsGiveUp checks that a rank that does not come is named within the
 // deadline, and that the one that waits for it ends.
 func TestOwnKernelsGiveUp(t *testing.T) {

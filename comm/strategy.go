@@ -23,10 +23,10 @@ const (
 	// All ranks have the same bits. Groups of Split have NCCL alone.
 	//
 	// They are for what is on the group's streams, by itself or as its rank's only
-	// collective in a group of NCCL. A rank's operations must run one after the other:
-	// unlike with NCCL, a graph that has captured some is launched on a stream that waits
-	// for those of the group, which wait for it before they have more. Close waits until
-	// the streams that have had such operations are past their work.
+	// collective in a group of NCCL. A rank's operations run one after the other, as
+	// with NCCL: a graph that has captured some, on whatever stream it is launched, comes
+	// after those before and before those after. Close waits until the streams that have
+	// had such operations are past their work.
 	OwnKernels
 	strategies
 )

@@ -9,7 +9,8 @@
 // so graphs may capture operations and launch them between others.
 //
 // As with NCCL, all ranks must have the same operations in the same order, with the
-// same lengths, types and reductions. A rank's operations must run one after the other:
-// on one stream, or on several that events order. While a rank waits for the others its
+// same lengths, types and reductions. A rank's operations run one after the other: where
+// one is on another stream than the one before, or in a graph that is launched there, it
+// waits for that. While a rank waits for the others its
 // kernel keeps multiprocessors busy; Abort ends the waiting.
 package fabric

@@ -61,7 +61,10 @@ static __device__ __forceinline__ u32 relaxed(const u32* p) {
 struct Control {
 	u64 epoch;
 	u32 arrived; // blocks of the operation that have ended
+	u32 over;    // GIVING while an operation is being given up, OVER in those that follow
 };
+#define OVER 1
+#define GIVING 2
 
 // Scratch memory begins with the signals, one of each rank for each block, and has then
 // twice, for even and odd epochs, a slot for what each rank sends, and a whole for what
@@ -74,11 +77,11 @@ struct Rank {
 	u32* host;         // two words in the host's memory: not 0 when the rank gives up, and when it has
 	u64 epoch;
 	u32 spins;
-	bool over;         // given up
+	bool over;         // given up: what it has is no result, and nothing of it is sent
 };
 
 #define LINKS char *p0, char *p1, char *p2, char *p3, char *p4, char *p5, char *p6, char *p7, u32 rank, u32 ranks, u64 slot, u64 whole, Control *control, u32 *host
-#define RANK {{p0, p1, p2, p3, p4, p5, p6, p7}, rank, ranks, slot, whole, control, host, control->epoch + 1, 0, false}
+#define RANK {{p0, p1, p2, p3, p4, p5, p6, p7}, rank, ranks, slot, whole, control, host, control->epoch + 1, 0, (control->over & OVER) != 0}
 
 static const u64 signals = (u64)BLOCKS * RANKS * sizeof(u64);
 
@@ -100,16 +103,20 @@ static __device__ __forceinline__ bool stalled(Rank& me) {
 	if (!me.over && (++me.spins & 0xfff) == 0 && relaxed(me.host) != 0) {
 		me.over = true;
 		*(volatile u32*)(me.host + 1) = 1;
+		*(volatile u32*)&me.control->over = GIVING;
+		__threadfence(); // before end
 	}
 	return me.over;
 }
 
 // end is the last thing that every thread does: the last block of all says that the
-// epoch is over.
+// epoch is over, and so are the next operations where this one was given up. Not before
+// all blocks have looked for that: a block must not be of two minds.
 static __device__ __forceinline__ void end(const Rank& me) {
 	__syncthreads();
 	if (threadIdx.x == 0 && atomicAdd(&me.control->arrived, 1) == gridDim.x - 1) {
 		me.control->arrived = 0;
+		if (*(volatile u32*)&me.control->over != 0) me.control->over = OVER;
 		me.control->epoch = me.epoch;
 	}
 }
@@ -122,7 +129,7 @@ static __device__ __forceinline__ void barrier(Rank& me, u32 n) {
 #pragma unroll
 	for (u32 k = 1; k < RANKS; k++) {
 		if (k >= me.ranks || threadIdx.x != k) continue;
-		release((u64*)me.peer[k] + blockIdx.x * RANKS + me.rank, want);
+		if (!me.over) release((u64*)me.peer[k] + blockIdx.x * RANKS + me.rank, want);
 		const u64* mine = (const u64*)me.peer[0] + blockIdx.x * RANKS + after(me, k);
 		while (acquire(mine) < want && !stalled(me)) {}
 	}
@@ -138,7 +145,7 @@ static __device__ __forceinline__ void barrier(Rank& me, u32 n) {
 struct Packet { u32 low, epoch, high, age; };
 
 static __device__ __forceinline__ void send(const Rank& me, char* to, u64 i, u64 word) {
-	put(to + i * sizeof(Packet), (u32)word, (u32)me.epoch, (u32)(word >> 32), (u32)me.epoch + (u32)(me.epoch >> 32));
+	if (!me.over) put(to + i * sizeof(Packet), (u32)word, (u32)me.epoch, (u32)(word >> 32), (u32)me.epoch + (u32)(me.epoch >> 32));
 }
 static __device__ __forceinline__ bool arrived(const Rank& me, const char* in, u64 i, u64& word) {
 	Packet p;
@@ -427,6 +434,10 @@ static __device__ __forceinline__ void storeCell(char* p, u64 i, u64 bytes, bool
 	store(p, i * 2 + 1, bytes, false, v.b);
 }
 
+static __device__ __forceinline__ void sendCell(const Rank& me, Cell* to, Cell v) {
+	if (!me.over) putCell(to, v);
+}
+
 // all_reduce_3 is the same with cells, of which nothing but their bytes goes over the
 // links, and a barrier of each block before they are read.
 extern "C" __global__ void __launch_bounds__(THREADS) all_reduce_3(LINKS, const char* in, char* out, u64 bytes, u32 aligned) {
@@ -436,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) all_reduce_3(LINKS, const 
 #pragma unroll
 		for (u32 k = 1; k < RANKS; k++) {
 			const u64 at = after(me, k) * share + i;
-			if (k < me.ranks && at < all) putCell((Cell*)from(me, me.peer[k], me.rank) + i, loadCell(in, at, bytes, aligned));
+			if (k < me.ranks && at < all) sendCell(me, (Cell*)from(me, me.peer[k], me.rank) + i, loadCell(in, at, bytes, aligned));
 		}
 	}
 	barrier(me, 0);
@@ -456,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) all_reduce_3(LINKS, const 
 		const Cell v = {finish(a, me.ranks), finish(b, me.ranks)};
 #pragma unroll
 		for (u32 k = 1; k < RANKS; k++)
-			if (k < me.ranks) putCell((Cell*)gathered(me, me.peer[k]) + at, v);
+			if (k < me.ranks) sendCell(me, (Cell*)gathered(me, me.peer[k]) + at, v);
 		storeCell(out, at, bytes, aligned, v);
 	}
 	barrier(me, 1);

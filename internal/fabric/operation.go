@@ -180,7 +180,22 @@ func (r *Rank) enqueue(s *stream.Stream, o *operation) error {
 	if err := r.use(s); err != nil {
 		return err
 	}
+	if captured, err := capturing(s); err != nil {
+		return err
+	} else if !captured { // or its graph sees to it
+		if err := r.follow(s); err != nil {
+			return err
+		}
+	}
 	return k.Launch(s, kernel.Grid{Blocks: [3]uint32{blocks, 1, 1}, Threads: [3]uint32{threads, 1, 1}}, args[:n]...)
+}
+
+// capturing asks the driver only while something is captured.
+func capturing(s *stream.Stream) (bool, error) {
+	if !stream.AnyCapture() {
+		return false, nil
+	}
+	return s.Capturing()
 }
 
 // kernel returns the kernel of the operation and how many blocks it gets.

@@ -34,6 +34,8 @@ type Rank struct {
 
 	mu     sync.Mutex       // held while an operation is enqueued; guards what follows
 	users  []*stream.Stream // that had operations; each is retained
+	last   *stream.Stream   // that had the last one, in a graph or not
+	behind *stream.Event    // behind it, where that was in a graph
 	graphs []stream.Holder  // that captured some
 }
 
@@ -151,11 +153,39 @@ func (r *Rank) Prepare(s *stream.Stream) error {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.use(s)
+	if err := r.use(s); err != nil {
+		return err
+	}
+	return r.follow(s)
 }
 
-// Launched ends what Prepare began. For Chorus's own packages.
-func (r *Rank) Launched(*stream.Stream) {}
+// Launched ends what Prepare began: what comes on other streams is to wait for the graph,
+// and for nothing that follows it on s. For Chorus's own packages.
+func (r *Rank) Launched(s *stream.Stream) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	behind, err := s.Record(nil)
+	if err != nil {
+		return // the stream itself is to be waited for then
+	}
+	_ = r.behind.Close() // nobody needs it any more
+	r.behind = behind
+}
+
+// follow lets s wait for the rank's operations so far, where the last of them is on
+// another stream: one epoch after the other. r.mu is held.
+func (r *Rank) follow(s *stream.Stream) error {
+	last, behind := r.last, r.behind
+	r.last, r.behind = s, nil
+	defer behind.Close()
+	switch {
+	case last == nil || last == s:
+		return nil
+	case behind != nil:
+		return s.Wait(behind)
+	}
+	return s.WaitStream(last)
+}
 
 // use notes that s gets operations. r.mu is held.
 func (r *Rank) use(s *stream.Stream) error {

@@ -18,7 +18,7 @@ type party struct {
 	rank, ranks int
 	slot, whole int        // words
 	peers       [][]uint64 // the scratch memory of the k-th rank after this one
-	control     []uint64   // the epoch, and what only kernels need
+	control     []uint64   // the epoch, and whether the rank gave up
 	host        []uint32   // not 0 when the rank gives up, and when it has
 	epoch       uint64
 	over        bool // given up
@@ -34,15 +34,24 @@ func enter(c *kernel.Call) *party {
 		control: kernel.Update[uint64](c, controlParam, 2), host: kernel.Shared[uint32](c, hostParam, 0, 2),
 		bytes: int(c.Uint64(bytesParam)), aligned: c.Uint32(alignedParam) != 0,
 	}
-	p.epoch = p.control[0] + 1
+	p.epoch, p.over = p.control[0]+1, p.control[1] == controlOver
 	for k := range p.ranks {
 		p.peers = append(p.peers, kernel.Shared[uint64](c, peerParam+k, 0, signalBytes/8+2*(p.ranks*p.slot+p.whole)))
 	}
 	return p
 }
 
+// controlOver is the second word of control once an operation was given up: then nothing
+// of those that follow is sent. In its lower half kernels count their blocks.
+const controlOver = 1 << 32
+
 // leave ends the epoch.
-func (p *party) leave() { p.control[0] = p.epoch }
+func (p *party) leave() {
+	p.control[0] = p.epoch
+	if p.over {
+		p.control[1] = controlOver
+	}
+}
 
 // after returns the k-th rank after this one.
 func (p *party) after(k int) int { return (p.rank + k) % p.ranks }
@@ -75,7 +84,7 @@ func (p *party) await(ready func() bool) {
 func (p *party) barrier(n uint64) {
 	want := p.epoch*4 + n
 	grid := int(p.c.Blocks()[0])
-	for k := 1; k < p.ranks; k++ {
+	for k := 1; k < p.ranks && !p.over; k++ {
 		for b := range grid {
 			atomic.StoreUint64(&p.peers[k][b*maxRanks+p.rank], want)
 		}
@@ -93,6 +102,9 @@ func (p *party) marks() (low, high uint64) { return p.epoch << 32, (p.epoch + p.
 
 // send sends the i-th word.
 func (p *party) send(to []uint64, i int, word uint64) {
+	if p.over {
+		return // it is no result
+	}
 	low, high := p.marks()
 	atomic.StoreUint64(&to[2*i], word&0xffffffff|low)
 	atomic.StoreUint64(&to[2*i+1], word>>32|high)

@@ -77,6 +77,13 @@ func (f fold) twoShotPackets(c *kernel.Call) {
 	p.leave()
 }
 
+// sendCell sends half of a cell.
+func (p *party) sendCell(to *uint64, v uint64) {
+	if !p.over {
+		atomic.StoreUint64(to, v)
+	}
+}
+
 // twoShot counts in words, two of which are a cell.
 func (f fold) twoShot(c *kernel.Call) {
 	p := enter(c)
@@ -93,7 +100,7 @@ func (f fold) twoShot(c *kernel.Call) {
 	}
 	for k := 1; k < p.ranks; k++ {
 		to := p.from(k, p.rank)
-		of(p.after(k), func(i, at int) { atomic.StoreUint64(&to[i], wordOf(in, at)) })
+		of(p.after(k), func(i, at int) { p.sendCell(&to[i], wordOf(in, at)) })
 	}
 	p.barrier(0)
 	of(p.rank, func(i, at int) {
@@ -107,7 +114,7 @@ func (f fold) twoShot(c *kernel.Call) {
 		}
 		v := f(words[:p.ranks])
 		for k := 1; k < p.ranks; k++ {
-			atomic.StoreUint64(&p.gathered(k)[at], v)
+			p.sendCell(&p.gathered(k)[at], v)
 		}
 		setWord(out, at, v)
 	})

@@ -138,9 +138,10 @@ func (g *Group) Wait(ctx context.Context) error {
 }
 
 // Close ends the group at once: it aborts what is in flight on the local ranks
-// and frees the group's streams. It waits for no device and no peer, but for a moment
-// to tell other processes so, and is idempotent. The other ranks notice it as the loss of a peer, so Shutdown is
-// the polite way to leave. While a graph uses the group it stays open: Close
+// and frees the group's streams. It waits for no peer, but for a moment to tell other
+// processes so, and for no device, unless that has had operations of OwnKernels. It is
+// idempotent. The other ranks notice it as the loss of a peer, so Shutdown is the polite
+// way to leave. While a graph uses the group it stays open: Close
 // returns a *nccl.InUseError; and a *nccl.GroupError within a group of NCCL that has
 // operations of it.
 func (g *Group) Close() error {

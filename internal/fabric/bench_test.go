@@ -25,11 +25,9 @@ const (
 func BenchmarkAllReduce(b *testing.B) {
 	sizes := []int{8, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20}
 	benchGroups(b, func(b *testing.B, group []member) {
-		l := group[0].Limits()
 		for _, a := range fabric.Algorithms {
-			limit := map[fabric.Algorithm]int{fabric.OneShot: l.OneShot, fabric.TwoShotPackets: l.TwoShotPackets, fabric.TwoShot: l.TwoShot}[a]
 			for _, bytes := range sizes {
-				if bytes <= limit {
+				if bytes <= limitOf(group[0], a) {
 					benchCall(b, group, fmt.Sprintf("algo=%s/bytes=%d", a, bytes), call{name: "all-reduce", algorithm: a, n: bytes / 4})
 				}
 			}
@@ -176,4 +174,52 @@ func race(b *testing.B, racers []*racer, rounds int) (slowest time.Duration) {
 		b.FailNow()
 	}
 	return slowest
+}
+
+// BenchmarkGrid measures all-reduce in graphs by the number of blocks and of their
+// threads, from which Rank's choice is made.
+func BenchmarkGrid(b *testing.B) {
+	sizes := []int{8, 4 << 10, 64 << 10, 256 << 10, 1 << 20}
+	benchGroups(b, func(b *testing.B, group []member) {
+		for _, bytes := range sizes {
+			for _, a := range fabric.Algorithms {
+				if bytes <= limitOf(group[0], a) {
+					benchGrids(b, group, call{name: "all-reduce", algorithm: a, n: bytes / 4})
+				}
+			}
+		}
+	})
+}
+
+// benchGrids measures a call with the grid that it has by itself and with others: those
+// in which threads have less than one word are left out, and those with more than eight.
+func benchGrids(b *testing.B, group []member, c call) {
+	name := fmt.Sprintf("bytes=%d/algo=%s", c.n*4, c.algorithm)
+	set := func(blocks, threads int) {
+		for _, m := range group {
+			m.SetGrid(blocks, threads)
+		}
+	}
+	defer set(0, 0)
+	single := func(grid string) {
+		b.Run(fmt.Sprint(name, "/grid=", grid), func(b *testing.B) {
+			carryOut(b, group, floats(func(x float32) float32 { return x }), c)
+			measure(b, group, c, true)
+		})
+	}
+	single("auto")
+	steps := c.algorithm.Steps(c.n*4, len(group))
+	for _, threads := range []int{32, 64, 128, 256, 512} {
+		for _, blocks := range []int{1, 2, 4, 8, 16, 32, 64, 128} {
+			if all := threads * blocks; all < 2*max(steps, 32) && 8*all >= steps {
+				set(blocks, threads)
+				single(fmt.Sprint(blocks, "x", threads))
+			}
+		}
+	}
+}
+
+func limitOf(m member, a fabric.Algorithm) int {
+	l := m.Limits()
+	return map[fabric.Algorithm]int{fabric.OneShot: l.OneShot, fabric.TwoShotPackets: l.TwoShotPackets, fabric.TwoShot: l.TwoShot}[a]
 }

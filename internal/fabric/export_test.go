@@ -5,8 +5,21 @@ import "github.com/gochorus/chorus/stream"
 // SetEpoch makes the next operation of r that of the epoch after the given one. r is
 // idle.
 func (r *Rank) SetEpoch(s *stream.Stream, epoch uint64) error {
-	return r.control.CopyFrom(s, []uint64{epoch, 0})
+	return r.control.CopyFrom(s, []uint64{epoch * ticks, 0})
 }
+
+// SetGrid makes the grid of all operations of r from now on one of so many blocks, of so
+// many threads, or what it is by itself if both are 0. All ranks do the same.
+func (r *Rank) SetGrid(blocks, threads int) { r.forced = grid{uint32(blocks), uint32(threads)} }
+
+// Grid returns the blocks and threads that so many steps get.
+func (r *Rank) Grid(steps int) (blocks, threads int) {
+	g := r.grid(steps)
+	return int(g.blocks), int(g.threads)
+}
+
+// Steps is for how many words or cells the algorithm needs a thread.
+func (a Algorithm) Steps(bytes, ranks int) int { return a.steps(bytes, ranks) }
 
 // Algorithms has those that can be asked for.
 var Algorithms = []Algorithm{OneShot, TwoShotPackets, TwoShot}

@@ -2,6 +2,7 @@ package fabric
 
 import (
 	_ "embed"
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -26,10 +27,13 @@ var archive = ptx.Open(packed)
 // What fabric.cu says too.
 const (
 	maxRanks    = 8
-	threads     = 512 // of a block
-	maxBlocks   = 64
+	maxThreads  = 512 // of a block
+	warp        = 32  // of which blocks are multiples
+	maxBlocks   = 128
+	ticks       = 256 // of an epoch
 	packetBytes = 16
-	signalBytes = maxBlocks * maxRanks * 8
+	signalWords = 4 // of each rank for each block
+	signalBytes = maxBlocks * maxRanks * signalWords * 8
 )
 
 // A function is a kernel of fabric.cu, within its module.
@@ -48,8 +52,9 @@ const (
 	moving
 )
 
-// A toolbox has the kernels of a device.
+// A toolbox has the kernels of a device, for a number of ranks.
 type toolbox struct {
+	ranks  int
 	reduce [len(formats)][ops]atomic.Pointer[[reducing]*kernel.Kernel]
 	move   atomic.Pointer[[moving]*kernel.Kernel]
 	mu     sync.Mutex // held while they are loaded
@@ -57,8 +62,20 @@ type toolbox struct {
 
 var toolboxKey kept.Key
 
-func tools(dev *device.Device) *toolbox {
-	return dev.Local(&toolboxKey, func() any { return new(toolbox) }).(*toolbox)
+func tools(dev *device.Device, ranks int) *toolbox {
+	all := dev.Local(&toolboxKey, func() any {
+		var all [maxRanks + 1]toolbox
+		for n := range all {
+			all[n].ranks = n
+		}
+		return &all
+	}).(*[maxRanks + 1]toolbox)
+	return &all[ranks]
+}
+
+// exactly are the options for no other number of ranks.
+func (t *toolbox) exactly(options []string) []string {
+	return append(options[:len(options):len(options)], fmt.Sprint("--define-macro=CHORUS_RANKS=", t.ranks))
 }
 
 // macros say which module fabric.cu is compiled to.
@@ -80,7 +97,7 @@ func (t *toolbox) reducer(dev *device.Device, fn function, format int, op Op) (*
 	f := &formats[format]
 	fold := f.folds(op)
 	var ks [reducing]*kernel.Kernel
-	err := load(dev, macros(f, op), ks[:], []kernel.Def{
+	err := t.load(dev, macros(f, op), ks[:], []kernel.Def{
 		{Name: "reduce_scatter", Params: params(), Go: fold.reduceScatter},
 		{Name: "all_reduce_1", Params: params(), Go: fold.oneShot},
 		{Name: "all_reduce_2", Params: params(), Go: fold.twoShotPackets},
@@ -104,7 +121,7 @@ func (t *toolbox) mover(dev *device.Device, fn function) (*kernel.Kernel, error)
 		return ks[fn], nil
 	}
 	var ks [moving]*kernel.Kernel
-	err := load(dev, nil, ks[:], []kernel.Def{
+	err := t.load(dev, nil, ks[:], []kernel.Def{
 		{Name: "all_gather", Params: params(), Go: gatherAll},
 		{Name: "all_to_all", Params: params(), Go: exchangeAll},
 		{Name: "broadcast", Params: params(kernel.U32), Go: broadcastOne},
@@ -116,8 +133,15 @@ func (t *toolbox) mover(dev *device.Device, fn function) (*kernel.Kernel, error)
 	return ks[fn], nil
 }
 
-func load(dev *device.Device, options []string, to []*kernel.Kernel, defs []kernel.Def) error {
-	m, err := kernel.Resident(dev, &kernel.Source{Name: "fabric.cu", CUDA: source, Options: options, Kernels: defs, PTX: archive})
+// load loads the module for the number of ranks, or for any where that would need NVRTC
+// and there is none: the archive has no others.
+func (t *toolbox) load(dev *device.Device, options []string, to []*kernel.Kernel, defs []kernel.Def) error {
+	x := kernel.Source{Name: "fabric.cu", CUDA: source, Options: t.exactly(options), Kernels: defs, PTX: archive}
+	m, err := kernel.Resident(dev, &x)
+	if errors.Is(err, errors.ErrUnsupported) {
+		x.Options = options
+		m, err = kernel.Resident(dev, &x)
+	}
 	if err != nil {
 		return err
 	}
@@ -139,6 +163,7 @@ const (
 	wholeParam
 	controlParam
 	hostParam
+	signatureParam
 	inParam
 	outParam
 	bytesParam
@@ -151,7 +176,7 @@ func params(more ...kernel.Param) []kernel.Param {
 	for i := range ps {
 		ps[i] = kernel.Pointer
 	}
-	ps = append(ps, kernel.U32, kernel.U32, kernel.U64, kernel.U64, kernel.Pointer, kernel.Pointer,
+	ps = append(ps, kernel.U32, kernel.U32, kernel.U64, kernel.U64, kernel.Pointer, kernel.Pointer, kernel.U64,
 		kernel.Pointer, kernel.Pointer, kernel.U64, kernel.U32)
 	return append(ps, more...)
 }

@@ -23,17 +23,18 @@ type card struct {
 	Rank, Ranks, Bytes int
 	Host, Process      string // in which the rank is
 	GPU                string // its UUID
+	Blocks             int    // that it has multiprocessors for
 	Scratch            uint64 // what scratches has it as, in its process
 	Epoch              uint64 // before the first operation, where all take rank 0's
 }
 
 // anyEpoch is an epoch to begin after, which no data have by chance: TwoShot leaves those
-// of its operation where later ones look for packets of their epoch. Barriers count in
-// fours of it, and signals that nobody has sent yet are 0.
+// of its operation where later ones look for packets of their epoch. Kernels keep it
+// times ticks.
 func anyEpoch() uint64 {
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // it does not fail
-	return binary.LittleEndian.Uint64(b[:])>>3 | 1<<32
+	return binary.LittleEndian.Uint64(b[:])/(2*ticks) | 1<<32
 }
 
 // A word is a value that a rank tells the others, or why it has none.

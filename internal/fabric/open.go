@@ -55,6 +55,7 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange Excha
 	if cfg != nil && cfg.Bytes > 0 {
 		r.whole = over(cfg.Bytes, unitBytes) * unitBytes
 	}
+	r.blocks = maxBlocks
 	r.slot = over(r.whole/ranks, unitBytes) * unitBytes
 	if err := r.join(ctx, s, exchange); err != nil {
 		return nil, errors.Join(r.errorf("open", "%w", err), r.free())
@@ -78,6 +79,9 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 	if err := agree(cards); err != nil {
 		return err
 	}
+	for i := range cards {
+		r.blocks = min(r.blocks, cards[i].Blocks)
+	}
 	handles, err := r.share(ctx, exchange, cards)
 	if err != nil {
 		return err
@@ -97,6 +101,11 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error
 	if c.GPU, err = r.dev.UUID(); err != nil {
 		return c, err
 	}
+	p, err := r.dev.Properties()
+	if err != nil {
+		return c, err
+	}
+	c.Blocks = max(p.Multiprocessors, 1)
 	if err := r.load(); err != nil {
 		return c, err
 	}
@@ -109,7 +118,7 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error
 
 // load loads some kernels: where they cannot be had, no other can.
 func (r *Rank) load() error {
-	t := tools(r.dev)
+	t := tools(r.dev, r.ranks)
 	_, err := t.mover(r.dev, allGatherFn)
 	if err == nil {
 		_, err = t.reducer(r.dev, allReduceFn, formatOf[memory.Float32], Sum)
@@ -145,7 +154,7 @@ func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
 
 // begin sets the epoch before that of the first operation.
 func (r *Rank) begin(ctx context.Context, s *stream.Stream, epoch uint64) error {
-	if err := r.control.CopyFrom(s, []uint64{epoch, 0}); err != nil {
+	if err := r.control.CopyFrom(s, []uint64{epoch * ticks, 0}); err != nil {
 		return err
 	}
 	return s.Sync(ctx)

@@ -16,6 +16,7 @@ type operation struct {
 	root      int
 	algorithm Algorithm
 
+	dtype    memory.DType
 	format   int // the place in formats, of those that reduce
 	bytes    int // of one rank's part
 	dst, src uint64
@@ -75,7 +76,7 @@ func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
 	case AllToAlls:
 		part = src / r.ranks
 	}
-	o.bytes = part * t.Size()
+	o.bytes, o.dtype = part*t.Size(), t
 	switch {
 	case dst != wantDst:
 		return fmt.Errorf("the destination has %d elements: want %d", dst, wantDst)
@@ -156,7 +157,7 @@ func (o *operation) room(r *Rank) error {
 
 // enqueue launches the kernel.
 func (r *Rank) enqueue(s *stream.Stream, o *operation) error {
-	k, blocks, err := o.kernel(r)
+	k, g, err := o.kernel(r)
 	if err != nil {
 		return err
 	}
@@ -165,6 +166,7 @@ func (r *Rank) enqueue(s *stream.Stream, o *operation) error {
 	}
 	var args [rootParam + 1]kernel.Arg
 	copy(args[:], r.args[:])
+	args[signatureParam] = kernel.Uint64(o.signature())
 	args[inParam], args[outParam] = kernel.Address(o.src), kernel.Address(o.dst)
 	args[bytesParam], args[alignedParam] = kernel.Uint64(uint64(o.bytes)), kernel.Uint32(o.aligned())
 	n := rootParam
@@ -187,7 +189,7 @@ func (r *Rank) enqueue(s *stream.Stream, o *operation) error {
 			return err
 		}
 	}
-	return k.Launch(s, kernel.Grid{Blocks: [3]uint32{blocks, 1, 1}, Threads: [3]uint32{threads, 1, 1}}, args[:n]...)
+	return k.Launch(s, kernel.Grid{Blocks: [3]uint32{g.blocks, 1, 1}, Threads: [3]uint32{g.threads, 1, 1}}, args[:n]...)
 }
 
 // capturing asks the driver only while something is captured.
@@ -198,13 +200,11 @@ func capturing(s *stream.Stream) (bool, error) {
 	return s.Capturing()
 }
 
-// kernel returns the kernel of the operation and how many blocks it gets.
-func (o *operation) kernel(r *Rank) (k *kernel.Kernel, blks uint32, err error) {
-	t := tools(r.dev)
-	blks = blocks(over(o.bytes, 8))
+// kernel returns the kernel of the operation and its grid.
+func (o *operation) kernel(r *Rank) (k *kernel.Kernel, g grid, err error) {
+	t := tools(r.dev, r.ranks)
 	switch o.kind {
 	case AllReduces:
-		blks = o.algorithm.grid(o.bytes, r.ranks)
 		k, err = t.reducer(r.dev, allReduceFn+function(o.algorithm)-1, o.format, o.op)
 	case ReduceScatters:
 		k, err = t.reducer(r.dev, reduceScatterFn, o.format, o.op)
@@ -215,7 +215,25 @@ func (o *operation) kernel(r *Rank) (k *kernel.Kernel, blks uint32, err error) {
 	case Broadcasts:
 		k, err = t.mover(r.dev, broadcastFn)
 	}
-	return k, blks, err
+	return k, r.grid(o.algorithm.steps(o.bytes, r.ranks)), err
+}
+
+// signature is what all that must be alike on the ranks comes to, and hardly anything
+// else: packets and signals carry it, so that those of another operation are not taken
+// for what is waited for.
+func (o *operation) signature() uint64 {
+	x := uint64(o.kind) | uint64(o.algorithm)<<8 | uint64(o.dtype)<<16 | uint64(o.root)<<32
+	if o.reduces() {
+		x |= uint64(o.op) << 24
+	}
+	return scramble(scramble(x) + uint64(o.bytes))
+}
+
+// scramble gives each number another one, with which it has little in common.
+func scramble(x uint64) uint64 {
+	x = (x ^ x>>30 + 0x9e3779b97f4a7c15) * 0xbf58476d1ce4e5b9
+	x = (x ^ x>>27) * 0x94d049bb133111eb
+	return x ^ x>>31
 }
 
 // aligned is 1 if the rank's kernel may take several bytes of its operands as one. The

@@ -340,7 +340,7 @@ func TestEpochs(t *testing.T) {
 				require.NoError(t, m.s.Sync(testgpu.Context(t)))
 			}
 		}
-		for _, epoch := range []uint64{0, 1<<32 - 5, 2 << 32, 3<<32 - 4, 1<<61 - 3} {
+		for _, epoch := range []uint64{0, 1<<32 - 5, 2 << 32, 3<<32 - 4, 1<<55 - 3} {
 			set(epoch)
 			for i := range 12 {
 				k := integers[uint64]()

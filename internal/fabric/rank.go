@@ -21,13 +21,15 @@ type Rank struct {
 	owner       handle.Owner
 	dev         *device.Device
 	rank, ranks int
-	slot, whole int // bytes
+	slot, whole int  // bytes
+	blocks      int  // the most that a kernel may have
+	forced      grid // in measurements
 
 	peers   []*scratch // of the k-th rank after this one; the first is its own
 	control memory.Slice[uint64]
 	host    *memory.Pinned[uint32] // not 0 when the rank gives up, and when it has
 	stop    atomic.Pointer[uint32] // the first of host, until Close
-	args    [inParam]kernel.Arg
+	args    [signatureParam]kernel.Arg
 
 	aborted atomic.Bool
 	ending  sync.Mutex // held while host may be closed

@@ -18,7 +18,7 @@ type Raw struct {
 // operation returns what is known of x, alike on all ranks, and whether there is a
 // kernel with room for it.
 func (x *Raw) operation(r *Rank) (o operation, ok bool) {
-	o = operation{kind: x.Kind, op: x.Op, root: x.Root, bytes: x.Count * x.DType.Size(), dst: x.Dst, src: x.Src}
+	o = operation{kind: x.Kind, op: x.Op, root: x.Root, dtype: x.DType, bytes: x.Count * x.DType.Size(), dst: x.Dst, src: x.Src}
 	if o.reduces() {
 		if o.format = formatOf[x.DType]; o.format < 0 || x.Op < 0 || x.Op >= ops {
 			return o, false

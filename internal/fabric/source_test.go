@@ -2,6 +2,7 @@ package fabric
 
 import (
 	_ "embed"
+	"fmt"
 	"os/exec"
 	"regexp"
 	"strings"
@@ -22,9 +23,9 @@ var hostMain string
 // onHost says what the assembly of fabric.cu is in C++, and makes blocks of 8 threads,
 // which let others go first when they poll.
 var onHost = []struct{ cuda, host string }{
-	{`#define THREADS 512`, `#define THREADS 8`},
 	{`asm volatile\("st\.volatile[^\n]*`, `atom(p)[0] = a | (u64)b << 32; atom(p)[1] = c | (u64)d << 32;`},
-	{`asm volatile\("ld\.volatile[^\n]*`, `u64 x = atom(p)[0], y = atom(p)[1]; a = (u32)x; b = (u32)(x >> 32); c = (u32)y; d = (u32)(y >> 32);`},
+	{`asm volatile\("ld\.global\.v2[^\n]*`, `ticks = *atom(&me.control->ticks); gaveUp = *atom(&me.control->gaveUp);`},
+	{`asm volatile\("\{\.reg \.pred on[^\n]*`, `if (!on) return; u64 x = atom(p)[0], y = atom(p)[1]; a = (u32)x; b = (u32)(x >> 32); c = (u32)y; d = (u32)(y >> 32);`},
 	{`asm volatile\("st\.release[^\n]*`, `*atom(p) = v;`},
 	{`asm volatile\("ld\.acquire[^\n]*`, `v = *atom(p);`},
 	{`asm volatile\("ld\.relaxed[^\n]*`, `v = *(std::atomic<u32>*)p;`},
@@ -44,17 +45,23 @@ func TestSourceOnTheHost(t *testing.T) {
 		require.Len(t, re.FindAllString(code, -1), 1, "%s in fabric.cu", x.cuda)
 		code = re.ReplaceAllLiteralString(code, x.host)
 	}
-	shim := strings.Replace(ptxtest.HostShim, "static Dim blockIdx", "static thread_local Dim gridDim, blockIdx", 1)
-	for _, macros := range [][]string{nil, {"Half", "Avg"}, {"i8", "Prod"}, {"double", "Min"}} {
-		t.Run(strings.Join(append([]string{"module"}, macros...), " "), func(t *testing.T) {
-			flags := []string{"-pthread", "-w"}
-			if macros != nil {
-				flags = append(flags, "-DCHORUS_TYPE="+macros[0], "-DCHORUS_OP="+macros[1])
+	shim := strings.Replace(ptxtest.HostShim, "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
+	for _, m := range []struct {
+		element, op string
+		ranks       int // or any
+	}{{}, {ranks: 8}, {"Half", "Avg", 0}, {"i8", "Prod", 0}, {"double", "Min", 8}, {"float", "Max", 2}} {
+		t.Run(fmt.Sprintf("module %+v", m), func(t *testing.T) {
+			flags, operations := []string{"-pthread", "-w"}, 160
+			if m.element != "" {
+				flags = append(flags, "-DCHORUS_TYPE="+m.element, "-DCHORUS_OP="+m.op)
+			}
+			if m.ranks != 0 {
+				flags, operations = append(flags, fmt.Sprint("-DCHORUS_RANKS=", m.ranks)), 40
 			}
 			program := ptxtest.Host(t, shim+hostPrelude+code+hostMain, flags...)
 			out, err := exec.CommandContext(testgpu.Context(t), program).CombinedOutput()
 			require.NoError(t, err, "%s", out)
-			require.Equal(t, "160 operations\n", string(out))
+			require.Equal(t, fmt.Sprintln(operations, "operations"), string(out))
 		})
 	}
 }

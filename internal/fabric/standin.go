@@ -18,8 +18,9 @@ type party struct {
 	rank, ranks int
 	slot, whole int        // words
 	peers       [][]uint64 // the scratch memory of the k-th rank after this one
-	control     []uint64   // the epoch, and whether the rank gave up
+	control     []uint64   // the ticks, and the epoch in which the rank gave up or 0
 	host        []uint32   // not 0 when the rank gives up, and when it has
+	signature   uint64
 	epoch       uint64
 	over        bool // given up
 
@@ -32,24 +33,21 @@ func enter(c *kernel.Call) *party {
 		c: c, rank: int(c.Uint32(rankParam)), ranks: int(c.Uint32(ranksParam)),
 		slot: int(c.Uint64(slotParam) / 8), whole: int(c.Uint64(wholeParam) / 8),
 		control: kernel.Update[uint64](c, controlParam, 2), host: kernel.Shared[uint32](c, hostParam, 0, 2),
-		bytes: int(c.Uint64(bytesParam)), aligned: c.Uint32(alignedParam) != 0,
+		signature: c.Uint64(signatureParam), bytes: int(c.Uint64(bytesParam)), aligned: c.Uint32(alignedParam) != 0,
 	}
-	p.epoch, p.over = p.control[0]+1, p.control[1] == controlOver
+	p.epoch = p.control[0]/ticks + 1
+	p.over = p.control[1] != 0
 	for k := range p.ranks {
 		p.peers = append(p.peers, kernel.Shared[uint64](c, peerParam+k, 0, signalBytes/8+2*(p.ranks*p.slot+p.whole)))
 	}
 	return p
 }
 
-// controlOver is the second word of control once an operation was given up: then nothing
-// of those that follow is sent. In its lower half kernels count their blocks.
-const controlOver = 1 << 32
-
 // leave ends the epoch.
 func (p *party) leave() {
-	p.control[0] = p.epoch
-	if p.over {
-		p.control[1] = controlOver
+	p.control[0] = p.epoch * ticks
+	if p.over && p.control[1] == 0 {
+		p.control[1] = p.epoch
 	}
 }
 
@@ -82,23 +80,28 @@ func (p *party) await(ready func() bool) {
 
 // barrier returns when all ranks have come to it with every block.
 func (p *party) barrier(n uint64) {
-	want := p.epoch*4 + n
+	want := p.epoch + p.signature
+	at := func(block, rank int) uint64 {
+		return (uint64(block)*maxRanks+uint64(rank))*signalWords + p.epoch&1*2 + n
+	}
 	grid := int(p.c.Blocks()[0])
 	for k := 1; k < p.ranks && !p.over; k++ {
 		for b := range grid {
-			atomic.StoreUint64(&p.peers[k][b*maxRanks+p.rank], want)
+			atomic.StoreUint64(&p.peers[k][at(b, p.rank)], want)
 		}
 	}
 	for k := 1; k < p.ranks; k++ {
 		for b := range grid {
-			at := &p.peers[0][b*maxRanks+p.after(k)]
-			p.await(func() bool { return atomic.LoadUint64(at) >= want })
+			signal := &p.peers[0][at(b, p.after(k))]
+			p.await(func() bool { return atomic.LoadUint64(signal) == want })
 		}
 	}
 }
 
 // marks are what packets have beside their halves in this epoch.
-func (p *party) marks() (low, high uint64) { return p.epoch << 32, (p.epoch + p.epoch>>32) << 32 }
+func (p *party) marks() (low, high uint64) {
+	return (p.epoch + p.signature) << 32, (p.epoch + p.epoch>>32 + p.signature>>32) << 32
+}
 
 // send sends the i-th word.
 func (p *party) send(to []uint64, i int, word uint64) {

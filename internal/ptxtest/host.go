@@ -16,7 +16,7 @@ const HostShim = `#include <cstdio>
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 struct Dim { unsigned x; };
 static Dim blockIdx, threadIdx;
 template <class D, class S> static D bits_of(S s) { D d; memcpy(&d, &s, sizeof d); return d; }

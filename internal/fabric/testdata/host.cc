@@ -32,9 +32,9 @@ static std::atomic<int> wrong;
 
 static int number(int rank, u64 i, size_t order) { return 1 + (i * 7 + rank * 3 + i / 64 + order) % 3; }
 
-#define ARGS p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], (u32)rank, (u32)hosts.size(), SLOT, WHOLE, &hosts[rank].control, hosts[rank].host, (char*)in, (char*)out, bytes, aligned
+#define ARGS p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], (u32)rank, (u32)hosts.size(), SLOT, WHOLE, &hosts[rank].control, hosts[rank].host, 0x123456789abcdefull * (order + 1), (char*)in, (char*)out, bytes, aligned
 
-static void kernel(const Order& o, int rank, char** p, T* in, T* out, u64 bytes) {
+static void kernel(const Order& o, size_t order, int rank, char** p, T* in, T* out, u64 bytes) {
 	const u64 bits = (u64)in | (u64)out;
 	u32 aligned = bits % 8 == 0;
 #ifdef CHORUS_TYPE
@@ -54,7 +54,7 @@ static void kernel(const Order& o, int rank, char** p, T* in, T* out, u64 bytes)
 }
 
 // launch runs a thread for each of the grid.
-static void launch(const Order& o, int rank, T* in, T* out) {
+static void launch(const Order& o, size_t order, int rank, T* in, T* out) {
 	char* p[8] = {};
 	for (size_t k = 0; k < hosts.size(); k++) p[k] = hosts[(rank + k) % hosts.size()].scratch;
 	std::vector<std::thread> threads;
@@ -62,8 +62,8 @@ static void launch(const Order& o, int rank, T* in, T* out) {
 	for (unsigned b = 0; b < o.grid; b++)
 		for (unsigned t = 0; t < 8; t++)
 			threads.emplace_back([&, b, t] {
-				blockIdx.x = b, threadIdx.x = t, gridDim.x = o.grid, block = &blocks[b];
-				kernel(o, rank, p, in, out, o.n * sizeof(T));
+				blockIdx.x = b, threadIdx.x = t, gridDim.x = o.grid, blockDim.x = 8, block = &blocks[b];
+				kernel(o, order, rank, p, in, out, o.n * sizeof(T));
 			});
 	for (auto& t : threads) t.join();
 }
@@ -108,7 +108,7 @@ static void carryOut(Order o, int rank, size_t order) {
 	for (u64 i = 0; i < ins; i++) in[i] = input(rank, i, order);
 	std::vector<T> expected((T*)a.data(), (T*)a.data() + room * 16 / sizeof(T));
 	for (u64 i = 0; i < outs; i++) expected[out - (T*)a.data() + i] = want(o, rank, i, order);
-	launch(o, rank, in, out);
+	launch(o, order, rank, in, out);
 	if (memcmp(expected.data(), a.data(), expected.size() * sizeof(T)) != 0 && wrong++ == 0)
 		printf("rank %d of %d: order %d, kind %d of %d elements from %d, %u blocks, in place %d\n",
 			rank, (int)ranks, (int)order, o.kind, (int)o.n, o.skip, o.grid, o.inPlace);
@@ -117,12 +117,16 @@ static void carryOut(Order o, int rank, size_t order) {
 int main() {
 	int operations = 0;
 	for (int ranks : {2, 3, 5, 8}) {
+#ifdef CHORUS_RANKS
+		if (ranks != CHORUS_RANKS) continue;
+#endif
 		const u64 words = (signals + 2 * (ranks * SLOT + WHOLE)) / 8;
 		hosts = std::vector<Host>(ranks);
 		for (auto& h : hosts) {
 			h.memory.resize(words + 2);
 			h.scratch = (char*)h.memory.data() + ((u64)h.memory.data() % 16);
-			h.control.epoch = ranks == 3 ? (1ull << 32) - 6 : ranks == 5 ? (7ull << 32) - 2 : 0;
+			h.control.ticks = EPOCH * (ranks == 3 ? (1ull << 32) - 6 : ranks == 5 ? (7ull << 32) - 2 : 0);
+			h.control.gaveUp = 0;
 		}
 		std::mt19937 random(ranks);
 		std::vector<Order> orders;

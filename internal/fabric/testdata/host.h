@@ -26,6 +26,5 @@ static inline int __syncthreads_or(int is) {
 	block->sync();
 	return any;
 }
-static inline void __threadfence() {}
-static inline unsigned atomicAdd(unsigned* p, unsigned v) { return ((std::atomic<unsigned>*)p)->fetch_add(v); }
+static inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) { return ((std::atomic<unsigned long long>*)p)->fetch_add(v); }
 static inline std::atomic<unsigned long long>* atom(const void* p) { return (std::atomic<unsigned long long>*)p; }

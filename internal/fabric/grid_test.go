@@ -1,0 +1,34 @@
+package fabric_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+// A kernel has no more blocks than the device with the fewest multiprocessors could run
+// at once, of whole warps, and a thread for each word until that is not enough.
+func TestGrid(t *testing.T) {
+	for _, multiprocessors := range []int{1, 3, 132, 200} {
+		group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualMultiprocessors: multiprocessors}), &fabric.Config{Bytes: 1})
+		most := min(multiprocessors, 128)
+		for steps := 1; steps <= 300_000; steps += 1 + steps/3 {
+			blocks, threads := group[0].Grid(steps)
+			b, n := group[1].Grid(steps)
+			require.Equal(t, []int{blocks, threads}, []int{b, n}, "the same on all ranks")
+			require.Zero(t, threads%32)
+			require.True(t, threads >= 32 && threads <= 512 && blocks >= 1 && blocks <= most, "%d blocks of %d for %d", blocks, threads, steps)
+			require.Less(t, (blocks-1)*threads, steps, "no block without work: %d of %d for %d", blocks, threads, steps)
+			if steps <= most*512 {
+				require.GreaterOrEqual(t, blocks*threads, steps)
+			} else {
+				require.Equal(t, []int{most, 512}, []int{blocks, threads})
+			}
+		}
+		carryOut(t, group, floats(func(x float32) float32 { return x }), call{name: "all-reduce", algorithm: fabric.TwoShot, n: 16384})
+	}
+}

@@ -199,6 +199,11 @@ func (g *group) enqueue(c *Communicator) error {
 	for i := range g.ops {
 		g.ops[i].comm.rec.took(&g.ops[i])
 	}
+	for i := range g.ops {
+		if err := g.ops[i].settle(); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 

@@ -54,7 +54,9 @@ func (g *group) expect() {
 // Do enqueues operation i.
 func (g *group) Do(i int) {
 	o := &g.ops[i]
-	g.errs[i] = o.give()
+	if g.errs[i] = o.give(); g.errs[i] == nil {
+		g.errs[i] = o.settle()
+	}
 }
 
 // inTurn enqueues the operations one after the other, without a group of NCCL.

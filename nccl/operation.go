@@ -23,10 +23,10 @@ type operation struct {
 	comm   *Communicator
 	stream *stream.Stream
 
-	sends, recvs []int  // the elements of each rank, where they differ
-	captured     bool   // into a graph
-	instead      bool   // by the communicator's Substitute
-	capture      uint64 // which one, in a group
+	sends, recvs []int   // the elements of each rank, where they differ
+	captured     bool    // into a graph
+	service      Service // of the communicator's Substitute
+	capture      uint64  // which one, in a group
 
 	callers *[maxFrames]uintptr // nil unless they are to be recorded
 
@@ -203,7 +203,7 @@ func (o *operation) run() error {
 		return err
 	}
 	c.rec.took(o)
-	return nil
+	return o.settle()
 }
 
 // still checks again what may have changed since the operation was issued.

@@ -1,20 +1,39 @@
 package nccl
 
 import (
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Substitute carries out collectives in NCCL's place. For Chorus's own packages.
+// A Substitute carries out collectives in NCCL's place, or lends NCCL other buffers for
+// them. For Chorus's own packages.
 type Substitute interface {
-	// Takes reports whether it carries out such a collective. The answer is the same on
-	// all ranks: it does not depend on addresses.
-	Takes(x Collective) bool
-	// Enqueue enqueues one that it takes. Its arguments have been checked.
+	// Takes says what it does for such a collective. The answer is the same on all
+	// ranks: it does not depend on addresses.
+	Takes(x Collective) Service
+	// Enqueue carries one out for which Takes has said Instead. Its arguments have been
+	// checked.
 	Enqueue(s *stream.Stream, x Collective) error
+	// Lend returns the buffers that NCCL is to use for one for which Takes has said
+	// Lending, when it has enqueued the copy of what the operation reads to them.
+	Lend(s *stream.Stream, x Collective) (dst, src uint64, err error)
+	// Return enqueues the copy of what the operation has written to lent buffers to
+	// where it belongs.
+	Return(s *stream.Stream, x Collective) error
 	// Abort ends what is in flight, and returns at once.
 	Abort()
 }
+
+// A Service is what a Substitute does for a collective.
+type Service uint8
+
+// The services.
+const (
+	Nothing Service = iota // it is NCCL's
+	Instead                // it carries the collective out
+	Lending                // NCCL does, on buffers of the Substitute
+)
 
 // A Collective is an operation as a Substitute sees it.
 type Collective struct {
@@ -54,15 +73,16 @@ type substitution struct {
 	by     Substitute
 }
 
-// substituted asks whether the communicator's Substitute carries the operation out,
-// which is its rank's only collective. The communicator is entered.
+// substituted asks what the communicator's Substitute does for the operation, which is
+// its rank's only collective, and reports whether nothing is left for NCCL. The
+// communicator is entered.
 func (o *operation) substituted() bool {
 	x := o.comm.substitute.Load()
 	if x == nil || x.stream != o.stream || collectiveKinds[o.kind] == 0 {
 		return false
 	}
-	o.instead = x.by.Takes(o.collective())
-	return o.instead
+	o.service = x.by.Takes(o.collective())
+	return o.service == Instead
 }
 
 // substituted asks for each operation of a group, and reports whether none is left for
@@ -95,14 +115,40 @@ func (o *operation) collective() Collective {
 
 // give enqueues the operation, by NCCL or its Substitute. The communicator is entered.
 func (o *operation) give() error {
-	c, name := o.comm, o.kind.String()
-	if !o.instead {
-		return c.fail(name, o.enqueue())
+	switch o.service {
+	case Instead:
+		return o.bySubstitute(func(by Substitute, x Collective) error { return by.Enqueue(o.stream, x) })
+	case Lending:
+		lent := *o
+		err := o.bySubstitute(func(by Substitute, x Collective) error {
+			dst, src, err := by.Lend(o.stream, x)
+			lent.dst.ptr, lent.src.ptr = cudadrv.DevicePtr(dst), cudadrv.DevicePtr(src)
+			return err
+		})
+		if err != nil {
+			return err
+		}
+		return o.comm.fail(o.kind.String(), lent.enqueue())
 	}
-	if err := c.substitute.Load().by.Enqueue(o.stream, o.collective()); err != nil {
-		return c.dev.Because(&Error{Op: name, Rank: c.rank, Size: c.size, Device: c.dev.String(), Err: ErrorInternal, Detail: err.Error()})
+	return o.comm.fail(o.kind.String(), o.enqueue())
+}
+
+// settle is what is left to do when NCCL has taken the operation.
+func (o *operation) settle() error {
+	if o.service != Lending {
+		return nil
 	}
-	return nil
+	return o.bySubstitute(func(by Substitute, x Collective) error { return by.Return(o.stream, x) })
+}
+
+// bySubstitute makes an error of NCCL's manner of the Substitute's.
+func (o *operation) bySubstitute(do func(by Substitute, x Collective) error) error {
+	c := o.comm
+	err := do(c.substitute.Load().by, o.collective())
+	if err == nil {
+		return nil
+	}
+	return c.dev.Because(&Error{Op: o.kind.String(), Rank: c.rank, Size: c.size, Device: c.dev.String(), Err: ErrorInternal, Detail: err.Error()})
 }
 
 // abortSubstitute ends what the Substitute has in flight.

@@ -11,6 +11,9 @@ type Config struct {
 	NCCL *nccl.Config
 	// Strategy says what carries the collectives out.
 	Strategy Strategy
+	// Tuning is what a group that is Tuned goes by: rank 0's counts. nil is that of the
+	// file, or one that is measured.
+	Tuning *Tuning
 }
 
 func (c *Config) check(op string) error {

@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/nccl"
@@ -37,7 +36,7 @@ type Group struct {
 type member struct {
 	comm   *nccl.Communicator
 	stream *stream.Stream
-	own    *fabric.Rank // nil where NCCL does it all
+	ways   *ways // nil where NCCL does it all
 }
 
 // newGroup makes a group of communicators that are ready.
@@ -155,7 +154,7 @@ func (g *Group) Close() error {
 		return nil
 	}
 	g.stopWatching("closed the group")
-	return errors.Join(eachAtOnce(g.comms(), (*nccl.Communicator).Close), g.closeOwn(), g.closeStreams())
+	return errors.Join(eachAtOnce(g.comms(), (*nccl.Communicator).Close), g.closeWays(), g.closeStreams())
 }
 
 // Shutdown waits until all operations have completed and leaves the group

@@ -65,10 +65,13 @@ func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config
 	if err != nil {
 		return nil, err
 	}
-	if err := g.openOwn(ctx, cfg, func(int) fabric.Exchange { return exchangeBy(r, prefix) }); err != nil {
+	if err := g.openWays(ctx, s, func(int) fabric.Exchange { return exchangeBy(r, prefix) }); err != nil {
 		return nil, errors.Join(err, g.Close())
 	}
 	g.watch(w)
+	if err := g.tuned(ctx); err != nil {
+		return nil, errors.Join(err, g.Close())
+	}
 	return g, nil
 }
 

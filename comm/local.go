@@ -25,8 +25,11 @@ func LocalWith(ctx context.Context, cfg *Config, devs ...*device.Device) (*Group
 	if err := cfg.check("local"); err != nil {
 		return nil, err
 	}
+	strategy, err := cfg.strategy()
+	if err != nil {
+		return nil, err
+	}
 	if len(devs) == 0 {
-		var err error
 		if devs, err = device.All(); err != nil {
 			return nil, err
 		}
@@ -60,7 +63,11 @@ func LocalWith(ctx context.Context, cfg *Config, devs ...*device.Device) (*Group
 	if err != nil {
 		return nil, err
 	}
-	if err := g.openOwn(ctx, cfg, fabric.NewTable(len(devs)).Seat); err != nil {
+	err = g.openWays(ctx, strategy, fabric.NewTable(len(devs)).Seat)
+	if err == nil {
+		err = g.tuned(ctx)
+	}
+	if err != nil {
 		return nil, errors.Join(err, g.Close())
 	}
 	return g, nil

@@ -4,66 +4,55 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 
 	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/nccl"
-	"github.com/gochorus/chorus/stream"
 )
 
-// openOwn lets Chorus's own kernels carry out what they are faster at, where the
-// strategy says so and the devices can. exchange gives each local rank its exchange with
-// the others.
-func (g *Group) openOwn(ctx context.Context, cfg *Config, exchange func(rank int) fabric.Exchange) error {
-	s, err := cfg.strategy()
-	if err != nil || s != OwnKernels || g.size == 1 {
-		return err
-	}
+// openOwn opens the ranks' own kernels, each with so much room, where the devices can.
+// exchange gives each local rank its exchange with the others.
+func (g *Group) openOwn(ctx context.Context, bytes int, exchange func(rank int) fabric.Exchange) error {
 	eg, ctx := errgroup.WithContext(ctx)
 	for i := range g.members {
 		m := &g.members[i]
 		eg.Go(func() (err error) {
 			rank := m.comm.Rank()
-			m.own, err = fabric.Open(ctx, m.stream, rank, g.size, exchange(rank), &fabric.Config{Bytes: ownBytes})
+			m.ways.own, err = fabric.Open(ctx, m.stream, rank, g.size, exchange(rank), &fabric.Config{Bytes: bytes})
 			return err
 		})
 	}
-	if err := eg.Wait(); err != nil {
-		err = errors.Join(err, g.closeOwn())
-		if errors.Is(err, errors.ErrUnsupported) {
-			return nil // on all ranks alike
-		}
-		return fmt.Errorf("comm: own kernels: %w", err)
+	err := eg.Wait()
+	if err == nil {
+		return nil
 	}
 	for i := range g.members {
 		m := &g.members[i]
-		m.comm.Substitute(m.stream, ownKernels{m.own})
+		err = errors.Join(err, m.ways.own.Close())
+		m.ways.own = nil
 	}
-	return nil
-}
-
-// closeOwn gives up what openOwn made, when nothing is in flight or all was aborted.
-func (g *Group) closeOwn() error {
-	errs := make([]error, len(g.members))
-	var all sync.WaitGroup
-	for i := range g.members {
-		all.Go(func() { errs[i] = g.members[i].own.Close() })
+	if errors.Is(err, errors.ErrUnsupported) {
+		return nil // on all ranks alike
 	}
-	all.Wait()
-	return errors.Join(errs...)
+	return fmt.Errorf("comm: own kernels: %w", err)
 }
-
-// ownKernels are a rank's, in NCCL's place.
-type ownKernels struct{ rank *fabric.Rank }
 
 // Up to how many bytes own kernels are used: of an all-reduce, and of one rank's part of
-// the others. NCCL is not slower from about there on.
+// the others. NCCL is not slower from about there on. Where a Tuning says how far they
+// carry, they may have ownMost.
 var (
 	ownBytes     = 4 << 20
 	ownPartBytes = 64 << 10
+	ownMost      = 16 << 20
 )
+
+func ownLimit(x nccl.Collective) int {
+	if x.Kind == nccl.AllReduceKind {
+		return ownBytes
+	}
+	return ownPartBytes
+}
 
 var ownKinds = map[nccl.CollectiveKind]fabric.Kind{
 	nccl.AllReduceKind: fabric.AllReduces, nccl.BroadcastKind: fabric.Broadcasts, nccl.AllGatherKind: fabric.AllGathers,
@@ -74,29 +63,12 @@ var ownOps = map[nccl.Op]fabric.Op{
 	nccl.Sum: fabric.Sum, nccl.Prod: fabric.Prod, nccl.Max: fabric.Max, nccl.Min: fabric.Min, nccl.Avg: fabric.Avg,
 }
 
-// Takes is for nccl.Substitute.
-func (k ownKernels) Takes(x nccl.Collective) bool {
-	raw, ok := k.raw(x)
-	return ok && k.rank.Takes(&raw)
-}
+var ownAlgorithms = [strategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot}
 
-// Enqueue is for nccl.Substitute.
-func (k ownKernels) Enqueue(s *stream.Stream, x nccl.Collective) error {
-	raw, _ := k.raw(x)
-	return k.rank.Enqueue(s, &raw)
-}
-
-// Abort is for nccl.Substitute.
-func (k ownKernels) Abort() { k.rank.Abort() }
-
-func (k ownKernels) raw(x nccl.Collective) (raw fabric.Raw, ok bool) {
+// ownRaw is x as own kernels have it, and reports whether they know its reduction.
+func ownRaw(s Strategy, x nccl.Collective) (raw fabric.Raw, ok bool) {
 	op, ok := ownOps[x.Op]
-	most := ownPartBytes
-	if x.Kind == nccl.AllReduceKind {
-		most = ownBytes
-	}
-	return fabric.Raw{Kind: ownKinds[x.Kind], DType: x.DType, Op: op, Root: x.Root, Count: x.Count, Dst: x.Dst, Src: x.Src},
-		ok && x.Count*x.DType.Size() <= most
+	return fabric.Raw{Kind: ownKinds[x.Kind], Algorithm: ownAlgorithms[s], DType: x.DType, Op: op, Root: x.Root, Count: x.Count, Dst: x.Dst, Src: x.Src}, ok
 }
 
 // exchangeBy is the exchange of a process's rank over a Rendezvous.

@@ -6,12 +6,15 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// A Strategy says what carries a group's collectives out.
+// A Strategy says what carries a group's collectives out. What a strategy cannot do is
+// NCCL's: other operations, types and sizes, operations on other streams than the
+// group's, and a rank's several operations in one group of NCCL. All ranks must have the
+// same strategy.
 type Strategy uint8
 
 // The strategies.
 const (
-	// ByEnvironment is what CHORUS_COMM_STRATEGY says: nccl, which is the default, or own.
+	// ByEnvironment is what CHORUS_COMM_STRATEGY says; nccl is the default.
 	ByEnvironment Strategy = iota
 	// NCCLOnly is NCCL for everything.
 	NCCLOnly
@@ -28,10 +31,31 @@ const (
 	// after those before and before those after. Close waits until the streams that have
 	// had such operations are past their work.
 	OwnKernels
+	// OneShot, TwoShotPackets and TwoShot are OwnKernels with one algorithm for
+	// all-reduces, up to the most that it can: every rank sends all to all; every rank
+	// reduces a share and sends that on, both in packets; or as plain bytes between
+	// barriers. They are for measurements.
+	OneShot
+	TwoShotPackets
+	TwoShot
+	// Windows is NCCL's own kernels for symmetric memory (NCCL 2.27.3 and newer): what
+	// is small is copied to a window that all ranks have registered, and its result from
+	// there: sums of floats of 16 and 32 bits, all-gathers and reduce-scatters, up to
+	// 4 MiB. Before NCCL 2.28.7 these corrupt parts that are no multiple of 8 bytes,
+	// which the ordinary kernels then get. Memory that is in windows already needs no
+	// strategy (nccl.Communicator.RegisterWindow).
+	Windows
+	// Tuned is for each operation, type and size what a Tuning says: that of
+	// Config.Tuning, of the file CHORUS_TUNING_FILE, or, where there is none for such
+	// devices yet, one that is measured when the group is made and written there.
+	Tuned
 	strategies
 )
 
-var strategyNames = [strategies]string{"by environment", "nccl", "own"}
+var strategyNames = [strategies]string{
+	ByEnvironment: "by environment", NCCLOnly: "nccl", OwnKernels: "own", OneShot: "one-shot",
+	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", Windows: "windows", Tuned: "tuned",
+}
 
 // String returns the name that CHORUS_COMM_STRATEGY has for it.
 func (s Strategy) String() string {
@@ -41,13 +65,23 @@ func (s Strategy) String() string {
 	return fmt.Sprintf("Strategy(%d)", uint8(s))
 }
 
-// Strategy returns what carries the group's collectives out: OwnKernels only where they
-// could be had.
-func (g *Group) Strategy() Strategy {
-	if g.members[0].own != nil {
-		return OwnKernels
+// ParseStrategy returns the strategy of a name.
+func ParseStrategy(name string) (Strategy, error) {
+	for s := NCCLOnly; s < strategies; s++ {
+		if strategyNames[s] == name {
+			return s, nil
+		}
 	}
-	return NCCLOnly
+	return 0, fmt.Errorf("comm: there is no strategy %q: want one of %v: %w", name, strategyNames[NCCLOnly:], ErrMismatch)
+}
+
+// MarshalText is for encoding/json and others.
+func (s Strategy) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+// UnmarshalText is for encoding/json and others.
+func (s *Strategy) UnmarshalText(text []byte) (err error) {
+	*s, err = ParseStrategy(string(text))
+	return err
 }
 
 // strategy is that of the configuration, or the environment's.
@@ -58,9 +92,58 @@ func (c *Config) strategy() (Strategy, error) {
 		}
 		return c.Strategy, nil
 	}
-	name, err := env.CommStrategy.OneOf(strategyNames[NCCLOnly], strategyNames[OwnKernels])
-	if err == nil && name == strategyNames[OwnKernels] {
-		return OwnKernels, nil
+	name, err := env.CommStrategy.OneOf(strategyNames[NCCLOnly:]...)
+	if err != nil {
+		return NCCLOnly, err
 	}
-	return NCCLOnly, err
+	return ParseStrategy(name)
+}
+
+// Strategy returns what carries the group's collectives out: NCCLOnly where nothing else
+// could be had.
+func (g *Group) Strategy() Strategy {
+	if k := g.members[0].ways; k != nil {
+		return k.rule.Load().strategy
+	}
+	return NCCLOnly
+}
+
+// Strategies returns those that the group can use, NCCLOnly first. What Config.Strategy
+// needs is what there is: Tuned has all.
+func (g *Group) Strategies() []Strategy {
+	list := []Strategy{NCCLOnly}
+	k := g.members[0].ways
+	if k == nil {
+		return list
+	}
+	if k.own != nil {
+		list = append(list, OwnKernels, OneShot, TwoShotPackets, TwoShot)
+	}
+	if k.window != nil {
+		list = append(list, Windows)
+	}
+	if k.rule.Load().tuning != nil {
+		list = append(list, Tuned)
+	}
+	return list
+}
+
+// Use makes s, one of Strategies, carry out what is issued from now on. All ranks call
+// it between the same operations; nothing else of the group may run meanwhile.
+func (g *Group) Use(s Strategy) error {
+	if err := g.check("use"); err != nil {
+		return err
+	}
+	for _, can := range g.Strategies() {
+		if can != s {
+			continue
+		}
+		for i := range g.members {
+			if k := g.members[i].ways; k != nil {
+				k.use(s)
+			}
+		}
+		return nil
+	}
+	return refuse("use", "the group has no strategy %s: it has %v", s, g.Strategies())
 }

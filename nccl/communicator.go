@@ -187,6 +187,9 @@ func (c *Communicator) Device() *device.Device { return c.dev }
 // Version returns the version of the loaded NCCL, such as "2.28.3".
 func (c *Communicator) Version() string { return ncclapi.VersionText(c.version) }
 
+// VersionCode returns the version as NCCL writes it (ncclGetVersion): 22803 is 2.28.3.
+func (c *Communicator) VersionCode() int { return int(c.version) }
+
 // Wait waits until everything enqueued on s has completed, like s.Sync, and
 // ends early with the error when an operation of the communicator fails. When
 // ctx ends it returns the cause; the operations go on, until Close.

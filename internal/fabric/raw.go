@@ -7,18 +7,19 @@ import (
 
 // A Raw is a collective whose operands somebody else has checked, as their addresses.
 type Raw struct {
-	Kind     Kind
-	DType    memory.DType
-	Op       Op
-	Root     int
-	Count    int    // elements of one rank's part; of all for AllReduces and Broadcasts
-	Dst, Src uint64 // Src is not used where the rank only receives
+	Kind      Kind
+	Algorithm Algorithm // of AllReduces
+	DType     memory.DType
+	Op        Op
+	Root      int
+	Count     int    // elements of one rank's part; of all for AllReduces and Broadcasts
+	Dst, Src  uint64 // Src is not used where the rank only receives
 }
 
 // operation returns what is known of x, alike on all ranks, and whether there is a
 // kernel with room for it.
 func (x *Raw) operation(r *Rank) (o operation, ok bool) {
-	o = operation{kind: x.Kind, op: x.Op, root: x.Root, dtype: x.DType, bytes: x.Count * x.DType.Size(), dst: x.Dst, src: x.Src}
+	o = operation{kind: x.Kind, algorithm: x.Algorithm, op: x.Op, root: x.Root, dtype: x.DType, bytes: x.Count * x.DType.Size(), dst: x.Dst, src: x.Src}
 	if o.reduces() {
 		if o.format = formatOf[x.DType]; o.format < 0 || x.Op < 0 || x.Op >= ops {
 			return o, false

@@ -1,0 +1,203 @@
+package comm
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"slices"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// TuneConfig are the options of Tune; nil means the defaults. They must be the same on
+// all ranks.
+type TuneConfig struct {
+	MaxBytes int            // the largest size: of an all-reduce, or of one rank's part; default 64 MiB
+	Types    []memory.DType // of what is reduced; default float32 and bfloat16
+	Ops      []Op           // default Sum and Max
+}
+
+// oddBytes is up to how many bytes it is measured what sizes cost that are not made of
+// whole 16 bytes.
+const oddBytes = 4 << 20
+
+// TunePlan returns what Tune will measure: the strategies that can carry each operation
+// out, without times.
+func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
+	if err := g.check("tune"); err != nil {
+		return nil, err
+	}
+	var c TuneConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	if c.MaxBytes == 0 {
+		c.MaxBytes = 64 << 20
+	}
+	if c.Types == nil {
+		c.Types = []memory.DType{memory.Float32, memory.BFloat16T}
+	}
+	if c.Ops == nil {
+		c.Ops = []Op{Sum, Max}
+	}
+	if c.MaxBytes < 8 {
+		return nil, refuse("tune", "MaxBytes is %d: want 8 or more", c.MaxBytes)
+	}
+	for _, t := range c.Types {
+		if t.Size() == 0 || t == memory.Bool {
+			return nil, refuse("tune", "type %s: want numbers", t)
+		}
+	}
+	for _, op := range c.Ops {
+		if !slices.Contains(tunedOps, op) {
+			return nil, refuse("tune", "there is no reduction %s", op)
+		}
+	}
+	k := g.members[0].ways
+	if k == nil {
+		return nil, nil // there is no choice
+	}
+	return c.plan(k), nil
+}
+
+func (c *TuneConfig) plan(k *ways) (list []Choice) {
+	for _, kind := range []nccl.CollectiveKind{nccl.AllReduceKind, nccl.AllGatherKind, nccl.ReduceScatterKind, nccl.BroadcastKind, nccl.AllToAllKind} {
+		if !reduces(kind) {
+			list = c.sizes(list, k, operation{kind: kind})
+			continue
+		}
+		for _, t := range c.Types {
+			for _, op := range c.Ops {
+				list = c.sizes(list, k, operation{kind, t, op})
+			}
+		}
+	}
+	return list
+}
+
+// sizes adds the sizes of an operation: of whole 16 bytes from 16 on, four times as large
+// each, and those that are one element smaller.
+func (c *TuneConfig) sizes(list []Choice, k *ways, o operation) []Choice {
+	size := max(o.dtype.Size(), 1)
+	for bytes := 16; bytes <= c.MaxBytes; bytes *= 4 {
+		list = append(list, o.choice(k, bytes))
+		if bytes <= oddBytes {
+			list = append(list, o.choice(k, bytes-size))
+		}
+	}
+	return list
+}
+
+// choice has the strategies that can.
+func (o operation) choice(k *ways, bytes int) Choice {
+	c := Choice{Operation: kindNames[o.kind], Bytes: bytes, what: o, Times: []Timing{{Strategy: NCCLOnly}}}
+	if reduces(o.kind) {
+		c.Type, c.Reduction = o.dtype.String(), o.op.String()
+	}
+	x := o.collective(bytes)
+	for s := NCCLOnly + 1; s < Tuned; s++ {
+		// Own kernels without a choice of algorithm are one of those that have one.
+		if s == OwnKernels && o.kind == nccl.AllReduceKind || s.algorithm() && o.kind != nccl.AllReduceKind {
+			continue
+		}
+		if k.can(s, x, ownMost) {
+			c.Times = append(c.Times, Timing{Strategy: s})
+		}
+	}
+	return c
+}
+
+// algorithm reports whether a strategy is one way to reduce by own kernels.
+func (s Strategy) algorithm() bool { return s == OneShot || s == TwoShotPackets || s == TwoShot }
+
+// carried is the type of the elements that an operation is measured with.
+func (o operation) carried() memory.DType {
+	if o.dtype == memory.Invalid {
+		return memory.Uint8
+	}
+	return o.dtype
+}
+
+func (o operation) collective(bytes int) nccl.Collective {
+	t := o.carried()
+	return nccl.Collective{Kind: o.kind, DType: t, Op: o.op, Count: bytes / t.Size()}
+}
+
+// Tune measures which strategy is the fastest for which operation and size, between the
+// ranks of g, which has been made with Tuned: from now on the group goes by that, and so
+// does each to whose Config it is given. All ranks get the same. It takes seconds, and
+// waits for what is on the group's streams; nothing else may run on the devices.
+// Collective. An error breaks the group where ranks may wait for others.
+func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
+	plan, err := TunePlan(g, cfg)
+	if err != nil {
+		return nil, err
+	}
+	if err := g.checkWait("tune"); err != nil {
+		return nil, err
+	}
+	at, err := g.sameSite(ctx)
+	if err != nil {
+		return nil, err
+	}
+	t := &Tuning{For: at, Choices: plan}
+	if len(plan) == 0 {
+		return t, nil
+	}
+	mine := make([][]float64, len(g.members))
+	eg, running := errgroup.WithContext(ctx)
+	for i := range g.members {
+		eg.Go(func() (err error) {
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			mine[i], err = g.members[i].tune(running, plan)
+			return err
+		})
+	}
+	if err := eg.Wait(); err != nil {
+		return nil, g.fail(fmt.Errorf("comm: tune: %w", err))
+	}
+	all, err := GatherValues(ctx, g, Gob, mine...)
+	if err != nil {
+		return nil, err
+	}
+	t.fill(all)
+	g.adopt(t)
+	return t, nil
+}
+
+// fill takes the times of the slowest ranks, and puts the fastest strategy first.
+func (t *Tuning) fill(all [][]float64) {
+	n := 0
+	for i := range t.Choices {
+		times := t.Choices[i].Times
+		for j := range times {
+			for _, one := range all {
+				times[j].Micros = max(times[j].Micros, one[n])
+			}
+			n++
+		}
+		slices.SortStableFunc(times, func(a, b Timing) int {
+			switch {
+			case a.Micros < b.Micros:
+				return -1
+			case a.Micros > b.Micros:
+				return 1
+			}
+			return 0
+		})
+	}
+}
+
+// adopt makes the group go by a Tuning that was checked.
+func (g *Group) adopt(t *Tuning) {
+	x := t.index()
+	for i := range g.members {
+		if k := g.members[i].ways; k != nil {
+			k.rule.Store(&rule{strategy: Tuned, tuning: x})
+		}
+	}
+}

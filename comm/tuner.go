@@ -1,0 +1,176 @@
+package comm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// How often an operation is measured: in so many rounds, of launches of a graph that has
+// some of them, together of about as many bytes.
+const (
+	tuneRounds   = 5
+	tuneLaunches = 3
+	tuneOps      = 20
+	tuneBytes    = 16 << 20
+)
+
+// A tuner measures on one rank.
+type tuner struct {
+	m        *member
+	dst, src *memory.Buffer
+	from, to *stream.Event
+}
+
+// tune measures what the plan has, in its order.
+func (m *member) tune(ctx context.Context, plan []Choice) (times []float64, err error) {
+	x := &tuner{m: m}
+	defer func() { err = errors.Join(err, x.close()) }()
+	before := m.ways.rule.Load()
+	defer m.ways.rule.Store(before)
+	if err := x.open(plan); err != nil {
+		return nil, err
+	}
+	for i := range plan {
+		for _, t := range plan[i].Times {
+			m.ways.rule.Store(&rule{strategy: Tuned, only: t.Strategy})
+			us, err := x.time(ctx, &plan[i])
+			if err != nil {
+				return nil, fmt.Errorf("%s of %d bytes by %s on rank %d: %w", plan[i].Operation, plan[i].Bytes, t.Strategy, m.comm.Rank(), err)
+			}
+			times = append(times, us)
+		}
+	}
+	return times, nil
+}
+
+// open allocates what the largest operation takes.
+func (x *tuner) open(plan []Choice) (err error) {
+	most := 0
+	for i := range plan {
+		c := &plan[i]
+		if most = max(most, c.Bytes); c.what.kind != nccl.AllReduceKind && c.what.kind != nccl.BroadcastKind {
+			most = max(most, c.Bytes*x.m.comm.Size())
+		}
+	}
+	s := x.m.stream
+	for _, b := range []**memory.Buffer{&x.dst, &x.src} {
+		mem, err := memory.Make[uint8](s, most)
+		if err != nil {
+			return err
+		}
+		*b = mem.Buffer()
+		if err := mem.Zero(s); err != nil {
+			return err
+		}
+	}
+	timing := &stream.EventConfig{Timing: true}
+	if x.from, err = stream.NewEvent(s.Device(), timing); err == nil {
+		x.to, err = stream.NewEvent(s.Device(), timing)
+	}
+	return err
+}
+
+func (x *tuner) close() error {
+	return errors.Join(x.from.Close(), x.to.Close(), x.dst.Close(), x.src.Close())
+}
+
+// time returns how long an operation takes in a graph, in µs: the median of the rounds.
+func (x *tuner) time(ctx context.Context, c *Choice) (us float64, err error) {
+	n, launches, rounds := min(max(tuneBytes/c.Bytes, 1), tuneOps), tuneLaunches, tuneRounds
+	if x.m.comm.Device().System().Machine() != nil {
+		n, launches, rounds = 1, 1, 1 // there is nothing to measure
+	}
+	issue := issuers[c.what.carried()]
+	exec, err := graph.Capture([]*stream.Stream{x.m.stream}, func() error {
+		for range n {
+			if err := issue(x, c); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, exec.Close()) }()
+	var all []float64
+	for range rounds {
+		d, err := x.round(ctx, exec, launches)
+		if err != nil {
+			return 0, err
+		}
+		all = append(all, d/float64(n*launches))
+	}
+	slices.Sort(all)
+	return all[len(all)/2], nil
+}
+
+// round launches the graph, once to bring the ranks together, and returns how long the
+// other launches took, in µs.
+func (x *tuner) round(ctx context.Context, exec *graph.Exec, launches int) (float64, error) {
+	s := x.m.stream
+	if err := exec.Launch(s); err != nil {
+		return 0, err
+	}
+	if err := x.from.Record(s); err != nil {
+		return 0, err
+	}
+	for range launches {
+		if err := exec.Launch(s); err != nil {
+			return 0, err
+		}
+	}
+	if err := x.to.Record(s); err != nil {
+		return 0, err
+	}
+	if err := x.m.comm.Wait(ctx, s); err != nil {
+		return 0, err
+	}
+	d, err := x.to.Elapsed(x.from)
+	return float64(d.Nanoseconds()) / 1e3, err
+}
+
+// issuers issue an operation of elements of a type.
+var issuers = map[memory.DType]func(*tuner, *Choice) error{
+	memory.Int8: issue[int8], memory.Uint8: issue[uint8], memory.Int16: issue[int16], memory.Uint16: issue[uint16],
+	memory.Int32: issue[int32], memory.Uint32: issue[uint32], memory.Int64: issue[int64], memory.Uint64: issue[uint64],
+	memory.Float16T: issue[memory.Float16], memory.BFloat16T: issue[memory.BFloat16],
+	memory.Float32: issue[float32], memory.Float64: issue[float64],
+	memory.Float8E4M3T: issue[memory.Float8E4M3], memory.Float8E5M2T: issue[memory.Float8E5M2],
+}
+
+func issue[T memory.Element](x *tuner, c *Choice) error {
+	part := c.Bytes / c.what.carried().Size()
+	all := part * x.m.comm.Size()
+	count := map[nccl.CollectiveKind][2]int{
+		nccl.AllReduceKind: {part, part}, nccl.BroadcastKind: {part, part}, nccl.AllGatherKind: {all, part},
+		nccl.ReduceScatterKind: {part, all}, nccl.AllToAllKind: {all, all},
+	}[c.what.kind]
+	dst, err := memory.View[T](x.dst, 0, count[0])
+	if err != nil {
+		return err
+	}
+	src, err := memory.View[T](x.src, 0, count[1])
+	if err != nil {
+		return err
+	}
+	k, s := x.m.comm, x.m.stream
+	switch c.what.kind {
+	case nccl.AllReduceKind:
+		return nccl.AllReduce(k, s, dst, src, c.what.op)
+	case nccl.BroadcastKind:
+		return nccl.Broadcast(k, s, dst, src, 0)
+	case nccl.AllGatherKind:
+		return nccl.AllGather(k, s, dst, src)
+	case nccl.ReduceScatterKind:
+		return nccl.ReduceScatter(k, s, dst, src, c.what.op)
+	}
+	return nccl.AllToAll(k, s, dst, src)
+}

@@ -1,0 +1,151 @@
+package comm
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"github.com/gochorus/chorus/internal/env"
+)
+
+// tuningForm is the number of the form of the file.
+const tuningForm = 1
+
+// A tuningFile has the Tunings of one machine, or several, one for each Site.
+type tuningFile struct {
+	Form    int       `json:"form"`
+	Tunings []*Tuning `json:"tunings"`
+}
+
+// TuningFile returns the path of the file that groups go by: CHORUS_TUNING_FILE, or
+// chorus/tuning.json in the user's cache folder.
+func TuningFile() (string, error) {
+	if path := env.TuningFile.Value(); path != "" {
+		return path, nil
+	}
+	cache, err := os.UserCacheDir()
+	if err != nil {
+		return "", fmt.Errorf("comm: no place for the tuning: %w: set %s", err, env.TuningFile.Name)
+	}
+	return filepath.Join(cache, "chorus", "tuning.json"), nil
+}
+
+// LoadTuning returns the Tuning for a site from a file, and nil if there is none for
+// such GPUs, so many ranks and processes. An error says what is wrong with the file, or
+// in what the one that is there was measured under other conditions.
+func LoadTuning(path string, at Site) (*Tuning, error) {
+	f, err := readTunings(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(f.Tunings, func(t *Tuning) bool { return t.For.place() == at.place() })
+	if i < 0 {
+		return nil, nil
+	}
+	if err := f.Tunings[i].fits(at); err != nil {
+		return nil, fmt.Errorf("comm: the tuning in %s is out of date: %w", path, err)
+	}
+	return f.Tunings[i], nil
+}
+
+// Save writes the Tuning to a file, beside those for other places that are there. It
+// replaces a file as a whole or not at all.
+func (t *Tuning) Save(path string) error {
+	f, err := readTunings(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		f = &tuningFile{Form: tuningForm}
+	} else if err != nil {
+		return err
+	}
+	f.Tunings = slices.DeleteFunc(f.Tunings, func(other *Tuning) bool { return other.For.place() == t.For.place() })
+	f.Tunings = append(f.Tunings, t)
+	data, err := json.MarshalIndent(f, "", " ")
+	if err != nil {
+		return err
+	}
+	if err := replace(path, append(data, '\n')); err != nil {
+		return fmt.Errorf("comm: write the tuning: %w", err)
+	}
+	return nil
+}
+
+// place is what a Tuning is for, whatever the versions.
+func (at Site) place() Site {
+	return Site{GPU: at.GPU, Ranks: at.Ranks, Locals: at.Locals, Backend: at.Backend}
+}
+
+// readTunings reads a file and checks it.
+func readTunings(path string) (*tuningFile, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("comm: read the tuning: %w", err)
+	}
+	f := &tuningFile{}
+	d := json.NewDecoder(bytes.NewReader(data))
+	d.DisallowUnknownFields()
+	err = d.Decode(f)
+	switch {
+	case err != nil:
+	case d.More():
+		err = errors.New("there is more behind its end")
+	case f.Form != tuningForm:
+		err = fmt.Errorf("it is of form %d, and this Chorus knows form %d", f.Form, tuningForm)
+	default:
+		err = f.check()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("comm: %s is no tuning: %w: remove it, or name another one by %s", path, err, env.TuningFile.Name)
+	}
+	return f, nil
+}
+
+func (f *tuningFile) check() error {
+	for _, t := range f.Tunings {
+		if t == nil {
+			return errors.New("it has a tuning that is null")
+		}
+		if err := t.check(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// check reads the choices.
+func (t *Tuning) check() error {
+	for i := range t.Choices {
+		if err := t.Choices[i].read(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// replace writes a file beside the one that it becomes.
+func replace(path string, data []byte) (err error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(filepath.Dir(path), ".new-*")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			_ = os.Remove(f.Name())
+		}
+	}()
+	_, err = f.Write(data)
+	if err = errors.Join(err, f.Chmod(0o644), f.Close()); err != nil {
+		return err
+	}
+	return os.Rename(f.Name(), path)
+}

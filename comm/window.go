@@ -1,0 +1,138 @@
+package comm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// windowBytes is how many bytes a rank's operation reads or writes at most.
+const windowBytes = 4 << 20
+
+// A window is a rank's part of symmetric memory: what operations read, and behind it
+// what they write.
+type window struct {
+	rank, ranks int
+	pool        *memory.Pool
+	mem         memory.Slice[uint8]
+	registered  *nccl.Window
+	any         bool // NCCL is right for parts of any number of bytes
+}
+
+// exactWindows is the first NCCL whose symmetric kernels are right for parts that are no
+// multiple of 8 bytes.
+const exactWindows = 22807
+
+// openWindows registers a window of each local rank, where NCCL can.
+func (g *Group) openWindows(ctx context.Context) error {
+	eg, ctx := errgroup.WithContext(ctx)
+	for i := range g.members {
+		m := &g.members[i]
+		eg.Go(func() (err error) {
+			m.ways.window, err = newWindow(ctx, m)
+			return err
+		})
+	}
+	err := eg.Wait()
+	if err == nil {
+		return nil
+	}
+	for i := range g.members {
+		m := &g.members[i]
+		err = errors.Join(err, m.ways.window.close())
+		m.ways.window = nil
+	}
+	if errors.Is(err, errors.ErrUnsupported) {
+		return nil // all ranks have the same NCCL
+	}
+	return fmt.Errorf("comm: windows: %w", err)
+}
+
+func newWindow(ctx context.Context, m *member) (w *window, err error) {
+	w = &window{rank: m.comm.Rank(), ranks: m.comm.Size(), any: m.comm.VersionCode() >= exactWindows}
+	w.pool = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
+	err = w.pool.Use(m.stream, func() error {
+		w.mem, err = memory.Make[uint8](m.stream, 2*windowBytes)
+		return err
+	})
+	if err == nil {
+		w.registered, err = m.comm.RegisterWindow(ctx, w.mem.Buffer(), w.mem.Len(), true)
+	}
+	if err != nil {
+		return nil, errors.Join(err, w.close())
+	}
+	return w, nil
+}
+
+// close gives the memory back.
+func (w *window) close() error {
+	if w == nil {
+		return nil
+	}
+	return errors.Join(w.registered.Close(), w.mem.Close(), w.pool.Close())
+}
+
+// fits reports whether NCCL has a symmetric kernel for x that is right.
+func (w *window) fits(x nccl.Collective) bool {
+	part := bytesOf(x)
+	switch x.Kind {
+	case nccl.AllReduceKind:
+		return part > 0 && part <= windowBytes && summed(x)
+	case nccl.ReduceScatterKind:
+		if !summed(x) {
+			return false
+		}
+	case nccl.AllGatherKind:
+	default:
+		return false
+	}
+	return part > 0 && part*w.ranks <= windowBytes && (w.any || part%8 == 0)
+}
+
+// summed reports whether x is a sum of floats that NCCL's symmetric kernels have.
+func summed(x nccl.Collective) bool {
+	switch x.DType {
+	case memory.Float16T, memory.BFloat16T, memory.Float32:
+		return x.Op == nccl.Sum
+	}
+	return false
+}
+
+// extents returns how many bytes an operation reads and writes.
+func (w *window) extents(x nccl.Collective) (in, out int) {
+	part := bytesOf(x)
+	switch x.Kind {
+	case nccl.AllGatherKind:
+		return part, part * w.ranks
+	case nccl.ReduceScatterKind:
+		return part * w.ranks, part
+	}
+	return part, part
+}
+
+// lend copies what an operation reads to the window, and returns where NCCL is to read
+// and write.
+func (w *window) lend(s *stream.Stream, x nccl.Collective) (dst, src uint64, err error) {
+	in, _ := w.extents(x)
+	src, dst = w.mem.Ptr(), w.mem.Ptr()+windowBytes
+	return dst, src, copyBytes(s, src, x.Src, in)
+}
+
+// back copies what an operation has written from the window.
+func (w *window) back(s *stream.Stream, x nccl.Collective) error {
+	_, out := w.extents(x)
+	return copyBytes(s, x.Dst, w.mem.Ptr()+windowBytes, out)
+}
+
+func copyBytes(s *stream.Stream, dst, src uint64, n int) error {
+	return s.Device().Do("cuMemcpyDtoDAsync", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemcpyDtoDAsync(cudadrv.DevicePtr(dst), cudadrv.DevicePtr(src), uintptr(n), s.Raw())
+	})
+}

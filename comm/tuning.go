@@ -177,7 +177,15 @@ func (c *Choice) like(o operation, odd bool) int {
 	return n
 }
 
-func (o operation) summed() bool { return summed(nccl.Collective{DType: o.dtype, Op: o.op}) }
+// summed reports whether an operation is a sum of floats of at most 32 bits, for which
+// NCCL has more kernels than for others.
+func (o operation) summed() bool {
+	switch o.dtype {
+	case memory.Float16T, memory.BFloat16T, memory.Float32:
+		return o.op == nccl.Sum
+	}
+	return false
+}
 
 // isOdd reports whether a number of bytes is not made of whole 16.
 func isOdd(bytes int) bool { return bytes%16 != 0 }

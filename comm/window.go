@@ -19,16 +19,11 @@ const windowBytes = 4 << 20
 // A window is a rank's part of symmetric memory: what operations read, and behind it
 // what they write.
 type window struct {
-	rank, ranks int
-	pool        *memory.Pool
-	mem         memory.Slice[uint8]
-	registered  *nccl.Window
-	any         bool // NCCL is right for parts of any number of bytes
+	comm       *nccl.Communicator
+	pool       *memory.Pool
+	mem        memory.Slice[uint8]
+	registered *nccl.Window
 }
-
-// exactWindows is the first NCCL whose symmetric kernels are right for parts that are no
-// multiple of 8 bytes.
-const exactWindows = 22807
 
 // openWindows registers a window of each local rank, where NCCL can.
 func (g *Group) openWindows(ctx context.Context) error {
@@ -56,7 +51,7 @@ func (g *Group) openWindows(ctx context.Context) error {
 }
 
 func newWindow(ctx context.Context, m *member) (w *window, err error) {
-	w = &window{rank: m.comm.Rank(), ranks: m.comm.Size(), any: m.comm.VersionCode() >= exactWindows}
+	w = &window{comm: m.comm}
 	w.pool = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
 	err = w.pool.Use(m.stream, func() error {
 		w.mem, err = memory.Make[uint8](m.stream, 2*windowBytes)
@@ -79,30 +74,11 @@ func (w *window) close() error {
 	return errors.Join(w.registered.Close(), w.mem.Close(), w.pool.Close())
 }
 
-// fits reports whether NCCL has a symmetric kernel for x that is right.
+// fits reports whether NCCL has a symmetric kernel for x that is right, and the window
+// room.
 func (w *window) fits(x nccl.Collective) bool {
-	part := bytesOf(x)
-	switch x.Kind {
-	case nccl.AllReduceKind:
-		return part > 0 && part <= windowBytes && summed(x)
-	case nccl.ReduceScatterKind:
-		if !summed(x) {
-			return false
-		}
-	case nccl.AllGatherKind:
-	default:
-		return false
-	}
-	return part > 0 && part*w.ranks <= windowBytes && (w.any || part%8 == 0)
-}
-
-// summed reports whether x is a sum of floats that NCCL's symmetric kernels have.
-func summed(x nccl.Collective) bool {
-	switch x.DType {
-	case memory.Float16T, memory.BFloat16T, memory.Float32:
-		return x.Op == nccl.Sum
-	}
-	return false
+	in, out := w.extents(x)
+	return in > 0 && max(in, out) <= windowBytes && w.comm.Symmetric(x)
 }
 
 // extents returns how many bytes an operation reads and writes.
@@ -110,9 +86,9 @@ func (w *window) extents(x nccl.Collective) (in, out int) {
 	part := bytesOf(x)
 	switch x.Kind {
 	case nccl.AllGatherKind:
-		return part, part * w.ranks
+		return part, part * w.comm.Size()
 	case nccl.ReduceScatterKind:
-		return part * w.ranks, part
+		return part * w.comm.Size(), part
 	}
 	return part, part
 }

@@ -46,6 +46,9 @@ type Communicator struct {
 	sums   sync.Map // the memory.DType of each open PreMulSum, by Op
 
 	substitute atomic.Pointer[substitution]
+
+	spansMu sync.Mutex             // held while spans changes
+	spans   atomic.Pointer[[]span] // of the symmetric windows
 }
 
 var made atomic.Int64
@@ -186,9 +189,6 @@ func (c *Communicator) Device() *device.Device { return c.dev }
 
 // Version returns the version of the loaded NCCL, such as "2.28.3".
 func (c *Communicator) Version() string { return ncclapi.VersionText(c.version) }
-
-// VersionCode returns the version as NCCL writes it (ncclGetVersion): 22803 is 2.28.3.
-func (c *Communicator) VersionCode() int { return int(c.version) }
 
 // Wait waits until everything enqueued on s has completed, like s.Sync, and
 // ends early with the error when an operation of the communicator fails. When

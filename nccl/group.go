@@ -248,6 +248,9 @@ func (g *group) enter() error {
 	if err := g.match(); err != nil {
 		return err
 	}
+	if err := g.checkSymmetric(); err != nil {
+		return err
+	}
 	for i := range g.ops {
 		c := g.ops[i].comm
 		if c.api != g.ops[0].comm.api {

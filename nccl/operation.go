@@ -179,6 +179,9 @@ func (o *operation) run() error {
 	if err := o.checkOverlap(); err != nil {
 		return err
 	}
+	if err := o.checkSymmetric(); err != nil {
+		return err
+	}
 	if o.comm.rec.frames {
 		o.callers = new([maxFrames]uintptr)
 		runtime.Callers(3, o.callers[:])

@@ -20,12 +20,15 @@ type Window struct {
 	comm  *Communicator
 	h     *ncclapi.Window // NCCL writes the handle through it
 	bytes int
+	span  *span // nil unless it is symmetric
 }
 
 // RegisterWindow makes the first bytes of b a window (ncclCommWindowRegister, NCCL
 // 2.27.3 and newer). All ranks call it, in the same order as other operations, and it
 // returns when they have. symmetric promises that all ranks have the same size and
-// give the same offsets to collectives (NCCL_WIN_COLL_SYMMETRIC). The memory is
+// give the same offsets to collectives (NCCL_WIN_COLL_SYMMETRIC); before NCCL 2.28.7 such
+// collectives are refused where its kernels are wrong: all-gathers and reduce-scatters of
+// parts that are no multiple of 8 bytes, and several in one Group. The memory is
 // Allocator's, and must live until the window is closed, which the end of the
 // communicator does too. When ctx ends first RegisterWindow returns the cause, and c
 // is to be closed.
@@ -68,6 +71,10 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 		if err != nil {
 			return nil, err
 		}
+		if symmetric {
+			w.span = &span{x.Raw(), x.Raw() + cudadrv.DevicePtr(bytes)}
+			c.addSpan(*w.span)
+		}
 		handle.Init(w, &w.owner, "nccl window")
 		return w, nil
 	case <-ctx.Done():
@@ -103,6 +110,9 @@ func (w *Window) Close() error {
 		return nil
 	}
 	c := w.comm
+	if w.span != nil {
+		defer c.dropSpan(*w.span)
+	}
 	if err := c.enter(name); err != nil {
 		return c.unlessOver(err)
 	}

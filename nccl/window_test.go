@@ -2,6 +2,7 @@ package nccl_test
 
 import (
 	"context"
+	"errors"
 	"testing"
 	"time"
 
@@ -223,4 +224,94 @@ func TestCapabilities(t *testing.T) {
 	one, err := nccl.NewCommunicator(ctx, devs[0], id, 0, 1, &nccl.Config{CGAClusterSize: new(2), MinCTAs: new(1), MaxCTAs: new(4), SplitShare: new(true), Name: "one"})
 	require.NoError(t, err)
 	require.NoError(t, one.Close())
+}
+
+// TestSymmetricKernelsThatAreWrong refuses what NCCL would spoil in symmetric windows,
+// before it is enqueued on any rank, and nothing else.
+func TestSymmetricKernelsThatAreWrong(t *testing.T) {
+	for version, spoils := range map[string]bool{"2.28.3": true, "2.28.7": false} {
+		t.Run(version, func(t *testing.T) {
+			ranks, xs, windows := windowed(t, version)
+			gather := func(n int) func(i int) error {
+				return func(i int) error {
+					return nccl.AllGather(ranks[i].c, ranks[i].s, xs[i].Slice(0, 2*n), xs[i].Slice(i*n, i*n+n))
+				}
+			}
+			scatter := func(n int, op nccl.Op) func(i int) error {
+				return func(i int) error {
+					return nccl.ReduceScatter(ranks[i].c, ranks[i].s, xs[i].Slice(i*n, i*n+n), xs[i].Slice(0, 2*n), op)
+				}
+			}
+			reduce := func(i int) error {
+				return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i].Slice(0, 3), xs[i].Slice(0, 3), nccl.Sum)
+			}
+			outside := func(i int) error {
+				y, err := memory.Make[float32](ranks[i].s, 6)
+				if err != nil {
+					return err
+				}
+				t.Cleanup(func() { require.NoError(t, y.Close()) })
+				return nccl.AllGather(ranks[i].c, ranks[i].s, y, xs[i].Slice(0, 3))
+			}
+			for name, c := range map[string]struct {
+				ops   []func(i int) error
+				wrong string // "" is none
+			}{
+				"all-gather of 12 bytes":           {[]func(int) error{gather(3)}, "12 bytes of each rank in symmetric windows: NCCL 2.28.3 spoils what is no multiple of 8 bytes"},
+				"all-gather of 16 bytes":           {[]func(int) error{gather(4)}, ""},
+				"all-gather to other memory":       {[]func(int) error{outside}, ""},
+				"reduce-scatter of 4 bytes":        {[]func(int) error{scatter(1, nccl.Sum)}, "4 bytes of each rank"},
+				"reduce-scatter by an old kernel":  {[]func(int) error{scatter(1, nccl.Max)}, ""},
+				"all-reduce of 12 bytes":           {[]func(int) error{reduce}, ""},
+				"two in a group":                   {[]func(int) error{gather(4), reduce}, "ncclAllReduce on rank 0 of 2: it is in one group with a ncclAllGather, both in symmetric windows: NCCL 2.28.3 spoils several"},
+				"one in a group beside other ones": {[]func(int) error{gather(4), outside}, ""},
+			} {
+				err := nccl.Group(ranks[0].c, func() error {
+					for _, op := range c.ops {
+						for i := range ranks {
+							if err := op(i); err != nil {
+								return err
+							}
+						}
+					}
+					return nil
+				})
+				if c.wrong == "" || !spoils {
+					require.NoError(t, err, name)
+					continue
+				}
+				require.ErrorContains(t, err, c.wrong, name)
+				require.ErrorIs(t, err, nccl.ErrorInvalidUsage, name)
+			}
+			for i, r := range ranks {
+				require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
+				require.NoError(t, windows[i].Close())
+			}
+			require.NoError(t, nccl.Group(ranks[0].c, func() error {
+				return errors.Join(gather(3)(0), gather(3)(1))
+			}), "the windows are closed")
+		})
+	}
+}
+
+// windowed connects two virtual ranks with memory in symmetric windows.
+func windowed(t *testing.T, version string) ([]rank, []memory.Slice[float32], []*nccl.Window) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: version})
+	ranks := connect(t, devs)
+	pool := memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
+	t.Cleanup(func() { require.NoError(t, pool.Close()) })
+	xs := make([]memory.Slice[float32], 2)
+	for i, r := range ranks {
+		require.NoError(t, pool.Use(r.s, func() (err error) {
+			xs[i], err = memory.Make[float32](r.s, 1<<18)
+			return err
+		}))
+		t.Cleanup(func() { require.NoError(t, xs[i].Close()) })
+	}
+	windows := make([]*nccl.Window, 2)
+	each(t, devs, func(i int) (err error) {
+		windows[i], err = ranks[i].c.RegisterWindow(testgpu.Context(t), xs[i].Buffer(), xs[i].Bytes(), true)
+		return err
+	})
+	return ranks, xs, windows
 }

@@ -5,6 +5,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -46,3 +47,9 @@ func SetOwnBytes(t *testing.T, all, part int) {
 	ownBytes, ownPartBytes = all, part
 	t.Cleanup(func() { ownBytes, ownPartBytes = old[0], old[1] })
 }
+
+// Choice returns what carries a collective of local rank i out.
+func (g *Group) Choice(i int, x nccl.Collective) Strategy { return g.members[i].ways.choose(x) }
+
+// Check reads the choices of a Tuning, as a file's are.
+func (t *Tuning) Check() error { return t.check() }

@@ -15,7 +15,7 @@ import (
 // TuneConfig are the options of Tune; nil means the defaults. They must be the same on
 // all ranks.
 type TuneConfig struct {
-	MaxBytes int            // the largest size: of an all-reduce, or of one rank's part; default 64 MiB
+	MaxBytes int            // the largest size: of an all-reduce, or of one rank's part; default 64 MiB, of virtual devices 4 KiB
 	Types    []memory.DType // of what is reduced; default float32 and bfloat16
 	Ops      []Op           // default Sum and Max
 }
@@ -35,7 +35,9 @@ func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
 		c = *cfg
 	}
 	if c.MaxBytes == 0 {
-		c.MaxBytes = 64 << 20
+		if c.MaxBytes = 64 << 20; g.members[0].comm.Device().System().Machine() != nil {
+			c.MaxBytes = 4 << 10
+		}
 	}
 	if c.Types == nil {
 		c.Types = []memory.DType{memory.Float32, memory.BFloat16T}

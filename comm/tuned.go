@@ -32,12 +32,13 @@ func (g *Group) tuned(ctx context.Context) error {
 	if err := BroadcastValue(ctx, g, 0, &word, JSON); err != nil {
 		return err
 	}
-	switch {
-	case word.Err != "":
+	if word.Err != "" {
+		_ = g.Shutdown(ctx) // not Close, which would end others before they have read why
 		return errors.New(word.Err)
-	case word.Tuning != nil:
-		if err := word.Tuning.check(); err != nil {
-			return fmt.Errorf("comm: the tuning: %w: %w", err, ErrMismatch)
+	}
+	if word.Tuning != nil {
+		if err := word.Tuning.check(); err != nil { // JSON leaves out what it had read
+			return err
 		}
 		g.adopt(word.Tuning)
 		return nil
@@ -53,7 +54,7 @@ func (g *Group) tuned(ctx context.Context) error {
 func (g *Group) ownTuning(at Site) (t *Tuning, path string, err error) {
 	if g.cfg != nil && g.cfg.Tuning != nil {
 		t = g.cfg.Tuning
-		if err := t.fits(at); err != nil {
+		if err := errors.Join(t.fits(at), t.check()); err != nil {
 			return nil, "", fmt.Errorf("comm: Config.Tuning: %w", err)
 		}
 		return t, "", nil

@@ -1,0 +1,465 @@
+package comm_test
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// groupBy makes a group with a strategy.
+func groupBy(t *testing.T, devs []*device.Device, cfg comm.Config) *comm.Group {
+	t.Helper()
+	g, err := comm.LocalWith(testgpu.Context(t), &cfg, devs...)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, g.Close()) })
+	return g
+}
+
+// siteOf is where tunings for groups of these devices hold.
+func siteOf(t *testing.T, devs []*device.Device) comm.Site {
+	t.Helper()
+	g := local(t, devs)
+	at, err := g.Site()
+	require.NoError(t, err)
+	return at
+}
+
+// anyTuning has each strategy as the fastest of some operations and sizes.
+func anyTuning(at comm.Site, r *rand.Rand) *comm.Tuning {
+	t := &comm.Tuning{For: at}
+	every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows}
+	for _, op := range []string{"all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"} {
+		for bytes := 4; bytes <= 1<<16; bytes += 1 + bytes/2 {
+			c := comm.Choice{Operation: op, Bytes: bytes}
+			if strings.Contains(op, "reduce") {
+				c.Type, c.Reduction = "float32", "sum"
+			}
+			for i, k := range r.Perm(len(every)) {
+				c.Times = append(c.Times, comm.Timing{Strategy: every[k], Micros: float64(i)})
+			}
+			t.Choices = append(t.Choices, c)
+		}
+	}
+	return t
+}
+
+// TestStrategiesConform checks all collectives by each strategy, and by tunings that
+// mix them.
+func TestStrategiesConform(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	for _, s := range []comm.Strategy{comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows, comm.Tuned} {
+		for _, n := range []int{1, 2, 3, 8} {
+			t.Run(fmt.Sprint(s, "/virtual/", n), func(t *testing.T) {
+				devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n})
+				g := groupBy(t, devs, comm.Config{Strategy: s, Tuning: anyTuning(siteOf(t, devs), rand.New(rand.NewPCG(seed, 1)))})
+				require.Equal(t, n > 1, g.Strategy() == s)
+				require.NoError(t, conform(testgpu.Context(t), g))
+			})
+		}
+		t.Run(fmt.Sprint(s, "/cuda"), func(t *testing.T) {
+			devs := testgpu.CUDA(t, 2)
+			g := groupBy(t, devs, comm.Config{Strategy: s, Tuning: anyTuning(siteOf(t, devs), rand.New(rand.NewPCG(seed, 1)))})
+			require.NoError(t, conform(testgpu.Context(t), g))
+		})
+	}
+	for _, backend := range []string{"virtual", "cuda"} {
+		for _, s := range []comm.Strategy{comm.Windows, comm.Tuned} {
+			t.Run(fmt.Sprint(s, "/processes/", backend), func(t *testing.T) {
+				if backend == "cuda" {
+					testgpu.CUDA(t, 2)
+				}
+				file := filepath.Join(t.TempDir(), "of", "tuning.json")
+				code, out, _ := job(t, backend, "conform", 2, env.CommStrategy.Name+"="+s.String(), env.TuningFile.Name+"="+file)
+				require.Zero(t, code, out)
+				_, err := os.Stat(file)
+				require.Equal(t, s == comm.Tuned, err == nil, "the first group measures and writes")
+			})
+		}
+	}
+}
+
+// TestWindowsAreUsed compares how often NCCL's collectives and the copies beside them
+// are called: a window takes one there and one back.
+func TestWindowsAreUsed(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	g := groupBy(t, devs, comm.Config{Strategy: comm.Windows})
+	for _, c := range []struct {
+		kind  nccl.CollectiveKind
+		dtype memory.DType
+		op    nccl.Op
+		count int
+		want  comm.Strategy
+	}{
+		{nccl.AllReduceKind, memory.Float32, nccl.Sum, 1, comm.Windows},
+		{nccl.AllReduceKind, memory.BFloat16T, nccl.Sum, 2 << 20, comm.Windows},
+		{nccl.AllReduceKind, memory.BFloat16T, nccl.Sum, 2<<20 + 1, comm.NCCLOnly},
+		{nccl.AllReduceKind, memory.Float32, nccl.Max, 1, comm.NCCLOnly},
+		{nccl.AllReduceKind, memory.Int32, nccl.Sum, 1, comm.NCCLOnly},
+		{nccl.AllReduceKind, memory.Float32, nccl.Sum, 0, comm.NCCLOnly},
+		{nccl.AllGatherKind, memory.Int32, 0, 2, comm.Windows},
+		{nccl.AllGatherKind, memory.Int32, 0, 3, comm.NCCLOnly}, // 12 bytes, which NCCL 2.28.3 spoils
+		{nccl.AllGatherKind, memory.Int64, 0, 256 << 10, comm.Windows},
+		{nccl.AllGatherKind, memory.Int64, 0, 256<<10 + 1, comm.NCCLOnly},
+		{nccl.ReduceScatterKind, memory.Float16T, nccl.Sum, 4, comm.Windows},
+		{nccl.ReduceScatterKind, memory.Float16T, nccl.Sum, 5, comm.NCCLOnly},
+		{nccl.BroadcastKind, memory.Float32, 0, 4, comm.NCCLOnly},
+		{nccl.AllToAllKind, memory.Float32, 0, 4, comm.NCCLOnly},
+	} {
+		require.Equal(t, c.want, g.Choice(1, nccl.Collective{Kind: c.kind, DType: c.dtype, Op: c.op, Count: c.count}), "%+v", c)
+	}
+	exact := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.28.7"}), comm.Config{Strategy: comm.Windows})
+	require.Equal(t, comm.Windows, exact.Choice(0, nccl.Collective{Kind: nccl.AllGatherKind, DType: memory.Int32, Count: 3}))
+	old := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.26.2"}), comm.Config{Strategy: comm.Windows})
+	require.Equal(t, comm.NCCLOnly, old.Strategy(), "it has no windows")
+
+	// What NCCL is given lies in the windows: with in place results its own memory would
+	// be both, and what is beside stays as it was.
+	xs, hs := shards(t, g, 100)
+	ys, _ := shards(t, g, 300)
+	before := [][]float32{read(t, g, 0, ys[0]), read(t, g, 1, ys[1])}
+	require.NoError(t, comm.ReduceScatter(g, comm.Sum, comm.Shards[float32]{ys[0].Slice(100, 150), ys[1].Slice(100, 150)}, xs))
+	require.NoError(t, g.Wait(testgpu.Context(t)))
+	for i := range ys {
+		copy(before[i][100:], total(hs)[50*i:50*i+50])
+		require.Equal(t, before[i], read(t, g, i, ys[i]))
+	}
+}
+
+// TestWindowsFail fails the copies there and back.
+func TestWindowsFail(t *testing.T) {
+	for _, fault := range []string{"cuMemcpyDtoDAsync#1=CUDA_ERROR_INVALID_VALUE", "cuMemcpyDtoDAsync#3=CUDA_ERROR_INVALID_VALUE", "cuMemcpyDtoDAsync#4=CUDA_ERROR_INVALID_VALUE"} {
+		t.Run(fault, func(t *testing.T) {
+			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: fault})
+			g := groupBy(t, devs, comm.Config{Strategy: comm.Windows})
+			xs, _ := shards(t, g, 100)
+			err := comm.AllReduce(g, comm.Sum, xs...)
+			require.ErrorIs(t, err, comm.ErrBroken)
+			require.ErrorContains(t, err, "cuMemcpyDtoDAsync")
+			require.NoError(t, g.Close())
+		})
+	}
+}
+
+// TestTunedChoice looks choices up by operation, type, reduction, size and whether it is
+// made of whole 16 bytes.
+func TestTunedChoice(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	choice := func(op, dtype, red string, bytes int, order ...comm.Strategy) comm.Choice {
+		c := comm.Choice{Operation: op, Type: dtype, Reduction: red, Bytes: bytes}
+		for i, s := range order {
+			c.Times = append(c.Times, comm.Timing{Strategy: s, Micros: float64(i)})
+		}
+		return c
+	}
+	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{
+		choice("all-reduce", "float32", "sum", 16, comm.OneShot),
+		choice("all-reduce", "float32", "sum", 12, comm.TwoShot),
+		choice("all-reduce", "float32", "sum", 1024, comm.TwoShotPackets, comm.OneShot),
+		choice("all-reduce", "float32", "sum", 1<<20, comm.NCCLOnly, comm.OneShot),
+		choice("all-reduce", "bfloat16", "sum", 16, comm.Windows),
+		choice("all-reduce", "int64", "max", 16, comm.Windows, comm.TwoShot), // windows cannot
+		choice("all-gather", "", "", 1<<20, comm.Windows, comm.OwnKernels),   // too much for both
+		choice("all-gather", "", "", 4<<10, comm.OwnKernels),
+	}}})
+	of := func(kind nccl.CollectiveKind, dtype memory.DType, op nccl.Op, count int) comm.Strategy {
+		return g.Choice(0, nccl.Collective{Kind: kind, DType: dtype, Op: op, Count: count})
+	}
+	for _, c := range []struct {
+		want, got comm.Strategy
+	}{
+		{comm.OneShot, of(nccl.AllReduceKind, memory.Float32, nccl.Sum, 4)},
+		{comm.OneShot, of(nccl.AllReduceKind, memory.Float32, nccl.Sum, 28)}, // 112 bytes are nearer to 16 than to 1024
+		{comm.TwoShotPackets, of(nccl.AllReduceKind, memory.Float32, nccl.Sum, 36)},
+		{comm.TwoShotPackets, of(nccl.AllReduceKind, memory.Float32, nccl.Sum, 4<<10)},
+		{comm.NCCLOnly, of(nccl.AllReduceKind, memory.Float32, nccl.Sum, 16<<10)},
+		{comm.NCCLOnly, of(nccl.AllReduceKind, memory.Float32, nccl.Sum, 1<<24)},
+		{comm.TwoShot, of(nccl.AllReduceKind, memory.Float32, nccl.Sum, 1001)}, // odd, as 12 are
+		{comm.Windows, of(nccl.AllReduceKind, memory.BFloat16T, nccl.Sum, 8)},
+		{comm.Windows, of(nccl.AllReduceKind, memory.BFloat16T, nccl.Sum, 7)},
+		{comm.TwoShot, of(nccl.AllReduceKind, memory.Int64, nccl.Max, 2)},
+		{comm.TwoShot, of(nccl.AllReduceKind, memory.Float64, nccl.Sum, 2)}, // as int64 rather than float32's sums
+		{comm.TwoShot, of(nccl.AllReduceKind, memory.Float32, nccl.Min, 4)},
+		{comm.OneShot, of(nccl.AllReduceKind, memory.Float16T, nccl.Sum, 8)}, // as the first of equals
+		{comm.NCCLOnly, of(nccl.AllReduceKind, memory.Float32, 9, 4)},        // a reduction of the user's
+		{comm.OwnKernels, of(nccl.AllGatherKind, memory.Float64, 0, 1)},
+		{comm.NCCLOnly, of(nccl.AllGatherKind, memory.Float64, 0, 1<<20)},
+		{comm.NCCLOnly, of(nccl.BroadcastKind, memory.Float64, 0, 1)}, // not measured
+		{comm.NCCLOnly, of(nccl.AllGatherKind, memory.Float64, 0, 0)},
+	} {
+		require.Equal(t, c.want, c.got)
+	}
+}
+
+// TestUse changes the strategy between operations.
+func TestUse(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: siteOf(t, devs)}})
+		every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows, comm.Tuned}
+		require.Equal(t, every, g.Strategies())
+		small := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Float32, Count: 8}
+		for _, s := range every {
+			require.NoError(t, g.Use(s))
+			require.Equal(t, s, g.Strategy())
+			want := s
+			if s == comm.Tuned {
+				want = comm.NCCLOnly // nothing was measured
+			}
+			require.Equal(t, want, g.Choice(1, small))
+			xs, hs := shards(t, g, 8)
+			require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+			for i := range xs {
+				require.Equal(t, total(hs), read(t, g, i, xs[i]))
+			}
+		}
+		require.ErrorIs(t, g.Use(comm.ByEnvironment), comm.ErrMismatch)
+		plain := local(t, devs)
+		require.Equal(t, []comm.Strategy{comm.NCCLOnly}, plain.Strategies())
+		require.NoError(t, plain.Use(comm.NCCLOnly))
+		require.ErrorContains(t, plain.Use(comm.OneShot), "the group has no strategy one-shot: it has [nccl]")
+		require.NoError(t, g.Close())
+		require.ErrorIs(t, g.Use(comm.NCCLOnly), device.ErrClosed)
+	})
+}
+
+var fewPoints = &comm.TuneConfig{MaxBytes: 1024, Types: []memory.DType{memory.Float32, memory.Int64}, Ops: []comm.Op{comm.Sum}}
+
+// TestTune measures, writes, and goes by what was written.
+func TestTune(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		file := filepath.Join(t.TempDir(), "tuning.json")
+		t.Setenv(env.TuningFile.Name, file)
+		at := siteOf(t, devs)
+		require.NoError(t, (&comm.Tuning{For: at}).Save(file))
+		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned})
+		tuning, err := comm.Tune(testgpu.Context(t), g, fewPoints)
+		require.NoError(t, err)
+		require.Equal(t, at, tuning.For)
+		require.Equal(t, comm.Tuned, g.Strategy())
+		have := map[string]int{}
+		for _, c := range tuning.Choices {
+			have[c.Operation]++
+			require.True(t, slices.IsSortedFunc(c.Times, func(a, b comm.Timing) int { return int(a.Micros*1e3) - int(b.Micros*1e3) }), "%+v", c)
+			if devs[0].System().Backend() == "cuda" {
+				require.Positive(t, c.Times[0].Micros)
+			}
+			var all []comm.Strategy
+			for _, x := range c.Times {
+				all = append(all, x.Strategy)
+			}
+			slices.Sort(all)
+			want := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels}
+			if c.Operation == "all-reduce" {
+				want = []comm.Strategy{comm.NCCLOnly, comm.OneShot, comm.TwoShotPackets, comm.TwoShot}
+			}
+			if (c.Type == "float32" || c.Operation == "all-gather") && (c.Operation == "all-reduce" || c.Bytes%8 == 0) {
+				want = append(want, comm.Windows)
+			}
+			require.Equal(t, want, all, "%+v", c)
+		}
+		require.Equal(t, map[string]int{"all-reduce": 16, "all-gather": 8, "reduce-scatter": 16, "broadcast": 8, "all-to-all": 8}, have)
+		require.NoError(t, conform(testgpu.Context(t), g))
+
+		// What another group reads is the same.
+		require.NoError(t, tuning.Save(file))
+		again, err := comm.LoadTuning(file, at)
+		require.NoError(t, err)
+		require.NoError(t, tuning.Check())
+		require.Equal(t, tuning, again)
+		h := groupBy(t, devs, comm.Config{Strategy: comm.Tuned})
+		for _, kind := range []nccl.CollectiveKind{nccl.AllReduceKind, nccl.AllGatherKind, nccl.AllToAllKind} {
+			for count := 1; count < 400; count++ {
+				x := nccl.Collective{Kind: kind, DType: memory.Float32, Count: count}
+				require.Equal(t, g.Choice(0, x), h.Choice(1, x))
+			}
+		}
+	})
+}
+
+// TestTuneOnFirstUse lets the first group of a site measure for the others.
+func TestTuneOnFirstUse(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "new", "tuning.json")
+	t.Setenv(env.TuningFile.Name, file)
+	t.Setenv(env.CommStrategy.Name, "tuned")
+	for _, n := range []int{2, 3} {
+		g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n}))
+		require.Equal(t, comm.Tuned, g.Strategy())
+		at, err := g.Site()
+		require.NoError(t, err)
+		require.Equal(t, n, at.Ranks)
+		tuning, err := comm.LoadTuning(file, at)
+		require.NoError(t, err)
+		require.NotEmpty(t, tuning.Choices)
+	}
+	was, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Equal(t, 2, strings.Count(string(was), `"gpu"`), "one beside the other")
+	local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	is, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Equal(t, string(was), string(is), "times would differ")
+}
+
+// TestTuningOfRankZero gives ranks different tunings, of which rank 0's counts.
+func TestTuningOfRankZero(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
+	at := siteOf(t, devs)
+	at.Locals = 1
+	gs, errs := make([]*comm.Group, 3), make([]error, 3)
+	tunings := make([]*comm.Tuning, 3)
+	var wg sync.WaitGroup
+	for i, b := range boards(t.Context(), 3) {
+		tunings[i] = anyTuning(at, rand.New(rand.NewPCG(5, uint64(i))))
+		wg.Go(func() {
+			gs[i], errs[i] = comm.JoinWith(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: tunings[i]})
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	differ := 0
+	for bytes := 4; bytes < 1<<17; bytes = bytes*5/4 + 4 - bytes*5/4%4 {
+		x := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Float32, Count: bytes / 4}
+		require.Equal(t, gs[0].Choice(0, x), gs[1].Choice(0, x))
+		require.Equal(t, gs[0].Choice(0, x), gs[2].Choice(0, x))
+		if gs[0].Choice(0, x) != comm.NCCLOnly {
+			differ++
+		}
+	}
+	require.Greater(t, differ, 10)
+	for i, g := range gs {
+		wg.Go(func() { errs[i] = errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t))) })
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+}
+
+// TestTuningsThatAreRefused gives groups files that are wrong or out of date.
+func TestTuningsThatAreRefused(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	at := siteOf(t, devs)
+	folder := t.TempDir()
+	good := filepath.Join(folder, "good.json")
+	tuning := anyTuning(at, rand.New(rand.NewPCG(1, 1)))
+	require.NoError(t, tuning.Save(good))
+	data, err := os.ReadFile(good)
+	require.NoError(t, err)
+	swap := func(old, new string) string {
+		text := strings.Replace(string(data), old, new, 1)
+		require.NotEqual(t, string(data), text, old)
+		return text
+	}
+	files := map[string][2]string{
+		"nothing in it":      {"", "EOF"},
+		"cut":                {string(data[:len(data)/2]), "unexpected EOF"},
+		"two":                {string(data) + "{}", "there is more behind its end"},
+		"of another form":    {swap(`"form": 1`, `"form": 2`), "it is of form 2, and this Chorus knows form 1"},
+		"null":               {`{"form": 1, "tunings": [null]}`, "null"},
+		"unknown field":      {swap(`"gpu"`, `"gpus"`), "gpus"},
+		"unknown operation":  {swap(`"all-gather"`, `"all-gather-v"`), `there is no operation "all-gather-v"`},
+		"unknown type":       {swap(`"float32"`, `"float33"`), `"float33"`},
+		"unknown reduction":  {swap(`"redop": "sum"`, `"redop": "diff"`), `"diff"`},
+		"unknown strategy":   {swap(`"strategy": "own"`, `"strategy": "magic"`), "magic"},
+		"itself":             {swap(`"strategy": "own"`, `"strategy": "tuned"`), "tuned"},
+		"no bytes":           {swap(`"bytes": 4`, `"bytes": 0`), "of 0 bytes"},
+		"not fastest first":  {swap(`"us": 1`, `"us": 7`), "want the fastest first"},
+		"less than no time":  {swap(`"us": 0`, `"us": -1`), "-1"},
+		"other NCCL":         {swap(`"nccl": "2.28.3"`, `"nccl": "2.27.3"`), "out of date: it was measured with NCCL 2.27.3, here 2.28.3: measure anew with chorus tune"},
+		"other driver":       {swap(at.Driver, "CUDA 11.0"), "with driver CUDA 11.0, here " + at.Driver},
+		"other own kernels":  {swap(at.Kernels, "abc"), "with own kernels abc, here " + at.Kernels},
+		"with nothing timed": {`{"form": 1, "tunings": [{"for": {}, "choices": [{"operation": "broadcast", "bytes": 1, "times": []}]}]}`, "broadcast of 1 bytes has no times"},
+	}
+	t.Setenv(env.CommStrategy.Name, "tuned")
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		path := filepath.Join(folder, "bad.json")
+		require.NoError(t, os.WriteFile(path, []byte(files[name][0]), 0o644))
+		t.Setenv(env.TuningFile.Name, path)
+		_, err := comm.Local(testgpu.Context(t), devs...)
+		require.ErrorContains(t, err, path, name)
+		require.ErrorContains(t, err, files[name][1], name)
+		if strings.HasPrefix(name, "other") {
+			continue // for another place, that of one rank a process, it is not
+		}
+		require.Error(t, tuning.Save(path), "it would be lost")
+		gs, errs := join(t, t.Context(), devs)
+		for i := range gs {
+			require.True(t, gs[i] == nil, name)
+			require.ErrorContains(t, errs[i], files[name][1], name)
+		}
+	}
+	t.Setenv(env.TuningFile.Name, folder)
+	_, err = comm.Local(testgpu.Context(t), devs...)
+	require.ErrorContains(t, err, "is a directory")
+	for _, c := range []struct {
+		tuning comm.Tuning
+		text   string
+	}{
+		{comm.Tuning{}, "Config.Tuning: it was measured with GPU , here"},
+		{comm.Tuning{For: at, Choices: []comm.Choice{{Operation: "sum"}}}, `there is no operation "sum"`},
+	} {
+		_, err = comm.LocalWith(testgpu.Context(t), &comm.Config{Strategy: comm.Tuned, Tuning: &c.tuning}, devs...)
+		require.ErrorContains(t, err, c.text)
+	}
+	// One for another place is no hindrance, and is kept.
+	t.Setenv(env.TuningFile.Name, good)
+	other := *tuning
+	other.For.GPU = "another"
+	require.NoError(t, other.Save(good))
+	g := groupBy(t, devs, comm.Config{})
+	require.Equal(t, comm.Tuned, g.Strategy())
+	kept, err := comm.LoadTuning(good, other.For)
+	require.NoError(t, err)
+	require.Len(t, kept.Choices, len(tuning.Choices))
+}
+
+func TestTunePlanRefuses(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: siteOf(t, devs)}})
+	for text, cfg := range map[string]comm.TuneConfig{
+		"MaxBytes is 7":            {MaxBytes: 7},
+		"MaxBytes is -1":           {MaxBytes: -1},
+		"type bool":                {Types: []memory.DType{memory.Bool}},
+		"type invalid":             {Types: []memory.DType{memory.Invalid}},
+		"there is no reduction op": {Ops: []comm.Op{17}},
+	} {
+		_, err := comm.Tune(testgpu.Context(t), g, &cfg)
+		require.ErrorContains(t, err, text)
+		require.ErrorIs(t, err, comm.ErrMismatch)
+	}
+	require.ErrorContains(t, nccl.Group(g.Communicator(0), func() error {
+		_, err := comm.Tune(testgpu.Context(t), g, fewPoints)
+		return err
+	}), "tune")
+	plain := local(t, devs)
+	tuning, err := comm.Tune(testgpu.Context(t), plain, fewPoints)
+	require.NoError(t, err)
+	require.Empty(t, tuning.Choices, "there is no choice")
+	require.NoError(t, g.Close())
+	_, err = comm.Tune(testgpu.Context(t), g, nil)
+	require.ErrorIs(t, err, device.ErrClosed)
+}
+
+// TestTuneFails has an operation fail while it is measured.
+func TestTuneFails(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "ncclAlltoAll#*=ncclInternalError"})
+	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: siteOf(t, devs)}})
+	_, err := comm.Tune(testgpu.Context(t), g, fewPoints)
+	require.ErrorIs(t, err, comm.ErrBroken)
+	require.ErrorContains(t, err, "tune: all-to-all of ")
+	require.ErrorContains(t, err, "by nccl on rank")
+}

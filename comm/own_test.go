@@ -258,6 +258,21 @@ func TestOwnKernelsClosedUnderWait(t *testing.T) {
 	})
 }
 
+// TestOwnKernelsOfProcessesThatDisagree lets one process reduce an element less than the
+// others: none takes what the others sent for its own, and the deadline ends them all.
+func TestOwnKernelsOfProcessesThatDisagree(t *testing.T) {
+	for _, backend := range []string{"virtual", "cuda"} {
+		t.Run(backend, func(t *testing.T) {
+			if backend == "cuda" {
+				testgpu.CUDA(t, 2)
+			}
+			code, out, _ := job(t, backend, "fewer", 2, env.CommStrategy.Name+"=own", env.NCCLTimeout.Name+"=4s")
+			require.NotZero(t, code, out)
+			require.Regexp(t, `(?m)^\[rank \d\] worker: .*rank \d differs: the last operation that it told of is ncclAllReduce\(10485.*has not completed`, out)
+		})
+	}
+}
+
 // TestOwnKernelsWhereTheyCannot checks that NCCL does it all where devices do not reach
 // each other's memory.
 func TestOwnKernelsWhereTheyCannot(t *testing.T) {

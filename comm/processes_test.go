@@ -103,6 +103,9 @@ func work(fault string) error {
 		if fault == "other" && step == 10 && g.Rank() == 1 {
 			issue = func() error { return comm.BroadcastFrom(g, 0, xs...) }
 		}
+		if fault == "fewer" && step == 10 && g.Rank() == 1 {
+			issue = func() error { return comm.AllReduce(g, comm.Sum, xs[0].Slice(0, 1<<20-1)) }
+		}
 		if err := issue(); err != nil {
 			return err
 		}

@@ -21,7 +21,8 @@ import (
 // ranks has failed, or a buffer was closed, by then. Where there is one for each of
 // several ranks of one communicator, threads that wait for that may enqueue them at
 // the same time (CHORUS_LAUNCH_PATIENCE); what NCCL itself refuses for one rank only
-// then fails the communicators of the others. The group belongs to the goroutine; what
+// then fails the communicators of the others, as it does where Chorus's own kernels have
+// taken a part of the group before. The group belongs to the goroutine; what
 // fn starts on other goroutines is not part of it.
 // Groups nest; the outermost one enqueues, and nothing if an inner one failed or
 // panicked.
@@ -192,12 +193,15 @@ func (g *group) enqueue(c *Communicator) error {
 	case substituted:
 		return g.inTurn()
 	}
-	if err := g.give(c, ncclapi.API.GroupEnd); err != nil {
-		g.refused(len(g.ops))
-		return err
-	}
+	given, err := g.give(c, ncclapi.API.GroupEnd)
+	g.expect()
 	for i := range g.ops {
-		g.ops[i].comm.rec.took(&g.ops[i])
+		if err != nil && (i >= given || g.ops[i].service != Instead) {
+			g.errs[i] = err
+		}
+	}
+	if err := g.outcome(); err != nil {
+		return err
 	}
 	for i := range g.ops {
 		if err := g.ops[i].settle(); err != nil {
@@ -215,26 +219,26 @@ func (g *group) refused(n int) {
 }
 
 // give issues the operations between the start of a group of NCCL, which that keeps
-// on the OS thread, and its end. What NCCL refuses makes it drop the rest.
-func (g *group) give(c *Communicator, end func(ncclapi.API) ncclapi.Result) error {
+// on the OS thread, and its end. What NCCL refuses makes it drop all that are its, but of
+// the first given ones those of a Substitute are enqueued.
+func (g *group) give(c *Communicator, end func(ncclapi.API) ncclapi.Result) (given int, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	api := g.comms[0].api
 	if err := c.fail("ncclGroupStart", api.GroupStart()); err != nil {
-		return err
+		return 0, err
 	}
 	var first error
-	for i := range g.ops {
-		o := &g.ops[i]
-		if first = o.give(); first != nil {
+	for ; given < len(g.ops); given++ {
+		if first = g.ops[given].give(); first != nil {
 			break
 		}
 	}
 	r := end(api)
 	if first != nil {
-		return first
+		return given, first
 	}
-	return c.fail("ncclGroupEnd", r)
+	return given, c.fail("ncclGroupEnd", r)
 }
 
 // enter checks the group as a whole and enters all its communicators, in the order in

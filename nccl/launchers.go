@@ -78,11 +78,15 @@ func (g *group) inTurn() error {
 // was not wait for what does not come: they end with their communicators.
 func (g *group) outcome() (first error) {
 	for i := range g.ops {
-		o := &g.ops[i]
 		if err := g.errs[i]; err == nil {
-			o.comm.rec.took(o)
-		} else if o.refused(); first == nil {
+			g.ops[i].comm.rec.took(&g.ops[i])
+		} else if first == nil {
 			first = err
+		}
+	}
+	for i := len(g.ops) - 1; first != nil && i >= 0; i-- {
+		if g.errs[i] != nil {
+			g.ops[i].refused()
 		}
 	}
 	if first == nil {

@@ -24,7 +24,7 @@ func Simulate(c *Communicator, fn func() error) (d time.Duration, err error) {
 		}
 		defer g.exit()
 		info := ncclapi.NewSimInfo(c.version)
-		if err := g.give(c, func(api ncclapi.API) ncclapi.Result { return api.GroupSimulateEnd(info) }); err != nil {
+		if _, err := g.give(c, func(api ncclapi.API) ncclapi.Result { return api.GroupSimulateEnd(info) }); err != nil {
 			return err
 		}
 		d = time.Duration(float64(info.EstimatedTime) * float64(time.Microsecond))

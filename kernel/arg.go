@@ -12,9 +12,10 @@ import (
 )
 
 // A Param is the type of a kernel's parameter.
-type Param uint8
+type Param uint32
 
-// The parameter types, as in C: a pointer to device memory, and numbers.
+// The parameter types, as in C: a pointer to device memory, and numbers. Struct makes
+// those of structs.
 const (
 	Pointer = Param(virtual.PtrParam)
 	I32     = Param(virtual.Int32Param)
@@ -32,6 +33,35 @@ const (
 	BF16    = Param(virtual.BFloat16Param)
 )
 
+// Struct is the type of a struct that the kernel takes by value, of that many bytes,
+// which Bytes passes. A kernel's parameters have 4096 bytes in all at most, structs
+// beginning at multiples of 16. The size is that which the C++ compiler gives the
+// struct, padding at its end included.
+func Struct(bytes int) Param {
+	if bytes < 1 || bytes > mostStruct {
+		return badStruct
+	}
+	return Param(virtual.StructParam(bytes))
+}
+
+// The size of a struct is above the kind.
+const (
+	badStruct  = ^Param(0)
+	kindMask   = 0xff
+	mostStruct = 1 << 20 // that can be said, and be refused as too large
+)
+
+// isStruct reports whether the parameter is a struct, and how large.
+func (p Param) isStruct() (bytes int, ok bool) {
+	return int(p >> 8), p != badStruct && p > kindMask
+}
+
+// known reports whether there is such a type.
+func (p Param) known() bool {
+	_, ok := p.isStruct()
+	return ok || int(p) < len(paramNames)
+}
+
 var paramNames = [...]string{
 	Pointer: "pointer", I32: "int", I64: "long long", U32: "unsigned", U64: "unsigned long long", F32: "float", F64: "double",
 	I8: "signed char", U8: "unsigned char", I16: "short", U16: "unsigned short", B8: "bool", F16: "__half", BF16: "__nv_bfloat16",
@@ -42,15 +72,19 @@ func (p Param) String() string {
 	if int(p) < len(paramNames) {
 		return paramNames[p]
 	}
-	return fmt.Sprintf("Param(%d)", uint8(p))
+	if n, ok := p.isStruct(); ok {
+		return fmt.Sprintf("struct of %d bytes", n)
+	}
+	return fmt.Sprintf("Param(%d)", uint32(p))
 }
 
 // An Arg is the value of one parameter.
 type Arg struct {
-	kind Param
-	bits uint64
-	dev  *device.Device // of a pointer
-	err  error
+	kind  Param
+	bits  uint64
+	bytes *byte          // of a struct
+	dev   *device.Device // of a pointer
+	err   error
 }
 
 // Ptr passes the address of x.
@@ -84,6 +118,16 @@ func PinnedPtr[T memory.Element](h *memory.Pinned[T]) Arg {
 
 // Null passes a null pointer, as Ptr of the zero Slice does.
 func Null() Arg { return Arg{kind: Pointer} }
+
+// Bytes passes a struct by value, or a C array in one: b is what it is in memory, of as
+// many bytes as Struct says. They have been read when Launch returns. Addresses in it are
+// the caller's concern: nothing checks whose memory they are of and that it is open.
+func Bytes(b []byte) Arg {
+	if len(b) == 0 {
+		return Arg{err: errors.New("a struct without bytes")}
+	}
+	return Arg{kind: Struct(len(b)), bytes: unsafe.SliceData(b)}
+}
 
 // Int32 passes an int.
 func Int32(v int32) Arg { return Arg{kind: I32, bits: uint64(uint32(v))} }

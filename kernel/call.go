@@ -63,6 +63,9 @@ func (c *Call) Float16(i int) memory.Float16 { return memory.Float16(c.k.Float16
 // BFloat16 returns argument i, a BF16.
 func (c *Call) BFloat16(i int) memory.BFloat16 { return memory.BFloat16(c.k.BFloat16(i)) }
 
+// Bytes returns argument i, a Struct. It must not be written.
+func (c *Call) Bytes(i int) []byte { return c.k.Struct(i) }
+
 // Read returns n elements at the pointer that is argument i. It must not be
 // written.
 func Read[T memory.Element](c *Call, i, n int) []T { return ReadAt[T](c, i, 0, n) }

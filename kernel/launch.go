@@ -89,6 +89,9 @@ func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) err
 	f := frames.Get().(*frame)
 	for i := range args {
 		f.vals[i] = args[i].bits // little-endian: a narrower value is its first bytes
+		if b := args[i].bytes; b != nil {
+			f.ptrs[i] = unsafe.Pointer(b)
+		}
 	}
 	var err error
 	if together {
@@ -99,6 +102,11 @@ func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) err
 		err = k.module.dev.Do("cuLaunchKernel", func(drv cudadrv.Driver) cudadrv.Result {
 			return drv.LaunchKernel(k.h, g.Blocks, g.Threads, g.SharedBytes, s.Raw(), unsafe.Pointer(&f.ptrs))
 		})
+	}
+	for i := range args {
+		if args[i].bytes != nil {
+			f.ptrs[i] = unsafe.Pointer(&f.vals[i])
+		}
 	}
 	frames.Put(f)
 	switch {

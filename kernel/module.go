@@ -117,9 +117,12 @@ func (src *Source) check() error {
 			return fmt.Errorf("kernel: compile %s: %s has %d parameters: at most %d", src.Name, d.Name, len(d.Params), maxArgs)
 		}
 		for i, p := range d.Params {
-			if int(p) >= len(paramNames) {
+			if !p.known() {
 				return fmt.Errorf("kernel: compile %s: parameter %d of %s has no type: %v", src.Name, i, d.Name, p)
 			}
+		}
+		if n := virtual.ParamBytes(d.stood()); n > virtual.MaxParamBytes {
+			return fmt.Errorf("kernel: compile %s: the parameters of %s take %d bytes: at most %d", src.Name, d.Name, n, virtual.MaxParamBytes)
 		}
 		seen[d.Name] = true
 	}
@@ -172,11 +175,16 @@ func standIns(m *virtual.Machine, src *Source) ([]byte, error) {
 		if d.Go == nil {
 			return nil, fmt.Errorf("kernel: %s in %s has no Go function to stand in on virtual devices", d.Name, src.Name)
 		}
-		ps := make([]virtual.Param, len(d.Params))
-		for i, p := range d.Params {
-			ps[i] = virtual.Param(p)
-		}
-		ks = append(ks, virtual.Kernel{Name: d.Name, Params: ps, Func: func(k *virtual.KernelCall) { d.Go(&Call{k}) }})
+		ks = append(ks, virtual.Kernel{Name: d.Name, Params: d.stood(), Func: func(k *virtual.KernelCall) { d.Go(&Call{k}) }})
 	}
 	return m.ModuleImage(ks), nil
+}
+
+// stood are the parameters as virtual devices know them.
+func (d *Def) stood() []virtual.Param {
+	ps := make([]virtual.Param, len(d.Params))
+	for i, p := range d.Params {
+		ps[i] = virtual.Param(p)
+	}
+	return ps
 }

@@ -31,7 +31,37 @@ const (
 	BoolParam
 	Float16Param  // its bits
 	BFloat16Param // its bits
+	structParam
 )
+
+// StructParam is a struct by value, of that many bytes.
+func StructParam(bytes int) Param { return structParam | Param(bytes)<<8 }
+
+// size is how many bytes a value takes.
+func (p Param) size() int {
+	if p&0xff == structParam {
+		return int(p >> 8)
+	}
+	return params[p].size
+}
+
+// MaxParamBytes is how many bytes the parameters of a kernel take at most, a struct's
+// aligned to 16.
+const MaxParamBytes = 4096
+
+// ParamBytes is how many bytes parameters take: each is aligned to its size.
+func ParamBytes(types []Param) int {
+	n := 0
+	for _, p := range types {
+		size := p.size()
+		align := size
+		if p&0xff == structParam {
+			align = 16
+		}
+		n = (n+align-1)/align*align + size
+	}
+	return n
+}
 
 var params = [...]struct {
 	name string
@@ -154,6 +184,7 @@ type KernelCall struct {
 	kernel      *Kernel
 	grid, block [3]uint32
 	params      []uint64
+	structs     map[int][]byte
 	op          *op
 }
 
@@ -228,6 +259,15 @@ func (k *KernelCall) Float16(i int) uint16 { return uint16(k.param(i, Float16Par
 
 // BFloat16 is parameter i, a BFloat16Param.
 func (k *KernelCall) BFloat16(i int) uint16 { return uint16(k.param(i, BFloat16Param)) }
+
+// Struct is the bytes of parameter i, a StructParam. They must not be written.
+func (k *KernelCall) Struct(i int) []byte {
+	b, ok := k.structs[i]
+	if !ok {
+		panic(fmt.Sprintf("kernel %s has no parameter %d that is a struct", k.kernel.Name, i))
+	}
+	return b
+}
 
 // Read returns device memory and records that the kernel reads it. The bytes
 // must not be written and are good until Func returns. An address that is not

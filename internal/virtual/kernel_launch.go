@@ -2,6 +2,7 @@ package virtual
 
 import (
 	"math"
+	"slices"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -37,7 +38,7 @@ func (d driver) launch(name string, fh cudadrv.Function, grid, block [3]uint32, 
 	if f == nil || f.dev != c.dev || s.dev != c.dev {
 		return cudadrv.ErrorInvalidHandle
 	}
-	if !validGrid(grid, block) || int64(sharedBytes) > int64(f.shared) || params == nil && len(f.kernel.Params) > 0 {
+	if ParamBytes(f.kernel.Params) > MaxParamBytes || !validGrid(grid, block) || int64(sharedBytes) > int64(f.shared) || params == nil && len(f.kernel.Params) > 0 {
 		return cudadrv.ErrorInvalidValue
 	}
 	threads := int(block[0] * block[1] * block[2])
@@ -45,7 +46,8 @@ func (d driver) launch(name string, fh cudadrv.Function, grid, block [3]uint32, 
 	if together && blocks > uint64(d.m.cfg.SMs)*uint64(residentBlocks(threads, uintptr(sharedBytes))) {
 		return cudadrv.ErrorCooperativeLaunchTooLarge
 	}
-	k := &KernelCall{kernel: &f.kernel, grid: grid, block: block, params: readParams(f.kernel.Params, params)}
+	k := &KernelCall{kernel: &f.kernel, grid: grid, block: block}
+	k.params, k.structs = readParams(f.kernel.Params, params)
 	c.name = "kernel " + f.kernel.Name
 	c.check = func() cudadrv.Result {
 		if d.m.functions[fh] == nil {
@@ -70,13 +72,20 @@ func validGrid(grid, block [3]uint32) bool {
 }
 
 // readParams copies the values that the array's addresses point at.
-func readParams(types []Param, array unsafe.Pointer) []uint64 {
-	values := make([]uint64, len(types))
+func readParams(types []Param, array unsafe.Pointer) (values []uint64, structs map[int][]byte) {
+	values = make([]uint64, len(types))
 	if len(types) == 0 {
-		return values
+		return values, nil
 	}
 	for i, p := range unsafe.Slice((*unsafe.Pointer)(array), len(types)) {
-		switch params[types[i]].size {
+		if types[i]&0xff == structParam {
+			if structs == nil {
+				structs = map[int][]byte{}
+			}
+			structs[i] = slices.Clone(unsafe.Slice((*byte)(p), types[i].size()))
+			continue
+		}
+		switch types[i].size() {
 		case 1:
 			values[i] = uint64(*(*uint8)(p))
 		case 2:
@@ -87,7 +96,7 @@ func readParams(types []Param, array unsafe.Pointer) []uint64 {
 			values[i] = *(*uint64)(p)
 		}
 	}
-	return values
+	return values, structs
 }
 
 // residentBlocks is how many blocks a multiprocessor has room for. The

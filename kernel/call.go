@@ -85,6 +85,16 @@ func UpdateAt[T memory.Element](c *Call, i, at, n int) []T {
 	return virtual.WriteOf[T](c.k, address[T](c, i, at), n)
 }
 
+// ReadAddress is Read at an address that a struct has, as Bytes returns it.
+func ReadAddress[T memory.Element](c *Call, p uint64, n int) []T {
+	return virtual.ReadOf[T](c.k, cudadrv.DevicePtr(p), n)
+}
+
+// UpdateAddress is Update at an address that a struct has.
+func UpdateAddress[T memory.Element](c *Call, p uint64, n int) []T {
+	return virtual.WriteOf[T](c.k, cudadrv.DevicePtr(p), n)
+}
+
 // Shared returns n words that begin bytes behind the pointer that is argument i, in
 // memory that kernels of several devices use at the same time: to be read and written
 // by atomic operations alone. Nothing but what is read there orders these uses.

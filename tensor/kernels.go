@@ -12,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -42,7 +43,10 @@ type toolbox struct {
 type kernels struct {
 	copies  [widths]*kernel.Kernel // of 1, 2, 4, 8 and 16 bytes
 	pieces  [widths]*kernel.Kernel
+	fans    [widths]*kernel.Kernel
 	convert *kernel.Kernel
+	sum     *kernel.Kernel // an element at a time
+	sumWide *kernel.Kernel // 16 bytes
 }
 
 var toolboxKey kept.Key
@@ -58,30 +62,42 @@ func kernelsOf(dev *device.Device) (*kernels, error) {
 	if k := t.kernels.Load(); k != nil {
 		return k, nil
 	}
-	defs := []kernel.Def{{Name: "convert", Params: params(kernel.U32, kernel.U32), Go: standInConvert}}
+	defs := []kernel.Def{{Name: "convert", Params: params(kernel.U32, kernel.U32), Go: standInConvert},
+		{Name: "sum1", Params: tableParam[sumTable](), Go: standInSum(0)}, {Name: "sum16", Params: tableParam[sumTable](), Go: standInSum(16)}}
 	copies := [widths]func(*kernel.Call){standInCopy[uint8](1), standInCopy[uint16](1), standInCopy[uint32](1), standInCopy[uint64](1), standInCopy[uint64](2)}
 	pieces := [widths]func(*kernel.Call){standInPieces[uint8](1), standInPieces[uint16](1), standInPieces[uint32](1), standInPieces[uint64](1), standInPieces[uint64](2)}
+	fans := [widths]func(*kernel.Call){standInFan[uint8](1), standInFan[uint16](1), standInFan[uint32](1), standInFan[uint64](1), standInFan[uint64](2)}
 	for i := range widths {
 		defs = append(defs, kernel.Def{Name: fmt.Sprint("copy", 1<<i), Params: params(), Go: copies[i]},
-			kernel.Def{Name: fmt.Sprint("pieces", 1<<i), Params: pieceParams(), Go: pieces[i]})
+			kernel.Def{Name: fmt.Sprint("pieces", 1<<i), Params: tableParam[pieceTable](), Go: pieces[i]},
+			kernel.Def{Name: fmt.Sprint("fan", 1<<i), Params: tableParam[fanTable](), Go: fans[i]})
 	}
 	m, err := kernel.Resident(dev, &kernel.Source{Name: "tensor.cu", CUDA: source, Kernels: defs, PTX: archive})
 	if err != nil {
 		return nil, fmt.Errorf("tensor: %w", err)
 	}
+	k, err := named(m)
+	if err == nil {
+		t.kernels.Store(k)
+	}
+	return k, err
+}
+
+// named finds the kernels in their module.
+func named(m *kernel.Module) (*kernels, error) {
 	k := new(kernels)
-	if k.convert, err = m.Kernel("convert"); err != nil {
-		return nil, err
+	names := map[string]**kernel.Kernel{"convert": &k.convert, "sum1": &k.sum, "sum16": &k.sumWide}
+	for i := range widths {
+		names[fmt.Sprint("copy", 1<<i)] = &k.copies[i]
+		names[fmt.Sprint("pieces", 1<<i)] = &k.pieces[i]
+		names[fmt.Sprint("fan", 1<<i)] = &k.fans[i]
 	}
-	for i := range k.copies {
-		if k.copies[i], err = m.Kernel(fmt.Sprint("copy", 1<<i)); err != nil {
+	for name, at := range names {
+		var err error
+		if *at, err = m.Kernel(name); err != nil {
 			return nil, err
 		}
-		if k.pieces[i], err = m.Kernel(fmt.Sprint("pieces", 1<<i)); err != nil {
-			return nil, err
-		}
 	}
-	t.kernels.Store(k)
 	return k, nil
 }
 
@@ -212,7 +228,16 @@ func (j *job) one(loops []loop, n, dst, src int) error {
 	return j.kernel.Launch(j.s, cover(n), append(args, j.types...)...)
 }
 
+// from returns the memory of a tensor of a device from a byte behind its first
+// element on.
+func (t Tensor) from(byteOffset int) (memory.Slice[uint8], error) {
+	return memory.View[uint8](t.mem.buf, t.off+byteOffset, 0)
+}
+
 // cover is the grid for n elements, n > 0.
-func cover(n int) kernel.Grid {
-	return kernel.Grid{Blocks: [3]uint32{uint32((n-1)/(threads*items) + 1), 1, 1}, Threads: [3]uint32{threads, 1, 1}}
+func cover(n int) kernel.Grid { return blocks(n, items) }
+
+// blocks is the grid for n elements of which a thread has so many.
+func blocks(n, each int) kernel.Grid {
+	return kernel.Grid{Blocks: [3]uint32{uint32((n-1)/(threads*each) + 1), 1, 1}, Threads: [3]uint32{threads, 1, 1}}
 }

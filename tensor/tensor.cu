@@ -9,7 +9,6 @@ typedef unsigned long long u64;
 #define THREADS 256
 #define ITEMS 4
 #define LOOPS 8
-#define PIECES 10
 
 // ---- places ----
 
@@ -74,42 +73,86 @@ COPY(16, Wide)
 
 // ---- many copies at once ----
 
-// A piece is one of them; end is where it ends when all are counted through.
-template <class W> struct Piece { W* to; const W* from; u32 end; };
+// The tables are parameters: each launch carries its own, also in a graph.
+#define PIECES 120
+#define SOURCES 328
+#define DESTINATIONS 16
 
-#define PIECE(W, k) , W* t##k, const W* f##k, u32 e##k
-#define PIECE_PARAMS(W) PIECE(W, 0) PIECE(W, 1) PIECE(W, 2) PIECE(W, 3) PIECE(W, 4) PIECE(W, 5) PIECE(W, 6) PIECE(W, 7) PIECE(W, 8) PIECE(W, 9)
-#define PIECE_VALUES {{t0, f0, e0}, {t1, f1, e1}, {t2, f2, e2}, {t3, f3, e3}, {t4, f4, e4}, {t5, f5, e5}, {t6, f6, e6}, {t7, f7, e7}, {t8, f8, e8}, {t9, f9, e9}}
+// piece_of finds the one of the pieces, of which end has where each ends when all are
+// counted through, that element i belongs to, and where it begins.
+static __device__ __forceinline__ u32 piece_of(const u32* end, u32 count, u32 i, u32& begin) {
+	u32 low = 0, high = count - 1;
+	while (low < high) {
+		const u32 middle = (low + high) / 2;
+		if (i < end[middle]) high = middle;
+		else low = middle + 1;
+	}
+	begin = low ? end[low - 1] : 0;
+	return low;
+}
 
-template <class W> static __device__ __forceinline__ void pieces(u32 n, u32 count, const Piece<W> (&all)[PIECES]) {
+// A piece is rows of neighbours, which begin so many elements apart in the destination
+// and in the source. It may be memory of another device.
+struct Pieces {
+	u64 to[PIECES], from[PIECES];
+	u32 end[PIECES], row[PIECES], to_step[PIECES], from_step[PIECES];
+	u32 n, count;
+};
+
+template <class W> static __device__ __forceinline__ void pieces(const Pieces& t) {
 	const u32 first = blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
 	W held[ITEMS];
 	W* at[ITEMS];
 #pragma unroll
 	for (int k = 0; k < ITEMS; k++) {
-		const u32 i = first + k * THREADS;
-		if (i >= n) continue;
-		Piece<W> p = all[0];
-		u32 begin = 0;
-#pragma unroll
-		for (u32 j = 1; j < PIECES; j++) {
-			if (j >= count || i < all[j - 1].end) continue;
-			p = all[j];
-			begin = all[j - 1].end;
+		u32 i = first + k * THREADS;
+		if (i >= t.n) continue;
+		u32 begin;
+		const u32 p = piece_of(t.end, t.count, i, begin);
+		u64 dst = i - begin, src = dst;
+		if ((u32)dst >= t.row[p]) { // not the first row
+			const u32 rows = (u32)dst / t.row[p], in = (u32)dst - rows * t.row[p];
+			dst = (u64)rows * t.to_step[p] + in;
+			src = (u64)rows * t.from_step[p] + in;
 		}
-		held[k] = p.from[i - begin];
-		at[k] = p.to + (i - begin);
+		held[k] = ((const W*)t.from[p])[src];
+		at[k] = (W*)t.to[p] + dst;
 	}
 #pragma unroll
 	for (int k = 0; k < ITEMS; k++)
-		if (first + k * THREADS < n) *at[k] = held[k];
+		if (first + k * THREADS < t.n) *at[k] = held[k];
+}
+
+// A fan is pieces that go to several places each, one after the other there.
+struct Fan {
+	u64 to[DESTINATIONS], from[SOURCES];
+	u32 end[SOURCES];
+	u32 n, count, ways;
+};
+
+template <class W> static __device__ __forceinline__ void fan(const Fan& t) {
+	const u32 n = t.n, count = t.count, ways = t.ways;
+	const u32 first = blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
+	W held[ITEMS];
+#pragma unroll
+	for (int k = 0; k < ITEMS; k++) {
+		const u32 i = first + k * THREADS;
+		if (i >= n) continue;
+		u32 begin;
+		const u32 p = piece_of(t.end, count, i, begin);
+		held[k] = ((const W*)t.from[p])[i - begin];
+	}
+	for (u32 d = 0; d < ways; d++) {
+		W* const to = (W*)t.to[d];
+#pragma unroll
+		for (int k = 0; k < ITEMS; k++)
+			if (first + k * THREADS < n) to[first + k * THREADS] = held[k];
+	}
 }
 
 #define MANY(bytes, W) \
-	extern "C" __global__ void __launch_bounds__(THREADS) pieces##bytes(u32 n, u32 count PIECE_PARAMS(W)) { \
-		const Piece<W> all[PIECES] = PIECE_VALUES; \
-		pieces(n, count, all); \
-	}
+	extern "C" __global__ void __launch_bounds__(THREADS) pieces##bytes(const __grid_constant__ Pieces t) { pieces<W>(t); } \
+	extern "C" __global__ void __launch_bounds__(THREADS) fan##bytes(const __grid_constant__ Fan t) { fan<W>(t); }
 MANY(1, unsigned char)
 MANY(2, unsigned short)
 MANY(4, u32)
@@ -236,3 +279,75 @@ extern "C" __global__ void __launch_bounds__(THREADS) convert(void* to, const vo
 	for (int k = 0; k < ITEMS; k++)
 		if (first + k * THREADS < n) store(to, at[k], dtype, held[k]);
 }
+
+// ---- sums ----
+
+// A sum is pieces that are added over several places, whose elements are those of the
+// sum in the same order. Of each piece all places come one after the other; the ends of
+// the pieces are behind all places, two in a word.
+#define WORDS 500
+#define TERMS 7
+struct Sum {
+	u64 to, words[WORDS];
+	u32 n, count, places, type;
+};
+
+// A Number of a type is its bits in memory, in an R.
+template <int type, class R> struct Number {
+	static __device__ __forceinline__ R add(R a, R b) { return (R)(a + b); } // whole numbers wrap, with a sign or without
+};
+template <class R> struct Number<BOOL, R> {
+	static __device__ __forceinline__ R add(R a, R b) { return a || b; }
+};
+#define FLOATS(type, to_float, to_bits) \
+	template <class R> struct Number<type, R> { \
+		static __device__ __forceinline__ R add(R a, R b) { return (R)to_bits(to_float(a) + to_float(b)); } \
+	};
+static __device__ __forceinline__ float bfloat_value(unsigned short b) { return __uint_as_float((u32)b << 16); }
+static __device__ __forceinline__ u32 e4m3_bits(float x) { return small_bits(x, 3, 7, 0x7e, 0x7f, 0x7f); }
+static __device__ __forceinline__ u32 e5m2_bits(float x) { return small_bits(x, 2, 15, 0x7b, 0x7c, 0x7f); }
+FLOATS(F16, half_value, half_bits)
+FLOATS(BF16, bfloat_value, bfloat_bits)
+FLOATS(F8E4M3, e4m3_value, e4m3_bits)
+FLOATS(F8E5M2, e5m2_value, e5m2_bits)
+
+// add_all adds the elements of a thread over all places, in their order, rounding each
+// time. V of them are loaded at once, and of TERMS places before the first is added, so
+// that what comes from other devices is on its way together.
+template <int type, class R, int V> static __device__ __forceinline__ void add_all(const Sum& t) {
+	struct alignas(sizeof(R) * V) Pack { R x[V]; };
+	const u32 i = blockIdx.x * THREADS + threadIdx.x;
+	if (i >= t.n) return;
+	u32 begin;
+	const u32 p = piece_of((const u32*)(t.words + t.count * t.places), t.count, i, begin);
+	const u64* const from = t.words + p * t.places;
+	Pack sum = ((const Pack*)from[0])[i - begin];
+	for (u32 first = 1; first < t.places; first += TERMS) {
+		Pack term[TERMS];
+#pragma unroll
+		for (int k = 0; k < TERMS; k++)
+			if (first + k < t.places) term[k] = ((const Pack*)from[first + k])[i - begin];
+#pragma unroll
+		for (int k = 0; k < TERMS; k++)
+			if (first + k < t.places)
+#pragma unroll
+				for (int v = 0; v < V; v++) sum.x[v] = Number<type, R>::add(sum.x[v], term[k].x[v]);
+	}
+	((Pack*)t.to)[i] = sum;
+}
+
+// Those of 16 bytes at once; nobody is in a hurry to add 8-bit floats.
+template <bool wide> static __device__ __forceinline__ void add_type(const Sum& t) {
+#define TYPE(type, R) case type: return add_all<type, R, wide ? 16 / sizeof(R) : 1>(t);
+	switch (t.type) {
+	TYPE(BOOL, unsigned char) TYPE(U8, unsigned char) TYPE(U16, unsigned short) TYPE(U32, u32) TYPE(U64, u64)
+	TYPE(F16, unsigned short) TYPE(BF16, unsigned short) TYPE(F32, float) TYPE(F64, double)
+	}
+	if (wide) return;
+	switch (t.type) {
+	TYPE(F8E4M3, unsigned char) TYPE(F8E5M2, unsigned char)
+	}
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sum1(const __grid_constant__ Sum t) { add_type<false>(t); }
+extern "C" __global__ void __launch_bounds__(THREADS) sum16(const __grid_constant__ Sum t) { add_type<true>(t); }

@@ -65,6 +65,7 @@ var forms = []struct {
 	{72, regexp.MustCompile(`\.xorsign\b`)},
 	{71, regexp.MustCompile(`\{\s*_\s*,|,\s*_\s*\}`)}, // half of a pair goes nowhere
 	{74, regexp.MustCompile(`\.(L1|L2|level)::`)},
+	{77, regexp.MustCompile(`^cvta\.param\b`)}, // of a parameter that is not copied
 	{78, regexp.MustCompile(`\.bf16|\.tf32|::cluster|::cta|\.cluster\b|%cluster|%is_explicit_cluster`)},
 	{81, regexp.MustCompile(`\.e[0-9]m[0-9]`)},
 	{83, regexp.MustCompile(`\.b128\b|param::|%current_graph_exec`)},

@@ -122,6 +122,7 @@ func TestLower(t *testing.T) {
 		"min.f16 %rs1, %rs2, %rs3;":                   "7.0",
 		"szext.wrap.u32 %r1, %r2, 8;":                 "7.6",
 		"ld.param::entry.b32 %r1, [p];":               "8.3",
+		"cvta.param.u64 %rd1, %rd2;":                  "7.7",
 		`.pragma "used_bytes_mask 0xf";`:              "8.3",
 		"fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;":        "8.6",
 		"// tanh.approx.f32 %f1, %f2;":                "6.3",

@@ -17,6 +17,7 @@ const HostShim = `#include <cstdio>
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 struct Dim { unsigned x; };
 static Dim blockIdx, threadIdx;
 template <class D, class S> static D bits_of(S s) { D d; memcpy(&d, &s, sizeof d); return d; }

@@ -24,7 +24,7 @@ type BroadcastConfig struct {
 // The others are contiguous. The caller closes all. With Out, whose strides and types
 // may be any, the results are the tensors of Out.
 //
-// NCCL copies where there is one contiguous tensor of one type on each device of the
+// Where one kernel does not, NCCL copies if there is one contiguous tensor of one type on each device of the
 // group; where torch would have NCCL refuse other types, they are converted.
 func Broadcast(g *Group, t tensor.Tensor, cfg *BroadcastConfig) ([]tensor.Tensor, error) {
 	const op = "broadcast"
@@ -102,11 +102,17 @@ func (g *Group) spread(t tensor.Tensor, to []tensor.Tensor) error {
 	if err := g.record(append([]tensor.Tensor{t}, to...)...); err != nil {
 		return err
 	}
+	from, same := g.streamOf(t), slices.Repeat([]tensor.Tensor{t}, len(to))
+	switch alone, err := direct(from, to, same); {
+	case err != nil:
+		return err
+	case alone:
+		return copyAlone(from, g.streamsOf(to), to, same)
+	}
 	if all := append([]tensor.Tensor{t}, to...); g.apart(all...) {
 		ranks, root := g.byRank(all...), g.rankOn(t.Device())
 		return g.each(func(i int, m *member) error { return wires[t.DType()].broadcast(m, ranks[i], root) })
 	}
-	from := g.streamOf(t)
 	for _, x := range to {
 		if err := transfer(x, t, g.streamOf(x), from); err != nil {
 			return err

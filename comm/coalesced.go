@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -28,7 +29,8 @@ type BroadcastCoalescedConfig struct {
 // tensors of each device, in their order. Those of the first device are the given
 // ones: the same memory, with shares of their own. Others are contiguous, and those of
 // one buffer share its memory, which goes back when all of them are closed. The caller
-// closes all.
+// closes all. What is contiguous and goes to other devices by one kernel is not put
+// together before.
 func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedConfig) (results [][]tensor.Tensor, err error) {
 	const op = "broadcast-coalesced"
 	var c BroadcastCoalescedConfig
@@ -58,7 +60,7 @@ func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedCon
 		}
 	}
 	results = make([][]tensor.Tensor, len(devs))
-	for i := range results {
+	for i := 1; i < len(results); i++ {
 		results[i] = make([]tensor.Tensor, len(ts))
 	}
 	defer func() {
@@ -69,9 +71,7 @@ func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedCon
 			results = nil
 		}
 	}()
-	for i, t := range ts {
-		results[0][i] = t.Retain()
-	}
+	results[0] = tensor.RetainAll(ts)
 	for _, bucket := range (limit{bytes: size, reach: true}).buckets(ts) {
 		if err := g.broadcastBucket(ts, bucket, devs[1:], results[1:]); err != nil {
 			return results, err
@@ -93,18 +93,13 @@ func checkBuffer(op string, size int) (int, error) {
 // broadcastBucket copies the tensors of a bucket to devices.
 func (g *Group) broadcastBucket(ts []tensor.Tensor, bucket []int, devs []*device.Device, results [][]tensor.Tensor) (err error) {
 	part := pick(ts, bucket)
-	flat, err := g.flatten(part)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, flat.Close()) }()
-	copies, err := g.broadcast(flat, devs)
+	copies, err := g.broadcastFlat(part, devs)
 	if err != nil {
 		return err
 	}
 	defer closeAll(copies)
 	for i, c := range copies {
-		views, err := unflatten(c, part)
+		views, err := c.UnflattenShared(part)
 		if err != nil {
 			return err
 		}
@@ -113,6 +108,55 @@ func (g *Group) broadcastBucket(ts []tensor.Tensor, bucket []int, devs []*device
 		}
 	}
 	return nil
+}
+
+// broadcastFlat returns copies of the elements of tensors of one type and device, one
+// after the other, on devices.
+func (g *Group) broadcastFlat(ts []tensor.Tensor, devs []*device.Device) (copies []tensor.Tensor, err error) {
+	if copies, err = g.fan(ts, devs); copies != nil || err != nil {
+		return copies, err
+	}
+	flat, err := g.flatten(ts)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, flat.Close()) }()
+	return g.broadcast(flat, devs)
+}
+
+// fan is broadcastFlat by one kernel, which needs nothing put together before: nil where
+// that is not for it.
+func (g *Group) fan(ts []tensor.Tensor, devs []*device.Device) (copies []tensor.Tensor, err error) {
+	n, s := lengthOf(ts), g.streamOf(ts[0])
+	if ts[0].DType().Size()*n*len(devs) > directBytes || slices.Contains(devs, s.Device()) {
+		return nil, nil
+	}
+	for _, d := range devs {
+		if near, err := memory.Reach(s.Device(), d); err != nil || !near {
+			return nil, err
+		}
+	}
+	if slices.ContainsFunc(ts, func(t tensor.Tensor) bool { return !t.Contiguous() }) {
+		return nil, nil
+	}
+	if err := g.record(ts...); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			closeAll(copies)
+			copies = nil
+		}
+	}()
+	copies = []tensor.Tensor{}
+	for _, d := range devs {
+		c, err := tensor.Make(g.members[g.rankOn(d)].stream, ts[0].DType(), n)
+		if err != nil {
+			return copies, err
+		}
+		copies = append(copies, c)
+	}
+	return copies, alone(s, g.streamsOf(copies), [][]tensor.Tensor{ts, copies}, func() error { return tensor.Flatten(s, copies, ts) })
 }
 
 // ReduceAddCoalescedConfig are the options of ReduceAddCoalesced; nil means their zero
@@ -132,7 +176,8 @@ type ReduceAddCoalescedConfig struct {
 // where there is one list, a contiguous tensor that is by itself is its own sum, with a
 // share of its own. The caller closes all.
 //
-// How a buffer is added is as in ReduceAdd.
+// How a buffer is added is as in ReduceAdd; what one kernel adds is not put together
+// before.
 func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalescedConfig) (results []tensor.Tensor, err error) {
 	const op = "reduce-add-coalesced"
 	var c ReduceAddCoalescedConfig
@@ -210,30 +255,87 @@ func checkListed(g *Group, op string, tss [][]tensor.Tensor, i, k int) error {
 }
 
 // addBucket adds the tensors of a bucket over all lists.
-func (g *Group) addBucket(op string, tss [][]tensor.Tensor, bucket []int, c *ReduceAddConfig, results []tensor.Tensor) (err error) {
-	flats := make([]tensor.Tensor, len(tss))
+func (g *Group) addBucket(op string, tss [][]tensor.Tensor, bucket []int, c *ReduceAddConfig, results []tensor.Tensor) error {
+	parts := make([][]tensor.Tensor, len(tss))
+	for i, ts := range tss {
+		parts[i] = pick(ts, bucket)
+	}
+	flat, err := g.addFlat(op, parts, c)
+	if err != nil {
+		return err
+	}
+	views, err := flat.UnflattenShared(parts[0])
+	for k, v := range views {
+		results[bucket[k]] = v
+	}
+	return errors.Join(err, flat.Close())
+}
+
+// addFlat returns the sums over lists of tensors of one type, one after the other.
+func (g *Group) addFlat(op string, lists [][]tensor.Tensor, c *ReduceAddConfig) (sum tensor.Tensor, err error) {
+	sum, done, err := g.addInPlace(op, lists, c)
+	if done || err != nil {
+		return sum, err
+	}
+	flats := make([]tensor.Tensor, len(lists))
 	defer func() {
 		for _, f := range flats {
 			err = errors.Join(err, f.Close())
 		}
 	}()
-	for i, ts := range tss {
-		if flats[i], err = g.flatten(pick(ts, bucket)); err != nil {
-			return err
+	for i, ts := range lists {
+		if flats[i], err = g.flatten(ts); err != nil {
+			return sum, err
 		}
 	}
-	sum, err := newSum(g, op, flats, c)
+	x, err := newSum(g, op, flats, c)
 	if err != nil {
-		return err
+		return sum, err
 	}
-	flat, err := sum.enqueue()
+	return x.enqueue()
+}
+
+// addInPlace is addFlat by a kernel that takes the tensors from where they are, if that is
+// for it.
+func (g *Group) addInPlace(op string, lists [][]tensor.Tensor, c *ReduceAddConfig) (sum tensor.Tensor, done bool, err error) {
+	if len(lists) < 2 {
+		return sum, false, nil
+	}
+	to, err := g.destination(op, c.Destination)
 	if err != nil {
-		return err
+		return sum, false, err
 	}
-	defer func() { err = errors.Join(err, flat.Close()) }()
-	views, err := unflatten(flat, pick(tss[0], bucket))
-	for k, v := range views {
-		results[bucket[k]] = v
+	s, n := g.members[g.rankOn(to)].stream, lengthOf(lists[0])
+	if (len(lists)-1)*n*lists[0][0].DType().Size() > directBytes {
+		return sum, false, nil
 	}
-	return err
+	if sum, err = tensor.Make(s, lists[0][0].DType(), n); err != nil {
+		return sum, false, err
+	}
+	defer func() {
+		if !done || err != nil {
+			err = errors.Join(err, sum.Close())
+			sum = tensor.Tensor{}
+		}
+	}()
+	lists = rootFirst(lists, to)
+	if done, err = directSum(s, sum, lists); err != nil || !done || n == 0 {
+		return sum, done, err
+	}
+	for _, ts := range lists {
+		if err := g.record(ts...); err != nil {
+			return sum, true, err
+		}
+	}
+	return sum, true, g.addAlone(s, sum, lists)
+}
+
+// rootFirst puts the last of the lists that are on a device first, as ReduceAdd adds.
+func rootFirst(lists [][]tensor.Tensor, to *device.Device) [][]tensor.Tensor {
+	for i := len(lists) - 1; i >= 0; i-- {
+		if lists[i][0].Device() == to {
+			return slices.Concat(lists[i:i+1], lists[:i], lists[i+1:])
+		}
+	}
+	return lists
 }

@@ -52,6 +52,12 @@
 // return one of the same memory with a share of its own, so that all results are
 // closed alike.
 //
+// Where at most 16 MiB go from one device to others, one kernel of the device that has
+// what all need, or gets what all have, reads or writes the others' memory itself; it waits
+// for the streams of all of them, and they for it. A kernel copies rows too, however many.
+// Where kernels do not reach the other devices, and for more bytes, NCCL and copy engines
+// do it, as the functions say.
+//
 // Within nccl.Group there are the collectives of slices, Send and Recv. What waits for
 // them, or enqueues work that uses their results, is refused with a *nccl.GroupError:
 // nothing of such a group is enqueued before it ends.

@@ -41,6 +41,14 @@ func (r *Reducer[T]) BucketGrads() [][]int {
 // Launched returns how many buckets are reduced in this step so far.
 func (r *Reducer[T]) Launched() int { return r.queue.next }
 
+// SetDirectBytes lets copies by themselves and NCCL take over from one kernel at another
+// size, for a test; -1 is at once.
+func SetDirectBytes(t testing.TB, n int) {
+	old := directBytes
+	directBytes = n
+	t.Cleanup(func() { directBytes = old })
+}
+
 // SetOwnBytes lets NCCL take over from own kernels at other sizes, for a test.
 func SetOwnBytes(t *testing.T, all, part int) {
 	old := [2]int{ownBytes, ownPartBytes}

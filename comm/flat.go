@@ -1,6 +1,8 @@
 package comm
 
 import (
+	"slices"
+
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
@@ -45,7 +47,11 @@ func (l limit) buckets(ts []tensor.Tensor) (buckets [][]int) {
 	return buckets
 }
 
+// pick returns those of xs with the indexes, which it may share with xs.
 func pick[E any](xs []E, indexes []int) []E {
+	if len(indexes) == len(xs) && slices.IsSorted(indexes) {
+		return xs // each once
+	}
 	part := make([]E, len(indexes))
 	for k, i := range indexes {
 		part[k] = xs[i]
@@ -63,31 +69,22 @@ func (g *Group) flatten(ts []tensor.Tensor) (flat tensor.Tensor, err error) {
 	if err := g.record(ts...); err != nil {
 		return flat, err
 	}
-	n := 0
-	for _, t := range ts {
-		n += t.Len()
-	}
 	s := g.streamOf(ts[0])
-	if flat, err = tensor.Make(s, ts[0].DType(), n); err != nil {
+	if flat, err = tensor.Make(s, ts[0].DType(), lengthOf(ts)); err != nil {
 		return flat, err
 	}
-	parts, err := flat.Unflatten(ts)
-	if err == nil {
-		err = tensor.CopyAll(s, parts, ts)
-	}
-	if err != nil {
+	if err := tensor.Flatten(s, []tensor.Tensor{flat}, ts); err != nil {
 		_ = flat.Close()
 		return tensor.Tensor{}, err
 	}
 	return flat, nil
 }
 
-// unflatten returns the parts of a flat tensor with the shapes of others, each with
-// a share in the memory.
-func unflatten(flat tensor.Tensor, like []tensor.Tensor) ([]tensor.Tensor, error) {
-	parts, err := flat.Unflatten(like)
-	for i, p := range parts {
-		parts[i] = p.Retain()
+// lengthOf is how many elements tensors have together.
+func lengthOf(ts []tensor.Tensor) int {
+	n := 0
+	for i := range ts {
+		n += ts[i].Len()
 	}
-	return parts, err
+	return n
 }

@@ -28,7 +28,8 @@ type GatherConfig struct {
 // the destination (torch.cuda.comm.gather), and returns it, for the caller to close.
 // The shapes are the same except along Dim. The result is of the type of the first
 // tensor, to which others are converted, and contiguous, or channels-last where all
-// tensors are. With Out the result is that. NCCL takes no part.
+// tensors are. With Out the result is that. Where one kernel of the destination does not
+// copy the tensors, each is a copy of its own; NCCL takes no part.
 //
 // The host waits where the result is in host memory, and not otherwise.
 func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, error) {
@@ -187,8 +188,15 @@ func (g *Group) collect(parts, ts []tensor.Tensor) error {
 	if err := g.record(append(slices.Clone(ts), parts[0])...); err != nil {
 		return err
 	}
+	to := g.streamOf(parts[0])
+	switch alone, err := direct(to, parts, ts); {
+	case err != nil:
+		return err
+	case alone:
+		return copyAlone(to, g.streamsOf(ts), parts, ts)
+	}
 	for i, t := range ts {
-		if err := transfer(parts[i], t, g.streamOf(parts[i]), g.streamOf(t)); err != nil {
+		if err := transfer(parts[i], t, to, g.streamOf(t)); err != nil {
 			return err
 		}
 	}

@@ -17,8 +17,7 @@ type ReduceAddConfig struct {
 	// Destination is the device of the sum; one of the tensors must be on it. nil
 	// means that of rank 0.
 	Destination *device.Device
-	// Deterministic adds one tensor after the other, in their order, and never by
-	// NCCL, whose order is its own.
+	// Deterministic never lets NCCL add, whose order is its own.
 	Deterministic bool
 }
 
@@ -27,10 +26,12 @@ type ReduceAddConfig struct {
 // caller to close. The sum of one tensor is that tensor: the same memory, with a
 // share of its own.
 //
-// NCCL adds where there is one contiguous tensor of one type that it adds on each
-// device of the group. Otherwise the last of the tensors on the destination comes
-// first, then the others in their order, rounded to their type after each; the first
-// two decide the type as torch promotes theirs.
+// One kernel of the destination adds contiguous tensors of one type, if at most 16 MiB of
+// them are on other devices. Of more bytes NCCL adds where there is one contiguous tensor
+// of one type that it adds on each device of the group, in an order of its own. In all
+// other cases, and by the kernel, the last of the tensors on the destination comes first,
+// then the others in their order, rounded to their type after each; the first two decide
+// the type as torch promotes theirs.
 func ReduceAdd(g *Group, ts []tensor.Tensor, cfg *ReduceAddConfig) (tensor.Tensor, error) {
 	var c ReduceAddConfig
 	if cfg != nil {
@@ -147,17 +148,34 @@ func (x *sum) enqueue() (result tensor.Tensor, err error) {
 		return tensor.Tensor{}, err
 	}
 	if result.Len() > 0 {
-		if x.nccl {
-			err = x.reduce(result)
-		} else {
-			err = x.inOrder(result)
-		}
+		err = x.add(result)
 	}
 	if err != nil {
 		_ = result.Close()
 		return tensor.Tensor{}, err
 	}
 	return result, nil
+}
+
+// add adds by what is best at it.
+func (x *sum) add(result tensor.Tensor) error {
+	lists := make([][]tensor.Tensor, 1, len(x.ts))
+	lists[0] = x.ts[x.root : x.root+1]
+	for i := range x.ts {
+		if i != x.root {
+			lists = append(lists, x.ts[i:i+1])
+		}
+	}
+	s := x.g.streamOf(result)
+	switch alone, err := directSum(s, result, lists); {
+	case err != nil:
+		return err
+	case alone:
+		return x.g.addAlone(s, result, lists)
+	case x.nccl:
+		return x.reduce(result)
+	}
+	return x.inOrder(result)
 }
 
 // reduce lets NCCL add.

@@ -33,7 +33,8 @@ type ScatterConfig struct {
 // the host, on the devices (torch.cuda.comm.scatter), and returns them in their order.
 // A chunk for the device of t is a view of t, with a share of its own in the memory.
 // Others have the strides that torch gives copies. The caller closes all. With Out,
-// whose strides and types may be any, the results are the tensors of Out. NCCL takes no
+// whose strides and types may be any, the results are the tensors of Out. Where one kernel
+// of the device of t does not copy the chunks, each is a copy of its own; NCCL takes no
 // part.
 func Scatter(g *Group, t tensor.Tensor, cfg *ScatterConfig) ([]tensor.Tensor, error) {
 	const op = "scatter"
@@ -180,36 +181,61 @@ func (x *scattering) enqueue() (results []tensor.Tensor, err error) {
 	if err := x.g.record(x.t); err != nil {
 		return nil, err
 	}
-	if x.out != nil {
-		for i := range x.out {
-			if err := x.copy(i, x.out[i]); err != nil {
-				return nil, err
-			}
+	if results = x.out; results == nil {
+		if results, err = x.allocate(); err != nil {
+			return nil, err
 		}
-		return x.out, nil
 	}
+	if err := x.copy(results); err != nil {
+		if x.out == nil {
+			closeAll(results)
+		}
+		return nil, err
+	}
+	return results, nil
+}
+
+// allocate makes the results, of which those that need no copy are done.
+func (x *scattering) allocate() (results []tensor.Tensor, err error) {
 	for i, c := range x.chunks {
 		if x.streams[i] == nil {
 			results = append(results, c.Retain())
 			continue
 		}
 		r, err := tensor.MakeLike(x.streams[i], c, c.DType())
-		if err == nil {
-			results = append(results, r)
-			err = x.copy(i, r)
-		}
 		if err != nil {
 			closeAll(results)
 			return nil, err
 		}
+		results = append(results, r)
 	}
 	return results, nil
 }
 
-// copy enqueues the copy of chunk i.
-func (x *scattering) copy(i int, to tensor.Tensor) error {
-	if err := to.RecordStream(x.streams[i]); err != nil {
-		return err
+// copy enqueues the copies of the chunks.
+func (x *scattering) copy(results []tensor.Tensor) error {
+	var dst, src []tensor.Tensor
+	var on, others []*stream.Stream
+	for i, s := range x.streams {
+		if s == nil {
+			continue
+		}
+		if err := results[i].RecordStream(s); err != nil {
+			return err
+		}
+		dst, src, on, others = append(dst, results[i]), append(src, x.chunks[i]), append(on, s), withStream(others, s)
 	}
-	return transfer(to, x.chunks[i], x.streams[i], x.g.streamOf(x.t))
+	from := x.g.streamOf(x.t)
+	switch alone, err := direct(from, dst, src); {
+	case err != nil:
+		return err
+	case alone:
+		return copyAlone(from, others, dst, src)
+	}
+	for i := range dst {
+		if err := transfer(dst[i], src[i], on[i], from); err != nil {
+			return err
+		}
+	}
+	return nil
 }

@@ -16,7 +16,9 @@ import (
 
 // Whichever call of the driver fails, the error comes back, nothing of the results is
 // left, and the group goes on.
-func TestTorchOverFaults(t *testing.T) {
+func TestTorchOverFaults(t *testing.T) { bothWays(t, torchOverFaults) }
+
+func torchOverFaults(t *testing.T, _ bool) {
 	for name, f := range map[string]func(g *comm.Group, xs []tensor.Tensor) ([]tensor.Tensor, error){
 		"broadcast": func(g *comm.Group, xs []tensor.Tensor) ([]tensor.Tensor, error) {
 			return comm.Broadcast(g, xs[0].T(), nil)
@@ -46,7 +48,7 @@ func TestTorchOverFaults(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			for _, call := range []string{"cuMemcpyDtoDAsync", "cuLaunchKernel", "cuEventCreate", "cuEventRecord"} {
+			for _, call := range []string{"cuMemcpyDtoDAsync", "cuLaunchKernel", "cuEventCreate", "cuEventRecord", "cuStreamWaitEvent"} {
 				failed := 0
 				for n := 1; failed == n-1; n++ {
 					fault := fmt.Sprintf("%s#%d=CUDA_ERROR_INVALID_VALUE", call, n)

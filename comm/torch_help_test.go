@@ -15,6 +15,15 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
+// bothWays runs a test where one kernel does what it can and where it does nothing.
+func bothWays(t *testing.T, f func(t *testing.T, direct bool)) {
+	t.Run("one kernel", func(t *testing.T) { f(t, true) })
+	t.Run("each copy by itself", func(t *testing.T) {
+		comm.SetDirectBytes(t, -1)
+		f(t, false)
+	})
+}
+
 // A sample is a tensor and what it should hold: its elements in row-major order.
 type sample struct {
 	x     tensor.Tensor

@@ -38,12 +38,22 @@ func random(t *testing.T, rounds int, fn func(t *testing.T, g *comm.Group, r *ra
 			run(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n}), rounds)
 		})
 	}
+	t.Run("virtual, each copy by itself", func(t *testing.T) {
+		comm.SetDirectBytes(t, -1)
+		for _, n := range []int{2, 3} {
+			run(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n}), rounds)
+		}
+	})
 	t.Run("virtual, no peers", func(t *testing.T) {
 		t.Setenv(env.P2P.Name, "off")
 		run(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), rounds)
 	})
 	for _, n := range []int{1, 2, 8} {
 		t.Run(fmt.Sprint("cuda/", n), func(t *testing.T) { run(t, testgpu.CUDA(t, n), 4*rounds) })
+		t.Run(fmt.Sprint("cuda, each copy by itself/", n), func(t *testing.T) {
+			comm.SetDirectBytes(t, -1)
+			run(t, testgpu.CUDA(t, n), 2*rounds)
+		})
 	}
 }
 

@@ -4,9 +4,11 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -240,8 +242,10 @@ func TestTorchNeedsAllRanks(t *testing.T) {
 	require.ErrorContains(t, err, "1 of the group's 2 ranks are in this process")
 }
 
-// NCCL takes part where torch has it take part.
-func TestWhatNCCLTakes(t *testing.T) {
+// NCCL takes part where torch has it take part, but for what one kernel does.
+func TestWhatNCCLTakes(t *testing.T) { bothWays(t, whatNCCLTakes) }
+
+func whatNCCLTakes(t *testing.T, direct bool) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: "ncclBroadcast#*=ncclInternalError,ncclReduce#*=ncclInternalError"})
 	r := rand.New(rand.NewPCG(2, 2))
 	for _, c := range []struct {
@@ -278,8 +282,8 @@ func TestWhatNCCLTakes(t *testing.T) {
 			return nil, err
 		}},
 		{"coalesced", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			_, err := comm.BroadcastCoalesced(g, []tensor.Tensor{sampleOf(t, g, r, 0, memory.Bool, []int{4}, true).x}, nil)
-			return nil, err
+			yss, err := comm.BroadcastCoalesced(g, []tensor.Tensor{sampleOf(t, g, r, 0, memory.Bool, []int{4}, true).x}, nil)
+			return slices.Concat(yss...), err
 		}},
 		{"add", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
 			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.BFloat16T, false), nil)
@@ -311,7 +315,7 @@ func TestWhatNCCLTakes(t *testing.T) {
 			balanced(t, devs)
 			g := local(t, devs)
 			ys, err := c.f(t, g)
-			if c.nccl {
+			if c.nccl && !direct {
 				require.ErrorIs(t, err, comm.ErrBroken)
 				return
 			}
@@ -330,7 +334,9 @@ func threeOf(t testing.TB, g *comm.Group, r *rand.Rand, d memory.DType, strided 
 
 // The sum in order is the last of the destination's tensors, then the others, rounded
 // after each.
-func TestOrderOfTheSum(t *testing.T) {
+func TestOrderOfTheSum(t *testing.T) { bothWays(t, orderOfTheSum) }
+
+func orderOfTheSum(t *testing.T, _ bool) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)
 		var xs []tensor.Tensor
@@ -403,7 +409,9 @@ func TestBuckets(t *testing.T) {
 }
 
 // Tensors of one buffer share its memory, 10 MiB if nothing else is said.
-func TestCoalescedBuffers(t *testing.T) {
+func TestCoalescedBuffers(t *testing.T) { bothWays(t, coalescedBuffers) }
+
+func coalescedBuffers(t *testing.T, _ bool) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)
 		var xs []tensor.Tensor
@@ -433,7 +441,9 @@ func TestCoalescedBuffers(t *testing.T) {
 }
 
 // The strides of memory formats stay (torch's test_memory_format_scatter_gather).
-func TestMemoryFormat(t *testing.T) {
+func TestMemoryFormat(t *testing.T) { bothWays(t, memoryFormat) }
+
+func memoryFormat(t *testing.T, _ bool) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)
 		r := rand.New(rand.NewPCG(4, 4))
@@ -464,7 +474,9 @@ func TestMemoryFormat(t *testing.T) {
 
 // The functions can be captured, and each launch reads anew (but not from or to
 // pageable memory).
-func TestTorchInGraph(t *testing.T) {
+func TestTorchInGraph(t *testing.T) { bothWays(t, torchInGraph) }
+
+func torchInGraph(t *testing.T, _ bool) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)
 		ctx := testgpu.Context(t)
@@ -542,7 +554,9 @@ func TestTorchInGraph(t *testing.T) {
 
 // The copies wait for what the group's streams have to do, and what comes after them
 // waits for the copies.
-func TestTorchIsInTheOrderOfTheStreams(t *testing.T) {
+func TestTorchIsInTheOrderOfTheStreams(t *testing.T) { bothWays(t, torchIsInTheOrderOfTheStreams) }
+
+func torchIsInTheOrderOfTheStreams(t *testing.T, _ bool) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)
 		other, late := newStream(t, devs[1]), spin.New(t, devs[0])
@@ -562,8 +576,17 @@ func TestTorchIsInTheOrderOfTheStreams(t *testing.T) {
 	})
 }
 
-// NCCL adds only types that it rounds as torch does.
+// NCCL adds only types that it rounds as torch does, and no little.
 func TestReduceAddByNCCL(t *testing.T) {
+	for _, most := range []int{-1, 15, 16} {
+		t.Run(fmt.Sprint(most), func(t *testing.T) {
+			comm.SetDirectBytes(t, most)
+			reduceAddByNCCL(t, most)
+		})
+	}
+}
+
+func reduceAddByNCCL(t *testing.T, most int) {
 	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
 	for d, byNCCL := range map[memory.DType]bool{
 		memory.Float32: true, memory.BFloat16T: true, memory.Int64: true,
@@ -577,6 +600,7 @@ func TestReduceAddByNCCL(t *testing.T) {
 		sum, err := comm.ReduceAdd(g, xs, nil)
 		require.NoError(t, err)
 		require.NoError(t, sum.Close())
+		byNCCL = byNCCL && 4*d.Size() > most
 		require.Equal(t, byNCCL, g.Communicator(0).Progress().Issued.Record > before, d)
 	}
 }

@@ -2,10 +2,12 @@ package memory
 
 import (
 	"fmt"
+	"sync"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -154,9 +156,26 @@ func wayBetween(a, b *device.Device) (way, error) {
 	if a == b {
 		return direct, nil
 	}
+	open := a.Local(&openKey, func() any { return new(sync.Map) }).(*sync.Map)
+	if _, known := open.Load(b); known {
+		return direct, nil
+	}
+	by, final, err := findWay(a, b)
+	if err == nil && by == direct && final {
+		open.Store(b, true)
+	}
+	return by, err
+}
+
+// openKey is of the devices to which a device has a direct way that is open and was
+// tested.
+var openKey kept.Key
+
+// findWay also reports whether the way stays the one.
+func findWay(a, b *device.Device) (by way, final bool, err error) {
 	can, err := a.CanAccessPeer(b)
 	if err != nil || !can {
-		return driver, err
+		return driver, false, err
 	}
 	works, tested := a.PeerTested(b)
 	if !tested && !stream.AnyCapture() {
@@ -164,12 +183,12 @@ func wayBetween(a, b *device.Device) (way, error) {
 		tested = true
 	}
 	if err != nil || tested && !works {
-		return staged, err
+		return staged, false, err
 	}
 	if err := a.EnablePeer(b); err != nil {
-		return direct, err
+		return direct, false, err
 	}
-	return direct, b.EnablePeer(a)
+	return direct, tested, b.EnablePeer(a)
 }
 
 // Reach lets kernels and copies on either of two devices use the memory of both,

@@ -199,21 +199,28 @@ func (s *Stream) WaitStream(o *Stream) error {
 	if s == o {
 		return s.Check("stream: wait for a stream", nil)
 	}
-	if err := o.Check("stream: wait for a stream", nil); err != nil {
+	if err := s.mayFollow(o); err != nil {
 		return err
 	}
-	if err := s.Check("stream: wait for a stream", nil); err != nil {
+	return s.Follow(o)
+}
+
+// mayFollow checks that s can wait for o.
+func (s *Stream) mayFollow(o *Stream) error {
+	const op = "stream: wait for a stream"
+	if err := o.Check(op, nil); err != nil {
 		return err
 	}
-	if err := s.sameSystem("stream: wait for a stream", o.dev); err != nil {
+	if err := s.Check(op, nil); err != nil {
+		return err
+	}
+	if err := s.sameSystem(op, o.dev); err != nil {
 		return err
 	}
 	if s.kind == legacy {
-		if err := o.RefuseCapture("stream: wait for a stream", joinOther); err != nil {
-			return err
-		}
+		return o.RefuseCapture(op, joinOther)
 	}
-	return s.Follow(o)
+	return nil
 }
 
 // joinOther says what to do instead of letting the default stream wait for what
@@ -231,22 +238,7 @@ func (s *Stream) sameSystem(op string, dev *device.Device) error {
 
 // Follow is WaitStream without the check that the streams are open, for streams
 // that Retain keeps alive. For Chorus's own packages.
-func (s *Stream) Follow(o *Stream) error {
-	var e cudadrv.Event
-	err := o.dev.Do("cuEventCreate", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		e, r = drv.EventCreate(cudadrv.EventDisableTiming)
-		return r
-	})
-	if err != nil {
-		return err
-	}
-	err = o.dev.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e, o.h) })
-	if err == nil {
-		err = s.dev.Do("cuStreamWaitEvent", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamWaitEvent(s.h, e, 0) })
-	}
-	// CUDA keeps what the enqueued wait needs.
-	return errors.Join(err, o.dev.Do("cuEventDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventDestroy(e) }))
-}
+func (s *Stream) Follow(o *Stream) error { return o.marked(s.wait) }
 
 // Close gives the stream up. It returns at once; enqueued work still runs, and
 // memory that is to be freed on s is still freed there. A stream that is being

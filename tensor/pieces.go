@@ -57,6 +57,17 @@ func pieceOf(dst, src Tensor) (p piece, ok bool) {
 	return p, false
 }
 
+// RowBytes returns how long the runs of neighbours are in a copy of src to dst, which have
+// one shape: all of it where it is one run, and 0 where a kernel makes no rows of it. For
+// Chorus's own packages.
+func RowBytes(dst, src Tensor) (run int, all bool) {
+	p, ok := pieceOf(dst, src)
+	if !ok {
+		return 0, false
+	}
+	return p.row, p.rows == 1
+}
+
 // mixed is up to how many bytes a piece does not mind to be copied in narrower elements
 // than it could, together with others.
 const mixed = 64 << 10

@@ -75,16 +75,38 @@ func (t Tensor) Unflatten(like []Tensor) ([]Tensor, error) {
 	}
 	out := make([]Tensor, len(like))
 	at := 0
-	for i, l := range like {
-		v := l // shapes are never changed, so that they can be shared
-		if !l.Contiguous() {
-			v.strides = rowMajor(l.shape)
+	for i := range like {
+		v := &out[i]
+		*v = like[i] // shapes are never changed, so that they can be shared
+		if !v.Contiguous() {
+			v.strides = rowMajor(v.shape)
 		}
+		n := like[i].Len()
 		v.mem, v.ref, v.dtype, v.off = t.mem, nil, t.dtype, t.off+at*t.dtype.Size()
-		if at += l.Len(); at > t.shape[0] {
+		if at += n; at > t.shape[0] {
 			return nil, fmt.Errorf("tensor: unflatten shape %v as %d tensors: the first %d have %d elements", t.shape, len(like), i+1, at)
 		}
-		out[i] = v
+	}
+	return out, nil
+}
+
+// UnflattenShared is Unflatten of which each view has a share of its own in the memory, as
+// Retain gives it, to be closed too.
+func (t Tensor) UnflattenShared(like []Tensor) ([]Tensor, error) {
+	out, err := t.Unflatten(like)
+	if err != nil || t.mem == nil {
+		return out, err
+	}
+	t.mem.mu.Lock()
+	defer t.mem.mu.Unlock()
+	if t.mem.refs == 0 {
+		return out, nil
+	}
+	t.mem.refs += len(out)
+	refs := make([]reference, len(out))
+	for i := range out {
+		refs[i].mem = t.mem
+		out[i].ref = &refs[i]
 	}
 	return out, nil
 }

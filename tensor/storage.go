@@ -65,7 +65,19 @@ func makeStrided(s *stream.Stream, t memory.DType, shape, strides []int) (Tensor
 // Retain returns a tensor of the same elements with a share of its own in their
 // memory, to be closed too: the memory stays until all shares are closed. Where
 // the memory belongs to a slice or to nobody any more, it returns one that borrows.
-func (t Tensor) Retain() Tensor {
+func (t Tensor) Retain() Tensor { return t.retain(new(reference)) }
+
+// RetainAll is Retain of each of many tensors.
+func RetainAll(ts []Tensor) []Tensor {
+	refs, out := make([]reference, len(ts)), make([]Tensor, len(ts))
+	for i := range ts {
+		out[i] = ts[i].retain(&refs[i])
+	}
+	return out
+}
+
+// retain makes r the share.
+func (t Tensor) retain(r *reference) Tensor {
 	t.ref = nil
 	if t.mem == nil {
 		return t
@@ -74,7 +86,7 @@ func (t Tensor) Retain() Tensor {
 	defer t.mem.mu.Unlock()
 	if t.mem.refs > 0 {
 		t.mem.refs++
-		t.ref = &reference{mem: t.mem}
+		r.mem, t.ref = t.mem, r
 	}
 	return t
 }

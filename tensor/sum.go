@@ -1,7 +1,6 @@
 package tensor
 
 import (
-	"fmt"
 	"math"
 
 	"github.com/gochorus/chorus/internal/element"
@@ -13,15 +12,9 @@ import (
 // dst, which has one type with all of them, as many elements, and no gaps. Where it is
 // not on the device of s, or a tensor is not, kernels must reach it. The sum of one list
 // after the other is rounded to the type each time, as Add does. One kernel adds as many
-// tensors as a launch has room for, dozens of eight lists. CanAddAll says which lists it
-// takes. For Chorus's own packages, which have checked the tensors.
+// tensors as a launch has room for, dozens of eight lists. For Chorus's own packages,
+// which have checked the tensors and asked CanAddAll.
 func AddAll(s *stream.Stream, dst Tensor, lists [][]Tensor) error {
-	const op = "tensor: add all"
-	if ok, err := CanAddAll(s, dst, lists); err != nil {
-		return err
-	} else if !ok {
-		return fmt.Errorf("%s: %d lists to %s: want tensors of that type without gaps, on devices that %s reaches", op, len(lists), dst, s.Device())
-	}
 	k, err := kernelsOf(s.Device())
 	if err != nil {
 		return err
@@ -70,7 +63,9 @@ func AddAll(s *stream.Stream, dst Tensor, lists [][]Tensor) error {
 	return launch()
 }
 
-// CanAddAll reports whether AddAll takes the lists.
+// CanAddAll reports whether AddAll takes the lists: all of the type of dst, as many and as
+// long, together as long as dst, without gaps, and on devices that kernels of that of s
+// reach.
 func CanAddAll(s *stream.Stream, dst Tensor, lists [][]Tensor) (bool, error) {
 	if err := s.Check("tensor: add all", nil); err != nil {
 		return false, err

@@ -11,8 +11,8 @@ type Config struct {
 	NCCL *nccl.Config
 	// Strategy says what carries the collectives out.
 	Strategy Strategy
-	// Tuning is what a group that is Tuned goes by: rank 0's counts. nil is that of the
-	// file, or one that is measured.
+	// Tuning is what a group that is Tuned goes by: rank 0's counts, or rank 0's file, so
+	// that all ranks have the same. nil is that of the file, or one that is measured.
 	Tuning *Tuning
 }
 

@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/nccl"
 )
 
 // A Strategy says what carries a group's collectives out. What a strategy cannot do is
@@ -122,7 +123,7 @@ func (g *Group) Strategies() []Strategy {
 	if k.window != nil {
 		list = append(list, Windows)
 	}
-	if k.rule.Load().tuning != nil {
+	if k.opened == Tuned {
 		list = append(list, Tuned)
 	}
 	return list
@@ -146,4 +147,13 @@ func (g *Group) Use(s Strategy) error {
 		return nil
 	}
 	return refuse("use", "the group has no strategy %s: it has %v", s, g.Strategies())
+}
+
+// Chosen returns what carries such a collective out on the group's streams, if it is
+// given some addresses: NCCLOnly, or one of the other Strategies but Tuned.
+func (g *Group) Chosen(x nccl.Collective) Strategy {
+	if k := g.members[0].ways; k != nil {
+		return k.choose(x)
+	}
+	return NCCLOnly
 }

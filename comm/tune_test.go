@@ -409,7 +409,7 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		tuning comm.Tuning
 		text   string
 	}{
-		{comm.Tuning{}, "Config.Tuning: it was measured with GPU , here"},
+		{comm.Tuning{Choices: tuning.Choices}, "the tuning given does not hold: it was measured with GPU , here"},
 		{comm.Tuning{For: at, Choices: []comm.Choice{{Operation: "sum"}}}, `there is no operation "sum"`},
 	} {
 		_, err = comm.LocalWith(testgpu.Context(t), &comm.Config{Strategy: comm.Tuned, Tuning: &c.tuning}, devs...)
@@ -425,6 +425,26 @@ func TestTuningsThatAreRefused(t *testing.T) {
 	kept, err := comm.LoadTuning(good, other.For)
 	require.NoError(t, err)
 	require.Len(t, kept.Choices, len(tuning.Choices))
+}
+
+// TestSetTuning changes what a group goes by.
+func TestSetTuning(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ctx := testgpu.Context(t)
+		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
+		x := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Int32, Count: 1}
+		require.Equal(t, comm.NCCLOnly, g.Chosen(x))
+		tuning := &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{{
+			Operation: "all-reduce", Type: "int32", Reduction: "sum", Bytes: 4, Times: []comm.Timing{{Strategy: comm.OneShot}}}}}
+		require.NoError(t, comm.SetTuning(ctx, g, tuning))
+		require.Equal(t, comm.OneShot, g.Chosen(x))
+		require.NoError(t, comm.SetTuning(ctx, g, nil))
+		require.Equal(t, comm.NCCLOnly, g.Chosen(x))
+		require.ErrorContains(t, comm.SetTuning(ctx, local(t, devs), tuning), "the group has the strategies [nccl]: make it with Tuned")
+		tuning.For.Ranks = 9
+		require.ErrorContains(t, comm.SetTuning(ctx, g, tuning), "it was measured with number of ranks 9, here 2")
+		require.ErrorIs(t, comm.SetTuning(ctx, g, nil), device.ErrClosed)
+	})
 }
 
 func TestTunePlanRefuses(t *testing.T) {

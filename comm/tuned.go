@@ -18,30 +18,12 @@ func (g *Group) tuned(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	var word struct {
-		Tuning *Tuning
-		Err    string
-		Path   string
-	}
+	var word tuningWord
 	if g.hasRank(0) {
-		var err error
-		if word.Tuning, word.Path, err = g.ownTuning(at); err != nil {
-			word.Err = err.Error()
-		}
+		word = g.ownTuning(at)
 	}
-	if err := BroadcastValue(ctx, g, 0, &word, JSON); err != nil {
+	if err := g.agreeOn(ctx, &word); err != nil || word.Tuning != nil {
 		return err
-	}
-	if word.Err != "" {
-		_ = g.Shutdown(ctx) // not Close, which would end others before they have read why
-		return errors.New(word.Err)
-	}
-	if word.Tuning != nil {
-		if err := word.Tuning.check(); err != nil { // JSON leaves out what it had read
-			return err
-		}
-		g.adopt(word.Tuning)
-		return nil
 	}
 	t, err := Tune(ctx, g, nil)
 	if err == nil && g.hasRank(0) {
@@ -50,20 +32,78 @@ func (g *Group) tuned(ctx context.Context) error {
 	return err
 }
 
-// ownTuning is that of this process: nil where one is to be measured and written to path.
-func (g *Group) ownTuning(at Site) (t *Tuning, path string, err error) {
+// SetTuning makes a group that was made with Tuned go by rank 0's t, on all ranks; an
+// empty one leaves everything to NCCL. One that does not hold for the group is an error
+// on all ranks, and ends the group. Collective.
+func SetTuning(ctx context.Context, g *Group, t *Tuning) error {
+	if err := g.checkWait("set tuning"); err != nil {
+		return err
+	}
+	if !slices.Contains(g.Strategies(), Tuned) {
+		return refuse("set tuning", "the group has the strategies %v: make it with Tuned", g.Strategies())
+	}
+	at, err := g.sameSite(ctx)
+	if err != nil {
+		return err
+	}
+	var word tuningWord
+	if g.hasRank(0) {
+		word = given(t, at)
+	}
+	return g.agreeOn(ctx, &word)
+}
+
+// A tuningWord is what rank 0 tells the others.
+type tuningWord struct {
+	Tuning *Tuning
+	Err    string
+	Path   string // where a Tuning is to be written that there is not yet
+}
+
+// agreeOn gives all ranks rank 0's word, and goes by it.
+func (g *Group) agreeOn(ctx context.Context, word *tuningWord) error {
+	if err := BroadcastValue(ctx, g, 0, word, JSON); err != nil {
+		return err
+	}
+	if word.Err != "" {
+		_ = g.Shutdown(ctx) // not Close, which would end others before they have read why
+		return errors.New(word.Err)
+	}
+	if word.Tuning == nil {
+		return nil
+	}
+	if err := word.Tuning.check(); err != nil { // JSON leaves out what it had read
+		return err
+	}
+	g.adopt(word.Tuning)
+	return nil
+}
+
+// given is the word on a Tuning of the program's.
+func given(t *Tuning, at Site) tuningWord {
+	if t == nil {
+		t = &Tuning{}
+	}
+	if err := errors.Join(t.fits(at), t.check()); err != nil {
+		return tuningWord{Err: fmt.Sprintf("comm: the tuning given does not hold: %v", err)}
+	}
+	return tuningWord{Tuning: t}
+}
+
+// ownTuning is the word of this process.
+func (g *Group) ownTuning(at Site) tuningWord {
 	if g.cfg != nil && g.cfg.Tuning != nil {
-		t = g.cfg.Tuning
-		if err := errors.Join(t.fits(at), t.check()); err != nil {
-			return nil, "", fmt.Errorf("comm: Config.Tuning: %w", err)
-		}
-		return t, "", nil
+		return given(g.cfg.Tuning, at)
 	}
-	if path, err = TuningFile(); err != nil {
-		return nil, "", err
+	path, err := TuningFile()
+	if err != nil {
+		return tuningWord{Err: err.Error()}
 	}
-	t, err = LoadTuning(path, at)
-	return t, path, err
+	t, err := LoadTuning(path, at)
+	if err != nil {
+		return tuningWord{Err: err.Error()}
+	}
+	return tuningWord{Tuning: t, Path: path}
 }
 
 // Site returns where a Tuning for the group holds.

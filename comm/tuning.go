@@ -11,7 +11,8 @@ import (
 )
 
 // A Tuning says which strategies carry which collectives out, the fastest first, on
-// devices like those that it was measured on.
+// devices like those that it was measured on. An empty one holds for all, and leaves
+// everything to NCCL.
 type Tuning struct {
 	For     Site     `json:"for"`
 	Choices []Choice `json:"choices"`
@@ -221,7 +222,7 @@ func (x *index) find(c nccl.Collective) []Strategy {
 
 // fits returns why a Tuning does not hold at a site, or nil.
 func (t *Tuning) fits(at Site) error {
-	if t.For == at {
+	if t.For == at || len(t.Choices) == 0 {
 		return nil
 	}
 	var differ []string

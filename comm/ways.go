@@ -16,6 +16,7 @@ import (
 type ways struct {
 	own    *fabric.Rank // nil where there are none
 	window *window      // likewise
+	opened Strategy     // for which it was
 	rule   atomic.Pointer[rule]
 }
 
@@ -115,7 +116,7 @@ func (g *Group) openWays(ctx context.Context, s Strategy, exchange func(rank int
 		return nil
 	}
 	for i := range g.members {
-		g.members[i].ways = new(ways)
+		g.members[i].ways = &ways{opened: s}
 	}
 	var err error
 	switch s {

@@ -45,8 +45,8 @@ func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
 	if c.Ops == nil {
 		c.Ops = []Op{Sum, Max}
 	}
-	if c.MaxBytes < 8 {
-		return nil, refuse("tune", "MaxBytes is %d: want 8 or more", c.MaxBytes)
+	if c.MaxBytes < 16 {
+		return nil, refuse("tune", "MaxBytes is %d: want 16 or more", c.MaxBytes)
 	}
 	for _, t := range c.Types {
 		if t.Size() == 0 || t == memory.Bool {
@@ -80,15 +80,15 @@ func (c *TuneConfig) plan(k *ways) (list []Choice) {
 	return list
 }
 
-// sizes adds the sizes of an operation: of whole 16 bytes from 16 on, four times as large
+// sizes adds the sizes of an operation: of whole 16 bytes from 16 on, twice as large
 // each, and those that are one element smaller.
 func (c *TuneConfig) sizes(list []Choice, k *ways, o operation) []Choice {
 	size := max(o.dtype.Size(), 1)
-	for bytes := 16; bytes <= c.MaxBytes; bytes *= 4 {
-		list = append(list, o.choice(k, bytes))
+	for bytes := 16; bytes <= c.MaxBytes; bytes *= 2 {
 		if bytes <= oddBytes {
 			list = append(list, o.choice(k, bytes-size))
 		}
+		list = append(list, o.choice(k, bytes))
 	}
 	return list
 }

@@ -273,7 +273,7 @@ func TestTune(t *testing.T) {
 			}
 			require.Equal(t, want, all, "%+v", c)
 		}
-		require.Equal(t, map[string]int{"all-reduce": 16, "all-gather": 8, "reduce-scatter": 16, "broadcast": 8, "all-to-all": 8}, have)
+		require.Equal(t, map[string]int{"all-reduce": 28, "all-gather": 14, "reduce-scatter": 28, "broadcast": 14, "all-to-all": 14}, have)
 		require.NoError(t, conform(testgpu.Context(t), g))
 
 		// What another group reads is the same.

@@ -36,11 +36,28 @@ func (g *Group) tuned(ctx context.Context) error {
 // empty one leaves everything to NCCL. One that does not hold for the group is an error
 // on all ranks, and ends the group. Collective.
 func SetTuning(ctx context.Context, g *Group, t *Tuning) error {
-	if err := g.checkWait("set tuning"); err != nil {
+	return g.setTuning(ctx, func(at Site) tuningWord { return given(t, at) })
+}
+
+// FindTuning is SetTuning with what rank 0's TuningFile has for such a group: an empty
+// one where it has none.
+func FindTuning(ctx context.Context, g *Group) error {
+	return g.setTuning(ctx, func(at Site) tuningWord {
+		word := filed(at)
+		if word.Tuning == nil {
+			word.Tuning = &Tuning{}
+		}
+		return word
+	})
+}
+
+func (g *Group) setTuning(ctx context.Context, find func(at Site) tuningWord) error {
+	const op = "set tuning"
+	if err := g.checkWait(op); err != nil {
 		return err
 	}
 	if !slices.Contains(g.Strategies(), Tuned) {
-		return refuse("set tuning", "the group has the strategies %v: make it with Tuned", g.Strategies())
+		return refuse(op, "the group has the strategies %v: make it with Tuned", g.Strategies())
 	}
 	at, err := g.sameSite(ctx)
 	if err != nil {
@@ -48,7 +65,7 @@ func SetTuning(ctx context.Context, g *Group, t *Tuning) error {
 	}
 	var word tuningWord
 	if g.hasRank(0) {
-		word = given(t, at)
+		word = find(at)
 	}
 	return g.agreeOn(ctx, &word)
 }
@@ -95,6 +112,11 @@ func (g *Group) ownTuning(at Site) tuningWord {
 	if g.cfg != nil && g.cfg.Tuning != nil {
 		return given(g.cfg.Tuning, at)
 	}
+	return filed(at)
+}
+
+// filed is the word on the file of this process.
+func filed(at Site) tuningWord {
 	path, err := TuningFile()
 	if err != nil {
 		return tuningWord{Err: err.Error()}

@@ -34,6 +34,8 @@ func (k *ways) use(s Strategy) { k.rule.Store(&rule{strategy: s, tuning: k.rule.
 func (k *ways) choose(x nccl.Collective) Strategy {
 	r := k.rule.Load()
 	switch {
+	case x.Kind == 0: // an operation that is always NCCL's
+		return NCCLOnly
 	case r.strategy != Tuned:
 		return k.orNCCL(r.strategy, x, ownLimit(x))
 	case r.only != 0:

@@ -36,9 +36,9 @@ func ranksOf(sess *cluster.Session, gpus int) ([]*device.Device, string, error) 
 }
 
 // joinRanks makes the group of the devices of ranksOf.
-func joinRanks(ctx context.Context, sess *cluster.Session, devs []*device.Device) (*comm.Group, error) {
+func joinRanks(ctx context.Context, sess *cluster.Session, devs []*device.Device, cfg *comm.Config) (*comm.Group, error) {
 	if sess.Size() > 1 {
-		return comm.Join(ctx, sess, devs[0])
+		return comm.JoinWith(ctx, sess, devs[0], cfg)
 	}
-	return comm.Local(ctx, devs...)
+	return comm.LocalWith(ctx, cfg, devs...)
 }

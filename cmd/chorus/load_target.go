@@ -23,7 +23,7 @@ func (l *loading) target(ctx context.Context, sess *cluster.Session, devs []*dev
 		s, err := stream.New(devs[0], nil)
 		return &loadTarget{stream: s, ranks: 1}, err
 	}
-	g, err := joinRanks(ctx, sess, devs)
+	g, err := joinRanks(ctx, sess, devs, nil)
 	if err != nil {
 		return nil, err
 	}

@@ -18,6 +18,7 @@ var commands = []func() *cobra.Command{
 	newInfoCommand,
 	newMemCommand,
 	newPerfCommand,
+	newTuneCommand,
 	newLoadCommand,
 }
 

@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/perf"
 )
 
@@ -50,7 +51,8 @@ const perfExample = `  chorus perf all_reduce -b 8 -e 1G -f 2
   chorus perf all -b 1M -e 1G -f 4 --html report.html
   chorus perf pairs
   chorus perf all_reduce --format json > today.json
-  chorus perf all_reduce --baseline today.json`
+  chorus perf all_reduce --baseline today.json
+  chorus perf all_reduce -b 8 -e 4M -f 4 -G 20 --strategies`
 
 // perfFlags are the flags of chorus perf.
 type perfFlags struct {
@@ -68,6 +70,7 @@ type perfFlags struct {
 	baseline        string
 	tolerance       float64
 	link            float64
+	strategies      bool
 }
 
 func newPerfCommand() *cobra.Command {
@@ -112,6 +115,7 @@ func newPerfCommand() *cobra.Command {
 	fs.IntVarP(&f.graph, "cudagraph", "G", 0, "capture the operations of a row into a graph and launch it so many times")
 	fs.IntVarP(&f.register, "local_register", "R", 0, "register the buffers with NCCL: 1 as local buffers, 2 as symmetric windows")
 	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one in a job of several processes")
+	fs.BoolVar(&f.strategies, "strategies", false, "measure every strategy that can, side by side, and which one the tuning chooses")
 	fs.StringVar(&f.format, "format", "text", "what to print: text, json, csv, or bench for benchstat")
 	fs.StringVar(&f.output, "output", "", "write to a file what --format says")
 	fs.StringVar(&f.html, "html", "", "write a page with plots to a file")
@@ -129,7 +133,7 @@ type perfPlan struct {
 
 // pairsFlags refuses flags that mean nothing for pairs.
 func pairsFlags(c *cobra.Command) error {
-	for _, name := range []string{"maxbytes", "stepbytes", "stepfactor", "check", "datatype", "op", "root", "cudagraph", "local_register", "baseline"} {
+	for _, name := range []string{"maxbytes", "stepbytes", "stepfactor", "check", "datatype", "op", "root", "cudagraph", "local_register", "baseline", "strategies"} {
 		if c.Flags().Changed(name) {
 			return fmt.Errorf("--%s means nothing for pairs", name)
 		}
@@ -177,6 +181,8 @@ func (f *perfFlags) plan(ops []string) (*perfPlan, error) {
 		return nil, fmt.Errorf("--tolerance %v: want a part above 0, such as 0.1", f.tolerance)
 	case !(f.link >= 0) || math.IsInf(f.link, 0):
 		return nil, fmt.Errorf("--link %v: want GB/s", f.link)
+	case f.strategies && f.register != 0:
+		return nil, errors.New("--strategies with -R: windows are one of the strategies, on memory that is not registered")
 	case p.pairs:
 		return p, p.pairPlan().Check(2)
 	}
@@ -249,7 +255,11 @@ func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 	if err != nil {
 		return err
 	}
-	g, err := joinRanks(ctx, sess, devs)
+	var cfg *comm.Config
+	if f.strategies {
+		cfg = &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}}
+	}
+	g, err := joinRanks(ctx, sess, devs, cfg)
 	if err != nil {
 		return err
 	}
@@ -259,6 +269,11 @@ func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 	}
 	if g.Size() == 1 {
 		fmt.Fprintln(os.Stderr, "chorus: perf: one rank has nobody to talk to: give it more GPUs (-g) or more processes (chorus run)")
+	}
+	if f.strategies && slices.Contains(g.Strategies(), comm.Tuned) {
+		if err := comm.FindTuning(ctx, g); err != nil {
+			return err
+		}
 	}
 	if err := f.measure(ctx, t, g, p); err != nil {
 		return err

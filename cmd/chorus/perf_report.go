@@ -113,6 +113,13 @@ func (f *perfFlags) collect(ctx context.Context, out io.Writer, g *comm.Group, p
 	if err := p.Check(g.Size()); err != nil {
 		return nil, usage(err)
 	}
+	if f.strategies {
+		r, err := perf.RunStrategies(ctx, g, &p.Plan)
+		if err != nil || !text {
+			return r, err
+		}
+		return r, errors.Join(r.WriteHead(out), r.WriteStrategies(out))
+	}
 	if !text {
 		return perf.Run(ctx, g, &p.Plan, nil)
 	}

@@ -17,7 +17,7 @@ func (r *Report) WriteJSON(w io.Writer) error {
 	return enc.Encode(r)
 }
 
-var csvHead = []string{"operation", "ranks", "size", "count", "type", "redop", "root", "in_place", "time_us", "alg_bw", "bus_bw", "p50_us", "p99_us", "wrong"}
+var csvHead = []string{"operation", "ranks", "size", "count", "type", "redop", "root", "in_place", "time_us", "alg_bw", "bus_bw", "p50_us", "p99_us", "wrong", "strategy", "chosen"}
 
 // WriteCSV writes a line for each side of each row.
 func (r *Report) WriteCSV(w io.Writer) error {
@@ -34,7 +34,7 @@ func (r *Report) WriteCSV(w io.Writer) error {
 			}
 			_ = out.Write([]string{
 				row.Operation, strconv.Itoa(r.Ranks), strconv.Itoa(row.Bytes), strconv.Itoa(row.Count), row.Type, row.Reduction,
-				strconv.Itoa(row.Root), strconv.FormatBool(i == 1), plain(m.Time), plain(m.AlgBW), plain(m.BusBW), plain(m.P50), plain(m.P99), wrong,
+				strconv.Itoa(row.Root), strconv.FormatBool(i == 1), plain(m.Time), plain(m.AlgBW), plain(m.BusBW), plain(m.P50), plain(m.P99), wrong, row.Strategy, strconv.FormatBool(row.Chosen),
 			})
 		}
 	}
@@ -89,6 +89,9 @@ func (r *Row) name(inPlace bool) string {
 	}
 	if r.Root >= 0 {
 		parts = append(parts, fmt.Sprint("root=", r.Root))
+	}
+	if r.Strategy != "" {
+		parts = append(parts, "strategy="+r.Strategy)
 	}
 	if inPlace {
 		parts = append(parts, "inplace")

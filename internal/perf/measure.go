@@ -31,14 +31,13 @@ type Row struct {
 	Root       int      `json:"root"`
 	OutOfPlace *Measure `json:"out_of_place"`
 	InPlace    *Measure `json:"in_place,omitempty"` // nil where an operation cannot
+	Strategy   string   `json:"strategy,omitempty"` // where several were measured
+	Chosen     bool     `json:"chosen,omitempty"`   // it is the one that the group's tuning chooses
 }
 
 // row measures a job.
 func (r *rank) row(ctx context.Context, p *Plan, j job) (*Row, error) {
-	row := &Row{
-		Operation: j.op.Name, Bytes: j.layout.size() * j.dtype.Size(), Count: j.layout.param,
-		Type: dtypeName(j.dtype), Reduction: j.red.String(), Root: j.root,
-	}
+	row := j.describe()
 	var err error
 	if row.OutOfPlace, err = r.measure(ctx, p, j, false); err != nil {
 		return nil, err
@@ -47,6 +46,14 @@ func (r *rank) row(ctx context.Context, p *Plan, j job) (*Row, error) {
 		row.InPlace, err = r.measure(ctx, p, j, true)
 	}
 	return row, err
+}
+
+// describe is a row without its measures.
+func (j job) describe() *Row {
+	return &Row{
+		Operation: j.op.Name, Bytes: j.layout.size() * j.dtype.Size(), Count: j.layout.param,
+		Type: dtypeName(j.dtype), Reduction: j.red.String(), Root: j.root,
+	}
 }
 
 // measure is one side of a row.

@@ -20,6 +20,8 @@ type Plan struct {
 	Checks     int // how often each row is checked; 0 is not
 	Register   Registration
 	Fitting    bool // operations that n ranks cannot do are left out
+
+	only func(job) bool // the rows that are measured; nil is all
 }
 
 // AllRoots is every rank in turn.

@@ -12,18 +12,18 @@ import (
 
 // A Report is what was measured, and where.
 type Report struct {
-	Form    int       `json:"form"` // of this file
-	Time    time.Time `json:"start_time"`
-	Host    string    `json:"host"` // of rank 0
-	Backend string    `json:"backend"`
-	Device  string    `json:"device"` // of rank 0
-	NCCL    string    `json:"nccl_version"`
-	Own     bool      `json:"own_kernels,omitempty"` // carried out what is small
-	Ranks   int       `json:"ranks"`
-	Locals  int       `json:"ranks_of_process"`
-	Plan    *Summary  `json:"plan,omitempty"`
-	Rows    []*Row    `json:"results,omitempty"`
-	Pairs   *Pairs    `json:"pairs,omitempty"`
+	Form     int       `json:"form"` // of this file
+	Time     time.Time `json:"start_time"`
+	Host     string    `json:"host"` // of rank 0
+	Backend  string    `json:"backend"`
+	Device   string    `json:"device"` // of rank 0
+	NCCL     string    `json:"nccl_version"`
+	Strategy string    `json:"strategy"` // of the group
+	Ranks    int       `json:"ranks"`
+	Locals   int       `json:"ranks_of_process"`
+	Plan     *Summary  `json:"plan,omitempty"`
+	Rows     []*Row    `json:"results,omitempty"`
+	Pairs    *Pairs    `json:"pairs,omitempty"`
 
 	AvgBusBW float64  `json:"average_bus_bandwidth"` // over all sides of all rows, as nccl-tests
 	Wrong    int64    `json:"out_of_bounds"`
@@ -81,7 +81,7 @@ func describe(g *comm.Group) (*Report, error) {
 	}
 	return &Report{
 		Form: form, Time: time.Now().UTC().Truncate(time.Second), Host: host, Backend: dev.System().Backend(), Device: name,
-		NCCL: g.Communicator(0).Version(), Own: g.Strategy() == comm.OwnKernels, Ranks: g.Size(), Locals: g.Locals(), Link: LinkOf(name),
+		NCCL: g.Communicator(0).Version(), Strategy: g.Strategy().String(), Ranks: g.Size(), Locals: g.Locals(), Link: LinkOf(name),
 	}, nil
 }
 
@@ -124,8 +124,8 @@ func (r *Report) title() string {
 		ranks = "1 rank"
 	}
 	by := "NCCL " + r.NCCL
-	if r.Own {
-		by += ", own kernels for what is small"
+	if r.Strategy != "" && r.Strategy != comm.NCCLOnly.String() {
+		by += ", strategy " + r.Strategy
 	}
 	return fmt.Sprintf("%s, %s, %s, %s/%s, host %s", ranks, r.Device, by, runtime.GOOS, runtime.GOARCH, r.Host)
 }

@@ -20,6 +20,9 @@ func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, 
 	if err != nil {
 		return nil, err
 	}
+	if p.only != nil {
+		jobs = slices.DeleteFunc(jobs, func(j job) bool { return !p.only(j) })
+	}
 	bytes := 0
 	for _, j := range jobs {
 		bytes = max(bytes, j.layout.size()*j.dtype.Size())
@@ -32,6 +35,9 @@ func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, 
 		return nil, err
 	}
 	r.Plan = p.summary()
+	if len(jobs) == 0 {
+		return r, nil
+	}
 	err = spmd(ctx, g, (bytes+step-1)/step*step, p.Register, func(ctx context.Context, x *rank) error {
 		for _, j := range jobs {
 			one, err := x.row(ctx, p, j)

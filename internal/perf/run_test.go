@@ -230,9 +230,9 @@ func made() *Report {
 		Form: form, Host: "node", Backend: "cuda", Device: "NVIDIA H200", NCCL: "2.28.3", Ranks: 2, Locals: 2, Link: 450,
 		Plan: &Summary{Iterations: 20, Checks: 1},
 		Rows: []*Row{
-			{"all_reduce", 1 << 10, 256, "float", "sum", -1, measure(10, 0.1), measure(9, 0.11)},
-			{"all_reduce", 256 << 20, 64 << 20, "float", "sum", -1, measure(900, 290), measure(890, 300)},
-			{"alltoall", 256 << 20, 64 << 20, "float", "none", -1, measure(500, 270), nil},
+			{Operation: "all_reduce", Bytes: 1 << 10, Count: 256, Type: "float", Reduction: "sum", Root: -1, OutOfPlace: measure(10, 0.1), InPlace: measure(9, 0.11)},
+			{Operation: "all_reduce", Bytes: 256 << 20, Count: 64 << 20, Type: "float", Reduction: "sum", Root: -1, OutOfPlace: measure(900, 290), InPlace: measure(890, 300)},
+			{Operation: "alltoall", Bytes: 256 << 20, Count: 64 << 20, Type: "float", Reduction: "none", Root: -1, OutOfPlace: measure(500, 270), InPlace: nil},
 		},
 	}
 	r.sumUp()

@@ -86,7 +86,15 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 	if err != nil {
 		return err
 	}
-	failed = errors.Join(r.link(s, cards, handles), r.begin(ctx, s, cards[0].Epoch))
+	if failed = r.link(s, cards, handles); failed == nil {
+		failed = r.probe(ctx, s)
+	}
+	if _, err = confer(ctx, exchange, r.ranks, true, failed); err != nil {
+		return err
+	}
+	if failed = r.probed(ctx, s); failed == nil {
+		failed = r.begin(ctx, s, cards[0].Epoch)
+	}
 	_, err = confer(ctx, exchange, r.ranks, true, failed)
 	return err
 }

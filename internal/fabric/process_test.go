@@ -2,6 +2,7 @@ package fabric_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -82,6 +83,12 @@ func TestWorker(t *testing.T) {
 		require.ErrorContains(t, err, "not of a kind that processes share")
 		return
 	}
+	if fields[1] == "spoilt" {
+		require.ErrorIs(t, err, errors.ErrUnsupported)
+		require.ErrorContains(t, err, "than what rank 0 has sent")
+		require.Zero(t, fabric.Scratches())
+		return
+	}
 	require.NoError(t, err)
 	m := member{r, s}
 	x := makeOf[float32](t, s, 1000)
@@ -114,13 +121,17 @@ func TestWorker(t *testing.T) {
 }
 
 // Ranks of several processes do what those of one do; and where one dies, the others
-// can be aborted. If one cannot share its memory, all of them know.
+// can be aborted. If one cannot share its memory, or what it stores in that of others
+// does not arrive, all of them know.
 func TestProcesses(t *testing.T) {
-	for _, task := range []string{"random", "die", "secretive"} {
+	for _, task := range []string{"random", "die", "secretive", "spoilt"} {
 		for _, n := range []int{2, 3} {
 			t.Run(fmt.Sprint(task, "/virtual/", n), func(t *testing.T) { processes(t, "virtual", task, n) })
 		}
 		for _, n := range []int{2, 4, 8} {
+			if task == "spoilt" {
+				continue // GPUs have no fault plan
+			}
 			t.Run(fmt.Sprint(task, "/cuda/", n), func(t *testing.T) {
 				testgpu.CUDA(t, n)
 				processes(t, "cuda", task, n)
@@ -141,6 +152,9 @@ func processes(t *testing.T, backend, task string, n int) {
 	for rank := range n {
 		cmd := exec.CommandContext(testgpu.Context(t), os.Args[0], "-test.run=^TestWorker$", "-test.timeout=90s")
 		cmd.Env = os.Environ()
+		if task == "spoilt" && rank == 0 {
+			cmd.Env = append(cmd.Env, env.VirtualFaults.Name+"=zero@cuMemcpyDtoDAsync#1")
+		}
 		if task == "secretive" && rank == 0 {
 			cmd.Env = append(cmd.Env, env.AllocConf.Name+"=backend:cudaMallocAsync")
 		}

@@ -285,6 +285,15 @@ func TestOpenRefuses(t *testing.T) {
 		t.Setenv(env.P2P.Name, "off")
 		refused(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), "peer access")
 	})
+	t.Run("spoilt", func(t *testing.T) {
+		// Copies between two GPUs are tested once each way before.
+		faults := &device.SystemConfig{VirtualDevices: 2, Faults: "zero@cuMemcpyDtoDAsync#3"}
+		refused(t, testgpu.Virtual(t, faults), "something else on virtual:")
+		t.Setenv(env.P2P.Name, "force")
+		faults.Faults = "zero@cuMemcpyDtoDAsync#1"
+		group := open(t, testgpu.Virtual(t, faults), &fabric.Config{Bytes: 1})
+		carryOut(t, group, integers[uint64](), call{name: "all-reduce", n: 100})
+	})
 	t.Run("memory", func(t *testing.T) {
 		sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "cuMemAlloc#*=CUDA_ERROR_OUT_OF_MEMORY"})
 		_, err := openAll(t, sys.Devices(), nil)
@@ -293,7 +302,7 @@ func TestOpenRefuses(t *testing.T) {
 	})
 	t.Run("one fails", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-		for _, failing := range []int{1, 2} { // the exchange in which rank 1 says so
+		for _, failing := range []int{1, 2, 3} { // the exchange in which rank 1 says so
 			seats := fabric.NewTable(2)
 			ends := make(chan error, 2)
 			for i, dev := range devs {

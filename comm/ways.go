@@ -30,8 +30,17 @@ type rule struct {
 // use changes the strategy.
 func (k *ways) use(s Strategy) { k.rule.Store(&rule{strategy: s, tuning: k.rule.Load().tuning}) }
 
-// choose returns what carries x out: the first of the rule's that can.
+// choose returns what carries x out: the first of the rule's that can. What is no
+// all-reduce has no choice among the algorithms of own kernels.
 func (k *ways) choose(x nccl.Collective) Strategy {
+	s := k.first(x)
+	if s.algorithm() && x.Kind != nccl.AllReduceKind {
+		return OwnKernels
+	}
+	return s
+}
+
+func (k *ways) first(x nccl.Collective) Strategy {
 	r := k.rule.Load()
 	switch {
 	case x.Kind == 0: // an operation that is always NCCL's

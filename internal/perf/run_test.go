@@ -280,7 +280,7 @@ func TestFormats(t *testing.T) {
 	lines, err := csv.NewReader(&b).ReadAll()
 	require.NoError(t, err)
 	require.Len(t, lines, 1+5)
-	require.Equal(t, []string{"alltoall", "2", "268435456", "67108864", "float", "none", "-1", "false", "500", "270", "270", "500", "750", "0"}, lines[5])
+	require.Equal(t, []string{"alltoall", "2", "268435456", "67108864", "float", "none", "-1", "false", "500", "270", "270", "500", "750", "0", "", "false"}, lines[5])
 
 	b.Reset()
 	require.NoError(t, r.WriteBench(&b))

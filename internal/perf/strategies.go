@@ -24,7 +24,7 @@ func RunStrategies(ctx context.Context, g *comm.Group, p *Plan) (*Report, error)
 			return nil, err
 		}
 		q := *p
-		q.only = func(j job) bool { return g.Chosen(j.collective()) == s && (j.op.kind == allReduce || !reducing(s)) }
+		q.only = func(j job) bool { return g.Chosen(j.collective()) == s }
 		r, err := Run(ctx, g, &q, nil)
 		if err != nil {
 			return nil, fmt.Errorf("by %s: %w", s, err)
@@ -44,11 +44,6 @@ func RunStrategies(ctx context.Context, g *comm.Group, p *Plan) (*Report, error)
 	all.AvgBusBW, all.Wrong = 0, 0
 	all.sumUp()
 	return all, nil
-}
-
-// reducing reports whether a strategy is that of own kernels but for all-reduces.
-func reducing(s comm.Strategy) bool {
-	return s == comm.OneShot || s == comm.TwoShotPackets || s == comm.TwoShot
 }
 
 // choose marks the rows whose strategy the group's tuning chooses, and puts those of one

@@ -46,6 +46,11 @@ const (
 	// which the ordinary kernels then get. Memory that is in windows already needs no
 	// strategy (nccl.Communicator.RegisterWindow).
 	Windows
+	// CopyEngines is the devices' copy engines for all-gathers and all-to-alls of a group
+	// whose ranks are all of this process and reach each other's memory, where one call,
+	// or one group of NCCL, has those of all ranks: no kernel waits, and no multiprocessor
+	// is kept busy. It is for what is large.
+	CopyEngines
 	// Tuned is for each operation, type and size what a Tuning says: that of
 	// Config.Tuning, of the file CHORUS_TUNING_FILE, or, where there is none for such
 	// devices yet, one that is measured when the group is made and written there.
@@ -55,7 +60,7 @@ const (
 
 var strategyNames = [strategies]string{
 	ByEnvironment: "by environment", NCCLOnly: "nccl", OwnKernels: "own", OneShot: "one-shot",
-	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", Windows: "windows", Tuned: "tuned",
+	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", Windows: "windows", CopyEngines: "copy-engines", Tuned: "tuned",
 }
 
 // String returns the name that CHORUS_COMM_STRATEGY has for it.
@@ -122,6 +127,9 @@ func (g *Group) Strategies() []Strategy {
 	}
 	if k.window != nil {
 		list = append(list, Windows)
+	}
+	if k.engines != nil {
+		list = append(list, CopyEngines)
 	}
 	if k.opened == Tuned {
 		list = append(list, Tuned)

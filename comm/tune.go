@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"runtime"
@@ -23,6 +24,10 @@ type TuneConfig struct {
 // oddBytes is up to how many bytes it is measured what sizes cost that are not made of
 // whole 16 bytes.
 const oddBytes = 4 << 20
+
+// engineBytes is from where on copy engines are measured: a copy of less takes as long as
+// one of that much.
+const engineBytes = 256 << 10
 
 // TunePlan returns what Tune will measure: the strategies that can carry each operation
 // out, without times.
@@ -105,6 +110,9 @@ func (o operation) choice(k *ways, bytes int) Choice {
 		if s == OwnKernels && o.kind == nccl.AllReduceKind || s.algorithm() && o.kind != nccl.AllReduceKind {
 			continue
 		}
+		if s == CopyEngines && bytes < engineBytes {
+			continue
+		}
 		if k.can(s, x, ownMost) {
 			c.Times = append(c.Times, Timing{Strategy: s})
 		}
@@ -167,11 +175,15 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 		return nil, err
 	}
 	t.fill(all)
+	if err := g.tuneEngines(ctx, t); err != nil {
+		return nil, g.fail(fmt.Errorf("comm: tune: %w", err))
+	}
+	t.sort()
 	g.adopt(t)
 	return t, nil
 }
 
-// fill takes the times of the slowest ranks, and puts the fastest strategy first.
+// fill takes the times of the slowest ranks.
 func (t *Tuning) fill(all [][]float64) {
 	n := 0
 	for i := range t.Choices {
@@ -182,15 +194,13 @@ func (t *Tuning) fill(all [][]float64) {
 			}
 			n++
 		}
-		slices.SortStableFunc(times, func(a, b Timing) int {
-			switch {
-			case a.Micros < b.Micros:
-				return -1
-			case a.Micros > b.Micros:
-				return 1
-			}
-			return 0
-		})
+	}
+}
+
+// sort puts the fastest strategy first.
+func (t *Tuning) sort() {
+	for i := range t.Choices {
+		slices.SortStableFunc(t.Choices[i].Times, func(a, b Timing) int { return cmp.Compare(a.Micros, b.Micros) })
 	}
 }
 

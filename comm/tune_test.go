@@ -16,6 +16,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -43,7 +44,7 @@ func siteOf(t *testing.T, devs []*device.Device) comm.Site {
 // anyTuning has each strategy as the fastest of some operations and sizes.
 func anyTuning(at comm.Site, r *rand.Rand) *comm.Tuning {
 	t := &comm.Tuning{For: at}
-	every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows}
+	every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows, comm.CopyEngines}
 	for _, op := range []string{"all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"} {
 		for bytes := 4; bytes <= 1<<16; bytes += 1 + bytes/2 {
 			c := comm.Choice{Operation: op, Bytes: bytes}
@@ -64,7 +65,7 @@ func anyTuning(at comm.Site, r *rand.Rand) *comm.Tuning {
 func TestStrategiesConform(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
-	for _, s := range []comm.Strategy{comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows, comm.Tuned} {
+	for _, s := range []comm.Strategy{comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows, comm.CopyEngines, comm.Tuned} {
 		for _, n := range []int{1, 2, 3, 8} {
 			t.Run(fmt.Sprint(s, "/virtual/", n), func(t *testing.T) {
 				devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n})
@@ -157,6 +158,101 @@ func TestWindowsFail(t *testing.T) {
 	}
 }
 
+// TestCopyEngines lets NCCL fail: what is of all ranks at once does not need it.
+func TestCopyEngines(t *testing.T) {
+	const faults = "ncclAllGather#*=ncclInternalError,ncclAlltoAll#*=ncclInternalError"
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: faults})
+	g := groupBy(t, devs, comm.Config{Strategy: comm.CopyEngines})
+	xs, hs := shards(t, g, 30)
+	ys, _ := shards(t, g, 90)
+	whole := slices.Concat(hs...)
+	all := func() error { return comm.AllGather(g, ys, xs) }
+	x, err := graph.Capture(g.Streams(), all)
+	require.NoError(t, err)
+	defer x.Close()
+	for name, call := range map[string]func() error{
+		"by itself":       all,
+		"in a graph":      func() error { return x.Launch(g.Stream(1)) },
+		"in a nccl.Group": func() error { return nccl.Group(g.Communicator(2), all) },
+		"in another order": func() error {
+			return nccl.Group(g.Communicator(0), func() error {
+				for _, i := range []int{2, 0, 1} {
+					if err := nccl.AllGather(g.Communicator(i), g.Stream(i), ys[i], xs[i]); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+		},
+		"in place": func() error {
+			var parts comm.Shards[float32]
+			for i := range ys {
+				part := ys[i].Slice(30*i, 30*i+30)
+				require.NoError(t, part.CopyFrom(g.Stream(i), hs[i]))
+				parts = append(parts, part)
+			}
+			return comm.AllGather(g, ys, parts)
+		},
+	} {
+		for i := range ys {
+			require.NoError(t, ys[i].CopyFrom(g.Stream(i), make([]float32, 90)))
+			require.NoError(t, g.Stream(1).WaitStream(g.Stream(i)), "for the graph")
+		}
+		require.NoError(t, call(), name)
+		for i := range ys {
+			require.NoError(t, g.Stream(i).WaitStream(g.Stream(1)))
+			require.Equal(t, whole, read(t, g, i, ys[i]), name)
+		}
+	}
+	zs, _ := shards(t, g, 90)
+	require.NoError(t, comm.AllToAll(g, zs, ys))
+	for i := range zs {
+		require.Equal(t, slices.Repeat(hs[i], 3), read(t, g, i, zs[i]))
+	}
+	// What is overwritten at once is read before, on the other ranks too.
+	for round := range 20 {
+		for i := range xs {
+			require.NoError(t, xs[i].CopyFrom(g.Stream(i), slices.Repeat([]float32{float32(round)}, 30)))
+		}
+		require.NoError(t, all())
+		for i := range xs {
+			require.NoError(t, xs[i].Zero(g.Stream(i)))
+		}
+		for i := range ys {
+			require.Equal(t, slices.Repeat([]float32{float32(round)}, 90), read(t, g, i, ys[i]))
+		}
+	}
+	// One rank by itself, and two of three, are NCCL's.
+	require.ErrorIs(t, nccl.Group(g.Communicator(0), func() error {
+		return errors.Join(nccl.AllGather(g.Communicator(0), g.Stream(0), ys[0], xs[0]), nccl.AllGather(g.Communicator(1), g.Stream(1), ys[1], xs[1]))
+	}), nccl.ErrorInternal)
+}
+
+// TestCopyEnginesFail has a copy between two ranks fail in the middle.
+func TestCopyEnginesFail(t *testing.T) {
+	t.Setenv(env.P2P.Name, "force") // whose test copies too
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: "cuMemcpyDtoDAsync#5=CUDA_ERROR_INVALID_VALUE"})
+	g := groupBy(t, devs, comm.Config{Strategy: comm.CopyEngines})
+	xs, _ := shards(t, g, 30)
+	ys, _ := shards(t, g, 90)
+	err := comm.AllGather(g, ys, xs)
+	require.ErrorIs(t, err, comm.ErrBroken)
+	require.ErrorContains(t, err, "cuMemcpyDtoDAsync")
+	require.NoError(t, g.Close())
+}
+
+// TestCopyEnginesWhereTheyCannot leaves it to NCCL where ranks are in several processes,
+// or devices do not reach each other.
+func TestCopyEnginesWhereTheyCannot(t *testing.T) {
+	t.Setenv(env.CommStrategy.Name, "copy-engines")
+	gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	require.NoError(t, errors.Join(errs...))
+	require.Equal(t, comm.NCCLOnly, gs[1].Strategy())
+	t.Setenv(env.P2P.Name, "off")
+	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	require.Equal(t, comm.NCCLOnly, g.Strategy())
+}
+
 // TestTunedChoice looks choices up by operation, type, reduction, size and whether it is
 // made of whole 16 bytes.
 func TestTunedChoice(t *testing.T) {
@@ -211,15 +307,15 @@ func TestTunedChoice(t *testing.T) {
 func TestUse(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: siteOf(t, devs)}})
-		every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows, comm.Tuned}
+		every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows, comm.CopyEngines, comm.Tuned}
 		require.Equal(t, every, g.Strategies())
 		small := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Float32, Count: 8}
 		for _, s := range every {
 			require.NoError(t, g.Use(s))
 			require.Equal(t, s, g.Strategy())
 			want := s
-			if s == comm.Tuned {
-				want = comm.NCCLOnly // nothing was measured
+			if s == comm.Tuned || s == comm.CopyEngines {
+				want = comm.NCCLOnly // nothing was measured, or it cannot
 			}
 			require.Equal(t, want, g.Choice(1, small))
 			xs, hs := shards(t, g, 8)
@@ -275,6 +371,14 @@ func TestTune(t *testing.T) {
 		}
 		require.Equal(t, map[string]int{"all-reduce": 28, "all-gather": 14, "reduce-scatter": 28, "broadcast": 14, "all-to-all": 14}, have)
 		require.NoError(t, conform(testgpu.Context(t), g))
+
+		// Copy engines are for what is large.
+		large, err := comm.TunePlan(g, &comm.TuneConfig{MaxBytes: 1 << 20, Types: fewPoints.Types, Ops: fewPoints.Ops})
+		require.NoError(t, err)
+		for _, c := range large {
+			has := slices.ContainsFunc(c.Times, func(x comm.Timing) bool { return x.Strategy == comm.CopyEngines })
+			require.Equal(t, c.Bytes >= 256<<10 && (c.Operation == "all-gather" || c.Operation == "all-to-all"), has, "%+v", c)
+		}
 
 		// What another group reads is the same.
 		require.NoError(t, tuning.Save(file))

@@ -38,16 +38,60 @@ func (m *member) tune(ctx context.Context, plan []Choice) (times []float64, err 
 		return nil, err
 	}
 	for i := range plan {
-		for _, t := range plan[i].Times {
+		c := &plan[i]
+		for _, t := range c.Times {
+			if t.Strategy == CopyEngines { // of all ranks together
+				times = append(times, 0)
+				continue
+			}
 			m.ways.rule.Store(&rule{strategy: Tuned, only: t.Strategy})
-			us, err := x.time(ctx, &plan[i])
+			us, err := x.time(ctx, c, []*stream.Stream{m.stream}, func() error { return x.issue(c) })
 			if err != nil {
-				return nil, fmt.Errorf("%s of %d bytes by %s on rank %d: %w", plan[i].Operation, plan[i].Bytes, t.Strategy, m.comm.Rank(), err)
+				return nil, fmt.Errorf("%s of %d bytes by %s on rank %d: %w", c.Operation, c.Bytes, t.Strategy, m.comm.Rank(), err)
 			}
 			times = append(times, us)
 		}
 	}
 	return times, nil
+}
+
+// tuneEngines measures copy engines, where there are any, in graphs of all ranks.
+func (g *Group) tuneEngines(ctx context.Context, t *Tuning) (err error) {
+	if g.members[0].ways.engines == nil {
+		return nil
+	}
+	var xs []*tuner
+	defer func() {
+		for _, x := range xs {
+			err = errors.Join(err, x.close())
+		}
+	}()
+	for i := range g.members {
+		m := &g.members[i]
+		xs = append(xs, &tuner{m: m})
+		if err := xs[i].open(t.Choices); err != nil {
+			return err
+		}
+		defer m.ways.rule.Store(m.ways.rule.Load())
+		m.ways.rule.Store(&rule{strategy: Tuned, only: CopyEngines})
+		if err := g.members[0].stream.WaitStream(m.stream); err != nil { // on which it will run
+			return err
+		}
+	}
+	for i := range t.Choices {
+		c := &t.Choices[i]
+		j := slices.IndexFunc(c.Times, func(x Timing) bool { return x.Strategy == CopyEngines })
+		if j < 0 {
+			continue
+		}
+		c.Times[j].Micros, err = xs[0].time(ctx, c, g.Streams(), func() error {
+			return g.each(func(i int, _ *member) error { return xs[i].issue(c) })
+		})
+		if err != nil {
+			return fmt.Errorf("%s of %d bytes by %s: %w", c.Operation, c.Bytes, CopyEngines, err)
+		}
+	}
+	return nil
 }
 
 // open allocates what the largest operation takes.
@@ -81,16 +125,16 @@ func (x *tuner) close() error {
 	return errors.Join(x.from.Close(), x.to.Close(), x.dst.Close(), x.src.Close())
 }
 
-// time returns how long an operation takes in a graph, in µs: the median of the rounds.
-func (x *tuner) time(ctx context.Context, c *Choice) (us float64, err error) {
+// time returns how long an operation takes in a graph of the streams, in µs: the median
+// of the rounds.
+func (x *tuner) time(ctx context.Context, c *Choice, streams []*stream.Stream, issue func() error) (us float64, err error) {
 	n, launches, rounds := min(max(tuneBytes/c.Bytes, 1), tuneOps), tuneLaunches, tuneRounds
 	if x.m.comm.Device().System().Machine() != nil {
 		n, launches, rounds = 1, 1, 1 // there is nothing to measure
 	}
-	issue := issuers[c.what.carried()]
-	exec, err := graph.Capture([]*stream.Stream{x.m.stream}, func() error {
+	exec, err := graph.Capture(streams, func() error {
 		for range n {
-			if err := issue(x, c); err != nil {
+			if err := issue(); err != nil {
 				return err
 			}
 		}
@@ -137,16 +181,19 @@ func (x *tuner) round(ctx context.Context, exec *graph.Exec, launches int) (floa
 	return float64(d.Nanoseconds()) / 1e3, err
 }
 
+// issue issues the operation.
+func (x *tuner) issue(c *Choice) error { return issuers[c.what.carried()](x, c) }
+
 // issuers issue an operation of elements of a type.
 var issuers = map[memory.DType]func(*tuner, *Choice) error{
-	memory.Int8: issue[int8], memory.Uint8: issue[uint8], memory.Int16: issue[int16], memory.Uint16: issue[uint16],
-	memory.Int32: issue[int32], memory.Uint32: issue[uint32], memory.Int64: issue[int64], memory.Uint64: issue[uint64],
-	memory.Float16T: issue[memory.Float16], memory.BFloat16T: issue[memory.BFloat16],
-	memory.Float32: issue[float32], memory.Float64: issue[float64],
-	memory.Float8E4M3T: issue[memory.Float8E4M3], memory.Float8E5M2T: issue[memory.Float8E5M2],
+	memory.Int8: issueOf[int8], memory.Uint8: issueOf[uint8], memory.Int16: issueOf[int16], memory.Uint16: issueOf[uint16],
+	memory.Int32: issueOf[int32], memory.Uint32: issueOf[uint32], memory.Int64: issueOf[int64], memory.Uint64: issueOf[uint64],
+	memory.Float16T: issueOf[memory.Float16], memory.BFloat16T: issueOf[memory.BFloat16],
+	memory.Float32: issueOf[float32], memory.Float64: issueOf[float64],
+	memory.Float8E4M3T: issueOf[memory.Float8E4M3], memory.Float8E5M2T: issueOf[memory.Float8E5M2],
 }
 
-func issue[T memory.Element](x *tuner, c *Choice) error {
+func issueOf[T memory.Element](x *tuner, c *Choice) error {
 	part := c.Bytes / c.what.carried().Size()
 	all := part * x.m.comm.Size()
 	count := map[nccl.CollectiveKind][2]int{

@@ -14,10 +14,11 @@ import (
 // ways are what a rank has to carry collectives out, beside NCCL, and the rule by which
 // it chooses. It is the rank's nccl.Substitute.
 type ways struct {
-	own    *fabric.Rank // nil where there are none
-	window *window      // likewise
-	opened Strategy     // for which it was
-	rule   atomic.Pointer[rule]
+	own     *fabric.Rank // nil where there are none
+	window  *window      // likewise
+	engines *engines     // likewise; of all ranks together
+	opened  Strategy     // for which it was
+	rule    atomic.Pointer[rule]
 }
 
 // A rule chooses among the ways, alike on all ranks.
@@ -76,6 +77,8 @@ func (k *ways) can(s Strategy, x nccl.Collective, most int) bool {
 		return k.own != nil && (x.Kind == nccl.AllReduceKind || bytesOf(x) <= most) && k.takes(s, x)
 	case Windows:
 		return k.window != nil && k.window.fits(x)
+	case CopyEngines:
+		return k.engines != nil && (x.Kind == nccl.AllGatherKind || x.Kind == nccl.AllToAllKind) && x.Count > 0
 	}
 	return false
 }
@@ -96,6 +99,8 @@ func (k *ways) Takes(x nccl.Collective) nccl.Service {
 		return nccl.Nothing
 	case Windows:
 		return nccl.Lending
+	case CopyEngines:
+		return nccl.Whole
 	}
 	return nccl.Instead
 }
@@ -113,6 +118,11 @@ func (k *ways) Lend(s *stream.Stream, x nccl.Collective) (dst, src uint64, err e
 
 // Return is for nccl.Substitute.
 func (k *ways) Return(s *stream.Stream, x nccl.Collective) error { return k.window.back(s, x) }
+
+// Together is for nccl.Substitute.
+func (k *ways) Together(ss []*stream.Stream, xs []nccl.Collective) error {
+	return k.engines.exchange(ss, xs)
+}
 
 // Abort is for nccl.Substitute.
 func (k *ways) Abort() {
@@ -133,9 +143,14 @@ func (g *Group) openWays(ctx context.Context, s Strategy, exchange func(rank int
 	switch s {
 	case Windows:
 		err = g.openWindows(ctx)
+	case CopyEngines:
+		err = g.openEngines()
 	case Tuned:
 		if err = g.openOwn(ctx, ownMost, exchange); err == nil {
 			err = g.openWindows(ctx)
+		}
+		if err == nil {
+			err = g.openEngines()
 		}
 	default:
 		err = g.openOwn(ctx, ownBytes, exchange)
@@ -145,7 +160,7 @@ func (g *Group) openWays(ctx context.Context, s Strategy, exchange func(rank int
 	}
 	for i := range g.members {
 		m := &g.members[i]
-		if m.ways.own == nil && m.ways.window == nil {
+		if m.ways.own == nil && m.ways.window == nil && m.ways.engines == nil {
 			m.ways = nil
 			continue
 		}
@@ -170,5 +185,5 @@ func (k *ways) close() error {
 	if k == nil {
 		return nil
 	}
-	return errors.Join(k.own.Close(), k.window.close())
+	return errors.Join(k.own.Close(), k.window.close(), k.engines.close())
 }

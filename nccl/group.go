@@ -188,6 +188,8 @@ func (g *group) enqueue(c *Communicator) error {
 	}
 	substituted := g.substituted()
 	switch {
+	case g.whole():
+		return g.together()
 	case g.apart() && launchers.Try(len(g.ops), g):
 		return g.outcome()
 	case substituted:

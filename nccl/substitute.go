@@ -21,6 +21,9 @@ type Substitute interface {
 	// Return enqueues the copy of what the operation has written to lent buffers to
 	// where it belongs.
 	Return(s *stream.Stream, x Collective) error
+	// Together carries out those of all ranks, by rank, for which Takes has said Whole:
+	// ss are their streams.
+	Together(ss []*stream.Stream, xs []Collective) error
 	// Abort ends what is in flight, and returns at once.
 	Abort()
 }
@@ -33,6 +36,7 @@ const (
 	Nothing Service = iota // it is NCCL's
 	Instead                // it carries the collective out
 	Lending                // NCCL does, on buffers of the Substitute
+	Whole                  // it does where a group has it of all ranks, and NCCL elsewhere
 )
 
 // A Collective is an operation as a Substitute sees it.
@@ -96,6 +100,35 @@ func (g *group) substituted() bool {
 		}
 	}
 	return all
+}
+
+// whole reports whether a Substitute carries out the group at once: it has one operation
+// of each rank of a communicator.
+func (g *group) whole() bool {
+	if len(g.ops) != g.ops[0].comm.size || !g.single() {
+		return false
+	}
+	for i := range g.ops {
+		if o := &g.ops[i]; o.service != Whole || o.comm.clique != g.ops[0].comm.clique {
+			return false
+		}
+	}
+	return true
+}
+
+// together gives the group to a Substitute.
+func (g *group) together() error {
+	ss, xs := make([]*stream.Stream, len(g.ops)), make([]Collective, len(g.ops))
+	for i := range g.ops {
+		o := &g.ops[i]
+		ss[o.comm.rank], xs[o.comm.rank] = o.stream, o.collective()
+	}
+	err := g.ops[0].bySubstitute(func(by Substitute, _ Collective) error { return by.Together(ss, xs) })
+	g.expect()
+	for i := range g.errs {
+		g.errs[i] = err
+	}
+	return g.outcome()
 }
 
 // several reports whether the rank of operation i has another collective in the group.

@@ -62,6 +62,9 @@ func (r *rank) measure(ctx context.Context, p *Plan, j job, inPlace bool) (*Meas
 	if err != nil {
 		return nil, err
 	}
+	if p.together {
+		calls = r.together(ctx, calls)
+	}
 	issue := func(i int) error { return calls[i%len(calls)]() }
 	n, per := p.Iterations, 1
 	for i := range max(p.Warmups, 1) { // the first connects the ranks
@@ -69,7 +72,7 @@ func (r *rank) measure(ctx context.Context, p *Plan, j job, inPlace bool) (*Meas
 			return nil, err
 		}
 	}
-	if p.Launches > 0 {
+	if p.Launches > 0 && !p.together {
 		x, err := graph.Capture([]*stream.Stream{r.s}, func() error {
 			for i := range p.Iterations {
 				if err := issue(i); err != nil {

@@ -21,7 +21,8 @@ type Plan struct {
 	Register   Registration
 	Fitting    bool // operations that n ranks cannot do are left out
 
-	only func(job) bool // the rows that are measured; nil is all
+	only     func(job) bool // the rows that are measured; nil is all
+	together bool           // one thread issues for all ranks of the process, in no graph
 }
 
 // AllRoots is every rank in turn.

@@ -22,7 +22,9 @@ type rank struct {
 	c     *nccl.Communicator
 	s     *stream.Stream
 	dev   *device.Device
+	local int // which of the process's ranks it is
 	line  *line
+	all   *ensemble
 	pool  *memory.Pool // of NCCL's memory
 
 	room     [2]memory.Slice[uint8] // the buffers of every row: destinations and sources
@@ -37,8 +39,8 @@ type rank struct {
 const step = 512
 
 // newRank makes what the local rank i needs for buffers of so many bytes.
-func newRank(ctx context.Context, g *comm.Group, i int, l *line, bytes int, reg Registration) (r *rank, err error) {
-	r = &rank{group: g, line: l, c: g.Communicator(i), s: g.Stream(i), dev: g.Device(i), looms: map[int]*loom{}, factors: map[memory.DType]nccl.Op{}}
+func newRank(ctx context.Context, g *comm.Group, i int, l *line, e *ensemble, bytes int, reg Registration) (r *rank, err error) {
+	r = &rank{group: g, local: i, line: l, all: e, c: g.Communicator(i), s: g.Stream(i), dev: g.Device(i), looms: map[int]*loom{}, factors: map[memory.DType]nccl.Op{}}
 	r.pool = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
 	r.later(r.pool.Close)
 	err = r.pool.Use(r.s, func() error {

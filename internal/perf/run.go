@@ -82,13 +82,14 @@ func spmd(ctx context.Context, g *comm.Group, bytes int, reg Registration, fn fu
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	ranks, start := make([]*rank, g.Locals()), new(line)
+	all := &ensemble{calls: make([][]func() error, len(ranks))}
 	var wg sync.WaitGroup
 	for i := range ranks {
 		wg.Go(func() {
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
 			var err error
-			if ranks[i], err = newRank(ctx, g, i, start, bytes, reg); err == nil {
+			if ranks[i], err = newRank(ctx, g, i, start, all, bytes, reg); err == nil {
 				err = fn(ctx, ranks[i])
 			}
 			if err != nil {

@@ -24,6 +24,7 @@ func RunStrategies(ctx context.Context, g *comm.Group, p *Plan) (*Report, error)
 			return nil, err
 		}
 		q := *p
+		q.together = s == comm.CopyEngines // which needs all ranks' operations at once
 		q.only = func(j job) bool { return g.Chosen(j.collective()) == s }
 		r, err := Run(ctx, g, &q, nil)
 		if err != nil {

@@ -60,7 +60,7 @@ func checkBroadcastOut(g *Group, t tensor.Tensor, out []tensor.Tensor) error {
 		return err
 	}
 	for i, o := range out {
-		if !slices.Equal(o.Shape(), t.Shape()) {
+		if !tensor.SameShape(o, t) {
 			return refuse(op, "expected all output tensors to have the shape of the source tensor %v, but output tensor at index %d has shape %v", t.Shape(), i, o.Shape())
 		}
 		if err := tensor.CheckCopy(fmt.Sprintf("comm: %s: output tensor at index %d", op, i), o, t); err != nil {
@@ -78,14 +78,14 @@ func (g *Group) broadcast(t tensor.Tensor, devs []*device.Device) (results []ten
 			results = nil
 		}
 	}()
-	results = []tensor.Tensor{}
-	var fresh []tensor.Tensor
+	results = make([]tensor.Tensor, 0, len(devs))
+	fresh := make([]tensor.Tensor, 0, len(devs))
 	for _, d := range devs {
 		if d == t.Device() {
 			results = append(results, t.Retain())
 			continue
 		}
-		x, err := tensor.Make(g.members[g.rankOn(d)].stream, t.DType(), t.Shape()...)
+		x, err := g.another(fresh, d, t)
 		if err != nil {
 			return results, err
 		}
@@ -94,12 +94,24 @@ func (g *Group) broadcast(t tensor.Tensor, devs []*device.Device) (results []ten
 	return results, g.spread(t, fresh)
 }
 
+// another makes one more contiguous tensor of the shape of t, on a device, beside some.
+func (g *Group) another(some []tensor.Tensor, d *device.Device, t tensor.Tensor) (tensor.Tensor, error) {
+	s := g.members[g.rankOn(d)].stream
+	if len(some) > 0 {
+		return tensor.MakeLike(s, some[0], t.DType()) // which shares the shape
+	}
+	return tensor.Make(s, t.DType(), t.Shape()...)
+}
+
 // spread copies t to tensors of its shape.
 func (g *Group) spread(t tensor.Tensor, to []tensor.Tensor) error {
 	if len(to) == 0 || t.Len() == 0 {
 		return nil
 	}
-	if err := g.record(append([]tensor.Tensor{t}, to...)...); err != nil {
+	if err := g.record(t); err != nil {
+		return err
+	}
+	if err := g.record(to...); err != nil {
 		return err
 	}
 	from, same := g.streamOf(t), slices.Repeat([]tensor.Tensor{t}, len(to))

@@ -6,7 +6,6 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -51,13 +50,15 @@ func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedCon
 	if len(devs) == 0 {
 		return nil, refuse(op, "expected at least one device")
 	}
-	for i, t := range ts {
-		if err := g.source(op, "tensor", i, t); err != nil {
+	for i := range ts {
+		t := &ts[i]
+		if t.OpenOn(devs[0]) {
+			continue
+		}
+		if err := g.source(op, "tensor", i, *t); err != nil {
 			return nil, err
 		}
-		if t.Device() != devs[0] {
-			return nil, refuse(op, "all tensors must be on the first device %s, but tensor %d is %s", devs[0], i, t)
-		}
+		return nil, refuse(op, "all tensors must be on the first device %s, but tensor %d is %s", devs[0], i, *t)
 	}
 	results = make([][]tensor.Tensor, len(devs))
 	for i := 1; i < len(results); i++ {
@@ -98,16 +99,11 @@ func (g *Group) broadcastBucket(ts []tensor.Tensor, bucket []int, devs []*device
 		return err
 	}
 	defer closeAll(copies)
-	for i, c := range copies {
-		views, err := c.UnflattenShared(part)
-		if err != nil {
-			return err
-		}
-		for k, v := range views {
-			results[i][bucket[k]] = v
-		}
+	views, err := tensor.UnflattenEach(copies, part)
+	for i, v := range views {
+		results[i] = putBack(results[i], bucket, v)
 	}
-	return nil
+	return err
 }
 
 // broadcastFlat returns copies of the elements of tensors of one type and device, one
@@ -131,10 +127,8 @@ func (g *Group) fan(ts []tensor.Tensor, devs []*device.Device) (copies []tensor.
 	if ts[0].DType().Size()*n*len(devs) > directBytes || slices.Contains(devs, s.Device()) {
 		return nil, nil
 	}
-	for _, d := range devs {
-		if near, err := memory.Reach(s.Device(), d); err != nil || !near {
-			return nil, err
-		}
+	if near, err := reach(s.Device(), devs...); err != nil || !near {
+		return nil, err
 	}
 	if slices.ContainsFunc(ts, func(t tensor.Tensor) bool { return !t.Contiguous() }) {
 		return nil, nil
@@ -197,7 +191,7 @@ func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalesced
 	}
 	results = make([]tensor.Tensor, len(tss[0]))
 	for _, bucket := range (limit{bytes: size}).buckets(tss[0]) {
-		if err := g.addBucket(op, tss, bucket, &c.ReduceAddConfig, results); err != nil {
+		if results, err = g.addBucket(op, tss, bucket, &c.ReduceAddConfig, results); err != nil {
 			closeAll(results)
 			return nil, err
 		}
@@ -222,12 +216,16 @@ func checkLists(g *Group, op string, tss [][]tensor.Tensor, c *ReduceAddConfig) 
 	found := shortest == 0
 	for i := range tss {
 		tss[i] = tss[i][:shortest]
-		for k, t := range tss[i] {
+		for k := range tss[i] {
+			t, model := &tss[i][k], &tss[0][k]
+			if k > 0 && t.OpenOn(tss[i][0].Device()) && t.DType() == model.DType() && tensor.SameShape(*t, *model) {
+				continue
+			}
 			if err := checkListed(g, op, tss, i, k); err != nil {
 				return nil, err
 			}
-			found = found || t.Device() == to
 		}
+		found = found || tss[i][0].Device() == to // they are all there
 	}
 	if !found {
 		return nil, refuse(op, "expects the destination %s to be the device of one of the lists", to)
@@ -237,8 +235,8 @@ func checkLists(g *Group, op string, tss [][]tensor.Tensor, c *ReduceAddConfig) 
 
 // checkListed checks tensor k of list i, behind those before it.
 func checkListed(g *Group, op string, tss [][]tensor.Tensor, i, k int) error {
-	t, first, model := tss[i][k], tss[i][0], tss[0][k]
-	if err := g.source(op, "tensor", k, t); err != nil {
+	t, first, model := &tss[i][k], &tss[i][0], &tss[0][k]
+	if err := g.source(op, "tensor", k, *t); err != nil {
 		return fmt.Errorf("%w (list %d)", err, i)
 	}
 	switch {
@@ -246,7 +244,7 @@ func checkListed(g *Group, op string, tss [][]tensor.Tensor, i, k int) error {
 		return refuse(op, "expects all tensors to be on devices, but tensor %d of list %d is on the host", k, i)
 	case t.Device() != first.Device():
 		return refuse(op, "expects the tensors of a list to be on one device, but of list %d tensor 0 is on %s and tensor %d on %s", i, first.Device(), k, t.Device())
-	case !slices.Equal(t.Shape(), model.Shape()):
+	case !tensor.SameShape(*t, *model):
 		return refuse(op, "tensor %d of list %d has invalid size: got %s, but expected %s", k, i, times(t.Shape()), times(model.Shape()))
 	case t.DType() != model.DType():
 		return refuse(op, "tensor %d of list %d is of %s, and that of list 0 of %s", k, i, t.DType(), model.DType())
@@ -255,20 +253,20 @@ func checkListed(g *Group, op string, tss [][]tensor.Tensor, i, k int) error {
 }
 
 // addBucket adds the tensors of a bucket over all lists.
-func (g *Group) addBucket(op string, tss [][]tensor.Tensor, bucket []int, c *ReduceAddConfig, results []tensor.Tensor) error {
+func (g *Group) addBucket(op string, tss [][]tensor.Tensor, bucket []int, c *ReduceAddConfig, results []tensor.Tensor) ([]tensor.Tensor, error) {
 	parts := make([][]tensor.Tensor, len(tss))
 	for i, ts := range tss {
 		parts[i] = pick(ts, bucket)
 	}
 	flat, err := g.addFlat(op, parts, c)
 	if err != nil {
-		return err
+		return results, err
 	}
-	views, err := flat.UnflattenShared(parts[0])
-	for k, v := range views {
-		results[bucket[k]] = v
+	views, err := tensor.UnflattenEach([]tensor.Tensor{flat}, parts[0])
+	if err == nil {
+		results = putBack(results, bucket, views[0])
 	}
-	return errors.Join(err, flat.Close())
+	return results, errors.Join(err, flat.Close())
 }
 
 // addFlat returns the sums over lists of tensors of one type, one after the other.

@@ -5,6 +5,7 @@ import (
 	"math"
 	"slices"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -31,13 +32,12 @@ func direct(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
 		if dst[i].IsHost() || src[i].IsHost() {
 			return false, nil
 		}
-		for _, t := range []*tensor.Tensor{&dst[i], &src[i]} {
-			if near, err := memory.Reach(s.Device(), t.Device()); err != nil || !near {
-				return false, err
-			}
-		}
-		if dst[i].Device() != src[i].Device() {
+		to, from := dst[i].Device(), src[i].Device()
+		if to != from {
 			far += dst[i].Bytes()
+		}
+		if near, err := reach(s.Device(), to, from); err != nil || !near {
+			return false, err
 		}
 	}
 	if far <= directBytes {
@@ -48,6 +48,19 @@ func direct(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
 		shortest, runs = min(shortest, row), runs || all
 	}
 	return !runs && shortest >= directRow, nil
+}
+
+// reach reports whether kernels of a device reach others, and opens the way.
+func reach(on *device.Device, others ...*device.Device) (bool, error) {
+	for _, d := range others {
+		if d == on {
+			continue
+		}
+		if near, err := memory.Reach(on, d); err != nil || !near {
+			return false, err
+		}
+	}
+	return true, nil
 }
 
 // alone enqueues work on s that uses tensors of the other streams, which may be all of the

@@ -22,10 +22,14 @@ func (l limit) buckets(ts []tensor.Tensor) (buckets [][]int) {
 	}
 	byType := map[memory.DType]*open{}
 	var types []memory.DType
-	for i, t := range ts {
-		b := byType[t.DType()]
+	var b *open
+	for i := range ts {
+		t := &ts[i]
+		if i == 0 || t.DType() != ts[i-1].DType() {
+			b = byType[t.DType()]
+		}
 		if b == nil {
-			b = &open{}
+			b = &open{indexes: make([]int, 0, len(ts)-i)}
 			byType[t.DType()] = b
 			types = append(types, t.DType())
 		}
@@ -57,6 +61,18 @@ func pick[E any](xs []E, indexes []int) []E {
 		part[k] = xs[i]
 	}
 	return part
+}
+
+// putBack is pick the other way round: it puts the parts to where they belong in all, which
+// may become the parts.
+func putBack[E any](all []E, indexes []int, parts []E) []E {
+	if len(indexes) == len(all) && slices.IsSorted(indexes) {
+		return parts // each once
+	}
+	for k, i := range indexes {
+		all[i] = parts[k]
+	}
+	return all
 }
 
 // flatten returns the elements of tensors of one type and device one after the other.

@@ -3,7 +3,6 @@ package comm
 import (
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 
 	"github.com/gochorus/chorus/device"
@@ -75,7 +74,7 @@ func newSum(g *Group, op string, ts []tensor.Tensor, c *ReduceAddConfig) (*sum, 
 		if t.Device() == to {
 			x.root = i
 		}
-		if !slices.Equal(t.Shape(), ts[0].Shape()) {
+		if !tensor.SameShape(t, ts[0]) {
 			return nil, refuse(op, "tensor %d has invalid size: got %s, but expected %s", i, times(t.Shape()), times(ts[0].Shape()))
 		}
 	}

@@ -197,6 +197,7 @@ func (x *scattering) enqueue() (results []tensor.Tensor, err error) {
 
 // allocate makes the results, of which those that need no copy are done.
 func (x *scattering) allocate() (results []tensor.Tensor, err error) {
+	results = make([]tensor.Tensor, 0, len(x.chunks))
 	for i, c := range x.chunks {
 		if x.streams[i] == nil {
 			results = append(results, c.Retain())
@@ -214,8 +215,9 @@ func (x *scattering) allocate() (results []tensor.Tensor, err error) {
 
 // copy enqueues the copies of the chunks.
 func (x *scattering) copy(results []tensor.Tensor) error {
-	var dst, src []tensor.Tensor
-	var on, others []*stream.Stream
+	n := len(results)
+	dst, src := make([]tensor.Tensor, 0, n), make([]tensor.Tensor, 0, n)
+	on, others := make([]*stream.Stream, 0, n), make([]*stream.Stream, 0, n)
 	for i, s := range x.streams {
 		if s == nil {
 			continue

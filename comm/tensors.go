@@ -3,7 +3,6 @@ package comm
 import (
 	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
@@ -37,7 +36,12 @@ func unfit(err error) error { return fmt.Errorf("%w: %w", err, ErrMismatch) }
 
 // rankOn returns the rank on a device, or -1.
 func (g *Group) rankOn(d *device.Device) int {
-	return slices.IndexFunc(g.members, func(m member) bool { return m.comm.Device() == d })
+	for i := range g.members {
+		if g.members[i].comm.Device() == d {
+			return i
+		}
+	}
+	return -1
 }
 
 // streamOf returns the group's stream that orders the use of t, or nil for a tensor
@@ -52,6 +56,7 @@ func (g *Group) streamOf(t tensor.Tensor) *stream.Stream {
 // devices checks a list of devices; nil stands for all of the group by rank.
 func (g *Group) devices(op string, list []*device.Device) ([]*device.Device, error) {
 	if list == nil {
+		list = make([]*device.Device, 0, len(g.members))
 		for i := range g.members {
 			list = append(list, g.Device(i))
 		}
@@ -133,11 +138,17 @@ func (g *Group) byRank(ts ...tensor.Tensor) []tensor.Tensor {
 // record tells that the group's streams use the tensors. Copies from the host do so
 // themselves.
 func (g *Group) record(ts ...tensor.Tensor) error {
-	for _, t := range ts {
+	var last *device.Device
+	var s *stream.Stream
+	for i := range ts {
+		t := &ts[i]
 		if t.IsHost() {
 			continue
 		}
-		if err := t.RecordStream(g.streamOf(t)); err != nil {
+		if d := t.Device(); d != last {
+			last, s = d, g.streamOf(*t)
+		}
+		if err := t.RecordStream(s); err != nil {
 			return err
 		}
 	}

@@ -2,11 +2,13 @@ package comm_test
 
 import (
 	"fmt"
+	"math"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -15,18 +17,59 @@ import (
 
 // The sizes of torch.cuda.comm's benchmark.
 func BenchmarkTorchComm(b *testing.B) {
+	onGroups(b, func(b *testing.B, g *comm.Group) {
+		for _, bytes := range []int{4096, 1 << 20, 64 << 20, 512 << 20} {
+			benchmarkTorch(b, g, bytes)
+		}
+		for _, shape := range [][]int{{16, 64}, {4096, 8192}} {
+			benchmarkColumns(b, g, shape[0], shape[1])
+		}
+		benchmarkCoalesced(b, g)
+	})
+}
+
+// Where one kernel and each copy by itself, or NCCL, cross.
+func BenchmarkTorchCommDirect(b *testing.B) {
+	onGroups(b, func(b *testing.B, g *comm.Group) {
+		for name, most := range map[string]int{"one kernel": math.MaxInt, "each by itself": -1} {
+			b.Run(name, func(b *testing.B) {
+				comm.SetDirectBytes(b, most)
+				for bytes := 256 << 10; bytes <= 256<<20; bytes *= 4 {
+					benchmarkTorch(b, g, bytes)
+				}
+				benchmarkColumns(b, g, 4096, 8192)
+				benchmarkCoalesced(b, g)
+			})
+		}
+	})
+}
+
+// onGroups runs a benchmark on 2 and 8 GPUs.
+func onGroups(b *testing.B, f func(b *testing.B, g *comm.Group)) {
 	for _, n := range []int{2, 8} {
 		b.Run(fmt.Sprint("gpus=", n), func(b *testing.B) {
 			devs := testgpu.CUDA(b, n)
+			traced := handle.Trace.Swap(false) // which programs do not do
+			defer handle.Trace.Store(traced)
 			g, err := comm.Local(testgpu.Context(b), devs...)
 			require.NoError(b, err)
 			defer g.Close()
-			for _, bytes := range []int{4096, 1 << 20, 64 << 20, 512 << 20} {
-				benchmarkTorch(b, g, bytes)
-			}
-			benchmarkCoalesced(b, g)
+			f(b, g)
 		})
 	}
+}
+
+// An operation returns what is to be closed.
+type operation struct {
+	name string
+	f    func() ([][]tensor.Tensor, error)
+}
+
+func one(y tensor.Tensor, err error) ([][]tensor.Tensor, error) {
+	return [][]tensor.Tensor{{y}}, err
+}
+func some(ys []tensor.Tensor, err error) ([][]tensor.Tensor, error) {
+	return [][]tensor.Tensor{ys}, err
 }
 
 func benchmarkTorch(b *testing.B, g *comm.Group, bytes int) {
@@ -35,27 +78,34 @@ func benchmarkTorch(b *testing.B, g *comm.Group, bytes int) {
 	for i := range g.Locals() {
 		xs = append(xs, zeros(b, g.Stream(i), bytes/4))
 	}
+	defer closing(b, append(xs, x)...)
 	parts, err := comm.Scatter(g, x, nil)
 	require.NoError(b, err)
 	defer closing(b, parts...)
-	rows, err := x.View(64, -1)
-	require.NoError(b, err)
-	columns, err := comm.Scatter(g, rows, &comm.ScatterConfig{Dim: 1})
-	require.NoError(b, err)
-	defer closing(b, columns...)
-	one := func(y tensor.Tensor, err error) ([]tensor.Tensor, error) { return []tensor.Tensor{y}, err }
-	for _, c := range []struct {
-		name string
-		f    func() ([]tensor.Tensor, error)
-	}{
-		{"broadcast", func() ([]tensor.Tensor, error) { return comm.Broadcast(g, x, nil) }},
-		{"scatter", func() ([]tensor.Tensor, error) { return comm.Scatter(g, x, nil) }},
-		{"gather", func() ([]tensor.Tensor, error) { return one(comm.Gather(g, parts, nil)) }},
-		{"reduce_add", func() ([]tensor.Tensor, error) { return one(comm.ReduceAdd(g, xs, nil)) }},
-		{"scatter dim1", func() ([]tensor.Tensor, error) { return comm.Scatter(g, rows, &comm.ScatterConfig{Dim: 1}) }},
-		{"gather dim1", func() ([]tensor.Tensor, error) { return one(comm.Gather(g, columns, &comm.GatherConfig{Dim: 1})) }},
+	for _, c := range []operation{
+		{"broadcast", func() ([][]tensor.Tensor, error) { return some(comm.Broadcast(g, x, nil)) }},
+		{"scatter", func() ([][]tensor.Tensor, error) { return some(comm.Scatter(g, x, nil)) }},
+		{"gather", func() ([][]tensor.Tensor, error) { return one(comm.Gather(g, parts, nil)) }},
+		{"reduce_add", func() ([][]tensor.Tensor, error) { return one(comm.ReduceAdd(g, xs, nil)) }},
 	} {
 		b.Run(fmt.Sprintf("%s/bytes=%d", c.name, bytes), func(b *testing.B) { timed(b, g, c.f) })
+	}
+}
+
+// Matrices are divided between their columns.
+func benchmarkColumns(b *testing.B, g *comm.Group, rows, columns int) {
+	x := zeros(b, g.Stream(0), rows*columns)
+	defer closing(b, x)
+	whole, err := x.View(rows, columns)
+	require.NoError(b, err)
+	parts, err := comm.Scatter(g, whole, &comm.ScatterConfig{Dim: 1})
+	require.NoError(b, err)
+	defer closing(b, parts...)
+	for _, c := range []operation{
+		{"scatter dim1", func() ([][]tensor.Tensor, error) { return some(comm.Scatter(g, whole, &comm.ScatterConfig{Dim: 1})) }},
+		{"gather dim1", func() ([][]tensor.Tensor, error) { return one(comm.Gather(g, parts, &comm.GatherConfig{Dim: 1})) }},
+	} {
+		b.Run(fmt.Sprintf("%s/bytes=%d", c.name, 4*rows*columns), func(b *testing.B) { timed(b, g, c.f) })
 	}
 }
 
@@ -66,31 +116,28 @@ func benchmarkCoalesced(b *testing.B, g *comm.Group) {
 		for k := range 300 {
 			xs[i] = append(xs[i], zeros(b, g.Stream(i), 1000+k))
 		}
+		defer closing(b, xs[i]...)
 	}
 	b.Run("broadcast_coalesced", func(b *testing.B) {
-		timed(b, g, func() (all []tensor.Tensor, err error) {
-			ys, err := comm.BroadcastCoalesced(g, xs[0], nil)
-			for _, l := range ys {
-				all = append(all, l...)
-			}
-			return all, err
-		})
+		timed(b, g, func() ([][]tensor.Tensor, error) { return comm.BroadcastCoalesced(g, xs[0], nil) })
 	})
 	b.Run("reduce_add_coalesced", func(b *testing.B) {
-		timed(b, g, func() ([]tensor.Tensor, error) { return comm.ReduceAddCoalesced(g, xs, nil) })
+		timed(b, g, func() ([][]tensor.Tensor, error) { return some(comm.ReduceAddCoalesced(g, xs, nil)) })
 	})
 }
 
 // timed repeats f and the closing of its results.
-func timed(b *testing.B, g *comm.Group, f func() ([]tensor.Tensor, error)) {
+func timed(b *testing.B, g *comm.Group, f func() ([][]tensor.Tensor, error)) {
 	again := func() {
-		ys, err := f()
+		all, err := f()
 		if err != nil {
 			b.Fatal(err)
 		}
-		for _, y := range ys {
-			if err := y.Close(); err != nil {
-				b.Fatal(err)
+		for _, ys := range all {
+			for i := range ys {
+				if err := ys[i].Close(); err != nil {
+					b.Fatal(err)
+				}
 			}
 		}
 	}
@@ -107,7 +154,6 @@ func zeros(b *testing.B, s *stream.Stream, n int) tensor.Tensor {
 	b.Helper()
 	x, err := tensor.Make(s, memory.Float32, n)
 	require.NoError(b, err)
-	b.Cleanup(func() { require.NoError(b, x.Close()) })
 	raw, err := tensor.Slice[float32](x)
 	require.NoError(b, err)
 	require.NoError(b, raw.Zero(s))

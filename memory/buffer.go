@@ -66,6 +66,9 @@ func (b *Buffer) Bytes() int { return int(b.bytes) }
 // Device returns the device whose memory it is.
 func (b *Buffer) Device() *device.Device { return b.stream.Device() }
 
+// OpenOn reports whether it is open and memory of a device. For Chorus's own packages.
+func (b *Buffer) OpenOn(d *device.Device) bool { return b.stream.Device() == d && !b.owner.Closed() }
+
 // Stream returns the stream in whose order the buffer was allocated and will be
 // freed.
 func (b *Buffer) Stream() *stream.Stream { return b.stream }
@@ -153,14 +156,24 @@ func (b *Buffer) giveBack() error {
 		}
 		b.heap.tidy()
 	}
-	for _, s := range append(b.users, b.stream) {
-		if b.heap != nil && stream.InCallback() {
-			b.heap.retire(s) // it may be closed, and then the driver is asked
-			continue
+	for _, s := range b.users {
+		if err := b.letGo(s); err != nil {
+			errs = append(errs, err)
 		}
-		errs = append(errs, s.Release())
+	}
+	if err := b.letGo(b.stream); err != nil {
+		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
+}
+
+// letGo gives up a stream.
+func (b *Buffer) letGo(s *stream.Stream) error {
+	if b.heap != nil && stream.InCallback() {
+		b.heap.retire(s) // it may be closed, and then the driver is asked
+		return nil
+	}
+	return s.Release()
 }
 
 // refuseCapture returns an error while a stream that the buffer is freed after

@@ -190,6 +190,9 @@ func Overlaps(a, b Tensor) bool {
 	return p < q+uint64(b.Bytes()) && q < p+uint64(a.Bytes())
 }
 
+// SameShape reports whether two tensors have the same dimensions.
+func SameShape(a, b Tensor) bool { return slices.Equal(a.shape, b.shape) }
+
 // same reports whether two tensors are of the same elements in the same order.
 func same(a, b Tensor) bool {
 	return a.Ptr() == b.Ptr() && a.Device() == b.Device() && a.dtype == b.dtype &&

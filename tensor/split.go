@@ -1,6 +1,9 @@
 package tensor
 
-import "fmt"
+import (
+	"fmt"
+	"slices"
+)
 
 // Chunk cuts a dimension into at most n views of equal length, the last perhaps
 // shorter (torch.chunk): each has the nth part, rounded up, so that there can be
@@ -90,23 +93,43 @@ func (t Tensor) Unflatten(like []Tensor) ([]Tensor, error) {
 	return out, nil
 }
 
-// UnflattenShared is Unflatten of which each view has a share of its own in the memory, as
-// Retain gives it, to be closed too.
-func (t Tensor) UnflattenShared(like []Tensor) ([]Tensor, error) {
-	out, err := t.Unflatten(like)
-	if err != nil || t.mem == nil {
-		return out, err
+// UnflattenEach is Unflatten of several tensors of one length, which own their memory. Each
+// view has a share of its own in that, as Retain gives it, to be closed too.
+func UnflattenEach(flats, like []Tensor) ([][]Tensor, error) {
+	out := make([][]Tensor, len(flats))
+	for i := range flats {
+		t := &flats[i]
+		if i == 0 || t.dtype != flats[0].dtype || t.off != flats[0].off || !SameShape(*t, flats[0]) || !t.Contiguous() {
+			var err error
+			if out[i], err = t.Unflatten(like); err != nil {
+				return nil, err
+			}
+		} else {
+			out[i] = slices.Clone(out[0]) // the same but for the memory
+		}
+		t.shareOut(out[i])
+	}
+	return out, nil
+}
+
+// shareOut gives views shares in the memory of t.
+func (t *Tensor) shareOut(views []Tensor) {
+	if t.mem == nil {
+		return
 	}
 	t.mem.mu.Lock()
 	defer t.mem.mu.Unlock()
-	if t.mem.refs == 0 {
-		return out, nil
+	owned := t.mem.refs > 0
+	if owned {
+		t.mem.refs += len(views)
 	}
-	t.mem.refs += len(out)
-	refs := make([]reference, len(out))
-	for i := range out {
-		refs[i].mem = t.mem
-		out[i].ref = &refs[i]
+	refs := make([]reference, len(views))
+	for i := range views {
+		v := &views[i]
+		v.mem, v.ref = t.mem, nil
+		if owned {
+			refs[i].mem = t.mem
+			v.ref = &refs[i]
+		}
 	}
-	return out, nil
 }

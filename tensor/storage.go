@@ -2,6 +2,7 @@ package tensor
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/gochorus/chorus/memory"
@@ -27,6 +28,7 @@ type reference struct {
 // Make allocates a row-major tensor of the given shape in the order of s, for the
 // caller to close (torch.empty). The contents are undefined. See memory.Alloc.
 func Make(s *stream.Stream, t memory.DType, shape ...int) (Tensor, error) {
+	shape = slices.Clone(shape)
 	return makeStrided(s, t, shape, rowMajor(shape))
 }
 
@@ -40,7 +42,7 @@ func MakeLike(s *stream.Stream, x Tensor, t memory.DType) (Tensor, error) {
 	return makeStrided(s, t, x.shape, likeStrides(x.shape, x.strides))
 }
 
-// makeStrided allocates a dense tensor.
+// makeStrided allocates a dense tensor, which keeps the shape and the strides.
 func makeStrided(s *stream.Stream, t memory.DType, shape, strides []int) (Tensor, error) {
 	if t.Size() == 0 {
 		return Tensor{}, fmt.Errorf("tensor: make: %s is no type of elements", t)
@@ -53,13 +55,12 @@ func makeStrided(s *stream.Stream, t memory.DType, shape, strides []int) (Tensor
 	if err != nil {
 		return Tensor{}, err
 	}
-	x, err := over(&storage{buf: buf, refs: 1}, 0, t, n, shape)
-	if err != nil {
-		return Tensor{}, err
-	}
-	x.strides = append([]int(nil), strides...)
-	x.ref = &reference{mem: x.mem}
-	return x, nil
+	own := &struct {
+		mem storage
+		ref reference // the first
+	}{mem: storage{buf: buf, refs: 1}}
+	own.ref.mem = &own.mem
+	return Tensor{mem: &own.mem, ref: &own.ref, dtype: t, shape: shape, strides: strides}, nil
 }
 
 // Retain returns a tensor of the same elements with a share of its own in their

@@ -74,20 +74,25 @@ func CanAddAll(s *stream.Stream, dst Tensor, lists [][]Tensor) (bool, error) {
 		return false, nil
 	}
 	for _, list := range lists {
-		n := 0
+		if len(list) != len(lists[0]) {
+			return false, nil
+		}
+		total, on := 0, s.Device()
 		for k := range list {
 			x := &list[k]
-			if x.dtype != dst.dtype || x.IsHost() || !x.Contiguous() || k >= len(lists[0]) || x.Len() != lists[0][k].Len() {
+			n := x.Len()
+			if x.dtype != dst.dtype || x.IsHost() || !x.Contiguous() || n != lists[0][k].Len() {
 				return false, nil
 			}
-			if d := x.Device(); d != s.Device() && (k == 0 || d != list[k-1].Device()) {
+			if d := x.Device(); d != on {
 				if near, err := reaches(s.Device(), d); err != nil || !near {
 					return false, err
 				}
+				on = d
 			}
-			n += x.Len()
+			total += n
 		}
-		if n != dst.Len() || len(list) != len(lists[0]) {
+		if total != dst.Len() {
 			return false, nil
 		}
 	}

@@ -184,6 +184,12 @@ func (t Tensor) Check(op string, dev *device.Device) error {
 	return nil
 }
 
+// OpenOn reports whether t is memory of a device that can be used, where Check says why
+// not. For Chorus's own packages.
+func (t *Tensor) OpenOn(dev *device.Device) bool {
+	return t.mem != nil && t.mem.buf != nil && t.mem.buf.OpenOn(dev)
+}
+
 // raw returns the device address of the first element.
 func (t Tensor) raw() (cudadrv.DevicePtr, error) {
 	if err := t.Check("tensor", nil); err != nil {

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -33,8 +34,38 @@ type fault struct {
 type faults struct {
 	plan map[string]map[int]fault
 
+	counts atomic.Pointer[callCount] // of CountCalls
+
 	mu    sync.Mutex
 	count map[string]int
+}
+
+// A callCount has how often each function was called.
+type callCount struct {
+	mu sync.Mutex
+	n  map[string]int
+}
+
+// CountCalls counts the calls of the libraries from now on, by their C names; it replaces
+// a count that goes on. stop ends it and returns what was counted.
+func (m *Machine) CountCalls() (stop func() map[string]int) {
+	c := &callCount{n: map[string]int{}}
+	m.faults.counts.Store(c)
+	return func() map[string]int {
+		m.faults.counts.CompareAndSwap(c, nil)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return maps.Clone(c.n)
+	}
+}
+
+func (c *callCount) add(name string) {
+	if c == nil {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.n[name]++
 }
 
 // hit counts a call and returns what the plan has for it. A call that has something
@@ -46,6 +77,7 @@ func (f *faults) hit(name string) (status int32, hang bool) {
 
 // next is hit for calls that more may befall.
 func (f *faults) next(name string) fault {
+	f.counts.Load().add(name)
 	if f.plan == nil {
 		return fault{}
 	}

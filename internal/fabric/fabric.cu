@@ -12,7 +12,8 @@
 // What takes time is a word's way to another GPU and, once it is there, each load of a
 // thread that waits for the one before. So threads ask for all that they need before
 // they use the first of it, and nothing but the words themselves lies between the
-// beginning of a kernel and its end.
+// beginning of a kernel and its end. A block waits for nothing but the same block of the
+// other ranks, so that not all of them must have room on a device at once.
 
 typedef signed char i8;
 typedef unsigned char u8;
@@ -85,6 +86,7 @@ struct Rank {
 	u32* host;         // two words in the host's memory: not 0 when the rank gives up, and when it has
 	u64 signature;     // of the operation
 	u64 epoch;
+	u64 place;         // of what belongs to this epoch, in the scratch memory of any rank
 	u32 spins;
 	bool over;         // given up: what it has is no result, and nothing of it is sent
 };
@@ -102,12 +104,15 @@ static __device__ __forceinline__ u32 count(const Rank& me) { return CHORUS_RANK
 static __device__ __forceinline__ u32 count(const Rank& me) { return me.ranks; }
 #endif
 
+static const u64 signals = (u64)BLOCKS * RANKS * 4 * sizeof(u64);
+
 // enter begins the operation. An operation is over from its beginning if the rank gave
 // up in an earlier one, whatever its other threads do in this one meanwhile.
 static __device__ __forceinline__ void enter(Rank& me) {
 	u64 ticks, gaveUp;
 	asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(ticks), "=l"(gaveUp) : "l"(me.control) : "memory");
 	me.epoch = ticks / EPOCH + 1;
+	me.place = signals + ((me.epoch & 1) != 0 ? count(me) * me.slot + me.whole : 0);
 	me.over = gaveUp != 0 && gaveUp < me.epoch;
 	me.spins = 0;
 }
@@ -123,11 +128,9 @@ static __device__ __forceinline__ void entered(const Rank& me) {
 	counted(me);
 }
 
-static const u64 signals = (u64)BLOCKS * RANKS * 4 * sizeof(u64);
-
 // from returns where a rank's scratch has, in this epoch, what rank r sends to it.
 static __device__ __forceinline__ char* from(const Rank& me, char* scratch, u32 r) {
-	return scratch + signals + (me.epoch & 1) * (count(me) * me.slot + me.whole) + r * me.slot;
+	return scratch + r * me.slot + me.place;
 }
 static __device__ __forceinline__ char* gathered(const Rank& me, char* scratch) { return from(me, scratch, count(me)); }
 
@@ -160,10 +163,12 @@ static __device__ __forceinline__ void barrier(Rank& me, u32 n) {
 	const u64 at = (u64)blockIdx.x * RANKS * 4 + (me.epoch & 1) * 2 + n;
 	__syncthreads();
 	if (n == 0) counted(me);
+	const u32 k = threadIdx.x;
+	if (k > 0 && k < count(me)) {
+		char* peer = me.peer[1];
 #pragma unroll
-	for (u32 k = 1; k < MOST; k++) {
-		if (k >= count(me) || threadIdx.x != k) continue;
-		if (!me.over) release((u64*)me.peer[k] + at + me.rank * 4, want);
+		for (u32 j = 2; j < MOST; j++) peer = k == j ? me.peer[j] : peer; // and no branch: all signal at once
+		if (!me.over) release((u64*)peer + at + me.rank * 4, want);
 		const u64* mine = (const u64*)me.peer[0] + at + after(me, k) * 4;
 		while (acquire(mine) != want && !stalled(me)) {}
 	}

@@ -185,7 +185,10 @@ func makeGathered(s *stream.Stream, ts []tensor.Tensor, shape []int) (tensor.Ten
 
 // collect copies the tensors to their parts of the result.
 func (g *Group) collect(parts, ts []tensor.Tensor) error {
-	if err := g.record(append(slices.Clone(ts), parts[0])...); err != nil {
+	if err := g.record(ts...); err != nil {
+		return err
+	}
+	if err := g.record(parts[0]); err != nil {
 		return err
 	}
 	to := g.streamOf(parts[0])

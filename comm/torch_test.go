@@ -367,6 +367,19 @@ func orderOfTheSum(t *testing.T, _ bool) {
 			require.Equal(t, c.want, got[0].Float32())
 			closing(t, y)
 		}
+		// Coalesced too the destination's comes first: 1 + 1 + 2048 is exact.
+		two := func(i int) []tensor.Tensor { return []tensor.Tensor{xs[i], xs[i]} }
+		sums, err := comm.ReduceAddCoalesced(g, [][]tensor.Tensor{two(2), two(0), two(1)},
+			&comm.ReduceAddCoalescedConfig{ReduceAddConfig: comm.ReduceAddConfig{Destination: devs[1], Deterministic: true}})
+		require.NoError(t, err)
+		for _, y := range sums {
+			sum, err := tensor.Slice[memory.Float16](y)
+			require.NoError(t, err)
+			got := make([]memory.Float16, 1)
+			require.NoError(t, sum.CopyTo(g.Stream(1), got))
+			require.Equal(t, float32(2050), got[0].Float32())
+		}
+		closing(t, sums...)
 		// 1 + 1 first and 2048 last is exact: the order shows.
 		y, err := comm.ReduceAdd(g, []tensor.Tensor{xs[1], xs[2], xs[0]}, &comm.ReduceAddConfig{Destination: devs[1]})
 		require.NoError(t, err)

@@ -36,9 +36,9 @@ func (t Tensor) Split(size, dim int) ([]Tensor, error) {
 	if all == 0 {
 		return []Tensor{t.view()}, nil
 	}
-	var out []Tensor
+	out := make([]Tensor, 0, (all+size-1)/size)
 	for at := 0; at < all; at += size {
-		out = append(out, t.narrow(d, at, min(size, all-at)))
+		out = append(out, t.part(d, at, min(size, all-at), out))
 	}
 	return out, nil
 }
@@ -60,13 +60,27 @@ func (t Tensor) SplitSizes(sizes []int, dim int) ([]Tensor, error) {
 	if sum != t.shape[d] {
 		return nil, fmt.Errorf("tensor: split dimension %d of shape %v by %v: want sizes that sum exactly to %d", dim, t.shape, sizes, t.shape[d])
 	}
-	out := make([]Tensor, len(sizes))
+	out := make([]Tensor, 0, len(sizes))
 	at := 0
-	for i, n := range sizes {
-		out[i] = t.narrow(d, at, n)
+	for _, n := range sizes {
+		out = append(out, t.part(d, at, n, out))
 		at += n
 	}
 	return out, nil
+}
+
+// part is narrow for a dimension that is cut. Shapes and strides are never changed, so that
+// they can be shared, also with the part before.
+func (t Tensor) part(d, from, n int, before []Tensor) Tensor {
+	t.ref = nil
+	t.off += from * t.strides[d] * t.dtype.Size()
+	if i := len(before) - 1; i >= 0 && before[i].shape[d] == n {
+		t.shape = before[i].shape
+		return t
+	}
+	t.shape = slices.Clone(t.shape)
+	t.shape[d] = n
+	return t
 }
 
 // Unflatten returns views of a tensor of one dimension with the shapes of others, one

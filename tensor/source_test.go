@@ -99,6 +99,9 @@ func TestSourceAgreesWithGo(t *testing.T) {
 			trials = append(trials, fanTrial(r, width, count, 1+r.IntN(maxDestinations)))
 		}
 	}
+	for d := memory.Bool; d <= memory.Float8E5M2T; d++ {
+		require.Contains(t, sumTypes, unsigned(d), "the kernel has no %s", d)
+	}
 	for _, d := range sumTypes {
 		for _, places := range []int{1, 2, 3, 8, 9, 17} {
 			trials = append(trials, sumTrial(r, d, places, 1+r.IntN(sumPieces(places)), false))

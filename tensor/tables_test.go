@@ -73,7 +73,7 @@ func TestCopyAllAcross(t *testing.T) {
 func TestCopyLargeRows(t *testing.T) {
 	eachPair(t, func(t *testing.T, s, o *stream.Stream) {
 		r := random(t)
-		const rows, columns = 300, 640
+		const rows, columns = 300, 641
 		in := make([]uint8, rows*columns)
 		for i := range in {
 			in[i] = uint8(r.Uint32())
@@ -83,7 +83,7 @@ func TestCopyLargeRows(t *testing.T) {
 		defer x.Close()
 		whole, err := tensor.Of(x, rows, columns)
 		require.NoError(t, err)
-		sizes := []int{128, 256, 255, 1} // of which the widths are 16 bytes and 1
+		sizes := []int{128, 256, 255, 2} // whose widths differ, as does that of a row of the whole
 		parts, err := whole.SplitSizes(sizes, 1)
 		require.NoError(t, err)
 		var to []tensor.Tensor
@@ -121,7 +121,7 @@ func TestCopyLargeRows(t *testing.T) {
 func TestFlatten(t *testing.T) {
 	eachPair(t, func(t *testing.T, s, o *stream.Stream) {
 		r := random(t)
-		for _, n := range []int{0, 1, 5, 400} {
+		for _, n := range []int{0, 1, 5, 600} {
 			for _, ways := range []int{1, 3, 19} {
 				for _, gaps := range []bool{false, true} {
 					d := []memory.DType{memory.Int8, memory.BFloat16T, memory.Float32, memory.Int64}[r.IntN(4)]
@@ -135,7 +135,9 @@ func TestFlatten(t *testing.T) {
 							from = append(from, f.view)
 							continue
 						}
-						x := allocate(t, s, d, shape)
+						at := r.IntN(2) // which may be aligned for one element only
+						x, err := allocate(t, s, d, []int{shape[0]*shape[1] + 1}).Narrow(0, at, shape[0]*shape[1])
+						require.NoError(t, err)
 						b := noise(r, x.Bytes())
 						require.NoError(t, raw(t, x).CopyFrom(s, b))
 						from, want = append(from, x), append(want, b...)

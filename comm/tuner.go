@@ -132,6 +132,9 @@ func (x *tuner) time(ctx context.Context, c *Choice, streams []*stream.Stream, i
 	if x.m.comm.Device().System().Machine() != nil {
 		n, launches, rounds = 1, 1, 1 // there is nothing to measure
 	}
+	if err := issue(); err != nil { // NCCL connects ranks then, which it cannot in a capture
+		return 0, err
+	}
 	exec, err := graph.Capture(streams, func() error {
 		for range n {
 			if err := issue(); err != nil {

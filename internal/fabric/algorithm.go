@@ -26,7 +26,7 @@ func (a Algorithm) String() string {
 // spans has, by the number of ranks, up to how many bytes OneShot and TwoShotPackets
 // are the fastest: measured for 2 H200s, and guessed from a prototype's figures for more.
 var spans = [maxRanks + 1][2]int{
-	2: {512 << 10, 1 << 20},
+	2: {1 << 20, 1 << 20},
 	3: {128 << 10, 256 << 10}, 4: {128 << 10, 256 << 10},
 	5: {32 << 10, 256 << 10}, 6: {32 << 10, 256 << 10}, 7: {32 << 10, 256 << 10}, 8: {32 << 10, 256 << 10},
 }

@@ -472,6 +472,8 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		"nothing in it":      {"", "EOF"},
 		"cut":                {string(data[:len(data)/2]), "unexpected EOF"},
 		"two":                {string(data) + "{}", "there is more behind its end"},
+		"a bracket behind":   {string(data) + "}", "there is more behind its end"},
+		"no strategy":        {swap(`"strategy": "own",`, ""), "by environment"},
 		"of another form":    {swap(`"form": 1`, `"form": 2`), "it is of form 2, and this Chorus knows form 1"},
 		"null":               {`{"form": 1, "tunings": [null]}`, "null"},
 		"unknown field":      {swap(`"gpu"`, `"gpus"`), "gpus"},
@@ -519,6 +521,8 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		_, err = comm.LocalWith(testgpu.Context(t), &comm.Config{Strategy: comm.Tuned, Tuning: &c.tuning}, devs...)
 		require.ErrorContains(t, err, c.text)
 	}
+	// What no group could read is not written.
+	require.ErrorContains(t, (&comm.Tuning{Choices: []comm.Choice{{Operation: "sum"}}}).Save(good), `there is no operation "sum"`)
 	// One for another place is no hindrance, and is kept.
 	t.Setenv(env.TuningFile.Name, good)
 	other := *tuning

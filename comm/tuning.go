@@ -90,7 +90,7 @@ func (c *Choice) read() error {
 		return fmt.Errorf("%s of %d bytes has no times", c.Operation, c.Bytes)
 	}
 	for i, t := range c.Times {
-		if t.Strategy == Tuned || !(t.Micros >= 0) || math.IsInf(t.Micros, 0) || i > 0 && t.Micros < c.Times[i-1].Micros {
+		if t.Strategy == ByEnvironment || t.Strategy >= Tuned || !(t.Micros >= 0) || math.IsInf(t.Micros, 0) || i > 0 && t.Micros < c.Times[i-1].Micros {
 			return fmt.Errorf("%s of %d bytes has %v of %s: want the fastest first", c.Operation, c.Bytes, t.Micros, t.Strategy)
 		}
 	}

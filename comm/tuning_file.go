@@ -59,6 +59,9 @@ func LoadTuning(path string, at Site) (*Tuning, error) {
 // Save writes the Tuning to a file, beside those for other places that are there. It
 // replaces a file as a whole or not at all.
 func (t *Tuning) Save(path string) error {
+	if err := t.check(); err != nil { // which no group could read any more
+		return fmt.Errorf("comm: write the tuning: %w", err)
+	}
 	f, err := readTunings(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		f = &tuningFile{Form: tuningForm}
@@ -94,7 +97,7 @@ func readTunings(path string) (*tuningFile, error) {
 	err = d.Decode(f)
 	switch {
 	case err != nil:
-	case d.More():
+	case len(bytes.TrimSpace(data[d.InputOffset():])) > 0:
 		err = errors.New("there is more behind its end")
 	case f.Form != tuningForm:
 		err = fmt.Errorf("it is of form %d, and this Chorus knows form %d", f.Form, tuningForm)

@@ -43,8 +43,9 @@ const (
 	// is small is copied to a window that all ranks have registered, and its result from
 	// there: sums of floats of 16 and 32 bits, all-gathers and reduce-scatters, up to
 	// 4 MiB. Before NCCL 2.28.7 these corrupt parts that are no multiple of 8 bytes,
-	// which the ordinary kernels then get. Memory that is in windows already needs no
-	// strategy (nccl.Communicator.RegisterWindow).
+	// which the ordinary kernels then get. Each rank has 8 MiB of device memory for it; the
+	// order of operations and graphs, and what Close waits for, are as for OwnKernels. Memory
+	// that is in windows already needs no strategy (nccl.Communicator.RegisterWindow).
 	Windows
 	// CopyEngines is the devices' copy engines for all-gathers and all-to-alls of a group
 	// whose ranks are all of this process and reach each other's memory, where one call,

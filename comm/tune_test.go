@@ -21,6 +21,7 @@ import (
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
 )
 
 // groupBy makes a group with a strategy.
@@ -141,6 +142,51 @@ func TestWindowsAreUsed(t *testing.T) {
 		copy(before[i][100:], total(hs)[50*i:50*i+50])
 		require.Equal(t, before[i], read(t, g, i, ys[i]))
 	}
+}
+
+// TestWindowsAndGraphs launches a graph on a stream of one rank, the group's or another,
+// beside operations of the group, without a word about order: the window is one for all.
+func TestWindowsAndGraphs(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := groupBy(t, devs, comm.Config{Strategy: comm.Windows})
+		other, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer other.Close()
+		for _, s := range []*stream.Stream{g.Stream(0), other} {
+			var in, out [2]comm.Shards[float32]
+			var want [2][]float32
+			for k := range in {
+				xs, hs := shards(t, g, 2000)
+				in[k], want[k] = xs, total(hs)
+				out[k], _ = shards(t, g, 2000)
+			}
+			sum := func(k int) error {
+				return nccl.Group(g.Communicator(0), func() error {
+					for i := range in[k] {
+						if err := nccl.AllReduce(g.Communicator(i), g.Stream(i), out[k][i], in[k][i], nccl.Sum); err != nil {
+							return err
+						}
+					}
+					return nil
+				})
+			}
+			x, err := graph.Capture(g.Streams(), func() error { return sum(0) })
+			require.NoError(t, err)
+			defer x.Close()
+			require.NoError(t, g.Wait(testgpu.Context(t)))
+			for range 30 {
+				require.NoError(t, x.Launch(s))
+				require.NoError(t, sum(1))
+			}
+			require.NoError(t, g.Wait(testgpu.Context(t)))
+			require.NoError(t, s.Sync(testgpu.Context(t)))
+			for k := range out {
+				for i := range out[k] {
+					require.Equal(t, want[k], read(t, g, i, out[k][i]))
+				}
+			}
+		}
+	})
 }
 
 // TestWindowsFail fails the copies there and back.

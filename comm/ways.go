@@ -117,7 +117,9 @@ func (k *ways) Lend(s *stream.Stream, x nccl.Collective) (dst, src uint64, err e
 }
 
 // Return is for nccl.Substitute.
-func (k *ways) Return(s *stream.Stream, x nccl.Collective) error { return k.window.back(s, x) }
+func (k *ways) Return(s *stream.Stream, x nccl.Collective, taken bool) error {
+	return k.window.back(s, x, taken)
+}
 
 // Together is for nccl.Substitute.
 func (k *ways) Together(ss []*stream.Stream, xs []nccl.Collective) error {

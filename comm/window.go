@@ -23,6 +23,7 @@ type window struct {
 	pool       *memory.Pool
 	mem        memory.Slice[uint8]
 	registered *nccl.Window
+	order      stream.Sequence // of the operations: the next one waits for the copy back
 }
 
 // openWindows registers a window of each local rank, where NCCL can.
@@ -71,7 +72,23 @@ func (w *window) close() error {
 	if w == nil {
 		return nil
 	}
-	return errors.Join(w.registered.Close(), w.mem.Close(), w.pool.Close())
+	done := w.order.Close("comm: close a window", func(users []*stream.Stream) error {
+		var errs []error
+		for _, s := range users {
+			errs = append(errs, settle(s))
+		}
+		return errors.Join(errs...)
+	})
+	return errors.Join(done, w.registered.Close(), w.mem.Close(), w.pool.Close())
+}
+
+// settle waits for a stream. A device that is lost uses nothing.
+func settle(s *stream.Stream) error {
+	err := s.Device().Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.Raw()) })
+	if s.Device().Err() != nil {
+		return nil
+	}
+	return err
 }
 
 // fits reports whether NCCL has a symmetric kernel for x that is right, and the window
@@ -94,15 +111,29 @@ func (w *window) extents(x nccl.Collective) (in, out int) {
 }
 
 // lend copies what an operation reads to the window, and returns where NCCL is to read
-// and write.
+// and write. Until back the window is this operation's.
 func (w *window) lend(s *stream.Stream, x nccl.Collective) (dst, src uint64, err error) {
+	if err := s.Captured(&w.order); err != nil {
+		return 0, 0, err
+	}
+	if err := w.order.Begin(s); err != nil {
+		return 0, 0, err
+	}
 	in, _ := w.extents(x)
 	src, dst = w.mem.Ptr(), w.mem.Ptr()+windowBytes
-	return dst, src, copyBytes(s, src, x.Src, in)
+	if err := copyBytes(s, src, x.Src, in); err != nil {
+		w.order.End()
+		return 0, 0, err
+	}
+	return dst, src, nil
 }
 
-// back copies what an operation has written from the window.
-func (w *window) back(s *stream.Stream, x nccl.Collective) error {
+// back copies what an operation has written from the window, if NCCL has taken it.
+func (w *window) back(s *stream.Stream, x nccl.Collective, taken bool) error {
+	defer w.order.End()
+	if !taken {
+		return nil
+	}
 	_, out := w.extents(x)
 	return copyBytes(s, x.Dst, w.mem.Ptr()+windowBytes, out)
 }

@@ -202,15 +202,12 @@ func (g *group) enqueue(c *Communicator) error {
 			g.errs[i] = err
 		}
 	}
-	if err := g.outcome(); err != nil {
-		return err
-	}
 	for i := range g.ops {
-		if err := g.ops[i].settle(); err != nil {
-			return err
+		if err := g.ops[i].settle(g.errs[i] == nil); g.errs[i] == nil {
+			g.errs[i] = err
 		}
 	}
-	return nil
+	return g.outcome()
 }
 
 // refused takes the first n operations back.

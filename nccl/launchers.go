@@ -54,8 +54,9 @@ func (g *group) expect() {
 // Do enqueues operation i.
 func (g *group) Do(i int) {
 	o := &g.ops[i]
-	if g.errs[i] = o.give(); g.errs[i] == nil {
-		g.errs[i] = o.settle()
+	g.errs[i] = o.give()
+	if err := o.settle(g.errs[i] == nil); g.errs[i] == nil {
+		g.errs[i] = err
 	}
 }
 

@@ -26,6 +26,7 @@ type operation struct {
 	sends, recvs []int   // the elements of each rank, where they differ
 	captured     bool    // into a graph
 	service      Service // of the communicator's Substitute
+	lent         bool    // by it, until settle
 	capture      uint64  // which one, in a group
 
 	callers *[maxFrames]uintptr // nil unless they are to be recorded
@@ -202,11 +203,12 @@ func (o *operation) run() error {
 	}
 	o.substituted()
 	if err := o.give(); err != nil {
+		_ = o.settle(false) // err was first
 		o.refused()
 		return err
 	}
 	c.rec.took(o)
-	return o.settle()
+	return o.settle(true)
 }
 
 // still checks again what may have changed since the operation was issued.

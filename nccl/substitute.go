@@ -18,9 +18,9 @@ type Substitute interface {
 	// Lend returns the buffers that NCCL is to use for one for which Takes has said
 	// Lending, when it has enqueued the copy of what the operation reads to them.
 	Lend(s *stream.Stream, x Collective) (dst, src uint64, err error)
-	// Return enqueues the copy of what the operation has written to lent buffers to
-	// where it belongs.
-	Return(s *stream.Stream, x Collective) error
+	// Return ends each Lend that had no error: if NCCL has taken the operation, it
+	// enqueues the copy of what that writes to lent buffers to where it belongs.
+	Return(s *stream.Stream, x Collective, taken bool) error
 	// Together carries out those of all ranks, by rank, for which Takes has said Whole:
 	// ss are their streams.
 	Together(ss []*stream.Stream, xs []Collective) error
@@ -161,17 +161,19 @@ func (o *operation) give() error {
 		if err != nil {
 			return err
 		}
+		o.lent = true
 		return o.comm.fail(o.kind.String(), lent.enqueue())
 	}
 	return o.comm.fail(o.kind.String(), o.enqueue())
 }
 
-// settle is what is left to do when NCCL has taken the operation.
-func (o *operation) settle() error {
-	if o.service != Lending {
+// settle ends what was lent for the operation, which NCCL has taken or not.
+func (o *operation) settle(taken bool) error {
+	if !o.lent {
 		return nil
 	}
-	return o.bySubstitute(func(by Substitute, x Collective) error { return by.Return(o.stream, x) })
+	o.lent = false
+	return o.bySubstitute(func(by Substitute, x Collective) error { return by.Return(o.stream, x, taken) })
 }
 
 // bySubstitute makes an error of NCCL's manner of the Substitute's.

@@ -29,7 +29,7 @@ func (x *taker) Enqueue(*stream.Stream, nccl.Collective) error {
 	return nil
 }
 func (x *taker) Lend(*stream.Stream, nccl.Collective) (dst, src uint64, err error) { return 0, 0, nil }
-func (x *taker) Return(*stream.Stream, nccl.Collective) error                      { return nil }
+func (x *taker) Return(*stream.Stream, nccl.Collective, bool) error                { return nil }
 func (x *taker) Together([]*stream.Stream, []nccl.Collective) error                { return nil }
 func (x *taker) Abort()                                                            { x.aborted.Store(true) }
 

@@ -260,5 +260,5 @@ func (r *Rank) free() error {
 		errs = append(errs, p.close())
 	}
 	r.peers = nil
-	return errors.Join(append(errs, r.behind.Close(), r.control.Close(), r.host.Close())...)
+	return errors.Join(append(errs, r.control.Close(), r.host.Close())...)
 }

@@ -174,30 +174,14 @@ func (r *Rank) enqueue(s *stream.Stream, o *operation) error {
 		args[rootParam] = kernel.Uint32(uint32(o.root))
 		n++
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
+	if err := r.order.Begin(s); err != nil {
+		return errors.Join(r.Err(), err)
+	}
+	defer r.order.End()
 	if err := r.Err(); err != nil {
 		return err
 	}
-	if err := r.use(s); err != nil {
-		return err
-	}
-	if captured, err := capturing(s); err != nil {
-		return err
-	} else if !captured { // or its graph sees to it
-		if err := r.follow(s); err != nil {
-			return err
-		}
-	}
 	return k.Launch(s, kernel.Grid{Blocks: [3]uint32{g.blocks, 1, 1}, Threads: [3]uint32{g.threads, 1, 1}}, args[:n]...)
-}
-
-// capturing asks the driver only while something is captured.
-func capturing(s *stream.Stream) (bool, error) {
-	if !stream.AnyCapture() {
-		return false, nil
-	}
-	return s.Capturing()
 }
 
 // kernel returns the kernel of the operation and its grid.

@@ -3,7 +3,6 @@ package fabric
 import (
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -34,11 +33,7 @@ type Rank struct {
 	aborted atomic.Bool
 	ending  sync.Mutex // held while host may be closed
 
-	mu     sync.Mutex       // held while an operation is enqueued; guards what follows
-	users  []*stream.Stream // that had operations; each is retained
-	last   *stream.Stream   // that had the last one, in a graph or not
-	behind *stream.Event    // behind it, where that was in a graph
-	graphs []stream.Holder  // that captured some
+	order stream.Sequence // of the operations: one epoch after the other
 }
 
 // Rank returns the number of the rank in its group.
@@ -97,29 +92,25 @@ func (r *Rank) Close() error {
 	if r == nil || r.owner.Closed() {
 		return nil
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if len(r.graphs) > 0 {
-		return r.errorf("close", "%s uses it: close the graph first", r.graphs[0])
-	}
-	for _, s := range r.users {
-		if err := s.RefuseCapture("fabric: close "+r.String(), "its operations cannot be waited for"); err != nil {
-			return err
+	open := true
+	err := r.order.Close("fabric: close "+r.String(), func(users []*stream.Stream) error {
+		if open = r.owner.Close(); !open {
+			return nil
 		}
+		r.Abort()
+		var errs []error
+		for _, s := range users {
+			errs = append(errs, r.settle(s))
+		}
+		return errors.Join(errs...)
+	})
+	if !open || !r.owner.Closed() {
+		return err
 	}
-	if !r.owner.Close() {
-		return nil
-	}
-	r.Abort()
-	var errs []error
-	for _, s := range r.users {
-		errs = append(errs, r.settle(s), s.Release())
-	}
-	r.users = nil
 	r.ending.Lock()
 	defer r.ending.Unlock()
 	r.stop.Store(nil)
-	return errors.Join(append(errs, r.free())...)
+	return errors.Join(err, r.free())
 }
 
 // settle waits for a stream. A device that is lost uses nothing.
@@ -132,20 +123,10 @@ func (r *Rank) settle(s *stream.Stream) error {
 }
 
 // Hold notes that a graph uses r. For Chorus's own packages.
-func (r *Rank) Hold(g stream.Holder) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.graphs = append(r.graphs, g)
-}
+func (r *Rank) Hold(g stream.Holder) { r.order.Hold(g) }
 
 // LetGo undoes Hold. For Chorus's own packages.
-func (r *Rank) LetGo(g stream.Holder) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if i := slices.Index(r.graphs, g); i >= 0 {
-		r.graphs = slices.Delete(r.graphs, i, i+1)
-	}
-}
+func (r *Rank) LetGo(g stream.Holder) { r.order.LetGo(g) }
 
 // Prepare notes that a graph that has operations of r is launched on s. For Chorus's
 // own packages.
@@ -153,50 +134,8 @@ func (r *Rank) Prepare(s *stream.Stream) error {
 	if err := r.Err(); err != nil {
 		return err
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if err := r.use(s); err != nil {
-		return err
-	}
-	return r.follow(s)
+	return r.order.Prepare(s)
 }
 
-// Launched ends what Prepare began: what comes on other streams is to wait for the graph,
-// and for nothing that follows it on s. For Chorus's own packages.
-func (r *Rank) Launched(s *stream.Stream) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	behind, err := s.Record(nil)
-	if err != nil {
-		return // the stream itself is to be waited for then
-	}
-	_ = r.behind.Close() // nobody needs it any more
-	r.behind = behind
-}
-
-// follow lets s wait for the rank's operations so far, where the last of them is on
-// another stream: one epoch after the other. r.mu is held.
-func (r *Rank) follow(s *stream.Stream) error {
-	last, behind := r.last, r.behind
-	r.last, r.behind = s, nil
-	defer behind.Close()
-	switch {
-	case last == nil || last == s:
-		return nil
-	case behind != nil:
-		return s.Wait(behind)
-	}
-	return s.WaitStream(last)
-}
-
-// use notes that s gets operations. r.mu is held.
-func (r *Rank) use(s *stream.Stream) error {
-	if slices.Contains(r.users, s) {
-		return nil
-	}
-	if !s.Retain() {
-		return s.Check("fabric", nil)
-	}
-	r.users = append(r.users, s)
-	return nil
-}
+// Launched ends what Prepare began. For Chorus's own packages.
+func (r *Rank) Launched(s *stream.Stream) { r.order.Launched(s) }

@@ -83,6 +83,7 @@ type card struct {
 	UUID     string
 	Backend  string
 	Strategy string
+	NCCL     string // its version
 }
 
 // verdict is what rank 0 answers to all.
@@ -171,7 +172,11 @@ func cardOf(dev *device.Device, s Strategy) (card, error) {
 	if err != nil {
 		return card{}, err
 	}
-	return card{Host: host, PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend(), Strategy: s.String()}, nil
+	version, err := nccl.Version(dev)
+	if err != nil {
+		return card{}, err
+	}
+	return card{Host: host, PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend(), Strategy: s.String(), NCCL: version}, nil
 }
 
 // misfit says why the ranks cannot make a group, or "".
@@ -183,6 +188,9 @@ func misfit(cards []card) string {
 		}
 		if c.Strategy != cards[0].Strategy {
 			return fmt.Sprintf("the strategy of rank 0 is %s and that of rank %d is %s: set Config.Strategy or CHORUS_COMM_STRATEGY alike for all", cards[0].Strategy, i, c.Strategy)
+		}
+		if c.NCCL != cards[0].NCCL {
+			return fmt.Sprintf("rank 0 has NCCL %s and rank %d NCCL %s: let all load the same", cards[0].NCCL, i, c.NCCL)
 		}
 		if j, taken := first[c.UUID]; taken {
 			return fmt.Sprintf("ranks %d (pid %d) and %d (pid %d) are both on %s %s of host %s: a GPU holds one rank; open the device of the local rank",

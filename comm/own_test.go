@@ -314,6 +314,21 @@ func TestStrategiesThatDisagree(t *testing.T) {
 	}
 }
 
+// TestVersionsThatDisagree checks that ranks with another NCCL are told, and do not wait.
+func TestVersionsThatDisagree(t *testing.T) {
+	errs := make([]error, 2)
+	var wg sync.WaitGroup
+	for i, b := range boards(t.Context(), 2) {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: []string{"2.28.3", "2.26.2"}[i]})
+		wg.Go(func() { _, errs[i] = comm.Join(testgpu.Context(t), b, devs[i]) })
+	}
+	wg.Wait()
+	for _, err := range errs {
+		require.ErrorIs(t, err, comm.ErrMismatch)
+		require.ErrorContains(t, err, "rank 0 has NCCL 2.28.3 and rank 1 NCCL 2.26.2: let all load the same")
+	}
+}
+
 // TestOwnKernelsBesideTransfers has two of three ranks send and receive in the group that
 // has their all-reduce: what carries that out must not depend on it.
 func TestOwnKernelsBesideTransfers(t *testing.T) {

@@ -89,7 +89,7 @@ func (c *TuneConfig) plan(k *ways) (list []Choice) {
 // each, and those that are one element smaller.
 func (c *TuneConfig) sizes(list []Choice, k *ways, o operation) []Choice {
 	size := max(o.dtype.Size(), 1)
-	for bytes := 16; bytes <= c.MaxBytes; bytes *= 2 {
+	for bytes := 16; bytes > 0 && bytes <= c.MaxBytes; bytes *= 2 {
 		if bytes <= oddBytes {
 			list = append(list, o.choice(k, bytes-size))
 		}
@@ -148,6 +148,9 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	}
 	if err := g.checkWait("tune"); err != nil {
 		return nil, err
+	}
+	if k := g.members[0].ways; k != nil && k.opened != Tuned {
+		return nil, refuse("tune", "the group was made with the strategy %s: make it with %s", k.opened, Tuned)
 	}
 	at, err := g.sameSite(ctx)
 	if err != nil {

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -466,6 +467,47 @@ func TestTuneOnFirstUse(t *testing.T) {
 	require.Equal(t, string(was), string(is), "times would differ")
 }
 
+// TestTuningsAtOnce saves tunings for many places in one file at the same time.
+func TestTuningsAtOnce(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "tuning.json")
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	tuning := anyTuning(siteOf(t, devs), rand.New(rand.NewPCG(1, 1)))
+	var wg sync.WaitGroup
+	for ranks := range 20 {
+		wg.Go(func() {
+			one := *tuning
+			one.For.Ranks = ranks
+			require.NoError(t, one.Save(file))
+		})
+	}
+	wg.Wait()
+	at := tuning.For
+	for at.Ranks = range 20 {
+		one, err := comm.LoadTuning(file, at)
+		require.NoError(t, err)
+		require.NotNil(t, one, "for %d ranks", at.Ranks)
+	}
+	entries, err := os.ReadDir(filepath.Dir(file))
+	require.NoError(t, err)
+	require.Len(t, entries, 1)
+}
+
+// TestTuneWhereNothingCanBeWritten goes by what was measured, on all ranks.
+func TestTuneWhereNothingCanBeWritten(t *testing.T) {
+	const nowhere = "/proc/nowhere/tuning.json"
+	t.Setenv(env.TuningFile.Name, nowhere)
+	require.ErrorContains(t, comm.CanSave(nowhere), "write the tuning")
+	t.Setenv(env.CommStrategy.Name, "tuned")
+	gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	require.NoError(t, errors.Join(errs...))
+	var wg sync.WaitGroup
+	for i, g := range gs {
+		wg.Go(func() { errs[i] = errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t))) })
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+}
+
 // TestTuningOfRankZero gives ranks different tunings, of which rank 0's counts.
 func TestTuningOfRankZero(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
@@ -554,9 +596,16 @@ func TestTuningsThatAreRefused(t *testing.T) {
 			require.ErrorContains(t, errs[i], files[name][1], name)
 		}
 	}
-	t.Setenv(env.TuningFile.Name, folder)
-	_, err = comm.Local(testgpu.Context(t), devs...)
-	require.ErrorContains(t, err, "is a directory")
+	pipe := filepath.Join(folder, "pipe")
+	require.NoError(t, syscall.Mkfifo(pipe, 0o600))
+	huge := filepath.Join(folder, "huge")
+	require.NoError(t, os.WriteFile(huge, nil, 0o600))
+	require.NoError(t, os.Truncate(huge, 1<<30))
+	for path, text := range map[string]string{folder: "is no regular file", pipe: "is no regular file", "/dev/zero": "is no regular file", huge: "has 1073741824 bytes"} {
+		t.Setenv(env.TuningFile.Name, path)
+		_, err = comm.Local(testgpu.Context(t), devs...)
+		require.ErrorContains(t, err, text)
+	}
 	for _, c := range []struct {
 		tuning comm.Tuning
 		text   string
@@ -619,6 +668,8 @@ func TestTunePlanRefuses(t *testing.T) {
 		_, err := comm.Tune(testgpu.Context(t), g, fewPoints)
 		return err
 	}), "tune")
+	_, err := comm.Tune(testgpu.Context(t), groupBy(t, devs, comm.Config{Strategy: comm.OwnKernels}), fewPoints)
+	require.ErrorContains(t, err, "the group was made with the strategy own: make it with tuned")
 	plain := local(t, devs)
 	tuning, err := comm.Tune(testgpu.Context(t), plain, fewPoints)
 	require.NoError(t, err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 
 	"github.com/gochorus/chorus/internal/fabric"
@@ -26,10 +27,15 @@ func (g *Group) tuned(ctx context.Context) error {
 		return err
 	}
 	t, err := Tune(ctx, g, nil)
-	if err == nil && g.hasRank(0) {
-		err = t.Save(word.Path)
+	if err != nil {
+		return err
 	}
-	return err
+	if g.hasRank(0) {
+		if err := t.Save(word.Path); err != nil { // the group is as good without
+			slog.Warn("chorus: what was measured serves this group only, and is measured again by the next", "error", err)
+		}
+	}
+	return nil
 }
 
 // SetTuning makes a group that was made with Tuned go by rank 0's t, on all ranks; an
@@ -98,9 +104,7 @@ func (g *Group) agreeOn(ctx context.Context, word *tuningWord) error {
 
 // given is the word on a Tuning of the program's.
 func given(t *Tuning, at Site) tuningWord {
-	if t == nil {
-		t = &Tuning{}
-	}
+	t = t.clone()
 	if err := errors.Join(t.fits(at), t.check()); err != nil {
 		return tuningWord{Err: fmt.Sprintf("comm: the tuning given does not hold: %v", err)}
 	}
@@ -151,6 +155,7 @@ func (g *Group) sameSite(ctx context.Context) (Site, error) {
 	}
 	for rank, other := range all {
 		if other != all[0] {
+			_ = g.Shutdown(ctx) // not Close, which would end others before they have read why
 			return at, fmt.Errorf("comm: tune: rank 0 is at %+v and rank %d at %+v: a tuning is for ranks that are alike: %w", all[0], rank, other, ErrMismatch)
 		}
 	}

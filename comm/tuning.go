@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"slices"
@@ -106,6 +107,14 @@ func (c *Choice) read() error {
 	return nil
 }
 
+// clone returns a copy that may be checked, which notes what it has read.
+func (t *Tuning) clone() *Tuning {
+	if t == nil {
+		return &Tuning{}
+	}
+	return &Tuning{For: t.For, Choices: slices.Clone(t.Choices)}
+}
+
 // index is a Tuning as it is looked up: the choices of every operation that there can
 // be, of whole 16 bytes and others.
 type index map[operation]*[2][]measured
@@ -160,7 +169,7 @@ func (t *Tuning) places(o operation, odd bool) (list []measured) {
 		}
 		list = append(list, p)
 	}
-	slices.SortFunc(list, func(a, b measured) int { return int(math.Copysign(1, a.log-b.log)) })
+	slices.SortStableFunc(list, func(a, b measured) int { return cmp.Compare(a.log, b.log) })
 	return list
 }
 
@@ -212,7 +221,7 @@ func (x *index) find(c nccl.Collective) []Strategy {
 		return nil
 	}
 	log := math.Log(float64(bytes))
-	i, _ := slices.BinarySearchFunc(list, log, func(p measured, log float64) int { return int(math.Copysign(1, p.log-log)) })
+	i, _ := slices.BinarySearchFunc(list, log, func(p measured, log float64) int { return cmp.Compare(p.log, log) })
 	switch {
 	case i == len(list), i > 0 && log-list[i-1].log < list[i].log-log:
 		i--

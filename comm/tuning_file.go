@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"syscall"
 
 	"github.com/gochorus/chorus/internal/env"
 )
@@ -59,9 +60,15 @@ func LoadTuning(path string, at Site) (*Tuning, error) {
 // Save writes the Tuning to a file, beside those for other places that are there. It
 // replaces a file as a whole or not at all.
 func (t *Tuning) Save(path string) error {
+	t = t.clone()
 	if err := t.check(); err != nil { // which no group could read any more
 		return fmt.Errorf("comm: write the tuning: %w", err)
 	}
+	unlock, err := lockFolder(filepath.Dir(path))
+	if err != nil {
+		return fmt.Errorf("comm: write the tuning: %w", err)
+	}
+	defer unlock()
 	f, err := readTunings(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		f = &tuningFile{Form: tuningForm}
@@ -80,6 +87,42 @@ func (t *Tuning) Save(path string) error {
 	return nil
 }
 
+// CanSave returns why Save would fail, whatever is to be saved, or nil.
+func CanSave(path string) error {
+	unlock, err := lockFolder(filepath.Dir(path))
+	if err != nil {
+		return fmt.Errorf("comm: write the tuning: %w", err)
+	}
+	defer unlock()
+	if _, err := readTunings(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	f, err := os.CreateTemp(filepath.Dir(path), newPattern)
+	if err != nil {
+		return fmt.Errorf("comm: write the tuning: %w", err)
+	}
+	return errors.Join(f.Close(), os.Remove(f.Name()))
+}
+
+// newPattern is of files that are being written.
+const newPattern = ".new-*"
+
+// lockFolder makes a folder, if need be, and keeps other processes from changing the
+// file in it until unlock.
+func lockFolder(path string) (unlock func(), err error) {
+	if err := os.MkdirAll(path, 0o755); err != nil {
+		return nil, err
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX); err != nil {
+		return nil, errors.Join(&os.PathError{Op: "lock", Path: path, Err: err}, f.Close())
+	}
+	return func() { _ = f.Close() }, nil
+}
+
 // place is what a Tuning is for, whatever the versions.
 func (at Site) place() Site {
 	return Site{GPU: at.GPU, Ranks: at.Ranks, Locals: at.Locals, Backend: at.Backend}
@@ -87,7 +130,7 @@ func (at Site) place() Site {
 
 // readTunings reads a file and checks it.
 func readTunings(path string) (*tuningFile, error) {
-	data, err := os.ReadFile(path)
+	data, err := readRegular(path)
 	if err != nil {
 		return nil, fmt.Errorf("comm: read the tuning: %w", err)
 	}
@@ -108,6 +151,23 @@ func readTunings(path string) (*tuningFile, error) {
 		return nil, fmt.Errorf("comm: %s is no tuning: %w: remove it, or name another one by %s", path, err, env.TuningFile.Name)
 	}
 	return f, nil
+}
+
+// tuningBytes is more than any tuning has.
+const tuningBytes = 16 << 20
+
+// readRegular reads a file that may be a tuning.
+func readRegular(path string) ([]byte, error) {
+	st, err := os.Stat(path)
+	switch {
+	case err != nil:
+		return nil, err
+	case !st.Mode().IsRegular():
+		return nil, fmt.Errorf("%s is no regular file", path)
+	case st.Size() > tuningBytes:
+		return nil, fmt.Errorf("%s has %d bytes, which no tuning has", path, st.Size())
+	}
+	return os.ReadFile(path)
 }
 
 func (f *tuningFile) check() error {
@@ -132,12 +192,9 @@ func (t *Tuning) check() error {
 	return nil
 }
 
-// replace writes a file beside the one that it becomes.
+// replace writes a file beside the one that it becomes, in a folder that is there.
 func replace(path string, data []byte) (err error) {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return err
-	}
-	f, err := os.CreateTemp(filepath.Dir(path), ".new-*")
+	f, err := os.CreateTemp(filepath.Dir(path), newPattern)
 	if err != nil {
 		return err
 	}

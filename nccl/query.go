@@ -115,3 +115,17 @@ func param(dev *device.Device, f ncclapi.Func, fn func(ncclapi.API) ncclapi.Resu
 	}
 	return call(dev, f.Name(), fn)
 }
+
+// Version returns the version of the NCCL that dev's System has loaded, such as "2.28.3"
+// (ncclGetVersion).
+func Version(dev *device.Device) (string, error) {
+	api, err := dev.System().NCCL()
+	if err != nil {
+		return "", err
+	}
+	v, r := api.GetVersion()
+	if r != ncclapi.Success {
+		return "", &Error{Op: "ncclGetVersion", Rank: -1, Device: dev.String(), Err: Result(r)}
+	}
+	return ncclapi.VersionText(v), nil
+}

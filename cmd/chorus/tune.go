@@ -131,6 +131,12 @@ func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig
 		return err
 	}
 	defer sess.Close()
+	first := sess.Rank() == 0
+	if first && !f.dry {
+		if err := comm.CanSave(path); err != nil { // better known before
+			return err
+		}
+	}
 	devs, note, err := ranksOf(sess, f.gpus)
 	if err != nil {
 		return err
@@ -140,7 +146,6 @@ func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig
 		return err
 	}
 	defer g.Close()
-	first := sess.Rank() == 0
 	if first && note != "" {
 		fmt.Fprintln(os.Stderr, "chorus: tune:", note)
 	}

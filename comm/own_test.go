@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -312,6 +313,36 @@ func TestStrategiesThatDisagree(t *testing.T) {
 		require.ErrorIs(t, err, comm.ErrMismatch)
 		require.ErrorContains(t, err, "the strategy of rank 0 is own and that of rank 1 is nccl")
 	}
+}
+
+// TestWaysThatDisagree issues an operation so that one rank has it by NCCL and the other
+// one not: by other streams, and by other groups.
+func TestWaysThatDisagree(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for _, s := range []comm.Strategy{comm.OwnKernels, comm.Windows} {
+			for name, other := range map[string]func(g *comm.Group, x memory.Slice[float32]) error{
+				"stream": func(g *comm.Group, x memory.Slice[float32]) error {
+					s, err := stream.New(g.Device(1), nil)
+					require.NoError(t, err)
+					t.Cleanup(func() { require.NoError(t, s.Close()) })
+					require.NoError(t, s.WaitStream(g.Stream(1)))
+					return nccl.AllReduce(g.Communicator(1), s, x, x, nccl.Sum)
+				},
+				"group": func(g *comm.Group, x memory.Slice[float32]) error {
+					one := func() error { return nccl.AllReduce(g.Communicator(1), g.Stream(1), x, x, nccl.Sum) }
+					return nccl.Group(g.Communicator(1), func() error { return errors.Join(one(), one()) })
+				},
+			} {
+				g := groupBy(t, devs, comm.Config{Strategy: s})
+				xs, _ := shards(t, g, 8)
+				require.NoError(t, nccl.AllReduce(g.Communicator(0), g.Stream(0), xs[0], xs[0], nccl.Sum))
+				err := other(g, xs[1])
+				require.ErrorIs(t, err, nccl.ErrorInvalidUsage, "%s %s", s, name)
+				require.ErrorContains(t, err, "are carried out in two ways")
+				require.NoError(t, g.Close())
+			}
+		}
+	})
 }
 
 // TestVersionsThatDisagree checks that ranks with another NCCL are told, and do not wait.

@@ -50,7 +50,7 @@ const (
 	// CopyEngines is the devices' copy engines for all-gathers and all-to-alls of a group
 	// whose ranks are all of this process and reach each other's memory, where one call,
 	// or one group of NCCL, has those of all ranks: no kernel waits, and no multiprocessor
-	// is kept busy. It is for what is large.
+	// is kept busy. What comes otherwise is NCCL's. It is for what is large.
 	CopyEngines
 	// Tuned is for each operation, type and size what a Tuning says: that of
 	// Config.Tuning, of the file CHORUS_TUNING_FILE, or, where there is none for such

@@ -156,6 +156,9 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := g.samePlan(ctx, plan); err != nil {
+		return nil, err
+	}
 	t := &Tuning{For: at, Choices: plan}
 	if len(plan) == 0 {
 		return t, nil
@@ -184,6 +187,21 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	t.sort()
 	g.adopt(t)
 	return t, nil
+}
+
+// samePlan returns an error on all ranks where they do not have the same plan: they would
+// wait for each other.
+func (g *Group) samePlan(ctx context.Context, plan []Choice) error {
+	all, err := GatherValues(ctx, g, Gob, slices.Repeat([]string{fmt.Sprint(plan)}, len(g.members))...)
+	if err != nil {
+		return err
+	}
+	for rank, other := range all {
+		if other != all[0] {
+			return refuse("tune", "rank %d is to measure other things than rank 0: give all the same TuneConfig", rank)
+		}
+	}
+	return nil
 }
 
 // fill takes the times of the slowest ranks.

@@ -679,6 +679,30 @@ func TestTunePlanRefuses(t *testing.T) {
 	require.ErrorIs(t, err, device.ErrClosed)
 }
 
+// TestTunePlansThatDiffer gives ranks different things to measure.
+func TestTunePlansThatDiffer(t *testing.T) {
+	gs, errs := make([]*comm.Group, 2), make([]error, 2)
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	var wg sync.WaitGroup
+	for i, b := range boards(t.Context(), 2) {
+		wg.Go(func() {
+			gs[i], errs[i] = comm.JoinWith(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	for i, g := range gs {
+		wg.Go(func() { _, errs[i] = comm.Tune(testgpu.Context(t), g, &comm.TuneConfig{MaxBytes: 64 << i}) })
+	}
+	wg.Wait()
+	for i, g := range gs {
+		require.ErrorContains(t, errs[i], "rank 1 is to measure other things than rank 0")
+		wg.Go(func() { errs[i] = errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t))) })
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...), "the group is as before")
+}
+
 // TestTuneFails has an operation fail while it is measured.
 func TestTuneFails(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "ncclAlltoAll#*=ncclInternalError"})

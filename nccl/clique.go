@@ -104,6 +104,7 @@ func (o *operation) signature() uint32 {
 	h := uint64(o.kind)<<32 | uint64(uint32(o.root))
 	mix := func(v uint64) { h = (h ^ v) * 0x9e3779b97f4a7c15; h ^= h >> 29 }
 	mix(uint64(o.wire)<<32 | uint64(uint32(min(o.redop, ncclapi.Avg+1)))) // the factors may differ
+	mix(uint64(o.service))
 	if o.kind != allToAllV {
 		mix(uint64(o.n * o.unit))
 		for _, n := range o.sends {

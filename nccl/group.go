@@ -179,14 +179,13 @@ func (g *group) enqueue(c *Communicator) error {
 		return err
 	}
 	defer g.exit()
-	t := now()
+	substituted, t := g.substituted(), now()
 	for i := range g.ops {
 		if err := g.ops[i].schedule(t); err != nil {
 			g.refused(i)
 			return err
 		}
 	}
-	substituted := g.substituted()
 	switch {
 	case g.whole():
 		return g.together()

@@ -198,10 +198,10 @@ func (o *operation) run() error {
 		return err
 	}
 	defer c.mu.Unlock()
+	o.substituted()
 	if err := o.schedule(now()); err != nil {
 		return err
 	}
-	o.substituted()
 	if err := o.give(); err != nil {
 		_ = o.settle(false) // err was first
 		o.refused()

@@ -56,8 +56,12 @@ type MismatchError struct {
 }
 
 func (e *MismatchError) Error() string {
-	return fmt.Sprintf("nccl: the ranks do not issue the same operations: rank %d of %d issued %s, rank %d issued %s",
+	text := fmt.Sprintf("nccl: the ranks do not issue the same operations: rank %d of %d issued %s, rank %d issued %s",
 		e.Rank, e.Size, e.Operation, e.Other, e.Theirs)
+	if e.Operation.String() == e.Theirs.String() {
+		text += ", which by the group's strategy are carried out in two ways: one of them is on another stream than the group's, or beside others in a Group"
+	}
+	return text
 }
 
 // Unwrap returns ErrorInvalidUsage, for errors.Is.

@@ -16,7 +16,7 @@ import (
 // TuneConfig are the options of Tune; nil means the defaults. They must be the same on
 // all ranks.
 type TuneConfig struct {
-	MaxBytes int            // the largest size: of an all-reduce, or of one rank's part; default 64 MiB, of virtual devices 4 KiB
+	MaxBytes int            // the largest size: of an all-reduce, or of one rank's part; default 64 MiB, of virtual devices 256 bytes
 	Types    []memory.DType // of what is reduced; default float32 and bfloat16
 	Ops      []Op           // default Sum and Max
 }
@@ -41,7 +41,7 @@ func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
 	}
 	if c.MaxBytes == 0 {
 		if c.MaxBytes = 64 << 20; g.members[0].comm.Device().System().Machine() != nil {
-			c.MaxBytes = 4 << 10
+			c.MaxBytes = 256
 		}
 	}
 	if c.Types == nil {

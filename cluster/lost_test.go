@@ -25,7 +25,7 @@ func TestLost(t *testing.T) {
 			t.Parallel()
 			addr := freeAddr(t)
 			_, port, _ := net.SplitHostPort(addr)
-			cmd, out := spawn(t, tc.deed, "RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT="+port, "CHORUS_JOB=lost", "CHORUS_HOST=b")
+			cmd, out := spawn(t, tc.deed, "RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT="+port, "CHORUS_JOB=lost", "CHORUS_HOST=b", awaitVar+"=before")
 			s, err := Join(t.Context(), &JoinConfig{Job: "lost", Size: 2, Rank: new(0), Addr: addr, Serve: true, Timing: quick, Host: "a"})
 			require.NoError(t, err)
 			defer s.Close()

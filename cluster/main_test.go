@@ -68,6 +68,9 @@ func ours() string {
 	return strings.Join(left, "\n\n")
 }
 
+// awaitVar names a value that the worker waits for before its deed.
+const awaitVar = "CLUSTER_TEST_AWAIT"
+
 func workerMain(what string) int {
 	s, err := Attach(context.Background())
 	if err != nil {
@@ -75,6 +78,12 @@ func workerMain(what string) int {
 		return 41
 	}
 	fmt.Println("attached", s.Rank())
+	if key := os.Getenv(awaitVar); key != "" { // what rank 0 does before it is to lose this one
+		if _, err := s.Get(context.Background(), key); err != nil {
+			fmt.Println("get:", err)
+			return 42
+		}
+	}
 	switch what {
 	case "exit3":
 		return 3

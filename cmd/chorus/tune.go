@@ -22,10 +22,11 @@ import (
 const tuneLong = `Measure which strategy carries out which collective the fastest, and write it down.
 
 The strategies are NCCL, its kernels for symmetric windows, Chorus's own kernels by each
-of their algorithms, and copy engines, where all ranks are of one process. Groups whose strategy is tuned (CHORUS_COMM_STRATEGY=tuned, or
-comm.Tuned) go by the file: chorus/tuning.json in the user's cache folder, or
-CHORUS_TUNING_FILE. It has a part for each kind and number of GPUs and each layout of
-processes, and is out of date when NCCL, the driver or Chorus's kernels are others.
+of their algorithms, and copy engines, where all ranks are of one process. Groups whose
+strategy is tuned (CHORUS_COMM_STRATEGY=tuned, or comm.Tuned) go by the file:
+chorus/tuning.json in the user's cache folder, or CHORUS_TUNING_FILE. It has a part for
+each kind and number of GPUs and each layout of processes, and is out of date when NCCL,
+the driver or Chorus's kernels are others.
 
 By itself it measures the GPUs of this machine in one process. For jobs of a process a
 GPU, measure in such a job:

@@ -61,3 +61,9 @@ func (g *Group) Choice(i int, x nccl.Collective) Strategy { return g.members[i].
 
 // Check reads the choices of a Tuning, as a file's are.
 func (t *Tuning) Check() error { return t.check() }
+
+// Fill takes the times of all ranks, in the order of the choices and their strategies.
+func (t *Tuning) Fill(all [][]float64) {
+	t.fill(all)
+	t.sort()
+}

@@ -2,10 +2,7 @@ package comm
 
 import (
 	"context"
-	"errors"
 	"fmt"
-
-	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/nccl"
@@ -14,28 +11,16 @@ import (
 // openOwn opens the ranks' own kernels, each with so much room, where the devices can.
 // exchange gives each local rank its exchange with the others.
 func (g *Group) openOwn(ctx context.Context, bytes int, exchange func(rank int) fabric.Exchange) error {
-	eg, ctx := errgroup.WithContext(ctx)
-	for i := range g.members {
-		m := &g.members[i]
-		eg.Go(func() (err error) {
-			rank := m.comm.Rank()
-			m.ways.own, err = fabric.Open(ctx, m.stream, rank, g.size, exchange(rank), &fabric.Config{Bytes: bytes})
-			return err
-		})
+	open := func(ctx context.Context, m *member) (err error) {
+		rank := m.comm.Rank()
+		m.ways.own, err = fabric.Open(ctx, m.stream, rank, g.size, exchange(rank), &fabric.Config{Bytes: bytes})
+		return err
 	}
-	err := eg.Wait()
-	if err == nil {
-		return nil
-	}
-	for i := range g.members {
-		m := &g.members[i]
-		err = errors.Join(err, m.ways.own.Close())
+	return g.openOn(ctx, "own kernels", open, func(m *member) error {
+		own := m.ways.own
 		m.ways.own = nil
-	}
-	if errors.Is(err, errors.ErrUnsupported) {
-		return nil // on all ranks alike
-	}
-	return fmt.Errorf("comm: own kernels: %w", err)
+		return own.Close()
+	})
 }
 
 // Up to how many bytes own kernels are used: of an all-reduce, and of one rank's part of

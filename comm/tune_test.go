@@ -322,7 +322,8 @@ func TestTunedChoice(t *testing.T) {
 		choice("all-reduce", "float32", "sum", 1<<20, comm.NCCLOnly, comm.OneShot),
 		choice("all-reduce", "bfloat16", "sum", 16, comm.Windows),
 		choice("all-reduce", "int64", "max", 16, comm.Windows, comm.TwoShot), // windows cannot
-		choice("all-gather", "", "", 1<<20, comm.Windows, comm.OwnKernels),   // too much for both
+		choice("all-reduce", "int32", "min", 16, comm.OneShot),
+		choice("all-gather", "", "", 1<<20, comm.Windows, comm.OwnKernels), // too much for both
 		choice("all-gather", "", "", 4<<10, comm.OwnKernels),
 	}}})
 	of := func(kind nccl.CollectiveKind, dtype memory.DType, op nccl.Op, count int) comm.Strategy {
@@ -341,8 +342,9 @@ func TestTunedChoice(t *testing.T) {
 		{comm.Windows, of(nccl.AllReduceKind, memory.BFloat16T, nccl.Sum, 8)},
 		{comm.Windows, of(nccl.AllReduceKind, memory.BFloat16T, nccl.Sum, 7)},
 		{comm.TwoShot, of(nccl.AllReduceKind, memory.Int64, nccl.Max, 2)},
-		{comm.TwoShot, of(nccl.AllReduceKind, memory.Float64, nccl.Sum, 2)}, // as int64 rather than float32's sums
-		{comm.TwoShot, of(nccl.AllReduceKind, memory.Float32, nccl.Min, 4)},
+		{comm.TwoShot, of(nccl.AllReduceKind, memory.Float64, nccl.Sum, 2)},  // as int64 rather than float32's sums
+		{comm.OneShot, of(nccl.AllReduceKind, memory.Int32, nccl.Max, 4)},    // as its type rather than its reduction
+		{comm.TwoShot, of(nccl.AllReduceKind, memory.Uint64, nccl.Max, 1)},   // as its reduction; whole 16 bytes count less
 		{comm.OneShot, of(nccl.AllReduceKind, memory.Float16T, nccl.Sum, 8)}, // as the first of equals
 		{comm.NCCLOnly, of(nccl.AllReduceKind, memory.Float32, 9, 4)},        // a reduction of the user's
 		{comm.OwnKernels, of(nccl.AllGatherKind, memory.Float64, 0, 1)},
@@ -352,6 +354,20 @@ func TestTunedChoice(t *testing.T) {
 	} {
 		require.Equal(t, c.want, c.got)
 	}
+}
+
+// TestTuningTakesTheSlowest sorts strategies by the times of the ranks that took longest.
+func TestTuningTakesTheSlowest(t *testing.T) {
+	times := func(list ...comm.Strategy) (all []comm.Timing) {
+		for _, s := range list {
+			all = append(all, comm.Timing{Strategy: s})
+		}
+		return all
+	}
+	tuning := comm.Tuning{Choices: []comm.Choice{{Times: times(comm.NCCLOnly, comm.OwnKernels)}, {Times: times(comm.NCCLOnly)}}}
+	tuning.Fill([][]float64{{3, 9, 1}, {4, 2, 7}, {1, 1, 2}})
+	require.Equal(t, []comm.Timing{{Strategy: comm.NCCLOnly, Micros: 4}, {Strategy: comm.OwnKernels, Micros: 9}}, tuning.Choices[0].Times)
+	require.Equal(t, []comm.Timing{{Strategy: comm.NCCLOnly, Micros: 7}}, tuning.Choices[1].Times)
 }
 
 // TestUse changes the strategy between operations.
@@ -630,6 +646,15 @@ func TestTuningsThatAreRefused(t *testing.T) {
 	require.NoError(t, other.Save(good))
 	g := groupBy(t, devs, comm.Config{})
 	require.Equal(t, comm.Tuned, g.Strategy())
+	for _, elsewhere := range []func(*comm.Site){
+		func(at *comm.Site) { at.Locals = 1 }, func(at *comm.Site) { at.Backend = "cuda" }, func(at *comm.Site) { at.Ranks = 3 },
+	} {
+		place := at
+		elsewhere(&place)
+		none, err := comm.LoadTuning(good, place)
+		require.NoError(t, err, "%+v", place)
+		require.Nil(t, none, "%+v", place)
+	}
 	kept, err := comm.LoadTuning(good, other.For)
 	require.NoError(t, err)
 	require.Len(t, kept.Choices, len(tuning.Choices))

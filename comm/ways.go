@@ -3,8 +3,11 @@ package comm
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"sync/atomic"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/nccl"
@@ -170,6 +173,26 @@ func (g *Group) openWays(ctx context.Context, s Strategy, exchange func(rank int
 		m.comm.Substitute(m.stream, m.ways)
 	}
 	return nil
+}
+
+// openOn opens a way on all local ranks at once, and gives it up on all where one cannot.
+// That it is not supported is no error: it is so on all ranks alike.
+func (g *Group) openOn(ctx context.Context, what string, open func(context.Context, *member) error, giveUp func(*member) error) error {
+	eg, ctx := errgroup.WithContext(ctx)
+	for i := range g.members {
+		eg.Go(func() error { return open(ctx, &g.members[i]) })
+	}
+	err := eg.Wait()
+	if err == nil {
+		return nil
+	}
+	for i := range g.members {
+		err = errors.Join(err, giveUp(&g.members[i]))
+	}
+	if errors.Is(err, errors.ErrUnsupported) {
+		return nil
+	}
+	return fmt.Errorf("comm: %s: %w", what, err)
 }
 
 // closeWays gives up what openWays made, when nothing is in flight or all was aborted.

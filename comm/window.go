@@ -3,9 +3,6 @@ package comm
 import (
 	"context"
 	"errors"
-	"fmt"
-
-	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/memory"
@@ -28,27 +25,15 @@ type window struct {
 
 // openWindows registers a window of each local rank, where NCCL can.
 func (g *Group) openWindows(ctx context.Context) error {
-	eg, ctx := errgroup.WithContext(ctx)
-	for i := range g.members {
-		m := &g.members[i]
-		eg.Go(func() (err error) {
-			m.ways.window, err = newWindow(ctx, m)
-			return err
-		})
+	open := func(ctx context.Context, m *member) (err error) {
+		m.ways.window, err = newWindow(ctx, m)
+		return err
 	}
-	err := eg.Wait()
-	if err == nil {
-		return nil
-	}
-	for i := range g.members {
-		m := &g.members[i]
-		err = errors.Join(err, m.ways.window.close())
+	return g.openOn(ctx, "windows", open, func(m *member) error {
+		w := m.ways.window
 		m.ways.window = nil
-	}
-	if errors.Is(err, errors.ErrUnsupported) {
-		return nil // all ranks have the same NCCL
-	}
-	return fmt.Errorf("comm: windows: %w", err)
+		return w.close()
+	})
 }
 
 func newWindow(ctx context.Context, m *member) (w *window, err error) {

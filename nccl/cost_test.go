@@ -1,6 +1,10 @@
 package nccl
 
 import (
+	"errors"
+	"fmt"
+	"math"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -47,10 +51,15 @@ func newIdleRank(t testing.TB) *idleRank {
 	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
 	id, err := NewUniqueID(dev)
 	require.NoError(t, err)
-	r := &idleRank{}
-	r.c, err = NewCommunicator(testgpu.Context(t), dev, id, 0, 1, nil)
+	c, err := NewCommunicator(testgpu.Context(t), dev, id, 0, 1, nil)
 	require.NoError(t, err)
-	r.s, err = stream.New(dev, nil)
+	return makeIdle(t, c)
+}
+
+func makeIdle(t testing.TB, c *Communicator) *idleRank {
+	r := &idleRank{c: c}
+	var err error
+	r.s, err = stream.New(c.dev, nil)
 	require.NoError(t, err)
 	for _, x := range []*memory.Slice[float32]{&r.x, &r.y} {
 		*x, err = memory.Make[float32](r.s, 64)
@@ -58,6 +67,7 @@ func newIdleRank(t testing.TB) *idleRank {
 	}
 	real := r.c.api
 	r.c.api = &idleNCCL{API: real}
+	r.c.marks.last.Store(math.MaxInt64) // no more: the time decides how many, and they cost the device
 	t.Cleanup(func() {
 		r.c.api = real
 		require.NoError(t, r.x.Close())
@@ -66,6 +76,25 @@ func newIdleRank(t testing.TB) *idleRank {
 		require.NoError(t, r.s.Close())
 	})
 	return r
+}
+
+// newIdlePair returns rank 0 of two ranks of this process.
+func newIdlePair(t testing.TB) *idleRank {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	cs, err := NewCommunicators(testgpu.Context(t), devs, nil)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, cs[1].Close()) })
+	return makeIdle(t, cs[0])
+}
+
+// swap exchanges with the other rank.
+func (r *idleRank) swap() error {
+	return Group(r.c, func() error {
+		if err := Send(r.c, r.s, r.x, 1); err != nil {
+			return err
+		}
+		return Recv(r.c, r.s, r.y, 1)
+	})
 }
 
 // ways are the forms in which operations are issued.
@@ -94,12 +123,50 @@ func TestOperationsDoNotAllocate(t *testing.T) {
 		require.Zero(t, testing.AllocsPerRun(500, func() { _ = issue() }), name)
 	}
 	require.Positive(t, r.c.api.(*idleNCCL).calls)
+
+	p := newIdlePair(t)
+	require.NoError(t, p.swap())
+	require.Zero(t, testing.AllocsPerRun(500, func() { _ = p.swap() }), "transfers")
+}
+
+// More groups are open at once than there are places for.
+func TestEachGoroutineHasItsGroup(t *testing.T) {
+	r := newIdleRank(t)
+	const goroutines = 4 * len(groups)
+	var open, done sync.WaitGroup
+	open.Add(goroutines)
+	for i := range goroutines {
+		done.Go(func() {
+			err := Group(r.c, func() error {
+				open.Done()
+				open.Wait()
+				var err error
+				for range i {
+					err = errors.Join(err, AllReduce(r.c, r.s, r.y, r.x, Sum))
+				}
+				if n := len(openGroup().ops); n != i {
+					err = errors.Join(err, fmt.Errorf("the group of goroutine %d has %d operations", i, n))
+				}
+				return err
+			})
+			if err != nil || openGroup() != nil {
+				t.Error(err, openGroup())
+			}
+		})
+	}
+	done.Wait()
+	for i := range groups {
+		require.Zero(t, groups[i].first.of.Load())
+		require.Empty(t, groups[i].list)
+		require.Zero(t, groups[i].more.Load())
+	}
 }
 
 func BenchmarkOperation(b *testing.B) {
-	r := newIdleRank(b)
-	for _, name := range []string{"one", "group"} {
-		issue := r.ways()[name]
+	ways := newIdleRank(b).ways()
+	ways["transfers"] = newIdlePair(b).swap
+	for _, name := range []string{"one", "group", "transfers"} {
+		issue := ways[name]
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {

@@ -42,7 +42,7 @@ func Group(c *Communicator, fn func() error) error {
 
 // A group is what a goroutine has issued within Group.
 type group struct {
-	of     uintptr // the goroutine
+	of     atomic.Uintptr // the goroutine; 0 is none
 	depth  int
 	failed error // of an inner group
 	ops    []operation
@@ -52,27 +52,32 @@ type group struct {
 	ends   []end           // of the transfers among its ranks
 }
 
-// groups are those that are open, of all goroutines: each goroutine has its part of
-// them, so that ranks do not wait for each other.
+// groups are those of all goroutines: each goroutine has its part of them, so that
+// ranks do not wait for each other. first is that of the goroutine which came first, and
+// the others that are open at that time are in a list.
 var groups [64]struct {
+	first group
+	more  atomic.Int32 // how many are in the list, for a look without the lock
 	mu    sync.Mutex
 	list  []*group
-	spare []*group     // that have ended
-	open  atomic.Int32 // how many, for a look without the lock
-	_     [64]byte     // a cache line between two
+	spare []*group // that have been in the list
+	_     [64]byte // a cache line between two
 }
 
 // openGroup returns the calling goroutine's group, or nil.
 func openGroup() *group {
 	me := goroutine()
 	part := &groups[place(me)]
-	if part.open.Load() == 0 {
+	if part.first.of.Load() == me {
+		return &part.first
+	}
+	if part.more.Load() == 0 {
 		return nil
 	}
 	part.mu.Lock()
 	defer part.mu.Unlock()
 	for _, g := range part.list {
-		if g.of == me {
+		if g.of.Load() == me {
 			return g
 		}
 	}
@@ -118,6 +123,9 @@ func inGroup(c *Communicator, fn func() error, end func(g *group) error) error {
 func beginGroup() *group {
 	me := goroutine()
 	part := &groups[place(me)]
+	if part.first.of.CompareAndSwap(0, me) {
+		return &part.first
+	}
 	part.mu.Lock()
 	defer part.mu.Unlock()
 	var g *group
@@ -126,9 +134,9 @@ func beginGroup() *group {
 	} else {
 		g = &group{}
 	}
-	g.of = me
+	g.of.Store(me)
 	part.list = append(part.list, g)
-	part.open.Add(1)
+	part.more.Add(1)
 	return g
 }
 
@@ -141,12 +149,16 @@ func (g *group) leave() {
 	clear(g.ends)
 	clear(g.errs)
 	g.ops, g.counts, g.comms, g.ends, g.errs, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], g.ends[:0], g.errs[:0], nil
-	part := &groups[place(g.of)]
+	part := &groups[place(g.of.Load())]
+	if g == &part.first {
+		g.of.Store(0) // from here on it may be another goroutine's
+		return
+	}
 	part.mu.Lock()
 	defer part.mu.Unlock()
 	part.list = slices.DeleteFunc(part.list, func(o *group) bool { return o == g })
 	part.spare = append(part.spare, g)
-	part.open.Add(-1)
+	part.more.Add(-1)
 }
 
 // add takes an operation that was checked into the group.
@@ -246,6 +258,9 @@ func (g *group) enter() error {
 		if err := g.ops[i].still(); err != nil {
 			return err
 		}
+		if err := g.takeIn(g.ops[i].comm); err != nil {
+			return err
+		}
 	}
 	if err := g.match(); err != nil {
 		return err
@@ -253,22 +268,28 @@ func (g *group) enter() error {
 	if err := g.checkSymmetric(); err != nil {
 		return err
 	}
-	for i := range g.ops {
-		c := g.ops[i].comm
-		if c.api != g.ops[0].comm.api {
-			return fmt.Errorf("nccl: ncclGroupEnd: rank %d (%s) and rank %d (%s) are of two systems: want a group of one",
-				g.ops[0].comm.rank, g.ops[0].comm.dev, c.rank, c.dev)
-		}
-		if at, found := slices.BinarySearchFunc(g.comms, c, func(a, b *Communicator) int { return int(a.number - b.number) }); !found {
-			g.comms = slices.Insert(g.comms, at, c)
-		}
-	}
 	for i, c := range g.comms {
 		if err := c.enter("ncclGroupEnd"); err != nil {
 			g.comms = g.comms[:i]
 			g.exit()
 			return err
 		}
+	}
+	return nil
+}
+
+// takeIn adds a communicator to those of the group.
+func (g *group) takeIn(c *Communicator) error {
+	first := g.ops[0].comm
+	switch {
+	case len(g.comms) == 1 && c == first:
+		return nil
+	case c.api != first.api:
+		return fmt.Errorf("nccl: ncclGroupEnd: rank %d (%s) and rank %d (%s) are of two systems: want a group of one",
+			first.rank, first.dev, c.rank, c.dev)
+	}
+	if at, found := slices.BinarySearchFunc(g.comms, c, func(a, b *Communicator) int { return int(a.number - b.number) }); !found {
+		g.comms = slices.Insert(g.comms, at, c)
 	}
 	return nil
 }

@@ -80,7 +80,9 @@ func (g *group) inTurn() error {
 func (g *group) outcome() (first error) {
 	for i := range g.ops {
 		if err := g.errs[i]; err == nil {
-			g.ops[i].comm.rec.took(&g.ops[i])
+			if !g.leads(i) {
+				g.ops[i].comm.rec.took(&g.ops[i])
+			}
 		} else if first == nil {
 			first = err
 		}
@@ -97,6 +99,13 @@ func (g *group) outcome() (first error) {
 		g.breakWith(first)
 	}
 	return first
+}
+
+// leads reports whether what was taken after operation i says all that it does.
+func (g *group) leads(i int) bool {
+	o, j := &g.ops[i], i+1
+	return j < len(g.ops) && g.errs[j] == nil &&
+		g.ops[j].comm == o.comm && g.ops[j].stream == o.stream && g.ops[j].captured == o.captured
 }
 
 // breakWith ends all communicators of the group. Each has the cause before the first one

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"runtime"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
@@ -217,16 +218,10 @@ func (o *operation) still() error {
 	if err := o.stream.Check(name, c.dev); err != nil {
 		return fmt.Errorf("nccl: %w", err)
 	}
-	for _, b := range []*memory.Buffer{o.dst.buf, o.src.buf} {
-		if b == nil {
-			continue
-		}
-		x, err := memory.View[uint8](b, 0, b.Bytes())
-		if err == nil {
-			err = x.Check(name, c.dev)
-		}
-		if err != nil {
-			return fmt.Errorf("nccl: %w (closed within the group, on rank %d of %d)", err, c.rank, c.size)
+	for _, x := range [...]operand{o.dst, o.src} {
+		if x.buf != nil && !x.buf.OpenOn(c.dev) {
+			return fmt.Errorf("nccl: %s on rank %d of %d: a buffer of %d bytes on %s was closed within the group: %w",
+				name, c.rank, c.size, x.buf.Bytes(), c.dev, device.ErrClosed)
 		}
 	}
 	switch now, err := o.stream.CaptureID(); {

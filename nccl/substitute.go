@@ -95,7 +95,7 @@ func (o *operation) substituted() bool {
 func (g *group) substituted() bool {
 	all := true
 	for i := range g.ops {
-		if g.several(i) || !g.ops[i].substituted() {
+		if g.ops[i].comm.substitute.Load() == nil || g.several(i) || !g.ops[i].substituted() {
 			all = false
 		}
 	}

@@ -48,7 +48,7 @@ func (g *group) match() error {
 // collect notes the ends of an operation that may have their other ends in the group.
 func (g *group) collect(o *operation) {
 	c, me := o.comm, o.comm.rank
-	if !c.clique.many.Load() && (!kinds[o.kind].peer || o.root != me) {
+	if len(g.comms) == 1 && (!kinds[o.kind].peer || o.root != me) {
 		return
 	}
 	switch o.kind {

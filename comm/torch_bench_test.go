@@ -44,9 +44,9 @@ func BenchmarkTorchCommDirect(b *testing.B) {
 	})
 }
 
-// onGroups runs a benchmark on 2 and 8 GPUs.
+// onGroups runs a benchmark on 2, 4 and 8 GPUs.
 func onGroups(b *testing.B, f func(b *testing.B, g *comm.Group)) {
-	for _, n := range []int{2, 8} {
+	for _, n := range []int{2, 4, 8} {
 		b.Run(fmt.Sprint("gpus=", n), func(b *testing.B) {
 			devs := testgpu.CUDA(b, n)
 			traced := handle.Trace.Swap(false) // which programs do not do

@@ -2,7 +2,9 @@
 # Runs chorus perf, the thinnest loop over NCCL in C, and torch.distributed in turns
 # and prints for each row the medians over the turns and what Chorus takes of them.
 # CHORUS_LIBNCCL names the NCCL of both Chorus and the loop in C, whose header may lie
-# in ../include; without it each takes what it finds.
+# in ../include; without it each takes what it finds. With STRATEGIES=1 there is a row for
+# each strategy of package comm, beside the same operation of the others; NO_TORCH=1 leaves
+# torch.distributed out. CHORUS_TUNING_FILE is what chorus tune has written, if it is there.
 #
 #   collectives.sh path/to/chorus gpus turns smallest largest factor graph-launches operation...
 set -eu
@@ -21,7 +23,8 @@ fi
 gcc -O2 -I"$cuda/include" "$here/nccl.c" "${nccl[@]}" -L"$cuda/lib64" -Wl,-rpath,"$cuda/lib64" -lcudart -lpthread -o "$out/nccl"
 touch "$out/threads" "$out/processes" "$out/nccl.txt" "$out/torch.txt"
 figures() { awk '/^Benchmark/ { sub(/^Benchmark/, "", $1); sub(/-[0-9]+$/, "", $1); printf "%s\t%.3f\n", $1, $3 / 1000 }'; }
-flags=(-b "$smallest" -e "$largest" -f "$factor" -n "$iterations" -w "$warmups" -G "$launches" -c 1 --format bench)
+export CHORUS_TUNING_FILE=${CHORUS_TUNING_FILE:-$out/tuning.json}
+flags=(-b "$smallest" -e "$largest" -f "$factor" -n "$iterations" -w "$warmups" -G "$launches" -c 1 --format bench ${STRATEGIES:+--strategies})
 for _ in $(seq "$turns"); do
 	"$chorus" perf "$@" -g "$gpus" "${flags[@]}" | figures >>"$out/threads"
 	"$out/nccl" "$gpus" "$iterations" "$warmups" "$launches" "$smallest" "$largest" "$factor" "$@" >>"$out/nccl.txt"
@@ -35,10 +38,11 @@ awk -F '\t' "$(cat "$here/median.awk")"'
 	{ all[file, $1] = all[file, $1] " " $2 }
 	file == 1 && !($1 in seen) { seen[$1] = 1; order[++count] = $1 }
 	END {
-		printf "%-56s %10s %10s %10s %10s %7s %7s %7s\n", "us", "threads", "processes", "C", "torch", "thr/C", "thr/to", "proc/to"
+		printf "%-72s %10s %10s %10s %10s %7s %7s %7s %7s\n", "us", "threads", "processes", "C", "torch", "thr/C", "proc/C", "thr/to", "proc/to"
 		for (i = 1; i <= count; i++) {
-			k = order[i]
-			t = median(all[1, k]); p = median(all[2, k]); c = median(all[3, k]); o = median(all[4, k])
-			printf "%-56s %10.2f %10.2f %10.2f %10.2f %s %s %s\n", k, t, p, c, o, ratio(t, c), ratio(t, o), ratio(p, o)
+			same = k = order[i]
+			sub("strategy=[^/]*/", "", same)
+			t = median(all[1, k]); p = median(all[2, k]); c = median(all[3, same]); o = median(all[4, same])
+			printf "%-72s %10.2f %10.2f %10.2f %10.2f %s %s %s %s\n", k, t, p, c, o, ratio(t, c), ratio(p, c), ratio(t, o), ratio(p, o)
 		}
 	}' "$out/threads" "$out/processes" "$out/nccl.txt" "$out/torch.txt"

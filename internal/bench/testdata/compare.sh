@@ -27,14 +27,4 @@ for _ in $(seq "$turns"); do
 	"$out/launch" >>"$out/peer"
 	python3 "$here/peer.py" >>"$out/peer"
 done
-awk -F '\t' "$(cat "$here/median.awk")"'
-	FNR == 1 { file++ }
-	file == 1 { if (!($1 in ours)) order[++count] = $1; ours[$1] = ours[$1] " " $2 }
-	file == 2 { peer[$1] = peer[$1] " " $2 }
-	END {
-		printf "%-40s %12s %12s %7s\n", "", "Chorus", "peer", "ratio"
-		for (i = 1; i <= count; i++) {
-			a = median(ours[order[i]]); b = median(peer[order[i]])
-			printf "%-40s %9.3f us %9.3f us %7.3f\n", order[i], a, b, a / b
-		}
-	}' "$out/chorus" "$out/peer"
+awk -F '\t' -v peer=peer "$(cat "$here/median.awk" "$here/beside.awk")" "$out/chorus" "$out/peer"

@@ -9,7 +9,7 @@ import (
 // A format is an element type that can be reduced.
 type format struct {
 	dtype memory.DType
-	c     string // its name in fabric.cu
+	c     string // its name in the source
 	folds func(Op) fold
 }
 

@@ -13,10 +13,7 @@ import (
 	"github.com/gochorus/chorus/kernel"
 )
 
-//go:embed fabric.cu
-var source string
-
-// packed has fabric.cu compiled for every element type and reduction, and without;
+// packed has the source compiled for every element type and reduction, and without;
 // make ptx writes it.
 //
 //go:embed fabric.ptx.gz
@@ -24,7 +21,7 @@ var packed []byte
 
 var archive = ptx.Open(packed)
 
-// What fabric.cu says too.
+// What the source says too.
 const (
 	maxRanks    = 8
 	maxThreads  = 512 // of a block
@@ -36,7 +33,7 @@ const (
 	signalBytes = maxBlocks * maxRanks * signalWords * 8
 )
 
-// A function is a kernel of fabric.cu, within its module.
+// A function is a kernel of the source, within its module.
 type function int
 
 const (
@@ -78,7 +75,7 @@ func (t *toolbox) exactly(options []string) []string {
 	return append(options[:len(options):len(options)], fmt.Sprint("--define-macro=CHORUS_RANKS=", t.ranks))
 }
 
-// macros say which module fabric.cu is compiled to.
+// macros say which module the source is compiled to.
 func macros(f *format, op Op) []string {
 	return []string{"--define-macro=CHORUS_TYPE=" + f.c, "--define-macro=CHORUS_OP=" + templates[op]}
 }

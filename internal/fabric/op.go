@@ -24,5 +24,5 @@ func (o Op) String() string {
 	return fmt.Sprintf("op %d", int(o))
 }
 
-// templates has the names in fabric.cu.
+// templates has the names in the source.
 var templates = [ops]string{"Sum", "Prod", "Max", "Min", "Avg"}

@@ -7,7 +7,7 @@ import (
 	"github.com/gochorus/chorus/internal/ptxtest"
 )
 
-// The PTX belongs to fabric.cu and has every module that there is.
+// The PTX belongs to the source and has every module that there is.
 func TestPTX(t *testing.T) {
 	sources := []ptx.Source{{Name: "move", CUDA: source}}
 	for i := range formats {

@@ -20,7 +20,7 @@ var hostPrelude string
 //go:embed testdata/host.cc
 var hostMain string
 
-// onHost says what the assembly of fabric.cu is in C++, and makes blocks of 8 threads,
+// onHost says what the assembly of the source is in C++, and makes blocks of 8 threads,
 // which let others go first when they poll.
 var onHost = []struct{ cuda, host string }{
 	{`asm volatile\("st\.volatile[^\n]*`, `atom(p)[0] = a | (u64)b << 32; atom(p)[1] = c | (u64)d << 32;`},
@@ -42,7 +42,7 @@ func TestSourceOnTheHost(t *testing.T) {
 	code := source
 	for _, x := range onHost {
 		re := regexp.MustCompile(x.cuda)
-		require.Len(t, re.FindAllString(code, -1), 1, "%s in fabric.cu", x.cuda)
+		require.Len(t, re.FindAllString(code, -1), 1, "%s in the source", x.cuda)
 		code = re.ReplaceAllLiteralString(code, x.host)
 	}
 	shim := strings.Replace(ptxtest.HostShim, "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
@@ -64,4 +64,15 @@ func TestSourceOnTheHost(t *testing.T) {
 			require.Equal(t, fmt.Sprintln(operations, "operations"), string(out))
 		})
 	}
+}
+
+// Every file is part of the source.
+func TestFiles(t *testing.T) {
+	all, err := folder.ReadDir("cuda")
+	require.NoError(t, err)
+	var names []string
+	for _, f := range all {
+		names = append(names, f.Name())
+	}
+	require.ElementsMatch(t, names, files)
 }

@@ -1,0 +1,113 @@
+#ifdef CHORUS_TYPE
+
+// The all-reduce of what is long, by cells.
+
+// loadCell and storeCell are load and store for cells, to which aligned refers.
+static __device__ __forceinline__ Cell loadCell(const char* p, u64 i, u64 bytes, bool aligned) {
+	if (aligned && i * 16 + 16 <= bytes) return ((const Cell*)p)[i];
+	const Cell v = {load(p, i * 2, bytes, false), load(p, i * 2 + 1, bytes, false)};
+	return v;
+}
+static __device__ __forceinline__ void storeCell(char* p, u64 i, u64 bytes, bool aligned, Cell v) {
+	if (aligned && i * 16 + 16 <= bytes) {
+		((Cell*)p)[i] = v;
+		return;
+	}
+	store(p, i * 2, bytes, false, v.a);
+	store(p, i * 2 + 1, bytes, false, v.b);
+}
+
+static __device__ __forceinline__ void sendCell(const Rank& me, Cell* to, Cell v) {
+	if (!me.over) putCell(to, v);
+}
+
+// A Share is the cells of a rank's share of an all-reduce: of each rank share of them,
+// all in all.
+struct Share {
+	u64 all, share;
+	__device__ bool has(u32 r, u64 i) const { return i < share && r * share + i < all; }
+};
+
+// BATCH is how many cells of a share a thread has at once.
+#define BATCH (MOST == 2 ? 4 : 1)
+
+// loadCells loads cells of the shares of the k-th ranks after this one.
+static __device__ __forceinline__ void loadCells(const Rank& me, const char* in, const Share& of, u64 i, u64 bytes, bool aligned, Cell (&c)[BATCH][MOST]) {
+#pragma unroll
+	for (u32 b = 0; b < BATCH; b++)
+#pragma unroll
+		for (u32 k = 1; k < MOST; k++)
+			if (k < count(me)) c[b][k] = loadCell(in, after(me, k) * of.share + i + b * stride(), bytes, aligned);
+}
+
+// reduceCell is reduce for cells.
+static __device__ __forceinline__ Cell reduceCell(const Rank& me, const Cell (&c)[MOST], Cell own) {
+	Values a = unpack(me.rank == 0 ? own.a : c[0].a), b = unpack(me.rank == 0 ? own.b : c[0].b);
+#pragma unroll
+	for (u32 r = 1; r < MOST; r++) {
+		if (r >= count(me)) continue;
+		join(a, me.rank == r ? own.a : c[r].a);
+		join(b, me.rank == r ? own.b : c[r].b);
+	}
+	const Cell v = {finish(a, count(me)), finish(b, count(me))};
+	return v;
+}
+
+// all_reduce_3 is the same with cells, of which nothing but their bytes goes
+// over the links, and a barrier of each block before they are read.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_3(LINKS, const char* in, char* out, u64 bytes, u32 aligned) {
+	Rank me = RANK;
+	const u64 all = (bytes + 15) / 16, step = BATCH * stride();
+	const Share of = {all, (all + count(me) - 1) / count(me)};
+	const u64 mine = me.rank * of.share;
+	Cell c[BATCH][MOST], own[BATCH];
+	u64 i = first();
+	loadCells(me, in, of, i, bytes, aligned, c);
+	enter(me);
+	for (; i < of.share; i += step) {
+#pragma unroll
+		for (u32 b = 0; b < BATCH; b++)
+#pragma unroll
+			for (u32 k = 1; k < MOST; k++)
+				if (k < count(me) && of.has(after(me, k), i + b * stride()))
+					sendCell(me, (Cell*)from(me, me.peer[k], me.rank) + i + b * stride(), c[b][k]);
+		loadCells(me, in, of, i + step, bytes, aligned, c);
+	}
+	barrier(me, 0);
+	for (i = first(); of.has(me.rank, i); i += step) {
+#pragma unroll
+		for (u32 b = 0; b < BATCH; b++) {
+			const u64 at = i + b * stride();
+			own[b] = loadCell(in, mine + at, bytes, aligned);
+#pragma unroll
+			for (u32 r = 0; r < MOST; r++)
+				c[b][r] = getCell((const Cell*)from(me, me.peer[0], r) + at, r < count(me) && r != me.rank && of.has(me.rank, at));
+		}
+#pragma unroll
+		for (u32 b = 0; b < BATCH; b++) {
+			const u64 at = i + b * stride();
+			if (!of.has(me.rank, at)) continue;
+			const Cell sum = reduceCell(me, c[b], own[b]);
+#pragma unroll
+			for (u32 k = 1; k < MOST; k++)
+				if (k < count(me)) sendCell(me, (Cell*)gathered(me, me.peer[k]) + mine + at, sum);
+			storeCell(out, mine + at, bytes, aligned, sum);
+		}
+	}
+	barrier(me, 1);
+	for (i = first(); i < of.share; i += step) {
+#pragma unroll
+		for (u32 b = 0; b < BATCH; b++)
+#pragma unroll
+			for (u32 r = 0; r < MOST; r++)
+				c[b][r] = getCell((const Cell*)gathered(me, me.peer[0]) + r * of.share + i + b * stride(), r < count(me) && r != me.rank && of.has(r, i + b * stride()));
+#pragma unroll
+		for (u32 b = 0; b < BATCH; b++)
+#pragma unroll
+			for (u32 r = 0; r < MOST; r++)
+				if (r < count(me) && r != me.rank && of.has(r, i + b * stride()))
+					storeCell(out, r * of.share + i + b * stride(), bytes, aligned, c[b][r]);
+	}
+}
+
+#endif

@@ -1,9 +1,11 @@
 package comm
 
 import (
+	"context"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/tensor"
@@ -58,6 +60,21 @@ func SetOwnBytes(t *testing.T, all, part int) {
 
 // Choice returns what carries a collective of local rank i out.
 func (g *Group) Choice(i int, x nccl.Collective) Strategy { return g.members[i].ways.choose(x) }
+
+// Measure is the part of Tune that measures.
+func (g *Group) Measure(ctx context.Context, plan []Choice) error {
+	var eg errgroup.Group
+	for i := range g.members {
+		eg.Go(func() error {
+			_, err := g.members[i].tune(ctx, plan)
+			return err
+		})
+	}
+	if err := eg.Wait(); err != nil {
+		return err
+	}
+	return g.tuneEngines(ctx, &Tuning{Choices: plan})
+}
 
 // Check reads the choices of a Tuning, as a file's are.
 func (t *Tuning) Check() error { return t.check() }

@@ -49,8 +49,9 @@ const (
 	Windows
 	// CopyEngines is the devices' copy engines for all-gathers and all-to-alls of a group
 	// whose ranks are all of this process and reach each other's memory, where one call,
-	// or one group of NCCL, has those of all ranks: no kernel waits, and no multiprocessor
-	// is kept busy. What comes otherwise is NCCL's. It is for what is large.
+	// or one group of NCCL, has those of all ranks and nothing else: no kernel waits, and
+	// no multiprocessor is kept busy. What comes otherwise is NCCL's, or in a group that is
+	// Tuned that of the next fastest strategy. It is for what is large.
 	CopyEngines
 	// Tuned is for each operation, type and size what a Tuning says: that of
 	// Config.Tuning, of the file CHORUS_TUNING_FILE, or, where there is none for such
@@ -159,7 +160,9 @@ func (g *Group) Use(s Strategy) error {
 }
 
 // Chosen returns what carries such a collective out on the group's streams, if it is
-// given some addresses: NCCLOnly, or one of the other Strategies but Tuned.
+// given some addresses: NCCLOnly, or one of the other Strategies but Tuned. Together is
+// whether one call has it of all ranks, as those of this package have where all are of
+// this process.
 func (g *Group) Chosen(x nccl.Collective) Strategy {
 	if k := g.members[0].ways; k != nil {
 		return k.choose(x)

@@ -133,7 +133,7 @@ func (o operation) carried() memory.DType {
 
 func (o operation) collective(bytes int) nccl.Collective {
 	t := o.carried()
-	return nccl.Collective{Kind: o.kind, DType: t, Op: o.op, Count: bytes / t.Size()}
+	return nccl.Collective{Kind: o.kind, DType: t, Op: o.op, Count: bytes / t.Size(), Together: true}
 }
 
 // Tune measures which strategy is the fastest for which operation and size, between the

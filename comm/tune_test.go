@@ -279,6 +279,58 @@ func TestCopyEngines(t *testing.T) {
 	}), nccl.ErrorInternal)
 }
 
+// TestCopyEnginesOrTheNext gives a group a tuning by which copy engines are the fastest,
+// and own kernels next: these have what is not of all ranks at once, and NCCL nothing.
+func TestCopyEnginesOrTheNext(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	tuning := &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{{Operation: "all-gather", Bytes: 64, Times: []comm.Timing{
+		{Strategy: comm.CopyEngines}, {Strategy: comm.OwnKernels, Micros: 1}, {Strategy: comm.NCCLOnly, Micros: 2}}}}}
+	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: tuning})
+	x := nccl.Collective{Kind: nccl.AllGatherKind, DType: memory.Float32, Count: 30}
+	require.Equal(t, comm.OwnKernels, g.Chosen(x))
+	x.Together = true
+	require.Equal(t, comm.CopyEngines, g.Chosen(x))
+	xs, hs := shards(t, g, 30)
+	ys, _ := shards(t, g, 60)
+	one := func(i int) error { return nccl.AllGather(g.Communicator(i), g.Stream(i), ys[i], xs[i]) }
+	captured := func(i int) error {
+		x, err := graph.Capture([]*stream.Stream{g.Stream(i)}, func() error { return one(i) })
+		if err != nil {
+			return err
+		}
+		return errors.Join(x.Launch(g.Stream(i)), x.Close())
+	}
+	for name, call := range map[string]func() error{
+		"together":              func() error { return comm.AllGather(g, ys, xs) },
+		"one after the other":   func() error { return errors.Join(one(0), one(1)) },
+		"in graphs of one rank": func() error { return errors.Join(captured(0), captured(1)) },
+		"in groups of one": func() error {
+			return errors.Join(nccl.Group(g.Communicator(0), func() error { return one(0) }), one(1))
+		},
+		"in a group with transfers": func() error {
+			return nccl.Group(g.Communicator(0), func() error { return errors.Join(one(0), transfer(g, xs), one(1)) })
+		},
+	} {
+		for i := range ys {
+			require.NoError(t, ys[i].Zero(g.Stream(i)))
+		}
+		stop := devs[0].System().Machine().CountCalls()
+		require.NoError(t, call(), name)
+		calls := stop()
+		require.Zero(t, calls["ncclAllGather"], "%s: %v", name, calls)
+		require.Equal(t, name == "together", calls["cuMemcpyDtoDAsync"] == 4, "%s: %v", name, calls)
+		for i := range ys {
+			require.Equal(t, slices.Concat(hs...), read(t, g, i, ys[i]), name)
+		}
+	}
+}
+
+// transfer sends what rank 0 has of xs to itself, in place.
+func transfer(g *comm.Group, xs comm.Shards[float32]) error {
+	c, s := g.Communicator(0), g.Stream(0)
+	return errors.Join(nccl.Send(c, s, xs[0].Slice(0, 8), 0), nccl.Recv(c, s, xs[0].Slice(0, 8), 0))
+}
+
 // TestCopyEnginesFail has a copy between two ranks fail in the middle.
 func TestCopyEnginesFail(t *testing.T) {
 	t.Setenv(env.P2P.Name, "force") // whose test copies too
@@ -731,6 +783,29 @@ func TestTunePlansThatDiffer(t *testing.T) {
 	}
 	wg.Wait()
 	require.NoError(t, errors.Join(errs...), "the group is as before")
+}
+
+// TestMeasuringLeavesTheStrategy measures every strategy, and copy engines after the others:
+// what is issued then goes by the strategy that was in use.
+func TestMeasuringLeavesTheStrategy(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
+		large := &comm.TuneConfig{MaxBytes: 256 << 10, Types: fewPoints.Types, Ops: fewPoints.Ops}
+		all, err := comm.TunePlan(g, large)
+		require.NoError(t, err)
+		few := slices.DeleteFunc(all, func(c comm.Choice) bool { return c.Operation != "all-gather" || c.Bytes != large.MaxBytes })
+		require.Len(t, few, 1)
+		require.Equal(t, comm.CopyEngines, few[0].Times[len(few[0].Times)-1].Strategy)
+		x := nccl.Collective{Kind: nccl.AllGatherKind, DType: memory.Float32, Count: 64, Together: true}
+		for s, want := range map[comm.Strategy]comm.Strategy{comm.NCCLOnly: comm.NCCLOnly, comm.OwnKernels: comm.OwnKernels, comm.Tuned: comm.NCCLOnly} {
+			require.NoError(t, g.Use(s))
+			require.NoError(t, g.Measure(testgpu.Context(t), few))
+			require.Equal(t, s, g.Strategy())
+			for i := range devs {
+				require.Equal(t, want, g.Choice(i, x), "%s on rank %d", s, i)
+			}
+		}
+	})
 }
 
 // TestTuneFails has an operation fail while it is measured.

@@ -81,7 +81,7 @@ func (k *ways) can(s Strategy, x nccl.Collective, most int) bool {
 	case Windows:
 		return k.window != nil && k.window.fits(x)
 	case CopyEngines:
-		return k.engines != nil && (x.Kind == nccl.AllGatherKind || x.Kind == nccl.AllToAllKind) && x.Count > 0
+		return k.engines != nil && x.Together && (x.Kind == nccl.AllGatherKind || x.Kind == nccl.AllToAllKind) && x.Count > 0
 	}
 	return false
 }

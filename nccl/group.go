@@ -200,7 +200,7 @@ func (g *group) enqueue(c *Communicator) error {
 	}
 	switch {
 	case g.whole():
-		return g.together()
+		return g.atOnce()
 	case g.apart() && launchers.Try(len(g.ops), g):
 		return g.outcome()
 	case substituted:

@@ -27,6 +27,7 @@ type operation struct {
 	sends, recvs []int   // the elements of each rank, where they differ
 	captured     bool    // into a graph
 	service      Service // of the communicator's Substitute
+	together     bool    // with one of each other rank, and nothing else
 	lent         bool    // by it, until settle
 	capture      uint64  // which one, in a group
 

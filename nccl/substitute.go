@@ -10,7 +10,7 @@ import (
 // them. For Chorus's own packages.
 type Substitute interface {
 	// Takes says what it does for such a collective. The answer is the same on all
-	// ranks: it does not depend on addresses.
+	// ranks: it does not depend on addresses. Whole is only for what is Together.
 	Takes(x Collective) Service
 	// Enqueue carries one out for which Takes has said Instead. Its arguments have been
 	// checked.
@@ -21,8 +21,8 @@ type Substitute interface {
 	// Return ends each Lend that had no error: if NCCL has taken the operation, it
 	// enqueues the copy of what that writes to lent buffers to where it belongs.
 	Return(s *stream.Stream, x Collective, taken bool) error
-	// Together carries out those of all ranks, by rank, for which Takes has said Whole:
-	// ss are their streams.
+	// Together carries out those of all ranks, by rank, for which Takes has said Whole
+	// on each: ss are their streams.
 	Together(ss []*stream.Stream, xs []Collective) error
 	// Abort ends what is in flight, and returns at once.
 	Abort()
@@ -36,7 +36,7 @@ const (
 	Nothing Service = iota // it is NCCL's
 	Instead                // it carries the collective out
 	Lending                // NCCL does, on buffers of the Substitute
-	Whole                  // it does where a group has it of all ranks, and NCCL elsewhere
+	Whole                  // it carries out those of all ranks at once
 )
 
 // A Collective is an operation as a Substitute sees it.
@@ -47,6 +47,9 @@ type Collective struct {
 	Root     int
 	Count    int    // elements: of one rank's part, or of all where the ranks have no parts
 	Dst, Src uint64 // 0 where the rank has none
+	// Together is that one Group has such an operation of each rank of the communicator,
+	// on the stream of its Substitute, and nothing else.
+	Together bool
 }
 
 // A CollectiveKind is what a Collective does.
@@ -93,31 +96,46 @@ func (o *operation) substituted() bool {
 // NCCL. Where a rank has several collectives, all are NCCL's, whose order on a stream is
 // its own. What else it has in the group does not count: other ranks need not have that.
 func (g *group) substituted() bool {
-	all := true
+	all, together := true, g.together()
 	for i := range g.ops {
-		if g.ops[i].comm.substitute.Load() == nil || g.several(i) || !g.ops[i].substituted() {
+		o := &g.ops[i]
+		o.together = together
+		if o.comm.substitute.Load() == nil || !together && g.several(i) || !o.substituted() {
 			all = false
 		}
 	}
 	return all
 }
 
-// whole reports whether a Substitute carries out the group at once: it has one operation
-// of each rank of a communicator.
-func (g *group) whole() bool {
-	if len(g.ops) != g.ops[0].comm.size || !g.single() {
+// together reports whether the group is one operation of each rank of a communicator, on
+// the streams of their Substitutes.
+func (g *group) together() bool {
+	first := &g.ops[0]
+	if first.comm.substitute.Load() == nil || len(g.ops) != first.comm.size || !g.single() {
 		return false
 	}
 	for i := range g.ops {
-		if o := &g.ops[i]; o.service != Whole || o.comm.clique != g.ops[0].comm.clique {
+		o := &g.ops[i]
+		x := o.comm.substitute.Load()
+		if x == nil || x.stream != o.stream || o.kind != first.kind || o.comm.clique != first.comm.clique {
 			return false
 		}
 	}
 	return true
 }
 
-// together gives the group to a Substitute.
-func (g *group) together() error {
+// whole reports whether a Substitute carries out the group at once.
+func (g *group) whole() bool {
+	for i := range g.ops {
+		if o := &g.ops[i]; !o.together || o.service != Whole {
+			return false
+		}
+	}
+	return true
+}
+
+// atOnce gives the group to a Substitute.
+func (g *group) atOnce() error {
 	ss, xs := make([]*stream.Stream, len(g.ops)), make([]Collective, len(g.ops))
 	for i := range g.ops {
 		o := &g.ops[i]
@@ -143,7 +161,7 @@ func (g *group) several(i int) bool {
 
 func (o *operation) collective() Collective {
 	return Collective{Kind: collectiveKinds[o.kind], DType: o.dtype, Op: o.op, Root: o.root, Count: o.n,
-		Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr)}
+		Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr), Together: o.together}
 }
 
 // give enqueues the operation, by NCCL or its Substitute. The communicator is entered.

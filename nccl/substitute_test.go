@@ -1,6 +1,9 @@
 package nccl_test
 
 import (
+	"errors"
+	"slices"
+	"sync"
 	"sync/atomic"
 	"testing"
 
@@ -8,6 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -97,4 +101,137 @@ func TestGroupThatNCCLRefusesInPart(t *testing.T) {
 			}
 		})
 	}
+}
+
+// An atOnce is a Substitute that takes all-gathers where it gets those of all ranks, and
+// does nothing with them.
+type atOnce struct {
+	mu      sync.Mutex
+	asked   []bool // of Together
+	streams [][]*stream.Stream
+}
+
+func (x *atOnce) Takes(c nccl.Collective) nccl.Service {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.asked = append(x.asked, c.Together)
+	if c.Together && c.Kind == nccl.AllGatherKind {
+		return nccl.Whole
+	}
+	return nccl.Nothing
+}
+func (x *atOnce) Enqueue(*stream.Stream, nccl.Collective) error { return nil }
+func (x *atOnce) Lend(*stream.Stream, nccl.Collective) (dst, src uint64, err error) {
+	return 0, 0, nil
+}
+func (x *atOnce) Return(*stream.Stream, nccl.Collective, bool) error { return nil }
+func (x *atOnce) Together(ss []*stream.Stream, _ []nccl.Collective) error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.streams = append(x.streams, ss)
+	return nil
+}
+func (x *atOnce) Abort() {}
+
+// TestSubstituteOfAllRanks issues all-gathers of two communicators that share their
+// devices in groups of all shapes: a Substitute gets those of all ranks at once only where
+// a group has one of each rank of one communicator and nothing else, and is asked with
+// that in mind. All others are NCCL's, and right.
+func TestSubstituteOfAllRanks(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		a, b := connect(t, devs), connect(t, devs)
+		src, hs := buffers(t, a, 24)
+		whole := slices.Concat(hs...)
+		dst := map[*nccl.Communicator]memory.Slice[int64]{}
+		for _, ranks := range [][]rank{a, b} {
+			outs, _ := buffers(t, ranks, 48)
+			for i, r := range ranks {
+				dst[r.c] = outs[i]
+				require.NoError(t, r.s.WaitStream(a[i].s))
+			}
+		}
+		beside := make([]*stream.Stream, 2)
+		for i := range beside {
+			var err error
+			beside[i], err = stream.New(devs[i], nil)
+			require.NoError(t, err)
+			defer beside[i].Close()
+			require.NoError(t, beside[i].WaitStream(a[i].s))
+			require.NoError(t, beside[i].WaitStream(b[i].s))
+		}
+		on := func(s *stream.Stream, r rank) func() error {
+			return func() error { return nccl.AllGather(r.c, s, dst[r.c], src[r.c.Rank()]) }
+		}
+		gather := func(r rank) func() error { return on(r.s, r) }
+		send := func() error { return nccl.Send(a[0].c, a[0].s, src[0], 1) }
+		recv := func() error { return nccl.Recv(a[1].c, a[1].s, dst[a[1].c].Slice(0, 24), 0) }
+		reduce := func(i int) func() error {
+			return func() error { return nccl.AllReduce(a[i].c, a[i].s, dst[a[i].c], dst[a[i].c], nccl.Max) }
+		}
+		type group []func() error
+		for name, c := range map[string]struct {
+			groups []group // at the same time
+			asked  []bool
+			whole  bool
+		}{
+			"all":                      {[]group{{gather(a[0]), gather(a[1])}}, []bool{true, true}, true},
+			"in another order":         {[]group{{gather(a[1]), gather(a[0])}}, []bool{true, true}, true},
+			"of another kind":          {[]group{{reduce(0), reduce(1)}}, []bool{true, true}, false},
+			"of two kinds":             {[]group{{gather(a[0]), reduce(1)}}, []bool{false, false}, false},
+			"a group each":             {[]group{{gather(a[0])}, {gather(a[1])}}, []bool{false, false}, false},
+			"each twice":               {[]group{{gather(a[0]), gather(a[1]), gather(a[0]), gather(a[1])}}, nil, false},
+			"twice of each by itself":  {[]group{{gather(a[0]), gather(a[0])}, {gather(a[1]), gather(a[1])}}, nil, false},
+			"beside transfers":         {[]group{{gather(a[0]), gather(a[1]), send, recv}}, []bool{false, false}, false},
+			"of two communicators":     {[]group{{gather(a[0]), gather(b[1])}, {gather(b[0]), gather(a[1])}}, []bool{false, false, false, false}, false},
+			"all of two communicators": {[]group{{gather(a[0]), gather(b[0]), gather(a[1]), gather(b[1])}}, []bool{false, false, false, false}, false},
+			"one on another stream":    {[]group{{gather(a[0]), on(beside[1], a[1])}}, []bool{false}, false},
+			"all on other streams":     {[]group{{on(beside[0], a[0]), on(beside[1], a[1])}}, nil, false},
+		} {
+			x := &atOnce{}
+			for _, r := range slices.Concat(a, b) {
+				r.c.Substitute(r.s, x)
+				require.NoError(t, dst[r.c].Zero(r.s))
+				require.NoError(t, beside[r.c.Rank()].WaitStream(r.s))
+			}
+			errs := make([]error, len(c.groups))
+			var all sync.WaitGroup
+			for i, calls := range c.groups {
+				all.Go(func() {
+					errs[i] = nccl.Group(a[0].c, func() error {
+						for _, call := range calls {
+							if err := call(); err != nil {
+								return err
+							}
+						}
+						return nil
+					})
+				})
+			}
+			all.Wait()
+			require.Equal(t, c.asked, x.asked, name)
+			if name == "of two kinds" {
+				require.ErrorIs(t, errs[0], nccl.ErrorInvalidUsage)
+				require.Empty(t, x.streams)
+				continue
+			}
+			require.NoError(t, errors.Join(errs...), name)
+			for _, s := range append(beside, b[0].s, b[1].s) {
+				require.NoError(t, s.Sync(testgpu.Context(t)))
+			}
+			if c.whole {
+				require.Equal(t, [][]*stream.Stream{{a[0].s, a[1].s}}, x.streams, name)
+				continue
+			}
+			require.Empty(t, x.streams, name)
+			if len(c.asked) == 2 && c.asked[0] || name == "beside transfers" {
+				continue // they do not gather alone
+			}
+			for _, r := range a {
+				got := make([]int64, len(whole))
+				require.NoError(t, dst[r.c].CopyTo(r.s, got))
+				require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
+				require.Equal(t, whole, got, name)
+			}
+		}
+	})
 }

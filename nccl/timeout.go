@@ -59,7 +59,7 @@ func (e *MismatchError) Error() string {
 	text := fmt.Sprintf("nccl: the ranks do not issue the same operations: rank %d of %d issued %s, rank %d issued %s",
 		e.Rank, e.Size, e.Operation, e.Other, e.Theirs)
 	if e.Operation.String() == e.Theirs.String() {
-		text += ", which by the group's strategy are carried out in two ways: one of them is on another stream than the group's, or beside others in a Group"
+		text += ", which by the group's strategy are carried out in two ways: one of them is on another stream than the group's, or beside others in a Group, or not in one with those of all ranks"
 	}
 	return text
 }

@@ -32,7 +32,7 @@ type Row struct {
 	OutOfPlace *Measure `json:"out_of_place"`
 	InPlace    *Measure `json:"in_place,omitempty"` // nil where an operation cannot
 	Strategy   string   `json:"strategy,omitempty"` // where several were measured
-	Chosen     bool     `json:"chosen,omitempty"`   // it is the one that the group's tuning chooses
+	Chosen     bool     `json:"chosen,omitempty"`   // it is the one that the group's tuning chooses, for one call that has all ranks of the process
 }
 
 // row measures a job.

@@ -76,13 +76,14 @@ func (r *Report) choose(g *comm.Group, p *Plan) error {
 	return nil
 }
 
-// collective is a job as comm chooses its strategy; of no kind where there is no choice.
+// collective is a job as comm chooses its strategy, where one call has it of all ranks; of
+// no kind where there is no choice.
 func (j job) collective() nccl.Collective {
 	kinds := map[kind]nccl.CollectiveKind{
 		allReduce: nccl.AllReduceKind, allGather: nccl.AllGatherKind, reduceScatter: nccl.ReduceScatterKind,
 		broadcast: nccl.BroadcastKind, allToAll: nccl.AllToAllKind,
 	}
-	x := nccl.Collective{Kind: kinds[j.op.kind], DType: j.dtype, Count: j.layout.param}
+	x := nccl.Collective{Kind: kinds[j.op.kind], DType: j.dtype, Count: j.layout.param, Together: true}
 	if j.op.reduces {
 		x.Op = j.red.raw()
 	}

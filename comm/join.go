@@ -52,12 +52,12 @@ func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config
 	defer cancel(nil)
 	defer context.AfterFunc(r.Context(), func() { cancel(context.Cause(r.Context())) })()
 	prefix := fmt.Sprintf("comm/%d/", nextGroup(r))
-	id, err := agree(ctx, r, dev, s, prefix)
+	v, err := agree(ctx, r, dev, s, prefix)
 	if err != nil {
 		return nil, fmt.Errorf("comm: join as rank %d of %d on %s: %w", r.Rank(), r.Size(), dev, err)
 	}
-	w := &words{r: r, prefix: prefix}
-	c, err := nccl.NewCommunicator(ctx, dev, id, r.Rank(), r.Size(), cfg.nccl(w.hook()))
+	w := &words{r: r, prefix: prefix, hosts: v.Hosts}
+	c, err := nccl.NewCommunicator(ctx, dev, v.ID, r.Rank(), r.Size(), cfg.nccl(w.hook()))
 	if err != nil {
 		return nil, fmt.Errorf("comm: join: %w", err)
 	}
@@ -77,7 +77,8 @@ func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config
 
 // card is what each rank tells rank 0 about itself.
 type card struct {
-	Host     string
+	Host     string // its name
+	Machine  string // which host it is
 	PID      int
 	Device   string
 	UUID     string
@@ -89,20 +90,21 @@ type card struct {
 // verdict is what rank 0 answers to all.
 type verdict struct {
 	ID      nccl.UniqueID
+	Hosts   []int  // of each rank, numbered by their first ranks
 	Refused string // why there is no group, or ""
 }
 
 // agree checks that the ranks fit together and gives all of them one id: a card
 // from each rank to rank 0, and one verdict back. NCCL itself would hang, or
 // fail without saying which ranks do not fit.
-func agree(ctx context.Context, r Rendezvous, dev *device.Device, s Strategy, prefix string) (nccl.UniqueID, error) {
+func agree(ctx context.Context, r Rendezvous, dev *device.Device, s Strategy, prefix string) (verdict, error) {
 	mine, err := cardOf(dev, s)
 	if err != nil {
-		return nccl.UniqueID{}, err
+		return verdict{}, err
 	}
 	if r.Rank() != 0 {
 		if err := put(ctx, r, fmt.Sprint(prefix, r.Rank()), mine); err != nil {
-			return nccl.UniqueID{}, err
+			return verdict{}, err
 		}
 		return await(ctx, r, prefix)
 	}
@@ -110,10 +112,10 @@ func agree(ctx context.Context, r Rendezvous, dev *device.Device, s Strategy, pr
 	cards[0] = mine
 	for i := 1; i < r.Size(); i++ {
 		if err := get(ctx, r, fmt.Sprint(prefix, i), &cards[i]); err != nil {
-			return nccl.UniqueID{}, fmt.Errorf("wait for rank %d: %w", i, err)
+			return verdict{}, fmt.Errorf("wait for rank %d: %w", i, err)
 		}
 	}
-	v := verdict{Refused: misfit(cards)}
+	v := verdict{Hosts: hostsOf(cards), Refused: misfit(cards)}
 	if v.Refused == "" {
 		// Made only now: NCCL's listener waits for exactly these ranks.
 		if v.ID, err = nccl.NewUniqueID(dev); err != nil {
@@ -121,12 +123,12 @@ func agree(ctx context.Context, r Rendezvous, dev *device.Device, s Strategy, pr
 		}
 	}
 	if err := put(ctx, r, prefix+"verdict", v); err != nil {
-		return nccl.UniqueID{}, err
+		return verdict{}, err
 	}
 	if v.Refused != "" {
 		awaitReaders(ctx, r, prefix)
 	}
-	return v.result()
+	return v, v.err()
 }
 
 // readTime bounds how long rank 0 waits until a refusal has been read.
@@ -144,23 +146,22 @@ func awaitReaders(ctx context.Context, r Rendezvous, prefix string) {
 	}
 }
 
-func await(ctx context.Context, r Rendezvous, prefix string) (nccl.UniqueID, error) {
-	var v verdict
+func await(ctx context.Context, r Rendezvous, prefix string) (v verdict, err error) {
 	if err := get(ctx, r, prefix+"verdict", &v); err != nil {
-		return nccl.UniqueID{}, fmt.Errorf("wait for rank 0: %w", err)
+		return v, fmt.Errorf("wait for rank 0: %w", err)
 	}
 	if v.Refused != "" {
 		// The refusal is what to report, whatever becomes of the receipt.
 		_ = r.Set(ctx, fmt.Sprint(prefix, "read/", r.Rank()), []byte("read"))
 	}
-	return v.result()
+	return v, v.err()
 }
 
-func (v *verdict) result() (nccl.UniqueID, error) {
+func (v *verdict) err() error {
 	if v.Refused != "" {
-		return nccl.UniqueID{}, fmt.Errorf("%s: %w", v.Refused, ErrMismatch)
+		return fmt.Errorf("%s: %w", v.Refused, ErrMismatch)
 	}
-	return v.ID, nil
+	return nil
 }
 
 func cardOf(dev *device.Device, s Strategy) (card, error) {
@@ -176,7 +177,19 @@ func cardOf(dev *device.Device, s Strategy) (card, error) {
 	if err != nil {
 		return card{}, err
 	}
-	return card{Host: host, PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend(), Strategy: s.String(), NCCL: version}, nil
+	return card{Host: host, Machine: fabric.Host(), PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend(), Strategy: s.String(), NCCL: version}, nil
+}
+
+// hostsOf numbers the hosts.
+func hostsOf(cards []card) []int {
+	seen, hosts := map[string]int{}, make([]int, len(cards))
+	for i, c := range cards {
+		if _, known := seen[c.Machine]; !known {
+			seen[c.Machine] = len(seen)
+		}
+		hosts[i] = seen[c.Machine]
+	}
+	return hosts
 }
 
 // misfit says why the ranks cannot make a group, or "".

@@ -76,7 +76,7 @@ func mixed(t *testing.T, devs []*device.Device, m *mixer, operations, ops, room 
 			launches += m.rng.IntN(3)
 		}
 		what := fmt.Sprintf("seed %d, after %d operations: %s by %s, %d times", seed, done, modes[mode].name, way, launches)
-		require.NoError(t, x.g.Use(way))
+		require.NoError(t, x.g.Use(testgpu.Context(t), way))
 		x.round(t, ops, used, func() error { return modes[mode].run(x, ops, launches) }, what)
 		done += launches * len(ops)
 	}

@@ -80,6 +80,7 @@ func wordOf(c *nccl.Communicator) word {
 type words struct {
 	r      Rendezvous
 	prefix string
+	hosts  []int // on which the ranks of r are
 	world  []int // the ranks of r that are the group's, by rank; nil: all
 	end    context.CancelFunc
 

@@ -40,7 +40,7 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 	eg, all := errgroup.WithContext(ctx)
 	for i := range g.members {
 		if g.words != nil {
-			watchers[i] = &words{r: g.words.r, prefix: fmt.Sprintf("%ssplit/%d/%d/", g.words.prefix, g.splits, colors[i])}
+			watchers[i] = &words{r: g.words.r, hosts: g.words.hosts, prefix: fmt.Sprintf("%ssplit/%d/%d/", g.words.prefix, g.splits, colors[i])}
 		}
 		eg.Go(func() (err error) {
 			comms[i], err = g.members[i].comm.Split(all, max(colors[i], NoColor), keys[i], g.childConfig(watchers[i]))

@@ -1,7 +1,9 @@
 package comm
 
 import (
+	"context"
 	"fmt"
+	"slices"
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/nccl"
@@ -140,23 +142,43 @@ func (g *Group) Strategies() []Strategy {
 }
 
 // Use makes s, one of Strategies, carry out what is issued from now on. All ranks call
-// it between the same operations; nothing else of the group may run meanwhile.
-func (g *Group) Use(s Strategy) error {
-	if err := g.check("use"); err != nil {
+// it with the same one, between the same operations: where they differ it is an error that
+// matches ErrMismatch on all of them, and the strategy stays. Over several processes it
+// waits for all that is on the group's streams, and ends early as Wait does. Collective.
+func (g *Group) Use(ctx context.Context, s Strategy) error {
+	const op = "use"
+	if err := g.checkWait(op); err != nil {
 		return err
 	}
-	for _, can := range g.Strategies() {
-		if can != s {
-			continue
-		}
-		for i := range g.members {
-			if k := g.members[i].ways; k != nil {
-				k.use(s)
-			}
-		}
-		return nil
+	if err := g.sameStrategy(ctx, s); err != nil {
+		return err
 	}
-	return refuse("use", "the group has no strategy %s: it has %v", s, g.Strategies())
+	if !slices.Contains(g.Strategies(), s) {
+		return refuse(op, "the group has no strategy %s: it has %v", s, g.Strategies())
+	}
+	for i := range g.members {
+		if k := g.members[i].ways; k != nil {
+			k.use(s)
+		}
+	}
+	return nil
+}
+
+// sameStrategy returns an error on all ranks where they do not want the same one.
+func (g *Group) sameStrategy(ctx context.Context, s Strategy) error {
+	if len(g.members) == g.size {
+		return context.Cause(ctx) // there is nobody else
+	}
+	all, err := GatherValues(ctx, g, Gob, slices.Repeat([]uint8{uint8(s)}, len(g.members))...)
+	if err != nil {
+		return err
+	}
+	for rank, other := range all {
+		if other != all[0] {
+			return refuse("use", "rank %d wants the strategy %s and rank 0 %s: call Use with the same on all", rank, Strategy(other), Strategy(all[0]))
+		}
+	}
+	return nil
 }
 
 // Chosen returns what carries such a collective out on the group's streams, if it is

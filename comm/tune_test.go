@@ -1,12 +1,15 @@
 package comm_test
 
 import (
+	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -19,6 +22,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -430,7 +434,7 @@ func TestUse(t *testing.T) {
 		require.Equal(t, every, g.Strategies())
 		small := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Float32, Count: 8}
 		for _, s := range every {
-			require.NoError(t, g.Use(s))
+			require.NoError(t, g.Use(testgpu.Context(t), s))
 			require.Equal(t, s, g.Strategy())
 			want := s
 			if s == comm.Tuned || s == comm.CopyEngines {
@@ -443,13 +447,66 @@ func TestUse(t *testing.T) {
 				require.Equal(t, total(hs), read(t, g, i, xs[i]))
 			}
 		}
-		require.ErrorIs(t, g.Use(comm.ByEnvironment), comm.ErrMismatch)
+		require.ErrorIs(t, g.Use(testgpu.Context(t), comm.ByEnvironment), comm.ErrMismatch)
 		plain := local(t, devs)
 		require.Equal(t, []comm.Strategy{comm.NCCLOnly}, plain.Strategies())
-		require.NoError(t, plain.Use(comm.NCCLOnly))
-		require.ErrorContains(t, plain.Use(comm.OneShot), "the group has no strategy one-shot: it has [nccl]")
+		require.NoError(t, plain.Use(testgpu.Context(t), comm.NCCLOnly))
+		require.ErrorContains(t, plain.Use(testgpu.Context(t), comm.OneShot), "the group has no strategy one-shot: it has [nccl]")
 		require.NoError(t, g.Close())
-		require.ErrorIs(t, g.Use(comm.NCCLOnly), device.ErrClosed)
+		require.ErrorIs(t, g.Use(testgpu.Context(t), comm.NCCLOnly), device.ErrClosed)
+	})
+}
+
+// TestUseOfRanksThatDiffer lets the ranks of two processes want different strategies: all
+// are told who wants what, and go on with what they had.
+func TestUseOfRanksThatDiffer(t *testing.T) {
+	testgpu.Each(t, 3, func(t *testing.T, devs []*device.Device) {
+		t.Setenv(env.CommStrategy.Name, "own")
+		gs, errs := join(t, t.Context(), devs[:3])
+		require.NoError(t, errors.Join(errs...))
+		all := func(do func(i int, g *comm.Group) error) []error {
+			errs := make([]error, len(gs))
+			var wg sync.WaitGroup
+			for i, g := range gs {
+				wg.Go(func() { errs[i] = do(i, g) })
+			}
+			wg.Wait()
+			return errs
+		}
+		for text, wanted := range map[string][]comm.Strategy{
+			"rank 2 wants the strategy one-shot and rank 0 nccl":       {comm.NCCLOnly, comm.NCCLOnly, comm.OneShot},
+			"rank 1 wants the strategy Strategy(77) and rank 0 nccl":   {comm.NCCLOnly, 77, comm.NCCLOnly},
+			"rank 1 wants the strategy nccl and rank 0 windows":        {comm.Windows, comm.NCCLOnly, comm.OneShot},
+			"the group has no strategy windows: it has [nccl own one-": {comm.Windows, comm.Windows, comm.Windows},
+		} {
+			for _, err := range all(func(i int, g *comm.Group) error { return g.Use(testgpu.Context(t), wanted[i]) }) {
+				require.ErrorIs(t, err, comm.ErrMismatch)
+				require.ErrorContains(t, err, text)
+			}
+			for _, g := range gs {
+				require.Equal(t, comm.OwnKernels, g.Strategy())
+			}
+		}
+		for _, s := range []comm.Strategy{comm.TwoShot, comm.NCCLOnly, comm.OwnKernels} {
+			require.NoError(t, errors.Join(all(func(i int, g *comm.Group) error {
+				if err := g.Use(testgpu.Context(t), s); err != nil {
+					return err
+				}
+				return conform(testgpu.Context(t), g)
+			})...))
+			require.Equal(t, s, gs[2].Strategy())
+		}
+		// One that does not come is waited for until the context ends.
+		ctx, cancel := context.WithCancelCause(t.Context())
+		late := errors.New("it does not come")
+		go func() { // when rank 0 has issued what it waits for
+			for gs[0].Communicator(0).Progress().Issued.Record == gs[1].Communicator(0).Progress().Issued.Record {
+				runtime.Gosched()
+			}
+			cancel(late)
+		}()
+		require.ErrorIs(t, gs[0].Use(ctx, comm.NCCLOnly), late)
+		require.Equal(t, comm.OwnKernels, gs[0].Strategy())
 	})
 }
 
@@ -630,26 +687,27 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		return text
 	}
 	files := map[string][2]string{
-		"nothing in it":      {"", "EOF"},
-		"cut":                {string(data[:len(data)/2]), "unexpected EOF"},
-		"two":                {string(data) + "{}", "there is more behind its end"},
-		"a bracket behind":   {string(data) + "}", "there is more behind its end"},
-		"no strategy":        {swap(`"strategy": "own",`, ""), "by environment"},
-		"of another form":    {swap(`"form": 1`, `"form": 2`), "it is of form 2, and this Chorus knows form 1"},
-		"null":               {`{"form": 1, "tunings": [null]}`, "null"},
-		"unknown field":      {swap(`"gpu"`, `"gpus"`), "gpus"},
-		"unknown operation":  {swap(`"all-gather"`, `"all-gather-v"`), `there is no operation "all-gather-v"`},
-		"unknown type":       {swap(`"float32"`, `"float33"`), `"float33"`},
-		"unknown reduction":  {swap(`"redop": "sum"`, `"redop": "diff"`), `"diff"`},
-		"unknown strategy":   {swap(`"strategy": "own"`, `"strategy": "magic"`), "magic"},
-		"itself":             {swap(`"strategy": "own"`, `"strategy": "tuned"`), "tuned"},
-		"no bytes":           {swap(`"bytes": 4`, `"bytes": 0`), "of 0 bytes"},
-		"not fastest first":  {swap(`"us": 1`, `"us": 7`), "want the fastest first"},
-		"less than no time":  {swap(`"us": 0`, `"us": -1`), "-1"},
-		"other NCCL":         {swap(`"nccl": "2.28.3"`, `"nccl": "2.27.3"`), "out of date: it was measured with NCCL 2.27.3, here 2.28.3: measure anew with chorus tune"},
-		"other driver":       {swap(at.Driver, "CUDA 11.0"), "with driver CUDA 11.0, here " + at.Driver},
-		"other own kernels":  {swap(at.Kernels, "abc"), "with own kernels abc, here " + at.Kernels},
-		"with nothing timed": {`{"form": 1, "tunings": [{"for": {}, "choices": [{"operation": "broadcast", "bytes": 1, "times": []}]}]}`, "broadcast of 1 bytes has no times"},
+		"nothing in it":       {"", "EOF"},
+		"cut":                 {string(data[:len(data)/2]), "unexpected EOF"},
+		"two":                 {string(data) + "{}", "there is more behind its end"},
+		"a bracket behind":    {string(data) + "}", "there is more behind its end"},
+		"no strategy":         {swap(`"strategy": "own",`, ""), "by environment"},
+		"of another form":     {swap(`"form": 1`, `"form": 2`), "it is of form 2, and this Chorus knows form 1"},
+		"null":                {`{"form": 1, "tunings": [null]}`, "null"},
+		"unknown field":       {swap(`"gpu"`, `"gpus"`), "gpus"},
+		"unknown operation":   {swap(`"all-gather"`, `"all-gather-v"`), `there is no operation "all-gather-v"`},
+		"unknown type":        {swap(`"float32"`, `"float33"`), `"float33"`},
+		"unknown reduction":   {swap(`"redop": "sum"`, `"redop": "diff"`), `"diff"`},
+		"unknown strategy":    {swap(`"strategy": "own"`, `"strategy": "magic"`), "magic"},
+		"itself":              {swap(`"strategy": "own"`, `"strategy": "tuned"`), "tuned"},
+		"no bytes":            {swap(`"bytes": 4`, `"bytes": 0`), "of 0 bytes"},
+		"not fastest first":   {swap(`"us": 1`, `"us": 7`), "want the fastest first"},
+		"less than no time":   {swap(`"us": 0`, `"us": -1`), "-1"},
+		"other NCCL":          {swap(`"nccl": "2.28.3"`, `"nccl": "2.27.3"`), "out of date: it was measured with NCCL 2.27.3, here 2.28.3: measure anew with chorus tune"},
+		"other driver":        {swap(at.Driver, "CUDA 11.0"), "with driver CUDA 11.0, here " + at.Driver},
+		"other hosts, untold": {swap(`"hosts": 1,`, ""), "out of date: it was measured with number of hosts 0, here 1: measure anew with chorus tune"},
+		"other own kernels":   {swap(at.Kernels, "abc"), "with own kernels abc, here " + at.Kernels},
+		"with nothing timed":  {`{"form": 1, "tunings": [{"for": {}, "choices": [{"operation": "broadcast", "bytes": 1, "times": []}]}]}`, "broadcast of 1 bytes has no times"},
 	}
 	t.Setenv(env.CommStrategy.Name, "tuned")
 	for _, name := range slices.Sorted(maps.Keys(files)) {
@@ -699,7 +757,7 @@ func TestTuningsThatAreRefused(t *testing.T) {
 	g := groupBy(t, devs, comm.Config{})
 	require.Equal(t, comm.Tuned, g.Strategy())
 	for _, elsewhere := range []func(*comm.Site){
-		func(at *comm.Site) { at.Locals = 1 }, func(at *comm.Site) { at.Backend = "cuda" }, func(at *comm.Site) { at.Ranks = 3 },
+		func(at *comm.Site) { at.Locals = 1 }, func(at *comm.Site) { at.Backend = "cuda" }, func(at *comm.Site) { at.Ranks = 3 }, func(at *comm.Site) { at.Hosts = 2 },
 	} {
 		place := at
 		elsewhere(&place)
@@ -710,6 +768,75 @@ func TestTuningsThatAreRefused(t *testing.T) {
 	kept, err := comm.LoadTuning(good, other.For)
 	require.NoError(t, err)
 	require.Len(t, kept.Choices, len(tuning.Choices))
+	// A file that does not tell of hosts gets one that does.
+	untold := filepath.Join(folder, "untold.json")
+	require.NoError(t, os.WriteFile(untold, []byte(swap(`"hosts": 1,`, "")), 0o644))
+	_, err = comm.LoadTuning(untold, at)
+	require.ErrorContains(t, err, "out of date")
+	require.NoError(t, tuning.Save(untold))
+	kept, err = comm.LoadTuning(untold, at)
+	require.NoError(t, err)
+	require.Equal(t, at, kept.For)
+}
+
+// A farBoard is the rendezvous of a rank on another host than this process is on: what it
+// says of its own is said of that one.
+type farBoard struct {
+	*board
+	host string
+}
+
+func (b farBoard) Set(ctx context.Context, key string, value []byte) error {
+	return b.board.Set(ctx, key, bytes.ReplaceAll(value, []byte(fabric.Host()), []byte(b.host)))
+}
+
+// TestSitesOfSeveralHosts joins ranks of three hosts, and groups of some of them: a tuning
+// for one number of hosts is not for another, and all ranks know the number.
+func TestSitesOfSeveralHosts(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 4})
+	hosts := []string{fabric.Host(), "here", "there", "here"}
+	t.Setenv(env.TuningFile.Name, filepath.Join(t.TempDir(), "tuning.json"))
+	var wg sync.WaitGroup
+	errs := make([]error, 4)
+	for i, b := range boards(t.Context(), 4) {
+		wg.Go(func() {
+			errs[i] = func() error {
+				ctx := testgpu.Context(t)
+				g, err := comm.JoinWith(ctx, farBoard{b, hosts[i]}, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
+				if err != nil {
+					return err
+				}
+				defer g.Close()
+				if slices.Contains(g.Strategies(), comm.OwnKernels) {
+					return errors.New("own kernels have several hosts")
+				}
+				if at, err := g.Site(); err != nil || at.Hosts != 3 {
+					return fmt.Errorf("all are at %+v: %w", at, err)
+				}
+				for _, c := range []struct {
+					hosts int
+					ranks []int
+				}{{1, []int{1, 3}}, {2, []int{3, 2}}, {3, []int{2, 1, 0}}} {
+					sub, err := g.Sub(ctx, c.ranks...)
+					if err != nil {
+						return err
+					}
+					if sub == nil {
+						continue
+					}
+					if at, err := sub.Site(); err != nil || at.Hosts != c.hosts || at.Ranks != len(c.ranks) {
+						return fmt.Errorf("%v are at %+v: %w", c.ranks, at, err)
+					}
+					if err := sub.Shutdown(ctx); err != nil {
+						return err
+					}
+				}
+				return g.Shutdown(ctx)
+			}()
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
 }
 
 // TestSetTuning changes what a group goes by.
@@ -798,7 +925,7 @@ func TestMeasuringLeavesTheStrategy(t *testing.T) {
 		require.Equal(t, comm.CopyEngines, few[0].Times[len(few[0].Times)-1].Strategy)
 		x := nccl.Collective{Kind: nccl.AllGatherKind, DType: memory.Float32, Count: 64, Together: true}
 		for s, want := range map[comm.Strategy]comm.Strategy{comm.NCCLOnly: comm.NCCLOnly, comm.OwnKernels: comm.OwnKernels, comm.Tuned: comm.NCCLOnly} {
-			require.NoError(t, g.Use(s))
+			require.NoError(t, g.Use(testgpu.Context(t), s))
 			require.NoError(t, g.Measure(testgpu.Context(t), few))
 			require.Equal(t, s, g.Strategy())
 			for i := range devs {

@@ -139,8 +139,23 @@ func (g *Group) Site() (Site, error) {
 	if err != nil {
 		return Site{}, err
 	}
-	return Site{GPU: name, Ranks: g.size, Locals: len(g.members), Backend: dev.System().Backend(),
+	return Site{GPU: name, Ranks: g.size, Hosts: g.hosts(), Locals: len(g.members), Backend: dev.System().Backend(),
 		Driver: dev.System().Libraries()[0].Version, NCCL: g.members[0].comm.Version(), Kernels: fabric.Version()}, nil
+}
+
+// hosts is how many hosts the ranks are on.
+func (g *Group) hosts() int {
+	if g.words == nil {
+		return 1
+	}
+	seen := map[int]bool{}
+	for rank := range g.size {
+		if g.words.world != nil {
+			rank = g.words.world[rank]
+		}
+		seen[g.words.hosts[rank]] = true
+	}
+	return len(seen)
 }
 
 // sameSite returns the site, or an error on all ranks where theirs are not alike.

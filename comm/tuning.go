@@ -23,6 +23,7 @@ type Tuning struct {
 type Site struct {
 	GPU     string `json:"gpu"`
 	Ranks   int    `json:"ranks"`
+	Hosts   int    `json:"hosts"` // that they are on
 	Locals  int    `json:"ranks_of_process"`
 	Backend string `json:"backend"`
 	Driver  string `json:"driver"` // the version of CUDA that it has
@@ -239,7 +240,7 @@ func (t *Tuning) fits(at Site) error {
 		what      string
 		then, now any
 	}{
-		{"GPU", t.For.GPU, at.GPU}, {"number of ranks", t.For.Ranks, at.Ranks}, {"ranks of a process", t.For.Locals, at.Locals},
+		{"GPU", t.For.GPU, at.GPU}, {"number of ranks", t.For.Ranks, at.Ranks}, {"number of hosts", t.For.Hosts, at.Hosts}, {"ranks of a process", t.For.Locals, at.Locals},
 		{"backend", t.For.Backend, at.Backend}, {"driver", t.For.Driver, at.Driver}, {"NCCL", t.For.NCCL, at.NCCL}, {"own kernels", t.For.Kernels, at.Kernels},
 	} {
 		if x.then != x.now {

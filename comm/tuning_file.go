@@ -47,7 +47,7 @@ func LoadTuning(path string, at Site) (*Tuning, error) {
 	if err != nil {
 		return nil, err
 	}
-	i := slices.IndexFunc(f.Tunings, func(t *Tuning) bool { return t.For.place() == at.place() })
+	i := slices.IndexFunc(f.Tunings, func(t *Tuning) bool { return t.For.like(at) })
 	if i < 0 {
 		return nil, nil
 	}
@@ -75,7 +75,7 @@ func (t *Tuning) Save(path string) error {
 	} else if err != nil {
 		return err
 	}
-	f.Tunings = slices.DeleteFunc(f.Tunings, func(other *Tuning) bool { return other.For.place() == t.For.place() })
+	f.Tunings = slices.DeleteFunc(f.Tunings, func(other *Tuning) bool { return other.For.like(t.For) })
 	f.Tunings = append(f.Tunings, t)
 	data, err := json.MarshalIndent(f, "", " ")
 	if err != nil {
@@ -123,9 +123,11 @@ func lockFolder(path string) (unlock func(), err error) {
 	return func() { _ = f.Close() }, nil
 }
 
-// place is what a Tuning is for, whatever the versions.
-func (at Site) place() Site {
-	return Site{GPU: at.GPU, Ranks: at.Ranks, Locals: at.Locals, Backend: at.Backend}
+// like reports whether a Tuning for a site is for such a place, whatever the versions. One
+// that does not say on how many hosts is for any number, and out of date.
+func (at Site) like(place Site) bool {
+	return at.GPU == place.GPU && at.Ranks == place.Ranks && (at.Hosts == place.Hosts || at.Hosts == 0) &&
+		at.Locals == place.Locals && at.Backend == place.Backend
 }
 
 // readTunings reads a file and checks it.

@@ -192,7 +192,7 @@ func (f *tuneFlags) report(out io.Writer, t *comm.Tuning, path string) error {
 		return enc.Encode(t)
 	}
 	at := t.For
-	fmt.Fprintf(out, "# chorus tune: %d ranks, %d of a process, %s, %s, NCCL %s, own kernels %s\n", at.Ranks, at.Locals, at.GPU, at.Driver, at.NCCL, at.Kernels)
+	fmt.Fprintf(out, "# chorus tune: %d ranks, %d of a process, hosts: %d, %s, %s, NCCL %s, own kernels %s\n", at.Ranks, at.Locals, at.Hosts, at.GPU, at.Driver, at.NCCL, at.Kernels)
 	if err := writeTuning(out, t, f.dry); err != nil {
 		return err
 	}

@@ -24,7 +24,7 @@ func TestTune(t *testing.T) {
 	set := []string{env.TuningFile.Name + "=" + file}
 	out, errs, code := chorusCommand(t, set, append(few, "--dry-run")...)
 	require.Zero(t, code, errs)
-	require.Contains(t, out, "# chorus tune: 3 ranks, 3 of a process, Chorus Virtual Device")
+	require.Contains(t, out, "# chorus tune: 3 ranks, 3 of a process, hosts: 1, Chorus Virtual Device")
 	require.Regexp(t, `(?m)^# all-reduce float32 sum, us\n +# +bytes +nccl +one-shot +two-shot-packets +two-shot +windows *\n +12 +\? +\? +\? +\? +\?`, out)
 	require.Contains(t, out, "# nothing was measured; it would be written to "+file)
 	require.NoFileExists(t, file)

@@ -105,6 +105,13 @@ var here = sync.OnceValues(func() (host, process string) {
 	return strings.TrimSpace(string(id)) + "/" + name, fmt.Sprintf("%d/%s", os.Getpid(), rand.Text())
 })
 
+// Host names the host that this process is on, alike in all processes of it and in none
+// of another.
+func Host() string {
+	host, _ := here()
+	return host
+}
+
 // A scratch is the scratch memory of a rank. That of a rank of this process stays until
 // the last rank that has it is closed, since others write to it as long as they work.
 type scratch struct {

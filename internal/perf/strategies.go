@@ -20,7 +20,7 @@ func RunStrategies(ctx context.Context, g *comm.Group, p *Plan) (*Report, error)
 		if s == comm.Tuned {
 			continue
 		}
-		if err := g.Use(s); err != nil {
+		if err := g.Use(ctx, s); err != nil {
 			return nil, err
 		}
 		q := *p
@@ -39,7 +39,7 @@ func RunStrategies(ctx context.Context, g *comm.Group, p *Plan) (*Report, error)
 		}
 		all.Rows = append(all.Rows, r.Rows...)
 	}
-	if err := all.choose(g, p); err != nil {
+	if err := all.choose(ctx, g, p); err != nil {
 		return nil, err
 	}
 	all.AvgBusBW, all.Wrong = 0, 0
@@ -49,9 +49,9 @@ func RunStrategies(ctx context.Context, g *comm.Group, p *Plan) (*Report, error)
 
 // choose marks the rows whose strategy the group's tuning chooses, and puts those of one
 // operation and size side by side.
-func (r *Report) choose(g *comm.Group, p *Plan) error {
+func (r *Report) choose(ctx context.Context, g *comm.Group, p *Plan) error {
 	if slices.Contains(g.Strategies(), comm.Tuned) {
-		if err := g.Use(comm.Tuned); err != nil {
+		if err := g.Use(ctx, comm.Tuned); err != nil {
 			return err
 		}
 	}

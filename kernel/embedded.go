@@ -21,8 +21,7 @@ func GencodeFlags() string {
 // embedded returns the source's PTX. There is none, and no error, while the
 // archive is empty: then NVRTC has to compile the source.
 func embedded(dev *device.Device, src *Source) ([]byte, error) {
-	entries, err := src.PTX.Entries()
-	if err != nil || len(entries) == 0 {
+	if n, err := src.PTX.Len(); err != nil || n == 0 {
 		return nil, err
 	}
 	e, err := src.PTX.Find(ptx.Digest(src.CUDA, src.Options))

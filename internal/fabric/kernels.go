@@ -4,6 +4,7 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 
@@ -13,8 +14,8 @@ import (
 	"github.com/gochorus/chorus/kernel"
 )
 
-// packed has the source compiled for every element type and reduction, and without;
-// make ptx writes it.
+// packed has the source compiled for every element type and reduction, and without, all
+// for any number of ranks; make ptx writes it.
 //
 //go:embed fabric.ptx.gz
 var packed []byte
@@ -130,17 +131,21 @@ func (t *toolbox) mover(dev *device.Device, fn function) (*kernel.Kernel, error)
 	return ks[fn], nil
 }
 
-// load loads the module for the number of ranks, or for any where that would need NVRTC
-// and there is none: the archive has no others.
+// load loads the module for exactly the number of ranks, or, where NVRTC is missing or
+// fails, for any number. Ranks need not have the same one.
 func (t *toolbox) load(dev *device.Device, options []string, to []*kernel.Kernel, defs []kernel.Def) error {
-	x := kernel.Source{Name: "fabric.cu", CUDA: source, Options: t.exactly(options), Kernels: defs, PTX: archive}
+	x := kernel.Source{Name: "fabric.cu", CUDA: source, Options: t.exactly(options), Kernels: defs}
 	m, err := kernel.Resident(dev, &x)
-	if errors.Is(err, errors.ErrUnsupported) {
-		x.Options = options
-		m, err = kernel.Resident(dev, &x)
-	}
 	if err != nil {
-		return err
+		failed := err
+		x.Options, x.PTX = options, archive
+		if m, err = kernel.Resident(dev, &x); err != nil {
+			return errors.Join(failed, err)
+		}
+		if !errors.Is(failed, errors.ErrUnsupported) {
+			slog.Warn("chorus: own kernels for this number of ranks cannot be had, so those for any number are used",
+				"ranks", t.ranks, "device", dev.String(), "error", failed)
+		}
 	}
 	for i, d := range defs {
 		if to[i], err = m.Kernel(d.Name); err != nil {

@@ -101,6 +101,9 @@ func TestWorker(t *testing.T) {
 		p := newPlan(seed, m, 20)
 		p.run(t, m)
 		meet()
+	case "uncompiled":
+		sums(t, m)
+		meet()
 	case "die":
 		require.NoError(t, fabric.AllReduce(r, s, x, x, fabric.Sum, nil))
 		require.NoError(t, s.Sync(testgpu.Context(t)))
@@ -120,11 +123,31 @@ func TestWorker(t *testing.T) {
 	require.Zero(t, fabric.Scratches())
 }
 
+// sums has all ranks reduce something by each algorithm.
+func sums(t *testing.T, m member) {
+	src, dst := makeOf[float32](t, m.s, 4000), makeOf[float32](t, m.s, 4000)
+	in, want, got := make([]float32, 4000), make([]float32, 4000), make([]float32, 4000)
+	for i := range in {
+		for r := range m.Ranks() {
+			want[i] += float32(i * (r + 1))
+		}
+		in[i] = float32(i * (m.Rank.Rank() + 1))
+	}
+	require.NoError(t, src.CopyFrom(m.s, in))
+	for _, a := range fabric.Algorithms {
+		require.NoError(t, fabric.AllReduce(m.Rank, m.s, dst, src, fabric.Sum, &fabric.AllReduceConfig{Algorithm: a}))
+		require.NoError(t, dst.CopyTo(m.s, got))
+		require.Equal(t, want, got, a)
+		require.NoError(t, dst.Zero(m.s))
+	}
+}
+
 // Ranks of several processes do what those of one do; and where one dies, the others
 // can be aborted. If one cannot share its memory, or what it stores in that of others
-// does not arrive, all of them know.
+// does not arrive, all of them know. Ranks without NVRTC have kernels for any number of
+// ranks, and the others those for theirs, which go together.
 func TestProcesses(t *testing.T) {
-	for _, task := range []string{"random", "die", "secretive", "spoilt"} {
+	for _, task := range []string{"random", "die", "secretive", "spoilt", "uncompiled"} {
 		for _, n := range []int{2, 3} {
 			t.Run(fmt.Sprint(task, "/virtual/", n), func(t *testing.T) { processes(t, "virtual", task, n) })
 		}
@@ -157,6 +180,9 @@ func processes(t *testing.T, backend, task string, n int) {
 		}
 		if task == "secretive" && rank == 0 {
 			cmd.Env = append(cmd.Env, env.AllocConf.Name+"=backend:cudaMallocAsync")
+		}
+		if task == "uncompiled" && rank%2 == 0 {
+			cmd.Env = append(cmd.Env, env.LibNVRTC.Name+"=/dev/null")
 		}
 		cmd.Env = append(cmd.Env, fmt.Sprint(workerVar, "=", backend, " ", task, " ", rank, " ", n, " ", seed, " ", dir))
 		go func() {

@@ -1,148 +1,157 @@
-// Package ptx keeps Chorus's own kernels as PTX, the driver's portable assembly,
-// so that they need no compiler where they run: an archive of texts by what they
-// were made of, and the lowest version of PTX that a text can be given to.
 package ptx
 
 import (
 	"bufio"
 	"bytes"
 	"compress/gzip"
-	"crypto/sha256"
-	"encoding/binary"
-	"encoding/hex"
 	"fmt"
 	"io"
+	"slices"
 	"sync"
 )
 
-// Arch is the virtual architecture that sources are compiled for unless they
-// need more: the lowest that every NVRTC from 12 to 13 offers, Turing's.
-const Arch = 75
-
-// A Source is what one text is made of.
-type Source struct {
-	Name    string // for people
-	CUDA    string
-	Options []string // for NVRTC, beside the architecture
-	Arch    int      // 0 means Arch
-}
-
-// CompilerOptions are the options that NVRTC gets.
-func (s *Source) CompilerOptions() []string {
-	return append([]string{fmt.Sprintf("--gpu-architecture=compute_%d", s.arch()), "--std=c++17"}, s.Options...)
-}
-
-func (s *Source) arch() int {
-	if s.Arch == 0 {
-		return Arch
-	}
-	return s.Arch
-}
-
-// format is part of every digest: a change of what the generator does changes
-// it, and then all texts have to be made anew.
-const format = "chorus ptx 1"
-
-// Digest names what a text is made of.
-func Digest(cuda string, options []string) string {
-	h := sha256.New()
-	for _, part := range append([]string{format, cuda}, options...) {
-		var n [8]byte
-		binary.LittleEndian.PutUint64(n[:], uint64(len(part)))
-		h.Write(n[:])
-		io.WriteString(h, part)
-	}
-	return hex.EncodeToString(h.Sum(nil))
-}
-
-// An Entry is one text with what is known of it.
-type Entry struct {
-	Digest   string // of the source
-	Name     string // without spaces
-	Arch     int    // 75 is compute_75
-	Compiler string // such as NVRTC-13.0
-	Version  string // of PTX, such as 6.3
-	Text     []byte
-}
-
-// An Archive holds entries. The zero value and nil are empty.
+// An Archive holds entries. The zero value and nil are empty. Nothing of it is kept
+// unpacked but what entries are called.
 type Archive struct {
-	packed  []byte
-	once    sync.Once
-	entries []Entry
-	err     error
+	packed []byte
+	index  func() ([]Entry, error) // without their texts
 }
 
-// Open returns the archive that Pack has written. It is unpacked on first use.
-func Open(packed []byte) *Archive { return &Archive{packed: packed} }
+// Open returns the archive that Pack has written.
+func Open(packed []byte) *Archive {
+	a := &Archive{packed: packed}
+	a.index = sync.OnceValues(func() ([]Entry, error) {
+		entries, _, err := a.read(0)
+		return entries, err
+	})
+	return a
+}
+
+// Len returns the number of entries.
+func (a *Archive) Len() (int, error) {
+	if a == nil || len(a.packed) == 0 {
+		return 0, nil
+	}
+	entries, err := a.index()
+	return len(entries), err
+}
 
 // Entries returns all entries in their order.
 func (a *Archive) Entries() ([]Entry, error) {
-	if a == nil || len(a.packed) == 0 {
+	n, err := a.Len()
+	if err != nil || n == 0 {
+		return nil, err
+	}
+	entries, texts, err := a.read(n)
+	for i := range texts {
+		entries[i].Text = texts[i]
+	}
+	return entries, err
+}
+
+// Find returns the entry of a digest, or nil. It unpacks all that lies before the entry,
+// which takes some milliseconds for each ten megabytes.
+func (a *Archive) Find(digest string) (*Entry, error) {
+	if n, err := a.Len(); err != nil || n == 0 {
+		return nil, err
+	}
+	entries, _ := a.index()
+	i := slices.IndexFunc(entries, func(e Entry) bool { return e.Digest == digest })
+	if i < 0 {
 		return nil, nil
 	}
-	a.once.Do(func() {
-		if a.entries, a.err = unpack(a.packed); a.err != nil {
-			a.err = fmt.Errorf("ptx: read archive: %w", a.err)
-		}
-	})
-	return a.entries, a.err
-}
-
-// Find returns the entry of a digest, or nil.
-func (a *Archive) Find(digest string) (*Entry, error) {
-	entries, err := a.Entries()
-	for i := range entries {
-		if entries[i].Digest == digest {
-			return &entries[i], nil
-		}
+	_, texts, err := a.read(i + 1)
+	if err != nil {
+		return nil, err
 	}
-	return nil, err
+	e := entries[i]
+	e.Text = bytes.Clone(texts[i]) // of it alone, not of all
+	return &e, nil
 }
 
-// header is the line before each text.
-const header = "%s %s %d %s %s %d\n"
+// An archive is two lines, a line for each entry, and the texts by their repeats, all
+// of which gzip makes smaller.
+const (
+	layout = "chorus ptx archive 2\n"
+	counts = "%d %d %d\n" // entries, bytes of repeats, and fresh ones
+	header = "%s %s %d %s %s %d\n"
+)
+
+const mostBytes = 64 << 20 // in an archive, unpacked
 
 // Pack writes an archive. The same entries give the same bytes.
 func Pack(entries []Entry) []byte {
+	var texts []byte
+	for _, e := range entries {
+		texts = append(texts, e.Text...)
+	}
+	repeats, fresh := split(texts)
 	var b bytes.Buffer
 	z, _ := gzip.NewWriterLevel(&b, gzip.BestCompression) // the level is one that there is
-	fmt.Fprintln(z, format)
+	fmt.Fprintf(z, layout+counts, len(entries), len(repeats), len(fresh))
 	for _, e := range entries {
 		fmt.Fprintf(z, header, e.Digest, e.Name, e.Arch, e.Compiler, e.Version, len(e.Text))
-		_, _ = z.Write(e.Text) // to memory
 	}
+	_, _ = z.Write(append(repeats, fresh...)) // to memory
 	_ = z.Close()
 	return b.Bytes()
 }
 
-func unpack(packed []byte) ([]Entry, error) {
-	z, err := gzip.NewReader(bytes.NewReader(packed))
+// read returns all entries without their texts, and the texts of the first n.
+func (a *Archive) read(n int) ([]Entry, [][]byte, error) {
+	fail := func(err error) ([]Entry, [][]byte, error) { return nil, nil, fmt.Errorf("ptx: read archive: %w", err) }
+	z, err := gzip.NewReader(bytes.NewReader(a.packed))
 	if err != nil {
-		return nil, err
+		return fail(err)
 	}
 	r := bufio.NewReader(z)
-	if line, err := r.ReadString('\n'); err != nil || line != format+"\n" {
-		return nil, fmt.Errorf("it begins with %q, %v: want %q", line, err, format)
+	if line, err := r.ReadString('\n'); err != nil || line != layout {
+		return fail(fmt.Errorf("it begins with %q, %v: want %q", line, err, layout))
 	}
-	var entries []Entry
-	for {
-		line, err := r.ReadString('\n')
-		if err == io.EOF && line == "" {
-			return entries, nil
-		}
+	var all, repeats, fresh int
+	if _, err := fmt.Fscanf(r, counts, &all, &repeats, &fresh); err != nil || min(all, repeats, fresh) < 0 || max(all, repeats, fresh) > mostBytes {
+		return fail(fmt.Errorf("it has %d entries, %d and %d bytes, %v", all, repeats, fresh, err))
+	}
+	entries, ends, err := readHeaders(r, all)
+	if err != nil || n == 0 {
 		if err != nil {
-			return nil, err
+			return fail(err)
+		}
+		return entries, nil, nil
+	}
+	packed, err := io.ReadAll(io.LimitReader(r, mostBytes)) // to the end, where gzip's checksum is
+	if err != nil {
+		return fail(err)
+	}
+	if len(packed) != repeats+fresh {
+		return fail(fmt.Errorf("there are %d bytes: want %d", len(packed), repeats+fresh))
+	}
+	whole, err := join(packed[:repeats], packed[repeats:], ends[n-1])
+	if err != nil {
+		return fail(err)
+	}
+	texts, at := make([][]byte, n), 0
+	for i := range texts {
+		texts[i], at = whole[at:ends[i]:ends[i]], ends[i]
+	}
+	return entries, texts, nil
+}
+
+// readHeaders returns the entries without their texts, and where each of these ends.
+func readHeaders(r *bufio.Reader, n int) (entries []Entry, ends []int, err error) {
+	end := 0
+	for len(entries) < n {
+		line, err := r.ReadString('\n')
+		if err != nil {
+			return nil, nil, err
 		}
 		var e Entry
-		n := 0
-		if _, err := fmt.Sscanf(line, header, &e.Digest, &e.Name, &e.Arch, &e.Compiler, &e.Version, &n); err != nil || n < 0 || n > 64<<20 {
-			return nil, fmt.Errorf("entry %d has the header %q", len(entries), line)
+		size := 0
+		if _, err := fmt.Sscanf(line, header, &e.Digest, &e.Name, &e.Arch, &e.Compiler, &e.Version, &size); err != nil || size < 0 || size > mostBytes-end {
+			return nil, nil, fmt.Errorf("entry %d has the header %q", len(entries), line)
 		}
-		e.Text = make([]byte, n)
-		if _, err := io.ReadFull(r, e.Text); err != nil {
-			return nil, fmt.Errorf("entry %s: %w", e.Name, err)
-		}
-		entries = append(entries, e)
+		end += size
+		entries, ends = append(entries, e), append(ends, end)
 	}
+	return entries, ends, nil
 }

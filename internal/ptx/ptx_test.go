@@ -2,6 +2,8 @@ package ptx
 
 import (
 	"bytes"
+	"compress/gzip"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -41,6 +43,24 @@ func TestArchive(t *testing.T) {
 	}
 	_, err = Open(bytes.Repeat([]byte("no archive"), 10)).Find("x")
 	require.ErrorContains(t, err, "ptx: read archive: ")
+	for text, want := range map[string]string{
+		"chorus ptx 1\n":                                   "it begins with",
+		layout + "1 0\n":                                   "it has 1 entries",
+		layout + "1 -1 5\nd n 75 c 6.3 4\nabcd":            "it has 1 entries, -1 and 5 bytes",
+		layout + "1 0 4\nd n 75 c 6.3 -4\nabcd":            "entry 0 has the header",
+		layout + "2 0 4\nd n 75 c 6.3 4\nabcd":             "EOF",
+		layout + "1 0 4\nd n 75 c 6.3 4\nabcde":            "there are 5 bytes: want 4",
+		layout + "1 2 4\nd n 75 c 6.3 4\nabcd":             "there are 4 bytes: want 6",
+		layout + "1 0 4\nd n 75 c 6.3 5\nabcd":             "what its texts are said to repeat is not there",
+		layout + "1 3 4\nd n 75 c 6.3 8\n\x04\x04\x0aabcd": "what its texts are said to repeat is not there",
+	} {
+		var b bytes.Buffer
+		z := gzip.NewWriter(&b)
+		fmt.Fprint(z, text)
+		require.NoError(t, z.Close())
+		_, err := Open(b.Bytes()).Entries()
+		require.ErrorContains(t, err, want, "%q", text)
+	}
 }
 
 func TestDigest(t *testing.T) {

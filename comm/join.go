@@ -65,7 +65,8 @@ func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config
 	if err != nil {
 		return nil, err
 	}
-	if err := g.openWays(ctx, s, func(int) fabric.Exchange { return exchangeBy(r, prefix) }); err != nil {
+	if err := g.openWays(ctx, s, func(int) meeting { return meetBy(r, prefix) }); err != nil {
+		leaveTogether(ctx, r, prefix)
 		return nil, errors.Join(err, g.Close())
 	}
 	g.watch(w)
@@ -131,15 +132,18 @@ func agree(ctx context.Context, r Rendezvous, dev *device.Device, s Strategy, pr
 	return v, v.err()
 }
 
-// readTime bounds how long rank 0 waits until a refusal has been read.
+// readTime bounds how long a rank waits until the others know what it does.
 const readTime = 5 * time.Second
 
-// awaitReaders returns when every rank has read the refusal. Rank 0 may hold the
-// store, and is about to give up: the others would only learn that it is gone.
+// awaitReaders returns when every other rank has read why there is no group. This one may
+// hold the store, and is about to give up: the others would only learn that it is gone.
 func awaitReaders(ctx context.Context, r Rendezvous, prefix string) {
 	ctx, cancel := context.WithTimeout(ctx, readTime)
 	defer cancel()
-	for i := 1; i < r.Size(); i++ {
+	for i := range r.Size() {
+		if i == r.Rank() {
+			continue
+		}
 		if _, err := r.Get(ctx, fmt.Sprint(prefix, "read/", i)); err != nil {
 			return
 		}

@@ -2,18 +2,15 @@ package comm
 
 import (
 	"context"
-	"fmt"
 
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/nccl"
 )
 
 // openOwn opens the ranks' own kernels, each with so much room, where the devices can.
-// exchange gives each local rank its exchange with the others.
-func (g *Group) openOwn(ctx context.Context, bytes int, exchange func(rank int) fabric.Exchange) error {
+func (g *Group) openOwn(ctx context.Context, bytes int) error {
 	open := func(ctx context.Context, m *member) (err error) {
-		rank := m.comm.Rank()
-		m.ways.own, err = fabric.Open(ctx, m.stream, rank, g.size, exchange(rank), &fabric.Config{Bytes: bytes})
+		m.ways.own, err = fabric.Open(ctx, m.stream, m.comm.Rank(), g.size, m.ways.meeting.exchange, &fabric.Config{Bytes: bytes})
 		return err
 	}
 	return g.openOn(ctx, "own kernels", open, func(m *member) error {
@@ -54,24 +51,4 @@ var ownAlgorithms = [strategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoSho
 func ownRaw(s Strategy, x nccl.Collective) (raw fabric.Raw, ok bool) {
 	op, ok := ownOps[x.Op]
 	return fabric.Raw{Kind: ownKinds[x.Kind], Algorithm: ownAlgorithms[s], DType: x.DType, Op: op, Root: x.Root, Count: x.Count, Dst: x.Dst, Src: x.Src}, ok
-}
-
-// exchangeBy is the exchange of a process's rank over a Rendezvous.
-func exchangeBy(r Rendezvous, prefix string) fabric.Exchange {
-	round := 0
-	return func(ctx context.Context, mine []byte) ([][]byte, error) {
-		key := func(rank int) string { return fmt.Sprintf("%sown/%d/%d", prefix, round, rank) }
-		if err := r.Set(ctx, key(r.Rank()), mine); err != nil {
-			return nil, err
-		}
-		all := make([][]byte, r.Size())
-		for i := range all {
-			var err error
-			if all[i], err = r.Get(ctx, key(i)); err != nil {
-				return nil, fmt.Errorf("wait for rank %d: %w", i, err)
-			}
-		}
-		round++
-		return all, nil
-	}
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -17,6 +18,7 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -52,6 +54,14 @@ func work(fault string) error {
 	if fault == "one device" {
 		local = 0
 	}
+	if faults, ok := strings.CutPrefix(fault, "windows: "); ok {
+		signal.Ignore(syscall.SIGTERM) // the launcher's: there is something to say first
+		if local == 1 {
+			if err := os.Setenv(env.VirtualFaults.Name, faults); err != nil {
+				return err
+			}
+		}
+	}
 	dev, err := device.Open(local)
 	if err != nil {
 		return err
@@ -61,6 +71,9 @@ func work(fault string) error {
 		return err
 	}
 	defer g.Close()
+	if strings.HasPrefix(fault, "windows: ") {
+		return errors.New("rank 1 has a window")
+	}
 	if fault == "conform" {
 		if err := conform(ctx, g); err != nil {
 			return err
@@ -259,7 +272,24 @@ func TestCulpritOfASplitGroup(t *testing.T) {
 	require.Contains(t, string(text), `"split1.0"`)
 }
 
-func job(t *testing.T, backend, fault string, ranks int, env ...string) (code int, out string, took time.Duration) {
+// A process that cannot have the memory of its window, or register it, is named by all,
+// and none waits for it until its context ends.
+func TestWindowsThatOneProcessCannotHave(t *testing.T) {
+	for _, call := range []string{"ncclMemAlloc", "ncclCommWindowRegister"} {
+		code, out, took := job(t, "virtual", "windows: "+call+"#1=ncclSystemError", 3, env.CommStrategy.Name+"=windows")
+		require.Equal(t, 1, code, out)
+		for rank := range 3 {
+			text := `comm: windows: rank 1 cannot: .*`
+			if rank == 1 {
+				text = `comm: windows: .*`
+			}
+			require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] worker: %s%s.*ncclSystemError`, rank, text, call), out)
+		}
+		require.Less(t, took, 30*time.Second, out)
+	}
+}
+
+func job(t *testing.T, backend, fault string, ranks int, vars ...string) (code int, out string, took time.Duration) {
 	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
@@ -268,7 +298,7 @@ func job(t *testing.T, backend, fault string, ranks int, env ...string) (code in
 	code = launch.Run(testgpu.Context(t), &launch.Config{
 		Program: []string{self},
 		Procs:   ranks,
-		Devices: launch.Devices{Count: ranks, Backend: backend, Env: append(env, faultVar+"="+fault, "CHORUS_BACKEND="+backend)},
+		Devices: launch.Devices{Count: ranks, Backend: backend, Env: append(vars, faultVar+"="+fault, "CHORUS_BACKEND="+backend)},
 		Grace:   2 * time.Second,
 		Stdout:  &text,
 		Stderr:  &text,

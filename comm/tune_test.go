@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -210,6 +211,44 @@ func TestWindowsFail(t *testing.T) {
 			require.ErrorContains(t, err, "cuMemcpyDtoDAsync")
 			require.NoError(t, g.Close())
 		})
+	}
+}
+
+// TestWindowsThatOneRankCannotHave fails the memory of one rank's window, and then its
+// registration, for which NCCL waits for all ranks: none waits, and all name that rank.
+func TestWindowsThatOneRankCannotHave(t *testing.T) {
+	for fault, says := range map[string]string{
+		"ncclMemAlloc#2=ncclSystemError":           `rank (\d) .*ncclMemAlloc`,
+		"ncclCommWindowRegister#3=ncclSystemError": `ncclCommWindowRegister on rank (\d) of 3 .*ncclSystemError`,
+	} {
+		for _, s := range []comm.Strategy{comm.Windows, comm.Tuned} {
+			t.Run(fmt.Sprint(fault, "/", s), func(t *testing.T) {
+				cfg := &comm.Config{Strategy: s, Tuning: &comm.Tuning{}}
+				devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: fault})
+				_, err := comm.LocalWith(testgpu.Context(t), cfg, devs...)
+				require.Regexp(t, says, err)
+				devs = testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: fault})
+				errs := make([]error, 3)
+				var wg sync.WaitGroup
+				for i, b := range boards(t.Context(), 3) {
+					wg.Go(func() { _, errs[i] = comm.JoinWith(testgpu.Context(t), b, devs[i], cfg) })
+				}
+				wg.Wait()
+				culprits, others := map[string]bool{}, 0
+				for _, err := range errs {
+					require.NotErrorIs(t, err, context.DeadlineExceeded)
+					require.Regexp(t, says, err)
+					culprits[regexp.MustCompile(says).FindStringSubmatch(err.Error())[1]] = true
+					if strings.Contains(err.Error(), " cannot: ") {
+						others++
+					} else {
+						require.ErrorIs(t, err, nccl.ErrorSystem)
+					}
+				}
+				require.Len(t, culprits, 1, "%v", errs)
+				require.Equal(t, 2, others, "%v", errs)
+			})
+		}
 	}
 }
 

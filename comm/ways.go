@@ -21,6 +21,7 @@ type ways struct {
 	window  *window      // likewise
 	engines *engines     // likewise; of all ranks together
 	opened  Strategy     // for which it was
+	meeting meeting      // with the other ranks, until all are open
 	rule    atomic.Pointer[rule]
 }
 
@@ -137,12 +138,12 @@ func (k *ways) Abort() {
 }
 
 // openWays opens what the strategy needs, as far as it can be had.
-func (g *Group) openWays(ctx context.Context, s Strategy, exchange func(rank int) fabric.Exchange) error {
+func (g *Group) openWays(ctx context.Context, s Strategy, meet func(rank int) meeting) error {
 	if s == NCCLOnly || g.size == 1 {
 		return nil
 	}
 	for i := range g.members {
-		g.members[i].ways = &ways{opened: s}
+		g.members[i].ways = &ways{opened: s, meeting: meet(g.members[i].comm.Rank())}
 	}
 	var err error
 	switch s {
@@ -151,14 +152,14 @@ func (g *Group) openWays(ctx context.Context, s Strategy, exchange func(rank int
 	case CopyEngines:
 		err = g.openEngines()
 	case Tuned:
-		if err = g.openOwn(ctx, ownMost, exchange); err == nil {
+		if err = g.openOwn(ctx, ownMost); err == nil {
 			err = g.openWindows(ctx)
 		}
 		if err == nil {
 			err = g.openEngines()
 		}
 	default:
-		err = g.openOwn(ctx, ownBytes, exchange)
+		err = g.openOwn(ctx, ownBytes)
 	}
 	if err != nil {
 		return err
@@ -169,30 +170,32 @@ func (g *Group) openWays(ctx context.Context, s Strategy, exchange func(rank int
 			m.ways = nil
 			continue
 		}
+		m.ways.meeting = meeting{}
 		m.ways.rule.Store(&rule{strategy: s})
 		m.comm.Substitute(m.stream, m.ways)
 	}
 	return nil
 }
 
-// openOn opens a way on all local ranks at once, and gives it up on all where one cannot.
-// That it is not supported is no error: it is so on all ranks alike.
+// openOn opens a way on all local ranks at once, and gives it up on all where it is not
+// supported, which is no error: it is so on all ranks alike. After other errors closeWays
+// gives it up, when nothing uses it any more.
 func (g *Group) openOn(ctx context.Context, what string, open func(context.Context, *member) error, giveUp func(*member) error) error {
 	eg, ctx := errgroup.WithContext(ctx)
 	for i := range g.members {
 		eg.Go(func() error { return open(ctx, &g.members[i]) })
 	}
 	err := eg.Wait()
-	if err == nil {
-		return nil
+	if err != nil && !errors.Is(err, errors.ErrUnsupported) {
+		return fmt.Errorf("comm: %s: %w", what, err)
 	}
+	var errs []error
 	for i := range g.members {
-		err = errors.Join(err, giveUp(&g.members[i]))
+		if err != nil {
+			errs = append(errs, giveUp(&g.members[i]))
+		}
 	}
-	if errors.Is(err, errors.ErrUnsupported) {
-		return nil
-	}
-	return fmt.Errorf("comm: %s: %w", what, err)
+	return errors.Join(errs...)
 }
 
 // closeWays gives up what openWays made, when nothing is in flight or all was aborted.

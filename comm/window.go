@@ -3,8 +3,10 @@ package comm
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -25,10 +27,7 @@ type window struct {
 
 // openWindows registers a window of each local rank, where NCCL can.
 func (g *Group) openWindows(ctx context.Context) error {
-	open := func(ctx context.Context, m *member) (err error) {
-		m.ways.window, err = newWindow(ctx, m)
-		return err
-	}
+	open := func(ctx context.Context, m *member) error { return m.openWindow(ctx) }
 	return g.openOn(ctx, "windows", open, func(m *member) error {
 		w := m.ways.window
 		m.ways.window = nil
@@ -36,20 +35,42 @@ func (g *Group) openWindows(ctx context.Context) error {
 	})
 }
 
-func newWindow(ctx context.Context, m *member) (w *window, err error) {
-	w = &window{comm: m.comm}
+// openWindow registers the rank's window when all ranks have the memory for theirs, since
+// NCCL waits for all of them, and returns when all have. What is there before an error
+// stays with m until its communicator, in which the registration may go on, has ended.
+func (m *member) openWindow(ctx context.Context) error {
+	w := &window{comm: m.comm}
+	m.ways.window = w
+	with := &m.ways.meeting
+	if err := fabric.Confer(ctx, with.exchange, m.comm.Size(), m.named(w.allocate(m.stream))); err != nil {
+		return err
+	}
+	return with.alarmed(ctx, func(ctx context.Context) (err error) {
+		if w.registered, err = m.comm.RegisterWindow(ctx, w.mem.Buffer(), w.mem.Len(), true); err != nil {
+			return err
+		}
+		return fabric.Confer(ctx, with.exchange, m.comm.Size(), nil)
+	})
+}
+
+// allocate makes the memory, in a pool of its own.
+func (w *window) allocate(s *stream.Stream) (err error) {
+	if err := w.comm.NoWindows(); err != nil {
+		return err
+	}
 	w.pool = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
-	err = w.pool.Use(m.stream, func() error {
-		w.mem, err = memory.Make[uint8](m.stream, 2*windowBytes)
+	return w.pool.Use(s, func() error {
+		w.mem, err = memory.Make[uint8](s, 2*windowBytes)
 		return err
 	})
+}
+
+// named is an error with the rank's name before it.
+func (m *member) named(err error) error {
 	if err == nil {
-		w.registered, err = m.comm.RegisterWindow(ctx, w.mem.Buffer(), w.mem.Len(), true)
+		return nil
 	}
-	if err != nil {
-		return nil, errors.Join(err, w.close())
-	}
-	return w, nil
+	return fmt.Errorf("rank %d of %d (%s): %w", m.comm.Rank(), m.comm.Size(), m.comm.Device(), err)
 }
 
 // close gives the memory back.

@@ -83,6 +83,9 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 	}
 }
 
+// NoWindows returns why the loaded NCCL has no windows, or nil. For Chorus's own packages.
+func (c *Communicator) NoWindows() error { return c.needs(ncclapi.FuncCommWindowRegister) }
+
 // Bytes returns the size.
 func (w *Window) Bytes() int { return w.bytes }
 

@@ -73,6 +73,13 @@ func confer[T any](ctx context.Context, exchange Exchange, ranks int, mine T, fa
 	return values, nil
 }
 
+// Confer returns on all ranks an error that names the first one of those that have failed,
+// and on these their own. That something is not supported is so on all of them.
+func Confer(ctx context.Context, exchange Exchange, ranks int, failed error) error {
+	_, err := confer(ctx, exchange, ranks, true, failed)
+	return err
+}
+
 // agree finds why the ranks cannot be one group, alike on all of them.
 func agree(cards []card) error {
 	gpus := map[string]int{}

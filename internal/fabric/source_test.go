@@ -21,7 +21,7 @@ var hostPrelude string
 var hostMain string
 
 // onHost says what the assembly of the source is in C++, and makes blocks of 8 threads,
-// which let others go first when they poll.
+// which let others go first when they have polled for a while.
 var onHost = []struct{ cuda, host string }{
 	{`asm volatile\("st\.volatile[^\n]*`, `atom(p)[0] = a | (u64)b << 32; atom(p)[1] = c | (u64)d << 32;`},
 	{`asm volatile\("ld\.global\.v2[^\n]*`, `ticks = *atom(&me.control->ticks); gaveUp = *atom(&me.control->gaveUp);`},
@@ -31,7 +31,7 @@ var onHost = []struct{ cuda, host string }{
 	{`asm volatile\("ld\.relaxed[^\n]*`, `v = *(std::atomic<u32>*)p;`},
 	{`asm\("cvt\.f32\.f16[^\n]*`, `x = half_value(h.bits);`},
 	{`asm\("cvt\.rn\.f16[^\n]*`, `h.bits = half_bits(x);`},
-	{`return me\.over;\n`, "if (!me.over) sched_yield();\n\treturn me.over;\n"},
+	{`return me\.over;\n`, "if (!me.over) wait_a_moment();\n\treturn me.over;\n"},
 	{`typedef CHORUS_OP<Acc> Op;`, `typedef CHORUS_OP<Acc> Op; typedef Op Reduction;`},
 }
 

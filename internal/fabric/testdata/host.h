@@ -3,8 +3,8 @@
 #include <functional>
 #include <pthread.h>
 #include <random>
-#include <sched.h>
 #include <thread>
+#include <unistd.h>
 
 // A block has the barrier of its threads.
 struct Block {
@@ -28,3 +28,11 @@ static inline int __syncthreads_or(int is) {
 }
 static inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) { return ((std::atomic<unsigned long long>*)p)->fetch_add(v); }
 static inline std::atomic<unsigned long long>* atom(const void* p) { return (std::atomic<unsigned long long>*)p; }
+
+// wait_a_moment is called between polls. Mostly the next one follows at once, so that it
+// may meet what is being written; then the thread sleeps, since many of them that only
+// yield take each other's processors, the more the busier the machine is.
+static inline void wait_a_moment() {
+	static thread_local unsigned polls;
+	if (++polls % 64 == 0) usleep(20);
+}

@@ -159,7 +159,7 @@ func TestShrink(t *testing.T) {
 // The survivors of a rank that never came go on without it.
 func TestShrinkAfterAFailure(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
-	ranks := connectWith(t, devs, &nccl.Config{Timeout: 100 * time.Millisecond, Recoverable: true})
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon, Recoverable: true})
 	xs, _ := buffers(t, ranks, 8)
 	for i, r := range ranks[:2] {
 		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum))
@@ -177,7 +177,7 @@ func TestShrinkAfterAFailure(t *testing.T) {
 // Without Recoverable there is nothing left to shrink.
 func TestShrinkOfAnAborted(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	ranks := connectWith(t, devs, &nccl.Config{Timeout: 50 * time.Millisecond})
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
 	xs, _ := buffers(t, ranks, 8)
 	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
 	require.ErrorIs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), nccl.ErrorTimeout)

@@ -35,7 +35,8 @@ type Config struct {
 	// Timeout is how long an operation may take, from when it is issued until it
 	// has completed: then the communicator fails with a *TimeoutError. 0 is
 	// CHORUS_NCCL_TIMEOUT, ten minutes as in torch; a negative number is for ever.
-	// Operations that a graph captured are not timed.
+	// Operations that a graph captured are not timed, and the time in which the
+	// process captures graphs does not count.
 	Timeout time.Duration
 	// TraceSize is how many operations the flight recorder keeps. 0 is
 	// CHORUS_NCCL_TRACE_SIZE, 2000 as in torch; a negative number keeps none.

@@ -263,7 +263,7 @@ func (c *Communicator) mark(t int64) {
 	held := s != nil && last > r.completed && s.Retain()
 	r.mu.Unlock()
 	if held {
-		stream.Outside(func() { _ = c.marks.set(s, last) })
+		stream.Outside(func() { _ = c.marks.set(s, last, r.clock()) })
 		_ = s.Release()
 	}
 }

@@ -2,6 +2,7 @@ package nccl
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/memory"
@@ -23,6 +24,9 @@ type recorder struct {
 	frames     bool          // callers are recorded
 	hidden     bool          // the ring is only for messages
 
+	unseen atomic.Int64 // nanoseconds in which nobody could ask how far operations are
+	looked int64        // when the watch last asked, or tried to
+
 	mu          sync.Mutex
 	ring        []entry
 	last        uint64 // the record of the last operation, from 1
@@ -42,6 +46,7 @@ type entry struct {
 	collective uint64 // its number, or that of the collective before a transfer
 	transfer   uint64
 	created    int64 // in nanoseconds since origin
+	begun      int64 // the same by the recorder's clock
 	completed  int64
 	n, in, out int
 	root       int32
@@ -83,6 +88,20 @@ func newRecorder(entries int) *recorder {
 	return r
 }
 
+// clock is now, but stands still while nobody can ask. Deadlines count by it: what
+// has completed meanwhile may be known only later.
+func (r *recorder) clock() int64 { return now() - r.unseen.Load() }
+
+// look notes that somebody has asked; in blindness that the time since the last look
+// does not count.
+func (r *recorder) look(blind bool) {
+	t := now()
+	if blind {
+		r.unseen.Add(t - r.looked)
+	}
+	r.looked = t
+}
+
 // schedule records an operation that is about to be given to NCCL, and reports
 // whether somebody must begin to look after it. The communicator is entered.
 func (r *recorder) schedule(o *operation, t int64) (watch bool) {
@@ -95,7 +114,7 @@ func (r *recorder) schedule(o *operation, t int64) (watch bool) {
 	}
 	o.record, o.number = r.last, r.collectives
 	*r.at(r.last) = entry{
-		id: r.last, collective: r.collectives, transfer: r.transfers, created: t,
+		id: r.last, collective: r.collectives, transfer: r.transfers, created: t, begun: t - r.unseen.Load(),
 		n: o.n, in: o.src.len, out: o.dst.len, root: int32(o.root), op: o.op, kind: o.kind, dtype: o.dtype,
 		captured: o.captured, stream: uintptr(o.stream.Raw()), callers: o.callers, signature: o.signature(),
 	}

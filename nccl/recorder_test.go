@@ -6,9 +6,11 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/stream"
 )
 
 // recorded has recorded n collectives, of which NCCL has taken all.
@@ -78,12 +80,37 @@ func TestDeadlineOfWhatTheRingHasLost(t *testing.T) {
 	open := spin.Hold(t, r.s)
 	defer open()
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
-	require.NoError(t, r.c.marks.set(r.s, rec.last))
+	require.NoError(t, r.c.marks.set(r.s, rec.last, rec.clock()))
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
 	require.NoError(t, r.c.inspect(), "all are young")
 	for i := range r.c.marks.list {
 		r.c.marks.list[i].at -= int64(2 * time.Hour)
 	}
+	var late *TimeoutError
+	require.ErrorAs(t, r.c.inspect(), &late)
+	require.Greater(t, late.Age, time.Hour)
+}
+
+// While the process captures, nobody can ask how far an operation is: that time does
+// not count.
+func TestCapturesAreNotCounted(t *testing.T) {
+	r := newIdleRank(t)
+	other, err := stream.New(r.c.dev, nil)
+	require.NoError(t, err)
+	defer other.Close()
+	rec := r.c.rec
+	rec.watched, rec.timeout = true, time.Hour
+	open := spin.Hold(t, r.s)
+	defer open()
+	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
+	older := func() { rec.at(1).begun -= int64(2 * time.Hour) }
+	older()
+	rec.looked = now() - int64(2*time.Hour)
+	x, err := graph.Capture([]*stream.Stream{other}, r.c.inspect)
+	require.NoError(t, err)
+	defer x.Close()
+	require.NoError(t, r.c.inspect(), "two hours were those of the capture")
+	older()
 	var late *TimeoutError
 	require.ErrorAs(t, r.c.inspect(), &late)
 	require.Greater(t, late.Age, time.Hour)

@@ -13,7 +13,7 @@ type TimeoutError struct {
 	Rank, Size int
 	Device     string
 	Operation  Operation     // the first that has not completed
-	Age        time.Duration // since it was issued
+	Age        time.Duration // since it was issued, without the time of captures
 	Limit      time.Duration
 	Completed  Operation // the last that has; none if its Record is 0
 	Behind     []int     // ranks of this process that never issued it

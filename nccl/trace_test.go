@@ -108,7 +108,7 @@ func TestTraceIsLeftByAFailure(t *testing.T) {
 	prefix := filepath.Join(t.TempDir(), "trace-")
 	t.Setenv("CHORUS_NCCL_TRACE_FILE", prefix)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	ranks := connectWith(t, devs, &nccl.Config{Timeout: 50 * time.Millisecond})
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
 	xs, _ := buffers(t, ranks, 8)
 	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
 	require.ErrorIs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), nccl.ErrorTimeout)
@@ -134,7 +134,7 @@ func TestTraceOfANamedCommunicator(t *testing.T) {
 	t.Setenv("CHORUS_NCCL_TRACE_FILE", prefix)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	for _, name := range []string{"a/b", "c"} {
-		ranks := connectWith(t, devs, &nccl.Config{Timeout: 50 * time.Millisecond, Name: name})
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: soon, Name: name})
 		xs, _ := buffers(t, ranks, 8)
 		require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
 		require.ErrorIs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), nccl.ErrorTimeout)

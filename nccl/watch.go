@@ -26,6 +26,7 @@ func (c *Communicator) every() time.Duration {
 func (c *Communicator) watch() {
 	tick := time.NewTicker(c.every())
 	defer tick.Stop()
+	c.rec.looked = now()
 	for {
 		select {
 		case <-c.ending:
@@ -70,6 +71,7 @@ func (c *Communicator) inspect() error {
 	}
 	r.complete(done)
 	blind, err := c.follow()
+	r.look(blind)
 	if err != nil || blind || r.timeout <= 0 {
 		return err
 	}
@@ -80,26 +82,26 @@ func (c *Communicator) inspect() error {
 	if !ok {
 		return nil
 	}
-	begun := e.created
+	begun := e.begun
 	if ahead.record > 0 {
 		begun = min(begun, ahead.at) // the ring may have lost those before the mark
 	}
-	if time.Duration(now()-begun) <= r.timeout {
+	if time.Duration(r.clock()-begun) <= r.timeout {
 		return nil
 	}
 	others := c.others()
 	if next, later := r.awaited(e, others); later {
-		if e, begun = next, next.created; time.Duration(now()-begun) <= r.timeout {
+		if e, begun = next, next.begun; time.Duration(r.clock()-begun) <= r.timeout {
 			return nil
 		}
 	}
-	return c.timedOut(e, time.Duration(now()-begun), others)
+	return c.timedOut(e, time.Duration(r.clock()-begun), others)
 }
 
 // follow asks whether the last operation is done, and where other work comes behind
 // it sets a mark to ask for. The operations of a communicator complete in their
-// order, whatever their streams. blind is a stream that is captured and cannot be
-// asked.
+// order, whatever their streams. blind is a stream that cannot be asked, because of
+// a capture.
 func (c *Communicator) follow() (blind bool, err error) {
 	r := c.rec
 	r.mu.Lock()
@@ -125,7 +127,7 @@ func (c *Communicator) follow() (blind bool, err error) {
 		case done:
 			r.complete(last)
 		case err == nil && c.marks.newest() < last:
-			err = c.marks.set(s, last)
+			err = c.marks.set(s, last, r.clock())
 		}
 	})
 	return blind, err

@@ -19,12 +19,16 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
+// soon is a deadline of operations that hang. A call that issues one has returned by
+// then, however busy the machine is.
+const soon = 500 * time.Millisecond
+
 // limit is a deadline that operations keep that all ranks issue.
 func limit(devs []*device.Device) time.Duration {
 	if devs[0].System().Backend() == "cuda" {
 		return 4 * time.Second // NCCL loads its kernels within the first
 	}
-	return 400 * time.Millisecond
+	return 2 * time.Second // which a busy machine keeps too
 }
 
 // once issues an all-reduce on all ranks, each from a goroutine of its own.
@@ -57,7 +61,7 @@ func TestDeadlineNamesTheRankBehind(t *testing.T) {
 		require.ErrorAs(t, err, &late)
 		require.ErrorIs(t, err, nccl.ErrorTimeout)
 		require.True(t, late.Timeout())
-		require.Less(t, time.Since(begun), 3*limit(devs))
+		require.Less(t, time.Since(begun), 10*limit(devs))
 		require.Greater(t, late.Age, limit(devs))
 		require.Equal(t, limit(devs), late.Limit)
 		require.Equal(t, []any{0, 2, devs[0].String(), []int{1}}, []any{late.Rank, late.Size, late.Device, late.Behind})
@@ -120,7 +124,7 @@ func TestDeadlineOfATransfer(t *testing.T) {
 // NCCL may hang in a call, where nothing has been enqueued yet.
 func TestDeadlineOfACallThatHangs(t *testing.T) {
 	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "hang@ncclGroupEnd#1"}).Devices()
-	ranks := connectWith(t, devs, &nccl.Config{Timeout: 100 * time.Millisecond})
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
 	xs, _ := buffers(t, ranks, 4)
 	go func() {
 		_ = nccl.Group(ranks[0].c, func() error { return nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum) })
@@ -159,7 +163,7 @@ func TestProgress(t *testing.T) {
 // The place behind an operation is passed although the stream is never idle.
 func TestProgressOfABusyStream(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-	r := connectWith(t, devs, &nccl.Config{Timeout: 300 * time.Millisecond})[0]
+	r := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})[0]
 	xs, _ := buffers(t, []rank{r}, 8)
 	wait := func() chan struct{} {
 		gate := make(chan struct{})
@@ -181,7 +185,7 @@ func TestProgressOfABusyStream(t *testing.T) {
 // Operations of a capture are recorded as such, and a capture is not disturbed.
 func TestCapturedOperationsAreNotTimed(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		ranks := connectWith(t, devs, &nccl.Config{Timeout: 50 * time.Millisecond})
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
 		xs, _ := buffers(t, ranks, 8)
 		r := ranks[0]
 		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum)) // somebody looks from now on
@@ -190,10 +194,16 @@ func TestCapturedOperationsAreNotTimed(t *testing.T) {
 			if err := nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum); err != nil {
 				return err
 			}
-			until(t, func() bool { return r.c.Progress().Issued.Created.Before(time.Now().Add(-150 * time.Millisecond)) })
+			until(t, func() bool { return r.c.Progress().Issued.Created.Before(time.Now().Add(-limit(devs) * 3 / 2)) })
 			return nil
 		})
 		require.NoError(t, err)
+		// What was done before the capture is found out behind it, while the stream is busy.
+		gate := make(chan struct{})
+		require.NoError(t, r.s.Callback(func() { <-gate }))
+		captured := time.Now()
+		until(t, func() bool { return time.Since(captured) > limit(devs)/4 })
+		close(gate)
 		require.NoError(t, x.Launch(r.s))
 		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
 		require.True(t, r.c.Progress().Issued.Captured)
@@ -206,7 +216,7 @@ func TestOnFailureKnowsBetter(t *testing.T) {
 	better := errors.New("rank 1 has no power")
 	var mu sync.Mutex
 	var told []int
-	ranks := connectWith(t, devs, &nccl.Config{Timeout: 50 * time.Millisecond, OnFailure: func(c *nccl.Communicator, err error) error {
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon, OnFailure: func(c *nccl.Communicator, err error) error {
 		mu.Lock()
 		defer mu.Unlock()
 		told = append(told, c.Rank())
@@ -228,7 +238,7 @@ func TestOnFailureKnowsBetter(t *testing.T) {
 // Without a deadline an operation may hang for ever, and a rank that aborts ends it.
 func TestNoDeadline(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	t.Setenv("CHORUS_NCCL_TIMEOUT", "20ms")
+	t.Setenv("CHORUS_NCCL_TIMEOUT", soon.String())
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: -1})
 	timed := connect(t, devs)
 	xs, _ := buffers(t, ranks, 4)
@@ -255,7 +265,7 @@ func TestAbortManyTimes(t *testing.T) {
 			begun := time.Now()
 			each(t, devs, func(i int) error { return ranks[i].c.Abort() })
 			require.NoError(t, ranks[0].s.Sync(testgpu.Context(t)))
-			require.Less(t, time.Since(begun), 2*time.Second)
+			require.Less(t, time.Since(begun), 10*time.Second)
 		}
 	})
 }
@@ -290,7 +300,7 @@ func TestAbortWhileALargeOperationRuns(t *testing.T) {
 			begun := time.Now()
 			each(t, devs, func(i int) error { return ranks[i].c.Abort() })
 			each(t, devs, func(i int) error { return ranks[i].s.Sync(testgpu.Context(t)) })
-			require.Less(t, time.Since(begun), 2*time.Second)
+			require.Less(t, time.Since(begun), 10*time.Second)
 			for i := range ranks {
 				require.NoError(t, xs[i].Close())
 			}
@@ -305,7 +315,7 @@ func TestAbortEndsWithoutNCCL(t *testing.T) {
 	r := connect(t, devs)[0]
 	begun := time.Now()
 	require.ErrorContains(t, r.c.Abort(), "ncclCommAbort on rank 0 of 1 (virtual:0): it has not returned after 50ms")
-	require.Less(t, time.Since(begun), 5*time.Second)
+	require.Less(t, time.Since(begun), 10*time.Second)
 	require.NoError(t, r.c.Abort())
 	require.NoError(t, r.c.Err())
 	require.ErrorIs(t, nccl.Group(r.c, func() error { return nil }), device.ErrClosed)

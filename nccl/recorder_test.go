@@ -6,11 +6,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
-	"github.com/gochorus/chorus/stream"
 )
 
 // recorded has recorded n collectives, of which NCCL has taken all.
@@ -95,9 +93,6 @@ func TestDeadlineOfWhatTheRingHasLost(t *testing.T) {
 // not count.
 func TestCapturesAreNotCounted(t *testing.T) {
 	r := newIdleRank(t)
-	other, err := stream.New(r.c.dev, nil)
-	require.NoError(t, err)
-	defer other.Close()
 	rec := r.c.rec
 	rec.watched, rec.timeout = true, time.Hour
 	open := spin.Hold(t, r.s)
@@ -106,9 +101,16 @@ func TestCapturesAreNotCounted(t *testing.T) {
 	older := func() { rec.at(1).begun -= int64(2 * time.Hour) }
 	older()
 	rec.looked = now() - int64(2*time.Hour)
-	x, err := graph.Capture([]*stream.Stream{other}, r.c.inspect)
-	require.NoError(t, err)
-	defer x.Close()
+	require.NoError(t, r.c.dev.Do("cuStreamBeginCapture", func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.StreamBeginCapture(r.s.Raw(), cudadrv.CaptureRelaxed)
+	}))
+	require.NoError(t, r.c.inspect())
+	var captured cudadrv.Graph
+	require.NoError(t, r.c.dev.Do("cuStreamEndCapture", func(drv cudadrv.Driver) (result cudadrv.Result) {
+		captured, result = drv.StreamEndCapture(r.s.Raw())
+		return result
+	}))
+	require.NoError(t, r.c.dev.Do("cuGraphDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(captured) }))
 	require.NoError(t, r.c.inspect(), "two hours were those of the capture")
 	older()
 	var late *TimeoutError

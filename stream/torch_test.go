@@ -2,7 +2,6 @@ package stream_test
 
 import (
 	"context"
-	"sync"
 	"testing"
 	"time"
 
@@ -24,13 +23,14 @@ import (
 // late is how long a spin lets something come late.
 const late = 50 * time.Millisecond
 
-// busy makes a stream that spins.
-func busy(t *testing.T, dev *device.Device) *stream.Stream {
+// busy makes a stream that is held until open is called, and then spins.
+func busy(t *testing.T, dev *device.Device) (s *stream.Stream, open func()) {
 	t.Helper()
 	p, s := spin.New(t, dev), newStream(t, dev)
-	p.On(s, late)
 	t.Cleanup(func() { require.NoError(t, s.Sync(context.Background())) })
-	return s
+	open = spin.Hold(t, s)
+	p.On(s, late)
+	return s, open
 }
 
 func synced(t *testing.T, s *stream.Stream) bool {
@@ -58,7 +58,9 @@ func timedEvent(t *testing.T, dev *device.Device) *stream.Event {
 func TestTorch_test_cuda_synchronize(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		for _, dev := range devs {
-			s, p := busy(t, dev), stream.Default(dev)
+			s, open := busy(t, dev)
+			p := stream.Default(dev)
+			open()
 			require.NoError(t, dev.Sync(testgpu.Context(t)))
 			require.True(t, synced(t, s))
 			require.True(t, synced(t, p))
@@ -148,9 +150,11 @@ func TestTorch_test_stream_context(t *testing.T) {
 
 func TestTorch_test_streams_multi_gpu_query(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		s0, s1 := newStream(t, devs[0]), busy(t, devs[1])
+		s0 := newStream(t, devs[0])
+		s1, open := busy(t, devs[1])
 		require.True(t, synced(t, s0))
 		require.False(t, synced(t, s1), "whatever device is current")
+		open()
 		require.NoError(t, s1.Sync(testgpu.Context(t)))
 		require.True(t, synced(t, s1))
 	})
@@ -190,51 +194,45 @@ func TestTorch_test_stream_event_device(t *testing.T) {
 	})
 }
 
-// Waits of two goroutines for two devices overlap.
+// A wait of a goroutine for one device keeps no other from waiting for another.
 func TestTorch_test_stream_event_nogil(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		for name, wait := range map[string]func(*stream.Stream) error{
-			"stream": func(s *stream.Stream) error { return s.Sync(context.Background()) },
+			"stream": func(s *stream.Stream) error { return s.Sync(testgpu.Context(t)) },
 			"event": func(s *stream.Stream) error {
 				e, err := s.Record(&stream.EventConfig{Blocking: true})
 				if err != nil {
 					return err
 				}
 				defer e.Close()
-				return e.Sync(context.Background())
+				return e.Sync(testgpu.Context(t))
 			},
 		} {
-			const long = 200 * time.Millisecond
-			var took [2]time.Duration
-			var errs [2]error
-			var wg sync.WaitGroup
-			spinners := []*spin.Spinner{spin.New(t, devs[0]), spin.New(t, devs[1])}
-			streams := []*stream.Stream{newStream(t, devs[0]), newStream(t, devs[1])}
-			start := time.Now()
 			for i := range devs {
-				spinners[i].On(streams[i], long)
-				wg.Go(func() {
-					errs[i] = wait(streams[i])
-					took[i] = time.Since(start)
-				})
+				held, open := busy(t, devs[i])
+				done := make(chan error, 1)
+				go func() { done <- wait(held) }()
+				other, p := newStream(t, devs[1-i]), spin.New(t, devs[1-i])
+				p.On(other, late) // the wait for the other device has begun by then
+				require.NoError(t, wait(other), name)
+				require.Empty(t, done, name)
+				open()
+				require.NoError(t, <-done, name)
 			}
-			wg.Wait()
-			all := time.Since(start)
-			require.NoError(t, errs[0], name)
-			require.NoError(t, errs[1], name)
-			require.Greater(t, float64(took[0]+took[1]), 1.4*float64(all), name)
 		}
 	})
 }
 
 func TestTorch_test_events_wait(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		s0, s1 := busy(t, devs[0]), newStream(t, devs[1])
+		s0, open := busy(t, devs[0])
+		s1 := newStream(t, devs[1])
 		e0, err := s0.Record(nil)
 		require.NoError(t, err)
 		defer e0.Close()
 		require.False(t, synced(t, s0))
 		require.NoError(t, s1.Wait(e0))
+		open()
 		require.NoError(t, s1.Sync(testgpu.Context(t)))
 		require.True(t, passed(t, e0))
 		require.True(t, synced(t, s0))
@@ -244,16 +242,16 @@ func TestTorch_test_events_wait(t *testing.T) {
 
 func TestTorch_test_events_multi_gpu_query(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		s0, s1 := newStream(t, devs[0]), newStream(t, devs[1])
-		p := spin.New(t, devs[1])
+		s0 := newStream(t, devs[0])
+		s1, open := busy(t, devs[1])
 		e0 := timedEvent(t, devs[0])
 		require.NoError(t, e0.Record(s0))
 		require.NoError(t, s0.Sync(testgpu.Context(t)))
-		p.On(s1, late)
 		e1 := timedEvent(t, devs[1])
 		require.NoError(t, e1.Record(s1))
 		require.True(t, passed(t, e0))
 		require.False(t, passed(t, e1))
+		open()
 		require.NoError(t, e1.Sync(testgpu.Context(t)))
 		require.True(t, passed(t, e1))
 	})
@@ -291,8 +289,10 @@ func TestTorch_test_external_streams(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, own.Handle(), x.Handle())
 			require.Same(t, dev, x.Device())
+			open := spin.Hold(t, own)
 			p.On(own, late)
 			require.False(t, synced(t, x), "the work is that of the stream")
+			open()
 			require.NoError(t, x.Sync(testgpu.Context(t)))
 			require.NoError(t, x.Close())
 			require.True(t, synced(t, own), "and the stream outlives the wrapper")
@@ -308,9 +308,11 @@ func TestTorch_test_events(t *testing.T) {
 		require.NoError(t, e.Sync(testgpu.Context(t)))
 		require.NoError(t, start.Record(s))
 		require.NoError(t, s.Sync(testgpu.Context(t)))
+		open := spin.Hold(t, s)
 		p.On(s, late)
 		require.NoError(t, e.Record(s))
 		require.False(t, passed(t, e))
+		open()
 		require.NoError(t, e.Sync(testgpu.Context(t)))
 		require.True(t, passed(t, e))
 		took, err := e.Elapsed(start)
@@ -322,14 +324,16 @@ func TestTorch_test_events(t *testing.T) {
 func TestTorch_test_streams(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		def, user := stream.Default(devs[0]), newStream(t, devs[0])
+		p := spin.New(t, devs[0])
 		require.False(t, def.Equal(user))
 		require.Zero(t, def.Handle())
 		require.NotZero(t, user.Handle())
-		p := spin.New(t, devs[0])
 		require.True(t, synced(t, user))
+		open := spin.Hold(t, user)
 		p.On(user, late)
 		require.False(t, synced(t, user))
 		require.True(t, synced(t, def), "the default stream does not wait for it")
+		open()
 		require.NoError(t, user.Sync(testgpu.Context(t)))
 		require.True(t, synced(t, user))
 	})
@@ -351,9 +355,11 @@ func TestTorch_test_graph_is_current_stream_capturing(t *testing.T) {
 		require.NoError(t, err)
 		require.False(t, must(s.Capturing()))
 		require.True(t, synced(t, s), "the capture has not run")
+		open := spin.Hold(t, stream.Default(devs[0]))
 		require.NoError(t, x.Launch(stream.Default(devs[0])), "a graph may be launched there")
 		require.NoError(t, s.WaitStream(stream.Default(devs[0])))
 		require.False(t, synced(t, s))
+		open()
 		require.NoError(t, s.Sync(testgpu.Context(t)))
 		require.NoError(t, x.Close())
 	})

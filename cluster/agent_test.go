@@ -227,7 +227,7 @@ func refusedHost(t *testing.T, cfgs []*Config) (string, error) {
 		select {
 		case l := <-lines:
 			text += l + "\n"
-		case <-time.After(10 * time.Second):
+		case <-time.After(time.Minute):
 			require.FailNow(t, "the coordinator says nothing of the refusal", text)
 		}
 	}

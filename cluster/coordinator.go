@@ -47,6 +47,7 @@ type coordinator struct {
 	started time.Time
 	quit    chan struct{}
 	wg      sync.WaitGroup
+	drains  time.Duration // drainTime; tests have more
 
 	mu      sync.Mutex
 	closed  bool
@@ -70,7 +71,7 @@ type coordinator struct {
 
 // newCoordinator starts a coordinator, which closes ln.
 func newCoordinator(ln net.Listener, cfg coordConfig) *coordinator {
-	c := &coordinator{cfg: cfg, ln: ln, gate: newGate(), pulse: newPulse(cfg.self), started: time.Now(),
+	c := &coordinator{cfg: cfg, ln: ln, gate: newGate(), pulse: newPulse(cfg.self), started: time.Now(), drains: drainTime,
 		quit: make(chan struct{}), peers: map[*peer]bool{},
 		told: map[int]bool{}, allTold: make(chan struct{}), said: map[string]time.Time{}}
 	c.faults.exits = map[int]Exit{}
@@ -371,7 +372,7 @@ func (c *coordinator) drain() {
 	c.checkDrained()
 	drained := c.drained
 	c.mu.Unlock()
-	t := time.NewTimer(drainTime)
+	t := time.NewTimer(c.drains)
 	defer t.Stop()
 	select {
 	case <-drained:

@@ -256,7 +256,7 @@ func TestLastWordsOfTheGone(t *testing.T) {
 		p.send(note(kindEnded, nil))
 	}
 	go p.writeLoop()
-	require.Eventually(t, func() bool { p.outMu.Lock(); defer p.outMu.Unlock(); return p.closed }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { p.outMu.Lock(); defer p.outMu.Unlock(); return p.closed }, time.Minute, time.Millisecond)
 	got, err := b.read()
 	require.NoError(t, err)
 	require.Equal(t, "my last words", string(got))

@@ -211,7 +211,7 @@ func (l *launched) text() string {
 // until waits until the launcher's output has n of text.
 func (l *launched) until(text string, n int) {
 	l.t.Helper()
-	deadline := time.After(15 * time.Second)
+	deadline := time.After(time.Minute)
 	for strings.Count(l.text(), text) < n {
 		select {
 		case <-l.more:
@@ -228,7 +228,7 @@ func (l *launched) wait() (int, string) {
 	case code := <-l.code:
 		l.code <- code
 		return code, l.text()
-	case <-time.After(30 * time.Second):
+	case <-time.After(2 * time.Minute):
 		require.FailNow(l.t, "launcher has not ended", l.text())
 		return 0, ""
 	}
@@ -281,7 +281,7 @@ func guardianOf(t *testing.T, launcher int) (pid int) {
 			}
 		}
 		return pid != 0
-	}, 5*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 	return pid
 }
 
@@ -294,7 +294,7 @@ func requireIgnores(t *testing.T, pid int, sig syscall.Signal) {
 		mask, _, _ := bytes.Cut(rest, []byte("\n"))
 		n, err := strconv.ParseUint(string(bytes.TrimSpace(mask)), 16, 64)
 		return err == nil && n>>(sig-1)&1 == 1
-	}, 5*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 }
 
 // requireStopped waits until a process has been stopped.
@@ -303,7 +303,7 @@ func requireStopped(t *testing.T, pid int) {
 	require.Eventually(t, func() bool {
 		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 		return err == nil && bytes.Contains(b, []byte(") T "))
-	}, 5*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 }
 
 // requireGone waits until no process has one of the pids.
@@ -317,5 +317,5 @@ func requireGone(t *testing.T, pids []int) {
 			}
 		}
 		return true
-	}, 5*time.Second, 5*time.Millisecond, "some of %v are left", pids)
+	}, time.Minute, 5*time.Millisecond, "some of %v are left", pids)
 }

@@ -34,7 +34,7 @@ func TestOwnKernelsThatCannotBe(t *testing.T) {
 // broken: that is an error, nothing waits, and the group closes once they are closed.
 func TestOwnKernelsOfGraphsAfterTheEnd(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := localOwn(t, devs, &nccl.Config{Timeout: time.Second})
+		g := localOwn(t, devs, &nccl.Config{Timeout: 3 * time.Second})
 		xs, _ := shards(t, g, 100)
 		var graphs []*graph.Exec
 		for i, x := range xs {

@@ -197,7 +197,7 @@ func TestOwnKernelsInGraphs(t *testing.T) {
 // group's or another, beside operations of the group, without a word about order.
 func TestOwnKernelsOfGraphsOnOtherStreams(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := localOwn(t, devs, &nccl.Config{Timeout: 10 * time.Second})
+		g := localOwn(t, devs, &nccl.Config{Timeout: time.Minute})
 		other, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		defer other.Close()
@@ -229,7 +229,7 @@ func TestOwnKernelsOfGraphsOnOtherStreams(t *testing.T) {
 // deadline, and that the one that waits for it ends.
 func TestOwnKernelsGiveUp(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := localOwn(t, devs, &nccl.Config{Timeout: time.Second})
+		g := localOwn(t, devs, &nccl.Config{Timeout: 3 * time.Second})
 		xs, _ := shards(t, g, 100)
 		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
 		require.NoError(t, nccl.AllReduce(g.Communicator(0), g.Stream(0), xs[0], xs[0], nccl.Sum))

@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 
 // work reduces 4 MiB in a loop; rank 1 fails in the middle.
 func work(fault string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	defer cancel()
 	sess, err := cluster.Attach(ctx)
 	if err != nil {
@@ -223,7 +223,7 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 				for _, s := range c.says {
 					require.Contains(t, out, s)
 				}
-				require.Less(t, took, 30*time.Second, out)
+				require.Less(t, took, 2*time.Minute, out)
 			})
 		}
 	}
@@ -255,7 +255,7 @@ func TestCulpritsAreNamed(t *testing.T) {
 						require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] worker: .*(%s)`, rank, says), out)
 					}
 				}
-				require.Less(t, took, 30*time.Second, out)
+				require.Less(t, took, 2*time.Minute, out)
 			})
 		}
 	}

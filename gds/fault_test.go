@@ -43,7 +43,7 @@ func (w *watch) end(t testing.TB) {
 	t.Helper()
 	require.Equal(t, w.pinned, memory.ReadHostStats(w.dev).ActiveRequests.Current, "pinned memory")
 	require.Equal(t, w.files, openFiles(t), "open files")
-	require.True(t, poll.UntilNoLaterThan(10*time.Second, func() bool { return runtime.NumGoroutine() <= w.routines }), "goroutines")
+	require.True(t, poll.UntilNoLaterThan(time.Minute, func() bool { return runtime.NumGoroutine() <= w.routines }), "goroutines")
 	r, err := ringOf(w.dev)
 	require.NoError(t, err)
 	require.Zero(t, r.used)

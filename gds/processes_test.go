@@ -31,7 +31,7 @@ const (
 )
 
 func workInJob(t *testing.T, deed string) {
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	defer cancel()
 	sess, err := cluster.Attach(ctx)
 	require.NoError(t, err)

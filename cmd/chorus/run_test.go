@@ -39,7 +39,7 @@ func TestRunKilled(t *testing.T) {
 	require.Eventually(t, func() bool {
 		b, err := os.ReadFile(stat)
 		return err != nil || strings.Contains(string(b), ") Z ")
-	}, 5*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 }
 
 // TestRunReaderGone reads one line of the output and goes, as head does.

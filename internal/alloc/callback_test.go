@@ -31,7 +31,7 @@ func (s callingStream) run() error {
 	select {
 	case <-done:
 		return nil
-	case <-time.After(5 * time.Second):
+	case <-time.After(time.Minute):
 		return errors.New("the callback waits for who waits for it")
 	}
 }

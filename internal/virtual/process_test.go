@@ -58,7 +58,7 @@ func TestMain(m *testing.M) {
 // strayGoroutines returns the stacks of this package's goroutines that do not
 // end. Tests that make a stream hang for ever leave one each.
 func strayGoroutines() string {
-	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 		buf := make([]byte, 1<<20)
 		stacks := strings.Split(string(buf[:runtime.Stack(buf, true)]), "\n\n")
 		var left []string
@@ -140,7 +140,7 @@ func processes(t testing.TB, scenario string, size int, faults map[int]string) (
 	require.NoError(t, err)
 	id, r := m.NCCL().GetUniqueID()
 	require.Equal(t, ncclapi.Success, r)
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	defer cancel()
 	cmds := make([]*exec.Cmd, size)
 	stdout, stderr := make([]bytes.Buffer, size), make([]bytes.Buffer, size)
@@ -237,7 +237,7 @@ func childLoop(c *child) {
 	start := time.Now()
 	c.nccl(c.api.CommAbort(c.comm))
 	c.cu(c.do(func() cudadrv.Result { return c.drv.StreamSynchronize(c.s) }))
-	if d := time.Since(start); d > 2*time.Second {
+	if d := time.Since(start); d > 20*time.Second {
 		panic("aborting took " + d.String())
 	}
 	out := make([]float32, n)

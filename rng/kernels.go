@@ -19,7 +19,7 @@ var source string
 // packed has rng.cu compiled for every distribution and element type; make ptx
 // writes it.
 //
-//go:embed rng.ptx.gz
+//go:embed rng.ptx.zst
 var packed []byte
 
 var archive = ptx.Open(packed)

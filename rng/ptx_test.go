@@ -19,5 +19,5 @@ func TestPTX(t *testing.T) {
 			sources = append(sources, ptx.Source{Name: name, CUDA: source, Options: macros(tr.d, tr.f)})
 		}
 	}
-	ptxtest.Check(t, "rng.ptx.gz", packed, sources)
+	ptxtest.Check(t, "rng.ptx.zst", packed, sources)
 }

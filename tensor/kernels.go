@@ -21,7 +21,7 @@ var source string
 
 // packed has tensor.cu compiled; make ptx writes it.
 //
-//go:embed tensor.ptx.gz
+//go:embed tensor.ptx.zst
 var packed []byte
 
 var archive = ptx.Open(packed)

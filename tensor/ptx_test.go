@@ -10,5 +10,5 @@ import (
 
 // The PTX belongs to tensor.cu.
 func TestPTX(t *testing.T) {
-	ptxtest.Check(t, "tensor.ptx.gz", tensor.Packed, []ptx.Source{{Name: "copy", CUDA: tensor.Source}})
+	ptxtest.Check(t, "tensor.ptx.zst", tensor.Packed, []ptx.Source{{Name: "copy", CUDA: tensor.Source}})
 }

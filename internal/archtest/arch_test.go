@@ -51,6 +51,7 @@ var importers = map[string][]string{
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
 	"golang.org/x/sys":                {"internal/dl", "internal/virtual", "memory", "cluster", "internal/launch", "gds"},
+	"github.com/klauspost/compress":   {"internal/ptx"},
 	"gonum.org/v1/gonum":              {"internal/virtual"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},
 	"github.com/stretchr/testify":     {"internal/conformance"}, // and every test, but only require

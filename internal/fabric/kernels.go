@@ -17,7 +17,7 @@ import (
 // packed has the source compiled for every element type and reduction, and without, all
 // for any number of ranks; make ptx writes it.
 //
-//go:embed fabric.ptx.gz
+//go:embed fabric.ptx.zst
 var packed []byte
 
 var archive = ptx.Open(packed)

@@ -15,5 +15,5 @@ func TestPTX(t *testing.T) {
 			sources = append(sources, ptx.Source{Name: templates[op] + "/" + formats[i].c, CUDA: source, Options: macros(&formats[i], op)})
 		}
 	}
-	ptxtest.Check(t, "fabric.ptx.gz", packed, sources)
+	ptxtest.Check(t, "fabric.ptx.zst", packed, sources)
 }

@@ -16,7 +16,7 @@ var source string
 
 // packed has pattern.cu compiled for every size of an element; make ptx writes it.
 //
-//go:embed pattern.ptx.gz
+//go:embed pattern.ptx.zst
 var packed []byte
 
 var archive = ptx.Open(packed)

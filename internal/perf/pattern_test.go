@@ -22,7 +22,7 @@ func TestPTX(t *testing.T) {
 	for _, size := range []int{1, 2, 4, 8} {
 		sources = append(sources, ptx.Source{Name: fmt.Sprint("pattern/", size), CUDA: source, Options: macros(size)})
 	}
-	ptxtest.Check(t, "pattern.ptx.gz", packed, sources)
+	ptxtest.Check(t, "pattern.ptx.zst", packed, sources)
 }
 
 // number reads bits of a type.

@@ -3,11 +3,13 @@ package ptx
 import (
 	"bufio"
 	"bytes"
-	"compress/gzip"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
 	"sync"
+
+	"github.com/klauspost/compress/zstd"
 )
 
 // An Archive holds entries. The zero value and nil are empty. Nothing of it is kept
@@ -20,8 +22,11 @@ type Archive struct {
 // Open returns the archive that Pack has written.
 func Open(packed []byte) *Archive {
 	a := &Archive{packed: packed}
-	a.index = sync.OnceValues(func() ([]Entry, error) {
-		entries, _, err := a.read(0)
+	a.index = sync.OnceValues(func() (entries []Entry, err error) {
+		err = a.read(func(list []Entry, _ []int, _ *bufio.Reader) error {
+			entries = list
+			return nil
+		})
 		return entries, err
 	})
 	return a
@@ -37,43 +42,59 @@ func (a *Archive) Len() (int, error) {
 }
 
 // Entries returns all entries in their order.
-func (a *Archive) Entries() ([]Entry, error) {
-	n, err := a.Len()
-	if err != nil || n == 0 {
+func (a *Archive) Entries() (entries []Entry, err error) {
+	if n, err := a.Len(); err != nil || n == 0 {
 		return nil, err
 	}
-	entries, texts, err := a.read(n)
-	for i := range texts {
-		entries[i].Text = texts[i]
-	}
+	err = a.read(func(list []Entry, sizes []int, texts *bufio.Reader) error {
+		entries = list
+		for i, size := range sizes {
+			if entries[i].Text, err = textOf(texts, size); err != nil {
+				return err
+			}
+		}
+		if _, err := texts.ReadByte(); err != io.EOF { // the checksum is there
+			return errors.Join(errors.New("there is more behind the last entry"), err)
+		}
+		return nil
+	})
 	return entries, err
 }
 
 // Find returns the entry of a digest, or nil. It unpacks all that lies before the entry,
 // which takes some milliseconds for each ten megabytes.
-func (a *Archive) Find(digest string) (*Entry, error) {
+func (a *Archive) Find(digest string) (found *Entry, err error) {
 	if n, err := a.Len(); err != nil || n == 0 {
 		return nil, err
 	}
-	entries, _ := a.index()
-	i := slices.IndexFunc(entries, func(e Entry) bool { return e.Digest == digest })
-	if i < 0 {
-		return nil, nil
-	}
-	_, texts, err := a.read(i + 1)
-	if err != nil {
-		return nil, err
-	}
-	e := entries[i]
-	e.Text = bytes.Clone(texts[i]) // of it alone, not of all
-	return &e, nil
+	err = a.read(func(list []Entry, sizes []int, texts *bufio.Reader) error {
+		i := slices.IndexFunc(list, func(e Entry) bool { return e.Digest == digest })
+		if i < 0 {
+			return nil
+		}
+		for _, size := range sizes[:i] {
+			if _, err := texts.Discard(size); err != nil {
+				return err
+			}
+		}
+		text, err := textOf(texts, sizes[i])
+		found = &list[i]
+		found.Text = text
+		return err
+	})
+	return found, err
 }
 
-// An archive is two lines, a line for each entry, and the texts by their repeats, all
-// of which gzip makes smaller.
+func textOf(r io.Reader, size int) ([]byte, error) {
+	text := make([]byte, size)
+	_, err := io.ReadFull(r, text)
+	return text, err
+}
+
+// An archive is a line, one for each entry, and the texts, compressed with a window that
+// all of them fit in, since those of one source are mostly alike.
 const (
-	layout = "chorus ptx archive 2\n"
-	counts = "%d %d %d\n" // entries, bytes of repeats, and fresh ones
+	layout = "chorus ptx archive 3, %d entries\n"
 	header = "%s %s %d %s %s %d\n"
 )
 
@@ -81,77 +102,62 @@ const mostBytes = 64 << 20 // in an archive, unpacked
 
 // Pack writes an archive. The same entries give the same bytes.
 func Pack(entries []Entry) []byte {
-	var texts []byte
+	var all bytes.Buffer
+	fmt.Fprintf(&all, layout, len(entries))
 	for _, e := range entries {
-		texts = append(texts, e.Text...)
+		fmt.Fprintf(&all, header, e.Digest, e.Name, e.Arch, e.Compiler, e.Version, len(e.Text))
 	}
-	repeats, fresh := split(texts)
-	var b bytes.Buffer
-	z, _ := gzip.NewWriterLevel(&b, gzip.BestCompression) // the level is one that there is
-	fmt.Fprintf(z, layout+counts, len(entries), len(repeats), len(fresh))
 	for _, e := range entries {
-		fmt.Fprintf(z, header, e.Digest, e.Name, e.Arch, e.Compiler, e.Version, len(e.Text))
+		all.Write(e.Text)
 	}
-	_, _ = z.Write(append(repeats, fresh...)) // to memory
+	var packed bytes.Buffer
+	// The options are right, and memory takes all.
+	z, _ := zstd.NewWriter(&packed, zstd.WithEncoderLevel(zstd.SpeedBestCompression), zstd.WithWindowSize(mostBytes), zstd.WithEncoderConcurrency(1))
+	_, _ = z.Write(all.Bytes())
 	_ = z.Close()
-	return b.Bytes()
+	return packed.Bytes()
 }
 
-// read returns all entries without their texts, and the texts of the first n.
-func (a *Archive) read(n int) ([]Entry, [][]byte, error) {
-	fail := func(err error) ([]Entry, [][]byte, error) { return nil, nil, fmt.Errorf("ptx: read archive: %w", err) }
-	z, err := gzip.NewReader(bytes.NewReader(a.packed))
+// read calls fn with all entries without their texts, with the sizes of these, and with
+// the texts.
+func (a *Archive) read(fn func([]Entry, []int, *bufio.Reader) error) error {
+	z, err := zstd.NewReader(bytes.NewReader(a.packed), zstd.WithDecoderConcurrency(1), zstd.WithDecoderMaxWindow(mostBytes))
 	if err != nil {
-		return fail(err)
+		return fmt.Errorf("ptx: read archive: %w", err)
 	}
+	defer z.Close()
 	r := bufio.NewReader(z)
-	if line, err := r.ReadString('\n'); err != nil || line != layout {
-		return fail(fmt.Errorf("it begins with %q, %v: want %q", line, err, layout))
+	entries, sizes, err := readHeaders(r)
+	if err == nil {
+		err = fn(entries, sizes, r)
 	}
-	var all, repeats, fresh int
-	if _, err := fmt.Fscanf(r, counts, &all, &repeats, &fresh); err != nil || min(all, repeats, fresh) < 0 || max(all, repeats, fresh) > mostBytes {
-		return fail(fmt.Errorf("it has %d entries, %d and %d bytes, %v", all, repeats, fresh, err))
-	}
-	entries, ends, err := readHeaders(r, all)
-	if err != nil || n == 0 {
-		if err != nil {
-			return fail(err)
-		}
-		return entries, nil, nil
-	}
-	packed, err := io.ReadAll(io.LimitReader(r, mostBytes)) // to the end, where gzip's checksum is
 	if err != nil {
-		return fail(err)
+		return fmt.Errorf("ptx: read archive: %w", err)
 	}
-	if len(packed) != repeats+fresh {
-		return fail(fmt.Errorf("there are %d bytes: want %d", len(packed), repeats+fresh))
-	}
-	whole, err := join(packed[:repeats], packed[repeats:], ends[n-1])
-	if err != nil {
-		return fail(err)
-	}
-	texts, at := make([][]byte, n), 0
-	for i := range texts {
-		texts[i], at = whole[at:ends[i]:ends[i]], ends[i]
-	}
-	return entries, texts, nil
+	return nil
 }
 
-// readHeaders returns the entries without their texts, and where each of these ends.
-func readHeaders(r *bufio.Reader, n int) (entries []Entry, ends []int, err error) {
-	end := 0
+// readHeaders returns the entries without their texts, and the sizes of these.
+func readHeaders(r *bufio.Reader) (entries []Entry, sizes []int, err error) {
+	line, err := r.ReadString('\n')
+	if err != nil {
+		return nil, nil, err
+	}
+	n, left := 0, mostBytes
+	if _, err := fmt.Sscanf(line, layout, &n); err != nil || n < 0 {
+		return nil, nil, fmt.Errorf("it begins with %q", line)
+	}
 	for len(entries) < n {
-		line, err := r.ReadString('\n')
-		if err != nil {
+		if line, err = r.ReadString('\n'); err != nil {
 			return nil, nil, err
 		}
 		var e Entry
 		size := 0
-		if _, err := fmt.Sscanf(line, header, &e.Digest, &e.Name, &e.Arch, &e.Compiler, &e.Version, &size); err != nil || size < 0 || size > mostBytes-end {
+		if _, err := fmt.Sscanf(line, header, &e.Digest, &e.Name, &e.Arch, &e.Compiler, &e.Version, &size); err != nil || size < 0 || size > left {
 			return nil, nil, fmt.Errorf("entry %d has the header %q", len(entries), line)
 		}
-		end += size
-		entries, ends = append(entries, e), append(ends, end)
+		left -= size
+		entries, sizes = append(entries, e), append(sizes, size)
 	}
-	return entries, ends, nil
+	return entries, sizes, nil
 }

@@ -2,11 +2,13 @@ package ptx
 
 import (
 	"bytes"
-	"compress/gzip"
 	"fmt"
+	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/klauspost/compress/zstd"
 	"github.com/stretchr/testify/require"
 )
 
@@ -44,23 +46,52 @@ func TestArchive(t *testing.T) {
 	_, err = Open(bytes.Repeat([]byte("no archive"), 10)).Find("x")
 	require.ErrorContains(t, err, "ptx: read archive: ")
 	for text, want := range map[string]string{
-		"chorus ptx 1\n":                                   "it begins with",
-		layout + "1 0\n":                                   "it has 1 entries",
-		layout + "1 -1 5\nd n 75 c 6.3 4\nabcd":            "it has 1 entries, -1 and 5 bytes",
-		layout + "1 0 4\nd n 75 c 6.3 -4\nabcd":            "entry 0 has the header",
-		layout + "2 0 4\nd n 75 c 6.3 4\nabcd":             "EOF",
-		layout + "1 0 4\nd n 75 c 6.3 4\nabcde":            "there are 5 bytes: want 4",
-		layout + "1 2 4\nd n 75 c 6.3 4\nabcd":             "there are 4 bytes: want 6",
-		layout + "1 0 4\nd n 75 c 6.3 5\nabcd":             "what its texts are said to repeat is not there",
-		layout + "1 3 4\nd n 75 c 6.3 8\n\x04\x04\x0aabcd": "what its texts are said to repeat is not there",
+		"":                                "EOF",
+		"chorus ptx 1\n":                  "it begins with",
+		line(-1):                          "it begins with",
+		line(1) + "d n 75 c 6.3 -4\nabcd": "entry 0 has the header",
+		line(2) + "d n 75 c 6.3 4\nabcd":  "EOF",
+		line(1) + "d n 75 c 6.3 4\nabcde": "there is more behind the last entry",
+		line(1) + "d n 75 c 6.3 5\nabcd":  "unexpected EOF",
+		line(1) + fmt.Sprintf("d n 75 c 6.3 %d\nabcd", mostBytes+1):           "entry 0 has the header",
+		line(2) + fmt.Sprintf("d n 75 c 6.3 4\ne n 75 c 6.3 %d\n", mostBytes): "entry 1 has the header",
 	} {
 		var b bytes.Buffer
-		z := gzip.NewWriter(&b)
+		z, err := zstd.NewWriter(&b)
+		require.NoError(t, err)
 		fmt.Fprint(z, text)
 		require.NoError(t, z.Close())
-		_, err := Open(b.Bytes()).Entries()
+		_, err = Open(b.Bytes()).Entries()
 		require.ErrorContains(t, err, want, "%q", text)
 	}
+}
+
+// line is the first of an archive.
+func line(entries int) string { return fmt.Sprintf(layout, entries) }
+
+// Texts of one source are mostly alike, however far apart.
+func TestArchiveOfWhatIsAlike(t *testing.T) {
+	seed := rand.Uint64()
+	t.Log("seed ", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	text := make([]byte, 1<<20)
+	for i := range text {
+		text[i] = byte(rng.IntN(256))
+	}
+	var want []Entry
+	for i := range 10 {
+		text = slices.Clone(text)
+		text[i]++
+		want = append(want, Entry{Digest: Digest(fmt.Sprint(i), nil), Name: "x", Arch: 75, Compiler: "c", Version: "6.3", Text: text})
+	}
+	packed := Pack(want)
+	require.Less(t, len(packed), len(text)+len(text)/10)
+	got, err := Open(packed).Entries()
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+	e, err := Open(packed).Find(want[7].Digest)
+	require.NoError(t, err)
+	require.Equal(t, &want[7], e)
 }
 
 func TestDigest(t *testing.T) {

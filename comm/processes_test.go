@@ -21,6 +21,9 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
 )
 
 // The test binary is a worker of a job when this says what it does: what happens to
@@ -119,6 +122,9 @@ func work(fault string) error {
 		if fault == "fewer" && step == 10 && g.Rank() == 1 {
 			issue = func() error { return comm.AllReduce(g, comm.Sum, xs[0].Slice(0, 1<<20-1)) }
 		}
+		if fault == "way" && step == 10 && g.Rank() == 1 {
+			return onAnotherStream(ctx, g, xs[0])
+		}
 		if err := issue(); err != nil {
 			return err
 		}
@@ -130,6 +136,22 @@ func work(fault string) error {
 		return err
 	}
 	return sess.Shutdown(ctx)
+}
+
+// onAnotherStream issues an all-reduce on a stream that is not the group's, which is NCCL's.
+func onAnotherStream(ctx context.Context, g *comm.Group, x memory.Slice[float32]) error {
+	s, err := stream.New(g.Device(0), nil)
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	if err := s.WaitStream(g.Stream(0)); err != nil {
+		return err
+	}
+	if err := nccl.AllReduce(g.Communicator(0), s, x, x, nccl.Sum); err != nil {
+		return err
+	}
+	return g.Communicator(0).Wait(ctx, s)
 }
 
 // absentInSub lets rank 1, which is rank 0 of a group of ranks 1 and 2, issue nothing.
@@ -258,6 +280,24 @@ func TestCulpritsAreNamed(t *testing.T) {
 				require.Less(t, took, 2*time.Minute, out)
 			})
 		}
+	}
+}
+
+// Where a process has by NCCL what the others have by own kernels, the deadline ends them
+// all, and each names those that have it otherwise, and how.
+func TestProcessesWithTwoWays(t *testing.T) {
+	for _, backend := range []string{"virtual", "cuda"} {
+		t.Run(backend, func(t *testing.T) {
+			if backend == "cuda" {
+				testgpu.CUDA(t, 2)
+			}
+			_, out, took := job(t, backend, "way", 2, env.CommStrategy.Name+"=own", env.NCCLTimeout.Name+"=4s", paceVar+"=10ms")
+			const says = `(?m)^\[rank %d\] worker: .*rank %d carries collective 11 out by %s and this rank by %s, .*: ` +
+				`the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 11, .* ago .*as collective 11 on rank %d of 2 .* has not completed`
+			require.Regexp(t, fmt.Sprintf(says, 0, 1, "NCCL", "own kernels", 0), out)
+			require.Regexp(t, fmt.Sprintf(says, 1, 0, "own kernels", "NCCL", 1), out)
+			require.Less(t, took, 30*time.Second, out)
+		})
 	}
 }
 

@@ -22,7 +22,7 @@ type RankProgress struct {
 	Operation   string        // the last that it told of, such as "ncclAllReduce(8 x float32, sum) as collective 7"; "none"
 	Age         time.Duration // since that was issued, by its clock and this one's
 	Told        time.Duration // since its last word, by its clock and this one's
-	Why         string        // why it is named, such as "is behind"
+	Why         string        // why it is named, such as "is behind" or "carries collective 7 out by NCCL and this rank by own kernels, ..."
 	End         string        // how it ended by its own word, such as "closed the group"; "" if it told of no end
 }
 
@@ -68,11 +68,46 @@ type word struct {
 	At          time.Time // when that was issued
 	Told        time.Time
 	End         string
+	First       uint64         // the number of the first collective of Ways
+	Ways        []nccl.Service // by which the last collectives are carried out
 }
+
+var wayNames = map[nccl.Service]string{
+	nccl.Nothing: "NCCL", nccl.Instead: "own kernels", nccl.Lending: "NCCL's windows", nccl.Whole: "copy engines",
+}
+
+// toldWays is of how many collectives a rank tells how they are carried out.
+const toldWays = 64
 
 func wordOf(c *nccl.Communicator) word {
 	last := c.Progress().Issued
-	return word{Collectives: last.Collective, Operation: last.String(), At: last.Created}
+	x := word{Collectives: last.Collective, Operation: last.String(), At: last.Created}
+	x.First, x.Ways = c.Services(toldWays)
+	return x
+}
+
+// way returns by what a collective is carried out, if the word tells.
+func (x *word) way(collective uint64) (s nccl.Service, told bool) {
+	if collective < x.First || collective-x.First >= uint64(len(x.Ways)) {
+		return 0, false
+	}
+	return x.Ways[collective-x.First], true
+}
+
+// otherWay says which is the first collective from one on that another rank carries out
+// otherwise than this one, or "": both wait for what does not come.
+func (x *word) otherWay(from uint64, other *word) string {
+	for n := max(from, x.First, other.First); ; n++ {
+		mine, here := x.way(n)
+		theirs, there := other.way(n)
+		switch {
+		case !here || !there:
+			return ""
+		case mine != theirs:
+			return fmt.Sprintf("carries collective %d out by %s and this rank by %s, as for another stream than the group's or with others in one Group",
+				n, wayNames[theirs], wayNames[mine])
+		}
+	}
 }
 
 // words is how the ranks of a group over processes tell each other how far they have
@@ -233,16 +268,19 @@ func (w *words) failed(c *nccl.Communicator, err error) error {
 }
 
 // culprits are the ranks that have not issued what this one waits for, or something
-// else in its place.
+// else in its place, or carry it out in another way.
 func culprits(op nccl.Operation, mine word, all map[int]word) (list []RankProgress) {
 	transfer := strings.Contains(op.Name, "Send") || strings.Contains(op.Name, "Recv")
 	waited := awaited(op.Collective, mine.Collectives, all)
 	for rank, x := range all {
 		why := ""
+		if !transfer {
+			why = mine.otherWay(op.Collective, &x)
+		}
 		switch {
 		case transfer && rank == op.Root:
 			why = "is the peer"
-		case transfer:
+		case transfer || why != "":
 		case x.Collectives < waited:
 			why = "is behind"
 		case x.Collectives == mine.Collectives && x.Operation != mine.Operation:

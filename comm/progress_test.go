@@ -39,6 +39,47 @@ func TestCulprits(t *testing.T) {
 	require.Equal(t, map[int]string{4: "is the peer"}, whys(nccl.Operation{Name: "ncclRecv", Collective: 7, Root: 4}))
 }
 
+// A rank that carries an operation out otherwise is named for the first one, also when it is
+// behind since, or ahead; what a word does not tell is no difference.
+func TestCulpritsOfTwoWays(t *testing.T) {
+	const n, i, l = nccl.Nothing, nccl.Instead, nccl.Lending
+	mine := word{Collectives: 7, Operation: "a", First: 3, Ways: []nccl.Service{i, i, n, n, i}}
+	whys := func(op nccl.Operation, x word) string {
+		list := culprits(op, mine, map[int]word{1: x})
+		if len(list) == 0 {
+			return ""
+		}
+		return list[0].Why
+	}
+	reduce := func(number uint64) nccl.Operation {
+		return nccl.Operation{Name: "ncclAllReduce", Collective: number, Root: -1}
+	}
+	const where = ", as for another stream than the group's or with others in one Group"
+	for _, c := range []struct {
+		from uint64
+		x    word
+		want string
+	}{
+		{3, word{First: 3, Ways: []nccl.Service{i, i, n, n, i}}, ""},
+		{3, word{First: 3, Ways: []nccl.Service{i, i, n, n, n}}, "carries collective 7 out by NCCL and this rank by own kernels" + where},
+		{3, word{First: 3, Ways: []nccl.Service{i, n, n, n, l}}, "carries collective 4 out by NCCL and this rank by own kernels" + where},
+		{5, word{First: 3, Ways: []nccl.Service{i, n, n, n, l}}, "carries collective 7 out by NCCL's windows and this rank by own kernels" + where},
+		{5, word{First: 1, Ways: []nccl.Service{n, n, n, n, n, n, i, n, n}}, ""},
+		{3, word{First: 5, Ways: []nccl.Service{i}}, "carries collective 5 out by own kernels and this rank by NCCL" + where},
+		{1, word{First: 1, Ways: []nccl.Service{n, n, i, i, n}}, "is behind"},
+		{3, word{}, "is behind"},
+		{3, word{Collectives: 7, Operation: "a"}, ""},
+	} {
+		if len(c.x.Ways) > 0 {
+			c.x.Operation, c.x.Collectives = "a", c.x.First+uint64(len(c.x.Ways))-1
+		}
+		require.Equal(t, c.want, whys(reduce(c.from), c.x), "%+v", c)
+	}
+	differs := word{Collectives: 3, First: 3, Ways: []nccl.Service{n}}
+	require.Equal(t, "is the peer", whys(nccl.Operation{Name: "ncclSend", Collective: 3, Root: 1}, differs))
+	require.Empty(t, whys(nccl.Operation{Name: "ncclSend", Collective: 3, Root: 2}, differs))
+}
+
 // What a rank has not told of is not said to have not been.
 func TestRankProgressText(t *testing.T) {
 	p := RankProgress{Rank: 1, World: 1, Why: "was lost", Operation: "none", Told: 400 * time.Millisecond}

@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -56,6 +57,7 @@ type entry struct {
 	state      State
 	captured   bool
 	refused    bool
+	service    Service
 	stream     uintptr
 	callers    *[maxFrames]uintptr
 	signature  uint32
@@ -116,7 +118,7 @@ func (r *recorder) schedule(o *operation, t int64) (watch bool) {
 	*r.at(r.last) = entry{
 		id: r.last, collective: r.collectives, transfer: r.transfers, created: t, begun: t - r.unseen.Load(),
 		n: o.n, in: o.src.len, out: o.dst.len, root: int32(o.root), op: o.op, kind: o.kind, dtype: o.dtype,
-		captured: o.captured, stream: uintptr(o.stream.Raw()), callers: o.callers, signature: o.signature(),
+		captured: o.captured, service: o.service, stream: uintptr(o.stream.Raw()), callers: o.callers, signature: o.signature(),
 	}
 	watch = !r.watched && !r.over && !o.captured
 	r.watched = r.watched || watch
@@ -271,6 +273,23 @@ func (r *recorder) final() (issued, completed entry) {
 		}
 	}
 	return issued, completed
+}
+
+// services are those of the last collectives, at most n, and the number of the first.
+func (r *recorder) services(n int) (first uint64, list []Service) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0 && len(list) < n; id-- {
+		e := r.find(id)
+		if e == nil {
+			break
+		}
+		if !e.refused && !kinds[e.kind].peer {
+			first, list = e.collective, append(list, e.service)
+		}
+	}
+	slices.Reverse(list)
+	return first, list
 }
 
 // end lets go of the stream when the communicator ends.

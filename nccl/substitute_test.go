@@ -235,3 +235,35 @@ func TestSubstituteOfAllRanks(t *testing.T) {
 		}
 	})
 }
+
+// TestServicesOfTheLastCollectives tells what was taken of the last collectives, without
+// transfers and what was refused.
+func TestServicesOfTheLastCollectives(t *testing.T) {
+	r := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: "ncclBroadcast#2=ncclSystemError"}))[0]
+	first, list := r.c.Services(5)
+	require.Zero(t, first)
+	require.Empty(t, list)
+	r.c.Substitute(r.s, &taker{})
+	xs, _ := buffers(t, []rank{r}, 24)
+	x := xs[0]
+	broadcast := func() error { return nccl.Broadcast(r.c, r.s, x, x, 0) }
+	reduce := func() error { return nccl.AllReduce(r.c, r.s, x, x, nccl.Sum) }
+	self := func() error {
+		return nccl.Group(r.c, func() error {
+			return errors.Join(nccl.Send(r.c, r.s, x.Slice(0, 8), 0), nccl.Recv(r.c, r.s, x.Slice(8, 16), 0))
+		})
+	}
+	for _, call := range []func() error{reduce, self, broadcast, reduce, self} {
+		require.NoError(t, call())
+	}
+	require.ErrorIs(t, broadcast(), nccl.ErrorSystem)
+	for _, call := range []func() error{reduce, self} {
+		require.NoError(t, call())
+	}
+	all := []nccl.Service{nccl.Instead, nccl.Nothing, nccl.Instead, nccl.Instead}
+	for n := 1; n < 6; n++ {
+		first, list := r.c.Services(n)
+		require.Equal(t, all[max(4-n, 0):], list)
+		require.EqualValues(t, max(5-n, 1), first)
+	}
+}

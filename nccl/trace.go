@@ -170,3 +170,7 @@ func (c *Communicator) Progress() Progress {
 	issued, completed := c.rec.final()
 	return Progress{Rank: c.rank, Issued: issued.operation(), Completed: completed.operation()}
 }
+
+// Services returns what the communicator's Substitute does for its last collectives, at
+// most n, and the number of the first of them. For Chorus's own packages.
+func (c *Communicator) Services(n int) (first uint64, list []Service) { return c.rec.services(n) }

@@ -244,7 +244,7 @@ func (cfg *JoinConfig) connect(ctx context.Context, key []byte, start time.Time)
 			lastLine = time.Now()
 			cfg.Notify(fmt.Sprintf("job %s: waiting since %v for the coordinator: %v", cfg.Job, time.Since(start).Round(time.Second), err))
 		}
-		if why == nil || !errors.Is(err, os.ErrDeadlineExceeded) {
+		if why == nil || !outOfTime(err) {
 			why = err
 		}
 		if !sleep(ctx, delay) {
@@ -252,6 +252,12 @@ func (cfg *JoinConfig) connect(ctx context.Context, key []byte, start time.Time)
 		}
 		delay = min(2*delay, lastRetry)
 	}
+}
+
+// outOfTime reports whether an attempt met nothing but its end. A connection says so
+// in another way than a dialler.
+func outOfTime(err error) bool {
+	return errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded)
 }
 
 // joining is what the coordinator says to a worker that has registered.

@@ -30,7 +30,7 @@ typedef u8 T;
 static std::vector<Host> hosts;
 static std::atomic<int> wrong;
 
-static int number(int rank, u64 i, size_t order) { return 1 + (i * 7 + rank * 3 + i / 64 + order) % 3; }
+static int number(int rank, u64 i, size_t order) { return 1 + (i * 7 + rank * 5 + i / 64 + order) % 3; }
 
 #define ARGS p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], (u32)rank, (u32)hosts.size(), SLOT, WHOLE, &hosts[rank].control, hosts[rank].host, 0x123456789abcdefull * (order + 1), (char*)in, (char*)out, bytes, aligned
 

@@ -98,7 +98,13 @@ func Lower(text string) (lowered, lowest string, err error) {
 	if !ok || target[2] != "" {
 		return "", "", fmt.Errorf("ptx: nothing is known of the target sm_%s%s", target[1], target[2])
 	}
+	seen := map[string]bool{}
 	for _, s := range statements(text) {
+		like := unnumbered(s)
+		if seen[like] {
+			continue
+		}
+		seen[like] = true
 		v, err := needs(s)
 		if err != nil {
 			return "", "", err
@@ -125,6 +131,26 @@ func statements(text string) (out []string) {
 		}
 	}
 	return out
+}
+
+// unnumbered is a statement without the numbers of its registers, labels and parameters,
+// which do not matter: most statements are then like an earlier one.
+func unnumbered(s string) string {
+	out := make([]byte, 0, len(s))
+	name := false // of a register, or behind an underscore
+	for i := range len(s) {
+		c := s[i]
+		switch {
+		case c == '%' || c == '_':
+			name = true
+		case c >= '0' && c <= '9' && name:
+			continue
+		case c < 'a' || c > 'z':
+			name = false
+		}
+		out = append(out, c)
+	}
+	return string(out)
 }
 
 // needs is the version that one statement needs.

@@ -196,6 +196,24 @@ func TestLower(t *testing.T) {
 	require.Contains(t, got, ".version 7.8\n")
 }
 
+// Numbers of what a statement names do not matter, and all others do.
+func TestUnnumbered(t *testing.T) {
+	for s, want := range map[string]string{
+		"@%p12 bra $L__BB0_2":                     "@%p bra $L__BB0_",
+		"ld.param.u64 \t%rd17, [f_param_3]":       "ld.param.u64 \t%rd, [f_param_]",
+		"st.global.v4.u32 [%rd1+16], {%r1, %r22}": "st.global.v4.u32 [%rd+16], {%r, %r}",
+		"cvt.rn.f16.f32 %rs1, %f1":                "cvt.rn.f16.f32 %rs, %f",
+		"add.s32 %r1, %r2, 128":                   "add.s32 %r, %r, 128",
+		"mov.b128 %rq1, {%rd1, %rd2}":             "mov.b128 %rq, {%rd, %rd}",
+	} {
+		require.Equal(t, want, unnumbered(s))
+	}
+	text := strings.Replace(module, "EXTRA", "add.s32 %r1, %r2, %r3;\n\tadd.s32 %r4, %r2, %r3;\n\tmin.f32 %f1, %f2, %f3;\n\tmin.f16 %rs1, %rs2, %rs3;", 1)
+	_, version, err := Lower(text)
+	require.NoError(t, err)
+	require.Equal(t, "7.0", version)
+}
+
 // What the table does not know stops the generator.
 func TestLowerRefuses(t *testing.T) {
 	for extra, want := range map[string]string{

@@ -28,7 +28,8 @@ type Rendezvous interface {
 
 // Join makes a group with one rank in each process of r, here on dev. It
 // returns when all ranks have called it, with the cause when ctx ends before,
-// and with an error on every rank when two of them are on one GPU. The group is
+// and with an error on every rank when two of them are on one GPU, or when one of them,
+// which it names, fails to allocate or register what the strategy needs. The group is
 // broken as soon as r loses a rank, so that no collective waits for it.
 //
 // Processes may Join several times; they must do so in the same order.

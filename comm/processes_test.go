@@ -296,7 +296,7 @@ func TestProcessesWithTwoWays(t *testing.T) {
 				`the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 11, .* ago .*as collective 11 on rank %d of 2 .* has not completed`
 			require.Regexp(t, fmt.Sprintf(says, 0, 1, "NCCL", "own kernels", 0), out)
 			require.Regexp(t, fmt.Sprintf(says, 1, 0, "own kernels", "NCCL", 1), out)
-			require.Less(t, took, 30*time.Second, out)
+			require.Less(t, took, 2*time.Minute, out)
 		})
 	}
 }
@@ -325,7 +325,7 @@ func TestWindowsThatOneProcessCannotHave(t *testing.T) {
 			}
 			require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] worker: %s%s.*ncclSystemError`, rank, text, call), out)
 		}
-		require.Less(t, took, 30*time.Second, out)
+		require.Less(t, took, 2*time.Minute, out)
 	}
 }
 

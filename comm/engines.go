@@ -8,12 +8,7 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// engines exchange the parts of all ranks of a process by copies between their devices.
-type engines struct {
-	begun, done []*stream.Event // of each rank's stream
-}
-
-// openEngines opens them where all ranks are here and reach each other's memory.
+// openEngines notes whether all ranks are here and reach each other's memory.
 func (g *Group) openEngines() error {
 	if len(g.members) != g.size {
 		return nil
@@ -26,38 +21,17 @@ func (g *Group) openEngines() error {
 			}
 		}
 	}
-	x := &engines{}
 	for i := range g.members {
-		for _, list := range []*[]*stream.Event{&x.begun, &x.done} {
-			e, err := stream.NewEvent(g.Device(i), nil)
-			if err != nil {
-				return errors.Join(err, x.close())
-			}
-			*list = append(*list, e)
-		}
-	}
-	for i := range g.members {
-		g.members[i].ways.engines = x
+		g.members[i].ways.engines = true
 	}
 	return nil
-}
-
-func (x *engines) close() error {
-	if x == nil {
-		return nil
-	}
-	var errs []error
-	for _, e := range append(x.begun, x.done...) {
-		errs = append(errs, e.Close())
-	}
-	return errors.Join(errs...)
 }
 
 // exchange carries out an all-gather or an all-to-all: each rank fetches its parts, from
 // the rank after it first, so that no two fetch from the same one. Nobody begins before
 // all have what they are to give, nor goes on before all have fetched it.
-func (x *engines) exchange(ss []*stream.Stream, xs []nccl.Collective) error {
-	if err := meet(ss, x.begun); err != nil {
+func exchange(ss []*stream.Stream, xs []nccl.Collective) error {
+	if err := meet(ss); err != nil {
 		return err
 	}
 	n, part := len(ss), bytesOf(xs[0])
@@ -72,29 +46,17 @@ func (x *engines) exchange(ss []*stream.Stream, xs []nccl.Collective) error {
 				continue // in place
 			}
 			if err := copyBytes(ss[to], dst, src, part); err != nil {
-				return err
+				return errors.Join(err, meet(ss)) // what has begun uses the others' memory
 			}
 		}
 	}
-	return meet(ss, x.done)
+	return meet(ss)
 }
 
-// meet lets each stream wait for all others, each at an event of its own.
-func meet(ss []*stream.Stream, at []*stream.Event) error {
-	for i, s := range ss {
-		if err := at[i].Record(s); err != nil {
-			return err
-		}
+// meet lets each stream wait for all others.
+func meet(ss []*stream.Stream) error {
+	if err := stream.Join(ss[0], ss); err != nil {
+		return err
 	}
-	for i, s := range ss {
-		for j, e := range at {
-			if i == j {
-				continue
-			}
-			if err := s.Wait(e); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
+	return stream.Fork(ss[0], ss)
 }

@@ -103,6 +103,8 @@ func (x *word) otherWay(from uint64, other *word) string {
 		switch {
 		case !here || !there:
 			return ""
+		case n == x.Collectives && n == other.Collectives && x.Operation != other.Operation:
+			return "" // they are two operations, which says more
 		case mine != theirs:
 			return fmt.Sprintf("carries collective %d out by %s and this rank by %s, as for another stream than the group's or with others in one Group",
 				n, wayNames[theirs], wayNames[mine])

@@ -39,6 +39,19 @@ func TestCulprits(t *testing.T) {
 	require.Equal(t, map[int]string{4: "is the peer"}, whys(nccl.Operation{Name: "ncclRecv", Collective: 7, Root: 4}))
 }
 
+// Of two operations that are carried out in two ways, what differs is the operation; not
+// where something before was one in two ways.
+func TestCulpritsOfTwoOperations(t *testing.T) {
+	const n, i = nccl.Nothing, nccl.Instead
+	mine := word{Collectives: 7, Operation: "a", First: 5, Ways: []nccl.Service{i, i, i}}
+	why := func(ways ...nccl.Service) string {
+		op := nccl.Operation{Name: "ncclAllReduce", Collective: 5, Root: -1}
+		return culprits(op, mine, map[int]word{1: {Collectives: 7, Operation: "b", First: 5, Ways: ways}})[0].Why
+	}
+	require.Equal(t, "differs", why(i, i, n))
+	require.Contains(t, why(i, n, n), "carries collective 6 out by NCCL")
+}
+
 // A rank that carries an operation out otherwise is named for the first one, also when it is
 // behind since, or ahead; what a word does not tell is no difference.
 func TestCulpritsOfTwoWays(t *testing.T) {

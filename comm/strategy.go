@@ -132,7 +132,7 @@ func (g *Group) Strategies() []Strategy {
 	if k.window != nil {
 		list = append(list, Windows)
 	}
-	if k.engines != nil {
+	if k.engines {
 		list = append(list, CopyEngines)
 	}
 	if k.opened == Tuned {

@@ -57,7 +57,7 @@ func (m *member) tune(ctx context.Context, plan []Choice) (times []float64, err 
 
 // tuneEngines measures copy engines, where there are any, in graphs of all ranks.
 func (g *Group) tuneEngines(ctx context.Context, t *Tuning) (err error) {
-	if g.members[0].ways.engines == nil {
+	if !g.members[0].ways.engines {
 		return nil
 	}
 	var xs []*tuner

@@ -19,7 +19,7 @@ import (
 type ways struct {
 	own     *fabric.Rank // nil where there are none
 	window  *window      // likewise
-	engines *engines     // likewise; of all ranks together
+	engines bool         // there are copy engines that reach all ranks, which are here
 	opened  Strategy     // for which it was
 	meeting meeting      // with the other ranks, until all are open
 	rule    atomic.Pointer[rule]
@@ -82,7 +82,7 @@ func (k *ways) can(s Strategy, x nccl.Collective, most int) bool {
 	case Windows:
 		return k.window != nil && k.window.fits(x)
 	case CopyEngines:
-		return k.engines != nil && x.Together && (x.Kind == nccl.AllGatherKind || x.Kind == nccl.AllToAllKind) && x.Count > 0
+		return k.engines && x.Together && (x.Kind == nccl.AllGatherKind || x.Kind == nccl.AllToAllKind) && x.Count > 0
 	}
 	return false
 }
@@ -127,7 +127,7 @@ func (k *ways) Return(s *stream.Stream, x nccl.Collective, taken bool) error {
 
 // Together is for nccl.Substitute.
 func (k *ways) Together(ss []*stream.Stream, xs []nccl.Collective) error {
-	return k.engines.exchange(ss, xs)
+	return exchange(ss, xs)
 }
 
 // Abort is for nccl.Substitute.
@@ -166,7 +166,7 @@ func (g *Group) openWays(ctx context.Context, s Strategy, meet func(rank int) me
 	}
 	for i := range g.members {
 		m := &g.members[i]
-		if m.ways.own == nil && m.ways.window == nil && m.ways.engines == nil {
+		if m.ways.own == nil && m.ways.window == nil && !m.ways.engines {
 			m.ways = nil
 			continue
 		}
@@ -213,5 +213,5 @@ func (k *ways) close() error {
 	if k == nil {
 		return nil
 	}
-	return errors.Join(k.own.Close(), k.window.close(), k.engines.close())
+	return errors.Join(k.own.Close(), k.window.close())
 }

@@ -94,6 +94,9 @@ func newRecorder(entries int) *recorder {
 // has completed meanwhile may be known only later.
 func (r *recorder) clock() int64 { return now() - r.unseen.Load() }
 
+// begin notes that somebody asks from now on.
+func (r *recorder) begin() { r.looked = now() }
+
 // look notes that somebody has asked; in blindness that the time since the last look
 // does not count.
 func (r *recorder) look(blind bool) {

@@ -6,8 +6,10 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 )
 
@@ -89,33 +91,87 @@ func TestDeadlineOfWhatTheRingHasLost(t *testing.T) {
 	require.Greater(t, late.Age, time.Hour)
 }
 
-// While the process captures, nobody can ask how far an operation is: that time does
-// not count.
-func TestCapturesAreNotCounted(t *testing.T) {
-	r := newIdleRank(t)
-	rec := r.c.rec
-	rec.watched, rec.timeout = true, time.Hour
-	open := spin.Hold(t, r.s)
-	defer open()
-	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
-	older := func() { rec.at(1).begun -= int64(2 * time.Hour) }
-	older()
-	rec.looked = now() - int64(2*time.Hour)
+// inCapture calls f while the rank's stream is captured, though not by Chorus.
+func (r *idleRank) inCapture(t *testing.T, f func()) {
 	require.NoError(t, r.c.dev.Do("cuStreamBeginCapture", func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.StreamBeginCapture(r.s.Raw(), cudadrv.CaptureRelaxed)
 	}))
-	require.NoError(t, r.c.inspect())
+	f()
 	var captured cudadrv.Graph
 	require.NoError(t, r.c.dev.Do("cuStreamEndCapture", func(drv cudadrv.Driver) (result cudadrv.Result) {
 		captured, result = drv.StreamEndCapture(r.s.Raw())
 		return result
 	}))
 	require.NoError(t, r.c.dev.Do("cuGraphDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(captured) }))
+}
+
+// While the process captures, nobody can ask how far an operation is that has no mark
+// behind it: that time does not count.
+func TestCapturesAreNotCounted(t *testing.T) {
+	r := newIdleRank(t)
+	rec := r.c.rec
+	rec.watched, rec.timeout = true, time.Hour
+	open := spin.Hold(t, r.s)
+	defer open()
+	issue := func() { require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum)) }
+	issue()
+	older := func() { rec.find(1).begun -= int64(2 * time.Hour) }
+	older()
+	rec.looked = now() - int64(2*time.Hour)
+	r.inCapture(t, func() { require.NoError(t, r.c.inspect()) })
 	require.NoError(t, r.c.inspect(), "two hours were those of the capture")
+	issue()
+	require.Less(t, rec.clock()-rec.find(2).begun, int64(time.Hour), "the capture was before it")
 	older()
 	var late *TimeoutError
 	require.ErrorAs(t, r.c.inspect(), &late)
 	require.Greater(t, late.Age, time.Hour)
+	require.Less(t, late.Age, 3*time.Hour)
+}
+
+// A mark behind an operation tells that it hangs, also while the process captures.
+func TestMarksTellWhileOthersCapture(t *testing.T) {
+	r := newIdleRank(t)
+	rec := r.c.rec
+	rec.watched, rec.timeout = true, time.Hour
+	open := spin.Hold(t, r.s)
+	defer open()
+	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
+	require.NoError(t, r.c.inspect(), "it is young, and gets a mark")
+	rec.looked -= int64(2 * time.Hour)
+	rec.find(1).begun -= int64(2 * time.Hour)
+	r.inCapture(t, func() {
+		var late *TimeoutError
+		require.ErrorAs(t, r.c.inspect(), &late)
+	})
+}
+
+// What came before the watch began is no time in which it could not ask.
+func TestTheWatchBeginsNow(t *testing.T) {
+	r := newIdleRank(t)
+	rec := r.c.rec
+	rec.looked -= int64(2 * time.Hour)
+	rec.watched, rec.timeout = true, time.Hour
+	open := spin.Hold(t, r.s)
+	defer open()
+	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
+	rec.begin()
+	r.inCapture(t, func() { require.NoError(t, r.c.inspect()) })
+	require.Less(t, rec.unseen.Load(), int64(time.Hour))
+}
+
+// A stream that the driver fails to ask for takes part in no capture: the error counts.
+func TestWhoCannotBeAskedIsNotCaptured(t *testing.T) {
+	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuStreamIsCapturing#1=CUDA_ERROR_INVALID_VALUE"})
+	cs, err := NewCommunicators(testgpu.Context(t), sys.Devices(), nil)
+	require.NoError(t, err)
+	r := makeIdle(t, cs[0])
+	r.c.rec.watched = true
+	open := spin.Hold(t, r.s)
+	defer open()
+	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
+	require.ErrorIs(t, r.c.inspect(), device.ErrorInvalidValue)
+	require.NoError(t, r.c.inspect())
 }
 
 // A refusingNCCL takes no sends, and has no gather.

@@ -45,21 +45,26 @@ func (g *group) match() error {
 	return nil
 }
 
-// collect notes the ends of an operation that may have their other ends in the group.
+// collect notes the ends of an operation that may have their other ends in the group: of
+// a single rank those of what it sends itself.
 func (g *group) collect(o *operation) {
-	c, me := o.comm, o.comm.rank
-	if len(g.comms) == 1 && (!kinds[o.kind].peer || o.root != me) {
-		return
-	}
+	me := o.comm.rank
+	here := func(rank int) bool { return len(g.comms) > 1 || rank == me }
 	switch o.kind {
 	case send:
-		g.ends = append(g.ends, end{o: o, from: me, to: o.root, n: o.n})
+		if here(o.root) {
+			g.ends = append(g.ends, end{o: o, from: me, to: o.root, n: o.n})
+		}
 	case recv:
-		g.ends = append(g.ends, end{o: o, from: o.root, to: me, n: o.n, receives: true})
+		if here(o.root) {
+			g.ends = append(g.ends, end{o: o, from: o.root, to: me, n: o.n, receives: true})
+		}
 	case allToAllV:
-		for rank := range c.size {
-			g.ends = append(g.ends, end{o: o, from: me, to: rank, n: o.sends[rank]},
-				end{o: o, from: rank, to: me, n: o.recvs[rank], receives: true})
+		for rank := range o.comm.size {
+			if here(rank) {
+				g.ends = append(g.ends, end{o: o, from: me, to: rank, n: o.sends[rank]},
+					end{o: o, from: rank, to: me, n: o.recvs[rank], receives: true})
+			}
 		}
 	}
 }

@@ -43,6 +43,12 @@ func TestTransfersThatDoNotFit(t *testing.T) {
 					nccl.AllToAllV(c1, s1, xs[1].Slice(0, 2), []int{1, 1}, xs[1].Slice(2, 4), []int{1, 1}),
 				}
 			},
+			"of one rank": func() issued {
+				return issued{
+					nccl.Send(c0, s0, xs[0].Slice(0, 2), 0), nccl.AllToAllV(c0, s0, xs[0].Slice(2, 3), []int{1, 0}, xs[0].Slice(3, 4), []int{1, 0}),
+					nccl.Recv(c0, s0, xs[0].Slice(4, 6), 0),
+				}
+			},
 			"to itself":   func() issued { return issued{nccl.Send(c0, s0, xs[0], 0)} },
 			"from itself": func() issued { return issued{nccl.Recv(c1, s1, xs[1], 1)} },
 		} {

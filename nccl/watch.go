@@ -26,7 +26,7 @@ func (c *Communicator) every() time.Duration {
 func (c *Communicator) watch() {
 	tick := time.NewTicker(c.every())
 	defer tick.Stop()
-	c.rec.looked = now()
+	c.rec.begin()
 	for {
 		select {
 		case <-c.ending:
@@ -71,13 +71,15 @@ func (c *Communicator) inspect() error {
 	}
 	r.complete(done)
 	blind, err := c.follow()
+	e, ok := r.oldest()
+	// What waits before a mark that is not passed is known to wait whoever captures.
+	blind = blind && ok && ahead.record < e.id
 	r.look(blind)
 	if err != nil || blind || r.timeout <= 0 {
 		return err
 	}
-	e, ok := r.oldest()
 	if !ok {
-		e, ok = r.stuck()
+		e, ok = r.stuck() // of which no stream has to be asked
 	}
 	if !ok {
 		return nil
@@ -118,7 +120,7 @@ func (c *Communicator) follow() (blind bool, err error) {
 	defer s.Release()
 	blind = true
 	stream.Outside(func() {
-		if blind = c.captured(s); blind {
+		if blind, err = c.captured(s); blind || err != nil {
 			return
 		}
 		var done bool
@@ -135,11 +137,11 @@ func (c *Communicator) follow() (blind bool, err error) {
 
 // captured reports whether the stream takes part in a capture that is not Chorus's,
 // which must not be disturbed.
-func (c *Communicator) captured(s *stream.Stream) bool {
-	var status cudadrv.CaptureStatus
-	err := c.dev.DoRelaxed("cuStreamIsCapturing", func(drv cudadrv.Driver) (r cudadrv.Result) {
+func (c *Communicator) captured(s *stream.Stream) (bool, error) {
+	status := cudadrv.CaptureNone
+	told, err := asked(c.dev, "cuStreamIsCapturing", func(drv cudadrv.Driver) (r cudadrv.Result) {
 		status, r = drv.StreamIsCapturing(s.Raw())
 		return r
 	})
-	return err != nil || status != cudadrv.CaptureNone
+	return err == nil && (!told || status != cudadrv.CaptureNone), err
 }

@@ -139,10 +139,13 @@ func (t *toolbox) load(dev *device.Device, options []string, to []*kernel.Kernel
 	if err != nil {
 		failed := err
 		x.Options, x.PTX = options, archive
-		if m, err = kernel.Resident(dev, &x); err != nil {
+		m, err = kernel.Resident(dev, &x)
+		switch missing := errors.Is(failed, errors.ErrUnsupported); {
+		case err != nil && missing: // which must not hide what is wrong
+			return err
+		case err != nil:
 			return errors.Join(failed, err)
-		}
-		if !errors.Is(failed, errors.ErrUnsupported) {
+		case !missing:
 			slog.Warn("chorus: own kernels for this number of ranks cannot be had, so those for any number are used",
 				"ranks", t.ranks, "device", dev.String(), "error", failed)
 		}

@@ -15,7 +15,8 @@ import (
 )
 
 // A Rendezvous is how the processes of a group find each other; cluster.Session
-// is one. Its methods may be called by any goroutine at any time.
+// is one. Its methods may be called by any goroutine at any time. It is the key of a map,
+// and so of a comparable type, such as a pointer.
 type Rendezvous interface {
 	Rank() int
 	Size() int

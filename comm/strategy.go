@@ -144,7 +144,8 @@ func (g *Group) Strategies() []Strategy {
 // Use makes s, one of Strategies, carry out what is issued from now on. All ranks call
 // it with the same one, between the same operations: where they differ it is an error that
 // matches ErrMismatch on all of them, and the strategy stays. Over several processes it
-// waits for all that is on the group's streams, and ends early as Wait does. Collective.
+// waits for all that is on the group's streams, and ends early as Wait does: then others
+// may have the new one already, and the group is to be closed. Collective.
 func (g *Group) Use(ctx context.Context, s Strategy) error {
 	const op = "use"
 	if err := g.checkWait(op); err != nil {

@@ -36,7 +36,7 @@ type Config struct {
 	// has completed: then the communicator fails with a *TimeoutError. 0 is
 	// CHORUS_NCCL_TIMEOUT, ten minutes as in torch; a negative number is for ever.
 	// Operations that a graph captured are not timed, and the time in which the
-	// process captures graphs does not count.
+	// process captures graphs counts only for what is known to wait.
 	Timeout time.Duration
 	// TraceSize is how many operations the flight recorder keeps. 0 is
 	// CHORUS_NCCL_TRACE_SIZE, 2000 as in torch; a negative number keeps none.

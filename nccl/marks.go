@@ -39,7 +39,8 @@ const (
 func (m *marks) due(t int64) bool { return t-m.last.Load() > markEvery }
 
 // set marks the place behind the operations up to a record on their stream, which
-// takes part in no capture, at a time of the recorder's clock. In the place of the oldest mark it keeps the newest.
+// takes part in no capture, at a time of the recorder's clock. In the place of the
+// oldest mark it keeps the newest.
 func (m *marks) set(s *stream.Stream, record uint64, at int64) error {
 	if !m.mu.TryLock() {
 		return nil // it is not that important

@@ -381,9 +381,14 @@ func TestCopyEnginesFail(t *testing.T) {
 	g := groupBy(t, devs, comm.Config{Strategy: comm.CopyEngines})
 	xs, _ := shards(t, g, 30)
 	ys, _ := shards(t, g, 90)
+	stop := devs[0].System().Machine().CountCalls()
 	err := comm.AllGather(g, ys, xs)
+	calls := stop()
 	require.ErrorIs(t, err, comm.ErrBroken)
 	require.ErrorContains(t, err, "cuMemcpyDtoDAsync")
+	// The streams meet before the copies, and behind those that were enqueued: two wait
+	// for one there, and that for them.
+	require.Equal(t, 2*4, calls["cuStreamWaitEvent"], "%v", calls)
 	require.NoError(t, g.Close())
 }
 

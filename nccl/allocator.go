@@ -63,19 +63,13 @@ func (allocator) Free(s *stream.Stream, ptr uint64, bytes int) error {
 	return nil
 }
 
-// call calls NCCL without a communicator, with the device's context bound and in
-// the relaxed mode of captures.
+// call calls NCCL without a communicator.
 func call(dev *device.Device, name string, fn func(ncclapi.API) ncclapi.Result) error {
 	api, err := dev.System().NCCL()
 	if err != nil {
 		return err
 	}
-	return dev.Bound(func() error {
-		mode, r := dev.Driver().ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)
-		if r != cudadrv.Success {
-			return dev.Check("cuThreadExchangeStreamCaptureMode", r)
-		}
-		defer dev.Driver().ThreadExchangeStreamCaptureMode(mode)
+	return relaxed(dev, func() error {
 		if r := fn(api); r != ncclapi.Success {
 			return &Error{Op: name, Rank: -1, Device: dev.String(), Err: Result(r), Detail: api.GetLastError(0)}
 		}

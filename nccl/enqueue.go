@@ -3,11 +3,35 @@ package nccl
 import (
 	"runtime"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
-// enqueue calls NCCL. The communicator is entered.
+// native gives the operation to NCCL. The communicator is entered.
+func (o *operation) native() error {
+	c, name := o.comm, o.kind.String()
+	if !o.captured {
+		return c.fail(name, o.enqueue())
+	}
+	return relaxed(c.dev, func() error { return c.fail(name, o.enqueue()) })
+}
+
+// relaxed makes calls of NCCL with the device's context bound and in the relaxed mode of
+// captures. NCCL allocates memory, and opens that of its peers before the first operation
+// with them, which CUDA forbids to threads that capture though it does the graph no harm.
+func relaxed(dev *device.Device, call func() error) error {
+	return dev.Bound(func() error {
+		mode, r := dev.Driver().ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)
+		if r != cudadrv.Success {
+			return dev.Check("cuThreadExchangeStreamCaptureMode", r)
+		}
+		defer dev.Driver().ThreadExchangeStreamCaptureMode(mode)
+		return call()
+	})
+}
+
+// enqueue calls NCCL.
 func (o *operation) enqueue() ncclapi.Result {
 	api, h, s := o.comm.api, *o.comm.h, o.stream.Raw()
 	n, root := uintptr(o.n*o.unit), int32(o.root)

@@ -244,11 +244,18 @@ func (g *group) give(c *Communicator, end func(ncclapi.API) ncclapi.Result) (giv
 			break
 		}
 	}
-	r := end(api)
-	if first != nil {
+	if err = g.finish(c, end); first != nil {
 		return given, first
 	}
-	return given, c.fail("ncclGroupEnd", r)
+	return given, err
+}
+
+// finish ends the group of NCCL, which then enqueues what was issued in it.
+func (g *group) finish(c *Communicator, end func(ncclapi.API) ncclapi.Result) error {
+	if !g.ops[0].captured {
+		return c.fail("ncclGroupEnd", end(c.api))
+	}
+	return relaxed(c.dev, func() error { return c.fail("ncclGroupEnd", end(c.api)) })
 }
 
 // enter checks the group as a whole and enters all its communicators, in the order in

@@ -68,8 +68,7 @@ func each(t *testing.T, devs []*device.Device, f func(i int) error) {
 	}
 }
 
-// run issues an operation on all ranks in one group, waits, and returns the
-// contents of out.
+// run issues an operation on all ranks in one group and returns the contents of out.
 func run(t *testing.T, ranks []rank, out []memory.Slice[int64], op func(i int, r rank) error) [][]int64 {
 	t.Helper()
 	require.NoError(t, nccl.Group(ranks[0].c, func() error {
@@ -80,6 +79,12 @@ func run(t *testing.T, ranks []rank, out []memory.Slice[int64], op func(i int, r
 		}
 		return nil
 	}))
+	return contents(t, ranks, out)
+}
+
+// contents waits for the ranks and returns what they have.
+func contents(t *testing.T, ranks []rank, out []memory.Slice[int64]) [][]int64 {
+	t.Helper()
 	got := make([][]int64, len(ranks))
 	for i, r := range ranks {
 		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))

@@ -180,9 +180,9 @@ func (o *operation) give() error {
 			return err
 		}
 		o.lent = true
-		return o.comm.fail(o.kind.String(), lent.enqueue())
+		return lent.native()
 	}
-	return o.comm.fail(o.kind.String(), o.enqueue())
+	return o.native()
 }
 
 // settle ends what was lent for the operation, which NCCL has taken or not.

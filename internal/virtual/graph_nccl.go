@@ -1,12 +1,13 @@
 package virtual
 
 import (
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
 // capture records the work of a group if its streams are being captured; done
-// is false when none is. As in NCCL, all of a group is of one capture or none.
-// m.mu is held.
+// is false when none is and nothing is refused. As in NCCL, all of a group is of one
+// capture or none. m.mu is held.
 func (l *ncclLib) capture(works []*work) (done bool, r ncclapi.Result) {
 	x := works[0].s.capture
 	for _, w := range works {
@@ -17,6 +18,9 @@ func (l *ncclLib) capture(works []*work) (done bool, r ncclapi.Result) {
 		case x != nil && x.invalid:
 			return true, l.refuse(ncclapi.UnhandledCUDAError, "%s: the capture of %v was invalidated", w.name, w.s)
 		}
+	}
+	if r := l.linkUp(works); r != ncclapi.Success {
+		return true, r
 	}
 	if x == nil {
 		return false, ncclapi.Success
@@ -31,6 +35,26 @@ func (l *ncclLib) capture(works []*work) (done bool, r ncclapi.Result) {
 		x.add(n, on...)
 	}
 	return true, ncclapi.Success
+}
+
+// linkUp does what NCCL does before the first collective and the first transfer of a
+// communicator: it allocates and maps memory, which the mode of a capture may forbid to
+// the calling thread. m.mu is held.
+func (l *ncclLib) linkUp(works []*work) ncclapi.Result {
+	for _, w := range works {
+		linked := &w.c.linked[0]
+		if w.transfer() {
+			linked = &w.c.linked[1]
+		}
+		if *linked || w.c.n == 1 {
+			continue
+		}
+		if r := l.m.permitsUnsafe(); r != cudadrv.Success {
+			return l.refuse(ncclapi.InternalError, "%s: failed to connect with the other ranks: %v", w.name, r)
+		}
+		*linked = true
+	}
+	return ncclapi.Success
 }
 
 // captured reports whether a live graph has operations of the communicator:

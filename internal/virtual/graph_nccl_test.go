@@ -36,6 +36,18 @@ func TestGraphHoldsCommunicators(t *testing.T) {
 	}
 
 	begin()
+	join := func() {
+		c.do(0, func() cudadrv.Result { return c.drv.EventRecord(e, c.streams[0]) })
+		c.do(1, func() cudadrv.Result { return c.drv.StreamWaitEvent(c.streams[1], e, 0) })
+	}
+	join()
+	require.Equal(t, ncclapi.InternalError, c.reduceAll(ps), "the first of the ranks, which connects them")
+	require.Contains(t, c.api.GetLastError(0), "failed to connect with the other ranks")
+	_, r := end()
+	require.Equal(t, cudadrv.ErrorStreamCaptureInvalidated, r)
+	c.good(c.reduceAll(ps))
+
+	begin()
 	require.Equal(t, ncclapi.InvalidUsage, c.reduceAll(ps), "the second stream is not captured")
 	require.Contains(t, c.api.GetLastError(0), "captured into one graph")
 	g, r := end()
@@ -43,8 +55,7 @@ func TestGraphHoldsCommunicators(t *testing.T) {
 	c.do(0, func() cudadrv.Result { return c.drv.GraphDestroy(g) })
 
 	begin()
-	c.do(0, func() cudadrv.Result { return c.drv.EventRecord(e, c.streams[0]) })
-	c.do(1, func() cudadrv.Result { return c.drv.StreamWaitEvent(c.streams[1], e, 0) })
+	join()
 	c.good(c.reduceAll(ps))
 	c.do(1, func() cudadrv.Result { return c.drv.EventRecord(back, c.streams[1]) })
 	c.do(0, func() cudadrv.Result { return c.drv.StreamWaitEvent(c.streams[0], back, 0) })

@@ -65,6 +65,7 @@ type comm struct {
 	before stamp           // the last launch to begin; guarded by m.mu
 	issued uint64          // operations so far; guarded by m.mu
 	graphs int             // how often live graphs use it; guarded by m.mu
+	linked [2]bool         // collectives, transfers: whether there was one before; guarded by m.mu
 
 	redops  map[ncclapi.RedOp]scaledSum
 	regs    map[ncclapi.RegID]bool

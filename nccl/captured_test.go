@@ -1,0 +1,72 @@
+package nccl_test
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// The first operation between ranks, for which NCCL connects them, may be captured: by
+// each rank in a graph of its own, and by one goroutine for all.
+func TestFirstOperationIsCaptured(t *testing.T) {
+	operations := map[string]func(r rank, dst, src memory.Slice[int64]) error{
+		"all-reduce": func(r rank, dst, src memory.Slice[int64]) error {
+			return nccl.AllReduce(r.c, r.s, dst, src, nccl.Sum)
+		},
+		"all-to-all": func(r rank, dst, src memory.Slice[int64]) error { return nccl.AllToAll(r.c, r.s, dst, src) },
+		"exchange": func(r rank, dst, src memory.Slice[int64]) error {
+			return nccl.Group(r.c, func() error {
+				return errors.Join(nccl.Send(r.c, r.s, src, 1-r.c.Rank()), nccl.Recv(r.c, r.s, dst, 1-r.c.Rank()))
+			})
+		},
+	}
+	wants := map[string]func(in [][]int64) [][]int64{
+		"all-reduce": func(in [][]int64) [][]int64 { return [][]int64{sum(in), sum(in)} },
+		"all-to-all": func(in [][]int64) [][]int64 {
+			return [][]int64{concat([][]int64{in[0][:4], in[1][:4]}), concat([][]int64{in[0][4:], in[1][4:]})}
+		},
+		"exchange": func(in [][]int64) [][]int64 { return [][]int64{in[1], in[0]} },
+	}
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for name, issue := range operations {
+			for _, mode := range []graph.Mode{graph.ThreadLocal, graph.Relaxed, graph.Global} {
+				ranks := connect(t, devs)
+				xs, in := buffers(t, ranks, 8)
+				ys, _ := buffers(t, ranks, 8)
+				each(t, devs, func(i int) error {
+					r := ranks[i]
+					return replay(&graph.Config{Mode: mode}, []*stream.Stream{r.s}, func() error { return issue(r, ys[i], xs[i]) })
+				})
+				require.Equal(t, wants[name](in), contents(t, ranks, ys), "%s captured %s by each", name, mode)
+			}
+			ranks := connect(t, devs)
+			xs, in := buffers(t, ranks, 8)
+			ys, _ := buffers(t, ranks, 8)
+			require.NoError(t, ranks[0].s.WaitStream(ranks[1].s))
+			require.NoError(t, replay(nil, []*stream.Stream{ranks[0].s, ranks[1].s}, func() error {
+				return nccl.Group(ranks[0].c, func() error {
+					return errors.Join(issue(ranks[0], ys[0], xs[0]), issue(ranks[1], ys[1], xs[1]))
+				})
+			}), name)
+			require.NoError(t, ranks[1].s.WaitStream(ranks[0].s))
+			require.Equal(t, wants[name](in), contents(t, ranks, ys), "%s captured by one for all", name)
+		}
+	})
+}
+
+// replay captures fn in a graph and launches it on the first stream.
+func replay(cfg *graph.Config, streams []*stream.Stream, fn func() error) error {
+	x, err := graph.CaptureWith(cfg, streams, fn)
+	if err != nil {
+		return err
+	}
+	return errors.Join(x.Launch(streams[0]), x.Close())
+}

@@ -341,10 +341,26 @@ func TestWaysThatDisagree(t *testing.T) {
 				err := other(g, xs[1])
 				require.ErrorIs(t, err, nccl.ErrorInvalidUsage, "%s %s", s, name)
 				require.ErrorContains(t, err, "are carried out in two ways")
+				// NCCL cannot abort an operation on windows that waits for the other rank.
+				require.NoError(t, nccl.AllReduce(g.Communicator(1), g.Stream(1), xs[1], xs[1], nccl.Sum))
+				require.NoError(t, g.Wait(testgpu.Context(t)))
 				require.NoError(t, g.Close())
 			}
 		}
 	})
+}
+
+// An operation on windows that waits for another rank outlives the abort of its
+// communicator in NCCL 2.28.3: the group ends all the same, and says so.
+func TestWindowsThatCannotBeAborted(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "hang@ncclCommAbort#*"})
+	g, err := comm.LocalWith(testgpu.Context(t), &comm.Config{Strategy: comm.Windows}, devs...)
+	require.NoError(t, err)
+	xs, _ := shards(t, g, 8)
+	require.NoError(t, comm.AllReduce(g, nccl.Sum, xs...))
+	require.NoError(t, nccl.AllReduce(g.Communicator(0), g.Stream(0), xs[0], xs[0], nccl.Sum))
+	err = g.Close()
+	require.ErrorContains(t, err, "ncclCommAbort on rank 0 of 2 (virtual:0): it has not returned after 10s and is left alone: end the process")
 }
 
 // TestVersionsThatDisagree checks that ranks with another NCCL are told, and do not wait.

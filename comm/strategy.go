@@ -48,6 +48,9 @@ const (
 	// which the ordinary kernels then get. Each rank has 8 MiB of device memory for it; the
 	// order of operations and graphs, and what Close waits for, are as for OwnKernels. Memory
 	// that is in windows already needs no strategy (nccl.Communicator.RegisterWindow).
+	// NCCL 2.28.3 cannot abort these kernels: where one waits for a rank that is lost, the
+	// end of the group takes ten seconds and returns an error, and only the end of the
+	// process frees the device.
 	Windows
 	// CopyEngines is the devices' copy engines for all-gathers and all-to-alls of a group
 	// whose ranks are all of this process and reach each other's memory, where one call,

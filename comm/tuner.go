@@ -132,7 +132,7 @@ func (x *tuner) time(ctx context.Context, c *Choice, streams []*stream.Stream, i
 	if x.m.comm.Device().System().Machine() != nil {
 		n, launches, rounds = 1, 1, 1 // there is nothing to measure
 	}
-	if err := issue(); err != nil { // NCCL connects ranks then, which it cannot in a capture
+	if err := issue(); err != nil { // which connects the ranks
 		return 0, err
 	}
 	exec, err := graph.Capture(streams, func() error {

@@ -199,11 +199,14 @@ func (g *Group) openOn(ctx context.Context, what string, open func(context.Conte
 }
 
 // closeWays gives up what openWays made, when nothing is in flight or all was aborted.
+// Where that could not be it is left: to wait for the stream would have no end.
 func (g *Group) closeWays() error {
 	errs := make([]error, len(g.members))
 	var all sync.WaitGroup
 	for i := range g.members {
-		all.Go(func() { errs[i] = g.members[i].ways.close() })
+		if m := &g.members[i]; !m.comm.LeftAlone() {
+			all.Go(func() { errs[i] = m.ways.close() })
+		}
 	}
 	all.Wait()
 	return errors.Join(errs...)

@@ -15,7 +15,8 @@ import (
 )
 
 // The first operation between ranks, for which NCCL connects them, may be captured: by
-// each rank in a graph of its own, and by one goroutine for all.
+// each rank in a graph of its own, and by one goroutine for all. A capture of the mode
+// global has no room for it.
 func TestFirstOperationIsCaptured(t *testing.T) {
 	operations := map[string]func(r rank, dst, src memory.Slice[int64]) error{
 		"all-reduce": func(r rank, dst, src memory.Slice[int64]) error {
@@ -37,7 +38,7 @@ func TestFirstOperationIsCaptured(t *testing.T) {
 	}
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		for name, issue := range operations {
-			for _, mode := range []graph.Mode{graph.ThreadLocal, graph.Relaxed, graph.Global} {
+			for _, mode := range []graph.Mode{graph.ThreadLocal, graph.Relaxed} {
 				ranks := connect(t, devs)
 				xs, in := buffers(t, ranks, 8)
 				ys, _ := buffers(t, ranks, 8)

@@ -41,6 +41,7 @@ type Communicator struct {
 	failed atomic.Pointer[failure]
 	ending chan struct{} // closed when the end begins
 	ended  chan struct{} // and when it is done
+	left   atomic.Bool   // NCCL has not ended its part
 	holds  holds
 	pools  pools
 	sums   sync.Map // the memory.DType of each open PreMulSum, by Op
@@ -253,6 +254,7 @@ func (c *Communicator) Abort() error {
 	case r := <-done:
 		return c.fail("ncclCommAbort", r)
 	case <-patience.C:
+		c.left.Store(true)
 		return fmt.Errorf("nccl: ncclCommAbort on rank %d of %d (%s): it has not returned after %v and is left alone: end the process",
 			c.rank, c.size, c.dev, abortPatience)
 	}
@@ -267,6 +269,11 @@ func (c *Communicator) rest() {
 		c.leaveClique()
 	}
 }
+
+// LeftAlone reports whether NCCL has not ended what was in flight when the communicator
+// was aborted: it may use its memory, and keep its stream busy, for as long as the process
+// lives. For Chorus's own packages.
+func (c *Communicator) LeftAlone() bool { return c.left.Load() }
 
 // abortPatience is how long an abort may take. Tests have less.
 var abortPatience = 10 * time.Second

@@ -18,8 +18,8 @@
 // All collectives are enqueued on the stream that is given, return at once,
 // allocate nothing and start no goroutine. Only the first one of a kind may
 // block, until the other ranks call it too, because NCCL connects them then;
-// Abort ends that as well. An error from one means that it was
-// not enqueued on this rank.
+// Abort ends that as well. It may be captured into a graph, but not in the mode
+// graph.Global. An error from one means that it was not enqueued on this rank.
 //
 // Concurrency: calls on one communicator are serialised; the order in which
 // goroutines issue them must be the same on all ranks, so in practice one

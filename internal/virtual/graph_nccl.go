@@ -39,7 +39,8 @@ func (l *ncclLib) capture(works []*work) (done bool, r ncclapi.Result) {
 
 // linkUp does what NCCL does before the first collective and the first transfer of a
 // communicator: it allocates and maps memory, which the mode of a capture may forbid to
-// the calling thread. m.mu is held.
+// the calling thread, and that of a global capture to the threads that NCCL starts for it.
+// m.mu is held.
 func (l *ncclLib) linkUp(works []*work) ncclapi.Result {
 	for _, w := range works {
 		linked := &w.c.linked[0]
@@ -51,6 +52,9 @@ func (l *ncclLib) linkUp(works []*work) ncclapi.Result {
 		}
 		if r := l.m.permitsUnsafe(); r != cudadrv.Success {
 			return l.refuse(ncclapi.InternalError, "%s: failed to connect with the other ranks: %v", w.name, r)
+		}
+		for _, x := range l.m.captures {
+			x.invalid = x.invalid || x.mode == cudadrv.CaptureGlobal
 		}
 		*linked = true
 	}

@@ -35,18 +35,7 @@ func TestGraphHoldsCommunicators(t *testing.T) {
 		return g, r
 	}
 
-	begin()
-	join := func() {
-		c.do(0, func() cudadrv.Result { return c.drv.EventRecord(e, c.streams[0]) })
-		c.do(1, func() cudadrv.Result { return c.drv.StreamWaitEvent(c.streams[1], e, 0) })
-	}
-	join()
-	require.Equal(t, ncclapi.InternalError, c.reduceAll(ps), "the first of the ranks, which connects them")
-	require.Contains(t, c.api.GetLastError(0), "failed to connect with the other ranks")
-	_, r := end()
-	require.Equal(t, cudadrv.ErrorStreamCaptureInvalidated, r)
-	c.good(c.reduceAll(ps))
-
+	c.good(c.reduceAll(ps)) // which connects the ranks
 	begin()
 	require.Equal(t, ncclapi.InvalidUsage, c.reduceAll(ps), "the second stream is not captured")
 	require.Contains(t, c.api.GetLastError(0), "captured into one graph")
@@ -55,7 +44,8 @@ func TestGraphHoldsCommunicators(t *testing.T) {
 	c.do(0, func() cudadrv.Result { return c.drv.GraphDestroy(g) })
 
 	begin()
-	join()
+	c.do(0, func() cudadrv.Result { return c.drv.EventRecord(e, c.streams[0]) })
+	c.do(1, func() cudadrv.Result { return c.drv.StreamWaitEvent(c.streams[1], e, 0) })
 	c.good(c.reduceAll(ps))
 	c.do(1, func() cudadrv.Result { return c.drv.EventRecord(back, c.streams[1]) })
 	c.do(0, func() cudadrv.Result { return c.drv.StreamWaitEvent(c.streams[0], back, 0) })
@@ -82,4 +72,46 @@ func TestGraphHoldsCommunicators(t *testing.T) {
 	c.do(0, func() cudadrv.Result { return c.drv.GraphExecDestroy(x) })
 	c.good(c.api.CommAbort(c.comms[1]))
 	require.Empty(t, c.m.Reports())
+}
+
+// The first operation between ranks connects them, which the mode of a capture forbids to
+// its thread, unless that is relaxed, and a global one to NCCL's own threads anyway.
+func TestFirstOperationInACapture(t *testing.T) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	for _, x := range []struct {
+		mode, thread cudadrv.CaptureMode
+		issued       ncclapi.Result
+		ended        cudadrv.Result
+	}{
+		{cudadrv.CaptureThreadLocal, cudadrv.CaptureGlobal, ncclapi.InternalError, cudadrv.ErrorStreamCaptureInvalidated},
+		{cudadrv.CaptureThreadLocal, cudadrv.CaptureRelaxed, ncclapi.Success, cudadrv.Success},
+		{cudadrv.CaptureRelaxed, cudadrv.CaptureGlobal, ncclapi.Success, cudadrv.Success},
+		{cudadrv.CaptureGlobal, cudadrv.CaptureRelaxed, ncclapi.Success, cudadrv.ErrorStreamCaptureInvalidated},
+	} {
+		c := newClan(t, Config{Devices: 2})
+		ps := []cudadrv.DevicePtr{c.alloc(0, 4), c.alloc(1, 4)}
+		fork, join := c.event(0), c.event(1)
+		c.do(0, func() cudadrv.Result { return c.drv.StreamBeginCapture(c.streams[0], x.mode) })
+		c.do(0, func() cudadrv.Result { return c.drv.EventRecord(fork, c.streams[0]) })
+		c.do(1, func() cudadrv.Result { return c.drv.StreamWaitEvent(c.streams[1], fork, 0) })
+		old, r := c.drv.ThreadExchangeStreamCaptureMode(x.thread)
+		c.ok(r)
+		require.Equal(t, x.issued, c.reduceAll(ps), "%+v", x)
+		if x.issued != ncclapi.Success {
+			require.Contains(t, c.api.GetLastError(0), "failed to connect with the other ranks")
+		}
+		_, r = c.drv.ThreadExchangeStreamCaptureMode(old)
+		c.ok(r)
+		if x.ended == cudadrv.Success {
+			c.do(1, func() cudadrv.Result { return c.drv.EventRecord(join, c.streams[1]) })
+			c.do(0, func() cudadrv.Result { return c.drv.StreamWaitEvent(c.streams[0], join, 0) })
+		}
+		var g cudadrv.Graph
+		r = c.on(0, func() (res cudadrv.Result) { g, res = c.drv.StreamEndCapture(c.streams[0]); return res })
+		require.Equal(t, x.ended, r, "%+v", x)
+		if r == cudadrv.Success {
+			c.do(0, func() cudadrv.Result { return c.drv.GraphDestroy(g) })
+		}
+	}
 }

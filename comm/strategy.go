@@ -188,7 +188,7 @@ func (g *Group) sameStrategy(ctx context.Context, s Strategy) error {
 // Chosen returns what carries such a collective out on the group's streams, if it is
 // given some addresses: NCCLOnly, or one of the other Strategies but Tuned. Together is
 // whether one call has it of all ranks, as those of this package have where all are of
-// this process.
+// this process, and Captured whether it is for a graph.
 func (g *Group) Chosen(x nccl.Collective) Strategy {
 	if k := g.members[0].ways; k != nil {
 		return k.choose(x)

@@ -59,7 +59,11 @@ func anyTuning(at comm.Site, r *rand.Rand) *comm.Tuning {
 				c.Type, c.Reduction = "float32", "sum"
 			}
 			for i, k := range r.Perm(len(every)) {
-				c.Times = append(c.Times, comm.Timing{Strategy: every[k], Micros: float64(i)})
+				x := comm.Timing{Strategy: every[k], Micros: float64(i)}
+				if x.Strategy == comm.CopyEngines {
+					x.Eager = float64(r.IntN(8))
+				}
+				c.Times = append(c.Times, x)
 			}
 			t.Choices = append(t.Choices, c)
 		}
@@ -372,6 +376,44 @@ func TestCopyEnginesOrTheNext(t *testing.T) {
 func transfer(g *comm.Group, xs comm.Shards[float32]) error {
 	c, s := g.Communicator(0), g.Stream(0)
 	return errors.Join(nccl.Send(c, s, xs[0].Slice(0, 8), 0), nccl.Recv(c, s, xs[0].Slice(0, 8), 0))
+}
+
+// TestCopyEnginesInGraphs gives a group a tuning by which copy engines are the fastest in
+// graphs only.
+func TestCopyEnginesInGraphs(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	tuning := &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{{Operation: "all-gather", Bytes: 64, Times: []comm.Timing{
+		{Strategy: comm.CopyEngines, Micros: 1, Eager: 3}, {Strategy: comm.OwnKernels, Micros: 2}}}}}
+	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: tuning})
+	x := nccl.Collective{Kind: nccl.AllGatherKind, DType: memory.Float32, Count: 30, Together: true}
+	require.Equal(t, comm.OwnKernels, g.Chosen(x))
+	x.Captured = true
+	require.Equal(t, comm.CopyEngines, g.Chosen(x))
+	x.Together = false
+	require.Equal(t, comm.OwnKernels, g.Chosen(x))
+
+	xs, hs := shards(t, g, 30)
+	ys, _ := shards(t, g, 60)
+	all := func() error { return comm.AllGather(g, ys, xs) }
+	copies := func(call func() error) uint64 {
+		stop := devs[0].System().Machine().CountCalls()
+		require.NoError(t, call())
+		n := stop()["cuMemcpyDtoDAsync"]
+		for i := range ys {
+			require.Equal(t, slices.Concat(hs...), read(t, g, i, ys[i]))
+			require.NoError(t, ys[i].Zero(g.Stream(i)))
+		}
+		return uint64(n)
+	}
+	require.Zero(t, copies(all))
+	require.EqualValues(t, 4, copies(func() error {
+		exec, err := graph.Capture(g.Streams(), all)
+		if err != nil {
+			return err
+		}
+		s := g.Stream(0)
+		return errors.Join(s.WaitStream(g.Stream(1)), exec.Launch(s), g.Stream(1).WaitStream(s), exec.Close())
+	}))
 }
 
 // TestCopyEnginesFail has a copy between two ranks fail in the middle.
@@ -736,8 +778,8 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		"two":                 {string(data) + "{}", "there is more behind its end"},
 		"a bracket behind":    {string(data) + "}", "there is more behind its end"},
 		"no strategy":         {swap(`"strategy": "own",`, ""), "by environment"},
-		"of another form":     {swap(`"form": 1`, `"form": 2`), "it is of form 2, and this Chorus knows form 1"},
-		"null":                {`{"form": 1, "tunings": [null]}`, "null"},
+		"of another form":     {swap(`"form": 2`, `"form": 1`), "it is of form 1, and this Chorus knows form 2"},
+		"null":                {`{"form": 2, "tunings": [null]}`, "null"},
 		"unknown field":       {swap(`"gpu"`, `"gpus"`), "gpus"},
 		"unknown operation":   {swap(`"all-gather"`, `"all-gather-v"`), `there is no operation "all-gather-v"`},
 		"unknown type":        {swap(`"float32"`, `"float33"`), `"float33"`},
@@ -751,7 +793,9 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		"other driver":        {swap(at.Driver, "CUDA 11.0"), "with driver CUDA 11.0, here " + at.Driver},
 		"other hosts, untold": {swap(`"hosts": 1,`, ""), "out of date: it was measured with number of hosts 0, here 1: measure anew with chorus tune"},
 		"other own kernels":   {swap(at.Kernels, "abc"), "with own kernels abc, here " + at.Kernels},
-		"with nothing timed":  {`{"form": 1, "tunings": [{"for": {}, "choices": [{"operation": "broadcast", "bytes": 1, "times": []}]}]}`, "broadcast of 1 bytes has no times"},
+		"with nothing timed":  {`{"form": 2, "tunings": [{"for": {}, "choices": [{"operation": "broadcast", "bytes": 1, "times": []}]}]}`, "broadcast of 1 bytes has no times"},
+		"eager of others":     {swap(`"strategy": "own",`, `"strategy": "own", "eager_us": 3,`), "has eager_us 3 of own: want a time, of copy-engines only"},
+		"less than no eager":  {`{"form": 2, "tunings": [{"for": {}, "choices": [{"operation": "all-gather", "bytes": 1, "times": [{"strategy": "copy-engines", "us": 0, "eager_us": -1}]}]}]}`, "has eager_us -1 of copy-engines"},
 	}
 	t.Setenv(env.CommStrategy.Name, "tuned")
 	for _, name := range slices.Sorted(maps.Keys(files)) {

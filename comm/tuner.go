@@ -55,7 +55,8 @@ func (m *member) tune(ctx context.Context, plan []Choice) (times []float64, err 
 	return times, nil
 }
 
-// tuneEngines measures copy engines, where there are any, in graphs of all ranks.
+// tuneEngines measures copy engines, where there are any, in graphs of all ranks and
+// without.
 func (g *Group) tuneEngines(ctx context.Context, t *Tuning) (err error) {
 	if !g.members[0].ways.engines {
 		return nil
@@ -84,9 +85,12 @@ func (g *Group) tuneEngines(ctx context.Context, t *Tuning) (err error) {
 		if j < 0 {
 			continue
 		}
-		c.Times[j].Micros, err = xs[0].time(ctx, c, g.Streams(), func() error {
+		all := func() error {
 			return g.each(func(i int, _ *member) error { return xs[i].issue(c) })
-		})
+		}
+		if c.Times[j].Micros, err = xs[0].time(ctx, c, g.Streams(), all); err == nil {
+			c.Times[j].Eager, err = xs[0].eager(ctx, c, all)
+		}
 		if err != nil {
 			return fmt.Errorf("%s of %d bytes by %s: %w", c.Operation, c.Bytes, CopyEngines, err)
 		}
@@ -125,52 +129,78 @@ func (x *tuner) close() error {
 	return errors.Join(x.from.Close(), x.to.Close(), x.dst.Close(), x.src.Close())
 }
 
-// time returns how long an operation takes in a graph of the streams, in µs: the median
-// of the rounds.
+// time returns how long an operation takes in a graph of the streams, in µs.
 func (x *tuner) time(ctx context.Context, c *Choice, streams []*stream.Stream, issue func() error) (us float64, err error) {
-	n, launches, rounds := min(max(tuneBytes/c.Bytes, 1), tuneOps), tuneLaunches, tuneRounds
-	if x.m.comm.Device().System().Machine() != nil {
-		n, launches, rounds = 1, 1, 1 // there is nothing to measure
-	}
 	if err := issue(); err != nil { // which connects the ranks
 		return 0, err
 	}
-	exec, err := graph.Capture(streams, func() error {
-		for range n {
+	run := x.some(c, issue)
+	exec, err := graph.Capture(streams, run)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, exec.Close()) }()
+	return x.median(ctx, c, func() error { return exec.Launch(x.m.stream) })
+}
+
+// eager returns how long an operation takes that is enqueued by itself, in µs.
+func (x *tuner) eager(ctx context.Context, c *Choice, issue func() error) (us float64, err error) {
+	return x.median(ctx, c, x.some(c, issue))
+}
+
+// some issues as many operations of a choice as are measured at once.
+func (x *tuner) some(c *Choice, issue func() error) func() error {
+	return func() error {
+		for range x.operations(c) {
 			if err := issue(); err != nil {
 				return err
 			}
 		}
 		return nil
-	})
-	if err != nil {
-		return 0, err
 	}
-	defer func() { err = errors.Join(err, exec.Close()) }()
+}
+
+func (x *tuner) operations(c *Choice) int {
+	if x.virtual() {
+		return 1
+	}
+	return min(max(tuneBytes/c.Bytes, 1), tuneOps)
+}
+
+// virtual reports whether there is nothing to measure.
+func (x *tuner) virtual() bool { return x.m.comm.Device().System().Machine() != nil }
+
+// median returns how long one of the operations takes that run enqueues, in µs: the
+// median of the rounds.
+func (x *tuner) median(ctx context.Context, c *Choice, run func() error) (us float64, err error) {
+	launches, rounds := tuneLaunches, tuneRounds
+	if x.virtual() {
+		launches, rounds = 1, 1
+	}
 	var all []float64
 	for range rounds {
-		d, err := x.round(ctx, exec, launches)
+		d, err := x.round(ctx, run, launches)
 		if err != nil {
 			return 0, err
 		}
-		all = append(all, d/float64(n*launches))
+		all = append(all, d/float64(x.operations(c)*launches))
 	}
 	slices.Sort(all)
 	return all[len(all)/2], nil
 }
 
-// round launches the graph, once to bring the ranks together, and returns how long the
-// other launches took, in µs.
-func (x *tuner) round(ctx context.Context, exec *graph.Exec, launches int) (float64, error) {
+// round calls run, once to bring the ranks together, and returns how long took what the
+// other calls enqueue, in µs.
+func (x *tuner) round(ctx context.Context, run func() error, launches int) (float64, error) {
 	s := x.m.stream
-	if err := exec.Launch(s); err != nil {
+	if err := run(); err != nil {
 		return 0, err
 	}
 	if err := x.from.Record(s); err != nil {
 		return 0, err
 	}
 	for range launches {
-		if err := exec.Launch(s); err != nil {
+		if err := run(); err != nil {
 			return 0, err
 		}
 	}

@@ -48,6 +48,18 @@ type Choice struct {
 type Timing struct {
 	Strategy Strategy `json:"strategy"`
 	Micros   float64  `json:"us"` // an operation, of the slowest rank, in a graph of some
+	// Eager is the same of copy engines without a graph, where the devices wait longer for
+	// each other. It goes by this where nothing is captured. That is for copy engines only:
+	// they have one call for all ranks, so that there cannot be a graph on some of them.
+	Eager float64 `json:"eager_us,omitempty"`
+}
+
+// eager is how long an operation takes that is not captured.
+func (t Timing) eager() float64 {
+	if t.Strategy == CopyEngines {
+		return t.Eager
+	}
+	return t.Micros
 }
 
 // An operation is what a Choice depends on beside the bytes.
@@ -92,6 +104,9 @@ func (c *Choice) read() error {
 		return fmt.Errorf("%s of %d bytes has no times", c.Operation, c.Bytes)
 	}
 	for i, t := range c.Times {
+		if t.Eager != 0 && t.Strategy != CopyEngines || !(t.Eager >= 0) || math.IsInf(t.Eager, 0) {
+			return fmt.Errorf("%s of %d bytes has eager_us %v of %s: want a time, of %s only", c.Operation, c.Bytes, t.Eager, t.Strategy, CopyEngines)
+		}
 		if t.Strategy == ByEnvironment || t.Strategy >= Tuned || !(t.Micros >= 0) || math.IsInf(t.Micros, 0) || i > 0 && t.Micros < c.Times[i-1].Micros {
 			return fmt.Errorf("%s of %d bytes has %v of %s: want the fastest first", c.Operation, c.Bytes, t.Micros, t.Strategy)
 		}
@@ -122,8 +137,8 @@ type index map[operation]*[2][]measured
 
 // What was measured of a number of bytes.
 type measured struct {
-	log  float64
-	list []Strategy
+	log             float64
+	captured, eager []Strategy // the fastest first
 }
 
 // index makes one, of choices that have been read.
@@ -165,8 +180,11 @@ func (t *Tuning) places(o operation, odd bool) (list []measured) {
 			best, list = like, nil
 		}
 		p := measured{log: math.Log(float64(c.Bytes))}
-		for _, timing := range c.Times {
-			p.list = append(p.list, timing.Strategy)
+		eager := slices.Clone(c.Times)
+		slices.SortStableFunc(eager, func(a, b Timing) int { return cmp.Compare(a.eager(), b.eager()) })
+		for k := range eager {
+			p.captured = append(p.captured, c.Times[k].Strategy)
+			p.eager = append(p.eager, eager[k].Strategy)
 		}
 		list = append(list, p)
 	}
@@ -227,7 +245,10 @@ func (x *index) find(c nccl.Collective) []Strategy {
 	case i == len(list), i > 0 && log-list[i-1].log < list[i].log-log:
 		i--
 	}
-	return list[i].list
+	if c.Captured {
+		return list[i].captured
+	}
+	return list[i].eager
 }
 
 // fits returns why a Tuning does not hold at a site, or nil.

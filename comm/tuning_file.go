@@ -15,7 +15,7 @@ import (
 )
 
 // tuningForm is the number of the form of the file.
-const tuningForm = 1
+const tuningForm = 2
 
 // A tuningFile has the Tunings of one machine, or several, one for each Site.
 type tuningFile struct {

@@ -50,6 +50,7 @@ type Collective struct {
 	// Together is that one Group has such an operation of each rank of the communicator,
 	// on the stream of its Substitute, and nothing else.
 	Together bool
+	Captured bool // into a graph
 }
 
 // A CollectiveKind is what a Collective does.
@@ -161,7 +162,7 @@ func (g *group) several(i int) bool {
 
 func (o *operation) collective() Collective {
 	return Collective{Kind: collectiveKinds[o.kind], DType: o.dtype, Op: o.op, Root: o.root, Count: o.n,
-		Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr), Together: o.together}
+		Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr), Together: o.together, Captured: o.captured}
 }
 
 // give enqueues the operation, by NCCL or its Substitute. The communicator is entered.

@@ -59,6 +59,7 @@ func TestTune(t *testing.T) {
 }
 
 func TestTuneRefuses(t *testing.T) {
+	t.Setenv(env.TuningFile.Name, filepath.Join(t.TempDir(), "tuning.json"))
 	for text, args := range map[string][]string{
 		`-e: "8": want 16 or more`:          {"-e", "8"},
 		`-e: `:                              {"-e", "x"},

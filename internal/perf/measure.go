@@ -5,7 +5,6 @@ import (
 	"math"
 	"slices"
 
-	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -72,20 +71,13 @@ func (r *rank) measure(ctx context.Context, p *Plan, j job, inPlace bool) (*Meas
 			return nil, err
 		}
 	}
-	if p.Launches > 0 && !p.together {
-		x, err := graph.Capture([]*stream.Stream{r.s}, func() error {
-			for i := range p.Iterations {
-				if err := issue(i); err != nil {
-					return err
-				}
-			}
-			return nil
-		})
+	if p.Launches > 0 {
+		x, err := r.capture(ctx, p, calls)
 		if err != nil {
 			return nil, err
 		}
-		defer x.Close()
-		issue = func(int) error { return x.Launch(r.s) }
+		defer x.close()
+		issue = func(int) error { return x.launch(ctx) }
 		n, per = p.Launches, p.Iterations
 	}
 	mean, err := r.timed(ctx, n, issue)

@@ -22,7 +22,7 @@ type Plan struct {
 	Fitting    bool // operations that n ranks cannot do are left out
 
 	only     func(job) bool // the rows that are measured; nil is all
-	together bool           // one thread issues for all ranks of the process, in no graph
+	together bool           // one thread issues for all ranks of the process
 }
 
 // AllRoots is every rank in turn.

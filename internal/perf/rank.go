@@ -25,7 +25,7 @@ type rank struct {
 	local int // which of the process's ranks it is
 	line  *line
 	all   *ensemble
-	pool  *memory.Pool // of NCCL's memory
+	pool  *memory.Pool // of the buffers
 
 	room     [2]memory.Slice[uint8] // the buffers of every row: destinations and sources
 	wrong    memory.Slice[uint64]
@@ -41,7 +41,7 @@ const step = 512
 // newRank makes what the local rank i needs for buffers of so many bytes.
 func newRank(ctx context.Context, g *comm.Group, i int, l *line, e *ensemble, bytes int, reg Registration) (r *rank, err error) {
 	r = &rank{group: g, local: i, line: l, all: e, c: g.Communicator(i), s: g.Stream(i), dev: g.Device(i), looms: map[int]*loom{}, factors: map[memory.DType]nccl.Op{}}
-	r.pool = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
+	r.pool = memory.NewPool(poolConfig(reg))
 	r.later(r.pool.Close)
 	err = r.pool.Use(r.s, func() error {
 		for j := range r.room {
@@ -63,6 +63,16 @@ func newRank(ctx context.Context, g *comm.Group, i int, l *line, e *ensemble, by
 		return nil, errors.Join(err, r.close())
 	}
 	return r, nil
+}
+
+// poolConfig is where the buffers come from: NCCL's own memory where they are to be
+// registered, and else what a program's tensors are made of. In graphs NCCL registers its
+// own by itself, which makes it faster.
+func poolConfig(reg Registration) *memory.PoolConfig {
+	if reg == Unregistered {
+		return nil
+	}
+	return &memory.PoolConfig{Allocator: nccl.Allocator}
 }
 
 // register tells NCCL of the buffers.

@@ -25,7 +25,7 @@ func RunStrategies(ctx context.Context, g *comm.Group, p *Plan) (*Report, error)
 		}
 		q := *p
 		q.together = s == comm.CopyEngines // which needs all ranks' operations at once
-		q.only = func(j job) bool { return g.Chosen(j.collective()) == s }
+		q.only = func(j job) bool { return g.Chosen(p.collective(j)) == s }
 		r, err := Run(ctx, g, &q, nil)
 		if err != nil {
 			return nil, fmt.Errorf("by %s: %w", s, err)
@@ -62,7 +62,7 @@ func (r *Report) choose(ctx context.Context, g *comm.Group, p *Plan) error {
 	}
 	var rows []*Row
 	for _, j := range jobs {
-		name, chosen := j.describe().name(false), g.Chosen(j.collective()).String()
+		name, chosen := j.describe().name(false), g.Chosen(p.collective(j)).String()
 		for _, row := range r.Rows {
 			plain := *row
 			plain.Strategy = ""
@@ -76,14 +76,14 @@ func (r *Report) choose(ctx context.Context, g *comm.Group, p *Plan) error {
 	return nil
 }
 
-// collective is a job as comm chooses its strategy, where one call has it of all ranks; of
-// no kind where there is no choice.
-func (j job) collective() nccl.Collective {
+// collective is a job of the plan as comm chooses its strategy, where one call has it of
+// all ranks; of no kind where there is no choice.
+func (p *Plan) collective(j job) nccl.Collective {
 	kinds := map[kind]nccl.CollectiveKind{
 		allReduce: nccl.AllReduceKind, allGather: nccl.AllGatherKind, reduceScatter: nccl.ReduceScatterKind,
 		broadcast: nccl.BroadcastKind, allToAll: nccl.AllToAllKind,
 	}
-	x := nccl.Collective{Kind: kinds[j.op.kind], DType: j.dtype, Count: j.layout.param, Together: true}
+	x := nccl.Collective{Kind: kinds[j.op.kind], DType: j.dtype, Count: j.layout.param, Together: true, Captured: p.Launches > 0}
 	if j.op.reduces {
 		x.Op = j.red.raw()
 	}

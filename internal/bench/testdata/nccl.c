@@ -134,8 +134,8 @@ static void *work(void *arg) {
 	CUDA(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
 	void *a, *b;
 	size_t room = (largest + 511) / 512 * 512;
-	NCCL(ncclMemAlloc(&a, room));
-	NCCL(ncclMemAlloc(&b, room));
+	CUDA(cudaMalloc(&a, room));
+	CUDA(cudaMalloc(&b, room));
 	CUDA(cudaMemset(a, 0, room));
 	CUDA(cudaMemset(b, 0, room));
 	CUDA(cudaDeviceSynchronize());

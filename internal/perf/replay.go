@@ -1,0 +1,60 @@
+package perf
+
+import (
+	"context"
+
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A replay is a graph of all iterations of a plan: of one rank, or of all local ones.
+type replay struct {
+	rank *rank
+	exec *graph.Exec
+	all  bool
+}
+
+// capture makes the graph of the rank's calls, or of those that were made together.
+func (r *rank) capture(ctx context.Context, p *Plan, calls []func() error) (*replay, error) {
+	iterate := func(issue func(k int) error) func() error {
+		return func() error {
+			for i := range p.Iterations {
+				if err := issue(i % len(calls)); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+	}
+	x := &replay{rank: r, all: p.together}
+	if !x.all {
+		var err error
+		x.exec, err = graph.Capture([]*stream.Stream{r.s}, iterate(func(k int) error { return calls[k]() }))
+		return x, err
+	}
+	err := r.lead(ctx, func() (err error) {
+		x.exec, err = graph.Capture(r.group.Streams(), iterate(r.issueAll))
+		return err
+	})
+	return x, err
+}
+
+// launch enqueues the graph on the rank's stream, or on those of all local ranks.
+func (x *replay) launch(ctx context.Context) error {
+	s := x.rank.s
+	if !x.all {
+		return x.exec.Launch(s)
+	}
+	return x.rank.lead(ctx, func() error {
+		all := x.rank.group.Streams()
+		if err := stream.Join(s, all); err != nil {
+			return err
+		}
+		if err := x.exec.Launch(s); err != nil {
+			return err
+		}
+		return stream.Fork(s, all)
+	})
+}
+
+func (x *replay) close() error { return x.exec.Close() } // which only the leader has of all

@@ -150,6 +150,17 @@ func (g *Group) Strategies() []Strategy {
 // waits for all that is on the group's streams, and ends early as Wait does: then others
 // may have the new one already, and the group is to be closed. Collective.
 func (g *Group) Use(ctx context.Context, s Strategy) error {
+	return g.change(ctx, s, func(k *ways) { k.use(s) })
+}
+
+// UseWhole is Use, but s carries out all that it can, and not only what is as small as it
+// is fast with. It is to measure that. For Chorus's own packages.
+func (g *Group) UseWhole(ctx context.Context, s Strategy) error {
+	return g.change(ctx, s, func(k *ways) { k.only(s) })
+}
+
+// change sets the rule of all local ranks where all ranks want the same strategy.
+func (g *Group) change(ctx context.Context, s Strategy, set func(*ways)) error {
 	const op = "use"
 	if err := g.checkWait(op); err != nil {
 		return err
@@ -162,7 +173,7 @@ func (g *Group) Use(ctx context.Context, s Strategy) error {
 	}
 	for i := range g.members {
 		if k := g.members[i].ways; k != nil {
-			k.use(s)
+			set(k)
 		}
 	}
 	return nil

@@ -44,7 +44,7 @@ func (m *member) tune(ctx context.Context, plan []Choice) (times []float64, err 
 				times = append(times, 0)
 				continue
 			}
-			m.ways.rule.Store(&rule{strategy: Tuned, only: t.Strategy})
+			m.ways.only(t.Strategy)
 			us, err := x.time(ctx, c, []*stream.Stream{m.stream}, func() error { return x.issue(c) })
 			if err != nil {
 				return nil, fmt.Errorf("%s of %d bytes by %s on rank %d: %w", c.Operation, c.Bytes, t.Strategy, m.comm.Rank(), err)
@@ -74,7 +74,7 @@ func (g *Group) tuneEngines(ctx context.Context, t *Tuning) (err error) {
 			return err
 		}
 		defer m.ways.rule.Store(m.ways.rule.Load())
-		m.ways.rule.Store(&rule{strategy: Tuned, only: CopyEngines})
+		m.ways.only(CopyEngines)
 		if err := g.members[0].stream.WaitStream(m.stream); err != nil { // on which it will run
 			return err
 		}

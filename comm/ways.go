@@ -35,6 +35,11 @@ type rule struct {
 // use changes the strategy.
 func (k *ways) use(s Strategy) { k.rule.Store(&rule{strategy: s, tuning: k.rule.Load().tuning}) }
 
+// only uses one strategy for all that it can.
+func (k *ways) only(s Strategy) {
+	k.rule.Store(&rule{strategy: Tuned, tuning: k.rule.Load().tuning, only: s})
+}
+
 // choose returns what carries x out: the first of the rule's that can. What is no
 // all-reduce has no choice among the algorithms of own kernels.
 func (k *ways) choose(x nccl.Collective) Strategy {

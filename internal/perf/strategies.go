@@ -20,7 +20,7 @@ func RunStrategies(ctx context.Context, g *comm.Group, p *Plan) (*Report, error)
 		if s == comm.Tuned {
 			continue
 		}
-		if err := g.Use(ctx, s); err != nil {
+		if err := g.UseWhole(ctx, s); err != nil {
 			return nil, err
 		}
 		q := *p

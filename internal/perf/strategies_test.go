@@ -2,6 +2,7 @@ package perf
 
 import (
 	"bytes"
+	"slices"
 	"strings"
 	"testing"
 
@@ -11,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 )
 
 // Marks compare a time with that of the chosen strategy of the same size.
@@ -65,5 +67,32 @@ func TestChosenOfAllRanks(t *testing.T) {
 			require.Equal(t, map[string]string{Operations[0].Name: "nccl", Operations[1].Name: want}, chosen)
 			require.Zero(t, r.Wrong)
 		}
+	})
+}
+
+// Each strategy is measured with all that it can, so that what is chosen has a time.
+func TestChosenHasATime(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		at, err := group(t, devs).Site()
+		require.NoError(t, err)
+		g, err := comm.LocalWith(testgpu.Context(t), &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: at, Choices: []comm.Choice{
+			{Operation: "broadcast", Bytes: 1 << 20, Times: []comm.Timing{{Strategy: comm.OwnKernels}}},
+		}}}, devs...)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, g.Close()) })
+		i := slices.IndexFunc(Operations, func(o *Operation) bool { return o.Name == "broadcast" })
+		r, err := RunStrategies(testgpu.Context(t), g, &Plan{
+			Operations: Operations[i : i+1], DTypes: []memory.DType{memory.Float32}, Reductions: []Reduction{Sum},
+			Sizes: Sizes{Min: 1 << 20, Max: 1 << 20}, Iterations: 1, Checks: 1,
+		})
+		require.NoError(t, err)
+		i = slices.IndexFunc(r.Rows, func(row *Row) bool { return row.Chosen })
+		require.GreaterOrEqual(t, i, 0)
+		require.Equal(t, "own", r.Rows[i].Strategy)
+		require.Zero(t, r.Wrong)
+		require.Equal(t, comm.Tuned, g.Strategy())
+		require.Equal(t, comm.OwnKernels, g.Chosen(nccl.Collective{Kind: nccl.BroadcastKind, DType: memory.Float32, Count: 1 << 18}))
+		require.NoError(t, g.Use(testgpu.Context(t), comm.OwnKernels))
+		require.Equal(t, comm.NCCLOnly, g.Chosen(nccl.Collective{Kind: nccl.BroadcastKind, DType: memory.Float32, Count: 1 << 18}))
 	})
 }

@@ -292,10 +292,12 @@ func TestProcessesWithTwoWays(t *testing.T) {
 				testgpu.CUDA(t, 2)
 			}
 			_, out, took := job(t, backend, "way", 2, env.CommStrategy.Name+"=own", env.NCCLTimeout.Name+"=4s", paceVar+"=10ms")
+			// The first operation of NCCL ends with an error when the other rank has given up.
 			const says = `(?m)^\[rank %d\] worker: .*rank %d carries collective 11 out by %s and this rank by %s, .*: ` +
-				`the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 11, .* ago .*as collective 11 on rank %d of 2 .* has not completed`
-			require.Regexp(t, fmt.Sprintf(says, 0, 1, "NCCL", "own kernels", 0), out)
-			require.Regexp(t, fmt.Sprintf(says, 1, 0, "own kernels", "NCCL", 1), out)
+				`the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 11, .* ago .*` +
+				`(as collective 11 on rank %[1]d of 2 .* has not completed|ncclAllReduce on rank %[1]d of 2 .*: nccl\w+Error)`
+			require.Regexp(t, fmt.Sprintf(says, 0, 1, "NCCL", "own kernels"), out)
+			require.Regexp(t, fmt.Sprintf(says, 1, 0, "own kernels", "NCCL"), out)
 			require.Less(t, took, 2*time.Minute, out)
 		})
 	}

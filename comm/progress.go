@@ -248,9 +248,10 @@ func (w *words) last(ctx context.Context, rank int) (x word, err error) {
 
 // failed is told of the failure of the communicator and finds out whose fault it is.
 func (w *words) failed(c *nccl.Communicator, err error) error {
-	t, ok := errors.AsType[*nccl.TimeoutError](err)
-	if !ok {
-		return err
+	t, late := errors.AsType[*nccl.TimeoutError](err)
+	refused, inside := errors.AsType[*nccl.Error](err)
+	if !late && (!inside || refused.Async || refused.Err == nccl.ErrorRemote) {
+		return err // of which the loss of a rank may tell more
 	}
 	w.finding.Lock()
 	defer w.finding.Unlock()
@@ -265,9 +266,30 @@ func (w *words) failed(c *nccl.Communicator, err error) error {
 	case <-told.C:
 	case <-w.r.Context().Done(): // another one has found out and ended
 	}
-	w.found = w.blame(culprits(t.Operation, mine, w.all(c)), err)
-	return w.found
+	if late {
+		w.found = w.blame(culprits(t.Operation, mine, w.all(c)), err)
+		return w.found
+	}
+	list := mismatched(nccl.Operation{Name: refused.Op, Collective: mine.Collectives}, mine, w.all(c))
+	if len(list) > 0 {
+		w.found = w.blame(list, err)
+		return w.found
+	}
+	return err
 }
+
+// mismatched are those of the culprits that cannot do what this rank has issued. NCCL has
+// failed within that, perhaps because another rank gave up waiting for it; that one is
+// behind is no reason, since nobody has waited for it.
+func mismatched(op nccl.Operation, mine word, all map[int]word) []RankProgress {
+	return slices.DeleteFunc(culprits(op, mine, all), func(p RankProgress) bool { return p.Why == behind || p.Why == peer })
+}
+
+// Why a rank may be waited for that does nothing else in place of what it should.
+const (
+	behind = "is behind"
+	peer   = "is the peer"
+)
 
 // culprits are the ranks that have not issued what this one waits for, or something
 // else in its place, or carry it out in another way.
@@ -281,10 +303,10 @@ func culprits(op nccl.Operation, mine word, all map[int]word) (list []RankProgre
 		}
 		switch {
 		case transfer && rank == op.Root:
-			why = "is the peer"
+			why = peer
 		case transfer || why != "":
 		case x.Collectives < waited:
-			why = "is behind"
+			why = behind
 		case x.Collectives == mine.Collectives && x.Operation != mine.Operation:
 			why = "differs"
 		}

@@ -37,6 +37,13 @@ func TestCulprits(t *testing.T) {
 	require.Equal(t, map[int]string{3: "differs"}, whys(nccl.Operation{Name: "ncclAllReduce", Collective: 5, Root: -1}))
 	require.Equal(t, map[int]string{2: "is the peer"}, whys(nccl.Operation{Name: "ncclSend", Collective: 7, Root: 2}))
 	require.Equal(t, map[int]string{4: "is the peer"}, whys(nccl.Operation{Name: "ncclRecv", Collective: 7, Root: 4}))
+
+	// Nobody has waited for those that are behind where NCCL has failed.
+	all[1] = word{Collectives: 6, Operation: "a"}
+	list := mismatched(nccl.Operation{Name: "ncclAllReduce", Collective: 7}, mine, all)
+	require.Len(t, list, 1)
+	require.Equal(t, 3, list[0].Rank)
+	require.Empty(t, mismatched(nccl.Operation{Name: "ncclSend", Collective: 7, Root: 2}, mine, all))
 }
 
 // Of two operations that are carried out in two ways, what differs is the operation; not

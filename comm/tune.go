@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -16,10 +17,17 @@ import (
 // TuneConfig are the options of Tune; nil means the defaults. They must be the same on
 // all ranks.
 type TuneConfig struct {
-	MaxBytes int            // the largest size: of an all-reduce, or of one rank's part; default 64 MiB, of virtual devices 256 bytes
+	MaxBytes int            // the largest size: of an all-reduce, or of one rank's part; default 1 GiB of an all-reduce or of all ranks' parts together, of small GPUs a 64th of their memory, of virtual devices 256 bytes
 	Types    []memory.DType // of what is reduced; default float32 and bfloat16
 	Ops      []Op           // default Sum and Max
 }
+
+// wholeBytes is up to which size it is measured, unless a device's memory is less than 64
+// times as much, or it is virtual and has nothing to measure.
+const (
+	wholeBytes        = 1 << 30
+	wholeBytesVirtual = 256
+)
 
 // oddBytes is up to how many bytes it is measured what sizes cost that are not made of
 // whole 16 bytes.
@@ -39,10 +47,13 @@ func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
 	if cfg != nil {
 		c = *cfg
 	}
+	all, part := c.MaxBytes, c.MaxBytes
 	if c.MaxBytes == 0 {
-		if c.MaxBytes = 64 << 20; g.members[0].comm.Device().System().Machine() != nil {
-			c.MaxBytes = 256
+		var err error
+		if all, err = whole(g.Device(0)); err != nil {
+			return nil, err
 		}
+		part = max(all/g.size, 16)
 	}
 	if c.Types == nil {
 		c.Types = []memory.DType{memory.Float32, memory.BFloat16T}
@@ -50,7 +61,7 @@ func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
 	if c.Ops == nil {
 		c.Ops = []Op{Sum, Max}
 	}
-	if c.MaxBytes < 16 {
+	if all < 16 {
 		return nil, refuse("tune", "MaxBytes is %d: want 16 or more", c.MaxBytes)
 	}
 	for _, t := range c.Types {
@@ -67,18 +78,33 @@ func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
 	if k == nil {
 		return nil, nil // there is no choice
 	}
-	return c.plan(k), nil
+	return c.plan(k, all, part), nil
 }
 
-func (c *TuneConfig) plan(k *ways) (list []Choice) {
+// whole is the largest size that is measured by default.
+func whole(dev *device.Device) (int, error) {
+	if dev.System().Machine() != nil {
+		return wholeBytesVirtual, nil
+	}
+	_, total, err := dev.MemoryInfo()
+	return int(min(wholeBytes, total/64)), err
+}
+
+// plan has all operations, up to so many bytes of an all-reduce or a broadcast and of one
+// rank's part.
+func (c *TuneConfig) plan(k *ways, all, part int) (list []Choice) {
 	for _, kind := range []nccl.CollectiveKind{nccl.AllReduceKind, nccl.AllGatherKind, nccl.ReduceScatterKind, nccl.BroadcastKind, nccl.AllToAllKind} {
+		most := part
+		if kind == nccl.AllReduceKind || kind == nccl.BroadcastKind {
+			most = all
+		}
 		if !reduces(kind) {
-			list = c.sizes(list, k, operation{kind: kind})
+			list = operation{kind: kind}.sizes(list, k, most)
 			continue
 		}
 		for _, t := range c.Types {
 			for _, op := range c.Ops {
-				list = c.sizes(list, k, operation{kind, t, op})
+				list = operation{kind, t, op}.sizes(list, k, most)
 			}
 		}
 	}
@@ -87,9 +113,9 @@ func (c *TuneConfig) plan(k *ways) (list []Choice) {
 
 // sizes adds the sizes of an operation: of whole 16 bytes from 16 on, twice as large
 // each, and those that are one element smaller.
-func (c *TuneConfig) sizes(list []Choice, k *ways, o operation) []Choice {
+func (o operation) sizes(list []Choice, k *ways, most int) []Choice {
 	size := max(o.dtype.Size(), 1)
-	for bytes := 16; bytes > 0 && bytes <= c.MaxBytes; bytes *= 2 {
+	for bytes := 16; bytes > 0 && bytes <= most; bytes *= 2 {
 		if bytes <= oddBytes {
 			list = append(list, o.choice(k, bytes-size))
 		}

@@ -258,7 +258,7 @@ func TestWindowsThatOneRankCannotHave(t *testing.T) {
 
 // TestCopyEngines lets NCCL fail: what is of all ranks at once does not need it.
 func TestCopyEngines(t *testing.T) {
-	const faults = "ncclAllGather#*=ncclInternalError,ncclAlltoAll#*=ncclInternalError"
+	const faults = "ncclAllGather#*=ncclInvalidUsage,ncclAlltoAll#*=ncclInvalidUsage"
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: faults})
 	g := groupBy(t, devs, comm.Config{Strategy: comm.CopyEngines})
 	xs, hs := shards(t, g, 30)
@@ -323,7 +323,7 @@ func TestCopyEngines(t *testing.T) {
 	// One rank by itself, and two of three, are NCCL's.
 	require.ErrorIs(t, nccl.Group(g.Communicator(0), func() error {
 		return errors.Join(nccl.AllGather(g.Communicator(0), g.Stream(0), ys[0], xs[0]), nccl.AllGather(g.Communicator(1), g.Stream(1), ys[1], xs[1]))
-	}), nccl.ErrorInternal)
+	}), nccl.ErrorInvalidUsage)
 }
 
 // TestCopyEnginesOrTheNext gives a group a tuning by which copy engines are the fastest,

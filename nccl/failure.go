@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"errors"
 	"os"
 	"strconv"
 	"strings"
@@ -76,6 +77,21 @@ func (c *Communicator) breakWith(cause error) {
 	if f := c.blame(cause); f != nil {
 		c.end(f)
 	}
+}
+
+// givenUp makes a final error of an operation the communicator's failure, and returns what
+// is known of the cause. The first operations wait for the other ranks, and end with such
+// an error when these have given up.
+func (c *Communicator) givenUp(err error) error {
+	if f := c.blame(err); f != nil {
+		go c.end(f) // which waits until the operation has left the communicator
+	}
+	return c.Err()
+}
+
+// final reports whether an error leaves NCCL's communicator in a state that nobody knows.
+func final(err error) bool {
+	return errors.Is(err, ErrorRemote) || errors.Is(err, ErrorInternal) || errors.Is(err, ErrorSystem)
 }
 
 // blame makes a cause the failure, or returns nil where there is one. end must follow.

@@ -95,8 +95,9 @@ func (g *group) outcome() (first error) {
 	if first == nil {
 		return nil
 	}
-	if slices.Contains(g.errs, nil) {
+	if slices.Contains(g.errs, nil) || final(first) {
 		g.breakWith(first)
+		return g.comms[0].Err()
 	}
 	return first
 }

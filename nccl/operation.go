@@ -206,6 +206,9 @@ func (o *operation) run() error {
 	}
 	if err := o.give(); err != nil {
 		_ = o.settle(false) // err was first
+		if final(err) {
+			return c.givenUp(err)
+		}
 		o.refused()
 		return err
 	}

@@ -45,10 +45,10 @@ func TestGroupThatNCCLRefusesInPart(t *testing.T) {
 		early bool // the transfers come before the collectives
 		taken int32
 	}{
-		"at its end":                {"ncclGroupEnd#2=ncclSystemError", false, 1},
-		"an operation":              {"ncclSend#2=ncclSystemError", false, 1},
-		"one before the collective": {"ncclSend#2=ncclSystemError", true, 0},
-		"at its beginning":          {"ncclGroupStart#2=ncclSystemError", false, 0},
+		"at its end":                {"ncclGroupEnd#2=ncclInvalidUsage", false, 1},
+		"an operation":              {"ncclSend#2=ncclInvalidUsage", false, 1},
+		"one before the collective": {"ncclSend#2=ncclInvalidUsage", true, 0},
+		"at its beginning":          {"ncclGroupStart#2=ncclInvalidUsage", false, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			ranks := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: c.fault}))
@@ -83,7 +83,7 @@ func TestGroupThatNCCLRefusesInPart(t *testing.T) {
 				})
 			}
 			require.NoError(t, group())
-			require.ErrorIs(t, group(), nccl.ErrorSystem)
+			require.ErrorIs(t, group(), nccl.ErrorInvalidUsage)
 			for i, k := range ranks {
 				require.Equal(t, 1+c.taken, takers[i].taken.Load())
 				if c.taken == 0 {
@@ -92,7 +92,7 @@ func TestGroupThatNCCLRefusesInPart(t *testing.T) {
 					continue
 				}
 				until(t, func() bool { return k.c.Err() != nil })
-				require.ErrorIs(t, k.c.Err(), nccl.ErrorSystem)
+				require.ErrorIs(t, k.c.Err(), nccl.ErrorInvalidUsage)
 				until(t, takers[i].aborted.Load)
 				require.EqualValues(t, 2, k.c.Progress().Issued.Collective, "the collective counts")
 			}
@@ -239,7 +239,7 @@ func TestSubstituteOfAllRanks(t *testing.T) {
 // TestServicesOfTheLastCollectives tells what was taken of the last collectives, without
 // transfers and what was refused.
 func TestServicesOfTheLastCollectives(t *testing.T) {
-	r := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: "ncclBroadcast#2=ncclSystemError"}))[0]
+	r := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: "ncclBroadcast#2=ncclInvalidUsage"}))[0]
 	first, list := r.c.Services(5)
 	require.Zero(t, first)
 	require.Empty(t, list)
@@ -256,7 +256,7 @@ func TestServicesOfTheLastCollectives(t *testing.T) {
 	for _, call := range []func() error{reduce, self, broadcast, reduce, self} {
 		require.NoError(t, call())
 	}
-	require.ErrorIs(t, broadcast(), nccl.ErrorSystem)
+	require.ErrorIs(t, broadcast(), nccl.ErrorInvalidUsage)
 	for _, call := range []func() error{reduce, self} {
 		require.NoError(t, call())
 	}

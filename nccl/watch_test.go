@@ -317,6 +317,36 @@ func TestAbortWhileALargeOperationRuns(t *testing.T) {
 	})
 }
 
+// What NCCL fails with when it connects ranks, as because another one has given up, is the
+// communicator's end, and that of the other ranks here: by itself, and in a group.
+func TestNCCLFailsWithinAnOperation(t *testing.T) {
+	for result, fails := range map[nccl.Result]bool{
+		nccl.ErrorInternal: true, nccl.ErrorSystem: true, nccl.ErrorRemote: true, nccl.ErrorInvalidUsage: false, nccl.ErrorUnhandledCUDA: false,
+	} {
+		for _, call := range []string{"ncclSend#1", "ncclGroupEnd#1"} {
+			devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: call + "=" + result.Error()}).Devices()
+			ranks := connect(t, devs)
+			xs, _ := buffers(t, ranks, 8)
+			send := func() error { return nccl.Send(ranks[0].c, ranks[0].s, xs[0], 1) }
+			if call == "ncclGroupEnd#1" {
+				one := send
+				send = func() error { return nccl.Group(ranks[0].c, one) }
+			}
+			require.ErrorIs(t, send(), result)
+			if !fails {
+				require.NoError(t, ranks[0].c.Err(), result)
+				continue
+			}
+			for _, r := range ranks {
+				until(t, func() bool { return r.c.Err() != nil })
+				require.ErrorIs(t, r.c.Err(), result)
+				require.ErrorContains(t, r.c.Err(), "on rank 0 of 2")
+			}
+			require.ErrorIs(t, send(), result)
+		}
+	}
+}
+
 // NCCL's own abort may hang; Chorus's does not.
 func TestAbortEndsWithoutNCCL(t *testing.T) {
 	nccl.SetAbortPatience(t, 50*time.Millisecond)

@@ -71,7 +71,7 @@ func newTuneCommand() *cobra.Command {
 	fs := c.Flags()
 	fs.SortFlags = false
 	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one in a job of several processes")
-	fs.StringVarP(&f.max, "maxbytes", "e", "", "largest size, of an all-reduce or of one rank's part; left out: 64M")
+	fs.StringVarP(&f.max, "maxbytes", "e", "", "largest size, of an all-reduce or of one rank's part; left out: 1G of an all-reduce or of all parts together")
 	fs.StringVarP(&f.types, "datatype", "d", "float,bfloat16", "element types of what is reduced, as nccl-tests names them, with commas")
 	fs.StringVarP(&f.ops, "op", "o", "sum,max", "reductions, with commas: sum, prod, max, min, avg")
 	fs.BoolVar(&f.dry, "dry-run", false, "say what would be measured and where it would be written, and do neither")

@@ -224,9 +224,9 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 // operation, and is idempotent. It ends, whatever becomes of NCCL: after ten
 // seconds it returns an error and leaves NCCL alone. Graphs that captured
 // operations of c are closed with it; if one is being captured, all this happens
-// when the capture ends.
+// when the capture ends, unless that waits for an operation that is blocked.
 func (c *Communicator) Abort() error {
-	if c == nil || !c.closeGraphs() {
+	if c == nil || !c.closeGraphs() && !c.rec.inside() {
 		return nil
 	}
 	if !c.owner.Close() {

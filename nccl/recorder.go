@@ -123,7 +123,7 @@ func (r *recorder) schedule(o *operation, t int64) (watch bool) {
 		n: o.n, in: o.src.len, out: o.dst.len, root: int32(o.root), op: o.op, kind: o.kind, dtype: o.dtype,
 		captured: o.captured, service: o.service, stream: uintptr(o.stream.Raw()), callers: o.callers, signature: o.signature(),
 	}
-	watch = !r.watched && !r.over && !o.captured
+	watch = !r.watched && !r.over
 	r.watched = r.watched || watch
 	r.mu.Unlock()
 	return watch
@@ -222,14 +222,20 @@ func (r *recorder) oldest() (e entry, ok bool) {
 }
 
 // stuck returns the operation that NCCL has been given and has not taken yet: its
-// first ones may wait for the other ranks.
+// first ones may wait for the other ranks, also where they are captured.
 func (r *recorder) stuck() (e entry, ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if e := r.find(r.last); e != nil && r.last > r.enqueued && !e.refused && !e.captured {
+	if e := r.find(r.last); e != nil && r.last > r.enqueued && !e.refused {
 		return *e, true
 	}
 	return entry{}, false
+}
+
+// inside reports whether a call is in NCCL.
+func (r *recorder) inside() bool {
+	_, yes := r.stuck()
+	return yes
 }
 
 // collective returns the collective of a number, if it is still in the ring.

@@ -75,14 +75,11 @@ func (c *Communicator) inspect() error {
 	// What waits before a mark that is not passed is known to wait whoever captures.
 	blind = blind && ok && ahead.record < e.id
 	r.look(blind)
-	if err != nil || blind || r.timeout <= 0 {
+	switch {
+	case err != nil || r.timeout <= 0:
 		return err
-	}
-	if !ok {
-		e, ok = r.stuck() // of which no stream has to be asked
-	}
-	if !ok {
-		return nil
+	case blind || !ok:
+		return c.inspectInside()
 	}
 	begun := e.begun
 	if ahead.record > 0 {
@@ -98,6 +95,19 @@ func (c *Communicator) inspect() error {
 		}
 	}
 	return c.timedOut(e, time.Duration(r.clock()-begun), others)
+}
+
+// inspectInside returns an error for an operation that is in NCCL for too long. No stream
+// has to be asked of it, so that it counts whoever captures.
+func (c *Communicator) inspectInside() error {
+	e, ok := c.rec.stuck()
+	if !ok {
+		return nil
+	}
+	if age := time.Duration(now() - e.created); age > c.rec.timeout {
+		return c.timedOut(e, age, c.others())
+	}
+	return nil
 }
 
 // follow asks whether the last operation is done, and where other work comes behind

@@ -181,7 +181,7 @@ type refusingNCCL struct{ *idleNCCL }
 func (refusingNCCL) Has(f ncclapi.Func) bool { return f != ncclapi.FuncAlltoAll }
 
 func (l refusingNCCL) Send(_ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ int32, _ ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
-	return ncclapi.InternalError
+	return ncclapi.InvalidUsage
 }
 
 // The first that NCCL refuses of what an operation is made of is what it returns, also
@@ -194,6 +194,6 @@ func TestGroupedOperationThatIsRefused(t *testing.T) {
 		"scatter":    func() error { return Scatter(r.c, r.s, r.y, r.x, 0) },
 		"all-to-all": func() error { return AllToAll(r.c, r.s, r.y, r.x) },
 	} {
-		require.ErrorIs(t, issue(), ErrorInternal, name)
+		require.ErrorIs(t, issue(), ErrorInvalidUsage, name)
 	}
 }

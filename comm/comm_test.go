@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -308,6 +309,46 @@ func TestJoinEndsWithContext(t *testing.T) {
 	_, err := comm.Join(ctx, boards(context.Background(), 2)[0], devs[0])
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 	require.ErrorContains(t, err, "wait for rank 1")
+}
+
+// A rank that fails on its way into a group, or gives up waiting, is named by the others,
+// which do not wait until their contexts end: also for ranks that have not come.
+func TestJoinNamesWhoFails(t *testing.T) {
+	for plan, says := range map[string]string{
+		"cuDeviceGetUuid#1=CUDA_ERROR_NOT_SUPPORTED":                "CUDA_ERROR_NOT_SUPPORTED",
+		"ncclGetVersion#*=ncclSystemError":                          "ncclSystemError",
+		"ncclCommInitRankScalable#1=ncclInternalError":              "ncclInternalError",
+		"cuStreamCreateWithPriority#1=CUDA_ERROR_OUT_OF_MEMORY":     "CUDA_ERROR_OUT_OF_MEMORY",
+		"cuDeviceGetUuid#2=CUDA_ERROR_NOT_SUPPORTED gives up early": "deadline exceeded",
+	} {
+		t.Run(plan, func(t *testing.T) {
+			faults, early := strings.CutSuffix(plan, " gives up early")
+			ranks := 2
+			if early {
+				ranks = 3
+			}
+			bs, errs := boards(t.Context(), ranks), make([]error, 2)
+			var wg sync.WaitGroup
+			for i := range errs {
+				cfg, ctx := &device.SystemConfig{VirtualDevices: 2}, testgpu.Context(t)
+				if i == 1 {
+					cfg.Faults = faults
+				}
+				if i == 1 && early {
+					var cancel context.CancelFunc
+					ctx, cancel = context.WithTimeout(ctx, 30*time.Millisecond)
+					defer cancel()
+				}
+				dev := testgpu.System(t, cfg).Devices()[i]
+				wg.Go(func() { _, errs[i] = comm.Join(ctx, bs[i], dev) })
+			}
+			wg.Wait()
+			require.ErrorContains(t, errs[1], says)
+			require.ErrorContains(t, errs[0], "comm: join as rank 0 of")
+			require.Regexp(t, "rank 1 cannot: .*"+says, errs[0])
+			require.NotErrorIs(t, errs[0], context.DeadlineExceeded)
+		})
+	}
 }
 
 func TestLocalOverFaults(t *testing.T) {

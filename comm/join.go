@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"sync"
-	"time"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/fabric"
@@ -29,9 +28,9 @@ type Rendezvous interface {
 
 // Join makes a group with one rank in each process of r, here on dev. It
 // returns when all ranks have called it, with the cause when ctx ends before,
-// and with an error on every rank when two of them are on one GPU, or when one of them,
-// which it names, fails to allocate or register what the strategy needs. The group is
-// broken as soon as r loses a rank, so that no collective waits for it.
+// and with an error on every rank when two of them are on one GPU, or when it fails or its
+// ctx ends on one of them, which the others name. The group is broken as soon as r loses a
+// rank, so that no collective waits for it.
 //
 // Processes may Join several times; they must do so in the same order.
 func Join(ctx context.Context, r Rendezvous, dev *device.Device) (*Group, error) {
@@ -53,29 +52,45 @@ func JoinWith(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer context.AfterFunc(r.Context(), func() { cancel(context.Cause(r.Context())) })()
-	prefix := fmt.Sprintf("comm/%d/", nextGroup(r))
-	v, err := agree(ctx, r, dev, s, prefix)
+	j := &joining{r: r, dev: dev, cfg: cfg, strategy: s, prefix: fmt.Sprintf("comm/%d/", nextGroup(r))}
+	if err := alarmed(ctx, r, j.prefix, j.run); err != nil {
+		return nil, errors.Join(fmt.Errorf("comm: join as rank %d of %d on %s: %w", r.Rank(), r.Size(), dev, err), j.group.Close())
+	}
+	return j.group, nil
+}
+
+// A joining is one call of Join.
+type joining struct {
+	r        Rendezvous
+	dev      *device.Device
+	cfg      *Config
+	strategy Strategy
+	prefix   string // of its keys
+	group    *Group // as far as it was made
+}
+
+func (j *joining) run(ctx context.Context) error {
+	v, err := j.agree(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("comm: join as rank %d of %d on %s: %w", r.Rank(), r.Size(), dev, err)
+		return err
 	}
-	w := &words{r: r, prefix: prefix, hosts: v.Hosts}
-	c, err := nccl.NewCommunicator(ctx, dev, v.ID, r.Rank(), r.Size(), cfg.nccl(w.hook()))
+	w := &words{r: j.r, prefix: j.prefix, hosts: v.Hosts}
+	c, err := nccl.NewCommunicator(ctx, j.dev, v.ID, j.r.Rank(), j.r.Size(), j.cfg.nccl(w.hook()))
 	if err != nil {
-		return nil, fmt.Errorf("comm: join: %w", err)
+		return err
 	}
-	g, err := newGroup([]*nccl.Communicator{c}, cfg)
-	if err != nil {
-		return nil, err
+	if j.group, err = newGroup([]*nccl.Communicator{c}, j.cfg); err != nil {
+		return err
 	}
-	if err := g.openWays(ctx, s, func(int) meeting { return meetBy(r, prefix) }); err != nil {
-		leaveTogether(ctx, r, prefix)
-		return nil, errors.Join(err, g.Close())
+	exchange := exchangeBy(j.r, j.prefix+"ways/")
+	if err := j.group.openWays(ctx, j.strategy, func(int) fabric.Exchange { return exchange }); err != nil {
+		return err
 	}
-	g.watch(w)
-	if err := g.tuned(ctx); err != nil {
-		return nil, errors.Join(err, g.Close())
+	j.group.watch(w)
+	if err := j.group.tuned(ctx); err != nil {
+		return err
 	}
-	return g, nil
+	return fabric.Confer(ctx, exchange, j.r.Size(), nil) // nobody has a group before all have
 }
 
 // card is what each rank tells rank 0 about itself.
@@ -100,65 +115,36 @@ type verdict struct {
 // agree checks that the ranks fit together and gives all of them one id: a card
 // from each rank to rank 0, and one verdict back. NCCL itself would hang, or
 // fail without saying which ranks do not fit.
-func agree(ctx context.Context, r Rendezvous, dev *device.Device, s Strategy, prefix string) (verdict, error) {
-	mine, err := cardOf(dev, s)
+func (j *joining) agree(ctx context.Context) (v verdict, err error) {
+	mine, err := cardOf(j.dev, j.strategy)
 	if err != nil {
-		return verdict{}, err
+		return v, err
 	}
-	if r.Rank() != 0 {
-		if err := put(ctx, r, fmt.Sprint(prefix, r.Rank()), mine); err != nil {
-			return verdict{}, err
+	if me := j.r.Rank(); me != 0 {
+		if err := put(ctx, j.r, fmt.Sprint(j.prefix, me), mine); err != nil {
+			return v, err
 		}
-		return await(ctx, r, prefix)
+		if err := get(ctx, j.r, j.prefix+"verdict", &v); err != nil {
+			return v, fmt.Errorf("wait for rank 0: %w", err)
+		}
+		return v, v.err()
 	}
-	cards := make([]card, r.Size())
+	cards := make([]card, j.r.Size())
 	cards[0] = mine
-	for i := 1; i < r.Size(); i++ {
-		if err := get(ctx, r, fmt.Sprint(prefix, i), &cards[i]); err != nil {
-			return verdict{}, fmt.Errorf("wait for rank %d: %w", i, err)
+	for i := 1; i < len(cards); i++ {
+		if err := get(ctx, j.r, fmt.Sprint(j.prefix, i), &cards[i]); err != nil {
+			return v, fmt.Errorf("wait for rank %d: %w", i, err)
 		}
 	}
-	v := verdict{Hosts: hostsOf(cards), Refused: misfit(cards)}
+	v = verdict{Hosts: hostsOf(cards), Refused: misfit(cards)}
 	if v.Refused == "" {
 		// Made only now: NCCL's listener waits for exactly these ranks.
-		if v.ID, err = nccl.NewUniqueID(dev); err != nil {
-			v.Refused = err.Error()
+		if v.ID, err = nccl.NewUniqueID(j.dev); err != nil {
+			return v, err
 		}
 	}
-	if err := put(ctx, r, prefix+"verdict", v); err != nil {
-		return verdict{}, err
-	}
-	if v.Refused != "" {
-		awaitReaders(ctx, r, prefix)
-	}
-	return v, v.err()
-}
-
-// readTime bounds how long a rank waits until the others know what it does.
-const readTime = 5 * time.Second
-
-// awaitReaders returns when every other rank has read why there is no group. This one may
-// hold the store, and is about to give up: the others would only learn that it is gone.
-func awaitReaders(ctx context.Context, r Rendezvous, prefix string) {
-	ctx, cancel := context.WithTimeout(ctx, readTime)
-	defer cancel()
-	for i := range r.Size() {
-		if i == r.Rank() {
-			continue
-		}
-		if _, err := r.Get(ctx, fmt.Sprint(prefix, "read/", i)); err != nil {
-			return
-		}
-	}
-}
-
-func await(ctx context.Context, r Rendezvous, prefix string) (v verdict, err error) {
-	if err := get(ctx, r, prefix+"verdict", &v); err != nil {
-		return v, fmt.Errorf("wait for rank 0: %w", err)
-	}
-	if v.Refused != "" {
-		// The refusal is what to report, whatever becomes of the receipt.
-		_ = r.Set(ctx, fmt.Sprint(prefix, "read/", r.Rank()), []byte("read"))
+	if err := put(ctx, j.r, j.prefix+"verdict", v); err != nil {
+		return v, err
 	}
 	return v, v.err()
 }

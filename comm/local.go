@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -62,7 +63,7 @@ func LocalWith(ctx context.Context, cfg *Config, devs ...*device.Device) (*Group
 	if err != nil {
 		return nil, err
 	}
-	err = g.openWays(ctx, strategy, meetHere(len(devs)))
+	err = g.openWays(ctx, strategy, fabric.NewTable(len(devs)).Seat)
 	if err == nil {
 		err = g.tuned(ctx)
 	}

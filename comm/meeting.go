@@ -2,33 +2,12 @@ package comm
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"time"
 
 	"github.com/gochorus/chorus/internal/fabric"
 )
-
-// A meeting is how a rank speaks with the others while a group opens what it has beside
-// NCCL.
-type meeting struct {
-	// exchange gives each rank what all have said.
-	exchange fabric.Exchange
-	// alarmed runs what waits for all ranks within a library. Where it fails on one rank,
-	// the context ends on the others, which get an error that names that rank.
-	alarmed func(ctx context.Context, fn func(context.Context) error) error
-}
-
-// meetHere is for the ranks of one process, whose context ends when one of them fails.
-func meetHere(ranks int) func(rank int) meeting {
-	seat := fabric.NewTable(ranks).Seat
-	return func(rank int) meeting {
-		return meeting{seat(rank), func(ctx context.Context, fn func(context.Context) error) error { return fn(ctx) }}
-	}
-}
-
-// meetBy is for the rank of a process, over a Rendezvous.
-func meetBy(r Rendezvous, prefix string) meeting {
-	return meeting{exchangeBy(r, prefix+"ways/"), alarmBy(r, prefix+"alarm")}
-}
 
 // exchangeBy is the exchange of a process's rank over a Rendezvous.
 func exchangeBy(r Rendezvous, prefix string) fabric.Exchange {
@@ -50,37 +29,59 @@ func exchangeBy(r Rendezvous, prefix string) fabric.Exchange {
 	}
 }
 
-// alarmBy is the alarm of a process's rank over a Rendezvous. It is for one fn alone.
-func alarmBy(r Rendezvous, key string) func(context.Context, func(context.Context) error) error {
-	return func(ctx context.Context, fn func(context.Context) error) error {
-		ctx, cancel := context.WithCancelCause(ctx)
-		var heard error // before over is closed
-		over := make(chan struct{})
-		go func() {
-			defer close(over)
-			if text, err := r.Get(ctx, key); err == nil {
-				heard = fmt.Errorf("%s", text)
-				cancel(heard)
-			}
-		}()
-		err := fn(ctx)
-		if err != nil && ctx.Err() == nil {
-			// That of another rank that has failed too does as well.
-			_ = r.Set(ctx, key, fmt.Appendf(nil, "rank %d cannot: %v", r.Rank(), err))
-			cancel(err)
-			return err
+// alarmed runs what waits for the other ranks of a Rendezvous, within libraries too. Where
+// it fails on one rank, or the context ends there, the context ends on the others, which
+// get an error that names that rank; it returns when they know.
+func alarmed(parent context.Context, r Rendezvous, prefix string, fn func(context.Context) error) error {
+	ctx, cancel := context.WithCancelCause(parent)
+	var heard error // before over is closed
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		if text, err := r.Get(ctx, prefix+"alarm"); err == nil {
+			heard = fmt.Errorf("%s", text)
+			cancel(heard)
 		}
-		cancel(nil)
-		if <-over; err != nil && heard != nil {
-			return heard
-		}
-		return err
+	}()
+	err := fn(ctx)
+	late := ctx.Err() != nil
+	cancel(nil)
+	<-over
+	switch {
+	case err == nil:
+		return nil
+	case late && heard != nil:
+		err = heard
+	case r.Context().Err() != nil:
+		return err // the others know too
 	}
+	tell(parent, r, prefix, err, !late && !learnt(err))
+	return err
 }
 
-// leaveTogether returns when all ranks know why there is no group: the end of one before,
-// or of its communicator, would be what the others hear of.
-func leaveTogether(ctx context.Context, r Rendezvous, prefix string) {
+// learnt reports whether an error is one that all ranks have alike.
+func learnt(err error) bool {
+	_, told := errors.AsType[*fabric.ToldError](err)
+	return told || errors.Is(err, ErrMismatch)
+}
+
+// readTime bounds how long a rank waits until the others know what it does.
+const readTime = 5 * time.Second
+
+// tell gives the alarm where the error is the rank's own, or its context has ended, and
+// waits until the others have their errors, but not where the context has ended. It may
+// hold the store, and they would only learn that it is gone.
+func tell(parent context.Context, r Rendezvous, prefix string, cause error, own bool) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(parent), readTime)
+	defer cancel()
+	if own || parent.Err() != nil {
+		// That of another rank that has failed too does as well.
+		_ = r.Set(ctx, prefix+"alarm", fmt.Appendf(nil, "rank %d cannot: %v", r.Rank(), cause))
+	}
 	_ = r.Set(ctx, fmt.Sprint(prefix, "read/", r.Rank()), []byte("read")) // the cause is what to report
-	awaitReaders(ctx, r, prefix)
+	for i := 0; i < r.Size() && parent.Err() == nil; i++ {
+		if _, err := r.Get(ctx, fmt.Sprint(prefix, "read/", i)); err != nil {
+			return
+		}
+	}
 }

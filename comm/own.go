@@ -10,7 +10,7 @@ import (
 // openOwn opens the ranks' own kernels, each with so much room, where the devices can.
 func (g *Group) openOwn(ctx context.Context, bytes int) error {
 	open := func(ctx context.Context, m *member) (err error) {
-		m.ways.own, err = fabric.Open(ctx, m.stream, m.comm.Rank(), g.size, m.ways.meeting.exchange, &fabric.Config{Bytes: bytes})
+		m.ways.own, err = fabric.Open(ctx, m.stream, m.comm.Rank(), g.size, m.ways.exchange, &fabric.Config{Bytes: bytes})
 		return err
 	}
 	return g.openOn(ctx, "own kernels", open, func(m *member) error {

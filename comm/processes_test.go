@@ -321,11 +321,11 @@ func TestWindowsThatOneProcessCannotHave(t *testing.T) {
 		code, out, took := job(t, "virtual", "windows: "+call+"#1=ncclSystemError", 3, env.CommStrategy.Name+"=windows")
 		require.Equal(t, 1, code, out)
 		for rank := range 3 {
-			text := `comm: windows: rank 1 cannot: .*`
+			text := `rank 1 cannot: .*`
 			if rank == 1 {
 				text = `comm: windows: .*`
 			}
-			require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] worker: %s%s.*ncclSystemError`, rank, text, call), out)
+			require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] worker: comm: join as rank .*: .*%s%s.*ncclSystemError`, rank, text, call), out)
 		}
 		require.Less(t, took, 2*time.Minute, out)
 	}

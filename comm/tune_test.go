@@ -222,7 +222,7 @@ func TestWindowsFail(t *testing.T) {
 // registration, for which NCCL waits for all ranks: none waits, and all name that rank.
 func TestWindowsThatOneRankCannotHave(t *testing.T) {
 	for fault, says := range map[string]string{
-		"ncclMemAlloc#2=ncclSystemError":           `rank (\d) .*ncclMemAlloc`,
+		"ncclMemAlloc#2=ncclSystemError":           `windows: .*rank (\d) of 3 .*ncclMemAlloc`,
 		"ncclCommWindowRegister#3=ncclSystemError": `ncclCommWindowRegister on rank (\d) of 3 .*ncclSystemError`,
 	} {
 		for _, s := range []comm.Strategy{comm.Windows, comm.Tuned} {

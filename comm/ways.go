@@ -17,12 +17,12 @@ import (
 // ways are what a rank has to carry collectives out, beside NCCL, and the rule by which
 // it chooses. It is the rank's nccl.Substitute.
 type ways struct {
-	own     *fabric.Rank // nil where there are none
-	window  *window      // likewise
-	engines bool         // there are copy engines that reach all ranks, which are here
-	opened  Strategy     // for which it was
-	meeting meeting      // with the other ranks, until all are open
-	rule    atomic.Pointer[rule]
+	own      *fabric.Rank    // nil where there are none
+	window   *window         // likewise
+	engines  bool            // there are copy engines that reach all ranks, which are here
+	opened   Strategy        // for which it was
+	exchange fabric.Exchange // with the other ranks, until all are open
+	rule     atomic.Pointer[rule]
 }
 
 // A rule chooses among the ways, alike on all ranks.
@@ -143,12 +143,12 @@ func (k *ways) Abort() {
 }
 
 // openWays opens what the strategy needs, as far as it can be had.
-func (g *Group) openWays(ctx context.Context, s Strategy, meet func(rank int) meeting) error {
+func (g *Group) openWays(ctx context.Context, s Strategy, exchange func(rank int) fabric.Exchange) error {
 	if s == NCCLOnly || g.size == 1 {
 		return nil
 	}
 	for i := range g.members {
-		g.members[i].ways = &ways{opened: s, meeting: meet(g.members[i].comm.Rank())}
+		g.members[i].ways = &ways{opened: s, exchange: exchange(g.members[i].comm.Rank())}
 	}
 	var err error
 	switch s {
@@ -175,7 +175,7 @@ func (g *Group) openWays(ctx context.Context, s Strategy, meet func(rank int) me
 			m.ways = nil
 			continue
 		}
-		m.ways.meeting = meeting{}
+		m.ways.exchange = nil
 		m.ways.rule.Store(&rule{strategy: s})
 		m.comm.Substitute(m.stream, m.ways)
 	}

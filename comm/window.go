@@ -41,16 +41,23 @@ func (g *Group) openWindows(ctx context.Context) error {
 func (m *member) openWindow(ctx context.Context) error {
 	w := &window{comm: m.comm}
 	m.ways.window = w
-	with := &m.ways.meeting
-	if err := fabric.Confer(ctx, with.exchange, m.comm.Size(), m.named(w.allocate(m.stream))); err != nil {
+	if err := fabric.Confer(ctx, m.ways.exchange, m.comm.Size(), m.named(w.allocate(m.stream))); err != nil {
 		return err
 	}
-	return with.alarmed(ctx, func(ctx context.Context) (err error) {
-		if w.registered, err = m.comm.RegisterWindow(ctx, w.mem.Buffer(), w.mem.Len(), true); err != nil {
-			return err
-		}
-		return fabric.Confer(ctx, with.exchange, m.comm.Size(), nil)
-	})
+	var err error
+	if w.registered, err = m.comm.RegisterWindow(ctx, w.mem.Buffer(), w.mem.Len(), true); err != nil {
+		return missing(err)
+	}
+	return fabric.Confer(ctx, m.ways.exchange, m.comm.Size(), nil)
+}
+
+// missing makes an error of its own of something that the others, which wait by now, may
+// have: openOn takes what is unsupported for the same on all ranks.
+func missing(err error) error {
+	if errors.Is(err, errors.ErrUnsupported) {
+		return errors.New(err.Error())
+	}
+	return err
 }
 
 // allocate makes the memory, in a pool of its own.

@@ -40,10 +40,21 @@ func (v *verdict) err(rank int) error {
 	case v.Failed == "":
 		return nil
 	case v.Need != "":
-		return fmt.Errorf("rank %d cannot: %w", rank, unsupported(v.Need, v.Have))
+		return &ToldError{rank, unsupported(v.Need, v.Have)}
 	}
-	return fmt.Errorf("rank %d cannot: %s", rank, v.Failed)
+	return &ToldError{rank, errors.New(v.Failed)}
 }
+
+// A ToldError is that of another rank, which has told all of it.
+type ToldError struct {
+	Rank int
+	Err  error
+}
+
+func (e *ToldError) Error() string { return fmt.Sprintf("rank %d cannot: %v", e.Rank, e.Err) }
+
+// Unwrap returns what the rank has told.
+func (e *ToldError) Unwrap() error { return e.Err }
 
 func unsupported(need, have string) error {
 	return &device.UnsupportedError{Feature: "a fabric", Need: need, Have: have}

@@ -115,7 +115,7 @@ func TestAbortIdle(t *testing.T) {
 
 // Close ends what waits, and who is left may go on to write to who has closed.
 func TestClose(t *testing.T) {
-	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+	each(t, []int{2, 4}, func(t *testing.T, devs []*device.Device) {
 		before := fabric.Scratches()
 		group := open(t, devs, &fabric.Config{Bytes: 1})
 		require.Equal(t, before+len(group), fabric.Scratches())
@@ -161,7 +161,7 @@ func TestDeviceLost(t *testing.T) {
 
 // Wrong arguments are found before anything is enqueued: the ranks stay in step.
 func TestArguments(t *testing.T) {
-	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+	each(t, []int{2, 4}, func(t *testing.T, devs []*device.Device) {
 		group := open(t, devs, &fabric.Config{Bytes: 1})
 		n := len(group)
 		m, far := group[0], group[1]

@@ -280,21 +280,28 @@ func (w *words) failed(c *nccl.Communicator, err error) error {
 
 // mismatched are those of the culprits that cannot do what this rank has issued. NCCL has
 // failed within that, perhaps because another rank gave up waiting for it; that one is
-// behind is no reason, since nobody has waited for it.
+// behind is no reason, since nobody has waited for it, and transfers have no number.
 func mismatched(op nccl.Operation, mine word, all map[int]word) []RankProgress {
-	return slices.DeleteFunc(culprits(op, mine, all), func(p RankProgress) bool { return p.Why == behind || p.Why == peer })
+	return slices.DeleteFunc(culprits(op, mine, all), func(p RankProgress) bool {
+		return p.Why == behind || p.Why == peer || p.Why == differs && (isTransfer(mine.Operation) || isTransfer(p.Operation))
+	})
 }
 
-// Why a rank may be waited for that does nothing else in place of what it should.
+func isTransfer(operation string) bool {
+	return strings.Contains(operation, "Send") || strings.Contains(operation, "Recv")
+}
+
+// Why a rank is a culprit, if it is not for the way in which it carries an operation out.
 const (
-	behind = "is behind"
-	peer   = "is the peer"
+	behind  = "is behind"
+	peer    = "is the peer"
+	differs = "differs"
 )
 
 // culprits are the ranks that have not issued what this one waits for, or something
 // else in its place, or carry it out in another way.
 func culprits(op nccl.Operation, mine word, all map[int]word) (list []RankProgress) {
-	transfer := strings.Contains(op.Name, "Send") || strings.Contains(op.Name, "Recv")
+	transfer := isTransfer(op.Name)
 	waited := awaited(op.Collective, mine.Collectives, all)
 	for rank, x := range all {
 		why := ""
@@ -308,7 +315,7 @@ func culprits(op nccl.Operation, mine word, all map[int]word) (list []RankProgre
 		case x.Collectives < waited:
 			why = behind
 		case x.Collectives == mine.Collectives && x.Operation != mine.Operation:
-			why = "differs"
+			why = differs
 		}
 		if why != "" {
 			list = append(list, x.progress(rank, why))

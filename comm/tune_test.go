@@ -779,6 +779,7 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		"a bracket behind":    {string(data) + "}", "there is more behind its end"},
 		"no strategy":         {swap(`"strategy": "own",`, ""), "by environment"},
 		"of another form":     {swap(`"form": 2`, `"form": 1`), "it is of form 1, and this Chorus knows form 2"},
+		"of a later form":     {`{"form": 3, "leaves": []}`, "it is of form 3, and this Chorus knows form 2: remove it and measure anew with chorus tune"},
 		"null":                {`{"form": 2, "tunings": [null]}`, "null"},
 		"unknown field":       {swap(`"gpu"`, `"gpus"`), "gpus"},
 		"unknown operation":   {swap(`"all-gather"`, `"all-gather-v"`), `there is no operation "all-gather-v"`},

@@ -56,7 +56,7 @@ type Timing struct {
 
 // eager is how long an operation takes that is not captured.
 func (t Timing) eager() float64 {
-	if t.Strategy == CopyEngines {
+	if t.Eager > 0 {
 		return t.Eager
 	}
 	return t.Micros

@@ -140,17 +140,18 @@ func readTunings(path string) (*tuningFile, error) {
 	d := json.NewDecoder(bytes.NewReader(data))
 	d.DisallowUnknownFields()
 	err = d.Decode(f)
+	var first struct{ Form int } // another form may have other fields
 	switch {
+	case json.Unmarshal(data, &first) == nil && first.Form != tuningForm:
+		err = fmt.Errorf("it is of form %d, and this Chorus knows form %d", first.Form, tuningForm)
 	case err != nil:
 	case len(bytes.TrimSpace(data[d.InputOffset():])) > 0:
 		err = errors.New("there is more behind its end")
-	case f.Form != tuningForm:
-		err = fmt.Errorf("it is of form %d, and this Chorus knows form %d", f.Form, tuningForm)
 	default:
 		err = f.check()
 	}
 	if err != nil {
-		return nil, fmt.Errorf("comm: %s is no tuning: %w: remove it, or name another one by %s", path, err, env.TuningFile.Name)
+		return nil, fmt.Errorf("comm: %s is no tuning: %w: remove it and measure anew with chorus tune, or name another one by %s", path, err, env.TuningFile.Name)
 	}
 	return f, nil
 }

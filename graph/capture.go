@@ -22,7 +22,7 @@ type Mode int32
 
 // The modes. The default is not torch's, which is Global: in a Go program other
 // goroutines go on with their work while one captures. In the mode Global no operation of
-// package nccl can be the first of its kind between its ranks: NCCL connects them then, by
+// package nccl can be the first of its kind between its ranks, nor with a peer: NCCL connects them then, by
 // threads of its own, and End returns CUDA_ERROR_STREAM_CAPTURE_INVALIDATED.
 const (
 	ThreadLocal Mode = iota // of the goroutine that captures
@@ -247,11 +247,16 @@ func (r *Recording) finish() (op string, err error) {
 		}
 		return "end the capture of", errors.Join(err, r.exec.drop())
 	}
+	if r.exec.doomed.Load() {
+		return "end the capture of", errors.Join(errDoomed, r.exec.drop())
+	}
 	if err := r.exec.instantiate(); err != nil {
 		return "instantiate", errors.Join(err, r.exec.drop())
 	}
 	return "", nil
 }
+
+var errDoomed = errors.New("a communicator with operations in it was aborted meanwhile")
 
 // stop ends the capture at the driver.
 func (r *Recording) stop() error {

@@ -27,6 +27,7 @@ type Exec struct {
 	dev   *device.Device // of the first stream
 
 	capturing atomic.Bool // until the end of the capture
+	doomed    atomic.Bool // what it has captured was aborted meanwhile
 
 	// mu is held for reading by the calls that use the graph, so that Close
 	// waits for them.
@@ -192,6 +193,7 @@ func (x *Exec) Close() error {
 		return nil
 	}
 	if x.capturing.Load() { // only an abort of a communicator can know x now
+		x.doomed.Store(true)
 		return stream.ErrCapturing
 	}
 	if !x.owner.Close() {

@@ -2,6 +2,7 @@ package nccl
 
 import (
 	"errors"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -59,12 +60,17 @@ func TestAnOperationBlockedInACapture(t *testing.T) {
 			if timeout < 0 {
 				require.NoError(t, c.Abort())
 			}
-			err = <-ended
+			select {
+			case err = <-ended:
+			case <-time.After(time.Minute):
+				require.Fail(t, "the operation goes on")
+			}
 			if late, ok := errors.AsType[*TimeoutError](err); timeout > 0 {
 				require.True(t, ok, "%v", err)
 				require.True(t, late.Operation.Captured)
 			} else {
 				require.ErrorIs(t, err, ErrorInternal)
+				require.NoError(t, c.Err(), "it was aborted, and did not fail")
 			}
 			require.NoError(t, c.Close())
 			require.False(t, stream.AnyCapture())
@@ -72,4 +78,78 @@ func TestAnOperationBlockedInACapture(t *testing.T) {
 			require.NoError(t, s.Close())
 		})
 	}
+}
+
+// A slowNCCL is in an all-reduce for as long as an abort takes to begin.
+type slowNCCL struct {
+	ncclapi.API
+	inside, leave chan struct{}
+}
+
+func (w *slowNCCL) AllReduce(a, b cudadrv.DevicePtr, n uintptr, t ncclapi.DType, op ncclapi.RedOp, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
+	r := w.API.AllReduce(a, b, n, t, op, c, s)
+	close(w.inside)
+	<-w.leave
+	return r
+}
+
+// An abort in the middle of a capture waits for its end, and there is no graph: not even
+// where an operation was in NCCL just then.
+func TestAbortInACapture(t *testing.T) {
+	for _, inside := range []bool{false, true} {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+		cs, err := NewCommunicators(testgpu.Context(t), devs, nil)
+		require.NoError(t, err)
+		c := cs[0]
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		x, err := memory.Make[float32](s, 8)
+		require.NoError(t, err)
+		aborted := make(chan error, 1)
+		w := &slowNCCL{API: c.api, inside: make(chan struct{}), leave: make(chan struct{})}
+		if inside {
+			c.api = w
+			go func() {
+				<-w.inside
+				go close(w.leave)
+				aborted <- c.Abort()
+			}()
+		}
+		_, err = graph.Capture([]*stream.Stream{s}, func() error {
+			if err := AllReduce(c, s, x, x, Sum); err != nil || !inside {
+				aborted <- c.Abort()
+				return err
+			}
+			err := <-aborted
+			aborted <- nil
+			return err
+		})
+		require.ErrorContains(t, err, "a communicator with operations in it was aborted meanwhile")
+		require.NoError(t, <-aborted)
+		require.True(t, c.over())
+		require.NoError(t, c.Close())
+		require.NoError(t, x.Close())
+		require.NoError(t, s.Close())
+	}
+}
+
+// The thread is in the mode that it was in when the call has returned.
+func TestRelaxedIsForTheCall(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var within cudadrv.CaptureMode
+	require.NoError(t, relaxed(devs[0], func() (err error) {
+		within, err = exchanged(devs[0], cudadrv.CaptureRelaxed)
+		return err
+	}))
+	require.Equal(t, cudadrv.CaptureRelaxed, within)
+	mode, err := exchanged(devs[0], cudadrv.CaptureGlobal)
+	require.NoError(t, err)
+	require.Equal(t, cudadrv.CaptureGlobal, mode)
+}
+
+func exchanged(dev *device.Device, mode cudadrv.CaptureMode) (cudadrv.CaptureMode, error) {
+	old, r := dev.Driver().ThreadExchangeStreamCaptureMode(mode)
+	return old, dev.Check("cuThreadExchangeStreamCaptureMode", r)
 }

@@ -41,7 +41,7 @@ type Communicator struct {
 	failed atomic.Pointer[failure]
 	ending chan struct{} // closed when the end begins
 	ended  chan struct{} // and when it is done
-	left   atomic.Bool   // NCCL has not ended its part
+	left   atomic.Pointer[leftAlone]
 	holds  holds
 	pools  pools
 	sums   sync.Map // the memory.DType of each open PreMulSum, by Op
@@ -224,13 +224,17 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 // operation, and is idempotent. It ends, whatever becomes of NCCL: after ten
 // seconds it returns an error and leaves NCCL alone. Graphs that captured
 // operations of c are closed with it; if one is being captured, all this happens
-// when the capture ends, unless that waits for an operation that is blocked.
+// when the capture ends, which then fails, unless an operation is blocked in it. Where NCCL
+// was left alone later calls return that error too.
 func (c *Communicator) Abort() error {
-	if c == nil || !c.closeGraphs() && !c.rec.inside() {
+	if c == nil || !c.closeGraphs() && !c.blocked() {
 		return nil
 	}
 	if !c.owner.Close() {
 		c.awaitEnd()
+		if e := c.left.Load(); e != nil {
+			return e
+		}
 		return nil
 	}
 	close(c.ending)
@@ -239,7 +243,7 @@ func (c *Communicator) Abort() error {
 	c.abortSubstitute()
 	// NCCL frees the communicator, so a call that is inside should return first.
 	// One that waits for a lost peer never does: then NCCL's flag frees it.
-	if poll.UntilNoLaterThan(100*time.Millisecond, c.mu.TryLock) {
+	if poll.UntilNoLaterThan(callPatience, c.mu.TryLock) {
 		defer c.mu.Unlock()
 	}
 	done := make(chan ncclapi.Result, 1)
@@ -254,9 +258,10 @@ func (c *Communicator) Abort() error {
 	case r := <-done:
 		return c.fail("ncclCommAbort", r)
 	case <-patience.C:
-		c.left.Store(true)
-		return fmt.Errorf("nccl: ncclCommAbort on rank %d of %d (%s): it has not returned after %v and is left alone: end the process",
-			c.rank, c.size, c.dev, abortPatience)
+		e := &leftAlone{fmt.Sprintf("nccl: ncclCommAbort on rank %d of %d (%s): it has not returned after %v and is left alone: end the process",
+			c.rank, c.size, c.dev, abortPatience)}
+		c.left.Store(e)
+		return e
 	}
 }
 
@@ -273,7 +278,27 @@ func (c *Communicator) rest() {
 // LeftAlone reports whether NCCL has not ended what was in flight when the communicator
 // was aborted: it may use its memory, and keep its stream busy, for as long as the process
 // lives. For Chorus's own packages.
-func (c *Communicator) LeftAlone() bool { return c.left.Load() }
+func (c *Communicator) LeftAlone() bool { return c.left.Load() != nil }
+
+// A leftAlone is the error of an abort that NCCL has not carried out.
+type leftAlone struct{ text string }
+
+func (e *leftAlone) Error() string { return e.text }
+
+// callPatience is how long a call of NCCL may take that does not wait for other ranks.
+const callPatience = 100 * time.Millisecond
+
+// blocked reports whether a call is in NCCL and stays there.
+func (c *Communicator) blocked() bool {
+	left := func() bool {
+		if !c.mu.TryLock() {
+			return false
+		}
+		c.mu.Unlock()
+		return true
+	}
+	return c.rec.inside() && !poll.UntilNoLaterThan(callPatience, left)
+}
 
 // abortPatience is how long an abort may take. Tests have less.
 var abortPatience = 10 * time.Second

@@ -35,8 +35,9 @@ type Config struct {
 	// Timeout is how long an operation may take, from when it is issued until it
 	// has completed: then the communicator fails with a *TimeoutError. 0 is
 	// CHORUS_NCCL_TIMEOUT, ten minutes as in torch; a negative number is for ever.
-	// Operations that a graph captured are not timed, and the time in which the
-	// process captures graphs counts only for what is known to wait.
+	// Operations that a graph captured are timed only while NCCL has not returned from
+	// them, and the time in which the process captures graphs counts only for what is
+	// known to wait.
 	Timeout time.Duration
 	// TraceSize is how many operations the flight recorder keeps. 0 is
 	// CHORUS_NCCL_TRACE_SIZE, 2000 as in torch; a negative number keeps none.

@@ -37,6 +37,8 @@ type Error struct {
 	Err    Result
 	Detail string // NCCL's own last message (ncclGetLastError), or ""
 	Async  bool   // an operation failed after it was enqueued
+
+	substitute bool // it was not NCCL that failed
 }
 
 func (e *Error) Error() string {

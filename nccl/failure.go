@@ -79,19 +79,29 @@ func (c *Communicator) breakWith(cause error) {
 	}
 }
 
-// givenUp makes a final error of an operation the communicator's failure, and returns what
-// is known of the cause. The first operations wait for the other ranks, and end with such
-// an error when these have given up.
-func (c *Communicator) givenUp(err error) error {
+// giveUp makes a final error of an operation the communicator's failure: the first
+// operations wait for the other ranks, and end with such an error when these have given
+// up. The communicator is entered.
+func (c *Communicator) giveUp(err error) {
 	if f := c.blame(err); f != nil {
 		go c.end(f) // which waits until the operation has left the communicator
 	}
-	return c.Err()
 }
 
-// final reports whether an error leaves NCCL's communicator in a state that nobody knows.
+// known returns what is known of the cause of an operation's error. The communicator is not
+// entered, since Config.OnFailure may do so.
+func (c *Communicator) known(err error) error {
+	if final(err) && c.failed.Load() != nil {
+		return c.Err()
+	}
+	return err
+}
+
+// final reports whether NCCL, and not a Substitute, has failed within an operation, so that
+// nobody knows in which state the communicator is.
 func final(err error) bool {
-	return errors.Is(err, ErrorRemote) || errors.Is(err, ErrorInternal) || errors.Is(err, ErrorSystem)
+	e, ok := errors.AsType[*Error](err)
+	return ok && !e.substitute && (e.Err == ErrorRemote || e.Err == ErrorInternal || e.Err == ErrorSystem)
 }
 
 // blame makes a cause the failure, or returns nil where there is one. end must follow.

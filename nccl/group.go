@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -187,6 +188,14 @@ func (g *group) enqueue(c *Communicator) error {
 	if len(g.ops) == 0 {
 		return nil
 	}
+	if err := g.carryOut(c); err != nil {
+		return g.ops[0].comm.known(err)
+	}
+	return nil
+}
+
+// carryOut enters the communicators for the group.
+func (g *group) carryOut(c *Communicator) error {
 	if err := g.enter(); err != nil {
 		return err
 	}
@@ -232,6 +241,18 @@ func (g *group) refused(n int) {
 // on the OS thread, and its end. What NCCL refuses makes it drop all that are its, but of
 // the first given ones those of a Substitute are enqueued.
 func (g *group) give(c *Communicator, end func(ncclapi.API) ncclapi.Result) (given int, err error) {
+	if !g.ops[0].captured {
+		return g.issue(c, end)
+	}
+	never := relaxed(c.dev, func() error {
+		given, err = g.issue(c, end)
+		return nil
+	})
+	return given, errors.Join(never, err)
+}
+
+// issue is give in the mode of captures that the thread has.
+func (g *group) issue(c *Communicator, end func(ncclapi.API) ncclapi.Result) (given int, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	api := g.comms[0].api
@@ -244,18 +265,11 @@ func (g *group) give(c *Communicator, end func(ncclapi.API) ncclapi.Result) (giv
 			break
 		}
 	}
-	if err = g.finish(c, end); first != nil {
+	r := end(api)
+	if first != nil {
 		return given, first
 	}
-	return given, err
-}
-
-// finish ends the group of NCCL, which then enqueues what was issued in it.
-func (g *group) finish(c *Communicator, end func(ncclapi.API) ncclapi.Result) error {
-	if !g.ops[0].captured {
-		return c.fail("ncclGroupEnd", end(c.api))
-	}
-	return relaxed(c.dev, func() error { return c.fail("ncclGroupEnd", end(c.api)) })
+	return given, c.fail("ncclGroupEnd", r)
 }
 
 // enter checks the group as a whole and enters all its communicators, in the order in

@@ -87,17 +87,17 @@ func (g *group) outcome() (first error) {
 			first = err
 		}
 	}
-	for i := len(g.ops) - 1; first != nil && i >= 0; i-- {
+	if first == nil {
+		return nil
+	}
+	lost := final(first) && !g.comms[0].over() // it was not aborted
+	for i := len(g.ops) - 1; !lost && i >= 0; i-- {
 		if g.errs[i] != nil {
 			g.ops[i].refused()
 		}
 	}
-	if first == nil {
-		return nil
-	}
-	if slices.Contains(g.errs, nil) || final(first) {
+	if lost || slices.Contains(g.errs, nil) {
 		g.breakWith(first)
-		return g.comms[0].Err()
 	}
 	return first
 }

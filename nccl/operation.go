@@ -196,6 +196,15 @@ func (o *operation) run() error {
 	if kinds[o.kind].peer && o.root == c.rank {
 		return o.alone()
 	}
+	if err := o.carryOut(); err != nil {
+		return c.known(err)
+	}
+	return nil
+}
+
+// carryOut enters the communicator for the operation.
+func (o *operation) carryOut() error {
+	c := o.comm
 	if err := c.enter(o.kind.String()); err != nil {
 		return err
 	}
@@ -205,11 +214,12 @@ func (o *operation) run() error {
 		return err
 	}
 	if err := o.give(); err != nil {
-		_ = o.settle(false) // err was first
-		if final(err) {
-			return c.givenUp(err)
+		_ = o.settle(false)          // err was first
+		if final(err) && !c.over() { // it was not aborted
+			c.giveUp(err)
+		} else {
+			o.refused()
 		}
-		o.refused()
 		return err
 	}
 	c.rec.took(o)

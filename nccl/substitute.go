@@ -202,7 +202,7 @@ func (o *operation) bySubstitute(do func(by Substitute, x Collective) error) err
 	if err == nil {
 		return nil
 	}
-	return c.dev.Because(&Error{Op: o.kind.String(), Rank: c.rank, Size: c.size, Device: c.dev.String(), Err: ErrorInternal, Detail: err.Error()})
+	return c.dev.Because(&Error{Op: o.kind.String(), Rank: c.rank, Size: c.size, Device: c.dev.String(), Err: ErrorInternal, Detail: err.Error(), substitute: true})
 }
 
 // abortSubstitute ends what the Substitute has in flight.

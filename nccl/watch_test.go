@@ -347,15 +347,45 @@ func TestNCCLFailsWithinAnOperation(t *testing.T) {
 	}
 }
 
+// What OnFailure does may use the communicator, also when an operation has failed in it.
+func TestOnFailureMayEnter(t *testing.T) {
+	for _, call := range []string{"ncclSend#1", "ncclGroupEnd#1"} {
+		devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: call + "=ncclSystemError"}).Devices()
+		factors := make([]*nccl.PreMulSum, 2)
+		closed := make(chan error, 2)
+		ranks := connectWith(t, devs, &nccl.Config{OnFailure: func(c *nccl.Communicator, _ error) error {
+			closed <- factors[c.Rank()].Close()
+			return nil
+		}})
+		for i, r := range ranks {
+			var err error
+			factors[i], err = nccl.NewPreMulSum(r.c, float32(2))
+			require.NoError(t, err)
+		}
+		xs, _ := buffers(t, ranks, 8)
+		one := func() error { return nccl.Send(ranks[0].c, ranks[0].s, xs[0], 1) }
+		if call == "ncclGroupEnd#1" {
+			require.ErrorIs(t, nccl.Group(ranks[0].c, one), nccl.ErrorSystem)
+		} else {
+			require.ErrorIs(t, one(), nccl.ErrorSystem)
+		}
+		require.NoError(t, <-closed)
+		<-closed
+	}
+}
+
 // NCCL's own abort may hang; Chorus's does not.
 func TestAbortEndsWithoutNCCL(t *testing.T) {
 	nccl.SetAbortPatience(t, 50*time.Millisecond)
 	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "hang@ncclCommAbort#1"}).Devices()
-	r := connect(t, devs)[0]
+	cs, err := nccl.NewCommunicators(testgpu.Context(t), devs, nil)
+	require.NoError(t, err)
+	r := rank{c: cs[0]}
 	begun := time.Now()
 	require.ErrorContains(t, r.c.Abort(), "ncclCommAbort on rank 0 of 1 (virtual:0): it has not returned after 50ms")
 	require.Less(t, time.Since(begun), 10*time.Second)
-	require.NoError(t, r.c.Abort())
+	require.ErrorContains(t, r.c.Abort(), "end the process", "so does whoever comes later")
+	require.ErrorContains(t, r.c.Close(), "end the process")
 	require.NoError(t, r.c.Err())
 	require.ErrorIs(t, nccl.Group(r.c, func() error { return nil }), device.ErrClosed)
 }

@@ -113,7 +113,7 @@ func newPerfCommand() *cobra.Command {
 	fs.StringVarP(&f.red, "op", "o", "sum", "sum, prod, max, min, avg, mulsum, or all")
 	fs.StringVarP(&f.root, "root", "r", "0", "root of the operations that have one, or all")
 	fs.IntVarP(&f.graph, "cudagraph", "G", 0, "capture the operations of a row into a graph and launch it so many times")
-	fs.IntVarP(&f.register, "local_register", "R", 0, "register the buffers with NCCL: 1 as local buffers, 2 as symmetric windows")
+	fs.IntVarP(&f.register, "local_register", "R", 0, "take the buffers from NCCL and register them: 1 as local buffers, 2 as symmetric windows")
 	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one in a job of several processes")
 	fs.BoolVar(&f.strategies, "strategies", false, "measure every strategy that can, side by side, and which one the tuning chooses")
 	fs.StringVar(&f.format, "format", "text", "what to print: text, json, csv, or bench for benchstat")

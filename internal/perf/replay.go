@@ -2,6 +2,7 @@ package perf
 
 import (
 	"context"
+	"errors"
 
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/stream"
@@ -36,7 +37,10 @@ func (r *rank) capture(ctx context.Context, p *Plan, calls []func() error) (*rep
 		x.exec, err = graph.Capture(r.group.Streams(), iterate(r.issueAll))
 		return err
 	})
-	return x, err
+	if err != nil {
+		return nil, errors.Join(err, x.close())
+	}
+	return x, nil
 }
 
 // launch enqueues the graph on the rank's stream, or on those of all local ranks.

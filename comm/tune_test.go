@@ -1016,6 +1016,9 @@ func TestMeasuringLeavesTheStrategy(t *testing.T) {
 		for s, want := range map[comm.Strategy]comm.Strategy{comm.NCCLOnly: comm.NCCLOnly, comm.OwnKernels: comm.OwnKernels, comm.Tuned: comm.NCCLOnly} {
 			require.NoError(t, g.Use(testgpu.Context(t), s))
 			require.NoError(t, g.Measure(testgpu.Context(t), few))
+			engines := few[0].Times[len(few[0].Times)-1]
+			require.Positive(t, engines.Micros)
+			require.Positive(t, engines.Eager)
 			require.Equal(t, s, g.Strategy())
 			for i := range devs {
 				require.Equal(t, want, g.Choice(i, x), "%s on rank %d", s, i)

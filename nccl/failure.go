@@ -29,7 +29,8 @@ func (f *failure) cause() error {
 }
 
 // Err returns why the communicator has failed, or nil: an operation that ran into
-// an error after it was enqueued (ncclCommGetAsyncError), or a *TimeoutError. A
+// an error after it was enqueued (ncclCommGetAsyncError), one in which NCCL itself failed
+// (ErrorInternal, ErrorSystem, ErrorRemote), or a *TimeoutError. A
 // failure is final, and what c has in flight is aborted, unless Config.Recoverable.
 // NCCL does not notice every failure of a peer; the deadline does in the end, and
 // comm.Join earlier.

@@ -23,7 +23,8 @@ import (
 // several ranks of one communicator, threads that wait for that may enqueue them at
 // the same time (CHORUS_LAUNCH_PATIENCE); what NCCL itself refuses for one rank only
 // then fails the communicators of the others, as it does where Chorus's own kernels have
-// taken a part of the group before. The group belongs to the goroutine; what
+// taken a part of the group before. Where NCCL itself fails in the group, all its
+// communicators do. The group belongs to the goroutine; what
 // fn starts on other goroutines is not part of it.
 // Groups nest; the outermost one enqueues, and nothing if an inner one failed or
 // panicked.

@@ -21,9 +21,10 @@ import (
 type Mode int32
 
 // The modes. The default is not torch's, which is Global: in a Go program other
-// goroutines go on with their work while one captures. In the mode Global no operation of
-// package nccl can be the first of its kind between its ranks, nor with a peer: NCCL connects them then, by
-// threads of its own, and End returns CUDA_ERROR_STREAM_CAPTURE_INVALIDATED.
+// goroutines go on with their work while one captures. In the mode Global no
+// operation of package nccl can be the first of its kind between its ranks, nor with
+// a peer: NCCL connects them then, by threads of its own, and End returns
+// CUDA_ERROR_STREAM_CAPTURE_INVALIDATED.
 const (
 	ThreadLocal Mode = iota // of the goroutine that captures
 	Global                  // of any goroutine

@@ -1,4 +1,4 @@
-package nccl
+package nccl_test
 
 import (
 	"errors"
@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -42,18 +43,18 @@ func TestAnOperationBlockedInACapture(t *testing.T) {
 	for name, timeout := range map[string]time.Duration{"deadline": 50 * time.Millisecond, "abort": -1} {
 		t.Run(name, func(t *testing.T) {
 			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-			cs, err := NewCommunicators(testgpu.Context(t), devs, &Config{Timeout: timeout})
+			cs, err := nccl.NewCommunicators(testgpu.Context(t), devs, &nccl.Config{Timeout: timeout})
 			require.NoError(t, err)
 			c := cs[0]
-			w := &waitingNCCL{API: c.api, inside: make(chan struct{}), aborted: make(chan struct{})}
-			c.api = w
+			w := &waitingNCCL{inside: make(chan struct{}), aborted: make(chan struct{})}
+			w.API = c.ReplaceNCCL(w)
 			s, err := stream.New(devs[0], nil)
 			require.NoError(t, err)
 			x, err := memory.Make[float32](s, 8)
 			require.NoError(t, err)
 			ended := make(chan error, 1)
 			go func() {
-				_, err := graph.Capture([]*stream.Stream{s}, func() error { return AllReduce(c, s, x, x, Sum) })
+				_, err := graph.Capture([]*stream.Stream{s}, func() error { return nccl.AllReduce(c, s, x, x, nccl.Sum) })
 				ended <- err
 			}()
 			<-w.inside
@@ -65,11 +66,11 @@ func TestAnOperationBlockedInACapture(t *testing.T) {
 			case <-time.After(time.Minute):
 				require.Fail(t, "the operation goes on")
 			}
-			if late, ok := errors.AsType[*TimeoutError](err); timeout > 0 {
+			if late, ok := errors.AsType[*nccl.TimeoutError](err); timeout > 0 {
 				require.True(t, ok, "%v", err)
 				require.True(t, late.Operation.Captured)
 			} else {
-				require.ErrorIs(t, err, ErrorInternal)
+				require.ErrorIs(t, err, nccl.ErrorInternal)
 				require.NoError(t, c.Err(), "it was aborted, and did not fail")
 			}
 			require.NoError(t, c.Close())
@@ -98,7 +99,7 @@ func (w *slowNCCL) AllReduce(a, b cudadrv.DevicePtr, n uintptr, t ncclapi.DType,
 func TestAbortInACapture(t *testing.T) {
 	for _, inside := range []bool{false, true} {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-		cs, err := NewCommunicators(testgpu.Context(t), devs, nil)
+		cs, err := nccl.NewCommunicators(testgpu.Context(t), devs, nil)
 		require.NoError(t, err)
 		c := cs[0]
 		s, err := stream.New(devs[0], nil)
@@ -106,9 +107,9 @@ func TestAbortInACapture(t *testing.T) {
 		x, err := memory.Make[float32](s, 8)
 		require.NoError(t, err)
 		aborted := make(chan error, 1)
-		w := &slowNCCL{API: c.api, inside: make(chan struct{}), leave: make(chan struct{})}
+		w := &slowNCCL{inside: make(chan struct{}), leave: make(chan struct{})}
 		if inside {
-			c.api = w
+			w.API = c.ReplaceNCCL(w)
 			go func() {
 				<-w.inside
 				go close(w.leave)
@@ -116,7 +117,7 @@ func TestAbortInACapture(t *testing.T) {
 			}()
 		}
 		_, err = graph.Capture([]*stream.Stream{s}, func() error {
-			if err := AllReduce(c, s, x, x, Sum); err != nil || !inside {
+			if err := nccl.AllReduce(c, s, x, x, nccl.Sum); err != nil || !inside {
 				aborted <- c.Abort()
 				return err
 			}
@@ -126,7 +127,7 @@ func TestAbortInACapture(t *testing.T) {
 		})
 		require.ErrorContains(t, err, "a communicator with operations in it was aborted meanwhile")
 		require.NoError(t, <-aborted)
-		require.True(t, c.over())
+		require.True(t, c.Closed())
 		require.NoError(t, c.Close())
 		require.NoError(t, x.Close())
 		require.NoError(t, s.Close())
@@ -139,7 +140,7 @@ func TestRelaxedIsForTheCall(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	var within cudadrv.CaptureMode
-	require.NoError(t, relaxed(devs[0], func() (err error) {
+	require.NoError(t, nccl.Relaxed(devs[0], func() (err error) {
 		within, err = exchanged(devs[0], cudadrv.CaptureRelaxed)
 		return err
 	}))

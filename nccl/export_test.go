@@ -5,7 +5,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/crew"
+	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
 // SetAbortPatience shortens for a test how long an abort may take.
@@ -34,3 +36,16 @@ func WakeLaunchers(t *testing.T, n int) {
 type idle struct{}
 
 func (idle) Do(int) {}
+
+// ReplaceNCCL lets a communicator that has done nothing yet call another NCCL, and returns
+// the one that it had.
+func (c *Communicator) ReplaceNCCL(api ncclapi.API) (old ncclapi.API) {
+	old, c.api = c.api, api
+	return old
+}
+
+// Closed reports whether the communicator has ended.
+func (c *Communicator) Closed() bool { return c.over() }
+
+// Relaxed runs fn as calls of NCCL in a capture are.
+func Relaxed(dev *device.Device, fn func() error) error { return relaxed(dev, fn) }

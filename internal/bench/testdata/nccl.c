@@ -3,6 +3,9 @@
 // a line for each side of a row: chorus perf's name for it, a tab, and microseconds.
 //
 //	nccl gpus iterations warm-ups graph-launches smallest largest factor operation...
+//
+// As a shared library it has series for a benchmark of package nccl, which calls it from a
+// process, a thread and a communicator of Chorus's.
 #define _GNU_SOURCE
 #include <cuda_runtime.h>
 #include <nccl.h>
@@ -60,8 +63,7 @@ static void wait(cudaStream_t s) {
 	CUDA(e);
 }
 
-static void issue(int k, int rank, size_t count, int inPlace, char *recv, char *send, cudaStream_t s) {
-	ncclComm_t c = comms[rank];
+static void issue(int k, ncclComm_t c, int rank, int ranks, size_t count, int inPlace, char *recv, char *send, cudaStream_t s) {
 	size_t part = count * sizeof(float);
 	switch (k) {
 	case 0: NCCL(ncclAllReduce(send, recv, count, ncclFloat, ncclSum, c, s)); return;
@@ -74,9 +76,17 @@ static void issue(int k, int rank, size_t count, int inPlace, char *recv, char *
 	case 7: NCCL(ncclScatter(send, inPlace ? send + rank * part : recv, count, ncclFloat, 0, c, s)); return;
 	}
 	NCCL(ncclGroupStart());
-	NCCL(ncclSend(send, count, ncclFloat, (rank + 1) % gpus, c, s));
-	NCCL(ncclRecv(recv, count, ncclFloat, (rank + gpus - 1) % gpus, c, s));
+	NCCL(ncclSend(send, count, ncclFloat, (rank + 1) % ranks, c, s));
+	NCCL(ncclRecv(recv, count, ncclFloat, (rank + ranks - 1) % ranks, c, s));
 	NCCL(ncclGroupEnd());
+}
+
+// series returns in us the microseconds of one of so many operations on the same buffers.
+void series(int k, ncclComm_t c, int rank, int ranks, int operations, size_t count, int inPlace, char *recv, char *send, cudaStream_t s, double *us) {
+	double begun = now();
+	for (int i = 0; i < operations; i++) issue(k, c, rank, ranks, count, inPlace, recv, send, s);
+	wait(s);
+	*us = (now() - begun) / operations;
 }
 
 // row measures one side of a row and returns the time of an operation.
@@ -91,7 +101,7 @@ static double row(int k, int rank, size_t bytes, int inPlace, char *a, char *b, 
 	if (places > CALLS) places = CALLS;
 	if (places < 1) places = 1;
 	char *send = inPlace ? a : b;
-#define ISSUE(i) issue(k, rank, count, inPlace, a + (i) % places * stride, send + (i) % places * stride, s)
+#define ISSUE(i) issue(k, comms[rank], rank, gpus, count, inPlace, a + (i) % places * stride, send + (i) % places * stride, s)
 	for (int i = 0; i < (warmups > 1 ? warmups : 1); i++) ISSUE(i);
 	cudaGraph_t graph;
 	cudaGraphExec_t exec = NULL;

@@ -1,0 +1,256 @@
+package nccl
+
+import (
+	"flag"
+	"fmt"
+	"math"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+var thinnest = flag.String("thinnest", "", "internal/bench/testdata/nccl.c as a shared `library`, for BenchmarkBesideThinnest")
+
+// What an operation costs beside the thinnest loop over NCCL in C, and in Go, on the same
+// threads, communicators, streams and buffers: processes and hosts differ by more than that.
+// Of so many rounds, in which the three take turns, each figure is the median.
+//
+//	gcc -O2 -shared -fPIC internal/bench/testdata/nccl.c -lnccl -lcudart -o libthinnest.so
+//	go test -run '^$' -bench BesideThinnest -benchtime 15x ./nccl -thinnest $PWD/libthinnest.so
+func BenchmarkBesideThinnest(b *testing.B) {
+	if *thinnest == "" {
+		b.Skip("needs -thinnest")
+	}
+	path, err := filepath.Abs(*thinnest)
+	require.NoError(b, err)
+	lib, err := dl.Open(&dl.Spec{Name: "the thinnest loop", Sonames: []string{path}})
+	require.NoError(b, err)
+	series, ok := lib.Symbol("series")
+	require.True(b, ok)
+	traced := handle.Trace.Swap(false) // which programs do not do
+	defer handle.Trace.Store(traced)
+	for _, gpus := range []int{2, 4, 8} {
+		b.Run(fmt.Sprint("gpus=", gpus), func(b *testing.B) {
+			p := newPairing(b, testgpu.CUDA(b, gpus), series)
+			for k, op := range besides {
+				for _, bytes := range []int{8, 256, 8 << 10, 256 << 10} {
+					if op.split && bytes < 16*gpus {
+						continue
+					}
+					b.Run(fmt.Sprintf("op=%s/bytes=%d", op.kind, bytes), func(b *testing.B) { p.row(b, k, bytes) })
+				}
+			}
+		})
+	}
+}
+
+// besides are the operations, in the order of nccl.c.
+var besides = []struct {
+	kind  kind
+	split bool // a rank's part is the size over the number of ranks
+	issue func(r *paired, n, ranks int) error
+}{
+	{allReduce, false, func(r *paired, n, _ int) error { return AllReduce(r.c, r.s, r.to(n), r.from(n), Sum) }},
+	{allGather, true, func(r *paired, n, ranks int) error { return AllGather(r.c, r.s, r.to(n*ranks), r.from(n)) }},
+	{reduceScatter, true, func(r *paired, n, ranks int) error { return ReduceScatter(r.c, r.s, r.to(n), r.from(n*ranks), Sum) }},
+	{broadcast, false, func(r *paired, n, _ int) error { return Broadcast(r.c, r.s, r.to(n), r.from(n), 0) }},
+	{reduce, false, func(r *paired, n, _ int) error { return Reduce(r.c, r.s, r.to(n), r.from(n), Sum, 0) }},
+	{allToAll, true, func(r *paired, n, ranks int) error { return AllToAll(r.c, r.s, r.to(n*ranks), r.from(n*ranks)) }},
+	{gather, true, func(r *paired, n, ranks int) error { return Gather(r.c, r.s, r.to(n*ranks), r.from(n), 0) }},
+	{scatter, true, func(r *paired, n, ranks int) error { return Scatter(r.c, r.s, r.to(n), r.from(n*ranks), 0) }},
+	{send, false, func(r *paired, n, ranks int) error {
+		return Group(r.c, func() error {
+			if err := Send(r.c, r.s, r.from(n), (r.c.rank+1)%ranks); err != nil {
+				return err
+			}
+			return Recv(r.c, r.s, r.to(n), (r.c.rank+ranks-1)%ranks)
+		})
+	}},
+}
+
+// A pairing is ranks that issue the same operations in different ways.
+type pairing struct {
+	ranks  []paired
+	series uintptr
+	meet   atomic.Int64
+}
+
+// A paired is a rank of a pairing.
+type paired struct {
+	c        *Communicator
+	s        *stream.Stream
+	dst, src memory.Slice[float32]
+}
+
+func (r *paired) to(n int) memory.Slice[float32]   { return r.dst.Slice(0, n) }
+func (r *paired) from(n int) memory.Slice[float32] { return r.src.Slice(0, n) }
+
+const pairedRoom = 1 << 16 // elements
+
+func newPairing(b *testing.B, devs []*device.Device, series uintptr) *pairing {
+	p := &pairing{ranks: make([]paired, len(devs)), series: series}
+	cs, err := NewCommunicators(testgpu.Context(b), devs, nil)
+	require.NoError(b, err)
+	for i := range p.ranks {
+		r := &p.ranks[i]
+		r.c = cs[i]
+		r.s, err = stream.New(devs[i], nil)
+		require.NoError(b, err)
+		for _, x := range []*memory.Slice[float32]{&r.dst, &r.src} {
+			*x, err = memory.Make[float32](r.s, pairedRoom)
+			require.NoError(b, err)
+			require.NoError(b, x.Zero(r.s))
+		}
+	}
+	b.Cleanup(func() {
+		for i := range p.ranks {
+			r := &p.ranks[i]
+			require.NoError(b, r.s.Sync(testgpu.Context(b)))
+			require.NoError(b, r.dst.Close())
+			require.NoError(b, r.src.Close())
+			require.NoError(b, r.c.Close())
+			require.NoError(b, r.s.Close())
+		}
+	})
+	return p
+}
+
+// together waits for all ranks without giving up the thread.
+func (p *pairing) together() {
+	n := int64(len(p.ranks))
+	for end := (p.meet.Add(1) + n - 1) / n * n; p.meet.Load() < end; {
+	}
+}
+
+const (
+	warm  = 20
+	timed = 300
+)
+
+// row measures the operation k of nccl.c in each of the ways.
+func (p *pairing) row(b *testing.B, k, bytes int) {
+	n := bytes / 4
+	if besides[k].split {
+		n = n / len(p.ranks) / 4 * 4
+	}
+	ways := []func(r *paired, operations int) (float64, error){
+		func(r *paired, operations int) (float64, error) { return r.inC(p, k, operations, n) },
+		func(r *paired, operations int) (float64, error) { return r.inGo(k, operations, n, len(p.ranks)) },
+		func(r *paired, operations int) (float64, error) { return r.byChorus(k, operations, n, len(p.ranks)) },
+	}
+	var mu sync.Mutex
+	all := make([][]float64, len(ways)) // by round
+	var done sync.WaitGroup
+	errs := make([]error, len(p.ranks))
+	for i := range p.ranks {
+		done.Go(func() {
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			r := &p.ranks[i]
+			errs[i] = r.c.dev.Bound(func() error {
+				for round := range b.N {
+					for w := range ways {
+						at := (w + round) % len(ways)
+						if _, err := ways[at](r, warm); err != nil {
+							return err
+						}
+						p.together()
+						us, err := ways[at](r, timed)
+						if err != nil {
+							return err
+						}
+						mu.Lock()
+						for len(all[at]) <= round {
+							all[at] = append(all[at], 0)
+						}
+						all[at][round] += us / float64(len(p.ranks))
+						mu.Unlock()
+						p.together()
+					}
+				}
+				return nil
+			})
+		})
+	}
+	done.Wait()
+	for _, err := range errs {
+		require.NoError(b, err)
+	}
+	of := make([]float64, b.N)
+	for i := range of {
+		of[i] = all[2][i] / all[0][i]
+	}
+	b.ReportMetric(0, "ns/op")
+	b.ReportMetric(middle(all[0]), "C-µs")
+	b.ReportMetric(middle(all[1]), "Go-µs")
+	b.ReportMetric(middle(all[2]), "Chorus-µs")
+	b.ReportMetric(middle(of), "Chorus/C")
+}
+
+func middle(list []float64) float64 {
+	list = slices.Sorted(slices.Values(list))
+	return list[len(list)/2]
+}
+
+func (r *paired) inC(p *pairing, k, operations, n int) (float64, error) {
+	us, _ := dl.Get().In(uintptr(k), uintptr(*r.c.h), uintptr(r.c.rank), uintptr(len(p.ranks)), uintptr(operations),
+		uintptr(n), 0, uintptr(r.dst.Raw()), uintptr(r.src.Raw()), uintptr(r.s.Raw())).Out().Do1(p.series)
+	return math.Float64frombits(us), nil
+}
+
+// inGo calls NCCL as Chorus does, without all that it does before and behind.
+func (r *paired) inGo(k, operations, n, ranks int) (float64, error) {
+	o := operation{kind: besides[k].kind, dtype: memory.Float32, n: n, unit: 1, wire: ncclapi.Float32, redop: ncclapi.Sum, comm: r.c, stream: r.s,
+		dst: operand{ptr: r.dst.Raw()}, src: operand{ptr: r.src.Raw()}}
+	api := r.c.api
+	begun := time.Now()
+	for range operations {
+		if o.kind != send {
+			if got := o.enqueue(); got != ncclapi.Success {
+				return 0, r.c.fail("thinnest", got)
+			}
+			continue
+		}
+		api.GroupStart()
+		api.Send(o.src.ptr, uintptr(n), o.wire, int32((r.c.rank+1)%ranks), *r.c.h, r.s.Raw())
+		api.Recv(o.dst.ptr, uintptr(n), o.wire, int32((r.c.rank+ranks-1)%ranks), *r.c.h, r.s.Raw())
+		if got := api.GroupEnd(); got != ncclapi.Success {
+			return 0, r.c.fail("thinnest", got)
+		}
+	}
+	return r.end(begun, operations)
+}
+
+func (r *paired) byChorus(k, operations, n, ranks int) (float64, error) {
+	issue := besides[k].issue
+	begun := time.Now()
+	for range operations {
+		if err := issue(r, n, ranks); err != nil {
+			return 0, err
+		}
+	}
+	return r.end(begun, operations)
+}
+
+// end waits as the loop in C does.
+func (r *paired) end(begun time.Time, operations int) (float64, error) {
+	for {
+		if done, err := r.s.Query(); done || err != nil {
+			return float64(time.Since(begun)) / 1e3 / float64(operations), err
+		}
+	}
+}

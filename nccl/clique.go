@@ -99,8 +99,8 @@ func liveRecorders() (list []*recorder) {
 	return list
 }
 
-// signature is a number in which operations differ that do not go together.
-func (o *operation) signature() uint32 {
+// sign gives the operation a number in which operations differ that do not go together.
+func (o *operation) sign() {
 	h := uint64(o.kind)<<32 | uint64(uint32(o.root))
 	mix := func(v uint64) { h = (h ^ v) * 0x9e3779b97f4a7c15; h ^= h >> 29 }
 	mix(uint64(o.wire)<<32 | uint64(uint32(min(o.redop, ncclapi.Avg+1)))) // the factors may differ
@@ -111,7 +111,7 @@ func (o *operation) signature() uint32 {
 			mix(uint64(n))
 		}
 	}
-	return uint32(h >> 32)
+	o.signature = uint32(h >> 32)
 }
 
 // post compares a collective that was scheduled with what other ranks of the
@@ -122,7 +122,7 @@ func (q *clique) post(o *operation) (fits bool) {
 		return true
 	}
 	slot := q.slot(o.number)
-	mine := posted(o.number, o.signature())
+	mine := posted(o.number, o.signature)
 	for {
 		theirs := slot.Load()
 		if ahead := int32(uint32(theirs>>32) - uint32(o.number)); ahead > 0 {
@@ -139,7 +139,7 @@ func (q *clique) post(o *operation) (fits bool) {
 // unpost takes back what NCCL did not take.
 func (q *clique) unpost(o *operation) {
 	if !kinds[o.kind].peer && q.many.Load() {
-		q.slot(o.number).CompareAndSwap(posted(o.number, o.signature()), posted(o.number-boardSize, 0))
+		q.slot(o.number).CompareAndSwap(posted(o.number, o.signature), posted(o.number-boardSize, 0))
 	}
 }
 

@@ -367,29 +367,36 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 	}
 }
 
-// usable says why nothing can be issued, without a lock.
+// alive reports whether something can be issued, without a lock.
+func (c *Communicator) alive() bool { return c != nil && c.failed.Load() == nil && !c.owner.Closed() }
+
+// usable says why nothing can be issued.
 func (c *Communicator) usable(op string) error {
-	if c == nil {
-		return c.closed(op)
+	if c.alive() {
+		return nil
 	}
-	if f := c.failed.Load(); f != nil {
-		return f.cause()
+	return c.unusable(op)
+}
+
+// unusable is the error of a communicator that is not alive, which none becomes again.
+func (c *Communicator) unusable(op string) error {
+	if c != nil {
+		if f := c.failed.Load(); f != nil {
+			return f.cause()
+		}
 	}
-	if c.owner.Closed() {
-		return c.closed(op)
-	}
-	return nil
+	return c.closed(op)
 }
 
 // enter locks c for a call into NCCL. The check must come after the lock: Abort
 // frees the communicator once no call is inside.
 func (c *Communicator) enter(op string) error {
 	c.mu.Lock()
-	if err := c.usable(op); err != nil {
-		c.mu.Unlock()
-		return err
+	if c.alive() {
+		return nil
 	}
-	return nil
+	c.mu.Unlock()
+	return c.unusable(op)
 }
 
 // over reports whether the communicator has ended.

@@ -10,12 +10,17 @@ import (
 
 // native gives the operation to NCCL. The communicator is entered.
 func (o *operation) native() error {
-	c, name := o.comm, o.kind.String()
-	if !o.captured {
-		return c.fail(name, o.enqueue())
+	if o.captured {
+		return relaxed(o.comm.dev, o.ask)
 	}
-	return relaxed(c.dev, func() error { return c.fail(name, o.enqueue()) })
+	if r := o.enqueue(); r != ncclapi.Success {
+		return o.comm.fail(o.kind.String(), r)
+	}
+	return nil
 }
+
+// ask is enqueue with an error for what is not a success.
+func (o *operation) ask() error { return o.comm.fail(o.kind.String(), o.enqueue()) }
 
 // relaxed makes calls of NCCL with the device's context bound and in the relaxed mode of
 // captures. NCCL allocates memory, and opens that of its peers before the first operation

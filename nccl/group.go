@@ -76,6 +76,12 @@ func openGroup() *group {
 	if part.more.Load() == 0 {
 		return nil
 	}
+	return listedGroup(me)
+}
+
+// listedGroup is openGroup of a goroutine that did not come first.
+func listedGroup(me uintptr) *group {
+	part := &groups[place(me)]
 	part.mu.Lock()
 	defer part.mu.Unlock()
 	for _, g := range part.list {

@@ -13,25 +13,21 @@ import (
 
 // An operation is one that a rank issues. It is a value on the caller's stack, or
 // in the list of a group until that ends.
+//
+// What every operation does is kept in few instructions: NCCL and the driver leave none of
+// them in the processor's caches, so that each 64 bytes of code cost as much as dozens of
+// instructions do. What is rare has functions of its own.
 type operation struct {
-	kind   kind
-	dtype  memory.DType
-	op     Op
-	root   int // or the peer
-	n      int // the elements that the operation counts; those of all ranks where they differ
+	request
 	dst    operand
 	src    operand
 	comm   *Communicator
 	stream *stream.Stream
 
-	sends, recvs []int   // the elements of each rank, where they differ
-	captured     bool    // into a graph
-	service      Service // of the communicator's Substitute
-	together     bool    // with one of each other rank, and nothing else
-	lent         bool    // by it, until settle
-	capture      uint64  // which one, in a group
-
-	callers *[maxFrames]uintptr // nil unless they are to be recorded
+	sends, recvs []int  // the elements of each rank, where they differ
+	together     bool   // with one of each other rank, and nothing else
+	lent         bool   // by the communicator's Substitute, until settle
+	capture      uint64 // which one, in a group
 
 	record uint64 // once it was scheduled: which one it is in the recorder,
 	number uint64 // and which collective
@@ -39,6 +35,19 @@ type operation struct {
 	wire  ncclapi.DType // what NCCL gets: the type,
 	unit  int           // how many of that type are an element,
 	redop ncclapi.RedOp // and the reduction
+}
+
+// A request is what was asked for, as the recorder keeps it.
+type request struct {
+	kind      kind
+	dtype     memory.DType
+	service   Service // of the communicator's Substitute
+	captured  bool    // into a graph
+	op        Op
+	signature uint32              // once it was scheduled
+	root      int                 // or the peer
+	n         int                 // the elements that the operation counts; those of all ranks where they differ
+	callers   *[maxFrames]uintptr // nil unless they are to be recorded
 }
 
 // An operand is a buffer of an operation, or nothing where the rank has none.
@@ -55,32 +64,62 @@ func operandOf[T memory.Element](x memory.Slice[T]) operand {
 // issue checks an operation and enqueues it, or adds it to the group that the
 // goroutine has open. op is for those that reduce, root for those that have one.
 func issue[T memory.Element](c *Communicator, s *stream.Stream, k kind, dst, src memory.Slice[T], op Op, root int) error {
-	o := operation{kind: k, dtype: memory.DTypeOf[T](), op: op, root: root, comm: c, stream: s}
+	o := operation{
+		request: request{kind: k, dtype: memory.DTypeOf[T](), op: op, root: root},
+		comm:    c, stream: s, dst: operandOf(dst), src: operandOf(src),
+	}
 	if err := o.begin(); err != nil {
 		return err
 	}
-	d := &kinds[k]
-	switch {
-	case d.src == one && !d.srcRoot:
-		o.n = src.Len()
-	case d.dst == one:
-		o.n = dst.Len()
-	default:
-		o.n = dst.Len() / c.size
-	}
-	if d.dst != none && (!d.dstRoot || c.rank == root) {
-		if err := checkSlice(&o, "destination", dst, o.length(d.dst)); err != nil {
+	if !o.fits() {
+		if err := unfit(&o, dst, src); err != nil {
 			return err
 		}
-		o.dst = operandOf(dst)
-	}
-	if d.src != none && (!d.srcRoot || c.rank == root) {
-		if err := checkSlice(&o, "source", src, o.length(d.src)); err != nil {
-			return err
-		}
-		o.src = operandOf(src)
 	}
 	return o.run()
+}
+
+// fits finds out how many elements the operation counts, leaves out the buffer that only
+// the root has, and reports whether the others fit.
+func (o *operation) fits() bool {
+	d := &kinds[o.kind]
+	switch {
+	case d.src == one && !d.srcRoot:
+		o.n = o.src.len
+	case d.dst == one:
+		o.n = o.dst.len
+	default:
+		o.n = o.dst.len / o.comm.size
+	}
+	if d.dstRoot && o.comm.rank != o.root || d.dst == none {
+		o.dst = operand{}
+	} else if !o.dst.fits(o.comm.dev, o.length(d.dst)) {
+		return false
+	}
+	if d.srcRoot && o.comm.rank != o.root || d.src == none {
+		o.src = operand{}
+		return true
+	}
+	return o.src.fits(o.comm.dev, o.length(d.src))
+}
+
+// fits reports whether the buffer has so many elements, and is open and of the device.
+func (x *operand) fits(dev *device.Device, n int) bool {
+	return x.len == n && (x.buf != nil && x.buf.OpenOn(dev) || x.buf == nil && n == 0)
+}
+
+// unfit says why the buffers do not fit.
+func unfit[T memory.Element](o *operation, dst, src memory.Slice[T]) error {
+	d := &kinds[o.kind]
+	if d.dst != none && (!d.dstRoot || o.comm.rank == o.root) {
+		if err := checkSlice(o, "destination", dst, o.length(d.dst)); err != nil {
+			return err
+		}
+	}
+	if d.src != none && (!d.srcRoot || o.comm.rank == o.root) {
+		return checkSlice(o, "source", src, o.length(d.src))
+	}
+	return nil
 }
 
 // length is how many elements a buffer must have.
@@ -104,49 +143,54 @@ func checkSlice[T memory.Element](o *operation, what string, x memory.Slice[T], 
 
 // begin checks all but the buffers.
 func (o *operation) begin() error {
-	c, name := o.comm, o.kind.String()
-	if err := c.usable(name); err != nil {
+	c, d := o.comm, &kinds[o.kind]
+	switch {
+	case !c.alive():
+		return c.unusable(o.kind.String())
+	case !o.stream.Open() || o.stream.Device() != c.dev:
+		return fmt.Errorf("nccl: %w", o.stream.Check(o.kind.String(), c.dev))
+	case d.rooted && uint(o.root) >= uint(c.size):
+		return fmt.Errorf("nccl: %s on rank %d of %d: rank %d does not exist", o.kind, c.rank, c.size, o.root)
+	}
+	if err := o.translate(d.reduces); err != nil {
 		return err
 	}
-	if !o.stream.Open() || o.stream.Device() != c.dev {
-		return fmt.Errorf("nccl: %w", o.stream.Check(name, c.dev))
-	}
-	d := &kinds[o.kind]
-	if d.rooted && (o.root < 0 || o.root >= c.size) {
-		return fmt.Errorf("nccl: %s on rank %d of %d: rank %d does not exist", name, c.rank, c.size, o.root)
-	}
-	o.unit = 1
-	if d.reduces {
-		if err := o.reduction(); err != nil {
-			return err
-		}
-	} else if o.wire = wireTypes[o.dtype].move; o.wire == ncclapi.Uint8 {
-		o.unit = o.dtype.Size()
-	}
 	if stream.AnyCapture() {
-		var err error
-		if o.captured, err = o.stream.Capturing(); err != nil {
-			return err
-		}
+		return o.note()
 	}
-	return o.stream.Captured(c)
+	return nil
+}
+
+// note finds out whether the operation is captured, which holds the communicator.
+func (o *operation) note() (err error) {
+	if o.captured, err = o.stream.Capturing(); err != nil {
+		return err
+	}
+	return o.stream.Captured(o.comm)
 }
 
 // checkOverlap refuses buffers that share memory in another way than in place.
 func (o *operation) checkOverlap() error {
-	if o.dst.len == 0 || o.src.len == 0 {
-		return nil
-	}
 	size := cudadrv.DevicePtr(o.dtype.Size())
 	d, s := o.dst.ptr, o.src.ptr
 	if d+cudadrv.DevicePtr(o.dst.len)*size <= s || s+cudadrv.DevicePtr(o.src.len)*size <= d {
 		return nil
 	}
-	part := cudadrv.DevicePtr(o.part()) * size
+	if k := &kinds[o.kind]; d == s && k.dst == one && k.src == one {
+		return nil
+	}
+	return o.checkInPlace()
+}
+
+// checkInPlace refuses buffers that overlap, unless the one is the rank's part of the other.
+func (o *operation) checkInPlace() error {
+	if o.dst.len == 0 || o.src.len == 0 {
+		return nil
+	}
+	part := cudadrv.DevicePtr(o.part() * o.dtype.Size())
 	switch k := &kinds[o.kind]; {
-	case k.dst == one && k.src == one && d == s,
-		k.dst == all && k.src == one && s == d+part,
-		k.dst == one && k.src == all && d == s+part:
+	case k.dst == all && k.src == one && o.src.ptr == o.dst.ptr+part,
+		k.dst == one && k.src == all && o.dst.ptr == o.src.ptr+part:
 		return nil
 	}
 	return fmt.Errorf("nccl: %s on rank %d of %d: the destination and the source overlap: %s",
@@ -182,18 +226,20 @@ func (o *operation) run() error {
 	if err := o.checkOverlap(); err != nil {
 		return err
 	}
-	if err := o.checkSymmetric(); err != nil {
-		return err
+	c := o.comm
+	if c.spans.Load() != nil {
+		if err := o.checkSymmetric(); err != nil {
+			return err
+		}
 	}
-	if o.comm.rec.frames {
+	if c.rec.frames {
 		o.callers = new([maxFrames]uintptr)
 		runtime.Callers(3, o.callers[:])
 	}
 	if g := openGroup(); g != nil {
 		return g.add(o)
 	}
-	c := o.comm
-	if kinds[o.kind].peer && o.root == c.rank {
+	if o.root == c.rank && kinds[o.kind].peer {
 		return o.alone()
 	}
 	if err := o.carryOut(); err != nil {
@@ -205,25 +251,43 @@ func (o *operation) run() error {
 // carryOut enters the communicator for the operation.
 func (o *operation) carryOut() error {
 	c := o.comm
-	if err := c.enter(o.kind.String()); err != nil {
-		return err
+	c.mu.Lock()
+	err := o.entered()
+	c.mu.Unlock()
+	return err
+}
+
+// entered is carryOut with the communicator entered.
+func (o *operation) entered() error {
+	c := o.comm
+	if !c.alive() {
+		return c.unusable(o.kind.String())
 	}
-	defer c.mu.Unlock()
-	o.substituted()
+	if c.substitute.Load() != nil {
+		o.substituted()
+	}
 	if err := o.schedule(now()); err != nil {
 		return err
 	}
 	if err := o.give(); err != nil {
-		_ = o.settle(false)          // err was first
-		if final(err) && !c.over() { // it was not aborted
-			c.giveUp(err)
-		} else {
-			o.refused()
-		}
-		return err
+		return o.takeBack(err)
 	}
 	c.rec.took(o)
-	return o.settle(true)
+	if o.lent {
+		return o.settle(true)
+	}
+	return nil
+}
+
+// takeBack undoes what was done for an operation that NCCL has not taken, and returns why.
+func (o *operation) takeBack(err error) error {
+	_ = o.settle(false)               // err was first
+	if final(err) && !o.comm.over() { // it was not aborted
+		o.comm.giveUp(err)
+	} else {
+		o.refused()
+	}
+	return err
 }
 
 // still checks again what may have changed since the operation was issued.
@@ -255,6 +319,7 @@ func (o *operation) schedule(t int64) error {
 	if c.marks.due(t) {
 		c.mark(t)
 	}
+	o.sign()
 	if c.rec.schedule(o, t) {
 		go c.look()
 	}

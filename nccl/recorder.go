@@ -6,7 +6,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -43,24 +42,17 @@ type recorder struct {
 
 // An entry is what the recorder has of an operation.
 type entry struct {
+	request
 	id         uint64
 	collective uint64 // its number, or that of the collective before a transfer
 	transfer   uint64
 	created    int64 // in nanoseconds since origin
 	begun      int64 // the same by the recorder's clock
 	completed  int64
-	n, in, out int
-	root       int32
-	op         Op
-	kind       kind
-	dtype      memory.DType
-	state      State
-	captured   bool
-	refused    bool
-	service    Service
+	in, out    int
 	stream     uintptr
-	callers    *[maxFrames]uintptr
-	signature  uint32
+	state      State
+	refused    bool
 }
 
 const (
@@ -68,18 +60,6 @@ const (
 	// fewEntries are kept for messages where no trace is wanted.
 	fewEntries = 64
 )
-
-// origin is where the recorder's clock begins, which never goes back.
-var origin = time.Now()
-
-func now() int64 { return int64(time.Since(origin)) }
-
-func moment(ns int64) time.Time {
-	if ns == 0 {
-		return time.Time{}
-	}
-	return origin.Add(time.Duration(ns)).Round(0)
-}
 
 func newRecorder(entries int) *recorder {
 	r := &recorder{hidden: entries <= 0}
@@ -118,11 +98,12 @@ func (r *recorder) schedule(o *operation, t int64) (watch bool) {
 		r.collectives++
 	}
 	o.record, o.number = r.last, r.collectives
-	*r.at(r.last) = entry{
-		id: r.last, collective: r.collectives, transfer: r.transfers, created: t, begun: t - r.unseen.Load(),
-		n: o.n, in: o.src.len, out: o.dst.len, root: int32(o.root), op: o.op, kind: o.kind, dtype: o.dtype,
-		captured: o.captured, service: o.service, stream: uintptr(o.stream.Raw()), callers: o.callers, signature: o.signature(),
-	}
+	e := r.at(r.last)
+	e.request = o.request
+	e.id, e.collective, e.transfer = r.last, r.collectives, r.transfers
+	e.created, e.begun, e.completed = t, t-r.unseen.Load(), 0
+	e.in, e.out, e.stream = o.src.len, o.dst.len, uintptr(o.stream.Raw())
+	e.state, e.refused = Scheduled, false
 	watch = !r.watched && !r.over
 	r.watched = r.watched || watch
 	r.mu.Unlock()
@@ -148,18 +129,21 @@ func (r *recorder) refuse(id uint64) {
 
 // took notes that NCCL has taken an operation.
 func (r *recorder) took(o *operation) {
-	var old *stream.Stream
 	r.mu.Lock()
 	r.enqueued = o.record
-	if !o.captured {
-		r.waiting = o.record
-		if r.stream != o.stream {
-			old = r.stream
-			r.stream = nil
-			if o.stream.Retain() {
-				r.stream = o.stream
-			}
-		}
+	if o.captured {
+		r.mu.Unlock()
+		return
+	}
+	r.waiting = o.record
+	if r.stream == o.stream {
+		r.mu.Unlock()
+		return
+	}
+	old := r.stream
+	r.stream = nil
+	if o.stream.Retain() {
+		r.stream = o.stream
 	}
 	r.mu.Unlock()
 	if old != nil {

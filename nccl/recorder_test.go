@@ -24,7 +24,7 @@ func (r *idleRank) recorded(n int) *recorder {
 }
 
 func (r *idleRank) record(rec *recorder, captured bool) entry {
-	o := operation{kind: allReduce, comm: r.c, stream: r.s, n: 64, captured: captured}
+	o := operation{request: request{kind: allReduce, n: 64, captured: captured}, comm: r.c, stream: r.s}
 	rec.schedule(&o, now())
 	rec.took(&o)
 	return *rec.find(o.record)

@@ -121,9 +121,26 @@ func (p *PreMulSum) Close() error {
 	return c.fail(name, c.api.RedOpDestroy(p.op, *c.h))
 }
 
-// reduction checks the reduction of an operation and finds what NCCL gets for it.
-func (o *operation) reduction() error {
-	c, w := o.comm, wireTypes[o.dtype]
+// translate finds out what NCCL gets for the type and the reduction, and checks them.
+func (o *operation) translate(reduces bool) error {
+	w := &wireTypes[o.dtype]
+	o.unit = 1
+	if !reduces {
+		if o.wire = w.move; o.wire == ncclapi.Uint8 {
+			o.unit = o.dtype.Size()
+		}
+		return nil
+	}
+	o.wire, o.redop = w.reduce, ncclapi.RedOp(o.op)
+	if w.sums && w.since <= o.comm.version && uint(o.op) < uint(Avg) && o.dtype != memory.Bool {
+		return nil
+	}
+	return o.checkReduction(w)
+}
+
+// checkReduction is translate for what is not plain.
+func (o *operation) checkReduction(w *wireType) error {
+	c := o.comm
 	at := func() string { return fmt.Sprintf("nccl: %s on rank %d of %d", o.kind, c.rank, c.size) }
 	if !w.sums {
 		return fmt.Errorf("%s: NCCL cannot reduce %s", at(), o.dtype)
@@ -131,7 +148,6 @@ func (o *operation) reduction() error {
 	if c.version < w.since {
 		return needs(at()+" of "+o.dtype.String(), w.since, c.version)
 	}
-	o.wire, o.redop = w.reduce, ncclapi.RedOp(o.op)
 	if o.op < Sum || o.op > Avg {
 		t, ok := c.sums.Load(o.op)
 		switch {

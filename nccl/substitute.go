@@ -167,6 +167,14 @@ func (o *operation) collective() Collective {
 
 // give enqueues the operation, by NCCL or its Substitute. The communicator is entered.
 func (o *operation) give() error {
+	if o.service == Nothing {
+		return o.native()
+	}
+	return o.giveSubstitute()
+}
+
+// giveSubstitute is give for what a Substitute has said that it takes.
+func (o *operation) giveSubstitute() error {
 	switch o.service {
 	case Instead:
 		return o.bySubstitute(func(by Substitute, x Collective) error { return by.Enqueue(o.stream, x) })

@@ -214,7 +214,7 @@ func (r *paired) inC(p *pairing, k, operations, n int) (float64, error) {
 
 // inGo calls NCCL as Chorus does, without all that it does before and behind.
 func (r *paired) inGo(k, operations, n, ranks int) (float64, error) {
-	o := operation{kind: besides[k].kind, dtype: memory.Float32, n: n, unit: 1, wire: ncclapi.Float32, redop: ncclapi.Sum, comm: r.c, stream: r.s,
+	o := operation{request: request{kind: besides[k].kind, dtype: memory.Float32, n: n}, unit: 1, wire: ncclapi.Float32, redop: ncclapi.Sum, comm: r.c, stream: r.s,
 		dst: operand{ptr: r.dst.Raw()}, src: operand{ptr: r.src.Raw()}}
 	api := r.c.api
 	begun := time.Now()

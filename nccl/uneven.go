@@ -13,7 +13,7 @@ import (
 // has room for all parts, by rank; in place, src is the rank's part of dst. It is
 // one group of broadcasts. Collective.
 func AllGatherV[T memory.Element](c *Communicator, s *stream.Stream, dst, src memory.Slice[T], counts []int) error {
-	o := operation{kind: allGatherV, dtype: memory.DTypeOf[T](), comm: c, stream: s, sends: counts, recvs: counts}
+	o := operation{request: request{kind: allGatherV, dtype: memory.DTypeOf[T]()}, comm: c, stream: s, sends: counts, recvs: counts}
 	return issueUneven(&o, dst, src)
 }
 
@@ -22,7 +22,7 @@ func AllGatherV[T memory.Element](c *Communicator, s *stream.Stream, dst, src me
 // that gets none. src has all parts, by rank; in place, dst is the rank's part of
 // src. It is one group of reductions. Collective.
 func ReduceScatterV[T memory.Element](c *Communicator, s *stream.Stream, dst, src memory.Slice[T], counts []int, op Op) error {
-	o := operation{kind: reduceScatterV, dtype: memory.DTypeOf[T](), op: op, comm: c, stream: s, sends: counts, recvs: counts}
+	o := operation{request: request{kind: reduceScatterV, dtype: memory.DTypeOf[T](), op: op}, comm: c, stream: s, sends: counts, recvs: counts}
 	return issueUneven(&o, dst, src)
 }
 
@@ -32,7 +32,7 @@ func ReduceScatterV[T memory.Element](c *Communicator, s *stream.Stream, dst, sr
 // 0 is nothing. dst and src do not overlap. It is one group of sends and receives.
 // Collective.
 func AllToAllV[T memory.Element](c *Communicator, s *stream.Stream, dst memory.Slice[T], recvs []int, src memory.Slice[T], sends []int) error {
-	o := operation{kind: allToAllV, dtype: memory.DTypeOf[T](), comm: c, stream: s, sends: sends, recvs: recvs}
+	o := operation{request: request{kind: allToAllV, dtype: memory.DTypeOf[T]()}, comm: c, stream: s, sends: sends, recvs: recvs}
 	return issueUneven(&o, dst, src)
 }
 

@@ -5,9 +5,13 @@ import (
 	"unsafe"
 )
 
-// crossC has the address of cross in cross_amd64.s, a C function.
-var crossC uintptr
+// crossC and passC have the addresses of cross and pass in cross_amd64.s, C functions.
+var crossC, passC uintptr
 
+// cgocall runs a C function on the system's stack. Like cgo's own calls it takes what lies
+// on the goroutine's stack, which stays where it is until C runs.
+//
+//go:noescape
 //go:linkname cgocall runtime.cgocall
 func cgocall(fn uintptr, arg unsafe.Pointer) int32
 
@@ -17,3 +21,6 @@ func (f *Frame) cross() {
 	cgocall(crossC, unsafe.Pointer(&f.crossing))
 	runtime.KeepAlive(f)
 }
+
+// pass goes to C with nothing but the arguments.
+func (p *passage) pass() int32 { return cgocall(passC, unsafe.Pointer(p)) }

@@ -4,6 +4,28 @@
 GLOBL ·crossC(SB), NOPTR|RODATA, $8
 DATA ·crossC(SB)/8, $cross(SB)
 
+GLOBL ·passC(SB), NOPTR|RODATA, $8
+DATA ·passC(SB)/8, $pass(SB)
+
+// int pass(passage *) in the C convention, on the system's stack. It reads nothing of the
+// passage once it has made the call: the goroutine's stack, where that lies, may have moved
+// if C has called Go.
+TEXT pass(SB), NOSPLIT, $16
+	MOVQ passage_fn(DI), R10
+	MOVQ (passage_words+48)(DI), R11
+	MOVQ R11, 0(SP)
+	MOVQ (passage_words+56)(DI), R11
+	MOVQ R11, 8(SP)
+	MOVQ (passage_words+8)(DI), SI
+	MOVQ (passage_words+16)(DI), DX
+	MOVQ (passage_words+24)(DI), CX
+	MOVQ (passage_words+32)(DI), R8
+	MOVQ (passage_words+40)(DI), R9
+	MOVQ passage_words+0(DI), DI
+	XORL AX, AX // a variadic function is given no float
+	CALL R10
+	RET
+
 // void cross(crossing *) in the C convention, on the system's stack. It makes the
 // calls that the crossing describes. The first 26 words of the frame are
 // arguments on the stack, the 28th is the crossing's address.

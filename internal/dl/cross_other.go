@@ -16,3 +16,9 @@ func (f *Frame) cross() {
 	}
 	f.result, _, _ = purego.SyscallN(f.fn, f.words[:f.nwords]...)
 }
+
+// pass goes to C with nothing but the arguments.
+func (p *passage) pass() int32 {
+	r, _, _ := purego.SyscallN(p.fn, p.words[:]...)
+	return int32(r)
+}

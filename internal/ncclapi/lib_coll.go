@@ -7,6 +7,9 @@ import (
 	"github.com/gochorus/chorus/internal/dl"
 )
 
+// words are the arguments of what is called for each operation.
+type words = [dl.DirectWords]uintptr
+
 func (l *Lib) MemAlloc(bytes uintptr) (cudadrv.DevicePtr, Result) {
 	p, r := l.Call1(FuncMemAlloc, dl.Get().Out().In(bytes))
 	return cudadrv.DevicePtr(p), r
@@ -26,13 +29,11 @@ func (l *Lib) RedOpDestroy(op RedOp, c Comm) Result {
 }
 
 func (l *Lib) AllReduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncAllReduce, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(c), uintptr(s)))
+	return l.Direct(FuncAllReduce, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(c), uintptr(s)})
 }
 
 func (l *Lib) Broadcast(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncBroadcast, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)))
+	return l.Direct(FuncBroadcast, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)})
 }
 
 func (l *Lib) Bcast(buf cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
@@ -41,48 +42,40 @@ func (l *Lib) Bcast(buf cudadrv.DevicePtr, count uintptr, t DType, root int32, c
 }
 
 func (l *Lib) Reduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncReduce, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(root), uintptr(c), uintptr(s)))
+	return l.Direct(FuncReduce, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(root), uintptr(c), uintptr(s)})
 }
 
 func (l *Lib) AllGather(send, recv cudadrv.DevicePtr, sendCount uintptr, t DType, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncAllGather, dl.Get().
-		In(uintptr(send), uintptr(recv), sendCount, uintptr(t), uintptr(c), uintptr(s)))
+	return l.Direct(FuncAllGather, words{uintptr(send), uintptr(recv), sendCount, uintptr(t), uintptr(c), uintptr(s)})
 }
 
 func (l *Lib) ReduceScatter(send, recv cudadrv.DevicePtr, recvCount uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncReduceScatter, dl.Get().
-		In(uintptr(send), uintptr(recv), recvCount, uintptr(t), uintptr(op), uintptr(c), uintptr(s)))
+	return l.Direct(FuncReduceScatter, words{uintptr(send), uintptr(recv), recvCount, uintptr(t), uintptr(op), uintptr(c), uintptr(s)})
 }
 
 func (l *Lib) AlltoAll(send, recv cudadrv.DevicePtr, count uintptr, t DType, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncAlltoAll, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(c), uintptr(s)))
+	return l.Direct(FuncAlltoAll, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(c), uintptr(s)})
 }
 
 func (l *Lib) Gather(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncGather, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)))
+	return l.Direct(FuncGather, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)})
 }
 
 func (l *Lib) Scatter(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncScatter, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)))
+	return l.Direct(FuncScatter, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)})
 }
 
 func (l *Lib) Send(buf cudadrv.DevicePtr, count uintptr, t DType, peer int32, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncSend, dl.Get().
-		In(uintptr(buf), count, uintptr(t), uintptr(peer), uintptr(c), uintptr(s)))
+	return l.Direct(FuncSend, words{uintptr(buf), count, uintptr(t), uintptr(peer), uintptr(c), uintptr(s)})
 }
 
 func (l *Lib) Recv(buf cudadrv.DevicePtr, count uintptr, t DType, peer int32, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncRecv, dl.Get().
-		In(uintptr(buf), count, uintptr(t), uintptr(peer), uintptr(c), uintptr(s)))
+	return l.Direct(FuncRecv, words{uintptr(buf), count, uintptr(t), uintptr(peer), uintptr(c), uintptr(s)})
 }
 
-func (l *Lib) GroupStart() Result { return l.Call(FuncGroupStart, dl.Get()) }
+func (l *Lib) GroupStart() Result { return l.Direct(FuncGroupStart, words{}) }
 
-func (l *Lib) GroupEnd() Result { return l.Call(FuncGroupEnd, dl.Get()) }
+func (l *Lib) GroupEnd() Result { return l.Direct(FuncGroupEnd, words{}) }
 
 func (l *Lib) GroupSimulateEnd(info *SimInfo) Result {
 	return l.Call(FuncGroupSimulateEnd, dl.Get().Ptr(unsafe.Pointer(info)))

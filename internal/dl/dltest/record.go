@@ -92,8 +92,12 @@ func NewRecorder(t *testing.T, sigs Signatures, result uint64) *Recorder {
 	return r
 }
 
+// direct begins the signature of a function that is called by Table.Direct.
+const direct = "="
+
 // split returns what a function returns, or 'i' for an int, and its arguments.
 func split(sig string) (returns byte, args []string) {
+	sig = strings.TrimPrefix(sig, direct)
 	args = strings.Fields(strings.TrimLeft(sig, "*#-"))
 	if sig != "" && strings.IndexByte("*#-", sig[0]) >= 0 {
 		return sig[0], args
@@ -163,12 +167,16 @@ func (r *Recorder) format(c recordedCall) string {
 	name := r.names[c.fn]
 	r.called[name] = true
 	_, args := split(r.sigs[name])
+	passed := recordArgs
+	if strings.HasPrefix(r.sigs[name], direct) {
+		passed = dl.DirectWords
+	}
 	var out []string
 	for i, a := range args {
 		kind, size, _ := parse(a, i)
 		out = append(out, formatWord(kind, size, c.words[i], c.bytes[i][:]))
 	}
-	for i := len(args); i < recordArgs; i++ {
+	for i := len(args); i < passed; i++ {
 		if c.words[i] != 0 {
 			out = append(out, fmt.Sprintf("EXTRA WORD %d: %#x", i, c.words[i]))
 		}

@@ -123,9 +123,11 @@ func (c *Communicator) end(f *failure) {
 		}
 	}
 	close(f.settled)
-	for _, m := range c.others() {
+	for _, m := range c.others() { // before NCCL tells them of the abort
 		if o := m.comm.Value(); o != nil {
-			go o.breakWith(f.err)
+			if theirs := o.blame(f.err); theirs != nil {
+				go o.end(theirs)
+			}
 		}
 	}
 	if c.recoverable {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/stream"
 )
 
 // Group makes one of all operations that fn issues (ncclGroupStart,
@@ -152,11 +153,7 @@ func (g *group) leave() {
 	if g.depth--; g.depth > 0 {
 		return
 	}
-	clear(g.ops)
-	clear(g.comms)
-	clear(g.ends)
-	clear(g.errs)
-	g.ops, g.counts, g.comms, g.ends, g.errs, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], g.ends[:0], g.errs[:0], nil
+	g.empty()
 	part := &groups[place(g.of.Load())]
 	if g == &part.first {
 		g.of.Store(0) // from here on it may be another goroutine's
@@ -169,10 +166,25 @@ func (g *group) leave() {
 	part.more.Add(-1)
 }
 
+// empty forgets what the group had.
+func (g *group) empty() {
+	clear(g.ops)
+	clear(g.comms)
+	if len(g.ends) > 0 {
+		clear(g.ends)
+	}
+	if len(g.errs) > 0 {
+		clear(g.errs)
+	}
+	g.ops, g.counts, g.comms, g.ends, g.errs, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], g.ends[:0], g.errs[:0], nil
+}
+
 // add takes an operation that was checked into the group.
 func (g *group) add(o *operation) (err error) {
-	if o.capture, err = o.stream.CaptureID(); err != nil {
-		return err
+	if stream.AnyCapture() {
+		if o.capture, err = o.stream.CaptureID(); err != nil {
+			return err
+		}
 	}
 	g.ops = append(g.ops, *o)
 	if o.sends == nil {
@@ -223,6 +235,35 @@ func (g *group) carryOut(c *Communicator) error {
 		return g.inTurn()
 	}
 	given, err := g.give(c, ncclapi.API.GroupEnd)
+	if err != nil || g.lent() {
+		return g.settle(given, err)
+	}
+	g.took()
+	return nil
+}
+
+// lent reports whether a Substitute has lent buffers for an operation.
+func (g *group) lent() bool {
+	for i := range g.ops {
+		if g.ops[i].lent {
+			return true
+		}
+	}
+	return false
+}
+
+// took notes that NCCL has taken the group.
+func (g *group) took() {
+	for i := range g.ops {
+		if !g.leads(i) {
+			g.ops[i].comm.rec.took(&g.ops[i])
+		}
+	}
+}
+
+// settle ends what was lent for the operations, of which the first were given before the
+// group failed, if it did, and notes what became of each.
+func (g *group) settle(given int, err error) error {
 	g.expect()
 	for i := range g.ops {
 		if err != nil && (i >= given || g.ops[i].service != Instead) {
@@ -286,8 +327,12 @@ func (g *group) enter() error {
 		if err := g.ops[i].still(); err != nil {
 			return err
 		}
-		if err := g.takeIn(g.ops[i].comm); err != nil {
-			return err
+		if c := g.ops[i].comm; len(g.comms) == 0 {
+			g.comms = append(g.comms, c)
+		} else if len(g.comms) > 1 || c != g.comms[0] {
+			if err := g.takeIn(c); err != nil {
+				return err
+			}
 		}
 	}
 	if err := g.match(); err != nil {
@@ -306,13 +351,9 @@ func (g *group) enter() error {
 	return nil
 }
 
-// takeIn adds a communicator to those of the group.
+// takeIn adds a communicator to those of the group, if it is not there.
 func (g *group) takeIn(c *Communicator) error {
-	first := g.ops[0].comm
-	switch {
-	case len(g.comms) == 1 && c == first:
-		return nil
-	case c.api != first.api:
+	if first := g.ops[0].comm; c.api != first.api {
 		return fmt.Errorf("nccl: ncclGroupEnd: rank %d (%s) and rank %d (%s) are of two systems: want a group of one",
 			first.rank, first.dev, c.rank, c.dev)
 	}

@@ -102,10 +102,11 @@ func (g *group) outcome() (first error) {
 	return first
 }
 
-// leads reports whether what was taken after operation i says all that it does.
+// leads reports whether what was taken after operation i says all that it does. Where there
+// are no errors all were taken.
 func (g *group) leads(i int) bool {
 	o, j := &g.ops[i], i+1
-	return j < len(g.ops) && g.errs[j] == nil &&
+	return j < len(g.ops) && (len(g.errs) == 0 || g.errs[j] == nil) &&
 		g.ops[j].comm == o.comm && g.ops[j].stream == o.stream && g.ops[j].captured == o.captured
 }
 

@@ -292,22 +292,40 @@ func (o *operation) takeBack(err error) error {
 
 // still checks again what may have changed since the operation was issued.
 func (o *operation) still() error {
+	if dev := o.comm.dev; !o.stream.Open() || o.src.closed(dev) || o.dst.closed(dev) {
+		return o.noMore()
+	}
+	if stream.AnyCapture() || o.capture != 0 {
+		return o.stillCaptured()
+	}
+	return nil
+}
+
+// closed reports whether the buffer of an operand is no longer there.
+func (x *operand) closed(dev *device.Device) bool { return x.buf != nil && !x.buf.OpenOn(dev) }
+
+// noMore is the error of an operation whose stream or buffer was closed.
+func (o *operation) noMore() error {
 	c, name := o.comm, o.kind.String()
 	if err := o.stream.Check(name, c.dev); err != nil {
 		return fmt.Errorf("nccl: %w", err)
 	}
-	for _, x := range [...]operand{o.dst, o.src} {
-		if x.buf != nil && !x.buf.OpenOn(c.dev) {
-			return fmt.Errorf("nccl: %s on rank %d of %d: a buffer of %d bytes on %s was closed within the group: %w",
-				name, c.rank, c.size, x.buf.Bytes(), c.dev, device.ErrClosed)
-		}
+	x := o.dst
+	if !x.closed(c.dev) {
+		x = o.src
 	}
+	return fmt.Errorf("nccl: %s on rank %d of %d: a buffer of %d bytes on %s was closed within the group: %w",
+		name, c.rank, c.size, x.buf.Bytes(), c.dev, device.ErrClosed)
+}
+
+// stillCaptured refuses an operation whose capture began or ended.
+func (o *operation) stillCaptured() error {
 	switch now, err := o.stream.CaptureID(); {
 	case err != nil:
 		return err
 	case now != o.capture:
 		return fmt.Errorf("nccl: %s on rank %d of %d: a capture of %s began or ended in the group, after the operation was issued: want the whole group within it, or none: %w",
-			name, c.rank, c.size, o.stream, ErrorInvalidUsage)
+			o.kind, o.comm.rank, o.comm.size, o.stream, ErrorInvalidUsage)
 	}
 	return nil
 }

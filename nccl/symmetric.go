@@ -95,7 +95,7 @@ func (o *operation) checkSymmetric() error {
 func (g *group) checkSymmetric() error {
 	for i := range g.ops {
 		o := &g.ops[i]
-		if o.comm.version >= exactSymmetric || !o.symmetric() {
+		if o.comm.spans.Load() == nil || o.comm.version >= exactSymmetric || !o.symmetric() {
 			continue
 		}
 		for j := range g.ops[:i] {

@@ -49,22 +49,24 @@ func (g *group) match() error {
 // a single rank those of what it sends itself.
 func (g *group) collect(o *operation) {
 	me := o.comm.rank
-	here := func(rank int) bool { return len(g.comms) > 1 || rank == me }
-	switch o.kind {
-	case send:
-		if here(o.root) {
-			g.ends = append(g.ends, end{o: o, from: me, to: o.root, n: o.n})
-		}
-	case recv:
-		if here(o.root) {
-			g.ends = append(g.ends, end{o: o, from: o.root, to: me, n: o.n, receives: true})
-		}
-	case allToAllV:
-		for rank := range o.comm.size {
-			if here(rank) {
-				g.ends = append(g.ends, end{o: o, from: me, to: rank, n: o.sends[rank]},
-					end{o: o, from: rank, to: me, n: o.recvs[rank], receives: true})
-			}
+	switch {
+	case o.kind == allToAllV:
+		g.collectAll(o)
+	case !kinds[o.kind].peer || len(g.comms) == 1 && o.root != me:
+	case o.kind == send:
+		g.ends = append(g.ends, end{o: o, from: me, to: o.root, n: o.n})
+	default:
+		g.ends = append(g.ends, end{o: o, from: o.root, to: me, n: o.n, receives: true})
+	}
+}
+
+// collectAll is collect for a transfer with each rank.
+func (g *group) collectAll(o *operation) {
+	me := o.comm.rank
+	for rank := range o.comm.size {
+		if len(g.comms) > 1 || rank == me {
+			g.ends = append(g.ends, end{o: o, from: me, to: rank, n: o.sends[rank]},
+				end{o: o, from: rank, to: me, n: o.recvs[rank], receives: true})
 		}
 	}
 }

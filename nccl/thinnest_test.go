@@ -58,27 +58,54 @@ func BenchmarkBesideThinnest(b *testing.B) {
 	}
 }
 
-// besides are the operations, in the order of nccl.c.
+// besides are the operations, in the order of nccl.c. prepare returns what issues one of n
+// elements, or as many for each rank.
 var besides = []struct {
-	kind  kind
-	split bool // a rank's part is the size over the number of ranks
-	issue func(r *paired, n, ranks int) error
+	kind    kind
+	split   bool // a rank's part is the size over the number of ranks
+	prepare func(r *paired, n int) func() error
 }{
-	{allReduce, false, func(r *paired, n, _ int) error { return AllReduce(r.c, r.s, r.to(n), r.from(n), Sum) }},
-	{allGather, true, func(r *paired, n, ranks int) error { return AllGather(r.c, r.s, r.to(n*ranks), r.from(n)) }},
-	{reduceScatter, true, func(r *paired, n, ranks int) error { return ReduceScatter(r.c, r.s, r.to(n), r.from(n*ranks), Sum) }},
-	{broadcast, false, func(r *paired, n, _ int) error { return Broadcast(r.c, r.s, r.to(n), r.from(n), 0) }},
-	{reduce, false, func(r *paired, n, _ int) error { return Reduce(r.c, r.s, r.to(n), r.from(n), Sum, 0) }},
-	{allToAll, true, func(r *paired, n, ranks int) error { return AllToAll(r.c, r.s, r.to(n*ranks), r.from(n*ranks)) }},
-	{gather, true, func(r *paired, n, ranks int) error { return Gather(r.c, r.s, r.to(n*ranks), r.from(n), 0) }},
-	{scatter, true, func(r *paired, n, ranks int) error { return Scatter(r.c, r.s, r.to(n), r.from(n*ranks), 0) }},
-	{send, false, func(r *paired, n, ranks int) error {
-		return Group(r.c, func() error {
-			if err := Send(r.c, r.s, r.from(n), (r.c.rank+1)%ranks); err != nil {
+	{allReduce, false, func(r *paired, n int) func() error {
+		dst, src := r.slices(n, n)
+		return func() error { return AllReduce(r.c, r.s, dst, src, Sum) }
+	}},
+	{allGather, true, func(r *paired, n int) func() error {
+		dst, src := r.slices(n*r.c.size, n)
+		return func() error { return AllGather(r.c, r.s, dst, src) }
+	}},
+	{reduceScatter, true, func(r *paired, n int) func() error {
+		dst, src := r.slices(n, n*r.c.size)
+		return func() error { return ReduceScatter(r.c, r.s, dst, src, Sum) }
+	}},
+	{broadcast, false, func(r *paired, n int) func() error {
+		dst, src := r.slices(n, n)
+		return func() error { return Broadcast(r.c, r.s, dst, src, 0) }
+	}},
+	{reduce, false, func(r *paired, n int) func() error {
+		dst, src := r.slices(n, n)
+		return func() error { return Reduce(r.c, r.s, dst, src, Sum, 0) }
+	}},
+	{allToAll, true, func(r *paired, n int) func() error {
+		dst, src := r.slices(n*r.c.size, n*r.c.size)
+		return func() error { return AllToAll(r.c, r.s, dst, src) }
+	}},
+	{gather, true, func(r *paired, n int) func() error {
+		dst, src := r.slices(n*r.c.size, n)
+		return func() error { return Gather(r.c, r.s, dst, src, 0) }
+	}},
+	{scatter, true, func(r *paired, n int) func() error {
+		dst, src := r.slices(n, n*r.c.size)
+		return func() error { return Scatter(r.c, r.s, dst, src, 0) }
+	}},
+	{send, false, func(r *paired, n int) func() error {
+		dst, src := r.slices(n, n)
+		both := func() error {
+			if err := Send(r.c, r.s, src, r.next()); err != nil {
 				return err
 			}
-			return Recv(r.c, r.s, r.to(n), (r.c.rank+ranks-1)%ranks)
-		})
+			return Recv(r.c, r.s, dst, r.before())
+		}
+		return func() error { return Group(r.c, both) }
 	}},
 }
 
@@ -96,8 +123,12 @@ type paired struct {
 	dst, src memory.Slice[float32]
 }
 
-func (r *paired) to(n int) memory.Slice[float32]   { return r.dst.Slice(0, n) }
-func (r *paired) from(n int) memory.Slice[float32] { return r.src.Slice(0, n) }
+func (r *paired) slices(to, from int) (dst, src memory.Slice[float32]) {
+	return r.dst.Slice(0, to), r.src.Slice(0, from)
+}
+
+func (r *paired) next() int   { return (r.c.rank + 1) % r.c.size }
+func (r *paired) before() int { return (r.c.rank + r.c.size - 1) % r.c.size }
 
 const pairedRoom = 1 << 16 // elements
 
@@ -149,8 +180,8 @@ func (p *pairing) row(b *testing.B, k, bytes int) {
 	}
 	ways := []func(r *paired, operations int) (float64, error){
 		func(r *paired, operations int) (float64, error) { return r.inC(p, k, operations, n) },
-		func(r *paired, operations int) (float64, error) { return r.inGo(k, operations, n, len(p.ranks)) },
-		func(r *paired, operations int) (float64, error) { return r.byChorus(k, operations, n, len(p.ranks)) },
+		func(r *paired, operations int) (float64, error) { return r.inGo(k, operations, n) },
+		func(r *paired, operations int) (float64, error) { return r.byChorus(k, operations, n) },
 	}
 	var mu sync.Mutex
 	all := make([][]float64, len(ways)) // by round
@@ -213,7 +244,7 @@ func (r *paired) inC(p *pairing, k, operations, n int) (float64, error) {
 }
 
 // inGo calls NCCL as Chorus does, without all that it does before and behind.
-func (r *paired) inGo(k, operations, n, ranks int) (float64, error) {
+func (r *paired) inGo(k, operations, n int) (float64, error) {
 	o := operation{request: request{kind: besides[k].kind, dtype: memory.Float32, n: n}, unit: 1, wire: ncclapi.Float32, redop: ncclapi.Sum, comm: r.c, stream: r.s,
 		dst: operand{ptr: r.dst.Raw()}, src: operand{ptr: r.src.Raw()}}
 	api := r.c.api
@@ -226,8 +257,8 @@ func (r *paired) inGo(k, operations, n, ranks int) (float64, error) {
 			continue
 		}
 		api.GroupStart()
-		api.Send(o.src.ptr, uintptr(n), o.wire, int32((r.c.rank+1)%ranks), *r.c.h, r.s.Raw())
-		api.Recv(o.dst.ptr, uintptr(n), o.wire, int32((r.c.rank+ranks-1)%ranks), *r.c.h, r.s.Raw())
+		api.Send(o.src.ptr, uintptr(n), o.wire, int32(r.next()), *r.c.h, r.s.Raw())
+		api.Recv(o.dst.ptr, uintptr(n), o.wire, int32(r.before()), *r.c.h, r.s.Raw())
 		if got := api.GroupEnd(); got != ncclapi.Success {
 			return 0, r.c.fail("thinnest", got)
 		}
@@ -235,11 +266,11 @@ func (r *paired) inGo(k, operations, n, ranks int) (float64, error) {
 	return r.end(begun, operations)
 }
 
-func (r *paired) byChorus(k, operations, n, ranks int) (float64, error) {
-	issue := besides[k].issue
+func (r *paired) byChorus(k, operations, n int) (float64, error) {
+	issue := besides[k].prepare(r, n)
 	begun := time.Now()
 	for range operations {
-		if err := issue(r, n, ranks); err != nil {
+		if err := issue(); err != nil {
 			return 0, err
 		}
 	}

@@ -146,6 +146,7 @@ func prepare(dev *device.Device, rank, size int, cfg *Config) (*Communicator, *n
 		ending: make(chan struct{}), ended: make(chan struct{}),
 	}
 	c.look, c.marks.dev = c.watch, dev
+	setClock()
 	return c, raw, cfg.apply(c)
 }
 

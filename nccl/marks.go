@@ -32,7 +32,7 @@ type mark struct {
 
 const (
 	numMarks  = 32
-	markEvery = int64(250 * time.Microsecond)
+	markEvery = int64(time.Millisecond) // of which it then costs a few thousandths
 )
 
 // due reports whether it is time for a mark.

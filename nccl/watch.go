@@ -36,6 +36,7 @@ func (c *Communicator) watch() {
 		if c.Err() != nil || c.over() {
 			return
 		}
+		setClock()
 		if err := c.inspect(); err != nil {
 			c.breakWith(err)
 			return

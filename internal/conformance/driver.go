@@ -33,6 +33,7 @@ func Driver(t *testing.T, drv cudadrv.Driver) {
 	t.Run("HostFuncs", r.testHostFuncs)
 	t.Run("InterprocessEvents", r.testInterprocessEvents)
 	t.Run("Peers", r.testPeers)
+	t.Run("Rows", r.testRows)
 	t.Run("Modules", r.testModules)
 	t.Run("Graphs", r.testGraphs)
 }
@@ -255,6 +256,52 @@ func (r *rig) testPeers(t *testing.T) {
 				res = r.on(t, src, func() cudadrv.Result { return r.drv.CtxEnablePeerAccess(r.ctxs[dst], 0) })
 				require.Equal(t, cudadrv.ErrorPeerAccessAlreadyEnabled, res)
 			}
+		}
+	}
+}
+
+// testRows copies rows that begin some bytes apart, within a device and from each to each
+// other one that it reaches, and leaves what is between them.
+func (r *rig) testRows(t *testing.T) {
+	const width, rows, from, to = 1001, 37, 1536, 1003
+	for src := range r.devs {
+		for dst := range r.devs {
+			if src != dst {
+				can, res := r.drv.DeviceCanAccessPeer(r.devs[src], r.devs[dst])
+				ok(t, res)
+				if can == 0 {
+					continue
+				}
+				res = r.on(t, src, func() cudadrv.Result { return r.drv.CtxEnablePeerAccess(r.ctxs[dst], 0) })
+				require.Contains(t, []cudadrv.Result{cudadrv.Success, cudadrv.ErrorPeerAccessAlreadyEnabled}, res)
+			}
+			s, other := r.stream(t, src), r.stream(t, dst)
+			p, q := r.alloc(t, src, from*rows), r.alloc(t, dst, to*rows)
+			have, want := pattern(from*rows, uint64(src*8+dst)), make([]byte, to*rows)
+			r.upload(t, src, s, p, have)
+			for i := range want {
+				if want[i] = 0x5a; i%to < width {
+					want[i] = have[i/to*from+i%to]
+				}
+			}
+			c := cudadrv.Memcpy2D{Dst: q, Src: p, DstPitch: to, SrcPitch: from, WidthInBytes: width, Height: rows}
+			enqueue := func() { r.do(t, src, func() cudadrv.Result { return r.drv.Memcpy2DAsync(c, s) }) }
+			ways := []func(){enqueue}
+			if src == 0 {
+				r.begin(t, s, cudadrv.CaptureThreadLocal)
+				enqueue()
+				_, x := r.end(t, s, 1)
+				ways = append(ways, func() { r.graphLaunch(t, x, s) })
+			}
+			for _, f := range ways {
+				r.set(t, dst, other, q, 0x5a, to*rows)
+				r.sync(t, dst, other)
+				f()
+				r.sync(t, src, s)
+				require.Equal(t, want, r.download(t, dst, other, q, to*rows))
+			}
+			c.SrcPitch = width - 1
+			require.Equal(t, cudadrv.ErrorInvalidValue, r.on(t, src, func() cudadrv.Result { return r.drv.Memcpy2DAsync(c, s) }))
 		}
 	}
 }

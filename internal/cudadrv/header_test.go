@@ -125,6 +125,16 @@ func TestHeaderValues(t *testing.T) {
 		"offsetof(CUmemAllocationProp, allocFlags.compressionType)":      int64(unsafe.Offsetof(memAllocationProp{}.CompressionType)),
 		"offsetof(CUmemAllocationProp, allocFlags.gpuDirectRDMACapable)": int64(unsafe.Offsetof(memAllocationProp{}.GPUDirectRDMACapable)),
 		"offsetof(CUmemAllocationProp, allocFlags.usage)":                int64(unsafe.Offsetof(memAllocationProp{}.Usage)),
+		"CU_MEMORYTYPE_UNIFIED":                                          memoryTypeUnified,
+		"sizeof(CUDA_MEMCPY2D)":                                          int64(unsafe.Sizeof(memcpy2D{})),
+		"offsetof(CUDA_MEMCPY2D, srcMemoryType)":                         int64(unsafe.Offsetof(memcpy2D{}.SrcMemoryType)),
+		"offsetof(CUDA_MEMCPY2D, srcDevice)":                             int64(unsafe.Offsetof(memcpy2D{}.SrcDevice)),
+		"offsetof(CUDA_MEMCPY2D, srcPitch)":                              int64(unsafe.Offsetof(memcpy2D{}.SrcPitch)),
+		"offsetof(CUDA_MEMCPY2D, dstMemoryType)":                         int64(unsafe.Offsetof(memcpy2D{}.DstMemoryType)),
+		"offsetof(CUDA_MEMCPY2D, dstDevice)":                             int64(unsafe.Offsetof(memcpy2D{}.DstDevice)),
+		"offsetof(CUDA_MEMCPY2D, dstPitch)":                              int64(unsafe.Offsetof(memcpy2D{}.DstPitch)),
+		"offsetof(CUDA_MEMCPY2D, WidthInBytes)":                          int64(unsafe.Offsetof(memcpy2D{}.WidthInBytes)),
+		"offsetof(CUDA_MEMCPY2D, Height)":                                int64(unsafe.Offsetof(memcpy2D{}.Height)),
 		"sizeof(CUmemPoolProps)":                                         int64(unsafe.Sizeof(memPoolProps{})),
 		"offsetof(CUmemPoolProps, allocType)":                            int64(unsafe.Offsetof(memPoolProps{}.AllocType)),
 		"offsetof(CUmemPoolProps, handleTypes)":                          int64(unsafe.Offsetof(memPoolProps{}.HandleTypes)),
@@ -135,7 +145,10 @@ func TestHeaderValues(t *testing.T) {
 
 // The layouts have a test of their own for machines without the header.
 func TestMemoryLayouts(t *testing.T) {
-	a, p, m := memAccessDesc{}, memAllocationProp{}, memPoolProps{}
+	a, p, m, c := memAccessDesc{}, memAllocationProp{}, memPoolProps{}, memcpy2D{}
+	require.Equal(t, []uintptr{128, 16, 32, 48, 72, 88, 104, 112, 120}, []uintptr{unsafe.Sizeof(c), unsafe.Offsetof(c.SrcMemoryType),
+		unsafe.Offsetof(c.SrcDevice), unsafe.Offsetof(c.SrcPitch), unsafe.Offsetof(c.DstMemoryType), unsafe.Offsetof(c.DstDevice),
+		unsafe.Offsetof(c.DstPitch), unsafe.Offsetof(c.WidthInBytes), unsafe.Offsetof(c.Height)})
 	require.Equal(t, []uintptr{12, 0, 4, 8}, []uintptr{unsafe.Sizeof(a),
 		unsafe.Offsetof(a.Location.Type), unsafe.Offsetof(a.Location.ID), unsafe.Offsetof(a.Flags)})
 	require.Equal(t, []uintptr{32, 0, 4, 8, 16, 24, 25, 26}, []uintptr{unsafe.Sizeof(p), unsafe.Offsetof(p.Type),

@@ -88,6 +88,9 @@ type Driver interface {
 	MemcpyDtoHAsync(dst unsafe.Pointer, src DevicePtr, bytes uintptr, s Stream) Result
 	MemcpyDtoDAsync(dst, src DevicePtr, bytes uintptr, s Stream) Result
 	MemcpyPeerAsync(dst DevicePtr, dstCtx Context, src DevicePtr, srcCtx Context, bytes uintptr, s Stream) Result
+	// Memcpy2DAsync copies rows of device memory, also to another device where the
+	// stream's context has access to it.
+	Memcpy2DAsync(c Memcpy2D, s Stream) Result
 	MemsetD8Async(dst DevicePtr, value uint8, count uintptr, s Stream) Result
 
 	StreamCreateWithPriority(flags uint32, priority int32) (Stream, Result)

@@ -69,6 +69,10 @@ func (l *Lib) MemcpyPeerAsync(dst DevicePtr, dstCtx Context, src DevicePtr, srcC
 	return l.Call(fnMemcpyPeerAsync, dl.Get().In(uintptr(dst), uintptr(dstCtx), uintptr(src), uintptr(srcCtx), bytes, uintptr(s)))
 }
 
+func (l *Lib) Memcpy2DAsync(c Memcpy2D, s Stream) Result {
+	return l.Call(fnMemcpy2DAsync, dl.Get().Ptr(unsafe.Pointer(c.c())).In(uintptr(s)))
+}
+
 func (l *Lib) MemsetD8Async(dst DevicePtr, value uint8, count uintptr, s Stream) Result {
 	return l.Call(fnMemsetD8Async, dl.Get().In(uintptr(dst), uintptr(value), count, uintptr(s)))
 }

@@ -72,6 +72,7 @@ var signatures = dltest.Signatures{
 	"cuMemcpyDtoHAsync_v2":              "o4 w w w",
 	"cuMemcpyDtoDAsync_v2":              "w w w w",
 	"cuMemcpyPeerAsync":                 "w w w w w w",
+	"cuMemcpy2DAsync_v2":                "p128 w",
 	"cuMemsetD8Async":                   "w b w w",
 	"cuStreamCreateWithPriority":        "o8 i i",
 	"cuStreamDestroy_v2":                "w",
@@ -230,6 +231,7 @@ func TestRecordedCalls(t *testing.T) {
 	two("MemcpyDtoHAsync", *(*[4]byte)(dst), r)
 	one("MemcpyDtoDAsync", d.MemcpyDtoDAsync(0xd1, 0xd2, 4, 0x51))
 	one("MemcpyPeerAsync", d.MemcpyPeerAsync(0xd1, 0xc1, 0xd2, 0xc2, 4, 0x51))
+	one("Memcpy2DAsync", d.Memcpy2DAsync(Memcpy2D{Dst: 0xd1, Src: 0xd2, DstPitch: 0xe1, SrcPitch: 0xe2, WidthInBytes: 0xb3, Height: 0xb4}, 0x51))
 	one("MemsetD8Async", d.MemsetD8Async(0xd1, 0xff, 4, 0x51))
 
 	s, r := d.StreamCreateWithPriority(StreamNonBlocking, -5)

@@ -62,6 +62,7 @@ const (
 	fnMemcpyDtoHAsync
 	fnMemcpyDtoDAsync
 	fnMemcpyPeerAsync
+	fnMemcpy2DAsync
 	fnMemsetD8Async
 	fnStreamCreateWithPriority
 	fnStreamDestroy
@@ -168,6 +169,7 @@ var symbols = [numFns]dl.Func{
 	fnMemcpyDtoHAsync:                 {Name: "cuMemcpyDtoHAsync_v2"},
 	fnMemcpyDtoDAsync:                 {Name: "cuMemcpyDtoDAsync_v2"},
 	fnMemcpyPeerAsync:                 {Name: "cuMemcpyPeerAsync"},
+	fnMemcpy2DAsync:                   {Name: "cuMemcpy2DAsync_v2"},
 	fnMemsetD8Async:                   {Name: "cuMemsetD8Async"},
 	fnStreamCreateWithPriority:        {Name: "cuStreamCreateWithPriority"},
 	fnStreamDestroy:                   {Name: "cuStreamDestroy_v2"},

@@ -111,3 +111,43 @@ type memPoolProps struct {
 	Usage                   uint16  // before CUDA 12.8 reserved
 	_                       [54]uint8
 }
+
+// Memcpy2D is a copy of rows of device memory, which begin a pitch apart. It stands for
+// CUDA_MEMCPY2D.
+type Memcpy2D struct {
+	Dst, Src           DevicePtr
+	DstPitch, SrcPitch uintptr // in bytes, from WidthInBytes to MaxPitch
+	WidthInBytes       uintptr
+	Height             uintptr // rows
+}
+
+// MaxPitch is the most that a pitch can be on every device
+// (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
+const MaxPitch = 1<<31 - 1
+
+const memoryTypeUnified = 4
+
+// memcpy2D is CUDA_MEMCPY2D.
+type memcpy2D struct {
+	SrcXInBytes, SrcY uintptr
+	SrcMemoryType     int32
+	SrcHost           unsafe.Pointer
+	SrcDevice         DevicePtr
+	SrcArray          uintptr
+	SrcPitch          uintptr
+	DstXInBytes, DstY uintptr
+	DstMemoryType     int32
+	DstHost           unsafe.Pointer
+	DstDevice         DevicePtr
+	DstArray          uintptr
+	DstPitch          uintptr
+	WidthInBytes      uintptr
+	Height            uintptr
+}
+
+// c returns what the driver reads. It finds out by an address whose memory that is.
+func (c Memcpy2D) c() *memcpy2D {
+	return &memcpy2D{SrcMemoryType: memoryTypeUnified, SrcDevice: c.Src, SrcPitch: c.SrcPitch,
+		DstMemoryType: memoryTypeUnified, DstDevice: c.Dst, DstPitch: c.DstPitch,
+		WidthInBytes: c.WidthInBytes, Height: c.Height}
+}

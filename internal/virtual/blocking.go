@@ -58,6 +58,10 @@ func (d blocking) MemcpyPeerAsync(dst cudadrv.DevicePtr, dstCtx cudadrv.Context,
 	return d.after(s, func() cudadrv.Result { return d.driver.MemcpyPeerAsync(dst, dstCtx, src, srcCtx, bytes, s) })
 }
 
+func (d blocking) Memcpy2DAsync(c cudadrv.Memcpy2D, s cudadrv.Stream) cudadrv.Result {
+	return d.after(s, func() cudadrv.Result { return d.driver.Memcpy2DAsync(c, s) })
+}
+
 func (d blocking) MemsetD8Async(dst cudadrv.DevicePtr, value uint8, count uintptr, s cudadrv.Stream) cudadrv.Result {
 	return d.after(s, func() cudadrv.Result { return d.driver.MemsetD8Async(dst, value, count, s) })
 }

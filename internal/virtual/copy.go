@@ -150,16 +150,37 @@ func (m *Machine) lies(p cudadrv.DevicePtr, dev *device) bool {
 
 func (c *call) copyDevice(s *stream, dst, src cudadrv.DevicePtr, bytes uintptr) {
 	zero := c.zero && c.m.crosses(dst, src)
+	c.enqueue(s, func(o *op) { o.moveDevice(dst, src, uint64(bytes), zero) })
+}
+
+// moveDevice copies between device memory, or brings zeros.
+func (o *op) moveDevice(dst, src cudadrv.DevicePtr, bytes uint64, zero bool) {
+	o.move(func() ([]byte, *trouble) { return o.touch(dst, bytes, true) },
+		func() ([]byte, *trouble) {
+			b, t := o.touch(src, bytes, false)
+			if zero {
+				b = make([]byte, len(b))
+			}
+			return b, t
+		})
+}
+
+func (d driver) Memcpy2DAsync(x cudadrv.Memcpy2D, h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuMemcpy2DAsync", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	if min(x.DstPitch, x.SrcPitch) < x.WidthInBytes || max(x.DstPitch, x.SrcPitch) > cudadrv.MaxPitch {
+		return cudadrv.ErrorInvalidValue
+	}
+	zero := c.zero && c.m.crosses(x.Dst, x.Src)
 	c.enqueue(s, func(o *op) {
-		o.move(func() ([]byte, *trouble) { return o.touch(dst, uint64(bytes), true) },
-			func() ([]byte, *trouble) {
-				b, t := o.touch(src, uint64(bytes), false)
-				if zero {
-					b = make([]byte, len(b))
-				}
-				return b, t
-			})
+		for row := range x.Height {
+			o.moveDevice(x.Dst+cudadrv.DevicePtr(row*x.DstPitch), x.Src+cudadrv.DevicePtr(row*x.SrcPitch), uint64(x.WidthInBytes), zero)
+		}
 	})
+	return cudadrv.Success
 }
 
 // crosses reports whether the addresses are of two devices. m.mu is held.

@@ -173,7 +173,7 @@ func parseFault(item string) (name string, n int, x fault, err error) {
 	if x.short && !transfers[name] && !laterTransfers[name] {
 		return "", 0, x, fmt.Errorf("%q transfers nothing between files and memory", name)
 	}
-	if x.zero && name != "cuMemcpyDtoDAsync" && name != "cuMemcpyPeerAsync" {
+	if x.zero && !between[name] {
 		return "", 0, x, fmt.Errorf("%q copies nothing between devices", name)
 	}
 	if failing {
@@ -234,10 +234,13 @@ var (
 // noStatus are calls that return none.
 var noStatus = nameSet(`cuFileHandleDeregister cuFileBatchIODestroy cuFileUseCount`)
 
+// between are the copies that may go from one device to another.
+var between = nameSet(`cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync`)
+
 // streamOps are the calls that enqueue an operation, or have it done later. Of a
 // batch of transfers that hangs, none begins.
 var streamOps = nameSet(`cuMemAllocAsync cuMemAllocFromPoolAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
-	cuMemcpyPeerAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuLaunchKernel
+	cuMemcpyPeerAsync cuMemcpy2DAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuLaunchKernel
 	cuLaunchCooperativeKernel cublasGemmEx
 	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
 	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload

@@ -72,6 +72,18 @@ func TestMemoryIsCounted(t *testing.T) {
 	r.alloc(0, 1000)
 }
 
+// Rows go to other devices only where the context has access to them.
+func TestRowsWantPeerAccess(t *testing.T) {
+	r := newRig(t, Config{Devices: 2})
+	s, x, y := r.stream(0), r.alloc(0, 4), r.alloc(1, 4)
+	upload(r, 0, s, x, []float32{3})
+	r.do(0, func() cudadrv.Result {
+		return r.drv.Memcpy2DAsync(cudadrv.Memcpy2D{Dst: y, Src: x, DstPitch: 4, SrcPitch: 4, WidthInBytes: 4, Height: 1}, s)
+	})
+	require.Equal(t, cudadrv.ErrorIllegalAddress, r.on(0, func() cudadrv.Result { return r.drv.StreamSynchronize(s) }))
+	require.Contains(t, r.m.Explain(0), "device 0 was not given access to it")
+}
+
 func TestPeerAccess(t *testing.T) {
 	r := newRig(t, Config{Devices: 2})
 	s := r.stream(0)

@@ -2,7 +2,6 @@ package comm
 
 import (
 	"errors"
-	"math"
 	"slices"
 
 	"github.com/gochorus/chorus/device"
@@ -19,7 +18,7 @@ import (
 var directBytes = 16 << 20
 
 // directRow is from how many bytes on the rows of a strided copy, of any size, fill a link
-// when a kernel copies them: no copy engine takes all of them at once.
+// when a kernel copies them, unless copy engines take them.
 const directRow = 512
 
 // direct reports whether a kernel in the order of s is to copy src to dst.
@@ -27,7 +26,7 @@ func direct(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
 	if directBytes < 0 || s == nil {
 		return false, nil
 	}
-	far, shortest, runs := 0, math.MaxInt, false
+	far := 0
 	for i := range dst {
 		if dst[i].IsHost() || src[i].IsHost() {
 			return false, nil
@@ -44,10 +43,11 @@ func direct(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
 		return true, nil
 	}
 	for i := range dst {
-		row, all := tensor.RowBytes(dst[i], src[i])
-		shortest, runs = min(shortest, row), runs || all
+		if tensor.ByEngine(dst[i], src[i]) || tensor.RowBytes(dst[i], src[i]) < directRow {
+			return false, nil
+		}
 	}
-	return !runs && shortest >= directRow, nil
+	return true, nil
 }
 
 // reach reports whether kernels of a device reach others, and opens the way.

@@ -19,10 +19,10 @@ type ScatterConfig struct {
 	ChunkSizes []int
 	// Dim is the dimension to divide; a negative one counts from the end.
 	Dim int
-	// Streams are where the copies of the chunks run and the results are ready, each
-	// a stream of the chunk's device. Where one is missing or nil it is the one before,
-	// if that is of the same device, and otherwise the group's. A chunk that needs no
-	// copy needs none.
+	// Streams are those in whose order the results are written and ready, each a stream
+	// of the chunk's device, whose memory they own; the copies of a tensor of a device run
+	// there. Where one is missing or nil it is the one before, if that is of the same
+	// device, and otherwise the group's. A chunk that needs no copy needs none.
 	Streams []*stream.Stream
 	// Out are tensors to copy the chunks to instead, whose lengths along Dim divide
 	// the source: not with Devices or ChunkSizes.

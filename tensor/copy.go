@@ -16,9 +16,10 @@ import (
 // torch: to floats by rounding to nearest, to integers by cutting towards zero, to
 // bool by whether they are 0; what the type cannot hold is undefined.
 //
-// What lies in both as one run of neighbours is one copy of the driver's; all else
-// is one kernel, which reads or writes the other device directly where the hardware
-// can, and is packed for the way where it cannot. As with memory.Copy, work on the
+// What lies in both as one run of neighbours is one copy of the driver's, and so are
+// long rows of a tensor of another device that become one run; all else is one kernel,
+// which reads or writes the other device directly where the hardware can. Where it
+// cannot, what is no run is packed for the way. As with memory.Copy, work on the
 // other device must be ordered with s, and memory of other streams be recorded.
 //
 // The host waits where dst is in host memory, as for Slice.CopyTo, and does not
@@ -136,10 +137,13 @@ func across(s *stream.Stream, dst, src Tensor) error {
 	if err != nil {
 		return err
 	}
-	if reach {
-		return launch(s, dst, src, loops)
+	if !reach {
+		return packedAcross(s, dst, src)
 	}
-	return packedAcross(s, dst, src)
+	if p, ok := engineRows(dst, src); ok {
+		return copyRows(s, dst, src, p)
+	}
+	return launch(s, dst, src, loops)
 }
 
 // packedAcross copies from one device to another that kernels do not reach: dense on

@@ -60,12 +60,12 @@ func pieceOf(dst, src Tensor) (p piece, ok bool) {
 // RowBytes returns how long the runs of neighbours are in a copy of src to dst, which have
 // one shape: all of it where it is one run, and 0 where a kernel makes no rows of it. For
 // Chorus's own packages.
-func RowBytes(dst, src Tensor) (run int, all bool) {
+func RowBytes(dst, src Tensor) int {
 	p, ok := pieceOf(dst, src)
 	if !ok {
-		return 0, false
+		return 0
 	}
-	return p.row, p.rows == 1
+	return p.row
 }
 
 // mixed is up to how many bytes a piece does not mind to be copied in narrower elements
@@ -155,13 +155,7 @@ func (x *sorter) launch(b *pieces) error {
 	}
 	t := pieceTables.Get().(*pieceTable)
 	defer pieceTables.Put(t)
-	t.n, t.count = 0, uint32(len(b.list))
-	for i := range b.list {
-		p := &b.list[i]
-		t.n += uint32(p.bytes() >> b.width)
-		t.to[i], t.from[i], t.end[i] = p.to, p.from, t.n
-		t.row[i], t.toStep[i], t.fromStep[i] = uint32(p.row>>b.width), uint32(p.toStep>>b.width), uint32(p.fromStep>>b.width)
-	}
+	t.fill(b)
 	b.clear()
 	return k.pieces[b.width].Launch(x.s, cover(int(t.n)), tableArg(t))
 }

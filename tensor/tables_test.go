@@ -101,18 +101,13 @@ func TestCopyLargeRows(t *testing.T) {
 				require.Equal(t, in[row*columns+at:][:n], out[row*n:][:n], "part %d, row %d", i, row)
 			}
 			at += n
-			run, all := tensor.RowBytes(to[i], parts[i])
-			require.Equal(t, n, run)
-			require.False(t, all)
+			require.Equal(t, n, tensor.RowBytes(to[i], parts[i]))
 		}
-		run, all := tensor.RowBytes(to[0], to[0])
-		require.Equal(t, rows*sizes[0], run)
-		require.True(t, all)
+		require.Equal(t, rows*sizes[0], tensor.RowBytes(to[0], to[0]))
 		turned := allocate(t, s, memory.Uint8, []int{5, 4, 3})
 		back, err := turned.Permute(2, 1, 0)
 		require.NoError(t, err)
-		run, _ = tensor.RowBytes(allocate(t, s, memory.Uint8, []int{3, 4, 5}), back)
-		require.Zero(t, run, "no rows")
+		require.Zero(t, tensor.RowBytes(allocate(t, s, memory.Uint8, []int{3, 4, 5}), back), "no rows")
 		require.NoError(t, s.WaitStream(o))
 	})
 }

@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 
@@ -198,8 +199,47 @@ func (g *Group) collect(parts, ts []tensor.Tensor) error {
 	case alone:
 		return copyAlone(to, g.streamsOf(ts), parts, ts)
 	}
+	return g.push(parts, ts, to)
+}
+
+// push copies the tensors to their parts of the result, whose use to orders: from all other
+// devices at the same time, and beside what of the result's device to copies itself.
+func (g *Group) push(parts, ts []tensor.Tensor, to *stream.Stream) error {
+	var sources []*stream.Stream
 	for i, t := range ts {
-		if err := transfer(parts[i], t, to, g.streamOf(t)); err != nil {
+		if g.pushes(parts[i], t, to) {
+			sources = withStream(sources, g.streamOf(t))
+		}
+	}
+	if err := stream.Fork(to, sources); err != nil {
+		return err
+	}
+	err := g.copyParts(parts, ts, to)
+	if e := stream.Join(to, sources); e != nil {
+		// Nothing orders the copies with the end of the memory any more.
+		err = errors.Join(err, e)
+		for _, s := range sources {
+			err = errors.Join(err, parts[0].RecordStream(s))
+		}
+	}
+	return err
+}
+
+// pushes reports whether the stream of src, of another device, copies it to dst.
+func (g *Group) pushes(dst, src tensor.Tensor, to *stream.Stream) bool {
+	from := g.streamOf(src)
+	return to != nil && from != nil && from != to && atSource(dst, src)
+}
+
+// copyParts enqueues the copies of push.
+func (g *Group) copyParts(parts, ts []tensor.Tensor, to *stream.Stream) (err error) {
+	for i, t := range ts {
+		if from := g.streamOf(t); g.pushes(parts[i], t, to) {
+			err = tensor.Copy(from, parts[i], t)
+		} else {
+			err = transfer(parts[i], t, to, from)
+		}
+		if err != nil {
 			return err
 		}
 	}

@@ -141,6 +141,27 @@ func TestScatteredChunksAreReadyByThemselves(t *testing.T) {
 	})
 }
 
+// Tensors are gathered from all devices at the same time: none waits for another one's copy.
+func TestGatheredTensorsDoNotWaitForEachOther(t *testing.T) {
+	testgpu.Each(t, 3, func(t *testing.T, devs []*device.Device) {
+		comm.SetDirectBytes(t, 0)
+		g := local(t, devs)
+		x := noise(t, g, rand.New(rand.NewPCG(16, 16)), 0, 96, 3*4096)
+		parts, err := comm.Scatter(g, x.x, nil)
+		require.NoError(t, err)
+		warm, err := comm.Gather(g, parts, nil)
+		require.NoError(t, err)
+		closing(t, warm)
+		open := spin.Hold(t, g.Stream(1))
+		whole, err := comm.Gather(g, parts, nil)
+		require.NoError(t, err)
+		require.NoError(t, g.Stream(2).Sync(testgpu.Context(t)))
+		open()
+		x.holds(t, g, nil, whole)
+		closing(t, append(parts, whole)...)
+	})
+}
+
 // Copies of large tensors are nodes of a graph.
 func TestLargeTensorsInGraph(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {

@@ -167,7 +167,7 @@ func transfer(dst, src tensor.Tensor, to, from *stream.Stream) error {
 		return tensor.Copy(to, dst, src)
 	}
 	by, other := from, to
-	if src.Contiguous() && !dst.Contiguous() {
+	if !atSource(dst, src) {
 		by, other = to, from
 	}
 	if err := by.WaitStream(other); err != nil {
@@ -182,6 +182,10 @@ func transfer(dst, src tensor.Tensor, to, from *stream.Stream) error {
 	}
 	return nil
 }
+
+// atSource reports whether a copy between devices runs at the source: it does not where
+// only the destination has strides.
+func atSource(dst, src tensor.Tensor) bool { return !src.Contiguous() || dst.Contiguous() }
 
 // closeAll closes what was made before an error.
 func closeAll(ts []tensor.Tensor) {

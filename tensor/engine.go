@@ -9,7 +9,7 @@ import (
 // where they lie one after the other in the destination: it reads rows that are apart
 // faster than a kernel, but does not write them so.
 var (
-	engineRow   = 16 << 10
+	engineRow   = 256
 	engineBytes = 1 << 20
 )
 

@@ -158,7 +158,7 @@ func (g *Group) record(ts ...tensor.Tensor) error {
 // transfer enqueues the copy of src to dst, whose use from orders, and to. The one is
 // nil for a tensor of the host. It runs where the strides are, so that what goes over the
 // link goes in one piece, and otherwise at the source, as in torch: copies from one device
-// then follow each other as fast as its links take them, and each is ready by itself.
+// then follow each other as fast as its links take them.
 func transfer(dst, src tensor.Tensor, to, from *stream.Stream) error {
 	if to == nil || from == nil || to == from {
 		if to == nil {

@@ -20,7 +20,7 @@ var (
 	tick atomic.Uint64
 )
 
-// nanotime is the time of time.Now that never goes back, without the way there.
+// nanotime is the system's monotonic clock, without time.Now's way there.
 //
 //go:linkname nanotime runtime.nanotime
 func nanotime() int64
@@ -30,8 +30,7 @@ func ticks() uint64
 
 func now() int64 {
 	if length := tick.Load(); length != 0 {
-		hi, lo := bits.Mul64(ticks()-originTicks, length)
-		return int64(hi<<32 | lo>>32)
+		return lasted(ticks()-originTicks, length)
 	}
 	return nanotime() - originNanos
 }
@@ -43,8 +42,12 @@ func moment(ns int64) time.Time {
 	return origin.Add(time.Duration(ns)).Round(0)
 }
 
-// steady is that the system keeps time by the processor's counter.
-var steady = keepsTime("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+// unsteady is that the system does not keep time by the processor's counter.
+var unsteady atomic.Bool
+
+func init() {
+	unsteady.Store(!keepsTime("/sys/devices/system/clocksource/clocksource0/current_clocksource"))
+}
 
 func keepsTime(path string) bool {
 	source, err := os.ReadFile(path)
@@ -55,16 +58,49 @@ func keepsTime(path string) bool {
 	return false
 }
 
-// soonest is after how long the counter is compared with the system's clock at first.
-const soonest = int64(10 * time.Millisecond)
+const (
+	// soonest is after how long the counter is compared with the system's clock at first,
+	// and closest how close to each other both must be read.
+	soonest, closest = int64(100 * time.Millisecond), int64(time.Microsecond)
+	// farthest is how far the two may be apart later: when the machine has slept they are.
+	farthest = int64(50 * time.Millisecond)
+)
 
 // setClock compares the counter with the system's clock. The longer the process lives the
 // better they agree.
 func setClock() {
-	nanos, count := uint64(nanotime()-originNanos), ticks()-originTicks
-	if !steady || int64(nanos) < soonest || nanos>>32 >= count {
+	if unsteady.Load() {
 		return
 	}
-	length, _ := bits.Div64(nanos>>32, nanos<<32, count)
+	nanos, count, ok := readBoth()
+	if !ok || nanos < soonest || uint64(nanos)>>32 >= count {
+		return
+	}
+	if old := tick.Load(); old != 0 {
+		if apart := lasted(count, old) - nanos; apart > farthest || apart < -farthest {
+			unsteady.Store(true)
+			tick.Store(0)
+			return
+		}
+	}
+	length, _ := bits.Div64(uint64(nanos)>>32, uint64(nanos)<<32, count)
 	tick.Store(length)
+}
+
+// readBoth reads the system's clock and the counter at one time, if it is not interrupted.
+func readBoth() (nanos int64, count uint64, ok bool) {
+	for range 8 {
+		nanos = nanotime() - originNanos
+		count = ticks() - originTicks
+		if nanotime()-originNanos-nanos <= closest {
+			return nanos, count, true
+		}
+	}
+	return 0, 0, false
+}
+
+// lasted is how many nanoseconds so many ticks of a length are.
+func lasted(count, length uint64) int64 {
+	hi, lo := bits.Mul64(count, length)
+	return int64(hi<<32 | lo>>32)
 }

@@ -72,9 +72,7 @@ func issue[T memory.Element](c *Communicator, s *stream.Stream, k kind, dst, src
 		return err
 	}
 	if !o.fits() {
-		if err := unfit(&o, dst, src); err != nil {
-			return err
-		}
+		return unfit(&o, dst, src)
 	}
 	return o.run()
 }
@@ -117,9 +115,11 @@ func unfit[T memory.Element](o *operation, dst, src memory.Slice[T]) error {
 		}
 	}
 	if d.src != none && (!d.srcRoot || o.comm.rank == o.root) {
-		return checkSlice(o, "source", src, o.length(d.src))
+		if err := checkSlice(o, "source", src, o.length(d.src)); err != nil {
+			return err
+		}
 	}
-	return nil
+	return fmt.Errorf("nccl: %s on rank %d of %d: a buffer does not fit", o.kind, o.comm.rank, o.comm.size)
 }
 
 // length is how many elements a buffer must have.
@@ -252,14 +252,7 @@ func (o *operation) run() error {
 func (o *operation) carryOut() error {
 	c := o.comm
 	c.mu.Lock()
-	err := o.entered()
-	c.mu.Unlock()
-	return err
-}
-
-// entered is carryOut with the communicator entered.
-func (o *operation) entered() error {
-	c := o.comm
+	defer c.mu.Unlock()
 	if !c.alive() {
 		return c.unusable(o.kind.String())
 	}

@@ -197,3 +197,18 @@ func TestGroupedOperationThatIsRefused(t *testing.T) {
 		require.ErrorIs(t, issue(), ErrorInvalidUsage, name)
 	}
 }
+
+// An entry has nothing of the operation that was in its place before.
+func TestEntryIsNew(t *testing.T) {
+	r := newIdleRank(t)
+	rec := r.recorded(16)
+	defer rec.end()
+	rec.complete(1)
+	rec.refuse(2)
+	for range 2 {
+		e := r.record(rec, false)
+		require.False(t, e.refused, e.id)
+		require.Equal(t, Scheduled, e.state)
+		require.Zero(t, e.completed)
+	}
+}

@@ -267,3 +267,58 @@ func TestServicesOfTheLastCollectives(t *testing.T) {
 		require.EqualValues(t, max(5-n, 1), first)
 	}
 }
+
+// A lender lends the buffers that the operation has, or panics.
+type lender struct {
+	taker
+	panics         bool
+	lent, returned atomic.Int32
+}
+
+func (x *lender) Takes(nccl.Collective) nccl.Service {
+	if x.panics {
+		panic("a Substitute")
+	}
+	return nccl.Lending
+}
+func (x *lender) Lend(_ *stream.Stream, c nccl.Collective) (dst, src uint64, err error) {
+	x.lent.Add(1)
+	return c.Dst, c.Src, nil
+}
+func (x *lender) Return(_ *stream.Stream, _ nccl.Collective, taken bool) error {
+	if taken {
+		x.returned.Add(1)
+	} else {
+		x.returned.Add(1000)
+	}
+	return nil
+}
+
+// What a Substitute has lent it gets back, by itself, in a group and where NCCL refuses; and
+// a panic of it leaves the communicator as it was.
+func TestLent(t *testing.T) {
+	for _, c := range []struct {
+		fault    string
+		grouped  bool
+		returned int32
+	}{
+		{"", false, 1}, {"", true, 1}, {"ncclAllReduce#1=ncclInvalidUsage", false, 1000}, {"ncclAllReduce#1=ncclInvalidUsage", true, 1000},
+	} {
+		r := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: c.fault}))[0]
+		xs, _ := buffers(t, []rank{r}, 8)
+		x := &lender{}
+		r.c.Substitute(r.s, x)
+		once := func() error { return nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum) }
+		issue := once
+		if c.grouped {
+			issue = func() error { return nccl.Group(r.c, once) }
+		}
+		require.Equal(t, c.fault != "", issue() != nil)
+		require.EqualValues(t, 1, x.lent.Load())
+		require.Equal(t, c.returned, x.returned.Load(), c)
+		x.panics = true
+		require.Panics(t, func() { _ = issue() })
+		x.panics = false
+		require.NoError(t, issue())
+	}
+}

@@ -19,10 +19,12 @@ type ScatterConfig struct {
 	ChunkSizes []int
 	// Dim is the dimension to divide; a negative one counts from the end.
 	Dim int
-	// Streams are those in whose order the results are written and ready, each a stream
-	// of the chunk's device, whose memory they own; the copies of a tensor of a device run
-	// there. Where one is missing or nil it is the one before, if that is of the same
-	// device, and otherwise the group's. A chunk that needs no copy needs none.
+	// Streams are those in whose order the chunks are written and ready, each a stream of
+	// the chunk's device. What Scatter allocates belongs to them. Copies of a tensor of the
+	// host, and to an Out with strides of a tensor without, run on them; others on the
+	// group's stream of the tensor's device. Where one is missing or nil it is the one
+	// before, if that is of the same device, and otherwise the group's. A chunk that needs
+	// no copy needs none.
 	Streams []*stream.Stream
 	// Out are tensors to copy the chunks to instead, whose lengths along Dim divide
 	// the source: not with Devices or ChunkSizes.

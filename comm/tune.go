@@ -165,7 +165,8 @@ func (o operation) collective(bytes int) nccl.Collective {
 // Tune measures which strategy is the fastest for which operation and size, between the
 // ranks of g, which has been made with Tuned: from now on the group goes by that, and so
 // does each to whose Config it is given. All ranks get the same. It takes seconds,
-// over slow links minutes, and waits for what is on the group's streams; nothing else may run on the devices.
+// over slow links minutes, and waits for what is on the group's streams; nothing else may
+// run on the devices.
 // Collective. An error breaks the group where ranks may wait for others.
 func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	plan, err := TunePlan(g, cfg)

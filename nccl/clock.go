@@ -4,6 +4,7 @@ import (
 	"math/bits"
 	"os"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 	_ "unsafe" // for linkname
@@ -15,7 +16,8 @@ import (
 // 2^-32 nanoseconds. tick is 0 until that is known, and where it cannot be: then it is the
 // system's clock. When tick becomes more exact, the clock jumps by what it was wrong.
 var (
-	origin, originNanos, originTicks = time.Now(), nanotime(), ticks()
+	origin                   = time.Now()
+	originNanos, originTicks = begin()
 
 	tick atomic.Uint64
 )
@@ -45,8 +47,11 @@ func moment(ns int64) time.Time {
 // unsteady is that the system does not keep time by the processor's counter.
 var unsteady atomic.Bool
 
-func init() {
-	unsteady.Store(!keepsTime("/sys/devices/system/clocksource/clocksource0/current_clocksource"))
+// begin returns where both clocks begin.
+func begin() (nanos int64, count uint64) {
+	nanos, count, atOnce := readBoth()
+	unsteady.Store(!atOnce || !keepsTime("/sys/devices/system/clocksource/clocksource0/current_clocksource"))
+	return nanos, count
 }
 
 func keepsTime(path string) bool {
@@ -62,22 +67,28 @@ const (
 	// soonest is after how long the counter is compared with the system's clock at first,
 	// and closest how close to each other both must be read.
 	soonest, closest = int64(100 * time.Millisecond), int64(time.Microsecond)
-	// farthest is how far the two may be apart later: when the machine has slept they are.
-	farthest = int64(50 * time.Millisecond)
+	// farthest is how far the two may be apart later, beside a part of the time that
+	// has passed: when the machine has slept it is more.
+	farthest, farthestPart = int64(50 * time.Millisecond), 1 << 14
 )
+
+var settingClock sync.Mutex
 
 // setClock compares the counter with the system's clock. The longer the process lives the
 // better they agree.
 func setClock() {
+	settingClock.Lock()
+	defer settingClock.Unlock()
 	if unsteady.Load() {
 		return
 	}
-	nanos, count, ok := readBoth()
-	if !ok || nanos < soonest || uint64(nanos)>>32 >= count {
+	nanos, count, atOnce := readBoth()
+	nanos, count = nanos-originNanos, count-originTicks
+	if !atOnce || nanos < soonest || uint64(nanos)>>32 >= count {
 		return
 	}
 	if old := tick.Load(); old != 0 {
-		if apart := lasted(count, old) - nanos; apart > farthest || apart < -farthest {
+		if apart, most := lasted(count, old)-nanos, farthest+nanos/farthestPart; apart > most || apart < -most {
 			unsteady.Store(true)
 			tick.Store(0)
 			return
@@ -87,16 +98,16 @@ func setClock() {
 	tick.Store(length)
 }
 
-// readBoth reads the system's clock and the counter at one time, if it is not interrupted.
-func readBoth() (nanos int64, count uint64, ok bool) {
+// readBoth reads the system's clock and the counter, at one time unless it is interrupted
+// again and again.
+func readBoth() (nanos int64, count uint64, atOnce bool) {
 	for range 8 {
-		nanos = nanotime() - originNanos
-		count = ticks() - originTicks
-		if nanotime()-originNanos-nanos <= closest {
+		nanos, count = nanotime(), ticks()
+		if nanotime()-nanos <= closest {
 			return nanos, count, true
 		}
 	}
-	return 0, 0, false
+	return nanos, count, false
 }
 
 // lasted is how many nanoseconds so many ticks of a length are.

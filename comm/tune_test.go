@@ -1033,6 +1033,6 @@ func TestTuneFails(t *testing.T) {
 	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: siteOf(t, devs)}})
 	_, err := comm.Tune(testgpu.Context(t), g, fewPoints)
 	require.ErrorIs(t, err, comm.ErrBroken)
-	require.ErrorContains(t, err, "tune: all-to-all of ")
-	require.ErrorContains(t, err, "by nccl on rank")
+	// One rank may be at another operation when it hears of the other's.
+	require.Regexp(t, `tune: [a-z-]+ of \d+ bytes by [a-z-]+ on rank \d.*ncclAlltoAll on rank \d of 2`, err.Error())
 }

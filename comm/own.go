@@ -2,15 +2,23 @@ package comm
 
 import (
 	"context"
+	"log/slog"
 
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/nccl"
 )
 
-// openOwn opens the ranks' own kernels, each with so much room, where the devices can.
-func (g *Group) openOwn(ctx context.Context, bytes int) error {
+// openOwn opens the ranks' own kernels, each with so much room, where the devices can do
+// what the strategy needs.
+func (g *Group) openOwn(ctx context.Context, s Strategy, bytes int) error {
 	open := func(ctx context.Context, m *member) (err error) {
 		m.ways.own, err = fabric.Open(ctx, m.stream, m.comm.Rank(), g.size, m.ways.exchange, &fabric.Config{Bytes: bytes})
+		if err != nil {
+			return err
+		}
+		if err = m.ways.own.Supports(ownAlgorithms[s]); err != nil {
+			slog.Warn("chorus: the strategy cannot be had, so NCCL carries out all collectives", "strategy", s.String(), "rank", m.comm.Rank(), "error", err)
+		}
 		return err
 	}
 	return g.openOn(ctx, "own kernels", open, func(m *member) error {
@@ -45,7 +53,7 @@ var ownOps = map[nccl.Op]fabric.Op{
 	nccl.Sum: fabric.Sum, nccl.Prod: fabric.Prod, nccl.Max: fabric.Max, nccl.Min: fabric.Min, nccl.Avg: fabric.Avg,
 }
 
-var ownAlgorithms = [strategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot}
+var ownAlgorithms = [strategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot, TwoShotLines: fabric.TwoShotLines}
 
 // ownRaw is x as own kernels have it, and reports whether they know its reduction.
 func ownRaw(s Strategy, x nccl.Collective) (raw fabric.Raw, ok bool) {

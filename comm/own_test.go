@@ -283,11 +283,28 @@ func TestOwnKernelsWhereTheyCannot(t *testing.T) {
 	require.NoError(t, conform(testgpu.Context(t), g))
 }
 
+// TestLinesWhereTheyCannot checks that nobody reduces by lines where PCIe joins two GPUs:
+// who asks for them is told why, or has NCCL where a group cannot have what it was made
+// with. Own kernels go on without.
+func TestLinesWhereTheyCannot(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, VirtualPCIe: [][2]int{{1, 2}}})
+	g := localOwn(t, devs, nil)
+	require.Equal(t, []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot}, g.Strategies())
+	err := g.Use(testgpu.Context(t), comm.TwoShotLines)
+	require.ErrorIs(t, err, comm.ErrMismatch)
+	require.ErrorContains(t, err, "the group has no strategy two-shot-lines: it has [nccl own one-shot two-shot-packets two-shot]: "+
+		"two-shot-lines needs GPUs that NVLink joins, which keeps lines of 128 bytes whole; this machine has another link between ranks 1 and 2")
+	require.NoError(t, conform(testgpu.Context(t), g))
+	g = groupBy(t, devs, comm.Config{Strategy: comm.TwoShotLines})
+	require.Equal(t, comm.NCCLOnly, g.Strategy())
+	require.NoError(t, conform(testgpu.Context(t), g))
+}
+
 func TestStrategies(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	_, err := comm.LocalWith(t.Context(), &comm.Config{Strategy: 9}, devs...)
+	_, err := comm.LocalWith(t.Context(), &comm.Config{Strategy: 10}, devs...)
 	require.ErrorIs(t, err, comm.ErrMismatch)
-	require.ErrorContains(t, err, "Strategy(9)")
+	require.ErrorContains(t, err, "Strategy(10)")
 	t.Setenv(env.CommStrategy.Name, "fast")
 	_, err = comm.Local(t.Context(), devs...)
 	require.ErrorContains(t, err, env.CommStrategy.Name)

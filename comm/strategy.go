@@ -34,13 +34,15 @@ const (
 	// after those before and before those after. Close waits until the streams that have
 	// had such operations are past their work.
 	OwnKernels
-	// OneShot, TwoShotPackets and TwoShot are OwnKernels with one algorithm for
-	// all-reduces, up to the most that it can: every rank sends all to all; every rank
-	// reduces a share and sends that on, both in packets; or as plain bytes between
-	// barriers. They are for measurements.
+	// OneShot, TwoShotPackets, TwoShot and TwoShotLines are OwnKernels with one algorithm
+	// for all-reduces, up to the most that it can: every rank sends all to all; every rank
+	// reduces a share and sends that on, both in packets; as plain bytes between barriers;
+	// or in lines of 128 bytes, where NVLink joins all GPUs and each process sees all of
+	// them. They are for measurements.
 	OneShot
 	TwoShotPackets
 	TwoShot
+	TwoShotLines
 	// Windows is NCCL's own kernels for symmetric memory (NCCL 2.27.3 and newer): what
 	// is small is copied to a window that all ranks have registered, and its result from
 	// there: sums of floats of 16 and 32 bits, all-gathers and reduce-scatters, up to
@@ -67,7 +69,7 @@ const (
 
 var strategyNames = [strategies]string{
 	ByEnvironment: "by environment", NCCLOnly: "nccl", OwnKernels: "own", OneShot: "one-shot",
-	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", Windows: "windows", CopyEngines: "copy-engines", Tuned: "tuned",
+	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", TwoShotLines: "two-shot-lines", Windows: "windows", CopyEngines: "copy-engines", Tuned: "tuned",
 }
 
 // String returns the name that CHORUS_COMM_STRATEGY has for it.
@@ -130,7 +132,12 @@ func (g *Group) Strategies() []Strategy {
 		return list
 	}
 	if k.own != nil {
-		list = append(list, OwnKernels, OneShot, TwoShotPackets, TwoShot)
+		list = append(list, OwnKernels)
+		for s := OneShot; s <= TwoShotLines; s++ {
+			if k.own.Supports(ownAlgorithms[s]) == nil {
+				list = append(list, s)
+			}
+		}
 	}
 	if k.window != nil {
 		list = append(list, Windows)
@@ -169,7 +176,7 @@ func (g *Group) change(ctx context.Context, s Strategy, set func(*ways)) error {
 		return err
 	}
 	if !slices.Contains(g.Strategies(), s) {
-		return refuse(op, "the group has no strategy %s: it has %v", s, g.Strategies())
+		return refuse(op, "the group has no strategy %s: it has %v%s", s, g.Strategies(), g.whyNot(s))
 	}
 	for i := range g.members {
 		if k := g.members[i].ways; k != nil {
@@ -177,6 +184,18 @@ func (g *Group) change(ctx context.Context, s Strategy, set func(*ways)) error {
 		}
 	}
 	return nil
+}
+
+// whyNot says what keeps own kernels from a strategy of theirs, after a colon, or nothing.
+func (g *Group) whyNot(s Strategy) string {
+	k := g.members[0].ways
+	if k == nil || k.own == nil || s >= strategies {
+		return ""
+	}
+	if err := k.own.Supports(ownAlgorithms[s]); err != nil {
+		return ": " + err.Error()
+	}
+	return ""
 }
 
 // sameStrategy returns an error on all ranks where they do not want the same one.

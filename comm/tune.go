@@ -147,7 +147,7 @@ func (o operation) choice(k *ways, bytes int) Choice {
 }
 
 // algorithm reports whether a strategy is one way to reduce by own kernels.
-func (s Strategy) algorithm() bool { return s == OneShot || s == TwoShotPackets || s == TwoShot }
+func (s Strategy) algorithm() bool { return s >= OneShot && s <= TwoShotLines }
 
 // carried is the type of the elements that an operation is measured with.
 func (o operation) carried() memory.DType {

@@ -51,7 +51,7 @@ func siteOf(t *testing.T, devs []*device.Device) comm.Site {
 // anyTuning has each strategy as the fastest of some operations and sizes.
 func anyTuning(at comm.Site, r *rand.Rand) *comm.Tuning {
 	t := &comm.Tuning{For: at}
-	every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows, comm.CopyEngines}
+	every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines, comm.Windows, comm.CopyEngines}
 	for _, op := range []string{"all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"} {
 		for bytes := 4; bytes <= 1<<16; bytes += 1 + bytes/2 {
 			c := comm.Choice{Operation: op, Bytes: bytes}
@@ -76,7 +76,7 @@ func anyTuning(at comm.Site, r *rand.Rand) *comm.Tuning {
 func TestStrategiesConform(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
-	for _, s := range []comm.Strategy{comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows, comm.CopyEngines, comm.Tuned} {
+	for _, s := range []comm.Strategy{comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines, comm.Windows, comm.CopyEngines, comm.Tuned} {
 		sizes := []int{1, 3}
 		if s == comm.Tuned { // which has all of them
 			sizes = append(sizes, 8)
@@ -516,7 +516,7 @@ func TestTuningTakesTheSlowest(t *testing.T) {
 func TestUse(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: siteOf(t, devs)}})
-		every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Windows, comm.CopyEngines, comm.Tuned}
+		every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines, comm.Windows, comm.CopyEngines, comm.Tuned}
 		require.Equal(t, every, g.Strategies())
 		small := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Float32, Count: 8}
 		for _, s := range every {
@@ -624,7 +624,7 @@ func TestTune(t *testing.T) {
 			slices.Sort(all)
 			want := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels}
 			if c.Operation == "all-reduce" {
-				want = []comm.Strategy{comm.NCCLOnly, comm.OneShot, comm.TwoShotPackets, comm.TwoShot}
+				want = []comm.Strategy{comm.NCCLOnly, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines}
 			}
 			if (c.Type == "float32" || c.Operation == "all-gather") && (c.Operation == "all-reduce" || c.Bytes%8 == 0) {
 				want = append(want, comm.Windows)

@@ -82,7 +82,7 @@ func (k *ways) can(s Strategy, x nccl.Collective, most int) bool {
 	switch s {
 	case OwnKernels:
 		return k.own != nil && bytesOf(x) <= most && k.takes(s, x)
-	case OneShot, TwoShotPackets, TwoShot:
+	case OneShot, TwoShotPackets, TwoShot, TwoShotLines:
 		return k.own != nil && (x.Kind == nccl.AllReduceKind || bytesOf(x) <= most) && k.takes(s, x)
 	case Windows:
 		return k.window != nil && k.window.fits(x)
@@ -157,14 +157,14 @@ func (g *Group) openWays(ctx context.Context, s Strategy, exchange func(rank int
 	case CopyEngines:
 		err = g.openEngines()
 	case Tuned:
-		if err = g.openOwn(ctx, ownMost); err == nil {
+		if err = g.openOwn(ctx, s, ownMost); err == nil {
 			err = g.openWindows(ctx)
 		}
 		if err == nil {
 			err = g.openEngines()
 		}
 	default:
-		err = g.openOwn(ctx, ownBytes)
+		err = g.openOwn(ctx, s, ownBytes)
 	}
 	if err != nil {
 		return err

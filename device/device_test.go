@@ -54,11 +54,35 @@ func TestPeers(t *testing.T) {
 		if ok {
 			_, err = devs[0].PeerRank(devs[1])
 			require.NoError(t, err)
+			_, err = devs[0].PeerAtomics(devs[1])
+			require.NoError(t, err)
 		}
 		other := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 		_, err = devs[0].CanAccessPeer(other[0])
 		require.ErrorContains(t, err, "two systems")
+		_, err = devs[0].PeerAtomics(other[0])
+		require.ErrorContains(t, err, "two systems")
 	})
+}
+
+// The links of virtual devices are NVLink but for those that are said to be PCIe.
+func TestVirtualLinks(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, VirtualPCIe: [][2]int{{2, 0}}})
+	for i, a := range devs {
+		for j, b := range devs {
+			if i == j {
+				_, err := a.PeerAtomics(b)
+				require.ErrorIs(t, err, device.ErrorInvalidDevice)
+				continue
+			}
+			atomics, err := a.PeerAtomics(b)
+			require.NoError(t, err)
+			rank, err := a.PeerRank(b)
+			require.NoError(t, err)
+			require.Equal(t, i+j != 2, atomics, "%d and %d", i, j)
+			require.Equal(t, i+j == 2, rank > 0, "%d and %d", i, j)
+		}
+	}
 }
 
 func TestOpen(t *testing.T) {

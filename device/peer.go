@@ -32,11 +32,24 @@ func (d *Device) CanAccessPeer(peer *Device) (bool, error) {
 // PeerRank returns the driver's ranking of the link between two devices: 0 is
 // the fastest kind on the machine.
 func (d *Device) PeerRank(peer *Device) (int, error) {
-	if err := d.sameSystem("rank the link", peer); err != nil {
+	v, err := d.link("rank the link", peer, cudadrv.P2PPerformanceRank)
+	return int(v), err
+}
+
+// PeerAtomics reports whether the link between two devices carries atomic operations
+// (cudaDevP2PAttrNativeAtomicSupported): NVLink does, and PCIe does not.
+func (d *Device) PeerAtomics(peer *Device) (bool, error) {
+	v, err := d.link("ask for atomics of peers", peer, cudadrv.P2PNativeAtomics)
+	return v != 0, err
+}
+
+// link asks the driver for an attribute of the link between two devices.
+func (d *Device) link(op string, peer *Device, a cudadrv.P2PAttribute) (int32, error) {
+	if err := d.sameSystem(op, peer); err != nil {
 		return 0, err
 	}
-	v, r := d.sys.sys.Driver.DeviceGetP2PAttribute(cudadrv.P2PPerformanceRank, d.handle, peer.handle)
-	return int(v), d.Check("cuDeviceGetP2PAttribute", r)
+	v, r := d.sys.sys.Driver.DeviceGetP2PAttribute(a, d.handle, peer.handle)
+	return v, d.Check("cuDeviceGetP2PAttribute", r)
 }
 
 // What a device keeps in Local: which peers it can reach, and which are enabled.

@@ -43,6 +43,8 @@ type SystemConfig struct {
 	// VirtualNCCL is the version of the virtual NCCL, such as "2.23.4"; "" is
 	// CHORUS_VIRTUAL_NCCL.
 	VirtualNCCL string
+	// VirtualPCIe are pairs of virtual devices that PCIe joins; NVLink joins all others.
+	VirtualPCIe [][2]int
 }
 
 var defaultSystem = sync.OnceValues(func() (*System, error) { return NewSystem(nil) })
@@ -59,7 +61,7 @@ func NewSystem(cfg *SystemConfig) (*System, error) {
 		c = *cfg
 	}
 	b, err := backend.Open(&backend.Config{Backend: c.Backend, Devices: c.VirtualDevices, Seed: c.Seed, Faults: c.Faults,
-		Multiprocessors: c.VirtualMultiprocessors, NCCL: c.VirtualNCCL})
+		Multiprocessors: c.VirtualMultiprocessors, NCCL: c.VirtualNCCL, PCIe: c.VirtualPCIe})
 	if err != nil {
 		return nil, fmt.Errorf("device: %w", err)
 	}

@@ -25,7 +25,7 @@ func TestTune(t *testing.T) {
 	out, errs, code := chorusCommand(t, set, append(few, "--dry-run")...)
 	require.Zero(t, code, errs)
 	require.Contains(t, out, "# chorus tune: 3 ranks, 3 of a process, hosts: 1, Chorus Virtual Device")
-	require.Regexp(t, `(?m)^# all-reduce float32 sum, us\n +# +bytes +nccl +one-shot +two-shot-packets +two-shot +windows *\n +12 +\? +\? +\? +\? +\?`, out)
+	require.Regexp(t, `(?m)^# all-reduce float32 sum, us\n +# +bytes +nccl +one-shot +two-shot-packets +two-shot +two-shot-lines +windows *\n +12 +\? +\? +\? +\? +\? +\?`, out)
 	require.Contains(t, out, "# nothing was measured; it would be written to "+file)
 	require.NoFileExists(t, file)
 
@@ -108,7 +108,7 @@ func TestPerfStrategies(t *testing.T) {
 			}
 		}
 		repeat := func(names ...string) []string { return slices.Repeat(names, 3) }
-		require.Equal(t, repeat("nccl", "own", "one-shot", "two-shot-packets", "two-shot", "windows"), have["all_reduce"])
+		require.Equal(t, repeat("nccl", "own", "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "windows"), have["all_reduce"])
 		require.Equal(t, repeat("nccl", "own", "windows", "copy-engines"), have["all_gather"])
 		require.Equal(t, repeat("nccl"), have["gather"])
 		return list
@@ -130,7 +130,7 @@ func TestPerfStrategies(t *testing.T) {
 
 	out, errs, code = chorusPerf(t, set, args...)
 	require.Zero(t, code, errs)
-	require.Regexp(t, `(?m)^ +48 +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+\* +[\d.]+[ <] *$`, out)
+	require.Regexp(t, `(?m)^ +48 +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+\* +[\d.]+[ <] +[\d.]+[ <] *$`, out)
 	require.Contains(t, out, "# * chosen, < faster than the chosen one")
 
 	tuning.For.NCCL = "2.27.5"

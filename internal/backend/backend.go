@@ -44,8 +44,9 @@ type Config struct {
 	Seed    uint64 // virtual devices' delays
 	Faults  string // virtual devices' fault plan
 
-	Multiprocessors int    // of each virtual device; 0 is an H200's
-	NCCL            string // the version of the virtual NCCL
+	Multiprocessors int      // of each virtual device; 0 is an H200's
+	NCCL            string   // the version of the virtual NCCL
+	PCIe            [][2]int // pairs of virtual devices that PCIe joins, and not NVLink
 }
 
 // Open starts the driver of the backend.
@@ -78,7 +79,7 @@ func openVirtual(c *Config) (*System, error) {
 	if err != nil {
 		return nil, &env.ValueError{Name: env.VirtualNCCL.Name, Value: c.NCCL, Want: err.Error()}
 	}
-	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults, SMs: c.Multiprocessors, NCCL: version,
+	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults, SMs: c.Multiprocessors, NCCL: version, PCIe: c.PCIe,
 		Network: network(), Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1"})
 	if err != nil {
 		return nil, err

@@ -23,7 +23,7 @@ const (
 )
 
 func BenchmarkAllReduce(b *testing.B) {
-	sizes := []int{8, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20}
+	sizes := []int{8, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20}
 	benchGroups(b, func(b *testing.B, group []member) {
 		for _, a := range fabric.Algorithms {
 			for _, bytes := range sizes {
@@ -179,7 +179,7 @@ func race(b *testing.B, racers []*racer, rounds int) (slowest time.Duration) {
 // BenchmarkGrid measures all-reduce in graphs by the number of blocks and of their
 // threads, from which Rank's choice is made.
 func BenchmarkGrid(b *testing.B) {
-	sizes := []int{8, 4 << 10, 64 << 10, 256 << 10, 1 << 20}
+	sizes := []int{8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20}
 	benchGroups(b, func(b *testing.B, group []member) {
 		for _, bytes := range sizes {
 			for _, a := range fabric.Algorithms {
@@ -221,5 +221,5 @@ func benchGrids(b *testing.B, group []member, c call) {
 
 func limitOf(m member, a fabric.Algorithm) int {
 	l := m.Limits()
-	return map[fabric.Algorithm]int{fabric.OneShot: l.OneShot, fabric.TwoShotPackets: l.TwoShotPackets, fabric.TwoShot: l.TwoShot}[a]
+	return map[fabric.Algorithm]int{fabric.OneShot: l.OneShot, fabric.TwoShotPackets: l.TwoShotPackets, fabric.TwoShot: l.TwoShot, fabric.TwoShotLines: l.TwoShotLines}[a]
 }

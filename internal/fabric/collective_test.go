@@ -208,6 +208,7 @@ func calls[T memory.Element](group []member, k kit[T], fn func(call)) {
 		all(call{name: "all-reduce", op: op, algorithm: fabric.OneShot}, limits.OneShot)
 		all(call{name: "all-reduce", op: op, algorithm: fabric.TwoShotPackets}, limits.TwoShotPackets)
 		all(call{name: "all-reduce", op: op, algorithm: fabric.TwoShot}, limits.TwoShot)
+		all(call{name: "all-reduce", op: op, algorithm: fabric.TwoShotLines}, limits.TwoShotLines)
 	}
 	all(call{name: "all-reduce"}, limits.AllReduce())
 }

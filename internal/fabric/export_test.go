@@ -1,6 +1,10 @@
 package fabric
 
-import "github.com/gochorus/chorus/stream"
+import (
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
 
 // SetEpoch makes the next operation of r that of the epoch after the given one. r is
 // idle.
@@ -18,11 +22,37 @@ func (r *Rank) Grid(steps int) (blocks, threads int) {
 	return int(g.blocks), int(g.threads)
 }
 
-// Steps is for how many words or cells the algorithm needs a thread.
+// Steps is for how many words, cells or lanes of lines the algorithm needs a thread.
 func (a Algorithm) Steps(bytes, ranks int) int { return a.steps(bytes, ranks) }
 
 // Algorithms has those that can be asked for.
-var Algorithms = []Algorithm{OneShot, TwoShotPackets, TwoShot}
+var Algorithms = []Algorithm{OneShot, TwoShotPackets, TwoShot, TwoShotLines}
+
+// Choose returns what Auto is for so many bytes.
+func (r *Rank) Choose(bytes int) Algorithm { return r.choose(bytes) }
+
+// KeepsLines reports whether GPUs of a compute capability may go by lines.
+func KeepsLines(major, minor int) bool { return keepsLines(major, minor) }
+
+// SpoilLines makes the sum of floats by lines their maximum on a device, for so many ranks,
+// until restore is called.
+func SpoilLines(dev *device.Device, ranks int) (restore func(), err error) {
+	t := tools(dev, ranks)
+	at := &t.reduce[formatOf[memory.Float32]][Sum]
+	lines := allReduceFn + function(TwoShotLines) - 1
+	greatest, err := t.reducer(dev, lines, formatOf[memory.Float32], Max)
+	if err == nil {
+		_, err = t.reducer(dev, lines, formatOf[memory.Float32], Sum)
+	}
+	if err != nil {
+		return nil, err
+	}
+	right := at.Load()
+	wrong := *right
+	wrong[lines] = greatest
+	at.Store(&wrong)
+	return func() { at.Store(right) }, nil
+}
 
 // Scratches returns how many ranks of the process have scratch memory.
 func Scratches() int {

@@ -30,7 +30,11 @@ const (
 	maxBlocks   = 128
 	ticks       = 256 // of an epoch
 	packetBytes = 16
-	signalWords = 4 // of each rank for each block
+	lineBytes   = 128
+	lineWords   = 15 // of data
+	lineLanes   = 8  // threads that a line needs
+	sets        = 4  // of slots and a whole: for even and odd epochs, without lines and with
+	signalWords = 4  // of each rank for each block
 	signalBytes = maxBlocks * maxRanks * signalWords * 8
 )
 
@@ -100,6 +104,7 @@ func (t *toolbox) reducer(dev *device.Device, fn function, format int, op Op) (*
 		{Name: "all_reduce_1", Params: params(), Go: fold.oneShot},
 		{Name: "all_reduce_2", Params: params(), Go: fold.twoShotPackets},
 		{Name: "all_reduce_3", Params: params(), Go: fold.twoShot},
+		{Name: "all_reduce_4", Params: params(), Go: fold.twoShotLines},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("fabric: the %s of %s: %w", op, f.dtype, err)

@@ -17,7 +17,7 @@ import (
 type Config struct {
 	// Bytes is how much AllReduce can take, rounded up to 64 KiB; 0 means 8 MiB. The
 	// other collectives take, and AllReduce by OneShot, what Rank.Limits says: about a
-	// part of that for each rank. A rank has about four times as much scratch memory.
+	// part of that for each rank. A rank has about eight times as much scratch memory.
 	Bytes int
 }
 
@@ -30,7 +30,8 @@ const (
 // Open makes this rank of a group whose ranks are GPUs of one host, in any processes,
 // at most 8. It is collective: exchange lets the ranks find each other, and on all of
 // them the outcome is the same unless exchange fails on some only. Open allocates the
-// scratch memory in the order of s, whose device is the rank's, and waits for s.
+// scratch memory in the order of s, whose device is the rank's, and waits for s. Where
+// TwoShotLines may be had the ranks try it, and go without if what comes is wrong.
 //
 // Where the ranks are too many, on several hosts, two on one GPU, or their GPUs do not
 // reach each other's memory, the error matches errors.ErrUnsupported: it has a
@@ -62,6 +63,9 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange Excha
 	}
 	r.arm()
 	handle.Init(r, &r.owner, "rank of a fabric")
+	if err := r.tryLines(ctx, s, exchange); err != nil {
+		return nil, errors.Join(r.errorf("open", "%w", err), r.Close())
+	}
 	return r, nil
 }
 
@@ -95,7 +99,14 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 	if failed = r.probed(ctx, s); failed == nil {
 		failed = r.begin(ctx, s, cards[0].Epoch)
 	}
-	_, err = confer(ctx, exchange, r.ranks, true, failed)
+	noLines := ""
+	if failed == nil {
+		noLines, failed = r.missesLines(cards)
+	}
+	said, err := confer(ctx, exchange, r.ranks, noLines, failed)
+	if err == nil {
+		r.noLines = firstOf(said)
+	}
 	return err
 }
 
@@ -149,7 +160,7 @@ func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
 	if r.control, err = memory.Make[uint64](s, 2); err != nil {
 		return err
 	}
-	words, err := memory.Make[uint64](s, (signalBytes+2*(r.ranks*r.slot+r.whole))/8)
+	words, err := memory.Make[uint64](s, (signalBytes+sets*(r.ranks*r.slot+r.whole))/8)
 	if err != nil {
 		return err
 	}
@@ -209,12 +220,8 @@ func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
 // reachFar is reach for a rank of another process. A GPU that this process does not see
 // cannot be asked for: it reaches that one's memory if the driver maps it.
 func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
-	seen := false
-	for _, peer := range r.dev.System().Devices() {
-		if uuid, err := peer.UUID(); err != nil || uuid != c.GPU {
-			continue
-		}
-		seen = true
+	peer := r.seen(c)
+	if peer != nil {
 		can, err := r.dev.CanAccessPeer(peer)
 		if err != nil {
 			return err
@@ -225,12 +232,22 @@ func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
 	}
 	words, err := memory.OpenPeerIPC[uint64](s, h)
 	switch {
-	case err != nil && !seen && r.dev.Err() == nil:
+	case err != nil && peer == nil && r.dev.Err() == nil:
 		return unsupported("GPUs that this process sees, or whose memory it can map", err.Error())
 	case err != nil:
 		return err
 	}
 	r.peers = append(r.peers, &scratch{words: words})
+	return nil
+}
+
+// seen returns the GPU of a rank as this process has it, or nil.
+func (r *Rank) seen(c *card) *device.Device {
+	for _, peer := range r.dev.System().Devices() {
+		if uuid, err := peer.UUID(); err == nil && uuid == c.GPU {
+			return peer
+		}
+	}
 	return nil
 }
 

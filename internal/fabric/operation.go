@@ -149,6 +149,8 @@ func (o *operation) room(r *Rank) error {
 	switch {
 	case ok:
 		return nil
+	case o.algorithm == TwoShotLines && r.noLines != "":
+		return r.Supports(TwoShotLines)
 	case o.kind == AllReduces && o.bytes <= r.Limits().AllReduce():
 		return fmt.Errorf("%d bytes: %s takes at most %d", o.bytes, o.algorithm, most)
 	}

@@ -99,8 +99,8 @@ func randomOf[T memory.Element](rng *rand.Rand, m member, k kit[T]) step {
 	c := call{name: names[rng.IntN(len(names))], op: allOps[rng.IntN(len(allOps))], skip: rng.IntN(3), root: rng.IntN(m.Ranks())}
 	limit := l.Part
 	if c.name == "all-reduce" {
-		c.algorithm = fabric.Algorithm(rng.IntN(4))
-		limit = [...]int{l.TwoShot, l.OneShot, l.TwoShotPackets, l.TwoShot}[c.algorithm]
+		c.algorithm = fabric.Algorithm(rng.IntN(5))
+		limit = [...]int{l.TwoShot, l.OneShot, l.TwoShotPackets, l.TwoShot, l.TwoShotLines}[c.algorithm]
 	}
 	limit /= sizeOf[T]()
 	switch x := rng.IntN(100); {
@@ -344,7 +344,7 @@ func TestEpochs(t *testing.T) {
 			set(epoch)
 			for i := range 12 {
 				k := integers[uint64]()
-				algorithm := fabric.Algorithms[i%3]
+				algorithm := fabric.Algorithms[i%len(fabric.Algorithms)]
 				carryOut(t, group, k, call{name: "all-reduce", algorithm: algorithm, n: 100 + i})
 				carryOut(t, group, k, call{name: "broadcast", n: 100 - i, root: i % len(devs)})
 				carryOut(t, group, k, call{name: "all-to-all", n: 37 + i})

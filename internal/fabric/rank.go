@@ -20,9 +20,10 @@ type Rank struct {
 	owner       handle.Owner
 	dev         *device.Device
 	rank, ranks int
-	slot, whole int  // bytes
-	blocks      int  // the most that a kernel may have
-	forced      grid // in measurements
+	slot, whole int    // bytes
+	blocks      int    // the most that a kernel may have
+	noLines     string // why TwoShotLines cannot be had, alike on all ranks; "" where it can
+	forced      grid   // in measurements
 
 	peers   []*scratch // of the k-th rank after this one; the first is its own
 	control memory.Slice[uint64]

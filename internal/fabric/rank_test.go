@@ -32,7 +32,7 @@ func makeOf[T memory.Element](t testing.TB, s *stream.Stream, n int) memory.Slic
 // wait in, and take nothing any more.
 func TestAbort(t *testing.T) {
 	each(t, []int{3}, func(t *testing.T, devs []*device.Device) {
-		for _, name := range []string{"one-shot", "two-shot-packets", "two-shot", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "graph"} {
+		for _, name := range []string{"one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "graph"} {
 			t.Run(name, func(t *testing.T) {
 				group := open(t, devs, &fabric.Config{Bytes: 1})
 				absent := group[len(group)-1]
@@ -45,7 +45,7 @@ func TestAbort(t *testing.T) {
 						x.src = src.Slice(0, 1000)
 					case "reduce-scatter":
 						x.dst = dst.Slice(0, 1000)
-					case "one-shot", "two-shot-packets", "two-shot", "graph":
+					case "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "graph":
 						c.name = "all-reduce"
 						for _, a := range fabric.Algorithms {
 							if a.String() == name {
@@ -179,7 +179,7 @@ func TestArguments(t *testing.T) {
 			"the destination has 63 elements: want 64":   sum(x.Slice(0, 63), y.Slice(0, 64), fabric.Sum, 0),
 			"op 5 does not exist":                        sum(x, y, 5, 0),
 			"op -1 does not exist":                       sum(x, y, -1, 0),
-			"algorithm 4 does not exist":                 sum(x, y, fabric.Sum, 4),
+			"algorithm 5 does not exist":                 sum(x, y, fabric.Sum, 5),
 			"want the same memory, or none":              sum(x.Slice(0, 8), x.Slice(1, 9), fabric.Sum, 0),
 			"the operation runs on":                      sum(z, z, fabric.Sum, 0),
 			"cannot order work":                          fabric.AllReduce(r, far.s, x, y, fabric.Sum, nil),
@@ -302,7 +302,7 @@ func TestOpenRefuses(t *testing.T) {
 	})
 	t.Run("one fails", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-		for _, failing := range []int{1, 2, 3} { // the exchange in which rank 1 says so
+		for _, failing := range []int{1, 2, 3, 4, 5} { // the exchange in which rank 1 says so
 			seats := fabric.NewTable(2)
 			ends := make(chan error, 2)
 			for i, dev := range devs {
@@ -388,7 +388,7 @@ func TestOpenRefuses(t *testing.T) {
 
 func TestLimits(t *testing.T) {
 	group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), nil)
-	require.Equal(t, fabric.Limits{OneShot: 2 << 20, TwoShotPackets: 4 << 20, TwoShot: 8 << 20, Part: 2 << 20}, group[0].Limits())
+	require.Equal(t, fabric.Limits{OneShot: 2 << 20, TwoShotPackets: 4 << 20, TwoShot: 8 << 20, TwoShotLines: 8 << 20 / 128 * 120, Part: 2 << 20}, group[0].Limits())
 	group = open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), &fabric.Config{Bytes: 200 << 10})
-	require.Equal(t, fabric.Limits{OneShot: 64 << 10, TwoShotPackets: 131064, TwoShot: 256 << 10, Part: 64 << 10}, group[0].Limits())
+	require.Equal(t, fabric.Limits{OneShot: 64 << 10, TwoShotPackets: 131064, TwoShot: 256 << 10, TwoShotLines: 682 * 3 * 120, Part: 64 << 10}, group[0].Limits())
 }

@@ -12,7 +12,7 @@ var folder embed.FS
 // files are the parts of the source, each of which uses those before it.
 var files = []string{
 	"prelude.cuh", "memory.cuh", "rank.cuh", "wait.cuh", "packet.cuh", "word.cuh", "move.cu",
-	"element.cuh", "values.cuh", "reduce.cu", "cell.cu",
+	"element.cuh", "values.cuh", "reduce.cu", "cell.cu", "line.cu",
 }
 
 // source is what compilers get. Their messages name the file and its line.

@@ -23,9 +23,11 @@ var hostMain string
 // onHost says what the assembly of the source is in C++, and makes blocks of 8 threads,
 // which let others go first when they have polled for a while.
 var onHost = []struct{ cuda, host string }{
-	{`asm volatile\("st\.volatile[^\n]*`, `atom(p)[0] = a | (u64)b << 32; atom(p)[1] = c | (u64)d << 32;`},
+	{`asm volatile\("st\.volatile\.global\.v4[^\n]*`, `atom(p)[0] = a | (u64)b << 32; atom(p)[1] = c | (u64)d << 32;`},
 	{`asm volatile\("ld\.global\.v2[^\n]*`, `ticks = *atom(&me.control->ticks); gaveUp = *atom(&me.control->gaveUp);`},
-	{`asm volatile\("\{\.reg \.pred on[^\n]*`, `if (!on) return; u64 x = atom(p)[0], y = atom(p)[1]; a = (u32)x; b = (u32)(x >> 32); c = (u32)y; d = (u32)(y >> 32);`},
+	{`asm volatile\("st\.volatile\.global\.v2[^\n]*`, `put_line(p, v.a, v.b);`},
+	{`asm volatile\("\{\.reg \.pred on; setp\.ne\.u32 on, %3[^\n]*`, `if (on) get_line(p, &v.a);`},
+	{`asm volatile\("\{\.reg \.pred on; setp\.ne\.u32 on, %5[^\n]*`, `if (!on) return; u64 x = atom(p)[0], y = atom(p)[1]; a = (u32)x; b = (u32)(x >> 32); c = (u32)y; d = (u32)(y >> 32);`},
 	{`asm volatile\("st\.release[^\n]*`, `*atom(p) = v;`},
 	{`asm volatile\("ld\.acquire[^\n]*`, `v = *atom(p);`},
 	{`asm volatile\("ld\.relaxed[^\n]*`, `v = *(std::atomic<u32>*)p;`},

@@ -22,6 +22,7 @@ type party struct {
 	host        []uint32   // not 0 when the rank gives up, and when it has
 	signature   uint64
 	epoch       uint64
+	set         int  // of the slots and the whole that belong to this operation
 	over        bool // given up
 
 	bytes   int
@@ -36,9 +37,10 @@ func enter(c *kernel.Call) *party {
 		signature: c.Uint64(signatureParam), bytes: int(c.Uint64(bytesParam)), aligned: c.Uint32(alignedParam) != 0,
 	}
 	p.epoch = p.control[0]/ticks + 1
+	p.set = int(p.epoch & 1)
 	p.over = p.control[1] != 0
 	for k := range p.ranks {
-		p.peers = append(p.peers, kernel.Shared[uint64](c, peerParam+k, 0, signalBytes/8+2*(p.ranks*p.slot+p.whole)))
+		p.peers = append(p.peers, kernel.Shared[uint64](c, peerParam+k, 0, signalBytes/8+sets*(p.ranks*p.slot+p.whole)))
 	}
 	return p
 }
@@ -56,7 +58,7 @@ func (p *party) after(k int) int { return (p.rank + k) % p.ranks }
 
 // from returns where the k-th rank's scratch has what rank r sends to it.
 func (p *party) from(k, r int) []uint64 {
-	at := signalBytes/8 + int(p.epoch&1)*(p.ranks*p.slot+p.whole) + r*p.slot
+	at := signalBytes/8 + p.set*(p.ranks*p.slot+p.whole) + r*p.slot
 	return p.peers[k][at:]
 }
 

@@ -19,15 +19,16 @@ const maxDevices = 64
 // Config describes a machine. The zero value of each field but Devices means
 // its default.
 type Config struct {
-	Devices  int     // 1 to 64
-	Seed     uint64  // of the streams' delays; 0 draws one
-	SMs      int     // multiprocessors of each device; 132
-	Memory   uintptr // bytes of each device, counted and not reserved; 8 GiB
-	Faults   string  // a fault plan: call#n=status, hang@call#n, lose@call#n, short@call#n, separated by commas
-	Blocking bool    // the host waits for each kernel, copy and fill, as under CUDA_LAUNCH_BLOCKING
-	Network  string  // where ranks listen: "" for this host's Unix sockets, or an IP address for TCP
-	NCCL     int32   // the version of the virtual NCCL; 2.28.3
-	Host     string  // whose devices they are, which decides their UUIDs; "" is the system's name
+	Devices  int      // 1 to 64
+	Seed     uint64   // of the streams' delays; 0 draws one
+	SMs      int      // multiprocessors of each device; 132
+	Memory   uintptr  // bytes of each device, counted and not reserved; 8 GiB
+	Faults   string   // a fault plan: call#n=status, hang@call#n, lose@call#n, short@call#n, separated by commas
+	Blocking bool     // the host waits for each kernel, copy and fill, as under CUDA_LAUNCH_BLOCKING
+	Network  string   // where ranks listen: "" for this host's Unix sockets, or an IP address for TCP
+	NCCL     int32    // the version of the virtual NCCL; 2.28.3
+	Host     string   // whose devices they are, which decides their UUIDs; "" is the system's name
+	PCIe     [][2]int // pairs of devices that PCIe joins; NVLink joins all others
 }
 
 // A Machine is one set of virtual devices. It needs no closing: what it holds

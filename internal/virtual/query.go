@@ -1,6 +1,10 @@
 package virtual
 
-import "github.com/gochorus/chorus/internal/cudadrv"
+import (
+	"slices"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
 
 // driverVersion is CUDA 13.0.
 const driverVersion = 13000
@@ -115,13 +119,24 @@ func (d driver) DeviceGetP2PAttribute(a cudadrv.P2PAttribute, src, dst cudadrv.D
 	if other := d.m.device(dst); other == nil || other == dev {
 		return 0, cudadrv.ErrorInvalidDevice
 	}
+	slow := int32(0)
+	if d.m.cfg.pcie(int(src), int(dst)) {
+		slow = 1
+	}
 	switch a {
 	case cudadrv.P2PPerformanceRank:
-		return 0, cudadrv.Success
-	case cudadrv.P2PAccessSupported, cudadrv.P2PNativeAtomics:
+		return slow, cudadrv.Success
+	case cudadrv.P2PAccessSupported:
 		return 1, cudadrv.Success
+	case cudadrv.P2PNativeAtomics:
+		return 1 - slow, cudadrv.Success
 	}
 	return 0, cudadrv.ErrorInvalidValue
+}
+
+// pcie reports whether PCIe joins two devices.
+func (c *Config) pcie(a, b int) bool {
+	return slices.Contains(c.PCIe, [2]int{a, b}) || slices.Contains(c.PCIe, [2]int{b, a})
 }
 
 // DeviceGetAttribute answers as an H200 would, but for what Config sets.

@@ -19,6 +19,13 @@ static __device__ __forceinline__ Cell getCell(const Cell* p, u32 on) {
 	Cell v = {a | (u64)b << 32, c | (u64)d << 32};
 	return v;
 }
+// putLine and getLine are put and get for what a lane has of a line.
+static __device__ __forceinline__ void putLine(void* p, Cell v) {
+	asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" :: "l"(p), "l"(v.a), "l"(v.b) : "memory");
+}
+static __device__ __forceinline__ void getLine(const void* p, u32 on, Cell& v) {
+	asm volatile("{.reg .pred on; setp.ne.u32 on, %3, 0; @on ld.volatile.global.v2.u64 {%0, %1}, [%2];}" : "+l"(v.a), "+l"(v.b) : "l"(p), "r"(on) : "memory");
+}
 static __device__ __forceinline__ void release(u64* p, u64 v) {
 	asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory");
 }

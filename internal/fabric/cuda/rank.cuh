@@ -10,7 +10,7 @@ struct alignas(16) Control {
 
 // Scratch memory begins with the signals, four of each rank for each block, and has then
 // twice, for even and odd epochs, a slot for what each rank sends, and a whole for what
-// is gathered.
+// is gathered; and behind them as much again for lines alone.
 struct Rank {
 	char* peer[RANKS]; // the scratch memory of the k-th rank after this one: the first is its own
 	u32 rank, ranks;

@@ -21,7 +21,7 @@ struct Order {
 };
 
 #ifdef CHORUS_TYPE
-enum { REDUCE_SCATTER, ALL_REDUCE, TWO_SHOT_PACKETS, TWO_SHOT, KINDS };
+enum { REDUCE_SCATTER, ALL_REDUCE, TWO_SHOT_PACKETS, TWO_SHOT, TWO_SHOT_LINES, KINDS };
 #else
 enum { ALL_GATHER, ALL_TO_ALL, BROADCAST, KINDS };
 typedef u8 T;
@@ -32,7 +32,7 @@ static std::atomic<int> wrong;
 
 static int number(int rank, u64 i, size_t order) { return 1 + (i * 7 + rank * 5 + i / 64 + order) % 3; }
 
-#define ARGS p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], (u32)rank, (u32)hosts.size(), SLOT, WHOLE, &hosts[rank].control, hosts[rank].host, 0x123456789abcdefull * (order + 1), (char*)in, (char*)out, bytes, aligned
+#define ARGS p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], (u32)rank, (u32)hosts.size(), SLOT, WHOLE, &hosts[rank].control, hosts[rank].host, 0x123456789abcdefull * (order % 2 + 1), (char*)in, (char*)out, bytes, aligned
 
 static void kernel(const Order& o, size_t order, int rank, char** p, T* in, T* out, u64 bytes) {
 	const u64 bits = (u64)in | (u64)out;
@@ -43,6 +43,7 @@ static void kernel(const Order& o, size_t order, int rank, char** p, T* in, T* o
 	case ALL_REDUCE: return all_reduce_1(ARGS);
 	case TWO_SHOT_PACKETS: return all_reduce_2(ARGS);
 	case TWO_SHOT: aligned = bits % 16 == 0; return all_reduce_3(ARGS);
+	case TWO_SHOT_LINES: return all_reduce_4(ARGS);
 	}
 #else
 	switch (o.kind) {
@@ -116,13 +117,20 @@ static void carryOut(Order o, int rank, size_t order) {
 
 // open makes the ranks, with scratch memory that is aligned.
 static void open(int ranks, u64 epoch) {
-	const u64 words = (signals + 2 * (ranks * SLOT + WHOLE)) / 8;
+	const u64 words = (signals + 4 * (ranks * SLOT + WHOLE)) / 8;
 	hosts = std::vector<Host>(ranks);
 	for (auto& h : hosts) {
 		h.memory.resize(words + 2);
 		h.scratch = (char*)h.memory.data() + ((u64)h.memory.data() % 16);
 		h.control.ticks = EPOCH * epoch;
 	}
+}
+
+// sets returns what a rank's scratch memory has behind the signals.
+static const char* sets(int rank) { return hosts[rank].scratch + signals; }
+
+static bool any(const char* p, u64 bytes) {
+	return std::any_of(p, p + bytes, [](char c) { return c != 0; });
 }
 
 // gaveUp reports whether rank 1 gives up where rank 0 has sent all that it sends at once,
@@ -138,6 +146,35 @@ static bool gaveUp(int kind, bool same) {
 	return hosts[1].host[1] != 0;
 }
 
+#ifdef CHORUS_TYPE
+// taken reports whether rank 1 takes what rank 0 has sent first, and so sends the sum of a
+// share, for an operation of another signature or of the same.
+static bool taken(int kind, bool same) {
+	const u64 n = 240;
+	open(2, 1000);
+	std::vector<Cell> in(n), out(n);
+	for (int r = 0; r < 2; r++) {
+		hosts[r].host[0] = 1;
+		launch({kind, n, 1}, same ? 0 : r, r, (T*)in.data(), (T*)out.data());
+	}
+	const char* whole = sets(0) + (kind == TWO_SHOT_LINES ? 3 : 1) * (2 * SLOT + WHOLE) + 2 * SLOT; // of odd epochs
+	return any(whole, WHOLE);
+}
+
+// strays reports whether an operation stores where only lines belong, or one by lines
+// anywhere else.
+static bool strays(int kind) {
+	open(2, 1000);
+	std::vector<std::thread> all;
+	for (int r = 0; r < 2; r++)
+		all.emplace_back([=] { for (int i = 0; i < 2; i++) carryOut({kind, 300, 1}, r, i); });
+	for (auto& t : all) t.join();
+	const u64 half = 2 * (2 * SLOT + WHOLE);
+	const bool lines = any(sets(0) + half, half), rest = any(sets(0) - signals, signals + half);
+	return kind == TWO_SHOT_LINES ? rest || !lines : lines || !rest;
+}
+#endif
+
 int main() {
 #ifdef CHORUS_TYPE
 	const int oneWay = TWO_SHOT_PACKETS; // the kinds before it
@@ -147,6 +184,12 @@ int main() {
 #if !defined(CHORUS_RANKS) || CHORUS_RANKS == 2
 	for (int kind = 0; kind < oneWay; kind++)
 		if (gaveUp(kind, true) || !gaveUp(kind, false)) wrong++, printf("kind %d: a signature is not seen, or a wrong one\n", kind);
+#ifdef CHORUS_TYPE
+	for (int kind : {TWO_SHOT_PACKETS, TWO_SHOT_LINES})
+		if (!taken(kind, true) || taken(kind, false)) wrong++, printf("kind %d: a signature is not seen, or a wrong one\n", kind);
+	for (int kind = 0; kind < KINDS; kind++)
+		if (strays(kind)) wrong++, printf("kind %d stores among others' lines, or no line\n", kind);
+#endif
 #endif
 	int operations = 0;
 	for (int ranks : {2, 3, 5, 8}) {

@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"errors"
 	"flag"
 	"fmt"
 	"math"
@@ -32,6 +33,50 @@ var thinnest = flag.String("thinnest", "", "internal/bench/testdata/nccl.c as a 
 //	gcc -O2 -shared -fPIC internal/bench/testdata/nccl.c -lnccl -lcudart -o libthinnest.so
 //	go test -run '^$' -bench BesideThinnest -benchtime 15x ./nccl -thinnest $PWD/libthinnest.so
 func BenchmarkBesideThinnest(b *testing.B) {
+	besideThinnest(b, func(p *pairing, k, n int) []contender {
+		return []contender{
+			{"C", func(r *paired) (runner, error) {
+				return runner{run: func(ops int) (float64, error) { return r.inC(p, k, ops, n) }}, nil
+			}},
+			{"Go", func(r *paired) (runner, error) {
+				return runner{run: func(ops int) (float64, error) { return r.inGo(k, ops, n) }}, nil
+			}},
+			{"Chorus", func(r *paired) (runner, error) {
+				return runner{run: func(ops int) (float64, error) { return r.byChorus(k, ops, n) }}, nil
+			}},
+		}
+	})
+}
+
+// Captures is package graph's Capture of what fn enqueues on s, which returns what launches
+// the graph and what gives it up. A test outside of this package sets it.
+var Captures func(s *stream.Stream, fn func() error) (launch, discard func() error, err error)
+
+// What the same takes in graphs of 20 operations, captured and launched in C, and by Chorus.
+func BenchmarkGraphsBesideThinnest(b *testing.B) {
+	besideThinnest(b, func(p *pairing, k, n int) []contender {
+		return []contender{
+			{"C", func(r *paired) (runner, error) { return r.graphInC(p, k, n) }},
+			{"Chorus", func(r *paired) (runner, error) { return r.graphByChorus(k, n) }},
+		}
+	})
+}
+
+// A contender issues operations in one of the ways that a benchmark compares.
+type contender struct {
+	name    string
+	prepare func(r *paired) (runner, error)
+}
+
+// A runner issues so many operations of a rank, waits for them, and returns the microseconds
+// that one took.
+type runner struct {
+	run func(operations int) (float64, error)
+	end func() error // or nil
+}
+
+// besideThinnest has a row for each operation k and number n of elements.
+func besideThinnest(b *testing.B, contenders func(p *pairing, k, n int) []contender) {
 	if *thinnest == "" {
 		b.Skip("needs -thinnest")
 	}
@@ -39,19 +84,21 @@ func BenchmarkBesideThinnest(b *testing.B) {
 	require.NoError(b, err)
 	lib, err := dl.Open(&dl.Spec{Name: "the thinnest loop", Sonames: []string{path}})
 	require.NoError(b, err)
-	series, ok := lib.Symbol("series")
-	require.True(b, ok)
 	traced := handle.Trace.Swap(false) // which programs do not do
 	defer handle.Trace.Store(traced)
 	for _, gpus := range []int{2, 4, 8} {
 		b.Run(fmt.Sprint("gpus=", gpus), func(b *testing.B) {
-			p := newPairing(b, testgpu.CUDA(b, gpus), series)
+			p := newPairing(b, testgpu.CUDA(b, gpus), lib)
 			for k, op := range besides {
 				for _, bytes := range []int{8, 256, 8 << 10, 256 << 10} {
 					if op.split && bytes < 16*gpus {
 						continue
 					}
-					b.Run(fmt.Sprintf("op=%s/bytes=%d", op.kind, bytes), func(b *testing.B) { p.row(b, k, bytes) })
+					n := bytes / 4
+					if op.split {
+						n = n / gpus / 4 * 4
+					}
+					b.Run(fmt.Sprintf("op=%s/bytes=%d", op.kind, bytes), func(b *testing.B) { p.row(b, contenders(p, k, n)) })
 				}
 			}
 		})
@@ -111,9 +158,22 @@ var besides = []struct {
 
 // A pairing is ranks that issue the same operations in different ways.
 type pairing struct {
-	ranks  []paired
-	series uintptr
-	meet   atomic.Int64
+	ranks []paired
+	c     loops
+	meet  atomic.Int64
+}
+
+// loops are the functions of nccl.c.
+type loops struct{ series, captured, replays, discard uintptr }
+
+func (l *loops) find(lib *dl.Library) error {
+	for name, at := range map[string]*uintptr{"series": &l.series, "captured": &l.captured, "replays": &l.replays, "discard": &l.discard} {
+		ok := false
+		if *at, ok = lib.Symbol(name); !ok {
+			return fmt.Errorf("%s has no %s", *thinnest, name)
+		}
+	}
+	return nil
 }
 
 // A paired is a rank of a pairing.
@@ -132,8 +192,9 @@ func (r *paired) before() int { return (r.c.rank + r.c.size - 1) % r.c.size }
 
 const pairedRoom = 1 << 16 // elements
 
-func newPairing(b *testing.B, devs []*device.Device, series uintptr) *pairing {
-	p := &pairing{ranks: make([]paired, len(devs)), series: series}
+func newPairing(b *testing.B, devs []*device.Device, lib *dl.Library) *pairing {
+	p := &pairing{ranks: make([]paired, len(devs))}
+	require.NoError(b, p.c.find(lib))
 	cs, err := NewCommunicators(testgpu.Context(b), devs, nil)
 	require.NoError(b, err)
 	for i := range p.ranks {
@@ -168,23 +229,18 @@ func (p *pairing) together() {
 }
 
 const (
-	warm  = 20
-	timed = 300
+	warm      = 20
+	timed     = 300
+	perLaunch = 20 // operations of a graph
 )
 
-// row measures the operation k of nccl.c in each of the ways.
-func (p *pairing) row(b *testing.B, k, bytes int) {
-	n := bytes / 4
-	if besides[k].split {
-		n = n / len(p.ranks) / 4 * 4
-	}
-	ways := []func(r *paired, operations int) (float64, error){
-		func(r *paired, operations int) (float64, error) { return r.inC(p, k, operations, n) },
-		func(r *paired, operations int) (float64, error) { return r.inGo(k, operations, n) },
-		func(r *paired, operations int) (float64, error) { return r.byChorus(k, operations, n) },
-	}
+// row lets contenders take turns.
+func (p *pairing) row(b *testing.B, list []contender) {
 	var mu sync.Mutex
-	all := make([][]float64, len(ways)) // by round
+	all := make([][]float64, len(list)) // by round
+	for i := range all {
+		all[i] = make([]float64, b.N)
+	}
 	var done sync.WaitGroup
 	errs := make([]error, len(p.ranks))
 	for i := range p.ranks {
@@ -192,22 +248,28 @@ func (p *pairing) row(b *testing.B, k, bytes int) {
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
 			r := &p.ranks[i]
-			errs[i] = r.c.dev.Bound(func() error {
+			errs[i] = r.c.dev.Bound(func() (err error) {
+				ways := make([]runner, len(list))
+				for k := range list {
+					if ways[k], err = list[k].prepare(r); err != nil {
+						return err
+					}
+					if end := ways[k].end; end != nil {
+						defer func() { err = errors.Join(err, end()) }()
+					}
+				}
 				for round := range b.N {
-					for w := range ways {
-						at := (w + round) % len(ways)
-						if _, err := ways[at](r, warm); err != nil {
+					for k := range ways {
+						at := (k + round) % len(ways)
+						if _, err := ways[at].run(warm); err != nil {
 							return err
 						}
 						p.together()
-						us, err := ways[at](r, timed)
+						us, err := ways[at].run(timed)
 						if err != nil {
 							return err
 						}
 						mu.Lock()
-						for len(all[at]) <= round {
-							all[at] = append(all[at], 0)
-						}
 						all[at][round] += us / float64(len(p.ranks))
 						mu.Unlock()
 						p.together()
@@ -221,15 +283,15 @@ func (p *pairing) row(b *testing.B, k, bytes int) {
 	for _, err := range errs {
 		require.NoError(b, err)
 	}
-	of := make([]float64, b.N)
-	for i := range of {
-		of[i] = all[2][i] / all[0][i]
-	}
 	b.ReportMetric(0, "ns/op")
-	b.ReportMetric(middle(all[0]), "C-µs")
-	b.ReportMetric(middle(all[1]), "Go-µs")
-	b.ReportMetric(middle(all[2]), "Chorus-µs")
-	b.ReportMetric(middle(of), "Chorus/C")
+	for i, c := range list {
+		b.ReportMetric(middle(all[i]), c.name+"-µs")
+	}
+	last := all[len(all)-1]
+	for i := range last {
+		last[i] /= all[0][i]
+	}
+	b.ReportMetric(middle(last), "Chorus/C")
 }
 
 func middle(list []float64) float64 {
@@ -239,8 +301,23 @@ func middle(list []float64) float64 {
 
 func (r *paired) inC(p *pairing, k, operations, n int) (float64, error) {
 	us, _ := dl.Get().In(uintptr(k), uintptr(*r.c.h), uintptr(r.c.rank), uintptr(len(p.ranks)), uintptr(operations),
-		uintptr(n), 0, uintptr(r.dst.Raw()), uintptr(r.src.Raw()), uintptr(r.s.Raw())).Out().Do1(p.series)
+		uintptr(n), 0, uintptr(r.dst.Raw()), uintptr(r.src.Raw()), uintptr(r.s.Raw())).Out().Do1(p.c.series)
 	return math.Float64frombits(us), nil
+}
+
+func (r *paired) graphInC(p *pairing, k, n int) (runner, error) {
+	if _, err := r.inC(p, k, warm, n); err != nil { // NCCL connects the ranks
+		return runner{}, err
+	}
+	exec, _ := dl.Get().In(uintptr(k), uintptr(*r.c.h), uintptr(r.c.rank), uintptr(len(p.ranks)), perLaunch,
+		uintptr(n), 0, uintptr(r.dst.Raw()), uintptr(r.src.Raw()), uintptr(r.s.Raw())).Out().Do1(p.c.captured)
+	return runner{
+		run: func(operations int) (float64, error) {
+			us, _ := dl.Get().In(uintptr(exec), uintptr(operations/perLaunch), uintptr(r.s.Raw())).Out().Do1(p.c.replays)
+			return math.Float64frombits(us) / perLaunch, nil
+		},
+		end: func() error { dl.Get().In(uintptr(exec)).Do(p.c.discard); return nil },
+	}, nil
 }
 
 // inGo calls NCCL as Chorus does, without all that it does before and behind.
@@ -275,6 +352,28 @@ func (r *paired) byChorus(k, operations, n int) (float64, error) {
 		}
 	}
 	return r.end(begun, operations)
+}
+
+func (r *paired) graphByChorus(k, n int) (runner, error) {
+	issue := besides[k].prepare(r, n)
+	launch, discard, err := Captures(r.s, func() error {
+		for range perLaunch {
+			if err := issue(); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	run := func(operations int) (float64, error) {
+		begun := time.Now()
+		for range operations / perLaunch {
+			if err := launch(); err != nil {
+				return 0, err
+			}
+		}
+		return r.end(begun, operations)
+	}
+	return runner{run, discard}, err
 }
 
 // end waits as the loop in C does.

@@ -89,6 +89,26 @@ void series(int k, ncclComm_t c, int rank, int ranks, int operations, size_t cou
 	*us = (now() - begun) / operations;
 }
 
+// captured returns in exec a graph of so many operations on the same buffers.
+void captured(int k, ncclComm_t c, int rank, int ranks, int operations, size_t count, int inPlace, char *recv, char *send, cudaStream_t s, cudaGraphExec_t *exec) {
+	cudaGraph_t graph;
+	CUDA(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
+	for (int i = 0; i < operations; i++) issue(k, c, rank, ranks, count, inPlace, recv, send, s);
+	CUDA(cudaStreamEndCapture(s, &graph));
+	CUDA(cudaGraphInstantiate(exec, graph, 0));
+	CUDA(cudaGraphDestroy(graph));
+}
+
+// replays returns in us the microseconds of one of so many launches of a graph.
+void replays(cudaGraphExec_t exec, int launches, cudaStream_t s, double *us) {
+	double begun = now();
+	for (int i = 0; i < launches; i++) CUDA(cudaGraphLaunch(exec, s));
+	wait(s);
+	*us = (now() - begun) / launches;
+}
+
+void discard(cudaGraphExec_t exec) { CUDA(cudaGraphExecDestroy(exec)); }
+
 // row measures one side of a row and returns the time of an operation.
 static double row(int k, int rank, size_t bytes, int inPlace, char *a, char *b, cudaStream_t s) {
 	size_t count = bytes / sizeof(float);

@@ -33,11 +33,11 @@ var spans = [maxRanks + 1][2]int{
 }
 
 // lineSpans has, by the number of ranks, beyond and up to how many bytes TwoShotLines is
-// the fastest, where it can be had: measured for 2 H200s from 1 to 4 MiB and for 4 from 512
-// KiB to 4 MiB, and guessed for other numbers.
+// the fastest, where it can be had: measured for 2 H200s, and guessed for more from what
+// lines took on 4 when their kernel was a longer one.
 var lineSpans = [maxRanks + 1][2]int{
-	2: {512 << 10, 4 << 20}, 3: {256 << 10, 4 << 20}, 4: {256 << 10, 4 << 20},
-	5: {256 << 10, 4 << 20}, 6: {256 << 10, 4 << 20}, 7: {256 << 10, 4 << 20}, 8: {256 << 10, 4 << 20},
+	2: {384 << 10, 4 << 20}, 3: {128 << 10, 4 << 20}, 4: {128 << 10, 4 << 20},
+	5: {128 << 10, 4 << 20}, 6: {128 << 10, 4 << 20}, 7: {128 << 10, 4 << 20}, 8: {128 << 10, 4 << 20},
 }
 
 // choose returns the algorithm for so many bytes, which TwoShot has room for.

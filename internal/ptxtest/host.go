@@ -16,6 +16,7 @@ const HostShim = `#include <cstdio>
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 struct Dim { unsigned x; };

@@ -1,18 +1,21 @@
 // load and store move the i-th word of bytes bytes, of which the last word may have
 // fewer than 8, and what lies beyond none: it is 0. Where p is said to be aligned, whole
-// words go as one.
-static __device__ __forceinline__ u64 load(const char* p, u64 i, u64 bytes, bool aligned) {
-	if (aligned && i * 8 + 8 <= bytes) return ((const u64*)p)[i];
+// words go as one, and others by their bytes, as those of loadBytes and storeBytes.
+static __device__ __forceinline__ u64 loadBytes(const char* p, u64 i, u64 bytes) {
 	u64 word = 0;
 	for (u32 j = 0; j < 8 && i * 8 + j < bytes; j++) word |= (u64)(u8)p[i * 8 + j] << 8 * j;
 	return word;
 }
-static __device__ __forceinline__ void store(char* p, u64 i, u64 bytes, bool aligned, u64 word) {
-	if (aligned && i * 8 + 8 <= bytes) {
-		((u64*)p)[i] = word;
-		return;
-	}
+static __device__ __forceinline__ void storeBytes(char* p, u64 i, u64 bytes, u64 word) {
 	for (u32 j = 0; j < 8 && i * 8 + j < bytes; j++) p[i * 8 + j] = (char)(word >> 8 * j);
+}
+static __device__ __forceinline__ u64 load(const char* p, u64 i, u64 bytes, bool aligned) {
+	if (aligned && i * 8 + 8 <= bytes) return ((const u64*)p)[i];
+	return loadBytes(p, i, bytes);
+}
+static __device__ __forceinline__ void store(char* p, u64 i, u64 bytes, bool aligned, u64 word) {
+	if (aligned && i * 8 + 8 <= bytes) ((u64*)p)[i] = word;
+	else storeBytes(p, i, bytes, word);
 }
 
 // loadEach loads the i-th words of what the k-th rank after this one gets, which begins

@@ -164,7 +164,7 @@ func (g *Group) openWays(ctx context.Context, s Strategy, exchange func(rank int
 			err = g.openEngines()
 		}
 	default:
-		err = g.openOwn(ctx, s, ownBytes)
+		err = g.openOwn(ctx, s, ownBytes*16/15) // so that as many fit in lines
 	}
 	if err != nil {
 		return err

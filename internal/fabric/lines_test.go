@@ -350,10 +350,11 @@ func TestChoose(t *testing.T) {
 		}
 		require.Equal(t, want, turns, "%d ranks", n)
 	}
-	two := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), nil)
-	require.Equal(t, fabric.OneShot, two[0].Choose(384<<10))
-	require.Equal(t, fabric.TwoShotLines, two[0].Choose(512<<10))
-	four := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 4}), nil)
-	require.Equal(t, fabric.OneShot, four[0].Choose(128<<10))
-	require.Equal(t, fabric.TwoShotLines, four[0].Choose(256<<10))
+	for n, first := range map[int]int{2: 384 << 10, 3: 128 << 10, 4: 128 << 10, 5: 128 << 10, 6: 128 << 10, 7: 128 << 10, 8: 128 << 10} {
+		r := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n}), nil)[0]
+		require.NotEqual(t, fabric.TwoShotLines, r.Choose(first), "%d ranks", n)
+		require.Equal(t, fabric.TwoShotLines, r.Choose(first+1), "%d ranks", n)
+		require.Equal(t, fabric.TwoShotLines, r.Choose(4<<20), "%d ranks", n)
+		require.Equal(t, fabric.TwoShot, r.Choose(4<<20+1), "%d ranks", n)
+	}
 }

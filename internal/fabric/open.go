@@ -17,7 +17,8 @@ import (
 type Config struct {
 	// Bytes is how much AllReduce can take, rounded up to 64 KiB; 0 means 8 MiB. The
 	// other collectives take, and AllReduce by OneShot, what Rank.Limits says: about a
-	// part of that for each rank. A rank has about eight times as much scratch memory.
+	// part of that for each rank. A rank has about eight times as
+	// much scratch memory, whether or not it has lines, and more of less than 512 KiB.
 	Bytes int
 }
 

@@ -53,7 +53,7 @@ func TestSourceOnTheHost(t *testing.T) {
 		ranks       int // or any
 	}{{}, {ranks: 8}, {"Half", "Avg", 0}, {"i8", "Prod", 0}, {"double", "Min", 8}, {"float", "Max", 2}} {
 		t.Run(fmt.Sprintf("module %+v", m), func(t *testing.T) {
-			flags, operations := []string{"-pthread", "-w"}, 160
+			flags, operations := []string{"-pthread", "-w", fmt.Sprint("-DSETS=", sets)}, 160
 			if m.element != "" {
 				flags = append(flags, "-DCHORUS_TYPE="+m.element, "-DCHORUS_OP="+m.op)
 			}

@@ -21,7 +21,8 @@ const (
 
 // tryLines lets all ranks reduce by lines, where nothing speaks against it, and compares
 // what comes: where lines are torn on one rank, none has them. Torn ones have something
-// of the last operation but one.
+// of the last operation but one, or zeros. There is a line of each share for eight threads
+// at most, as in all operations but the largest.
 func (r *Rank) tryLines(ctx context.Context, s *stream.Stream, exchange Exchange) (err error) {
 	if r.ranks == 1 || r.noLines != "" {
 		return nil

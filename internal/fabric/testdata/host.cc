@@ -117,7 +117,7 @@ static void carryOut(Order o, int rank, size_t order) {
 
 // open makes the ranks, with scratch memory that is aligned.
 static void open(int ranks, u64 epoch) {
-	const u64 words = (signals + 4 * (ranks * SLOT + WHOLE)) / 8;
+	const u64 words = (signals + SETS * (ranks * SLOT + WHOLE)) / 8;
 	hosts = std::vector<Host>(ranks);
 	for (auto& h : hosts) {
 		h.memory.resize(words + 2);
@@ -161,6 +161,25 @@ static bool taken(int kind, bool same) {
 	return any(whole, WHOLE);
 }
 
+// spills reports whether a rank sends lines beyond its share, here six with four at once
+// where there are that many, or to who has the share itself.
+static bool spills() {
+	const u64 share = 6, lines = 128, n = 2 * share * 120 / sizeof(T);
+	open(2, 1000);
+	std::vector<std::thread> all;
+	for (int r = 0; r < 2; r++)
+		all.emplace_back([=] { carryOut({TWO_SHOT_LINES, n, 1}, r, 0); });
+	for (auto& t : all) t.join();
+	bool is = false;
+	for (u64 r = 0; r < 2; r++) {
+		const char *set = sets(r) + 3 * (2 * SLOT + WHOLE), *whole = set + 2 * SLOT; // of odd epochs
+		is |= any(whole + r * share * lines, share * lines);
+		is |= any(whole + 2 * share * lines, WHOLE - 2 * share * lines);
+		is |= any(set + (1 - r) * SLOT + share * lines, SLOT - share * lines);
+	}
+	return is;
+}
+
 // strays reports whether an operation stores where only lines belong, or one by lines
 // anywhere else.
 static bool strays(int kind) {
@@ -189,6 +208,7 @@ int main() {
 		if (!taken(kind, true) || taken(kind, false)) wrong++, printf("kind %d: a signature is not seen, or a wrong one\n", kind);
 	for (int kind = 0; kind < KINDS; kind++)
 		if (strays(kind)) wrong++, printf("kind %d stores among others' lines, or no line\n", kind);
+	if (spills()) wrong++, printf("lines beyond a share are sent\n");
 #endif
 #endif
 	int operations = 0;

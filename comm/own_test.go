@@ -66,6 +66,18 @@ func TestOwnKernelsConform(t *testing.T) {
 	}
 }
 
+// All that own kernels reduce fits in lines, with any number of ranks.
+func TestOwnKernelsHaveRoomForLines(t *testing.T) {
+	for _, n := range []int{2, 3, 5, 8} {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n})
+		g, err := comm.LocalWith(testgpu.Context(t), &comm.Config{Strategy: comm.TwoShotLines}, devs...)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, g.Close()) })
+		x := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Uint8, Count: 4 << 20, Together: true}
+		require.Equal(t, comm.TwoShotLines, g.Choice(0, x), "%d ranks", n)
+	}
+}
+
 // TestOwnKernelsTakeWhatIsSmall fails every collective of NCCL.
 func TestOwnKernelsTakeWhatIsSmall(t *testing.T) {
 	comm.SetOwnBytes(t, 4096, 1024)

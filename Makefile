@@ -20,7 +20,7 @@ demo: build ## train a small model on all devices, or on 4 virtual ones (NPROC=n
 
 test: ## run all tests, with the race detector where there is a C compiler
 	@echo $(if $(RACE),"tests with the race detector","no C compiler: tests without the race detector")
-	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -timeout 9m ./...
+	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -timeout 20m ./...
 
 check: ## run what CI runs
 	.ci/run

@@ -86,6 +86,20 @@ static T want(const Order& o, int rank, u64 i, size_t order) {
 }
 #endif
 
+// An Input is aligned memory that ends at a page which cannot be read, so that a kernel
+// dies that reads 16 bytes too far.
+struct Input {
+	const u64 page = sysconf(_SC_PAGESIZE), readable;
+	char *const map, *const data;
+	explicit Input(u64 bytes)
+		: readable((bytes + page) / page * page),
+		  map((char*)mmap(nullptr, readable + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)),
+		  data(map + (readable - bytes) / 16 * 16) {
+		if (map == MAP_FAILED || mprotect(map + readable, page, PROT_NONE) != 0) abort();
+	}
+	~Input() { munmap(map, readable + page); }
+};
+
 // carryOut runs one operation of a rank on fresh memory, and checks it.
 static void carryOut(Order o, int rank, size_t order) {
 	const u64 ranks = hosts.size();
@@ -97,9 +111,10 @@ static void carryOut(Order o, int rank, size_t order) {
 	if (o.kind == ALL_TO_ALL) ins *= ranks, o.inPlace = false;
 #endif
 	const size_t room = (std::max(ins, outs) + 64) * sizeof(T) / 16 + 1;
-	std::vector<Cell> a(room), b(room);
+	std::vector<Cell> a(room);
+	Input b((o.skip + ins) * sizeof(T));
 	memset(a.data(), 0xa5, room * 16);
-	T *out = (T*)a.data() + o.skip, *in = o.inPlace ? out : (T*)b.data() + o.skip;
+	T *out = (T*)a.data() + o.skip, *in = o.inPlace ? out : (T*)b.data + o.skip;
 #ifdef CHORUS_TYPE
 	if (o.inPlace && o.kind == REDUCE_SCATTER) out = in + rank * o.n;
 #else

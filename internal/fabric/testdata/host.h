@@ -4,6 +4,7 @@
 #include <functional>
 #include <pthread.h>
 #include <random>
+#include <sys/mman.h>
 #include <thread>
 #include <unistd.h>
 

@@ -24,8 +24,9 @@ type BroadcastConfig struct {
 // The others are contiguous. The caller closes all. With Out, whose strides and types
 // may be any, the results are the tensors of Out.
 //
-// Where one kernel does not, NCCL copies if there is one contiguous tensor of one type on each device of the
-// group; where torch would have NCCL refuse other types, they are converted.
+// Where one kernel does not, NCCL copies if there is one contiguous tensor of one type on each device of a
+// group of three or more; to one other device a copy of its own is faster. Where torch would have NCCL refuse
+// other types, they are converted.
 func Broadcast(g *Group, t tensor.Tensor, cfg *BroadcastConfig) ([]tensor.Tensor, error) {
 	const op = "broadcast"
 	var c BroadcastConfig
@@ -121,7 +122,7 @@ func (g *Group) spread(t tensor.Tensor, to []tensor.Tensor) error {
 	case alone:
 		return copyAlone(from, g.streamsOf(to), to, same)
 	}
-	if all := append([]tensor.Tensor{t}, to...); g.apart(all...) {
+	if all := append([]tensor.Tensor{t}, to...); len(to) > 1 && g.apart(all...) {
 		ranks, root := g.byRank(all...), g.rankOn(t.Device())
 		return g.each(func(i int, m *member) error { return wires[t.DType()].broadcast(m, ranks[i], root) })
 	}

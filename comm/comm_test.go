@@ -380,25 +380,3 @@ func TestEnqueueAllocatesNothing(t *testing.T) {
 	}))
 	require.NoError(t, g.Wait(testgpu.Context(t)))
 }
-
-func BenchmarkAllReduce(b *testing.B) {
-	for _, n := range []int{2, 16 << 10, 64 << 20} {
-		b.Run(fmt.Sprintf("bytes=%d", 4*n), func(b *testing.B) {
-			g, err := comm.Local(testgpu.Context(b), testgpu.CUDA(b, 2)...)
-			require.NoError(b, err)
-			defer g.Close()
-			xs, err := comm.Make[float32](g, n)
-			require.NoError(b, err)
-			defer xs.Close()
-			require.NoError(b, comm.AllReduce(g, comm.Sum, xs...)) // the ranks connect
-			require.NoError(b, g.Wait(testgpu.Context(b)))
-			b.ResetTimer()
-			for range b.N { // not b.Loop, which would leave the wait out of the time
-				if err := comm.AllReduce(g, comm.Sum, xs...); err != nil {
-					b.Fatal(err)
-				}
-			}
-			require.NoError(b, g.Wait(testgpu.Context(b)))
-		})
-	}
-}

@@ -15,7 +15,7 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-// The sizes of torch.cuda.comm's benchmark.
+// The sizes of torch.cuda.comm's benchmark, and torch.cuda.nccl's all_reduce by one goroutine.
 func BenchmarkTorchComm(b *testing.B) {
 	onGroups(b, func(b *testing.B, g *comm.Group) {
 		for _, bytes := range []int{4096, 1 << 20, 64 << 20, 512 << 20} {
@@ -74,9 +74,13 @@ func some(ys []tensor.Tensor, err error) ([][]tensor.Tensor, error) {
 
 func benchmarkTorch(b *testing.B, g *comm.Group, bytes int) {
 	x := zeros(b, g.Stream(0), bytes/4)
-	xs := []tensor.Tensor{}
+	var xs []tensor.Tensor
+	var raw []memory.Slice[float32]
 	for i := range g.Locals() {
 		xs = append(xs, zeros(b, g.Stream(i), bytes/4))
+		r, err := tensor.Slice[float32](xs[i])
+		require.NoError(b, err)
+		raw = append(raw, r)
 	}
 	defer closing(b, append(xs, x)...)
 	parts, err := comm.Scatter(g, x, nil)
@@ -87,6 +91,7 @@ func benchmarkTorch(b *testing.B, g *comm.Group, bytes int) {
 		{"scatter", func() ([][]tensor.Tensor, error) { return some(comm.Scatter(g, x, nil)) }},
 		{"gather", func() ([][]tensor.Tensor, error) { return one(comm.Gather(g, parts, nil)) }},
 		{"reduce_add", func() ([][]tensor.Tensor, error) { return one(comm.ReduceAdd(g, xs, nil)) }},
+		{"nccl.all_reduce", func() ([][]tensor.Tensor, error) { return nil, comm.AllReduce(g, comm.Sum, raw...) }},
 	} {
 		b.Run(fmt.Sprintf("%s/bytes=%d", c.name, bytes), func(b *testing.B) { timed(b, g, c.f) })
 	}

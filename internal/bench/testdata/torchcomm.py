@@ -1,4 +1,4 @@
-"""torch.cuda.comm's time for the rows of package comm's BenchmarkTorchComm.
+"""torch.cuda.comm's and torch.cuda.nccl's time for the rows of package comm's BenchmarkTorchComm.
 
 It prints the name of a row, a tab, and microseconds of a call in a long series.
 
@@ -9,6 +9,7 @@ import time
 
 import torch
 import torch.cuda.comm as comm
+import torch.cuda.nccl as nccl
 
 devices = list(range(int(sys.argv[1])))
 
@@ -41,6 +42,7 @@ for size in (4096, 1 << 20, 64 << 20, 512 << 20):
     timed(f"scatter/bytes={size}", lambda: comm.scatter(x, devices))
     timed(f"gather/bytes={size}", lambda: comm.gather(parts, destination=0))
     timed(f"reduce_add/bytes={size}", lambda: comm.reduce_add(xs, 0))
+    timed(f"nccl.all_reduce/bytes={size}", lambda: nccl.all_reduce(xs))
     del x, xs, parts
 for rows, columns in ((16, 64), (4096, 8192)):
     x = torch.zeros(rows, columns, device="cuda:0")

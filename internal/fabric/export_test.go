@@ -31,6 +31,9 @@ var Algorithms = []Algorithm{OneShot, TwoShotPackets, TwoShot, TwoShotLines}
 // Choose returns what Auto is for so many bytes.
 func (r *Rank) Choose(bytes int) Algorithm { return r.choose(bytes) }
 
+// HaveLines lets r reduce by lines whatever its links are. All ranks do the same.
+func (r *Rank) HaveLines() { r.noLines = "" }
+
 // KeepsLines reports whether GPUs of a compute capability may go by lines.
 func KeepsLines(major, minor int) bool { return keepsLines(major, minor) }
 

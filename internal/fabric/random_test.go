@@ -93,7 +93,7 @@ func randomStep(rng *rand.Rand, m member) step {
 	return randomOf(rng, m, floats(memory.BFloat16Of))
 }
 
-func randomOf[T memory.Element](rng *rand.Rand, m member, k kit[T]) step {
+func randomOf[T memory.Element](rng *rand.Rand, m member, k kit[T]) typedStep[T] {
 	names := []string{"all-reduce", "all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"}
 	l := m.Limits()
 	c := call{name: names[rng.IntN(len(names))], op: allOps[rng.IntN(len(allOps))], skip: rng.IntN(3), root: rng.IntN(m.Ranks())}

@@ -1,0 +1,179 @@
+package fabric_test
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"regexp"
+	"strconv"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+var (
+	crowdedOps  = flag.Int("crowded", 2000, "how many operations TestCrowded has on GPUs, for each number of ranks")
+	crowdedSeed = flag.Uint64("crowdedseed", 0, "the seed of TestCrowded; 0 is a random one")
+)
+
+// Kernels for up to eight ranks on two GPUs, of which each has several ranks. Only here: what
+// waits for a GPU would wait for kernels that wait for the other ranks, so that nobody
+// allocates, loads, captures or copies while there are any.
+func TestCrowded(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		counts, operations := []int{8}, 40
+		if devs[0].System().Backend() == "cuda" {
+			counts, operations = []int{3, 4, 5, 6, 7, 8}, *crowdedOps
+		}
+		for _, ranks := range counts {
+			t.Run(fmt.Sprint(ranks), func(t *testing.T) {
+				seed := *crowdedSeed
+				if seed == 0 {
+					seed = rand.Uint64()
+				}
+				t.Log("seed ", seed)
+				c := openCrowd(t, devs, ranks)
+				for _, s := range c.first() { // which loads the kernels
+					c.run(t, seed, []step{s}, 0)
+				}
+				rng := rand.New(rand.NewPCG(seed, 0))
+				for done := 0; done < operations && !t.Failed(); {
+					steps := make([]step, 1+rng.IntN(20))
+					for i := range steps {
+						steps[i] = c.step(rng)
+					}
+					done += c.run(t, rng.Uint64(), steps, rng.IntN(3))
+				}
+			})
+		}
+	})
+}
+
+// A crowd is ranks of which several have one GPU.
+type crowd []member
+
+func openCrowd(t *testing.T, devs []*device.Device, ranks int) crowd {
+	seats, c, errs := fabric.NewTable(ranks), make(crowd, ranks), make([]error, ranks)
+	t.Cleanup(func() {
+		for i, m := range c {
+			if errs[i] == nil {
+				require.NoError(t, m.Close())
+			}
+		}
+	})
+	var wg sync.WaitGroup
+	for i := range c {
+		s := newStream(t, devs[i%len(devs)])
+		wg.Go(func() {
+			r, err := fabric.Open(testgpu.Context(t), s, i, ranks, apart(seats.Seat(i), (ranks-1)/len(devs)+1), nil)
+			c[i], errs[i] = member{r, s}, err
+		})
+	}
+	wg.Wait()
+	for i, m := range c {
+		require.NoError(t, errs[i])
+		m.HaveLines()
+	}
+	return c
+}
+
+var (
+	gpuOfCard    = regexp.MustCompile(`"GPU":"[^"]*"`)
+	blocksOfCard = regexp.MustCompile(`"Blocks":([0-9]+)`)
+)
+
+// apart makes each rank's card say that it has a GPU of its own, with its part of the
+// multiprocessors.
+func apart(say fabric.Exchange, ranks int) fabric.Exchange {
+	return func(ctx context.Context, mine []byte) ([][]byte, error) {
+		said, err := say(ctx, mine)
+		own := make([][]byte, len(said))
+		for i, text := range said {
+			text = gpuOfCard.ReplaceAll(text, fmt.Appendf(nil, `"GPU":"%d"`, i))
+			own[i] = blocksOfCard.ReplaceAllFunc(text, func(b []byte) []byte {
+				n, _ := strconv.Atoi(string(blocksOfCard.FindSubmatch(b)[1]))
+				return fmt.Appendf(nil, `"Blocks":%d`, max(n/ranks, 1))
+			})
+		}
+		return own, err
+	}
+}
+
+// step draws an operation, of few modules: each takes a GPU seconds to load.
+func (c crowd) step(rng *rand.Rand) step {
+	switch rng.IntN(3) {
+	case 0:
+		return withOp(randomOf(rng, c[0], integers[int8]()), fabric.Max)
+	case 1:
+		return withOp(randomOf(rng, c[0], floats(memory.BFloat16Of)), fabric.Sum)
+	}
+	return withOp(randomOf(rng, c[0], floats(func(x float32) float32 { return x })), fabric.Sum)
+}
+
+func withOp[T memory.Element](s typedStep[T], op fabric.Op) step {
+	s.call.op = op
+	return s
+}
+
+// first has an operation of each module.
+func (c crowd) first() []step {
+	reduce, gather := call{name: "all-reduce", op: fabric.Sum, n: 1}, call{name: "all-gather", n: 1}
+	return []step{
+		withOp(typedStep[int8]{reduce, integers[int8]()}, fabric.Max),
+		typedStep[memory.BFloat16]{reduce, floats(memory.BFloat16Of)},
+		typedStep[float32]{reduce, floats(func(x float32) float32 { return x })},
+		typedStep[int8]{gather, integers[int8]()},
+	}
+}
+
+// run has all ranks do the steps, or launch a graph of them so often if launches is not 0,
+// and returns how many operations that were.
+func (c crowd) run(t *testing.T, seed uint64, steps []step, launches int) int {
+	parts := make([]*part, len(c))
+	c.all(func(i int, m member) {
+		p := newPart(t, m, steps)
+		if launches > 0 {
+			var err error
+			p.exec, err = graph.Capture([]*stream.Stream{m.s}, func() error { return p.enqueue(m) })
+			require.NoError(t, err)
+		}
+		require.NoError(t, m.s.Sync(t.Context()))
+		parts[i] = p
+	})
+	if t.Failed() {
+		t.FailNow()
+	}
+	c.all(func(i int, m member) {
+		rng := rand.New(rand.NewPCG(seed, uint64(i+1)))
+		dawdle(rng)
+		if launches == 0 {
+			require.NoError(t, parts[i].enqueue(m))
+		}
+		for range launches {
+			require.NoError(t, parts[i].exec.Launch(m.s))
+			dawdle(rng)
+		}
+		require.NoError(t, m.s.Sync(t.Context()))
+	})
+	c.all(func(i int, m member) { parts[i].check(t, m) })
+	c.all(func(i int, m member) { parts[i].close(t) })
+	return len(steps) * max(launches, 1)
+}
+
+// all runs f for all ranks at once.
+func (c crowd) all(f func(i int, m member)) {
+	var wg sync.WaitGroup
+	for i, m := range c {
+		wg.Go(func() { f(i, m) })
+	}
+	wg.Wait()
+}

@@ -21,9 +21,10 @@ var directBytes = 16 << 20
 // when a kernel copies them, unless copy engines take them.
 const directRow = 512
 
-// direct reports whether a kernel in the order of s is to copy src to dst.
+// direct reports whether a kernel in the order of s is to copy src to dst: not a single one
+// that is a copy engine's, which is no more calls and faster.
 func direct(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
-	if directBytes < 0 || s == nil {
+	if directBytes < 0 || s == nil || len(dst) == 1 && tensor.ByEngine(dst[0], src[0]) {
 		return false, nil
 	}
 	far := 0

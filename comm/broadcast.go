@@ -24,9 +24,9 @@ type BroadcastConfig struct {
 // The others are contiguous. The caller closes all. With Out, whose strides and types
 // may be any, the results are the tensors of Out.
 //
-// Where one kernel does not, NCCL copies if there is one contiguous tensor of one type on each device of a
-// group of three or more; to one other device a copy of its own is faster. Where torch would have NCCL refuse
-// other types, they are converted.
+// To one other device that is a copy. To more, where one kernel does not, NCCL copies if there is one
+// contiguous tensor of one type on each device of the group. Where torch would have NCCL refuse other types,
+// they are converted.
 func Broadcast(g *Group, t tensor.Tensor, cfg *BroadcastConfig) ([]tensor.Tensor, error) {
 	const op = "broadcast"
 	var c BroadcastConfig

@@ -51,14 +51,6 @@ func SetDirectBytes(t testing.TB, n int) {
 	t.Cleanup(func() { directBytes = old })
 }
 
-// SetPieceBytes makes the pieces in which a tensor is added to one of another device of
-// another size, for a test.
-func SetPieceBytes(t testing.TB, n int) {
-	old := pieceBytes
-	pieceBytes = n
-	t.Cleanup(func() { pieceBytes = old })
-}
-
 // SetOwnBytes lets NCCL take over from own kernels at other sizes, for a test.
 func SetOwnBytes(t *testing.T, all, part int) {
 	old := [2]int{ownBytes, ownPartBytes}

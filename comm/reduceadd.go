@@ -27,11 +27,10 @@ type ReduceAddConfig struct {
 //
 // One kernel of the destination adds contiguous tensors of one type, if at most 16 MiB of
 // them are on other devices. Of more bytes NCCL adds where there is one contiguous tensor
-// of one type that it adds on each device of a group of three or more, in an order of its
-// own. In all other cases, and by the kernel, the last of the tensors on the destination
-// comes first, then the others in their order, rounded to their type after each; the first
-// two decide the type as torch promotes theirs. Large ones then come in pieces, of which one
-// is added while the next one is copied.
+// of one type that it adds on each device of the group, in an order of its own. In all
+// other cases, and by the kernel, the last of the tensors on the destination comes first,
+// then the others in their order, rounded to their type after each; the first two decide
+// the type as torch promotes theirs.
 func ReduceAdd(g *Group, ts []tensor.Tensor, cfg *ReduceAddConfig) (tensor.Tensor, error) {
 	var c ReduceAddConfig
 	if cfg != nil {
@@ -82,7 +81,7 @@ func newSum(g *Group, op string, ts []tensor.Tensor, c *ReduceAddConfig) (*sum, 
 	if x.root < 0 {
 		return nil, refuse(op, "expects the destination %s to be the device of one of the tensors", to)
 	}
-	x.nccl = !c.Deterministic && len(ts) > 2 && g.apart(ts...) && addable(ts[0].DType())
+	x.nccl = !c.Deterministic && len(ts) > 1 && g.apart(ts...) && addable(ts[0].DType())
 	return x, x.promote(op)
 }
 
@@ -203,9 +202,6 @@ func (x *sum) inOrder(result tensor.Tensor) error {
 func (x *sum) addOne(result, so, t tensor.Tensor) (err error) {
 	s := x.g.streamOf(result)
 	if t.Device() != result.Device() {
-		if t.Bytes() > pieceBytes && t.Contiguous() && so.Contiguous() && result.Contiguous() {
-			return x.addPieces(result, so, t)
-		}
 		near, err := tensor.MakeLike(s, t, t.DType())
 		if err != nil {
 			return err

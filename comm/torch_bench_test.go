@@ -44,20 +44,6 @@ func BenchmarkTorchCommDirect(b *testing.B) {
 	})
 }
 
-// In which pieces one of two large tensors is added to the other: the rows of reduce_add.
-func BenchmarkTorchCommPieces(b *testing.B) {
-	onGroups(b, func(b *testing.B, g *comm.Group) {
-		for _, piece := range []int{4, 8, 16, 32, 64} {
-			b.Run(fmt.Sprintf("piece=%dMiB", piece), func(b *testing.B) {
-				comm.SetPieceBytes(b, piece<<20)
-				for _, bytes := range []int{24 << 20, 64 << 20, 128 << 20, 512 << 20} {
-					benchmarkTorch(b, g, bytes)
-				}
-			})
-		}
-	})
-}
-
 // onGroups runs a benchmark on 2, 4 and 8 GPUs.
 func onGroups(b *testing.B, f func(b *testing.B, g *comm.Group)) {
 	for _, n := range []int{2, 4, 8} {

@@ -35,10 +35,6 @@ func torchOverFaults(t *testing.T, _ bool) {
 			y, err := comm.ReduceAdd(g, []tensor.Tensor{xs[0].T(), xs[1].T(), xs[1].T(), xs[0].T()}, nil)
 			return []tensor.Tensor{y}, err
 		},
-		"reduce-add of pieces": func(g *comm.Group, xs []tensor.Tensor) ([]tensor.Tensor, error) {
-			y, err := comm.ReduceAdd(g, xs, nil)
-			return []tensor.Tensor{y}, err
-		},
 		"reduce-add-coalesced": func(g *comm.Group, xs []tensor.Tensor) ([]tensor.Tensor, error) {
 			return comm.ReduceAddCoalesced(g, [][]tensor.Tensor{{xs[0], xs[0].T()}, {xs[1], xs[1].T()}, {xs[1], xs[1].T()}},
 				&comm.ReduceAddCoalescedConfig{BufferSize: 1})

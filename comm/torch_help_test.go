@@ -20,7 +20,6 @@ func bothWays(t *testing.T, f func(t *testing.T, direct bool)) {
 	t.Run("one kernel", func(t *testing.T) { f(t, true) })
 	t.Run("each copy by itself", func(t *testing.T) {
 		comm.SetDirectBytes(t, -1)
-		comm.SetPieceBytes(t, 40)
 		f(t, false)
 	})
 }

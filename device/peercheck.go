@@ -118,14 +118,20 @@ func (d *Device) testPeer(peer *Device) (bool, error) {
 // testBytes is enough for each copy engine to be used as for large copies.
 const testBytes = 1 << 20
 
+// testPattern is what is copied: no zeros. It is made once, for all pairs.
+var testPattern = sync.OnceValue(func() []byte {
+	p := make([]byte, testBytes)
+	for i := range p {
+		p[i] = byte(i*31+i>>8) | 1
+	}
+	return p
+})
+
 // arrives copies a pattern from one device to the other and compares. It waits
 // for streams of its own only, and frees in their order: a call that waited for
 // the device might wait for work that needs the caller to go on.
 func arrives(from, to *Device) (ok bool, err error) {
-	want, got := make([]byte, testBytes), make([]byte, testBytes)
-	for i := range want {
-		want[i] = byte(i*31+i>>8) | 1 // no zeros
-	}
+	want, got := testPattern(), make([]byte, testBytes)
 	src, err := newScratch(from)
 	if err != nil {
 		return false, err

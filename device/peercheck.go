@@ -116,7 +116,7 @@ func (d *Device) testPeer(peer *Device) (bool, error) {
 }
 
 // testBytes is enough for each copy engine to be used as for large copies.
-const testBytes = 1 << 20
+const testBytes = 256 << 10
 
 // testPattern is what is copied: no zeros. It is made once, for all pairs.
 var testPattern = sync.OnceValue(func() []byte {

@@ -21,13 +21,17 @@ var directBytes = 16 << 20
 // when a kernel copies them, unless copy engines take them.
 const directRow = 512
 
-// direct reports whether a kernel in the order of s is to copy src to dst: not a single one
-// that is a copy engine's, which is no more calls and faster.
+// pairBytes is from how many bytes on copy engines, or NCCL, take over where only one other
+// device takes part: they then have as few calls, and do not wait for the other device's
+// stream before and behind every operation.
+var pairBytes = 1 << 20
+
+// direct reports whether a kernel in the order of s is to copy src to dst.
 func direct(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
-	if directBytes < 0 || s == nil || len(dst) == 1 && tensor.ByEngine(dst[0], src[0]) {
+	if directBytes < 0 || s == nil {
 		return false, nil
 	}
-	far := 0
+	far, links := 0, 0 // what goes to or comes from other devices, and in how many copies
 	for i := range dst {
 		if dst[i].IsHost() || src[i].IsHost() {
 			return false, nil
@@ -35,10 +39,14 @@ func direct(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
 		to, from := dst[i].Device(), src[i].Device()
 		if to != from {
 			far += dst[i].Bytes()
+			links++
 		}
 		if near, err := reach(s.Device(), to, from); err != nil || !near {
 			return false, err
 		}
+	}
+	if links == 1 && (len(dst) == 1 || far >= pairBytes) && byEngines(dst, src) {
+		return false, nil
 	}
 	if far <= directBytes {
 		return true, nil
@@ -49,6 +57,16 @@ func direct(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
 		}
 	}
 	return true, nil
+}
+
+// byEngines reports whether copy engines take all copies as they are.
+func byEngines(dst, src []tensor.Tensor) bool {
+	for i := range dst {
+		if !tensor.ByEngine(dst[i], src[i]) {
+			return false
+		}
+	}
+	return true
 }
 
 // reach reports whether kernels of a device reach others, and opens the way.

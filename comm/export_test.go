@@ -51,6 +51,13 @@ func SetDirectBytes(t testing.TB, n int) {
 	t.Cleanup(func() { directBytes = old })
 }
 
+// SetPairBytes does so for operations with one other device.
+func SetPairBytes(t testing.TB, n int) {
+	old := pairBytes
+	pairBytes = n
+	t.Cleanup(func() { pairBytes = old })
+}
+
 // SetOwnBytes lets NCCL take over from own kernels at other sizes, for a test.
 func SetOwnBytes(t *testing.T, all, part int) {
 	old := [2]int{ownBytes, ownPartBytes}

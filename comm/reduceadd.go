@@ -26,11 +26,11 @@ type ReduceAddConfig struct {
 // share of its own.
 //
 // One kernel of the destination adds contiguous tensors of one type, if at most 16 MiB of
-// them are on other devices. Of more bytes NCCL adds where there is one contiguous tensor
-// of one type that it adds on each device of the group, in an order of its own. In all
-// other cases, and by the kernel, the last of the tensors on the destination comes first,
-// then the others in their order, rounded to their type after each; the first two decide
-// the type as torch promotes theirs.
+// them are on other devices, or of two tensors less than 1 MiB. Of more bytes NCCL adds where
+// there is one contiguous tensor of one type that it adds on each device of the group, in an
+// order of its own. In all other cases, and by the kernel, the last of the tensors on the
+// destination comes first, then the others in their order, rounded to their type after each;
+// the first two decide the type as torch promotes theirs.
 func ReduceAdd(g *Group, ts []tensor.Tensor, cfg *ReduceAddConfig) (tensor.Tensor, error) {
 	var c ReduceAddConfig
 	if cfg != nil {
@@ -166,6 +166,9 @@ func (x *sum) add(result tensor.Tensor) error {
 		}
 	}
 	s := x.g.streamOf(result)
+	if x.nccl && len(x.ts) == 2 && result.Bytes() >= pairBytes {
+		return x.reduce(result)
+	}
 	switch alone, err := directSum(s, result, lists); {
 	case err != nil:
 		return err

@@ -34,6 +34,7 @@ func BenchmarkTorchCommDirect(b *testing.B) {
 		for name, most := range map[string]int{"one kernel": math.MaxInt, "each by itself": -1} {
 			b.Run(name, func(b *testing.B) {
 				comm.SetDirectBytes(b, most)
+				comm.SetPairBytes(b, most)
 				for bytes := 4 << 10; bytes <= 256<<20; bytes *= 4 {
 					benchmarkTorch(b, g, bytes)
 				}

@@ -135,3 +135,54 @@ func TestCallsOfTwoDevices(t *testing.T) {
 		}
 	}
 }
+
+// With one other device copy engines gather what is large, where they take it as it is, and
+// NCCL adds it.
+func TestPairs(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	g := local(t, devs)
+	r := rand.New(rand.NewPCG(12, 12))
+	x, y := sampleOf(t, g, r, 0, memory.Int32, []int{32, 32}, false), sampleOf(t, g, r, 1, memory.Int32, []int{32, 32}, false)
+	parts, err := comm.Scatter(g, x.x, nil)
+	require.NoError(t, err)
+	columns, err := comm.Scatter(g, x.x, &comm.ScatterConfig{Dim: 1})
+	require.NoError(t, err)
+	defer closing(t, append(parts, columns...)...)
+	gather := func() (tensor.Tensor, error) { return comm.Gather(g, parts, nil) }
+	add := func(inOrder bool) func() (tensor.Tensor, error) {
+		return func() (tensor.Tensor, error) {
+			return comm.ReduceAdd(g, []tensor.Tensor{x.x, y.x}, &comm.ReduceAddConfig{Deterministic: inOrder})
+		}
+	}
+	for name, c := range map[string]struct {
+		from                     int // pairBytes
+		copies, launches, byNCCL int
+		f                        func() (tensor.Tensor, error)
+		want                     *sample // or nil
+	}{
+		"a part of 2048": {2048, 2, 0, 0, gather, x},
+		"a smaller part": {2049, 0, 1, 0, gather, x},
+		"columns":        {0, 0, 1, 0, func() (tensor.Tensor, error) { return comm.Gather(g, columns, &comm.GatherConfig{Dim: 1}) }, x},
+		"a sum of 4096":  {4096, 0, 0, 1, add(false), nil},
+		"a smaller sum":  {4097, 0, 1, 0, add(false), nil},
+		"a sum in order": {0, 0, 1, 0, add(true), nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			comm.SetPairBytes(t, c.from)
+			z, err := c.f() // the first copy tries the way
+			require.NoError(t, err)
+			closing(t, z)
+			before := g.Communicator(0).Progress().Issued.Record
+			stop := devs[0].System().Machine().CountCalls()
+			z, err = c.f()
+			calls := stop()
+			require.NoError(t, err)
+			defer closing(t, z)
+			require.Equal(t, []int{c.copies, c.launches, c.byNCCL},
+				[]int{calls["cuMemcpyDtoDAsync"], calls["cuLaunchKernel"], int(g.Communicator(0).Progress().Issued.Record - before)})
+			if c.want != nil {
+				c.want.holds(t, g, nil, z)
+			}
+		})
+	}
+}

@@ -86,6 +86,9 @@ func (g *Group) Streams() []*stream.Stream {
 
 // Err returns why the group is broken, an error that matches ErrBroken, or nil.
 func (g *Group) Err() error {
+	if g == nil {
+		return g.check("error")
+	}
 	if b := g.broken.Load(); b != nil {
 		return b
 	}

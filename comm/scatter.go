@@ -134,6 +134,11 @@ func (x *scattering) checkOut(c *ScatterConfig) error {
 		if err := tensor.CheckCopy(fmt.Sprintf("comm: %s: output tensor at index %d", op, i), o, x.chunks[i]); err != nil {
 			return unfit(err)
 		}
+		for j, chunk := range x.chunks {
+			if j != i && tensor.Overlaps(o, chunk) {
+				return refuse(op, "output tensor at index %d shares some memory with the chunk of the source tensor at index %d", i, j)
+			}
+		}
 		x.devs = append(x.devs, o.Device())
 	}
 	return nil

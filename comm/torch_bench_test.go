@@ -156,7 +156,7 @@ func timed(b *testing.B, g *comm.Group, f func() ([][]tensor.Tensor, error)) {
 	require.NoError(b, g.Wait(testgpu.Context(b)))
 }
 
-func zeros(b *testing.B, s *stream.Stream, n int) tensor.Tensor {
+func zeros(b testing.TB, s *stream.Stream, n int) tensor.Tensor {
 	b.Helper()
 	x, err := tensor.Make(s, memory.Float32, n)
 	require.NoError(b, err)

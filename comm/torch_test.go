@@ -189,6 +189,7 @@ func TestTorchErrors(t *testing.T) {
 		{"but output tensor at index 0 is on the host", scatter(x, &sc{Out: ts(host)})},
 		{"output tensor at index 0 has incorrect shape: []: expected same shape except for scatter dimension 0 as the source tensor: [2 3]", scatter(x, &sc{Out: ts(scalar)})},
 		{"output tensor at index 1 has incorrect shape: [1 2]", scatter(x, &sc{Out: ts(on(0, f4, 1, 3), on(1, f4, 1, 2))})},
+		{"output tensor at index 0 shares some memory with the chunk of the source tensor at index 1", scatter(square, &sc{Out: ts(last, on(1, f4, 2, 3))})},
 		{"total size for output tensors along scatter dimension 1 does not match the source tensor's: expected 3, but got 2", scatter(x, &sc{Dim: -1, Out: ts(on(1, f4, 2, 2))})},
 
 		{"gather: Destination and Host must not be specified when Out is specified", gather(&comm.GatherConfig{Out: &x, Destination: devs[0]}, y)},
@@ -616,4 +617,30 @@ func reduceAddByNCCL(t *testing.T, most int) {
 		byNCCL = byNCCL && 4*d.Size() > most
 		require.Equal(t, byNCCL, g.Communicator(0).Progress().Issued.Record > before, d)
 	}
+}
+
+// What is broadcast to may be closed at once, in the order of a stream of its owner's.
+func TestBroadcastKeepsItsOutputs(t *testing.T) { bothWays(t, broadcastKeepsItsOutputs) }
+
+func broadcastKeepsItsOutputs(t *testing.T, _ bool) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
+	g := local(t, devs)
+	x := zeros(t, g.Stream(0), 1000)
+	for range 20 {
+		var out []tensor.Tensor
+		var streams []*stream.Stream
+		for i := 1; i < 3; i++ {
+			s := newStream(t, devs[i])
+			out, streams = append(out, zeros(t, s, 1000)), append(streams, s)
+			require.NoError(t, g.Stream(i).WaitStream(s))
+		}
+		_, err := comm.Broadcast(g, x, &comm.BroadcastConfig{Out: out})
+		require.NoError(t, err)
+		closing(t, out...)
+		for _, s := range streams {
+			closing(t, zeros(t, s, 1000)) // in the same memory, if that is free
+		}
+	}
+	require.NoError(t, g.Wait(testgpu.Context(t)))
+	closing(t, x)
 }

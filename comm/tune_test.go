@@ -767,6 +767,10 @@ func TestTuningsThatAreRefused(t *testing.T) {
 	require.NoError(t, tuning.Save(good))
 	data, err := os.ReadFile(good)
 	require.NoError(t, err)
+	kind := tuning.Choices[0].Operation
+	tuning.Choices[0].Operation = "bogus" // after it was read
+	require.ErrorContains(t, tuning.Save(good), `there is no operation "bogus"`)
+	tuning.Choices[0].Operation = kind
 	swap := func(old, new string) string {
 		text := strings.Replace(string(data), old, new, 1)
 		require.NotEqual(t, string(data), text, old)

@@ -134,6 +134,9 @@ func filed(at Site) tuningWord {
 
 // Site returns where a Tuning for the group holds.
 func (g *Group) Site() (Site, error) {
+	if g == nil {
+		return Site{}, g.check("site")
+	}
 	dev := g.members[0].comm.Device()
 	name, err := dev.Name()
 	if err != nil {

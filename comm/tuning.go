@@ -90,6 +90,7 @@ func reduces(k nccl.CollectiveKind) bool {
 
 // read finds out what a Choice is of.
 func (c *Choice) read() error {
+	c.what.kind = 0 // it may have been read before
 	for k, name := range kindNames {
 		if name == c.Operation {
 			c.what.kind = k

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"reflect"
 
 	"github.com/gochorus/chorus/memory"
 )
@@ -60,7 +61,8 @@ func (e *ValueError) Error() string {
 // (torch.distributed.broadcast_object_list). codec nil is Gob. It is for small things
 // of the host such as names, counts and settings: it waits for all that is on the
 // group's streams. It ends early as Wait does; a value that cannot be encoded is a
-// *ValueError on all ranks. Collective.
+// *ValueError on all ranks. What v pointed to in the others is replaced. The types that an
+// interface holds are to be registered with gob. Collective.
 func BroadcastValue[T any](ctx context.Context, g *Group, root int, v *T, codec Codec) error {
 	const op = "broadcast value"
 	if err := checkValue(g, op, root, v != nil); err != nil {
@@ -69,7 +71,7 @@ func BroadcastValue[T any](ctx context.Context, g *Group, root int, v *T, codec 
 	codec = orGob(codec)
 	var mine parcel
 	if g.hasRank(root) {
-		mine = pack(codec, *v)
+		mine = pack(codec, v)
 	}
 	heads, err := MakeFrom(g, mine.head())
 	if err != nil {
@@ -115,8 +117,8 @@ func GatherValues[T any](ctx context.Context, g *Group, codec Codec, values ...T
 	codec = orGob(codec)
 	parcels := make([]parcel, len(values))
 	heads := make([][]int64, len(values))
-	for i, v := range values {
-		parcels[i] = pack(codec, v)
+	for i := range values {
+		parcels[i] = pack(codec, &values[i])
 		heads[i] = parcels[i].head()
 	}
 	head, err := gatherHost(ctx, g, heads, nil)
@@ -218,9 +220,18 @@ func (p *parcel) head() []int64 {
 	return h
 }
 
-// pack encodes a value. A failure is sent in its place, or the others would wait.
-func pack(codec Codec, v any) parcel {
-	data, err := codec.Encode(v)
+// pack encodes a value. A failure, or panic, is sent in its place, or the others would wait.
+func pack[T any](codec Codec, v *T) (p parcel) {
+	defer func() {
+		if r := recover(); r != nil {
+			p = parcel{fmt.Appendf(nil, "its codec panicked: %v", r), true}
+		}
+	}()
+	var x any = *v
+	if codec == Gob && reflect.TypeFor[T]().Kind() == reflect.Interface {
+		x = v // so that it is sent as what the others decode, an interface
+	}
+	data, err := codec.Encode(x)
 	switch {
 	case err != nil:
 		return parcel{[]byte(err.Error()), true}
@@ -230,13 +241,16 @@ func pack(codec Codec, v any) parcel {
 	return parcel{append(make([]byte, 0, len(data)+1), data...), false} // not nil, even if empty
 }
 
-func unpack(codec Codec, op string, rank int, failed bool, data []byte, to any) error {
+// unpack decodes a value to a new one: codecs leave what was there where they have nothing.
+func unpack[T any](codec Codec, op string, rank int, failed bool, data []byte, to *T) error {
 	if failed {
 		return &ValueError{Op: op, Rank: rank, Reason: string(data)}
 	}
-	if err := codec.Decode(data, to); err != nil {
+	var v T
+	if err := codec.Decode(data, &v); err != nil {
 		return fmt.Errorf("comm: %s: decode the value of rank %d: %w", op, rank, err)
 	}
+	*to = v
 	return nil
 }
 

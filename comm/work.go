@@ -21,8 +21,9 @@ type Work struct {
 	g      *Group
 	events []*stream.Event // one for each local rank, behind the operations
 
-	mu    sync.Mutex
+	mu    sync.Mutex // held while events are used
 	owned []io.Closer
+	over  bool // the operations are done
 }
 
 // Start runs fn, which enqueues operations of g, and returns a Work that is done when
@@ -75,12 +76,34 @@ func (w *Work) Done() (bool, error) {
 	if err := w.check("done"); err != nil {
 		return false, err
 	}
-	for _, e := range w.marks() {
-		if done, err := e.Query(); err != nil || !done {
-			return false, errors.Join(err, w.g.Err())
+	return w.done()
+}
+
+// done is Done, also when another goroutine has closed what it found done.
+func (w *Work) done() (bool, error) {
+	over, err := w.query()
+	if err != nil {
+		err = fmt.Errorf("comm: work of rank %d of %d: %w", w.g.Rank(), w.g.size, err)
+	}
+	return over, errors.Join(err, w.g.Err())
+}
+
+func (w *Work) query() (over bool, err error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.over {
+		return true, nil
+	}
+	if err := w.check("done"); err != nil {
+		return false, err
+	}
+	for _, e := range w.events {
+		if over, err := e.Query(); err != nil || !over {
+			return false, err
 		}
 	}
-	return true, w.g.Err()
+	w.over = true
+	return true, nil
 }
 
 // Wait waits until the operations are done and closes the Work. It ends early when a
@@ -97,7 +120,7 @@ func (w *Work) Wait(ctx context.Context) error {
 			return err
 		}
 	}
-	err := poll.Until(ctx, w.Done)
+	err := poll.Until(ctx, w.done)
 	if err != nil && w.g.broken.Load() == nil && ctx.Err() != nil {
 		return fmt.Errorf("comm: wait for work of rank %d of %d: %w", w.g.Rank(), w.g.size, err)
 	}
@@ -107,12 +130,17 @@ func (w *Work) Wait(ctx context.Context) error {
 // WaitOn lets work that is enqueued on s from now on wait for the operations
 // (torch's wait of a Work); the host goes on.
 func (w *Work) WaitOn(s *stream.Stream) error {
+	if w == nil {
+		return w.check("wait on a stream")
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
 	if err := w.check("wait on a stream"); err != nil {
 		return err
 	}
-	for _, e := range w.marks() {
+	for _, e := range w.events {
 		if err := s.Wait(e); err != nil {
-			return err
+			return fmt.Errorf("comm: wait for work of rank %d of %d on %s: %w", w.g.Rank(), w.g.size, s, err)
 		}
 	}
 	return nil
@@ -141,12 +169,6 @@ func (w *Work) release() error {
 	}
 	w.owned, w.events = nil, nil
 	return errors.Join(errs...)
-}
-
-func (w *Work) marks() []*stream.Event {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.events
 }
 
 func (w *Work) check(op string) error {

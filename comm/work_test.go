@@ -3,6 +3,7 @@ package comm_test
 import (
 	"context"
 	"errors"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -90,4 +91,37 @@ func TestWorkOfNothing(t *testing.T) {
 	require.Equal(t, 1, owned.n)
 	require.PanicsWithValue(t, "oops", func() { _, _ = comm.Start(g, func() error { panic("oops") }, owned) })
 	require.Equal(t, 2, owned.n)
+}
+
+// Any goroutine may ask for a Work and wait for it while others do.
+func TestWorkOfManyGoroutines(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		xs, _ := shards(t, g, 100)
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		for range 200 {
+			w, err := comm.Start(g, func() error { return comm.AllReduce(g, comm.Max, xs...) })
+			require.NoError(t, err)
+			calls := []func() error{
+				func() error { _, err := w.Done(); return err },
+				func() error { return w.WaitOn(s) },
+				func() error { return w.Wait(testgpu.Context(t)) },
+				func() error { return w.Wait(testgpu.Context(t)) },
+			}
+			errs := make([]error, len(calls))
+			var wg sync.WaitGroup
+			for i, call := range calls {
+				wg.Go(func() { errs[i] = call() })
+			}
+			wg.Wait()
+			for _, err := range errs {
+				if err != nil { // it came when another one had waited
+					require.ErrorIs(t, err, device.ErrClosed)
+				}
+			}
+		}
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+	})
 }

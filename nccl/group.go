@@ -19,8 +19,9 @@ import (
 // that take part.
 //
 // Operations are checked when they are issued and enqueued when fn has returned,
-// all of them or none: none if fn returns an error or panics, or if one of the
-// ranks has failed, or a buffer was closed, by then. Where there is one for each of
+// all of them or none: none if fn returns an error or panics, or if an operation was
+// refused, whose error is then Group's also where fn forgets it, or if one of the ranks has
+// failed, or a buffer was closed, by then. Where there is one for each of
 // several ranks of one communicator, threads that wait for that may enqueue them at
 // the same time (CHORUS_LAUNCH_PATIENCE); what NCCL itself refuses for one rank only
 // then fails the communicators of the others, as it does where Chorus's own kernels have
@@ -47,7 +48,7 @@ func Group(c *Communicator, fn func() error) error {
 type group struct {
 	of     atomic.Uintptr // the goroutine; 0 is none
 	depth  int
-	failed error // of an inner group
+	failed error // of an inner group, or of an operation that was refused
 	ops    []operation
 	counts []int           // what their sends and recvs refer to
 	comms  []*Communicator // of the operations, once each, in the order of their locks
@@ -104,6 +105,9 @@ func inGroup(c *Communicator, fn func() error, end func(g *group) error) error {
 	if err := c.usable("ncclGroupStart"); err != nil {
 		return err
 	}
+	if fn == nil {
+		return fmt.Errorf("nccl: ncclGroupStart on rank %d of %d: no function given: %w", c.rank, c.size, ErrorInvalidArgument)
+	}
 	g := openGroup()
 	if g == nil {
 		g = beginGroup()
@@ -127,6 +131,15 @@ func inGroup(c *Communicator, fn func() error, end func(g *group) error) error {
 		return g.failed
 	}
 	return end(g)
+}
+
+// spoil makes the group that the goroutine has open fail because an operation was refused:
+// also when fn forgets the error, since the other ranks would wait for that operation.
+func spoil(refused error) error {
+	if g := openGroup(); g != nil && g.failed == nil {
+		g.failed = refused
+	}
+	return refused
 }
 
 func beginGroup() *group {

@@ -34,6 +34,13 @@ func TestGroupChecksAllRanksFirst(t *testing.T) {
 			return nil
 		}
 		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error { return all(bad) }), "rank 1 of 2")
+		// Also if nobody cares for the error.
+		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error {
+			for i, r := range ranks {
+				_ = bad(i, r)
+			}
+			return nil
+		}), "rank 1 of 2")
 		// An inner group that failed, though nobody cares, fails the outer one.
 		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error {
 			_ = nccl.Group(ranks[0].c, func() error { return all(bad) })
@@ -141,6 +148,7 @@ func TestGroupOfTwoSystems(t *testing.T) {
 		return errors.Join(nccl.AllReduce(a[0].c, a[0].s, xs[0], xs[0], nccl.Sum), nccl.AllReduce(b[0].c, b[0].s, ys[0], ys[0], nccl.Sum))
 	}), "are of two systems")
 	require.ErrorContains(t, nccl.Group(nil, func() error { return nil }), "no communicator given")
+	require.ErrorContains(t, nccl.Group(a[0].c, nil), "no function given")
 }
 
 // A communicator that ends before its group enqueues nothing of it.
@@ -159,4 +167,30 @@ func TestGroupOfAClosedCommunicator(t *testing.T) {
 		}), device.ErrClosed)
 		require.NoError(t, nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum), "its lock is free")
 	})
+}
+
+// After a group whose ranks want different things all go on, also those before the first
+// that is in the way.
+func TestGroupAfterOneThatWasRefused(t *testing.T) {
+	ranks := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
+	xs, in := buffers(t, ranks, 8)
+	all := func(lengths ...int) error {
+		return nccl.Group(ranks[0].c, func() error {
+			for i, r := range ranks {
+				x := xs[i].Slice(0, lengths[i])
+				if err := nccl.AllReduce(r.c, r.s, x, x, nccl.Sum); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	var mismatch *nccl.MismatchError
+	require.ErrorAs(t, all(3, 3, 4), &mismatch)
+	require.NoError(t, all(8, 8, 8))
+	for i, r := range ranks {
+		got := make([]int64, 8)
+		require.NoError(t, xs[i].CopyTo(r.s, got))
+		require.Equal(t, sum(in), got, "rank %d", i)
+	}
 }

@@ -69,10 +69,10 @@ func issue[T memory.Element](c *Communicator, s *stream.Stream, k kind, dst, src
 		comm:    c, stream: s, dst: operandOf(dst), src: operandOf(src),
 	}
 	if err := o.begin(); err != nil {
-		return err
+		return spoil(err)
 	}
 	if !o.fits() {
-		return unfit(&o, dst, src)
+		return spoil(unfit(&o, dst, src))
 	}
 	return o.run()
 }
@@ -172,12 +172,12 @@ func (o *operation) note() (err error) {
 // run gives an operation whose buffers were checked to NCCL, now or with the group.
 func (o *operation) run() error {
 	if err := o.checkOverlap(); err != nil {
-		return err
+		return spoil(err)
 	}
 	c := o.comm
 	if c.spans.Load() != nil {
 		if err := o.checkSymmetric(); err != nil {
-			return err
+			return spoil(err)
 		}
 	}
 	if c.rec.frames {

@@ -38,6 +38,14 @@ func AllToAllV[T memory.Element](c *Communicator, s *stream.Stream, dst memory.S
 
 // issueUneven is issue for an operation whose parts have lengths of their own.
 func issueUneven[T memory.Element](o *operation, dst, src memory.Slice[T]) error {
+	if err := checkUneven(o, dst, src); err != nil {
+		return spoil(err)
+	}
+	return o.run()
+}
+
+// checkUneven checks such an operation, and finds out what it counts.
+func checkUneven[T memory.Element](o *operation, dst, src memory.Slice[T]) error {
 	if err := o.begin(); err != nil {
 		return err
 	}
@@ -68,7 +76,7 @@ func issueUneven[T memory.Element](o *operation, dst, src memory.Slice[T]) error
 		return err
 	}
 	o.dst, o.src = operandOf(dst), operandOf(src)
-	return o.run()
+	return nil
 }
 
 // total adds up the elements of all ranks.

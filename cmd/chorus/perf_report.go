@@ -43,14 +43,14 @@ func (f *perfFlags) target(stdout io.Writer, first bool) (t *perfTarget, err err
 		t.remarks = os.Stderr
 	}
 	if f.output != "" {
-		file, err := os.Create(f.output)
+		file, err := createLate(f.output)
 		if err != nil {
 			return nil, fmt.Errorf("--output: %w", err)
 		}
 		t.out, t.closers = file, append(t.closers, file)
 	}
 	if f.html != "" {
-		if t.page, err = os.Create(f.html); err != nil {
+		if t.page, err = createLate(f.html); err != nil {
 			t.close()
 			return nil, fmt.Errorf("--html: %w", err)
 		}

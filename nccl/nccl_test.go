@@ -246,7 +246,7 @@ func TestArgumentErrors(t *testing.T) {
 			"peer":                {nccl.Send(r.c, r.s, xs[0], -1), "rank -1 does not exist"},
 			"all-gather":          {nccl.AllGather(r.c, r.s, xs[0], xs[0]), "want 16"},
 			"reduce-scatter":      {nccl.ReduceScatter(r.c, r.s, xs[0], xs[0], nccl.Sum), "the source has 8 elements: want 16"},
-			"all-to-all":          {nccl.AllToAll(r.c, r.s, xs[0].Slice(0, 7), xs[0].Slice(0, 7)), "want 6"},
+			"all-to-all":          {nccl.AllToAll(r.c, r.s, xs[0].Slice(0, 7), xs[0].Slice(0, 7)), "the destination has 7 elements: want as many from each rank"},
 			"overlap":             {nccl.AllReduce(r.c, r.s, xs[0].Slice(0, 4), xs[0].Slice(2, 6), nccl.Sum), "overlap: want the same memory"},
 			"overlap of a gather": {nccl.AllGather(r.c, r.s, xs[0], xs[0].Slice(2, 6)), "overlap: want the source to be the rank's part"},
 			"overlap of parts":    {nccl.ReduceScatter(r.c, r.s, xs[0].Slice(1, 5), xs[0], nccl.Sum), "overlap: want the destination to be the rank's part"},

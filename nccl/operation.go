@@ -108,18 +108,21 @@ func (x *operand) fits(dev *device.Device, n int) bool {
 
 // unfit says why the buffers do not fit.
 func unfit[T memory.Element](o *operation, dst, src memory.Slice[T]) error {
-	d := &kinds[o.kind]
-	if d.dst != none && (!d.dstRoot || o.comm.rank == o.root) {
+	c, d := o.comm, &kinds[o.kind]
+	if d.dst == all && d.src == all && dst.Len()%c.size != 0 {
+		return fmt.Errorf("nccl: %s on rank %d of %d: the destination has %d elements: want as many from each rank", o.kind, c.rank, c.size, dst.Len())
+	}
+	if d.dst != none && (!d.dstRoot || c.rank == o.root) {
 		if err := checkSlice(o, "destination", dst, o.length(d.dst)); err != nil {
 			return err
 		}
 	}
-	if d.src != none && (!d.srcRoot || o.comm.rank == o.root) {
+	if d.src != none && (!d.srcRoot || c.rank == o.root) {
 		if err := checkSlice(o, "source", src, o.length(d.src)); err != nil {
 			return err
 		}
 	}
-	return fmt.Errorf("nccl: %s on rank %d of %d: a buffer does not fit", o.kind, o.comm.rank, o.comm.size)
+	return fmt.Errorf("nccl: %s on rank %d of %d: a buffer does not fit", o.kind, c.rank, c.size)
 }
 
 // length is how many elements a buffer must have.

@@ -368,6 +368,18 @@ func TestLocalOverFaults(t *testing.T) {
 	}
 }
 
+// Where one of several new groups cannot be made, nothing is left of the others: the end of
+// the tests would tell of a communicator that was not closed.
+func TestSplitOverFaults(t *testing.T) {
+	for _, plan := range []string{"cuStreamCreateWithPriority#3", "cuStreamCreateWithPriority#4"} {
+		t.Run(plan, func(t *testing.T) {
+			g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: plan + "=CUDA_ERROR_OUT_OF_MEMORY"}))
+			_, err := g.Split(testgpu.Context(t), []int{0, 1}, []int{0, 0})
+			require.ErrorIs(t, err, device.ErrorOutOfMemory)
+		})
+	}
+}
+
 func TestEnqueueAllocatesNothing(t *testing.T) {
 	g := local(t, testgpu.CUDA(t, 1))
 	xs, _ := shards(t, g, 1024)

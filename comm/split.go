@@ -83,8 +83,11 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 			err = child.listen(ctx, watchers[i])
 		}
 		if err != nil {
-			for _, made := range groups {
-				_ = made.Close()
+			_ = child.Close()
+			for j, made := range groups {
+				if _ = made.Close(); made == nil && comms[j] != nil {
+					_ = comms[j].Close()
+				}
 			}
 			return nil, err
 		}

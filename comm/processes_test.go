@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -57,12 +56,9 @@ func work(fault string) error {
 	if fault == "one device" {
 		local = 0
 	}
-	if faults, ok := strings.CutPrefix(fault, "windows: "); ok {
-		signal.Ignore(syscall.SIGTERM) // the launcher's: there is something to say first
-		if local == 1 {
-			if err := os.Setenv(env.VirtualFaults.Name, faults); err != nil {
-				return err
-			}
+	if faults, ok := strings.CutPrefix(fault, "windows: "); ok && local == 1 {
+		if err := os.Setenv(env.VirtualFaults.Name, faults); err != nil {
+			return err
 		}
 	}
 	dev, err := device.Open(local)
@@ -101,9 +97,6 @@ func work(fault string) error {
 		return err
 	}
 	pace, _ := time.ParseDuration(os.Getenv(paceVar))
-	if pace > 0 {
-		signal.Ignore(syscall.SIGTERM) // the launcher's: there is something to say first
-	}
 	for step := range 20 {
 		if pace > 0 {
 			time.Sleep(pace) // the others hear of an operation only after a while

@@ -99,8 +99,8 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 }
 
 // Sub makes a group of some ranks, which become 0, 1, 2... of it in the order of the
-// list (torch.distributed.new_group). All ranks of g call it with the same list; it
-// returns nil where none of them is local. The rest is as for Split. Collective.
+// list (torch.distributed.new_group). All ranks of g call it with the same list, or all get
+// an error; it returns nil where none of them is local. The rest is as for Split. Collective.
 func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 	const op = "sub-group"
 	if err := g.check(op); err != nil {
@@ -110,6 +110,9 @@ func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 		if r < 0 || r >= g.size || slices.Contains(ranks[:i], r) {
 			return nil, fmt.Errorf("comm: %s: rank %d does not exist or is given twice: want different ranks below %d: %w", op, r, g.size, ErrMismatch)
 		}
+	}
+	if err := g.agree(ctx, op, ranks); err != nil {
+		return nil, err
 	}
 	colors, keys := make([]int, len(g.members)), make([]int, len(g.members))
 	for i := range g.members {
@@ -128,4 +131,17 @@ func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 		}
 	}
 	return nil, nil
+}
+
+// agree returns an error on all ranks when they have not given the same list.
+func (g *Group) agree(ctx context.Context, op string, list []int) error {
+	lists, err := GatherValues(ctx, g, Gob, slices.Repeat([][]int{list}, g.Locals())...)
+	if err != nil {
+		return err
+	}
+	i := slices.IndexFunc(lists, func(other []int) bool { return !slices.Equal(other, lists[0]) })
+	if i < 0 {
+		return nil
+	}
+	return fmt.Errorf("comm: %s: rank 0 has given the ranks %v and rank %d %v: give the same list on all ranks: %w", op, lists[0], i, lists[i], ErrMismatch)
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -62,6 +63,31 @@ func TestBadSplits(t *testing.T) {
 		require.Equal(t, []*comm.Group{nil, nil}, none)
 		require.NoError(t, g.Barrier(ctx))
 	})
+}
+
+// Ranks that want different sub-groups are all told so, and go on.
+func TestSubOfListsThatDiffer(t *testing.T) {
+	devs, ctx := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), testgpu.Context(t)
+	var wg sync.WaitGroup
+	errs, ends := make([]error, 3), make([]error, 3)
+	for i, b := range boards(t.Context(), 3) {
+		list := [][]int{{0, 1}, {1, 0}, {0, 1}}[i]
+		wg.Go(func() {
+			g, err := comm.Join(ctx, b, devs[i])
+			if err != nil {
+				ends[i] = err
+				return
+			}
+			_, errs[i] = g.Sub(ctx, list...)
+			ends[i] = errors.Join(g.Barrier(ctx), g.Shutdown(ctx))
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(ends...))
+	for _, err := range errs {
+		require.ErrorIs(t, err, comm.ErrMismatch)
+		require.ErrorContains(t, err, "rank 0 has given the ranks [0 1] and rank 1 [1 0]")
+	}
 }
 
 // conformSplit splits a group over processes into the even and the odd ranks, and takes

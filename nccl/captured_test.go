@@ -71,3 +71,38 @@ func replay(cfg *graph.Config, streams []*stream.Stream, fn func() error) error 
 	}
 	return errors.Join(x.Launch(streams[0]), x.Close())
 }
+
+// A graph that captures the operations of some of a group's ranks only, or two that capture
+// those of one, refuse the group, and all go on.
+func TestGroupThatIsCapturedInPart(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connect(t, devs[:2])
+		xs, in := buffers(t, ranks, 8)
+		all := func() error {
+			return nccl.Group(ranks[0].c, func() error {
+				return errors.Join(nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum),
+					nccl.AllReduce(ranks[1].c, ranks[1].s, xs[1], xs[1], nccl.Sum))
+			})
+		}
+		for i := range ranks {
+			err := replay(nil, []*stream.Stream{ranks[i].s}, all)
+			require.ErrorIs(t, err, nccl.ErrorInvalidUsage)
+			require.ErrorContains(t, err, "ncclAllReduce on rank 1 of 2: a graph captures a part of the group")
+		}
+		side, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer side.Close()
+		err = replay(nil, []*stream.Stream{ranks[0].s}, func() error {
+			return replay(&graph.Config{Mode: graph.Relaxed}, []*stream.Stream{side}, func() error {
+				return nccl.Group(ranks[0].c, func() error {
+					return errors.Join(nccl.Send(ranks[0].c, ranks[0].s, xs[0].Slice(0, 4), 1),
+						nccl.Recv(ranks[0].c, side, xs[0].Slice(4, 8), 1))
+				})
+			})
+		})
+		require.ErrorIs(t, err, nccl.ErrorInvalidUsage)
+		require.ErrorContains(t, err, "ncclRecv on rank 0 of 2: two graphs capture operations of the rank")
+		require.NoError(t, all())
+		require.Equal(t, [][]int64{sum(in), sum(in)}, contents(t, ranks, xs))
+	})
+}

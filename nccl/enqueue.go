@@ -3,7 +3,6 @@ package nccl
 import (
 	"runtime"
 
-	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
@@ -21,20 +20,6 @@ func (o *operation) native() error {
 
 // ask is enqueue with an error for what is not a success.
 func (o *operation) ask() error { return o.comm.fail(o.kind.String(), o.enqueue()) }
-
-// relaxed makes calls of NCCL with the device's context bound and in the relaxed mode of
-// captures. NCCL allocates memory, and opens that of its peers before the first operation
-// with them, which CUDA forbids to threads that capture though it does the graph no harm.
-func relaxed(dev *device.Device, call func() error) error {
-	return dev.Bound(func() error {
-		mode, r := dev.Driver().ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)
-		if r != cudadrv.Success {
-			return dev.Check("cuThreadExchangeStreamCaptureMode", r)
-		}
-		defer dev.Driver().ThreadExchangeStreamCaptureMode(mode)
-		return call()
-	})
-}
 
 // enqueue calls NCCL.
 func (o *operation) enqueue() ncclapi.Result {

@@ -35,8 +35,11 @@ import (
 // them is refused there with a *GroupError: Wait, Split, Shrink, Grow, RegisterWindow,
 // Close and Shutdown of a communicator that has operations in the group, and the same in
 // package comm. What other packages enqueue within fn, such as copies, comes before the
-// operations. A capture of a graph begins before the group and ends after it, or the
-// group is refused.
+// operations. A capture of a graph begins before the group and ends after it, and has
+// the streams of all its operations, or the group is refused.
+//
+// The operations of a group run side by side: what a rank receives does not overlap with
+// what it sends, or receives from another one, in the same group.
 //
 // Sends and receives between two ranks that are in one group are for each other, in the
 // order in which they were issued: they are refused if their lengths or types differ.
@@ -46,14 +49,15 @@ func Group(c *Communicator, fn func() error) error {
 
 // A group is what a goroutine has issued within Group.
 type group struct {
-	of     atomic.Uintptr // the goroutine; 0 is none
-	depth  int
-	failed error // of an inner group, or of an operation that was refused
-	ops    []operation
-	counts []int           // what their sends and recvs refer to
-	comms  []*Communicator // of the operations, once each, in the order of their locks
-	errs   []error         // of the operations, where launchers enqueue them
-	ends   []end           // of the transfers among its ranks
+	of      atomic.Uintptr // the goroutine; 0 is none
+	depth   int
+	failed  error // of an inner group, or of an operation that was refused
+	ops     []operation
+	counts  []int           // what their sends and recvs refer to
+	comms   []*Communicator // of the operations, once each, in the order of their locks
+	errs    []error         // of the operations, where launchers enqueue them
+	ends    []end           // of the transfers among its ranks
+	extents []extent        // of its transfers, by address
 }
 
 // groups are those of all goroutines: each goroutine has its part of them, so that
@@ -190,6 +194,7 @@ func (g *group) empty() {
 		clear(g.errs)
 	}
 	g.ops, g.counts, g.comms, g.ends, g.errs, g.failed = g.ops[:0], g.counts[:0], g.comms[:0], g.ends[:0], g.errs[:0], nil
+	g.extents = g.extents[:0]
 }
 
 // add takes an operation that was checked into the group.
@@ -347,6 +352,12 @@ func (g *group) enter() error {
 				return err
 			}
 		}
+	}
+	if err := g.checkCaptures(); err != nil {
+		return err
+	}
+	if err := g.checkOverlap(); err != nil {
+		return err
 	}
 	if err := g.match(); err != nil {
 		return err

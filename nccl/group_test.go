@@ -194,3 +194,43 @@ func TestGroupAfterOneThatWasRefused(t *testing.T) {
 		require.Equal(t, sum(in), got, "rank %d", i)
 	}
 }
+
+// What a rank receives in a group overlaps with nothing else that it sends or receives
+// there; what it sends may.
+func TestGroupOfTransfersThatOverlap(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connect(t, devs[:2])
+		xs, in := buffers(t, ranks, 12)
+		ys, _ := buffers(t, ranks, 12)
+		all := func(issue func(i int, r rank) error) error {
+			return nccl.Group(ranks[0].c, func() error {
+				return errors.Join(issue(0, ranks[0]), issue(1, ranks[1]))
+			})
+		}
+		for name, issue := range map[string]func(i int, r rank) error{
+			"two receives": func(i int, r rank) error {
+				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), 1-i), nccl.Send(r.c, r.s, xs[i].Slice(4, 8), 1-i),
+					nccl.Recv(r.c, r.s, ys[i].Slice(0, 4), 1-i), nccl.Recv(r.c, r.s, ys[i].Slice(3, 7), 1-i))
+			},
+			"in place": func(i int, r rank) error {
+				return errors.Join(nccl.Send(r.c, r.s, xs[i], 1-i), nccl.Recv(r.c, r.s, xs[i], 1-i))
+			},
+			"a receive within what is sent": func(i int, r rank) error {
+				return errors.Join(nccl.Recv(r.c, r.s, xs[i].Slice(9, 10), 1-i), nccl.Send(r.c, r.s, xs[i].Slice(5, 6), 1-i),
+					nccl.Send(r.c, r.s, xs[i].Slice(2, 12), 1-i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 10), 1-i))
+			},
+		} {
+			err := all(issue)
+			require.ErrorIs(t, err, nccl.ErrorInvalidUsage, name)
+			require.ErrorContains(t, err, "their buffers overlap", name)
+			require.Equal(t, in, contents(t, ranks, xs), "nothing was enqueued")
+		}
+		require.NoError(t, all(func(i int, r rank) error {
+			return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 8), 1-i), nccl.Send(r.c, r.s, xs[i].Slice(4, 8), 1-i),
+				nccl.Recv(r.c, r.s, ys[i].Slice(4, 12), 1-i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 4), 1-i))
+		}), "what is sent may overlap, and neighbours do not")
+		for i, got := range contents(t, ranks, ys) {
+			require.Equal(t, concat([][]int64{in[1-i][4:8], in[1-i][:8]}), got)
+		}
+	})
+}

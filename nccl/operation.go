@@ -164,14 +164,6 @@ func (o *operation) begin() error {
 	return nil
 }
 
-// note finds out whether the operation is captured, which holds the communicator.
-func (o *operation) note() (err error) {
-	if o.captured, err = o.stream.Capturing(); err != nil {
-		return err
-	}
-	return o.stream.Captured(o.comm)
-}
-
 // run gives an operation whose buffers were checked to NCCL, now or with the group.
 func (o *operation) run() error {
 	if err := o.checkOverlap(); err != nil {
@@ -260,18 +252,6 @@ func (o *operation) noMore() error {
 	}
 	return fmt.Errorf("nccl: %s on rank %d of %d: a buffer of %d bytes on %s was closed within the group: %w",
 		name, c.rank, c.size, x.buf.Bytes(), c.dev, device.ErrClosed)
-}
-
-// stillCaptured refuses an operation whose capture began or ended.
-func (o *operation) stillCaptured() error {
-	switch now, err := o.stream.CaptureID(); {
-	case err != nil:
-		return err
-	case now != o.capture:
-		return fmt.Errorf("nccl: %s on rank %d of %d: a capture of %s began or ended in the group, after the operation was issued: want the whole group within it, or none: %w",
-			o.kind, o.comm.rank, o.comm.size, o.stream, ErrorInvalidUsage)
-	}
-	return nil
 }
 
 // schedule records the operation, and compares it with what other ranks of this

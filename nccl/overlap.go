@@ -1,7 +1,9 @@
 package nccl
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 )
@@ -56,4 +58,51 @@ func (o *operation) part() (at int) {
 		at += n
 	}
 	return at
+}
+
+// An extent is the memory that a transfer of a group reads or writes.
+type extent struct {
+	o          *operation
+	begin, end cudadrv.DevicePtr
+}
+
+// checkOverlap refuses transfers of one rank of which one receives into what another one
+// sends or receives into: they run side by side. Collectives of one buffer may be in a
+// group, as benchmarks have them.
+func (g *group) checkOverlap() error {
+	for i := range g.ops {
+		if o := &g.ops[i]; kinds[o.kind].peer && o.n > 0 {
+			g.extents = append(g.extents, o.extent())
+		}
+	}
+	if x := g.extents; len(x) < 2 || len(x) == 2 && (x[0].end <= x[1].begin || x[1].end <= x[0].begin) {
+		return nil // as an exchange has it
+	}
+	slices.SortFunc(g.extents, func(a, b extent) int { return cmp.Compare(a.begin, b.begin) })
+	for i, a := range g.extents {
+		for _, b := range g.extents[i+1:] {
+			if b.begin >= a.end {
+				break
+			}
+			if a.o.comm == b.o.comm && (a.o.kind == recv || b.o.kind == recv) {
+				return a.o.overlapping(b.o)
+			}
+		}
+	}
+	return nil
+}
+
+// extent is the memory of a transfer, which has one buffer.
+func (o *operation) extent() extent {
+	x := &o.dst
+	if o.kind == send {
+		x = &o.src
+	}
+	return extent{o, x.ptr, x.ptr + cudadrv.DevicePtr(x.len*o.dtype.Size())}
+}
+
+// overlapping is the error of two transfers that cannot run side by side.
+func (o *operation) overlapping(with *operation) error {
+	return fmt.Errorf("nccl: %s with rank %d and %s with rank %d, on rank %d of %d: their buffers overlap and they are in one group, where they run side by side: want no memory in common: %w",
+		o.kind, o.root, with.kind, with.root, o.comm.rank, o.comm.size, ErrorInvalidUsage)
 }

@@ -1,12 +1,15 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -97,6 +100,31 @@ func TestPerfOfProcesses(t *testing.T) {
 	require.Equal(t, 1, r.Locals)
 	require.Zero(t, r.Wrong)
 	require.Len(t, r.Rows, 1)
+}
+
+// The others of a process that is killed name it and its last operation, and not that the
+// launcher told them to end.
+func TestPerfOfAKilledProcess(t *testing.T) {
+	cmd := exec.Command(self(t), "run", "--nproc-per-node", "3", "--", "sh", "-c",
+		`echo pid $RANK $$; exec "$0" perf all_reduce -b 64K -n 100000000`, self(t))
+	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
+	var errs strings.Builder
+	cmd.Stderr = &errs
+	out, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	var victim int
+	for lines := bufio.NewScanner(out); lines.Scan(); {
+		_, _ = fmt.Sscanf(lines.Text(), "[rank 1] pid 1 %d", &victim)
+		if strings.Contains(lines.Text(), "# chorus perf: 3 ranks") { // they have met
+			require.Positive(t, victim)
+			require.NoError(t, syscall.Kill(victim, syscall.SIGKILL))
+		}
+	}
+	require.Error(t, cmd.Wait())
+	for _, rank := range []int{0, 2} {
+		require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] chorus: .*rank 1 was lost: (the last operation that it told of is|it had told of no operation).*SIGKILL`, rank), errs.String())
+	}
 }
 
 func TestPerfBaseline(t *testing.T) {

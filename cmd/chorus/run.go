@@ -21,9 +21,10 @@ with them to the end.
 
 Each process finds its rank with cluster.Attach, or in torchrun's variables
 (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), and uses the device whose
-ordinal is its local rank. When one fails, all are stopped on all hosts, and the
-last lines say which was first and why. Lines of output begin with the rank that
-wrote them.
+ordinal is its local rank. When one fails, the others have two seconds to end by
+themselves and say what they know of it; then all are stopped on all hosts, and
+the last lines say which was first and why. Lines of output begin with the rank
+that wrote them.
 
 On several hosts give every host the same --job, --nnodes, --seeds and secret.
 The seeds are the hosts that may coordinate the job; the smallest that is

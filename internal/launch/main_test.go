@@ -93,6 +93,13 @@ func worker(args []string) int {
 		return deed(s, args[1])
 	}
 	<-s.Context().Done()
+	if len(args) > 2 { // how long it needs for its last words
+		d, err := time.ParseDuration(args[2])
+		if err != nil {
+			panic(err)
+		}
+		time.Sleep(d)
+	}
 	fmt.Fprintln(os.Stderr, "session:", context.Cause(s.Context()))
 	return 43
 }

@@ -19,6 +19,9 @@ const (
 	verdictWait = time.Second
 	// drainWait bounds what is read from pipes after everybody was killed.
 	drainWait = 2 * time.Second
+	// ownEnd is how long the other workers may take, when one was lost, to end by
+	// themselves and say what they know of it, before they are asked to.
+	ownEnd = 2 * time.Second
 	// zombieEvery is how often adopted processes that have ended are collected.
 	zombieEvery = 10 * time.Second
 )
@@ -202,6 +205,9 @@ func (j *job) supervise() int {
 	zombies := time.NewTicker(zombieEvery)
 	defer zombies.Stop()
 	dead := j.agent.Context().Done()
+	late := time.NewTimer(ownEnd)
+	late.Stop()
+	defer late.Stop()
 	for j.running > 0 {
 		select {
 		case c := <-j.ended:
@@ -210,18 +216,29 @@ func (j *job) supervise() int {
 			j.signalled(s)
 		case <-dead:
 			dead = nil
-			j.stop(syscall.SIGTERM)
+			if lost, _ := j.causes(); lost != nil {
+				late.Reset(ownEnd)
+			} else {
+				j.stop(syscall.SIGTERM)
+			}
+		case <-late.C:
+			if !j.stopping {
+				j.stop(syscall.SIGTERM)
+			}
 		case <-j.grace.C:
 			j.kill()
 		case <-zombies.C:
 			collectZombies(j.pids())
 		}
 	}
-	if j.signal == 0 && !j.stopping {
+	if !j.over() {
 		j.awaitOthers()
 	}
 	return j.verdict()
 }
+
+// over reports whether the job was stopped or has failed.
+func (j *job) over() bool { return j.stopping || j.agent.Context().Err() != nil }
 
 func (j *job) childEnded(c *child) {
 	c.finish()
@@ -352,11 +369,11 @@ func (j *job) cleanUp() {
 	}
 	drained := make(chan struct{})
 	go func() { j.out.wg.Wait(); close(drained) }()
-	if !j.stopping {
+	if !j.over() {
 		<-drained
 		return
 	}
-	// Who asked us to stop does not want to wait for a slow reader.
+	// Who waits for the end of the job does not want to wait for a slow reader.
 	t := time.NewTimer(drainWait)
 	defer t.Stop()
 	select {

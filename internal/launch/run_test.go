@@ -55,6 +55,20 @@ func TestRunWorkerFails(t *testing.T) {
 	}
 }
 
+// The others of a rank that fails have time for what they know of it before they are asked
+// to end, and are asked to where they do not end.
+func TestRunHearsTheOthers(t *testing.T) {
+	t.Parallel()
+	code, text := launchAll(t, workers(3, "1", "exit3", "300ms"))
+	require.Equal(t, 3, code, text)
+	for _, rank := range []int{0, 2} {
+		require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] session: cluster: rank 1 .* exited with code 3`, rank), text)
+	}
+	code, text = launchAll(t, shell(2, `[ $RANK = 0 ] || exit 5; trap 'echo asked; exit 0' TERM; while :; do sleep 0.05; done`))
+	require.Equal(t, 5, code, text)
+	require.Contains(t, text, "[rank 0] asked\n")
+}
+
 func TestRunQuotesBuriedLines(t *testing.T) {
 	t.Parallel()
 	code, text := launchAll(t, shell(2, `if [ $RANK = 1 ]; then echo the cause >&2; sleep 0.5; exit 5; fi

@@ -100,6 +100,9 @@ func spmd(ctx context.Context, g *comm.Group, bytes int, reg Registration, fn fu
 	wg.Wait()
 	err := context.Cause(ctx) // the first, of which the others are consequences
 	if err != nil {
+		if broken := g.Err(); broken != nil { // it knows who was to blame
+			err = broken
+		}
 		_ = g.Close() // ends what still uses the buffers
 	}
 	var errs []error

@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -127,7 +128,7 @@ func (g *Group) fan(ts []tensor.Tensor, devs []*device.Device) (copies []tensor.
 	if ts[0].DType().Size()*n*len(devs) > directBytes || slices.Contains(devs, s.Device()) {
 		return nil, nil
 	}
-	if near, err := reach(s.Device(), devs...); err != nil || !near {
+	if near, err := memory.Reach(s.Device(), devs...); err != nil || !near {
 		return nil, err
 	}
 	if slices.ContainsFunc(ts, func(t tensor.Tensor) bool { return !t.Contiguous() }) {

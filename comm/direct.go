@@ -4,7 +4,6 @@ import (
 	"errors"
 	"slices"
 
-	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -41,7 +40,7 @@ func direct(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
 			far += dst[i].Bytes()
 			links++
 		}
-		if near, err := reach(s.Device(), to, from); err != nil || !near {
+		if near, err := memory.Reach(s.Device(), to, from); err != nil || !near {
 			return false, err
 		}
 	}
@@ -67,19 +66,6 @@ func byEngines(dst, src []tensor.Tensor) bool {
 		}
 	}
 	return true
-}
-
-// reach reports whether kernels of a device reach others, and opens the way.
-func reach(on *device.Device, others ...*device.Device) (bool, error) {
-	for _, d := range others {
-		if d == on {
-			continue
-		}
-		if near, err := memory.Reach(on, d); err != nil || !near {
-			return false, err
-		}
-	}
-	return true, nil
 }
 
 // alone enqueues work on s that uses tensors of the other streams, which may be all of the

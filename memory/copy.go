@@ -191,13 +191,20 @@ func findWay(a, b *device.Device) (by way, final bool, err error) {
 	return direct, tested, b.EnablePeer(a)
 }
 
-// Reach lets kernels and copies on either of two devices use the memory of both,
-// and reports whether they can. Where they cannot, Copy finds another way. The
+// Reach lets kernels and copies on a device and on others use the memory of it and of each
+// of them, and reports whether they can. Where they cannot, Copy finds another way. The
 // first call for two devices tests the way; see device.Device.PeerWorks. For
 // Chorus's own packages.
-func Reach(a, b *device.Device) (bool, error) {
-	by, err := wayBetween(a, b)
-	return by == direct, err
+func Reach(on *device.Device, others ...*device.Device) (bool, error) {
+	for _, d := range others {
+		if d == on {
+			continue
+		}
+		if by, err := wayBetween(on, d); by != direct || err != nil {
+			return false, err
+		}
+	}
+	return true, nil
 }
 
 // copyPeer copies between devices that do not reach each other.

@@ -215,6 +215,9 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 			"in place": func(i int, r rank) error {
 				return errors.Join(nccl.Send(r.c, r.s, xs[i], 1-i), nccl.Recv(r.c, r.s, xs[i], 1-i))
 			},
+			"to itself, shifted": func(i int, r rank) error {
+				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 8), i), nccl.Recv(r.c, r.s, xs[i].Slice(4, 12), i))
+			},
 			"a receive within what is sent": func(i int, r rank) error {
 				return errors.Join(nccl.Recv(r.c, r.s, xs[i].Slice(9, 10), 1-i), nccl.Send(r.c, r.s, xs[i].Slice(5, 6), 1-i),
 					nccl.Send(r.c, r.s, xs[i].Slice(2, 12), 1-i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 10), 1-i))
@@ -232,5 +235,9 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 		for i, got := range contents(t, ranks, ys) {
 			require.Equal(t, concat([][]int64{in[1-i][4:8], in[1-i][:8]}), got)
 		}
+		require.NoError(t, all(func(i int, r rank) error {
+			return errors.Join(nccl.Send(r.c, r.s, xs[i], i), nccl.Recv(r.c, r.s, xs[i], i))
+		}), "to itself in place")
+		require.Equal(t, in, contents(t, ranks, xs))
 	})
 }

@@ -84,12 +84,19 @@ func (g *group) checkOverlap() error {
 			if b.begin >= a.end {
 				break
 			}
-			if a.o.comm == b.o.comm && (a.o.kind == recv || b.o.kind == recv) {
+			if a.o.comm == b.o.comm && (a.o.kind == recv || b.o.kind == recv) && !toItself(a, b) {
 				return a.o.overlapping(b.o)
 			}
 		}
 	}
 	return nil
+}
+
+// toItself reports whether two transfers are what a rank sends to itself in place, as the
+// root of a gather made of transfers does.
+func toItself(a, b extent) bool {
+	me := a.o.comm.rank
+	return a.begin == b.begin && a.end == b.end && a.o.root == me && b.o.root == me && a.o.kind != b.o.kind
 }
 
 // extent is the memory of a transfer, which has one buffer.

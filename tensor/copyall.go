@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -68,22 +67,8 @@ func (x *sorter) take(dst, src Tensor, most int) (bool, error) {
 	if !ok || p.rows == 1 && p.row > most {
 		return false, nil
 	}
-	if near, err := reaches(on, a, b); err != nil || !near {
+	if near, err := memory.Reach(on, a, b); err != nil || !near {
 		return false, err
 	}
 	return x.add(p)
-}
-
-// reaches reports whether kernels on a device reach the memory of others, and opens the
-// way.
-func reaches(on *device.Device, others ...*device.Device) (bool, error) {
-	for _, d := range others {
-		if d == on {
-			continue
-		}
-		if ok, err := memory.Reach(on, d); err != nil || !ok {
-			return false, err
-		}
-	}
-	return true, nil
 }

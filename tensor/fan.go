@@ -5,6 +5,7 @@ import (
 	"math"
 	"math/bits"
 
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -55,7 +56,7 @@ func fanned(s *stream.Stream, to, from []Tensor) (bool, error) {
 		if len(t.shape) != 1 || !t.Contiguous() || t.Len() != n || n > 0 && t.dtype != from[0].dtype {
 			return false, fmt.Errorf("%s: %d elements to %s: want as many, of one dimension without gaps and of the same type", op, n, t)
 		}
-		if near, err := reaches(s.Device(), t.Device()); err != nil {
+		if near, err := memory.Reach(s.Device(), t.Device()); err != nil {
 			return false, err
 		} else if !near {
 			direct = false

@@ -85,7 +85,7 @@ func CanAddAll(s *stream.Stream, dst Tensor, lists [][]Tensor) (bool, error) {
 				return false, nil
 			}
 			if d := x.Device(); d != on {
-				if near, err := reaches(s.Device(), d); err != nil || !near {
+				if near, err := memory.Reach(s.Device(), d); err != nil || !near {
 					return false, err
 				}
 				on = d
@@ -96,7 +96,7 @@ func CanAddAll(s *stream.Stream, dst Tensor, lists [][]Tensor) (bool, error) {
 			return false, nil
 		}
 	}
-	return reaches(s.Device(), dst.Device())
+	return memory.Reach(s.Device(), dst.Device())
 }
 
 // packable reports whether all can be added 16 bytes at a time.

@@ -233,21 +233,39 @@ const foresight = 200 * time.Millisecond
 func (g *Group) ownFailure() (own error) {
 	ctx, cancel := context.WithTimeout(context.Background(), foresight)
 	defer cancel()
+	idle := make(chan struct{})
+	go func() { // the driver may not answer before the group is aborted
+		if poll.Until(ctx, g.idle) == nil {
+			close(idle)
+		}
+	}()
 	_ = poll.Until(ctx, func() (bool, error) {
-		idle := true
 		for i := range g.members {
 			if own = g.members[i].comm.Err(); own != nil {
 				return true, nil
 			}
-			done, err := g.members[i].stream.Query()
-			idle = idle && (done || err != nil)
 		}
-		return idle, nil
+		select {
+		case <-idle:
+			return true, nil
+		default:
+			return false, nil
+		}
 	})
 	if errors.Is(own, nccl.ErrorRemote) {
 		return nil // it is the loss
 	}
 	return own
+}
+
+// idle reports whether nothing is in flight on the group's streams.
+func (g *Group) idle() (bool, error) {
+	for i := range g.members {
+		if done, err := g.members[i].stream.Query(); !done && err == nil {
+			return false, nil
+		}
+	}
+	return true, nil
 }
 
 // hindsight is how long a group whose connection to a peer broke waits to be

@@ -106,9 +106,18 @@ func work(fault string) error {
 				_ = g.Close()
 				<-sess.Context().Done()
 			}
+			if fault == "flood" {
+				if _, err := sess.Get(ctx, "flooded"); err != nil {
+					return err
+				}
+				fault = "stop"
+			}
 			fail(fault)
 		}
 		issue := func() error { return comm.AllReduce(g, comm.Sum, xs...) }
+		if step == 10 && fault == "flood" {
+			return flood(ctx, sess, g, issue)
+		}
 		if fault == "other" && step == 10 && g.Rank() == 1 {
 			issue = func() error { return comm.BroadcastFrom(g, 0, xs...) }
 		}
@@ -129,6 +138,20 @@ func work(fault string) error {
 		return err
 	}
 	return sess.Shutdown(ctx)
+}
+
+// flood issues more than a stream takes, so that the calls wait in the driver for rank 1.
+func flood(ctx context.Context, sess *cluster.Session, g *comm.Group, issue func() error) error {
+	for n := 0; ; n++ {
+		if n == 900 && g.Rank() == 0 { // and soon more
+			if err := sess.Set(ctx, "flooded", nil); err != nil {
+				return err
+			}
+		}
+		if issue() != nil {
+			return g.Err()
+		}
+	}
 }
 
 // onAnotherStream issues an all-reduce on a stream that is not the group's, which is NCCL's.
@@ -252,7 +275,8 @@ func TestCulpritsAreNamed(t *testing.T) {
 			"absent": `rank 1 is behind: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\): nccl: .* as collective 11`,
 			"stop":   `rank 1 (is behind|was lost): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): `,
 			"other":  `the ranks do not issue the same operations: .*ncclBroadcast|the ranks do not issue the same operations: .*broadcast`,
-			"close":  `rank 1 (has left|is behind): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\); by then it had closed the group: `,
+			"close":  `rank 1 (has left|is behind): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\); by then it had closed the group[:;] `,
+			"flood":  `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1`,
 			"kill":   `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1 .* SIGKILL`,
 		} {
 			if backend == "cuda" && fault == "other" {

@@ -351,6 +351,16 @@ func left(all map[int]word) (list []RankProgress) {
 	return []RankProgress{all[first].progress(first, "has left")}
 }
 
+// gone are a rank that was lost and the one that has left though this one waits for it: the
+// lost one may have ended because of that.
+func gone(lost int, mine word, all map[int]word) []RankProgress {
+	list := slices.DeleteFunc(left(all), func(p RankProgress) bool { return p.Rank == lost || p.Collectives >= mine.Collectives })
+	if x, ok := all[lost]; ok {
+		list = append(list, x.progress(lost, "was lost"))
+	}
+	return list
+}
+
 // lost adds to the loss of a rank what its last word was, and to a broken connection
 // that of the rank that has left.
 func (w *words) lost(c *nccl.Communicator, err error) error {
@@ -365,11 +375,7 @@ func (w *words) lost(c *nccl.Communicator, err error) error {
 	if w.world != nil {
 		rank = slices.Index(w.world, rank)
 	}
-	x, ok := w.all(c)[rank]
-	if !ok {
-		return err
-	}
-	return w.blame([]RankProgress{x.progress(rank, "was lost")}, err)
+	return w.blame(gone(rank, wordOf(c), w.all(c)), err)
 }
 
 func (x word) progress(rank int, why string) RankProgress {

@@ -2,6 +2,7 @@ package comm
 
 import (
 	"errors"
+	"fmt"
 	"testing"
 	"time"
 
@@ -131,6 +132,22 @@ func TestTheFirstThatLeft(t *testing.T) {
 	require.True(t, ok)
 	require.Equal(t, 7, e.Culprits[0].World)
 	require.Equal(t, oops, w.blame(nil, oops))
+}
+
+// A rank that was lost is named with the one that has left before it had done its part.
+func TestWhoIsGone(t *testing.T) {
+	now := time.Now()
+	whys := func(list []RankProgress) (s []string) {
+		for _, p := range list {
+			s = append(s, fmt.Sprint(p.Rank, " ", p.Why))
+		}
+		return s
+	}
+	all := map[int]word{1: {Collectives: 10, Told: now, End: "closed the group"}, 2: {Collectives: 11, Told: now}}
+	require.Equal(t, []string{"1 has left", "2 was lost"}, whys(gone(2, word{Collectives: 11}, all)))
+	require.Equal(t, []string{"2 was lost"}, whys(gone(2, word{Collectives: 10}, all)), "rank 1 has done all")
+	require.Equal(t, []string{"1 was lost"}, whys(gone(1, word{Collectives: 11}, all)))
+	require.Equal(t, []string{"1 has left"}, whys(gone(3, word{Collectives: 11}, all)), "rank 3 had told nothing")
 }
 
 // Only a failure of its own is what a rank tells as its end.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/gochorus/chorus/stream"
 )
@@ -75,9 +76,24 @@ func (c *Communicator) closeGraphs() bool {
 	c.holds.mu.Unlock()
 	closed := true
 	for _, g := range by {
-		if errors.Is(g.Close(), stream.ErrCapturing) {
+		if errors.Is(closeSoon(g), stream.ErrCapturing) {
 			closed = false
 		}
 	}
 	return closed
+}
+
+// closeSoon closes a graph. It does not wait for a driver that does not answer, as while a
+// launch waits for room on a stream that is full: when the communicator is aborted it does.
+func closeSoon(g stream.Holder) error {
+	closed := make(chan error, 1)
+	go func() { closed <- g.Close() }()
+	patience := time.NewTimer(callPatience)
+	defer patience.Stop()
+	select {
+	case err := <-closed:
+		return err
+	case <-patience.C:
+		return nil
+	}
 }

@@ -7,6 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -98,9 +99,11 @@ func (m *marks) newest() uint64 {
 	return m.list[(m.next+numMarks-1)%numMarks].record
 }
 
-// close gives the events up.
+// close gives the events up, unless the driver does not answer who asks for one.
 func (m *marks) close() {
-	m.mu.Lock()
+	if !poll.UntilNoLaterThan(callPatience, m.mu.TryLock) {
+		return
+	}
 	defer m.mu.Unlock()
 	m.over = true
 	for i := range m.list {

@@ -27,21 +27,32 @@ func (c *Communicator) watch() {
 	tick := time.NewTicker(c.every())
 	defer tick.Stop()
 	c.rec.begin()
+	var asked time.Time
+	var answer chan error // nil when nothing was asked
 	for {
+		var err error
 		select {
 		case <-c.ending:
 			return
+		case err = <-answer:
+			answer = nil
+			if err == nil && c.rec.rest() {
+				return
+			}
 		case <-tick.C:
+			if c.Err() != nil || c.over() {
+				return
+			}
+			setClock()
+			if answer == nil {
+				asked, answer = time.Now(), make(chan error, 1)
+				go func(to chan<- error) { to <- c.inspect() }(answer)
+			} else {
+				err = c.inspectUnanswered(time.Since(asked))
+			}
 		}
-		if c.Err() != nil || c.over() {
-			return
-		}
-		setClock()
-		if err := c.inspect(); err != nil {
+		if err != nil {
 			c.breakWith(err)
-			return
-		}
-		if c.rec.rest() {
 			return
 		}
 	}
@@ -96,6 +107,21 @@ func (c *Communicator) inspect() error {
 		}
 	}
 	return c.timedOut(e, time.Duration(r.clock()-begun), others)
+}
+
+// inspectUnanswered is inspect while the driver has not answered for some time, as it does
+// not while a launch waits for room on a stream that is full: perhaps of what hangs.
+func (c *Communicator) inspectUnanswered(since time.Duration) error {
+	if c.rec.timeout <= 0 {
+		return nil
+	}
+	if err := c.inspectInside(); err != nil || since <= c.rec.timeout {
+		return err
+	}
+	if e, ok := c.rec.oldest(); ok {
+		return c.timedOut(e, time.Duration(c.rec.clock()-e.begun), c.others())
+	}
+	return nil
 }
 
 // inspectInside returns an error for an operation that is in NCCL for too long. No stream

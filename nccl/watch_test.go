@@ -102,6 +102,50 @@ func TestDeadlineInABurst(t *testing.T) {
 	require.Equal(t, []int{1}, late.Behind)
 }
 
+// A rank that issues more than its stream takes, while another one does not come, waits in
+// the driver, which then answers nobody who asks about the device.
+func TestDeadlineOfAFullStream(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
+		xs, _ := buffers(t, ranks, 8)
+		once(t, devs, ranks, xs)
+		r := ranks[0]
+		require.NoError(t, flood(r, xs[0], func(err error) bool { return err != nil }))
+		var late *nccl.TimeoutError
+		require.ErrorAs(t, r.c.Err(), &late)
+		require.Equal(t, []int{1}, late.Behind)
+		require.NoError(t, r.s.Sync(testgpu.Context(t)))
+	})
+}
+
+// Abort ends operations also where the stream is full of them.
+func TestAbortOfAFullStream(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connect(t, devs)
+		xs, _ := buffers(t, ranks, 8)
+		once(t, devs, ranks, xs)
+		r, aborted := ranks[0], make(chan error, 1)
+		require.NoError(t, flood(r, xs[0], func(err error) bool {
+			if r.c.Progress().Issued.Collective == 500 { // and soon full
+				go func() { aborted <- r.c.Abort() }()
+			}
+			return err != nil
+		}))
+		require.NoError(t, <-aborted)
+		require.NoError(t, r.s.Sync(testgpu.Context(t)))
+	})
+}
+
+// flood issues operations without end until one is refused.
+func flood(r rank, x memory.Slice[int64], over func(err error) bool) error {
+	for range 1 << 20 {
+		if err := nccl.AllReduce(r.c, r.s, x, x, nccl.Sum); over(err) {
+			return nil
+		}
+	}
+	return errors.New("the stream takes what it gets without end")
+}
+
 func TestDeadlineOfATransfer(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})

@@ -81,6 +81,13 @@ func agree(ctx context.Context, g *comm.Group, plan string) error {
 func spmd(ctx context.Context, g *comm.Group, bytes int, reg Registration, fn func(context.Context, *rank) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	ended := make(chan error, 1)
+	// It ends what still uses the buffers, and the calls that wait for another rank.
+	stop := context.AfterFunc(ctx, func() {
+		broken := g.Err() // which knows who was to blame
+		_ = g.Close()
+		ended <- broken
+	})
 	ranks, start := make([]*rank, g.Locals()), new(line)
 	all := &ensemble{calls: make([][]func() error, len(ranks))}
 	var wg sync.WaitGroup
@@ -98,12 +105,11 @@ func spmd(ctx context.Context, g *comm.Group, bytes int, reg Registration, fn fu
 		})
 	}
 	wg.Wait()
-	err := context.Cause(ctx) // the first, of which the others are consequences
-	if err != nil {
-		if broken := g.Err(); broken != nil { // it knows who was to blame
-			err = broken
+	var err error
+	if !stop() {
+		if err = <-ended; err == nil {
+			err = context.Cause(ctx) // the first, of which the others are consequences
 		}
-		_ = g.Close() // ends what still uses the buffers
 	}
 	var errs []error
 	for _, r := range ranks {

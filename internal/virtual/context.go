@@ -85,6 +85,7 @@ func (d driver) beginEnding(name string) (call, cudadrv.Result) {
 	c.hang, c.zero = x.hang, x.zero
 	d.m.mu.Lock()
 	c.dev = d.m.deviceOf(bound)
+	d.m.enter(c.dev)
 	r := cudadrv.Result(x.status)
 	switch {
 	case !d.m.initialized:

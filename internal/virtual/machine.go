@@ -46,6 +46,7 @@ type Machine struct {
 	// mu guards everything below and all state of devices, streams, events and
 	// blocks. It is held for bookkeeping only, never while data moves.
 	mu           sync.Mutex
+	room         sync.Cond // a stream with a full queue has done an operation
 	initialized  bool
 	devices      []*device
 	streams      map[cudadrv.Stream]*stream
@@ -86,6 +87,7 @@ func New(cfg *Config) (*Machine, error) {
 		id:           rand.Uint64(),
 		lastHandle:   0x5000,
 	}
+	m.room.L = &m.mu
 	if cfg != nil {
 		m.cfg = *cfg
 	}
@@ -183,6 +185,7 @@ type device struct {
 	context   cudadrv.Context
 	pool      *pool // the default one
 	retained  int
+	waiting   int     // launches that wait for room on a stream
 	legacy    *stream // the one of handle 0, once it was used
 	ended     []*mark // at the end of streams that were destroyed
 	profiling bool    // cuProfilerStart was called, and cuProfilerStop was not

@@ -182,6 +182,11 @@ func (l *ncclLib) issue(works []*work) ncclapi.Result {
 	l.m.mu.Lock()
 	defer l.m.mu.Unlock()
 	for _, w := range works {
+		if w.s.capture == nil {
+			w.s.awaitRoom()
+		}
+	}
+	for _, w := range works {
 		if w.s.destroyed {
 			return l.refuse(ncclapi.UnhandledCUDAError, "%s: the stream was destroyed before the group ended", w.name)
 		}

@@ -71,6 +71,7 @@ func (c *call) append(s *stream, run func(*op)) {
 		s.capture.add(&node{name: c.name, run: run, check: c.check}, s)
 		return
 	}
+	s.awaitRoom()
 	s.enqueue(c.name, run)
 }
 
@@ -81,7 +82,9 @@ func (s *stream) work() {
 	for len(s.queue) > 0 {
 		o := s.queue[0]
 		s.queue[0] = nil
-		s.queue = s.queue[1:]
+		if s.queue = s.queue[1:]; len(s.queue) == launchDepth-1 {
+			m.room.Broadcast()
+		}
 		s.marked = false
 		s.now.seen = s.now.seen.join(o.host)
 		s.now.epoch++

@@ -106,16 +106,16 @@ func work(fault string) error {
 				_ = g.Close()
 				<-sess.Context().Done()
 			}
-			if fault == "flood" {
+			how, flooded := strings.CutPrefix(fault, "flood ")
+			if flooded {
 				if _, err := sess.Get(ctx, "flooded"); err != nil {
 					return err
 				}
-				fault = "stop"
 			}
-			fail(fault)
+			fail(how)
 		}
 		issue := func() error { return comm.AllReduce(g, comm.Sum, xs...) }
-		if step == 10 && fault == "flood" {
+		if step == 10 && strings.HasPrefix(fault, "flood ") {
 			return flood(ctx, sess, g, issue)
 		}
 		if fault == "other" && step == 10 && g.Rank() == 1 {
@@ -272,12 +272,13 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 func TestCulpritsAreNamed(t *testing.T) {
 	for _, backend := range []string{"virtual", "cuda"} {
 		for fault, says := range map[string]string{
-			"absent": `rank 1 is behind: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\): nccl: .* as collective 11`,
-			"stop":   `rank 1 (is behind|was lost): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): `,
-			"other":  `the ranks do not issue the same operations: .*ncclBroadcast|the ranks do not issue the same operations: .*broadcast`,
-			"close":  `rank 1 (has left|is behind): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\); by then it had closed the group[:;] `,
-			"flood":  `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1`,
-			"kill":   `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1 .* SIGKILL`,
+			"absent":     `rank 1 is behind: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\): nccl: .* as collective 11`,
+			"stop":       `rank 1 (is behind|was lost): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): `,
+			"other":      `the ranks do not issue the same operations: .*ncclBroadcast|the ranks do not issue the same operations: .*broadcast`,
+			"close":      `rank 1 (has left|is behind): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\); by then it had closed the group[:;] `,
+			"flood stop": `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1`,
+			"flood kill": `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1`,
+			"kill":       `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1 .* SIGKILL`,
 		} {
 			if backend == "cuda" && fault == "other" {
 				continue // NCCL may hang or mix data up

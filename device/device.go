@@ -7,9 +7,11 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/poll"
 )
 
 // A Device is one GPU, or one virtual device. There is one *Device for each
@@ -162,6 +164,9 @@ func (d *Device) Err() error {
 	return nil
 }
 
+// answerPatience is how long the driver may take to say whether a device was lost.
+const answerPatience = 100 * time.Millisecond
+
 // Because adds to an error of a library above the driver what lost the device,
 // if that is so. Such a library says only that CUDA failed, and may be the first
 // to notice: so the driver is asked. For Chorus's own packages.
@@ -173,7 +178,12 @@ func (d *Device) Because(err error) error {
 		return err
 	}
 	if d.Err() == nil && d.ctx.Load() != 0 {
-		_, _, _ = d.MemoryInfo() // a lost device fails this with its sticky error
+		// A lost device fails this with its sticky error. One that a launch keeps from
+		// answering is not lost.
+		poll.Within(answerPatience, func() error {
+			_, _, err := d.MemoryInfo()
+			return err
+		})
 	}
 	if first := d.Err(); first != nil {
 		return fmt.Errorf("%w; the device was lost before: %w", err, first)

@@ -5,8 +5,8 @@ import (
 	"fmt"
 	"slices"
 	"sync"
-	"time"
 
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -76,24 +76,10 @@ func (c *Communicator) closeGraphs() bool {
 	c.holds.mu.Unlock()
 	closed := true
 	for _, g := range by {
-		if errors.Is(closeSoon(g), stream.ErrCapturing) {
+		// A driver that does not answer does when the communicator is aborted.
+		if err, _ := poll.Within(callPatience, g.Close); errors.Is(err, stream.ErrCapturing) {
 			closed = false
 		}
 	}
 	return closed
-}
-
-// closeSoon closes a graph. It does not wait for a driver that does not answer, as while a
-// launch waits for room on a stream that is full: when the communicator is aborted it does.
-func closeSoon(g stream.Holder) error {
-	closed := make(chan error, 1)
-	go func() { closed <- g.Close() }()
-	patience := time.NewTimer(callPatience)
-	defer patience.Stop()
-	select {
-	case err := <-closed:
-		return err
-	case <-patience.C:
-		return nil
-	}
 }

@@ -204,7 +204,7 @@ func (r *rank) timed(ctx context.Context, n int, issue func(i int) error) (time.
 		if err := issue(i); err != nil {
 			return 0, err
 		}
-		if err := r.breathe(ctx, i); err != nil {
+		if err := breathe(ctx, i); err != nil {
 			return 0, err
 		}
 	}
@@ -214,14 +214,10 @@ func (r *rank) timed(ctx context.Context, n int, issue func(i int) error) (time.
 	return time.Since(begun) / time.Duration(n), nil
 }
 
-// breathe looks after every few operations whether it shall go on. A virtual device
-// takes what it is given without end, and would have to be rid of it all.
-func (r *rank) breathe(ctx context.Context, i int) error {
+// breathe looks after every few operations whether to go on.
+func breathe(ctx context.Context, i int) error {
 	if i%patience != patience-1 {
 		return nil
-	}
-	if r.dev.System().Machine() != nil {
-		return r.settle(ctx)
 	}
 	return context.Cause(ctx)
 }
@@ -246,7 +242,7 @@ func (r *rank) each(ctx context.Context, n int, issue func(i int) error) ([]floa
 		if err := issue(i); err != nil {
 			return nil, err
 		}
-		if err := errors.Join(r.events[i+1].Record(r.s), r.breathe(ctx, i)); err != nil {
+		if err := errors.Join(r.events[i+1].Record(r.s), breathe(ctx, i)); err != nil {
 			return nil, err
 		}
 	}

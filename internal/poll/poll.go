@@ -47,6 +47,22 @@ func UntilNoLaterThan(d time.Duration, ready func() bool) bool {
 	return Until(ctx, func() (bool, error) { return ready(), nil }) == nil
 }
 
+// Within calls fn on a goroutine of its own and waits for it no longer than d: then it
+// reports false, and fn goes on alone. It is for calls of a driver that may not answer, as
+// CUDA's does not while a launch waits for room on a stream that is full.
+func Within[T any](d time.Duration, fn func() T) (v T, returned bool) {
+	done := make(chan T, 1)
+	go func() { done <- fn() }()
+	patience := time.NewTimer(d)
+	defer patience.Stop()
+	select {
+	case v = <-done:
+		return v, true
+	case <-patience.C:
+		return v, false
+	}
+}
+
 func sleep(ctx context.Context, d time.Duration) error {
 	t := time.NewTimer(d)
 	defer t.Stop()

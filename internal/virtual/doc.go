@@ -14,6 +14,8 @@
 //   - memory is unmapped and closed only when the host has waited for its uses;
 //   - two operations that touch the same bytes without an order between their
 //     streams, one of them writing, are reported and lose the device;
+//   - a stream takes 1024 operations; then launches wait for room, and no other thread gets
+//     an answer from the driver for that device meanwhile;
 //   - ranks that issue different collectives are told which two differ;
 //   - a file is read into memory only when the host has waited for the memory's
 //     uses, and files and memory are given up only when no transfer uses them.

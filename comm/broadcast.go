@@ -36,6 +36,8 @@ func Broadcast(g *Group, t tensor.Tensor, cfg *BroadcastConfig) ([]tensor.Tensor
 	if err := g.checkWhole(op); err != nil {
 		return nil, err
 	}
+	g.issuing.Lock()
+	defer g.issuing.Unlock()
 	if c.Devices != nil && c.Out != nil {
 		return nil, refuse(op, "exactly one of Devices and Out must be specified, but got %d devices and %d tensors", len(c.Devices), len(c.Out))
 	}
@@ -124,7 +126,7 @@ func (g *Group) spread(t tensor.Tensor, to []tensor.Tensor) error {
 	}
 	if all := append([]tensor.Tensor{t}, to...); len(to) > 1 && g.apart(all...) {
 		ranks, root := g.byRank(all...), g.rankOn(t.Device())
-		return g.each(func(i int, m *member) error { return wires[t.DType()].broadcast(m, ranks[i], root) })
+		return g.inTurn(func(i int, m *member) error { return wires[t.DType()].broadcast(m, ranks[i], root) })
 	}
 	for _, x := range to {
 		if err := transfer(x, t, g.streamOf(x), from); err != nil {

@@ -40,6 +40,8 @@ func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedCon
 	if err := g.checkWhole(op); err != nil {
 		return nil, err
 	}
+	g.issuing.Lock()
+	defer g.issuing.Unlock()
 	devs, err := g.devices(op, c.Devices)
 	if err != nil {
 		return nil, err
@@ -182,6 +184,8 @@ func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalesced
 	if err := g.checkWhole(op); err != nil {
 		return nil, err
 	}
+	g.issuing.Lock()
+	defer g.issuing.Unlock()
 	size, err := checkBuffer(op, c.BufferSize)
 	if err != nil {
 		return nil, err

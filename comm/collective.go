@@ -84,6 +84,13 @@ func ReduceScatter[T memory.Element](g *Group, op Op, dst, src Shards[T]) error 
 // each issues one operation on every local rank, within one NCCL group if there
 // are several.
 func (g *Group) each(issue func(i int, m *member) error) error {
+	g.issuing.Lock()
+	defer g.issuing.Unlock()
+	return g.inTurn(issue)
+}
+
+// inTurn is each for what has taken issuing.
+func (g *Group) inTurn(issue func(i int, m *member) error) error {
 	var err error
 	if len(g.members) == 1 {
 		err = issue(0, &g.members[0])
@@ -171,5 +178,7 @@ func (g *Group) first(op string, issue func(m *member) error) error {
 	if err := g.check(op); err != nil {
 		return err
 	}
+	g.issuing.Lock()
+	defer g.issuing.Unlock()
 	return g.settle(issue(&g.members[0]))
 }

@@ -67,6 +67,8 @@
 // aborted, and every later call returns an error that matches ErrBroken and
 // wraps the first cause.
 //
-// Concurrency: one goroutine issues the operations of a group; Wait, Err and
-// Close may be called by any goroutine at any time.
+// Concurrency: operations of a group are enqueued whole, one after the other, whichever
+// goroutines issue them; but in what order nobody knows then, so that a group over several
+// processes, in which all must have the same, is for one goroutine, and so is what has
+// an nccl.Group around it. Wait, Err and Close may be called by any goroutine at any time.
 package comm

@@ -42,6 +42,8 @@ func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, err
 	if err := g.checkWhole(op); err != nil {
 		return tensor.Tensor{}, err
 	}
+	g.issuing.Lock()
+	defer g.issuing.Unlock()
 	if c.Out != nil && (c.Destination != nil || c.Host) {
 		return tensor.Tensor{}, refuse(op, "Destination and Host must not be specified when Out is specified")
 	}

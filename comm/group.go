@@ -24,6 +24,7 @@ type Group struct {
 	members []member // the local ranks, by rank
 	splits  int      // how often it was split
 	broken  atomic.Pointer[brokenError]
+	issuing sync.Mutex      // held while an operation is enqueued
 	failing sync.Mutex      // held while the cause of a failure is looked for
 	lost    context.Context // the Rendezvous's, which ends when a rank is lost; nil in one process
 	words   *words          // what the other processes say; nil in one process

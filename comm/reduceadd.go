@@ -40,6 +40,8 @@ func ReduceAdd(g *Group, ts []tensor.Tensor, cfg *ReduceAddConfig) (tensor.Tenso
 	if err != nil {
 		return tensor.Tensor{}, err
 	}
+	g.issuing.Lock()
+	defer g.issuing.Unlock()
 	return sum.enqueue()
 }
 
@@ -183,7 +185,7 @@ func (x *sum) add(result tensor.Tensor) error {
 // reduce lets NCCL add.
 func (x *sum) reduce(result tensor.Tensor) error {
 	ranks, root := x.g.byRank(x.ts...), x.g.rankOn(result.Device())
-	return x.g.each(func(i int, m *member) error { return wires[x.dtype].add(m, result, ranks[i], root) })
+	return x.g.inTurn(func(i int, m *member) error { return wires[x.dtype].add(m, result, ranks[i], root) })
 }
 
 // inOrder adds one tensor after the other.

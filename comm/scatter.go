@@ -47,6 +47,8 @@ func Scatter(g *Group, t tensor.Tensor, cfg *ScatterConfig) ([]tensor.Tensor, er
 	if err := g.checkWhole(op); err != nil {
 		return nil, err
 	}
+	g.issuing.Lock()
+	defer g.issuing.Unlock()
 	if err := g.source(op, "tensor", only, t); err != nil {
 		return nil, err
 	}

@@ -28,6 +28,11 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 	if err := g.checkWait(op); err != nil {
 		return nil, err
 	}
+	for i := range g.members {
+		if err := g.members[i].stream.RefuseWait("comm: " + op); err != nil {
+			return nil, err
+		}
+	}
 	if len(colors) != len(g.members) || keys != nil && len(keys) != len(g.members) {
 		return nil, fmt.Errorf("comm: %s: %d colors and %d keys for %d local ranks: %w", op, len(colors), len(keys), len(g.members), ErrMismatch)
 	}
@@ -103,16 +108,16 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 // an error; it returns nil where none of them is local. The rest is as for Split. Collective.
 func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 	const op = "sub-group"
-	if err := g.check(op); err != nil {
+	if err := g.checkWait(op); err != nil {
 		return nil, err
+	}
+	if err := g.agree(ctx, ranks); err != nil {
+		return nil, fmt.Errorf("comm: %s: %w", op, err)
 	}
 	for i, r := range ranks {
 		if r < 0 || r >= g.size || slices.Contains(ranks[:i], r) {
 			return nil, fmt.Errorf("comm: %s: rank %d does not exist or is given twice: want different ranks below %d: %w", op, r, g.size, ErrMismatch)
 		}
-	}
-	if err := g.agree(ctx, op, ranks); err != nil {
-		return nil, err
 	}
 	colors, keys := make([]int, len(g.members)), make([]int, len(g.members))
 	for i := range g.members {
@@ -134,7 +139,7 @@ func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 }
 
 // agree returns an error on all ranks when they have not given the same list.
-func (g *Group) agree(ctx context.Context, op string, list []int) error {
+func (g *Group) agree(ctx context.Context, list []int) error {
 	lists, err := GatherValues(ctx, g, Gob, slices.Repeat([][]int{list}, g.Locals())...)
 	if err != nil {
 		return err
@@ -143,5 +148,5 @@ func (g *Group) agree(ctx context.Context, op string, list []int) error {
 	if i < 0 {
 		return nil
 	}
-	return fmt.Errorf("comm: %s: rank 0 has given the ranks %v and rank %d %v: give the same list on all ranks: %w", op, lists[0], i, lists[i], ErrMismatch)
+	return fmt.Errorf("rank 0 has given the ranks %v and rank %d %v: give the same list on all ranks: %w", lists[0], i, lists[i], ErrMismatch)
 }

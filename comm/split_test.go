@@ -67,18 +67,23 @@ func TestBadSplits(t *testing.T) {
 
 // Ranks that want different sub-groups are all told so, and go on.
 func TestSubOfListsThatDiffer(t *testing.T) {
+	for _, other := range [][]int{{1, 0}, {0, 99}} {
+		subOfLists(t, [][]int{{0, 1}, other, {0, 1}})
+	}
+}
+
+func subOfLists(t *testing.T, lists [][]int) {
 	devs, ctx := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), testgpu.Context(t)
 	var wg sync.WaitGroup
 	errs, ends := make([]error, 3), make([]error, 3)
 	for i, b := range boards(t.Context(), 3) {
-		list := [][]int{{0, 1}, {1, 0}, {0, 1}}[i]
 		wg.Go(func() {
 			g, err := comm.Join(ctx, b, devs[i])
 			if err != nil {
 				ends[i] = err
 				return
 			}
-			_, errs[i] = g.Sub(ctx, list...)
+			_, errs[i] = g.Sub(ctx, lists[i]...)
 			ends[i] = errors.Join(g.Barrier(ctx), g.Shutdown(ctx))
 		})
 	}
@@ -86,7 +91,7 @@ func TestSubOfListsThatDiffer(t *testing.T) {
 	require.NoError(t, errors.Join(ends...))
 	for _, err := range errs {
 		require.ErrorIs(t, err, comm.ErrMismatch)
-		require.ErrorContains(t, err, "rank 0 has given the ranks [0 1] and rank 1 [1 0]")
+		require.ErrorContains(t, err, fmt.Sprintf("comm: sub-group: rank 0 has given the ranks %v and rank 1 %v", lists[0], lists[1]))
 	}
 }
 

@@ -112,6 +112,8 @@ func TestTorchErrors(t *testing.T) {
 	require.NoError(t, err)
 	lower, err := square.Narrow(0, 1, 2)
 	require.NoError(t, err)
+	first, err := square.Narrow(0, 0, 1)
+	require.NoError(t, err)
 	last, err := square.Narrow(0, 2, 1)
 	require.NoError(t, err)
 	shut := newStream(t, devs[1])
@@ -190,6 +192,7 @@ func TestTorchErrors(t *testing.T) {
 		{"output tensor at index 0 has incorrect shape: []: expected same shape except for scatter dimension 0 as the source tensor: [2 3]", scatter(x, &sc{Out: ts(scalar)})},
 		{"output tensor at index 1 has incorrect shape: [1 2]", scatter(x, &sc{Out: ts(on(0, f4, 1, 3), on(1, f4, 1, 2))})},
 		{"output tensor at index 0 shares some memory with the chunk of the source tensor at index 1", scatter(square, &sc{Out: ts(last, on(1, f4, 2, 3))})},
+		{"output tensor at index 1 shares some memory with the chunk of the source tensor at index 0", scatter(square, &sc{Out: ts(on(1, f4, 2, 3), first)})},
 		{"total size for output tensors along scatter dimension 1 does not match the source tensor's: expected 3, but got 2", scatter(x, &sc{Dim: -1, Out: ts(on(1, f4, 2, 2))})},
 
 		{"gather: Destination and Host must not be specified when Out is specified", gather(&comm.GatherConfig{Out: &x, Destination: devs[0]}, y)},

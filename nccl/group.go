@@ -38,8 +38,9 @@ import (
 // operations. A capture of a graph begins before the group and ends after it, and has
 // the streams of all its operations, or the group is refused.
 //
-// The operations of a group run side by side: what a rank receives does not overlap with
-// what it sends, or receives from another one, in the same group.
+// The operations of a group run side by side: what Recv receives must not overlap with what
+// else the rank sends or receives there by Send and Recv, which is checked, nor with what
+// collectives of the group use, which is not.
 //
 // Sends and receives between two ranks that are in one group are for each other, in the
 // order in which they were issued: they are refused if their lengths or types differ.

@@ -218,6 +218,22 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 			"to itself, shifted": func(i int, r rank) error {
 				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 8), i), nccl.Recv(r.c, r.s, xs[i].Slice(4, 12), i))
 			},
+			"to itself, crosswise": func(i int, r rank) error {
+				a, b := xs[i].Slice(0, 4), xs[i].Slice(4, 8)
+				return errors.Join(nccl.Send(r.c, r.s, a, i), nccl.Send(r.c, r.s, b, i), nccl.Recv(r.c, r.s, b, i), nccl.Recv(r.c, r.s, a, i))
+			},
+			"to itself from another": func(i int, r rank) error {
+				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 4), i),
+					nccl.Send(r.c, r.s, ys[i].Slice(4, 8), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(0, 4), 1-i))
+			},
+			"two receives at one place": func(i int, r rank) error {
+				y := ys[i].Slice(0, 4)
+				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.c, r.s, y, i),
+					nccl.Send(r.c, r.s, xs[i].Slice(4, 8), i), nccl.Recv(r.c, r.s, y, i))
+			},
+			"to itself, in a part": func(i int, r rank) error {
+				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.c, r.s, xs[i].Slice(0, 3), i))
+			},
 			"a receive within what is sent": func(i int, r rank) error {
 				return errors.Join(nccl.Recv(r.c, r.s, xs[i].Slice(9, 10), 1-i), nccl.Send(r.c, r.s, xs[i].Slice(5, 6), 1-i),
 					nccl.Send(r.c, r.s, xs[i].Slice(2, 12), 1-i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 10), 1-i))

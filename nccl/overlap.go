@@ -84,7 +84,7 @@ func (g *group) checkOverlap() error {
 			if b.begin >= a.end {
 				break
 			}
-			if a.o.comm == b.o.comm && (a.o.kind == recv || b.o.kind == recv) && !toItself(a, b) {
+			if a.o.comm == b.o.comm && (a.o.kind == recv || b.o.kind == recv) && !g.toItself(a, b) {
 				return a.o.overlapping(b.o)
 			}
 		}
@@ -92,11 +92,26 @@ func (g *group) checkOverlap() error {
 	return nil
 }
 
-// toItself reports whether two transfers are what a rank sends to itself in place, as the
-// root of a gather made of transfers does.
-func toItself(a, b extent) bool {
+// toItself reports whether two transfers are the two ends of what a rank sends to itself in
+// place, as the root of a gather made of transfers does.
+func (g *group) toItself(a, b extent) bool {
 	me := a.o.comm.rank
-	return a.begin == b.begin && a.end == b.end && a.o.root == me && b.o.root == me && a.o.kind != b.o.kind
+	return a.begin == b.begin && a.end == b.end && a.o.root == me && b.o.root == me && a.o.kind != b.o.kind &&
+		g.turn(a.o) == g.turn(b.o)
+}
+
+// turn is how many transfers like it a rank has in the group before one: ends of the same
+// turn belong together.
+func (g *group) turn(o *operation) (n int) {
+	for i := range g.ops {
+		switch x := &g.ops[i]; {
+		case x == o:
+			return n
+		case x.comm == o.comm && x.kind == o.kind && x.root == o.root:
+			n++
+		}
+	}
+	return n
 }
 
 // extent is the memory of a transfer, which has one buffer.

@@ -255,6 +255,11 @@ func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 	if err != nil {
 		return err
 	}
+	if !p.pairs {
+		if err := p.Check(max(sess.Size(), len(devs))); err != nil {
+			return usage(err)
+		}
+	}
 	var cfg *comm.Config
 	if f.strategies {
 		cfg = &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}}

@@ -110,9 +110,6 @@ func (f *perfFlags) collect(ctx context.Context, out io.Writer, g *comm.Group, p
 		}
 		return r, errors.Join(r.WriteHead(out), r.Pairs.WriteText(out))
 	}
-	if err := p.Check(g.Size()); err != nil {
-		return nil, usage(err)
-	}
 	if f.strategies {
 		r, err := perf.RunStrategies(ctx, g, &p.Plan)
 		if err != nil || !text {

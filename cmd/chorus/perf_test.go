@@ -195,10 +195,12 @@ func TestPerfMistakes(t *testing.T) {
 // other.
 func TestPerfOfRanksThatDisagree(t *testing.T) {
 	for _, flags := range []string{"-b $((RANK+1))K", "-b 1K -e 64K -f $((2+2*RANK))", "-b 1K -d float -o all -c $RANK"} {
-		cmd := exec.Command(self(t), "run", "--nproc-per-node", "2", "--no-prefix", "--", "sh", "-c", self(t)+" perf all_reduce -n 2 "+flags, "sh")
+		cmd := exec.Command(self(t), "run", "--nproc-per-node", "2", "--", "sh", "-c", self(t)+" perf all_reduce -n 2 "+flags, "sh")
 		cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
 		out, err := cmd.CombinedOutput()
 		require.Error(t, err)
-		require.Contains(t, string(out), "start all ranks with the same flags", flags)
+		for rank := range 2 {
+			require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] chorus: .*start all ranks with the same flags`, rank), string(out), flags)
+		}
 	}
 }

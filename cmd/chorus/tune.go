@@ -98,12 +98,20 @@ func (f *tuneFlags) config() (*comm.TuneConfig, error) {
 		if err != nil {
 			return nil, fmt.Errorf("-d: %w", err)
 		}
-		c.Types = append(c.Types, list...)
+		for _, t := range list {
+			if slices.Contains(c.Types, t) {
+				return nil, fmt.Errorf("-d %q: %s is given twice", f.types, name)
+			}
+			c.Types = append(c.Types, t)
+		}
 	}
 	for _, name := range strings.Split(f.ops, ",") {
 		i := slices.IndexFunc(tunable, func(op comm.Op) bool { return op.String() == name })
 		if i < 0 {
 			return nil, fmt.Errorf("-o %q: want some of %v with commas", name, tunable)
+		}
+		if slices.Contains(c.Ops, tunable[i]) {
+			return nil, fmt.Errorf("-o %q: %s is given twice", f.ops, name)
 		}
 		c.Ops = append(c.Ops, tunable[i])
 	}

@@ -212,6 +212,9 @@ func (j *job) supervise() int {
 		select {
 		case c := <-j.ended:
 			j.childEnded(c)
+			if dead == nil && !j.stopping && j.onlyLost() {
+				j.stop(syscall.SIGTERM)
+			}
 		case s := <-j.cfg.Signals:
 			j.signalled(s)
 		case <-dead:
@@ -235,6 +238,17 @@ func (j *job) supervise() int {
 		j.awaitOthers()
 	}
 	return j.verdict()
+}
+
+// onlyLost reports whether no other worker runs but the one that was lost, as one that is
+// stopped does.
+func (j *job) onlyLost() bool {
+	lost, _ := j.causes()
+	if lost == nil || j.running != 1 {
+		return false
+	}
+	c := j.childOf(lost)
+	return c != nil && c.running
 }
 
 // over reports whether the job was stopped or has failed.

@@ -48,7 +48,7 @@ func TestRunWorkerFails(t *testing.T) {
 			require.Equal(t, tc.code, code, text)
 			last := text[strings.LastIndex(text, "chorus: rank 1 (host h0, pid "):]
 			require.Contains(t, last, tc.text)
-			require.Contains(t, last, "; stopped the other 2 ranks\n")
+			require.Contains(t, last, "; the other 2 ranks ended with it\n")
 			// The first failure is the cause that the other ranks see, too.
 			require.NotContains(t, text, "chorus: rank 0")
 		})
@@ -450,7 +450,7 @@ func TestRunTwoHostsWorkerFails(t *testing.T) {
 	require.Equal(t, 3, codeB, textB)
 	require.Contains(t, textA, "chorus: rank 2 (host h1, pid ")
 	require.Contains(t, textA, "exited with code 3")
-	require.Contains(t, textB, "; stopped the other rank of this host\n")
+	require.Contains(t, textB, "; the other rank of this host ended with it\n")
 }
 
 func TestRunTwoHostsLauncherKilled(t *testing.T) {

@@ -16,10 +16,10 @@ func (j *job) lastWords(code int) int {
 	lost, stop := j.causes()
 	switch {
 	case j.signal != 0:
-		j.say(fmt.Sprintf("received %s%s", signalName(j.signal), j.stoppedOthers(nil)))
+		j.say(fmt.Sprintf("received %s%s", signalName(j.signal), j.stoppedAll()))
 		return code
 	case stop != nil:
-		j.say(fmt.Sprintf("the launcher on host %s %s%s", stop.Host, stop.Reason, j.stoppedOthers(nil)))
+		j.say(fmt.Sprintf("the launcher on host %s %s%s", stop.Host, stop.Reason, j.stoppedAll()))
 		return code
 	}
 	if lost == nil {
@@ -32,14 +32,14 @@ func (j *job) lastWords(code int) int {
 	}
 	switch c := j.childOf(lost); {
 	case c != nil:
-		j.say(then + fmt.Sprintf("rank %d (host %s, pid %d) %s%s", c.rank, j.agent.Host(), c.pid, how(c, lost), j.stoppedOthers(c)))
+		j.say(then + fmt.Sprintf("rank %d (host %s, pid %d) %s%s", c.rank, j.agent.Host(), c.pid, how(c, lost), j.endedWith(c)))
 		j.quote(c)
 	case lost.ExitCode >= 0:
-		j.say(then + fmt.Sprintf("%s %s%s", lost.Who(), lost.Reason, j.stoppedOthers(nil)))
+		j.say(then + fmt.Sprintf("%s %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
 	case lost.Rank < 0 && lost.PID == os.Getpid() && lost.Host == j.agent.Host():
-		j.say(then + fmt.Sprintf("this launcher was %s%s", lost.Reason, j.stoppedOthers(nil)))
+		j.say(then + fmt.Sprintf("this launcher was %s%s", lost.Reason, j.endedWith(nil)))
 	default:
-		j.say(then + fmt.Sprintf("%s was lost: %s%s", lost.Who(), lost.Reason, j.stoppedOthers(nil)))
+		j.say(then + fmt.Sprintf("%s was lost: %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
 	}
 	return code
 }
@@ -75,17 +75,33 @@ func (j *job) childOf(lost *cluster.MemberLostError) *child {
 	return nil
 }
 
-// stoppedOthers says how many workers were stopped, first not counted. One that
-// failed before it was asked to stop did so as a consequence.
-func (j *job) stoppedOthers(first *child) string {
+// stoppedAll says how many workers were stopped.
+func (j *job) stoppedAll() string {
+	if who := j.others(nil); who != "" {
+		return "; stopped " + who
+	}
+	return ""
+}
+
+// endedWith says how many workers were stopped, or failed by themselves as a consequence of
+// the loss of another: first, which is not counted, or one of another host.
+func (j *job) endedWith(first *child) string {
+	if who := j.others(first); who != "" {
+		return "; " + who + " ended with it"
+	}
+	return ""
+}
+
+// others are the workers that have not ended well or that were stopped, but for one, or "".
+func (j *job) others(but *child) string {
 	n := 0
 	for _, c := range j.children {
-		if c != first && (c.stopped || c.code() != 0) {
+		if c != but && (c.stopped || c.code() != 0) {
 			n++
 		}
 	}
 	which, where := "", ""
-	if first != nil {
+	if but != nil {
 		which = "other "
 	}
 	if j.agent.Nodes() > 1 {
@@ -95,11 +111,11 @@ func (j *job) stoppedOthers(first *child) string {
 	case n == 0:
 		return ""
 	case n == 1 && which == "":
-		return "; stopped 1 rank" + where
+		return "1 rank" + where
 	case n == 1:
-		return fmt.Sprintf("; stopped the %srank%s", which, where)
+		return fmt.Sprintf("the %srank%s", which, where)
 	}
-	return fmt.Sprintf("; stopped the %s%d ranks%s", which, n, where)
+	return fmt.Sprintf("the %s%d ranks%s", which, n, where)
 }
 
 // quote repeats the end of a worker's stderr if other output has buried it.

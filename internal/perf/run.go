@@ -1,6 +1,7 @@
 package perf
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/nccl"
 )
 
 // Run measures what the plan says on the group, with every rank of it: all call Run
@@ -28,6 +30,7 @@ func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, 
 		bytes = max(bytes, j.layout.size()*j.dtype.Size())
 	}
 	if err := agree(ctx, g, fmt.Sprintf("%+v", *p.summary())); err != nil {
+		_ = g.Shutdown(ctx) // together: who went first would be to blame
 		return nil, err
 	}
 	r, err := describe(g)
@@ -79,6 +82,7 @@ func agree(ctx context.Context, g *comm.Group, plan string) error {
 // spmd runs fn for every local rank at the same time, each on an OS thread of its
 // own, with buffers of so many bytes. The first error ends the others' waits.
 func spmd(ctx context.Context, g *comm.Group, bytes int, reg Registration, fn func(context.Context, *rank) error) error {
+	asked := ctx
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	ended := make(chan error, 1)
@@ -107,8 +111,10 @@ func spmd(ctx context.Context, g *comm.Group, bytes int, reg Registration, fn fu
 	wg.Wait()
 	var err error
 	if !stop() {
-		if err = <-ended; err == nil {
-			err = context.Cause(ctx) // the first, of which the others are consequences
+		err = <-ended
+		if cause := context.Cause(asked); err == nil || cause != nil && errors.Is(err, nccl.ErrorRemote) {
+			// A connection that broke is no news where all were asked to end.
+			err = cmp.Or(cause, context.Cause(ctx)) // the first, of which the others are consequences
 		}
 	}
 	var errs []error

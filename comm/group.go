@@ -144,7 +144,7 @@ func (g *Group) Wait(ctx context.Context) error {
 // and frees the group's streams. It waits for no peer, but for a moment to tell other
 // processes so, and for no device, unless that has had operations of OwnKernels. It is
 // idempotent. The other ranks notice it as the loss of a peer, so Shutdown is the polite
-// way to leave. While a graph uses the group it stays open: Close
+// way to leave. While a graph has its collectives it stays open: Close
 // returns a *nccl.InUseError; and a *nccl.GroupError within a group of NCCL that has
 // operations of it.
 func (g *Group) Close() error {

@@ -37,7 +37,8 @@ type Config struct {
 	// CHORUS_NCCL_TIMEOUT, ten minutes as in torch; a negative number is for ever.
 	// Operations that a graph captured are timed only while NCCL has not returned from
 	// them, and the time in which the process captures graphs counts only for what is
-	// known to wait.
+	// known to wait. Work that is enqueued behind an operation on its stream, before the
+	// next look about a second later, may count as a part of it.
 	Timeout time.Duration
 	// TraceSize is how many operations the flight recorder keeps. 0 is
 	// CHORUS_NCCL_TRACE_SIZE, 2000 as in torch; a negative number keeps none.

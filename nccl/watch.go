@@ -115,7 +115,7 @@ func (c *Communicator) inspectUnanswered(since time.Duration) error {
 	if c.rec.timeout <= 0 {
 		return nil
 	}
-	if err := c.inspectInside(); err != nil || since <= c.rec.timeout {
+	if err := c.inspectInside(); err != nil || since <= max(c.rec.timeout, longestLook) {
 		return err
 	}
 	if e, ok := c.rec.oldest(); ok {

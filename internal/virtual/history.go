@@ -72,6 +72,12 @@ func (h *spans) add(now *stamp, by access, lo, hi uint64, write bool) (conflict 
 	first := sort.Search(len(*h), func(i int) bool { return (*h)[i].lo >= lo })
 	fresh := make([]span, 0, 4)
 	last, at := first, lo
+	// Neighbours that were used alike become one: the columns of a matrix, one after the
+	// other, are a span for each row.
+	if first > 0 {
+		first--
+		fresh = append(fresh, (*h)[first])
+	}
 	for ; last < len(*h) && (*h)[last].lo < hi; last++ {
 		s := (*h)[last]
 		if c, bad := s.conflict(now, write); bad {
@@ -85,6 +91,10 @@ func (h *spans) add(now *stamp, by access, lo, hi uint64, write bool) (conflict 
 	}
 	if at < hi {
 		fresh = appendSpan(fresh, span{lo: at, hi: hi}.with(now, by, write))
+	}
+	if last < len(*h) {
+		fresh = appendSpan(fresh, (*h)[last])
+		last++
 	}
 	*h = slices.Replace(*h, first, last, fresh...)
 	return conflict, found

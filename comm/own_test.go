@@ -279,7 +279,7 @@ func TestOwnKernelsOfProcessesThatDisagree(t *testing.T) {
 			if backend == "cuda" {
 				testgpu.CUDA(t, 2)
 			}
-			code, out, _ := job(t, backend, "fewer", 2, env.CommStrategy.Name+"=own", env.NCCLTimeout.Name+"=4s")
+			code, out, _ := job(t, backend, "fewer", 2, env.CommStrategy.Name+"=own", env.NCCLTimeout.Name+"=15s")
 			require.NotZero(t, code, out)
 			require.Regexp(t, `(?m)^\[rank \d\] worker: .*rank \d differs: the last operation that it told of is ncclAllReduce\(10485.*has not completed`, out)
 		})

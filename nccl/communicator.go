@@ -1,9 +1,11 @@
 package nccl
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -222,8 +224,9 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 // Abort ends the communicator and everything that is in flight on it, on this
 // rank only (ncclCommAbort); outputs of unfinished operations are undefined. It
 // may be called by any goroutine, also while another one is blocked in an
-// operation, and is idempotent. It ends, whatever becomes of NCCL: after ten
-// seconds it returns an error and leaves NCCL alone. Graphs that captured
+// operation, and is idempotent. NCCL waits for what is enqueued, each operation of which
+// takes some milliseconds to give up: seconds where a stream is full. Abort ends, whatever
+// becomes of NCCL: after ten seconds it returns an error and leaves NCCL alone. Graphs that captured
 // operations of c are closed with it; if one is being captured, all this happens
 // when the capture ends, which then fails, unless an operation is blocked in it. Where NCCL
 // was left alone later calls return that error too.
@@ -242,17 +245,8 @@ func (c *Communicator) Abort() error {
 	defer close(c.ended)
 	defer c.rest()
 	c.abortSubstitute()
-	// NCCL frees the communicator, so a call that is inside should return first.
-	// One that waits for a lost peer never does: then NCCL's flag frees it.
-	if poll.UntilNoLaterThan(callPatience, c.mu.TryLock) {
-		defer c.mu.Unlock()
-	}
 	done := make(chan ncclapi.Result, 1)
-	go func() {
-		c.life.Lock()
-		defer c.life.Unlock()
-		done <- c.api.CommAbort(*c.h)
-	}()
+	go func() { done <- c.abort() }()
 	patience := time.NewTimer(abortPatience)
 	defer patience.Stop()
 	select {
@@ -264,6 +258,32 @@ func (c *Communicator) Abort() error {
 		c.left.Store(e)
 		return e
 	}
+}
+
+// abort lets NCCL end what is in flight and free the communicator, which no call may be in
+// then: NCCL waits for what was launched before, not for what a call launches that waited for
+// room in its stream or for a lost peer, and frees the communicator under it. A call that
+// stays inside returns by NCCL's flag only, which ncclCommAbort raises at once in a group,
+// whose end is what frees.
+func (c *Communicator) abort() ncclapi.Result {
+	if poll.UntilNoLaterThan(callPatience, c.mu.TryLock) {
+		defer c.mu.Unlock()
+		c.life.Lock()
+		defer c.life.Unlock()
+		return c.api.CommAbort(*c.h)
+	}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if r := c.api.GroupStart(); r != ncclapi.Success {
+		return r
+	}
+	r := c.api.CommAbort(*c.h)
+	if poll.UntilNoLaterThan(abortPatience/2, c.mu.TryLock) {
+		defer c.mu.Unlock()
+	}
+	c.life.Lock()
+	defer c.life.Unlock()
+	return cmp.Or(r, c.api.GroupEnd())
 }
 
 // rest gives up what the communicator has beside NCCL's. The trace of a failure stays
@@ -301,7 +321,7 @@ func (c *Communicator) blocked() bool {
 	return c.rec.inside() && !poll.UntilNoLaterThan(callPatience, left)
 }
 
-// abortPatience is how long an abort may take. Tests have less.
+// abortPatience is how long an abort may take. Tests have less, or more.
 var abortPatience = 10 * time.Second
 
 // awaitEnd waits for an end that another goroutine has begun.

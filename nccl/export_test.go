@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
-// SetAbortPatience shortens for a test how long an abort may take.
+// SetAbortPatience changes for a test how long an abort may take.
 func SetAbortPatience(t *testing.T, d time.Duration) {
 	old := abortPatience
 	abortPatience = d

@@ -106,6 +106,7 @@ func TestDeadlineInABurst(t *testing.T) {
 // the driver, which then answers nobody who asks about the device.
 func TestDeadlineOfAFullStream(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		nccl.SetAbortPatience(t, time.Minute)
 		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
 		xs, _ := buffers(t, ranks, 8)
 		once(t, devs, ranks, xs)
@@ -118,9 +119,11 @@ func TestDeadlineOfAFullStream(t *testing.T) {
 	})
 }
 
-// Abort ends operations also where the stream is full of them.
+// Abort ends operations also where the stream is full of them, and the call that waits for
+// room does not find the communicator freed. The process goes on.
 func TestAbortOfAFullStream(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		nccl.SetAbortPatience(t, time.Minute)
 		ranks := connect(t, devs)
 		xs, _ := buffers(t, ranks, 8)
 		once(t, devs, ranks, xs)
@@ -132,7 +135,9 @@ func TestAbortOfAFullStream(t *testing.T) {
 			return err != nil
 		}))
 		require.NoError(t, <-aborted)
+		require.NoError(t, ranks[1].c.Abort())
 		require.NoError(t, r.s.Sync(testgpu.Context(t)))
+		once(t, devs, connect(t, devs), xs)
 	})
 }
 
@@ -168,6 +173,7 @@ func TestDeadlineOfATransfer(t *testing.T) {
 // NCCL may hang in a call, where nothing has been enqueued yet.
 func TestDeadlineOfACallThatHangs(t *testing.T) {
 	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "hang@ncclGroupEnd#1"}).Devices()
+	nccl.SetAbortPatience(t, 4*time.Second)
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
 	xs, _ := buffers(t, ranks, 4)
 	go func() {

@@ -21,10 +21,10 @@ with them to the end.
 
 Each process finds its rank with cluster.Attach, or in torchrun's variables
 (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), and uses the device whose
-ordinal is its local rank. When one fails, the others have two seconds to end by
-themselves and say what they know of it; then all are stopped on all hosts, and
-the last lines say which was first and why. Lines of output begin with the rank
-that wrote them.
+ordinal is its local rank. When one fails, the others have the time of --grace to end
+by themselves and say what they know of it; then all are asked to stop on all
+hosts, and killed after as long again. The last lines say which was first and
+why. Lines of output begin with the rank that wrote them.
 
 On several hosts give every host the same --job, --nnodes, --seeds and secret.
 The seeds are the hosts that may coordinate the job; the smallest that is
@@ -95,7 +95,7 @@ func (f *runFlags) add(cmd *cobra.Command) {
 	fs.BoolVar(&f.insecure, "insecure", false, "let a job on several hosts run without a secret ("+env.Insecure.Name+"=yes)")
 	fs.StringVar(&f.logDir, "log-dir", "", "also write each rank's output to <dir>/<job>/rank-<n>.out and .err ("+env.LogDir.Name+")")
 	fs.DurationVar(&f.joinTimeout, "join-timeout", 0, "how long to wait for all hosts and processes ("+env.JoinTimeout.Name+", "+env.JoinTimeout.Default+")")
-	fs.DurationVar(&f.grace, "grace", 0, "from asking a process to stop to killing it ("+env.Grace.Name+", "+env.Grace.Default+")")
+	fs.DurationVar(&f.grace, "grace", 0, "when one fails: until the others are asked to stop, and from then until they are killed ("+env.Grace.Name+", "+env.Grace.Default+")")
 	fs.BoolVar(&f.noPrefix, "no-prefix", false, "write lines without the rank before them")
 }
 

@@ -50,7 +50,7 @@ var (
 	Gossip = &Var{"CHORUS_GOSSIP", "yes/no", "yes",
 		"`no` turns off the gossip between the hosts of a job; then only the seeds lead to the coordinator."}
 	Grace = &Var{"CHORUS_GRACE", "duration", "10s",
-		"How long `chorus run` waits between asking a worker to stop and killing it."}
+		"How long `chorus run`, when a worker fails, waits for the others to end by themselves before it asks them to stop, and from asking until it kills them."}
 	LogDir = &Var{"CHORUS_LOG_DIR", "text", "",
 		"Where `chorus run` also writes each rank's output, as <dir>/<job>/rank-<n>.out and .err."}
 )

@@ -32,7 +32,8 @@ type Config struct {
 	Devices Devices
 	// Cluster describes the job. LocalSize and Notify are set here.
 	Cluster cluster.Config
-	// Grace is between asking a worker to stop and killing it; 0 means 10 s.
+	// Grace is how long workers have to end by themselves and say what they know when one
+	// was lost, before they are asked to, and from then until they are killed; 0 means 10 s.
 	Grace time.Duration
 	// NoPrefix writes lines as they are, without "[rank 2] ".
 	NoPrefix bool

@@ -82,6 +82,12 @@ func worker(args []string) int {
 		return 41
 	}
 	fmt.Printf("attached %d of %d\n", s.Rank(), s.Size())
+	if len(args) > 1 && strings.HasSuffix(args[1], "when all have come") {
+		if err := s.Barrier(context.Background(), "come"); err != nil {
+			fmt.Fprintln(os.Stderr, "barrier:", err)
+			return 44
+		}
+	}
 	if args[0] == "shutdown" {
 		if err := s.Shutdown(context.Background()); err != nil {
 			fmt.Fprintln(os.Stderr, "shutdown:", err)
@@ -106,7 +112,7 @@ func worker(args []string) int {
 
 func deed(s *cluster.Session, what string) int {
 	switch what {
-	case "exit3":
+	case "exit3", "exit3 when all have come":
 		fmt.Fprintln(os.Stderr, "the reason is here")
 		return 3
 	case "exit0":

@@ -19,9 +19,6 @@ const (
 	verdictWait = time.Second
 	// drainWait bounds what is read from pipes after everybody was killed.
 	drainWait = 2 * time.Second
-	// ownEnd is how long the other workers may take, when one was lost, to end by
-	// themselves and say what they know of it, before they are asked to.
-	ownEnd = 2 * time.Second
 	// zombieEvery is how often adopted processes that have ended are collected.
 	zombieEvery = 10 * time.Second
 )
@@ -205,7 +202,7 @@ func (j *job) supervise() int {
 	zombies := time.NewTicker(zombieEvery)
 	defer zombies.Stop()
 	dead := j.agent.Context().Done()
-	late := time.NewTimer(ownEnd)
+	late := time.NewTimer(j.cfg.Grace)
 	late.Stop()
 	defer late.Stop()
 	for j.running > 0 {
@@ -220,7 +217,7 @@ func (j *job) supervise() int {
 		case <-dead:
 			dead = nil
 			if lost, _ := j.causes(); lost != nil {
-				late.Reset(ownEnd)
+				late.Reset(j.cfg.Grace)
 			} else {
 				j.stop(syscall.SIGTERM)
 			}

@@ -59,20 +59,24 @@ func TestRunWorkerFails(t *testing.T) {
 // to end, and are asked to where they do not end.
 func TestRunHearsTheOthers(t *testing.T) {
 	t.Parallel()
-	code, text := launchAll(t, workers(3, "1", "exit3", "300ms"))
+	code, text := launchAll(t, workers(3, "1", "exit3 when all have come", "300ms"))
 	require.Equal(t, 3, code, text)
 	for _, rank := range []int{0, 2} {
 		require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] session: cluster: rank 1 .* exited with code 3`, rank), text)
 	}
-	code, text = launchAll(t, shell(2, `[ $RANK = 0 ] || exit 5; trap 'echo asked; exit 0' TERM; while :; do sleep 0.05; done`))
+	deaf := shell(2, `[ $RANK = 0 ] || exit 5; trap 'echo asked; exit 0' TERM; while :; do sleep 0.05; done`)
+	deaf.Grace = time.Second
+	code, text = launchAll(t, deaf)
 	require.Equal(t, 5, code, text)
 	require.Contains(t, text, "[rank 0] asked\n")
 }
 
 func TestRunQuotesBuriedLines(t *testing.T) {
 	t.Parallel()
-	code, text := launchAll(t, shell(2, `if [ $RANK = 1 ]; then echo the cause >&2; sleep 0.5; exit 5; fi
-trap 'echo noise; echo noise; exit 0' TERM; sleep 20 & wait`))
+	cfg := shell(2, `if [ $RANK = 1 ]; then echo the cause >&2; sleep 0.5; exit 5; fi
+trap 'echo noise; echo noise; exit 0' TERM; sleep 20 & wait`)
+	cfg.Grace = time.Second
+	code, text := launchAll(t, cfg)
 	require.Equal(t, 5, code, text)
 	require.Contains(t, text, "noise")
 	require.True(t, strings.HasSuffix(text, "chorus: the last lines of rank 1's stderr were:\n    the cause\n"), text)
@@ -81,9 +85,11 @@ trap 'echo noise; echo noise; exit 0' TERM; sleep 20 & wait`))
 // TestRunQuotesPanic buries a panic whose trace is longer than what is quoted.
 func TestRunQuotesPanic(t *testing.T) {
 	t.Parallel()
-	code, text := launchAll(t, shell(2, `if [ $RANK = 1 ]; then
+	cfg := shell(2, `if [ $RANK = 1 ]; then
 echo before >&2; echo 'panic: a bug' >&2; i=1; while [ $i -le 30 ]; do echo "trace $i" >&2; i=$((i+1)); done; sleep 0.5; exit 2; fi
-trap 'echo noise; exit 0' TERM; sleep 20 & wait`))
+trap 'echo noise; exit 0' TERM; sleep 20 & wait`)
+	cfg.Grace = time.Second
+	code, text := launchAll(t, cfg)
 	require.Equal(t, 2, code, text)
 	require.Contains(t, text, "rank 1's stderr were:\n    panic: a bug\n    trace 1\n")
 	require.True(t, strings.HasSuffix(text, "\n    trace 11\n"), text)

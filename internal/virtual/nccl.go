@@ -209,19 +209,36 @@ func (l *ncclLib) endComm(f ncclapi.Func, h ncclapi.Comm, abort bool) ncclapi.Re
 	if c.captured() {
 		return l.refuse(ncclapi.InvalidUsage, "%s: a graph has operations of rank %d: destroy it and its executables first", f.Name(), c.rank)
 	}
+	// In a group aborting ends at once what runs, and frees at the group's end.
+	if abort && l.groups.open() != nil {
+		c.close(true)
+	}
+	return l.later(func() ncclapi.Result {
+		l.free(c, abort)
+		return ncclapi.Success
+	})
+}
+
+// free ends a communicator. NCCL waits for what was launched before; what is launched from
+// then on, by a call that was inside, finds no communicator.
+func (l *ncclLib) free(c *comm, abort bool) {
+	if abort {
+		l.m.mu.Lock()
+		c.freed = true
+		l.m.mu.Unlock()
+	}
 	// Aborting is what ends a rank that waits in CommDestroy: until the
 	// communicator is closed, its handle is good.
 	c.close(abort)
 	l.mu.Lock()
-	_, first := l.comms[h]
-	delete(l.comms, h)
+	_, first := l.comms[c.handle]
+	delete(l.comms, c.handle)
 	l.mu.Unlock()
 	if first {
 		l.m.mu.Lock()
 		c.leaveClique()
 		l.m.mu.Unlock()
 	}
-	return ncclapi.Success
 }
 
 // adopt gives a connected communicator its handle.

@@ -62,6 +62,7 @@ type comm struct {
 	idle    *sync.Cond
 
 	last   <-chan struct{} // closed when the last launch is done; guarded by m.mu
+	freed  bool            // for what is launched from now on; guarded by m.mu
 	before stamp           // the last launch to begin; guarded by m.mu
 	issued uint64          // operations so far; guarded by m.mu
 	graphs int             // how often live graphs use it; guarded by m.mu

@@ -182,16 +182,16 @@ func (l *ncclLib) issue(works []*work) ncclapi.Result {
 	l.m.mu.Lock()
 	defer l.m.mu.Unlock()
 	for _, w := range works {
-		if w.s.capture == nil {
-			w.s.awaitRoom()
-		}
-	}
-	for _, w := range works {
 		if w.s.destroyed {
 			return l.refuse(ncclapi.UnhandledCUDAError, "%s: the stream was destroyed before the group ended", w.name)
 		}
 		if f := w.c.state(); f != nil {
 			return f.Result
+		}
+	}
+	for _, w := range works {
+		if w.s.capture == nil {
+			w.s.awaitRoom()
 		}
 	}
 	if done, r := l.capture(works); done {

@@ -34,6 +34,7 @@ type launch struct {
 	transfers   []*work
 	prev        <-chan struct{}
 	done        chan struct{}
+	orphan      bool // its communicator was freed while the call that launched it was inside
 }
 
 // inLaunches splits works into what is launched together: those of one
@@ -61,7 +62,7 @@ func inLaunches(works []*work) [][]*work {
 func (m *Machine) enqueueWork(works []*work) {
 	for _, list := range inLaunches(works) {
 		c := list[0].c
-		l := &launch{c: c, prev: c.last, done: make(chan struct{})}
+		l := &launch{c: c, prev: c.last, done: make(chan struct{}), orphan: c.freed}
 		for _, w := range list {
 			w.sig.Seq = c.issued
 			c.issued++
@@ -106,6 +107,9 @@ func (l *launch) run(o *op) {
 	}
 	m, c := o.s.dev.m, l.c
 	m.mu.Lock()
+	if l.orphan {
+		c.dev.lose(cudadrv.ErrorIllegalAddress, fmt.Sprintf("%s was launched by a call that was inside when the communicator of rank %d was freed", o.name, c.rank))
+	}
 	lost := c.dev.status != cudadrv.Success
 	if c.n > 1 { // the collectives of a single rank are copies, which nothing orders
 		o.s.now.seen = o.s.now.seen.joinStamp(c.before)

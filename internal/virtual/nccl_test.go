@@ -1,6 +1,7 @@
 package virtual
 
 import (
+	"fmt"
 	"net"
 	"runtime"
 	"strings"
@@ -203,6 +204,58 @@ func TestAbortEndsAtOnce(t *testing.T) {
 	require.Equal(t, ncclapi.RemoteError, c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[1], c.streams[1]))
 	for _, x := range download[float32](c.rig, 0, c.streams[0], p, 4) {
 		require.NotEqual(t, x, x, "the output is not poisoned")
+	}
+}
+
+// In a group aborting ends what runs at once, and frees at the group's end.
+func TestAbortInAGroup(t *testing.T) {
+	c := newClan(t, Config{Devices: 2})
+	p := c.alloc(0, 64)
+	c.good(c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0]))
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	c.good(c.api.GroupStart())
+	c.good(c.api.CommAbort(c.comms[0]))
+	c.sync(0, c.streams[0])
+	_, r := c.api.CommCount(c.comms[0])
+	c.good(r)
+	c.good(c.api.GroupEnd())
+	_, r = c.api.CommCount(c.comms[0])
+	require.Equal(t, ncclapi.InvalidArgument, r)
+}
+
+// A call that waits for room in its stream launches into a communicator that was freed
+// meanwhile, which costs the device, unless it was aborted in a group that ends later.
+func TestAbortUnderACall(t *testing.T) {
+	for grouped, want := range map[bool]cudadrv.Result{false: cudadrv.ErrorIllegalAddress, true: cudadrv.Success} {
+		t.Run(fmt.Sprintf("grouped=%v", grouped), func(t *testing.T) {
+			c := newClan(t, Config{Devices: 2})
+			p := c.alloc(0, 64)
+			calls := make(chan ncclapi.Result, launchDepth+2)
+			go func() {
+				for range cap(calls) {
+					calls <- c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0])
+				}
+				close(calls)
+			}()
+			require.Eventually(t, func() bool { // a call waits
+				c.m.mu.Lock()
+				defer c.m.mu.Unlock()
+				return c.m.devices[0].waiting > 0
+			}, time.Minute, time.Millisecond)
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			if grouped {
+				c.good(c.api.GroupStart())
+			}
+			c.good(c.api.CommAbort(c.comms[0]))
+			for range calls {
+			}
+			require.Equal(t, want, c.on(0, func() cudadrv.Result { return c.drv.StreamSynchronize(c.streams[0]) }))
+			if grouped {
+				c.good(c.api.GroupEnd())
+			}
+		})
 	}
 }
 

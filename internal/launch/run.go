@@ -209,9 +209,6 @@ func (j *job) supervise() int {
 		select {
 		case c := <-j.ended:
 			j.childEnded(c)
-			if dead == nil && !j.stopping && j.onlyLost() {
-				j.stop(syscall.SIGTERM)
-			}
 		case s := <-j.cfg.Signals:
 			j.signalled(s)
 		case <-dead:
@@ -229,6 +226,9 @@ func (j *job) supervise() int {
 			j.kill()
 		case <-zombies.C:
 			collectZombies(j.pids())
+		}
+		if dead == nil && !j.stopping && j.onlyLost() {
+			j.stop(syscall.SIGTERM)
 		}
 	}
 	if !j.over() {

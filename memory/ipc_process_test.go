@@ -373,6 +373,36 @@ func TestIPCOfManyGoroutines(t *testing.T) {
 	})
 }
 
+// What is open of a process that is stopped is closed without it: it is waited for once,
+// and knows when it goes on.
+func TestIPCOfAStoppedProcess(t *testing.T) {
+	a, b := aside(t), aside(t)
+	var freed [3]atomic.Int32
+	var theirs, mine []Slice[int32]
+	for i := range freed {
+		x := plainSlice(t, a, 8, &freed[i])
+		h, err := x.IPCHandle()
+		require.NoError(t, err)
+		y, err := OpenIPC[int32](b, h)
+		require.NoError(t, err)
+		theirs, mine = append(theirs, x), append(mine, y)
+	}
+	ipcOf(b.Device()).farewell = 50 * time.Millisecond
+	v := ipcOf(a.Device()).server
+	v.mu.Lock() // as if it were stopped
+	require.NoError(t, mine[0].Close())
+	ipcOf(b.Device()).farewell = time.Hour // which the others do not wait again
+	for _, y := range mine[1:] {
+		require.NoError(t, y.Close())
+	}
+	v.mu.Unlock()
+	nothingOpen(t, b)
+	for i, x := range theirs {
+		require.NoError(t, x.Close())
+		soon(t, func() bool { return IPCCollect(a.Device()) == nil && freed[i].Load() == 1 })
+	}
+}
+
 // A process that does not answer is given up.
 func TestIPCWithoutAnAnswer(t *testing.T) {
 	a, b := aside(t), aside(t)

@@ -16,6 +16,7 @@ import (
 // ipc is what a System shares with other processes.
 type ipc struct {
 	patience time.Duration // how long a process is waited for that does not answer
+	farewell time.Duration // the same when what it shares is closed
 
 	mu     sync.Mutex
 	server *ipcServer          // once something was shared
@@ -29,7 +30,7 @@ var ipcSystemKey kept.Key
 
 func ipcOf(dev *device.Device) *ipc {
 	return dev.System().Local(&ipcSystemKey, func() any {
-		return &ipc{patience: ipcPatience, links: map[string]*ipcLink{}, mappings: map[ipcKey]*ipcMapped{}}
+		return &ipc{patience: ipcPatience, farewell: ipcFarewell, links: map[string]*ipcLink{}, mappings: map[ipcKey]*ipcMapped{}}
 	}).(*ipc)
 }
 
@@ -75,8 +76,9 @@ type ipcLink struct {
 	name string
 	uses int // guarded by ipc.mu
 
-	mu   sync.Mutex // one request at a time
-	conn *net.UnixConn
+	mu     sync.Mutex // one request at a time
+	conn   *net.UnixConn
+	silent error // why there is no answer any more
 }
 
 // link returns the connection to a process, for one opening, until unlink.
@@ -117,11 +119,15 @@ func (x *ipc) unlink(l *ipcLink) {
 }
 
 // ask sends a request and returns its answer, with files that the caller closes.
-// After an error of the connection nobody else uses it.
-func (x *ipc) ask(l *ipcLink, q *ipcRequest) (a ipcAnswer, files []int, err error) {
+// After an error of the connection nobody else uses it: what is still open by it is closed
+// when the last one hangs up.
+func (x *ipc) ask(l *ipcLink, q *ipcRequest, patience time.Duration) (a ipcAnswer, files []int, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	err = l.conn.SetDeadline(time.Now().Add(x.patience))
+	if l.silent != nil {
+		return a, nil, l.silent
+	}
+	err = l.conn.SetDeadline(time.Now().Add(patience))
 	if err == nil {
 		err = sendPacket(l.conn, q, nil)
 	}
@@ -132,7 +138,8 @@ func (x *ipc) ask(l *ipcLink, q *ipcRequest) (a ipcAnswer, files []int, err erro
 		x.mu.Lock()
 		delete(x.links, l.name)
 		x.mu.Unlock()
-		return a, nil, fmt.Errorf("that process does not answer: %w", err)
+		l.silent = fmt.Errorf("that process does not answer: %w", err)
+		return a, nil, l.silent
 	}
 	if a.Error != "" {
 		return a, nil, errors.New(a.Error)
@@ -146,14 +153,15 @@ func (x *ipc) open(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 	if err != nil {
 		return err
 	}
-	a, _, err := x.ask(l, &ipcRequest{Op: "open", Export: h.Export, Token: h.Token})
+	a, _, err := x.ask(l, &ipcRequest{Op: "open", Export: h.Export, Token: h.Token}, x.patience)
 	if err != nil {
 		x.unlink(l)
 		return err
 	}
 	leave := func() {
-		// Where the process is gone, so is what it knows of this one.
-		_, _, _ = x.ask(l, &ipcRequest{Op: "close", Export: h.Export})
+		// Where the process is gone, so is what it knows of this one, and where it is
+		// stopped it reads this when it goes on.
+		_, _, _ = x.ask(l, &ipcRequest{Op: "close", Export: h.Export}, x.farewell)
 		x.unlink(l)
 	}
 	if h.Offset < a.Low || h.Offset > a.High || h.Bytes > a.High-h.Offset || (a.Pages > 0) != (len(h.Segment) == 0) {

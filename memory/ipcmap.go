@@ -92,7 +92,7 @@ func (m *ipcMapped) openPages(x *ipc, l *ipcLink, a *ipcAnswer) error {
 	done := uintptr(0) // bytes that are mapped
 	for n := 0; n < a.Pages && err == nil; {
 		var files []int
-		if _, files, err = x.ask(l, &ipcRequest{Op: "pages", Export: m.key.export, From: n}); err != nil {
+		if _, files, err = x.ask(l, &ipcRequest{Op: "pages", Export: m.key.export, From: n}, x.patience); err != nil {
 			break
 		}
 		if len(files) == 0 || len(files) > a.Pages-n {

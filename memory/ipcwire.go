@@ -20,6 +20,7 @@ import (
 const (
 	tokenBytes  = 16
 	ipcPatience = 10 * time.Second
+	ipcFarewell = time.Second
 	// ipcPacket is room for any packet.
 	ipcPacket = 4096
 	// ipcFiles is how many file descriptors go with a packet; the system's limit

@@ -106,7 +106,7 @@ func TestPerfOfProcesses(t *testing.T) {
 // launcher told them to end.
 func TestPerfOfAKilledProcess(t *testing.T) {
 	cmd := exec.Command(self(t), "run", "--nproc-per-node", "3", "--", "sh", "-c",
-		`echo pid $RANK $$; exec "$0" perf all_reduce -b 1K -e 32M -f 2 -n 3000`, self(t))
+		`echo pid $RANK $$; exec "$0" perf all_reduce -b 1K -e 32M -f 2 -n 1500`, self(t))
 	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
 	var errs strings.Builder
 	cmd.Stderr = &errs

@@ -604,7 +604,7 @@ func TestTune(t *testing.T) {
 		file := filepath.Join(t.TempDir(), "tuning.json")
 		t.Setenv(env.TuningFile.Name, file)
 		at := siteOf(t, devs)
-		require.NoError(t, (&comm.Tuning{For: at}).Save(file))
+		require.NoError(t, (&comm.Tuning{For: at}).Save(t.Context(), file))
 		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned})
 		tuning, err := comm.Tune(testgpu.Context(t), g, fewPoints)
 		require.NoError(t, err)
@@ -643,7 +643,7 @@ func TestTune(t *testing.T) {
 		}
 
 		// What another group reads is the same.
-		require.NoError(t, tuning.Save(file))
+		require.NoError(t, tuning.Save(t.Context(), file))
 		again, err := comm.LoadTuning(file, at)
 		require.NoError(t, err)
 		require.NoError(t, tuning.Check())
@@ -693,7 +693,7 @@ func TestTuningsAtOnce(t *testing.T) {
 		wg.Go(func() {
 			one := *tuning
 			one.For.Ranks = ranks
-			require.NoError(t, one.Save(file))
+			require.NoError(t, one.Save(t.Context(), file))
 		})
 	}
 	wg.Wait()
@@ -708,11 +708,28 @@ func TestTuningsAtOnce(t *testing.T) {
 	require.Len(t, entries, 1)
 }
 
+// TestTuningWhereAnotherWrites waits for another process no longer than ctx lets it.
+func TestTuningWhereAnotherWrites(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "tuning.json")
+	folder, err := os.Open(filepath.Dir(file))
+	require.NoError(t, err)
+	defer folder.Close()
+	require.NoError(t, syscall.Flock(int(folder.Fd()), syscall.LOCK_EX))
+	ctx, cancel := context.WithCancelCause(t.Context())
+	enough := errors.New("enough")
+	cancel(enough)
+	require.ErrorIs(t, comm.CanSave(ctx, file), enough)
+	require.ErrorIs(t, (&comm.Tuning{}).Save(ctx, file), enough)
+	require.NoFileExists(t, file)
+	require.NoError(t, syscall.Flock(int(folder.Fd()), syscall.LOCK_UN))
+	require.NoError(t, (&comm.Tuning{}).Save(t.Context(), file))
+}
+
 // TestTuneWhereNothingCanBeWritten goes by what was measured, on all ranks.
 func TestTuneWhereNothingCanBeWritten(t *testing.T) {
 	const nowhere = "/proc/nowhere/tuning.json"
 	t.Setenv(env.TuningFile.Name, nowhere)
-	require.ErrorContains(t, comm.CanSave(nowhere), "write the tuning")
+	require.ErrorContains(t, comm.CanSave(t.Context(), nowhere), "write the tuning")
 	t.Setenv(env.CommStrategy.Name, "tuned")
 	gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
 	require.NoError(t, errors.Join(errs...))
@@ -764,12 +781,12 @@ func TestTuningsThatAreRefused(t *testing.T) {
 	folder := t.TempDir()
 	good := filepath.Join(folder, "good.json")
 	tuning := anyTuning(at, rand.New(rand.NewPCG(1, 1)))
-	require.NoError(t, tuning.Save(good))
+	require.NoError(t, tuning.Save(t.Context(), good))
 	data, err := os.ReadFile(good)
 	require.NoError(t, err)
 	kind := tuning.Choices[0].Operation
 	tuning.Choices[0].Operation = "bogus" // after it was read
-	require.ErrorContains(t, tuning.Save(good), `there is no operation "bogus"`)
+	require.ErrorContains(t, tuning.Save(t.Context(), good), `there is no operation "bogus"`)
 	tuning.Choices[0].Operation = kind
 	swap := func(old, new string) string {
 		text := strings.Replace(string(data), old, new, 1)
@@ -813,7 +830,7 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		if strings.HasPrefix(name, "other") {
 			continue // for another place, that of one rank a process, it is not
 		}
-		require.Error(t, tuning.Save(path), "it would be lost")
+		require.Error(t, tuning.Save(t.Context(), path), "it would be lost")
 		gs, errs := join(t, t.Context(), devs)
 		for i := range gs {
 			require.True(t, gs[i] == nil, name)
@@ -841,12 +858,12 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		require.ErrorContains(t, err, c.text)
 	}
 	// What no group could read is not written.
-	require.ErrorContains(t, (&comm.Tuning{Choices: []comm.Choice{{Operation: "sum"}}}).Save(good), `there is no operation "sum"`)
+	require.ErrorContains(t, (&comm.Tuning{Choices: []comm.Choice{{Operation: "sum"}}}).Save(t.Context(), good), `there is no operation "sum"`)
 	// One for another place is no hindrance, and is kept.
 	t.Setenv(env.TuningFile.Name, good)
 	other := *tuning
 	other.For.GPU = "another"
-	require.NoError(t, other.Save(good))
+	require.NoError(t, other.Save(t.Context(), good))
 	g := groupBy(t, devs, comm.Config{})
 	require.Equal(t, comm.Tuned, g.Strategy())
 	for _, elsewhere := range []func(*comm.Site){
@@ -866,7 +883,7 @@ func TestTuningsThatAreRefused(t *testing.T) {
 	require.NoError(t, os.WriteFile(untold, []byte(swap(`"hosts": 1,`, "")), 0o644))
 	_, err = comm.LoadTuning(untold, at)
 	require.ErrorContains(t, err, "out of date")
-	require.NoError(t, tuning.Save(untold))
+	require.NoError(t, tuning.Save(t.Context(), untold))
 	kept, err = comm.LoadTuning(untold, at)
 	require.NoError(t, err)
 	require.Equal(t, at, kept.For)

@@ -31,7 +31,7 @@ func (g *Group) tuned(ctx context.Context) error {
 		return err
 	}
 	if g.hasRank(0) {
-		if err := t.Save(word.Path); err != nil { // the group is as good without
+		if err := t.Save(ctx, word.Path); err != nil { // the group is as good without
 			slog.Warn("chorus: what was measured serves this group only, and is measured again by the next", "error", err)
 		}
 	}

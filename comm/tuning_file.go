@@ -2,6 +2,7 @@ package comm
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -10,8 +11,10 @@ import (
 	"path/filepath"
 	"slices"
 	"syscall"
+	"time"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/poll"
 )
 
 // tuningForm is the number of the form of the file.
@@ -58,13 +61,14 @@ func LoadTuning(path string, at Site) (*Tuning, error) {
 }
 
 // Save writes the Tuning to a file, beside those for other places that are there. It
-// replaces a file as a whole or not at all.
-func (t *Tuning) Save(path string) error {
+// replaces a file as a whole or not at all. Several processes may do so at once: each waits
+// until no other changes the file's folder, for ten seconds at most, and as long as ctx lets it.
+func (t *Tuning) Save(ctx context.Context, path string) error {
 	t = t.clone()
 	if err := t.check(); err != nil { // which no group could read any more
 		return fmt.Errorf("comm: write the tuning: %w", err)
 	}
-	unlock, err := lockFolder(filepath.Dir(path))
+	unlock, err := lockFolder(ctx, filepath.Dir(path))
 	if err != nil {
 		return fmt.Errorf("comm: write the tuning: %w", err)
 	}
@@ -87,9 +91,9 @@ func (t *Tuning) Save(path string) error {
 	return nil
 }
 
-// CanSave returns why Save would fail, whatever is to be saved, or nil.
-func CanSave(path string) error {
-	unlock, err := lockFolder(filepath.Dir(path))
+// CanSave returns why Save would fail, whatever is to be saved, or nil. It makes the folder.
+func CanSave(ctx context.Context, path string) error {
+	unlock, err := lockFolder(ctx, filepath.Dir(path))
 	if err != nil {
 		return fmt.Errorf("comm: write the tuning: %w", err)
 	}
@@ -107,9 +111,12 @@ func CanSave(path string) error {
 // newPattern is of files that are being written.
 const newPattern = ".new-*"
 
+// lockPatience is how long one waits for others to write.
+const lockPatience = 10 * time.Second
+
 // lockFolder makes a folder, if need be, and keeps other processes from changing the
 // file in it until unlock.
-func lockFolder(path string) (unlock func(), err error) {
+func lockFolder(ctx context.Context, path string) (unlock func(), err error) {
 	if err := os.MkdirAll(path, 0o755); err != nil {
 		return nil, err
 	}
@@ -117,10 +124,20 @@ func lockFolder(path string) (unlock func(), err error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX); err != nil {
+	ctx, cancel := context.WithTimeoutCause(ctx, lockPatience, fmt.Errorf("another process has kept it for %v: end that one, or take another folder", lockPatience))
+	defer cancel()
+	if err := poll.Until(ctx, func() (bool, error) { return tryLock(f) }); err != nil {
 		return nil, errors.Join(&os.PathError{Op: "lock", Path: path, Err: err}, f.Close())
 	}
 	return func() { _ = f.Close() }, nil
+}
+
+func tryLock(f *os.File) (bool, error) {
+	err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+	if errors.Is(err, syscall.EWOULDBLOCK) || errors.Is(err, syscall.EINTR) {
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // like reports whether a Tuning for a site is for such a place, whatever the versions. One

@@ -78,7 +78,7 @@ func (t *perfTarget) finish() error {
 // measure runs the plan and writes what came of it.
 func (f *perfFlags) measure(ctx context.Context, t *perfTarget, g *comm.Group, p *perfPlan) error {
 	if t.baseline != nil {
-		if err := t.baseline.Comparable(g, &p.Plan); err != nil {
+		if err := t.baseline.Comparable(g, &p.Plan, f.strategies); err != nil {
 			return usage(fmt.Errorf("--baseline %s: %w", f.baseline, err))
 		}
 	}

@@ -156,6 +156,12 @@ func TestPerfBaseline(t *testing.T) {
 	require.Equal(t, launch.ExitUsage, code)
 	require.Contains(t, errs, "another setting: ranks 2 there, 3 here")
 	require.NotContains(t, got, "busbw", "it is known before anything is measured")
+	for _, other := range [][]string{{"all_reduce", "-b", "2K"}, {"all_gather", "-b", "1K"}, {"all_reduce", "-b", "1K", "-o", "max"}, {"all_reduce", "-b", "1K", "--strategies"}} {
+		got, errs, code = chorusPerf(t, nil, append(other, "-g", "2", "-n", "1", "--baseline", base)...)
+		require.Equal(t, launch.ExitUsage, code)
+		require.Contains(t, errs, "the baseline has none of the rows that are measured now")
+		require.NotContains(t, got, "busbw")
+	}
 }
 
 func TestPerfMistakes(t *testing.T) {

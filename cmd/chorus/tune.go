@@ -141,8 +141,8 @@ func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig
 	}
 	defer sess.Close()
 	first := sess.Rank() == 0
-	if first && !f.dry {
-		if err := comm.CanSave(path); err != nil { // better known before
+	if first {
+		if err := f.canSave(ctx, path); err != nil { // better known before
 			return err
 		}
 	}
@@ -163,7 +163,7 @@ func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig
 	}
 	t, err := f.measure(ctx, g, cfg)
 	if err == nil && first {
-		err = f.report(out, t, path)
+		err = f.report(ctx, out, t, path)
 	}
 	if err != nil {
 		return err
@@ -172,6 +172,15 @@ func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig
 		return err
 	}
 	return sess.Shutdown(ctx)
+}
+
+// canSave returns why the file cannot be written. A dry run only reads.
+func (f *tuneFlags) canSave(ctx context.Context, path string) error {
+	if !f.dry {
+		return comm.CanSave(ctx, path)
+	}
+	_, err := comm.LoadTuning(path, comm.Site{})
+	return err
 }
 
 // measure returns the tuning, without times if it is a dry run.
@@ -188,9 +197,9 @@ func (f *tuneFlags) measure(ctx context.Context, g *comm.Group, cfg *comm.TuneCo
 }
 
 // report writes the file, and what is in it.
-func (f *tuneFlags) report(out io.Writer, t *comm.Tuning, path string) error {
+func (f *tuneFlags) report(ctx context.Context, out io.Writer, t *comm.Tuning, path string) error {
 	if !f.dry {
-		if err := t.Save(path); err != nil {
+		if err := t.Save(ctx, path); err != nil {
 			return err
 		}
 	}

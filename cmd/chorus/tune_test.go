@@ -85,6 +85,14 @@ func TestTuneRefuses(t *testing.T) {
 	_, errs, code = chorusCommand(t, nil, append(few, "--output", filepath.Join(blocked, "x"))...)
 	require.Equal(t, launch.ExitFailed, code)
 	require.Contains(t, errs, "not a directory")
+
+	// A dry run refuses the file that a real one would, and lets it be.
+	require.NoError(t, os.WriteFile(blocked, []byte("{"), 0o600))
+	for _, dry := range [][]string{nil, {"--dry-run"}} {
+		_, errs, code = chorusCommand(t, nil, slices.Concat(few, []string{"--output", blocked}, dry)...)
+		require.Equal(t, launch.ExitFailed, code)
+		require.Contains(t, errs, blocked+" is no tuning")
+	}
 }
 
 // TestPerfStrategies measures all strategies side by side, with what a tuning chooses.
@@ -124,7 +132,7 @@ func TestPerfStrategies(t *testing.T) {
 		c := &tuning.Choices[i]
 		c.Times = []comm.Timing{{Strategy: comm.TwoShot}, {Strategy: comm.OwnKernels, Micros: 1}}
 	}
-	require.NoError(t, tuning.Save(file))
+	require.NoError(t, tuning.Save(t.Context(), file))
 	copy(none, slices.Concat(slices.Repeat([]string{"all_reduce two-shot"}, 3), slices.Repeat([]string{"all_gather own"}, 3)))
 	require.Equal(t, none, chosen())
 
@@ -134,7 +142,7 @@ func TestPerfStrategies(t *testing.T) {
 	require.Contains(t, out, "# * chosen, < faster than the chosen one")
 
 	tuning.For.NCCL = "2.27.5"
-	require.NoError(t, tuning.Save(file))
+	require.NoError(t, tuning.Save(t.Context(), file))
 	_, errs, code = chorusPerf(t, set, args...)
 	require.Equal(t, launch.ExitFailed, code)
 	require.Contains(t, errs, "the tuning in "+file+" is out of date: it was measured with NCCL 2.27.5, here 2.28.3: measure anew with chorus tune")

@@ -41,16 +41,37 @@ type Change struct {
 // Ratio is how many times as long it takes.
 func (c Change) Ratio() float64 { return c.Now / c.Before }
 
-// Comparable returns why a run of the plan on the group cannot be compared with an
-// earlier report, or nil.
-func (base *Report) Comparable(g *comm.Group, p *Plan) error {
+// Comparable returns why a run of the plan on the group, of each strategy by itself or of
+// the group's, cannot be compared with an earlier report, or nil.
+func (base *Report) Comparable(g *comm.Group, p *Plan, strategies bool) error {
 	r, err := describe(g)
 	if err != nil {
 		return err
 	}
 	r.Plan = p.summary()
-	return r.like(base)
+	if err := r.like(base); err != nil {
+		return err
+	}
+	jobs, err := p.jobs(g.Size())
+	if err != nil {
+		return err
+	}
+	planned := map[string]bool{}
+	for _, j := range jobs {
+		planned[j.describe().name(false)] = true
+	}
+	for _, row := range base.Rows {
+		plain := *row
+		plain.Strategy = ""
+		if planned[plain.name(false)] && strategies == (row.Strategy != "") {
+			return nil
+		}
+	}
+	return errNothingAlike
 }
+
+// errNothingAlike is of reports that have no row in common.
+var errNothingAlike = errors.New("the baseline has none of the rows that are measured now: other operations, types, reductions, roots or sizes, or it was measured with --strategies and this is not, or the reverse")
 
 // like returns why two reports cannot be compared: they are of different machines, or
 // were measured in different ways.
@@ -94,7 +115,7 @@ func (r *Report) Compare(base *Report) (both []Change, missing []string, err err
 		}
 	}
 	if len(both) == 0 {
-		return nil, nil, errors.New("the baseline has none of the rows that were measured")
+		return nil, nil, errNothingAlike
 	}
 	return both, missing, nil
 }

@@ -339,6 +339,7 @@ func TestCopyEnginesOrTheNext(t *testing.T) {
 	require.Equal(t, comm.CopyEngines, g.Chosen(x))
 	xs, hs := shards(t, g, 30)
 	ys, _ := shards(t, g, 60)
+	other, _ := shards(t, g, 8)
 	one := func(i int) error { return nccl.AllGather(g.Communicator(i), g.Stream(i), ys[i], xs[i]) }
 	captured := func(i int) error {
 		x, err := graph.Capture([]*stream.Stream{g.Stream(i)}, func() error { return one(i) })
@@ -355,7 +356,7 @@ func TestCopyEnginesOrTheNext(t *testing.T) {
 			return errors.Join(nccl.Group(g.Communicator(0), func() error { return one(0) }), one(1))
 		},
 		"in a group with transfers": func() error {
-			return nccl.Group(g.Communicator(0), func() error { return errors.Join(one(0), transfer(g, xs), one(1)) })
+			return nccl.Group(g.Communicator(0), func() error { return errors.Join(one(0), transfer(g, other), one(1)) })
 		},
 	} {
 		for i := range ys {

@@ -38,9 +38,8 @@ import (
 // operations. A capture of a graph begins before the group and ends after it, and has
 // the streams of all its operations, or the group is refused.
 //
-// The operations of a group run side by side: what Recv receives must not overlap with what
-// else the rank sends or receives there by Send and Recv, which is checked, nor with what
-// collectives of the group use, which is not.
+// The operations of a group run side by side: what one of a rank writes must not overlap with
+// what another one reads or writes there. It is refused where Send or Recv is one of the two.
 //
 // Sends and receives between two ranks that are in one group are for each other, in the
 // order in which they were issued: they are refused if their lengths or types differ.

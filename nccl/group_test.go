@@ -3,6 +3,7 @@ package nccl_test
 import (
 	"errors"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"testing"
 
@@ -195,8 +196,8 @@ func TestGroupAfterOneThatWasRefused(t *testing.T) {
 	}
 }
 
-// What a rank receives in a group overlaps with nothing else that it sends or receives
-// there; what it sends may.
+// What a rank receives in a group overlaps with nothing else that it uses there, and what it
+// sends with nothing that is written; with what is only read it may.
 func TestGroupOfTransfersThatOverlap(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks := connect(t, devs[:2])
@@ -234,6 +235,21 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 			"to itself, in a part": func(i int, r rank) error {
 				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.c, r.s, xs[i].Slice(0, 3), i))
 			},
+			"a receive into what a collective reads": func(i int, r rank) error {
+				return errors.Join(nccl.Send(r.c, r.s, ys[i].Slice(0, 2), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(5, 7), 1-i),
+					nccl.AllGather(r.c, r.s, ys[i].Slice(2, 12), xs[i].Slice(1, 6)))
+			},
+			"a receive into what is reduced": func(i int, r rank) error {
+				return errors.Join(nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum), nccl.Send(r.c, r.s, ys[i].Slice(0, 2), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(2, 4), 1-i))
+			},
+			"a receive into uneven parts": func(i int, r rank) error {
+				return errors.Join(nccl.AllToAllV(r.c, r.s, ys[i].Slice(0, 3), []int{2 - i, 1 + i}, xs[i].Slice(0, 3), []int{2 - i, 1 + i}),
+					nccl.Send(r.c, r.s, xs[i].Slice(4, 5), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(2, 3), 1-i))
+			},
+			"sending what a broadcast writes": func(i int, r rank) error {
+				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 4), i),
+					nccl.Broadcast(r.c, r.s, xs[i].Slice(0, 4), ys[i].Slice(4, 8), 0))
+			},
 			"a receive within what is sent": func(i int, r rank) error {
 				return errors.Join(nccl.Recv(r.c, r.s, xs[i].Slice(9, 10), 1-i), nccl.Send(r.c, r.s, xs[i].Slice(5, 6), 1-i),
 					nccl.Send(r.c, r.s, xs[i].Slice(2, 12), 1-i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 10), 1-i))
@@ -250,6 +266,17 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 		}), "what is sent may overlap, and neighbours do not")
 		for i, got := range contents(t, ranks, ys) {
 			require.Equal(t, concat([][]int64{in[1-i][4:8], in[1-i][:8]}), got)
+		}
+		require.NoError(t, all(func(i int, r rank) error {
+			return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 8), 1-i), nccl.AllReduce(r.c, r.s, ys[i].Slice(8, 12), xs[i].Slice(4, 8), nccl.Sum),
+				nccl.Recv(r.c, r.s, ys[i].Slice(0, 8), 1-i))
+		}), "what is sent may be reduced beside, and neighbours do not overlap")
+		for i, got := range contents(t, ranks, ys) {
+			want := slices.Clone(in[1-i][:8])
+			for k := range 4 {
+				want = append(want, in[0][4+k]+in[1][4+k])
+			}
+			require.Equal(t, want, got)
 		}
 		require.NoError(t, all(func(i int, r rank) error {
 			return errors.Join(nccl.Send(r.c, r.s, xs[i], i), nccl.Recv(r.c, r.s, xs[i], i))

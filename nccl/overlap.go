@@ -60,20 +60,28 @@ func (o *operation) part() (at int) {
 	return at
 }
 
-// An extent is the memory that a transfer of a group reads or writes.
+// An extent is the memory that an operation of a group reads or writes.
 type extent struct {
 	o          *operation
 	begin, end cudadrv.DevicePtr
+	written    bool
 }
 
-// checkOverlap refuses transfers of one rank of which one receives into what another one
-// sends or receives into: they run side by side. Collectives of one buffer may be in a
+// checkOverlap refuses transfers of one rank that share memory with another operation of it
+// which one of the two writes: they run side by side. Collectives of one buffer may be in a
 // group, as benchmarks have them.
 func (g *group) checkOverlap() error {
+	transfers := false
 	for i := range g.ops {
-		if o := &g.ops[i]; kinds[o.kind].peer && o.n > 0 {
-			g.extents = append(g.extents, o.extent())
-		}
+		transfers = transfers || kinds[g.ops[i].kind].peer
+	}
+	if !transfers {
+		return nil
+	}
+	for i := range g.ops {
+		o := &g.ops[i]
+		g.addExtent(o, &o.dst, true)
+		g.addExtent(o, &o.src, false)
 	}
 	if x := g.extents; len(x) < 2 || len(x) == 2 && (x[0].end <= x[1].begin || x[1].end <= x[0].begin) {
 		return nil // as an exchange has it
@@ -84,7 +92,7 @@ func (g *group) checkOverlap() error {
 			if b.begin >= a.end {
 				break
 			}
-			if a.o.comm == b.o.comm && (a.o.kind == recv || b.o.kind == recv) && !g.toItself(a, b) {
+			if a.o != b.o && a.o.comm == b.o.comm && (a.written || b.written) && (kinds[a.o.kind].peer || kinds[b.o.kind].peer) && !g.toItself(a, b) {
 				return a.o.overlapping(b.o)
 			}
 		}
@@ -92,12 +100,19 @@ func (g *group) checkOverlap() error {
 	return nil
 }
 
+// addExtent takes a buffer of an operation among the extents, if it has one.
+func (g *group) addExtent(o *operation, x *operand, written bool) {
+	if x.len > 0 {
+		g.extents = append(g.extents, extent{o, x.ptr, x.ptr + cudadrv.DevicePtr(x.len*o.dtype.Size()), written})
+	}
+}
+
 // toItself reports whether two transfers are the two ends of what a rank sends to itself in
 // place, as the root of a gather made of transfers does.
 func (g *group) toItself(a, b extent) bool {
 	me := a.o.comm.rank
 	return a.begin == b.begin && a.end == b.end && a.o.root == me && b.o.root == me && a.o.kind != b.o.kind &&
-		g.turn(a.o) == g.turn(b.o)
+		kinds[a.o.kind].peer && kinds[b.o.kind].peer && g.turn(a.o) == g.turn(b.o)
 }
 
 // turn is how many transfers like it a rank has in the group before one: ends of the same
@@ -114,17 +129,16 @@ func (g *group) turn(o *operation) (n int) {
 	return n
 }
 
-// extent is the memory of a transfer, which has one buffer.
-func (o *operation) extent() extent {
-	x := &o.dst
-	if o.kind == send {
-		x = &o.src
-	}
-	return extent{o, x.ptr, x.ptr + cudadrv.DevicePtr(x.len*o.dtype.Size())}
+// overlapping is the error of two operations that cannot run side by side.
+func (o *operation) overlapping(with *operation) error {
+	return fmt.Errorf("nccl: %s and %s, on rank %d of %d: their buffers overlap and they are in one group, where they run side by side: want no memory in common: %w",
+		o.inGroup(), with.inGroup(), o.comm.rank, o.comm.size, ErrorInvalidUsage)
 }
 
-// overlapping is the error of two transfers that cannot run side by side.
-func (o *operation) overlapping(with *operation) error {
-	return fmt.Errorf("nccl: %s with rank %d and %s with rank %d, on rank %d of %d: their buffers overlap and they are in one group, where they run side by side: want no memory in common: %w",
-		o.kind, o.root, with.kind, with.root, o.comm.rank, o.comm.size, ErrorInvalidUsage)
+// inGroup tells an operation from the others of its group.
+func (o *operation) inGroup() string {
+	if kinds[o.kind].peer {
+		return fmt.Sprintf("%s with rank %d", o.kind, o.root)
+	}
+	return o.kind.String()
 }

@@ -1,0 +1,178 @@
+package comm_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// TestTuneOnFirstUse lets the first group of a site measure for the others.
+func TestTuneOnFirstUse(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "new", "tuning.json")
+	t.Setenv(env.TuningFile.Name, file)
+	t.Setenv(env.CommStrategy.Name, "tuned")
+	for _, n := range []int{2, 3} {
+		g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n}))
+		require.Equal(t, comm.Tuned, g.Strategy())
+		at, err := g.Site()
+		require.NoError(t, err)
+		require.Equal(t, n, at.Ranks)
+		tuning, err := comm.LoadTuning(file, at)
+		require.NoError(t, err)
+		require.NotEmpty(t, tuning.Choices)
+	}
+	was, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Equal(t, 2, strings.Count(string(was), `"gpu"`), "one beside the other")
+	local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	is, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Equal(t, string(was), string(is), "times would differ")
+}
+
+// TestTuneWhereNothingCanBeWritten goes by what was measured, on all ranks.
+func TestTuneWhereNothingCanBeWritten(t *testing.T) {
+	const nowhere = "/proc/nowhere/tuning.json"
+	t.Setenv(env.TuningFile.Name, nowhere)
+	require.ErrorContains(t, comm.CanSave(t.Context(), nowhere), "write the tuning")
+	t.Setenv(env.CommStrategy.Name, "tuned")
+	gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	require.NoError(t, errors.Join(errs...))
+	var wg sync.WaitGroup
+	for i, g := range gs {
+		wg.Go(func() { errs[i] = errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t))) })
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+}
+
+// TestTuningOfRankZero gives ranks different tunings, of which rank 0's counts.
+func TestTuningOfRankZero(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
+	at := siteOf(t, devs)
+	at.Locals = 1
+	gs, errs := make([]*comm.Group, 3), make([]error, 3)
+	tunings := make([]*comm.Tuning, 3)
+	var wg sync.WaitGroup
+	for i, b := range boards(t.Context(), 3) {
+		tunings[i] = anyTuning(at, rand.New(rand.NewPCG(5, uint64(i))))
+		wg.Go(func() {
+			gs[i], errs[i] = comm.JoinWith(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: tunings[i]})
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	differ := 0
+	for bytes := 4; bytes < 1<<17; bytes = bytes*5/4 + 4 - bytes*5/4%4 {
+		x := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Float32, Count: bytes / 4}
+		require.Equal(t, gs[0].Choice(0, x), gs[1].Choice(0, x))
+		require.Equal(t, gs[0].Choice(0, x), gs[2].Choice(0, x))
+		if gs[0].Choice(0, x) != comm.NCCLOnly {
+			differ++
+		}
+	}
+	require.Greater(t, differ, 10)
+	for i, g := range gs {
+		wg.Go(func() { errs[i] = errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t))) })
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+}
+
+// A farBoard is the rendezvous of a rank on another host than this process is on: what it
+// says of its own is said of that one.
+type farBoard struct {
+	*board
+	host string
+}
+
+func (b farBoard) Set(ctx context.Context, key string, value []byte) error {
+	return b.board.Set(ctx, key, bytes.ReplaceAll(value, []byte(fabric.Host()), []byte(b.host)))
+}
+
+// TestSitesOfSeveralHosts joins ranks of three hosts, and groups of some of them: a tuning
+// for one number of hosts is not for another, and all ranks know the number.
+func TestSitesOfSeveralHosts(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 4})
+	hosts := []string{fabric.Host(), "here", "there", "here"}
+	t.Setenv(env.TuningFile.Name, filepath.Join(t.TempDir(), "tuning.json"))
+	var wg sync.WaitGroup
+	errs := make([]error, 4)
+	for i, b := range boards(t.Context(), 4) {
+		wg.Go(func() {
+			errs[i] = func() error {
+				ctx := testgpu.Context(t)
+				g, err := comm.JoinWith(ctx, farBoard{b, hosts[i]}, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
+				if err != nil {
+					return err
+				}
+				defer g.Close()
+				if slices.Contains(g.Strategies(), comm.OwnKernels) {
+					return errors.New("own kernels have several hosts")
+				}
+				if at, err := g.Site(); err != nil || at.Hosts != 3 {
+					return fmt.Errorf("all are at %+v: %w", at, err)
+				}
+				for _, c := range []struct {
+					hosts int
+					ranks []int
+				}{{1, []int{1, 3}}, {2, []int{3, 2}}, {3, []int{2, 1, 0}}} {
+					sub, err := g.Sub(ctx, c.ranks...)
+					if err != nil {
+						return err
+					}
+					if sub == nil {
+						continue
+					}
+					if at, err := sub.Site(); err != nil || at.Hosts != c.hosts || at.Ranks != len(c.ranks) {
+						return fmt.Errorf("%v are at %+v: %w", c.ranks, at, err)
+					}
+					if err := sub.Shutdown(ctx); err != nil {
+						return err
+					}
+				}
+				return g.Shutdown(ctx)
+			}()
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+}
+
+// TestSetTuning changes what a group goes by.
+func TestSetTuning(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ctx := testgpu.Context(t)
+		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
+		x := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Int32, Count: 1}
+		require.Equal(t, comm.NCCLOnly, g.Chosen(x))
+		tuning := &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{{
+			Operation: "all-reduce", Type: "int32", Reduction: "sum", Bytes: 4, Times: []comm.Timing{{Strategy: comm.OneShot}}}}}
+		require.NoError(t, comm.SetTuning(ctx, g, tuning))
+		require.Equal(t, comm.OneShot, g.Chosen(x))
+		require.NoError(t, comm.SetTuning(ctx, g, nil))
+		require.Equal(t, comm.NCCLOnly, g.Chosen(x))
+		require.ErrorContains(t, comm.SetTuning(ctx, local(t, devs), tuning), "the group has the strategies [nccl]: make it with Tuned")
+		tuning.For.Ranks = 9
+		require.ErrorContains(t, comm.SetTuning(ctx, g, tuning), "it was measured with number of ranks 9, here 2")
+		require.ErrorIs(t, comm.SetTuning(ctx, g, nil), device.ErrClosed)
+	})
+}

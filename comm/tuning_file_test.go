@@ -1,0 +1,180 @@
+package comm_test
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+// TestTuningsAtOnce saves tunings for many places in one file at the same time.
+func TestTuningsAtOnce(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "tuning.json")
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	tuning := anyTuning(siteOf(t, devs), rand.New(rand.NewPCG(1, 1)))
+	tuning.Choices = tuning.Choices[:2]
+	var wg sync.WaitGroup
+	for ranks := range 20 {
+		wg.Go(func() {
+			one := *tuning
+			one.For.Ranks = ranks
+			require.NoError(t, one.Save(t.Context(), file))
+		})
+	}
+	wg.Wait()
+	at := tuning.For
+	for at.Ranks = range 20 {
+		one, err := comm.LoadTuning(file, at)
+		require.NoError(t, err)
+		require.NotNil(t, one, "for %d ranks", at.Ranks)
+	}
+	entries, err := os.ReadDir(filepath.Dir(file))
+	require.NoError(t, err)
+	require.Len(t, entries, 1)
+}
+
+// TestTuningWhereAnotherWrites waits for another process no longer than ctx lets it.
+func TestTuningWhereAnotherWrites(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "tuning.json")
+	folder, err := os.Open(filepath.Dir(file))
+	require.NoError(t, err)
+	defer folder.Close()
+	require.NoError(t, syscall.Flock(int(folder.Fd()), syscall.LOCK_EX))
+	ctx, cancel := context.WithCancelCause(t.Context())
+	enough := errors.New("enough")
+	cancel(enough)
+	require.ErrorIs(t, comm.CanSave(ctx, file), enough)
+	require.ErrorIs(t, (&comm.Tuning{}).Save(ctx, file), enough)
+	require.NoFileExists(t, file)
+	require.NoError(t, syscall.Flock(int(folder.Fd()), syscall.LOCK_UN))
+	require.NoError(t, (&comm.Tuning{}).Save(t.Context(), file))
+}
+
+// TestTuningsThatAreRefused gives groups files that are wrong or out of date.
+func TestTuningsThatAreRefused(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	at := siteOf(t, devs)
+	folder := t.TempDir()
+	good := filepath.Join(folder, "good.json")
+	tuning := anyTuning(at, rand.New(rand.NewPCG(1, 1)))
+	require.NoError(t, tuning.Save(t.Context(), good))
+	data, err := os.ReadFile(good)
+	require.NoError(t, err)
+	kind := tuning.Choices[0].Operation
+	tuning.Choices[0].Operation = "bogus" // after it was read
+	require.ErrorContains(t, tuning.Save(t.Context(), good), `there is no operation "bogus"`)
+	tuning.Choices[0].Operation = kind
+	swap := func(old, new string) string {
+		text := strings.Replace(string(data), old, new, 1)
+		require.NotEqual(t, string(data), text, old)
+		return text
+	}
+	files := map[string][2]string{
+		"nothing in it":       {"", "EOF"},
+		"cut":                 {string(data[:len(data)/2]), "unexpected EOF"},
+		"two":                 {string(data) + "{}", "there is more behind its end"},
+		"a bracket behind":    {string(data) + "}", "there is more behind its end"},
+		"no strategy":         {swap(`"strategy": "own",`, ""), "by environment"},
+		"of another form":     {swap(`"form": 2`, `"form": 1`), "it is of form 1, and this Chorus knows form 2"},
+		"of a later form":     {`{"form": 3, "leaves": []}`, "it is of form 3, and this Chorus knows form 2: remove it and measure anew with chorus tune"},
+		"null":                {`{"form": 2, "tunings": [null]}`, "null"},
+		"unknown field":       {swap(`"gpu"`, `"gpus"`), "gpus"},
+		"unknown operation":   {swap(`"all-gather"`, `"all-gather-v"`), `there is no operation "all-gather-v"`},
+		"unknown type":        {swap(`"float32"`, `"float33"`), `"float33"`},
+		"unknown reduction":   {swap(`"redop": "sum"`, `"redop": "diff"`), `"diff"`},
+		"unknown strategy":    {swap(`"strategy": "own"`, `"strategy": "magic"`), "magic"},
+		"itself":              {swap(`"strategy": "own"`, `"strategy": "tuned"`), "tuned"},
+		"no bytes":            {swap(`"bytes": 4`, `"bytes": 0`), "of 0 bytes"},
+		"not fastest first":   {swap(`"us": 1`, `"us": 7`), "want the fastest first"},
+		"less than no time":   {swap(`"us": 0`, `"us": -1`), "-1"},
+		"other NCCL":          {swap(`"nccl": "2.28.3"`, `"nccl": "2.27.3"`), "out of date: it was measured with NCCL 2.27.3, here 2.28.3: measure anew with chorus tune"},
+		"other driver":        {swap(at.Driver, "CUDA 11.0"), "with driver CUDA 11.0, here " + at.Driver},
+		"other hosts, untold": {swap(`"hosts": 1,`, ""), "out of date: it was measured with number of hosts 0, here 1: measure anew with chorus tune"},
+		"other own kernels":   {swap(at.Kernels, "abc"), "with own kernels abc, here " + at.Kernels},
+		"with nothing timed":  {`{"form": 2, "tunings": [{"for": {}, "choices": [{"operation": "broadcast", "bytes": 1, "times": []}]}]}`, "broadcast of 1 bytes has no times"},
+		"eager of others":     {swap(`"strategy": "own",`, `"strategy": "own", "eager_us": 3,`), "has eager_us 3 of own: want a time, of copy-engines only"},
+		"less than no eager":  {`{"form": 2, "tunings": [{"for": {}, "choices": [{"operation": "all-gather", "bytes": 1, "times": [{"strategy": "copy-engines", "us": 0, "eager_us": -1}]}]}]}`, "has eager_us -1 of copy-engines"},
+	}
+	t.Setenv(env.CommStrategy.Name, "tuned")
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		path := filepath.Join(folder, "bad.json")
+		require.NoError(t, os.WriteFile(path, []byte(files[name][0]), 0o644))
+		t.Setenv(env.TuningFile.Name, path)
+		_, err := comm.Local(testgpu.Context(t), devs...)
+		require.ErrorContains(t, err, path, name)
+		require.ErrorContains(t, err, files[name][1], name)
+		if strings.HasPrefix(name, "other") {
+			continue // for another place, that of one rank a process, it is not
+		}
+		require.Error(t, tuning.Save(t.Context(), path), "it would be lost")
+		gs, errs := join(t, t.Context(), devs)
+		for i := range gs {
+			require.True(t, gs[i] == nil, name)
+			require.ErrorContains(t, errs[i], files[name][1], name)
+		}
+	}
+	pipe := filepath.Join(folder, "pipe")
+	require.NoError(t, syscall.Mkfifo(pipe, 0o600))
+	huge := filepath.Join(folder, "huge")
+	require.NoError(t, os.WriteFile(huge, nil, 0o600))
+	require.NoError(t, os.Truncate(huge, 1<<30))
+	for path, text := range map[string]string{folder: "is no regular file", pipe: "is no regular file", "/dev/zero": "is no regular file", huge: "has 1073741824 bytes"} {
+		t.Setenv(env.TuningFile.Name, path)
+		_, err = comm.Local(testgpu.Context(t), devs...)
+		require.ErrorContains(t, err, text)
+	}
+	for _, c := range []struct {
+		tuning comm.Tuning
+		text   string
+	}{
+		{comm.Tuning{Choices: tuning.Choices}, "the tuning given does not hold: it was measured with GPU , here"},
+		{comm.Tuning{For: at, Choices: []comm.Choice{{Operation: "sum"}}}, `there is no operation "sum"`},
+	} {
+		_, err = comm.LocalWith(testgpu.Context(t), &comm.Config{Strategy: comm.Tuned, Tuning: &c.tuning}, devs...)
+		require.ErrorContains(t, err, c.text)
+	}
+	// What no group could read is not written.
+	require.ErrorContains(t, (&comm.Tuning{Choices: []comm.Choice{{Operation: "sum"}}}).Save(t.Context(), good), `there is no operation "sum"`)
+	// One for another place is no hindrance, and is kept.
+	t.Setenv(env.TuningFile.Name, good)
+	other := *tuning
+	other.For.GPU = "another"
+	require.NoError(t, other.Save(t.Context(), good))
+	g := groupBy(t, devs, comm.Config{})
+	require.Equal(t, comm.Tuned, g.Strategy())
+	for _, elsewhere := range []func(*comm.Site){
+		func(at *comm.Site) { at.Locals = 1 }, func(at *comm.Site) { at.Backend = "cuda" }, func(at *comm.Site) { at.Ranks = 3 }, func(at *comm.Site) { at.Hosts = 2 },
+	} {
+		place := at
+		elsewhere(&place)
+		none, err := comm.LoadTuning(good, place)
+		require.NoError(t, err, "%+v", place)
+		require.Nil(t, none, "%+v", place)
+	}
+	kept, err := comm.LoadTuning(good, other.For)
+	require.NoError(t, err)
+	require.Len(t, kept.Choices, len(tuning.Choices))
+	// A file that does not tell of hosts gets one that does.
+	untold := filepath.Join(folder, "untold.json")
+	require.NoError(t, os.WriteFile(untold, []byte(swap(`"hosts": 1,`, "")), 0o644))
+	_, err = comm.LoadTuning(untold, at)
+	require.ErrorContains(t, err, "out of date")
+	require.NoError(t, tuning.Save(t.Context(), untold))
+	kept, err = comm.LoadTuning(untold, at)
+	require.NoError(t, err)
+	require.Equal(t, at, kept.For)
+}

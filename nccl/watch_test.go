@@ -119,28 +119,6 @@ func TestDeadlineOfAFullStream(t *testing.T) {
 	})
 }
 
-// Abort ends operations also where the stream is full of them, and the call that waits for
-// room does not find the communicator freed. The process goes on.
-func TestAbortOfAFullStream(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		nccl.SetAbortPatience(t, time.Minute)
-		ranks := connect(t, devs)
-		xs, _ := buffers(t, ranks, 8)
-		once(t, devs, ranks, xs)
-		r, aborted := ranks[0], make(chan error, 1)
-		require.NoError(t, flood(r, xs[0], func(err error) bool {
-			if r.c.Progress().Issued.Collective == 500 { // and soon full
-				go func() { aborted <- r.c.Abort() }()
-			}
-			return err != nil
-		}))
-		require.NoError(t, <-aborted)
-		require.NoError(t, ranks[1].c.Abort())
-		require.NoError(t, r.s.Sync(testgpu.Context(t)))
-		once(t, devs, connect(t, devs), xs)
-	})
-}
-
 // flood issues operations without end until one is refused.
 func flood(r rank, x memory.Slice[int64], over func(err error) bool) error {
 	for range 1 << 20 {
@@ -300,74 +278,6 @@ func TestNoDeadline(t *testing.T) {
 	require.NoError(t, ranks[0].c.Err())
 }
 
-// abortLimit is how long an abort may take. Virtual devices are as slow as the machine
-// is busy.
-func abortLimit(devs []*device.Device) time.Duration {
-	if devs[0].System().Backend() == "cuda" {
-		return 2 * time.Second
-	}
-	return 10 * time.Second
-}
-
-// An abort while an operation hangs ends, and the devices are good for another
-// communicator, many times.
-func TestAbortManyTimes(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		times := 100
-		if devs[0].System().Backend() == "cuda" {
-			times = 5 // a communicator takes seconds to make
-		}
-		for range times {
-			ranks := connect(t, devs)
-			xs, _ := buffers(t, ranks, 1<<14)
-			once(t, devs, ranks, xs)
-			require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
-			begun := time.Now()
-			each(t, devs, func(i int) error { return ranks[i].c.Abort() })
-			require.NoError(t, ranks[0].s.Sync(testgpu.Context(t)))
-			require.Less(t, time.Since(begun), abortLimit(devs))
-		}
-	})
-}
-
-// An abort ends an operation that runs, and not when it is done.
-func TestAbortWhileALargeOperationRuns(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		n := 1 << 23 // 32 MiB
-		if devs[0].System().Backend() == "cuda" {
-			n = 1 << 28 // 1 GiB
-		}
-		for range 5 {
-			ranks := connect(t, devs)
-			total(t, ranks)
-			xs := make([]memory.Slice[float32], 2)
-			each(t, devs, func(i int) (err error) {
-				if xs[i], err = memory.Make[float32](ranks[i].s, n); err != nil {
-					return err
-				}
-				return xs[i].Zero(ranks[i].s)
-			})
-			require.NoError(t, nccl.Group(ranks[0].c, func() error {
-				for i, r := range ranks {
-					for range 4 {
-						if err := nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum); err != nil {
-							return err
-						}
-					}
-				}
-				return nil
-			}))
-			begun := time.Now()
-			each(t, devs, func(i int) error { return ranks[i].c.Abort() })
-			each(t, devs, func(i int) error { return ranks[i].s.Sync(testgpu.Context(t)) })
-			require.Less(t, time.Since(begun), abortLimit(devs))
-			for i := range ranks {
-				require.NoError(t, xs[i].Close())
-			}
-		}
-	})
-}
-
 // What NCCL fails with when it connects ranks, as because another one has given up, is the
 // communicator's end, and that of the other ranks here: by itself, and in a group.
 func TestNCCLFailsWithinAnOperation(t *testing.T) {
@@ -423,22 +333,6 @@ func TestOnFailureMayEnter(t *testing.T) {
 		require.NoError(t, <-closed)
 		<-closed
 	}
-}
-
-// NCCL's own abort may hang; Chorus's does not.
-func TestAbortEndsWithoutNCCL(t *testing.T) {
-	nccl.SetAbortPatience(t, 50*time.Millisecond)
-	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "hang@ncclCommAbort#1"}).Devices()
-	cs, err := nccl.NewCommunicators(testgpu.Context(t), devs, nil)
-	require.NoError(t, err)
-	r := rank{c: cs[0]}
-	begun := time.Now()
-	require.ErrorContains(t, r.c.Abort(), "ncclCommAbort on rank 0 of 1 (virtual:0): it has not returned after 50ms")
-	require.Less(t, time.Since(begun), 10*time.Second)
-	require.ErrorContains(t, r.c.Abort(), "end the process", "so does whoever comes later")
-	require.ErrorContains(t, r.c.Close(), "end the process")
-	require.NoError(t, r.c.Err())
-	require.ErrorIs(t, nccl.Group(r.c, func() error { return nil }), device.ErrClosed)
 }
 
 // The ranks of a process are compared when they issue, not when they hang.

@@ -175,6 +175,12 @@ func shell(n int, script string) *setup { return base(n, "sh", "-c", script) }
 // start starts a launcher, and kills it when the test ends before it.
 func start(t *testing.T, cfg *setup, vars ...string) *launched {
 	t.Helper()
+	return startTo(t, nil, cfg, vars...)
+}
+
+// startTo is start with a standard output that the test does not keep.
+func startTo(t *testing.T, stdout *os.File, cfg *setup, vars ...string) *launched {
+	t.Helper()
 	b, err := json.Marshal(cfg)
 	require.NoError(t, err)
 	self, err := os.Executable()
@@ -184,6 +190,9 @@ func start(t *testing.T, cfg *setup, vars ...string) *launched {
 	// The race detector would sleep for a second at each exit.
 	l.cmd.Env = append(append(os.Environ(), configVar+"="+string(b), "GORACE=atexit_sleep_ms=0"), vars...)
 	l.cmd.Stdout, l.cmd.Stderr = l, l
+	if stdout != nil {
+		l.cmd.Stdout = stdout
+	}
 	l.cmd.WaitDelay = 5 * time.Second
 	require.NoError(t, l.cmd.Start())
 	ended := make(chan struct{})

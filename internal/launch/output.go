@@ -29,9 +29,9 @@ type output struct {
 	warn   func(string)
 	wg     sync.WaitGroup
 
-	mu     sync.Mutex // held while a line is written
-	out    sink
-	err    sink
+	out, err *sink
+
+	mu     sync.Mutex
 	writer int // the rank that wrote last, to know whether a tail is buried
 	tails  map[int]*tail
 }
@@ -40,10 +40,13 @@ type output struct {
 // workers' work is not.
 type sink struct {
 	w    io.Writer
+	mu   sync.Mutex // held while a line is written, for as long as the reader takes
 	gone bool
 }
 
 func (s *sink) write(b []byte) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	if s.gone {
 		return
 	}
@@ -58,7 +61,10 @@ type tail struct {
 }
 
 func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
-	o := &output{begin: make(chan struct{}), prefix: !cfg.NoPrefix, warn: warn, out: sink{w: cfg.Stdout}, err: sink{w: cfg.Stderr}, writer: -1, tails: map[int]*tail{}}
+	o := &output{begin: make(chan struct{}), prefix: !cfg.NoPrefix, warn: warn, out: &sink{w: cfg.Stdout}, writer: -1, tails: map[int]*tail{}}
+	if o.err = o.out; !sameFile(cfg.Stdout, cfg.Stderr) {
+		o.err = &sink{w: cfg.Stderr}
+	}
 	if cfg.LogDir == "" {
 		return o, nil
 	}
@@ -67,6 +73,18 @@ func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
 		return nil, fmt.Errorf("make the log directory: %w", err)
 	}
 	return o, nil
+}
+
+// sameFile reports whether two writers have one reader, who wants whole lines of both.
+func sameFile(a, b io.Writer) bool {
+	x, ok1 := a.(*os.File)
+	y, ok2 := b.(*os.File)
+	if !ok1 || !ok2 {
+		return a == b
+	}
+	s, err1 := x.Stat()
+	t, err2 := y.Stat()
+	return err1 == nil && err2 == nil && os.SameFile(s, t)
 }
 
 // A stream is one of a worker's two outputs.
@@ -81,10 +99,10 @@ type stream struct {
 // pipe returns the end of a pipe for the worker to write to; what arrives at
 // the other is copied until all who have it are gone.
 func (o *output) pipe(rank int, stderr bool) (worker, mine *os.File, err error) {
-	s := &stream{rank: rank, to: &o.out, stderr: stderr}
+	s := &stream{rank: rank, to: o.out, stderr: stderr}
 	ext := ".out"
 	if stderr {
-		s.to, ext = &o.err, ".err"
+		s.to, ext = o.err, ".err"
 	}
 	if o.prefix {
 		s.head = fmt.Appendf(nil, "[rank %d] ", rank)
@@ -145,6 +163,12 @@ func (o *output) keep(s *stream, line []byte) {
 }
 
 func (o *output) write(s *stream, text, line []byte) {
+	o.wrote(s, line)
+	s.to.write(text)
+}
+
+// wrote notes a line that is about to be written.
+func (o *output) wrote(s *stream, line []byte) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.writer != s.rank {
@@ -161,7 +185,6 @@ func (o *output) write(s *stream, text, line []byte) {
 		}
 		t.add(line)
 	}
-	s.to.write(text)
 }
 
 func (t *tail) add(line []byte) {

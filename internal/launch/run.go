@@ -216,19 +216,17 @@ func (j *job) supervise() int {
 			if lost, _ := j.causes(); lost != nil {
 				late.Reset(j.cfg.Grace)
 			} else {
-				j.stop(syscall.SIGTERM)
+				j.ask()
 			}
 		case <-late.C:
-			if !j.stopping {
-				j.stop(syscall.SIGTERM)
-			}
+			j.ask()
 		case <-j.grace.C:
 			j.kill()
 		case <-zombies.C:
 			collectZombies(j.pids())
 		}
-		if dead == nil && !j.stopping && j.onlyLost() {
-			j.stop(syscall.SIGTERM)
+		if dead == nil && j.onlyLost() {
+			j.ask()
 		}
 	}
 	if !j.over() {
@@ -280,6 +278,14 @@ func (j *job) signalled(s os.Signal) {
 	j.signal = sig
 	_ = j.agent.Stop("received "+signalName(sig), exitSignalOffset+int(sig)) // as in childEnded
 	j.stop(sig)
+}
+
+// ask stops the workers if nobody has asked them to end: many programs take a second signal
+// for haste.
+func (j *job) ask() {
+	if !j.stopping {
+		j.stop(syscall.SIGTERM)
+	}
 }
 
 // stop asks all workers to end, and lets the grace run.

@@ -117,11 +117,11 @@ func TestTail(t *testing.T) {
 // TestOutputReaderGone writes to a pipe that breaks: once is enough to know.
 func TestOutputReaderGone(t *testing.T) {
 	var out, errs broken
-	o := &output{out: sink{w: &out}, err: sink{w: &errs}, tails: map[int]*tail{}}
+	o := &output{out: &sink{w: &out}, err: &sink{w: &errs}, tails: map[int]*tail{}}
 	errs.fine = true
 	for range 3 {
-		o.write(&stream{to: &o.out}, []byte("a\n"), []byte("a\n"))
-		o.write(&stream{to: &o.err, stderr: true}, []byte("b\n"), []byte("b\n"))
+		o.write(&stream{to: o.out}, []byte("a\n"), []byte("a\n"))
+		o.write(&stream{to: o.err, stderr: true}, []byte("b\n"), []byte("b\n"))
 	}
 	require.Equal(t, []int{1, 3}, []int{out.calls, errs.calls})
 	require.Len(t, o.tails[0].lines, 3)
@@ -138,6 +138,21 @@ func (b *broken) Write(p []byte) (int, error) {
 		return len(p), nil
 	}
 	return 0, syscall.EPIPE
+}
+
+// TestRunFailsWhereNobodyReads has a worker fail after more than the reader of the output
+// takes: the job ends with what it can say on the other one.
+func TestRunFailsWhereNobodyReads(t *testing.T) {
+	t.Parallel()
+	r, w, err := os.Pipe()
+	require.NoError(t, err)
+	defer r.Close()
+	l := startTo(t, w, shell(1, "head -c 100000 /dev/zero; echo too bad >&2; exit 3"))
+	require.NoError(t, w.Close())
+	code, text := l.wait()
+	require.Equal(t, 3, code, text)
+	require.Contains(t, text, "[rank 0] too bad\n")
+	require.Contains(t, text, "chorus: rank 0 (host h0, ")
 }
 
 // TestRunPaused stops the launcher for longer than silence is borne, as Ctrl-Z
@@ -222,6 +237,18 @@ func TestRunSignals(t *testing.T) {
 		require.NoError(t, l.cmd.Process.Signal(syscall.SIGINT))
 		code, text := l.wait()
 		require.Equal(t, 128+2, code, text)
+	})
+	t.Run("once", func(t *testing.T) {
+		t.Parallel()
+		// Without children, which would run the traps too until they are another program.
+		cfg := shell(2, `trap 'echo int' INT; trap 'echo term' TERM; echo ready; while :; do :; done`)
+		cfg.Grace = 500 * time.Millisecond
+		l := start(t, cfg)
+		l.until("ready", 2)
+		require.NoError(t, l.cmd.Process.Signal(syscall.SIGINT))
+		code, text := l.wait()
+		require.Equal(t, 128+2, code, text)
+		require.Equal(t, []int{2, 0}, []int{strings.Count(text, "] int"), strings.Count(text, "] term")}, "a second signal makes many programs end at once: %s", text)
 	})
 	t.Run("grace", func(t *testing.T) {
 		t.Parallel()

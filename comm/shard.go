@@ -3,6 +3,7 @@ package comm
 import (
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 
 	"github.com/gochorus/chorus/device"
@@ -89,6 +90,13 @@ func NewSharder[T memory.Element](g *Group, cfg *ShardConfig, lens ...int) (*Sha
 	}
 	if len(lens) == 0 || slices.Min(lens) < 0 {
 		return nil, fmt.Errorf("comm: %s: parameters of %v elements: want one or more, and none negative: %w", op, lens, ErrMismatch)
+	}
+	room := math.MaxInt / 2 / memory.DTypeOf[T]().Size()
+	for _, n := range lens {
+		if n > room {
+			return nil, refuse(op, "parameters of %v elements: no memory has as many", lens)
+		}
+		room -= n + wireAlign*g.size // by which they are padded at most
 	}
 	sh := &Sharder[T]{g: g, op: Avg}
 	if c.Op != nil {

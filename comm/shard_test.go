@@ -2,6 +2,7 @@ package comm_test
 
 import (
 	"fmt"
+	"math"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -292,7 +293,7 @@ func TestSharderInAGraph(t *testing.T) {
 func TestSharderErrors(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)
-		for _, lens := range [][]int{{}, {3, -1}} {
+		for _, lens := range [][]int{{}, {3, -1}, {1 << 62, 1 << 62}, {1 << 62, 1 << 62, 1 << 62, 1 << 62, 5}, {math.MaxInt}} {
 			_, err := comm.NewSharder[float32](g, nil, lens...)
 			require.ErrorIs(t, err, comm.ErrMismatch)
 		}

@@ -3,6 +3,7 @@ package comm
 import (
 	"context"
 	"fmt"
+	"math"
 	"slices"
 
 	"golang.org/x/sync/errgroup"
@@ -15,7 +16,7 @@ const NoColor = -1
 
 // Split makes a group of the ranks of each color (ncclCommSplit). colors has one for
 // each local rank, from 0 on, or NoColor; in a group the ranks are ordered by their
-// keys and then as in g, and nil keys are all alike. It returns the group of each
+// keys and then as in g, and nil keys are all alike. Both have 32 bits. It returns the group of each
 // local rank, by local rank: the same one for those of the same color, nil for
 // NoColor.
 //
@@ -39,6 +40,11 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 	if keys == nil {
 		keys = make([]int, len(colors))
 	}
+	for i, color := range colors {
+		if color < NoColor || color > math.MaxInt32 || keys[i] < math.MinInt32 || keys[i] > math.MaxInt32 {
+			return nil, refuse(op, "color %d and key %d of local rank %d: want NoColor or a color from 0 to %d, and a key of 32 bits", color, keys[i], i, math.MaxInt32)
+		}
+	}
 	g.splits++
 	watchers := make([]*words, len(colors))
 	comms := make([]*nccl.Communicator, len(colors))
@@ -48,7 +54,7 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 			watchers[i] = &words{r: g.words.r, hosts: g.words.hosts, prefix: fmt.Sprintf("%ssplit/%d/%d/", g.words.prefix, g.splits, colors[i])}
 		}
 		eg.Go(func() (err error) {
-			comms[i], err = g.members[i].comm.Split(all, max(colors[i], NoColor), keys[i], g.childConfig(watchers[i]))
+			comms[i], err = g.members[i].comm.Split(all, colors[i], keys[i], g.childConfig(watchers[i]))
 			return err
 		})
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 	"testing"
 
@@ -52,12 +53,21 @@ func TestBadSplits(t *testing.T) {
 		for _, err := range []error{
 			second(g.Split(ctx, []int{0}, nil)),
 			second(g.Split(ctx, []int{0, 0}, []int{1})),
+			second(g.Split(ctx, []int{0, -7}, nil)),
+			second(g.Split(ctx, []int{0, math.MaxInt32 + 1}, nil)),
+			second(g.Split(ctx, []int{0, 1 << 40}, nil)),
+			second(g.Split(ctx, []int{0, 0}, []int{0, math.MaxInt32 + 1})),
+			second(g.Split(ctx, []int{0, 0}, []int{0, math.MinInt32 - 1})),
 			second(g.Sub(ctx, 0, 2)),
 			second(g.Sub(ctx, 1, 1)),
 			second(g.Sub(ctx, -1)),
 		} {
 			require.ErrorIs(t, err, comm.ErrMismatch)
 		}
+		widest, err := g.Split(ctx, []int{math.MaxInt32, math.MaxInt32}, []int{math.MaxInt32, math.MinInt32})
+		require.NoError(t, err)
+		require.Equal(t, 1, widest[0].Communicator(0).Device().Ordinal(), "the smaller key is first")
+		require.NoError(t, widest[0].Close())
 		none, err := g.Split(ctx, []int{comm.NoColor, comm.NoColor}, nil)
 		require.NoError(t, err)
 		require.Equal(t, []*comm.Group{nil, nil}, none)

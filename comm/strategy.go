@@ -202,7 +202,10 @@ func (g *Group) whyNot(s Strategy) string {
 // sameStrategy returns an error on all ranks where they do not want the same one.
 func (g *Group) sameStrategy(ctx context.Context, s Strategy) error {
 	if len(g.members) == g.size {
-		return context.Cause(ctx) // there is nobody else
+		if err := context.Cause(ctx); err != nil { // there is nobody else
+			return fmt.Errorf("comm: use %s: %w", s, err)
+		}
+		return nil
 	}
 	all, err := GatherValues(ctx, g, Gob, slices.Repeat([]uint8{uint8(s)}, len(g.members))...)
 	if err != nil {

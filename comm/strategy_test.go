@@ -92,6 +92,9 @@ func TestUse(t *testing.T) {
 			}
 		}
 		require.ErrorIs(t, g.Use(testgpu.Context(t), comm.ByEnvironment), comm.ErrMismatch)
+		gone, cancel := context.WithCancel(t.Context())
+		cancel()
+		require.EqualError(t, g.Use(gone, comm.OwnKernels), "comm: use own: context canceled")
 		plain := local(t, devs)
 		require.Equal(t, []comm.Strategy{comm.NCCLOnly}, plain.Strategies())
 		require.NoError(t, plain.Use(testgpu.Context(t), comm.NCCLOnly))

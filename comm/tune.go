@@ -166,7 +166,7 @@ func (o operation) collective(bytes int) nccl.Collective {
 // ranks of g, which has been made with Tuned: from now on the group goes by that, and so
 // does each to whose Config it is given. All ranks get the same. It takes seconds,
 // over slow links minutes, and waits for what is on the group's streams; nothing else may
-// run on the devices.
+// run on the devices. Where there is nothing but NCCL to choose from, it is empty.
 // Collective. An error breaks the group where ranks may wait for others.
 func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	plan, err := TunePlan(g, cfg)

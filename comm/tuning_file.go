@@ -64,6 +64,9 @@ func LoadTuning(path string, at Site) (*Tuning, error) {
 // replaces a file as a whole or not at all. Several processes may do so at once: each waits
 // until no other changes the file's folder, for ten seconds at most, and as long as ctx lets it.
 func (t *Tuning) Save(ctx context.Context, path string) error {
+	if t == nil || path == "" {
+		return refuse("write the tuning", "no tuning or no path given")
+	}
 	t = t.clone()
 	if err := t.check(); err != nil { // which no group could read any more
 		return fmt.Errorf("comm: write the tuning: %w", err)
@@ -93,6 +96,9 @@ func (t *Tuning) Save(ctx context.Context, path string) error {
 
 // CanSave returns why Save would fail, whatever is to be saved, or nil. It makes the folder.
 func CanSave(ctx context.Context, path string) error {
+	if path == "" {
+		return refuse("write the tuning", "no path given")
+	}
 	unlock, err := lockFolder(ctx, filepath.Dir(path))
 	if err != nil {
 		return fmt.Errorf("comm: write the tuning: %w", err)
@@ -191,9 +197,12 @@ func readRegular(path string) ([]byte, error) {
 }
 
 func (f *tuningFile) check() error {
-	for _, t := range f.Tunings {
+	for i, t := range f.Tunings {
 		if t == nil {
 			return errors.New("it has a tuning that is null")
+		}
+		if slices.ContainsFunc(f.Tunings[:i], func(other *Tuning) bool { return other.For.like(t.For) }) {
+			return fmt.Errorf("it has two tunings for %d ranks of %s", t.For.Ranks, t.For.GPU)
 		}
 		if err := t.check(); err != nil {
 			return err

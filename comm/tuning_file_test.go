@@ -60,6 +60,9 @@ func TestTuningWhereAnotherWrites(t *testing.T) {
 	require.ErrorIs(t, comm.CanSave(ctx, file), enough)
 	require.ErrorIs(t, (&comm.Tuning{}).Save(ctx, file), enough)
 	require.NoFileExists(t, file)
+	require.ErrorContains(t, (*comm.Tuning)(nil).Save(t.Context(), file), "no tuning or no path given")
+	require.ErrorContains(t, (&comm.Tuning{}).Save(t.Context(), ""), "no tuning or no path given")
+	require.ErrorContains(t, comm.CanSave(t.Context(), ""), "no path given")
 	require.NoError(t, syscall.Flock(int(folder.Fd()), syscall.LOCK_UN))
 	require.NoError(t, (&comm.Tuning{}).Save(t.Context(), file))
 }
@@ -105,6 +108,7 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		"other driver":        {swap(at.Driver, "CUDA 11.0"), "with driver CUDA 11.0, here " + at.Driver},
 		"other hosts, untold": {swap(`"hosts": 1,`, ""), "out of date: it was measured with number of hosts 0, here 1: measure anew with chorus tune"},
 		"other own kernels":   {swap(at.Kernels, "abc"), "with own kernels abc, here " + at.Kernels},
+		"two of a place":      {`{"form": 2, "tunings": [{"for": {"gpu": "x", "ranks": 3}, "choices": []}, {"for": {"gpu": "x", "ranks": 3}, "choices": []}]}`, "it has two tunings for 3 ranks of x"},
 		"with nothing timed":  {`{"form": 2, "tunings": [{"for": {}, "choices": [{"operation": "broadcast", "bytes": 1, "times": []}]}]}`, "broadcast of 1 bytes has no times"},
 		"eager of others":     {swap(`"strategy": "own",`, `"strategy": "own", "eager_us": 3,`), "has eager_us 3 of own: want a time, of copy-engines only"},
 		"less than no eager":  {`{"form": 2, "tunings": [{"for": {}, "choices": [{"operation": "all-gather", "bytes": 1, "times": [{"strategy": "copy-engines", "us": 0, "eager_us": -1}]}]}]}`, "has eager_us -1 of copy-engines"},

@@ -24,6 +24,9 @@ type Work struct {
 	mu    sync.Mutex // held while events are used
 	owned []io.Closer
 	over  bool // the operations are done
+
+	waited bool // Wait has ended with this
+	result error
 }
 
 // Start runs fn, which enqueues operations of g, and returns a Work that is done when
@@ -73,10 +76,23 @@ func (w *Work) start(fn func() error) error {
 
 // Done reports whether the operations are done, or the error that broke the group.
 func (w *Work) Done() (bool, error) {
+	if waited, err := w.outcome(); waited {
+		return true, err
+	}
 	if err := w.check("done"); err != nil {
 		return false, err
 	}
 	return w.done()
+}
+
+// outcome is what Wait has ended with, if it has.
+func (w *Work) outcome() (waited bool, err error) {
+	if w == nil {
+		return false, nil
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.waited, w.result
 }
 
 // done is Done, also when another goroutine has closed what it found done.
@@ -107,8 +123,12 @@ func (w *Work) query() (over bool, err error) {
 }
 
 // Wait waits until the operations are done and closes the Work. It ends early when a
-// rank fails or is lost. When ctx ends it returns the cause, and the Work stays open.
+// rank fails or is lost. When ctx ends it returns the cause, and the Work stays open. What
+// it has returned otherwise it returns again, and so do Done and WaitOn.
 func (w *Work) Wait(ctx context.Context) error {
+	if waited, err := w.outcome(); waited {
+		return err
+	}
 	if err := w.check("wait"); err != nil {
 		return err
 	}
@@ -124,7 +144,13 @@ func (w *Work) Wait(ctx context.Context) error {
 	if err != nil && w.g.broken.Load() == nil && ctx.Err() != nil {
 		return fmt.Errorf("comm: wait for work of rank %d of %d: %w", w.g.Rank(), w.g.size, err)
 	}
-	return errors.Join(err, w.Close())
+	err = errors.Join(err, w.Close())
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.waited {
+		w.waited, w.result = true, err
+	}
+	return w.result
 }
 
 // WaitOn lets work that is enqueued on s from now on wait for the operations
@@ -135,6 +161,9 @@ func (w *Work) WaitOn(s *stream.Stream) error {
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.waited {
+		return w.result
+	}
 	if err := w.check("wait on a stream"); err != nil {
 		return err
 	}

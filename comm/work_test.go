@@ -51,8 +51,18 @@ func TestWork(t *testing.T) {
 		require.NoError(t, w.Close())
 		require.Equal(t, 1, owned.n)
 		require.Equal(t, total(hs), read(t, g, 0, xs[0]))
+		done, err = w.Done()
+		require.NoError(t, err)
+		require.True(t, done, "what was waited for stays done")
+		require.NoError(t, w.Wait(testgpu.Context(t)))
+		require.NoError(t, w.WaitOn(s))
+
+		w, err = comm.Start(g, func() error { return comm.AllReduce(g, comm.Sum, xs...) })
+		require.NoError(t, err)
+		require.NoError(t, w.Close())
 		_, err = w.Done()
 		require.ErrorIs(t, err, device.ErrClosed)
+		require.ErrorIs(t, w.Wait(testgpu.Context(t)), device.ErrClosed)
 		require.ErrorIs(t, w.WaitOn(s), device.ErrClosed)
 	})
 }

@@ -196,6 +196,16 @@ func TestOutOfMemory(t *testing.T) {
 	})
 }
 
+func TestMakeFlatOfTooMany(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		for _, lens := range [][]int{{1 << 62, 1 << 62, 1 << 62, 1 << 62, 5}, {math.MaxInt}, {5, math.MaxInt / 8}} {
+			_, _, err := memory.MakeFlat[float64](s, lens...)
+			require.ErrorContains(t, err, "no memory has as many", "%v", lens)
+		}
+	})
+}
+
 func TestMakeFlat(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s := newStream(t, devs[0])

@@ -57,6 +57,9 @@ func MakeFlat[T Element](s *stream.Stream, lens ...int) (flat Slice[T], parts []
 		if n < 0 {
 			return flat, nil, fmt.Errorf("memory: make part %d of %d elements: the length is negative", i, n)
 		}
+		if n > math.MaxInt/sizeOf[T]()-align-total {
+			return flat, nil, fmt.Errorf("memory: make parts of %v elements: no memory has as many", lens)
+		}
 		at[i] = total
 		total += (n + align - 1) / align * align
 	}

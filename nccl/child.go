@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"strings"
 	"time"
 
@@ -19,12 +20,17 @@ var ErrRevoked = errors.New("the communicator was revoked")
 
 // Split makes communicators of the ranks with the same color, ordered by key and
 // then by rank (ncclCommSplit). All ranks of c call it. A negative color takes part
-// in none of them: it returns nil and no error. Operations in flight go on, and c
-// stays as it is: it may be closed before its children and after them.
+// in none of them: it returns nil and no error. Colors and keys have 32 bits, as NCCL's.
+// Operations in flight go on, and c stays as it is: it may be closed before its children and
+// after them.
 //
 // A nil cfg is c's own. When ctx ends first, Split returns the cause, and what it
 // began goes on by itself and is aborted when it ends.
 func (c *Communicator) Split(ctx context.Context, color, key int, cfg *Config) (*Communicator, error) {
+	if c != nil && (color > math.MaxInt32 || key < math.MinInt32 || key > math.MaxInt32) {
+		return nil, fmt.Errorf("nccl: %s on rank %d of %d: color %d, key %d: want a color of at most %d, and a key of 32 bits",
+			ncclapi.FuncCommSplit.Name(), c.rank, c.size, color, key, math.MaxInt32)
+	}
 	return c.child(ctx, ncclapi.FuncCommSplit, cfg, func(nth int) string { return fmt.Sprintf("split%d.%d", nth, color) },
 		func(out *ncclapi.Comm, raw *ncclapi.Config) ncclapi.Result {
 			return c.api.CommSplit(*c.h, int32(max(color, -1)), int32(key), out, raw)

@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"fmt"
 	"time"
 
 	"github.com/gochorus/chorus/device"
@@ -72,6 +73,9 @@ func (c *Config) apply(to *Communicator) (err error) {
 			return err
 		}
 	}
+	if cfg.TraceSize > maxTrace {
+		return fmt.Errorf("nccl: a flight recorder of %d operations: want at most %d in Config.TraceSize or %s", cfg.TraceSize, maxTrace, env.NCCLTraceSize.Name)
+	}
 	if err := readyLaunchers(); err != nil {
 		return err
 	}
@@ -89,6 +93,9 @@ func (c *Config) apply(to *Communicator) (err error) {
 	to.rec.frames = cfg.TraceFrames || frames == "yes"
 	return nil
 }
+
+// maxTrace is how many operations a flight recorder may have: some hundred MB.
+const maxTrace = 1 << 20
 
 // raw turns c into NCCL's struct for the loaded version. Data-path calls of a
 // non-blocking communicator start a thread each, so Chorus's always block;

@@ -2,6 +2,7 @@ package nccl
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"strconv"
@@ -83,6 +84,9 @@ func DumpTrace(w io.Writer) error { return writeDump(w, liveRecorders()) }
 func (c *Communicator) DumpTrace(w io.Writer) error { return writeDump(w, []*recorder{c.rec}) }
 
 func writeDump(w io.Writer, recorders []*recorder) error {
+	if w == nil {
+		return errors.New("nccl: dump trace: nothing to write to given")
+	}
 	d := dump{Version: traceVersion, Config: map[string]groupConfig{}, Status: map[string]groupStatus{}, Entries: []dumpedEntry{}}
 	for _, r := range recorders {
 		d.add(r)

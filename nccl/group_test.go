@@ -247,7 +247,7 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 					nccl.Send(r.c, r.s, xs[i].Slice(4, 5), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(2, 3), 1-i))
 			},
 			"sending what a broadcast writes": func(i int, r rank) error {
-				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 4), i),
+				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(4*i, 4*i+4), i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 4), i),
 					nccl.Broadcast(r.c, r.s, xs[i].Slice(0, 4), ys[i].Slice(4, 8), 0))
 			},
 			"a receive within what is sent": func(i int, r rank) error {
@@ -269,8 +269,9 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 		}
 		require.NoError(t, all(func(i int, r rank) error {
 			return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 8), 1-i), nccl.AllReduce(r.c, r.s, ys[i].Slice(8, 12), xs[i].Slice(4, 8), nccl.Sum),
-				nccl.Recv(r.c, r.s, ys[i].Slice(0, 8), 1-i))
-		}), "what is sent may be reduced beside, and neighbours do not overlap")
+				nccl.Recv(r.c, r.s, ys[i].Slice(0, 8), 1-i), nccl.Send(r.c, r.s, ys[i].Slice(0, 0), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(2, 2), 1-i),
+				nccl.AllReduce(r.c, r.s, ys[i].Slice(8, 12), xs[i].Slice(4, 8), nccl.Sum))
+		}), "what is sent may be reduced beside, neighbours and nothing do not overlap, and collectives are not looked at")
 		for i, got := range contents(t, ranks, ys) {
 			want := slices.Clone(in[1-i][:8])
 			for k := range 4 {

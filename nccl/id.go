@@ -3,6 +3,7 @@ package nccl
 import (
 	"encoding"
 	"encoding/hex"
+	"errors"
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
@@ -23,6 +24,9 @@ var (
 // NewUniqueID makes an id on the system of dev and starts listening for the
 // ranks; the process must live until the communicator is made.
 func NewUniqueID(dev *device.Device) (UniqueID, error) {
+	if dev == nil {
+		return UniqueID{}, errors.New("nccl: new unique id: no device given")
+	}
 	api, err := dev.System().NCCL()
 	if err != nil {
 		return UniqueID{}, err

@@ -92,7 +92,7 @@ func (g *group) checkOverlap() error {
 			if b.begin >= a.end {
 				break
 			}
-			if a.o != b.o && a.o.comm == b.o.comm && (a.written || b.written) && (kinds[a.o.kind].peer || kinds[b.o.kind].peer) && !g.toItself(a, b) {
+			if a.o.comm == b.o.comm && (a.written || b.written) && (kinds[a.o.kind].peer || kinds[b.o.kind].peer) && !g.toItself(a, b) {
 				return a.o.overlapping(b.o)
 			}
 		}

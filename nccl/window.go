@@ -225,6 +225,9 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	if err := c.usable(f.Name()); err != nil {
 		return nil, err
 	}
+	if b == nil {
+		return nil, fmt.Errorf("nccl: %s on rank %d of %d: no buffer given", f.Name(), c.rank, c.size)
+	}
 	x, err := memory.View[uint8](b, 0, max(b.Bytes(), 0))
 	if err == nil {
 		err = x.Check(f.Name(), c.dev)

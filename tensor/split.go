@@ -55,7 +55,7 @@ func (t Tensor) SplitSizes(sizes []int, dim int) ([]Tensor, error) {
 		if n < 0 {
 			return nil, fmt.Errorf("tensor: split dimension %d of shape %v by %v: want no negative sizes", dim, t.shape, sizes)
 		}
-		sum += n
+		sum = min(sum+min(n, t.shape[d]+1), t.shape[d]+1) // which does not overflow
 	}
 	if sum != t.shape[d] {
 		return nil, fmt.Errorf("tensor: split dimension %d of shape %v by %v: want sizes that sum exactly to %d", dim, t.shape, sizes, t.shape[d])

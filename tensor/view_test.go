@@ -2,6 +2,7 @@ package tensor_test
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -169,6 +170,8 @@ func TestChunksAndSplits(t *testing.T) {
 	require.ErrorContains(t, err, "want sizes that sum exactly to 5")
 	_, err = x.SplitSizes([]int{6, -1}, 1)
 	require.ErrorContains(t, err, "no negative sizes")
+	_, err = x.SplitSizes([]int{math.MaxInt, math.MaxInt, 7}, 1)
+	require.ErrorContains(t, err, "sum exactly to 5", "which they do when they overflow")
 	_, err = x.Split(0, 1)
 	require.ErrorContains(t, err, "want 1 or more")
 	_, err = x.Chunk(0, 1)

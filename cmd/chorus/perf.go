@@ -8,6 +8,7 @@ import (
 	"math"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -176,7 +177,9 @@ func (f *perfFlags) plan(ops []string) (*perfPlan, error) {
 	case perfWriters[f.format] == nil:
 		return nil, fmt.Errorf("--format %q: want text, json, csv or bench", f.format)
 	case f.gpus < 0:
-		return nil, fmt.Errorf("-g %d: want 1 or more", f.gpus)
+		return nil, fmt.Errorf("-g %d: want 1 or more, or 0 for all", f.gpus)
+	case f.output != "" && f.html != "" && filepath.Clean(f.output) == filepath.Clean(f.html):
+		return nil, fmt.Errorf("--output and --html are both %s: want two files", filepath.Clean(f.html))
 	case !(f.tolerance > 0):
 		return nil, fmt.Errorf("--tolerance %v: want a part above 0, such as 0.1", f.tolerance)
 	case !(f.link >= 0) || math.IsInf(f.link, 0):
@@ -226,6 +229,13 @@ func (f *perfFlags) operations(p *perfPlan, names []string) error {
 func (f *perfFlags) earlier() (*perf.Report, error) {
 	if f.baseline == "" {
 		return nil, nil
+	}
+	st, err := os.Stat(f.baseline)
+	if err == nil && !st.Mode().IsRegular() { // a pipe may never end
+		err = fmt.Errorf("%s is no regular file", f.baseline)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("--baseline: %w", err)
 	}
 	file, err := os.Open(f.baseline)
 	if err != nil {

@@ -152,6 +152,16 @@ func TestPerfBaseline(t *testing.T) {
 	got, errs, code = chorusPerf(t, nil, append(args, "--baseline", base)...)
 	require.Equal(t, launch.ExitFailed, code, errs)
 	require.Contains(t, got, "slower: AllReduce/type=float/redop=sum/bytes=1024")
+	for _, c := range []struct{ text, want string }{
+		{out + "{}", "there is more behind the report"},
+		{strings.Replace(out, `"out_of_bounds": 0`, `"out_of_bounds": 5`, 1), "the baseline has elements that were wrong"},
+	} {
+		require.NoError(t, os.WriteFile(base, []byte(c.text), 0o600))
+		_, errs, code = chorusPerf(t, nil, append(args, "--baseline", base)...)
+		require.Equal(t, launch.ExitUsage, code)
+		require.Contains(t, errs, c.want)
+	}
+	write(1e-6, 1e9)
 	got, errs, code = chorusPerf(t, nil, "all_reduce", "-b", "1K", "-g", "3", "-n", "1", "--baseline", base)
 	require.Equal(t, launch.ExitUsage, code)
 	require.Contains(t, errs, "another setting: ranks 2 there, 3 here")
@@ -180,6 +190,9 @@ func TestPerfMistakes(t *testing.T) {
 		"-g 99: this machine has 4 devices":  "all_reduce -b 1K -g 99",
 		`--format "xml"`:                     "all_reduce --format xml",
 		"no such file":                       "all_reduce --baseline missing.json",
+		"/dev/null is no regular file":       "all_reduce --baseline /dev/null",
+		"--output and --html are both x":     "all_reduce --output x --html ./x",
+		"-g -1: want 1 or more, or 0":        "all_reduce -g -1",
 		"hypercube on 3 ranks":               "hypercube -b 1K -g 3",
 		"want 1 iteration or more":           "all_reduce -b 1K -n 0",
 		"unknown shorthand flag: 'z' in -z":  "all_reduce -z",

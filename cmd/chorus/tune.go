@@ -119,7 +119,7 @@ func (f *tuneFlags) config() (*comm.TuneConfig, error) {
 	case f.format != "text" && f.format != "json":
 		return nil, fmt.Errorf("--format %q: want text or json", f.format)
 	case f.gpus < 0:
-		return nil, fmt.Errorf("-g %d: want 1 or more", f.gpus)
+		return nil, fmt.Errorf("-g %d: want 1 or more, or 0 for all", f.gpus)
 	}
 	return c, nil
 }

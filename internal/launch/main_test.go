@@ -121,7 +121,7 @@ func deed(s *cluster.Session, what string) int {
 		panic("a bug")
 	case "kill":
 		syscall.Kill(os.Getpid(), syscall.SIGKILL)
-	case "stop":
+	case "stop", "stop when all have come":
 		syscall.Kill(os.Getpid(), syscall.SIGSTOP)
 	case "shutdown when told":
 		told := make(chan os.Signal, 1)

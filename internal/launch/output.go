@@ -10,6 +10,8 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
+	"syscall"
 )
 
 const (
@@ -30,6 +32,7 @@ type output struct {
 	wg     sync.WaitGroup
 
 	out, err *sink
+	lost     atomic.Bool // what the workers wrote could not be written
 
 	mu     sync.Mutex
 	writer int // the rank that wrote last, to know whether a tail is buried
@@ -40,7 +43,8 @@ type output struct {
 // workers' work is not.
 type sink struct {
 	w    io.Writer
-	mu   sync.Mutex // held while a line is written, for as long as the reader takes
+	fail func(error) // hears why, but of a reader that is gone
+	mu   sync.Mutex  // held while a line is written, for as long as the reader takes
 	gone bool
 }
 
@@ -52,6 +56,9 @@ func (s *sink) write(b []byte) {
 	}
 	_, err := s.w.Write(b)
 	s.gone = err != nil
+	if s.gone && !errors.Is(err, syscall.EPIPE) {
+		s.fail(err)
+	}
 }
 
 // A tail is the end of a worker's stderr.
@@ -61,9 +68,14 @@ type tail struct {
 }
 
 func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
-	o := &output{begin: make(chan struct{}), prefix: !cfg.NoPrefix, warn: warn, out: &sink{w: cfg.Stdout}, writer: -1, tails: map[int]*tail{}}
+	o := &output{begin: make(chan struct{}), prefix: !cfg.NoPrefix, warn: warn, writer: -1, tails: map[int]*tail{}}
+	fail := func(err error) {
+		o.lost.Store(true)
+		warn(fmt.Sprintf("stopped writing the output of the ranks: %v", err))
+	}
+	o.out = &sink{w: cfg.Stdout, fail: fail}
 	if o.err = o.out; !sameFile(cfg.Stdout, cfg.Stderr) {
-		o.err = &sink{w: cfg.Stderr}
+		o.err = &sink{w: cfg.Stderr, fail: fail}
 	}
 	if cfg.LogDir == "" {
 		return o, nil

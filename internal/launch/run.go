@@ -93,6 +93,9 @@ func Run(ctx context.Context, cfg *Config) int {
 		j.say(err.Error())
 		return code
 	}
+	if code == 0 && j.out.lost.Load() {
+		return ExitFailed
+	}
 	return j.lastWords(code)
 }
 

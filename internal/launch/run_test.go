@@ -66,6 +66,11 @@ func TestRunHearsTheOthers(t *testing.T) {
 	for _, rank := range []int{0, 2} {
 		require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] session: cluster: rank 1 .* exited with code 3`, rank), text)
 	}
+	// One that is stopped is not asked to end while the others may have something to say.
+	_, text = launchAll(t, workers(3, "1", "stop when all have come", "300ms"))
+	for _, rank := range []int{0, 2} {
+		require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] session: cluster: rank 1 .* silent`, rank), text)
+	}
 	deaf := shell(2, `[ $RANK = 0 ] || exit 5; trap 'echo asked; exit 0' TERM; while :; do sleep 0.05; done`)
 	deaf.Grace = time.Second
 	code, text = launchAll(t, deaf)
@@ -153,6 +158,21 @@ func TestRunFailsWhereNobodyReads(t *testing.T) {
 	require.Equal(t, 3, code, text)
 	require.Contains(t, text, "[rank 0] too bad\n")
 	require.Contains(t, text, "chorus: rank 0 (host h0, ")
+}
+
+// TestRunCannotWrite has a disk that is full under the output.
+func TestRunCannotWrite(t *testing.T) {
+	t.Parallel()
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if err != nil {
+		t.Skipf("needs /dev/full: %v", err)
+	}
+	l := startTo(t, full, shell(2, "echo a; echo b"))
+	require.NoError(t, full.Close())
+	code, text := l.wait()
+	require.Equal(t, ExitFailed, code, text)
+	require.Equal(t, 1, strings.Count(text, "chorus: stopped writing the output of the ranks: "), text)
+	require.Contains(t, text, "no space left on device")
 }
 
 // TestRunPaused stops the launcher for longer than silence is borne, as Ctrl-Z

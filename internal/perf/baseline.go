@@ -16,6 +16,9 @@ func ReadReport(r io.Reader) (*Report, error) {
 	if err := dec.Decode(&x); err != nil {
 		return nil, fmt.Errorf("not a report of chorus perf --format json: %w", err)
 	}
+	if _, err := dec.Token(); err != io.EOF {
+		return nil, errors.New("there is more behind the report: the file is damaged")
+	}
 	if x.Form != form {
 		return nil, fmt.Errorf("a report of form %d: this version reads form %d; measure it anew", x.Form, form)
 	}
@@ -52,6 +55,9 @@ func (base *Report) Comparable(g *comm.Group, p *Plan, strategies bool) error {
 	if err := r.like(base); err != nil {
 		return err
 	}
+	if base.Wrong > 0 {
+		return errWrong
+	}
 	jobs, err := p.jobs(g.Size())
 	if err != nil {
 		return err
@@ -69,6 +75,9 @@ func (base *Report) Comparable(g *comm.Group, p *Plan, strategies bool) error {
 	}
 	return errNothingAlike
 }
+
+// errWrong is of an earlier report whose times say nothing.
+var errWrong = errors.New("the baseline has elements that were wrong: want one whose results were right")
 
 // errNothingAlike is of reports that have no row in common.
 var errNothingAlike = errors.New("the baseline has none of the rows that are measured now: other operations, types, reductions, roots or sizes, or it was measured with --strategies and this is not, or the reverse")
@@ -97,6 +106,9 @@ func (r *Report) like(base *Report) error {
 func (r *Report) Compare(base *Report) (both []Change, missing []string, err error) {
 	if err := r.like(base); err != nil {
 		return nil, nil, err
+	}
+	if base.Wrong > 0 {
+		return nil, nil, errWrong
 	}
 	now := map[string]*Measure{}
 	for _, row := range r.Rows {

@@ -2,6 +2,7 @@ package comm
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -45,14 +46,24 @@ type localBucket[T memory.Element] struct {
 // NewReducer makes a reducer for the gradients of each local rank: one list for
 // each, with the same lengths in the same order on all ranks of the group, and no
 // memory in common: shared weights have one gradient.
-// Collective in the sense that all ranks use reducers with the same
-// configuration.
+// Collective: all ranks make it with the same configuration, and wait for each other where
+// they are of several processes, so that all are told where they differ, and none adds up
+// gradients that do not belong together.
 func NewReducer[T memory.Element](g *Group, cfg *ReducerConfig, grads ...[]memory.Slice[T]) (*Reducer[T], error) {
-	c, err := filled[T](cfg)
-	if err != nil {
+	const op = "new reducer"
+	if err := g.checkWait(op); err != nil {
 		return nil, err
 	}
-	if err := checkGrads(g, grads); err != nil {
+	c, err := filled[T](cfg)
+	if err == nil {
+		err = checkGrads(g, grads)
+	}
+	given := ""
+	if err == nil {
+		given = fmt.Sprintf("%s, unused ones %v, a static graph %v, on the wire %s", inBuckets[T]("gradients", lengths(grads[0]), c.FirstBucketBytes, c.BucketBytes, *c.Op),
+			c.FindUnused, c.StaticGraph, c.Compress)
+	}
+	if err := g.agree(context.Background(), op, given, err); err != nil {
 		return nil, err
 	}
 	r := &Reducer[T]{g: g, cfg: c}
@@ -113,9 +124,6 @@ func closeParts[T memory.Element](parts [][]localBucket[T]) error {
 }
 
 func checkGrads[T memory.Element](g *Group, grads [][]memory.Slice[T]) error {
-	if err := g.check("new reducer"); err != nil {
-		return err
-	}
 	if len(grads) != len(g.members) || len(grads[0]) == 0 {
 		return fmt.Errorf("comm: new reducer: %d lists of gradients for %d local ranks: want one list with at least one gradient for each: %w",
 			len(grads), len(g.members), ErrMismatch)

@@ -1,6 +1,8 @@
 package comm
 
 import (
+	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -72,42 +74,51 @@ type Part[T memory.Element] struct {
 
 // NewSharder allocates parameters and gradients of the given lengths on each local
 // rank, in the order of the group's streams, and fills them with zeros: let other
-// streams wait for it with WaitOn. The lengths are the same on all ranks. What the
+// streams wait for it with WaitOn. The lengths are the same on all ranks, which wait for each
+// other where they are of several processes, and are all told where they differ. What the
 // parameters are to begin with is written to Params; ranks that may differ in it
 // take what rank 0 has by BroadcastFrom of Flat.
 func NewSharder[T memory.Element](g *Group, cfg *ShardConfig, lens ...int) (*Sharder[T], error) {
 	const op = "new sharder"
-	c := ShardConfig{}
+	if err := g.checkWait(op); err != nil {
+		return nil, err
+	}
+	c := ShardConfig{Op: new(Avg)}
 	if cfg != nil {
 		c = *cfg
+		c.Op = cmp.Or(c.Op, new(Avg))
 	}
 	var err error
 	if c.BucketBytes, c.FirstBucketBytes, err = bucketSizes(c.BucketBytes, c.FirstBucketBytes); err != nil {
-		return nil, fmt.Errorf("comm: %s: %w", op, err)
+		err = fmt.Errorf("comm: %s: %w", op, err)
+	} else {
+		err = checkLengths[T](op, lens, g.size)
 	}
-	if err := g.check(op); err != nil {
+	if err := g.agree(context.Background(), op, inBuckets[T]("parameters", lens, c.FirstBucketBytes, c.BucketBytes, *c.Op), err); err != nil {
 		return nil, err
 	}
-	if len(lens) == 0 || slices.Min(lens) < 0 {
-		return nil, fmt.Errorf("comm: %s: parameters of %v elements: want one or more, and none negative: %w", op, lens, ErrMismatch)
-	}
-	room := math.MaxInt / 2 / memory.DTypeOf[T]().Size()
-	for _, n := range lens {
-		if n > room {
-			return nil, refuse(op, "parameters of %v elements: no memory has as many", lens)
-		}
-		room -= n + wireAlign*g.size // by which they are padded at most
-	}
-	sh := &Sharder[T]{g: g, op: Avg}
-	if c.Op != nil {
-		sh.op = *c.Op
-	}
+	sh := &Sharder[T]{g: g, op: *c.Op}
 	sh.queue = newQueue(g, sh, len(lens))
 	handle.Init(sh, &sh.owner, "sharder")
 	if err := sh.open(split[T](lens, backwards(len(lens)), c.FirstBucketBytes, c.BucketBytes), lens); err != nil {
 		return nil, errors.Join(fmt.Errorf("comm: %s: %w", op, err), sh.Close())
 	}
 	return sh, nil
+}
+
+// checkLengths refuses lengths of which no memory can be made.
+func checkLengths[T memory.Element](op string, lens []int, ranks int) error {
+	if len(lens) == 0 || slices.Min(lens) < 0 {
+		return refuse(op, "parameters of %v elements: want one or more, and none negative", lens)
+	}
+	room := math.MaxInt / 2 / memory.DTypeOf[T]().Size()
+	for _, n := range lens {
+		if n > room {
+			return refuse(op, "parameters of %v elements: no memory has as many", lens)
+		}
+		room -= n + wireAlign*ranks // by which they are padded at most
+	}
+	return nil
 }
 
 // open lays the buckets out, those of the first parameters first.

@@ -117,8 +117,8 @@ func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 	if err := g.checkWait(op); err != nil {
 		return nil, err
 	}
-	if err := g.agree(ctx, ranks); err != nil {
-		return nil, fmt.Errorf("comm: %s: %w", op, err)
+	if err := g.agree(ctx, op, fmt.Sprint("the ranks ", ranks), nil); err != nil {
+		return nil, err
 	}
 	for i, r := range ranks {
 		if r < 0 || r >= g.size || slices.Contains(ranks[:i], r) {
@@ -142,17 +142,4 @@ func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 		}
 	}
 	return nil, nil
-}
-
-// agree returns an error on all ranks when they have not given the same list.
-func (g *Group) agree(ctx context.Context, list []int) error {
-	lists, err := GatherValues(ctx, g, Gob, slices.Repeat([][]int{list}, g.Locals())...)
-	if err != nil {
-		return err
-	}
-	i := slices.IndexFunc(lists, func(other []int) bool { return !slices.Equal(other, lists[0]) })
-	if i < 0 {
-		return nil
-	}
-	return fmt.Errorf("rank 0 has given the ranks %v and rank %d %v: give the same list on all ranks: %w", lists[0], i, lists[i], ErrMismatch)
 }

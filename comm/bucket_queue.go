@@ -124,11 +124,12 @@ func (q *queue) ready(op string, s *stream.Stream, i int) error {
 		return fmt.Errorf("%s on rank %d: gradient %d was not used in the first step: a static graph uses the same gradients in every step",
 			op, q.rank(local), i)
 	}
-	if err := q.work.collect(local, s, i); err != nil {
-		return err
+	err = q.work.collect(local, s, i)
+	if err == nil {
+		err = q.arrived[q.of[i].bucket][local].arrive(s, 1)
 	}
-	if err := q.arrived[q.of[i].bucket][local].arrive(s, 1); err != nil {
-		return err
+	if err != nil {
+		return fmt.Errorf("%s: gradient %d on rank %d of %d: %w", op, i, q.rank(local), q.g.size, err)
 	}
 	q.seen[local][i] = true
 	if local == 0 {

@@ -181,6 +181,9 @@ func (g *Group) Shutdown(ctx context.Context) error {
 	// From here on a peer that is gone has left, and was not lost.
 	g.stopWatching("shut the group down")
 	err := eachAtOnce(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(ctx) })
+	if err != nil && ctx.Err() != nil { // what the ranks then say is of each other's end
+		err = fmt.Errorf("comm: shut down on rank %d of %d: %w", g.Rank(), g.size, context.Cause(ctx))
+	}
 	return errors.Join(err, g.Close())
 }
 

@@ -1,6 +1,7 @@
 package comm_test
 
 import (
+	"context"
 	"errors"
 	"sync"
 	"testing"
@@ -191,5 +192,18 @@ func TestGapsOfABucketAreNumbers(t *testing.T) {
 				require.Zero(t, gap)
 			}
 		}
+	})
+}
+
+// Shutdown whose context has ended says so, and nothing of how the ranks end each other.
+func TestShutdownGivesUp(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		ctx, cancel := context.WithCancelCause(t.Context())
+		cancel(errors.New("enough"))
+		err := g.Shutdown(ctx)
+		require.ErrorContains(t, err, "enough")
+		require.NotContains(t, err.Error(), "nccl")
+		require.NoError(t, g.Shutdown(ctx), "it is closed")
 	})
 }

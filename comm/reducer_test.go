@@ -1,6 +1,7 @@
 package comm_test
 
 import (
+	"errors"
 	"fmt"
 	"testing"
 
@@ -137,6 +138,25 @@ func TestReducerManyStreams(t *testing.T) {
 				require.Equal(t, value(0, 0, j, k), h[k])
 			}
 		}
+	})
+}
+
+func TestReducerOfAClosedGradient(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		var grads []memory.Slice[float32]
+		for range 2 {
+			x, err := memory.Make[float32](g.Stream(0), 5)
+			require.NoError(t, err)
+			grads = append(grads, x)
+		}
+		red, err := comm.NewReducer(g, nil, grads)
+		require.NoError(t, err)
+		require.NoError(t, grads[1].Close())
+		err = red.Ready(g.Stream(0), 1)
+		require.ErrorIs(t, err, device.ErrClosed)
+		require.ErrorContains(t, err, "comm: gradient ready: gradient 1 on rank 0 of 1: ")
+		require.NoError(t, errors.Join(grads[0].Close(), red.Close()))
 	})
 }
 

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -79,8 +80,12 @@ func openVirtual(c *Config) (*System, error) {
 	if err != nil {
 		return nil, &env.ValueError{Name: env.VirtualNCCL.Name, Value: c.NCCL, Want: err.Error()}
 	}
+	network, err := network()
+	if err != nil {
+		return nil, err
+	}
 	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults, SMs: c.Multiprocessors, NCCL: version, PCIe: c.PCIe,
-		Network: network(), Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1"})
+		Network: network, Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1"})
 	if err != nil {
 		return nil, err
 	}
@@ -90,17 +95,21 @@ func openVirtual(c *Config) (*System, error) {
 
 // network returns the address on which virtual ranks listen, or "" for Unix
 // sockets, which do not reach another host.
-func network() string {
-	if ip := env.VirtualNetwork.Value(); ip != "" || env.Nodes.Value() == "" || env.Nodes.Value() == "1" {
-		return ip
+func network() (string, error) {
+	ip := env.VirtualNetwork.Value()
+	if _, err := netip.ParseAddr(ip); ip != "" && err != nil {
+		return "", &env.ValueError{Name: env.VirtualNetwork.Name, Value: ip, Want: "an IP address of this host"}
+	}
+	if ip != "" || env.Nodes.Value() == "" || env.Nodes.Value() == "1" {
+		return ip, nil
 	}
 	// Nothing is sent: a datagram socket only looks up the way.
 	way, err := net.Dial("udp", env.Addr.Value())
 	if err != nil {
-		return ""
+		return "", nil
 	}
 	defer way.Close()
-	return way.LocalAddr().(*net.UDPAddr).IP.String()
+	return way.LocalAddr().(*net.UDPAddr).IP.String(), nil
 }
 
 func (c *Config) fillFromEnv() (err error) {

@@ -138,14 +138,22 @@ func TestChoose(t *testing.T) {
 // Virtual ranks of several hosts meet over TCP, at the address that the
 // coordinator is reached from.
 func TestNetwork(t *testing.T) {
-	require.Empty(t, network())
+	listens := func() string {
+		ip, err := network()
+		require.NoError(t, err)
+		return ip
+	}
+	require.Empty(t, listens())
 	t.Setenv(env.Nodes.Name, "1")
-	require.Empty(t, network())
+	require.Empty(t, listens())
 	t.Setenv(env.Nodes.Name, "2")
 	t.Setenv(env.Addr.Name, "127.0.0.1:29477")
-	require.Equal(t, "127.0.0.1", network())
+	require.Equal(t, "127.0.0.1", listens())
 	t.Setenv(env.VirtualNetwork.Name, "127.0.0.2")
-	require.Equal(t, "127.0.0.2", network())
+	require.Equal(t, "127.0.0.2", listens())
+	t.Setenv(env.VirtualNetwork.Name, "foo")
+	_, err := network()
+	require.ErrorContains(t, err, env.VirtualNetwork.Name)
 }
 
 // Virtual devices of two hosts differ, and those of one are the same in every

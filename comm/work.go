@@ -144,13 +144,17 @@ func (w *Work) Wait(ctx context.Context) error {
 	if err != nil && w.g.broken.Load() == nil && ctx.Err() != nil {
 		return fmt.Errorf("comm: wait for work of rank %d of %d: %w", w.g.Rank(), w.g.size, err)
 	}
-	err = errors.Join(err, w.Close())
+	w.settle(err) // before it is closed: nobody finds it closed and without an end
+	return errors.Join(err, w.Close())
+}
+
+// settle keeps what Wait has ended with first.
+func (w *Work) settle(err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if !w.waited {
 		w.waited, w.result = true, err
 	}
-	return w.result
 }
 
 // WaitOn lets work that is enqueued on s from now on wait for the operations

@@ -91,6 +91,11 @@ func TestSplit(t *testing.T) {
 	total(t, []rank{parts[1], parts[3]})
 	_, err := ranks[0].c.Split(testgpu.Context(t), 0, 0, nil)
 	require.ErrorIs(t, err, device.ErrClosed)
+	alone := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}))[0].c
+	for _, wide := range [][2]int{{1 << 40, 0}, {0, 1 << 31}, {0, -1<<31 - 1}} {
+		_, err := alone.Split(testgpu.Context(t), wide[0], wide[1], nil)
+		require.ErrorContains(t, err, "a key of 32 bits")
+	}
 	_, err = (*nccl.Communicator)(nil).Split(testgpu.Context(t), 0, 0, nil)
 	require.ErrorContains(t, err, "no communicator given")
 }

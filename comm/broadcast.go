@@ -20,9 +20,10 @@ type BroadcastConfig struct {
 
 // Broadcast enqueues copies of t, which is on a device of the group or on the host,
 // on the devices (torch.cuda.comm.broadcast), and returns them in their order. The
-// result for the device of t is t itself: the same memory, with a share of its own.
-// The others are contiguous. The caller closes all. With Out, whose strides and types
-// may be any, the results are the tensors of Out.
+// result for the device of t has the memory of t. The others are contiguous. With Out,
+// whose strides and types may be any, the results have the memory of the tensors of Out.
+// Each result owns a reference to its memory: the caller closes all results, and
+// closing a result closes neither t nor a tensor of Out.
 //
 // To one other device that is a copy. To more, where one kernel does not, NCCL copies if there is one
 // contiguous tensor of one type on each device of the group. Where torch would have NCCL refuse other types,
@@ -48,7 +49,10 @@ func Broadcast(g *Group, t tensor.Tensor, cfg *BroadcastConfig) ([]tensor.Tensor
 		if err := checkBroadcastOut(g, t, c.Out); err != nil {
 			return nil, err
 		}
-		return c.Out, g.spread(t, c.Out)
+		if err := g.spread(t, c.Out); err != nil {
+			return nil, err
+		}
+		return tensor.RetainAll(c.Out), nil
 	}
 	devs, err := g.devices(op, c.Devices)
 	if err != nil {

@@ -29,8 +29,9 @@ type GatherConfig struct {
 // the destination (torch.cuda.comm.gather), and returns it, for the caller to close.
 // The shapes are the same except along Dim. The result is of the type of the first
 // tensor, to which others are converted, and contiguous, or channels-last where all
-// tensors are. With Out the result is that. Where one kernel of the destination does not
-// copy the tensors, each is a copy of its own; NCCL takes no part.
+// tensors are. With Out the result has the memory of Out. The result owns a reference to
+// its memory: closing it does not close Out. If one kernel of the destination cannot copy
+// all tensors, Gather copies them one by one. NCCL takes no part.
 //
 // The host waits where the result is in host memory, and not otherwise.
 func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, error) {
@@ -63,7 +64,10 @@ func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, err
 		if err != nil {
 			return tensor.Tensor{}, err
 		}
-		return *c.Out, g.collect(parts, ts)
+		if err := g.collect(parts, ts); err != nil {
+			return tensor.Tensor{}, err
+		}
+		return c.Out.Retain(), nil
 	}
 	var s *stream.Stream
 	if !c.Host {

@@ -107,8 +107,9 @@ func TestLargeTensorsAreInTheOrderOfTheStreams(t *testing.T) {
 			require.NoError(t, other.WaitStream(g.Stream(1)))
 			late[1].On(other, 6*time.Millisecond)
 			require.NoError(t, tensor.Copy(other, out.x, poison.x)) // later
-			_, err := comm.Scatter(g, was.x, &comm.ScatterConfig{Dim: dim, Streams: []*stream.Stream{nil, other}, Out: []tensor.Tensor{mine.x, out.x}})
+			ys, err := comm.Scatter(g, was.x, &comm.ScatterConfig{Dim: dim, Streams: []*stream.Stream{nil, other}, Out: []tensor.Tensor{mine.x, out.x}})
 			require.NoError(t, err)
+			closing(t, ys...)
 			require.NoError(t, tensor.Copy(g.Stream(0), was.x, zero.x)) // not too early
 			half.holds(t, g, other, out.x)
 			is.along(dim, 0, is.shape[dim]/2).holds(t, g, nil, mine.x)
@@ -178,11 +179,16 @@ func TestLargeTensorsInGraph(t *testing.T) {
 			require.NoError(t, err)
 			to := []tensor.Tensor{copied, parts[1]}
 			exec, err := graph.Capture(g.Streams(), func() error {
-				if _, err := comm.Scatter(g, x.x, &comm.ScatterConfig{Dim: dim, Out: to}); err != nil {
+				ys, err := comm.Scatter(g, x.x, &comm.ScatterConfig{Dim: dim, Out: to})
+				if err != nil {
 					return err
 				}
-				_, err := comm.Gather(g, to, &comm.GatherConfig{Dim: dim, Out: &whole})
-				return err
+				closing(t, ys...)
+				y, err := comm.Gather(g, to, &comm.GatherConfig{Dim: dim, Out: &whole})
+				if err != nil {
+					return err
+				}
+				return y.Close()
 			})
 			require.NoError(t, err)
 			require.NoError(t, tensor.Copy(g.Stream(0), x.x, next.x))

@@ -33,11 +33,13 @@ type ScatterConfig struct {
 
 // Scatter enqueues copies of the chunks of t, which is on a device of the group or on
 // the host, on the devices (torch.cuda.comm.scatter), and returns them in their order.
-// A chunk for the device of t is a view of t, with a share of its own in the memory.
-// Others have the strides that torch gives copies. The caller closes all. With Out,
-// whose strides and types may be any, the results are the tensors of Out. Where one kernel
-// of the device of t does not copy the chunks, each is a copy of its own; NCCL takes no
-// part.
+// A chunk for the device of t is a view of t. Others have the strides that torch gives
+// copies. With Out, whose strides and types may be any, the results have the memory of
+// the tensors of Out. Each result owns a reference to its memory: the caller closes all
+// results, and closing a result closes neither t nor a tensor of Out.
+//
+// If one kernel of the device of t cannot copy all chunks, Scatter copies them one by
+// one. NCCL takes no part.
 func Scatter(g *Group, t tensor.Tensor, cfg *ScatterConfig) ([]tensor.Tensor, error) {
 	const op = "scatter"
 	var c ScatterConfig
@@ -190,15 +192,13 @@ func (x *scattering) enqueue() (results []tensor.Tensor, err error) {
 	if err := x.g.record(x.t); err != nil {
 		return nil, err
 	}
-	if results = x.out; results == nil {
-		if results, err = x.allocate(); err != nil {
-			return nil, err
-		}
+	if x.out != nil {
+		results = tensor.RetainAll(x.out)
+	} else if results, err = x.allocate(); err != nil {
+		return nil, err
 	}
 	if err := x.copy(results); err != nil {
-		if x.out == nil {
-			closeAll(results)
-		}
+		closeAll(results)
 		return nil, err
 	}
 	return results, nil

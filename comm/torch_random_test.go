@@ -100,6 +100,7 @@ func TestBroadcastRandom(t *testing.T) {
 				require.Equal(t, out[i].Ptr(), y.Ptr())
 				src.as(y.DType()).holds(t, g, nil, y)
 			}
+			closing(t, ys...)
 			return
 		}
 		devs := someDevices(g, r, r.IntN(6))
@@ -205,9 +206,7 @@ func TestScatterRandom(t *testing.T) {
 				require.NoError(t, g.Stream(rankOf(g, devs[i])).WaitStream(s))
 			}
 		}
-		if cfg.Out == nil {
-			closing(t, ys...)
-		}
+		closing(t, ys...)
 	})
 }
 
@@ -260,7 +259,6 @@ func TestGatherRandom(t *testing.T) {
 		}
 		if cfg.Out != nil {
 			require.Equal(t, cfg.Out.Ptr(), y.Ptr())
-			return
 		}
 		closing(t, y)
 	})

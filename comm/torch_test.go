@@ -277,13 +277,11 @@ func whatNCCLTakes(t *testing.T, direct bool) {
 		}},
 		{"to other types", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
 			out := []tensor.Tensor{sampleOf(t, g, r, 0, memory.Int32, []int{4}, false).x, sampleOf(t, g, r, 2, memory.Int16, []int{4}, false).x}
-			_, err := comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Out: out})
-			return nil, err
+			return comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Out: out})
 		}},
 		{"to tensors", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
 			out := []tensor.Tensor{sampleOf(t, g, r, 2, memory.Int16, []int{4}, false).x, sampleOf(t, g, r, 0, memory.Int16, []int{4}, false).x}
-			_, err := comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Out: out})
-			return nil, err
+			return comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Out: out})
 		}},
 		{"coalesced", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
 			yss, err := comm.BroadcastCoalesced(g, []tensor.Tensor{sampleOf(t, g, r, 0, memory.Bool, []int{4}, true).x}, nil)
@@ -637,9 +635,9 @@ func broadcastKeepsItsOutputs(t *testing.T, _ bool) {
 			out, streams = append(out, zeros(t, s, 1000)), append(streams, s)
 			require.NoError(t, g.Stream(i).WaitStream(s))
 		}
-		_, err := comm.Broadcast(g, x, &comm.BroadcastConfig{Out: out})
+		ys, err := comm.Broadcast(g, x, &comm.BroadcastConfig{Out: out})
 		require.NoError(t, err)
-		closing(t, out...)
+		closing(t, append(ys, out...)...)
 		for _, s := range streams {
 			closing(t, zeros(t, s, 1000)) // in the same memory, if that is free
 		}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"strings"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
@@ -78,18 +79,30 @@ func (p Param) String() string {
 	return fmt.Sprintf("Param(%d)", uint32(p))
 }
 
+// withArticle returns the type as messages name it: an int, a float.
+func withArticle(p Param) string {
+	name := p.String()
+	if strings.ContainsRune("aeiou", rune(name[0])) {
+		return "an " + name
+	}
+	return "a " + name
+}
+
 // An Arg is the value of one parameter.
 type Arg struct {
 	kind  Param
+	elem  memory.DType // behind a pointer; Invalid if the caller does not say
 	bits  uint64
 	bytes *byte          // of a struct
 	dev   *device.Device // of a pointer
 	err   error
 }
 
-// Ptr passes the address of x.
+// Ptr passes the address of x. If the source declares a pointer to another element type,
+// the launch returns an error. A pointer to void, and to a type that Chorus does not know,
+// takes every element type; integers of one size are one type.
 func Ptr[T memory.Element](x memory.Slice[T]) Arg {
-	return Arg{kind: Pointer, bits: uint64(x.Raw()), dev: x.Device(), err: x.Check("kernel: launch", nil)}
+	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: uint64(x.Raw()), dev: x.Device(), err: x.Check("kernel: launch", nil)}
 }
 
 // PeerPtr passes the address of x, which may be of another device than the
@@ -113,7 +126,7 @@ func PinnedPtr[T memory.Element](h *memory.Pinned[T]) Arg {
 	if len(data) == 0 {
 		return Arg{kind: Pointer, err: errors.New("pinned memory without elements, or closed")}
 	}
-	return Arg{kind: Pointer, bits: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(data))))}
+	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(data))))}
 }
 
 // Null passes a null pointer, as Ptr of the zero Slice does.

@@ -87,7 +87,7 @@ func NewElementwise(code string, cfg *ElementwiseConfig) (*Elementwise, error) {
 	if err := e.read(); err != nil {
 		return nil, fmt.Errorf("kernel: new element-wise function: %w", err)
 	}
-	handle.Init(e, &e.owner, "element-wise function")
+	handle.Init(e, &e.owner, handle.About{Kind: "element-wise function"})
 	return e, nil
 }
 

@@ -70,6 +70,53 @@ func TestLaunch(t *testing.T) {
 	})
 }
 
+// A launch compares the elements of its arguments with the source's declaration, and
+// Compile compares Params with it.
+func TestArgumentsAreAsTheSourceDeclares(t *testing.T) {
+	src := func(params ...kernel.Param) *kernel.Source {
+		return &kernel.Source{Name: "fill.cu", CUDA: `extern "C" __global__ void fill(float* x, unsigned* u, const void* any, int n) {
+	for (int i = 0; i < n; i++) x[i] = 7;
+}`, Kernels: []kernel.Def{{Name: "fill", Params: params, Go: func(c *kernel.Call) {
+			for i, x := 0, kernel.Update[float32](c, 0, int(c.Int32(3))); i < len(x); i++ {
+				x[i] = 7
+			}
+		}}}}
+	}
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		_, err := kernel.Compile(devs[0], src(kernel.Pointer, kernel.Pointer, kernel.Pointer))
+		require.ErrorContains(t, err, "fill has 4 parameters in the source, but Params has 3")
+		_, err = kernel.Compile(devs[0], src(kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.F32))
+		require.ErrorContains(t, err, `parameter 3 of fill is "int n" in the source, but Params says float`)
+		_, err = kernel.Compile(devs[0], src(kernel.I64, kernel.Pointer, kernel.Pointer, kernel.I32))
+		require.ErrorContains(t, err, `parameter 0 of fill is "float* x" in the source, but Params says long long`)
+		m, err := kernel.Compile(devs[0], src(kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.I32))
+		require.NoError(t, err)
+		defer m.Close()
+		k, err := m.Kernel("fill")
+		require.NoError(t, err)
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		floats, err := memory.MakeFrom(s, []float32{1, 2, 3, 4})
+		require.NoError(t, err)
+		defer floats.Close()
+		longs, err := memory.MakeFrom(s, []int64{1, 2})
+		require.NoError(t, err)
+		defer longs.Close()
+		ints, err := memory.MakeFrom(s, []int32{1, 2})
+		require.NoError(t, err)
+		defer ints.Close()
+		launch := func(x, u, v kernel.Arg) error { return k.Launch(s, kernel.Cover(1), x, u, v, kernel.Int32(4)) }
+		require.ErrorContains(t, launch(kernel.Ptr(longs), kernel.Ptr(ints), kernel.Ptr(longs)), `kernel: launch fill: argument 0 is memory of int64, but the source declares "float* x"`)
+		require.ErrorContains(t, launch(kernel.Ptr(floats), kernel.Ptr(floats), kernel.Null()), `argument 1 is memory of float32`)
+		require.NoError(t, launch(kernel.Ptr(floats), kernel.Ptr(ints), kernel.Ptr(longs)))
+		require.NoError(t, launch(kernel.Ptr(floats), kernel.Null(), kernel.Null()))
+		got := make([]float32, 4)
+		require.NoError(t, floats.CopyTo(s, got))
+		require.Equal(t, []float32{7, 7, 7, 7}, got)
+	})
+}
+
 // Every type of argument arrives as it was passed.
 func TestArgumentTypes(t *testing.T) {
 	const signature = `extern "C" __global__ void all(double* out, int a, long long b, unsigned c, unsigned long long d, float e, double f,
@@ -165,7 +212,7 @@ func TestLaunchChecksArguments(t *testing.T) {
 		a, n := kernel.Float32(1), kernel.Int32(4)
 		g := kernel.Cover(4)
 		require.ErrorContains(t, k.Launch(s, g, kernel.Ptr(x), kernel.Ptr(x), a), "3 arguments: want 4")
-		require.ErrorContains(t, k.Launch(s, g, kernel.Ptr(x), kernel.Ptr(x), n, a), "argument 2 is a int: want a float")
+		require.ErrorContains(t, k.Launch(s, g, kernel.Ptr(x), kernel.Ptr(x), n, a), "argument 2 is an int: want a float")
 		require.ErrorContains(t, k.Launch(s, g, kernel.Ptr(x), kernel.Ptr(far), a, n), "argument 1 is memory of")
 		require.ErrorContains(t, k.Launch(other, g, kernel.Ptr(far), kernel.Ptr(far), a, n), "use a stream of that device")
 		require.NoError(t, x.Close())

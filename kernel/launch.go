@@ -32,6 +32,7 @@ type Kernel struct {
 	name   string
 	h      cudadrv.Function
 	params []Param
+	source []declared // what the source declares for each parameter; nil if unknown
 	attrs  Attributes
 
 	mu     sync.Mutex    // guards raising shared
@@ -137,7 +138,9 @@ func (k *Kernel) check(s *stream.Stream, args []Arg) error {
 		case a.err != nil:
 			return fmt.Errorf("kernel: launch %s: argument %d: %w", k.name, i, a.err)
 		case a.kind != k.params[i]:
-			return fmt.Errorf("kernel: launch %s: argument %d is a %s: want a %s", k.name, i, a.kind, k.params[i])
+			return fmt.Errorf("kernel: launch %s: argument %d is %s: want %s", k.name, i, withArticle(a.kind), withArticle(k.params[i]))
+		case k.source != nil && !k.source[i].takes(a.elem):
+			return fmt.Errorf("kernel: launch %s: argument %d is memory of %s, but the source declares %q", k.name, i, a.elem, k.source[i].text)
 		case a.dev != nil && a.dev != k.module.dev:
 			return fmt.Errorf("kernel: launch %s on %s: argument %d is memory of %s", k.name, k.module.dev, i, a.dev)
 		}

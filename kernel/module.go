@@ -45,7 +45,7 @@ type Module struct {
 func Compile(dev *device.Device, src *Source) (*Module, error) {
 	m, err := open(dev, src)
 	if err == nil {
-		handle.Init(m, &m.owner, "kernel module")
+		handle.Init(m, &m.owner, handle.About{Kind: "kernel module", On: dev})
 	}
 	return m, err
 }
@@ -72,6 +72,7 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 	if err := src.check(); err != nil {
 		return nil, err
 	}
+	said := declarations(src.CUDA)
 	image, err := compile(dev, src)
 	if err != nil {
 		return nil, err
@@ -89,7 +90,7 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
 	}
 	for _, d := range src.Kernels {
-		k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params)}
+		k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params), source: said[d.Name]}
 		err := dev.DoRelaxed("cuModuleGetFunction", func(drv cudadrv.Driver) (r cudadrv.Result) {
 			k.h, r = drv.ModuleGetFunction(m.h, d.Name)
 			return r
@@ -108,7 +109,7 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 
 // check finds mistakes in the description of the kernels.
 func (src *Source) check() error {
-	seen := map[string]bool{}
+	seen, said := map[string]bool{}, declarations(src.CUDA)
 	for _, d := range src.Kernels {
 		switch {
 		case d.Name == "" || seen[d.Name]:
@@ -123,6 +124,9 @@ func (src *Source) check() error {
 		}
 		if n := virtual.ParamBytes(d.stood()); n > virtual.MaxParamBytes {
 			return fmt.Errorf("kernel: compile %s: the parameters of %s take %d bytes: at most %d", src.Name, d.Name, n, virtual.MaxParamBytes)
+		}
+		if err := d.compare(said); err != nil {
+			return fmt.Errorf("kernel: compile %s: %w", src.Name, err)
 		}
 		seen[d.Name] = true
 	}

@@ -86,7 +86,9 @@ func TestStructByValue(t *testing.T) {
 func TestStructsAreChecked(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, k := compiled(t, devs[0], &table)
-		x := zeros(t, s, 2)
+		x, err := memory.MakeFrom(s, make([]uint64, 1))
+		require.NoError(t, err)
+		defer x.Close()
 		for want, b := range map[string][]byte{
 			"argument 1 is a struct of 8 bytes: want a struct of 4064 bytes": make([]byte, 8),
 			"argument 1: a struct without bytes":                             nil,
@@ -94,9 +96,9 @@ func TestStructsAreChecked(t *testing.T) {
 			require.ErrorContains(t, k.Launch(s, flat(1, 1, 0), kernel.Ptr(x), kernel.Bytes(b), kernel.Uint32(5)), want)
 		}
 		require.ErrorContains(t, k.Launch(s, flat(1, 1, 0), kernel.Ptr(x), kernel.Uint64(1), kernel.Uint32(5)),
-			"argument 1 is a unsigned long long: want a struct of 4064 bytes")
+			"argument 1 is an unsigned long long: want a struct of 4064 bytes")
 		require.ErrorContains(t, k.Launch(s, flat(1, 1, 0), kernel.Ptr(x), kernel.Bytes(make([]byte, tableBytes)), kernel.Bytes(make([]byte, 4))),
-			"argument 2 is a struct of 4 bytes: want a unsigned")
+			"argument 2 is a struct of 4 bytes: want an unsigned")
 	})
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 	stand := func(*kernel.Call) {}

@@ -1,0 +1,47 @@
+package kernel
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/memory"
+)
+
+func TestDeclarations(t *testing.T) {
+	all := declarations(`
+#include <cuda_fp16.h>
+typedef struct { float a, b; } pair; // __global__ void comment(float* x)
+extern "C" __global__ void __launch_bounds__(128, 2) plain(float* y, const double *__restrict__ x, float a, unsigned long long n) {}
+extern "C" __global__ void __launch_bounds__(THREADS)
+types(void* v, pair* p, const unsigned char *b, half* h, float4* f, int64_t *l, size_t n, pair q, float x[], float z[3], int**pp, long unsigned int u,
+	const unsigned *) { if (a) { f(); } }
+extern "C" __global__ void none() {}
+extern "C" __global__ void macro(LIST(float, x)) {}
+template <typename T> __global__ void generic(Pair<T, T> x) {}
+#define MORE , int k
+extern "C" __global__ void defined(float* x, int n MORE) {}
+extern "C" __global__ void header(LINKS, float* x) {}
+#ifdef A
+extern "C" __global__ void twice(float* x) {}
+#else
+extern "C" __global__ void twice(double* x) {}
+#endif
+`)
+	require.NotContains(t, all, "comment")
+	for _, unknown := range []string{"macro", "generic", "twice", "defined", "header"} {
+		require.Nil(t, all[unknown], unknown)
+	}
+	require.Equal(t, []declared{}, all["none"])
+	require.Equal(t, []declared{
+		{"float* y", true, []memory.DType{memory.Float32}},
+		{"const double *__restrict__ x", true, []memory.DType{memory.Float64}},
+		{"float a", false, []memory.DType{memory.Float32}},
+		{"unsigned long long n", false, bytes8},
+	}, all["plain"])
+	var types [][]memory.DType
+	for _, p := range all["types"] {
+		types = append(types, p.types)
+	}
+	require.Equal(t, [][]memory.DType{nil, nil, bytes1, half, {memory.Float32}, bytes8, bytes8, nil, {memory.Float32}, nil, nil, bytes8, bytes4}, types)
+}

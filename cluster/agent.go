@@ -54,7 +54,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 		a.release()
 		return nil, err
 	}
-	handle.Init(a, &a.owner, "cluster.Agent")
+	handle.Init(a, &a.owner, handle.About{Kind: "cluster.Agent", On: handle.Name("job " + a.cfg.Job)})
 	return a, nil
 }
 

@@ -23,8 +23,8 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 2 && os.Args[1] == "worker" {
 		os.Exit(workerMain(os.Args[2]))
 	}
-	handle.OnLeak = func(kind, stack string) {
-		fmt.Fprintf(os.Stderr, "leaked %s\n%s", kind, stack)
+	handle.OnLeak = func(l handle.Leak) {
+		fmt.Fprintf(os.Stderr, "leaked %s\n%s", l, l.Stack)
 		os.Exit(99)
 	}
 	before := openFiles()

@@ -38,7 +38,7 @@ type caller interface {
 func newSession(cfg *JoinConfig, k *client, coord *coordinator, j *joining) *Session {
 	s := &Session{job: cfg.Job, source: cfg.source, me: j.members[j.rank], members: j.members,
 		timeout: cfg.Timing.Call, store: (*remote)(k), k: k, coord: coord, ctx: k.ctx, cancel: k.cancel}
-	handle.Init(s, &s.owner, "cluster.Session")
+	handle.Init(s, &s.owner, handle.About{Kind: "cluster.Session", On: handle.Name("job " + cfg.Job)})
 	return s
 }
 
@@ -48,7 +48,7 @@ func newSoloSession(cfg *JoinConfig) *Session {
 	s := &Session{job: cfg.Job, source: cfg.source, me: me, members: []Member{me},
 		timeout: cfg.Timing.Call, store: &solo{engine: newEngine(1)}}
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
-	handle.Init(s, &s.owner, "cluster.Session")
+	handle.Init(s, &s.owner, handle.About{Kind: "cluster.Session", On: handle.Name("job " + cfg.Job)})
 	return s
 }
 

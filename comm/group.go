@@ -51,7 +51,7 @@ func newGroup(comms []*nccl.Communicator, cfg *Config) (*Group, error) {
 		}
 		g.members = append(g.members, member{comm: c, stream: s})
 	}
-	handle.Init(g, &g.owner, "group")
+	handle.Init(g, &g.owner, handle.About{Kind: "group", On: g.Device(0)})
 	return g, nil
 }
 

@@ -71,7 +71,7 @@ func NewReducer[T memory.Element](g *Group, cfg *ReducerConfig, grads ...[]memor
 		r.grads = append(r.grads, slices.Clone(list))
 	}
 	r.queue = newQueue(g, r, len(grads[0]))
-	handle.Init(r, &r.owner, "reducer")
+	handle.Init(r, &r.owner, handle.About{Kind: "reducer", On: g.Device(0)})
 	if c.FindUnused || c.StaticGraph {
 		r.census, err = newCensus[T](g, len(grads[0]))
 	}

@@ -99,7 +99,7 @@ func NewSharder[T memory.Element](g *Group, cfg *ShardConfig, lens ...int) (*Sha
 	}
 	sh := &Sharder[T]{g: g, op: *c.Op}
 	sh.queue = newQueue(g, sh, len(lens))
-	handle.Init(sh, &sh.owner, "sharder")
+	handle.Init(sh, &sh.owner, handle.About{Kind: "sharder", On: g.Device(0)})
 	if err := sh.open(split[T](lens, backwards(len(lens)), c.FirstBucketBytes, c.BucketBytes), lens); err != nil {
 		return nil, errors.Join(fmt.Errorf("comm: %s: %w", op, err), sh.Close())
 	}

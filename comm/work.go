@@ -49,7 +49,7 @@ func Start(g *Group, fn func() error, owned ...io.Closer) (_ *Work, err error) {
 	if err := w.start(fn); err != nil {
 		return nil, err
 	}
-	handle.Init(w, &w.owner, "work")
+	handle.Init(w, &w.owner, handle.About{Kind: "work", On: g.Device(0), Frequent: true})
 	started = true
 	return w, nil
 }

@@ -12,6 +12,8 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
@@ -64,6 +66,11 @@ func NewSystem(cfg *SystemConfig) (*System, error) {
 		Multiprocessors: c.VirtualMultiprocessors, NCCL: c.VirtualNCCL, PCIe: c.VirtualPCIe})
 	if err != nil {
 		return nil, fmt.Errorf("device: %w", err)
+	}
+	if stacks, err := env.LeakStacks.OneOf("yes", "no"); err != nil {
+		return nil, fmt.Errorf("device: %w", err)
+	} else if stacks == "yes" {
+		handle.Trace.Store(true)
 	}
 	s := &System{sys: b}
 	n, r := b.Driver.DeviceGetCount()

@@ -95,7 +95,7 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 	if err := f.start(flag); err != nil {
 		return nil, f.fail(op, err)
 	}
-	handle.Init(f, &f.owner, "file")
+	handle.Init(f, &f.owner, handle.About{Kind: "file", On: handle.Name(f.path)})
 	return f, nil
 }
 

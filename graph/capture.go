@@ -167,7 +167,7 @@ func Begin(s *stream.Stream, cfg *Config) (*Recording, error) {
 	if err := r.begin(mode, c.Pool); err != nil {
 		return nil, fmt.Errorf("graph: begin to capture %s on %s: %w", r.exec, s, err)
 	}
-	handle.Init(r, &r.owner, "graph recording")
+	handle.Init(r, &r.owner, handle.About{Kind: "graph recording", On: s.Device()})
 	return r, nil
 }
 

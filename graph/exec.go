@@ -243,7 +243,7 @@ func (x *Exec) instantiate() error {
 }
 
 func (x *Exec) ready() {
-	handle.Init(x, &x.owner, "graph")
+	handle.Init(x, &x.owner, handle.About{Kind: "graph", On: x.dev})
 	x.capturing.Store(false)
 }
 

@@ -56,7 +56,7 @@ func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
 		return nil, errors.Join(err, s.Release())
 	}
 	b.ptr, b.by, b.captured = cudadrv.DevicePtr(g.addr), g.by, g.captured
-	handle.Init(b, &b.owner, "buffer")
+	handle.Init(b, &b.owner, handle.About{Kind: "buffer", On: s.Device(), Bytes: bytes, Frequent: true})
 	return b, nil
 }
 

@@ -139,7 +139,7 @@ func openIPC[T Element](s *stream.Stream, h IPCHandle, op string) (Slice[T], err
 	if err := ipcOf(s.Device()).open(s, &h, b); err != nil {
 		return Slice[T]{}, fmt.Errorf("%s of process %d: %w", op, h.PID, errors.Join(err, s.Release()))
 	}
-	handle.Init(b, &b.owner, "memory of another process")
+	handle.Init(b, &b.owner, handle.About{Kind: "memory of another process", On: s.Device(), Bytes: h.Bytes})
 	return Slice[T]{buf: b, n: h.Bytes / sizeOf[T](), root: true}, nil
 }
 

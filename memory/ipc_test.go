@@ -76,7 +76,7 @@ func plainSlice(t testing.TB, s *stream.Stream, n int, freed *atomic.Int32) Slic
 func foreignSlice(t testing.TB, s *stream.Stream, p cudadrv.DevicePtr, n int, free func() error) Slice[int32] {
 	b := &Buffer{stream: s, ptr: p, bytes: uintptr(4 * n), foreign: free}
 	require.True(t, s.Retain())
-	handle.Init(b, &b.owner, "buffer")
+	handle.Init(b, &b.owner, handle.About{Kind: "buffer"})
 	return Slice[int32]{buf: b, n: n, root: true}
 }
 

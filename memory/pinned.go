@@ -42,7 +42,7 @@ func MakePinned[T Element](dev *device.Device, n int) (*Pinned[T], error) {
 		}
 		h.p, h.lease = b.ptr, l
 	}
-	handle.Init(h, &h.owner, "pinned host memory")
+	handle.Init(h, &h.owner, handle.About{Kind: "pinned host memory", On: dev, Bytes: n * size, Frequent: true})
 	return h, nil
 }
 

@@ -44,7 +44,7 @@ func PinSlice[T Element](dev *device.Device, s []T) (*Pinned[T], error) {
 		return nil, fmt.Errorf("memory: pin slice of %d bytes at %#x: %w", r.bytes, uintptr(r.p), err)
 	}
 	h := &Pinned[T]{lease: &hostLease{}, p: r.p, n: len(s), pin: r}
-	handle.Init(h, &h.owner, "pinned slice")
+	handle.Init(h, &h.owner, handle.About{Kind: "pinned slice", On: dev, Bytes: int(r.bytes)})
 	return h, nil
 }
 

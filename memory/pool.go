@@ -60,7 +60,7 @@ func NewPool(cfg *PoolConfig) *Pool {
 	if cfg != nil {
 		p.cfg = *cfg
 	}
-	handle.Init(p, &p.owner, "memory pool")
+	handle.Init(p, &p.owner, handle.About{Kind: "memory pool"})
 	return p
 }
 

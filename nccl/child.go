@@ -207,7 +207,7 @@ func (c *Communicator) join(key string) error {
 	}
 	c.rec.rank, c.rec.size = c.rank, c.size
 	c.enterClique(key)
-	handle.Init(c, &c.owner, "nccl communicator")
+	handle.Init(c, &c.owner, handle.About{Kind: "nccl communicator", On: c.dev})
 	return nil
 }
 

@@ -97,7 +97,7 @@ func (c *Communicator) newPreMulSum(t memory.DType, scalar unsafe.Pointer, resid
 		return nil, err
 	}
 	c.sums.Store(Op(p.op), t)
-	handle.Init(p, &p.owner, "pre-multiplied sum")
+	handle.Init(p, &p.owner, handle.About{Kind: "pre-multiplied sum", On: c.dev})
 	return p, nil
 }
 

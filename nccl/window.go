@@ -75,7 +75,7 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 			w.span = &span{x.Raw(), x.Raw() + cudadrv.DevicePtr(bytes)}
 			c.addSpan(*w.span)
 		}
-		handle.Init(w, &w.owner, "nccl window")
+		handle.Init(w, &w.owner, handle.About{Kind: "nccl window", On: c.dev, Bytes: bytes})
 		return w, nil
 	case <-ctx.Done():
 		return nil, fmt.Errorf("nccl: %s on rank %d of %d (%s): gave up after %v, other ranks have not come: %w",
@@ -248,7 +248,7 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	if err != nil {
 		return nil, err
 	}
-	handle.Init(r, &r.owner, "nccl registration")
+	handle.Init(r, &r.owner, handle.About{Kind: "nccl registration", On: c.dev, Bytes: x.Bytes()})
 	return r, nil
 }
 

@@ -74,6 +74,6 @@ func External(dev *device.Device, cuStream uintptr) (*Stream, error) {
 			op, cuStream, dev, device.ErrorInvalidContext)
 	}
 	s.refs.Store(1)
-	handle.Init(s, &s.owner, "external stream")
+	handle.Init(s, &s.owner, handle.About{Kind: "external stream", On: dev})
 	return s, nil
 }

@@ -76,7 +76,7 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 	if err != nil {
 		return nil, fmt.Errorf("stream: new event: %w", err)
 	}
-	handle.Init(e, &e.owner, "event")
+	handle.Init(e, &e.owner, handle.About{Kind: "event", On: dev, Frequent: true})
 	return e, nil
 }
 

@@ -57,6 +57,6 @@ func OpenEvent(dev *device.Device, h EventHandle) (*Event, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", op, err)
 	}
-	handle.Init(e, &e.owner, "event")
+	handle.Init(e, &e.owner, handle.About{Kind: "event", On: dev, Frequent: true})
 	return e, nil
 }

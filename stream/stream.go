@@ -68,7 +68,7 @@ func New(dev *device.Device, cfg *Config) (*Stream, error) {
 	if err != nil {
 		return nil, err
 	}
-	handle.Init(s, &s.owner, "stream")
+	handle.Init(s, &s.owner, handle.About{Kind: "stream", On: dev})
 	return s, nil
 }
 

@@ -63,7 +63,7 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange Excha
 		return nil, errors.Join(r.errorf("open", "%w", err), r.free())
 	}
 	r.arm()
-	handle.Init(r, &r.owner, "rank of a fabric")
+	handle.Init(r, &r.owner, handle.About{Kind: "rank of a fabric", On: r.dev})
 	if err := r.tryLines(ctx, s, exchange); err != nil {
 		return nil, errors.Join(r.errorf("open", "%w", err), r.Close())
 	}

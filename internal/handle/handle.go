@@ -1,28 +1,30 @@
-// Package handle gives everything that can be closed one lifetime rule: Close
-// is explicit and idempotent, and an object that becomes unreachable while it
-// is open is reported, never freed behind its owner's back.
+// Package handle gives every object that can be closed one lifetime rule: Close is
+// explicit and idempotent. If an object becomes unreachable while it is open, the package
+// reports it and frees nothing.
 package handle
 
 import (
 	"fmt"
-	"log/slog"
 	"runtime"
-	"strings"
-	"sync"
 	"sync/atomic"
 )
 
-// OnLeak is called, once per object, when an open object becomes unreachable.
-// It must not be changed while objects are alive; tests set it at their start.
-var OnLeak = warnOncePerKind
+// About says what an object is, for the report of its leak.
+type About struct {
+	Kind  string       // such as "stream"
+	On    fmt.Stringer // its device, group or session; nil if it has none
+	Bytes int          // of memory that it owns; 0 if it owns none
+	// Frequent objects are made so often that recording the place of each would cost
+	// too much: only with Trace does their report have one.
+	Frequent bool
+}
 
-// Trace turns on creation stacks; only tests set it.
-var Trace atomic.Bool
-
+// A state is what outlives the object. It has 48 bytes, one size class of the allocator.
 type state struct {
 	kind   string
-	closed atomic.Bool
-	pcs    []uintptr
+	on     fmt.Stringer
+	place  *place        // nil if it was not recorded
+	closed atomic.Uint64 // in the lowest bit; the bytes are above it
 }
 
 // An Owner is embedded in a closable object. It must not be copied.
@@ -32,11 +34,11 @@ type Owner struct {
 }
 
 // Init arms leak reporting for obj, whose embedded Owner is o.
-func Init[T any](obj *T, o *Owner, kind string) {
-	st := &state{kind: kind}
-	if Trace.Load() {
-		st.pcs = make([]uintptr, 16)
-		st.pcs = st.pcs[:runtime.Callers(3, st.pcs)]
+func Init[T any](obj *T, o *Owner, a About) {
+	st := &state{kind: a.Kind, on: a.On}
+	st.closed.Store(uint64(a.Bytes) << 1)
+	if !a.Frequent || Trace.Load() {
+		st.place = here()
 	}
 	o.st = st
 	// The cleanup gets the separate state and not obj: a closure over obj would
@@ -44,44 +46,15 @@ func Init[T any](obj *T, o *Owner, kind string) {
 	runtime.AddCleanup(obj, report, st)
 }
 
-// InitForever arms the owner of an object that lives as long as what it belongs
-// to. Nobody has to close it, and it is never reported.
+// InitForever arms the owner of an object that lives as long as the object that it
+// belongs to. Nobody has to close it, and it is never reported.
 func InitForever(o *Owner) { o.st = &state{} }
 
-func report(st *state) {
-	if !st.closed.Load() {
-		OnLeak(st.kind, stack(st.pcs))
-	}
-}
-
 // Close marks the object closed and reports whether this call was the first.
-func (o *Owner) Close() bool { return o.st != nil && o.st.closed.CompareAndSwap(false, true) }
+func (o *Owner) Close() bool { return o.st != nil && o.st.closed.Or(1)&1 == 0 }
 
 // Closed reports whether Close was called, or Init never was.
-func (o *Owner) Closed() bool { return o.st == nil || o.st.closed.Load() }
-
-func stack(pcs []uintptr) string {
-	if len(pcs) == 0 {
-		return ""
-	}
-	var b strings.Builder
-	for fr := runtime.CallersFrames(pcs); ; {
-		f, more := fr.Next()
-		fmt.Fprintf(&b, "\t%s\n\t\t%s:%d\n", f.Function, f.File, f.Line)
-		if !more {
-			return b.String()
-		}
-	}
-}
-
-var warned sync.Map
-
-// warnOncePerKind is the OnLeak of programs: a leak in a loop is one line.
-func warnOncePerKind(kind, _ string) {
-	if _, seen := warned.LoadOrStore(kind, true); !seen {
-		slog.Warn("chorus: a " + kind + " became unreachable without Close; what it owns is not freed")
-	}
-}
+func (o *Owner) Closed() bool { return o.st == nil || o.st.closed.Load()&1 == 1 }
 
 type noCopy struct{}
 

@@ -2,7 +2,6 @@ package handle
 
 import (
 	"runtime"
-	"strings"
 	"testing"
 	"time"
 
@@ -18,38 +17,56 @@ func TestCloseOnce(t *testing.T) {
 	x := &thing{}
 	require.True(t, x.owner.Closed(), "before Init nothing is open")
 	require.False(t, x.owner.Close())
-	Init(x, &x.owner, "thing")
+	Init(x, &x.owner, About{Kind: "thing"})
 	require.False(t, x.owner.Closed())
 	require.True(t, x.owner.Close())
 	require.False(t, x.owner.Close())
 	require.True(t, x.owner.Closed())
 }
 
-func TestLeakIsReportedWithItsStack(t *testing.T) {
+// A report names kind, size, device and place. The place of frequent objects is recorded
+// only with Trace.
+func TestLeaksAreReported(t *testing.T) {
+	for _, traced := range []bool{false, true} {
+		got := leaks(t, traced, func() {
+			open, closed, frequent := &thing{}, &thing{}, &thing{}
+			Init(open, &open.owner, About{Kind: "open thing", On: Name("board 3")})
+			Init(closed, &closed.owner, About{Kind: "closed thing"})
+			Init(frequent, &frequent.owner, About{Kind: "frequent thing", Bytes: 4096, On: Name("board 4"), Frequent: true})
+			closed.owner.Close()
+		}, 2)
+		require.Equal(t, "open thing on board 3", got["open thing"].String())
+		require.Contains(t, got["open thing"].Stack, "TestLeaksAreReported")
+		require.Equal(t, "frequent thing of 4096 bytes on board 4", got["frequent thing"].String())
+		if traced {
+			require.Contains(t, got["frequent thing"].Stack, "TestLeaksAreReported")
+		} else {
+			require.Empty(t, got["frequent thing"].Stack)
+		}
+	}
+}
+
+// leaks runs fn and returns the n leaks that follow, by kind.
+func leaks(t *testing.T, traced bool, fn func(), n int) map[string]Leak {
 	old := OnLeak
-	leaks := make(chan string, 2)
-	OnLeak = func(kind, stack string) { leaks <- kind + "\n" + stack }
-	Trace.Store(true)
+	reports := make(chan Leak, n+1)
+	OnLeak = func(l Leak) { reports <- l }
+	Trace.Store(traced)
 	defer func() { OnLeak = old; Trace.Store(false) }()
-	func() {
-		open, closed := &thing{}, &thing{}
-		Init(open, &open.owner, "open thing")
-		Init(closed, &closed.owner, "closed thing")
-		closed.owner.Close()
-	}()
+	fn()
+	all := map[string]Leak{}
 	deadline := time.After(20 * time.Second)
-	for {
+	for len(all) < n {
 		runtime.GC()
 		select {
-		case l := <-leaks:
-			require.True(t, strings.HasPrefix(l, "open thing\n"), l)
-			require.Contains(t, l, "TestLeakIsReportedWithItsStack")
-			require.Empty(t, leaks)
-			return
+		case l := <-reports:
+			all[l.Kind] = l
 		case <-deadline:
-			t.Fatal("no report")
+			t.Fatalf("only %d of %d reports", len(all), n)
 		default:
 			runtime.Gosched()
 		}
 	}
+	require.Empty(t, reports)
+	return all
 }

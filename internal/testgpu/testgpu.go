@@ -100,10 +100,10 @@ func Main(m *testing.M) {
 	var mu sync.Mutex
 	var leaks []string
 	handle.Trace.Store(true)
-	handle.OnLeak = func(kind, stack string) {
+	handle.OnLeak = func(l handle.Leak) {
 		mu.Lock()
 		defer mu.Unlock()
-		leaks = append(leaks, fmt.Sprintf("a %s was not closed; it was made by\n%s", kind, stack))
+		leaks = append(leaks, fmt.Sprintf("%s: not closed; it was made by\n%s", l, l.Stack))
 	}
 	code := m.Run()
 	for range 3 { // a cleanup may make other objects unreachable

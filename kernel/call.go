@@ -85,6 +85,24 @@ func UpdateAt[T memory.Element](c *Call, i, at, n int) []T {
 	return virtual.WriteOf[T](c.k, address[T](c, i, at), n)
 }
 
+// Steps is one dimension of a strided layout: N elements, Step elements from one to the
+// next. Step is 0 or more.
+type Steps = virtual.Steps
+
+// ReadStrided returns the memory at the pointer that is argument i from the first element
+// of a layout to its last one. The kernel reads the elements of the layout and must leave
+// the elements between them alone: other streams may write those meanwhile. Each element
+// of the layout is width Ts, and a Step counts Ts. Without dimensions the layout has one
+// element.
+func ReadStrided[T memory.Element](c *Call, i, width int, dims ...Steps) []T {
+	return virtual.StridedOf[T](c.k, c.k.Ptr(i), width, dims, false)
+}
+
+// UpdateStrided is ReadStrided of elements to be read and written.
+func UpdateStrided[T memory.Element](c *Call, i, width int, dims ...Steps) []T {
+	return virtual.StridedOf[T](c.k, c.k.Ptr(i), width, dims, true)
+}
+
 // ReadAddress is Read at an address that a struct has, as Bytes returns it.
 func ReadAddress[T memory.Element](c *Call, p uint64, n int) []T {
 	return virtual.ReadOf[T](c.k, cudadrv.DevicePtr(p), n)

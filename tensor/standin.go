@@ -22,16 +22,28 @@ func given(c *kernel.Call) []loop {
 	return loops
 }
 
+// sides returns the layouts of the destination and of the source, for elements that are a
+// number of words wide.
+func sides(loops []loop, width int) (dst, src []kernel.Steps) {
+	for _, l := range loops {
+		dst, src = append(dst, kernel.Steps{N: l.n, Step: l.dst * width}), append(src, kernel.Steps{N: l.n, Step: l.src * width})
+	}
+	return dst, src
+}
+
 // standInCopy stands in for the copy of elements that are a number of Ws wide.
 func standInCopy[W memory.Element](width int) func(*kernel.Call) {
 	return func(c *kernel.Call) {
-		runs(given(c), func(r run) {
+		loops := given(c)
+		dst, src := sides(loops, width)
+		from, to := kernel.ReadStrided[W](c, 1, width, src...), kernel.UpdateStrided[W](c, 0, width, dst...)
+		runs(loops, func(r run) {
 			if r.dstStep == 1 && r.srcStep == 1 {
-				copy(kernel.UpdateAt[W](c, 0, r.dst*width, r.n*width), kernel.ReadAt[W](c, 1, r.src*width, r.n*width))
+				copy(to[r.dst*width:][:r.n*width], from[r.src*width:])
 				return
 			}
 			for i := range r.n {
-				copy(kernel.UpdateAt[W](c, 0, (r.dst+i*r.dstStep)*width, width), kernel.ReadAt[W](c, 1, (r.src+i*r.srcStep)*width, width))
+				copy(to[(r.dst+i*r.dstStep)*width:][:width], from[(r.src+i*r.srcStep)*width:])
 			}
 		})
 	}
@@ -40,20 +52,13 @@ func standInCopy[W memory.Element](width int) func(*kernel.Call) {
 // standInConvert stands in for the conversion.
 func standInConvert(c *kernel.Call) {
 	to, from := memory.DType(c.Uint32(4+3*maxLoops)), memory.DType(c.Uint32(5+3*maxLoops))
-	convert := func(dst, src, n int) {
-		x := kernel.ReadAt[uint8](c, 1, src*from.Size(), n*from.Size())
-		y := kernel.UpdateAt[uint8](c, 0, dst*to.Size(), n*to.Size())
-		for i := range n {
-			element.Store(to, y, i, element.Load(from, x, i))
-		}
-	}
-	runs(given(c), func(r run) {
-		if r.dstStep == 1 && r.srcStep == 1 {
-			convert(r.dst, r.src, r.n)
-			return
-		}
+	loops := given(c)
+	dst, _ := sides(loops, to.Size())
+	_, src := sides(loops, from.Size())
+	x, y := kernel.ReadStrided[uint8](c, 1, from.Size(), src...), kernel.UpdateStrided[uint8](c, 0, to.Size(), dst...)
+	runs(loops, func(r run) {
 		for i := range r.n {
-			convert(r.dst+i*r.dstStep, r.src+i*r.srcStep, 1)
+			element.Store(to, y, r.dst+i*r.dstStep, element.Load(from, x, r.src+i*r.srcStep))
 		}
 	})
 }

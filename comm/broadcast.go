@@ -25,9 +25,9 @@ type BroadcastConfig struct {
 // Each result owns a reference to its memory: the caller closes all results, and
 // closing a result closes neither t nor a tensor of Out.
 //
-// To one other device that is a copy. To more, where one kernel does not, NCCL copies if there is one
-// contiguous tensor of one type on each device of the group. Where torch would have NCCL refuse other types,
-// they are converted.
+// For one other device, Broadcast enqueues a copy. For more devices it launches one kernel,
+// or NCCL's broadcast if each device of the group has one contiguous tensor of the same
+// type. Broadcast converts between types, which torch leaves to NCCL to refuse.
 func Broadcast(g *Group, t tensor.Tensor, cfg *BroadcastConfig) ([]tensor.Tensor, error) {
 	const op = "broadcast"
 	var c BroadcastConfig

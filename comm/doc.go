@@ -17,6 +17,8 @@
 //	dev, err := device.Open(sess.LocalRank())
 //	g, err := comm.Join(ctx, sess, dev)
 //
+// The names of other libraries:
+//
 //	CUDA, NCCL, PyTorch            here
 //	ncclComm_t, process group      Group
 //	ncclCommInitAll                Local

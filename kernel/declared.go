@@ -9,9 +9,9 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// A declared parameter is what the CUDA source says about a parameter of a kernel.
+// A declared parameter is the CUDA source's declaration of a parameter of a kernel.
 type declared struct {
-	text    string         // as written, for messages
+	text    string         // as the source has it, for messages
 	pointer bool           // one level of indirection
 	types   []memory.DType // of the number, or of the elements behind the pointer; nil if unknown
 }
@@ -102,7 +102,7 @@ func parameters(list string) []declared {
 	return ps
 }
 
-// qualifiers do not change what a parameter is.
+// qualifiers do not change the type of a parameter.
 var qualifiers = []string{"const", "volatile", "restrict", "__restrict__", "__restrict", "__grid_constant__", "std", "cuda"}
 
 func parameterOf(text string) declared {

@@ -4,7 +4,7 @@
 //	x, err := tensor.Make(s, memory.Float32, 64, 128) // 64 rows of 128
 //	defer x.Close()
 //	half, err := x.Narrow(1, 0, 64)                   // the first 64 columns, no copy
-//	y, err := tensor.Make(s, memory.BFloat16, 64, 64)
+//	y, err := tensor.Make(s, memory.BFloat16T, 64, 64)
 //	err = tensor.Copy(s, y, half)                     // packed and rounded, on s
 //	err = tensor.MatMul(s, c, a, b.T(), nil)          // c = a·bᵀ
 //

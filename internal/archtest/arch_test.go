@@ -185,8 +185,8 @@ func moduleOf(imp string) string {
 	return imp
 }
 
-// list asks the go command for the packages of the module.
-func list(t *testing.T) []pkg {
+// needSource skips a test that reads the source, where there is none.
+func needSource(t *testing.T) {
 	t.Helper()
 	if _, err := exec.LookPath("go"); err != nil {
 		t.Skip("no go command here: ", err)
@@ -194,6 +194,12 @@ func list(t *testing.T) []pkg {
 	if _, err := os.Stat("doc.go"); err != nil {
 		t.Skip("no source here: ", err)
 	}
+}
+
+// list asks the go command for the packages of the module.
+func list(t *testing.T) []pkg {
+	t.Helper()
+	needSource(t)
 	cmd := exec.Command("go", "list", "-json=ImportPath,Name,Doc,GoFiles,Imports,TestImports,XTestImports", module+"/...")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=1") // internal/nvml needs it
 	var stderr bytes.Buffer

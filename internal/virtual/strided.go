@@ -13,8 +13,8 @@ import (
 // from one to the next.
 type Steps struct{ N, Step int }
 
-// StridedOf is ReadOf, or WriteOf, for the elements of a layout of which the first is at p.
-// Each is width Ts. It returns the memory from the first element to the last one, and
+// StridedOf is ReadOf, or WriteOf, for the elements of a layout. The first element is at p,
+// and each element is width Ts. It returns the memory from the first element to the last one, and
 // records only the elements of the layout: the kernel must not touch others.
 //
 // The record is of runs of neighbours, in the order of their addresses: a transposed

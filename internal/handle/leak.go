@@ -89,9 +89,9 @@ func warnOncePerKind(l Leak) {
 	if _, seen := warned.LoadOrStore(l.Kind, true); seen {
 		return
 	}
-	made := "set CHORUS_LEAK_STACKS=yes to see where it was made"
+	made := "set CHORUS_LEAK_STACKS=yes to see its creation"
 	if l.Stack != "" {
-		made = "it was made by\n" + l.Stack
+		made = "created by\n" + l.Stack
 	}
-	slog.Warn(fmt.Sprintf("chorus: a %s became unreachable without Close, so its resources are not freed (other leaks of a %s are not reported); %s", l, l.Kind, made))
+	slog.Warn(fmt.Sprintf("chorus: leak: %s became unreachable before Close, so its resources are not freed; later leaks of this kind are not reported; %s", l, made))
 }

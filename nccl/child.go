@@ -65,6 +65,8 @@ func (c *Communicator) Shrink(ctx context.Context, mode ShrinkMode, exclude []in
 	}
 	if mode == ShrinkAbort && c != nil && !c.over() {
 		c.forgive()
+		c.lastLook()
+		c.endNow("aborted the communicator's operations by Shrink", true)
 	}
 	return c.child(ctx, f, cfg, func(nth int) string { return fmt.Sprintf("shrink%d%v", nth, exclude) },
 		func(out *ncclapi.Comm, raw *ncclapi.Config) ncclapi.Result {
@@ -156,6 +158,9 @@ func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, l
 	if err != nil {
 		return nil, err
 	}
+	if c.shares(f) && c.flag.by.Load() == nil {
+		k.flag = c.flag
+	}
 	if inherited {
 		raw = nil // NCCL takes the parent's
 	}
@@ -177,6 +182,20 @@ func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, l
 	return k.start(ctx, name, c.clique.key+"/"+said, func() ncclapi.Result {
 		return create(k.h, raw)
 	})
+}
+
+// shares reports whether children that f makes have NCCL's resources of c, and its abort flag.
+func (c *Communicator) shares(f ncclapi.Func) bool {
+	s := c.settings
+	switch {
+	case s == nil:
+		return false
+	case f == ncclapi.FuncCommSplit:
+		return s.SplitShare != nil && *s.SplitShare
+	case f == ncclapi.FuncCommShrink:
+		return s.ShrinkShare != nil && *s.ShrinkShare
+	}
+	return false
 }
 
 // parent says why nothing can be made from c.
@@ -206,6 +225,9 @@ func (c *Communicator) join(key string) error {
 		*ask.to = int(v)
 	}
 	c.rec.rank, c.rec.size = c.rank, c.size
+	if c.size == 1 {
+		c.rec.apart()
+	}
 	c.enterClique(key)
 	handle.Init(c, &c.owner, handle.About{Kind: "nccl communicator", On: c.dev})
 	return nil
@@ -224,12 +246,15 @@ func (c *Communicator) Revoke() error {
 	if err := c.needs(ncclapi.FuncCommRevoke); err != nil {
 		return err
 	}
+	c.lastLook()
 	settled := make(chan struct{})
 	close(settled)
 	why := fmt.Errorf("nccl: rank %d of %d (%s): %w", c.rank, c.size, c.dev, ErrRevoked)
 	if !c.failed.CompareAndSwap(nil, &failure{first: why, err: why, settled: settled}) {
 		return c.usable(name)
 	}
+	c.rec.cut(Aborted)
+	c.flag.by.CompareAndSwap(nil, &closing{how: "revoked a communicator", at: time.Now()})
 	c.life.RLock()
 	defer c.life.RUnlock()
 	if c.over() {

@@ -38,15 +38,17 @@ type Communicator struct {
 	forgiven    atomic.Bool // it has failed, and may still be a parent
 	children    int         // guarded by mu
 
-	mu     sync.Mutex   // held by the call that is in NCCL
-	life   sync.RWMutex // held for reading while Err is in NCCL
-	failed atomic.Pointer[failure]
-	ending chan struct{} // closed when the end begins
-	ended  chan struct{} // and when it is done
-	left   atomic.Pointer[leftAlone]
-	holds  holds
-	pools  pools
-	sums   sync.Map // the memory.DType of each open PreMulSum, by Op
+	mu      sync.Mutex   // held by the call that is in NCCL
+	life    sync.RWMutex // held for reading while Err is in NCCL
+	failed  atomic.Pointer[failure]
+	closing atomic.Pointer[closing] // how this process ends it
+	flag    *abortFlag
+	ending  chan struct{} // closed when the end begins
+	ended   chan struct{} // and when it is done
+	left    atomic.Pointer[leftAlone]
+	holds   holds
+	pools   pools
+	sums    sync.Map // the memory.DType of each open PreMulSum, by Op
 
 	substitute atomic.Pointer[substitution]
 
@@ -145,7 +147,7 @@ func prepare(dev *device.Device, rank, size int, cfg *Config) (*Communicator, *n
 	}
 	c := &Communicator{
 		api: api, dev: dev, rank: rank, size: size, version: v, number: made.Add(1), h: new(ncclapi.Comm),
-		ending: make(chan struct{}), ended: make(chan struct{}),
+		ending: make(chan struct{}), ended: make(chan struct{}), flag: new(abortFlag),
 	}
 	c.look, c.marks.dev = c.watch, dev
 	setClock()
@@ -194,31 +196,42 @@ func (c *Communicator) Device() *device.Device { return c.dev }
 // Version returns the version of the loaded NCCL, such as "2.28.3".
 func (c *Communicator) Version() string { return ncclapi.VersionText(c.version) }
 
-// Wait waits until everything enqueued on s has completed, like s.Sync, and
-// ends early with the error when an operation of the communicator fails. When
+// Wait waits until everything enqueued on s has completed, like s.Sync. nil means that
+// the operations of c on s have completed: not only that s has passed them, which
+// it also does when they are aborted. Wait ends early with the
+// error when the communicator fails, and when this process aborts or closes it while
+// operations are not known to have completed; the latter error matches device.ErrClosed. When
 // ctx ends it returns the cause; the operations go on, until Close.
 func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
+	if c == nil {
+		return c.closed("wait")
+	}
 	if err := RefuseGroup("nccl: wait"); err != nil {
 		return err
 	}
+	if err := s.Check("nccl: wait", c.dev); err != nil {
+		return err
+	}
 	begun := time.Now()
-	last := c.rec.lastOn(s)
+	last := c.Point(s)
 	err := poll.Until(ctx, func() (bool, error) {
 		done, err := s.Query()
 		if err != nil || done {
 			return done, err
 		}
-		return false, c.Err()
+		return false, last.Hopeless()
 	})
-	if err != nil && ctx.Err() != nil && c.failed.Load() == nil {
+	if err != nil && ctx.Err() != nil {
+		if why := last.Hopeless(); why != nil {
+			return why
+		}
 		return fmt.Errorf("nccl: wait on rank %d of %d (%s): gave up after %v: %w",
 			c.rank, c.size, c.dev, time.Since(begun).Round(time.Millisecond), err)
 	}
 	if err == nil {
-		c.rec.complete(last)
-		return c.Err()
+		err = last.Passed()
 	}
-	return err
+	return cmp.Or(err, c.Err())
 }
 
 // Abort ends the communicator and everything that is in flight on it, on this
@@ -230,9 +243,16 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 // operations of c are closed with it; if one is being captured, all this happens
 // when the capture ends, which then fails, unless an operation is blocked in it. Where NCCL
 // was left alone later calls return that error too.
-func (c *Communicator) Abort() error {
+func (c *Communicator) Abort() error { return c.abortAs("aborted the communicator") }
+
+// abortAs is Abort, and notes what this process calls it.
+func (c *Communicator) abortAs(how string) error {
 	if c == nil || !c.closeGraphs() && !c.blocked() {
 		return nil
+	}
+	if !c.over() {
+		c.lastLook()
+		c.endNow(how, true)
 	}
 	if !c.owner.Close() {
 		c.awaitEnd()
@@ -247,14 +267,14 @@ func (c *Communicator) Abort() error {
 	c.abortSubstitute()
 	done := make(chan ncclapi.Result, 1)
 	go func() { done <- c.abort() }()
-	patience := time.NewTimer(abortPatience)
+	patience := time.NewTimer(abortPatience())
 	defer patience.Stop()
 	select {
 	case r := <-done:
 		return c.fail("ncclCommAbort", r)
 	case <-patience.C:
 		e := &leftAlone{fmt.Sprintf("nccl: ncclCommAbort on rank %d of %d (%s): it has not returned after %v and is left alone: end the process",
-			c.rank, c.size, c.dev, abortPatience)}
+			c.rank, c.size, c.dev, abortPatience())}
 		c.left.Store(e)
 		return e
 	}
@@ -278,7 +298,7 @@ func (c *Communicator) abort() ncclapi.Result {
 		return r
 	}
 	r := c.api.CommAbort(*c.h)
-	if poll.UntilNoLaterThan(abortPatience/2, c.mu.TryLock) {
+	if poll.UntilNoLaterThan(abortPatience()/2, c.mu.TryLock) {
 		defer c.mu.Unlock()
 	}
 	c.life.Lock()
@@ -322,14 +342,22 @@ func (c *Communicator) blocked() bool {
 }
 
 // abortPatience is how long an abort may take. Tests have less, or more.
-var abortPatience = 10 * time.Second
+func abortPatience() time.Duration { return time.Duration(abortNanos.Load()) }
+
+var abortNanos = newNanos(10 * time.Second)
+
+func newNanos(d time.Duration) *atomic.Int64 {
+	n := new(atomic.Int64)
+	n.Store(int64(d))
+	return n
+}
 
 // awaitEnd waits for an end that another goroutine has begun.
 func (c *Communicator) awaitEnd() {
 	if c.ended == nil {
 		return
 	}
-	patience := time.NewTimer(abortPatience)
+	patience := time.NewTimer(abortPatience())
 	defer patience.Stop()
 	select {
 	case <-c.ended:
@@ -346,7 +374,7 @@ func (c *Communicator) Close() error {
 	if c != nil {
 		defer c.leaveClique()
 	}
-	return c.Abort()
+	return c.abortAs("closed the communicator")
 }
 
 // Shutdown waits until all operations have completed and leaves the group
@@ -371,6 +399,11 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 	}()
 	select {
 	case err := <-done:
+		if err == nil {
+			c.lastLook()
+			// NCCL has completed its operations, and goes on with nothing that it aborts.
+			c.endNow("shut the communicator down", c.substitute.Load() != nil)
+		}
 		if err != nil || !c.owner.Close() {
 			_ = c.Close()
 			return err

@@ -55,6 +55,7 @@ type dumpedEntry struct {
 	OutputSizes   [][]int   `json:"output_sizes"`
 	OutputDTypes  []string  `json:"output_dtypes"`
 	State         string    `json:"state"`
+	End           string    `json:"end,omitempty"` // how it ended if it is not known to have completed
 	SeenStarted   *int64    `json:"time_discovered_started_ns"`
 	SeenCompleted *int64    `json:"time_discovered_completed_ns"`
 	Retired       bool      `json:"retired"`
@@ -124,7 +125,7 @@ func (r *recorder) dumped(o Operation) dumpedEntry {
 		Record: o.Record, Group: r.number, GroupName: [2]string{r.group, r.name}, Rank: r.rank,
 		Collective: o.Collective, Transfer: o.Transfer, Op: o.Record, Name: "nccl:" + kinds[o.kind].torch,
 		Created: o.Created.UnixNano(), InputSizes: sizes(o.In), InputDTypes: types, OutputSizes: sizes(o.Out), OutputDTypes: types,
-		State: o.State.String(), Retired: o.State == Completed, TimeoutMillis: r.timeout.Milliseconds(),
+		State: o.State.torch(), Retired: o.State == Completed, TimeoutMillis: r.timeout.Milliseconds(),
 		Transfers: kinds[o.kind].peer, Captured: o.Captured, Reduction: o.Reduction, Frames: o.Frames,
 	}
 	switch o.kind {
@@ -139,6 +140,9 @@ func (r *recorder) dumped(o Operation) dumpedEntry {
 	if o.State == Completed {
 		at := o.Completed.UnixNano()
 		e.SeenStarted, e.SeenCompleted = &at, &at
+	}
+	if o.State > Completed {
+		e.End = o.State.String()
 	}
 	if e.Frames == nil {
 		e.Frames = []Frame{}

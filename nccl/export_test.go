@@ -12,9 +12,8 @@ import (
 
 // SetAbortPatience changes for a test how long an abort may take.
 func SetAbortPatience(t *testing.T, d time.Duration) {
-	old := abortPatience
-	abortPatience = d
-	t.Cleanup(func() { abortPatience = old })
+	old := abortNanos.Swap(int64(d))
+	t.Cleanup(func() { abortNanos.Store(old) })
 }
 
 // WakeLaunchers lets groups of n ranks use launchers for the time of a test, which are

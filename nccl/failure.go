@@ -111,6 +111,10 @@ func (c *Communicator) blame(cause error) *failure {
 	if !c.failed.CompareAndSwap(nil, f) {
 		return nil
 	}
+	if t, ok := errors.AsType[*TimeoutError](cause); ok && t.Rank == c.rank {
+		c.rec.timedOut(t)
+	}
+	c.rec.cut(Failed)
 	return f
 }
 

@@ -397,5 +397,9 @@ func (c *Communicator) closed(op string) error {
 	if c == nil {
 		return fmt.Errorf("nccl: %s: no communicator given", op)
 	}
-	return fmt.Errorf("nccl: %s on rank %d of %d (%s): %w", op, c.rank, c.size, c.dev, device.ErrClosed)
+	what := fmt.Sprintf("%s on rank %d of %d (%s)", op, c.rank, c.size, c.dev)
+	if e := c.closing.Load(); e != nil {
+		return &closedError{what, e}
+	}
+	return fmt.Errorf("nccl: %s: %w", what, device.ErrClosed)
 }

@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -14,7 +15,8 @@ import (
 // marks are events behind operations, which tell how far a communicator has come.
 // An event for each operation would cost a quarter of its time, so there is one
 // before an operation that comes some time after the last mark. Where many come at
-// once, only the first and the last of them can be told from each other.
+// once, only the first and the last of them can be told from each other: of what hangs
+// among them nobody knows which it is.
 type marks struct {
 	dev  *device.Device
 	mu   sync.Mutex
@@ -27,7 +29,8 @@ type marks struct {
 
 type mark struct {
 	event  cudadrv.Event
-	record uint64 // the operations up to this one are before it; 0 is an unused mark
+	stream uintptr
+	record uint64 // the operations of the stream up to this one are before it; 0 is an unused mark
 	at     int64
 }
 
@@ -40,8 +43,9 @@ const (
 func (m *marks) due(t int64) bool { return t-m.last.Load() > markEvery }
 
 // set marks the place behind the operations up to a record on their stream, which
-// takes part in no capture, at a time of the recorder's clock. In the place of the
-// oldest mark it keeps the newest.
+// takes part in no capture, at a time of the recorder's clock. The mark takes the place of
+// the oldest one, or of the newest one if the stream has not come to the oldest: that one
+// tells what hangs.
 func (m *marks) set(s *stream.Stream, record uint64, at int64) error {
 	if !m.mu.TryLock() {
 		return nil // it is not that important
@@ -49,6 +53,9 @@ func (m *marks) set(s *stream.Stream, record uint64, at int64) error {
 	defer m.mu.Unlock()
 	if m.over {
 		return nil
+	}
+	if m.ahead() {
+		m.next = (m.next + numMarks - 1) % numMarks
 	}
 	k := &m.list[m.next]
 	if k.event == 0 {
@@ -65,31 +72,53 @@ func (m *marks) set(s *stream.Stream, record uint64, at int64) error {
 	if err != nil {
 		return err
 	}
-	k.record, k.at = record, at
+	k.stream, k.record, k.at = uintptr(s.Raw()), record, at
 	m.next = (m.next + 1) % numMarks
 	return nil
 }
 
-// passed returns the last record whose mark was passed, and the first mark that was
-// not; of none the record is 0.
-func (m *marks) passed() (done uint64, ahead mark, err error) {
+// ahead reports whether the oldest mark is in use and its stream has not come to it.
+func (m *marks) ahead() bool {
+	k := &m.list[m.next]
+	if k.record == 0 {
+		return false
+	}
+	ok, err := m.query(k)
+	return err == nil && !ok
+}
+
+func (m *marks) query(k *mark) (passed bool, err error) {
+	return asked(m.dev, "cuEventQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(k.event) })
+}
+
+// look asks for the marks, from the newest on: passed has those that their streams have
+// passed, and ahead the others. Where operations complete in order, those before a passed
+// one are passed too.
+func (m *marks) look(ordered bool) (passed, ahead []mark, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.over {
-		return 0, mark{}, nil
+		return nil, nil, nil
 	}
 	for i := range numMarks {
-		k := m.list[(m.next+numMarks-1-i)%numMarks]
+		k := &m.list[(m.next+numMarks-1-i)%numMarks]
 		if k.record == 0 {
+			continue
+		}
+		ok, err := m.query(k)
+		if err != nil {
+			return passed, ahead, err
+		}
+		if !ok {
+			ahead = append(ahead, *k)
+			continue
+		}
+		if passed = append(passed, *k); ordered {
 			break
 		}
-		ok, err := asked(m.dev, "cuEventQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(k.event) })
-		if ok || err != nil {
-			return k.record, ahead, err
-		}
-		ahead = k
 	}
-	return 0, ahead, nil
+	slices.Reverse(ahead)
+	return passed, ahead, nil
 }
 
 // newest is the record of the last mark.

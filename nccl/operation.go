@@ -262,8 +262,12 @@ func (o *operation) schedule(t int64) error {
 		c.mark(t)
 	}
 	o.sign()
-	if c.rec.schedule(o, t) {
+	watch, leaves := c.rec.schedule(o, t)
+	if watch {
 		go c.look()
+	}
+	if leaves {
+		c.mark(t)
 	}
 	if c.clique.post(o) {
 		return nil
@@ -280,7 +284,7 @@ func (c *Communicator) mark(t int64) {
 	r := c.rec
 	r.mu.Lock()
 	last, s := r.waiting, r.stream
-	held := s != nil && last > r.completed && s.Retain()
+	held := s != nil && last > r.settled && s.Retain()
 	r.mu.Unlock()
 	if held {
 		stream.Outside(func() { _ = c.marks.set(s, last, r.clock()) })

@@ -32,12 +32,20 @@ type recorder struct {
 	last        uint64 // the record of the last operation, from 1
 	enqueued    uint64 // the last that NCCL has taken
 	waiting     uint64 // the last of these that is not captured
-	completed   uint64 // all up to it have completed
+	settled     uint64 // nobody asks any more for those up to it: they have completed, or lost is later
+	lost        uint64 // the last of which nobody can know any more whether it completed; 0 is none
 	collectives uint64 // how many were issued
 	transfers   uint64
 	stream      *stream.Stream // of waiting, retained; nil when nothing is
 	watched     bool           // a goroutine looks after what was issued
 	over        bool           // the communicator has ended
+	fate        State          // of operations that are not known to have completed
+	late        uint64         // the one for which the communicator timed out, if that is known
+
+	unordered bool    // operations of several streams may complete in any order
+	on        uintptr // the stream of the last operation that runs
+	several   bool    // the operations are on more than one
+	graphs    bool    // a graph has captured some, whose launches nobody records
 }
 
 // An entry is what the recorder has of an operation.
@@ -88,8 +96,9 @@ func (r *recorder) look(blind bool) {
 }
 
 // schedule records an operation that is about to be given to NCCL, and reports
-// whether somebody must begin to look after it. The communicator is entered.
-func (r *recorder) schedule(o *operation, t int64) (watch bool) {
+// whether somebody must begin to look after it, and whether the operations so far need a mark
+// since those behind it tell nothing about them. The communicator is entered.
+func (r *recorder) schedule(o *operation, t int64) (watch, leaves bool) {
 	r.mu.Lock()
 	r.last++
 	if kinds[o.kind].peer {
@@ -104,10 +113,14 @@ func (r *recorder) schedule(o *operation, t int64) (watch bool) {
 	e.created, e.begun, e.completed = t, t-r.unseen.Load(), 0
 	e.in, e.out, e.stream = o.src.len, o.dst.len, uintptr(o.stream.Raw())
 	e.state, e.refused = Scheduled, false
+	if e.stream != r.on && !o.captured {
+		leaves = r.unordered && r.waiting > r.settled
+		r.several, r.on = r.several || r.on != 0, e.stream
+	}
 	watch = !r.watched && !r.over
 	r.watched = r.watched || watch
 	r.mu.Unlock()
-	return watch
+	return watch, leaves
 }
 
 // refuse takes an operation back, which NCCL did not take, and after which none
@@ -132,6 +145,7 @@ func (r *recorder) took(o *operation) {
 	r.mu.Lock()
 	r.enqueued = o.record
 	if o.captured {
+		r.graphs = true
 		r.mu.Unlock()
 		return
 	}
@@ -161,48 +175,149 @@ func (r *recorder) find(id uint64) *entry {
 	return nil
 }
 
-// complete notes that all operations up to a record have completed.
-func (r *recorder) complete(id uint64) {
+// ordered reports whether the operations complete in the order in which they were issued.
+// mu is held.
+func (r *recorder) ordered() bool { return !r.unordered || !r.several }
+
+// apart notes that operations on several streams may complete in any order: those of a
+// single rank are copies, and nothing orders NCCL's operations and others.
+func (r *recorder) apart() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.unordered = true
+}
+
+// inOrder is ordered for who does not hold mu.
+func (r *recorder) inOrder() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.ordered()
+}
+
+// runs reports whether the entry is an operation that runs on a stream.
+func (e *entry) runs() bool { return !e.captured && !e.refused }
+
+// first is the first record after settled that the ring may still have. mu is held.
+func (r *recorder) first(last uint64) uint64 {
+	from := r.settled + 1
+	if n := uint64(len(r.ring)); last > n {
+		from = max(from, last-n+1)
+	}
+	return from
+}
+
+// complete notes that the operations on a stream up to a record have completed, and with them
+// those on other streams where they complete in order. Only Communicator.observed calls it.
+func (r *recorder) complete(id uint64, on uintptr) {
 	t := now()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	from := r.completed + 1
-	if n := uint64(len(r.ring)); id > n {
-		from = max(from, id-n+1)
-	}
-	for k := from; k <= id; k++ {
-		if e := r.find(k); e != nil && !e.captured && !e.refused {
+	ordered := r.ordered()
+	for k := r.first(id); k <= id; k++ {
+		if e := r.find(k); e != nil && e.runs() && e.state != Completed && (ordered || e.stream == on) {
 			e.state, e.completed = Completed, t
 		}
 	}
-	r.completed = max(r.completed, id)
-}
-
-// lastOn is the last operation that NCCL has taken, if it is on the stream, or 0: all
-// have completed when the stream is past it.
-func (r *recorder) lastOn(s *stream.Stream) uint64 {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.stream != s {
-		return 0
+	if ordered {
+		if r.settled = max(r.settled, id); id >= r.lost {
+			r.lost = 0
+		}
+		return
 	}
-	return r.waiting
-}
-
-// oldest returns the first operation that has not completed.
-func (r *recorder) oldest() (e entry, ok bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	from := r.completed + 1
-	if n := uint64(len(r.ring)); r.enqueued > n {
-		from = max(from, r.enqueued-n+1)
-	}
-	for id := from; id <= r.enqueued; id++ {
-		if e := r.find(id); e != nil && !e.captured && !e.refused {
-			return *e, true
+	for r.settled < r.waiting {
+		e := r.find(r.settled + 1)
+		if e != nil && e.runs() && e.state == Scheduled {
+			return
+		}
+		if r.settled++; e == nil {
+			r.lost = r.settled
 		}
 	}
-	return entry{}, false
+}
+
+// lose notes that nobody can know any more whether operations up to a record complete.
+func (r *recorder) lose(id uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for k := r.first(id); k <= id; k++ {
+		if e := r.find(k); e != nil && e.runs() && e.state == Scheduled {
+			e.state = Unknown
+		}
+	}
+	if id > r.settled {
+		r.settled, r.lost = id, id
+	}
+}
+
+// cut notes that the communicator ends its operations: those that are not known to have
+// completed have this fate. The first one counts.
+func (r *recorder) cut(fate State) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.fate == Scheduled {
+		r.fate = fate
+	}
+}
+
+// timedOut notes for which operation the communicator timed out, if that is known.
+func (r *recorder) timedOut(t *TimeoutError) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if t.Operation.Record == t.Last.Record && !t.Lost {
+		r.late = t.Operation.Record
+	}
+}
+
+// known reports whether all operations on a stream up to a record have completed.
+func (r *recorder) known(id uint64, on uintptr) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.graphs || r.lost > 0 {
+		return false
+	}
+	for k := r.settled + 1; k <= id; k++ {
+		if e := r.find(k); e == nil || e.runs() && e.state != Completed && (r.ordered() || e.stream == on) {
+			return false
+		}
+	}
+	return true
+}
+
+// pending reports whether an operation is not known to have ended.
+func (r *recorder) pending() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.waiting > r.settled
+}
+
+// lastOn is the last operation on the stream that NCCL has taken, or 0. lost is that the
+// ring may have had it.
+func (r *recorder) lastOn(s *stream.Stream) (id uint64, lost bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.stream == s {
+		return r.waiting, false
+	}
+	for id = r.waiting; id > 0; id-- {
+		e := r.find(id)
+		if e == nil {
+			return 0, true
+		}
+		if e.runs() && e.stream == uintptr(s.Raw()) {
+			return id, false
+		}
+	}
+	return 0, false
+}
+
+// oldest returns the first operation that has not completed. mu is held.
+func (r *recorder) oldest() (e *entry) {
+	for id := r.first(r.enqueued); id <= r.enqueued; id++ {
+		if e := r.find(id); e != nil && e.runs() && e.state == Scheduled {
+			return e
+		}
+	}
+	return nil
 }
 
 // stuck returns the operation that NCCL has been given and has not taken yet: its
@@ -259,13 +374,26 @@ func (r *recorder) final() (issued, completed entry) {
 		case e.refused:
 			continue
 		case issued.id == 0:
-			issued = *e
+			issued = r.seen(e)
 		}
 		if completed.id == 0 && e.state == Completed {
 			completed = *e
 		}
 	}
 	return issued, completed
+}
+
+// seen is the entry as others get it. mu is held.
+func (r *recorder) seen(e *entry) entry {
+	x := *e
+	switch {
+	case x.state != Scheduled || x.captured:
+	case x.id == r.late:
+		x.state = TimedOut
+	default:
+		x.state = r.fate
+	}
+	return x
 }
 
 // services are those of the last collectives, at most n, and the number of the first.

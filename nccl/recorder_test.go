@@ -36,38 +36,41 @@ func TestOldestIsNotCaptured(t *testing.T) {
 	rec := r.recorded(0)
 	defer rec.end()
 	r.record(rec, true)
-	_, ok := rec.oldest()
+	_, ok := rec.suspects(nil)
 	require.False(t, ok)
 	want := r.record(rec, false)
-	got, ok := rec.oldest()
+	got, ok := rec.suspects(nil)
 	require.True(t, ok)
-	require.Equal(t, want.id, got.id)
+	require.Equal(t, want.id, got.first.id)
 }
 
-// A rank that has issued the operation is not behind, and one that has not is. What is
-// awaited comes after an operation that all have issued.
+// A rank that has issued the operation is not behind, and one that has not is. Of several
+// operations, those behind the first that a rank has not issued are not to blame.
 func TestBehindAndAwaited(t *testing.T) {
 	r := newIdleRank(t)
 	mine := r.recorded(5)
 	defer mine.end()
-	e, found := mine.collective(3)
-	require.True(t, found)
+	r.c.rec = mine
+	mine.complete(2, uintptr(r.s.Raw()))
 	for theirs, want := range map[int]struct {
-		behind  []int
-		awaited uint64
+		behind []int
+		last   uint64
+		text   string
 	}{
-		2: {behind: []int{1}},
-		3: {awaited: 4},
-		4: {awaited: 5},
-		5: {},
+		2: {[]int{1}, 3, "nccl: ncclAllReduce(64 x invalid, sum) as collective 3 on rank"},
+		3: {[]int{1}, 4, "nccl: one of collectives 3 to 4, such as ncclAllReduce(64 x invalid, sum), on rank"},
+		4: {[]int{1}, 5, "nccl: one of collectives 3 to 5, such as ncclAllReduce(64 x invalid, sum), on rank"},
+		5: {nil, 5, "nccl: one of collectives 3 to 5, such as ncclAllReduce(64 x invalid, sum), on rank"},
 	} {
 		rec := r.recorded(theirs)
 		others := []*member{{recorder: rec}}
-		late := r.c.timedOut(e, time.Second, others)
+		x, found := mine.suspects(nil)
+		require.True(t, found)
+		x.narrow(r.c, others)
+		late := r.c.timedOut(x, time.Second, others)
 		require.Equal(t, want.behind, late.Behind, "%d issued", theirs)
-		next, found := mine.awaited(e, others)
-		require.Equal(t, want.awaited > 0, found, "%d issued", theirs)
-		require.Equal(t, want.awaited, next.collective, "%d issued", theirs)
+		require.Equal(t, []uint64{3, want.last}, []uint64{late.Operation.Collective, late.Last.Collective}, "%d issued", theirs)
+		require.ErrorContains(t, late, want.text, "%d issued", theirs)
 		rec.end()
 	}
 }
@@ -203,7 +206,7 @@ func TestEntryIsNew(t *testing.T) {
 	r := newIdleRank(t)
 	rec := r.recorded(16)
 	defer rec.end()
-	rec.complete(1)
+	rec.complete(1, uintptr(r.s.Raw()))
 	rec.refuse(2)
 	for range 2 {
 		e := r.record(rec, false)

@@ -73,6 +73,7 @@ var collectiveKinds = [numKinds]CollectiveKind{
 // from now on, by themselves or in a group that has no other collective of c. All ranks
 // call it before the same operation.
 func (c *Communicator) Substitute(s *stream.Stream, x Substitute) {
+	c.rec.apart()
 	c.substitute.Store(&substitution{s, x})
 }
 

@@ -12,8 +12,10 @@ import (
 type TimeoutError struct {
 	Rank, Size int
 	Device     string
-	Operation  Operation     // the first that has not completed
-	Age        time.Duration // since it was issued, without the time of captures
+	Operation  Operation     // what has not completed, or the first of the operations of which one has not
+	Last       Operation     // the last of these; the same as Operation if it is known which one has not
+	Lost       bool          // or it is an earlier one, which the flight recorder no longer has
+	Age        time.Duration // since Last was issued, without the time of captures
 	Limit      time.Duration
 	Completed  Operation // the last that has; none if its Record is 0
 	Behind     []int     // ranks of this process that never issued it
@@ -24,7 +26,7 @@ type TimeoutError struct {
 func (e *TimeoutError) Error() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "nccl: %s on rank %d of %d (%s) has not completed after %v (the limit is %v)",
-		e.Operation, e.Rank, e.Size, e.Device, e.Age.Round(time.Millisecond), e.Limit)
+		e.what(), e.Rank, e.Size, e.Device, e.Age.Round(time.Millisecond), e.Limit)
 	if e.Completed.Record > 0 {
 		fmt.Fprintf(&b, "; the last known to have completed is %s", e.Completed)
 	} else {
@@ -37,6 +39,24 @@ func (e *TimeoutError) Error() string {
 		b.WriteString("; NCCL's last message: " + e.NCCL)
 	}
 	return b.String()
+}
+
+// what names the operation, or those of which it is one.
+func (e *TimeoutError) what() string {
+	text, first, last := e.Operation.String(), e.Operation, e.Last
+	switch {
+	case last.Record == 0 || last.Record == first.Record:
+	case kinds[first.kind].peer || kinds[last.kind].peer:
+		text = fmt.Sprintf("one of the operations from %s to %s", first, last)
+	case first.call() == last.call():
+		text = fmt.Sprintf("one of collectives %d to %d, such as %s,", first.Collective, last.Collective, first.call())
+	default:
+		text = fmt.Sprintf("one of collectives %d to %d, from %s to %s,", first.Collective, last.Collective, first.call(), last.call())
+	}
+	if e.Lost {
+		text += " or an earlier operation that the flight recorder no longer has"
+	}
+	return text
 }
 
 // Unwrap returns ErrorTimeout, for errors.Is.
@@ -67,13 +87,81 @@ func (e *MismatchError) Error() string {
 // Unwrap returns ErrorInvalidUsage, for errors.Is.
 func (e *MismatchError) Unwrap() error { return ErrorInvalidUsage }
 
-// timedOut is the error of an operation that is too old.
-func (c *Communicator) timedOut(e entry, age time.Duration, others []*member) *TimeoutError {
+// A suspicion is what may hang: one of the operations from first to last.
+type suspicion struct {
+	first, last entry
+	lost        bool  // or an earlier one, of which the ring has no entry
+	marked      bool  // a mark shows that one of them has not completed
+	begun       int64 // when the last was issued, by the recorder's clock
+}
+
+// suspects returns what may hang, if anything: the first operation that is not known to have
+// completed and those behind it, up to the first mark ahead.
+func (r *recorder) suspects(ahead []mark) (x suspicion, found bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.oldest()
+	if e == nil {
+		return x, false
+	}
+	x = suspicion{first: *e, last: *e, begun: e.begun}
+	for id := r.settled + 1; id < e.id && !x.lost; id++ {
+		x.lost = r.find(id) == nil
+	}
+	last := r.waiting
+	for _, k := range ahead {
+		if r.ordered() || k.stream == e.stream {
+			last, x.marked = k.record, true
+			x.begun = min(x.begun, k.at) // if the ring has lost those before the mark
+			break
+		}
+	}
+	for id := e.id; id <= last; id++ {
+		if l := r.find(id); l != nil && l.runs() && l.state == Scheduled && (r.ordered() || l.stream == e.stream) {
+			if x.last = *l; x.marked {
+				x.begun = l.begun
+			}
+		}
+	}
+	return x, true
+}
+
+// narrow leaves out what comes after the first collective that not all other ranks of the
+// process have issued and that cannot complete here without them.
+func (x *suspicion) narrow(c *Communicator, others []*member) {
+	if next, found := c.rec.awaited(x.first, others); found && next.id >= x.first.id && next.id < x.last.id && c.waitsFor(next, others) {
+		x.last, x.begun = next, next.begun
+	}
+}
+
+// waitsFor reports whether a collective cannot complete on this rank before the ranks that
+// have not issued it do so.
+func (c *Communicator) waitsFor(e entry, others []*member) bool {
+	switch {
+	case e.n == 0 || e.kind == allGatherV || e.kind == reduceScatterV || e.kind == allToAllV:
+		return false // some rank may have nothing to wait for
+	case !kinds[e.kind].rooted:
+		return true
+	}
+	if kinds[e.kind].dstRoot { // the others only give
+		return c.rank == int(e.root)
+	}
+	for _, m := range others {
+		if issued, _ := m.issued(); m.rank == int(e.root) {
+			return issued < e.collective
+		}
+	}
+	return false
+}
+
+// timedOut is the error of operations of which one is too old.
+func (c *Communicator) timedOut(x suspicion, age time.Duration, others []*member) *TimeoutError {
 	_, completed := c.rec.final()
 	t := &TimeoutError{
-		Rank: c.rank, Size: c.size, Device: c.dev.String(), Limit: c.rec.timeout,
-		Operation: e.operation(), Age: age, Completed: completed.operation(), NCCL: c.lastMessage(),
+		Rank: c.rank, Size: c.size, Device: c.dev.String(), Limit: c.rec.timeout, Operation: x.first.operation(),
+		Last: x.last.operation(), Lost: x.lost, Age: age, Completed: completed.operation(), NCCL: c.lastMessage(),
 	}
+	e := x.last
 	if kinds[e.kind].peer {
 		for _, m := range others {
 			if m.rank == int(e.root) {
@@ -81,29 +169,28 @@ func (c *Communicator) timedOut(e entry, age time.Duration, others []*member) *T
 				t.Others = append(t.Others, fmt.Sprintf("the last that rank %d (%s) has issued is %s", m.rank, m.device, last.operation()))
 			}
 		}
-	} else {
-		for _, m := range others {
-			if issued, last := m.issued(); issued < e.collective {
-				t.Behind = append(t.Behind, m.rank)
-				t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) is behind: it has issued %d collectives, the last operation is %s", m.rank, m.device, issued, last.operation()))
-			}
+		return t
+	}
+	for _, m := range others {
+		if issued, last := m.issued(); issued < e.collective {
+			t.Behind = append(t.Behind, m.rank)
+			t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) is behind: it has issued %d collectives, the last operation is %s", m.rank, m.device, issued, last.operation()))
 		}
 	}
 	return t
 }
 
-// awaited is the first collective after e that not all of the others have issued. It
-// is what hangs: e is done then, although that is not known.
+// awaited is the first collective from e on that not all of the others have issued.
 func (r *recorder) awaited(e entry, others []*member) (next entry, found bool) {
 	fewest := uint64(math.MaxUint64)
 	for _, m := range others {
 		issued, _ := m.issued()
 		fewest = min(fewest, issued)
 	}
-	if kinds[e.kind].peer || fewest < e.collective || fewest == math.MaxUint64 {
+	if fewest == math.MaxUint64 {
 		return entry{}, false
 	}
-	return r.collective(fewest + 1)
+	return r.collective(max(fewest+1, e.collective))
 }
 
 // mismatch is the error of an operation that post refused.

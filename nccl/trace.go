@@ -11,18 +11,33 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// A State is how far an operation has come, as far as the host knows.
+// A State is how far an operation has come, or how it ended, as far as the host knows.
 type State uint8
 
 // The states of an operation. Progress is looked at about once a second, so an
-// operation may have completed some time before it is known.
+// operation may have completed some time before it is known. What has not completed
+// when its communicator ends is not called completed later, although its stream goes on.
 const (
-	Scheduled State = iota
-	Completed
+	Scheduled State = iota // not known to have completed; a captured operation stays so
+	Completed              // with its result
+	TimedOut               // it had not completed within Config.Timeout
+	Failed                 // the communicator failed before the operation was known to have completed
+	Aborted                // this process aborted or closed the communicator before that was known
+	Unknown                // its stream was closed before that was known
 )
 
-// String returns the name in PyTorch's traces, "scheduled" or "completed".
+var stateNames = [...]string{"scheduled", "completed", "timed out", "failed", "aborted", "unknown"}
+
+// String returns the name, such as "completed".
 func (s State) String() string {
+	if int(s) < len(stateNames) {
+		return stateNames[s]
+	}
+	return fmt.Sprintf("State(%d)", uint8(s))
+}
+
+// torch returns the name in PyTorch's traces, which have no other ends.
+func (s State) torch() string {
 	if s == Completed {
 		return "completed"
 	}
@@ -62,24 +77,28 @@ func (o Operation) String() string {
 	if o.Record == 0 {
 		return "none"
 	}
+	if kinds[o.kind].peer {
+		return fmt.Sprintf("%s as transfer %d", o.call(), o.Transfer)
+	}
+	return fmt.Sprintf("%s as collective %d", o.call(), o.Collective)
+}
+
+// call is such as "ncclAllReduce(1024 x float32, sum)".
+func (o Operation) call() string {
 	d := &kinds[o.kind]
-	var b strings.Builder
-	fmt.Fprintf(&b, "%s(%d x %s", o.Name, o.Count, o.DType)
+	text := fmt.Sprintf("%s(%d x %s", o.Name, o.Count, o.DType)
 	if o.Reduction != "" {
-		b.WriteString(", " + o.Reduction)
+		text += ", " + o.Reduction
 	}
 	switch {
-	case d.peer && o.kind == send:
-		fmt.Fprintf(&b, ", to rank %d) as transfer %d", o.Root, o.Transfer)
-		return b.String()
+	case o.kind == send:
+		text += fmt.Sprintf(", to rank %d", o.Root)
 	case d.peer:
-		fmt.Fprintf(&b, ", from rank %d) as transfer %d", o.Root, o.Transfer)
-		return b.String()
+		text += fmt.Sprintf(", from rank %d", o.Root)
 	case d.rooted:
-		fmt.Fprintf(&b, ", root %d", o.Root)
+		text += fmt.Sprintf(", root %d", o.Root)
 	}
-	fmt.Fprintf(&b, ") as collective %d", o.Collective)
-	return b.String()
+	return text + ")"
 }
 
 // operation is the entry as the caller gets it.
@@ -146,7 +165,7 @@ func (r *recorder) trace() (list []Operation) {
 	entries := make([]entry, 0, len(r.ring))
 	for i := range uint64(len(r.ring)) {
 		if e := r.at(r.last + 1 + i); e.id != 0 && !e.refused {
-			entries = append(entries, *e)
+			entries = append(entries, r.seen(e))
 		}
 	}
 	r.mu.Unlock()

@@ -61,7 +61,7 @@ func (c *Communicator) watch() {
 // rest ends the watch if nothing is left to look after.
 func (r *recorder) rest() bool {
 	r.mu.Lock()
-	if r.waiting > r.completed || r.last > r.enqueued && !r.at(r.last).refused {
+	if r.waiting > r.settled || r.last > r.enqueued && !r.at(r.last).refused {
 		r.mu.Unlock()
 		return false
 	}
@@ -74,18 +74,30 @@ func (r *recorder) rest() bool {
 	return true
 }
 
+// observe notes what has completed. ahead has the marks that their streams have not passed,
+// from the oldest on; blind is that a capture keeps the stream of the last operation from
+// being asked. Where operations may have ended without completing, nothing is noted.
+func (c *Communicator) observe() (ahead []mark, blind bool, err error) {
+	passed, ahead, err := c.marks.look(c.rec.inOrder())
+	if err != nil {
+		return nil, false, err
+	}
+	for _, k := range passed {
+		if c.observed(k.record, k.stream) != nil {
+			return nil, false, nil // the end of the communicator says it all
+		}
+	}
+	blind, err = c.follow()
+	return ahead, blind, err
+}
+
 // inspect notes what has completed, and returns an error for what should have.
 func (c *Communicator) inspect() error {
 	r := c.rec
-	done, ahead, err := c.marks.passed()
-	if err != nil {
-		return err
-	}
-	r.complete(done)
-	blind, err := c.follow()
-	e, ok := r.oldest()
+	ahead, blind, err := c.observe()
+	x, ok := r.suspects(ahead)
 	// What waits before a mark that is not passed is known to wait whoever captures.
-	blind = blind && ok && ahead.record < e.id
+	blind = blind && ok && !x.marked
 	r.look(blind)
 	switch {
 	case err != nil || r.timeout <= 0:
@@ -93,20 +105,12 @@ func (c *Communicator) inspect() error {
 	case blind || !ok:
 		return c.inspectInside()
 	}
-	begun := e.begun
-	if ahead.record > 0 {
-		begun = min(begun, ahead.at) // the ring may have lost those before the mark
-	}
-	if time.Duration(r.clock()-begun) <= r.timeout {
-		return nil
-	}
 	others := c.others()
-	if next, later := r.awaited(e, others); later {
-		if e, begun = next, next.begun; time.Duration(r.clock()-begun) <= r.timeout {
-			return nil
-		}
+	x.narrow(c, others)
+	if age := time.Duration(r.clock() - x.begun); age > r.timeout {
+		return c.timedOut(x, age, others)
 	}
-	return c.timedOut(e, time.Duration(r.clock()-begun), others)
+	return nil
 }
 
 // inspectUnanswered is inspect while the driver has not answered for some time, as it does
@@ -118,8 +122,10 @@ func (c *Communicator) inspectUnanswered(since time.Duration) error {
 	if err := c.inspectInside(); err != nil || since <= max(c.rec.timeout, longestLook) {
 		return err
 	}
-	if e, ok := c.rec.oldest(); ok {
-		return c.timedOut(e, time.Duration(c.rec.clock()-e.begun), c.others())
+	if x, ok := c.rec.suspects(nil); ok {
+		others := c.others()
+		x.narrow(c, others)
+		return c.timedOut(x, time.Duration(c.rec.clock()-x.first.begun), others)
 	}
 	return nil
 }
@@ -132,25 +138,24 @@ func (c *Communicator) inspectInside() error {
 		return nil
 	}
 	if age := time.Duration(now() - e.created); age > c.rec.timeout {
-		return c.timedOut(e, age, c.others())
+		return c.timedOut(suspicion{first: e, last: e}, age, c.others())
 	}
 	return nil
 }
 
 // follow asks whether the last operation is done, and where other work comes behind
-// it sets a mark to ask for. The operations of a communicator complete in their
-// order, whatever their streams. blind is a stream that cannot be asked, because of
-// a capture.
+// it sets a mark to ask for. blind is a stream that cannot be asked, because of a
+// capture.
 func (c *Communicator) follow() (blind bool, err error) {
 	r := c.rec
 	r.mu.Lock()
 	last, s := r.waiting, r.stream
-	behind := last > r.completed
+	behind := last > r.settled
 	held := behind && s != nil && s.Retain()
 	r.mu.Unlock()
 	if !held {
 		if behind {
-			r.complete(last) // of a stream that is gone nobody can know
+			r.lose(last) // nobody can ask a stream that is gone
 		}
 		return false, nil
 	}
@@ -164,7 +169,7 @@ func (c *Communicator) follow() (blind bool, err error) {
 		done, err = asked(c.dev, "cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(s.Raw()) })
 		switch {
 		case done:
-			r.complete(last)
+			_ = c.observed(last, uintptr(s.Raw())) // if the communicator ends, nothing is noted
 		case err == nil && c.marks.newest() < last:
 			err = c.marks.set(s, last, r.clock())
 		}

@@ -100,12 +100,12 @@ func (l *launch) enqueue() {
 
 func (l *launch) run(o *op) {
 	defer l.finish()
+	m, c := o.s.dev.m, l.c
 	// The operations of a communicator run one at a time, whatever their
-	// streams.
-	if l.prev != nil {
+	// streams. Those of a single rank are copies, which nothing orders.
+	if l.prev != nil && c.n > 1 {
 		<-l.prev
 	}
-	m, c := o.s.dev.m, l.c
 	m.mu.Lock()
 	if l.orphan {
 		c.dev.lose(cudadrv.ErrorIllegalAddress, fmt.Sprintf("%s was launched by a call that was inside when the communicator of rank %d was freed", o.name, c.rank))

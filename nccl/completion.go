@@ -1,0 +1,148 @@
+package nccl
+
+import (
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/stream"
+)
+
+// This file decides whether an operation completed. Everything that waits, and the watch,
+// asks here. NCCL's kernels, and Chorus kernels, leave their stream when they are aborted:
+// that a stream has passed an operation shows that the operation completed only if no
+// abort had begun by then. So a caller observes the stream first, and then asks
+// whether an abort has begun (sound). The recorder keeps what was learnt that way (observed),
+// and after an abort it is the only witness (known).
+
+// A closing is what this process did to end a communicator, or its operations.
+type closing struct {
+	how   string // such as "closed the communicator"
+	at    time.Time
+	abort bool // streams pass operations that have not completed from then on
+}
+
+func (e *closing) String() string {
+	return fmt.Sprintf("this process %s %v ago", e.how, time.Since(e.at).Round(time.Millisecond))
+}
+
+// An abortFlag is raised by the first abort among communicators that share one of NCCL's,
+// as the children of a parent with Config.SplitShare do: NCCL then ends the operations
+// of all of them.
+type abortFlag struct{ by atomic.Pointer[closing] }
+
+// A closedError is that of an operation of a communicator that this process has ended.
+type closedError struct {
+	what string // the operation or the wait, and the rank
+	by   *closing
+}
+
+func (e *closedError) Error() string { return fmt.Sprintf("nccl: %s: %s", e.what, e.by) }
+
+// Unwrap returns device.ErrClosed, for errors.Is.
+func (e *closedError) Unwrap() error { return device.ErrClosed }
+
+// endNow notes how this process ends the communicator, before it does.
+func (c *Communicator) endNow(how string, abort bool) {
+	e := &closing{how: how, at: time.Now(), abort: abort}
+	c.closing.CompareAndSwap(nil, e)
+	if abort {
+		c.flag.by.CompareAndSwap(nil, e)
+		c.rec.cut(Aborted)
+	}
+}
+
+// endedBy is what this process did that may have ended operations of c, or nil.
+func (c *Communicator) endedBy() *closing {
+	if e := c.closing.Load(); e != nil && e.abort {
+		return e
+	}
+	if e := c.flag.by.Load(); e != nil {
+		return &closing{how: e.how + ", of a communicator that shares its resources (Config.SplitShare or ShrinkShare),", at: e.at}
+	}
+	return nil
+}
+
+// sound returns nil if no operation of c can have left its stream without completing so
+// far, and otherwise why one can.
+func (c *Communicator) sound(what string) error {
+	if c.failed.Load() == nil {
+		if e := c.endedBy(); e != nil {
+			return c.uncertain(what, e)
+		}
+	}
+	if err := c.Err(); err != nil {
+		return err
+	}
+	if e := c.endedBy(); e != nil {
+		return c.uncertain(what, e)
+	}
+	return nil
+}
+
+// uncertain is the error of operations that may not have completed.
+func (c *Communicator) uncertain(what string, e *closing) error {
+	return &closedError{fmt.Sprintf("%s on rank %d of %d (%s): the operations may not have completed and their output is undefined", what, c.rank, c.size, c.dev), e}
+}
+
+// observed notes that the stream was seen to have passed the operations up to a record,
+// and reports whether this shows that they completed.
+func (c *Communicator) observed(record uint64, on uintptr) error {
+	if err := c.sound("wait"); err != nil {
+		return err
+	}
+	c.rec.complete(record, on)
+	return nil
+}
+
+// A Point is a place behind the operations that a communicator had on a stream so far. For
+// Chorus's own packages.
+type Point struct {
+	c      *Communicator
+	stream uintptr
+	record uint64 // of the last operation; 0 is none
+	lost   bool   // the recorder has lost some
+}
+
+// Point returns the place behind the operations of c on s that were issued so far. An event
+// that marks the place is recorded afterwards. For Chorus's own packages.
+func (c *Communicator) Point(s *stream.Stream) Point {
+	record, lost := c.rec.lastOn(s)
+	return Point{c, uintptr(s.Raw()), record, lost}
+}
+
+// Passed is for who has seen that the stream has passed the point. It returns nil if the
+// operations before the point have completed, and otherwise why they may not have. For
+// Chorus's own packages.
+func (p Point) Passed() error {
+	err := p.c.observed(p.record, p.stream)
+	if err != nil && p.known() {
+		return nil
+	}
+	return err
+}
+
+// Hopeless returns nil while Passed may return nil once the stream has passed the point,
+// and otherwise the error that Passed will return. For Chorus's own packages.
+func (p Point) Hopeless() error {
+	if p.known() {
+		return nil
+	}
+	return p.c.sound("wait")
+}
+
+// known reports whether the operations before the point are known to have completed.
+func (p Point) known() bool { return !p.lost && p.c.rec.known(p.record, p.stream) }
+
+// lastLook notes what has completed, before an abort after which nobody can know.
+func (c *Communicator) lastLook() {
+	if c.failed.Load() != nil || c.over() || !c.rec.pending() {
+		return
+	}
+	poll.Within(callPatience, func() error {
+		_, _, err := c.observe()
+		return err
+	})
+}

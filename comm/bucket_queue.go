@@ -242,6 +242,9 @@ func few(names []string) string {
 // finish ends the step: the streams wait for the last bucket, and with it for
 // all, as the group's streams reduce in order.
 func (q *queue) finish(streams []*stream.Stream) error {
+	if err := q.g.Err(); err != nil { // then the streams pass what was not reduced
+		return err
+	}
 	for i, a := range q.arrived[len(q.arrived)-1] {
 		if err := a.reduced.wait(streams[i]); err != nil {
 			return err

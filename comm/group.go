@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -24,11 +25,12 @@ type Group struct {
 	members []member // the local ranks, by rank
 	splits  int      // how often it was split
 	broken  atomic.Pointer[brokenError]
-	issuing sync.Mutex      // held while an operation is enqueued
-	failing sync.Mutex      // held while the cause of a failure is looked for
-	lost    context.Context // the Rendezvous's, which ends when a rank is lost; nil in one process
-	words   *words          // what the other processes say; nil in one process
-	unwatch func() bool     // stops watching lost
+	closing atomic.Pointer[closing] // how this process ends it
+	issuing sync.Mutex              // held while an operation is enqueued
+	failing sync.Mutex              // held while the cause of a failure is looked for
+	lost    context.Context         // the Rendezvous's, which ends when a rank is lost; nil in one process
+	words   *words                  // what the other processes say; nil in one process
+	unwatch func() bool             // stops watching lost
 
 	farewell sync.Once // the other processes are told of the end
 }
@@ -85,25 +87,26 @@ func (g *Group) Streams() []*stream.Stream {
 	return ss
 }
 
-// Err returns why the group is broken, an error that matches ErrBroken, or nil.
+// Err returns why the group can have no operations any more, or nil: it is broken, which
+// matches ErrBroken, or this process has closed it, which matches device.ErrClosed.
 func (g *Group) Err() error {
-	if g == nil {
-		return g.check("error")
-	}
-	if b := g.broken.Load(); b != nil {
-		return b
+	if err := g.check("error"); err != nil {
+		return err
 	}
 	for i := range g.members {
-		if err := g.members[i].comm.Err(); err != nil {
-			return g.fail(err)
+		c := g.members[i].comm
+		if err := cmp.Or(c.Err(), c.Ended()); err != nil {
+			return g.undone("error", err)
 		}
 	}
 	return nil
 }
 
 // Wait waits until everything that is enqueued on the group's streams has
-// completed. It ends early when a rank fails or is lost, and breaks the group
-// then. When ctx ends it returns the cause, names the first local rank that is
+// completed. nil means that the collectives have completed: not only that the
+// streams have passed them, which they also do when the group ends. Wait
+// ends early when a rank fails or is lost, and breaks the group then, and when this
+// process closes the group. When ctx ends it returns the cause, names the first local rank that is
 // not done, and leaves the operations running: Close ends them. A rank that is alive
 // but never issues the operation is waited for until its deadline
 // (nccl.Config.Timeout); then the error names it and its last operation: a
@@ -118,6 +121,7 @@ func (g *Group) Wait(ctx context.Context) error {
 		if err := m.stream.RefuseWait("comm: wait"); err != nil {
 			return err
 		}
+		end := m.comm.Point(m.stream)
 		err := poll.Until(ctx, func() (bool, error) {
 			done, err := m.stream.Query()
 			if err != nil || done {
@@ -125,19 +129,21 @@ func (g *Group) Wait(ctx context.Context) error {
 			}
 			return false, g.Err()
 		})
-		if err == nil {
-			continue
-		}
-		if ctx.Err() != nil && g.broken.Load() == nil {
+		switch {
+		case err == nil:
+			err = end.Passed()
+		case ctx.Err() != nil && g.broken.Load() == nil && g.closing.Load() == nil:
 			return fmt.Errorf("comm: wait: rank %d of %d (%s) is not done after %v: %w",
 				m.comm.Rank(), g.size, m.comm.Device(), time.Since(begun).Round(time.Millisecond), err)
 		}
-		return g.fail(err)
+		if err != nil {
+			return g.undone("wait", err)
+		}
 	}
 	if err := g.Err(); err != nil {
-		return err
+		return g.undone("wait", err)
 	}
-	return g.check("wait") // what Close has ended since did not complete
+	return nil
 }
 
 // Close ends the group at once: it aborts what is in flight on the local ranks
@@ -154,6 +160,7 @@ func (g *Group) Close() error {
 	if err := g.inUse("close"); err != nil {
 		return err
 	}
+	g.closing.CompareAndSwap(nil, &closing{"closed the group", time.Now()})
 	if !g.owner.Close() {
 		return nil
 	}
@@ -178,6 +185,7 @@ func (g *Group) Shutdown(ctx context.Context) error {
 		_ = g.Close()
 		return err
 	}
+	g.closing.CompareAndSwap(nil, &closing{"shut the group down", time.Now()})
 	// From here on a peer that is gone has left, and was not lost.
 	g.stopWatching("shut the group down")
 	err := eachAtOnce(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(ctx) })
@@ -328,7 +336,7 @@ func (g *Group) check(op string) error {
 		return fmt.Errorf("comm: %s: no group given", op)
 	}
 	if g.owner.Closed() {
-		return fmt.Errorf("comm: %s: %w", op, device.ErrClosed)
+		return g.closed(op)
 	}
 	if b := g.broken.Load(); b != nil {
 		return b

@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -17,16 +18,21 @@ import (
 // A Work is operations that were enqueued on a group's streams and may not be done
 // (torch.distributed.Work). Its methods may be called by any goroutine.
 type Work struct {
-	owner  handle.Owner
-	g      *Group
-	events []*stream.Event // one for each local rank, behind the operations
+	owner handle.Owner
+	g     *Group
+	tails []tail // one for each local rank
 
 	mu    sync.Mutex // held while events are used
 	owned []io.Closer
-	over  bool // the operations are done
 
-	waited bool // Wait has ended with this
+	ended  bool // it is known how the operations ended: with this
 	result error
+}
+
+// A tail is the place behind the operations of a local rank.
+type tail struct {
+	event *stream.Event
+	point nccl.Point
 }
 
 // Start runs fn, which enqueues operations of g, and returns a Work that is done when
@@ -65,71 +71,87 @@ func (w *Work) start(fn func() error) error {
 		return err
 	}
 	for i := range w.g.members {
-		e, err := w.g.members[i].stream.Record(nil)
+		m := &w.g.members[i]
+		point := m.comm.Point(m.stream)
+		e, err := m.stream.Record(nil)
 		if err != nil {
 			return err
 		}
-		w.events = append(w.events, e)
+		w.tails = append(w.tails, tail{e, point})
 	}
 	return nil
 }
 
-// Done reports whether the operations are done, or the error that broke the group.
-func (w *Work) Done() (bool, error) {
-	if waited, err := w.outcome(); waited {
-		return true, err
-	}
-	if err := w.check("done"); err != nil {
-		return false, err
-	}
-	return w.done()
-}
+// Done reports whether the operations have completed. It returns an error if they have not
+// and will not, as far as anybody can know: since the group is broken, or this process has
+// closed it. It is false where the streams have not passed the operations.
+func (w *Work) Done() (bool, error) { return w.look("done") }
 
-// outcome is what Wait has ended with, if it has.
-func (w *Work) outcome() (waited bool, err error) {
-	if w == nil {
-		return false, nil
+// look reports whether the streams have passed the operations, and how these ended. That is
+// kept: what completed before the end of the group has completed after it.
+func (w *Work) look(op string) (passed bool, err error) {
+	ended, passed, err := w.query(op)
+	if ended || err != nil {
+		return passed, err
 	}
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.waited, w.result
-}
-
-// done is Done, also when another goroutine has closed what it found done.
-func (w *Work) done() (bool, error) {
-	over, err := w.query()
-	if err != nil {
-		err = fmt.Errorf("comm: work of rank %d of %d: %w", w.g.Rank(), w.g.size, err)
+	if !passed {
+		return false, cmp.Or(w.hopeless(), w.g.Err())
 	}
-	return over, errors.Join(err, w.g.Err())
-}
-
-func (w *Work) query() (over bool, err error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.over {
-		return true, nil
-	}
-	if err := w.check("done"); err != nil {
-		return false, err
-	}
-	for _, e := range w.events {
-		if over, err := e.Query(); err != nil || !over {
-			return false, err
+	for i := range w.tails {
+		if err := w.tails[i].point.Passed(); err != nil {
+			return true, w.end(w.g.undone(w.name(), err))
 		}
 	}
-	w.over = true
-	return true, nil
+	return true, w.end(nil)
 }
 
-// Wait waits until the operations are done and closes the Work. It ends early when a
-// rank fails or is lost. When ctx ends it returns the cause, and the Work stays open. What
-// it has returned otherwise it returns again, and so do Done and WaitOn.
-func (w *Work) Wait(ctx context.Context) error {
-	if waited, err := w.outcome(); waited {
-		return err
+// hopeless returns the error of operations that will not be known to complete, or nil.
+func (w *Work) hopeless() error {
+	for i := range w.tails {
+		if err := w.tails[i].point.Hopeless(); err != nil {
+			return w.g.undone(w.name(), err)
+		}
 	}
-	if err := w.check("wait"); err != nil {
+	return nil
+}
+
+// query asks the events, unless it is known how the operations ended.
+func (w *Work) query(op string) (ended, passed bool, err error) {
+	if w == nil {
+		return false, false, w.check(op)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.ended {
+		return true, true, w.result
+	}
+	if err := w.check(op); err != nil {
+		return false, false, err
+	}
+	for i := range w.tails {
+		if passed, err = w.tails[i].event.Query(); err != nil {
+			return false, false, fmt.Errorf("comm: %s: %w", w.name(), errors.Join(err, w.g.Err()))
+		}
+		if !passed {
+			return false, false, nil
+		}
+	}
+	return false, true, nil
+}
+
+// name is what errors call the Work.
+func (w *Work) name() string { return fmt.Sprintf("work of rank %d of %d", w.g.Rank(), w.g.size) }
+
+// Wait waits until the operations have completed and closes the Work. nil means that they
+// completed: not only that the streams have passed them, which they also do when the group
+// ends. Wait ends early when a rank fails or is lost, or this process closes the group. When
+// ctx ends it returns the cause, and the Work stays open. What it has returned otherwise it
+// returns again, and so do Done and WaitOn.
+func (w *Work) Wait(ctx context.Context) error {
+	switch ended, _, err := w.query("wait"); {
+	case ended:
+		return w.close(err)
+	case err != nil && w.closed():
 		return err
 	}
 	if err := nccl.RefuseGroup("comm: wait for work"); err != nil {
@@ -140,40 +162,53 @@ func (w *Work) Wait(ctx context.Context) error {
 			return err
 		}
 	}
-	err := poll.Until(ctx, w.done)
-	if err != nil && w.g.broken.Load() == nil && ctx.Err() != nil {
-		return fmt.Errorf("comm: wait for work of rank %d of %d: %w", w.g.Rank(), w.g.size, err)
+	err := poll.Until(ctx, func() (bool, error) { return w.look("wait") })
+	if err != nil && ctx.Err() != nil && w.g.broken.Load() == nil && w.g.closing.Load() == nil {
+		return fmt.Errorf("comm: wait for %s: %w", w.name(), err)
 	}
-	w.settle(err) // before it is closed: nobody finds it closed and without an end
-	return errors.Join(err, w.Close())
+	return w.close(w.end(err)) // in this order: nobody finds it closed and without an end
 }
 
-// settle keeps what Wait has ended with first.
-func (w *Work) settle(err error) {
+// close closes the Work that has ended with err.
+func (w *Work) close(err error) error {
+	if failed := w.Close(); failed != nil {
+		return errors.Join(err, failed)
+	}
+	return err
+}
+
+// end keeps how the operations ended, of which the first counts.
+func (w *Work) end(err error) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if !w.waited {
-		w.waited, w.result = true, err
+	if !w.ended {
+		w.ended, w.result = true, err
 	}
+	return w.result
 }
 
-// WaitOn lets work that is enqueued on s from now on wait for the operations
-// (torch's wait of a Work); the host goes on.
+// WaitOn lets work that is enqueued on s from now on wait until the group's streams have
+// passed the operations (torch's wait of a Work); the host goes on. nil does not mean that
+// the operations complete: if the group ends before they do, s goes on too, with outputs
+// that are undefined. Wait and Done tell, before or after that. WaitOn returns the error if it is
+// known already that the operations have not completed and will not, and s waits for nothing.
 func (w *Work) WaitOn(s *stream.Stream) error {
+	const op = "wait on a stream"
 	if w == nil {
-		return w.check("wait on a stream")
+		return w.check(op)
 	}
+	unknown := w.hopeless() // which asks no event: a capture forbids that
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.waited {
+	if w.ended {
 		return w.result
 	}
-	if err := w.check("wait on a stream"); err != nil {
+	if err := cmp.Or(w.check(op), unknown); err != nil {
 		return err
 	}
-	for _, e := range w.events {
-		if err := s.Wait(e); err != nil {
-			return fmt.Errorf("comm: wait for work of rank %d of %d on %s: %w", w.g.Rank(), w.g.size, s, err)
+	for i := range w.tails {
+		if err := s.Wait(w.tails[i].event); err != nil {
+			return fmt.Errorf("comm: wait for %s on %s: %w", w.name(), s, err)
 		}
 	}
 	return nil
@@ -192,20 +227,22 @@ func (w *Work) release() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	var errs []error
-	for _, e := range w.events {
-		errs = append(errs, e.Close())
+	for i := range w.tails {
+		errs = append(errs, w.tails[i].event.Close())
 	}
 	for _, x := range w.owned {
 		if x != nil {
 			errs = append(errs, x.Close())
 		}
 	}
-	w.owned, w.events = nil, nil
+	w.owned = nil
 	return errors.Join(errs...)
 }
 
+func (w *Work) closed() bool { return w == nil || w.owner.Closed() }
+
 func (w *Work) check(op string) error {
-	if w == nil || w.owner.Closed() {
+	if w.closed() {
 		return fmt.Errorf("comm: %s: the work was closed: %w", op, device.ErrClosed)
 	}
 	return nil

@@ -330,6 +330,9 @@ func (m *carrier) stopped(ctx context.Context, buf int) bool {
 				m.fail(d.free[buf].Sync(ctx))
 			}
 		}
+		if m.group != nil { // whose streams pass what an abort ends
+			m.fail(m.group.Err())
+		}
 		return m.failed()
 	}
 	// That another rank's end ends this too is the group's matter, so ctx is not asked:

@@ -136,6 +136,15 @@ func (p Point) Hopeless() error {
 // known reports whether the operations before the point are known to have completed.
 func (p Point) known() bool { return !p.lost && p.c.rec.known(p.record, p.stream) }
 
+// Ended returns how this process has ended c, an error that matches device.ErrClosed, or nil:
+// by Abort, Close, Shutdown, or Shrink with ShrinkAbort. Err says whether c failed.
+func (c *Communicator) Ended() error {
+	if e := c.closing.Load(); e != nil {
+		return &closedError{fmt.Sprintf("rank %d of %d (%s)", c.rank, c.size, c.dev), e}
+	}
+	return nil
+}
+
 // lastLook notes what has completed, before an abort after which nobody can know.
 func (c *Communicator) lastLook() {
 	if c.failed.Load() != nil || c.over() || !c.rec.pending() {

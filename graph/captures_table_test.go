@@ -1,0 +1,190 @@
+package graph_test
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A parity has what came of each program, on each backend.
+type parity map[string]*cells
+
+type cells struct{ virtual, cuda string }
+
+// unknown stands in the table for what no GPU has told yet.
+const unknown = "?"
+
+func (p parity) set(of program, backend, cell string) {
+	key := of.String()
+	if p[key] == nil {
+		p[key] = &cells{unknown, unknown}
+	}
+	if backend == "virtual" {
+		p[key].virtual = cell
+	} else {
+		p[key].cuda = cell
+	}
+}
+
+// over returns what is new, and what was known where there is nothing new.
+func (p parity) over(new parity) parity {
+	sum := parity{}
+	for _, c := range calls() {
+		for _, of := range c.programs() {
+			key := of.String()
+			x := cells{unknown, unknown}
+			for _, from := range []parity{p, new} {
+				if y := from[key]; y != nil {
+					if y.virtual != unknown {
+						x.virtual = y.virtual
+					}
+					if y.cuda != unknown {
+						x.cuda = y.cuda
+					}
+				}
+			}
+			sum[key] = &x
+		}
+	}
+	return sum
+}
+
+// accepted are the programs that virtual devices end otherwise than CUDA, with the
+// reason. A program is a call, and may have a place and a mode.
+var accepted = map[string]string{}
+
+func reason(of program) (key, why string) {
+	for _, key := range []string{of.String(), of.name + ", " + of.from.name, of.name} {
+		if why := accepted[key]; why != "" {
+			return key, why
+		}
+	}
+	return "", ""
+}
+
+// compare checks that the programs end as the table says, and alike on both backends
+// unless there is a reason.
+func (want parity) compare(t *testing.T, got parity) {
+	used := map[string]bool{}
+	for _, c := range calls() {
+		for _, of := range c.programs() {
+			key := of.String()
+			w, g := want[key], got[key]
+			if w == nil {
+				t.Errorf("docs/CAPTURES.md has no row for %s: write it anew with -update", of)
+				continue
+			}
+			if g == nil {
+				continue // -run has left it out
+			}
+			if g.virtual != unknown && g.virtual != w.virtual {
+				t.Errorf("%s: on virtual devices: %s; docs/CAPTURES.md has %s", of, g.virtual, w.virtual)
+			}
+			if g.cuda != unknown && w.cuda != unknown && g.cuda != w.cuda {
+				t.Errorf("%s: on CUDA: %s; docs/CAPTURES.md has %s", of, g.cuda, w.cuda)
+			}
+			cuda := w.cuda
+			if g.cuda != unknown {
+				cuda = g.cuda
+			}
+			listed, why := reason(of)
+			if cuda != unknown && g.virtual != unknown && g.virtual != cuda {
+				if used[listed] = true; why == "" {
+					t.Errorf("%s: on virtual devices: %s; on CUDA: %s", of, g.virtual, cuda)
+				}
+			}
+		}
+	}
+	for key := range accepted {
+		if len(got) == len(want) && !used[key] {
+			t.Errorf("%s is a listed difference, and there is none", key)
+		}
+	}
+}
+
+const head = `# Captures
+
+What each call does in a function that package graph captures, by the place of the
+call and the mode of the capture: "ok", or the kind of its error, and after "capture:"
+the error of the capture if the call has ended it. ` + "`TestCaptures`" + ` of package graph makes
+every call and compares with this table, which ` + "`-update`" + ` writes.
+
+- The captured function launches a kernel on the captured stream, makes the call, and
+  launches another kernel. It ignores the error of the call.
+- Other stream: a stream of the same device that takes no part in the capture.
+- Other goroutine: another goroutine makes the call while the captured function waits.
+- CaptureError is ` + "`*stream.CaptureError`" + `: Chorus refused the call before the driver saw
+  it, so the capture goes on. Names in capitals are CUDA's, without CUDA_ERROR_.
+- A question mark stands for a result that no GPU has shown yet.
+
+| call | from | mode | virtual | cuda |
+| --- | --- | --- | --- | --- |
+`
+
+const tail = `
+## Differences
+`
+
+// markdown returns the document. Modes that end alike share a row.
+func (p parity) markdown() string {
+	var b strings.Builder
+	b.WriteString(head)
+	for _, c := range calls() {
+		for rest := c.programs(); len(rest) > 0; {
+			of := rest[0]
+			x := *p[of.String()]
+			var names []string
+			rest = slices.DeleteFunc(rest, func(o program) bool {
+				same := o.from == of.from && *p[o.String()] == x
+				if same {
+					names = append(names, o.mode.String())
+				}
+				return same
+			})
+			if len(names) == len(modes) {
+				names = []string{"all"}
+			}
+			fmt.Fprintf(&b, "| %s | %s | %s | %s | %s |\n", c.name, of.from.name, strings.Join(names, ", "), x.virtual, x.cuda)
+		}
+	}
+	if len(accepted) > 0 {
+		b.WriteString(tail)
+		var keys []string
+		for key := range accepted {
+			keys = append(keys, key)
+		}
+		slices.Sort(keys)
+		for _, key := range keys {
+			fmt.Fprintf(&b, "- %s: %s\n", key, accepted[key])
+		}
+	}
+	return b.String()
+}
+
+// readParity reads the table. It is empty where there are no documents.
+func readParity(t *testing.T) parity {
+	t.Helper()
+	data, err := os.ReadFile(parityTable)
+	if os.IsNotExist(err) {
+		return parity{}
+	}
+	require.NoError(t, err)
+	p := parity{}
+	for _, line := range strings.Split(string(data), "\n") {
+		f := strings.Split(strings.Trim(line, "| "), " | ")
+		if len(f) != 5 || f[0] == "call" || f[0] == "---" {
+			continue
+		}
+		names := strings.Split(f[2], ", ")
+		for _, m := range modes {
+			if f[2] == "all" || slices.Contains(names, m.String()) {
+				p[fmt.Sprintf("%s, %s, %s", f[0], f[1], m)] = &cells{f[3], f[4]}
+			}
+		}
+	}
+	return p
+}

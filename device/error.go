@@ -81,6 +81,21 @@ func (e *Error) Unwrap() error { return e.Err }
 // necessarily Op.
 func (e *Error) Sticky() bool { return cudadrv.Result(e.Err).Sticky() }
 
+// A CaptureError is a call that is illegal while a stream is captured into a
+// graph. Chorus found it before the driver saw it, so the capture goes on.
+type CaptureError struct {
+	Op     string // such as "memory: copy to host"
+	Object string // the stream that is captured, or what was recorded on it
+	Advice string // what to do instead
+}
+
+func (e *CaptureError) Error() string {
+	return fmt.Sprintf("%s: %s is captured into a graph: %s", e.Op, e.Object, e.Advice)
+}
+
+// Unwrap returns CUDA's status for such calls.
+func (e *CaptureError) Unwrap() error { return Status(cudadrv.ErrorStreamCaptureUnsupported) }
+
 // ErrClosed is what a method returns, wrapped with the operation, after Close.
 var ErrClosed = errors.New("use after Close")
 

@@ -45,8 +45,8 @@ func NewCallable[T memory.Element](s *stream.Stream, inputs []memory.Slice[T], f
 	if fn == nil {
 		return nil, fmt.Errorf("%s: no function given", op)
 	}
-	if err := s.Check(op, nil); err != nil {
-		return nil, err
+	if !s.Open() {
+		return nil, s.Check(op, nil)
 	}
 	if err := s.RefuseCapture(op, "captures do not nest"); err != nil {
 		return nil, err

@@ -78,8 +78,10 @@ func Capture(streams []*stream.Stream, fn func() error) (*Exec, error) {
 // when all have. Other streams must be joined by fn: one of the given streams
 // waits for them.
 //
-// fn is called once, on the calling goroutine, which is locked to its thread.
-// When fn returns an error or panics, the capture is ended, the streams are as
+// fn is called once, on the calling goroutine, which is locked to its thread. If nothing
+// was captured because fn used other streams, the error is a *NothingCapturedError. A
+// function that enqueues nothing makes a graph without operations, as in torch, which
+// warns of it: see Exec.Nodes. When fn returns an error or panics, the capture is ended, the streams are as
 // before, and nothing is left of it.
 func CaptureWith(cfg *Config, streams []*stream.Stream, fn func() error) (x *Exec, err error) {
 	if err := checkStreams(streams, fn); err != nil {
@@ -118,8 +120,8 @@ func checkStreams(streams []*stream.Stream, fn func() error) error {
 		return fmt.Errorf("%s: want at least one stream and a function", op)
 	}
 	for i, s := range streams {
-		if err := s.Check(op, nil); err != nil {
-			return err
+		if !s.Open() {
+			return s.Check(op, nil)
 		}
 		if s.Device().System() != streams[0].Device().System() {
 			return fmt.Errorf("%s: %s and %s belong to two systems", op, streams[0], s)
@@ -140,6 +142,8 @@ type Recording struct {
 	s    *stream.Stream
 	tid  int // the thread that the goroutine is locked to, or 0
 
+	strays []string // the streams that the goroutine used and that took no part
+
 	mu    sync.Mutex   // makes End and Abort of several goroutines come in turn
 	owner handle.Owner // closed once the capture has ended
 }
@@ -156,8 +160,8 @@ func Begin(s *stream.Stream, cfg *Config) (*Recording, error) {
 	if cfg != nil {
 		c = *cfg
 	}
-	if err := s.Check("graph: capture", nil); err != nil {
-		return nil, err
+	if !s.Open() {
+		return nil, s.Check("graph: capture", nil)
 	}
 	mode, err := c.Mode.raw()
 	if err != nil {
@@ -201,6 +205,9 @@ func (r *Recording) End() (*Exec, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	op, err := r.finish()
+	if _, ok := errors.AsType[*NothingCapturedError](err); ok {
+		return nil, err
+	}
 	if err != nil {
 		return nil, fmt.Errorf("graph: %s %s on %s: %w", op, r.exec, r.s, err)
 	}
@@ -254,6 +261,13 @@ func (r *Recording) finish() (op string, err error) {
 	if err := r.exec.instantiate(); err != nil {
 		return "instantiate", errors.Join(err, r.exec.drop())
 	}
+	if r.exec.nodes == 0 && len(r.strays) > 0 {
+		err := &NothingCapturedError{Graph: r.exec.String(), Stream: r.s.String(), Used: r.strays}
+		if e := r.exec.drop(); e != nil {
+			return "drop", errors.Join(err, e)
+		}
+		return "", err
+	}
 	return "", nil
 }
 
@@ -265,11 +279,11 @@ func (r *Recording) stop() error {
 	if r.tid != 0 && r.tid != syscall.Gettid() {
 		return fmt.Errorf("call it on the goroutine that began the capture: %w", ErrorWrongThread)
 	}
-	g, held, err := r.s.EndCapture(r.exec)
+	x, err := r.s.EndCapture(r.exec)
 	r.owner.Close()
-	r.exec.graph, r.exec.held = g, held
+	r.exec.graph, r.exec.held, r.strays = x.Graph, x.Held, x.Strays
 	r.exec.pool.End()
-	r.exec.own = preparers(held)
+	r.exec.own = preparers(x.Held)
 	r.exec.prepare = r.exec.own
 	r.unlock()
 	return err

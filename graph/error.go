@@ -2,6 +2,7 @@ package graph
 
 import (
 	"fmt"
+	"strings"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -32,3 +33,16 @@ func (e *UpdateError) Error() string {
 
 // Unwrap returns the driver's error.
 func (e *UpdateError) Unwrap() error { return e.Err }
+
+// A NothingCapturedError says that a capture recorded nothing, because the goroutine that
+// captured used other streams.
+type NothingCapturedError struct {
+	Graph  string
+	Stream string   // that was captured
+	Used   []string // the streams that were used instead
+}
+
+func (e *NothingCapturedError) Error() string {
+	return fmt.Sprintf("graph: end the capture of %s on %s: nothing was captured: the function used %s, which took no part: capture these streams, or let them wait for %[2]s first",
+		e.Graph, e.Stream, strings.Join(e.Used, ", "))
+}

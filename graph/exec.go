@@ -60,8 +60,8 @@ func (x *Exec) String() string { return fmt.Sprintf("graph %s of %s", x.name, x.
 // another capture (torch.cuda.CUDAGraph.pool).
 func (x *Exec) Pool() *memory.Pool { return x.pool }
 
-// Nodes returns the number of operations that were captured. It is 0 where fn
-// enqueued nothing on the streams, which is mostly a mistake.
+// Nodes returns the number of operations that were captured. It is 0 if the captured
+// function enqueued nothing, or another goroutine enqueued its work on other streams.
 func (x *Exec) Nodes() int { return x.nodes }
 
 // Launch enqueues the graph on s, of any device (cuGraphLaunch,

@@ -16,6 +16,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -344,4 +345,53 @@ func TestFaults(t *testing.T) {
 func locked() bool {
 	head, _, _ := bytes.Cut(debug.Stack(), []byte("\n"))
 	return bytes.Contains(head, []byte("locked to thread"))
+}
+
+// A function that uses other streams captures nothing, and the error names them.
+func TestNothingCaptured(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		v := b.make(1)
+		other, joins := newStream(t, devs[0]), newStream(t, devs[0])
+		cs, err := nccl.NewCommunicators(testgpu.Context(t), devs, nil)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, cs[0].Close()) }()
+		uses := map[string]func() error{
+			"kernel": func() error { return b.launch(b.add, other, v, 1) },
+			"copy":   func() error { return v.Zero(other) },
+			"nccl":   func() error { return nccl.AllReduce(cs[0], other, v, v, nccl.Sum) },
+			"event":  func() error { e, err := other.Record(nil); return errors.Join(err, e.Close()) },
+		}
+		for _, mode := range []graph.Mode{graph.ThreadLocal, graph.Global, graph.Relaxed} {
+			for name, use := range uses {
+				_, err := graph.CaptureWith(&graph.Config{Mode: mode, Name: "step"}, []*stream.Stream{b.s}, use)
+				var nothing *graph.NothingCapturedError
+				require.ErrorAs(t, err, &nothing, "%s, %s", name, mode)
+				require.Equal(t, []string{other.String()}, nothing.Used)
+				require.Equal(t, b.s.String(), nothing.Stream)
+				require.ErrorContains(t, err, "graph step of")
+				require.NoError(t, other.Sync(testgpu.Context(t)))
+				usable(b, v)
+			}
+		}
+		for name, fn := range map[string]func() error{
+			"nothing":     func() error { return nil },
+			"only a fork": func() error { return errors.Join(joins.WaitStream(b.s), b.s.WaitStream(joins)) },
+			"only events": func() error {
+				e, err := b.s.Record(nil)
+				return errors.Join(err, joins.Wait(e), b.s.WaitStream(joins), e.Close())
+			},
+			"no work of its own": func() error { _, err := other.Priority(); return err },
+		} {
+			x, err := graph.Capture([]*stream.Stream{b.s}, fn)
+			require.NoError(t, err, name)
+			require.Zero(t, x.Nodes(), name)
+			require.NoError(t, errors.Join(x.Launch(b.s), x.Close()), name)
+		}
+		x, err := graph.Capture([]*stream.Stream{b.s}, func() error {
+			return errors.Join(b.launch(b.add, other, v, 1), b.launch(b.add, b.s, v, 1))
+		})
+		require.NoError(t, err, "something was captured")
+		require.NoError(t, errors.Join(x.Close(), other.Sync(testgpu.Context(t))))
+	})
 }

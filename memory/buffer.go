@@ -77,8 +77,8 @@ func (b *Buffer) Stream() *stream.Stream { return b.stream }
 // only after the work that is on s by then
 // (torch.Tensor.record_stream). It enqueues nothing.
 func (b *Buffer) RecordStream(s *stream.Stream) error {
-	if err := s.Check("memory: record stream", nil); err != nil {
-		return err
+	if !s.Open() {
+		return s.Check("memory: record stream", nil)
 	}
 	if s == b.stream {
 		return nil

@@ -209,7 +209,7 @@ func TestHostLeavesCapturesAlone(t *testing.T) {
 		require.NoError(t, err)
 		require.NotSame(t, b, other)
 		l.close()
-		_, _, err = s.EndCapture(g)
+		_, err = s.EndCapture(g)
 		require.NoError(t, err, "the capture is still good")
 		pool.LetGo(g)
 		h.drain(t, s)

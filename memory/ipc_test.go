@@ -457,7 +457,7 @@ func TestIPCCollectAfterCapture(t *testing.T) {
 	require.Zero(t, freed.Load())
 	require.Error(t, IPCCollect(a.Device()))
 	require.Zero(t, freed.Load())
-	_, _, err = a.EndCapture(g)
+	_, err = a.EndCapture(g)
 	require.NoError(t, err)
 	pool.LetGo(g)
 	require.NoError(t, IPCCollect(a.Device()))

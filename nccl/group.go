@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/goroutine"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/stream"
 )
@@ -74,7 +75,7 @@ var groups [64]struct {
 
 // openGroup returns the calling goroutine's group, or nil.
 func openGroup() *group {
-	me := goroutine()
+	me := goroutine.ID()
 	part := &groups[place(me)]
 	if part.first.of.Load() == me {
 		return &part.first
@@ -147,7 +148,7 @@ func spoil(refused error) error {
 }
 
 func beginGroup() *group {
-	me := goroutine()
+	me := goroutine.ID()
 	part := &groups[place(me)]
 	if part.first.of.CompareAndSwap(0, me) {
 		return &part.first

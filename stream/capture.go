@@ -5,36 +5,22 @@ import (
 	"fmt"
 	"slices"
 	"sync"
-	"sync/atomic"
-	"syscall"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/captures"
 	"github.com/gochorus/chorus/internal/cudadrv"
 )
 
 // A CaptureError is a call that is illegal while a stream is captured into a
-// graph. It was found before the driver saw it, so the capture is still good.
-type CaptureError struct {
-	Op     string // such as "memory: copy to host"
-	Object string // the stream, or what was recorded on it
-	Advice string // what to do instead
-}
-
-func (e *CaptureError) Error() string {
-	return fmt.Sprintf("%s: %s is captured into a graph: %s", e.Op, e.Object, e.Advice)
-}
-
-// Unwrap returns CUDA's status for such calls.
-func (e *CaptureError) Unwrap() error {
-	return device.Status(cudadrv.ErrorStreamCaptureUnsupported)
-}
+// graph. Chorus found it before the driver saw it, so the capture goes on.
+type CaptureError = device.CaptureError
 
 // Capturing reports whether the stream is being captured into a graph
 // (cuStreamIsCapturing, torch.cuda.is_current_stream_capturing): what is
 // enqueued on it is recorded and does not run. It is true of a capture that an
 // illegal call has invalidated, until its end.
 func (s *Stream) Capturing() (bool, error) {
-	if err := s.Check("stream: capturing", nil); err != nil {
+	if err := s.check("stream: capturing", nil); err != nil {
 		return false, err
 	}
 	return s.capturing()
@@ -52,25 +38,17 @@ func (s *Stream) capturing() (bool, error) {
 // Outside calls fn, unless the process captures a graph on any stream, and keeps
 // captures from beginning meanwhile. It reports whether it did. What asks a stream of
 // others for its progress would end a capture that it meets. For Chorus's own packages.
-func Outside(fn func()) bool {
-	open.begin.RLock()
-	defer open.begin.RUnlock()
-	if AnyCapture() {
-		return false
-	}
-	fn()
-	return true
-}
+func Outside(fn func()) bool { return captures.Outside(fn) }
 
 // AnyCapture reports whether the process captures a graph on any stream. For
 // Chorus's own packages.
-func AnyCapture() bool { return open.count.Load() != 0 }
+func AnyCapture() bool { return captures.Any() }
 
 // RefuseCapture returns a *CaptureError if the stream is being captured, and
 // costs next to nothing while the process captures nothing. For Chorus's own
 // packages.
 func (s *Stream) RefuseCapture(op, advice string) error {
-	if open.count.Load() == 0 {
+	if !captures.Any() {
 		return nil
 	}
 	if yes, err := s.capturing(); err != nil || !yes {
@@ -84,7 +62,7 @@ const notRun = "what is captured has not run and cannot be waited for"
 
 // note remembers whether what e records on s is captured.
 func (e *Event) note(s *Stream) error {
-	if open.count.Load() == 0 {
+	if !captures.Any() {
 		e.captured.Store(false)
 		return nil
 	}
@@ -137,21 +115,12 @@ type Preparer interface {
 
 // capture is one capture of this process that has not ended.
 type capture struct {
-	sys   *device.System
-	id    uint64 // unique in its system
-	tid   int    // the OS thread that it belongs to, or 0 in the relaxed mode
+	*captures.Capture
 	graph Holder
-	pool  Holdable   // what package memory allocates from
-	held  []Holdable // the pool, and what Captured adds
-}
+	pool  Holdable // what package memory allocates from
 
-// open has the captures that BeginCapture began. The driver knows which streams
-// take part; this is what the driver does not know.
-var open struct {
-	count atomic.Int32 // how many there are, for a look without the lock
-	begin sync.RWMutex // held while one begins
-	mu    sync.Mutex
-	list  []*capture
+	mu   sync.Mutex
+	held []Holdable // the pool, and what Captured adds
 }
 
 // BeginCapture records what is enqueued on s from now on for the graph
@@ -170,46 +139,53 @@ func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder, pool Holda
 	if err := s.RefuseCapture(op, "captures do not nest"); err != nil {
 		return err
 	}
-	c := &capture{sys: s.dev.System(), graph: graph, pool: pool, held: []Holdable{pool}}
 	if mode != cudadrv.CaptureRelaxed {
-		c.tid = syscall.Gettid()
-		if other := captureOf(func(o *capture) bool { return o.tid == c.tid }); other != nil {
-			return &CaptureError{Op: op, Object: "another stream of this goroutine, for " + other.graph.String() + ",", Advice: "captures do not nest"}
+		if other := captures.Exclusive(); other != nil {
+			return &CaptureError{Op: op, Object: "another stream of this goroutine, for " + other.Graph.String() + ",", Advice: "captures do not nest"}
 		}
 	}
-	if err := s.begin(mode, c); err != nil {
+	c := &capture{graph: graph, pool: pool, held: []Holdable{pool}}
+	c.Capture = &captures.Capture{System: s.dev.System(), Device: s.dev, Stream: s, Graph: graph, Mode: mode, Owner: c}
+	if err := captures.Begin(c.Capture, func() error { return s.begin(c) }); err != nil {
 		return err
 	}
 	pool.Hold(graph)
 	return nil
 }
 
-// begin begins a capture while nobody is Outside.
-func (s *Stream) begin(mode cudadrv.CaptureMode, c *capture) error {
-	open.begin.Lock()
-	defer open.begin.Unlock()
-	err := s.dev.Do("cuStreamBeginCapture", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamBeginCapture(s.h, mode) })
+// begin begins the capture at the driver.
+func (s *Stream) begin(c *capture) error {
+	err := s.dev.Do("cuStreamBeginCapture", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamBeginCapture(s.h, c.Mode) })
 	if err != nil {
 		return err
 	}
-	if c.id, err = s.captureID(); err != nil {
+	if c.ID, err = s.captureID(); err != nil {
 		_, _ = s.endCapture()
-		return err
 	}
-	open.mu.Lock()
-	defer open.mu.Unlock()
-	open.list = append(open.list, c)
-	open.count.Add(1)
-	return nil
+	return err
 }
 
-// EndCapture ends what BeginCapture began on s and returns the graph and what it
-// holds (cuStreamEndCapture). After an error there is no capture any more. The
-// caller is on the thread of BeginCapture, unless the mode is relaxed. For
-// Chorus's own packages.
-func (s *Stream) EndCapture(graph Holder) (cudadrv.Graph, []Holdable, error) {
-	g, err := s.endCapture()
-	return g, forget(graph), err
+// A Captured is what EndCapture returns.
+type Captured struct {
+	Graph  cudadrv.Graph
+	Held   []Holdable // what the graph holds
+	Strays []string   // streams that the capturing goroutine used and that took no part
+}
+
+// EndCapture ends what BeginCapture began on s (cuStreamEndCapture). After an error
+// there is no capture any more, but what was held is. The caller is on the thread of
+// BeginCapture, unless the mode is relaxed. For Chorus's own packages.
+func (s *Stream) EndCapture(graph Holder) (x Captured, err error) {
+	x.Graph, err = s.endCapture()
+	c := captureOf(func(o *capture) bool { return o.graph == graph })
+	if c == nil {
+		return x, err
+	}
+	captures.End(c.Capture)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	x.Held, x.Strays = c.held, c.Strays()
+	return x, err
 }
 
 func (s *Stream) endCapture() (g cudadrv.Graph, err error) {
@@ -231,7 +207,7 @@ func (s *Stream) captureID() (id uint64, err error) {
 // CaptureID returns a number for the capture that s takes part in, which no other
 // capture of the system has, or 0. For Chorus's own packages.
 func (s *Stream) CaptureID() (uint64, error) {
-	if open.count.Load() == 0 {
+	if !captures.Any() {
 		return 0, nil
 	}
 	return s.captureID()
@@ -243,7 +219,7 @@ func (s *Stream) current() (*capture, error) {
 	if err != nil || id == 0 {
 		return nil, err
 	}
-	return captureOf(func(o *capture) bool { return o.id == id && o.sys == s.dev.System() }), nil
+	return captureOf(func(o *capture) bool { return o.ID == id && o.System == s.dev.System() }), nil
 }
 
 // CapturePool returns the pool of the capture that s takes part in, or nil. For
@@ -261,10 +237,11 @@ func (s *Stream) CapturePool() (Holdable, error) {
 func (s *Stream) Captured(x Holdable) error {
 	c, err := s.current()
 	if c == nil {
+		s.use()
 		return err
 	}
-	open.mu.Lock()
-	defer open.mu.Unlock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	if !slices.Contains(c.held, x) {
 		c.held = append(c.held, x)
 		x.Hold(c.graph)
@@ -272,25 +249,21 @@ func (s *Stream) Captured(x Holdable) error {
 	return nil
 }
 
-func captureOf(match func(*capture) bool) *capture {
-	open.mu.Lock()
-	defer open.mu.Unlock()
-	if i := slices.IndexFunc(open.list, match); i >= 0 {
-		return open.list[i]
+// use tells the capture of the calling goroutine, if there is one, that work is
+// enqueued on s.
+func (s *Stream) use() {
+	if captures.Any() {
+		captures.Use(s, func() bool { yes, err := s.capturing(); return yes && err == nil })
 	}
-	return nil
 }
 
-// forget takes the capture for a graph out of the list and returns what it held.
-func forget(graph Holder) []Holdable {
-	open.mu.Lock()
-	defer open.mu.Unlock()
-	i := slices.IndexFunc(open.list, func(c *capture) bool { return c.graph == graph })
-	if i < 0 {
+func captureOf(match func(*capture) bool) *capture {
+	c := captures.Find(func(c *captures.Capture) bool {
+		o, ours := c.Owner.(*capture)
+		return ours && match(o)
+	})
+	if c == nil {
 		return nil
 	}
-	held := open.list[i].held
-	open.list = slices.Delete(open.list, i, i+1)
-	open.count.Add(-1)
-	return held
+	return c.Owner.(*capture)
 }

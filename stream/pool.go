@@ -84,7 +84,7 @@ func PriorityRange(dev *device.Device) (least, greatest int, err error) {
 // Priority returns the stream's priority within its device's range
 // (cuStreamGetPriority).
 func (s *Stream) Priority() (int, error) {
-	if err := s.Check("stream: priority", nil); err != nil {
+	if err := s.check("stream: priority", nil); err != nil {
 		return 0, err
 	}
 	var p int32

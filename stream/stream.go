@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/captures"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kept"
@@ -111,8 +112,21 @@ func (s *Stream) Handle() uintptr { return uintptr(s.h) }
 func (s *Stream) Raw() cudadrv.Stream { return s.h }
 
 // Check returns an error if the stream cannot take work: it is nil, closed, or
-// of another device than dev, when dev is not nil.
+// of another device than dev, when dev is not nil. Without one, op is taken to
+// enqueue work on the stream.
 func (s *Stream) Check(op string, dev *device.Device) error {
+	if s != nil && !s.owner.Closed() && (dev == nil || dev == s.dev) && !captures.Any() {
+		return nil
+	}
+	err := s.check(op, dev)
+	if err == nil {
+		s.use()
+	}
+	return err
+}
+
+// check is Check for calls that enqueue nothing.
+func (s *Stream) check(op string, dev *device.Device) error {
 	switch {
 	case s == nil:
 		return fmt.Errorf("%s: no stream given", op)
@@ -135,7 +149,7 @@ func (s *Stream) Open() bool { return s != nil && !s.owner.Closed() }
 // When ctx ends first, Sync returns its cause, the work goes on, and no thread
 // is left behind. A Callback that panicked is a *CallbackError here, once.
 func (s *Stream) Sync(ctx context.Context) error {
-	if err := s.Check("stream: sync", nil); err != nil {
+	if err := s.check("stream: sync", nil); err != nil {
 		return err
 	}
 	if err := s.RefuseWait("stream: sync"); err != nil {
@@ -159,7 +173,7 @@ func (s *Stream) Sync(ctx context.Context) error {
 // Query reports, without waiting, whether everything enqueued on s so far has
 // completed.
 func (s *Stream) Query() (bool, error) {
-	if err := s.Check("stream: query", nil); err != nil {
+	if err := s.check("stream: query", nil); err != nil {
 		return false, err
 	}
 	if err := s.RefuseWait("stream: query"); err != nil {
@@ -176,7 +190,7 @@ func (s *Stream) Query() (bool, error) {
 // last (cuStreamWaitEvent). The host does not wait. An event that was never
 // recorded is no wait at all. e may be of another device.
 func (s *Stream) Wait(e *Event) error {
-	if err := s.Check("stream: wait", nil); err != nil {
+	if err := s.check("stream: wait", nil); err != nil {
 		return err
 	}
 	if err := e.check("stream: wait"); err != nil {
@@ -208,10 +222,10 @@ func (s *Stream) WaitStream(o *Stream) error {
 // mayFollow checks that s can wait for o.
 func (s *Stream) mayFollow(o *Stream) error {
 	const op = "stream: wait for a stream"
-	if err := o.Check(op, nil); err != nil {
+	if err := o.check(op, nil); err != nil {
 		return err
 	}
-	if err := s.Check(op, nil); err != nil {
+	if err := s.check(op, nil); err != nil {
 		return err
 	}
 	if err := s.sameSystem(op, o.dev); err != nil {
@@ -298,7 +312,7 @@ func (s *Stream) Keep(key *kept.Key, open func() (value any, close func() error,
 		return v, nil
 	}
 	if !s.Retain() { // what is kept now, nobody would close
-		return nil, s.Check("stream: keep", nil)
+		return nil, s.check("stream: keep", nil)
 	}
 	defer func() { err = errors.Join(err, s.Release()) }()
 	c, err := s.kept.LoadOrMake(key, func() (any, error) {

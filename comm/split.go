@@ -30,7 +30,7 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 		return nil, err
 	}
 	for i := range g.members {
-		if err := g.members[i].stream.RefuseWait("comm: " + op); err != nil {
+		if err := g.members[i].stream.RefuseCapture("comm: "+op, "split the group before the capture"); err != nil {
 			return nil, err
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/gochorus/chorus/internal/captures"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/poll"
@@ -69,6 +70,10 @@ func (d *Device) Active() (bool, error) {
 // returns its cause and leaves the work running and one OS thread blocked until
 // it completes; prefer Stream.Sync, which leaves none.
 func (d *Device) Sync(ctx context.Context) error {
+	if c := captures.Find(func(c *captures.Capture) bool { return c.Device == d }); c != nil {
+		return &CaptureError{Op: "device: synchronize " + d.String(), Object: c.Stream.String(),
+			Advice: "what is captured has not run and cannot be waited for: synchronize the device before or after the capture"}
+	}
 	wait := func() error {
 		return d.Do("cuCtxSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
 	}
@@ -142,6 +147,22 @@ func (d *Device) DoRelaxed(op string, call func(drv cudadrv.Driver) cudadrv.Resu
 		defer drv.ThreadExchangeStreamCaptureMode(mode)
 		return call(drv)
 	})
+}
+
+// Relaxed makes calls in the relaxed mode of captures (cuThreadExchangeStreamCaptureMode):
+// calls of the driver and of libraries above it that allocate, load or free something do
+// a capture no harm, though CUDA forbids them to threads that capture, and to all threads
+// in the mode global. For Chorus's own packages.
+func (d *Device) Relaxed(call func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	drv := d.Driver()
+	mode, r := drv.ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)
+	if r != cudadrv.Success {
+		return d.Check("cuThreadExchangeStreamCaptureMode", r)
+	}
+	defer drv.ThreadExchangeStreamCaptureMode(mode)
+	return call()
 }
 
 // Bound runs call on a locked OS thread with the device's context bound, for

@@ -123,6 +123,9 @@ func (t *transfer) check(ctx context.Context, s *stream.Stream) error {
 	if err := s.RefuseCapture(op, "the host waits for the file: move it before the capture"); err != nil {
 		return err
 	}
+	if err := s.RefuseWait(op); err != nil {
+		return err
+	}
 	t.dev = s.Device()
 	if err := t.dev.Blocking(op); err != nil {
 		return err

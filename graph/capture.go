@@ -20,7 +20,7 @@ import (
 // torch's capture_error_mode).
 type Mode int32
 
-// The modes. The default is not torch's, which is Global: in a Go program other
+// The modes say whose calls are refused. The default is not torch's, which is Global: in a Go program other
 // goroutines go on with their work while one captures. In the mode Global no
 // operation of package nccl can be the first of its kind between its ranks, nor with
 // a peer: NCCL connects them then, by threads of its own, and End returns

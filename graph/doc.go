@@ -26,9 +26,13 @@
 // operations of nccl and comm, and allocating memory. What it may not: waits of
 // the host (Sync, Query, Wait of a group), copies from and to ordinary host
 // memory, and closing memory that the graph may use, all of which fail at once
-// with a *stream.CaptureError that names the call. Run the work once before the
-// capture, as NewCallable does: NCCL connects and cuBLAS makes its workspace on
-// first use, which a capture forbids. Kernels may be loaded in a capture.
+// with a *stream.CaptureError that names the call; the capture goes on. Unless the
+// mode is Relaxed, the host must not wait for other streams and events either, nor
+// ask for them, on the goroutine that captures; in the mode Global on no goroutine.
+// docs/CAPTURES.md has a row for every call. Run the work once before the capture,
+// as NewCallable does: cuBLAS makes its workspace on first use, which a capture
+// forbids. NCCL may connect the ranks in a capture, except in the mode Global.
+// Kernels may be loaded in a capture.
 //
 // Memory that is allocated in a capture comes from the capture's memory.Pool.
 // What the captured function closes again is used by its later allocations; what

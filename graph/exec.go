@@ -236,7 +236,7 @@ func (x *Exec) instantiate() error {
 	}
 	// cuBLAS may have captured allocations.
 	const flags = cudadrv.GraphInstantiateAutoFree | cudadrv.GraphInstantiateNodePriority
-	return x.dev.Do("cuGraphInstantiateWithFlags", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	return x.dev.DoRelaxed("cuGraphInstantiateWithFlags", func(drv cudadrv.Driver) (r cudadrv.Result) {
 		x.exec, r = drv.GraphInstantiateWithFlags(x.graph, flags)
 		return r
 	})
@@ -252,7 +252,7 @@ func (x *Exec) drop() error {
 	x.capturing.Store(false)
 	var errs []error
 	if x.exec != 0 {
-		errs = append(errs, x.dev.Do("cuGraphExecDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphExecDestroy(x.exec) }))
+		errs = append(errs, x.dev.DoRelaxed("cuGraphExecDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphExecDestroy(x.exec) }))
 	}
 	if x.graph != 0 {
 		errs = append(errs, x.dev.Do("cuGraphDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(x.graph) }))

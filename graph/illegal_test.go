@@ -43,6 +43,7 @@ func TestIllegalCalls(t *testing.T) {
 			{"stream: sync", func() error { return b.s.Sync(testgpu.Context(t)) }},
 			{"stream: query", func() error { _, err := b.s.Query(); return err }},
 			{"stream: close", b.s.Close},
+			{"device: synchronize " + devs[0].String(), func() error { return devs[0].Sync(context.Background()) }},
 			{"stream: sync event", func() error { return errors.Join(e.Record(b.s), e.Sync(context.Background())) }},
 			{"stream: query event", func() error { _, err := e.Query(); return err }},
 			{"stream: elapsed time", func() error { _, err := e.Elapsed(e); return err }},
@@ -96,9 +97,11 @@ func TestSpoiledCapture(t *testing.T) {
 			call func() error
 			want error
 		}{
-			"device sync": {func() error { return devs[0].Sync(context.Background()) }, graph.ErrorUnsupported},
-			"cuMemAlloc":  {func() error { return allocate(t, devs[0]) }, graph.ErrorUnsupported},
-			"isolation":   {func() error { return b.s.Wait(e) }, graph.ErrorIsolation},
+			"device sync": {func() error {
+				return devs[0].Do("cuCtxSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
+			}, graph.ErrorUnsupported},
+			"cuMemAlloc": {func() error { return allocate(t, devs[0]) }, graph.ErrorUnsupported},
+			"isolation":  {func() error { return b.s.Wait(e) }, graph.ErrorIsolation},
 		} {
 			t.Run(name, func(t *testing.T) {
 				_, err := graph.Capture([]*stream.Stream{b.s}, func() error {
@@ -393,5 +396,52 @@ func TestNothingCaptured(t *testing.T) {
 		})
 		require.NoError(t, err, "something was captured")
 		require.NoError(t, errors.Join(x.Close(), other.Sync(testgpu.Context(t))))
+	})
+}
+
+// A wait that the mode forbids is refused before the driver sees it: the error says which
+// call on what, which stream is captured and what to do, and the capture goes on.
+func TestWaitsThatTheModeForbids(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		v := b.make(1)
+		other := newStream(t, devs[0])
+		e, err := other.Record(nil)
+		require.NoError(t, err)
+		defer e.Close()
+		calls := map[string]func() error{
+			"stream: sync":         func() error { return other.Sync(context.Background()) },
+			"stream: query":        func() error { _, err := other.Query(); return err },
+			"stream: sync event":   func() error { return e.Sync(context.Background()) },
+			"stream: query event":  func() error { _, err := e.Query(); return err },
+			"memory: copy to host": func() error { return v.CopyTo(other, make([]float32, elems)) },
+		}
+		for op, call := range calls {
+			for mode, refused := range map[graph.Mode][2]string{
+				graph.ThreadLocal: {"capture in the mode relaxed", ""},
+				graph.Global:      {"capture in the mode relaxed", "capture in the mode thread_local"},
+				graph.Relaxed:     {"", ""},
+			} {
+				x, err := graph.CaptureWith(&graph.Config{Mode: mode}, []*stream.Stream{b.s}, func() error {
+					there := make(chan error)
+					go func() { there <- call() }()
+					for i, err := range []error{call(), <-there} {
+						if refused[i] == "" {
+							require.NoError(t, err, "%s, %s, %d", op, mode, i)
+							continue
+						}
+						var ce *stream.CaptureError
+						require.ErrorAs(t, err, &ce, "%s, %s, %d", op, mode, i)
+						require.Equal(t, op, ce.Op)
+						require.Equal(t, b.s.String(), ce.Object)
+						require.ErrorContains(t, err, "in the mode "+mode.String())
+						require.ErrorContains(t, err, refused[i])
+					}
+					return b.launch(b.add, b.s, v, 1)
+				})
+				require.NoError(t, err, "%s, %s", op, mode)
+				require.NoError(t, errors.Join(x.Close(), other.Sync(testgpu.Context(t))))
+			}
+		}
 	})
 }

@@ -154,7 +154,7 @@ func (m *Module) Close() error {
 }
 
 func (m *Module) unload() error {
-	return m.dev.Do("cuModuleUnload", func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
+	return m.dev.DoRelaxed("cuModuleUnload", func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
 }
 
 // compile makes the image that the device's driver loads.

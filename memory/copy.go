@@ -25,17 +25,20 @@ func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 	if err := s.RefuseCapture(op, notPinned); err != nil {
 		return err
 	}
+	// CUDA stages ordinary memory before it returns, but not pinned memory.
+	pinned := hostOf(s.Device()).pinned.has(unsafe.Pointer(unsafe.SliceData(src)))
+	if pinned {
+		if err := s.RefuseWait(op); err != nil {
+			return err
+		}
+	}
 	if err := s.Device().Blocking(op); err != nil {
 		return err
 	}
-	if err := x.upload(s, unsafe.Pointer(unsafe.SliceData(src))); err != nil {
+	if err := x.upload(s, unsafe.Pointer(unsafe.SliceData(src))); err != nil || !pinned {
 		return err
 	}
-	// CUDA stages ordinary memory before it returns, but not pinned memory.
-	if hostOf(s.Device()).pinned.has(unsafe.Pointer(unsafe.SliceData(src))) {
-		return settle(s)
-	}
-	return nil
+	return settle(s)
 }
 
 // CopyTo copies x to dst in the order of s and returns when dst is filled: it
@@ -49,6 +52,9 @@ func (x Slice[T]) CopyTo(s *stream.Stream, dst []T) error {
 	if err := s.RefuseCapture(op, notPinned); err != nil {
 		return err
 	}
+	if err := s.RefuseWait(op); err != nil {
+		return err
+	}
 	if err := s.Device().Blocking(op); err != nil {
 		return err
 	}
@@ -58,9 +64,13 @@ func (x Slice[T]) CopyTo(s *stream.Stream, dst []T) error {
 	return settle(s)
 }
 
-// settle waits for the stream, in a call that has told Blocking.
+// settle waits for a stream that is not captured, in a call that has told Blocking.
 func settle(s *stream.Stream) error {
-	return s.Device().Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.Raw()) })
+	do := s.Device().Do
+	if stream.AnyCapture() {
+		do = s.Device().DoRelaxed
+	}
+	return do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.Raw()) })
 }
 
 // CopyFromPinned enqueues the copy of src to x on s. The host does not wait;

@@ -149,7 +149,7 @@ func (l *lane) Wait(e alloc.Event) error {
 
 // Sync refuses a stream that is captured: the wait would end the capture.
 func (l *lane) Sync() error {
-	if err := l.s.RefuseWait("memory: free"); err != nil {
+	if err := l.s.RefuseCapture("memory: free", "what is captured has not run and cannot be waited for"); err != nil {
 		return fmt.Errorf("%w: %w", alloc.ErrBusy, err)
 	}
 	return l.heap.do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(l.s.Raw()) })

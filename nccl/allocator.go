@@ -48,7 +48,7 @@ func (allocator) Free(s *stream.Stream, ptr uint64, bytes int) error {
 	if s == nil {
 		return fmt.Errorf("%s: no stream given", op)
 	}
-	if err := s.RefuseWait(op); err != nil {
+	if err := s.RefuseCapture(op, "the graph may use the memory: free it after the graph"); err != nil {
 		return err
 	}
 	dev := s.Device()

@@ -5,7 +5,6 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudadrv"
 )
 
 // note finds out whether the operation is captured, which holds the communicator.
@@ -54,14 +53,7 @@ func (g *group) checkCaptures() error {
 
 // relaxed makes calls of NCCL with the device's context bound and in the relaxed mode of
 // captures. NCCL allocates memory, and opens that of its peers before the first operation
-// with them, which CUDA forbids to threads that capture though it does the graph no harm.
+// with them, and asks for events when it ends.
 func relaxed(dev *device.Device, call func() error) error {
-	return dev.Bound(func() error {
-		mode, r := dev.Driver().ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)
-		if r != cudadrv.Success {
-			return dev.Check("cuThreadExchangeStreamCaptureMode", r)
-		}
-		defer dev.Driver().ThreadExchangeStreamCaptureMode(mode)
-		return call()
-	})
+	return dev.Bound(func() error { return dev.Relaxed(call) })
 }

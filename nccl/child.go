@@ -93,7 +93,7 @@ func (c *Communicator) GrowID() (UniqueID, error) {
 		return UniqueID{}, err
 	}
 	var id ncclapi.UniqueID
-	err := c.dev.Bound(func() error {
+	err := relaxed(c.dev, func() error {
 		var r ncclapi.Result
 		id, r = c.api.CommGetUniqueID(*c.h)
 		return c.fail(f.Name(), r)
@@ -260,7 +260,7 @@ func (c *Communicator) Revoke() error {
 	if c.over() {
 		return c.closed(name)
 	}
-	return c.dev.Bound(func() error { return c.fail(name, c.api.CommRevoke(*c.h, ncclapi.RevokeDefault)) })
+	return relaxed(c.dev, func() error { return c.fail(name, c.api.CommRevoke(*c.h, ncclapi.RevokeDefault)) })
 }
 
 // Suspend gives back what memory NCCL has for c, until Resume (ncclCommSuspend, NCCL
@@ -290,7 +290,7 @@ func (c *Communicator) manage(f ncclapi.Func, call func() ncclapi.Result) error 
 		return err
 	}
 	defer c.mu.Unlock()
-	return c.dev.Bound(func() error { return c.fail(name, call()) })
+	return relaxed(c.dev, func() error { return c.fail(name, call()) })
 }
 
 // needs is the error of a function that the loaded NCCL lacks.

@@ -161,7 +161,7 @@ func (c *Communicator) start(ctx context.Context, op, key string, init func() nc
 	begun := time.Now()
 	done := make(chan error, 1)
 	go func() {
-		done <- c.dev.Bound(func() error { return c.fail(op, init()) })
+		done <- relaxed(c.dev, func() error { return c.fail(op, init()) })
 	}()
 	select {
 	case err := <-done:
@@ -266,7 +266,14 @@ func (c *Communicator) abortAs(how string) error {
 	defer c.rest()
 	c.abortSubstitute()
 	done := make(chan ncclapi.Result, 1)
-	go func() { done <- c.abort() }()
+	go func() {
+		r, called := ncclapi.Success, false
+		_ = c.dev.Relaxed(func() error { r, called = c.abort(), true; return nil })
+		if !called { // a device that is lost keeps nobody from aborting
+			r = c.abort()
+		}
+		done <- r
+	}()
 	patience := time.NewTimer(abortPatience())
 	defer patience.Stop()
 	select {
@@ -395,7 +402,7 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 	}
 	done := make(chan error, 1)
 	go func() {
-		done <- c.dev.Bound(func() error { return c.fail("ncclCommFinalize", c.api.CommFinalize(*c.h)) })
+		done <- relaxed(c.dev, func() error { return c.fail("ncclCommFinalize", c.api.CommFinalize(*c.h)) })
 	}()
 	select {
 	case err := <-done:
@@ -414,7 +421,7 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 		defer c.leaveClique()
 		c.life.Lock()
 		defer c.life.Unlock()
-		return c.dev.Bound(func() error { return c.fail("ncclCommDestroy", c.api.CommDestroy(*c.h)) })
+		return relaxed(c.dev, func() error { return c.fail("ncclCommDestroy", c.api.CommDestroy(*c.h)) })
 	case <-ctx.Done():
 		_ = c.Close()
 		return fmt.Errorf("nccl: shut down rank %d of %d (%s): aborted: %w", c.rank, c.size, c.dev, context.Cause(ctx))

@@ -5,11 +5,12 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/stream"
 )
 
 // native gives the operation to NCCL. The communicator is entered.
 func (o *operation) native() error {
-	if o.captured {
+	if o.captured || stream.AnyCapture() {
 		return relaxed(o.comm.dev, o.ask)
 	}
 	if r := o.enqueue(); r != ncclapi.Success {

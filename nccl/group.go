@@ -308,7 +308,7 @@ func (g *group) refused(n int) {
 // on the OS thread, and its end. What NCCL refuses makes it drop all that are its, but of
 // the first given ones those of a Substitute are enqueued.
 func (g *group) give(c *Communicator, end func(ncclapi.API) ncclapi.Result) (given int, err error) {
-	if !g.ops[0].captured {
+	if !g.ops[0].captured && !stream.AnyCapture() {
 		return g.issue(c, end)
 	}
 	never := relaxed(c.dev, func() error {

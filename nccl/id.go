@@ -33,7 +33,7 @@ func NewUniqueID(dev *device.Device) (UniqueID, error) {
 	}
 	var id ncclapi.UniqueID
 	var r ncclapi.Result
-	err = dev.Bound(func() error {
+	err = relaxed(dev, func() error {
 		id, r = api.GetUniqueID()
 		return nil
 	})

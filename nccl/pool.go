@@ -99,7 +99,7 @@ func (c *Communicator) register(r *registration, ptr, bytes uint64) error {
 		return c.unlessOver(err)
 	}
 	defer c.mu.Unlock()
-	return c.dev.Bound(func() error {
+	return relaxed(c.dev, func() error {
 		id, res := c.api.CommRegister(*c.h, cudadrv.DevicePtr(ptr), uintptr(bytes))
 		if res == ncclapi.Success {
 			r.ids[ptr] = id
@@ -119,7 +119,7 @@ func (c *Communicator) deregister(r *registration, ptr uint64) error {
 		return nil
 	}
 	delete(r.ids, ptr)
-	return c.dev.Bound(func() error { return c.fail(name, c.api.CommDeregister(*c.h, id)) })
+	return relaxed(c.dev, func() error { return c.fail(name, c.api.CommDeregister(*c.h, id)) })
 }
 
 // unlessOver is an error of a call that a communicator without a future does not

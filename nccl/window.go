@@ -64,7 +64,7 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 			return
 		}
 		defer c.mu.Unlock()
-		done <- c.dev.Bound(func() error { return c.fail(name, c.api.CommWindowRegister(*c.h, x.Raw(), uintptr(bytes), w.h, flags)) })
+		done <- relaxed(c.dev, func() error { return c.fail(name, c.api.CommWindowRegister(*c.h, x.Raw(), uintptr(bytes), w.h, flags)) })
 	}()
 	select {
 	case err := <-done:
@@ -120,7 +120,7 @@ func (w *Window) Close() error {
 		return c.unlessOver(err)
 	}
 	defer c.mu.Unlock()
-	return c.dev.Bound(func() error { return c.fail(name, c.api.CommWindowDeregister(*c.h, *w.h)) })
+	return relaxed(c.dev, func() error { return c.fail(name, c.api.CommWindowDeregister(*c.h, *w.h)) })
 }
 
 func (w *Window) check(f ncclapi.Func) error {
@@ -240,7 +240,7 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	}
 	defer c.mu.Unlock()
 	r := &Registration{comm: c}
-	err = c.dev.Bound(func() error {
+	err = relaxed(c.dev, func() error {
 		var res ncclapi.Result
 		r.id, res = c.api.CommRegister(*c.h, cudadrv.DevicePtr(x.Ptr()), uintptr(x.Bytes()))
 		return c.fail(f.Name(), res)
@@ -264,5 +264,5 @@ func (r *Registration) Close() error {
 		return c.unlessOver(err)
 	}
 	defer c.mu.Unlock()
-	return c.dev.Bound(func() error { return c.fail(name, c.api.CommDeregister(*c.h, r.id)) })
+	return relaxed(c.dev, func() error { return c.fail(name, c.api.CommDeregister(*c.h, r.id)) })
 }

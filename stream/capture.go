@@ -67,6 +67,10 @@ func (e *Event) note(s *Stream) error {
 		return nil
 	}
 	yes, err := s.capturing()
+	if yes && e.flags&cudadrv.EventInterprocess != 0 {
+		return &CaptureError{Op: "stream: record event", Object: s.String(),
+			Advice: "an event of several processes cannot be recorded in a capture: record one without Interprocess, or record it behind the launch"}
+	}
 	e.captured.Store(yes)
 	return err
 }
@@ -80,12 +84,35 @@ func (e *Event) checkHost(op string) error {
 	if e.captured.Load() {
 		return &CaptureError{Op: op, Object: "what the event recorded on " + e.dev.String(), Advice: notRun}
 	}
-	return nil
+	return refuseHost(op, func() string { return "an event of " + e.dev.String() })
 }
 
-// RefuseWait is RefuseCapture for calls that wait for the stream or ask for it.
-// For Chorus's own packages.
-func (s *Stream) RefuseWait(op string) error { return s.RefuseCapture(op, notRun) }
+// RefuseWait returns a *CaptureError if the goroutine must not wait for the stream nor
+// ask for it: because the stream is being captured, or because of a capture in which it
+// takes no part, for which see [graph.Mode]. For Chorus's own packages.
+func (s *Stream) RefuseWait(op string) error {
+	if err := s.RefuseCapture(op, notRun); err != nil {
+		return err
+	}
+	return refuseHost(op, s.String)
+}
+
+// refuseHost is RefuseWait for something that takes no part in a capture.
+func refuseHost(op string, name func() string) error {
+	if !captures.Any() {
+		return nil
+	}
+	c, others := captures.Forbids()
+	switch {
+	case c == nil:
+		return nil
+	case others:
+		return &CaptureError{Op: op, Object: c.Stream.String(), Advice: fmt.Sprintf(
+			"in the mode %s no goroutine may wait for %s or ask for it: do so before or after the capture, or capture in the mode thread_local", c.ModeName(), name())}
+	}
+	return &CaptureError{Op: op, Object: c.Stream.String(), Advice: fmt.Sprintf(
+		"in the mode %s the goroutine that captures must not wait for %s or ask for it: do so before or after the capture, or capture in the mode relaxed", c.ModeName(), name())}
+}
 
 // ErrCapturing is what Close of a graph returns while it is being captured.
 var ErrCapturing = errors.New("the capture has not ended")

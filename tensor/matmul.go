@@ -181,9 +181,11 @@ func handleOf(s *stream.Stream) (cublasapi.API, cublasapi.Handle, error) {
 
 func call(s *stream.Stream, op string, f func() cublasapi.Result) error {
 	return s.Device().Bound(func() error {
-		if r := f(); r != cublasapi.Success {
-			return fmt.Errorf("tensor: %s on %s: %w", op, s.Device(), r)
-		}
-		return nil
+		return s.Device().Relaxed(func() error { // cuBLAS allocates and frees
+			if r := f(); r != cublasapi.Success {
+				return fmt.Errorf("tensor: %s on %s: %w", op, s.Device(), r)
+			}
+			return nil
+		})
 	})
 }

@@ -27,6 +27,13 @@ type Capture struct {
 	users     []user  // streams that the goroutine has used, guarded by open.mu
 }
 
+// ModeName returns torch's name of the mode.
+func (c *Capture) ModeName() string {
+	return map[cudadrv.CaptureMode]string{
+		cudadrv.CaptureGlobal: "global", cudadrv.CaptureThreadLocal: "thread_local", cudadrv.CaptureRelaxed: "relaxed",
+	}[c.Mode]
+}
+
 // A user is a stream that the capturing goroutine has used.
 type user struct {
 	stream fmt.Stringer

@@ -1,7 +1,5 @@
 package cudadrv
 
-import "fmt"
-
 // Handles of graphs.
 type (
 	Graph      uintptr
@@ -11,19 +9,6 @@ type (
 
 // CaptureMode is CUstreamCaptureMode: whose calls may spoil a capture.
 type CaptureMode int32
-
-// String returns torch's name of the mode.
-func (m CaptureMode) String() string {
-	switch m {
-	case CaptureGlobal:
-		return "global"
-	case CaptureThreadLocal:
-		return "thread_local"
-	case CaptureRelaxed:
-		return "relaxed"
-	}
-	return fmt.Sprintf("CaptureMode(%d)", int32(m))
-}
 
 // CaptureStatus is CUstreamCaptureStatus.
 type CaptureStatus int32

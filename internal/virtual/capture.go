@@ -106,7 +106,8 @@ func (d *device) capturing() bool {
 // In the modes global and thread-local they spoil captures.
 var unsafeCalls = nameSet(`cuMemAlloc cuMemFree cuMemHostAlloc cuMemFreeHost cuMemHostRegister cuMemHostUnregister
 	cuMemPoolCreate cuMemPoolDestroy cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
-	cuModuleLoadData cuModuleUnload cuCtxSynchronize cublasCreate
+	cuModuleLoadData cuModuleUnload cuCtxSynchronize cublasCreate cuStreamSynchronize cuStreamQuery
+	cuGraphInstantiateWithFlags cuGraphExecDestroy cuProfilerStart cuProfilerStop
 	cuFileHandleRegister cuFileBufRegister cuFileBufDeregister cuFileRead cuFileWrite cuFileStreamRegister cuFileStreamDeregister
 	cuFileBatchIOSetUp cuFileBatchIOSubmit`)
 

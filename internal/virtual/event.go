@@ -137,6 +137,9 @@ func (d driver) EventRecord(h cudadrv.Event, sh cudadrv.Stream) cudadrv.Result {
 	if e == nil || e.dev != s.dev {
 		return cudadrv.ErrorInvalidHandle
 	}
+	if s.capture != nil && e.flags&cudadrv.EventInterprocess != 0 {
+		return cudadrv.ErrorStreamCaptureUnsupported
+	}
 	if s.capture != nil {
 		e.recordCaptured(s)
 		return cudadrv.Success

@@ -61,6 +61,17 @@ func (l *ncclLib) linkUp(works []*work) ncclapi.Result {
 	return ncclapi.Success
 }
 
+// mayManage spoils the captures that forbid the calling thread to allocate, free and ask,
+// as NCCL does when it makes and ends communicators.
+func (l *ncclLib) mayManage(f ncclapi.Func) ncclapi.Result {
+	l.m.mu.Lock()
+	defer l.m.mu.Unlock()
+	if r := l.m.permitsUnsafe(); r != cudadrv.Success {
+		return l.refuse(ncclapi.UnhandledCUDAError, "%s: %v", f.Name(), r)
+	}
+	return ncclapi.Success
+}
+
 // captured reports whether a live graph has operations of the communicator:
 // NCCL would wait for the graph's end in its own.
 func (c *comm) captured() bool {

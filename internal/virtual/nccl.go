@@ -178,6 +178,7 @@ func (l *ncclLib) CommFinalize(h ncclapi.Comm) ncclapi.Result {
 	if r != ncclapi.Success {
 		return r
 	}
+	_ = l.mayManage(ncclapi.FuncCommFinalize)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.final = true
@@ -222,6 +223,7 @@ func (l *ncclLib) endComm(f ncclapi.Func, h ncclapi.Comm, abort bool) ncclapi.Re
 // free ends a communicator. NCCL waits for what was launched before; what is launched from
 // then on, by a call that was inside, finds no communicator.
 func (l *ncclLib) free(c *comm, abort bool) {
+	_ = l.mayManage(ncclapi.FuncCommDestroy) // it spoils captures, and goes on
 	if abort {
 		l.m.mu.Lock()
 		c.freed = true

@@ -95,6 +95,9 @@ func (l *ncclLib) failGroup(r ncclapi.Result) ncclapi.Result {
 // make meets the other ranks at an address, which the door token opens, and
 // becomes a rank of the communicator of token t.
 func (l *ncclLib) make(f ncclapi.Func, out *ncclapi.Comm, dev *device, door token, address string, t token, j *joiner) ncclapi.Result {
+	if r := l.mayManage(f); r != ncclapi.Success {
+		return r
+	}
 	c, me, err := l.newComm(dev, t)
 	if err != nil {
 		return l.refuse(ncclapi.SystemError, "%s: %v", f.Name(), err)

@@ -21,8 +21,11 @@ const (
 	hostAlign  = 4096
 
 	// Poison is laid page by page at the first touch, so that a large block of
-	// which little is used costs little.
-	poisonPage = 1 << 20
+	// which little is used costs little: an allocator's segments mostly are such.
+	poisonPage = 1 << 16
+
+	// A freed block of at most this size is poisoned whole.
+	poisonFreed = 1 << 20
 
 	// How many freed blocks an arena remembers for the sake of explanations.
 	keepFreed = 4096
@@ -112,7 +115,7 @@ func (p pages) stain(data []byte, offset, n uint64) {
 
 // retire makes the block's addresses invalid for good.
 func (b *block) retire(by string) {
-	if b.size <= poisonPage && !b.registered && b.opened == nil { // what is not its own lives on
+	if b.size <= poisonFreed && !b.registered && b.opened == nil { // what is not its own lives on
 		poison(b.data)
 	}
 	if b.space != nil {

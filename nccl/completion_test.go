@@ -67,8 +67,13 @@ func TestWaitAfterTheEnd(t *testing.T) {
 				}
 				return ranks[i].s.Sync(testgpu.Context(t)) // which tells the communicator nothing
 			})
+			known := ranks
+			if name != "shutdown" { // the other rank may learn of this end before it looks
+				require.NoError(t, end(ranks[0].c))
+				known = ranks[:1]
+			}
 			each(t, devs, func(i int) error { return end(ranks[i].c) })
-			for _, r := range ranks {
+			for _, r := range known {
 				require.NoError(t, r.c.Wait(testgpu.Context(t), r.s), name)
 				require.Equal(t, []nccl.State{nccl.Completed}, states(r.c), name)
 			}

@@ -55,11 +55,11 @@ func TestBucketsThatDiffer(t *testing.T) {
 			make [2]func(g *comm.Group) error
 			want [2]string // of each rank
 		}{
-			{[2]func(*comm.Group) error{reducer(nil, 4, 6), reducer(nil, 4, 7)}, [2]string{"new reducer: rank 0 has given 2 gradients of float32, 10 elements in all", "and rank 1 2 gradients of float32, 11 elements"}},
-			{[2]func(*comm.Group) error{reducer(nil, 4, 6), reducer(nil, 6, 4)}, [2]string{"give the same on all ranks", "give the same on all ranks"}},
+			{[2]func(*comm.Group) error{reducer(nil, 4, 6), reducer(nil, 4, 7)}, [2]string{"new reducer: gradient 1 has 6 elements on rank 0 and 7 on rank 1: give the same on all ranks", "gradient 1 has 6 elements on rank 0 and 7 on rank 1"}},
+			{[2]func(*comm.Group) error{reducer(nil, 4, 6), reducer(nil, 6, 4)}, [2]string{"gradient 0 has 4 elements on rank 0 and 6 on rank 1", "gradient 0 has 4 elements on rank 0 and 6 on rank 1"}},
 			{[2]func(*comm.Group) error{reducer(nil, 4), reducer(&comm.ReducerConfig{FindUnused: true}, 4)}, [2]string{"unused ones false", "unused ones true"}},
 			{[2]func(*comm.Group) error{reducer(nil, 4), reducer(&comm.ReducerConfig{Op: new(comm.Sum)}, 4)}, [2]string{"by avg", "by sum"}},
-			{[2]func(*comm.Group) error{reducer(nil, 4), reducer(nil)}, [2]string{"rank 1 something wrong: comm: new reducer: 1 lists of gradients", "want one list with at least one gradient"}},
+			{[2]func(*comm.Group) error{reducer(nil, 4), reducer(nil)}, [2]string{"rank 1 has given something wrong: comm: new reducer: 1 lists of gradients", "want one list with at least one gradient"}},
 			{[2]func(*comm.Group) error{sharder(nil, 4, 6), sharder(nil, 4)}, [2]string{"new sharder: rank 0 has given 2 parameters", "and rank 1 1 parameters"}},
 			{[2]func(*comm.Group) error{sharder(&comm.ShardConfig{BucketBytes: -1}, 4), sharder(nil, 4)}, [2]string{"buckets of 0 and -1 bytes", "rank 0 has given something wrong"}},
 		} {

@@ -204,39 +204,77 @@ func (q *queue) flush(streams []*stream.Stream) error {
 	return q.launch()
 }
 
-// missing returns an error that names the gradients that should be ready and are
-// not.
+// missing returns an error that names the gradients of all local ranks that should be ready
+// and are not.
 func (q *queue) missing(op string) error {
+	var ranks []string
 	for local, seen := range q.seen {
-		var lack []string
+		var lack []int
 		for i, is := range seen {
 			if !is && (q.static == nil || q.static[local][i]) {
-				lack = append(lack, fmt.Sprint(i))
+				lack = append(lack, i)
 			}
 		}
-		if len(lack) == 0 {
-			continue
+		switch {
+		case len(lack) == 1:
+			ranks = append(ranks, fmt.Sprintf("on rank %d gradient %d of %d is not ready", q.rank(local), lack[0], len(seen)))
+		case len(lack) > 1:
+			ranks = append(ranks, fmt.Sprintf("on rank %d gradients %s of %d are not ready", q.rank(local), runs(lack), len(seen)))
 		}
-		why := "every gradient must be, in every step"
-		if q.static != nil {
-			why = "a static graph uses the same gradients in every step"
-		}
-		what := fmt.Sprintf("gradient %s of %d is", lack[0], len(seen))
-		if len(lack) > 1 {
-			what = fmt.Sprintf("gradients %s of %d are", few(lack), len(seen))
-		}
-		return fmt.Errorf("%s on rank %d: %s not ready: %s", op, q.rank(local), what, why)
 	}
-	return nil
+	if len(ranks) == 0 {
+		return nil
+	}
+	why := "every gradient must be, in every step"
+	if q.static != nil {
+		why = "a static graph uses the same gradients in every step"
+	}
+	return fmt.Errorf("%s: %s: %s", op, strings.Join(ranks, "; "), why)
 }
 
-// few lists the first of many.
-func few(names []string) string {
-	const most = 16
-	if len(names) <= most {
-		return strings.Join(names, ", ")
+// runs lists numbers, which ascend: those that follow each other as "3 to 7".
+func runs(ns []int) string {
+	var parts []string
+	for i := 0; i < len(ns); {
+		j := i
+		for j+1 < len(ns) && ns[j+1] == ns[j]+1 {
+			j++
+		}
+		part := fmt.Sprint(ns[i])
+		if j > i+1 {
+			part = fmt.Sprintf("%d to %d", ns[i], ns[j])
+		} else if j > i {
+			part = fmt.Sprintf("%d, %d", ns[i], ns[j])
+		}
+		parts, i = append(parts, part), j+1
 	}
-	return fmt.Sprintf("%s and %d more", strings.Join(names[:most], ", "), len(names)-most)
+	return strings.Join(parts, ", ")
+}
+
+// end ends the step on the streams. Gradients that should be ready and are not count as zeros:
+// the ranks of other processes wait for their buckets, and the next step begins on all ranks
+// alike. The error names them. Where no gradient is ready there is no step to end. any is
+// that a step may have any gradients; agree comes behind the last bucket.
+func (q *queue) end(op string, streams []*stream.Stream, any bool, agree func() error) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	var lack error
+	if !any {
+		lack = q.missing(op)
+	}
+	if lack != nil && !q.begun() {
+		return fmt.Errorf("%w; no gradient has become ready since the last step", lack)
+	}
+	if err := q.flush(streams); err != nil {
+		return errors.Join(lack, err)
+	}
+	if err := agree(); err != nil {
+		return errors.Join(lack, err)
+	}
+	if err := q.finish(streams); err != nil || lack == nil {
+		return errors.Join(lack, err)
+	}
+	return fmt.Errorf("%w; they counted as zeros, and the next Ready begins another step", lack)
 }
 
 // finish ends the step: the streams wait for the last bucket, and with it for

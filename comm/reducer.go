@@ -58,10 +58,10 @@ func NewReducer[T memory.Element](g *Group, cfg *ReducerConfig, grads ...[]memor
 	if err == nil {
 		err = checkGrads(g, grads)
 	}
-	given := ""
+	var given terms
 	if err == nil {
-		given = fmt.Sprintf("%s, unused ones %v, a static graph %v, on the wire %s", inBuckets[T]("gradients", lengths(grads[0]), c.FirstBucketBytes, c.BucketBytes, *c.Op),
-			c.FindUnused, c.StaticGraph, c.Compress)
+		given = inBuckets[T]("gradient", lengths(grads[0]), c.FirstBucketBytes, c.BucketBytes, *c.Op)
+		given.Given += fmt.Sprintf(", unused ones %v, a static graph %v, on the wire %s", c.FindUnused, c.StaticGraph, c.Compress)
 	}
 	if err := g.agree(context.Background(), op, given, err); err != nil {
 		return nil, err
@@ -234,7 +234,7 @@ func (r *Reducer[T]) load(k, local int) error {
 		if err := l.whole.RecordStream(s); err != nil {
 			return err
 		}
-		if err := r.runs(k, local, func(at int, x memory.Slice[T]) error { return l.wire.put(s, at, x) }); err != nil {
+		if err := r.runs(k, local, r.queue.seen[local], func(at int, x memory.Slice[T]) error { return l.wire.put(s, at, x) }); err != nil {
 			return err
 		}
 	}
@@ -242,23 +242,27 @@ func (r *Reducer[T]) load(k, local int) error {
 }
 
 // unload brings the result of a bucket back into the gradients that this rank
-// uses.
+// uses; all, where every gradient is to be used.
 func (r *Reducer[T]) unload(k, local int) error {
 	l, s := &r.parts[k][local], r.g.members[local].stream
-	return r.runs(k, local, func(at int, x memory.Slice[T]) error { return l.wire.get(s, at, x) })
+	used := r.queue.seen[local]
+	if r.census == nil {
+		used = nil
+	}
+	return r.runs(k, local, used, func(at int, x memory.Slice[T]) error { return l.wire.get(s, at, x) })
 }
 
-// runs calls fn for the used gradients of a bucket: for as many at once as lie
+// runs calls fn for the used gradients of a bucket, nil is all: for as many at once as lie
 // together, in the memory and in the wire.
-func (r *Reducer[T]) runs(k, local int, fn func(at int, x memory.Slice[T]) error) error {
-	b, l, used := &r.queue.buckets[k], &r.parts[k][local], r.queue.seen[local]
+func (r *Reducer[T]) runs(k, local int, used []bool, fn func(at int, x memory.Slice[T]) error) error {
+	b, l := &r.queue.buckets[k], &r.parts[k][local]
 	for j := 0; j < len(b.grads); j++ {
-		if !used[b.grads[j]] {
+		if used != nil && !used[b.grads[j]] {
 			continue
 		}
 		at, x := b.at[j], r.grads[local][b.grads[j]]
 		if l.whole.Buffer() != nil {
-			for j+1 < len(b.grads) && used[b.grads[j+1]] {
+			for j+1 < len(b.grads) && (used == nil || used[b.grads[j+1]]) {
 				j++
 			}
 			x = l.whole.Slice(at, b.at[j]+r.grads[local][b.grads[j]].Len())
@@ -272,8 +276,10 @@ func (r *Reducer[T]) runs(k, local int, fn func(at int, x memory.Slice[T]) error
 
 // Finish ends the step: work that is enqueued on the streams from now on, one
 // stream for each local rank, sees all gradients reduced. The host does not
-// wait. It is an error when a gradient was not made ready that should have been,
-// see ReducerConfig; the error names it, and the step goes on.
+// wait. It is an error when gradients were not made ready that should have been,
+// see ReducerConfig: the error names them, for all local ranks. The step ends nevertheless,
+// so that the ranks stay together: those gradients count as zeros and get the result, and the
+// next Ready begins another step.
 func (r *Reducer[T]) Finish(streams ...*stream.Stream) error {
 	const op = "comm: finish gradients"
 	if r.owner.Closed() {
@@ -283,22 +289,12 @@ func (r *Reducer[T]) Finish(streams ...*stream.Stream) error {
 	if err != nil {
 		return err
 	}
-	r.queue.mu.Lock()
-	defer r.queue.mu.Unlock()
-	if r.census == nil || r.census.known {
-		if err := r.queue.missing(op); err != nil {
-			return err
+	return r.queue.end(op, by, r.census != nil && !r.census.known, func() error {
+		if r.census == nil || r.census.known {
+			return nil
 		}
-	}
-	if err := r.queue.flush(by); err != nil {
-		return err
-	}
-	if r.census != nil && !r.census.known {
-		if err := r.agree(); err != nil {
-			return err
-		}
-	}
-	return r.queue.finish(by)
+		return r.agree()
+	})
 }
 
 // Close frees the buckets, in the order of the group's streams.

@@ -3,6 +3,7 @@ package comm_test
 import (
 	"errors"
 	"fmt"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -173,7 +174,7 @@ func TestReducerErrors(t *testing.T) {
 		require.NoError(t, red.Ready(b.s, 1))
 		require.ErrorContains(t, red.Ready(b.s, 1), "gradient 1 was ready already")
 		require.ErrorContains(t, red.Ready(b.s, 7), "gradient 7 of 7 does not exist")
-		require.ErrorContains(t, red.Finish(b.s), "gradients 0, 2, 3, 4, 5, 6 of 7 are not ready")
+		require.ErrorContains(t, red.Finish(b.s), "on rank 0 gradients 0, 2 to 6 of 7 are not ready: every gradient must be, in every step; they counted as zeros, and the next Ready begins another step")
 		require.NoError(t, red.Close())
 		require.NoError(t, red.Close())
 		require.ErrorIs(t, red.Ready(b.s, 0), device.ErrClosed)
@@ -201,4 +202,95 @@ func TestReducerOfSharedGradients(t *testing.T) {
 	r, err := comm.NewReducer(g, nil, apart(xs[0]), apart(xs[1]))
 	require.NoError(t, err)
 	require.NoError(t, r.Close())
+}
+
+// A step in which gradients are missing ends with an error that names them for all ranks, and
+// the next one is as good as any: the missing ones have counted as zeros.
+func TestReducerAfterMissingGradients(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for _, flat := range []bool{true, false} {
+			for _, static := range []bool{false, true} {
+				tr := newTrainer(t, local(t, devs), flat, &comm.ReducerConfig{BucketBytes: 4096, StaticGraph: static})
+				tr.step(0, all(2), []int{6, 5, 4, 3, 2, 1, 0})
+				less := all(2)
+				less[0][2], less[0][3], less[0][4], less[1][1] = false, false, false, false
+				tr.run(1, less, []int{6, 5, 4, 3, 2, 1, 0})
+				err := tr.red.Finish(tr.streams()...)
+				require.ErrorContains(t, err, "comm: finish gradients: on rank 0 gradients 2 to 4 of 7 are not ready; on rank 1 gradient 1 of 7 is not ready: ")
+				require.ErrorContains(t, err, "; they counted as zeros, and the next Ready begins another step")
+				tr.check(1)
+				require.ErrorContains(t, tr.red.Finish(tr.streams()...), "no gradient has become ready since the last step")
+				tr.check(1)
+				tr.step(2, all(2), []int{0, 1, 2, 3, 4, 5, 6})
+			}
+		}
+	})
+}
+
+// The ranks of two processes stay together when one of them lacks gradients.
+func TestReducerOfProcessesAfterMissingGradients(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		gs, errs := join(t, testgpu.Context(t), devs[:2])
+		require.NoError(t, errors.Join(errs...))
+		var wg sync.WaitGroup
+		for i, g := range gs {
+			wg.Go(func() { errs[i] = lackingSteps(t, g) })
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+	})
+}
+
+// lackingSteps runs three steps of two gradients, in the second of which rank 1 lacks one.
+func lackingSteps(t *testing.T, g *comm.Group) error {
+	s := g.Stream(0)
+	flat, grads, err := memory.MakeFlat[float32](s, 10, 10)
+	if err != nil {
+		return err
+	}
+	defer flat.Close()
+	red, err := comm.NewReducer(g, &comm.ReducerConfig{BucketBytes: 40, FirstBucketBytes: 40}, grads)
+	if err != nil {
+		return err
+	}
+	defer red.Close()
+	for step := range 3 {
+		for j := 1; j >= 0; j-- {
+			h := make([]float32, 10)
+			for k := range h {
+				h[k] = float32(100*step + 10*j + k + g.Rank()*1000)
+			}
+			if err := grads[j].CopyFrom(s, h); err != nil {
+				return err
+			}
+			if lacks := step == 1 && j == 1 && g.Rank() == 1; lacks {
+				continue
+			}
+			if err := red.Ready(s, j); err != nil {
+				return err
+			}
+		}
+		if err := red.Finish(s); (err != nil) != (step == 1 && g.Rank() == 1) {
+			return fmt.Errorf("step %d on rank %d: %w", step, g.Rank(), err)
+		}
+		if err := g.Wait(testgpu.Context(t)); err != nil {
+			return err
+		}
+		for j := range grads {
+			h := make([]float32, 10)
+			if err := grads[j].CopyTo(s, h); err != nil {
+				return err
+			}
+			for k := range h {
+				want := float32(100*step+10*j+k) + 500
+				if step == 1 && j == 1 {
+					want = (want - 500) / 2
+				}
+				if h[k] != want {
+					return fmt.Errorf("step %d on rank %d: gradient %d: element %d is %v: want %v", step, g.Rank(), j, k, h[k], want)
+				}
+			}
+		}
+	}
+	return nil
 }

@@ -69,6 +69,12 @@ func (r *Reducer[T]) blank(k, local int) error {
 			continue
 		}
 		u := unused[T]{local: local, grad: i}
+		if r.census == nil { // it is missing, of which Finish tells
+			if err := l.wire.zero(s, b.at[j], x.Len()); err != nil {
+				return err
+			}
+			continue
+		}
 		if _, own := l.wire.(inPlace[T]); own {
 			var err error
 			if u.old, err = memory.Make[T](s, x.Len()); err != nil {

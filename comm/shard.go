@@ -94,7 +94,7 @@ func NewSharder[T memory.Element](g *Group, cfg *ShardConfig, lens ...int) (*Sha
 	} else {
 		err = checkLengths[T](op, lens, g.size)
 	}
-	if err := g.agree(context.Background(), op, inBuckets[T]("parameters", lens, c.FirstBucketBytes, c.BucketBytes, *c.Op), err); err != nil {
+	if err := g.agree(context.Background(), op, inBuckets[T]("parameter", lens, c.FirstBucketBytes, c.BucketBytes, *c.Op), err); err != nil {
 		return nil, err
 	}
 	sh := &Sharder[T]{g: g, op: *c.Op}
@@ -220,6 +220,16 @@ func (sh *Sharder[T]) collect(local int, s *stream.Stream, _ int) error {
 }
 
 func (sh *Sharder[T]) reduce(k int) error {
+	for i := range sh.locals {
+		for _, grad := range sh.queue.buckets[k].grads {
+			if sh.queue.seen[i][grad] {
+				continue
+			}
+			if err := sh.locals[i].grads[grad].Zero(sh.g.members[i].stream); err != nil {
+				return err
+			}
+		}
+	}
 	return sh.g.each(func(i int, m *member) error {
 		flat := sh.locals[i].flatGrads
 		return nccl.ReduceScatter(m.comm, m.stream, sh.mine(flat, k, i), sh.whole(flat, k), sh.op)
@@ -228,17 +238,13 @@ func (sh *Sharder[T]) reduce(k int) error {
 
 // Finish ends the backward pass: work that is enqueued on the streams from now on,
 // one stream for each local rank, sees its shard of the gradients reduced. The
-// host does not wait. It is an error when a gradient was not made ready; the error
-// names it, and the step goes on.
+// host does not wait. It is an error when gradients were not made ready: the error
+// names them, for all local ranks. The step ends nevertheless: those gradients count as
+// zeros, and the next Ready begins another step.
 func (sh *Sharder[T]) Finish(streams ...*stream.Stream) error {
 	const op = "comm: finish gradients"
 	by, err := sh.sorted(op, streams)
 	if err != nil {
-		return err
-	}
-	sh.queue.mu.Lock()
-	defer sh.queue.mu.Unlock()
-	if err := sh.queue.missing(op); err != nil {
 		return err
 	}
 	for i, s := range by {
@@ -246,7 +252,7 @@ func (sh *Sharder[T]) Finish(streams ...*stream.Stream) error {
 			return err
 		}
 	}
-	return sh.queue.finish(by)
+	return sh.queue.end(op, by, false, func() error { return nil })
 }
 
 // AllGather enqueues, on the group's streams, the copy of each rank's shard of the

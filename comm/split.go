@@ -117,7 +117,7 @@ func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 	if err := g.checkWait(op); err != nil {
 		return nil, err
 	}
-	if err := g.agree(ctx, op, fmt.Sprint("the ranks ", ranks), nil); err != nil {
+	if err := g.agree(ctx, op, terms{Given: fmt.Sprint("the ranks ", ranks)}, nil); err != nil {
 		return nil, err
 	}
 	for i, r := range ranks {

@@ -365,19 +365,19 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 	}
 	nth, rank := p.rng.IntN(issued), p.rng.IntN(len(p.eyes))
 	s, g := p.steps[nth], p.g
-	everyone := func(first, last int, err error) {
-		p.judge(err, p.steps[first:last], 0, len(p.eyes))
+	everyone := func(how string, first, last int, err error) {
+		p.judge(how, err, p.steps[first:last], 0, len(p.eyes))
 	}
 	switch p.rng.IntN(7) {
 	case 0:
-		return func() { everyone(nth, nth+1, s.work.Wait(ctx)) }
+		return func() { everyone("Work.Wait", nth, nth+1, s.work.Wait(ctx)) }
 	case 1:
 		return func() {
 			for {
 				done, err := s.work.Done()
 				if done || err != nil || ctx.Err() != nil {
 					if done {
-						everyone(nth, nth+1, err)
+						everyone("Work.Done", nth, nth+1, err)
 					}
 					return
 				}
@@ -385,16 +385,18 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 			}
 		}
 	case 2:
-		return func() { everyone(0, issued, g.Wait(ctx)) }
+		return func() { everyone("Group.Wait", 0, issued, g.Wait(ctx)) }
 	case 3:
-		return func() { p.judge(g.Communicator(rank).Wait(ctx, g.Stream(rank)), p.steps[:issued], rank, rank+1) }
+		return func() {
+			p.judge("Communicator.Wait", g.Communicator(rank).Wait(ctx, g.Stream(rank)), p.steps[:issued], rank, rank+1)
+		}
 	case 4: // what a stream has passed has completed if the group is sound afterwards
 		return func() {
 			err := g.Stream(rank).Sync(ctx)
 			if err == nil {
 				err = g.Err()
 			}
-			p.judge(err, p.steps[:issued], rank, rank+1)
+			p.judge("Stream.Sync", err, p.steps[:issued], rank, rank+1)
 		}
 	case 5:
 		return func() {
@@ -405,7 +407,7 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 			if err == nil {
 				err = g.Err()
 			}
-			p.judge(err, p.steps[:issued], rank, rank+1)
+			p.judge("Event.Sync", err, p.steps[:issued], rank, rank+1)
 		}
 	}
 	return func() { // the device waits, and the host asks afterwards
@@ -416,24 +418,24 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 		if err == nil {
 			_, err = s.work.Done()
 		}
-		everyone(nth, nth+1, err)
+		everyone("Work.WaitOn", nth, nth+1, err)
 	}
 }
 
 // judge compares what steps have come to on some ranks if their wait has returned nil, and
 // requires nil if nothing happens beside.
-func (p *waitProgram) judge(err error, steps []*waitStep, from, to int) {
+func (p *waitProgram) judge(how string, err error, steps []*waitStep, from, to int) {
 	if err != nil {
 		p.errs.Add(1)
 		if p.beside == nothing && !errors.Is(err, device.ErrClosed) { // another waiter has closed the work
-			p.t.Errorf("%s: a wait failed: %v", p, err)
+			p.t.Errorf("%s: %s failed: %v", p, how, err)
 		}
 		return
 	}
 	p.nils.Add(1)
 	for nth, s := range steps {
 		for i := from; i < to; i++ {
-			p.compare(s.dst[i], s.want[i*s.dst[i].Len():], fmt.Sprintf("collective %d of %d that were waited for, on rank %d", nth, len(steps), i), i)
+			p.compare(s.dst[i], s.want[i*s.dst[i].Len():], fmt.Sprintf("%s returned nil: collective %d of %d that it waited for, on rank %d", how, nth, len(steps), i), i)
 		}
 	}
 }
@@ -448,7 +450,7 @@ func (p *waitProgram) compare(x memory.Slice[float32], want []float32, what stri
 	}
 	for k, v := range have {
 		if v != want[k] {
-			p.t.Errorf("%s: a wait returned nil: %s: element %d is %v: want %v", p, what, k, v, want[k])
+			p.t.Errorf("%s: %s: element %d is %v: want %v", p, what, k, v, want[k])
 			return
 		}
 	}

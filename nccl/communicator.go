@@ -43,8 +43,9 @@ type Communicator struct {
 	failed  atomic.Pointer[failure]
 	closing atomic.Pointer[closing] // how this process ends it
 	flag    *abortFlag
-	ending  chan struct{} // closed when the end begins
-	ended   chan struct{} // and when it is done
+	sources atomic.Pointer[[]*device.Device] // by rank, from which copy engines have fetched; nil if none have
+	ending  chan struct{}                    // closed when the end begins
+	ended   chan struct{}                    // and when it is done
 	left    atomic.Pointer[leftAlone]
 	holds   holds
 	pools   pools

@@ -93,8 +93,38 @@ func (c *Communicator) observed(record uint64, on uintptr) error {
 	if err := c.sound("wait"); err != nil {
 		return err
 	}
+	if err := c.peersLost(); err != nil {
+		return err
+	}
 	c.rec.complete(record, on)
 	return nil
+}
+
+// peersLost returns the error of another rank's device that was lost. Copy engines take what
+// a rank gets from the other devices: streams that wait for a lost one go on without its data.
+func (c *Communicator) peersLost() error {
+	if devs := c.sources.Load(); devs != nil {
+		for rank, dev := range *devs {
+			if _, _, err := dev.MemoryInfo(); err != nil { // which asks the driver
+				return fmt.Errorf("nccl: wait on rank %d of %d (%s): rank %d has given no data: %w", c.rank, c.size, c.dev, rank, err)
+			}
+		}
+	}
+	return nil
+}
+
+// fetches notes that copy engines take what the ranks get from the devices of all.
+func (g *group) fetches() {
+	if g.ops[0].comm.sources.Load() != nil {
+		return
+	}
+	devs := make([]*device.Device, len(g.ops))
+	for i := range g.ops {
+		devs[g.ops[i].comm.rank] = g.ops[i].comm.dev
+	}
+	for i := range g.ops {
+		g.ops[i].comm.sources.Store(&devs)
+	}
 }
 
 // A Point is a place behind the operations that a communicator had on a stream so far. For

@@ -143,6 +143,7 @@ func (g *group) atOnce() error {
 		o := &g.ops[i]
 		ss[o.comm.rank], xs[o.comm.rank] = o.stream, o.collective()
 	}
+	g.fetches()
 	err := g.ops[0].bySubstitute(func(by Substitute, _ Collective) error { return by.Together(ss, xs) })
 	g.expect()
 	for i := range g.errs {

@@ -132,7 +132,7 @@ func checkShards[T memory.Element](g *Group, op string, xs []memory.Slice[T], sa
 				op, m.comm.Rank(), xs[i].Len(), g.Rank(), xs[0].Len(), ErrMismatch)
 		}
 		if err := xs[i].Check(op, m.comm.Device()); err != nil {
-			return fmt.Errorf("comm: %w (rank %d): %w", err, m.comm.Rank(), ErrMismatch)
+			return unfit(fmt.Errorf("comm: %w (rank %d)", err, m.comm.Rank()))
 		}
 		if err := xs[i].RecordStream(m.stream); err != nil {
 			return err

@@ -9,9 +9,17 @@ import (
 // cause, after one of its ranks failed or was lost.
 var ErrBroken = errors.New("the group is broken")
 
-// ErrMismatch is what a call returns, wrapped, when its arguments do not fit
-// the group: the number of slices, their lengths or their devices.
+// ErrMismatch matches the errors of wrong arguments: of those that do not fit the group, as
+// the number of slices, their lengths or their devices, and of those that fit no group.
 var ErrMismatch = errors.New("the arguments do not fit the group")
+
+// An argumentError is that of a wrong argument, of which its text says all.
+type argumentError struct{ err error }
+
+func (e *argumentError) Error() string { return e.err.Error() }
+
+// Unwrap returns ErrMismatch and the cause, for errors.Is.
+func (e *argumentError) Unwrap() []error { return []error{ErrMismatch, e.err} }
 
 // brokenError joins ErrBroken with the cause.
 type brokenError struct{ cause error }

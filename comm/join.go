@@ -151,7 +151,7 @@ func (j *joining) agree(ctx context.Context) (v verdict, err error) {
 
 func (v *verdict) err() error {
 	if v.Refused != "" {
-		return fmt.Errorf("%s: %w", v.Refused, ErrMismatch)
+		return unfit(errors.New(v.Refused))
 	}
 	return nil
 }

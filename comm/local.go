@@ -76,14 +76,14 @@ func LocalWith(ctx context.Context, cfg *Config, devs ...*device.Device) (*Group
 func distinct(devs []*device.Device) error {
 	for i, d := range devs {
 		if d == nil {
-			return fmt.Errorf("comm: local: device %d of %d is nil: %w", i, len(devs), ErrMismatch)
+			return refuse("local", "device %d of %d is nil", i, len(devs))
 		}
 		for j := range i {
 			if devs[j] == d {
-				return fmt.Errorf("comm: local: ranks %d and %d are both on %s: a device holds one rank: %w", j, i, d, ErrMismatch)
+				return refuse("local", "ranks %d and %d are both on %s: a device holds one rank", j, i, d)
 			}
 			if devs[j].System() != d.System() {
-				return fmt.Errorf("comm: local: ranks %d and %d are on devices of two systems: %w", j, i, ErrMismatch)
+				return refuse("local", "ranks %d and %d are on devices of two systems", j, i)
 			}
 		}
 	}

@@ -134,7 +134,7 @@ func checkGrads[T memory.Element](g *Group, grads [][]memory.Slice[T]) error {
 		}
 		for j, x := range list {
 			if err := x.Check("comm: new reducer", g.Device(i)); err != nil {
-				return fmt.Errorf("%w (gradient %d of local rank %d): %w", err, j, i, ErrMismatch)
+				return unfit(fmt.Errorf("%w (gradient %d of local rank %d)", err, j, i))
 			}
 		}
 		if a, b, shared := sharing(list); shared {

@@ -88,7 +88,7 @@ func ParseStrategy(name string) (Strategy, error) {
 			return s, nil
 		}
 	}
-	return 0, fmt.Errorf("comm: there is no strategy %q: want one of %v: %w", name, strategyNames[NCCLOnly:], ErrMismatch)
+	return 0, unfit(fmt.Errorf("comm: there is no strategy %q: want one of %v", name, strategyNames[NCCLOnly:]))
 }
 
 // MarshalText is for encoding/json and others.
@@ -104,7 +104,7 @@ func (s *Strategy) UnmarshalText(text []byte) (err error) {
 func (c *Config) strategy() (Strategy, error) {
 	if c != nil && c.Strategy != ByEnvironment {
 		if c.Strategy >= strategies {
-			return 0, fmt.Errorf("comm: there is no %s: %w", c.Strategy, ErrMismatch)
+			return 0, unfit(fmt.Errorf("comm: there is no %s", c.Strategy))
 		}
 		return c.Strategy, nil
 	}

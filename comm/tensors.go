@@ -20,19 +20,19 @@ func (g *Group) checkWhole(op string) error {
 		return err
 	}
 	if len(g.members) != g.size {
-		return fmt.Errorf("comm: %s: %d of the group's %d ranks are in this process, and it needs all: use Local, or the collectives of slices: %w",
-			op, len(g.members), g.size, ErrMismatch)
+		return refuse(op, "%d of the group's %d ranks are in this process, and it needs all: use Local, or the collectives of slices",
+			len(g.members), g.size)
 	}
 	return nil
 }
 
 // refuse is the error of a wrong argument.
 func refuse(op, format string, args ...any) error {
-	return fmt.Errorf("comm: %s: "+format+": %w", append(append([]any{op}, args...), ErrMismatch)...)
+	return &argumentError{fmt.Errorf("comm: %s: "+format, append([]any{op}, args...)...)}
 }
 
 // unfit makes a wrong argument of the error of another package.
-func unfit(err error) error { return fmt.Errorf("%w: %w", err, ErrMismatch) }
+func unfit(err error) error { return &argumentError{err} }
 
 // rankOn returns the rank on a device, or -1.
 func (g *Group) rankOn(d *device.Device) int {

@@ -174,7 +174,7 @@ func (g *Group) sameSite(ctx context.Context) (Site, error) {
 	for rank, other := range all {
 		if other != all[0] {
 			_ = g.Shutdown(ctx) // not Close, which would end others before they have read why
-			return at, fmt.Errorf("comm: tune: rank 0 is at %+v and rank %d at %+v: a tuning is for ranks that are alike: %w", all[0], rank, other, ErrMismatch)
+			return at, refuse("tune", "rank 0 is at %+v and rank %d at %+v: a tuning is for ranks that are alike", all[0], rank, other)
 		}
 	}
 	return at, nil

@@ -100,7 +100,7 @@ func (g *group) checkSymmetric() error {
 		}
 		for j := range g.ops[:i] {
 			if p := &g.ops[j]; p.comm == o.comm && p.symmetric() {
-				return o.tooOld(fmt.Sprintf("it is in one group with a %s, both in symmetric windows: NCCL %s spoils several: issue them one after the other",
+				return o.tooOld(fmt.Sprintf("it is in one group with another operation, %s, both in symmetric windows: NCCL %s spoils several: issue them one after the other",
 					p.kind, o.comm.Version()))
 			}
 		}

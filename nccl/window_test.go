@@ -263,7 +263,7 @@ func TestSymmetricKernelsThatAreWrong(t *testing.T) {
 				"reduce-scatter of 4 bytes":        {[]func(int) error{scatter(1, nccl.Sum)}, "4 bytes of each rank"},
 				"reduce-scatter by an old kernel":  {[]func(int) error{scatter(1, nccl.Max)}, ""},
 				"all-reduce of 12 bytes":           {[]func(int) error{reduce}, ""},
-				"two in a group":                   {[]func(int) error{gather(4), reduce}, "ncclAllReduce on rank 0 of 2: it is in one group with a ncclAllGather, both in symmetric windows: NCCL 2.28.3 spoils several"},
+				"two in a group":                   {[]func(int) error{gather(4), reduce}, "ncclAllReduce on rank 0 of 2: it is in one group with another operation, ncclAllGather, both in symmetric windows: NCCL 2.28.3 spoils several"},
 				"one in a group beside other ones": {[]func(int) error{gather(4), outside}, ""},
 			} {
 				err := nccl.Group(ranks[0].c, func() error {

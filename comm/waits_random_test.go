@@ -328,6 +328,13 @@ func (p *waitProgram) carryOut(ctx context.Context) {
 	all.Wait()
 	if ctx.Err() != nil {
 		p.t.Errorf("the program did not end within a minute")
+		for i := range p.eyes {
+			c := p.g.Communicator(i)
+			p.t.Logf("rank %d: failed %v, ended %v", i, c.Err(), c.Ended())
+			for _, o := range c.Trace() {
+				p.t.Logf("%v: %v, captured %v", o, o.State, o.Captured)
+			}
+		}
 	}
 	for range 2 { // what is over is over
 		p.waiter(waits, issued)()

@@ -38,13 +38,15 @@ func (p parity) over(new parity) parity {
 			key := of.String()
 			x := cells{unknown, unknown}
 			for _, from := range []parity{p, new} {
-				if y := from[key]; y != nil {
-					if y.virtual != unknown {
-						x.virtual = y.virtual
-					}
-					if y.cuda != unknown {
-						x.cuda = y.cuda
-					}
+				y := from[key]
+				if y == nil {
+					continue
+				}
+				if y.virtual != unknown && y.virtual != x.virtual {
+					x = cells{y.virtual, unknown} // until a GPU has run it too
+				}
+				if y.cuda != unknown {
+					x.cuda = y.cuda
 				}
 			}
 			sum[key] = &x

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -12,8 +13,8 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A place is where the numbers of a fill begin. In a graph, seed is nothing, and
-// the offset counts from what launch points at.
+// A place is where the numbers of a fill begin. If launch points at the place of a
+// launch, seed is nothing, and the offset counts from there.
 type place struct {
 	seed, offset uint64
 	launch       kernel.Arg
@@ -34,19 +35,24 @@ func (g *Generator) draw(s *stream.Stream, increment uint64) (place, error) {
 	if err != nil {
 		return place{}, fmt.Errorf("capture: %w", err)
 	}
-	return c.draw(increment), nil
+	p, err := c.draw(s, increment)
+	if err != nil {
+		return place{}, fmt.Errorf("capture: %w", err)
+	}
+	return p, nil
 }
 
 // captured is what one capture draws from one generator. It keeps the place of
 // the launch that is under way on the device, where the kernels of the graph look
 // for it.
 type captured struct {
-	gen *Generator
-	id  uint64
-	at  memory.Slice[uint64] // seed and offset
+	gen    *Generator
+	id     uint64
+	serial uint64 // no other one has it
 
-	mu      sync.Mutex // guards what follows; held from Prepare to Launched
-	drawn   uint64     // by one launch
+	mu      sync.Mutex           // guards what follows; held from Prepare to Launched
+	now     position             // in the captured function, and at its end
+	at      memory.Slice[uint64] // seed and offset of the launch; none where nothing wants them
 	holders int
 	host    [2]uint64
 	last    *stream.Stream // of the launch before
@@ -60,15 +66,11 @@ func (g *Generator) captured(s *stream.Stream, id uint64) (*captured, error) {
 	if c != nil {
 		return c, nil
 	}
-	at, err := memory.Make[uint64](s, 2) // of the capture's pool
-	if err != nil {
-		return nil, err
-	}
-	c = &captured{gen: g, id: id, at: at}
+	c = &captured{gen: g, id: id, serial: serials.Add(1)}
 	g.mu.Lock()
-	if other := g.captures[id]; other != nil { // of another goroutine, in the relaxed mode
+	if other := g.captures[id]; other != nil { // of another goroutine
 		g.mu.Unlock()
-		return other, at.Close()
+		return other, nil
 	}
 	if g.captures == nil {
 		g.captures = map[uint64]*captured{}
@@ -78,13 +80,7 @@ func (g *Generator) captured(s *stream.Stream, id uint64) (*captured, error) {
 	return c, s.Captured(c)
 }
 
-func (c *captured) draw(increment uint64) place {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	p := place{offset: c.drawn, launch: kernel.Ptr(c.at)}
-	c.drawn += increment
-	return p
-}
+var serials atomic.Uint64
 
 // Hold keeps the place for a graph.
 func (c *captured) Hold(stream.Holder) {
@@ -137,6 +133,10 @@ func (c *captured) forget() {
 }
 
 func (c *captured) write(s *stream.Stream) error {
+	if c.at.Len() == 0 { // no fill looks there
+		c.gen.launch(c.now)
+		return nil
+	}
 	// The launch before must have read its place.
 	if c.last != nil && c.last != s {
 		if err := follow(s, c.last, c.last); err != nil {
@@ -150,7 +150,7 @@ func (c *captured) write(s *stream.Stream) error {
 			return err
 		}
 	}
-	c.host[0], c.host[1] = c.gen.take(c.drawn)
+	c.host[0], c.host[1] = c.gen.launch(c.now)
 	err := on.Device().Do("cuMemcpyHtoDAsync", func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemcpyHtoDAsync(c.at.Raw(), unsafe.Pointer(&c.host), unsafe.Sizeof(c.host), on.Raw())
 	})

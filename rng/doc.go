@@ -29,8 +29,12 @@
 // A fill that is captured into a CUDA graph takes nothing then. Each launch of the
 // graph takes the numbers of all of its fills from the generator as it is at that
 // time, seed included, so that launches and other fills in turn draw what the
-// same fills without a graph would, as in torch. Seeds and states that are set
-// within the capture are set then and are no part of the graph.
+// same fills without a graph would, as in torch. What the captured function does with a
+// generator on its goroutine is a part of the graph too: after SetState with a state that
+// it has saved, fills draw the same numbers again, in each launch others (activation
+// checkpointing with dropout, torch.Generator.graphsafe_set_state); after ManualSeed, or
+// SetState with a state from outside, each launch draws the same. Other goroutines set a
+// generator at once.
 //
 // The first fill with a distribution and an element type on a device compiles its
 // kernel, some tenths of a second on CUDA, and the kernel stays with the device

@@ -8,6 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/stream"
 )
 
 // StateSize is the number of bytes of a generator's state.
@@ -49,14 +50,10 @@ func (g *Generator) Device() *device.Device { return g.dev }
 
 // ManualSeed goes to the start of the seed's sequence
 // (torch.cuda.manual_seed). A negative seed of torch is its two's complement.
-func (g *Generator) ManualSeed(seed uint64) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.seed, g.offset = seed, 0
-}
+func (g *Generator) ManualSeed(seed uint64) { g.move(position{fixed: true, seed: seed}) }
 
 // Seed goes to the start of a random sequence and returns its seed
-// (torch.cuda.seed).
+// (torch.cuda.seed). In a captured function the seed is drawn once, by the capture.
 func (g *Generator) Seed() uint64 {
 	seed := randomSeed()
 	g.ManualSeed(seed)
@@ -65,24 +62,43 @@ func (g *Generator) Seed() uint64 {
 
 // InitialSeed returns the seed of the sequence (torch.cuda.initial_seed).
 func (g *Generator) InitialSeed() uint64 {
+	if p, ok := g.position(); ok && p.fixed {
+		return p.seed
+	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.seed
 }
 
 // Offset returns how many numbers each thread has drawn from the sequence
-// (torch.Generator.get_offset).
+// (torch.Generator.get_offset). In a captured function it counts from where the generator
+// is now, unless the function has set a seed or a state.
 func (g *Generator) Offset() uint64 {
+	p, captured := g.position()
+	if captured && p.fixed {
+		return p.offset
+	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.offset
+	return g.offset + p.offset
 }
 
 // SetOffset goes to another place of the same sequence
-// (torch.Generator.set_offset). It must be a multiple of 4.
+// (torch.Generator.set_offset). It must be a multiple of 4. In a captured function it is
+// an error, as in torch, unless the function has set a seed or a state: the sequence is
+// not known before the launch.
 func (g *Generator) SetOffset(offset uint64) error {
 	if offset%4 != 0 {
 		return fmt.Errorf("rng: set offset %d: want a multiple of 4", offset)
+	}
+	if p, captured := g.position(); captured {
+		if !p.fixed {
+			s, _ := stream.Capturer(g.dev.System())
+			return &stream.CaptureError{Op: "rng: set offset", Object: s.String(),
+				Advice: "each launch has the seed that the generator has then: use ManualSeed or SetState before"}
+		}
+		g.move(position{fixed: true, seed: p.seed, offset: offset})
+		return nil
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -91,27 +107,42 @@ func (g *Generator) SetOffset(offset uint64) error {
 }
 
 // State returns the seed and the offset, 8 bytes each in little-endian order:
-// what torch.cuda.get_rng_state returns.
+// what torch.cuda.get_rng_state returns. In a captured function it returns the place
+// within the launch, which only SetState of the same generator in the same capture takes;
+// after ManualSeed, or SetState with a state from outside, it is an ordinary state.
 func (g *Generator) State() [StateSize]byte {
+	if c := g.capturing(); c != nil {
+		return c.state()
+	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	var s [StateSize]byte
-	binary.LittleEndian.PutUint64(s[:8], g.seed)
-	binary.LittleEndian.PutUint64(s[8:], g.offset)
-	return s
+	return encode(g.seed, g.offset)
 }
 
 // SetState goes to the place that State, or torch.cuda.get_rng_state, returned
 // (torch.cuda.set_rng_state). As in torch, 8 bytes are a seed with the offset 0.
+// In a captured function it is a part of the graph: each launch goes there.
 func (g *Generator) SetState(state []byte) error {
 	seed, offset, err := decode(state)
 	if err != nil {
 		return fmt.Errorf("rng: set state: %w", err)
 	}
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.seed, g.offset = seed, offset
+	if offset&mark != mark {
+		g.move(position{fixed: true, seed: seed, offset: offset})
+		return nil
+	}
+	c := g.capturing()
+	if c == nil || c.serial != seed {
+		return fmt.Errorf("rng: set state: the state was taken in a captured function, and is a place in the launches of that graph: want a state of this generator, taken in this capture or outside of captures")
+	}
+	c.move(position{offset: offset &^ mark})
 	return nil
+}
+
+func encode(seed, offset uint64) (s [StateSize]byte) {
+	binary.LittleEndian.PutUint64(s[:8], seed)
+	binary.LittleEndian.PutUint64(s[8:], offset)
+	return s
 }
 
 func decode(state []byte) (seed, offset uint64, err error) {
@@ -122,7 +153,7 @@ func decode(state []byte) (seed, offset uint64, err error) {
 	default:
 		return 0, 0, fmt.Errorf("the state has %d bytes: want %d, or 8 for a seed alone", len(state), StateSize)
 	}
-	if offset%4 != 0 {
+	if offset%4 != 0 && offset&mark != mark {
 		return 0, 0, fmt.Errorf("the state has the offset %d: want a multiple of 4", offset)
 	}
 	return binary.LittleEndian.Uint64(state), offset, nil

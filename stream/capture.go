@@ -240,6 +240,16 @@ func (s *Stream) CaptureID() (uint64, error) {
 	return s.captureID()
 }
 
+// Capturer returns the stream on which the calling goroutine has begun the capture that it
+// is in, and the number that CaptureID has for that, or nil. For Chorus's own packages.
+func Capturer(sys *device.System) (s *Stream, id uint64) {
+	c := captures.Mine(sys)
+	if c == nil {
+		return nil, 0
+	}
+	return c.Stream.(*Stream), c.ID
+}
+
 // current returns the capture that s takes part in, if Chorus began one.
 func (s *Stream) current() (*capture, error) {
 	id, err := s.CaptureID()

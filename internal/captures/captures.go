@@ -105,6 +105,22 @@ func Exclusive() *Capture {
 	return Find(func(c *Capture) bool { return c.goroutine == me && c.Mode != cudadrv.CaptureRelaxed })
 }
 
+// Mine returns the last capture of a System that the calling goroutine has begun, or nil.
+func Mine(system any) *Capture {
+	if !Any() {
+		return nil
+	}
+	me := goroutine.ID()
+	open.mu.Lock()
+	defer open.mu.Unlock()
+	for _, c := range slices.Backward(open.list) {
+		if c.goroutine == me && c.System == system {
+			return c
+		}
+	}
+	return nil
+}
+
 // Use notes that the calling goroutine, if it captures, uses a stream. joined says
 // whether the stream takes part in a capture; it is called when that is not known yet.
 func Use(s fmt.Stringer, joined func() bool) {

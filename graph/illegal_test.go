@@ -445,3 +445,37 @@ func TestWaitsThatTheModeForbids(t *testing.T) {
 		}
 	})
 }
+
+// A call that the driver refuses changes nothing: the event keeps what it recorded last.
+func TestRefusedRecord(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		other := newStream(t, devs[0])
+		e, err := other.Record(nil)
+		require.NoError(t, err)
+		defer e.Close()
+		before, err := other.Record(nil)
+		require.NoError(t, err)
+		defer before.Close()
+		_, err = graph.CaptureWith(&graph.Config{Mode: graph.Relaxed}, []*stream.Stream{b.s}, func() error {
+			require.ErrorIs(t, b.s.Wait(before), graph.ErrorIsolation) // which spoils the capture
+			require.ErrorIs(t, e.Record(b.s), graph.ErrorInvalidated)
+			return e.Sync(testgpu.Context(t))
+		})
+		require.ErrorIs(t, err, graph.ErrorInvalidated)
+		require.NoError(t, e.Sync(testgpu.Context(t)))
+	})
+}
+
+// A buffer without bytes can be closed at any time.
+func TestCloseOfNothingInCapture(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		outside, err := memory.Alloc(b.s, 0)
+		require.NoError(t, err)
+		capture(t, func() error {
+			inside, err := memory.Alloc(b.s, 0)
+			return errors.Join(err, inside.Close(), outside.Close())
+		}, b.s)
+	})
+}

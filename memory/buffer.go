@@ -121,14 +121,14 @@ func (b *Buffer) addUser(s *stream.Stream, l *lane) (added bool, err error) {
 // wait. Close is idempotent. While one of these streams is captured into a graph
 // the buffer stays open: Close returns a *stream.CaptureError. That does not hold
 // for memory of the capture itself, which later allocations of the same capture
-// then use.
+// then use, nor for a buffer of no bytes.
 func (b *Buffer) Close() error {
 	if b == nil || b.owner.Closed() {
 		return nil
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if !b.captured {
+	if !b.captured && b.bytes > 0 {
 		if err := b.refuseCapture(); err != nil {
 			return err
 		}

@@ -60,19 +60,17 @@ func (s *Stream) RefuseCapture(op, advice string) error {
 // notRun says why the host cannot wait for what is captured.
 const notRun = "what is captured has not run and cannot be waited for"
 
-// note remembers whether what e records on s is captured.
-func (e *Event) note(s *Stream) error {
+// note reports whether what e records on s is captured.
+func (e *Event) note(s *Stream) (captured bool, err error) {
 	if !captures.Any() {
-		e.captured.Store(false)
-		return nil
+		return false, nil
 	}
-	yes, err := s.capturing()
-	if yes && e.flags&cudadrv.EventInterprocess != 0 {
-		return &CaptureError{Op: "stream: record event", Object: s.String(),
+	captured, err = s.capturing()
+	if captured && e.flags&cudadrv.EventInterprocess != 0 {
+		return false, &CaptureError{Op: "stream: record event", Object: s.String(),
 			Advice: "an event of several processes cannot be recorded in a capture: record one without Interprocess, or record it behind the launch"}
 	}
-	e.captured.Store(yes)
-	return err
+	return captured, err
 }
 
 // checkHost is check for calls of the host about the marked point, which is no

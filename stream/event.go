@@ -95,11 +95,13 @@ func (e *Event) Record(s *Stream) error {
 	if err := s.Check("stream: record event", e.dev); err != nil {
 		return err
 	}
-	if err := e.note(s); err != nil {
+	captured, err := e.note(s)
+	if err != nil {
 		return err
 	}
-	err := e.dev.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e.h, s.h) })
+	err = e.dev.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e.h, s.h) })
 	if err == nil {
+		e.captured.Store(captured)
 		e.recorded.Store(true)
 	}
 	return err

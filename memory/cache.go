@@ -11,7 +11,7 @@ import (
 )
 
 // EmptyCache gives back to the driver all that is cached and not in use
-// (torch.cuda.empty_cache). The host waits for streams that RecordStream has named
+// (torch.cuda.empty_cache), except what an open Pool has. The host waits for streams that RecordStream has named
 // for freed blocks. What is in a segment with memory that is in use stays.
 func EmptyCache(d *device.Device) error {
 	h, err := heapOf(d)

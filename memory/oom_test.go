@@ -51,8 +51,11 @@ func TestOutOfMemorySaysWhatThereIs(t *testing.T) {
 		require.EqualValues(t, 1, st.OOMs)
 		require.EqualValues(t, 1, st.AllocRetries)
 		require.NoError(t, y.Close())
+		_, err = memory.Make[byte](s, 60*mib)
+		require.ErrorIs(t, err, device.ErrorOutOfMemory, "an open pool keeps what it does not use")
+		require.NoError(t, p.Close())
 		z, err := memory.Make[byte](s, 60*mib)
-		require.NoError(t, err, "what pools do not use is given back first")
+		require.NoError(t, err)
 		require.EqualValues(t, 2, statsOf(t, d).AllocRetries)
 		require.NoError(t, errors.Join(x.Close(), z.Close(), small.Close()))
 		for _, f := range []float64{0, 0.5, 1} {

@@ -23,7 +23,10 @@ import (
 // their captures, never at the same time.
 //
 // A Pool has memory of every device that it was used on. It is given back when the
-// Pool, the graphs and the buffers that use it are closed. Its methods may be
+// Pool, the graphs and the buffers that use it are closed, and not before: EmptyCache
+// leaves what is free in an open Pool there, and so does an allocation of others that
+// finds no memory. An allocation of the Pool itself that finds none gives back what is
+// free in it, unless NCCL has registered the Pool. Its methods may be
 // called at any time by any goroutine.
 type Pool struct {
 	owner   handle.Owner
@@ -49,7 +52,7 @@ type partKey struct {
 type PoolConfig struct {
 	Allocator Allocator // gives out the pool's segments; nil is the device's own way
 	NoSplit   bool      // each block is a segment
-	UseOnOOM  bool      // others may use what is free in it before they are out of memory
+	UseOnOOM  bool      // allocations outside of pools may use what is free in it before they are out of memory
 }
 
 var lastPool atomic.Uint64

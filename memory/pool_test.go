@@ -72,7 +72,11 @@ func TestPoolKeepsItsMemory(t *testing.T) {
 				require.True(t, slices.ContainsFunc(all.Segments, func(g memory.Segment) bool { return g.Pool == p.ID() && g.Address == list[0].Address }))
 				require.NoError(t, y.Close())
 				require.NoError(t, memory.EmptyCache(d))
-				require.Zero(t, p.Reserved(), "nobody has any of it")
+				require.Equal(t, 2*mib, p.Reserved(), "an open pool keeps its memory (test_mempool_emptycache_multithread)")
+				y = makeIn(t, p, s, 1000)
+				require.Equal(t, was, y.Raw())
+				require.NoError(t, errors.Join(y.Close(), p.Close()))
+				require.Zero(t, p.Reserved(), "a closed one nothing")
 			})
 		})
 	}
@@ -268,9 +272,14 @@ func TestPoolUseOnOOM(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, memory.SetFraction(d, float64(110*mib)/float64(total)))
 			x, err := memory.Make[byte](s, 60*mib)
-			require.NoError(t, err)
-			require.Equal(t, use, was == x.Raw(), "otherwise the pool's was given back")
-			require.NoError(t, x.Close())
+			if use {
+				require.NoError(t, err)
+				require.Equal(t, was, x.Raw())
+				require.NoError(t, x.Close())
+			} else {
+				require.ErrorIs(t, err, device.ErrorOutOfMemory, "the pool keeps its memory")
+			}
+			require.Equal(t, 100*mib, p.Reserved())
 			require.NoError(t, p.Close())
 			x, err = memory.Make[byte](s, 60*mib)
 			require.NoError(t, err)
@@ -278,6 +287,83 @@ func TestPoolUseOnOOM(t *testing.T) {
 			require.NoError(t, x.Close())
 		})
 	}
+}
+
+// What is free in an open pool stays there when others find no memory, whatever they
+// then do (test_mempool_limited_memory_with_allocator).
+func TestOpenPoolsKeepTheirMemory(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		s := newStream(t, d)
+		limit(t, d, 82*mib)
+		kept, spare := newPool(t, nil), newPool(t, &memory.PoolConfig{UseOnOOM: true})
+		x, y := makeIn(t, kept, s, 40*mib), makeIn(t, spare, s, 40*mib)
+		was := y.Raw()
+		_, err := memory.Make[byte](s, 30*mib)
+		require.ErrorIs(t, err, device.ErrorOutOfMemory)
+		require.NoError(t, errors.Join(x.Close(), y.Close(), memory.EmptyCache(d)))
+		require.Equal(t, []int{40 * mib, 40 * mib}, []int{kept.Reserved(), spare.Reserved()})
+		z, err := memory.Make[byte](s, 30*mib)
+		require.NoError(t, err)
+		require.Equal(t, was, z.Raw(), "of the pool that others may use")
+		_, err = memory.Make[byte](s, 30*mib)
+		require.ErrorIs(t, err, device.ErrorOutOfMemory, "the other pool keeps its memory")
+		require.Equal(t, 40*mib, kept.Reserved())
+		x = makeIn(t, kept, s, 40*mib)
+		require.NoError(t, errors.Join(x.Close(), z.Close()))
+	})
+}
+
+// The memory of a pool that NCCL has registered goes back when the pool is closed, and
+// not before, also if the pool itself has no more.
+func TestRegisteredPoolStaysMapped(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		s := newStream(t, d)
+		limit(t, d, 82*mib)
+		p := memory.NewPool(nil)
+		unmapped := 0
+		stop, err := p.Watch(func(_ *device.Device, _, _ uint64, taken bool) error {
+			if !taken {
+				unmapped++
+			}
+			return nil
+		})
+		require.NoError(t, err)
+		require.NoError(t, makeIn(t, p, s, 60*mib).Close())
+		require.NoError(t, memory.EmptyCache(d))
+		_, err = memory.Make[byte](s, 60*mib)
+		require.ErrorIs(t, err, device.ErrorOutOfMemory)
+		require.ErrorIs(t, p.Use(s, func() error { _, err := memory.Make[byte](s, 70*mib); return err }), device.ErrorOutOfMemory)
+		require.Zero(t, unmapped)
+		require.Equal(t, 60*mib, p.Reserved())
+		require.NoError(t, p.Close())
+		require.Equal(t, 1, unmapped)
+		require.NoError(t, stop())
+	})
+}
+
+// EmptyCache by several goroutines, each within a pool of its own, leaves the pools alone
+// (test_mempool_emptycache_multithread).
+func TestEmptyCacheWithinPools(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		var wg sync.WaitGroup
+		for range 4 {
+			s, p := newStream(t, d), newPool(t, nil)
+			wg.Go(func() {
+				for range 20 {
+					if err := p.Use(s, func() error {
+						x, err := memory.Make[byte](s, 1000)
+						return errors.Join(err, x.Zero(s), x.Close(), memory.EmptyCache(d))
+					}); err != nil {
+						t.Error(err)
+					}
+					if n := p.Reserved(); n != 2*mib {
+						t.Errorf("the pool has %d bytes, want %d", n, 2*mib)
+					}
+				}
+			})
+		}
+		wg.Wait()
+	})
 }
 
 // Two captures that share a pool share memory, which saves a segment

@@ -211,6 +211,11 @@ func (a *Arena) afterReleasingAll(s *Settings, k kind, size uint64) (block, erro
 	if err := a.device.releaseAll(); err != nil {
 		return block{}, err
 	}
+	if p := a.pool; p != a.device.def && p.base == nil && len(p.watchers) == 0 {
+		if err := p.release(); err != nil { // what the pool has of other sizes is its own
+			return block{}, err
+		}
+	}
 	a.device.retries.Add(1)
 	a.domain.lock()
 	if b := a.lookAgain(s, k, size); !b.nothing() {

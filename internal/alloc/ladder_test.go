@@ -217,7 +217,7 @@ func TestSegmentsChangeStreams(t *testing.T) {
 	d.End(s)
 	s.ended = true
 	must(p.Arena(next))
-	require.NoError(t, d.Empty())
+	require.NoError(t, p.Close())
 	require.Same(t, next, last.Load())
 }
 

@@ -10,8 +10,8 @@ import (
 // graphs, {0, n} a caller's.
 type PoolID [2]uint64
 
-// A Pool has the memory of one purpose: it is never given to another, and all of
-// it goes back when the pool is closed.
+// A Pool has the memory of one purpose: it is never given to another, and goes back
+// to the driver when the pool is closed, not before.
 type Pool struct {
 	device  *Device
 	id      PoolID

@@ -7,7 +7,8 @@ import (
 )
 
 // Empty waits for the streams that use what was given back, and returns to the
-// driver all segments that nobody has (torch.cuda.empty_cache).
+// driver all segments that nobody has (torch.cuda.empty_cache). Pools that are open keep
+// theirs.
 func (d *Device) Empty() error {
 	if err := d.barred(); err != nil {
 		return err
@@ -22,10 +23,12 @@ func (d *Device) releaseAll() error {
 	d.syncs.Add(1)
 	var errs []error
 	for _, p := range slices.Clone(d.pools) {
-		if p.base != nil && !p.closed.Load() {
-			continue // launches of graphs use what is free in it
+		switch {
+		case p == d.def || p.closed.Load():
+			errs = append(errs, d.releasePool(p))
+		case p.base == nil: // of graphs the launches use what is free
+			p.await()
 		}
-		errs = append(errs, d.releasePool(p))
 	}
 	return errors.Join(errs...)
 }
@@ -89,9 +92,7 @@ func (p *Pool) bytes() (n int64) {
 // release returns to the source what nobody has.
 func (p *Pool) release() error {
 	var errs []error
-	for _, a := range p.arenas { // of all before any: what one has may lie in a segment of another
-		a.await()
-	}
+	p.await() // all before any: what one arena has may lie in a segment of another
 	for _, a := range p.arenas {
 		a.domain.lock()
 		gone := a.withdraw(func(s *segment) bool { return true })
@@ -100,6 +101,13 @@ func (p *Pool) release() error {
 		errs = append(errs, a.shrink())
 	}
 	return errors.Join(errs...)
+}
+
+// await waits until no stream uses what was given back. growth is held.
+func (p *Pool) await() {
+	for _, a := range p.arenas {
+		a.await()
+	}
 }
 
 // withdraw takes those of the segments that nobody has for which goes is true from

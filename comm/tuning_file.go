@@ -15,6 +15,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // tuningForm is the number of the form of the file.
@@ -71,11 +72,11 @@ func (t *Tuning) Save(ctx context.Context, path string) error {
 	if err := t.check(); err != nil { // which no group could read any more
 		return fmt.Errorf("comm: write the tuning: %w", err)
 	}
-	unlock, err := lockFolder(ctx, filepath.Dir(path))
+	d, err := lockFolder(ctx, filepath.Dir(path))
 	if err != nil {
 		return fmt.Errorf("comm: write the tuning: %w", err)
 	}
-	defer unlock()
+	defer d.Close()
 	f, err := readTunings(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		f = &tuningFile{Form: tuningForm}
@@ -88,7 +89,7 @@ func (t *Tuning) Save(ctx context.Context, path string) error {
 	if err != nil {
 		return err
 	}
-	if err := replace(path, append(data, '\n')); err != nil {
+	if err := d.Replace(filepath.Base(path), 0o644, data, []byte("\n")); err != nil {
 		return fmt.Errorf("comm: write the tuning: %w", err)
 	}
 	return nil
@@ -99,43 +100,39 @@ func CanSave(ctx context.Context, path string) error {
 	if path == "" {
 		return refuse("write the tuning", "no path given")
 	}
-	unlock, err := lockFolder(ctx, filepath.Dir(path))
+	d, err := lockFolder(ctx, filepath.Dir(path))
 	if err != nil {
 		return fmt.Errorf("comm: write the tuning: %w", err)
 	}
-	defer unlock()
+	defer d.Close()
 	if _, err := readTunings(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), newPattern)
-	if err != nil {
+	if err := d.Probe(); err != nil {
 		return fmt.Errorf("comm: write the tuning: %w", err)
 	}
-	return errors.Join(f.Close(), os.Remove(f.Name()))
+	return nil
 }
-
-// newPattern is of files that are being written.
-const newPattern = ".new-*"
 
 // lockPatience is how long one waits for others to write.
 const lockPatience = 10 * time.Second
 
 // lockFolder makes a folder, if need be, and keeps other processes from changing the
-// file in it until unlock.
-func lockFolder(ctx context.Context, path string) (unlock func(), err error) {
+// file in it until it is closed.
+func lockFolder(ctx context.Context, path string) (*safefile.Folder, error) {
 	if err := os.MkdirAll(path, 0o755); err != nil {
 		return nil, err
 	}
-	f, err := os.Open(path)
+	d, err := safefile.OpenFolder(path)
 	if err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, lockPatience, fmt.Errorf("another process has kept it for %v: end that one, or take another folder", lockPatience))
 	defer cancel()
-	if err := poll.Until(ctx, func() (bool, error) { return tryLock(f) }); err != nil {
-		return nil, errors.Join(&os.PathError{Op: "lock", Path: path, Err: err}, f.Close())
+	if err := poll.Until(ctx, func() (bool, error) { return tryLock(d.File()) }); err != nil {
+		return nil, errors.Join(&os.PathError{Op: "lock", Path: path, Err: err}, d.Close())
 	}
-	return func() { _ = f.Close() }, nil
+	return d, nil
 }
 
 func tryLock(f *os.File) (bool, error) {
@@ -155,7 +152,7 @@ func (at Site) like(place Site) bool {
 
 // readTunings reads a file and checks it.
 func readTunings(path string) (*tuningFile, error) {
-	data, err := readRegular(path)
+	data, err := readOwn(path)
 	if err != nil {
 		return nil, fmt.Errorf("comm: read the tuning: %w", err)
 	}
@@ -182,18 +179,16 @@ func readTunings(path string) (*tuningFile, error) {
 // tuningBytes is more than any tuning has.
 const tuningBytes = 16 << 20
 
-// readRegular reads a file that may be a tuning.
-func readRegular(path string) ([]byte, error) {
-	st, err := os.Stat(path)
-	switch {
-	case err != nil:
+// readOwn reads a file that may be a tuning, from a folder that other users cannot change:
+// a tuning decides how the ranks exchange what they have.
+func readOwn(path string) ([]byte, error) {
+	d, err := safefile.OpenFolder(filepath.Dir(path))
+	if err != nil {
 		return nil, err
-	case !st.Mode().IsRegular():
-		return nil, fmt.Errorf("%s is no regular file", path)
-	case st.Size() > tuningBytes:
-		return nil, fmt.Errorf("%s has %d bytes, which no tuning has", path, st.Size())
 	}
-	return os.ReadFile(path)
+	defer d.Close()
+	data, _, err := d.Read(filepath.Base(path), tuningBytes)
+	return data, err
 }
 
 func (f *tuningFile) check() error {
@@ -219,22 +214,4 @@ func (t *Tuning) check() error {
 		}
 	}
 	return nil
-}
-
-// replace writes a file beside the one that it becomes, in a folder that is there.
-func replace(path string, data []byte) (err error) {
-	f, err := os.CreateTemp(filepath.Dir(path), newPattern)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(f.Name())
-		}
-	}()
-	_, err = f.Write(data)
-	if err = errors.Join(err, f.Chmod(0o644), f.Close()); err != nil {
-		return err
-	}
-	return os.Rename(f.Name(), path)
 }

@@ -136,10 +136,26 @@ func TestTuningsThatAreRefused(t *testing.T) {
 	huge := filepath.Join(folder, "huge")
 	require.NoError(t, os.WriteFile(huge, nil, 0o600))
 	require.NoError(t, os.Truncate(huge, 1<<30))
-	for path, text := range map[string]string{folder: "is no regular file", pipe: "is no regular file", "/dev/zero": "is no regular file", huge: "has 1073741824 bytes"} {
+	for path, text := range map[string]string{folder: "not a regular file but a directory", pipe: "not a regular file but a named pipe", "/dev/zero": "not a regular file but a device", huge: "has 1073741824 bytes"} {
 		t.Setenv(env.TuningFile.Name, path)
 		_, err = comm.Local(testgpu.Context(t), devs...)
 		require.ErrorContains(t, err, text)
+	}
+	// What another user can have written is not a tuning, and is not written to.
+	mutual := filepath.Join(t.TempDir(), "mutual")
+	require.NoError(t, os.Mkdir(mutual, 0o700))
+	planted := filepath.Join(mutual, "tuning.json")
+	require.NoError(t, tuning.Save(t.Context(), planted))
+	t.Setenv(env.TuningFile.Name, planted)
+	for path, mode := range map[string]os.FileMode{planted: 0o666, mutual: 0o777} {
+		was, err := os.Stat(path)
+		require.NoError(t, err)
+		require.NoError(t, os.Chmod(path, mode))
+		_, err = comm.Local(testgpu.Context(t), devs...)
+		require.ErrorContains(t, err, "lets other users write to it")
+		require.ErrorContains(t, tuning.Save(t.Context(), planted), "lets other users write to it")
+		require.ErrorContains(t, comm.CanSave(t.Context(), planted), "lets other users write to it")
+		require.NoError(t, os.Chmod(path, was.Mode()))
 	}
 	for _, c := range []struct {
 		tuning comm.Tuning

@@ -9,10 +9,10 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"syscall"
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // A store keeps compiled binaries in a folder that processes share. A file is
@@ -30,8 +30,7 @@ const (
 	storeLimit  = 256 << 20
 	storeAge    = 90 * 24 * time.Hour // unused for longer, a file goes
 	storeSuffix = ".kernel"
-	tempPattern = ".new-*" // of a file that is being written
-	tempAge     = time.Hour
+	tempAge     = time.Hour // of a file that is being written
 )
 
 // userStore is the store that the environment chooses, or nil.
@@ -81,36 +80,31 @@ func seal(key string, image []byte) []byte {
 	return h.Sum(nil)
 }
 
-// load returns the binary of the key, if there is a sound one.
+// load returns the binary of the key, if there is a sound one. The binary will run in
+// this process, so only this user or root can have written it.
 func (s *store) load(key string) ([]byte, bool) {
 	if s == nil {
 		return nil, false
 	}
-	path := filepath.Join(s.folder, key+storeSuffix)
-	st, err := os.Lstat(path)
-	if err != nil || !private(st) {
+	d, err := safefile.OpenFolder(s.folder)
+	if err != nil {
 		return nil, false
 	}
-	data, err := os.ReadFile(path)
+	defer d.Close()
+	name := key + storeSuffix
+	data, st, err := d.Read(name, s.limit)
 	if err != nil {
 		return nil, false
 	}
 	rest, ok := bytes.CutPrefix(data, []byte(storeFormat))
 	if !ok || len(rest) <= sha256.Size || !bytes.Equal(rest[:sha256.Size], seal(key, rest[sha256.Size:])) {
-		_ = os.Remove(path)
+		_ = d.Remove(name)
 		return nil, false
 	}
 	if now := time.Now(); now.Sub(st.ModTime()) > 24*time.Hour {
-		_ = os.Chtimes(path, now, now) // it is in use
+		_ = os.Chtimes(filepath.Join(s.folder, name), now, now) // it is in use
 	}
 	return rest[sha256.Size:], true
-}
-
-// private reports whether a file is one that only this user can have written:
-// what is in it will run in the user's process.
-func private(st os.FileInfo) bool {
-	sys, ok := st.Sys().(*syscall.Stat_t)
-	return ok && st.Mode().IsRegular() && st.Mode().Perm()&0o022 == 0 && int(sys.Uid) == os.Geteuid()
 }
 
 // save keeps a binary. Two processes that save the same key at once both
@@ -119,32 +113,21 @@ func (s *store) save(key string, image []byte) {
 	if s == nil || len(image) == 0 || os.MkdirAll(s.folder, 0o700) != nil {
 		return
 	}
-	f, err := os.CreateTemp(s.folder, tempPattern) // readable by its owner only
+	d, err := safefile.OpenFolder(s.folder)
 	if err != nil {
 		return
 	}
-	for _, part := range [][]byte{[]byte(storeFormat), seal(key, image), image} {
-		if _, werr := f.Write(part); werr != nil {
-			err = werr
-		}
-	}
-	if cerr := f.Close(); err == nil {
-		err = cerr
-	}
-	if err == nil {
-		err = os.Rename(f.Name(), filepath.Join(s.folder, key+storeSuffix))
-	}
-	if err != nil { // a full disk, for one
-		_ = os.Remove(f.Name())
+	defer d.Close()
+	if d.Replace(key+storeSuffix, 0o600, []byte(storeFormat), seal(key, image), image) != nil { // a full disk, for one
 		return
 	}
-	s.trim(time.Now())
+	s.trim(d, time.Now())
 }
 
 // trim removes what is old, what killed writers have left, and, while there is
 // too much, what was not used for longest.
-func (s *store) trim(now time.Time) {
-	entries, err := os.ReadDir(s.folder)
+func (s *store) trim(d *safefile.Folder, now time.Time) {
+	entries, err := d.File().ReadDir(-1)
 	if err != nil {
 		return
 	}
@@ -156,10 +139,10 @@ func (s *store) trim(now time.Time) {
 			continue
 		}
 		age := now.Sub(st.ModTime())
-		temp, _ := filepath.Match(tempPattern, e.Name())
+		temp, _ := filepath.Match(safefile.TempPattern, e.Name())
 		switch {
 		case temp && age > tempAge, filepath.Ext(e.Name()) == storeSuffix && age > storeAge:
-			_ = os.Remove(filepath.Join(s.folder, e.Name()))
+			_ = d.Remove(e.Name())
 		case filepath.Ext(e.Name()) == storeSuffix:
 			kept = append(kept, st)
 			total += st.Size()
@@ -170,7 +153,7 @@ func (s *store) trim(now time.Time) {
 		if total <= s.limit {
 			return
 		}
-		_ = os.Remove(filepath.Join(s.folder, st.Name()))
+		_ = d.Remove(st.Name())
 		total -= st.Size()
 	}
 }

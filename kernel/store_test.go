@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -319,9 +320,51 @@ func TestStoreProcesses(t *testing.T) {
 	require.Len(t, kernelFiles(t, dir), 20)
 	for _, path := range kernelFiles(t, dir) {
 		key := strings.TrimSuffix(filepath.Base(path), storeSuffix)
-		_, ok := (&store{folder: dir}).load(key)
+		_, ok := (&store{folder: dir, limit: storeLimit}).load(key)
 		require.True(t, ok, path)
 	}
+}
+
+// A binary from a folder that another user can change, or of another user, is compiled anew.
+func TestStoreTrustsThisUserOnly(t *testing.T) {
+	dir := t.TempDir()
+	require.NoError(t, os.Chmod(dir, 0o700))
+	c, f := fakeCompiler(dir)
+	compiles := func(why string, want int) {
+		t.Helper()
+		before := f.compiled
+		_, err := c.binary(&Source{Name: "a.cu"})
+		require.NoError(t, err)
+		require.Equal(t, want, f.compiled-before, why)
+	}
+	compiles("the store is empty", 1)
+	compiles("the store has it", 0)
+	path := kernelFiles(t, dir)[0]
+	for _, mode := range []os.FileMode{0o777, 0o777 | os.ModeSticky, 0o770, 0o720} {
+		require.NoError(t, os.Chmod(dir, mode))
+		compiles(fmt.Sprintf("a folder of mode %v", mode), 1)
+	}
+	require.NoError(t, os.Chmod(dir, 0o700))
+	compiles("the folder is this user's again", 0)
+
+	require.NoError(t, os.Rename(path, path+"-moved"))
+	require.NoError(t, syscall.Mkfifo(path, 0o600))
+	compiles("a named pipe", 1)
+	require.NoError(t, os.Remove(path))
+	require.NoError(t, os.Symlink(path+"-moved", path))
+	compiles("a link", 1)
+	c.store.limit = 10
+	compiles("a file above the limit", 1)
+	c.store.limit = storeLimit
+
+	if os.Geteuid() != 0 {
+		t.Skip("only root can give the folder to another user")
+	}
+	compiles("a new file", 1)
+	require.NoError(t, os.Chown(kernelFiles(t, dir)[0], 65534, 65534))
+	compiles("a file of another user", 1)
+	require.NoError(t, os.Chown(dir, 65534, 65534))
+	compiles("a folder of another user", 1)
 }
 
 func TestUserStore(t *testing.T) {

@@ -1,0 +1,176 @@
+package safefile
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+)
+
+// noWait are the flags of every call that opens a file: a FIFO without its other
+// end does not keep the caller, and a terminal does not become the process's own.
+const noWait = syscall.O_NONBLOCK | syscall.O_NOCTTY
+
+// maxTries bounds how often Create tries again when the file comes and goes.
+const maxTries = 10
+
+// Open opens a regular file for reading. It follows links: the user has named them.
+func Open(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|noWait, 0)
+	return regular(path, f, err)
+}
+
+// Read returns the contents of a regular file of at most limit bytes.
+func Read(path string, limit int64) ([]byte, error) {
+	f, err := Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return readAll(path, f, limit)
+}
+
+// Create opens a file for writing and empties it, or makes it. An existing file
+// must be a regular one of this user, with one name, and not a link: somebody who
+// plants a link does not choose what is overwritten. /dev/null and the names of
+// the process's own outputs, such as /dev/stdout, are opened as they are.
+func Create(path string) (*os.File, error) {
+	f, err := Keep(path)
+	if err != nil {
+		return nil, err
+	}
+	return empty(path, f)
+}
+
+// Keep is Create that leaves what an existing file has.
+func Keep(path string) (*os.File, error) {
+	if clean := filepath.Clean(path); clean == os.DevNull || clean == "/dev/stdout" || clean == "/dev/stderr" || strings.HasPrefix(clean, "/dev/fd/") {
+		return os.OpenFile(path, os.O_WRONLY, 0)
+	}
+	return create(path, func(flag int) (*os.File, error) { return os.OpenFile(path, flag, 0o666) })
+}
+
+// create opens a file for writing by open, which gets the flags. A file that the
+// call has made is this user's, whatever owner the file system shows.
+func create(path string, open func(flag int) (*os.File, error)) (*os.File, error) {
+	for range maxTries {
+		f, err := open(os.O_WRONLY | os.O_CREATE | os.O_EXCL | noWait)
+		if !errors.Is(err, fs.ErrExist) {
+			return f, err
+		}
+		f, err = open(os.O_WRONLY | syscall.O_NOFOLLOW | noWait)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if f, err = regular(path, f, err); err != nil {
+			return nil, err
+		}
+		if err := mine(f); err != nil {
+			_ = f.Close()
+			return nil, &os.PathError{Op: "open for writing", Path: path, Err: err}
+		}
+		return f, nil
+	}
+	return nil, &os.PathError{Op: "open for writing", Path: path, Err: errors.New("another process makes and removes it all the time")}
+}
+
+// mine returns why a file must not be overwritten, or nil.
+func mine(f *os.File) error {
+	_, sys, err := stat(f)
+	switch {
+	case err != nil:
+		return err
+	case int(sys.Uid) != os.Geteuid():
+		return fmt.Errorf("the file belongs to the user with id %d: remove it, or name another file", sys.Uid)
+	case sys.Nlink > 1:
+		return fmt.Errorf("the file has %d names: remove it, or name another file", sys.Nlink)
+	}
+	return nil
+}
+
+func empty(path string, f *os.File) (*os.File, error) {
+	info, err := f.Stat()
+	if err == nil && info.Mode().IsRegular() {
+		err = f.Truncate(0)
+	}
+	if err != nil {
+		_ = f.Close()
+		return nil, &os.PathError{Op: "empty", Path: path, Err: err}
+	}
+	return f, nil
+}
+
+// regular closes a file that is not a regular one, and says what it is.
+func regular(path string, f *os.File, err error) (*os.File, error) {
+	switch {
+	case errors.Is(err, syscall.ELOOP):
+		return nil, isLink(path)
+	case errors.Is(err, syscall.ENXIO): // a FIFO that nobody reads, for writing
+		return nil, notRegular(path, "a named pipe, a socket or a device")
+	case errors.Is(err, syscall.EISDIR):
+		return nil, notRegular(path, "a directory")
+	case err != nil:
+		return nil, err
+	}
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = notRegular(path, kindOf(info.Mode()))
+	}
+	if err != nil {
+		_ = f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+func isLink(path string) error {
+	return &os.PathError{Op: "open", Path: path, Err: errors.New("a symbolic link, which is not followed here: name its target")}
+}
+
+func notRegular(path, what string) error {
+	return &os.PathError{Op: "open", Path: path, Err: fmt.Errorf("not a regular file but %s", what)}
+}
+
+func kindOf(m fs.FileMode) string {
+	switch {
+	case m.IsDir():
+		return "a directory"
+	case m&fs.ModeNamedPipe != 0:
+		return "a named pipe"
+	case m&fs.ModeSocket != 0:
+		return "a socket"
+	}
+	return "a device"
+}
+
+// readAll reads a file that may have been cut or may grow meanwhile.
+func readAll(path string, f *os.File, limit int64) ([]byte, error) {
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if info.Size() > limit {
+		return nil, &os.PathError{Op: "read", Path: path, Err: fmt.Errorf("the file has %d bytes: at most %d are read", info.Size(), limit)}
+	}
+	b, err := io.ReadAll(io.LimitReader(f, limit+1))
+	if err == nil && int64(len(b)) > limit {
+		err = &os.PathError{Op: "read", Path: path, Err: fmt.Errorf("the file grows: at most %d bytes are read", limit)}
+	}
+	return b, err
+}
+
+func stat(f *os.File) (os.FileInfo, *syscall.Stat_t, error) {
+	info, err := f.Stat()
+	if err != nil {
+		return nil, nil, err
+	}
+	sys, ok := info.Sys().(*syscall.Stat_t)
+	if !ok {
+		return nil, nil, errors.New("the system does not tell the owner")
+	}
+	return info, sys, nil
+}

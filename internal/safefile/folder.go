@@ -1,0 +1,165 @@
+package safefile
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"syscall"
+)
+
+// A Folder is an open directory whose owner is this user or root, and that
+// nobody else may write to. Names are of files in it, without a slash.
+type Folder struct {
+	dir  *os.File
+	path string
+}
+
+// TempPattern matches the files that Replace is writing.
+const TempPattern = ".new-*"
+
+// OpenFolder opens a directory that exists. It follows links, because it checks
+// the directory that they lead to.
+func OpenFolder(path string) (*Folder, error) { return openFolder(path, 0) }
+
+// OutputFolder opens a directory for outputs, and makes it with its parents if it
+// does not exist. The last part of the path is not a link: it would choose which
+// of the user's own files are overwritten.
+func OutputFolder(path string) (*Folder, error) {
+	path = filepath.Clean(path)
+	if err := os.MkdirAll(path, 0o755); err != nil {
+		return nil, err
+	}
+	return openFolder(path, syscall.O_NOFOLLOW)
+}
+
+func openFolder(path string, flag int) (*Folder, error) {
+	dir, err := os.OpenFile(path, os.O_RDONLY|syscall.O_DIRECTORY|flag|noWait, 0)
+	if info, e := os.Lstat(path); err != nil && e == nil && info.Mode()&os.ModeSymlink != 0 {
+		err = isLink(path)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := trusted(dir, "directory"); err != nil {
+		_ = dir.Close()
+		return nil, &os.PathError{Op: "use", Path: path, Err: err}
+	}
+	return &Folder{dir, path}, nil
+}
+
+// trusted returns why another user can have written what f has, or nil.
+func trusted(f *os.File, kind string) error {
+	info, sys, err := stat(f)
+	switch {
+	case err != nil:
+		return err
+	case int(sys.Uid) != os.Geteuid() && sys.Uid != 0:
+		return fmt.Errorf("the %s belongs to the user with id %d: use one of your own", kind, sys.Uid)
+	case info.Mode().Perm()&0o022 != 0:
+		return fmt.Errorf("mode %04o of the %s lets other users write to it: run chmod go-w, or use another one", info.Mode().Perm(), kind)
+	}
+	return nil
+}
+
+// File returns the open directory, for locks and for lists of its files.
+func (d *Folder) File() *os.File { return d.dir }
+
+// Close closes the directory.
+func (d *Folder) Close() error { return d.dir.Close() }
+
+// at opens a file beneath the directory's descriptor.
+func (d *Folder) at(name string, flag int, perm uint32) (*os.File, error) {
+	path := filepath.Join(d.path, name)
+	if name != filepath.Base(name) || name == "." || name == ".." || name == "/" {
+		return nil, &os.PathError{Op: "open", Path: path, Err: errors.New("not the name of a file in a directory")}
+	}
+	for {
+		fd, err := syscall.Openat(int(d.dir.Fd()), name, flag|syscall.O_NOFOLLOW|syscall.O_CLOEXEC|noWait, perm)
+		switch {
+		case errors.Is(err, syscall.EINTR):
+			continue
+		case err != nil:
+			return nil, &os.PathError{Op: "open", Path: path, Err: err}
+		}
+		return os.NewFile(uintptr(fd), path), nil
+	}
+}
+
+// Read returns the contents of a file of at most limit bytes that only this user
+// or root can have written.
+func (d *Folder) Read(name string, limit int64) ([]byte, os.FileInfo, error) {
+	path := filepath.Join(d.path, name)
+	f, err := d.at(name, os.O_RDONLY, 0)
+	if f, err = regular(path, f, err); err != nil {
+		return nil, nil, err
+	}
+	defer f.Close()
+	if err := trusted(f, "file"); err != nil {
+		return nil, nil, &os.PathError{Op: "use", Path: path, Err: err}
+	}
+	info, err := f.Stat()
+	if err != nil {
+		return nil, nil, err
+	}
+	b, err := readAll(path, f, limit)
+	return b, info, err
+}
+
+// Create is [Create] for a file of the directory.
+func (d *Folder) Create(name string) (*os.File, error) {
+	path := filepath.Join(d.path, name)
+	f, err := create(path, func(flag int) (*os.File, error) { return d.at(name, flag, 0o666) })
+	if err != nil {
+		return nil, err
+	}
+	return empty(path, f)
+}
+
+// Replace gives a file new contents as a whole or not at all.
+func (d *Folder) Replace(name string, perm os.FileMode, parts ...[]byte) error {
+	f, temp, err := d.temp()
+	if err != nil {
+		return err
+	}
+	for _, part := range parts {
+		if err == nil {
+			_, err = f.Write(part)
+		}
+	}
+	if err == nil {
+		err = f.Chmod(perm)
+	}
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = os.NewSyscallError("renameat", syscall.Renameat(int(d.dir.Fd()), temp, int(d.dir.Fd()), name))
+	}
+	if err != nil {
+		return errors.Join(err, d.Remove(temp))
+	}
+	return nil
+}
+
+// Probe returns why Replace would fail, whatever the file, or nil.
+func (d *Folder) Probe() error {
+	f, temp, err := d.temp()
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Close(), d.Remove(temp))
+}
+
+// temp makes a file that only this user can read.
+func (d *Folder) temp() (f *os.File, name string, err error) {
+	name = TempPattern[:len(TempPattern)-1] + rand.Text()
+	f, err = d.at(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	return f, name, err
+}
+
+// Remove removes a file.
+func (d *Folder) Remove(name string) error {
+	if err := syscall.Unlinkat(int(d.dir.Fd()), name); err != nil {
+		return &os.PathError{Op: "remove", Path: filepath.Join(d.path, name), Err: err}
+	}
+	return nil
+}

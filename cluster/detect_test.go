@@ -4,6 +4,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -119,6 +120,8 @@ func TestDetectSecret(t *testing.T) {
 		require.NoError(t, os.Chmod(p, mode))
 		return p
 	}
+	pipe := filepath.Join(dir, "pipe")
+	require.NoError(t, syscall.Mkfifo(pipe, 0o600))
 	base := "RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=5 "
 	c, err := detect(environ(base + "CHORUS_SECRET_FILE=" + write("good", "0123456789abcdef\n", 0o600)))
 	require.NoError(t, err)
@@ -127,7 +130,8 @@ func TestDetectSecret(t *testing.T) {
 		write("short", "0123456789abcde\n", 0o600): "15 bytes of secret: want at least 16",
 		write("open", "0123456789abcdef", 0o640):   "mode 0640 lets others use it: run chmod 600",
 		filepath.Join(dir, "none"):                 "no such file",
-		dir:                                        "not a regular file",
+		dir:                                        "not a regular file but a directory",
+		pipe:                                       "not a regular file but a named pipe",
 	} {
 		_, err := detect(environ(base + "CHORUS_SECRET_FILE=" + file))
 		require.ErrorContains(t, err, want)

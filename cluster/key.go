@@ -7,7 +7,8 @@ import (
 	"encoding/hex"
 	"fmt"
 	"io"
-	"os"
+
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 const (
@@ -45,7 +46,7 @@ func jobTag(job string) [tagBytes]byte {
 // readSecretFile reads a shared secret and checks that only its owner can.
 // White space at the end does not count: editors add a newline, pipes do not.
 func readSecretFile(path string) ([]byte, error) {
-	f, err := os.Open(path)
+	f, err := safefile.Open(path)
 	if err != nil {
 		return nil, badConfig("secret file: %v", err)
 	}
@@ -53,9 +54,6 @@ func readSecretFile(path string) ([]byte, error) {
 	st, err := f.Stat()
 	if err != nil {
 		return nil, badConfig("secret file: %v", err)
-	}
-	if !st.Mode().IsRegular() {
-		return nil, badConfig("secret file %s: not a regular file", path)
 	}
 	if mode := st.Mode().Perm(); mode&0o077 != 0 {
 		return nil, badConfig("secret file %s: mode %04o lets others use it: run chmod 600 %[1]s", path, mode)

@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -147,7 +148,7 @@ func (c *Checkpoint) openIndex(cfg *FileConfig, path string) error {
 }
 
 func readIndex(path string) (*safetensors.Index, error) {
-	f, err := os.Open(path)
+	f, err := safefile.Open(path)
 	if err != nil {
 		return nil, errors.Unwrap(err)
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"sync"
@@ -15,6 +16,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -171,18 +173,24 @@ func (x *Exec) Dot(w io.Writer) error {
 		return err
 	}
 	defer x.mu.RUnlock()
-	f, err := os.CreateTemp("", "chorus-*.dot") // the driver writes to files only
+	dir, err := os.MkdirTemp("", "chorus-dot-") // only this user can change what is in it
 	if err != nil {
 		return x.wrap(op, err)
 	}
-	defer os.Remove(f.Name())
-	defer f.Close()
+	defer os.RemoveAll(dir)
+	path := filepath.Join(dir, "graph.dot") // the driver writes to files only
 	err = x.dev.Do("cuGraphDebugDotPrint", func(drv cudadrv.Driver) cudadrv.Result {
-		return drv.GraphDebugDotPrint(x.graph, f.Name(), cudadrv.GraphDotVerbose)
+		return drv.GraphDebugDotPrint(x.graph, path, cudadrv.GraphDotVerbose)
 	})
-	if err == nil {
-		_, err = io.Copy(w, f)
+	if err != nil {
+		return x.wrap(op, err)
 	}
+	f, err := safefile.Open(path)
+	if err != nil {
+		return x.wrap(op, err)
+	}
+	defer f.Close()
+	_, err = io.Copy(w, f)
 	return x.wrap(op, err)
 }
 

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // headers says where CUDA's own may be: what every toolkit and the wheels of
@@ -97,11 +98,14 @@ func (k *key) addHeaders(source string, options []string) {
 	walk(source, ".")
 }
 
+// headerLimit is more bytes than a header of CUDA C++ has.
+const headerLimit = 64 << 20
+
 // readHeader finds a header beside the one that includes it, or in the folders.
 func readHeader(name, from string, folders []string) (path, data string) {
 	for _, f := range append([]string{from}, folders...) {
 		path := filepath.Join(f, name)
-		if b, err := os.ReadFile(path); err == nil {
+		if b, err := safefile.Read(path, headerLimit); err == nil {
 			return path, string(b)
 		}
 	}

@@ -2,13 +2,13 @@ package nccl
 
 import (
 	"errors"
-	"os"
 	"strconv"
 	"strings"
 	"unicode"
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // A failure is the first cause for which a communicator is of no use any more.
@@ -147,7 +147,7 @@ func (c *Communicator) leaveTrace() {
 	if prefix == "" {
 		return
 	}
-	f, err := os.Create(prefix + strconv.Itoa(c.rank) + suffix(c.rec.name))
+	f, err := safefile.Create(prefix + strconv.Itoa(c.rank) + suffix(c.rec.name))
 	if err != nil {
 		return // the failure counts for more
 	}

@@ -3,6 +3,8 @@ package main
 import (
 	"io"
 	"os"
+
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // A lateFile keeps what the file has had until something else is written: a measurement
@@ -14,7 +16,7 @@ type lateFile struct {
 
 // createLate opens a file, and makes it if there is none.
 func createLate(name string) (io.WriteCloser, error) {
-	file, err := os.OpenFile(name, os.O_WRONLY|os.O_CREATE, 0o666)
+	file, err := safefile.Keep(name)
 	if err != nil {
 		return nil, err
 	}
@@ -23,7 +25,7 @@ func createLate(name string) (io.WriteCloser, error) {
 		_ = file.Close()
 		return nil, err
 	}
-	// What is no plain file, such as a pipe, has nothing to keep.
+	// The process's own output has nothing to keep.
 	return &lateFile{file, !info.Mode().IsRegular()}, nil
 }
 

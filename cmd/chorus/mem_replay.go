@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -16,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/memtrace"
+	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -164,7 +164,7 @@ func (f *replayFlags) read(files []string) ([]fileTrace, error) {
 }
 
 func readTraces(name string) ([]*memtrace.Trace, error) {
-	file, err := os.Open(name)
+	file, err := safefile.Open(name)
 	if err != nil {
 		return nil, err
 	}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"strings"
 	"text/tabwriter"
@@ -13,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/memplot"
 	"github.com/gochorus/chorus/internal/memtrace"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // A replayReport is what replay shows. Its own numbers are those of all traces:
@@ -156,7 +156,7 @@ func draw(name string, t fileTrace, got *memtrace.Result, where string) error {
 			{Name: "recorded: allocated", Color: "#8a6d00", Value: t.Recorded.Allocated},
 		},
 	}
-	file, err := os.Create(name)
+	file, err := safefile.Create(name)
 	if err != nil {
 		return err
 	}

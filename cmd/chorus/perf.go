@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -19,6 +20,7 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/perf"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 const perfLong = `Measure collectives as NVIDIA's nccl-tests do, without MPI and without a compiler.
@@ -225,24 +227,19 @@ func (f *perfFlags) operations(p *perfPlan, names []string) error {
 	return nil
 }
 
+// mostReport bounds the bytes of a baseline: a report has some hundred a row.
+const mostReport = 64 << 20
+
 // earlier reads the baseline.
 func (f *perfFlags) earlier() (*perf.Report, error) {
 	if f.baseline == "" {
 		return nil, nil
 	}
-	st, err := os.Stat(f.baseline)
-	if err == nil && !st.Mode().IsRegular() { // a pipe may never end
-		err = fmt.Errorf("%s is no regular file", f.baseline)
-	}
+	text, err := safefile.Read(f.baseline, mostReport)
 	if err != nil {
 		return nil, fmt.Errorf("--baseline: %w", err)
 	}
-	file, err := os.Open(f.baseline)
-	if err != nil {
-		return nil, fmt.Errorf("--baseline: %w", err)
-	}
-	defer file.Close()
-	r, err := perf.ReadReport(file)
+	r, err := perf.ReadReport(bytes.NewReader(text))
 	if err != nil {
 		return nil, fmt.Errorf("--baseline %s: %w", f.baseline, err)
 	}

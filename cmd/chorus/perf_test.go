@@ -190,7 +190,7 @@ func TestPerfMistakes(t *testing.T) {
 		"-g 99: this machine has 4 devices":  "all_reduce -b 1K -g 99",
 		`--format "xml"`:                     "all_reduce --format xml",
 		"no such file":                       "all_reduce --baseline missing.json",
-		"/dev/null is no regular file":       "all_reduce --baseline /dev/null",
+		"not a regular file but a device":    "all_reduce --baseline /dev/null",
 		"--output and --html are both x":     "all_reduce --output x --html ./x",
 		"-g -1: want 1 or more, or 0":        "all_reduce -g -1",
 		"hypercube on 3 ranks":               "hypercube -b 1K -g 3",

@@ -5,11 +5,11 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"os"
 	"path/filepath"
 	"sync"
 
 	"github.com/gochorus/chorus/internal/memtrace"
+	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -124,7 +124,7 @@ func replayed(t *memtrace.Trace) setup {
 
 // traceFigures are a figure for each trace in a file.
 func traceFigures(path string) (list []figure, err error) {
-	f, err := os.Open(path)
+	f, err := safefile.Open(path)
 	if err != nil {
 		return nil, err
 	}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // Devices says what this host has to give to workers, one device to each.
@@ -110,7 +111,7 @@ func whyNot(path string, err error) error {
 	if !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	f, openErr := os.Open(path)
+	f, openErr := safefile.Open(path)
 	if openErr != nil {
 		return err
 	}

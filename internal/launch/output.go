@@ -12,6 +12,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 const (
@@ -27,7 +29,7 @@ const (
 type output struct {
 	begin  chan struct{} // closed when the guardian knows all workers: what is seen of one is guarded
 	prefix bool
-	dir    string // of log files; "" means none
+	dir    *safefile.Folder // of log files; nil: none. spawn closes it
 	warn   func(string)
 	wg     sync.WaitGroup
 
@@ -80,10 +82,11 @@ func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
 	if cfg.LogDir == "" {
 		return o, nil
 	}
-	o.dir = filepath.Join(cfg.LogDir, filepath.Base(filepath.Clean("/"+job)))
-	if err := os.MkdirAll(o.dir, 0o755); err != nil {
+	dir, err := safefile.OutputFolder(filepath.Join(cfg.LogDir, filepath.Base(filepath.Clean("/"+job))))
+	if err != nil {
 		return nil, fmt.Errorf("make the log directory: %w", err)
 	}
+	o.dir = dir
 	return o, nil
 }
 
@@ -119,8 +122,8 @@ func (o *output) pipe(rank int, stderr bool) (worker, mine *os.File, err error) 
 	if o.prefix {
 		s.head = fmt.Appendf(nil, "[rank %d] ", rank)
 	}
-	if o.dir != "" {
-		if s.log, err = os.Create(filepath.Join(o.dir, fmt.Sprintf("rank-%d%s", rank, ext))); err != nil {
+	if o.dir != nil {
+		if s.log, err = o.dir.Create(fmt.Sprintf("rank-%d%s", rank, ext)); err != nil {
 			return nil, nil, fmt.Errorf("open a log file: %w", err)
 		}
 	}

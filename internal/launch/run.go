@@ -163,6 +163,7 @@ func (j *job) spawn(path string) (int, error) {
 		return ExitFailed, err
 	}
 	defer close(j.out.begin)
+	defer j.out.dir.Close()
 	j.ended = make(chan *child, j.cfg.Procs)
 	for local := range j.cfg.Procs {
 		c := &child{local: local, rank: j.agent.Rank(local)}

@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -381,6 +382,39 @@ func TestOrphans(t *testing.T) {
 		"started 1\nstarted 0\nstarted -5\nx\n": {},
 	} {
 		require.Equal(t, want, orphans(strings.NewReader(text)), text)
+	}
+}
+
+// TestLogsFollowNoPlantedLinks gives the launcher a folder of logs in which another user
+// has prepared what it will write.
+func TestLogsFollowNoPlantedLinks(t *testing.T) {
+	t.Parallel()
+	target := filepath.Join(t.TempDir(), "precious")
+	require.NoError(t, os.WriteFile(target, []byte("precious"), 0o600))
+	for name, c := range map[string]struct {
+		plant func(dir, file string) error
+		want  string
+	}{
+		"a link as a log":    {func(_, file string) error { return os.Symlink(target, file) }, "a symbolic link, which is not followed here"},
+		"a hard link":        {func(_, file string) error { return os.Link(target, file) }, "the file has 2 names"},
+		"a pipe as a log":    {func(_, file string) error { return syscall.Mkfifo(file, 0o666) }, "not a regular file but a named pipe"},
+		"a folder of others": {func(dir, _ string) error { return os.Chmod(dir, 0o777) }, "lets other users write to it"},
+		"a link as folder": {func(dir, _ string) error {
+			return errors.Join(os.Rename(dir, dir+"-moved"), os.Symlink(dir+"-moved", dir))
+		}, "a symbolic link, which is not followed here"},
+	} {
+		logs := t.TempDir()
+		dir := filepath.Join(logs, "test") // the job's name
+		require.NoError(t, os.Mkdir(dir, 0o755))
+		require.NoError(t, c.plant(dir, filepath.Join(dir, "rank-0.out")), name)
+		cfg := shell(1, "echo overwritten")
+		cfg.LogDir = logs
+		code, text := launchAll(t, cfg)
+		require.NotZero(t, code, name)
+		require.Contains(t, text, c.want, name)
+		b, err := os.ReadFile(target)
+		require.NoError(t, err)
+		require.Equal(t, "precious", string(b), name)
 	}
 }
 

@@ -66,8 +66,13 @@ func trusted(f *os.File, kind string) error {
 // File returns the open directory, for locks and for lists of its files.
 func (d *Folder) File() *os.File { return d.dir }
 
-// Close closes the directory.
-func (d *Folder) Close() error { return d.dir.Close() }
+// Close closes the directory. It is safe on nil.
+func (d *Folder) Close() error {
+	if d == nil {
+		return nil
+	}
+	return d.dir.Close()
+}
 
 // at opens a file beneath the directory's descriptor.
 func (d *Folder) at(name string, flag int, perm uint32) (*os.File, error) {

@@ -48,7 +48,7 @@ func TestLoadsOfGroupsThatEnd(t *testing.T) {
 					_ = g.Communicator(1).Abort()
 				}
 			})
-			all, err := c.Load(testgpu.Context(t), g, &LoadConfig{RoundBytes: 200_000})
+			all, err := c.Load(testgpu.Context(t), g, &LoadConfig{RoundBytes: []int{0, 200_000, 1 << 20}[rng.IntN(3)]})
 			beside.Wait()
 			if end == 0 {
 				require.NoError(t, err, "-waitloadsseed %d", seed)

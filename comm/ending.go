@@ -14,13 +14,13 @@ type closing struct {
 	at  time.Time
 }
 
-// A closedError is that of a call on a group that this process has ended, or of operations
-// that were in flight then.
+// A closedError is returned by calls on a group that this process has ended, and by waits for
+// operations that were in flight when the group ended.
 type closedError struct {
 	op     string
 	by     *closing
 	undone bool         // operations may not have completed
-	cause  *brokenError // for which the group was broken before; nil if it was not
+	cause  *brokenError // why the group was broken before it was ended; nil if it was not broken
 }
 
 func (e *closedError) Error() string {

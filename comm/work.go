@@ -82,9 +82,9 @@ func (w *Work) start(fn func() error) error {
 	return nil
 }
 
-// Done reports whether the operations have completed. It returns an error if they have not
-// and will not, as far as anybody can know: since the group is broken, or this process has
-// closed it. It is false where the streams have not passed the operations.
+// Done reports whether the group's streams have passed the operations. The error is nil if the
+// operations completed, or may still complete. It is not nil if the group was broken or
+// closed before the operations were known to have completed.
 func (w *Work) Done() (bool, error) { return w.look("done") }
 
 // look reports whether the streams have passed the operations, and how these ended. That is
@@ -145,8 +145,8 @@ func (w *Work) name() string { return fmt.Sprintf("work of rank %d of %d", w.g.R
 // Wait waits until the operations have completed and closes the Work. nil means that they
 // completed: not only that the streams have passed them, which they also do when the group
 // ends. Wait ends early when a rank fails or is lost, or this process closes the group. When
-// ctx ends it returns the cause, and the Work stays open. What it has returned otherwise it
-// returns again, and so do Done and WaitOn.
+// ctx ends Wait returns the cause, and the Work stays open. Otherwise the result is kept: later
+// calls of Wait, Done and WaitOn return it again.
 func (w *Work) Wait(ctx context.Context) error {
 	switch ended, _, err := w.query("wait"); {
 	case ended:
@@ -166,7 +166,7 @@ func (w *Work) Wait(ctx context.Context) error {
 	if err != nil && ctx.Err() != nil && w.g.broken.Load() == nil && w.g.closing.Load() == nil {
 		return fmt.Errorf("comm: wait for %s: %w", w.name(), err)
 	}
-	return w.close(w.end(err)) // in this order: nobody finds it closed and without an end
+	return w.close(w.end(err)) // in this order: a closed Work always has its result
 }
 
 // close closes the Work that has ended with err.
@@ -177,7 +177,7 @@ func (w *Work) close(err error) error {
 	return err
 }
 
-// end keeps how the operations ended, of which the first counts.
+// end keeps how the operations ended, unless that is known already, and returns it.
 func (w *Work) end(err error) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()

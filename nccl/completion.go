@@ -10,12 +10,12 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// This file decides whether an operation completed. Everything that waits, and the watch,
-// asks here. NCCL's kernels, and Chorus kernels, leave their stream when they are aborted:
-// that a stream has passed an operation shows that the operation completed only if no
-// abort had begun by then. So a caller observes the stream first, and then asks
-// whether an abort has begun (sound). The recorder keeps what was learnt that way (observed),
-// and after an abort it is the only witness (known).
+// This file decides whether an operation completed. Every wait and the watchdog ask here.
+// The kernels of NCCL and Chorus leave their stream when they are aborted. So a passed stream
+// proves that an operation completed only if no abort had begun by then: a caller
+// observes the stream first, and then asks whether an abort has begun (sound). The flight
+// recorder keeps each completion that was proved (observed). After an abort it is the only
+// proof (known).
 
 // A closing is what this process did to end a communicator, or its operations.
 type closing struct {
@@ -28,12 +28,13 @@ func (e *closing) String() string {
 	return fmt.Sprintf("this process %s %v ago", e.how, time.Since(e.at).Round(time.Millisecond))
 }
 
-// An abortFlag is raised by the first abort among communicators that share one of NCCL's,
-// as the children of a parent with Config.SplitShare do: NCCL then ends the operations
-// of all of them.
+// An abortFlag is raised by the first abort among communicators that share NCCL's abort flag:
+// a parent with Config.SplitShare and its children. NCCL then ends the operations of all
+// these communicators.
 type abortFlag struct{ by atomic.Pointer[closing] }
 
-// A closedError is that of an operation of a communicator that this process has ended.
+// A closedError is returned by calls on a communicator that this process has ended, and by waits
+// for its operations.
 type closedError struct {
 	what string // the operation or the wait, and the rank
 	by   *closing
@@ -100,8 +101,8 @@ func (c *Communicator) observed(record uint64, on uintptr) error {
 	return nil
 }
 
-// peersLost returns the error of another rank's device that was lost. Copy engines take what
-// a rank gets from the other devices: streams that wait for a lost one go on without its data.
+// peersLost returns an error if copy engines have read from a device that was lost: a stream
+// that waits for a lost device goes on without the data.
 func (c *Communicator) peersLost() error {
 	if devs := c.sources.Load(); devs != nil {
 		for rank, dev := range *devs {
@@ -113,7 +114,7 @@ func (c *Communicator) peersLost() error {
 	return nil
 }
 
-// fetches notes that copy engines take what the ranks get from the devices of all.
+// fetches notes that copy engines read from the devices of all ranks.
 func (g *group) fetches() {
 	if g.ops[0].comm.sources.Load() != nil {
 		return
@@ -143,7 +144,7 @@ func (c *Communicator) Point(s *stream.Stream) Point {
 	return Point{c, uintptr(s.Raw()), record, lost}
 }
 
-// Passed is for who has seen that the stream has passed the point. It returns nil if the
+// Passed is called after the stream was seen to have passed the point. It returns nil if the
 // operations before the point have completed, and otherwise why they may not have. For
 // Chorus's own packages.
 func (p Point) Passed() error {
@@ -175,7 +176,7 @@ func (c *Communicator) Ended() error {
 	return nil
 }
 
-// lastLook notes what has completed, before an abort after which nobody can know.
+// lastLook notes which operations have completed, before an abort hides that.
 func (c *Communicator) lastLook() {
 	if c.failed.Load() != nil || c.over() || !c.rec.pending() {
 		return

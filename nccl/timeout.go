@@ -12,9 +12,9 @@ import (
 type TimeoutError struct {
 	Rank, Size int
 	Device     string
-	Operation  Operation     // what has not completed, or the first of the operations of which one has not
-	Last       Operation     // the last of these; the same as Operation if it is known which one has not
-	Lost       bool          // or it is an earlier one, which the flight recorder no longer has
+	Operation  Operation     // the operation that has not completed, or the first one that it may be
+	Last       Operation     // the last operation that it may be; Operation if the operation is known
+	Lost       bool          // it may also be an earlier operation, which the flight recorder no longer has
 	Age        time.Duration // since Last was issued, without the time of captures
 	Limit      time.Duration
 	Completed  Operation // the last that has; none if its Record is 0
@@ -41,7 +41,7 @@ func (e *TimeoutError) Error() string {
 	return b.String()
 }
 
-// what names the operation, or those of which it is one.
+// what names the operation, or the interval in which it lies.
 func (e *TimeoutError) what() string {
 	text, first, last := e.Operation.String(), e.Operation, e.Last
 	switch {
@@ -90,8 +90,8 @@ func (e *MismatchError) Unwrap() error { return ErrorInvalidUsage }
 // A suspicion is what may hang: one of the operations from first to last.
 type suspicion struct {
 	first, last entry
-	lost        bool  // or an earlier one, of which the ring has no entry
-	marked      bool  // a mark shows that one of them has not completed
+	lost        bool  // it may also be an earlier operation, which the ring has lost
+	marked      bool  // a mark proves that one of the operations has not completed
 	begun       int64 // when the last was issued, by the recorder's clock
 }
 

@@ -1,7 +1,6 @@
 package comm
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -93,10 +92,12 @@ func (g *Group) Err() error {
 	if err := g.check("error"); err != nil {
 		return err
 	}
-	for i := range g.members {
-		c := g.members[i].comm
-		if err := cmp.Or(c.Err(), c.Ended()); err != nil {
-			return g.undone("error", err)
+	// A rank that this process has ended is the cause of the failures of the others.
+	for _, look := range []func(*nccl.Communicator) error{(*nccl.Communicator).Ended, (*nccl.Communicator).Err} {
+		for i := range g.members {
+			if err := look(g.members[i].comm); err != nil {
+				return g.undone("error", err)
+			}
 		}
 	}
 	return nil

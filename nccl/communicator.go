@@ -41,6 +41,7 @@ type Communicator struct {
 	mu      sync.Mutex   // held by the call that is in NCCL
 	life    sync.RWMutex // held for reading while Err is in NCCL
 	failed  atomic.Pointer[failure]
+	leaving atomic.Bool             // an abort begins: failures of other ranks are no longer its own
 	closing atomic.Pointer[closing] // how this process ends it
 	flag    *abortFlag
 	sources atomic.Pointer[[]*device.Device] // by rank, from which copy engines have fetched; nil if none have
@@ -252,6 +253,7 @@ func (c *Communicator) abortAs(how string) error {
 		return nil
 	}
 	if !c.over() {
+		c.leaving.Store(true)
 		c.lastLook()
 		c.endNow(how, true)
 	}

@@ -45,6 +45,9 @@ func (c *Communicator) Err() error {
 	}
 	e := c.error("", async)
 	e.Async = true
+	if c.leaving.Load() { // the other ranks end too, as this one does
+		return e
+	}
 	c.breakWith(c.dev.Because(e))
 	return c.Err()
 }

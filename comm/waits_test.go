@@ -57,7 +57,7 @@ func TestWaitsOfAClosedGroup(t *testing.T) {
 					defer open()
 				}
 				for i := range devs {
-					begun := func() (bool, error) { return g.Communicator(i).Ended() != nil, nil }
+					begun := func() (bool, error) { return g.Communicator(i).Ended() != nil || g.Communicator(i).Err() != nil, nil }
 					require.NoError(t, poll.Until(testgpu.Context(t), begun))
 				}
 				for _, open := range opens {

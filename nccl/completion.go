@@ -22,6 +22,7 @@ type closing struct {
 	how   string // such as "closed the communicator"
 	at    time.Time
 	abort bool // streams pass operations that have not completed from then on
+	after bool // the communicator had failed before
 }
 
 func (e *closing) String() string {
@@ -47,7 +48,7 @@ func (e *closedError) Unwrap() error { return device.ErrClosed }
 
 // endNow notes how this process ends the communicator, before it does.
 func (c *Communicator) endNow(how string, abort bool) {
-	e := &closing{how: how, at: time.Now(), abort: abort}
+	e := &closing{how: how, at: time.Now(), abort: abort, after: c.failed.Load() != nil}
 	c.closing.CompareAndSwap(nil, e)
 	if abort {
 		c.flag.by.CompareAndSwap(nil, e)
@@ -168,9 +169,10 @@ func (p Point) Hopeless() error {
 func (p Point) known() bool { return !p.lost && p.c.rec.known(p.record, p.stream) }
 
 // Ended returns how this process has ended c, an error that matches device.ErrClosed, or nil:
-// by Abort, Close, Shutdown, or Shrink with ShrinkAbort. Err says whether c failed.
+// by Abort, Close, Shutdown, or Shrink with ShrinkAbort. If c had failed before, Ended
+// returns nil, and Err has the cause.
 func (c *Communicator) Ended() error {
-	if e := c.closing.Load(); e != nil {
+	if e := c.closing.Load(); e != nil && !e.after {
 		return &closedError{fmt.Sprintf("rank %d of %d (%s)", c.rank, c.size, c.dev), e}
 	}
 	return nil

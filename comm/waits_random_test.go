@@ -334,7 +334,8 @@ func (p *waitProgram) carryOut(ctx context.Context) {
 		p.t.Errorf("the program did not end within a minute")
 		for i := range p.eyes {
 			c := p.g.Communicator(i)
-			p.t.Logf("rank %d: failed %v, ended %v", i, c.Err(), c.Ended())
+			idle, err := p.g.Stream(i).Query()
+			p.t.Logf("rank %d: failed %v, ended %v, its stream is idle: %v, %v", i, c.Err(), c.Ended(), idle, err)
 			for _, o := range c.Trace() {
 				p.t.Logf("%v: %v, captured %v", o, o.State, o.Captured)
 			}
@@ -376,6 +377,12 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 	}
 	nth, rank := p.rng.IntN(issued), p.rng.IntN(len(p.eyes))
 	s, g := p.steps[nth], p.g
+	// Streams and events know no group: nothing but a context ends their waits.
+	bounded := func(wait func(context.Context) error) error {
+		ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+		defer cancel()
+		return wait(ctx)
+	}
 	everyone := func(how string, first, last int, err error) {
 		p.judge(how, err, p.steps[first:last], 0, len(p.eyes))
 	}
@@ -403,7 +410,7 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 		}
 	case 4: // what a stream has passed has completed if the group is sound afterwards
 		return func() {
-			err := g.Stream(rank).Sync(ctx)
+			err := bounded(g.Stream(rank).Sync)
 			if err == nil {
 				err = g.Err()
 			}
@@ -413,7 +420,7 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 		return func() {
 			e, err := g.Stream(rank).Record(nil)
 			if err == nil {
-				err = errors.Join(e.Sync(ctx), e.Close())
+				err = errors.Join(bounded(e.Sync), e.Close())
 			}
 			if err == nil {
 				err = g.Err()
@@ -424,7 +431,7 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 	return func() { // the device waits, and the host asks afterwards
 		err := s.work.WaitOn(p.eyes[rank])
 		if err == nil {
-			err = p.eyes[rank].Sync(ctx)
+			err = bounded(p.eyes[rank].Sync)
 		}
 		if err == nil {
 			_, err = s.work.Done()

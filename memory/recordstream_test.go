@@ -1,6 +1,7 @@
 package memory_test
 
 import (
+	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -156,5 +157,43 @@ func TestRecordStreamRawOfAnotherDevice(t *testing.T) {
 		require.NoError(t, memory.FreeRaw(devs[0], p))
 		var wrong *memory.PointerError
 		require.ErrorAs(t, memory.RecordStreamRaw(p, other), &wrong)
+	})
+}
+
+// The first allocation after the other stream is past a freed block gets it, however
+// small it is and however few there are, before anything else of its size
+// (process_events at each malloc).
+func TestRecordStreamIsReusedAtOnce(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		a, b := newStream(t, d), newStream(t, d)
+		const n = 1000
+		x, err := memory.Make[int32](a, n)
+		require.NoError(t, err)
+		require.NoError(t, x.Zero(a))
+		require.NoError(t, b.WaitStream(a))
+		for range 10 {
+			was := x.Raw()
+			open := spin.Hold(t, b)
+			require.NoError(t, x.RecordStream(b))
+			require.NoError(t, x.Zero(b))
+			require.NoError(t, x.Close())
+			// What b does from now on is nothing to the block.
+			passed, err := b.Record(nil)
+			require.NoError(t, err)
+			later := spin.Hold(t, b)
+			y, err := memory.Make[int32](a, n)
+			require.NoError(t, err)
+			require.NotEqual(t, was, y.Raw(), "b still has to write it")
+			open()
+			require.NoError(t, passed.Sync(testgpu.Context(t)))
+			z, err := memory.Make[int32](a, n)
+			require.NoError(t, err)
+			require.Equal(t, was, z.Raw(), "b is past it, although it is busy")
+			later()
+			require.NoError(t, errors.Join(passed.Close(), y.Close(), b.Sync(testgpu.Context(t)), z.Zero(a)))
+			x = z
+			require.NoError(t, b.WaitStream(a))
+		}
+		require.NoError(t, x.Close())
 	})
 }

@@ -72,10 +72,14 @@ func TestManySmallBlocks(t *testing.T) {
 			require.NoError(t, d.RecordStream(addr+300, other)) // a view of it
 		}
 		d.check(t)
+		other.work(live[0], 512) // and is late
 		for i := range live {
 			require.NoError(t, d.Free(live[i*7919%len(live)]))
 		}
-		require.Less(t, m.calls, 2000, "one event is for many blocks")
+		require.Less(t, m.calls, len(live)+2000, "one event for each block")
+		calls := m.calls
+		require.NoError(t, d.Free(must(a.Alloc(512))))
+		require.Less(t, m.calls-calls, 10, "an allocation asks for one event of a stream that is late")
 		require.NoError(t, d.Empty())
 		m.requireNothing()
 		d.check(t)

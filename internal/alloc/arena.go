@@ -36,8 +36,8 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 	size := s.round(n)
 	k := kindOf(size)
 	a.domain.mu.Lock()
-	if len(a.waiting.sealed) > 0 && a.waiting.due() {
-		a.collect(false)
+	if a.waiting.any() {
+		a.collect()
 	}
 	if p := a.pocket; p.s != nil {
 		if a.fromPocket(size) {
@@ -163,8 +163,9 @@ func (a *Arena) lend(b block, x *slot, size, requested uint64, stack *Stack) uin
 	return addr
 }
 
-// give takes a used block back. The domain is locked.
-func (a *Arena) give(b block, x *slot) {
+// give takes a used block back. The domain is locked. A block that other streams may
+// still use is returned in a batch, for postpone.
+func (a *Arena) give(b block, x *slot) *batch {
 	d, k, size := a.device, b.s.kind, uint64(x.size)*unit
 	s := d.settings.Load()
 	if x.over&isOversize != 0 {
@@ -177,12 +178,17 @@ func (a *Arena) give(b block, x *slot) {
 		if users, captured := b.leave(); len(users)+len(captured) > 0 {
 			a.domain.meter.giveBack(k, int64(size))
 			x.place |= isPending
-			a.waiting.add(b, users, captured)
-			return
+			t := newBatch(b, users, captured)
+			if len(captured) == 0 {
+				return t
+			}
+			a.waiting.add(t) // until the capture has ended, which forgets it under this lock
+			return nil
 		}
 	}
 	a.domain.meter.giveBack(k, int64(size))
 	a.put(b, x, s)
+	return nil
 }
 
 // put makes a block free that no stream uses any more.

@@ -100,8 +100,8 @@ func TestCallbacksFreeWhileTheHostWaits(t *testing.T) {
 			held, cached := must(a.Alloc(2000)), must(a.Alloc(2000))
 			require.NoError(t, d.Free(cached))
 			other := callingStream{quietStream{2}, &call}
-			var shared []uint64 // enough of them for events behind them
-			for range batchBlocks {
+			var shared []uint64
+			for range 64 {
 				shared = append(shared, must(a.Alloc(512)))
 				require.NoError(t, d.RecordStream(shared[len(shared)-1], other))
 			}

@@ -203,9 +203,12 @@ func (d *Device) Free(addr uint64) error {
 		return d.foreign(addr)
 	}
 	a := b.arena()
-	a.give(b, x)
+	pending := a.give(b, x)
 	gone := a.pool.closed.Load() && (s.span != nil || s.idle())
 	d.leave(dom)
+	if pending != nil {
+		a.postpone(pending)
+	}
 	if gone && d.barred() == nil { // or else it goes back with the next one, or with Empty
 		return d.reclaim(a.pool)
 	}

@@ -70,7 +70,8 @@ func (a *Arena) lookAgain(s *Settings, k kind, size uint64) block {
 // may have taken memory meanwhile, too.
 func (a *Arena) afterCollecting(s *Settings, k kind, size uint64) (block, error) {
 	a.domain.lock()
-	a.collect(true)
+	a.collect()
+	a.emptyPocket() // who looks for a block looks on the shelves
 	return a.lookAgain(s, k, size), nil
 }
 

@@ -2,62 +2,77 @@ package alloc
 
 import "slices"
 
-// A batch is blocks that were given back and that the same other streams have
-// used. One event behind them all is enough for them, so that none is recorded
-// before there are many, or somebody needs the memory.
+// A batch is blocks that were given back and that the same other streams have used. It is
+// of one block, whose events are recorded when it comes back, unless a stream cannot record
+// then: blocks that come back while a stream is captured share one event behind them all.
 type batch struct {
 	users    []Stream // held until they have recorded their events
 	captured []Stream // held until their capture has ended, before which nobody gets the blocks
 	blocks   []block
-	bytes    uint64
-	events   []mark // behind the blocks, once they are recorded
+	one      [1]block // room for the first
+	events   []Event  // behind the blocks, those of users in turn, once they are recorded
+	left     int      // events that have not passed
 }
 
-// A mark is an event of a stream, which is only named.
+// A queue has the events that one stream has recorded, in the order of their records.
+type queue struct {
+	of    Stream // only named: it may have ended
+	marks []mark
+}
+
+// A mark is an event and what waits for it.
 type mark struct {
 	event Event
-	of    Stream
+	batch *batch
 }
-
-// When a batch gets its events although nobody needs the memory.
-const (
-	batchBlocks = 64
-	batchBytes  = 64 << 20
-	lookEvery   = 64 // allocations between two looks at the events
-)
 
 // waiting has the blocks of an arena that other streams may still use.
 type waiting struct {
 	open   []*batch // without events
-	sealed []*batch
-	since  int // allocations since the last look
+	queues []*queue
 }
 
-// due says whether an allocation should look for passed events, of which there are
-// some.
-func (w *waiting) due() bool {
-	w.since++
-	return w.since >= lookEvery
+func newBatch(b block, users, captured []Stream) *batch {
+	t := &batch{users: users, captured: captured}
+	t.one[0] = b
+	t.blocks = t.one[:]
+	return t
 }
 
-// add takes a block with its users, and lets go of those that it has already.
-func (w *waiting) add(b block, users, captured []Stream) {
-	i := slices.IndexFunc(w.open, func(t *batch) bool {
-		return slices.Equal(t.users, users) && slices.Equal(t.captured, captured)
+// any says whether there are blocks that wait.
+func (w *waiting) any() bool { return len(w.open)+len(w.queues) > 0 }
+
+// add takes a batch. An open one joins another that waits for the same streams.
+func (w *waiting) add(t *batch) {
+	if t.events != nil {
+		w.enqueue(t)
+		return
+	}
+	i := slices.IndexFunc(w.open, func(o *batch) bool {
+		return slices.Equal(o.users, t.users) && slices.Equal(o.captured, t.captured)
 	})
 	if i < 0 {
-		i = len(w.open)
-		w.open = append(w.open, &batch{users: users, captured: captured})
-	} else {
-		release(users)
-		release(captured)
+		w.open = append(w.open, t)
+		return
 	}
-	t := w.open[i]
-	t.blocks = append(t.blocks, b)
-	t.bytes += b.size()
-	if len(t.blocks) >= batchBlocks || t.bytes >= batchBytes {
-		w.seal(i)
+	release(t.users)
+	release(t.captured)
+	w.open[i].blocks = append(w.open[i].blocks, t.blocks...)
+}
+
+// enqueue lets a batch wait for its events.
+func (w *waiting) enqueue(t *batch) {
+	for i, s := range t.users {
+		j := slices.IndexFunc(w.queues, func(q *queue) bool { return q.of == s })
+		if j < 0 {
+			j = len(w.queues)
+			w.queues = append(w.queues, &queue{of: s})
+		}
+		w.queues[j].marks = append(w.queues[j].marks, mark{t.events[i], t})
 	}
+	t.left = len(t.users)
+	release(t.users)
+	t.users, t.events = nil, nil
 }
 
 func release(streams []Stream) {
@@ -66,66 +81,89 @@ func release(streams []Stream) {
 	}
 }
 
-// seal records the events of an open batch. Where a stream cannot record now, the
-// batch stays open. It reports whether the batch is open no more.
-func (w *waiting) seal(i int) bool {
-	t := w.open[i]
+// record records the events of a batch. Where a stream cannot record now, the batch stays
+// open. It reports whether the batch is open no more.
+func (t *batch) record() bool {
 	if len(t.captured) > 0 {
 		return false
 	}
 	for _, s := range t.users {
 		e, err := s.Record()
 		if e == nil || err != nil {
-			t.drop()
+			for _, e := range t.events {
+				e.Close()
+			}
+			t.events = nil
 			return false
 		}
-		t.events = append(t.events, mark{e, s})
+		t.events = append(t.events, e)
 	}
-	release(t.users)
-	t.users = nil
-	w.open = slices.Delete(w.open, i, i+1)
-	w.sealed = append(w.sealed, t)
 	return true
 }
 
-func (t *batch) drop() {
-	for _, m := range t.events {
-		m.event.Close()
-	}
-	t.events = nil
-}
-
-func (w *waiting) sealAll() {
-	for i := 0; i < len(w.open); {
-		if !w.seal(i) {
-			i++
-		}
-	}
-}
-
-// collect frees the blocks that no stream uses any more. With all it also asks for
-// those that have no event yet. The domain is locked.
-func (a *Arena) collect(all bool) {
-	w := &a.waiting
-	w.since = 0
-	if len(w.open)+len(w.sealed) == 0 {
-		return
-	}
-	if all {
-		w.sealAll()
-	}
-	var late []Stream // the events behind one that has not passed are not asked
-	a.settleBatches(func(m mark) bool {
-		if slices.Contains(late, m.of) {
+// recordAll records the events of the open batches.
+func (w *waiting) recordAll() {
+	w.open = slices.DeleteFunc(w.open, func(t *batch) bool {
+		if !t.record() {
 			return false
 		}
-		passed, err := m.event.Passed()
-		if !passed || err != nil {
-			late = append(late, m.of)
-			return false
-		}
+		w.enqueue(t)
 		return true
 	})
+}
+
+// postpone lets a block wait that other streams may still use. The domain is not locked:
+// to record an event may take until a function has returned that a stream calls, and that
+// may free memory.
+func (a *Arena) postpone(t *batch) {
+	if a.device.barred() == nil {
+		t.record()
+	}
+	a.domain.lock()
+	a.waiting.add(t)
+	a.device.leave(a.domain)
+}
+
+// pass frees the blocks that have waited for the first n marks only.
+func (a *Arena) pass(q *queue, n int) {
+	for _, m := range q.marks[:n] {
+		m.event.Close()
+		if m.batch.left--; m.batch.left > 0 {
+			continue
+		}
+		for _, b := range m.batch.blocks {
+			a.put(b, b.slot(), a.device.settings.Load())
+		}
+	}
+	clear(q.marks[:n])
+	q.marks = q.marks[n:]
+}
+
+// forgetQueues drops the queues that are empty.
+func (w *waiting) forgetQueues() {
+	w.queues = slices.DeleteFunc(w.queues, func(q *queue) bool { return len(q.marks) == 0 })
+}
+
+// collect frees the blocks that no stream uses any more, at each allocation, as torch's
+// process_events does: it asks each stream for the events that have passed, and for one
+// that has not. The domain is locked.
+func (a *Arena) collect() {
+	if a.device.barred() != nil {
+		return
+	}
+	w := &a.waiting
+	w.recordAll()
+	for _, q := range w.queues {
+		n := 0
+		for n < len(q.marks) {
+			if passed, err := q.marks[n].event.Passed(); !passed || err != nil {
+				break
+			}
+			n++
+		}
+		a.pass(q, n)
+	}
+	w.forgetQueues()
 }
 
 // claim makes all blocks usable at once: the arena's stream waits for the others.
@@ -134,53 +172,41 @@ func (a *Arena) claim() {
 	if a.stream == nil || a.pool.capturing {
 		return
 	}
-	a.waiting.sealAll()
-	a.settleBatches(func(m mark) bool { return a.stream.Wait(m.event) == nil })
+	w := &a.waiting
+	w.recordAll()
+	for _, q := range w.queues {
+		if a.stream.Wait(q.marks[len(q.marks)-1].event) == nil {
+			a.pass(q, len(q.marks))
+		}
+	}
+	w.forgetQueues()
+	a.emptyPocket() // who looks for a block now looks on the shelves
 }
 
 // await waits on the host until no stream uses what was given back. growth is held,
 // and the domain is unlocked while it waits: the streams may be about to call functions
 // that free memory.
 func (a *Arena) await() {
+	w := &a.waiting
 	a.domain.lock()
-	a.waiting.sealAll()
-	list := a.waiting.sealed
-	a.waiting.sealed = nil // nobody else asks for their events
+	w.recordAll()
+	list := w.queues
+	w.queues = nil // nobody else asks for their events
 	a.device.leave(a.domain)
-	for _, t := range list {
-		t.settled(func(m mark) bool { return m.event.Sync() == nil })
+	past := make([]int, len(list)) // marks that have passed
+	for i, q := range list {
+		if q.marks[len(q.marks)-1].event.Sync() == nil {
+			past[i] = len(q.marks)
+		}
 	}
 	a.domain.lock()
-	a.waiting.sealed = append(list, a.waiting.sealed...)
-	a.settleBatches(func(mark) bool { return false })
-	a.device.leave(a.domain)
-}
-
-// settleBatches frees the blocks of the batches whose events are all done.
-func (a *Arena) settleBatches(done func(mark) bool) {
-	a.waiting.sealed = slices.DeleteFunc(a.waiting.sealed, func(t *batch) bool {
-		if !t.settled(done) {
-			return false
-		}
-		for _, b := range t.blocks {
-			a.put(b, b.slot(), a.device.settings.Load())
-		}
-		return true
-	})
-	a.emptyPocket() // who looks for a block now, or for an idle segment, looks on the shelves
-}
-
-// settled forgets the events that are done, and says whether that is all.
-func (t *batch) settled(done func(mark) bool) bool {
-	for len(t.events) > 0 {
-		m := t.events[len(t.events)-1]
-		if !done(m) {
-			return false
-		}
-		m.event.Close()
-		t.events = t.events[:len(t.events)-1]
+	for i, q := range list {
+		a.pass(q, past[i])
 	}
-	return true
+	w.queues = append(list, w.queues...)
+	w.forgetQueues()
+	a.emptyPocket() // who looks for an idle segment looks on the shelves
+	a.device.leave(a.domain)
 }
 
 // uncapture forgets the streams whose capture has ended, and frees what waited for

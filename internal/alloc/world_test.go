@@ -122,8 +122,8 @@ func (w *world) check() {
 			if a.ended != nil {
 				events++
 			}
-			for _, t := range slices.Concat(a.waiting.open, a.waiting.sealed) {
-				events += len(t.events)
+			for _, q := range a.waiting.queues {
+				events += len(q.marks)
 			}
 		}
 	}

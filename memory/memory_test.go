@@ -289,3 +289,16 @@ func TestCloseWaitsForRecordedStreams(t *testing.T) {
 		}
 	})
 }
+
+// Each of as many virtual devices as there can be has memory.
+func TestEveryVirtualDeviceAllocates(t *testing.T) {
+	for _, d := range testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 64}) {
+		s := newStream(t, d)
+		x, err := memory.MakeFrom(s, []int32{int32(d.Ordinal()), 7})
+		require.NoError(t, err, "%s", d)
+		out := make([]int32, 2)
+		require.NoError(t, x.CopyTo(s, out))
+		require.Equal(t, []int32{int32(d.Ordinal()), 7}, out)
+		require.NoError(t, x.Close())
+	}
+}

@@ -11,10 +11,10 @@ import (
 )
 
 const (
-	// Device addresses have bit 48 set, which no host address has, and the
-	// device's ordinal in the bits from 44 up.
+	// Device addresses begin at 1<<48, behind all host addresses. Each device has 1<<43
+	// of them, so that those of all 64 end below 1<<50: allocators know no higher ones.
 	addressBase  = 1 << 48
-	addressShift = 44
+	addressShift = 43
 
 	blockAlign = 512
 	blockGuard = 4096 // unused addresses behind each block

@@ -107,9 +107,10 @@ func (s *System) Open(ordinal int) (*Device, error) {
 	return s.devs[ordinal], nil
 }
 
-// Reports returns what strict virtual devices found wrong so far, such as two
-// streams that touched a block of memory without an event between them. It is
-// empty on CUDA.
+// Reports returns what strict virtual devices found wrong so far: every access of memory
+// that is not the stream's to use, with what was freed or used before, and every two
+// streams that touched a block of memory without an event between them. The cause of a
+// sticky error is always among them, unless a fault plan made it. It is empty on CUDA.
 func (s *System) Reports() []string {
 	if s.sys.Machine == nil {
 		return nil

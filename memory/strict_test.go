@@ -1,6 +1,7 @@
 package memory_test
 
 import (
+	"fmt"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -134,6 +135,8 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 					require.Empty(t, sys.Reports())
 				} else {
 					require.ErrorContains(t, errorsOf(errA, errB), c.want)
+					require.NotEmpty(t, sys.Reports())
+					require.Contains(t, sys.Reports()[0], c.want)
 				}
 				for _, x := range []memory.Slice[int32]{before, m.x, behind} {
 					_ = x.Close() // of a device that may be lost
@@ -142,3 +145,27 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 		}
 	}
 }
+
+// A program that lacks a RecordStream is reported every time, whether the other stream
+// comes before or after the block is taken back, and the report names both uses.
+func TestMissingRecordStreamIsReported(t *testing.T) {
+	for range 30 {
+		sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1})
+		a, b := newStream(t, sys.Devices()[0]), newStream(t, sys.Devices()[0])
+		x, err := memory.Make[int32](a, 1000)
+		require.NoError(t, err)
+		require.NoError(t, x.Zero(a))
+		require.NoError(t, b.WaitStream(a))
+		err = x.Zero(b)
+		_ = x.Close() // without x.RecordStream(b); the device may be lost by now
+		errA, errB := a.Sync(testgpu.Context(t)), b.Sync(testgpu.Context(t))
+		require.Error(t, errorsOf(err, errA, errB))
+		require.NotEmpty(t, sys.Reports())
+		for _, use := range []string{"cuMemsetD8Async on " + streamName(b), "MemReturn on " + streamName(a)} {
+			require.Contains(t, sys.Reports()[0], use)
+		}
+	}
+}
+
+// streamName is the name that virtual devices have for a stream.
+func streamName(s *stream.Stream) string { return fmt.Sprintf("stream %#x", s.Handle()) }

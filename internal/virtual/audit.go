@@ -49,7 +49,7 @@ func (d driver) audit(name string, p cudadrv.DevicePtr, bytes uintptr, h cudadrv
 			return
 		}
 		if t := do(o, b, offset, n); t != nil {
-			s.dev.lose(t.status, t.text)
+			o.lose(t)
 		}
 	}
 	if s.idle() {
@@ -113,11 +113,9 @@ func (o *op) takeBack(b *block, offset, n uint64) *trouble {
 	return nil
 }
 
-// blame reports what the allocator did wrong.
+// blame says what the allocator did wrong.
 func (o *op) blame(format string, args ...any) *trouble {
-	m := o.s.dev.m
 	text := fmt.Sprintf("%s on %v ", o.name, o.s) + fmt.Sprintf(format, args...)
-	m.report(fmt.Sprintf("virtual device %d: %s (seed %#x)", o.s.dev.ordinal, text, m.seed))
 	return &trouble{cudadrv.ErrorIllegalAddress, text}
 }
 

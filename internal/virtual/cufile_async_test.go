@@ -198,7 +198,8 @@ func TestCuFileOnLostDevice(t *testing.T) {
 	<-k.done
 	require.EqualValues(t, -77, w.done)
 	r.api.HandleDeregister(h)
-	require.Empty(t, r.m.Reports())
+	require.Len(t, r.m.Reports(), 1)
+	require.Contains(t, r.m.Reports()[0], "cuMemsetD8Async")
 	require.Equal(t, cufileapi.CUDAFailed(cudadrv.ErrorIllegalAddress), r.readAsync(h, p, w, a))
 }
 

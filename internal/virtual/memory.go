@@ -47,7 +47,7 @@ func (o *op) useAll(b *block, done func()) {
 		return
 	}
 	if t := o.order(b, 0, b.size, true); t != nil {
-		o.s.dev.lose(t.status, t.text)
+		o.lose(t)
 		return
 	}
 	if done != nil {

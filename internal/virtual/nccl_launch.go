@@ -108,7 +108,7 @@ func (l *launch) run(o *op) {
 	}
 	m.mu.Lock()
 	if l.orphan {
-		c.dev.lose(cudadrv.ErrorIllegalAddress, fmt.Sprintf("%s was launched by a call that was inside when the communicator of rank %d was freed", o.name, c.rank))
+		o.lose(&trouble{cudadrv.ErrorIllegalAddress, fmt.Sprintf("%s was launched by a call that was inside when the communicator of rank %d was freed", o.name, c.rank)})
 	}
 	lost := c.dev.status != cudadrv.Success
 	if c.n > 1 { // the collectives of a single rank are copies, which nothing orders
@@ -160,7 +160,7 @@ func (l *launch) abandon(o *op) {
 	for _, list := range [][]*work{l.collectives, l.transfers} {
 		for _, w := range list {
 			if w.dst == nil && w.recvBytes > 0 {
-				_ = w.touch(o)
+				w.touchIdly(o)
 			}
 			if w.sig.Kind != kindSend {
 				poison(w.dst)
@@ -181,6 +181,16 @@ func (c *comm) failDevice(why string) {
 	}
 	c.setFailure(&failure{ncclapi.UnhandledCUDAError, why})
 	c.tell(&notice{Kind: noticeFailure, failure: failure{ncclapi.RemoteError, fmt.Sprintf("rank %d failed: %s", c.rank, why)}}, nil)
+}
+
+// touchIdly is touch for an operation that ends without a result.
+func (w *work) touchIdly(o *op) {
+	if t := w.touch(o); t != nil {
+		m := o.s.dev.m
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		o.report(t)
+	}
 }
 
 // touch looks up the output of a work and records its use.

@@ -7,7 +7,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 )
 
-// trouble is a fault of an operation: it costs the device.
+// trouble is a fault of an operation: it is reported and costs the device.
 type trouble struct {
 	status cudadrv.Result
 	text   string
@@ -77,7 +77,6 @@ func (o *op) record(h *history, what fmt.Stringer, offset, n uint64, write bool)
 		remedy = "the one did not wait for the other: what the host does comes after a stream only once the host has waited for that"
 	}
 	text := fmt.Sprintf("race: %s %s bytes %d to %d of %v, which %v also uses, and %s", by, verb(write), offset, offset+n, what, other, remedy)
-	m.report(fmt.Sprintf("virtual device %d: %s (seed %#x)", o.s.dev.ordinal, text, m.seed))
 	return &trouble{cudadrv.ErrorLaunchFailed, text}
 }
 
@@ -131,10 +130,21 @@ func (d *device) mayUse(b *block) bool {
 	return d.peers[b.dev.ordinal]
 }
 
-// fail loses the device to a trouble.
+// fail is lose without m.mu.
 func (o *op) fail(t *trouble) {
 	m := o.s.dev.m
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	o.lose(t)
+}
+
+// lose reports a trouble and loses the device to it. m.mu is held.
+func (o *op) lose(t *trouble) {
+	o.report(t)
 	o.s.dev.lose(t.status, t.text)
+}
+
+// report adds a trouble to the machine's reports. m.mu is held.
+func (o *op) report(t *trouble) {
+	o.s.dev.m.report(fmt.Sprintf("virtual device %d: %s (seed %#x)", o.s.dev.ordinal, t.text, o.s.dev.m.seed))
 }

@@ -20,10 +20,10 @@ import (
 // torch's capture_error_mode).
 type Mode int32
 
-// The modes say whose calls are refused. The default is not torch's, which is Global: in a Go program other
-// goroutines go on with their work while one captures. In the mode Global no
-// operation of package nccl can be the first of its kind between its ranks, nor with
-// a peer: NCCL connects them then, by threads of its own, and End returns
+// The modes say whose calls are refused. The default is not torch's, which is Global:
+// in a Go program other goroutines go on with their work while one captures. In the
+// mode Global the first operation between the ranks of a communicator, or with a peer,
+// invalidates the capture: threads of NCCL connect the ranks then, and End returns
 // CUDA_ERROR_STREAM_CAPTURE_INVALIDATED.
 const (
 	ThreadLocal Mode = iota // of the goroutine that captures
@@ -81,8 +81,8 @@ func Capture(streams []*stream.Stream, fn func() error) (*Exec, error) {
 // fn is called once, on the calling goroutine, which is locked to its thread. If nothing
 // was captured because fn used other streams, the error is a *NothingCapturedError. A
 // function that enqueues nothing makes a graph without operations, as in torch, which
-// warns of it: see Exec.Nodes. When fn returns an error or panics, the capture is ended, the streams are as
-// before, and nothing is left of it.
+// warns of it: see Exec.Nodes. When fn returns an error or panics, the capture is
+// ended, the streams are as before, and nothing is left of it.
 func CaptureWith(cfg *Config, streams []*stream.Stream, fn func() error) (x *Exec, err error) {
 	if err := checkStreams(streams, fn); err != nil {
 		return nil, err

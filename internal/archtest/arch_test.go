@@ -37,7 +37,7 @@ var layers = [][]string{
 	{"tensor", "rng", "internal/fabric", "internal/testgpu/spin"},
 	{"comm", "internal/launch"},
 	{"gds", "internal/perf", "examples/digits"},
-	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench"},
+	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench", "internal/differ"},
 }
 
 // helpers are packages for tests, which tests of any layer may import.

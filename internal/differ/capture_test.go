@@ -1,0 +1,212 @@
+package differ
+
+import "slices"
+
+// An mCapture is a capture that has not ended.
+type mCapture struct {
+	origin  *mStream
+	streams []*mStream
+	nodes   []mNode
+	mode    int // 0 thread-local, 1 global, 2 relaxed
+	thread  int
+	invalid bool
+	ended   bool
+	vague   bool // nobody knows whether it is good
+	pool    *mPool
+	draws   []*mDraw
+	hold    int // memory that belongs to it outside of the program, in bytes
+	exec    *mExec
+	refs    int // how many graphs have taken its operations over
+}
+
+type mNode struct {
+	work
+	before uint64 // the nodes that come before it
+}
+
+// maxNodes is how many nodes a model's capture has room for.
+const maxNodes = 60
+
+// An mExec is a graph that can be launched.
+type mExec struct {
+	closed bool
+	doubt  bool // nobody knows whether it exists and what it does
+	nodes  []mNode
+	draws  []*mDraw
+	ends   clock // of its launches
+	owner  *mCapture
+	others []*mExec // that it got its nodes from
+	last   *mStream // of its last launch
+}
+
+// An mDraw is what one capture draws from one generator.
+type mDraw struct {
+	gen   *mGen
+	total uint64
+}
+
+// A launch says what the numbers of a graph begin with this time.
+type launch struct{ base map[*mDraw]place }
+
+type place struct{ seed, offset uint64 }
+
+// record adds work to the capture of a stream.
+func (m *model) record(s *mStream, w work) want {
+	c := s.cap
+	if c.vague {
+		m.vague = true
+		return want{any: true}
+	}
+	if c.invalid {
+		return errs(cuInvalidated)
+	}
+	if len(c.nodes) >= maxNodes {
+		m.conflict = &conflict{s, -1}
+		return fine
+	}
+	for i, n := range c.nodes {
+		if s.tail&(1<<i) != 0 {
+			continue
+		}
+		for _, a := range w.accesses {
+			if slices.ContainsFunc(n.accesses, a.conflicts) {
+				m.conflict = &conflict{s, -1}
+				return fine
+			}
+		}
+	}
+	for _, a := range w.accesses {
+		if a.m.closed && !a.m.pinned || a.m.doubt || a.m.born == c && a.m.after&^s.tail != 0 {
+			m.conflict = &conflict{s, -1}
+			return fine
+		}
+	}
+	if w.sig == "" {
+		return fine
+	}
+	c.nodes = append(c.nodes, mNode{w, s.tail})
+	s.tail |= 1 << (len(c.nodes) - 1)
+	return fine
+}
+
+// begin begins a capture.
+func (m *model) begin(s *mStream, mode, thread int, pool *mPool) *mCapture {
+	c := &mCapture{origin: s, mode: mode, thread: thread, pool: pool, exec: &mExec{ends: clock{}}}
+	c.exec.owner = c
+	c.join(s, 0)
+	m.open = append(m.open, c)
+	if mode != 2 {
+		m.threads[thread] = c
+	}
+	return c
+}
+
+func (c *mCapture) join(s *mStream, tail uint64) {
+	if !slices.Contains(c.streams, s) {
+		c.streams = append(c.streams, s)
+	}
+	s.cap, s.tail = c, s.tail|tail
+}
+
+// finish takes the streams out of a capture and says what its end returns.
+func (m *model) finish(c *mCapture) want {
+	all := uint64(1)<<len(c.nodes) - 1
+	joined := c.origin.tail&all == all
+	c.ended = true
+	for _, s := range c.streams {
+		if s.cap == c {
+			s.cap, s.tail = nil, 0
+		}
+	}
+	m.open = slices.DeleteFunc(m.open, func(o *mCapture) bool { return o == c })
+	if m.threads[c.thread] == c {
+		m.threads[c.thread] = nil
+	}
+	switch {
+	case c.vague:
+		m.vague = true
+		return want{any: true}
+	case c.invalid:
+		return errs(cuInvalidated)
+	case !joined:
+		return errs(cuUnjoined)
+	}
+	return fine
+}
+
+// drop gives up what belonged to a capture or to its graph.
+func (m *model) drop(c *mCapture) {
+	m.stats.bytes -= c.hold
+	m.stats.requested -= len(c.draws) * 16
+	m.stats.blocks -= len(c.draws)
+	if c.pool != nil {
+		c.pool.bytes -= c.hold
+	}
+	c.hold, c.draws = 0, nil
+}
+
+// waitFor is StreamWaitEvent.
+func (m *model) waitFor(s *mStream, e *mEvent) want {
+	switch {
+	case s.cap != nil && s.cap.vague || e.cap != nil && e.cap.vague:
+		m.vague = true
+		return want{any: true}
+	case s.cap != nil && s.cap.invalid:
+		return errs(cuInvalidated)
+	case e.cap == nil && !e.recorded:
+		return fine
+	case e.cap == nil && s.cap == nil:
+		m.wait(s, e.at)
+		return fine
+	case e.cap == nil:
+		s.cap.invalid = true
+		return errs(cuIsolation)
+	case e.cap.ended:
+		if s.cap != nil {
+			s.cap.invalid = true
+		}
+		return errs(cuCapturedEvent)
+	case e.cap.invalid:
+		return errs(cuInvalidated)
+	case s.cap == nil:
+		e.cap.join(s, e.nodes)
+		return fine
+	case s.cap != e.cap:
+		s.cap.invalid, e.cap.invalid = true, true
+		return errs(cuMerge)
+	}
+	s.tail |= e.nodes
+	return fine
+}
+
+// mark is EventRecord.
+func (m *model) mark(e *mEvent, s *mStream) want {
+	switch {
+	case s.cap == nil:
+		s.seen.join(m.host)
+		s.at++
+		e.recorded, e.failed, e.at, e.cap = true, false, s.now(), nil
+		return fine
+	case s.cap.vague:
+		m.vague = true
+		return want{any: true}
+	case s.cap.invalid:
+		e.failed = true
+		return errs(cuInvalidated)
+	}
+	e.failed = false
+	e.recorded, e.cap, e.nodes = true, s.cap, s.tail
+	return fine
+}
+
+// unsafe is a call that CUDA forbids to threads that capture. It reports whether
+// the call may be made.
+func (m *model) unsafe(thread int) bool {
+	ok := true
+	for _, c := range m.open {
+		if c.mode != 2 && c.thread == thread || c.mode == 1 {
+			c.invalid, ok = true, false
+		}
+	}
+	return ok
+}

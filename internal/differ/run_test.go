@@ -1,0 +1,306 @@
+package differ
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/rng"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A bench is a device with what programs share: making that is expensive.
+type bench struct {
+	sys     *device.System
+	dev     *device.Device
+	module  *kernel.Module
+	kernels map[string]*kernel.Kernel
+	doubled *kernel.Elementwise
+	comm    *nccl.Communicator
+	s       *stream.Stream // of the bench
+	idle    []idleStream   // that programs have left open
+	total   uint64         // memory of the device
+}
+
+// An idleStream is one that the next program may have: new ones would each need
+// segments of their own from the allocator.
+type idleStream struct {
+	s        *stream.Stream
+	priority int
+}
+
+// newStream returns an idle stream or a new one.
+func (b *bench) newStream(priority int) (*stream.Stream, error) {
+	for i, x := range b.idle {
+		if x.priority == priority {
+			b.idle = append(b.idle[:i], b.idle[i+1:]...)
+			return x.s, nil
+		}
+	}
+	return stream.New(b.dev, &stream.Config{Priority: priority})
+}
+
+// A result is what one operation did.
+type result struct {
+	Kind string `json:"kind,omitempty"` // of the error
+	Err  string `json:"err,omitempty"`  // its text, which is not compared
+	Out  []byte `json:"out,omitempty"`  // what was read from memory
+	Text string `json:"text,omitempty"` // what else was returned
+}
+
+// An outcome is what a program did.
+type outcome struct {
+	Results []result
+	Calls   [maxCallbacks]int64
+	Memory  map[int][]byte // of the objects that were open at the end
+	Close   []result       // of what was open at the end
+	Stats   string         // the difference that the program has made in the end
+	Sticky  string         // the device's state at the end
+	Reports []string       // of virtual devices
+}
+
+// A runner carries one program out.
+type runner struct {
+	b       *bench
+	ctx     context.Context
+	objs    map[int]any
+	order   []int // of objects, as they were made
+	out     *outcome
+	calls   [maxCallbacks]atomic.Int64
+	threads [2]chan func()
+	inner   bool // on the second thread
+	base    memory.Stats
+	closed  bool // a stream
+}
+
+// run carries a program out on a bench.
+func run(b *bench, p *Program) *outcome {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	r := &runner{b: b, ctx: ctx, objs: map[int]any{}, out: &outcome{Memory: map[int][]byte{}}}
+	r.out.Results = make([]result, p.number())
+	for i := range r.out.Results {
+		r.out.Results[i].Kind = kSkipped
+	}
+	for i := range r.threads {
+		r.threads[i] = make(chan func())
+		go func() {
+			runtime.LockOSThread() // ends with the goroutine
+			for fn := range r.threads[i] {
+				fn()
+			}
+		}()
+		defer close(r.threads[i])
+	}
+	r.on(0, func() {
+		if !p.Fatal {
+			r.base = r.begin()
+		}
+		r.do(p.Ops)
+		r.end(p.Fatal)
+	})
+	return r.out
+}
+
+// on calls fn on one of the runner's threads and waits for it.
+func (r *runner) on(thread int, fn func()) {
+	done := make(chan struct{})
+	r.threads[thread] <- func() { defer close(done); fn() }
+	<-done
+}
+
+func (r *runner) begin() memory.Stats {
+	st, _ := memory.StatsOf(r.b.dev)
+	return st
+}
+
+func (r *runner) do(ops []Op) {
+	for i := range ops {
+		op := &ops[i]
+		if op.T == 0 || r.inner {
+			r.one(op)
+			continue
+		}
+		r.inner = true
+		r.on(1, func() { r.one(op) })
+		r.inner = false
+	}
+}
+
+func (r *runner) one(op *Op) {
+	res := result{}
+	err := try(func() error { return kinds[op.K].run(r, op, &res) })
+	res.Kind = kindOf(err)
+	if err != nil {
+		res.Err = err.Error()
+	}
+	r.out.Results[op.at] = res
+}
+
+func try(fn func() error) (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = panicked{v}
+		}
+	}()
+	return fn()
+}
+
+// body returns the function that an operation gives to Chorus.
+func (r *runner) body(op *Op) func() error {
+	return func() error {
+		r.do(op.Do)
+		if op.Fail {
+			return errBody
+		}
+		return nil
+	}
+}
+
+// put keeps an object under the number that the operation gives it.
+func (r *runner) put(op *Op, o any, err error) error {
+	if err == nil {
+		r.objs[op.R] = o
+		r.order = append(r.order, op.R)
+	}
+	return err
+}
+
+// get returns an object. The error says that it was never made.
+func get[T any](r *runner, n int) (T, error) {
+	o, ok := r.objs[n].(T)
+	if !ok {
+		return o, errAbsent
+	}
+	return o, nil
+}
+
+// A buf is device memory of a program.
+type buf struct {
+	elem    int // bytes
+	bytes   memory.Slice[byte]
+	close   func() error
+	record  func(*stream.Stream) error
+	view    func() error // closes a part
+	buffer  *memory.Buffer
+	isClose bool
+}
+
+// part returns the bytes that a Ref names. It panics where the bounds are wrong,
+// as Slice does.
+func (r *runner) part(x Ref) (memory.Slice[byte], error) {
+	b, err := get[*buf](r, x.O)
+	if err != nil {
+		return memory.Slice[byte]{}, err
+	}
+	return b.bytes.Slice(x.Lo, x.Hi), nil
+}
+
+// typed returns the elements that a Ref names.
+func typed[T memory.Element](r *runner, x Ref) (memory.Slice[T], error) {
+	b, err := get[*buf](r, x.O)
+	if err != nil {
+		return memory.Slice[T]{}, err
+	}
+	return memory.View[T](b.buffer, x.Lo, x.len()/memory.DTypeOf[T]().Size())
+}
+
+// end waits for the device, reads all memory that is open, and closes everything.
+func (r *runner) end(fatal bool) {
+	b := r.b
+	r.close(func(o any) bool { _, ok := o.(*graph.Recording); return ok })
+	err := b.dev.Sync(r.ctx)
+	r.out.Sticky = kindOf(err)
+	if err == nil && !fatal {
+		for _, n := range r.order {
+			if x, ok := r.objs[n].(*buf); ok && x.bytes.Len() > 0 {
+				host := make([]byte, x.bytes.Len())
+				if x.bytes.CopyTo(b.s, host) == nil {
+					r.out.Memory[n] = host
+				}
+			}
+		}
+	}
+	r.close(func(o any) bool { _, ok := o.(*graph.Exec); return ok })
+	r.close(func(o any) bool { return true })
+	for i := range r.calls {
+		r.out.Calls[i] = r.calls[i].Load()
+	}
+	if b.sys.Backend() == "virtual" {
+		r.out.Reports = b.sys.Reports()
+	}
+	if fatal {
+		return
+	}
+	if st, err := memory.StatsOf(b.dev); err != nil {
+		r.out.Stats = "error " + kindOf(err)
+	} else if st := statsText(st, r.base); st != "0 blocks, 0 bytes" {
+		r.out.Stats = st
+	}
+	_ = b.dev.Sync(r.ctx) // of events of the allocator
+	if r.closed {         // the memory that is cached for it nobody else gets
+		_ = memory.EmptyCache(b.dev)
+	}
+	if b.dev.Err() != nil {
+		r.out.Sticky = kindOf(b.dev.Err())
+	}
+}
+
+// close closes the objects that are chosen, in the order in which they were made.
+func (r *runner) close(choose func(any) bool) {
+	for _, n := range r.order {
+		o := r.objs[n]
+		if o == nil || !choose(o) {
+			continue
+		}
+		delete(r.objs, n)
+		if s, ok := o.(*stream.Stream); ok && s.Open() && r.keep(s) {
+			continue
+		}
+		err := try(func() error { return closeObject(o) })
+		res := result{Kind: kindOf(err)}
+		if err != nil {
+			res.Err = fmt.Sprintf("object %d: %v", n, err)
+		}
+		r.out.Close = append(r.out.Close, res)
+	}
+}
+
+// keep keeps a stream for the next program.
+func (r *runner) keep(s *stream.Stream) bool {
+	p, err := s.Priority()
+	if err != nil || len(r.b.idle) > 8 {
+		return false
+	}
+	r.b.idle = append(r.b.idle, idleStream{s, p})
+	return true
+}
+
+func closeObject(o any) error {
+	switch o := o.(type) {
+	case *graph.Recording:
+		return o.Abort()
+	case *buf:
+		return o.close()
+	case *rng.Generator:
+		return nil
+	case interface{ Close() error }:
+		return o.Close()
+	}
+	return nil
+}
+
+func statsText(now, base memory.Stats) string {
+	return fmt.Sprintf("%d blocks, %d bytes", now.Allocation.All.Current-base.Allocation.All.Current,
+		now.AllocatedBytes.All.Current-base.AllocatedBytes.All.Current)
+}
+
+var errNoKernel = errors.New("no such kernel")

@@ -13,6 +13,7 @@ type difference struct {
 	Class string // "error", "data", "text", "calls", "close", "leak", "sticky" or "report"
 	Op    int    // the number of the operation, or -1
 	Text  string
+	Sign  string // which errors there were and were wanted
 }
 
 func (d *difference) String() string { return fmt.Sprintf("%s: %s", d.Class, d.Text) }
@@ -38,12 +39,12 @@ func against(p *Program, m *model, wants []want, o *outcome, backend string) *di
 			continue
 		}
 		if text := differs(&mOut{x.data, x.mask}, got, nil); text != "" {
-			return &difference{"data", -1, fmt.Sprintf("memory %d at the end: %s: %s", n, backend, text)}
+			return &difference{"data", -1, fmt.Sprintf("memory %d at the end: %s: %s", n, backend, text), ": " + backend}
 		}
 	}
 	for i, n := range m.calls {
 		if o.Calls[i] != int64(n) {
-			return &difference{"calls", -1, fmt.Sprintf("callback %d: %s called it %d times, the model %d", i, backend, o.Calls[i], n)}
+			return &difference{"calls", -1, fmt.Sprintf("callback %d: %s called it %d times, the model %d", i, backend, o.Calls[i], n), ": " + backend}
 		}
 	}
 	return nil
@@ -53,12 +54,13 @@ func againstOne(op *Op, w *want, got *result, backend string) *difference {
 	switch {
 	case w.any:
 	case len(w.kinds) == 0 && got.Kind != "", len(w.kinds) > 0 && !slices.Contains(w.kinds, got.Kind):
-		return &difference{"error", op.at, fmt.Sprintf("%v: %s returns %q (%s), the model %q", op, backend, got.Kind, got.Err, w.kinds)}
+		return &difference{"error", op.at, fmt.Sprintf("%v: %s returns %q (%s), the model %q", op, backend, got.Kind, got.Err, w.kinds),
+			fmt.Sprintf(": %s %q, model %q", backend, got.Kind, w.kinds)}
 	case w.text != anyText && w.text != got.Text:
-		return &difference{"text", op.at, fmt.Sprintf("%v: %s returns %s, the model %s", op, backend, got.Text, w.text)}
+		return &difference{"text", op.at, fmt.Sprintf("%v: %s returns %s, the model %s", op, backend, got.Text, w.text), ": " + backend}
 	case w.out != nil:
 		if text := differs(w.out, got.Out, nil); text != "" {
-			return &difference{"data", op.at, fmt.Sprintf("%v: %s: %s", op, backend, text)}
+			return &difference{"data", op.at, fmt.Sprintf("%v: %s: %s", op, backend, text), ": " + backend}
 		}
 	}
 	return nil
@@ -68,16 +70,16 @@ func againstOne(op *Op, w *want, got *result, backend string) *difference {
 func finalState(o *outcome, backend string) *difference {
 	for _, c := range o.Close {
 		if c.Kind != "" {
-			return &difference{"close", -1, fmt.Sprintf("%s: %s", backend, c.Err)}
+			return &difference{"close", -1, fmt.Sprintf("%s: %s", backend, c.Err), ": " + backend + " " + c.Kind}
 		}
 	}
 	switch {
 	case len(o.Reports) > 0:
-		return &difference{"report", -1, fmt.Sprintf("%s: %s", backend, o.Reports[0])}
+		return &difference{"report", -1, fmt.Sprintf("%s: %s", backend, o.Reports[0]), ": " + backend}
 	case o.Sticky != "":
-		return &difference{"sticky", -1, fmt.Sprintf("%s: the device ends with %s", backend, o.Sticky)}
+		return &difference{"sticky", -1, fmt.Sprintf("%s: the device ends with %s", backend, o.Sticky), ": " + backend + " " + o.Sticky}
 	case o.Stats != "":
-		return &difference{"leak", -1, fmt.Sprintf("%s: there remain %s", backend, o.Stats)}
+		return &difference{"leak", -1, fmt.Sprintf("%s: there remain %s", backend, o.Stats), ": " + backend}
 	}
 	return nil
 }
@@ -92,12 +94,13 @@ func between(p *Program, m *model, wants []want, a, b *outcome) *difference {
 		w, x, y := &wants[op.at], &a.Results[op.at], &b.Results[op.at]
 		switch {
 		case x.Kind != y.Kind && !slices.Contains(w.kinds, ""):
-			found = &difference{"error", op.at, fmt.Sprintf("%v: virtual devices return %q (%s), CUDA %q (%s)", op, x.Kind, x.Err, y.Kind, y.Err)}
+			found = &difference{"error", op.at, fmt.Sprintf("%v: virtual devices return %q (%s), CUDA %q (%s)", op, x.Kind, x.Err, y.Kind, y.Err),
+				fmt.Sprintf(": virtual devices %q, CUDA %q", x.Kind, y.Kind)}
 		case w.text != anyText && x.Text != y.Text:
-			found = &difference{"text", op.at, fmt.Sprintf("%v: virtual devices return %s, CUDA %s", op, x.Text, y.Text)}
+			found = &difference{"text", op.at, fmt.Sprintf("%v: virtual devices return %s, CUDA %s", op, x.Text, y.Text), ": backends"}
 		case w.out != nil && x.Kind == "":
 			if text := differs(w.out, y.Out, x.Out); text != "" {
-				found = &difference{"data", op.at, fmt.Sprintf("%v: CUDA: %s", op, text)}
+				found = &difference{"data", op.at, fmt.Sprintf("%v: CUDA: %s", op, text), ": backends"}
 			}
 		}
 	})
@@ -110,11 +113,11 @@ func between(p *Program, m *model, wants []want, a, b *outcome) *difference {
 			continue
 		}
 		if text := differs(&mOut{mem.data, mem.mask}, b.Memory[n], x); text != "" {
-			return &difference{"data", -1, fmt.Sprintf("memory %d at the end: CUDA: %s", n, text)}
+			return &difference{"data", -1, fmt.Sprintf("memory %d at the end: CUDA: %s", n, text), ": backends"}
 		}
 	}
 	if a.Sticky != b.Sticky {
-		return &difference{"sticky", -1, fmt.Sprintf("virtual devices end with %q, CUDA with %q", a.Sticky, b.Sticky)}
+		return &difference{"sticky", -1, fmt.Sprintf("virtual devices end with %q, CUDA with %q", a.Sticky, b.Sticky), ": backends"}
 	}
 	return nil
 }

@@ -48,7 +48,7 @@ func TestCUDA(t *testing.T) {
 
 // runAll gives the programs to worker processes.
 func runAll(t *testing.T, cuda bool) {
-	a := &arena{t: t, cuda: cuda, next: *from, end: *from + *programs, total: newTally(), classes: map[string]int{}}
+	a := &arena{t: t, cuda: cuda, next: *from, end: *from + *programs, total: newTally(), signs: map[string]int{}}
 	workers := *parallel
 	if workers == 0 {
 		workers = runtime.NumCPU()
@@ -66,8 +66,11 @@ func runAll(t *testing.T, cuda bool) {
 	if cuda {
 		backend = "virtual devices, CUDA and the model"
 	}
-	t.Logf("%s: %d programs, %d operations, %d differences %v, %d vague, seed %d from %d, %.1f s", backend,
-		a.total.Programs, a.total.Ops, a.failed, a.classes, a.total.Vague, *seedFlag, *from, time.Since(start).Seconds())
+	t.Logf("%s: %d programs, %d operations, %d differences, %d vague, seed %d from %d, %.1f s", backend,
+		a.total.Programs, a.total.Ops, a.failed, a.total.Vague, *seedFlag, *from, time.Since(start).Seconds())
+	for _, sign := range slices.Sorted(maps.Keys(a.signs)) {
+		t.Logf("%6d times: %s", a.signs[sign], sign)
+	}
 	if testing.Verbose() {
 		t.Log("\n" + a.total.String())
 	}
@@ -85,14 +88,17 @@ type arena struct {
 	next, end int
 	total     *tally
 	failed    int
-	classes   map[string]int
+	signs     map[string]int
 }
 
 // chunk is how many programs a worker gets at a time.
 const chunk = 100
 
-// mostFailures is how many failures are shown, and how many end the run.
-const mostFailures = 20
+// How many differences end a run, and how many of a sign are shown.
+const (
+	mostFailures = 1000
+	shown        = 2
+)
 
 func (a *arena) take() (from, n int) {
 	a.mu.Lock()
@@ -192,10 +198,17 @@ func (a *arena) exchange(p *process, from, n int) (last int, err error) {
 func (a *arena) fail(f *failure) {
 	a.mu.Lock()
 	a.failed++
-	a.classes[f.Class]++
-	inGo := a.failed <= 3
+	if f.Sign == "" {
+		f.Sign = f.Class
+	}
+	a.signs[f.Sign]++
+	nth, signs := a.signs[f.Sign], len(a.signs)
 	a.mu.Unlock()
-	a.t.Error(describe(f, *seedFlag, inGo))
+	if nth <= shown {
+		a.t.Error(describe(f, *seedFlag, signs <= 5 && !f.Whole))
+	} else {
+		a.t.Fail()
+	}
 }
 
 // A process is a worker.

@@ -92,21 +92,28 @@ func (d driver) GraphInstantiateWithFlags(h cudadrv.Graph, flags uint64) (cudadr
 	if flags&^(cudadrv.GraphInstantiateAutoFree|cudadrv.GraphInstantiateNodePriority) != 0 {
 		return 0, cudadrv.ErrorInvalidValue
 	}
-	x := &graphExec{graph: g}
-	for i, dev := range g.lanes {
+	for _, dev := range g.lanes {
 		if dev.status != cudadrv.Success {
 			return 0, dev.status
 		}
-		eh := d.m.handle() // seeds the lane's delays
-		x.lanes = append(x.lanes, &stream{
-			dev: dev, handle: g.names[i], now: d.m.slots.take(),
-			rng: rand.New(rand.NewPCG(d.m.seed, uint64(eh))),
-		})
 	}
+	x := &graphExec{graph: g, lanes: d.m.newLanes(g)}
 	eh := cudadrv.GraphExec(d.m.handle())
 	d.m.execs[eh] = x
 	g.hold(1)
 	return eh, cudadrv.Success
+}
+
+// newLanes makes the streams that launches of a graph use. m.mu is held.
+func (m *Machine) newLanes(g *graph) []*stream {
+	lanes := make([]*stream, len(g.lanes))
+	for i, dev := range g.lanes {
+		lanes[i] = &stream{
+			dev: dev, handle: g.names[i], now: m.slots.take(),
+			rng: rand.New(rand.NewPCG(m.seed, uint64(m.handle()))), // the delays of this lane
+		}
+	}
+	return lanes
 }
 
 func (d driver) GraphExecDestroy(h cudadrv.GraphExec) cudadrv.Result {
@@ -127,6 +134,11 @@ func (d driver) GraphExecDestroy(h cudadrv.GraphExec) cudadrv.Result {
 func (m *Machine) destroyExec(h cudadrv.GraphExec, x *graphExec) {
 	delete(m.execs, h)
 	x.graph.hold(-1)
+	x.endLanes()
+}
+
+// endLanes gives the streams up: what is on them still runs. m.mu is held.
+func (x *graphExec) endLanes() {
 	for _, s := range x.lanes {
 		s.destroyed = true
 		s.release()
@@ -172,25 +184,36 @@ func (d driver) GraphExecUpdate(h cudadrv.GraphExec, gh cudadrv.Graph) (cudadrv.
 	}
 	g.hold(1)
 	x.graph.hold(-1)
-	x.graph = g
+	x.endLanes()
+	x.graph, x.lanes = g, d.m.newLanes(g)
 	return cudadrv.GraphUpdateSuccess, cudadrv.Success
 }
 
-// differs says what keeps an executable of g from becoming one of o.
+// differs says what keeps an executable of g from becoming one of o. The streams of
+// the captures are not part of a graph: its nodes, their order and their devices are.
 func (g *graph) differs(o *graph) cudadrv.GraphExecUpdateResult {
-	if len(g.nodes) != len(o.nodes) || !slices.Equal(g.lanes, o.lanes) {
+	if len(g.nodes) != len(o.nodes) {
 		return cudadrv.GraphUpdateTopologyChanged
 	}
 	for i, n := range g.nodes {
 		p := o.nodes[i]
 		switch {
-		case !slices.Equal(n.deps, p.deps) || n.lane != p.lane || !slices.Equal(n.lanes, p.lanes):
+		case !slices.Equal(n.deps, p.deps) || !slices.Equal(g.devices(n), o.devices(p)):
 			return cudadrv.GraphUpdateTopologyChanged
 		case n.kind() != p.kind():
 			return cudadrv.GraphUpdateNodeTypeChanged
 		}
 	}
 	return cudadrv.GraphUpdateSuccess
+}
+
+// devices are those that a node works on.
+func (g *graph) devices(n *node) []*device {
+	list := []*device{g.lanes[n.lane]}
+	for _, i := range n.lanes {
+		list = append(list, g.lanes[i])
+	}
+	return list
 }
 
 // kind is the name without that of the kernel, which an update may change.

@@ -36,13 +36,13 @@ type mExec struct {
 	ends   clock // of its launches
 	owner  *mCapture
 	others []*mExec // that it got its nodes from
-	last   *mStream // of its last launch
 }
 
 // An mDraw is what one capture draws from one generator.
 type mDraw struct {
 	gen   *mGen
 	total uint64
+	last  *mStream // of the launch before
 }
 
 // A launch says what the numbers of a graph begin with this time.
@@ -199,12 +199,21 @@ func (m *model) mark(e *mEvent, s *mStream) want {
 	return fine
 }
 
+// forbids reports whether the capture forbids unsafe calls to the calling thread.
+func (m *model) forbids(c *mCapture) bool {
+	return c.mode != 2 && c.thread == m.thread || c.mode == 1
+}
+
+// unsettled reports whether a capture is open that waits of the host, and the end of
+// graphs, spoil on CUDA. Virtual devices let them pass.
+func (m *model) unsettled() bool { return slices.ContainsFunc(m.open, m.forbids) }
+
 // unsafe is a call that CUDA forbids to threads that capture. It reports whether
 // the call may be made.
-func (m *model) unsafe(thread int) bool {
+func (m *model) unsafe() bool {
 	ok := true
 	for _, c := range m.open {
-		if c.mode != 2 && c.thread == thread || c.mode == 1 {
+		if m.forbids(c) {
 			c.invalid, ok = true, false
 		}
 	}

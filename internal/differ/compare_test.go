@@ -30,7 +30,13 @@ func against(p *Program, m *model, wants []want, o *outcome, backend string) *di
 	if found != nil {
 		return found
 	}
-	if d := finalState(o, backend); d != nil || p.Fatal {
+	if p.Fatal {
+		if want := lastError(wants); o.Sticky != want {
+			return &difference{"sticky", -1, fmt.Sprintf("%s: the device ends with %q, want %q", backend, o.Sticky, want), ": " + backend + " " + o.Sticky}
+		}
+		return nil
+	}
+	if d := finalState(o, backend); d != nil {
 		return d
 	}
 	for n, got := range o.Memory {
@@ -64,6 +70,17 @@ func againstOne(op *Op, w *want, got *result, backend string) *difference {
 		}
 	}
 	return nil
+}
+
+// lastError is the last error that the model has predicted: the one that loses the
+// device.
+func lastError(wants []want) (kind string) {
+	for _, w := range wants {
+		if len(w.kinds) > 0 {
+			kind = w.kinds[0]
+		}
+	}
+	return kind
 }
 
 // finalState compares what a program leaves behind with nothing.
@@ -114,6 +131,11 @@ func between(p *Program, m *model, wants []want, a, b *outcome) *difference {
 		}
 		if text := differs(&mOut{mem.data, mem.mask}, b.Memory[n], x); text != "" {
 			return &difference{"data", -1, fmt.Sprintf("memory %d at the end: CUDA: %s", n, text), ": backends"}
+		}
+	}
+	for i := range min(len(a.Close), len(b.Close)) {
+		if x, y := a.Close[i], b.Close[i]; x.Kind != y.Kind {
+			return &difference{"close", -1, fmt.Sprintf("close: virtual devices return %q (%s), CUDA %q (%s)", x.Kind, x.Err, y.Kind, y.Err), fmt.Sprintf(": %q %q", x.Kind, y.Kind)}
 		}
 	}
 	if a.Sticky != b.Sticky {

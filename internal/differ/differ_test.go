@@ -26,6 +26,7 @@ var (
 	from     = flag.Int("from", 0, "the `index` of the first program")
 	parallel = flag.Int("parallel", 0, "how many `processes` run programs; 0 is one for each processor, -1 none: the test runs them")
 	isWorker = flag.Bool("worker", false, "be a process that runs programs")
+	isOne    = flag.Bool("worker.outcome", false, "be a process that runs one program on CUDA")
 	withCUDA = flag.Bool("worker.cuda", false, "compare with CUDA")
 )
 
@@ -33,6 +34,9 @@ func TestMain(m *testing.M) {
 	flag.Parse()
 	if *isWorker {
 		os.Exit(workerMain(*withCUDA, *seedFlag))
+	}
+	if *isOne {
+		os.Exit(outcomeMain())
 	}
 	testgpu.Main(m)
 }

@@ -41,7 +41,7 @@ const (
 	cuUnsupported   = "cuda:STREAM_CAPTURE_UNSUPPORTED"
 	cuWrongThread   = "cuda:STREAM_CAPTURE_WRONG_THREAD"
 	cuHandle        = "cuda:INVALID_HANDLE"
-	cuValue         = "cuda:INVALID_VALUE"
+	cuIllegal       = "cuda:ILLEGAL_ADDRESS"
 )
 
 var (

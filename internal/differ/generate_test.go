@@ -38,13 +38,27 @@ func generate(seed uint64, index int) *Program {
 	if g.chance(3) {
 		g.left *= 5
 	}
+	p.Fatal = index%fatalEvery == fatalEvery-1
 	for g.left > 0 {
 		g.add(&p.Ops, "")
+	}
+	if p.Fatal {
+		g.finish(&p.Ops)
+		for tries := 0; !g.m.lost && tries < 100; tries++ {
+			g.add(&p.Ops, "poke")
+		}
+		p.Fatal = g.m.lost
+		for range 10 {
+			g.add(&p.Ops, "")
+		}
 	}
 	g.finish(&p.Ops)
 	p.number()
 	return p
 }
+
+// fatalEvery is how many programs there are for one that loses its device.
+const fatalEvery = 500
 
 // weigh sets how likely each kind is. Programs differ in that, so that some have
 // much of what is rare in others.
@@ -87,7 +101,7 @@ func (g *generator) add(list *[]Op, name string) {
 // emit adds an operation to the program, behind the waits that it needs.
 func (g *generator) emit(list *[]Op, op Op, tries int) bool {
 	g.m.conflict = nil
-	if kinds[op.K].enter == nil {
+	if kinds[op.K].enter == nil || g.m.lost {
 		g.m.step(&op, g.wants)
 	} else {
 		g.body(&op)

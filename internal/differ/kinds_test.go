@@ -38,6 +38,11 @@ func init() {
 
 // step carries an operation out in the model, its body included.
 func (m *model) step(op *Op, wants []want) want {
+	if m.lost { // what fails at once, and what does not, the backends tell
+		wants[op.at] = want{any: true, text: anyText}
+		each(op.Do, func(o *Op) { wants[o.at] = want{any: true, text: anyText} })
+		return wants[op.at]
+	}
 	k := kinds[op.K]
 	before := m.thread
 	m.thread = max(m.thread, op.T)

@@ -20,6 +20,7 @@ type model struct {
 	stats   mStats
 	pools   map[int][]*mPool // in use, by stream
 
+	lost bool // the device is
 	// conflict is set by an operation that would be a race: then it had no effect.
 	conflict *conflict
 	// vague is set by operations with results that nobody knows. Programs with such

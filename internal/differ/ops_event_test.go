@@ -155,7 +155,7 @@ func (m *model) askable(e *mEvent) (want, bool) {
 		return errs(kClosed), false
 	case e.cap != nil || e.failed: // Chorus takes it for captured since
 		return errs(kCapture), false
-	case !m.unsafe(m.thread):
+	case !m.unsafe():
 		return errs(cuUnsupported), false
 	}
 	return fine, true

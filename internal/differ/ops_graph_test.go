@@ -100,6 +100,10 @@ var graphKinds = map[string]*kind{
 			if w, ok := m.mayBegin(s, int(op.A)); !ok {
 				return w
 			}
+			if m.unsettled() || len(m.bodies) > 0 && (op.A == 1 || m.thread == 0) {
+				m.conflict = &conflict{s, -1}
+				return fine
+			}
 			m.objs[op.R] = m.begin(s, int(op.A), m.thread, pool)
 			return fine
 		},
@@ -133,6 +137,9 @@ var graphKinds = map[string]*kind{
 				return errs(kClosed)
 			case c.mode != 2 && c.thread != m.thread:
 				return errs(cuWrongThread)
+			case slices.ContainsFunc(m.open, func(o *mCapture) bool { return o != c && m.forbids(o) }):
+				m.conflict = &conflict{c.origin, -1}
+				return fine
 			}
 			return m.instantiate(c, op.R)
 		},
@@ -234,9 +241,9 @@ var graphKinds = map[string]*kind{
 			switch {
 			case x == nil:
 				return errs(kAbsent)
-			case x.doubt:
-				m.vague = true
-				return want{any: true}
+			case x.doubt || !x.closed && m.unsettled():
+				m.conflict = &conflict{nil, -1}
+				return fine
 			case !x.closed:
 				x.closed = true
 				x.release(m)
@@ -311,6 +318,10 @@ func enterCapture(m *model, op *Op) (want, bool) {
 	}
 	if !ok {
 		return w, false
+	}
+	if m.unsettled() {
+		m.conflict = &conflict{list[0], -1}
+		return fine, false
 	}
 	c := m.begin(list[0], int(op.A), m.thread, pool)
 	for _, s := range list[1:] {
@@ -395,8 +406,10 @@ func (m *model) mayLaunch(op *Op) (*mExec, *mStream, want) {
 }
 
 func (m *model) launch(x *mExec, s *mStream) want {
-	if len(x.draws) > 0 && x.last != nil && x.last != s && x.last.cap != nil {
-		return errs(kCapture)
+	for _, d := range x.draws {
+		if d.last != nil && d.last != s && d.last.cap != nil {
+			return errs(kCapture) // the launch has to wait for that stream
+		}
 	}
 	var all []access
 	for _, n := range x.nodes {
@@ -426,7 +439,10 @@ func (m *model) launch(x *mExec, s *mStream) want {
 		s.seen = seen
 		return w
 	}
-	x.ends, x.last = s.now(), s
+	x.ends = s.now()
+	for _, d := range x.draws {
+		d.last = s
+	}
 	return w
 }
 
@@ -445,19 +461,21 @@ func modelUpdate(m *model, op *Op) want {
 		return errs(kClosed)
 	case x == o:
 		return fine
-	case len(x.nodes) != len(o.nodes):
+	}
+	nodes := o.owner.nodes // as they were captured, whatever o was updated to
+	if len(x.nodes) != len(nodes) {
 		return errs(kUpdate)
 	}
 	for i := range x.nodes {
-		if a, b := x.nodes[i], o.nodes[i]; a.sig != b.sig || a.before != b.before || a.sig == "nccl" {
+		if a, b := x.nodes[i], nodes[i]; a.sig != b.sig || a.before != b.before || a.sig == "nccl" {
 			m.vague, x.doubt = true, true
 			return want{any: true}
 		}
 	}
-	x.nodes, x.draws = o.nodes, o.draws
-	x.others = append(append(x.others, o), o.others...)
-	for _, y := range x.others {
-		y.owner.refs++
+	x.nodes, x.draws = nodes, o.owner.draws
+	if !slices.Contains(x.others, o) {
+		x.others = append(x.others, o)
+		o.owner.refs++
 	}
 	return fine
 }

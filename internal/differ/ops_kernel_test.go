@@ -137,6 +137,42 @@ var kernelKinds = map[string]*kind{
 			return fmt.Sprintf("return k[\"spin\"].Launch(s%d, one, kernel.Uint64(%d))", op.S, op.A)
 		},
 	},
+	"poke": { // writes to an address that nobody has, and waits: only in fatal programs
+		draw: func(g *generator, op *Op) bool {
+			op.A = []int64{1 << 40, -1 << 40, 1 << 44}[g.rnd.IntN(3)]
+			return drawStream(g, op) && g.words(&op.X, op.S)
+		},
+		run: func(r *runner, op *Op, _ *result) error {
+			s, err := get[*stream.Stream](r, op.S)
+			if err != nil {
+				return err
+			}
+			x, err := typed[int32](r, op.X)
+			if err != nil {
+				return err
+			}
+			if err := r.b.kernels["poke"].Launch(s, one, kernel.Ptr(x), kernel.Int64(op.A)); err != nil {
+				return err
+			}
+			return s.Sync(r.ctx)
+		},
+		model: func(m *model, op *Op) want {
+			s, x, w := m.operands(op, op.X)
+			switch {
+			case x == nil || x.len() < 4 || x.lo%4 != 0 || s.cap != nil || len(m.open) > 0:
+				m.conflict = &conflict{s, -1}
+				return w
+			case m.races(s, s.now(), s.slot, []access{writes(x)}):
+				return fine
+			}
+			m.lost = true
+			return errs(cuIllegal)
+		},
+		code: func(op *Op) string {
+			return fmt.Sprintf("x, err := memory.View[int32](x%d.buffer, %d, %d)\nif err != nil {\nreturn err\n}\nif err := k[\"poke\"].Launch(s%d, one, kernel.Ptr(x), kernel.Int64(%d)); err != nil {\nreturn err\n}\nreturn s%d.Sync(context.Background())",
+				op.X.O, op.X.Lo, op.X.len()/4, op.S, op.A, op.S)
+		},
+	},
 	"bad launch": { // an argument or a grid that is wrong
 		weight: 3,
 		draw: func(g *generator, op *Op) bool {

@@ -166,6 +166,10 @@ var memoryKinds = map[string]*kind{
 			if w, ok := m.hostCopy(s, x); !ok {
 				return w
 			}
+			if m.unsettled() {
+				m.conflict = &conflict{s, -1}
+				return fine
+			}
 			out := x.read()
 			w = m.submit(s, work{accesses: []access{reads(x)}})
 			if m.conflict == nil {
@@ -274,6 +278,9 @@ func modelMake(m *model, op *Op) want {
 		m.vague = true
 		m.objs[op.R] = &mMem{doubt: true, s: s}
 		return want{any: true}
+	case op.N > 0 && s.cap == nil && m.poolOf(s) != nil && m.poolOf(s).closed:
+		m.conflict = &conflict{s, -1} // it depends on what the pool has cached
+		return fine
 	case op.N > mostBytes/int(op.B):
 		return errs(kOOM, kArgument)
 	}

@@ -201,6 +201,9 @@ func (m *model) waitable(s *mStream) (want, bool) {
 		return errs(kClosed), false
 	case s.cap != nil:
 		return errs(kCapture), false
+	case m.unsettled():
+		m.conflict = &conflict{s, -1}
+		return fine, false
 	}
 	return fine, true
 }

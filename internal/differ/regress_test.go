@@ -71,7 +71,7 @@ func TestPrintedProgramsCompile(t *testing.T) {
 	}
 	all := &Program{}
 	seen := map[string]bool{}
-	for i := 0; len(seen) < len(kinds) && i < 2000; i++ {
+	for i := 0; len(seen) < len(kinds) && i < 1000; i++ {
 		p, fresh := generate(3, i), false
 		each(p.Ops, func(op *Op) { fresh, seen[op.K] = fresh || !seen[op.K], true })
 		if fresh {
@@ -79,8 +79,8 @@ func TestPrintedProgramsCompile(t *testing.T) {
 			all.Ops = append(all.Ops, p.Ops...)
 		}
 	}
-	for name := range kinds {
-		require.True(t, seen[name], "no program has %q", name)
+	for name, k := range kinds {
+		require.True(t, seen[name] || k.weight == 0, "no program has %q", name)
 	}
 	all.number()
 	code, err := goCode(all)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"runtime"
 	"strings"
 	"time"
@@ -218,7 +219,10 @@ func (w *worker) check(p *Program, t *tally) *difference {
 	if !ok {
 		return nil // a program that has a race, or more than the model knows
 	}
-	virtual := run(w.virtual, p)
+	virtual, cuda, err := w.run(p)
+	if err != nil {
+		return &difference{Class: "worker", Op: -1, Text: err.Error()}
+	}
 	if t != nil {
 		t.Programs++
 		t.Ops += len(wants)
@@ -231,10 +235,9 @@ func (w *worker) check(p *Program, t *tally) *difference {
 	if d != nil {
 		w.renew()
 	}
-	if w.cuda == nil {
+	if cuda == nil {
 		return d
 	}
-	cuda := run(w.cuda, p)
 	if e := between(p, m, wants, virtual, cuda); e != nil {
 		return e
 	}
@@ -242,6 +245,59 @@ func (w *worker) check(p *Program, t *tally) *difference {
 		return e
 	}
 	return d
+}
+
+// run runs a program on the worker's backends, or on fresh ones if it loses them.
+func (w *worker) run(p *Program) (virtual, cuda *outcome, err error) {
+	if !p.Fatal {
+		virtual = run(w.virtual, p)
+		if w.cuda != nil {
+			cuda = run(w.cuda, p)
+		}
+		return virtual, cuda, nil
+	}
+	b, err := newBench("virtual")
+	if err != nil {
+		return nil, nil, err
+	}
+	virtual = run(b, p)
+	_ = b.close() // its device is lost
+	if w.cuda != nil {
+		cuda, err = runElsewhere(p)
+	}
+	return virtual, cuda, err
+}
+
+// runElsewhere runs a program on CUDA in a process of its own.
+func runElsewhere(p *Program) (*outcome, error) {
+	cmd := exec.Command(os.Args[0], "-worker.outcome")
+	cmd.Stdin = strings.NewReader(p.String())
+	var log tail
+	cmd.Stderr = &log
+	text, err := cmd.Output()
+	if err != nil {
+		return nil, fmt.Errorf("a process for one program: %w: %s", err, log.String())
+	}
+	o := new(outcome)
+	return o, json.Unmarshal(text, o)
+}
+
+// outcomeMain is the main function of such a process.
+func outcomeMain() int {
+	p := new(Program)
+	if err := json.NewDecoder(os.Stdin).Decode(p); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	b, err := newBench("cuda")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	if err := json.NewEncoder(os.Stdout).Encode(run(b, p)); err != nil {
+		return 1
+	}
+	return 0
 }
 
 // renew replaces virtual devices that a program has lost or left in a mess.

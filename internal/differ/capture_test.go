@@ -76,7 +76,7 @@ func (m *model) record(s *mStream, w work) want {
 		}
 	}
 	for _, a := range w.accesses {
-		if a.m.closed && !a.m.pinned || a.m.doubt || a.m.born == c && a.m.after&^s.tail != 0 {
+		if a.gone() || a.m.born == c && a.m.after&^s.tail != 0 {
 			m.conflict = &conflict{s, -1}
 			return fine
 		}
@@ -165,7 +165,7 @@ func (m *model) waitFor(s *mStream, e *mEvent) want {
 		if s.cap != nil {
 			s.cap.invalid = true
 		}
-		return errs(cuCapturedEvent)
+		return errs(cuValue)
 	case e.cap.invalid:
 		return errs(cuInvalidated)
 	case s.cap == nil:

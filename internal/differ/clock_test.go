@@ -28,10 +28,14 @@ type access struct {
 	m      *mMem
 	lo, hi int
 	write  bool
+	kept   bool // a graph has the memory, open or not
 }
 
-func reads(r *mRef) access  { return access{r.m, r.lo, r.hi, false} }
-func writes(r *mRef) access { return access{r.m, r.lo, r.hi, true} }
+func reads(r *mRef) access  { return access{m: r.m, lo: r.lo, hi: r.hi} }
+func writes(r *mRef) access { return access{m: r.m, lo: r.lo, hi: r.hi, write: true} }
+
+// gone reports whether nobody has the memory any more.
+func (a access) gone() bool { return a.m.closed && !a.m.pinned && !a.kept || a.m.doubt }
 
 func (a access) conflicts(b access) bool {
 	return a.m == b.m && (a.write || b.write) && a.lo < b.hi && b.lo < a.hi

@@ -44,7 +44,7 @@ func against(p *Program, m *model, wants []want, o *outcome, backend string) *di
 		if x == nil || x.doubt || x.closed {
 			continue
 		}
-		if text := differs(&mOut{x.data, x.mask}, got, nil); text != "" {
+		if text := differs(&mOut{x.data, x.mask, 0}, got, nil); text != "" {
 			return &difference{"data", -1, fmt.Sprintf("memory %d at the end: %s: %s", n, backend, text), ": " + backend}
 		}
 	}
@@ -129,7 +129,7 @@ func between(p *Program, m *model, wants []want, a, b *outcome) *difference {
 		if mem == nil || mem.doubt || mem.closed || len(b.Memory[n]) != len(x) {
 			continue
 		}
-		if text := differs(&mOut{mem.data, mem.mask}, b.Memory[n], x); text != "" {
+		if text := differs(&mOut{mem.data, mem.mask, 0}, b.Memory[n], x); text != "" {
 			return &difference{"data", -1, fmt.Sprintf("memory %d at the end: CUDA: %s", n, text), ": backends"}
 		}
 	}
@@ -154,7 +154,7 @@ func differs(want *mOut, got, other []byte) string {
 		switch {
 		case k == defined && got[i] != want.data[i]:
 			return fmt.Sprintf("byte %d is %#02x, want %#02x", i, got[i], want.data[i])
-		case k == approx && other != nil && i+4 <= len(got) && wholeWord(want.mask[i:]) && i%4 == 0:
+		case k == approx && other != nil && i+4 <= len(got) && (want.at+i)%4 == 0 && wholeWord(want.mask[i:]):
 			x, y := float32At(got[i:]), float32At(other[i:])
 			if !close32(x, y) {
 				return fmt.Sprintf("the float at byte %d is %v, and %v on virtual devices", i, x, y)

@@ -33,15 +33,15 @@ const (
 	kSkipped  = "skipped" // a body that was not called
 	kCallback = "callback"
 
-	cuInvalidated   = "cuda:STREAM_CAPTURE_INVALIDATED"
-	cuUnjoined      = "cuda:STREAM_CAPTURE_UNJOINED"
-	cuIsolation     = "cuda:STREAM_CAPTURE_ISOLATION"
-	cuMerge         = "cuda:STREAM_CAPTURE_MERGE"
-	cuCapturedEvent = "cuda:CAPTURED_EVENT"
-	cuUnsupported   = "cuda:STREAM_CAPTURE_UNSUPPORTED"
-	cuWrongThread   = "cuda:STREAM_CAPTURE_WRONG_THREAD"
-	cuHandle        = "cuda:INVALID_HANDLE"
-	cuIllegal       = "cuda:ILLEGAL_ADDRESS"
+	cuInvalidated = "cuda:STREAM_CAPTURE_INVALIDATED"
+	cuUnjoined    = "cuda:STREAM_CAPTURE_UNJOINED"
+	cuIsolation   = "cuda:STREAM_CAPTURE_ISOLATION"
+	cuMerge       = "cuda:STREAM_CAPTURE_MERGE"
+	cuUnsupported = "cuda:STREAM_CAPTURE_UNSUPPORTED"
+	cuWrongThread = "cuda:STREAM_CAPTURE_WRONG_THREAD"
+	cuHandle      = "cuda:INVALID_HANDLE"
+	cuValue       = "cuda:INVALID_VALUE"
+	cuIllegal     = "cuda:ILLEGAL_ADDRESS"
 )
 
 var (

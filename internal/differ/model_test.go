@@ -57,7 +57,10 @@ func errs(kinds ...string) want { return want{kinds: kinds} }
 
 // An mOut is what is read: where mask is 0 the bytes are not defined, and where it
 // is approx the backends are compared with each other.
-type mOut struct{ data, mask []byte }
+type mOut struct {
+	data, mask []byte
+	at         int // in the memory
+}
 
 const (
 	undefined = 0
@@ -134,13 +137,19 @@ func (r *mRef) mask() []byte { return r.m.mask[r.lo:r.hi] }
 
 // read returns a copy of the bytes.
 func (r *mRef) read() *mOut {
-	return &mOut{slices.Clone(r.data()), slices.Clone(r.mask())}
+	return &mOut{slices.Clone(r.data()), slices.Clone(r.mask()), r.lo}
 }
 
-// set overwrites the bytes.
+// set overwrites the bytes. What is known approximately stays so in whole words.
 func (r *mRef) set(o *mOut) {
 	copy(r.data(), o.data)
 	copy(r.mask(), o.mask)
+	for i, k := range r.mask() {
+		word := (r.lo + i) &^ 3
+		if k == approx && ((r.lo-o.at)%4 != 0 || word < r.lo || word+4 > r.hi) {
+			r.mask()[i] = undefined
+		}
+	}
 }
 
 // known reports whether every byte is defined.
@@ -197,7 +206,7 @@ func (m *model) submit(s *mStream, w work) want {
 // races sets conflict if an access is not ordered.
 func (m *model) races(s *mStream, seen clock, slot int, list []access) bool {
 	for _, a := range list {
-		if a.m.closed && !a.m.pinned || a.m.doubt {
+		if a.gone() {
 			m.conflict = &conflict{s, -1}
 			return true
 		}

@@ -414,9 +414,7 @@ func (m *model) launch(x *mExec, s *mStream) want {
 	var all []access
 	for _, n := range x.nodes {
 		for _, a := range n.accesses {
-			if a.m.closed && a.m.born != nil && a.m.born.exec.keeps(x) {
-				continue // the graph has the memory
-			}
+			a.kept = a.m.born != nil && a.m.born.exec.keeps(x)
 			all = append(all, a)
 		}
 	}

@@ -203,8 +203,12 @@ var kernelKinds = map[string]*kind{
 			case op.X.Lo%4 != 0:
 				return errs(kArgument)
 			}
-			if w = badLaunches[op.A].want; x.m != nil && m.stream(op.S).cap != nil && m.stream(op.S).cap.invalid && len(w.kinds) > 0 {
-				return errs(append(slices.Clone(w.kinds), cuInvalidated)...)
+			w = badLaunches[op.A].want
+			if c := m.stream(op.S).cap; c != nil && badLaunches[op.A].driver {
+				if c.invalid {
+					return errs(append(slices.Clone(w.kinds), cuInvalidated)...)
+				}
+				c.invalid = true
 			}
 			return w
 		},
@@ -216,9 +220,10 @@ var one = kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}}
 
 // A badLaunch is a launch that returns an error, or launches nothing.
 type badLaunch struct {
-	want want
-	run  func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error
-	text string
+	want   want
+	driver bool // it is found by the driver
+	run    func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error
+	text   string
 }
 
 func (b *badLaunch) code(op *Op) string {
@@ -227,25 +232,25 @@ func (b *badLaunch) code(op *Op) string {
 }
 
 var badLaunches = []badLaunch{
-	{errs(kArgument), func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
+	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
 		return k.Launch(s, one, kernel.Ptr(x))
 	}, `k["iota"].Launch(s, one, kernel.Ptr(x))`},
-	{errs(kArgument), func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
+	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
 		return k.Launch(s, one, kernel.Ptr(x), kernel.Float32(1), kernel.Uint32(1), kernel.Int32(0))
 	}, `k["iota"].Launch(s, one, kernel.Ptr(x), kernel.Float32(1), kernel.Uint32(1), kernel.Int32(0))`},
-	{errs(kArgument), func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
+	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
 		return k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1025, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
 	}, `k["iota"].Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1025, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))`},
-	{errs(kArgument), func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
+	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
 		return k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 65536, 1}, Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
 	}, `k["iota"].Launch(s, kernel.Grid{Blocks: [3]uint32{1, 65536, 1}, Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))`},
-	{errs(kArgument), func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
+	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
 		return k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}, SharedBytes: 1 << 20}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
 	}, `k["iota"].Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}, SharedBytes: 1 << 20}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))`},
-	{errs("cuda:COOPERATIVE_LAUNCH_TOO_LARGE"), func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
+	{errs("cuda:COOPERATIVE_LAUNCH_TOO_LARGE"), true, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
 		return k.LaunchCooperative(s, kernel.Grid{Blocks: [3]uint32{1 << 20, 1, 1}, Threads: [3]uint32{256, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
 	}, `k["iota"].LaunchCooperative(s, kernel.Grid{Blocks: [3]uint32{1 << 20, 1, 1}, Threads: [3]uint32{256, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))`},
-	{fine, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
+	{fine, false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
 		return k.Launch(s, kernel.Grid{Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
 	}, `k["iota"].Launch(s, kernel.Grid{Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))`},
 }

@@ -281,6 +281,8 @@ func modelMake(m *model, op *Op) want {
 	case op.N > 0 && s.cap == nil && m.poolOf(s) != nil && m.poolOf(s).closed:
 		m.conflict = &conflict{s, -1} // it depends on what the pool has cached
 		return fine
+	case op.N > 0 && s.cap != nil && s.cap.invalid:
+		return errs(kCapture)
 	case op.N > mostBytes/int(op.B):
 		return errs(kOOM, kArgument)
 	}

@@ -57,9 +57,9 @@ var ncclKinds = map[string]*kind{
 				return errs(kArgument)
 			}
 			x, y = x.words(), y.words()
-			if writes(x).conflicts(reads(y)) && *x != *y || s.cap != nil && (s.cap.invalid || x.len() == 0) {
+			if writes(x).conflicts(reads(y)) && *x != *y || s.cap != nil && (s.cap.invalid || x.len() == 0 || *x == *y) {
 				// An error of NCCL would be the end of the communicator for all programs, and
-				// what it captures for no elements is its own business.
+				// what it captures for no elements or in place is its own business.
 				m.conflict = &conflict{s, -1}
 				return fine
 			}

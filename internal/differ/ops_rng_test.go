@@ -155,6 +155,10 @@ func (m *model) fillRandom(s *mStream, x *mRef, g *mGen, value func(uint32) (uin
 		}
 	}
 	w := work{sig: "kernel fill", accesses: []access{writes(x)}}
+	if s.cap != nil && s.cap.invalid {
+		g.offset += 4 // the numbers are lost
+		return errs(cuInvalidated)
+	}
 	if s.cap == nil {
 		w.effect = func(*launch) {
 			draw(place{g.seed, g.offset})

@@ -216,7 +216,9 @@ func typed[T memory.Element](r *runner, x Ref) (memory.Slice[T], error) {
 // end waits for the device, reads all memory that is open, and closes everything.
 func (r *runner) end(fatal bool) {
 	b := r.b
-	r.close(func(o any) bool { _, ok := o.(*graph.Recording); return ok })
+	for thread := range 2 { // the one that began it must end it
+		r.abort(thread)
+	}
 	err := b.dev.Sync(r.ctx)
 	r.out.Sticky = kindOf(err)
 	if err == nil && !fatal {
@@ -251,6 +253,21 @@ func (r *runner) end(fatal bool) {
 	}
 	if b.dev.Err() != nil {
 		r.out.Sticky = kindOf(b.dev.Err())
+	}
+}
+
+// abort ends the captures that a thread may end. r.end runs on thread 0.
+func (r *runner) abort(thread int) {
+	for _, n := range r.order {
+		rec, ok := r.objs[n].(*graph.Recording)
+		if !ok {
+			continue
+		}
+		if thread == 0 {
+			_ = rec.Abort()
+		} else {
+			r.on(thread, func() { _ = rec.Abort() })
+		}
 	}
 }
 

@@ -123,7 +123,11 @@ func (b *bench) close() error {
 type worker struct {
 	virtual, cuda *bench
 	seen          map[string]int // differences, by their sign
+	sticky        bool           // the last program on CUDA left an error
 }
+
+// spoiled reports whether further programs on CUDA would meet what one has left.
+func (w *worker) spoiled() bool { return w.cuda != nil && (w.sticky || w.cuda.dev.Err() != nil) }
 
 // programLimit is how long a program may take before it is taken for hung.
 const programLimit = 60 * time.Second
@@ -159,8 +163,8 @@ func workerMain(cuda bool, seed uint64) int {
 			if f != nil {
 				_ = out.Encode(message{Fail: f})
 			}
-			if f != nil && w.cuda != nil && w.cuda.dev.Err() != nil {
-				return 1 // the context is lost: the next process has another one
+			if w.spoiled() {
+				return 1 // the next process has another context
 			}
 		}
 		_ = out.Encode(message{Done: t})
@@ -189,10 +193,13 @@ func (w *worker) guarded(p *Program, t *tally) *failure {
 	fails := func(q *Program) bool {
 		watch := time.AfterFunc(programLimit, func() { os.Exit(3) })
 		defer watch.Stop()
+		if w.spoiled() {
+			return false
+		}
 		e := w.check(q, nil)
 		return e != nil && e.Class == d.Class && e.Sign == d.Sign && kindAt(q, e.Op) == kind
 	}
-	if w.cuda != nil && w.cuda.dev.Err() != nil || !fails(p.clone()) {
+	if w.spoiled() || !fails(p.clone()) {
 		f.Whole = true
 		return f
 	}
@@ -253,6 +260,7 @@ func (w *worker) run(p *Program) (virtual, cuda *outcome, err error) {
 		virtual = run(w.virtual, p)
 		if w.cuda != nil {
 			cuda = run(w.cuda, p)
+			w.sticky = cuda.Sticky != ""
 		}
 		return virtual, cuda, nil
 	}

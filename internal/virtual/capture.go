@@ -241,7 +241,7 @@ func (d driver) captureInfo(name string, h cudadrv.Stream) (status cudadrv.Captu
 	case s.capture == nil:
 		return cudadrv.CaptureNone, 0, cudadrv.Success
 	case s.capture.invalid:
-		return cudadrv.CaptureInvalidated, s.capture.id, cudadrv.Success
+		return cudadrv.CaptureInvalidated, 0, cudadrv.Success
 	}
 	return cudadrv.CaptureActive, s.capture.id, cudadrv.Success
 }

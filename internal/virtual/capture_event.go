@@ -43,7 +43,7 @@ func (s *stream) waitCaptured(e *event) cudadrv.Result {
 		if s.capture != nil {
 			s.capture.invalid = true
 		}
-		return cudadrv.ErrorCapturedEvent
+		return cudadrv.ErrorInvalidValue
 	case k.capture.invalid:
 		return cudadrv.ErrorStreamCaptureInvalidated
 	case s == s.dev.legacy:

@@ -154,7 +154,7 @@ func TestEventOfEndedCapture(t *testing.T) {
 	r := newRig(t, Config{Devices: 1})
 	s, e := r.stream(0), r.event(0)
 	r.captured(s, func() { r.do(0, func() cudadrv.Result { return r.drv.EventRecord(e, s) }) })
-	require.Equal(t, cudadrv.ErrorCapturedEvent, r.on(0, func() cudadrv.Result { return r.drv.StreamWaitEvent(s, e, 0) }))
+	require.Equal(t, cudadrv.ErrorInvalidValue, r.on(0, func() cudadrv.Result { return r.drv.StreamWaitEvent(s, e, 0) }))
 	require.Equal(t, cudadrv.ErrorCapturedEvent, r.on(0, func() cudadrv.Result { return r.drv.EventQuery(e) }))
 	r.do(0, func() cudadrv.Result { return r.drv.EventRecord(e, s) })
 	r.do(0, func() cudadrv.Result { return r.drv.StreamWaitEvent(s, e, 0) })

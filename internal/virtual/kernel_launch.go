@@ -44,6 +44,9 @@ func (d driver) launch(name string, fh cudadrv.Function, grid, block [3]uint32, 
 	threads := int(block[0] * block[1] * block[2])
 	blocks := uint64(grid[0]) * uint64(grid[1]) * uint64(grid[2])
 	if together && blocks > uint64(d.m.cfg.SMs)*uint64(residentBlocks(threads, uintptr(sharedBytes))) {
+		if s.capture != nil {
+			s.capture.invalid = true
+		}
 		return cudadrv.ErrorCooperativeLaunchTooLarge
 	}
 	k := &KernelCall{kernel: &f.kernel, grid: grid, block: block}

@@ -199,23 +199,10 @@ func (m *model) mark(e *mEvent, s *mStream) want {
 	return fine
 }
 
-// forbids reports whether the capture forbids unsafe calls to the calling thread.
-func (m *model) forbids(c *mCapture) bool {
-	return c.mode != 2 && c.thread == m.thread || c.mode == 1
-}
-
-// unsettled reports whether a capture is open that waits of the host, and the end of
-// graphs, spoil on CUDA. Virtual devices let them pass.
-func (m *model) unsettled() bool { return slices.ContainsFunc(m.open, m.forbids) }
-
-// unsafe is a call that CUDA forbids to threads that capture. It reports whether
-// the call may be made.
-func (m *model) unsafe() bool {
-	ok := true
-	for _, c := range m.open {
-		if m.forbids(c) {
-			c.invalid, ok = true, false
-		}
-	}
-	return ok
+// forbidden reports whether a capture forbids unsafe calls to the calling thread, such
+// as to wait.
+func (m *model) forbidden() bool {
+	return slices.ContainsFunc(m.open, func(c *mCapture) bool {
+		return c.mode != 2 && c.thread == m.thread || c.mode == 1
+	})
 }

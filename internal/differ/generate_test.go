@@ -24,8 +24,8 @@ type generator struct {
 // generate draws the program of a seed and an index.
 func generate(seed uint64, index int) *Program {
 	g := &generator{rnd: source(seed, index), m: newModel(), wants: make([]want, 1<<12)}
-	g.weigh()
-	p := &Program{Seed: seed, Index: index}
+	p := &Program{Seed: seed, Index: index, Fatal: index%fatalEvery == fatalEvery-1}
+	g.weigh(p.Fatal)
 	for _, name := range []string{"stream new", "stream new", "make", "make"} {
 		g.add(&p.Ops, name)
 	}
@@ -38,7 +38,6 @@ func generate(seed uint64, index int) *Program {
 	if g.chance(3) {
 		g.left *= 5
 	}
-	p.Fatal = index%fatalEvery == fatalEvery-1
 	for g.left > 0 {
 		g.add(&p.Ops, "")
 	}
@@ -58,13 +57,16 @@ func generate(seed uint64, index int) *Program {
 }
 
 // fatalEvery is how many programs there are for one that loses its device.
-const fatalEvery = 500
+const fatalEvery = 1000
 
 // weigh sets how likely each kind is. Programs differ in that, so that some have
 // much of what is rare in others.
-func (g *generator) weigh() {
+func (g *generator) weigh(fatal bool) {
 	for _, name := range names {
 		w := kinds[name].weight * 4
+		if fatal && name == "collective" { // its process would need a communicator
+			w = 0
+		}
 		switch g.rnd.IntN(8) {
 		case 0:
 			w *= 4

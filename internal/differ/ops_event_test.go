@@ -130,13 +130,10 @@ var eventKinds = map[string]*kind{
 				return errs(kAbsent)
 			case e.closed || start.closed:
 				return errs(kClosed, kCapture)
-			case e.cap != nil || start.cap != nil || e.failed || start.failed:
+			case e.cap != nil || start.cap != nil || e.failed || start.failed || m.forbidden():
 				return errs(kCapture)
 			case !e.timing || !start.timing || !e.recorded || !start.recorded:
 				return errs(cuHandle)
-			}
-			if _, ok := m.askable(e); !ok {
-				return errs(cuUnsupported)
 			}
 			if !m.passed(e) || !m.passed(start) {
 				return want{kinds: []string{"", "cuda:NOT_READY"}}
@@ -155,8 +152,8 @@ func (m *model) askable(e *mEvent) (want, bool) {
 		return errs(kClosed), false
 	case e.cap != nil || e.failed: // Chorus takes it for captured since
 		return errs(kCapture), false
-	case !m.unsafe():
-		return errs(cuUnsupported), false
+	case m.forbidden():
+		return errs(kCapture), false
 	}
 	return fine, true
 }

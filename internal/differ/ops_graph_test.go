@@ -100,10 +100,6 @@ var graphKinds = map[string]*kind{
 			if w, ok := m.mayBegin(s, int(op.A)); !ok {
 				return w
 			}
-			if m.unsettled() || len(m.bodies) > 0 && (op.A == 1 || m.thread == 0) {
-				m.conflict = &conflict{s, -1}
-				return fine
-			}
 			m.objs[op.R] = m.begin(s, int(op.A), m.thread, pool)
 			return fine
 		},
@@ -137,9 +133,6 @@ var graphKinds = map[string]*kind{
 				return errs(kClosed)
 			case c.mode != 2 && c.thread != m.thread:
 				return errs(cuWrongThread)
-			case slices.ContainsFunc(m.open, func(o *mCapture) bool { return o != c && m.forbids(o) }):
-				m.conflict = &conflict{c.origin, -1}
-				return fine
 			}
 			return m.instantiate(c, op.R)
 		},
@@ -241,7 +234,7 @@ var graphKinds = map[string]*kind{
 			switch {
 			case x == nil:
 				return errs(kAbsent)
-			case x.doubt || !x.closed && m.unsettled():
+			case x.doubt:
 				m.conflict = &conflict{nil, -1}
 				return fine
 			case !x.closed:
@@ -318,10 +311,6 @@ func enterCapture(m *model, op *Op) (want, bool) {
 	}
 	if !ok {
 		return w, false
-	}
-	if m.unsettled() {
-		m.conflict = &conflict{list[0], -1}
-		return fine, false
 	}
 	c := m.begin(list[0], int(op.A), m.thread, pool)
 	for _, s := range list[1:] {

@@ -163,12 +163,12 @@ var memoryKinds = map[string]*kind{
 			if x == nil {
 				return w
 			}
-			if w, ok := m.hostCopy(s, x); !ok {
+			w, ok := m.hostCopy(s, x)
+			switch {
+			case x.len() > 0 && m.forbidden(): // it waits
+				return errs(append(w.kinds, kCapture)...)
+			case !ok:
 				return w
-			}
-			if m.unsettled() {
-				m.conflict = &conflict{s, -1}
-				return fine
 			}
 			out := x.read()
 			w = m.submit(s, work{accesses: []access{reads(x)}})

@@ -30,7 +30,7 @@ var streamKinds = map[string]*kind{
 	"stream close": {
 		weight: 2,
 		draw:   drawStream,
-		run:    onStream(func(r *runner, s *stream.Stream, _ *result) error { r.closed = true; return s.Close() }),
+		run:    onStream(func(r *runner, s *stream.Stream, _ *result) error { r.b.closed++; return s.Close() }),
 		model: ofStream(func(m *model, s *mStream) want {
 			switch {
 			case s.closed:
@@ -176,11 +176,7 @@ var streamKinds = map[string]*kind{
 		run:    func(r *runner, op *Op, _ *result) error { return r.b.dev.Sync(context.Background()) },
 		model: func(m *model, op *Op) want {
 			if len(m.open) > 0 {
-				// cuCtxSynchronize concerns all streams of the device.
-				for _, c := range m.open {
-					c.invalid = true
-				}
-				return errs(cuUnsupported)
+				return errs(kCapture) // cuCtxSynchronize concerns all streams of the device
 			}
 			for _, s := range m.slots[1:] {
 				m.await(s)
@@ -201,9 +197,8 @@ func (m *model) waitable(s *mStream) (want, bool) {
 		return errs(kClosed), false
 	case s.cap != nil:
 		return errs(kCapture), false
-	case m.unsettled():
-		m.conflict = &conflict{s, -1}
-		return fine, false
+	case m.forbidden():
+		return errs(kCapture), false
 	}
 	return fine, true
 }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -81,14 +82,29 @@ func newBench(backend string) (*bench, error) {
 	if b.s, err = stream.New(b.dev, nil); err != nil {
 		return nil, err
 	}
+	b.host, err = memory.MakePinned[byte](b.dev, 1<<20)
+	return b, err
+}
+
+// join gives the bench a communicator, which takes long.
+func (b *bench) join() (err error) {
 	id, err := nccl.NewUniqueID(b.dev)
+	if err != nil {
+		return err
+	}
+	if b.comm, err = nccl.NewCommunicator(context.Background(), b.dev, id, 0, 1, nil); err != nil {
+		return err
+	}
+	return b.warm()
+}
+
+// newWholeBench is newBench with a communicator.
+func newWholeBench(backend string) (*bench, error) {
+	b, err := newBench(backend)
 	if err != nil {
 		return nil, err
 	}
-	if b.comm, err = nccl.NewCommunicator(context.Background(), b.dev, id, 0, 1, nil); err != nil {
-		return nil, err
-	}
-	return b, b.warm()
+	return b, b.join()
 }
 
 // warm makes what exists from first use on, which a capture forbids.
@@ -112,7 +128,10 @@ func (b *bench) warm() error {
 
 // close gives up what newBench has made.
 func (b *bench) close() error {
-	err := errors.Join(b.comm.Close(), b.s.Close(), b.module.Close())
+	if b.comm != nil {
+		_ = b.comm.Close()
+	}
+	err := errors.Join(b.s.Close(), b.module.Close(), b.host.Close())
 	for _, x := range b.idle {
 		err = errors.Join(err, x.s.Close())
 	}
@@ -135,8 +154,8 @@ const programLimit = 60 * time.Second
 func newWorker(cuda bool) (*worker, error) {
 	w := &worker{seen: map[string]int{}}
 	var err error
-	if w.virtual, err = newBench("virtual"); err == nil && cuda {
-		w.cuda, err = newBench("cuda")
+	if w.virtual, err = newWholeBench("virtual"); err == nil && cuda {
+		w.cuda, err = newWholeBench("cuda")
 	}
 	return w, err
 }
@@ -310,7 +329,7 @@ func outcomeMain() int {
 
 // renew replaces virtual devices that a program has lost or left in a mess.
 func (w *worker) renew() {
-	if b, err := newBench("virtual"); err == nil {
+	if b, err := newWholeBench("virtual"); err == nil {
 		_ = w.virtual.close() // the programs have what they found of it
 		w.virtual = b
 	}

@@ -29,7 +29,7 @@ type bench struct {
 	idle    []idleStream   // that programs have left open
 	closed  int            // streams that programs have closed since the cache was emptied
 	host    *memory.Pinned[byte]
-	total   uint64         // memory of the device
+	total   uint64 // memory of the device
 }
 
 // An idleStream is one that the next program may have: new ones would each need
@@ -242,8 +242,9 @@ func (r *runner) end(fatal bool) {
 		r.out.Stats = st
 	}
 	_ = b.dev.Sync(r.ctx) // of events of the allocator
-	if r.closed {         // the memory that is cached for it nobody else gets
+	if b.closed > 20 {    // the memory that is cached for them nobody else gets
 		_ = memory.EmptyCache(b.dev)
+		b.closed = 0
 	}
 	if b.dev.Err() != nil {
 		r.out.Sticky = kindOf(b.dev.Err())

@@ -110,6 +110,7 @@ func between(p *Program, m *model, wants []want, a, b *outcome) *difference {
 		}
 		w, x, y := &wants[op.at], &a.Results[op.at], &b.Results[op.at]
 		switch {
+		case explained(p.Fatal, op.K, x, y) != "":
 		case x.Kind != y.Kind && !slices.Contains(w.kinds, ""):
 			found = &difference{"error", op.at, fmt.Sprintf("%v: virtual devices return %q (%s), CUDA %q (%s)", op, x.Kind, x.Err, y.Kind, y.Err),
 				fmt.Sprintf(": virtual devices %q, CUDA %q", x.Kind, y.Kind)}
@@ -134,7 +135,7 @@ func between(p *Program, m *model, wants []want, a, b *outcome) *difference {
 		}
 	}
 	for i := range min(len(a.Close), len(b.Close)) {
-		if x, y := a.Close[i], b.Close[i]; x.Kind != y.Kind {
+		if x, y := a.Close[i], b.Close[i]; x.Kind != y.Kind && explained(p.Fatal, "", &x, &y) == "" {
 			return &difference{"close", -1, fmt.Sprintf("close: virtual devices return %q (%s), CUDA %q (%s)", x.Kind, x.Err, y.Kind, y.Err), fmt.Sprintf(": %q %q", x.Kind, y.Kind)}
 		}
 	}

@@ -90,27 +90,25 @@ var eventKinds = map[string]*kind{
 		}),
 		code: func(op *Op) string { return fmt.Sprintf("return e%d.Sync(context.Background())", op.O) },
 	},
-	"event query": {
+	"event query": { // until it says that the point has been passed
 		weight: 3,
 		draw:   drawEvent,
 		run: onEvent(func(r *runner, e *stream.Event, res *result) error {
-			done, err := e.Query()
+			done, err := until(e.Query)
 			res.Text = fmt.Sprint(done)
 			return err
 		}),
 		model: ofEvent(func(m *model, e *mEvent) want {
 			w, ok := m.askable(e)
-			switch {
-			case !ok:
-				w.text = "false"
-			case m.passed(e):
-				w.text = "true"
-			default:
-				w.text = anyText
+			w.text = fmt.Sprint(ok)
+			if ok && e.recorded {
+				m.host.join(e.at)
 			}
 			return w
 		}),
-		code: func(op *Op) string { return fmt.Sprintf("_, err = e%d.Query()\nreturn err", op.O) },
+		code: func(op *Op) string {
+			return fmt.Sprintf("for done := false; !done && err == nil; {\ndone, err = e%d.Query()\n}\nreturn err", op.O)
+		},
 	},
 	"event elapsed": {
 		weight: 2,

@@ -127,7 +127,12 @@ var memoryKinds = map[string]*kind{
 		weight: 9,
 		draw:   func(g *generator, op *Op) bool { op.A = int64(g.rnd.IntN(256)); return drawWrite(g, op) },
 		run: func(r *runner, op *Op, _ *result) error {
-			return onPart(r, op, func(s *stream.Stream, x memory.Slice[byte]) error { return x.CopyFrom(s, pattern(op.A, x.Len())) })
+			return onPart(r, op, func(s *stream.Stream, x memory.Slice[byte]) error {
+				host := pattern(op.A, x.Len())
+				err := x.CopyFrom(s, host)
+				clear(host) // which may be used again
+				return err
+			})
 		},
 		model: func(m *model, op *Op) want {
 			s, x, w := m.operands(op, op.X)

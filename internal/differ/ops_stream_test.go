@@ -77,14 +77,11 @@ var streamKinds = map[string]*kind{
 			return fmt.Sprintf("ctx, cancel := context.WithTimeout(context.Background(), time.Minute)\ndefer cancel()\nreturn s%d.Sync(ctx)", op.S)
 		},
 	},
-	"stream query": {
+	"stream query": { // until it says that everything is done
 		weight: 3,
 		draw:   drawStream,
 		run: onStream(func(r *runner, s *stream.Stream, res *result) error {
-			done, err := s.Query()
-			// The watchdog of a communicator may have put an event there just now.
-			for start := time.Now(); err == nil && !done && time.Since(start) < 10*time.Second; done, err = s.Query() {
-			}
+			done, err := until(s.Query)
 			res.Text = fmt.Sprint(done)
 			return err
 		}),
@@ -93,9 +90,12 @@ var streamKinds = map[string]*kind{
 				w.text = "false"
 				return w
 			}
+			m.await(s)
 			return want{text: "true"}
 		}),
-		code: func(op *Op) string { return fmt.Sprintf("_, err = s%d.Query()\nreturn err", op.S) },
+		code: func(op *Op) string {
+			return fmt.Sprintf("for done := false; !done && err == nil; {\ndone, err = s%d.Query()\n}\nreturn err", op.S)
+		},
 	},
 	"stream capturing": {
 		weight: 2,
@@ -188,6 +188,14 @@ var streamKinds = map[string]*kind{
 }
 
 const anyText = "*" // nobody knows the text
+
+// until asks until the answer is yes.
+func until(query func() (bool, error)) (done bool, err error) {
+	for start := time.Now(); err == nil && !done && time.Since(start) < 10*time.Second; {
+		done, err = query()
+	}
+	return done, err
+}
 
 // waitable says what a wait of the host for the stream returns, and whether it
 // waits.

@@ -21,6 +21,7 @@ type mCapture struct {
 
 type mNode struct {
 	work
+	s      *mStream
 	before uint64 // the nodes that come before it
 }
 
@@ -61,7 +62,7 @@ func (m *model) record(s *mStream, w work) want {
 		return errs(cuInvalidated)
 	}
 	if len(c.nodes) >= maxNodes {
-		m.conflict = &conflict{s, -1}
+		m.conflict = &conflict{s: s, slot: -1}
 		return fine
 	}
 	for i, n := range c.nodes {
@@ -70,21 +71,21 @@ func (m *model) record(s *mStream, w work) want {
 		}
 		for _, a := range w.accesses {
 			if slices.ContainsFunc(n.accesses, a.conflicts) {
-				m.conflict = &conflict{s, -1}
+				m.conflict = &conflict{s: s, slot: -1, with: n.s}
 				return fine
 			}
 		}
 	}
 	for _, a := range w.accesses {
 		if a.gone() || a.m.born == c && a.m.after&^s.tail != 0 {
-			m.conflict = &conflict{s, -1}
+			m.conflict = &conflict{s: s, slot: -1}
 			return fine
 		}
 	}
 	if w.sig == "" {
 		return fine
 	}
-	c.nodes = append(c.nodes, mNode{w, s.tail})
+	c.nodes = append(c.nodes, mNode{w, s, s.tail})
 	s.tail |= 1 << (len(c.nodes) - 1)
 	return fine
 }

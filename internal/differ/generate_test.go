@@ -112,6 +112,7 @@ func (g *generator) emit(list *[]Op, op Op, tries int) bool {
 		*list = append(*list, op)
 		if op.R > 0 && g.m.objs[op.R] != nil {
 			g.objects = append(g.objects, op.R)
+			g.launches(list, op.R)
 		}
 		return true
 	}
@@ -123,13 +124,26 @@ func (g *generator) emit(list *[]Op, op Op, tries int) bool {
 	return false
 }
 
+// launches launches a new graph, mostly.
+func (g *generator) launches(list *[]Op, x int) {
+	if ok, closed := isExec(g.m.objs[x]); !ok || closed {
+		return
+	}
+	for range g.rnd.IntN(4) {
+		op := Op{K: "launch", O: x}
+		if drawStream(g, &op) {
+			g.emit(list, op, 3)
+		}
+	}
+}
+
 // body draws what the function of an operation does.
 func (g *generator) body(op *Op) {
 	k, before := kinds[op.K], g.m.thread
 	g.m.thread = max(g.m.thread, op.T)
 	if _, enter := k.enter(g.m, op); enter {
 		g.depth++
-		for range 1 + g.rnd.IntN(8) {
+		for range 1 + g.rnd.IntN(14) {
 			g.add(&op.Do, "")
 		}
 		g.depth--
@@ -142,6 +156,9 @@ func (g *generator) body(op *Op) {
 
 // repair returns an operation that orders what is in conflict.
 func (g *generator) repair(op *Op, c conflict) (Op, bool) {
+	if c.with != nil && c.with.cap == c.s.cap && c.with != c.s {
+		return Op{K: "stream wait stream", S: c.s.obj, O: c.with.obj}, true
+	}
 	if c.slot <= 0 {
 		return Op{}, false
 	}

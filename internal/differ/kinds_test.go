@@ -30,7 +30,7 @@ var kinds = map[string]*kind{}
 var names []string
 
 func init() {
-	for _, list := range []map[string]*kind{streamKinds, eventKinds, memoryKinds, pinnedKinds, poolKinds, kernelKinds, rngKinds, graphKinds, ncclKinds} {
+	for _, list := range []map[string]*kind{streamKinds, eventKinds, memoryKinds, pinnedKinds, poolKinds, kernelKinds, rngKinds, graphKinds, ncclKinds, tensorKinds, limitKinds} {
 		maps.Copy(kinds, list)
 	}
 	names = slices.Sorted(maps.Keys(kinds))

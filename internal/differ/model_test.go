@@ -8,6 +8,7 @@ import "slices"
 type model struct {
 	objs    map[int]any
 	slots   []*mStream // by slot; 0 is the host
+	legacy  *mStream   // the default stream, if it is used
 	host    clock
 	hostAt  int
 	threads [2]*mCapture // the capture that forbids unsafe calls, by OS thread
@@ -34,6 +35,7 @@ const maxCallbacks = 8
 type conflict struct {
 	s    *mStream // of the operation; nil is the host
 	slot int      // of the earlier one, or -1 where waiting does not help
+	with *mStream // that the earlier one was captured on
 }
 
 // mStats are the statistics that torch's rules say.
@@ -207,11 +209,11 @@ func (m *model) submit(s *mStream, w work) want {
 func (m *model) races(s *mStream, seen clock, slot int, list []access) bool {
 	for _, a := range list {
 		if a.gone() {
-			m.conflict = &conflict{s, -1}
+			m.conflict = &conflict{s: s, slot: -1}
 			return true
 		}
 		if other := a.unordered(seen, slot); other >= 0 {
-			m.conflict = &conflict{s, other}
+			m.conflict = &conflict{s: s, slot: other}
 			return true
 		}
 	}
@@ -257,7 +259,7 @@ func (m *model) sealed(x *mMem) bool {
 	}
 	for _, u := range x.uses {
 		if after[u.slot] < u.at {
-			m.conflict = &conflict{x.s, u.slot}
+			m.conflict = &conflict{s: x.s, slot: u.slot}
 			return false
 		}
 	}

@@ -72,6 +72,8 @@ var eventKinds = map[string]*kind{
 				return errs(kAbsent)
 			case e.closed || s.closed:
 				return errs(kClosed)
+			case s == m.legacy && (e.cap != nil || e.failed):
+				return errs(kCapture)
 			}
 			return m.waitFor(s, e)
 		},

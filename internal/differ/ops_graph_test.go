@@ -22,7 +22,7 @@ var graphKinds = map[string]*kind{
 				return false
 			}
 			op.R, op.V, op.Fail = g.number(), []int{op.S}, g.chance(8)
-			for range g.rnd.IntN(3) {
+			for range g.rnd.IntN(4) {
 				var s int
 				if g.any(&s, isStream) && (!slices.Contains(op.V, s) || g.chance(5)) {
 					op.V = append(op.V, s)
@@ -235,7 +235,7 @@ var graphKinds = map[string]*kind{
 			case x == nil:
 				return errs(kAbsent)
 			case x.doubt:
-				m.conflict = &conflict{nil, -1}
+				m.conflict = &conflict{s: nil, slot: -1}
 				return fine
 			case !x.closed:
 				x.closed = true
@@ -277,6 +277,8 @@ func (m *model) mayBegin(s *mStream, mode int) (want, bool) {
 	switch {
 	case s.closed:
 		return errs(kClosed), false
+	case s == m.legacy:
+		return errs(cuUnsupported, kCapture), false
 	case s.cap != nil, mode != 2 && m.threads[m.thread] != nil:
 		return errs(kCapture), false
 	}
@@ -314,6 +316,11 @@ func enterCapture(m *model, op *Op) (want, bool) {
 	}
 	c := m.begin(list[0], int(op.A), m.thread, pool)
 	for _, s := range list[1:] {
+		if s == m.legacy { // it takes part in no capture
+			m.finish(c)
+			m.drop(c)
+			return errs(kCapture), false
+		}
 		c.join(s, 0)
 	}
 	m.bodies = append(m.bodies, c)
@@ -382,7 +389,7 @@ func (m *model) mayLaunch(op *Op) (*mExec, *mStream, want) {
 	case x == nil || s == nil:
 		return nil, nil, errs(kAbsent)
 	case x.doubt:
-		m.conflict = &conflict{s, -1}
+		m.conflict = &conflict{s: s, slot: -1}
 		return nil, nil, fine
 	case s.closed:
 		return nil, nil, errs(kClosed)
@@ -442,7 +449,7 @@ func modelUpdate(m *model, op *Op) want {
 	case x == nil || o == nil:
 		return errs(kAbsent)
 	case x.doubt || o.doubt:
-		m.conflict = &conflict{nil, -1}
+		m.conflict = &conflict{s: nil, slot: -1}
 		return fine
 	case x.closed || o.closed:
 		return errs(kClosed)
@@ -454,7 +461,7 @@ func modelUpdate(m *model, op *Op) want {
 		return errs(kUpdate)
 	}
 	for i := range x.nodes {
-		if a, b := x.nodes[i], nodes[i]; a.sig != b.sig || a.before != b.before || a.sig == "nccl" {
+		if a, b := x.nodes[i], nodes[i]; a.sig != b.sig || a.before != b.before || a.sig == "nccl" || a.sig == "tensor" {
 			m.vague, x.doubt = true, true
 			return want{any: true}
 		}

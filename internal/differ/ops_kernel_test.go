@@ -160,7 +160,7 @@ var kernelKinds = map[string]*kind{
 			s, x, w := m.operands(op, op.X)
 			switch {
 			case x == nil || x.len() < 4 || x.lo%4 != 0 || s.cap != nil || len(m.open) > 0:
-				m.conflict = &conflict{s, -1}
+				m.conflict = &conflict{s: s, slot: -1}
 				return w
 			case m.races(s, s.now(), s.slot, []access{writes(x)}):
 				return fine
@@ -306,7 +306,7 @@ func onWords(both bool, does func(op *Op, x, y *mRef) work) func(*model, *Op) wa
 			y = y.words()
 			if writes(x).conflicts(reads(y)) && (op.K != "axpb" || *x != *y) || y.len() < needs(op, x.len()) {
 				// The threads of the kernel would race, or read what is not theirs.
-				m.conflict = &conflict{s, -1}
+				m.conflict = &conflict{s: s, slot: -1}
 				return fine
 			}
 		}

@@ -91,7 +91,7 @@ var memoryKinds = map[string]*kind{
 			case s.closed:
 				return errs(kClosed)
 			case x.doubt:
-				m.conflict = &conflict{s, -1}
+				m.conflict = &conflict{s: s, slot: -1}
 				return fine
 			case s == x.s:
 				return fine
@@ -217,7 +217,7 @@ var memoryKinds = map[string]*kind{
 			case x.len() == 0:
 				return fine
 			case reads(y).conflicts(writes(x)): // CUDA does not define it
-				m.conflict = &conflict{s, -1}
+				m.conflict = &conflict{s: s, slot: -1}
 				return fine
 			}
 			return m.submit(s, work{sig: "memcpy", accesses: []access{reads(y), writes(x)}, effect: func(*launch) { x.set(y.read()) }})
@@ -284,7 +284,7 @@ func modelMake(m *model, op *Op) want {
 		m.objs[op.R] = &mMem{doubt: true, s: s}
 		return want{any: true}
 	case op.N > 0 && s.cap == nil && m.poolOf(s) != nil && m.poolOf(s).closed:
-		m.conflict = &conflict{s, -1} // it depends on what the pool has cached
+		m.conflict = &conflict{s: s, slot: -1} // it depends on what the pool has cached
 		return fine
 	case op.N > 0 && s.cap != nil && s.cap.invalid:
 		return errs(kCapture)
@@ -334,7 +334,7 @@ func (m *model) closeMem(x *mMem) want {
 	} else if !x.born.ended {
 		for i, n := range x.born.nodes {
 			if x.s.tail&(1<<i) == 0 && slices.ContainsFunc(n.accesses, func(a access) bool { return a.m == x }) {
-				m.conflict = &conflict{x.s, -1}
+				m.conflict = &conflict{s: x.s, slot: -1}
 				return fine
 			}
 		}
@@ -390,7 +390,7 @@ func (m *model) operands(op *Op, x Ref) (*mStream, *mRef, want) {
 		return nil, nil, errs(kAbsent)
 	}
 	if mem.doubt {
-		m.conflict = &conflict{s, -1}
+		m.conflict = &conflict{s: s, slot: -1}
 		return nil, nil, fine
 	}
 	r := m.ref(x)

@@ -60,7 +60,7 @@ var ncclKinds = map[string]*kind{
 			if writes(x).conflicts(reads(y)) && *x != *y || s.cap != nil && (s.cap.invalid || x.len() == 0 || *x == *y) {
 				// An error of NCCL would be the end of the communicator for all programs, and
 				// what it captures for no elements or in place is its own business.
-				m.conflict = &conflict{s, -1}
+				m.conflict = &conflict{s: s, slot: -1}
 				return fine
 			}
 			if x.len() == 0 {

@@ -27,6 +27,22 @@ var streamKinds = map[string]*kind{
 			return fmt.Sprintf("s%d, err = stream.New(dev, &stream.Config{Priority: %d})\nreturn err", op.R, op.A)
 		},
 	},
+	"stream default": {
+		weight: 1,
+		draw: func(g *generator, op *Op) bool {
+			op.R = g.number()
+			return g.m.legacy == nil && g.chance(50)
+		},
+		run: func(r *runner, op *Op, _ *result) error { return r.put(op, stream.Default(r.b.dev), nil) },
+		model: func(m *model, op *Op) want {
+			if m.legacy == nil {
+				m.legacy = m.newStream(op.R)
+			}
+			m.objs[op.R] = m.legacy
+			return fine
+		},
+		code: func(op *Op) string { return fmt.Sprintf("s%d = stream.Default(dev)\nreturn nil", op.R) },
+	},
 	"stream close": {
 		weight: 2,
 		draw:   drawStream,
@@ -35,6 +51,8 @@ var streamKinds = map[string]*kind{
 			switch {
 			case s.closed:
 				return fine
+			case s == m.legacy:
+				return errs(kArgument)
 			case s.cap != nil:
 				return errs(kCapture)
 			}
@@ -134,6 +152,8 @@ var streamKinds = map[string]*kind{
 				return errs(kClosed)
 			case s == o:
 				return fine
+			case s == m.legacy && o.cap != nil: // it takes part in no capture
+				return errs(kCapture)
 			}
 			e := &mEvent{}
 			if w := m.mark(e, o); w.any || len(w.kinds) > 0 {

@@ -36,9 +36,9 @@ type coder struct {
 
 // prefixes are how the objects of a kind are named.
 var prefixes = map[string][2]string{
-	"stream new": {"s", "*stream.Stream"}, "event new": {"e", "*stream.Event"}, "make": {"x", "*buf"},
+	"stream new": {"s", "*stream.Stream"}, "stream default": {"s", "*stream.Stream"}, "event new": {"e", "*stream.Event"}, "make": {"x", "*buf"},
 	"pinned new": {"h", "*memory.Pinned[byte]"}, "generator new": {"g", "*rng.Generator"}, "pool new": {"p", "*memory.Pool"},
-	"capture": {"x", "*graph.Exec"}, "end": {"x", "*graph.Exec"}, "begin": {"r", "*graph.Recording"},
+	"capture": {"x", "*graph.Exec"}, "end": {"x", "*graph.Exec"}, "begin": {"r", "*graph.Recording"}, "raw alloc": {"a", "uint64"},
 }
 
 func (c *coder) declare(op *Op) {
@@ -51,7 +51,7 @@ func (c *coder) declare(op *Op) {
 	}
 }
 
-var objectNames = regexp.MustCompile(`\b[sexhgpr][0-9]+\b`)
+var objectNames = regexp.MustCompile(`\b[sexhgpra][0-9]+\b`)
 
 func (c *coder) statement(op *Op) string {
 	code := kinds[op.K].code(op)
@@ -99,10 +99,12 @@ import (
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
 )
 
 var (
 	_ = time.Minute
+	_ tensor.Tensor
 	_ graph.Config
 	_ rng.Generator
 	calls [8]atomic.Int64
@@ -133,7 +135,14 @@ func main() {
 			panic(err)
 		}
 	}
-	_, _ = c, k
+	mask, err := kernel.NewElementwise("template <typename T> T mask(T x, T y, T a) { return (x & y) ^ a; }", &kernel.ElementwiseConfig{
+		Defaults: []kernel.Operand{kernel.Set("a", int32(0))},
+		Ints:     func(in, out []int64) { out[0] = in[0]&in[1] ^ in[2] },
+	})
+	if err != nil {
+		panic(err)
+	}
+	_, _, _ = c, k, mask
 VARS
 STATEMENTS
 	fmt.Println("device:", dev.Sync(context.Background()))

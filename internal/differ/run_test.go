@@ -23,7 +23,7 @@ type bench struct {
 	dev     *device.Device
 	module  *kernel.Module
 	kernels map[string]*kernel.Kernel
-	doubled *kernel.Elementwise
+	mask    *kernel.Elementwise
 	comm    *nccl.Communicator
 	s       *stream.Stream // of the bench
 	idle    []idleStream   // that programs have left open
@@ -316,6 +316,9 @@ func (r *runner) close(choose func(any) bool) {
 
 // keep keeps a stream for the next program.
 func (r *runner) keep(s *stream.Stream) bool {
+	if s == stream.Default(r.b.dev) {
+		return true // nobody closes it
+	}
 	p, err := s.Priority()
 	if err != nil || len(r.b.idle) > 8 {
 		return false

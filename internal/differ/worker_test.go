@@ -79,6 +79,9 @@ func newBench(backend string) (*bench, error) {
 			return nil, err
 		}
 	}
+	if b.mask, err = kernel.NewElementwise(maskCode, &maskConfig); err != nil {
+		return nil, err
+	}
 	if b.s, err = stream.New(b.dev, nil); err != nil {
 		return nil, err
 	}
@@ -131,7 +134,7 @@ func (b *bench) close() error {
 	if b.comm != nil {
 		_ = b.comm.Close()
 	}
-	err := errors.Join(b.s.Close(), b.module.Close(), b.host.Close())
+	err := errors.Join(b.s.Close(), b.module.Close(), b.mask.Close(), b.host.Close())
 	for _, x := range b.idle {
 		err = errors.Join(err, x.s.Close())
 	}

@@ -64,7 +64,7 @@ const fatalEvery = 1000
 func (g *generator) weigh(fatal bool) {
 	for _, name := range names {
 		w := kinds[name].weight * 4
-		if fatal && name == "collective" { // its process would need a communicator
+		if fatal && (name == "collective" || name == "nccl group") { // its process would need a communicator
 			w = 0
 		}
 		switch g.rnd.IntN(8) {

@@ -17,6 +17,7 @@ type model struct {
 	thread  int         // that carries the operation out
 	debug   bool        // SyncError holds
 	debugs  []bool
+	group   *mGroup // that is open
 	calls   [maxCallbacks]int
 	stats   mStats
 	pools   map[int][]*mPool // in use, by stream
@@ -75,6 +76,7 @@ type mStream struct {
 	seen          clock
 	closed        bool
 	cap           *mCapture
+	panicked      bool   // a callback did, and no wait has told
 	tail          uint64 // the nodes of cap that come before what follows
 }
 
@@ -104,6 +106,7 @@ type mMem struct {
 }
 
 type mPool struct {
+	users  []*mStream // that it was used on
 	closed bool
 	bytes  int  // of open memory
 	whole  bool // each block is a segment
@@ -186,6 +189,10 @@ type work struct {
 
 // submit enqueues work on a stream or records it.
 func (m *model) submit(s *mStream, w work) want {
+	if m.pends(w.accesses) {
+		m.conflict = &conflict{s: s, slot: -1}
+		return fine
+	}
 	if s.cap != nil {
 		return m.record(s, w)
 	}

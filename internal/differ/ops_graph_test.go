@@ -274,6 +274,10 @@ func (m *model) capturePool(op *Op) (*mPool, want, bool) {
 
 // mayBegin says what the beginning of a capture returns, and whether it begins.
 func (m *model) mayBegin(s *mStream, mode int) (want, bool) {
+	if m.group != nil { // it comes before the group, or the group is refused
+		m.conflict = &conflict{s: s, slot: -1}
+		return fine, false
+	}
 	switch {
 	case s.closed:
 		return errs(kClosed), false

@@ -233,6 +233,13 @@ func (b *badLaunch) code(op *Op) string {
 
 var badLaunches = []badLaunch{
 	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
+		f, err := memory.View[float32](x.Buffer(), x.Offset(), x.Len())
+		if err != nil {
+			return err
+		}
+		return k.Launch(s, one, kernel.Ptr(f), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
+	}, `k["iota"].Launch(s, one, kernel.Ptr(memory.Slice[float32]{}), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0), kernel.Ptr(x))`},
+	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
 		return k.Launch(s, one, kernel.Ptr(x))
 	}, `k["iota"].Launch(s, one, kernel.Ptr(x))`},
 	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {

@@ -2,15 +2,109 @@ package differ
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
 
+// An mGroup is an nccl.Group whose function runs.
+type mGroup struct {
+	works []pending
+	err   want // of the first operation that was refused
+}
+
+type pending struct {
+	s *mStream
+	work
+	memory [2]*mMem
+}
+
+// refuse notes what an operation in the group returns.
+func (g *mGroup) refuse(w want) want {
+	if g != nil && len(g.err.kinds) == 0 {
+		g.err.kinds = w.kinds
+	}
+	return w
+}
+
+// collective submits an operation of NCCL, or adds it to the group, at whose end it
+// comes.
+func (m *model) collective(s *mStream, x, y *mRef) want {
+	w := work{sig: "nccl", accesses: []access{reads(y), writes(x)}, effect: func(*launch) { x.set(y.read()) }}
+	if x.len() == 0 {
+		w.accesses, w.effect = nil, func(*launch) {}
+	}
+	if m.group == nil {
+		return m.submit(s, w)
+	}
+	seen := s.seen.clone()
+	seen.join(m.host)
+	switch {
+	case s.cap != nil, m.pends(w.accesses): // a group in a capture is another matter
+		m.conflict = &conflict{s: s, slot: -1}
+	case !m.races(s, seen, s.slot, w.accesses):
+		m.group.works = append(m.group.works, pending{s, w, [2]*mMem{x.m, y.m}})
+	}
+	return fine
+}
+
+// pends reports whether operations of the open group use the same memory: they come
+// later than they were issued.
+func (m *model) pends(list []access) bool {
+	if m.group == nil {
+		return false
+	}
+	for _, p := range m.group.works {
+		for _, a := range p.accesses {
+			if slices.ContainsFunc(list, a.conflicts) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
 // The collectives run on a communicator of one rank, which all programs of a
 // process share.
 var ncclKinds = map[string]*kind{
+	"nccl group": {
+		weight: 2,
+		draw: func(g *generator, op *Op) bool {
+			op.Fail = g.chance(10)
+			return g.m.group == nil && len(g.m.open) == 0 && g.depth < 2 && g.m.thread == 0
+		},
+		run: func(r *runner, op *Op, _ *result) error { return nccl.Group(r.b.comm, r.body(op)) },
+		enter: func(m *model, op *Op) (want, bool) {
+			if m.group != nil || len(m.open) > 0 {
+				m.conflict = &conflict{slot: -1}
+				return fine, false
+			}
+			m.group = &mGroup{}
+			return fine, true
+		},
+		leave: func(m *model, op *Op) want {
+			g := m.group
+			m.group = nil
+			switch {
+			case op.Fail:
+				return errs(append([]string{kBody}, g.err.kinds...)...)
+			case len(g.err.kinds) > 0:
+				return g.err
+			}
+			for _, p := range g.works {
+				if p.s.closed || p.memory[0].closed || p.memory[1].closed {
+					return errs(kClosed)
+				}
+			}
+			for _, p := range g.works {
+				m.submit(p.s, p.work)
+			}
+			return fine
+		},
+		code: func(op *Op) string { return "return nccl.Group(c, BODY)" },
+	},
 	"collective": {
 		weight: 6,
 		draw: func(g *generator, op *Op) bool {
@@ -47,14 +141,14 @@ var ncclKinds = map[string]*kind{
 				return fine
 			case x == nil && w.kinds[0] == kPanic:
 				return errs(kArgument) // View does not panic
+			case x == nil && w.kinds[0] == kAbsent:
+				return w
+			case op.X.Lo%4 != 0 || op.Y.Lo%4 != 0:
+				return errs(kArgument)
 			case x == nil:
-				return errs(w.kinds[0], kArgument)
-			case x.lo%4 != 0 || y.lo%4 != 0:
-				return errs(kArgument)
-			case op.N != 0 && collectives[op.A].rooted:
-				return errs(kArgument)
-			case x.len()/4 != y.len()/4:
-				return errs(kArgument)
+				return m.group.refuse(errs(kClosed, kArgument))
+			case op.N != 0 && collectives[op.A].rooted, x.len()/4 != y.len()/4:
+				return m.group.refuse(errs(kArgument))
 			}
 			x, y = x.words(), y.words()
 			if writes(x).conflicts(reads(y)) && *x != *y || s.cap != nil && (s.cap.invalid || x.len() == 0 || *x == *y) {
@@ -63,11 +157,7 @@ var ncclKinds = map[string]*kind{
 				m.conflict = &conflict{s: s, slot: -1}
 				return fine
 			}
-			if x.len() == 0 {
-				s.at++ // it may have enqueued something
-				return fine
-			}
-			return m.submit(s, work{sig: "nccl", accesses: []access{reads(y), writes(x)}, effect: func(*launch) { x.set(y.read()) }})
+			return m.collective(s, x, y)
 		},
 		code: func(op *Op) string {
 			return fmt.Sprintf("x, err := memory.View[int32](x%d.buffer, %d, %d)\nif err != nil {\nreturn err\n}\ny, err := memory.View[int32](x%d.buffer, %d, %d)\nif err != nil {\nreturn err\n}\nreturn %s",

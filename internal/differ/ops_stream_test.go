@@ -72,8 +72,7 @@ var streamKinds = map[string]*kind{
 			if m.debug {
 				return errs(kWaits)
 			}
-			m.await(s)
-			return fine
+			return m.awaitAll(s)
 		}),
 		code: func(op *Op) string { return fmt.Sprintf("return s%d.Sync(context.Background())", op.S) },
 	},
@@ -88,8 +87,7 @@ var streamKinds = map[string]*kind{
 			if m.debug {
 				return errs(kWaits)
 			}
-			m.await(s)
-			return fine
+			return m.awaitAll(s)
 		}),
 		code: func(op *Op) string {
 			return fmt.Sprintf("ctx, cancel := context.WithTimeout(context.Background(), time.Minute)\ndefer cancel()\nreturn s%d.Sync(ctx)", op.S)
@@ -108,8 +106,9 @@ var streamKinds = map[string]*kind{
 				w.text = "false"
 				return w
 			}
-			m.await(s)
-			return want{text: "true"}
+			w := m.awaitAll(s)
+			w.text = fmt.Sprint(len(w.kinds) == 0)
+			return w
 		}),
 		code: func(op *Op) string {
 			return fmt.Sprintf("for done := false; !done && err == nil; {\ndone, err = s%d.Query()\n}\nreturn err", op.S)
@@ -190,6 +189,23 @@ var streamKinds = map[string]*kind{
 			return fmt.Sprintf("return s%d.Callback(func() { calls[%d].Add(1) })", op.S, op.N)
 		},
 	},
+	"callback panics": { // the next wait for the stream says so
+		weight: 1,
+		draw:   drawStream,
+		run: onStream(func(r *runner, s *stream.Stream, _ *result) error {
+			return s.Callback(func() { panic("in a callback") })
+		}),
+		model: ofOpen(func(m *model, s *mStream) want {
+			if s.cap != nil {
+				m.conflict = &conflict{s: s, slot: -1}
+				return fine
+			}
+			return m.submit(s, work{effect: func(*launch) { s.panicked = true }})
+		}),
+		code: func(op *Op) string {
+			return fmt.Sprintf("return s%d.Callback(func() { panic(\"in a callback\") })", op.S)
+		},
+	},
 	"device sync": {
 		weight: 2,
 		draw:   func(g *generator, op *Op) bool { return len(g.m.open) == 0 || g.chance(10) },
@@ -208,6 +224,16 @@ var streamKinds = map[string]*kind{
 }
 
 const anyText = "*" // nobody knows the text
+
+// awaitAll makes the host wait for a stream, and for what its callbacks have done.
+func (m *model) awaitAll(s *mStream) want {
+	m.await(s)
+	if s.panicked {
+		s.panicked = false
+		return errs(kCallback)
+	}
+	return fine
+}
 
 // until asks until the answer is yes.
 func until(query func() (bool, error)) (done bool, err error) {

@@ -316,6 +316,7 @@ func (r *runner) close(choose func(any) bool) {
 
 // keep keeps a stream for the next program.
 func (r *runner) keep(s *stream.Stream) bool {
+	_ = s.Sync(r.ctx) // tells of callbacks that have panicked
 	if s == stream.Default(r.b.dev) {
 		return true // nobody closes it
 	}

@@ -21,10 +21,11 @@ type pending struct {
 	memory [2]*mMem
 }
 
-// refuse notes what an operation in the group returns.
-func (g *mGroup) refuse(w want) want {
-	if g != nil && len(g.err.kinds) == 0 {
-		g.err.kinds = w.kinds
+// refuse notes what an operation of the group returns. The group belongs to the goroutine
+// that has begun it, which is on the first thread.
+func (m *model) refuse(w want) want {
+	if m.group != nil && m.thread == 0 && len(m.group.err.kinds) == 0 {
+		m.group.err.kinds = w.kinds
 	}
 	return w
 }
@@ -36,7 +37,7 @@ func (m *model) collective(s *mStream, x, y *mRef) want {
 	if x.len() == 0 {
 		w.accesses, w.effect = nil, func(*launch) {}
 	}
-	if m.group == nil {
+	if m.group == nil || m.thread == 1 {
 		return m.submit(s, w)
 	}
 	seen := s.seen.clone()
@@ -77,7 +78,7 @@ var ncclKinds = map[string]*kind{
 		},
 		run: func(r *runner, op *Op, _ *result) error { return nccl.Group(r.b.comm, r.body(op)) },
 		enter: func(m *model, op *Op) (want, bool) {
-			if m.group != nil || len(m.open) > 0 {
+			if m.group != nil || len(m.open) > 0 || m.thread == 1 {
 				m.conflict = &conflict{slot: -1}
 				return fine, false
 			}
@@ -146,9 +147,9 @@ var ncclKinds = map[string]*kind{
 			case op.X.Lo%4 != 0 || op.Y.Lo%4 != 0:
 				return errs(kArgument)
 			case x == nil:
-				return m.group.refuse(errs(kClosed, kArgument))
+				return m.refuse(errs(kClosed, kArgument))
 			case op.N != 0 && collectives[op.A].rooted, x.len()/4 != y.len()/4:
-				return m.group.refuse(errs(kArgument))
+				return m.refuse(errs(kArgument))
 			}
 			x, y = x.words(), y.words()
 			if writes(x).conflicts(reads(y)) && *x != *y || s.cap != nil && (s.cap.invalid || x.len() == 0 || *x == *y) {

@@ -168,6 +168,11 @@ func (m *model) fillRandom(s *mStream, x *mRef, g *mGen, value func(uint32) (uin
 	}
 	d := s.cap.drawOf(g)
 	fresh := d == nil
+	if fresh && s.cap.freed {
+		// The place of the graph's numbers would lie in memory that the graph overwrites.
+		m.conflict = &conflict{s: s, slot: -1}
+		return fine
+	}
 	if fresh {
 		d = &mDraw{gen: g}
 	}

@@ -15,7 +15,7 @@ type mCapture struct {
 	pool    *mPool
 	draws   []*mDraw
 	freed   bool // memory that was allocated in it
-	hold    int // memory that belongs to it outside of the program, in bytes
+	hold    int  // memory that belongs to it outside of the program, in bytes
 	exec    *mExec
 	refs    int // how many graphs have taken its operations over
 }

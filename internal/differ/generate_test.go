@@ -113,6 +113,9 @@ func (g *generator) emit(list *[]Op, op Op, tries int) bool {
 		if op.R > 0 && g.m.objs[op.R] != nil {
 			g.objects = append(g.objects, op.R)
 			g.launches(list, op.R)
+			if op.K == "capture" && g.chance(20) {
+				g.updates(list, op)
+			}
 		}
 		return true
 	}
@@ -135,6 +138,55 @@ func (g *generator) launches(list *[]Op, x int) {
 			g.emit(list, op, 3)
 		}
 	}
+}
+
+// updates captures the same operations with other numbers, and lets the graph have them.
+func (g *generator) updates(list *[]Op, old Op) {
+	if ok, closed := isExec(g.m.objs[old.R]); !ok || closed || g.depth > 0 || old.O > 0 {
+		return
+	}
+	op := cloneOps([]Op{old})[0]
+	op.R = g.number()
+	if !g.again(&op) {
+		return
+	}
+	*list = append(*list, op)
+	if ok, _ := isExec(g.m.objs[op.R]); ok {
+		g.objects = append(g.objects, op.R)
+		g.emit(list, Op{K: "update", O: old.R, N: op.R}, 0)
+		g.launches(list, old.R)
+	}
+}
+
+// again carries out an operation whose body is given, with other numbers, and leaves out
+// what cannot be done again.
+func (g *generator) again(op *Op) bool {
+	g.m.conflict = nil
+	k, before := kinds[op.K], g.m.thread
+	g.m.thread = max(g.m.thread, op.T)
+	defer func() { g.m.thread, g.m.conflict = before, nil }()
+	_, enter := k.enter(g.m, op)
+	if !enter {
+		return false
+	}
+	body := op.Do
+	op.Do = nil
+	for _, o := range body {
+		if len(o.Do) > 0 || o.R > 0 || o.K == "end" || o.K == "abort" {
+			continue
+		}
+		if o.K == "iota" || o.K == "axpb" || o.K == "elementwise" {
+			o.A++
+		}
+		g.m.conflict = nil
+		g.m.step(&o, g.wants)
+		if g.m.conflict == nil {
+			op.Do = append(op.Do, o)
+		}
+	}
+	g.m.conflict = nil
+	k.leave(g.m, op)
+	return true
 }
 
 // body draws what the function of an operation does.

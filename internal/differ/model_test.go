@@ -28,6 +28,7 @@ type model struct {
 	// vague is set by operations with results that nobody knows. Programs with such
 	// are run for the comparison alone.
 	vague bool
+	fuzzy bool // nobody knows the statistics
 }
 
 const maxCallbacks = 8

@@ -466,7 +466,7 @@ func modelUpdate(m *model, op *Op) want {
 	}
 	for i := range x.nodes {
 		if a, b := x.nodes[i], nodes[i]; a.sig != b.sig || a.before != b.before || a.sig == "nccl" || a.sig == "tensor" {
-			m.vague, x.doubt = true, true
+			m.vague, m.fuzzy, x.doubt = true, true, true // x keeps what o has, or not
 			return want{any: true}
 		}
 	}

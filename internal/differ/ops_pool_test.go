@@ -59,8 +59,11 @@ var poolKinds = map[string]*kind{
 		},
 		model: func(m *model, op *Op) want {
 			p := object[mPool](m, op.O)
-			if p == nil {
+			switch {
+			case p == nil:
 				return errs(kAbsent)
+			case m.fuzzy:
+				return want{text: anyText}
 			}
 			return want{text: fmt.Sprint(p.bytes)}
 		},

@@ -11,7 +11,7 @@ type mCapture struct {
 	thread  int
 	invalid bool
 	ended   bool
-	vague   bool // nobody knows whether it is good
+	vague   bool // its state is unknown
 	pool    *mPool
 	draws   []*mDraw
 	freed   bool // memory that was allocated in it
@@ -32,7 +32,7 @@ const maxNodes = 60
 // An mExec is a graph that can be launched.
 type mExec struct {
 	closed bool
-	doubt  bool // nobody knows whether it exists and what it does
+	doubt  bool // its existence and its operations are unknown
 	nodes  []mNode
 	draws  []*mDraw
 	ends   clock // of its launches
@@ -40,14 +40,14 @@ type mExec struct {
 	others []*mExec // that it got its nodes from
 }
 
-// An mDraw is what one capture draws from one generator.
+// An mDraw counts the numbers that one capture draws from one generator.
 type mDraw struct {
 	gen   *mGen
 	total uint64
 	last  *mStream // of the launch before
 }
 
-// A launch says what the numbers of a graph begin with this time.
+// A launch has the places at which the random numbers of one launch begin.
 type launch struct{ base map[*mDraw]place }
 
 type place struct{ seed, offset uint64 }
@@ -136,7 +136,7 @@ func (m *model) finish(c *mCapture) want {
 	return fine
 }
 
-// drop gives up what belonged to a capture or to its graph.
+// drop frees the memory that belonged to a capture or to its graph.
 func (m *model) drop(c *mCapture) {
 	m.stats.bytes -= c.hold
 	m.stats.requested -= len(c.draws) * 16

@@ -34,7 +34,7 @@ type access struct {
 func reads(r *mRef) access  { return access{m: r.m, lo: r.lo, hi: r.hi} }
 func writes(r *mRef) access { return access{m: r.m, lo: r.lo, hi: r.hi, write: true} }
 
-// gone reports whether nobody has the memory any more.
+// gone reports whether the memory was freed.
 func (a access) gone() bool { return a.m.closed && !a.m.pinned && !a.kept || a.m.doubt }
 
 func (a access) conflicts(b access) bool {
@@ -52,8 +52,8 @@ func (a access) unordered(seen clock, slot int) int {
 	return -1
 }
 
-// note adds the access to the history of its memory, and drops what it makes
-// superfluous there.
+// note adds the access to the history of its memory, and drops earlier uses that it
+// covers.
 func (a access) note(seen clock, slot, at int) {
 	kept := a.m.uses[:0]
 	for _, u := range a.m.uses {

@@ -18,8 +18,8 @@ type difference struct {
 
 func (d *difference) String() string { return fmt.Sprintf("%s: %s", d.Class, d.Text) }
 
-// against compares what a backend did with what the model says. It returns the
-// first difference.
+// against compares the outcome of a backend with the model's predictions. It returns
+// the first difference.
 func against(p *Program, m *model, wants []want, o *outcome, backend string) *difference {
 	var found *difference
 	each(p.Ops, func(op *Op) {
@@ -83,7 +83,7 @@ func lastError(wants []want) (kind string) {
 	return kind
 }
 
-// finalState compares what a program leaves behind with nothing.
+// finalState checks that a program leaves no memory, no error and no report behind.
 func finalState(o *outcome, backend string) *difference {
 	for _, c := range o.Close {
 		if c.Kind != "" {
@@ -101,7 +101,8 @@ func finalState(o *outcome, backend string) *difference {
 	return nil
 }
 
-// between compares two backends where the model knows less than they do.
+// between compares two backends with each other, also in results that the model does
+// not predict.
 func between(p *Program, m *model, wants []want, a, b *outcome) *difference {
 	var found *difference
 	each(p.Ops, func(op *Op) {
@@ -145,8 +146,8 @@ func between(p *Program, m *model, wants []want, a, b *outcome) *difference {
 	return nil
 }
 
-// differs says where bytes are not what is wanted. What the model knows only
-// approximately is compared with the other backend's bytes, if there are any.
+// differs describes the first byte that is wrong. Bytes that the model knows only
+// approximately are compared with the other backend's bytes, if there are any.
 func differs(want *mOut, got, other []byte) string {
 	if len(got) != len(want.data) {
 		return fmt.Sprintf("%d bytes, want %d", len(got), len(want.data))

@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 	testgpu.Main(m)
 }
 
-// Programs do on virtual devices what the model says.
+// Programs on virtual devices do as the model predicts.
 func TestVirtual(t *testing.T) { runAll(t, false) }
 
 // Programs do the same on CUDA, on virtual devices and in the model.
@@ -142,8 +142,8 @@ func (a *arena) serve() {
 	}
 }
 
-// feed gives a worker ranges until there are no more or it dies, and returns what
-// is left of the last one.
+// feed gives a worker ranges until there are no more or it dies, and returns the rest
+// of the last range.
 func (a *arena) feed(p *process, from, n int) (int, int) {
 	for n > 0 {
 		last, err := a.exchange(p, from, n)
@@ -246,7 +246,7 @@ func (p *process) stop() {
 	p.in.Close()
 	done := time.AfterFunc(30*time.Second, func() { _ = p.cmd.Process.Kill() })
 	defer done.Stop()
-	_ = p.cmd.Wait() // what it has to say it has said
+	_ = p.cmd.Wait() // its messages were read
 }
 
 func (p *process) stderr() string {
@@ -254,7 +254,7 @@ func (p *process) stderr() string {
 	return p.log.String()
 }
 
-// A tail keeps the end of what is written to it.
+// A tail is a writer that keeps the last bytes.
 type tail struct {
 	mu  sync.Mutex
 	buf []byte
@@ -276,7 +276,7 @@ func (w *tail) String() string {
 	return string(w.buf)
 }
 
-// String is a table of the kinds of operations and of what they returned.
+// String is a table of the kinds of operations and of their errors.
 func (t *tally) String() string {
 	var b strings.Builder
 	for _, kind := range slices.Sorted(maps.Keys(t.Count)) {

@@ -15,7 +15,7 @@ import (
 )
 
 // The kinds of errors that the model predicts. Those of the driver begin with
-// "cuda:", those of NCCL with "nccl:".
+// "cuda:", errors of NCCL with "nccl:".
 const (
 	kClosed   = "closed"   // device.ErrClosed
 	kArgument = "argument" // an error without a type
@@ -53,7 +53,7 @@ type panicked struct{ value any }
 
 func (p panicked) Error() string { return fmt.Sprintf("panic: %v", p.value) }
 
-// kindOf names the kind of an error by its type and what it matches.
+// kindOf names the kind of an error by its type and by errors.Is.
 func kindOf(err error) string {
 	if err == nil {
 		return ""

@@ -8,8 +8,8 @@ type explanation struct {
 	holds func(fatal bool, kind string, virtual, cuda *result) bool
 }
 
-// explanations are all there are. kind is that of the operation, or "" for what the
-// runner closes at the end of a program.
+// explanations has all of them. kind is the kind of the operation, or "" for objects
+// that the runner closes at the end of a program.
 var explanations = []explanation{
 	{"CUDA destroys nothing on a device that is lost, and says so; virtual devices do destroy, so that a test of what " +
 		"a program does after the loss finds what it leaks", func(fatal bool, kind string, virtual, cuda *result) bool {

@@ -6,8 +6,8 @@ import (
 )
 
 // A generator draws a program. Each operation goes through the model at once, so
-// that a draw knows what there is, and an operation that would race with another
-// one gets a wait before it.
+// that a draw knows all objects, and an operation that would race with another one
+// gets a wait before it.
 type generator struct {
 	rnd     *rand.Rand
 	m       *model
@@ -59,8 +59,8 @@ func generate(seed uint64, index int) *Program {
 // fatalEvery is how many programs there are for one that loses its device.
 const fatalEvery = 1000
 
-// weigh sets how likely each kind is. Programs differ in that, so that some have
-// much of what is rare in others.
+// weigh sets how likely each kind is. The weights differ between programs, so
+// that some programs have many operations that are rare in others.
 func (g *generator) weigh(fatal bool) {
 	for _, name := range names {
 		w := kinds[name].weight * 4
@@ -158,8 +158,8 @@ func (g *generator) updates(list *[]Op, old Op) {
 	}
 }
 
-// again carries out an operation whose body is given, with other numbers, and leaves out
-// what cannot be done again.
+// again executes an operation with a given body and other numbers, and leaves out
+// operations that cannot be repeated.
 func (g *generator) again(op *Op) bool {
 	g.m.conflict = nil
 	k, before := kinds[op.K], g.m.thread
@@ -189,7 +189,7 @@ func (g *generator) again(op *Op) bool {
 	return true
 }
 
-// body draws what the function of an operation does.
+// body draws the operations of a function that is an argument.
 func (g *generator) body(op *Op) {
 	k, before := kinds[op.K], g.m.thread
 	g.m.thread = max(g.m.thread, op.T)
@@ -206,7 +206,7 @@ func (g *generator) body(op *Op) {
 	g.m.thread = before
 }
 
-// repair returns an operation that orders what is in conflict.
+// repair returns an operation that orders two operations in conflict.
 func (g *generator) repair(op *Op, c conflict) (Op, bool) {
 	if c.with != nil && c.with.cap == c.s.cap && c.with != c.s {
 		return Op{K: "stream wait stream", S: c.s.obj, O: c.with.obj}, true
@@ -229,7 +229,7 @@ func (g *generator) repair(op *Op, c conflict) (Op, bool) {
 	return Op{}, false
 }
 
-// finish ends what must be ended by the thread that began it.
+// finish ends the captures that are open, on the threads that began them.
 func (g *generator) finish(list *[]Op) {
 	for _, n := range slices.Clone(g.objects) {
 		if c := object[mCapture](g.m, n); c != nil && !c.ended {

@@ -5,21 +5,20 @@ import (
 	"slices"
 )
 
-// A kind is one operation of the public API: how it is drawn, what the model
-// says, how it is carried out, and the Go statement that does the same.
+// A kind is one operation of the public API: how it is drawn, predicted and executed,
+// and the Go statement that does the same.
 type kind struct {
 	weight int
-	// draw fills in an operation, and reports false where there is nothing that it
-	// could work on.
+	// draw fills in an operation, and reports false if it has no object to work on.
 	draw func(g *generator, op *Op) bool
 	run  func(r *runner, op *Op, res *result) error
-	// model says what the operation returns, and changes the model. If it sets
-	// conflict, it has changed nothing else.
+	// model predicts the result of the operation, and changes the model. If it sets
+	// conflict, it changes nothing else.
 	model func(m *model, op *Op) want
 	// code returns the body of a Go function that returns an error.
 	code func(op *Op) string
 	// enter is model for a kind with a body: it reports whether the body is called.
-	// leave is what comes after the body.
+	// leave predicts the result after the body.
 	enter func(m *model, op *Op) (want, bool)
 	leave func(m *model, op *Op) want
 }
@@ -36,9 +35,9 @@ func init() {
 	names = slices.Sorted(maps.Keys(kinds))
 }
 
-// step carries an operation out in the model, its body included.
+// step executes an operation in the model, its body included.
 func (m *model) step(op *Op, wants []want) want {
-	if m.lost { // what fails at once, and what does not, the backends tell
+	if m.lost { // the backends are compared with each other alone
 		wants[op.at] = want{any: true, text: anyText}
 		each(op.Do, func(o *Op) { wants[o.at] = want{any: true, text: anyText} })
 		return wants[op.at]
@@ -65,8 +64,8 @@ func (m *model) step(op *Op, wants []want) want {
 	return w
 }
 
-// predict returns what the operations of a program return. It reports false where
-// the program has a race.
+// predict returns the result of each operation of a program. It reports false if the
+// program has a race.
 func predict(p *Program) (*model, []want, bool) {
 	wants := make([]want, p.number())
 	m := newModel()

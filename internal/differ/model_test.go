@@ -2,9 +2,9 @@ package differ
 
 import "slices"
 
-// A model predicts what a program returns and leaves in memory. It knows no
-// backend: order is a clock for each stream, and effects are carried out when
-// they are enqueued, since a program without races cannot tell.
+// A model predicts the results of a program and the contents of memory, without a
+// backend: each stream has a clock, and effects happen when they are enqueued, since a
+// program without races cannot tell.
 type model struct {
 	objs    map[int]any
 	slots   []*mStream // by slot; 0 is the host
@@ -14,7 +14,7 @@ type model struct {
 	threads [2]*mCapture // the capture that forbids unsafe calls, by OS thread
 	open    []*mCapture
 	bodies  []*mCapture // of the functions that run now
-	thread  int         // that carries the operation out
+	thread  int         // of the operation
 	debug   bool        // SyncError holds
 	debugs  []bool
 	group   *mGroup // that is open
@@ -25,10 +25,9 @@ type model struct {
 	lost bool // the device is
 	// conflict is set by an operation that would be a race: then it had no effect.
 	conflict *conflict
-	// vague is set by operations with results that nobody knows. Programs with such
-	// are run for the comparison alone.
+	// vague is set by operations with unpredictable results.
 	vague bool
-	fuzzy bool // nobody knows the statistics
+	fuzzy bool // the statistics are unknown
 }
 
 const maxCallbacks = 8
@@ -49,18 +48,18 @@ func newModel() *model {
 
 // A want is what an operation returns.
 type want struct {
-	kinds []string // of errors, one of which it is; none is no error
-	any   bool     // nobody knows
+	kinds []string // the errors that are right; empty is nil
+	any   bool     // every result is right
 	out   *mOut    // bytes that it reads, or nil
-	text  string   // what else it returns
+	text  string   // other results
 }
 
 var fine = want{}
 
 func errs(kinds ...string) want { return want{kinds: kinds} }
 
-// An mOut is what is read: where mask is 0 the bytes are not defined, and where it
-// is approx the backends are compared with each other.
+// An mOut has the bytes of a read. mask says of each byte whether it is undefined,
+// defined, or approx: then the backends are compared with each other.
 type mOut struct {
 	data, mask []byte
 	at         int // in the memory
@@ -101,9 +100,9 @@ type mMem struct {
 	size       int // as the allocator rounds it
 	elem       int // the width of its elements
 	born       *mCapture
-	after      uint64 // the nodes of that capture behind which it was allocated
+	after      uint64 // the nodes of that capture before its allocation
 	pool       *mPool
-	doubt      bool // nobody knows whether it is open
+	doubt      bool // it may be open, or not
 }
 
 type mPool struct {
@@ -128,7 +127,7 @@ func object[T any](m *model, n int) *T {
 	return o
 }
 
-// ref returns the memory that a Ref names, or nil where there is none or the
+// ref returns the memory that a Ref names, or nil if there is no such memory or the
 // bounds are wrong.
 func (m *model) ref(r Ref) *mRef {
 	mem := m.mem(r.O)
@@ -146,7 +145,7 @@ func (r *mRef) read() *mOut {
 	return &mOut{slices.Clone(r.data()), slices.Clone(r.mask()), r.lo}
 }
 
-// set overwrites the bytes. What is known approximately stays so in whole words.
+// set overwrites the bytes. Approximate bytes stay approximate in whole words.
 func (r *mRef) set(o *mOut) {
 	copy(r.data(), o.data)
 	copy(r.mask(), o.mask)
@@ -163,7 +162,7 @@ func (r *mRef) known() bool {
 	return !slices.ContainsFunc(r.mask(), func(b byte) bool { return b != defined })
 }
 
-// fill makes the bytes those of fn, by their place from lo.
+// fill sets each byte to fn of its index.
 func (r *mRef) fill(fn func(i int) byte) {
 	d, k := r.data(), r.mask()
 	for i := range d {
@@ -251,15 +250,15 @@ func (s *mStream) now() clock {
 // await makes the host wait for a stream.
 func (m *model) await(s *mStream) { m.host.join(s.now()) }
 
-// wait makes s wait for what comes at the clock.
+// wait makes s wait for the operations up to a clock.
 func (m *model) wait(s *mStream, c clock) {
 	s.seen.join(m.host)
 	s.seen.join(c)
 	s.at++
 }
 
-// sealed reports whether everything that uses the memory comes before a free on
-// its stream, or on the streams that were recorded for it.
+// sealed reports whether all uses of the memory come before a free on its stream, or on
+// the streams that were recorded for it.
 func (m *model) sealed(x *mMem) bool {
 	after := m.host.clone()
 	for _, s := range append([]*mStream{x.s}, x.users...) {

@@ -144,8 +144,8 @@ var eventKinds = map[string]*kind{
 	},
 }
 
-// askable says what a question of the host about an event returns, and whether it
-// is answered.
+// askable predicts the error of a query or wait of the host for an event, and reports
+// whether it is nil.
 func (m *model) askable(e *mEvent) (want, bool) {
 	switch {
 	case e.closed:

@@ -255,7 +255,7 @@ func configCode(op *Op) string {
 	return text
 }
 
-// capturePool returns the pool of a capture, or what the capture returns instead.
+// capturePool returns the pool of a capture, or the error of the capture.
 func (m *model) capturePool(op *Op) (*mPool, want, bool) {
 	if op.O == 0 {
 		return nil, fine, true
@@ -272,7 +272,7 @@ func (m *model) capturePool(op *Op) (*mPool, want, bool) {
 	return p, fine, true
 }
 
-// mayBegin says what the beginning of a capture returns, and whether it begins.
+// mayBegin predicts the error of beginning a capture, and reports whether it is nil.
 func (m *model) mayBegin(s *mStream, mode int) (want, bool) {
 	if m.group != nil { // it comes before the group, or the group is refused
 		m.conflict = &conflict{s: s, slot: -1}
@@ -385,8 +385,7 @@ func (m *model) instantiate(c *mCapture, obj int) want {
 	return w
 }
 
-// mayLaunch returns the graph and the stream of a launch, or what it returns
-// instead.
+// mayLaunch returns the graph and the stream of a launch, or the error of the launch.
 func (m *model) mayLaunch(op *Op) (*mExec, *mStream, want) {
 	x, s := object[mExec](m, op.O), m.stream(op.S)
 	switch {
@@ -478,7 +477,7 @@ func modelUpdate(m *model, op *Op) want {
 	return fine
 }
 
-// release gives up what a graph has kept.
+// release frees the memory that a graph has kept.
 func (x *mExec) release(m *model) {
 	for _, c := range append([]*mExec{x}, x.others...) {
 		if c.owner.refs--; c.owner.refs < 0 {

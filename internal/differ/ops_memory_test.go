@@ -388,8 +388,8 @@ func onPart(r *runner, op *Op, fn func(*stream.Stream, memory.Slice[byte]) error
 	return fn(s, x)
 }
 
-// operands returns the stream and the memory of an operation. Where the memory is
-// nil, the operation returns the want.
+// operands returns the stream and the memory of an operation. If the memory is nil, the
+// want is the result of the operation.
 func (m *model) operands(op *Op, x Ref) (*mStream, *mRef, want) {
 	s, mem := m.stream(op.S), m.mem(x.O)
 	if s == nil || mem == nil || mem.pinned {
@@ -428,8 +428,8 @@ func (m *model) operands2(op *Op) (*mStream, *mRef, *mRef, want) {
 
 func (r *mRef) len() int { return r.hi - r.lo }
 
-// hostCopy says what a copy between memory and ordinary host memory returns, and
-// whether it is made.
+// hostCopy predicts the error of a copy between device memory and ordinary host memory,
+// and reports whether the copy is made.
 func (m *model) hostCopy(s *mStream, x *mRef) (want, bool) {
 	switch {
 	case x.len() == 0:

@@ -168,8 +168,8 @@ func onPinned(r *runner, op *Op, x, h Ref, fn func(*stream.Stream, memory.Slice[
 	return fn(s, dev, host)
 }
 
-// hostRef returns the pinned memory that a Ref names, open or not, or what using it
-// returns.
+// hostRef returns the pinned memory that a Ref names, open or not, or the error of
+// using it.
 func (m *model) hostRef(x Ref) (*mRef, want) {
 	h := m.mem(x.O)
 	if h == nil || !h.pinned {

@@ -223,7 +223,7 @@ var streamKinds = map[string]*kind{
 	},
 }
 
-const anyText = "*" // nobody knows the text
+const anyText = "*" // every text is right
 
 // awaitAll makes the host wait for a stream, and for what its callbacks have done.
 func (m *model) awaitAll(s *mStream) want {
@@ -235,7 +235,7 @@ func (m *model) awaitAll(s *mStream) want {
 	return fine
 }
 
-// until asks until the answer is yes.
+// until queries until the answer is yes.
 func until(query func() (bool, error)) (done bool, err error) {
 	for start := time.Now(); err == nil && !done && time.Since(start) < 10*time.Second; {
 		done, err = query()
@@ -243,8 +243,8 @@ func until(query func() (bool, error)) (done bool, err error) {
 	return done, err
 }
 
-// waitable says what a wait of the host for the stream returns, and whether it
-// waits.
+// waitable predicts the error of a wait of the host for the stream, and reports whether
+// it is nil.
 func (m *model) waitable(s *mStream) (want, bool) {
 	switch {
 	case s.closed:

@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A bench is a device with what programs share: making that is expensive.
+// A bench is a device with the expensive objects that programs share.
 type bench struct {
 	sys     *device.System
 	dev     *device.Device
@@ -50,7 +50,7 @@ func (b *bench) newStream(priority int) (*stream.Stream, error) {
 	return stream.New(b.dev, &stream.Config{Priority: priority})
 }
 
-// A result is what one operation did.
+// A result is the result of one operation.
 type result struct {
 	Kind string `json:"kind,omitempty"` // of the error
 	Err  string `json:"err,omitempty"`  // its text, which is not compared
@@ -58,7 +58,7 @@ type result struct {
 	Text string `json:"text,omitempty"` // what else was returned
 }
 
-// An outcome is what a program did.
+// An outcome has the results of a program.
 type outcome struct {
 	Results []result
 	Calls   [maxCallbacks]int64
@@ -69,7 +69,7 @@ type outcome struct {
 	Reports []string       // of virtual devices
 }
 
-// A runner carries one program out.
+// A runner executes one program.
 type runner struct {
 	b       *bench
 	ctx     context.Context
@@ -82,7 +82,7 @@ type runner struct {
 	base    memory.Stats
 }
 
-// run carries a program out on a bench.
+// run executes a program on a bench.
 func run(b *bench, p *Program) *outcome {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()

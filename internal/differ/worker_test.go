@@ -110,7 +110,7 @@ func newWholeBench(backend string) (*bench, error) {
 	return b, b.join()
 }
 
-// warm makes what exists from first use on, which a capture forbids.
+// warm uses the communicator once, since a first use is forbidden in captures.
 func (b *bench) warm() error {
 	x, err := bufOf[int32](b.s, 8)
 	if err != nil {

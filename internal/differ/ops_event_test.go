@@ -102,7 +102,9 @@ var eventKinds = map[string]*kind{
 		}),
 		model: ofEvent(func(m *model, e *mEvent) want {
 			w, ok := m.askable(e)
-			w.text = fmt.Sprint(ok)
+			if w.text == "" {
+				w.text = fmt.Sprint(ok)
+			}
 			if ok && e.recorded {
 				m.host.join(e.at)
 			}
@@ -130,7 +132,9 @@ var eventKinds = map[string]*kind{
 				return errs(kAbsent)
 			case e.closed || start.closed:
 				return errs(kClosed, kCapture)
-			case e.cap != nil || start.cap != nil || e.failed || start.failed || m.forbidden():
+			case e.failed || start.failed:
+				return errs("", kCapture, cuHandle, "cuda:NOT_READY")
+			case e.cap != nil || start.cap != nil || m.forbidden():
 				return errs(kCapture)
 			case !e.timing || !start.timing || !e.recorded || !start.recorded:
 				return errs(cuHandle)
@@ -150,7 +154,9 @@ func (m *model) askable(e *mEvent) (want, bool) {
 	switch {
 	case e.closed:
 		return errs(kClosed), false
-	case e.cap != nil || e.failed: // Chorus takes it for captured since
+	case e.failed: // it may count as captured since
+		return want{kinds: []string{"", kCapture}, text: anyText}, false
+	case e.cap != nil:
 		return errs(kCapture), false
 	case m.forbidden():
 		return errs(kCapture), false

@@ -330,6 +330,10 @@ func (m *model) closeMem(x *mMem) want {
 	}
 	if x.born == nil {
 		for _, s := range append([]*mStream{x.s}, x.users...) {
+			if s.cap != nil && len(x.data) == 0 {
+				x.doubt = true
+				return errs("", kCapture)
+			}
 			if s.cap != nil {
 				return errs(kCapture)
 			}

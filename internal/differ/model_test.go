@@ -157,11 +157,6 @@ func (r *mRef) set(o *mOut) {
 	}
 }
 
-// known reports whether every byte is defined.
-func (r *mRef) known() bool {
-	return !slices.ContainsFunc(r.mask(), func(b byte) bool { return b != defined })
-}
-
 // fill sets each byte to fn of its index.
 func (r *mRef) fill(fn func(i int) byte) {
 	d, k := r.data(), r.mask()
@@ -169,9 +164,6 @@ func (r *mRef) fill(fn func(i int) byte) {
 		d[i], k[i] = fn(i), defined
 	}
 }
-
-// forget makes the bytes undefined.
-func (r *mRef) forget() { clear(r.mask()) }
 
 func (m *model) newStream(obj int) *mStream {
 	s := &mStream{obj: obj, slot: len(m.slots), seen: clock{}}
@@ -184,7 +176,6 @@ type work struct {
 	sig      string // the type of its node in a graph; "" has none
 	accesses []access
 	effect   func(*launch)
-	rng      *mDraw
 }
 
 // submit enqueues work on a stream or records it.

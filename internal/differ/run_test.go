@@ -2,7 +2,6 @@ package differ
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"runtime"
 	"sync/atomic"
@@ -29,7 +28,6 @@ type bench struct {
 	idle    []idleStream   // that programs have left open
 	closed  int            // streams that programs have closed since the cache was emptied
 	host    *memory.Pinned[byte]
-	total   uint64 // memory of the device
 }
 
 // An idleStream is one that the next program may have: new ones would each need
@@ -186,13 +184,10 @@ func get[T any](r *runner, n int) (T, error) {
 
 // A buf is device memory of a program.
 type buf struct {
-	elem    int // bytes
-	bytes   memory.Slice[byte]
-	close   func() error
-	record  func(*stream.Stream) error
-	view    func() error // closes a part
-	buffer  *memory.Buffer
-	isClose bool
+	elem   int // bytes
+	bytes  memory.Slice[byte]
+	close  func() error
+	buffer *memory.Buffer
 }
 
 // part returns the bytes that a Ref names. It panics where the bounds are wrong,
@@ -346,5 +341,3 @@ func statsText(now, base memory.Stats) string {
 	return fmt.Sprintf("%d blocks, %d bytes", now.Allocation.All.Current-base.Allocation.All.Current,
 		now.AllocatedBytes.All.Current-base.AllocatedBytes.All.Current)
 }
-
-var errNoKernel = errors.New("no such kernel")

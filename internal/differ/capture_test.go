@@ -187,16 +187,14 @@ func (m *model) mark(e *mEvent, s *mStream) want {
 	case s.cap == nil:
 		s.seen.join(m.host)
 		s.at++
-		e.recorded, e.failed, e.at, e.cap = true, false, s.now(), nil
+		e.recorded, e.at, e.cap = true, s.now(), nil
 		return fine
 	case s.cap.vague:
 		m.vague = true
 		return want{any: true}
 	case s.cap.invalid:
-		e.failed = true
 		return errs(cuInvalidated)
 	}
-	e.failed = false
 	e.recorded, e.cap, e.nodes = true, s.cap, s.tail
 	return fine
 }

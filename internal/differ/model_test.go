@@ -82,7 +82,6 @@ type mStream struct {
 
 type mEvent struct {
 	timing, closed bool
-	failed         bool // a record in a spoiled capture has failed
 	recorded       bool
 	at             clock // of the last record
 	cap            *mCapture

@@ -72,7 +72,7 @@ var eventKinds = map[string]*kind{
 				return errs(kAbsent)
 			case e.closed || s.closed:
 				return errs(kClosed)
-			case s == m.legacy && (e.cap != nil || e.failed):
+			case s == m.legacy && e.cap != nil:
 				return errs(kCapture)
 			}
 			return m.waitFor(s, e)
@@ -102,9 +102,7 @@ var eventKinds = map[string]*kind{
 		}),
 		model: ofEvent(func(m *model, e *mEvent) want {
 			w, ok := m.askable(e)
-			if w.text == "" {
-				w.text = fmt.Sprint(ok)
-			}
+			w.text = fmt.Sprint(ok)
 			if ok && e.recorded {
 				m.host.join(e.at)
 			}
@@ -132,8 +130,6 @@ var eventKinds = map[string]*kind{
 				return errs(kAbsent)
 			case e.closed || start.closed:
 				return errs(kClosed, kCapture)
-			case e.failed || start.failed:
-				return errs("", kCapture, cuHandle, "cuda:NOT_READY")
 			case e.cap != nil || start.cap != nil || m.forbidden():
 				return errs(kCapture)
 			case !e.timing || !start.timing || !e.recorded || !start.recorded:
@@ -154,8 +150,6 @@ func (m *model) askable(e *mEvent) (want, bool) {
 	switch {
 	case e.closed:
 		return errs(kClosed), false
-	case e.failed: // it may count as captured since
-		return want{kinds: []string{"", kCapture}, text: anyText}, false
 	case e.cap != nil:
 		return errs(kCapture), false
 	case m.forbidden():

@@ -330,11 +330,7 @@ func (m *model) closeMem(x *mMem) want {
 	}
 	if x.born == nil {
 		for _, s := range append([]*mStream{x.s}, x.users...) {
-			if s.cap != nil && len(x.data) == 0 {
-				x.doubt = true
-				return errs("", kCapture)
-			}
-			if s.cap != nil {
+			if s.cap != nil && len(x.data) > 0 {
 				return errs(kCapture)
 			}
 		}

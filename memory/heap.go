@@ -75,7 +75,7 @@ func newHeap(d *device.Device) (*heap, error) {
 		return nil, err
 	}
 	h := &heap{dev: d, total: uint64(total)}
-	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Barred: barred, Free: h.left, Sync: h.sync}
+	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Barred: barred, Capturing: stream.AnyCapture, Free: h.left, Sync: h.sync}
 	if cfg.Pages, err = newPages(h, uint64(total)); err != nil {
 		return nil, err
 	}

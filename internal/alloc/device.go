@@ -49,6 +49,9 @@ type Config struct {
 	// Barred says why this thread must not wait for the driver nor for who does: it is
 	// within a function that a stream calls, for which others may wait. It may be nil.
 	Barred func() error
+	// Capturing reports whether a graph is being captured. Its nodes may use memory that
+	// is free by now, and CUDA makes no graph of nodes whose memory is unmapped.
+	Capturing func() bool
 	// Low is called without locks when memory is short, to free what it can
 	// (torch's FreeMemoryCallback). It may be nil.
 	Low func()
@@ -84,6 +87,12 @@ func (d *Device) barred() error {
 		return nil
 	}
 	return d.cfg.Barred()
+}
+
+// settled reports whether memory of a closed pool may go back to the driver now. If not,
+// it goes back with the next memory of a closed pool, or with Empty.
+func (d *Device) settled() bool {
+	return d.barred() == nil && (d.cfg.Capturing == nil || !d.cfg.Capturing())
 }
 
 // Default returns the pool for all that is not allocated in another.
@@ -209,7 +218,7 @@ func (d *Device) Free(addr uint64) error {
 	if pending != nil {
 		a.postpone(pending)
 	}
-	if gone && d.barred() == nil { // or else it goes back with the next one, or with Empty
+	if gone && d.settled() {
 		return d.reclaim(a.pool)
 	}
 	return nil

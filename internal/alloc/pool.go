@@ -248,8 +248,8 @@ func (a *Arena) adoptBlock(b block) {
 // may be allocated from the pool any more.
 func (p *Pool) Close() error {
 	p.closed.Store(true)
-	if p.device.barred() != nil {
-		return nil // it goes back with Empty
+	if !p.device.settled() {
+		return nil
 	}
 	return p.device.reclaim(p)
 }

@@ -163,13 +163,11 @@ func (m *model) waitFor(s *mStream, e *mEvent) want {
 	case e.cap == nil:
 		s.cap.invalid = true
 		return errs(cuIsolation)
-	case e.cap.ended:
+	case e.cap.ended || e.cap.invalid:
 		if s.cap != nil {
 			s.cap.invalid = true
 		}
 		return errs(cuValue)
-	case e.cap.invalid:
-		return errs(cuInvalidated)
 	case s.cap == nil:
 		e.cap.join(s, e.nodes)
 		return fine

@@ -73,6 +73,7 @@ const (
 
 type mStream struct {
 	obj, slot, at int
+	priority      int64
 	seen          clock
 	closed        bool
 	cap           *mCapture

@@ -468,6 +468,9 @@ func modelUpdate(m *model, op *Op) want {
 			m.vague, m.fuzzy, x.doubt = true, true, true // x keeps what o has, or not
 			return want{any: true}
 		}
+		if a, b := x.nodes[i], nodes[i]; strings.HasPrefix(a.sig, "kernel") && a.s.priority != b.s.priority {
+			return errs(kUpdate)
+		}
 	}
 	x.nodes, x.draws = nodes, o.owner.draws
 	if !slices.Contains(x.others, o) {

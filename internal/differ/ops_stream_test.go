@@ -20,7 +20,8 @@ var streamKinds = map[string]*kind{
 			return r.put(op, s, err)
 		},
 		model: func(m *model, op *Op) want {
-			m.objs[op.R] = m.newStream(op.R)
+			s := m.newStream(op.R)
+			m.objs[op.R], s.priority = s, op.A
 			return fine
 		},
 		code: func(op *Op) string {

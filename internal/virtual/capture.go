@@ -28,6 +28,8 @@ type node struct {
 	lane int   // of the stream that it was captured on
 	deps []int // the nodes that come before it, in ascending order
 	run  func(*op)
+	// priority is that of the stream, which a kernel keeps in its graph.
+	priority int32
 	// works makes it a launch of NCCL instead; lanes has those of the works.
 	works []*work
 	lanes []int
@@ -38,7 +40,7 @@ type node struct {
 // add records an operation behind what its streams have waited for. m.mu is
 // held.
 func (c *capture) add(n *node, on ...*stream) {
-	n.lane = c.lane(on[0])
+	n.lane, n.priority = c.lane(on[0]), on[0].priority
 	for _, s := range on {
 		n.deps = union(n.deps, s.tail)
 	}

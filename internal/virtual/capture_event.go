@@ -39,13 +39,13 @@ func (s *stream) waitCaptured(e *event) cudadrv.Result {
 	case k == nil:
 		s.capture.invalid = true
 		return cudadrv.ErrorStreamCaptureIsolation
-	case k.capture.ended:
+	case k.capture.invalid && s.capture == k.capture:
+		return cudadrv.ErrorStreamCaptureInvalidated
+	case k.capture.ended || k.capture.invalid:
 		if s.capture != nil {
 			s.capture.invalid = true
 		}
 		return cudadrv.ErrorInvalidValue
-	case k.capture.invalid:
-		return cudadrv.ErrorStreamCaptureInvalidated
 	case s == s.dev.legacy:
 		k.capture.invalid = true
 		return cudadrv.ErrorStreamCaptureImplicit

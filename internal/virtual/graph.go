@@ -190,7 +190,8 @@ func (d driver) GraphExecUpdate(h cudadrv.GraphExec, gh cudadrv.Graph) (cudadrv.
 }
 
 // differs says what keeps an executable of g from becoming one of o. The streams of
-// the captures are not part of a graph: its nodes, their order and their devices are.
+// the captures are not part of a graph: its nodes, their order and their devices are,
+// and the priorities of kernels.
 func (g *graph) differs(o *graph) cudadrv.GraphExecUpdateResult {
 	if len(g.nodes) != len(o.nodes) {
 		return cudadrv.GraphUpdateTopologyChanged
@@ -202,6 +203,8 @@ func (g *graph) differs(o *graph) cudadrv.GraphExecUpdateResult {
 			return cudadrv.GraphUpdateTopologyChanged
 		case n.kind() != p.kind():
 			return cudadrv.GraphUpdateNodeTypeChanged
+		case n.kind() == "kernel" && n.priority != p.priority:
+			return cudadrv.GraphUpdateAttributesChanged
 		}
 	}
 	return cudadrv.GraphUpdateSuccess

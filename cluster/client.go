@@ -10,6 +10,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/gochorus/chorus/internal/sameuser"
 )
 
 // A client is a member's end of its connection to the coordinator.
@@ -41,9 +43,13 @@ const dialAttempt = 2 * time.Second
 func dial(ctx context.Context, job, addr string, key []byte) (*link, welcome, error) {
 	var hello welcome
 	d := net.Dialer{Timeout: dialAttempt}
-	conn, err := d.DialContext(ctx, "tcp", addr)
+	conn, err := d.DialContext(ctx, networkOf(addr), addr)
 	if err != nil {
-		return nil, hello, err
+		return nil, hello, dialError(addr, err)
+	}
+	if err := knownPeer(conn); err != nil {
+		conn.Close()
+		return nil, hello, authError(job, addr, err)
 	}
 	stop := context.AfterFunc(ctx, func() { conn.Close() })
 	defer stop()
@@ -67,6 +73,9 @@ func authError(job, addr string, err error) error {
 		if errors.Is(err, final) {
 			return &AuthError{Job: job, Addr: addr, Reason: final.Error()}
 		}
+	}
+	if other, ok := errors.AsType[*sameuser.Error](err); ok {
+		return &AuthError{Job: job, Addr: addr, Reason: other.Error() + "; choose another port", err: other}
 	}
 	return fmt.Errorf("dial coordinator at %s: %w", addr, err)
 }

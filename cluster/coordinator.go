@@ -9,6 +9,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/gochorus/chorus/internal/sameuser"
 )
 
 const (
@@ -71,7 +73,7 @@ type coordinator struct {
 
 // newCoordinator starts a coordinator, which closes ln.
 func newCoordinator(ln net.Listener, cfg coordConfig) *coordinator {
-	c := &coordinator{cfg: cfg, ln: ln, gate: newGate(), pulse: newPulse(cfg.self), started: time.Now(), drains: drainTime,
+	c := &coordinator{cfg: cfg, ln: ln, gate: newGate(maxStrangers), pulse: newPulse(cfg.self), started: time.Now(), drains: drainTime,
 		quit: make(chan struct{}), peers: map[*peer]bool{},
 		told: map[int]bool{}, allTold: make(chan struct{}), said: map[string]time.Time{}}
 	c.faults.exits = map[int]Exit{}
@@ -84,7 +86,7 @@ func newCoordinator(ln net.Listener, cfg coordConfig) *coordinator {
 // listen opens the coordinator's port. The kernel's text alone does not say
 // what to do about a port that is taken.
 func listen(addr string) (net.Listener, error) {
-	ln, err := net.Listen("tcp", addr)
+	ln, err := net.Listen(networkOf(addr), addr)
 	if err != nil {
 		return nil, fmt.Errorf("cluster: listen on %s for the coordinator: %w", addr, err)
 	}
@@ -101,6 +103,11 @@ func (c *coordinator) acceptLoop() {
 			if !c.pause(50 * time.Millisecond) {
 				return
 			}
+			continue
+		}
+		if err := knownPeer(conn); err != nil { // before it takes a place of the gate
+			conn.Close()
+			c.sayRefused(conn, err)
 			continue
 		}
 		c.gate.enter(conn)
@@ -126,11 +133,11 @@ func (c *coordinator) serve(conn net.Conn) {
 	c.gate.leave(conn)
 	if err != nil {
 		conn.Close()
-		c.sayRefused(conn.RemoteAddr(), err)
+		c.sayRefused(conn, err)
 		return
 	}
 	l.patience, l.excuse = c.cfg.self.LostAfter, c.pulse.paused
-	p := newPeer(l, conn.RemoteAddr().String(), c.cfg.self.LostAfter)
+	p := newPeer(l, peerAddr(conn), c.cfg.self.LostAfter)
 	if !c.admit(p) {
 		conn.Close()
 		return
@@ -151,9 +158,12 @@ func (c *coordinator) serve(conn net.Conn) {
 
 // sayRefused tells this host's user who could not prove that it belongs to the
 // job. What is no Chorus process, such as a port scanner, is nobody's concern.
-func (c *coordinator) sayRefused(from net.Addr, why error) {
+func (c *coordinator) sayRefused(conn net.Conn, why error) {
 	var reason string
+	other, foreign := errors.AsType[*sameuser.Error](why)
 	switch {
+	case foreign:
+		reason = other.Error()
 	case errors.Is(why, errBadProof):
 		reason = "it has a different secret"
 	case errors.Is(why, errOtherJob):
@@ -164,7 +174,7 @@ func (c *coordinator) sayRefused(from net.Addr, why error) {
 		return
 	}
 	c.mu.Lock()
-	c.say(addrIP(from), fmt.Sprintf("refused the process at %s: %s", from, reason))
+	c.say(addrIP(conn.RemoteAddr()), fmt.Sprintf("refused the process at %s: %s", peerAddr(conn), reason))
 	c.unlock()
 }
 

@@ -403,7 +403,7 @@ func (r *reader) hostedBySeed(cfg *JoinConfig, shown string) error {
 	if err != nil {
 		return err
 	}
-	cfg.hostedBy(addr, port, cfg.oneHost())
+	cfg.hostedBy(addr, port, cfg.oneHost() || isLoopback(net.JoinHostPort(addr, port)))
 	return nil
 }
 

@@ -192,8 +192,8 @@ func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 		}
 		ln, err := listen(at)
 		if errors.Is(err, syscall.EADDRINUSE) {
-			j := JoinConfig{Job: a.cfg.Job}
-			if j.sameJobAt(s, a.keys.control) {
+			j := JoinConfig{Job: a.cfg.Job, at: s}
+			if j.sameJobAt(a.keys.control) == nil {
 				continue
 			}
 			return nil, fmt.Errorf("%w: another program, or another job, has the port; choose another in --seeds", err)

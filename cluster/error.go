@@ -102,9 +102,16 @@ func (e *JoinTimeoutError) Timeout() bool { return true }
 type AuthError struct {
 	Job, Addr string
 	Reason    string
+	err       error // its cause, if not the two ends' secret, job or version
 }
 
+// Unwrap returns the cause, if it is an error by itself.
+func (e *AuthError) Unwrap() error { return e.err }
+
 func (e *AuthError) Error() string {
+	if e.err != nil {
+		return fmt.Sprintf("cluster: join job %q: coordinator at %s: %s", e.Job, e.Addr, e.Reason)
+	}
 	return fmt.Sprintf("cluster: join job %q: coordinator at %s: different secret or job: %s", e.Job, e.Addr, e.Reason)
 }
 

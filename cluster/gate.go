@@ -18,6 +18,7 @@ const (
 // oldest has to go: members need milliseconds, half-open connections of a
 // scanner would stay.
 type gate struct {
+	most   int // inside at once
 	mu     sync.Mutex
 	inside []stranger
 	freed  chan struct{}
@@ -28,19 +29,19 @@ type stranger struct {
 	since time.Time
 }
 
-func newGate() *gate { return &gate{freed: make(chan struct{}, 1)} }
+func newGate(most int) *gate { return &gate{most: most, freed: make(chan struct{}, 1)} }
 
 // enter admits c, if need be by closing the oldest after its turn.
 func (g *gate) enter(c net.Conn) {
 	g.mu.Lock()
-	if len(g.inside) >= maxStrangers {
+	if len(g.inside) >= g.most {
 		turn := strangerTurn - time.Since(g.inside[0].since)
 		g.mu.Unlock()
 		g.await(turn)
 		g.mu.Lock()
 	}
 	defer g.mu.Unlock()
-	if len(g.inside) >= maxStrangers {
+	if len(g.inside) >= g.most {
 		g.inside[0].c.Close()
 		g.inside = g.inside[1:]
 	}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/sameuser"
 )
 
 // JoinConfig says, for Join, what Attach finds in the environment.
@@ -40,8 +41,10 @@ type JoinConfig struct {
 	// Listen is where the coordinator listens; empty means Addr.
 	Listen string
 
-	// Secret is as in Config. Without one the coordinator is reached over the
-	// loopback only, unless Insecure.
+	// Secret is as in Config. Without one, unless Insecure, Addr must be of the
+	// loopback, and the processes meet at a Unix socket instead, which is named
+	// by the job, the port and the user: only processes of this user and of root
+	// take part.
 	Secret   []byte
 	Insecure bool
 
@@ -49,6 +52,7 @@ type JoinConfig struct {
 	Notify func(line string) // as in Config
 
 	token  []byte // the control key itself, from a launcher
+	at     string // where the coordinator is dialled: Addr, or a socket of this host and user
 	source string
 }
 
@@ -135,19 +139,24 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 	return &c, err
 }
 
-// key returns the control key, and refuses to do without a secret where others
-// than this host's users could reach the coordinator.
+// key returns the control key. Without a secret it chooses a socket that only this
+// host's processes reach and that tells whose they are, or refuses.
 func (cfg *JoinConfig) key() ([]byte, error) {
-	if cfg.token != nil {
+	cfg.at = cfg.Addr
+	switch {
+	case cfg.token != nil:
 		return cfg.token, nil
-	}
-	if len(cfg.Secret) > 0 {
+	case len(cfg.Secret) > 0:
 		if err := checkSecret(cfg.Secret); err != nil {
 			return nil, badConfig("join job %q: %v", cfg.Job, err)
 		}
-	} else if !cfg.Insecure && (!isLoopback(cfg.Addr) || cfg.Listen != "" && !isLoopback(cfg.Listen)) {
+	case cfg.Insecure:
+	case !isLoopback(cfg.Addr) || cfg.Listen != "" && !isLoopback(cfg.Listen):
 		return nil, badConfig("join job %q: no secret for the coordinator at %s: set %s in all processes, or accept that anyone may join with %s=yes",
 			cfg.Job, cfg.Addr, env.SecretFile.Name, env.Insecure.Name)
+	default:
+		cfg.at = userSocket(cfg.Job, cfg.Addr)
+		cfg.Listen = cfg.at
 	}
 	k, err := deriveKeys(cfg.Secret, cfg.Job)
 	return k.control, err
@@ -172,16 +181,19 @@ func (cfg *JoinConfig) serve(key []byte) (*coordinator, error) {
 	}
 	ln, err := listen(at)
 	if errors.Is(err, syscall.EADDRINUSE) {
-		if cfg.sameJobAt(cfg.Addr, key) {
+		if met := cfg.sameJobAt(key); met == nil {
 			return nil, nil
+		} else if _, other := errors.AsType[*sameuser.Error](met); other {
+			return nil, met
 		}
 		return nil, fmt.Errorf("%w: another program, or another job, has the port; choose another MASTER_PORT or %s", err, env.Seeds.Name)
 	}
 	if err != nil {
 		return nil, err
 	}
-	if _, port, _ := net.SplitHostPort(cfg.Addr); port == "0" {
+	if _, port, _ := net.SplitHostPort(cfg.at); port == "0" {
 		cfg.Addr = ln.Addr().String()
+		cfg.at = cfg.Addr
 	}
 	return newCoordinator(ln, coordConfig{
 		job: cfg.Job, key: key, size: cfg.Size, notify: cfg.Notify,
@@ -190,16 +202,15 @@ func (cfg *JoinConfig) serve(key []byte) (*coordinator, error) {
 	}), nil
 }
 
-// sameJobAt reports whether a coordinator of this job answers at addr.
-func (cfg *JoinConfig) sameJobAt(addr string, key []byte) bool {
+// sameJobAt returns nil if a coordinator of this job answers, and otherwise why not.
+func (cfg *JoinConfig) sameJobAt(key []byte) error {
 	ctx, cancel := context.WithTimeout(context.Background(), dialAttempt)
 	defer cancel()
-	l, _, err := dial(ctx, cfg.Job, addr, key)
+	l, _, err := dial(ctx, cfg.Job, cfg.at, key)
 	if err != nil {
-		return false
+		return err
 	}
-	l.close()
-	return true
+	return l.close()
 }
 
 // join connects to the coordinator and waits for the world.
@@ -233,7 +244,7 @@ func (cfg *JoinConfig) connect(ctx context.Context, key []byte, start time.Time)
 	delay, lastLine := firstRetry, start
 	var why error // what an attempt met; a lack of time only where none met anything else
 	for {
-		l, hello, err := dial(ctx, cfg.Job, cfg.Addr, key)
+		l, hello, err := dial(ctx, cfg.Job, cfg.at, key)
 		if err == nil {
 			return l, hello, nil
 		}

@@ -214,7 +214,7 @@ func TestSilentCoordinator(t *testing.T) {
 			kinds = append(kinds, m.kind)
 		}
 	}()
-	s, err := Join(t.Context(), &JoinConfig{Job: "j", Size: 1, Rank: new(0), Addr: ln.Addr().String(), Timing: quick, Host: "a"})
+	s, err := Join(t.Context(), &JoinConfig{Job: "j", Size: 1, Rank: new(0), Addr: ln.Addr().String(), Insecure: true, Timing: quick, Host: "a"})
 	require.NoError(t, err)
 	defer s.Close()
 	begin := time.Now()
@@ -307,7 +307,7 @@ func TestWrongSecret(t *testing.T) {
 	begin := time.Now()
 	for _, c := range []*JoinConfig{
 		{Job: t.Name(), Secret: []byte("not the right secret")},
-		{Job: t.Name()},
+		{Job: t.Name(), Insecure: true},
 		{Job: "other", Secret: testSecret},
 	} {
 		c.Size, c.Rank, c.Addr, c.Timing = 2, new(1), ss[1].k.addr, quick
@@ -335,7 +335,7 @@ func TestPortTaken(t *testing.T) {
 			c.Close()
 		}
 	}()
-	c := &JoinConfig{Job: "j", Size: 2, Rank: new(0), Addr: ln.Addr().String(), Serve: true, Timing: quick}
+	c := &JoinConfig{Job: "j", Size: 2, Rank: new(0), Addr: ln.Addr().String(), Serve: true, Insecure: true, Timing: quick}
 	_, err = Join(t.Context(), c)
 	require.ErrorIs(t, err, syscall.EADDRINUSE)
 	require.Contains(t, err.Error(), "another program, or another job, has the port")

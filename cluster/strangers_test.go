@@ -48,7 +48,7 @@ func TestHalfOpen(t *testing.T) {
 	t.Parallel()
 	addr := freeAddr(t)
 	cfg := func(r int) *JoinConfig {
-		return &JoinConfig{Job: "flood", Size: 3, Rank: new(r), Addr: addr, Serve: r == 0, Timing: quick}
+		return &JoinConfig{Job: "flood", Size: 3, Rank: new(r), Addr: addr, Serve: r == 0, Secret: testSecret, Timing: quick}
 	}
 	out := make(chan *Session, 3)
 	join := func(r int) {

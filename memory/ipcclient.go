@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/sameuser"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -96,7 +97,7 @@ func (x *ipc) link(name string) (*ipcLink, error) {
 	if err != nil {
 		return nil, fmt.Errorf("that process is gone, or in another container: %w", err)
 	}
-	if err := samePeer(c); err != nil {
+	if err := sameuser.Check(c); err != nil {
 		c.Close()
 		return nil, err
 	}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/sameuser"
 )
 
 // An ipcServer answers the processes that have handles of a System's memory.
@@ -63,7 +64,7 @@ func (v *ipcServer) accept() {
 		}
 		p := &ipcPeer{conn: c, open: map[*ipcExport]int{}}
 		v.mu.Lock()
-		stays := !v.closed && samePeer(c) == nil
+		stays := !v.closed && sameuser.Check(c) == nil
 		if stays {
 			v.peers[p] = true
 		}

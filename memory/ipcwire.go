@@ -3,10 +3,8 @@ package memory
 import (
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"net"
-	"os"
 	"syscall"
 	"time"
 
@@ -103,20 +101,6 @@ func closeFiles(files []int) {
 	for _, f := range files {
 		_ = unix.Close(f)
 	}
-}
-
-// samePeer returns an error unless the process at the other end is of the same
-// user, or of root.
-func samePeer(c *net.UnixConn) error {
-	var cred *unix.Ucred
-	err := control(c, func(fd int) (err error) {
-		cred, err = unix.GetsockoptUcred(fd, unix.SOL_SOCKET, unix.SO_PEERCRED)
-		return err
-	})
-	if err == nil && cred.Uid != 0 && int(cred.Uid) != os.Geteuid() {
-		err = fmt.Errorf("the process %d belongs to user %d, not %d", cred.Pid, cred.Uid, os.Geteuid())
-	}
-	return err
 }
 
 // hungUp reports whether the process at the other end is gone.

@@ -100,7 +100,9 @@ func startGossip(a *Agent, seeds []string, mine string) *gossip {
 	}
 	cfg, err := g.config(a, seeds, mine)
 	if err == nil {
-		g.ml, err = memberlist.Create(cfg)
+		if g.ml, err = memberlist.Create(cfg); err != nil {
+			_ = cfg.Transport.Shutdown()
+		}
 	}
 	if err != nil {
 		a.cfg.Notify(fmt.Sprintf("job %s: no gossip on this host, only the seeds lead to the coordinator: %v", a.cfg.Job, err))
@@ -135,7 +137,7 @@ func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Conf
 	if adv, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
 		c.AdvertiseAddr = adv
 	}
-	c.Label = "chorus/" + g.tag
+	c.Label = a.keys.label
 	c.SecretKey = a.keys.gossip
 	c.EnableCompression = false // the messages are tiny
 	c.DelegateProtocolVersion, c.DelegateProtocolMin, c.DelegateProtocolMax = 1, 1, 1
@@ -146,6 +148,11 @@ func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Conf
 	c.GossipInterval, c.PushPullInterval = 100*time.Millisecond, 10*time.Second
 	c.TCPTimeout, c.AwarenessMaxMultiplier = 3*time.Second, 4
 	c.DeadNodeReclaimTime = time.Second
+	t, err := newGossipTransport(ip, c.BindPort, c.Label)
+	if err != nil {
+		return nil, err
+	}
+	c.Transport, c.BindPort, c.AdvertisePort = t, t.port(), t.port()
 	return c, nil
 }
 

@@ -23,6 +23,7 @@ const (
 type keys struct {
 	control []byte // authenticates connections to the coordinator
 	gossip  []byte // encrypts memberlist's packets
+	label   string // begins each of them, in clear
 }
 
 // deriveKeys derives a job's keys. The job's name is the salt: the same secret
@@ -34,7 +35,11 @@ func deriveKeys(secret []byte, job string) (keys, error) {
 		return keys{}, err
 	}
 	gossip, err := hkdf.Key(sha256.New, secret, []byte(job), "chorus gossip 1", keyBytes)
-	return keys{control, gossip}, err
+	if err != nil {
+		return keys{}, err
+	}
+	label, err := hkdf.Key(sha256.New, secret, []byte(job), "chorus gossip label 1", tagBytes)
+	return keys{control, gossip, hex.EncodeToString(label)}, err
 }
 
 // jobTag names a job on the wire without telling its name.

@@ -1,0 +1,203 @@
+package cluster
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/hashicorp/memberlist"
+)
+
+// memberlist reads 20 MiB of a stream before it decrypts a byte, of any number of
+// streams. The limits here bound what strangers make it keep: maxGossipStreams times
+// maxGossipStream, twice while its buffer grows.
+const (
+	maxGossipStreams = 16
+	// maxGossipStream is the state of about 1,500 hosts.
+	maxGossipStream = 512 << 10
+	maxPacket       = 64 << 10
+	labelHeader     = 244 // memberlist's first byte of a packet with a label
+)
+
+// A gossipTransport is memberlist's way to the network: one TCP and one UDP socket of
+// the same port. Packets without the job's label, which only its members know, go no
+// further than this.
+type gossipTransport struct {
+	tcp     *net.TCPListener
+	udp     *net.UDPConn
+	label   []byte // with its header, as packets begin
+	gate    *gate
+	packets chan *memberlist.Packet
+	streams chan net.Conn
+	quit    chan struct{}
+	wg      sync.WaitGroup
+	closing sync.Once
+}
+
+// newGossipTransport opens the sockets; port 0 means any.
+func newGossipTransport(ip string, port int, label string) (*gossipTransport, error) {
+	addr := net.ParseIP(ip)
+	if addr == nil {
+		return nil, fmt.Errorf("%q is not an IP address", ip)
+	}
+	t := &gossipTransport{label: append([]byte{labelHeader, byte(len(label))}, label...), gate: newGate(maxGossipStreams),
+		packets: make(chan *memberlist.Packet), streams: make(chan net.Conn), quit: make(chan struct{})}
+	var err error
+	for range 10 { // a free port of TCP may be taken of UDP
+		if t.tcp, err = net.ListenTCP("tcp", &net.TCPAddr{IP: addr, Port: port}); err != nil {
+			return nil, err
+		}
+		if t.udp, err = net.ListenUDP("udp", &net.UDPAddr{IP: addr, Port: t.port()}); err == nil {
+			break
+		}
+		_ = t.tcp.Close()
+		if port != 0 || !errors.Is(err, syscall.EADDRINUSE) {
+			return nil, err
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	t.wg.Go(t.accept)
+	t.wg.Go(t.receive)
+	return t, nil
+}
+
+func (t *gossipTransport) port() int { return t.tcp.Addr().(*net.TCPAddr).Port }
+
+func (t *gossipTransport) accept() {
+	for {
+		c, err := t.tcp.Accept()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil { // too many files: soon there may be room
+			if !t.pause(50 * time.Millisecond) {
+				return
+			}
+			continue
+		}
+		t.gate.enter(c)
+		s := &gossipStream{Conn: c, left: maxGossipStream, leave: func() { t.gate.leave(c) }}
+		select {
+		case t.streams <- s:
+		case <-t.quit:
+			_ = s.Close()
+			return
+		}
+	}
+}
+
+// receive reads packets into one buffer, and copies those with the job's label.
+func (t *gossipTransport) receive() {
+	buf := make([]byte, maxPacket)
+	for {
+		n, from, err := t.udp.ReadFrom(buf)
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil || !bytes.HasPrefix(buf[:n], t.label) {
+			if err != nil && !t.pause(time.Millisecond) {
+				return
+			}
+			continue
+		}
+		p := &memberlist.Packet{Buf: bytes.Clone(buf[:n]), From: from, Timestamp: time.Now()}
+		select {
+		case t.packets <- p:
+		case <-t.quit:
+			return
+		}
+	}
+}
+
+// pause waits and reports whether the transport is still open.
+func (t *gossipTransport) pause(d time.Duration) bool {
+	select {
+	case <-t.quit:
+		return false
+	case <-time.After(d):
+		return true
+	}
+}
+
+// FinalAdvertiseAddr and its kin are memberlist's Transport.
+func (t *gossipTransport) FinalAdvertiseAddr(ip string, port int) (net.IP, int, error) {
+	if ip == "" {
+		return t.tcp.Addr().(*net.TCPAddr).IP, t.port(), nil
+	}
+	addr := net.ParseIP(ip)
+	if addr == nil {
+		return nil, 0, fmt.Errorf("%q is not an IP address", ip)
+	}
+	if four := addr.To4(); four != nil {
+		addr = four
+	}
+	return addr, port, nil
+}
+
+func (t *gossipTransport) WriteTo(b []byte, addr string) (time.Time, error) {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return time.Time{}, err
+	}
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil {
+		return time.Time{}, err
+	}
+	to := &net.UDPAddr{IP: net.ParseIP(host), Port: int(n)} // hosts know each other by addresses
+	if to.IP == nil {
+		return time.Time{}, fmt.Errorf("%q is not an IP address", host)
+	}
+	_, err = t.udp.WriteTo(b, to)
+	return time.Now(), err
+}
+
+func (t *gossipTransport) PacketCh() <-chan *memberlist.Packet { return t.packets }
+func (t *gossipTransport) StreamCh() <-chan net.Conn           { return t.streams }
+
+func (t *gossipTransport) DialTimeout(addr string, timeout time.Duration) (net.Conn, error) {
+	c, err := net.DialTimeout("tcp", addr, timeout)
+	if err != nil {
+		return nil, err
+	}
+	return &gossipStream{Conn: c, left: maxGossipStream, leave: func() {}}, nil
+}
+
+func (t *gossipTransport) Shutdown() error {
+	t.closing.Do(func() {
+		close(t.quit)
+		_ = t.tcp.Close()
+		_ = t.udp.Close()
+		t.gate.clear()
+	})
+	t.wg.Wait()
+	return nil
+}
+
+// A gossipStream is one connection, from which memberlist reads so many bytes.
+type gossipStream struct {
+	net.Conn
+	left  int
+	leave func()
+	once  sync.Once
+}
+
+func (s *gossipStream) Read(b []byte) (int, error) {
+	if s.left <= 0 {
+		return 0, fmt.Errorf("the stream has more than %d bytes", maxGossipStream)
+	}
+	n, err := s.Conn.Read(b[:min(len(b), s.left)])
+	s.left -= n
+	return n, err
+}
+
+func (s *gossipStream) Close() error {
+	s.once.Do(s.leave)
+	return s.Conn.Close()
+}

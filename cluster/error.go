@@ -16,7 +16,7 @@ var (
 	// avoids it.
 	ErrEnded = errors.New("cluster: the coordinator has left, and the store with it")
 	// ErrTooLarge is matched by a store call whose key or value exceeds
-	// MaxKeyBytes or MaxValueBytes.
+	// MaxKeyBytes or MaxValueBytes, and by one that waits for too many keys.
 	ErrTooLarge = errors.New("too large")
 	// ErrStoreFull is matched by a store call that would exceed MaxStoreBytes.
 	ErrStoreFull = errors.New("the store is full")

@@ -12,7 +12,10 @@ import (
 const (
 	MaxKeyBytes   = 1 << 10  // of one key, or barrier's name
 	MaxValueBytes = 1 << 20  // of one value
-	MaxStoreBytes = 64 << 20 // of all keys and values together
+	MaxStoreBytes = 64 << 20 // of all keys, values and waiting calls together
+
+	// entryBytes is about what a key costs beside its bytes and those of its value.
+	entryBytes = 128
 )
 
 // Operations of a call.
@@ -37,6 +40,7 @@ const (
 	statusAbsent         // Barrier: cancelled; fields are the missing ranks
 	statusLeft           // Barrier: fields are the ranks that left
 	statusBad            // a call that makes no sense
+	statusTooMany        // maxWaits or maxWaitKeys
 )
 
 // An engine is the store and its barriers: a state machine without locks or
@@ -45,9 +49,10 @@ const (
 type engine struct {
 	size     int // of the world
 	values   map[string][]byte
-	bytes    int
+	bytes    int // of values and waiting
 	waiting  map[ticket]*waiter
-	byKey    map[string][]*waiter
+	byKey    map[string]map[*waiter]bool
+	loads    map[int]load // by rank
 	barriers map[string]*barrier
 	left     map[int]bool
 }
@@ -60,9 +65,11 @@ type ticket struct {
 
 type waiter struct {
 	ticket
-	op    byte
-	keys  []string
-	reply func(call)
+	op     byte
+	keys   []string // each once
+	absent int      // of them have no value
+	bytes  int      // that it is charged with
+	reply  func(call)
 }
 
 type barrier struct{ come map[int]*waiter }
@@ -74,7 +81,7 @@ const finishBarrier = ""
 func newEngine(size int) *engine {
 	return &engine{
 		size: size, values: map[string][]byte{}, waiting: map[ticket]*waiter{},
-		byKey: map[string][]*waiter{}, barriers: map[string]*barrier{}, left: map[int]bool{},
+		byKey: map[string]map[*waiter]bool{}, loads: map[int]load{}, barriers: map[string]*barrier{}, left: map[int]bool{},
 	}
 }
 
@@ -127,7 +134,7 @@ func (e *engine) set(key string, value []byte) byte {
 	old, existed := e.values[key]
 	grow := len(value) - len(old)
 	if !existed {
-		grow += len(key)
+		grow += len(key) + entryBytes
 	}
 	if e.bytes+grow > MaxStoreBytes {
 		return statusFull
@@ -137,7 +144,9 @@ func (e *engine) set(key string, value []byte) byte {
 	if value != nil && e.values[key] == nil {
 		e.values[key] = []byte{}
 	}
-	e.wake(key)
+	if !existed {
+		e.wake(key)
+	}
 	return statusOK
 }
 
@@ -146,8 +155,11 @@ func (e *engine) remove(key string) int64 {
 	if !ok {
 		return 0
 	}
-	e.bytes -= len(key) + len(v)
+	e.bytes -= len(key) + len(v) + entryBytes
 	delete(e.values, key)
+	for w := range e.byKey[key] {
+		w.absent++
+	}
 	return 1
 }
 
@@ -182,55 +194,6 @@ func (e *engine) swap(key string, old, next []byte) call {
 	return call{op: statusOK, n: 1}
 }
 
-// wait replies when all keys of the call exist.
-func (e *engine) wait(t ticket, c call, reply func(call)) {
-	w := &waiter{ticket: t, op: c.op, reply: reply}
-	for _, f := range c.fields {
-		w.keys = append(w.keys, string(f))
-	}
-	if e.answer(w) {
-		return
-	}
-	e.waiting[t] = w
-	for _, k := range w.keys {
-		e.byKey[k] = append(e.byKey[k], w)
-	}
-}
-
-// answer replies to w if all its keys exist, and reports whether it did.
-func (e *engine) answer(w *waiter) bool {
-	for _, k := range w.keys {
-		if _, ok := e.values[k]; !ok {
-			return false
-		}
-	}
-	r := call{op: statusOK}
-	if w.op == opGet {
-		r.fields = [][]byte{e.values[w.keys[0]]}
-	}
-	w.reply(r)
-	return true
-}
-
-// wake answers those who waited for key.
-func (e *engine) wake(key string) {
-	for _, w := range slices.Clone(e.byKey[key]) {
-		if e.waiting[w.ticket] == w && e.answer(w) {
-			e.forget(w)
-		}
-	}
-}
-
-func (e *engine) forget(w *waiter) {
-	delete(e.waiting, w.ticket)
-	for _, k := range w.keys {
-		e.byKey[k] = slices.DeleteFunc(e.byKey[k], func(x *waiter) bool { return x == w })
-		if len(e.byKey[k]) == 0 {
-			delete(e.byKey, k)
-		}
-	}
-}
-
 // arrive lets a rank into a barrier, which opens when all have come.
 func (e *engine) arrive(t ticket, op byte, name string, reply func(call)) {
 	b := e.barriers[name]
@@ -242,9 +205,15 @@ func (e *engine) arrive(t ticket, op byte, name string, reply func(call)) {
 		reply(call{op: statusBusy})
 		return
 	}
-	w := &waiter{ticket: t, op: op, reply: reply}
+	w := &waiter{ticket: t, op: op, bytes: len(name) + entryBytes, reply: reply}
+	if status := e.enter(w); status != statusOK {
+		if len(b.come) == 0 {
+			delete(e.barriers, name)
+		}
+		reply(call{op: status})
+		return
+	}
 	b.come[t.rank] = w
-	e.waiting[t] = w
 	e.settle(name)
 }
 
@@ -264,7 +233,7 @@ func (e *engine) settle(name string) {
 	}
 	delete(e.barriers, name)
 	for _, rank := range slices.Sorted(maps.Keys(b.come)) {
-		delete(e.waiting, b.come[rank].ticket)
+		e.exit(b.come[rank])
 		b.come[rank].reply(reply)
 	}
 }
@@ -290,7 +259,7 @@ func (e *engine) cancel(t ticket) {
 		e.forget(w)
 		return
 	}
-	delete(e.waiting, t)
+	e.exit(w)
 	for name, b := range e.barriers {
 		if b.come[t.rank] != w {
 			continue

@@ -154,6 +154,8 @@ func statusError(status byte) error {
 		return fmt.Errorf("%w: keys have at most %d bytes, values %d", ErrTooLarge, MaxKeyBytes, MaxValueBytes)
 	case statusFull:
 		return fmt.Errorf("%w: %d bytes for all keys and values", ErrStoreFull, MaxStoreBytes)
+	case statusTooMany:
+		return fmt.Errorf("%w: a process waits in at most %d calls, for at most %d keys together", ErrTooLarge, maxWaits, maxWaitKeys)
 	case statusNotNumber:
 		return ErrNotNumber
 	case statusBusy:

@@ -1,0 +1,108 @@
+package cluster
+
+// Limits of what one rank waits for at once. A process waits in as many calls as it has
+// goroutines for, and for a key of each rank of a large world.
+const (
+	maxWaits    = 4096
+	maxWaitKeys = 1 << 16
+	// waitBytes is about what a key that a call waits for costs beside its bytes.
+	waitBytes = 256
+)
+
+// A load is what a rank waits for at present.
+type load struct{ calls, keys int }
+
+// enter notes that a call waits, and charges it to the store, or says why it cannot wait.
+func (e *engine) enter(w *waiter) byte {
+	l := e.loads[w.rank]
+	switch {
+	case e.waiting[w.ticket] != nil:
+		return statusBad // a second call of this number
+	case w.op == opFinish: // to leave is not refused
+	case l.calls >= maxWaits || l.keys+len(w.keys) > maxWaitKeys:
+		return statusTooMany
+	case e.bytes+w.bytes > MaxStoreBytes:
+		return statusFull
+	}
+	e.bytes += w.bytes
+	e.loads[w.rank] = load{l.calls + 1, l.keys + len(w.keys)}
+	e.waiting[w.ticket] = w
+	return statusOK
+}
+
+// exit undoes enter.
+func (e *engine) exit(w *waiter) {
+	delete(e.waiting, w.ticket)
+	e.bytes -= w.bytes
+	l := e.loads[w.rank]
+	l = load{l.calls - 1, l.keys - len(w.keys)}
+	if e.loads[w.rank] = l; l == (load{}) {
+		delete(e.loads, w.rank)
+	}
+}
+
+// wait replies when all keys of the call exist.
+func (e *engine) wait(t ticket, c call, reply func(call)) {
+	w := &waiter{ticket: t, op: c.op, reply: reply}
+	seen := make(map[string]bool, min(len(c.fields), maxWaitKeys+1))
+	for _, f := range c.fields {
+		if seen[string(f)] {
+			continue
+		}
+		if len(w.keys) == maxWaitKeys {
+			reply(call{op: statusTooMany})
+			return
+		}
+		k := string(f)
+		seen[k] = true
+		w.keys = append(w.keys, k)
+		w.bytes += len(k) + waitBytes
+		if _, ok := e.values[k]; !ok {
+			w.absent++
+		}
+	}
+	if w.absent == 0 {
+		e.answer(w)
+		return
+	}
+	if status := e.enter(w); status != statusOK {
+		reply(call{op: status})
+		return
+	}
+	for _, k := range w.keys {
+		if e.byKey[k] == nil {
+			e.byKey[k] = map[*waiter]bool{}
+		}
+		e.byKey[k][w] = true
+	}
+}
+
+// answer replies to a call whose keys all exist.
+func (e *engine) answer(w *waiter) {
+	r := call{op: statusOK}
+	if w.op == opGet {
+		r.fields = [][]byte{e.values[w.keys[0]]}
+	}
+	w.reply(r)
+}
+
+// wake notes that a key has a value now, and answers those who waited for no other.
+func (e *engine) wake(key string) {
+	for w := range e.byKey[key] {
+		if w.absent--; w.absent == 0 {
+			e.forget(w)
+			e.answer(w)
+		}
+	}
+}
+
+// forget ends the wait for keys.
+func (e *engine) forget(w *waiter) {
+	e.exit(w)
+	for _, k := range w.keys {
+		delete(e.byKey[k], w)
+		if len(e.byKey[k]) == 0 {
+			delete(e.byKey, k)
+		}
+	}
+}

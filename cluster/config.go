@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"errors"
 	"log/slog"
 	"net"
@@ -90,6 +91,9 @@ type Config struct {
 	Notify func(line string)
 }
 
+// insecure is what a user of Insecure is told.
+const insecure = "warning: no secret protects this job: whoever reaches its ports can join it, stop it and run what its processes run"
+
 // DefaultPort is the port of seeds that name none. memberlist's own is taken by
 // other programs on many hosts.
 const DefaultPort = "29477"
@@ -107,6 +111,9 @@ func (cfg *Config) complete() (Config, keys, error) {
 	if c.Notify == nil {
 		c.Notify = func(line string) { slog.Info("cluster: " + line) }
 	}
+	if err := cmp.Or(checkName("job", c.Job), checkName("host", c.Host)); err != nil {
+		return c, keys{}, err
+	}
 	var err error
 	if c.Timing, err = c.Timing.complete(); err != nil {
 		return c, keys{}, err
@@ -122,6 +129,9 @@ func (cfg *Config) complete() (Config, keys, error) {
 	secret, err := c.secret()
 	if err != nil {
 		return c, keys{}, err
+	}
+	if len(secret) == 0 {
+		c.Notify(insecure)
 	}
 	if c.Job == "" {
 		c.Job = newName()

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"github.com/hashicorp/memberlist"
+
+	"github.com/gochorus/chorus/internal/plain"
 )
 
 const (
@@ -78,6 +80,7 @@ func decodeMeta(b []byte) (gossipMeta, error) {
 	if err := json.Unmarshal(b, &m); err != nil {
 		return m, err
 	}
+	m.Host, m.Addr = plain.Text(m.Host), plain.Text(m.Addr)
 	if m.UUID == "" || m.Tag == "" {
 		return m, errors.New("node meta without a job or an identity")
 	}

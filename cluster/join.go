@@ -134,6 +134,9 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 	if c.Rank != nil && (*c.Rank < 0 || *c.Rank >= c.Size) {
 		return nil, badConfig("join job %q: rank %d in a world of size %d", c.Job, *c.Rank, c.Size)
 	}
+	if err := cmp.Or(checkName("job", c.Job), checkName("host", c.Host), checkName("process", c.Name)); err != nil {
+		return nil, err
+	}
 	var err error
 	c.Timing, err = c.Timing.complete()
 	return &c, err
@@ -151,6 +154,7 @@ func (cfg *JoinConfig) key() ([]byte, error) {
 			return nil, badConfig("join job %q: %v", cfg.Job, err)
 		}
 	case cfg.Insecure:
+		cfg.Notify(insecure)
 	case !isLoopback(cfg.Addr) || cfg.Listen != "" && !isLoopback(cfg.Listen):
 		return nil, badConfig("join job %q: no secret for the coordinator at %s: set %s in all processes, or accept that anyone may join with %s=yes",
 			cfg.Job, cfg.Addr, env.SecretFile.Name, env.Insecure.Name)

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"reflect"
 )
 
 // firstEpoch is the only epoch of this version.
@@ -94,6 +95,7 @@ func (m message) record(v any) error {
 	if err := json.Unmarshal(m.body, v); err != nil {
 		return fmt.Errorf("record of kind %d: %w", m.kind, err)
 	}
+	quoteTexts(reflect.ValueOf(v))
 	return nil
 }
 

@@ -59,6 +59,9 @@ func (c *coordinator) registerWorker(p *peer) error {
 // objection returns why a worker cannot join, or nil.
 func (c *coordinator) objection(reg registration) *refusal {
 	size := c.size()
+	if r := checkNames(reg.Host, reg.Name); r != nil {
+		return r
+	}
 	switch {
 	case c.verdict != nil:
 		return c.verdict
@@ -165,6 +168,9 @@ func (c *coordinator) registerAgent(p *peer) error {
 
 func (c *coordinator) hostObjection(h host) *refusal {
 	n := c.cfg.agents
+	if r := checkNames(h.Host, h.UUID, h.MasterAddr); r != nil {
+		return r
+	}
 	switch {
 	case c.verdict != nil:
 		return c.verdict

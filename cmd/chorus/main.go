@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/internal/launch"
+	"github.com/gochorus/chorus/internal/plain"
 )
 
 // commands make the sub-commands, in the order of the help.
@@ -31,6 +32,7 @@ func main() {
 func run(args []string) int {
 	root := newRootCommand()
 	root.SetArgs(args)
+	root.SetOut(plain.NewWriter(os.Stdout)) // names in files and of hosts come from outside
 	err := root.Execute()
 	if err == nil {
 		return 0
@@ -39,7 +41,7 @@ func run(args []string) int {
 	if errors.As(err, &code) { // whoever returned it has said why
 		return int(code)
 	}
-	fmt.Fprintf(os.Stderr, "chorus: %v\n", err)
+	fmt.Fprintf(os.Stderr, "chorus: %s\n", plain.Lines(err.Error()))
 	var usage *launch.UsageError
 	if errors.As(err, &usage) {
 		return launch.ExitUsage

@@ -56,6 +56,7 @@ type runFlags struct {
 	job         string
 	secretFile  string
 	insecure    bool
+	raw         bool
 	logDir      string
 	joinTimeout time.Duration
 	grace       time.Duration
@@ -96,6 +97,7 @@ func (f *runFlags) add(cmd *cobra.Command) {
 	fs.StringVar(&f.logDir, "log-dir", "", "also write each rank's output to <dir>/<job>/rank-<n>.out and .err ("+env.LogDir.Name+")")
 	fs.DurationVar(&f.joinTimeout, "join-timeout", 0, "how long to wait for all hosts and processes ("+env.JoinTimeout.Name+", "+env.JoinTimeout.Default+")")
 	fs.DurationVar(&f.grace, "grace", 0, "when one fails: until the others are asked to stop, and from then until they are killed ("+env.Grace.Name+", "+env.Grace.Default+")")
+	fs.BoolVar(&f.raw, "raw", false, "write lines byte for byte; otherwise control characters are quoted")
 	fs.BoolVar(&f.noPrefix, "no-prefix", false, "write lines without the rank before them")
 }
 
@@ -108,7 +110,7 @@ func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, er
 	if err != nil {
 		return nil, err
 	}
-	cfg := &launch.Config{Program: args, Procs: procs, NoPrefix: f.noPrefix,
+	cfg := &launch.Config{Program: args, Procs: procs, NoPrefix: f.noPrefix, Raw: f.raw,
 		LogDir: orEnv(f.logDir, env.LogDir), Stdout: os.Stdout, Stderr: os.Stderr}
 	if cfg.Grace = f.grace; cfg.Grace == 0 {
 		if cfg.Grace, err = env.Grace.Duration(); err != nil {

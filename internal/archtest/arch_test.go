@@ -21,7 +21,7 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/crew", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/memplot", "internal/minifloat", "internal/pickle", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser"},
+	{"gds/safetensors", "internal/crew", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/memplot", "internal/minifloat", "internal/pickle", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser"},
 	{"internal/alloc"},
 	{"internal/dl", "cluster"},
 	{"internal/dl/dltest", "internal/cudadrv", "internal/nvrtcapi", "internal/nvml"},

@@ -36,8 +36,10 @@ type Config struct {
 	// Grace is how long workers have to end by themselves and say what they know when one
 	// was lost, before they are asked to, and from then until they are killed; 0 means 10 s.
 	Grace time.Duration
-	// NoPrefix writes lines as they are, without "[rank 2] ".
+	// NoPrefix writes lines without "[rank 2] ".
 	NoPrefix bool
+	// Raw writes lines byte for byte. Without it, control characters are quoted.
+	Raw bool
 	// LogDir also gets each rank's output, in <LogDir>/<job>/rank-<n>.out and
 	// .err; empty means none.
 	LogDir string

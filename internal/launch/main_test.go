@@ -44,6 +44,7 @@ type setup struct {
 	Devices Devices
 	Grace   time.Duration
 	LogDir  string
+	Raw     bool
 	Nodes   int
 	Job     string
 	Host    string
@@ -54,7 +55,7 @@ type setup struct {
 }
 
 func (s *setup) config() *Config {
-	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir,
+	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir, Raw: s.Raw,
 		Cluster: cluster.Config{Nodes: s.Nodes, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
 			Secret: s.Secret, Timing: s.Timing}}
 }

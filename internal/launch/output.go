@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 	"syscall"
 
+	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
@@ -29,6 +30,7 @@ const (
 type output struct {
 	begin  chan struct{} // closed when the guardian knows all workers: what is seen of one is guarded
 	prefix bool
+	raw    bool             // lines are written byte for byte
 	dir    *safefile.Folder // of log files; nil: none. spawn closes it
 	warn   func(string)
 	wg     sync.WaitGroup
@@ -70,7 +72,7 @@ type tail struct {
 }
 
 func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
-	o := &output{begin: make(chan struct{}), prefix: !cfg.NoPrefix, warn: warn, writer: -1, tails: map[int]*tail{}}
+	o := &output{begin: make(chan struct{}), prefix: !cfg.NoPrefix, raw: cfg.Raw, warn: warn, writer: -1, tails: map[int]*tail{}}
 	fail := func(err error) {
 		o.lost.Store(true)
 		warn(fmt.Sprintf("stopped writing the output of the ranks: %v", err))
@@ -153,16 +155,33 @@ func (o *output) copy(s *stream, r io.Reader) {
 		line, err := br.ReadSlice('\n')
 		if len(line) > 0 {
 			o.keep(s, line)
-			buf = append(append(buf[:0], s.head...), line...)
-			if line[len(line)-1] != '\n' {
-				buf = append(buf, '\n')
-			}
+			buf = o.lines(buf[:0], s, line)
 			o.write(s, buf, line)
 		}
 		if err != nil && !errors.Is(err, bufio.ErrBufferFull) {
 			return
 		}
 	}
+}
+
+// lines appends what is shown of a line. A carriage return begins another line: what a
+// worker writes behind it does not take the place of the prefix. What else a terminal would
+// obey is quoted.
+func (o *output) lines(buf []byte, s *stream, line []byte) []byte {
+	if o.raw {
+		buf = append(append(buf, s.head...), line...)
+		if line[len(line)-1] != '\n' {
+			buf = append(buf, '\n')
+		}
+		return buf
+	}
+	text := strings.TrimRight(string(line), "\r\n")
+	for part := range strings.SplitSeq(text, "\r") {
+		if part != "" || text == "" {
+			buf = append(append(append(buf, s.head...), plain.Lines(part)...), '\n')
+		}
+	}
+	return buf
 }
 
 // keep writes to the log file, byte for byte. The first failure is told.
@@ -204,9 +223,7 @@ func (o *output) wrote(s *stream, line []byte) {
 
 func (t *tail) add(line []byte) {
 	text := string(line[:min(len(line), tailWidth)])
-	if n := len(text); n > 0 && text[n-1] == '\n' {
-		text = text[:n-1]
-	}
+	text = plain.Text(strings.TrimRight(text, "\r\n"))
 	if len(t.lines) == keptLines {
 		t.lines = t.lines[1:]
 	}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/plain"
 )
 
 const (
@@ -103,7 +104,7 @@ func Run(ctx context.Context, cfg *Config) int {
 func (j *job) say(text string) {
 	j.sayMu.Lock()
 	defer j.sayMu.Unlock()
-	fmt.Fprintf(j.cfg.Stderr, "chorus: %s\n", strings.TrimPrefix(text, "cluster: "))
+	fmt.Fprintf(j.cfg.Stderr, "chorus: %s\n", plain.Lines(strings.TrimPrefix(text, "cluster: ")))
 }
 
 // meet waits for the other hosts. A signal ends the wait.

@@ -385,6 +385,31 @@ func TestOrphans(t *testing.T) {
 	}
 }
 
+// TestForgedLines lets a worker write as if it were another rank or the launcher.
+func TestForgedLines(t *testing.T) {
+	t.Parallel()
+	const script = `printf 'mine\r[rank 7] forged\n\r\033[2Jchorus: done\r\n\n10%%\r20%%\rend'`
+	cfg := shell(1, script)
+	cfg.LogDir = t.TempDir()
+	code, text := launchAll(t, cfg)
+	require.Zero(t, code)
+	require.Equal(t, "[rank 0] mine\n[rank 0] [rank 7] forged\n[rank 0] \\x1b[2Jchorus: done\n[rank 0] \n[rank 0] 10%\n[rank 0] 20%\n[rank 0] end\n", text)
+	const written = "mine\r[rank 7] forged\n\r\x1b[2Jchorus: done\r\n\n10%\r20%\rend"
+	b, err := os.ReadFile(filepath.Join(cfg.LogDir, "test", "rank-0.out"))
+	require.NoError(t, err)
+	require.Equal(t, written, string(b), "the log has it byte for byte")
+
+	cfg = shell(1, script)
+	cfg.Raw = true
+	code, text = launchAll(t, cfg)
+	require.Zero(t, code)
+	require.Equal(t, "[rank 0] "+strings.ReplaceAll(written, "\n", "\n[rank 0] ")+"\n", text)
+
+	var tl tail
+	tl.add([]byte("a\x1b[2J\r\n"))
+	require.Equal(t, []string{`a\x1b[2J`}, tl.last())
+}
+
 // TestLogsFollowNoPlantedLinks gives the launcher a folder of logs in which another user
 // has prepared what it will write.
 func TestLogsFollowNoPlantedLinks(t *testing.T) {

@@ -1,0 +1,86 @@
+// Package plain writes text that comes from outside, such as names in files and
+// the output of workers, so that a terminal shows it and obeys nothing in it:
+// no character moves the cursor, ends a line, or turns the direction of text.
+package plain
+
+import (
+	"fmt"
+	"io"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+)
+
+// Text quotes all characters of s that are not graphic, line ends too: a control
+// character becomes \x1b, others \u202e, and bytes that are no UTF-8 \xff.
+func Text(s string) string { return quote(s, "") }
+
+// Lines is Text that leaves line ends and tabs.
+func Lines(s string) string { return quote(s, "\n\t") }
+
+func quote(s, leave string) string {
+	first := firstOdd(s, leave)
+	if first == len(s) {
+		return s
+	}
+	var b strings.Builder
+	b.WriteString(s[:first])
+	for i := first; i < len(s); {
+		r, n := utf8.DecodeRuneInString(s[i:])
+		switch {
+		case r == utf8.RuneError && n == 1, r < 0x100 && !fine(r, leave):
+			fmt.Fprintf(&b, `\x%02x`, byteOf(r, s[i]))
+		case fine(r, leave):
+			b.WriteString(s[i : i+n])
+		case r < 0x10000:
+			fmt.Fprintf(&b, `\u%04x`, r)
+		default:
+			fmt.Fprintf(&b, `\U%08x`, r)
+		}
+		i += n
+	}
+	return b.String()
+}
+
+// byteOf is a control character's number, or the byte that is none.
+func byteOf(r rune, b byte) byte {
+	if r == utf8.RuneError {
+		return b
+	}
+	return byte(r)
+}
+
+func fine(r rune, leave string) bool {
+	return unicode.IsGraphic(r) || strings.ContainsRune(leave, r)
+}
+
+// firstOdd returns where the first character is that has to be quoted, or len(s).
+func firstOdd(s, leave string) int {
+	for i := 0; i < len(s); {
+		if c := s[i]; c < utf8.RuneSelf {
+			if (c < ' ' || c == 0x7f) && strings.IndexByte(leave, c) < 0 {
+				return i
+			}
+			i++
+			continue
+		}
+		r, n := utf8.DecodeRuneInString(s[i:])
+		if r == utf8.RuneError && n == 1 || !fine(r, leave) {
+			return i
+		}
+		i += n
+	}
+	return len(s)
+}
+
+// NewWriter returns a writer of Lines. Each call of Write brings whole characters.
+func NewWriter(w io.Writer) io.Writer { return &writer{w} }
+
+type writer struct{ w io.Writer }
+
+func (w *writer) Write(b []byte) (int, error) {
+	if _, err := io.WriteString(w.w, Lines(string(b))); err != nil {
+		return 0, err
+	}
+	return len(b), nil
+}

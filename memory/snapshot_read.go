@@ -2,8 +2,6 @@ package memory
 
 import (
 	"bufio"
-	"bytes"
-	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,16 +9,18 @@ import (
 	"strconv"
 
 	"github.com/gochorus/chorus/internal/pickle"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // ReadSnapshot reads a snapshot that Chorus has written or torch's
 // memory._dump_snapshot has: a pickle or JSON, either also compressed by gzip.
 // Keys that it does not know it passes over, and most may be missing; blocks
 // without an address get it from their segment. Any input is safe: pickles run
-// no code, and one of more than 2 GiB or 64 million values is an error. What
+// no code, and one of more than 2 GiB or 64 million values is an error, as is a
+// compressed one that becomes more than 64 times as long and 1 MiB. What
 // several entries share, such as frames, they share in the result too.
 func ReadSnapshot(r io.Reader) (*Snapshot, error) {
-	v, err := readValue(bufio.NewReader(r))
+	v, err := readValue(r)
 	if errors.Is(err, io.ErrUnexpectedEOF) {
 		err = fmt.Errorf("the file ends too early: it was cut off: write or copy it again: %w", err)
 	}
@@ -36,14 +36,12 @@ func ReadSnapshot(r io.Reader) (*Snapshot, error) {
 
 const mostSnapshotBytes, mostSnapshotValues = 2 << 30, 64 << 20
 
-func readValue(r *bufio.Reader) (any, error) {
-	if start, _ := r.Peek(2); bytes.Equal(start, []byte{0x1f, 0x8b}) {
-		z, err := gzip.NewReader(r)
-		if err != nil {
-			return nil, err
-		}
-		r = bufio.NewReader(z)
+func readValue(packed io.Reader) (any, error) {
+	plain, err := safefile.Unzip(packed)
+	if err != nil {
+		return nil, err
 	}
+	r := bufio.NewReader(plain)
 	start, err := r.Peek(1)
 	switch {
 	case err == io.EOF:

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -211,6 +212,35 @@ func compressed(t *testing.T, text string) string {
 
 func sequence(steps ...string) string {
 	return fmt.Sprintf(`{"columns": %q, "sequences": [{"seed": 5, "ops": [%s]}]}`, columns, strings.Join(steps, ","))
+}
+
+// TestReadIsBounded reads files that would take far more memory than they have bytes.
+func TestReadIsBounded(t *testing.T) {
+	lots := func(head, piece, tail string, n int) string { return head + strings.Repeat(piece, n) + tail }
+	var streams strings.Builder
+	for i := range mostStreams + 1 {
+		fmt.Fprintf(&streams, `["alloc",%d,512,%d,0],`, 512*(i+1), i)
+	}
+	for want, file := range map[string]string{
+		"trace has 1025 streams: at most 1024 are replayed": `{"events":[` + strings.TrimSuffix(streams.String(), ",") + `]}`,
+		"compressed bytes become more than":                 compressed(t, lots("\x80\x04(", "}", "l.", 30<<20)),
+		"unpack the file with gunzip":                       compressed(t, lots(`{"events":[`, " ", "]}", 30<<20)),
+	} {
+		before := allocated()
+		_, err := Read(strings.NewReader(file))
+		require.ErrorContains(t, err, want)
+		require.Less(t, allocated()-before, uint64(64<<20), want)
+		if _, err = memory.ReadSnapshot(strings.NewReader(file)); strings.Contains(want, "gunzip") {
+			require.ErrorContains(t, err, want)
+		}
+	}
+}
+
+// allocated returns how many bytes the process has allocated since its start.
+func allocated() uint64 {
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.TotalAlloc
 }
 
 // A snapshot's trace begins in the midst of things: one block was there before

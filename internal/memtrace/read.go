@@ -1,10 +1,8 @@
 package memtrace
 
 import (
-	"bufio"
 	"bytes"
 	"cmp"
-	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,11 +10,18 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 )
 
-// mostBytes is how large a file may be, uncompressed.
-const mostBytes = 2 << 30
+const (
+	// mostBytes is how large a file may be, uncompressed. What is read of it takes up to
+	// 16 times as much memory.
+	mostBytes = 512 << 20
+	// mostStreams is more than torch has: 32 of each priority on a device, and others' own.
+	// Each costs tens of kilobytes.
+	mostStreams = 1024
+)
 
 // Read reads the traces of a file, which may be compressed by gzip: recorded
 // events, the sequences that ReadStats reads, or a snapshot, whose devices have a
@@ -71,24 +76,19 @@ func cutOff(err error) error {
 
 // content returns the file, uncompressed.
 func content(r io.Reader) ([]byte, error) {
-	b := bufio.NewReader(r)
-	r = b
-	if start, _ := b.Peek(2); bytes.Equal(start, []byte{0x1f, 0x8b}) {
-		z, err := gzip.NewReader(b)
-		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-			return nil, cutOff(err)
-		}
-		if err != nil {
-			return nil, err
-		}
-		r = z
+	r, err := safefile.Unzip(r)
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return nil, cutOff(err)
+	}
+	if err != nil {
+		return nil, err
 	}
 	file, err := io.ReadAll(io.LimitReader(r, mostBytes+1))
 	switch {
 	case errors.Is(err, io.ErrUnexpectedEOF):
 		return nil, cutOff(err)
 	case len(file) > mostBytes:
-		return nil, fmt.Errorf("more than %d bytes", mostBytes)
+		return nil, fmt.Errorf("the file has more than %d bytes, uncompressed: record a shorter trace", mostBytes)
 	}
 	return file, err
 }
@@ -146,6 +146,11 @@ func withCalls(all []*Trace) ([]*Trace, error) {
 	all = slices.DeleteFunc(all, func(t *Trace) bool { return len(t.Events) == 0 })
 	if len(all) == 0 {
 		return nil, errNothing
+	}
+	for _, t := range all {
+		if t.Streams > mostStreams {
+			return nil, fmt.Errorf("%s has %d streams: at most %d are replayed", t.Name, t.Streams, mostStreams)
+		}
 	}
 	return all, nil
 }

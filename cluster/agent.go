@@ -20,6 +20,7 @@ type Agent struct {
 	owner   handle.Owner
 	cfg     Config
 	keys    keys
+	token   string // for workers
 	uuid    string
 	coord   *coordinator // nil unless this host coordinates
 	gossip  *gossip      // nil in a job on one host
@@ -43,7 +44,11 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, uuid: newUUID()}
+	worker, err := ks.control.forWorkers()
+	if err != nil {
+		return nil, err
+	}
+	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID()}
 	if a.port, err = reservePort(); err != nil {
 		return nil, err
 	}
@@ -130,7 +135,7 @@ func (a *Agent) WorkerEnv(local int) []string {
 		{env.Nodes.Name, a.Nodes()},
 		{env.HostName.Name, a.cfg.Host},
 		{env.Addr.Name, a.addr},
-		{env.Token.Name, encodeToken(a.keys.control)},
+		{env.Token.Name, a.token},
 		{env.JoinTimeout.Name, a.cfg.Timing.Join},
 		{env.CallTimeout.Name, a.cfg.Timing.Call},
 		{"RANK", rank},

@@ -40,7 +40,7 @@ type client struct {
 const dialAttempt = 2 * time.Second
 
 // dial connects to the coordinator at addr once and reads its welcome.
-func dial(ctx context.Context, job, addr string, key []byte) (*link, welcome, error) {
+func dial(ctx context.Context, job, addr string, key credential) (*link, welcome, error) {
 	var hello welcome
 	d := net.Dialer{Timeout: dialAttempt}
 	conn, err := d.DialContext(ctx, networkOf(addr), addr)

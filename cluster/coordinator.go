@@ -29,7 +29,7 @@ const (
 // coordConfig is what a coordinator needs to know.
 type coordConfig struct {
 	job    string
-	key    []byte
+	key    credential
 	agents int // hosts that make the job; 0: workers come without launchers
 	size   int // processes of the world, where agents is 0
 	self   welcome

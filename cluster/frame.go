@@ -23,6 +23,7 @@ const maxFrameBytes = 2*MaxValueBytes + MaxKeyBytes + 4096
 type link struct {
 	c          net.Conn
 	seal, open cipher.AEAD
+	worker     bool // the other end has only a worker's credential
 	received   uint64
 	patience   time.Duration // how long a read waits; 0 means for ever
 	// excuse, if not nil, says whether the silence since then proves nothing.

@@ -53,7 +53,8 @@ var (
 )
 
 // dialHandshake authenticates the dialing end of c.
-func dialHandshake(c net.Conn, job string, key []byte) (*link, error) {
+func dialHandshake(c net.Conn, job string, by credential) (*link, error) {
+	key := by.key
 	if err := c.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
 		return nil, err
 	}
@@ -61,7 +62,7 @@ func dialHandshake(c net.Conn, job string, key []byte) (*link, error) {
 	if err != nil {
 		return nil, err
 	}
-	tag := jobTag(job)
+	tag := by.tag(job)
 	said := join(magic[:], []byte{protocolVersion}, tag[:], nonce, priv.PublicKey().Bytes())
 	if _, err := c.Write(said); err != nil {
 		return nil, err
@@ -107,7 +108,7 @@ func checkAnswer(b []byte) error {
 
 // acceptHandshake authenticates the listening end of c. A stranger gets
 // nothing, a dialer of another job or version learns just that.
-func acceptHandshake(c net.Conn, job string, key []byte) (*link, error) {
+func acceptHandshake(c net.Conn, job string, by credential) (*link, error) {
 	if err := c.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
 		return nil, err
 	}
@@ -127,13 +128,21 @@ func acceptHandshake(c net.Conn, job string, key []byte) (*link, error) {
 	if err != nil {
 		return nil, err
 	}
-	tag := jobTag(job)
-	switch {
-	case hello[4] != protocolVersion:
+	if hello[4] != protocolVersion {
 		return nil, turnAway(c, statusOtherVersion, errOtherVersion)
-	case !bytes.Equal(hello[5:][:tagBytes], tag[:]):
+	}
+	worker, err := by.forWorkers()
+	if err != nil {
+		return nil, err
+	}
+	switch said := [tagBytes]byte(hello[5:][:tagBytes]); said {
+	case by.tag(job):
+	case worker.tag(job):
+		by = worker
+	default:
 		return nil, turnAway(c, statusOtherJob, errOtherJob)
 	}
+	key := by.key
 	part := join(magic[:], []byte{protocolVersion, statusWelcome}, nonce, priv.PublicKey().Bytes())
 	said := append(hello, part...)
 	mine := proof(key, "listener", said)
@@ -149,7 +158,11 @@ func acceptHandshake(c net.Conn, job string, key []byte) (*link, error) {
 		return nil, errBadProof
 	}
 	point := hello[5+tagBytes+nonceBytes:][:pointBytes]
-	return newLink(c, key, priv, point, append(said, theirs...), false)
+	l, err := newLink(c, key, priv, point, append(said, theirs...), false)
+	if err == nil {
+		l.worker = by.worker
+	}
+	return l, err
 }
 
 // turnAway answers with a status and no proof, and returns why.

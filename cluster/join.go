@@ -51,8 +51,8 @@ type JoinConfig struct {
 	Timing Timing
 	Notify func(line string) // as in Config
 
-	token  []byte // the control key itself, from a launcher
-	at     string // where the coordinator is dialled: Addr, or a socket of this host and user
+	token  *credential // from a launcher
+	at     string      // where the coordinator is dialled: Addr, or a socket of this host and user
 	source string
 }
 
@@ -142,21 +142,21 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 	return &c, err
 }
 
-// key returns the control key. Without a secret it chooses a socket that only this
+// key returns this process's credential. Without a secret it chooses a socket that only this
 // host's processes reach and that tells whose they are, or refuses.
-func (cfg *JoinConfig) key() ([]byte, error) {
+func (cfg *JoinConfig) key() (credential, error) {
 	cfg.at = cfg.Addr
 	switch {
 	case cfg.token != nil:
-		return cfg.token, nil
+		return *cfg.token, nil
 	case len(cfg.Secret) > 0:
 		if err := checkSecret(cfg.Secret); err != nil {
-			return nil, badConfig("join job %q: %v", cfg.Job, err)
+			return credential{}, badConfig("join job %q: %v", cfg.Job, err)
 		}
 	case cfg.Insecure:
 		cfg.Notify(insecure)
 	case !isLoopback(cfg.Addr) || cfg.Listen != "" && !isLoopback(cfg.Listen):
-		return nil, badConfig("join job %q: no secret for the coordinator at %s: set %s in all processes, or accept that anyone may join with %s=yes",
+		return credential{}, badConfig("join job %q: no secret for the coordinator at %s: set %s in all processes, or accept that anyone may join with %s=yes",
 			cfg.Job, cfg.Addr, env.SecretFile.Name, env.Insecure.Name)
 	default:
 		cfg.at = userSocket(cfg.Job, cfg.Addr)
@@ -178,7 +178,7 @@ func isLoopback(addr string) bool {
 // serve starts the coordinator in this process. A port that is taken by a
 // coordinator of the same job is no error here: registering there tells which
 // process has this one's rank.
-func (cfg *JoinConfig) serve(key []byte) (*coordinator, error) {
+func (cfg *JoinConfig) serve(key credential) (*coordinator, error) {
 	at := cfg.Listen
 	if at == "" {
 		at = cfg.Addr
@@ -207,7 +207,7 @@ func (cfg *JoinConfig) serve(key []byte) (*coordinator, error) {
 }
 
 // sameJobAt returns nil if a coordinator of this job answers, and otherwise why not.
-func (cfg *JoinConfig) sameJobAt(key []byte) error {
+func (cfg *JoinConfig) sameJobAt(key credential) error {
 	ctx, cancel := context.WithTimeout(context.Background(), dialAttempt)
 	defer cancel()
 	l, _, err := dial(ctx, cfg.Job, cfg.at, key)
@@ -218,7 +218,7 @@ func (cfg *JoinConfig) sameJobAt(key []byte) error {
 }
 
 // join connects to the coordinator and waits for the world.
-func (cfg *JoinConfig) join(ctx context.Context, key []byte, coord *coordinator) (*Session, error) {
+func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordinator) (*Session, error) {
 	start := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, cfg.Timing.Join)
 	defer cancel()
@@ -244,7 +244,7 @@ func (cfg *JoinConfig) join(ctx context.Context, key []byte, coord *coordinator)
 
 // connect dials until the coordinator answers, time is up, or the answer is
 // one that another attempt cannot change.
-func (cfg *JoinConfig) connect(ctx context.Context, key []byte, start time.Time) (*link, welcome, error) {
+func (cfg *JoinConfig) connect(ctx context.Context, key credential, start time.Time) (*link, welcome, error) {
 	delay, lastLine := firstRetry, start
 	var why error // what an attempt met; a lack of time only where none met anything else
 	for {

@@ -18,22 +18,24 @@ const (
 	tagBytes       = 16
 )
 
-// keys are what a job's secret is good for. Each is derived for one purpose, so
-// a worker, which gets only control, cannot read the gossip.
+// keys are what a job's secret is good for. Each is derived for one purpose: a
+// worker's process and its children, which get only a worker's key, can neither
+// read the gossip nor do what a launcher does.
 type keys struct {
-	control []byte // authenticates connections to the coordinator
-	gossip  []byte // encrypts memberlist's packets
-	label   string // begins each of them, in clear
+	control credential // of launchers, and of processes that have the secret themselves
+	gossip  []byte     // encrypts memberlist's packets
+	label   string     // begins each of them, in clear
 }
 
 // deriveKeys derives a job's keys. The job's name is the salt: the same secret
 // gives two jobs different keys. An empty secret gives keys that anyone can
 // derive who knows the name; callers have decided that this is allowed.
 func deriveKeys(secret []byte, job string) (keys, error) {
-	control, err := hkdf.Key(sha256.New, secret, []byte(job), "chorus control 1", keyBytes)
+	k, err := hkdf.Key(sha256.New, secret, []byte(job), "chorus control 1", keyBytes)
 	if err != nil {
 		return keys{}, err
 	}
+	control := credential{key: k}
 	gossip, err := hkdf.Key(sha256.New, secret, []byte(job), "chorus gossip 1", keyBytes)
 	if err != nil {
 		return keys{}, err
@@ -42,7 +44,33 @@ func deriveKeys(secret []byte, job string) (keys, error) {
 	return keys{control, gossip, hex.EncodeToString(label)}, err
 }
 
-// jobTag names a job on the wire without telling its name.
+// A credential authenticates connections to the coordinator. With that of a worker
+// a process registers as a worker only.
+type credential struct {
+	key    []byte
+	worker bool
+}
+
+// forWorkers returns the credential of the job's workers, from which that of the
+// launchers cannot be found.
+func (c credential) forWorkers() (credential, error) {
+	if c.worker {
+		return c, nil
+	}
+	k, err := hkdf.Expand(sha256.New, c.key, "chorus worker 1", keyBytes)
+	return credential{key: k, worker: true}, err
+}
+
+// tag names a job and a role on the wire without telling the name.
+func (c credential) tag(job string) [tagBytes]byte {
+	if c.worker {
+		sum := sha256.Sum256([]byte("chorus worker of job 1\x00" + job))
+		return [tagBytes]byte(sum[:tagBytes])
+	}
+	return jobTag(job)
+}
+
+// jobTag is the tag of those who have the job's secret.
 func jobTag(job string) [tagBytes]byte {
 	sum := sha256.Sum256([]byte("chorus job 1\x00" + job))
 	return [tagBytes]byte(sum[:tagBytes])
@@ -84,12 +112,13 @@ func checkSecret(b []byte) error {
 	return nil
 }
 
-func encodeToken(control []byte) string { return hex.EncodeToString(control) }
+func encodeToken(c credential) string { return hex.EncodeToString(c.key) }
 
-func decodeToken(s string) ([]byte, error) {
+// decodeToken returns the credential of a worker.
+func decodeToken(s string) (*credential, error) {
 	b, err := hex.DecodeString(s)
 	if err != nil || len(b) != keyBytes {
 		return nil, fmt.Errorf("want %d hexadecimal digits", 2*keyBytes)
 	}
-	return b, nil
+	return &credential{key: b, worker: true}, nil
 }

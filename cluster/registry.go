@@ -12,6 +12,9 @@ func (c *coordinator) register(p *peer, m message) error {
 	if p.role != roleNone {
 		return fmt.Errorf("second registration")
 	}
+	if m.id == registerAgent && p.link.worker {
+		return errors.New("a worker registers as a launcher: CHORUS_TOKEN is good for workers only")
+	}
 	if m.id == registerAgent {
 		p.role = roleAgent
 		if err := m.record(&p.host); err != nil {

@@ -21,12 +21,12 @@ func linked(t *testing.T, dialerJob, listenerJob string, dialerKey, listenerKey 
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		b, bErr = acceptHandshake(q, listenerJob, listenerKey)
+		b, bErr = acceptHandshake(q, listenerJob, credential{key: listenerKey})
 		if bErr != nil {
 			q.Close()
 		}
 	}()
-	a, aErr = dialHandshake(p, dialerJob, dialerKey)
+	a, aErr = dialHandshake(p, dialerJob, credential{key: dialerKey})
 	if aErr != nil {
 		p.Close()
 	}
@@ -138,7 +138,7 @@ func TestHandshakeDeadline(t *testing.T) {
 		p, q := net.Pipe()
 		defer p.Close()
 		begin := time.Now()
-		_, err := acceptHandshake(q, "job", make([]byte, keyBytes))
+		_, err := acceptHandshake(q, "job", credential{key: make([]byte, keyBytes)})
 		require.ErrorIs(t, err, os.ErrDeadlineExceeded)
 		require.Equal(t, handshakeTimeout, time.Since(begin))
 	})
@@ -203,7 +203,7 @@ func FuzzAcceptHandshake(f *testing.F) {
 		p, q := net.Pipe()
 		go func() { p.Write(b); p.Close() }()
 		go io.Copy(io.Discard, p)
-		l, err := acceptHandshake(q, "job", make([]byte, keyBytes))
+		l, err := acceptHandshake(q, "job", credential{key: make([]byte, keyBytes)})
 		q.Close()
 		require.Error(t, err)
 		require.Nil(t, l)

@@ -1,0 +1,54 @@
+package cluster
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestTokenIsForWorkers takes what a worker has in its environment, as any program does that
+// it starts, and tries to be a launcher.
+func TestTokenIsForWorkers(t *testing.T) {
+	as, errs := startAll(t, onLoopback(t, 2, 2)...)
+	for _, err := range errs {
+		require.NoError(t, err)
+	}
+	var token string
+	for _, v := range as[0].WorkerEnv(0) {
+		if rest, ok := strings.CutPrefix(v, "CHORUS_TOKEN="); ok {
+			token = rest
+		}
+	}
+	worker, err := decodeToken(token)
+	require.NoError(t, err)
+	require.NotEqual(t, as[0].keys.control.key, worker.key)
+
+	// As if it were the launchers' key, it is none.
+	_, _, err = dial(t.Context(), as[0].Job(), as[0].Addr(), credential{key: worker.key})
+	var auth *AuthError
+	require.ErrorAs(t, err, &auth)
+
+	l, _, err := dial(t.Context(), as[0].Job(), as[0].Addr(), *worker)
+	require.NoError(t, err)
+	defer l.close()
+	m := note(kindRegister, host{Host: "worker", UUID: "u", Nodes: 2, LocalSize: 1, NodeRank: -1})
+	m.id = registerAgent
+	require.NoError(t, l.write(m.encode(), time.Minute))
+	l.patience = time.Minute
+	for err == nil { // the coordinator hangs up, and refuses nothing in words
+		var b []byte
+		if b, err = l.read(); err == nil {
+			answer, bad := decodeMessage(b)
+			require.NoError(t, bad)
+			require.NotContains(t, []kind{kindPlan, kindPrepare, kindRefuse}, answer.kind)
+		}
+	}
+	require.NoError(t, as[0].Context().Err())
+	require.NoError(t, as[1].Context().Err())
+
+	again, err := worker.forWorkers()
+	require.NoError(t, err)
+	require.Equal(t, *worker, again, "a worker's children are workers")
+}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"sync"
 	"syscall"
 	"time"
@@ -12,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // A cuFile is the library for one System. Its driver is opened when it is wanted
@@ -54,7 +56,9 @@ func (c *cuFile) start() (cufileapi.API, error) {
 	if _, set := os.LookupEnv("CUFILE_LOGFILE_PATH"); !set {
 		// Its log would lie in the working directory. A library without the parameter
 		// does as it always did.
-		_ = api.SetParameterString(cufileapi.LogDir, os.TempDir())
+		if folder, err := logFolder(); err == nil {
+			_ = api.SetParameterString(cufileapi.LogDir, folder)
+		}
 	}
 	opened := make(chan cufileapi.Result, 1)
 	go func() { opened <- api.DriverOpen() }()
@@ -64,6 +68,21 @@ func (c *cuFile) start() (cufileapi.API, error) {
 	case <-time.After(openPatience):
 		return nil, fmt.Errorf("cuFileDriverOpen has not returned for %v", openPatience)
 	}
+}
+
+// logFolder returns the folder of this user for cuFile's log, which it opens by name: in the
+// temporary folder another user could have planted a link in its place.
+func logFolder() (string, error) {
+	cache, err := os.UserCacheDir()
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(cache, "chorus", "cufile")
+	d, err := safefile.OutputFolder(path)
+	if err != nil {
+		return "", err
+	}
+	return path, d.Close()
 }
 
 // openPatience is how long cuFile may take to look at the machine before it is

@@ -35,7 +35,7 @@ func Open(spec *Spec) (*Library, error) { return open(spec, host()) }
 
 func open(spec *Spec, on *machine) (*Library, error) {
 	e := &Error{Library: spec.Name}
-	if spec.Env != nil {
+	if spec.Env != nil && !on.secure {
 		e.Env = spec.Env.Name
 		if path := spec.Env.Value(); path != "" {
 			// Falling back to a search would hide that the user's choice failed.

@@ -41,9 +41,15 @@ type machine struct {
 	root     string // put before absolute patterns
 	getenv   func(string) string
 	lookPath func(string) (string, error)
+	secure   bool // the environment is not to be trusted
 }
 
-func host() *machine { return &machine{getenv: os.Getenv, lookPath: exec.LookPath} }
+func host() *machine {
+	if secure() {
+		return secureHost()
+	}
+	return &machine{getenv: os.Getenv, lookPath: exec.LookPath}
+}
 
 // A pattern is a folder pattern with the folders and names to look for in it.
 type pattern struct {

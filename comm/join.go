@@ -127,7 +127,7 @@ func (j *joining) agree(ctx context.Context) (v verdict, err error) {
 		if err := get(ctx, j.r, j.prefix+"verdict", &v); err != nil {
 			return v, fmt.Errorf("wait for rank 0: %w", err)
 		}
-		return v, v.err()
+		return v, v.check(j.r.Size())
 	}
 	cards := make([]card, j.r.Size())
 	cards[0] = mine
@@ -154,6 +154,14 @@ func (v *verdict) err() error {
 		return unfit(errors.New(v.Refused))
 	}
 	return nil
+}
+
+// check is err for what another process has written.
+func (v *verdict) check(ranks int) error {
+	if v.Refused == "" && len(v.Hosts) != ranks {
+		return fmt.Errorf("rank 0 tells the hosts of %d ranks of %d: %w", len(v.Hosts), ranks, ErrMismatch)
+	}
+	return v.err()
 }
 
 func cardOf(dev *device.Device, s Strategy) (card, error) {

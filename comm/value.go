@@ -85,6 +85,9 @@ func BroadcastValue[T any](ctx context.Context, g *Group, root int, v *T, codec 
 	if err := fetch(ctx, g, heads[0], head); err != nil {
 		return err
 	}
+	if err := checkHead(op, root, head[0]); err != nil {
+		return err
+	}
 	if mine.data == nil {
 		mine.data = make([]byte, head[0])
 	}
@@ -128,6 +131,9 @@ func GatherValues[T any](ctx context.Context, g *Group, codec Codec, values ...T
 	counts := make([]int, g.size)
 	all := make([][]byte, len(values))
 	for r := range counts {
+		if err := checkHead(op, r, head[r*headLen]); err != nil {
+			return nil, err
+		}
 		counts[r] = int(head[r*headLen])
 	}
 	for i, p := range parcels {
@@ -218,6 +224,14 @@ func (p *parcel) head() []int64 {
 		h[1] = 1
 	}
 	return h
+}
+
+// checkHead checks the length that a rank has told. All ranks have the same numbers.
+func checkHead(op string, rank int, n int64) error {
+	if n < 0 || n > MaxValueBytes {
+		return &ValueError{op, rank, fmt.Sprintf("it is said to have %d bytes: want 0 to %d", n, MaxValueBytes)}
+	}
+	return nil
 }
 
 // pack encodes a value. A failure, or panic, is sent in its place, or the others would wait.

@@ -85,7 +85,7 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 		return err
 	}
 	for i := range cards {
-		r.blocks = min(r.blocks, cards[i].Blocks)
+		r.blocks = min(r.blocks, max(cards[i].Blocks, 1))
 	}
 	handles, err := r.share(ctx, exchange, cards)
 	if err != nil {
@@ -211,6 +211,9 @@ func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
 		return err
 	}
 	r.peers = append(r.peers, x)
+	if err := r.sameScratch(x.words); err != nil {
+		return err
+	}
 	can, err := memory.Reach(r.dev, x.words.Device())
 	if err == nil && !can {
 		err = noAccess(r.dev, x.words.Device())
@@ -239,6 +242,15 @@ func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
 		return err
 	}
 	r.peers = append(r.peers, &scratch{words: words})
+	return r.sameScratch(words)
+}
+
+// sameScratch returns an error unless the memory is as long as this rank's own: the kernels
+// write all of it.
+func (r *Rank) sameScratch(words memory.Slice[uint64]) error {
+	if mine := r.peers[0].words.Len(); words.Len() != mine {
+		return fmt.Errorf("it has %d words: want %d", words.Len(), mine)
+	}
 	return nil
 }
 

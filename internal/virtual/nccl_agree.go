@@ -67,7 +67,7 @@ func (s *signature) String() string {
 }
 
 func redopName(op ncclapi.RedOp) string {
-	if names := []string{"sum", "prod", "max", "min", "avg"}; int(op) < len(names) {
+	if names := []string{"sum", "prod", "max", "min", "avg"}; op >= 0 && int(op) < len(names) {
 		return names[op]
 	}
 	return "pre-multiplied sum"
@@ -154,6 +154,15 @@ func (k *link) writeClaim(v *claim) error {
 	return k.write(p)
 }
 
+// valid reports whether a rank of a world of n can have sent the claim.
+func (v *claim) valid(n int) bool {
+	known := func(s *signature) bool {
+		return int(s.Kind) < len(kindNames) && s.Op >= 0 && s.Root >= -1 && int(s.Root) < n
+	}
+	return v.Magic == claimMagic && v.Lowest >= 0 && int(v.Lowest) < n && v.Differ >= -1 && int(v.Differ) < n &&
+		known(&v.First) && known(&v.Other)
+}
+
 func (k *link) readClaim() (*claim, error) {
 	p := make([]byte, claimSize)
 	if err := k.read(p); err != nil {
@@ -163,7 +172,7 @@ func (k *link) readClaim() (*claim, error) {
 	if _, err := binary.Decode(p, binary.LittleEndian, v); err != nil {
 		return nil, err
 	}
-	if v.Magic != claimMagic || int(v.First.Kind) >= len(kindNames) || int(v.Other.Kind) >= len(kindNames) {
+	if !v.valid(k.c.n) {
 		k.c.fail(&failure{ncclapi.InternalError, fmt.Sprintf("rank %d sent something else than an operation", k.peer)})
 		<-k.c.stop
 		return nil, errStopped

@@ -154,7 +154,7 @@ func (c *comm) attend(rank int, conn net.Conn) *controlConn {
 		defer c.wg.Done()
 		for {
 			var n notice
-			if err := readMessage(conn, &n); err != nil {
+			if err := readMessage(conn, &n, longestMessage); err != nil {
 				c.vanished(rank)
 				return
 			}

@@ -170,7 +170,7 @@ func (l *ncclLib) startRoot() (ncclapi.UniqueID, error) {
 	timer := time.AfterFunc(rootPatience, end)
 	a := newAcceptor(ln, t, func(conn net.Conn, h *hello) {
 		switch {
-		case h.Join == nil:
+		case h.Join == nil || h.Join.Ranks < 1:
 			_ = conn.Close()
 		case g.admit(conn, h.Join):
 			end()
@@ -195,5 +195,16 @@ func join(address string, t token, j *joiner) (*verdict, error) {
 	}
 	defer conn.Close()
 	v := new(verdict)
-	return v, readMessage(conn, v)
+	if err := readMessage(conn, v, longestMessage); err != nil {
+		return v, err
+	}
+	return v, v.check()
+}
+
+// check returns an error if the rank is none of the members.
+func (v *verdict) check() error {
+	if v.Result == ncclapi.Success && v.Rank >= len(v.Members) {
+		return fmt.Errorf("the answer names rank %d of %d", v.Rank, len(v.Members))
+	}
+	return nil
 }

@@ -1,15 +1,18 @@
 package virtual
 
 import (
+	"crypto/subtle"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/sameuser"
 )
 
 // Messages that are rare are JSON behind their length; what travels with each
@@ -18,8 +21,15 @@ import (
 // greetTimeout is how long a new connection may take to say who it is.
 const greetTimeout = 10 * time.Second
 
-// longestMessage is enough for a table of thousands of ranks.
-const longestMessage = 4 << 20
+const (
+	// longestMessage is enough for a table of thousands of ranks.
+	longestMessage = 4 << 20
+	// longestHello bounds what a connection says before its token is known.
+	longestHello = 64 << 10
+	// mostGreeting bounds the connections that have not shown the token. The oldest has to
+	// go when one more comes: ranks say who they are at once.
+	mostGreeting = 256
+)
 
 // A hello opens each connection.
 type hello struct {
@@ -81,13 +91,13 @@ func writeMessage(w io.Writer, v any) error {
 	return err
 }
 
-func readMessage(r io.Reader, v any) error {
+func readMessage(r io.Reader, v any, limit uint32) error {
 	var head [4]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {
 		return err
 	}
 	n := binary.BigEndian.Uint32(head[:])
-	if n > longestMessage {
+	if n > limit {
 		return errors.New("not a message")
 	}
 	body := make([]byte, n)
@@ -119,12 +129,12 @@ type acceptor struct {
 
 	mu       sync.Mutex
 	closed   bool
-	greeting map[net.Conn]struct{}
+	greeting []net.Conn // by age
 	wg       sync.WaitGroup
 }
 
 func newAcceptor(ln net.Listener, t token, handle func(net.Conn, *hello)) *acceptor {
-	a := &acceptor{ln: ln, token: t, handle: handle, greeting: map[net.Conn]struct{}{}}
+	a := &acceptor{ln: ln, token: t, handle: handle}
 	a.wg.Add(1)
 	go a.loop()
 	return a
@@ -141,11 +151,19 @@ func (a *acceptor) loop() {
 			time.Sleep(time.Millisecond) // out of descriptors, most likely
 			continue
 		}
+		if u, ok := conn.(*net.UnixConn); ok && sameuser.Check(u) != nil {
+			_ = conn.Close()
+			continue
+		}
 		a.mu.Lock()
 		if a.closed {
 			_ = conn.Close()
 		} else {
-			a.greeting[conn] = struct{}{}
+			if len(a.greeting) == mostGreeting {
+				_ = a.greeting[0].Close()
+				a.greeting = a.greeting[1:]
+			}
+			a.greeting = append(a.greeting, conn)
 			a.wg.Add(1)
 			go a.welcome(conn)
 		}
@@ -163,11 +181,11 @@ func (a *acceptor) welcome(conn net.Conn) {
 	defer a.wg.Done()
 	var h hello
 	_ = conn.SetDeadline(time.Now().Add(greetTimeout))
-	err := readMessage(conn, &h)
+	err := readMessage(conn, &h, longestHello)
 	_ = conn.SetDeadline(time.Time{})
 	a.mu.Lock()
-	delete(a.greeting, conn)
-	drop := a.closed || err != nil || h.Token != a.token
+	a.greeting = slices.DeleteFunc(a.greeting, func(c net.Conn) bool { return c == conn })
+	drop := a.closed || err != nil || subtle.ConstantTimeCompare(h.Token[:], a.token[:]) != 1
 	a.mu.Unlock()
 	if drop {
 		_ = conn.Close()
@@ -181,7 +199,7 @@ func (a *acceptor) close() {
 	a.mu.Lock()
 	a.closed = true
 	_ = a.ln.Close()
-	for conn := range a.greeting {
+	for _, conn := range a.greeting {
 		_ = conn.Close()
 	}
 	a.mu.Unlock()

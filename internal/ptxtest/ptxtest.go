@@ -21,7 +21,10 @@ var update = flag.Bool("ptx", false, "compile Chorus's own kernels and write the
 // unloaded is for machines without a GPU: what they write is to be made again on one.
 var unloaded = flag.Bool("ptx-unloaded", false, "with -ptx: write what no driver has loaded")
 
-// Check compares the packed archive with its sources: every source has its text
+// everything is for a host with the NVRTC that has made the archives.
+var everything = flag.Bool("ptx-all", false, "compile all sources again, and not some of them")
+
+// Check compares the packed archive with its manifest and its sources: every source has its text
 // and there are no others, each of the lowest version of PTX. Where the NVRTC is
 // there that has compiled them, it must do so again, for some of many. With the flag -ptx the
 // archive is made anew and written to file.
@@ -39,6 +42,7 @@ func Check(t *testing.T, file string, packed []byte, sources []ptx.Source) {
 		t.Logf("%s is empty: NVRTC compiles these kernels at run time until make ptx has run where there is a GPU", file)
 		return
 	}
+	t.Run("reviewed", func(t *testing.T) { reviewed(t, file, entries) })
 	t.Run("sources", func(t *testing.T) { belong(t, entries, sources) })
 	t.Run("compiled again", func(t *testing.T) { compileAgain(t, entries, sources) })
 }
@@ -98,6 +102,9 @@ func compileAgain(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
 		archive[e.Digest] = e
 	}
 	step := (len(sources) + 15) / 16 // a module may take seconds
+	if *everything {
+		step = 1
+	}
 	first := rand.IntN(step)
 	t.Logf("one of %d sources each, from source %d on", step, first)
 	for i := first; i < len(sources); i += step {
@@ -184,6 +191,7 @@ func write(t *testing.T, file string, sources []ptx.Source) {
 	if err := os.WriteFile(file, packed, 0o644); err != nil {
 		t.Fatal(err)
 	}
+	writeManifest(t, manifestOf(file), entries)
 	var all []string
 	for v, n := range versions {
 		all = append(all, fmt.Sprintf("%d of version %s", n, v))

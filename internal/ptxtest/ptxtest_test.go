@@ -56,6 +56,35 @@ func TestCompile(t *testing.T) {
 	require.ErrorContains(t, err, "ptxtest: f: lower: ptx: the instruction")
 }
 
+// Another text under the same name and source is seen without a compiler.
+func TestManifest(t *testing.T) {
+	entries := []ptx.Entry{
+		{Digest: "d1", Name: "f", Arch: 75, Compiler: "NVRTC-13.0", Version: "6.3", Text: []byte("ret;")},
+		{Digest: "d2", Name: "g", Arch: 80, Compiler: "NVRTC-13.0", Version: "7.0", Text: []byte("ret;")},
+	}
+	was := Manifest(entries)
+	require.Empty(t, differences(was, Manifest(ptxOf(t, entries))))
+	for _, spoil := range []func(){
+		func() { entries[1].Text = []byte("trap; ret;") },
+		func() { entries[0].Name = "g" },
+		func() { entries = entries[:1] },
+		func() { entries = append(entries, entries[0]) },
+	} {
+		saved := append([]ptx.Entry(nil), entries...)
+		spoil()
+		require.NotEmpty(t, differences(was, Manifest(ptxOf(t, entries))))
+		entries = saved
+	}
+}
+
+// ptxOf packs and unpacks entries.
+func ptxOf(t *testing.T, entries []ptx.Entry) []ptx.Entry {
+	t.Helper()
+	list, err := ptx.Open(ptx.Pack(entries)).Entries()
+	require.NoError(t, err)
+	return list
+}
+
 // The check notices what it is for.
 func TestProblems(t *testing.T) {
 	f := &fakeNVRTC{}

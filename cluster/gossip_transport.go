@@ -180,7 +180,7 @@ func (t *gossipTransport) Shutdown() error {
 	return nil
 }
 
-// A gossipStream is one connection, from which memberlist reads so many bytes.
+// A gossipStream is a connection that ends after maxGossipStream bytes.
 type gossipStream struct {
 	net.Conn
 	left  int

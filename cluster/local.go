@@ -13,9 +13,9 @@ import (
 	"github.com/gochorus/chorus/internal/sameuser"
 )
 
-// userSocket names the Unix socket at which the processes of one user on one host
-// meet in place of addr, a port of the loopback. It is no file: it reaches as far as
-// the loopback does and goes with the process that listens.
+// userSocket names the Unix socket that the processes of one user on one host use
+// instead of addr, a port of the loopback. The socket is abstract: it has no file, is
+// visible in the same network namespace as the loopback, and ends with its process.
 func userSocket(job, addr string) string {
 	_, port, _ := net.SplitHostPort(addr)
 	sum := sha256.Sum256([]byte("chorus user socket 1\x00" + port + "\x00" + job))
@@ -31,7 +31,7 @@ func networkOf(addr string) string {
 }
 
 // knownPeer returns an error if the process at the other end of a Unix socket is not
-// of this user. What is at the other end of TCP, the handshake has to find out.
+// of this user. Over TCP the handshake finds out who the peer is.
 func knownPeer(c net.Conn) error {
 	if u, ok := c.(*net.UnixConn); ok {
 		return sameuser.Check(u)
@@ -39,7 +39,7 @@ func knownPeer(c net.Conn) error {
 	return nil
 }
 
-// peerAddr is where a connection comes from, for messages.
+// peerAddr describes the origin of a connection in messages.
 func peerAddr(c net.Conn) string {
 	if _, ok := c.(*net.UnixConn); ok {
 		return "a socket of this host"
@@ -47,7 +47,7 @@ func peerAddr(c net.Conn) string {
 	return c.RemoteAddr().String()
 }
 
-// dialError says why nobody may listen at a socket of this user.
+// dialError adds the likely causes if no process listens at a socket of this user.
 func dialError(addr string, err error) error {
 	if networkOf(addr) == "unix" && errors.Is(err, syscall.ECONNREFUSED) {
 		return fmt.Errorf("%w: rank 0 has not started yet, has a secret that this process lacks, or is in another container or of another user: then set %s in all processes", err, env.SecretFile.Name)

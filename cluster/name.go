@@ -32,7 +32,7 @@ func checkNames(names ...string) *refusal {
 	return nil
 }
 
-// quoteTexts quotes what a terminal would obey in all texts of a record: they come from
+// quoteTexts quotes control characters in all texts of a record: the texts come from
 // another process and end up in messages.
 func quoteTexts(v reflect.Value) {
 	switch v.Kind() {

@@ -1,15 +1,15 @@
 package cluster
 
-// Limits of what one rank waits for at once. A process waits in as many calls as it has
-// goroutines for, and for a key of each rank of a large world.
+// Limits of the waiting calls of one rank. A process has a call for each waiting goroutine,
+// and a call may have a key for each rank of a large world.
 const (
 	maxWaits    = 4096
 	maxWaitKeys = 1 << 16
-	// waitBytes is about what a key that a call waits for costs beside its bytes.
+	// waitBytes is about the cost of one key of a waiting call, beside the key's bytes.
 	waitBytes = 256
 )
 
-// A load is what a rank waits for at present.
+// A load counts the waiting calls of a rank and their keys.
 type load struct{ calls, keys int }
 
 // enter notes that a call waits, and charges it to the store, or says why it cannot wait.

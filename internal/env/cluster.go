@@ -20,7 +20,7 @@ var (
 	Addr = &Var{"CHORUS_ADDR", "text", "",
 		"Set by `chorus run`: host:port of the job's coordinator."}
 	Token = &Var{"CHORUS_TOKEN", "text", "",
-		"Set by `chorus run`: the key, in hexadecimal, with which a worker and the coordinator prove to each other that they belong to the job."}
+		"Set by `chorus run`: the key of the job's workers, in hexadecimal, with which a worker and the coordinator prove to each other that they belong to the job. It does not make a process a launcher."}
 )
 
 // What a user may set for `chorus run` and cluster.Attach.
@@ -36,9 +36,9 @@ var (
 	HostName = &Var{"CHORUS_HOST", "text", "",
 		"This host's name in ranks' order and in messages; unset means the system's."}
 	SecretFile = &Var{"CHORUS_SECRET_FILE", "text", "",
-		"A file with the job's shared secret, at least 16 bytes, readable by its owner only. A job on several hosts needs one."}
+		"A file with the job's shared secret, at least 16 bytes, readable by its owner only. A job on several hosts needs one, and processes on one host that do not share a network namespace. Without one, the processes of a job on one host meet at a Unix socket that only this user's processes and root's can use."}
 	Insecure = &Var{"CHORUS_INSECURE", "yes/no", "no",
-		"`yes` lets a job on several hosts run without a secret: anyone who reaches its port may join it."}
+		"`yes` lets a job run without a secret, and without a check of the user on one host: anyone who reaches its port may join it."}
 	JoinTimeout = &Var{"CHORUS_JOIN_TIMEOUT", "duration", "5m",
 		"How long to wait for every process of the job before giving up with the list of the missing."}
 	CallTimeout = &Var{"CHORUS_CALL_TIMEOUT", "duration", "5m",

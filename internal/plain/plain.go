@@ -12,7 +12,7 @@ import (
 )
 
 // Text quotes all characters of s that are not graphic, line ends too: a control
-// character becomes \x1b, others \u202e, and bytes that are no UTF-8 \xff.
+// character becomes \x1b, others \u202e, and bytes that are not UTF-8 \xff.
 func Text(s string) string { return quote(s, "") }
 
 // Lines is Text that leaves line ends and tabs.
@@ -54,7 +54,7 @@ func fine(r rune, leave string) bool {
 	return unicode.IsGraphic(r) || strings.ContainsRune(leave, r)
 }
 
-// firstOdd returns where the first character is that has to be quoted, or len(s).
+// firstOdd returns the position of the first character to quote, or len(s).
 func firstOdd(s, leave string) int {
 	for i := 0; i < len(s); {
 		if c := s[i]; c < utf8.RuneSelf {

@@ -35,8 +35,8 @@ func Read(path string, limit int64) ([]byte, error) {
 }
 
 // Create opens a file for writing and empties it, or makes it. An existing file
-// must be a regular one of this user, with one name, and not a link: somebody who
-// plants a link does not choose what is overwritten. /dev/null and the names of
+// must be a regular one of this user, with one name, and not a link: a user who
+// plants a link cannot choose the file that is overwritten. /dev/null and the names of
 // the process's own outputs, such as /dev/stdout, are opened as they are.
 func Create(path string) (*os.File, error) {
 	f, err := Keep(path)
@@ -104,12 +104,12 @@ func empty(path string, f *os.File) (*os.File, error) {
 	return f, nil
 }
 
-// regular closes a file that is not a regular one, and says what it is.
+// regular closes f and returns an error that describes it, unless f is a regular file.
 func regular(path string, f *os.File, err error) (*os.File, error) {
 	switch {
 	case errors.Is(err, syscall.ELOOP):
 		return nil, isLink(path)
-	case errors.Is(err, syscall.ENXIO): // a FIFO that nobody reads, for writing
+	case errors.Is(err, syscall.ENXIO): // a FIFO without a reader, for writing
 		return nil, notRegular(path, "a named pipe, a socket or a device")
 	case errors.Is(err, syscall.EISDIR):
 		return nil, notRegular(path, "a directory")

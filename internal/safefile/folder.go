@@ -10,7 +10,7 @@ import (
 )
 
 // A Folder is an open directory whose owner is this user or root, and that
-// nobody else may write to. Names are of files in it, without a slash.
+// no other user may write to. Names are of files in it, without a slash.
 type Folder struct {
 	dir  *os.File
 	path string

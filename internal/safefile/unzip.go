@@ -8,7 +8,7 @@ import (
 	"io"
 )
 
-// What a compressed file may become: gzip makes up to 1,000 bytes of one, and traces and
+// Limits of an unpacked file: gzip makes up to 1,000 bytes of one, and traces and
 // snapshots are 6 to 30 times as long as their compressed form.
 const (
 	UnzipRatio = 64

@@ -156,10 +156,19 @@ func readTunings(path string) (*tuningFile, error) {
 	if err != nil {
 		return nil, fmt.Errorf("comm: read the tuning: %w", err)
 	}
+	f, err := parseTunings(data)
+	if err != nil {
+		return nil, fmt.Errorf("comm: %s is no tuning: %w: remove it and measure anew with chorus tune, or name another one by %s", path, err, env.TuningFile.Name)
+	}
+	return f, nil
+}
+
+// parseTunings reads the text of a file and checks it.
+func parseTunings(data []byte) (*tuningFile, error) {
 	f := &tuningFile{}
 	d := json.NewDecoder(bytes.NewReader(data))
 	d.DisallowUnknownFields()
-	err = d.Decode(f)
+	err := d.Decode(f)
 	var first struct{ Form int } // another form may have other fields
 	switch {
 	case json.Unmarshal(data, &first) == nil && first.Form != tuningForm:
@@ -170,10 +179,7 @@ func readTunings(path string) (*tuningFile, error) {
 	default:
 		err = f.check()
 	}
-	if err != nil {
-		return nil, fmt.Errorf("comm: %s is no tuning: %w: remove it and measure anew with chorus tune, or name another one by %s", path, err, env.TuningFile.Name)
-	}
-	return f, nil
+	return f, err
 }
 
 // tuningBytes is more than any tuning has.

@@ -94,7 +94,12 @@ func parentOf(pid string) (parent int, zombie bool) {
 	if err != nil {
 		return 0, false
 	}
-	// The name is in parentheses and may have any; the state follows the last.
+	return parseStat(b)
+}
+
+// parseStat reads the text of /proc/<pid>/stat. The name in it is in parentheses and may
+// have any; the state follows the last.
+func parseStat(b []byte) (parent int, zombie bool) {
 	i := bytes.LastIndexByte(b, ')')
 	if i < 0 {
 		return 0, false

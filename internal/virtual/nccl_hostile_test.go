@@ -69,6 +69,26 @@ func FuzzHello(f *testing.F) {
 	})
 }
 
+// FuzzFaults reads fault plans.
+func FuzzFaults(f *testing.F) {
+	f.Add("cuMemAllocAsync#3=CUDA_ERROR_OUT_OF_MEMORY, hang@ncclAllReduce#2")
+	f.Add("async@x#*=ncclSystemError,@#=")
+	f.Fuzz(func(t *testing.T, s string) { _ = new(faults).parse(s) })
+}
+
+// FuzzParseID reads unique ids.
+func FuzzParseID(f *testing.F) {
+	id, err := makeID(randomToken(), "unix @x")
+	require.NoError(f, err)
+	f.Add(id[:])
+	f.Add([]byte(idMagic))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var id ncclapi.UniqueID
+		copy(id[:], b)
+		_, _, _ = parseID(&id)
+	})
+}
+
 // TestStrangersOfACommunicator opens more connections than there are places, and says too much.
 func TestStrangersOfACommunicator(t *testing.T) {
 	ln, err := net.Listen("unix", "@chorus-test-"+randomToken().String())

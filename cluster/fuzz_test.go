@@ -1,0 +1,83 @@
+package cluster
+
+import (
+	"bytes"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// FuzzLink feeds a link what comes behind the handshake.
+func FuzzLink(f *testing.F) {
+	f.Add([]byte{0, 0, 0, 17, 1})
+	f.Add([]byte{0xff, 0xff, 0xff, 0xff})
+	f.Add(make([]byte, 64))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		a, c := net.Pipe()
+		defer c.Close()
+		go func() {
+			_, _ = a.Write(b)
+			a.Close()
+		}()
+		aead, err := frameCipher(make([]byte, keyBytes), nil, "fuzz")
+		require.NoError(t, err)
+		l := &link{c: c, seal: aead, open: aead, patience: time.Minute}
+		for err == nil {
+			_, err = l.read()
+		}
+	})
+}
+
+// FuzzDetect reads environments: names and values in lines.
+func FuzzDetect(f *testing.F) {
+	for launcher, env := range oneHostEnvs {
+		f.Add(strings.ReplaceAll(env, " ", "\n") + "\nCHORUS_LAUNCHER=" + launcher)
+	}
+	f.Add("SLURM_JOB_ID=100\nSLURM_PROCID=5\nSLURM_NTASKS=7\nSLURM_NODEID=1\nSLURM_STEP_NODELIST=g[01-02]\nSLURM_STEP_TASKS_PER_NODE=4,3")
+	f.Add("CHORUS_RANK=1\nCHORUS_WORLD_SIZE=2\nCHORUS_ADDR=a:1\nCHORUS_TOKEN=" + testToken)
+	f.Fuzz(func(t *testing.T, s string) {
+		vars := map[string]string{}
+		for line := range strings.SplitSeq(s, "\n") {
+			if name, value, ok := strings.Cut(line, "="); ok && name != "CHORUS_SECRET_FILE" {
+				vars[name] = value
+			}
+		}
+		c, err := detect(func(n string) (string, bool) { v, ok := vars[n]; return v, ok })
+		if err != nil {
+			return
+		}
+		require.True(t, c.Rank == nil || *c.Rank >= 0 && *c.Rank < max(c.Size, 1))
+		_, _ = c.complete()
+	})
+}
+
+// FuzzStore gives the engine calls of two ranks, and compares what it keeps with what it charges.
+func FuzzStore(f *testing.F) {
+	f.Add([]byte{1, 'a', 3, 'b', 6, 'a', 3, 'a', 7, 'x', 9, 'a'})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		e := newEngine(2)
+		for i := 0; i+1 < len(b); i += 2 {
+			at, key := ticket{int(b[i]>>4) % 2, uint64(i)}, b[i+1:i+2]
+			c := call{op: b[i] & 0xf, n: int64(int8(b[i+1])), fields: [][]byte{key}}
+			switch c.op {
+			case opSet:
+				c.fields = append(c.fields, bytes.Repeat(key, int(b[i])))
+			case opSwap:
+				c.fields = append(c.fields, nil, key)
+			case opWait:
+				c.fields = append(c.fields, b[:i])
+			case 15:
+				e.cancel(ticket{0, uint64(b[i+1])})
+				continue
+			}
+			e.do(at, c, func(call) {})
+		}
+		require.Equal(t, charged(e), e.bytes)
+		e.leave(0)
+		e.leave(1)
+		require.Equal(t, charged(e), e.bytes)
+	})
+}

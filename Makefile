@@ -1,13 +1,14 @@
 # make help lists what there is.
 GO ?= go
 NPROC ?= auto
+FUZZTIME ?= 30s
 STATICCHECK = $(GO) tool -modfile=tools/go.mod staticcheck
 # The race detector needs cgo, and that a C compiler.
 # go-nvml declares what NVML deprecates, which C compilers remark upon at length.
 export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 RACE = $(if $(shell command -v $${CC:-cc}),-race)
 
-.PHONY: help build demo test check lint cross generate ptx bench gpu-bins clean
+.PHONY: help build demo test check lint cross generate ptx bench fuzz gpu-bins clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +38,10 @@ generate: ## write docs/ENVIRONMENT.md
 
 ptx: ## compile Chorus's own kernels anew, which needs NVRTC and a GPU
 	$(GO) test ./rng ./tensor ./internal/perf ./internal/fabric -run 'TestPTX$$' -v -ptx
+
+fuzz: ## run every fuzz target for FUZZTIME (30s)
+	@grep -ro --include=*_test.go '^func Fuzz[A-Za-z]*' . | sort | sed 's|/[^/]*:func | |' | while read -r p f; do \
+		echo "$$p $$f"; $(GO) test "$$p" -run '^$$' -fuzz "^$$f\$$" -fuzztime $(FUZZTIME) || exit 1; done
 
 bench: ## run the benchmarks, which need GPUs
 	$(GO) test -run '^$$' -bench . ./...

@@ -43,6 +43,20 @@ func TestReplay(t *testing.T) {
 	require.Contains(t, out.String(), "ns a call in one run")
 }
 
+// TestFilesForgeNoLines replays files whose texts a terminal would obey.
+func TestFilesForgeNoLines(t *testing.T) {
+	for _, text := range []string{
+		strings.Replace(shortTrace, `"short"`, `"\u001b[2J\rchorus: all is well"`, 1),
+		strings.Replace(shortTrace, `"alloc"`, `"\u001b[2J\rchorus: all is well"`, 1),
+	} {
+		cmd := exec.Command(self(t), "mem", "replay", "--backend", "virtual", "--repeat", "0", replayFile(t, "forged.json", text))
+		cmd.Env = append(os.Environ(), commandVar+"=1")
+		out, _ := cmd.CombinedOutput()
+		require.Contains(t, string(out), "chorus: all is well")
+		require.False(t, bytes.ContainsAny(out, "\r\x1b"), "%q", out)
+	}
+}
+
 func TestReplayJSON(t *testing.T) {
 	file := replayFile(t, "short.json", shortTrace)
 	var out bytes.Buffer

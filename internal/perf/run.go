@@ -30,7 +30,9 @@ func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, 
 		bytes = max(bytes, j.layout.size()*j.dtype.Size())
 	}
 	if err := agree(ctx, g, fmt.Sprintf("%+v", *p.summary())); err != nil {
-		_ = g.Shutdown(ctx) // together: who went first would be to blame
+		// Nobody leaves before all ranks have read the plans: the first to leave would be to blame.
+		_ = g.Barrier(ctx)
+		_ = g.Shutdown(ctx)
 		return nil, err
 	}
 	r, err := describe(g)

@@ -114,7 +114,7 @@ func TestUnderAttack(t *testing.T) {
 		var m runtime.MemStats
 		runtime.ReadMemStats(&m)
 		most = max(most, m.HeapInuse+m.StackInuse)
-		sleep(t.Context(), 20*time.Millisecond)
+		sleep(t.Context(), 200*time.Millisecond) // to look costs, too
 	}
 	took, used := time.Since(begin), processorTime()-processor
 	in.Close()

@@ -63,6 +63,7 @@ func newGossipTransport(ip string, port int, label string) (*gossipTransport, er
 	if err != nil {
 		return nil, err
 	}
+	_ = t.udp.SetReadBuffer(1 << 20) // so that a flood crowds out less; the system may allow less
 	t.wg.Go(t.accept)
 	t.wg.Go(t.receive)
 	return t, nil
@@ -93,11 +94,11 @@ func (t *gossipTransport) accept() {
 	}
 }
 
-// receive reads packets into one buffer, and copies those with the job's label.
+// receive reads packets into one buffer, and allocates only for those with the job's label.
 func (t *gossipTransport) receive() {
 	buf := make([]byte, maxPacket)
 	for {
-		n, from, err := t.udp.ReadFrom(buf)
+		n, from, err := t.udp.ReadFromUDPAddrPort(buf)
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
@@ -107,7 +108,7 @@ func (t *gossipTransport) receive() {
 			}
 			continue
 		}
-		p := &memberlist.Packet{Buf: bytes.Clone(buf[:n]), From: from, Timestamp: time.Now()}
+		p := &memberlist.Packet{Buf: bytes.Clone(buf[:n]), From: net.UDPAddrFromAddrPort(from), Timestamp: time.Now()}
 		select {
 		case t.packets <- p:
 		case <-t.quit:

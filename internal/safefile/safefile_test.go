@@ -2,6 +2,7 @@ package safefile
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"net"
 	"os"
@@ -103,7 +104,11 @@ func TestCreateEmptiesOwnFilesOnly(t *testing.T) {
 	require.NoError(t, errors.Join(err, f.Close()))
 	holds("")
 
-	for _, path := range []string{os.DevNull, "/dev/fd/2"} {
+	r, w, err := os.Pipe() // an output of the process that is not a file
+	require.NoError(t, err)
+	defer r.Close()
+	defer w.Close()
+	for _, path := range []string{os.DevNull, fmt.Sprintf("/dev/fd/%d", w.Fd())} {
 		f, err := Create(path)
 		require.NoError(t, errors.Join(err, f.Close()))
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -289,5 +290,61 @@ func TestPoolJoinsBlocks(t *testing.T) {
 		require.Equal(t, 8*4096, pool.Allocated())
 		require.NoError(t, errors.Join(all.Close(), rest.Close(), out.Close(), x.Close(), y.Close(), pool.Close()))
 		require.Zero(t, pool.Reserved())
+	})
+}
+
+// Use of a pool on a stream that is captured leaves the capture alone, although a closed
+// stream has left memory in the pool, for which its next user waits.
+func TestPoolUseInCapture(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		in := b.make(1)
+		pool := memory.NewPool(nil)
+		defer func() { require.NoError(t, pool.Close()) }()
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		allocate := func(s *stream.Stream) (ptr uint64) {
+			require.NoError(t, pool.Use(s, func() error {
+				x, err := memory.Make[float32](s, elems)
+				ptr = x.Ptr()
+				return errors.Join(err, x.Close())
+			}))
+			return ptr
+		}
+		before := allocate(s)
+		open := spin.Hold(t, s)
+		require.NoError(t, s.Close()) // its end has not passed
+		x, err := b.captureIn(nil, func() error {
+			return pool.Use(b.s, func() error {
+				y, err := memory.Make[float32](b.s, elems)
+				return errors.Join(err, memory.Copy(b.s, y, in), b.launch(b.add, b.s, y, 1), memory.Copy(b.s, in, y), y.Close())
+			})
+		})
+		open()
+		require.NoError(t, err)
+		b.fill(in, 3)
+		require.NoError(t, x.Launch(b.s))
+		b.want(4, in)
+		require.NoError(t, x.Close())
+		require.Equal(t, before, allocate(b.s), "outside of the capture the pool gives the memory to the next stream")
+	})
+}
+
+// The error of an allocation in a capture that has been invalidated says so.
+func TestAllocateInInvalidatedCapture(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		e, err := b.s.Record(nil)
+		require.NoError(t, err)
+		_, err = b.captureIn(nil, func() error {
+			require.Error(t, b.s.Wait(e))
+			_, err := memory.Make[float32](b.s, elems)
+			var ce *stream.CaptureError
+			require.ErrorAs(t, err, &ce)
+			require.ErrorContains(t, err, "an earlier call has invalidated the capture")
+			return nil
+		})
+		require.ErrorIs(t, err, graph.ErrorInvalidated)
+		require.NoError(t, e.Close())
 	})
 }

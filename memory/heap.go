@@ -180,22 +180,25 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 	if err := l.heap.dev.Err(); err != nil {
 		return grant{}, fmt.Errorf("memory: allocate %d bytes: the device was lost before: %w", bytes, err)
 	}
-	a := l.pool.Load()
+	var a *alloc.Arena
 	if stream.AnyCapture() {
-		c, err := l.capturing()
-		if err != nil {
+		if a, err = l.capturing(); err != nil {
 			return grant{}, err
 		}
-		if c != nil {
-			a, g.captured = c, true
-		}
+		g.captured = a != nil
 	}
 	if a == nil {
-		if e := l.heap.engine.Load(); e != nil {
+		u, e := l.pool.Load(), l.heap.engine.Load()
+		switch {
+		case u != nil:
+			a, err = u.of(l)
+		case e != nil:
 			addr, err := e.alloc(l, bytes)
 			return grant{addr: addr, by: e}, err
+		default:
+			a, err = l.current()
 		}
-		if a, err = l.current(); err != nil {
+		if err != nil {
 			return grant{}, l.heap.explain(bytes, err)
 		}
 	}
@@ -211,14 +214,19 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 // capturing returns the arena for the capture that the stream takes part in, or nil
 // where it takes part in none.
 func (l *lane) capturing() (*alloc.Arena, error) {
+	const op = "memory: allocate"
 	pool, err := l.s.CapturePool()
+	if errors.Is(err, device.Status(cudadrv.ErrorStreamCaptureInvalidated)) {
+		return nil, &stream.CaptureError{Op: op, Object: l.s.String(),
+			Advice: "an earlier call has invalidated the capture: end the capture, and capture again without that call"}
+	}
 	if err != nil {
 		return nil, err
 	}
 	if p, ok := pool.(*Pool); ok {
 		return p.captured(l)
 	}
-	return nil, l.s.RefuseCapture("memory: allocate", "the capture was begun by other means than Chorus: allocate before it")
+	return nil, l.s.RefuseCapture(op, "the capture was begun by other means than Chorus: allocate before it")
 }
 
 // A freer has given memory out and takes it back.

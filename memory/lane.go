@@ -17,7 +17,7 @@ type lane struct {
 	s     *stream.Stream
 	heap  *heap
 	arena atomic.Pointer[alloc.Arena] // of the default pool, once it was used
-	pool  atomic.Pointer[alloc.Arena] // of the last of uses, or nil
+	pool  atomic.Pointer[poolUse]     // the last of uses, or nil
 	ended atomic.Bool
 
 	mu   sync.Mutex
@@ -25,22 +25,39 @@ type lane struct {
 }
 
 // A poolUse is one call of Pool.Use.
-type poolUse struct{ arena *alloc.Arena }
+type poolUse struct {
+	part  *alloc.Pool
+	arena atomic.Pointer[alloc.Arena] // once it was used
+}
 
-// use lets the stream allocate from an arena until done is called. Several goroutines
-// may do that at the same time, and so the first to begin may be the first to end.
-func (l *lane) use(a *alloc.Arena) (done func()) {
-	u := &poolUse{a}
+// of returns the arena that the lane's stream allocates from. The first call may let the
+// stream wait for a closed one whose arena it takes over, which would end a capture of the
+// stream.
+func (u *poolUse) of(l *lane) (*alloc.Arena, error) {
+	if a := u.arena.Load(); a != nil {
+		return a, nil
+	}
+	a, err := u.part.Arena(l)
+	if err == nil {
+		u.arena.Store(a) // another goroutine has got the same
+	}
+	return a, err
+}
+
+// use lets the stream allocate from a part of a pool until done is called. Several
+// goroutines may do that at the same time, and so the first to begin may be the first
+// to end.
+func (l *lane) use(u *poolUse) (done func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.uses = append(l.uses, u)
-	l.pool.Store(a)
+	l.pool.Store(u)
 	return func() {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		l.uses = slices.DeleteFunc(l.uses, func(o *poolUse) bool { return o == u })
 		if n := len(l.uses); n > 0 {
-			l.pool.Store(l.uses[n-1].arena)
+			l.pool.Store(l.uses[n-1])
 		} else {
 			l.pool.Store(nil)
 		}

@@ -92,11 +92,13 @@ func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 	if err != nil {
 		return err
 	}
-	a, err := part.Arena(l)
-	if err != nil {
-		return fmt.Errorf("%s on %s: %w", op, l.s, l.heap.because(err))
+	u := &poolUse{part: part}
+	if l.s.RefuseCapture(op, "") == nil { // memory of a capture is of another part
+		if _, err := u.of(l); err != nil {
+			return fmt.Errorf("%s on %s: %w", op, l.s, l.heap.because(err))
+		}
 	}
-	defer l.use(a)()
+	defer l.use(u)()
 	return fn()
 }
 

@@ -9,7 +9,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/kernel"
-	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -35,7 +34,7 @@ func (g *Generator) draw(s *stream.Stream, increment uint64) (place, error) {
 	if err != nil {
 		return place{}, fmt.Errorf("capture: %w", err)
 	}
-	p, err := c.draw(s, increment)
+	p, err := c.draw(increment)
 	if err != nil {
 		return place{}, fmt.Errorf("capture: %w", err)
 	}
@@ -50,15 +49,17 @@ type captured struct {
 	id     uint64
 	serial uint64 // no other one has it
 
-	mu      sync.Mutex           // guards what follows; held from Prepare to Launched
-	now     position             // in the captured function, and at its end
-	at      memory.Slice[uint64] // seed and offset of the launch; none where nothing wants them
+	mu      sync.Mutex // guards what follows; held from Prepare to Launched
+	now     position   // in the captured function, and at its end
+	at      uint64     // the address of seed and offset of the launch, or 0 if no fill needs them
+	places  *places    // that at comes from
 	holders int
 	host    [2]uint64
-	last    *stream.Stream // of the launch before
+	last    *stream.Stream // of the launch before, or of the allocation of at
 }
 
-// captured returns what the capture of s draws from g, making it on first use.
+// captured returns what the capture of s draws from g, making it on first use. If the
+// capture has been invalidated, it returns something that no graph draws, and the error.
 func (g *Generator) captured(s *stream.Stream, id uint64) (*captured, error) {
 	g.mu.Lock()
 	c := g.captures[id]
@@ -77,7 +78,11 @@ func (g *Generator) captured(s *stream.Stream, id uint64) (*captured, error) {
 	}
 	g.captures[id] = c
 	g.mu.Unlock()
-	return c, s.Captured(c)
+	err := s.Captured(c)
+	if err != nil { // the graph does not hold it
+		c.drop()
+	}
+	return c, err
 }
 
 var serials atomic.Uint64
@@ -96,11 +101,19 @@ func (c *captured) LetGo(stream.Holder) {
 	if c.holders--; c.holders > 0 {
 		return
 	}
-	c.gen.mu.Lock()
-	delete(c.gen.captures, c.id)
-	c.gen.mu.Unlock()
-	_ = c.at.Close() // of a pool: this reaches no device
+	c.drop()
+	if c.at != 0 {
+		c.places.free(c.at, c.last)
+		c.at = 0
+	}
 	c.forget()
+}
+
+// drop takes it from its generator.
+func (c *captured) drop() {
+	c.gen.mu.Lock()
+	defer c.gen.mu.Unlock()
+	delete(c.gen.captures, c.id)
 }
 
 // Prepare takes the numbers of a launch on s and enqueues the writing of their
@@ -133,26 +146,29 @@ func (c *captured) forget() {
 }
 
 func (c *captured) write(s *stream.Stream) error {
-	if c.at.Len() == 0 { // no fill looks there
+	if c.at == 0 {
 		c.gen.launch(c.now)
 		return nil
 	}
 	// The launch before must have read its place.
-	if c.last != nil && c.last != s {
-		if err := follow(s, c.last, c.last); err != nil {
+	if c.last != s {
+		if err := follow(s, c.last); err != nil {
 			return err
 		}
 	}
 	on := s
-	if s.Device() != c.gen.dev {
-		on = c.at.Buffer().Stream() // a copy wants a stream of the device
-		if err := follow(on, s, on); err != nil {
+	if s.Device() != c.gen.dev { // a copy needs a stream of the device
+		var err error
+		if on, err = c.places.stream(); err != nil {
+			return err
+		}
+		if err := on.Follow(s); err != nil {
 			return err
 		}
 	}
 	c.host[0], c.host[1] = c.gen.launch(c.now)
 	err := on.Device().Do("cuMemcpyHtoDAsync", func(drv cudadrv.Driver) cudadrv.Result {
-		return drv.MemcpyHtoDAsync(c.at.Raw(), unsafe.Pointer(&c.host), unsafe.Sizeof(c.host), on.Raw())
+		return drv.MemcpyHtoDAsync(cudadrv.DevicePtr(c.at), unsafe.Pointer(&c.host), unsafe.Sizeof(c.host), on.Raw())
 	})
 	if on != s {
 		err = errors.Join(err, s.Follow(on))
@@ -160,10 +176,10 @@ func (c *captured) write(s *stream.Stream) error {
 	return err
 }
 
-// follow lets s wait for o. One of them, other, may be captured by now, into
-// another graph, which the wait would be part of.
-func follow(s, o, other *stream.Stream) error {
-	if err := other.RefuseCapture("launch a graph", "a launch uses it too: launch the graph after the capture"); err != nil {
+// follow lets s wait for o. If another graph captures o by now, the wait would become
+// part of that graph.
+func follow(s, o *stream.Stream) error {
+	if err := o.RefuseCapture("launch a graph", "a launch uses it too: launch the graph after the capture"); err != nil {
 		return err
 	}
 	return s.Follow(o)

@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
@@ -193,7 +194,7 @@ func TestGraphUpdateDraws(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, x.Update(y))
 		require.NoError(t, y.Close())
-		require.NotZero(t, y.Pool().Allocated(), "the place of a launch is still in use")
+		require.Equal(t, 1, rng.Captures(h), "the place of a launch is still in use")
 		want := d.drawn(t, func() error { return d.draw(rng.New(devs[0], 4)) })
 		require.Equal(t, want, d.drawn(t, func() error { return x.Launch(d.s) }))
 		require.Zero(t, g.Offset(), "it draws no more")
@@ -221,6 +222,37 @@ func TestFailedCaptureDrawsNothing(t *testing.T) {
 		require.NoError(t, x.Close())
 		require.Zero(t, rng.Captures(g))
 		require.NoError(t, pool.Close())
+	})
+}
+
+// Fills and other calls on a generator in a capture that an illegal call has invalidated
+// change neither the generator nor the memory, and leave nothing behind.
+func TestInvalidatedCaptureDrawsNothing(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		d := newDrawer(t, newStream(t, devs[0]))
+		for _, drawn := range []bool{false, true} { // before the capture is invalidated
+			g := rng.New(devs[0], 3)
+			require.NoError(t, d.draw(g))
+			before, contents := state(g), d.read(t)
+			e, err := d.s.Record(nil)
+			require.NoError(t, err)
+			_, err = graph.Capture([]*stream.Stream{d.s}, func() error {
+				if drawn {
+					require.NoError(t, d.draw(g))
+				}
+				require.Error(t, d.s.Wait(e))
+				for _, err := range []error{rng.Uniform(g, d.s, d.u, 0, 1), rng.Normal(g, d.s, d.n, 0, 1), rng.Random(g, d.s, d.r)} {
+					require.ErrorIs(t, err, graph.ErrorInvalidated)
+				}
+				g.ManualSeed(8)
+				return nil
+			})
+			require.ErrorIs(t, err, graph.ErrorInvalidated)
+			require.Equal(t, before, state(g))
+			require.Equal(t, contents, d.read(t))
+			require.Zero(t, rng.Captures(g))
+			require.NoError(t, e.Close())
+		}
 	})
 }
 
@@ -323,4 +355,84 @@ func TestLaunchWhileTheStreamCloses(t *testing.T) {
 		require.NoError(t, x.Launch(d.s))
 		require.NoError(t, d.s.Sync(testgpu.Context(t)))
 	}
+}
+
+// The place of a launch is memory that no other operation of the graph writes, such as
+// those on memory that the captured function has closed before its first fill.
+func TestGraphPlaceIsApart(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		d := newDrawer(t, newStream(t, devs[0]))
+		g, plain := rng.New(devs[0], 12), rng.New(devs[0], 12)
+		x := capture(t, func() error {
+			for range 3 { // blocks of the sizes that a place may have
+				x, err := memory.Make[uint64](d.s, 2)
+				if err != nil {
+					return err
+				}
+				if err := errors.Join(x.Zero(d.s), x.Close()); err != nil {
+					return err
+				}
+			}
+			return d.draw(g)
+		}, d.s)
+		for i := range 3 {
+			want := d.drawn(t, func() error { return d.draw(plain) })
+			require.Equal(t, want, d.drawn(t, func() error { return x.Launch(d.s) }), "launch %d", i)
+		}
+	})
+}
+
+// A graph that is closed while its launch is under way keeps its place until the launch has
+// ended: the next graph gets another one. That holds although the stream of the launch is
+// closed by then, or captured.
+func TestGraphPlaceAfterClose(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		for name, end := range map[string]func(s *stream.Stream, x *graph.Exec) error{
+			"open":   func(s *stream.Stream, x *graph.Exec) error { return x.Close() },
+			"closed": func(s *stream.Stream, x *graph.Exec) error { return errors.Join(s.Close(), x.Close()) },
+			"captured": func(s *stream.Stream, x *graph.Exec) error {
+				y, err := graph.Capture([]*stream.Stream{s}, x.Close)
+				return errors.Join(err, y.Close())
+			},
+		} {
+			t.Run(name, func(t *testing.T) { placeAfterClose(t, devs[0], end) })
+		}
+	})
+}
+
+func placeAfterClose(t *testing.T, dev *device.Device, end func(*stream.Stream, *graph.Exec) error) {
+	ctx := testgpu.Context(t)
+	d, other := newDrawer(t, newStream(t, dev)), newStream(t, dev)
+	z, err := memory.Make[float32](other, 3000)
+	require.NoError(t, err)
+	require.NoError(t, errors.Join(rng.Uniform(rng.New(dev, 0), other, z, 0, 1), d.draw(rng.New(dev, 0)))) // loads the kernels
+	require.NoError(t, errors.Join(d.s.Sync(ctx), other.Sync(ctx)))
+	before, err := memory.Allocated(dev)
+	require.NoError(t, err)
+
+	s, err := stream.New(dev, nil)
+	require.NoError(t, err)
+	x, err := graph.Capture([]*stream.Stream{d.s}, func() error { return d.draw(rng.New(dev, 1)) })
+	require.NoError(t, err)
+	open := spin.Hold(t, s)
+	require.NoError(t, x.Launch(s))
+	mark, err := s.Record(nil)
+	require.NoError(t, err)
+	require.NoError(t, end(s, x))
+	y, err := graph.Capture([]*stream.Stream{other}, func() error { return rng.Uniform(rng.New(dev, 2), other, z, 0, 1) })
+	require.NoError(t, err)
+	require.NoError(t, y.Launch(other))
+	if s.Open() { // else it has to wait
+		require.NoError(t, other.Sync(ctx))
+	}
+	open()
+	require.NoError(t, errors.Join(mark.Sync(ctx), mark.Close(), other.Sync(ctx)))
+	got := d.read(t)
+	require.Equal(t, d.drawn(t, func() error { return d.draw(rng.New(dev, 1)) }), got)
+
+	require.NoError(t, errors.Join(y.Close(), s.Close()))
+	after, err := memory.Allocated(dev)
+	require.NoError(t, err)
+	require.Equal(t, before, after)
+	require.NoError(t, z.Close())
 }

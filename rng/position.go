@@ -1,8 +1,9 @@
 package rng
 
 import (
+	"errors"
+
 	"github.com/gochorus/chorus/kernel"
-	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -50,10 +51,7 @@ func (g *Generator) capturing() *captured {
 	if s == nil {
 		return nil
 	}
-	c, err := g.captured(s, id)
-	if err != nil {
-		return nil // the capture has failed, of which its end tells
-	}
+	c, _ := g.captured(s, id) // the end of a capture that was invalidated says so
 	return c
 }
 
@@ -72,23 +70,39 @@ func (c *captured) state() [StateSize]byte {
 	return encode(c.serial, c.now.offset|mark)
 }
 
-// draw moves on and returns where the numbers of a fill on s begin.
-func (c *captured) draw(s *stream.Stream, increment uint64) (place, error) {
+// draw moves on and returns where the numbers of a fill begin.
+func (c *captured) draw(increment uint64) (place, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	p := place{c.now.seed, c.now.offset, kernel.Null()}
 	if !c.now.fixed {
-		if c.at.Len() == 0 {
-			at, err := memory.Make[uint64](s, 2) // of the capture's pool
-			if err != nil {
-				return place{}, err
-			}
-			c.at = at
+		if err := c.locate(); err != nil {
+			return place{}, err
 		}
-		p.launch = kernel.Ptr(c.at)
+		p.launch = kernel.Address(c.at)
 	}
 	c.now.offset += increment
 	return p, nil
+}
+
+// locate allocates the memory for seed and offset on first use. c.mu is held.
+func (c *captured) locate() error {
+	if c.at != 0 {
+		return nil
+	}
+	p := placesOf(c.gen.dev)
+	s, err := p.stream()
+	if err != nil {
+		return err
+	}
+	if !s.Retain() {
+		return s.Check("rng", nil)
+	}
+	if c.at, err = p.alloc(s); err != nil {
+		return errors.Join(err, s.Release())
+	}
+	c.places, c.last = p, s
+	return nil
 }
 
 // launch moves the generator to where a launch of the graph leaves it, and returns where it

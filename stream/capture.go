@@ -184,7 +184,7 @@ func (s *Stream) begin(c *capture) error {
 	if err != nil {
 		return err
 	}
-	if c.ID, err = s.captureID(); err != nil {
+	if _, c.ID, err = s.captureInfo(); err != nil {
 		_, _ = s.endCapture()
 	}
 	return err
@@ -221,21 +221,28 @@ func (s *Stream) endCapture() (g cudadrv.Graph, err error) {
 	return g, err
 }
 
-func (s *Stream) captureID() (id uint64, err error) {
+func (s *Stream) captureInfo() (status cudadrv.CaptureStatus, id uint64, err error) {
 	err = s.dev.Do("cuStreamGetCaptureInfo", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		_, id, r = drv.StreamGetCaptureInfo(s.h)
+		status, id, r = drv.StreamGetCaptureInfo(s.h)
 		return r
 	})
-	return id, err
+	return status, id, err
 }
 
 // CaptureID returns a number for the capture that s takes part in, which no other
-// capture of the system has, or 0. For Chorus's own packages.
+// capture of the system has, or 0. A capture that an illegal call has invalidated has no
+// number any more, and CaptureID returns CUDA_ERROR_STREAM_CAPTURE_INVALIDATED. For
+// Chorus's own packages.
 func (s *Stream) CaptureID() (uint64, error) {
 	if !captures.Any() {
 		return 0, nil
 	}
-	return s.captureID()
+	status, id, err := s.captureInfo()
+	if err == nil && status == cudadrv.CaptureInvalidated {
+		return 0, fmt.Errorf("stream: an earlier call has invalidated the capture of %s: end the capture, and capture again without that call: %w",
+			s, device.Status(cudadrv.ErrorStreamCaptureInvalidated))
+	}
+	return id, err
 }
 
 // Capturer returns the stream on which the calling goroutine has begun the capture that it

@@ -14,8 +14,6 @@ type mCapture struct {
 	vague   bool // its state is unknown
 	pool    *mPool
 	draws   []*mDraw
-	freed   bool // memory that was allocated in it
-	hold    int  // memory that belongs to it outside of the program, in bytes
 	exec    *mExec
 	refs    int // how many graphs have taken its operations over
 }
@@ -136,15 +134,12 @@ func (m *model) finish(c *mCapture) want {
 	return fine
 }
 
-// drop frees the memory that belonged to a capture or to its graph.
+// drop frees the memory for the random numbers of a capture or of its graph.
 func (m *model) drop(c *mCapture) {
-	m.stats.bytes -= c.hold
+	m.stats.bytes -= len(c.draws) * roundSize(16, nil)
 	m.stats.requested -= len(c.draws) * 16
 	m.stats.blocks -= len(c.draws)
-	if c.pool != nil {
-		c.pool.bytes -= c.hold
-	}
-	c.hold, c.draws = 0, nil
+	c.draws = nil
 }
 
 // waitFor is StreamWaitEvent.

@@ -106,7 +106,6 @@ type mMem struct {
 }
 
 type mPool struct {
-	users  []*mStream // that it was used on
 	closed bool
 	bytes  int  // of open memory
 	whole  bool // each block is a segment

@@ -346,9 +346,6 @@ func (m *model) closeMem(x *mMem) want {
 		return fine
 	}
 	x.closed = true
-	if x.born != nil {
-		x.born.freed = true
-	}
 	for _, s := range x.users {
 		s.at++ // the allocator may record an event
 	}

@@ -137,6 +137,10 @@ var ncclKinds = map[string]*kind{
 		},
 		model: func(m *model, op *Op) want {
 			s, x, y, w := m.operands2(op)
+			var spoiled []string // what may come before the errors of the arguments
+			if s != nil && s.cap != nil && s.cap.invalid {
+				spoiled = []string{cuInvalidated}
+			}
 			switch {
 			case m.conflict != nil:
 				return fine
@@ -147,9 +151,9 @@ var ncclKinds = map[string]*kind{
 			case op.X.Lo%4 != 0 || op.Y.Lo%4 != 0:
 				return errs(kArgument)
 			case x == nil:
-				return m.refuse(errs(kClosed, kArgument))
+				return m.refuse(errs(append(spoiled, kClosed, kArgument)...))
 			case op.N != 0 && collectives[op.A].rooted, x.len()/4 != y.len()/4:
-				return m.refuse(errs(kArgument))
+				return m.refuse(errs(append(spoiled, kArgument)...))
 			}
 			x, y = x.words(), y.words()
 			if writes(x).conflicts(reads(y)) && *x != *y || s.cap != nil && (s.cap.invalid || x.len() == 0 || *x == *y) {

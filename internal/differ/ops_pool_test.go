@@ -2,7 +2,6 @@ package differ
 
 import (
 	"fmt"
-	"slices"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
@@ -90,11 +89,6 @@ var poolKinds = map[string]*kind{
 			case s.closed || p.closed:
 				return errs(kClosed), false
 			}
-			if s.cap != nil && slices.ContainsFunc(p.users, func(u *mStream) bool { return u.closed }) {
-				m.conflict = &conflict{s: s, slot: -1} // it waits for that stream, which spoils the capture
-				return fine, false
-			}
-			p.users = append(p.users, s)
 			m.pools[op.S] = append(m.pools[op.S], p)
 			return fine, true
 		},

@@ -158,10 +158,6 @@ func (m *model) fillRandom(s *mStream, x *mRef, g *mGen, value func(uint32) (uin
 		}
 	}
 	w := work{sig: "kernel fill", accesses: []access{writes(x)}}
-	if s.cap != nil && s.cap.invalid {
-		m.conflict = &conflict{s: s, slot: -1} // the numbers may be lost
-		return fine
-	}
 	if s.cap == nil {
 		w.effect = func(*launch) {
 			draw(place{g.seed, g.offset})
@@ -171,11 +167,6 @@ func (m *model) fillRandom(s *mStream, x *mRef, g *mGen, value func(uint32) (uin
 	}
 	d := s.cap.drawOf(g)
 	fresh := d == nil
-	if fresh && s.cap.freed {
-		// The place of the graph's numbers would lie in memory that the graph overwrites.
-		m.conflict = &conflict{s: s, slot: -1}
-		return fine
-	}
 	if fresh {
 		d = &mDraw{gen: g}
 	}
@@ -183,17 +174,13 @@ func (m *model) fillRandom(s *mStream, x *mRef, g *mGen, value func(uint32) (uin
 	w.effect = func(l *launch) { draw(place{l.base[d].seed, l.base[d].offset + skip}) }
 	c := s.cap
 	res := m.submit(s, w)
-	if m.conflict != nil || res.any {
+	if m.conflict != nil || res.any || len(res.kinds) > 0 {
 		return res
 	}
 	if d.total += 4; fresh {
 		c.draws = append(c.draws, d)
-		c.hold += roundSize(16, c.pool)
 		m.stats.blocks++
-		m.stats.bytes += roundSize(16, c.pool)
-		if c.pool != nil {
-			c.pool.bytes += roundSize(16, c.pool)
-		}
+		m.stats.bytes += roundSize(16, nil)
 	}
 	return res
 }

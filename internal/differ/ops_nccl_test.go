@@ -138,7 +138,7 @@ var ncclKinds = map[string]*kind{
 		model: func(m *model, op *Op) want {
 			s, x, y, w := m.operands2(op)
 			var spoiled []string // what may come before the errors of the arguments
-			if s != nil && s.cap != nil && s.cap.invalid {
+			if s := m.stream(op.S); s != nil && s.cap != nil && s.cap.invalid {
 				spoiled = []string{cuInvalidated}
 			}
 			switch {

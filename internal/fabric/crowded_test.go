@@ -30,7 +30,7 @@ var (
 // allocates, loads, captures or copies while there are any.
 func TestCrowded(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		counts, operations := []int{8}, 40
+		counts, operations := []int{8}, testgpu.Rounds(20, 40)
 		if devs[0].System().Backend() == "cuda" {
 			counts, operations = []int{3, 4, 5, 6, 7, 8}, *crowdedOps
 		}

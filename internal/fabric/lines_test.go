@@ -31,7 +31,7 @@ var (
 // operations by other ways, beside copies between the same GPUs.
 func TestLines(t *testing.T) {
 	each(t, []int{2, 3}, func(t *testing.T, devs []*device.Device) {
-		seed, batches := *lineSeed, 24
+		seed, batches := *lineSeed, testgpu.Rounds(8, 24)
 		if seed == 0 {
 			seed = rand.Uint64()
 		}
@@ -350,7 +350,12 @@ func TestChoose(t *testing.T) {
 		}
 		require.Equal(t, want, turns, "%d ranks", n)
 	}
-	for n, first := range map[int]int{2: 384 << 10, 3: 128 << 10, 4: 128 << 10, 5: 128 << 10, 6: 128 << 10, 7: 128 << 10, 8: 128 << 10} {
+	drawn := testgpu.Sample(t, 3)
+	for _, n := range []int{2, 3, 4, 5, 6, 7, 8} {
+		if !drawn() {
+			continue
+		}
+		first := map[int]int{2: 384 << 10, 3: 128 << 10, 4: 128 << 10, 5: 128 << 10, 6: 128 << 10, 7: 128 << 10, 8: 128 << 10}[n]
 		r := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n}), nil)[0]
 		require.NotEqual(t, fabric.TwoShotLines, r.Choose(first), "%d ranks", n)
 		require.Equal(t, fabric.TwoShotLines, r.Choose(first+1), "%d ranks", n)

@@ -258,12 +258,12 @@ func TestRandom(t *testing.T) {
 		seed := rand.Uint64()
 		t.Log("seed ", seed)
 		group := open(t, devs, &fabric.Config{Bytes: 1})
-		rounds := 100 // of 20 operations
+		rounds := testgpu.Rounds(25, 100) // of 20 operations
 		switch {
 		case devs[0].System().Backend() == "cuda":
 			rounds = 500
 		case len(devs) == 8:
-			rounds = 30
+			rounds = testgpu.Rounds(10, 30)
 		}
 		var wg sync.WaitGroup
 		for _, m := range group {

@@ -8,7 +8,7 @@ STATICCHECK = $(GO) tool -modfile=tools/go.mod staticcheck
 export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 RACE = $(if $(shell command -v $${CC:-cc}),-race)
 
-.PHONY: help build demo test check lint cross generate ptx bench fuzz gpu-bins clean
+.PHONY: help build demo test soak check lint cross generate ptx bench fuzz gpu-bins clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,29 @@ demo: build ## train a small model on all devices, or on 4 virtual ones (NPROC=n
 test: ## run all tests, with the race detector where there is a C compiler
 	@echo $(if $(RACE),"tests with the race detector","no C compiler: tests without the race detector")
 	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -timeout 20m ./...
+
+FUZZTIME ?= 1m
+SOAK = CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -count=1 -timeout 12h
+FUZZ = CGO_ENABLED=0 $(GO) test -run '^$$' -fuzztime $(FUZZTIME)
+
+soak: ## run the long variants of tests, which takes hours (FUZZTIME=1m for each fuzzer)
+	$(SOAK) ./internal/fabric -thorough -lines 1000000 -crowded 100000
+	$(SOAK) ./internal/alloc -run 'TestSoak|TestRandomPrograms' -soak 10000000
+	$(SOAK) ./rng -run TestStatePrograms -programs 3000
+	$(SOAK) ./comm -run 'TestWaitsNeverLie|TestMixedOperations' -waits 5000 -mixed 100000
+	$(SOAK) ./gds -run TestLoadsOfGroupsThatEnd -waitloads 1000
+	$(SOAK) ./internal/differ -programs 100000
+	$(FUZZ) -fuzz 'FuzzReadHeader$$' ./gds/safetensors
+	$(FUZZ) -fuzz 'FuzzIndex$$' ./gds/safetensors
+	$(FUZZ) -fuzz 'FuzzParseNodeList$$' ./cluster
+	$(FUZZ) -fuzz 'FuzzParseTasksPerNode$$' ./cluster
+	$(FUZZ) -fuzz 'FuzzDecodeMessage$$' ./cluster
+	$(FUZZ) -fuzz 'FuzzDecodeCall$$' ./cluster
+	$(FUZZ) -fuzz 'FuzzDecodeMeta$$' ./cluster
+	$(FUZZ) -fuzz 'FuzzAcceptHandshake$$' ./cluster
+	$(FUZZ) -fuzz 'FuzzPrograms$$' ./internal/alloc
+	$(FUZZ) -fuzz 'FuzzDecode$$' ./internal/pickle
+	$(FUZZ) -fuzz 'FuzzReadSnapshot$$' ./memory
 
 check: ## run what CI runs
 	.ci/run

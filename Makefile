@@ -29,6 +29,7 @@ FUZZ = CGO_ENABLED=0 $(GO) test -run '^$$' -fuzztime $(FUZZTIME)
 
 soak: ## run the long variants of tests, which takes hours (FUZZTIME=1m for each fuzzer)
 	$(SOAK) ./internal/fabric -thorough -lines 1000000 -crowded 100000
+	$(SOAK) ./stream -run TestManyGoroutines -thorough
 	$(SOAK) ./internal/alloc -run 'TestSoak|TestRandomPrograms' -soak 10000000
 	$(SOAK) ./rng -run TestStatePrograms -programs 3000
 	$(SOAK) ./comm -run 'TestWaitsNeverLie|TestMixedOperations' -waits 5000 -mixed 100000

@@ -55,7 +55,7 @@ func manyGoroutines(t *testing.T, devs []*device.Device) {
 	var wg sync.WaitGroup
 	for g := range 200 {
 		wg.Go(func() {
-			for round := range 4 {
+			for round := range testgpu.Rounds(2, 4) {
 				if err := oneRound(t, devs[g%len(devs)], adds[g%len(devs)], g, round); err != nil {
 					t.Errorf("goroutine %d, round %d: %v", g, round, err)
 					return

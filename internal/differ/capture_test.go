@@ -12,6 +12,7 @@ type mCapture struct {
 	invalid bool
 	ended   bool
 	vague   bool // its state is unknown
+	freed   bool // memory that it allocated was closed in it
 	pool    *mPool
 	draws   []*mDraw
 	exec    *mExec
@@ -76,7 +77,7 @@ func (m *model) record(s *mStream, w work) want {
 		}
 	}
 	for _, a := range w.accesses {
-		if a.gone() || a.m.born == c && a.m.after&^s.tail != 0 {
+		if a.gone() || a.m.born == c && a.m.after&^s.tail != 0 || a.m.born != c && a.m.reused {
 			m.conflict = &conflict{s: s, slot: -1}
 			return fine
 		}

@@ -103,6 +103,9 @@ type mMem struct {
 	after      uint64 // the nodes of that capture before its allocation
 	pool       *mPool
 	doubt      bool // it may be open, or not
+	// reused memory may be that of a buffer that its capture has closed. Each launch of
+	// the graph writes by both, so only the graph uses it.
+	reused bool
 }
 
 type mPool struct {
@@ -185,6 +188,10 @@ func (m *model) submit(s *mStream, w work) want {
 	}
 	if s.cap != nil {
 		return m.record(s, w)
+	}
+	if w.sig != "graph" && slices.ContainsFunc(w.accesses, func(a access) bool { return a.m.reused }) {
+		m.conflict = &conflict{s: s, slot: -1}
+		return fine
 	}
 	seen := s.seen.clone()
 	seen.join(m.host)

@@ -301,7 +301,7 @@ func modelMake(m *model, op *Op) want {
 		x.pool.bytes += x.size
 	}
 	if n > 0 {
-		x.born = s.cap
+		x.born, x.reused = s.cap, s.cap != nil && s.cap.freed
 	}
 	if n > 0 {
 		m.stats.blocks++
@@ -346,6 +346,9 @@ func (m *model) closeMem(x *mMem) want {
 		return fine
 	}
 	x.closed = true
+	if x.born != nil && len(x.data) > 0 {
+		x.born.freed = true
+	}
 	for _, s := range x.users {
 		s.at++ // the allocator may record an event
 	}

@@ -23,11 +23,9 @@ test: ## run all tests, with the race detector where there is a C compiler
 	@echo $(if $(RACE),"tests with the race detector","no C compiler: tests without the race detector")
 	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -timeout 20m ./...
 
-FUZZTIME ?= 1m
 SOAK = CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -count=1 -timeout 12h
-FUZZ = CGO_ENABLED=0 $(GO) test -run '^$$' -fuzztime $(FUZZTIME)
 
-soak: ## run the long variants of tests, which takes hours (FUZZTIME=1m for each fuzzer)
+soak: ## run the long variants of tests, which takes hours (FUZZTIME=30s for each fuzzer)
 	$(SOAK) ./internal/fabric -thorough -lines 1000000 -crowded 100000
 	$(SOAK) ./stream -run TestManyGoroutines -thorough
 	$(SOAK) ./internal/alloc -run 'TestSoak|TestRandomPrograms' -soak 10000000
@@ -35,17 +33,7 @@ soak: ## run the long variants of tests, which takes hours (FUZZTIME=1m for each
 	$(SOAK) ./comm -run 'TestWaitsNeverLie|TestMixedOperations' -waits 5000 -mixed 100000
 	$(SOAK) ./gds -run TestLoadsOfGroupsThatEnd -waitloads 1000
 	$(SOAK) ./internal/differ -programs 100000
-	$(FUZZ) -fuzz 'FuzzReadHeader$$' ./gds/safetensors
-	$(FUZZ) -fuzz 'FuzzIndex$$' ./gds/safetensors
-	$(FUZZ) -fuzz 'FuzzParseNodeList$$' ./cluster
-	$(FUZZ) -fuzz 'FuzzParseTasksPerNode$$' ./cluster
-	$(FUZZ) -fuzz 'FuzzDecodeMessage$$' ./cluster
-	$(FUZZ) -fuzz 'FuzzDecodeCall$$' ./cluster
-	$(FUZZ) -fuzz 'FuzzDecodeMeta$$' ./cluster
-	$(FUZZ) -fuzz 'FuzzAcceptHandshake$$' ./cluster
-	$(FUZZ) -fuzz 'FuzzPrograms$$' ./internal/alloc
-	$(FUZZ) -fuzz 'FuzzDecode$$' ./internal/pickle
-	$(FUZZ) -fuzz 'FuzzReadSnapshot$$' ./memory
+	$(MAKE) fuzz
 
 check: ## run what CI runs
 	.ci/run

@@ -1,66 +1,74 @@
-# make help lists what there is.
+# make help lists the targets.
 GO ?= go
 NPROC ?= auto
 FUZZTIME ?= 30s
 STATICCHECK = $(GO) tool -modfile=tools/go.mod staticcheck
-# The race detector needs cgo, and that a C compiler.
-# go-nvml declares what NVML deprecates, which C compilers remark upon at length.
+# The race detector needs cgo, and cgo needs a C compiler.
+# go-nvml declares functions that NVML deprecates, and C compilers print warnings for them.
 export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 RACE = $(if $(shell command -v $${CC:-cc}),-race)
 
 .PHONY: help build demo test soak check lint cross generate ptx bench fuzz gpu-bins clean
 
-help: ## show this list
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 build: ## build the command and the examples into bin/
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/ ./cmd/... ./examples/...
 
-demo: build ## train a small model on all devices, or on 4 virtual ones (NPROC=n processes)
+demo: build ## train a small model on all devices, or on 4 virtual devices (NPROC=n processes)
 	bin/chorus run --nproc-per-node $(NPROC) -- bin/ddp
 
-test: ## run all tests, with the race detector where there is a C compiler
+# Many tests wait for deadlines of other processes, so twice as many packages as processors
+# run at the same time.
+BESIDE = -p $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -parallel 8
+
+test: ## run all tests, with the race detector if a C compiler is installed
 	@echo $(if $(RACE),"tests with the race detector","no C compiler: tests without the race detector")
-	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -timeout 20m ./...
+	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) $(BESIDE) -timeout 20m ./...
 
 SOAK = CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -count=1 -timeout 12h
 
-soak: ## run the long variants of tests, which takes hours (FUZZTIME=30s for each fuzzer)
+soak: ## run the long variants of the tests; takes hours (FUZZTIME=30s for each fuzz target)
 	$(SOAK) ./internal/fabric -thorough -lines 1000000 -crowded 100000
 	$(SOAK) ./stream -run TestManyGoroutines -thorough
-	$(SOAK) ./internal/alloc -run 'TestSoak|TestRandomPrograms' -soak 10000000
+	$(SOAK) ./memory/internal/alloc -run 'TestSoak|TestRandomPrograms' -soak 10000000
+	$(SOAK) ./tensor -run TestMatMulRandom -products 20000
 	$(SOAK) ./rng -run TestStatePrograms -programs 3000
 	$(SOAK) ./comm -run 'TestWaitsNeverLie|TestMixedOperations' -waits 5000 -mixed 100000
-	$(SOAK) ./gds -run TestLoadsOfGroupsThatEnd -waitloads 1000
+	$(SOAK) ./checkpoint -run TestLoadsOfGroupsThatEnd -waitloads 1000
+	$(SOAK) ./cluster -run TestWaitsNeverLie -waits 5000
 	$(SOAK) ./internal/differ -programs 100000
+	$(GO) test -count=1 -timeout 2h ./examples/gpt -thorough
 	$(MAKE) fuzz
 
-check: ## run what CI runs
+check: ## run all checks of CI
 	.ci/run
 
-lint: ## gofmt, vet and staticcheck
+lint: ## gofmt, vet, staticcheck and the check of texts
 	@test -z "$$(gofmt -l .)" || { gofmt -l .; echo "run gofmt"; exit 1; }
 	$(GO) vet ./... && $(STATICCHECK) ./...
+	$(GO) test ./internal/archtest -run '^Test(Texts|TextRules|CommentsBeginWithNames)$$'
 
-cross: ## build without cgo, and for arm64
+cross: ## build without cgo and for arm64
 	CGO_ENABLED=0 $(GO) build ./... && CGO_ENABLED=0 GOARCH=arm64 $(GO) vet ./...
 
 generate: ## write docs/ENVIRONMENT.md
 	$(GO) test ./internal/env -run TestDocument -update
 
-ptx: ## compile Chorus's own kernels anew, which needs NVRTC and a GPU
-	$(GO) test ./rng ./tensor ./internal/perf ./internal/fabric -run 'TestPTX$$' -v -ptx
+ptx: ## recompile the Chorus kernels to PTX; needs NVRTC and a GPU
+	$(GO) test ./rng ./internal/strided ./cmd/chorus/internal/perf ./internal/fabric -run 'TestPTX$$' -v -ptx
 
 fuzz: ## run every fuzz target for FUZZTIME (30s)
 	@grep -ro --include=*_test.go '^func Fuzz[A-Za-z]*' . | sort | sed 's|/[^/]*:func | |' | while read -r p f; do \
 		echo "$$p $$f"; $(GO) test "$$p" -run '^$$' -fuzz "^$$f\$$" -fuzztime $(FUZZTIME) || exit 1; done
 
-bench: ## run the benchmarks, which need GPUs
+bench: ## run the benchmarks; needs GPUs
 	$(GO) test -run '^$$' -bench . ./...
 
-gpu-bins: ## pack tests, examples and command for a GPU machine without Go (PKGS=patterns)
+gpu-bins: ## pack the tests, examples and command for a GPU host without Go (PKGS=patterns)
 	$(GO) build -C tools -o ../bin/gpubins ./gpubins
 	bin/gpubins -o .gpu $(PKGS)
 
-clean: ## remove what was built
+clean: ## remove build outputs
 	rm -rf bin .gpu

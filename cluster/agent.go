@@ -13,32 +13,34 @@ import (
 	"github.com/gochorus/chorus/internal/handle"
 )
 
-// An Agent is one host's part of a job, inside its launcher. It uses no device:
-// what proves that a host lives must not be what may hang in a driver. Its
-// methods may be called from several goroutines at once.
+// An Agent is the member of one host in a job; it runs in the host's launcher. It
+// does not use devices, because heartbeats must not depend on a driver that may
+// hang. Methods are safe for concurrent use.
 type Agent struct {
 	owner   handle.Owner
 	cfg     Config
 	keys    keys
 	token   string // for workers
 	uuid    string
-	coord   *coordinator // nil unless this host coordinates
+	coord   *coordinator // nil unless this host runs a coordinator
 	gossip  *gossip      // nil in a job on one host
 	port    *reservation
 	k       *client
-	addr    string // the coordinator's
+	addr    string // address of the coordinator
 	plan    plan
 	node    int
 	noted   atomic.Pointer[MemberLostError]
 	closing sync.Once
 }
 
-// Start begins this host's part of a job and returns when all hosts have: with
-// a *JoinTimeoutError when they have not within Timing.Join, an *AuthError when
-// the seeds have another secret or job, a *DuplicateError when another host has
-// this one's node rank, and a *RefusedError for what else hosts disagree about.
-// On one host it waits for nobody: it takes a few milliseconds. A nil cfg is a
-// job of one process on this host.
+// Start joins this host to a job, and returns when all hosts have joined. It fails with
+//   - a *JoinTimeoutError if hosts are missing after Timing.Join,
+//   - an *AuthError if the seeds have another secret or job,
+//   - a *DuplicateError if another host has the same node rank,
+//   - a *RefusedError for other differences between hosts.
+//
+// A job on one host starts within a few milliseconds. A nil cfg
+// means a job of one process on this host.
 func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	c, ks, err := cfg.complete()
 	if err != nil {
@@ -76,7 +78,7 @@ func (a *Agent) serve(ln net.Listener) {
 	a.coord = newCoordinator(ln, c)
 }
 
-// self introduces this host over the connection l.
+// self describes this host to the coordinator at the other end of l.
 func (a *Agent) self(l *link) host {
 	h := host{Host: a.cfg.Host, PID: os.Getpid(), UUID: a.uuid, NodeRank: deref(a.cfg.NodeRank, -1),
 		Nodes: a.cfg.Nodes, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port}
@@ -92,7 +94,7 @@ func addrIP(a net.Addr) string {
 	return h
 }
 
-// Addr returns the coordinator's host:port.
+// Addr returns the host:port of the coordinator.
 func (a *Agent) Addr() string { return a.addr }
 
 // Job returns the job's name.
@@ -101,24 +103,24 @@ func (a *Agent) Job() string { return a.cfg.Job }
 // Host returns this host's name in the job.
 func (a *Agent) Host() string { return a.cfg.Host }
 
-// Node returns this host's number, 0 to Nodes-1.
+// Node returns the index of this host, 0 to Nodes-1.
 func (a *Agent) Node() int { return a.node }
 
-// Nodes returns how many hosts the job has.
+// Nodes returns the number of hosts in the job.
 func (a *Agent) Nodes() int { return len(a.plan.Hosts) }
 
-// Size returns how many processes the world has on all hosts together.
+// Size returns the world size: the number of processes on all hosts.
 func (a *Agent) Size() int { return a.plan.size() }
 
-// LocalSize returns how many of them this host has.
+// LocalSize returns the number of processes on this host.
 func (a *Agent) LocalSize() int { return a.plan.Hosts[a.node].LocalSize }
 
-// Rank returns the rank of this host's worker number local.
+// Rank returns the rank of worker number local of this host.
 func (a *Agent) Rank(local int) int { return a.plan.first(a.node) + local }
 
-// WorkerEnv returns, as NAME=value, what this host's worker number local needs
-// in its environment to Attach, and torchrun's variables with the same content
-// for programs that know only those.
+// WorkerEnv returns the environment, as NAME=value, with which worker number
+// local of this host can Attach. It includes torchrun's variables for programs
+// that know only those.
 func (a *Agent) WorkerEnv(local int) []string {
 	rank, size := a.Rank(local), a.Size()
 	master := a.plan.Hosts[0]
@@ -160,31 +162,33 @@ func (a *Agent) WorkerEnv(local int) []string {
 	return out
 }
 
-// Context ends when the job must stop: its cause is the *MemberLostError of the
-// first process that failed on any host, a *StopError, or ErrClosed.
+// Context is cancelled when the job must stop. Its cause is the *MemberLostError
+// of the first process that failed on any host, a *StopError, or ErrClosed.
 func (a *Agent) Context() context.Context { return a.k.ctx }
 
-// Note returns the loss that sessions were told of and that stops no host: a
-// worker exited with code 0 and left its session open. It explains failures
-// that follow. Nil means none.
+// Note returns a loss that was reported to sessions but does not stop the hosts:
+// a worker exited with code 0 without closing its session. It may explain later
+// failures. Note returns nil if there was none.
 func (a *Agent) Note() *MemberLostError { return a.noted.Load() }
 
-// Report says that this host's worker number local has ended; Rank and Host
-// of e are filled in, and an empty Reason is made from the code. A code other
-// than 0 stops the job on all hosts, unless the worker had been asked to end.
+// Report reports the exit of worker number local of this host. It sets Rank and
+// Host of e, and an empty Reason is derived from the code. A code other than 0
+// stops the job on all hosts, except if the launcher had asked the worker to
+// exit.
 func (a *Agent) Report(local int, e Exit) error {
 	e.Rank, e.Host = a.Rank(local), a.cfg.Host
 	if e.Reason == "" {
 		e.Reason = describe(e.Code)
 	}
 	if err := a.k.send(note(kindExit, e)); err != nil {
-		return fmt.Errorf("cluster: report the end of rank %d: %w", e.Rank, err)
+		return fmt.Errorf("cluster: report the exit of rank %d: %w", e.Rank, err)
 	}
 	return nil
 }
 
-// Stop stops the job on all hosts: reason continues "the launcher on host a",
-// as in "received SIGTERM", and code is what launchers shall exit with.
+// Stop stops the job on all hosts. reason completes the phrase "the launcher on
+// host a ...", for example "received SIGTERM". All launchers should exit with
+// code.
 func (a *Agent) Stop(reason string, code int) error {
 	if err := a.k.send(note(kindStop, fault{Reason: reason, Code: code})); err != nil {
 		return fmt.Errorf("cluster: stop job %q: %w", a.cfg.Job, err)
@@ -192,16 +196,16 @@ func (a *Agent) Stop(reason string, code int) error {
 	return nil
 }
 
-// Shutdown says that all workers of this host have ended, and waits until those
-// of the other hosts have. It returns the cause when the job fails instead. The
-// agent has still to be closed.
+// Shutdown reports that all workers of this host have exited, and waits for the
+// workers of the other hosts. If the job fails, it returns the cause. Close must
+// still be called.
 func (a *Agent) Shutdown(ctx context.Context) error {
 	if err := a.k.send(message{kind: kindDone, epoch: firstEpoch}); err != nil {
 		return fmt.Errorf("cluster: shut down job %q: %w", a.cfg.Job, err)
 	}
 	select {
 	case <-a.k.endedC:
-		return context.Cause(a.k.ctx) // a failure is told before the end
+		return context.Cause(a.k.ctx) // a failure is reported before the end
 	case <-a.k.ctx.Done():
 		return context.Cause(a.k.ctx)
 	case <-ctx.Done():
@@ -209,10 +213,10 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 	}
 }
 
-// Close leaves the job now. If this host's workers have not ended, as far as
-// Shutdown said, the job fails on the other hosts; if this host coordinates, it
-// ends there. Close is idempotent and safe on nil, and returns when no goroutine
-// is left but those of memberlist, which end within a second.
+// Close leaves the job immediately. If Shutdown has not reported the exit of this
+// host's workers, the job fails on the other hosts. If this host coordinates, the
+// job ends there. Close is idempotent and safe on nil. It returns when all
+// goroutines have ended, except those of memberlist, which end within a second.
 func (a *Agent) Close() error {
 	if a == nil {
 		return nil
@@ -224,7 +228,7 @@ func (a *Agent) Close() error {
 	return nil
 }
 
-// release gives back what Start acquired, in the reverse order.
+// release releases the resources of Start in reverse order.
 func (a *Agent) release() {
 	if a.k != nil {
 		a.k.close()
@@ -238,7 +242,7 @@ func (a *Agent) release() {
 	a.port.close()
 }
 
-// event runs on the reader of the agent's connection after the plan.
+// event handles messages after the plan, on the reader goroutine of the connection.
 func (a *Agent) event(k *client, m message) {
 	switch m.kind {
 	case kindFault:

@@ -199,7 +199,7 @@ func TestAgentCloses(t *testing.T) {
 			if victim == 1 {
 				e := requireCause[*MemberLostError](t, as[0].Context())
 				require.Equal(t, []any{-1, "n10"}, []any{e.Rank, e.Host})
-				require.Contains(t, e.Error(), "its launcher left before its workers had ended")
+				require.Contains(t, e.Error(), "its launcher left before its workers had exited")
 			} else {
 				e := requireCause[*MemberLostError](t, as[1].Context())
 				require.Equal(t, []any{-1, "n9"}, []any{e.Rank, e.Host})
@@ -259,7 +259,7 @@ func TestAgentsDisagree(t *testing.T) {
 			var r *RefusedError
 			require.ErrorAs(t, err, &r)
 			require.Contains(t, lines, fmt.Sprintf("refused host n10 pid %d at 127.0.0.1:", os.Getpid()))
-			require.Contains(t, lines, "host n10 says that the job has 3 hosts")
+			require.Contains(t, lines, "host n10 has a job of 3 hosts")
 		})
 		t.Run(fmt.Sprint("secret, seeds: ", seeds), func(t *testing.T) {
 			cfgs := onLoopback(t, 2, seeds)

@@ -107,7 +107,7 @@ func TestUnderAttack(t *testing.T) {
 	most := uint64(0)
 	for time.Since(begin) < *attackTime {
 		for _, a := range as {
-			_, err := a.k.who()
+			_, err := a.k.askMissing()
 			require.NoError(t, err, "the coordinator answers its members")
 			require.NoError(t, a.Context().Err())
 		}

@@ -18,28 +18,28 @@ import (
 type client struct {
 	link   *link
 	addr   string
-	host   string // of this process
+	host   string // host of this process
 	hello  welcome
-	events func(*client, message) // called by the reader for what is no reply, in order
+	events func(*client, message) // called by the reader, in order, for each message that is not a reply
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	wg     sync.WaitGroup
-	ended  atomic.Bool // the coordinator left without a failure
+	ended  atomic.Bool // the coordinator closed without a failure
 	endedC chan struct{}
-	down   chan struct{} // closed when the connection is of no more use
+	down   chan struct{} // closed when the connection is closed
 	downed sync.Once
-	pulse  *pulse
+	pauses *pauseDetector
 
 	mu      sync.Mutex
 	lastID  uint64
 	replies map[uint64]chan message
 }
 
-// dialAttempt bounds one try to connect: the coordinator's host may drop
-// packets while others are tried.
+// dialAttempt limits one attempt to connect, so that a host that drops packets
+// does not delay the attempts at other hosts.
 const dialAttempt = 2 * time.Second
 
-// dial connects to the coordinator at addr once and reads its welcome.
+// dial connects once to the coordinator at addr and reads its welcome.
 func dial(ctx context.Context, job, addr string, key credential) (*link, welcome, error) {
 	var hello welcome
 	d := net.Dialer{Timeout: dialAttempt}
@@ -57,7 +57,7 @@ func dial(ctx context.Context, job, addr string, key credential) (*link, welcome
 	if err == nil {
 		hello, err = readWelcome(l)
 	}
-	if err == nil && !stop() { // ctx has closed, or will close, the connection
+	if err == nil && !stop() { // ctx closes the connection
 		err = context.Cause(ctx)
 	}
 	if err != nil {
@@ -67,7 +67,7 @@ func dial(ctx context.Context, job, addr string, key credential) (*link, welcome
 	return l, hello, nil
 }
 
-// authError makes those errors that another attempt cannot cure AuthErrors.
+// authError converts errors that a retry cannot fix to AuthErrors.
 func authError(job, addr string, err error) error {
 	for _, final := range []error{errNotChorus, errOtherJob, errOtherVersion, errBadProof} {
 		if errors.Is(err, final) {
@@ -92,7 +92,7 @@ func readWelcome(l *link) (welcome, error) {
 		return hello, err
 	}
 	if m.kind != kindWelcome {
-		return hello, fmt.Errorf("coordinator began with a message of kind %d", m.kind)
+		return hello, fmt.Errorf("coordinator sent a message of kind %d first", m.kind)
 	}
 	if err := m.record(&hello); err != nil {
 		return hello, err
@@ -103,17 +103,17 @@ func readWelcome(l *link) (welcome, error) {
 	return hello, nil
 }
 
-// newClient takes over l and starts its heartbeat. Events come from one
-// goroutine, in order.
+// newClient takes ownership of l and starts heartbeats. One goroutine delivers
+// all events, in order.
 func newClient(l *link, addr, host string, hello welcome, events func(*client, message)) *client {
-	k := &client{link: l, addr: addr, host: host, hello: hello, events: events, pulse: newPulse(hello),
+	k := &client{link: l, addr: addr, host: host, hello: hello, events: events, pauses: newPauseDetector(hello),
 		replies: map[uint64]chan message{}, endedC: make(chan struct{}), down: make(chan struct{})}
 	k.ctx, k.cancel = context.WithCancelCause(context.Background())
 	l.patience = hello.LostAfter
-	l.excuse = func(since time.Time) bool { return k.pulse.paused(since) || k.isSuspended() }
+	l.excuse = func(since time.Time) bool { return k.pauses.paused(since) || k.isSuspended() }
 	k.wg.Go(k.readLoop)
 	k.wg.Go(k.beatLoop)
-	k.wg.Go(func() { k.pulse.run(hello.Heartbeat, k.down) })
+	k.wg.Go(func() { k.pauses.run(hello.Heartbeat, k.down) })
 	return k
 }
 
@@ -136,7 +136,7 @@ func (k *client) readLoop() {
 func (k *client) dispatch(m message) {
 	switch m.kind {
 	case kindBeat:
-	case kindReply, kindRoll:
+	case kindReply, kindAttendance:
 		k.mu.Lock()
 		ch := k.replies[m.id]
 		delete(k.replies, m.id)
@@ -153,15 +153,15 @@ func (k *client) dispatch(m message) {
 	}
 }
 
-// disconnected ends the client. The coordinator's going is a loss unless it
-// said so before. One that was merely silent may come back, and is told why
-// this process has given up on it.
+// disconnected ends the client. The end of the connection is a loss, unless the
+// coordinator announced it. A coordinator that was only silent may resume, so it
+// is told why this process disconnected.
 func (k *client) disconnected(err error) {
 	silent := errors.Is(err, os.ErrDeadlineExceeded)
 	if silent && !k.ended.Load() {
 		_ = k.link.write(message{kind: kindSilent, epoch: firstEpoch}.encode(), k.hello.Heartbeat)
 	}
-	k.hangUp()
+	k.closeConnection()
 	if k.ended.Load() {
 		k.cancelEnded()
 		return
@@ -181,9 +181,9 @@ func (k *client) disconnected(err error) {
 		Since: time.Now(), Reason: reason, ExitCode: -1})
 }
 
-// isSuspended reports that the coordinator is this host's launcher and that
-// somebody has stopped it, as Ctrl-Z does. It will go on, or its connection
-// will close.
+// isSuspended reports whether the coordinator is this host's launcher and is
+// stopped, for example by Ctrl-Z. It will either continue or close the
+// connection.
 func (k *client) isSuspended() bool {
 	if k.hello.Rank >= 0 || k.hello.Host != k.host {
 		return false
@@ -192,14 +192,15 @@ func (k *client) isSuspended() bool {
 	if err != nil {
 		return false
 	}
-	// The name is in parentheses and may have any; the state follows the last.
+	// The process name is in parentheses and may itself contain parentheses, so
+	// the state follows the last one.
 	state := bytes.TrimSpace(b[bytes.LastIndexByte(b, ')')+1:])
 	return len(state) > 0 && (state[0] == 'T' || state[0] == 't')
 }
 
-// hangUp closes the connection. It outlives the job's failure: a launcher has
-// to go on reporting, and to live, while its workers stop.
-func (k *client) hangUp() {
+// closeConnection closes the connection. The failure of the job does not: a launcher must
+// send reports and heartbeats while its workers stop.
+func (k *client) closeConnection() {
 	k.downed.Do(func() { close(k.down) })
 	k.link.close()
 }
@@ -213,8 +214,8 @@ func (k *client) isDown() bool {
 	}
 }
 
-// cancelEnded wakes calls that wait, without a loss: the context stays as it
-// is, since no process failed.
+// cancelEnded wakes waiting calls after a regular end of the job. It does not
+// cancel the context, because no process failed.
 func (k *client) cancelEnded() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -224,7 +225,7 @@ func (k *client) cancelEnded() {
 	}
 }
 
-// beatLoop tells the coordinator that this process lives.
+// beatLoop sends heartbeats to the coordinator.
 func (k *client) beatLoop() {
 	t := time.NewTicker(k.hello.Heartbeat)
 	defer t.Stop()
@@ -233,7 +234,7 @@ func (k *client) beatLoop() {
 		case <-k.down:
 			return
 		case <-t.C:
-			// The reader learns of a failure, too, and knows its cause better.
+			// If this fails, the reader fails too, and has the precise error.
 			_ = k.send(message{kind: kindBeat, epoch: firstEpoch})
 		}
 	}
@@ -241,14 +242,14 @@ func (k *client) beatLoop() {
 
 func (k *client) send(m message) error { return k.link.write(m.encode(), k.hello.LostAfter) }
 
-// ask sends a request and waits for its reply, the end of ctx, or the end of
-// the job.
+// ask sends a request and waits for the reply, the end of ctx, or the end of the
+// job.
 func (k *client) ask(ctx context.Context, kd kind, body []byte) (message, uint64, error) {
 	return k.askUntil(ctx, k.ctx.Done(), kd, body)
 }
 
-// askUntil is ask with another end than that of the job. After the end nothing is
-// sent: a coordinator that is still there could answer before the end is seen.
+// askUntil is ask with a different end channel. It sends nothing after the end:
+// the coordinator may still exist and answer.
 func (k *client) askUntil(ctx context.Context, end <-chan struct{}, kd kind, body []byte) (message, uint64, error) {
 	select {
 	case <-end:
@@ -270,7 +271,7 @@ func (k *client) askUntil(ctx context.Context, end <-chan struct{}, kd kind, bod
 			k.drop(id)
 			return message{}, id, err
 		}
-		// The reader sees the broken connection, too: let it say why.
+		// The reader then fails, too, and has the precise error.
 		k.link.close()
 	}
 	m, err := k.await(ctx, end, ch)
@@ -291,8 +292,8 @@ func (k *client) await(ctx context.Context, end <-chan struct{}, ch chan message
 	}
 }
 
-// endCause says why the job ended, or that the connection did: that closes a
-// moment before the reader has found out why.
+// endCause returns why the job or the connection ended. The connection closes
+// slightly before the reader knows the reason.
 func (k *client) endCause() error {
 	if err := context.Cause(k.ctx); err != nil {
 		return err
@@ -303,18 +304,18 @@ func (k *client) endCause() error {
 	return net.ErrClosed
 }
 
-// drop forgets a request.
+// drop removes a pending request.
 func (k *client) drop(id uint64) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	delete(k.replies, id)
 }
 
-// who asks the coordinator who is missing.
-func (k *client) who() (roll, error) {
+// askMissing asks the coordinator which members are missing.
+func (k *client) askMissing() (attendance, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), handshakeTimeout)
 	defer cancel()
-	var r roll
+	var r attendance
 	m, id, err := k.ask(ctx, kindWho, nil)
 	if err != nil {
 		k.drop(id)
@@ -329,8 +330,8 @@ const (
 	leaveGaveUp
 )
 
-// leave is close after err. The coordinator goes on counting a member whose
-// time was over among those who came: it is not to blame.
+// leave closes the client after the error err. The coordinator still counts a
+// member that timed out as joined, because that member is not at fault.
 func (k *client) leave(err error) {
 	if _, timeout := errors.AsType[*JoinTimeoutError](err); timeout {
 		k.closeWith(leaveGaveUp)
@@ -339,15 +340,15 @@ func (k *client) leave(err error) {
 	k.close()
 }
 
-// close leaves: the coordinator is told, so that this is no loss, and the
-// connection is closed. It returns when no goroutine is left.
+// close leaves the job. It notifies the coordinator, so that this is not a loss,
+// and closes the connection. It returns when all goroutines have ended.
 func (k *client) close() { k.closeWith(leaveJob) }
 
 func (k *client) closeWith(id uint64) {
 	if !k.isDown() && !k.ended.Load() {
-		_ = k.send(message{kind: kindLeave, epoch: firstEpoch, id: id}) // if it fails, the coordinator is gone
+		_ = k.send(message{kind: kindLeave, epoch: firstEpoch, id: id}) // an error means that the coordinator is gone
 	}
 	k.cancel(ErrClosed)
-	k.hangUp()
+	k.closeConnection()
 	k.wg.Wait()
 }

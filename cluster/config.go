@@ -12,16 +12,16 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// Timing says how long the members of a job wait. The zero value of a field
-// takes the environment's value, and without one the default.
+// Timing holds the time limits of a job. A zero field means the value of the
+// environment variable or, if that is unset, the default.
 type Timing struct {
-	Join      time.Duration // for all to come; CHORUS_JOIN_TIMEOUT, 5 minutes
+	Join      time.Duration // for all members to join; CHORUS_JOIN_TIMEOUT, 5 minutes
 	Call      time.Duration // for a store call whose context has no deadline; CHORUS_CALL_TIMEOUT, 5 minutes
-	Heartbeat time.Duration // between signs of life; CHORUS_HEARTBEAT, 500 ms
-	LostAfter time.Duration // of silence until a process is lost; CHORUS_LOST_AFTER, 3 s
+	Heartbeat time.Duration // interval of heartbeats; CHORUS_HEARTBEAT, 500 ms
+	LostAfter time.Duration // silence after which a process is lost; CHORUS_LOST_AFTER, 3 s
 }
 
-// complete fills in what is unset and checks the whole.
+// complete fills in unset fields and validates the result.
 func (t Timing) complete() (Timing, error) {
 	for _, f := range []struct {
 		d *time.Duration
@@ -47,58 +47,58 @@ func (t Timing) complete() (Timing, error) {
 	return t, nil
 }
 
-// Config describes one host's part of a job for Start. The zero value is a job
-// on this host alone with one process.
+// Config describes one host of a job for Start. The zero value is a job with one
+// process on this host.
 type Config struct {
-	// Job is the job's name, the same on all hosts. It may be empty for a job
-	// on one host, which then gets a name of its own.
+	// Job is the name of the job, the same on all hosts. A job on one host may
+	// omit it and then gets a generated name.
 	Job string
-	// Nodes is how many hosts the job has; 0 means 1.
+	// Nodes is the number of hosts in the job; 0 means 1.
 	Nodes int
-	// LocalSize is how many workers this host will have; 0 means 1.
+	// LocalSize is the number of workers on this host; 0 means 1.
 	LocalSize int
-	// NodeRank is this host's number. Nil leaves it to the coordinator, which
-	// orders hosts by name. Either all hosts have one or none.
+	// NodeRank is the index of this host. If it is nil on all hosts, the
+	// coordinator orders the hosts by name. Set it on all hosts or on none.
 	NodeRank *int
-	// Host is this host's name in messages and in the order of ranks; empty
-	// means the system's.
+	// Host is the name of this host in messages and in the order of ranks;
+	// empty means the system's host name.
 	Host string
 	// Seeds are the host:port addresses of the hosts that may coordinate, the
-	// same on all hosts. The smallest one that is reachable does. A port may be
-	// left out: DefaultPort. A job on one host needs none.
+	// same on all hosts. The smallest reachable seed coordinates. The port
+	// defaults to DefaultPort. A job on one host does not need seeds.
 	Seeds []string
-	// Bind is the IP, or IP:port, to listen on. Empty means the loopback and
-	// any port for one host, and the seed's own address on a seed.
+	// Bind is the IP or IP:port to listen on. If it is empty, a job on one host
+	// listens on the loopback at any port, and a seed on its own address.
 	Bind string
-	// Advertise is the IP, or IP:port, under which others reach what listens
-	// on Bind; empty means the same.
+	// Advertise is the IP or IP:port at which other hosts reach Bind; empty
+	// means the same address as Bind.
 	Advertise string
-	// Secret authenticates the members of the job to each other, at least 16
-	// bytes; SecretFile names a file that has it. With neither, a job on one
-	// host makes one up and a job on several is refused unless Insecure.
+	// Secret authenticates the members of the job to each other, with at least
+	// 16 bytes; SecretFile is a file with the secret. Without both, a job on one
+	// host generates a secret, and a job on several hosts needs Insecure.
 	Secret     []byte
 	SecretFile string
-	// Insecure lets a job on several hosts run without a secret.
+	// Insecure permits a job on several hosts without a secret.
 	Insecure bool
-	// NoGossip turns memberlist off; CHORUS_GOSSIP=no does, too. A job on one
-	// host never has it: nothing waits for gossip.
+	// NoGossip disables memberlist, like CHORUS_GOSSIP=no. A job on one host
+	// never uses it. No operation waits for gossip.
 	NoGossip bool
-	// Timing has the time limits.
+	// Timing holds the time limits.
 	Timing Timing
-	// Notify is called with one line of text about every 5 s while others are
-	// awaited, and when gossip has something to say. It must not block. Nil
-	// means slog's default logger.
+	// Notify is called with one line of text about every 5 s while members are
+	// missing, and with news from gossip. It must not block. Nil means slog's
+	// default logger.
 	Notify func(line string)
 }
 
-// insecure is what a user of Insecure is told.
-const insecure = "warning: no secret protects this job: whoever reaches its ports can join it, stop it and run what its processes run"
+// insecure is the warning for users of Insecure.
+const insecure = "warning: this job has no secret: anyone with access to its ports can join it, stop it and run code in its processes"
 
-// DefaultPort is the port of seeds that name none. memberlist's own is taken by
-// other programs on many hosts.
+// DefaultPort is the port of seeds without a port. memberlist's default port is
+// often taken.
 const DefaultPort = "29477"
 
-// complete returns a copy with defaults filled in, and the job's keys.
+// complete returns a copy with defaults, and the keys of the job.
 func (cfg *Config) complete() (Config, keys, error) {
 	var c Config
 	if cfg != nil {
@@ -140,15 +140,15 @@ func (cfg *Config) complete() (Config, keys, error) {
 	return c, k, err
 }
 
-// checkSeveral checks what a job on several hosts cannot do without.
+// checkSeveral validates the settings that a job on several hosts needs.
 func (cfg *Config) checkSeveral() error {
 	switch {
 	case len(cfg.Seeds) == 0:
 		return badConfig("a job on %d hosts has no seeds: name at least one host:port with --seeds or %s", cfg.Nodes, env.Seeds.Name)
 	case cfg.Job == "":
-		return badConfig("a job on %d hosts has no name: give all hosts the same with --job or %s", cfg.Nodes, env.Job.Name)
+		return badConfig("a job on %d hosts has no name: set the same name on all hosts with --job or %s", cfg.Nodes, env.Job.Name)
 	case len(cfg.Secret) == 0 && cfg.SecretFile == "" && !cfg.Insecure:
-		return badConfig("a job on %d hosts has no secret: give all hosts the same with --secret-file or %s, or accept that anyone may join it with --insecure", cfg.Nodes, env.SecretFile.Name)
+		return badConfig("a job on %d hosts has no secret: set the same secret on all hosts with --secret-file or %s, or let anyone join with --insecure", cfg.Nodes, env.SecretFile.Name)
 	}
 	return nil
 }
@@ -168,7 +168,7 @@ func (cfg *Config) secret() ([]byte, error) {
 	return randomBytes(keyBytes), nil
 }
 
-// hostName returns CHORUS_HOST or the system's name for this host.
+// hostName returns CHORUS_HOST or the system's host name.
 func hostName() string {
 	if h := env.HostName.Value(); h != "" {
 		return h
@@ -180,7 +180,7 @@ func hostName() string {
 	return h
 }
 
-// splitAddr splits host:port or host, IPv6 with or without brackets.
+// splitAddr splits host:port or host; IPv6 addresses may have brackets.
 func splitAddr(s, defaultPort string) (hostPart, port string, err error) {
 	s = strings.TrimSpace(s)
 	if s == "" {

@@ -14,77 +14,77 @@ import (
 )
 
 const (
-	// exitGrace is how long the loss of a worker's connection waits for its
-	// launcher to say how the worker ended.
+	// exitGrace is the time between the loss of a worker's connection and the
+	// report of its exit by its launcher.
 	exitGrace = 500 * time.Millisecond
-	// farewell bounds how long a peer may take to read the last word, and how
-	// long those who have not come yet are waited for to be told it.
-	farewell = time.Second
-	// drainTime bounds how long a store outlives the Close of its process.
+	// lastMessageTimeout limits the time for a peer to read the last message, and the time
+	// for latecomers to connect and learn the reason of a failure.
+	lastMessageTimeout = time.Second
+	// drainTime limits how long the store remains open after its process called Close.
 	drainTime = 500 * time.Millisecond
-	// maxSaid bounds the memory of what has been told.
+	// maxSaid limits the number of remembered notifications.
 	maxSaid = 64
 )
 
-// coordConfig is what a coordinator needs to know.
+// coordConfig configures a coordinator.
 type coordConfig struct {
 	job    string
 	key    credential
-	agents int // hosts that make the job; 0: workers come without launchers
-	size   int // processes of the world, where agents is 0
+	agents int // hosts of the job; 0: workers join without launchers
+	size   int // world size if agents is 0
 	self   welcome
 	notify func(string)
-	hint   func(have []Member) string // what gossip adds to a list of the missing; may be nil
-	path   func(host host) string     // what gossip says of a host that was lost; may be nil
+	hint   func(have []Member) string // text from gossip about missing hosts; may be nil
+	path   func(host host) string     // text from gossip about a lost host; may be nil
 }
 
-// A coordinator keeps the truth about one job: its hosts, its processes, their
-// ranks, the store, and the first failure. All state is under one lock, which
-// is never held while anything waits.
+// A coordinator holds the authoritative state of one job: hosts, processes,
+// ranks, the store, and the first failure. One lock protects all state; it is
+// never held during a wait.
 type coordinator struct {
 	cfg     coordConfig
 	ln      net.Listener
-	gate    *gate
-	pulse   *pulse
+	limiter *connLimiter
+	pauses  *pauseDetector
 	started time.Time
 	quit    chan struct{}
 	wg      sync.WaitGroup
-	drains  time.Duration // drainTime; tests have more
+	drains  time.Duration // drainTime; longer in tests
 
 	mu      sync.Mutex
 	closed  bool
-	peers   map[*peer]bool // all that have proved themselves
+	peers   map[*peer]bool // all authenticated peers
 	agents  []*peer
-	attempt uint64 // of PREPARE; 0 when none is under way
+	attempt uint64 // number of the current PREPARE; 0 if none
 	lastTry uint64
 	plan    *plan
-	workers []*peer // by order of arrival
+	workers []*peer // in the order of arrival
 	world   *world
 	engine  *engine
 	faults  faults
-	gone    []Member      // gave up before the others came
+	gone    []Member      // timed out before the job was complete
 	verdict *refusal      // why the job never became complete
-	told    map[int]bool  // the ranks, or node numbers, that have the verdict
-	allTold chan struct{} // closed when all have
-	drained chan struct{} // closed when no worker is left; nil unless awaited
-	lines   []string      // to notify when the lock is free
+	told    map[int]bool  // ranks, or node numbers, that received the verdict
+	allTold chan struct{} // closed when all received it
+	drained chan struct{} // closed when the last worker left; nil unless awaited
+	lines   []string      // notifications to send after unlocking
 	said    map[string]time.Time
 }
 
-// newCoordinator starts a coordinator, which closes ln.
+// newCoordinator starts a coordinator on ln and takes ownership of ln.
 func newCoordinator(ln net.Listener, cfg coordConfig) *coordinator {
-	c := &coordinator{cfg: cfg, ln: ln, gate: newGate(maxStrangers), pulse: newPulse(cfg.self), started: time.Now(), drains: drainTime,
+	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), pauses: newPauseDetector(cfg.self), started: time.Now(), drains: drainTime,
 		quit: make(chan struct{}), peers: map[*peer]bool{},
 		told: map[int]bool{}, allTold: make(chan struct{}), said: map[string]time.Time{}}
 	c.faults.exits = map[int]Exit{}
 	c.wg.Go(c.acceptLoop)
 	c.wg.Go(c.waitLoop)
-	c.wg.Go(func() { c.pulse.run(cfg.self.Heartbeat, c.quit) })
+	c.wg.Go(func() { c.pauses.run(cfg.self.Heartbeat, c.quit) })
 	return c
 }
 
-// listen opens the coordinator's port. The kernel's text alone does not say
-// what to do about a port that is taken.
+// listen opens the coordinator's port. It adds the purpose of the port to the
+// kernel's error.
 func listen(addr string) (net.Listener, error) {
 	ln, err := net.Listen(networkOf(addr), addr)
 	if err != nil {
@@ -99,18 +99,18 @@ func (c *coordinator) acceptLoop() {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil { // out of file descriptors, most likely: others free some
+		if err != nil { // probably out of file descriptors: retry
 			if !c.pause(50 * time.Millisecond) {
 				return
 			}
 			continue
 		}
-		if err := knownPeer(conn); err != nil { // before it takes a place of the gate
+		if err := knownPeer(conn); err != nil { // rejected connections must not occupy the limiter
 			conn.Close()
-			c.sayRefused(conn, err)
+			c.notifyRefused(conn, err)
 			continue
 		}
-		c.gate.enter(conn)
+		c.limiter.enter(conn)
 		c.wg.Go(func() { c.serve(conn) })
 	}
 }
@@ -127,16 +127,16 @@ func (c *coordinator) pause(d time.Duration) bool {
 	}
 }
 
-// serve authenticates one connection and reads it to its end.
+// serve authenticates one connection and reads it until it ends.
 func (c *coordinator) serve(conn net.Conn) {
 	l, err := acceptHandshake(conn, c.cfg.job, c.cfg.key)
-	c.gate.leave(conn)
+	c.limiter.leave(conn)
 	if err != nil {
 		conn.Close()
-		c.sayRefused(conn, err)
+		c.notifyRefused(conn, err)
 		return
 	}
-	l.patience, l.excuse = c.cfg.self.LostAfter, c.pulse.paused
+	l.patience, l.excuse = c.cfg.self.LostAfter, c.pauses.paused
 	p := newPeer(l, peerAddr(conn), c.cfg.self.LostAfter)
 	if !c.admit(p) {
 		conn.Close()
@@ -148,7 +148,7 @@ func (c *coordinator) serve(conn net.Conn) {
 	c.mu.Lock()
 	c.disconnected(p, err)
 	c.mu.Unlock()
-	p.hangUp()
+	p.closeAfterQueue()
 	<-p.done
 	p.link.close()
 	c.mu.Lock()
@@ -156,9 +156,9 @@ func (c *coordinator) serve(conn net.Conn) {
 	c.mu.Unlock()
 }
 
-// sayRefused tells this host's user who could not prove that it belongs to the
-// job. What is no Chorus process, such as a port scanner, is nobody's concern.
-func (c *coordinator) sayRefused(conn net.Conn, why error) {
+// notifyRefused notifies the user of this host of a process that failed to
+// authenticate. It ignores connections of other programs, such as port scanners.
+func (c *coordinator) notifyRefused(conn net.Conn, why error) {
 	var reason string
 	other, foreign := errors.AsType[*sameuser.Error](why)
 	switch {
@@ -174,16 +174,16 @@ func (c *coordinator) sayRefused(conn net.Conn, why error) {
 		return
 	}
 	c.mu.Lock()
-	c.say(addrIP(conn.RemoteAddr()), fmt.Sprintf("refused the process at %s: %s", peerAddr(conn), reason))
+	c.notifyOnce(addrIP(conn.RemoteAddr()), fmt.Sprintf("refused the process at %s: %s", peerAddr(conn), reason))
 	c.unlock()
 }
 
-// say queues a line about a host for the user, unless the same was just told.
-func (c *coordinator) say(ip, text string) {
+// notifyOnce queues a notification about a host, unless the same text was already queued.
+func (c *coordinator) notifyOnce(ip, text string) {
 	if len(c.said) >= maxSaid {
 		clear(c.said)
 	}
-	// A process that tries again has another port or pid.
+	// Ignore digits: a process that retries has another port or pid.
 	key := ip + strings.Map(func(r rune) rune {
 		if r >= '0' && r <= '9' {
 			return -1
@@ -197,7 +197,7 @@ func (c *coordinator) say(ip, text string) {
 	c.lines = append(c.lines, fmt.Sprintf("job %s: %s", c.cfg.job, text))
 }
 
-// unlock frees the lock and tells the user what has been queued meanwhile.
+// unlock releases the lock and then sends the queued notifications.
 func (c *coordinator) unlock() {
 	lines := c.lines
 	c.lines = nil
@@ -224,7 +224,7 @@ func (c *coordinator) readLoop(p *peer) error {
 			return err
 		}
 		p.heard.Store(time.Now().UnixNano())
-		if p.hasHungUp() { // it is only given time to read
+		if p.hasHungUp() { // keep the connection open until the peer has read the last message
 			continue
 		}
 		m, err := decodeMessage(b)
@@ -241,7 +241,7 @@ func (c *coordinator) readLoop(p *peer) error {
 	}
 }
 
-// handle acts on one message. An error ends the connection.
+// handle handles one message. An error closes the connection.
 func (c *coordinator) handle(p *peer, m message) error {
 	c.mu.Lock()
 	defer c.unlock()
@@ -249,7 +249,7 @@ func (c *coordinator) handle(p *peer, m message) error {
 		return c.register(p, m)
 	}
 	if m.kind == kindSilent && p.role != roleNone {
-		c.gaveUp(p)
+		c.memberTimedOut(p)
 		return nil
 	}
 	switch p.role {
@@ -264,7 +264,7 @@ func (c *coordinator) handle(p *peer, m message) error {
 func (c *coordinator) handleAgent(p *peer, m message) error {
 	switch m.kind {
 	case kindWho:
-		c.sendRoll(p, m.id)
+		c.sendAttendance(p, m.id)
 	case kindPrepared:
 		c.prepared(p, m.id)
 	case kindExit:
@@ -292,7 +292,7 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 func (c *coordinator) handleWorker(p *peer, m message) error {
 	switch m.kind {
 	case kindWho:
-		c.sendRoll(p, m.id)
+		c.sendAttendance(p, m.id)
 	case kindCall:
 		return c.call(p, m)
 	case kindCancel:
@@ -307,7 +307,7 @@ func (c *coordinator) handleWorker(p *peer, m message) error {
 	return nil
 }
 
-// call carries out a store call, of the world's members only.
+// call runs a store call of a member of the world.
 func (c *coordinator) call(p *peer, m message) error {
 	req, err := decodeCall(m.body)
 	if err != nil {
@@ -324,20 +324,20 @@ func (c *coordinator) call(p *peer, m message) error {
 	return nil
 }
 
-// refuse tells a peer, and the user here, why it cannot take part.
+// refuse rejects a peer and notifies the user of this host.
 func (c *coordinator) refuse(p *peer, r refusal) {
 	if c.verdict == nil {
 		who := memberList([]Member{p.member()})
-		c.say(p.addr, fmt.Sprintf("refused %s at %s: %s", who, p.addr, r.why()))
+		c.notifyOnce(p.addr, fmt.Sprintf("refused %s at %s: %s", who, p.addr, r.why()))
 	}
-	c.dismiss(p, r)
+	c.refusePeer(p, r)
 }
 
-// dismiss tells a peer why it cannot take part and hangs up.
-func (c *coordinator) dismiss(p *peer, r refusal) {
+// refusePeer tells a peer why it cannot join, and closes the connection.
+func (c *coordinator) refusePeer(p *peer, r refusal) {
 	p.state = peerGone
 	p.send(note(kindRefuse, r))
-	p.hangUp()
+	p.closeAfterQueue()
 	if c.verdict == nil {
 		return
 	}
@@ -353,16 +353,16 @@ func (c *coordinator) dismiss(p *peer, r refusal) {
 	}
 }
 
-// linger keeps the door open for those who have not come yet when two claimed
-// the same place: without a word they would wait until their time is over.
-func (c *coordinator) linger() {
+// keepPortOpen keeps the port open for members that have not joined yet after two
+// members claimed the same place. Otherwise they would retry until their timeout.
+func (c *coordinator) keepPortOpen() {
 	c.mu.Lock()
 	late := c.verdict != nil && c.verdict.First != nil && !c.closed
 	c.mu.Unlock()
 	if !late {
 		return
 	}
-	t := time.NewTimer(farewell)
+	t := time.NewTimer(lastMessageTimeout)
 	defer t.Stop()
 	select {
 	case <-c.allTold:
@@ -370,8 +370,8 @@ func (c *coordinator) linger() {
 	}
 }
 
-// drain goes on serving the store, for a short time, until the other processes
-// have left: what this one has set last may still be on its way to them.
+// drain serves the store for a short time until the other processes have left:
+// they may still be reading values that this process set last.
 func (c *coordinator) drain() {
 	c.mu.Lock()
 	if c.world == nil || c.closed {
@@ -390,7 +390,7 @@ func (c *coordinator) drain() {
 	}
 }
 
-// checkDrained ends drain when nobody is left, or the job has failed.
+// checkDrained ends drain if all workers have left or the job failed.
 func (c *coordinator) checkDrained() {
 	left := func(p *peer) bool { return p.state == peerJoined }
 	if c.drained == nil || c.faults.lost == nil && slices.ContainsFunc(c.workers, left) {
@@ -403,10 +403,10 @@ func (c *coordinator) checkDrained() {
 	}
 }
 
-// close tells everybody that the coordinator leaves, sends what is queued, and
-// returns when no goroutine is left.
+// close notifies all peers, sends queued messages, and returns when all
+// goroutines have ended.
 func (c *coordinator) close() {
-	c.linger()
+	c.keepPortOpen()
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
@@ -416,16 +416,16 @@ func (c *coordinator) close() {
 	c.closed = true
 	for p := range c.peers {
 		p.send(note(kindEnded, nil))
-		p.hangUp()
+		p.closeAfterQueue()
 	}
 	c.mu.Unlock()
 	close(c.quit)
 	c.ln.Close()
-	c.gate.clear()
+	c.limiter.clear()
 	c.wg.Wait()
 }
 
-// reasonOf says in words why a connection ended.
+// reasonOf describes why a connection ended.
 func reasonOf(err error, lostAfter time.Duration) string {
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded):
@@ -442,5 +442,5 @@ func remove(ps []*peer, p *peer) []*peer {
 	return without(ps, func(q *peer) bool { return q == p })
 }
 
-// without returns a copy of s without those that are so.
+// without returns a copy of s without the elements for which so is true.
 func without[T any](s []T, so func(T) bool) []T { return slices.DeleteFunc(slices.Clone(s), so) }

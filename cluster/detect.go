@@ -11,15 +11,15 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// An engine that starts processes: how to know it, and what it says.
+// A launcher is a program that starts processes: how to detect it and read its variables.
 type launcher struct {
 	name   string
 	found  func(*reader) bool
 	config func(*reader) (*JoinConfig, error)
 }
 
-// launchers in the order of belief. A launcher inside another, such as
-// `chorus run` under Slurm, knows better than the outer one.
+// launchers in order of precedence. An inner launcher, such as `chorus run` under
+// Slurm, takes precedence over the outer one.
 var launchers = []launcher{
 	{"chorus", (*reader).hasChorus, (*reader).chorus},
 	{"torchrun", (*reader).hasTorchrun, (*reader).torchrun},
@@ -29,7 +29,7 @@ var launchers = []launcher{
 	{"kubernetes", (*reader).hasKubernetes, (*reader).kubernetes},
 }
 
-// detect finds this process's place in an environment.
+// detect derives this process's place in a world from an environment.
 func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
 	r := &reader{lookup: lookup}
 	choice := r.text(env.Launcher.Name, env.Launcher.Default)
@@ -43,7 +43,7 @@ func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
 			continue
 		}
 		cfg, err := l.config(r)
-		if r.err != nil { // it came first
+		if r.err != nil { // the first error
 			err = r.err
 		}
 		if err != nil {
@@ -64,12 +64,13 @@ func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
 	return &JoinConfig{source: source}, nil
 }
 
-// halves are variables of which a launcher sets all. One of them without what
-// it needs is no place in a world, and a world of one would be a guess.
-var halves = []struct {
+// incompletePairs lists variables that a launcher always sets together. If only some are
+// set, the place in the world is unknown, and assuming a world of one process
+// would be a guess.
+var incompletePairs = []struct {
 	launcher string
-	set      []string // any of these
-	need     []string // goes with all of these
+	set      []string // if any of these is set
+	need     []string // all of these must be set
 }{
 	{"`chorus run`", []string{env.WorldSize.Name, env.LocalRank.Name, env.LocalSize.Name, env.Node.Name}, []string{env.Rank.Name}},
 	{"torchrun", []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}, []string{"RANK", "WORLD_SIZE"}},
@@ -77,11 +78,11 @@ var halves = []struct {
 	{"Slurm", []string{"SLURM_PROCID"}, []string{"SLURM_JOB_ID"}},
 }
 
-// halfSet returns the error of a launcher whose variables are set in part. The
-// script of sbatch is no such case: it has a job and the SLURM_PROCID 0, but no
-// step, and is a world of one.
+// halfSet returns an error if only some variables of a launcher are set. A script
+// of sbatch is an exception: it has a job and SLURM_PROCID=0 but no step, and is
+// a world of one process.
 func (r *reader) halfSet() error {
-	for _, h := range halves {
+	for _, h := range incompletePairs {
 		set, missing := slices.DeleteFunc(slices.Clone(h.set), func(n string) bool { return !r.isSet(n) }),
 			slices.DeleteFunc(slices.Clone(h.need), r.isSet)
 		if len(set) > 0 && len(missing) > 0 {
@@ -95,10 +96,10 @@ func (r *reader) halfSet() error {
 }
 
 func (r *reader) half(launcher string, names []string) error {
-	return r.problem("of "+launcher+"'s variables only a part is set: set the rest, or "+env.Launcher.Name+"=none for a world of one process", names...)
+	return r.problem("only some of "+launcher+"'s variables are set: set the rest, or "+env.Launcher.Name+"=none for a world of one process", names...)
 }
 
-// finish adds what does not depend on the launcher: job, host and secret.
+// finish adds the settings that do not depend on the launcher: job, host and secret.
 func (r *reader) finish(cfg *JoinConfig) (*JoinConfig, error) {
 	if v := r.text(env.Job.Name, ""); v != "" {
 		cfg.Job = v
@@ -136,7 +137,7 @@ func (r *reader) text(name, unset string) string {
 	return unset
 }
 
-// first returns the first of the names that is set, or the last.
+// first returns the first of the names that is set, or the last name.
 func (r *reader) first(names ...string) string {
 	for _, n := range names {
 		if r.isSet(n) {
@@ -146,7 +147,7 @@ func (r *reader) first(names ...string) string {
 	return names[len(names)-1]
 }
 
-// number returns a variable that must be set to a number of at least low.
+// number returns the value of a required variable: a number of at least low.
 func (r *reader) number(name string, low int) int {
 	n, err := strconv.Atoi(strings.TrimSpace(r.text(name, "")))
 	if err != nil || n < low {
@@ -156,7 +157,7 @@ func (r *reader) number(name string, low int) int {
 	return n
 }
 
-// optional is number for a variable that may be unset.
+// optional is number for an optional variable.
 func (r *reader) optional(name string, low int) *int {
 	if !r.isSet(name) {
 		return nil
@@ -170,7 +171,7 @@ func (r *reader) fail(err error) {
 	}
 }
 
-// problem is an EnvironmentError that shows the named variables.
+// problem returns an EnvironmentError about the named variables.
 func (r *reader) problem(reason string, names ...string) error {
 	e := &EnvironmentError{Reason: reason}
 	for _, n := range names {
@@ -183,8 +184,8 @@ func (r *reader) problem(reason string, names ...string) error {
 	return e
 }
 
-// place reads the four numbers that all launchers have, and checks them against
-// each other.
+// place reads the four numbers that all launchers provide, and checks their
+// consistency.
 func (r *reader) place(rank, size, localRank, localSize string) *JoinConfig {
 	cfg := &JoinConfig{Rank: new(r.number(rank, 0)), Size: r.number(size, 1),
 		LocalRank: r.optional(localRank, 0), LocalSize: deref(r.optional(localSize, 1), 0)}
@@ -202,14 +203,14 @@ func (r *reader) place(rank, size, localRank, localSize string) *JoinConfig {
 	return cfg
 }
 
-// agree fails if two variables are set to different numbers.
+// agree fails if two variables are set to different values.
 func (r *reader) agree(a, b, reason string) {
 	if r.isSet(a) && r.isSet(b) && r.text(a, "") != r.text(b, "") {
 		r.fail(r.problem(reason, a, b))
 	}
 }
 
-// found writes the line of Session.Source.
+// found sets the text of Session.Source.
 func (r *reader) found(cfg *JoinConfig, launcher string, names ...string) *JoinConfig {
 	var parts []string
 	for _, n := range names {
@@ -224,9 +225,9 @@ func (r *reader) found(cfg *JoinConfig, launcher string, names ...string) *JoinC
 	return cfg
 }
 
-// hostedBy completes the config of a world without a launcher of ours: rank 0
-// holds the coordinator. In a world on one host nothing leaves the loopback,
-// and a world of one needs no coordinator at all.
+// hostedBy completes the config of a world without a launcher of Chorus: rank 0
+// runs the coordinator. A world on one host uses only the loopback, and a world
+// of one process needs no coordinator.
 func (cfg *JoinConfig) hostedBy(master, port string, local bool) *JoinConfig {
 	if cfg.Size == 1 {
 		return cfg
@@ -238,7 +239,7 @@ func (cfg *JoinConfig) hostedBy(master, port string, local bool) *JoinConfig {
 	}
 	cfg.Addr = net.JoinHostPort(master, port)
 	if cfg.Serve {
-		// The master's name may mean another interface here than elsewhere.
+		// The master's name may resolve to different interfaces on different hosts.
 		cfg.Listen = net.JoinHostPort("", port)
 	}
 	return cfg
@@ -248,11 +249,11 @@ func (cfg *JoinConfig) oneHost() bool { return cfg.LocalSize == cfg.Size }
 
 func (r *reader) hasChorus() bool { return r.isSet(env.Rank.Name) || r.isSet(env.Addr.Name) }
 
-// chorus reads what Agent.WorkerEnv writes.
+// chorus reads the variables of Agent.WorkerEnv.
 func (r *reader) chorus() (*JoinConfig, error) {
 	for _, n := range []string{env.Rank.Name, env.WorldSize.Name, env.Addr.Name, env.Token.Name} {
 		if !r.isSet(n) {
-			return nil, r.problem("`chorus run` sets all of its variables; one is missing", n)
+			return nil, r.problem("a variable of `chorus run` is missing", n)
 		}
 	}
 	cfg := r.place(env.Rank.Name, env.WorldSize.Name, env.LocalRank.Name, env.LocalSize.Name)
@@ -261,7 +262,7 @@ func (r *reader) chorus() (*JoinConfig, error) {
 	cfg.Node = r.optional(env.Node.Name, 0)
 	cfg.Addr = r.text(env.Addr.Name, "")
 	token, err := decodeToken(r.text(env.Token.Name, ""))
-	if err != nil { // the value is a secret: only its name is shown
+	if err != nil { // the value is a secret: show only the name
 		return nil, &EnvironmentError{Vars: []string{env.Token.Name}, Reason: err.Error()}
 	}
 	cfg.token = token
@@ -290,7 +291,7 @@ func (r *reader) torchrun() (*JoinConfig, error) {
 	return r.found(cfg, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), nil
 }
 
-// hasSlurm reports a process that srun started. The script of sbatch has a
+// hasSlurm reports whether srun started this process. A script of sbatch has a
 // SLURM_PROCID, too, but no step.
 func (r *reader) hasSlurm() bool {
 	return r.isSet("SLURM_JOB_ID") && r.isSet("SLURM_PROCID") && r.isSet("SLURM_STEP_NODELIST")
@@ -330,18 +331,19 @@ func (r *reader) slurmLocalSize(cfg *JoinConfig, hosts int) error {
 		return r.problem(err.Error(), name)
 	}
 	if len(counts) != hosts {
-		return r.problem(fmt.Sprintf("one counts %d hosts, the other names %d", len(counts), hosts), name, "SLURM_STEP_NODELIST")
+		return r.problem(fmt.Sprintf("the first lists %d hosts, the second %d", len(counts), hosts), name, "SLURM_STEP_NODELIST")
 	}
 	if node := deref(cfg.Node, -1); node >= len(counts) {
-		return r.problem("the node's number is not in the list", "SLURM_NODEID", name)
+		return r.problem("the node's index is not in the list", "SLURM_NODEID", name)
 	} else if node >= 0 {
 		cfg.LocalSize = counts[node]
 	}
 	return nil
 }
 
-// slurmPort is one that all processes of a step derive alike and two steps of
-// one host rarely share: from 61440, where the ephemeral ports of Linux end.
+// slurmPort returns a port that all processes of a step compute alike and that
+// two steps on one host rarely share. It starts at 61440, above Linux's ephemeral
+// ports.
 func (r *reader) slurmPort() int {
 	job, step := r.number("SLURM_JOB_ID", 0), deref(r.optional("SLURM_STEP_ID", 0), 0)
 	return 61440 + (job+step)%4096
@@ -358,8 +360,8 @@ func (r *reader) openMPI() (*JoinConfig, error) {
 	return r.found(cfg, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), nil
 }
 
-// hasPMI reports MPICH, Hydra, Intel MPI or PALS. They give no address, so
-// without a seed a program under them may not be meant to be one of ours.
+// hasPMI reports MPICH, Hydra, Intel MPI or PALS. They provide no address, so a
+// program under them is a member of a world only if seeds are set.
 func (r *reader) hasPMI() bool {
 	return r.isSet("PMI_RANK") && r.isSet("PMI_SIZE") && r.isSet(env.Seeds.Name)
 }
@@ -378,8 +380,8 @@ func (r *reader) hasKubernetes() bool {
 	return r.isSet("JOB_COMPLETION_INDEX") && (r.isSet(env.WorldSize.Name) || r.isSet(env.Seeds.Name))
 }
 
-// kubernetes reads an indexed Job with one process in each pod. The Job's
-// number of completions is in no variable, so the user gives it.
+// kubernetes reads an indexed Job with one process in each pod. No variable
+// contains the Job's number of completions, so the user must set it.
 func (r *reader) kubernetes() (*JoinConfig, error) {
 	cfg := r.place("JOB_COMPLETION_INDEX", env.WorldSize.Name, "", "")
 	cfg.Job = "kubernetes"
@@ -389,13 +391,13 @@ func (r *reader) kubernetes() (*JoinConfig, error) {
 	return r.found(cfg, "Kubernetes", "JOB_COMPLETION_INDEX", env.WorldSize.Name), nil
 }
 
-// hostedBySeed completes the config of a launcher that gives no address.
+// hostedBySeed completes the config of a launcher that provides no address.
 func (r *reader) hostedBySeed(cfg *JoinConfig, shown string) error {
 	if r.err != nil || cfg.Size == 1 {
 		return nil
 	}
 	if !cfg.oneHost() && !r.isSet(env.Seeds.Name) {
-		return r.problem("the launcher gives no address: set "+env.Seeds.Name+" to host:port of rank 0's process", shown, env.Seeds.Name)
+		return r.problem("the launcher provides no address: set "+env.Seeds.Name+" to host:port of rank 0's process", shown, env.Seeds.Name)
 	}
 	h := fnv.New32a()
 	h.Write([]byte(cfg.Job))
@@ -407,7 +409,7 @@ func (r *reader) hostedBySeed(cfg *JoinConfig, shown string) error {
 	return nil
 }
 
-// seed returns the first address of CHORUS_SEEDS, or what is given.
+// seed returns the first address of CHORUS_SEEDS, or host and port if it is unset.
 func (r *reader) seed(host string, port int) (string, string, error) {
 	if !r.isSet(env.Seeds.Name) {
 		return host, strconv.Itoa(port), nil

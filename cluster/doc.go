@@ -1,7 +1,7 @@
-// Package cluster finds the processes of a job, gives them ranks, keeps a
-// small store that they share, and says when one of them is lost.
+// Package cluster connects the processes of a job, assigns ranks, provides a small
+// shared store, and reports the loss of a process.
 //
-// A training process asks where it stands and meets the others:
+// A training process attaches to its job and communicates with the others:
 //
 //	sess, err := cluster.Attach(ctx) // chorus run, torchrun, Slurm, MPI or Kubernetes
 //	if err != nil {
@@ -12,20 +12,20 @@
 //		err = sess.Set(ctx, "id", id)
 //	}
 //	id, err := sess.Get(ctx, "id")       // waits until rank 0 has set it
-//	<-sess.Context().Done()              // ends when a process is lost:
-//	cause := context.Cause(sess.Context()) // a *MemberLostError says which and why
+//	<-sess.Context().Done()              // cancelled when a process is lost:
+//	cause := context.Cause(sess.Context()) // a *MemberLostError with process and reason
 //
-// One coordinator knows the truth: it lives in the launcher (an [Agent]) under
-// `chorus run`, and otherwise in the process of rank 0. Every process holds one
-// authenticated, encrypted TCP connection to it. Between the hosts of a job
-// memberlist's gossip helps to find the coordinator and to explain a loss; it
-// decides nothing, and a job on one host has none.
+// One coordinator holds the authoritative state. Under `chorus run` it runs in the
+// launcher (an [Agent]), otherwise in the process of rank 0. Each process has one
+// authenticated and encrypted TCP connection to it. Between the hosts of a job,
+// gossip by memberlist helps to find the coordinator and to explain a loss. Gossip
+// makes no decisions, and a job on one host does not use it.
 //
-// A world has a fixed size and one epoch: it is never formed again after a
-// loss. Every message carries the epoch, so that this can change.
+// A world has a fixed size and one epoch: it is not formed again after a loss.
+// Each message carries the epoch, so that a later version can change this.
 //
-// All methods of [Session] and [Agent] may be called from several goroutines
-// at once. What waits for others takes a context; a context without a deadline
-// gets CHORUS_CALL_TIMEOUT. Close leaves the job at once and is no failure to
-// the others; a process that ends without Close or Shutdown is lost.
+// All methods of [Session] and [Agent] are safe for concurrent use. Calls that wait
+// for other processes take a context; a context without a deadline is limited to
+// CHORUS_CALL_TIMEOUT. Close leaves the job immediately, and the other processes do
+// not see it as a failure. A process that exits without Close or Shutdown is lost.
 package cluster

@@ -16,30 +16,30 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// seekAgain is how often an agent that is not yet bound looks for a smaller
-// seed than the one it has registered with.
-const seekAgain = time.Second
+// searchInterval is the interval at which an agent that is not yet bound looks for a
+// smaller seed than its current coordinator.
+const searchInterval = time.Second
 
-// An election finds the host that coordinates: the smallest reachable seed, by
-// the natural order of the addresses as they were configured, which is the same
-// on all hosts. Every seed runs a coordinator; the one with which all hosts
-// have registered commits the plan, and the others are closed.
+// An election finds the host that coordinates: the smallest reachable seed, in
+// the natural order of the configured addresses, which is the same on all hosts.
+// Each seed runs a coordinator. The coordinator with which all hosts have
+// registered commits the plan; the others are closed.
 type election struct {
 	agent *Agent
 	seeds []string // sorted
-	mine  string   // the seed that this host is, or ""
+	mine  string   // the seed address of this host, or ""
 
-	// Of the present registration.
+	// The current registration.
 	k     *client
 	addr  string
 	reply chan outcome
 
 	mu     sync.Mutex
-	bound  *client // has asked us to stay
-	moving *client // we are leaving it and do not agree to stay any more
+	bound  *client // we agreed to stay with it
+	moving *client // we are leaving it and refuse to stay
 }
 
-// An outcome ends a registration: with a plan or with why there is none.
+// An outcome ends a registration with a plan or an error.
 type outcome struct {
 	k    *client
 	plan plan
@@ -60,7 +60,7 @@ func (e *election) run(ctx context.Context) error {
 		if err != nil {
 			return e.failed(err)
 		}
-		if o == nil { // the coordinator went before it had a plan: try again
+		if o == nil { // the coordinator closed before it had a plan: retry
 			e.k.close()
 			e.k = nil
 			continue
@@ -77,13 +77,13 @@ func (e *election) failed(err error) error {
 	return err
 }
 
-// adopt makes the outcome the agent's. A coordinator of this host that was not
-// chosen has no use any more.
+// adopt makes the outcome the agent's. It closes this host's coordinator if
+// another one was chosen.
 func (e *election) adopt(o *outcome) error {
 	a := e.agent
 	a.k, a.addr, a.plan = o.k, e.addr, o.plan
 	if a.node = o.plan.nodeOf(a.uuid); a.node < 0 {
-		return fmt.Errorf("cluster: join job %q: the coordinator's plan leaves out this host, %s", a.cfg.Job, a.cfg.Host)
+		return fmt.Errorf("cluster: join job %q: the coordinator's plan does not include this host, %s", a.cfg.Job, a.cfg.Host)
 	}
 	if a.coord != nil && e.addr != e.mine {
 		a.coord.close()
@@ -92,7 +92,7 @@ func (e *election) adopt(o *outcome) error {
 	return nil
 }
 
-// prepare opens this host's own coordinator, if it is to have one, and gossip.
+// prepare starts this host's coordinator, if it is a seed, and gossip.
 func (e *election) prepare(ctx context.Context) error {
 	a := e.agent
 	if a.cfg.Nodes == 1 {
@@ -126,8 +126,8 @@ func (e *election) prepare(ctx context.Context) error {
 	return nil
 }
 
-// checkBind finds an address that this host cannot listen on before anybody is
-// waited for.
+// checkBind validates the address to listen on, so that a mistake is reported
+// before any wait.
 func checkBind(bind string) error {
 	if bind == "" {
 		return nil
@@ -146,8 +146,7 @@ func checkBind(bind string) error {
 	return nil
 }
 
-// prepareAlone is a job on one host: its coordinator is here and nobody has to
-// be found.
+// prepareAlone prepares a job on one host, whose coordinator is in this process.
 func (e *election) prepareAlone() error {
 	a := e.agent
 	at := "127.0.0.1:0"
@@ -171,7 +170,7 @@ func (e *election) prepareAlone() error {
 	return nil
 }
 
-// reachable is a listener's address as this host can dial it.
+// reachable returns a listener's address in a form that this host can dial.
 func reachable(addr net.Addr) string {
 	t, ok := addr.(*net.TCPAddr)
 	if !ok || !t.IP.IsUnspecified() {
@@ -180,9 +179,9 @@ func reachable(addr net.Addr) string {
 	return net.JoinHostPort("127.0.0.1", strconv.Itoa(t.Port))
 }
 
-// listenAsSeed opens the port of the seed that this host is, if it is one. Only
-// addresses decide that; names of hosts are not guessed at. A port that another
-// agent of this job has, on the same machine, makes this one no seed.
+// listenAsSeed opens the seed port of this host, if it is a seed. It compares
+// addresses, not host names. If another agent of this job on the same machine has
+// the port, this host is not a seed.
 func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 	a := e.agent
 	for _, s := range e.seeds {
@@ -196,7 +195,7 @@ func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 			if j.sameJobAt(a.keys.control) == nil {
 				continue
 			}
-			return nil, fmt.Errorf("%w: another program, or another job, has the port; choose another in --seeds", err)
+			return nil, fmt.Errorf("%w: another program or another job has the port; choose another in --seeds", err)
 		}
 		if err != nil {
 			return nil, err
@@ -207,7 +206,7 @@ func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 	return nil, nil
 }
 
-// isMine reports whether a seed's address is this host's, and where to listen.
+// isMine reports whether a seed's address belongs to this host, and returns the address to listen on.
 func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool) {
 	h, port, _ := net.SplitHostPort(seed)
 	bindIP, bindPort, _ := splitAddr(e.agent.cfg.Bind, port)
@@ -229,8 +228,8 @@ func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool)
 	return "", false
 }
 
-// resolve returns the addresses of a name; none when it has none yet, which
-// happens for half a minute after a pod's start.
+// resolve returns the addresses of a name, or nil if the name does not resolve
+// yet, as happens for half a minute after the start of a pod.
 func resolve(ctx context.Context, name string) []net.IP {
 	if ip := net.ParseIP(name); ip != nil {
 		return []net.IP{ip}
@@ -255,8 +254,8 @@ func isLocal(ip net.IP) bool {
 	})
 }
 
-// candidates are the addresses to try before limit, in order: the seeds, then
-// coordinators that only gossip knows.
+// candidates returns the addresses to try, up to limit, in order: the seeds, then
+// coordinators known only from gossip.
 func (e *election) candidates(limit string) []string {
 	all := slices.Clone(e.seeds)
 	if g := e.agent.gossip; g != nil {
@@ -272,7 +271,7 @@ func (e *election) candidates(limit string) []string {
 	return all
 }
 
-// A try is a connection that answered, or the last reason why none did.
+// A try is a connection that answered, or the last error.
 type try struct {
 	link  *link
 	hello welcome
@@ -280,9 +279,9 @@ type try struct {
 	err   error
 }
 
-// isRefusal reports that a coordinator would not have this host: another seed
-// that answers, such as this host's own, cannot make up for that. A program that
-// is no coordinator at a seed's port can be made up for.
+// isRefusal reports whether a coordinator refused this host. Another seed, such
+// as this host itself, cannot replace that coordinator. A seed's port with
+// another program does not count as a refusal.
 func isRefusal(err error) bool {
 	a, auth := errors.AsType[*AuthError](err)
 	return auth && a.Reason != errNotChorus.Error()
@@ -330,7 +329,7 @@ func (e *election) register(ctx context.Context, start time.Time) error {
 	}
 }
 
-// introduce registers this host over a connection that answered.
+// introduce registers this host over an answered connection.
 func (e *election) introduce(t try) error {
 	e.addr = t.addr
 	m := note(kindRegister, e.agent.self(t.link))
@@ -339,7 +338,7 @@ func (e *election) introduce(t try) error {
 	return e.k.send(m)
 }
 
-// event runs on a client's reader.
+// event runs on the reader goroutine of a client.
 func (e *election) event(k *client, m message) {
 	switch m.kind {
 	case kindPrepare:
@@ -360,8 +359,8 @@ func (e *election) event(k *client, m message) {
 	}
 }
 
-// stay agrees to a coordinator's proposal, unless this host is moving to a
-// smaller seed. Attempt 0 sets it free again.
+// stay accepts a coordinator's proposal, unless this host is moving to a smaller
+// seed. Attempt 0 cancels the acceptance.
 func (e *election) stay(k *client, attempt uint64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -373,10 +372,10 @@ func (e *election) stay(k *client, attempt uint64) {
 		return
 	}
 	e.bound = k
-	_ = k.send(message{kind: kindPrepared, epoch: firstEpoch, id: attempt}) // the reader sees a failure
+	_ = k.send(message{kind: kindPrepared, epoch: firstEpoch, id: attempt}) // the reader handles a failure
 }
 
-// leave decides to move away from k, if it has not asked us to stay.
+// leave decides to leave k, unless this host agreed to stay.
 func (e *election) leave(k *client) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -387,22 +386,13 @@ func (e *election) leave(k *client) bool {
 	return true
 }
 
-// await returns the outcome of the registration, or nil when its coordinator
-// went. Meanwhile it moves to smaller seeds as they appear.
+// await returns the outcome of the registration, or nil if its coordinator
+// closed. While it waits, it moves to smaller seeds as they appear.
 func (e *election) await(ctx context.Context, start time.Time) (*outcome, error) {
-	seek := time.NewTicker(seekAgain)
-	defer seek.Stop()
-	found := make(chan try, 1)
-	seeking := false
-	seekCtx, cancel := context.WithCancel(ctx)
-	defer func() {
-		cancel()
-		if seeking {
-			if t := <-found; t.link != nil {
-				t.link.close()
-			}
-		}
-	}()
+	again := time.NewTicker(searchInterval)
+	defer again.Stop()
+	s := newSeedSearch(ctx, e)
+	defer s.close()
 	for {
 		select {
 		case o := <-e.reply:
@@ -415,15 +405,10 @@ func (e *election) await(ctx context.Context, start time.Time) (*outcome, error)
 			return nil, e.gone(ctx)
 		case <-ctx.Done():
 			return nil, e.timeout(ctx, start)
-		case <-seek.C:
-			smaller := e.candidates(e.addr)
-			if seeking || len(smaller) == 0 {
-				continue
-			}
-			seeking = true
-			go func() { found <- e.first(seekCtx, smaller) }()
-		case t := <-found:
-			seeking = false
+		case <-again.C:
+			s.start()
+		case t := <-s.found:
+			s.running = false
 			if err := e.move(t); err != nil {
 				return nil, err
 			}
@@ -431,7 +416,42 @@ func (e *election) await(ctx context.Context, start time.Time) (*outcome, error)
 	}
 }
 
-// said is the coordinator's last word if it was an error.
+// A seedSearch looks for a smaller seed than the current coordinator, in the background.
+type seedSearch struct {
+	e       *election
+	ctx     context.Context
+	cancel  context.CancelFunc
+	found   chan try
+	running bool
+}
+
+func newSeedSearch(ctx context.Context, e *election) *seedSearch {
+	s := &seedSearch{e: e, found: make(chan try, 1)}
+	s.ctx, s.cancel = context.WithCancel(ctx)
+	return s
+}
+
+// start starts a search, unless one is running or no seed is smaller.
+func (s *seedSearch) start() {
+	smaller := s.e.candidates(s.e.addr)
+	if s.running || len(smaller) == 0 {
+		return
+	}
+	s.running = true
+	go func() { s.found <- s.e.first(s.ctx, smaller) }()
+}
+
+// close ends the search and closes the connection that it has found.
+func (s *seedSearch) close() {
+	s.cancel()
+	if s.running {
+		if t := <-s.found; t.link != nil {
+			t.link.close()
+		}
+	}
+}
+
+// said returns the coordinator's last message if it was an error.
 func (e *election) said() error {
 	for {
 		select {
@@ -445,8 +465,8 @@ func (e *election) said() error {
 	}
 }
 
-// gone decides what follows when the coordinator went before the plan: the
-// final word if it said one, else another attempt.
+// gone handles a coordinator that closed before the plan: it returns the
+// coordinator's last error, or waits for another attempt.
 func (e *election) gone(ctx context.Context) error {
 	if err := e.said(); err != nil {
 		return err
@@ -476,8 +496,8 @@ func (e *election) timeout(ctx context.Context, start time.Time) error {
 	cfg := &e.agent.cfg
 	t := &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start), Addr: e.addr, Unit: unitHost}
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		r, err := e.k.who()
-		if said := e.said(); err != nil && said != nil { // it had the same time limit
+		r, err := e.k.askMissing()
+		if said := e.said(); err != nil && said != nil { // the coordinator reached the same time limit
 			return said
 		}
 		t.fill(r)

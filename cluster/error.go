@@ -7,45 +7,45 @@ import (
 	"time"
 )
 
-// Errors that name no process.
+// Errors that do not name a process.
 var (
 	// ErrClosed is returned by calls on a session or agent after its Close.
 	ErrClosed = errors.New("cluster: session is closed")
-	// ErrEnded is returned by store calls after the coordinator left without a
-	// failure: rank 0 called Close where it holds the coordinator. Shutdown
-	// avoids it.
+	// ErrEnded is returned by store calls after the coordinator closed without
+	// a failure: rank 0 called Close, and its process ran the coordinator. Use
+	// Shutdown to avoid this.
 	ErrEnded = errors.New("cluster: the coordinator has left, and the store with it")
-	// ErrTooLarge is matched by a store call whose key or value exceeds
-	// MaxKeyBytes or MaxValueBytes, and by one that waits for too many keys.
+	// ErrTooLarge matches a store call whose key or value exceeds MaxKeyBytes or
+	// MaxValueBytes, or that waits for too many keys.
 	ErrTooLarge = errors.New("too large")
-	// ErrStoreFull is matched by a store call that would exceed MaxStoreBytes.
+	// ErrStoreFull matches a store call that would exceed MaxStoreBytes.
 	ErrStoreFull = errors.New("the store is full")
-	// ErrNotNumber is matched by an Add to a value that is no decimal number of
-	// 64 bits, or whose sum is none.
+	// ErrNotNumber matches an Add if the value or the sum is not a decimal
+	// number of 64 bits.
 	ErrNotNumber = errors.New("not a number of 64 bits")
-	// ErrBusy is matched by a Barrier in which this rank waits already.
-	ErrBusy = errors.New("this rank waits there already")
+	// ErrBusy matches a Barrier in which this rank is already waiting.
+	ErrBusy = errors.New("this rank is already waiting there")
 )
 
-// A MemberLostError says which process was lost, since when and why. It is the
-// cause of a session's context, and every call that waits ends with it.
+// A MemberLostError names a lost process, the time and the reason. It is the
+// cause of a session's context, and all waiting calls return it.
 type MemberLostError struct {
-	Rank     int       // -1: the launcher of a host and all its ranks with it, or a process without a rank yet
-	Host     string    // where it ran
-	PID      int       // its process there; 0 when not known
-	Since    time.Time // when the coordinator last heard from it, by this host's clock
+	Rank     int       // -1: the launcher of a host, with all its ranks, or a process without a rank
+	Host     string    // host of the process
+	PID      int       // 0 if unknown
+	Since    time.Time // last message to the coordinator, by this host's clock
 	Reason   string    // such as "killed by SIGKILL"
-	ExitCode int       // as a shell shows it, 128+n for signal n; -1 when not known
+	ExitCode int       // as in a shell, 128+n for signal n; -1 if unknown
 }
 
 func (e *MemberLostError) Error() string {
 	return fmt.Sprintf("cluster: %s lost: %s", e.Who(), e.Reason)
 }
 
-// LostRank returns Rank, for packages that do not import this one.
+// LostRank returns Rank for packages that do not import cluster.
 func (e *MemberLostError) LostRank() int { return e.Rank }
 
-// Who names what was lost, as in "rank 2 (host b, pid 123)" or "host b (pid 99)".
+// Who describes the lost process, such as "rank 2 (host b, pid 123)" or "host b (pid 99)".
 func (e *MemberLostError) Who() string {
 	if e.Rank < 0 {
 		return fmt.Sprintf("host %s (pid %d)", e.Host, e.PID)
@@ -53,28 +53,28 @@ func (e *MemberLostError) Who() string {
 	return fmt.Sprintf("rank %d (host %s, pid %d)", e.Rank, e.Host, e.PID)
 }
 
-// A StopError is the cause of an agent's context when a launcher was told to
+// A StopError is the cause of an agent's context after a launcher was asked to
 // stop the whole job.
 type StopError struct {
-	Host     string // whose launcher was told
+	Host     string // host of that launcher
 	Reason   string // such as "received SIGTERM"
-	ExitCode int    // with which launchers should exit
+	ExitCode int    // exit code for all launchers
 }
 
 func (e *StopError) Error() string {
 	return fmt.Sprintf("cluster: job stopped: the launcher on host %s %s", e.Host, e.Reason)
 }
 
-// A JoinTimeoutError says who had not come when the time to join was over.
+// A JoinTimeoutError lists the members that had not joined in time.
 type JoinTimeoutError struct {
 	Job     string
 	Waited  time.Duration
-	Addr    string   // the coordinator's, or the seeds that were tried
+	Addr    string   // address of the coordinator, or the seeds that were tried
 	Unit    string   // "process" or "host"
-	Want    int      // how many make the job; 0 when the coordinator never answered
-	Have    []Member // who came
-	Missing []int    // ranks, or host numbers, that did not come; nil when not numbered
-	Gone    []Member // those of Have that had given up by then
+	Want    int      // members of the job; 0 if the coordinator never answered
+	Have    []Member // members that joined
+	Missing []int    // missing ranks, or host indices; nil if members have no numbers
+	Gone    []Member // members of Have that timed out earlier
 	Err     error    // the last failure to reach the coordinator, if any
 }
 
@@ -84,28 +84,28 @@ func (e *JoinTimeoutError) Error() string {
 		return fmt.Sprintf("%sno coordinator answered at %s for %v: %v; is rank 0, or the launcher on a seed host, running?",
 			head, e.Addr, e.Waited.Round(time.Millisecond), e.Err)
 	}
-	return fmt.Sprintf("%sgave up after %v: %s", head, e.Waited.Round(time.Millisecond),
-		roll{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone})
+	return fmt.Sprintf("%stimed out after %v: %s", head, e.Waited.Round(time.Millisecond),
+		attendance{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone})
 }
 
-func (e *JoinTimeoutError) fill(r roll) {
+func (e *JoinTimeoutError) fill(r attendance) {
 	e.Unit, e.Want, e.Have, e.Missing, e.Gone = r.Unit, r.Want, r.Have, r.Missing, r.Gone
 }
 
 func (e *JoinTimeoutError) Unwrap() error { return e.Err }
 
-// Timeout reports true, as net.Error has it.
+// Timeout returns true, as in net.Error.
 func (e *JoinTimeoutError) Timeout() bool { return true }
 
-// An AuthError says that the process at the other end of a connection could not
-// prove that it belongs to the job.
+// An AuthError reports that the process at the other end of a connection could
+// not prove that it belongs to the job.
 type AuthError struct {
 	Job, Addr string
 	Reason    string
-	err       error // its cause, if not the two ends' secret, job or version
+	err       error // the cause, unless secrets, jobs or versions differ
 }
 
-// Unwrap returns the cause, if it is an error by itself.
+// Unwrap returns the cause, or nil.
 func (e *AuthError) Unwrap() error { return e.err }
 
 func (e *AuthError) Error() string {
@@ -115,8 +115,9 @@ func (e *AuthError) Error() string {
 	return fmt.Sprintf("cluster: join job %q: coordinator at %s: different secret or job: %s", e.Job, e.Addr, e.Reason)
 }
 
-// A DuplicateError says that two processes claim the same place in the job. It
-// ends the join of all; of a job that is complete the second is refused.
+// A DuplicateError reports that two processes claim the same place in the job.
+// The join then fails on all members. In a complete job only the second process
+// is refused.
 type DuplicateError struct {
 	Job           string
 	Place         string // such as "rank 3"
@@ -128,8 +129,8 @@ func (e *DuplicateError) Error() string {
 		e.Job, e.Place, e.First.Host, e.First.PID, e.Second.Host, e.Second.PID)
 }
 
-// A RefusedError is the coordinator's refusal of a process for any reason but a
-// wrong secret and a duplicate.
+// A RefusedError reports that the coordinator refused a process for a reason
+// other than a wrong secret or a duplicate.
 type RefusedError struct {
 	Job, Addr string
 	Reason    string
@@ -139,7 +140,7 @@ func (e *RefusedError) Error() string {
 	return fmt.Sprintf("cluster: join job %q: refused by the coordinator at %s: %s", e.Job, e.Addr, e.Reason)
 }
 
-// A ConfigError is a mistake in what Start or Join was given.
+// A ConfigError is a mistake in the arguments of Start or Join.
 type ConfigError struct{ Reason string }
 
 func (e *ConfigError) Error() string { return "cluster: " + e.Reason }
@@ -148,10 +149,10 @@ func badConfig(format string, args ...any) error {
 	return &ConfigError{fmt.Sprintf(format, args...)}
 }
 
-// An EnvironmentError says which environment variables cannot be used, alone or
-// together, to find this process's place.
+// An EnvironmentError names environment variables that are invalid or
+// inconsistent, so that this process's place is unknown.
 type EnvironmentError struct {
-	Vars   []string // "NAME=value", or "NAME" when it is unset
+	Vars   []string // "NAME=value", or "NAME" if unset
 	Reason string
 }
 
@@ -159,12 +160,12 @@ func (e *EnvironmentError) Error() string {
 	return fmt.Sprintf("cluster: environment: %s: %s", strings.Join(e.Vars, " and "), e.Reason)
 }
 
-// A StoreError says which store call failed. It matches ErrTooLarge and its
-// kin, the context's error, or the *MemberLostError that ended the job.
+// A StoreError describes a failed store call. It matches ErrTooLarge and similar
+// errors, the context's error, or the *MemberLostError that ended the job.
 type StoreError struct {
 	Op   string // "get", "set", …
 	Key  string
-	Rank int // whose call
+	Rank int // rank of the caller
 	Note string
 	Err  error
 }
@@ -179,20 +180,20 @@ func (e *StoreError) Error() string {
 
 func (e *StoreError) Unwrap() error { return e.Err }
 
-// A BarrierError says who kept a barrier from opening. Missing is nil when the
-// coordinator could not be asked.
+// A BarrierError names the ranks that were missing from a barrier. Missing is nil
+// if the coordinator did not answer.
 type BarrierError struct {
 	Name    string
-	Rank    int   // whose call
-	Missing []int // ranks that had not come
-	Left    []int // those of them that have left the job and never will
-	Err     error // the context's error, or nil when a rank left
+	Rank    int   // rank of the caller
+	Missing []int // ranks that had not reached the barrier
+	Left    []int // ranks of Missing that left the job
+	Err     error // the context's error, or nil if a rank left
 }
 
 func (e *BarrierError) Error() string {
 	head := fmt.Sprintf("cluster: barrier %q on rank %d: ", clip(e.Name), e.Rank)
 	if len(e.Left) > 0 {
-		return fmt.Sprintf("%s%s left the job without coming to it", head, rankList(e.Left))
+		return fmt.Sprintf("%s%s left the job without reaching it", head, rankList(e.Left))
 	}
 	if len(e.Missing) > 0 {
 		return fmt.Sprintf("%s%s missing: %v", head, rankList(e.Missing), e.Err)
@@ -202,7 +203,7 @@ func (e *BarrierError) Error() string {
 
 func (e *BarrierError) Unwrap() error { return e.Err }
 
-// clip shortens a key for a message.
+// clip shortens a key for an error message.
 func clip(s string) string {
 	if len(s) > 80 {
 		return s[:77] + "..."

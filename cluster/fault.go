@@ -10,15 +10,15 @@ import (
 	"time"
 )
 
-// An Exit says how a worker's process ended, as its launcher saw it.
+// An Exit describes the exit of a worker process, as its launcher saw it.
 type Exit struct {
 	Rank   int    `json:"rank"`
 	Host   string `json:"host"`
 	PID    int    `json:"pid"`
-	Code   int    `json:"code"`   // as a shell shows it: 128+n for signal n
+	Code   int    `json:"code"`   // as in a shell: 128+n for signal n
 	Reason string `json:"reason"` // such as "exited with code 3"
-	// Asked says that the launcher had asked the worker to end before it did:
-	// whatever the code, it is a consequence of something else.
+	// Asked is true if the launcher had asked the worker to exit: then the exit
+	// is a consequence of another failure, whatever the code.
 	Asked bool `json:"asked,omitempty"`
 }
 
@@ -26,26 +26,26 @@ func (e Exit) fault() fault {
 	return fault{Rank: e.Rank, Host: e.Host, PID: e.PID, Reason: e.Reason, Code: e.Code}
 }
 
-// faults is the part of a coordinator that decides what failed first. What
-// sessions see and what stops launchers differ: a worker that exits with code 0
-// and an open session is a loss to the other sessions, but no failure that
-// stops hosts; a launcher that is told to stop stops hosts, whose workers may
-// still need each other to end well.
+// faults is the part of a coordinator that decides which failure was first.
+// Sessions and launchers learn of different events. A worker that exits with code
+// 0 and an open session is a loss for the other sessions, but not a failure that
+// stops hosts. A launcher that was asked to stop stops hosts, but is not yet a
+// loss: the workers may still need each other to exit cleanly.
 type faults struct {
-	lost    *fault // what sessions were told
-	stop    *fault // what launchers were told
+	lost    *fault // reported to sessions
+	stop    *fault // reported to launchers
 	exits   map[int]Exit
 	pending *pending
-	held    []func() // what came after the pending loss, in order
+	held    []func() // events after the pending loss, in order
 }
 
-// reach says who has to know of a fault.
+// reach selects the receivers of a fault.
 type reach int
 
 const (
-	tellAll      reach = iota // sessions lose a member, launchers stop
-	tellNote                  // launchers go on, and know why others may fail
-	tellSessions              // launchers know the cause of this already
+	tellAll      reach = iota // sessions report a loss, launchers stop
+	tellNote                  // sessions report a loss, launchers only record it
+	tellSessions              // launchers already know the cause
 )
 
 func (e Exit) reach() reach {
@@ -58,18 +58,18 @@ func (e Exit) reach() reach {
 	return tellAll
 }
 
-// A pending loss is half of what there is to know of a worker's end: its
-// connection ended and its launcher can still say how the worker did, or its
-// launcher said so and what the worker itself said last is still to be read.
+// A pending loss is incomplete: either the worker's connection closed and its
+// launcher has not reported the exit yet, or the launcher reported the exit and
+// the worker's last messages are not yet read.
 type pending struct {
 	peer   *peer
 	fault  fault
-	exited bool // the second
+	exited bool // the launcher has reported the exit
 	timer  *time.Timer
 }
 
-// lastFaults tells, before the coordinator closes, what it still knows: the
-// pending losses, and to hosts that have not finished that they cannot go on.
+// lastFaults sends the remaining reports before the coordinator closes: pending
+// losses, and a failure to hosts that have not finished.
 func (c *coordinator) lastFaults() {
 	for c.faults.pending != nil {
 		c.resolve(c.faults.pending.fault, tellAll)
@@ -81,8 +81,8 @@ func (c *coordinator) lastFaults() {
 	}
 }
 
-// firstExit returns an exit of a rank that had not joined, which the world
-// therefore waits for in vain.
+// firstExit returns the exit of a rank that never joined, so that the world
+// cannot become complete.
 func (f *faults) firstExit(c *coordinator) (Exit, bool) {
 	for _, rank := range slices.Sorted(maps.Keys(f.exits)) {
 		joined := func(p *peer) bool { return p.reg.Rank == rank }
@@ -95,7 +95,7 @@ func (f *faults) firstExit(c *coordinator) (Exit, bool) {
 	return Exit{}, false
 }
 
-// disconnected acts on the end of a connection.
+// disconnected handles the end of a connection.
 func (c *coordinator) disconnected(p *peer, err error) {
 	state := p.state
 	if state != peerJoined || c.closed {
@@ -130,8 +130,8 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 	c.hostLost(p, reason)
 }
 
-// hostLost fails the job for a host. A pending loss of one of its workers is
-// its consequence.
+// hostLost fails the job because of a host. A pending loss of one of its workers
+// is a consequence.
 func (c *coordinator) hostLost(p *peer, reason string) {
 	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
 	if w := c.faults.pending; w != nil && !w.exited && c.uuidOf(w.peer) == p.host.UUID {
@@ -141,8 +141,8 @@ func (c *coordinator) hostLost(p *peer, reason string) {
 	c.later(func() { c.fail(f, tellAll) })
 }
 
-// workerDisconnected acts on the end of a worker's connection. Its launcher, if
-// it has one, is given a moment to say how the worker ended.
+// workerDisconnected handles the end of a worker's connection. It gives the
+// launcher, if any, time to report the worker's exit.
 func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
 	if w := c.faults.pending; w != nil && (w.peer != p || !w.exited) {
 		c.later(func() { c.workerDisconnected(p, f, closed) })
@@ -154,7 +154,7 @@ func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
 		c.resolve(w.fault, tellAll)
 		return
 	}
-	if f.Rank < 0 { // it had no rank yet
+	if f.Rank < 0 { // no rank was assigned yet
 		f.Reason += " before the world was complete"
 	}
 	if e, ok := c.faults.exits[f.Rank]; ok && closed {
@@ -168,11 +168,11 @@ func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
 		c.fail(f, tellAll)
 		return
 	}
-	c.hold(&pending{peer: p, fault: f})
+	c.awaitReport(&pending{peer: p, fault: f})
 }
 
-// hold waits a moment for the other half of a loss.
-func (c *coordinator) hold(w *pending) {
+// awaitReport waits for the second half of a loss.
+func (c *coordinator) awaitReport(w *pending) {
 	c.faults.pending = w
 	w.timer = time.AfterFunc(exitGrace, func() {
 		c.mu.Lock()
@@ -183,7 +183,7 @@ func (c *coordinator) hold(w *pending) {
 	})
 }
 
-// openSession is the fault of a worker that ended with its session open.
+// openSession returns the fault of a worker that exited with an open session.
 func openSession(e Exit) fault {
 	f := e.fault()
 	if e.Code == 0 {
@@ -192,7 +192,7 @@ func openSession(e Exit) fault {
 	return f
 }
 
-// exited acts on a launcher's word of a worker's end.
+// exited handles a launcher's report of a worker's exit.
 func (c *coordinator) exited(a *peer, e Exit) {
 	e.Host = a.host.Host
 	c.faults.exits[e.Rank] = e
@@ -209,7 +209,7 @@ func (c *coordinator) exited(a *peer, e Exit) {
 	case e.Code != 0:
 		open := func(p *peer) bool { return p.reg.Rank == e.Rank && p.state == peerJoined }
 		if i := slices.IndexFunc(c.workers, open); i >= 0 && c.faults.lost == nil {
-			c.hold(&pending{peer: c.workers[i], fault: e.fault(), exited: true})
+			c.awaitReport(&pending{peer: c.workers[i], fault: e.fault(), exited: true})
 			return
 		}
 		c.fail(e.fault(), tellAll)
@@ -220,20 +220,20 @@ func (c *coordinator) exited(a *peer, e Exit) {
 	}
 }
 
-// gaveUp acts on a member that could not wait for this process any longer. What
-// it did after that, such as to fail, is a consequence.
-func (c *coordinator) gaveUp(p *peer) {
+// memberTimedOut handles a member that timed out waiting for this process. Later failures
+// of that member are consequences.
+func (c *coordinator) memberTimedOut(p *peer) {
 	if p.state != peerJoined {
 		return
 	}
-	// A launcher that gives up ends its workers: their loss is a consequence too.
+	// If it is a launcher, it stops its workers: their losses are consequences too.
 	w := c.faults.pending
 	consequence := w != nil && (w.peer == p || c.agentOf(w.peer) == p)
 	p.state = peerGone
 	c.checkDrained()
 	self := c.cfg.self
 	f := fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Code: -1, Reason: fmt.Sprintf(
-		"silent for %v, so that %s gave up: stopped or starved", self.LostAfter, memberList([]Member{p.member()}))}
+		"silent for %v, so that %s disconnected: stopped or starved", self.LostAfter, memberList([]Member{p.member()}))}
 	if consequence {
 		c.resolve(f, tellAll)
 		return
@@ -241,7 +241,7 @@ func (c *coordinator) gaveUp(p *peer) {
 	c.later(func() { c.fail(f, tellAll) })
 }
 
-// stopped acts on a launcher that was told to stop the job.
+// stopped handles a launcher that was asked to stop the job.
 func (c *coordinator) stopped(a *peer, f fault) {
 	f.Stop, f.Rank, f.Host, f.PID = true, -1, a.host.Host, a.host.PID
 	if c.faults.stop == nil {
@@ -250,8 +250,8 @@ func (c *coordinator) stopped(a *peer, f fault) {
 	}
 }
 
-// later runs f now, or when the pending loss is resolved: causes are told in
-// the order in which they were received.
+// later runs f now or, if a loss is pending, after it. Causes are reported in the
+// order of their arrival.
 func (c *coordinator) later(f func()) {
 	if c.faults.pending != nil {
 		c.faults.held = append(c.faults.held, f)
@@ -260,9 +260,9 @@ func (c *coordinator) later(f func()) {
 	f()
 }
 
-// resolve ends the pending loss with what is now known of it. A worker that had
-// been asked to end is told of last: its cause is among what was held, which
-// another connection's delay has put behind it.
+// resolve completes the pending loss. If the launcher had asked the worker to
+// exit, it reports the held events first: the cause is among them, delayed on
+// another connection.
 func (c *coordinator) resolve(f fault, r reach) {
 	c.faults.pending.timer.Stop()
 	c.faults.pending = nil
@@ -279,7 +279,7 @@ func (c *coordinator) resolve(f fault, r reach) {
 	}
 }
 
-// fail tells sessions of the first loss, and launchers of the first failure.
+// fail reports the first loss to sessions and the first failure to launchers.
 // Later ones are consequences.
 func (c *coordinator) fail(f fault, r reach) {
 	if c.faults.lost == nil {
@@ -318,7 +318,7 @@ func (c *coordinator) agentOf(p *peer) *peer {
 	return nil
 }
 
-// uuidOf returns the identity of a worker's host's agent, or "".
+// uuidOf returns the UUID of the agent of a worker's host, or "".
 func (c *coordinator) uuidOf(p *peer) string {
 	if c.plan == nil || p.reg.Node < 0 || p.reg.Node >= len(c.plan.Hosts) {
 		return ""
@@ -326,14 +326,14 @@ func (c *coordinator) uuidOf(p *peer) string {
 	return c.plan.Hosts[p.reg.Node].UUID
 }
 
-// isClosedByPeer reports whether an error means that the other process closed
-// the connection or ended.
+// isClosedByPeer reports whether the other process closed the connection or
+// exited.
 func isClosedByPeer(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
 		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 }
 
-// describe is how an exit code is put in words where a launcher has no better.
+// describe returns the text for an exit code if the launcher provides none.
 func describe(code int) string {
 	if code > 128 && code < 128+65 {
 		return fmt.Sprintf("killed by signal %d", code-128)

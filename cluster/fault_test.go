@@ -127,7 +127,7 @@ func TestSilenceIsFirst(t *testing.T) {
 					}
 					switch event[0] {
 					case 's':
-						c.gaveUp(p)
+						c.memberTimedOut(p)
 					case 'c':
 						c.disconnected(p, io.EOF)
 					case 'e':
@@ -182,7 +182,7 @@ func TestFailureBeforeTheEnd(t *testing.T) {
 // TestPulse stands still for a while, which only the late tick shows.
 func TestPulse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newPulse(welcome{Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second})
+		p := newPauseDetector(welcome{Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second})
 		begin := time.Now()
 		for range 10 {
 			time.Sleep(500 * time.Millisecond)
@@ -225,7 +225,7 @@ func TestWaitingLine(t *testing.T) {
 		require.Empty(t, c.waitingLine(), "the world is complete")
 		c.world, c.workers = nil, []*peer{worker(0), worker(2)}
 		time.Sleep(waitLine)
-		require.Equal(t, "job x: waiting since 5s: 2 of 3 processes have come: rank 0 (host h pid 100), rank 2 (host h pid 102); missing rank 1", c.waitingLine())
+		require.Equal(t, "job x: waiting since 5s: 2 of 3 processes have joined: rank 0 (host h pid 100), rank 2 (host h pid 102); missing rank 1", c.waitingLine())
 		c.workers = nil
 		require.Empty(t, c.waitingLine(), "programs that never attach are waited for by nobody")
 	})

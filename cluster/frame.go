@@ -12,21 +12,21 @@ import (
 	"time"
 )
 
-// maxFrameBytes bounds a frame: a value of MaxValueBytes in a CompareAndSwap,
-// twice, with its key and headers.
+// maxFrameBytes limits a frame: a CompareAndSwap contains two values of
+// MaxValueBytes, a key and headers.
 const maxFrameBytes = 2*MaxValueBytes + MaxKeyBytes + 4096
 
-// A link is an authenticated connection of sealed frames. A frame is its length
-// in four bytes and AES-GCM ciphertext, whose nonce is the number of the frame
-// in its direction: a frame that is changed, repeated, dropped or moved is
-// noticed. One goroutine reads; any may write.
+// A link is an authenticated connection that carries encrypted frames: a length
+// of four bytes and AES-GCM ciphertext. The nonce is the sequence number of the
+// frame in its direction, so that changed, repeated, dropped or reordered frames
+// are detected. One goroutine may read; several may write.
 type link struct {
 	c          net.Conn
 	seal, open cipher.AEAD
 	worker     bool // the other end has only a worker's credential
 	received   uint64
-	patience   time.Duration // how long a read waits; 0 means for ever
-	// excuse, if not nil, says whether the silence since then proves nothing.
+	patience   time.Duration // read timeout; 0 means none
+	// excuse, if not nil, reports whether silence since then is not a failure.
 	excuse func(since time.Time) bool
 
 	mu   sync.Mutex // held while writing
@@ -34,7 +34,7 @@ type link struct {
 	buf  []byte
 }
 
-// write sends one frame and gives up after d.
+// write sends one frame with timeout d.
 func (l *link) write(plain []byte, d time.Duration) error {
 	if len(plain)+l.seal.Overhead() > maxFrameBytes {
 		return fmt.Errorf("frame of %d bytes: %w", len(plain), ErrTooLarge)
@@ -74,13 +74,13 @@ func (l *link) read() ([]byte, error) {
 	}
 	plain, err := l.open.Open(b[:0], frameNonce(l.received), b, head[:])
 	if err != nil {
-		return nil, errors.New("frame was changed on its way")
+		return nil, errors.New("frame was changed in transit")
 	}
 	l.received++
 	return plain, nil
 }
 
-// fill reads all of b, as io.ReadFull does, within the link's patience.
+// fill reads all of b, like io.ReadFull, with the link's timeout.
 func (l *link) fill(b []byte) error {
 	for n := 0; n < len(b); {
 		m, err := l.readSome(b[n:])
@@ -92,9 +92,9 @@ func (l *link) fill(b []byte) error {
 	return nil
 }
 
-// readSome reads once. When time is up it looks once more: if this process, not
-// the other, was stopped, what the other sent in the meantime is waiting. With
-// an excuse for the silence, such as that, it begins again.
+// readSome reads once. After a timeout it reads once more: if this process was
+// suspended, data of the peer is waiting. If excuse is true, the timeout starts
+// again.
 func (l *link) readSome(b []byte) (int, error) {
 	if l.patience <= 0 {
 		return l.c.Read(b)
@@ -118,17 +118,16 @@ func (l *link) readSome(b []byte) (int, error) {
 	}
 }
 
-// finish says that nothing more will be sent and leaves the other end a moment
-// to read what was: to close at once, with something unread on this side, would
-// let the kernel throw it away.
+// finish closes the sending direction and gives the peer time to read. Closing at
+// once with unread data on this side would let the kernel discard sent data.
 func (l *link) finish() {
 	w, ok := l.c.(interface{ CloseWrite() error })
 	if !ok {
 		l.close()
 		return
 	}
-	_ = w.CloseWrite() // if it fails, the other end has gone and its words may be left
-	time.AfterFunc(farewell, func() { l.close() })
+	_ = w.CloseWrite() // an error means that the peer is gone
+	time.AfterFunc(lastMessageTimeout, func() { l.close() })
 }
 
 func (l *link) close() error { return l.c.Close() }

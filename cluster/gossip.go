@@ -21,17 +21,18 @@ import (
 )
 
 const (
-	// gossipPortOffset is from a seed's port to its gossip's: memberlist wants
-	// TCP and UDP of one port for itself.
+	// gossipPortOffset is added to the port of a seed to get its gossip port:
+	// memberlist needs exclusive use of TCP and UDP on a port.
 	gossipPortOffset = 1
-	// rejoinEvery is how often a host that gossip does not see is tried again.
-	// memberlist alone does not heal a partition that outlives its suspicion.
+	// rejoinEvery is the interval of attempts to join hosts that gossip does not
+	// see. memberlist alone does not heal a partition that outlives its suspicion
+	// timeout.
 	rejoinEvery = 5 * time.Second
 )
 
-// A gossip is this host's member of the job's gossip. It only gives hints:
-// where coordinators are, and what other hosts see of one. Whatever fails in it
-// is told once and changes nothing.
+// A gossip is this host's member of the job's gossip. It provides only hints: the
+// addresses of coordinators, and the liveness of hosts as seen by others. Errors
+// are reported once and have no other effect.
 type gossip struct {
 	ml   *memberlist.Memberlist
 	self gossipMeta
@@ -40,23 +41,23 @@ type gossip struct {
 	quit chan struct{}
 	wg   sync.WaitGroup
 
-	mu    sync.Mutex // never held while memberlist is called
-	hosts map[string]sighting
+	mu    sync.Mutex // not held during calls of memberlist
+	hosts map[string]hostState
 }
 
-// A sighting is what gossip last said of a host.
-type sighting struct {
+// A hostState is the latest state of a host in gossip.
+type hostState struct {
 	meta  gossipMeta
 	addr  string
 	alive bool
 }
 
-// gossipMeta travels in memberlist's node meta, which has little room.
+// gossipMeta is memberlist's node meta, which is limited in size.
 type gossipMeta struct {
-	Tag  string `json:"j"`           // of the job
-	UUID string `json:"u"`           // of this start of the agent
-	Host string `json:"h"`           // its name, perhaps cut
-	Addr string `json:"a,omitempty"` // its coordinator's, if it has one
+	Tag  string `json:"j"`           // tag of the job
+	UUID string `json:"u"`           // unique for each start of an agent
+	Host string `json:"h"`           // host name, possibly truncated
+	Addr string `json:"a,omitempty"` // address of its coordinator, if any
 }
 
 const maxMetaHost = 128
@@ -66,7 +67,7 @@ func (m gossipMeta) encode() []byte {
 		m.Host = m.Host[:maxMetaHost]
 	}
 	b, err := json.Marshal(m)
-	if err != nil { // it holds only text
+	if err != nil { // cannot fail: it contains only text
 		panic("cluster: " + err.Error())
 	}
 	return b
@@ -87,14 +88,14 @@ func decodeMeta(b []byte) (gossipMeta, error) {
 	return m, nil
 }
 
-// startGossip starts gossip with the seeds' hosts, or returns nil and says why.
+// startGossip starts gossip with the seeds' hosts. If that fails, it reports why and returns nil.
 func startGossip(a *Agent, seeds []string, mine string) *gossip {
 	tag := jobTag(a.cfg.Job)
 	g := &gossip{
 		tag:   fmt.Sprintf("%x", tag),
 		self:  gossipMeta{Tag: fmt.Sprintf("%x", tag), UUID: a.uuid, Host: a.cfg.Host, Addr: mine},
 		quit:  make(chan struct{}),
-		hosts: map[string]sighting{},
+		hosts: map[string]hostState{},
 	}
 	for _, s := range seeds {
 		if s != mine {
@@ -108,23 +109,23 @@ func startGossip(a *Agent, seeds []string, mine string) *gossip {
 		}
 	}
 	if err != nil {
-		a.cfg.Notify(fmt.Sprintf("job %s: no gossip on this host, only the seeds lead to the coordinator: %v", a.cfg.Job, err))
+		a.cfg.Notify(fmt.Sprintf("job %s: gossip is not available on this host; the coordinator is found through the seeds only: %v", a.cfg.Job, err))
 		return nil
 	}
 	g.wg.Go(g.joinLoop)
 	return g
 }
 
-// gossipAddr is where a seed's gossip listens.
+// gossipAddr returns the gossip address of a seed.
 func gossipAddr(seed string) string {
 	h, p, _ := net.SplitHostPort(seed)
 	n, _ := strconv.Atoi(p)
 	return net.JoinHostPort(h, strconv.Itoa(n+gossipPortOffset))
 }
 
-// config is tuned to notice a dead host within 3 to 5 s on a network that loses
-// up to a tenth of its packets. Nothing of memberlist's defaults for one
-// machine is used: their views of a cluster converge slowly.
+// config detects a dead host within 3 to 5 s on a network with up to 10 % packet
+// loss. It does not use memberlist's local defaults, because their view of a
+// cluster converges slowly.
 func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Config, error) {
 	ip, err := ownIP(&a.cfg, seeds, mine)
 	if err != nil {
@@ -159,8 +160,8 @@ func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Conf
 	return c, nil
 }
 
-// ownIP is the address to gossip from: the one to listen on, or the one from
-// which the first seed is reached.
+// ownIP returns the address for gossip: the address to listen on, or the local
+// address of the route to the first seed.
 func ownIP(cfg *Config, seeds []string, mine string) (string, error) {
 	if ip, _, err := splitAddr(cfg.Bind, ""); err == nil && !net.ParseIP(ip).IsUnspecified() {
 		return ip, nil
@@ -169,7 +170,7 @@ func ownIP(cfg *Config, seeds []string, mine string) (string, error) {
 	if ip := net.ParseIP(h); ip != nil {
 		return h, nil
 	}
-	// A connected UDP socket sends nothing, but has the route's address.
+	// A connected UDP socket sends nothing, but it has the local address of the route.
 	c, err := net.DialTimeout("udp", seeds[0], dialAttempt)
 	if err != nil {
 		return "", fmt.Errorf("find this host's address: %w", err)
@@ -178,11 +179,11 @@ func ownIP(cfg *Config, seeds []string, mine string) (string, error) {
 	return addrIP(c.LocalAddr()), nil
 }
 
-// joinLoop joins whom gossip does not see, one of them at a time.
+// joinLoop joins hosts that gossip does not see, one at a time.
 func (g *gossip) joinLoop() {
 	for wait := 100 * time.Millisecond; ; wait = min(2*wait, rejoinEvery) {
 		if addr := g.unseen(); addr != "" {
-			// The error says again what the next attempt will find out.
+			// The next attempt finds the same error.
 			_, _ = g.ml.Join([]string{addr})
 		}
 		t := time.NewTimer(wait)
@@ -195,8 +196,8 @@ func (g *gossip) joinLoop() {
 	}
 }
 
-// unseen returns the address of a seed, or of a host once seen, that is not
-// alive now.
+// unseen returns the address of a seed, or of a host seen before, that is not
+// alive.
 func (g *gossip) unseen() string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -226,7 +227,7 @@ func (g *gossip) unseen() string {
 	return out[rand.IntN(len(out))]
 }
 
-// coordinators returns the addresses of coordinators that gossip sees.
+// coordinators returns the addresses of coordinators in gossip.
 func (g *gossip) coordinators() []string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -240,7 +241,7 @@ func (g *gossip) coordinators() []string {
 	return out
 }
 
-// hint names the hosts that gossip sees and that have not come.
+// hint names the hosts that gossip sees but that have not joined.
 func (g *gossip) hint(have []Member) string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -261,7 +262,7 @@ func (g *gossip) hint(have []Member) string {
 	return fmt.Sprintf("gossip sees %s, which cannot reach the coordinator's port", strings.Join(names, ", "))
 }
 
-// path says what gossip knows of a host whose connection to us is lost.
+// path describes what gossip knows about a host after its connection to us was lost.
 func (g *gossip) path(h host) string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -272,19 +273,19 @@ func (g *gossip) path(h host) string {
 	case s.alive:
 		return "gossip still sees the host"
 	}
-	return "gossip has lost the host, too"
+	return "gossip lost the host, too"
 }
 
 func (g *gossip) close() {
 	close(g.quit)
-	// Best effort: the others learn of this host's end from the coordinator.
+	// Best effort: the other hosts learn of the end of this host from the coordinator.
 	_ = g.ml.Leave(250 * time.Millisecond)
 	_ = g.ml.Shutdown()
 	g.wg.Wait()
 }
 
-// see notes what memberlist says of a node. It runs under memberlist's lock, so
-// it only copies.
+// see records an event of memberlist about a node. It runs under memberlist's
+// lock, so it only copies.
 func (g *gossip) see(n *memberlist.Node, alive bool) {
 	m, err := decodeMeta(n.Meta)
 	if err != nil {
@@ -292,15 +293,15 @@ func (g *gossip) see(n *memberlist.Node, alive bool) {
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.hosts[m.UUID] = sighting{m, n.Address(), alive}
+	g.hosts[m.UUID] = hostState{m, n.Address(), alive}
 }
 
-// NotifyJoin and its kin are memberlist's EventDelegate.
+// NotifyJoin, NotifyUpdate and NotifyLeave implement memberlist's EventDelegate.
 func (g *gossip) NotifyJoin(n *memberlist.Node)   { g.see(n, true) }
 func (g *gossip) NotifyUpdate(n *memberlist.Node) { g.see(n, true) }
 func (g *gossip) NotifyLeave(n *memberlist.Node)  { g.see(n, false) }
 
-// NotifyAlive refuses nodes of other jobs; memberlist's AliveDelegate.
+// NotifyAlive implements memberlist's AliveDelegate and rejects nodes of other jobs.
 func (g *gossip) NotifyAlive(n *memberlist.Node) error {
 	m, err := decodeMeta(n.Meta)
 	if err != nil {
@@ -312,7 +313,7 @@ func (g *gossip) NotifyAlive(n *memberlist.Node) error {
 	return nil
 }
 
-// NotifyMerge refuses to join nodes of other jobs; memberlist's MergeDelegate.
+// NotifyMerge implements memberlist's MergeDelegate and rejects nodes of other jobs.
 func (g *gossip) NotifyMerge(ns []*memberlist.Node) error {
 	for _, n := range ns {
 		if err := g.NotifyAlive(n); err != nil {
@@ -322,15 +323,15 @@ func (g *gossip) NotifyMerge(ns []*memberlist.Node) error {
 	return nil
 }
 
-// NotifyConflict is memberlist's ConflictDelegate. Names have an agent's UUID,
-// so there is none.
+// NotifyConflict implements memberlist's ConflictDelegate. Names contain an
+// agent's UUID, so conflicts do not happen.
 func (g *gossip) NotifyConflict(_, _ *memberlist.Node) {}
 
-// NodeMeta and its kin are memberlist's Delegate; only the meta is used.
+// NodeMeta and the following methods implement memberlist's Delegate; only the meta is used.
 func (g *gossip) NodeMeta(limit int) []byte {
 	b := g.self.encode()
 	if len(b) > limit {
-		return nil // others refuse this node, which is better than a panic here
+		return nil // other hosts reject this node, which is better than a panic here
 	}
 	return b
 }
@@ -339,8 +340,8 @@ func (g *gossip) GetBroadcasts(_, _ int) [][]byte   { return nil }
 func (g *gossip) LocalState(bool) []byte            { return nil }
 func (g *gossip) MergeRemoteState(_ []byte, _ bool) {}
 
-// gossipLog keeps memberlist's log for those who debug, as structured text; it
-// is about retries that are not the user's concern.
+// gossipLog writes memberlist's log at debug level: it is about retries, which do
+// not concern the user.
 type gossipLog struct{}
 
 func (gossipLog) Write(b []byte) (int, error) {

@@ -13,25 +13,25 @@ import (
 	"github.com/hashicorp/memberlist"
 )
 
-// memberlist reads 20 MiB of a stream before it decrypts a byte, of any number of
-// streams. The limits here bound what strangers make it keep: maxGossipStreams times
-// maxGossipStream, twice while its buffer grows.
+// memberlist reads up to 20 MiB of a stream before decryption, on any number of
+// streams. These limits bound the memory that unauthenticated connections can
+// use: maxGossipStreams × maxGossipStream, doubled while a buffer grows.
 const (
 	maxGossipStreams = 16
-	// maxGossipStream is the state of about 1,500 hosts.
+	// maxGossipStream is enough for the state of about 1,500 hosts.
 	maxGossipStream = 512 << 10
 	maxPacket       = 64 << 10
 	labelHeader     = 244 // memberlist's first byte of a packet with a label
 )
 
-// A gossipTransport is memberlist's way to the network: one TCP and one UDP socket of
-// the same port. Packets without the job's label, which only its members know, go no
-// further than this.
+// A gossipTransport is memberlist's network transport: a TCP and a UDP socket
+// with the same port. It drops packets without the job's label, which only
+// members know.
 type gossipTransport struct {
 	tcp     *net.TCPListener
 	udp     *net.UDPConn
-	label   []byte // with its header, as packets begin
-	gate    *gate
+	label   []byte // with its header, as at the start of packets
+	limiter *connLimiter
 	packets chan *memberlist.Packet
 	streams chan net.Conn
 	quit    chan struct{}
@@ -39,16 +39,16 @@ type gossipTransport struct {
 	closing sync.Once
 }
 
-// newGossipTransport opens the sockets; port 0 means any.
+// newGossipTransport opens the sockets; port 0 means any port.
 func newGossipTransport(ip string, port int, label string) (*gossipTransport, error) {
 	addr := net.ParseIP(ip)
 	if addr == nil {
 		return nil, fmt.Errorf("%q is not an IP address", ip)
 	}
-	t := &gossipTransport{label: append([]byte{labelHeader, byte(len(label))}, label...), gate: newGate(maxGossipStreams),
+	t := &gossipTransport{label: append([]byte{labelHeader, byte(len(label))}, label...), limiter: newConnLimiter(maxGossipStreams),
 		packets: make(chan *memberlist.Packet), streams: make(chan net.Conn), quit: make(chan struct{})}
 	var err error
-	for range 10 { // a free port of TCP may be taken of UDP
+	for range 10 { // a port that is free for TCP may be taken for UDP
 		if t.tcp, err = net.ListenTCP("tcp", &net.TCPAddr{IP: addr, Port: port}); err != nil {
 			return nil, err
 		}
@@ -63,7 +63,7 @@ func newGossipTransport(ip string, port int, label string) (*gossipTransport, er
 	if err != nil {
 		return nil, err
 	}
-	_ = t.udp.SetReadBuffer(1 << 20) // so that a flood crowds out less; the system may allow less
+	_ = t.udp.SetReadBuffer(1 << 20) // so that a flood displaces fewer packets; the system may grant less
 	t.wg.Go(t.accept)
 	t.wg.Go(t.receive)
 	return t, nil
@@ -77,14 +77,14 @@ func (t *gossipTransport) accept() {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil { // too many files: soon there may be room
+		if err != nil { // probably out of file descriptors: retry
 			if !t.pause(50 * time.Millisecond) {
 				return
 			}
 			continue
 		}
-		t.gate.enter(c)
-		s := &gossipStream{Conn: c, left: maxGossipStream, leave: func() { t.gate.leave(c) }}
+		t.limiter.enter(c)
+		s := &gossipStream{Conn: c, left: maxGossipStream, leave: func() { t.limiter.leave(c) }}
 		select {
 		case t.streams <- s:
 		case <-t.quit:
@@ -94,7 +94,7 @@ func (t *gossipTransport) accept() {
 	}
 }
 
-// receive reads packets into one buffer, and allocates only for those with the job's label.
+// receive reads packets into one buffer, and allocates memory only for packets with the job's label.
 func (t *gossipTransport) receive() {
 	buf := make([]byte, maxPacket)
 	for {
@@ -127,7 +127,7 @@ func (t *gossipTransport) pause(d time.Duration) bool {
 	}
 }
 
-// FinalAdvertiseAddr and its kin are memberlist's Transport.
+// FinalAdvertiseAddr and the following methods implement memberlist's Transport.
 func (t *gossipTransport) FinalAdvertiseAddr(ip string, port int) (net.IP, int, error) {
 	if ip == "" {
 		return t.tcp.Addr().(*net.TCPAddr).IP, t.port(), nil
@@ -151,7 +151,7 @@ func (t *gossipTransport) WriteTo(b []byte, addr string) (time.Time, error) {
 	if err != nil {
 		return time.Time{}, err
 	}
-	to := &net.UDPAddr{IP: net.ParseIP(host), Port: int(n)} // hosts know each other by addresses
+	to := &net.UDPAddr{IP: net.ParseIP(host), Port: int(n)} // hosts use IP addresses, not names
 	if to.IP == nil {
 		return time.Time{}, fmt.Errorf("%q is not an IP address", host)
 	}
@@ -175,13 +175,13 @@ func (t *gossipTransport) Shutdown() error {
 		close(t.quit)
 		_ = t.tcp.Close()
 		_ = t.udp.Close()
-		t.gate.clear()
+		t.limiter.clear()
 	})
 	t.wg.Wait()
 	return nil
 }
 
-// A gossipStream is a connection that ends after maxGossipStream bytes.
+// A gossipStream is a connection that fails after maxGossipStream bytes.
 type gossipStream struct {
 	net.Conn
 	left  int

@@ -101,10 +101,10 @@ func TestGossipTransport(t *testing.T) {
 	n, err := io.Copy(io.Discard, s)
 	require.ErrorContains(t, err, "the stream has more than 524288 bytes")
 	require.EqualValues(t, maxGossipStream, n)
-	require.Len(t, a.gate.inside, 1)
+	require.Len(t, a.limiter.inside, 1)
 	s.Close()
 	s.Close()
-	require.Empty(t, a.gate.inside)
+	require.Empty(t, a.limiter.inside)
 
 	_, _, err = a.FinalAdvertiseAddr("nowhere", 1)
 	require.Error(t, err)

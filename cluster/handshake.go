@@ -15,16 +15,16 @@ import (
 	"time"
 )
 
-// The handshake, before which nobody believes anything that was sent:
+// The handshake. Neither side trusts any data before it is complete:
 //
 //	dialer    magic version tag nonce point            85 bytes
 //	listener  magic version status nonce point proof  102 bytes
 //	dialer    proof                                    32 bytes
 //
-// A proof is an HMAC, under the job's control key, of everything said before
-// it. The frame keys come from the control key and from an X25519 exchange, so
-// a secret that leaks later does not open recorded traffic. Every message has a
-// fixed length: no length of a stranger is ever used.
+// A proof is an HMAC, with the job's control key, of all bytes exchanged before
+// it. The frame keys are derived from the control key and an X25519 exchange, so
+// a secret that leaks later does not decrypt recorded traffic. All messages have
+// a fixed length, so no length from an unauthenticated peer is used.
 const (
 	protocolVersion = 1
 	nonceBytes      = 32
@@ -38,7 +38,7 @@ const (
 
 var magic = [4]byte{'c', 'h', 'o', 'r'}
 
-// Status bytes of the listener's answer.
+// Status bytes of the listener's reply.
 const (
 	statusWelcome = iota
 	statusOtherJob
@@ -46,13 +46,13 @@ const (
 )
 
 var (
-	errNotChorus    = errors.New("what answers there is no Chorus coordinator")
+	errNotChorus    = errors.New("the program at this address is not a Chorus coordinator")
 	errOtherJob     = errors.New("that coordinator serves another job")
-	errOtherVersion = errors.New("the two ends have different Chorus protocol versions; use one version in the whole job")
-	errBadProof     = errors.New("the proof of the shared secret does not fit")
+	errOtherVersion = errors.New("the processes have different Chorus protocol versions; use one version in the whole job")
+	errBadProof     = errors.New("the proof of the shared secret is wrong")
 )
 
-// dialHandshake authenticates the dialing end of c.
+// dialHandshake authenticates c on the dialing side.
 func dialHandshake(c net.Conn, job string, by credential) (*link, error) {
 	key := by.key
 	if err := c.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
@@ -79,7 +79,7 @@ func dialHandshake(c net.Conn, job string, by credential) (*link, error) {
 	}
 	said = append(said, answer[:answerBytes-proofBytes]...)
 	if !hmac.Equal(answer[answerBytes-proofBytes:], proof(key, "listener", said)) {
-		// A proof of nothing tells the listener, whose user should know, too.
+		// Send a zero proof, so that the listener can notify its user, too.
 		_, err := c.Write(make([]byte, proofBytes))
 		return nil, errors.Join(errBadProof, err)
 	}
@@ -106,41 +106,22 @@ func checkAnswer(b []byte) error {
 	return nil
 }
 
-// acceptHandshake authenticates the listening end of c. A stranger gets
-// nothing, a dialer of another job or version learns just that.
+// acceptHandshake authenticates c on the listening side. It does not reply to
+// strangers; a dialer of another job or version receives only that status.
 func acceptHandshake(c net.Conn, job string, by credential) (*link, error) {
 	if err := c.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
 		return nil, err
 	}
-	hello := make([]byte, helloBytes)
-	// The magic first: a port scanner or a browser is turned away at once
-	// instead of holding one of the few places until the deadline.
-	if _, err := io.ReadFull(c, hello[:len(magic)]); err != nil {
+	hello, err := readHello(c)
+	if err != nil {
 		return nil, err
 	}
-	if !bytes.Equal(hello[:len(magic)], magic[:]) {
-		return nil, errNotChorus
-	}
-	if _, err := io.ReadFull(c, hello[len(magic):]); err != nil {
-		return nil, err
+	if by, err = by.of(hello, job); err != nil {
+		return nil, reject(c, err)
 	}
 	priv, nonce, err := ephemeral()
 	if err != nil {
 		return nil, err
-	}
-	if hello[4] != protocolVersion {
-		return nil, turnAway(c, statusOtherVersion, errOtherVersion)
-	}
-	worker, err := by.forWorkers()
-	if err != nil {
-		return nil, err
-	}
-	switch said := [tagBytes]byte(hello[5:][:tagBytes]); said {
-	case by.tag(job):
-	case worker.tag(job):
-		by = worker
-	default:
-		return nil, turnAway(c, statusOtherJob, errOtherJob)
 	}
 	key := by.key
 	part := join(magic[:], []byte{protocolVersion, statusWelcome}, nonce, priv.PublicKey().Bytes())
@@ -165,16 +146,55 @@ func acceptHandshake(c net.Conn, job string, by credential) (*link, error) {
 	return l, err
 }
 
-// turnAway answers with a status and no proof, and returns why.
-func turnAway(c net.Conn, status byte, why error) error {
+// readHello reads the first message of a dialer.
+func readHello(c net.Conn) ([]byte, error) {
+	hello := make([]byte, helloBytes)
+	// Read the magic first, so that a port scanner or a browser is rejected
+	// immediately and does not occupy one of the few places until the deadline.
+	if _, err := io.ReadFull(c, hello[:len(magic)]); err != nil {
+		return nil, err
+	}
+	if !bytes.Equal(hello[:len(magic)], magic[:]) {
+		return nil, errNotChorus
+	}
+	_, err := io.ReadFull(c, hello[len(magic):])
+	return hello, err
+}
+
+// of returns the credential that a dialer's first message names: this one, or the
+// credential of workers.
+func (k credential) of(hello []byte, job string) (credential, error) {
+	if hello[4] != protocolVersion {
+		return k, errOtherVersion
+	}
+	worker, err := k.forWorkers()
+	if err != nil {
+		return k, err
+	}
+	switch [tagBytes]byte(hello[5:][:tagBytes]) {
+	case k.tag(job):
+		return k, nil
+	case worker.tag(job):
+		return worker, nil
+	}
+	return k, errOtherJob
+}
+
+// reject replies to a dialer of another version or job with a status and without a proof. It
+// returns the reason.
+func reject(c net.Conn, reason error) error {
+	status, ok := map[error]byte{errOtherVersion: statusOtherVersion, errOtherJob: statusOtherJob}[reason]
+	if !ok {
+		return reason
+	}
 	answer := make([]byte, answerBytes)
 	copy(answer, magic[:])
 	answer[4], answer[5] = protocolVersion, status
 	_, err := c.Write(answer)
-	return errors.Join(why, err)
+	return errors.Join(reason, err)
 }
 
-// newLink turns an authenticated connection into one of sealed frames.
+// newLink creates the encrypted link of an authenticated connection.
 func newLink(c net.Conn, key []byte, priv *ecdh.PrivateKey, point, said []byte, dialer bool) (*link, error) {
 	pub, err := ecdh.X25519().NewPublicKey(point)
 	if err != nil {
@@ -217,7 +237,7 @@ func frameCipher(ikm, salt []byte, info string) (cipher.AEAD, error) {
 func ephemeral() (*ecdh.PrivateKey, []byte, error) {
 	priv, err := ecdh.X25519().GenerateKey(rand.Reader)
 	nonce := make([]byte, nonceBytes)
-	rand.Read(nonce) // never fails: crypto/rand ends the process instead
+	rand.Read(nonce) // never fails: crypto/rand exits the process instead
 	return priv, nonce, err
 }
 

@@ -15,36 +15,36 @@ import (
 	"github.com/gochorus/chorus/internal/sameuser"
 )
 
-// JoinConfig says, for Join, what Attach finds in the environment.
+// JoinConfig holds the arguments of Join, which Attach reads from the environment.
 type JoinConfig struct {
-	Job  string // its name; empty means "chorus"
-	Size int    // of the world; 0 means 1
+	Job  string // name of the job; empty means "chorus"
+	Size int    // world size; 0 means 1
 
-	// Rank is this process's rank. Nil leaves it to the coordinator, which
-	// orders processes by host, local rank and name. Either all have one or
-	// none.
+	// Rank is the rank of this process. If it is nil in all processes, the
+	// coordinator orders them by host, local rank and name. Set it in all
+	// processes or in none.
 	Rank *int
-	// LocalRank and LocalSize are this process's place on its host; nil and 0
-	// leave them to the coordinator, which counts the processes of each host.
+	// LocalRank and LocalSize are the rank of this process on its host and the
+	// number of processes there. If they are nil and 0, the coordinator counts.
 	LocalRank *int
 	LocalSize int
-	// Node is the number of this host, and Host its name; nil and "" as above,
-	// and the system's name.
+	// Node is the index of this host and Host its name. Nil lets the coordinator
+	// number the hosts; "" means the system's host name.
 	Node *int
 	Host string
-	Name string // breaks ties between processes where ranks are assigned
+	Name string // breaks ties between processes if the coordinator assigns ranks
 
-	// Addr is the coordinator's host:port, and Serve says that this process
-	// holds it. Exactly one process of the world does, unless a launcher does.
+	// Addr is the coordinator's host:port. Serve is true if this process runs
+	// the coordinator: exactly one process, or none if a launcher runs it.
 	Addr  string
 	Serve bool
-	// Listen is where the coordinator listens; empty means Addr.
+	// Listen is the address that the coordinator listens on; empty means Addr.
 	Listen string
 
-	// Secret is as in Config. Without one, unless Insecure, Addr must be of the
-	// loopback, and the processes meet at a Unix socket instead, which is named
-	// by the job, the port and the user: only processes of this user and of root
-	// take part.
+	// Secret is as in Config. Without a secret and without Insecure, Addr must be
+	// a loopback address. The processes then connect through a Unix socket, named
+	// after the job, the port and the user, that accepts only processes of this
+	// user and of root.
 	Secret   []byte
 	Insecure bool
 
@@ -52,29 +52,31 @@ type JoinConfig struct {
 	Notify func(line string) // as in Config
 
 	token  *credential // from a launcher
-	at     string      // where the coordinator is dialled: Addr, or a socket of this host and user
+	at     string      // address to dial: Addr, or a Unix socket of this user
 	source string
 }
 
-// retry delays between attempts to reach the coordinator.
+// Delays between attempts to reach the coordinator.
 const (
 	firstRetry = 5 * time.Millisecond
 	lastRetry  = 500 * time.Millisecond
 )
 
-// Attach joins this process to the job that started it. It looks for the
-// variables of, in this order, `chorus run`, torchrun, Slurm, Open MPI, other
-// MPIs (with CHORUS_SEEDS) and a Kubernetes indexed Job; Session.Source says
-// what it found. When there are none the world is this process alone.
+// Attach joins this process to the job that started it. It reads the variables of,
+// in this order, `chorus run`, torchrun, Slurm, Open MPI, other MPI launchers (with
+// CHORUS_SEEDS) and a Kubernetes indexed Job; Session.Source returns the result.
+// Without such variables the world is this process alone.
 //
-// It returns when all processes of the world have attached: with a
-// *JoinTimeoutError that names the missing when they do not, a *DuplicateError
-// when another process has this one's rank, an *AuthError when the two ends
-// have different secrets or jobs, a *MemberLostError when a process of the job
-// ended meanwhile, and an *EnvironmentError when variables contradict each
-// other or are set only in part. A duplicate before the world is complete ends
-// the join for all. A process attaches once; it may attach again after Close
-// only where the job has not ended, which it has under a launcher.
+// Attach returns when all processes of the world have attached. It fails with
+//   - a *JoinTimeoutError that lists the missing processes, after CHORUS_JOIN_TIMEOUT,
+//   - a *DuplicateError if another process has the same rank (before the world is
+//     complete, the join then fails in all processes),
+//   - an *AuthError if the coordinator has another secret or job,
+//   - a *MemberLostError if a process of the job ended during the join,
+//   - an *EnvironmentError if variables contradict each other or some are missing.
+//
+// A process attaches once. Without a launcher it may attach again after Close,
+// while the job has not ended.
 func Attach(ctx context.Context) (*Session, error) {
 	cfg, err := detect(os.LookupEnv)
 	if err != nil {
@@ -83,8 +85,8 @@ func Attach(ctx context.Context) (*Session, error) {
 	return Join(ctx, cfg)
 }
 
-// Join joins this process to a job that cfg describes; see Attach for what it
-// returns. A nil cfg is a world of one.
+// Join joins this process to the job described by cfg; see Attach for the result.
+// A nil cfg is a world of one process.
 func Join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	c, err := cfg.complete()
 	if err != nil {
@@ -142,8 +144,8 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 	return &c, err
 }
 
-// key returns this process's credential. Without a secret it chooses a socket that only this
-// host's processes reach and that tells whose they are, or refuses.
+// key returns the credential of this process. Without a secret it selects a Unix
+// socket, which identifies the user of each process, or fails.
 func (cfg *JoinConfig) key() (credential, error) {
 	cfg.at = cfg.Addr
 	switch {
@@ -156,7 +158,7 @@ func (cfg *JoinConfig) key() (credential, error) {
 	case cfg.Insecure:
 		cfg.Notify(insecure)
 	case !isLoopback(cfg.Addr) || cfg.Listen != "" && !isLoopback(cfg.Listen):
-		return credential{}, badConfig("join job %q: no secret for the coordinator at %s: set %s in all processes, or accept that anyone may join with %s=yes",
+		return credential{}, badConfig("join job %q: no secret for the coordinator at %s: set %s in all processes, or let anyone join with %s=yes",
 			cfg.Job, cfg.Addr, env.SecretFile.Name, env.Insecure.Name)
 	default:
 		cfg.at = userSocket(cfg.Job, cfg.Addr)
@@ -175,9 +177,9 @@ func isLoopback(addr string) bool {
 	return h == "localhost" || ip != nil && ip.IsLoopback()
 }
 
-// serve starts the coordinator in this process. A port that is taken by a
-// coordinator of the same job is no error here: registering there tells which
-// process has this one's rank.
+// serve starts the coordinator in this process. It is not an error if a
+// coordinator of the same job already has the port: registering there reports
+// which process has the same rank.
 func (cfg *JoinConfig) serve(key credential) (*coordinator, error) {
 	at := cfg.Listen
 	if at == "" {
@@ -190,7 +192,7 @@ func (cfg *JoinConfig) serve(key credential) (*coordinator, error) {
 		} else if _, other := errors.AsType[*sameuser.Error](met); other {
 			return nil, met
 		}
-		return nil, fmt.Errorf("%w: another program, or another job, has the port; choose another MASTER_PORT or %s", err, env.Seeds.Name)
+		return nil, fmt.Errorf("%w: another program or another job has the port; choose another MASTER_PORT or %s", err, env.Seeds.Name)
 	}
 	if err != nil {
 		return nil, err
@@ -206,7 +208,7 @@ func (cfg *JoinConfig) serve(key credential) (*coordinator, error) {
 	}), nil
 }
 
-// sameJobAt returns nil if a coordinator of this job answers, and otherwise why not.
+// sameJobAt returns nil if a coordinator of this job answers, and otherwise the error.
 func (cfg *JoinConfig) sameJobAt(key credential) error {
 	ctx, cancel := context.WithTimeout(context.Background(), dialAttempt)
 	defer cancel()
@@ -217,7 +219,7 @@ func (cfg *JoinConfig) sameJobAt(key credential) error {
 	return l.close()
 }
 
-// join connects to the coordinator and waits for the world.
+// join connects to the coordinator and waits until the world is complete.
 func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordinator) (*Session, error) {
 	start := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, cfg.Timing.Join)
@@ -242,11 +244,11 @@ func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordina
 	return newSession(cfg, k, coord, j), nil
 }
 
-// connect dials until the coordinator answers, time is up, or the answer is
-// one that another attempt cannot change.
+// connect dials until the coordinator answers, the time limit passes, or a retry
+// cannot succeed.
 func (cfg *JoinConfig) connect(ctx context.Context, key credential, start time.Time) (*link, welcome, error) {
 	delay, lastLine := firstRetry, start
-	var why error // what an attempt met; a lack of time only where none met anything else
+	var why error // the last error other than a timeout, if there was one
 	for {
 		l, hello, err := dial(ctx, cfg.Job, cfg.at, key)
 		if err == nil {
@@ -269,13 +271,13 @@ func (cfg *JoinConfig) connect(ctx context.Context, key credential, start time.T
 	}
 }
 
-// outOfTime reports whether an attempt met nothing but its end. A connection says so
-// in another way than a dialler.
+// outOfTime reports whether an attempt failed only because of its deadline.
+// Connections and dialers return different errors for that.
 func outOfTime(err error) bool {
 	return errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded)
 }
 
-// joining is what the coordinator says to a worker that has registered.
+// joining receives the coordinator's messages for a worker that has registered.
 type joining struct {
 	job, addr string
 	done      chan error // nil when the world is complete
@@ -284,7 +286,7 @@ type joining struct {
 	members []Member
 }
 
-// event runs on the client's reader.
+// event runs on the reader goroutine of the client.
 func (j *joining) event(k *client, m message) {
 	switch m.kind {
 	case kindWorld:
@@ -319,7 +321,7 @@ func (j *joining) complete(m message) error {
 	return nil
 }
 
-// finish tells the waiting join, once.
+// finish wakes the waiting join once.
 func (j *joining) finish(err error) {
 	select {
 	case j.done <- err:
@@ -327,7 +329,7 @@ func (j *joining) finish(err error) {
 	}
 }
 
-// wait returns when the world is complete or never will be.
+// wait returns when the world is complete or cannot become complete.
 func (j *joining) wait(ctx context.Context, k *client, start time.Time) error {
 	select {
 	case err := <-j.done:
@@ -345,9 +347,9 @@ func (j *joining) wait(ctx context.Context, k *client, start time.Time) error {
 		return joinEnd(ctx, &JoinTimeoutError{Job: j.job})
 	}
 	e := &JoinTimeoutError{Job: j.job, Waited: time.Since(start), Addr: j.addr, Unit: unitProcess}
-	r, err := k.who()
+	r, err := k.askMissing()
 	if err != nil {
-		if said := j.said(); said != nil { // it had the same time limit
+		if said := j.said(); said != nil { // the coordinator reached the same time limit
 			return said
 		}
 		e.Err = err
@@ -357,12 +359,12 @@ func (j *joining) wait(ctx context.Context, k *client, start time.Time) error {
 	return e
 }
 
-// lost prefers what the coordinator said last to the end of its connection.
+// lost returns the coordinator's last error if there is one, otherwise the connection's.
 func (j *joining) lost(k *client) error {
 	return cmp.Or(j.said(), context.Cause(k.ctx))
 }
 
-// said is the coordinator's last word if it was an error.
+// said returns the coordinator's last message if it was an error.
 func (j *joining) said() error {
 	select {
 	case err := <-j.done:
@@ -372,7 +374,7 @@ func (j *joining) said() error {
 	}
 }
 
-// joinEnd is the error of a join that ended with ctx: the timeout's, or the
+// joinEnd returns the error of a join that ended with ctx: the timeout, or the
 // caller's cancellation.
 func joinEnd(ctx context.Context, timeout *JoinTimeoutError) error {
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
@@ -395,7 +397,7 @@ func deref(p *int, unset int) int {
 	return *p
 }
 
-// sleep waits for d and reports whether ctx is still alive.
+// sleep waits for d and returns false if ctx ended first.
 func sleep(ctx context.Context, d time.Duration) bool {
 	t := time.NewTimer(d)
 	defer t.Stop()

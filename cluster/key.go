@@ -18,18 +18,19 @@ const (
 	tagBytes       = 16
 )
 
-// keys are what a job's secret is good for. Each is derived for one purpose: a
-// worker's process and its children, which get only a worker's key, can neither
-// read the gossip nor do what a launcher does.
+// keys are derived from the secret of a job, each for one purpose. A worker and
+// its children receive only a worker key: they can neither read the gossip nor
+// act as a launcher.
 type keys struct {
-	control credential // of launchers, and of processes that have the secret themselves
+	control credential // for launchers, and for processes that have the secret
 	gossip  []byte     // encrypts memberlist's packets
-	label   string     // begins each of them, in clear
+	label   string     // unencrypted prefix of each packet
 }
 
-// deriveKeys derives a job's keys. The job's name is the salt: the same secret
-// gives two jobs different keys. An empty secret gives keys that anyone can
-// derive who knows the name; callers have decided that this is allowed.
+// deriveKeys derives the keys of a job. The job's name is the salt, so two jobs
+// with the same secret have different keys. With an empty secret, anyone who
+// knows the name can derive the keys; the caller has checked that this is
+// permitted.
 func deriveKeys(secret []byte, job string) (keys, error) {
 	k, err := hkdf.Key(sha256.New, secret, []byte(job), "chorus control 1", keyBytes)
 	if err != nil {
@@ -44,15 +45,15 @@ func deriveKeys(secret []byte, job string) (keys, error) {
 	return keys{control, gossip, hex.EncodeToString(label)}, err
 }
 
-// A credential authenticates connections to the coordinator. With that of a worker
-// a process registers as a worker only.
+// A credential authenticates connections to the coordinator. A worker's
+// credential permits only registration as a worker.
 type credential struct {
 	key    []byte
 	worker bool
 }
 
-// forWorkers returns the credential of the job's workers, from which that of the
-// launchers cannot be found.
+// forWorkers returns the credential of the job's workers. The launchers'
+// credential cannot be derived from it.
 func (c credential) forWorkers() (credential, error) {
 	if c.worker {
 		return c, nil
@@ -61,7 +62,7 @@ func (c credential) forWorkers() (credential, error) {
 	return credential{key: k, worker: true}, err
 }
 
-// tag names a job and a role on the wire without telling the name.
+// tag identifies a job and a role on the wire without revealing the name.
 func (c credential) tag(job string) [tagBytes]byte {
 	if c.worker {
 		sum := sha256.Sum256([]byte("chorus worker of job 1\x00" + job))
@@ -70,14 +71,15 @@ func (c credential) tag(job string) [tagBytes]byte {
 	return jobTag(job)
 }
 
-// jobTag is the tag of those who have the job's secret.
+// jobTag returns the tag for processes with the job's secret.
 func jobTag(job string) [tagBytes]byte {
 	sum := sha256.Sum256([]byte("chorus job 1\x00" + job))
 	return [tagBytes]byte(sum[:tagBytes])
 }
 
-// readSecretFile reads a shared secret and checks that only its owner can.
-// White space at the end does not count: editors add a newline, pipes do not.
+// readSecretFile reads a shared secret and checks that only the owner can access
+// the file. It ignores trailing white space, because editors add a newline and
+// pipes do not.
 func readSecretFile(path string) ([]byte, error) {
 	f, err := safefile.Open(path)
 	if err != nil {
@@ -114,7 +116,7 @@ func checkSecret(b []byte) error {
 
 func encodeToken(c credential) string { return hex.EncodeToString(c.key) }
 
-// decodeToken returns the credential of a worker.
+// decodeToken returns a worker's credential.
 func decodeToken(s string) (*credential, error) {
 	b, err := hex.DecodeString(s)
 	if err != nil || len(b) != keyBytes {

@@ -65,7 +65,7 @@ func TestCloseIsNoLoss(t *testing.T) {
 	var be *BarrierError
 	require.ErrorAs(t, err, &be)
 	require.Equal(t, []int{2}, be.Left)
-	require.EqualError(t, err, `cluster: barrier "b" on rank 1: rank 2 left the job without coming to it`)
+	require.EqualError(t, err, `cluster: barrier "b" on rank 1: rank 2 left the job without reaching it`)
 	require.NoError(t, ss[0].Set(t.Context(), "k", nil))
 	_, err = ss[1].Get(t.Context(), "k")
 	require.NoError(t, err)
@@ -110,13 +110,13 @@ func TestJoinTimeoutNamesTheMissing(t *testing.T) {
 				require.ErrorAs(t, err, &e)
 				require.Equal(t, []int{1, 3}, e.Missing, "%v", err)
 				require.True(t, e.Timeout())
-				require.Contains(t, e.Error(), `cluster: join job "few": gave up after `)
-				require.Contains(t, e.Error(), "2 of 4 processes have come: ")
+				require.Contains(t, e.Error(), `cluster: join job "few": timed out after `)
+				require.Contains(t, e.Error(), "2 of 4 processes have joined: ")
 				require.Contains(t, e.Error(), fmt.Sprintf("(host a pid %d)", os.Getpid()))
 				require.Contains(t, e.Error(), "; missing ranks 1, 3")
 			}
 			if limits[0] > limits[1] {
-				require.Contains(t, errs[0].Error(), "; of these gave up: rank 2 (host a pid ")
+				require.Contains(t, errs[0].Error(), "; of these timed out: rank 2 (host a pid ")
 			}
 		})
 	}
@@ -292,7 +292,7 @@ func TestRefusals(t *testing.T) {
 	_, err := Join(t.Context(), c)
 	var e *RefusedError
 	require.ErrorAs(t, err, &e)
-	require.Contains(t, err.Error(), "the process says that the world has size 3, the coordinator 2")
+	require.Contains(t, err.Error(), "the process has world size 3, the coordinator 2")
 	c.Size, c.Rank = 2, new(1)
 	_, err = Join(t.Context(), c)
 	var d *DuplicateError
@@ -338,10 +338,10 @@ func TestPortTaken(t *testing.T) {
 	c := &JoinConfig{Job: "j", Size: 2, Rank: new(0), Addr: ln.Addr().String(), Serve: true, Insecure: true, Timing: quick}
 	_, err = Join(t.Context(), c)
 	require.ErrorIs(t, err, syscall.EADDRINUSE)
-	require.Contains(t, err.Error(), "another program, or another job, has the port")
+	require.Contains(t, err.Error(), "another program or another job has the port")
 	c.Rank, c.Serve = new(1), false
 	_, err = Join(t.Context(), c)
 	var e *AuthError
 	require.ErrorAs(t, err, &e)
-	require.Contains(t, err.Error(), "no Chorus coordinator")
+	require.Contains(t, err.Error(), "not a Chorus coordinator")
 }

@@ -13,38 +13,38 @@ const firstEpoch = 1
 
 type kind byte
 
-// Kinds of messages. Records are JSON: they are rare and grow. Store calls are
-// binary: values are the user's bytes.
+// Kinds of messages. Records are JSON, because they are rare and get new fields.
+// Store calls are binary, because values are arbitrary bytes.
 const (
-	kindWelcome  kind = iota + 1 // coordinator: welcome
-	kindRegister                 // member: Member, or host
-	kindBeat                     // both: nothing; the coordinator sends it back
-	kindPrepare                  // coordinator to agents: nothing; id is the attempt
-	kindPrepared                 // agent: nothing; id is the attempt
-	kindPlan                     // coordinator to agents: plan
-	kindWorld                    // coordinator to workers: world
-	kindWho                      // member: nothing; answered by kindRoll
-	kindRoll                     // coordinator: roll
-	kindCall                     // worker: call
-	kindCancel                   // worker: nothing; id is the call's
-	kindReply                    // coordinator: call
-	kindExit                     // agent: Exit
-	kindStop                     // agent: fault
-	kindDone                     // agent: nothing; its workers have ended
-	kindLeave                    // member: nothing
-	kindFault                    // coordinator: fault
-	kindNote                     // coordinator to agents: fault that stops no host
-	kindEnded                    // coordinator: nothing
-	kindRefuse                   // coordinator: refusal
-	kindSilent                   // member: nothing; it gives up on a silent coordinator
-	kindLast                     // one more than the last
+	kindWelcome    kind = iota + 1 // coordinator: welcome
+	kindRegister                   // member: Member, or host
+	kindBeat                       // both: nothing; the coordinator echoes it
+	kindPrepare                    // coordinator to agents: nothing; id is the attempt
+	kindPrepared                   // agent: nothing; id is the attempt
+	kindPlan                       // coordinator to agents: plan
+	kindWorld                      // coordinator to workers: world
+	kindWho                        // member: nothing; answered by kindRoll
+	kindAttendance                 // coordinator: roll
+	kindCall                       // worker: call
+	kindCancel                     // worker: nothing; id of the call
+	kindReply                      // coordinator: call
+	kindExit                       // agent: Exit
+	kindStop                       // agent: fault
+	kindDone                       // agent: nothing; its workers have exited
+	kindLeave                      // member: nothing
+	kindFault                      // coordinator: fault
+	kindNote                       // coordinator to agents: fault that does not stop hosts
+	kindEnded                      // coordinator: nothing
+	kindRefuse                     // coordinator: refusal
+	kindSilent                     // member: nothing; it disconnects from a silent coordinator
+	kindLast                       // one more than the last
 )
 
-// A message is one frame's content.
+// A message is the content of one frame.
 type message struct {
 	kind  kind
 	epoch uint64
-	id    uint64 // of a call and what belongs to it
+	id    uint64 // number of a call, or of an attempt
 	body  []byte
 }
 
@@ -77,12 +77,12 @@ func decodeMessage(b []byte) (message, error) {
 	return m, nil
 }
 
-// note makes a message whose body is a record, or nothing when v is nil.
+// note creates a message with a record as its body, or without a body if v is nil.
 func note(k kind, v any) message {
 	m := message{kind: k, epoch: firstEpoch}
 	if v != nil {
 		b, err := json.Marshal(v)
-		if err != nil { // records hold only text and numbers
+		if err != nil { // cannot fail: records contain only text and numbers
 			panic("cluster: " + err.Error())
 		}
 		m.body = b
@@ -101,12 +101,12 @@ func (m message) record(v any) error {
 
 // A call is a request to the store, or its reply.
 type call struct {
-	op     byte // an operation, or in a reply a status
+	op     byte // an operation or, in a reply, a status
 	n      int64
 	fields [][]byte // nil and empty differ: nil means absent
 }
 
-// absentField is the length that stands for a nil field.
+// absentField is the encoded length of a nil field.
 const absentField = 1<<32 - 1
 
 func (c call) encode() []byte {
@@ -129,9 +129,9 @@ func (c call) encode() []byte {
 	return b
 }
 
-var errShortCall = errors.New("store call is cut short")
+var errShortCall = errors.New("store call is truncated")
 
-// decodeCall decodes a call, whose fields share b.
+// decodeCall decodes a call. Its fields share the memory of b.
 func decodeCall(b []byte) (call, error) {
 	if len(b) < 13 {
 		return call{}, errShortCall
@@ -139,7 +139,7 @@ func decodeCall(b []byte) (call, error) {
 	c := call{op: b[0], n: int64(binary.BigEndian.Uint64(b[1:]))}
 	count := binary.BigEndian.Uint32(b[9:])
 	b = b[13:]
-	// Each field has at least its length, so a false count costs no memory.
+	// Each field needs at least four bytes, so a false count cannot cause a large allocation.
 	if uint64(count)*4 > uint64(len(b)) {
 		return call{}, errShortCall
 	}

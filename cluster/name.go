@@ -7,10 +7,10 @@ import (
 	"github.com/gochorus/chorus/internal/plain"
 )
 
-// maxNameBytes bounds the names of jobs, hosts and processes.
+// maxNameBytes limits the names of jobs, hosts and processes.
 const maxNameBytes = 255
 
-// checkName returns an error if a name could not be shown to a user as it is.
+// checkName returns an error if a name cannot be printed unchanged.
 func checkName(of, name string) error {
 	switch {
 	case len(name) > maxNameBytes:
@@ -21,8 +21,8 @@ func checkName(of, name string) error {
 	return nil
 }
 
-// checkNames checks the names that a process registers with. Control characters in them
-// have been quoted, with backslashes.
+// checkNames validates the names in a registration. Control characters were
+// already replaced by escapes with backslashes.
 func checkNames(names ...string) *refusal {
 	for _, n := range names {
 		if err := checkName("host or process", n); err != nil {
@@ -32,8 +32,8 @@ func checkNames(names ...string) *refusal {
 	return nil
 }
 
-// quoteTexts quotes control characters in all texts of a record: the texts come from
-// another process and end up in messages.
+// quoteTexts escapes control characters in all texts of a record, because the
+// texts come from another process and appear in messages.
 func quoteTexts(v reflect.Value) {
 	switch v.Kind() {
 	case reflect.Pointer:

@@ -2,8 +2,9 @@ package cluster
 
 import "strings"
 
-// naturalCompare orders names as people do: node2 before node10. Names that
-// differ only in leading zeros are ordered as text, so that equal means same.
+// naturalCompare compares names in natural order: node2 before node10. If names
+// differ only in leading zeros, it compares them as text, so that only equal
+// names compare equal.
 func naturalCompare(a, b string) int {
 	x, y := a, b
 	for x != "" && y != "" {
@@ -37,7 +38,7 @@ func cutDigits(s string) (digits, rest string) {
 	return s[:i], s[i:]
 }
 
-// compareDigits compares by value without converting, so any length will do.
+// compareDigits compares numbers without conversion, so any length is valid.
 func compareDigits(a, b string) int {
 	a, b = strings.TrimLeft(a, "0"), strings.TrimLeft(b, "0")
 	if c := len(a) - len(b); c != 0 {

@@ -6,32 +6,31 @@ import (
 	"time"
 )
 
-// maxQueuedBytes bounds what waits for a peer that does not read; beyond it
-// the peer is lost.
+// maxQueuedBytes limits the data queued for a peer that does not read. A peer
+// that exceeds it is lost.
 const maxQueuedBytes = MaxStoreBytes
 
-// A peer is the coordinator's end of one member's connection. The fields below
-// mu's line belong to the coordinator's lock.
+// A peer is the coordinator's end of a member's connection.
 type peer struct {
 	link   *link
 	addr   string
-	sendBy time.Duration // how long one write may take
+	sendBy time.Duration // time limit of one write
 	heard  atomic.Int64  // UnixNano of the last frame
 
 	outMu  sync.Mutex
 	out    [][]byte
 	queued int
-	closed bool // no more is accepted; what is queued is still sent
-	hungUp bool // nor is anything heard
+	closed bool // no new messages; queued messages are still sent
+	hungUp bool // received messages are ignored, too
 	ready  chan struct{}
-	done   chan struct{} // closed when the writer has ended
+	done   chan struct{} // closed when the writer goroutine has ended
 
 	// Guarded by coordinator.mu.
 	role     role
-	host     host         // of an agent
-	reg      registration // of a worker
+	host     host         // if an agent
+	reg      registration // if a worker
 	state    peerState
-	prepared bool // agent: has answered the present attempt
+	prepared bool // agent: has accepted the current attempt
 }
 
 type role int
@@ -47,7 +46,7 @@ type peerState int
 const (
 	peerNew peerState = iota
 	peerJoined
-	peerDone // agent: its workers have ended and it waits for the others
+	peerDone // agent: its workers have exited and it waits for the others
 	peerGone // left, lost or refused
 )
 
@@ -68,7 +67,7 @@ func (p *peer) member() Member {
 
 func (p *peer) silent() time.Duration { return time.Since(time.Unix(0, p.heard.Load())) }
 
-// send queues a message and never blocks. Queued messages arrive in order.
+// send queues a message and does not block. Messages arrive in order.
 func (p *peer) send(m message) {
 	b := m.encode()
 	p.outMu.Lock()
@@ -78,15 +77,15 @@ func (p *peer) send(m message) {
 	}
 	if p.queued += len(b); p.queued > maxQueuedBytes {
 		p.closed = true
-		p.link.close() // the reader notices and tells the coordinator
+		p.link.close() // the reader then reports the loss
 		return
 	}
 	p.out = append(p.out, b)
 	p.wake()
 }
 
-// hangUp lets the writer send what is queued and then close the connection.
-func (p *peer) hangUp() {
+// closeAfterQueue closes the connection after all queued messages are sent.
+func (p *peer) closeAfterQueue() {
 	p.outMu.Lock()
 	defer p.outMu.Unlock()
 	p.closed, p.hungUp = true, true
@@ -99,9 +98,9 @@ func (p *peer) hasHungUp() bool {
 	return p.hungUp
 }
 
-// giveUp sends no more after a write has failed. What the other end has said
-// before it went is still to be read.
-func (p *peer) giveUp() {
+// stopSending stops sending after a failed write. The reader continues, to receive
+// messages that the peer sent before.
+func (p *peer) stopSending() {
 	p.outMu.Lock()
 	p.closed = true
 	p.outMu.Unlock()
@@ -115,7 +114,7 @@ func (p *peer) wake() {
 	}
 }
 
-// writeLoop sends what is queued until the peer hangs up or a write fails. The
+// writeLoop sends queued messages until the peer hangs up or a write fails. The
 // reader closes the connection.
 func (p *peer) writeLoop() {
 	defer close(p.done)
@@ -130,7 +129,7 @@ func (p *peer) writeLoop() {
 				break
 			}
 			if err := p.link.write(b, p.sendBy); err != nil {
-				p.giveUp()
+				p.stopSending()
 				return
 			}
 		}

@@ -5,16 +5,16 @@ import (
 	"encoding/hex"
 )
 
-// randomBytes returns n bytes that nobody can guess.
+// randomBytes returns n cryptographically random bytes.
 func randomBytes(n int) []byte {
 	b := make([]byte, n)
-	rand.Read(b) // never fails: crypto/rand ends the process instead
+	rand.Read(b) // never fails: crypto/rand exits the process instead
 	return b
 }
 
-// newName makes up a job's name: short enough for a log line, long enough that
-// two jobs of a user never share one.
+// newName generates a name for a job: short for log lines, and long enough to be
+// unique among the jobs of a user.
 func newName() string { return "job-" + hex.EncodeToString(randomBytes(5)) }
 
-// newUUID names one start of an agent, so that a restarted one is another.
+// newUUID returns an identifier for one start of an agent; a restarted agent has another one.
 func newUUID() string { return hex.EncodeToString(randomBytes(16)) }

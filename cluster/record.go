@@ -10,29 +10,29 @@ import (
 
 // A Member is one process of the world.
 type Member struct {
-	Rank      int    `json:"rank"` // -1: not known yet
+	Rank      int    `json:"rank"` // -1: not assigned yet
 	LocalRank int    `json:"localRank"`
 	LocalSize int    `json:"localSize"`
-	Node      int    `json:"node"` // the number of its host
+	Node      int    `json:"node"` // index of its host
 	Host      string `json:"host"`
 	PID       int    `json:"pid"`
-	Name      string `json:"name,omitempty"` // breaks ties where ranks are assigned
+	Name      string `json:"name,omitempty"` // breaks ties if the coordinator assigns ranks
 
-	arrival int // at the coordinator: where it is in the order of arrival
+	arrival int // at the coordinator: position in the order of arrival
 }
 
-// registration is how a worker introduces itself.
+// registration is a worker's first message.
 type registration struct {
 	Member
-	Size int `json:"size"` // of the world, as its environment says; 0 means unknown
+	Size int `json:"size"` // world size in its environment; 0 means unknown
 }
 
-// host is how an agent introduces itself.
+// host is an agent's first message.
 type host struct {
 	Host       string `json:"host"`
 	PID        int    `json:"pid"`
 	UUID       string `json:"uuid"`
-	NodeRank   int    `json:"nodeRank"` // -1: none was given
+	NodeRank   int    `json:"nodeRank"` // -1: not set
 	Nodes      int    `json:"nodes"`
 	LocalSize  int    `json:"localSize"`
 	MasterAddr string `json:"masterAddr"` // for programs that expect torchrun's variables
@@ -41,11 +41,11 @@ type host struct {
 
 func (h host) member() Member { return Member{Rank: -1, Node: h.NodeRank, Host: h.Host, PID: h.PID} }
 
-// welcome is the coordinator's first word: the timing that holds for all.
+// welcome is the coordinator's first message, with the timing for all members.
 type welcome struct {
 	Host      string        `json:"host"`
 	PID       int           `json:"pid"`
-	Rank      int           `json:"rank"` // of the process that holds the coordinator; -1 for an agent
+	Rank      int           `json:"rank"` // rank of the coordinator's process; -1 for an agent
 	Heartbeat time.Duration `json:"heartbeat"`
 	LostAfter time.Duration `json:"lostAfter"`
 }
@@ -55,12 +55,12 @@ type world struct {
 	Members []Member `json:"members"`
 }
 
-// plan is the committed list of hosts, in the order of node numbers.
+// plan is the committed list of all hosts, in the order of node indices.
 type plan struct {
 	Hosts []host `json:"hosts"`
 }
 
-// first returns the rank of the first worker on a node.
+// first returns the rank of the first worker of a node.
 func (p plan) first(node int) int {
 	n := 0
 	for _, h := range p.Hosts[:node] {
@@ -76,18 +76,18 @@ func (p plan) nodeOf(uuid string) int {
 	return slices.IndexFunc(p.Hosts, func(h host) bool { return h.UUID == uuid })
 }
 
-// fault says why the job cannot go on.
+// fault is the reason why the job cannot continue.
 type fault struct {
 	Rank   int           `json:"rank"`
 	Host   string        `json:"host"`
 	PID    int           `json:"pid"`
-	Silent time.Duration `json:"silent"` // since the coordinator last heard from it
+	Silent time.Duration `json:"silent"` // time since its last message to the coordinator
 	Reason string        `json:"reason"`
-	Code   int           `json:"code"`           // exit code; -1 when not known
-	Stop   bool          `json:"stop,omitempty"` // a launcher was told to stop the job
+	Code   int           `json:"code"`           // exit code; -1 if unknown
+	Stop   bool          `json:"stop,omitempty"` // a launcher was asked to stop the job
 }
 
-// err is the fault as the users of this process see it.
+// err converts the fault to an error for the user of this process.
 func (f fault) err() error {
 	if f.Stop {
 		return &StopError{Host: f.Host, Reason: f.Reason, ExitCode: f.Code}
@@ -96,18 +96,18 @@ func (f fault) err() error {
 		Since: time.Now().Add(-f.Silent), Reason: f.Reason, ExitCode: f.Code}
 }
 
-// refusal says why a registration was not accepted.
+// refusal is the reason why a registration was rejected.
 type refusal struct {
 	Reason string  `json:"reason,omitempty"`
 	Place  string  `json:"place,omitempty"` // set for a duplicate
 	First  *Member `json:"first,omitempty"`
 	Second *Member `json:"second,omitempty"`
-	// Set when the time to join was over at the coordinator.
-	Roll   *roll         `json:"roll,omitempty"`
-	Waited time.Duration `json:"waited,omitempty"`
+	// Set if the join timed out at the coordinator.
+	Attendance *attendance   `json:"roll,omitempty"`
+	Waited     time.Duration `json:"waited,omitempty"`
 }
 
-// why is the refusal as the coordinator's user sees it.
+// why describes the refusal for the coordinator's user.
 func (r refusal) why() string {
 	if r.First != nil {
 		return fmt.Sprintf("%s is taken by %s", r.Place, memberList([]Member{{Rank: -1, Host: r.First.Host, PID: r.First.PID}}))
@@ -116,9 +116,9 @@ func (r refusal) why() string {
 }
 
 func (r refusal) err(job, addr string) error {
-	if r.Roll != nil {
+	if r.Attendance != nil {
 		e := &JoinTimeoutError{Job: job, Waited: r.Waited, Addr: addr}
-		e.fill(*r.Roll)
+		e.fill(*r.Attendance)
 		return e
 	}
 	if r.First != nil && r.Second != nil {
@@ -127,26 +127,26 @@ func (r refusal) err(job, addr string) error {
 	return &RefusedError{Job: job, Addr: addr, Reason: r.Reason}
 }
 
-// roll says who has come and who is missing.
-type roll struct {
+// attendance lists the members that have joined and those that are missing.
+type attendance struct {
 	Unit    string   `json:"unit"`
 	Want    int      `json:"want"`
 	Have    []Member `json:"have"`
 	Missing []int    `json:"missing,omitempty"`
-	Gone    []Member `json:"gone,omitempty"` // of Have: gave up before the others
+	Gone    []Member `json:"gone,omitempty"` // members of Have that timed out
 	Hint    string   `json:"hint,omitempty"`
 }
 
-// maxLocalSize bounds what one host may bring: far beyond any machine, and
-// small enough to count to.
+// maxLocalSize limits the processes of one host: more than any machine has, and
+// small enough to iterate over.
 const maxLocalSize = 1 << 12
 
-// maxNamed bounds how many of a list a message spells out.
+// maxNamed limits the number of list elements in a message.
 const maxNamed = 16
 
-func (r roll) String() string {
+func (r attendance) String() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%d of %s have come", len(r.Have), quantity(r.Want, r.Unit))
+	fmt.Fprintf(&b, "%d of %s have joined", len(r.Have), quantity(r.Want, r.Unit))
 	if len(r.Have) > 0 {
 		fmt.Fprintf(&b, ": %s", memberList(r.Have))
 	}
@@ -157,7 +157,7 @@ func (r roll) String() string {
 		fmt.Fprintf(&b, "; missing %s", rankList(r.Missing))
 	}
 	if len(r.Gone) > 0 {
-		fmt.Fprintf(&b, "; of these gave up: %s", memberList(r.Gone))
+		fmt.Fprintf(&b, "; of these timed out: %s", memberList(r.Gone))
 	}
 	if r.Hint != "" {
 		fmt.Fprintf(&b, "; %s", r.Hint)
@@ -192,7 +192,7 @@ func memberList(ms []Member) string {
 	return strings.Join(parts, ", ") + andMore(len(ms))
 }
 
-// rankList writes "rank 1" or "ranks 1, 2".
+// rankList returns text such as "rank 1" or "ranks 1, 2".
 func rankList(ranks []int) string {
 	if len(ranks) == 1 {
 		return fmt.Sprintf("rank %d", ranks[0])
@@ -215,10 +215,9 @@ func andMore(n int) string {
 	return fmt.Sprintf(" and %d more", n-maxNamed)
 }
 
-// assignRanks completes the list of a world's members and puts it in order.
-// Either all have a rank, which is kept, or none has and they are numbered by
-// host, local rank and name. What a member's environment did not say of its
-// host is worked out from the list.
+// assignRanks completes the list of a world's members and sorts it by rank. If
+// all members have a rank, it keeps the ranks; otherwise it assigns ranks by
+// host, local rank and name. It derives missing host information from the list.
 func assignRanks(ms []Member) []Member {
 	ms = slices.Clone(ms)
 	if slices.ContainsFunc(ms, func(m Member) bool { return m.Rank < 0 }) {
@@ -237,8 +236,8 @@ func compareMembers(a, b Member) int {
 		naturalCompare(a.Name, b.Name), cmp.Compare(a.PID, b.PID))
 }
 
-// numberHosts fills in the fields that are -1 (0 for LocalSize) of members in
-// the order of ranks: hosts are numbered as they first appear.
+// numberHosts sets unknown fields (-1, or 0 for LocalSize) of members in the
+// order of ranks. Hosts are numbered in the order of their first appearance.
 func numberHosts(ms []Member) {
 	node := map[string]int{}
 	count := map[string]int{}
@@ -262,8 +261,8 @@ func numberHosts(ms []Member) {
 	}
 }
 
-// assignNodes puts hosts in the order of node numbers: by the rank that was
-// given to them, else by name.
+// assignNodes sorts hosts by node index: by the given node rank, otherwise by
+// name.
 func assignNodes(hs []host) []host {
 	hs = slices.Clone(hs)
 	slices.SortFunc(hs, func(a, b host) int {

@@ -6,14 +6,14 @@ import (
 	"slices"
 )
 
-// register takes in a peer, by what it says it is. The id of the message is 1
-// for an agent and 0 for a worker.
+// register adds a peer. The id of the message is 1 for an agent and 0 for a
+// worker.
 func (c *coordinator) register(p *peer, m message) error {
 	if p.role != roleNone {
 		return fmt.Errorf("second registration")
 	}
 	if m.id == registerAgent && p.link.worker {
-		return errors.New("a worker registers as a launcher: CHORUS_TOKEN is good for workers only")
+		return errors.New("a worker registers as a launcher: CHORUS_TOKEN is valid for workers only")
 	}
 	if m.id == registerAgent {
 		p.role = roleAgent
@@ -34,7 +34,7 @@ const (
 	registerAgent  = 1
 )
 
-// registerWorker takes in a worker, and commits the world when it was the last.
+// registerWorker adds a worker, and commits the world if it is the last one.
 func (c *coordinator) registerWorker(p *peer) error {
 	if c.faults.lost != nil {
 		p.send(note(kindFault, c.faults.lost))
@@ -59,7 +59,7 @@ func (c *coordinator) registerWorker(p *peer) error {
 	return nil
 }
 
-// objection returns why a worker cannot join, or nil.
+// objection returns the reason why a worker cannot join, or nil.
 func (c *coordinator) objection(reg registration) *refusal {
 	size := c.size()
 	if r := checkNames(reg.Host, reg.Name); r != nil {
@@ -69,15 +69,15 @@ func (c *coordinator) objection(reg registration) *refusal {
 	case c.verdict != nil:
 		return c.verdict
 	case size == 0:
-		return &refusal{Reason: "the hosts of the job have not all come yet"}
+		return &refusal{Reason: "some hosts of the job have not joined yet"}
 	case reg.Size > 0 && reg.Size != size:
-		return &refusal{Reason: fmt.Sprintf("the process says that the world has size %d, the coordinator %d", reg.Size, size)}
+		return &refusal{Reason: fmt.Sprintf("the process has world size %d, the coordinator %d", reg.Size, size)}
 	case reg.Rank >= size:
 		return &refusal{Reason: fmt.Sprintf("rank %d in a world of size %d", reg.Rank, size)}
 	}
 	for _, q := range c.workers {
 		if (q.reg.Rank < 0) != (reg.Rank < 0) {
-			return &refusal{Reason: "some processes have a rank and some have none; give one to all or to none"}
+			return &refusal{Reason: "some processes have a rank and some do not; set it in all processes or in none"}
 		}
 		if reg.Rank >= 0 && q.reg.Rank == reg.Rank {
 			return &refusal{Place: fmt.Sprintf("rank %d", reg.Rank), First: &q.reg.Member, Second: &reg.Member}
@@ -89,8 +89,8 @@ func (c *coordinator) objection(reg registration) *refusal {
 	return nil
 }
 
-// endJoin gives up the job that is not complete: all who wait, and all who will
-// come, are told why.
+// endJoin fails the incomplete job: it sends the reason to all members, also to
+// those that connect later.
 func (c *coordinator) endJoin(r refusal) {
 	if c.verdict != nil || c.world != nil || c.cfg.agents > 0 && c.plan != nil {
 		return
@@ -98,13 +98,13 @@ func (c *coordinator) endJoin(r refusal) {
 	c.verdict = &r
 	for _, p := range slices.Concat(c.agents, c.workers) {
 		if p.state == peerJoined {
-			c.dismiss(p, r)
+			c.refusePeer(p, r)
 		}
 	}
 }
 
-// decide makes the end of this process's own join that of all: the time was
-// over here. It is safe on nil.
+// decide ends the join of all members after this process's own join timed out. It
+// is safe on nil.
 func (c *coordinator) decide(err error) {
 	e, ok := errors.AsType[*JoinTimeoutError](err)
 	if c == nil || !ok || e.Want == 0 {
@@ -112,10 +112,10 @@ func (c *coordinator) decide(err error) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.endJoin(refusal{Waited: e.Waited, Roll: &roll{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone}})
+	c.endJoin(refusal{Waited: e.Waited, Attendance: &attendance{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone}})
 }
 
-// commitWorld fixes the ranks and tells all workers.
+// commitWorld assigns the ranks and notifies all workers.
 func (c *coordinator) commitWorld() {
 	ms := members(c.workers)
 	for i := range ms {
@@ -133,7 +133,7 @@ func (c *coordinator) commitWorld() {
 	}
 }
 
-// workerLeft notes a graceful end. Before the world is complete it frees the
+// workerLeft handles a graceful exit. Before the world is complete it frees the
 // place.
 func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 	if p.state != peerJoined {
@@ -151,7 +151,7 @@ func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 	c.checkDrained()
 }
 
-// registerAgent takes in a host, and proposes the plan when it was the last.
+// registerAgent adds a host, and proposes the plan if it is the last one.
 func (c *coordinator) registerAgent(p *peer) error {
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)
@@ -178,9 +178,9 @@ func (c *coordinator) hostObjection(h host) *refusal {
 	case c.verdict != nil:
 		return c.verdict
 	case n == 0:
-		return &refusal{Reason: "the job there runs without chorus run"}
+		return &refusal{Reason: "the coordinator's job was not started by chorus run"}
 	case h.Nodes != n:
-		return &refusal{Reason: fmt.Sprintf("host %s says that the job has %s, the coordinator %d; give all the same --nnodes", h.Host, quantity(h.Nodes, unitHost), n)}
+		return &refusal{Reason: fmt.Sprintf("host %s has a job of %s, the coordinator of %d; use the same --nnodes on all hosts", h.Host, quantity(h.Nodes, unitHost), n)}
 	case h.NodeRank >= n:
 		return &refusal{Reason: fmt.Sprintf("node rank %d in a job of %s", h.NodeRank, quantity(n, unitHost))}
 	case h.LocalSize < 1 || h.LocalSize > maxLocalSize:
@@ -190,7 +190,7 @@ func (c *coordinator) hostObjection(h host) *refusal {
 	for _, q := range c.agents {
 		theirs := q.host.member()
 		if (q.host.NodeRank < 0) != (h.NodeRank < 0) {
-			return &refusal{Reason: "some hosts have a --node-rank and some have none; give one to all or to none"}
+			return &refusal{Reason: "some hosts have a --node-rank and some do not; set it on all hosts or on none"}
 		}
 		if h.NodeRank >= 0 && q.host.NodeRank == h.NodeRank {
 			return &refusal{Place: fmt.Sprintf("node rank %d", h.NodeRank), First: &theirs, Second: &mine}
@@ -202,9 +202,9 @@ func (c *coordinator) hostObjection(h host) *refusal {
 	return nil
 }
 
-// propose asks all agents to stay with this coordinator. Until they have
-// agreed, an agent may move to a smaller seed that has appeared; once it has
-// agreed it may not, so two coordinators never commit the same agent.
+// propose asks all agents to stay with this coordinator. An agent may move to a
+// smaller seed only before it accepts, so that two coordinators never commit the
+// same agent.
 func (c *coordinator) propose() {
 	c.lastTry++
 	c.attempt = c.lastTry
@@ -214,7 +214,7 @@ func (c *coordinator) propose() {
 	}
 }
 
-// withdraw frees the agents from a proposal that cannot succeed.
+// withdraw releases the agents from a proposal that cannot succeed.
 func (c *coordinator) withdraw() {
 	if c.attempt == 0 || c.plan != nil {
 		return
@@ -246,8 +246,8 @@ func (c *coordinator) prepared(p *peer, attempt uint64) {
 	}
 }
 
-// agentDone notes that a host's workers have ended; when all hosts' have, the
-// job has.
+// agentDone records that a host's workers have exited. The job ends when all
+// hosts are done.
 func (c *coordinator) agentDone(p *peer) {
 	if p.state != peerJoined {
 		return
@@ -263,8 +263,8 @@ func (c *coordinator) agentDone(p *peer) {
 	}
 }
 
-// agentLeft notes that a launcher goes. Before the plan it frees the place; a
-// host that has not finished takes its ranks with it.
+// agentLeft handles the departure of a launcher. Before the plan it frees the
+// place. Later, a host that is not done loses its ranks.
 func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 	state := p.state
 	p.state = peerGone
@@ -277,6 +277,6 @@ func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 		return
 	}
 	if state == peerJoined {
-		c.hostLost(p, "its launcher left before its workers had ended")
+		c.hostLost(p, "its launcher left before its workers had exited")
 	}
 }

@@ -5,11 +5,11 @@ import (
 	"syscall"
 )
 
-// A reservation holds a TCP port for a program of the job that will listen on
-// it, such as torch's store on MASTER_PORT. The socket is bound and does not
-// listen: the kernel gives the port to nobody who asks for any, while a program
-// that binds it by number with SO_REUSEADDR, as Go and torch do, gets it.
-// Closing the port and hoping would lose that race now and then.
+// A reservation holds a TCP port for a program of the job that will listen on it
+// later, such as torch's store on MASTER_PORT. The socket is bound but does not
+// listen. The kernel then does not assign the port to other programs, but a
+// program that binds this port with SO_REUSEADDR, as Go and torch do, succeeds.
+// Closing the port first would be a race with other programs.
 type reservation struct {
 	fd   int
 	port int

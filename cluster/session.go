@@ -12,8 +12,8 @@ import (
 	"github.com/gochorus/chorus/internal/handle"
 )
 
-// A Session is this process's place in the world. Its methods may be called
-// from several goroutines at once.
+// A Session is the membership of this process in a world. Methods are safe for
+// concurrent use.
 type Session struct {
 	owner   handle.Owner
 	job     string
@@ -22,15 +22,15 @@ type Session struct {
 	members []Member
 	timeout time.Duration
 	store   caller
-	k       *client      // nil in a world of one
-	coord   *coordinator // nil unless this process holds it
+	k       *client      // nil in a world of one process
+	coord   *coordinator // nil unless this process runs the coordinator
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 	closing sync.Once
 }
 
-// A caller carries out store calls: the connection to the coordinator, or in a
-// world of one the engine itself.
+// A caller runs store calls, either over the connection to the coordinator or, in
+// a world of one process, directly in the engine.
 type caller interface {
 	call(ctx context.Context, c call) (call, error)
 }
@@ -42,56 +42,57 @@ func newSession(cfg *JoinConfig, k *client, coord *coordinator, j *joining) *Ses
 	return s
 }
 
-// newSoloSession is a world of one: no socket, no goroutine.
+// newSoloSession returns a world of one process, without sockets and goroutines.
 func newSoloSession(cfg *JoinConfig) *Session {
 	me := Member{LocalSize: 1, Host: cfg.Host, PID: os.Getpid(), Name: cfg.Name}
-	s := &Session{job: cfg.Job, source: cfg.source, me: me, members: []Member{me},
-		timeout: cfg.Timing.Call, store: &solo{engine: newEngine(1)}}
+	s := &Session{job: cfg.Job, source: cfg.source, me: me, members: []Member{me}, timeout: cfg.Timing.Call}
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
+	s.store = &solo{engine: newEngine(1), session: s.ctx}
 	handle.Init(s, &s.owner, handle.About{Kind: "cluster.Session", On: handle.Name("job " + cfg.Job)})
 	return s
 }
 
-// Rank returns this process's number in the world, 0 to Size-1.
+// Rank returns the rank of this process in the world, 0 to Size-1.
 func (s *Session) Rank() int { return s.me.Rank }
 
-// Size returns how many processes the world has.
+// Size returns the world size.
 func (s *Session) Size() int { return len(s.members) }
 
-// LocalRank returns this process's number on its host. `chorus run` gives each
-// the device of that ordinal.
+// LocalRank returns the rank of this process on its host. Under `chorus run` it
+// is also the ordinal of its device.
 func (s *Session) LocalRank() int { return s.me.LocalRank }
 
-// LocalSize returns how many processes of the world this host has.
+// LocalSize returns the number of processes on this host.
 func (s *Session) LocalSize() int { return s.me.LocalSize }
 
-// Node returns the number of this host in the job.
+// Node returns the index of this host in the job.
 func (s *Session) Node() int { return s.me.Node }
 
-// Host returns this host's name in the job.
+// Host returns the name of this host in the job.
 func (s *Session) Host() string { return s.me.Host }
 
-// Job returns the job's name.
+// Job returns the name of the job.
 func (s *Session) Job() string { return s.job }
 
-// Source says in one line where the ranks came from, as in "torchrun: RANK=3,
-// WORLD_SIZE=16".
+// Source describes the origin of the ranks in one line, such as "torchrun:
+// RANK=3, WORLD_SIZE=16".
 func (s *Session) Source() string { return s.source }
 
 // Members returns all processes of the world in the order of ranks. The caller
 // may change the slice.
 func (s *Session) Members() []Member { return slices.Clone(s.members) }
 
-// Context ends when a process of the job is lost, with a *MemberLostError as
-// its cause, or when the session is closed, with ErrClosed. It is a signal: it
-// carries no values and no deadline.
+// Context is cancelled when a process of the job is lost, with a *MemberLostError
+// as its cause, or when the session is closed, with ErrClosed. It has no values
+// and no deadline.
 func (s *Session) Context() context.Context { return s.ctx }
 
-// Shutdown leaves together: it waits until all processes of the world have
-// called Shutdown or Close, and then closes the session. It returns nil when
-// they all have, and otherwise why not: a *BarrierError with the missing ranks
-// when ctx, or the default deadline, ended first, or the *MemberLostError. The
-// session is closed in any case.
+// Shutdown waits until all processes of the world have called Shutdown or Close,
+// and then closes the session. It returns nil if all of them have. If ctx or the
+// default deadline ends first, it returns a *BarrierError with the missing ranks. After a
+// loss it returns the *MemberLostError. It returns ErrEnded if the process with the
+// coordinator has called Close before the others came. It closes the session in all
+// cases. If the session was closed before, Shutdown returns nil.
 func (s *Session) Shutdown(ctx context.Context) error {
 	if s == nil || s.ctx.Err() != nil && errors.Is(context.Cause(s.ctx), ErrClosed) {
 		return nil
@@ -99,18 +100,22 @@ func (s *Session) Shutdown(ctx context.Context) error {
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
 	r, err := s.store.call(ctx, call{op: opFinish})
-	if errors.Is(err, ErrEnded) {
-		err = nil // the coordinator closed: it was the last, or wanted no shutdown
+	if errors.Is(err, ErrEnded) && s.Size() == 2 && s.coordinates(s.members[1-s.Rank()]) {
+		err = nil // both have left
 	}
 	return errors.Join(s.barrierError("shutdown", r, err), s.Close())
 }
 
-// Close leaves the job now. The others are not disturbed, but a barrier that
-// still expects this rank fails, and where this process holds the coordinator
-// (without a launcher, rank 0) the store ends for all, after half a second at
-// most in which the others may still read it: Shutdown avoids both.
-// Close is idempotent and safe on nil, and returns when no goroutine is left.
-// Its error is always nil.
+// coordinates reports whether the process of a member runs the coordinator.
+func (s *Session) coordinates(m Member) bool {
+	return s.k.hello.PID == m.PID && s.k.hello.Host == m.Host
+}
+
+// Close leaves the job immediately. The other processes continue, but a barrier
+// that needs this rank fails. If this process runs the coordinator (rank 0
+// without a launcher), the store closes for all processes; they can read it for
+// at most half a second more. Shutdown avoids both. Close is idempotent and safe
+// on nil, and returns when all goroutines have ended. Its error is always nil.
 func (s *Session) Close() error {
 	if s == nil {
 		return nil
@@ -129,7 +134,7 @@ func (s *Session) Close() error {
 	return nil
 }
 
-// deadline gives ctx the default deadline if it has none.
+// deadline adds the default deadline if ctx has none.
 func (s *Session) deadline(ctx context.Context) (context.Context, context.CancelFunc) {
 	if _, ok := ctx.Deadline(); ok {
 		return ctx, func() {}
@@ -137,7 +142,7 @@ func (s *Session) deadline(ctx context.Context) (context.Context, context.Cancel
 	return context.WithTimeout(ctx, s.timeout)
 }
 
-// remote is a client as a caller.
+// remote implements caller with a client.
 type remote client
 
 func (r *remote) call(ctx context.Context, c call) (call, error) {
@@ -150,10 +155,10 @@ func (r *remote) call(ctx context.Context, c call) (call, error) {
 		k.drop(id)
 		return call{}, err
 	}
-	return k.giveUp(id, c.op, err)
+	return k.cancelCall(id, c.op, err)
 }
 
-// last reads a key also when the job has failed, while the connection lasts.
+// last reads a key even after the job has failed, while the connection is open.
 func (r *remote) last(ctx context.Context, c call) (call, error) {
 	k := (*client)(r)
 	m, id, err := k.askUntil(ctx, k.down, kindCall, c.encode())
@@ -164,9 +169,9 @@ func (r *remote) last(ctx context.Context, c call) (call, error) {
 	return decodeCall(m.body)
 }
 
-// giveUp cancels a call at the coordinator. The reply of a barrier, which says
-// who was missing, is worth a short wait.
-func (k *client) giveUp(id uint64, op byte, cause error) (call, error) {
+// cancelCall cancels a call at the coordinator. For a barrier it waits briefly for
+// the reply, which lists the missing ranks.
+func (k *client) cancelCall(id uint64, op byte, cause error) (call, error) {
 	k.mu.Lock()
 	ch := k.replies[id]
 	k.mu.Unlock()
@@ -187,21 +192,25 @@ func (k *client) giveUp(id uint64, op byte, cause error) (call, error) {
 	if err != nil {
 		return call{}, fmt.Errorf("%w; %w", cause, err)
 	}
-	if r.op == statusOK { // it opened while this rank gave up
+	if r.op == statusOK { // the barrier opened during the cancellation
 		return r, nil
 	}
 	return r, cause
 }
 
-// solo is the store of a world of one.
+// solo is the store of a world of one process.
 type solo struct {
-	mu     sync.Mutex
-	engine *engine
-	lastID uint64
+	session context.Context
+	mu      sync.Mutex
+	engine  *engine
+	lastID  uint64
 }
 
 func (s *solo) call(ctx context.Context, c call) (call, error) {
-	ch := make(chan call, 2) // a barrier that is cancelled may reply twice
+	if s.session.Err() != nil {
+		return call{}, context.Cause(s.session)
+	}
+	ch := make(chan call, 2) // a cancelled barrier may reply twice
 	s.mu.Lock()
 	s.lastID++
 	t := ticket{0, s.lastID}
@@ -210,6 +219,8 @@ func (s *solo) call(ctx context.Context, c call) (call, error) {
 	select {
 	case r := <-ch:
 		return r, nil
+	case <-s.session.Done():
+		return call{}, context.Cause(s.session)
 	case <-ctx.Done():
 		s.mu.Lock()
 		s.engine.cancel(t)

@@ -162,3 +162,21 @@ func TestSessionShutdown(t *testing.T) {
 		require.NoError(t, s.Shutdown(t.Context()))
 	}
 }
+
+// A job of one process has no coordinator, and its calls fail like those of other jobs when
+// the session is closed.
+func TestCloseOfAJobOfOneProcess(t *testing.T) {
+	s, err := Join(t.Context(), nil)
+	require.NoError(t, err)
+	waits := make(chan error)
+	go func() {
+		_, err := s.Get(t.Context(), "never set")
+		waits <- err
+	}()
+	require.NoError(t, s.Set(t.Context(), "key", nil))
+	require.NoError(t, s.Close())
+	require.ErrorIs(t, <-waits, ErrClosed)
+	require.ErrorIs(t, s.Set(t.Context(), "key", nil), ErrClosed)
+	require.ErrorIs(t, s.Barrier(t.Context(), "barrier"), ErrClosed)
+	require.NoError(t, s.Shutdown(t.Context()))
+}

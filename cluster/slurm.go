@@ -6,10 +6,10 @@ import (
 	"strings"
 )
 
-// maxListed bounds what a node list may expand to.
+// maxListed limits the expansion of a node list.
 const maxListed = 1 << 16
 
-// parseNodeList expands Slurm's form of a list of host names, as in
+// parseNodeList expands Slurm's syntax for a list of host names, such as
 // "gpu[01-03,7],login,r[1-2]n[0-1]".
 func parseNodeList(s string) ([]string, error) {
 	var hosts []string
@@ -53,12 +53,12 @@ func cutItem(s string) (item, rest string, err error) {
 		}
 	}
 	if open {
-		return "", "", fmt.Errorf("node list %q has a bracket that is not closed", s)
+		return "", "", fmt.Errorf("node list %q has an unclosed bracket", s)
 	}
 	return s, "", nil
 }
 
-// expandItem expands the brackets of one item, the first varying slowest.
+// expandItem expands the brackets of one item; the first bracket varies slowest.
 func expandItem(item string) ([]string, error) {
 	if item == "" {
 		return nil, fmt.Errorf("node list has an empty name")
@@ -120,7 +120,7 @@ func expandRanges(s string) ([]string, error) {
 	return out, nil
 }
 
-// parseTasksPerNode expands Slurm's counts, as in "4(x2),3".
+// parseTasksPerNode expands Slurm's task counts, such as "4(x2),3".
 func parseTasksPerNode(s string) ([]int, error) {
 	var out []int
 	for part := range strings.SplitSeq(s, ",") {

@@ -10,11 +10,11 @@ import (
 
 // Limits of the store.
 const (
-	MaxKeyBytes   = 1 << 10  // of one key, or barrier's name
-	MaxValueBytes = 1 << 20  // of one value
-	MaxStoreBytes = 64 << 20 // of all keys, values and waiting calls together
+	MaxKeyBytes   = 1 << 10  // one key, or the name of a barrier
+	MaxValueBytes = 1 << 20  // one value
+	MaxStoreBytes = 64 << 20 // all keys, values and waiting calls together
 
-	// entryBytes is about what a key costs beside its bytes and those of its value.
+	// entryBytes is the approximate overhead of a key.
 	entryBytes = 128
 )
 
@@ -27,7 +27,7 @@ const (
 	opSwap                    // key, old, new; a nil old means absent, a nil new delete
 	opDelete                  // key
 	opBarrier                 // name; waits
-	opFinish                  // none; waits: the barrier before leaving together
+	opFinish                  // none; waits: the barrier of Shutdown
 )
 
 // Statuses of a reply.
@@ -39,17 +39,17 @@ const (
 	statusBusy           // Barrier
 	statusAbsent         // Barrier: cancelled; fields are the missing ranks
 	statusLeft           // Barrier: fields are the ranks that left
-	statusBad            // a call that makes no sense
+	statusBad            // invalid call
 	statusTooMany        // maxWaits or maxWaitKeys
 )
 
-// An engine is the store and its barriers: a state machine without locks or
-// goroutines, which whoever owns it calls under one lock. Replies are functions
-// that must not block.
+// An engine implements the store and its barriers as a state machine without
+// locks or goroutines; its owner calls it under a lock. Reply functions must not
+// block.
 type engine struct {
-	size     int // of the world
+	size     int // world size
 	values   map[string][]byte
-	bytes    int // of values and waiting
+	bytes    int // of values and waiting calls
 	waiting  map[ticket]*waiter
 	byKey    map[string]map[*waiter]bool
 	loads    map[int]load // by rank
@@ -57,7 +57,7 @@ type engine struct {
 	left     map[int]bool
 }
 
-// A ticket names a call of a rank.
+// A ticket identifies a call of a rank.
 type ticket struct {
 	rank int
 	id   uint64
@@ -66,16 +66,16 @@ type ticket struct {
 type waiter struct {
 	ticket
 	op     byte
-	keys   []string // each once
-	absent int      // of them have no value
-	bytes  int      // that it is charged with
+	keys   []string // without duplicates
+	absent int      // number of keys without a value
+	bytes  int      // charged to the store
 	reply  func(call)
 }
 
 type barrier struct{ come map[int]*waiter }
 
-// finishBarrier cannot be the name of a user's barrier, which is longer by its
-// prefix.
+// finishBarrier differs from the name of every user's barrier, because those have
+// a prefix.
 const finishBarrier = ""
 
 func newEngine(size int) *engine {
@@ -85,7 +85,7 @@ func newEngine(size int) *engine {
 	}
 }
 
-// do carries out one call. It replies now, or later when the call waits.
+// do runs one call. It replies immediately, or later if the call waits.
 func (e *engine) do(t ticket, c call, reply func(call)) {
 	if status := checkCall(c); status != statusOK {
 		reply(call{op: status})
@@ -109,10 +109,10 @@ func (e *engine) do(t ticket, c call, reply func(call)) {
 	}
 }
 
-// fieldsOf says how many fields a call has; Wait has any number.
+// fieldsOf maps an operation to its number of fields; opWait accepts any number.
 var fieldsOf = map[byte]int{opSet: 2, opGet: 1, opAdd: 1, opSwap: 3, opDelete: 1, opBarrier: 1, opFinish: 0}
 
-// checkCall checks the shape and the sizes of a call.
+// checkCall validates the shape and the sizes of a call.
 func checkCall(c call) byte {
 	n, known := fieldsOf[c.op]
 	if c.op != opWait && (!known || n != len(c.fields)) {
@@ -178,7 +178,7 @@ func (e *engine) add(key string, delta int64) call {
 	return call{op: e.set(key, strconv.AppendInt(nil, n, 10)), n: n}
 }
 
-// swap sets key to next if its value is old; the reply's n says whether.
+// swap sets key to next if its value is old; n of the reply is 1 on success.
 func (e *engine) swap(key string, old, next []byte) call {
 	v, ok := e.values[key]
 	if ok != (old != nil) || !bytes.Equal(v, old) {
@@ -194,7 +194,7 @@ func (e *engine) swap(key string, old, next []byte) call {
 	return call{op: statusOK, n: 1}
 }
 
-// arrive lets a rank into a barrier, which opens when all have come.
+// arrive adds a rank to a barrier, which opens when all ranks have arrived.
 func (e *engine) arrive(t ticket, op byte, name string, reply func(call)) {
 	b := e.barriers[name]
 	if b == nil {
@@ -214,12 +214,12 @@ func (e *engine) arrive(t ticket, op byte, name string, reply func(call)) {
 		return
 	}
 	b.come[t.rank] = w
-	e.settle(name)
+	e.wakeWaiters(name)
 }
 
-// settle opens a barrier that is full, or fails one that never will be. To the
-// barrier before leaving, those who left have come.
-func (e *engine) settle(name string) {
+// wakeWaiters opens a barrier if all ranks have arrived, or fails it if a missing rank
+// has left. For the barrier of Shutdown, ranks that left count as arrived.
+func (e *engine) wakeWaiters(name string) {
 	b := e.barriers[name]
 	missing := e.missing(b)
 	gone := slices.DeleteFunc(slices.Clone(missing), func(r int) bool { return !e.left[r] })
@@ -248,8 +248,8 @@ func (e *engine) missing(b *barrier) []int {
 	return ranks
 }
 
-// cancel ends a call that waits. A barrier's reply says who was missing; other
-// calls get none, for nobody waits for it any more.
+// cancel cancels a waiting call. A barrier replies with the missing ranks; other
+// calls do not reply, because the caller no longer waits.
 func (e *engine) cancel(t ticket) {
 	w := e.waiting[t]
 	if w == nil {
@@ -272,7 +272,7 @@ func (e *engine) cancel(t ticket) {
 	}
 }
 
-// leave notes that a rank has left and fails the barriers it did not come to.
+// leave records that a rank left, and fails barriers that wait for it.
 func (e *engine) leave(rank int) {
 	e.left[rank] = true
 	for t, w := range e.waiting {
@@ -281,7 +281,7 @@ func (e *engine) leave(rank int) {
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(e.barriers)) {
-		e.settle(name)
+		e.wakeWaiters(name)
 	}
 }
 

@@ -1,24 +1,24 @@
 package cluster
 
-// Limits of the waiting calls of one rank. A process has a call for each waiting goroutine,
-// and a call may have a key for each rank of a large world.
+// Limits of the waiting calls of one rank. A process has one call for each
+// waiting goroutine, and a call may have one key for each rank of a large world.
 const (
 	maxWaits    = 4096
 	maxWaitKeys = 1 << 16
-	// waitBytes is about the cost of one key of a waiting call, beside the key's bytes.
+	// waitBytes is the approximate cost of one key of a waiting call, in addition to the key's bytes.
 	waitBytes = 256
 )
 
-// A load counts the waiting calls of a rank and their keys.
+// A load counts the waiting calls of a rank, and their keys.
 type load struct{ calls, keys int }
 
-// enter notes that a call waits, and charges it to the store, or says why it cannot wait.
+// enter records a waiting call and charges it to the store, or returns why it cannot wait.
 func (e *engine) enter(w *waiter) byte {
 	l := e.loads[w.rank]
 	switch {
 	case e.waiting[w.ticket] != nil:
-		return statusBad // a second call of this number
-	case w.op == opFinish: // to leave is not refused
+		return statusBad // duplicate number
+	case w.op == opFinish: // Shutdown has no limit
 	case l.calls >= maxWaits || l.keys+len(w.keys) > maxWaitKeys:
 		return statusTooMany
 	case e.bytes+w.bytes > MaxStoreBytes:
@@ -30,7 +30,7 @@ func (e *engine) enter(w *waiter) byte {
 	return statusOK
 }
 
-// exit undoes enter.
+// exit reverses enter.
 func (e *engine) exit(w *waiter) {
 	delete(e.waiting, w.ticket)
 	e.bytes -= w.bytes
@@ -41,7 +41,7 @@ func (e *engine) exit(w *waiter) {
 	}
 }
 
-// wait replies when all keys of the call exist.
+// wait replies when all keys of the call have values.
 func (e *engine) wait(t ticket, c call, reply func(call)) {
 	w := &waiter{ticket: t, op: c.op, reply: reply}
 	seen := make(map[string]bool, min(len(c.fields), maxWaitKeys+1))
@@ -77,7 +77,7 @@ func (e *engine) wait(t ticket, c call, reply func(call)) {
 	}
 }
 
-// answer replies to a call whose keys all exist.
+// answer replies to a call whose keys all have values.
 func (e *engine) answer(w *waiter) {
 	r := call{op: statusOK}
 	if w.op == opGet {
@@ -86,7 +86,7 @@ func (e *engine) answer(w *waiter) {
 	w.reply(r)
 }
 
-// wake notes that a key has a value now, and answers those who waited for no other.
+// wake records that a key has a value, and answers calls that were waiting only for this key.
 func (e *engine) wake(key string) {
 	for w := range e.byKey[key] {
 		if w.absent--; w.absent == 0 {
@@ -96,7 +96,7 @@ func (e *engine) wake(key string) {
 	}
 }
 
-// forget ends the wait for keys.
+// forget ends the wait of a call.
 func (e *engine) forget(w *waiter) {
 	e.exit(w)
 	for _, k := range w.keys {

@@ -7,9 +7,9 @@ import (
 	"fmt"
 )
 
-// Set gives key a value, which is copied before Set returns. It returns when
-// the coordinator has it. Keys and values have the limits MaxKeyBytes and
-// MaxValueBytes, and all together MaxStoreBytes.
+// Set sets the value of key. It copies value before it returns, and returns when
+// the coordinator has stored it. The limits are MaxKeyBytes, MaxValueBytes and,
+// for the whole store, MaxStoreBytes.
 func (s *Session) Set(ctx context.Context, key string, value []byte) error {
 	if value == nil {
 		value = []byte{}
@@ -18,8 +18,7 @@ func (s *Session) Set(ctx context.Context, key string, value []byte) error {
 	return err
 }
 
-// Get returns the value of key, and waits until it has one. The caller owns the
-// result.
+// Get waits until key has a value and returns it. The caller owns the result.
 func (s *Session) Get(ctx context.Context, key string) ([]byte, error) {
 	r, err := s.do(ctx, "get", key, call{op: opGet, fields: [][]byte{[]byte(key)}})
 	if err != nil {
@@ -31,9 +30,10 @@ func (s *Session) Get(ctx context.Context, key string) ([]byte, error) {
 	return bytes.Clone(r.fields[0]), nil
 }
 
-// Last is Get that does not end with the session's context: after a loss it still
-// reads what was set before, as long as the coordinator is there, which is not for
-// long. ctx must end: nothing else bounds the wait for a key that was never set.
+// Last is like Get but does not end with the session's context: after a loss it
+// still reads earlier values, while the coordinator exists, which is only for a
+// short time. ctx must have an end: nothing else limits the wait for a key
+// without a value.
 func (s *Session) Last(ctx context.Context, key string) ([]byte, error) {
 	r, ok := s.store.(*remote)
 	if !ok {
@@ -59,7 +59,7 @@ func (s *Session) Last(ctx context.Context, key string) ([]byte, error) {
 	return nil, e
 }
 
-// Wait returns when all keys have a value.
+// Wait waits until all keys have values.
 func (s *Session) Wait(ctx context.Context, keys ...string) error {
 	c := call{op: opWait}
 	for _, k := range keys {
@@ -76,30 +76,31 @@ func (s *Session) Wait(ctx context.Context, keys ...string) error {
 	return err
 }
 
-// Add adds delta to the number that key has, or to 0, and returns the sum. It
-// is atomic. The value is decimal text, which Get returns and Set may begin.
+// Add atomically adds delta to the number in key, or to 0 if key has no value,
+// and returns the sum. The value is decimal text: Get returns it, and Set may set
+// the initial value.
 func (s *Session) Add(ctx context.Context, key string, delta int64) (int64, error) {
 	r, err := s.do(ctx, "add", key, call{op: opAdd, n: delta, fields: [][]byte{[]byte(key)}})
 	return r.n, err
 }
 
-// CompareAndSwap gives key the value next if it has the value old, and reports
-// whether it did. It is atomic. A nil old means that key has no value, a nil
-// next that it shall have none; an empty value is one.
+// CompareAndSwap atomically sets key to next if its value is old, and reports
+// whether it did. A nil old means that key must have no value, a nil next deletes
+// key; an empty slice is a value.
 func (s *Session) CompareAndSwap(ctx context.Context, key string, old, next []byte) (bool, error) {
 	r, err := s.do(ctx, "compare-and-swap", key, call{op: opSwap, fields: [][]byte{[]byte(key), old, next}})
 	return r.n == 1, err
 }
 
-// Delete removes key and reports whether it had a value.
+// Delete deletes key and reports whether it had a value.
 func (s *Session) Delete(ctx context.Context, key string) (bool, error) {
 	r, err := s.do(ctx, "delete", key, call{op: opDelete, fields: [][]byte{[]byte(key)}})
 	return r.n == 1, err
 }
 
-// Barrier waits until all ranks have called Barrier with the same name, which
-// may be used again after that. When ctx ends first, the *BarrierError lists
-// the ranks that were missing, and this rank no longer counts as having come.
+// Barrier waits until all ranks have called Barrier with the same name. The name
+// can be reused afterwards. If ctx ends first, the *BarrierError lists the
+// missing ranks, and this rank no longer counts as arrived.
 func (s *Session) Barrier(ctx context.Context, name string) error {
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
@@ -107,7 +108,7 @@ func (s *Session) Barrier(ctx context.Context, name string) error {
 	return s.barrierError(name, r, err)
 }
 
-// barrierError makes a barrier's reply an error, or nil if it opened.
+// barrierError converts a barrier's reply to an error, or nil if it opened.
 func (s *Session) barrierError(name string, r call, err error) error {
 	e := &BarrierError{Name: name, Rank: s.Rank(), Err: err}
 	switch {
@@ -124,12 +125,12 @@ func (s *Session) barrierError(name string, r call, err error) error {
 	return e
 }
 
-// do carries out one call with the default deadline and names it in the error.
+// do runs one call with the default deadline. Its error describes the call.
 func (s *Session) do(ctx context.Context, op, key string, c call) (call, error) {
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
 	e := &StoreError{Op: op, Key: key, Rank: s.Rank()}
-	if checkCall(c) == statusTooLarge { // found before anything is sent
+	if checkCall(c) == statusTooLarge { // fail before sending
 		e.Err = statusError(statusTooLarge)
 		return call{}, e
 	}
@@ -147,7 +148,7 @@ func (s *Session) do(ctx context.Context, op, key string, c call) (call, error) 
 	return call{}, e
 }
 
-// statusError is the error of a reply's status.
+// statusError converts the status of a reply to an error.
 func statusError(status byte) error {
 	switch status {
 	case statusTooLarge:
@@ -161,5 +162,5 @@ func statusError(status byte) error {
 	case statusBusy:
 		return ErrBusy
 	}
-	return fmt.Errorf("the coordinator cannot carry out this call (status %d)", status)
+	return fmt.Errorf("the coordinator rejected this call (status %d)", status)
 }

@@ -85,12 +85,12 @@ func TestLinkRefusesTampering(t *testing.T) {
 	b, f := frames()
 	require.NoError(t, read(b, f[0], f[1]))
 	b, f = frames()
-	require.ErrorContains(t, read(b, f[0], f[0]), "changed on its way")
+	require.ErrorContains(t, read(b, f[0], f[0]), "changed in transit")
 	b, f = frames()
-	require.ErrorContains(t, read(b, f[1]), "changed on its way")
+	require.ErrorContains(t, read(b, f[1]), "changed in transit")
 	b, f = frames()
 	f[0][len(f[0])-1] ^= 1
-	require.ErrorContains(t, read(b, f[0]), "changed on its way")
+	require.ErrorContains(t, read(b, f[0]), "changed in transit")
 	b, f = frames()
 	require.ErrorIs(t, read(b, f[0][:len(f[0])-1]), io.ErrUnexpectedEOF)
 	b, _ = frames()
@@ -163,7 +163,7 @@ func FuzzDecodeMessage(f *testing.F) {
 		}
 		require.Equal(t, b, m.encode())
 		// No record may bring a decoder down, whatever it is taken for.
-		for _, v := range []any{&registration{}, &host{}, &welcome{}, &world{}, &plan{}, &fault{}, &refusal{}, &roll{}, &Exit{}} {
+		for _, v := range []any{&registration{}, &host{}, &welcome{}, &world{}, &plan{}, &fault{}, &refusal{}, &attendance{}, &Exit{}} {
 			_ = m.record(v)
 		}
 	})
@@ -261,7 +261,7 @@ func TestLastWordsOfTheGone(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, "my last words", string(got))
 	require.False(t, p.hasHungUp())
-	p.hangUp()
+	p.closeAfterQueue()
 	<-p.done
 	b.close()
 }

@@ -3,17 +3,19 @@ package comm
 import (
 	"context"
 	"errors"
+
+	"github.com/gochorus/chorus/internal/gpu"
 )
 
-// Barrier returns when all ranks have called it, and all that was enqueued on the
-// group's streams before is done (torch.distributed.barrier). It ends early as Wait
-// does. Collective.
+// Barrier returns when all ranks have called it and all operations that were already
+// enqueued on the group's streams have completed (torch.distributed.barrier). It ends
+// early under the same conditions as Wait. Collective.
 func (g *Group) Barrier(ctx context.Context) (err error) {
-	if err := g.checkWait("barrier"); err != nil {
+	if err := g.check("barrier"); err != nil {
 		return err
 	}
 	for i := range g.members {
-		if err := g.members[i].stream.RefuseWait("comm: barrier"); err != nil {
+		if err := gpu.StreamOf(g.members[i].stream).RefuseWait("comm: barrier"); err != nil {
 			return err
 		}
 	}

@@ -6,63 +6,74 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/tensor"
 )
 
-// bufferSize is how many bytes are coalesced, as in torch.
+// bufferSize is the default size of a flat buffer, the same as in torch.
 const bufferSize = 10 << 20
 
 // BroadcastCoalescedConfig are the options of BroadcastCoalesced; nil means their
 // zero values.
 type BroadcastCoalescedConfig struct {
-	// Devices are those that get the tensors, which are all on the first of them. nil
-	// means the group's, by rank.
+	// Devices get the tensors, which are all on the first of them. nil means the devices
+	// of the group, by rank.
 	Devices []*device.Device
-	// BufferSize is how many bytes of one type are sent together: a tensor that reaches
-	// it is the last one of its buffer. Default 10 MiB.
+	// BufferSize is the number of bytes of one type that are sent together. The tensor
+	// that reaches it is the last one of its buffer. Default 10 MiB.
 	BufferSize int
 }
 
-// BroadcastCoalesced enqueues copies of tensors, which may be many and small, on the
-// devices, few transfers in all (torch.cuda.comm.broadcast_coalesced), and returns the
-// tensors of each device, in their order. Those of the first device are the given
-// ones: the same memory, with shares of their own. Others are contiguous, and those of
-// one buffer share its memory, which goes back when all of them are closed. The caller
-// closes all. What is contiguous and goes to other devices by one kernel is not put
-// together before.
-func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedConfig) (results [][]tensor.Tensor, err error) {
+// BroadcastCoalesced enqueues copies of tensors, which may be many and small, to the
+// devices, with few transfers (torch.cuda.comm.broadcast_coalesced), and returns the
+// tensors of each device in their order. For the first device the results are new
+// references to the memory of the given tensors. The other results are contiguous. Results
+// of one flat buffer share its memory, which is freed when all of them are closed. The
+// caller closes all results. If one kernel copies contiguous tensors directly, they are
+// not flattened first.
+func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedConfig) ([][]tensor.Tensor, error) {
 	const op = "broadcast-coalesced"
-	var c BroadcastCoalescedConfig
-	if cfg != nil {
-		c = *cfg
-	}
-	if err := g.checkWhole(op); err != nil {
-		return nil, err
-	}
-	g.issuing.Lock()
-	defer g.issuing.Unlock()
+	c := orZero(cfg)
+	return locked(g, op, func() ([][]tensor.Tensor, error) {
+		devs, size, err := g.checkCoalesced(op, ts, &c)
+		if err != nil {
+			return nil, err
+		}
+		return g.broadcastBuckets(ts, devs, size)
+	})
+}
+
+// checkCoalesced validates the arguments, and returns the devices and the size of a flat
+// buffer.
+func (g *Group) checkCoalesced(op string, ts []tensor.Tensor, c *BroadcastCoalescedConfig) ([]*device.Device, int, error) {
 	devs, err := g.devices(op, c.Devices)
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
 	size, err := checkBuffer(op, c.BufferSize)
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
 	if len(devs) == 0 {
-		return nil, refuse(op, "expected at least one device")
+		return nil, 0, badArgument(op, "expected at least one device")
 	}
 	for i := range ts {
 		t := &ts[i]
-		if t.OpenOn(devs[0]) {
+		if mem.OpenOn(t.Buffer(), devs[0]) {
 			continue
 		}
-		if err := g.source(op, "tensor", i, *t); err != nil {
-			return nil, err
+		if err := g.checkSource(op, "tensor", i, *t); err != nil {
+			return nil, 0, err
 		}
-		return nil, refuse(op, "all tensors must be on the first device %s, but tensor %d is %s", devs[0], i, *t)
+		return nil, 0, badArgument(op, "all tensors must be on the first device %s, but tensor %d is %s", devs[0], i, *t)
 	}
+	return devs, size, nil
+}
+
+// broadcastBuckets copies tensors of the first device to all devices, in flat buffers of so
+// many bytes.
+func (g *Group) broadcastBuckets(ts []tensor.Tensor, devs []*device.Device, size int) (results [][]tensor.Tensor, err error) {
 	results = make([][]tensor.Tensor, len(devs))
 	for i := 1; i < len(results); i++ {
 		results[i] = make([]tensor.Tensor, len(ts))
@@ -75,7 +86,7 @@ func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedCon
 			results = nil
 		}
 	}()
-	results[0] = tensor.RetainAll(ts)
+	results[0] = strided.RetainAll(ts)
 	for _, bucket := range (limit{bytes: size, reach: true}).buckets(ts) {
 		if err := g.broadcastBucket(ts, bucket, devs[1:], results[1:]); err != nil {
 			return results, err
@@ -87,7 +98,7 @@ func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedCon
 func checkBuffer(op string, size int) (int, error) {
 	switch {
 	case size < 0:
-		return 0, refuse(op, "a buffer of %d bytes: want a positive size", size)
+		return 0, badArgument(op, "a buffer of %d bytes: want a positive size", size)
 	case size == 0:
 		return bufferSize, nil
 	}
@@ -96,23 +107,23 @@ func checkBuffer(op string, size int) (int, error) {
 
 // broadcastBucket copies the tensors of a bucket to devices.
 func (g *Group) broadcastBucket(ts []tensor.Tensor, bucket []int, devs []*device.Device, results [][]tensor.Tensor) (err error) {
-	part := pick(ts, bucket)
+	part := selectAt(ts, bucket)
 	copies, err := g.broadcastFlat(part, devs)
 	if err != nil {
 		return err
 	}
 	defer closeAll(copies)
-	views, err := tensor.UnflattenEach(copies, part)
+	views, err := strided.UnflattenEach(copies, part)
 	for i, v := range views {
-		results[i] = putBack(results[i], bucket, v)
+		results[i] = storeAt(results[i], bucket, v)
 	}
 	return err
 }
 
-// broadcastFlat returns copies of the elements of tensors of one type and device, one
-// after the other, on devices.
+// broadcastFlat returns, for each device, the elements of tensors of one type and device
+// in one flat tensor.
 func (g *Group) broadcastFlat(ts []tensor.Tensor, devs []*device.Device) (copies []tensor.Tensor, err error) {
-	if copies, err = g.fan(ts, devs); copies != nil || err != nil {
+	if copies, err = g.copyFlat(ts, devs); copies != nil || err != nil {
 		return copies, err
 	}
 	flat, err := g.flatten(ts)
@@ -123,20 +134,20 @@ func (g *Group) broadcastFlat(ts []tensor.Tensor, devs []*device.Device) (copies
 	return g.broadcast(flat, devs)
 }
 
-// fan is broadcastFlat by one kernel, which needs nothing put together before: nil where
-// that is not for it.
-func (g *Group) fan(ts []tensor.Tensor, devs []*device.Device) (copies []tensor.Tensor, err error) {
+// copyFlat is broadcastFlat by one kernel, which does not flatten the tensors first. It returns
+// nil if the kernel cannot copy these tensors or is not faster.
+func (g *Group) copyFlat(ts []tensor.Tensor, devs []*device.Device) (copies []tensor.Tensor, err error) {
 	n, s := lengthOf(ts), g.streamOf(ts[0])
 	if ts[0].DType().Size()*n*len(devs) > directBytes || slices.Contains(devs, s.Device()) {
 		return nil, nil
 	}
-	if near, err := memory.Reach(s.Device(), devs...); err != nil || !near {
+	if near, err := mem.Reach(s.Device(), devs...); err != nil || !near {
 		return nil, err
 	}
 	if slices.ContainsFunc(ts, func(t tensor.Tensor) bool { return !t.Contiguous() }) {
 		return nil, nil
 	}
-	if err := g.record(ts...); err != nil {
+	if err := g.recordStreams(ts...); err != nil {
 		return nil, err
 	}
 	defer func() {
@@ -153,39 +164,36 @@ func (g *Group) fan(ts []tensor.Tensor, devs []*device.Device) (copies []tensor.
 		}
 		copies = append(copies, c)
 	}
-	return copies, alone(s, g.streamsOf(copies), [][]tensor.Tensor{ts, copies}, func() error { return tensor.Flatten(s, copies, ts) })
+	return copies, runOn(s, g.streamsOf(copies), [][]tensor.Tensor{ts, copies}, func() error { return strided.Flatten(s, copies, ts) })
 }
 
 // ReduceAddCoalescedConfig are the options of ReduceAddCoalesced; nil means their zero
 // values.
 type ReduceAddCoalescedConfig struct {
 	ReduceAddConfig
-	// BufferSize is how many bytes of one type are added together at most; a larger
-	// tensor is by itself. Default 10 MiB.
+	// BufferSize is the maximum number of bytes of one type that are added together; a
+	// larger tensor is added alone. Default 10 MiB.
 	BufferSize int
 }
 
-// ReduceAddCoalesced enqueues, for each k, the sum of tss[i][k] over all lists, of
-// which each has tensors of one device: few transfers in all
-// (torch.cuda.comm.reduce_add_coalesced). It returns the sums, contiguous and on the
-// destination, in the order of k; lists that are longer than the shortest are cut off.
-// Sums of one buffer share its memory, which goes back when all of them are closed;
-// where there is one list, a contiguous tensor that is by itself is its own sum, with a
-// share of its own. The caller closes all.
+// ReduceAddCoalesced enqueues, for each k, the sum of tss[i][k] over all lists i, with few
+// transfers (torch.cuda.comm.reduce_add_coalesced). The tensors of each list are on one
+// device. It returns the sums, contiguous and on the destination, in the order of k; lists
+// that are longer than the shortest list are truncated. Sums of one flat buffer share its
+// memory, which is freed when all of them are closed. If there is only one list, the sum
+// of a contiguous tensor that fills a buffer alone is a new reference to its memory. The
+// caller closes all results.
 //
-// How a buffer is added is as in ReduceAdd; what one kernel adds is not put together
-// before.
-func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalescedConfig) (results []tensor.Tensor, err error) {
+// The tensors of a buffer are added as in ReduceAdd. If one kernel adds them, they are not
+// flattened first.
+func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalescedConfig) ([]tensor.Tensor, error) {
 	const op = "reduce-add-coalesced"
-	var c ReduceAddCoalescedConfig
-	if cfg != nil {
-		c = *cfg
-	}
-	if err := g.checkWhole(op); err != nil {
-		return nil, err
-	}
-	g.issuing.Lock()
-	defer g.issuing.Unlock()
+	c := orZero(cfg)
+	return locked(g, op, func() ([]tensor.Tensor, error) { return g.addBuckets(op, tss, &c) })
+}
+
+// addBuckets is ReduceAddCoalesced while g is locked.
+func (g *Group) addBuckets(op string, tss [][]tensor.Tensor, c *ReduceAddCoalescedConfig) (results []tensor.Tensor, err error) {
 	size, err := checkBuffer(op, c.BufferSize)
 	if err != nil {
 		return nil, err
@@ -204,10 +212,10 @@ func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalesced
 	return results, nil
 }
 
-// checkLists checks lists of tensors, which it returns of one length.
+// checkLists validates lists of tensors and returns them truncated to one length.
 func checkLists(g *Group, op string, tss [][]tensor.Tensor, c *ReduceAddConfig) ([][]tensor.Tensor, error) {
 	if len(tss) == 0 {
-		return nil, refuse(op, "expected at least one list of tensors to add")
+		return nil, badArgument(op, "expected at least one list of tensors to add")
 	}
 	shortest := len(tss[0])
 	for _, ts := range tss {
@@ -223,58 +231,58 @@ func checkLists(g *Group, op string, tss [][]tensor.Tensor, c *ReduceAddConfig) 
 		tss[i] = tss[i][:shortest]
 		for k := range tss[i] {
 			t, model := &tss[i][k], &tss[0][k]
-			if k > 0 && t.OpenOn(tss[i][0].Device()) && t.DType() == model.DType() && tensor.SameShape(*t, *model) {
+			if k > 0 && mem.OpenOn(t.Buffer(), tss[i][0].Device()) && t.DType() == model.DType() && strided.SameShape(*t, *model) {
 				continue
 			}
 			if err := checkListed(g, op, tss, i, k); err != nil {
 				return nil, err
 			}
 		}
-		found = found || tss[i][0].Device() == to // they are all there
+		found = found || tss[i][0].Device() == to // the tensors of a list are on one device
 	}
 	if !found {
-		return nil, refuse(op, "expects the destination %s to be the device of one of the lists", to)
+		return nil, badArgument(op, "expects the destination %s to be the device of one of the lists", to)
 	}
 	return tss, nil
 }
 
-// checkListed checks tensor k of list i, behind those before it.
+// checkListed validates tensor k of list i; the tensors before it are valid.
 func checkListed(g *Group, op string, tss [][]tensor.Tensor, i, k int) error {
 	t, first, model := &tss[i][k], &tss[i][0], &tss[0][k]
-	if err := g.source(op, "tensor", k, *t); err != nil {
+	if err := g.checkSource(op, "tensor", k, *t); err != nil {
 		return fmt.Errorf("%w (list %d)", err, i)
 	}
 	switch {
 	case t.IsHost():
-		return refuse(op, "expects all tensors to be on devices, but tensor %d of list %d is on the host", k, i)
+		return badArgument(op, "expects all tensors to be on devices, but tensor %d of list %d is on the host", k, i)
 	case t.Device() != first.Device():
-		return refuse(op, "expects the tensors of a list to be on one device, but of list %d tensor 0 is on %s and tensor %d on %s", i, first.Device(), k, t.Device())
-	case !tensor.SameShape(*t, *model):
-		return refuse(op, "tensor %d of list %d has invalid size: got %s, but expected %s", k, i, times(t.Shape()), times(model.Shape()))
+		return badArgument(op, "expects the tensors of a list to be on one device, but of list %d tensor 0 is on %s and tensor %d on %s", i, first.Device(), k, t.Device())
+	case !strided.SameShape(*t, *model):
+		return badArgument(op, "tensor %d of list %d has invalid size: got %s, but expected %s", k, i, times(t.Shape()), times(model.Shape()))
 	case t.DType() != model.DType():
-		return refuse(op, "tensor %d of list %d is of %s, and that of list 0 of %s", k, i, t.DType(), model.DType())
+		return badArgument(op, "tensor %d of list %d is of %s, and that of list 0 of %s", k, i, t.DType(), model.DType())
 	}
 	return nil
 }
 
-// addBucket adds the tensors of a bucket over all lists.
+// addBucket adds the tensors of one bucket over all lists.
 func (g *Group) addBucket(op string, tss [][]tensor.Tensor, bucket []int, c *ReduceAddConfig, results []tensor.Tensor) ([]tensor.Tensor, error) {
 	parts := make([][]tensor.Tensor, len(tss))
 	for i, ts := range tss {
-		parts[i] = pick(ts, bucket)
+		parts[i] = selectAt(ts, bucket)
 	}
 	flat, err := g.addFlat(op, parts, c)
 	if err != nil {
 		return results, err
 	}
-	views, err := tensor.UnflattenEach([]tensor.Tensor{flat}, parts[0])
+	views, err := strided.UnflattenEach([]tensor.Tensor{flat}, parts[0])
 	if err == nil {
-		results = putBack(results, bucket, views[0])
+		results = storeAt(results, bucket, views[0])
 	}
 	return results, errors.Join(err, flat.Close())
 }
 
-// addFlat returns the sums over lists of tensors of one type, one after the other.
+// addFlat returns the sums over lists of tensors of one type in one flat tensor.
 func (g *Group) addFlat(op string, lists [][]tensor.Tensor, c *ReduceAddConfig) (sum tensor.Tensor, err error) {
 	sum, done, err := g.addInPlace(op, lists, c)
 	if done || err != nil {
@@ -298,8 +306,8 @@ func (g *Group) addFlat(op string, lists [][]tensor.Tensor, c *ReduceAddConfig) 
 	return x.enqueue()
 }
 
-// addInPlace is addFlat by a kernel that takes the tensors from where they are, if that is
-// for it.
+// addInPlace is addFlat by a kernel that reads the tensors at their places. done is false
+// if the kernel cannot add these tensors or is not faster.
 func (g *Group) addInPlace(op string, lists [][]tensor.Tensor, c *ReduceAddConfig) (sum tensor.Tensor, done bool, err error) {
 	if len(lists) < 2 {
 		return sum, false, nil
@@ -322,18 +330,19 @@ func (g *Group) addInPlace(op string, lists [][]tensor.Tensor, c *ReduceAddConfi
 		}
 	}()
 	lists = rootFirst(lists, to)
-	if done, err = directSum(s, sum, lists); err != nil || !done || n == 0 {
+	if done, err = canAddByKernel(s, sum, lists); err != nil || !done || n == 0 {
 		return sum, done, err
 	}
 	for _, ts := range lists {
-		if err := g.record(ts...); err != nil {
+		if err := g.recordStreams(ts...); err != nil {
 			return sum, true, err
 		}
 	}
-	return sum, true, g.addAlone(s, sum, lists)
+	return sum, true, g.addByKernel(s, sum, lists)
 }
 
-// rootFirst puts the last of the lists that are on a device first, as ReduceAdd adds.
+// rootFirst moves the last of the lists that are on a device to the front, the order in
+// which ReduceAdd adds.
 func rootFirst(lists [][]tensor.Tensor, to *device.Device) [][]tensor.Tensor {
 	for i := len(lists) - 1; i >= 0; i-- {
 		if lists[i][0].Device() == to {

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -48,76 +50,80 @@ func (xs Shards[T]) Close() error {
 	return errors.Join(errs...)
 }
 
-// AllReduce enqueues, in place, the reduction of xs over all ranks: one slice
-// for each local rank, all of one length. Collective.
-func AllReduce[T memory.Element](g *Group, op Op, xs ...memory.Slice[T]) error {
+// AllReduce enqueues, in place, the reduction of xs over all ranks. xs has one slice for
+// each local rank, all of the same length. Collective.
+func AllReduce[T memory.Element](on Issuer, op Op, xs ...memory.Slice[T]) error {
+	g, b := groupOf(on)
 	if err := checkShards(g, "all-reduce", xs, true); err != nil {
-		return err
+		return b.markRefused(err)
 	}
-	return g.each(func(i int, m *member) error {
-		return nccl.AllReduce(m.comm, m.stream, xs[i], xs[i], op)
+	return g.issue(b, func(i int, m *member) error {
+		return nccl.AllReduce(m.on, m.stream, xs[i], xs[i], op)
 	})
 }
 
-// AllGather enqueues the concatenation of src over all ranks, by rank, into each
-// dst, which is Size times as long. Collective.
-func AllGather[T memory.Element](g *Group, dst, src Shards[T]) error {
+// AllGather enqueues the concatenation of src over all ranks, by rank, into each dst. dst
+// is Size times as long as src. Collective.
+func AllGather[T memory.Element](on Issuer, dst, src Shards[T]) error {
+	g, b := groupOf(on)
 	if err := checkPair(g, "all-gather", dst, src); err != nil {
-		return err
+		return b.markRefused(err)
 	}
-	return g.each(func(i int, m *member) error {
-		return nccl.AllGather(m.comm, m.stream, dst[i], src[i])
+	return g.issue(b, func(i int, m *member) error {
+		return nccl.AllGather(m.on, m.stream, dst[i], src[i])
 	})
 }
 
-// ReduceScatter enqueues the reduction of src over all ranks, of which each rank
-// gets its part into dst; src is Size times as long. Collective.
-func ReduceScatter[T memory.Element](g *Group, op Op, dst, src Shards[T]) error {
+// ReduceScatter enqueues the reduction of src over all ranks; each rank gets its part in
+// dst. src is Size times as long as dst. Collective.
+func ReduceScatter[T memory.Element](on Issuer, op Op, dst, src Shards[T]) error {
+	g, b := groupOf(on)
 	if err := checkPair(g, "reduce-scatter", dst, src); err != nil {
-		return err
+		return b.markRefused(err)
 	}
-	return g.each(func(i int, m *member) error {
-		return nccl.ReduceScatter(m.comm, m.stream, dst[i], src[i], op)
+	return g.issue(b, func(i int, m *member) error {
+		return nccl.ReduceScatter(m.on, m.stream, dst[i], src[i], op)
 	})
 }
 
-// each issues one operation on every local rank, within one NCCL group if there
-// are several.
-func (g *Group) each(issue func(i int, m *member) error) error {
+// issue adds one operation of every local rank to a batch, or enqueues them if b is nil.
+func (g *Group) issue(b *Batch, issue func(i int, m *member) error) error {
+	if b != nil {
+		return b.each(issue)
+	}
 	g.issuing.Lock()
 	defer g.issuing.Unlock()
-	return g.inTurn(issue)
+	return g.enqueueAll(issue)
 }
 
-// inTurn is each for what has taken issuing.
-func (g *Group) inTurn(issue func(i int, m *member) error) error {
-	var err error
-	if len(g.members) == 1 {
-		err = issue(0, &g.members[0])
-	} else {
-		err = nccl.Group(g.members[0].comm, func() error {
-			for i := range g.members {
-				if err := issue(i, &g.members[i]); err != nil {
-					return err
-				}
-			}
-			return nil
-		})
+// enqueueAll enqueues one operation of every local rank, as one batch if there are several. The
+// caller holds issuing.
+func (g *Group) enqueueAll(issue func(i int, m *member) error) error {
+	if len(g.members) == 1 && len(g.routers) == 0 {
+		return g.breakIfRefused(issue(0, &g.firstDirect))
 	}
-	return g.settle(err)
+	for i := range g.members {
+		if err := issue(i, &g.members[i]); err != nil {
+			g.batch.Reset()
+			return g.breakIfRefused(err)
+		}
+	}
+	return g.breakIfRefused(g.batch.Enqueue())
 }
 
-// settle breaks the group when NCCL refused an operation on one rank, because
-// the others wait for it. An argument error leaves the group as it is.
-func (g *Group) settle(err error) error {
-	if _, refused := errors.AsType[*nccl.Error](err); refused {
+// breakIfRefused breaks the group if a backend refused an operation on one rank, because the
+// other ranks wait for it. An argument error does not change the group.
+func (g *Group) breakIfRefused(err error) error {
+	_, byNCCL := errors.AsType[*nccl.Error](err)
+	_, byOther := errors.AsType[*route.Error](err)
+	if byNCCL || byOther {
 		return g.fail(err)
 	}
 	return err
 }
 
-// checkShards checks one slice for each local rank, and that the group's streams
-// keep their memory.
+// checkShards validates one slice for each local rank, and makes the group's streams keep
+// their memory.
 func checkShards[T memory.Element](g *Group, op string, xs []memory.Slice[T], sameLen bool) error {
 	if err := g.check(op); err != nil {
 		return err
@@ -131,8 +137,8 @@ func checkShards[T memory.Element](g *Group, op string, xs []memory.Slice[T], sa
 			return fmt.Errorf("comm: %s: rank %d has %d elements, rank %d has %d: %w",
 				op, m.comm.Rank(), xs[i].Len(), g.Rank(), xs[0].Len(), ErrMismatch)
 		}
-		if err := xs[i].Check(op, m.comm.Device()); err != nil {
-			return unfit(fmt.Errorf("comm: %w (rank %d)", err, m.comm.Rank()))
+		if err := mem.Check(op, xs[i].Buffer(), xs[i].Len(), m.comm.Device()); err != nil {
+			return asBadArgument(fmt.Errorf("comm: %w (rank %d)", err, m.comm.Rank()))
 		}
 		if err := xs[i].RecordStream(m.stream); err != nil {
 			return err
@@ -148,37 +154,41 @@ func checkPair[T memory.Element](g *Group, op string, dst, src Shards[T]) error 
 	return checkShards(g, op, src, true)
 }
 
-// Send enqueues the sending of x from the first local rank to rank peer, which
-// receives as many elements. Sends and receives that may wait for each other
-// are issued together by SendRecv.
-func Send[T memory.Element](g *Group, peer int, x memory.Slice[T]) error {
-	return g.first("send", func(m *member) error { return nccl.Send(m.comm, m.stream, x, peer) })
+// Send enqueues a send of x from the first local rank to rank peer, which receives the
+// same number of elements. Sends and receives that could wait for each other must be
+// issued in one Batch or by SendRecv.
+func Send[T memory.Element](on Issuer, peer int, x memory.Slice[T]) error {
+	return issueFirst(on, "send", func(m *member) error { return nccl.Send(m.on, m.stream, x, peer) })
 }
 
-// Recv enqueues the receiving of x on the first local rank from rank peer.
-func Recv[T memory.Element](g *Group, peer int, x memory.Slice[T]) error {
-	return g.first("receive", func(m *member) error { return nccl.Recv(m.comm, m.stream, x, peer) })
+// Recv enqueues a receive into x on the first local rank from rank peer.
+func Recv[T memory.Element](on Issuer, peer int, x memory.Slice[T]) error {
+	return issueFirst(on, "receive", func(m *member) error { return nccl.Recv(m.on, m.stream, x, peer) })
 }
 
-// SendRecv enqueues the sending of src to rank to and the receiving of dst from
-// rank from, on the first local rank, as one operation.
-func SendRecv[T memory.Element](g *Group, to int, src memory.Slice[T], from int, dst memory.Slice[T]) error {
-	return g.first("send and receive", func(m *member) error {
-		return nccl.Group(m.comm, func() error {
-			if err := nccl.Send(m.comm, m.stream, src, to); err != nil {
-				return err
-			}
-			return nccl.Recv(m.comm, m.stream, dst, from)
-		})
-	})
-}
-
-// first issues an operation of one rank.
-func (g *Group) first(op string, issue func(m *member) error) error {
-	if err := g.check(op); err != nil {
+// SendRecv enqueues, on the first local rank and as one operation, a send of src to rank
+// to and a receive into dst from rank from.
+func SendRecv[T memory.Element](on Issuer, to int, src memory.Slice[T], from int, dst memory.Slice[T]) error {
+	g, b := groupOf(on)
+	if b == nil {
+		return g.Batch(func(b *Batch) error { return SendRecv(b, to, src, from, dst) })
+	}
+	if err := Send(b, to, src); err != nil {
 		return err
+	}
+	return Recv(b, from, dst)
+}
+
+// issueFirst issues an operation of the first local rank.
+func issueFirst(on Issuer, op string, issue func(m *member) error) error {
+	g, b := groupOf(on)
+	if err := g.check(op); err != nil {
+		return b.markRefused(err)
+	}
+	if b != nil {
+		return b.first(issue)
 	}
 	g.issuing.Lock()
 	defer g.issuing.Unlock()
-	return g.settle(issue(&g.members[0]))
+	return g.breakIfRefused(issue(&g.firstDirect))
 }

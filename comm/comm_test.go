@@ -3,8 +3,6 @@ package comm_test
 import (
 	"context"
 	"errors"
-	"fmt"
-	"math/rand/v2"
 	"strings"
 	"sync"
 	"testing"
@@ -15,42 +13,11 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/nccl"
 )
 
-func local(t *testing.T, devs []*device.Device) *comm.Group {
-	t.Helper()
-	g, err := comm.Local(testgpu.Context(t), devs...)
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, g.Close()) })
-	return g
-}
-
-// shards makes n small whole numbers on each local rank, whose sums are exact.
-func shards(t *testing.T, g *comm.Group, n int) (comm.Shards[float32], [][]float32) {
-	t.Helper()
-	r := rand.New(rand.NewPCG(11, uint64(n)))
-	xs, err := comm.Make[float32](g, n)
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, xs.Close()) })
-	hs := make([][]float32, len(xs))
-	for i, x := range xs {
-		hs[i] = make([]float32, n)
-		for k := range hs[i] {
-			hs[i][k] = float32(r.IntN(2001) - 1000)
-		}
-		require.NoError(t, x.CopyFrom(g.Stream(i), hs[i]))
-	}
-	return xs, hs
-}
-
-func read(t *testing.T, g *comm.Group, i int, x memory.Slice[float32]) []float32 {
-	t.Helper()
-	h := make([]float32, x.Len())
-	require.NoError(t, x.CopyTo(g.Stream(i), h))
-	return h
-}
+var local, join, shards, read = groups.Local, groups.Join, groups.Shards, groups.Read
 
 func total(hs [][]float32) []float32 {
 	s := make([]float32, len(hs[0]))
@@ -112,7 +79,7 @@ func TestMismatches(t *testing.T) {
 		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
 		require.Equal(t, total(hs), read(t, g, 0, xs[0]))
 
-		_, err := comm.Local(testgpu.Context(t), devs[0], devs[0])
+		_, err := comm.Local(testgpu.Context(t), []*device.Device{devs[0], devs[0]}, nil)
 		require.ErrorContains(t, err, "ranks 0 and 1 are both on")
 		require.NoError(t, g.Close())
 		require.NoError(t, g.Close())
@@ -121,72 +88,9 @@ func TestMismatches(t *testing.T) {
 	})
 }
 
-// board is a Rendezvous for ranks that are goroutines of one process.
-type board struct {
-	mu     *sync.Mutex
-	values map[string][]byte
-	posted *sync.Cond
-	ctx    context.Context
-	rank   int
-	size   int
-}
+type board = testgpu.Board
 
-func boards(ctx context.Context, size int) []*board {
-	mu := &sync.Mutex{}
-	values, posted := map[string][]byte{}, sync.NewCond(mu)
-	context.AfterFunc(ctx, posted.Broadcast)
-	bs := make([]*board, size)
-	for i := range bs {
-		bs[i] = &board{mu, values, posted, ctx, i, size}
-	}
-	return bs
-}
-
-func (b *board) Rank() int                { return b.rank }
-func (b *board) Size() int                { return b.size }
-func (b *board) Context() context.Context { return b.ctx }
-
-func (b *board) Set(_ context.Context, key string, value []byte) error {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.values[key] != nil {
-		return fmt.Errorf("%s is set twice: what was read before was stale", key)
-	}
-	b.values[key] = value
-	b.posted.Broadcast()
-	return nil
-}
-
-func (b *board) Get(ctx context.Context, key string) ([]byte, error) {
-	defer context.AfterFunc(ctx, b.posted.Broadcast)()
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	for b.values[key] == nil {
-		if ctx.Err() != nil {
-			return nil, context.Cause(ctx)
-		}
-		b.posted.Wait()
-	}
-	return b.values[key], nil
-}
-
-// join makes a group of one rank for each device, as if each were a process.
-func join(t *testing.T, ctx context.Context, devs []*device.Device) ([]*comm.Group, []error) {
-	t.Helper()
-	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
-	var wg sync.WaitGroup
-	for i, b := range boards(ctx, len(devs)) {
-		wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), b, devs[i]) })
-	}
-	wg.Wait()
-	t.Cleanup(func() {
-		for _, g := range gs {
-			wg.Go(func() { _ = g.Close() })
-		}
-		wg.Wait()
-	})
-	return gs, errs
-}
+var boards = testgpu.Boards
 
 func TestJoin(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
@@ -306,7 +210,7 @@ func TestJoinEndsWithContext(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Millisecond)
 	defer cancel()
-	_, err := comm.Join(ctx, boards(context.Background(), 2)[0], devs[0])
+	_, err := comm.Join(ctx, boards(context.Background(), 2)[0], devs[0], nil)
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 	require.ErrorContains(t, err, "wait for rank 1")
 }
@@ -314,6 +218,7 @@ func TestJoinEndsWithContext(t *testing.T) {
 // A rank that fails on its way into a group, or gives up waiting, is named by the others,
 // which do not wait until their contexts end: also for ranks that have not come.
 func TestJoinNamesWhoFails(t *testing.T) {
+	t.Parallel()
 	for plan, says := range map[string]string{
 		"cuDeviceGetUuid#1=CUDA_ERROR_NOT_SUPPORTED":                "CUDA_ERROR_NOT_SUPPORTED",
 		"ncclGetVersion#*=ncclSystemError":                          "ncclSystemError",
@@ -340,7 +245,7 @@ func TestJoinNamesWhoFails(t *testing.T) {
 					defer cancel()
 				}
 				dev := testgpu.System(t, cfg).Devices()[i]
-				wg.Go(func() { _, errs[i] = comm.Join(ctx, bs[i], dev) })
+				wg.Go(func() { _, errs[i] = comm.Join(ctx, bs[i], dev, nil) })
 			}
 			wg.Wait()
 			require.ErrorContains(t, errs[1], says)
@@ -361,7 +266,7 @@ func TestLocalOverFaults(t *testing.T) {
 			devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: plan}).Devices()
 			ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 			defer cancel()
-			_, err := comm.Local(ctx, devs...)
+			_, err := comm.Local(ctx, devs, nil)
 			require.Error(t, err)
 			require.NoError(t, ctx.Err(), "the error came by itself")
 		})

@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -34,8 +35,8 @@ func conform(ctx context.Context, g *comm.Group) error {
 	return conformValues(ctx, g)
 }
 
-// ranks are the local ranks.
-func ranks(g *comm.Group) []int {
+// localRanks are the local ranks.
+func localRanks(g *comm.Group) []int {
 	list := make([]int, g.Locals())
 	for i := range list {
 		list[i] = g.Communicator(i).Rank()
@@ -46,7 +47,7 @@ func ranks(g *comm.Group) []int {
 // having makes slices of which rank r has n(r) elements, each by of.
 func having(g *comm.Group, n func(r int) int, of func(r, i int) float32) (comm.Shards[float32], error) {
 	var xs comm.Shards[float32]
-	for i, r := range ranks(g) {
+	for i, r := range localRanks(g) {
 		data := make([]float32, n(r))
 		for k := range data {
 			data[k] = of(r, k)
@@ -71,7 +72,7 @@ func expect(ctx context.Context, g *comm.Group, what string, xs comm.Shards[floa
 	if err := g.Wait(ctx); err != nil {
 		return err
 	}
-	for i, r := range ranks(g) {
+	for i, r := range localRanks(g) {
 		if n(r) < 0 {
 			continue
 		}
@@ -118,6 +119,9 @@ func conformAllReduce(ctx context.Context, g *comm.Group, n int) error {
 func conformRooted(ctx context.Context, g *comm.Group, n int) error {
 	size := g.Size()
 	for root := range size {
+		if n > 1000 && tsan.On && root != size-1 {
+			continue // one root is enough for long tensors
+		}
 		only := func(k int) func(int) int {
 			return func(r int) int {
 				if r == root {
@@ -142,7 +146,7 @@ func conformRooted(ctx context.Context, g *comm.Group, n int) error {
 		if err != nil {
 			return err
 		}
-		away := !slices.Contains(ranks(g), root)
+		away := !slices.Contains(localRanks(g), root)
 		at := func(s comm.Shards[float32]) comm.Shards[float32] {
 			if away {
 				return nil // what only the root has
@@ -228,7 +232,7 @@ func conformUneven(ctx context.Context, g *comm.Group, n int) error {
 		return err
 	}
 	var sends, recvs [][]int
-	for _, r := range ranks(g) {
+	for _, r := range localRanks(g) {
 		sends, recvs = append(sends, counts), append(recvs, slices.Repeat([]int{counts[r]}, size))
 	}
 	return errors.Join(
@@ -263,7 +267,7 @@ func (s setting) same(o setting) bool {
 func conformValues(ctx context.Context, g *comm.Group) error {
 	for _, codec := range []comm.Codec{nil, comm.Gob, comm.JSON} {
 		var mine []setting
-		for _, r := range ranks(g) {
+		for _, r := range localRanks(g) {
 			mine = append(mine, settingOf(r))
 		}
 		all, err := comm.GatherValues(ctx, g, codec, mine...)
@@ -277,7 +281,7 @@ func conformValues(ctx context.Context, g *comm.Group) error {
 		}
 		for root := range g.Size() {
 			var v setting
-			if slices.Contains(ranks(g), root) {
+			if slices.Contains(localRanks(g), root) {
 				v = settingOf(root + 1)
 			}
 			if err := comm.BroadcastValue(ctx, g, root, &v, codec); err != nil {
@@ -291,7 +295,7 @@ func conformValues(ctx context.Context, g *comm.Group) error {
 	// What cannot be encoded is told to all.
 	last := g.Size() - 1
 	values := make([]any, g.Locals())
-	for i, r := range ranks(g) {
+	for i, r := range localRanks(g) {
 		if values[i] = r; r == last {
 			values[i] = func() {}
 		}
@@ -346,7 +350,7 @@ func TestSendToOneself(t *testing.T) {
 // A group cannot leave its communicators as they are when they fail.
 func TestRecoverableGroup(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	_, err := comm.LocalWith(testgpu.Context(t), &comm.Config{NCCL: &nccl.Config{Recoverable: true}}, devs...)
+	_, err := comm.Local(testgpu.Context(t), devs, &comm.Config{NCCL: &nccl.Config{Recoverable: true}})
 	require.ErrorIs(t, err, comm.ErrMismatch)
 	require.ErrorContains(t, err, "Recoverable")
 }
@@ -368,7 +372,7 @@ func TestBadRoots(t *testing.T) {
 		}
 		require.ErrorContains(t, comm.ReduceTo(g, -1, comm.Sum, xs, xs), "rank -1 does not exist")
 		require.ErrorContains(t, comm.GatherTo(g, 0, xs, xs), "want 16")
-		require.ErrorContains(t, comm.BroadcastValue[int](testgpu.Context(t), g, 0, nil, nil), "no place")
+		require.ErrorContains(t, comm.BroadcastValue[int](testgpu.Context(t), g, 0, nil, nil), "v is nil")
 		require.NoError(t, g.Err(), "a wrong argument does not break the group")
 		require.NoError(t, g.Barrier(testgpu.Context(t)))
 	})

@@ -1,30 +1,31 @@
-// Package comm is what most programs import: groups of ranks, each with a
-// device, that move and reduce memory together.
+// Package comm is the package that most programs import. It makes groups of ranks, each
+// with a device, that move and reduce memory together.
 //
-// All GPUs of this machine in one process:
+// One process for each GPU, started by chorus run, torchrun, Slurm, MPI or Kubernetes, or one
+// process alone:
 //
-//	g, err := comm.Local(ctx, devs...)
+//	g, err := comm.Init(ctx, nil)
 //	defer g.Close()
 //	xs, err := comm.Make[float32](g, n) // one slice for each local rank
 //	defer xs.Close()
 //	...
 //	err = comm.AllReduce(g, comm.Sum, xs...) // enqueued on the group's streams
 //	err = g.Wait(ctx)                        // only the host waits here
+//	err = g.Shutdown(ctx)                    // leaves the job together with the other ranks
 //
-// One process a GPU, started by chorus run, torchrun, Slurm or MPI:
+// All GPUs of this machine in one process:
 //
-//	sess, err := cluster.Attach(ctx)
-//	dev, err := device.Open(sess.LocalRank())
-//	g, err := comm.Join(ctx, sess, dev)
+//	g, err := comm.Local(ctx, nil, nil)
 //
 // The names of other libraries:
 //
 //	CUDA, NCCL, PyTorch            here
 //	ncclComm_t, process group      Group
 //	ncclCommInitAll                Local
-//	init_process_group             cluster.Attach and Join
-//	DistributedDataParallel        Reducer
-//	ZeroRedundancyOptimizer, FSDP  Sharder
+//	init_process_group             Init, or cluster.Attach and Join
+//	destroy_process_group          Group.Shutdown, Group.Close
+//	DistributedDataParallel        package ddp
+//	ZeroRedundancyOptimizer, FSDP  package ddp
 //	stream of the process group    Group.Stream
 //	Work, work.wait                Start, Work
 //	watchdog                       Group.Wait
@@ -36,41 +37,44 @@
 //	broadcast_object_list          BroadcastValue
 //	torch.cuda.comm                Broadcast, Scatter, Gather, ReduceAdd, ...
 //
-// The plain names Broadcast, Scatter and Gather are those of torch.cuda.comm; where
-// torch.distributed has the same ones, what it does has the root in its name.
+// Broadcast, Scatter and Gather have the meaning of torch.cuda.comm. If
+// torch.distributed uses the same name, the function here has the root in its name.
 //
-// Every rank of a group must call the same collectives in the same order with
-// the same lengths and types. Collectives are enqueued on the group's streams,
-// one for each local rank, and return at once; they allocate nothing and start
-// no goroutine. Order the group's streams with others by stream.Wait. Memory
-// that was allocated on another stream is freed only when the group's stream is
-// past it.
+// Every rank of a group must call the same collectives in the same order with the same
+// lengths and types. Collectives are enqueued on the group's streams, one for each local
+// rank, and return at once; they allocate nothing and start no goroutine. Order the
+// group's streams with other streams by stream.Wait. Memory that was allocated on another
+// stream is freed only after the group's stream has passed its last use.
 //
-// torch.cuda.comm's functions work on tensors of any type and layout, for groups
-// with all ranks in this process (Local). They run on the group's streams: a tensor
-// that is given is in the order of the stream of its device, and a result is ready
-// on that of its own, unless Scatter was told otherwise. They return at once, but
-// for a result in host memory. Where torch returns the tensor that was given, they
-// return one of the same memory with a share of its own, so that all results are
-// closed alike.
+// The functions of torch.cuda.comm work on tensors of any type and layout, for groups with
+// all ranks in this process ([Local]). They run on the group's streams: an argument must
+// be ordered with the stream of its device, and a result is ready on the stream of its own
+// device, unless Scatter was given other streams. They return at once, unless the result
+// is in host memory. If torch would return its argument, these functions return a new
+// reference to the same memory, so that the caller closes all results in the same way.
 //
-// Where at most 16 MiB go from one device to others, one kernel of the device that has
-// what all need, or gets what all have, reads or writes the others' memory itself; it waits
-// for the streams of all of them, and they for it. A kernel copies rows too, however many.
-// Where kernels do not reach the other devices, and for more bytes, NCCL and copy engines
-// do it, as the functions say.
+// If at most 16 MiB move between one device and the others, one kernel on that device
+// reads or writes the memory of the other devices directly. It waits for the streams of
+// all of them, and they wait for it. A kernel also copies strided rows, whatever their
+// size. NCCL
+// or copy engines are used for more bytes, and if kernels cannot access the other devices;
+// see the functions.
 //
-// Within nccl.Group there are the collectives of slices, Send and Recv. What waits for
-// them, or enqueues work that uses their results, is refused with a *nccl.GroupError:
-// nothing of such a group is enqueued before it ends.
+// Collectives of slices, Send and Recv take an [Issuer]: a [Group] enqueues each operation
+// at once, and a [Batch] enqueues several together:
 //
-// Errors: an argument error is found before anything is enqueued on any local
-// rank. When a rank fails or is lost, the group is broken: what is in flight is
-// aborted, and every later call returns an error that matches ErrBroken and
-// wraps the first cause.
+//	err := g.Batch(func(b *comm.Batch) error {
+//		return errors.Join(comm.Send(b, next, x), comm.Recv(b, previous, y))
+//	})
 //
-// Concurrency: operations of a group are enqueued whole, one after the other, whichever
-// goroutines issue them; but in what order nobody knows then, so that a group over several
-// processes, in which all must have the same, is for one goroutine, and so is what has
-// an nccl.Group around it. Wait, Err and Close may be called by any goroutine at any time.
+// Calls that wait for operations do not wait for a batch that is not enqueued yet.
+//
+// Errors: all arguments are validated before any local rank enqueues work. When a rank
+// fails or is lost, the group is broken: pending operations are aborted, and every later
+// call returns an error that matches [ErrBroken] and wraps the first cause.
+//
+// Concurrency: operations of a group may be enqueued by several goroutines; each is
+// enqueued as a whole, but their order is then unspecified. All processes of a group must
+// use the same order, so a group over several processes needs a single issuing goroutine.
+// Wait, Err and Close may be called by any goroutine at any time.
 package comm

@@ -8,24 +8,24 @@ import (
 	"github.com/gochorus/chorus/device"
 )
 
-// A closing is how this process has ended a group.
+// A closing records how this process ended a group.
 type closing struct {
 	how string // "closed the group" or "shut the group down"
 	at  time.Time
 }
 
-// A closedError is returned by calls on a group that this process has ended, and by waits for
-// operations that were in flight when the group ended.
+// A closedError is returned by calls on a group that this process has closed, and by waits
+// for operations that were pending at that time.
 type closedError struct {
-	op     string
-	by     *closing
-	undone bool         // operations may not have completed
-	cause  *brokenError // why the group was broken before it was ended; nil if it was not broken
+	op         string
+	by         *closing
+	incomplete bool         // operations may not have completed
+	cause      *brokenError // why the group was broken before it was closed; nil if it was not broken
 }
 
 func (e *closedError) Error() string {
 	text := fmt.Sprintf("comm: %s: this process %s %v ago", e.op, e.by.how, time.Since(e.by.at).Round(time.Millisecond))
-	if e.undone {
+	if e.incomplete {
 		text += ": the operations may not have completed and their output is undefined"
 	}
 	if e.cause != nil {
@@ -42,8 +42,8 @@ func (e *closedError) Unwrap() []error {
 	return []error{device.ErrClosed, e.cause}
 }
 
-// closed is the error of a call on a group that this process has ended.
-func (g *Group) closed(op string) *closedError {
+// errClosed returns the error of a call on a group that this process has closed.
+func (g *Group) errClosed(op string) *closedError {
 	e := &closedError{op: op, by: g.closing.Load(), cause: g.broken.Load()}
 	if e.by == nil { // newGroup has failed
 		e.by = &closing{"closed the group", time.Now()}
@@ -51,18 +51,19 @@ func (g *Group) closed(op string) *closedError {
 	return e
 }
 
-// undone is the error of operations that ended with err, and were not seen to complete.
-func (g *Group) undone(op string, err error) error {
+// errIncomplete returns the error of operations that ended with err and are not known to have
+// completed.
+func (g *Group) errIncomplete(op string, err error) error {
 	if b := g.broken.Load(); b != nil {
 		return b
 	}
 	if g.closing.Load() == nil {
 		return g.fail(err)
 	}
-	if e, ok := err.(*closedError); ok && e.undone {
+	if e, ok := err.(*closedError); ok && e.incomplete {
 		return e
 	}
-	e := g.closed(op)
-	e.undone = errors.Is(err, device.ErrClosed)
+	e := g.errClosed(op)
+	e.incomplete = errors.Is(err, device.ErrClosed)
 	return e
 }

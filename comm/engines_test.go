@@ -11,6 +11,9 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -26,17 +29,19 @@ func TestCopyEngines(t *testing.T) {
 	ys, _ := shards(t, g, 90)
 	whole := slices.Concat(hs...)
 	all := func() error { return comm.AllGather(g, ys, xs) }
-	x, err := graph.Capture(g.Streams(), all)
+	x, err := graph.Capture(g.Streams(), all, nil)
 	require.NoError(t, err)
 	defer x.Close()
 	for name, call := range map[string]func() error{
-		"by itself":       all,
-		"in a graph":      func() error { return x.Launch(g.Stream(1)) },
-		"in a nccl.Group": func() error { return nccl.Group(g.Communicator(2), all) },
+		"by itself":  all,
+		"in a graph": func() error { return x.Launch(g.Stream(1)) },
+		"in a batch": func() error {
+			return g.Batch(func(b *comm.Batch) error { return comm.AllGather(b, ys, xs) })
+		},
 		"in another order": func() error {
-			return nccl.Group(g.Communicator(0), func() error {
+			return routed(g, func(b *nccl.Batch) error {
 				for _, i := range []int{2, 0, 1} {
-					if err := nccl.AllGather(g.Communicator(i), g.Stream(i), ys[i], xs[i]); err != nil {
+					if err := nccl.AllGather(b.On(g.Communicator(i)), g.Stream(i), ys[i], xs[i]); err != nil {
 						return err
 					}
 				}
@@ -82,8 +87,8 @@ func TestCopyEngines(t *testing.T) {
 		}
 	}
 	// One rank by itself, and two of three, are NCCL's.
-	require.ErrorIs(t, nccl.Group(g.Communicator(0), func() error {
-		return errors.Join(nccl.AllGather(g.Communicator(0), g.Stream(0), ys[0], xs[0]), nccl.AllGather(g.Communicator(1), g.Stream(1), ys[1], xs[1]))
+	require.ErrorIs(t, routed(g, func(b *nccl.Batch) error {
+		return errors.Join(nccl.AllGather(b.On(g.Communicator(0)), g.Stream(0), ys[0], xs[0]), nccl.AllGather(b.On(g.Communicator(1)), g.Stream(1), ys[1], xs[1]))
 	}), nccl.ErrorInvalidUsage)
 }
 
@@ -94,16 +99,17 @@ func TestCopyEnginesOrTheNext(t *testing.T) {
 	tuning := &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{{Operation: "all-gather", Bytes: 64, Times: []comm.Timing{
 		{Strategy: comm.CopyEngines}, {Strategy: comm.OwnKernels, Micros: 1}, {Strategy: comm.NCCLOnly, Micros: 2}}}}}
 	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: tuning})
-	x := nccl.Collective{Kind: nccl.AllGatherKind, DType: memory.Float32, Count: 30}
+	x := ranks.Collective{Kind: flight.AllGather, DType: memory.Float32, Count: 30}
 	require.Equal(t, comm.OwnKernels, g.Chosen(x))
 	x.Together = true
 	require.Equal(t, comm.CopyEngines, g.Chosen(x))
 	xs, hs := shards(t, g, 30)
 	ys, _ := shards(t, g, 60)
 	other, _ := shards(t, g, 8)
-	one := func(i int) error { return nccl.AllGather(g.Communicator(i), g.Stream(i), ys[i], xs[i]) }
+	into := func(on nccl.Issuer, i int) error { return nccl.AllGather(on, g.Stream(i), ys[i], xs[i]) }
+	one := func(i int) error { return alone(g, i, func(on nccl.Issuer) error { return into(on, i) }) }
 	captured := func(i int) error {
-		x, err := graph.Capture([]*stream.Stream{g.Stream(i)}, func() error { return one(i) })
+		x, err := graph.Capture([]*stream.Stream{g.Stream(i)}, func() error { return one(i) }, nil)
 		if err != nil {
 			return err
 		}
@@ -114,16 +120,19 @@ func TestCopyEnginesOrTheNext(t *testing.T) {
 		"one after the other":   func() error { return errors.Join(one(0), one(1)) },
 		"in graphs of one rank": func() error { return errors.Join(captured(0), captured(1)) },
 		"in groups of one": func() error {
-			return errors.Join(nccl.Group(g.Communicator(0), func() error { return one(0) }), one(1))
+			return errors.Join(routed(g, func(b *nccl.Batch) error { return into(b.On(g.Communicator(0)), 0) }), one(1))
 		},
 		"in a group with transfers": func() error {
-			return nccl.Group(g.Communicator(0), func() error { return errors.Join(one(0), transfer(g, other), one(1)) })
+			return routed(g, func(b *nccl.Batch) error {
+				first, second := b.On(g.Communicator(0)), b.On(g.Communicator(1))
+				return errors.Join(into(first, 0), transfer(first, g.Stream(0), other[0]), into(second, 1))
+			})
 		},
 	} {
 		for i := range ys {
 			require.NoError(t, ys[i].Zero(g.Stream(i)))
 		}
-		stop := devs[0].System().Machine().CountCalls()
+		stop := gpu.DeviceOf(devs[0]).System().Machine.CountCalls()
 		require.NoError(t, call(), name)
 		calls := stop()
 		require.Zero(t, calls["ncclAllGather"], "%s: %v", name, calls)
@@ -134,10 +143,9 @@ func TestCopyEnginesOrTheNext(t *testing.T) {
 	}
 }
 
-// transfer sends what rank 0 has of xs to itself, in place.
-func transfer(g *comm.Group, xs comm.Shards[float32]) error {
-	c, s := g.Communicator(0), g.Stream(0)
-	return errors.Join(nccl.Send(c, s, xs[0].Slice(0, 8), 0), nccl.Recv(c, s, xs[0].Slice(0, 8), 0))
+// transfer sends what rank 0 has in x to itself, in place.
+func transfer(on nccl.Issuer, s *stream.Stream, x memory.Slice[float32]) error {
+	return errors.Join(nccl.Send(on, s, x.Slice(0, 8), 0), nccl.Recv(on, s, x.Slice(0, 8), 0))
 }
 
 // TestCopyEnginesInGraphs gives a group a tuning by which copy engines are the fastest in
@@ -147,7 +155,7 @@ func TestCopyEnginesInGraphs(t *testing.T) {
 	tuning := &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{{Operation: "all-gather", Bytes: 64, Times: []comm.Timing{
 		{Strategy: comm.CopyEngines, Micros: 1, Eager: 3}, {Strategy: comm.OwnKernels, Micros: 2}}}}}
 	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: tuning})
-	x := nccl.Collective{Kind: nccl.AllGatherKind, DType: memory.Float32, Count: 30, Together: true}
+	x := ranks.Collective{Kind: flight.AllGather, DType: memory.Float32, Count: 30, Together: true}
 	require.Equal(t, comm.OwnKernels, g.Chosen(x))
 	x.Captured = true
 	require.Equal(t, comm.CopyEngines, g.Chosen(x))
@@ -158,7 +166,7 @@ func TestCopyEnginesInGraphs(t *testing.T) {
 	ys, _ := shards(t, g, 60)
 	all := func() error { return comm.AllGather(g, ys, xs) }
 	copies := func(call func() error) uint64 {
-		stop := devs[0].System().Machine().CountCalls()
+		stop := gpu.DeviceOf(devs[0]).System().Machine.CountCalls()
 		require.NoError(t, call())
 		n := stop()["cuMemcpyDtoDAsync"]
 		for i := range ys {
@@ -169,7 +177,7 @@ func TestCopyEnginesInGraphs(t *testing.T) {
 	}
 	require.Zero(t, copies(all))
 	require.EqualValues(t, 4, copies(func() error {
-		exec, err := graph.Capture(g.Streams(), all)
+		exec, err := graph.Capture(g.Streams(), all, nil)
 		if err != nil {
 			return err
 		}
@@ -185,7 +193,7 @@ func TestCopyEnginesFail(t *testing.T) {
 	g := groupBy(t, devs, comm.Config{Strategy: comm.CopyEngines})
 	xs, _ := shards(t, g, 30)
 	ys, _ := shards(t, g, 90)
-	stop := devs[0].System().Machine().CountCalls()
+	stop := gpu.DeviceOf(devs[0]).System().Machine.CountCalls()
 	err := comm.AllGather(g, ys, xs)
 	calls := stop()
 	require.ErrorIs(t, err, comm.ErrBroken)

@@ -21,14 +21,12 @@ func TestArgumentErrorsSayNoMoreThanIsWrong(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, closed.Close())
 	_, unknown := comm.ParseStrategy("fastest")
-	_, noOne := comm.Local(testgpu.Context(t), nil, nil)
+	_, noOne := comm.Local(testgpu.Context(t), []*device.Device{nil, nil}, nil)
 	_, noWork := comm.Start(g, nil)
-	_, sharing := comm.NewReducer(g, nil, []memory.Slice[float32]{xs[0], xs[0]}, []memory.Slice[float32]{xs[1], xs[1]})
 	for text, err := range map[string]error{
 		`comm: there is no strategy "fastest": want one of`: unknown,
 		"comm: local: device 0 of 2 is nil":                 noOne,
 		"comm: start: no function given":                    noWork,
-		"share some memory":                                 sharing,
 		"use after Close":                                   comm.AllReduce(g, comm.Sum, closed, xs[1]),
 	} {
 		require.ErrorIs(t, err, comm.ErrMismatch, text)
@@ -50,7 +48,7 @@ func TestErrorsOfAnEndedGroup(t *testing.T) {
 			return g.Close()
 		},
 	} {
-		g, err := comm.Local(testgpu.Context(t), devs...)
+		g, err := comm.Local(testgpu.Context(t), devs, nil)
 		require.NoError(t, err)
 		xs, _ := shards(t, g, 8)
 		require.NoError(t, end(g), how)

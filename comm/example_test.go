@@ -12,27 +12,24 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/tensor"
 )
 
 func program() error {
 	ctx := context.Background()
-	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 4})
-	if err != nil {
-		return err
-	}
-	g, err := comm.Local(ctx, sys.Devices()...) // one rank on each device
+	g, err := comm.Init(ctx, &comm.InitConfig{AllDevices: true, Fallback: func(note string) { log.Print(note) }})
 	if err != nil {
 		return err
 	}
 	defer g.Close()
-	xs, err := comm.Make[float32](g, 3) // three numbers on each
+	xs, err := comm.Make[float32](g, 3) // three numbers for each rank of this process
 	if err != nil {
 		return err
 	}
 	defer xs.Close()
 	for i, x := range xs {
-		if err := x.CopyFrom(g.Stream(i), []float32{1, float32(i), 10}); err != nil {
+		if err := x.CopyFrom(g.Stream(i), []float32{1, float32(g.Rank() + i), 10}); err != nil {
 			return err
 		}
 	}
@@ -43,16 +40,27 @@ func program() error {
 		return err
 	}
 	sum := make([]float32, 3)
-	err = xs[0].CopyTo(g.Stream(0), sum)
-	fmt.Println(sum)
-	return err
+	if err := xs[0].CopyTo(g.Stream(0), sum); err != nil {
+		return err
+	}
+	fmt.Println(g.Size(), "ranks:", sum)
+	return g.Shutdown(ctx)
 }
 
 func Example() {
 	if err := program(); err != nil {
 		log.Fatal(err)
 	}
-	// Output: [4 6 40]
+}
+
+// The program of README runs in one process and in several.
+func TestProgramOfReadme(t *testing.T) {
+	t.Parallel()
+	out := initAsProcess(t, "readme", env.Backend.Name+"=virtual")
+	require.Contains(t, out, "4 ranks: [4 6 40]\n")
+	code, out, _ := job(t, "virtual", "", 3, initVar+"=readme")
+	require.Zero(t, code, out)
+	require.Equal(t, 3, strings.Count(out, "3 ranks: [3 3 30]\n"), out)
 }
 
 // A matrix of the host is divided over four devices by its columns, and put together
@@ -72,7 +80,7 @@ func divide() error {
 	if err != nil {
 		return err
 	}
-	g, err := comm.Local(ctx, sys.Devices()...)
+	g, err := comm.Local(ctx, sys.Devices(), nil)
 	if err != nil {
 		return err
 	}

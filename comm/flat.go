@@ -3,18 +3,19 @@ package comm
 import (
 	"slices"
 
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
 
-// A limit is how many bytes of tensors are put together.
+// A limit is the maximum size of a bucket.
 type limit struct {
 	bytes int
-	reach bool // the last tensor of a bucket reaches it; otherwise none exceeds it but alone
+	reach bool // the last tensor of a bucket reaches the limit; otherwise only a single tensor exceeds it
 }
 
-// buckets puts tensors of one type together. Those that are left over come last, by
-// type, in the order in which the types came.
+// buckets groups tensors of one type into buckets. The last, incomplete buckets come at
+// the end, ordered by the first tensor of each type.
 func (l limit) buckets(ts []tensor.Tensor) (buckets [][]int) {
 	type open struct {
 		indexes []int
@@ -51,10 +52,10 @@ func (l limit) buckets(ts []tensor.Tensor) (buckets [][]int) {
 	return buckets
 }
 
-// pick returns those of xs with the indexes, which it may share with xs.
-func pick[E any](xs []E, indexes []int) []E {
+// selectAt returns the elements of xs at the indexes. The result may be xs itself.
+func selectAt[E any](xs []E, indexes []int) []E {
 	if len(indexes) == len(xs) && slices.IsSorted(indexes) {
-		return xs // each once
+		return xs // all elements in order
 	}
 	part := make([]E, len(indexes))
 	for k, i := range indexes {
@@ -63,11 +64,11 @@ func pick[E any](xs []E, indexes []int) []E {
 	return part
 }
 
-// putBack is pick the other way round: it puts the parts to where they belong in all, which
-// may become the parts.
-func putBack[E any](all []E, indexes []int, parts []E) []E {
+// storeAt is the inverse of selectAt: it stores parts at the indexes of all, and returns the
+// result, which may be parts itself.
+func storeAt[E any](all []E, indexes []int, parts []E) []E {
 	if len(indexes) == len(all) && slices.IsSorted(indexes) {
-		return parts // each once
+		return parts // all elements in order
 	}
 	for k, i := range indexes {
 		all[i] = parts[k]
@@ -75,28 +76,28 @@ func putBack[E any](all []E, indexes []int, parts []E) []E {
 	return all
 }
 
-// flatten returns the elements of tensors of one type and device one after the other.
-// Those of a single contiguous tensor are where they are.
+// flatten returns the elements of tensors of one type and device in one flat tensor. A
+// single contiguous tensor is not copied.
 func (g *Group) flatten(ts []tensor.Tensor) (flat tensor.Tensor, err error) {
 	if len(ts) == 1 && ts[0].Contiguous() {
 		flat, err := ts[0].View(-1)
 		return flat.Retain(), err
 	}
-	if err := g.record(ts...); err != nil {
+	if err := g.recordStreams(ts...); err != nil {
 		return flat, err
 	}
 	s := g.streamOf(ts[0])
 	if flat, err = tensor.Make(s, ts[0].DType(), lengthOf(ts)); err != nil {
 		return flat, err
 	}
-	if err := tensor.Flatten(s, []tensor.Tensor{flat}, ts); err != nil {
+	if err := strided.Flatten(s, []tensor.Tensor{flat}, ts); err != nil {
 		_ = flat.Close()
 		return tensor.Tensor{}, err
 	}
 	return flat, nil
 }
 
-// lengthOf is how many elements tensors have together.
+// lengthOf returns the total number of elements.
 func lengthOf(ts []tensor.Tensor) int {
 	n := 0
 	for i := range ts {

@@ -6,6 +6,9 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/dims"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -13,43 +16,40 @@ import (
 
 // GatherConfig are the options of Gather; nil means their zero values.
 type GatherConfig struct {
-	// Dim is the dimension along which the tensors are put together; a negative one
-	// counts from the end.
+	// Dim is the dimension along which the tensors are concatenated; a negative Dim counts
+	// from the end.
 	Dim int
-	// Destination is the device of the result. nil means that of rank 0.
+	// Destination is the device of the result. nil means the device of rank 0.
 	Destination *device.Device
-	// Host makes the result one of host memory, instead of Destination.
+	// Host places the result in host memory instead of on Destination.
 	Host bool
-	// Out is a tensor to copy to instead, on a device of the group or on the host:
-	// not with Destination or Host.
+	// Out is an existing tensor to copy to, on a device of the group or on the host. It
+	// excludes Destination and Host.
 	Out *tensor.Tensor
 }
 
-// Gather enqueues the concatenation of tensors, which are on devices of the group, on
-// the destination (torch.cuda.comm.gather), and returns it, for the caller to close.
-// The shapes are the same except along Dim. The result is of the type of the first
-// tensor, to which others are converted, and contiguous, or channels-last where all
-// tensors are. With Out the result has the memory of Out. The result owns a reference to
-// its memory: closing it does not close Out. If one kernel of the destination cannot copy
-// all tensors, Gather copies them one by one. NCCL takes no part.
+// Gather enqueues the concatenation of tensors, which are on devices of the group, on the
+// destination (torch.cuda.comm.gather), and returns it; the caller closes it. The shapes
+// must be the same except along Dim. The result has the type of the first tensor, and the
+// other tensors are converted to it. The result is contiguous, or channels-last if all
+// tensors are. With Out the result shares the memory of Out. The result owns a reference
+// to its memory: closing it does not close Out. If one kernel of the destination cannot
+// copy all tensors, Gather copies them one by one. Gather does not use NCCL.
 //
-// The host waits where the result is in host memory, and not otherwise.
+// The host waits only if the result is in host memory.
 func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, error) {
+	c := orZero(cfg)
+	return locked(g, "gather", func() (tensor.Tensor, error) { return g.gather(ts, &c) })
+}
+
+// gather is Gather while g is locked.
+func (g *Group) gather(ts []tensor.Tensor, c *GatherConfig) (tensor.Tensor, error) {
 	const op = "gather"
-	var c GatherConfig
-	if cfg != nil {
-		c = *cfg
-	}
-	if err := g.checkWhole(op); err != nil {
-		return tensor.Tensor{}, err
-	}
-	g.issuing.Lock()
-	defer g.issuing.Unlock()
 	if c.Out != nil && (c.Destination != nil || c.Host) {
-		return tensor.Tensor{}, refuse(op, "Destination and Host must not be specified when Out is specified")
+		return tensor.Tensor{}, badArgument(op, "Destination and Host must not be specified when Out is specified")
 	}
 	if c.Host && c.Destination != nil {
-		return tensor.Tensor{}, refuse(op, "Destination must not be specified when Host is, but got %s", c.Destination)
+		return tensor.Tensor{}, badArgument(op, "Destination must not be specified when Host is, but got %s", c.Destination)
 	}
 	to, err := g.destination(op, c.Destination)
 	if err != nil {
@@ -64,7 +64,7 @@ func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, err
 		if err != nil {
 			return tensor.Tensor{}, err
 		}
-		if err := g.collect(parts, ts); err != nil {
+		if err := g.copyToParts(parts, ts); err != nil {
 			return tensor.Tensor{}, err
 		}
 		return c.Out.Retain(), nil
@@ -73,13 +73,18 @@ func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, err
 	if !c.Host {
 		s = g.members[g.rankOn(to)].stream
 	}
+	return g.gatherNew(s, ts, dim, shape)
+}
+
+// gatherNew gathers to a new tensor on the device of s, or on the host if s is nil.
+func (g *Group) gatherNew(s *stream.Stream, ts []tensor.Tensor, dim int, shape []int) (tensor.Tensor, error) {
 	out, err := makeGathered(s, ts, shape)
 	if err != nil {
 		return tensor.Tensor{}, err
 	}
 	parts, err := out.SplitSizes(lengthsAlong(ts, dim), dim)
 	if err == nil {
-		err = g.collect(parts, ts)
+		err = g.copyToParts(parts, ts)
 	}
 	if err != nil {
 		_ = out.Close()
@@ -88,65 +93,64 @@ func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, err
 	return out, nil
 }
 
-// checkGather checks the tensors and returns the dimension and the shape of the
-// result.
+// checkGather validates the tensors and returns the dimension and the shape of the result.
 func checkGather(g *Group, ts []tensor.Tensor, dim int) (int, []int, error) {
 	const op = "gather"
 	if len(ts) == 0 {
-		return 0, nil, refuse(op, "expected at least one tensor to gather from")
+		return 0, nil, badArgument(op, "expected at least one tensor to gather from")
 	}
 	for i, t := range ts {
-		if err := g.source(op, "tensor", i, t); err != nil {
+		if err := g.checkSource(op, "tensor", i, t); err != nil {
 			return 0, nil, err
 		}
 		if t.IsHost() {
-			return 0, nil, refuse(op, "expected all input tensors to be on devices, but tensor at index %d is on the host", i)
+			return 0, nil, badArgument(op, "expected all input tensors to be on devices, but tensor at index %d is on the host", i)
 		}
 	}
 	first := ts[0]
 	if first.Dims() == 0 {
-		return 0, nil, refuse(op, "the tensors have no dimension to gather along: Unsqueeze them")
+		return 0, nil, badArgument(op, "the tensors have no dimension to gather along: Unsqueeze them")
 	}
-	d, err := tensor.WrapDim(dim, first.Dims())
+	d, err := dims.Wrap(dim, first.Dims())
 	if err != nil {
-		return 0, nil, refuse(op, "%w", err)
+		return 0, nil, badArgument(op, "%w", err)
 	}
 	shape := first.Shape()
 	shape[d] = 0
 	for i, t := range ts {
 		if t.Dims() != first.Dims() {
-			return 0, nil, refuse(op, "expected all input tensors to have the same number of dimensions, but tensor at index %d has %d dimensions (expected %d)", i, t.Dims(), first.Dims())
+			return 0, nil, badArgument(op, "expected all input tensors to have the same number of dimensions, but tensor at index %d has %d dimensions (expected %d)", i, t.Dims(), first.Dims())
 		}
 		if !sameBut(d, t, first) {
 			want := first.Shape()
 			want[d] = t.Size(d)
-			return 0, nil, refuse(op, "input tensor at index %d has invalid shape %v, but expected %v", i, t.Shape(), want)
+			return 0, nil, badArgument(op, "input tensor at index %d has invalid shape %v, but expected %v", i, t.Shape(), want)
 		}
 		shape[d] += t.Size(d)
 	}
 	return d, shape, nil
 }
 
-// checkGatherOut returns the parts of out for the tensors.
+// checkGatherOut returns the part of out for each tensor.
 func checkGatherOut(g *Group, out tensor.Tensor, ts []tensor.Tensor, dim int, shape []int) ([]tensor.Tensor, error) {
 	const op = "gather"
-	if err := g.source(op, "output tensor", only, out); err != nil {
+	if err := g.checkSource(op, "output tensor", only, out); err != nil {
 		return nil, err
 	}
 	if !slices.Equal(out.Shape(), shape) {
-		return nil, refuse(op, "expected the output tensor to have shape %v, but got %v", shape, out.Shape())
+		return nil, badArgument(op, "expected the output tensor to have shape %v, but got %v", shape, out.Shape())
 	}
 	parts, err := out.SplitSizes(lengthsAlong(ts, dim), dim)
 	if err != nil {
-		return nil, refuse(op, "%w", err)
+		return nil, badArgument(op, "%w", err)
 	}
 	for i, t := range ts {
 		what := fmt.Sprintf("comm: %s: tensor at index %d", op, i)
-		if err := tensor.CheckCopy(what, parts[i], t); err != nil {
-			return nil, unfit(err)
+		if err := strided.CheckCopy(what, parts[i], t); err != nil {
+			return nil, asBadArgument(err)
 		}
-		if tensor.Overlaps(out, t) {
-			return nil, refuse(op, "tensor at index %d shares some memory with the output tensor", i)
+		if strided.Overlaps(out, t) {
+			return nil, badArgument(op, "tensor at index %d shares some memory with the output tensor", i)
 		}
 	}
 	return parts, nil
@@ -160,7 +164,7 @@ func lengthsAlong(ts []tensor.Tensor, dim int) []int {
 	return n
 }
 
-// makeGathered allocates a result, of host memory where s is nil.
+// makeGathered allocates a result, in host memory if s is nil.
 func makeGathered(s *stream.Stream, ts []tensor.Tensor, shape []int) (tensor.Tensor, error) {
 	allocate := func(t memory.DType, shape ...int) (tensor.Tensor, error) {
 		if s == nil {
@@ -172,7 +176,7 @@ func makeGathered(s *stream.Stream, ts []tensor.Tensor, shape []int) (tensor.Ten
 	if slices.ContainsFunc(ts, func(t tensor.Tensor) bool { return !t.ChannelsLast() }) {
 		return allocate(t, shape...)
 	}
-	// The channels, dimension 1, become the innermost one.
+	// channels-last: dimension 1, the channels, becomes the innermost one.
 	n := len(shape)
 	order := []int{0, n - 1}
 	for d := 1; d < n-1; d++ {
@@ -190,39 +194,40 @@ func makeGathered(s *stream.Stream, ts []tensor.Tensor, shape []int) (tensor.Ten
 	return v, x.Close()
 }
 
-// collect copies the tensors to their parts of the result.
-func (g *Group) collect(parts, ts []tensor.Tensor) error {
-	if err := g.record(ts...); err != nil {
+// copyToParts copies the tensors to their parts of the result.
+func (g *Group) copyToParts(parts, ts []tensor.Tensor) error {
+	if err := g.recordStreams(ts...); err != nil {
 		return err
 	}
-	if err := g.record(parts[0]); err != nil {
+	if err := g.recordStreams(parts[0]); err != nil {
 		return err
 	}
 	to := g.streamOf(parts[0])
-	switch alone, err := direct(to, parts, ts); {
+	switch alone, err := canCopyByKernel(to, parts, ts); {
 	case err != nil:
 		return err
 	case alone:
-		return copyAlone(to, g.streamsOf(ts), parts, ts)
+		return copyByKernel(to, g.streamsOf(ts), parts, ts)
 	}
-	return g.push(parts, ts, to)
+	return g.copyFromSources(parts, ts, to)
 }
 
-// push copies the tensors to their parts of the result, whose use to orders: from all other
-// devices at the same time, and beside what of the result's device to copies itself.
-func (g *Group) push(parts, ts []tensor.Tensor, to *stream.Stream) error {
+// copyFromSources copies the tensors to their parts of the result, whose use is ordered by to. All
+// other devices copy at the same time, and the result's device copies its own tensors
+// meanwhile.
+func (g *Group) copyFromSources(parts, ts []tensor.Tensor, to *stream.Stream) error {
 	var sources []*stream.Stream
 	for i, t := range ts {
-		if g.pushes(parts[i], t, to) {
+		if g.sourceCopies(parts[i], t, to) {
 			sources = withStream(sources, g.streamOf(t))
 		}
 	}
-	if err := stream.Fork(to, sources); err != nil {
+	if err := gpu.Fork(to, sources); err != nil {
 		return err
 	}
 	err := g.copyParts(parts, ts, to)
-	if e := stream.Join(to, sources); e != nil {
-		// Nothing orders the copies with the end of the memory any more.
+	if e := gpu.Join(to, sources); e != nil {
+		// The stream to does not wait for the copies, so the sources must keep the memory.
 		err = errors.Join(err, e)
 		for _, s := range sources {
 			err = errors.Join(err, parts[0].RecordStream(s))
@@ -231,8 +236,8 @@ func (g *Group) push(parts, ts []tensor.Tensor, to *stream.Stream) error {
 	return err
 }
 
-// pushes reports whether the stream of src, of another device, copies it to dst.
-func (g *Group) pushes(dst, src tensor.Tensor, to *stream.Stream) bool {
+// sourceCopies reports whether the stream of src, on another device, copies it to dst.
+func (g *Group) sourceCopies(dst, src tensor.Tensor, to *stream.Stream) bool {
 	from := g.streamOf(src)
 	return to != nil && from != nil && from != to && atSource(dst, src)
 }
@@ -240,7 +245,7 @@ func (g *Group) pushes(dst, src tensor.Tensor, to *stream.Stream) bool {
 // copyParts enqueues the copies of push.
 func (g *Group) copyParts(parts, ts []tensor.Tensor, to *stream.Stream) (err error) {
 	for i, t := range ts {
-		if from := g.streamOf(t); g.pushes(parts[i], t, to) {
+		if from := g.streamOf(t); g.sourceCopies(parts[i], t, to) {
 			err = tensor.Copy(from, parts[i], t)
 		} else {
 			err = transfer(parts[i], t, to, from)

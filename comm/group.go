@@ -8,50 +8,69 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Group is a set of ranks that call collectives together. One or more of them
-// are local: in this process, each with a device and a stream.
+// A Group is a set of ranks that call collectives together. One or more ranks are local:
+// in this process, each with a device and a stream.
 type Group struct {
-	owner   handle.Owner
-	size    int
-	cfg     *Config
-	members []member // the local ranks, by rank
-	splits  int      // how often it was split
-	broken  atomic.Pointer[brokenError]
-	closing atomic.Pointer[closing] // how this process ends it
-	issuing sync.Mutex              // held while an operation is enqueued
-	failing sync.Mutex              // held while the cause of a failure is looked for
-	lost    context.Context         // the Rendezvous's, which ends when a rank is lost; nil in one process
-	words   *words                  // what the other processes say; nil in one process
-	unwatch func() bool             // stops watching lost
+	ref
+	owner       handle.Owner
+	size        int
+	cfg         *Config
+	members     []member // the local ranks, by rank
+	firstDirect member   // the first local rank
+	splits      int      // number of splits
+	broken      atomic.Pointer[brokenError]
+	closing     atomic.Pointer[closing] // how this process closed it
+	issuing     sync.Mutex              // held while an operation is enqueued
+	routers     route.Routers           // choose the backends; none if NCCL executes everything
+	batch       *route.Batch            // for the operations of a call, guarded by issuing
+	batches     sync.Pool               // of *Batch, for Group.Batch
+	failing     sync.Mutex              // held while the cause of a failure is determined
+	lost        context.Context         // the Rendezvous's context, which ends when a rank is lost; nil in one process
+	reporter    *reporter               // the progress of the other processes; nil in one process
+	unwatch     func() bool             // stops watching lost
 
-	farewell sync.Once // the other processes are told of the end
+	reportEnd sync.Once // of the last message to the other processes
+
+	session *cluster.Session // opened by Init, nil otherwise
 }
 
 // member is one local rank.
 type member struct {
 	comm   *nccl.Communicator
 	stream *stream.Stream
-	ways   *ways // nil where NCCL does it all
+	on     nccl.Issuer // takes the rank's operations: the group's batch, or comm if there is nothing to choose or combine
 }
 
-// newGroup makes a group of communicators that are ready.
+// newGroup makes a group of initialized communicators.
 func newGroup(comms []*nccl.Communicator, cfg *Config) (*Group, error) {
-	g := &Group{size: comms[0].Size(), cfg: cfg}
+	g := &Group{size: comms[0].Size(), cfg: cfg, batch: route.Routers(nil).NewBatch()}
+	g.ref = groups.New(inside{g})
 	for _, c := range comms {
 		s, err := stream.New(c.Device(), nil)
 		if err != nil {
 			g.closeStreams()
-			return nil, errors.Join(err, eachAtOnce(comms, (*nccl.Communicator).Close))
+			return nil, errors.Join(err, concurrently(comms, (*nccl.Communicator).Close))
 		}
-		g.members = append(g.members, member{comm: c, stream: s})
+		m := member{comm: c, stream: s, on: c}
+		if len(comms) > 1 {
+			m.on = g.batch.On(c)
+		}
+		g.members = append(g.members, m)
 	}
+	g.firstDirect = g.members[0]
+	g.firstDirect.on = g.firstDirect.comm
 	handle.Init(g, &g.owner, handle.About{Kind: "group", On: g.Device(0)})
 	return g, nil
 }
@@ -59,7 +78,7 @@ func newGroup(comms []*nccl.Communicator, cfg *Config) (*Group, error) {
 // Size returns the number of ranks in all processes.
 func (g *Group) Size() int { return g.size }
 
-// Rank returns the first local rank.
+// Rank returns the rank of the first local rank.
 func (g *Group) Rank() int { return g.members[0].comm.Rank() }
 
 // Locals returns the number of local ranks.
@@ -68,13 +87,13 @@ func (g *Group) Locals() int { return len(g.members) }
 // Device returns the device of local rank i.
 func (g *Group) Device(i int) *device.Device { return g.members[i].comm.Device() }
 
-// Communicator returns local rank i's end of the group in NCCL, for operations that
-// this package does not have; they count as the group's. It belongs to the group: do
-// not close it.
+// Communicator returns the NCCL communicator of local rank i, for operations that this
+// package does not have; they count as operations of the group. It belongs to the group:
+// do not close it.
 func (g *Group) Communicator(i int) *nccl.Communicator { return g.members[i].comm }
 
-// Stream returns the stream of local rank i, on which collectives are enqueued.
-// It belongs to the group: do not close it.
+// Stream returns the stream of local rank i. Collectives are enqueued on it. It belongs to
+// the group: do not close it.
 func (g *Group) Stream(i int) *stream.Stream { return g.members[i].stream }
 
 // Streams returns the streams of all local ranks.
@@ -86,43 +105,42 @@ func (g *Group) Streams() []*stream.Stream {
 	return ss
 }
 
-// Err returns why the group can have no operations any more, or nil: it is broken, which
-// matches ErrBroken, or this process has closed it, which matches device.ErrClosed.
+// Err returns why the group accepts no more operations, or nil. If the group is broken,
+// the error matches ErrBroken; if this process has closed it, it matches device.ErrClosed.
 func (g *Group) Err() error {
 	if err := g.check("error"); err != nil {
 		return err
 	}
-	// A rank that this process has ended is the cause of the failures of the others.
+	// If this process has ended a rank, that caused the failures of the other ranks.
 	for _, look := range []func(*nccl.Communicator) error{(*nccl.Communicator).Ended, (*nccl.Communicator).Err} {
 		for i := range g.members {
 			if err := look(g.members[i].comm); err != nil {
-				return g.undone("error", err)
+				return g.errIncomplete("error", err)
 			}
 		}
 	}
 	return nil
 }
 
-// Wait waits until everything that is enqueued on the group's streams has
-// completed. nil means that the collectives have completed: not only that the
-// streams have passed them, which they also do when the group ends. Wait
-// ends early when a rank fails or is lost, and breaks the group then, and when this
-// process closes the group. When ctx ends it returns the cause, names the first local rank that is
-// not done, and leaves the operations running: Close ends them. A rank that is alive
-// but never issues the operation is waited for until its deadline
-// (nccl.Config.Timeout); then the error names it and its last operation: a
-// *CulpritError where it is in another process.
+// Wait waits until everything that is enqueued on the group's streams has completed. It
+// returns nil only if the collectives have completed; streams also pass collectives that
+// were aborted. Wait ends early when a rank fails or is lost, which breaks the group, and
+// when this process closes the group. When ctx ends, Wait returns an error that wraps the
+// cause and names the first local rank that has not completed; the operations continue to
+// run, and Close ends them. If a rank is alive but never issues the operation, Wait ends
+// at the operation's deadline (nccl.Config.Timeout). The error then names that rank and
+// its last operation; it is a *CulpritError if that rank is in another process.
 func (g *Group) Wait(ctx context.Context) error {
-	if err := g.checkWait("wait"); err != nil {
+	if err := g.check("wait"); err != nil {
 		return err
 	}
 	begun := time.Now()
 	for i := range g.members {
 		m := &g.members[i]
-		if err := m.stream.RefuseWait("comm: wait"); err != nil {
+		if err := gpu.StreamOf(m.stream).RefuseWait("comm: wait"); err != nil {
 			return err
 		}
-		end := m.comm.Point(m.stream)
+		end := ranks.Of(m.comm).Point(m.stream)
 		err := poll.Until(ctx, func() (bool, error) {
 			done, err := m.stream.Query()
 			if err != nil || done {
@@ -132,28 +150,28 @@ func (g *Group) Wait(ctx context.Context) error {
 		})
 		switch {
 		case err == nil:
-			err = end.Passed()
+			err = ranks.Of(m.comm).Completed(end)
 		case ctx.Err() != nil && g.broken.Load() == nil && g.closing.Load() == nil:
 			return fmt.Errorf("comm: wait: rank %d of %d (%s) is not done after %v: %w",
 				m.comm.Rank(), g.size, m.comm.Device(), time.Since(begun).Round(time.Millisecond), err)
 		}
 		if err != nil {
-			return g.undone("wait", err)
+			return g.errIncomplete("wait", err)
 		}
 	}
 	if err := g.Err(); err != nil {
-		return g.undone("wait", err)
+		return g.errIncomplete("wait", err)
 	}
 	return nil
 }
 
-// Close ends the group at once: it aborts what is in flight on the local ranks
-// and frees the group's streams. It waits for no peer, but for a moment to tell other
-// processes so, and for no device, unless that has had operations of OwnKernels. It is
-// idempotent. The other ranks notice it as the loss of a peer, so Shutdown is the polite
-// way to leave. While a graph has its collectives it stays open: Close
-// returns a *nccl.InUseError; and a *nccl.GroupError within a group of NCCL that has
-// operations of it.
+// Close ends the group at once: it aborts pending operations on the local ranks and frees
+// the group's streams. It does not wait for other ranks, except for a moment to inform
+// other processes. It does not wait for the devices, unless they ran Chorus kernels
+// (OwnKernels). The other ranks see the loss of a peer; to leave without an error on the
+// other ranks, use Shutdown. While a graph uses the group's collectives, the group stays
+// open and Close returns a *nccl.InUseError. Close also closes the session of Init. It is
+// idempotent.
 func (g *Group) Close() error {
 	if g == nil || g.owner.Closed() {
 		return nil
@@ -166,12 +184,12 @@ func (g *Group) Close() error {
 		return nil
 	}
 	g.stopWatching("closed the group")
-	return errors.Join(eachAtOnce(g.comms(), (*nccl.Communicator).Close), g.closeWays(), g.closeStreams())
+	return errors.Join(concurrently(g.comms(), (*nccl.Communicator).Close), g.routers.Close(), g.closeStreams(), g.session.Close())
 }
 
-// Shutdown waits until all operations have completed and leaves the group
-// together with the other ranks, which call it too. When ctx ends first, or the
-// group is broken, it closes it and returns the cause.
+// Shutdown waits until all operations have completed and leaves the group together with
+// the other ranks, which must call it too; a group of Init then leaves the job. If ctx ends
+// first, or the group is broken, it closes the group and returns the cause.
 func (g *Group) Shutdown(ctx context.Context) error {
 	if g == nil || g.owner.Closed() {
 		return nil
@@ -179,54 +197,54 @@ func (g *Group) Shutdown(ctx context.Context) error {
 	if err := g.inUse("shut down"); err != nil {
 		return err
 	}
-	if err := nccl.RefuseGroup("comm: shut down"); err != nil {
-		return err
-	}
 	if err := g.Wait(ctx); err != nil {
 		_ = g.Close()
 		return err
 	}
 	g.closing.CompareAndSwap(nil, &closing{"shut the group down", time.Now()})
-	// From here on a peer that is gone has left, and was not lost.
+	// From here on, a peer whose process ends has left and was not lost.
 	g.stopWatching("shut the group down")
-	err := eachAtOnce(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(ctx) })
-	if err != nil && ctx.Err() != nil { // what the ranks then say is of each other's end
+	err := concurrently(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(ctx) })
+	if err != nil && ctx.Err() != nil { // the errors of the ranks are then only consequences
 		err = fmt.Errorf("comm: shut down on rank %d of %d: %w", g.Rank(), g.size, context.Cause(ctx))
+	}
+	if err == nil {
+		err = g.session.Shutdown(ctx)
 	}
 	return errors.Join(err, g.Close())
 }
 
-// fail breaks the group with its first cause and aborts what is in flight, so
-// that nothing waits for ranks that will not come.
+// fail breaks the group with its first cause and aborts pending operations, so that no
+// rank waits for a rank that failed.
 func (g *Group) fail(cause error) error {
-	if g.settleOn(cause) {
-		_ = eachAtOnce(g.comms(), (*nccl.Communicator).Abort)
+	if g.setBroken(cause) {
+		_ = concurrently(g.comms(), (*nccl.Communicator).Abort)
 	}
 	return g.broken.Load()
 }
 
-// settleOn makes a cause that of the group, with what is known about it, and reports
-// false if there is one already.
-func (g *Group) settleOn(first error) bool {
+// setBroken makes a cause the cause of the broken group, completed by the information of
+// the other processes. It returns false if the group is already broken.
+func (g *Group) setBroken(first error) bool {
 	g.failing.Lock()
 	defer g.failing.Unlock()
 	if g.broken.Load() != nil {
 		return false
 	}
 	cause := g.cause(first)
-	if g.words != nil {
-		g.farewell.Do(func() { g.words.farewell(g.members[0].comm, endBy(cause)) })
+	if g.reporter != nil {
+		g.reportEnd.Do(func() { g.reporter.finish(g.members[0].comm, endOf(cause)) })
 	}
 	g.broken.Store(&brokenError{cause})
 	return true
 }
 
-// cause is what is known of a failure that was noticed.
+// cause returns the best known cause of a failure that was noticed.
 func (g *Group) cause(noticed error) error {
-	if g.words == nil {
+	if g.reporter == nil {
 		return noticed
 	}
-	if found := g.words.verdict(); found != nil {
+	if found := g.reporter.result(); found != nil {
 		return found
 	}
 	if g.lost.Err() != nil {
@@ -234,17 +252,17 @@ func (g *Group) cause(noticed error) error {
 			return own
 		}
 	}
-	return g.words.lost(g.members[0].comm, g.rootCause(noticed))
+	return g.reporter.explainLoss(g.members[0].comm, g.rootCause(noticed))
 }
 
-// foresight is how long a group with operations in flight that lost a rank waits to be
-// told by NCCL what went wrong before.
-const foresight = 200 * time.Millisecond
+// lossDiagnosisTime is how long a group with pending operations that lost a rank waits for an
+// error of NCCL that explains the loss.
+const lossDiagnosisTime = 200 * time.Millisecond
 
-// ownFailure is what the local ranks have failed with by themselves, or nil. The rank
-// that is lost may have ended because of the same, and the loss be heard of first.
+// ownFailure returns the failure of a local rank that another rank did not cause, or nil.
+// The lost rank may have ended because of this failure, and the loss may be noticed first.
 func (g *Group) ownFailure() (own error) {
-	ctx, cancel := context.WithTimeout(context.Background(), foresight)
+	ctx, cancel := context.WithTimeout(context.Background(), lossDiagnosisTime)
 	defer cancel()
 	idle := make(chan struct{})
 	go func() { // the driver may not answer before the group is aborted
@@ -266,12 +284,12 @@ func (g *Group) ownFailure() (own error) {
 		}
 	})
 	if errors.Is(own, nccl.ErrorRemote) {
-		return nil // it is the loss
+		return nil // a consequence of the loss
 	}
 	return own
 }
 
-// idle reports whether nothing is in flight on the group's streams.
+// idle reports whether the group's streams have completed all operations.
 func (g *Group) idle() (bool, error) {
 	for i := range g.members {
 		if done, err := g.members[i].stream.Query(); !done && err == nil {
@@ -281,54 +299,54 @@ func (g *Group) idle() (bool, error) {
 	return true, nil
 }
 
-// hindsight is how long a group whose connection to a peer broke waits to be
-// told what became of the peer.
-const hindsight = time.Second
+// lossReportTime is how long a group whose connection to a peer broke waits for the Rendezvous
+// to report the fate of the peer.
+const lossReportTime = time.Second
 
-// rootCause prefers what the Rendezvous knows about a lost rank to NCCL's word
-// that a connection broke. The connection is often the first to notice, and a
-// process that gave up at once would look like the one to blame.
+// rootCause returns the Rendezvous's error about a lost rank instead of NCCL's error that
+// a connection broke, if there is one. The broken connection is often noticed first, and a
+// process that reported it at once would look like the culprit.
 func (g *Group) rootCause(err error) error {
 	if g.lost == nil || !errors.Is(err, nccl.ErrorRemote) {
 		return err
 	}
-	told := time.NewTimer(hindsight)
-	defer told.Stop()
+	wait := time.NewTimer(lossReportTime)
+	defer wait.Stop()
 	select {
 	case <-g.lost.Done():
 		return context.Cause(g.lost)
-	case <-told.C:
+	case <-wait.C:
 		return err
 	}
 }
 
-// watch tells the other processes how far this one has come, and breaks the group
-// when the Rendezvous loses a rank.
-func (g *Group) watch(w *words) {
-	w.speak(g.members[0].comm)
-	g.words, g.lost = w, w.r.Context()
+// watch starts to publish the progress of this process, and breaks the group when the
+// Rendezvous loses a rank.
+func (g *Group) watch(w *reporter) {
+	w.start(g.members[0].comm)
+	g.reporter, g.lost = w, w.r.Context()
 	g.unwatch = context.AfterFunc(g.lost, func() { _ = g.fail(context.Cause(g.lost)) })
 }
 
-// listen is watch for a group that was split from another one over processes.
-func (g *Group) listen(ctx context.Context, w *words) error {
+// watchChild is watch for a group over processes that was split from another group.
+func (g *Group) watchChild(ctx context.Context, w *reporter) error {
 	world, err := GatherValues(ctx, g, Gob, w.r.Rank())
 	if err != nil {
 		return errors.Join(err, g.Close())
 	}
-	w.finding.Lock() // the communicator may fail meanwhile
+	w.diagnosing.Lock() // the communicator may fail at the same time
 	w.world = world
-	w.finding.Unlock()
+	w.diagnosing.Unlock()
 	g.watch(w)
 	return nil
 }
 
-// stopWatching is the end of watch; the other processes are told how the group ends
-// here, if it has not ended before.
+// stopWatching undoes watch. It tells the other processes how the group ends here, if it
+// has not ended before.
 func (g *Group) stopWatching(end string) {
 	if g.unwatch != nil {
 		g.unwatch()
-		g.farewell.Do(func() { g.words.farewell(g.members[0].comm, end) })
+		g.reportEnd.Do(func() { g.reporter.finish(g.members[0].comm, end) })
 	}
 }
 
@@ -337,21 +355,12 @@ func (g *Group) check(op string) error {
 		return fmt.Errorf("comm: %s: no group given", op)
 	}
 	if g.owner.Closed() {
-		return g.closed(op)
+		return g.errClosed(op)
 	}
 	if b := g.broken.Load(); b != nil {
 		return b
 	}
 	return nil
-}
-
-// checkWait is check for calls that wait for operations or use what they made, which
-// they can't within nccl.Group.
-func (g *Group) checkWait(op string) error {
-	if err := g.check(op); err != nil {
-		return err
-	}
-	return nccl.RefuseGroup("comm: " + op)
 }
 
 func (g *Group) comms() []*nccl.Communicator {
@@ -362,10 +371,10 @@ func (g *Group) comms() []*nccl.Communicator {
 	return cs
 }
 
-// inUse returns an error that names a graph, or a group of NCCL, that uses the group.
+// inUse returns an error that names a graph that uses the group, or nil.
 func (g *Group) inUse(op string) error {
 	for i := range g.members {
-		if err := g.members[i].comm.InUse(op); err != nil {
+		if err := ranks.Of(g.members[i].comm).InUse(op); err != nil {
 			return fmt.Errorf("comm: %w", err)
 		}
 	}
@@ -380,9 +389,9 @@ func (g *Group) closeStreams() error {
 	return errors.Join(errs...)
 }
 
-// eachAtOnce ends communicators side by side: one after another, each would
-// wait for the next.
-func eachAtOnce(comms []*nccl.Communicator, end func(*nccl.Communicator) error) error {
+// concurrently calls end for all communicators concurrently: sequential calls would wait for
+// each other's ranks.
+func concurrently(comms []*nccl.Communicator, end func(*nccl.Communicator) error) error {
 	errs := make([]error, len(comms))
 	var wg sync.WaitGroup
 	for i, c := range comms {

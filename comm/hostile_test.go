@@ -11,15 +11,15 @@ import (
 func TestHostilePeers(t *testing.T) {
 	for _, n := range []int64{-1, math.MinInt64, math.MaxInt64, MaxValueBytes + 1} {
 		var e *ValueError
-		require.ErrorAs(t, checkHead("gather values", 3, n), &e)
+		require.ErrorAs(t, checkHeader("gather values", 3, n), &e)
 		require.Equal(t, 3, e.Rank)
 	}
 	for _, n := range []int64{0, MaxValueBytes} {
-		require.NoError(t, checkHead("gather values", 3, n))
+		require.NoError(t, checkHeader("gather values", 3, n))
 	}
 	for _, hosts := range [][]int{nil, {0}, {0, 1, 2}} {
-		require.ErrorIs(t, (&verdict{Hosts: hosts}).check(2), ErrMismatch)
+		require.ErrorIs(t, (&admission{Hosts: hosts}).check(2), ErrMismatch)
 	}
-	require.NoError(t, (&verdict{Hosts: []int{0, 0}}).check(2))
-	require.ErrorIs(t, (&verdict{Refused: "no"}).check(2), ErrMismatch)
+	require.NoError(t, (&admission{Hosts: []int{0, 0}}).check(2))
+	require.ErrorIs(t, (&admission{Refused: "no"}).check(2), ErrMismatch)
 }

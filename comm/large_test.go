@@ -1,6 +1,7 @@
 package comm_test
 
 import (
+	"encoding/binary"
 	"math/rand/v2"
 	"testing"
 	"time"
@@ -10,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
@@ -25,9 +27,9 @@ func noise(t testing.TB, g *comm.Group, r *rand.Rand, rank int, shape ...int) *s
 		n *= k
 	}
 	m.want = make([]byte, n)
-	for i := range m.want {
-		m.want[i] = byte(r.Uint32())
-	}
+	var seed [32]byte
+	binary.LittleEndian.PutUint64(seed[:], r.Uint64())
+	_, _ = rand.NewChaCha8(seed).Read(m.want)
 	m.x = onDevice(t, g.Stream(rank), m.dtype, shape, m.want)
 	return m
 }
@@ -84,7 +86,7 @@ func TestLargeTensors(t *testing.T) {
 
 // countCalls begins to count the calls of the driver on virtual devices.
 func countCalls(d *device.Device) func() map[string]int {
-	if m := d.System().Machine(); m != nil {
+	if m := gpu.DeviceOf(d).System().Machine; m != nil {
 		return m.CountCalls()
 	}
 	return func() map[string]int { return nil }
@@ -189,7 +191,7 @@ func TestLargeTensorsInGraph(t *testing.T) {
 					return err
 				}
 				return y.Close()
-			})
+			}, nil)
 			require.NoError(t, err)
 			require.NoError(t, tensor.Copy(g.Stream(0), x.x, next.x))
 			require.NoError(t, exec.Launch(g.Stream(0)))

@@ -40,50 +40,6 @@ func TestMemoryOutlivesTheCollective(t *testing.T) {
 	})
 }
 
-// The same for gradients, in place and copied, and for the reducer's buckets.
-func TestGradientsOutliveTheReduction(t *testing.T) {
-	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		for _, flat := range []bool{true, false} {
-			g := local(t, devs)
-			s, err := stream.New(devs[0], nil)
-			require.NoError(t, err)
-			defer s.Close()
-			var grads, owned []memory.Slice[float32]
-			if flat {
-				all, parts, err := memory.MakeFlat[float32](s, 1<<16, 1<<16)
-				require.NoError(t, err)
-				require.NoError(t, all.Zero(s))
-				grads, owned = parts, []memory.Slice[float32]{all}
-			} else {
-				for range 2 {
-					x, err := memory.Make[float32](s, 1<<16)
-					require.NoError(t, err)
-					require.NoError(t, x.Zero(s))
-					owned = append(owned, x)
-				}
-				grads = owned
-			}
-			red, err := comm.NewReducer(g, nil, grads)
-			require.NoError(t, err)
-			require.NoError(t, red.Ready(s, 1))
-			if !flat {
-				// In the middle of a bucket: the copy into it is still on its way.
-				half, err := comm.NewReducer(g, nil, grads)
-				require.NoError(t, err)
-				require.NoError(t, half.Ready(s, 0))
-				require.NoError(t, half.Close())
-			}
-			require.NoError(t, red.Ready(s, 0))
-			for _, x := range owned {
-				require.NoError(t, x.Close())
-			}
-			require.NoError(t, red.Close())
-			require.NoError(t, g.Wait(testgpu.Context(t)))
-			require.NoError(t, s.Sync(testgpu.Context(t)))
-		}
-	})
-}
-
 // NCCL refusing an operation on one rank leaves the others waiting: the group is
 // broken from then on.
 func TestRefusedOperationBreaksTheGroup(t *testing.T) {
@@ -110,7 +66,7 @@ func TestAnUnknownReductionBreaksNothing(t *testing.T) {
 func TestDevicesOfTwoSystems(t *testing.T) {
 	a := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 	b := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-	_, err := comm.Local(testgpu.Context(t), a[0], b[0])
+	_, err := comm.Local(testgpu.Context(t), []*device.Device{a[0], b[0]}, nil)
 	require.ErrorIs(t, err, comm.ErrMismatch)
 	require.ErrorContains(t, err, "two systems")
 }
@@ -123,7 +79,7 @@ func TestJoinTwice(t *testing.T) {
 		for i, b := range boards(t.Context(), 2) {
 			wg.Go(func() {
 				for n := range 2 {
-					g, err := comm.Join(testgpu.Context(t), b, devs[i])
+					g, err := comm.Join(testgpu.Context(t), b, devs[i], nil)
 					if err != nil {
 						errs[i] = err
 						return
@@ -148,50 +104,6 @@ func TestJoinTwice(t *testing.T) {
 		}
 		wg.Wait()
 		require.NoError(t, errors.Join(errs...))
-	})
-}
-
-func TestFinishTakesOneStreamForEachRank(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := local(t, devs)
-		bs := backwards(t, g, true)
-		red, err := comm.NewReducer(g, nil, bs[0].grads, bs[1].grads)
-		require.NoError(t, err)
-		defer red.Close()
-		for _, b := range bs {
-			for j := range b.grads {
-				require.NoError(t, red.Ready(b.s, j))
-			}
-		}
-		require.ErrorContains(t, red.Finish(bs[0].s, bs[0].s), "want one for each local rank")
-		require.NoError(t, red.Finish(bs[0].s, bs[1].s))
-		require.NoError(t, g.Close())
-		require.ErrorIs(t, red.Ready(bs[0].s, 0), device.ErrClosed)
-	})
-}
-
-// The gaps between copied gradients are reduced too, so they must be numbers:
-// the average of a poisoned gap would be none.
-func TestGapsOfABucketAreNumbers(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := local(t, devs)
-		lists := make([][]memory.Slice[float32], 2)
-		for i := range lists {
-			for range 2 { // one element and a gap of three
-				x, err := memory.MakeFrom(g.Stream(i), []float32{1})
-				require.NoError(t, err)
-				defer x.Close()
-				lists[i] = append(lists[i], x)
-			}
-		}
-		red, err := comm.NewReducer(g, nil, lists...)
-		require.NoError(t, err)
-		defer red.Close()
-		for i := range lists {
-			for _, gap := range red.Gaps(t, i) {
-				require.Zero(t, gap)
-			}
-		}
 	})
 }
 

@@ -182,7 +182,7 @@ var modes = []struct {
 // replayEach lets each rank capture its operations, and launch them several times.
 func (x *mixture) replayEach(ops []mixedOp, launches int) error {
 	return x.each(func(i int) error {
-		exec, err := graph.Capture([]*stream.Stream{x.g.Stream(i)}, func() error { return x.issue(ops, i, i+1) })
+		exec, err := graph.Capture([]*stream.Stream{x.g.Stream(i)}, func() error { return x.issue(ops, i, i+1) }, nil)
 		if err != nil {
 			return err
 		}
@@ -197,7 +197,7 @@ func (x *mixture) replayEach(ops []mixedOp, launches int) error {
 
 // replayAll captures the operations of all ranks in one graph.
 func (x *mixture) replayAll(ops []mixedOp, launches int) error {
-	exec, err := graph.Capture(x.g.Streams(), func() error { return x.issue(ops, 0, len(x.dst)) })
+	exec, err := graph.Capture(x.g.Streams(), func() error { return x.issue(ops, 0, len(x.dst)) }, nil)
 	if err != nil {
 		return err
 	}
@@ -230,10 +230,10 @@ func (x *mixture) issue(ops []mixedOp, from, to int) error {
 		}
 		part := ops[k : k+n]
 		k += n
-		all := func() error {
+		all := func(on func(*nccl.Communicator) nccl.Issuer) error {
 			for j := range part {
 				for i := from; i < to; i++ {
-					if err := x.enqueue(&part[j], i); err != nil {
+					if err := x.enqueue(on(x.g.Communicator(i)), &part[j], i); err != nil {
 						return fmt.Errorf("rank %d: %v: %w", i, part[j], err)
 					}
 				}
@@ -243,13 +243,7 @@ func (x *mixture) issue(ops []mixedOp, from, to int) error {
 		if err := x.prepare(part, from, to); err != nil {
 			return err
 		}
-		var err error
-		if to-from > 1 || n > 1 {
-			err = nccl.Group(x.g.Communicator(from), all)
-		} else {
-			err = all()
-		}
-		if err != nil {
+		if err := routed(x.g, func(b *nccl.Batch) error { return all(b.On) }); err != nil {
 			return err
 		}
 	}
@@ -273,15 +267,15 @@ func (x *mixture) prepare(ops []mixedOp, from, to int) error {
 	return nil
 }
 
-func (x *mixture) enqueue(o *mixedOp, i int) error {
+func (x *mixture) enqueue(on nccl.Issuer, o *mixedOp, i int) error {
 	if o.wide {
-		return enqueueMixed[int32](x, o, i)
+		return enqueueMixed[int32](on, x, o, i)
 	}
-	return enqueueMixed[uint8](x, o, i)
+	return enqueueMixed[uint8](on, x, o, i)
 }
 
-func enqueueMixed[T memory.Element](x *mixture, o *mixedOp, i int) error {
-	c, s := x.g.Communicator(i), x.g.Stream(i)
+func enqueueMixed[T memory.Element](on nccl.Issuer, x *mixture, o *mixedOp, i int) error {
+	s := x.g.Stream(i)
 	d, n := o.elements(len(x.dst))
 	dst, err := memory.View[T](x.dst[i].Buffer(), x.dst[i].Offset()+o.dst, d)
 	if err != nil {
@@ -300,13 +294,13 @@ func enqueueMixed[T memory.Element](x *mixture, o *mixedOp, i int) error {
 	}
 	switch o.kind {
 	case "all-reduce":
-		return nccl.AllReduce(c, s, dst, src, o.op)
+		return nccl.AllReduce(on, s, dst, src, o.op)
 	case "all-gather":
-		return nccl.AllGather(c, s, dst, src)
+		return nccl.AllGather(on, s, dst, src)
 	case "reduce-scatter":
-		return nccl.ReduceScatter(c, s, dst, src, o.op)
+		return nccl.ReduceScatter(on, s, dst, src, o.op)
 	case "broadcast":
-		return nccl.Broadcast(c, s, dst, src, o.root)
+		return nccl.Broadcast(on, s, dst, src, o.root)
 	}
-	return nccl.AllToAll(c, s, dst, src)
+	return nccl.AllToAll(on, s, dst, src)
 }

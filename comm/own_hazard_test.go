@@ -39,8 +39,8 @@ func TestOwnKernelsOfGraphsAfterTheEnd(t *testing.T) {
 		var graphs []*graph.Exec
 		for i, x := range xs {
 			exec, err := graph.Capture([]*stream.Stream{g.Stream(i)}, func() error {
-				return nccl.AllReduce(g.Communicator(i), g.Stream(i), x, x, nccl.Max)
-			})
+				return reduceAlone(g, i, x, nccl.Max)
+			}, nil)
 			require.NoError(t, err)
 			graphs = append(graphs, exec)
 		}
@@ -49,7 +49,7 @@ func TestOwnKernelsOfGraphsAfterTheEnd(t *testing.T) {
 		}
 		require.NoError(t, g.Wait(testgpu.Context(t)))
 		require.Error(t, g.Close(), "graphs use it")
-		require.NoError(t, nccl.AllReduce(g.Communicator(0), g.Stream(0), xs[0], xs[0], nccl.Sum))
+		require.NoError(t, reduceAlone(g, 0, xs[0], nccl.Sum))
 		require.ErrorIs(t, g.Wait(testgpu.Context(t)), comm.ErrBroken, "rank 1 does not come")
 		for i, exec := range graphs {
 			require.Error(t, exec.Launch(g.Stream(i)))

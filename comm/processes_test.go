@@ -1,11 +1,12 @@
 package comm_test
 
 import (
-	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -29,10 +30,19 @@ import (
 // rank 1 in the middle, or "conform".
 const faultVar = "COMM_TEST_FAULT"
 
+// launcherVar makes the test binary a launcher, whose configuration it has.
+const launcherVar = "COMM_TEST_LAUNCHER"
+
 // paceVar is how long a worker waits before each step.
 const paceVar = "COMM_TEST_PACE"
 
 func TestMain(m *testing.M) {
+	if cfg, ok := os.LookupEnv(launcherVar); ok {
+		os.Exit(launcherMain(cfg))
+	}
+	if _, ok := os.LookupEnv(initVar); ok {
+		runInitProcess(m)
+	}
 	if fault, worker := os.LookupEnv(faultVar); worker {
 		if err := work(fault); err != nil {
 			fmt.Fprintln(os.Stderr, "worker:", err)
@@ -65,7 +75,7 @@ func work(fault string) error {
 	if err != nil {
 		return err
 	}
-	g, err := comm.Join(ctx, sess, dev)
+	g, err := comm.Join(ctx, sess, dev, nil)
 	if err != nil {
 		return err
 	}
@@ -238,6 +248,7 @@ func fail(fault string) {
 // A worker that ends in the middle of an all-reduce ends the job in seconds; the
 // launcher says which one was first and why, and exits with its code.
 func TestWorkerFailsInAllReduce(t *testing.T) {
+	t.Parallel()
 	for _, backend := range []string{"virtual", "cuda"} {
 		for _, c := range []struct {
 			fault string
@@ -270,15 +281,16 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 // A worker that is alive but never comes, is stopped or killed: each of the others
 // says which one, with its last operation, before the deadline and a little time.
 func TestCulpritsAreNamed(t *testing.T) {
+	t.Parallel()
 	for _, backend := range []string{"virtual", "cuda"} {
 		for fault, says := range map[string]string{
-			"absent":     `rank 1 is behind: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\): nccl: .* as collective 11`,
-			"stop":       `rank 1 (is behind|was lost): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): `,
+			"absent":     `rank 1 is behind: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\): nccl: .* as collective 11`,
+			"stop":       `rank 1 (is behind|was lost): its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): `,
 			"other":      `the ranks do not issue the same operations: .*ncclBroadcast|the ranks do not issue the same operations: .*broadcast`,
-			"close":      `rank 1 (has left|is behind): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\); by then it had closed the group[:;] `,
-			"flood stop": `rank 1 (is behind|was lost): the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): `,
-			"flood kill": `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1`,
-			"kill":       `rank 1 was lost: the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1 .* SIGKILL`,
+			"close":      `rank 1 (has left|is behind): its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\); by then it had closed the group[:;] `,
+			"flood stop": `rank 1 (is behind|was lost): its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): `,
+			"flood kill": `rank 1 was lost: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1`,
+			"kill":       `rank 1 was lost: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1 .* SIGKILL`,
 		} {
 			if backend == "cuda" && fault == "other" {
 				continue // NCCL may hang or mix data up
@@ -288,6 +300,8 @@ func TestCulpritsAreNamed(t *testing.T) {
 				if backend == "cuda" {
 					ranks = 2
 					testgpu.CUDA(t, ranks)
+				} else {
+					t.Parallel() // they mostly wait for deadlines
 				}
 				_, out, took := job(t, backend, fault, ranks, "CHORUS_NCCL_TIMEOUT=4s", paceVar+"=60ms")
 				for rank := range ranks {
@@ -304,6 +318,7 @@ func TestCulpritsAreNamed(t *testing.T) {
 // Where a process has by NCCL what the others have by own kernels, the deadline ends them
 // all, and each names those that have it otherwise, and how.
 func TestProcessesWithTwoWays(t *testing.T) {
+	t.Parallel()
 	for _, backend := range []string{"virtual", "cuda"} {
 		t.Run(backend, func(t *testing.T) {
 			if backend == "cuda" {
@@ -311,11 +326,11 @@ func TestProcessesWithTwoWays(t *testing.T) {
 			}
 			_, out, took := job(t, backend, "way", 2, env.CommStrategy.Name+"=own", env.NCCLTimeout.Name+"=15s", paceVar+"=10ms")
 			// The first operation of NCCL ends with an error when the other rank has given up.
-			const says = `(?m)^\[rank %d\] worker: .*rank %d carries collective 11 out by %s and this rank by %s, .*: ` +
-				`the last operation that it told of is ncclAllReduce\(1048576 x float32, sum\) as collective 11, .* ago .*` +
+			const says = `(?m)^\[rank %d\] worker: .*rank %d runs collective 11 with %s and this rank with %s, .*: ` +
+				`its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 11, .* ago .*` +
 				`(as collective 11 on rank %[1]d of 2 .* has not completed|ncclAllReduce on rank %[1]d of 2 .*: nccl\w+Error)`
-			require.Regexp(t, fmt.Sprintf(says, 0, 1, "NCCL", "own kernels"), out)
-			require.Regexp(t, fmt.Sprintf(says, 1, 0, "own kernels", "NCCL"), out)
+			require.Regexp(t, fmt.Sprintf(says, 0, 1, "NCCL", "Chorus kernels"), out)
+			require.Regexp(t, fmt.Sprintf(says, 1, 0, "Chorus kernels", "NCCL"), out)
 			require.Less(t, took, 2*time.Minute, out)
 		})
 	}
@@ -324,6 +339,7 @@ func TestProcessesWithTwoWays(t *testing.T) {
 // In a group that was split a rank is named by its number there and in the world, and
 // its trace has a file of its own.
 func TestCulpritOfASplitGroup(t *testing.T) {
+	t.Parallel()
 	prefix := filepath.Join(t.TempDir(), "trace-")
 	_, out, _ := job(t, "virtual", "sub", 3, "CHORUS_NCCL_TIMEOUT=4s", "CHORUS_NCCL_TRACE_FILE="+prefix)
 	require.Regexp(t, `(?m)^\[rank 2\] worker: .*rank 0 \(rank 1 of the world\) is behind: .* on rank 1 of 2`, out)
@@ -335,6 +351,7 @@ func TestCulpritOfASplitGroup(t *testing.T) {
 // A process that cannot have the memory of its window, or register it, is named by all,
 // and none waits for it until its context ends.
 func TestWindowsThatOneProcessCannotHave(t *testing.T) {
+	t.Parallel()
 	for _, call := range []string{"ncclMemAlloc", "ncclCommWindowRegister"} {
 		code, out, took := job(t, "virtual", "windows: "+call+"#1=ncclSystemError", 3, env.CommStrategy.Name+"=windows")
 		require.Equal(t, 1, code, out)
@@ -357,15 +374,44 @@ func job(t *testing.T, backend, fault string, ranks int, vars ...string) (code i
 	if strings.HasPrefix(fault, "flood ") {
 		grace = time.Minute // a rank whose stream is full needs seconds to end
 	}
-	var text bytes.Buffer
-	start := time.Now()
-	code = launch.Run(testgpu.Context(t), &launch.Config{
-		Program: []string{self},
-		Procs:   ranks,
-		Devices: launch.Devices{Count: ranks, Backend: backend, Env: append(vars, faultVar+"="+fault, "CHORUS_BACKEND="+backend)},
-		Grace:   grace,
-		Stdout:  &text,
-		Stderr:  &text,
+	cfg, err := json.Marshal(&jobConfig{
+		Ranks: ranks, Backend: backend, Grace: grace,
+		Env: append(vars, faultVar+"="+fault, "CHORUS_BACKEND="+backend),
 	})
-	return code, text.String(), time.Since(start)
+	require.NoError(t, err)
+	start := time.Now()
+	cmd := exec.CommandContext(testgpu.Context(t), self)
+	cmd.Env = append(os.Environ(), launcherVar+"="+string(cfg))
+	text, err := cmd.CombinedOutput()
+	if _, failed := errors.AsType[*exec.ExitError](err); err != nil && !failed {
+		require.NoError(t, err)
+	}
+	return cmd.ProcessState.ExitCode(), string(text), time.Since(start)
+}
+
+// A jobConfig is what a launcher gets.
+type jobConfig struct {
+	Ranks   int
+	Backend string
+	Grace   time.Duration
+	Env     []string
+}
+
+// launcherMain is the main function of a launcher. Each job has a process for it, so that jobs
+// can run side by side: a launcher kills all its descendants when its job ends.
+func launcherMain(text string) int {
+	cfg := new(jobConfig)
+	self, err := os.Executable()
+	if err := errors.Join(err, json.Unmarshal([]byte(text), cfg), os.Unsetenv(launcherVar)); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return launch.Run(context.Background(), &launch.Config{
+		Program: []string{self},
+		Procs:   cfg.Ranks,
+		Devices: launch.Devices{Count: cfg.Ranks, Backend: cfg.Backend, Env: cfg.Env},
+		Grace:   cfg.Grace,
+		Stdout:  os.Stdout,
+		Stderr:  os.Stderr,
+	})
 }

@@ -10,20 +10,21 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/nccl"
 )
 
-// A RankProgress is how far a rank had come by its own last word. A rank tells of what
-// it does twice a second, so it may have come further by the time at which it ended.
+// A RankProgress is the last progress report of a rank. A rank reports twice a second, so
+// it may have progressed further before it ended.
 type RankProgress struct {
 	Rank        int           // in the group
-	World       int           // in the Rendezvous; another number than Rank where the group was split
-	Collectives uint64        // how many it had told of
-	Operation   string        // the last that it told of, such as "ncclAllReduce(8 x float32, sum) as collective 7"; "none"
-	Age         time.Duration // since that was issued, by its clock and this one's
-	Told        time.Duration // since its last word, by its clock and this one's
-	Why         string        // why it is named, such as "is behind" or "carries collective 7 out by NCCL and this rank by own kernels, ..."
-	End         string        // how it ended by its own word, such as "closed the group"; "" if it told of no end
+	World       int           // rank in the Rendezvous; differs from Rank if the group was split
+	Collectives uint64        // number of collectives reported
+	Operation   string        // the last one reported, such as "ncclAllReduce(8 x float32, sum) as collective 7"; "none"
+	Age         time.Duration // since the operation was issued; compares two clocks
+	Reported    time.Duration // since the last report; compares two clocks
+	Why         string        // why the rank is named, such as "is behind" or "runs collective 7 with NCCL and this rank with Chorus kernels, ..."
+	End         string        // how it ended by its own report, such as "closed the group"; "" if it reported no end
 }
 
 func (p RankProgress) String() string {
@@ -31,20 +32,20 @@ func (p RankProgress) String() string {
 	if p.World != p.Rank {
 		who += fmt.Sprintf(" (rank %d of the world)", p.World)
 	}
-	text := fmt.Sprintf("%s %s: the last operation that it told of is %s, %v ago", who, p.Why, p.Operation, p.Age.Round(time.Millisecond))
+	text := fmt.Sprintf("%s %s: its last reported operation is %s, %v ago", who, p.Why, p.Operation, p.Age.Round(time.Millisecond))
 	if p.Operation == "none" {
-		text = fmt.Sprintf("%s %s: it had told of no operation", who, p.Why)
+		text = fmt.Sprintf("%s %s: it had reported no operation", who, p.Why)
 	}
-	text += fmt.Sprintf(" (as of %v ago)", p.Told.Round(time.Millisecond))
+	text += fmt.Sprintf(" (as of %v ago)", p.Reported.Round(time.Millisecond))
 	if p.End != "" {
 		text += "; by then it had " + p.End
 	}
 	return text
 }
 
-// A CulpritError names the ranks, in other processes, for which a group could not go
-// on, with their last operations. It wraps the error that was noticed: a
-// *nccl.TimeoutError, or what the Rendezvous says of a lost rank.
+// A CulpritError names the ranks in other processes that stopped the group, with their
+// last operations. It wraps the original error: a *nccl.TimeoutError, or the Rendezvous's
+// error about a lost rank.
 type CulpritError struct {
 	Culprits []RankProgress
 	Err      error
@@ -58,110 +59,107 @@ func (e *CulpritError) Error() string {
 	return fmt.Sprintf("%s: %v", strings.Join(parts, "; "), e.Err)
 }
 
-// Unwrap returns what was noticed.
+// Unwrap returns the original error.
 func (e *CulpritError) Unwrap() error { return e.Err }
 
-// A word is what a rank tells the others about itself.
-type word struct {
+// A report is the progress report of a rank.
+type report struct {
 	Collectives uint64
 	Operation   string
-	At          time.Time // when that was issued
-	Told        time.Time
+	At          time.Time // when the operation was issued
+	Written     time.Time
 	End         string
-	First       uint64         // the number of the first collective of Ways
-	Ways        []nccl.Service // by which the last collectives are carried out
+	First       uint64          // the number of the first collective in Services
+	Services    []ranks.Service // the backends of the last collectives
 }
 
-var wayNames = map[nccl.Service]string{
-	nccl.Nothing: "NCCL", nccl.Instead: "own kernels", nccl.Lending: "NCCL's windows", nccl.Whole: "copy engines",
-}
+// reportedServices is the number of collectives whose backend is reported.
+const reportedServices = 64
 
-// toldWays is of how many collectives a rank tells how they are carried out.
-const toldWays = 64
-
-func wordOf(c *nccl.Communicator) word {
+func reportOf(c *nccl.Communicator) report {
 	last := c.Progress().Issued
-	x := word{Collectives: last.Collective, Operation: last.String(), At: last.Created}
-	x.First, x.Ways = c.Services(toldWays)
+	x := report{Collectives: last.Collective, Operation: last.String(), At: last.Created}
+	x.First, x.Services = ranks.Of(c).Services(reportedServices)
 	return x
 }
 
-// way returns by what a collective is carried out, if the word tells.
-func (x *word) way(collective uint64) (s nccl.Service, told bool) {
-	if collective < x.First || collective-x.First >= uint64(len(x.Ways)) {
+// service returns the backend of a collective, if the report has it.
+func (x *report) service(collective uint64) (s ranks.Service, found bool) {
+	if collective < x.First || collective-x.First >= uint64(len(x.Services)) {
 		return 0, false
 	}
-	return x.Ways[collective-x.First], true
+	return x.Services[collective-x.First], true
 }
 
-// otherWay says which is the first collective from one on that another rank carries out
-// otherwise than this one, or "": both wait for what does not come.
-func (x *word) otherWay(from uint64, other *word) string {
+// differentService describes the first collective, beginning with number from, for which this rank
+// and another one use different backends, or returns "". Both ranks then wait forever.
+func (x *report) differentService(from uint64, other *report) string {
 	for n := max(from, x.First, other.First); ; n++ {
-		mine, here := x.way(n)
-		theirs, there := other.way(n)
+		mine, here := x.service(n)
+		theirs, there := other.service(n)
 		switch {
 		case !here || !there:
 			return ""
 		case n == x.Collectives && n == other.Collectives && x.Operation != other.Operation:
-			return "" // they are two operations, which says more
+			return "" // the two ranks issued different operations, which explains more
 		case mine != theirs:
-			return fmt.Sprintf("carries collective %d out by %s and this rank by %s, as for another stream than the group's or with others in one Group",
-				n, wayNames[theirs], wayNames[mine])
+			return fmt.Sprintf("runs collective %d with %s and this rank with %s, for example because it was issued by package nccl or because the batches differ",
+				n, ranks.ServiceName(theirs), ranks.ServiceName(mine))
 		}
 	}
 }
 
-// words is how the ranks of a group over processes tell each other how far they have
-// come: each one writes it down once in a while, for the time when something fails.
-type words struct {
+// reporter exchanges progress reports between the processes of a group. Each rank writes its
+// report periodically; the others read it when an operation fails.
+type reporter struct {
 	r      Rendezvous
 	prefix string
-	hosts  []int // on which the ranks of r are
-	world  []int // the ranks of r that are the group's, by rank; nil: all
-	end    context.CancelFunc
+	hosts  []int // the host of each rank of r
+	world  []int // the ranks of r in the group, by rank; nil means all
+	stop   context.CancelFunc
 
-	finding sync.Mutex // held by failed
-	found   error      // what it has found out, or nil
+	diagnosing sync.Mutex // held while diagnose runs
+	diagnosis  error      // the result of diagnose, or nil
 }
 
-// verdict returns what failed has found out; it waits for it if that is under way. A
-// rank that was done with it and ended is not to blame.
-func (w *words) verdict() error {
-	w.finding.Lock()
-	defer w.finding.Unlock()
-	return w.found
+// result returns the result of diagnose and waits for a call in progress. It runs first
+// because a rank that has already reported the failure and ended is not the culprit.
+func (w *reporter) result() error {
+	w.diagnosing.Lock()
+	defer w.diagnosing.Unlock()
+	return w.diagnosis
 }
 
-// hook is what a communicator calls when it fails: nothing for a group in one
-// process, of which NCCL's package knows all ranks.
-func (w *words) hook() func(*nccl.Communicator, error) error {
+// onFailure returns the failure callback of a communicator. It is nil for a group in one
+// process, because package nccl then knows all ranks.
+func (w *reporter) onFailure() func(*nccl.Communicator, error) error {
 	if w == nil {
 		return nil
 	}
-	return w.failed
+	return w.diagnose
 }
 
 const (
-	// often is how often a rank writes down what has changed.
-	often = 500 * time.Millisecond
-	// lastWord is how long a rank that ends may take to say so.
-	lastWord = 250 * time.Millisecond
-	// lateWord is how long to wait for the words of all others when something failed.
-	lateWord = time.Second
+	// reportInterval is the interval of the reports.
+	reportInterval = 500 * time.Millisecond
+	// lastReportTime is the maximum time to write the last report.
+	lastReportTime = 250 * time.Millisecond
+	// readReportsTime is the maximum time to wait for the reports of all other ranks after a
+	// failure.
+	readReportsTime = time.Second
 )
 
-// speak begins to write down how far a communicator has come, until end is called.
-func (w *words) speak(c *nccl.Communicator) {
+// start starts to report the progress of a communicator periodically, until stop is called.
+func (w *reporter) start(c *nccl.Communicator) {
 	var ctx context.Context
-	ctx, w.end = context.WithCancel(w.r.Context())
+	ctx, w.stop = context.WithCancel(w.r.Context())
 	go func() {
-		tick := time.NewTicker(often)
+		tick := time.NewTicker(reportInterval)
 		defer tick.Stop()
-		for said := (word{Operation: "?"}); ; {
-			if now := wordOf(c); now.Operation != said.Operation || now.Collectives != said.Collectives {
-				if w.say(ctx, c.Rank(), now) == nil {
-					said = now
+		for written := (report{Operation: "?"}); ; {
+			if now := reportOf(c); now.Operation != written.Operation || now.Collectives != written.Collectives {
+				if w.write(ctx, c.Rank(), now) == nil {
+					written = now
 				}
 			}
 			select {
@@ -173,22 +171,22 @@ func (w *words) speak(c *nccl.Communicator) {
 	}()
 }
 
-// farewell writes down how far a rank has come and how it ends, which may be now.
-func (w *words) farewell(c *nccl.Communicator, end string) {
-	w.end()
+// finish writes the last report, with how the rank ends.
+func (w *reporter) finish(c *nccl.Communicator, end string) {
+	w.stop()
 	if w.r.Context().Err() != nil {
-		return // the others know of an end already
+		return // the others already know of an end
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), lastWord)
+	ctx, cancel := context.WithTimeout(context.Background(), lastReportTime)
 	defer cancel()
-	x := wordOf(c)
+	x := reportOf(c)
 	x.End = end
-	_ = w.say(ctx, c.Rank(), x) // whoever misses it has an older one
+	_ = w.write(ctx, c.Rank(), x) // a rank that misses it has an older report
 }
 
-// endBy is what a rank tells of a failure of its own: one that it has because of
-// another rank would only hide that one.
-func endBy(cause error) string {
+// endOf returns the reported end for a failure of this rank. A failure that another rank
+// caused is not reported, because it would hide that rank.
+func endOf(cause error) string {
 	var lost interface{ LostRank() int }
 	_, culprits := errors.AsType[*CulpritError](cause)
 	if culprits || errors.As(cause, &lost) || errors.Is(cause, nccl.ErrorRemote) {
@@ -197,27 +195,27 @@ func endBy(cause error) string {
 	return "failed: " + cause.Error()
 }
 
-func (w *words) say(ctx context.Context, rank int, x word) error {
-	x.Told = time.Now()
+func (w *reporter) write(ctx context.Context, rank int, x report) error {
+	x.Written = time.Now()
 	return put(ctx, w.r, w.key(rank), x)
 }
 
-func (w *words) key(rank int) string { return fmt.Sprint(w.prefix, "progress/", rank) }
+func (w *reporter) key(rank int) string { return fmt.Sprint(w.prefix, "progress/", rank) }
 
-// all returns the last words of the other ranks. A rank that is not in it has none, or
-// the store is gone with the rank that has it.
-func (w *words) all(c *nccl.Communicator) map[int]word {
-	ctx, cancel := context.WithTimeout(context.Background(), lateWord)
+// readAll returns the last reports of the other ranks. A rank without a report is missing, and
+// so are all ranks if the process with the store has ended.
+func (w *reporter) readAll(c *nccl.Communicator) map[int]report {
+	ctx, cancel := context.WithTimeout(context.Background(), readReportsTime)
 	defer cancel()
 	var mu sync.Mutex
-	all := map[int]word{}
+	all := map[int]report{}
 	var wg sync.WaitGroup
 	for rank := range c.Size() {
 		if rank == c.Rank() {
 			continue
 		}
 		wg.Go(func() {
-			x, err := w.last(ctx, rank)
+			x, err := w.read(ctx, rank)
 			if err != nil {
 				return
 			}
@@ -230,9 +228,9 @@ func (w *words) all(c *nccl.Communicator) map[int]word {
 	return all
 }
 
-// last returns a rank's last word. A Rendezvous that can still be read when a rank is
-// lost has a method for it.
-func (w *words) last(ctx context.Context, rank int) (x word, err error) {
+// read returns the last report of a rank. If the Rendezvous has a method Last, it can
+// still be read after a rank is lost.
+func (w *reporter) read(ctx context.Context, rank int) (x report, err error) {
 	read := w.r.Get
 	if r, ok := w.r.(interface {
 		Last(ctx context.Context, key string) ([]byte, error)
@@ -246,42 +244,43 @@ func (w *words) last(ctx context.Context, rank int) (x word, err error) {
 	return x, json.Unmarshal(b, &x)
 }
 
-// failed is told of the failure of the communicator and finds out whose fault it is.
-func (w *words) failed(c *nccl.Communicator, err error) error {
+// diagnose handles the failure of the communicator and determines which rank caused it.
+func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	t, late := errors.AsType[*nccl.TimeoutError](err)
 	refused, inside := errors.AsType[*nccl.Error](err)
 	if !late && (!inside || refused.Async || refused.Err == nccl.ErrorRemote) {
-		return err // of which the loss of a rank may tell more
+		return err // if a rank was lost, that may explain more
 	}
-	w.finding.Lock()
-	defer w.finding.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), lateWord)
+	w.diagnosing.Lock()
+	defer w.diagnosing.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), readReportsTime)
 	defer cancel()
-	mine := wordOf(c)
-	_ = w.say(ctx, c.Rank(), mine) // the others look for it
-	// What a rank did just before is written down by then.
-	told := time.NewTimer(2 * often)
-	defer told.Stop()
+	mine := reportOf(c)
+	_ = w.write(ctx, c.Rank(), mine) // the other ranks look for it
+	// Wait until every rank has reported its latest operation.
+	wait := time.NewTimer(2 * reportInterval)
+	defer wait.Stop()
 	select {
-	case <-told.C:
-	case <-w.r.Context().Done(): // another one has found out and ended
+	case <-wait.C:
+	case <-w.r.Context().Done(): // another rank has finished its search and ended
 	}
 	if late {
-		w.found = w.blame(culprits(t.Operation, mine, w.all(c)), err)
-		return w.found
+		w.diagnosis = w.culpritError(culprits(t.Operation, mine, w.readAll(c)), err)
+		return w.diagnosis
 	}
-	list := mismatched(nccl.Operation{Name: refused.Op, Collective: mine.Collectives}, mine, w.all(c))
+	list := mismatched(nccl.Operation{Name: refused.Op, Collective: mine.Collectives}, mine, w.readAll(c))
 	if len(list) > 0 {
-		w.found = w.blame(list, err)
-		return w.found
+		w.diagnosis = w.culpritError(list, err)
+		return w.diagnosis
 	}
 	return err
 }
 
-// mismatched are those of the culprits that cannot do what this rank has issued. NCCL has
-// failed within that, perhaps because another rank gave up waiting for it; that one is
-// behind is no reason, since nobody has waited for it, and transfers have no number.
-func mismatched(op nccl.Operation, mine word, all map[int]word) []RankProgress {
+// mismatched returns the culprits that issued something incompatible with this rank's
+// operation. NCCL failed within that operation, perhaps because another rank stopped
+// waiting for it. A rank that is only behind is not reported, since no rank has waited for
+// it. Transfers are not compared, because they have no number.
+func mismatched(op nccl.Operation, mine report, all map[int]report) []RankProgress {
 	return slices.DeleteFunc(culprits(op, mine, all), func(p RankProgress) bool {
 		return p.Why == behind || p.Why == peer || p.Why == differs && (isTransfer(mine.Operation) || isTransfer(p.Operation))
 	})
@@ -291,22 +290,22 @@ func isTransfer(operation string) bool {
 	return strings.Contains(operation, "Send") || strings.Contains(operation, "Recv")
 }
 
-// Why a rank is a culprit, if it is not for the way in which it carries an operation out.
+// The reasons why a rank is a culprit, except a different backend.
 const (
 	behind  = "is behind"
 	peer    = "is the peer"
 	differs = "differs"
 )
 
-// culprits are the ranks that have not issued what this one waits for, or something
-// else in its place, or carry it out in another way.
-func culprits(op nccl.Operation, mine word, all map[int]word) (list []RankProgress) {
+// culprits returns the ranks that have not issued the operation that this rank waits for,
+// issued another operation instead, or use a different backend for it.
+func culprits(op nccl.Operation, mine report, all map[int]report) (list []RankProgress) {
 	transfer := isTransfer(op.Name)
 	waited := awaited(op.Collective, mine.Collectives, all)
 	for rank, x := range all {
 		why := ""
 		if !transfer {
-			why = mine.otherWay(op.Collective, &x)
+			why = mine.differentService(op.Collective, &x)
 		}
 		switch {
 		case transfer && rank == op.Root:
@@ -324,11 +323,11 @@ func culprits(op nccl.Operation, mine word, all map[int]word) (list []RankProgre
 	return list
 }
 
-// awaited is the collective that this rank waits for, where the first that is not
-// known to have completed is op. If all ranks have issued that, it is done or on its
-// way, and a later one of the last that this rank issued hangs: the first that another
-// rank has not.
-func awaited(op, last uint64, all map[int]word) uint64 {
+// awaited returns the collective that this rank waits for. op is the first one that is not
+// known to have completed, last the last one that this rank issued. If all ranks have
+// issued op, it completes, and a later one hangs: the first that another rank has not
+// issued.
+func awaited(op, last uint64, all map[int]report) uint64 {
 	fewest := last
 	for _, x := range all {
 		fewest = min(fewest, x.Collectives)
@@ -336,12 +335,12 @@ func awaited(op, last uint64, all map[int]word) uint64 {
 	return max(op, min(fewest+1, last))
 }
 
-// left is the rank that was the first to tell of its end, if any: the others may have
-// ended because of it.
-func left(all map[int]word) (list []RankProgress) {
+// firstEnded returns the rank that was the first to report its end, if any. The other ranks may
+// have ended because of it.
+func firstEnded(all map[int]report) (list []RankProgress) {
 	first := -1
 	for rank, x := range all {
-		if x.End != "" && (first < 0 || x.Told.Before(all[first].Told)) {
+		if x.End != "" && (first < 0 || x.Written.Before(all[first].Written)) {
 			first = rank
 		}
 	}
@@ -351,23 +350,23 @@ func left(all map[int]word) (list []RankProgress) {
 	return []RankProgress{all[first].progress(first, "has left")}
 }
 
-// gone are a rank that was lost and the one that has left though this one waits for it: the
-// lost one may have ended because of that.
-func gone(lost int, mine word, all map[int]word) []RankProgress {
-	list := slices.DeleteFunc(left(all), func(p RankProgress) bool { return p.Rank == lost || p.Collectives >= mine.Collectives })
+// lossCulprits returns the lost rank and the rank that left while this one waited for it. The lost
+// rank may have ended because of the other one.
+func lossCulprits(lost int, mine report, all map[int]report) []RankProgress {
+	list := slices.DeleteFunc(firstEnded(all), func(p RankProgress) bool { return p.Rank == lost || p.Collectives >= mine.Collectives })
 	if x, ok := all[lost]; ok {
 		list = append(list, x.progress(lost, "was lost"))
 	}
 	return list
 }
 
-// lost adds to the loss of a rank what its last word was, and to a broken connection
-// that of the rank that has left.
-func (w *words) lost(c *nccl.Communicator, err error) error {
+// explainLoss adds the last report of the lost rank to the error. To a broken connection it adds
+// the report of the rank that has left.
+func (w *reporter) explainLoss(c *nccl.Communicator, err error) error {
 	var l interface{ LostRank() int }
 	if !errors.As(err, &l) {
 		if errors.Is(err, nccl.ErrorRemote) {
-			return w.blame(left(w.all(c)), err)
+			return w.culpritError(firstEnded(w.readAll(c)), err)
 		}
 		return err
 	}
@@ -375,14 +374,14 @@ func (w *words) lost(c *nccl.Communicator, err error) error {
 	if w.world != nil {
 		rank = slices.Index(w.world, rank)
 	}
-	return w.blame(gone(rank, wordOf(c), w.all(c)), err)
+	return w.culpritError(lossCulprits(rank, reportOf(c), w.readAll(c)), err)
 }
 
-func (x word) progress(rank int, why string) RankProgress {
-	return RankProgress{Rank: rank, Collectives: x.Collectives, Operation: x.Operation, Age: time.Since(x.At), Told: time.Since(x.Told), Why: why, End: x.End}
+func (x report) progress(rank int, why string) RankProgress {
+	return RankProgress{Rank: rank, Collectives: x.Collectives, Operation: x.Operation, Age: time.Since(x.At), Reported: time.Since(x.Written), Why: why, End: x.End}
 }
 
-func (w *words) blame(list []RankProgress, err error) error {
+func (w *reporter) culpritError(list []RankProgress, err error) error {
 	if len(list) == 0 {
 		return err
 	}

@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
@@ -13,39 +14,37 @@ import (
 
 // ReduceAddConfig are the options of ReduceAdd; nil means their zero values.
 type ReduceAddConfig struct {
-	// Destination is the device of the sum; one of the tensors must be on it. nil
-	// means that of rank 0.
+	// Destination is the device of the sum; one of the tensors must be on it. nil means
+	// the device of rank 0.
 	Destination *device.Device
-	// Deterministic never lets NCCL add, whose order is its own.
+	// Deterministic prevents sums by NCCL, whose order of additions is unspecified.
 	Deterministic bool
 }
 
-// ReduceAdd enqueues the sum of tensors of one shape, which are on devices of the
-// group, on the destination (torch.cuda.comm.reduce_add), and returns it, for the
-// caller to close. The sum of one tensor is that tensor: the same memory, with a
-// share of its own.
+// ReduceAdd enqueues the sum of tensors of one shape, which are on devices of the group,
+// on the destination (torch.cuda.comm.reduce_add), and returns it; the caller closes it.
+// The sum of a single tensor is a new reference to its memory.
 //
 // One kernel of the destination adds contiguous tensors of one type, if at most 16 MiB of
-// them are on other devices, or of two tensors less than 1 MiB. Of more bytes NCCL adds where
-// there is one contiguous tensor of one type that it adds on each device of the group, in an
-// order of its own. In all other cases, and by the kernel, the last of the tensors on the
-// destination comes first, then the others in their order, rounded to their type after each;
-// the first two decide the type as torch promotes theirs.
+// them are on other devices, or less than 1 MiB in case of two tensors. For more bytes
+// NCCL adds, in an unspecified order, if each device of the group has exactly one tensor,
+// and the tensors are contiguous and of one type that NCCL can add. In all other cases the
+// tensors are added one by one. Without NCCL, the order is: first the last of the tensors
+// on the destination, then the others in their order. Each sum is rounded to the result
+// type, which is torch's promotion of the first two types.
 func ReduceAdd(g *Group, ts []tensor.Tensor, cfg *ReduceAddConfig) (tensor.Tensor, error) {
-	var c ReduceAddConfig
-	if cfg != nil {
-		c = *cfg
-	}
-	sum, err := newSum(g, "reduce-add", ts, &c)
-	if err != nil {
-		return tensor.Tensor{}, err
-	}
-	g.issuing.Lock()
-	defer g.issuing.Unlock()
-	return sum.enqueue()
+	const op = "reduce-add"
+	c := orZero(cfg)
+	return locked(g, op, func() (tensor.Tensor, error) {
+		sum, err := newSum(g, op, ts, &c)
+		if err != nil {
+			return tensor.Tensor{}, err
+		}
+		return sum.enqueue()
+	})
 }
 
-// A sum is a ReduceAdd that was checked.
+// A sum is a validated ReduceAdd.
 type sum struct {
 	g     *Group
 	ts    []tensor.Tensor
@@ -55,11 +54,8 @@ type sum struct {
 }
 
 func newSum(g *Group, op string, ts []tensor.Tensor, c *ReduceAddConfig) (*sum, error) {
-	if err := g.checkWhole(op); err != nil {
-		return nil, err
-	}
 	if len(ts) == 0 {
-		return nil, refuse(op, "expected at least one tensor to add")
+		return nil, badArgument(op, "expected at least one tensor to add")
 	}
 	to, err := g.destination(op, c.Destination)
 	if err != nil {
@@ -67,38 +63,38 @@ func newSum(g *Group, op string, ts []tensor.Tensor, c *ReduceAddConfig) (*sum, 
 	}
 	x := &sum{g: g, ts: ts, root: -1, dtype: ts[0].DType()}
 	for i, t := range ts {
-		if err := g.source(op, "tensor", i, t); err != nil {
+		if err := g.checkSource(op, "tensor", i, t); err != nil {
 			return nil, err
 		}
 		if t.IsHost() {
-			return nil, refuse(op, "expects all tensors to be on devices, but tensor %d is on the host", i)
+			return nil, badArgument(op, "expects all tensors to be on devices, but tensor %d is on the host", i)
 		}
 		if t.Device() == to {
 			x.root = i
 		}
-		if !tensor.SameShape(t, ts[0]) {
-			return nil, refuse(op, "tensor %d has invalid size: got %s, but expected %s", i, times(t.Shape()), times(ts[0].Shape()))
+		if !strided.SameShape(t, ts[0]) {
+			return nil, badArgument(op, "tensor %d has invalid size: got %s, but expected %s", i, times(t.Shape()), times(ts[0].Shape()))
 		}
 	}
 	if x.root < 0 {
-		return nil, refuse(op, "expects the destination %s to be the device of one of the tensors", to)
+		return nil, badArgument(op, "expects the destination %s to be the device of one of the tensors", to)
 	}
-	x.nccl = !c.Deterministic && len(ts) > 1 && g.apart(ts...) && addable(ts[0].DType())
+	x.nccl = !c.Deterministic && len(ts) > 1 && g.onePerDevice(ts...) && addable(ts[0].DType())
 	return x, x.promote(op)
 }
 
-// destination checks the device of a result; nil stands for that of rank 0.
+// destination validates the device of a result; nil means the device of rank 0.
 func (g *Group) destination(op string, d *device.Device) (*device.Device, error) {
 	if d == nil {
 		return g.Device(0), nil
 	}
 	if g.rankOn(d) < 0 {
-		return nil, refuse(op, "the destination is %s, which no rank of the group is on", d)
+		return nil, badArgument(op, "the destination is %s, which no rank of the group is on", d)
 	}
 	return d, nil
 }
 
-// times writes a shape as torch does in this place, such as 2x3.
+// times formats a shape as torch does in this error, such as 2x3.
 func times(shape []int) string {
 	var parts []string
 	for _, n := range shape {
@@ -110,13 +106,13 @@ func times(shape []int) string {
 // addable reports whether NCCL adds elements of a type as torch does.
 func addable(t memory.DType) bool {
 	switch t {
-	case memory.Int16, memory.Uint16, memory.Float8E4M3T, memory.Float8E5M2T:
+	case memory.Int16, memory.Uint16, memory.Float8E4M3, memory.Float8E5M2:
 		return false
 	}
 	return true
 }
 
-// promote finds the type of the sum, which the first addition decides.
+// promote determines the type of the sum, which depends on the first addition only.
 func (x *sum) promote(op string) error {
 	x.dtype = x.ts[x.root].DType()
 	first := true
@@ -127,11 +123,11 @@ func (x *sum) promote(op string) error {
 		wide, err := kernel.Promote(x.dtype, t.DType())
 		switch {
 		case err != nil:
-			return refuse(op, "tensor %d: %w", i, err)
+			return badArgument(op, "tensor %d: %w", i, err)
 		case first:
 			x.dtype, first = wide, false
 		case !kernel.CanCast(wide, x.dtype):
-			return refuse(op, "tensor %d is of %s: a sum of %s cannot be cast to %s, the type of the first two", i, t.DType(), wide, x.dtype)
+			return badArgument(op, "tensor %d is of %s: a sum of %s cannot be cast to %s, the type of the first two", i, t.DType(), wide, x.dtype)
 		}
 	}
 	return nil
@@ -142,7 +138,7 @@ func (x *sum) enqueue() (result tensor.Tensor, err error) {
 	if len(x.ts) == 1 {
 		return root.Retain(), nil
 	}
-	if err := x.g.record(x.ts...); err != nil {
+	if err := x.g.recordStreams(x.ts...); err != nil {
 		return tensor.Tensor{}, err
 	}
 	if result, err = tensor.MakeLike(x.g.streamOf(root), root, x.dtype); err != nil {
@@ -158,7 +154,7 @@ func (x *sum) enqueue() (result tensor.Tensor, err error) {
 	return result, nil
 }
 
-// add adds by what is best at it.
+// add adds by the fastest method.
 func (x *sum) add(result tensor.Tensor) error {
 	lists := make([][]tensor.Tensor, 1, len(x.ts))
 	lists[0] = x.ts[x.root : x.root+1]
@@ -171,21 +167,21 @@ func (x *sum) add(result tensor.Tensor) error {
 	if x.nccl && len(x.ts) == 2 && result.Bytes() >= pairBytes {
 		return x.reduce(result)
 	}
-	switch alone, err := directSum(s, result, lists); {
+	switch alone, err := canAddByKernel(s, result, lists); {
 	case err != nil:
 		return err
 	case alone:
-		return x.g.addAlone(s, result, lists)
+		return x.g.addByKernel(s, result, lists)
 	case x.nccl:
 		return x.reduce(result)
 	}
 	return x.inOrder(result)
 }
 
-// reduce lets NCCL add.
+// reduce adds with NCCL.
 func (x *sum) reduce(result tensor.Tensor) error {
 	ranks, root := x.g.byRank(x.ts...), x.g.rankOn(result.Device())
-	return x.g.inTurn(func(i int, m *member) error { return wires[x.dtype].add(m, result, ranks[i], root) })
+	return x.g.enqueueAll(func(i int, m *member) error { return opsByType[x.dtype].add(m, result, ranks[i], root) })
 }
 
 // inOrder adds one tensor after the other.
@@ -203,7 +199,7 @@ func (x *sum) inOrder(result tensor.Tensor) error {
 	return nil
 }
 
-// addOne adds t, from wherever it is.
+// addOne adds t, which may be on another device.
 func (x *sum) addOne(result, so, t tensor.Tensor) (err error) {
 	s := x.g.streamOf(result)
 	if t.Device() != result.Device() {

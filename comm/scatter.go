@@ -4,78 +4,79 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/dims"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
 )
 
 // ScatterConfig are the options of Scatter; nil means their zero values.
 type ScatterConfig struct {
-	// Devices are those that get a chunk each, some perhaps several. nil means the
-	// group's, by rank.
+	// Devices get one chunk each; a device may occur several times. nil means the devices
+	// of the group, by rank.
 	Devices []*device.Device
-	// ChunkSizes are the lengths of the chunks, one for each device. nil divides
-	// equally: each gets the nth part, rounded up, as long as there is some left,
-	// so that there may be fewer chunks than devices.
+	// ChunkSizes are the lengths of the chunks, one for each device. nil divides equally:
+	// with n devices each chunk has an nth of the length, rounded up, so that there may be
+	// fewer chunks than devices.
 	ChunkSizes []int
 	// Dim is the dimension to divide; a negative one counts from the end.
 	Dim int
-	// Streams are those in whose order the chunks are written and ready, each a stream of
-	// the chunk's device. What Scatter allocates belongs to them. Copies of a tensor of the
-	// host, and to an Out with strides of a tensor without, run on them; others on the
-	// group's stream of the tensor's device. Where one is missing or nil it is the one
-	// before, if that is of the same device, and otherwise the group's. A chunk that needs
-	// no copy needs none.
+	// Streams are the streams on which the chunks are written and ready, each on the
+	// chunk's device. Memory that Scatter allocates belongs to them. Copies of a host
+	// tensor, and copies of a contiguous tensor to an Out with strides, run on them; other
+	// copies run on the group's stream of the tensor's device. If a stream is missing or
+	// nil, Scatter uses the previous stream if that is on the same device, and the group's
+	// stream otherwise. A chunk that is not copied needs no stream.
 	Streams []*stream.Stream
-	// Out are tensors to copy the chunks to instead, whose lengths along Dim divide
-	// the source: not with Devices or ChunkSizes.
+	// Out are existing tensors to copy the chunks to; their lengths along Dim divide the
+	// source. Out excludes Devices and ChunkSizes.
 	Out []tensor.Tensor
 }
 
-// Scatter enqueues copies of the chunks of t, which is on a device of the group or on
-// the host, on the devices (torch.cuda.comm.scatter), and returns them in their order.
-// A chunk for the device of t is a view of t. Others have the strides that torch gives
-// copies. With Out, whose strides and types may be any, the results have the memory of
-// the tensors of Out. Each result owns a reference to its memory: the caller closes all
-// results, and closing a result closes neither t nor a tensor of Out.
+// Scatter enqueues copies of the chunks of t, which is on a device of the group or on the
+// host, to the devices (torch.cuda.comm.scatter), and returns them in their order. The
+// chunk for the device of t is a view of t. The other chunks have the strides that torch
+// gives to copies. With Out, whose strides and types may differ, the results share the
+// memory of the tensors of Out. Each result owns a reference to its memory: the caller
+// closes all results, and closing a result closes neither t nor a tensor of Out.
 //
-// If one kernel of the device of t cannot copy all chunks, Scatter copies them one by
-// one. NCCL takes no part.
+// If one kernel of the device of t cannot copy all chunks, Scatter copies them one by one.
+// Scatter does not use NCCL.
 func Scatter(g *Group, t tensor.Tensor, cfg *ScatterConfig) ([]tensor.Tensor, error) {
-	const op = "scatter"
-	var c ScatterConfig
-	if cfg != nil {
-		c = *cfg
-	}
-	if err := g.checkWhole(op); err != nil {
-		return nil, err
-	}
-	g.issuing.Lock()
-	defer g.issuing.Unlock()
-	if err := g.source(op, "tensor", only, t); err != nil {
-		return nil, err
-	}
+	c := orZero(cfg)
 	x := &scattering{g: g, t: t, streams: c.Streams, out: c.Out}
-	check := x.checkDevices
-	if c.Out != nil {
-		check = x.checkOut
-	}
-	if err := check(&c); err != nil {
-		return nil, err
-	}
-	if err := x.checkStreams(); err != nil {
-		return nil, err
-	}
-	return x.enqueue()
+	return locked(g, "scatter", func() ([]tensor.Tensor, error) {
+		if err := x.check(&c); err != nil {
+			return nil, err
+		}
+		return x.enqueue()
+	})
 }
 
-// A scattering is a Scatter while it is checked and enqueued.
+// A scattering is the state of a call of Scatter.
 type scattering struct {
 	g       *Group
 	t       tensor.Tensor
 	chunks  []tensor.Tensor  // views of t
-	devs    []*device.Device // for each
-	streams []*stream.Stream // as given, and then for each chunk, nil where it is not copied
-	out     []tensor.Tensor  // nil where there are none
+	devs    []*device.Device // for each chunk
+	streams []*stream.Stream // as given, and then for each chunk; nil if it is not copied
+	out     []tensor.Tensor  // nil without Out
+}
+
+// check validates the arguments, and determines the chunks, their devices and streams.
+func (x *scattering) check(c *ScatterConfig) error {
+	if err := x.g.checkSource("scatter", "tensor", only, x.t); err != nil {
+		return err
+	}
+	checkTargets := x.checkDevices
+	if c.Out != nil {
+		checkTargets = x.checkOut
+	}
+	if err := checkTargets(c); err != nil {
+		return err
+	}
+	return x.checkStreams()
 }
 
 func (x *scattering) checkDevices(c *ScatterConfig) error {
@@ -85,10 +86,10 @@ func (x *scattering) checkDevices(c *ScatterConfig) error {
 		return err
 	}
 	if len(devs) == 0 {
-		return refuse(op, "expected at least one device to scatter to")
+		return badArgument(op, "expected at least one device to scatter to")
 	}
 	if c.ChunkSizes != nil && len(c.ChunkSizes) != len(devs) {
-		return refuse(op, "expected Devices and ChunkSizes to be of same length, but got %d devices and %d sizes", len(devs), len(c.ChunkSizes))
+		return badArgument(op, "expected Devices and ChunkSizes to be of same length, but got %d devices and %d sizes", len(devs), len(c.ChunkSizes))
 	}
 	if c.ChunkSizes != nil {
 		x.chunks, err = x.t.SplitSizes(c.ChunkSizes, c.Dim)
@@ -96,7 +97,7 @@ func (x *scattering) checkDevices(c *ScatterConfig) error {
 		x.chunks, err = x.t.Chunk(len(devs), c.Dim)
 	}
 	if err != nil {
-		return refuse(op, "%w", err)
+		return badArgument(op, "%w", err)
 	}
 	x.devs = devs[:len(x.chunks)]
 	return nil
@@ -106,41 +107,25 @@ func (x *scattering) checkOut(c *ScatterConfig) error {
 	const op = "scatter"
 	switch {
 	case c.Devices != nil:
-		return refuse(op, "Devices must not be specified when Out is specified, but got %d", len(c.Devices))
+		return badArgument(op, "Devices must not be specified when Out is specified, but got %d", len(c.Devices))
 	case c.ChunkSizes != nil:
-		return refuse(op, "ChunkSizes must not be specified when Out is specified, but got %v", c.ChunkSizes)
+		return badArgument(op, "ChunkSizes must not be specified when Out is specified, but got %v", c.ChunkSizes)
 	case len(c.Out) == 0:
-		return refuse(op, "expected at least one output tensor to scatter to")
+		return badArgument(op, "expected at least one output tensor to scatter to")
 	}
-	if err := x.g.outs(op, c.Out); err != nil {
+	if err := x.g.checkOuts(op, c.Out); err != nil {
 		return err
 	}
-	dim, err := tensor.WrapDim(c.Dim, x.t.Dims())
-	if err != nil {
-		return refuse(op, "%w", err)
-	}
-	var sizes []int
-	total := 0
-	for i, o := range c.Out {
-		if !sameBut(dim, o, x.t) {
-			return refuse(op, "output tensor at index %d has incorrect shape: %v: expected same shape except for scatter dimension %d as the source tensor: %v", i, o.Shape(), dim, x.t.Shape())
-		}
-		sizes = append(sizes, o.Size(dim))
-		total += o.Size(dim)
-	}
-	if total != x.t.Size(dim) {
-		return refuse(op, "total size for output tensors along scatter dimension %d does not match the source tensor's: expected %d, but got %d", dim, x.t.Size(dim), total)
-	}
-	if x.chunks, err = x.t.SplitSizes(sizes, dim); err != nil {
-		return refuse(op, "%w", err)
+	if err := x.splitLike(c.Out, c.Dim); err != nil {
+		return err
 	}
 	for i, o := range c.Out {
-		if err := tensor.CheckCopy(fmt.Sprintf("comm: %s: output tensor at index %d", op, i), o, x.chunks[i]); err != nil {
-			return unfit(err)
+		if err := strided.CheckCopy(fmt.Sprintf("comm: %s: output tensor at index %d", op, i), o, x.chunks[i]); err != nil {
+			return asBadArgument(err)
 		}
 		for j, chunk := range x.chunks {
-			if j != i && tensor.Overlaps(o, chunk) {
-				return refuse(op, "output tensor at index %d shares some memory with the chunk of the source tensor at index %d", i, j)
+			if j != i && strided.Overlaps(o, chunk) {
+				return badArgument(op, "output tensor at index %d shares some memory with the chunk of the source tensor at index %d", i, j)
 			}
 		}
 		x.devs = append(x.devs, o.Device())
@@ -148,7 +133,32 @@ func (x *scattering) checkOut(c *ScatterConfig) error {
 	return nil
 }
 
-// sameBut reports whether two tensors have the same shape but for one dimension.
+// splitLike divides the source into chunks of the sizes of tensors.
+func (x *scattering) splitLike(outs []tensor.Tensor, along int) error {
+	const op = "scatter"
+	dim, err := dims.Wrap(along, x.t.Dims())
+	if err != nil {
+		return badArgument(op, "%w", err)
+	}
+	var sizes []int
+	total := 0
+	for i, o := range outs {
+		if !sameBut(dim, o, x.t) {
+			return badArgument(op, "output tensor at index %d has incorrect shape: %v: expected same shape except for scatter dimension %d as the source tensor: %v", i, o.Shape(), dim, x.t.Shape())
+		}
+		sizes = append(sizes, o.Size(dim))
+		total += o.Size(dim)
+	}
+	if total != x.t.Size(dim) {
+		return badArgument(op, "total size for output tensors along scatter dimension %d does not match the source tensor's: expected %d, but got %d", dim, x.t.Size(dim), total)
+	}
+	if x.chunks, err = x.t.SplitSizes(sizes, dim); err != nil {
+		return badArgument(op, "%w", err)
+	}
+	return nil
+}
+
+// sameBut reports whether two tensors have the same shape except for one dimension.
 func sameBut(dim int, a, b tensor.Tensor) bool {
 	if a.Dims() != b.Dims() || a.Dims() == 0 {
 		return false
@@ -161,7 +171,7 @@ func sameBut(dim int, a, b tensor.Tensor) bool {
 	return true
 }
 
-// checkStreams finds the stream of each copy.
+// checkStreams determines the stream of each copy.
 func (x *scattering) checkStreams() error {
 	const op = "scatter"
 	given := x.streams
@@ -173,11 +183,11 @@ func (x *scattering) checkStreams() error {
 		}
 		if i < len(given) && given[i] != nil {
 			last = given[i]
-			if err := last.Check(fmt.Sprintf("comm: %s: stream at index %d", op, i), nil); err != nil {
-				return unfit(err)
+			if err := gpu.CheckStream(fmt.Sprintf("comm: %s: stream at index %d", op, i), last, nil); err != nil {
+				return asBadArgument(err)
 			}
 			if last.Device() != d {
-				return refuse(op, "expected the device of the stream at index %d (was %s) to match the device at that index (expected %s)", i, last.Device(), d)
+				return badArgument(op, "expected the device of the stream at index %d (was %s) to match the device at that index (expected %s)", i, last.Device(), d)
 			}
 		}
 		x.streams[i] = x.g.members[x.g.rankOn(d)].stream
@@ -189,11 +199,11 @@ func (x *scattering) checkStreams() error {
 }
 
 func (x *scattering) enqueue() (results []tensor.Tensor, err error) {
-	if err := x.g.record(x.t); err != nil {
+	if err := x.g.recordStreams(x.t); err != nil {
 		return nil, err
 	}
 	if x.out != nil {
-		results = tensor.RetainAll(x.out)
+		results = strided.RetainAll(x.out)
 	} else if results, err = x.allocate(); err != nil {
 		return nil, err
 	}
@@ -204,7 +214,7 @@ func (x *scattering) enqueue() (results []tensor.Tensor, err error) {
 	return results, nil
 }
 
-// allocate makes the results, of which those that need no copy are done.
+// allocate makes the results. Chunks that need no copy are complete then.
 func (x *scattering) allocate() (results []tensor.Tensor, err error) {
 	results = make([]tensor.Tensor, 0, len(x.chunks))
 	for i, c := range x.chunks {
@@ -237,11 +247,11 @@ func (x *scattering) copy(results []tensor.Tensor) error {
 		dst, src, on, others = append(dst, results[i]), append(src, x.chunks[i]), append(on, s), withStream(others, s)
 	}
 	from := x.g.streamOf(x.t)
-	switch alone, err := direct(from, dst, src); {
+	switch alone, err := canCopyByKernel(from, dst, src); {
 	case err != nil:
 		return err
 	case alone:
-		return copyAlone(from, others, dst, src)
+		return copyByKernel(from, others, dst, src)
 	}
 	for i := range dst {
 		if err := transfer(dst[i], src[i], on[i], from); err != nil {

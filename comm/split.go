@@ -8,50 +8,44 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/nccl"
 )
 
-// NoColor is the color of a rank that Split puts into no group.
+// NoColor is the color of a rank that does not join any group of Split.
 const NoColor = -1
 
-// Split makes a group of the ranks of each color (ncclCommSplit). colors has one for
-// each local rank, from 0 on, or NoColor; in a group the ranks are ordered by their
-// keys and then as in g, and nil keys are all alike. Both have 32 bits. It returns the group of each
-// local rank, by local rank: the same one for those of the same color, nil for
-// NoColor.
+// Split makes one group for each color (ncclCommSplit). colors has an entry for each local
+// rank: a color from 0 on, or NoColor. In a new group the ranks are ordered by their keys,
+// then as in g; nil keys are all equal. Colors and keys have 32 bits. Split returns the
+// group of each local rank, by local rank: the same group for ranks of the same color, nil
+// for NoColor.
 //
-// It returns when all ranks have called it, or with the cause when ctx ends before.
-// The groups have streams of their own, live on when g is closed, and are broken when
-// one of their ranks, or a process of g's Rendezvous, is lost. Operations on groups
-// that share a device must be issued in the same order on all ranks. Collective.
+// It returns when all ranks have called it, or with the cause when ctx ends first. The
+// groups have their own streams and stay usable when g is closed. They are broken when one
+// of their ranks, or a process of g's Rendezvous, is lost. Operations on groups that share
+// a device must be issued in the same order on all ranks. Collective.
 func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error) {
 	const op = "split"
-	if err := g.checkWait(op); err != nil {
+	if err := g.check(op); err != nil {
 		return nil, err
 	}
 	for i := range g.members {
-		if err := g.members[i].stream.RefuseCapture("comm: "+op, "split the group before the capture"); err != nil {
+		if err := gpu.StreamOf(g.members[i].stream).RefuseCapture("comm: "+op, "split the group before the capture"); err != nil {
 			return nil, err
 		}
 	}
-	if len(colors) != len(g.members) || keys != nil && len(keys) != len(g.members) {
-		return nil, fmt.Errorf("comm: %s: %d colors and %d keys for %d local ranks: %w", op, len(colors), len(keys), len(g.members), ErrMismatch)
-	}
-	if keys == nil {
-		keys = make([]int, len(colors))
-	}
-	for i, color := range colors {
-		if color < NoColor || color > math.MaxInt32 || keys[i] < math.MinInt32 || keys[i] > math.MaxInt32 {
-			return nil, refuse(op, "color %d and key %d of local rank %d: want NoColor or a color from 0 to %d, and a key of 32 bits", color, keys[i], i, math.MaxInt32)
-		}
+	keys, err := g.checkColors(op, colors, keys)
+	if err != nil {
+		return nil, err
 	}
 	g.splits++
-	watchers := make([]*words, len(colors))
+	watchers := make([]*reporter, len(colors))
 	comms := make([]*nccl.Communicator, len(colors))
 	eg, all := errgroup.WithContext(ctx)
 	for i := range g.members {
-		if g.words != nil {
-			watchers[i] = &words{r: g.words.r, hosts: g.words.hosts, prefix: fmt.Sprintf("%ssplit/%d/%d/", g.words.prefix, g.splits, colors[i])}
+		if g.reporter != nil {
+			watchers[i] = &reporter{r: g.reporter.r, hosts: g.reporter.hosts, prefix: fmt.Sprintf("%ssplit/%d/%d/", g.reporter.prefix, g.splits, colors[i])}
 		}
 		eg.Go(func() (err error) {
 			comms[i], err = g.members[i].comm.Split(all, colors[i], keys[i], g.childConfig(watchers[i]))
@@ -60,22 +54,39 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 	}
 	if err := eg.Wait(); err != nil {
 		for _, c := range comms {
-			_ = c.Close() // the error was first
+			_ = c.Close() // the earlier error is returned
 		}
-		return nil, g.settle(fmt.Errorf("comm: %s: %w", op, err))
+		return nil, g.breakIfRefused(fmt.Errorf("comm: %s: %w", op, err))
 	}
 	return g.children(ctx, colors, comms, watchers)
 }
 
-// childConfig leaves the name to package nccl, which makes that of each child another.
-func (g *Group) childConfig(w *words) *nccl.Config {
-	n := g.cfg.nccl(w.hook())
+// checkColors validates the arguments of Split, and returns the keys.
+func (g *Group) checkColors(op string, colors, keys []int) ([]int, error) {
+	if len(colors) != len(g.members) || keys != nil && len(keys) != len(g.members) {
+		return nil, fmt.Errorf("comm: %s: %d colors and %d keys for %d local ranks: %w", op, len(colors), len(keys), len(g.members), ErrMismatch)
+	}
+	if keys == nil {
+		keys = make([]int, len(colors))
+	}
+	for i, color := range colors {
+		if color < NoColor || color > math.MaxInt32 || keys[i] < math.MinInt32 || keys[i] > math.MaxInt32 {
+			return nil, badArgument(op, "color %d and key %d of local rank %d: want NoColor or a color from 0 to %d, and a key of 32 bits", color, keys[i], i, math.MaxInt32)
+		}
+	}
+	return keys, nil
+}
+
+// childConfig leaves the name empty, because package nccl gives each child a different
+// name.
+func (g *Group) childConfig(w *reporter) *nccl.Config {
+	n := g.cfg.nccl(w.onFailure())
 	n.Name = ""
 	return n
 }
 
 // children makes the groups of communicators.
-func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Communicator, watchers []*words) ([]*Group, error) {
+func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Communicator, watchers []*reporter) ([]*Group, error) {
 	groups := make([]*Group, len(colors))
 	for i, c := range comms {
 		if c == nil || groups[i] != nil {
@@ -90,8 +101,8 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 		}
 		slices.SortFunc(mine, func(a, b *nccl.Communicator) int { return a.Rank() - b.Rank() })
 		child, err := newGroup(mine, g.cfg)
-		if err == nil && g.words != nil {
-			err = child.listen(ctx, watchers[i])
+		if err == nil && g.reporter != nil {
+			err = child.watchChild(ctx, watchers[i])
 		}
 		if err != nil {
 			_ = child.Close()
@@ -109,15 +120,16 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 	return groups, nil
 }
 
-// Sub makes a group of some ranks, which become 0, 1, 2... of it in the order of the
-// list (torch.distributed.new_group). All ranks of g call it with the same list, or all get
-// an error; it returns nil where none of them is local. The rest is as for Split. Collective.
+// Sub makes a group of some ranks, which get the new ranks 0, 1, 2... in the order of the
+// list (torch.distributed.new_group). All ranks of g must call it with the same list, or
+// all get an error. It returns nil if none of the ranks is local. Otherwise Sub behaves
+// like Split. Collective.
 func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 	const op = "sub-group"
-	if err := g.checkWait(op); err != nil {
+	if err := g.check(op); err != nil {
 		return nil, err
 	}
-	if err := g.agree(ctx, op, terms{Given: fmt.Sprint("the ranks ", ranks)}, nil); err != nil {
+	if err := g.checkSame(ctx, op, fmt.Sprint("the ranks ", ranks)); err != nil {
 		return nil, err
 	}
 	for i, r := range ranks {
@@ -142,4 +154,20 @@ func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 		}
 	}
 	return nil, nil
+}
+
+// checkSame returns an error on all ranks if the processes passed different arguments.
+// Collective.
+func (g *Group) checkSame(ctx context.Context, op, given string) error {
+	if len(g.members) == g.size {
+		return nil
+	}
+	all, err := GatherValues(ctx, g, nil, slices.Repeat([]string{given}, g.Locals())...)
+	if err != nil {
+		return fmt.Errorf("comm: %s: %w", op, err)
+	}
+	if i := slices.IndexFunc(all, func(x string) bool { return x != all[0] }); i >= 0 {
+		return badArgument(op, "rank 0 has given %s and rank %d %s: give the same on all ranks", all[0], i, all[i])
+	}
+	return nil
 }

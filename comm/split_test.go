@@ -20,7 +20,7 @@ import (
 func TestSplit(t *testing.T) {
 	testgpu.Each(t, 4, func(t *testing.T, devs []*device.Device) {
 		ctx := testgpu.Context(t)
-		g, err := comm.Local(ctx, devs[:4]...)
+		g, err := comm.Local(ctx, devs[:4], nil)
 		require.NoError(t, err)
 		groups, err := g.Split(ctx, []int{5, 0, 5, comm.NoColor}, []int{1, 0, 0, 0})
 		require.NoError(t, err)
@@ -88,7 +88,7 @@ func subOfLists(t *testing.T, lists [][]int) {
 	errs, ends := make([]error, 3), make([]error, 3)
 	for i, b := range boards(t.Context(), 3) {
 		wg.Go(func() {
-			g, err := comm.Join(ctx, b, devs[i])
+			g, err := comm.Join(ctx, b, devs[i], nil)
 			if err != nil {
 				ends[i] = err
 				return

@@ -16,15 +16,38 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
 
+// routed enqueues the operations that fn adds to a batch with the group's strategy, as comm's
+// functions do, but of any ranks.
+func routed(g *comm.Group, fn func(b *nccl.Batch) error) error {
+	b := groups.Of(g).NewBatch()
+	if err := fn(b.Batch); err != nil {
+		return err
+	}
+	return b.Enqueue()
+}
+
+// alone enqueues one operation of local rank i with the group's strategy.
+func alone(g *comm.Group, i int, issue func(on nccl.Issuer) error) error {
+	return routed(g, func(b *nccl.Batch) error { return issue(b.On(g.Communicator(i))) })
+}
+
+// reduceAlone enqueues an all-reduce of local rank i with the group's strategy.
+func reduceAlone(g *comm.Group, i int, x memory.Slice[float32], op nccl.Op) error {
+	return alone(g, i, func(on nccl.Issuer) error { return nccl.AllReduce(on, g.Stream(i), x, x, op) })
+}
+
 // groupBy makes a group with a strategy.
 func groupBy(t *testing.T, devs []*device.Device, cfg comm.Config) *comm.Group {
 	t.Helper()
-	g, err := comm.LocalWith(testgpu.Context(t), &cfg, devs...)
+	g, err := comm.Local(testgpu.Context(t), devs, &cfg)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, g.Close()) })
 	return g
@@ -76,7 +99,7 @@ func TestUse(t *testing.T) {
 		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: siteOf(t, devs)}})
 		every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines, comm.Windows, comm.CopyEngines, comm.Tuned}
 		require.Equal(t, every, g.Strategies())
-		small := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Float32, Count: 8}
+		small := ranks.Collective{Kind: flight.AllReduce, DType: memory.Float32, Count: 8}
 		for _, s := range every {
 			require.NoError(t, g.Use(testgpu.Context(t), s))
 			require.Equal(t, s, g.Strategy())

@@ -5,34 +5,54 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
 )
 
-// What torch.cuda.comm's functions have in common is in the package's
-// documentation.
+// The package documentation describes the common behavior of the functions of
+// torch.cuda.comm.
 
-// checkWhole is check for functions that need all ranks.
+// checkWhole is check for functions that need all ranks in this process.
 func (g *Group) checkWhole(op string) error {
-	if err := g.checkWait(op); err != nil {
+	if err := g.check(op); err != nil {
 		return err
 	}
 	if len(g.members) != g.size {
-		return refuse(op, "%d of the group's %d ranks are in this process, and it needs all: use Local, or the collectives of slices",
+		return badArgument(op, "%d of the group's %d ranks are in this process, and it needs all: use Local, or the collectives of slices",
 			len(g.members), g.size)
 	}
 	return nil
 }
 
-// refuse is the error of a wrong argument.
-func refuse(op, format string, args ...any) error {
+// locked runs fn, which enqueues operations of all ranks, while g enqueues nothing else. All
+// ranks must be in this process.
+func locked[R any](g *Group, op string, fn func() (R, error)) (r R, err error) {
+	if err := g.checkWhole(op); err != nil {
+		return r, err
+	}
+	g.issuing.Lock()
+	defer g.issuing.Unlock()
+	return fn()
+}
+
+// orZero returns *cfg, or the zero value if cfg is nil.
+func orZero[C any](cfg *C) (c C) {
+	if cfg != nil {
+		c = *cfg
+	}
+	return c
+}
+
+// badArgument returns the error of an invalid argument.
+func badArgument(op, format string, args ...any) error {
 	return &argumentError{fmt.Errorf("comm: %s: "+format, append([]any{op}, args...)...)}
 }
 
-// unfit makes a wrong argument of the error of another package.
-func unfit(err error) error { return &argumentError{err} }
+// asBadArgument makes the error of another package an error of an invalid argument.
+func asBadArgument(err error) error { return &argumentError{err} }
 
 // rankOn returns the rank on a device, or -1.
 func (g *Group) rankOn(d *device.Device) int {
@@ -44,8 +64,7 @@ func (g *Group) rankOn(d *device.Device) int {
 	return -1
 }
 
-// streamOf returns the group's stream that orders the use of t, or nil for a tensor
-// of the host.
+// streamOf returns the group's stream that orders the use of t, or nil for a host tensor.
 func (g *Group) streamOf(t tensor.Tensor) *stream.Stream {
 	if t.IsHost() {
 		return nil
@@ -53,7 +72,7 @@ func (g *Group) streamOf(t tensor.Tensor) *stream.Stream {
 	return g.members[g.rankOn(t.Device())].stream
 }
 
-// devices checks a list of devices; nil stands for all of the group by rank.
+// devices validates a list of devices; nil means all devices of the group, by rank.
 func (g *Group) devices(op string, list []*device.Device) ([]*device.Device, error) {
 	if list == nil {
 		list = make([]*device.Device, 0, len(g.members))
@@ -64,28 +83,28 @@ func (g *Group) devices(op string, list []*device.Device) ([]*device.Device, err
 	}
 	for i, d := range list {
 		if d == nil || g.rankOn(d) < 0 {
-			return nil, refuse(op, "device %d of %d is %v, which no rank of the group is on", i, len(list), d)
+			return nil, badArgument(op, "device %d of %d is %v, which no rank of the group is on", i, len(list), d)
 		}
 	}
 	return list, nil
 }
 
-// source checks a tensor that is read, the ith of several or the only one: of a device
-// of the group or of the host.
-func (g *Group) source(op, what string, i int, t tensor.Tensor) error {
+// checkSource validates a tensor that is read: argument i of several, or the only one. It must
+// be on a device of the group or on the host.
+func (g *Group) checkSource(op, what string, i int, t tensor.Tensor) error {
 	if t.IsHost() || t.Device() != nil && g.rankOn(t.Device()) >= 0 {
-		if t.Check(what, nil) != nil {
-			return refuse(op, "%w", t.Check(nth(what, i), nil))
+		if strided.Check(what, t, nil) != nil {
+			return badArgument(op, "%w", strided.Check(nth(what, i), t, nil))
 		}
 		return nil
 	}
 	if t.Device() == nil {
-		return refuse(op, "%s: no tensor given", nth(what, i))
+		return badArgument(op, "%s: no tensor given", nth(what, i))
 	}
-	return refuse(op, "%s is on %s, which no rank of the group is on", nth(what, i), t.Device())
+	return badArgument(op, "%s is on %s, which no rank of the group is on", nth(what, i), t.Device())
 }
 
-// only is the index of what there is one of.
+// only is the index of an argument that is not in a list.
 const only = -1
 
 func nth(what string, i int) string {
@@ -95,27 +114,27 @@ func nth(what string, i int) string {
 	return fmt.Sprintf("%s at index %d", what, i)
 }
 
-// outs checks tensors of devices that are written.
-func (g *Group) outs(op string, list []tensor.Tensor) error {
+// checkOuts validates device tensors that are written.
+func (g *Group) checkOuts(op string, list []tensor.Tensor) error {
 	for i, o := range list {
-		if err := g.source(op, "output tensor", i, o); err != nil {
+		if err := g.checkSource(op, "output tensor", i, o); err != nil {
 			return err
 		}
 		if o.IsHost() {
-			return refuse(op, "expected all output tensors to be on devices, but output tensor at index %d is on the host", i)
+			return badArgument(op, "expected all output tensors to be on devices, but output tensor at index %d is on the host", i)
 		}
 		for j, p := range list[:i] {
-			if tensor.Overlaps(o, p) {
-				return refuse(op, "the output tensors at indexes %d and %d share some memory", j, i)
+			if strided.Overlaps(o, p) {
+				return badArgument(op, "the output tensors at indexes %d and %d share some memory", j, i)
 			}
 		}
 	}
 	return nil
 }
 
-// apart reports whether all tensors are contiguous, of one type and on devices of
-// their own that are all of the group's: then NCCL takes them.
-func (g *Group) apart(ts ...tensor.Tensor) bool {
+// onePerDevice reports whether all tensors are contiguous, have the same type, and are on
+// different devices of the group. Then NCCL can transfer them.
+func (g *Group) onePerDevice(ts ...tensor.Tensor) bool {
 	seen := make([]bool, g.size)
 	for _, t := range ts {
 		if t.IsHost() || !t.Contiguous() || t.DType() != ts[0].DType() || seen[g.rankOn(t.Device())] {
@@ -126,7 +145,7 @@ func (g *Group) apart(ts ...tensor.Tensor) bool {
 	return len(ts) == g.size
 }
 
-// byRank puts tensors of devices of their own in the order of the ranks.
+// byRank sorts tensors on different devices by rank.
 func (g *Group) byRank(ts ...tensor.Tensor) []tensor.Tensor {
 	list := make([]tensor.Tensor, g.size)
 	for _, t := range ts {
@@ -135,9 +154,9 @@ func (g *Group) byRank(ts ...tensor.Tensor) []tensor.Tensor {
 	return list
 }
 
-// record tells that the group's streams use the tensors. Copies from the host do so
+// recordStreams records that the group's streams use the tensors. Copies from the host do so
 // themselves.
-func (g *Group) record(ts ...tensor.Tensor) error {
+func (g *Group) recordStreams(ts ...tensor.Tensor) error {
 	var last *device.Device
 	var s *stream.Stream
 	for i := range ts {
@@ -155,10 +174,10 @@ func (g *Group) record(ts ...tensor.Tensor) error {
 	return nil
 }
 
-// transfer enqueues the copy of src to dst, whose use from orders, and to. The one is
-// nil for a tensor of the host. It runs where the strides are, so that what goes over the
-// link goes in one piece, and otherwise at the source, as in torch: copies from one device
-// then follow each other as fast as its links take them.
+// transfer enqueues a copy of src, whose use is ordered by from, to dst, whose use is
+// ordered by to. The stream of a host tensor is nil. The copy runs on the device whose
+// tensor has strides, so that contiguous data goes over the link. Otherwise it runs on the
+// source, as in torch, so that copies from one device follow each other without gaps.
 func transfer(dst, src tensor.Tensor, to, from *stream.Stream) error {
 	if to == nil || from == nil || to == from {
 		if to == nil {
@@ -177,42 +196,43 @@ func transfer(dst, src tensor.Tensor, to, from *stream.Stream) error {
 		return err
 	}
 	if err := other.WaitStream(by); err != nil {
-		// Nothing orders the copy with the end of the memory any more.
+		// The other stream does not wait for the copy, so this stream must keep the
+		// memory.
 		return errors.Join(err, dst.RecordStream(by), src.RecordStream(by))
 	}
 	return nil
 }
 
-// atSource reports whether a copy between devices runs at the source: it does not where
-// only the destination has strides.
+// atSource reports whether a copy between devices runs on the source. It runs on the
+// destination if only the destination has strides.
 func atSource(dst, src tensor.Tensor) bool { return !src.Contiguous() || dst.Contiguous() }
 
-// closeAll closes what was made before an error.
+// closeAll closes results after an error.
 func closeAll(ts []tensor.Tensor) {
 	for _, t := range ts {
-		_ = t.Close() // the error that is returned was first
+		_ = t.Close() // the earlier error is returned
 	}
 }
 
-// A wire gives tensors of one type to NCCL.
-type wire interface {
+// A typedOps transfers tensors of one type with NCCL.
+type typedOps interface {
 	// broadcast sends rank root's tensor to the others.
 	broadcast(m *member, t tensor.Tensor, root int) error
 	// add sums src of all ranks into dst of rank root.
 	add(m *member, dst, src tensor.Tensor, root int) error
 }
 
-type wireOf[T memory.Element] struct{}
+type typedOpsOf[T memory.Element] struct{}
 
-func (wireOf[T]) broadcast(m *member, t tensor.Tensor, root int) error {
+func (typedOpsOf[T]) broadcast(m *member, t tensor.Tensor, root int) error {
 	x, err := tensor.Slice[T](t)
 	if err != nil {
 		return err
 	}
-	return nccl.Broadcast(m.comm, m.stream, x, x, root)
+	return nccl.Broadcast(m.on, m.stream, x, x, root)
 }
 
-func (wireOf[T]) add(m *member, dst, src tensor.Tensor, root int) error {
+func (typedOpsOf[T]) add(m *member, dst, src tensor.Tensor, root int) error {
 	x, err := tensor.Slice[T](src)
 	if err != nil {
 		return err
@@ -223,14 +243,14 @@ func (wireOf[T]) add(m *member, dst, src tensor.Tensor, root int) error {
 			return err
 		}
 	}
-	return nccl.Reduce(m.comm, m.stream, sum, x, nccl.Sum, root)
+	return nccl.Reduce(m.on, m.stream, sum, x, nccl.Sum, root)
 }
 
-var wires = map[memory.DType]wire{
-	memory.Bool: wireOf[bool]{}, memory.Int8: wireOf[int8]{}, memory.Uint8: wireOf[uint8]{},
-	memory.Int16: wireOf[int16]{}, memory.Uint16: wireOf[uint16]{}, memory.Int32: wireOf[int32]{},
-	memory.Uint32: wireOf[uint32]{}, memory.Int64: wireOf[int64]{}, memory.Uint64: wireOf[uint64]{},
-	memory.Float16T: wireOf[memory.Float16]{}, memory.BFloat16T: wireOf[memory.BFloat16]{},
-	memory.Float32: wireOf[float32]{}, memory.Float64: wireOf[float64]{},
-	memory.Float8E4M3T: wireOf[memory.Float8E4M3]{}, memory.Float8E5M2T: wireOf[memory.Float8E5M2]{},
+var opsByType = map[memory.DType]typedOps{
+	memory.Bool: typedOpsOf[bool]{}, memory.Int8: typedOpsOf[int8]{}, memory.Uint8: typedOpsOf[uint8]{},
+	memory.Int16: typedOpsOf[int16]{}, memory.Uint16: typedOpsOf[uint16]{}, memory.Int32: typedOpsOf[int32]{},
+	memory.Uint32: typedOpsOf[uint32]{}, memory.Int64: typedOpsOf[int64]{}, memory.Uint64: typedOpsOf[uint64]{},
+	memory.Float16: typedOpsOf[memory.Float16Bits]{}, memory.BFloat16: typedOpsOf[memory.BFloat16Bits]{},
+	memory.Float32: typedOpsOf[float32]{}, memory.Float64: typedOpsOf[float64]{},
+	memory.Float8E4M3: typedOpsOf[memory.Float8E4M3Bits]{}, memory.Float8E5M2: typedOpsOf[memory.Float8E5M2Bits]{},
 }

@@ -52,7 +52,7 @@ func onGroups(b *testing.B, f func(b *testing.B, g *comm.Group)) {
 			devs := testgpu.CUDA(b, n)
 			traced := handle.Trace.Swap(false) // which programs do not do
 			defer handle.Trace.Store(traced)
-			g, err := comm.Local(testgpu.Context(b), devs...)
+			g, err := comm.Local(testgpu.Context(b), devs, nil)
 			require.NoError(b, err)
 			defer g.Close()
 			f(b, g)

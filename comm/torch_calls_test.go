@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
@@ -57,7 +58,7 @@ func TestCallsOfSmallOperations(t *testing.T) {
 				closing(t, slices.Concat(ys...)...)
 			}
 			require.NoError(t, g.Wait(testgpu.Context(t)))
-			stop := devs[0].System().Machine().CountCalls()
+			stop := gpu.DeviceOf(devs[0]).System().Machine.CountCalls()
 			ys, err := c.f()
 			closing(t, slices.Concat(ys...)...)
 			got := stop()
@@ -88,7 +89,7 @@ func TestWhatOneKernelCopies(t *testing.T) {
 			for most, launches := range c.launches {
 				comm.SetDirectBytes(t, most)
 				count := func() map[string]int { return nil }
-				if m := devs[0].System().Machine(); m != nil {
+				if m := gpu.DeviceOf(devs[0]).System().Machine; m != nil {
 					count = m.CountCalls()
 				}
 				parts, err := comm.Scatter(g, x.x, &comm.ScatterConfig{Dim: c.dim, ChunkSizes: c.sizes, Devices: to})
@@ -125,7 +126,7 @@ func TestCallsOfTwoDevices(t *testing.T) {
 			ys, err := f() // the first copy tries the way
 			require.NoError(t, err, name)
 			closing(t, ys...)
-			stop := devs[0].System().Machine().CountCalls()
+			stop := gpu.DeviceOf(devs[0]).System().Machine.CountCalls()
 			ys, err = f()
 			got := stop()
 			require.NoError(t, err, name)
@@ -173,7 +174,7 @@ func TestPairs(t *testing.T) {
 			require.NoError(t, err)
 			closing(t, z)
 			before := g.Communicator(0).Progress().Issued.Record
-			stop := devs[0].System().Machine().CountCalls()
+			stop := gpu.DeviceOf(devs[0]).System().Machine.CountCalls()
 			z, err = c.f()
 			calls := stop()
 			require.NoError(t, err)

@@ -216,6 +216,6 @@ func shapeOf(r *rand.Rand, dims int) []int {
 }
 
 var allTypes = []memory.DType{memory.Bool, memory.Int8, memory.Uint8, memory.Int16, memory.Uint16, memory.Int32, memory.Uint32,
-	memory.Int64, memory.Uint64, memory.Float16T, memory.BFloat16T, memory.Float32, memory.Float64, memory.Float8E4M3T, memory.Float8E5M2T}
+	memory.Int64, memory.Uint64, memory.Float16, memory.BFloat16, memory.Float32, memory.Float64, memory.Float8E4M3, memory.Float8E5M2}
 
 func pickType(r *rand.Rand) memory.DType { return allTypes[r.IntN(len(allTypes))] }

@@ -288,11 +288,11 @@ func whatNCCLTakes(t *testing.T, direct bool) {
 			return slices.Concat(yss...), err
 		}},
 		{"add", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.BFloat16T, false), nil)
+			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.BFloat16, false), nil)
 			return []tensor.Tensor{y}, err
 		}},
 		{"add in order", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.BFloat16T, false), &comm.ReduceAddConfig{Deterministic: true})
+			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.BFloat16, false), &comm.ReduceAddConfig{Deterministic: true})
 			return []tensor.Tensor{y}, err
 		}},
 		{"add what NCCL does not", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
@@ -346,7 +346,7 @@ func orderOfTheSum(t *testing.T, _ bool) {
 			rank int
 			x    float32
 		}{{0, 2048}, {1, 1}, {0, 1}, {1, 1}} {
-			m, err := memory.MakeFrom(g.Stream(v.rank), []memory.Float16{memory.Float16Of(v.x)})
+			m, err := memory.MakeFrom(g.Stream(v.rank), []memory.Float16Bits{memory.Float16Of(v.x)})
 			require.NoError(t, err)
 			defer m.Close()
 			x, err := tensor.Of(m, 1)
@@ -362,9 +362,9 @@ func orderOfTheSum(t *testing.T, _ bool) {
 		} {
 			y, err := comm.ReduceAdd(g, xs, &comm.ReduceAddConfig{Destination: devs[c.destination]})
 			require.NoError(t, err)
-			sum, err := tensor.Slice[memory.Float16](y)
+			sum, err := tensor.Slice[memory.Float16Bits](y)
 			require.NoError(t, err)
-			got := make([]memory.Float16, 1)
+			got := make([]memory.Float16Bits, 1)
 			require.NoError(t, sum.CopyTo(g.Stream(c.destination), got))
 			require.Equal(t, c.want, got[0].Float32())
 			closing(t, y)
@@ -375,9 +375,9 @@ func orderOfTheSum(t *testing.T, _ bool) {
 			&comm.ReduceAddCoalescedConfig{ReduceAddConfig: comm.ReduceAddConfig{Destination: devs[1], Deterministic: true}})
 		require.NoError(t, err)
 		for _, y := range sums {
-			sum, err := tensor.Slice[memory.Float16](y)
+			sum, err := tensor.Slice[memory.Float16Bits](y)
 			require.NoError(t, err)
-			got := make([]memory.Float16, 1)
+			got := make([]memory.Float16Bits, 1)
 			require.NoError(t, sum.CopyTo(g.Stream(1), got))
 			require.Equal(t, float32(2050), got[0].Float32())
 		}
@@ -385,9 +385,9 @@ func orderOfTheSum(t *testing.T, _ bool) {
 		// 1 + 1 first and 2048 last is exact: the order shows.
 		y, err := comm.ReduceAdd(g, []tensor.Tensor{xs[1], xs[2], xs[0]}, &comm.ReduceAddConfig{Destination: devs[1]})
 		require.NoError(t, err)
-		sum, err := tensor.Slice[memory.Float16](y)
+		sum, err := tensor.Slice[memory.Float16Bits](y)
 		require.NoError(t, err)
-		got := make([]memory.Float16, 1)
+		got := make([]memory.Float16Bits, 1)
 		require.NoError(t, sum.CopyTo(g.Stream(1), got))
 		require.Equal(t, float32(2050), got[0].Float32())
 		closing(t, y)
@@ -537,7 +537,7 @@ func torchInGraph(t *testing.T, _ bool) {
 		require.NoError(t, work()) // NCCL connects, kernels are compiled
 		require.NoError(t, g.Wait(ctx))
 		closing(t, results...)
-		exec, err := graph.Capture(g.Streams(), work)
+		exec, err := graph.Capture(g.Streams(), work, nil)
 		require.NoError(t, err)
 		defer exec.Close()
 		defer func() { closing(t, results...) }()
@@ -561,8 +561,8 @@ func torchInGraph(t *testing.T, _ bool) {
 		_, err = graph.Capture(g.Streams(), func() error {
 			_, err := comm.Gather(g, results[:2], &comm.GatherConfig{Host: true})
 			return err
-		})
-		var refused *stream.CaptureError
+		}, nil)
+		var refused *device.CaptureError
 		require.ErrorAs(t, err, &refused)
 	})
 }
@@ -604,8 +604,8 @@ func TestReduceAddByNCCL(t *testing.T) {
 func reduceAddByNCCL(t *testing.T, most int) {
 	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
 	for d, byNCCL := range map[memory.DType]bool{
-		memory.Float32: true, memory.BFloat16T: true, memory.Int64: true,
-		memory.Int16: false, memory.Uint16: false, memory.Float8E4M3T: false, memory.Float8E5M2T: false,
+		memory.Float32: true, memory.BFloat16: true, memory.Int64: true,
+		memory.Int16: false, memory.Uint16: false, memory.Float8E4M3: false, memory.Float8E5M2: false,
 	} {
 		before := g.Communicator(0).Progress().Issued.Record
 		var xs []tensor.Tensor

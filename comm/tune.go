@@ -1,183 +1,65 @@
 package comm
 
 import (
-	"cmp"
 	"context"
+	"errors"
 	"fmt"
-	"runtime"
+	"log/slog"
 	"slices"
 
-	"golang.org/x/sync/errgroup"
-
-	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
-	"github.com/gochorus/chorus/nccl"
 )
 
 // TuneConfig are the options of Tune; nil means the defaults. They must be the same on
 // all ranks.
 type TuneConfig struct {
-	MaxBytes int            // the largest size: of an all-reduce, or of one rank's part; default 1 GiB of an all-reduce or of all ranks' parts together, of small GPUs a 64th of their memory, of virtual devices 256 bytes
-	Types    []memory.DType // of what is reduced; default float32 and bfloat16
+	MaxBytes int            // the largest size: of an all-reduce, or of one rank's part; default 1 GiB of an all-reduce or of all ranks' parts together, a 64th of the memory of small GPUs, 256 bytes on virtual devices
+	Types    []memory.DType // element types of the reductions; default float32 and bfloat16
 	Ops      []Op           // default Sum and Max
 }
 
-// wholeBytes is up to which size it is measured, unless a device's memory is less than 64
-// times as much, or it is virtual and has nothing to measure.
-const (
-	wholeBytes        = 1 << 30
-	wholeBytesVirtual = 256
-)
-
-// oddBytes is up to how many bytes it is measured what sizes cost that are not made of
-// whole 16 bytes.
-const oddBytes = 4 << 20
-
-// engineBytes is from where on copy engines are measured: a copy of less takes as long as
-// one of that much.
-const engineBytes = 256 << 10
-
-// TunePlan returns what Tune will measure: the strategies that can carry each operation
-// out, without times.
+// TunePlan returns the measurements that Tune will make: the possible strategies for each
+// operation, without times.
 func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
-	if err := g.check("tune"); err != nil {
+	plan, err := g.plan(cfg)
+	return choicesOf(plan), err
+}
+
+func (g *Group) plan(cfg *TuneConfig) ([]route.Choice, error) {
+	const op = "tune"
+	if err := g.check(op); err != nil {
 		return nil, err
 	}
-	var c TuneConfig
+	var c route.PlanConfig
 	if cfg != nil {
-		c = *cfg
-	}
-	all, part := c.MaxBytes, c.MaxBytes
-	if c.MaxBytes == 0 {
-		var err error
-		if all, err = whole(g.Device(0)); err != nil {
-			return nil, err
-		}
-		part = max(all/g.size, 16)
-	}
-	if c.Types == nil {
-		c.Types = []memory.DType{memory.Float32, memory.BFloat16T}
-	}
-	if c.Ops == nil {
-		c.Ops = []Op{Sum, Max}
-	}
-	if all < 16 {
-		return nil, refuse("tune", "MaxBytes is %d: want 16 or more", c.MaxBytes)
-	}
-	for _, t := range c.Types {
-		if t.Size() == 0 || t == memory.Bool {
-			return nil, refuse("tune", "type %s: want numbers", t)
+		c.MaxBytes, c.Types = cfg.MaxBytes, cfg.Types
+		for _, o := range cfg.Ops {
+			c.Ops = append(c.Ops, flight.Reduction(o))
 		}
 	}
-	for _, op := range c.Ops {
-		if !slices.Contains(tunedOps, op) {
-			return nil, refuse("tune", "there is no reduction %s", op)
-		}
+	plan, err := g.routers.Plan(c)
+	if err != nil {
+		return nil, badArgument(op, "%w", err)
 	}
-	k := g.members[0].ways
-	if k == nil {
-		return nil, nil // there is no choice
-	}
-	return c.plan(k, all, part), nil
+	return plan, nil
 }
 
-// whole is the largest size that is measured by default.
-func whole(dev *device.Device) (int, error) {
-	if dev.System().Machine() != nil {
-		return wholeBytesVirtual, nil
-	}
-	_, total, err := dev.MemoryInfo()
-	return int(min(wholeBytes, total/64)), err
-}
-
-// plan has all operations, up to so many bytes of an all-reduce or a broadcast and of one
-// rank's part.
-func (c *TuneConfig) plan(k *ways, all, part int) (list []Choice) {
-	for _, kind := range []nccl.CollectiveKind{nccl.AllReduceKind, nccl.AllGatherKind, nccl.ReduceScatterKind, nccl.BroadcastKind, nccl.AllToAllKind} {
-		most := part
-		if kind == nccl.AllReduceKind || kind == nccl.BroadcastKind {
-			most = all
-		}
-		if !reduces(kind) {
-			list = operation{kind: kind}.sizes(list, k, most)
-			continue
-		}
-		for _, t := range c.Types {
-			for _, op := range c.Ops {
-				list = operation{kind, t, op}.sizes(list, k, most)
-			}
-		}
-	}
-	return list
-}
-
-// sizes adds the sizes of an operation: of whole 16 bytes from 16 on, twice as large
-// each, and those that are one element smaller.
-func (o operation) sizes(list []Choice, k *ways, most int) []Choice {
-	size := max(o.dtype.Size(), 1)
-	for bytes := 16; bytes > 0 && bytes <= most; bytes *= 2 {
-		if bytes <= oddBytes {
-			list = append(list, o.choice(k, bytes-size))
-		}
-		list = append(list, o.choice(k, bytes))
-	}
-	return list
-}
-
-// choice has the strategies that can.
-func (o operation) choice(k *ways, bytes int) Choice {
-	c := Choice{Operation: kindNames[o.kind], Bytes: bytes, what: o, Times: []Timing{{Strategy: NCCLOnly}}}
-	if reduces(o.kind) {
-		c.Type, c.Reduction = o.dtype.String(), o.op.String()
-	}
-	x := o.collective(bytes)
-	for s := NCCLOnly + 1; s < Tuned; s++ {
-		// Own kernels without a choice of algorithm are one of those that have one.
-		if s == OwnKernels && o.kind == nccl.AllReduceKind || s.algorithm() && o.kind != nccl.AllReduceKind {
-			continue
-		}
-		if s == CopyEngines && bytes < engineBytes {
-			continue
-		}
-		if k.can(s, x, ownMost) {
-			c.Times = append(c.Times, Timing{Strategy: s})
-		}
-	}
-	return c
-}
-
-// algorithm reports whether a strategy is one way to reduce by own kernels.
-func (s Strategy) algorithm() bool { return s >= OneShot && s <= TwoShotLines }
-
-// carried is the type of the elements that an operation is measured with.
-func (o operation) carried() memory.DType {
-	if o.dtype == memory.Invalid {
-		return memory.Uint8
-	}
-	return o.dtype
-}
-
-func (o operation) collective(bytes int) nccl.Collective {
-	t := o.carried()
-	return nccl.Collective{Kind: o.kind, DType: t, Op: o.op, Count: bytes / t.Size(), Together: true}
-}
-
-// Tune measures which strategy is the fastest for which operation and size, between the
-// ranks of g, which has been made with Tuned: from now on the group goes by that, and so
-// does each to whose Config it is given. All ranks get the same. It takes seconds,
-// over slow links minutes, and waits for what is on the group's streams; nothing else may
-// run on the devices. Where there is nothing but NCCL to choose from, it is empty.
-// Collective. An error breaks the group where ranks may wait for others.
+// Tune measures which strategy is the fastest for each operation and size between the
+// ranks of g. g must use the strategy Tuned. From now on g uses the result; other groups
+// use it if it is their Config.Tuning. All ranks return the same Tuning. Tune takes
+// seconds, over slow links minutes, and waits for all operations on the group's streams;
+// the devices must run nothing else. If NCCL is the only possibility, the Tuning is empty.
+// If an error occurs while ranks may wait for others, the group is broken. Collective.
 func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
-	plan, err := TunePlan(g, cfg)
+	plan, err := g.plan(cfg)
 	if err != nil {
 		return nil, err
 	}
-	if err := g.checkWait("tune"); err != nil {
-		return nil, err
-	}
-	if k := g.members[0].ways; k != nil && k.opened != Tuned {
-		return nil, refuse("tune", "the group was made with the strategy %s: make it with %s", k.opened, Tuned)
+	if len(g.routers) > 0 && g.routers.Opened() != route.Tuned {
+		return nil, badArgument("tune", "the group was made with the strategy %s: make it with %s", g.routers.Opened(), Tuned)
 	}
 	at, err := g.sameSite(ctx)
 	if err != nil {
@@ -186,78 +68,184 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	if err := g.samePlan(ctx, plan); err != nil {
 		return nil, err
 	}
-	t := &Tuning{For: at, Choices: plan}
+	t := &route.Tuning{For: at, Choices: plan}
 	if len(plan) == 0 {
-		return t, nil
+		return tuningOf(t), nil
 	}
-	mine := make([][]float64, len(g.members))
-	eg, running := errgroup.WithContext(ctx)
-	for i := range g.members {
-		eg.Go(func() (err error) {
-			runtime.LockOSThread()
-			defer runtime.UnlockOSThread()
-			mine[i], err = g.members[i].tune(running, plan)
-			return err
-		})
-	}
-	if err := eg.Wait(); err != nil {
+	mine, err := g.routers.Measure(ctx, plan)
+	if err != nil {
 		return nil, g.fail(fmt.Errorf("comm: tune: %w", err))
 	}
 	all, err := GatherValues(ctx, g, Gob, mine...)
 	if err != nil {
 		return nil, err
 	}
-	t.fill(all)
-	if err := g.tuneEngines(ctx, t); err != nil {
+	if err := g.routers.Complete(ctx, t, all); err != nil {
 		return nil, g.fail(fmt.Errorf("comm: tune: %w", err))
 	}
-	t.sort()
-	g.adopt(t)
-	return t, nil
+	g.routers.UseTuning(t.Index())
+	return tuningOf(t), nil
 }
 
-// samePlan returns an error on all ranks where they do not have the same plan: they would
-// wait for each other.
-func (g *Group) samePlan(ctx context.Context, plan []Choice) error {
+// samePlan returns an error on all ranks if their plans differ: the ranks would wait for
+// each other.
+func (g *Group) samePlan(ctx context.Context, plan []route.Choice) error {
 	all, err := GatherValues(ctx, g, Gob, slices.Repeat([]string{fmt.Sprint(plan)}, len(g.members))...)
 	if err != nil {
 		return err
 	}
 	for rank, other := range all {
 		if other != all[0] {
-			return refuse("tune", "rank %d is to measure other things than rank 0: give all the same TuneConfig", rank)
+			return badArgument("tune", "rank %d is to measure other things than rank 0: give all the same TuneConfig", rank)
 		}
 	}
 	return nil
 }
 
-// fill takes the times of the slowest ranks.
-func (t *Tuning) fill(all [][]float64) {
-	n := 0
-	for i := range t.Choices {
-		times := t.Choices[i].Times
-		for j := range times {
-			for _, one := range all {
-				times[j].Micros = max(times[j].Micros, one[n])
-			}
-			n++
-		}
-	}
+// Site returns the conditions under which a Tuning of the group is valid.
+func (g *Group) Site() (Site, error) {
+	at, err := g.site()
+	return Site(at), err
 }
 
-// sort puts the fastest strategy first.
-func (t *Tuning) sort() {
-	for i := range t.Choices {
-		slices.SortStableFunc(t.Choices[i].Times, func(a, b Timing) int { return cmp.Compare(a.Micros, b.Micros) })
+func (g *Group) site() (route.Site, error) {
+	if g == nil {
+		return route.Site{}, g.check("site")
 	}
+	dev := g.members[0].comm.Device()
+	name, err := dev.Name()
+	if err != nil {
+		return route.Site{}, err
+	}
+	return route.Site{GPU: name, Ranks: g.size, Hosts: g.hosts(), Locals: len(g.members), Backend: dev.System().Backend(),
+		Driver: dev.System().Libraries()[0].Version, NCCL: g.members[0].comm.Version(), Kernels: fabric.Version()}, nil
 }
 
-// adopt makes the group go by a Tuning that was checked.
-func (g *Group) adopt(t *Tuning) {
-	x := t.index()
-	for i := range g.members {
-		if k := g.members[i].ways; k != nil {
-			k.rule.Store(&rule{strategy: Tuned, tuning: x})
+// hosts returns the number of hosts.
+func (g *Group) hosts() int {
+	if g.reporter == nil {
+		return 1
+	}
+	seen := map[int]bool{}
+	for rank := range g.size {
+		if g.reporter.world != nil {
+			rank = g.reporter.world[rank]
+		}
+		seen[g.reporter.hosts[rank]] = true
+	}
+	return len(seen)
+}
+
+// sameSite returns the site, or an error on all ranks if their sites differ.
+func (g *Group) sameSite(ctx context.Context) (route.Site, error) {
+	at, err := g.site()
+	if err != nil {
+		return at, err
+	}
+	all, err := GatherValues(ctx, g, JSON, slices.Repeat([]route.Site{at}, len(g.members))...)
+	if err != nil {
+		return at, err
+	}
+	for rank, other := range all {
+		if other != all[0] {
+			_ = g.Shutdown(ctx) // Close would end the other ranks before they have read the reason
+			return at, badArgument("tune", "rank 0 is at %+v and rank %d at %+v: a tuning is for ranks that are alike", all[0], rank, other)
 		}
 	}
+	return at, nil
+}
+
+// setInitialTuning gives all ranks of a Tuned group the Tuning of rank 0: its Config.Tuning, or the one
+// of its file. If there is none, setInitialTuning measures one and saves it.
+func (g *Group) setInitialTuning(ctx context.Context) error {
+	if g.Strategy() != Tuned {
+		return nil
+	}
+	var mine *Tuning
+	if g.cfg != nil {
+		mine = g.cfg.Tuning
+	}
+	found, err := g.shareTuning(ctx, mine)
+	if err != nil || found.Tuning != nil {
+		return err
+	}
+	t, err := Tune(ctx, g, nil)
+	if err != nil {
+		return err
+	}
+	if g.hasRank(0) {
+		if err := t.Save(ctx, found.Path); err != nil { // the group does not need the file
+			slog.Warn("chorus: the measured tuning could not be saved: the next group measures again", "error", err)
+		}
+	}
+	return nil
+}
+
+// SetTuning makes a group with the strategy Tuned use rank 0's t on all ranks. If t is
+// empty, NCCL runs everything. If rank 0's t is nil, the group uses the entry of rank 0's
+// TuningFile, or an empty Tuning if the file has none. If the Tuning was not made for such
+// a group, all ranks return an error and the group is closed. Collective.
+func SetTuning(ctx context.Context, g *Group, t *Tuning) error {
+	const op = "set tuning"
+	if err := g.check(op); err != nil {
+		return err
+	}
+	if !slices.Contains(g.Strategies(), Tuned) {
+		return badArgument(op, "the group has the strategies %v: make it with Tuned", g.Strategies())
+	}
+	found, err := g.shareTuning(ctx, t)
+	if err == nil && found.Tuning == nil {
+		g.routers.UseTuning(nil)
+	}
+	return err
+}
+
+// A sharedTuning is the message of rank 0 to the other ranks.
+type sharedTuning struct {
+	Tuning *route.Tuning // nil if the file has none
+	Err    string
+	Path   string // the file to write a new Tuning to
+}
+
+// shareTuning makes all ranks use rank 0's t, or the Tuning of its file if t is nil.
+func (g *Group) shareTuning(ctx context.Context, t *Tuning) (x sharedTuning, err error) {
+	at, err := g.sameSite(ctx)
+	if err != nil {
+		return x, err
+	}
+	if g.hasRank(0) {
+		x = findTuning(t, at)
+	}
+	if err := BroadcastValue(ctx, g, 0, &x, JSON); err != nil {
+		return x, err
+	}
+	if x.Err != "" {
+		_ = g.Shutdown(ctx) // Close would end the other ranks before they have read the reason
+		return x, errors.New(x.Err)
+	}
+	if x.Tuning == nil {
+		return x, nil
+	}
+	if err := x.Tuning.Check(); err != nil { // JSON omits the parsed fields
+		return x, err
+	}
+	g.routers.UseTuning(x.Tuning.Index())
+	return x, nil
+}
+
+// findTuning returns t, or the Tuning of this process's file if t is nil.
+func findTuning(t *Tuning, at route.Site) (x sharedTuning) {
+	var err error
+	if t != nil {
+		x.Tuning = t.routeTuning()
+		if err = errors.Join(x.Tuning.Fits(at), x.Tuning.Check()); err != nil {
+			err = fmt.Errorf("comm: the given tuning is not valid: %w", err)
+		}
+	} else if x.Path, err = route.TuningFile(); err == nil {
+		x.Tuning, err = route.LoadTuning(x.Path, at)
+	}
+	if err != nil {
+		return sharedTuning{Err: err.Error()}
+	}
+	return x
 }

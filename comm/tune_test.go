@@ -12,9 +12,10 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
-	"github.com/gochorus/chorus/nccl"
 )
 
 var fewPoints = &comm.TuneConfig{MaxBytes: 1024, Types: []memory.DType{memory.Float32, memory.Int64}, Ops: []comm.Op{comm.Sum}}
@@ -67,12 +68,11 @@ func TestTune(t *testing.T) {
 		require.NoError(t, tuning.Save(t.Context(), file))
 		again, err := comm.LoadTuning(file, at)
 		require.NoError(t, err)
-		require.NoError(t, tuning.Check())
 		require.Equal(t, tuning, again)
 		h := groupBy(t, devs, comm.Config{Strategy: comm.Tuned})
-		for _, kind := range []nccl.CollectiveKind{nccl.AllReduceKind, nccl.AllGatherKind, nccl.AllToAllKind} {
+		for _, kind := range []flight.Kind{flight.AllReduce, flight.AllGather, flight.AllToAll} {
 			for count := 1; count < 400; count++ {
-				x := nccl.Collective{Kind: kind, DType: memory.Float32, Count: count}
+				x := ranks.Collective{Kind: kind, DType: memory.Float32, Count: count}
 				require.Equal(t, g.Choice(0, x), h.Choice(1, x))
 			}
 		}
@@ -93,10 +93,6 @@ func TestTunePlanRefuses(t *testing.T) {
 		require.ErrorContains(t, err, text)
 		require.ErrorIs(t, err, comm.ErrMismatch)
 	}
-	require.ErrorContains(t, nccl.Group(g.Communicator(0), func() error {
-		_, err := comm.Tune(testgpu.Context(t), g, fewPoints)
-		return err
-	}), "tune")
 	_, err := comm.Tune(testgpu.Context(t), groupBy(t, devs, comm.Config{Strategy: comm.OwnKernels}), fewPoints)
 	require.ErrorContains(t, err, "the group was made with the strategy own: make it with tuned")
 	plain := local(t, devs)
@@ -115,7 +111,7 @@ func TestTunePlansThatDiffer(t *testing.T) {
 	var wg sync.WaitGroup
 	for i, b := range boards(t.Context(), 2) {
 		wg.Go(func() {
-			gs[i], errs[i] = comm.JoinWith(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
+			gs[i], errs[i] = comm.Join(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
 		})
 	}
 	wg.Wait()
@@ -130,32 +126,6 @@ func TestTunePlansThatDiffer(t *testing.T) {
 	}
 	wg.Wait()
 	require.NoError(t, errors.Join(errs...), "the group is as before")
-}
-
-// TestMeasuringLeavesTheStrategy measures every strategy, and copy engines after the others:
-// what is issued then goes by the strategy that was in use.
-func TestMeasuringLeavesTheStrategy(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
-		large := &comm.TuneConfig{MaxBytes: 256 << 10, Types: fewPoints.Types, Ops: fewPoints.Ops}
-		all, err := comm.TunePlan(g, large)
-		require.NoError(t, err)
-		few := slices.DeleteFunc(all, func(c comm.Choice) bool { return c.Operation != "all-gather" || c.Bytes != large.MaxBytes })
-		require.Len(t, few, 1)
-		require.Equal(t, comm.CopyEngines, few[0].Times[len(few[0].Times)-1].Strategy)
-		x := nccl.Collective{Kind: nccl.AllGatherKind, DType: memory.Float32, Count: 64, Together: true}
-		for s, want := range map[comm.Strategy]comm.Strategy{comm.NCCLOnly: comm.NCCLOnly, comm.OwnKernels: comm.OwnKernels, comm.Tuned: comm.NCCLOnly} {
-			require.NoError(t, g.Use(testgpu.Context(t), s))
-			require.NoError(t, g.Measure(testgpu.Context(t), few))
-			engines := few[0].Times[len(few[0].Times)-1]
-			require.Positive(t, engines.Micros)
-			require.Positive(t, engines.Eager)
-			require.Equal(t, s, g.Strategy())
-			for i := range devs {
-				require.Equal(t, want, g.Choice(i, x), "%s on rank %d", s, i)
-			}
-		}
-	})
 }
 
 // TestTuneFails has an operation fail while it is measured.

@@ -19,9 +19,10 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
-	"github.com/gochorus/chorus/nccl"
 )
 
 // TestTuneOnFirstUse lets the first group of a site measure for the others.
@@ -75,14 +76,14 @@ func TestTuningOfRankZero(t *testing.T) {
 	for i, b := range boards(t.Context(), 3) {
 		tunings[i] = anyTuning(at, rand.New(rand.NewPCG(5, uint64(i))))
 		wg.Go(func() {
-			gs[i], errs[i] = comm.JoinWith(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: tunings[i]})
+			gs[i], errs[i] = comm.Join(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: tunings[i]})
 		})
 	}
 	wg.Wait()
 	require.NoError(t, errors.Join(errs...))
 	differ := 0
 	for bytes := 4; bytes < 1<<17; bytes = bytes*5/4 + 4 - bytes*5/4%4 {
-		x := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Float32, Count: bytes / 4}
+		x := ranks.Collective{Kind: flight.AllReduce, DType: memory.Float32, Count: bytes / 4}
 		require.Equal(t, gs[0].Choice(0, x), gs[1].Choice(0, x))
 		require.Equal(t, gs[0].Choice(0, x), gs[2].Choice(0, x))
 		if gs[0].Choice(0, x) != comm.NCCLOnly {
@@ -120,7 +121,7 @@ func TestSitesOfSeveralHosts(t *testing.T) {
 		wg.Go(func() {
 			errs[i] = func() error {
 				ctx := testgpu.Context(t)
-				g, err := comm.JoinWith(ctx, farBoard{b, hosts[i]}, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
+				g, err := comm.Join(ctx, farBoard{b, hosts[i]}, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
 				if err != nil {
 					return err
 				}
@@ -162,14 +163,22 @@ func TestSetTuning(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ctx := testgpu.Context(t)
 		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
-		x := nccl.Collective{Kind: nccl.AllReduceKind, DType: memory.Int32, Count: 1}
+		x := ranks.Collective{Kind: flight.AllReduce, DType: memory.Int32, Count: 1}
 		require.Equal(t, comm.NCCLOnly, g.Chosen(x))
 		tuning := &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{{
 			Operation: "all-reduce", Type: "int32", Reduction: "sum", Bytes: 4, Times: []comm.Timing{{Strategy: comm.OneShot}}}}}
 		require.NoError(t, comm.SetTuning(ctx, g, tuning))
 		require.Equal(t, comm.OneShot, g.Chosen(x))
-		require.NoError(t, comm.SetTuning(ctx, g, nil))
+		require.NoError(t, comm.SetTuning(ctx, g, &comm.Tuning{}))
 		require.Equal(t, comm.NCCLOnly, g.Chosen(x))
+		file := filepath.Join(t.TempDir(), "tuning.json")
+		t.Setenv(env.TuningFile.Name, file)
+		require.NoError(t, tuning.Save(ctx, file))
+		require.NoError(t, comm.SetTuning(ctx, g, nil))
+		require.Equal(t, comm.OneShot, g.Chosen(x), "from the file")
+		require.NoError(t, os.Remove(file))
+		require.NoError(t, comm.SetTuning(ctx, g, nil))
+		require.Equal(t, comm.NCCLOnly, g.Chosen(x), "there is no file")
 		require.ErrorContains(t, comm.SetTuning(ctx, local(t, devs), tuning), "the group has the strategies [nccl]: make it with Tuned")
 		tuning.For.Ranks = 9
 		require.ErrorContains(t, comm.SetTuning(ctx, g, tuning), "it was measured with number of ranks 9, here 2")

@@ -9,17 +9,18 @@ import (
 	"fmt"
 	"reflect"
 
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/memory"
 )
 
-// A Codec turns values into bytes and back.
+// A Codec encodes values as bytes and decodes them.
 type Codec interface {
 	Encode(v any) ([]byte, error)
 	Decode(data []byte, v any) error
 }
 
-// Gob is encoding/gob, which keeps Go's types; JSON is encoding/json, which other
-// programs read too.
+// Gob is encoding/gob, which preserves Go's types. JSON is encoding/json, which other
+// programs can read too.
 var (
 	Gob  Codec = gobCodec{}
 	JSON Codec = jsonCodec{}
@@ -42,10 +43,10 @@ type jsonCodec struct{}
 func (jsonCodec) Encode(v any) ([]byte, error)    { return json.Marshal(v) }
 func (jsonCodec) Decode(data []byte, v any) error { return json.Unmarshal(data, v) }
 
-// MaxValueBytes is how large a value may be as bytes.
+// MaxValueBytes is the maximum size of an encoded value.
 const MaxValueBytes = 64 << 20
 
-// A ValueError says which rank's value could not be sent. All ranks get it.
+// A ValueError reports a value that could not be sent, and its rank. All ranks return it.
 type ValueError struct {
 	Op     string // "broadcast value" or "gather values"
 	Rank   int
@@ -56,59 +57,57 @@ func (e *ValueError) Error() string {
 	return fmt.Sprintf("comm: %s: the value of rank %d: %s", e.Op, e.Rank, e.Reason)
 }
 
-// BroadcastValue gives rank root's value to all ranks: v points to it in the process
-// that has root, and to where it goes in the others
-// (torch.distributed.broadcast_object_list). codec nil is Gob. It is for small things
-// of the host such as names, counts and settings: it waits for all that is on the
-// group's streams. It ends early as Wait does; a value that cannot be encoded is a
-// *ValueError on all ranks. What v pointed to in the others is replaced. The types that an
-// interface holds are to be registered with gob. Collective.
+// BroadcastValue sends rank root's value to all ranks. In the process of root, v points to
+// the value; in the other processes, to the variable that receives it
+// (torch.distributed.broadcast_object_list). A nil codec means Gob. The interface types in
+// the value must be registered with gob. BroadcastValue is for small host data such as
+// names, counts and settings: it waits for all operations on the group's streams. It ends
+// early under the same conditions as Wait. If the value cannot be encoded, all ranks
+// return a *ValueError. Collective.
 func BroadcastValue[T any](ctx context.Context, g *Group, root int, v *T, codec Codec) error {
 	const op = "broadcast value"
 	if err := checkValue(g, op, root, v != nil); err != nil {
 		return err
 	}
 	codec = orGob(codec)
-	var mine parcel
+	var mine encodedValue
 	if g.hasRank(root) {
-		mine = pack(codec, v)
+		mine = encodeValue(codec, v)
 	}
-	heads, err := MakeFrom(g, mine.head())
-	if err != nil {
+	header := make([]int64, headerLen)
+	if err := broadcastHost(ctx, g, root, mine.header(), header); err != nil {
 		return err
 	}
-	defer heads.Close()
-	if err := BroadcastFrom(g, root, heads...); err != nil {
+	if err := checkHeader(op, root, header[0]); err != nil {
 		return err
 	}
-	head := make([]int64, headLen)
-	if err := fetch(ctx, g, heads[0], head); err != nil {
-		return err
-	}
-	if err := checkHead(op, root, head[0]); err != nil {
-		return err
-	}
+	data := make([]byte, header[0])
 	if mine.data == nil {
-		mine.data = make([]byte, head[0])
+		mine.data = data
 	}
-	data, err := MakeFrom(g, mine.data)
-	if err != nil {
+	if err := broadcastHost(ctx, g, root, mine.data, data); err != nil || g.hasRank(root) && header[1] == 0 {
 		return err
 	}
-	defer data.Close()
-	if err := BroadcastFrom(g, root, data...); err != nil {
-		return err
-	}
-	got := make([]byte, head[0])
-	if err := fetch(ctx, g, data[0], got); err != nil || g.hasRank(root) && head[1] == 0 {
-		return err
-	}
-	return unpack(codec, op, root, head[1] != 0, got, v)
+	return decodeValue(codec, op, root, header[1] != 0, data, v)
 }
 
-// GatherValues gives all ranks the values of all, by rank
-// (torch.distributed.all_gather_object): values has one for each local rank. The rest
-// is as for BroadcastValue.
+// broadcastHost copies rank root's elements on the host to all ranks. On the other ranks from
+// only has the length.
+func broadcastHost[T memory.Element](ctx context.Context, g *Group, root int, from, to []T) error {
+	xs, err := MakeFrom(g, from)
+	if err != nil {
+		return err
+	}
+	defer xs.Close()
+	if err := BroadcastFrom(g, root, xs...); err != nil {
+		return err
+	}
+	return fetch(ctx, g, xs[0], to)
+}
+
+// GatherValues returns the values of all ranks on all ranks, by rank
+// (torch.distributed.all_gather_object). values has one value for each local rank.
+// Otherwise it behaves like BroadcastValue.
 func GatherValues[T any](ctx context.Context, g *Group, codec Codec, values ...T) ([]T, error) {
 	const op = "gather values"
 	if err := checkValue(g, op, 0, true); err != nil {
@@ -117,27 +116,26 @@ func GatherValues[T any](ctx context.Context, g *Group, codec Codec, values ...T
 	if len(values) != len(g.members) {
 		return nil, fmt.Errorf("comm: %s: %d values for %d local ranks: %w", op, len(values), len(g.members), ErrMismatch)
 	}
-	codec = orGob(codec)
-	parcels := make([]parcel, len(values))
-	heads := make([][]int64, len(values))
+	return gatherEncoded[T](ctx, g, op, orGob(codec), values)
+}
+
+// gatherEncoded is GatherValues with valid arguments.
+func gatherEncoded[T any](ctx context.Context, g *Group, op string, codec Codec, values []T) ([]T, error) {
+	headers, all := make([][]int64, len(values)), make([][]byte, len(values))
 	for i := range values {
-		parcels[i] = pack(codec, &values[i])
-		heads[i] = parcels[i].head()
+		x := encodeValue(codec, &values[i])
+		headers[i], all[i] = x.header(), x.data
 	}
-	head, err := gatherHost(ctx, g, heads, nil)
+	header, err := gatherHost(ctx, g, headers, nil)
 	if err != nil {
 		return nil, err
 	}
 	counts := make([]int, g.size)
-	all := make([][]byte, len(values))
 	for r := range counts {
-		if err := checkHead(op, r, head[r*headLen]); err != nil {
+		if err := checkHeader(op, r, header[r*headerLen]); err != nil {
 			return nil, err
 		}
-		counts[r] = int(head[r*headLen])
-	}
-	for i, p := range parcels {
-		all[i] = p.data
+		counts[r] = int(header[r*headerLen])
 	}
 	data, err := gatherHost(ctx, g, all, counts)
 	if err != nil {
@@ -145,7 +143,7 @@ func GatherValues[T any](ctx context.Context, g *Group, codec Codec, values ...T
 	}
 	out := make([]T, g.size)
 	for r, n := range counts {
-		if err := unpack(codec, op, r, head[r*headLen+1] != 0, data[:n], &out[r]); err != nil {
+		if err := decodeValue(codec, op, r, header[r*headerLen+1] != 0, data[:n], &out[r]); err != nil {
 			return nil, err
 		}
 		data = data[n:]
@@ -153,8 +151,8 @@ func GatherValues[T any](ctx context.Context, g *Group, codec Codec, values ...T
 	return out, nil
 }
 
-// gatherHost gives all ranks the elements of all, of which each local rank has a
-// list. counts are the lengths by rank; nil where all are alike.
+// gatherHost returns the elements of all ranks on all ranks. lists has one list for each
+// local rank. counts are the lengths by rank; nil means that they are equal.
 func gatherHost[T memory.Element](ctx context.Context, g *Group, lists [][]T, counts []int) ([]T, error) {
 	src := make(Shards[T], len(lists))
 	dst := make(Shards[T], len(lists))
@@ -186,7 +184,7 @@ func gatherHost[T memory.Element](ctx context.Context, g *Group, lists [][]T, co
 	return out, fetch(ctx, g, dst[0], out)
 }
 
-// fetch waits for the group and copies what the first local rank has.
+// fetch waits for the group and copies the first local rank's memory to the host.
 func fetch[T memory.Element](ctx context.Context, g *Group, x memory.Slice[T], to []T) error {
 	if err := g.Wait(ctx); err != nil {
 		return err
@@ -194,7 +192,7 @@ func fetch[T memory.Element](ctx context.Context, g *Group, x memory.Slice[T], t
 	return x.CopyTo(g.members[0].stream, to)
 }
 
-// MakeFrom is Make, and copies data to each local rank.
+// MakeFrom is Make followed by a copy of data to each local rank.
 func MakeFrom[T memory.Element](g *Group, data []T) (Shards[T], error) {
 	xs, err := Make[T](g, len(data))
 	if err != nil {
@@ -208,17 +206,17 @@ func MakeFrom[T memory.Element](g *Group, data []T) (Shards[T], error) {
 	return xs, nil
 }
 
-// A parcel is a value as bytes, or why there are none.
-type parcel struct {
+// An encodedValue is an encoded value, or the reason why it could not be encoded.
+type encodedValue struct {
 	data   []byte
 	failed bool
 }
 
-// headLen is how many numbers tell of a parcel: its length, and whether it is the
-// reason why there is no value.
-const headLen = 2
+// headerLen is the number of values in the header of an encodedValue: its length, and whether it is
+// an error text.
+const headerLen = 2
 
-func (p *parcel) head() []int64 {
+func (p *encodedValue) header() []int64 {
 	h := []int64{int64(len(p.data)), 0}
 	if p.failed {
 		h[1] = 1
@@ -226,37 +224,38 @@ func (p *parcel) head() []int64 {
 	return h
 }
 
-// checkHead checks the length that a rank has told. All ranks have the same numbers.
-func checkHead(op string, rank int, n int64) error {
+// checkHeader validates the length that a rank has sent. All ranks have the same numbers.
+func checkHeader(op string, rank int, n int64) error {
 	if n < 0 || n > MaxValueBytes {
-		return &ValueError{op, rank, fmt.Sprintf("it is said to have %d bytes: want 0 to %d", n, MaxValueBytes)}
+		return &ValueError{op, rank, fmt.Sprintf("its size is %d bytes: want 0 to %d", n, MaxValueBytes)}
 	}
 	return nil
 }
 
-// pack encodes a value. A failure, or panic, is sent in its place, or the others would wait.
-func pack[T any](codec Codec, v *T) (p parcel) {
+// encodeValue encodes a value. If that fails or panics, the encodedValue is the error, because the
+// other ranks wait for it.
+func encodeValue[T any](codec Codec, v *T) (p encodedValue) {
 	defer func() {
 		if r := recover(); r != nil {
-			p = parcel{fmt.Appendf(nil, "its codec panicked: %v", r), true}
+			p = encodedValue{fmt.Appendf(nil, "its codec panicked: %v", r), true}
 		}
 	}()
 	var x any = *v
 	if codec == Gob && reflect.TypeFor[T]().Kind() == reflect.Interface {
-		x = v // so that it is sent as what the others decode, an interface
+		x = v // so that gob encodes an interface, as the receivers expect
 	}
 	data, err := codec.Encode(x)
 	switch {
 	case err != nil:
-		return parcel{[]byte(err.Error()), true}
+		return encodedValue{[]byte(err.Error()), true}
 	case len(data) > MaxValueBytes:
-		return parcel{fmt.Appendf(nil, "%d bytes: want at most %d; send it as memory of a device", len(data), MaxValueBytes), true}
+		return encodedValue{fmt.Appendf(nil, "%d bytes: want at most %d; send it as memory of a device", len(data), MaxValueBytes), true}
 	}
-	return parcel{append(make([]byte, 0, len(data)+1), data...), false} // not nil, even if empty
+	return encodedValue{append(make([]byte, 0, len(data)+1), data...), false} // not nil, even if empty
 }
 
-// unpack decodes a value to a new one: codecs leave what was there where they have nothing.
-func unpack[T any](codec Codec, op string, rank int, failed bool, data []byte, to *T) error {
+// decodeValue decodes into a new variable: codecs do not overwrite fields that the data lacks.
+func decodeValue[T any](codec Codec, op string, rank int, failed bool, data []byte, to *T) error {
 	if failed {
 		return &ValueError{Op: op, Rank: rank, Reason: string(data)}
 	}
@@ -275,19 +274,19 @@ func orGob(c Codec) Codec {
 	return c
 }
 
-// checkValue checks what can be wrong before anything is sent.
+// checkValue validates the arguments before anything is sent.
 func checkValue(g *Group, op string, root int, there bool) error {
-	if err := g.checkWait(op); err != nil {
+	if err := g.check(op); err != nil {
 		return err
 	}
 	if !there {
-		return fmt.Errorf("comm: %s: no place for the value given", op)
+		return fmt.Errorf("comm: %s: v is nil: want a pointer to the value", op)
 	}
 	if root < 0 || root >= g.size {
 		return fmt.Errorf("comm: %s: rank %d of %d does not exist: %w", op, root, g.size, ErrMismatch)
 	}
 	for i := range g.members {
-		if err := g.members[i].stream.RefuseWait("comm: " + op); err != nil {
+		if err := gpu.StreamOf(g.members[i].stream).RefuseWait("comm: " + op); err != nil {
 			return err
 		}
 	}

@@ -148,7 +148,7 @@ func (p *waitProgram) run(devices func(*testing.T, *waitProgram) []*device.Devic
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	var err error
-	if p.g, err = comm.LocalWith(ctx, cfg, devs...); err != nil {
+	if p.g, err = comm.Local(ctx, devs, cfg); err != nil {
 		require.NotEqual(t, nothing, p.beside, err)
 		return // by the fault plan
 	}
@@ -196,11 +196,11 @@ func (p *waitProgram) newStep() (*waitStep, error) {
 	s := &waitStep{}
 	kind := p.rng.IntN(3)
 	in, out := n, n
-	switch ranks := g.Size(); kind {
+	switch size := g.Size(); kind {
 	case 1:
-		out = n * ranks
+		out = n * size
 	case 2:
-		in = n * ranks
+		in = n * size
 	}
 	s.want = make([]float32, out*g.Size())
 	var err error
@@ -235,20 +235,20 @@ func (p *waitProgram) newStep() (*waitStep, error) {
 			return s, err
 		}
 	}
-	one := func(i int) error {
-		c, q := g.Communicator(i), g.Stream(i)
+	one := func(on nccl.Issuer, i int) error {
+		q := g.Stream(i)
 		switch kind {
 		case 1:
-			return nccl.AllGather(c, q, s.dst[i], s.src[i])
+			return nccl.AllGather(on, q, s.dst[i], s.src[i])
 		case 2:
-			return nccl.ReduceScatter(c, q, s.dst[i], s.src[i], nccl.Sum)
+			return nccl.ReduceScatter(on, q, s.dst[i], s.src[i], nccl.Sum)
 		}
-		return nccl.AllReduce(c, q, s.dst[i], s.src[i], nccl.Sum)
+		return nccl.AllReduce(on, q, s.dst[i], s.src[i], nccl.Sum)
 	}
 	s.issue = func() error {
-		return nccl.Group(g.Communicator(0), func() error {
+		return routed(g, func(b *nccl.Batch) error {
 			for i := range s.src {
-				if err := one(i); err != nil {
+				if err := one(b.On(g.Communicator(i)), i); err != nil {
 					return err
 				}
 			}
@@ -262,9 +262,11 @@ func (p *waitProgram) newStep() (*waitStep, error) {
 }
 
 // capture makes graphs of the step, one for each rank.
-func (s *waitStep) capture(g *comm.Group, one func(i int) error) error {
+func (s *waitStep) capture(g *comm.Group, one func(on nccl.Issuer, i int) error) error {
 	for i := range s.src {
-		x, err := graph.Capture([]*stream.Stream{g.Stream(i)}, func() error { return one(i) })
+		x, err := graph.Capture([]*stream.Stream{g.Stream(i)}, func() error {
+			return alone(g, i, func(on nccl.Issuer) error { return one(on, i) })
+		}, nil)
 		if err != nil {
 			return err
 		}
@@ -307,7 +309,7 @@ func (p *waitProgram) carryOut(ctx context.Context) {
 		}
 	}()
 	if p.beside == timesOut && len(p.eyes) > 1 && issued > 0 {
-		_ = nccl.AllReduce(p.g.Communicator(0), p.g.Stream(0), p.steps[0].src[0], p.steps[0].src[0], nccl.Max)
+		_ = reduceAlone(p.g, 0, p.steps[0].src[0], nccl.Max)
 	}
 	waits, cancel := context.WithCancel(ctx)
 	defer cancel()

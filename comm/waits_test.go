@@ -38,7 +38,7 @@ func TestWaitsOfAClosedGroup(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		for _, strategy := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.Windows} {
 			for _, during := range []bool{false, true} {
-				g, err := comm.LocalWith(testgpu.Context(t), &comm.Config{Strategy: strategy}, devs...)
+				g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: strategy})
 				require.NoError(t, err)
 				xs, _ := shards(t, g, 1000)
 				opens := []func(){spin.Hold(t, g.Stream(0)), spin.Hold(t, g.Stream(1))}

@@ -13,6 +13,8 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -25,31 +27,31 @@ func TestWindowsAreUsed(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	g := groupBy(t, devs, comm.Config{Strategy: comm.Windows})
 	for _, c := range []struct {
-		kind  nccl.CollectiveKind
+		kind  flight.Kind
 		dtype memory.DType
 		op    nccl.Op
 		count int
 		want  comm.Strategy
 	}{
-		{nccl.AllReduceKind, memory.Float32, nccl.Sum, 1, comm.Windows},
-		{nccl.AllReduceKind, memory.BFloat16T, nccl.Sum, 2 << 20, comm.Windows},
-		{nccl.AllReduceKind, memory.BFloat16T, nccl.Sum, 2<<20 + 1, comm.NCCLOnly},
-		{nccl.AllReduceKind, memory.Float32, nccl.Max, 1, comm.NCCLOnly},
-		{nccl.AllReduceKind, memory.Int32, nccl.Sum, 1, comm.NCCLOnly},
-		{nccl.AllReduceKind, memory.Float32, nccl.Sum, 0, comm.NCCLOnly},
-		{nccl.AllGatherKind, memory.Int32, 0, 2, comm.Windows},
-		{nccl.AllGatherKind, memory.Int32, 0, 3, comm.NCCLOnly}, // 12 bytes, which NCCL 2.28.3 spoils
-		{nccl.AllGatherKind, memory.Int64, 0, 256 << 10, comm.Windows},
-		{nccl.AllGatherKind, memory.Int64, 0, 256<<10 + 1, comm.NCCLOnly},
-		{nccl.ReduceScatterKind, memory.Float16T, nccl.Sum, 4, comm.Windows},
-		{nccl.ReduceScatterKind, memory.Float16T, nccl.Sum, 5, comm.NCCLOnly},
-		{nccl.BroadcastKind, memory.Float32, 0, 4, comm.NCCLOnly},
-		{nccl.AllToAllKind, memory.Float32, 0, 4, comm.NCCLOnly},
+		{flight.AllReduce, memory.Float32, nccl.Sum, 1, comm.Windows},
+		{flight.AllReduce, memory.BFloat16, nccl.Sum, 2 << 20, comm.Windows},
+		{flight.AllReduce, memory.BFloat16, nccl.Sum, 2<<20 + 1, comm.NCCLOnly},
+		{flight.AllReduce, memory.Float32, nccl.Max, 1, comm.NCCLOnly},
+		{flight.AllReduce, memory.Int32, nccl.Sum, 1, comm.NCCLOnly},
+		{flight.AllReduce, memory.Float32, nccl.Sum, 0, comm.NCCLOnly},
+		{flight.AllGather, memory.Int32, 0, 2, comm.Windows},
+		{flight.AllGather, memory.Int32, 0, 3, comm.NCCLOnly}, // 12 bytes, which NCCL 2.28.3 spoils
+		{flight.AllGather, memory.Int64, 0, 256 << 10, comm.Windows},
+		{flight.AllGather, memory.Int64, 0, 256<<10 + 1, comm.NCCLOnly},
+		{flight.ReduceScatter, memory.Float16, nccl.Sum, 4, comm.Windows},
+		{flight.ReduceScatter, memory.Float16, nccl.Sum, 5, comm.NCCLOnly},
+		{flight.Broadcast, memory.Float32, 0, 4, comm.NCCLOnly},
+		{flight.AllToAll, memory.Float32, 0, 4, comm.NCCLOnly},
 	} {
-		require.Equal(t, c.want, g.Choice(1, nccl.Collective{Kind: c.kind, DType: c.dtype, Op: c.op, Count: c.count}), "%+v", c)
+		require.Equal(t, c.want, g.Choice(1, ranks.Collective{Kind: c.kind, DType: c.dtype, Op: flight.Reduction(c.op), Count: c.count}), "%+v", c)
 	}
 	exact := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.28.7"}), comm.Config{Strategy: comm.Windows})
-	require.Equal(t, comm.Windows, exact.Choice(0, nccl.Collective{Kind: nccl.AllGatherKind, DType: memory.Int32, Count: 3}))
+	require.Equal(t, comm.Windows, exact.Choice(0, ranks.Collective{Kind: flight.AllGather, DType: memory.Int32, Count: 3}))
 	old := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.26.2"}), comm.Config{Strategy: comm.Windows})
 	require.Equal(t, comm.NCCLOnly, old.Strategy(), "it has no windows")
 
@@ -83,16 +85,16 @@ func TestWindowsAndGraphs(t *testing.T) {
 				out[k], _ = shards(t, g, 2000)
 			}
 			sum := func(k int) error {
-				return nccl.Group(g.Communicator(0), func() error {
+				return routed(g, func(b *nccl.Batch) error {
 					for i := range in[k] {
-						if err := nccl.AllReduce(g.Communicator(i), g.Stream(i), out[k][i], in[k][i], nccl.Sum); err != nil {
+						if err := nccl.AllReduce(b.On(g.Communicator(i)), g.Stream(i), out[k][i], in[k][i], nccl.Sum); err != nil {
 							return err
 						}
 					}
 					return nil
 				})
 			}
-			x, err := graph.Capture(g.Streams(), func() error { return sum(0) })
+			x, err := graph.Capture(g.Streams(), func() error { return sum(0) }, nil)
 			require.NoError(t, err)
 			defer x.Close()
 			require.NoError(t, g.Wait(testgpu.Context(t)))
@@ -137,13 +139,13 @@ func TestWindowsThatOneRankCannotHave(t *testing.T) {
 			t.Run(fmt.Sprint(fault, "/", s), func(t *testing.T) {
 				cfg := &comm.Config{Strategy: s, Tuning: &comm.Tuning{}}
 				devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: fault})
-				_, err := comm.LocalWith(testgpu.Context(t), cfg, devs...)
+				_, err := comm.Local(testgpu.Context(t), devs, cfg)
 				require.Regexp(t, says, err)
 				devs = testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: fault})
 				errs := make([]error, 3)
 				var wg sync.WaitGroup
 				for i, b := range boards(t.Context(), 3) {
-					wg.Go(func() { _, errs[i] = comm.JoinWith(testgpu.Context(t), b, devs[i], cfg) })
+					wg.Go(func() { _, errs[i] = comm.Join(testgpu.Context(t), b, devs[i], cfg) })
 				}
 				wg.Wait()
 				culprits, others := map[string]bool{}, 0

@@ -9,13 +9,14 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Work is operations that were enqueued on a group's streams and may not be done
+// A Work represents operations that were enqueued on a group's streams
 // (torch.distributed.Work). Its methods may be called by any goroutine.
 type Work struct {
 	owner handle.Owner
@@ -25,20 +26,20 @@ type Work struct {
 	mu    sync.Mutex // held while events are used
 	owned []io.Closer
 
-	ended  bool // it is known how the operations ended: with this
+	ended  bool // the result is known
 	result error
 }
 
-// A tail is the place behind the operations of a local rank.
+// A tail is the position after the operations of a local rank.
 type tail struct {
 	event *stream.Event
-	point nccl.Point
+	point ranks.Point
 }
 
-// Start runs fn, which enqueues operations of g, and returns a Work that is done when
-// they are. The Work owns what is given to it, such as the slices that the operations
-// use: it closes them when the operations are done or the group is broken, and also
-// if fn fails or panics; nil is nothing to own. It must be closed, or waited for.
+// Start runs fn, which enqueues operations of g, and returns a Work that is done when they
+// are. The Work owns the given closers, such as the slices that the operations use: it
+// closes them when the operations are done or the group is broken, and also if fn fails or
+// panics. owned may contain nil. The caller must close the Work or wait for it.
 //
 //	w, err := comm.Start(g, func() error { return comm.AllReduce(g, comm.Sum, xs...) }, xs)
 //	...
@@ -61,18 +62,18 @@ func Start(g *Group, fn func() error, owned ...io.Closer) (_ *Work, err error) {
 }
 
 func (w *Work) start(fn func() error) error {
-	if err := w.g.checkWait("start"); err != nil {
+	if err := w.g.check("start"); err != nil {
 		return err
 	}
 	if fn == nil {
-		return refuse("start", "no function given")
+		return badArgument("start", "no function given")
 	}
 	if err := fn(); err != nil {
 		return err
 	}
 	for i := range w.g.members {
 		m := &w.g.members[i]
-		point := m.comm.Point(m.stream)
+		point := ranks.Of(m.comm).Point(m.stream)
 		e, err := m.stream.Record(nil)
 		if err != nil {
 			return err
@@ -85,37 +86,39 @@ func (w *Work) start(fn func() error) error {
 // Done reports whether the group's streams have passed the operations. The error is nil if the
 // operations completed, or may still complete. It is not nil if the group was broken or
 // closed before the operations were known to have completed.
-func (w *Work) Done() (bool, error) { return w.look("done") }
+func (w *Work) Done() (bool, error) { return w.status("done") }
 
-// look reports whether the streams have passed the operations, and how these ended. That is
-// kept: what completed before the end of the group has completed after it.
-func (w *Work) look(op string) (passed bool, err error) {
+// status reports whether the streams have passed the operations, and how these ended. It
+// stores the result, because operations that completed before the end of the group stay
+// completed after it.
+func (w *Work) status(op string) (passed bool, err error) {
 	ended, passed, err := w.query(op)
 	if ended || err != nil {
 		return passed, err
 	}
 	if !passed {
-		return false, cmp.Or(w.hopeless(), w.g.Err())
+		return false, cmp.Or(w.cannotComplete(), w.g.Err())
 	}
 	for i := range w.tails {
-		if err := w.tails[i].point.Passed(); err != nil {
-			return true, w.end(w.g.undone(w.name(), err))
+		if err := ranks.Of(w.g.members[i].comm).Completed(w.tails[i].point); err != nil {
+			return true, w.setResult(w.g.errIncomplete(w.name(), err))
 		}
 	}
-	return true, w.end(nil)
+	return true, w.setResult(nil)
 }
 
-// hopeless returns the error of operations that will not be known to complete, or nil.
-func (w *Work) hopeless() error {
+// cannotComplete returns the error of operations that can no longer be known to complete, or
+// nil.
+func (w *Work) cannotComplete() error {
 	for i := range w.tails {
-		if err := w.tails[i].point.Hopeless(); err != nil {
-			return w.g.undone(w.name(), err)
+		if err := ranks.Of(w.g.members[i].comm).CannotComplete(w.tails[i].point); err != nil {
+			return w.g.errIncomplete(w.name(), err)
 		}
 	}
 	return nil
 }
 
-// query asks the events, unless it is known how the operations ended.
+// query queries the events, unless the result is already known.
 func (w *Work) query(op string) (ended, passed bool, err error) {
 	if w == nil {
 		return false, false, w.check(op)
@@ -139,7 +142,7 @@ func (w *Work) query(op string) (ended, passed bool, err error) {
 	return false, true, nil
 }
 
-// name is what errors call the Work.
+// name returns the name of the Work in errors.
 func (w *Work) name() string { return fmt.Sprintf("work of rank %d of %d", w.g.Rank(), w.g.size) }
 
 // Wait waits until the operations have completed and closes the Work. nil means that they
@@ -151,25 +154,22 @@ func (w *Work) Wait(ctx context.Context) error {
 	switch ended, _, err := w.query("wait"); {
 	case ended:
 		return w.close(err)
-	case err != nil && w.closed():
-		return err
-	}
-	if err := nccl.RefuseGroup("comm: wait for work"); err != nil {
+	case err != nil && w.isClosed():
 		return err
 	}
 	for i := range w.g.members {
-		if err := w.g.members[i].stream.RefuseWait("comm: wait for work"); err != nil {
+		if err := gpu.StreamOf(w.g.members[i].stream).RefuseWait("comm: wait for work"); err != nil {
 			return err
 		}
 	}
-	err := poll.Until(ctx, func() (bool, error) { return w.look("wait") })
+	err := poll.Until(ctx, func() (bool, error) { return w.status("wait") })
 	if err != nil && ctx.Err() != nil && w.g.broken.Load() == nil && w.g.closing.Load() == nil {
 		return fmt.Errorf("comm: wait for %s: %w", w.name(), err)
 	}
-	return w.close(w.end(err)) // in this order: a closed Work always has its result
+	return w.close(w.setResult(err)) // in this order: a closed Work always has its result
 }
 
-// close closes the Work that has ended with err.
+// close closes the Work. err is its result.
 func (w *Work) close(err error) error {
 	if failed := w.Close(); failed != nil {
 		return errors.Join(err, failed)
@@ -177,8 +177,8 @@ func (w *Work) close(err error) error {
 	return err
 }
 
-// end keeps how the operations ended, unless that is known already, and returns it.
-func (w *Work) end(err error) error {
+// setResult stores the result, unless it is already known, and returns it.
+func (w *Work) setResult(err error) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if !w.ended {
@@ -187,17 +187,18 @@ func (w *Work) end(err error) error {
 	return w.result
 }
 
-// WaitOn lets work that is enqueued on s from now on wait until the group's streams have
-// passed the operations (torch's wait of a Work); the host goes on. nil does not mean that
-// the operations complete: if the group ends before they do, s goes on too, with outputs
-// that are undefined. Wait and Done tell, before or after that. WaitOn returns the error if it is
-// known already that the operations have not completed and will not, and s waits for nothing.
+// WaitOn makes operations that are enqueued on s from now on wait until the group's
+// streams have passed the Work's operations (torch's wait of a Work). The host does not
+// wait. A nil error does not mean that the operations complete: if the group ends before
+// they do, s continues too, and the outputs are undefined. Wait and Done report that,
+// before or after. If it is already known that the operations will not complete, WaitOn
+// returns the error and s does not wait.
 func (w *Work) WaitOn(s *stream.Stream) error {
 	const op = "wait on a stream"
 	if w == nil {
 		return w.check(op)
 	}
-	unknown := w.hopeless() // which asks no event: a capture forbids that
+	unknown := w.cannotComplete() // must come first: it queries no event, which a capture forbids
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.ended {
@@ -214,8 +215,8 @@ func (w *Work) WaitOn(s *stream.Stream) error {
 	return nil
 }
 
-// Close gives the Work up, and what it owns. The operations go on: memory stays
-// theirs until they are done. It is idempotent.
+// Close closes the Work and what it owns. The operations continue, and keep the memory
+// that they use until they are done. Close is idempotent.
 func (w *Work) Close() error {
 	if w == nil || !w.owner.Close() {
 		return nil
@@ -239,10 +240,10 @@ func (w *Work) release() error {
 	return errors.Join(errs...)
 }
 
-func (w *Work) closed() bool { return w == nil || w.owner.Closed() }
+func (w *Work) isClosed() bool { return w == nil || w.owner.Closed() }
 
 func (w *Work) check(op string) error {
-	if w.closed() {
+	if w.isClosed() {
 		return fmt.Errorf("comm: %s: the work was closed: %w", op, device.ErrClosed)
 	}
 	return nil

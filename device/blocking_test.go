@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -96,7 +97,7 @@ func catchLog(t *testing.T) *bytes.Buffer {
 func TestSyncDebugCostsNothingWhenOff(t *testing.T) {
 	d := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
 	require.Zero(t, testing.AllocsPerRun(100, func() {
-		if d.Blocking("test") != nil {
+		if gpu.DeviceOf(d).Blocking("test") != nil {
 			t.Fatal("the mode is off")
 		}
 	}))

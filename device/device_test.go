@@ -11,6 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/stream"
 )
@@ -49,8 +50,8 @@ func TestPeers(t *testing.T) {
 		require.True(t, self)
 		ok, err := devs[0].CanAccessPeer(devs[1])
 		require.NoError(t, err)
-		require.NoError(t, devs[0].EnablePeer(devs[1]))
-		require.NoError(t, devs[0].EnablePeer(devs[1]), "again is no error")
+		require.NoError(t, gpu.DeviceOf(devs[0]).EnablePeer(gpu.DeviceOf(devs[1])))
+		require.NoError(t, gpu.DeviceOf(devs[0]).EnablePeer(gpu.DeviceOf(devs[1])), "again is no error")
 		if ok {
 			_, err = devs[0].PeerRank(devs[1])
 			require.NoError(t, err)
@@ -129,7 +130,7 @@ func TestNoCUDA(t *testing.T) {
 	}
 	lib, ok := errors.AsType[*device.LibraryError](err)
 	if !ok {
-		require.ErrorContains(t, err, "no CUDA on this machine")
+		require.ErrorContains(t, err, "CUDA is not available on this machine")
 		return
 	}
 	require.NotEmpty(t, lib.Tried)
@@ -140,7 +141,7 @@ func TestNoCUDA(t *testing.T) {
 func TestErrorText(t *testing.T) {
 	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuMemAlloc#1=CUDA_ERROR_OUT_OF_MEMORY"})
 	d := sys.Devices()[0]
-	err := d.Do("cuMemAlloc", func(drv cudadrv.Driver) cudadrv.Result {
+	err := gpu.DeviceOf(d).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		_, r := drv.MemAlloc(1 << 20)
 		return r
 	})
@@ -213,7 +214,7 @@ func TestDoRelaxed(t *testing.T) {
 		defer runtime.UnlockOSThread()
 		mode := func(d *device.Device) (m cudadrv.CaptureMode) {
 			exchange := func(to cudadrv.CaptureMode) (was cudadrv.CaptureMode) {
-				require.NoError(t, d.Do("cuThreadExchangeStreamCaptureMode", func(drv cudadrv.Driver) (r cudadrv.Result) {
+				require.NoError(t, gpu.DeviceOf(d).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
 					was, r = drv.ThreadExchangeStreamCaptureMode(to)
 					return r
 				}))
@@ -225,7 +226,7 @@ func TestDoRelaxed(t *testing.T) {
 		}
 		before := mode(devs[0])
 		require.NotEqual(t, cudadrv.CaptureRelaxed, before)
-		require.NoError(t, devs[0].DoRelaxed("cuMemGetInfo", func(drv cudadrv.Driver) cudadrv.Result {
+		require.NoError(t, gpu.DeviceOf(devs[0]).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result {
 			_, _, r := drv.MemGetInfo()
 			return r
 		}))
@@ -256,7 +257,7 @@ func TestUseAfterSystemClose(t *testing.T) {
 			require.NoError(t, sys.Close())
 			_, _, err = sys.Devices()[0].MemoryInfo()
 			require.ErrorIs(t, err, device.ErrClosed)
-			_, err = sys.Devices()[0].Context()
+			_, err = gpu.DeviceOf(sys.Devices()[0]).Context()
 			require.ErrorIs(t, err, device.ErrClosed)
 			active, err := sys.Devices()[0].Active()
 			require.NoError(t, err)
@@ -269,7 +270,7 @@ func TestDoAllocatesNothing(t *testing.T) {
 	d := testgpu.CUDA(t, 1)[0]
 	var free uintptr
 	require.Zero(t, testing.AllocsPerRun(100, func() {
-		err := d.Do("cuMemGetInfo", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		err := gpu.DeviceOf(d).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
 			free, _, r = drv.MemGetInfo()
 			return r
 		})

@@ -7,13 +7,14 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
 )
 
 // A Status is a status code of the CUDA driver (CUresult). errors.Is compares
 // against its constants; its text is the C name.
 type Status int32
 
-// The status codes that programs tell apart. Others print their C name too.
+// The status codes that programs distinguish. Other codes also print their C name.
 const (
 	ErrorInvalidValue   = Status(cudadrv.ErrorInvalidValue)
 	ErrorOutOfMemory    = Status(cudadrv.ErrorOutOfMemory)
@@ -35,18 +36,15 @@ const (
 // Error returns the C name, such as CUDA_ERROR_OUT_OF_MEMORY.
 func (s Status) Error() string { return cudadrv.Result(s).Error() }
 
-// Meaning explains the status in a sentence without a full stop.
-func (s Status) Meaning() string { return cudadrv.Result(s).Meaning() }
-
-// An Error is a call of the driver that failed. After a sticky one (torch's
-// AcceleratorError) every later call on the device fails too, and its error has
-// the first one.
+// An Error reports a failed call of the driver. After a sticky error (torch's
+// AcceleratorError) every later call on the device fails too, and its error contains the
+// first one.
 type Error struct {
 	Op     string // the C function, such as cuMemAllocAsync
-	Device int    // the ordinal, or -1 where no device is concerned
+	Device int    // the ordinal, or -1 if the error concerns no device
 	Err    Status
-	Detail string // what virtual devices know about the cause; "" on CUDA
-	First  *Error // the first error after which the device was lost, if this is a later one
+	Detail string // what virtual devices report about the cause; "" on CUDA
+	First  *Error // the error that lost the device, if this is a later one
 }
 
 func (e *Error) Error() string {
@@ -55,7 +53,7 @@ func (e *Error) Error() string {
 		where = fmt.Sprintf(" on device %d", e.Device)
 	}
 	text := fmt.Sprintf("device: %s%s: %s", e.Op, where, e.Err)
-	if m := e.Err.Meaning(); m != "" {
+	if m := cudadrv.Result(e.Err).Meaning(); m != "" {
 		text += " (" + m + ")"
 	}
 	switch {
@@ -81,11 +79,11 @@ func (e *Error) Unwrap() error { return e.Err }
 // necessarily Op.
 func (e *Error) Sticky() bool { return cudadrv.Result(e.Err).Sticky() }
 
-// A CaptureError is a call that is illegal while a stream is captured into a
-// graph. Chorus found it before the driver saw it, so the capture goes on.
+// A CaptureError reports a call that is illegal while a stream is captured into a graph.
+// Chorus detected it before it reached the driver, so the capture continues.
 type CaptureError struct {
 	Op     string // such as "memory: copy to host"
-	Object string // the stream that is captured, or what was recorded on it
+	Object string // the captured stream, or the object that was recorded on it
 	Advice string // what to do instead
 }
 
@@ -96,19 +94,19 @@ func (e *CaptureError) Error() string {
 // Unwrap returns CUDA's status for such calls.
 func (e *CaptureError) Unwrap() error { return Status(cudadrv.ErrorStreamCaptureUnsupported) }
 
-// ErrClosed is what a method returns, wrapped with the operation, after Close.
-var ErrClosed = errors.New("use after Close")
+// ErrClosed is returned, wrapped with the operation, by methods after Close.
+var ErrClosed = gpu.ErrClosed
 
-// A LibraryError says that a shared library could not be found, and every place
-// that was tried. It matches errors.ErrUnsupported.
+// A LibraryError reports that a shared library was not found, with all paths that were
+// tried. It matches errors.ErrUnsupported.
 type LibraryError = dl.Error
 
-// A LibraryVersionError says that a shared library is too old. It matches
+// A LibraryVersionError reports that a shared library is too old. It matches
 // errors.ErrUnsupported.
 type LibraryVersionError = dl.VersionError
 
-// An UnsupportedError says that the loaded libraries or the hardware lack a
-// feature. It matches errors.ErrUnsupported.
+// An UnsupportedError reports that the loaded libraries or the hardware lack a feature. It
+// matches errors.ErrUnsupported.
 type UnsupportedError struct {
 	Feature string // such as ncclCommShrink
 	Need    string // such as NCCL 2.27.3

@@ -2,10 +2,9 @@ package device
 
 import "github.com/gochorus/chorus/internal/backend"
 
-// OrVirtual is Default for programs that are useful without a GPU too, such as
-// the examples: where CHORUS_BACKEND leaves the choice and no GPU is visible, it
-// opens virtual devices. note is then one line for the user that says so, and
-// empty otherwise.
+// OrVirtual is Default for programs that are also useful without a GPU, such as the
+// examples: if CHORUS_BACKEND permits it and no GPU is visible, it opens virtual devices.
+// note is then a line for the user that says so, and empty otherwise.
 func OrVirtual() (s *System, note string, err error) {
 	c, err := backend.Choose()
 	if err != nil {

@@ -2,21 +2,19 @@ package device
 
 import "fmt"
 
-// A Feature is something that devices can do in hardware from a compute
-// capability on. A program may declare others than those below.
+// A Feature is a hardware feature that devices have from a compute capability on. A
+// program may define more features.
 type Feature struct {
 	Name         string
-	Major, Minor int // the oldest compute capability that has it
+	Major, Minor int // the first compute capability that has it
 }
 
-// The features that programs choose their number types and copies by.
+// The features by which programs choose number types.
 var (
 	TensorCores = Feature{"tensor cores", 7, 0}
 	BFloat16    = Feature{"bfloat16 arithmetic", 8, 0}  // torch.cuda.is_bf16_supported, without emulation
 	TF32        = Feature{"TF32 matrix products", 8, 0} // torch.cuda.is_tf32_supported
-	AsyncCopy   = Feature{"asynchronous copies to shared memory", 8, 0}
 	Float8      = Feature{"8-bit float matrix products", 8, 9}
-	Clusters    = Feature{"thread block clusters", 9, 0}
 )
 
 // Supports reports whether the device has a feature. No context is created.
@@ -28,7 +26,7 @@ func (d *Device) Supports(f Feature) (bool, error) {
 	return major > f.Major || major == f.Major && minor >= f.Minor, nil
 }
 
-// Require returns an *UnsupportedError where the device lacks a feature.
+// Require returns an *UnsupportedError if the device lacks a feature.
 func (d *Device) Require(f Feature) error {
 	ok, err := d.Supports(f)
 	if err != nil || ok {
@@ -42,8 +40,8 @@ func (d *Device) Require(f Feature) error {
 		Have: fmt.Sprintf("%s of %s", d, arch)}
 }
 
-// Arch returns the real architecture that code for the device is compiled for,
-// such as "sm_90": an entry of torch.cuda.get_arch_list.
+// Arch returns the architecture that code for the device is compiled for, such as "sm_90":
+// an entry of torch.cuda.get_arch_list.
 func (d *Device) Arch() (string, error) {
 	major, minor, err := d.Capability()
 	return fmt.Sprintf("sm_%d%d", major, minor), err

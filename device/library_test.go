@@ -18,9 +18,10 @@ func TestLibrariesOfVirtualDevices(t *testing.T) {
 		require.Equal(t, "built in", l.Path, l.Name)
 		versions[l.Name] = l.Version
 	}
-	require.Len(t, versions, 4)
+	require.Len(t, versions, 5)
 	require.Equal(t, "2.28.3", versions["NCCL"])
 	require.Equal(t, "1.15", versions["cuFile"])
 	require.Contains(t, versions["CUDA driver"], "CUDA ")
 	require.Contains(t, versions, "cuBLAS")
+	require.Equal(t, "13.0.2", versions["cuBLASLt"])
 }

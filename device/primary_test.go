@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -74,18 +75,20 @@ func requireActive(t *testing.T, d *device.Device, want bool) {
 
 func TestProfiler(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		profiling := func(i int) bool { return devs[i].System().Machine().Profiling(devs[i].Handle()) }
+		profiling := func(i int) bool {
+			return gpu.DeviceOf(devs[i]).System().Machine.Profiling(gpu.DeviceOf(devs[i]).Handle())
+		}
 		for range 2 {
 			require.NoError(t, devs[1].StartProfiler())
 		}
-		if devs[1].System().Machine() != nil {
+		if gpu.DeviceOf(devs[1]).System().Machine != nil {
 			require.False(t, profiling(0))
 			require.True(t, profiling(1))
 		}
 		for range 2 {
 			require.NoError(t, devs[1].StopProfiler())
 		}
-		if devs[1].System().Machine() != nil {
+		if gpu.DeviceOf(devs[1]).System().Machine != nil {
 			require.False(t, profiling(1))
 		}
 	})

@@ -1,19 +1,22 @@
 package device
 
-import "github.com/gochorus/chorus/internal/cudadrv"
+import (
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+)
 
-// StartProfiler lets the profiler that the process runs under, such as Nsight
-// Systems with --capture-range=cudaProfilerApi, collect from now on; it mirrors
-// torch.cuda.profiler.start. Without a profiler, and where it collects already,
-// it does nothing. It creates the device's context, enqueues nothing, and
-// returns at once: Sync first where what is enqueued by now should stay out.
+// StartProfiler makes the profiler that the process runs under, such as Nsight Systems
+// with --capture-range=cudaProfilerApi, collect from now on; it mirrors
+// torch.cuda.profiler.start. Without a profiler, or if the profiler collects already, it
+// does nothing. It creates the device's context, enqueues nothing, and returns at once. To
+// exclude operations that are already enqueued, call Sync first.
 func (d *Device) StartProfiler() error {
-	return d.DoRelaxed("cuProfilerStart", func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStart() })
+	return gpu.DeviceOf(d).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStart() })
 }
 
-// StopProfiler ends what StartProfiler began; it mirrors
-// torch.cuda.profiler.stop. Sync first, or work that is still on its way is
-// not collected.
+// StopProfiler ends the collection that StartProfiler began; it mirrors
+// torch.cuda.profiler.stop. Call Sync first, or operations that are still running are not
+// collected.
 func (d *Device) StopProfiler() error {
-	return d.DoRelaxed("cuProfilerStop", func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStop() })
+	return gpu.DeviceOf(d).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStop() })
 }

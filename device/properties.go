@@ -1,13 +1,16 @@
 package device
 
-import "github.com/gochorus/chorus/internal/cudadrv"
+import (
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+)
 
-// Properties are fixed facts of a device; torch.cuda.get_device_properties.
+// Properties are constant properties of a device; torch.cuda.get_device_properties.
 type Properties struct {
 	Name                 string `json:"name"`
-	UUID                 string `json:"uuid"`
-	PCIBusID             string `json:"pci_bus_id"`
-	Major                int    `json:"major"` // compute capability
+	UUID                 string `json:"uuid"`       // as nvidia-smi prints it: GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx
+	PCIBusID             string `json:"pci_bus_id"` // such as "0000:1b:00.0"
+	Major                int    `json:"major"`      // compute capability
 	Minor                int    `json:"minor"`
 	TotalMemory          uint64 `json:"total_memory"` // bytes
 	Multiprocessors      int    `json:"multiprocessors"`
@@ -23,24 +26,33 @@ type Properties struct {
 	MemoryPoolsSupported bool   `json:"memory_pools_supported"`
 }
 
-// Properties asks the driver for all of them. No context is created.
+// Properties queries the driver for all properties. No context is created.
 func (d *Device) Properties() (*Properties, error) {
 	p := new(Properties)
 	var err error
 	if p.Name, err = d.Name(); err != nil {
 		return nil, err
 	}
-	if p.UUID, err = d.UUID(); err != nil {
+	if p.UUID, err = gpu.DeviceOf(d).UUID(); err != nil {
 		return nil, err
 	}
-	if p.PCIBusID, err = d.PCIBusID(); err != nil {
+	p.PCIBusID, err = ask(d, func(drv cudadrv.Driver, h cudadrv.Device) (string, cudadrv.Result) { return drv.DeviceGetPCIBusID(h) })
+	if err != nil {
 		return nil, err
 	}
-	total, r := d.sys.sys.Driver.DeviceTotalMem(d.handle)
-	if err := d.Check("cuDeviceTotalMem", r); err != nil {
+	total, err := ask(d, func(drv cudadrv.Driver, h cudadrv.Device) (uintptr, cudadrv.Result) { return drv.DeviceTotalMem(h) })
+	if err != nil {
 		return nil, err
 	}
 	p.TotalMemory = uint64(total)
+	if err := p.attributes(d); err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// attributes queries the attributes, which are numbers.
+func (p *Properties) attributes(d *Device) (err error) {
 	pools := 0
 	for _, a := range []struct {
 		to   *int
@@ -61,11 +73,11 @@ func (d *Device) Properties() (*Properties, error) {
 		{&pools, cudadrv.AttrMemoryPoolsSupported},
 	} {
 		if *a.to, err = d.attribute(a.attr); err != nil {
-			return nil, err
+			return err
 		}
 	}
 	p.MemoryPoolsSupported = pools != 0
-	return p, nil
+	return nil
 }
 
 // Capability returns the compute capability, such as 9, 0 for an H200; it
@@ -79,6 +91,6 @@ func (d *Device) Capability() (major, minor int, err error) {
 }
 
 func (d *Device) attribute(a cudadrv.Attribute) (int, error) {
-	v, r := d.sys.sys.Driver.DeviceGetAttribute(a, d.handle)
-	return int(v), d.Check("cuDeviceGetAttribute", r)
+	v, err := gpu.DeviceOf(d).Attribute(a)
+	return int(v), err
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -25,7 +26,7 @@ type bench struct {
 	e      *stream.Event
 	x, y   memory.Slice[float32]
 	pinned *memory.Pinned[float32]
-	a      tensor.Tensor
+	a, c   tensor.Tensor
 	module *kernel.Module
 	k      *kernel.Kernel
 	comm   *nccl.Communicator
@@ -51,6 +52,8 @@ func newBench(t *testing.T, d *device.Device) *bench {
 	do(err)
 	b.a, err = tensor.Of(b.x, side, side)
 	do(err)
+	b.c, err = tensor.Of(b.y, side, side)
+	do(err)
 	b.module, err = kernel.Compile(d, &kernel.Source{Name: "sticky.cu", CUDA: `extern "C" __global__ void nothing(int n) {}`,
 		Kernels: []kernel.Def{{Name: "nothing", Params: []kernel.Param{kernel.I32}, Go: func(*kernel.Call) {}}}})
 	do(err)
@@ -60,7 +63,7 @@ func newBench(t *testing.T, d *device.Device) *bench {
 	do(err)
 	b.comm, err = nccl.NewCommunicator(testgpu.Context(t), d, id, 0, 1, nil)
 	do(err)
-	b.graph, err = graph.Capture([]*stream.Stream{b.s}, func() error { return b.x.Zero(b.s) })
+	b.graph, err = graph.Capture([]*stream.Stream{b.s}, func() error { return b.x.Zero(b.s) }, nil)
 	do(err)
 	do(b.matmul())
 	do(b.s.Sync(testgpu.Context(t)))
@@ -77,7 +80,7 @@ func newBench(t *testing.T, d *device.Device) *bench {
 	return b
 }
 
-func (b *bench) matmul() error { return tensor.MatMul(b.s, b.a, b.a, b.a, nil) }
+func (b *bench) matmul() error { return tensor.MatMul(b.s, b.c, b.a, b.a, nil) }
 
 // calls has every kind of call that reaches the device.
 func (b *bench) calls(ctx context.Context) map[string]func() error {
@@ -102,7 +105,7 @@ func (b *bench) calls(ctx context.Context) map[string]func() error {
 		"Slice.CopyTo":       func() error { return b.x.CopyTo(b.s, host) },
 		"Slice.CopyToPinned": func() error { return b.x.CopyToPinned(b.s, b.pinned) },
 		"memory.Copy":        func() error { return memory.Copy(b.s, b.y, b.x) },
-		"Kernel.Launch":      func() error { return b.k.Launch(b.s, kernel.Cover(1), kernel.Int32(1)) },
+		"Kernel.Launch":      func() error { return b.k.Launch(b.s, kernel.Cover(1), kernel.Scalar[int32](1)) },
 		"tensor.MatMul":      b.matmul,
 		"nccl.AllReduce":     func() error { return nccl.AllReduce(b.comm, b.s, b.y, b.x, nccl.Sum) },
 		"Exec.Launch":        func() error { return b.graph.Launch(b.s) },
@@ -147,13 +150,13 @@ func TestBecauseAsksTheDriver(t *testing.T) {
 	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuMemGetInfo#1=CUDA_ERROR_ASSERT"})
 	d := sys.Devices()[0]
 	other := errors.New("the library says: CUDA failed")
-	require.Equal(t, other, d.Because(other), "no context: nothing can be lost")
+	require.Equal(t, other, gpu.DeviceOf(d).Because(other), "no context: nothing can be lost")
 	require.NoError(t, d.Sync(context.Background()))
-	err := d.Bound(func() error { return other })
+	err := gpu.DeviceOf(d).Bound(func() error { return other })
 	require.ErrorIs(t, err, other)
 	require.ErrorIs(t, err, d.Err())
 	require.ErrorContains(t, err, "CUDA failed; the device was lost before: device: cuMemGetInfo on device 0: CUDA_ERROR_ASSERT")
-	require.NoError(t, d.Bound(func() error { return nil }))
+	require.NoError(t, gpu.DeviceOf(d).Bound(func() error { return nil }))
 }
 
 // Under CUDA_LAUNCH_BLOCKING the call that broke the device says so itself, and
@@ -169,8 +172,8 @@ func TestLaunchBlocking(t *testing.T) {
 	defer s.Close()
 	x, err := memory.Make[byte](s, 1000)
 	require.NoError(t, err)
-	err = d.Do("cuMemsetD8Async", func(drv cudadrv.Driver) cudadrv.Result {
-		return drv.MemsetD8Async(x.Raw(), 1, 1<<40, s.Raw())
+	err = gpu.DeviceOf(d).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemsetD8Async(cudadrv.DevicePtr(x.Ptr()), 1, 1<<40, gpu.StreamOf(s).Raw())
 	})
 	require.ErrorIs(t, err, device.ErrorIllegalAddress)
 	require.ErrorContains(t, err, "cuMemsetD8Async on device 0")

@@ -3,12 +3,10 @@ package gds
 import (
 	"bytes"
 	"context"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -16,67 +14,13 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
-	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/gds/safetensors"
-	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/buffers"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
 var benchBytes = flag.Int64("bytes", 0, "how large the files of the benchmarks are; 0 is 8 GiB with a GPU and 256 MiB without")
-
-// benchDevices returns the GPUs, or virtual devices where there are none.
-func benchDevices(b *testing.B) []*device.Device {
-	if sys, err := device.NewSystem(&device.SystemConfig{Backend: "cuda"}); err == nil {
-		b.Cleanup(func() { require.NoError(b, sys.Close()) })
-		return sys.Devices()
-	}
-	return testgpu.Virtual(b, &device.SystemConfig{VirtualDevices: 2})
-}
-
-func benchSize(d *device.Device) int64 {
-	if *benchBytes != 0 {
-		return *benchBytes
-	}
-	if d.System().Backend() == "cuda" {
-		return 8 << 30
-	}
-	return 256 << 20
-}
-
-// benchFile makes a file by several threads, as far as there is room.
-func benchFile(b *testing.B, dir string, bytes int64) string {
-	b.Helper()
-	dir, err := os.MkdirTemp(dir, "chorus")
-	if err != nil {
-		b.Skip(err)
-	}
-	b.Cleanup(func() { os.RemoveAll(dir) })
-	var fs unix.Statfs_t
-	require.NoError(b, unix.Statfs(dir, &fs))
-	if room := int64(fs.Bavail) * int64(fs.Bsize); room < bytes+1<<30 {
-		b.Skipf("%s has room for %d bytes", dir, room)
-	}
-	path := filepath.Join(dir, "file")
-	f, err := os.Create(path)
-	require.NoError(b, err)
-	defer f.Close()
-	junk := randomBytes(16 << 20)
-	var wg sync.WaitGroup
-	for i := range int64(8) {
-		wg.Go(func() {
-			for at := i * int64(len(junk)); at < bytes; at += 8 * int64(len(junk)) {
-				if _, err := f.WriteAt(junk[:min(int64(len(junk)), bytes-at)], at); err != nil {
-					b.Error(err)
-				}
-			}
-		})
-	}
-	wg.Wait()
-	require.NoError(b, f.Sync())
-	return path
-}
 
 // forget drops a file from the page cache.
 func forget(b testing.TB, path string) {
@@ -90,7 +34,7 @@ func forget(b testing.TB, path string) {
 // BenchmarkPinned is what the bus can do: copies from pinned memory one after the
 // other.
 func BenchmarkPinned(b *testing.B) {
-	d := benchDevices(b)[0]
+	d := buffers.BenchDevices(b)[0]
 	for _, dir := range []string{"h2d", "d2h"} {
 		b.Run(dir, func(b *testing.B) {
 			s, err := stream.New(d, nil)
@@ -133,11 +77,11 @@ type setting struct {
 // page cache is warm or cold, and with other numbers of threads, sizes of chunks
 // and of slots than the defaults.
 func BenchmarkRead(b *testing.B) {
-	d := benchDevices(b)[:1]
+	d := buffers.BenchDevices(b)[:1]
 	for _, place := range []string{"/dev/shm", os.TempDir()} {
 		name := map[bool]string{true: "shm", false: "disk"}[place == "/dev/shm"]
 		b.Run(name, func(b *testing.B) {
-			path := benchFile(b, place, benchSize(d[0]))
+			path := buffers.BenchFile(b, place, buffers.BenchBytes(d[0], *benchBytes))
 			if name == "disk" {
 				for _, e := range []Engine{Auto, Cached, Direct} {
 					b.Run(fmt.Sprintf("cold/%s", e), func(b *testing.B) { benchRead(b, d, path, setting{engine: e, cold: true}) })
@@ -164,15 +108,15 @@ func BenchmarkRead(b *testing.B) {
 
 // BenchmarkReadAll reads a file in memory to all devices at the same time, each a part.
 func BenchmarkReadAll(b *testing.B) {
-	devs := benchDevices(b)
-	benchRead(b, devs, benchFile(b, "/dev/shm", benchSize(devs[0])), setting{})
+	devs := buffers.BenchDevices(b)
+	benchRead(b, devs, buffers.BenchFile(b, "/dev/shm", buffers.BenchBytes(devs[0], *benchBytes)), setting{})
 }
 
 // BenchmarkMatrix is BenchmarkReadAll, to one device and to two, with all that may be
 // set for the threads, which have to share the processor's caches.
 func BenchmarkMatrix(b *testing.B) {
-	devs := benchDevices(b)
-	path := benchFile(b, "/dev/shm", benchSize(devs[0]))
+	devs := buffers.BenchDevices(b)
+	path := buffers.BenchFile(b, "/dev/shm", buffers.BenchBytes(devs[0], *benchBytes))
 	for _, m := range []struct{ gpus, minThreads, maxDepth int }{{1, 8, 4}, {2, 12, 3}} {
 		if m.gpus > len(devs) {
 			continue
@@ -271,81 +215,14 @@ func tune(f *File, chunk int64, depth int) {
 	}
 }
 
-// BenchmarkLoad loads a checkpoint in memory to all devices by several plans, in rounds
-// of several sizes.
-func BenchmarkLoad(b *testing.B) {
-	devs := benchDevices(b)
-	path := benchCheckpoint(b, benchSize(devs[0]))
-	g := localGroup(b, devs)
-	for _, p := range []struct {
-		name string
-		plan Plan
-	}{
-		{"own", func(t Info) Placement { return Own(int(t.Name[0]) % len(devs)) }},
-		{"shard:0", func(Info) Placement { return Shard(0) }},
-		{"shard:1", func(Info) Placement { return Shard(1) }},
-		{"replicate", nil},
-	} {
-		for mib := 32; mib <= 256; mib *= 2 {
-			b.Run(fmt.Sprintf("plan=%s/round=%dMiB", p.name, mib), func(b *testing.B) {
-				benchLoad(b, g, path, &LoadConfig{Plan: p.plan, RoundBytes: mib << 20})
-			})
-		}
-	}
-}
-
-// benchCheckpoint makes a checkpoint of tensors of 32 MiB. The names' first letters are
-// in turn.
-func benchCheckpoint(b *testing.B, bytes int64) string {
-	var infos []safetensors.Tensor
-	for i := range int(bytes >> 25) {
-		infos = append(infos, safetensors.Tensor{Name: fmt.Sprintf("%c.%d", 'a'+i%16, i), DType: safetensors.BF16, Shape: []int{4096, 4096}})
-	}
-	h, start, err := safetensors.NewHeader(infos, nil)
-	require.NoError(b, err)
-	path := benchFile(b, "/dev/shm", h.Size)
-	f, err := os.OpenFile(path, os.O_WRONLY, 0)
-	require.NoError(b, err)
-	_, err = f.WriteAt(start, 0)
-	require.NoError(b, errors.Join(err, f.Close()))
-	return path
-}
-
-func benchLoad(b *testing.B, g *comm.Group, path string, cfg *LoadConfig) {
-	c, err := OpenSafetensors(path)
-	require.NoError(b, err)
-	defer c.Close()
-	load := func() []*Weights {
-		all, err := c.Load(context.Background(), g, cfg)
-		require.NoError(b, err)
-		return all
-	}
-	require.NoError(b, closeWeights(load())) // memory is pinned
-	b.SetBytes(c.Bytes())
-	for b.Loop() {
-		all := load()
-		b.StopTimer()
-		require.NoError(b, closeWeights(all))
-		b.StartTimer()
-	}
-	all := load()
-	for i, w := range all {
-		names := w.Names()
-		for _, name := range []string{names[0], names[len(names)/2], names[len(names)-1]} {
-			require.NoError(b, c.verify(context.Background(), w, g.Stream(i), name))
-		}
-	}
-	require.NoError(b, closeWeights(all))
-}
-
 // BenchmarkWrite writes a file that takes the place of the one before.
 func BenchmarkWrite(b *testing.B) {
-	d := benchDevices(b)[0]
+	d := buffers.BenchDevices(b)[0]
 	for _, place := range []string{"/dev/shm", os.TempDir()} {
 		for _, e := range []Engine{Auto, Cached, Direct} {
 			b.Run(fmt.Sprintf("%s/%s", map[bool]string{true: "shm", false: "disk"}[place == "/dev/shm"], e), func(b *testing.B) {
-				size := benchSize(d) / 4
-				path := benchFile(b, place, size)
+				size := buffers.BenchBytes(d, *benchBytes) / 4
+				path := buffers.BenchFile(b, place, size)
 				s, err := stream.New(d, nil)
 				require.NoError(b, err)
 				defer s.Close()

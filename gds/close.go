@@ -25,13 +25,12 @@ func (f *File) unuse() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.users--; f.users == 0 && f.closed {
-		_ = f.release() // nothing has been written since Sync that anybody was promised
+		_ = f.release() // bytes written since the last Sync have no guarantee
 	}
 }
 
-// Close closes the file. It returns at once: calls that are under way go on to
-// their end. A file of Create that was not committed is removed, and the old one
-// stays. Close is idempotent.
+// Close closes the file and returns at once; calls in progress continue. A file of Create
+// that was not committed is removed, and the old file stays. Close is idempotent.
 func (f *File) Close() error {
 	if f == nil {
 		return nil
@@ -53,7 +52,7 @@ func (f *File) Close() error {
 	return nil
 }
 
-// release gives the descriptors back. f.mu is held.
+// release closes the descriptors. f.mu is held.
 func (f *File) release() error {
 	f.forget()
 	return errors.Join(f.direct.close(), f.plain.Close())

@@ -10,18 +10,17 @@ import (
 	"path/filepath"
 )
 
-// A fresh file has a name of its own until it is committed.
+// A fresh file has a temporary name until it is committed.
 type fresh struct {
 	temp  string
 	final string
 }
 
-// Create makes a file that is written and then takes the place of the one at path,
-// if there is one, all at once: until Commit it has another name in the same
-// folder, and Close or Abort removes it. A crash at any time leaves the old file or
-// the new one, whole; what it leaves beside them, .NAME.XXXXXXXX.tmp, nobody removes,
-// and may be removed when nobody writes it. The new file has the permissions of the
-// old one.
+// Create makes a file that replaces the file at path, if there is one, atomically: until
+// Commit it has a temporary name in the same directory, and Close removes it.
+// After a crash the path has either the complete old file or the complete new one. A crash
+// may leave a temporary file, .NAME.XXXXXXXX.tmp, which nothing removes; it can be deleted
+// once no process writes it. The new file has the permissions of the old one.
 func Create(path string, cfg *FileConfig) (*File, error) {
 	const op = "create"
 	final, mode, err := target(path)
@@ -29,7 +28,7 @@ func Create(path string, cfg *FileConfig) (*File, error) {
 		return nil, &Error{Op: op, Path: path, Offset: -1, Err: err}
 	}
 	name := filepath.Base(final)
-	name = name[:min(len(name), 200)] // what comes to it must not make it too long
+	name = name[:min(len(name), 200)] // leave room for the prefix and suffix
 	temp := filepath.Join(filepath.Dir(final), "."+name+"."+rand.Text()[:8]+".tmp")
 	f, err := open(op, temp, os.O_RDWR|os.O_CREATE|os.O_EXCL, cfg)
 	if err != nil {
@@ -47,7 +46,7 @@ func Create(path string, cfg *FileConfig) (*File, error) {
 	return f, nil
 }
 
-// target returns the file that a path leads to, and its permissions if it is there.
+// target resolves a path to its file, and returns the file's permissions if it exists.
 func target(path string) (final string, mode fs.FileMode, err error) {
 	final, err = filepath.EvalSymlinks(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -66,11 +65,10 @@ func target(path string) (final string, mode fs.FileMode, err error) {
 	return final, info.Mode().Perm(), nil
 }
 
-// Commit brings what was written to the disk, lets the file take its place, and
-// closes it. After an error the old file is as it was, and the new one is gone;
-// only where the last step has failed, bringing the folder to the disk, it is open
-// which of them a crash would leave. Calls that write the file must have returned.
-// A ctx that ends before the new file has its place is obeyed.
+// Commit flushes the file to the disk, renames it to its path, and closes it. After an
+// error the old file is unchanged and the new one is removed, except if the last step
+// failed, flushing the directory: then a crash may leave either of them. Calls that write
+// the file must have returned. ctx can end Commit until the file is renamed.
 func (f *File) Commit(ctx context.Context) error {
 	const op = "commit"
 	x, err := f.takeFresh(op)
@@ -79,7 +77,7 @@ func (f *File) Commit(ctx context.Context) error {
 	}
 	defer f.unuse()
 	if err = f.flush(ctx); err == nil {
-		err = x.rename(f.sys.fsync)
+		err = x.rename(f.sys.Fsync)
 	}
 	if err != nil {
 		err = f.fail(op, errors.Join(err, x.remove()))
@@ -87,7 +85,7 @@ func (f *File) Commit(ctx context.Context) error {
 	return errors.Join(err, f.Close())
 }
 
-// takeFresh takes the new file over from Close, which would remove it.
+// takeFresh takes the new file over, so that Close does not remove it.
 func (f *File) takeFresh(op string) (*fresh, error) {
 	if err := f.use(op); err != nil {
 		return nil, err
@@ -109,11 +107,7 @@ func (f *File) takeFresh(op string) (*fresh, error) {
 	return x, nil
 }
 
-// Abort closes the file and removes it, unless it was committed: the old one
-// stays. It is Close under a name that says so.
-func (f *File) Abort() error { return f.Close() }
-
-// rename lets the new file take its place, and brings that to the disk.
+// rename moves the new file to its path, and flushes that to the disk.
 func (x *fresh) rename(fsync func(fd int) error) error {
 	if err := os.Rename(x.temp, x.final); err != nil {
 		return err
@@ -125,7 +119,7 @@ func (x *fresh) rename(fsync func(fd int) error) error {
 	return errors.Join(os.NewSyscallError("fsync", fsync(int(dir.Fd()))), dir.Close())
 }
 
-// remove removes the new file if it has not taken its place.
+// remove removes the new file unless it was moved to its path.
 func (x *fresh) remove() error {
 	if x == nil {
 		return nil

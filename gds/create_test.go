@@ -17,18 +17,16 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// Until Commit the old file is there, and after Abort or Close nothing else.
-func TestAbort(t *testing.T) {
-	for _, end := range []func(*File) error{(*File).Close, (*File).Abort} {
-		path := writeFile(t, []byte("old"))
-		f, err := Create(path, nil)
-		require.NoError(t, err)
-		require.Equal(t, path, f.Path())
-		require.NoError(t, end(f))
-		require.NoError(t, end(f))
-		alone(t, path, "old")
-		require.ErrorIs(t, f.Commit(context.Background()), device.ErrClosed)
-	}
+// Until Commit the old file is there, and after Close nothing else.
+func TestCloseUncommitted(t *testing.T) {
+	path := writeFile(t, []byte("old"))
+	f, err := Create(path, nil)
+	require.NoError(t, err)
+	require.Equal(t, path, f.Path())
+	require.NoError(t, f.Close())
+	require.NoError(t, f.Close())
+	alone(t, path, "old")
+	require.ErrorIs(t, f.Commit(context.Background()), device.ErrClosed)
 }
 
 func TestCommit(t *testing.T) {
@@ -49,7 +47,7 @@ func TestCommit(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, "the old file", string(old))
 	var synced []string
-	f.sys.fsync = func(fd int) error {
+	f.sys.Fsync = func(fd int) error {
 		to, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 		require.NoError(t, err)
 		synced = append(synced, to)
@@ -86,7 +84,7 @@ func TestCommitIsRefused(t *testing.T) {
 	f.unuse()
 	ctx, cancel := context.WithCancel(context.Background())
 	syncing, goOn := make(chan struct{}), make(chan struct{})
-	f.sys.fsync = func(int) error { close(syncing); <-goOn; return nil }
+	f.sys.Fsync = func(int) error { close(syncing); <-goOn; return nil }
 	done := make(chan error, 1)
 	go func() { done <- f.Commit(ctx) }()
 	<-syncing
@@ -125,7 +123,7 @@ func TestReserve(t *testing.T) {
 	defer f.Close()
 	f.mem = false
 	var asked [][2]int64
-	f.sys.fallocate = func(fd int, mode uint32, off, bytes int64) error {
+	f.sys.Fallocate = func(fd int, mode uint32, off, bytes int64) error {
 		asked = append(asked, [2]int64{off, bytes})
 		return unix.Ftruncate(fd, off+bytes)
 	}
@@ -146,7 +144,7 @@ func TestReserveCheckpoint(t *testing.T) {
 			defer f.Close()
 			f.mem = false
 			var asked [][2]int64
-			f.sys.fallocate = func(fd int, mode uint32, off, bytes int64) error {
+			f.sys.Fallocate = func(fd int, mode uint32, off, bytes int64) error {
 				asked = append(asked, [2]int64{off, bytes})
 				return full
 			}

@@ -12,18 +12,19 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cufileapi"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// A cuFile is the library for one System. Its driver is opened when it is wanted
-// first, which takes half a second, and closed with the System.
+// A cuFile is the library for one System. Its driver is opened on first use, which takes
+// half a second, and closed with the System.
 type cuFile struct {
 	sys *device.System
 
 	mu      sync.Mutex
 	tried   bool
-	api     cufileapi.API // nil where it does not work
+	api     cufileapi.API // nil if it does not work
 	err     error         // why not
 	buffers []*buffer
 }
@@ -32,7 +33,7 @@ var cuFileKey kept.Key
 
 func cuFileOf(dev *device.Device) *cuFile {
 	sys := dev.System()
-	return sys.Local(&cuFileKey, func() any { return &cuFile{sys: sys} }).(*cuFile)
+	return gpu.SystemOf(sys).Local(&cuFileKey, func() any { return &cuFile{sys: sys} }).(*cuFile)
 }
 
 // open returns the library with its driver open.
@@ -49,13 +50,13 @@ func (c *cuFile) open() (cufileapi.API, error) {
 }
 
 func (c *cuFile) start() (cufileapi.API, error) {
-	api, err := c.sys.CuFile()
+	api, err := gpu.SystemOf(c.sys).CuFile()
 	if err != nil {
 		return nil, err
 	}
 	if _, set := os.LookupEnv("CUFILE_LOGFILE_PATH"); !set {
-		// Its log would lie in the working directory. A library without the parameter
-		// does as it always did.
+		// cuFile would write its log into the working directory. A library without the
+		// parameter still does.
 		if folder, err := logFolder(); err == nil {
 			_ = api.SetParameterString(cufileapi.LogDir, folder)
 		}
@@ -70,8 +71,8 @@ func (c *cuFile) start() (cufileapi.API, error) {
 	}
 }
 
-// logFolder returns the folder of this user for cuFile's log, which it opens by name: in the
-// temporary folder another user could have planted a link in its place.
+// logFolder returns a directory of this user for cuFile's log. It opens the directory to
+// validate it: in the temporary directory another user could have planted a link.
 func logFolder() (string, error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {
@@ -85,8 +86,7 @@ func logFolder() (string, error) {
 	return path, d.Close()
 }
 
-// openPatience is how long cuFile may take to look at the machine before it is
-// given up.
+// openPatience is the maximum time that cuFile may take to examine the machine.
 var openPatience = 10 * time.Second
 
 // Close closes the driver.
@@ -104,15 +104,15 @@ func (c *cuFile) Close() error {
 	return nil
 }
 
-// A registration is a file that cuFile knows.
+// A registration is a file that is registered with cuFile.
 type registration struct {
 	lib *cuFile
 	api cufileapi.API
 	h   cufileapi.Handle
 }
 
-// registered returns the file's registration with cuFile for dev's System, making
-// it if there is none.
+// registered returns the file's registration with cuFile for dev's System, and makes it if
+// necessary.
 func (f *File) registered(dev *device.Device) (*registration, error) {
 	c := cuFileOf(dev)
 	api, err := c.open()
@@ -121,7 +121,7 @@ func (f *File) registered(dev *device.Device) (*registration, error) {
 	}
 	fd := f.fd
 	if f.directReady() {
-		fd = f.direct.fd // without which there is no GPUDirect
+		fd = f.direct.fd // cuFile needs it for GPUDirect
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -131,7 +131,7 @@ func (f *File) registered(dev *device.Device) (*registration, error) {
 		}
 	}
 	x := &registration{lib: c, api: api}
-	err = dev.Bound(func() error {
+	err = gpu.DeviceOf(dev).Bound(func() error {
 		var r cufileapi.Result
 		x.h, r = api.HandleRegister(&cufileapi.Descr{Type: cufileapi.OpaqueFD, FD: int32(fd)})
 		return unregistered(r, fd)
@@ -143,11 +143,11 @@ func (f *File) registered(dev *device.Device) (*registration, error) {
 	return x, nil
 }
 
-// forget ends the registrations with cuFile. f.mu is held, and nothing uses them.
+// forget removes the registrations with cuFile. f.mu is held, and nothing uses them.
 func (f *File) forget() {
 	for _, r := range f.known {
 		r.lib.mu.Lock()
-		if r.lib.api != nil { // or the handle has gone with the driver
+		if r.lib.api != nil { // otherwise the handle was destroyed with the driver
 			r.api.HandleDeregister(r.h)
 		}
 		r.lib.mu.Unlock()
@@ -155,10 +155,10 @@ func (f *File) forget() {
 	f.known = nil
 }
 
-// Register lets cuFile know the file, which otherwise happens when CuFile is to
-// serve it first (torch.cuda.gds.GdsFile.register_handle). dev is any device of the
-// System whose memory it will be used with. Once it is known this does nothing. The
-// error says why cuFile does not serve the file: other engines do.
+// Register registers the file with cuFile; otherwise that happens on the first use of
+// CuFile (torch.cuda.gds.GdsFile.register_handle). dev is any device of the System whose
+// memory the file will be used with. Registering again does nothing. The error says why
+// cuFile does not support the file; other engines still do.
 func (f *File) Register(dev *device.Device) error {
 	const op = "register"
 	if err := f.use(op); err != nil {
@@ -175,8 +175,8 @@ func (f *File) Register(dev *device.Device) error {
 	return nil
 }
 
-// Deregister ends what Register began (torch.cuda.gds.GdsFile.deregister_handle).
-// Close does it too. A call that uses the file must have returned.
+// Deregister undoes Register (torch.cuda.gds.GdsFile.deregister_handle). Close does it
+// too. Calls that use the file must have returned.
 func (f *File) Deregister() error {
 	const op = "deregister"
 	if err := f.use(op); err != nil {
@@ -192,8 +192,8 @@ func (f *File) Deregister() error {
 	return nil
 }
 
-// straight returns how cuFile moves the file's bytes to and from the device, or nil
-// where it is not to.
+// straight returns cuFile's registration for transfers between the file and the device, or nil
+// if cuFile is not used.
 func (f *File) straight(dev *device.Device) *registration {
 	if f.refuses(CuFile) {
 		return nil
@@ -206,8 +206,8 @@ func (f *File) straight(dev *device.Device) *registration {
 	return r
 }
 
-// straight moves windows between the file and the device by cuFile, without slots.
-// One that cuFile refuses is left to the other engines, as all that follow.
+// straight moves windows between the file and the device with cuFile, without slots. If
+// cuFile refuses one, that window and all later ones are left to the other engines.
 func (w *worker) straight() error {
 	t := w.t
 	for !t.f.refuses(CuFile) {
@@ -248,7 +248,7 @@ func (t *transfer) passPart(x part) error {
 	count := &t.f.count.by[CuFile]
 	for done := int64(0); done < x.bytes && t.ctx.Err() == nil; {
 		var n int64
-		err := t.dev.Bound(func() (err error) {
+		err := gpu.DeviceOf(t.dev).Bound(func() (err error) {
 			if t.writes {
 				n, err = t.cu.api.Write(t.cu.h, base, uintptr(x.bytes-done), x.off+done, off+done)
 			} else {
@@ -273,7 +273,7 @@ func (t *transfer) passPart(x part) error {
 	return nil
 }
 
-// failed turns a result of cuFile into an error.
+// failed converts a result of cuFile to an error.
 func failed(op string, r cufileapi.Result) error {
 	if r == cufileapi.Success {
 		return nil

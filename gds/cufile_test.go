@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -72,8 +73,8 @@ func TestCuFileIsRefused(t *testing.T) {
 			require.NoError(t, err)
 			tune(f, minSlot, 2)
 			var moved atomic.Int64
-			pieces := []piece{{0, r.x}}
-			require.NoError(t, f.readPieces(testgpu.Context(t), r.s, pieces, hooks{moved: func(n int) { moved.Add(int64(n)) }}))
+			pieces := []piece{{Off: 0, Mem: r.x}}
+			require.NoError(t, f.readPieces(testgpu.Context(t), r.s, pieces, hooks{Moved: func(n int) { moved.Add(int64(n)) }}))
 			require.EqualValues(t, len(r.content), moved.Load())
 			require.True(t, string(r.content) == string(hostBytes(t, r.s, r.x)))
 			st := f.Status()
@@ -107,7 +108,7 @@ func TestCuFileTruncated(t *testing.T) {
 	require.NoError(t, err)
 	defer f.Close()
 	tune(f, minSlot, 2)
-	err = f.readPieces(testgpu.Context(t), r.s, []piece{{0, r.x}}, hooks{moved: func(int) {
+	err = f.readPieces(testgpu.Context(t), r.s, []piece{{Off: 0, Mem: r.x}}, hooks{Moved: func(int) {
 		if err := os.Truncate(r.path, 3*minSlot); err != nil {
 			t.Error(err)
 		}
@@ -164,14 +165,14 @@ func TestBuffers(t *testing.T) {
 	require.Len(t, c.buffers, 1)
 	require.Zero(t, c.buffers[0].busy)
 	b, base, off := c.within(bytesAt(part, 100, 200))
-	require.Equal(t, part.Raw(), base)
+	require.Equal(t, cudadrv.DevicePtr(part.Ptr()), base)
 	require.EqualValues(t, 100, off)
 	require.ErrorIs(t, DeregisterBuffer(part), errBusy)
 	b.leave()
 	for _, x := range []memory.Slice[byte]{r.x.Slice(900, 1100), r.x.Slice(499_000, 500_001), r.x.Slice(0, 10)} {
 		b, base, off := c.within(bytesAt(x, 0, x.Len()))
 		require.Nil(t, b)
-		require.Equal(t, x.Raw(), base)
+		require.Equal(t, cudadrv.DevicePtr(x.Ptr()), base)
 		require.Zero(t, off)
 	}
 	require.NoError(t, DeregisterBuffer(part))
@@ -182,7 +183,7 @@ func TestBuffers(t *testing.T) {
 }
 
 func bytesAt(x memory.Slice[byte], i, j int) part {
-	return part{ptr: x.Slice(i, j).Raw(), bytes: int64(j - i)}
+	return part{ptr: cudadrv.DevicePtr(x.Slice(i, j).Ptr()), bytes: int64(j - i)}
 }
 
 func TestBuffersWithoutCuFile(t *testing.T) {

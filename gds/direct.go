@@ -9,8 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// directFile is a descriptor of the file with O_DIRECT, which is opened when it
-// is wanted first.
+// directFile is a descriptor of the file with O_DIRECT, opened on first use.
 type directFile struct {
 	once  sync.Once
 	fd    int
@@ -18,10 +17,10 @@ type directFile struct {
 	open  bool
 }
 
-// usualAlign is what every block device takes.
+// usualAlign is accepted by every block device.
 const usualAlign = 4096
 
-// directReady reports whether the file can be read or written past the page cache.
+// directReady reports whether the file can be accessed with O_DIRECT.
 func (f *File) directReady() bool {
 	if f.refuses(Direct) {
 		return false
@@ -40,7 +39,7 @@ func (f *File) openDirect() error {
 		return fmt.Errorf("get its flags: %w", err)
 	}
 	flags = flags&unix.O_ACCMODE | unix.O_DIRECT | unix.O_CLOEXEC
-	// By the descriptor, because another file may have the path by now.
+	// Through the descriptor, because the path may now name another file.
 	fd, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", f.fd), flags, 0)
 	if err != nil {
 		return fmt.Errorf("the file system does not open it with O_DIRECT: %w", err)
@@ -52,8 +51,8 @@ func (f *File) openDirect() error {
 		if st.Dio_offset_align == 0 {
 			return fmt.Errorf("the file system reads it by the page cache, also with O_DIRECT")
 		}
-		// Whole pages, so that what is written here and what goes by the page cache
-		// share none.
+		// At least whole pages, so that direct writes and writes through the page cache
+		// never share a page.
 		d.align = int64(max(st.Dio_offset_align, st.Dio_mem_align, usualAlign))
 	}
 	if d.align > minSlot || d.align&(d.align-1) != 0 {
@@ -70,14 +69,13 @@ func (d *directFile) close() error {
 	return os.NewSyscallError("close", unix.Close(d.fd))
 }
 
-// outward returns the aligned bytes that have those from one offset to another
-// within them.
+// outward returns the smallest aligned range that contains the range between two offsets.
 func (d *directFile) outward(from, to int64) (int64, int64) {
 	return from &^ (d.align - 1), (to + d.align - 1) &^ (d.align - 1)
 }
 
-// inward returns the aligned bytes within those from one offset to another, which
-// may be none, from or to.
+// inward returns the largest aligned range between two offsets. It may be empty, at from
+// or at to.
 func (d *directFile) inward(from, to int64) (int64, int64) {
 	a, b := (from+d.align-1)&^(d.align-1), to&^(d.align-1)
 	if a >= b {
@@ -86,13 +84,12 @@ func (d *directFile) inward(from, to int64) (int64, int64) {
 	return a, b
 }
 
-// readDirect reads more than is wanted, to aligned offsets. The slot begins at
-// base, which is aligned, and reaches to an aligned end. The last bytes of a file
-// may be fewer; other short reads are continued by the page cache, which takes any
-// offset.
+// readDirect reads the aligned range around the wanted bytes. The slot begins at base,
+// which is aligned, and its end is aligned. At the end of the file the read is shorter;
+// other short reads are continued through the page cache, which accepts any offset.
 func (f *File) readDirect(ctx context.Context, buf []byte, base, from, to int64) (n int, err error) {
 	a, b := f.direct.outward(from, to)
-	m, err := f.once(ctx, f.sys.pread, f.direct.fd, buf[a-base:b-base], a)
+	m, err := f.once(ctx, f.sys.Pread, f.direct.fd, buf[a-base:b-base], a)
 	have := min(a+int64(m), to)
 	if err != nil || have == to {
 		return max(0, int(have-from)), err

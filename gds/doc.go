@@ -1,22 +1,4 @@
-// Package gds moves bytes between files and device memory, and safetensors checkpoints
-// between files and the devices of a group.
-//
-//	ckpt, err := gds.OpenSafetensors("model.safetensors.index.json")
-//	if err != nil {
-//		return err
-//	}
-//	defer ckpt.Close()
-//	ws, err := ckpt.Load(ctx, g, &gds.LoadConfig{Plan: func(t gds.Info) gds.Placement {
-//		if strings.HasSuffix(t.Name, "norm.weight") {
-//			return gds.Replicate()
-//		}
-//		return gds.Shard(0) // and Own, Slice, Skip
-//	}})
-//	w, err := gds.Get[memory.BFloat16](ws[0], "lm_head.weight")
-//
-// Each byte is read from the files once, by one rank; what others need of it goes from
-// device to device. Save writes what the ranks have together, SaveTensors what one
-// device has, and Verify compares digests. Below that are files:
+// Package gds moves bytes between files and device memory.
 //
 //	f, err := gds.Open("weights.bin", nil)
 //	if err != nil {
@@ -25,20 +7,22 @@
 //	defer f.Close()
 //	n, err := f.ReadAt(ctx, s, w.AsBytes(), 4096) // w is a memory.Slice of any type
 //
-// A File is read and written at offsets, like an os.File, but from and to device
-// memory. Open reads a file, OpenFile also writes one in place, and Create writes
-// a new one, which takes the old one's place only when Commit has put all of it on
-// the disk.
+// Package checkpoint loads and saves safetensors checkpoints.
 //
-// Calls are ordered by the stream that they name: device memory is used after
-// what is on the stream by then, and what is enqueued later comes after the call.
-// They return when the bytes have arrived, or when nothing is in flight any more.
+// A File is read and written at offsets, like an os.File, but from and to device memory.
+// Open reads a file, OpenFile also writes one in place, and Create writes a new file,
+// which replaces the old one only after Commit has flushed all of it to the disk.
 //
-// An Engine is the way of the bytes: by the page cache (Cached), past it
-// (Direct), or by NVIDIA's cuFile (CuFile). Each file gets one that works for it,
-// and Status says which and why. The native engines read with several threads into
-// a bounded ring of pinned memory, from which the device copies while the next
-// bytes are read; threads, ring and streams are shared by all files and devices.
+// Calls are ordered by the stream that they name: they use device memory after the
+// operations that are already enqueued on the stream, and operations that are enqueued
+// later come after the call. Calls return when the bytes have arrived, or after an error
+// when no transfer is pending.
+//
+// An Engine is the path of the bytes: through the page cache (Cached), around it (Direct),
+// or by NVIDIA's cuFile (CuFile). Each file uses an engine that works for it; Status
+// reports which one and why. The engines Cached and Direct read with several threads into
+// a bounded set of pinned slots; the device copies from one slot while the next one is
+// read. Threads, slots and streams are shared by all files and devices.
 //
 //	torch.cuda.gds                       here
 //	GdsFile(filename, flags)             OpenFile
@@ -48,6 +32,6 @@
 //	gds_register_buffer                  RegisterBuffer
 //	gds_deregister_buffer                DeregisterBuffer
 //
-// Concurrency: everything may be called by several goroutines. Calls on one file
-// that write the same bytes are not ordered.
+// Concurrency: all functions and methods may be called by several goroutines. Calls on one
+// file that write the same bytes are not ordered.
 package gds

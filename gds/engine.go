@@ -11,21 +11,21 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// An Engine is the way that bytes take between a file and device memory.
+// An Engine is the path of bytes between a file and device memory.
 type Engine uint8
 
-// The engines. What one cannot do, the next one of CuFile, Direct and Cached does.
+// The engines. CuFile falls back to Direct, and Direct falls back to Cached.
 const (
-	Auto   Engine = iota // chosen for each file, and for each part of it
-	Cached               // by the page cache, or from tmpfs, through pinned memory
-	Direct               // past the page cache (O_DIRECT), through pinned memory
+	Auto   Engine = iota // chosen for each file, and for each part
+	Cached               // through the page cache, or from tmpfs, and through pinned memory
+	Direct               // around the page cache (O_DIRECT), through pinned memory
 	CuFile               // by NVIDIA's cuFile
 	engines
 )
 
 var engineNames = [engines]string{"auto", "cached", "direct", "cufile"}
 
-// String returns the name that CHORUS_GDS_ENGINE has for it.
+// String returns the name of the engine in CHORUS_GDS_ENGINE.
 func (e Engine) String() string {
 	if e < engines {
 		return engineNames[e]
@@ -33,7 +33,7 @@ func (e Engine) String() string {
 	return fmt.Sprintf("Engine(%d)", uint8(e))
 }
 
-// engineOf returns the engine that the configuration names, or the environment.
+// engineOf returns the engine of the configuration, or of the environment.
 func engineOf(c FileConfig) (Engine, error) {
 	if c.Engine >= engines {
 		return Auto, fmt.Errorf("there is no engine %d", uint8(c.Engine))
@@ -53,8 +53,7 @@ func engineOf(c FileConfig) (Engine, error) {
 	return Auto, nil
 }
 
-// threadsOf returns how many threads one call uses, or 0 where it depends on the
-// device.
+// threadsOf returns the number of threads of one call, or 0 if it depends on the device.
 func threadsOf(c FileConfig) (int, error) {
 	n := c.Threads
 	if n == 0 {
@@ -71,17 +70,17 @@ func threadsOf(c FileConfig) (int, error) {
 
 const (
 	minThreads = 4
-	enough     = 16 // with which one thread's copies from the page cache fill the bus
+	enough     = 16 // so many threads copying from the page cache saturate the bus
 	maxThreads = 1024
 )
 
-// defaultThreads is the device's share of the cores.
+// defaultThreads returns the device's part of the cores.
 func defaultThreads(d *device.Device) int {
 	return min(max(runtime.NumCPU()/len(d.System().Devices()), minThreads), enough)
 }
 
-// refused reports whether an error means that an engine does not work for the
-// file, and not that the file cannot be read.
+// refused reports whether an error means that the engine does not work for the file,
+// rather than that the file cannot be read.
 func refused(e Engine, err error) bool {
 	switch e {
 	case Direct:

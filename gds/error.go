@@ -8,20 +8,19 @@ import (
 	"syscall"
 )
 
-// ErrChanged is what a read returns, wrapped, of a file that is not what it was
-// when it was opened: somebody has written it, or made it longer or shorter.
+// ErrChanged is returned, wrapped, by a read of a file that has changed since it was
+// opened: another process has written it or changed its length.
 var ErrChanged = errors.New("the file has changed since it was opened")
 
-// An Error is an operation on a file that failed. It wraps the cause: an errno,
-// io.ErrUnexpectedEOF, ErrChanged, the cause of a context, or an error of the
-// device.
+// An Error reports a failed operation on a file. It wraps the cause: an errno,
+// io.ErrUnexpectedEOF, ErrChanged, the cause of a context, or an error of the device.
 type Error struct {
 	Op     string // such as "read"
 	Path   string
-	Offset int64  // in the file, where it went wrong; -1 where it is about the whole file
+	Offset int64  // position of the failure in the file; -1 if the error concerns the whole file
 	Wanted int64  // bytes, from Offset on
-	Got    int64  // of them
-	Engine Engine // by which; Auto where it is about none
+	Got    int64  // bytes done
+	Engine Engine // Auto if no engine was involved
 	Err    error
 }
 
@@ -32,7 +31,7 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("gds: %s %s at byte %d%s", e.Op, e.Path, e.Offset, e.story())
 }
 
-// story is what follows the place.
+// story returns the part of the message after the position.
 func (e *Error) story() string {
 	var b strings.Builder
 	if e.Offset >= 0 {
@@ -51,7 +50,7 @@ func (e *Error) story() string {
 // Unwrap returns the cause.
 func (e *Error) Unwrap() error { return e.Err }
 
-// advice says what can be done about a cause.
+// advice says what the caller can do about a cause.
 func advice(err error) string {
 	switch {
 	case errors.Is(err, io.ErrUnexpectedEOF):
@@ -70,7 +69,7 @@ func advice(err error) string {
 	return ""
 }
 
-// fail makes an Error about the whole file.
+// fail makes an Error for the whole file.
 func (f *File) fail(op string, err error) error {
 	return &Error{Op: op, Path: f.path, Offset: -1, Err: err}
 }

@@ -185,7 +185,7 @@ func TestReadFaults(t *testing.T) {
 					defer stop(nil)
 					f := r.open(t, e)
 					defer f.Close()
-					f.sys.pread = c.fault(f, stop)
+					f.sys.Pread = c.fault(f, stop)
 					err := f.Load(ctx, r.s, r.x, 0)
 					require.ErrorIs(t, err, c.is)
 					x, ok := errors.AsType[*Error](err)
@@ -220,7 +220,7 @@ func TestErrorStopsOthers(t *testing.T) {
 	f := openFile(t, path, &FileConfig{Engine: Cached, Threads: 2})
 	tune(f, minSlot, 2)
 	var calls atomic.Int64
-	f.sys.pread = func(fd int, p []byte, off int64) (int, error) {
+	f.sys.Pread = func(fd int, p []byte, off int64) (int, error) {
 		if calls.Add(1) == 1 {
 			return 0, unix.EIO
 		}
@@ -238,7 +238,7 @@ func TestShortReads(t *testing.T) {
 		for _, e := range []Engine{Cached, Direct} {
 			f := r.open(t, e)
 			var calls atomic.Int64
-			f.sys.pread = func(fd int, p []byte, off int64) (int, error) {
+			f.sys.Pread = func(fd int, p []byte, off int64) (int, error) {
 				switch calls.Add(1) % 4 {
 				case 0:
 					return -1, unix.EINTR
@@ -273,7 +273,7 @@ func TestShortDirectRead(t *testing.T) {
 	if !f.directReady() {
 		t.Skipf("the folder of temporary files takes no direct reads: %v", f.Status().Direct.Reason)
 	}
-	f.sys.pread = func(fd int, p []byte, off int64) (int, error) {
+	f.sys.Pread = func(fd int, p []byte, off int64) (int, error) {
 		if fd == f.direct.fd {
 			return 100, nil
 		}
@@ -295,7 +295,7 @@ func TestDirectIsRefused(t *testing.T) {
 				t.Skipf("the folder of temporary files takes no direct reads: %v", f.Status().Direct.Reason)
 			}
 			require.Equal(t, Direct, f.Status().Engine)
-			f.sys.pread = func(fd int, p []byte, off int64) (int, error) {
+			f.sys.Pread = func(fd int, p []byte, off int64) (int, error) {
 				if fd == f.direct.fd && off > 5*minSlot {
 					return 0, e
 				}
@@ -322,7 +322,7 @@ func TestWriteFaults(t *testing.T) {
 		says  string
 	}{
 		{"disk full", func(f *File) {
-			f.sys.pwrite = func(fd int, p []byte, off int64) (int, error) {
+			f.sys.Pwrite = func(fd int, p []byte, off int64) (int, error) {
 				if off >= 7*minSlot {
 					return 0, unix.ENOSPC
 				}
@@ -331,14 +331,14 @@ func TestWriteFaults(t *testing.T) {
 		}, unix.ENOSPC, "make room"},
 		{"no room on the disk", func(f *File) {
 			f.mem = false
-			f.sys.fallocate = func(int, uint32, int64, int64) error { return unix.ENOSPC }
-			f.sys.pwrite = func(int, []byte, int64) (int, error) { panic("nothing is to be written") }
+			f.sys.Fallocate = func(int, uint32, int64, int64) error { return unix.ENOSPC }
+			f.sys.Pwrite = func(int, []byte, int64) (int, error) { panic("nothing is to be written") }
 		}, unix.ENOSPC, "at byte 0: 0 of 1311053 bytes"},
 		{"nothing is written", func(f *File) {
-			f.sys.pwrite = func(fd int, p []byte, off int64) (int, error) { return 0, nil }
+			f.sys.Pwrite = func(fd int, p []byte, off int64) (int, error) { return 0, nil }
 		}, io.ErrShortWrite, "0 of "},
 		{"the disk fails at the end", func(f *File) {
-			f.sys.fsync = func(int) error { return unix.EIO }
+			f.sys.Fsync = func(int) error { return unix.EIO }
 		}, unix.EIO, "gds: commit "},
 	}
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
@@ -494,7 +494,7 @@ func littleForTwo(t *testing.T) error {
 			again <- files[1].Load(testgpu.Context(t), newStream(t, dev), x.Slice(len(content)/2, len(content)), int64(len(content)/2))
 		}()
 	})
-	files[0].sys.pread = func(fd int, p []byte, off int64) (int, error) {
+	files[0].sys.Pread = func(fd int, p []byte, off int64) (int, error) {
 		ask()
 		return unix.Pread(fd, p, off)
 	}

@@ -10,42 +10,42 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/handle"
 )
 
 // FileConfig are the options of Open, OpenFile and Create; nil means their zero
 // values.
 type FileConfig struct {
-	// Engine is the one to try first. Auto is what CHORUS_GDS_ENGINE says.
+	// Engine is the engine to try first. Auto means CHORUS_GDS_ENGINE.
 	Engine Engine
-	// Threads is how many threads one call uses at most. 0 is what
-	// CHORUS_GDS_THREADS says.
+	// Threads is the maximum number of threads of one call. 0 means CHORUS_GDS_THREADS.
 	Threads int
 }
 
-// A File is a file whose bytes go to device memory and come from there
-// (torch.cuda.gds.GdsFile).
+// A File is a file for transfers to and from device memory (torch.cuda.gds.GdsFile).
 type File struct {
+	ref
 	owner handle.Owner
 	path  string
-	plain *os.File // goes by the page cache
+	plain *os.File // for access through the page cache
 	fd    int      // of plain
-	write bool     // it may be written
-	blind bool     // it may not be read
-	new   bool     // it is of Create
-	mem   bool     // its file system is memory: the page cache is all there is
+	write bool     // open for writing
+	blind bool     // not open for reading
+	new   bool     // from Create
+	mem   bool     // on a file system in memory, which has only the page cache
 	was   identity // when it was opened
 
-	first   Engine // asked for
-	threads int    // 0 is the device's share of the cores
-	chunk   int64  // of the ring, in bytes; 0 fits it to the threads and devices
+	first   Engine // as configured
+	threads int    // 0 means the device's part of the cores
+	chunk   int64  // size of a slot in bytes; 0 chooses it by the threads and devices
 	depth   int    // slots of each worker
-	sys     system
+	sys     files.System
 
 	direct  directFile
 	count   counters
-	growing sync.Mutex                     // held while the file is made longer
-	why     [engines]atomic.Pointer[error] // an engine does not work
+	growing sync.Mutex                     // held while the file is extended
+	why     [engines]atomic.Pointer[error] // why an engine does not work
 
 	mu     sync.Mutex
 	users  int
@@ -54,23 +54,16 @@ type File struct {
 	known  []*registration
 }
 
-// system is what the files ask of the operating system. Tests put their own there.
-type system struct {
-	pread, pwrite mover
-	fsync         func(fd int) error
-	fallocate     func(fd int, mode uint32, off, bytes int64) error
-}
-
-// Open opens a file to read it. It must be a regular one. What is read of it later
-// is an error that matches ErrChanged when somebody has changed the file since.
+// Open opens a file for reading. It must be a regular file. If another process changes the
+// file, later reads return an error that matches ErrChanged.
 func Open(path string, cfg *FileConfig) (*File, error) {
 	return open("open", path, os.O_RDONLY, cfg)
 }
 
-// OpenFile opens a file with flags of package os, such as
-// os.O_RDWR|os.O_CREATE, to write it in place; who opens it to read only uses Open
-// (GdsFile). A crash in the middle of WriteAt leaves a mixture: Create leaves the
-// old file or the new one.
+// OpenFile opens a file with flags of package os, such as os.O_RDWR|os.O_CREATE, to write
+// it in place; to only read a file, use Open (GdsFile). A crash during WriteAt leaves a
+// mixture of old and new bytes: Create leaves the complete old file or the complete new
+// one.
 func OpenFile(path string, flag int, cfg *FileConfig) (*File, error) {
 	return open("open", path, flag, cfg)
 }
@@ -81,7 +74,8 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 		c = *cfg
 	}
 	f := &File{path: path, write: flag&(os.O_WRONLY|os.O_RDWR) != 0, blind: flag&os.O_WRONLY != 0, depth: defaultDepth,
-		sys: system{unix.Pread, unix.Pwrite, unix.Fsync, unix.Fallocate}}
+		sys: files.System{Pread: unix.Pread, Pwrite: unix.Pwrite, Fsync: unix.Fsync, Fallocate: unix.Fallocate}}
+	f.ref = files.New(inside{f})
 	if flag&os.O_APPEND != 0 {
 		return nil, f.fail(op, errors.New("O_APPEND writes at no offset: leave it out"))
 	}
@@ -99,9 +93,9 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 	return f, nil
 }
 
-// start opens the file itself.
+// start opens the descriptor.
 func (f *File) start(flag int) error {
-	// A pipe would keep the call waiting for its other end.
+	// Without O_NONBLOCK, opening a pipe would wait for its other end.
 	plain, err := os.OpenFile(f.path, flag|unix.O_NONBLOCK, 0o666)
 	if err != nil {
 		return errors.Unwrap(err)
@@ -134,7 +128,7 @@ func (f *File) look() error {
 // Path returns the path that the file was opened by.
 func (f *File) Path() string { return f.path }
 
-// readHost fills p, ordinary memory, with the bytes at off, by the page cache.
+// readHost reads the bytes at off into p, ordinary memory, through the page cache.
 func (f *File) readHost(ctx context.Context, p []byte, off int64) (int, error) {
 	if err := f.use("read"); err != nil {
 		return 0, err
@@ -150,7 +144,7 @@ func (f *File) readHost(ctx context.Context, p []byte, off int64) (int, error) {
 	return n, err
 }
 
-// Sync returns when what was written is on the disk, or ctx has ended.
+// Sync returns when all written bytes are on the disk, or ctx has ended.
 func (f *File) Sync(ctx context.Context) error {
 	if err := f.use("sync"); err != nil {
 		return err
@@ -162,16 +156,16 @@ func (f *File) Sync(ctx context.Context) error {
 	return nil
 }
 
-// flush waits for the disk, which nothing interrupts: when ctx ends first, a
-// goroutine goes on waiting.
+// flush waits for the disk. The wait cannot be interrupted: if ctx ends first, a goroutine
+// continues it.
 func (f *File) flush(ctx context.Context) error {
 	if err := f.use("sync"); err != nil {
 		return err
 	}
 	done := make(chan error, 1)
 	go func() {
-		err := f.sys.fsync(f.fd)
-		f.unuse() // first: whoever hears of the end may commit the file
+		err := f.sys.Fsync(f.fd)
+		f.unuse() // first, because the caller may commit the file after the result
 		done <- err
 	}()
 	select {

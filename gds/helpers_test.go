@@ -1,7 +1,6 @@
 package gds
 
 import (
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"testing"
@@ -9,21 +8,15 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/buffers"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
 func TestMain(m *testing.M) { testgpu.Main(m) }
 
-func newStream(t testing.TB, d *device.Device) *stream.Stream {
-	t.Helper()
-	s, err := stream.New(d, nil)
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, s.Close()) })
-	return s
-}
+var newStream, hostBytes, randomBytes = buffers.NewStream, buffers.Host, buffers.Random
 
 // makeBytes returns poisoned device memory.
 func makeBytes(t testing.TB, s *stream.Stream, n int) memory.Slice[byte] {
@@ -42,22 +35,6 @@ func poison(t testing.TB, s *stream.Stream, x memory.Slice[byte]) {
 		junk[i] = 0xa5
 	}
 	require.NoError(t, x.CopyFrom(s, junk))
-}
-
-// hostBytes returns what is in device memory.
-func hostBytes(t testing.TB, s *stream.Stream, x memory.Slice[byte]) []byte {
-	t.Helper()
-	out := make([]byte, x.Len())
-	require.NoError(t, x.CopyTo(s, out))
-	return out
-}
-
-// randomBytes returns bytes that do not repeat.
-func randomBytes(n int) []byte {
-	r := rand.NewChaCha8([32]byte{7})
-	b := make([]byte, n)
-	_, _ = r.Read(b)
-	return b
 }
 
 // writeFile makes a file on the file system of temporary files.

@@ -6,7 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// An identity tells one state of a file from another.
+// An identity distinguishes the states of a file.
 type identity struct {
 	dev, inode uint64
 	size       int64
@@ -36,8 +36,8 @@ func (f *File) size(op string) (int64, error) {
 	return id.size, nil
 }
 
-// unchanged returns an error if the file is not what was opened. One that may be
-// written here is not compared.
+// unchanged returns an error if the file has changed since it was opened. A file that is
+// open for writing is not compared.
 func (f *File) unchanged() error {
 	if f.write {
 		return nil

@@ -6,23 +6,23 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 )
 
-// maxDepth is how many slots a worker has at most.
+// maxDepth is the maximum number of slots of a worker.
 const maxDepth = 4
 
-// A lane is a stream on which one worker copies, with an event for each slot. A
-// device keeps its lanes for later calls, as long as its context lives.
+// A lane is a stream for the copies of one worker, with an event for each slot. A device
+// keeps its lanes for later calls, until its context is released.
 type lane struct {
-	dev    *device.Device
+	dev    *gpu.Device
 	stream cudadrv.Stream
 	events [maxDepth]cudadrv.Event
 }
 
-// lanes are those of a device that nobody uses.
+// lanes are the unused lanes of a device.
 type lanes struct {
 	mu   sync.Mutex
 	free []*lane
@@ -30,12 +30,12 @@ type lanes struct {
 
 var lanesKey kept.Key
 
-func lanesOf(dev *device.Device) *lanes {
+func lanesOf(dev *gpu.Device) *lanes {
 	return dev.Local(&lanesKey, func() any { return new(lanes) }).(*lanes)
 }
 
-// takeLane returns a lane with nothing on it.
-func takeLane(dev *device.Device) (*lane, error) {
+// takeLane returns an idle lane.
+func takeLane(dev *gpu.Device) (*lane, error) {
 	if l := lanesOf(dev).take(); l != nil {
 		return l, nil
 	}
@@ -47,7 +47,7 @@ func takeLane(dev *device.Device) (*lane, error) {
 	return l, nil
 }
 
-// take returns a lane that there is, or nil.
+// take returns an existing lane, or nil.
 func (x *lanes) take() *lane {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -60,7 +60,7 @@ func (x *lanes) take() *lane {
 	return l
 }
 
-// giveLane takes back a lane that has been drained.
+// giveLane returns a drained lane.
 func giveLane(l *lane) {
 	list := lanesOf(l.dev)
 	list.mu.Lock()
@@ -68,83 +68,62 @@ func giveLane(l *lane) {
 	list.free = append(list.free, l)
 }
 
-func (l *lane) open() error {
-	err := l.dev.Do("cuStreamCreateWithPriority", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		l.stream, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, 0)
-		return r
-	})
+func (l *lane) open() (err error) {
+	l.stream, err = l.dev.NewStream(0)
 	for i := range l.events {
 		if err != nil {
 			return err
 		}
-		err = l.dev.Do("cuEventCreate", func(drv cudadrv.Driver) (r cudadrv.Result) {
-			l.events[i], r = drv.EventCreate(cudadrv.EventDisableTiming | cudadrv.EventBlockingSync)
-			return r
-		})
+		l.events[i], err = l.dev.NewEvent(cudadrv.EventDisableTiming | cudadrv.EventBlockingSync)
 	}
 	return err
 }
 
-// close gives up what open has made. What the driver refuses goes with the
-// context.
+// close destroys the resources that open has created. Resources that the driver does not
+// destroy are released with the context.
 func (l *lane) close() {
 	for _, e := range l.events {
 		if e != 0 {
-			_ = l.dev.Do("cuEventDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventDestroy(e) })
+			_ = l.dev.DestroyEvent(e)
 		}
 	}
 	if l.stream != 0 {
-		_ = l.dev.Do("cuStreamDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamDestroy(l.stream) })
+		_ = l.dev.DestroyStream(l.stream)
 	}
 }
 
 func (l *lane) upload(dst cudadrv.DevicePtr, src unsafe.Pointer, bytes int64) error {
-	return l.dev.Do("cuMemcpyHtoDAsync", func(drv cudadrv.Driver) cudadrv.Result {
+	return l.dev.Do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemcpyHtoDAsync(dst, src, uintptr(bytes), l.stream)
 	})
 }
 
 func (l *lane) download(src cudadrv.DevicePtr, dst unsafe.Pointer, bytes int64) error {
-	return l.dev.Do("cuMemcpyDtoHAsync", func(drv cudadrv.Driver) cudadrv.Result {
+	return l.dev.Do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemcpyDtoHAsync(dst, src, uintptr(bytes), l.stream)
 	})
 }
 
-// mark records the i-th event behind what is on the lane.
-func (l *lane) mark(i int) error {
-	return l.dev.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(l.events[i], l.stream) })
-}
+// mark records event i after the operations on the lane.
+func (l *lane) mark(i int) error { return l.dev.RecordEvent(l.events[i], l.stream) }
 
-// patience is how long a worker asks whether its copies are done before its thread
-// sleeps until they are: waking it, above all in a virtual machine, may take longer
-// than the copies. Tests change it.
+// patience is how long a worker polls for the end of its copies before its thread sleeps.
+// Waking the thread, especially in a virtual machine, may take longer than the copies.
+// Tests change it.
 var patience = 200 * time.Microsecond
 
-// await waits for the i-th event: for copies only, which take their time and no
-// longer.
+// await waits for event i. Only copies precede it, so the wait is short.
 func (l *lane) await(i int) error {
 	for start := time.Now(); time.Since(start) < patience; runtime.Gosched() {
 		if passed, err := l.passed(i); passed || err != nil {
 			return err
 		}
 	}
-	return l.dev.Do("cuEventSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventSynchronize(l.events[i]) })
+	return l.dev.SyncEvent(l.events[i])
 }
 
-// passed reports whether the i-th event has been reached.
-func (l *lane) passed(i int) (passed bool, err error) {
-	err = l.dev.Do("cuEventQuery", func(drv cudadrv.Driver) cudadrv.Result {
-		r := drv.EventQuery(l.events[i])
-		if r == cudadrv.ErrorNotReady {
-			return cudadrv.Success
-		}
-		passed = true
-		return r
-	})
-	return passed, err
-}
+// passed reports whether event i has passed.
+func (l *lane) passed(i int) (bool, error) { return l.dev.QueryEvent(l.events[i]) }
 
 // drain waits for everything on the lane.
-func (l *lane) drain() error {
-	return l.dev.Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(l.stream) })
-}
+func (l *lane) drain() error { return l.dev.SyncStream(l.stream) }

@@ -91,7 +91,7 @@ func TestArguments(t *testing.T) {
 		refuse(f.Load(ctx, s, x, 1<<63-1), "no file has such bytes")
 		refuse(f.Load(ctx, nil, x, 0), "no stream given")
 		refuse(f.Save(ctx, s, x, 0), "opened to be read only")
-		refuse(f.readPieces(ctx, s, []piece{{10, x.Slice(0, 10)}, {19, x.Slice(20, 30)}}, hooks{}), "piece 1 begins at byte 19, before byte 20")
+		refuse(f.readPieces(ctx, s, []piece{{Off: 10, Mem: x.Slice(0, 10)}, {Off: 19, Mem: x.Slice(20, 30)}}, hooks{}), "piece 1 begins at byte 19, before byte 20")
 
 		closed, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
@@ -109,10 +109,10 @@ func TestArguments(t *testing.T) {
 		g, err := graph.Capture([]*stream.Stream{s}, func() error {
 			err := f.Load(ctx, s, x, 0)
 			refuse(err, "before the capture")
-			var capture *stream.CaptureError
+			var capture *device.CaptureError
 			require.True(t, errors.As(err, &capture))
 			return nil
-		})
+		}, nil)
 		require.NoError(t, err)
 		require.NoError(t, g.Close())
 		for _, b := range hostBytes(t, s, x) {

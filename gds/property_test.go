@@ -52,7 +52,7 @@ func randomPieces(r *rand.Rand, x memory.Slice[byte], size int) (pieces []piece)
 		if off+n > size || at+n > x.Len() {
 			break
 		}
-		pieces = append(pieces, piece{int64(off), x.Slice(at, at+n)})
+		pieces = append(pieces, piece{Off: int64(off), Mem: x.Slice(at, at+n)})
 		off, at = off+n, at+n
 	}
 	return pieces
@@ -91,7 +91,7 @@ func TestRandomPieces(t *testing.T) {
 
 func readAndCompare(t *testing.T, s *stream.Stream, f *File, x memory.Slice[byte], pieces []piece, content []byte) {
 	var moved atomic.Int64
-	err := f.readPieces(testgpu.Context(t), s, pieces, hooks{moved: func(n int) { moved.Add(int64(n)) }})
+	err := f.readPieces(testgpu.Context(t), s, pieces, hooks{Moved: func(n int) { moved.Add(int64(n)) }})
 	if err != nil {
 		t.Error(err)
 		return
@@ -105,7 +105,7 @@ func readAndCompare(t *testing.T, s *stream.Stream, f *File, x memory.Slice[byte
 		want[i] = 0xa5
 	}
 	for _, p := range pieces {
-		copy(want[p.mem.Offset()-x.Offset():], content[p.off:p.end()])
+		copy(want[p.Mem.Offset()-x.Offset():], content[p.Off:p.End()])
 	}
 	if string(want) != string(got) {
 		t.Errorf("%s by %s: other bytes than the file's, or beside the pieces", f.path, f.first)
@@ -137,10 +137,10 @@ func TestRandomWrites(t *testing.T) {
 				defer x.Close()
 				pieces := randomPieces(r, x, len(want))
 				for _, p := range pieces {
-					copy(want[p.off:], content[p.mem.Offset():p.mem.Offset()+p.mem.Len()])
+					copy(want[p.Off:], content[p.Mem.Offset():p.Mem.Offset()+p.Mem.Len()])
 				}
 				var moved atomic.Int64
-				require.NoError(t, f.writePieces(testgpu.Context(t), s, pieces, hooks{moved: func(n int) { moved.Add(int64(n)) }}))
+				require.NoError(t, f.writePieces(testgpu.Context(t), s, pieces, hooks{Moved: func(n int) { moved.Add(int64(n)) }}))
 				require.EqualValues(t, bytesOf(pieces), moved.Load())
 				got, err := os.ReadFile(path)
 				require.NoError(t, err)

@@ -10,9 +10,9 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// readPieces fills the pieces with the file's bytes. They are on the device of s
-// and in the file's order. It returns when all is in device memory, or when
-// nothing is in flight any more.
+// readPieces reads the file's bytes into the pieces, which are on the device of s and in
+// file order. It returns when all bytes are in device memory, or after an error when no
+// transfer is pending.
 func (f *File) readPieces(ctx context.Context, s *stream.Stream, pieces []piece, h hooks) error {
 	const op = "read"
 	if err := f.use(op); err != nil {
@@ -44,8 +44,8 @@ func (f *File) inside(op string, pieces []piece) error {
 		return f.fail(op, err)
 	}
 	for _, p := range pieces {
-		if p.mem.Len() > 0 && p.end() > id.size {
-			return &Error{Op: op, Path: f.path, Offset: p.off, Wanted: int64(p.mem.Len()), Got: max(0, id.size-p.off), Err: io.ErrUnexpectedEOF}
+		if p.Mem.Len() > 0 && p.End() > id.size {
+			return &Error{Op: op, Path: f.path, Offset: p.Off, Wanted: int64(p.Mem.Len()), Got: max(0, id.size-p.Off), Err: io.ErrUnexpectedEOF}
 		}
 	}
 	return nil
@@ -55,14 +55,14 @@ func (f *File) inside(op string, pieces []piece) error {
 func (w *worker) read() error {
 	t := w.t
 	for {
-		i, err := w.free(w.settle)
+		i, err := w.free(w.awaitCopies)
 		if err != nil {
 			return err
 		}
 		win, ok := t.claim()
 		if !ok {
 			t.spare()
-			return w.all(w.settle)
+			return w.all(w.awaitCopies)
 		}
 		if err := t.fetch(win, w.held[i].slot); err != nil {
 			return err
@@ -85,8 +85,8 @@ func (t *transfer) fetch(win window, x *slot) error {
 	return nil
 }
 
-// settle waits for the copies from a slot.
-func (w *worker) settle(i int) error {
+// awaitCopies waits for the copies from a slot.
+func (w *worker) awaitCopies(i int) error {
 	landed, err := w.land(i)
 	if landed {
 		w.t.tell(w.held[i].bytes)
@@ -94,8 +94,8 @@ func (w *worker) settle(i int) error {
 	return err
 }
 
-// readRun reads the bytes from one offset to another into a slot that begins at
-// base. After an error n bytes are there.
+// readRun reads the bytes between two offsets into a slot that begins at base. After an
+// error n bytes were read.
 func (f *File) readRun(ctx context.Context, buf []byte, base, from, to int64) (e Engine, n int, err error) {
 	for {
 		e = f.readEngine(from, to)

@@ -9,12 +9,12 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// ReadAt reads the file's bytes from off on into dst and returns how many there
-// were: fewer than dst has, with io.EOF, where the file ends before. memory.Slice's
-// AsBytes makes bytes of any elements. dst is written after what is on s by now,
-// and ReadAt returns when the bytes are there, so that what is enqueued later
-// finds them. After another error, an *Error, dst has undefined contents, and
-// nothing is in flight. A ctx that ends is obeyed between parts of some MiB.
+// ReadAt reads the file's bytes from offset off into dst and returns the number of bytes:
+// fewer than dst has, with io.EOF, if the file ends earlier. memory.Slice's AsBytes
+// converts slices of other types. dst is written after the operations that are already
+// enqueued on s, and ReadAt returns when the bytes are in dst, so that operations enqueued
+// later see them. After another error, an *Error, the contents of dst are undefined, and
+// no transfer is pending. ReadAt checks ctx between parts of some MiB.
 func (f *File) ReadAt(ctx context.Context, s *stream.Stream, dst memory.Slice[byte], off int64) (n int, err error) {
 	size, err := f.size("read")
 	if err != nil {
@@ -24,7 +24,7 @@ func (f *File) ReadAt(ctx context.Context, s *stream.Stream, dst memory.Slice[by
 		return 0, f.fail("read", fmt.Errorf("offset %d is negative", off))
 	}
 	n = int(min(int64(dst.Len()), max(0, size-off)))
-	if err := f.readPieces(ctx, s, []piece{{off, dst.Slice(0, n)}}, hooks{}); err != nil {
+	if err := f.readPieces(ctx, s, []piece{{Off: off, Mem: dst.Slice(0, n)}}, hooks{}); err != nil {
 		return 0, err
 	}
 	if n < dst.Len() {
@@ -33,17 +33,17 @@ func (f *File) ReadAt(ctx context.Context, s *stream.Stream, dst memory.Slice[by
 	return n, nil
 }
 
-// Load fills dst with the file's bytes from off on
-// (torch.cuda.gds.GdsFile.load_storage). It is ReadAt where a file that ends
-// before is an error that matches io.ErrUnexpectedEOF, and then nothing is read.
+// Load fills dst with the file's bytes from offset off
+// (torch.cuda.gds.GdsFile.load_storage). It is ReadAt, except that a file that ends too
+// early is an error that matches io.ErrUnexpectedEOF, and nothing is read.
 func (f *File) Load(ctx context.Context, s *stream.Stream, dst memory.Slice[byte], off int64) error {
-	return f.readPieces(ctx, s, []piece{{off, dst}}, hooks{})
+	return f.readPieces(ctx, s, []piece{{Off: off, Mem: dst}}, hooks{})
 }
 
-// WriteAt writes src to the file at off and returns how many bytes it has written,
-// which are all unless there is an error, an *Error. It writes what s has brought to
-// src by now, and returns when the operating system has the bytes: Sync brings them
-// to the disk. After an error any part of them may be in the file.
+// WriteAt writes src to the file at offset off and returns the number of bytes, which is
+// the length of src unless there is an error, an *Error. It waits for the operations that
+// are already enqueued on s, and returns when the operating system has the bytes; Sync
+// flushes them to the disk. After an error the file may contain any part of them.
 func (f *File) WriteAt(ctx context.Context, s *stream.Stream, src memory.Slice[byte], off int64) (n int, err error) {
 	if err := f.Save(ctx, s, src, off); err != nil {
 		return 0, err
@@ -54,5 +54,5 @@ func (f *File) WriteAt(ctx context.Context, s *stream.Stream, src memory.Slice[b
 // Save writes src to the file at off (torch.cuda.gds.GdsFile.save_storage); see
 // WriteAt.
 func (f *File) Save(ctx context.Context, s *stream.Stream, src memory.Slice[byte], off int64) error {
-	return f.writePieces(ctx, s, []piece{{off, src}}, hooks{})
+	return f.writePieces(ctx, s, []piece{{Off: off, Mem: src}}, hooks{})
 }

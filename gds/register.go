@@ -7,13 +7,15 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 )
 
-// errBusy is the error of what must not happen while a call is under way.
+// errBusy reports that the buffer is in use by a call that has not returned.
 var errBusy = errors.New("a call that uses it has not returned: wait for it")
 
-// A buffer is device memory that cuFile knows.
+// A buffer is device memory that is registered with cuFile.
 type buffer struct {
 	lib   *cuFile
 	dev   *device.Device
@@ -23,11 +25,11 @@ type buffer struct {
 	busy  int // transfers
 }
 
-// RegisterBuffer lets cuFile know device memory, so that it reads into it and writes
-// from it without a copy where the hardware can
-// (torch.cuda.gds.gds_register_buffer). The same memory may be registered several
-// times, and is then to be deregistered as often. It must be before it is closed.
-// The error says why cuFile does not take it: files are read to it all the same.
+// RegisterBuffer registers device memory with cuFile, which then reads into it and writes
+// from it without a copy if the hardware supports that
+// (torch.cuda.gds.gds_register_buffer). Memory that is registered several times must be
+// deregistered as often, and before it is closed. If cuFile refuses the memory, the error
+// says why; files can be read into it nevertheless.
 func RegisterBuffer(x memory.Slice[byte]) error {
 	const op = "gds: register buffer"
 	c, err := bufferLib(op, x)
@@ -44,8 +46,8 @@ func RegisterBuffer(x memory.Slice[byte]) error {
 		b.refs++
 		return nil
 	}
-	b := &buffer{lib: c, dev: x.Device(), ptr: x.Raw(), bytes: int64(x.Len()), refs: 1}
-	err = b.dev.Bound(func() error {
+	b := &buffer{lib: c, dev: x.Device(), ptr: cudadrv.DevicePtr(x.Ptr()), bytes: int64(x.Len()), refs: 1}
+	err = gpu.DeviceOf(b.dev).Bound(func() error {
 		return failed("cuFileBufRegister", api.BufRegister(b.ptr, uintptr(b.bytes), 0))
 	})
 	if err != nil {
@@ -75,7 +77,7 @@ func DeregisterBuffer(x memory.Slice[byte]) error {
 	case b.busy > 0:
 		return fmt.Errorf("%s of %d bytes on %s: %w", op, b.bytes, b.dev, errBusy)
 	}
-	err = b.dev.Bound(func() error { return failed("cuFileBufDeregister", c.api.BufDeregister(b.ptr)) })
+	err = gpu.DeviceOf(b.dev).Bound(func() error { return failed("cuFileBufDeregister", c.api.BufDeregister(b.ptr)) })
 	if err != nil {
 		return fmt.Errorf("%s of %d bytes on %s: %w", op, b.bytes, b.dev, err)
 	}
@@ -85,7 +87,7 @@ func DeregisterBuffer(x memory.Slice[byte]) error {
 
 // bufferLib returns the library for memory, or nil for none.
 func bufferLib(op string, x memory.Slice[byte]) (*cuFile, error) {
-	if err := x.Check(op, nil); err != nil || x.Len() == 0 {
+	if err := mem.Check(op, x.Buffer(), x.Len(), nil); err != nil || x.Len() == 0 {
 		return nil, err
 	}
 	return cuFileOf(x.Device()), nil
@@ -94,7 +96,7 @@ func bufferLib(op string, x memory.Slice[byte]) (*cuFile, error) {
 // find returns the buffer that is just this memory. c.mu is held.
 func (c *cuFile) find(x memory.Slice[byte]) *buffer {
 	for _, b := range c.buffers {
-		if b.ptr == x.Raw() && b.bytes == int64(x.Len()) {
+		if b.ptr == cudadrv.DevicePtr(x.Ptr()) && b.bytes == int64(x.Len()) {
 			return b
 		}
 	}

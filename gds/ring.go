@@ -12,28 +12,29 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/memory"
 )
 
-// A ring bounds the pinned memory that all files of a System have in use. The
-// memory itself is that of package memory, which keeps it for the next call until
-// memory.EmptyHostCache. Who waits comes in its turn.
+// A ring limits the pinned memory that all files of a System use. The memory comes from
+// package memory, which caches it for the next call until memory.EmptyHostCache. Waiting
+// calls are served in order.
 type ring struct {
 	bound   int64 // in bytes
-	err     error // of the environment's bound
+	err     error // of parsing the bound in the environment
 	make    func(dev *device.Device, bytes int) (*memory.Pinned[byte], error)
 	waiters atomic.Int32
 
 	mu      sync.Mutex
 	used    int64
-	waiting []*turn
-	slots   int           // that somebody has, or is being given
-	given   chan struct{} // closed when one of them is given back, or the last one not given
+	waiting []*waiter
+	slots   int           // slots in use or being allocated
+	given   chan struct{} // closed when a slot is returned, or the last allocation of one fails
 }
 
-// A turn is one who waits.
-type turn struct {
+// A waiter is a call that waits for a slot.
+type waiter struct {
 	bytes int64
 	come  chan struct{}
 }
@@ -51,7 +52,7 @@ var ringKey kept.Key
 
 // ringOf returns the ring of the device's System.
 func ringOf(dev *device.Device) (*ring, error) {
-	r := dev.System().Local(&ringKey, func() any { return newRing() }).(*ring)
+	r := gpu.DeviceOf(dev).System().Local(&ringKey, func() any { return newRing() }).(*ring)
 	return r, r.err
 }
 
@@ -63,11 +64,11 @@ func newRing() *ring {
 	return &ring{bound: int64(n), err: err, make: memory.MakePinned[byte], given: make(chan struct{})}
 }
 
-// errNoMore says that nothing is left for which a slot would be wanted.
+// errNoMore reports that all windows are taken, so that no slot is needed.
 var errNoMore = errors.New("no more slots are wanted")
 
-// acquire waits for a slot, unless ctx ends or over is closed. While no more memory can
-// be pinned it waits for what others have.
+// acquire waits for a slot, unless ctx ends or over is closed. If no more memory can be
+// pinned it waits for a slot of another worker.
 func (r *ring) acquire(ctx context.Context, over <-chan struct{}, dev *device.Device, bytes int64) (*slot, error) {
 	for {
 		if err := r.enter(ctx, over, bytes); err != nil {
@@ -87,7 +88,7 @@ func (r *ring) acquire(ctx context.Context, over <-chan struct{}, dev *device.De
 	}
 }
 
-// enter waits until the bytes are within the bound.
+// enter waits until the limit permits the bytes.
 func (r *ring) enter(ctx context.Context, over <-chan struct{}, bytes int64) error {
 	t := r.queue(bytes)
 	if t == nil {
@@ -106,7 +107,7 @@ func (r *ring) enter(ctx context.Context, over <-chan struct{}, bytes int64) err
 	}
 }
 
-// tryAcquire returns a slot, or nil where there is none at once.
+// tryAcquire returns a slot, or nil if none is available at once.
 func (r *ring) tryAcquire(dev *device.Device, bytes int64) (*slot, error) {
 	r.mu.Lock()
 	ok := len(r.waiting) == 0 && r.used+bytes <= r.bound
@@ -121,22 +122,22 @@ func (r *ring) tryAcquire(dev *device.Device, bytes int64) (*slot, error) {
 	return x, err
 }
 
-// queue takes the bytes, or a place among those who wait for them.
-func (r *ring) queue(bytes int64) *turn {
+// queue reserves the bytes, or adds a waiter.
+func (r *ring) queue(bytes int64) *waiter {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(r.waiting) == 0 && r.used+bytes <= r.bound {
 		r.used += bytes
 		return nil
 	}
-	t := &turn{bytes, make(chan struct{})}
+	t := &waiter{bytes, make(chan struct{})}
 	r.waiting = append(r.waiting, t)
 	r.waiters.Add(1)
 	return t
 }
 
-// leave gives up a place, or what it has got meanwhile.
-func (r *ring) leave(t *turn) {
+// leave gives back a place in the queue, or the bytes that were granted meanwhile.
+func (r *ring) leave(t *waiter) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if i := slices.Index(r.waiting, t); i >= 0 {
@@ -147,8 +148,8 @@ func (r *ring) leave(t *turn) {
 	r.grant()
 }
 
-// pin makes the slot for bytes that are taken. Where it cannot while others have slots,
-// given is closed when one of those is given back.
+// pin allocates a slot for reserved bytes. If that fails while others have slots, given is
+// closed when a slot is returned.
 func (r *ring) pin(dev *device.Device, bytes int64) (x *slot, given <-chan struct{}, err error) {
 	r.mu.Lock()
 	r.slots++
@@ -166,11 +167,11 @@ func (r *ring) pin(dev *device.Device, bytes int64) (x *slot, given <-chan struc
 	if r.slots > 0 || r.given != before {
 		return nil, before, err
 	}
-	r.tell() // those who waited for this one, which there will not be
+	r.tell() // wake the waiters for this slot, which will not exist
 	return nil, nil, err
 }
 
-// release gives a slot back that nothing is in flight from.
+// release returns a slot without pending copies.
 func (r *ring) release(x *slot) error {
 	err := x.pinned.Close()
 	r.free(x.bytes)
@@ -181,7 +182,7 @@ func (r *ring) release(x *slot) error {
 	return err
 }
 
-// tell lets those look again who wait for memory that others have. r.mu is held.
+// tell wakes the workers that wait for memory of others. r.mu is held.
 func (r *ring) tell() {
 	close(r.given)
 	r.given = make(chan struct{})
@@ -194,7 +195,7 @@ func (r *ring) free(bytes int64) {
 	r.grant()
 }
 
-// grant lets those in who have room now. r.mu is held.
+// grant admits the waiters for which there is room. r.mu is held.
 func (r *ring) grant() {
 	for len(r.waiting) > 0 && r.used+r.waiting[0].bytes <= r.bound {
 		r.used += r.waiting[0].bytes
@@ -203,5 +204,5 @@ func (r *ring) grant() {
 	}
 }
 
-// pressed reports whether somebody waits for a slot.
+// pressed reports whether a call waits for a slot.
 func (r *ring) pressed() bool { return r.waiters.Load() > 0 }

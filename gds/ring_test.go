@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -139,7 +140,7 @@ func TestShortCallsInBetween(t *testing.T) {
 	tune(short, minSlot, 1)
 	var calls atomic.Int64
 	started := make(chan struct{})
-	long.sys.pread = func(fd int, p []byte, off int64) (int, error) {
+	long.sys.Pread = func(fd int, p []byte, off int64) (int, error) {
 		if calls.Add(1) == 3 { // it has both slots
 			close(started)
 			if err := poll.Until(ctx, func() (bool, error) { return r.pressed(), nil }); err != nil {
@@ -162,19 +163,19 @@ func TestShortCallsInBetween(t *testing.T) {
 func TestLanesAreKept(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		r := newRig(t, devs[0])
-		before := len(lanesOf(devs[0]).free)
+		before := len(lanesOf(gpu.DeviceOf(devs[0])).free)
 		require.Positive(t, before)
 		for range 3 {
 			r.usable(t)
 		}
 		f := r.open(t, Cached)
 		defer f.Close()
-		f.sys.pread = func(int, []byte, int64) (int, error) { return 0, unix.EIO }
+		f.sys.Pread = func(int, []byte, int64) (int, error) { return 0, unix.EIO }
 		for range 5 {
 			require.ErrorIs(t, f.Load(testgpu.Context(t), r.s, r.x, 0), unix.EIO)
 		}
-		require.LessOrEqual(t, len(lanesOf(devs[0]).free), max(before, 3))
-		require.GreaterOrEqual(t, len(lanesOf(devs[0]).free), before)
+		require.LessOrEqual(t, len(lanesOf(gpu.DeviceOf(devs[0])).free), max(before, 3))
+		require.GreaterOrEqual(t, len(lanesOf(gpu.DeviceOf(devs[0])).free), before)
 	})
 }
 

@@ -8,13 +8,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The reasons of rule.
+// The reasons that rule gives.
 var (
 	errInMemory   = errors.New("the file system is memory, of which the page cache is all")
 	errNoNvidiaFS = errors.New("nvidia-fs is not loaded, so that cuFile would copy through host memory as the other engines do: CHORUS_GDS_ENGINE=cufile tries it")
 )
 
-// rule refuses the engines that are not to be tried at all.
+// rule refuses the engines that are not used for the file.
 func (f *File) rule() {
 	asked := fmt.Errorf("engine %s was asked for", f.first)
 	switch f.first {
@@ -33,8 +33,7 @@ func (f *File) rule() {
 	}
 }
 
-// readEngine chooses how the bytes from one offset to another are read where cuFile
-// does not.
+// readEngine chooses the engine for a range of bytes that cuFile does not read.
 func (f *File) readEngine(from, to int64) Engine {
 	if !f.directReady() || f.first == Auto && f.resident(from, to) {
 		return Cached
@@ -42,8 +41,8 @@ func (f *File) readEngine(from, to int64) Engine {
 	return Direct
 }
 
-// writeEngine chooses how bytes are written where cuFile does not: past the page
-// cache, from which they would have to go to the disk anyway.
+// writeEngine chooses the engine for writes that cuFile does not do. It prefers Direct,
+// because bytes in the page cache would have to be written to the disk later.
 func (f *File) writeEngine() Engine {
 	if !f.directReady() {
 		return Cached
@@ -51,8 +50,8 @@ func (f *File) writeEngine() Engine {
 	return Direct
 }
 
-// resident reports whether half of the bytes or more are in the page cache. Where
-// the system does not tell, Direct is refused.
+// resident reports whether at least half of the bytes are in the page cache. If the system
+// does not report that, Direct is refused.
 func (f *File) resident(from, to int64) bool {
 	var st unix.Cachestat_t
 	if err := unix.Cachestat(uint(f.fd), &unix.CachestatRange{Off: uint64(from), Len: uint64(to - from)}, &st, 0); err != nil {
@@ -62,7 +61,7 @@ func (f *File) resident(from, to int64) bool {
 	return st.Cache*uint64(os.Getpagesize())*2 >= uint64(to-from)
 }
 
-// refuse notes why an engine does not work for the file. The first reason stays.
+// refuse records why an engine does not work for the file. The first reason is kept.
 func (f *File) refuse(e Engine, why error) { f.why[e].CompareAndSwap(nil, &why) }
 
 func (f *File) refuses(e Engine) bool { return f.why[e].Load() != nil }

@@ -121,7 +121,7 @@ func TestDirectWriteIsRefused(t *testing.T) {
 	f, err := OpenFile(path, os.O_RDWR, &FileConfig{Engine: Direct})
 	require.NoError(t, err)
 	defer f.Close()
-	f.sys.pwrite = func(fd int, p []byte, off int64) (int, error) {
+	f.sys.Pwrite = func(fd int, p []byte, off int64) (int, error) {
 		if fd == f.direct.fd {
 			return 0, unix.EINVAL
 		}
@@ -152,12 +152,12 @@ func TestMerging(t *testing.T) {
 		pieces       []piece
 		reads, parts int
 	}{
-		{[]piece{{0, x.Slice(0, 100)}, {100, x.Slice(100, 300)}}, 1, 1},
-		{[]piece{{0, x.Slice(0, 100)}, {100, x.Slice(101, 300)}}, 1, 2},
-		{[]piece{{0, x.Slice(0, 100)}, {101, x.Slice(100, 300)}}, 1, 2},
-		{[]piece{{0, x.Slice(0, 100)}, {100, y.Slice(100, 300)}}, 1, 2},
-		{[]piece{{0, x.Slice(0, 100)}, {100 + gapBytes, x.Slice(100, 300)}}, 1, 2},
-		{[]piece{{0, x.Slice(0, 100)}, {101 + gapBytes, x.Slice(100, 300)}}, 2, 2},
+		{[]piece{{Off: 0, Mem: x.Slice(0, 100)}, {Off: 100, Mem: x.Slice(100, 300)}}, 1, 1},
+		{[]piece{{Off: 0, Mem: x.Slice(0, 100)}, {Off: 100, Mem: x.Slice(101, 300)}}, 1, 2},
+		{[]piece{{Off: 0, Mem: x.Slice(0, 100)}, {Off: 101, Mem: x.Slice(100, 300)}}, 1, 2},
+		{[]piece{{Off: 0, Mem: x.Slice(0, 100)}, {Off: 100, Mem: y.Slice(100, 300)}}, 1, 2},
+		{[]piece{{Off: 0, Mem: x.Slice(0, 100)}, {Off: 100 + gapBytes, Mem: x.Slice(100, 300)}}, 1, 2},
+		{[]piece{{Off: 0, Mem: x.Slice(0, 100)}, {Off: 101 + gapBytes, Mem: x.Slice(100, 300)}}, 2, 2},
 	} {
 		f := openFile(t, path, &FileConfig{Engine: Cached, Threads: 1})
 		poison(t, s, x)

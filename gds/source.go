@@ -8,23 +8,23 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// manyTries is how often in a row the system may say that it cannot do anything
-// now, before that is an error.
+// manyTries is how often in a row a system call may return a temporary error before that
+// is an error.
 const manyTries = 1000
 
-// fill reads until p is full and returns how many bytes there are. A short read is
-// continued; the end of the file is io.ErrUnexpectedEOF.
+// fill reads until p is full and returns the number of bytes. A short read is continued;
+// at the end of the file the error is io.ErrUnexpectedEOF.
 func (f *File) fill(ctx context.Context, fd int, p []byte, off int64) (n int, err error) {
-	return f.whole(ctx, f.sys.pread, fd, p, off, io.ErrUnexpectedEOF)
+	return f.whole(ctx, f.sys.Pread, fd, p, off, io.ErrUnexpectedEOF)
 }
 
 // empty writes all of p.
 func (f *File) empty(ctx context.Context, fd int, p []byte, off int64) (n int, err error) {
-	return f.whole(ctx, f.sys.pwrite, fd, p, off, io.ErrShortWrite)
+	return f.whole(ctx, f.sys.Pwrite, fd, p, off, io.ErrShortWrite)
 }
 
-// whole calls move until all of p has been moved. none is the error of a call that
-// moves nothing.
+// whole calls move until all of p has been moved. none is the error if a call moves no
+// bytes.
 func (f *File) whole(ctx context.Context, move mover, fd int, p []byte, off int64, none error) (n int, err error) {
 	for n < len(p) {
 		m, err := f.once(ctx, move, fd, p[n:], off+int64(n))
@@ -41,10 +41,7 @@ func (f *File) whole(ctx context.Context, move mover, fd int, p []byte, off int6
 	return n, nil
 }
 
-// A mover is pread or pwrite.
-type mover = func(fd int, p []byte, off int64) (int, error)
-
-// once calls move until it is not told to try again.
+// once calls move until the result is not a temporary error.
 func (f *File) once(ctx context.Context, move mover, fd int, p []byte, off int64) (n int, err error) {
 	for tries := 0; ; tries++ {
 		if ctx.Err() != nil {

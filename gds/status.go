@@ -2,27 +2,27 @@ package gds
 
 import "sync/atomic"
 
-// A Status says how the bytes of a file go.
+// A Status describes the engines of a file.
 type Status struct {
 	Path   string
-	Engine Engine // by which the most bytes went, or the next ones would go
+	Engine Engine // the engine of the most bytes so far, or else of the next bytes
 	Cached EngineStatus
 	Direct EngineStatus
 	CuFile EngineStatus
 
-	Continued int64 // calls of the system that moved less than asked for, and were continued
-	Retried   int64 // calls of the system that were interrupted, and tried again
+	Continued int64 // system calls that moved fewer bytes than requested, and were continued
+	Retried   int64 // system calls that were interrupted, and repeated
 }
 
-// An EngineStatus is what an engine has done for a file.
+// An EngineStatus is the traffic of an engine for a file.
 type EngineStatus struct {
 	Reads, Writes           int64 // calls of the system
 	BytesRead, BytesWritten int64
 	Reason                  error // why the engine does not serve the file; nil if it could
 }
 
-// Status tells what serves the file, what does not and why, and what was done so
-// far. It may be called at any time, also after Close.
+// Status returns the state of the file's engines, why an engine is not used, and the
+// traffic so far. It may be called at any time, also after Close.
 func (f *File) Status() Status {
 	s := Status{Path: f.path, Engine: f.prefers(),
 		Cached: f.status(Cached), Direct: f.status(Direct), CuFile: f.status(CuFile),
@@ -57,13 +57,13 @@ func (f *File) prefers() Engine {
 	return Cached
 }
 
-// counters are what has been done with a file.
+// counters count the traffic of a file.
 type counters struct {
 	by                 [engines]traffic
 	continued, retried atomic.Int64
 }
 
-// traffic is that of one engine.
+// traffic counts the traffic of one engine.
 type traffic struct{ reads, writes, bytesRead, bytesWritten atomic.Int64 }
 
 func (t *traffic) add(write bool, bytes int64) {

@@ -10,45 +10,39 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/files"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
 
 const (
-	mostChunk    = 4 << 20   // above which nothing gets faster
-	leastChunk   = 512 << 10 // below which the host's calls set the pace
-	cacheBytes   = 128 << 20 // what the slots of all devices have together, so that they stay in the host's caches
+	mostChunk    = 4 << 20   // larger chunks are not faster
+	leastChunk   = 512 << 10 // with smaller chunks the calls of the host dominate
+	cacheBytes   = 128 << 20 // total size of the slots of all devices, so that they stay in the host's caches
 	defaultDepth = 2         // one slot is filled while the other is copied
 	minSlot      = 64 << 10
 	minWindow    = 256 << 10
-	gapBytes     = 32 << 10 // what lies between two pieces is read too rather than skipped
+	gapBytes     = files.GapBytes
 )
 
-// hooks are what a transfer knows of its surroundings. Any worker calls the functions
-// that are not nil.
-type hooks struct {
-	moved   func(bytes int) // bytes of pieces have arrived
-	spare   func()          // a worker has nothing left to begin: the next transfer may
-	devices int             // to and from which bytes move at the same time; 0 is one
-}
-
-// A transfer is one call: pieces of a file that workers move, window by window.
+// A transfer is one call: workers move the pieces of a file window by window.
 type transfer struct {
 	f       *File
 	op      string
-	ctx     context.Context // ends with the caller's, or with the first error
+	ctx     context.Context // ends with the caller's context, or at the first error
 	stop    context.CancelCauseFunc
 	dev     *device.Device
 	ring    *ring
 	pieces  []piece
 	windows []window
-	slot    int64 // bytes of each slot, at least those of a window
+	slot    int64 // bytes of each slot, at least the size of a window
 	hooks   hooks
 	writes  bool
-	cu      *registration // of the file, where cuFile is to move it
+	cu      *registration // of the file; nil if cuFile does not move it
 	done    atomic.Int64  // bytes that have arrived
 
 	next atomic.Int64
-	over chan struct{} // closed when somebody has each window
+	over chan struct{} // closed when all windows are claimed
 
 	mu    sync.Mutex
 	err   error
@@ -62,7 +56,7 @@ func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces
 	if err := t.check(ctx, s); err != nil {
 		return f.fail(op, err)
 	}
-	t.pieces = slices.DeleteFunc(slices.Clone(pieces), func(p piece) bool { return p.mem.Len() == 0 })
+	t.pieces = slices.DeleteFunc(slices.Clone(pieces), func(p piece) bool { return p.Mem.Len() == 0 })
 	if len(t.pieces) == 0 {
 		return nil
 	}
@@ -70,7 +64,7 @@ func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces
 	if threads == 0 {
 		threads = defaultThreads(t.dev)
 	}
-	t.slot = min(f.slotFor(threads, h.devices), floorPow2(t.ring.bound))
+	t.slot = min(f.slotFor(threads, h.Devices), floorPow2(t.ring.bound))
 	t.windows = cut(t.pieces, windowSize(t.slot, bytesOf(pieces), threads))
 	t.ctx, t.stop = context.WithCancelCause(ctx)
 	defer t.stop(nil)
@@ -81,7 +75,7 @@ func (f *File) transfer(ctx context.Context, op string, s *stream.Stream, pieces
 	return t.result()
 }
 
-// slotFor is the size of slots for so many threads of each device.
+// slotFor returns the slot size for the given number of threads per device.
 func (f *File) slotFor(threads, devices int) int64 {
 	if f.chunk != 0 {
 		return f.chunk
@@ -90,8 +84,8 @@ func (f *File) slotFor(threads, devices int) int64 {
 	return min(max(each, leastChunk), mostChunk)
 }
 
-// engines lets workers move the windows: by cuFile if that is to, and what it has
-// not moved then by the others.
+// engines runs workers for the windows: first with cuFile if it is used, then with the
+// other engines for the remaining windows.
 func (t *transfer) engines(threads int) {
 	if t.cu = t.f.straight(t.dev); t.cu != nil {
 		t.run(threads, (*worker).straight)
@@ -114,20 +108,20 @@ func (t *transfer) leave(w window) {
 	t.left = append(t.left, w)
 }
 
-// check finds what is wrong with the arguments.
+// check validates the arguments.
 func (t *transfer) check(ctx context.Context, s *stream.Stream) error {
 	op := "gds: " + t.op
-	if err := s.Check(t.op, nil); err != nil {
+	if err := gpu.CheckStream(t.op, s, nil); err != nil {
 		return err
 	}
-	if err := s.RefuseCapture(op, "the host waits for the file: move it before the capture"); err != nil {
+	if err := gpu.StreamOf(s).RefuseCapture(op, "the host waits for the file: move it before the capture"); err != nil {
 		return err
 	}
-	if err := s.RefuseWait(op); err != nil {
+	if err := gpu.StreamOf(s).RefuseWait(op); err != nil {
 		return err
 	}
 	t.dev = s.Device()
-	if err := t.dev.Blocking(op); err != nil {
+	if err := gpu.DeviceOf(t.dev).Blocking(op); err != nil {
 		return err
 	}
 	if err := checkPieces(t.op, t.dev, t.pieces); err != nil {
@@ -141,7 +135,7 @@ func (t *transfer) check(ctx context.Context, s *stream.Stream) error {
 	return err
 }
 
-// windowSize is that of windows of which each thread gets at least two, unless
+// windowSize returns a window size that gives each thread at least two windows, unless
 // they would be very small.
 func windowSize(slot, total int64, threads int) int64 {
 	for slot > minWindow && total/slot < int64(2*threads) {
@@ -152,7 +146,7 @@ func windowSize(slot, total int64, threads int) int64 {
 
 func floorPow2(n int64) int64 { return 1 << (bits.Len64(uint64(n)) - 1) }
 
-// run lets workers work and returns when they have ended.
+// run runs workers until they have ended.
 func (t *transfer) run(threads int, work func(*worker) error) {
 	t.over = make(chan struct{})
 	var wg sync.WaitGroup
@@ -168,7 +162,7 @@ func (t *transfer) run(threads int, work func(*worker) error) {
 	wg.Wait()
 }
 
-// note keeps the first error of a worker and stops the others.
+// note records the first error of a worker and stops the others.
 func (t *transfer) note(err error) {
 	if err == nil || errors.Is(err, errNoMore) {
 		return
@@ -181,7 +175,7 @@ func (t *transfer) note(err error) {
 	}
 }
 
-// lack notes that no more memory can be pinned.
+// lack records that no more memory can be pinned.
 func (t *transfer) lack(err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -195,13 +189,13 @@ func (t *transfer) scarce() error {
 	return t.short
 }
 
-// result is the error of the call, once the workers have ended.
+// result returns the error of the call, after the workers have ended.
 func (t *transfer) result() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	err := t.err
 	if err == nil && t.done.Load() < bytesOf(t.pieces) {
-		// The call was given up between two engines, or nobody had a slot for the rest.
+		// The call was canceled between two engines, or no worker had a slot for the rest.
 		err = cmp.Or(context.Cause(t.ctx), t.short)
 	}
 	if _, ok := errors.AsType[*Error](err); ok || err == nil {
@@ -210,12 +204,12 @@ func (t *transfer) result() error {
 	return t.whole(err)
 }
 
-// whole makes an Error of what is about the whole call.
+// whole makes an Error for the whole call.
 func (t *transfer) whole(err error) error {
-	return &Error{Op: t.op, Path: t.f.path, Offset: t.pieces[0].off, Wanted: bytesOf(t.pieces), Got: t.done.Load(), Err: err}
+	return &Error{Op: t.op, Path: t.f.path, Offset: t.pieces[0].Off, Wanted: bytesOf(t.pieces), Got: t.done.Load(), Err: err}
 }
 
-// claim returns a window that nobody else has.
+// claim returns a window that no other worker has.
 func (t *transfer) claim() (window, bool) {
 	i := t.next.Add(1) - 1
 	n := int64(len(t.windows))
@@ -228,9 +222,9 @@ func (t *transfer) claim() (window, bool) {
 	return t.windows[i], true
 }
 
-// reach waits until the stream has done what is on it. It is the host that waits,
-// before anything is taken that others may need for that, and so that nothing is
-// enqueued that could not run.
+// reach waits until the stream has completed its operations. The host waits before it
+// takes resources that other calls may need to complete these operations, and so that it
+// enqueues nothing that could not run.
 func (t *transfer) reach(s *stream.Stream) error {
 	begin, err := s.Record(nil)
 	if err != nil {
@@ -239,8 +233,8 @@ func (t *transfer) reach(s *stream.Stream) error {
 	return errors.Join(begin.Sync(t.ctx), begin.Close())
 }
 
-// at makes an Error of what happened between two offsets, of which n bytes are done.
-// That the call has been stopped did not happen there.
+// at makes an Error for a failure between two offsets; n bytes are done. The end of ctx
+// did not happen at an offset, so it is returned unchanged.
 func (t *transfer) at(e Engine, from, to int64, n int, err error) error {
 	if t.ctx.Err() != nil && err == context.Cause(t.ctx) {
 		return err
@@ -251,14 +245,14 @@ func (t *transfer) at(e Engine, from, to int64, n int, err error) error {
 // tell reports bytes that have arrived.
 func (t *transfer) tell(bytes int64) {
 	t.done.Add(bytes)
-	if t.hooks.moved != nil {
-		t.hooks.moved(int(bytes))
+	if t.hooks.Moved != nil {
+		t.hooks.Moved(int(bytes))
 	}
 }
 
-// spare tells that a worker has nothing left to begin.
+// spare reports that a worker has no window left to start.
 func (t *transfer) spare() {
-	if t.hooks.spare != nil {
-		t.hooks.spare()
+	if t.hooks.Spare != nil {
+		t.hooks.Spare()
 	}
 }

@@ -9,12 +9,12 @@ import (
 	"github.com/gochorus/chorus/internal/cufileapi"
 )
 
-// udevFolder is where udev keeps what it knows of devices.
+// udevFolder is the directory of udev's device database.
 var udevFolder = "/run/udev/data"
 
-// unregistered is the error of a file that cuFile did not register. cuFile asks udev
-// what file system is on the file's disk, and says no more than that it did not register
-// the file where there is no udev, as in most containers and small virtual machines.
+// unregistered returns the error of a file that cuFile did not register. cuFile asks udev
+// for the file system on the file's disk. Without udev, as in most containers and small
+// virtual machines, cuFile only reports that it did not register the file.
 func unregistered(r cufileapi.Result, fd int) error {
 	err := failed("cuFileHandleRegister", r)
 	var st unix.Stat_t
@@ -27,7 +27,7 @@ func unregistered(r cufileapi.Result, fd int) error {
 	return err
 }
 
-// unknownDisk says why udev does not know the disk with that number, or "".
+// unknownDisk explains why udev does not know the disk with that number, or returns "".
 func unknownDisk(number uint64) string {
 	major, minor := unix.Major(number), unix.Minor(number)
 	if major == 0 {

@@ -5,10 +5,11 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 )
 
-// A worker moves windows one after the other, while the copies of the windows
-// before are on their way. It belongs to one goroutine.
+// A worker moves windows one after the other, while the copies of earlier windows are in
+// progress. It belongs to one goroutine.
 type worker struct {
 	t    *transfer
 	lane *lane
@@ -18,22 +19,22 @@ type worker struct {
 
 // held is a slot of a worker.
 type held struct {
-	slot   *slot // nil where it has none
-	flying bool  // there are copies from or to it
+	slot   *slot // nil if it has none
+	flying bool  // copies from or to it are pending
 	w      window
-	bytes  int64 // that are copied
+	bytes  int64 // bytes being copied
 }
 
 func newWorker(t *transfer) (*worker, error) {
-	l, err := takeLane(t.dev)
+	l, err := takeLane(gpu.DeviceOf(t.dev))
 	if err != nil {
 		return nil, err
 	}
 	return &worker{t: t, lane: l, held: make([]held, min(t.f.depth, maxDepth))}, nil
 }
 
-// free returns the number of a slot from which nothing is in flight any more, whose
-// content has been finished. While others wait for slots it takes turns with them.
+// free returns the index of a slot without pending copies, after finish has handled its
+// contents. If other workers wait for slots, it returns its slot and waits in turn.
 func (w *worker) free(finish func(i int) error) (int, error) {
 	i := w.turn
 	w.turn = (w.turn + 1) % len(w.held)
@@ -59,7 +60,7 @@ func (w *worker) free(finish func(i int) error) (int, error) {
 	return i, w.wait(h)
 }
 
-// more returns a slot if there is one at once, or nil.
+// more returns a slot if one is available at once, or nil.
 func (w *worker) more() *slot {
 	t := w.t
 	if t.scarce() != nil {
@@ -72,8 +73,8 @@ func (w *worker) more() *slot {
 	return x
 }
 
-// wait waits for a slot, of which the worker has none. Where no memory can be
-// pinned the worker ends: others may have slots, and do the work.
+// wait waits for a slot for a worker without slots. If no memory can be pinned the worker
+// ends; other workers may have slots and do the work.
 func (w *worker) wait(h *held) (err error) {
 	t := w.t
 	h.slot, err = t.ring.acquire(t.ctx, t.over, t.dev, t.slot)
@@ -84,7 +85,7 @@ func (w *worker) wait(h *held) (err error) {
 	return errNoMore
 }
 
-// drop gives a slot back.
+// drop returns a slot to the ring.
 func (w *worker) drop(h *held) error {
 	if h.slot == nil {
 		return nil
@@ -94,7 +95,7 @@ func (w *worker) drop(h *held) error {
 	return w.t.ring.release(x)
 }
 
-// end gives everything back, when nothing is in flight any more.
+// end releases everything, when no copies are pending.
 func (w *worker) end() error {
 	errs := []error{w.lane.drain()}
 	for i := range w.held {

@@ -10,10 +10,10 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// writePieces writes the pieces to the file. They are on the device of s and in
-// the file's order; what lies between them in the file stays as it is. It returns
-// when the system has the bytes, which Sync or Commit brings to the disk, or when
-// nothing is in flight any more.
+// writePieces writes the pieces to the file. They are on the device of s and in file
+// order; the bytes between them stay unchanged in the file. It returns when the operating
+// system has the bytes, which Sync or Commit flushes to the disk, or after an error when
+// no transfer is pending.
 func (f *File) writePieces(ctx context.Context, s *stream.Stream, pieces []piece, h hooks) error {
 	const op = "write"
 	if err := f.use(op); err != nil {
@@ -24,16 +24,16 @@ func (f *File) writePieces(ctx context.Context, s *stream.Stream, pieces []piece
 		return f.fail(op, fmt.Errorf("it was opened to be read only: open it by OpenFile or Create: %w", unix.EBADF))
 	}
 	if len(pieces) > 0 {
-		if err := f.reserve(pieces[len(pieces)-1].end()); err != nil {
+		if err := f.reserve(pieces[len(pieces)-1].End()); err != nil {
 			return err
 		}
 	}
 	return f.transfer(ctx, op, s, pieces, h, true)
 }
 
-// reserve takes the disk's blocks up to an offset of a new file, so that a disk that
-// is full is found before anything is written. Memory is taken as it is written, by
-// all threads.
+// reserve allocates the disk blocks of a new file up to an offset, so that a full disk is
+// detected before anything is written. On a file system in memory nothing is reserved: its
+// memory is allocated by all threads during the writes.
 func (f *File) reserve(end int64) error {
 	if !f.new || f.mem {
 		return nil
@@ -48,14 +48,14 @@ func (f *File) reserve(end int64) error {
 	if more <= 0 {
 		return nil
 	}
-	err = f.sys.fallocate(f.fd, 0, id.size, more)
+	err = f.sys.Fallocate(f.fd, 0, id.size, more)
 	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.EFBIG) {
 		return &Error{Op: "write", Path: f.path, Offset: id.size, Wanted: more, Err: err}
 	}
-	return nil // a file system that reserves nothing tells later
+	return nil // without reservation, a full disk is detected later
 }
 
-// write copies windows from the device into slots and writes those to the file.
+// write copies windows from the device into slots and writes the slots to the file.
 func (w *worker) write() error {
 	t := w.t
 	for {
@@ -91,8 +91,8 @@ func (w *worker) store(i int) error {
 	return nil
 }
 
-// writeRun writes the bytes from one offset to another of a slot that begins at
-// base. After an error n bytes are in the file.
+// writeRun writes the bytes between two offsets from a slot that begins at base. After an
+// error n bytes were written.
 func (f *File) writeRun(ctx context.Context, buf []byte, base, from, to int64) (e Engine, n int, err error) {
 	e = f.writeEngine()
 	if e == Direct {
@@ -106,8 +106,8 @@ func (f *File) writeRun(ctx context.Context, buf []byte, base, from, to int64) (
 	return Cached, n + m, err
 }
 
-// writeDirect writes the aligned middle past the page cache and the ends through
-// it. They are of blocks that nobody else writes directly.
+// writeDirect writes the aligned middle around the page cache and the ends through it. No
+// other window writes the blocks of the ends directly.
 func (f *File) writeDirect(ctx context.Context, buf []byte, base, from, to int64) (n int, err error) {
 	a, b := f.direct.inward(from, to)
 	for _, x := range []struct {

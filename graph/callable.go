@@ -6,6 +6,8 @@ import (
 	"slices"
 	"sync"
 
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -13,26 +15,26 @@ import (
 // CallableConfig are the options of NewCallable; nil means the defaults.
 type CallableConfig struct {
 	Config
-	// Warmup is how often the work runs before it is captured. Default 3, as in
-	// torch; negative is none. After a warm-up what it has computed stays.
+	// Warmup is how often the work runs before it is captured. Default 3, as in torch; a
+	// negative value means no warm-up. The results of the warm-up stay.
 	Warmup int
 }
 
-// A Callable is work that was captured once, with inputs that it copies in
+// A Callable is work that was captured once, with inputs that each call copies in
 // (torch.cuda.make_graphed_callables, without gradients).
 type Callable[T memory.Element] struct {
-	mu     sync.Mutex // keeps the copies of a call and its launch together
+	mu     sync.Mutex // keeps the copies and the launch of one call together
 	exec   *Exec
-	side   *stream.Stream // keeps what other packages made for it, such as cuBLAS's workspace
+	side   *stream.Stream // keeps the stream's resources of other packages
 	inputs []memory.Slice[T]
 }
 
-// NewCallable runs fn some times on a stream of its own, which makes everything
-// that exists from first use on, and then captures it there. fn is given that
-// stream and enqueues its work on it; it reads its inputs from the slices inputs
-// and writes to slices of its own. The work on s so far comes before, and what
-// is enqueued on s later after the warm-up. What fn uses was allocated before,
-// and stays open as long as the Callable.
+// NewCallable runs fn several times on a separate stream, so that all resources that are
+// created on first use exist, and then captures it there. fn gets that stream and enqueues
+// its work on it; it reads its inputs from the slices inputs and writes to its own slices.
+// The warm-up runs after the operations that are already enqueued on s, and operations
+// that are enqueued on s later run after the warm-up. All memory that fn uses must be
+// allocated before, and stay open as long as the Callable.
 func NewCallable[T memory.Element](s *stream.Stream, inputs []memory.Slice[T], fn func(s *stream.Stream) error, cfg *CallableConfig) (call *Callable[T], err error) {
 	c := CallableConfig{Warmup: 3}
 	if cfg != nil {
@@ -45,14 +47,14 @@ func NewCallable[T memory.Element](s *stream.Stream, inputs []memory.Slice[T], f
 	if fn == nil {
 		return nil, fmt.Errorf("%s: no function given", op)
 	}
-	if !s.Open() {
-		return nil, s.Check(op, nil)
+	if s == nil || !gpu.StreamOf(s).Open() {
+		return nil, gpu.CheckStream(op, s, nil)
 	}
-	if err := s.RefuseCapture(op, "captures do not nest"); err != nil {
+	if err := gpu.StreamOf(s).RefuseCapture(op, "captures do not nest"); err != nil {
 		return nil, err
 	}
 	for i, x := range inputs {
-		if err := x.Check(op, s.Device()); err != nil {
+		if err := mem.Check(op, x.Buffer(), x.Len(), s.Device()); err != nil {
 			return nil, fmt.Errorf("%w (input %d)", err, i)
 		}
 	}
@@ -84,13 +86,14 @@ func warmAndCapture(s, side *stream.Stream, fn func(s *stream.Stream) error, c *
 	if err := s.WaitStream(side); err != nil {
 		return nil, err
 	}
-	return CaptureWith(&c.Config, []*stream.Stream{side}, func() error { return fn(side) })
+	return Capture([]*stream.Stream{side}, func() error { return fn(side) }, &c.Config)
 }
 
-// Call copies each of inputs to the slice of NewCallable, where it is not that
-// itself, and launches the graph, all on s. The outputs are in the slices that
-// fn writes to, until the next call overwrites them. Several goroutines may
-// call; use one stream, or the copies of one call overtake the other's launch.
+// Call copies each of inputs to the corresponding slice of NewCallable, unless it is that
+// slice, and launches the graph, all on s. The outputs are in the slices that fn writes
+// to, until the next call overwrites them. Several goroutines may call it if they use one
+// stream; with different streams, the copies of one call could overtake the other's
+// launch.
 func (c *Callable[T]) Call(s *stream.Stream, inputs ...memory.Slice[T]) error {
 	const op = "graph: call"
 	if c == nil {
@@ -99,10 +102,10 @@ func (c *Callable[T]) Call(s *stream.Stream, inputs ...memory.Slice[T]) error {
 	if err := c.exec.check(op); err != nil {
 		return err
 	}
-	if err := s.Check(op, nil); err != nil {
+	if err := gpu.CheckStream(op, s, nil); err != nil {
 		return err
 	}
-	if err := s.RefuseCapture(op, "graphs do not nest"); err != nil {
+	if err := gpu.StreamOf(s).RefuseCapture(op, "graphs do not nest"); err != nil {
 		return err
 	}
 	if len(inputs) != len(c.inputs) {
@@ -112,7 +115,7 @@ func (c *Callable[T]) Call(s *stream.Stream, inputs ...memory.Slice[T]) error {
 		if x.Len() != c.inputs[i].Len() {
 			return fmt.Errorf("%s %s: input %d has %d elements: want %d", op, c.exec, i, x.Len(), c.inputs[i].Len())
 		}
-		if err := x.Check(op, nil); err != nil {
+		if err := mem.Check(op, x.Buffer(), x.Len(), nil); err != nil {
 			return fmt.Errorf("%w (input %d)", err, i)
 		}
 	}
@@ -132,7 +135,7 @@ func (c *Callable[T]) Call(s *stream.Stream, inputs ...memory.Slice[T]) error {
 // Exec returns the graph. It belongs to the Callable.
 func (c *Callable[T]) Exec() *Exec { return c.exec }
 
-// Close gives the graph up. It is idempotent.
+// Close closes the graph. It is idempotent.
 func (c *Callable[T]) Close() error {
 	if c == nil {
 		return nil

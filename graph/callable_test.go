@@ -66,48 +66,65 @@ func TestCallableFails(t *testing.T) {
 	})
 }
 
-// A matrix product can be captured once cuBLAS has made its workspace for the
-// stream.
+// The first matrix product of a stream can be captured, and so can later ones. The graph
+// owns their workspace, so that it outlives the stream.
 func TestCapturedMatMul(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		s := newStream(t, devs[0])
-		const n = 64
-		in := make([]float32, n*n)
-		x, err := memory.Make[float32](s, 3*n*n)
-		require.NoError(t, err)
-		defer func() { require.NoError(t, x.Close()) }()
-		part := func(i int) memory.Slice[float32] { return x.Slice(i*n*n, (i+1)*n*n) }
-		var m [3]tensor.Tensor
-		for i := range m {
-			m[i], err = tensor.Of(part(i), n, n)
-			require.NoError(t, err)
-		}
-		product := func() error { return tensor.MatMul(s, m[2], m[0], m[1], nil) }
-		_, err = graph.Capture([]*stream.Stream{s}, product)
-		require.ErrorIs(t, err, graph.ErrorUnsupported)
-		require.ErrorContains(t, err, "first matrix product on the stream")
-		require.NoError(t, x.Zero(s))
-		require.NoError(t, product())
-		g := capture(t, product, s)
-		for round := range 3 {
-			for i := range in {
-				in[i] = float32(i%7 + round)
-			}
-			require.NoError(t, part(0).CopyFrom(s, in))
-			for i := range in { // the identity
-				in[i] = 0
-				if i/n == i%n {
-					in[i] = 2
-				}
-			}
-			require.NoError(t, part(1).CopyFrom(s, in))
-			require.NoError(t, g.Launch(s))
-			require.NoError(t, part(2).CopyTo(s, in))
-			for i := range in {
-				require.Equal(t, float32(2*(i%7+round)), in[i])
-			}
+		for _, first := range []bool{true, false} {
+			testCapturedMatMul(t, devs[0], first)
 		}
 	})
+}
+
+func testCapturedMatMul(t *testing.T, dev *device.Device, first bool) {
+	s, captured := newStream(t, dev), must(stream.New(dev, nil))(t)
+	const n = 64
+	in := make([]memory.BFloat16Bits, n*n)
+	x, err := memory.Make[memory.BFloat16Bits](s, 3*n*n)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, x.Close()) }()
+	part := func(i int) memory.Slice[memory.BFloat16Bits] { return x.Slice(i*n*n, (i+1)*n*n) }
+	var m [3]tensor.Tensor
+	for i := range m {
+		m[i], err = tensor.Of(part(i), n, n)
+		require.NoError(t, err)
+	}
+	require.NoError(t, x.Zero(s))
+	require.NoError(t, captured.WaitStream(s))
+	product := func() error { return tensor.MatMul(captured, m[2], m[0], m[1], nil) }
+	if !first {
+		require.NoError(t, product())
+	}
+	g := capture(t, product, captured)
+	require.NoError(t, s.WaitStream(captured))
+	require.NoError(t, captured.Close())
+	for round := range 3 {
+		for i := range in {
+			in[i] = memory.BFloat16Of(float32(i%7 + round))
+		}
+		require.NoError(t, part(0).CopyFrom(s, in))
+		for i := range in { // twice the identity
+			in[i] = memory.BFloat16Of(0)
+			if i/n == i%n {
+				in[i] = memory.BFloat16Of(2)
+			}
+		}
+		require.NoError(t, part(1).CopyFrom(s, in))
+		require.NoError(t, g.Launch(s))
+		require.NoError(t, part(2).CopyTo(s, in))
+		for i := range in {
+			require.Equal(t, float32(2*(i%7+round)), in[i].Float32())
+		}
+	}
+}
+
+// must returns the value of a call that cannot fail.
+func must[T any](v T, err error) func(t *testing.T) T {
+	return func(t *testing.T) T {
+		t.Helper()
+		require.NoError(t, err)
+		return v
+	}
 }
 
 // What is wrong is found before anything is enqueued, and a function that panics
@@ -128,7 +145,7 @@ func TestCallableArguments(t *testing.T) {
 		require.NoError(t, err)
 		defer func() { require.NoError(t, c.Close()) }()
 		x := capture(t, func() error {
-			var ce *stream.CaptureError
+			var ce *device.CaptureError
 			require.ErrorAs(t, c.Call(b.s, fresh), &ce)
 			return nil
 		}, b.s)

@@ -10,25 +10,27 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Mode says whose calls may spoil a capture: calls that CUDA cannot see to be
-// harmless, such as cuMemAlloc or asking for an event. (CUstreamCaptureMode,
-// torch's capture_error_mode).
+// A Mode says in which goroutines CUDA refuses unsafe calls during a capture: calls that
+// could affect it, such as cuMemAlloc or querying an event (CUstreamCaptureMode, torch's
+// capture_error_mode).
 type Mode int32
 
-// The modes say whose calls are refused. The default is not torch's, which is Global:
-// in a Go program other goroutines go on with their work while one captures. In the
-// mode Global the first operation between the ranks of a communicator, or with a peer,
-// invalidates the capture: threads of NCCL connect the ranks then, and End returns
+// The modes. The default is not torch's, which is Global, because in a Go program other
+// goroutines continue to work during a capture. In the mode Global the first operation
+// between the ranks of a communicator, or with a peer, invalidates the capture, because
+// threads of NCCL connect the ranks then. End returns
 // CUDA_ERROR_STREAM_CAPTURE_INVALIDATED.
 const (
-	ThreadLocal Mode = iota // of the goroutine that captures
+	ThreadLocal Mode = iota // of the capturing goroutine
 	Global                  // of any goroutine
-	Relaxed                 // nobody's
+	Relaxed                 // of no goroutine
 )
 
 // String returns torch's name of the mode.
@@ -58,32 +60,26 @@ func (m Mode) raw() (cudadrv.CaptureMode, error) {
 
 // Config are the options of a capture; nil means their zero values.
 type Config struct {
-	Name string // in errors; "" is a number
+	Name string // in errors; "" means a number
 	Mode Mode   // default ThreadLocal
 
-	// Pool is where memory is allocated that the captured function makes. Give
-	// several captures the same to let them share memory; nil is a pool of the
-	// graph's own.
+	// Pool is the pool for memory that the captured function allocates. Captures with the
+	// same Pool share its memory; nil means a separate pool for the graph.
 	Pool *memory.Pool
 }
 
-// Capture is CaptureWith the default Config.
-func Capture(streams []*stream.Stream, fn func() error) (*Exec, error) {
-	return CaptureWith(nil, streams, fn)
-}
-
-// CaptureWith captures what fn enqueues on the streams, and on streams that it
-// lets wait for them, into a graph (torch.cuda.graph). The streams may be of
-// several devices; each begins behind the first one's start, and the graph ends
-// when all have. Other streams must be joined by fn: one of the given streams
-// waits for them.
+// Capture captures the operations that fn enqueues on the streams, and on streams that fn
+// makes wait for them, into a graph (torch.cuda.graph). The streams may be on several
+// devices. The capture begins on the first stream; the others wait for it, and it waits
+// for them at the end. fn must join any other stream: one of the given streams must wait
+// for it.
 //
 // fn is called once, on the calling goroutine, which is locked to its thread. If nothing
 // was captured because fn used other streams, the error is a *NothingCapturedError. A
-// function that enqueues nothing makes a graph without operations, as in torch, which
-// warns of it: see Exec.Nodes. When fn returns an error or panics, the capture is
-// ended, the streams are as before, and nothing is left of it.
-func CaptureWith(cfg *Config, streams []*stream.Stream, fn func() error) (x *Exec, err error) {
+// function that enqueues nothing makes a graph without operations; torch prints a warning
+// in this case: see Exec.Nodes. If fn returns an error or panics, the capture is ended and
+// discarded, and the streams can be used as before.
+func Capture(streams []*stream.Stream, fn func() error, cfg *Config) (x *Exec, err error) {
 	if err := checkStreams(streams, fn); err != nil {
 		return nil, err
 	}
@@ -120,8 +116,8 @@ func checkStreams(streams []*stream.Stream, fn func() error) error {
 		return fmt.Errorf("%s: want at least one stream and a function", op)
 	}
 	for i, s := range streams {
-		if !s.Open() {
-			return s.Check(op, nil)
+		if s == nil || !gpu.StreamOf(s).Open() {
+			return gpu.CheckStream(op, s, nil)
 		}
 		if s.Device().System() != streams[0].Device().System() {
 			return fmt.Errorf("%s: %s and %s belong to two systems", op, streams[0], s)
@@ -129,7 +125,7 @@ func checkStreams(streams []*stream.Stream, fn func() error) error {
 		if slices.Contains(streams[:i], s) {
 			return fmt.Errorf("%s: %s is given twice", op, s)
 		}
-		if err := s.RefuseCapture(op, "captures do not nest"); err != nil {
+		if err := gpu.StreamOf(s).RefuseCapture(op, "captures do not nest"); err != nil {
 			return err
 		}
 	}
@@ -142,26 +138,26 @@ type Recording struct {
 	s    *stream.Stream
 	tid  int // the thread that the goroutine is locked to, or 0
 
-	strays []string // the streams that the goroutine used and that took no part
+	strays []string // the streams that the goroutine used outside of the capture
 
-	mu    sync.Mutex   // makes End and Abort of several goroutines come in turn
+	mu    sync.Mutex   // serializes End and Abort
 	owner handle.Owner // closed once the capture has ended
 }
 
-// Begin captures what is enqueued on s from now on, until End or Abort, one of
-// which must be called (torch.cuda.CUDAGraph.capture_begin). Streams that wait
-// for s take part, and s must wait for them before End. Capture is easier and
-// right in every case.
+// Begin captures the operations that are enqueued on s from now on, until End or Abort
+// (torch.cuda.CUDAGraph.capture_begin). The caller must call one of these two. Streams
+// that wait for s take part, and s must wait for them before End. Capture is easier and
+// handles all cases.
 //
-// Unless the mode is Relaxed, Begin locks the goroutine to its thread, and End
-// and Abort, which unlock it, are called by the same goroutine.
+// Unless the mode is Relaxed, Begin locks the goroutine to its thread. End and Abort
+// unlock it, so the same goroutine must call them.
 func Begin(s *stream.Stream, cfg *Config) (*Recording, error) {
 	var c Config
 	if cfg != nil {
 		c = *cfg
 	}
-	if !s.Open() {
-		return nil, s.Check("graph: capture", nil)
+	if s == nil || !gpu.StreamOf(s).Open() {
+		return nil, gpu.CheckStream("graph: capture", s, nil)
 	}
 	mode, err := c.Mode.raw()
 	if err != nil {
@@ -177,9 +173,15 @@ func Begin(s *stream.Stream, cfg *Config) (*Recording, error) {
 
 func (r *Recording) begin(mode cudadrv.CaptureMode, pool *memory.Pool) error {
 	if pool == nil {
-		pool = memory.PrivatePool()
+		var private memory.PoolConfig
+		mem.MakePrivate(&private)
+		pool = memory.NewPool(&private)
 	}
-	if err := pool.Begin(r.exec.String()); err != nil {
+	captures := mem.PoolOf(pool)
+	if captures == nil {
+		return fmt.Errorf("memory: allocate from a pool: %w", device.ErrClosed)
+	}
+	if err := captures.Begin(r.exec.String()); err != nil {
 		return err
 	}
 	r.exec.pool = pool
@@ -187,17 +189,17 @@ func (r *Recording) begin(mode cudadrv.CaptureMode, pool *memory.Pool) error {
 		runtime.LockOSThread()
 		r.tid = syscall.Gettid()
 	}
-	if err := r.s.BeginCapture(mode, r.exec, pool); err != nil {
+	if err := gpu.StreamOf(r.s).BeginCapture(mode, r.exec, captures); err != nil {
 		r.unlock()
-		pool.End()
+		captures.End()
 		return err
 	}
 	return nil
 }
 
 // End ends the capture and makes the graph ready to launch
-// (torch.cuda.CUDAGraph.capture_end). After an error nothing is left of the
-// capture, except when another goroutine called it: then it goes on.
+// (torch.cuda.CUDAGraph.capture_end). After an error the capture has ended and is
+// discarded, unless the wrong goroutine called End: then the capture continues.
 func (r *Recording) End() (*Exec, error) {
 	if r == nil {
 		return nil, errors.New("graph: end a capture: no recording given")
@@ -215,8 +217,7 @@ func (r *Recording) End() (*Exec, error) {
 	return r.exec, nil
 }
 
-// Abort ends the capture and drops what it has recorded. It is idempotent, and
-// does nothing after End.
+// Abort ends the capture and discards it. It is idempotent, and does nothing after End.
 func (r *Recording) Abort() error {
 	if r == nil {
 		return nil
@@ -239,8 +240,8 @@ func (r *Recording) Abort() error {
 	return nil
 }
 
-// expected reports whether an error at the end of a capture only says that the
-// capture was no good.
+// expected reports whether an error at the end of a capture only says that the capture is
+// invalid.
 func expected(err error) bool {
 	return errors.Is(err, ErrorInvalidated) || errors.Is(err, ErrorUnjoined)
 }
@@ -249,17 +250,22 @@ func (r *Recording) finish() (op string, err error) {
 	if r.owner.Closed() {
 		return "end the capture of", device.ErrClosed
 	}
-	if err := r.stop(); err != nil {
-		if !r.owner.Closed() {
-			return "end the capture of", err
+	op = "end the capture of"
+	err = gpu.Make(func() error {
+		if err := r.stop(); err != nil {
+			return err
 		}
-		return "end the capture of", errors.Join(err, r.exec.drop())
+		if r.exec.doomed.Load() {
+			return errDoomed
+		}
+		op = "instantiate"
+		return r.exec.instantiate()
+	})
+	if err != nil && !r.owner.Closed() {
+		return op, err
 	}
-	if r.exec.doomed.Load() {
-		return "end the capture of", errors.Join(errDoomed, r.exec.drop())
-	}
-	if err := r.exec.instantiate(); err != nil {
-		return "instantiate", errors.Join(err, r.exec.drop())
+	if err != nil {
+		return op, errors.Join(err, r.exec.drop())
 	}
 	if r.exec.nodes == 0 && len(r.strays) > 0 {
 		err := &NothingCapturedError{Graph: r.exec.String(), Stream: r.s.String(), Used: r.strays}
@@ -273,23 +279,23 @@ func (r *Recording) finish() (op string, err error) {
 
 var errDoomed = errors.New("a communicator with operations in it was aborted meanwhile")
 
-// stop ends the capture at the driver.
+// stop ends the capture in the driver.
 func (r *Recording) stop() error {
-	// Not left to the driver: it refuses another thread, and the capture is lost.
+	// Checked here: the driver would refuse another thread and lose the capture.
 	if r.tid != 0 && r.tid != syscall.Gettid() {
 		return fmt.Errorf("call it on the goroutine that began the capture: %w", ErrorWrongThread)
 	}
-	x, err := r.s.EndCapture(r.exec)
+	x, err := gpu.StreamOf(r.s).EndCapture(r.exec)
 	r.owner.Close()
 	r.exec.graph, r.exec.held, r.strays = x.Graph, x.Held, x.Strays
-	r.exec.pool.End()
+	mem.PoolOf(r.exec.pool).End()
 	r.exec.own = preparers(x.Held)
 	r.exec.prepare = r.exec.own
 	r.unlock()
 	return err
 }
 
-// unlock undoes the lock of Begin, on the thread that has it.
+// unlock undoes the lock of Begin, on the locked thread.
 func (r *Recording) unlock() {
 	if r.tid != 0 && r.tid == syscall.Gettid() {
 		runtime.UnlockOSThread()

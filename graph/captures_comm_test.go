@@ -5,6 +5,7 @@ import (
 	"io"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/ddp"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -62,7 +63,9 @@ func (r *rig) exchange(c *nccl.Communicator, here bool) error {
 	if here {
 		s = r.on
 	}
-	return nccl.Group(c, func() error { return errors.Join(nccl.Send(c, s, r.x, 0), nccl.Recv(c, s, r.y, 0)) })
+	return nccl.Group(func(b *nccl.Batch) error {
+		return errors.Join(nccl.Send(b.On(c), s, r.x, 0), nccl.Recv(b.On(c), s, r.y, 0))
+	})
 }
 
 var ncclCalls = []call{
@@ -165,7 +168,7 @@ var ncclCalls = []call{
 
 // group returns one of a single rank, whose stream is the one that the call acts on.
 func (r *rig) group() *comm.Group {
-	g, err := comm.Local(r.ctx, r.dev)
+	g, err := comm.Local(r.ctx, []*device.Device{r.dev}, nil)
 	r.must(err)
 	r.later(g.Close)
 	r.own(g.Stream(0))
@@ -175,7 +178,7 @@ func (r *rig) group() *comm.Group {
 // used returns a group that has done what it does first, for all programs.
 func (r *rig) used() *comm.Group {
 	if r.ring.group == nil {
-		g, err := comm.Local(r.ctx, r.dev)
+		g, err := comm.Local(r.ctx, []*device.Device{r.dev}, nil)
 		r.must(err)
 		r.ring.group = g
 		r.must(comm.AllReduce(g, comm.Sum, r.y))
@@ -304,24 +307,24 @@ var commCalls = []call{
 		g := r.used()
 		return func() error { _, err := comm.GatherValues(r.ctx, g, comm.Gob, 1); return err }
 	}},
-	{name: "comm.NewReducer", prepare: func(r *rig) func() error {
+	{name: "ddp.NewReducer", prepare: func(r *rig) func() error {
 		g := r.used()
 		return func() error {
-			d, err := comm.NewReducer(g, nil, []memory.Slice[float32]{r.x})
+			d, err := ddp.NewReducer(g, [][]memory.Slice[float32]{{r.x}}, nil)
 			if err == nil {
 				r.later(d.Close)
 			}
 			return err
 		}
 	}},
-	{name: "comm.Reducer.Ready, comm.Reducer.Finish", prepare: func(r *rig) func() error {
-		d, err := comm.NewReducer(r.used(), nil, []memory.Slice[float32]{r.x})
+	{name: "ddp.Reducer.Ready, ddp.Reducer.Finish", prepare: func(r *rig) func() error {
+		d, err := ddp.NewReducer(r.used(), [][]memory.Slice[float32]{{r.x}}, nil)
 		r.must(err)
 		r.later(d.Close)
 		return func() error { return errors.Join(d.Ready(r.on, 0), d.Finish(r.on)) }
 	}},
-	{name: "comm.Sharder.Ready, comm.Sharder.Finish, comm.Sharder.AllGather", prepare: func(r *rig) func() error {
-		d, err := comm.NewSharder[float32](r.used(), nil, elems)
+	{name: "ddp.Sharder.Ready, ddp.Sharder.Finish, ddp.Sharder.AllGather", prepare: func(r *rig) func() error {
+		d, err := ddp.NewSharder[float32](r.used(), []int{elems}, nil)
 		r.must(err)
 		r.later(d.Close)
 		return func() error { return errors.Join(d.Ready(r.on, 0), d.Finish(r.on), d.AllGather(r.on)) }
@@ -369,7 +372,7 @@ var joinCalls = []call{
 		}
 	}},
 	{name: "comm.Local", nowhere: true, prepare: onDevice(func(r *rig) error {
-		g, err := comm.Local(r.ctx, r.dev)
+		g, err := comm.Local(r.ctx, []*device.Device{r.dev}, nil)
 		if err == nil {
 			r.later(g.Close)
 		}

@@ -7,7 +7,9 @@ import (
 	"path/filepath"
 	"sync/atomic"
 
+	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/gds"
+	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
@@ -34,7 +36,7 @@ var kernelCalls = []call{
 	}},
 	{name: "kernel.Kernel.LaunchCooperative", prepare: func(r *rig) func() error {
 		return func() error {
-			return r.kit.add.LaunchCooperative(r.on, kernel.Cover(elems), kernel.Ptr(r.y), kernel.Float32(1), kernel.Int32(elems))
+			return r.kit.add.LaunchCooperative(r.on, kernel.Cover(elems), kernel.Ptr(r.y), kernel.Scalar[float32](1), kernel.Scalar[int32](elems))
 		}
 	}},
 	{name: "kernel.Kernel.Launch: wrong arguments", prepare: func(r *rig) func() error {
@@ -56,9 +58,10 @@ var kernelCalls = []call{
 		r.later(m.Close)
 		return m.Close
 	}},
-	{name: "kernel.Resident", nowhere: true, prepare: func(r *rig) func() error {
+	{name: "kernel.Compile: a resident module", nowhere: true, prepare: func(r *rig) func() error {
 		src := fresh()
-		return func() error { _, err := kernel.Resident(r.dev, src); return err }
+		kern.MakeResident(src)
+		return func() error { _, err := kernel.Compile(r.dev, src); return err }
 	}},
 	{name: "kernel.Module.Kernel, kernel.Kernel.Attributes", nowhere: true, prepare: func(r *rig) func() error {
 		m, err := kernel.Compile(r.dev, &addSource)
@@ -158,7 +161,7 @@ var tensorCalls = []call{
 		return func() error { return tensor.Copy(r.on, a, h) }
 	}},
 	{name: "tensor.Copy: to the host, converted", prepare: func(r *rig) func() error {
-		h, err := tensor.MakeHost(memory.Float16T, 32, 32)
+		h, err := tensor.MakeHost(memory.Float16, 32, 32)
 		r.must(err)
 		a := r.matrix()
 		return func() error { return tensor.Copy(r.on, h, a) }
@@ -170,16 +173,6 @@ var tensorCalls = []call{
 	{name: "tensor.Add", prepare: func(r *rig) func() error {
 		a, b, c := r.matrix(), r.matrix(), r.matrix()
 		return func() error { return tensor.Add(r.on, c, a, b) }
-	}},
-	{name: "tensor.AddAll", prepare: func(r *rig) func() error {
-		a, b, c := r.matrix(), r.matrix(), r.matrix()
-		return func() error { return tensor.AddAll(r.on, c, [][]tensor.Tensor{{a}, {b}}) }
-	}},
-	{name: "tensor.Flatten", prepare: func(r *rig) func() error {
-		a, err := r.matrix().View(32 * 32)
-		r.must(err)
-		b := r.matrix()
-		return func() error { return tensor.Flatten(r.on, []tensor.Tensor{a}, []tensor.Tensor{b}) }
 	}},
 	{name: "tensor.Make, tensor.Tensor.Close", prepare: func(r *rig) func() error {
 		return func() error {
@@ -295,16 +288,16 @@ var gdsCalls = []call{
 			return errors.Join(err, f.Close())
 		}
 	}},
-	{name: "gds.SaveTensors", prepare: func(r *rig) func() error {
+	{name: "checkpoint.SaveTensors", prepare: func(r *rig) func() error {
 		path, x := r.file()+".safetensors", r.matrix()
 		return func() error {
-			return gds.SaveTensors(r.ctx, r.on, path, map[string]tensor.Tensor{"x": x}, nil)
+			return checkpoint.SaveTensors(r.ctx, r.on, path, map[string]tensor.Tensor{"x": x}, nil)
 		}
 	}},
-	{name: "gds.Checkpoint.LoadOn", prepare: func(r *rig) func() error {
+	{name: "checkpoint.Checkpoint.LoadOn", prepare: func(r *rig) func() error {
 		path := r.file() + ".safetensors"
-		r.must(gds.SaveTensors(r.ctx, r.home, path, map[string]tensor.Tensor{"x": r.matrix()}, nil))
-		c, err := gds.OpenSafetensors(path)
+		r.must(checkpoint.SaveTensors(r.ctx, r.home, path, map[string]tensor.Tensor{"x": r.matrix()}, nil))
+		c, err := checkpoint.Open([]string{path}, nil)
 		r.must(err)
 		r.later(c.Close)
 		return func() error {

@@ -149,7 +149,6 @@ var memoryCalls = []call{
 	{name: "memory.RecordHistory", nowhere: true, prepare: onDevice(func(r *rig) error {
 		return errors.Join(memory.RecordHistory(r.dev, &memory.HistoryConfig{}), memory.RecordHistory(r.dev, nil))
 	})},
-	{name: "memory.Reach: the same device", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := memory.Reach(r.dev, r.dev); return err })},
 	{name: "memory.Slice.IPCHandle", prepare: func(r *rig) func() error {
 		x := r.slice(r.on, elems)
 		return func() error { _, err := x.IPCHandle(); return err }
@@ -181,12 +180,6 @@ var copyCalls = []call{
 	{name: "memory.Copy", prepare: func(r *rig) func() error {
 		z := r.slice(r.home, elems)
 		return func() error { return memory.Copy(r.on, z, r.y) }
-	}},
-	{name: "memory.CopyRows", prepare: func(r *rig) func() error {
-		z := r.slice(r.home, elems)
-		return func() error {
-			return memory.CopyRows(r.on, memory.Rows{Slice: z.AsBytes(), Pitch: 400}, memory.Rows{Slice: r.y.AsBytes(), Pitch: 800}, 100, 4)
-		}
 	}},
 	{name: "memory.Slice.Zero", prepare: func(r *rig) func() error {
 		return func() error { return r.y.Zero(r.on) }

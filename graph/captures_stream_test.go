@@ -7,6 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
@@ -50,7 +51,7 @@ var streamCalls = []call{
 	}},
 	{name: "stream.Fork, stream.Join", prepare: func(r *rig) func() error {
 		others := []*stream.Stream{r.third, r.stream()}
-		return func() error { return errors.Join(stream.Fork(r.on, others), stream.Join(r.on, others)) }
+		return func() error { return errors.Join(gpu.Fork(r.on, others), gpu.Join(r.on, others)) }
 	}},
 	{name: "stream.Stream.Callback", prepare: func(r *rig) func() error {
 		return func() error { return r.on.Callback(func() {}) }
@@ -208,7 +209,7 @@ var defaultCalls = []call{
 	}},
 	{name: "stream.Default: graph.Capture", nowhere: true, prepare: func(r *rig) func() error {
 		return func() error {
-			x, err := graph.Capture([]*stream.Stream{stream.Default(r.dev)}, func() error { return nil })
+			x, err := graph.Capture([]*stream.Stream{stream.Default(r.dev)}, func() error { return nil }, nil)
 			return errors.Join(err, x.Close())
 		}
 	}},
@@ -221,8 +222,6 @@ var deviceCalls = []call{
 	{name: "device.Device.Properties", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.Properties(); return err })},
 	{name: "device.Device.Capability", nowhere: true, prepare: onDevice(func(r *rig) error { _, _, err := r.dev.Capability(); return err })},
 	{name: "device.Device.Name", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.Name(); return err })},
-	{name: "device.Device.UUID", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.UUID(); return err })},
-	{name: "device.Device.PCIBusID", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.PCIBusID(); return err })},
 	{name: "device.Device.Active", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.Active(); return err })},
 	{name: "device.Device.Arch", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.Arch(); return err })},
 	{name: "device.Device.Supports", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.Supports(device.TensorCores); return err })},
@@ -245,7 +244,7 @@ func onDevice(fn func(r *rig) error) func(r *rig) func() error {
 
 // exec returns a graph of a kernel.
 func (r *rig) exec() *graph.Exec {
-	x, err := graph.Capture([]*stream.Stream{r.third}, func() error { return r.kit.launch(r.kit.add, r.third, r.y, 1) })
+	x, err := graph.Capture([]*stream.Stream{r.third}, func() error { return r.kit.launch(r.kit.add, r.third, r.y, 1) }, nil)
 	r.must(err)
 	r.later(x.Close)
 	return x
@@ -254,13 +253,13 @@ func (r *rig) exec() *graph.Exec {
 var graphCalls = []call{
 	{name: "graph.Capture: nested", prepare: func(r *rig) func() error {
 		return func() error {
-			x, err := graph.Capture([]*stream.Stream{r.on}, func() error { return r.kit.launch(r.kit.add, r.on, r.y, 1) })
+			x, err := graph.Capture([]*stream.Stream{r.on}, func() error { return r.kit.launch(r.kit.add, r.on, r.y, 1) }, nil)
 			return errors.Join(err, x.Close())
 		}
 	}},
-	{name: "graph.CaptureWith: nested, relaxed", prepare: func(r *rig) func() error {
+	{name: "graph.Capture: nested, relaxed", prepare: func(r *rig) func() error {
 		return func() error {
-			x, err := graph.CaptureWith(&graph.Config{Mode: graph.Relaxed}, []*stream.Stream{r.on}, func() error { return r.kit.launch(r.kit.add, r.on, r.y, 1) })
+			x, err := graph.Capture([]*stream.Stream{r.on}, func() error { return r.kit.launch(r.kit.add, r.on, r.y, 1) }, &graph.Config{Mode: graph.Relaxed})
 			return errors.Join(err, x.Close())
 		}
 	}},
@@ -276,7 +275,7 @@ var graphCalls = []call{
 	}},
 	{name: "graph.Exec.Launch: with random numbers", prepare: func(r *rig) func() error {
 		g := rng.New(r.dev, 1)
-		x, err := graph.Capture([]*stream.Stream{r.third}, func() error { return rng.Uniform(g, r.third, r.y, 0, 1) })
+		x, err := graph.Capture([]*stream.Stream{r.third}, func() error { return rng.Uniform(g, r.third, r.y, 0, 1) }, nil)
 		r.must(err)
 		r.later(x.Close)
 		return func() error { return x.Launch(r.on) }

@@ -119,7 +119,7 @@ every call and compares with this table, which ` + "`-update`" + ` writes.
   launches another kernel. It ignores the error of the call.
 - Other stream: a stream of the same device that takes no part in the capture.
 - Other goroutine: another goroutine makes the call while the captured function waits.
-- CaptureError is ` + "`*stream.CaptureError`" + `: Chorus refused the call before the driver saw
+- CaptureError is ` + "`*device.CaptureError`" + `: Chorus refused the call before the driver saw
   it, so the capture goes on. Names in capitals are CUDA's, without CUDA_ERROR_.
 - A question mark stands for a result that no GPU has shown yet.
 

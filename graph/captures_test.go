@@ -136,14 +136,14 @@ func run(t *testing.T, kit *bench, ring *ring, c call, from origin, mode graph.M
 	fn := c.prepare(r)
 	r.must(kit.dev.Sync(r.ctx))
 	var of error
-	x, err := graph.CaptureWith(&graph.Config{Mode: mode}, []*stream.Stream{r.captured}, func() error {
+	x, err := graph.Capture([]*stream.Stream{r.captured}, func() error {
 		if err := kit.launch(kit.add, r.captured, r.x, 1); err != nil {
 			return err
 		}
 		of = make1(from, fn)
 		_ = kit.launch(kit.add, r.captured, r.x, 1)
 		return nil
-	})
+	}, &graph.Config{Mode: mode})
 	if x != nil {
 		r.later(x.Close)
 	}
@@ -176,9 +176,8 @@ func text(err error) string {
 
 // kindOf returns what errors.As and errors.Is tell of an error.
 func kindOf(err error) string {
-	var ce *stream.CaptureError
+	var ce *device.CaptureError
 	var use *nccl.InUseError
-	var group *nccl.GroupError
 	var oom *memory.OutOfMemoryError
 	var ue *device.UnsupportedError
 	var ne *nccl.Error
@@ -195,8 +194,6 @@ func kindOf(err error) string {
 		return "CaptureError"
 	case errors.As(err, &use):
 		return "nccl.InUseError"
-	case errors.As(err, &group):
-		return "nccl.GroupError"
 	case errors.As(err, &oom):
 		return "OutOfMemoryError"
 	case errors.As(err, &ue):

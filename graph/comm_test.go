@@ -21,7 +21,7 @@ import (
 func TestCapturedAllReduce(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ctx := testgpu.Context(t)
-		g, err := comm.Local(ctx, devs...)
+		g, err := comm.Local(ctx, devs, nil)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, g.Close()) }()
 		xs, err := comm.Make[int64](g, elems)
@@ -54,7 +54,7 @@ func TestCapturedAllReduce(t *testing.T) {
 		fill(0)
 		require.NoError(t, reduce(), "the ranks connect outside of the capture")
 		check(0, 1)
-		x, err := graph.CaptureWith(&graph.Config{Name: "sum"}, g.Streams(), reduce)
+		x, err := graph.Capture(g.Streams(), reduce, &graph.Config{Name: "sum"})
 		require.NoError(t, err)
 		require.Positive(t, x.Nodes())
 		launch := func() {
@@ -91,11 +91,11 @@ func TestCapturedAllReduce(t *testing.T) {
 func TestGroupWaitIsRefused(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ctx := testgpu.Context(t)
-		g, err := comm.Local(ctx, devs...)
+		g, err := comm.Local(ctx, devs, nil)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, g.Close()) }()
-		_, err = graph.Capture(g.Streams(), func() error { return g.Wait(ctx) })
-		var ce *stream.CaptureError
+		_, err = graph.Capture(g.Streams(), func() error { return g.Wait(ctx) }, nil)
+		var ce *device.CaptureError
 		require.ErrorAs(t, err, &ce)
 		require.Equal(t, "comm: wait", ce.Op)
 		require.NoError(t, g.Wait(ctx))
@@ -107,7 +107,7 @@ func TestGroupWaitIsRefused(t *testing.T) {
 func TestAbortClosesGraphs(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		c, b, v := single(t, devs[0])
-		x, err := graph.Capture([]*stream.Stream{b.s}, func() error { return nccl.AllReduce(c, b.s, v, v, nccl.Sum) })
+		x, err := graph.Capture([]*stream.Stream{b.s}, func() error { return nccl.AllReduce(c, b.s, v, v, nccl.Sum) }, nil)
 		require.NoError(t, err)
 		require.NoError(t, x.Launch(b.s))
 		var use *nccl.InUseError
@@ -128,7 +128,7 @@ func TestAbortDuringCapture(t *testing.T) {
 			require.NoError(t, nccl.AllReduce(c, b.s, v, v, nccl.Sum))
 			require.NoError(t, c.Abort())
 			return boom
-		})
+		}, nil)
 		require.ErrorIs(t, err, boom)
 		require.ErrorIs(t, nccl.AllReduce(c, b.s, v, v, nccl.Sum), device.ErrClosed)
 		usable(b, v)
@@ -191,9 +191,9 @@ func TestGroupOnTwoStreams(t *testing.T) {
 			main, side = append(main, b.s), append(side, newStream(t, dev))
 		}
 		both := func() error {
-			return nccl.Group(cs[0], func() (err error) {
+			return nccl.Group(func(b *nccl.Batch) (err error) {
 				for i, c := range cs {
-					err = errors.Join(err, nccl.AllReduce(c, main[i], vs[i], vs[i], nccl.Sum), nccl.AllReduce(c, side[i], ws[i], ws[i], nccl.Sum))
+					err = errors.Join(err, nccl.AllReduce(b.On(c), main[i], vs[i], vs[i], nccl.Sum), nccl.AllReduce(b.On(c), side[i], ws[i], ws[i], nccl.Sum))
 				}
 				return err
 			})

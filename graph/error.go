@@ -10,17 +10,16 @@ import (
 
 // The status codes of captures, for errors.Is.
 const (
-	ErrorUnsupported   = device.Status(cudadrv.ErrorStreamCaptureUnsupported) // what a *stream.CaptureError matches too
-	ErrorInvalidated   = device.Status(cudadrv.ErrorStreamCaptureInvalidated)
-	ErrorMerge         = device.Status(cudadrv.ErrorStreamCaptureMerge)
-	ErrorUnjoined      = device.Status(cudadrv.ErrorStreamCaptureUnjoined)
-	ErrorIsolation     = device.Status(cudadrv.ErrorStreamCaptureIsolation)
-	ErrorCapturedEvent = device.Status(cudadrv.ErrorCapturedEvent)
-	ErrorWrongThread   = device.Status(cudadrv.ErrorStreamCaptureWrongThread)
-	ErrorUpdate        = device.Status(cudadrv.ErrorGraphExecUpdateFailure)
+	ErrorUnsupported = device.Status(cudadrv.ErrorStreamCaptureUnsupported) // also matched by a *device.CaptureError
+	ErrorInvalidated = device.Status(cudadrv.ErrorStreamCaptureInvalidated)
+	ErrorMerge       = device.Status(cudadrv.ErrorStreamCaptureMerge)
+	ErrorUnjoined    = device.Status(cudadrv.ErrorStreamCaptureUnjoined)
+	ErrorIsolation   = device.Status(cudadrv.ErrorStreamCaptureIsolation)
+	ErrorWrongThread = device.Status(cudadrv.ErrorStreamCaptureWrongThread)
+	ErrorUpdate      = device.Status(cudadrv.ErrorGraphExecUpdateFailure)
 )
 
-// An UpdateError says why one graph cannot take the operations of another.
+// An UpdateError reports why a graph cannot get the operations of another graph.
 type UpdateError struct {
 	Graph, Other string
 	Reason       string // such as "a node is of another type"
@@ -34,11 +33,11 @@ func (e *UpdateError) Error() string {
 // Unwrap returns the driver's error.
 func (e *UpdateError) Unwrap() error { return e.Err }
 
-// A NothingCapturedError says that a capture recorded nothing, because the goroutine that
-// captured used other streams.
+// A NothingCapturedError reports that a capture is empty because the capturing goroutine
+// used other streams.
 type NothingCapturedError struct {
 	Graph  string
-	Stream string   // that was captured
+	Stream string   // the captured stream
 	Used   []string // the streams that were used instead
 }
 

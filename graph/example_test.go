@@ -26,7 +26,7 @@ func sums() error {
 	if err != nil {
 		return err
 	}
-	g, err := comm.Local(ctx, sys.Devices()...)
+	g, err := comm.Local(ctx, sys.Devices(), nil)
 	if err != nil {
 		return err
 	}
@@ -45,7 +45,7 @@ func sums() error {
 	if err := sum(); err != nil { // the ranks connect before the capture
 		return err
 	}
-	exec, err := graph.Capture(g.Streams(), sum)
+	exec, err := graph.Capture(g.Streams(), sum, nil)
 	if err != nil {
 		return err
 	}

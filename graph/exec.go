@@ -14,6 +14,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/safefile"
@@ -29,19 +30,19 @@ type Exec struct {
 	dev   *device.Device // of the first stream
 
 	capturing atomic.Bool // until the end of the capture
-	doomed    atomic.Bool // what it has captured was aborted meanwhile
+	doomed    atomic.Bool // a captured communicator was aborted during the capture
 
 	// mu is held for reading by the calls that use the graph, so that Close
 	// waits for them.
 	mu    sync.RWMutex
-	graph cudadrv.Graph // kept for Update and Dot
+	graph cudadrv.Graph // retained for Update and Dot
 	exec  cudadrv.GraphExec
 	nodes int
-	held  []stream.Holdable // what must not be closed before the graph
-	pool  *memory.Pool      // of the capture; held has it too
+	held  []gpu.Holdable // objects that must not be closed before the graph
+	pool  *memory.Pool   // of the capture; held contains it too
 
-	own     []stream.Preparer // of what was captured
-	prepare []stream.Preparer // what comes before each launch: own, or that of an update
+	own     []gpu.Preparer // from the captured objects
+	prepare []gpu.Preparer // called before each launch: own, or from an update
 }
 
 var numbers atomic.Int64
@@ -55,22 +56,22 @@ func newExec(name string, dev *device.Device) *Exec {
 	return x
 }
 
-// String names the graph in errors, such as "graph step of cuda:0".
+// String returns the name of the graph in errors, such as "graph step of cuda:0".
 func (x *Exec) String() string { return fmt.Sprintf("graph %s of %s", x.name, x.dev) }
 
-// Pool returns the pool that the capture allocated from, for Config.Pool of
-// another capture (torch.cuda.CUDAGraph.pool).
+// Pool returns the pool that the capture allocated from, for Config.Pool of another
+// capture (torch.cuda.CUDAGraph.pool).
 func (x *Exec) Pool() *memory.Pool { return x.pool }
 
 // Nodes returns the number of operations that were captured. It is 0 if the captured
 // function enqueued nothing, or another goroutine enqueued its work on other streams.
 func (x *Exec) Nodes() int { return x.nodes }
 
-// Launch enqueues the graph on s, of any device (cuGraphLaunch,
-// torch.cuda.CUDAGraph.replay): it begins when what is on s before has
-// completed, and what is enqueued on s later begins when all of the graph has.
-// The host does not wait, except that CUDA may let it wait for room. A launch
-// begins after the previous one of the same Exec has ended.
+// Launch enqueues the graph on s, which may be on any device (cuGraphLaunch,
+// torch.cuda.CUDAGraph.replay). The graph begins after the operations that are already
+// enqueued on s, and operations that are enqueued on s later begin after the whole graph.
+// The host does not wait, except that CUDA may block until there is room. A launch begins
+// after the previous one of the same Exec has ended.
 func (x *Exec) Launch(s *stream.Stream) error {
 	const op = "graph: launch"
 	if err := x.enter(op, s); err != nil {
@@ -79,7 +80,7 @@ func (x *Exec) Launch(s *stream.Stream) error {
 	defer x.mu.RUnlock()
 	done, err := x.prepareOn(s)
 	if err == nil {
-		err = s.Device().Do("cuGraphLaunch", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphLaunch(x.exec, s.Raw()) })
+		err = gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphLaunch(x.exec, gpu.StreamOf(s).Raw()) })
 	}
 	for _, p := range x.prepare[:done] {
 		p.Launched(s)
@@ -87,8 +88,7 @@ func (x *Exec) Launch(s *stream.Stream) error {
 	return x.wrap(op, err)
 }
 
-// prepareOn enqueues on s what comes before a launch, and returns how many have
-// done so.
+// prepareOn calls the preparers for a launch on s, and returns how many succeeded.
 func (x *Exec) prepareOn(s *stream.Stream) (done int, err error) {
 	for i, p := range x.prepare {
 		if err := p.Prepare(s); err != nil {
@@ -98,7 +98,7 @@ func (x *Exec) prepareOn(s *stream.Stream) (done int, err error) {
 	return len(x.prepare), nil
 }
 
-// Upload enqueues on s what the first Launch would otherwise do before the graph
+// Upload enqueues on s the work that the first Launch would otherwise do before the graph
 // runs (cuGraphUpload).
 func (x *Exec) Upload(s *stream.Stream) error {
 	const op = "graph: upload"
@@ -106,16 +106,16 @@ func (x *Exec) Upload(s *stream.Stream) error {
 		return err
 	}
 	defer x.mu.RUnlock()
-	err := s.Device().Do("cuGraphUpload", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphUpload(x.exec, s.Raw()) })
+	err := gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphUpload(x.exec, gpu.StreamOf(s).Raw()) })
 	return x.wrap(op, err)
 }
 
-// Update gives x the parameters of other's operations as they were captured, such
-// as addresses and numbers, which costs less than another capture's making
-// (cuGraphExecUpdate).
-// Launches that are on their way keep the old ones. Both graphs have the same
-// operations in the same order; if not, the error is an *UpdateError and x stays
-// as it is. other may be closed then, but x uses what other has captured.
+// Update gives x the parameters of other's operations, such as addresses and numbers,
+// which takes less time than instantiating another graph (cuGraphExecUpdate). Launches
+// that are already enqueued keep the old parameters. Both graphs must have the same
+// operations in the same order; if not, the error is an *UpdateError and x does not
+// change. other may be closed afterwards, but x then holds the objects that other has
+// captured.
 func (x *Exec) Update(other *Exec) error {
 	const op = "graph: update"
 	if x == other {
@@ -136,8 +136,11 @@ func (x *Exec) Update(other *Exec) error {
 		return err
 	}
 	var why cudadrv.GraphExecUpdateResult
-	err := x.dev.Do("cuGraphExecUpdate", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		why, r = drv.GraphExecUpdate(x.exec, other.graph)
+	err := gpu.DeviceOf(x.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		reason, r := drv.GraphExecUpdate(x.exec, other.graph)
+		if r == cudadrv.ErrorGraphExecUpdateFailure { // false while NameOf runs the call to find its name
+			why = reason
+		}
 		return r
 	})
 	if errors.Is(err, ErrorUpdate) {
@@ -150,12 +153,11 @@ func (x *Exec) Update(other *Exec) error {
 	return x.wrap(op, err)
 }
 
-// updating is held while two graphs are locked, so that two updates cannot wait
-// for each other.
+// updating is held while two graphs are locked, so that two updates cannot deadlock.
 var updating sync.Mutex
 
-// hold holds what the graph has come to use. x.mu is held.
-func (x *Exec) hold(list []stream.Holdable) {
+// hold holds further objects for the graph. x.mu is held.
+func (x *Exec) hold(list []gpu.Holdable) {
 	for _, h := range list {
 		if !slices.Contains(x.held, h) {
 			h.Hold(x)
@@ -164,22 +166,22 @@ func (x *Exec) hold(list []stream.Holdable) {
 	}
 }
 
-// Dot writes the captured graph in the language of Graphviz
-// (cuGraphDebugDotPrint, torch.cuda.CUDAGraph.debug_dump). Update does not
-// change it.
+// Dot writes the captured graph in the Graphviz language (cuGraphDebugDotPrint,
+// torch.cuda.CUDAGraph.debug_dump). It shows the graph as captured; Update does not affect
+// it.
 func (x *Exec) Dot(w io.Writer) error {
 	const op = "graph: dot"
 	if err := x.rlock(op); err != nil {
 		return err
 	}
 	defer x.mu.RUnlock()
-	dir, err := os.MkdirTemp("", "chorus-dot-") // only this user can change what is in it
+	dir, err := os.MkdirTemp("", "chorus-dot-") // only this user can change its contents
 	if err != nil {
 		return x.wrap(op, err)
 	}
 	defer os.RemoveAll(dir)
-	path := filepath.Join(dir, "graph.dot") // the driver writes to files only
-	err = x.dev.Do("cuGraphDebugDotPrint", func(drv cudadrv.Driver) cudadrv.Result {
+	path := filepath.Join(dir, "graph.dot") // the driver writes only to files
+	err = gpu.DeviceOf(x.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.GraphDebugDotPrint(x.graph, path, cudadrv.GraphDotVerbose)
 	})
 	if err != nil {
@@ -194,21 +196,21 @@ func (x *Exec) Dot(w io.Writer) error {
 	return x.wrap(op, err)
 }
 
-// Close gives the graph up (torch.cuda.CUDAGraph.reset). It waits for no device:
-// a launch that is under way still completes. Close is idempotent.
+// Close closes the graph (torch.cuda.CUDAGraph.reset). It does not wait for a device:
+// launches in progress still complete. Close is idempotent.
 func (x *Exec) Close() error {
 	if x == nil {
 		return nil
 	}
-	if x.capturing.Load() { // only an abort of a communicator can know x now
+	if x.capturing.Load() { // only the abort of a communicator can reach x now
 		x.doomed.Store(true)
 		return stream.ErrCapturing
 	}
 	if !x.owner.Close() {
 		return nil
 	}
-	// A call that is inside returns soon, but for a launch that waits for a lost
-	// peer: it ends when the communicators are aborted, and the graph after it.
+	// Calls in progress return soon, except for a launch that waits for a lost peer: it
+	// ends when the communicators are aborted, and the graph is destroyed after it.
 	if poll.UntilNoLaterThan(100*time.Millisecond, x.mu.TryLock) {
 		defer x.mu.Unlock()
 		return x.drop()
@@ -221,20 +223,19 @@ func (x *Exec) Close() error {
 	return nil
 }
 
-// preparers returns those of what was captured that have something to do before
-// each launch.
-func preparers(held []stream.Holdable) (list []stream.Preparer) {
+// preparers returns the captured objects that must be called before each launch.
+func preparers(held []gpu.Holdable) (list []gpu.Preparer) {
 	for _, h := range held {
-		if p, ok := h.(stream.Preparer); ok {
+		if p, ok := h.(gpu.Preparer); ok {
 			list = append(list, p)
 		}
 	}
 	return list
 }
 
-// instantiate makes what is launched of what was captured.
+// instantiate makes the executable graph from the captured one.
 func (x *Exec) instantiate() error {
-	err := x.dev.Do("cuGraphGetNodes", func(drv cudadrv.Driver) cudadrv.Result {
+	err := gpu.DeviceOf(x.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		n, r := drv.GraphGetNodes(x.graph)
 		x.nodes = int(n)
 		return r
@@ -244,7 +245,7 @@ func (x *Exec) instantiate() error {
 	}
 	// cuBLAS may have captured allocations.
 	const flags = cudadrv.GraphInstantiateAutoFree | cudadrv.GraphInstantiateNodePriority
-	return x.dev.DoRelaxed("cuGraphInstantiateWithFlags", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	return gpu.DeviceOf(x.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		x.exec, r = drv.GraphInstantiateWithFlags(x.graph, flags)
 		return r
 	})
@@ -255,15 +256,15 @@ func (x *Exec) ready() {
 	x.capturing.Store(false)
 }
 
-// drop destroys what there is and lets go what the graph has held.
+// drop destroys the graphs and releases the objects that the graph has held.
 func (x *Exec) drop() error {
 	x.capturing.Store(false)
 	var errs []error
 	if x.exec != 0 {
-		errs = append(errs, x.dev.DoRelaxed("cuGraphExecDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphExecDestroy(x.exec) }))
+		errs = append(errs, gpu.DeviceOf(x.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphExecDestroy(x.exec) }))
 	}
 	if x.graph != 0 {
-		errs = append(errs, x.dev.Do("cuGraphDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(x.graph) }))
+		errs = append(errs, gpu.DeviceOf(x.dev).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(x.graph) }))
 	}
 	x.exec, x.graph = 0, 0
 	for _, h := range slices.Backward(x.held) {
@@ -273,12 +274,12 @@ func (x *Exec) drop() error {
 	return errors.Join(errs...)
 }
 
-// enter locks x for a call that enqueues it on s.
+// enter read-locks x for a call that enqueues it on s.
 func (x *Exec) enter(op string, s *stream.Stream) error {
-	if err := s.Check(op, nil); err != nil {
+	if err := gpu.CheckStream(op, s, nil); err != nil {
 		return err
 	}
-	if err := s.RefuseCapture(op, "graphs do not nest"); err != nil {
+	if err := gpu.StreamOf(s).RefuseCapture(op, "graphs do not nest"); err != nil {
 		return err
 	}
 	if err := x.rlock(op); err != nil {
@@ -291,7 +292,7 @@ func (x *Exec) enter(op string, s *stream.Stream) error {
 	return nil
 }
 
-// rlock locks x for reading if it is open.
+// rlock read-locks x if it is open.
 func (x *Exec) rlock(op string) error {
 	if x == nil {
 		return fmt.Errorf("%s: no graph given", op)

@@ -30,17 +30,17 @@ extern "C" __global__ void scale(float* x, float by, int n) {
 	Kernels: []kernel.Def{{
 		Name: "add", Params: []kernel.Param{kernel.Pointer, kernel.F32, kernel.I32},
 		Go: func(c *kernel.Call) {
-			x := kernel.Update[float32](c, 0, int(c.Int32(2)))
+			x := kernel.Update[float32](c, 0, int(kernel.Get[int32](c, 2)))
 			for i := range x {
-				x[i] += c.Float32(1)
+				x[i] += kernel.Get[float32](c, 1)
 			}
 		},
 	}, {
 		Name: "scale", Params: []kernel.Param{kernel.Pointer, kernel.F32, kernel.I32},
 		Go: func(c *kernel.Call) {
-			x := kernel.Update[float32](c, 0, int(c.Int32(2)))
+			x := kernel.Update[float32](c, 0, int(kernel.Get[int32](c, 2)))
 			for i := range x {
-				x[i] *= c.Float32(1)
+				x[i] *= kernel.Get[float32](c, 1)
 			}
 		},
 	}},
@@ -102,7 +102,7 @@ func (b *bench) fill(x memory.Slice[float32], v float32) {
 }
 
 func (b *bench) launch(k *kernel.Kernel, s *stream.Stream, x memory.Slice[float32], by float32) error {
-	return k.Launch(s, kernel.Cover(x.Len()), kernel.Ptr(x), kernel.Float32(by), kernel.Int32(int32(x.Len())))
+	return k.Launch(s, kernel.Cover(x.Len()), kernel.Ptr(x), kernel.Scalar(by), kernel.Scalar(int32(x.Len())))
 }
 
 // want checks every element.
@@ -117,7 +117,7 @@ func (b *bench) want(v float32, x memory.Slice[float32]) {
 
 func capture(t *testing.T, fn func() error, streams ...*stream.Stream) *graph.Exec {
 	t.Helper()
-	x, err := graph.Capture(streams, fn)
+	x, err := graph.Capture(streams, fn, nil)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, x.Close()) })
 	return x
@@ -215,8 +215,8 @@ func TestModes(t *testing.T) {
 		b := newBench(t, devs[0])
 		v := b.make(0)
 		for _, m := range []graph.Mode{graph.ThreadLocal, graph.Global, graph.Relaxed} {
-			x, err := graph.CaptureWith(&graph.Config{Name: "of " + m.String(), Mode: m}, []*stream.Stream{b.s},
-				func() error { return b.launch(b.add, b.s, v, 1) })
+			x, err := graph.Capture([]*stream.Stream{b.s},
+				func() error { return b.launch(b.add, b.s, v, 1) }, &graph.Config{Name: "of " + m.String(), Mode: m})
 			require.NoError(t, err, m)
 			require.Contains(t, x.String(), "graph of "+m.String())
 			require.NoError(t, x.Launch(b.s))
@@ -261,7 +261,7 @@ func TestUpdate(t *testing.T) {
 		b := newBench(t, devs[0])
 		v, w := b.make(0), b.make(0)
 		first := capture(t, func() error { return b.launch(b.add, b.s, v, 1) }, b.s)
-		second, err := graph.Capture([]*stream.Stream{b.s}, func() error { return b.launch(b.add, b.s, w, 5) })
+		second, err := graph.Capture([]*stream.Stream{b.s}, func() error { return b.launch(b.add, b.s, w, 5) }, nil)
 		require.NoError(t, err)
 		require.NoError(t, first.Launch(b.s))
 		require.NoError(t, first.Update(second))

@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -55,25 +56,25 @@ func TestIllegalCalls(t *testing.T) {
 			{"graph: launch", func() error { return other.Launch(b.s) }},
 			{"graph: upload", func() error { return other.Upload(b.s) }},
 			{"graph: capture", func() error {
-				_, err := graph.Capture([]*stream.Stream{b.s}, func() error { return nil })
+				_, err := graph.Capture([]*stream.Stream{b.s}, func() error { return nil }, nil)
 				return err
 			}},
 		} {
 			t.Run(c.op, func(t *testing.T) {
 				x, err := graph.Capture([]*stream.Stream{b.s}, func() error {
 					err := c.call()
-					var ce *stream.CaptureError
+					var ce *device.CaptureError
 					require.ErrorAs(t, err, &ce)
 					require.Equal(t, c.op, ce.Op)
 					require.ErrorIs(t, err, graph.ErrorUnsupported)
 					require.ErrorContains(t, err, c.op+": ")
 					require.ErrorContains(t, err, "is captured into a graph: ")
 					return b.launch(b.add, b.s, v, 1)
-				})
+				}, nil)
 				require.NoError(t, err)
 				require.NoError(t, x.Close())
 				// The error itself ends a capture that returns it.
-				_, err = graph.Capture([]*stream.Stream{b.s}, c.call)
+				_, err = graph.Capture([]*stream.Stream{b.s}, c.call, nil)
 				require.ErrorIs(t, err, graph.ErrorUnsupported)
 			})
 		}
@@ -98,7 +99,7 @@ func TestSpoiledCapture(t *testing.T) {
 			want error
 		}{
 			"device sync": {func() error {
-				return devs[0].Do("cuCtxSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
+				return gpu.DeviceOf(devs[0]).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
 			}, graph.ErrorUnsupported},
 			"cuMemAlloc": {func() error { return allocate(t, devs[0]) }, graph.ErrorUnsupported},
 			"isolation":  {func() error { return b.s.Wait(e) }, graph.ErrorIsolation},
@@ -108,7 +109,7 @@ func TestSpoiledCapture(t *testing.T) {
 					require.ErrorIs(t, c.call(), c.want)
 					_ = b.launch(b.add, b.s, v, 1)
 					return nil
-				})
+				}, nil)
 				require.ErrorIs(t, err, graph.ErrorInvalidated)
 				require.ErrorContains(t, err, "graph: end the capture of graph ")
 				usable(b, v)
@@ -120,10 +121,10 @@ func TestSpoiledCapture(t *testing.T) {
 // allocate calls what a capture may forbid. The memory is freed after the test.
 func allocate(t *testing.T, dev *device.Device) error {
 	var p cudadrv.DevicePtr
-	err := dev.Do("cuMemAlloc", func(drv cudadrv.Driver) (r cudadrv.Result) { p, r = drv.MemAlloc(1 << 20); return r })
+	err := gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) (r cudadrv.Result) { p, r = drv.MemAlloc(1 << 20); return r })
 	if err == nil {
 		t.Cleanup(func() {
-			require.NoError(t, dev.Do("cuMemFree", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(p) }))
+			require.NoError(t, gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(p) }))
 		})
 	}
 	return err
@@ -138,7 +139,7 @@ func usable(b *bench, v memory.Slice[float32]) {
 	b.fill(v, 1)
 	require.NoError(b.t, b.launch(b.add, b.s, v, 1))
 	b.want(2, v)
-	x, err := graph.Capture([]*stream.Stream{b.s}, func() error { return b.launch(b.scale, b.s, v, 3) })
+	x, err := graph.Capture([]*stream.Stream{b.s}, func() error { return b.launch(b.scale, b.s, v, 3) }, nil)
 	require.NoError(b.t, err)
 	require.NoError(b.t, x.Launch(b.s))
 	b.want(6, v)
@@ -152,12 +153,12 @@ func TestModesAndOtherGoroutines(t *testing.T) {
 		v := b.make(1)
 		for m, want := range map[graph.Mode]error{graph.ThreadLocal: nil, graph.Global: graph.ErrorUnsupported, graph.Relaxed: nil} {
 			t.Run(m.String(), func(t *testing.T) {
-				x, err := graph.CaptureWith(&graph.Config{Mode: m}, []*stream.Stream{b.s}, func() error {
+				x, err := graph.Capture([]*stream.Stream{b.s}, func() error {
 					done := make(chan error)
 					go func() { done <- allocate(t, devs[0]) }() // this goroutine's thread is locked
 					require.ErrorIs(t, <-done, want)
 					return b.launch(b.add, b.s, v, 1)
-				})
+				}, &graph.Config{Mode: m})
 				if want == nil {
 					require.NoError(t, err)
 					require.NoError(t, x.Close())
@@ -167,7 +168,7 @@ func TestModesAndOtherGoroutines(t *testing.T) {
 				usable(b, v)
 			})
 		}
-		x, err := graph.CaptureWith(&graph.Config{Mode: graph.Relaxed}, []*stream.Stream{b.s}, func() error { return allocate(t, devs[0]) })
+		x, err := graph.Capture([]*stream.Stream{b.s}, func() error { return allocate(t, devs[0]) }, &graph.Config{Mode: graph.Relaxed})
 		require.NoError(t, err)
 		require.NoError(t, x.Close())
 	})
@@ -185,15 +186,15 @@ func TestFunctionFails(t *testing.T) {
 		}
 		boom := errors.New("boom")
 		for range 3 {
-			_, err := graph.Capture(streams, func() error { return errors.Join(begun(), boom) })
+			_, err := graph.Capture(streams, func() error { return errors.Join(begun(), boom) }, nil)
 			require.ErrorIs(t, err, boom)
 			require.EqualError(t, err, "boom")
 			usable(b, v)
 			require.PanicsWithValue(t, "boom", func() {
-				_, _ = graph.Capture(streams, func() error { _ = begun(); panic("boom") })
+				_, _ = graph.Capture(streams, func() error { _ = begun(); panic("boom") }, nil)
 			})
 			usable(b, v)
-			_, err = graph.Capture(streams, begun)
+			_, err = graph.Capture(streams, begun, nil)
 			require.ErrorIs(t, err, graph.ErrorUnjoined)
 			usable(b, v)
 		}
@@ -279,10 +280,10 @@ func TestArguments(t *testing.T) {
 		device.ErrClosed.Error():    {closed},
 		"graph: capture: stream 0x": {s, closed},
 	} {
-		_, err := graph.Capture(streams, nothing)
+		_, err := graph.Capture(streams, nothing, nil)
 		require.ErrorContains(t, err, want)
 	}
-	_, err = graph.Capture([]*stream.Stream{s}, nil)
+	_, err = graph.Capture([]*stream.Stream{s}, nil, nil)
 	require.ErrorContains(t, err, "a function")
 	x := capture(t, nothing, s)
 	require.ErrorContains(t, x.Launch(far), "another system")
@@ -367,7 +368,7 @@ func TestNothingCaptured(t *testing.T) {
 		}
 		for _, mode := range []graph.Mode{graph.ThreadLocal, graph.Global, graph.Relaxed} {
 			for name, use := range uses {
-				_, err := graph.CaptureWith(&graph.Config{Mode: mode, Name: "step"}, []*stream.Stream{b.s}, use)
+				_, err := graph.Capture([]*stream.Stream{b.s}, use, &graph.Config{Mode: mode, Name: "step"})
 				var nothing *graph.NothingCapturedError
 				require.ErrorAs(t, err, &nothing, "%s, %s", name, mode)
 				require.Equal(t, []string{other.String()}, nothing.Used)
@@ -386,14 +387,14 @@ func TestNothingCaptured(t *testing.T) {
 			},
 			"no work of its own": func() error { _, err := other.Priority(); return err },
 		} {
-			x, err := graph.Capture([]*stream.Stream{b.s}, fn)
+			x, err := graph.Capture([]*stream.Stream{b.s}, fn, nil)
 			require.NoError(t, err, name)
 			require.Zero(t, x.Nodes(), name)
 			require.NoError(t, errors.Join(x.Launch(b.s), x.Close()), name)
 		}
 		x, err := graph.Capture([]*stream.Stream{b.s}, func() error {
 			return errors.Join(b.launch(b.add, other, v, 1), b.launch(b.add, b.s, v, 1))
-		})
+		}, nil)
 		require.NoError(t, err, "something was captured")
 		require.NoError(t, errors.Join(x.Close(), other.Sync(testgpu.Context(t))))
 	})
@@ -422,7 +423,7 @@ func TestWaitsThatTheModeForbids(t *testing.T) {
 				graph.Global:      {"capture in the mode relaxed", "capture in the mode thread_local"},
 				graph.Relaxed:     {"", ""},
 			} {
-				x, err := graph.CaptureWith(&graph.Config{Mode: mode}, []*stream.Stream{b.s}, func() error {
+				x, err := graph.Capture([]*stream.Stream{b.s}, func() error {
 					there := make(chan error)
 					go func() { there <- call() }()
 					for i, err := range []error{call(), <-there} {
@@ -430,7 +431,7 @@ func TestWaitsThatTheModeForbids(t *testing.T) {
 							require.NoError(t, err, "%s, %s, %d", op, mode, i)
 							continue
 						}
-						var ce *stream.CaptureError
+						var ce *device.CaptureError
 						require.ErrorAs(t, err, &ce, "%s, %s, %d", op, mode, i)
 						require.Equal(t, op, ce.Op)
 						require.Equal(t, b.s.String(), ce.Object)
@@ -438,7 +439,7 @@ func TestWaitsThatTheModeForbids(t *testing.T) {
 						require.ErrorContains(t, err, refused[i])
 					}
 					return b.launch(b.add, b.s, v, 1)
-				})
+				}, &graph.Config{Mode: mode})
 				require.NoError(t, err, "%s, %s", op, mode)
 				require.NoError(t, errors.Join(x.Close(), other.Sync(testgpu.Context(t))))
 			}
@@ -457,11 +458,11 @@ func TestRefusedRecord(t *testing.T) {
 		before, err := other.Record(nil)
 		require.NoError(t, err)
 		defer before.Close()
-		_, err = graph.CaptureWith(&graph.Config{Mode: graph.Relaxed}, []*stream.Stream{b.s}, func() error {
+		_, err = graph.Capture([]*stream.Stream{b.s}, func() error {
 			require.ErrorIs(t, b.s.Wait(before), graph.ErrorIsolation) // which spoils the capture
 			require.ErrorIs(t, e.Record(b.s), graph.ErrorInvalidated)
 			return e.Sync(testgpu.Context(t))
-		})
+		}, &graph.Config{Mode: graph.Relaxed})
 		require.ErrorIs(t, err, graph.ErrorInvalidated)
 		require.NoError(t, e.Sync(testgpu.Context(t)))
 	})

@@ -7,6 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -30,9 +31,9 @@ func pair(t *testing.T, devs []*device.Device) (s [2]*stream.Stream, x, y memory
 func TestCaptureBetweenUntestedDevices(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	s, x, y := pair(t, devs)
-	g, err := graph.Capture(s[:1], func() error { return memory.Copy(s[0], y, x) })
+	g, err := graph.Capture(s[:1], func() error { return memory.Copy(s[0], y, x) }, nil)
 	require.NoError(t, err)
-	_, tested := devs[0].PeerTested(devs[1])
+	_, tested := gpu.DeviceOf(devs[0]).PeerTested(gpu.DeviceOf(devs[1]))
 	require.False(t, tested)
 	require.NoError(t, g.Launch(s[0]))
 	require.NoError(t, s[1].WaitStream(s[0]))
@@ -47,7 +48,7 @@ func TestCaptureOfStagedCopy(t *testing.T) {
 	t.Setenv("CHORUS_P2P", "off")
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	s, x, y := pair(t, devs)
-	_, err := graph.Capture(s[:1], func() error { return memory.Copy(s[0], y, x) })
+	_, err := graph.Capture(s[:1], func() error { return memory.Copy(s[0], y, x) }, nil)
 	require.ErrorIs(t, err, graph.ErrorUnsupported)
 	require.ErrorContains(t, err, "memory: copy: ")
 	require.ErrorContains(t, err, "copy before the capture")

@@ -18,7 +18,7 @@ const mib = 1 << 20
 
 // captureIn captures what fn enqueues on b.s with memory from the pool.
 func (b *bench) captureIn(pool *memory.Pool, fn func() error) (*graph.Exec, error) {
-	return graph.CaptureWith(&graph.Config{Pool: pool}, []*stream.Stream{b.s}, fn)
+	return graph.Capture([]*stream.Stream{b.s}, fn, &graph.Config{Pool: pool})
 }
 
 // The output is allocated in the capture; it has each launch's result, and
@@ -168,7 +168,7 @@ func TestPoolKeepsStreamsApart(t *testing.T) {
 			last = make(b.s)
 			require.NotEqual(t, shared.Ptr(), last.Ptr(), "the other stream may use it still")
 			return err
-		})
+		}, nil)
 		require.NoError(t, err)
 		require.NoError(t, x.Launch(b.s))
 		b.want(3, stranger)
@@ -223,13 +223,15 @@ func TestPoolInUse(t *testing.T) {
 		pool := memory.NewPool(nil)
 		other := newStream(t, devs[0])
 		x, err := b.captureIn(pool, func() error {
-			_, err := graph.CaptureWith(&graph.Config{Pool: pool, Mode: graph.Relaxed}, []*stream.Stream{other}, func() error { return nil })
+			_, err := graph.Capture([]*stream.Stream{other}, func() error { return nil }, &graph.Config{Pool: pool, Mode: graph.Relaxed})
 			require.ErrorContains(t, err, "captures that share a pool come one after another")
 			return nil
 		})
 		require.NoError(t, err)
 		require.NoError(t, errors.Join(x.Close(), pool.Close()))
 		require.NoError(t, (*memory.Pool)(nil).Close())
+		_, err = graph.Begin(b.s, &graph.Config{Pool: new(memory.Pool)})
+		require.ErrorIs(t, err, device.ErrClosed, "the zero pool")
 	})
 }
 
@@ -261,7 +263,7 @@ func TestPoolJoinsBlocks(t *testing.T) {
 		side := newStream(t, devs[0])
 		pool := memory.NewPool(nil)
 		var out memory.Slice[float32]
-		x, err := graph.CaptureWith(&graph.Config{Pool: pool}, []*stream.Stream{b.s, side}, func() error {
+		x, err := graph.Capture([]*stream.Stream{b.s, side}, func() error {
 			var xs []memory.Slice[float32]
 			var errs []error
 			for i := range 7 {
@@ -273,7 +275,7 @@ func TestPoolJoinsBlocks(t *testing.T) {
 				errs = append(errs, y.Close())
 			}
 			return errors.Join(errs...)
-		})
+		}, &graph.Config{Pool: pool})
 		require.NoError(t, err)
 		require.Equal(t, 4096, pool.Allocated())
 		require.Equal(t, 2*mib, pool.Reserved())
@@ -339,7 +341,7 @@ func TestAllocateInInvalidatedCapture(t *testing.T) {
 		_, err = b.captureIn(nil, func() error {
 			require.Error(t, b.s.Wait(e))
 			_, err := memory.Make[float32](b.s, elems)
-			var ce *stream.CaptureError
+			var ce *device.CaptureError
 			require.ErrorAs(t, err, &ce)
 			require.ErrorContains(t, err, "an earlier call has invalidated the capture")
 			return nil

@@ -3,61 +3,77 @@ package kernel
 import (
 	"errors"
 	"fmt"
-	"math"
 	"strings"
 	"unsafe"
 
-	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/virtual"
+	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 )
 
 // A Param is the type of a kernel's parameter.
 type Param uint32
 
-// The parameter types, as in C: a pointer to device memory, and numbers. Struct makes
-// those of structs.
+// The parameter types, as in C: a pointer to device memory, and numbers. Struct makes the
+// types of structs.
 const (
-	Pointer = Param(virtual.PtrParam)
-	I32     = Param(virtual.Int32Param)
-	I64     = Param(virtual.Int64Param)
-	U32     = Param(virtual.Uint32Param)
-	U64     = Param(virtual.Uint64Param)
-	F32     = Param(virtual.Float32Param)
-	F64     = Param(virtual.Float64Param)
-	I8      = Param(virtual.Int8Param)
-	U8      = Param(virtual.Uint8Param)
-	I16     = Param(virtual.Int16Param)
-	U16     = Param(virtual.Uint16Param)
-	B8      = Param(virtual.BoolParam)
-	F16     = Param(virtual.Float16Param)
-	BF16    = Param(virtual.BFloat16Param)
+	Pointer Param = iota
+	I32
+	I64
+	U32
+	U64
+	F32
+	F64
+	I8
+	U8
+	I16
+	U16
+	B8
+	F16
+	BF16
 )
 
-// Struct is the type of a struct that the kernel takes by value, of that many bytes,
-// which Bytes passes. A kernel's parameters have 4096 bytes in all at most, structs
-// beginning at multiples of 16. The size is that which the C++ compiler gives the
-// struct, padding at its end included.
+// virtualParams are the types on virtual devices.
+var virtualParams = [...]machine.Param{
+	Pointer: machine.PtrParam, I32: machine.Int32Param, I64: machine.Int64Param, U32: machine.Uint32Param,
+	U64: machine.Uint64Param, F32: machine.Float32Param, F64: machine.Float64Param, I8: machine.Int8Param,
+	U8: machine.Uint8Param, I16: machine.Int16Param, U16: machine.Uint16Param, B8: machine.BoolParam,
+	F16: machine.Float16Param, BF16: machine.BFloat16Param,
+}
+
+// virtual returns the type on virtual devices.
+func (p Param) virtual() machine.Param {
+	if n, ok := p.isStruct(); ok {
+		return machine.StructParam(n)
+	}
+	return virtualParams[p]
+}
+
+// Struct is the type of a struct parameter of that many bytes, passed by value with Bytes.
+// All parameters of a kernel together have at most 4096 bytes, and structs begin at
+// multiples of 16. The size is the C++ compiler's size of the struct, including padding at
+// its end.
 func Struct(bytes int) Param {
 	if bytes < 1 || bytes > mostStruct {
 		return badStruct
 	}
-	return Param(virtual.StructParam(bytes))
+	return Param(bytes) << 8
 }
 
 // The size of a struct is above the kind.
 const (
 	badStruct  = ^Param(0)
 	kindMask   = 0xff
-	mostStruct = 1 << 20 // that can be said, and be refused as too large
+	mostStruct = 1 << 20 // larger than any valid struct, so that a launch can report the size
 )
 
-// isStruct reports whether the parameter is a struct, and how large.
+// isStruct reports whether the parameter is a struct, and its size.
 func (p Param) isStruct() (bytes int, ok bool) {
 	return int(p >> 8), p != badStruct && p > kindMask
 }
 
-// known reports whether there is such a type.
+// known reports whether the type is valid.
 func (p Param) known() bool {
 	_, ok := p.isStruct()
 	return ok || int(p) < len(paramNames)
@@ -79,7 +95,7 @@ func (p Param) String() string {
 	return fmt.Sprintf("Param(%d)", uint32(p))
 }
 
-// withArticle returns the type as messages name it: an int, a float.
+// withArticle returns the type with its article for messages: an int, a float.
 func withArticle(p Param) string {
 	name := p.String()
 	if strings.ContainsRune("aeiou", rune(name[0])) {
@@ -90,37 +106,29 @@ func withArticle(p Param) string {
 
 // An Arg is the value of one parameter.
 type Arg struct {
-	kind  Param
-	elem  memory.DType // behind a pointer; Invalid if the caller does not say
-	bits  uint64
-	bytes *byte          // of a struct
-	dev   *device.Device // of a pointer
-	err   error
+	kind      Param
+	elem      memory.DType // of the memory at a pointer; Invalid if the caller does not say
+	bits      uint64
+	bytes     *byte // of a struct
+	argDevice       // of a pointer
+	err       error
 }
+
+type argDevice = kern.ArgDevice
 
 // Ptr passes the address of x. If the source declares a pointer to another element type,
-// the launch returns an error. A pointer to void, and to a type that Chorus does not know,
-// takes every element type; integers of one size are one type.
+// the launch returns an error. A pointer to void, or to a type that Chorus does not know,
+// accepts every element type; signed and unsigned integers of one size count as one type.
 func Ptr[T memory.Element](x memory.Slice[T]) Arg {
-	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: uint64(x.Raw()), dev: x.Device(), err: x.Check("kernel: launch", nil)}
+	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: x.Ptr(), argDevice: kern.On(x.Device()), err: mem.Check("kernel: launch", x.Buffer(), x.Len(), nil)}
 }
 
-// PeerPtr passes the address of x, which may be of another device than the
-// launch's: one whose memory that device reaches. For Chorus's own packages, which
-// open the way (memory.Reach).
-func PeerPtr[T memory.Element](x memory.Slice[T]) Arg {
-	a := Ptr(x)
-	a.dev = nil
-	return a
-}
-
-// Address passes an address that the device reaches, of memory that the caller keeps.
-// For Chorus's own packages.
+// Address passes the address of memory that the caller manages, such as memory.AllocRaw
+// returns; 0 is a null pointer. Launch does not check that the device can access the memory and that it is open.
 func Address(p uint64) Arg { return Arg{kind: Pointer, bits: p} }
 
-// PinnedPtr passes the address of pinned memory, which every device reaches. The
-// caller tells the memory, by RecordStream, or keeps it open until the kernel has
-// ended. For Chorus's own packages.
+// PinnedPtr passes the address of pinned memory, which every device can access. The caller
+// calls RecordStream for the memory, or keeps it open until the kernel has ended.
 func PinnedPtr[T memory.Element](h *memory.Pinned[T]) Arg {
 	data := h.Data()
 	if len(data) == 0 {
@@ -129,12 +137,9 @@ func PinnedPtr[T memory.Element](h *memory.Pinned[T]) Arg {
 	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(data))))}
 }
 
-// Null passes a null pointer, as Ptr of the zero Slice does.
-func Null() Arg { return Arg{kind: Pointer} }
-
-// Bytes passes a struct by value, or a C array in one: b is what it is in memory, of as
-// many bytes as Struct says. They have been read when Launch returns. Addresses in it are
-// the caller's concern: nothing checks whose memory they are of and that it is open.
+// Bytes passes a struct by value, or a C array in a struct: b is its memory, with as many
+// bytes as the type of Struct has. Launch copies it. The caller is responsible for
+// addresses in it: nothing checks that their memory is open and on the right device.
 func Bytes(b []byte) Arg {
 	if len(b) == 0 {
 		return Arg{err: errors.New("a struct without bytes")}
@@ -142,46 +147,33 @@ func Bytes(b []byte) Arg {
 	return Arg{kind: Struct(len(b)), bytes: unsafe.SliceData(b)}
 }
 
-// Int32 passes an int.
-func Int32(v int32) Arg { return Arg{kind: I32, bits: uint64(uint32(v))} }
-
-// Int64 passes a long long.
-func Int64(v int64) Arg { return Arg{kind: I64, bits: uint64(v)} }
-
-// Uint32 passes an unsigned.
-func Uint32(v uint32) Arg { return Arg{kind: U32, bits: uint64(v)} }
-
-// Uint64 passes an unsigned long long.
-func Uint64(v uint64) Arg { return Arg{kind: U64, bits: v} }
-
-// Float32 passes a float.
-func Float32(v float32) Arg { return Arg{kind: F32, bits: uint64(math.Float32bits(v))} }
-
-// Float64 passes a double.
-func Float64(v float64) Arg { return Arg{kind: F64, bits: math.Float64bits(v)} }
-
-// Int8 passes a signed char.
-func Int8(v int8) Arg { return Arg{kind: I8, bits: uint64(uint8(v))} }
-
-// Uint8 passes an unsigned char.
-func Uint8(v uint8) Arg { return Arg{kind: U8, bits: uint64(v)} }
-
-// Int16 passes a short.
-func Int16(v int16) Arg { return Arg{kind: I16, bits: uint64(uint16(v))} }
-
-// Uint16 passes an unsigned short.
-func Uint16(v uint16) Arg { return Arg{kind: U16, bits: uint64(v)} }
-
-// Bool passes a bool.
-func Bool(v bool) Arg {
-	if v {
-		return Arg{kind: B8, bits: 1}
-	}
-	return Arg{kind: B8}
+// Scalar passes a number: an int32 as an int, a memory.Float16Bits as a __half. An 8-bit
+// float is passed as an unsigned char.
+func Scalar[T memory.Element](v T) Arg {
+	kind, bits := numeric(v)
+	return Arg{kind: kind, bits: bits}
 }
 
-// Float16 passes a __half.
-func Float16(v memory.Float16) Arg { return Arg{kind: F16, bits: uint64(v)} }
+// numeric returns the type of a number, and its bytes in the low bits. The compiler knows
+// the size of T, so one case remains.
+func numeric[T memory.Element](v T) (Param, uint64) {
+	kind := scalarParam[T]()
+	switch unsafe.Sizeof(v) {
+	case 1:
+		return kind, uint64(*(*uint8)(unsafe.Pointer(&v)))
+	case 2:
+		return kind, uint64(*(*uint16)(unsafe.Pointer(&v)))
+	case 4:
+		return kind, uint64(*(*uint32)(unsafe.Pointer(&v)))
+	}
+	return kind, *(*uint64)(unsafe.Pointer(&v))
+}
 
-// BFloat16 passes a __nv_bfloat16.
-func BFloat16(v memory.BFloat16) Arg { return Arg{kind: BF16, bits: uint64(v)} }
+// scalarParam returns the type of parameters for numbers of type T.
+func scalarParam[T memory.Element]() Param { return numberParams[memory.DTypeOf[T]()] }
+
+var numberParams = [...]Param{
+	memory.Bool: B8, memory.Int8: I8, memory.Uint8: U8, memory.Int16: I16, memory.Uint16: U16, memory.Int32: I32, memory.Uint32: U32,
+	memory.Int64: I64, memory.Uint64: U64, memory.Float16: F16, memory.BFloat16: BF16, memory.Float32: F32, memory.Float64: F64,
+	memory.Float8E4M3: U8, memory.Float8E5M2: U8,
+}

@@ -44,7 +44,7 @@ func BenchmarkElementwise(b *testing.B) {
 	f4, g4 := viewOf[float32](b, x, n), viewOf[float32](b, y, n)
 	run("copy", 8*n, func() error { return memory.Copy(s, g4, f4) })
 	run("float32", 8*n, func() error { return e.Launch(s, kernel.Out(g4), kernel.In(f4)) })
-	f2, g2 := viewOf[memory.BFloat16](b, x, n), viewOf[memory.BFloat16](b, y, n)
+	f2, g2 := viewOf[memory.BFloat16Bits](b, x, n), viewOf[memory.BFloat16Bits](b, y, n)
 	run("bfloat16", 4*n, func() error { return e.Launch(s, kernel.Out(g2), kernel.In(f2)) })
 	i1, j1 := viewOf[int8](b, x, n), viewOf[int8](b, y, n)
 	run("int8", 2*n, func() error { return e.Launch(s, kernel.Out(j1), kernel.In(i1)) })
@@ -77,7 +77,7 @@ func BenchmarkLaunch(b *testing.B) {
 	defer x.Close()
 	for name, op := range map[string]func() error{
 		"kernel": func() error {
-			return k.Launch(s, kernel.Cover(256), kernel.Ptr(x), kernel.Ptr(x), kernel.Float32(1), kernel.Int32(256))
+			return k.Launch(s, kernel.Cover(256), kernel.Ptr(x), kernel.Ptr(x), kernel.Scalar[float32](1), kernel.Scalar[int32](256))
 		},
 		"elementwise": func() error { return e.Launch(s, kernel.Out(x), kernel.In(x)) },
 	} {

@@ -7,15 +7,16 @@ import (
 	"strconv"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 )
 
-// A CompileError has the messages of the compiler.
+// A CompileError contains the messages of the compiler.
 type CompileError struct {
 	Source string
-	Line   int // of the source, from 1, that the first message is about; 0 when it names none
+	Line   int // line of the source, from 1, of the first message; 0 if it names none
 	Log    string
-	Hint   string // what may help, or ""
+	Hint   string // advice, or ""
 	Err    error
 }
 
@@ -35,12 +36,12 @@ type compiler struct {
 	rtc      nvrtcapi.API
 	arch     int    // of the device: 90 is compute capability 9.0
 	store    *store // nil means none
-	toolkit  string // the folder with CUDA's headers, or "" where there is none or nothing is included
-	searched string // where that was looked for
+	toolkit  string // the directory of CUDA's headers; "" if it was not found or the source includes nothing
+	searched string // the paths that were searched for it
 }
 
 func newCompiler(dev *device.Device, src *Source) (*compiler, error) {
-	rtc, err := dev.System().NVRTC()
+	rtc, err := gpu.DeviceOf(dev).System().NVRTC()
 	if err != nil {
 		return nil, err
 	}
@@ -55,7 +56,7 @@ func newCompiler(dev *device.Device, src *Source) (*compiler, error) {
 	return c, nil
 }
 
-// binary compiles the source, or finds what an earlier process has compiled.
+// binary returns the compiled source, from the store if it has it.
 func (c *compiler) binary(src *Source) ([]byte, error) {
 	major, minor, r := c.rtc.Version()
 	if r != nvrtcapi.Success {
@@ -84,9 +85,8 @@ func (c *compiler) binary(src *Source) ([]byte, error) {
 	return image, nil
 }
 
-// target is the architecture to compile for and what to take from the compiler:
-// a binary, or PTX where the GPU is newer than the compiler, which leaves the
-// rest to the driver.
+// target returns the architecture to compile for and the function that gets the result: a
+// binary, or PTX if the GPU is newer than the compiler, which the driver then compiles.
 func (c *compiler) target() (name string, get func(nvrtcapi.Program) ([]byte, nvrtcapi.Result), err error) {
 	archs, r := c.rtc.SupportedArchs()
 	if r != nvrtcapi.Success {
@@ -126,8 +126,8 @@ func (c *compiler) compile(src *Source, options []string, get func(nvrtcapi.Prog
 
 var missingHeader = regexp.MustCompile(`cannot open source file "([^"]+)"`)
 
-// explain makes an error of the compiler's messages, whose lines are those of
-// the source: "name(line): error: what".
+// explain makes an error from the compiler's messages, whose lines refer to the source:
+// "name(line): error: text".
 func (c *compiler) explain(src *Source, log string, r nvrtcapi.Result) error {
 	e := &CompileError{Source: src.Name, Log: log, Err: r}
 	if m := regexp.MustCompile(regexp.QuoteMeta(src.Name) + `\((\d+)\): (?:catastrophic )?error`).FindStringSubmatch(log); m != nil {

@@ -9,23 +9,30 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// A declared parameter is the CUDA source's declaration of a parameter of a kernel.
+// A declared parameter is the declaration of a kernel's parameter in the CUDA source.
 type declared struct {
-	text    string         // as the source has it, for messages
+	text    string         // source text, for messages
 	pointer bool           // one level of indirection
-	types   []memory.DType // of the number, or of the elements behind the pointer; nil if unknown
+	types   []memory.DType // of the number, or of the elements at the pointer; nil if unknown
 }
 
-// declarations returns the parameters of each kernel of a source. It leaves out kernels
-// that it cannot read for certain, such as kernels with two definitions.
+// declarations returns the parameters of each kernel of a source. It omits kernels that it
+// cannot parse with certainty, such as kernels with two definitions. It uses no regular
+// expression on the whole source: they took most of the time of loading a module.
 func declarations(cuda string) map[string][]declared {
-	cuda = comments.ReplaceAllString(cuda, " ")
-	all, macros := map[string][]declared{}, map[string]bool{}
-	for _, m := range defines.FindAllStringSubmatch(cuda, -1) {
-		macros[m[1]] = true
-	}
-	for _, at := range globals.FindAllStringIndex(cuda, -1) {
-		name, list, ok := declarator(cuda[at[1]:])
+	cuda = withoutComments(cuda)
+	all, macros := map[string][]declared{}, defined(cuda)
+	for at := 0; ; {
+		i := strings.Index(cuda[at:], global)
+		if i < 0 {
+			return all
+		}
+		before, after := cuda[:at+i], cuda[at+i+len(global):]
+		at += i + len(global)
+		if endsInWord(before) || startsWithWord(after) {
+			continue
+		}
+		name, list, ok := declarator(after)
 		if !ok {
 			continue
 		}
@@ -36,37 +43,58 @@ func declarations(cuda string) map[string][]declared {
 		}
 		all[name] = parameters(list)
 	}
-	return all
+}
+
+const global = "__global__"
+
+// defined returns the names of the macros that a source without comments defines.
+func defined(cuda string) map[string]bool {
+	names := map[string]bool{}
+	for {
+		_, after, found := strings.Cut(cuda, "#")
+		if !found {
+			return names
+		}
+		cuda = after
+		after, found = strings.CutPrefix(strings.TrimLeft(after, space), "define")
+		name := strings.TrimLeft(after, space)
+		if found && len(name) < len(after) {
+			if n := wordLen(name); n > 0 {
+				names[name[:n]] = true
+			}
+		}
+	}
 }
 
 var (
-	defines    = regexp.MustCompile(`#\s*define\s+(\w+)`)
-	globals    = regexp.MustCompile(`\b__global__\b`)
-	beforeList = regexp.MustCompile(`^[\w\s]*?(\w+)\s*\(`)
-	// Attributes that may stand between __global__ and the name.
+	beforeList = regexp.MustCompile(`^[\w\s]*?(\w+)\s*\($`)
+	// Attributes that may occur between __global__ and the name.
 	attribute = regexp.MustCompile(`^(__\w+__|__maxnreg__|alignas)$`)
 )
 
-// declarator reads the name and the parameter list behind __global__.
+// declarator reads the name and the parameter list after __global__.
 func declarator(code string) (name, list string, ok bool) {
 	for {
-		m := beforeList.FindStringSubmatchIndex(code)
+		before, after, found := strings.Cut(code, "(")
+		if !found {
+			return "", "", false
+		}
+		m := beforeList.FindStringSubmatch(code[:len(before)+1])
 		if m == nil {
 			return "", "", false
 		}
-		name = code[m[2]:m[3]]
-		inside, rest, closed := parenthesised(code[m[1]:])
+		inside, rest, closed := parenthesised(after)
 		if !closed {
 			return "", "", false
 		}
-		if !attribute.MatchString(name) {
-			return name, inside, true
+		if !attribute.MatchString(m[1]) {
+			return m[1], inside, true
 		}
 		code = rest
 	}
 }
 
-// parenthesised splits code behind an opening parenthesis at the closing one.
+// parenthesised splits code after an opening parenthesis at the closing one.
 func parenthesised(code string) (inside, rest string, ok bool) {
 	depth := 1
 	for i, c := range code {
@@ -82,8 +110,8 @@ func parenthesised(code string) (inside, rest string, ok bool) {
 	return "", "", false
 }
 
-// parameters reads a parameter list. It returns nil if one of the parameters may stand for
-// several, as a template with two arguments or an unknown word by itself.
+// parameters parses a parameter list. It returns nil if a parameter may represent several,
+// such as a template with two arguments or an unknown single word.
 func parameters(list string) []declared {
 	if strings.TrimSpace(list) == "" || strings.TrimSpace(list) == "void" {
 		return []declared{}
@@ -126,14 +154,14 @@ func parameterOf(text string) declared {
 	return p
 }
 
-// typeWords are the words that C's own types consist of. If a type has several, the first
-// in this order decides: unsigned long int is a long.
+// typeWords are the words of C's own types. If a type has several, the first in this order
+// decides: unsigned long int is a long.
 var typeWords = []string{"void", "bool", "float", "double", "char", "short", "long", "int", "unsigned", "signed"}
 
-// typesOf returns the element types that a C type can have in memory, or nil if it knows
-// none. C++ lets a program read an integer as its signed or unsigned counterpart, so both
-// are in the list. So are the small floats, which kernels without CUDA's headers read as
-// integers of their size.
+// typesOf returns the element types that a C type may have in memory, or nil if the type
+// is unknown. C++ lets a program read an integer as its signed or unsigned counterpart, so
+// both are in the list. So are the small floats, which kernels without CUDA's headers read
+// as integers of the same size.
 func typesOf(names []string, pointer bool) []memory.DType {
 	if len(names) == 1 && pointer {
 		if m := vector.FindStringSubmatch(names[0]); m != nil {
@@ -160,12 +188,12 @@ func typesOf(names []string, pointer bool) []memory.DType {
 var vector = regexp.MustCompile(`^(u?char|u?short|u?int|u?long|u?longlong|float|double|__half|__nv_bfloat16)[1-4]$`)
 
 var (
-	bytes1 = []memory.DType{memory.Int8, memory.Uint8, memory.Bool, memory.Float8E4M3T, memory.Float8E5M2T}
-	bytes2 = []memory.DType{memory.Int16, memory.Uint16, memory.Float16T, memory.BFloat16T}
+	bytes1 = []memory.DType{memory.Int8, memory.Uint8, memory.Bool, memory.Float8E4M3, memory.Float8E5M2}
+	bytes2 = []memory.DType{memory.Int16, memory.Uint16, memory.Float16, memory.BFloat16}
 	bytes4 = []memory.DType{memory.Int32, memory.Uint32}
 	bytes8 = []memory.DType{memory.Int64, memory.Uint64}
-	half   = []memory.DType{memory.Float16T}
-	bfloat = []memory.DType{memory.BFloat16T}
+	half   = []memory.DType{memory.Float16}
+	bfloat = []memory.DType{memory.BFloat16}
 
 	elementTypes = map[string][]memory.DType{
 		"bool": {memory.Bool}, "float": {memory.Float32}, "double": {memory.Float64},
@@ -175,14 +203,14 @@ var (
 		"long": bytes8, "int64_t": bytes8, "uint64_t": bytes8, "size_t": bytes8, "ptrdiff_t": bytes8,
 		"uintptr_t": bytes8, "intptr_t": bytes8, "ulong": bytes8, "longlong": bytes8, "ulonglong": bytes8,
 		"__half": half, "half": half, "__nv_bfloat16": bfloat, "nv_bfloat16": bfloat,
-		"__nv_fp8_e4m3": {memory.Float8E4M3T}, "__nv_fp8_e5m2": {memory.Float8E5M2T},
+		"__nv_fp8_e4m3": {memory.Float8E4M3}, "__nv_fp8_e5m2": {memory.Float8E5M2},
 	}
 )
 
-// numberTypes are the element types that a parameter passed by value is like.
+// numberTypes are the element types that correspond to parameters passed by value.
 var numberTypes = map[Param]memory.DType{
 	I8: memory.Int8, U8: memory.Uint8, I16: memory.Int16, U16: memory.Uint16, I32: memory.Int32, U32: memory.Uint32,
-	I64: memory.Int64, U64: memory.Uint64, F32: memory.Float32, F64: memory.Float64, B8: memory.Bool, F16: memory.Float16T, BF16: memory.BFloat16T,
+	I64: memory.Int64, U64: memory.Uint64, F32: memory.Float32, F64: memory.Float64, B8: memory.Bool, F16: memory.Float16, BF16: memory.BFloat16,
 }
 
 // compare returns an error if d contradicts its declaration in the source.

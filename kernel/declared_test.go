@@ -19,7 +19,10 @@ types(void* v, pair* p, const unsigned char *b, half* h, float4* f, int64_t *l, 
 extern "C" __global__ void none() {}
 extern "C" __global__ void macro(LIST(float, x)) {}
 template <typename T> __global__ void generic(Pair<T, T> x) {}
-#define MORE , int k
+# 	define  MORE , int k
+#defined x
+int my__global__ (int x), __global__s(int y), __global____global__(int z); int a = 4 / 2; /* __global__ void remark(int x) //
+*/ extern "C" __global__ void divided(int x) {} /* open
 extern "C" __global__ void defined(float* x, int n MORE) {}
 extern "C" __global__ void header(LINKS, float* x) {}
 #ifdef A
@@ -28,7 +31,10 @@ extern "C" __global__ void twice(float* x) {}
 extern "C" __global__ void twice(double* x) {}
 #endif
 `)
-	require.NotContains(t, all, "comment")
+	for _, none := range []string{"comment", "remark", "my__global__", "s", "__global__"} {
+		require.NotContains(t, all, none)
+	}
+	require.Len(t, all["divided"], 1)
 	for _, unknown := range []string{"macro", "generic", "twice", "defined", "header"} {
 		require.Nil(t, all[unknown], unknown)
 	}
@@ -44,4 +50,20 @@ extern "C" __global__ void twice(double* x) {}
 		types = append(types, p.types)
 	}
 	require.Equal(t, [][]memory.DType{nil, nil, bytes1, half, {memory.Float32}, bytes8, bytes8, nil, {memory.Float32}, nil, nil, bytes8, bytes4}, types)
+}
+
+func TestWithoutComments(t *testing.T) {
+	for code, want := range map[string]string{
+		"":                      "",
+		"a / b /":               "a / b /",
+		"a // b\nc":             "a  \nc",
+		"a //":                  "a  ",
+		"a /* b // \n */ c":     "a   c",
+		"a /*/ b */ c":          "a   c",
+		"a /* b":                "a /* b",
+		"a /* // b\nc":          "a /*  \nc",
+		"//* a\n/**/ b /***/ c": " \n  b   c",
+	} {
+		require.Equal(t, want, withoutComments(code), code)
+	}
 }

@@ -10,24 +10,23 @@
 //			Name:   "scale",
 //			Params: []kernel.Param{kernel.Pointer, kernel.F32, kernel.I32},
 //			Go: func(c *kernel.Call) { // stands in on virtual devices
-//				x := kernel.Update[float32](c, 0, int(c.Int32(2)))
+//				x := kernel.Update[float32](c, 0, int(kernel.Get[int32](c, 2)))
 //				for i := range x {
-//					x[i] *= c.Float32(1)
+//					x[i] *= kernel.Get[float32](c, 1)
 //				}
 //			},
 //		}},
 //	})
 //	scale, err := m.Kernel("scale")
-//	err = scale.Launch(s, kernel.Cover(n), kernel.Ptr(x), kernel.Float32(2), kernel.Int32(int32(n)))
+//	err = scale.Launch(s, kernel.Cover(n), kernel.Ptr(x), kernel.Scalar[float32](2), kernel.Scalar(int32(n)))
 //
-// The source is compiled by NVRTC for the device's compute capability, so
-// neither a CUDA toolkit nor a prepared binary is needed; what was compiled is
-// kept on disk for the next process. A kernel's Go function does the work of the
-// whole grid in one call; it is needed only where programs shall run without a
-// GPU.
+// NVRTC compiles the source for the device's compute capability, so neither a CUDA toolkit
+// nor a prepared binary is needed. Binaries are cached on disk for other processes. A
+// kernel's Go function does the work of the whole grid in one call; it is needed only for
+// programs that also run without a GPU.
 //
-// Where each element of the output depends on the same element of the inputs,
-// an [Elementwise] needs no grid, no bounds and no types:
+// If each element of the output depends on the same element of the inputs, an
+// [Elementwise] needs no grid, no bounds checks and no types:
 //
 //	axpy, err := kernel.NewElementwise(`template <typename T> T axpy(T x, T y, T a) { return a * x + y; }`,
 //		&kernel.ElementwiseConfig{Defaults: []kernel.Operand{kernel.Set("a", 1)}})

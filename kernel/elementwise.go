@@ -9,37 +9,38 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory"
 )
 
 // ElementwiseConfig are the options of NewElementwise.
 type ElementwiseConfig struct {
-	// Inputs makes the code an expression of these names instead of a function.
+	// Inputs makes the code an expression of these names, instead of a function.
 	Inputs []string
-	// Defaults has the parameters that are the same for all elements, each by a
-	// Set with the value that it has unless a launch sets another one.
+	// Defaults has the parameters that are the same for all elements, each by a Set with
+	// its default value. A launch may set another value.
 	Defaults []Operand
-	// Floats and Ints stand in for the code on virtual devices, where the
-	// computation is in floats, or in integers or bool. in has a value for each
-	// parameter of the function that is no output, in their order; out wants one
-	// for each output. The values are of the type of the computation, and out is
-	// rounded to it; a uint64 is its bits, a bool 0 or 1.
+	// Floats and Ints implement the code on virtual devices, for computations in floats,
+	// and in integers or bool. in has a value for each parameter of the function that is
+	// not an output, in their order; the function stores one value for each output in out.
+	// The values have the type of the computation, and out is rounded to it; a uint64 is
+	// passed as its bits, a bool as 0 or 1.
 	Floats func(in, out []float64)
 	Ints   func(in, out []int64)
 }
 
-// An Elementwise is a function of single elements, written in CUDA C++, that
-// becomes a kernel for whatever types it is launched with. It mirrors
-// torch.cuda.jiterator. It may be used by several goroutines.
+// An Elementwise is a function of single elements, written in CUDA C++. It becomes a
+// kernel for the types of each launch. It mirrors torch.cuda.jiterator. It may be used by
+// several goroutines.
 type Elementwise struct {
 	owner    handle.Owner
 	code     string
 	sig      *signature
 	cfg      ElementwiseConfig
-	inputs   []string  // their names
-	outputs  int       // how many
-	defaults []Operand // for each parameter of the function that has one
+	inputs   []string  // names of the inputs
+	outputs  int       // number of outputs
+	defaults []Operand // for each parameter of the function with a default
 
 	mu      sync.RWMutex
 	kernels map[variant]*Kernel
@@ -51,8 +52,7 @@ const (
 	mostOutputs = 8
 )
 
-// A variant is what a kernel was compiled for: the role and type of each
-// parameter.
+// A variant identifies a compiled kernel: the role and type of each parameter.
 type variant struct {
 	dev  *device.Device
 	args [maxArgs]struct {
@@ -61,8 +61,8 @@ type variant struct {
 	}
 }
 
-// NewElementwise makes an element-wise function of code, which has a function
-// template of one type as its last,
+// NewElementwise makes an element-wise function from code. The last function template in
+// the code has one type parameter,
 //
 //	template <typename T> T axpy(T x, T y, T a) { return a * x + y; }
 //
@@ -70,8 +70,8 @@ type variant struct {
 //
 //	template <typename T> void split(T x, T& whole, T& rest) { ... }
 //
-// or which is an expression of the names in ElementwiseConfig.Inputs. There may
-// be 8 inputs and 8 outputs. Nothing is compiled yet: a mistake in the code is a
+// Alternatively the code is an expression of the names in ElementwiseConfig.Inputs. There
+// may be 8 inputs and 8 outputs. Nothing is compiled yet: an error in the code is a
 // *CompileError of Launch, with the line of the code.
 func NewElementwise(code string, cfg *ElementwiseConfig) (*Elementwise, error) {
 	e := &Elementwise{code: code, kernels: map[variant]*Kernel{}}
@@ -107,7 +107,7 @@ func expression(code string, cfg *ElementwiseConfig) (string, error) {
 	return "template <typename T> T expression(T " + strings.Join(params, ", T ") + ") { return " + code + "\n; }", nil
 }
 
-// read finds out what the parameters are.
+// read parses the code and determines the parameters.
 func (e *Elementwise) read() (err error) {
 	if e.sig, err = parse(e.code); err != nil {
 		return err
@@ -152,7 +152,7 @@ func (e *Elementwise) Close() error {
 	return errors.Join(errs...)
 }
 
-// kernel returns the kernel for a variant, which the first call compiles.
+// kernel returns the kernel for a variant. The first call compiles it.
 func (e *Elementwise) kernel(v *variant, common memory.DType) (*Kernel, error) {
 	e.mu.RLock()
 	k := e.kernels[*v]
@@ -177,7 +177,7 @@ func (e *Elementwise) build(v variant, common memory.DType) (*Kernel, error) {
 	for _, a := range v.args[:e.arity()] {
 		def.Params = append(def.Params, paramOf(a.role, a.dtype))
 	}
-	if v.dev.System().Machine() != nil {
+	if gpu.DeviceOf(v.dev).System().Machine != nil {
 		stand, err := e.standIn(&v, common)
 		if err != nil {
 			return nil, err
@@ -194,7 +194,7 @@ func (e *Elementwise) build(v variant, common memory.DType) (*Kernel, error) {
 	return e.kernels[v], nil
 }
 
-// arity is the number of the kernel's parameters that the function knows of.
+// arity returns the number of parameters and results of the function.
 func (e *Elementwise) arity() int {
 	if e.sig.byReturn {
 		return len(e.sig.params) + 1 // the result comes last
@@ -202,7 +202,7 @@ func (e *Elementwise) arity() int {
 	return len(e.sig.params)
 }
 
-// roleOf is the role of a parameter of the kernel.
+// roleOf returns the role of a parameter of the kernel.
 func (e *Elementwise) roleOf(i int) role {
 	if i == len(e.sig.params) {
 		return output

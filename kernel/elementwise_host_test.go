@@ -59,7 +59,7 @@ func TestElementwiseSourceAgreesWithGo(t *testing.T) {
 	defer s.Close()
 
 	const (
-		f2, bf, f4, f8 = memory.Float16T, memory.BFloat16T, memory.Float32, memory.Float64
+		f2, bf, f4, f8 = memory.Float16, memory.BFloat16, memory.Float32, memory.Float64
 		bl, i1, u1, i2 = memory.Bool, memory.Int8, memory.Uint8, memory.Int16
 		i4, i8, u4     = memory.Int32, memory.Int64, memory.Uint32
 	)
@@ -100,7 +100,7 @@ func hostTrialOf(t *testing.T, s *stream.Stream, e *Elementwise, in, out [2]memo
 		x, err := memory.MakeFrom(s, b)
 		require.NoError(t, err)
 		t.Cleanup(func() { _ = x.Close() })
-		ops = append(ops, Operand{role: r, dtype: d, raw: uint64(x.Raw()), n: n, dev: s.Device()})
+		ops = append(ops, Operand{role: r, dtype: d, raw: x.Ptr(), n: n, dev: s.Device()})
 		return x
 	}
 	for i, d := range in {

@@ -7,17 +7,19 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// Launch enqueues the function for all elements on s and returns at once, but
-// for the first launch with these types, which compiles the kernel. Inputs and
-// outputs are given in the order of the function's parameters. All slices have
-// one length, or, for inputs, one element. The computation is in the type that
-// torch promotes the inputs to, in float for the 16-bit floats; results are
-// rounded to that type and then to the type of the output, which must not be of
-// a lower category. The launch allocates nothing.
+// Launch enqueues the function for all elements on s and returns at once, except for the
+// first launch with these types, which compiles the kernel. Inputs and outputs are given
+// in the order of the function's parameters. All slices have the same length; inputs may
+// also have a single element. The type of the computation is torch's promotion of the
+// input types, with float for the 16-bit floats. Results are rounded to the promoted type
+// and then to the type of the output, which must not be of a lower category. The launch
+// allocates nothing.
 func (e *Elementwise) Launch(s *stream.Stream, operands ...Operand) error {
 	if e == nil {
 		return errors.New("kernel: launch: no element-wise function given")
@@ -32,7 +34,7 @@ func (e *Elementwise) launch(s *stream.Stream, operands []Operand) error {
 	if e.owner.Closed() {
 		return device.ErrClosed
 	}
-	if err := s.Check("kernel: launch", nil); err != nil {
+	if err := gpu.CheckStream("kernel: launch", s, nil); err != nil {
 		return err
 	}
 	l := job{v: variant{dev: s.Device()}}
@@ -55,17 +57,17 @@ func (e *Elementwise) launch(s *stream.Stream, operands []Operand) error {
 	return k.Launch(s, grid, l.args[:e.arity()+2]...)
 }
 
-// A job is one launch while it is checked.
+// A job is a launch during validation.
 type job struct {
 	v      variant
 	common memory.DType // of the computation
 	n      int          // elements
-	widest int          // bytes of an element
+	widest int          // size of the widest element in bytes
 	given  [maxArgs]int8
 	args   [maxArgs]Arg
 }
 
-// prepare checks the operands and makes the kernel's arguments of them.
+// prepare validates the operands and converts them to the kernel's arguments.
 func (e *Elementwise) prepare(l *job, operands []Operand) error {
 	if err := e.match(l, operands); err != nil {
 		return err
@@ -85,17 +87,17 @@ func (e *Elementwise) prepare(l *job, operands []Operand) error {
 			l.args[i+2] = o.arg()
 			continue
 		}
-		l.args[i+2] = Arg{kind: Pointer, bits: o.raw, dev: o.dev}
+		l.args[i+2] = Arg{kind: Pointer, bits: o.raw, argDevice: kern.On(o.dev)}
 		l.widest = max(l.widest, o.dtype.Size())
 		if o.role == input && o.n == 1 {
 			ones |= 1 << i
 		}
 	}
-	l.args[0], l.args[1] = Uint64(uint64(l.n)), Uint32(ones)
+	l.args[0], l.args[1] = Scalar(uint64(l.n)), Scalar(ones)
 	return nil
 }
 
-// operand is what a parameter of the kernel was given, or its default.
+// operand returns the operand given for a parameter of the kernel, or its default.
 func (e *Elementwise) operand(l *job, operands []Operand, i int) *Operand {
 	if at := l.given[i]; at > 0 {
 		return &operands[at-1]
@@ -137,7 +139,7 @@ func (e *Elementwise) match(l *job, operands []Operand) error {
 	return nil
 }
 
-// named finds a parameter with a default.
+// named returns the index of a parameter with a default.
 func (e *Elementwise) named(name string) int {
 	for i, p := range e.sig.params {
 		if p.role == scalar && p.name == name {
@@ -147,8 +149,8 @@ func (e *Elementwise) named(name string) int {
 	return -1
 }
 
-// place puts the nth input or output, which is operand at, where the function
-// has it.
+// place assigns the nth input or output, which is operand at, to its parameter of the
+// function.
 func (e *Elementwise) place(l *job, at int, r role, n int) {
 	for i := range e.arity() {
 		if e.roleOf(i) != r {
@@ -162,7 +164,7 @@ func (e *Elementwise) place(l *job, at int, r role, n int) {
 	}
 }
 
-// check compares the lengths and places of the slices.
+// check validates the lengths and devices of the slices.
 func (l *job) check(operands []Operand) error {
 	l.n = -1
 	for i := range operands {
@@ -197,8 +199,8 @@ func (l *job) check(operands []Operand) error {
 	return nil
 }
 
-// overlaps reports whether writing p spoils o: they share memory and are not an
-// input and an output of the same elements.
+// overlaps reports whether writing p corrupts o: they share memory and are not an input
+// and an output with the same elements.
 func (o *Operand) overlaps(p *Operand) bool {
 	if o.role != input && o.role != output || o.n == 0 || p.n == 0 {
 		return false
@@ -210,7 +212,7 @@ func (o *Operand) overlaps(p *Operand) bool {
 	return o.role == output || o.raw != p.raw || o.dtype.Size() != p.dtype.Size() || o.n != p.n
 }
 
-// promote finds the type of the computation.
+// promote determines the type of the computation.
 func (l *job) promote(operands []Operand) error {
 	arrays, numbers := memory.Invalid, memory.Invalid
 	var err error
@@ -238,6 +240,6 @@ func (l *job) promote(operands []Operand) error {
 	return nil
 }
 
-// itemsOf is how many elements a thread computes: enough bytes on their way to
-// keep the memory busy.
+// itemsOf returns how many elements a thread computes: enough loads in flight to saturate
+// the memory.
 func itemsOf(widest int) int { return max(4, 8/widest) }

@@ -9,7 +9,7 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// standIn makes the Go function that does a variant's work on virtual devices.
+// standIn makes the Go function that implements a variant on virtual devices.
 func (e *Elementwise) standIn(v *variant, common memory.DType) (func(*Call), error) {
 	fn, name := func(*Call) {}, ""
 	switch {
@@ -32,19 +32,19 @@ func (e *Elementwise) standIn(v *variant, common memory.DType) (func(*Call), err
 	return fn, nil
 }
 
-// cellsOf converts between elements and the values of a stand-in.
+// cellsOf converts between elements and the values of the Go functions.
 type cellsOf[N int64 | float64] struct {
-	load   func(t memory.DType, b []byte, i int) N // in the common type, as it is computed with
+	load   func(t memory.DType, b []byte, i int) N // in the common type
 	scalar func(t memory.DType, bits uint64) N     // in the type of the computation
 	store  func(t memory.DType, b []byte, i int, v N)
 }
 
-// apply carries out the whole grid, element by element.
+// apply computes the whole grid, element by element.
 func apply[N int64 | float64](e *Elementwise, v *variant, c *Call, fn func(in, out []N), cells cellsOf[N]) {
-	n, ones := int(c.Uint64(0)), c.Uint32(1)
+	n, ones := int(Get[uint64](c, 0)), Get[uint32](c, 1)
 	var data [maxArgs][]byte
 	var in, out []N
-	var at []int // the kernel's parameter for each value of in
+	var at []int // index of the kernel's parameter for each value of in
 	for i := range e.arity() {
 		a := v.args[i]
 		switch a.role {
@@ -53,9 +53,9 @@ func apply[N int64 | float64](e *Elementwise, v *variant, c *Call, fn func(in, o
 			if ones>>i&1 != 0 {
 				length = 1
 			}
-			data[i] = c.k.Read(c.k.Ptr(i+2), uintptr(length*a.dtype.Size()))
+			data[i] = ReadAddress[uint8](c, c.Address(i+2), length*a.dtype.Size())
 		case output:
-			data[i] = c.k.Write(c.k.Ptr(i+2), uintptr(n*a.dtype.Size()))
+			data[i] = UpdateAddress[uint8](c, c.Address(i+2), n*a.dtype.Size())
 			out = append(out, 0)
 			continue
 		}
@@ -77,7 +77,7 @@ func apply[N int64 | float64](e *Elementwise, v *variant, c *Call, fn func(in, o
 	}
 }
 
-// input is the value of a parameter that is no output.
+// input returns the value of a parameter that is not an output.
 func (cells cellsOf[N]) input(v *variant, c *Call, data []byte, i, nth int, ones uint32) N {
 	a := v.args[i]
 	if a.role == input {
@@ -88,11 +88,11 @@ func (cells cellsOf[N]) input(v *variant, c *Call, data []byte, i, nth int, ones
 	}
 	bits := uint64(0)
 	if a.dtype == memory.Float64 {
-		bits = math.Float64bits(c.Float64(i + 2))
+		bits = math.Float64bits(Get[float64](c, i+2))
 	} else {
-		bits = uint64(c.Int64(i + 2))
+		bits = uint64(Get[int64](c, i+2))
 	}
-	if a.role == number { // an element like others
+	if a.role == number { // converted like an element
 		return cells.load(a.dtype, unsafe.Slice((*byte)(unsafe.Pointer(&bits)), 8), 0)
 	}
 	return cells.scalar(a.dtype, bits)
@@ -122,7 +122,7 @@ func intCells(common memory.DType) cellsOf[int64] {
 			return element.Wrap(common, element.Load(t, b, i).Int64())
 		},
 		scalar: func(t memory.DType, bits uint64) int64 {
-			if t == memory.Float64 { // as C converts it
+			if t == memory.Float64 { // the conversion of C
 				return element.Wrap(common, int64(math.Float64frombits(bits)))
 			}
 			return element.Wrap(common, int64(bits))

@@ -94,10 +94,10 @@ func columns(t *testing.T, s *stream.Stream) []column {
 		}),
 		numbers[int8](t, s), numbers[uint8](t, s), numbers[int16](t, s), numbers[uint16](t, s), numbers[int32](t, s),
 		numbers[uint32](t, s), numbers[int64](t, s), numbers[uint64](t, s), numbers[float32](t, s), numbers[float64](t, s),
-		columnOf(t, s, func(v float64) memory.Float16 { return memory.Float16Of(float32(v)) },
-			func(v memory.Float16) float64 { return float64(v.Float32()) }),
-		columnOf(t, s, func(v float64) memory.BFloat16 { return memory.BFloat16Of(float32(v)) },
-			func(v memory.BFloat16) float64 { return float64(v.Float32()) }),
+		columnOf(t, s, func(v float64) memory.Float16Bits { return memory.Float16Of(float32(v)) },
+			func(v memory.Float16Bits) float64 { return float64(v.Float32()) }),
+		columnOf(t, s, func(v float64) memory.BFloat16Bits { return memory.BFloat16Of(float32(v)) },
+			func(v memory.BFloat16Bits) float64 { return float64(v.Float32()) }),
 	}
 }
 
@@ -165,20 +165,20 @@ func TestElementwiseRounding(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s := newStream(t, devs[0])
 		e := elementwise(t, axpyCode, axpyConfig())
-		var hx, hy []memory.Float16
-		var bx, by []memory.BFloat16
+		var hx, hy []memory.Float16Bits
+		var bx, by []memory.BFloat16Bits
 		for i := range 2000 {
 			x, y := float32(math.Sin(float64(i))*100), float32(math.Exp(float64(i%9-4)))
 			hx, hy = append(hx, memory.Float16Of(x)), append(hy, memory.Float16Of(y))
 			bx, by = append(bx, memory.BFloat16Of(x)), append(by, memory.BFloat16Of(y))
 		}
 		const a = 0.75 // a product with it is exact in float
-		x, y, z := put(t, s, hx...), put(t, s, hy...), put(t, s, make([]memory.Float16, len(hx))...)
+		x, y, z := put(t, s, hx...), put(t, s, hy...), put(t, s, make([]memory.Float16Bits, len(hx))...)
 		require.NoError(t, e.Launch(s, kernel.Out(z), kernel.In(x), kernel.In(y), kernel.Set("a", a)))
 		for i, v := range get(t, s, z) {
 			require.Equal(t, memory.Float16Of(a*hx[i].Float32()+hy[i].Float32()), v, "element %d", i)
 		}
-		p, q, r := put(t, s, bx...), put(t, s, by...), put(t, s, make([]memory.BFloat16, len(bx))...)
+		p, q, r := put(t, s, bx...), put(t, s, by...), put(t, s, make([]memory.BFloat16Bits, len(bx))...)
 		require.NoError(t, e.Launch(s, kernel.Out(r), kernel.In(p), kernel.In(q), kernel.Set("a", a)))
 		for i, v := range get(t, s, r) {
 			require.Equal(t, memory.BFloat16Of(a*bx[i].Float32()+by[i].Float32()), v, "element %d", i)
@@ -210,11 +210,11 @@ func TestElementwiseUnsigned(t *testing.T) {
 		s := newStream(t, devs[0])
 		e := elementwise(t, axpyCode, axpyConfig())
 		x, y := put(t, s, uint64(math.MaxUint64), 1<<63), put(t, s, uint64(0), 1)
-		f, d, h := put(t, s, float32(0), 0), put(t, s, 0.0, 0), put(t, s, memory.Float16(0), 0)
+		f, d, h := put(t, s, float32(0), 0), put(t, s, 0.0, 0), put(t, s, memory.Float16Bits(0), 0)
 		require.NoError(t, e.Launch(s, kernel.Out(f), kernel.In(x), kernel.In(y), kernel.Set("a", 1)))
 		require.Equal(t, []float32{1 << 64, 1 << 63}, get(t, s, f))
 		require.NoError(t, e.Launch(s, kernel.Out(h), kernel.In(x), kernel.In(y), kernel.Set("a", 1)))
-		require.Equal(t, []memory.Float16{0x7c00, 0x7c00}, get(t, s, h))
+		require.Equal(t, []memory.Float16Bits{0x7c00, 0x7c00}, get(t, s, h))
 		require.NoError(t, e.Launch(s, kernel.Out(d), kernel.In(x), kernel.In(d), kernel.Set("a", 1)), "in float64")
 		require.Equal(t, []float64{1 << 64, 1 << 63}, get(t, s, d))
 	})
@@ -305,7 +305,7 @@ func TestElementwiseRefuses(t *testing.T) {
 		e := elementwise(t, axpyCode, axpyConfig())
 		x, y, z := put(t, s, float32(1), 2, 3, 4), put(t, s, float32(1), 2, 3, 4), put(t, s, float32(9), 9, 9, 9)
 		i, b, u, w := put(t, s, int32(1), 2, 3, 4), put(t, s, false, true, true, true), put(t, s, uint32(1), 2, 3, 4), put(t, s, uint64(1), 2, 3, 4)
-		f8 := put(t, s, memory.Float8E4M3(1), 2, 3, 4)
+		f8 := put(t, s, memory.Float8E4M3Bits(1), 2, 3, 4)
 		far := put(t, other, float32(1), 2, 3, 4)
 		d := put(t, s, 1.0, 2)
 		in, out := kernel.In[float32], kernel.Out[float32]

@@ -4,12 +4,13 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 )
 
-// ArchList returns the architectures of Chorus's own kernels, as
-// torch.cuda.get_arch_list does of torch's. They are PTX, which the driver
-// compiles for every GPU of that compute capability or a later one.
+// ArchList returns the architectures of the Chorus kernels, as torch.cuda.get_arch_list
+// does for torch's. They are PTX, which the driver compiles for every GPU with that
+// compute capability or a later one.
 func ArchList() []string { return []string{fmt.Sprintf("compute_%d", ptx.Arch)} }
 
 // GencodeFlags returns ArchList as flags of nvcc, as
@@ -18,13 +19,14 @@ func GencodeFlags() string {
 	return fmt.Sprintf("-gencode compute=compute_%[1]d,code=compute_%[1]d", ptx.Arch)
 }
 
-// embedded returns the source's PTX. There is none, and no error, while the
-// archive is empty: then NVRTC has to compile the source.
+// embedded returns the source's PTX. While the archive is empty it returns none and no
+// error; NVRTC then compiles the source.
 func embedded(dev *device.Device, src *Source) ([]byte, error) {
-	if n, err := src.PTX.Len(); err != nil || n == 0 {
+	archive := kern.Archive(src)
+	if n, err := archive.Len(); err != nil || n == 0 {
 		return nil, err
 	}
-	e, err := src.PTX.Find(ptx.Digest(src.CUDA, src.Options))
+	e, err := archive.Find(ptx.Digest(src.CUDA, src.Options))
 	if err != nil {
 		return nil, err
 	}

@@ -6,6 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -22,12 +23,12 @@ func TestEmbedded(t *testing.T) {
 	image, err := embedded(dev, src)
 	require.NoError(t, err)
 	require.Nil(t, image, "no archive")
-	src.PTX = ptx.Open(ptx.Pack(nil))
+	kern.Embed(src, ptx.Open(ptx.Pack(nil)))
 	image, err = embedded(dev, src)
 	require.NoError(t, err)
 	require.Nil(t, image, "an empty archive")
 
-	src.PTX = ptx.Open(ptx.Pack([]ptx.Entry{entryOf(src, "text")}))
+	kern.Embed(src, ptx.Open(ptx.Pack([]ptx.Entry{entryOf(src, "text")})))
 	image, err = embedded(dev, src)
 	require.NoError(t, err)
 	require.Equal(t, "text", string(image))
@@ -37,12 +38,12 @@ func TestEmbedded(t *testing.T) {
 	require.ErrorContains(t, err, "kernel: load e.cu: there is no PTX for this source with the options []: run make ptx")
 	newer := entryOf(src, "text")
 	newer.Arch = 100
-	src.PTX = ptx.Open(ptx.Pack([]ptx.Entry{newer}))
+	kern.Embed(src, ptx.Open(ptx.Pack([]ptx.Entry{newer})))
 	_, err = embedded(dev, src)
 	var u *device.UnsupportedError
 	require.ErrorAs(t, err, &u)
 	require.ErrorContains(t, err, "sm_100")
-	src.PTX = ptx.Open([]byte("broken"))
+	kern.Embed(src, ptx.Open([]byte("broken")))
 	_, err = embedded(dev, src)
 	require.ErrorContains(t, err, "ptx: read archive")
 }
@@ -50,8 +51,8 @@ func TestEmbedded(t *testing.T) {
 // The driver compiles embedded PTX; the source is not looked at.
 func TestEmbeddedRuns(t *testing.T) {
 	src := &Source{Name: "e.cu", CUDA: "this does not compile", Kernels: []Def{{Name: "store", Params: []Param{Pointer, U32},
-		Go: func(c *Call) { Update[uint32](c, 0, 1)[0] = c.Uint32(1) }}}}
-	src.PTX = ptx.Open(ptx.Pack([]ptx.Entry{entryOf(src, `.version 6.3
+		Go: func(c *Call) { Update[uint32](c, 0, 1)[0] = Get[uint32](c, 1) }}}}
+	kern.Embed(src, ptx.Open(ptx.Pack([]ptx.Entry{entryOf(src, `.version 6.3
 .target sm_75
 .address_size 64
 .visible .entry store(.param .u64 p, .param .u32 v) {
@@ -63,7 +64,7 @@ func TestEmbeddedRuns(t *testing.T) {
 	st.global.u32 [%rd2], %r1;
 	ret;
 }
-`)}))
+`)})))
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
@@ -76,7 +77,7 @@ func TestEmbeddedRuns(t *testing.T) {
 		x, err := memory.MakeFrom(s, []uint32{1, 2})
 		require.NoError(t, err)
 		defer x.Close()
-		require.NoError(t, k.Launch(s, Cover(1), Ptr(x), Uint32(77)))
+		require.NoError(t, k.Launch(s, Cover(1), Ptr(x), Scalar[uint32](77)))
 		got := make([]uint32, 2)
 		require.NoError(t, x.CopyTo(s, got))
 		require.Equal(t, []uint32{77, 2}, got)

@@ -40,9 +40,9 @@ func ExampleCompile() {
 				Name:   "scale",
 				Params: []kernel.Param{kernel.Pointer, kernel.F32, kernel.I32},
 				Go: func(c *kernel.Call) {
-					x := kernel.Update[float32](c, 0, int(c.Int32(2)))
+					x := kernel.Update[float32](c, 0, int(kernel.Get[int32](c, 2)))
 					for i := range x {
-						x[i] *= c.Float32(1)
+						x[i] *= kernel.Get[float32](c, 1)
 					}
 				},
 			}},
@@ -60,7 +60,7 @@ func ExampleCompile() {
 			return err
 		}
 		defer x.Close()
-		if err := scale.Launch(s, kernel.Cover(x.Len()), kernel.Ptr(x), kernel.Float32(2), kernel.Int32(3)); err != nil {
+		if err := scale.Launch(s, kernel.Cover(x.Len()), kernel.Ptr(x), kernel.Scalar[float32](2), kernel.Scalar[int32](3)); err != nil {
 			return err
 		}
 		out := make([]float32, 3)
@@ -89,7 +89,7 @@ func ExampleNewElementwise() {
 			return err
 		}
 		defer x.Close()
-		y, err := memory.MakeFrom(s, []memory.Float16{memory.Float16Of(0.5), memory.Float16Of(1), memory.Float16Of(1.5)})
+		y, err := memory.MakeFrom(s, []memory.Float16Bits{memory.Float16Of(0.5), memory.Float16Of(1), memory.Float16Of(1.5)})
 		if err != nil {
 			return err
 		}
@@ -97,7 +97,7 @@ func ExampleNewElementwise() {
 		if err := axpy.Launch(s, kernel.Out(y), kernel.In(x), kernel.In(y), kernel.Set("a", 10)); err != nil {
 			return err
 		}
-		out := make([]memory.Float16, 3)
+		out := make([]memory.Float16Bits, 3)
 		err = y.CopyTo(s, out)
 		fmt.Println(out)
 		return err

@@ -11,8 +11,8 @@ import (
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// headers says where CUDA's own may be: what every toolkit and the wheels of
-// its run-time library have.
+// headers are the locations of CUDA's headers: in toolkits and in the wheels of the
+// run-time library.
 var headers = dl.Spec{
 	Name:    "CUDA's headers",
 	Sonames: []string{"cuda_fp16.h"},
@@ -30,8 +30,8 @@ var headers = dl.Spec{
 
 var headerTarget = map[string]string{"amd64": "x86_64-linux", "arm64": "sbsa-linux"}[runtime.GOARCH]
 
-// findHeaders returns the folder with cuda_fp16.h, best the one that came with
-// the compiler, which is the library at path; or "" and where it looked.
+// findHeaders returns the directory with cuda_fp16.h, preferably the one that came with
+// the compiler, whose library is at path; or "" and the searched paths.
 func findHeaders(path string) (folder, searched string) {
 	lib := filepath.Dir(path)
 	for _, f := range []string{"../include", "../../include", "../../cuda_runtime/include"} {
@@ -48,7 +48,7 @@ func findHeaders(path string) (folder, searched string) {
 
 var includeLine = regexp.MustCompile(`(?m)^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]`)
 
-// includeFolders returns the folders that the options name, in their order.
+// includeFolders returns the directories in the options, in order.
 func includeFolders(options []string) (folders []string) {
 	for i, o := range options {
 		for _, flag := range []string{"--include-path", "-I"} {
@@ -66,9 +66,9 @@ func includeFolders(options []string) (folders []string) {
 	return folders
 }
 
-// addHeaders adds the contents of every header that the source includes,
-// directly or not, as far as they are in the folders of the options. A header
-// that is not found there is added by its name: NVRTC has some built in.
+// addHeaders adds the contents of every header that the source includes, directly or
+// indirectly, if it is in the directories of the options. A header that is not found there
+// is added by its name, because NVRTC has some built in.
 func (k *key) addHeaders(source string, options []string) {
 	folders := includeFolders(options)
 	seen := map[string]bool{}
@@ -98,10 +98,10 @@ func (k *key) addHeaders(source string, options []string) {
 	walk(source, ".")
 }
 
-// headerLimit is more bytes than a header of CUDA C++ has.
+// headerLimit exceeds the size of every CUDA C++ header.
 const headerLimit = 64 << 20
 
-// readHeader finds a header beside the one that includes it, or in the folders.
+// readHeader finds a header next to the file that includes it, or in the directories.
 func readHeader(name, from string, folders []string) (path, data string) {
 	for _, f := range append([]string{from}, folders...) {
 		path := filepath.Join(f, name)

@@ -24,10 +24,10 @@ var axpy = kernel.Source{
 		Name:   "axpy",
 		Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.F32, kernel.I32},
 		Go: func(c *kernel.Call) {
-			n := int(c.Int32(3))
+			n := int(kernel.Get[int32](c, 3))
 			y, x := kernel.Update[float32](c, 0, n), kernel.Read[float32](c, 1, n)
 			for i := range y {
-				y[i] += c.Float32(2) * x[i]
+				y[i] += kernel.Get[float32](c, 2) * x[i]
 			}
 		},
 	}},
@@ -58,7 +58,7 @@ func TestLaunch(t *testing.T) {
 			require.NoError(t, err)
 			y, err := memory.MakeFrom(s, b)
 			require.NoError(t, err)
-			require.NoError(t, k.Launch(s, kernel.Cover(n), kernel.Ptr(y), kernel.Ptr(x), kernel.Float32(0.5), kernel.Int32(int32(n))))
+			require.NoError(t, k.Launch(s, kernel.Cover(n), kernel.Ptr(y), kernel.Ptr(x), kernel.Scalar[float32](0.5), kernel.Scalar(int32(n))))
 			got := make([]float32, n)
 			require.NoError(t, y.CopyTo(s, got))
 			for i := range got {
@@ -77,7 +77,7 @@ func TestArgumentsAreAsTheSourceDeclares(t *testing.T) {
 		return &kernel.Source{Name: "fill.cu", CUDA: `extern "C" __global__ void fill(float* x, unsigned* u, const void* any, int n) {
 	for (int i = 0; i < n; i++) x[i] = 7;
 }`, Kernels: []kernel.Def{{Name: "fill", Params: params, Go: func(c *kernel.Call) {
-			for i, x := 0, kernel.Update[float32](c, 0, int(c.Int32(3))); i < len(x); i++ {
+			for i, x := 0, kernel.Update[float32](c, 0, int(kernel.Get[int32](c, 3))); i < len(x); i++ {
 				x[i] = 7
 			}
 		}}}}
@@ -106,11 +106,11 @@ func TestArgumentsAreAsTheSourceDeclares(t *testing.T) {
 		ints, err := memory.MakeFrom(s, []int32{1, 2})
 		require.NoError(t, err)
 		defer ints.Close()
-		launch := func(x, u, v kernel.Arg) error { return k.Launch(s, kernel.Cover(1), x, u, v, kernel.Int32(4)) }
+		launch := func(x, u, v kernel.Arg) error { return k.Launch(s, kernel.Cover(1), x, u, v, kernel.Scalar[int32](4)) }
 		require.ErrorContains(t, launch(kernel.Ptr(longs), kernel.Ptr(ints), kernel.Ptr(longs)), `kernel: launch fill: argument 0 is memory of int64, but the source declares "float* x"`)
-		require.ErrorContains(t, launch(kernel.Ptr(floats), kernel.Ptr(floats), kernel.Null()), `argument 1 is memory of float32`)
+		require.ErrorContains(t, launch(kernel.Ptr(floats), kernel.Ptr(floats), kernel.Address(0)), `argument 1 is memory of float32`)
 		require.NoError(t, launch(kernel.Ptr(floats), kernel.Ptr(ints), kernel.Ptr(longs)))
-		require.NoError(t, launch(kernel.Ptr(floats), kernel.Null(), kernel.Null()))
+		require.NoError(t, launch(kernel.Ptr(floats), kernel.Address(0), kernel.Address(0)))
 		got := make([]float32, 4)
 		require.NoError(t, floats.CopyTo(s, got))
 		require.Equal(t, []float32{7, 7, 7, 7}, got)
@@ -130,12 +130,12 @@ func TestArgumentTypes(t *testing.T) {
 			kernel.I8, kernel.U8, kernel.I16, kernel.U16, kernel.B8, kernel.F16, kernel.BF16},
 		Go: func(c *kernel.Call) {
 			truth := 0.0
-			if c.Bool(11) {
+			if kernel.Get[bool](c, 11) {
 				truth = 1
 			}
-			copy(kernel.Update[float64](c, 0, 13), []float64{float64(c.Int32(1)), float64(c.Int64(2)), float64(c.Uint32(3)),
-				float64(c.Uint64(4)), float64(c.Float32(5)), c.Float64(6), float64(c.Int8(7)), float64(c.Uint8(8)),
-				float64(c.Int16(9)), float64(c.Uint16(10)), truth, float64(c.Float16(12)), float64(c.BFloat16(13))})
+			copy(kernel.Update[float64](c, 0, 13), []float64{float64(kernel.Get[int32](c, 1)), float64(kernel.Get[int64](c, 2)), float64(kernel.Get[uint32](c, 3)),
+				float64(kernel.Get[uint64](c, 4)), float64(kernel.Get[float32](c, 5)), kernel.Get[float64](c, 6), float64(kernel.Get[int8](c, 7)), float64(kernel.Get[uint8](c, 8)),
+				float64(kernel.Get[int16](c, 9)), float64(kernel.Get[uint16](c, 10)), truth, float64(kernel.Get[memory.Float16Bits](c, 12)), float64(kernel.Get[memory.BFloat16Bits](c, 13))})
 		},
 	}}}
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
@@ -150,14 +150,16 @@ func TestArgumentTypes(t *testing.T) {
 		x, err := memory.Make[float64](s, 13)
 		require.NoError(t, err)
 		defer x.Close()
-		require.NoError(t, k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x),
-			kernel.Int32(-7), kernel.Int64(-1<<40), kernel.Uint32(1<<31), kernel.Uint64(1<<63), kernel.Float32(0.5), kernel.Float64(-0.1),
-			kernel.Int8(-100), kernel.Uint8(200), kernel.Int16(-30000), kernel.Uint16(60000), kernel.Bool(true),
-			kernel.Float16(memory.Float16Of(1.5)), kernel.BFloat16(memory.BFloat16Of(-2))))
 		got := make([]float64, 13)
-		require.NoError(t, x.CopyTo(s, got))
-		require.Equal(t, []float64{-7, -1 << 40, 1 << 31, 1 << 63, 0.5, -0.1,
-			-100, 200, -30000, 60000, 1, 0x3e00, 0xc000}, got)
+		for h, want := range map[kernel.Arg]float64{kernel.Scalar[uint8](200): 200, kernel.Scalar(memory.Float8E4M3Of(1)): 0x38, kernel.Scalar(memory.Float8E5M2Of(1)): 0x3c} {
+			require.NoError(t, k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x),
+				kernel.Scalar[int32](-7), kernel.Scalar[int64](-1<<40), kernel.Scalar[uint32](1<<31), kernel.Scalar[uint64](1<<63), kernel.Scalar[float32](0.5), kernel.Scalar(-0.1),
+				kernel.Scalar[int8](-100), h, kernel.Scalar[int16](-30000), kernel.Scalar[uint16](60000), kernel.Scalar(true),
+				kernel.Scalar(memory.Float16Of(1.5)), kernel.Scalar(memory.BFloat16Of(-2))))
+			require.NoError(t, x.CopyTo(s, got))
+			require.Equal(t, []float64{-7, -1 << 40, 1 << 31, 1 << 63, 0.5, -0.1,
+				-100, want, -30000, 60000, 1, 0x3e00, 0xc000}, got)
+		}
 	})
 }
 
@@ -170,7 +172,7 @@ func TestNullPointer(t *testing.T) {
 		Go: func(c *kernel.Call) {
 			out := kernel.Update[int32](c, 0, 3)
 			for i := range out {
-				if out[i] = 0; c.IsNull(i + 1) {
+				if out[i] = 0; c.Address(i+1) == 0 {
 					out[i] = 1
 				}
 			}
@@ -191,7 +193,7 @@ func TestNullPointer(t *testing.T) {
 		x, err := memory.Make[float32](s, 1)
 		require.NoError(t, err)
 		defer x.Close()
-		require.NoError(t, k.Launch(s, kernel.Cover(1), kernel.Ptr(out), kernel.Null(), kernel.Ptr(x), kernel.Ptr(memory.Slice[float32]{})))
+		require.NoError(t, k.Launch(s, kernel.Cover(1), kernel.Ptr(out), kernel.Address(0), kernel.Ptr(x), kernel.Ptr(memory.Slice[float32]{})))
 		got := make([]int32, 3)
 		require.NoError(t, out.CopyTo(s, got))
 		require.Equal(t, []int32{1, 0, 1}, got)
@@ -209,7 +211,7 @@ func TestLaunchChecksArguments(t *testing.T) {
 		far, err := memory.Make[float32](other, 4)
 		require.NoError(t, err)
 		defer far.Close()
-		a, n := kernel.Float32(1), kernel.Int32(4)
+		a, n := kernel.Scalar[float32](1), kernel.Scalar[int32](4)
 		g := kernel.Cover(4)
 		require.ErrorContains(t, k.Launch(s, g, kernel.Ptr(x), kernel.Ptr(x), a), "3 arguments: want 4")
 		require.ErrorContains(t, k.Launch(s, g, kernel.Ptr(x), kernel.Ptr(x), n, a), "argument 2 is an int: want a float")
@@ -244,7 +246,7 @@ func TestLaunchAllocatesNothing(t *testing.T) {
 	require.NoError(t, err)
 	defer x.Close()
 	require.Zero(t, testing.AllocsPerRun(100, func() {
-		if err := k.Launch(s, kernel.Cover(256), kernel.Ptr(x), kernel.Ptr(x), kernel.Float32(1), kernel.Int32(256)); err != nil {
+		if err := k.Launch(s, kernel.Cover(256), kernel.Ptr(x), kernel.Ptr(x), kernel.Scalar[float32](1), kernel.Scalar[int32](256)); err != nil {
 			t.Fatal(err)
 		}
 	}))

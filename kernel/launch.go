@@ -10,6 +10,8 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -22,7 +24,7 @@ type Grid struct {
 
 // Cover returns a grid of at least n threads in one dimension, 256 to a block.
 func Cover(n int) Grid {
-	blocks := min((max(n, 0)+255)/256, math.MaxUint32) // which a launch refuses
+	blocks := min((max(n, 0)+255)/256, math.MaxUint32) // a launch refuses it
 	return Grid{Blocks: [3]uint32{uint32(blocks), 1, 1}, Threads: [3]uint32{256, 1, 1}}
 }
 
@@ -32,7 +34,7 @@ type Kernel struct {
 	name   string
 	h      cudadrv.Function
 	params []Param
-	source []declared // what the source declares for each parameter; nil if unknown
+	source []declared // the type that the source declares for each parameter; nil if unknown
 	attrs  Attributes
 
 	mu     sync.Mutex    // guards raising shared
@@ -43,7 +45,8 @@ type Kernel struct {
 // nothing.
 const maxArgs = 32
 
-// frame holds the values of a launch and their addresses, as CUDA wants them.
+// frame holds the argument values of a launch and their addresses, the form that CUDA
+// needs.
 type frame struct {
 	vals [maxArgs]uint64
 	ptrs [maxArgs]unsafe.Pointer
@@ -57,19 +60,19 @@ var frames = sync.Pool{New: func() any {
 	return f
 }}
 
-// Launch enqueues the kernel on s (cuLaunchKernel) and returns at once; the
-// arguments have been read by then. The number and types of the arguments are
-// checked, that pointers are of the stream's device, and that the device has
-// room for the grid's blocks: more dynamic shared memory than the usual 48 KiB
-// needs nothing but the request. A grid without blocks launches nothing.
+// Launch enqueues the kernel on s (cuLaunchKernel) and returns at once; the arguments have
+// been copied by then. Launch validates the number and types of the arguments, that
+// pointers are on the stream's device, and that the device has room for the grid's blocks.
+// A kernel may use more than 48 KiB of dynamic shared memory without further preparation.
+// A grid without blocks launches nothing.
 func (k *Kernel) Launch(s *stream.Stream, g Grid, args ...Arg) error {
 	return k.launch(s, g, args, false)
 }
 
-// LaunchCooperative is Launch of a kernel whose blocks wait for each other
-// (cuLaunchCooperativeKernel): all of them are on the device at once. The error
-// of a grid that is too large for that says how many blocks fit and matches
-// device.ErrorCooperativeLaunchTooLarge; nothing was enqueued then.
+// LaunchCooperative is Launch for a kernel whose blocks wait for each other
+// (cuLaunchCooperativeKernel): all blocks are on the device at once. If the grid is too
+// large for that, nothing is enqueued, and the error says how many blocks fit and matches
+// device.ErrorCooperativeLaunchTooLarge.
 func (k *Kernel) LaunchCooperative(s *stream.Stream, g Grid, args ...Arg) error {
 	if k != nil && !k.module.limits.cooperative {
 		return &device.UnsupportedError{Feature: "kernel: cooperative launch", Need: "a device that has it", Have: k.module.dev.String()}
@@ -89,21 +92,17 @@ func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) err
 	}
 	f := frames.Get().(*frame)
 	for i := range args {
-		f.vals[i] = args[i].bits // little-endian: a narrower value is its first bytes
+		f.vals[i] = args[i].bits // little-endian: a narrower value is the first bytes
 		if b := args[i].bytes; b != nil {
 			f.ptrs[i] = unsafe.Pointer(b)
 		}
 	}
-	var err error
-	if together {
-		err = k.module.dev.Do("cuLaunchCooperativeKernel", func(drv cudadrv.Driver) cudadrv.Result {
-			return drv.LaunchCooperativeKernel(k.h, g.Blocks, g.Threads, g.SharedBytes, s.Raw(), unsafe.Pointer(&f.ptrs))
-		})
-	} else {
-		err = k.module.dev.Do("cuLaunchKernel", func(drv cudadrv.Driver) cudadrv.Result {
-			return drv.LaunchKernel(k.h, g.Blocks, g.Threads, g.SharedBytes, s.Raw(), unsafe.Pointer(&f.ptrs))
-		})
-	}
+	err := gpu.DeviceOf(k.module.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		if together {
+			return drv.LaunchCooperativeKernel(k.h, g.Blocks, g.Threads, g.SharedBytes, gpu.StreamOf(s).Raw(), unsafe.Pointer(&f.ptrs))
+		}
+		return drv.LaunchKernel(k.h, g.Blocks, g.Threads, g.SharedBytes, gpu.StreamOf(s).Raw(), unsafe.Pointer(&f.ptrs))
+	})
 	for i := range args {
 		if args[i].bytes != nil {
 			f.ptrs[i] = unsafe.Pointer(&f.vals[i])
@@ -126,7 +125,7 @@ func (k *Kernel) check(s *stream.Stream, args []Arg) error {
 	if k.module.owner.Closed() {
 		return fmt.Errorf("kernel: launch %s: module: %w", k.name, device.ErrClosed)
 	}
-	if err := s.Check("kernel: launch", k.module.dev); err != nil {
+	if err := gpu.CheckStream("kernel: launch", s, gpu.DeviceOf(k.module.dev)); err != nil {
 		return err
 	}
 	if len(args) != len(k.params) {
@@ -141,20 +140,20 @@ func (k *Kernel) check(s *stream.Stream, args []Arg) error {
 			return fmt.Errorf("kernel: launch %s: argument %d is %s: want %s", k.name, i, withArticle(a.kind), withArticle(k.params[i]))
 		case k.source != nil && !k.source[i].takes(a.elem):
 			return fmt.Errorf("kernel: launch %s: argument %d is memory of %s, but the source declares %q", k.name, i, a.elem, k.source[i].text)
-		case a.dev != nil && a.dev != k.module.dev:
-			return fmt.Errorf("kernel: launch %s on %s: argument %d is memory of %s", k.name, k.module.dev, i, a.dev)
+		case kern.DeviceOf(a) != nil && kern.DeviceOf(a) != k.module.dev:
+			return fmt.Errorf("kernel: launch %s on %s: argument %d is memory of %s", k.name, k.module.dev, i, kern.DeviceOf(a))
 		}
 	}
 	return nil
 }
 
-// What CUDA allows on every device, in x, y and z.
+// The limits of CUDA on every device, in x, y and z.
 var (
 	maxBlocks  = [3]uint32{math.MaxInt32, math.MaxUint16, math.MaxUint16}
 	maxThreads = [3]uint32{1024, 1024, 64}
 )
 
-// fit checks that a block of the grid has room on the device.
+// fit validates that a block of the grid fits on the device.
 func (k *Kernel) fit(g Grid) error {
 	threads := uint64(1)
 	for i, axis := range [3]string{"x", "y", "z"} {
@@ -178,8 +177,8 @@ func (k *Kernel) fit(g Grid) error {
 	return nil
 }
 
-// allowShared lets blocks have as much dynamic shared memory as the device has,
-// once for the kernel: it costs those nothing that ask for less.
+// allowShared permits blocks the device's maximum of dynamic shared memory, once per
+// kernel. It has no cost for launches that use less.
 func (k *Kernel) allowShared(bytes uint32) error {
 	most := k.attrs.MaxDynamicSharedBytes
 	if int64(bytes) > int64(most) {
@@ -191,7 +190,7 @@ func (k *Kernel) allowShared(bytes uint32) error {
 	if bytes <= k.shared.Load() {
 		return nil
 	}
-	err := k.module.dev.Do("cuFuncSetAttribute", func(drv cudadrv.Driver) cudadrv.Result {
+	err := gpu.DeviceOf(k.module.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.FuncSetAttribute(k.h, cudadrv.FuncMaxDynamicSharedBytes, int32(most))
 	})
 	if err == nil {

@@ -27,7 +27,9 @@ var reach = kernel.Source{
 		Name:   "reach",
 		Params: []kernel.Param{kernel.Pointer, kernel.U32},
 		Go: func(c *kernel.Call) {
-			kernel.Update[uint32](c, 0, 1)[0] += c.Blocks()[0] * c.Threads()[0]
+			if g := c.Grid(); g.SharedBytes >= 4*kernel.Get[uint32](c, 1) {
+				kernel.Update[uint32](c, 0, 1)[0] += g.Blocks[0] * g.Threads[0]
+			}
 		},
 	}},
 }
@@ -44,8 +46,8 @@ var together = kernel.Source{
 		Name:   "together",
 		Params: []kernel.Param{kernel.Pointer, kernel.Pointer},
 		Go: func(c *kernel.Call) {
-			kernel.Update[uint32](c, 0, 1)[0] += c.Blocks()[0]
-			kernel.Update[uint32](c, 1, 1)[0] += c.Blocks()[0]
+			kernel.Update[uint32](c, 0, 1)[0] += c.Grid().Blocks[0]
+			kernel.Update[uint32](c, 1, 1)[0] += c.Grid().Blocks[0]
 		},
 	}},
 }
@@ -90,11 +92,11 @@ func TestDynamicSharedMemory(t *testing.T) {
 		require.GreaterOrEqual(t, most, uint32(48<<10))
 		want := uint32(0)
 		for _, bytes := range []uint32{8, 48 << 10, most, 1024, most} {
-			require.NoError(t, k.Launch(s, flat(3, 1, bytes), kernel.Ptr(x), kernel.Uint32(bytes/4)))
+			require.NoError(t, k.Launch(s, flat(3, 1, bytes), kernel.Ptr(x), kernel.Scalar[uint32](bytes/4)))
 			want += 3
 			require.Equal(t, want, first(t, s, x), "%d bytes", bytes)
 		}
-		err := k.Launch(s, flat(1, 1, most+1), kernel.Ptr(x), kernel.Uint32(1))
+		err := k.Launch(s, flat(1, 1, most+1), kernel.Ptr(x), kernel.Scalar[uint32](1))
 		require.ErrorContains(t, err, "bytes of dynamic shared memory: a block has at most")
 		require.Equal(t, want, first(t, s, x), "nothing ran, and the device is well")
 	})
@@ -105,10 +107,10 @@ func TestSharedMemoryIsAllowedOnce(t *testing.T) {
 	s, k := compiled(t, devs[0], &reach)
 	x := zeros(t, s, 1)
 	for _, bytes := range []uint32{60 << 10, 100 << 10, 64 << 10} {
-		require.NoError(t, k.Launch(s, flat(1, 1, bytes), kernel.Ptr(x), kernel.Uint32(1)))
+		require.NoError(t, k.Launch(s, flat(1, 1, bytes), kernel.Ptr(x), kernel.Scalar[uint32](1)))
 	}
 	_, l := compiled(t, devs[0], &reach)
-	require.ErrorIs(t, l.Launch(s, flat(1, 1, 60<<10), kernel.Ptr(x), kernel.Uint32(1)), device.ErrorInvalidValue)
+	require.ErrorIs(t, l.Launch(s, flat(1, 1, 60<<10), kernel.Ptr(x), kernel.Scalar[uint32](1)), device.ErrorInvalidValue)
 }
 
 func TestLaunchChecksGrid(t *testing.T) {
@@ -124,15 +126,15 @@ func TestLaunchChecksGrid(t *testing.T) {
 			"1025 threads of a block in x: at most 1024": flat(1, 1025, 8),
 			"1056 threads of a block: at most":           {Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{32, 33, 1}, SharedBytes: 8},
 		} {
-			err := k.Launch(s, g, kernel.Ptr(x), kernel.Uint32(2))
+			err := k.Launch(s, g, kernel.Ptr(x), kernel.Scalar[uint32](2))
 			require.ErrorContains(t, err, "kernel: launch reach on "+devs[0].String()+": ")
 			require.ErrorContains(t, err, want)
 		}
 		if most < 1024 { // what the source binds; a stand-in has no such thing
-			require.ErrorContains(t, k.Launch(s, flat(1, most+1, 8), kernel.Ptr(x), kernel.Uint32(2)), "threads of a block: at most 128 of this kernel")
+			require.ErrorContains(t, k.Launch(s, flat(1, most+1, 8), kernel.Ptr(x), kernel.Scalar[uint32](2)), "threads of a block: at most 128 of this kernel")
 		}
-		require.NoError(t, k.Launch(s, flat(0, 1, 8), kernel.Ptr(x), kernel.Uint32(2)), "launches nothing")
-		require.NoError(t, k.Launch(s, flat(2, most, 8), kernel.Ptr(x), kernel.Uint32(2)))
+		require.NoError(t, k.Launch(s, flat(0, 1, 8), kernel.Ptr(x), kernel.Scalar[uint32](2)), "launches nothing")
+		require.NoError(t, k.Launch(s, flat(2, most, 8), kernel.Ptr(x), kernel.Scalar[uint32](2)))
 		require.Equal(t, 2*most, first(t, s, x))
 	})
 }

@@ -7,9 +7,10 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/ptx"
-	"github.com/gochorus/chorus/internal/virtual"
+	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
 // A Source is CUDA C++ with one or more kernels.
@@ -18,14 +19,18 @@ type Source struct {
 	CUDA    string   // the kernels are extern "C" __global__ void
 	Options []string // for NVRTC, such as --use_fast_math
 	Kernels []Def
-	PTX     *ptx.Archive // has the source compiled; nil but for Chorus's own packages
+	//lint:ignore U1000 internal/kern finds the field by the method that it promotes
+	sourceOption
 }
+
+//lint:ignore U1000 the field above is of this type
+type sourceOption = kern.SourceOption
 
 // A Def describes one kernel of a Source.
 type Def struct {
 	Name   string
 	Params []Param
-	Go     func(*Call) // stands in on virtual devices; nil where none is needed
+	Go     func(*Call) // implements the kernel on virtual devices; nil if not needed
 }
 
 // A Module is a compiled Source on one device.
@@ -37,31 +42,23 @@ type Module struct {
 	kernels map[string]*Kernel
 }
 
-// Compile compiles the source for dev and loads it. It takes some tenths of a
-// second on CUDA for the first process that compiles it; the binary is then kept
-// in a folder, CHORUS_KERNEL_CACHE, until the source, a header, the options or
-// the compiler change. A mistake in the source is a *CompileError with the
-// compiler's messages.
+// Compile compiles the source for dev and loads it. The first compilation takes some
+// tenths of a second on CUDA. The binary is then cached in the directory
+// CHORUS_KERNEL_CACHE until the source, a header, the options or the compiler change. An
+// error in the source is a *CompileError with the compiler's messages.
 func Compile(dev *device.Device, src *Source) (*Module, error) {
 	m, err := open(dev, src)
-	if err == nil {
+	switch {
+	case err != nil:
+	case kern.IsResident(src):
+		handle.InitForever(&m.owner)
+	default:
 		handle.Init(m, &m.owner, handle.About{Kind: "kernel module", On: dev})
 	}
 	return m, err
 }
 
-// Resident is Compile of a module that belongs to its device for as long as that
-// lives, as the device's context does: nobody closes it, and it is no leak. For
-// Chorus's own packages.
-func Resident(dev *device.Device, src *Source) (*Module, error) {
-	m, err := open(dev, src)
-	if err == nil {
-		handle.InitForever(&m.owner)
-	}
-	return m, err
-}
-
-// open compiles and loads a module whose owner is not armed yet.
+// open compiles and loads a module without leak reporting.
 func open(dev *device.Device, src *Source) (*Module, error) {
 	if src == nil {
 		return nil, errors.New("kernel: compile: no source given")
@@ -69,10 +66,10 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 	if dev == nil {
 		return nil, fmt.Errorf("kernel: compile %s: no device given", src.Name)
 	}
-	if err := src.check(); err != nil {
+	said := declarations(src.CUDA)
+	if err := src.check(said); err != nil {
 		return nil, err
 	}
-	said := declarations(src.CUDA)
 	image, err := compile(dev, src)
 	if err != nil {
 		return nil, err
@@ -81,8 +78,8 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 	if m.limits, err = limitsOf(dev); err != nil {
 		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
 	}
-	// Relaxed: a captured function may be the first to want a kernel.
-	err = dev.DoRelaxed("cuModuleLoadData", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	// Relaxed, because a captured function may be the first user of the kernel.
+	err = gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		m.h, r = drv.ModuleLoadData(image)
 		return r
 	})
@@ -90,26 +87,30 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
 	}
 	for _, d := range src.Kernels {
-		k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params), source: said[d.Name]}
-		err := dev.DoRelaxed("cuModuleGetFunction", func(drv cudadrv.Driver) (r cudadrv.Result) {
-			k.h, r = drv.ModuleGetFunction(m.h, d.Name)
-			return r
-		})
-		if err == nil {
-			err = k.load()
-		}
-		if err != nil {
+		if m.kernels[d.Name], err = m.find(&d, said[d.Name]); err != nil {
 			_ = m.unload()
 			return nil, fmt.Errorf("kernel: find %s in %s: %w", d.Name, src.Name, err)
 		}
-		m.kernels[d.Name] = k
 	}
 	return m, nil
 }
 
-// check finds mistakes in the description of the kernels.
-func (src *Source) check() error {
-	seen, said := map[string]bool{}, declarations(src.CUDA)
+// find finds a kernel in the loaded binary.
+func (m *Module) find(d *Def, source []declared) (*Kernel, error) {
+	k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params), source: source}
+	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		k.h, r = drv.ModuleGetFunction(m.h, d.Name)
+		return r
+	})
+	if err != nil {
+		return nil, err
+	}
+	return k, k.load()
+}
+
+// check compares the description of the kernels with their declarations.
+func (src *Source) check(said map[string][]declared) error {
+	seen := map[string]bool{}
 	for _, d := range src.Kernels {
 		switch {
 		case d.Name == "" || seen[d.Name]:
@@ -122,8 +123,8 @@ func (src *Source) check() error {
 				return fmt.Errorf("kernel: compile %s: parameter %d of %s has no type: %v", src.Name, i, d.Name, p)
 			}
 		}
-		if n := virtual.ParamBytes(d.stood()); n > virtual.MaxParamBytes {
-			return fmt.Errorf("kernel: compile %s: the parameters of %s take %d bytes: at most %d", src.Name, d.Name, n, virtual.MaxParamBytes)
+		if n := machine.ParamBytes(d.stood()); n > machine.MaxParamBytes {
+			return fmt.Errorf("kernel: compile %s: the parameters of %s take %d bytes: at most %d", src.Name, d.Name, n, machine.MaxParamBytes)
 		}
 		if err := d.compare(said); err != nil {
 			return fmt.Errorf("kernel: compile %s: %w", src.Name, err)
@@ -154,13 +155,13 @@ func (m *Module) Close() error {
 }
 
 func (m *Module) unload() error {
-	return m.dev.DoRelaxed("cuModuleUnload", func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
+	return gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
 }
 
 // compile makes the image that the device's driver loads.
 func compile(dev *device.Device, src *Source) ([]byte, error) {
-	if m := dev.System().Machine(); m != nil {
-		return standIns(m, src)
+	if m := gpu.DeviceOf(dev).System().Machine; m != nil {
+		return standIns(m.Machine, src)
 	}
 	if image, err := embedded(dev, src); image != nil || err != nil {
 		return image, err
@@ -172,23 +173,23 @@ func compile(dev *device.Device, src *Source) ([]byte, error) {
 	return c.binary(src)
 }
 
-// standIns makes the image that virtual devices load from the Go functions.
-func standIns(m *virtual.Machine, src *Source) ([]byte, error) {
-	var ks []virtual.Kernel
+// standIns makes the image of Go functions that virtual devices load.
+func standIns(m *machine.Machine, src *Source) ([]byte, error) {
+	var ks []machine.Kernel
 	for _, d := range src.Kernels {
 		if d.Go == nil {
 			return nil, fmt.Errorf("kernel: %s in %s has no Go function to stand in on virtual devices", d.Name, src.Name)
 		}
-		ks = append(ks, virtual.Kernel{Name: d.Name, Params: d.stood(), Func: func(k *virtual.KernelCall) { d.Go(&Call{k}) }})
+		ks = append(ks, machine.Kernel{Name: d.Name, Params: d.stood(), Func: func(k *machine.KernelCall) { d.Go(&Call{kern.NewCallRef(k)}) }})
 	}
 	return m.ModuleImage(ks), nil
 }
 
-// stood are the parameters as virtual devices know them.
-func (d *Def) stood() []virtual.Param {
-	ps := make([]virtual.Param, len(d.Params))
+// stood returns the parameters in the types of package virtual.
+func (d *Def) stood() []machine.Param {
+	ps := make([]machine.Param, len(d.Params))
 	for i, p := range d.Params {
-		ps[i] = virtual.Param(p)
+		ps[i] = p.virtual()
 	}
 	return ps
 }

@@ -5,26 +5,27 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 )
 
-// Attributes are what the compiler made of a kernel (cuFuncGetAttribute).
-// Virtual devices have no registers and no memory to tell of.
+// Attributes are the properties of a compiled kernel (cuFuncGetAttribute). On virtual
+// devices the registers and sizes are 0.
 type Attributes struct {
 	MaxThreads            int // of a block
 	Registers             int // of a thread
 	SharedBytes           int // static, of a block
-	LocalBytes            int // of a thread: arrays, and registers that did not fit
+	LocalBytes            int // of a thread: arrays, and spilled registers
 	ConstBytes            int // of the module
-	MaxDynamicSharedBytes int // of a block: what a Grid may ask for
+	MaxDynamicSharedBytes int // of a block: the maximum of Grid's shared bytes
 }
 
-// Attributes returns what the compiler made of the kernel. No call is made.
+// Attributes returns the properties of the compiled kernel. It does not call the driver.
 func (k *Kernel) Attributes() Attributes { return k.attrs }
 
-// limits has what launches need to know of a device.
+// limits are the limits of a device for launches.
 type limits struct {
 	multiprocessors int
-	usualShared     int // bytes of a block, unless it asks for more
+	usualShared     int // maximum bytes of a block without permission for more
 	mostShared      int
 	cooperative     bool
 }
@@ -40,8 +41,8 @@ func limitsOf(dev *device.Device) (l limits, err error) {
 		{&l.mostShared, cudadrv.AttrMaxSharedMemoryOptin},
 		{&cooperative, cudadrv.AttrCooperativeLaunch},
 	} {
-		v, r := dev.Driver().DeviceGetAttribute(a.attr, dev.Handle())
-		if err := dev.Check("cuDeviceGetAttribute", r); err != nil {
+		v, err := gpu.DeviceOf(dev).Attribute(a.attr)
+		if err != nil {
 			return l, err
 		}
 		*a.to = int(v)
@@ -50,7 +51,7 @@ func limitsOf(dev *device.Device) (l limits, err error) {
 	return l, nil
 }
 
-// load asks for the attributes of a kernel that was just found.
+// load queries the attributes of the kernel.
 func (k *Kernel) load() error {
 	for _, a := range []struct {
 		to   *int
@@ -62,7 +63,7 @@ func (k *Kernel) load() error {
 		{&k.attrs.LocalBytes, cudadrv.FuncLocalBytes},
 		{&k.attrs.ConstBytes, cudadrv.FuncConstBytes},
 	} {
-		err := k.module.dev.Do("cuFuncGetAttribute", func(drv cudadrv.Driver) cudadrv.Result {
+		err := gpu.DeviceOf(k.module.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
 			v, r := drv.FuncGetAttribute(a.attr, k.h)
 			*a.to = int(v)
 			return r
@@ -77,7 +78,7 @@ func (k *Kernel) load() error {
 	return nil
 }
 
-// Occupancy returns how many blocks of so many threads and bytes of dynamic
+// Occupancy returns how many blocks with the given numbers of threads and bytes of dynamic
 // shared memory are on a multiprocessor at once
 // (cuOccupancyMaxActiveBlocksPerMultiprocessor).
 func (k *Kernel) Occupancy(threads, sharedBytes int) (blocks int, err error) {
@@ -87,7 +88,7 @@ func (k *Kernel) Occupancy(threads, sharedBytes int) (blocks int, err error) {
 	if threads < 1 || threads > k.attrs.MaxThreads {
 		return 0, fmt.Errorf("kernel: occupancy of %s: %d threads of a block: want 1 to %d", k.name, threads, k.attrs.MaxThreads)
 	}
-	err = k.module.dev.Do("cuOccupancyMaxActiveBlocksPerMultiprocessor", func(drv cudadrv.Driver) cudadrv.Result {
+	err = gpu.DeviceOf(k.module.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		n, r := drv.OccupancyMaxActiveBlocksPerMultiprocessor(k.h, int32(threads), uintptr(sharedBytes))
 		blocks = int(n)
 		return r
@@ -98,9 +99,10 @@ func (k *Kernel) Occupancy(threads, sharedBytes int) (blocks int, err error) {
 	return blocks, nil
 }
 
-// BestBlock returns the number of threads of a block with which most threads are
-// on the device at once, and how many such blocks fill it
-// (cuOccupancyMaxPotentialBlockSize). limit bounds the threads; 0 does not.
+// BestBlock returns the number of threads per block with which the most threads are on the
+// device at once, and the number of such blocks that fill it
+// (cuOccupancyMaxPotentialBlockSize). limit is the maximum number of threads; 0 means
+// none.
 func (k *Kernel) BestBlock(sharedBytes, limit int) (threads, blocks int, err error) {
 	if err := k.askable("best block", sharedBytes); err != nil {
 		return 0, 0, err
@@ -108,7 +110,7 @@ func (k *Kernel) BestBlock(sharedBytes, limit int) (threads, blocks int, err err
 	if limit < 0 {
 		return 0, 0, fmt.Errorf("kernel: best block of %s: a limit of %d threads: want 1 or more, or 0 for none", k.name, limit)
 	}
-	err = k.module.dev.Do("cuOccupancyMaxPotentialBlockSize", func(drv cudadrv.Driver) cudadrv.Result {
+	err = gpu.DeviceOf(k.module.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		g, b, r := drv.OccupancyMaxPotentialBlockSize(k.h, uintptr(sharedBytes), int32(min(limit, int(maxThreads[0]))))
 		threads, blocks = int(b), int(g)
 		return r
@@ -119,8 +121,8 @@ func (k *Kernel) BestBlock(sharedBytes, limit int) (threads, blocks int, err err
 	return threads, blocks, nil
 }
 
-// askable checks what both questions need, and allows the kernel the shared
-// memory that they are about: CUDA answers for what it may have now.
+// askable validates the arguments of an occupancy query, and allows the kernel the shared
+// memory in question, because CUDA answers for the currently allowed size.
 func (k *Kernel) askable(what string, sharedBytes int) error {
 	switch {
 	case k.module.owner.Closed():
@@ -135,7 +137,7 @@ func (k *Kernel) askable(what string, sharedBytes int) error {
 	return nil
 }
 
-// tooLarge says by how much a cooperative grid does not fit.
+// tooLarge returns the error of a cooperative grid that does not fit.
 func (k *Kernel) tooLarge(g Grid, cause error) error {
 	threads := int(g.Threads[0] * g.Threads[1] * g.Threads[2])
 	each, err := k.Occupancy(threads, int(g.SharedBytes))

@@ -7,14 +7,13 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// promoted has the types that a table of promotions is about, in the order of
-// its rows and columns.
+// promoted are the types in the table of promotions, in the order of its rows and columns.
 var promoted = [...]memory.DType{memory.Bool, memory.Uint8, memory.Int8, memory.Int16, memory.Int32, memory.Int64,
-	memory.Float16T, memory.BFloat16T, memory.Float32, memory.Float64}
+	memory.Float16, memory.BFloat16, memory.Float32, memory.Float64}
 
-// promotions is torch.promote_types: the smallest type for the numbers of both.
-// A type of 16-bit floats holds any integer, as far as it goes; two of them need
-// a float.
+// promotions is torch.promote_types: the smallest type that represents the numbers of
+// both. A 16-bit float type is considered to represent all integers, regardless of range;
+// two different 16-bit float types need a float32.
 var promotions = func() [len(promoted)][len(promoted)]memory.DType {
 	const (
 		bl = memory.Bool
@@ -23,8 +22,8 @@ var promotions = func() [len(promoted)][len(promoted)]memory.DType {
 		i2 = memory.Int16
 		i4 = memory.Int32
 		i8 = memory.Int64
-		f2 = memory.Float16T
-		bf = memory.BFloat16T
+		f2 = memory.Float16
+		bf = memory.BFloat16
 		f4 = memory.Float32
 		f8 = memory.Float64
 	)
@@ -42,10 +41,10 @@ var promotions = func() [len(promoted)][len(promoted)]memory.DType {
 	}
 }()
 
-// Promote returns the smallest type for the numbers of both a and b
-// (torch.promote_types); memory.Invalid is no type and gives the other one. Some
-// pairs have none: unsigned integers of 16 bits or more with other integers, and
-// 8-bit floats with anything else.
+// Promote returns the smallest type that represents the numbers of both a and b
+// (torch.promote_types). If one is memory.Invalid, it returns the other one. Some pairs
+// have no such type: unsigned integers of 16 bits or more with other integers, and 8-bit
+// floats with any other type.
 func Promote(a, b memory.DType) (memory.DType, error) {
 	switch {
 	case a == b || b == memory.Invalid:
@@ -76,9 +75,9 @@ func placeOf(t memory.DType) int {
 	return -1
 }
 
-// resultType is torch.result_type of slices, whose promoted type is arrays, and
-// of single numbers, whose type is one of bool, int64 and float64: a number
-// counts only if it is of a higher category, and then a float32 is enough.
+// resultType is torch.result_type for slices with the promoted type arrays, and for single
+// numbers with the type numbers: bool, int64 or float64. A number counts only if it has a
+// higher category, and then a float32 is enough.
 func resultType(arrays, numbers memory.DType) (memory.DType, error) {
 	if numbers == memory.Float64 {
 		numbers = memory.Float32
@@ -92,8 +91,8 @@ func resultType(arrays, numbers memory.DType) (memory.DType, error) {
 	return arrays, nil
 }
 
-// CanCast reports whether a result of type from may be stored as type to
-// (torch.can_cast): not from floats to integers, and not to bool.
+// CanCast reports whether a result of type from may be stored as type to (torch.can_cast):
+// floats not as integers, and other types not as bool.
 func CanCast(from, to memory.DType) bool {
 	return !(element.IsFloat(from) && !element.IsFloat(to)) && !(from != memory.Bool && to == memory.Bool)
 }

@@ -55,8 +55,8 @@ func TestResultType(t *testing.T) {
 		{memory.Bool, memory.Int64, memory.Int64},
 		{memory.Bool, memory.Float64, memory.Float32},
 		{memory.Bool, memory.Bool, memory.Bool},
-		{memory.Float16T, memory.Float64, memory.Float16T},
-		{memory.BFloat16T, memory.Int64, memory.BFloat16T},
+		{memory.Float16, memory.Float64, memory.Float16},
+		{memory.BFloat16, memory.Int64, memory.BFloat16},
 		{memory.Float64, memory.Float64, memory.Float64},
 		{memory.Int8, memory.Bool, memory.Int8},
 		{memory.Uint32, memory.Int64, memory.Uint32},
@@ -70,13 +70,13 @@ func TestResultType(t *testing.T) {
 		require.Equal(t, c.want, got, "slices of %s and numbers of %s", c.arrays, c.numbers)
 	}
 	for _, c := range [][2]memory.DType{{memory.Uint16, memory.Int32}, {memory.Uint64, memory.Uint32}, {memory.Bool, memory.Uint16},
-		{memory.Float8E4M3T, memory.Float32}, {memory.Float8E5M2T, memory.Int8}} {
+		{memory.Float8E4M3, memory.Float32}, {memory.Float8E5M2, memory.Int8}} {
 		_, err := Promote(c[0], c[1])
 		require.ErrorContains(t, err, "numbers of both "+c[0].String()+" and "+c[1].String())
 	}
-	got, err := Promote(memory.Uint64, memory.BFloat16T)
+	got, err := Promote(memory.Uint64, memory.BFloat16)
 	require.NoError(t, err)
-	require.Equal(t, memory.BFloat16T, got)
+	require.Equal(t, memory.BFloat16, got)
 }
 
 func TestCanCast(t *testing.T) {
@@ -84,9 +84,9 @@ func TestCanCast(t *testing.T) {
 		from, to memory.DType
 		want     bool
 	}{
-		{memory.Float64, memory.Int64, false}, {memory.Float64, memory.Float16T, true}, {memory.Int64, memory.Float16T, true},
+		{memory.Float64, memory.Int64, false}, {memory.Float64, memory.Float16, true}, {memory.Int64, memory.Float16, true},
 		{memory.Int64, memory.Int8, true}, {memory.Int8, memory.Bool, false}, {memory.Bool, memory.Bool, true},
-		{memory.Bool, memory.Int8, true}, {memory.Float16T, memory.Bool, false},
+		{memory.Bool, memory.Int8, true}, {memory.Float16, memory.Bool, false},
 	} {
 		require.Equal(t, c.want, CanCast(c.from, c.to), "%s to %s", c.from, c.to)
 	}

@@ -1,17 +1,18 @@
 package kernel
 
 import (
+	"errors"
 	"fmt"
 	"regexp"
 	"slices"
 	"strings"
 )
 
-// A signature is what the last function template of a source says.
+// A signature is the parsed signature of the last function template of a source.
 type signature struct {
 	name     string
 	params   []parameter
-	byReturn bool // the one output is the result
+	byReturn bool // the function returns its only output
 }
 
 type parameter struct {
@@ -20,15 +21,14 @@ type parameter struct {
 }
 
 var (
-	comments = regexp.MustCompile(`(?s)//[^\n]*|/\*.*?\*/`)
 	template = regexp.MustCompile(`template\s*<\s*([^>]*)>\s*([\w:\s]+?)\s+(\w+)\s*\(`)
 	oneType  = regexp.MustCompile(`^(?:typename|class)\s+\w+\s*$`)
 	words    = regexp.MustCompile(`\w+`)
 )
 
-// parse reads the source of an element-wise function.
+// parse parses the source of an element-wise function.
 func parse(code string) (*signature, error) {
-	code = comments.ReplaceAllString(code, " ")
+	code = withoutComments(code)
 	all := template.FindAllStringSubmatchIndex(code, -1)
 	if len(all) == 0 {
 		return nil, fmt.Errorf("there is no function template: want template <typename T> T name(T x, ...) { ... }")
@@ -44,22 +44,14 @@ func parse(code string) (*signature, error) {
 	if !ok || !strings.HasPrefix(strings.TrimSpace(rest), "{") {
 		return nil, fmt.Errorf("%s has no body behind its parameters: want name(T x, ...) { ... }", sig.name)
 	}
-	outputs := 0
-	for i, p := range strings.Split(list, ",") {
-		names := words.FindAllString(p, -1)
-		if len(names) < 2 {
-			return nil, fmt.Errorf("parameter %d of %s, %q, has no type or no name", i, sig.name, strings.TrimSpace(p))
+	for i, text := range strings.Split(list, ",") {
+		p, err := parseParameter(text)
+		if err != nil {
+			return nil, fmt.Errorf("parameter %d of %s, %q: %w", i, sig.name, strings.TrimSpace(text), err)
 		}
-		if strings.ContainsAny(p, "*[<=") {
-			return nil, fmt.Errorf("parameter %d of %s, %q: want T x, or T& x for an output", i, sig.name, strings.TrimSpace(p))
-		}
-		q := parameter{name: names[len(names)-1]}
-		if strings.Contains(p, "&") && !slices.Contains(names, "const") {
-			q.role = output
-			outputs++
-		}
-		sig.params = append(sig.params, q)
+		sig.params = append(sig.params, p)
 	}
+	outputs := len(sig.named(output))
 	switch {
 	case sig.byReturn && outputs > 0:
 		return nil, fmt.Errorf("%s returns a result and has outputs, T&: want one or the other", sig.name)
@@ -69,7 +61,23 @@ func parse(code string) (*signature, error) {
 	return sig, nil
 }
 
-// named lists the names of the parameters of a role.
+// parseParameter parses a parameter: T x, const T& x, or T& x for an output.
+func parseParameter(text string) (p parameter, err error) {
+	names := words.FindAllString(text, -1)
+	switch {
+	case len(names) < 2:
+		return p, errors.New("it has no type or no name")
+	case strings.ContainsAny(text, "*[<="):
+		return p, errors.New("want T x, or T& x for an output")
+	}
+	p.name = names[len(names)-1]
+	if strings.Contains(text, "&") && !slices.Contains(names, "const") {
+		p.role = output
+	}
+	return p, nil
+}
+
+// named returns the names of the parameters with a role.
 func (s *signature) named(r role) (names []string) {
 	for _, p := range s.params {
 		if p.role == r {

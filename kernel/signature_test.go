@@ -27,7 +27,7 @@ func TestParse(t *testing.T) {
 		"template <int n> int f(int x) { return x; }":              "f is a template of <int n>",
 		"template <typename T> T f(T x);":                          "f has no body",
 		"template <typename T> T f(T x":                            "f has no body",
-		"template <typename T> T f(T) { return 1; }":               `parameter 0 of f, "T", has no type or no name`,
+		"template <typename T> T f(T) { return 1; }":               `parameter 0 of f, "T": it has no type or no name`,
 		"template <typename T> T f() { return 1; }":                "has no type or no name",
 		"template <typename T> T f(T* x) { return *x; }":           `"T* x": want T x`,
 		"template <typename T> T f(T x = 1) { return x; }":         "want T x",

@@ -15,25 +15,25 @@ import (
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// A store keeps compiled binaries in a folder that processes share. A file is
-// written under another name and then renamed, so that nobody sees half of it,
-// and checked when it is read, so that one which a crash or a disk has spoilt is
-// compiled anew. A folder that cannot be used costs a compilation and nothing
-// else: no method reports an error, and a nil store keeps nothing.
+// A store keeps compiled binaries in a directory that processes share. A file is written
+// under a temporary name and then renamed, so that readers never see an incomplete file.
+// It is checked when it is read; if a crash or a disk error has corrupted it, it is
+// compiled again. If the directory cannot be used, programs are compiled each time: the
+// methods return no errors, and a nil store stores nothing.
 type store struct {
 	folder string
-	limit  int64 // bytes of all files; beyond it the longest unused ones go
+	limit  int64 // total size of the files; beyond it the least recently used files are removed
 }
 
 const (
 	storeFormat = "chorus kernel 1\n" // the first line of a file
 	storeLimit  = 256 << 20
-	storeAge    = 90 * 24 * time.Hour // unused for longer, a file goes
+	storeAge    = 90 * 24 * time.Hour // files unused for longer are removed
 	storeSuffix = ".kernel"
-	tempAge     = time.Hour // of a file that is being written
+	tempAge     = time.Hour // age of an abandoned temporary file
 )
 
-// userStore is the store that the environment chooses, or nil.
+// userStore returns the store of the environment, or nil.
 func userStore() *store {
 	folder := env.KernelCache.Value()
 	switch folder {
@@ -42,14 +42,14 @@ func userStore() *store {
 	case "":
 		cache, err := os.UserCacheDir()
 		if err != nil {
-			return nil // there is no home
+			return nil // there is no home directory
 		}
 		folder = filepath.Join(cache, "chorus", "kernels")
 	}
 	return &store{folder: folder, limit: storeLimit}
 }
 
-// A key is the digest of all that a binary depends on.
+// A key is the digest of all inputs of a binary.
 type key struct{ h hash.Hash }
 
 func newKey(parts ...string) *key {
@@ -58,8 +58,8 @@ func newKey(parts ...string) *key {
 	return k
 }
 
-// add takes texts in with their lengths, so that two lists that differ never
-// run together into one text.
+// add hashes texts with their lengths, so that two different lists never have the same
+// hash input.
 func (k *key) add(parts ...string) {
 	var n [8]byte
 	for _, p := range parts {
@@ -71,8 +71,8 @@ func (k *key) add(parts ...string) {
 
 func (k *key) sum() string { return hex.EncodeToString(k.h.Sum(nil)) }
 
-// seal is the digest of a file's contents. It covers the key, so that a file
-// under a wrong name is not taken for what its name says.
+// seal returns the digest of a file's contents. It includes the key, so that a renamed
+// file is not accepted.
 func seal(key string, image []byte) []byte {
 	h := sha256.New()
 	h.Write([]byte(key))
@@ -80,8 +80,8 @@ func seal(key string, image []byte) []byte {
 	return h.Sum(nil)
 }
 
-// load returns the binary of the key, if there is a sound one. The binary will run in
-// this process, so only this user or root can have written it.
+// load returns the binary for the key, if the store has a valid one. The binary will run
+// in this process, so its file must belong to this user or root.
 func (s *store) load(key string) ([]byte, bool) {
 	if s == nil {
 		return nil, false
@@ -102,13 +102,13 @@ func (s *store) load(key string) ([]byte, bool) {
 		return nil, false
 	}
 	if now := time.Now(); now.Sub(st.ModTime()) > 24*time.Hour {
-		_ = os.Chtimes(filepath.Join(s.folder, name), now, now) // it is in use
+		_ = os.Chtimes(filepath.Join(s.folder, name), now, now) // mark it as used
 	}
 	return rest[sha256.Size:], true
 }
 
-// save keeps a binary. Two processes that save the same key at once both
-// succeed, and either file is right.
+// save stores a binary. If two processes save the same key at once, both succeed, and
+// either file is correct.
 func (s *store) save(key string, image []byte) {
 	if s == nil || len(image) == 0 || os.MkdirAll(s.folder, 0o700) != nil {
 		return
@@ -118,14 +118,14 @@ func (s *store) save(key string, image []byte) {
 		return
 	}
 	defer d.Close()
-	if d.Replace(key+storeSuffix, 0o600, []byte(storeFormat), seal(key, image), image) != nil { // a full disk, for one
+	if d.Replace(key+storeSuffix, 0o600, []byte(storeFormat), seal(key, image), image) != nil { // for example if the disk is full
 		return
 	}
 	s.trim(d, time.Now())
 }
 
-// trim removes what is old, what killed writers have left, and, while there is
-// too much, what was not used for longest.
+// trim removes old files and temporary files of killed processes, and, while the total
+// size exceeds the limit, the least recently used files.
 func (s *store) trim(d *safefile.Folder, now time.Time) {
 	entries, err := d.File().ReadDir(-1)
 	if err != nil {

@@ -28,7 +28,7 @@ extern "C" __global__ void add(unsigned long long* out, const Table t, unsigned 
 		Params: []kernel.Param{kernel.Pointer, kernel.Struct(tableBytes), kernel.U32},
 		Go: func(c *kernel.Call) {
 			b := c.Bytes(1)
-			sum := binary.LittleEndian.Uint64(b) + uint64(c.Uint32(2))
+			sum := binary.LittleEndian.Uint64(b) + uint64(kernel.Get[uint32](c, 2))
 			for i := range binary.LittleEndian.Uint32(b[8:]) {
 				sum += uint64(binary.LittleEndian.Uint32(b[12+4*i:]))
 			}
@@ -64,15 +64,15 @@ func TestStructByValue(t *testing.T) {
 		got := make([]uint64, 1)
 		for _, count := range []int{0, 1, 1013} {
 			b, sum := tableOf(count, count)
-			require.NoError(t, k.Launch(s, flat(1, 1, 0), kernel.Ptr(out), kernel.Bytes(b), kernel.Uint32(5)))
+			require.NoError(t, k.Launch(s, flat(1, 1, 0), kernel.Ptr(out), kernel.Bytes(b), kernel.Scalar[uint32](5)))
 			clear(b)
 			require.NoError(t, out.CopyTo(s, got))
 			require.Equal(t, sum+5, got[0], "%d numbers", count)
 		}
 		b, sum := tableOf(7, 900)
 		exec, err := graph.Capture([]*stream.Stream{s}, func() error {
-			return k.Launch(s, flat(1, 1, 0), kernel.Ptr(out), kernel.Bytes(b), kernel.Uint32(1))
-		})
+			return k.Launch(s, flat(1, 1, 0), kernel.Ptr(out), kernel.Bytes(b), kernel.Scalar[uint32](1))
+		}, nil)
 		require.NoError(t, err)
 		defer exec.Close()
 		clear(b)
@@ -93,9 +93,9 @@ func TestStructsAreChecked(t *testing.T) {
 			"argument 1 is a struct of 8 bytes: want a struct of 4064 bytes": make([]byte, 8),
 			"argument 1: a struct without bytes":                             nil,
 		} {
-			require.ErrorContains(t, k.Launch(s, flat(1, 1, 0), kernel.Ptr(x), kernel.Bytes(b), kernel.Uint32(5)), want)
+			require.ErrorContains(t, k.Launch(s, flat(1, 1, 0), kernel.Ptr(x), kernel.Bytes(b), kernel.Scalar[uint32](5)), want)
 		}
-		require.ErrorContains(t, k.Launch(s, flat(1, 1, 0), kernel.Ptr(x), kernel.Uint64(1), kernel.Uint32(5)),
+		require.ErrorContains(t, k.Launch(s, flat(1, 1, 0), kernel.Ptr(x), kernel.Scalar[uint64](1), kernel.Scalar[uint32](5)),
 			"argument 1 is an unsigned long long: want a struct of 4064 bytes")
 		require.ErrorContains(t, k.Launch(s, flat(1, 1, 0), kernel.Ptr(x), kernel.Bytes(make([]byte, tableBytes)), kernel.Bytes(make([]byte, 4))),
 			"argument 2 is a struct of 4 bytes: want an unsigned")

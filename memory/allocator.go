@@ -6,24 +6,27 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
 
-// An Allocator gives device memory out and takes it back. Driver is the plain
-// one, OpenPlugin has one of a shared library, nccl.Allocator has one of memory
-// that NCCL knows; Limit, Count, Log and Fail wrap another.
+// An Allocator allocates and frees device memory. [Driver] calls the driver for each
+// block, [OpenPlugin] loads an allocator from a shared library, and nccl.Allocator
+// allocates memory with NCCL. [Limit], [Count], [Log] and [Fail] wrap another
+// Allocator.
 //
 // Both methods may be called by several goroutines at the same time, and while
 // streams are captured into graphs.
 type Allocator interface {
-	// Alloc returns the address of bytes of memory of s's device, more than
-	// none, that what is enqueued on s from now on may use. An error that
-	// matches device.ErrorOutOfMemory means that the device has no more.
+	// Alloc allocates bytes of memory, at least one, on the device of s and returns its
+	// address. Operations that are enqueued on s from now on may use it. An error that
+	// matches device.ErrorOutOfMemory means that the device has no more memory.
 	Alloc(s *stream.Stream, bytes int) (ptr uint64, err error)
-	// Free takes back what Alloc has returned for as many bytes. What is on s by
-	// now may still use it; work on other streams has come before that. A pool that
-	// outlives the stream of a segment names the default stream instead, when all
-	// work on the segment is over.
+	// Free takes memory back that Alloc has returned; bytes is the size given to Alloc.
+	// Operations already enqueued on s may still use the memory; operations on other
+	// streams have been ordered before them. A pool that outlives the stream of a
+	// segment passes the default stream instead, after all work on the segment has
+	// completed.
 	Free(s *stream.Stream, ptr uint64, bytes int) error
 }
 
@@ -38,7 +41,7 @@ func (driverAllocator) Alloc(s *stream.Stream, bytes int) (uint64, error) {
 		return 0, err
 	}
 	var ptr cudadrv.DevicePtr
-	err := s.Device().DoRelaxed("cuMemAlloc", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(s.Device()).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		ptr, r = drv.MemAlloc(uintptr(bytes))
 		return r
 	})
@@ -55,16 +58,16 @@ func (driverAllocator) Free(s *stream.Stream, ptr uint64, bytes int) error {
 	if err := checkFree(s); err != nil {
 		return err
 	}
-	err := s.Device().DoRelaxed("cuMemFree", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(cudadrv.DevicePtr(ptr)) })
+	err := gpu.DeviceOf(s.Device()).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(cudadrv.DevicePtr(ptr)) })
 	if err != nil {
 		return fmt.Errorf("memory: free %d bytes at %#x: %w", bytes, ptr, err)
 	}
 	return nil
 }
 
-// checkAlloc checks what every Allocator is given.
+// checkAlloc validates the arguments of every Alloc.
 func checkAlloc(s *stream.Stream, bytes int) error {
-	if err := s.Check("memory: allocate", nil); err != nil {
+	if err := gpu.CheckStream("memory: allocate", s, nil); err != nil {
 		return err
 	}
 	if bytes <= 0 {
@@ -73,7 +76,7 @@ func checkAlloc(s *stream.Stream, bytes int) error {
 	return nil
 }
 
-// checkFree takes a stream that was closed too, since memory outlives it.
+// checkFree accepts a closed stream, since memory may outlive its stream.
 func checkFree(s *stream.Stream) error {
 	if s == nil {
 		return fmt.Errorf("memory: free: no stream given")

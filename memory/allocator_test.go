@@ -17,6 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/dl/dltest"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -25,8 +26,8 @@ import (
 // fill writes bytes of memory on s and waits.
 func fill(t *testing.T, s *stream.Stream, ptr uint64, bytes int) {
 	t.Helper()
-	require.NoError(t, s.Device().Do("cuMemsetD8Async", func(drv cudadrv.Driver) cudadrv.Result {
-		return drv.MemsetD8Async(cudadrv.DevicePtr(ptr), 7, uintptr(bytes), s.Raw())
+	require.NoError(t, gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemsetD8Async(cudadrv.DevicePtr(ptr), 7, uintptr(bytes), gpu.StreamOf(s).Raw())
 	}))
 	require.NoError(t, s.Sync(testgpu.Context(t)))
 }
@@ -41,7 +42,7 @@ func TestDriverAllocator(t *testing.T) {
 		g, err := graph.Capture([]*stream.Stream{s}, func() (err error) {
 			q, err = memory.Driver.Alloc(s, 1000)
 			return errorsOf(err, memory.Driver.Free(s, p, 1000))
-		})
+		}, nil)
 		require.NoError(t, err, "a capture does not mind")
 		require.NoError(t, g.Close())
 		fill(t, s, q, 1000)
@@ -259,7 +260,7 @@ func TestPlugin(t *testing.T) {
 		g, err := graph.Capture([]*stream.Stream{s}, func() error {
 			p, err := a.Alloc(s, 64)
 			return errorsOf(err, a.Free(s, p, 64))
-		})
+		}, nil)
 		require.NoError(t, err, "a capture does not mind")
 		require.NoError(t, g.Close())
 		_, err = a.Alloc(s, 0)

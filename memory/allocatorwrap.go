@@ -12,9 +12,9 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Limit returns an Allocator that gives out at most so many bytes of a at any
-// time, on all devices together. What goes beyond is a *OutOfMemoryError, of
-// which Total is the limit, and a is not asked.
+// Limit returns an Allocator that keeps at most the given number of bytes of a
+// allocated at any time, on all devices together. An allocation beyond the limit fails
+// with an *OutOfMemoryError whose Total is the limit, and does not call a.
 func Limit(a Allocator, bytes int) Allocator { return &limiter{Allocator: a, limit: bytes} }
 
 type limiter struct {
@@ -64,7 +64,7 @@ func (l *limiter) giveBack(bytes int) {
 	l.used -= bytes
 }
 
-// A Counter is an Allocator that counts what goes through it.
+// A Counter is an Allocator that counts the allocations made through it.
 type Counter struct {
 	a Allocator
 
@@ -72,32 +72,32 @@ type Counter struct {
 	counts AllocatorCounts
 }
 
-// AllocatorCounts are what a Counter has seen. An Alloc or Free that failed is in
-// none but Failures.
+// AllocatorCounts are the counts of a Counter. An Alloc or Free that failed is counted
+// only in Failures.
 type AllocatorCounts struct {
-	Allocations Stat  // pieces
-	Bytes       Stat  // of them
+	Allocations Stat  // blocks
+	Bytes       Stat  // bytes of these blocks
 	Failures    int64 // calls that returned an error
 }
 
-// Count returns an Allocator that hands out what a does and counts it.
+// Count returns an Allocator that calls a and counts its allocations.
 func Count(a Allocator) *Counter { return &Counter{a: a} }
 
-// Counts returns what there is and was so far.
+// Counts returns the current counts.
 func (c *Counter) Counts() AllocatorCounts {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.counts
 }
 
-// Alloc allocates from the Allocator below.
+// Alloc allocates from the wrapped Allocator.
 func (c *Counter) Alloc(s *stream.Stream, bytes int) (uint64, error) {
 	ptr, err := c.a.Alloc(s, bytes)
 	c.count(+1, bytes, err)
 	return ptr, err
 }
 
-// Free gives back to the Allocator below.
+// Free frees through the wrapped Allocator.
 func (c *Counter) Free(s *stream.Stream, ptr uint64, bytes int) error {
 	err := c.a.Free(s, ptr, bytes)
 	c.count(-1, bytes, err)
@@ -124,31 +124,30 @@ type Logger struct {
 	err error
 }
 
-// Log returns an Allocator that does what a does, and writes a line of
-// comma-separated values for each call when it is over: the time in RFC 3339,
-// "alloc" or "free", the address, the bytes, the stream, and the error or
-// nothing. The first line has the names of the columns.
+// Log returns an Allocator that calls a and writes one line of comma-separated values
+// after each call: the time in RFC 3339, "alloc" or "free", the address, the bytes, the
+// stream, and the error or nothing. The first line has the names of the columns.
 func Log(a Allocator, w io.Writer) *Logger {
 	l := &Logger{a: a, w: csv.NewWriter(w)}
 	l.line("time", "action", "pointer", "size", "stream", "error")
 	return l
 }
 
-// Err returns the first error of writing. It fails no allocation.
+// Err returns the first write error. A write error does not fail an allocation.
 func (l *Logger) Err() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.err
 }
 
-// Alloc allocates from the Allocator below.
+// Alloc allocates from the wrapped Allocator.
 func (l *Logger) Alloc(s *stream.Stream, bytes int) (uint64, error) {
 	ptr, err := l.a.Alloc(s, bytes)
 	l.call("alloc", s, ptr, bytes, err)
 	return ptr, err
 }
 
-// Free gives back to the Allocator below.
+// Free frees through the wrapped Allocator.
 func (l *Logger) Free(s *stream.Stream, ptr uint64, bytes int) error {
 	err := l.a.Free(s, ptr, bytes)
 	l.call("free", s, ptr, bytes, err)
@@ -178,10 +177,10 @@ func (l *Logger) line(fields ...string) {
 	}
 }
 
-// Fail returns an Allocator that fails on demand, to try what a program does
-// then: it asks plan before each Alloc, with the number of the call, from 1, and
-// its bytes. Where plan returns an error, such as device.ErrorOutOfMemory, the
-// call returns that, wrapped, and a is not asked.
+// Fail returns an Allocator that fails on demand, to test how a program handles failed
+// allocations. It calls plan before each Alloc, with the number of the call, from 1,
+// and its bytes. If plan returns an error, such as device.ErrorOutOfMemory, Alloc
+// returns that error, wrapped, and does not call a.
 func Fail(a Allocator, plan func(call, bytes int) error) Allocator {
 	return &failing{Allocator: a, plan: plan}
 }

@@ -5,12 +5,13 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/stream"
 )
 
-// asyncAllocator takes each block from the driver's own pool, in the order of the
-// stream (cudaMallocAsync). The pool keeps what was freed.
+// asyncAllocator allocates each block from the driver's own memory pool, in stream
+// order (cudaMallocAsync). The driver's pool caches freed memory.
 type asyncAllocator struct{}
 
 var asyncKey kept.Key
@@ -20,72 +21,78 @@ func (asyncAllocator) Alloc(s *stream.Stream, bytes int) (uint64, error) {
 		return 0, err
 	}
 	var p cudadrv.DevicePtr
-	err := s.Device().Do("cuMemAllocAsync", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		p, r = drv.MemAllocAsync(uintptr(bytes), s.Raw())
+	err := gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		p, r = drv.MemAllocAsync(uintptr(bytes), gpu.StreamOf(s).Raw())
 		return r
 	})
 	return uint64(p), err
 }
 
 func (asyncAllocator) Free(s *stream.Stream, ptr uint64, _ int) error {
-	return s.Device().Do("cuMemFreeAsync", func(drv cudadrv.Driver) cudadrv.Result {
-		return drv.MemFreeAsync(cudadrv.DevicePtr(ptr), s.Raw())
+	return gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemFreeAsync(cudadrv.DevicePtr(ptr), gpu.StreamOf(s).Raw())
 	})
 }
 
-// keepFreed tells the driver's pool once to keep freed memory instead of
-// returning it to the system at every synchronisation.
+// keepFreed sets the release threshold of the driver's pool once, so that the pool
+// keeps freed memory instead of returning it to the system at every synchronization.
 func keepFreed(d *device.Device) error {
-	once := d.Local(&asyncKey, func() any {
+	once := gpu.DeviceOf(d).Local(&asyncKey, func() any {
 		return sync.OnceValue(func() error {
-			pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
-			if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {
+			pool, err := gpu.DeviceOf(d).DefaultPool()
+			if err != nil {
 				return err
 			}
-			return d.Check("cuMemPoolSetAttribute",
-				d.Driver().MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReleaseThreshold, ^uint64(0)))
+			return gpu.DeviceOf(d).Ask(func(drv cudadrv.Driver) cudadrv.Result {
+				return drv.MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReleaseThreshold, ^uint64(0))
+			})
 		})
 	}).(func() error)
 	return once()
 }
 
-// trim gives back what the driver's pool keeps, after the work on the device.
+// trim waits for the device and then releases the memory that the driver's pool caches.
 func (asyncAllocator) trim(d *device.Device) error {
-	pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
-	if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {
-		return err
-	}
-	err := d.Do("cuCtxSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
+	pool, err := gpu.DeviceOf(d).DefaultPool()
 	if err != nil {
 		return err
 	}
-	return d.Check("cuMemPoolTrimTo", d.Driver().MemPoolTrimTo(pool, 0))
+	err = gpu.DeviceOf(d).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
+	if err != nil {
+		return err
+	}
+	return gpu.DeviceOf(d).Ask(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemPoolTrimTo(pool, 0) })
 }
 
-// reserved returns what the driver's pool has, now and at most.
+// reserved returns how much memory the driver's pool has reserved, now and at its peak.
 func (asyncAllocator) reserved(d *device.Device) (now, peak int64, err error) {
-	pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
-	if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {
+	pool, err := gpu.DeviceOf(d).DefaultPool()
+	if err != nil {
 		return 0, 0, err
 	}
 	var values [2]int64
 	for i, attr := range []int32{cudadrv.MemPoolAttrReservedCurrent, cudadrv.MemPoolAttrReservedHigh} {
-		v, r := d.Driver().MemPoolGetAttribute(pool, attr)
-		if err := d.Check("cuMemPoolGetAttribute", r); err != nil {
+		err := gpu.DeviceOf(d).Ask(func(drv cudadrv.Driver) cudadrv.Result {
+			v, r := drv.MemPoolGetAttribute(pool, attr)
+			values[i] = int64(v)
+			return r
+		})
+		if err != nil {
 			return 0, 0, err
 		}
-		values[i] = int64(v)
 	}
 	return values[0], values[1], nil
 }
 
-// resetPeak makes what the driver's pool has the most that it had.
+// resetPeak resets the peak of the driver's pool to its current size.
 func (asyncAllocator) resetPeak(d *device.Device) error {
-	pool, r := d.Driver().DeviceGetDefaultMemPool(d.Handle())
-	if err := d.Check("cuDeviceGetDefaultMemPool", r); err != nil {
+	pool, err := gpu.DeviceOf(d).DefaultPool()
+	if err != nil {
 		return err
 	}
-	return d.Check("cuMemPoolSetAttribute", d.Driver().MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReservedHigh, 0))
+	return gpu.DeviceOf(d).Ask(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReservedHigh, 0)
+	})
 }
 
 // async returns the driver's own allocator if it is in use.

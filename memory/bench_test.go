@@ -5,6 +5,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -13,6 +14,8 @@ import (
 // The cost of an allocation that the cache serves, and of its free.
 func BenchmarkHit(b *testing.B) {
 	d := testgpu.CUDA(b, 1)[0]
+	handle.Trace.Store(false) // the stacks of creation that only tests record
+	defer handle.Trace.Store(true)
 	s, err := stream.New(d, nil)
 	require.NoError(b, err)
 	defer s.Close()

@@ -8,55 +8,69 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/stream"
 )
 
 // A Buffer is one allocation of device memory, without a type.
 type Buffer struct {
-	owner  handle.Owner
-	stream *stream.Stream
-	ptr    cudadrv.DevicePtr
-	bytes  uintptr
-	by     freer // whose memory it is; nil if there is none
-	heap   *heap
+	//lint:ignore U1000 internal/mem finds the field by the method that it promotes
+	bufferRef
+	ptr   cudadrv.DevicePtr
+	bytes uintptr
+	by    freer // the allocator of the memory; nil if the buffer is empty
+	heap  *heap
 
-	captured bool // of a graph
+	captured bool // allocated by a capture: the graph owns the memory
 
 	imported bool         // from another process
-	foreign  func() error // gives memory back that is not of an allocator here; nil otherwise
+	foreign  func() error // frees memory that no allocator of this process owns; nil otherwise
 
 	mu     sync.Mutex
-	users  []*stream.Stream // the other streams that use it
-	export *ipcExport       // once it has handles
+	users  []*stream.Stream // the other streams that use the memory
+	export *ipcExport       // set once the buffer has IPC handles
 }
 
-// Alloc allocates bytes of device memory in the order of s: work that is
-// enqueued on s from now on may use it. Where memory of that size was freed on s
-// before, it is used again at once, and neither the driver is asked nor anything
-// waited for (torch.empty). The contents are undefined. Zero bytes are no
-// allocation.
+//lint:ignore U1000 the field above is of this type
+type bufferRef = mem.BufferRef
+
+// newBuffer returns a buffer that is freed in the order of s. Its owner is not armed yet.
+func newBuffer(s *stream.Stream, bytes int) *Buffer {
+	b := &Buffer{bytes: uintptr(bytes)}
+	b.in().Stream = s
+	return b
+}
+
+func (b *Buffer) in() *mem.Buffer { return mem.BufferOf(b) }
+
+// Alloc allocates bytes of device memory in the order of s: operations that are
+// enqueued on s from now on may use it. If memory of that size was freed on s before,
+// Alloc reuses it at once, without calling the driver and without waiting
+// (torch.empty). The contents are undefined. A size of zero allocates nothing.
 //
 // While s is captured into a graph the memory comes from the Pool of the capture
 // and stays with the graph: every launch uses the same.
 //
-// When there is no memory left, all that is cached is given back to the driver
-// before the error, an *OutOfMemoryError.
+// If the device is out of memory, Alloc first returns all cached memory to the driver
+// and tries again. If that fails too, the error is an *OutOfMemoryError.
 func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
 	l, err := laneOf("memory: allocate", s)
 	if err != nil {
 		return nil, err
 	}
-	if !s.Retain() {
-		return nil, s.Check("memory: allocate", nil)
+	if !gpu.StreamOf(s).Retain() {
+		return nil, gpu.CheckStream("memory: allocate", s, nil)
 	}
-	b := &Buffer{stream: s, bytes: uintptr(bytes), heap: l.heap}
+	b := newBuffer(s, bytes)
+	b.heap = l.heap
 	g, err := l.alloc(bytes)
 	if err != nil {
-		return nil, errors.Join(err, s.Release())
+		return nil, errors.Join(err, gpu.StreamOf(s).Release())
 	}
 	b.ptr, b.by, b.captured = cudadrv.DevicePtr(g.addr), g.by, g.captured
-	handle.Init(b, &b.owner, handle.About{Kind: "buffer", On: s.Device(), Bytes: bytes, Frequent: true})
+	handle.Init(b, &b.in().Owner, handle.About{Kind: "buffer", On: s.Device(), Bytes: bytes, Frequent: true})
 	return b, nil
 }
 
@@ -64,44 +78,41 @@ func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
 func (b *Buffer) Bytes() int { return int(b.bytes) }
 
 // Device returns the device whose memory it is.
-func (b *Buffer) Device() *device.Device { return b.stream.Device() }
-
-// OpenOn reports whether it is open and memory of a device. For Chorus's own packages.
-func (b *Buffer) OpenOn(d *device.Device) bool { return b.stream.Device() == d && !b.owner.Closed() }
+func (b *Buffer) Device() *device.Device { return b.in().Stream.Device() }
 
 // Stream returns the stream in whose order the buffer was allocated and will be
 // freed.
-func (b *Buffer) Stream() *stream.Stream { return b.stream }
+func (b *Buffer) Stream() *stream.Stream { return b.in().Stream }
 
-// RecordStream tells that work on s uses the buffer, so that Close frees it
-// only after the work that is on s by then
-// (torch.Tensor.record_stream). It enqueues nothing.
+// RecordStream records that operations on s use the buffer. Close then frees the memory
+// only after the operations that are enqueued on s at the time of Close
+// (torch.Tensor.record_stream). RecordStream enqueues nothing.
 func (b *Buffer) RecordStream(s *stream.Stream) error {
-	if !s.Open() {
-		return s.Check("memory: record stream", nil)
+	if s == nil || !gpu.StreamOf(s).Open() {
+		return gpu.CheckStream("memory: record stream", s, nil)
 	}
-	if s == b.stream {
+	if s == b.in().Stream {
 		return nil
 	}
 	l, err := laneOf("memory: record stream", s)
 	if err != nil {
 		return err
 	}
-	if !s.Retain() {
-		return s.Check("memory: record stream", nil)
+	if !gpu.StreamOf(s).Retain() {
+		return gpu.CheckStream("memory: record stream", s, nil)
 	}
 	used, err := b.addUser(s, l)
 	if !used {
-		err = errors.Join(err, s.Release())
+		err = errors.Join(err, gpu.StreamOf(s).Release())
 	}
 	return err
 }
 
-// addUser takes over one reference to the stream, unless the buffer has it already.
+// addUser takes over one reference to the stream, unless the buffer already has one.
 func (b *Buffer) addUser(s *stream.Stream, l *lane) (added bool, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.owner.Closed() {
+	if b.in().Owner.Closed() {
 		return false, fmt.Errorf("memory: record stream: %w", device.ErrClosed)
 	}
 	if slices.Contains(b.users, s) {
@@ -116,14 +127,14 @@ func (b *Buffer) addUser(s *stream.Stream, l *lane) (added bool, err error) {
 	return true, nil
 }
 
-// Close frees the memory in the order of its stream: after everything that is
-// enqueued there, and on the streams of RecordStream, by now. The host does not
-// wait. Close is idempotent. While one of these streams is captured into a graph
-// the buffer stays open: Close returns a *stream.CaptureError. That does not hold
-// for memory of the capture itself, which later allocations of the same capture
-// then use, nor for a buffer of no bytes.
+// Close frees the memory in the order of its stream: after the operations that are
+// already enqueued on that stream and on the streams of RecordStream. The host does not
+// wait. Close is idempotent. While one of these streams is captured into a graph, Close
+// returns a *device.CaptureError and the buffer stays open. Two buffers can be closed
+// during a capture: memory that the capture itself allocated, which later allocations
+// of the same capture then reuse, and an empty buffer.
 func (b *Buffer) Close() error {
-	if b == nil || b.owner.Closed() {
+	if b == nil || b.in().Owner.Closed() {
 		return nil
 	}
 	b.mu.Lock()
@@ -138,13 +149,13 @@ func (b *Buffer) Close() error {
 			return err
 		}
 	}
-	if !b.owner.Close() || b.export.keep() {
+	if !b.in().Owner.Close() || b.export.keep() {
 		return nil
 	}
 	return b.giveBack()
 }
 
-// giveBack gives up the memory and the streams. b.mu is held.
+// giveBack frees the memory and releases the streams. b.mu is held.
 func (b *Buffer) giveBack() error {
 	var errs []error
 	switch {
@@ -161,30 +172,30 @@ func (b *Buffer) giveBack() error {
 			errs = append(errs, err)
 		}
 	}
-	if err := b.letGo(b.stream); err != nil {
+	if err := b.letGo(b.in().Stream); err != nil {
 		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
 }
 
-// letGo gives up a stream.
+// letGo releases a stream.
 func (b *Buffer) letGo(s *stream.Stream) error {
-	if b.heap != nil && stream.InCallback() {
-		b.heap.retire(s) // it may be closed, and then the driver is asked
+	if b.heap != nil && gpu.InCallback() {
+		b.heap.retire(s) // the release may destroy the stream, which calls the driver
 		return nil
 	}
-	return s.Release()
+	return gpu.StreamOf(s).Release()
 }
 
-// refuseCapture returns an error while a stream that the buffer is freed after
-// is captured. b.mu is held.
+// refuseCapture returns an error while a stream that must pass before the memory is
+// freed is being captured. b.mu is held.
 func (b *Buffer) refuseCapture() error {
 	const op, advice = "memory: free", "the graph may use the memory: close the buffer when the graph is closed"
-	if err := b.stream.RefuseCapture(op, advice); err != nil {
+	if err := gpu.StreamOf(b.in().Stream).RefuseCapture(op, advice); err != nil {
 		return err
 	}
 	for _, u := range b.users {
-		if err := u.RefuseCapture(op, advice); err != nil {
+		if err := gpu.StreamOf(u).RefuseCapture(op, advice); err != nil {
 			return err
 		}
 	}

@@ -7,12 +7,13 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 )
 
-// EmptyCache gives back to the driver all that is cached and not in use
-// (torch.cuda.empty_cache), except what an open Pool has. The host waits for streams that RecordStream has named
-// for freed blocks. What is in a segment with memory that is in use stays.
+// EmptyCache returns all cached memory that is not in use to the driver
+// (torch.cuda.empty_cache), except the memory of an open Pool. The host waits for the
+// streams that RecordStream named for freed blocks. A segment stays if any part of it
+// is in use.
 func EmptyCache(d *device.Device) error {
 	h, err := heapOf(d)
 	if err != nil {
@@ -33,12 +34,12 @@ func (h *heap) empty() error {
 	return nil
 }
 
-// StatsOf returns the statistics of the device's allocator
-// (torch.cuda.memory_stats). They are of one moment, and cost a look at every
-// stream that has allocated. Of cudaMallocAsync and of allocators of ChangeAllocator
-// only allocations are known, and what is reserved; where both they and the caching
-// allocator were used, each peak is the sum of theirs, which may not have been at one
-// time.
+// StatsOf returns the statistics of the device's allocator (torch.cuda.memory_stats).
+// All values are of one moment; the call visits every stream that has allocated. For
+// cudaMallocAsync and for allocators of ChangeAllocator, only the allocations and the
+// reserved memory are known. If the program used both such an allocator and the caching
+// allocator, each peak is the sum of their two peaks, which may be from different
+// times.
 func StatsOf(d *device.Device) (Stats, error) {
 	h, err := heapOf(d)
 	if err != nil {
@@ -76,7 +77,7 @@ func (h *heap) nativeStats() Stats {
 	return s
 }
 
-// add adds what the engine has given out.
+// add adds the engine's statistics to s.
 func (e *uncached) add(s *Stats) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -97,7 +98,7 @@ func (e *uncached) add(s *Stats) error {
 	return nil
 }
 
-// ofEngines are the statistics that an engine keeps beside its counts.
+// ofEngines returns the statistics of s that an engine also keeps.
 func (s *Stats) ofEngines() []*Stat {
 	return []*Stat{&s.Allocation.All, &s.Active.All, &s.AllocatedBytes.All, &s.ActiveBytes.All, &s.RequestedBytes.All, &s.ReservedBytes.All}
 }
@@ -109,14 +110,14 @@ func (s *Stat) sum(o Stat) {
 	s.Freed += o.Freed
 }
 
-// ResetPeakStats makes the present values the peaks
+// ResetPeakStats resets the peaks to the current values
 // (torch.cuda.reset_peak_memory_stats).
 func ResetPeakStats(d *device.Device) error {
 	return resetStats(d, (*alloc.Device).ResetPeaks, (*uncached).resetPeaks)
 }
 
-// ResetAccumulatedStats begins anew to count what was allocated and freed, and the
-// retries and errors (torch.cuda.reset_accumulated_memory_stats).
+// ResetAccumulatedStats sets the totals of allocated and freed memory, retries and
+// errors to zero (torch.cuda.reset_accumulated_memory_stats).
 func ResetAccumulatedStats(d *device.Device) error {
 	return resetStats(d, (*alloc.Device).ResetSums, (*uncached).resetSums)
 }
@@ -162,38 +163,39 @@ func (e *uncached) resetSums() error {
 	return nil
 }
 
-// Allocated returns the bytes that the program has of the device, as rounded
-// (torch.cuda.memory_allocated).
+// Allocated returns the bytes that the program has allocated on the device, with the
+// rounded size of each block (torch.cuda.memory_allocated).
 func Allocated(d *device.Device) (int64, error) {
 	s, err := StatsOf(d)
 	return s.AllocatedBytes.All.Current, err
 }
 
-// MaxAllocated returns the most that Allocated was since ResetPeakStats
+// MaxAllocated returns the peak of Allocated since ResetPeakStats
 // (torch.cuda.max_memory_allocated).
 func MaxAllocated(d *device.Device) (int64, error) {
 	s, err := StatsOf(d)
 	return s.AllocatedBytes.All.Peak, err
 }
 
-// Reserved returns the bytes that the allocator has of the driver, used or cached
+// Reserved returns the bytes that the allocator has reserved from the driver, used or
+// cached
 // (torch.cuda.memory_reserved, torch.cuda.memory_cached).
 func Reserved(d *device.Device) (int64, error) {
 	s, err := StatsOf(d)
 	return s.ReservedBytes.All.Current, err
 }
 
-// MaxReserved returns the most that Reserved was since ResetPeakStats
+// MaxReserved returns the peak of Reserved since ResetPeakStats
 // (torch.cuda.max_memory_reserved, torch.cuda.max_memory_cached).
 func MaxReserved(d *device.Device) (int64, error) {
 	s, err := StatsOf(d)
 	return s.ReservedBytes.All.Peak, err
 }
 
-// SetFraction limits what the allocator takes from the driver to a part of the
-// device's memory, from 0 to 1: more is out of memory
-// (torch.cuda.set_per_process_memory_fraction). What it has already stays. 1 is no
-// limit, but for other users of the device.
+// SetFraction limits how much memory the allocator reserves from the driver: a fraction
+// of the device's memory, from 0 to 1. Allocations beyond it are out of memory
+// (torch.cuda.set_per_process_memory_fraction). Memory that is already reserved stays
+// reserved. 1 means no limit.
 func SetFraction(d *device.Device, fraction float64) error {
 	h, err := heapOf(d)
 	if err != nil {
@@ -206,7 +208,7 @@ func SetFraction(d *device.Device, fraction float64) error {
 	return nil
 }
 
-// Fraction returns the limit of SetFraction, or else of the options
+// Fraction returns the fraction set by SetFraction, or else by the options
 // (torch.cuda.get_per_process_memory_fraction).
 func Fraction(d *device.Device) (float64, error) {
 	h, err := heapOf(d)

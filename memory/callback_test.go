@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -60,7 +61,7 @@ func TestCallbackUsesMemory(t *testing.T) {
 				require.NoError(t, keep.Close())
 				require.NoError(t, memory.EmptyCache(d))
 				require.Zero(t, statsOf(t, d).ReservedBytes.All.Current)
-				require.False(t, stream.InCallback())
+				require.False(t, gpu.InCallback())
 			})
 		})
 	}

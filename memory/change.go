@@ -6,10 +6,10 @@ import (
 	"github.com/gochorus/chorus/device"
 )
 
-// ChangeAllocator makes a the one that all memory of the device comes from which is
-// in no pool and not captured, block by block: nothing is cached any more
-// (torch.cuda.memory.change_current_allocator). It is an error after the first
-// allocation. It may be called by any goroutine.
+// ChangeAllocator makes a the allocator of all memory of the device that is neither in
+// a Pool nor allocated by a capture. Each block is one call of a, and freed memory is
+// not cached (torch.cuda.memory.change_current_allocator). ChangeAllocator fails after
+// the first allocation on the device. It may be called by any goroutine.
 func ChangeAllocator(d *device.Device, a Allocator) error {
 	h, err := heapOf(d)
 	if err != nil {
@@ -28,10 +28,10 @@ func ChangeAllocator(d *device.Device, a Allocator) error {
 	return nil
 }
 
-// EnableCaching turns the caching of freed memory off and on again, for what is in
-// no pool (torch.cuda.caching_allocator_enable). Without it each block is one of
-// the driver's, and freeing it waits for the device: for finding faults. What was
-// allocated before is freed as it was allocated.
+// EnableCaching switches the caching of freed memory off or on, for memory that is not
+// in a Pool (torch.cuda.caching_allocator_enable). Without caching, each block is an
+// allocation of the driver and freeing it waits for the device, which helps to find
+// memory errors. Memory allocated before the call is freed as it was allocated.
 func EnableCaching(d *device.Device, on bool) error {
 	h, err := heapOf(d)
 	if err != nil {

@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -216,9 +217,11 @@ func TestClosedSystemKeepsNothing(t *testing.T) {
 	for _, conf := range []string{"", "expandable_segments:True", "backend:cudaMallocAsync"} {
 		t.Run(conf, func(t *testing.T) {
 			eachFresh(t, conf, func(t *testing.T, d *device.Device) {
-				own, r := d.Driver().DevicePrimaryCtxRetain(d.Handle())
+				own, r := gpu.DeviceOf(d).Driver().DevicePrimaryCtxRetain(gpu.DeviceOf(d).Handle())
 				require.Equal(t, cudadrv.Success, r)
-				defer func() { require.Equal(t, cudadrv.Success, d.Driver().DevicePrimaryCtxRelease(d.Handle())) }()
+				defer func() {
+					require.Equal(t, cudadrv.Success, gpu.DeviceOf(d).Driver().DevicePrimaryCtxRelease(gpu.DeviceOf(d).Handle()))
+				}()
 				s, err := stream.New(d, nil)
 				require.NoError(t, err)
 				before, _, err := d.MemoryInfo()
@@ -232,8 +235,8 @@ func TestClosedSystemKeepsNothing(t *testing.T) {
 				require.NoError(t, d.System().Close())
 				runtime.LockOSThread()
 				defer runtime.UnlockOSThread()
-				require.Equal(t, cudadrv.Success, d.Driver().CtxSetCurrent(own))
-				after, _, r := d.Driver().MemGetInfo()
+				require.Equal(t, cudadrv.Success, gpu.DeviceOf(d).Driver().CtxSetCurrent(own))
+				after, _, r := gpu.DeviceOf(d).Driver().MemGetInfo()
 				require.Equal(t, cudadrv.Success, r)
 				require.Greater(t, uint64(after), before-1<<29)
 			})
@@ -265,7 +268,7 @@ func TestEmptyCacheInACapture(t *testing.T) {
 					require.ErrorIs(t, err, device.ErrorOutOfMemory)
 					y, err = memory.Make[byte](s, 1000)
 					return errors.Join(err, y.Zero(s))
-				})
+				}, nil)
 				require.NoError(t, err, "the capture goes on")
 				require.NoError(t, g.Launch(s))
 				require.NoError(t, s.Sync(testgpu.Context(t)))

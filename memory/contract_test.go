@@ -42,7 +42,7 @@ func checkRoundTrip(t *testing.T, d *device.Device, _ backend) {
 		in, out := random(n), make([]float32, n)
 		x, err := memory.MakeFrom(s, in)
 		require.NoError(t, err)
-		require.Zero(t, uint64(x.Raw())%512)
+		require.Zero(t, x.Ptr()%512)
 		require.NoError(t, x.CopyTo(s, out))
 		same(t, in, out)
 		require.NoError(t, x.Close())
@@ -330,7 +330,7 @@ func checkCapture(t *testing.T, d *device.Device, b backend) {
 			return err
 		}
 		return memory.Copy(s, x, before)
-	})
+	}, nil)
 	require.NoError(t, err)
 	require.NoError(t, memory.FreeRaw(d, raw))
 	require.NoError(t, memory.EmptyCache(d))

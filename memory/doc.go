@@ -11,27 +11,28 @@
 //	}
 //	return x.CopyTo(s, out) // returns when out is filled
 //
-// A Slice is a small value, like a Go slice: x.Slice(i, j) shares x's memory.
-// Only the slice that Make returned closes it.
+// A Slice is a small value, like a Go slice: x.Slice(i, j) shares x's memory. Only the
+// slice that Make returned can close it.
 //
-// Memory belongs to the stream it was allocated on, and what is freed is used again
-// by the same stream, at once and without the driver. To use it on another stream,
-// order the two by an event, and call RecordStream so that Close frees it only when
-// the other stream is past it. Package comm does so by itself.
+// Memory belongs to the stream that it was allocated on. The same stream reuses freed
+// memory at once and without calling the driver. To use memory on another stream, order
+// the two streams by an event and call RecordStream; Close then frees the memory only
+// after the other stream has passed it. Package comm does so by itself.
 //
-// The allocator has torch's rules, options (SetAllocatorSettings, CHORUS_ALLOC_CONF)
-// and statistics (StatsOf). EmptyCache gives back what is cached, SetFraction limits
-// what is taken, TakeSnapshot and RecordHistory show what is where and why. A Pool
-// keeps memory of one purpose apart; an Allocator is where a pool's segments come
-// from, or, with ChangeAllocator, all memory of a device. AllocRaw and FreeRaw give
-// out addresses, for code that keeps its own books.
+// The allocator has torch's rules, options ([SetAllocatorSettings], CHORUS_ALLOC_CONF)
+// and statistics ([StatsOf]). [EmptyCache] returns cached memory to the driver,
+// [SetFraction] limits the reserved memory, and [TakeSnapshot] and [RecordHistory] show
+// which code allocated which block. A [Pool] keeps the memory of one purpose separate.
+// An [Allocator] supplies a pool's segments or, with [ChangeAllocator], all memory of a
+// device. [AllocRaw] and [FreeRaw] allocate plain addresses, for code that does its own
+// bookkeeping.
 //
-// Pinned host memory (MakePinned, PinSlice) may be closed while copies from or to
-// it are on their way. Slice.IPCHandle and OpenIPC share device memory with other
+// Pinned host memory ([MakePinned], [PinSlice]) may be closed while copies from or to
+// it are in progress. Slice.IPCHandle and [OpenIPC] share device memory with other
 // processes of the host.
 //
-// Concurrency: everything may be called by several goroutines, and those that use
-// different streams do not wait for each other in an allocation. Slices may be
-// copied and used by several; what they enqueue is ordered by the streams, not by
-// the package.
+// Concurrency: all functions and methods may be called by several goroutines.
+// Goroutines that allocate on different streams do not wait for each other. Slices may
+// be copied and used by several goroutines. The streams order the enqueued operations;
+// the package adds no synchronization.
 package memory

@@ -5,39 +5,38 @@ import "fmt"
 // A DType is the type of the elements of a slice or tensor at run time.
 type DType uint8
 
-// The element types.
-const (
-	Invalid DType = iota
-	Bool
-	Int8
-	Uint8
-	Int16
-	Uint16
-	Int32
-	Uint32
-	Int64
-	Uint64
-	Float16T
-	BFloat16T
-	Float32
-	Float64
-	Float8E4M3T
-	Float8E5M2T
-)
+// The element types. Each constant has its own declaration, so that go doc lists all of
+// them.
+const Invalid DType = 0
+const Bool DType = 1
+const Int8 DType = 2
+const Uint8 DType = 3
+const Int16 DType = 4
+const Uint16 DType = 5
+const Int32 DType = 6
+const Uint32 DType = 7
+const Int64 DType = 8
+const Uint64 DType = 9
+const Float16 DType = 10
+const BFloat16 DType = 11
+const Float32 DType = 12
+const Float64 DType = 13
+const Float8E4M3 DType = 14
+const Float8E5M2 DType = 15
 
-// The floating-point types that Go lacks are their bits. As elements they have
-// their own types, so that a slice of them is not a slice of integers.
+// The floating-point types that Go lacks, stored as their bits. They are distinct
+// types, so that a slice of them is not a slice of integers.
 type (
-	Float16    uint16 // IEEE 754 binary16, torch.float16
-	BFloat16   uint16 // the upper half of a float32, torch.bfloat16
-	Float8E4M3 uint8  // torch.float8_e4m3fn
-	Float8E5M2 uint8  // torch.float8_e5m2
+	Float16Bits    uint16 // IEEE 754 binary16, torch.float16
+	BFloat16Bits   uint16 // the upper half of a float32, torch.bfloat16
+	Float8E4M3Bits uint8  // torch.float8_e4m3fn
+	Float8E5M2Bits uint8  // torch.float8_e5m2
 )
 
-// Element is what device memory can hold.
+// Element is the constraint of types that device memory can hold.
 type Element interface {
 	bool | int8 | uint8 | int16 | uint16 | int32 | uint32 | int64 | uint64 |
-		Float16 | BFloat16 | float32 | float64 | Float8E4M3 | Float8E5M2
+		Float16Bits | BFloat16Bits | float32 | float64 | Float8E4M3Bits | Float8E5M2Bits
 }
 
 // DTypeOf returns the DType of T.
@@ -62,18 +61,18 @@ func DTypeOf[T Element]() DType {
 		return Int64
 	case uint64:
 		return Uint64
-	case Float16:
-		return Float16T
-	case BFloat16:
-		return BFloat16T
+	case Float16Bits:
+		return Float16
+	case BFloat16Bits:
+		return BFloat16
 	case float32:
 		return Float32
 	case float64:
 		return Float64
-	case Float8E4M3:
-		return Float8E4M3T
-	case Float8E5M2:
-		return Float8E5M2T
+	case Float8E4M3Bits:
+		return Float8E4M3
+	case Float8E5M2Bits:
+		return Float8E5M2
 	}
 	return Invalid
 }
@@ -84,9 +83,9 @@ var dtypes = [...]struct {
 }{
 	Invalid: {"invalid", 0}, Bool: {"bool", 1}, Int8: {"int8", 1}, Uint8: {"uint8", 1},
 	Int16: {"int16", 2}, Uint16: {"uint16", 2}, Int32: {"int32", 4}, Uint32: {"uint32", 4},
-	Int64: {"int64", 8}, Uint64: {"uint64", 8}, Float16T: {"float16", 2}, BFloat16T: {"bfloat16", 2},
+	Int64: {"int64", 8}, Uint64: {"uint64", 8}, Float16: {"float16", 2}, BFloat16: {"bfloat16", 2},
 	Float32: {"float32", 4}, Float64: {"float64", 8},
-	Float8E4M3T: {"float8_e4m3fn", 1}, Float8E5M2T: {"float8_e5m2", 1},
+	Float8E4M3: {"float8_e4m3fn", 1}, Float8E5M2: {"float8_e5m2", 1},
 }
 
 // Size returns the width of one element in bytes.

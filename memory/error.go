@@ -6,24 +6,24 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 )
 
-// ErrView is what Close returns, wrapped, on a slice that Make did not return.
+// ErrView is the error of Close on a slice that Make did not return.
 var ErrView = errors.New("only the slice that Make returned can be closed")
 
-// An OutOfMemoryError says that a device could not give the memory, after all that
-// is cached had been given back. It matches device.ErrorOutOfMemory
+// An OutOfMemoryError reports that a device could not allocate memory, even after all
+// cached memory was returned to the driver. It matches device.ErrorOutOfMemory
 // (torch.cuda.OutOfMemoryError). Sizes are in bytes.
 type OutOfMemoryError struct {
 	Device    string // such as "cuda:3"
-	Requested uint64 // what was asked for
-	Wanted    uint64 // what the driver was asked for; 0 if no driver could have it
-	Free      uint64 // what the driver has left
-	Total     uint64 // what the device has
-	Allocated uint64 // what the program has
-	Private   uint64 // of that, in pools, such as those of graphs
-	Reserved  uint64 // what Chorus has of the driver
+	Requested uint64 // the size that the caller requested
+	Wanted    uint64 // the size requested from the driver; 0 if no device has as much memory
+	Free      uint64 // free memory of the device
+	Total     uint64 // total memory of the device
+	Allocated uint64 // memory that the program has allocated
+	Private   uint64 // the part of Allocated that is in pools, such as those of graphs
+	Reserved  uint64 // memory that Chorus has reserved from the driver
 	Largest   uint64 // the largest free block of the stream
 	Fraction  float64
 	Err       error // the driver's error
@@ -68,13 +68,13 @@ func formatSize(n uint64) string {
 	return fmt.Sprintf("%d bytes", n)
 }
 
-// outOfMemory is for what is not of the allocator.
+// outOfMemory makes the error of an allocation outside of the caching allocator.
 func outOfMemory(d *device.Device, bytes uintptr, cause error) error {
-	free, total, _ := d.MemoryInfo() // zeros are what is known if this fails too
+	free, total, _ := d.MemoryInfo() // if this fails too, the error reports zeros
 	return &OutOfMemoryError{Device: d.String(), Requested: uint64(bytes), Wanted: uint64(bytes), Free: free, Total: total, Fraction: 1, Err: cause}
 }
 
-// because says what was closed, where that is the matter.
+// because adds to err which object was closed, if that is the cause.
 func (h *heap) because(err error) error {
 	switch {
 	case !errors.Is(err, alloc.ErrEnded) && !errors.Is(err, alloc.ErrClosed):
@@ -98,16 +98,16 @@ func (h *heap) explain(bytes int, err error) error {
 	return e
 }
 
-// A PointerError is an address that was given where one is wanted that was
-// allocated and not yet freed: it was freed before, or is not Chorus's at all.
+// A PointerError reports an address that is not allocated: it was freed before, or
+// Chorus never allocated it.
 type PointerError struct {
 	Op        string
 	Device    string
 	Address   uint64
-	Block     uint64 // where the block begins that the address lies in, or 0
+	Block     uint64 // start of the block that the address lies in, or 0
 	Size      uint64 // of that block, in bytes
-	Allocated Stack  // where it was allocated last, if RecordHistory has recorded that
-	Freed     Stack  // where it was freed last
+	Allocated Stack  // where it was last allocated, if RecordHistory has recorded that
+	Freed     Stack  // where it was last freed
 	Err       error
 }
 
@@ -125,7 +125,7 @@ func (e *PointerError) Error() string {
 	return b.String()
 }
 
-// Unwrap returns what was found about the address.
+// Unwrap returns the cause.
 func (e *PointerError) Unwrap() error { return e.Err }
 
 // pointer turns an error about an address into one of this package.

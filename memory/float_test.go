@@ -29,10 +29,10 @@ func TestFloatsTooLarge(t *testing.T) {
 
 // TestFloatsComeBack converts every number of each type to float32 and back.
 func TestFloatsComeBack(t *testing.T) {
-	comeBack(t, 1<<16, memory.Float16.Float32, memory.Float16Of)
-	comeBack(t, 1<<16, memory.BFloat16.Float32, memory.BFloat16Of)
-	comeBack(t, 1<<8, memory.Float8E4M3.Float32, memory.Float8E4M3Of)
-	comeBack(t, 1<<8, memory.Float8E5M2.Float32, memory.Float8E5M2Of)
+	comeBack(t, 1<<16, memory.Float16Bits.Float32, memory.Float16Of)
+	comeBack(t, 1<<16, memory.BFloat16Bits.Float32, memory.BFloat16Of)
+	comeBack(t, 1<<8, memory.Float8E4M3Bits.Float32, memory.Float8E4M3Of)
+	comeBack(t, 1<<8, memory.Float8E5M2Bits.Float32, memory.Float8E5M2Of)
 }
 
 func comeBack[T ~uint8 | ~uint16](t *testing.T, patterns int, number func(T) float32, of func(float32) T) {

@@ -7,59 +7,59 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A heap has the memory of one device: that of the caching allocator, which pools
-// and captures use in any case, and that of an Allocator which takes its place for
-// all else.
+// A heap allocates the memory of one device. Pools and captures always use its caching
+// allocator. For all other memory an Allocator may replace the caching allocator.
 type heap struct {
 	dev    *device.Device
 	total  uint64 // bytes
 	native *alloc.Device
 
-	engine atomic.Pointer[uncached] // for what is in no pool; nil is native
+	engine atomic.Pointer[uncached] // for memory in no pool; nil means native
 	cached *uncached                // the engine while caching is on, guarded by mu
-	plain  *uncached                // the engine while it is off, once it was, guarded by mu
+	plain  *uncached                // the engine while caching is off, set by the first switch, guarded by mu
 
-	owes   atomic.Bool // there is something in retired
-	closed atomic.Bool // with the System
+	owes   atomic.Bool // retired is not empty
+	closed atomic.Bool // the System was closed
 
 	mu      sync.Mutex
 	spare   []*event
-	retired []*stream.Stream // to be released
-	engines []*uncached      // all that ever were the engine
-	used    bool             // something was allocated
+	retired []*stream.Stream // streams to release
+	engines []*uncached      // every engine this heap has ever had
+	used    bool             // memory was allocated
 }
 
 var (
-	heapKey   kept.Key // of the heap, once it is there
-	makingKey kept.Key // of what makes it
+	heapKey   kept.Key // of the heap, once it exists
+	makingKey kept.Key // of the constructor of the heap
 )
 
-// heapOf returns the device's heap. The error is a mistake in the options, or of the
-// driver; the next call tries again.
+// heapOf returns the device's heap. It fails if the options are invalid or if the
+// driver fails; the next call tries again.
 func heapOf(d *device.Device) (*heap, error) {
 	if d == nil {
 		return nil, errors.New("memory: no device given")
 	}
-	if v, ok := d.Kept(&heapKey); ok {
+	if v, ok := gpu.DeviceOf(d).Kept(&heapKey); ok {
 		return v.(*heap), nil
 	}
-	making := d.Local(&makingKey, func() any { return new(sync.Mutex) }).(*sync.Mutex)
+	making := gpu.DeviceOf(d).Local(&makingKey, func() any { return new(sync.Mutex) }).(*sync.Mutex)
 	making.Lock()
 	defer making.Unlock()
-	if v, ok := d.Kept(&heapKey); ok {
+	if v, ok := gpu.DeviceOf(d).Kept(&heapKey); ok {
 		return v.(*heap), nil
 	}
 	h, err := newHeap(d)
 	if err != nil {
 		return nil, err
 	}
-	return d.Local(&heapKey, func() any { return h }).(*heap), nil
+	return gpu.DeviceOf(d).Local(&heapKey, func() any { return h }).(*heap), nil
 }
 
 func newHeap(d *device.Device) (*heap, error) {
@@ -67,22 +67,26 @@ func newHeap(d *device.Device) (*heap, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, err := d.Context(); err != nil {
+	if _, err := gpu.DeviceOf(d).Context(); err != nil {
 		return nil, err
 	}
-	total, r := d.Driver().DeviceTotalMem(d.Handle())
-	if err := d.Check("cuDeviceTotalMem", r); err != nil {
+	var total uintptr
+	err = gpu.DeviceOf(d).Ask(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		total, r = drv.DeviceTotalMem(gpu.DeviceOf(d).Handle())
+		return r
+	})
+	if err != nil {
 		return nil, err
 	}
 	h := &heap{dev: d, total: uint64(total)}
-	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Barred: barred, Capturing: stream.AnyCapture, Free: h.left, Sync: h.sync}
+	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Barred: barred, Capturing: gpu.Pending, Free: h.left, Sync: h.sync}
 	if cfg.Pages, err = newPages(h, uint64(total)); err != nil {
 		return nil, err
 	}
 	if cfg.Pages == nil && s.Expandable {
 		return nil, fmt.Errorf("memory: expandable_segments:True: %s cannot map physical memory: leave the option out", d)
 	}
-	if a, ok := d.Driver().(cudadrv.Auditor); ok {
+	if a, ok := gpu.DeviceOf(d).Driver().(cudadrv.Auditor); ok {
 		cfg.Auditor = auditor{a}
 	}
 	h.native = alloc.NewDevice(cfg, options)
@@ -90,11 +94,11 @@ func newHeap(d *device.Device) (*heap, error) {
 		h.cached = h.uncached(asyncAllocator{})
 		h.engine.Store(h.cached)
 	}
-	d.System().Local(&heapsKey, func() any { return &heaps{} }).(*heaps).add(h)
+	gpu.DeviceOf(d).System().Local(&heapsKey, func() any { return &heaps{} }).(*heaps).add(h)
 	return h, nil
 }
 
-// heaps are those of one System.
+// heaps are the heaps of one System.
 type heaps struct {
 	mu   sync.Mutex
 	list []*heap
@@ -108,8 +112,8 @@ func (x *heaps) add(h *heap) {
 	x.list = append(x.list, h)
 }
 
-// Close gives back what is cached, since the contexts may be others' too, and lets
-// nothing more be allocated.
+// Close returns cached memory to the driver, since other libraries may use the contexts
+// too, and makes further allocations fail.
 func (x *heaps) Close() error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -124,25 +128,25 @@ func (x *heaps) Close() error {
 	return errors.Join(errs...)
 }
 
-// left returns what the driver has left, or 0 where it cannot say.
+// left returns the free memory of the device, or 0 if the driver does not report it.
 func (h *heap) left() uint64 {
 	free, _, _ := h.dev.MemoryInfo()
 	return free
 }
 
-// sync waits for all work of the device, unless something is captured: the wait
-// would end the capture.
+// sync waits for all work of the device. It fails with ErrBusy while any stream is
+// captured, because the wait would invalidate the capture.
 func (h *heap) sync() error {
-	if stream.AnyCapture() {
+	if gpu.AnyCapture() {
 		return alloc.ErrBusy
 	}
-	return h.dev.Do("cuCtxSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
+	return gpu.DeviceOf(h.dev).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
 }
 
-// barred refuses callbacks: CUDA forbids them the driver, and who waits with a lock for
-// the driver may wait for them.
+// barred returns an error in a host callback. CUDA forbids driver calls there, and a
+// goroutine that holds a lock during a driver call may be waiting for the callback.
 func barred() error {
-	if stream.InCallback() {
+	if gpu.InCallback() {
 		return errCallback
 	}
 	return nil
@@ -150,26 +154,26 @@ func barred() error {
 
 var errCallback = fmt.Errorf("it needs the driver, which a callback must not use: do it outside, or allocate and free memory of that size before: %w", device.ErrorNotPermitted)
 
-// low frees what nobody needs any more, when memory is short.
-func (h *heap) low() { _ = IPCCollect(h.dev) } // what it cannot free, it cannot
+// low frees unused memory when the device is short of memory.
+func (h *heap) low() { _ = IPCCollect(h.dev) } // memory that cannot be freed now stays allocated
 
-// A grant is memory that was given out.
+// A grant is memory that a heap has allocated for a caller.
 type grant struct {
 	addr     uint64
 	by       freer // nil if there is none
-	captured bool  // it belongs to the capture that the stream takes part in
+	captured bool  // it belongs to the capture of the stream
 }
 
-// plain returns the arena for an allocation about which nothing is special, or nil.
+// plain returns the arena for an allocation that needs no special handling, or nil.
 func (l *lane) plain() *alloc.Arena {
-	if stream.AnyCapture() || l.pool.Load() != nil || l.heap.engine.Load() != nil || l.heap.owes.Load() || l.heap.dev.Err() != nil {
+	if gpu.AnyCapture() || l.pool.Load() != nil || l.heap.engine.Load() != nil || l.heap.owes.Load() || l.heap.dev.Err() != nil {
 		return nil
 	}
 	return l.arena.Load()
 }
 
-// alloc allocates for work on the lane's stream: from the pool of the capture that
-// the stream takes part in, from the pool that is in use, or as everybody else.
+// alloc allocates memory for operations on the lane's stream: from the pool of the
+// stream's capture, from the pool in use, or from the engine of the heap.
 func (l *lane) alloc(bytes int) (g grant, err error) {
 	if bytes < 0 {
 		return grant{}, fmt.Errorf("memory: allocate %d bytes on %s: the size is negative", bytes, l.heap.dev)
@@ -181,7 +185,7 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 		return grant{}, fmt.Errorf("memory: allocate %d bytes: the device was lost before: %w", bytes, err)
 	}
 	var a *alloc.Arena
-	if stream.AnyCapture() {
+	if gpu.AnyCapture() {
 		if a, err = l.capturing(); err != nil {
 			return grant{}, err
 		}
@@ -211,31 +215,31 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 	return g, nil
 }
 
-// capturing returns the arena for the capture that the stream takes part in, or nil
-// where it takes part in none.
+// capturing returns the arena for the capture that the stream takes part in, or nil if
+// the stream is not captured.
 func (l *lane) capturing() (*alloc.Arena, error) {
 	const op = "memory: allocate"
-	pool, err := l.s.CapturePool()
+	pool, err := gpu.StreamOf(l.s).CapturePool()
 	if errors.Is(err, device.Status(cudadrv.ErrorStreamCaptureInvalidated)) {
-		return nil, &stream.CaptureError{Op: op, Object: l.s.String(),
+		return nil, &device.CaptureError{Op: op, Object: l.s.String(),
 			Advice: "an earlier call has invalidated the capture: end the capture, and capture again without that call"}
 	}
 	if err != nil {
 		return nil, err
 	}
-	if p, ok := pool.(*Pool); ok {
-		return p.captured(l)
+	if p, ok := pool.(*capturePool); ok {
+		return (*Pool)(p).captured(l)
 	}
-	return nil, l.s.RefuseCapture(op, "the capture was begun by other means than Chorus: allocate before it")
+	return nil, gpu.StreamOf(l.s).RefuseCapture(op, "the capture was begun by other means than Chorus: allocate before it")
 }
 
-// A freer has given memory out and takes it back.
+// A freer frees the memory that it has allocated.
 type freer interface {
 	Free(addr uint64) error
 	RecordStream(addr uint64, s alloc.Stream) error
 }
 
-// owner returns who has given an address out, or native.
+// owner returns the engine that has allocated addr, or native.
 func (h *heap) owner(addr uint64) freer {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -247,13 +251,13 @@ func (h *heap) owner(addr uint64) freer {
 	return h.native
 }
 
-// auditor tells virtual devices what is given out.
+// auditor reports allocations to virtual devices.
 type auditor struct{ cudadrv.Auditor }
 
 func (a auditor) Lend(s alloc.Stream, addr, bytes uint64) {
-	a.MemLend(cudadrv.DevicePtr(addr), uintptr(bytes), s.(*lane).s.Raw())
+	a.MemLend(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*lane).s).Raw())
 }
 
 func (a auditor) Return(s alloc.Stream, addr, bytes uint64) {
-	a.MemReturn(cudadrv.DevicePtr(addr), uintptr(bytes), s.(*lane).s.Raw())
+	a.MemReturn(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*lane).s).Raw())
 }

@@ -8,23 +8,23 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 )
 
 // HistoryConfig says what RecordHistory records.
 type HistoryConfig struct {
-	// Entries is how many of the last entries are kept, so that the record does not
-	// grow without bound. 0 keeps none: only the blocks that are in use have their
-	// stacks then (torch's "state").
+	// Entries is how many entries are kept, the latest ones, so that the history does
+	// not grow without bound. 0 keeps none; then only blocks in use have stacks
+	// (torch's "state").
 	Entries int
-	// Stacks is where in the program blocks are allocated and freed. It costs about
-	// a microsecond each.
+	// Stacks records where in the program blocks are allocated and freed. It costs
+	// about a microsecond for each of them.
 	Stacks bool
 }
 
-// RecordHistory records what the device's allocator does from now on, for
-// TakeSnapshot and for errors (torch.cuda.memory._record_memory_history). It
-// forgets what was recorded before; nil ends it.
+// RecordHistory starts to record the operations of the device's allocator, for
+// TakeSnapshot and for errors (torch.cuda.memory._record_memory_history). It discards
+// the earlier history. A nil cfg stops the recording.
 func RecordHistory(d *device.Device, cfg *HistoryConfig) error {
 	h, err := heapOf(d)
 	if err != nil {
@@ -41,9 +41,9 @@ func RecordHistory(d *device.Device, cfg *HistoryConfig) error {
 	return nil
 }
 
-// TakeSnapshot describes the memory of the devices, and what RecordHistory has
-// recorded of them (torch.cuda.memory_snapshot, torch.cuda.memory._snapshot). Other
-// goroutines go on meanwhile: each stream's memory is of one moment.
+// TakeSnapshot describes the memory of the devices and the history that RecordHistory
+// has recorded (torch.cuda.memory_snapshot, torch.cuda.memory._snapshot). Other
+// goroutines may allocate meanwhile; the memory of each stream is of one moment.
 func TakeSnapshot(devices ...*device.Device) (*Snapshot, error) {
 	s := &Snapshot{}
 	for _, d := range devices {
@@ -82,22 +82,22 @@ func settingsOf(o alloc.Settings) SnapshotSettings {
 
 func segmentOf(ordinal int, x alloc.SegmentInfo) Segment {
 	s := Segment{
-		Device: ordinal, Address: x.Addr, TotalSize: x.Size, Stream: x.Stream, Type: LargeSegment, Pool: x.Pool,
+		Device: ordinal, Address: x.Addr, TotalSize: x.Size, Stream: x.Stream, Type: "large", Pool: x.Pool,
 		Expandable: x.Expandable, Frames: stackOf(x.Stack),
 	}
 	if x.Small {
-		s.Type = SmallSegment
+		s.Type = "small"
 	}
 	for _, b := range x.Blocks {
-		block := Block{Address: b.Addr, Size: b.Size, RequestedSize: b.Requested, State: BlockInactive, Frames: stackOf(b.Stack)}
+		block := Block{Address: b.Addr, Size: b.Size, RequestedSize: b.Requested, State: blockInactive, Frames: stackOf(b.Stack)}
 		switch {
 		case b.Used:
-			block.State = BlockAllocated
+			block.State = blockAllocated
 			s.AllocatedSize += b.Size
 		case b.Pending:
-			block.State = BlockPendingFree
+			block.State = blockPendingFree
 		}
-		if block.State != BlockInactive {
+		if block.State != blockInactive {
 			s.ActiveSize += b.Size
 			s.RequestedSize += b.Requested
 		}
@@ -109,7 +109,7 @@ func segmentOf(ordinal int, x alloc.SegmentInfo) Segment {
 func traceOf(entries []alloc.Entry) []TraceEntry {
 	list := make([]TraceEntry, 0, len(entries))
 	for _, e := range entries {
-		t := TraceEntry{Action: TraceAction(e.Action.String()), Address: e.Addr, Size: e.Size, Stream: e.Stream,
+		t := TraceEntry{Action: e.Action.String(), Address: e.Addr, Size: e.Size, Stream: e.Stream,
 			Time: e.Time.UnixMicro(), Pool: e.Pool, Frames: stackOf(e.Stack)}
 		if e.Action == alloc.ActionOOM {
 			t.Address, t.DeviceFree = 0, e.Addr
@@ -119,7 +119,7 @@ func traceOf(entries []alloc.Entry) []TraceEntry {
 	return list
 }
 
-// stackOf names the calls of a recorded stack, without those within the allocator.
+// stackOf converts a recorded stack and drops the frames of the allocator itself.
 func stackOf(s *alloc.Stack) (list Stack) {
 	if s == nil {
 		return nil
@@ -135,7 +135,7 @@ func stackOf(s *alloc.Stack) (list Stack) {
 	}
 }
 
-// String names the innermost calls that are not of Chorus's memory package.
+// String returns the innermost frames outside of Chorus's memory package.
 func (s Stack) String() string {
 	var places []string
 	for _, f := range s {

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -48,14 +49,14 @@ func TestSnapshotOfAProgram(t *testing.T) {
 				open()
 				require.Equal(t, conf, snap.Settings.Conf)
 				require.Equal(t, conf != "", snap.Settings.ExpandableSegments)
-				var states []memory.BlockState
+				var states []string
 				for _, g := range snap.Segments {
 					at, active := g.Address, uint64(0)
 					for _, b := range g.Blocks {
 						require.Equal(t, at, b.Address, "blocks lie side by side")
 						at += b.Size
 						states = append(states, b.State)
-						if b.State == memory.BlockInactive {
+						if b.State == "inactive" {
 							continue
 						}
 						active += b.Size
@@ -65,19 +66,19 @@ func TestSnapshotOfAProgram(t *testing.T) {
 					}
 					require.Equal(t, g.Address+g.TotalSize, at)
 					require.Equal(t, g.ActiveSize, active)
-					require.EqualValues(t, s.Raw(), g.Stream)
+					require.EqualValues(t, gpu.StreamOf(s).Raw(), g.Stream)
 				}
-				require.Contains(t, states, memory.BlockAllocated)
-				require.Contains(t, states, memory.BlockInactive)
+				require.Contains(t, states, "active_allocated")
+				require.Contains(t, states, "inactive")
 				if d.System().Backend() == "virtual" || conf == "" {
-					require.Contains(t, states, memory.BlockPendingFree)
+					require.Contains(t, states, "active_pending_free")
 				}
 				var actions []string
 				for _, e := range snap.Traces[d.Ordinal()] {
 					actions = append(actions, string(e.Action))
 					require.Positive(t, e.Time)
 					switch e.Action {
-					case memory.TraceAlloc, memory.TraceFreeRequested:
+					case "alloc", "free_requested":
 						require.EqualValues(t, 311*411*4, e.Size)
 						require.NotEmpty(t, e.Frames)
 					}
@@ -129,8 +130,8 @@ func TestHistoryIsBounded(t *testing.T) {
 		churn(100)
 		list := trace()
 		require.Len(t, list, 10)
-		require.Equal(t, memory.TraceSnapshot, list[9].Action)
-		require.Equal(t, memory.TraceFreeCompleted, list[8].Action)
+		require.Equal(t, "snapshot", list[9].Action)
+		require.Equal(t, "free_completed", list[8].Action)
 		require.EqualValues(t, 1099, list[8].Size)
 		for i, e := range list {
 			require.Empty(t, e.Frames)
@@ -142,7 +143,7 @@ func TestHistoryIsBounded(t *testing.T) {
 		require.Error(t, err)
 		list = trace()
 		oom := list[len(list)-2]
-		require.Equal(t, memory.TraceOOM, oom.Action)
+		require.Equal(t, "oom", oom.Action)
 		require.EqualValues(t, 1<<50, oom.Size)
 		require.Positive(t, oom.DeviceFree)
 		require.Zero(t, oom.Address)

@@ -8,13 +8,14 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 )
 
-// A host is the caching allocator of pinned memory of one System (torch's
-// CachingHostAllocator). Sizes are rounded up to powers of two and blocks are
-// neither split nor joined, so that a size has one list of free blocks.
+// A host is the caching allocator for pinned memory of one System (torch's
+// CachingHostAllocator). Sizes are rounded up to powers of two. Blocks are neither
+// split nor merged, so each size has one list of free blocks.
 type host struct {
 	settings func() (alloc.Settings, error)
 	marks    hostMarks
@@ -22,9 +23,9 @@ type host struct {
 
 	mu      sync.Mutex
 	closed  bool
-	free    map[uintptr][]*hostBlock // by size; the last one is taken first
-	pending []*hostLease             // over, once the marks are passed
-	polling bool                     // a goroutine looks after pending
+	free    map[uintptr][]*hostBlock // by size; the last one is reused first
+	pending []*hostLease             // closed leases that wait for their marks
+	polling bool                     // a goroutine polls pending
 	stats   hostCounts
 
 	slab hostSlab
@@ -32,17 +33,17 @@ type host struct {
 
 // A hostBlock is one piece of pinned memory.
 type hostBlock struct {
-	dev   *device.Device // whose context it belongs to
+	dev   *device.Device // the device whose context allocated it
 	ptr   unsafe.Pointer
 	bytes uintptr
-	free  func() error // nil where it is part of something else
+	free  func() error // nil if it is part of the slab
 }
 
 var hostKey kept.Key
 
 // hostOf returns the allocator for dev's System.
 func hostOf(dev *device.Device) *host {
-	return dev.System().Local(&hostKey, func() any { return newHost(settings) }).(*host)
+	return gpu.DeviceOf(dev).System().Local(&hostKey, func() any { return newHost(settings) }).(*host)
 }
 
 func newHost(settings func() (alloc.Settings, error)) *host {
@@ -51,7 +52,7 @@ func newHost(settings func() (alloc.Settings, error)) *host {
 	return h
 }
 
-// take hands out a block of at least bytes, more than none.
+// take returns a block of at least bytes; bytes is not 0.
 func (h *host) take(dev *device.Device, bytes uintptr) (*hostBlock, *hostLease, error) {
 	opts, err := h.settings()
 	if err != nil {
@@ -83,7 +84,7 @@ func hostSize(opts *alloc.Settings, bytes uintptr) uintptr {
 	return 1 << bits.Len64(uint64(bytes-1))
 }
 
-// hit takes a free block, if there is one.
+// hit returns a cached block, or nil.
 func (h *host) hit(size uintptr) *hostBlock {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -97,8 +98,8 @@ func (h *host) hit(size uintptr) *hostBlock {
 	return b
 }
 
-// make gets a block of the system. The lock is not held meanwhile, since that
-// takes long.
+// make allocates a block from the system, without holding the lock because that takes
+// long.
 func (h *host) make(dev *device.Device, size uintptr, opts *alloc.Settings) (*hostBlock, error) {
 	b, err := h.timed(dev, size, opts)
 	if errors.Is(err, device.ErrorOutOfMemory) {
@@ -111,8 +112,8 @@ func (h *host) make(dev *device.Device, size uintptr, opts *alloc.Settings) (*ho
 	return b, err
 }
 
-// over takes back what a lease had, and keeps it back while its users are at it.
-// The lease's lock is not held.
+// over frees the block of a lease, after its users have passed. The lease's lock is not
+// held.
 func (h *host) over(l *hostLease, b *hostBlock) {
 	if len(l.users) == 0 {
 		h.giveBack(b)
@@ -122,7 +123,7 @@ func (h *host) over(l *hostLease, b *hostBlock) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.closed {
-		return // with the contexts all of it has gone
+		return // the memory was freed with the contexts
 	}
 	h.marks.after(l)
 	h.pending = append(h.pending, l)
@@ -132,7 +133,7 @@ func (h *host) over(l *hostLease, b *hostBlock) {
 	}
 }
 
-// giveBack takes a block that nothing uses.
+// giveBack caches or frees a block that is not in use.
 func (h *host) giveBack(b *hostBlock) {
 	opts, err := h.settings()
 	h.mu.Lock()
@@ -147,11 +148,11 @@ func (h *host) giveBack(b *hostBlock) {
 	}
 	h.mu.Unlock()
 	if !keep {
-		_ = h.discard(b) // what is lost with the device has been said
+		_ = h.discard(b) // if the device is lost, that was already reported
 	}
 }
 
-// empty frees what nobody uses, except for parts of the slab.
+// empty frees the cached blocks, except for parts of the slab.
 func (h *host) empty() error {
 	h.mu.Lock()
 	var list []*hostBlock
@@ -174,8 +175,8 @@ func (h *host) empty() error {
 	return errors.Join(errs...)
 }
 
-// Close frees what nobody uses, for the end of the System. The rest goes with the
-// contexts.
+// Close frees the cached blocks when the System is closed. The remaining blocks are
+// freed with the contexts.
 func (h *host) Close() error {
 	h.settle()
 	err := errors.Join(h.empty(), h.marks.close())
@@ -188,9 +189,9 @@ func (h *host) Close() error {
 	return errors.Join(err, h.slab.close())
 }
 
-// EmptyHostCache gives the pinned memory of dev's System that nothing uses back
-// to the operating system (torch._C._host_emptyCache). It does not wait for
-// streams: memory that they may still use stays. Any goroutine may call it.
+// EmptyHostCache returns the unused pinned memory of dev's System to the operating
+// system (torch._C._host_emptyCache). It does not wait for streams: memory that they
+// may still use stays. Any goroutine may call it.
 func EmptyHostCache(dev *device.Device) error {
 	if dev == nil {
 		return fmt.Errorf("memory: empty host cache: no device given")

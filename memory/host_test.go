@@ -10,9 +10,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -184,7 +186,7 @@ func TestHostEventsAreShared(t *testing.T) {
 		require.Zero(t, h.counts().ActiveRequests.Current)
 		require.Empty(t, h.marks.watches)
 		require.Empty(t, h.pending)
-		require.Len(t, h.marks.spare[devs[0]], 2, "the events are used again")
+		require.Equal(t, 2, h.marks.spare.Len(gpu.DeviceOf(devs[0])), "the events are used again")
 	})
 }
 
@@ -200,16 +202,16 @@ func TestHostLeavesCapturesAlone(t *testing.T) {
 		require.NoError(t, l.use("test", s))
 		l.done()
 		l.close()
-		pool := PrivatePool()
+		pool := mem.PoolOf(newPrivatePool())
 		g := &fakeGraph{}
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
-		require.NoError(t, s.BeginCapture(0, g, pool))
+		require.NoError(t, gpu.StreamOf(s).BeginCapture(0, g, pool))
 		other, l, err := h.take(devs[0], 64)
 		require.NoError(t, err)
 		require.NotSame(t, b, other)
 		l.close()
-		_, err = s.EndCapture(g)
+		_, err = gpu.StreamOf(s).EndCapture(g)
 		require.NoError(t, err, "the capture is still good")
 		pool.LetGo(g)
 		h.drain(t, s)

@@ -9,30 +9,31 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A hostLease is the use of one piece of pinned memory: from the moment that it
-// is handed out until nothing on any device uses it. It is a stream.Preparer for
-// the graphs that captured a copy from or to it.
+// A hostLease is the use of one piece of pinned memory. It begins when the memory is
+// allocated and ends when no device uses it any more. It is a gpu.Preparer for the
+// graphs that captured a copy from or to the memory.
 type hostLease struct {
-	end func() // what is done, once, when it is over
+	end func() // called once, at the end of the lease
 
 	mu     sync.Mutex
-	closed bool // by its owner; streams and graphs may still use it
-	busy   int  // calls that are enqueueing work
-	graphs []stream.Holder
-	users  []*stream.Stream // whose work uses it; each is retained
+	closed bool // by its owner; streams and graphs may still use the memory
+	busy   int  // calls that are enqueueing an operation
+	graphs []gpu.Holder
+	users  []*stream.Stream // whose operations use it; each is retained
 
-	marks []hostMark // where the users were; the allocator's lock guards it
+	marks []hostMark // the positions of the users; guarded by the allocator's lock
 }
 
-// Beyond so many users the idle ones are forgotten, so that memory that lives
-// long does not keep alive all streams that ever used it.
+// manyUsers is the number of users from which on idle streams are dropped, so that
+// long-lived memory does not keep every stream alive that ever used it.
 const manyUsers = 8
 
-// use notes that what the caller is about to enqueue on s uses the memory. The
-// caller then calls done. It fails when the owner has closed the memory.
+// use records that the caller is about to enqueue an operation on s that uses the
+// memory. The caller then calls done. It fails if the owner has closed the memory.
 func (l *hostLease) use(op string, s *stream.Stream) error {
 	if err := l.enter(s, false); err != nil {
 		return fmt.Errorf("%s: %w", op, err)
@@ -40,27 +41,28 @@ func (l *hostLease) use(op string, s *stream.Stream) error {
 	return nil
 }
 
-// Prepare notes that a launch on s will use the memory: of a graph that holds it,
-// so the owner may have closed it.
-func (l *hostLease) Prepare(s *stream.Stream) error { return l.enter(s, true) }
+// Prepare records that a launch of a graph on s will use the memory. The graph holds
+// the memory, so the owner may have closed it.
+func (l *hostLease) Prepare(s gpu.HasStream) error { return l.enter(s.(*stream.Stream), true) }
 
-// Launched ends what Prepare began.
-func (l *hostLease) Launched(*stream.Stream) { l.done() }
+// Launched ends the use that Prepare began.
+func (l *hostLease) Launched(gpu.HasStream) { l.done() }
 
 func (l *hostLease) enter(s *stream.Stream, held bool) error {
-	if !s.Retain() {
+	if !gpu.StreamOf(s).Retain() {
 		return fmt.Errorf("%s: %w", s, device.ErrClosed)
 	}
 	noted, err := l.begin(s, held)
 	if !noted {
-		err = errors.Join(err, s.Release())
+		err = errors.Join(err, gpu.StreamOf(s).Release())
 	}
 	return err
 }
 
-// begin is enter for a stream that is held, and takes that over if it has noted it.
+// begin is enter for a stream that is retained; it keeps that reference if it adds s as
+// a user.
 func (l *hostLease) begin(s *stream.Stream, held bool) (noted bool, err error) {
-	capture, err := s.CaptureID()
+	capture, err := gpu.StreamOf(s).CaptureID()
 	if err != nil {
 		return false, err
 	}
@@ -77,14 +79,14 @@ func (l *hostLease) begin(s *stream.Stream, held bool) (noted bool, err error) {
 	if capture == 0 {
 		return noted, nil
 	}
-	if err := s.Captured(l); err != nil {
+	if err := gpu.StreamOf(s).Captured(l); err != nil {
 		l.done()
 		return false, err
 	}
 	return false, nil
 }
 
-// note adds a user, if it is none yet. l.mu is held.
+// note adds s to the users unless it is one already. l.mu is held.
 func (l *hostLease) note(s *stream.Stream) bool {
 	if slices.Contains(l.users, s) {
 		return false
@@ -96,30 +98,35 @@ func (l *hostLease) note(s *stream.Stream) bool {
 	return true
 }
 
-// forgetIdle drops the users that have nothing left to do. l.mu is held.
+// forgetIdle drops the users whose operations have completed. l.mu is held.
 func (l *hostLease) forgetIdle() {
 	l.users = slices.DeleteFunc(l.users, func(s *stream.Stream) bool {
-		if stream.AnyCapture() || !idle(s) {
+		if gpu.AnyCapture() || !idle(s) {
 			return false
 		}
-		_ = s.Release() // a stream that cannot be destroyed costs nobody anything
+		_ = gpu.StreamOf(s).Release() // a stream that cannot be destroyed does no harm
 		return true
 	})
 }
 
 // idle reports whether all work of a retained stream has completed.
 func idle(s *stream.Stream) bool {
-	return s.Device().DoRelaxed("cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(s.Raw()) }) == nil
+	idle := false
+	err := gpu.DeviceOf(s.Device()).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result {
+		idle = drv.StreamQuery(gpu.StreamOf(s).Raw()) == cudadrv.Success
+		return cudadrv.Success
+	})
+	return err == nil && idle
 }
 
-// done ends what use began.
+// done ends a use that use began.
 func (l *hostLease) done() {
 	l.mu.Lock()
 	l.busy--
 	l.unlock()
 }
 
-// unlock unlocks l.mu, and ends the lease if it is over.
+// unlock unlocks l.mu, and ends the lease if nothing uses the memory any more.
 func (l *hostLease) unlock() {
 	over := l.closed && l.busy == 0 && len(l.graphs) == 0 && l.end != nil
 	end := l.end
@@ -132,22 +139,22 @@ func (l *hostLease) unlock() {
 	}
 }
 
-// close is the owner's last call.
+// close records that the owner has closed the memory.
 func (l *hostLease) close() {
 	l.mu.Lock()
 	l.closed = true
 	l.unlock()
 }
 
-// Hold keeps the memory for a graph.
-func (l *hostLease) Hold(g stream.Holder) {
+// Hold keeps the memory alive for a graph.
+func (l *hostLease) Hold(g gpu.Holder) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.graphs = append(l.graphs, g)
 }
 
-// LetGo undoes Hold. Launches that are under way are among the users.
-func (l *hostLease) LetGo(g stream.Holder) {
+// LetGo undoes Hold. Launches in progress are among the users.
+func (l *hostLease) LetGo(g gpu.Holder) {
 	l.mu.Lock()
 	if i := slices.Index(l.graphs, g); i >= 0 {
 		l.graphs = slices.Delete(l.graphs, i, i+1)
@@ -155,7 +162,7 @@ func (l *hostLease) LetGo(g stream.Holder) {
 	l.unlock()
 }
 
-// holders names the graphs that hold the memory. l.mu is held.
+// holders returns the names of the graphs that hold the memory. l.mu is held.
 func (l *hostLease) holders() string {
 	var names []string
 	for _, g := range l.graphs {

@@ -1,23 +1,22 @@
 package memory
 
 import (
-	"errors"
 	"sync"
 	"time"
 
-	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
 
-// hostMarks knows how far the streams are that used pinned memory. All leases
-// that ended on a stream since its last event share the next one, which is
-// recorded only when somebody asks.
+// hostMarks tracks how far the streams that used pinned memory have progressed. All
+// leases that ended on a stream since its last event share the next event, which is
+// recorded only when the progress is queried.
 type hostMarks struct {
-	watches map[watchKey]*hostWatch // the allocator's lock guards it
+	watches map[watchKey]*hostWatch // guarded by the allocator's lock
 
-	mu     sync.Mutex // held by who asks, and not by who only ends a lease
-	spare  map[*device.Device][]cudadrv.Event
+	mu     sync.Mutex // held while querying; not needed to end a lease
+	spare  gpu.Events
 	closed bool
 }
 
@@ -28,13 +27,13 @@ type hostWatch struct {
 	s *stream.Stream
 
 	// The allocator's lock guards these.
-	leases int    // that wait
-	last   uint64 // the number of the last event
-	wanted bool   // leases wait for the one after it
+	leases int    // leases that wait for the stream
+	last   uint64 // the number of the latest event
+	wanted bool   // leases wait for the event after the latest one
 	passed uint64
 
 	// hostMarks.mu guards these.
-	owed   bool // the last event could not be recorded yet
+	owed   bool // the latest event could not be recorded yet
 	events []numbered
 }
 
@@ -43,14 +42,14 @@ type numbered struct {
 	number uint64
 }
 
-// A hostMark is an event of a stream by its number.
+// A hostMark identifies an event of a stream by its number.
 type hostMark struct {
 	w      *hostWatch
 	number uint64
 }
 
-// after lets the lease wait for what its users do by now. The allocator's lock is
-// held.
+// after makes the lease wait for the operations that its users have enqueued by now.
+// The allocator's lock is held.
 func (m *hostMarks) after(l *hostLease) {
 	for _, s := range l.users {
 		w := m.watches[s]
@@ -64,7 +63,8 @@ func (m *hostMarks) after(l *hostLease) {
 	}
 }
 
-// passed reports whether the lease waits no more. The allocator's lock is held.
+// passed reports whether all marks of the lease have passed. The allocator's lock is
+// held.
 func (l *hostLease) passed() bool {
 	for _, k := range l.marks {
 		if k.w.passed < k.number {
@@ -74,8 +74,8 @@ func (l *hostLease) passed() bool {
 	return true
 }
 
-// settle looks how far the streams are, without waiting for them, and takes back
-// what they have done with. It reports whether there was any such.
+// settle queries how far the streams have progressed, without waiting for them, and
+// ends the leases whose users have passed. It reports whether there were any.
 func (h *host) settle() bool {
 	m := &h.marks
 	m.mu.Lock()
@@ -97,14 +97,14 @@ func (h *host) settle() bool {
 	for _, l := range over {
 		l.end()
 		for _, s := range l.users {
-			_ = s.Release() // a stream that cannot be destroyed costs nobody anything
+			_ = gpu.StreamOf(s).Release() // a stream that cannot be destroyed does no harm
 		}
 	}
 	return len(over) > 0
 }
 
-// due returns the watches, and numbers the events that have to be recorded: a
-// lease that ends from now on waits for the next.
+// due returns the watches and assigns numbers to the events that must be recorded. A
+// lease that ends from now on waits for the next event.
 func (h *host) due() (list []*hostWatch) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -118,7 +118,7 @@ func (h *host) due() (list []*hostWatch) {
 	return list
 }
 
-// pass notes how far the streams are and returns the leases that are over.
+// pass records the progress of the streams and returns the leases that are over.
 func (h *host) pass(watches []*hostWatch, passed []uint64) (over []*hostLease) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -143,75 +143,59 @@ func (h *host) pass(watches []*hostWatch, passed []uint64) (over []*hostLease) {
 	return over
 }
 
-// record records the event that has the number w.last, unless the stream is being
-// captured or the driver refuses. m.mu is held.
+// record records event number w.last, unless the stream is being captured or the driver
+// fails. m.mu is held.
 func (m *hostMarks) record(w *hostWatch) bool {
-	d := w.s.Device()
-	status := cudadrv.CaptureNone
-	err := d.Do("cuStreamIsCapturing", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		status, r = drv.StreamIsCapturing(w.s.Raw())
-		return r
-	})
-	if err != nil || status != cudadrv.CaptureNone {
+	d := gpu.DeviceOf(w.s.Device())
+	captured, err := gpu.StreamOf(w.s).Capturing()
+	if err != nil || captured {
 		return false
 	}
-	var e cudadrv.Event
-	if list := m.spare[d]; len(list) > 0 {
-		e, m.spare[d] = list[len(list)-1], list[:len(list)-1]
-	} else if newEvent(d, &e) != nil {
+	e, err := m.spare.Take(d)
+	if err != nil {
 		return false
 	}
-	if record(d, e, w.s.Raw()) != nil {
-		m.keep(d, e)
+	if d.RecordEvent(e, gpu.StreamOf(w.s).Raw()) != nil {
+		m.spare.Give(d, e)
 		return false
 	}
 	w.events = append(w.events, numbered{e, w.last})
 	return true
 }
 
-// query returns the number of the last event that the stream has passed, or 0 if
-// it has passed none since it was asked. m.mu is held.
+// query returns the number of the latest event that the stream has passed, or 0 if it
+// has passed none since the last query. m.mu is held.
 func (m *hostMarks) query(w *hostWatch) (passed uint64) {
-	d := w.s.Device()
+	d := gpu.DeviceOf(w.s.Device())
 	for len(w.events) > 0 {
 		x := w.events[0]
-		err := d.DoRelaxed("cuEventQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(x.event) })
-		if err != nil {
-			break // not ready, or the device is lost
+		reached := false
+		err := d.DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result {
+			reached = drv.EventQuery(x.event) == cudadrv.Success
+			return cudadrv.Success
+		})
+		if err != nil || !reached {
+			break // not reached yet, or the device is lost
 		}
 		passed, w.events = x.number, w.events[1:]
-		m.keep(d, x.event)
+		m.spare.Give(d, x.event)
 	}
 	return passed
 }
 
-func (m *hostMarks) keep(d *device.Device, e cudadrv.Event) {
-	if m.spare == nil {
-		m.spare = map[*device.Device][]cudadrv.Event{}
-	}
-	m.spare[d] = append(m.spare[d], e)
-}
-
-// close gives the events up; those of streams that have not passed them go with
-// their contexts.
+// close destroys the spare events. Events that streams have not passed yet are
+// destroyed with their contexts.
 func (m *hostMarks) close() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.closed = true
-	var errs []error
-	for d, list := range m.spare {
-		for _, e := range list {
-			errs = append(errs, d.Do("cuEventDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventDestroy(e) }))
-		}
-	}
-	m.spare = nil
-	return errors.Join(errs...)
+	return m.spare.Close()
 }
 
-// pollEvery is how often streams are asked in the background, as torch does.
+// pollEvery is the interval of the background polling, the same as torch's.
 const pollEvery = 100 * time.Microsecond
 
-// poll settles until nothing is pending.
+// poll calls settle until no lease is pending.
 func (h *host) poll() {
 	tick := time.NewTicker(pollEvery)
 	defer tick.Stop()

@@ -9,14 +9,16 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 )
 
-// hostPage is what memory is locked by.
+// hostPage is the granularity of locked memory.
 const hostPage = 4096
 
-// acquire gets a block of the system, or of the slab where there is one.
+// acquire allocates a block from the slab if the options ask for one, else from the
+// system.
 func (h *host) acquire(dev *device.Device, size uintptr, opts *alloc.Settings) (*hostBlock, error) {
 	if opts.PinnedReserve > 0 {
 		b, err := h.slab.take(dev, size, opts)
@@ -27,13 +29,13 @@ func (h *host) acquire(dev *device.Device, size uintptr, opts *alloc.Settings) (
 	return lockedMemory(dev, size, opts)
 }
 
-// lockedMemory makes pinned memory that all devices can use.
+// lockedMemory allocates pinned memory that all devices can use.
 func lockedMemory(dev *device.Device, size uintptr, opts *alloc.Settings) (*hostBlock, error) {
 	if opts.PinnedRegister {
 		return mapped(dev, size, opts.PinnedThreads)
 	}
 	b := &hostBlock{dev: dev, bytes: size}
-	err := dev.DoRelaxed("cuMemHostAlloc", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		b.ptr, r = drv.MemHostAlloc(size, cudadrv.MemHostAllocPortable)
 		return r
 	})
@@ -41,13 +43,13 @@ func lockedMemory(dev *device.Device, size uintptr, opts *alloc.Settings) (*host
 		return nil, fmt.Errorf("memory: make %d pinned bytes: %w", size, err)
 	}
 	b.free = func() error {
-		return dev.DoRelaxed("cuMemFreeHost", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFreeHost(b.ptr) })
+		return gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFreeHost(b.ptr) })
 	}
 	return b, nil
 }
 
-// mapped maps memory, lets threads touch its pages at the same time, since most
-// of the time of cuMemHostAlloc goes there, and registers it.
+// mapped maps memory, touches its pages in parallel, because that is where
+// cuMemHostAlloc spends most of its time, and registers it.
 func mapped(dev *device.Device, size uintptr, threads int) (*hostBlock, error) {
 	pages := roundUp(size, hostPage)
 	mem, err := syscall.Mmap(-1, 0, int(pages), syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
@@ -61,7 +63,7 @@ func mapped(dev *device.Device, size uintptr, threads int) (*hostBlock, error) {
 	}
 	return &hostBlock{dev: dev, ptr: p, bytes: size, free: func() error {
 		if err := unregister(dev, p); err != nil {
-			return err // and nothing may be at the addresses that the driver still has
+			return err // the driver still has the addresses: keep them mapped
 		}
 		return syscall.Munmap(mem)
 	}}, nil
@@ -82,16 +84,16 @@ func touch(mem []byte, threads int) {
 }
 
 func register(dev *device.Device, p unsafe.Pointer, bytes uintptr) error {
-	return dev.DoRelaxed("cuMemHostRegister", func(drv cudadrv.Driver) cudadrv.Result {
+	return gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemHostRegister(p, bytes, cudadrv.MemHostRegisterPortable)
 	})
 }
 
 func unregister(dev *device.Device, p unsafe.Pointer) error {
-	return dev.DoRelaxed("cuMemHostUnregister", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemHostUnregister(p) })
+	return gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemHostUnregister(p) })
 }
 
-// timed is acquire with its time in the statistics.
+// timed is acquire, with its duration added to the statistics.
 func (h *host) timed(dev *device.Device, size uintptr, opts *alloc.Settings) (*hostBlock, error) {
 	start := time.Now()
 	b, err := h.acquire(dev, size, opts)
@@ -106,7 +108,7 @@ func (h *host) timed(dev *device.Device, size uintptr, opts *alloc.Settings) (*h
 	return b, nil
 }
 
-// discard gives a block back to the system.
+// discard returns a block to the system.
 func (h *host) discard(b *hostBlock) error {
 	h.pinned.remove(b.ptr)
 	start := time.Now()
@@ -117,16 +119,16 @@ func (h *host) discard(b *hostBlock) error {
 	return err
 }
 
-// A hostSlab is memory that is pinned once and given out from its start to its
-// end. What comes back stays in the lists of the allocator.
+// A hostSlab is memory that is pinned once and allocated from front to back. Freed
+// parts stay in the free lists of the allocator.
 type hostSlab struct {
 	mu    sync.Mutex
 	block *hostBlock
 	used  uintptr
 }
 
-// take cuts a block off, or returns nil where there is no room. The slab is made
-// by the first call.
+// take allocates a part of the slab, or returns nil if the rest is too small. The first
+// call allocates the slab.
 func (s *hostSlab) take(dev *device.Device, size uintptr, opts *alloc.Settings) (*hostBlock, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -145,7 +147,7 @@ func (s *hostSlab) take(dev *device.Device, size uintptr, opts *alloc.Settings) 
 	return b, nil
 }
 
-// close gives the slab back, with all that was cut off.
+// close frees the slab with all its parts.
 func (s *hostSlab) close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -7,25 +7,25 @@ import (
 	"github.com/gochorus/chorus/device"
 )
 
-// HostStats are the statistics of the pinned memory of a System, under torch's
-// names and with torch's meaning (torch.cuda.host_memory_stats). Sizes are in
-// bytes, as rounded. The value is a copy.
+// HostStats are the statistics of a System's pinned memory, with torch's names and
+// meanings (torch.cuda.host_memory_stats). Sizes are in bytes, rounded as the allocator
+// rounds them. The value is a copy.
 type HostStats struct {
-	Allocations    Stat // blocks that the allocator has, used or cached
+	Allocations    Stat // blocks that the allocator owns, used or cached
 	AllocatedBytes Stat // of Allocations
-	ActiveRequests Stat // blocks in use, also those that were closed while streams still use them
+	ActiveRequests Stat // blocks in use, including closed blocks that streams still use
 	ActiveBytes    Stat // of ActiveRequests
 
-	NumHostAlloc  int64  // blocks that were made
-	NumHostFree   int64  // blocks that were given back to the system
-	HostAllocTime Timing // of making them
-	HostFreeTime  Timing // of giving them back
+	NumHostAlloc  int64  // allocations from the system
+	NumHostFree   int64  // blocks returned to the system
+	HostAllocTime Timing // of the allocations
+	HostFreeTime  Timing // of the frees
 }
 
-// A Timing sums calls up by the time that they took, in microseconds.
+// A Timing summarizes the durations of calls, in microseconds.
 type Timing struct{ Total, Max, Min, Count, Avg int64 }
 
-// Flat returns the statistics under torch's keys, such as
+// Flat returns the statistics with torch's keys, such as
 // "active_bytes.peak" (torch.cuda.host_memory_stats).
 func (s HostStats) Flat() map[string]int64 {
 	flat := map[string]int64{}
@@ -33,8 +33,8 @@ func (s HostStats) Flat() map[string]int64 {
 	return flat
 }
 
-// Nested returns the statistics as torch nests them: a value is an int64 or
-// again a map[string]any (torch.cuda.host_memory_stats_as_nested_dict).
+// Nested returns the statistics nested as in torch: a value is an int64 or another
+// map[string]any (torch.cuda.host_memory_stats_as_nested_dict).
 func (s HostStats) Nested() map[string]any {
 	return map[string]any{
 		"allocations":     s.Allocations.nested(),
@@ -53,7 +53,7 @@ func (t Timing) nested() map[string]any {
 }
 
 // ReadHostStats returns the statistics of the pinned memory of dev's System
-// (torch.cuda.host_memory_stats). Memory of PinSlice is not in them.
+// (torch.cuda.host_memory_stats). They do not include memory of PinSlice.
 func ReadHostStats(dev *device.Device) HostStats {
 	h := hostOf(dev)
 	h.mu.Lock()
@@ -63,8 +63,8 @@ func ReadHostStats(dev *device.Device) HostStats {
 	return s
 }
 
-// ResetPeakHostStats lets the peaks of ReadHostStats, and the least and the
-// longest times, begin anew (torch.cuda.reset_peak_host_memory_stats).
+// ResetPeakHostStats resets the peaks of ReadHostStats and the minimum and maximum
+// durations (torch.cuda.reset_peak_host_memory_stats).
 func ResetPeakHostStats(dev *device.Device) {
 	h := hostOf(dev)
 	h.mu.Lock()
@@ -77,7 +77,7 @@ func ResetPeakHostStats(dev *device.Device) {
 	}
 }
 
-// ResetAccumulatedHostStats lets the totals of ReadHostStats begin anew
+// ResetAccumulatedHostStats sets the totals of ReadHostStats to zero
 // (torch.cuda.reset_accumulated_host_memory_stats).
 func ResetAccumulatedHostStats(dev *device.Device) {
 	h := hostOf(dev)
@@ -91,14 +91,14 @@ func ResetAccumulatedHostStats(dev *device.Device) {
 	}
 }
 
-// hostCounts are HostStats as the allocator keeps them.
+// hostCounts is HostStats as the allocator updates it.
 type hostCounts HostStats
 
 func (c *hostCounts) all() []*Stat {
 	return []*Stat{&c.Allocations, &c.AllocatedBytes, &c.ActiveRequests, &c.ActiveBytes}
 }
 
-// own counts a block that was made, or given back where by is -1.
+// own counts an allocated block, or a freed block if by is -1.
 func (c *hostCounts) own(bytes, by int64, took time.Duration) {
 	c.Allocations.add(by)
 	c.AllocatedBytes.add(by * bytes)
@@ -109,7 +109,7 @@ func (c *hostCounts) own(bytes, by int64, took time.Duration) {
 	}
 }
 
-// request counts a block that was handed out, or has come back where by is -1.
+// request counts a block that was taken, or a block that came back if by is -1.
 func (c *hostCounts) request(bytes, by int64) {
 	c.ActiveRequests.add(by)
 	c.ActiveBytes.add(by * bytes)

@@ -6,42 +6,50 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/stream"
 )
 
-// An IPCHandle names device memory to other processes of the host and user. It is
-// plain data, to be sent by any means, as JSON or gob; its fields are for OpenIPC.
+// An IPCHandle identifies device memory for other processes of the same host and user.
+// It is plain data that can be sent by any means, for example as JSON or gob. Only
+// OpenIPC interprets its fields.
 type IPCHandle struct {
 	Device  string // UUID of the GPU
-	DType   string // of the elements
+	DType   string // of the elements, as DType.String
 	Bytes   int
-	Offset  int    // bytes from the start of what is mapped
-	Segment []byte // CUipcMemHandle; empty where the memory comes as file descriptors
-	Event   []byte // CUipcEventHandle of what must come before; empty if all of it has
-	PID     int    // of the process that has the memory
-	Socket  string // at which that process is asked
-	Export  uint64 // what it is asked for
-	Token   []byte // that the asker knows the handle
+	Offset  int    // bytes from the start of the mapped memory
+	Segment []byte // CUipcMemHandle; empty if the memory is sent as file descriptors
+	Event   []byte // CUipcEventHandle of the preceding operations; empty if they have completed
+	PID     int    // of the process that owns the memory
+	Socket  string // address of that process's server
+	Export  uint64 // number of the memory at that server
+	Token   []byte // secret that authorizes the opener
+	//lint:ignore U1000 internal/mem finds the field by the method that it promotes
+	ipcOption
 }
 
-// IPCHandle returns what OpenIPC of another process opens the memory by
-// (torch.multiprocessing's reductions, cuIpcGetMemHandle). What is on x's stream
-// by now comes before what the other does; work on other streams must have been
-// ordered before that stream's. On CUDA the host does not wait; with virtual
-// devices it waits for the stream.
+//lint:ignore U1000 the field above is of this type
+type ipcOption = mem.IPCOption
+
+// IPCHandle returns a handle that OpenIPC of another process opens
+// (torch.multiprocessing's reductions, cuIpcGetMemHandle). The operations that are
+// already enqueued on x's stream come before the other process's operations. Work on
+// other streams must have been ordered before that stream. On CUDA the host does not
+// wait; with virtual devices it waits for the stream.
 //
-// The handle may be opened any number of times, until x is closed. Close returns
-// at once then too, and the memory is freed when all processes that have opened
-// it have closed it or are gone. A handle that nobody has opened by the time of
-// Close opens nothing any more: AwaitIPC waits for that. For other processes the
-// whole segment of the allocator is visible, so share with those that you trust.
+// The handle may be opened any number of times until x is closed. Close still returns
+// at once, and the memory is freed when all processes that opened it have closed it or
+// have ended. After Close the handle cannot be opened any more; use AwaitIPC to wait
+// until the other processes have opened it. The other processes can read the whole
+// segment of the allocator, so share memory only with processes that you trust.
 //
-// Memory of the backend cudaMallocAsync cannot be shared, nor can memory that
-// came from another process.
+// Memory of the backend cudaMallocAsync and memory that came from another process
+// cannot be shared.
 func (x Slice[T]) IPCHandle() (IPCHandle, error) {
 	const op = "memory: ipc handle"
-	if err := x.Check(op, nil); err != nil {
+	if err := x.check(op); err != nil {
 		return IPCHandle{}, err
 	}
 	if x.Bytes() == 0 {
@@ -56,12 +64,12 @@ func (x Slice[T]) IPCHandle() (IPCHandle, error) {
 	return h, nil
 }
 
-// AwaitIPC waits until handles of x's buffer have been opened n times in all, so
-// that x can be closed without taking them from those who are on their way to it.
-// When ctx ends first it returns the cause.
+// AwaitIPC waits until handles of x's buffer have been opened n times in all. After it
+// x can be closed without breaking processes that are about to open a handle. If ctx
+// ends first it returns the cause.
 func (x Slice[T]) AwaitIPC(ctx context.Context, n int) error {
 	const op = "memory: await ipc"
-	if err := x.Check(op, nil); err != nil {
+	if err := x.check(op); err != nil {
 		return err
 	}
 	if x.buf == nil {
@@ -79,26 +87,29 @@ func (x Slice[T]) AwaitIPC(ctx context.Context, n int) error {
 	return nil
 }
 
-// OpenIPC maps the memory of a handle that another process has sent, and returns
-// it as a slice that is used in the order of s, a stream of the same GPU
-// (cuIpcOpenMemHandle). What is on s from now on comes after what the other
-// process had enqueued when it made the handle. Several handles into one segment
-// share one mapping. The call talks to the other process and gives up when that
-// does not answer for ten seconds.
+// OpenIPC maps the memory of a handle that another process has sent, and returns it as
+// a slice that is used in the order of s, a stream of the same GPU
+// (cuIpcOpenMemHandle). Operations that are enqueued on s from now on come after the
+// operations that the other process had enqueued when it made the handle. Several
+// handles into one segment share one mapping. The call talks to the other process and
+// fails if that process does not answer within ten seconds.
 //
-// Close waits until s, and the streams of RecordStream, are past their work,
-// because what is unmapped must not be in use; then it gives the memory back to
-// the other process. When that process ends before, the memory stays readable
-// until Close.
+// Close waits until s and the streams of RecordStream have completed their work,
+// because unmapped memory must not be in use, and then returns the memory to the other
+// process. If that process ends earlier, the memory stays readable until Close.
 func OpenIPC[T Element](s *stream.Stream, h IPCHandle) (Slice[T], error) {
 	const op = "memory: open ipc handle"
-	if err := s.Check(op, nil); err != nil {
+	if err := gpu.CheckStream(op, s, nil); err != nil {
 		return Slice[T]{}, err
 	}
-	if err := s.RefuseCapture(op, "open it before the capture"); err != nil {
+	if err := gpu.StreamOf(s).RefuseCapture(op, "open it before the capture"); err != nil {
 		return Slice[T]{}, err
 	}
-	uuid, err := s.Device().UUID()
+	if mem.OnPeer(&h) {
+		h.Event = nil // events are of one GPU
+		return openIPC[T](s, h, op)
+	}
+	uuid, err := gpu.DeviceOf(s.Device()).UUID()
 	if err != nil {
 		return Slice[T]{}, err
 	}
@@ -108,23 +119,7 @@ func OpenIPC[T Element](s *stream.Stream, h IPCHandle) (Slice[T], error) {
 	return openIPC[T](s, h, op)
 }
 
-// OpenPeerIPC is OpenIPC for memory of any GPU that the device of s reaches, of which
-// kernels on that device then use it: no context is made on the GPU that has the
-// memory. What is on s waits for nothing: the other process has waited for what comes
-// before. For Chorus's own packages.
-func OpenPeerIPC[T Element](s *stream.Stream, h IPCHandle) (Slice[T], error) {
-	const op = "memory: open ipc handle of a peer"
-	if err := s.Check(op, nil); err != nil {
-		return Slice[T]{}, err
-	}
-	if err := s.RefuseCapture(op, "open it before the capture"); err != nil {
-		return Slice[T]{}, err
-	}
-	h.Event = nil // events are of one GPU
-	return openIPC[T](s, h, op)
-}
-
-// openIPC maps the memory for the device of s.
+// openIPC maps the memory of the handle for the device of s.
 func openIPC[T Element](s *stream.Stream, h IPCHandle, op string) (Slice[T], error) {
 	if want := DTypeOf[T]().String(); h.DType != want {
 		return Slice[T]{}, fmt.Errorf("%s: its elements are %q, not %s", op, h.DType, want)
@@ -132,18 +127,18 @@ func openIPC[T Element](s *stream.Stream, h IPCHandle, op string) (Slice[T], err
 	if err := h.check(sizeOf[T]()); err != nil {
 		return Slice[T]{}, fmt.Errorf("%s: %w", op, err)
 	}
-	if !s.Retain() {
-		return Slice[T]{}, s.Check(op, nil)
+	if !gpu.StreamOf(s).Retain() {
+		return Slice[T]{}, gpu.CheckStream(op, s, nil)
 	}
-	b := &Buffer{stream: s, bytes: uintptr(h.Bytes)}
+	b := newBuffer(s, h.Bytes)
 	if err := ipcOf(s.Device()).open(s, &h, b); err != nil {
-		return Slice[T]{}, fmt.Errorf("%s of process %d: %w", op, h.PID, errors.Join(err, s.Release()))
+		return Slice[T]{}, fmt.Errorf("%s of process %d: %w", op, h.PID, errors.Join(err, gpu.StreamOf(s).Release()))
 	}
-	handle.Init(b, &b.owner, handle.About{Kind: "memory of another process", On: s.Device(), Bytes: h.Bytes})
+	handle.Init(b, &b.in().Owner, handle.About{Kind: "memory of another process", On: s.Device(), Bytes: h.Bytes})
 	return Slice[T]{buf: b, n: h.Bytes / sizeOf[T](), root: true}, nil
 }
 
-// check finds what is wrong with a handle before anybody is asked.
+// check validates a handle before Chorus contacts the other process.
 func (h *IPCHandle) check(size int) error {
 	switch {
 	case h.Bytes <= 0 || h.Bytes%size != 0 || h.Offset < 0 || h.Socket == "" || len(h.Token) != tokenBytes:
@@ -154,9 +149,9 @@ func (h *IPCHandle) check(size int) error {
 	return nil
 }
 
-// IPCCollect frees what was shared with processes that are gone, and was closed
-// here (torch.cuda.ipc_collect). That happens by itself soon after a process has
-// ended; when IPCCollect returns, it has happened for all that have.
+// IPCCollect frees memory that this process has closed and that was shared with
+// processes which have ended since (torch.cuda.ipc_collect). That also happens
+// automatically, soon after a process ends; IPCCollect does it before it returns.
 func IPCCollect(dev *device.Device) error {
 	if dev == nil {
 		return fmt.Errorf("memory: ipc collect: no device given")
@@ -167,15 +162,15 @@ func IPCCollect(dev *device.Device) error {
 	return nil
 }
 
-// awaitUsers waits for the streams that used memory which cannot be given back in
-// the order of a stream. b.mu is held.
+// awaitUsers waits for the streams that used the buffer. It is needed for memory that
+// cannot be freed in stream order. b.mu is held.
 func (b *Buffer) awaitUsers() error {
 	const op = "memory: close"
-	if err := b.Device().Blocking(op); err != nil {
+	if err := gpu.DeviceOf(b.Device()).Blocking(op); err != nil {
 		return err
 	}
-	for _, s := range append([]*stream.Stream{b.stream}, b.users...) {
-		if err := settle(s); err != nil && s.Device().Err() == nil { // a lost device uses nothing
+	for _, s := range append([]*stream.Stream{b.in().Stream}, b.users...) {
+		if err := settle(s); err != nil && s.Device().Err() == nil { // a lost device no longer uses the memory
 			return fmt.Errorf("%s: %w", op, err)
 		}
 	}

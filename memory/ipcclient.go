@@ -9,33 +9,34 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/sameuser"
 	"github.com/gochorus/chorus/stream"
 )
 
-// ipc is what a System shares with other processes.
+// ipc is the state of a System for memory shared with other processes.
 type ipc struct {
-	patience time.Duration // how long a process is waited for that does not answer
-	farewell time.Duration // the same when what it shares is closed
+	patience time.Duration // timeout of a request
+	farewell time.Duration // timeout of a close request
 
 	mu     sync.Mutex
-	server *ipcServer          // once something was shared
+	server *ipcServer          // set once this process has shared memory
 	links  map[string]*ipcLink // to the processes whose memory is open here, by socket
 
-	mapping  sync.Mutex            // held while something is mapped or unmapped
-	mappings map[ipcKey]*ipcMapped // of their memory
+	mapping  sync.Mutex            // held while mapping and unmapping
+	mappings map[ipcKey]*ipcMapped // mapped memory of other processes
 }
 
 var ipcSystemKey kept.Key
 
 func ipcOf(dev *device.Device) *ipc {
-	return dev.System().Local(&ipcSystemKey, func() any {
+	return gpu.DeviceOf(dev).System().Local(&ipcSystemKey, func() any {
 		return &ipc{patience: ipcPatience, farewell: ipcFarewell, links: map[string]*ipcLink{}, mappings: map[ipcKey]*ipcMapped{}}
 	}).(*ipc)
 }
 
-// serve returns the server, which the first call starts.
+// serve returns the server. The first call starts it.
 func (x *ipc) serve() (*ipcServer, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -59,7 +60,7 @@ func (x *ipc) collect() error {
 	return v.collect()
 }
 
-// Close ends what is shared, with the System.
+// Close stops the server and the connections when the System is closed.
 func (x *ipc) Close() error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -79,10 +80,10 @@ type ipcLink struct {
 
 	mu     sync.Mutex // one request at a time
 	conn   *net.UnixConn
-	silent error // why there is no answer any more
+	silent error // why the connection failed
 }
 
-// link returns the connection to a process, for one opening, until unlink.
+// link returns a connection to the process for one opening, which ends with unlink.
 func (x *ipc) link(name string) (*ipcLink, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -106,7 +107,7 @@ func (x *ipc) link(name string) (*ipcLink, error) {
 	return l, nil
 }
 
-// unlink gives an opening up; the last one ends the connection.
+// unlink releases the connection of one opening; the last one closes it.
 func (x *ipc) unlink(l *ipcLink) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -119,9 +120,9 @@ func (x *ipc) unlink(l *ipcLink) {
 	}
 }
 
-// ask sends a request and returns its answer, with files that the caller closes.
-// After an error of the connection nobody else uses it: what is still open by it is closed
-// when the last one hangs up.
+// ask sends a request and returns its answer, with files that the caller closes. After
+// a connection error all further requests on the link fail; the link is closed by the
+// last unlink.
 func (x *ipc) ask(l *ipcLink, q *ipcRequest, patience time.Duration) (a ipcAnswer, files []int, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -148,7 +149,7 @@ func (x *ipc) ask(l *ipcLink, q *ipcRequest, patience time.Duration) (a ipcAnswe
 	return a, files, nil
 }
 
-// open makes b a part of the memory of a handle.
+// open maps the memory of a handle and makes b a buffer of it.
 func (x *ipc) open(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 	l, err := x.link(h.Socket)
 	if err != nil {
@@ -160,8 +161,8 @@ func (x *ipc) open(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 		return err
 	}
 	leave := func() {
-		// Where the process is gone, so is what it knows of this one, and where it is
-		// stopped it reads this when it goes on.
+		// If the process has ended, its server state is gone. If the process is
+		// stopped, it reads this request when it continues.
 		_, _, _ = x.ask(l, &ipcRequest{Op: "close", Export: h.Export}, x.farewell)
 		x.unlink(l)
 	}
@@ -188,7 +189,7 @@ func (x *ipc) open(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 	return nil
 }
 
-// follow lets s wait for what comes before.
+// follow makes s wait for the operations that precede the handle.
 func follow(s *stream.Stream, h *IPCHandle) error {
 	if len(h.Event) == 0 {
 		return nil

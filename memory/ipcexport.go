@@ -9,38 +9,39 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
 
-// An ipcExport is a buffer that has handles.
+// An ipcExport is the state of a buffer that has IPC handles.
 type ipcExport struct {
 	server *ipcServer
 	id     uint64
 	token  []byte
 	buf    *Buffer
 
-	low     int                  // where the buffer lies in what is mapped
+	low     int                  // offset of the buffer in the mapped memory
 	segment cudadrv.IpcMemHandle // of plain memory
 	pages   []cudadrv.MemHandle  // of mapped memory
-	page    int                  // bytes of each
-	event   *stream.Event        // behind what comes before; nil where the host waits
+	page    int                  // size of each in bytes
+	event   *stream.Event        // after the preceding operations; nil if the host waits for them
 
 	// server.mu guards these.
-	receivers int  // openings that were not closed
-	opened    int  // openings in all
-	closed    bool // by the owner, while there are receivers
+	receivers int  // open openings
+	opened    int  // openings in total
+	closed    bool // by the owner, while receivers > 0
 	changed   chan struct{}
 }
 
-// share returns a handle for the whole buffer, and makes all that is on its
-// stream come before what others do.
+// share returns a handle for the whole buffer. The operations that are already enqueued
+// on its stream come before the receivers' operations.
 func (b *Buffer) share() (IPCHandle, error) {
-	if err := b.stream.RefuseCapture("share", "make the handle before the capture"); err != nil {
+	if err := gpu.StreamOf(b.in().Stream).RefuseCapture("share", "make the handle before the capture"); err != nil {
 		return IPCHandle{}, err
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.owner.Closed() {
+	if b.in().Owner.Closed() {
 		return IPCHandle{}, device.ErrClosed
 	}
 	if b.export == nil {
@@ -53,17 +54,17 @@ func (b *Buffer) share() (IPCHandle, error) {
 	return b.export.handle()
 }
 
-// newExport finds out what the buffer's memory is. b.mu is held.
+// newExport determines how the buffer's memory is shared. b.mu is held.
 func newExport(b *Buffer) (*ipcExport, error) {
 	if b.imported {
 		return nil, errors.New("the memory belongs to another process: ask that for a handle")
 	}
 	e := &ipcExport{buf: b, token: make([]byte, tokenBytes), changed: make(chan struct{})}
-	_, _ = rand.Read(e.token) // it never fails
+	_, _ = rand.Read(e.token) // crypto/rand.Read never fails
 	if err := e.find(); err != nil {
 		return nil, err
 	}
-	if b.Device().System().Machine() == nil { // virtual events stay in their process
+	if gpu.DeviceOf(b.Device()).System().Machine == nil { // virtual events cannot be shared with another process
 		var err error
 		if e.event, err = stream.NewEvent(b.Device(), &stream.EventConfig{Interprocess: true}); err != nil {
 			return nil, err
@@ -78,7 +79,7 @@ func newExport(b *Buffer) (*ipcExport, error) {
 	return nil, errors.Join(err, e.event.Close())
 }
 
-// find tells the segment, or the pages, that the buffer lies in.
+// find finds the segment, or the pages, that the buffer lies in.
 func (e *ipcExport) find() error {
 	b := e.buf
 	if base, page, handles := pagesOf(b.Device()).find(uint64(b.ptr), uint64(b.bytes)); len(handles) > 0 {
@@ -86,12 +87,12 @@ func (e *ipcExport) find() error {
 		return nil
 	}
 	var base cudadrv.DevicePtr
-	err := b.Device().Do("cuMemGetAddressRange", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(b.Device()).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		base, _, r = drv.MemGetAddressRange(b.ptr)
 		return r
 	})
 	if err == nil {
-		err = b.Device().Do("cuIpcGetMemHandle", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		err = gpu.DeviceOf(b.Device()).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
 			e.segment, r = drv.IpcGetMemHandle(b.ptr)
 			return r
 		})
@@ -103,10 +104,10 @@ func (e *ipcExport) find() error {
 	return err
 }
 
-// handle records what comes before and returns the handle.
+// handle records the preceding operations and returns the handle.
 func (e *ipcExport) handle() (IPCHandle, error) {
 	b := e.buf
-	uuid, err := b.Device().UUID()
+	uuid, err := gpu.DeviceOf(b.Device()).UUID()
 	if err != nil {
 		return IPCHandle{}, err
 	}
@@ -115,21 +116,21 @@ func (e *ipcExport) handle() (IPCHandle, error) {
 		h.Segment = e.segment[:]
 	}
 	if e.event == nil {
-		if err := b.Device().Blocking("memory: ipc handle"); err != nil {
+		if err := gpu.DeviceOf(b.Device()).Blocking("memory: ipc handle"); err != nil {
 			return IPCHandle{}, err
 		}
-		return h, settle(b.stream)
+		return h, settle(b.in().Stream)
 	}
 	event, err := e.event.IPCHandle()
 	if err == nil {
-		err = record(b.Device(), e.event.Raw(), b.stream.Raw())
+		err = gpu.DeviceOf(b.Device()).RecordEvent(gpu.EventOf(e.event), gpu.StreamOf(b.in().Stream).Raw())
 	}
 	h.Event = event[:]
 	return h, err
 }
 
-// keep is told that the owner has closed the buffer, and reports whether it has
-// to stay for the receivers. Buffer.mu is held.
+// keep records that the owner has closed the buffer, and reports whether the memory
+// must stay for the receivers. Buffer.mu is held.
 func (e *ipcExport) keep() bool {
 	if e == nil {
 		return false
@@ -141,7 +142,7 @@ func (e *ipcExport) keep() bool {
 		return true
 	}
 	e.server.remove(e)
-	_ = e.event.Close() // an event that is not destroyed costs nobody anything
+	_ = e.event.Close() // an event that cannot be destroyed does no harm
 	return false
 }
 
@@ -162,8 +163,8 @@ func (e *ipcExport) await(ctx context.Context, n int) error {
 	}
 }
 
-// finish frees the memory after the last receiver, where the owner has closed it
-// before. It does not while a stream that used it is captured.
+// finish frees memory that the owner has closed, after the last receiver. It fails
+// while a stream that used the memory is captured.
 func (e *ipcExport) finish() (done bool, err error) {
 	b := e.buf
 	b.mu.Lock()

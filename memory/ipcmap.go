@@ -6,9 +6,10 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 )
 
-// An ipcKey tells what is mapped: a segment by its handle, or the pages of one
+// An ipcKey identifies mapped memory: a segment by its handle, or the pages of one
 // export.
 type ipcKey struct {
 	dev     *device.Device
@@ -17,15 +18,15 @@ type ipcKey struct {
 	export  uint64
 }
 
-// An ipcMapped is memory of another process that has addresses here.
+// An ipcMapped is a mapping of another process's memory.
 type ipcMapped struct {
 	key   ipcKey
 	base  cudadrv.DevicePtr
-	bytes uintptr // of pages
+	bytes uintptr // of the mapped pages
 	uses  int
 }
 
-// enter maps what a handle names, once for all who have it open.
+// enter maps the memory of a handle. All openings of the same memory share one mapping.
 func (x *ipc) enter(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) (*ipcMapped, error) {
 	key := ipcKey{dev: dev}
 	if a.Pages == 0 {
@@ -53,7 +54,7 @@ func (x *ipc) enter(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) 
 	return m, nil
 }
 
-// exit undoes enter. What used the memory has completed.
+// exit undoes enter. All operations that used the memory have completed.
 func (x *ipc) exit(m *ipcMapped) error {
 	x.mapping.Lock()
 	defer x.mapping.Unlock()
@@ -62,34 +63,47 @@ func (x *ipc) exit(m *ipcMapped) error {
 	}
 	delete(x.mappings, m.key)
 	if m.bytes == 0 {
-		return m.key.dev.DoRelaxed("cuIpcCloseMemHandle", func(drv cudadrv.Driver) cudadrv.Result { return drv.IpcCloseMemHandle(m.base) })
+		return gpu.DeviceOf(m.key.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.IpcCloseMemHandle(m.base) })
 	}
 	return m.unmap(m.bytes)
 }
 
 func (m *ipcMapped) openSegment() error {
-	return m.key.dev.DoRelaxed("cuIpcOpenMemHandle", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	return gpu.DeviceOf(m.key.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		m.base, r = drv.IpcOpenMemHandle(m.key.segment, cudadrv.IpcMemLazyEnablePeerAccess)
 		return r
 	})
 }
 
-// openPages maps the pages side by side.
+// openPages maps the pages at consecutive addresses.
 func (m *ipcMapped) openPages(x *ipc, l *ipcLink, a *ipcAnswer) error {
-	page := uintptr(a.PageBytes)
 	if a.Pages < 0 || a.PageBytes <= 0 || a.High > a.Pages*a.PageBytes {
-		return fmt.Errorf("it answered nonsense: %d pages of %d bytes", a.Pages, a.PageBytes)
+		return fmt.Errorf("it sent an invalid answer: %d pages of %d bytes", a.Pages, a.PageBytes)
 	}
 	dev := m.key.dev
-	m.bytes = page * uintptr(a.Pages)
-	err := dev.DoRelaxed("cuMemAddressReserve", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	m.bytes = uintptr(a.PageBytes) * uintptr(a.Pages)
+	err := gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		m.base, r = drv.MemAddressReserve(m.bytes, 0, 0)
 		return r
 	})
 	if err != nil {
 		return err
 	}
-	done := uintptr(0) // bytes that are mapped
+	done, err := m.askPages(x, l, a)
+	if err == nil {
+		err = gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result {
+			return drv.MemSetAccess(m.base, m.bytes, cudadrv.MemAccessReadWrite, gpu.DeviceOf(dev).Handle())
+		})
+	}
+	if err != nil {
+		return errors.Join(err, m.unmap(done))
+	}
+	return nil
+}
+
+// askPages gets the pages as files and maps them. It returns the number of mapped bytes.
+func (m *ipcMapped) askPages(x *ipc, l *ipcLink, a *ipcAnswer) (done uintptr, err error) {
+	page := uintptr(a.PageBytes)
 	for n := 0; n < a.Pages && err == nil; {
 		var files []int
 		if _, files, err = x.ask(l, &ipcRequest{Op: "pages", Export: m.key.export, From: n}, x.patience); err != nil {
@@ -106,43 +120,35 @@ func (m *ipcMapped) openPages(x *ipc, l *ipcLink, a *ipcAnswer) error {
 		closeFiles(files)
 		n += len(files)
 	}
-	if err == nil {
-		err = dev.DoRelaxed("cuMemSetAccess", func(drv cudadrv.Driver) cudadrv.Result {
-			return drv.MemSetAccess(m.base, m.bytes, cudadrv.MemAccessReadWrite, dev.Handle())
-		})
-	}
-	if err != nil {
-		return errors.Join(err, m.unmap(done))
-	}
-	return nil
+	return done, err
 }
 
-// mapPage maps one page; the mapping alone keeps its memory.
+// mapPage maps one page. The mapping alone keeps the physical memory alive.
 func (m *ipcMapped) mapPage(at, bytes uintptr, file int) error {
 	dev := m.key.dev
 	var h cudadrv.MemHandle
-	err := dev.DoRelaxed("cuMemImportFromShareableHandle", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		h, r = drv.MemImportFromShareableHandle(int32(file), cudadrv.MemHandlePosixFD)
 		return r
 	})
 	if err != nil {
 		return err
 	}
-	err = dev.DoRelaxed("cuMemMap", func(drv cudadrv.Driver) cudadrv.Result {
+	err = gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemMap(m.base+cudadrv.DevicePtr(at), bytes, 0, h)
 	})
-	return errors.Join(err, dev.DoRelaxed("cuMemRelease", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(h) }))
+	return errors.Join(err, gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(h) }))
 }
 
-// unmap takes the first bytes away, and the addresses.
+// unmap unmaps the first bytes and frees the address range.
 func (m *ipcMapped) unmap(bytes uintptr) error {
 	dev := m.key.dev
 	var err error
 	if bytes > 0 {
-		err = dev.DoRelaxed("cuMemUnmap", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemUnmap(m.base, bytes) })
+		err = gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemUnmap(m.base, bytes) })
 	}
 	if err != nil {
 		return err
 	}
-	return dev.DoRelaxed("cuMemAddressFree", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemAddressFree(m.base, m.bytes) })
+	return gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemAddressFree(m.base, m.bytes) })
 }

@@ -7,12 +7,13 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 )
 
-// mappedPages knows which physical memory lies at the mapped addresses of a
-// device, in pages of one size. Who maps and unmaps tells it, so that IPCHandle
-// can export the pages, which are made with cudadrv.MemHandlePosixFD.
+// mappedPages tracks which physical memory is mapped at which address of a device, in
+// pages of one size. The code that maps and unmaps pages reports to it, so that
+// IPCHandle can export the pages. They are created with cudadrv.MemHandlePosixFD.
 type mappedPages struct {
 	mu    sync.RWMutex
 	bytes uint64 // of a page
@@ -22,10 +23,10 @@ type mappedPages struct {
 var pagesKey kept.Key
 
 func pagesOf(d *device.Device) *mappedPages {
-	return d.Local(&pagesKey, func() any { return &mappedPages{at: map[uint64]cudadrv.MemHandle{}} }).(*mappedPages)
+	return gpu.DeviceOf(d).Local(&pagesKey, func() any { return &mappedPages{at: map[uint64]cudadrv.MemHandle{}} }).(*mappedPages)
 }
 
-// mapped notes a page of so many bytes at its address.
+// mapped records a page of the given size at its address.
 func (m *mappedPages) mapped(addr, bytes uint64, h cudadrv.MemHandle) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -33,7 +34,7 @@ func (m *mappedPages) mapped(addr, bytes uint64, h cudadrv.MemHandle) {
 	m.at[addr] = h
 }
 
-// unmapped forgets the pages within a range.
+// unmapped removes the pages of a range.
 func (m *mappedPages) unmapped(addr, bytes uint64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -45,15 +46,15 @@ func (m *mappedPages) unmapped(addr, bytes uint64) {
 	}
 }
 
-// addresses returns where pages are.
+// addresses returns the addresses of all pages.
 func (m *mappedPages) addresses() []uint64 {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
 	return slices.Collect(maps.Keys(m.at))
 }
 
-// find returns the pages that a range of addresses lies in, side by side, and the
-// address of the first. There are none where the range is plain memory.
+// find returns the consecutive pages that contain a range of addresses, and the address
+// of the first page. It returns none if the range is plain memory.
 func (m *mappedPages) find(addr, bytes uint64) (first, page uint64, handles []cudadrv.MemHandle) {
 	m.mu.RLock()
 	defer m.mu.RUnlock()

@@ -11,10 +11,11 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/sameuser"
 )
 
-// An ipcServer answers the processes that have handles of a System's memory.
+// An ipcServer serves processes that have handles of a System's memory.
 type ipcServer struct {
 	name     string // of the socket
 	listener *net.UnixListener
@@ -23,25 +24,25 @@ type ipcServer struct {
 	last    uint64
 	exports map[uint64]*ipcExport
 	peers   map[*ipcPeer]bool
-	late    []*ipcExport // could not be freed, because of a capture
-	freeing int          // are being freed
-	freed   *sync.Cond   // freeing has become less
+	late    []*ipcExport // could not be freed because a stream was captured
+	freeing int          // exports that are being freed
+	freed   *sync.Cond   // freeing has decreased
 	closed  bool
 }
 
 const acceptAgain = 10 * time.Millisecond
 
-// An ipcPeer is one connection, and what was opened through it.
+// An ipcPeer is one connection, with the exports that were opened through it.
 type ipcPeer struct {
 	conn *net.UnixConn
-	open map[*ipcExport]int // how often
+	open map[*ipcExport]int // number of openings
 }
 
-// newServer listens at a name that nobody can guess. It is no file, and so is
-// gone with the process.
+// newServer listens on an abstract socket with an unguessable name. The socket is not a
+// file, so it disappears with the process.
 func newServer() (*ipcServer, error) {
 	secret := make([]byte, tokenBytes)
-	_, _ = rand.Read(secret) // it never fails
+	_, _ = rand.Read(secret) // crypto/rand.Read never fails
 	v := &ipcServer{name: "@chorus-ipc-" + hex.EncodeToString(secret), exports: map[uint64]*ipcExport{}, peers: map[*ipcPeer]bool{}}
 	v.freed = sync.NewCond(&v.mu)
 	var err error
@@ -58,7 +59,7 @@ func (v *ipcServer) accept() {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil { // too many files: soon there may be room
+		if err != nil { // too many open files: try again later
 			time.Sleep(acceptAgain)
 			continue
 		}
@@ -77,7 +78,7 @@ func (v *ipcServer) accept() {
 	}
 }
 
-// talk answers one process until that is gone.
+// talk serves one process until the connection ends.
 func (v *ipcServer) talk(p *ipcPeer) {
 	defer v.drop(p)
 	for {
@@ -123,7 +124,8 @@ func (v *ipcServer) open(p *ipcPeer, q *ipcRequest) ipcAnswer {
 	return ipcAnswer{Low: e.low, High: e.low + int(e.buf.bytes), Pages: len(e.pages), PageBytes: e.page}
 }
 
-// pages returns descriptors of some pages of what the process has opened.
+// pages returns file descriptors of some pages of an export that the process has
+// opened.
 func (v *ipcServer) pages(p *ipcPeer, q *ipcRequest) (ipcAnswer, []int) {
 	v.mu.Lock()
 	e := v.exports[q.Export]
@@ -135,7 +137,7 @@ func (v *ipcServer) pages(p *ipcPeer, q *ipcRequest) (ipcAnswer, []int) {
 	var files []int
 	for _, h := range e.pages[q.From:min(q.From+ipcFiles, len(e.pages))] {
 		var fd int32
-		err := e.buf.Device().DoRelaxed("cuMemExportToShareableHandle", func(drv cudadrv.Driver) (r cudadrv.Result) {
+		err := gpu.DeviceOf(e.buf.Device()).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 			fd, r = drv.MemExportToShareableHandle(h, cudadrv.MemHandlePosixFD)
 			return r
 		})
@@ -148,18 +150,18 @@ func (v *ipcServer) pages(p *ipcPeer, q *ipcRequest) (ipcAnswer, []int) {
 	return ipcAnswer{}, files
 }
 
-// leave gives up one opening.
+// leave ends one opening.
 func (v *ipcServer) leave(p *ipcPeer, id uint64) {
 	v.mu.Lock()
 	e := v.exports[id]
 	over := e != nil && p.open[e] > 0 && v.undo(p, e)
 	v.mu.Unlock()
 	if over {
-		_ = v.finish(e) // nobody here can be told; what is lost with the device has been said
+		_ = v.finish(e) // this process has no caller to report to; a lost device was already reported
 	}
 }
 
-// drop gives up all that a process had opened.
+// drop ends all openings of a process.
 func (v *ipcServer) drop(p *ipcPeer) {
 	p.conn.Close()
 	var list []*ipcExport
@@ -180,8 +182,8 @@ func (v *ipcServer) drop(p *ipcPeer) {
 	}
 }
 
-// undo takes one opening back and reports whether the memory is nobody's now, and
-// so the caller's to finish. v.mu is held.
+// undo ends one opening. It reports whether that was the last use of the memory; the
+// caller must then call finish. v.mu is held.
 func (v *ipcServer) undo(p *ipcPeer, e *ipcExport) bool {
 	if p.open[e]--; p.open[e] == 0 {
 		delete(p.open, e)
@@ -195,7 +197,7 @@ func (v *ipcServer) undo(p *ipcPeer, e *ipcExport) bool {
 	return true
 }
 
-// finish frees the memory, or keeps it for later where a stream is captured.
+// finish frees the memory, or postpones that if a stream is captured.
 func (v *ipcServer) finish(e *ipcExport) error {
 	done, err := e.finish()
 	v.mu.Lock()
@@ -208,7 +210,7 @@ func (v *ipcServer) finish(e *ipcExport) error {
 	return err
 }
 
-// add gives an export its number.
+// add assigns the export its number.
 func (v *ipcServer) add(e *ipcExport) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -217,10 +219,10 @@ func (v *ipcServer) add(e *ipcExport) {
 	v.exports[e.id] = e
 }
 
-// remove lets nobody open the memory any more. v.mu is held.
+// remove makes the export impossible to open. v.mu is held.
 func (v *ipcServer) remove(e *ipcExport) { delete(v.exports, e.id) }
 
-// collect drops the processes that are gone and frees what is late.
+// collect drops the processes that have ended and frees the postponed exports.
 func (v *ipcServer) collect() error {
 	v.mu.Lock()
 	var gone []*ipcPeer
@@ -248,8 +250,8 @@ func (v *ipcServer) collect() error {
 	return errors.Join(errs...)
 }
 
-// close ends the server with its System. What others have opened goes with the
-// contexts.
+// close stops the server when its System is closed. Memory that other processes have
+// opened is freed with the contexts.
 func (v *ipcServer) close() {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -11,35 +11,36 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Processes that share memory talk over a socket of packets: a request, then its
-// answer. The connection is what the process that has the memory knows the other
-// by: when it ends, all that the other had opened is given up.
+// Processes that share memory talk over a packet socket: one request, one answer. The
+// owner of the memory identifies the other process by its connection. When the
+// connection ends, all openings of that process end.
 
 const (
 	tokenBytes  = 16
 	ipcPatience = 10 * time.Second
 	ipcFarewell = time.Second
-	// ipcPacket is room for any packet.
+	// ipcPacket is the size of the packet buffer; every packet fits.
 	ipcPacket = 4096
-	// ipcFiles is how many file descriptors go with a packet; the system's limit
-	// is 253.
+	// ipcFiles is the number of file descriptors in a packet; the system's limit is
+	// 253.
 	ipcFiles = 128
 )
 
-// An ipcRequest is what the other process asks.
+// An ipcRequest is a request of a process that opens memory.
 type ipcRequest struct {
 	Op     string // "open", "pages" or "close"
 	Export uint64
-	Token  []byte `json:",omitempty"` // of open
-	From   int    `json:",omitempty"` // of pages: the first that is wanted
+	Token  []byte `json:",omitempty"` // for "open"
+	From   int    `json:",omitempty"` // for "pages": the first wanted page
 }
 
-// An ipcAnswer is what it is told. Files go with that to "pages".
+// An ipcAnswer is the answer to an ipcRequest. The answer to "pages" also carries
+// files.
 type ipcAnswer struct {
 	Error string `json:",omitempty"`
-	// Low and High are where the shared memory lies in what is mapped.
+	// Low and High are the bounds of the shared memory within the mapped memory.
 	Low, High int `json:",omitempty"`
-	// Pages and PageBytes are of memory that comes as file descriptors.
+	// Pages and PageBytes describe memory that is sent as file descriptors.
 	Pages     int `json:",omitempty"`
 	PageBytes int `json:",omitempty"`
 }
@@ -57,7 +58,7 @@ func sendPacket(c *net.UnixConn, v any, files []int) error {
 	return err
 }
 
-// receivePacket returns the files too, which the caller closes.
+// receivePacket also returns the files, which the caller closes.
 func receivePacket(c *net.UnixConn, v any) (files []int, err error) {
 	text, rights := make([]byte, ipcPacket), make([]byte, unix.CmsgSpace(4*ipcFiles))
 	n, m, flags, _, err := c.ReadMsgUnix(text, rights)
@@ -103,13 +104,13 @@ func closeFiles(files []int) {
 	}
 }
 
-// hungUp reports whether the process at the other end is gone.
+// hungUp reports whether the other process has closed the connection.
 func hungUp(c *net.UnixConn) bool {
 	gone := false
 	err := control(c, func(fd int) error {
 		list := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
 		n, err := unix.Poll(list, 0)
-		for err == unix.EINTR { // a signal of Go's scheduler says nothing about the other
+		for err == unix.EINTR { // a signal of Go's scheduler interrupted the call
 			n, err = unix.Poll(list, 0)
 		}
 		gone = n > 0 && list[0].Revents&(unix.POLLRDHUP|unix.POLLHUP|unix.POLLERR) != 0

@@ -6,47 +6,47 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A lane is a stream as the allocators see it. There is one for each stream.
+// A lane is the state of a stream in the allocators. Each stream has one.
 type lane struct {
 	s     *stream.Stream
 	heap  *heap
-	arena atomic.Pointer[alloc.Arena] // of the default pool, once it was used
+	arena atomic.Pointer[alloc.Arena] // of the default pool; set by its first use
 	pool  atomic.Pointer[poolUse]     // the last of uses, or nil
 	ended atomic.Bool
 
 	mu   sync.Mutex
-	uses []*poolUse // calls of Pool.Use that have not returned
+	uses []*poolUse // calls of Pool.Use in progress
 }
 
 // A poolUse is one call of Pool.Use.
 type poolUse struct {
 	part  *alloc.Pool
-	arena atomic.Pointer[alloc.Arena] // once it was used
+	arena atomic.Pointer[alloc.Arena] // set by its first use
 }
 
-// of returns the arena that the lane's stream allocates from. The first call may let the
-// stream wait for a closed one whose arena it takes over, which would end a capture of the
-// stream.
+// of returns the arena that the lane's stream allocates from. The first call may take
+// over the arena of a closed stream, and then makes this stream wait for that one,
+// which would invalidate a capture of this stream.
 func (u *poolUse) of(l *lane) (*alloc.Arena, error) {
 	if a := u.arena.Load(); a != nil {
 		return a, nil
 	}
 	a, err := u.part.Arena(l)
 	if err == nil {
-		u.arena.Store(a) // another goroutine has got the same
+		u.arena.Store(a) // another goroutine would store the same arena
 	}
 	return a, err
 }
 
-// use lets the stream allocate from a part of a pool until done is called. Several
-// goroutines may do that at the same time, and so the first to begin may be the first
-// to end.
+// use makes the stream allocate from a part of a pool until done is called. Several
+// goroutines may do that at the same time, in any order of their ends.
 func (l *lane) use(u *poolUse) (done func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -66,19 +66,19 @@ func (l *lane) use(u *poolUse) (done func()) {
 
 var laneKey kept.Key
 
-// laneOf returns the lane of a stream that is open.
+// laneOf returns the lane of an open stream.
 func laneOf(op string, s *stream.Stream) (*lane, error) {
-	if !s.Open() {
-		return nil, s.Check(op, nil)
+	if s == nil || !gpu.StreamOf(s).Open() {
+		return nil, gpu.CheckStream(op, s, nil)
 	}
-	if v, ok := s.Kept(&laneKey); ok {
+	if v, ok := gpu.StreamOf(s).Kept(&laneKey); ok {
 		return v.(*lane), nil
 	}
 	return openLane(s)
 }
 
 func openLane(s *stream.Stream) (*lane, error) {
-	v, err := s.Keep(&laneKey, func() (any, func() error, error) {
+	v, err := gpu.StreamOf(s).Keep(&laneKey, func() (any, func() error, error) {
 		h, err := heapOf(s.Device())
 		if err != nil {
 			return nil, nil, err
@@ -92,10 +92,10 @@ func openLane(s *stream.Stream) (*lane, error) {
 	return v.(*lane), nil
 }
 
-// end gives what the stream had to others, when the stream is destroyed.
+// end passes the stream's memory on to others when the stream is destroyed.
 func (l *lane) end() error {
 	l.ended.Store(true)
-	l.heap.native.End(l) // returns when no one who found it not ended is at work
+	l.heap.native.End(l) // returns after all goroutines that found the stream open have left
 	return nil
 }
 
@@ -109,18 +109,19 @@ func (l *lane) current() (*alloc.Arena, error) {
 		return nil, err
 	}
 	l.heap.use()
-	l.arena.Store(a) // another goroutine has got the same
+	l.arena.Store(a) // another goroutine would store the same arena
 	return a, nil
 }
 
-// The methods of alloc.Stream. They work on a closed stream that is retained.
+// The following methods implement alloc.Stream. They work on a closed but retained
+// stream.
 
-// Record returns an event, or nil while the stream is captured: an event would
+// Record returns an event, or nil while the stream is captured, because the event would
 // become part of the graph.
 func (l *lane) Record() (alloc.Event, error) {
 	status := cudadrv.CaptureNone
-	err := l.heap.do("cuStreamIsCapturing", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		status, r = drv.StreamIsCapturing(l.s.Raw())
+	err := l.heap.do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		status, r = drv.StreamIsCapturing(gpu.StreamOf(l.s).Raw())
 		return r
 	})
 	if err != nil || status != cudadrv.CaptureNone {
@@ -133,7 +134,7 @@ func (l *lane) Record() (alloc.Event, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = l.heap.do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e.raw, l.s.Raw()) })
+	err = l.heap.do(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e.raw, gpu.StreamOf(l.s).Raw()) })
 	if err != nil {
 		e.Close()
 		return nil, err
@@ -141,10 +142,10 @@ func (l *lane) Record() (alloc.Event, error) {
 	return e, nil
 }
 
-// idle says whether the stream has done all that was enqueued.
+// idle reports whether all operations of the stream have completed.
 func (l *lane) idle() (idle bool, err error) {
-	err = l.heap.do("cuStreamQuery", func(drv cudadrv.Driver) cudadrv.Result {
-		r := drv.StreamQuery(l.s.Raw())
+	err = l.heap.do(func(drv cudadrv.Driver) cudadrv.Result {
+		r := drv.StreamQuery(gpu.StreamOf(l.s).Raw())
 		if r == cudadrv.ErrorNotReady {
 			return cudadrv.Success
 		}
@@ -159,28 +160,28 @@ func (l *lane) Wait(e alloc.Event) error {
 	if !ok {
 		return nil
 	}
-	return l.heap.do("cuStreamWaitEvent", func(drv cudadrv.Driver) cudadrv.Result {
-		return drv.StreamWaitEvent(l.s.Raw(), x.raw, 0)
+	return l.heap.do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.StreamWaitEvent(gpu.StreamOf(l.s).Raw(), x.raw, 0)
 	})
 }
 
-// Sync refuses a stream that is captured: the wait would end the capture.
+// Sync fails if the stream is captured: the wait would invalidate the capture.
 func (l *lane) Sync() error {
-	if err := l.s.RefuseCapture("memory: free", "what is captured has not run and cannot be waited for"); err != nil {
+	if err := gpu.StreamOf(l.s).RefuseCapture("memory: free", "captured operations have not run and cannot be waited for"); err != nil {
 		return fmt.Errorf("%w: %w", alloc.ErrBusy, err)
 	}
-	return l.heap.do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(l.s.Raw()) })
+	return l.heap.do(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(gpu.StreamOf(l.s).Raw()) })
 }
 
-func (l *lane) Number() uint64 { return uint64(l.s.Raw()) }
+func (l *lane) Number() uint64 { return uint64(gpu.StreamOf(l.s).Raw()) }
 func (l *lane) Ended() bool    { return l.ended.Load() }
-func (l *lane) Retain() bool   { return l.s.Retain() }
+func (l *lane) Retain() bool   { return gpu.StreamOf(l.s).Retain() }
 
-// Release is called with the allocator's locks held, which the end of a stream
-// needs: so it is put off until they are not.
+// Release retires the stream. It is called with the allocator's locks held, and the
+// destruction of the stream needs these locks, so tidy releases the stream later.
 func (l *lane) Release() { l.heap.retire(l.s) }
 
-// retire releases the stream with the next tidy.
+// retire makes the next tidy release the stream.
 func (h *heap) retire(s *stream.Stream) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -188,10 +189,9 @@ func (h *heap) retire(s *stream.Stream) {
 	h.owes.Store(true)
 }
 
-// tidy releases the streams that the allocator needs no more. It is called after
-// each operation.
+// tidy releases the retired streams. It is called after each operation.
 func (h *heap) tidy() {
-	if !h.owes.Load() || stream.InCallback() {
+	if !h.owes.Load() || gpu.InCallback() {
 		return
 	}
 	h.mu.Lock()
@@ -200,25 +200,25 @@ func (h *heap) tidy() {
 	h.owes.Store(false)
 	h.mu.Unlock()
 	for _, s := range list {
-		_ = s.Release() // a stream that cannot be destroyed costs nobody anything
+		_ = gpu.StreamOf(s).Release() // a stream that cannot be destroyed does no harm
 	}
 }
 
-// past is the event behind work that is known to be done: one that is recorded on an
-// idle stream passes only a little later.
+// past is the event of an idle stream: all its operations are known to be complete, so
+// it needs no event of the driver.
 type past struct{}
 
 func (past) Passed() (bool, error) { return true, nil }
 func (past) Sync() error           { return nil }
 func (past) Close()                {}
 
-// An event marks a point in a stream; it goes back to its heap.
+// An event is an event of the driver that returns to its heap when closed.
 type event struct {
 	heap *heap
 	raw  cudadrv.Event
 }
 
-// event returns one that no one uses.
+// event returns an unused event.
 func (h *heap) event() (*event, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -227,12 +227,12 @@ func (h *heap) event() (*event, error) {
 		h.spare = h.spare[:n-1]
 		return e, nil
 	}
-	e := &event{heap: h}
-	return e, newEvent(h.dev, &e.raw)
+	raw, err := gpu.DeviceOf(h.dev).NewEvent(cudadrv.EventDisableTiming)
+	return &event{h, raw}, err
 }
 
 func (e *event) Passed() (passed bool, err error) {
-	err = e.heap.do("cuEventQuery", func(drv cudadrv.Driver) cudadrv.Result {
+	err = e.heap.do(func(drv cudadrv.Driver) cudadrv.Result {
 		r := drv.EventQuery(e.raw)
 		if r == cudadrv.ErrorNotReady {
 			return cudadrv.Success
@@ -244,7 +244,7 @@ func (e *event) Passed() (passed bool, err error) {
 }
 
 func (e *event) Sync() error {
-	return e.heap.do("cuEventSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventSynchronize(e.raw) })
+	return e.heap.do(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventSynchronize(e.raw) })
 }
 
 func (e *event) Close() {
@@ -253,11 +253,5 @@ func (e *event) Close() {
 	e.heap.spare = append(e.heap.spare, e)
 }
 
-// do is Device.Do for calls that may meet a capture of the same thread, which
-// they do no harm.
-func (h *heap) do(op string, call func(cudadrv.Driver) cudadrv.Result) error {
-	if stream.AnyCapture() {
-		return h.dev.DoRelaxed(op, call)
-	}
-	return h.dev.Do(op, call)
-}
+// do is gpu.Device.DoBeside.
+func (h *heap) do(call gpu.Call) error { return gpu.DeviceOf(h.dev).DoBeside(call) }

@@ -1,39 +1,39 @@
 package memory
 
 import (
-	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 )
 
-// pages takes physical memory from the driver and maps it, for expandable
-// segments. Its methods are called one at a time, but for reopen.
+// pages allocates physical memory from the driver and maps it, for expandable segments.
+// Its methods are called one at a time, except reopen.
 type pages struct {
 	h    *heap
 	size uint64
-	// reach is how many bytes of addresses a segment has: more than the device has
-	// memory, so that there is always room behind the last block.
+	// reach is the size of a segment's address range in bytes. It exceeds the device's
+	// memory, so that there is always room after the last block.
 	reach uint64
 	prop  cudadrv.MemAllocationProp
 	known *mappedPages
 }
 
-// leastPage is the size of pages where the driver would take smaller ones: that of
-// a small segment.
+// leastPage is the minimum page size, even if the driver supports smaller pages: the
+// size of a small segment.
 const leastPage = 2 << 20
 
-// newPages returns nil where the device cannot map memory.
+// newPages returns nil if the device does not support virtual memory management.
 func newPages(h *heap, total uint64) (alloc.PageSource, error) {
 	d := h.dev
 	attr := func(a cudadrv.Attribute) (bool, error) {
-		v, r := d.Driver().DeviceGetAttribute(a, d.Handle())
-		return v != 0, d.Check("cuDeviceGetAttribute", r)
+		v, err := gpu.DeviceOf(d).Attribute(a)
+		return v != 0, err
 	}
 	can, err := attr(cudadrv.AttrVMMSupported)
 	if err != nil || !can {
 		return nil, err
 	}
-	p := &pages{h: h, prop: cudadrv.MemAllocationProp{Device: d.Handle()}, known: pagesOf(d)}
+	p := &pages{h: h, prop: cudadrv.MemAllocationProp{Device: gpu.DeviceOf(d).Handle()}, known: pagesOf(d)}
 	fd, err := attr(cudadrv.AttrPosixFDHandleSupported)
 	if err != nil {
 		return nil, err
@@ -45,7 +45,7 @@ func newPages(h *heap, total uint64) (alloc.PageSource, error) {
 		return nil, err
 	}
 	var least uintptr
-	err = d.Do("cuMemGetAllocationGranularity", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err = gpu.DeviceOf(d).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		least, r = drv.MemGetAllocationGranularity(p.prop, cudadrv.MemGranularityMinimum)
 		return r
 	})
@@ -54,7 +54,7 @@ func newPages(h *heap, total uint64) (alloc.PageSource, error) {
 	}
 	p.size = (leastPage + uint64(least) - 1) / uint64(least) * uint64(least)
 	p.reach = (total + total/8 + p.size - 1) / p.size * p.size
-	d.OnPeer(p.reopen)
+	gpu.DeviceOf(d).OnPeer(p.reopen)
 	return p, nil
 }
 
@@ -62,7 +62,7 @@ func (p *pages) PageSize() uint64 { return p.size }
 func (p *pages) Reach() uint64    { return p.reach }
 
 func (p *pages) Reserve(bytes uint64) (addr uint64, err error) {
-	err = p.h.do("cuMemAddressReserve", func(drv cudadrv.Driver) cudadrv.Result {
+	err = p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
 		a, r := drv.MemAddressReserve(uintptr(bytes), uintptr(p.size), 0)
 		addr = uint64(a)
 		return r
@@ -71,13 +71,13 @@ func (p *pages) Reserve(bytes uint64) (addr uint64, err error) {
 }
 
 func (p *pages) Unreserve(addr, bytes uint64) error {
-	return p.h.do("cuMemAddressFree", func(drv cudadrv.Driver) cudadrv.Result {
+	return p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemAddressFree(cudadrv.DevicePtr(addr), uintptr(bytes))
 	})
 }
 
 func (p *pages) Create() (page uint64, err error) {
-	err = p.h.do("cuMemCreate", func(drv cudadrv.Driver) cudadrv.Result {
+	err = p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
 		m, r := drv.MemCreate(uintptr(p.size), p.prop)
 		page = uint64(m)
 		return r
@@ -86,11 +86,11 @@ func (p *pages) Create() (page uint64, err error) {
 }
 
 func (p *pages) Release(page uint64) error {
-	return p.h.do("cuMemRelease", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(cudadrv.MemHandle(page)) })
+	return p.h.do(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(cudadrv.MemHandle(page)) })
 }
 
 func (p *pages) Map(addr, page uint64) error {
-	err := p.h.do("cuMemMap", func(drv cudadrv.Driver) cudadrv.Result {
+	err := p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemMap(cudadrv.DevicePtr(addr), uintptr(p.size), 0, cudadrv.MemHandle(page))
 	})
 	if err == nil {
@@ -100,7 +100,7 @@ func (p *pages) Map(addr, page uint64) error {
 }
 
 func (p *pages) Unmap(addr, bytes uint64) error {
-	err := p.h.do("cuMemUnmap", func(drv cudadrv.Driver) cudadrv.Result {
+	err := p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemUnmap(cudadrv.DevicePtr(addr), uintptr(bytes))
 	})
 	if err == nil {
@@ -109,17 +109,17 @@ func (p *pages) Unmap(addr, bytes uint64) error {
 	return err
 }
 
-// Open lets the device use the range, and those that may use its other memory.
+// Open gives the device, and the peers that can access its memory, access to the range.
 func (p *pages) Open(addr, bytes uint64) error {
-	devices := []cudadrv.Device{p.h.dev.Handle()}
-	for _, peer := range p.h.dev.Guests() {
+	devices := []cudadrv.Device{gpu.DeviceOf(p.h.dev).Handle()}
+	for _, peer := range gpu.DeviceOf(p.h.dev).Guests() {
 		devices = append(devices, peer.Handle())
 	}
 	return noMemory(p.access(addr, bytes, devices...))
 }
 
-// reopen lets a device that has become a peer use what is mapped.
-func (p *pages) reopen(peer *device.Device) error {
+// reopen gives a new peer access to all mapped pages.
+func (p *pages) reopen(peer *gpu.Device) error {
 	for _, at := range p.known.addresses() {
 		if err := p.access(at, p.size, peer.Handle()); err != nil {
 			return err
@@ -129,7 +129,7 @@ func (p *pages) reopen(peer *device.Device) error {
 }
 
 func (p *pages) access(addr, bytes uint64, devices ...cudadrv.Device) error {
-	return p.h.do("cuMemSetAccess", func(drv cudadrv.Driver) cudadrv.Result {
+	return p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemSetAccess(cudadrv.DevicePtr(addr), uintptr(bytes), cudadrv.MemAccessReadWrite, devices...)
 	})
 }

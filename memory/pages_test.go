@@ -6,6 +6,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -21,13 +23,13 @@ func TestPeersUseMappedPages(t *testing.T) {
 		s, peer := newStream(t, devs[0]), newStream(t, devs[1])
 		before, err := memory.Make[byte](s, 30*mib)
 		require.NoError(t, err)
-		require.NoError(t, devs[1].EnablePeer(devs[0]))
+		require.NoError(t, gpu.DeviceOf(devs[1]).EnablePeer(gpu.DeviceOf(devs[0])))
 		after, err := memory.Make[byte](s, 30*mib)
 		require.NoError(t, err)
 		for _, x := range []memory.Slice[byte]{before, after} {
 			require.NoError(t, peer.WaitStream(s))
 			require.NoError(t, x.RecordStream(peer))
-			require.NoError(t, set(peer, x.Raw(), x.Len()))
+			require.NoError(t, set(peer, cudadrv.DevicePtr(x.Ptr()), x.Len()))
 			require.NoError(t, peer.Sync(testgpu.Context(t)))
 			require.NoError(t, s.WaitStream(peer))
 			out := make([]byte, x.Len())

@@ -6,26 +6,27 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/stream"
 )
 
-// Pinned is page-locked host memory, which devices reach without a copy by the
-// CPU: copies to and from it are asynchronous and as fast as the bus.
+// Pinned is page-locked host memory. Copies to and from it are asynchronous and run at
+// the speed of the bus, because the CPU does not copy.
 type Pinned[T Element] struct {
 	owner handle.Owner
-	lease *hostLease // nil where there are no elements
+	lease *hostLease // nil if there are no elements
 	p     unsafe.Pointer
 	n     int
 	pin   *registration // of PinSlice
-	whole *Pinned[T]    // what it is a part of; nil otherwise
+	whole *Pinned[T]    // the memory that this is a part of, or nil
 }
 
-// MakePinned allocates n elements of pinned memory, which all devices of dev's
-// System can use (torch.Tensor.pin_memory). The contents are undefined. Memory
-// that was closed is used again; what is new takes the driver long
-// (cuMemHostAlloc). The options pinned_* of CHORUS_ALLOC_CONF say how it is made.
-// Any goroutine may call it, also while streams are captured.
+// MakePinned allocates n elements of pinned memory, which all devices of dev's System
+// can use (torch.Tensor.pin_memory). The contents are undefined. Closed memory is
+// reused; new memory takes the driver long (cuMemHostAlloc). The options pinned_* of
+// CHORUS_ALLOC_CONF control how it is allocated. Any goroutine may call MakePinned,
+// also while streams are captured.
 func MakePinned[T Element](dev *device.Device, n int) (*Pinned[T], error) {
 	size := sizeOf[T]()
 	if dev == nil {
@@ -49,8 +50,8 @@ func MakePinned[T Element](dev *device.Device, n int) (*Pinned[T], error) {
 // Len returns the number of elements.
 func (h *Pinned[T]) Len() int { return h.n }
 
-// Slice returns the elements i to j-1, which h shares and alone closes. Like a Go
-// slice expression it panics when the bounds are out of range.
+// Slice returns the elements i to j-1. The result shares h's memory and only h can
+// close it. Like a Go slice expression it panics if the bounds are out of range.
 func (h *Pinned[T]) Slice(i, j int) *Pinned[T] {
 	if i < 0 || j < i || j > h.n {
 		panic(fmt.Sprintf("memory: slice bounds [%d:%d] out of range of %d pinned elements", i, j, h.n))
@@ -58,7 +59,7 @@ func (h *Pinned[T]) Slice(i, j int) *Pinned[T] {
 	return &Pinned[T]{lease: h.lease, p: unsafe.Add(h.p, i*sizeOf[T]()), n: j - i, whole: h.root()}
 }
 
-// root is the memory that h is a part of, or h.
+// root returns the memory that h is a part of, or h.
 func (h *Pinned[T]) root() *Pinned[T] {
 	if h.whole != nil {
 		return h.whole
@@ -66,8 +67,8 @@ func (h *Pinned[T]) root() *Pinned[T] {
 	return h
 }
 
-// Data returns the memory as a Go slice, valid until Close. It is nil after
-// Close; a slice obtained before must not be used then.
+// Data returns the memory as a Go slice, which is valid until Close. After Close it
+// returns nil.
 func (h *Pinned[T]) Data() []T {
 	if h == nil || h.root().owner.Closed() || h.n == 0 {
 		return nil
@@ -75,15 +76,15 @@ func (h *Pinned[T]) Data() []T {
 	return unsafe.Slice((*T)(h.p), h.n)
 }
 
-// RecordStream tells that work on s uses the memory by other means than Chorus's
-// copies, as a kernel that was given its address does (record_event of torch's
+// RecordStream records that operations on s use the memory other than by Chorus's
+// copies, for example a kernel that was given its address (record_event of torch's
 // CachingHostAllocator). While s is captured, the graph holds the memory.
 func (h *Pinned[T]) RecordStream(s *stream.Stream) error {
 	const op = "memory: record stream"
 	if err := h.check(op); err != nil {
 		return err
 	}
-	if err := s.Check(op, nil); err != nil || h.n == 0 {
+	if err := gpu.CheckStream(op, s, nil); err != nil || h.n == 0 {
 		return err
 	}
 	if err := h.lease.use(op, s); err != nil {
@@ -93,10 +94,10 @@ func (h *Pinned[T]) RecordStream(s *stream.Stream) error {
 	return nil
 }
 
-// Close gives the memory up. It returns at once: what is on streams by now still
-// uses the memory, and so do graphs that captured a copy from or to it; only
-// then somebody else gets it. Memory of PinSlice is different; see there. Close
-// is idempotent. Closing a part is an error that matches ErrView.
+// Close releases the memory and returns at once. Operations that are already enqueued,
+// and graphs that captured a copy from or to the memory, may still use it; the memory
+// is reused only after them. For memory of PinSlice, see there. Close is idempotent.
+// Closing a part returns an error that matches ErrView.
 func (h *Pinned[T]) Close() error {
 	if h != nil && h.whole != nil {
 		return fmt.Errorf("memory: close a part of pinned memory: %w", ErrView)

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
@@ -195,7 +196,7 @@ func TestGraphHoldsPinned(t *testing.T) {
 				h.Data()[i] = int32(i)
 			}
 			return x.CopyFromPinned(s, h)
-		})
+		}, nil)
 		require.NoError(t, err)
 		defer g.Close()
 		want := append([]int32(nil), h.Data()...)
@@ -234,7 +235,7 @@ func TestGraphHoldsRecordedPinned(t *testing.T) {
 		x := makeInts(t, s, n)
 		h := makePinned(t, devs[0], n)
 		was := at(h)
-		g, err := graph.Capture([]*stream.Stream{s}, func() error { return errorsOf(h.RecordStream(s), x.Zero(s)) })
+		g, err := graph.Capture([]*stream.Stream{s}, func() error { return errorsOf(h.RecordStream(s), x.Zero(s)) }, nil)
 		require.NoError(t, err)
 		require.NoError(t, h.Close())
 		require.NotSame(t, was, at(makePinned(t, devs[0], n)))
@@ -291,14 +292,14 @@ func TestPinnedForgetsIdleStreams(t *testing.T) {
 	first, err := stream.New(devs[0], nil)
 	require.NoError(t, err)
 	require.NoError(t, h.RecordStream(first))
-	raw := first.Raw()
+	raw := gpu.StreamOf(first).Raw()
 	require.NoError(t, first.Close())
 	for range 20 {
 		s := newStream(t, devs[0])
 		require.NoError(t, h.RecordStream(s))
 		require.NoError(t, s.Sync(testgpu.Context(t)))
 	}
-	require.Error(t, devs[0].Do("cuStreamQuery", streamQuery(raw)), "the stream was destroyed")
+	require.Error(t, gpu.DeviceOf(devs[0]).Do(streamQuery(raw)), "the stream was destroyed")
 }
 
 // Where the driver fails, memory that streams may still use goes to nobody.

@@ -8,11 +8,12 @@ import (
 	"unsafe"
 )
 
-// ranges are those of a System's pinned memory, because CopyFrom must wait for a
-// copy out of them. They are looked up without a lock and seldom change.
+// ranges are the address ranges of a System's pinned memory. CopyFrom needs them
+// because it must wait for a copy from pinned memory. Lookups take no lock; changes are
+// rare.
 type ranges struct {
-	mu   sync.Mutex               // of those who change it
-	list atomic.Pointer[[]extent] // in order; never changed in place
+	mu   sync.Mutex               // held by writers
+	list atomic.Pointer[[]extent] // sorted; never modified in place
 }
 
 type extent struct{ start, bytes uintptr }
@@ -24,7 +25,7 @@ func (r *ranges) load() []extent {
 	return nil
 }
 
-// add returns false, and adds nothing, where there is a range that overlaps it.
+// add adds a range. It returns false if the range overlaps another one.
 func (r *ranges) add(p unsafe.Pointer, bytes uintptr) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -50,7 +51,7 @@ func (r *ranges) remove(p unsafe.Pointer) {
 
 func (e extent) has(p uintptr) bool { return p-e.start < e.bytes }
 
-// after returns the place of the first range that begins behind p.
+// after returns the index of the first range that begins after p.
 func after(list []extent, p uintptr) int {
 	i, found := slices.BinarySearchFunc(list, p, func(e extent, p uintptr) int { return cmp.Compare(e.start, p) })
 	if found {

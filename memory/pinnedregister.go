@@ -8,11 +8,12 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A registration is memory of the caller's that the driver has locked.
+// A registration is memory of the caller that the driver has page-locked.
 type registration struct {
 	host   *host
 	dev    *device.Device
@@ -21,17 +22,16 @@ type registration struct {
 	pinner runtime.Pinner
 }
 
-// PinSlice page-locks memory that the caller has, of Go, of a mapped file or of C,
-// so that all devices of dev's System can use it as they use that of MakePinned
-// (cuMemHostRegister, torch's _pin_memory_utils.pin_memory). The contents stay.
-// It takes about as long as touching each page does. Memory that is locked
-// already, in whole or in part, is an error, as is an empty slice.
+// PinSlice page-locks existing memory, of Go, of a mapped file or of C, so that all
+// devices of dev's System can use it like memory of MakePinned (cuMemHostRegister,
+// torch's _pin_memory_utils.pin_memory). The contents stay. PinSlice takes about as
+// long as touching each page. It returns an error if the memory is already locked, in
+// whole or in part, or if the slice is empty.
 //
-// Until Close the caller must not give the memory back; the garbage collector
-// does not. Close waits until the streams that used the memory are past it, then
-// it unlocks the memory, which is the caller's alone again
-// (_pin_memory_utils.unpin_memory). While a stream that used it is captured, or a
-// graph holds it, Close returns an error and the memory stays locked.
+// Until Close the caller must not free the memory; the garbage collector keeps it.
+// Close waits until the streams that used the memory have passed, and then unlocks it
+// (_pin_memory_utils.unpin_memory). While a stream that used it is captured, or a graph
+// holds it, Close returns an error and the memory stays locked.
 func PinSlice[T Element](dev *device.Device, s []T) (*Pinned[T], error) {
 	if dev == nil {
 		return nil, fmt.Errorf("memory: pin slice: no device given")
@@ -61,7 +61,7 @@ func (r *registration) lock() error {
 	return err
 }
 
-// close unlocks the memory when nothing uses it any more.
+// close unlocks the memory after its last use.
 func (r *registration) close(o *handle.Owner, l *hostLease) error {
 	const op = "memory: unpin slice"
 	users, left, err := l.leave(op)
@@ -70,21 +70,21 @@ func (r *registration) close(o *handle.Owner, l *hostLease) error {
 	}
 	err = r.unlock(op, users)
 	if err != nil && r.dev.Err() == nil {
-		l.reopen() // what uses it may still run
+		l.reopen() // operations that use it may still run
 		return fmt.Errorf("%s of %d bytes at %#x: %w", op, r.bytes, uintptr(r.p), err)
 	}
 	o.Close()
 	r.host.pinned.remove(r.p)
 	r.pinner.Unpin()
 	for _, s := range users {
-		err = errors.Join(err, s.Release())
+		err = errors.Join(err, gpu.StreamOf(s).Release())
 	}
 	return err
 }
 
 func (r *registration) unlock(op string, users []*stream.Stream) error {
 	for _, s := range users {
-		if err := s.Device().Blocking(op); err != nil {
+		if err := gpu.DeviceOf(s.Device()).Blocking(op); err != nil {
 			return err
 		}
 		if err := settle(s); err != nil {
@@ -94,8 +94,8 @@ func (r *registration) unlock(op string, users []*stream.Stream) error {
 	return unregister(r.dev, r.p)
 }
 
-// leave closes the lease for further use and returns who used it. It does not
-// where another call has, or where the error says that it must stay open.
+// leave ends the lease and returns its users. left is false if another call has ended
+// the lease before, or if err says why it must continue.
 func (l *hostLease) leave(op string) (users []*stream.Stream, left bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -108,7 +108,7 @@ func (l *hostLease) leave(op string) (users []*stream.Stream, left bool, err err
 		return nil, false, fmt.Errorf("%s: %s uses it: close that first", op, l.holders())
 	}
 	for _, s := range l.users {
-		if err := s.RefuseCapture(op, "close it after the capture"); err != nil {
+		if err := gpu.StreamOf(s).RefuseCapture(op, "close it after the capture"); err != nil {
 			return nil, false, err
 		}
 	}

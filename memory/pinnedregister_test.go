@@ -107,10 +107,10 @@ func TestUnpinWaits(t *testing.T) {
 		h, err := memory.PinSlice(devs[0], mem)
 		require.NoError(t, err)
 		g, err := graph.Capture([]*stream.Stream{s}, func() error {
-			_, plain := errors.AsType[*stream.CaptureError](h.Close())
+			_, plain := errors.AsType[*device.CaptureError](h.Close())
 			require.False(t, plain, "nothing of the capture uses it yet")
 			return nil
-		})
+		}, nil)
 		require.NoError(t, err)
 		require.NoError(t, g.Close())
 		require.Nil(t, h.Data())
@@ -119,10 +119,10 @@ func TestUnpinWaits(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, x.CopyFromPinned(s, h))
 		g, err = graph.Capture([]*stream.Stream{s}, func() error {
-			_, ok := errors.AsType[*stream.CaptureError](h.Close())
+			_, ok := errors.AsType[*device.CaptureError](h.Close())
 			require.True(t, ok, "the stream that used it is captured")
 			return x.CopyFromPinned(s, h)
-		})
+		}, nil)
 		require.NoError(t, err)
 		require.ErrorContains(t, h.Close(), "uses it: close that first")
 		require.NotNil(t, h.Data(), "it is still open")

@@ -7,20 +7,21 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
 
 // OpenPlugin returns an Allocator of a shared library
-// (torch.cuda.memory.CUDAPluggableAllocator). The library has two C functions,
-// with the names that are given:
+// (torch.cuda.memory.CUDAPluggableAllocator). The library exports two C functions with
+// the given names:
 //
 //	void *alloc(ssize_t size, int device, cudaStream_t stream);
 //	void free(void *ptr, ssize_t size, int device, cudaStream_t stream);
 //
-// They are called from any thread, several at the same time, with the device's
-// primary context bound; on virtual devices there is none, and the stream means
-// nothing to C. A NULL of alloc is a *OutOfMemoryError. The library stays loaded
-// for the rest of the process. A name without a slash is searched as the system
+// They are called on any thread, several at the same time, with the device's primary
+// context bound. On virtual devices there is no context, and the stream has no meaning
+// in C. If alloc returns NULL, the error is an *OutOfMemoryError. The library stays
+// loaded until the process ends. A name without a slash is searched as the system
 // searches for libraries.
 func OpenPlugin(path, allocName, freeName string) (Allocator, error) {
 	const op = "memory: open plug-in"
@@ -84,18 +85,14 @@ func (p *plugin) Free(s *stream.Stream, ptr uint64, bytes int) error {
 	return nil
 }
 
-// call calls C with the context of the stream's device bound, in the relaxed
-// mode of captures.
+// call calls C with the context of the stream's device bound, and with the thread in
+// the relaxed capture mode.
 func (p *plugin) call(s *stream.Stream, fn func(*device.Device)) error {
 	d := s.Device()
-	return d.Bound(func() error {
-		drv := d.Driver()
-		mode, r := drv.ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)
-		if r != cudadrv.Success {
-			return d.Check("cuThreadExchangeStreamCaptureMode", r)
-		}
-		defer drv.ThreadExchangeStreamCaptureMode(mode)
-		fn(d)
-		return nil
+	return gpu.DeviceOf(d).Bound(func() error {
+		return gpu.DeviceOf(d).Relaxed(func() error {
+			fn(d)
+			return nil
+		})
 	})
 }

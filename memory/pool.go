@@ -7,42 +7,47 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Pool keeps the memory of one purpose apart (torch.cuda.MemPool): what is freed
-// in it is used again only in it, and it may come from an Allocator of its own.
+// A Pool keeps the memory of one purpose separate (torch.cuda.MemPool): its freed
+// memory is reused only within the pool. A Pool may have its own Allocator.
 //
-// Use allocates from it. Captures of graphs allocate from the one that
-// graph.Config names: each launch of a graph uses the same addresses, so they
-// belong to the graph and not to the stream. Captures that are given one Pool share
-// its memory (torch.cuda.graph_pool_handle): what the first has closed by its end,
-// the second may use. Graphs that share a pool must be launched in the order of
-// their captures, never at the same time.
+// Use allocates from the pool. Captures of graphs allocate from the pool that
+// graph.Config names. Every launch of a graph uses the same addresses, so this memory
+// belongs to the graph and not to the stream. Captures that are given the same Pool
+// share its memory (torch.cuda.graph_pool_handle): the second capture may reuse memory
+// that the first one closed before its end. Graphs that share a pool must be launched
+// in the order of their captures, never at the same time.
 //
-// A Pool has memory of every device that it was used on. It is given back when the
-// Pool, the graphs and the buffers that use it are closed, and not before: EmptyCache
-// leaves what is free in an open Pool there, and so does an allocation of others that
-// finds no memory. An allocation of the Pool itself that finds none gives back what is
-// free in it, unless NCCL has registered the Pool. Its methods may be
-// called at any time by any goroutine.
+// A Pool has memory of every device that it was used on. The memory is returned to the
+// driver after the Pool and the graphs and buffers that use it are closed. Until then
+// EmptyCache keeps the free memory of an open Pool, and so does an allocation outside
+// of it that runs out of memory. An allocation in the Pool that runs out of memory
+// returns the Pool's free memory, unless NCCL has registered the Pool. The methods may
+// be called at any time by any goroutine.
 type Pool struct {
+	poolRef
 	owner   handle.Owner
-	private bool // without a handle that could be closed
+	private bool // created by PrivatePool: without a handle
 	cfg     PoolConfig
 	id      alloc.PoolID
 
 	mu    sync.Mutex
-	refs  int // the handle while it is open, and graphs
+	refs  int // the open handle, and graphs
 	parts map[partKey]*alloc.Pool
 	busy  string // the capture that allocates here now, or ""
 	watch []*watcher
 }
 
-// A part of a pool is that of one device. What is captured is apart: it belongs to
-// no stream.
+type poolRef = mem.PoolRef
+
+// A partKey identifies the part of a pool for one device. Captured memory has its own
+// part, because it belongs to no stream.
 type partKey struct {
 	h        *heap
 	captured bool
@@ -50,35 +55,41 @@ type partKey struct {
 
 // PoolConfig are the properties of a Pool; nil means their zero values.
 type PoolConfig struct {
-	Allocator Allocator // gives out the pool's segments; nil is the device's own way
+	Allocator Allocator // allocates the pool's segments; nil means the device's allocator
 	NoSplit   bool      // each block is a segment
-	UseOnOOM  bool      // allocations outside of pools may use what is free in it before they are out of memory
+	UseOnOOM  bool      // allocations outside of pools may use its free memory before they fail
+	//lint:ignore U1000 internal/mem finds the field by the method that it promotes
+	poolOption
 }
+
+//lint:ignore U1000 the field above is of this type
+type poolOption = mem.PoolOption
 
 var lastPool atomic.Uint64
 
-// NewPool returns an empty pool. It costs nothing before it is used.
+// NewPool returns an empty pool. It allocates nothing.
 func NewPool(cfg *PoolConfig) *Pool {
-	p := &Pool{refs: 1, id: alloc.PoolID{0, lastPool.Add(1)}}
+	p := &Pool{}
+	p.poolRef = mem.NewPoolRef((*capturePool)(p))
 	if cfg != nil {
 		p.cfg = *cfg
 	}
+	if p.private = mem.IsPrivate(&p.cfg); p.private {
+		p.id = alloc.PoolID{lastPool.Add(1), 0}
+		return p
+	}
+	p.refs, p.id = 1, alloc.PoolID{0, lastPool.Add(1)}
 	handle.Init(p, &p.owner, handle.About{Kind: "memory pool"})
 	return p
 }
 
-// PrivatePool is NewPool without a handle that has to be closed, for one graph.
-// For Chorus's own packages.
-func PrivatePool() *Pool { return &Pool{private: true, id: alloc.PoolID{lastPool.Add(1), 0}} }
-
 // ID returns the pool's name in snapshots (torch.cuda.MemPool.id).
 func (p *Pool) ID() [2]uint64 { return p.id }
 
-// Use calls fn, and lets what is allocated on s meanwhile come from the pool
-// (torch.cuda.use_mem_pool). That holds for all goroutines that allocate on s, and
-// for no other stream. Where several pools are in use on one stream, it is the one
-// whose Use began last. The memory stays with the pool when it is freed, whenever
-// that is.
+// Use calls fn; until fn returns, allocations on s come from the pool
+// (torch.cuda.use_mem_pool). That applies to all goroutines that allocate on s, and to
+// no other stream. If several pools are in use on one stream, the pool of the latest
+// Use applies. Freed memory stays in the pool, whenever it is freed.
 func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 	const op = "memory: use a pool"
 	l, err := laneOf(op, s)
@@ -93,7 +104,7 @@ func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 		return err
 	}
 	u := &poolUse{part: part}
-	if l.s.RefuseCapture(op, "") == nil { // memory of a capture is of another part
+	if gpu.StreamOf(l.s).RefuseCapture(op, "") == nil { // captured memory comes from another part
 		if _, err := u.of(l); err != nil {
 			return fmt.Errorf("%s on %s: %w", op, l.s, l.heap.because(err))
 		}
@@ -112,7 +123,7 @@ func (p *Pool) check(op string) error {
 	return nil
 }
 
-// part returns what the pool has of a device, making it if there is none.
+// part returns the pool's part for a device, and creates it if necessary.
 func (p *Pool) part(h *heap, captured bool) (*alloc.Pool, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -140,7 +151,7 @@ func (p *Pool) part(h *heap, captured bool) (*alloc.Pool, error) {
 	return x, nil
 }
 
-// captured returns the arena for a capture of the lane's stream.
+// captured returns the arena for a capture on the lane's stream.
 func (p *Pool) captured(l *lane) (*alloc.Arena, error) {
 	part, err := p.part(l.heap, true)
 	if err != nil {
@@ -153,10 +164,10 @@ func (p *Pool) captured(l *lane) (*alloc.Arena, error) {
 	return a, nil
 }
 
-// Reserved returns the bytes that the pool holds on all devices, used or not.
+// Reserved returns the bytes that the pool has reserved on all devices, used or cached.
 func (p *Pool) Reserved() int { return p.sum((*alloc.Pool).Reserved) }
 
-// Allocated returns the bytes of the pool that open buffers have.
+// Allocated returns the bytes of the pool that open buffers use.
 func (p *Pool) Allocated() int { return p.sum((*alloc.Pool).Allocated) }
 
 func (p *Pool) sum(of func(*alloc.Pool) uint64) int {
@@ -189,8 +200,8 @@ func (p *Pool) Snapshot() []Segment {
 	return list
 }
 
-// Close gives the handle up. Graphs and buffers that use the memory keep it. It
-// is idempotent.
+// Close closes the handle. Graphs and buffers that use the memory keep it. Close is
+// idempotent.
 func (p *Pool) Close() error {
 	if p == nil || !p.owner.Close() {
 		return nil
@@ -198,51 +209,8 @@ func (p *Pool) Close() error {
 	return p.release()
 }
 
-// Begin lets the capture of a graph allocate from the pool, until End. For
-// Chorus's own packages.
-func (p *Pool) Begin(graph string) error {
-	const op = "memory: allocate from a pool"
-	if err := p.check(op); err != nil {
-		return err
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.busy != "" {
-		return fmt.Errorf("%s: the capture of %s is using it: captures that share a pool come one after another", op, p.busy)
-	}
-	p.busy = graph
-	for key, x := range p.parts {
-		if key.captured {
-			x.Begin()
-		}
-	}
-	return nil
-}
-
-// End ends what Begin began. For Chorus's own packages.
-func (p *Pool) End() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.busy = ""
-	for key, x := range p.parts {
-		if key.captured {
-			x.Rejoin()
-		}
-	}
-}
-
-// Hold keeps the memory for a graph.
-func (p *Pool) Hold(stream.Holder) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.refs++
-}
-
-// LetGo undoes Hold.
-func (p *Pool) LetGo(stream.Holder) { _ = p.release() } // what is lost with the device has been said
-
-// release gives one reference up; with the last one the memory goes back that no
-// buffer has, and the rest when those are closed.
+// release drops one reference. After the last one, memory that no buffer uses is freed
+// at once, and the remaining memory when its buffers are closed.
 func (p *Pool) release() error {
 	p.mu.Lock()
 	p.refs--

@@ -13,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
@@ -49,7 +50,7 @@ func TestPoolKeepsItsMemory(t *testing.T) {
 				x := makeIn(t, p, s, 1000)
 				require.Equal(t, 1024, p.Allocated())
 				require.Equal(t, 2*mib, p.Reserved())
-				was := x.Raw()
+				was := x.Ptr()
 				require.NoError(t, x.Close())
 				require.Equal(t, 2*mib, p.Reserved())
 				for _, other := range []func() memory.Slice[byte]{
@@ -57,11 +58,11 @@ func TestPoolKeepsItsMemory(t *testing.T) {
 					func() memory.Slice[byte] { return makeIn(t, q, s, 1000) },
 				} {
 					y := other()
-					require.NotEqual(t, was, y.Raw())
+					require.NotEqual(t, was, y.Ptr())
 					require.NoError(t, y.Close())
 				}
 				y := makeIn(t, p, s, 1000)
-				require.Equal(t, was, y.Raw())
+				require.Equal(t, was, y.Ptr())
 				require.NoError(t, y.Zero(s))
 				list := p.Snapshot()
 				require.Len(t, list, 1)
@@ -74,7 +75,7 @@ func TestPoolKeepsItsMemory(t *testing.T) {
 				require.NoError(t, memory.EmptyCache(d))
 				require.Equal(t, 2*mib, p.Reserved(), "an open pool keeps its memory (test_mempool_emptycache_multithread)")
 				y = makeIn(t, p, s, 1000)
-				require.Equal(t, was, y.Raw())
+				require.Equal(t, was, y.Ptr())
 				require.NoError(t, errors.Join(y.Close(), p.Close()))
 				require.Zero(t, p.Reserved(), "a closed one nothing")
 			})
@@ -171,7 +172,7 @@ func TestPoolClose(t *testing.T) {
 type openStreams struct{ memory.Allocator }
 
 func (a openStreams) Free(s *stream.Stream, ptr uint64, bytes int) error {
-	err := s.Device().Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.Raw()) })
+	err := gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(gpu.StreamOf(s).Raw()) })
 	return errors.Join(err, a.Allocator.Free(s, ptr, bytes))
 }
 
@@ -214,10 +215,10 @@ func TestPoolAllocatorOfGraphs(t *testing.T) {
 		s, o := newStream(t, d), newStream(t, d)
 		var freed atomic.Bool
 		p := memory.NewPool(&memory.PoolConfig{Allocator: onFree{memory.Driver, &freed}})
-		g, err := graph.CaptureWith(&graph.Config{Pool: p}, []*stream.Stream{s}, func() error {
+		g, err := graph.Capture([]*stream.Stream{s}, func() error {
 			x, err := memory.Make[int32](s, 1000)
 			return errors.Join(err, x.Zero(s), x.Close())
-		})
+		}, &graph.Config{Pool: p})
 		require.NoError(t, err)
 		require.NoError(t, p.Close())
 		open := spin.Hold(t, o)
@@ -266,7 +267,7 @@ func TestPoolUseOnOOM(t *testing.T) {
 			s := newStream(t, d)
 			p := memory.NewPool(&memory.PoolConfig{UseOnOOM: use})
 			big := makeIn(t, p, s, 100*mib)
-			was := big.Raw()
+			was := big.Ptr()
 			require.NoError(t, big.Close())
 			_, total, err := d.MemoryInfo()
 			require.NoError(t, err)
@@ -274,7 +275,7 @@ func TestPoolUseOnOOM(t *testing.T) {
 			x, err := memory.Make[byte](s, 60*mib)
 			if use {
 				require.NoError(t, err)
-				require.Equal(t, was, x.Raw())
+				require.Equal(t, was, x.Ptr())
 				require.NoError(t, x.Close())
 			} else {
 				require.ErrorIs(t, err, device.ErrorOutOfMemory, "the pool keeps its memory")
@@ -297,14 +298,14 @@ func TestOpenPoolsKeepTheirMemory(t *testing.T) {
 		limit(t, d, 82*mib)
 		kept, spare := newPool(t, nil), newPool(t, &memory.PoolConfig{UseOnOOM: true})
 		x, y := makeIn(t, kept, s, 40*mib), makeIn(t, spare, s, 40*mib)
-		was := y.Raw()
+		was := y.Ptr()
 		_, err := memory.Make[byte](s, 30*mib)
 		require.ErrorIs(t, err, device.ErrorOutOfMemory)
 		require.NoError(t, errors.Join(x.Close(), y.Close(), memory.EmptyCache(d)))
 		require.Equal(t, []int{40 * mib, 40 * mib}, []int{kept.Reserved(), spare.Reserved()})
 		z, err := memory.Make[byte](s, 30*mib)
 		require.NoError(t, err)
-		require.Equal(t, was, z.Raw(), "of the pool that others may use")
+		require.Equal(t, was, z.Ptr(), "of the pool that others may use")
 		_, err = memory.Make[byte](s, 30*mib)
 		require.ErrorIs(t, err, device.ErrorOutOfMemory, "the other pool keeps its memory")
 		require.Equal(t, 40*mib, kept.Reserved())
@@ -374,10 +375,10 @@ func TestGraphsShareAPool(t *testing.T) {
 		capture := func(p *memory.Pool) (g *graph.Exec, reserved int64) {
 			_, reserved, _ = grown(t, d, func() {
 				var err error
-				g, err = graph.CaptureWith(&graph.Config{Pool: p}, []*stream.Stream{s}, func() error {
+				g, err = graph.Capture([]*stream.Stream{s}, func() error {
 					x, err := memory.Make[int32](s, 1000)
 					return errors.Join(err, x.Zero(s), x.Close())
-				})
+				}, &graph.Config{Pool: p})
 				require.NoError(t, err)
 			})
 			return g, reserved

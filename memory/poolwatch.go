@@ -7,26 +7,25 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 )
 
-// A watcher is told of the segments of a pool.
+// A watcher is a callback for the segments of a pool.
 type watcher struct {
 	fn    func(d *device.Device, ptr, bytes uint64, taken bool) error
 	parts map[partKey]*alloc.Watcher // guarded by the pool's lock
 }
 
-// Watch calls fn for each segment that the pool has, and then for each that it
-// takes from its Allocator or the driver, before any of it is used, and for each
-// that it gives back, when the streams are past it and before it is freed: so that
-// the memory can be registered with who wants to know it, as NCCL does. stop calls
-// fn for the segments that there still are, as if they were given back, and then fn
-// is called no more; it is idempotent. Where fn returns an error about a segment
-// that is taken, the allocation fails with it.
+// Watch calls fn for each segment of the pool. It then calls fn for each segment that
+// the pool allocates, before its memory is used, and for each segment that the pool
+// frees, after the streams have passed it and before it is freed. NCCL uses it to
+// register the memory. stop calls fn for the remaining segments as if they were freed
+// and ends the calls; it is idempotent. If fn returns an error for a new segment, the
+// allocation fails with that error.
 //
-// fn may use the device, but nothing of this package: allocations that need the
-// driver wait for it. A pool that is watched has no expandable segments, and one
-// that has some cannot be watched.
+// fn may use the device but must not call this package: allocations that need the
+// driver wait for fn. A watched pool has no expandable segments, and a pool that has
+// expandable segments cannot be watched.
 func (p *Pool) Watch(fn func(d *device.Device, ptr, bytes uint64, taken bool) error) (stop func() error, err error) {
 	const op = "memory: watch a pool"
 	if err := p.check(op); err != nil {
@@ -49,7 +48,7 @@ func (p *Pool) Watch(fn func(d *device.Device, ptr, bytes uint64, taken bool) er
 	}), nil
 }
 
-// add lets the watcher know a part of the pool. The pool is locked.
+// add starts to watch a part of the pool. The pool is locked.
 func (w *watcher) add(key partKey, x *alloc.Pool) error {
 	a := &alloc.Watcher{Segment: func(addr, bytes uint64, taken bool) error { return w.fn(key.h.dev, addr, bytes, taken) }}
 	err := x.Watch(a)
@@ -59,7 +58,7 @@ func (w *watcher) add(key partKey, x *alloc.Pool) error {
 	return err
 }
 
-// end lets the watcher forget the pool, which is locked.
+// end stops watching. The pool is locked.
 func (w *watcher) end(p *Pool) error {
 	var errs []error
 	for key, a := range w.parts {

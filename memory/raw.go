@@ -5,17 +5,18 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
 
 // AllocRaw is Alloc without a Buffer: it returns the address of at least that many
-// bytes, a multiple of 512, for work that is enqueued on s from now on
-// (torch.cuda.caching_allocator_alloc). Where memory of that size was freed on s
-// before, it asks neither the driver nor the garbage collector. The caller frees it
-// with FreeRaw, and keeps s open until then. No bytes are no allocation: 0.
+// bytes, rounded up to a multiple of 512, for operations that are enqueued on s from
+// now on (torch.cuda.caching_allocator_alloc). If memory of that size was freed on s
+// before, it neither calls the driver nor allocates Go memory. The caller frees it
+// with FreeRaw and keeps s open until then. For 0 bytes it returns 0.
 //
-// It may be called by several goroutines; those with different streams do not wait
-// for each other.
+// It may be called by several goroutines. Goroutines that use different streams do not
+// wait for each other.
 func AllocRaw(s *stream.Stream, bytes int) (ptr uint64, err error) {
 	l, err := laneOf("memory: allocate", s)
 	if err != nil {
@@ -27,17 +28,17 @@ func AllocRaw(s *stream.Stream, bytes int) (ptr uint64, err error) {
 		}
 		return ptr, nil
 	}
-	if !s.Retain() { // the rest asks the driver about the stream
-		return 0, s.Check("memory: allocate", nil)
+	if !gpu.StreamOf(s).Retain() { // the following calls query the stream
+		return 0, gpu.CheckStream("memory: allocate", s, nil)
 	}
 	g, err := l.alloc(bytes)
-	return g.addr, errors.Join(err, s.Release())
+	return g.addr, errors.Join(err, gpu.StreamOf(s).Release())
 }
 
-// FreeRaw gives back what AllocRaw has returned on a stream of the device, in the
-// order of that stream: what is on it by now may still use the memory
-// (torch.cuda.caching_allocator_delete). The host does not wait. 0 is nothing to
-// free. An address that was not allocated, or was freed, is a *PointerError.
+// FreeRaw frees memory that AllocRaw has returned on a stream of the device, in the
+// order of that stream: operations already enqueued on it may still use the memory
+// (torch.cuda.caching_allocator_delete). The host does not wait. FreeRaw of 0 does
+// nothing. If the address is not allocated, the error is a *PointerError.
 func FreeRaw(d *device.Device, ptr uint64) error {
 	h, err := heapOf(d)
 	if err != nil || ptr == 0 {
@@ -49,8 +50,8 @@ func FreeRaw(d *device.Device, ptr uint64) error {
 	return nil
 }
 
-// RecordStreamRaw is Buffer.RecordStream for memory of AllocRaw, of which ptr may
-// be any address; s may be of another device.
+// RecordStreamRaw is Buffer.RecordStream for memory of AllocRaw. ptr may be any address
+// within the memory. s may be on another device.
 func RecordStreamRaw(ptr uint64, s *stream.Stream) error {
 	l, err := laneOf("memory: record stream", s)
 	if err != nil {
@@ -71,13 +72,13 @@ func RecordStreamRaw(ptr uint64, s *stream.Stream) error {
 
 // others returns the heaps of the System's other devices.
 func (h *heap) others() []*heap {
-	all := h.dev.System().Local(&heapsKey, func() any { return &heaps{} }).(*heaps)
+	all := gpu.DeviceOf(h.dev).System().Local(&heapsKey, func() any { return &heaps{} }).(*heaps)
 	all.mu.Lock()
 	defer all.mu.Unlock()
 	return slices.DeleteFunc(slices.Clone(all.list), func(o *heap) bool { return o == h })
 }
 
-// free gives an address back to who has given it out.
+// free frees an address through the engine that allocated it.
 func (h *heap) free(ptr uint64) error {
 	err := h.native.Free(ptr)
 	h.tidy()

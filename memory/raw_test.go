@@ -90,7 +90,7 @@ func TestBufferFreedRaw(t *testing.T) {
 		s := newStream(t, d)
 		x, err := memory.Make[int32](s, 100)
 		require.NoError(t, err)
-		require.NoError(t, memory.FreeRaw(d, uint64(x.Raw())))
+		require.NoError(t, memory.FreeRaw(d, x.Ptr()))
 		require.ErrorContains(t, pointerError(t, x.Close()), "was freed before")
 		require.NoError(t, x.Close())
 	})

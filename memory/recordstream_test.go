@@ -19,9 +19,9 @@ func TestRecordStreamKeepsTheBlock(t *testing.T) {
 	for name, record := range map[string]func(x memory.Slice[int32], s *stream.Stream) error{
 		"slice": func(x memory.Slice[int32], s *stream.Stream) error { return x.RecordStream(s) },
 		"part":  func(x memory.Slice[int32], s *stream.Stream) error { return x.Slice(9, 10).RecordStream(s) },
-		"raw":   func(x memory.Slice[int32], s *stream.Stream) error { return memory.RecordStreamRaw(uint64(x.Raw()), s) },
+		"raw":   func(x memory.Slice[int32], s *stream.Stream) error { return memory.RecordStreamRaw(x.Ptr(), s) },
 		"raw interior": func(x memory.Slice[int32], s *stream.Stream) error {
-			return memory.RecordStreamRaw(uint64(x.Raw())+100, s)
+			return memory.RecordStreamRaw(x.Ptr()+100, s)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -30,7 +30,7 @@ func TestRecordStreamKeepsTheBlock(t *testing.T) {
 				const n = 1 << 18 // half a segment
 				x, err := memory.MakeFrom(a, random32(n))
 				require.NoError(t, err)
-				was := x.Raw()
+				was := x.Ptr()
 				require.NoError(t, b.WaitStream(a))
 				open := spin.Hold(t, b)
 				require.NoError(t, record(x, b))
@@ -44,7 +44,7 @@ func TestRecordStreamKeepsTheBlock(t *testing.T) {
 				require.EqualValues(t, 2, s.Active.All.Current, "but active until b is past it")
 				other, err := memory.Make[int32](a, n)
 				require.NoError(t, err)
-				require.NotEqual(t, was, other.Raw(), "b still has to read it")
+				require.NotEqual(t, was, other.Ptr(), "b still has to read it")
 				require.NoError(t, other.Zero(a))
 				open()
 				out := make([]int32, n)
@@ -54,7 +54,7 @@ func TestRecordStreamKeepsTheBlock(t *testing.T) {
 				calls := statsOf(t, d).DeviceAllocs
 				z, err := memory.Make[int32](a, n)
 				require.NoError(t, err)
-				require.Equal(t, was, z.Raw(), "before the driver is asked for more")
+				require.Equal(t, was, z.Ptr(), "before the driver is asked for more")
 				require.Equal(t, calls, statsOf(t, d).DeviceAllocs)
 				require.NoError(t, z.Zero(a))
 				require.NoError(t, z.Close())
@@ -80,20 +80,20 @@ func TestOneStreamUsesItAtOnce(t *testing.T) {
 		open := spin.Hold(t, s)
 		x, err := memory.Make[int32](s, 1000)
 		require.NoError(t, err)
-		was := x.Raw()
+		was := x.Ptr()
 		require.NoError(t, x.Zero(s))
 		require.NoError(t, x.RecordStream(s))
 		require.NoError(t, x.Close())
 		calls := statsOf(t, d).DeviceAllocs
 		y, err := memory.Make[int32](s, 1000)
 		require.NoError(t, err)
-		require.Equal(t, was, y.Raw(), "although the stream has not zeroed it")
+		require.Equal(t, was, y.Ptr(), "although the stream has not zeroed it")
 		require.NoError(t, y.Close())
 		require.Equal(t, calls, statsOf(t, d).DeviceAllocs)
 		o := newStream(t, d)
 		z, err := memory.Make[int32](o, 1000)
 		require.NoError(t, err)
-		require.NotEqual(t, was, z.Raw(), "another stream has memory of its own")
+		require.NotEqual(t, was, z.Ptr(), "another stream has memory of its own")
 		require.NoError(t, z.Close())
 		open()
 	})
@@ -172,7 +172,7 @@ func TestRecordStreamIsReusedAtOnce(t *testing.T) {
 		require.NoError(t, x.Zero(a))
 		require.NoError(t, b.WaitStream(a))
 		for range 10 {
-			was := x.Raw()
+			was := x.Ptr()
 			open := spin.Hold(t, b)
 			require.NoError(t, x.RecordStream(b))
 			require.NoError(t, x.Zero(b))
@@ -183,12 +183,12 @@ func TestRecordStreamIsReusedAtOnce(t *testing.T) {
 			later := spin.Hold(t, b)
 			y, err := memory.Make[int32](a, n)
 			require.NoError(t, err)
-			require.NotEqual(t, was, y.Raw(), "b still has to write it")
+			require.NotEqual(t, was, y.Ptr(), "b still has to write it")
 			open()
 			require.NoError(t, passed.Sync(testgpu.Context(t)))
 			z, err := memory.Make[int32](a, n)
 			require.NoError(t, err)
-			require.Equal(t, was, z.Raw(), "b is past it, although it is busy")
+			require.Equal(t, was, z.Ptr(), "b is past it, although it is busy")
 			later()
 			require.NoError(t, errors.Join(passed.Close(), y.Close(), b.Sync(testgpu.Context(t)), z.Zero(a)))
 			x = z

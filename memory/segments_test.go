@@ -101,7 +101,7 @@ func TestGraphMemoryIsTorchs(t *testing.T) {
 							b = y
 						}
 						return err
-					})
+					}, nil)
 					require.NoError(t, err)
 				})
 				require.Equal(t, c.segments, segments)

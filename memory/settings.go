@@ -6,24 +6,24 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 )
 
-// The names of the backends, in the options.
+// The names of the backends in the options.
 const (
 	backendNative = "native"
 	backendAsync  = "cudaMallocAsync"
 )
 
-// options are those of all devices. They are not there before the first use.
+// options are the options of all devices, nil before their first use.
 var options = new(atomic.Pointer[alloc.Settings])
 
-// optionsText is what they were read from. It is there before they are.
+// optionsText is the text of the options. It is stored before them.
 var optionsText atomic.Pointer[string]
 
-// environment takes the options that the process was started with, unless others
-// were set before.
+// environment reads the options from the environment, unless SetAllocatorSettings was
+// called before.
 var environment = sync.OnceValue(func() error {
 	v := env.AllocConf
 	if !v.IsSet() {
@@ -39,7 +39,7 @@ var environment = sync.OnceValue(func() error {
 	return nil
 })
 
-// settings returns the options. The error is a mistake in the environment.
+// settings returns the options. The error reports invalid options in the environment.
 func settings() (alloc.Settings, error) {
 	if s := options.Load(); s != nil {
 		return *s, nil
@@ -50,12 +50,11 @@ func settings() (alloc.Settings, error) {
 	return *options.Load(), nil
 }
 
-// SetAllocatorSettings changes the options of the allocators, in torch's form, such
-// as "max_split_size_mb:128,expandable_segments:True", for all that is allocated
-// from then on (torch.cuda.memory._set_allocator_settings). What the text does not
-// name has its default. The backend changes only for devices that this package was
-// not used on yet. After an error the options are as they were. It may be called at
-// any time.
+// SetAllocatorSettings changes the options of the allocators, in torch's format, such
+// as "max_split_size_mb:128,expandable_segments:True", for later allocations
+// (torch.cuda.memory._set_allocator_settings). Options that the text does not name get
+// their defaults. The backend changes only for devices that this package has not used
+// yet. If it fails, the options do not change. It may be called at any time.
 func SetAllocatorSettings(conf string) error {
 	s, err := alloc.ParseSettings(conf)
 	if err != nil {
@@ -66,9 +65,8 @@ func SetAllocatorSettings(conf string) error {
 	return nil
 }
 
-// Backend returns the name of the allocator that the device's memory comes from:
-// "native", "cudaMallocAsync", or "pluggable" for one of ChangeAllocator
-// (torch.cuda.get_allocator_backend).
+// Backend returns the name of the device's allocator: "native", "cudaMallocAsync", or
+// "pluggable" for an allocator of ChangeAllocator (torch.cuda.get_allocator_backend).
 func Backend(d *device.Device) (string, error) {
 	h, err := heapOf(d)
 	if err != nil {

@@ -7,6 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -16,7 +17,7 @@ type Slice[T Element] struct {
 	buf  *Buffer
 	off  uintptr // bytes from the start of buf
 	n    int
-	root bool // returned by Make, and so the one to close
+	root bool // returned by Make: only this slice can be closed
 }
 
 // Make allocates n elements in the order of s; see Alloc. The contents are
@@ -46,9 +47,9 @@ func MakeFrom[T Element](s *stream.Stream, src []T) (Slice[T], error) {
 	return x, nil
 }
 
-// MakeFlat allocates one slice that has room for parts of the given lengths,
-// and returns it with the parts in order: what torch calls flattened dense
-// tensors. Each part starts at a multiple of 16 bytes.
+// MakeFlat allocates one slice that has room for parts of the given lengths, and
+// returns it with the parts in order (torch's flattened dense tensors). Each part
+// starts at a multiple of 16 bytes.
 func MakeFlat[T Element](s *stream.Stream, lens ...int) (flat Slice[T], parts []Slice[T], err error) {
 	align := 16 / sizeOf[T]()
 	total := 0
@@ -98,7 +99,7 @@ func (x Slice[T]) Bytes() int { return x.n * sizeOf[T]() }
 // DType returns the element type as a value.
 func (x Slice[T]) DType() DType { return DTypeOf[T]() }
 
-// Device returns the device whose memory it is, or nil for the zero Slice.
+// Device returns the device that holds the memory, or nil for the zero Slice.
 func (x Slice[T]) Device() *device.Device {
 	if x.buf == nil {
 		return nil
@@ -113,19 +114,18 @@ func (x Slice[T]) Buffer() *Buffer { return x.buf }
 func (x Slice[T]) Offset() int { return int(x.off) }
 
 // Ptr returns the device address of the first element, for code that calls CUDA
-// by other means. It is 0 for an empty allocation.
-func (x Slice[T]) Ptr() uint64 { return uint64(x.Raw()) }
+// directly. It is 0 for an empty allocation.
+func (x Slice[T]) Ptr() uint64 { return uint64(x.raw()) }
 
-// Raw returns the device address. For Chorus's own packages.
-func (x Slice[T]) Raw() cudadrv.DevicePtr {
+func (x Slice[T]) raw() cudadrv.DevicePtr {
 	if x.buf == nil || x.buf.ptr == 0 {
 		return 0
 	}
 	return x.buf.ptr + cudadrv.DevicePtr(x.off)
 }
 
-// Slice returns the elements i to j-1, which x shares. Like a Go slice
-// expression it panics when the bounds are out of range.
+// Slice returns the elements i to j-1. They share x's memory. Like a Go slice
+// expression it panics if the bounds are out of range.
 func (x Slice[T]) Slice(i, j int) Slice[T] {
 	if i < 0 || j < i || j > x.n {
 		panic(fmt.Sprintf("memory: slice bounds [%d:%d] out of range of %d elements", i, j, x.n))
@@ -133,7 +133,7 @@ func (x Slice[T]) Slice(i, j int) Slice[T] {
 	return Slice[T]{buf: x.buf, off: x.off + uintptr(i*sizeOf[T]()), n: j - i}
 }
 
-// AsBytes returns the same memory as bytes, which x shares.
+// AsBytes returns the memory of x as bytes.
 func (x Slice[T]) AsBytes() Slice[byte] { return Slice[byte]{buf: x.buf, off: x.off, n: x.Bytes()} }
 
 // RecordStream tells that work on s uses the memory; see Buffer.RecordStream.
@@ -144,8 +144,8 @@ func (x Slice[T]) RecordStream(s *stream.Stream) error {
 	return x.buf.RecordStream(s)
 }
 
-// Close frees the memory; see Buffer.Close. Closing a slice that Make did not
-// return is an error that matches ErrView.
+// Close frees the memory; see Buffer.Close. If Make did not return the slice, the error
+// matches ErrView.
 func (x Slice[T]) Close() error {
 	if x.buf == nil {
 		return nil
@@ -156,23 +156,8 @@ func (x Slice[T]) Close() error {
 	return x.buf.Close()
 }
 
-// Check returns an error if x cannot be used by an operation on dev: it is
-// closed, or of another device. For Chorus's own packages.
-func (x Slice[T]) Check(op string, dev *device.Device) error {
-	if x.buf == nil {
-		if x.n == 0 {
-			return nil
-		}
-		return fmt.Errorf("%s: a slice without memory", op)
-	}
-	if x.buf.owner.Closed() {
-		return fmt.Errorf("%s: %d elements of %s on %s: %w", op, x.n, x.DType(), x.Device(), device.ErrClosed)
-	}
-	if dev != nil && x.Device() != dev {
-		return fmt.Errorf("%s: the buffer is of %s, the operation runs on %s", op, x.Device(), dev)
-	}
-	return nil
-}
+// check returns an error if x is closed.
+func (x Slice[T]) check(op string) error { return mem.Check(op, x.buf, x.n, nil) }
 
 func sizeOf[T Element]() int {
 	var z T

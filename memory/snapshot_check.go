@@ -6,12 +6,12 @@ import (
 	"math"
 )
 
-// mostDevices bounds the ordinals: there is a trace for each up to the largest.
+// mostDevices bounds the ordinals, because there is one trace for each ordinal.
 const mostDevices = 4096
 
-// Check returns an error that says where the snapshot is not what readers of the
-// format rely on: segments lie apart and are in order of their addresses, and
-// the blocks of each fill it. WritePickle and WriteJSON check it.
+// Check validates the invariants that readers of the format rely on: segments do not
+// overlap and are sorted by address, and the blocks of each segment fill it.
+// WritePickle and WriteJSON call it.
 func (s *Snapshot) Check() error {
 	if t := s.Settings.GarbageCollectionThreshold; math.IsNaN(t) || math.IsInf(t, 0) {
 		return fmt.Errorf("memory: snapshot: the garbage collection threshold is %v", t)
@@ -47,13 +47,13 @@ func (g *Segment) check() error {
 			return fmt.Errorf("the block of %d bytes at %#x was requested with %d", b.Size, b.Address, b.RequestedSize)
 		}
 		switch b.State {
-		case BlockAllocated:
+		case blockAllocated:
 			allocated += b.Size
 			fallthrough
-		case BlockPendingFree:
+		case blockPendingFree:
 			active += b.Size
 			requested += b.RequestedSize
-		case BlockInactive:
+		case blockInactive:
 		default:
 			return fmt.Errorf("the block of %d bytes at %#x has the state %q", b.Size, b.Address, b.State)
 		}
@@ -69,8 +69,8 @@ func (g *Segment) check() error {
 	return nil
 }
 
-// traces returns the traces with one for each device that has a segment: readers
-// look them up by its ordinal.
+// traces returns the traces, extended to one for each device that has a segment:
+// readers look them up by ordinal.
 func (s *Snapshot) traces() [][]TraceEntry {
 	traces := s.Traces
 	for _, g := range s.Segments {

@@ -8,35 +8,45 @@ import (
 	"io"
 	"strconv"
 
-	"github.com/gochorus/chorus/internal/pickle"
 	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/memory/internal/pickle"
 )
 
-// ReadSnapshot reads a snapshot that Chorus has written or torch's
-// memory._dump_snapshot has: a pickle or JSON, either also compressed by gzip.
-// Keys that it does not know it passes over, and most may be missing; blocks
-// without an address get it from their segment. Any input is safe: pickles run
-// no code, and one of more than 2 GiB or 64 million values is an error, as is a
-// compressed one that becomes more than 64 times as long and 1 MiB. What
-// several entries share, such as frames, they share in the result too.
+// ReadSnapshot reads a snapshot that Chorus or torch's memory._dump_snapshot has
+// written: a pickle or JSON, either of them optionally compressed by gzip. It ignores
+// unknown keys, and most keys may be missing; blocks without an address get one from
+// their segment. Any input is safe: pickles run no code. Input of more than 2 GiB or 64
+// million values is an error, and so is compressed input that expands to more than 64
+// times its size plus 1 MiB. Values that entries share, such as frames, are also shared
+// in the result.
 func ReadSnapshot(r io.Reader) (*Snapshot, error) {
-	v, err := readValue(r)
-	if errors.Is(err, io.ErrUnexpectedEOF) {
-		err = fmt.Errorf("the file ends too early: it was cut off: write or copy it again: %w", err)
-	}
+	v, err := readValue(r, nil)
 	if err != nil {
-		return nil, fmt.Errorf("memory: read a snapshot: %w", err)
+		return nil, readError(err)
 	}
 	s, err := snapshotOf(v)
 	if err != nil {
-		return nil, fmt.Errorf("memory: read a snapshot: %w", err)
+		return nil, readError(err)
 	}
 	return s, nil
 }
 
-const mostSnapshotBytes, mostSnapshotValues = 2 << 30, 64 << 20
+func readError(err error) error {
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		err = fmt.Errorf("the file ends too early: it was cut off: write or copy it again: %w", err)
+	}
+	return fmt.Errorf("memory: read a snapshot: %w", err)
+}
 
-func readValue(packed io.Reader) (any, error) {
+const (
+	mostSnapshotBytes, mostSnapshotValues = 2 << 30, 64 << 20
+
+	tracesKey = "device_traces"
+)
+
+// readValue reads the values of a snapshot. If pass is not nil, it gets the entries of the
+// traces, which are then not kept.
+func readValue(packed io.Reader, pass func(device int, entry any) error) (any, error) {
 	plain, err := safefile.Unzip(packed)
 	if err != nil {
 		return nil, err
@@ -49,12 +59,19 @@ func readValue(packed io.Reader) (any, error) {
 	case err != nil:
 		return nil, err
 	}
-	if start[0] == 0x80 {
-		return pickle.Decode(r, &pickle.Limits{Bytes: mostSnapshotBytes, Values: mostSnapshotValues})
+	limits := &pickle.Limits{Bytes: mostSnapshotBytes, Values: mostSnapshotValues}
+	switch {
+	case start[0] == 0x80 && pass != nil:
+		return pickle.DecodeItems(r, limits, tracesKey, pass)
+	case start[0] == 0x80:
+		return pickle.Decode(r, limits)
 	}
-	j := &jsonReader{d: json.NewDecoder(io.LimitReader(r, mostSnapshotBytes))}
+	j := &jsonReader{d: json.NewDecoder(io.LimitReader(r, mostSnapshotBytes)), pass: pass}
 	j.d.UseNumber()
 	v, err := j.value(0)
+	if j.mistake != nil {
+		return nil, j.mistake
+	}
 	if err == io.EOF {
 		err = io.ErrUnexpectedEOF
 	}
@@ -64,10 +81,13 @@ func readValue(packed io.Reader) (any, error) {
 	return v, nil
 }
 
-// A jsonReader reads JSON as the values that a pickle has.
+// A jsonReader reads JSON into the values of package pickle.
 type jsonReader struct {
 	d      *json.Decoder
 	values int
+
+	pass    func(device int, entry any) error // or nil
+	mistake error                             // in valid JSON
 }
 
 func (j *jsonReader) value(depth int) (any, error) {
@@ -78,6 +98,11 @@ func (j *jsonReader) value(depth int) (any, error) {
 	if err != nil {
 		return nil, err
 	}
+	return j.valueOf(t, depth)
+}
+
+// valueOf returns the value that begins with a token.
+func (j *jsonReader) valueOf(t json.Token, depth int) (any, error) {
 	switch t := t.(type) {
 	case json.Delim:
 		if t == '[' {
@@ -116,7 +141,11 @@ func (j *jsonReader) dict(depth int) (any, error) {
 		if err != nil {
 			return nil, err
 		}
-		v, err := j.value(depth + 1)
+		read := j.value
+		if j.pass != nil && depth == 0 && key == tracesKey {
+			read = j.traces
+		}
+		v, err := read(depth + 1)
 		if err != nil {
 			return nil, err
 		}
@@ -124,4 +153,43 @@ func (j *jsonReader) dict(depth int) (any, error) {
 	}
 	_, err := j.d.Token()
 	return d, err
+}
+
+// traces reads the traces of all devices and passes their entries on.
+func (j *jsonReader) traces(depth int) (any, error) {
+	return j.each(depth, func(device int) error {
+		entries, err := j.each(depth+1, func(int) error {
+			before := j.values
+			entry, err := j.value(depth + 2)
+			if err != nil {
+				return err
+			}
+			j.values = before
+			return j.pass(device, entry)
+		})
+		if _, ok := entries.(*pickle.List); err == nil && !ok {
+			j.mistake = fmt.Errorf("trace %d: it is %s: want a list", device, describe(entries))
+			err = j.mistake
+		}
+		return err
+	})
+}
+
+// each calls read for each value of a list, and returns an empty list. It returns the value
+// if that is not a list.
+func (j *jsonReader) each(depth int, read func(i int) error) (any, error) {
+	t, err := j.d.Token()
+	if err != nil {
+		return nil, err
+	}
+	if t != json.Delim('[') {
+		return j.valueOf(t, depth)
+	}
+	for i := 0; j.d.More(); i++ {
+		if err := read(i); err != nil {
+			return nil, err
+		}
+	}
+	_, err = j.d.Token()
+	return &pickle.List{}, err
 }

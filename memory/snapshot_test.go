@@ -25,33 +25,33 @@ func snapshot() *memory.Snapshot {
 	const small, large, other = 0x7f00_0000_0000, 0x7f00_0040_0000, 0x7f10_0000_0000
 	frames := memory.Stack{{Name: "main.train", Filename: "/src/train.go", Line: 31}, {Name: "main.main", Filename: "/src/main.go", Line: 7}}
 	trace := []memory.TraceEntry{
-		{Action: memory.TraceSegmentAlloc, Address: small, Size: 2 * mib},
-		{Action: memory.TraceAlloc, Address: small, Size: 12, Frames: frames},
-		{Action: memory.TraceAlloc, Address: small + 512, Size: 1000, Frames: frames},
-		{Action: memory.TraceSegmentAlloc, Address: large, Size: 20 * mib, Stream: 7},
-		{Action: memory.TraceAlloc, Address: large, Size: 3 * mib, Stream: 7},
-		{Action: memory.TraceFreeRequested, Address: large, Size: 3 * mib, Stream: 7},
-		{Action: memory.TraceFreeCompleted, Address: large, Size: 3 * mib, Stream: 7},
-		{Action: memory.TraceSegmentFree, Address: large, Size: 20 * mib, Stream: 7},
-		{Action: memory.TraceOOM, DeviceFree: 5 * mib, Size: 1 << 40},
-		{Action: memory.TraceFreeRequested, Address: small + 512, Size: 1000, Frames: frames},
-		{Action: memory.TraceSnapshot, Size: 1536},
+		{Action: "segment_alloc", Address: small, Size: 2 * mib},
+		{Action: "alloc", Address: small, Size: 12, Frames: frames},
+		{Action: "alloc", Address: small + 512, Size: 1000, Frames: frames},
+		{Action: "segment_alloc", Address: large, Size: 20 * mib, Stream: 7},
+		{Action: "alloc", Address: large, Size: 3 * mib, Stream: 7},
+		{Action: "free_requested", Address: large, Size: 3 * mib, Stream: 7},
+		{Action: "free_completed", Address: large, Size: 3 * mib, Stream: 7},
+		{Action: "segment_free", Address: large, Size: 20 * mib, Stream: 7},
+		{Action: "oom", DeviceFree: 5 * mib, Size: 1 << 40},
+		{Action: "free_requested", Address: small + 512, Size: 1000, Frames: frames},
+		{Action: "snapshot", Size: 1536},
 	}
 	for i := range trace {
 		trace[i].Time = 1_700_000_000_000_000 + int64(i)
 	}
 	return &memory.Snapshot{
 		Segments: []memory.Segment{{
-			Address: small, TotalSize: 2 * mib, AllocatedSize: 512, ActiveSize: 1536, RequestedSize: 1012, Type: memory.SmallSegment,
+			Address: small, TotalSize: 2 * mib, AllocatedSize: 512, ActiveSize: 1536, RequestedSize: 1012, Type: "small",
 			Blocks: []memory.Block{
-				{Address: small, Size: 512, RequestedSize: 12, State: memory.BlockAllocated, Frames: frames},
-				{Address: small + 512, Size: 1024, RequestedSize: 1000, State: memory.BlockPendingFree, Frames: frames},
-				{Address: small + 1536, Size: 2*mib - 1536, State: memory.BlockInactive},
+				{Address: small, Size: 512, RequestedSize: 12, State: "active_allocated", Frames: frames},
+				{Address: small + 512, Size: 1024, RequestedSize: 1000, State: "active_pending_free", Frames: frames},
+				{Address: small + 1536, Size: 2*mib - 1536, State: "inactive"},
 			},
 		}, {
 			Device: 2, Address: other, TotalSize: 40 * mib, AllocatedSize: 40 * mib, ActiveSize: 40 * mib, RequestedSize: 40 * mib,
-			Stream: 1 << 46, Type: memory.LargeSegment, Pool: [2]uint64{0, 3}, Expandable: true, Frames: frames,
-			Blocks: []memory.Block{{Address: other, Size: 40 * mib, RequestedSize: 40 * mib, State: memory.BlockAllocated}},
+			Stream: 1 << 46, Type: "large", Pool: [2]uint64{0, 3}, Expandable: true, Frames: frames,
+			Blocks: []memory.Block{{Address: other, Size: 40 * mib, RequestedSize: 40 * mib, State: "active_allocated"}},
 		}},
 		Traces: [][]memory.TraceEntry{trace},
 		Settings: memory.SnapshotSettings{Conf: "expandable_segments:True", MaxSplitSize: -1, GarbageCollectionThreshold: 0.5,
@@ -165,7 +165,7 @@ func TestReadTorchSnapshot(t *testing.T) {
 		require.Equal(t, memory.Stack{{Name: "forward", Filename: "/x/train.py", Line: 12}}, s.Segments[0].Blocks[0].Frames)
 		require.Same(t, &s.Segments[0].Blocks[0].Frames[0], &s.Traces[0][1].Frames[0], "what the file shares is shared")
 		require.Len(t, s.Traces, 2)
-		require.Equal(t, memory.TraceEntry{Action: memory.TraceOOM, DeviceFree: 4096, Size: 1 << 40, Time: 1700000000000002}, s.Traces[0][2])
+		require.Equal(t, memory.TraceEntry{Action: "oom", DeviceFree: 4096, Size: 1 << 40, Time: 1700000000000002}, s.Traces[0][2])
 		require.EqualValues(t, -1, s.Settings.MaxSplitSize)
 	}
 }
@@ -214,7 +214,7 @@ func TestReadSnapshotRefuses(t *testing.T) {
 		"\x80\x02]q":                       "the file ends too early",
 		`{"segments": [`:                   "the file ends too early",
 		`{"segments": {}}`:                 `"segments" of the snapshot is a dictionary: want a list`,
-		"\x80\x02cos\nabort\n":             "no classes and no calls",
+		"\x80\x02cos\nabort\n":             "without classes and calls",
 		"\x80\x02N.":                       "the snapshot is missing: want a dictionary",
 		"{":                                "the file ends too early",
 		"nonsense":                         "neither a pickle nor JSON",
@@ -233,8 +233,11 @@ func TestReadSnapshotRefuses(t *testing.T) {
 		strings.Repeat("[", 100): "more than 32 deep",
 	} {
 		_, err := memory.ReadSnapshot(strings.NewReader(text))
-		require.ErrorContains(t, err, "memory: read a snapshot: ", "%q", text)
-		require.ErrorContains(t, err, want, "%q", text)
+		_, walked := memory.WalkSnapshot(strings.NewReader(text), func(int, memory.TraceEntry) error { return nil })
+		for _, err := range []error{err, walked} {
+			require.ErrorContains(t, err, "memory: read a snapshot: ", "%q", text)
+			require.ErrorContains(t, err, want, "%q", text)
+		}
 	}
 }
 
@@ -266,6 +269,7 @@ func FuzzReadSnapshot(f *testing.F) {
 	}
 	f.Add([]byte(`{"segments": [], "device_traces": [[{"action": "oom", "device_free": 1}]]}`))
 	f.Fuzz(func(t *testing.T, file []byte) {
+		_, _ = memory.WalkSnapshot(bytes.NewReader(file), func(int, memory.TraceEntry) error { return nil })
 		s, err := memory.ReadSnapshot(bytes.NewReader(file))
 		if err != nil || s.Check() != nil {
 			return

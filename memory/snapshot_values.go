@@ -4,31 +4,35 @@ import (
 	"fmt"
 	"strconv"
 
-	"github.com/gochorus/chorus/internal/pickle"
+	"github.com/gochorus/chorus/memory/internal/pickle"
 )
 
-// snapshotOf makes a snapshot of what a pickle has.
+// snapshotOf makes a snapshot from the values of a pickle.
 func snapshotOf(v any) (*Snapshot, error) {
-	r := &snapshotReader{
-		frames: map[*pickle.List][]Frame{}, blocks: map[*pickle.List][]Block{}, entries: map[*pickle.List][]TraceEntry{},
-	}
+	r := newSnapshotReader()
 	var s Snapshot
 	top := r.dict("the snapshot", v)
 	s.Segments = listOf(r, top.list("segments", true), "segment", nil, r.segment)
-	s.Traces = listOf(r, top.list("device_traces", false), "trace", nil, r.trace)
+	s.Traces = listOf(r, top.list(tracesKey, false), "trace", nil, r.trace)
 	if settings, ok := top.get("allocator_settings"); ok {
 		s.Settings = r.settings(settings)
 	}
 	return &s, r.err
 }
 
-// A snapshotReader takes a snapshot out of a pickle's values and keeps the first
-// error. Lists that are in several places are taken out once.
+// A snapshotReader converts the values of a pickle and keeps the first error. A list
+// that occurs several times is converted once.
 type snapshotReader struct {
 	err     error
 	frames  map[*pickle.List][]Frame
 	blocks  map[*pickle.List][]Block
 	entries map[*pickle.List][]TraceEntry
+}
+
+func newSnapshotReader() *snapshotReader {
+	return &snapshotReader{
+		frames: map[*pickle.List][]Frame{}, blocks: map[*pickle.List][]Block{}, entries: map[*pickle.List][]TraceEntry{},
+	}
 }
 
 func (r *snapshotReader) fail(format string, args ...any) {
@@ -37,7 +41,7 @@ func (r *snapshotReader) fail(format string, args ...any) {
 	}
 }
 
-// listOf takes each item of a list out, unless the list is known.
+// listOf converts each item of a list, unless the list was converted before.
 func listOf[T any](r *snapshotReader, l *pickle.List, what string, known map[*pickle.List][]T, item func(string, any) T) []T {
 	if l == nil || r.err != nil {
 		return nil
@@ -65,15 +69,15 @@ func (r *snapshotReader) segment(what string, v any) Segment {
 		Device: d.int("device"), Address: d.uint("address", true), TotalSize: d.uint("total_size", true),
 		AllocatedSize: d.uint("allocated_size", false), ActiveSize: d.uint("active_size", false),
 		RequestedSize: d.uint("requested_size", false), Stream: d.uint("stream", false),
-		Type: SegmentType(d.text("segment_type")), Pool: d.pool(), Expandable: d.bool("is_expandable"), Frames: d.frames(),
+		Type: d.text("segment_type"), Pool: d.pool(), Expandable: d.bool("is_expandable"), Frames: d.frames(),
 	}
 	g.Blocks = listOf(r, d.list("blocks", true), "block", r.blocks, r.block)
 	g.place()
 	return g
 }
 
-// place gives the blocks their addresses where the file had none, as those of
-// older torch. A list of blocks that segments share keeps those of the first.
+// place assigns addresses to blocks without one, as in files of older torch. A list of
+// blocks that several segments share keeps the addresses of the first.
 func (g *Segment) place() {
 	at := g.Address
 	for i := range g.Blocks {
@@ -87,7 +91,7 @@ func (g *Segment) place() {
 func (r *snapshotReader) block(what string, v any) Block {
 	d := r.dict(what, v)
 	return Block{Address: d.uint("address", false), Size: d.uint("size", true), RequestedSize: d.uint("requested_size", false),
-		State: BlockState(d.text("state")), Frames: d.frames()}
+		State: d.text("state"), Frames: d.frames()}
 }
 
 func (r *snapshotReader) trace(_ string, v any) []TraceEntry {
@@ -100,7 +104,7 @@ func (r *snapshotReader) trace(_ string, v any) []TraceEntry {
 
 func (r *snapshotReader) entry(what string, v any) TraceEntry {
 	d := r.dict(what, v)
-	return TraceEntry{Action: TraceAction(d.text("action")), Address: d.uint("addr", false), DeviceFree: d.uint("device_free", false),
+	return TraceEntry{Action: d.text("action"), Address: d.uint("addr", false), DeviceFree: d.uint("device_free", false),
 		Size: d.uint("size", false), Stream: d.uint("stream", false), Time: int64(d.int("time_us")), Pool: d.pool(), Frames: d.frames()}
 }
 
@@ -124,7 +128,7 @@ func (r *snapshotReader) settings(v any) SnapshotSettings {
 	return s
 }
 
-// A snapshotDict takes typed values out of a dictionary.
+// A snapshotDict reads typed values from a dictionary.
 type snapshotDict struct {
 	r    *snapshotReader
 	what string
@@ -140,18 +144,18 @@ func (r *snapshotReader) dict(what string, v any) snapshotDict {
 	return snapshotDict{r, what, *d}
 }
 
-// get returns what is there and not None.
+// get returns the value of key, unless it is missing or None.
 func (d snapshotDict) get(key string) (any, bool) {
 	v, ok := d.dict.Get(key)
 	return v, ok && v != nil
 }
 
-// mistake reports that a value is missing or not what it should be.
+// mistake reports a value that is missing or has the wrong type.
 func (d snapshotDict) mistake(key string, v any, want string) {
 	d.r.fail("%s of %s is %v: want %s", strconv.Quote(key), d.what, describe(v), want)
 }
 
-// describe writes a value short.
+// describe formats a value for an error.
 func describe(v any) string {
 	switch v := v.(type) {
 	case nil:
@@ -240,7 +244,7 @@ func (d snapshotDict) frames() Stack {
 	return listOf(d.r, d.list("frames", false), "frame", d.r.frames, d.r.frame)
 }
 
-// pool takes the pair of numbers that names a pool.
+// pool reads the pair of numbers that identifies a pool.
 func (d snapshotDict) pool() (id [2]uint64) {
 	const key = "segment_pool_id"
 	v, ok := d.get(key)
@@ -248,7 +252,7 @@ func (d snapshotDict) pool() (id [2]uint64) {
 	switch v := v.(type) {
 	case pickle.Tuple:
 		pair = v
-	case *pickle.List: // of JSON
+	case *pickle.List: // from JSON
 		pair = *v
 	}
 	if ok && len(pair) != 2 {

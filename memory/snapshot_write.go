@@ -8,7 +8,7 @@ import (
 	"iter"
 	"strconv"
 
-	"github.com/gochorus/chorus/internal/pickle"
+	"github.com/gochorus/chorus/memory/internal/pickle"
 )
 
 // WritePickle writes the snapshot for Python's pickle.load and for
@@ -30,7 +30,7 @@ func (s *Snapshot) WritePickle(w io.Writer) error {
 	return nil
 }
 
-// sequence is a list whose items are made as they are written.
+// sequence is a list whose items are converted while they are written.
 func sequence[T any](list []T, value func(*T) any) iter.Seq[any] {
 	return func(yield func(any) bool) {
 		for i := range list {
@@ -93,7 +93,7 @@ func (f frameLists) block(b *Block) any {
 
 func (f frameLists) entry(e *TraceEntry) any {
 	where := pickle.Item{Key: "addr", Value: e.Address}
-	if e.Action == TraceOOM {
+	if e.Action == traceOOM {
 		where = pickle.Item{Key: "device_free", Value: e.DeviceFree}
 	}
 	d := pickle.Dict{
@@ -164,7 +164,7 @@ func (s *Snapshot) WriteJSON(w io.Writer) error {
 	return nil
 }
 
-// A jsonWriter writes values one by one, and keeps the first error.
+// A jsonWriter writes values one by one and keeps the first error.
 type jsonWriter struct {
 	w   *bufio.Writer
 	err error
@@ -188,7 +188,7 @@ func (j *jsonWriter) item(i int, v any) {
 	j.text("\n" + string(text))
 }
 
-// MarshalJSON writes what torch's dictionary of such an entry has.
+// MarshalJSON writes the keys of torch's dictionary for such an entry.
 func (e TraceEntry) MarshalJSON() ([]byte, error) {
 	type plain TraceEntry // without this method
 	v := struct {
@@ -197,7 +197,7 @@ func (e TraceEntry) MarshalJSON() ([]byte, error) {
 		DeviceFree *uint64 `json:"device_free,omitempty"`
 		Frames     Stack   `json:"frames,omitempty"`
 	}{plain: plain(e), Frames: e.Frames}
-	if e.Action == TraceOOM {
+	if e.Action == traceOOM {
 		v.DeviceFree = &e.DeviceFree
 	} else {
 		v.Address = &e.Address
@@ -205,7 +205,7 @@ func (e TraceEntry) MarshalJSON() ([]byte, error) {
 	return json.Marshal(v)
 }
 
-// MarshalJSON writes an object with the sizes in MiB as keys, as torch has it.
+// MarshalJSON writes an object with the sizes in MiB as keys, as torch does.
 func (d Divisions) MarshalJSON() ([]byte, error) {
 	sizes := map[string]uint64{}
 	for i, n := range d {
@@ -214,7 +214,8 @@ func (d Divisions) MarshalJSON() ([]byte, error) {
 	return json.Marshal(sizes)
 }
 
-// MarshalJSON writes an empty list for no calls: readers iterate over it.
+// MarshalJSON writes an empty list, not null, for an empty stack: readers iterate over
+// it.
 func (s Stack) MarshalJSON() ([]byte, error) {
 	if len(s) == 0 {
 		return []byte("[]"), nil

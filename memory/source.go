@@ -5,17 +5,18 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
 
-// driverSource takes segments from the driver.
+// driverSource allocates segments from the driver.
 type driverSource struct{ h *heap }
 
 func (s driverSource) Alloc(_ alloc.Stream, bytes uint64) (uint64, error) {
 	var p cudadrv.DevicePtr
-	err := s.h.dev.DoRelaxed("cuMemAlloc", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(s.h.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		p, r = drv.MemAlloc(uintptr(bytes))
 		return r
 	})
@@ -23,13 +24,13 @@ func (s driverSource) Alloc(_ alloc.Stream, bytes uint64) (uint64, error) {
 }
 
 func (s driverSource) Free(_ alloc.Stream, addr, _ uint64) error {
-	return s.h.dev.DoRelaxed("cuMemFree", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(cudadrv.DevicePtr(addr)) })
+	return gpu.DeviceOf(s.h.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(cudadrv.DevicePtr(addr)) })
 }
 
 // Async is false: cuMemFree waits for the device.
 func (driverSource) Async() bool { return false }
 
-// noMemory marks the error that the allocator has something to do about.
+// noMemory marks an out-of-memory error so that the allocator recognizes it.
 func noMemory(err error) error {
 	if errors.Is(err, device.ErrorOutOfMemory) {
 		return fmt.Errorf("%w: %w", alloc.ErrNoMemory, err)
@@ -37,7 +38,7 @@ func noMemory(err error) error {
 	return err
 }
 
-// allocatorSource takes segments from a caller's Allocator.
+// allocatorSource allocates segments from a user's Allocator.
 type allocatorSource struct{ a Allocator }
 
 func (s allocatorSource) Alloc(l alloc.Stream, bytes uint64) (uint64, error) {
@@ -45,8 +46,8 @@ func (s allocatorSource) Alloc(l alloc.Stream, bytes uint64) (uint64, error) {
 	return p, noMemory(err)
 }
 
-// Free names the default stream where the one that the segment was made on is
-// destroyed: its work is over.
+// Free passes the default stream if the segment's stream was destroyed, because all
+// work of that stream has completed.
 func (s allocatorSource) Free(on alloc.Stream, addr, bytes uint64) error {
 	l := on.(*lane)
 	if l.ended.Load() {
@@ -55,5 +56,5 @@ func (s allocatorSource) Free(on alloc.Stream, addr, bytes uint64) error {
 	return s.a.Free(l.s, addr, int(bytes))
 }
 
-// Async is true: an Allocator promises no wait.
+// Async is true: Free of an Allocator need not wait.
 func (allocatorSource) Async() bool { return true }

@@ -5,52 +5,52 @@ import (
 	"sync"
 	"unsafe"
 
-	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/stream"
 )
 
-// stageBytes is how much a stage holds: large enough that the bus and not the
-// host's calls set the pace.
+// stageBytes is the size of a stage: large enough that the bus limits the copy, not the
+// calls of the host.
 const stageBytes = 4 << 20
 
-// A stager copies from one device to another through two pieces of pinned
-// memory: while one is filled the other is emptied. The host only enqueues. It
-// lives as long as the devices' contexts.
+// A stager copies from one device to another through two pieces of pinned memory: while
+// one is filled the other is emptied. The host only enqueues. The stager lives as long
+// as the contexts of the devices.
 type stager struct {
 	mu       sync.Mutex
-	from, to *device.Device
-	out, in  cudadrv.Stream   // of from and of to
-	begin    [2]cudadrv.Event // of from and of to: where the user's stream was
+	from, to *gpu.Device
+	out, in  cudadrv.Stream   // on from and on to
+	begin    [2]cudadrv.Event // on from and on to: the position of the user's stream
 	stages   [2]stage
 	ready    bool
 }
 
 type stage struct {
 	p     unsafe.Pointer
-	full  cudadrv.Event // of from
-	empty cudadrv.Event // of to
+	full  cudadrv.Event // on from
+	empty cudadrv.Event // on to
 }
 
-// stagersKey is for the stagers of a device, by where they copy to.
+// stagersKey is the key of a device's stagers, by destination device.
 var stagersKey kept.Key
 
 // copyStaged enqueues a copy between devices through pinned memory.
 func copyStaged[T Element](s *stream.Stream, dst, src Slice[T]) error {
-	if err := s.RefuseCapture("memory: copy", "copies between these devices are staged, and a staged one cannot be launched again: copy before the capture"); err != nil {
+	if err := gpu.StreamOf(s).RefuseCapture("memory: copy", "copies between these devices are staged, and a staged one cannot be launched again: copy before the capture"); err != nil {
 		return err
 	}
-	from, to := src.Device(), dst.Device()
+	from, to := gpu.DeviceOf(src.Device()), gpu.DeviceOf(dst.Device())
 	stagers := from.Local(&stagersKey, func() any { return new(sync.Map) }).(*sync.Map)
 	g, ok := stagers.Load(to)
 	if !ok {
 		g, _ = stagers.LoadOrStore(to, &stager{from: from, to: to})
 	}
-	return g.(*stager).copy(s, dst.Raw(), src.Raw(), uintptr(src.Bytes()))
+	return g.(*stager).copy(gpu.StreamOf(s), dst.raw(), src.raw(), uintptr(src.Bytes()))
 }
 
-func (g *stager) copy(s *stream.Stream, dst, src cudadrv.DevicePtr, bytes uintptr) error {
+func (g *stager) copy(s *gpu.Stream, dst, src cudadrv.DevicePtr, bytes uintptr) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.open(); err != nil {
@@ -60,21 +60,22 @@ func (g *stager) copy(s *stream.Stream, dst, src cudadrv.DevicePtr, bytes uintpt
 	if s.Device() == g.to {
 		begin = g.begin[1]
 	}
-	if err := record(s.Device(), begin, s.Raw()); err != nil {
+	if err := s.Device().RecordEvent(begin, s.Raw()); err != nil {
 		return err
 	}
-	if err := wait(g.from, g.out, begin); err != nil { // and in waits for out
+	if err := g.from.WaitEvent(g.out, begin); err != nil { // and in waits for out
 		return err
 	}
 	if err := g.enqueue(s, dst, src, bytes); err != nil {
-		// What is under way uses the memory, and s does not wait for it.
+		// s does not wait for the operations that are already enqueued, and they use
+		// the memory.
 		return errors.Join(err, g.drain())
 	}
 	return nil
 }
 
-// enqueue lets the bytes pass, and s wait for the last of them.
-func (g *stager) enqueue(s *stream.Stream, dst, src cudadrv.DevicePtr, bytes uintptr) error {
+// enqueue enqueues the copies and makes s wait for the last one.
+func (g *stager) enqueue(s *gpu.Stream, dst, src cudadrv.DevicePtr, bytes uintptr) error {
 	last := 0
 	for at := uintptr(0); at < bytes; at += stageBytes {
 		last = int(at / stageBytes % 2)
@@ -82,110 +83,67 @@ func (g *stager) enqueue(s *stream.Stream, dst, src cudadrv.DevicePtr, bytes uin
 			return err
 		}
 	}
-	return wait(s.Device(), s.Raw(), g.stages[last].empty)
+	return s.Wait(g.stages[last].empty)
 }
 
-// drain waits for what the stager has enqueued.
+// drain waits for the operations that the stager has enqueued.
 func (g *stager) drain() error {
-	sync := func(d *device.Device, s cudadrv.Stream) error {
-		return d.Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s) })
-	}
-	return errors.Join(sync(g.from, g.out), sync(g.to, g.in))
+	return errors.Join(g.from.SyncStream(g.out), g.to.SyncStream(g.in))
 }
 
-// pass fills a stage as soon as it is empty and empties it again.
+// pass fills a stage once it is empty, and then empties it.
 func (g *stager) pass(x *stage, dst, src cudadrv.DevicePtr, n uintptr) error {
-	if err := wait(g.from, g.out, x.empty); err != nil {
+	if err := g.from.WaitEvent(g.out, x.empty); err != nil {
 		return err
 	}
-	err := g.from.Do("cuMemcpyDtoHAsync", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemcpyDtoHAsync(x.p, src, n, g.out) })
+	err := g.from.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemcpyDtoHAsync(x.p, src, n, g.out) })
 	if err != nil {
 		return err
 	}
-	if err := record(g.from, x.full, g.out); err != nil {
+	if err := g.from.RecordEvent(x.full, g.out); err != nil {
 		return err
 	}
-	if err := wait(g.to, g.in, x.full); err != nil {
+	if err := g.to.WaitEvent(g.in, x.full); err != nil {
 		return err
 	}
-	err = g.to.Do("cuMemcpyHtoDAsync", func(drv cudadrv.Driver) cudadrv.Result { return drv.MemcpyHtoDAsync(dst, x.p, n, g.in) })
+	err = g.to.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemcpyHtoDAsync(dst, x.p, n, g.in) })
 	if err != nil {
 		return err
 	}
-	return record(g.to, x.empty, g.in)
+	return g.to.RecordEvent(x.empty, g.in)
 }
 
-// open makes what is not there yet, so that it can be called again after an
-// error.
-func (g *stager) open() error {
+// open creates the streams, events and memory that do not exist yet, so that it can be
+// called again after an error.
+func (g *stager) open() (err error) {
 	if g.ready {
 		return nil
 	}
-	for _, x := range []struct {
-		dev *device.Device
-		s   *cudadrv.Stream
-	}{{g.from, &g.out}, {g.to, &g.in}} {
-		if err := newStream(x.dev, x.s); err != nil {
-			return err
+	stream := func(dev *gpu.Device, s *cudadrv.Stream) {
+		if err == nil && *s == 0 {
+			*s, err = dev.NewStream(0)
 		}
 	}
-	events := []struct {
-		dev *device.Device
-		e   *cudadrv.Event
-	}{{g.from, &g.begin[0]}, {g.to, &g.begin[1]}}
+	event := func(dev *gpu.Device, e *cudadrv.Event) {
+		if err == nil && *e == 0 {
+			*e, err = dev.NewEvent(cudadrv.EventDisableTiming)
+		}
+	}
+	stream(g.from, &g.out)
+	stream(g.to, &g.in)
+	event(g.from, &g.begin[0])
+	event(g.to, &g.begin[1])
 	for i := range g.stages {
 		x := &g.stages[i]
-		events = append(events, struct {
-			dev *device.Device
-			e   *cudadrv.Event
-		}{g.from, &x.full}, struct {
-			dev *device.Device
-			e   *cudadrv.Event
-		}{g.to, &x.empty})
-		if x.p != nil {
-			continue
-		}
-		err := g.from.Do("cuMemHostAlloc", func(drv cudadrv.Driver) (r cudadrv.Result) {
-			x.p, r = drv.MemHostAlloc(stageBytes, cudadrv.MemHostAllocPortable)
-			return r
-		})
-		if err != nil {
-			return err
+		event(g.from, &x.full)
+		event(g.to, &x.empty)
+		if err == nil && x.p == nil {
+			err = g.from.Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+				x.p, r = drv.MemHostAlloc(stageBytes, cudadrv.MemHostAllocPortable)
+				return r
+			})
 		}
 	}
-	for _, x := range events {
-		if err := newEvent(x.dev, x.e); err != nil {
-			return err
-		}
-	}
-	g.ready = true
-	return nil
-}
-
-func newStream(d *device.Device, s *cudadrv.Stream) error {
-	if *s != 0 {
-		return nil
-	}
-	return d.Do("cuStreamCreateWithPriority", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		*s, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, 0)
-		return r
-	})
-}
-
-func newEvent(d *device.Device, e *cudadrv.Event) error {
-	if *e != 0 {
-		return nil
-	}
-	return d.Do("cuEventCreate", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		*e, r = drv.EventCreate(cudadrv.EventDisableTiming)
-		return r
-	})
-}
-
-func record(d *device.Device, e cudadrv.Event, s cudadrv.Stream) error {
-	return d.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e, s) })
-}
-
-func wait(d *device.Device, s cudadrv.Stream, e cudadrv.Event) error {
-	return d.Do("cuStreamWaitEvent", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamWaitEvent(s, e, 0) })
+	g.ready = err == nil
+	return err
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/stream"
 )
@@ -63,18 +64,18 @@ func TestCopyStagedWherePeersAreBroken(t *testing.T) {
 	require.Equal(t, 1, bytes.Count(log.Bytes(), []byte("staged through host memory")), log.String())
 	require.Contains(t, log.String(), "virtual:0")
 	for _, way := range [][2]int{{0, 1}, {1, 0}} {
-		works, tested := devs[way[0]].PeerTested(devs[way[1]])
+		works, tested := gpu.DeviceOf(devs[way[0]]).PeerTested(gpu.DeviceOf(devs[way[1]]))
 		require.True(t, tested)
 		require.False(t, works)
 	}
-	_, tested := devs[0].PeerTested(devs[2])
+	_, tested := gpu.DeviceOf(devs[0]).PeerTested(gpu.DeviceOf(devs[2]))
 	require.False(t, tested, "no copy went there")
 }
 
 func TestCopyStagedEverywhere(t *testing.T) {
 	t.Setenv("CHORUS_P2P", "off")
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		if devs[0].System().Machine() == nil { // other tests have tested the way between these
+		if gpu.DeviceOf(devs[0]).System().Machine == nil { // other tests have tested the way between these
 			sys, err := device.NewSystem(&device.SystemConfig{Backend: "cuda"})
 			require.NoError(t, err)
 			defer func() { require.NoError(t, sys.Close()) }()
@@ -219,7 +220,7 @@ func TestPeerWorks(t *testing.T) {
 			require.NoError(t, err)
 			can, err := devs[0].CanAccessPeer(devs[1])
 			require.NoError(t, err)
-			if devs[0].System().Machine() != nil {
+			if gpu.DeviceOf(devs[0]).System().Machine != nil {
 				require.True(t, works)
 			}
 			require.True(t, can || !works)

@@ -1,45 +1,45 @@
 package memory
 
-// A Stat follows one quantity over time, in bytes or in pieces.
+// A Stat is the history of one quantity, in bytes or in blocks.
 type Stat struct {
 	Current   int64 // now
-	Peak      int64 // the most there was since the peaks were reset
-	Allocated int64 // all that was ever added, since the totals were reset
-	Freed     int64 // all that was ever taken away, since the totals were reset
+	Peak      int64 // maximum since the peaks were reset
+	Allocated int64 // sum of all increases since the totals were reset
+	Freed     int64 // sum of all decreases since the totals were reset
 }
 
-// PoolStats has a Stat for the small pool, whose blocks are of at most 1 MiB, for
-// the large pool, and for both. Peaks are each their own: that of All is at most
-// the sum of the others.
+// PoolStats has a Stat for the small pool, whose blocks have at most 1 MiB, for the
+// large pool, and for both together. Each has its own peak: the peak of All may be less
+// than the sum of the other two.
 type PoolStats struct{ All, Small, Large Stat }
 
-// Stats are the statistics of a device's allocator, under torch's names and with
-// torch's meaning (torch.cuda.memory_stats). Sizes are in bytes. The value is a
-// copy: it stands still while the allocator goes on.
+// Stats are the statistics of a device's allocator, with torch's names and meanings
+// (torch.cuda.memory_stats). Sizes are in bytes. The value is a copy and does not
+// change while the allocator runs.
 type Stats struct {
-	Allocation    PoolStats // blocks that the program has
-	Segment       PoolStats // allocations of the driver
-	Active        PoolStats // blocks in use, also those freed while other streams still use them
-	InactiveSplit PoolStats // free blocks that share their segment with others, so that it cannot be given back
+	Allocation    PoolStats // blocks that the program uses
+	Segment       PoolStats // allocations from the driver
+	Active        PoolStats // blocks in use, including freed blocks that other streams still use
+	InactiveSplit PoolStats // free blocks in segments that cannot be released because other blocks are in use
 
 	AllocatedBytes     PoolStats // of Allocation, as rounded
 	ReservedBytes      PoolStats // of Segment
 	ActiveBytes        PoolStats // of Active
 	InactiveSplitBytes PoolStats // of InactiveSplit
-	RequestedBytes     PoolStats // of Active, as the program asked for them
+	RequestedBytes     PoolStats // of Active, without rounding
 
 	OversizeAllocations Stat // blocks of at least max_split_size
 	OversizeSegments    Stat // segments of at least max_split_size
 
-	AllocRetries   int64 // allocations by the driver that succeeded or failed only after the cache was emptied
+	AllocRetries   int64 // allocations from the driver that were repeated after the cache was emptied
 	OOMs           int64 // out-of-memory errors
-	SyncAllStreams int64 // waits for all streams, to free what they used
+	SyncAllStreams int64 // synchronizations with all streams to free memory
 	DeviceAllocs   int64 // calls of the driver that allocate or map
 	DeviceFrees    int64 // calls of the driver that free or unmap
 	MaxSplitSize   int64 // of the settings; -1 is unlimited
 }
 
-// Flat returns the statistics under torch's keys, such as
+// Flat returns the statistics with torch's keys, such as
 // "allocated_bytes.small_pool.peak" (torch.cuda.memory_stats).
 func (s Stats) Flat() map[string]int64 {
 	flat := map[string]int64{}
@@ -58,8 +58,8 @@ func flatten(flat map[string]int64, prefix string, nested map[string]any) {
 	}
 }
 
-// Nested returns the statistics as torch nests them: a value is an int64 or
-// again a map[string]any (torch.cuda.memory_stats_as_nested_dict).
+// Nested returns the statistics nested as in torch: a value is an int64 or another
+// map[string]any (torch.cuda.memory_stats_as_nested_dict).
 func (s Stats) Nested() map[string]any {
 	return map[string]any{
 		"allocation":           s.Allocation.nested(),

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -137,8 +138,8 @@ func TestStreamsAreLetGo(t *testing.T) {
 				require.ErrorIs(t, err, device.ErrorOutOfMemory)
 			}
 			require.NoError(t, o.Close())
-			require.True(t, o.Retain(), "it is in use")
-			require.NoError(t, o.Release())
+			require.True(t, gpu.StreamOf(o).Retain(), "it is in use")
+			require.NoError(t, gpu.StreamOf(o).Release())
 			require.NoError(t, errors.Join(x.Close(), memory.FreeRaw(d, raw), pinned.Close(), own.Close()))
 			require.NoError(t, d.Sync(testgpu.Context(t)))
 			require.NoError(t, memory.EmptyCache(d))
@@ -146,10 +147,10 @@ func TestStreamsAreLetGo(t *testing.T) {
 			defer cancel()
 			require.NoError(t, poll.Until(ctx, func() (bool, error) {
 				err := memory.EmptyHostCache(d) // which looks, and does not wait
-				if !o.Retain() {
+				if !gpu.StreamOf(o).Retain() {
 					return true, err
 				}
-				return false, errors.Join(err, o.Release())
+				return false, errors.Join(err, gpu.StreamOf(o).Release())
 			}), "nothing uses it")
 		})
 	}

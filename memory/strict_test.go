@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
@@ -17,8 +18,8 @@ import (
 
 // set enqueues a write of bytes at an address.
 func set(s *stream.Stream, p cudadrv.DevicePtr, bytes int) error {
-	return s.Device().Do("cuMemsetD8Async", func(drv cudadrv.Driver) cudadrv.Result {
-		return drv.MemsetD8Async(p, 1, uintptr(bytes), s.Raw())
+	return gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemsetD8Async(p, 1, uintptr(bytes), gpu.StreamOf(s).Raw())
 	})
 }
 
@@ -34,49 +35,49 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 			do   func(t *testing.T, m *bench) error
 			want string // in the error; "" is none
 		}{
-			"use": {func(_ *testing.T, m *bench) error { return set(m.a, m.x.Raw(), 4000) }, ""},
+			"use": {func(_ *testing.T, m *bench) error { return set(m.a, cudadrv.DevicePtr(m.x.Ptr()), 4000) }, ""},
 			"use after free": {func(t *testing.T, m *bench) error {
-				p := m.x.Raw()
+				p := cudadrv.DevicePtr(m.x.Ptr())
 				require.NoError(t, m.x.Close())
 				return set(m.a, p, 4)
 			}, "freed by MemReturn"},
 			"use of a part after free": {func(t *testing.T, m *bench) error {
-				part := m.x.Slice(100, 200).Raw()
+				part := cudadrv.DevicePtr(m.x.Slice(100, 200).Ptr())
 				require.NoError(t, m.x.Close())
 				return set(m.a, part, 4)
 			}, "freed by MemReturn"},
 			"use beyond the end": {func(t *testing.T, m *bench) error {
 				y, err := memory.Make[int32](m.a, 128)
 				require.NoError(t, err)
-				p := y.Raw()
+				p := cudadrv.DevicePtr(y.Ptr())
 				require.NoError(t, y.Close())
 				return set(m.a, p-4, 8)
 			}, "MemReturn"},
 			"use before free": {func(t *testing.T, m *bench) error {
-				err := set(m.a, m.x.Raw(), 4000)
+				err := set(m.a, cudadrv.DevicePtr(m.x.Ptr()), 4000)
 				require.NoError(t, m.x.Close())
 				return err
 			}, ""},
 			"free and a new owner": {func(t *testing.T, m *bench) error {
-				was := m.x.Raw()
+				was := cudadrv.DevicePtr(m.x.Ptr())
 				require.NoError(t, m.x.Close())
 				y, err := memory.Make[int32](m.a, 1000)
 				require.NoError(t, err)
-				require.Equal(t, was, y.Raw())
+				require.Equal(t, was, cudadrv.DevicePtr(y.Ptr()))
 				m.x = y
 				return set(m.a, was, 4000)
 			}, ""},
-			"another stream without an event": {func(_ *testing.T, m *bench) error { return set(m.b, m.x.Raw(), 4000) }, "race"},
+			"another stream without an event": {func(_ *testing.T, m *bench) error { return set(m.b, cudadrv.DevicePtr(m.x.Ptr()), 4000) }, "race"},
 			"another stream with an event": {func(t *testing.T, m *bench) error {
 				require.NoError(t, m.b.WaitStream(m.a))
-				err := set(m.b, m.x.Raw(), 4000)
+				err := set(m.b, cudadrv.DevicePtr(m.x.Ptr()), 4000)
 				require.NoError(t, m.a.WaitStream(m.b))
 				return err
 			}, ""},
 			"no record of another stream": {func(t *testing.T, m *bench) error {
 				require.NoError(t, m.b.WaitStream(m.a))
 				open := spin.Hold(t, m.b)
-				err := set(m.b, m.x.Raw(), 4000)
+				err := set(m.b, cudadrv.DevicePtr(m.x.Ptr()), 4000)
 				require.NoError(t, m.x.Close())
 				require.NoError(t, m.a.Sync(testgpu.Context(t)))
 				open()
@@ -86,7 +87,7 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 				require.NoError(t, m.b.WaitStream(m.a))
 				require.NoError(t, m.x.RecordStream(m.b))
 				open := spin.Hold(t, m.b)
-				err := set(m.b, m.x.Raw(), 4000)
+				err := set(m.b, cudadrv.DevicePtr(m.x.Ptr()), 4000)
 				require.NoError(t, m.x.Close())
 				require.NoError(t, m.a.Sync(testgpu.Context(t)))
 				open()
@@ -97,15 +98,15 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 				g, err := graph.Capture([]*stream.Stream{m.a}, func() error {
 					y, err := memory.Make[int32](m.a, 1000)
 					require.NoError(t, err)
-					p = y.Raw()
+					p = cudadrv.DevicePtr(y.Ptr())
 					require.NoError(t, y.Zero(m.a))
 					require.NoError(t, y.Close())
 					z, err := memory.Make[int32](m.a, 1000)
 					require.NoError(t, err)
-					require.Equal(t, p, z.Raw())
+					require.Equal(t, p, cudadrv.DevicePtr(z.Ptr()))
 					require.NoError(t, z.Zero(m.a))
 					return z.Close()
-				})
+				}, nil)
 				require.NoError(t, err)
 				for range 3 {
 					require.NoError(t, g.Launch(m.a))

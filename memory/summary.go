@@ -10,10 +10,10 @@ const (
 	doubleLine = "==========================================================================="
 )
 
-// Summary returns the statistics as a table for people, in torch's layout: 75
-// columns between bars, each line with its end (torch.cuda.memory_summary). Only
-// the title differs, which has Chorus's name and a blank more. device is the
-// ordinal in the title; abbreviated leaves the rows of the two pools out.
+// Summary returns the statistics as a table in torch's layout: 75 columns between bars,
+// each line with a newline (torch.cuda.memory_summary). Only the title differs: it has
+// Chorus's name and one more blank. device is the ordinal in the title. If abbreviated
+// is true, the rows of the two pools are omitted.
 func (s Stats) Summary(device int, abbreviated bool) string {
 	t := &summary{abbreviated: abbreviated}
 	t.line(doubleLine)
@@ -37,7 +37,7 @@ func (s Stats) Summary(device int, abbreviated bool) string {
 	return t.text.String()
 }
 
-// A summary is the table that Summary writes.
+// A summary builds the table of Summary.
 type summary struct {
 	text        strings.Builder
 	abbreviated bool
@@ -45,8 +45,8 @@ type summary struct {
 
 func (t *summary) line(text string) { t.text.WriteString("|" + text + "|\n") }
 
-// pools writes the rows of one quantity. What both pools have decides the unit
-// of each column.
+// pools writes the rows of one quantity. The values of both pools together select the
+// unit of each column.
 func (t *summary) pools(name string, p PoolStats, format func(n, unit int64) string) {
 	t.line(singleLine)
 	t.row(name, p.All, p.All, format)
@@ -67,7 +67,7 @@ func (t *summary) row(name string, s, unit Stat, format func(n, unit int64) stri
 		format(s.Allocated, unit.Allocated), format(s.Freed, unit.Freed)))
 }
 
-// formatBytes writes n with the prefix that unit has: from 768 of one on, the next.
+// formatBytes writes n with the prefix for unit. The next prefix begins at 768.
 func formatBytes(n, unit int64) string {
 	n, prefix := scale(n, unit, 1024, 768, "B  ", "KiB", "MiB", "GiB", "TiB", "PiB")
 	return fmt.Sprintf("%6d %s", n, prefix)
@@ -78,9 +78,8 @@ func formatCount(n, unit int64) string {
 	return fmt.Sprintf("%7d %s ", n, prefix)
 }
 
-// scale divides n by step once for each time that unit has at least most
-// thousands left, as long as there are prefixes, and returns n with its prefix.
-// Torch keeps the fraction of unit: it is not divided here.
+// scale divides n by step, once for each prefix that unit exceeds by most, and returns
+// n with its prefix. Torch keeps the fraction of unit, so unit itself is not divided.
 func scale(n, unit, step, most int64, prefixes ...string) (int64, string) {
 	i := 0
 	for least := most * step; i < len(prefixes)-1 && unit >= least; least *= step {

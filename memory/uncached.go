@@ -7,32 +7,32 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/alloc"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/memory/internal/alloc"
 )
 
-// An uncached engine asks an Allocator for each block and keeps nothing that was
-// freed.
+// An uncached engine calls an Allocator for each block and does not cache freed memory.
 type uncached struct {
 	h *heap
 	a Allocator
 
 	mu    sync.Mutex
 	loans map[uint64]*loan // by address
-	asked int64            // bytes that the Allocator is being asked for
-	stats Stats            // but for what only the Allocator knows
+	asked int64            // bytes of allocations in progress
+	stats Stats            // except the values that only the Allocator knows
 }
 
-// absurd is a size that no device has, of which drivers say one thing or another.
+// absurd is a size that no device has. Drivers report different errors for such sizes.
 const absurd = 1 << 60
 
-// A loan is a block that somebody has.
+// A loan is an allocated block.
 type loan struct {
 	l     *lane
 	bytes int
-	users []*lane // other streams that use it
+	users []*lane // other streams that use the block
 }
 
-// uncached makes an engine. The heap is locked, or new.
+// uncached makes an engine. The heap is locked, or not shared yet.
 func (h *heap) uncached(a Allocator) *uncached {
 	e := &uncached{h: h, a: a, loans: map[uint64]*loan{}}
 	h.engines = append(h.engines, e)
@@ -45,7 +45,7 @@ func (e *uncached) has(addr uint64) bool {
 	return e.find(addr) != nil
 }
 
-// find returns the loan that addr lies in, or nil. e.mu is held.
+// find returns the loan that contains addr, or nil. e.mu is held.
 func (e *uncached) find(addr uint64) *loan {
 	if x := e.loans[addr]; x != nil {
 		return x
@@ -74,7 +74,7 @@ func (e *uncached) alloc(l *lane, bytes int) (addr uint64, err error) {
 	if err == nil {
 		return addr, nil
 	}
-	_ = l.s.Release() // a stream that cannot be destroyed costs nobody anything
+	_ = gpu.StreamOf(l.s).Release() // a stream that cannot be destroyed does no harm
 	if errors.Is(err, device.ErrorOutOfMemory) {
 		e.mu.Lock()
 		e.stats.OOMs++
@@ -83,8 +83,8 @@ func (e *uncached) alloc(l *lane, bytes int) (addr uint64, err error) {
 	return 0, e.explain(bytes, err)
 }
 
-// reserve says whether the process may have so many bytes more, and keeps them from
-// other goroutines until enter.
+// reserve reports whether the process may allocate the bytes, and reserves them until
+// enter is called.
 func (e *uncached) reserve(bytes int) bool {
 	if bytes >= absurd {
 		return false
@@ -99,8 +99,8 @@ func (e *uncached) reserve(bytes int) bool {
 	return true
 }
 
-// enter puts what the Allocator has given, if it has, into the books, in place of what
-// was reserved.
+// enter replaces a reservation by the block that the Allocator has returned, if it
+// succeeded.
 func (e *uncached) enter(l *lane, addr uint64, bytes int, err error) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -108,7 +108,7 @@ func (e *uncached) enter(l *lane, addr uint64, bytes int, err error) error {
 	if err != nil {
 		return err
 	}
-	if addr == 0 || e.loans[addr] != nil { // to give it back would take it from whoever has it
+	if addr == 0 || e.loans[addr] != nil { // freeing it would free the memory of its other user
 		return fmt.Errorf("the allocator gave the address %#x: want one that is not 0, of memory that it has not given out already", addr)
 	}
 	e.loans[addr] = &loan{l: l, bytes: bytes}
@@ -117,8 +117,8 @@ func (e *uncached) enter(l *lane, addr uint64, bytes int, err error) error {
 	return nil
 }
 
-// explain is heap.explain with what the engine knows. An Allocator that explains
-// itself has the word.
+// explain is heap.explain with the engine's statistics. An *OutOfMemoryError of the
+// Allocator itself is returned unchanged.
 func (e *uncached) explain(bytes int, err error) error {
 	if !errors.Is(err, device.ErrorOutOfMemory) {
 		return e.h.explain(bytes, err)
@@ -136,8 +136,8 @@ func (e *uncached) explain(bytes int, err error) error {
 	return x
 }
 
-// Free gives a block back in the order of its stream, behind what is on the others
-// that use it.
+// Free frees a block in the order of its stream, after the operations on the other
+// streams that use it.
 func (e *uncached) Free(addr uint64) error {
 	e.mu.Lock()
 	x := e.loans[addr]
@@ -155,24 +155,24 @@ func (e *uncached) Free(addr uint64) error {
 	e.mu.Unlock()
 	var errs []error
 	for _, u := range x.users {
-		errs = append(errs, x.l.s.Follow(u.s), u.s.Release())
+		errs = append(errs, gpu.StreamOf(x.l.s).Follow(gpu.StreamOf(u.s)), gpu.StreamOf(u.s).Release())
 	}
-	return errors.Join(append(errs, e.a.Free(x.l.s, addr, x.bytes), x.l.s.Release())...)
+	return errors.Join(append(errs, e.a.Free(x.l.s, addr, x.bytes), gpu.StreamOf(x.l.s).Release())...)
 }
 
-// refuseCapture returns an error while a stream of the loan is captured: the free
-// would be part of the graph.
+// refuseCapture returns an error while a stream of the loan is captured: the free would
+// become part of the graph.
 func (x *loan) refuseCapture() error {
 	const op, advice = "memory: free", "the graph may use the memory: free it when the graph is closed"
 	for _, l := range append(x.users, x.l) {
-		if err := l.s.RefuseCapture(op, advice); err != nil {
+		if err := gpu.StreamOf(l.s).RefuseCapture(op, advice); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// RecordStream tells that another stream uses a block.
+// RecordStream records that another stream uses a block.
 func (e *uncached) RecordStream(addr uint64, s alloc.Stream) error {
 	l := s.(*lane)
 	e.mu.Lock()
@@ -190,7 +190,7 @@ func (e *uncached) RecordStream(addr uint64, s alloc.Stream) error {
 	return nil
 }
 
-// count adds blocks and their bytes, or takes them away.
+// count adds blocks and their bytes, or subtracts them.
 func (e *uncached) count(blocks, bytes int64) {
 	for _, p := range []*PoolStats{&e.stats.Allocation, &e.stats.Active} {
 		p.All.add(blocks)
@@ -200,7 +200,7 @@ func (e *uncached) count(blocks, bytes int64) {
 	}
 }
 
-// use notes that something is allocated.
+// use records that memory was allocated.
 func (h *heap) use() {
 	h.mu.Lock()
 	defer h.mu.Unlock()

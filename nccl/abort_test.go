@@ -1,12 +1,14 @@
 package nccl_test
 
 import (
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -16,7 +18,7 @@ import (
 // room does not find the communicator freed. The process goes on.
 func TestAbortOfAFullStream(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		nccl.SetAbortPatience(t, time.Minute)
+		nccl.SetAbortTimeout(t, time.Minute)
 		ranks := connect(t, devs)
 		xs, _ := buffers(t, ranks, 8)
 		once(t, devs, ranks, xs)
@@ -81,10 +83,10 @@ func TestAbortWhileALargeOperationRuns(t *testing.T) {
 				}
 				return xs[i].Zero(ranks[i].s)
 			})
-			require.NoError(t, nccl.Group(ranks[0].c, func() error {
+			require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 				for i, r := range ranks {
 					for range 4 {
-						if err := nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum); err != nil {
+						if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum); err != nil {
 							return err
 						}
 					}
@@ -104,7 +106,7 @@ func TestAbortWhileALargeOperationRuns(t *testing.T) {
 
 // NCCL's own abort may hang; Chorus's does not.
 func TestAbortEndsWithoutNCCL(t *testing.T) {
-	nccl.SetAbortPatience(t, 50*time.Millisecond)
+	nccl.SetAbortTimeout(t, 50*time.Millisecond)
 	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "hang@ncclCommAbort#1"}).Devices()
 	cs, err := nccl.NewCommunicators(testgpu.Context(t), devs, nil)
 	require.NoError(t, err)
@@ -115,5 +117,35 @@ func TestAbortEndsWithoutNCCL(t *testing.T) {
 	require.ErrorContains(t, r.c.Abort(), "end the process", "so does whoever comes later")
 	require.ErrorContains(t, r.c.Close(), "end the process")
 	require.NoError(t, r.c.Err())
-	require.ErrorIs(t, nccl.Group(r.c, func() error { return nil }), device.ErrClosed)
+	require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error {
+		return nccl.AllReduce(b.On(r.c), nil, memory.Slice[float32]{}, memory.Slice[float32]{}, nccl.Sum)
+	}), device.ErrClosed)
+}
+
+// TestAbortEndsOtherBackends checks that every end of a communicator calls the abort of its
+// other backends: Abort, Close, a failure, and a failure that the communicator survives.
+func TestAbortEndsOtherBackends(t *testing.T) {
+	for name, c := range map[string]struct {
+		faults      string
+		recoverable bool
+		end         func(rank) error
+	}{
+		"abort":                 {"", false, func(r rank) error { return r.c.Abort() }},
+		"close":                 {"", false, func(r rank) error { return r.c.Close() }},
+		"a failure":             {"ncclAllReduce#1=ncclInternalError", false, nil},
+		"a recoverable failure": {"ncclAllReduce#1=ncclInternalError", true, nil},
+	} {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: c.faults})
+		r := connectWith(t, devs, &nccl.Config{Recoverable: c.recoverable})[0]
+		var aborts atomic.Int32
+		ranks.Of(r.c).AddBackend(func() { aborts.Add(1) })
+		if c.end != nil {
+			require.NoError(t, c.end(r), name)
+		} else {
+			xs, _ := buffers(t, []rank{r}, 8)
+			require.ErrorIs(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum), nccl.ErrorInternal, name)
+		}
+		until(t, func() bool { return aborts.Load() == 1 })
+		require.NoError(t, r.c.Close())
+	}
 }

@@ -5,22 +5,23 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// Allocator gives out memory of NCCL (ncclMemAlloc, ncclMemFree), which
-// collectives may use without a copy of their own once it is registered with
-// their communicators. Its Free waits for the stream. It rounds up to whole pages
-// of the device, mostly 2 MiB: it is for the segments of a pool.
+// Allocator allocates memory with NCCL (ncclMemAlloc, ncclMemFree). Collectives can use
+// the memory without an internal copy once it is registered with their communicators. Free
+// waits for the stream. Sizes are rounded up to whole pages of the device, usually 2 MiB,
+// so use it for the segments of a pool.
 var Allocator memory.Allocator = allocator{}
 
 type allocator struct{}
 
 func (allocator) Alloc(s *stream.Stream, bytes int) (uint64, error) {
 	const op = "nccl: allocate"
-	if err := s.Check(op, nil); err != nil {
+	if err := gpu.CheckStream(op, s, nil); err != nil {
 		return 0, err
 	}
 	dev := s.Device()
@@ -35,7 +36,7 @@ func (allocator) Alloc(s *stream.Stream, bytes int) (uint64, error) {
 	if err == nil {
 		return uint64(ptr), nil
 	}
-	// NCCL does not say what failed.
+	// NCCL does not report the cause.
 	if free, total, e := dev.MemoryInfo(); e == nil && free < uint64(bytes) {
 		err = &memory.OutOfMemoryError{Device: dev.String(), Requested: uint64(bytes), Free: free, Total: total,
 			Err: fmt.Errorf("%w: %w", device.ErrorOutOfMemory, err)}
@@ -48,13 +49,13 @@ func (allocator) Free(s *stream.Stream, ptr uint64, bytes int) error {
 	if s == nil {
 		return fmt.Errorf("%s: no stream given", op)
 	}
-	if err := s.RefuseCapture(op, "the graph may use the memory: free it after the graph"); err != nil {
+	if err := gpu.StreamOf(s).RefuseCapture(op, "the graph may use the memory: free it after the graph"); err != nil {
 		return err
 	}
 	dev := s.Device()
-	// ncclMemFree unmaps the memory at once, whatever uses it.
-	err := dev.DoRelaxed("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.Raw()) })
-	if err == nil || dev.Err() != nil { // a lost device uses nothing
+	// ncclMemFree unmaps the memory at once, even if it is in use.
+	err := gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(gpu.StreamOf(s).Raw()) })
+	if err == nil || dev.Err() != nil { // a lost device no longer uses the memory
 		err = call(dev, "ncclMemFree", func(api ncclapi.API) ncclapi.Result { return api.MemFree(cudadrv.DevicePtr(ptr)) })
 	}
 	if err != nil {
@@ -65,7 +66,7 @@ func (allocator) Free(s *stream.Stream, ptr uint64, bytes int) error {
 
 // call calls NCCL without a communicator.
 func call(dev *device.Device, name string, fn func(ncclapi.API) ncclapi.Result) error {
-	api, err := dev.System().NCCL()
+	api, err := gpu.DeviceOf(dev).System().NCCL()
 	if err != nil {
 		return err
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -25,8 +26,8 @@ func TestAllocator(t *testing.T) {
 		p, err := nccl.Allocator.Alloc(s, 1<<20)
 		require.NoError(t, err)
 		set := func() error {
-			return devs[0].Do("cuMemsetD8Async", func(drv cudadrv.Driver) cudadrv.Result {
-				return drv.MemsetD8Async(cudadrv.DevicePtr(p), 3, 1<<20, s.Raw())
+			return gpu.DeviceOf(devs[0]).Do(func(drv cudadrv.Driver) cudadrv.Result {
+				return drv.MemsetD8Async(cudadrv.DevicePtr(p), 3, 1<<20, gpu.StreamOf(s).Raw())
 			})
 		}
 		require.NoError(t, set())
@@ -38,7 +39,7 @@ func TestAllocator(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, nccl.Allocator.Free(other, q, 1<<20))
 			return other.Close()
-		})
+		}, nil)
 		require.NoError(t, err, "a capture does not mind")
 		require.NoError(t, g.Close())
 		gate := make(chan struct{})

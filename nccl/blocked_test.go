@@ -12,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -54,7 +55,7 @@ func TestAnOperationBlockedInACapture(t *testing.T) {
 			require.NoError(t, err)
 			ended := make(chan error, 1)
 			go func() {
-				_, err := graph.Capture([]*stream.Stream{s}, func() error { return nccl.AllReduce(c, s, x, x, nccl.Sum) })
+				_, err := graph.Capture([]*stream.Stream{s}, func() error { return nccl.AllReduce(c, s, x, x, nccl.Sum) }, nil)
 				ended <- err
 			}()
 			<-w.inside
@@ -74,7 +75,7 @@ func TestAnOperationBlockedInACapture(t *testing.T) {
 				require.NoError(t, c.Err(), "it was aborted, and did not fail")
 			}
 			require.NoError(t, c.Close())
-			require.False(t, stream.AnyCapture())
+			require.False(t, gpu.AnyCapture())
 			require.NoError(t, x.Close())
 			require.NoError(t, s.Close())
 		})
@@ -124,7 +125,7 @@ func TestAbortInACapture(t *testing.T) {
 			err := <-aborted
 			aborted <- nil
 			return err
-		})
+		}, nil)
 		require.ErrorContains(t, err, "a communicator with operations in it was aborted meanwhile")
 		require.NoError(t, <-aborted)
 		require.True(t, c.Closed())
@@ -150,7 +151,10 @@ func TestRelaxedIsForTheCall(t *testing.T) {
 	require.Equal(t, cudadrv.CaptureGlobal, mode)
 }
 
-func exchanged(dev *device.Device, mode cudadrv.CaptureMode) (cudadrv.CaptureMode, error) {
-	old, r := dev.Driver().ThreadExchangeStreamCaptureMode(mode)
-	return old, dev.Check("cuThreadExchangeStreamCaptureMode", r)
+func exchanged(dev *device.Device, mode cudadrv.CaptureMode) (old cudadrv.CaptureMode, err error) {
+	err = gpu.DeviceOf(dev).Ask(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		old, r = drv.ThreadExchangeStreamCaptureMode(mode)
+		return r
+	})
+	return old, err
 }

@@ -20,13 +20,17 @@ import (
 func TestFirstOperationIsCaptured(t *testing.T) {
 	operations := map[string]func(r rank, dst, src memory.Slice[int64]) error{
 		"all-reduce": func(r rank, dst, src memory.Slice[int64]) error {
-			return nccl.AllReduce(r.c, r.s, dst, src, nccl.Sum)
+			return nccl.AllReduce(r.on(), r.s, dst, src, nccl.Sum)
 		},
-		"all-to-all": func(r rank, dst, src memory.Slice[int64]) error { return nccl.AllToAll(r.c, r.s, dst, src) },
+		"all-to-all": func(r rank, dst, src memory.Slice[int64]) error { return nccl.AllToAll(r.on(), r.s, dst, src) },
 		"exchange": func(r rank, dst, src memory.Slice[int64]) error {
-			return nccl.Group(r.c, func() error {
-				return errors.Join(nccl.Send(r.c, r.s, src, 1-r.c.Rank()), nccl.Recv(r.c, r.s, dst, 1-r.c.Rank()))
-			})
+			both := func(b *nccl.Batch) error {
+				return errors.Join(nccl.Send(b.On(r.c), r.s, src, 1-r.c.Rank()), nccl.Recv(b.On(r.c), r.s, dst, 1-r.c.Rank()))
+			}
+			if r.batch != nil {
+				return both(r.batch)
+			}
+			return nccl.Group(both)
 		},
 	}
 	wants := map[string]func(in [][]int64) [][]int64{
@@ -53,8 +57,8 @@ func TestFirstOperationIsCaptured(t *testing.T) {
 			ys, _ := buffers(t, ranks, 8)
 			require.NoError(t, ranks[0].s.WaitStream(ranks[1].s))
 			require.NoError(t, replay(nil, []*stream.Stream{ranks[0].s, ranks[1].s}, func() error {
-				return nccl.Group(ranks[0].c, func() error {
-					return errors.Join(issue(ranks[0], ys[0], xs[0]), issue(ranks[1], ys[1], xs[1]))
+				return nccl.Group(func(b *nccl.Batch) error {
+					return errors.Join(issue(ranks[0].in(b), ys[0], xs[0]), issue(ranks[1].in(b), ys[1], xs[1]))
 				})
 			}), name)
 			require.NoError(t, ranks[1].s.WaitStream(ranks[0].s))
@@ -65,7 +69,7 @@ func TestFirstOperationIsCaptured(t *testing.T) {
 
 // replay captures fn in a graph and launches it on the first stream.
 func replay(cfg *graph.Config, streams []*stream.Stream, fn func() error) error {
-	x, err := graph.CaptureWith(cfg, streams, fn)
+	x, err := graph.Capture(streams, fn, cfg)
 	if err != nil {
 		return err
 	}
@@ -79,9 +83,9 @@ func TestGroupThatIsCapturedInPart(t *testing.T) {
 		ranks := connect(t, devs[:2])
 		xs, in := buffers(t, ranks, 8)
 		all := func() error {
-			return nccl.Group(ranks[0].c, func() error {
-				return errors.Join(nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum),
-					nccl.AllReduce(ranks[1].c, ranks[1].s, xs[1], xs[1], nccl.Sum))
+			return nccl.Group(func(b *nccl.Batch) error {
+				return errors.Join(nccl.AllReduce(b.On(ranks[0].c), ranks[0].s, xs[0], xs[0], nccl.Sum),
+					nccl.AllReduce(b.On(ranks[1].c), ranks[1].s, xs[1], xs[1], nccl.Sum))
 			})
 		}
 		for i := range ranks {
@@ -94,9 +98,9 @@ func TestGroupThatIsCapturedInPart(t *testing.T) {
 		defer side.Close()
 		err = replay(nil, []*stream.Stream{ranks[0].s}, func() error {
 			return replay(&graph.Config{Mode: graph.Relaxed}, []*stream.Stream{side}, func() error {
-				return nccl.Group(ranks[0].c, func() error {
-					return errors.Join(nccl.Send(ranks[0].c, ranks[0].s, xs[0].Slice(0, 4), 1),
-						nccl.Recv(ranks[0].c, side, xs[0].Slice(4, 8), 1))
+				return nccl.Group(func(b *nccl.Batch) error {
+					return errors.Join(nccl.Send(b.On(ranks[0].c), ranks[0].s, xs[0].Slice(0, 4), 1),
+						nccl.Recv(b.On(ranks[0].c), side, xs[0].Slice(4, 8), 1))
 				})
 			})
 		})

@@ -14,18 +14,16 @@ import (
 	"github.com/gochorus/chorus/internal/poll"
 )
 
-// ErrRevoked is what Revoke leaves: operations fail with it, while Split, Shrink and
-// Grow still make communicators from what there is.
+// ErrRevoked is the error of operations after Revoke. Split, Shrink and Grow still work.
 var ErrRevoked = errors.New("the communicator was revoked")
 
-// Split makes communicators of the ranks with the same color, ordered by key and
-// then by rank (ncclCommSplit). All ranks of c call it. A negative color takes part
-// in none of them: it returns nil and no error. Colors and keys have 32 bits, as NCCL's.
-// Operations in flight go on, and c stays as it is: it may be closed before its children and
-// after them.
+// Split makes one communicator for each color, with the ranks ordered by key and then by
+// rank (ncclCommSplit). All ranks of c must call it. For a negative color it returns nil
+// and a nil error. Colors and keys have 32 bits, as in NCCL. Split does not affect pending
+// operations or c, which may be closed before or after its children.
 //
-// A nil cfg is c's own. When ctx ends first, Split returns the cause, and what it
-// began goes on by itself and is aborted when it ends.
+// A nil cfg means the configuration of c. If ctx ends first, Split returns the cause; the
+// attempt continues in the background and its result is aborted.
 func (c *Communicator) Split(ctx context.Context, color, key int, cfg *Config) (*Communicator, error) {
 	if c != nil && (color > math.MaxInt32 || key < math.MinInt32 || key > math.MaxInt32) {
 		return nil, fmt.Errorf("nccl: %s on rank %d of %d: color %d, key %d: want a color of at most %d, and a key of 32 bits",
@@ -37,23 +35,22 @@ func (c *Communicator) Split(ctx context.Context, color, key int, cfg *Config) (
 		})
 }
 
-// ShrinkMode says what becomes of the operations in flight on the communicator from
-// which Shrink makes a smaller one.
+// A ShrinkMode says what happens to the pending operations of the parent communicator.
 type ShrinkMode int
 
 // The modes of Shrink.
 const (
-	// ShrinkDefault is for a communicator that works and has nothing in flight
+	// ShrinkDefault requires a working communicator without pending operations
 	// (NCCL_SHRINK_DEFAULT).
 	ShrinkDefault = ShrinkMode(ncclapi.ShrinkDefault)
-	// ShrinkAbort ends what is in flight first, also where a rank was lost or the
-	// communicator has failed; that takes Config.Recoverable (NCCL_SHRINK_ABORT).
+	// ShrinkAbort aborts pending operations first. It also works if a rank was lost or the
+	// communicator has failed, which requires Config.Recoverable (NCCL_SHRINK_ABORT).
 	ShrinkAbort = ShrinkMode(ncclapi.ShrinkAbort)
 )
 
 // Shrink makes a communicator of the ranks that are not excluded, in their order
-// (ncclCommShrink, NCCL 2.27.3 and newer). They call it, with the same list; the
-// excluded ones don't. Close c afterwards. cfg and ctx are as in Split.
+// (ncclCommShrink, NCCL 2.27.3 and newer). The remaining ranks must call it with the same
+// list; the excluded ranks must not. Close c afterwards. cfg and ctx are as in Split.
 func (c *Communicator) Shrink(ctx context.Context, mode ShrinkMode, exclude []int, cfg *Config) (*Communicator, error) {
 	const f = ncclapi.FuncCommShrink
 	list := make([]int32, len(exclude))
@@ -63,10 +60,10 @@ func (c *Communicator) Shrink(ctx context.Context, mode ShrinkMode, exclude []in
 		}
 		list[i] = int32(rank)
 	}
-	if mode == ShrinkAbort && c != nil && !c.over() {
-		c.forgive()
-		c.lastLook()
-		c.endNow("aborted the communicator's operations by Shrink", true)
+	if mode == ShrinkAbort && c != nil && !c.isClosed() {
+		c.allowChildren()
+		c.observeBeforeAbort()
+		c.recordClosing("aborted the communicator's operations by Shrink", true)
 	}
 	return c.child(ctx, f, cfg, func(nth int) string { return fmt.Sprintf("shrink%d%v", nth, exclude) },
 		func(out *ncclapi.Comm, raw *ncclapi.Config) ncclapi.Result {
@@ -74,19 +71,19 @@ func (c *Communicator) Shrink(ctx context.Context, mode ShrinkMode, exclude []in
 		})
 }
 
-// forgive lets a communicator that has failed and was not aborted be a parent.
-func (c *Communicator) forgive() {
+// allowChildren lets a failed communicator that was not aborted be a parent.
+func (c *Communicator) allowChildren() {
 	if f := c.failed.Load(); f != nil && c.recoverable {
-		<-f.settled
-		c.forgiven.Store(true)
+		<-f.done
+		c.parentAfterFailure.Store(true)
 	}
 }
 
-// GrowID makes the id with which new ranks join c (ncclCommGetUniqueId, NCCL 2.29.2
-// and newer). One rank calls it, gives it to the new ranks, and passes it to Grow.
+// GrowID makes the id that new ranks need to join c (ncclCommGetUniqueId, NCCL 2.29.2 and
+// newer). One rank calls it, sends it to the new ranks, and passes it to Grow.
 func (c *Communicator) GrowID() (UniqueID, error) {
 	const f = ncclapi.FuncCommGetUniqueID
-	if err := c.parent(f.Name()); err != nil {
+	if err := c.checkParent(f.Name()); err != nil {
 		return UniqueID{}, err
 	}
 	if err := c.needs(f); err != nil {
@@ -96,15 +93,15 @@ func (c *Communicator) GrowID() (UniqueID, error) {
 	err := relaxed(c.dev, func() error {
 		var r ncclapi.Result
 		id, r = c.api.CommGetUniqueID(*c.h)
-		return c.fail(f.Name(), r)
+		return c.check(f.Name(), r)
 	})
 	return UniqueID(id), err
 }
 
-// Grow makes a communicator of size ranks: those of c, which keep their numbers and
-// all call it, and new ones, which call JoinGrown (ncclCommGrow, NCCL 2.29.2 and
-// newer). id is GrowID's on the rank that made it, and nil on the others of c. c has
-// nothing in flight; close it afterwards. cfg and ctx are as in Split.
+// Grow makes a communicator with size ranks (ncclCommGrow, NCCL 2.29.2 and newer). All
+// ranks of c must call it and keep their numbers; the new ranks call JoinGrown. id is the
+// result of GrowID on the rank that called it, and nil on the other ranks of c. c must
+// have no pending operations; close it afterwards. cfg and ctx are as in Split.
 func (c *Communicator) Grow(ctx context.Context, size int, id *UniqueID, cfg *Config) (*Communicator, error) {
 	const f = ncclapi.FuncCommGrow
 	if c != nil && size <= c.size {
@@ -116,35 +113,33 @@ func (c *Communicator) Grow(ctx context.Context, size int, id *UniqueID, cfg *Co
 		})
 }
 
-// JoinGrown makes dev a new rank of a communicator that others enlarge with Grow
-// (ncclCommGrow). rank is from the number of the old ranks up to size-1. It returns
-// when all ranks are there; ctx is as in NewCommunicator.
+// JoinGrown makes dev a new rank of a communicator that other ranks enlarge with Grow
+// (ncclCommGrow). rank is from the old number of ranks to size-1. It returns when all
+// ranks have joined; ctx is as in NewCommunicator.
 func JoinGrown(ctx context.Context, dev *device.Device, id UniqueID, rank, size int, cfg *Config) (*Communicator, error) {
 	const f = ncclapi.FuncCommGrow
 	if err := checkRank(dev, rank, size); err != nil {
 		return nil, err
 	}
-	c, raw, err := prepare(dev, rank, size, cfg)
+	c, raw, err := newUnconnected(dev, rank, size, cfg)
 	if err != nil {
 		return nil, err
 	}
 	if err := c.needs(f); err != nil {
 		return nil, err
 	}
-	return c.start(ctx, f.Name(), string(id[:]), func() ncclapi.Result {
+	return c.connect(ctx, f.Name(), string(id[:]), func() ncclapi.Result {
 		return c.api.CommGrow(0, int32(size), (*ncclapi.UniqueID)(&id), int32(rank), c.h, raw)
 	})
 }
 
-// child makes a communicator from c by one call of NCCL. All ranks of the child get
-// the same name for c's nth child, which is its own in traces where cfg has none.
+// child makes a communicator from c by one call of NCCL. If cfg has no name, the child
+// gets a name in traces that is the same on all its ranks: c's name and the number of the
+// child.
 func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, label func(nth int) string,
 	create func(out *ncclapi.Comm, raw *ncclapi.Config) ncclapi.Result) (*Communicator, error) {
 	name := f.Name()
-	if err := c.parent(name); err != nil {
-		return nil, err
-	}
-	if err := RefuseGroup("nccl: " + name); err != nil {
+	if err := c.checkParent(name); err != nil {
 		return nil, err
 	}
 	if err := c.needs(f); err != nil {
@@ -154,7 +149,7 @@ func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, l
 	if inherited {
 		cfg = c.settings
 	}
-	k, raw, err := prepare(c.dev, c.rank, c.size, cfg)
+	k, raw, err := newUnconnected(c.dev, c.rank, c.size, cfg)
 	if err != nil {
 		return nil, err
 	}
@@ -164,27 +159,32 @@ func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, l
 	if inherited {
 		raw = nil // NCCL takes the parent's
 	}
-	// What hangs in NCCL is ended by what is about to be called.
+	// A call that hangs in NCCL holds mu; the functions called below end it.
 	if poll.UntilNoLaterThan(100*time.Millisecond, c.mu.TryLock) {
 		defer c.mu.Unlock()
 	}
-	if err := c.parent(name); err != nil {
+	if err := c.checkParent(name); err != nil {
 		return nil, err
 	}
 	c.children++
-	said := label(c.children)
+	childName := label(c.children)
 	if inherited || cfg.Name == "" {
-		k.rec.name = strings.TrimPrefix(c.rec.name+"-"+said, "-")
-		if raw != nil && c.version >= sinceName {
-			raw.CommName = cstring(k.rec.name)
-		}
+		c.nameChild(k, raw, childName)
 	}
-	return k.start(ctx, name, c.clique.key+"/"+said, func() ncclapi.Result {
+	return k.connect(ctx, name, c.clique.key+"/"+childName, func() ncclapi.Result {
 		return create(k.h, raw)
 	})
 }
 
-// shares reports whether children that f makes have NCCL's resources of c, and its abort flag.
+// nameChild sets the name of a child in traces and in NCCL's configuration, if it has its own.
+func (c *Communicator) nameChild(k *Communicator, raw *ncclapi.Config, childName string) {
+	k.rec.Name = strings.TrimPrefix(c.rec.Name+"-"+childName, "-")
+	if raw != nil && c.version >= sinceName {
+		raw.CommName = cstring(k.rec.Name)
+	}
+}
+
+// shares reports whether children made by f share NCCL's resources and abort flag with c.
 func (c *Communicator) shares(f ncclapi.Func) bool {
 	s := c.settings
 	switch {
@@ -198,18 +198,17 @@ func (c *Communicator) shares(f ncclapi.Func) bool {
 	return false
 }
 
-// parent says why nothing can be made from c.
-func (c *Communicator) parent(name string) error {
-	err := c.usable(name)
-	if err == nil || c != nil && !c.over() && (errors.Is(err, ErrRevoked) || c.forgiven.Load()) {
+// checkParent returns an error if c cannot have children.
+func (c *Communicator) checkParent(name string) error {
+	err := c.checkUsable(name)
+	if err == nil || c != nil && !c.isClosed() && (errors.Is(err, ErrRevoked) || c.parentAfterFailure.Load()) {
 		return nil
 	}
 	return err
 }
 
-// join makes a communicator that NCCL has connected one of this process, once its
-// rank is known.
-func (c *Communicator) join(key string) error {
+// finishInit registers a communicator that NCCL has connected, once its rank is known.
+func (c *Communicator) finishInit(key string) error {
 	for _, ask := range []struct {
 		name string
 		get  func(ncclapi.Comm) (int32, ncclapi.Result)
@@ -219,60 +218,61 @@ func (c *Communicator) join(key string) error {
 		{"ncclCommUserRank", c.api.CommUserRank, &c.rank},
 	} {
 		v, r := ask.get(*c.h)
-		if err := c.fail(ask.name, r); err != nil {
+		if err := c.check(ask.name, r); err != nil {
 			return err
 		}
 		*ask.to = int(v)
 	}
-	c.rec.rank, c.rec.size = c.rank, c.size
+	c.rec.Rank, c.rec.Size = c.rank, c.size
 	if c.size == 1 {
-		c.rec.apart()
+		c.rec.SetUnordered()
 	}
 	c.enterClique(key)
 	handle.Init(c, &c.owner, handle.About{Kind: "nccl communicator", On: c.dev})
 	return nil
 }
 
-// Revoke ends what is in flight on this rank and keeps the communicator for Split,
+// Revoke aborts pending operations on this rank and keeps the communicator for Split,
 // Shrink and Grow (ncclCommRevoke, NCCL 2.28.7 and newer); outputs of unfinished
-// operations are undefined. Later operations fail with an error that matches
-// ErrRevoked. Other ranks notice nothing: they call it too. It may be called by any
+// operations are undefined. Later operations fail with an error that matches ErrRevoked.
+// Other ranks are not informed: they must call Revoke too. It may be called by any
 // goroutine, also while another one is blocked in an operation.
 func (c *Communicator) Revoke() error {
 	const name = "ncclCommRevoke"
-	if err := c.usable(name); err != nil {
+	if err := c.checkUsable(name); err != nil {
 		return err
 	}
 	if err := c.needs(ncclapi.FuncCommRevoke); err != nil {
 		return err
 	}
-	c.lastLook()
-	settled := make(chan struct{})
-	close(settled)
+	c.observeBeforeAbort()
+	done := make(chan struct{})
+	close(done)
 	why := fmt.Errorf("nccl: rank %d of %d (%s): %w", c.rank, c.size, c.dev, ErrRevoked)
-	if !c.failed.CompareAndSwap(nil, &failure{first: why, err: why, settled: settled}) {
-		return c.usable(name)
+	if !c.failed.CompareAndSwap(nil, &failure{first: why, err: why, done: done}) {
+		return c.checkUsable(name)
 	}
-	c.rec.cut(Aborted)
+	c.rec.SetFinalState(Aborted)
 	c.flag.by.CompareAndSwap(nil, &closing{how: "revoked a communicator", at: time.Now()})
 	c.life.RLock()
 	defer c.life.RUnlock()
-	if c.over() {
-		return c.closed(name)
+	if c.isClosed() {
+		return c.errClosed(name)
 	}
-	return relaxed(c.dev, func() error { return c.fail(name, c.api.CommRevoke(*c.h, ncclapi.RevokeDefault)) })
+	return relaxed(c.dev, func() error { return c.check(name, c.api.CommRevoke(*c.h, ncclapi.RevokeDefault)) })
 }
 
-// Suspend gives back what memory NCCL has for c, until Resume (ncclCommSuspend, NCCL
-// 2.29.7 and newer). Nothing is in flight, and all ranks call it; operations fail
-// meanwhile.
+// Suspend frees the memory that NCCL has allocated for c, until Resume (ncclCommSuspend,
+// NCCL 2.29.7 and newer). c must have no pending operations, and all ranks must call it.
+// Operations fail until Resume.
 func (c *Communicator) Suspend() error {
 	return c.manage(ncclapi.FuncCommSuspend, func() ncclapi.Result {
 		return c.api.CommSuspend(*c.h, ncclapi.SuspendMem)
 	})
 }
 
-// Resume takes memory again after Suspend (ncclCommResume). All ranks call it.
+// Resume allocates the memory again after Suspend (ncclCommResume). All ranks must call
+// it.
 func (c *Communicator) Resume() error {
 	return c.manage(ncclapi.FuncCommResume, func() ncclapi.Result { return c.api.CommResume(*c.h) })
 }
@@ -280,7 +280,7 @@ func (c *Communicator) Resume() error {
 // manage makes one call that changes the communicator.
 func (c *Communicator) manage(f ncclapi.Func, call func() ncclapi.Result) error {
 	name := f.Name()
-	if err := c.usable(name); err != nil {
+	if err := c.checkUsable(name); err != nil {
 		return err
 	}
 	if err := c.needs(f); err != nil {
@@ -290,10 +290,10 @@ func (c *Communicator) manage(f ncclapi.Func, call func() ncclapi.Result) error 
 		return err
 	}
 	defer c.mu.Unlock()
-	return relaxed(c.dev, func() error { return c.fail(name, call()) })
+	return relaxed(c.dev, func() error { return c.check(name, call()) })
 }
 
-// needs is the error of a function that the loaded NCCL lacks.
+// needs returns an error if the loaded NCCL lacks a function.
 func (c *Communicator) needs(f ncclapi.Func) error {
 	if c.api.Has(f) {
 		return nil

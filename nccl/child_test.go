@@ -53,9 +53,9 @@ func total(t *testing.T, ranks []rank) {
 		defer xs[i].Close()
 		want += 1 << i
 	}
-	require.NoError(t, nccl.Group(ranks[0].c, func() error {
+	require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 		for i, r := range ranks {
-			if err := nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum); err != nil {
+			if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum); err != nil {
 				return err
 			}
 		}
@@ -167,7 +167,7 @@ func TestShrinkAfterAFailure(t *testing.T) {
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon, Recoverable: true})
 	xs, _ := buffers(t, ranks, 8)
 	for i, r := range ranks[:2] {
-		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum))
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum))
 	}
 	for _, r := range ranks[:2] {
 		require.ErrorIs(t, r.c.Wait(testgpu.Context(t), r.s), nccl.ErrorTimeout)
@@ -200,7 +200,7 @@ func TestRevoke(t *testing.T) {
 	for i, r := range ranks {
 		require.NoError(t, r.c.Revoke())
 		require.NoError(t, r.s.Sync(testgpu.Context(t)), "rank %d", i)
-		require.ErrorIs(t, nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum), nccl.ErrRevoked)
+		require.ErrorIs(t, nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum), nccl.ErrRevoked)
 		require.ErrorIs(t, r.c.Revoke(), nccl.ErrRevoked)
 		require.ErrorIs(t, r.c.Err(), nccl.ErrRevoked)
 	}
@@ -247,7 +247,7 @@ func TestSuspend(t *testing.T) {
 	stats, err = r.c.MemoryStats()
 	require.NoError(t, err)
 	require.True(t, stats.Suspended)
-	require.ErrorIs(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum), nccl.ErrorInvalidUsage)
+	require.ErrorIs(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum), nccl.ErrorInvalidUsage)
 	require.ErrorIs(t, r.c.Suspend(), nccl.ErrorInvalidUsage)
 	require.NoError(t, r.c.Resume())
 	total(t, []rank{r})

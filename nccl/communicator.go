@@ -3,7 +3,6 @@ package nccl
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"runtime"
 	"sync"
@@ -11,48 +10,53 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/stream"
 )
 
 // A Communicator is one rank of a group of ranks, each on its own device
 // (ncclComm_t).
 type Communicator struct {
+	ref
 	owner      handle.Owner
 	api        ncclapi.API
 	dev        *device.Device
 	rank, size int
 	version    int32
-	number     int64         // how many were made in this process before
+	number     int64         // number of communicators made in this process before
 	h          *ncclapi.Comm // NCCL writes the handle through it
 
-	rec         *recorder
-	marks       marks
-	clique      *clique
-	look        func()  // watch, made once
-	settings    *Config // as they were given, for children
-	onFailure   func(*Communicator, error) error
-	recoverable bool
-	forgiven    atomic.Bool // it has failed, and may still be a parent
-	children    int         // guarded by mu
+	rec                *flight.Recorder
+	marks              *flight.Marks
+	clique             *clique
+	watch              *flight.Watch
+	runWatch           func()  // watch.Run, made once
+	settings           *Config // as given, for children
+	onFailure          func(*Communicator, error) error
+	recoverable        bool
+	parentAfterFailure atomic.Bool // it has failed but may still be a parent
+	children           int         // guarded by mu
 
-	mu      sync.Mutex   // held by the call that is in NCCL
-	life    sync.RWMutex // held for reading while Err is in NCCL
-	failed  atomic.Pointer[failure]
-	leaving atomic.Bool             // an abort begins: failures of other ranks are no longer its own
-	closing atomic.Pointer[closing] // how this process ends it
-	flag    *abortFlag
-	sources atomic.Pointer[[]*device.Device] // by rank, from which copy engines have fetched; nil if none have
-	ending  chan struct{}                    // closed when the end begins
-	ended   chan struct{}                    // and when it is done
-	left    atomic.Pointer[leftAlone]
-	holds   holds
-	pools   pools
-	sums    sync.Map // the memory.DType of each open PreMulSum, by Op
+	mu           sync.Mutex   // held during a call of NCCL
+	life         sync.RWMutex // held for reading while Err is in NCCL
+	failed       atomic.Pointer[failure]
+	aborting     atomic.Bool             // an abort has begun: it causes errors of the other ranks
+	closing      atomic.Pointer[closing] // how this process closed it
+	flag         *abortFlag
+	sources      atomic.Pointer[[]*device.Device] // by rank: devices from which copy engines have read; nil if none have
+	ending       chan struct{}                    // closed when the abort or shutdown begins
+	ended        chan struct{}                    // closed when it is complete
+	abortFailure atomic.Pointer[abortError]
+	holds        holds
+	pools        pools
+	sums         sync.Map // the memory.DType of each open PreMulSum, by Op
 
-	substitute atomic.Pointer[substitution]
+	abortOthers atomic.Pointer[func()] // ends the operations of other backends; nil if there are none
 
 	spansMu sync.Mutex             // held while spans changes
 	spans   atomic.Pointer[[]span] // of the symmetric windows
@@ -60,17 +64,17 @@ type Communicator struct {
 
 var made atomic.Int64
 
-// NewCommunicator makes rank of size ranks (ncclCommInitRankScalable). It
-// returns when all ranks have called it with the same id and size. When ctx
-// ends first it returns the cause; the attempt cannot be called back from NCCL,
-// so it goes on by itself and is aborted when it ends.
+// NewCommunicator makes rank of size ranks (ncclCommInitRankScalable). It returns when all
+// ranks have called it with the same id and size. If ctx ends first it returns the cause;
+// NCCL cannot cancel the attempt, so it continues in the background and its result is
+// aborted.
 func NewCommunicator(ctx context.Context, dev *device.Device, id UniqueID, rank, size int, cfg *Config) (*Communicator, error) {
 	return NewScalable(ctx, dev, []UniqueID{id}, rank, size, cfg)
 }
 
 // NewScalable is NewCommunicator with several ids, made by as many ranks, so that
-// thousands of ranks do not all connect to one (ncclCommInitRankScalable). All
-// ranks give the same list.
+// thousands of ranks do not all connect to a single one (ncclCommInitRankScalable). All
+// ranks must pass the same list.
 func NewScalable(ctx context.Context, dev *device.Device, ids []UniqueID, rank, size int, cfg *Config) (*Communicator, error) {
 	if err := checkRank(dev, rank, size); err != nil {
 		return nil, err
@@ -78,7 +82,7 @@ func NewScalable(ctx context.Context, dev *device.Device, ids []UniqueID, rank, 
 	if len(ids) == 0 || len(ids) > size {
 		return nil, fmt.Errorf("nccl: new communicator: %d ids for %d ranks: want 1 to %[2]d", len(ids), size)
 	}
-	c, raw, err := prepare(dev, rank, size, cfg)
+	c, raw, err := newUnconnected(dev, rank, size, cfg)
 	if err != nil {
 		return nil, err
 	}
@@ -86,13 +90,13 @@ func NewScalable(ctx context.Context, dev *device.Device, ids []UniqueID, rank, 
 	for i, id := range ids {
 		list[i] = ncclapi.UniqueID(id)
 	}
-	return c.start(ctx, "ncclCommInitRankScalable", string(ids[0][:]), func() ncclapi.Result {
+	return c.connect(ctx, "ncclCommInitRankScalable", string(ids[0][:]), func() ncclapi.Result {
 		return c.api.CommInitRankScalable(c.h, int32(size), int32(rank), list, raw)
 	})
 }
 
 // NewCommunicators makes one rank on each of the devices, in their order
-// (ncclCommInitAll). When ctx ends first, or one of them fails, there is none.
+// (ncclCommInitAll). If ctx ends first, or one rank fails, it returns none.
 func NewCommunicators(ctx context.Context, devs []*device.Device, cfg *Config) ([]*Communicator, error) {
 	if len(devs) == 0 || devs[0] == nil {
 		return nil, fmt.Errorf("nccl: new communicators: no device given")
@@ -101,20 +105,22 @@ func NewCommunicators(ctx context.Context, devs []*device.Device, cfg *Config) (
 	if err != nil {
 		return nil, err
 	}
-	// The first rank that fails ends the wait of the others for it.
+	// If one rank fails, the other ranks stop waiting for it.
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	list, errs := make([]*Communicator, len(devs)), make([]error, len(devs))
+	list := make([]*Communicator, len(devs))
 	var wg sync.WaitGroup
+	var once sync.Once
 	for i, dev := range devs {
 		wg.Go(func() {
-			if list[i], errs[i] = NewCommunicator(ctx, dev, id, i, len(devs), cfg); errs[i] != nil {
-				cancel(errs[i])
+			c, failed := NewCommunicator(ctx, dev, id, i, len(devs), cfg)
+			if list[i] = c; failed != nil {
+				once.Do(func() { err = failed; cancel(failed) })
 			}
 		})
 	}
 	wg.Wait()
-	if err := errors.Join(errs...); err != nil {
+	if err != nil {
 		for _, c := range list {
 			_ = c.Close()
 		}
@@ -133,9 +139,9 @@ func checkRank(dev *device.Device, rank, size int) error {
 	return nil
 }
 
-// prepare makes a communicator without a handle, and what NCCL is told of cfg.
-func prepare(dev *device.Device, rank, size int, cfg *Config) (*Communicator, *ncclapi.Config, error) {
-	api, err := dev.System().NCCL()
+// newUnconnected makes a communicator without a handle, and NCCL's form of cfg.
+func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communicator, *ncclapi.Config, error) {
+	api, err := gpu.DeviceOf(dev).System().NCCL()
 	if err != nil {
 		return nil, nil, err
 	}
@@ -151,26 +157,32 @@ func prepare(dev *device.Device, rank, size int, cfg *Config) (*Communicator, *n
 		api: api, dev: dev, rank: rank, size: size, version: v, number: made.Add(1), h: new(ncclapi.Comm),
 		ending: make(chan struct{}), ended: make(chan struct{}), flag: new(abortFlag),
 	}
-	c.look, c.marks.dev = c.watch, dev
-	setClock()
-	return c, raw, cfg.apply(c)
+	c.ref = ranks.New(inside{c})
+	flight.SetClock()
+	if err := cfg.apply(c); err != nil {
+		return c, raw, err
+	}
+	c.marks = flight.NewMarks(dev)
+	c.watch = flight.NewWatch(dev, c.rec, c.marks, watched{c})
+	c.runWatch = func() { c.watch.Run(c.ending) }
+	return c, raw, nil
 }
 
-// start runs an initialisation, which blocks until all ranks have come, on a
-// goroutine of its own, so that ctx can end the wait for it. The ranks of a
-// communicator have the same key. One that NCCL made without this rank is nil.
-func (c *Communicator) start(ctx context.Context, op, key string, init func() ncclapi.Result) (*Communicator, error) {
+// connect runs an initialization on its own goroutine, so that ctx can end the wait. The
+// initialization blocks until all ranks have joined. All ranks of a communicator have the
+// same key. If NCCL made a communicator without this rank, connect returns nil.
+func (c *Communicator) connect(ctx context.Context, op, key string, init func() ncclapi.Result) (*Communicator, error) {
 	begun := time.Now()
 	done := make(chan error, 1)
 	go func() {
-		done <- relaxed(c.dev, func() error { return c.fail(op, init()) })
+		done <- relaxed(c.dev, func() error { return c.check(op, init()) })
 	}()
 	select {
 	case err := <-done:
 		if err != nil || *c.h == 0 {
 			return nil, err
 		}
-		if err := c.join(key); err != nil {
+		if err := c.finishInit(key); err != nil {
 			c.api.CommAbort(*c.h)
 			return nil, err
 		}
@@ -198,105 +210,109 @@ func (c *Communicator) Device() *device.Device { return c.dev }
 // Version returns the version of the loaded NCCL, such as "2.28.3".
 func (c *Communicator) Version() string { return ncclapi.VersionText(c.version) }
 
-// Wait waits until everything enqueued on s has completed, like s.Sync. nil means that
-// the operations of c on s have completed: not only that s has passed them, which
-// it also does when they are aborted. Wait ends early with the
-// error when the communicator fails, and when this process aborts or closes it while
-// operations are not known to have completed; the latter error matches device.ErrClosed. When
-// ctx ends it returns the cause; the operations go on, until Close.
+// Wait waits until all operations that are enqueued on s have completed, like s.Sync. It
+// returns nil only if the operations of c on s have completed; s also passes operations
+// that were aborted. Wait ends early with the error when the communicator fails, and when
+// this process aborts or closes it while operations are not known to have completed; the
+// latter error matches device.ErrClosed. If ctx ends first, Wait returns the cause, and
+// the operations continue until Close.
 func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 	if c == nil {
-		return c.closed("wait")
+		return c.errClosed("wait")
 	}
-	if err := RefuseGroup("nccl: wait"); err != nil {
-		return err
-	}
-	if err := s.Check("nccl: wait", c.dev); err != nil {
+	if err := gpu.CheckStream("nccl: wait", s, gpu.DeviceOf(c.dev)); err != nil {
 		return err
 	}
 	begun := time.Now()
-	last := c.Point(s)
+	last := c.point(s)
 	err := poll.Until(ctx, func() (bool, error) {
 		done, err := s.Query()
 		if err != nil || done {
 			return done, err
 		}
-		return false, last.Hopeless()
+		return false, c.cannotComplete(last)
 	})
 	if err != nil && ctx.Err() != nil {
-		if why := last.Hopeless(); why != nil {
+		if why := c.cannotComplete(last); why != nil {
 			return why
 		}
 		return fmt.Errorf("nccl: wait on rank %d of %d (%s): gave up after %v: %w",
 			c.rank, c.size, c.dev, time.Since(begun).Round(time.Millisecond), err)
 	}
 	if err == nil {
-		err = last.Passed()
+		err = c.completed(last)
 	}
 	return cmp.Or(err, c.Err())
 }
 
-// Abort ends the communicator and everything that is in flight on it, on this
-// rank only (ncclCommAbort); outputs of unfinished operations are undefined. It
-// may be called by any goroutine, also while another one is blocked in an
-// operation, and is idempotent. NCCL waits for what is enqueued, each operation of which
-// takes some milliseconds to give up: seconds where a stream is full. Abort ends, whatever
-// becomes of NCCL: after ten seconds it returns an error and leaves NCCL alone. Graphs that captured
-// operations of c are closed with it; if one is being captured, all this happens
-// when the capture ends, which then fails, unless an operation is blocked in it. Where NCCL
-// was left alone later calls return that error too.
+// Abort ends the communicator and all its pending operations on this rank only
+// (ncclCommAbort); outputs of unfinished operations are undefined. It may be called by any
+// goroutine, also while another one is blocked in an operation, and is idempotent. NCCL
+// waits for the enqueued operations, each of which takes some milliseconds to abort:
+// seconds if a stream is full. Abort returns after ten seconds at the latest; if NCCL is
+// still busy, it returns an error and leaks NCCL's communicator, and later calls return
+// that error too. Graphs that captured operations of c are closed with it. If one of them
+// is being captured, the abort happens at the end of the capture, which then fails, unless
+// an operation is blocked in it.
 func (c *Communicator) Abort() error { return c.abortAs("aborted the communicator") }
 
-// abortAs is Abort, and notes what this process calls it.
+// abortAs is Abort; how describes the call in errors.
 func (c *Communicator) abortAs(how string) error {
 	if c == nil || !c.closeGraphs() && !c.blocked() {
 		return nil
 	}
-	if !c.over() {
-		c.leaving.Store(true)
-		c.lastLook()
-		c.endNow(how, true)
+	if !c.isClosed() {
+		c.aborting.Store(true)
+		c.observeBeforeAbort()
+		c.recordClosing(how, true)
 	}
 	if !c.owner.Close() {
-		c.awaitEnd()
-		if e := c.left.Load(); e != nil {
+		c.awaitClosed()
+		if e := c.abortFailure.Load(); e != nil {
 			return e
 		}
 		return nil
 	}
 	close(c.ending)
 	defer close(c.ended)
-	defer c.rest()
-	c.abortSubstitute()
+	defer c.releaseResources()
+	c.abortBackends()
+	return c.abortInTime()
+}
+
+// abortInTime calls abort, but does not wait for it longer than abortTimeout.
+func (c *Communicator) abortInTime() error {
 	done := make(chan ncclapi.Result, 1)
 	go func() {
 		r, called := ncclapi.Success, false
-		_ = c.dev.Relaxed(func() error { r, called = c.abort(), true; return nil })
-		if !called { // a device that is lost keeps nobody from aborting
+		_ = gpu.DeviceOf(c.dev).Relaxed(func() error { r, called = c.abort(), true; return nil })
+		if !called { // the device is lost: abort nevertheless
 			r = c.abort()
 		}
 		done <- r
 	}()
-	patience := time.NewTimer(abortPatience())
-	defer patience.Stop()
+	timer := time.NewTimer(abortTimeout())
+	defer timer.Stop()
 	select {
 	case r := <-done:
-		return c.fail("ncclCommAbort", r)
-	case <-patience.C:
-		e := &leftAlone{fmt.Sprintf("nccl: ncclCommAbort on rank %d of %d (%s): it has not returned after %v and is left alone: end the process",
-			c.rank, c.size, c.dev, abortPatience())}
-		c.left.Store(e)
+		return c.check("ncclCommAbort", r)
+	case <-timer.C:
+		e := &abortError{fmt.Sprintf("nccl: ncclCommAbort on rank %d of %d (%s): it has not returned after %v and is left alone: end the process",
+			c.rank, c.size, c.dev, abortTimeout())}
+		c.abortFailure.Store(e)
 		return e
 	}
 }
 
-// abort lets NCCL end what is in flight and free the communicator, which no call may be in
-// then: NCCL waits for what was launched before, not for what a call launches that waited for
-// room in its stream or for a lost peer, and frees the communicator under it. A call that
-// stays inside returns by NCCL's flag only, which ncclCommAbort raises at once in a group,
-// whose end is what frees.
+// abort makes NCCL abort the pending operations and free the communicator. No other call
+// may be in NCCL at that time: NCCL waits for kernels that were launched before, but not
+// for kernels of a call that is still waiting for room in its stream or for a lost peer,
+// and frees the communicator under them. Only NCCL's abort flag makes such a call return.
+// In an NCCL group, ncclCommAbort sets the flag at once, and the end of the group frees
+// the communicator.
 func (c *Communicator) abort() ncclapi.Result {
-	if poll.UntilNoLaterThan(callPatience, c.mu.TryLock) {
+	poll.UntilNoLaterThan(time.Second, c.noGraphs) // longer if a launch waits for a lost peer, which the abort ends
+	if poll.UntilNoLaterThan(callTimeout, c.mu.TryLock) {
 		defer c.mu.Unlock()
 		c.life.Lock()
 		defer c.life.Unlock()
@@ -308,7 +324,7 @@ func (c *Communicator) abort() ncclapi.Result {
 		return r
 	}
 	r := c.api.CommAbort(*c.h)
-	if poll.UntilNoLaterThan(abortPatience()/2, c.mu.TryLock) {
+	if poll.UntilNoLaterThan(abortTimeout()/2, c.mu.TryLock) {
 		defer c.mu.Unlock()
 	}
 	c.life.Lock()
@@ -316,30 +332,25 @@ func (c *Communicator) abort() ncclapi.Result {
 	return cmp.Or(r, c.api.GroupEnd())
 }
 
-// rest gives up what the communicator has beside NCCL's. The trace of a failure stays
-// until Close.
-func (c *Communicator) rest() {
-	c.marks.close()
-	c.rec.end()
+// releaseResources releases the resources of the communicator outside of NCCL. The trace of a failure
+// stays until Close.
+func (c *Communicator) releaseResources() {
+	c.marks.Close()
+	c.rec.Close()
 	if c.failed.Load() == nil {
 		c.leaveClique()
 	}
 }
 
-// LeftAlone reports whether NCCL has not ended what was in flight when the communicator
-// was aborted: it may use its memory, and keep its stream busy, for as long as the process
-// lives. For Chorus's own packages.
-func (c *Communicator) LeftAlone() bool { return c.left.Load() != nil }
+// An abortError is the error of an abort that NCCL has not completed.
+type abortError struct{ text string }
 
-// A leftAlone is the error of an abort that NCCL has not carried out.
-type leftAlone struct{ text string }
+func (e *abortError) Error() string { return e.text }
 
-func (e *leftAlone) Error() string { return e.text }
+// callTimeout is the maximum time of a call of NCCL that does not wait for other ranks.
+const callTimeout = 100 * time.Millisecond
 
-// callPatience is how long a call of NCCL may take that does not wait for other ranks.
-const callPatience = 100 * time.Millisecond
-
-// blocked reports whether a call is in NCCL and stays there.
+// blocked reports whether a call blocks in NCCL.
 func (c *Communicator) blocked() bool {
 	left := func() bool {
 		if !c.mu.TryLock() {
@@ -348,13 +359,13 @@ func (c *Communicator) blocked() bool {
 		c.mu.Unlock()
 		return true
 	}
-	return c.rec.inside() && !poll.UntilNoLaterThan(callPatience, left)
+	return c.rec.InCall() && !poll.UntilNoLaterThan(callTimeout, left)
 }
 
-// abortPatience is how long an abort may take. Tests have less, or more.
-func abortPatience() time.Duration { return time.Duration(abortNanos.Load()) }
+// abortTimeout is the maximum time of an abort. Tests change it.
+func abortTimeout() time.Duration { return time.Duration(abortTimeoutNanos.Load()) }
 
-var abortNanos = newNanos(10 * time.Second)
+var abortTimeoutNanos = newNanos(10 * time.Second)
 
 func newNanos(d time.Duration) *atomic.Int64 {
 	n := new(atomic.Int64)
@@ -362,23 +373,23 @@ func newNanos(d time.Duration) *atomic.Int64 {
 	return n
 }
 
-// awaitEnd waits for an end that another goroutine has begun.
-func (c *Communicator) awaitEnd() {
+// awaitClosed waits for an abort or shutdown that another goroutine has begun.
+func (c *Communicator) awaitClosed() {
 	if c.ended == nil {
 		return
 	}
-	patience := time.NewTimer(abortPatience())
-	defer patience.Stop()
+	timer := time.NewTimer(abortTimeout())
+	defer timer.Stop()
 	select {
 	case <-c.ended:
-	case <-patience.C:
+	case <-timer.C:
 	}
 }
 
-// Close is Abort, but an *InUseError while a graph uses the communicator, and a
-// *GroupError within a Group that has operations of it.
+// Close is Abort, but returns an *InUseError while a graph uses the communicator. A Batch
+// with operations of c can then no longer be enqueued.
 func (c *Communicator) Close() error {
-	if err := c.InUse("close"); err != nil {
+	if err := c.inUse("close"); err != nil {
 		return err
 	}
 	if c != nil {
@@ -387,16 +398,15 @@ func (c *Communicator) Close() error {
 	return c.abortAs("closed the communicator")
 }
 
-// Shutdown waits until all operations have completed and leaves the group
-// together with the other ranks, which call it too (ncclCommFinalize,
-// ncclCommDestroy). When ctx ends first, or an operation failed, it aborts.
-// While a graph uses the communicator it does nothing but return an
-// *InUseError.
+// Shutdown waits until all operations have completed and leaves the communicator together
+// with the other ranks, which must call it too (ncclCommFinalize, ncclCommDestroy). If ctx
+// ends first, or an operation failed, it aborts. While a graph uses the communicator, it
+// does nothing and returns an *InUseError.
 func (c *Communicator) Shutdown(ctx context.Context) error {
 	if c == nil || c.owner.Closed() {
 		return nil
 	}
-	if err := c.InUse("shut down"); err != nil {
+	if err := c.inUse("shut down"); err != nil {
 		return err
 	}
 	if err := c.Err(); err != nil {
@@ -405,14 +415,14 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 	}
 	done := make(chan error, 1)
 	go func() {
-		done <- relaxed(c.dev, func() error { return c.fail("ncclCommFinalize", c.api.CommFinalize(*c.h)) })
+		done <- relaxed(c.dev, func() error { return c.check("ncclCommFinalize", c.api.CommFinalize(*c.h)) })
 	}()
 	select {
 	case err := <-done:
 		if err == nil {
-			c.lastLook()
-			// NCCL has completed its operations, and goes on with nothing that it aborts.
-			c.endNow("shut the communicator down", c.substitute.Load() != nil)
+			c.observeBeforeAbort()
+			// NCCL has completed its operations, so the end aborts nothing.
+			c.recordClosing("shut the communicator down", c.abortOthers.Load() != nil)
 		}
 		if err != nil || !c.owner.Close() {
 			_ = c.Close()
@@ -420,36 +430,37 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 		}
 		close(c.ending)
 		defer close(c.ended)
-		defer c.rest()
+		defer c.releaseResources()
 		defer c.leaveClique()
 		c.life.Lock()
 		defer c.life.Unlock()
-		return relaxed(c.dev, func() error { return c.fail("ncclCommDestroy", c.api.CommDestroy(*c.h)) })
+		return relaxed(c.dev, func() error { return c.check("ncclCommDestroy", c.api.CommDestroy(*c.h)) })
 	case <-ctx.Done():
 		_ = c.Close()
 		return fmt.Errorf("nccl: shut down rank %d of %d (%s): aborted: %w", c.rank, c.size, c.dev, context.Cause(ctx))
 	}
 }
 
-// alive reports whether something can be issued, without a lock.
+// alive reports whether operations can be issued, without a lock.
 func (c *Communicator) alive() bool { return c != nil && c.failed.Load() == nil && !c.owner.Closed() }
 
-// usable says why nothing can be issued.
-func (c *Communicator) usable(op string) error {
+// checkUsable returns an error if operations cannot be issued.
+func (c *Communicator) checkUsable(op string) error {
 	if c.alive() {
 		return nil
 	}
-	return c.unusable(op)
+	return c.errUnusable(op)
 }
 
-// unusable is the error of a communicator that is not alive, which none becomes again.
-func (c *Communicator) unusable(op string) error {
+// errUnusable returns the error of a communicator that is not alive. It never becomes alive
+// again.
+func (c *Communicator) errUnusable(op string) error {
 	if c != nil {
 		if f := c.failed.Load(); f != nil {
 			return f.cause()
 		}
 	}
-	return c.closed(op)
+	return c.errClosed(op)
 }
 
 // enter locks c for a call into NCCL. The check must come after the lock: Abort
@@ -460,23 +471,34 @@ func (c *Communicator) enter(op string) error {
 		return nil
 	}
 	c.mu.Unlock()
-	return c.unusable(op)
+	return c.errUnusable(op)
 }
 
-// over reports whether the communicator has ended.
-func (c *Communicator) over() bool { return c.owner.Closed() }
+// isClosed reports whether the communicator was closed.
+func (c *Communicator) isClosed() bool { return c.owner.Closed() }
 
-// fail turns a result into an error.
-func (c *Communicator) fail(op string, r ncclapi.Result) error {
+// check turns a result into an error.
+func (c *Communicator) check(op string, r ncclapi.Result) error {
 	switch r {
 	case ncclapi.Success, ncclapi.InProgress:
 		return nil
 	case ncclapi.MissingSymbol:
 		return &device.UnsupportedError{Feature: op, Need: "a newer NCCL", Have: "NCCL " + ncclapi.VersionText(c.version)}
 	}
-	return c.dev.Because(c.error(op, r))
+	return gpu.DeviceOf(c.dev).Because(c.newError(op, r))
 }
 
-func (c *Communicator) error(op string, r ncclapi.Result) *Error {
+func (c *Communicator) newError(op string, r ncclapi.Result) *Error {
 	return &Error{Op: op, Rank: c.rank, Size: c.size, Device: c.dev.String(), Err: Result(r), Detail: c.api.GetLastError(*c.h)}
+}
+
+func (c *Communicator) errClosed(op string) error {
+	if c == nil {
+		return fmt.Errorf("nccl: %s: no communicator given", op)
+	}
+	what := fmt.Sprintf("%s on rank %d of %d (%s)", op, c.rank, c.size, c.dev)
+	if e := c.closing.Load(); e != nil {
+		return &closedError{what, e}
+	}
+	return fmt.Errorf("nccl: %s: %w", what, device.ErrClosed)
 }

@@ -36,7 +36,7 @@ func TestWaitOfAnAbortedOperation(t *testing.T) {
 			xs, _ := buffers(t, ranks, 64)
 			once(t, devs, ranks, xs)
 			r := ranks[0]
-			require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+			require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 			during := make(chan error, 1)
 			go func() { during <- r.c.Wait(testgpu.Context(t), r.s) }()
 			require.NoError(t, end(r.c))
@@ -45,7 +45,7 @@ func TestWaitOfAnAbortedOperation(t *testing.T) {
 				require.ErrorIs(t, err, device.ErrClosed)
 				require.ErrorContains(t, err, "wait on rank 0 of 2 ("+devs[0].String()+"): the operations may not have completed and their output is undefined: this process "+how+" the communicator")
 			}
-			require.ErrorContains(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum), "ncclAllReduce on rank 0 of 2 ("+devs[0].String()+"): this process "+how+" the communicator ")
+			require.ErrorContains(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum), "ncclAllReduce on rank 0 of 2 ("+devs[0].String()+"): this process "+how+" the communicator ")
 			require.Equal(t, []nccl.State{nccl.Completed, nccl.Aborted}, states(r.c))
 			require.EqualValues(t, 1, r.c.Progress().Completed.Record)
 		}
@@ -89,7 +89,7 @@ func TestTimeoutIsNotCompleted(t *testing.T) {
 		xs, _ := buffers(t, ranks, 64)
 		once(t, devs, ranks, xs)
 		r := ranks[0]
-		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 		require.ErrorIs(t, r.c.Wait(testgpu.Context(t), r.s), nccl.ErrorTimeout)
 		require.NoError(t, r.c.Abort())
 		require.NoError(t, r.s.Sync(testgpu.Context(t)))
@@ -113,7 +113,7 @@ func TestTimeoutNamesTheOperationThatHangs(t *testing.T) {
 		var late *nccl.TimeoutError
 		for n := 1; n <= 8; n++ { // the ninth call is the fifth of rank 0
 			for i, r := range ranks {
-				_ = nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Max)
+				_ = nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Max)
 			}
 			if err := ranks[0].c.Err(); !burst && err == nil {
 				err = errors.Join(ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), ranks[1].c.Wait(testgpu.Context(t), ranks[1].s))
@@ -145,7 +145,7 @@ func TestTimeoutOfManyOperations(t *testing.T) {
 	once(t, devs, ranks, xs)
 	r := ranks[0]
 	for range 80 {
-		require.NoError(t, nccl.Broadcast(r.c, r.s, xs[0], xs[0], 1))
+		require.NoError(t, nccl.Broadcast(r.on(), r.s, xs[0], xs[0], 1))
 		until(t, func() bool { return time.Since(r.c.Progress().Issued.Created) > 2*time.Millisecond })
 	}
 	require.NoError(t, nccl.Broadcast(ranks[1].c, ranks[1].s, xs[1], xs[1], 1))
@@ -165,13 +165,13 @@ func TestSingleRankOnTwoStreams(t *testing.T) {
 		defer other.Close()
 		open := spin.Hold(t, r.s)
 		defer open()
-		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0].Slice(0, 32), xs[0].Slice(0, 32), nccl.Sum))
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0].Slice(0, 32), xs[0].Slice(0, 32), nccl.Sum))
 		require.NoError(t, other.WaitStream(r.s)) // for the memory
 		free, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		defer free.Close()
-		ys, _ := buffers(t, []rank{{r.c, free}}, 64)
-		require.NoError(t, nccl.AllReduce(r.c, free, ys[0], ys[0], nccl.Sum))
+		ys, _ := buffers(t, []rank{{c: r.c, s: free}}, 64)
+		require.NoError(t, nccl.AllReduce(r.on(), free, ys[0], ys[0], nccl.Sum))
 		require.NoError(t, r.c.Wait(testgpu.Context(t), free))
 		require.Equal(t, []nccl.State{nccl.Scheduled, nccl.Completed}, states(r.c))
 		until(t, func() bool { return r.c.Err() != nil })
@@ -215,7 +215,7 @@ func TestWaitGivesUp(t *testing.T) {
 	r := connect(t, devs)[0]
 	xs, _ := buffers(t, []rank{r}, 8)
 	open := spin.Hold(t, r.s)
-	require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+	require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	require.ErrorIs(t, r.c.Wait(ctx, r.s), context.Canceled)

@@ -2,6 +2,7 @@ package nccl
 
 import (
 	"fmt"
+	"github.com/gochorus/chorus/internal/flight"
 	"time"
 
 	"github.com/gochorus/chorus/device"
@@ -9,18 +10,17 @@ import (
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
-// Config are the options of a communicator (ncclConfig_t); nil means that NCCL
-// chooses everything. A nil field is left to NCCL too. An option that is newer
-// than the loaded NCCL is a *device.UnsupportedError: NCCL itself would ignore
-// it in silence.
+// Config are the options of a communicator (ncclConfig_t); nil means NCCL's defaults. A
+// nil field means NCCL's default too. An option that is newer than the loaded NCCL causes
+// a *device.UnsupportedError; NCCL itself would silently ignore it.
 type Config struct {
 	CGAClusterSize *int   // thread blocks in a cluster, 0 to 8; NCCL 2.17
-	MinCTAs        *int   // thread blocks of a kernel at least, 1 to 64; NCCL 2.17
-	MaxCTAs        *int   // thread blocks of a kernel at most, 1 to 64; NCCL 2.17
+	MinCTAs        *int   // minimum number of thread blocks of a kernel, 1 to 64; NCCL 2.17
+	MaxCTAs        *int   // maximum number of thread blocks of a kernel, 1 to 64; NCCL 2.17
 	NetName        string // the network plugin to use; NCCL 2.17
 	SplitShare     *bool  // children of Split share resources; NCCL 2.18
-	TrafficClass   *int   // of the network; NCCL 2.26
-	Name           string // shown in traces, and in NCCL's logs from 2.27 on; that of a child is made of its parent's where it has none
+	TrafficClass   *int   // traffic class of the network; NCCL 2.26
+	Name           string // shown in traces, and in NCCL's logs from 2.27 on; the default for a child is derived from its parent's name
 	CollNet        *bool  // in-network reduction; NCCL 2.27
 	CTAPolicy      *int   // 0 default, 1 efficiency, 2 zero; NCCL 2.27
 	ShrinkShare    *bool  // children of Shrink share resources; NCCL 2.27
@@ -33,31 +33,31 @@ type Config struct {
 	MaxP2PPeers         *int  // NCCL 2.30
 	GraphStreamOrdering *int  // NCCL 2.30
 
-	// Timeout is how long an operation may take, from when it is issued until it
-	// has completed: then the communicator fails with a *TimeoutError. 0 is
-	// CHORUS_NCCL_TIMEOUT, ten minutes as in torch; a negative number is for ever.
-	// Operations that a graph captured are timed only while NCCL has not returned from
-	// them, and the time in which the process captures graphs counts only for what is
-	// known to wait. Work that is enqueued behind an operation on its stream, before the
-	// next look about a second later, may count as a part of it.
+	// Timeout is the maximum time from issuing an operation until its completion. When it
+	// expires, the communicator fails with a *TimeoutError. 0 means CHORUS_NCCL_TIMEOUT,
+	// or ten minutes as in torch; a negative value means no timeout. A captured operation
+	// is timed only until NCCL's call returns. Time in which the process captures graphs
+	// does not count, unless the operation is known to be waiting. If other work is
+	// enqueued behind an operation before the watchdog's next check, about a second later,
+	// the time of that work may count as well.
 	Timeout time.Duration
-	// TraceSize is how many operations the flight recorder keeps. 0 is
-	// CHORUS_NCCL_TRACE_SIZE, 2000 as in torch; a negative number keeps none.
+	// TraceSize is the number of operations in the flight recorder. 0 means
+	// CHORUS_NCCL_TRACE_SIZE, or 2000 as in torch; a negative value disables the recorder.
 	TraceSize int
-	// TraceFrames records who issued each operation, which takes about a
-	// microsecond and an allocation. CHORUS_NCCL_TRACE_FRAMES does so too.
+	// TraceFrames records the call stack of each operation, which takes about a
+	// microsecond and an allocation. CHORUS_NCCL_TRACE_FRAMES enables it too.
 	TraceFrames bool
-	// Recoverable leaves a communicator that has failed as it is, for Shrink; what
-	// hangs goes on hanging until then, or until Close. Otherwise it is aborted.
+	// Recoverable keeps a failed communicator for Shrink instead of aborting it. Its
+	// pending operations may hang until Shrink or Close.
 	Recoverable bool
-	// OnFailure is called once when the communicator fails, before it is aborted,
-	// by the goroutine that has noticed. An error that it returns takes the place
-	// of err as the cause, for example when other processes know it better. It must
-	// come back, and must not call Err or Wait.
+	// OnFailure is called once when the communicator fails, before it is aborted, by the
+	// goroutine that noticed the failure. If it returns an error, that error replaces err
+	// as the cause, for example because other processes know the cause better. It must
+	// return, and must not call Err or Wait.
 	OnFailure func(c *Communicator, err error) error
 }
 
-// apply takes over what NCCL need not know.
+// apply applies the options that NCCL does not know.
 func (c *Config) apply(to *Communicator) (err error) {
 	var cfg Config
 	if c != nil {
@@ -76,7 +76,7 @@ func (c *Config) apply(to *Communicator) (err error) {
 	if cfg.TraceSize > maxTrace {
 		return fmt.Errorf("nccl: a flight recorder of %d operations: want at most %d in Config.TraceSize or %s", cfg.TraceSize, maxTrace, env.NCCLTraceSize.Name)
 	}
-	if err := readyLaunchers(); err != nil {
+	if err := configureLaunchers(); err != nil {
 		return err
 	}
 	frames, err := env.NCCLTraceFrames.OneOf("yes", "no")
@@ -87,25 +87,41 @@ func (c *Config) apply(to *Communicator) (err error) {
 		to.settings = &cfg
 	}
 	to.onFailure, to.recoverable = cfg.OnFailure, cfg.Recoverable
-	to.rec = newRecorder(cfg.TraceSize)
-	to.rec.rank, to.rec.size, to.rec.device, to.rec.name = to.rank, to.size, to.dev.String(), cfg.Name
-	to.rec.number, to.rec.version, to.rec.timeout = to.number, to.version, max(cfg.Timeout, 0)
-	to.rec.frames = cfg.TraceFrames || frames == "yes"
+	to.rec = flight.NewRecorder(cfg.TraceSize)
+	to.rec.Rank, to.rec.Size, to.rec.Device, to.rec.Name = to.rank, to.size, to.dev.String(), cfg.Name
+	to.rec.Number, to.rec.Library, to.rec.Timeout = to.number, ncclapi.VersionText(to.version), max(cfg.Timeout, 0)
+	to.rec.Frames = cfg.TraceFrames || frames == "yes"
 	return nil
 }
 
-// maxTrace is how many operations a flight recorder may have: some hundred MB.
+// maxTrace is the maximum size of a flight recorder: some hundred MB.
 const maxTrace = 1 << 20
 
-// raw turns c into NCCL's struct for the loaded version. Data-path calls of a
-// non-blocking communicator start a thread each, so Chorus's always block;
-// NewCommunicator runs the initialisation apart instead.
+// raw converts c to NCCL's struct for the loaded version. Communicators are created in
+// blocking mode, because each data-path call of a non-blocking communicator starts a
+// thread. NewCommunicator runs the initialization on its own goroutine instead.
 func (c *Config) raw(version int32) (*ncclapi.Config, error) {
 	r := ncclapi.NewConfig(version)
 	r.Blocking = 1
 	if c == nil {
 		return r, nil
 	}
+	c.override(r)
+	if c.NetName != "" {
+		r.NetName = cstring(c.NetName)
+	}
+	// Traces use the name too, so that a name is never too new for NCCL.
+	if c.Name != "" && version >= sinceName {
+		r.CommName = cstring(c.Name)
+	}
+	if field, since := r.TooNew(version); field != "" {
+		return nil, needs("nccl.Config: "+field, since, version)
+	}
+	return r, nil
+}
+
+// override sets the options that are set in c.
+func (c *Config) override(r *ncclapi.Config) {
 	for _, f := range []struct {
 		to  *int32
 		val *int32
@@ -130,17 +146,6 @@ func (c *Config) raw(version int32) (*ncclapi.Config, error) {
 			*f.to = *f.val
 		}
 	}
-	if c.NetName != "" {
-		r.NetName = cstring(c.NetName)
-	}
-	// The name also serves the traces, where no NCCL is too old for it.
-	if c.Name != "" && version >= sinceName {
-		r.CommName = cstring(c.Name)
-	}
-	if field, since := r.TooNew(version); field != "" {
-		return nil, needs("nccl.Config: "+field, since, version)
-	}
-	return r, nil
 }
 
 // sinceName is the first NCCL whose communicators have names.

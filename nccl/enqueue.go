@@ -1,148 +1,157 @@
 package nccl
 
 import (
+	"github.com/gochorus/chorus/internal/flight"
 	"runtime"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/stream"
 )
 
-// native gives the operation to NCCL. The communicator is entered.
-func (o *operation) native() error {
-	if o.captured || stream.AnyCapture() {
-		return relaxed(o.comm.dev, o.ask)
+// execute gives the operation to NCCL. The communicator is locked.
+func (o *operation) execute() error {
+	if o.Captured || gpu.AnyCapture() {
+		return relaxed(o.comm.dev, o.checkedCall)
 	}
-	if r := o.enqueue(); r != ncclapi.Success {
-		return o.comm.fail(o.kind.String(), r)
+	if r := o.callNCCL(); r != ncclapi.Success {
+		return o.comm.check(o.Kind.String(), r)
 	}
 	return nil
 }
 
-// ask is enqueue with an error for what is not a success.
-func (o *operation) ask() error { return o.comm.fail(o.kind.String(), o.enqueue()) }
+// checkedCall is call with an error if it does not succeed.
+func (o *operation) checkedCall() error { return o.comm.check(o.Kind.String(), o.callNCCL()) }
 
-// enqueue calls NCCL.
-func (o *operation) enqueue() ncclapi.Result {
-	api, h, s := o.comm.api, *o.comm.h, o.stream.Raw()
-	n, root := uintptr(o.n*o.unit), int32(o.root)
-	switch o.kind {
-	case allReduce:
+// callNCCL calls NCCL's function.
+func (o *operation) callNCCL() ncclapi.Result {
+	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
+	n, root := uintptr(o.N*o.unit), int32(o.Root)
+	switch o.Kind {
+	case flight.AllReduce:
 		return api.AllReduce(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, h, s)
-	case reduce:
+	case flight.Reduce:
 		return api.Reduce(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, root, h, s)
-	case broadcast:
+	case flight.Broadcast:
 		from := o.src.ptr
-		if o.comm.rank != o.root {
+		if o.comm.rank != o.Root {
 			from = o.dst.ptr
 		}
 		return api.Broadcast(from, o.dst.ptr, n, o.wire, root, h, s)
-	case allGather:
+	case flight.AllGather:
 		return api.AllGather(o.src.ptr, o.dst.ptr, n, o.wire, h, s)
-	case reduceScatter:
+	case flight.ReduceScatter:
 		return api.ReduceScatter(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, h, s)
-	case send:
+	case flight.Send:
 		return api.Send(o.src.ptr, n, o.wire, root, h, s)
-	case recv:
+	case flight.Recv:
 		return api.Recv(o.dst.ptr, n, o.wire, root, h, s)
 	}
-	if api.Has(ncclapi.FuncAlltoAll) { // and the other two, which came with it
-		switch o.kind {
-		case allToAll:
+	if api.Has(ncclapi.FuncAlltoAll) { // and the other two functions, which are in the same release
+		switch o.Kind {
+		case flight.AllToAll:
 			return api.AlltoAll(o.src.ptr, o.dst.ptr, n, o.wire, h, s)
-		case gather:
+		case flight.Gather:
 			return api.Gather(o.src.ptr, o.dst.ptr, n, o.wire, root, h, s)
-		case scatter:
+		case flight.Scatter:
 			return api.Scatter(o.src.ptr, o.dst.ptr, n, o.wire, root, h, s)
 		}
 	}
-	return o.grouped()
+	return o.callGrouped()
 }
 
-// grouped makes one operation of several that NCCL has. When one of them is
-// refused NCCL drops them all.
-func (o *operation) grouped() ncclapi.Result {
+// callGrouped implements an operation by several operations of NCCL. If NCCL refuses one of
+// them, it drops them all.
+func (o *operation) callGrouped() ncclapi.Result {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	api := o.comm.api
 	if r := api.GroupStart(); r != ncclapi.Success {
 		return r
 	}
-	first := o.members()
+	first := o.callParts()
 	if r := api.GroupEnd(); first == ncclapi.Success {
 		return r
 	}
 	return first
 }
 
-// members issues what a grouped operation is made of, rank by rank. Parts
-// without elements are left out: the other side knows that they are empty.
-func (o *operation) members() ncclapi.Result {
-	api, h, s := o.comm.api, *o.comm.h, o.stream.Raw()
-	me, root := o.comm.rank, o.root
+// callParts issues the parts of a grouped operation, rank by rank.
+func (o *operation) callParts() ncclapi.Result {
 	var sent, received int // elements before the part
 	for rank := range o.comm.size {
 		out, in := o.counts(rank)
-		from, to := o.at(o.src, sent), o.at(o.dst, received)
-		sent, received = sent+out, received+in
-		n, m := uintptr(out*o.unit), uintptr(in*o.unit)
-		r := ncclapi.Success
-		switch o.kind {
-		case allGatherV: // rank broadcasts its part
-			if rank == me {
-				from = o.src.ptr
-			} else {
-				from = to
-			}
-			if m > 0 {
-				r = api.Broadcast(from, to, m, o.wire, int32(rank), h, s)
-			}
-		case reduceScatterV: // rank gets its part
-			to = 0
-			if rank == me {
-				to = o.dst.ptr
-			}
-			if n > 0 {
-				r = api.Reduce(from, to, n, o.wire, o.redop, int32(rank), h, s)
-			}
-		case gather:
-			if rank == root && n > 0 {
-				r = api.Send(o.src.ptr, n, o.wire, int32(root), h, s)
-			}
-			if me == root && m > 0 && r == ncclapi.Success {
-				r = api.Recv(to, m, o.wire, int32(rank), h, s)
-			}
-		case scatter:
-			if me == root && n > 0 {
-				r = api.Send(from, n, o.wire, int32(rank), h, s)
-			}
-			if rank == root && m > 0 && r == ncclapi.Success {
-				r = api.Recv(o.dst.ptr, m, o.wire, int32(root), h, s)
-			}
-		default:
-			if n > 0 {
-				r = api.Send(from, n, o.wire, int32(rank), h, s)
-			}
-			if m > 0 && r == ncclapi.Success {
-				r = api.Recv(to, m, o.wire, int32(rank), h, s)
-			}
-		}
-		if r != ncclapi.Success {
+		p := part{rank: int32(rank), from: o.at(o.src, sent), to: o.at(o.dst, received), out: uintptr(out * o.unit), in: uintptr(in * o.unit)}
+		if r := o.callPart(&p); r != ncclapi.Success {
 			return r
 		}
+		sent, received = sent+out, received+in
 	}
 	return ncclapi.Success
 }
 
-// counts are the elements that go to a rank and come from it.
+// A part is what a rank exchanges with one rank in a grouped operation.
+type part struct {
+	rank     int32
+	from, to cudadrv.DevicePtr
+	out, in  uintptr // the number of elements at from and to, as NCCL counts them
+}
+
+// callPart issues one part.
+func (o *operation) callPart(p *part) ncclapi.Result {
+	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
+	me := int(p.rank) == o.comm.rank
+	switch o.Kind {
+	case flight.AllGatherV: // the rank broadcasts its part
+		if p.from = p.to; me {
+			p.from = o.src.ptr
+		}
+		if p.in == 0 {
+			return ncclapi.Success
+		}
+		return api.Broadcast(p.from, p.to, p.in, o.wire, p.rank, h, s)
+	case flight.ReduceScatterV: // the rank gets its part
+		if p.to = 0; me {
+			p.to = o.dst.ptr
+		}
+		if p.out == 0 {
+			return ncclapi.Success
+		}
+		return api.Reduce(p.from, p.to, p.out, o.wire, o.redop, p.rank, h, s)
+	case flight.Gather:
+		p.from = o.src.ptr
+		return o.sendRecv(p, int(p.rank) == o.Root, o.comm.rank == o.Root)
+	case flight.Scatter:
+		p.to = o.dst.ptr
+		return o.sendRecv(p, o.comm.rank == o.Root, int(p.rank) == o.Root)
+	}
+	return o.sendRecv(p, true, true)
+}
+
+// sendRecv sends a part to its rank and receives one from it. It omits empty parts: the other
+// rank also knows that they are empty.
+func (o *operation) sendRecv(p *part, sends, receives bool) ncclapi.Result {
+	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
+	if sends && p.out > 0 {
+		if r := api.Send(p.from, p.out, o.wire, p.rank, h, s); r != ncclapi.Success {
+			return r
+		}
+	}
+	if receives && p.in > 0 {
+		return api.Recv(p.to, p.in, o.wire, p.rank, h, s)
+	}
+	return ncclapi.Success
+}
+
+// counts returns the number of elements to send to a rank and to receive from it.
 func (o *operation) counts(rank int) (out, in int) {
 	if o.sends == nil {
-		return o.n, o.n
+		return o.N, o.N
 	}
 	return o.sends[rank], o.recvs[rank]
 }
 
-// at is the address of an element.
+// at returns the address of an element.
 func (o *operation) at(x operand, element int) cudadrv.DevicePtr {
-	return x.ptr + cudadrv.DevicePtr(element*o.dtype.Size())
+	return x.ptr + cudadrv.DevicePtr(element*o.DType.Size())
 }

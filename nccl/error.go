@@ -31,14 +31,12 @@ func (r Result) Meaning() string { return ncclapi.Result(r).Meaning() }
 // An Error is a call of NCCL that failed, or an operation that failed later.
 type Error struct {
 	Op     string // the C function, such as ncclAllReduce
-	Rank   int    // -1 where no rank is concerned
+	Rank   int    // -1 if the call is not for a rank
 	Size   int
 	Device string // such as "cuda:3"
 	Err    Result
 	Detail string // NCCL's own last message (ncclGetLastError), or ""
-	Async  bool   // an operation failed after it was enqueued
-
-	substitute bool // it was not NCCL that failed
+	Async  bool   // the operation failed after it was enqueued
 }
 
 func (e *Error) Error() string {

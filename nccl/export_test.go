@@ -6,28 +6,28 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/crew"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/spinpool"
 )
 
-// SetAbortPatience changes for a test how long an abort may take.
-func SetAbortPatience(t *testing.T, d time.Duration) {
-	old := abortNanos.Swap(int64(d))
-	t.Cleanup(func() { abortNanos.Store(old) })
+// SetAbortTimeout changes for a test how long an abort may take.
+func SetAbortTimeout(t *testing.T, d time.Duration) {
+	old := abortTimeoutNanos.Swap(int64(d))
+	t.Cleanup(func() { abortTimeoutNanos.Store(old) })
 }
 
 // WakeLaunchers lets groups of n ranks use launchers for the time of a test, which are
 // awake when it returns.
 func WakeLaunchers(t *testing.T, n int) {
 	procs := runtime.GOMAXPROCS(2*n + 1)
-	old := launchers
-	launchers = &crew.Crew{Patience: time.Hour}
+	old := spinpool.Launchers
+	spinpool.Launchers = &spinpool.Pool{PollTime: time.Hour}
 	t.Cleanup(func() {
-		launchers.Sleep()
-		launchers = old
+		spinpool.Launchers.Close()
+		spinpool.Launchers = old
 		runtime.GOMAXPROCS(procs)
 	})
-	for !launchers.Try(n, idle{}) {
+	for !spinpool.Launchers.Try(n, idle{}) {
 		runtime.Gosched()
 	}
 }
@@ -44,7 +44,7 @@ func (c *Communicator) ReplaceNCCL(api ncclapi.API) (old ncclapi.API) {
 }
 
 // Closed reports whether the communicator has ended.
-func (c *Communicator) Closed() bool { return c.over() }
+func (c *Communicator) Closed() bool { return c.isClosed() }
 
 // Relaxed runs fn as calls of NCCL in a capture are.
 func Relaxed(dev *device.Device, fn func() error) error { return relaxed(dev, fn) }

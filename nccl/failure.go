@@ -7,158 +7,160 @@ import (
 	"unicode"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// A failure is the first cause for which a communicator is of no use any more.
+// A failure is the first cause of a communicator's failure.
 type failure struct {
-	first   error         // as it was noticed
-	err     error         // as Config.OnFailure knows it better, once
-	settled chan struct{} // is closed
+	first error         // as it was noticed
+	err   error         // after Config.OnFailure; valid once done is closed
+	done  chan struct{} // closed when err is valid
 }
 
-// cause is what is known now.
+// cause returns the cause as known so far.
 func (f *failure) cause() error {
 	select {
-	case <-f.settled:
+	case <-f.done:
 		return f.err
 	default:
 		return f.first
 	}
 }
 
-// Err returns why the communicator has failed, or nil: an operation that ran into
-// an error after it was enqueued (ncclCommGetAsyncError), one in which NCCL itself failed
-// (ErrorInternal, ErrorSystem, ErrorRemote), or a *TimeoutError. A
-// failure is final, and what c has in flight is aborted, unless Config.Recoverable.
-// NCCL does not notice every failure of a peer; the deadline does in the end, and
-// comm.Join earlier.
+// Err returns why the communicator has failed, or nil. The causes are: an operation that
+// failed after it was enqueued (ncclCommGetAsyncError), a call in which NCCL itself failed
+// (ErrorInternal, ErrorSystem, ErrorRemote), or a *TimeoutError. A failure is final, and
+// the pending operations of c are aborted, unless Config.Recoverable is set. NCCL does not
+// notice every failure of a peer; the deadline eventually does, and a group of comm.Join
+// notices it earlier.
 func (c *Communicator) Err() error {
 	if f := c.failed.Load(); f != nil {
-		<-f.settled
+		<-f.done
 		return f.err
 	}
 	async, err := c.asyncError()
 	if err != nil || async == ncclapi.Success || async == ncclapi.InProgress {
 		return err
 	}
-	e := c.error("", async)
+	e := c.newError("", async)
 	e.Async = true
-	if c.leaving.Load() { // the other ranks end too, as this one does
+	if c.aborting.Load() { // the other ranks end too, because this one does
 		return e
 	}
-	c.breakWith(c.dev.Because(e))
+	c.fail(gpu.DeviceOf(c.dev).Because(e))
 	return c.Err()
 }
 
 func (c *Communicator) asyncError() (ncclapi.Result, error) {
-	if c.over() {
+	if c.isClosed() {
 		return ncclapi.Success, nil
 	}
 	c.life.RLock()
 	defer c.life.RUnlock()
-	if c.over() {
+	if c.isClosed() {
 		return ncclapi.Success, nil
 	}
 	async, r := c.api.CommGetAsyncError(*c.h)
-	return async, c.fail("ncclCommGetAsyncError", r)
+	return async, c.check("ncclCommGetAsyncError", r)
 }
 
-// lastMessage is NCCL's own last word.
+// lastMessage returns NCCL's last error message.
 func (c *Communicator) lastMessage() string {
 	c.life.RLock()
 	defer c.life.RUnlock()
-	if c.over() {
+	if c.isClosed() {
 		return ""
 	}
 	return c.api.GetLastError(*c.h)
 }
 
-// breakWith makes a cause the communicator's failure, if it is the first, and ends
-// what is in flight here and on the other ranks of this process.
-func (c *Communicator) breakWith(cause error) {
-	if f := c.blame(cause); f != nil {
-		c.end(f)
+// fail makes a cause the communicator's failure, if it is the first, and aborts the
+// pending operations here and on the other ranks of this process.
+func (c *Communicator) fail(cause error) {
+	if f := c.setFailure(cause); f != nil {
+		c.completeFailure(f)
 	}
 }
 
-// giveUp makes a final error of an operation the communicator's failure: the first
-// operations wait for the other ranks, and end with such an error when these have given
-// up. The communicator is entered.
-func (c *Communicator) giveUp(err error) {
-	if f := c.blame(err); f != nil {
-		go c.end(f) // which waits until the operation has left the communicator
+// failAsync makes a final error of an operation the communicator's failure. The first
+// operations wait for the other ranks, and fail with such an error when these ranks have
+// failed. The communicator is entered.
+func (c *Communicator) failAsync(err error) {
+	if f := c.setFailure(err); f != nil {
+		go c.completeFailure(f) // waits until the operation has left the communicator
 	}
 }
 
-// known returns what is known of the cause of an operation's error. The communicator is not
-// entered, since Config.OnFailure may do so.
-func (c *Communicator) known(err error) error {
-	if final(err) && c.failed.Load() != nil {
+// bestCause returns the best known cause of an operation's error. The communicator is not
+// entered, since Config.OnFailure may enter it.
+func (c *Communicator) bestCause(err error) error {
+	if isFatal(err) && c.failed.Load() != nil {
 		return c.Err()
 	}
 	return err
 }
 
-// final reports whether NCCL, and not a Substitute, has failed within an operation, so that
-// nobody knows in which state the communicator is.
-func final(err error) bool {
+// isFatal reports whether NCCL itself has failed within an operation. The state of the
+// communicator is then unknown.
+func isFatal(err error) bool {
 	e, ok := errors.AsType[*Error](err)
-	return ok && !e.substitute && (e.Err == ErrorRemote || e.Err == ErrorInternal || e.Err == ErrorSystem)
+	return ok && (e.Err == ErrorRemote || e.Err == ErrorInternal || e.Err == ErrorSystem)
 }
 
-// blame makes a cause the failure, or returns nil where there is one. end must follow.
-func (c *Communicator) blame(cause error) *failure {
-	f := &failure{first: cause, err: cause, settled: make(chan struct{})}
+// setFailure makes a cause the failure, or returns nil if the communicator has already failed.
+// end must follow.
+func (c *Communicator) setFailure(cause error) *failure {
+	f := &failure{first: cause, err: cause, done: make(chan struct{})}
 	if !c.failed.CompareAndSwap(nil, f) {
 		return nil
 	}
-	if t, ok := errors.AsType[*TimeoutError](cause); ok && t.Rank == c.rank {
-		c.rec.timedOut(t)
+	if t, ok := errors.AsType[*TimeoutError](cause); ok && t.Rank == c.rank && t.Operation.Record == t.Last.Record && !t.Lost {
+		c.rec.TimedOut(t.Operation.Record)
 	}
-	c.rec.cut(Failed)
+	c.rec.SetFinalState(Failed)
 	return f
 }
 
-// end is what follows a failure.
-func (c *Communicator) end(f *failure) {
-	c.leaveTrace()
+// completeFailure completes a failure: it informs the user and ends the other ranks.
+func (c *Communicator) completeFailure(f *failure) {
+	c.writeTraces()
 	if c.onFailure != nil {
 		if better := c.onFailure(c, f.first); better != nil {
 			f.err = better
 		}
 	}
-	close(f.settled)
-	for _, m := range c.others() { // before NCCL tells them of the abort
+	close(f.done)
+	for _, m := range c.others() { // before NCCL informs them of the abort
 		if o := m.comm.Value(); o != nil {
-			if theirs := o.blame(f.err); theirs != nil {
-				go o.end(theirs)
+			if theirs := o.setFailure(f.err); theirs != nil {
+				go o.completeFailure(theirs)
 			}
 		}
 	}
 	if c.recoverable {
-		c.abortSubstitute()
+		c.abortBackends()
 	} else {
 		_ = c.Abort()
 	}
 }
 
-// leaveTrace writes all flight recorders of the process where the environment wants it.
-func (c *Communicator) leaveTrace() {
+// writeTraces writes all flight recorders of the process if the environment asks for it.
+func (c *Communicator) writeTraces() {
 	prefix := env.NCCLTraceFile.Value()
 	if prefix == "" {
 		return
 	}
-	f, err := safefile.Create(prefix + strconv.Itoa(c.rank) + suffix(c.rec.name))
+	f, err := safefile.CreatePrivate(prefix + strconv.Itoa(c.rank) + suffix(c.rec.Name))
 	if err != nil {
-		return // the failure counts for more
+		return // the failure is more important
 	}
 	defer f.Close()
 	_ = DumpTrace(f)
 }
 
-// suffix keeps the files of communicators apart that have a rank in common.
+// suffix makes the file names of communicators with the same rank different.
 func suffix(name string) string {
 	if name == "" {
 		return ""

@@ -22,9 +22,9 @@ func TestGroupChecksAllRanksFirst(t *testing.T) {
 		xs, in := buffers(t, ranks, 64)
 		bad := func(i int, r rank) error {
 			if i == 1 {
-				return nccl.AllReduce(r.c, r.s, xs[i], xs[0], nccl.Sum)
+				return nccl.AllReduce(r.on(), r.s, xs[i], xs[0], nccl.Sum)
 			}
-			return nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum)
+			return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum)
 		}
 		all := func(op func(i int, r rank) error) error {
 			for i, r := range ranks {
@@ -34,25 +34,20 @@ func TestGroupChecksAllRanksFirst(t *testing.T) {
 			}
 			return nil
 		}
-		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error { return all(bad) }), "rank 1 of 2")
+		require.ErrorContains(t, nccl.Group(func(b *nccl.Batch) error {
+			return all(func(i int, r rank) error { return bad(i, r.in(b)) })
+		}), "rank 1 of 2")
 		// Also if nobody cares for the error.
-		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error {
+		require.ErrorContains(t, nccl.Group(func(b *nccl.Batch) error {
 			for i, r := range ranks {
-				_ = bad(i, r)
+				_ = bad(i, r.in(b))
 			}
 			return nil
 		}), "rank 1 of 2")
-		// An inner group that failed, though nobody cares, fails the outer one.
-		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error {
-			_ = nccl.Group(ranks[0].c, func() error { return all(bad) })
-			return nil
-		}), "rank 1 of 2")
 		require.Panics(t, func() {
-			_ = nccl.Group(ranks[0].c, func() error {
-				return nccl.Group(ranks[1].c, func() error {
-					_ = nccl.AllReduce(ranks[1].c, ranks[1].s, xs[1], xs[1], nccl.Sum)
-					panic("boom")
-				})
+			_ = nccl.Group(func(b *nccl.Batch) error {
+				_ = nccl.AllReduce(b.On(ranks[1].c), ranks[1].s, xs[1], xs[1], nccl.Sum)
+				panic("boom")
 			})
 		})
 		for i, r := range ranks {
@@ -60,26 +55,9 @@ func TestGroupChecksAllRanksFirst(t *testing.T) {
 			require.NoError(t, xs[i].CopyTo(r.s, got))
 			require.Equal(t, in[i], got, "rank %d", i)
 		}
-		// And one that panicked, though somebody recovers.
-		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error {
-			require.Panics(t, func() {
-				_ = nccl.Group(ranks[1].c, func() error {
-					require.NoError(t, all(func(i int, r rank) error { return nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum) }))
-					panic("boom")
-				})
-			})
-			return nil
-		}), "panicked")
-		for i, r := range ranks {
-			got := make([]int64, 64)
-			require.NoError(t, xs[i].CopyTo(r.s, got))
-			require.Equal(t, in[i], got, "rank %d", i)
-		}
-		require.NoError(t, nccl.Group(ranks[0].c, func() error { return nil }))
-		require.NoError(t, nccl.Group(ranks[0].c, func() error {
-			return nccl.Group(ranks[1].c, func() error {
-				return all(func(i int, r rank) error { return nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum) })
-			})
+		require.NoError(t, nccl.Group(func(b *nccl.Batch) error { return nil }))
+		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
+			return all(func(i int, r rank) error { return nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum) })
 		}))
 		for i, r := range ranks {
 			got := make([]int64, 64)
@@ -89,13 +67,16 @@ func TestGroupChecksAllRanksFirst(t *testing.T) {
 	})
 }
 
-// What another goroutine issues is not part of the group, and needs none.
-func TestGroupBelongsToItsGoroutine(t *testing.T) {
+// Operations that are issued on communicators while a batch is open do not belong to it.
+func TestOperationsBesideABatch(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks := connect(t, devs)
 		xs, in := buffers(t, ranks, 16)
 		boom := errors.New("boom")
-		require.ErrorIs(t, nccl.Group(ranks[0].c, func() error {
+		require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error {
+			if err := nccl.AllReduce(b.On(ranks[0].c), ranks[0].s, xs[0], xs[0], nccl.Sum); err != nil {
+				return err
+			}
 			each(t, devs, func(i int) error { return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Sum) })
 			return boom
 		}), boom)
@@ -125,9 +106,9 @@ func TestGroupsOfSharedCommunicators(t *testing.T) {
 				if g.IntN(2) == 0 {
 					order = []rank{b, a}
 				}
-				errs[i] = errors.Join(errs[i], nccl.Group(order[0].c, func() error {
+				errs[i] = errors.Join(errs[i], nccl.Group(func(b *nccl.Batch) error {
 					for _, r := range order {
-						if err := nccl.AllReduce(r.c, a.s, x, x, nccl.Max); err != nil {
+						if err := nccl.AllReduce(b.On(r.c), a.s, x, x, nccl.Max); err != nil {
 							return err
 						}
 					}
@@ -145,11 +126,17 @@ func TestGroupOfTwoSystems(t *testing.T) {
 	b := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}))
 	xs, _ := buffers(t, a, 4)
 	ys, _ := buffers(t, b, 4)
-	require.ErrorContains(t, nccl.Group(a[0].c, func() error {
-		return errors.Join(nccl.AllReduce(a[0].c, a[0].s, xs[0], xs[0], nccl.Sum), nccl.AllReduce(b[0].c, b[0].s, ys[0], ys[0], nccl.Sum))
+	require.ErrorContains(t, nccl.Group(func(batch *nccl.Batch) error {
+		return errors.Join(nccl.AllReduce(batch.On(a[0].c), a[0].s, xs[0], xs[0], nccl.Sum), nccl.AllReduce(batch.On(b[0].c), b[0].s, ys[0], ys[0], nccl.Sum))
 	}), "are of two systems")
-	require.ErrorContains(t, nccl.Group(nil, func() error { return nil }), "no communicator given")
-	require.ErrorContains(t, nccl.Group(a[0].c, nil), "no function given")
+	require.ErrorContains(t, nccl.Group(func(b *nccl.Batch) error {
+		return nccl.AllReduce(b.On(nil), a[0].s, xs[0], xs[0], nccl.Sum)
+	}), "no communicator given")
+	require.ErrorContains(t, nccl.AllReduce(nil, a[0].s, xs[0], xs[0], nccl.Sum), "no communicator given")
+	var none *nccl.Batch
+	require.ErrorContains(t, nccl.AllReduce(none.On(a[0].c), a[0].s, xs[0], xs[0], nccl.Sum), "no communicator given")
+	require.ErrorContains(t, none.Enqueue(), "no batch given")
+	require.ErrorContains(t, nccl.Group(nil), "no function given")
 }
 
 // A communicator that ends before its group enqueues nothing of it.
@@ -157,11 +144,11 @@ func TestGroupOfAClosedCommunicator(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		a, b := connect(t, devs)[0], connect(t, devs)[0]
 		xs, _ := buffers(t, []rank{a}, 8)
-		require.ErrorIs(t, nccl.Group(a.c, func() error {
-			if err := nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum); err != nil {
+		require.ErrorIs(t, nccl.Group(func(batch *nccl.Batch) error {
+			if err := nccl.AllReduce(batch.On(a.c), a.s, xs[0], xs[0], nccl.Sum); err != nil {
 				return err
 			}
-			if err := nccl.AllReduce(b.c, b.s, xs[0], xs[0], nccl.Sum); err != nil {
+			if err := nccl.AllReduce(batch.On(b.c), b.s, xs[0], xs[0], nccl.Sum); err != nil {
 				return err
 			}
 			return b.c.Abort()
@@ -176,10 +163,10 @@ func TestGroupAfterOneThatWasRefused(t *testing.T) {
 	ranks := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
 	xs, in := buffers(t, ranks, 8)
 	all := func(lengths ...int) error {
-		return nccl.Group(ranks[0].c, func() error {
+		return nccl.Group(func(b *nccl.Batch) error {
 			for i, r := range ranks {
 				x := xs[i].Slice(0, lengths[i])
-				if err := nccl.AllReduce(r.c, r.s, x, x, nccl.Sum); err != nil {
+				if err := nccl.AllReduce(b.On(r.c), r.s, x, x, nccl.Sum); err != nil {
 					return err
 				}
 			}
@@ -204,55 +191,55 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 		xs, in := buffers(t, ranks, 12)
 		ys, _ := buffers(t, ranks, 12)
 		all := func(issue func(i int, r rank) error) error {
-			return nccl.Group(ranks[0].c, func() error {
-				return errors.Join(issue(0, ranks[0]), issue(1, ranks[1]))
+			return nccl.Group(func(b *nccl.Batch) error {
+				return errors.Join(issue(0, ranks[0].in(b)), issue(1, ranks[1].in(b)))
 			})
 		}
 		for name, issue := range map[string]func(i int, r rank) error{
 			"two receives": func(i int, r rank) error {
-				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), 1-i), nccl.Send(r.c, r.s, xs[i].Slice(4, 8), 1-i),
-					nccl.Recv(r.c, r.s, ys[i].Slice(0, 4), 1-i), nccl.Recv(r.c, r.s, ys[i].Slice(3, 7), 1-i))
+				return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(0, 4), 1-i), nccl.Send(r.on(), r.s, xs[i].Slice(4, 8), 1-i),
+					nccl.Recv(r.on(), r.s, ys[i].Slice(0, 4), 1-i), nccl.Recv(r.on(), r.s, ys[i].Slice(3, 7), 1-i))
 			},
 			"in place": func(i int, r rank) error {
-				return errors.Join(nccl.Send(r.c, r.s, xs[i], 1-i), nccl.Recv(r.c, r.s, xs[i], 1-i))
+				return errors.Join(nccl.Send(r.on(), r.s, xs[i], 1-i), nccl.Recv(r.on(), r.s, xs[i], 1-i))
 			},
 			"to itself, shifted": func(i int, r rank) error {
-				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 8), i), nccl.Recv(r.c, r.s, xs[i].Slice(4, 12), i))
+				return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(0, 8), i), nccl.Recv(r.on(), r.s, xs[i].Slice(4, 12), i))
 			},
 			"to itself, crosswise": func(i int, r rank) error {
 				a, b := xs[i].Slice(0, 4), xs[i].Slice(4, 8)
-				return errors.Join(nccl.Send(r.c, r.s, a, i), nccl.Send(r.c, r.s, b, i), nccl.Recv(r.c, r.s, b, i), nccl.Recv(r.c, r.s, a, i))
+				return errors.Join(nccl.Send(r.on(), r.s, a, i), nccl.Send(r.on(), r.s, b, i), nccl.Recv(r.on(), r.s, b, i), nccl.Recv(r.on(), r.s, a, i))
 			},
 			"to itself from another": func(i int, r rank) error {
-				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 4), i),
-					nccl.Send(r.c, r.s, ys[i].Slice(4, 8), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(0, 4), 1-i))
+				return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.on(), r.s, ys[i].Slice(0, 4), i),
+					nccl.Send(r.on(), r.s, ys[i].Slice(4, 8), 1-i), nccl.Recv(r.on(), r.s, xs[i].Slice(0, 4), 1-i))
 			},
 			"two receives at one place": func(i int, r rank) error {
 				y := ys[i].Slice(0, 4)
-				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.c, r.s, y, i),
-					nccl.Send(r.c, r.s, xs[i].Slice(4, 8), i), nccl.Recv(r.c, r.s, y, i))
+				return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.on(), r.s, y, i),
+					nccl.Send(r.on(), r.s, xs[i].Slice(4, 8), i), nccl.Recv(r.on(), r.s, y, i))
 			},
 			"to itself, in a part": func(i int, r rank) error {
-				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.c, r.s, xs[i].Slice(0, 3), i))
+				return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(0, 4), i), nccl.Recv(r.on(), r.s, xs[i].Slice(0, 3), i))
 			},
 			"a receive into what a collective reads": func(i int, r rank) error {
-				return errors.Join(nccl.Send(r.c, r.s, ys[i].Slice(0, 2), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(5, 7), 1-i),
-					nccl.AllGather(r.c, r.s, ys[i].Slice(2, 12), xs[i].Slice(1, 6)))
+				return errors.Join(nccl.Send(r.on(), r.s, ys[i].Slice(0, 2), 1-i), nccl.Recv(r.on(), r.s, xs[i].Slice(5, 7), 1-i),
+					nccl.AllGather(r.on(), r.s, ys[i].Slice(2, 12), xs[i].Slice(1, 6)))
 			},
 			"a receive into what is reduced": func(i int, r rank) error {
-				return errors.Join(nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum), nccl.Send(r.c, r.s, ys[i].Slice(0, 2), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(2, 4), 1-i))
+				return errors.Join(nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum), nccl.Send(r.on(), r.s, ys[i].Slice(0, 2), 1-i), nccl.Recv(r.on(), r.s, xs[i].Slice(2, 4), 1-i))
 			},
 			"a receive into uneven parts": func(i int, r rank) error {
-				return errors.Join(nccl.AllToAllV(r.c, r.s, ys[i].Slice(0, 3), []int{2 - i, 1 + i}, xs[i].Slice(0, 3), []int{2 - i, 1 + i}),
-					nccl.Send(r.c, r.s, xs[i].Slice(4, 5), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(2, 3), 1-i))
+				return errors.Join(nccl.AllToAllV(r.on(), r.s, ys[i].Slice(0, 3), []int{2 - i, 1 + i}, xs[i].Slice(0, 3), []int{2 - i, 1 + i}),
+					nccl.Send(r.on(), r.s, xs[i].Slice(4, 5), 1-i), nccl.Recv(r.on(), r.s, xs[i].Slice(2, 3), 1-i))
 			},
 			"sending what a broadcast writes": func(i int, r rank) error {
-				return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(4*i, 4*i+4), i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 4), i),
-					nccl.Broadcast(r.c, r.s, xs[i].Slice(0, 4), ys[i].Slice(4, 8), 0))
+				return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(4*i, 4*i+4), i), nccl.Recv(r.on(), r.s, ys[i].Slice(0, 4), i),
+					nccl.Broadcast(r.on(), r.s, xs[i].Slice(0, 4), ys[i].Slice(4, 8), 0))
 			},
 			"a receive within what is sent": func(i int, r rank) error {
-				return errors.Join(nccl.Recv(r.c, r.s, xs[i].Slice(9, 10), 1-i), nccl.Send(r.c, r.s, xs[i].Slice(5, 6), 1-i),
-					nccl.Send(r.c, r.s, xs[i].Slice(2, 12), 1-i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 10), 1-i))
+				return errors.Join(nccl.Recv(r.on(), r.s, xs[i].Slice(9, 10), 1-i), nccl.Send(r.on(), r.s, xs[i].Slice(5, 6), 1-i),
+					nccl.Send(r.on(), r.s, xs[i].Slice(2, 12), 1-i), nccl.Recv(r.on(), r.s, ys[i].Slice(0, 10), 1-i))
 			},
 		} {
 			err := all(issue)
@@ -261,16 +248,16 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 			require.Equal(t, in, contents(t, ranks, xs), "nothing was enqueued")
 		}
 		require.NoError(t, all(func(i int, r rank) error {
-			return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 8), 1-i), nccl.Send(r.c, r.s, xs[i].Slice(4, 8), 1-i),
-				nccl.Recv(r.c, r.s, ys[i].Slice(4, 12), 1-i), nccl.Recv(r.c, r.s, ys[i].Slice(0, 4), 1-i))
+			return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(0, 8), 1-i), nccl.Send(r.on(), r.s, xs[i].Slice(4, 8), 1-i),
+				nccl.Recv(r.on(), r.s, ys[i].Slice(4, 12), 1-i), nccl.Recv(r.on(), r.s, ys[i].Slice(0, 4), 1-i))
 		}), "what is sent may overlap, and neighbours do not")
 		for i, got := range contents(t, ranks, ys) {
 			require.Equal(t, concat([][]int64{in[1-i][4:8], in[1-i][:8]}), got)
 		}
 		require.NoError(t, all(func(i int, r rank) error {
-			return errors.Join(nccl.Send(r.c, r.s, xs[i].Slice(0, 8), 1-i), nccl.AllReduce(r.c, r.s, ys[i].Slice(8, 12), xs[i].Slice(4, 8), nccl.Sum),
-				nccl.Recv(r.c, r.s, ys[i].Slice(0, 8), 1-i), nccl.Send(r.c, r.s, ys[i].Slice(0, 0), 1-i), nccl.Recv(r.c, r.s, xs[i].Slice(2, 2), 1-i),
-				nccl.AllReduce(r.c, r.s, ys[i].Slice(8, 12), xs[i].Slice(4, 8), nccl.Sum))
+			return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(0, 8), 1-i), nccl.AllReduce(r.on(), r.s, ys[i].Slice(8, 12), xs[i].Slice(4, 8), nccl.Sum),
+				nccl.Recv(r.on(), r.s, ys[i].Slice(0, 8), 1-i), nccl.Send(r.on(), r.s, ys[i].Slice(0, 0), 1-i), nccl.Recv(r.on(), r.s, xs[i].Slice(2, 2), 1-i),
+				nccl.AllReduce(r.on(), r.s, ys[i].Slice(8, 12), xs[i].Slice(4, 8), nccl.Sum))
 		}), "what is sent may be reduced beside, neighbours and nothing do not overlap, and collectives are not looked at")
 		for i, got := range contents(t, ranks, ys) {
 			want := slices.Clone(in[1-i][:8])
@@ -280,7 +267,7 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 			require.Equal(t, want, got)
 		}
 		require.NoError(t, all(func(i int, r rank) error {
-			return errors.Join(nccl.Send(r.c, r.s, xs[i], i), nccl.Recv(r.c, r.s, xs[i], i))
+			return errors.Join(nccl.Send(r.on(), r.s, xs[i], i), nccl.Recv(r.on(), r.s, xs[i], i))
 		}), "to itself in place")
 		require.Equal(t, in, contents(t, ranks, xs))
 	})

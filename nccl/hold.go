@@ -6,12 +6,13 @@ import (
 	"slices"
 	"sync"
 
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/stream"
 )
 
-// An InUseError says that a communicator cannot be closed because a graph has
-// captured operations of it: NCCL would wait until the graph is gone.
+// An InUseError reports that a communicator cannot be closed because a graph has captured
+// its operations: NCCL would wait until the graph is closed.
 type InUseError struct {
 	Op         string // "close" or "shut down"
 	Rank, Size int
@@ -26,12 +27,15 @@ func (e *InUseError) Error() string {
 // holds are the graphs that use a communicator.
 type holds struct {
 	mu    sync.Mutex
-	by    []stream.Holder
-	abort bool // when the last one lets go
+	by    []gpu.Holder
+	abort bool // abort when the last graph is closed
 }
 
-// Hold notes that a graph uses c. For Chorus's own packages.
-func (c *Communicator) Hold(g stream.Holder) {
+// A held is a communicator as the graphs see it that use it.
+type held struct{ *Communicator }
+
+// Hold notes that a graph uses c.
+func (c held) Hold(g gpu.Holder) {
 	c.holds.mu.Lock()
 	defer c.holds.mu.Unlock()
 	if !slices.Contains(c.holds.by, g) {
@@ -39,10 +43,10 @@ func (c *Communicator) Hold(g stream.Holder) {
 	}
 }
 
-// LetGo undoes Hold. For Chorus's own packages.
-func (c *Communicator) LetGo(g stream.Holder) {
+// LetGo undoes Hold.
+func (c held) LetGo(g gpu.Holder) {
 	c.holds.mu.Lock()
-	c.holds.by = slices.DeleteFunc(c.holds.by, func(h stream.Holder) bool { return h == g })
+	c.holds.by = slices.DeleteFunc(c.holds.by, func(h gpu.Holder) bool { return h == g })
 	abort := c.holds.abort && len(c.holds.by) == 0
 	c.holds.mu.Unlock()
 	if abort {
@@ -50,14 +54,10 @@ func (c *Communicator) LetGo(g stream.Holder) {
 	}
 }
 
-// InUse returns an *InUseError if a graph uses c, and a *GroupError if the goroutine has
-// operations of c in a group. For Chorus's own packages.
-func (c *Communicator) InUse(op string) error {
+// inUse returns an *InUseError if a graph uses c.
+func (c *Communicator) inUse(op string) error {
 	if c == nil {
 		return nil
-	}
-	if g := openGroup(); g != nil && slices.ContainsFunc(g.ops, func(o operation) bool { return o.comm == c }) {
-		return &GroupError{fmt.Sprintf("nccl: %s rank %d of %d (%s)", op, c.rank, c.size, c.dev)}
 	}
 	c.holds.mu.Lock()
 	defer c.holds.mu.Unlock()
@@ -65,6 +65,15 @@ func (c *Communicator) InUse(op string) error {
 		return nil
 	}
 	return &InUseError{Op: op, Rank: c.rank, Size: c.size, Device: c.dev.String(), Graph: c.holds.by[0].String()}
+}
+
+// noGraphs reports whether no graph uses c any more. If a graph is closed while a goroutine
+// launches it, it is destroyed after the launch, and NCCL must not free the communicator
+// earlier.
+func (c *Communicator) noGraphs() bool {
+	c.holds.mu.Lock()
+	defer c.holds.mu.Unlock()
+	return len(c.holds.by) == 0
 }
 
 // closeGraphs closes the graphs that use c. It reports false if one is being
@@ -76,8 +85,8 @@ func (c *Communicator) closeGraphs() bool {
 	c.holds.mu.Unlock()
 	closed := true
 	for _, g := range by {
-		// A driver that does not answer does when the communicator is aborted.
-		if err, _ := poll.Within(callPatience, g.Close); errors.Is(err, stream.ErrCapturing) {
+		// If the driver does not answer, it will after the communicator is aborted.
+		if err, _ := poll.Within(callTimeout, g.Close); errors.Is(err, stream.ErrCapturing) {
 			closed = false
 		}
 	}

@@ -7,13 +7,14 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
-// A UniqueID names a communicator that is about to be made (ncclUniqueId). The
-// rank that made it gives its bytes to the others, by any means. It holds the
-// address at which that process listens and lets whoever has it join: do not
-// publish it. One id makes one communicator.
+// A UniqueID identifies a communicator that is about to be made (ncclUniqueId). The rank
+// that made it sends its bytes to the other ranks, by any means. It contains the address
+// of that process's listener and authorizes its owner to join: keep it secret. One id
+// makes one communicator.
 type UniqueID [128]byte
 
 var (
@@ -27,7 +28,7 @@ func NewUniqueID(dev *device.Device) (UniqueID, error) {
 	if dev == nil {
 		return UniqueID{}, errors.New("nccl: new unique id: no device given")
 	}
-	api, err := dev.System().NCCL()
+	api, err := gpu.DeviceOf(dev).System().NCCL()
 	if err != nil {
 		return UniqueID{}, err
 	}

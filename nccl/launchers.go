@@ -4,21 +4,18 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/gochorus/chorus/internal/crew"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/spinpool"
 )
 
-// launchers are the process's threads that enqueue the operations of a group at the same
-// time: one thread takes as long for eight ranks as for one, eight times.
-var launchers = new(crew.Crew)
+var configuredLaunchers sync.Once
 
-var setLaunchers sync.Once
-
-// readyLaunchers sets what the environment says of them.
-func readyLaunchers() error {
-	patience, err := env.LaunchPatience.Duration()
+// configureLaunchers reads the options of the threads that enqueue operations concurrently
+// from the environment.
+func configureLaunchers() error {
+	d, err := env.LaunchPatience.Duration()
 	if err == nil {
-		setLaunchers.Do(func() { launchers.Patience = patience })
+		configuredLaunchers.Do(func() { spinpool.Launchers.PollTime = d })
 	}
 	return err
 }
@@ -26,25 +23,26 @@ func readyLaunchers() error {
 // single reports whether the group has one operation for each of its ranks.
 func (g *group) single() bool { return len(g.ops) == len(g.comms) }
 
-// apart reports whether threads may enqueue the operations: one for each of several
-// ranks of one communicator, since with two communicators each device could get another
-// one's operation first, and wait for the other device. Into a graph they go together: a
-// capture may belong to a thread.
-func (g *group) apart() bool {
+// concurrent reports whether threads may enqueue the operations concurrently, and makes room
+// for their results. The group must have one operation for each of several ranks of one
+// communicator: with two communicators, each device could get the operation of another
+// communicator first and wait for the other device. A captured group is enqueued by one
+// thread, because a capture may belong to a thread.
+func (g *group) concurrent() bool {
 	if len(g.ops) < 2 || !g.single() {
 		return false
 	}
 	for i := range g.ops {
-		if o := &g.ops[i]; o.captured || o.comm.clique != g.comms[0].clique {
+		if o := &g.ops[i]; o.Captured || o.comm.clique != g.comms[0].clique {
 			return false
 		}
 	}
-	g.expect()
+	g.resizeErrs()
 	return true
 }
 
-// expect makes room for what becomes of each operation.
-func (g *group) expect() {
+// resizeErrs makes room for the result of each operation.
+func (g *group) resizeErrs() {
 	g.errs = g.errs[:0]
 	for range g.ops {
 		g.errs = append(g.errs, nil)
@@ -52,74 +50,54 @@ func (g *group) expect() {
 }
 
 // Do enqueues operation i.
-func (g *group) Do(i int) {
-	o := &g.ops[i]
-	g.errs[i] = o.give()
-	if err := o.settle(g.errs[i] == nil); g.errs[i] == nil {
-		g.errs[i] = err
-	}
-}
+func (g *group) Do(i int) { g.errs[i] = g.ops[i].execute() }
 
-// inTurn enqueues the operations one after the other, without a group of NCCL.
-func (g *group) inTurn() error {
-	g.expect()
+// finish records the results of the operations; nil means that all were enqueued. If only
+// some operations were enqueued, they would wait forever for the others, so their
+// communicators are broken.
+func (g *group) finish(errs []error) (first error) {
 	for i := range g.ops {
-		if g.Do(i); g.errs[i] == nil {
-			continue
-		}
-		for j := i + 1; j < len(g.ops); j++ {
-			g.errs[j] = g.errs[i]
-		}
-		break
-	}
-	return g.outcome()
-}
-
-// outcome notes what became of each operation. Those that were taken while another one
-// was not wait for what does not come: they end with their communicators.
-func (g *group) outcome() (first error) {
-	for i := range g.ops {
-		if err := g.errs[i]; err == nil {
-			if !g.leads(i) {
-				g.ops[i].comm.rec.took(&g.ops[i])
+		if errs != nil && errs[i] != nil {
+			if first == nil {
+				first = errs[i]
 			}
-		} else if first == nil {
-			first = err
+		} else if !g.implied(i, errs) {
+			g.ops[i].comm.rec.Accept(&g.ops[i].Op)
 		}
 	}
 	if first == nil {
 		return nil
 	}
-	lost := final(first) && !g.comms[0].over() // it was not aborted
+	lost := isFatal(first) && !g.comms[0].isClosed() // it was not aborted
 	for i := len(g.ops) - 1; !lost && i >= 0; i-- {
-		if g.errs[i] != nil {
-			g.ops[i].refused()
+		if errs[i] != nil {
+			g.ops[i].unrecord()
 		}
 	}
-	if lost || slices.Contains(g.errs, nil) {
-		g.breakWith(first)
+	if lost || slices.Contains(errs, nil) {
+		g.failAll(first)
 	}
 	return first
 }
 
-// leads reports whether what was taken after operation i says all that it does. Where there
-// are no errors all were taken.
-func (g *group) leads(i int) bool {
+// implied reports whether the record of a later operation on the same stream implies that
+// operation i was accepted.
+func (g *group) implied(i int, errs []error) bool {
 	o, j := &g.ops[i], i+1
-	return j < len(g.ops) && (len(g.errs) == 0 || g.errs[j] == nil) &&
-		g.ops[j].comm == o.comm && g.ops[j].stream == o.stream && g.ops[j].captured == o.captured
+	return j < len(g.ops) && (errs == nil || errs[j] == nil) &&
+		g.ops[j].comm == o.comm && g.ops[j].Stream == o.Stream && g.ops[j].Captured == o.Captured
 }
 
-// breakWith ends all communicators of the group. Each has the cause before the first one
-// ends, which the others would take for it.
-func (g *group) breakWith(cause error) {
+// failAll ends all communicators of the group. It sets the cause on each before it ends
+// the first, because the others would otherwise see that end as their cause.
+func (g *group) failAll(cause error) {
 	ends := make([]*failure, len(g.comms))
 	for i, c := range g.comms {
-		ends[i] = c.blame(cause)
+		ends[i] = c.setFailure(cause)
 	}
 	for i, c := range g.comms {
 		if ends[i] != nil {
-			go c.end(ends[i]) // it waits until the group has left the communicator
+			go c.completeFailure(ends[i]) // waits until the group has left the communicator
 		}
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -18,6 +19,7 @@ import (
 // A group of one operation for each rank goes to NCCL from as many threads: the fault
 // plan fails every group of NCCL's own.
 func TestGroupsWithoutNCCLs(t *testing.T) {
+	rounds := tsan.Rounds(10, 30)
 	for n := 2; n <= 4; n++ {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
 			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n, Faults: "ncclGroupStart#*=ncclInternalError"})
@@ -25,19 +27,19 @@ func TestGroupsWithoutNCCLs(t *testing.T) {
 			xs, in := buffers(t, ranks, 24)
 			nccl.WakeLaunchers(t, 2*n)
 			r := rand.New(rand.NewPCG(7, uint64(n)))
-			for range 30 {
+			for range rounds {
 				root := r.IntN(n)
 				kind := r.IntN(3)
-				require.NoError(t, nccl.Group(ranks[0].c, func() error {
+				require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 					for _, i := range r.Perm(n) { // in any order
 						var err error
 						switch k := ranks[i]; kind {
 						case 0:
-							err = nccl.AllReduce(k.c, k.s, xs[i], xs[i], nccl.Max)
+							err = nccl.AllReduce(b.On(k.c), k.s, xs[i], xs[i], nccl.Max)
 						case 1:
-							err = nccl.Broadcast(k.c, k.s, xs[i], xs[i], root)
+							err = nccl.Broadcast(b.On(k.c), k.s, xs[i], xs[i], root)
 						default:
-							err = nccl.Reduce(k.c, k.s, xs[i], xs[i], nccl.Sum, root)
+							err = nccl.Reduce(b.On(k.c), k.s, xs[i], xs[i], nccl.Sum, root)
 						}
 						if err != nil {
 							return err
@@ -54,14 +56,14 @@ func TestGroupsWithoutNCCLs(t *testing.T) {
 			}
 			for _, k := range ranks {
 				require.NoError(t, k.c.Wait(testgpu.Context(t), k.s))
-				require.EqualValues(t, 30, k.c.Progress().Completed.Record)
+				require.EqualValues(t, rounds, k.c.Progress().Completed.Record)
 			}
 			// More than one for a rank, and a capture, are NCCL's affair.
 			all := func(times int) error {
-				return nccl.Group(ranks[0].c, func() error {
+				return nccl.Group(func(b *nccl.Batch) error {
 					for i, k := range ranks {
 						for range times {
-							if err := nccl.AllReduce(k.c, k.s, xs[i], xs[i], nccl.Sum); err != nil {
+							if err := nccl.AllReduce(b.On(k.c), k.s, xs[i], xs[i], nccl.Sum); err != nil {
 								return err
 							}
 						}
@@ -75,7 +77,7 @@ func TestGroupsWithoutNCCLs(t *testing.T) {
 			for _, k := range ranks {
 				streams = append(streams, k.s)
 			}
-			_, err := graph.Capture(streams, func() error { return all(1) })
+			_, err := graph.Capture(streams, func() error { return all(1) }, nil)
 			require.ErrorIs(t, err, nccl.ErrorInternal)
 		})
 	}
@@ -120,10 +122,10 @@ func TestLaunchersKeepTheOrder(t *testing.T) {
 	xs, _ := buffers(t, one, 8)
 	nccl.WakeLaunchers(t, 4)
 	for range 100 {
-		require.NoError(t, nccl.Group(one[0].c, func() error {
+		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 			for i := range devs {
 				for _, k := range []rank{one[i], other[i]} {
-					if err := nccl.AllReduce(k.c, one[i].s, xs[i], xs[i], nccl.Sum); err != nil {
+					if err := nccl.AllReduce(b.On(k.c), one[i].s, xs[i], xs[i], nccl.Sum); err != nil {
 						return err
 					}
 				}
@@ -144,9 +146,9 @@ func TestLaunchersTellOfAFailure(t *testing.T) {
 	xs, _ := buffers(t, ranks, 8)
 	nccl.WakeLaunchers(t, 3)
 	all := func() error {
-		return nccl.Group(ranks[0].c, func() error {
+		return nccl.Group(func(b *nccl.Batch) error {
 			for i, k := range ranks {
-				if err := nccl.AllReduce(k.c, k.s, xs[i], xs[i], nccl.Sum); err != nil {
+				if err := nccl.AllReduce(b.On(k.c), k.s, xs[i], xs[i], nccl.Sum); err != nil {
 					return err
 				}
 			}

@@ -22,9 +22,29 @@ func TestMain(m *testing.M) { testgpu.Main(m) }
 
 // A rank is one communicator with its stream.
 type rank struct {
-	c *nccl.Communicator
-	s *stream.Stream
+	c     *nccl.Communicator
+	s     *stream.Stream
+	batch *nccl.Batch // that on adds to; nil is none
 }
+
+// in returns the rank with operations that go into a batch.
+func (r rank) in(b *nccl.Batch) rank {
+	r.batch = b
+	return r
+}
+
+// on returns where the rank issues its operations.
+func (r rank) on() nccl.Issuer {
+	if r.batch != nil {
+		return r.batch.On(r.c)
+	}
+	return r.c
+}
+
+// An onto says where operations of a communicator go: direct, or Batch.On.
+type onto func(*nccl.Communicator) nccl.Issuer
+
+func direct(c *nccl.Communicator) nccl.Issuer { return c }
 
 // connect makes one communicator on each device, which the test ends.
 func connect(t *testing.T, devs []*device.Device) []rank {
@@ -71,9 +91,9 @@ func each(t *testing.T, devs []*device.Device, f func(i int) error) {
 // run issues an operation on all ranks in one group and returns the contents of out.
 func run(t *testing.T, ranks []rank, out []memory.Slice[int64], op func(i int, r rank) error) [][]int64 {
 	t.Helper()
-	require.NoError(t, nccl.Group(ranks[0].c, func() error {
+	require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 		for i, r := range ranks {
-			if err := op(i, r); err != nil {
+			if err := op(i, r.in(b)); err != nil {
 				return err
 			}
 		}
@@ -148,52 +168,52 @@ func TestCollectives(t *testing.T) {
 				total, all := sum(in), concat(in)
 
 				for i, got := range run(t, ranks, dst, func(i int, r rank) error {
-					return nccl.AllReduce(r.c, r.s, dst[i], src[i], nccl.Sum)
+					return nccl.AllReduce(r.on(), r.s, dst[i], src[i], nccl.Sum)
 				}) {
 					require.Equal(t, total, got, "all-reduce, rank %d", i)
 				}
 				for i, got := range run(t, ranks, dst, func(i int, r rank) error {
-					return nccl.Broadcast(r.c, r.s, dst[i], src[i], size-1)
+					return nccl.Broadcast(r.on(), r.s, dst[i], src[i], size-1)
 				}) {
 					require.Equal(t, in[size-1], got, "broadcast, rank %d", i)
 				}
 				got := run(t, ranks, dst, func(i int, r rank) error {
-					return nccl.Reduce(r.c, r.s, dst[i], src[i], nccl.Max, 1)
+					return nccl.Reduce(r.on(), r.s, dst[i], src[i], nccl.Max, 1)
 				})
 				for k := range n {
 					require.Equal(t, max(in[0][k], in[1][k]), got[1][k], "reduce")
 				}
 				for i, got := range run(t, ranks, wide2, func(i int, r rank) error {
-					return nccl.AllGather(r.c, r.s, wide2[i], src[i])
+					return nccl.AllGather(r.on(), r.s, wide2[i], src[i])
 				}) {
 					require.Equal(t, all, got, "all-gather, rank %d", i)
 				}
 				for i, got := range run(t, ranks, dst, func(i int, r rank) error {
-					return nccl.ReduceScatter(r.c, r.s, dst[i], wide[i], nccl.Sum)
+					return nccl.ReduceScatter(r.on(), r.s, dst[i], wide[i], nccl.Sum)
 				}) {
 					require.Equal(t, sum(win)[i*n:(i+1)*n], got, "reduce-scatter, rank %d", i)
 				}
 				for i, got := range run(t, ranks, wide2, func(i int, r rank) error {
-					return nccl.AllToAll(r.c, r.s, wide2[i], wide[i])
+					return nccl.AllToAll(r.on(), r.s, wide2[i], wide[i])
 				}) {
 					for j := range size {
 						require.Equal(t, win[j][i*n:(i+1)*n], got[j*n:(j+1)*n], "all-to-all, rank %d from %d", i, j)
 					}
 				}
 				got = run(t, ranks, wide2, func(i int, r rank) error {
-					return nccl.Gather(r.c, r.s, wide2[i], src[i], 1)
+					return nccl.Gather(r.on(), r.s, wide2[i], src[i], 1)
 				})
 				require.Equal(t, all, got[1], "gather")
 				for i, got := range run(t, ranks, dst, func(i int, r rank) error {
-					return nccl.Scatter(r.c, r.s, dst[i], wide[i], 0)
+					return nccl.Scatter(r.on(), r.s, dst[i], wide[i], 0)
 				}) {
 					require.Equal(t, win[0][i*n:(i+1)*n], got, "scatter, rank %d", i)
 				}
 				for i, got := range run(t, ranks, dst, func(i int, r rank) error {
-					if err := nccl.Send(r.c, r.s, src[i], (i+1)%size); err != nil {
+					if err := nccl.Send(r.on(), r.s, src[i], (i+1)%size); err != nil {
 						return err
 					}
-					return nccl.Recv(r.c, r.s, dst[i], (i+size-1)%size)
+					return nccl.Recv(r.on(), r.s, dst[i], (i+size-1)%size)
 				}) {
 					require.Equal(t, in[(i+size-1)%size], got, "ring, rank %d", i)
 				}
@@ -214,9 +234,9 @@ func TestTypesThatNCCLLacks(t *testing.T) {
 			defer xs[i].Close()
 		}
 		require.ErrorContains(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum), "cannot reduce int16")
-		require.NoError(t, nccl.Group(ranks[0].c, func() error {
+		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 			for i, r := range ranks {
-				if err := nccl.Broadcast(r.c, r.s, xs[i], xs[i], 1); err != nil {
+				if err := nccl.Broadcast(b.On(r.c), r.s, xs[i], xs[i], 1); err != nil {
 					return err
 				}
 			}
@@ -239,21 +259,21 @@ func TestArgumentErrors(t *testing.T) {
 			err  error
 			text string
 		}{
-			"lengths":             {nccl.AllReduce(r.c, r.s, xs[0].Slice(0, 4), xs[0], nccl.Sum), "the destination has 4 elements: want 8"},
-			"buffer of a device":  {nccl.AllReduce(r.c, r.s, xs[0], xs[1], nccl.Sum), "the buffer is of"},
-			"stream of a device":  {nccl.AllReduce(r.c, ranks[1].s, xs[0], xs[0], nccl.Sum), "use a stream of that device"},
-			"root":                {nccl.Broadcast(r.c, r.s, xs[0], xs[0], 2), "rank 2 does not exist"},
-			"peer":                {nccl.Send(r.c, r.s, xs[0], -1), "rank -1 does not exist"},
-			"all-gather":          {nccl.AllGather(r.c, r.s, xs[0], xs[0]), "want 16"},
-			"reduce-scatter":      {nccl.ReduceScatter(r.c, r.s, xs[0], xs[0], nccl.Sum), "the source has 8 elements: want 16"},
-			"all-to-all":          {nccl.AllToAll(r.c, r.s, xs[0].Slice(0, 7), xs[0].Slice(0, 7)), "the destination has 7 elements: want as many from each rank"},
-			"overlap":             {nccl.AllReduce(r.c, r.s, xs[0].Slice(0, 4), xs[0].Slice(2, 6), nccl.Sum), "overlap: want the same memory"},
-			"overlap of a gather": {nccl.AllGather(r.c, r.s, xs[0], xs[0].Slice(2, 6)), "overlap: want the source to be the rank's part"},
-			"overlap of parts":    {nccl.ReduceScatter(r.c, r.s, xs[0].Slice(1, 5), xs[0], nccl.Sum), "overlap: want the destination to be the rank's part"},
-			"all-to-all in place": {nccl.AllToAll(r.c, r.s, xs[0], xs[0]), "overlap: want none in common"},
+			"lengths":             {nccl.AllReduce(r.on(), r.s, xs[0].Slice(0, 4), xs[0], nccl.Sum), "the destination has 4 elements: want 8"},
+			"buffer of a device":  {nccl.AllReduce(r.on(), r.s, xs[0], xs[1], nccl.Sum), "the buffer is of"},
+			"stream of a device":  {nccl.AllReduce(r.on(), ranks[1].s, xs[0], xs[0], nccl.Sum), "use a stream of that device"},
+			"root":                {nccl.Broadcast(r.on(), r.s, xs[0], xs[0], 2), "rank 2 does not exist"},
+			"peer":                {nccl.Send(r.on(), r.s, xs[0], -1), "rank -1 does not exist"},
+			"all-gather":          {nccl.AllGather(r.on(), r.s, xs[0], xs[0]), "want 16"},
+			"reduce-scatter":      {nccl.ReduceScatter(r.on(), r.s, xs[0], xs[0], nccl.Sum), "the source has 8 elements: want 16"},
+			"all-to-all":          {nccl.AllToAll(r.on(), r.s, xs[0].Slice(0, 7), xs[0].Slice(0, 7)), "the destination has 7 elements: want as many from each rank"},
+			"overlap":             {nccl.AllReduce(r.on(), r.s, xs[0].Slice(0, 4), xs[0].Slice(2, 6), nccl.Sum), "overlap: want the same memory"},
+			"overlap of a gather": {nccl.AllGather(r.on(), r.s, xs[0], xs[0].Slice(2, 6)), "overlap: want the source to be the rank's part"},
+			"overlap of parts":    {nccl.ReduceScatter(r.on(), r.s, xs[0].Slice(1, 5), xs[0], nccl.Sum), "overlap: want the destination to be the rank's part"},
+			"all-to-all in place": {nccl.AllToAll(r.on(), r.s, xs[0], xs[0]), "overlap: want none in common"},
 			"no communicator":     {nccl.AllReduce(nil, r.s, xs[0], xs[0], nccl.Sum), "no communicator given"},
-			"no stream":           {nccl.AllReduce(r.c, nil, xs[0], xs[0], nccl.Sum), "no stream given"},
-			"an unknown operator": {nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Op(77)), "op 77 is not a reduction"},
+			"no stream":           {nccl.AllReduce(r.on(), nil, xs[0], xs[0], nccl.Sum), "no stream given"},
+			"an unknown operator": {nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Op(77)), "op 77 is not a reduction"},
 		} {
 			require.ErrorContains(t, c.err, c.text, name)
 		}
@@ -268,21 +288,21 @@ func TestGroupFailsWhole(t *testing.T) {
 		xs, in := buffers(t, ranks, 64)
 		boom := fmt.Errorf("boom")
 		for range 3 {
-			require.ErrorIs(t, nccl.Group(ranks[0].c, func() error {
-				if err := nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum); err != nil {
+			require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error {
+				if err := nccl.AllReduce(b.On(ranks[0].c), ranks[0].s, xs[0], xs[0], nccl.Sum); err != nil {
 					return err
 				}
 				return boom
 			}), boom)
 			require.Panics(t, func() {
-				_ = nccl.Group(ranks[0].c, func() error {
-					_ = nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum)
+				_ = nccl.Group(func(b *nccl.Batch) error {
+					_ = nccl.AllReduce(b.On(ranks[0].c), ranks[0].s, xs[0], xs[0], nccl.Sum)
 					panic("boom")
 				})
 			})
 		}
 		for i, got := range run(t, ranks, xs, func(i int, r rank) error {
-			return nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum)
+			return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum)
 		}) {
 			require.Equal(t, sum(in), got, "rank %d", i)
 		}
@@ -299,7 +319,7 @@ func TestAbortEndsABlockedOperation(t *testing.T) {
 		}
 		// Rank 1 never calls the second one.
 		r := ranks[0]
-		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 		ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
 		defer cancel()
 		err := r.c.Wait(ctx, r.s)
@@ -307,7 +327,7 @@ func TestAbortEndsABlockedOperation(t *testing.T) {
 		require.ErrorContains(t, err, "rank 0 of 2")
 		each(t, devs, func(i int) error { return ranks[i].c.Abort() })
 		require.NoError(t, r.s.Sync(testgpu.Context(t)))
-		require.ErrorIs(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum), device.ErrClosed)
+		require.ErrorIs(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum), device.ErrClosed)
 		require.NoError(t, r.c.Close())
 		require.NoError(t, (*nccl.Communicator)(nil).Close())
 	})

@@ -6,51 +6,35 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// An operation is one that a rank issues. It is a value on the caller's stack, or
-// in the list of a group until that ends.
+// An operation is an operation of one rank. It is a value on the caller's stack, or in a
+// Batch until the batch is enqueued.
 //
-// What every operation does is kept in few instructions: NCCL and the driver leave none of
-// them in the processor's caches, so that each 64 bytes of code cost as much as dozens of
-// instructions do. What is rare has functions of its own.
+// The common path of every operation has few instructions: NCCL and the driver evict them
+// from the processor's caches, so each cache line of code costs as much as dozens of
+// instructions. Rare cases therefore have separate functions.
 type operation struct {
-	request
-	dst    operand
-	src    operand
-	comm   *Communicator
-	stream *stream.Stream
+	flight.Op
+	dst  operand
+	src  operand
+	comm *Communicator
 
-	sends, recvs []int  // the elements of each rank, where they differ
-	together     bool   // with one of each other rank, and nothing else
-	lent         bool   // by the communicator's Substitute, until settle
-	capture      uint64 // which one, in a group
+	sends, recvs []int  // the elements of each rank, if they differ
+	capture      uint64 // id of the capture, in a batch
 
-	record uint64 // once it was scheduled: which one it is in the recorder,
-	number uint64 // and which collective
-
-	wire  ncclapi.DType // what NCCL gets: the type,
-	unit  int           // how many of that type are an element,
-	redop ncclapi.RedOp // and the reduction
+	wire  ncclapi.DType // NCCL's type,
+	unit  int           // the number of wire elements per element,
+	redop ncclapi.RedOp // and NCCL's reduction
 }
 
-// A request is what was asked for, as the recorder keeps it.
-type request struct {
-	kind      kind
-	dtype     memory.DType
-	service   Service // of the communicator's Substitute
-	captured  bool    // into a graph
-	op        Op
-	signature uint32              // once it was scheduled
-	root      int                 // or the peer
-	n         int                 // the elements that the operation counts; those of all ranks where they differ
-	callers   *[maxFrames]uintptr // nil unless they are to be recorded
-}
-
-// An operand is a buffer of an operation, or nothing where the rank has none.
+// An operand is a buffer of an operation, or empty if the rank has none.
 type operand struct {
 	ptr cudadrv.DevicePtr
 	len int
@@ -58,192 +42,189 @@ type operand struct {
 }
 
 func operandOf[T memory.Element](x memory.Slice[T]) operand {
-	return operand{x.Raw(), x.Len(), x.Buffer()}
+	return operand{cudadrv.DevicePtr(x.Ptr()), x.Len(), x.Buffer()}
 }
 
-// issue checks an operation and enqueues it, or adds it to the group that the
-// goroutine has open. op is for those that reduce, root for those that have one.
-func issue[T memory.Element](c *Communicator, s *stream.Stream, k kind, dst, src memory.Slice[T], op Op, root int) error {
+// issue checks an operation and enqueues it, or adds it to a batch. op is for operations
+// that reduce, root for operations that have one.
+func issue[T memory.Element](on Issuer, s *stream.Stream, k flight.Kind, dst, src memory.Slice[T], op Op, root int) error {
+	c, b := communicatorOf(on)
 	o := operation{
-		request: request{kind: k, dtype: memory.DTypeOf[T](), op: op, root: root},
-		comm:    c, stream: s, dst: operandOf(dst), src: operandOf(src),
+		Op: flight.Op{
+			Request: flight.Request{Kind: k, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op), Root: root}, Stream: s,
+		},
+		comm: c, dst: operandOf(dst), src: operandOf(src),
 	}
-	if err := o.begin(); err != nil {
-		return spoil(err)
+	if err := o.validate(); err != nil {
+		return b.markRefused(err)
 	}
-	if !o.fits() {
-		return spoil(unfit(&o, dst, src))
+	if !o.validateBuffers() {
+		return b.markRefused(errBuffers(&o, dst, src))
 	}
-	return o.run()
+	return o.enqueueOrAdd(b)
 }
 
-// fits finds out how many elements the operation counts, leaves out the buffer that only
-// the root has, and reports whether the others fit.
-func (o *operation) fits() bool {
-	d := &kinds[o.kind]
+// validateBuffers computes the element count of the operation, drops the buffer that only the root
+// has, and reports whether the other buffers fit.
+func (o *operation) validateBuffers() bool {
+	d := &flight.Kinds[o.Kind]
 	switch {
-	case d.src == one && !d.srcRoot:
-		o.n = o.src.len
-	case d.dst == one:
-		o.n = o.dst.len
+	case d.Src == flight.One && !d.SrcRoot:
+		o.N = o.src.len
+	case d.Dst == flight.One:
+		o.N = o.dst.len
 	default:
-		o.n = o.dst.len / o.comm.size
+		o.N = o.dst.len / o.comm.size
 	}
-	if d.dstRoot && o.comm.rank != o.root || d.dst == none {
+	if d.DstRoot && o.comm.rank != o.Root || d.Dst == flight.None {
 		o.dst = operand{}
-	} else if !o.dst.fits(o.comm.dev, o.length(d.dst)) {
+	} else if !o.dst.fits(o.comm.dev, o.length(d.Dst)) {
 		return false
 	}
-	if d.srcRoot && o.comm.rank != o.root || d.src == none {
+	if d.SrcRoot && o.comm.rank != o.Root || d.Src == flight.None {
 		o.src = operand{}
 		return true
 	}
-	return o.src.fits(o.comm.dev, o.length(d.src))
+	return o.src.fits(o.comm.dev, o.length(d.Src))
 }
 
-// fits reports whether the buffer has so many elements, and is open and of the device.
+// fits reports whether the buffer has n elements, is open, and is on the device.
 func (x *operand) fits(dev *device.Device, n int) bool {
-	return x.len == n && (x.buf != nil && x.buf.OpenOn(dev) || x.buf == nil && n == 0)
+	return x.len == n && (mem.OpenOn(x.buf, dev) || x.buf == nil && n == 0)
 }
 
-// unfit says why the buffers do not fit.
-func unfit[T memory.Element](o *operation, dst, src memory.Slice[T]) error {
-	c, d := o.comm, &kinds[o.kind]
-	if d.dst == all && d.src == all && dst.Len()%c.size != 0 {
-		return fmt.Errorf("nccl: %s on rank %d of %d: the destination has %d elements: want as many from each rank", o.kind, c.rank, c.size, dst.Len())
+// errBuffers returns the error of buffers that do not fit.
+func errBuffers[T memory.Element](o *operation, dst, src memory.Slice[T]) error {
+	c, d := o.comm, &flight.Kinds[o.Kind]
+	if d.Dst == flight.All && d.Src == flight.All && dst.Len()%c.size != 0 {
+		return fmt.Errorf("nccl: %s on rank %d of %d: the destination has %d elements: want as many from each rank", o.Kind, c.rank, c.size, dst.Len())
 	}
-	if d.dst != none && (!d.dstRoot || c.rank == o.root) {
-		if err := checkSlice(o, "destination", dst, o.length(d.dst)); err != nil {
+	if d.Dst != flight.None && (!d.DstRoot || c.rank == o.Root) {
+		if err := checkSlice(o, "destination", dst, o.length(d.Dst)); err != nil {
 			return err
 		}
 	}
-	if d.src != none && (!d.srcRoot || c.rank == o.root) {
-		if err := checkSlice(o, "source", src, o.length(d.src)); err != nil {
+	if d.Src != flight.None && (!d.SrcRoot || c.rank == o.Root) {
+		if err := checkSlice(o, "source", src, o.length(d.Src)); err != nil {
 			return err
 		}
 	}
-	return fmt.Errorf("nccl: %s on rank %d of %d: a buffer does not fit", o.kind, c.rank, c.size)
+	return fmt.Errorf("nccl: %s on rank %d of %d: a buffer does not fit", o.Kind, c.rank, c.size)
 }
 
-// length is how many elements a buffer must have.
-func (o *operation) length(s sizing) int {
-	if s == all {
-		return o.n * o.comm.size
+// length returns the required length of a buffer.
+func (o *operation) length(s flight.Sizing) int {
+	if s == flight.All {
+		return o.N * o.comm.size
 	}
-	return o.n
+	return o.N
 }
 
 func checkSlice[T memory.Element](o *operation, what string, x memory.Slice[T], want int) error {
 	c := o.comm
 	if x.Len() != want {
-		return fmt.Errorf("nccl: %s on rank %d of %d: the %s has %d elements: want %d", o.kind, c.rank, c.size, what, x.Len(), want)
+		return fmt.Errorf("nccl: %s on rank %d of %d: the %s has %d elements: want %d", o.Kind, c.rank, c.size, what, x.Len(), want)
 	}
-	if err := x.Check(o.kind.String(), c.dev); err != nil {
+	if err := mem.Check(o.Kind.String(), x.Buffer(), x.Len(), c.dev); err != nil {
 		return fmt.Errorf("nccl: %w (the %s on rank %d of %d)", err, what, c.rank, c.size)
 	}
 	return nil
 }
 
-// begin checks all but the buffers.
-func (o *operation) begin() error {
-	c, d := o.comm, &kinds[o.kind]
+// validate validates everything except the buffers.
+func (o *operation) validate() error {
+	c, d := o.comm, &flight.Kinds[o.Kind]
 	switch {
 	case !c.alive():
-		return c.unusable(o.kind.String())
-	case !o.stream.Open() || o.stream.Device() != c.dev:
-		return fmt.Errorf("nccl: %w", o.stream.Check(o.kind.String(), c.dev))
-	case d.rooted && uint(o.root) >= uint(c.size):
-		return fmt.Errorf("nccl: %s on rank %d of %d: rank %d does not exist", o.kind, c.rank, c.size, o.root)
+		return c.errUnusable(o.Kind.String())
+	case (o.Stream == nil || !gpu.StreamOf(o.Stream).Open()) || o.Stream.Device() != c.dev:
+		return fmt.Errorf("nccl: %w", gpu.CheckStream(o.Kind.String(), o.Stream, gpu.DeviceOf(c.dev)))
+	case d.Rooted && uint(o.Root) >= uint(c.size):
+		return fmt.Errorf("nccl: %s on rank %d of %d: rank %d does not exist", o.Kind, c.rank, c.size, o.Root)
 	}
-	if err := o.translate(d.reduces); err != nil {
+	if err := o.setWireType(d.Reduces); err != nil {
 		return err
 	}
-	if stream.AnyCapture() {
-		return o.note()
+	if gpu.AnyCapture() {
+		return o.noteCapture()
 	}
 	return nil
 }
 
-// run gives an operation whose buffers were checked to NCCL, now or with the group.
-func (o *operation) run() error {
+// enqueueOrAdd issues an operation with validated buffers to NCCL, or adds it to a batch.
+func (o *operation) enqueueOrAdd(b *Batch) error {
 	if err := o.checkOverlap(); err != nil {
-		return spoil(err)
+		return b.markRefused(err)
 	}
 	c := o.comm
 	if c.spans.Load() != nil {
 		if err := o.checkSymmetric(); err != nil {
-			return spoil(err)
+			return b.markRefused(err)
 		}
 	}
-	if c.rec.frames {
-		o.callers = new([maxFrames]uintptr)
-		runtime.Callers(3, o.callers[:])
+	if c.rec.Frames {
+		o.Callers = new([flight.MaxFrames]uintptr)
+		runtime.Callers(3, o.Callers[:])
 	}
-	if g := openGroup(); g != nil {
-		return g.add(o)
+	if b != nil {
+		return b.add(o)
 	}
-	if o.root == c.rank && kinds[o.kind].peer {
-		return o.alone()
+	if o.Root == c.rank && flight.Kinds[o.Kind].Peer {
+		return o.errSelfTransfer()
 	}
-	if err := o.carryOut(); err != nil {
-		return c.known(err)
+	if err := o.enqueue(); err != nil {
+		return c.bestCause(err)
 	}
 	return nil
 }
 
-// carryOut enters the communicator for the operation.
-func (o *operation) carryOut() error {
+// enqueue records the operation and gives it to NCCL.
+func (o *operation) enqueue() error {
 	c := o.comm
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !c.alive() {
-		return c.unusable(o.kind.String())
+		return c.errUnusable(o.Kind.String())
 	}
-	if c.substitute.Load() != nil {
-		o.substituted()
-	}
-	if err := o.schedule(now()); err != nil {
+	if err := o.record(flight.Now()); err != nil {
 		return err
 	}
-	if err := o.give(); err != nil {
-		return o.takeBack(err)
+	if err := o.execute(); err != nil {
+		return o.undo(err)
 	}
-	c.rec.took(o)
-	if o.lent {
-		return o.settle(true)
-	}
+	c.rec.Accept(&o.Op)
 	return nil
 }
 
-// takeBack undoes what was done for an operation that NCCL has not taken, and returns why.
-func (o *operation) takeBack(err error) error {
-	_ = o.settle(false)               // err was first
-	if final(err) && !o.comm.over() { // it was not aborted
-		o.comm.giveUp(err)
+// undo undoes an operation that NCCL has refused, and returns the error.
+func (o *operation) undo(err error) error {
+	if isFatal(err) && !o.comm.isClosed() { // it was not aborted
+		o.comm.failAsync(err)
 	} else {
-		o.refused()
+		o.unrecord()
 	}
 	return err
 }
 
-// still checks again what may have changed since the operation was issued.
-func (o *operation) still() error {
-	if dev := o.comm.dev; !o.stream.Open() || o.src.closed(dev) || o.dst.closed(dev) {
-		return o.noMore()
+// validateAgain validates the conditions that may have changed since the operation was
+// added to its batch.
+func (o *operation) validateAgain() error {
+	if dev := o.comm.dev; (o.Stream == nil || !gpu.StreamOf(o.Stream).Open()) || o.src.closed(dev) || o.dst.closed(dev) {
+		return o.errClosed()
 	}
-	if stream.AnyCapture() || o.capture != 0 {
-		return o.stillCaptured()
+	if gpu.AnyCapture() || o.capture != 0 {
+		return o.checkCapture()
 	}
 	return nil
 }
 
-// closed reports whether the buffer of an operand is no longer there.
-func (x *operand) closed(dev *device.Device) bool { return x.buf != nil && !x.buf.OpenOn(dev) }
+// closed reports whether the operand's buffer was closed.
+func (x *operand) closed(dev *device.Device) bool { return x.buf != nil && !mem.OpenOn(x.buf, dev) }
 
-// noMore is the error of an operation whose stream or buffer was closed.
-func (o *operation) noMore() error {
-	c, name := o.comm, o.kind.String()
-	if err := o.stream.Check(name, c.dev); err != nil {
+// errClosed returns the error of an operation whose stream or buffer was closed.
+func (o *operation) errClosed() error {
+	c, name := o.comm, o.Kind.String()
+	if err := gpu.CheckStream(name, o.Stream, gpu.DeviceOf(c.dev)); err != nil {
 		return fmt.Errorf("nccl: %w", err)
 	}
 	x := o.dst
@@ -254,47 +235,43 @@ func (o *operation) noMore() error {
 		name, c.rank, c.size, x.buf.Bytes(), c.dev, device.ErrClosed)
 }
 
-// schedule records the operation, and compares it with what other ranks of this
-// process have issued. The communicator is entered.
-func (o *operation) schedule(t int64) error {
+// record records the operation, and compares it with the operations that other ranks of
+// this process have issued. The communicator is entered.
+func (o *operation) record(t int64) error {
 	c := o.comm
-	if c.marks.due(t) {
+	if c.marks.Due(t) {
 		c.mark(t)
 	}
-	o.sign()
-	watch, leaves := c.rec.schedule(o, t)
+	o.setSignature()
+	o.In, o.Out = o.src.len, o.dst.len
+	watch, leaves := c.rec.Schedule(&o.Op, t)
 	if watch {
-		go c.look()
+		go c.runWatch()
 	}
 	if leaves {
 		c.mark(t)
 	}
-	if c.clique.post(o) {
+	if c.clique.board.Post(&o.Op) {
 		return nil
 	}
-	err := c.mismatch(o)
-	c.rec.refuse(o.record)
+	err := c.errMismatch(o)
+	c.rec.Remove(o.Record)
 	return err
 }
 
-// mark sets a mark behind what NCCL has taken. An error will come again with the
-// operation, if it is one of the device.
+// mark sets a mark after the operations that NCCL has accepted. It ignores errors, because
+// an error of the device occurs again in the operation.
 func (c *Communicator) mark(t int64) {
-	c.marks.last.Store(t)
-	r := c.rec
-	r.mu.Lock()
-	last, s := r.waiting, r.stream
-	held := s != nil && last > r.settled && s.Retain()
-	r.mu.Unlock()
-	if held {
-		stream.Outside(func() { _ = c.marks.set(s, last, r.clock()) })
-		_ = s.Release()
+	c.marks.SetRequested(t)
+	if last, s, _, held := c.rec.Latest(); held {
+		gpu.Outside(func() { _ = c.marks.Set(s, last, c.rec.Clock()) })
+		_ = gpu.StreamOf(s).Release()
 	}
 }
 
-// refused takes back what schedule did. What was scheduled later on the same
-// communicator must be taken back before.
-func (o *operation) refused() {
-	o.comm.clique.unpost(o)
-	o.comm.rec.refuse(o.record)
+// unrecord undoes record. Operations that were recorded later on the same communicator
+// must be undone first.
+func (o *operation) unrecord() {
+	o.comm.clique.board.Unpost(&o.Op)
+	o.comm.rec.Remove(o.Record)
 }

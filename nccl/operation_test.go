@@ -69,10 +69,10 @@ func newPair(t *testing.T) *pair {
 }
 
 // together issues an operation of each rank in one group.
-func (p *pair) together(op func(c *Communicator, s *stream.Stream, x memory.Slice[float32]) error) error {
-	return Group(p.c[0], func() error {
+func (p *pair) together(op func(on Issuer, rank int, s *stream.Stream, x memory.Slice[float32]) error) error {
+	return Group(func(b *Batch) error {
 		for i := range p.c {
-			if err := op(p.c[i], p.s[i], p.x[i]); err != nil {
+			if err := op(b.On(p.c[i]), i, p.s[i], p.x[i]); err != nil {
 				return err
 			}
 		}
@@ -83,17 +83,17 @@ func (p *pair) together(op func(c *Communicator, s *stream.Stream, x memory.Slic
 // What only the root has may be anything elsewhere: here it overlaps what the others have.
 func TestBuffersOfTheRootOnly(t *testing.T) {
 	p := newPair(t)
-	away := func(c *Communicator, x memory.Slice[float32]) memory.Slice[float32] {
-		if c.Rank() == 0 {
+	away := func(rank int, x memory.Slice[float32]) memory.Slice[float32] {
+		if rank == 0 {
 			return x.Slice(0, 4)
 		}
 		return x.Slice(2, 6)
 	}
-	require.NoError(t, p.together(func(c *Communicator, s *stream.Stream, x memory.Slice[float32]) error {
-		return Broadcast(c, s, x.Slice(0, 4), away(c, x), 0)
+	require.NoError(t, p.together(func(on Issuer, rank int, s *stream.Stream, x memory.Slice[float32]) error {
+		return Broadcast(on, s, x.Slice(0, 4), away(rank, x), 0)
 	}))
-	require.NoError(t, p.together(func(c *Communicator, s *stream.Stream, x memory.Slice[float32]) error {
-		return Reduce(c, s, away(c, x), x.Slice(0, 4), Sum, 0)
+	require.NoError(t, p.together(func(on Issuer, rank int, s *stream.Stream, x memory.Slice[float32]) error {
+		return Reduce(on, s, away(rank, x), x.Slice(0, 4), Sum, 0)
 	}))
 	got := make([]float32, 8)
 	require.NoError(t, p.x[0].CopyTo(p.s[0], got))
@@ -106,14 +106,16 @@ func TestBuffersOfTheRootOnly(t *testing.T) {
 func TestGroupIsTakenOnAllRanks(t *testing.T) {
 	p := newPair(t)
 	for range 3 {
-		require.NoError(t, p.together(func(c *Communicator, s *stream.Stream, x memory.Slice[float32]) error {
-			return AllReduce(c, s, x, x, Max)
+		require.NoError(t, p.together(func(on Issuer, rank int, s *stream.Stream, x memory.Slice[float32]) error {
+			return AllReduce(on, s, x, x, Max)
 		}))
 	}
 	for i, c := range p.c {
-		require.EqualValues(t, 3, c.rec.last, "rank %d", i)
-		require.EqualValues(t, 3, c.rec.enqueued, "rank %d", i)
-		require.EqualValues(t, 3, c.rec.waiting, "rank %d", i)
-		require.Same(t, p.s[i], c.rec.stream, "rank %d", i)
+		issued, _ := c.rec.Final()
+		require.EqualValues(t, 3, issued.ID, "rank %d", i)
+		require.False(t, c.rec.InCall(), "rank %d", i)
+		last, lost := c.rec.LastOn(p.s[i])
+		require.EqualValues(t, 3, last, "rank %d", i)
+		require.False(t, lost, "rank %d", i)
 	}
 }

@@ -1,6 +1,7 @@
 package nccl_test
 
 import (
+	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -13,33 +14,73 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// What waits for operations is refused where they are not enqueued yet, and the group
-// goes on.
-func TestGroupRefusesToWait(t *testing.T) {
+// Calls that wait for operations wait for those that are enqueued: a batch that is open
+// keeps none of them back, and goes on.
+func TestWaitsBesideABatch(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		ctx := testgpu.Context(t)
 		r, other := connect(t, devs)[0], connect(t, devs)[0]
-		xs, _ := buffers(t, []rank{r}, 8)
+		xs, in := buffers(t, []rank{r}, 8)
 		for name, call := range map[string]func() error{
-			"wait":     func() error { return r.c.Wait(ctx, r.s) },
-			"split":    func() error { _, err := r.c.Split(ctx, 0, 0, nil); return err },
-			"shrink":   func() error { _, err := r.c.Shrink(ctx, nccl.ShrinkDefault, nil, nil); return err },
-			"grow":     func() error { _, err := r.c.Grow(ctx, 2, nil, nil); return err },
-			"window":   func() error { _, err := r.c.RegisterWindow(ctx, xs[0].Buffer(), 64, false); return err },
-			"close":    r.c.Close,
-			"shutdown": func() error { return r.c.Shutdown(ctx) },
+			"wait": func() error { return r.c.Wait(ctx, r.s) },
+			"split": func() error {
+				c, err := r.c.Split(ctx, 0, 0, nil)
+				return errors.Join(err, c.Close())
+			},
+			"group": func() error {
+				return nccl.Group(func(b *nccl.Batch) error { return nccl.AllReduce(b.On(r.c), r.s, xs[0], xs[0], nccl.Sum) })
+			},
 		} {
-			require.NoError(t, nccl.Group(other.c, func() error {
-				require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
-				var refused *nccl.GroupError
-				err := call()
-				require.ErrorAs(t, err, &refused, name)
-				require.ErrorIs(t, err, nccl.ErrorInvalidUsage, name)
-				return nil
+			require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
+				require.NoError(t, nccl.AllReduce(b.On(r.c), r.s, xs[0], xs[0], nccl.Sum))
+				return call()
 			}), name)
 		}
 		require.NoError(t, r.c.Wait(ctx, r.s))
-		require.NoError(t, nccl.Group(r.c, other.c.Close), "it has no operations in the group")
+		for name, end := range map[string]func(*nccl.Communicator) error{
+			"close": (*nccl.Communicator).Close, "shutdown": func(c *nccl.Communicator) error { return c.Shutdown(ctx) },
+		} {
+			third := connect(t, devs)[0]
+			require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error {
+				err := errors.Join(nccl.AllReduce(b.On(third.c), r.s, xs[0], xs[0], nccl.Sum), nccl.AllReduce(b.On(r.c), r.s, xs[0], xs[0], nccl.Sum))
+				return errors.Join(err, end(third.c))
+			}), device.ErrClosed, name)
+		}
+		require.NoError(t, nccl.Group(func(*nccl.Batch) error { return other.c.Close() }), "it has no operations in the batch")
+		got := make([]int64, 8)
+		require.NoError(t, xs[0].CopyTo(r.s, got))
+		require.Equal(t, in[0], got)
+	})
+}
+
+// A Batch may be used again, and one whose function has returned may not.
+func TestBatchIsUsedAgain(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connect(t, devs)
+		xs, in := buffers(t, ranks, 8)
+		b := nccl.NewBatch()
+		require.NoError(t, b.Enqueue(), "an empty one")
+		ends := []nccl.Issuer{b.On(ranks[0].c), b.On(ranks[1].c)}
+		issue := func(short int) (err error) {
+			for i, r := range ranks {
+				err = errors.Join(err, nccl.AllReduce(ends[i], r.s, xs[i].Slice(short, 8), xs[i], nccl.Max))
+			}
+			return err
+		}
+		require.Error(t, issue(1))
+		require.ErrorContains(t, b.Enqueue(), "rank 0 of 2", "though the caller forgot the error")
+		require.Equal(t, in, contents(t, ranks, xs))
+		for range 3 {
+			require.NoError(t, errors.Join(issue(0), b.Enqueue()))
+		}
+		require.NoError(t, b.Enqueue(), "it was emptied")
+		require.EqualValues(t, 3, ranks[0].c.Progress().Issued.Collective)
+		var kept *nccl.Batch
+		var end nccl.Issuer
+		require.NoError(t, nccl.Group(func(b *nccl.Batch) error { kept, end = b, b.On(ranks[0].c); return nil }))
+		x := xs[0]
+		require.ErrorContains(t, nccl.AllReduce(end, ranks[0].s, x, x, nccl.Max), "no communicator given")
+		require.ErrorContains(t, nccl.AllReduce(kept.On(ranks[0].c), ranks[0].s, x, x, nccl.Max), "the function of the batch has returned")
 	})
 }
 
@@ -63,18 +104,18 @@ func TestGroupOfWhatWasClosed(t *testing.T) {
 			case "source":
 				src, close = y, y.Close
 			}
-			require.ErrorIs(t, nccl.Group(ranks[0].c, func() error {
-				require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
-				require.NoError(t, nccl.AllReduce(ranks[1].c, s, dst, src, nccl.Sum))
+			require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error {
+				require.NoError(t, nccl.AllReduce(b.On(ranks[0].c), ranks[0].s, xs[0], xs[0], nccl.Sum))
+				require.NoError(t, nccl.AllReduce(b.On(ranks[1].c), s, dst, src, nccl.Sum))
 				return close()
 			}), device.ErrClosed, what)
 			got := make([]int64, 8)
 			require.NoError(t, xs[0].CopyTo(ranks[0].s, got))
 			require.Equal(t, in[0], got, what)
 		}
-		require.NoError(t, nccl.Group(ranks[0].c, func() error {
+		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 			for i, r := range ranks {
-				if err := nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum); err != nil {
+				if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum); err != nil {
 					return err
 				}
 			}
@@ -89,11 +130,11 @@ func TestGroupOfHalfACapture(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		r := connect(t, devs)[0]
 		xs, in := buffers(t, []rank{r}, 8)
-		double := func() error { return nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum) }
+		double := func(b *nccl.Batch) error { return nccl.AllReduce(b.On(r.c), r.s, xs[0], xs[0], nccl.Sum) }
 
 		var exec *graph.Exec
-		err := nccl.Group(r.c, func() (err error) {
-			exec, err = graph.Capture([]*stream.Stream{r.s}, double)
+		err := nccl.Group(func(b *nccl.Batch) (err error) {
+			exec, err = graph.Capture([]*stream.Stream{r.s}, func() error { return double(b) }, nil)
 			return err
 		})
 		require.ErrorContains(t, err, "a capture of")
@@ -102,8 +143,8 @@ func TestGroupOfHalfACapture(t *testing.T) {
 
 		// But a capture may have a whole group.
 		exec, err = graph.Capture([]*stream.Stream{r.s}, func() error {
-			return nccl.Group(r.c, double)
-		})
+			return nccl.Group(double)
+		}, nil)
 		require.NoError(t, err)
 		require.NoError(t, exec.Close())
 		got := make([]int64, 8)

@@ -3,56 +3,57 @@ package nccl
 import (
 	"cmp"
 	"fmt"
+	"github.com/gochorus/chorus/internal/flight"
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 )
 
-// checkOverlap refuses buffers that share memory in another way than in place.
+// checkOverlap refuses buffers that overlap, unless the operation is in place.
 func (o *operation) checkOverlap() error {
-	size := cudadrv.DevicePtr(o.dtype.Size())
+	size := cudadrv.DevicePtr(o.DType.Size())
 	d, s := o.dst.ptr, o.src.ptr
 	if d+cudadrv.DevicePtr(o.dst.len)*size <= s || s+cudadrv.DevicePtr(o.src.len)*size <= d {
 		return nil
 	}
-	if k := &kinds[o.kind]; d == s && k.dst == one && k.src == one {
+	if k := &flight.Kinds[o.Kind]; d == s && k.Dst == flight.One && k.Src == flight.One {
 		return nil
 	}
 	return o.checkInPlace()
 }
 
-// checkInPlace refuses buffers that overlap, unless the one is the rank's part of the other.
+// checkInPlace refuses buffers that overlap, unless one is the rank's part of the other.
 func (o *operation) checkInPlace() error {
 	if o.dst.len == 0 || o.src.len == 0 {
 		return nil
 	}
-	part := cudadrv.DevicePtr(o.part() * o.dtype.Size())
-	switch k := &kinds[o.kind]; {
-	case k.dst == all && k.src == one && o.src.ptr == o.dst.ptr+part,
-		k.dst == one && k.src == all && o.dst.ptr == o.src.ptr+part:
+	part := cudadrv.DevicePtr(o.part() * o.DType.Size())
+	switch k := &flight.Kinds[o.Kind]; {
+	case k.Dst == flight.All && k.Src == flight.One && o.src.ptr == o.dst.ptr+part,
+		k.Dst == flight.One && k.Src == flight.All && o.dst.ptr == o.src.ptr+part:
 		return nil
 	}
 	return fmt.Errorf("nccl: %s on rank %d of %d: the destination and the source overlap: %s",
-		o.kind, o.comm.rank, o.comm.size, o.kind.inPlace())
+		o.Kind, o.comm.rank, o.comm.size, inPlace(o.Kind))
 }
 
-// inPlace says how the two buffers of an operation may share memory.
-func (k kind) inPlace() string {
-	switch d := &kinds[k]; {
-	case d.dst == one && d.src == one:
+// inPlace describes how the two buffers of an operation may overlap.
+func inPlace(k flight.Kind) string {
+	switch d := &flight.Kinds[k]; {
+	case d.Dst == flight.One && d.Src == flight.One:
 		return "want the same memory or none in common"
-	case d.dst == all && d.src == one:
+	case d.Dst == flight.All && d.Src == flight.One:
 		return "want the source to be the rank's part of the destination, or none in common"
-	case d.dst == one && d.src == all:
+	case d.Dst == flight.One && d.Src == flight.All:
 		return "want the destination to be the rank's part of the source, or none in common"
 	}
 	return "want none in common"
 }
 
-// part is where the rank's part begins in a buffer that has those of all ranks.
+// part returns the index of the rank's part in a buffer with the parts of all ranks.
 func (o *operation) part() (at int) {
 	if o.sends == nil {
-		return o.comm.rank * o.n
+		return o.comm.rank * o.N
 	}
 	for _, n := range o.sends[:o.comm.rank] {
 		at += n
@@ -67,13 +68,13 @@ type extent struct {
 	written    bool
 }
 
-// checkOverlap refuses transfers of one rank that share memory with another operation of it
-// which one of the two writes: they run side by side. Collectives of one buffer may be in a
-// group, as benchmarks have them.
+// checkOverlap refuses a transfer that shares memory with another operation of the same
+// rank if one of them writes it, because they run concurrently. Collectives on the same
+// buffer are allowed in a group, because benchmarks use them.
 func (g *group) checkOverlap() error {
 	transfers := false
 	for i := range g.ops {
-		transfers = transfers || kinds[g.ops[i].kind].peer
+		transfers = transfers || flight.Kinds[g.ops[i].Kind].Peer
 	}
 	if !transfers {
 		return nil
@@ -84,7 +85,7 @@ func (g *group) checkOverlap() error {
 		g.addExtent(o, &o.src, false)
 	}
 	if x := g.extents; len(x) < 2 || len(x) == 2 && (x[0].end <= x[1].begin || x[1].end <= x[0].begin) {
-		return nil // as an exchange has it
+		return nil // the usual exchange
 	}
 	slices.SortFunc(g.extents, func(a, b extent) int { return cmp.Compare(a.begin, b.begin) })
 	for i, a := range g.extents {
@@ -92,53 +93,53 @@ func (g *group) checkOverlap() error {
 			if b.begin >= a.end {
 				break
 			}
-			if a.o.comm == b.o.comm && (a.written || b.written) && (kinds[a.o.kind].peer || kinds[b.o.kind].peer) && !g.toItself(a, b) {
-				return a.o.overlapping(b.o)
+			if a.o.comm == b.o.comm && (a.written || b.written) && (flight.Kinds[a.o.Kind].Peer || flight.Kinds[b.o.Kind].Peer) && !g.toItself(a, b) {
+				return a.o.errOverlap(b.o)
 			}
 		}
 	}
 	return nil
 }
 
-// addExtent takes a buffer of an operation among the extents, if it has one.
+// addExtent adds the buffer of an operand, unless it is empty.
 func (g *group) addExtent(o *operation, x *operand, written bool) {
 	if x.len > 0 {
-		g.extents = append(g.extents, extent{o, x.ptr, x.ptr + cudadrv.DevicePtr(x.len*o.dtype.Size()), written})
+		g.extents = append(g.extents, extent{o, x.ptr, x.ptr + cudadrv.DevicePtr(x.len*o.DType.Size()), written})
 	}
 }
 
-// toItself reports whether two transfers are the two ends of what a rank sends to itself in
-// place, as the root of a gather made of transfers does.
+// toItself reports whether two transfers are the send and the receive of one in-place
+// transfer of a rank to itself, as in a gather made of transfers.
 func (g *group) toItself(a, b extent) bool {
 	me := a.o.comm.rank
-	return a.begin == b.begin && a.end == b.end && a.o.root == me && b.o.root == me && a.o.kind != b.o.kind &&
-		kinds[a.o.kind].peer && kinds[b.o.kind].peer && g.turn(a.o) == g.turn(b.o)
+	return a.begin == b.begin && a.end == b.end && a.o.Root == me && b.o.Root == me && a.o.Kind != b.o.Kind &&
+		flight.Kinds[a.o.Kind].Peer && flight.Kinds[b.o.Kind].Peer && g.transferIndex(a.o) == g.transferIndex(b.o)
 }
 
-// turn is how many transfers like it a rank has in the group before one: ends of the same
-// turn belong together.
-func (g *group) turn(o *operation) (n int) {
+// transferIndex returns the number of similar transfers of the rank that precede o in the group.
+// Sends and receives with the same number match.
+func (g *group) transferIndex(o *operation) (n int) {
 	for i := range g.ops {
 		switch x := &g.ops[i]; {
 		case x == o:
 			return n
-		case x.comm == o.comm && x.kind == o.kind && x.root == o.root:
+		case x.comm == o.comm && x.Kind == o.Kind && x.Root == o.Root:
 			n++
 		}
 	}
 	return n
 }
 
-// overlapping is the error of two operations that cannot run side by side.
-func (o *operation) overlapping(with *operation) error {
+// errOverlap returns the error of two operations that cannot run concurrently.
+func (o *operation) errOverlap(with *operation) error {
 	return fmt.Errorf("nccl: %s and %s, on rank %d of %d: their buffers overlap and they are in one group, where they run side by side: want no memory in common: %w",
-		o.inGroup(), with.inGroup(), o.comm.rank, o.comm.size, ErrorInvalidUsage)
+		o.nameInGroup(), with.nameInGroup(), o.comm.rank, o.comm.size, ErrorInvalidUsage)
 }
 
-// inGroup tells an operation from the others of its group.
-func (o *operation) inGroup() string {
-	if kinds[o.kind].peer {
-		return fmt.Sprintf("%s with rank %d", o.kind, o.root)
+// nameInGroup describes an operation so that it differs from others in its group.
+func (o *operation) nameInGroup() string {
+	if flight.Kinds[o.Kind].Peer {
+		return fmt.Sprintf("%s with rank %d", o.Kind, o.Root)
 	}
-	return o.kind.String()
+	return o.Kind.String()
 }

@@ -13,34 +13,33 @@ import (
 // sinceRegister is the first NCCL that has ncclCommRegister.
 const sinceRegister = 21901
 
-// A registration is a pool whose memory a communicator knows.
+// A registration is a pool that is registered with a communicator.
 type registration struct {
 	stop func() error
 	ids  map[uint64]ncclapi.RegID // by address; guarded by the communicator's mu
 }
 
-// pools are those that a communicator knows.
+// pools are the pools that are registered with a communicator.
 type pools struct {
 	mu sync.Mutex
 	by map[*memory.Pool]*registration
 }
 
-// RegisterPool lets NCCL know the memory that p has on c's device, and all that it
-// will take (ncclCommRegister; torch's ProcessGroupNCCL.register_mem_pool): then
-// collectives may use it without copying it first. NCCL does so where all ranks
-// have registered what they give to a collective, and where the memory is
-// Allocator's:
+// RegisterPool registers the memory that p has on c's device, now and later, with NCCL
+// (ncclCommRegister; torch's ProcessGroupNCCL.register_mem_pool). Collectives can then use
+// it without copying it first. NCCL does so if all ranks have registered the operands of a
+// collective, and the memory comes from Allocator:
 //
 //	p := memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
 //
-// It enqueues nothing and is not collective. Memory goes back from p as before, and
-// NCCL forgets it then. When NCCL refuses memory that p takes, the allocation fails.
-// A pool that is registered is not registered again. DeregisterPool ends it, and so
-// does the end of c.
+// RegisterPool enqueues nothing and is not collective. When p frees memory, NCCL
+// deregisters it. If NCCL refuses to register new memory of p, the allocation fails.
+// Registering a pool again does nothing. The registration ends with DeregisterPool or with
+// c.
 func (c *Communicator) RegisterPool(p *memory.Pool) error {
 	const op = "nccl: register a pool"
 	if c == nil || c.owner.Closed() {
-		return fmt.Errorf("%s: %w", op, c.closed("ncclCommRegister"))
+		return fmt.Errorf("%s: %w", op, c.errClosed("ncclCommRegister"))
 	}
 	if c.version < sinceRegister {
 		return fmt.Errorf("%s: %w", op, needs("ncclCommRegister", sinceRegister, c.version))
@@ -71,12 +70,12 @@ func (c *Communicator) RegisterPool(p *memory.Pool) error {
 	return nil
 }
 
-// DeregisterPool lets NCCL forget the memory of p (ncclCommDeregister; torch's
-// ProcessGroupNCCL.deregister_mem_pool). Collectives that use it must have
-// completed. It does nothing where p is not registered, and after the end of c.
+// DeregisterPool deregisters the memory of p (ncclCommDeregister; torch's
+// ProcessGroupNCCL.deregister_mem_pool). Collectives that use it must have completed. It
+// does nothing if p is not registered, and after the end of c.
 func (c *Communicator) DeregisterPool(p *memory.Pool) error {
 	if c == nil {
-		return fmt.Errorf("nccl: deregister a pool: %w", c.closed("ncclCommDeregister"))
+		return fmt.Errorf("nccl: deregister a pool: %w", c.errClosed("ncclCommDeregister"))
 	}
 	c.pools.mu.Lock()
 	r := c.pools.by[p]
@@ -91,12 +90,11 @@ func (c *Communicator) DeregisterPool(p *memory.Pool) error {
 	return nil
 }
 
-// register tells NCCL of a segment. A communicator that has ended needs to know
-// nothing.
+// register registers a segment with NCCL, unless the communicator has ended.
 func (c *Communicator) register(r *registration, ptr, bytes uint64) error {
 	const name = "ncclCommRegister"
 	if err := c.enter(name); err != nil {
-		return c.unlessOver(err)
+		return c.ignoreIfClosed(err)
 	}
 	defer c.mu.Unlock()
 	return relaxed(c.dev, func() error {
@@ -104,14 +102,14 @@ func (c *Communicator) register(r *registration, ptr, bytes uint64) error {
 		if res == ncclapi.Success {
 			r.ids[ptr] = id
 		}
-		return c.fail(name, res)
+		return c.check(name, res)
 	})
 }
 
 func (c *Communicator) deregister(r *registration, ptr uint64) error {
 	const name = "ncclCommDeregister"
 	if err := c.enter(name); err != nil {
-		return c.unlessOver(err)
+		return c.ignoreIfClosed(err)
 	}
 	defer c.mu.Unlock()
 	id, ok := r.ids[ptr]
@@ -119,13 +117,12 @@ func (c *Communicator) deregister(r *registration, ptr uint64) error {
 		return nil
 	}
 	delete(r.ids, ptr)
-	return relaxed(c.dev, func() error { return c.fail(name, c.api.CommDeregister(*c.h, id)) })
+	return relaxed(c.dev, func() error { return c.check(name, c.api.CommDeregister(*c.h, id)) })
 }
 
-// unlessOver is an error of a call that a communicator without a future does not
-// need.
-func (c *Communicator) unlessOver(err error) error {
-	if c.over() || c.failed.Load() != nil {
+// ignoreIfClosed drops the error of a call on a communicator that has ended or failed.
+func (c *Communicator) ignoreIfClosed(err error) error {
+	if c.isClosed() || c.failed.Load() != nil {
 		return nil
 	}
 	return err

@@ -1,48 +1,48 @@
 package nccl
 
 import (
-	"fmt"
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
-// Simulate returns how long NCCL's model says that the operations take that fn issues
-// (ncclGroupSimulateEnd). None of them is enqueued. The rest is as with Group, within
-// which it cannot be called.
-func Simulate(c *Communicator, fn func() error) (d time.Duration, err error) {
-	if openGroup() != nil {
-		return 0, fmt.Errorf("nccl: ncclGroupSimulateEnd: a group is open: simulate outside of Group")
-	}
-	err = inGroup(c, fn, func(g *group) error {
-		if len(g.ops) == 0 {
-			return nil
-		}
-		if err := g.enter(); err != nil {
-			return err
-		}
-		defer g.exit()
-		info := ncclapi.NewSimInfo(c.version)
-		if _, err := g.give(c, func(api ncclapi.API) ncclapi.Result { return api.GroupSimulateEnd(info) }); err != nil {
-			return err
-		}
-		d = time.Duration(float64(info.EstimatedTime) * float64(time.Microsecond))
-		return nil
+// Simulate returns NCCL's estimate of how long the operations that fn adds to the batch
+// would take (ncclGroupSimulateEnd). It enqueues none of them.
+func Simulate(fn func(b *Batch) error) (d time.Duration, err error) {
+	err = inBatch("ncclGroupSimulateEnd", fn, func(b *Batch) error {
+		d, err = b.group.simulate()
+		return err
 	})
 	return d, err
 }
 
-// MemoryStats is what NCCL has allocated for a communicator on its device, in bytes.
+func (g *group) simulate() (time.Duration, error) {
+	if len(g.ops) == 0 {
+		return 0, nil
+	}
+	if err := g.prepare(); err != nil {
+		return 0, err
+	}
+	defer g.unlock()
+	info := ncclapi.NewSimInfo(g.ops[0].comm.version)
+	if err := g.execute(func(api ncclapi.API) ncclapi.Result { return api.GroupSimulateEnd(info) }); err != nil {
+		return 0, err
+	}
+	return time.Duration(float64(info.EstimatedTime) * float64(time.Microsecond)), nil
+}
+
+// MemoryStats describes NCCL's memory for a communicator on its device, in bytes.
 type MemoryStats struct {
 	Total      uint64
-	Persistent uint64 // stays when the communicator is suspended
-	Suspend    uint64 // what Suspend gives back
+	Persistent uint64 // kept while the communicator is suspended
+	Suspend    uint64 // freed by Suspend
 	Suspended  bool
 }
 
-// MemoryStats returns what NCCL has allocated for c (ncclCommMemStats, NCCL 2.29.7 and
-// newer).
+// MemoryStats returns the memory that NCCL has allocated for c (ncclCommMemStats, NCCL
+// 2.29.7 and newer).
 func (c *Communicator) MemoryStats() (m MemoryStats, err error) {
 	const f = ncclapi.FuncCommMemStats
 	var suspended uint64
@@ -64,18 +64,18 @@ func (c *Communicator) MemoryStats() (m MemoryStats, err error) {
 	return m, err
 }
 
-// Properties is what a communicator can do.
+// Properties describes the features of a communicator.
 type Properties struct {
-	DeviceAPI bool // kernels may communicate by themselves
+	DeviceAPI bool // kernels may communicate directly
 	Multicast bool // NVLink multicast
-	LSATeams  int  // groups of ranks that reach each other's memory by load and store
+	LSATeams  int  // groups of ranks that access each other's memory by load and store
 	OneSided  bool // Put, Signal and WaitSignal
 }
 
-// Properties returns what c can do (ncclCommQueryProperties, NCCL 2.29.2 and newer).
+// Properties returns the features of c (ncclCommQueryProperties, NCCL 2.29.2 and newer).
 func (c *Communicator) Properties() (Properties, error) {
 	if c == nil {
-		return Properties{}, c.closed("ncclCommQueryProperties")
+		return Properties{}, c.errClosed("ncclCommQueryProperties")
 	}
 	p := ncclapi.NewProperties(c.version)
 	err := c.manage(ncclapi.FuncCommQueryProperties, func() ncclapi.Result { return c.api.CommQueryProperties(*c.h, p) })
@@ -105,7 +105,7 @@ func Parameters(dev *device.Device) (keys []string, err error) {
 }
 
 func param(dev *device.Device, f ncclapi.Func, fn func(ncclapi.API) ncclapi.Result) error {
-	api, err := dev.System().NCCL()
+	api, err := gpu.DeviceOf(dev).System().NCCL()
 	if err != nil {
 		return err
 	}
@@ -119,7 +119,7 @@ func param(dev *device.Device, f ncclapi.Func, fn func(ncclapi.API) ncclapi.Resu
 // Version returns the version of the NCCL that dev's System has loaded, such as "2.28.3"
 // (ncclGetVersion).
 func Version(dev *device.Device) (string, error) {
-	api, err := dev.System().NCCL()
+	api, err := gpu.DeviceOf(dev).System().NCCL()
 	if err != nil {
 		return "", err
 	}

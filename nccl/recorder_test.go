@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"errors"
 	"testing"
 	"time"
 
@@ -8,40 +9,43 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 )
 
 // recorded has recorded n collectives, of which NCCL has taken all.
-func (r *idleRank) recorded(n int) *recorder {
-	rec := newRecorder(16)
-	rec.rank, rec.watched = 1, true
+func (r *idleRank) recorded(n int) *flight.Recorder {
+	rec := flight.NewRecorder(16)
+	rec.Rank = 1
+	rec.Unwatched(0)
 	for range n {
 		r.record(rec, false)
 	}
 	return rec
 }
 
-func (r *idleRank) record(rec *recorder, captured bool) entry {
-	o := operation{request: request{kind: allReduce, n: 64, captured: captured}, comm: r.c, stream: r.s}
-	rec.schedule(&o, now())
-	rec.took(&o)
-	return *rec.find(o.record)
+func (r *idleRank) record(rec *flight.Recorder, captured bool) flight.Entry {
+	o := flight.Op{Request: flight.Request{Kind: flight.AllReduce, N: 64, Captured: captured}, Stream: r.s}
+	rec.Schedule(&o, flight.Now())
+	rec.Accept(&o)
+	return rec.Entry(o.Record)
 }
 
 // What is captured does not run and is not waited for.
 func TestOldestIsNotCaptured(t *testing.T) {
 	r := newIdleRank(t)
 	rec := r.recorded(0)
-	defer rec.end()
+	defer rec.Close()
 	r.record(rec, true)
-	_, ok := rec.suspects(nil)
+	_, ok := rec.Suspects(nil)
 	require.False(t, ok)
 	want := r.record(rec, false)
-	got, ok := rec.suspects(nil)
+	got, ok := rec.Suspects(nil)
 	require.True(t, ok)
-	require.Equal(t, want.id, got.first.id)
+	require.Equal(t, want.ID, got.First.ID)
 }
 
 // A rank that has issued the operation is not behind, and one that has not is. Of several
@@ -49,9 +53,9 @@ func TestOldestIsNotCaptured(t *testing.T) {
 func TestBehindAndAwaited(t *testing.T) {
 	r := newIdleRank(t)
 	mine := r.recorded(5)
-	defer mine.end()
-	r.c.rec = mine
-	mine.complete(2, uintptr(r.s.Raw()))
+	defer mine.Close()
+	r.c.rec = mine // of which the watch knows nothing
+	mine.Complete(2, uintptr(gpu.StreamOf(r.s).Raw()))
 	for theirs, want := range map[int]struct {
 		behind []int
 		last   uint64
@@ -63,15 +67,15 @@ func TestBehindAndAwaited(t *testing.T) {
 		5: {nil, 5, "nccl: one of collectives 3 to 5, such as ncclAllReduce(64 x invalid, sum), on rank"},
 	} {
 		rec := r.recorded(theirs)
-		others := []*member{{recorder: rec}}
-		x, found := mine.suspects(nil)
+		others := []*member{{Recorder: rec}}
+		x, found := mine.Suspects(nil)
 		require.True(t, found)
-		x.narrow(r.c, others)
-		late := r.c.timedOut(x, time.Second, others)
+		x.Narrow(mine, recorders(others))
+		late := r.c.errTimeout(x, time.Second, others)
 		require.Equal(t, want.behind, late.Behind, "%d issued", theirs)
 		require.Equal(t, []uint64{3, want.last}, []uint64{late.Operation.Collective, late.Last.Collective}, "%d issued", theirs)
 		require.ErrorContains(t, late, want.text, "%d issued", theirs)
-		rec.end()
+		rec.Close()
 	}
 }
 
@@ -79,33 +83,34 @@ func TestBehindAndAwaited(t *testing.T) {
 func TestDeadlineOfWhatTheRingHasLost(t *testing.T) {
 	r := newIdleRank(t)
 	rec := r.c.rec
-	rec.ring, rec.watched, rec.timeout = make([]entry, 1), true, time.Hour
+	rec.Resize(1)
+	rec.Unwatched(time.Hour)
 	open := spin.Hold(t, r.s)
 	defer open()
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
-	require.NoError(t, r.c.marks.set(r.s, rec.last, rec.clock()))
+	last, s, _, held := rec.Latest()
+	require.True(t, held)
+	require.NoError(t, errors.Join(r.c.marks.Set(s, last, rec.Clock()), gpu.StreamOf(s).Release()))
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
-	require.NoError(t, r.c.inspect(), "all are young")
-	for i := range r.c.marks.list {
-		r.c.marks.list[i].at -= int64(2 * time.Hour)
-	}
+	require.NoError(t, r.c.watch.Inspect(), "all are young")
+	r.c.marks.Age(2 * time.Hour)
 	var late *TimeoutError
-	require.ErrorAs(t, r.c.inspect(), &late)
+	require.ErrorAs(t, r.c.watch.Inspect(), &late)
 	require.Greater(t, late.Age, time.Hour)
 }
 
 // inCapture calls f while the rank's stream is captured, though not by Chorus.
 func (r *idleRank) inCapture(t *testing.T, f func()) {
-	require.NoError(t, r.c.dev.Do("cuStreamBeginCapture", func(drv cudadrv.Driver) cudadrv.Result {
-		return drv.StreamBeginCapture(r.s.Raw(), cudadrv.CaptureRelaxed)
+	require.NoError(t, gpu.DeviceOf(r.c.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.StreamBeginCapture(gpu.StreamOf(r.s).Raw(), cudadrv.CaptureRelaxed)
 	}))
 	f()
 	var captured cudadrv.Graph
-	require.NoError(t, r.c.dev.Do("cuStreamEndCapture", func(drv cudadrv.Driver) (result cudadrv.Result) {
-		captured, result = drv.StreamEndCapture(r.s.Raw())
+	require.NoError(t, gpu.DeviceOf(r.c.dev).Do(func(drv cudadrv.Driver) (result cudadrv.Result) {
+		captured, result = drv.StreamEndCapture(gpu.StreamOf(r.s).Raw())
 		return result
 	}))
-	require.NoError(t, r.c.dev.Do("cuGraphDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(captured) }))
+	require.NoError(t, gpu.DeviceOf(r.c.dev).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(captured) }))
 }
 
 // While the process captures, nobody can ask how far an operation is that has no mark
@@ -113,23 +118,24 @@ func (r *idleRank) inCapture(t *testing.T, f func()) {
 func TestCapturesAreNotCounted(t *testing.T) {
 	r := newIdleRank(t)
 	rec := r.c.rec
-	rec.watched, rec.timeout = true, time.Hour
+	rec.Unwatched(time.Hour)
 	open := spin.Hold(t, r.s)
 	defer open()
 	issue := func() { require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum)) }
 	issue()
-	older := func() { rec.find(1).begun -= int64(2 * time.Hour) }
+	older := func() { rec.Age(1, 2*time.Hour) }
 	older()
-	rec.looked = now() - int64(2*time.Hour)
-	r.inCapture(t, func() { require.NoError(t, r.c.inspect()) })
-	require.NoError(t, r.c.inspect(), "two hours were those of the capture")
+	rec.StartWatch()
+	rec.LastQuery(2 * time.Hour)
+	r.inCapture(t, func() { require.NoError(t, r.c.watch.Inspect()) })
+	require.NoError(t, r.c.watch.Inspect(), "two hours were those of the capture")
 	issue()
-	age := time.Duration(rec.clock() - rec.find(2).begun)
+	age := time.Duration(rec.Clock() - rec.Entry(2).Begun)
 	require.GreaterOrEqual(t, age, time.Duration(0), "the capture was before it, and gives it no time")
 	require.Less(t, age, time.Hour, "nor takes it some")
 	older()
 	var late *TimeoutError
-	require.ErrorAs(t, r.c.inspect(), &late)
+	require.ErrorAs(t, r.c.watch.Inspect(), &late)
 	require.Greater(t, late.Age, time.Hour)
 	require.Less(t, late.Age, 3*time.Hour)
 }
@@ -138,30 +144,29 @@ func TestCapturesAreNotCounted(t *testing.T) {
 func TestMarksTellWhileOthersCapture(t *testing.T) {
 	r := newIdleRank(t)
 	rec := r.c.rec
-	rec.watched, rec.timeout = true, time.Hour
+	rec.Unwatched(time.Hour)
 	open := spin.Hold(t, r.s)
 	defer open()
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
-	require.NoError(t, r.c.inspect(), "it is young, and gets a mark")
-	rec.looked -= int64(2 * time.Hour)
-	rec.find(1).begun -= int64(2 * time.Hour)
+	require.NoError(t, r.c.watch.Inspect(), "it is young, and gets a mark")
+	rec.LastQuery(2 * time.Hour)
+	rec.Age(1, 2*time.Hour)
 	r.inCapture(t, func() {
 		var late *TimeoutError
-		require.ErrorAs(t, r.c.inspect(), &late)
+		require.ErrorAs(t, r.c.watch.Inspect(), &late)
 	})
 }
 
 // What came before the watch began is no time in which it could not ask.
 func TestTheWatchBeginsNow(t *testing.T) {
 	r := newIdleRank(t)
-	r.c.rec.timeout = time.Hour
-	r.c.rec.looked = now() - int64(2*time.Hour)
-	ending, over := r.c.ending, make(chan struct{})
+	r.c.rec.Timeout = time.Hour
+	r.c.rec.StartWatch()
+	r.c.rec.LastQuery(2 * time.Hour)
+	over := make(chan struct{})
 	close(over)
-	r.c.ending = over // so that it begins and ends
-	r.c.watch()
-	r.c.ending = ending
-	require.Less(t, now()-r.c.rec.looked, int64(time.Hour))
+	r.c.watch.Run(over) // which begins and ends
+	require.Less(t, flight.Now()-r.c.rec.LastQuery(0), int64(time.Hour))
 }
 
 // A stream that the driver fails to ask for takes part in no capture: the error counts.
@@ -170,12 +175,12 @@ func TestWhoCannotBeAskedIsNotCaptured(t *testing.T) {
 	cs, err := NewCommunicators(testgpu.Context(t), sys.Devices(), nil)
 	require.NoError(t, err)
 	r := makeIdle(t, cs[0])
-	r.c.rec.watched = true
+	r.c.rec.Unwatched(r.c.rec.Timeout)
 	open := spin.Hold(t, r.s)
 	defer open()
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
-	require.ErrorIs(t, r.c.inspect(), device.ErrorInvalidValue)
-	require.NoError(t, r.c.inspect())
+	require.ErrorIs(t, r.c.watch.Inspect(), device.ErrorInvalidValue)
+	require.NoError(t, r.c.watch.Inspect())
 }
 
 // A refusingNCCL takes no sends, and has no gather.
@@ -205,13 +210,15 @@ func TestGroupedOperationThatIsRefused(t *testing.T) {
 func TestEntryIsNew(t *testing.T) {
 	r := newIdleRank(t)
 	rec := r.recorded(16)
-	defer rec.end()
-	rec.complete(1, uintptr(r.s.Raw()))
-	rec.refuse(2)
+	defer rec.Close()
+	rec.Complete(1, uintptr(gpu.StreamOf(r.s).Raw()))
+	rec.Remove(2)
 	for range 2 {
 		e := r.record(rec, false)
-		require.False(t, e.refused, e.id)
-		require.Equal(t, Scheduled, e.state)
-		require.Zero(t, e.completed)
+		o := e.Operation()
+		require.Equal(t, Scheduled, o.State)
+		require.Zero(t, o.Completed)
+		list := rec.Trace()
+		require.Equal(t, o.Record, list[len(list)-1].Record, "it is not refused")
 	}
 }

@@ -2,6 +2,8 @@ package nccl
 
 import (
 	"fmt"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/mem"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/dl"
@@ -13,9 +15,9 @@ import (
 // An Op is a reduction (ncclRedOp_t): one of the constants, or PreMulSum.Op.
 type Op int32
 
-// The reductions. Avg divides the sum by the number of ranks. Of bools, whose
-// bytes must be 0 or 1, Sum and Max are true where one rank has true, Prod and
-// Min where all have, as in torch.distributed; they have no Avg.
+// The reductions. Avg divides the sum by the number of ranks. For bools, whose bytes must
+// be 0 or 1, Sum and Max return true if any rank has true, and Prod and Min if all ranks
+// have true, as in torch.distributed. Bools have no Avg.
 const (
 	Sum  = Op(ncclapi.Sum)
 	Prod = Op(ncclapi.Prod)
@@ -25,23 +27,10 @@ const (
 )
 
 // String returns NCCL's name of the reduction, such as "sum".
-func (o Op) String() string {
-	if names := [...]string{"sum", "prod", "max", "min", "avg"}; o >= 0 && int(o) < len(names) {
-		return names[o]
-	}
-	return fmt.Sprintf("op %d", int32(o))
-}
+func (o Op) String() string { return flight.Reduction(o).String() }
 
-// text is String for traces, in which the number of a PreMulSum says nothing.
-func (o Op) text() string {
-	if o > Avg {
-		return "pre-multiplied sum"
-	}
-	return o.String()
-}
-
-// A PreMulSum is a sum of what the ranks have, each multiplied by a factor of its
-// own first (ncclRedOpCreatePreMulSum): it scales gradients on the way.
+// A PreMulSum is a sum in which each rank's elements are first multiplied by that rank's
+// factor (ncclRedOpCreatePreMulSum), for example to scale gradients.
 type PreMulSum struct {
 	owner handle.Owner
 	comm  *Communicator
@@ -49,10 +38,10 @@ type PreMulSum struct {
 	dtype memory.DType
 }
 
-// NewPreMulSum makes a reduction for operations of c on elements of T, with this
-// rank's factor. The ranks may have different factors. Close it when the last
-// operation that uses it is enqueued; the end of c closes it too. It enqueues
-// nothing and is not collective.
+// NewPreMulSum makes a reduction for operations of c on elements of T, with this rank's
+// factor. The ranks may have different factors. Close it after the last operation that
+// uses it is enqueued; the end of c closes it too. NewPreMulSum enqueues nothing and is
+// not collective.
 func NewPreMulSum[T memory.Element](c *Communicator, factor T) (*PreMulSum, error) {
 	return c.newPreMulSum(memory.DTypeOf[T](), unsafe.Pointer(&factor), ncclapi.ScalarHostImmediate)
 }
@@ -62,13 +51,13 @@ func NewPreMulSum[T memory.Element](c *Communicator, factor T) (*PreMulSum, erro
 // them has completed.
 func NewPreMulSumFrom[T memory.Element](c *Communicator, factor memory.Slice[T]) (*PreMulSum, error) {
 	const op = "nccl: ncclRedOpCreatePreMulSum"
-	if err := c.usable("ncclRedOpCreatePreMulSum"); err != nil {
+	if err := c.checkUsable("ncclRedOpCreatePreMulSum"); err != nil {
 		return nil, err
 	}
 	if factor.Len() != 1 {
 		return nil, fmt.Errorf("%s on rank %d of %d: the factor has %d elements: want 1", op, c.rank, c.size, factor.Len())
 	}
-	if err := factor.Check(op, c.dev); err != nil {
+	if err := mem.Check(op, factor.Buffer(), factor.Len(), c.dev); err != nil {
 		return nil, err
 	}
 	return c.newPreMulSum(factor.DType(), dl.Pointer(factor.Ptr()), ncclapi.ScalarDevice)
@@ -76,7 +65,7 @@ func NewPreMulSumFrom[T memory.Element](c *Communicator, factor memory.Slice[T])
 
 func (c *Communicator) newPreMulSum(t memory.DType, scalar unsafe.Pointer, residence int32) (*PreMulSum, error) {
 	const name = "ncclRedOpCreatePreMulSum"
-	if err := c.usable(name); err != nil {
+	if err := c.checkUsable(name); err != nil {
 		return nil, err
 	}
 	w := wireTypes[t]
@@ -93,7 +82,7 @@ func (c *Communicator) newPreMulSum(t memory.DType, scalar unsafe.Pointer, resid
 	defer c.mu.Unlock()
 	var r ncclapi.Result
 	p.op, r = c.api.RedOpCreatePreMulSum(scalar, w.reduce, residence, *c.h)
-	if err := c.fail(name, r); err != nil {
+	if err := c.check(name, r); err != nil {
 		return nil, err
 	}
 	c.sums.Store(Op(p.op), t)
@@ -104,8 +93,8 @@ func (c *Communicator) newPreMulSum(t memory.DType, scalar unsafe.Pointer, resid
 // Op returns the reduction, for operations of its communicator.
 func (p *PreMulSum) Op() Op { return Op(p.op) }
 
-// Close gives the reduction up (ncclRedOpDestroy). Operations that are enqueued
-// are not affected. It is idempotent, and does nothing after the end of the
+// Close frees the reduction (ncclRedOpDestroy). It does not affect operations that are
+// already enqueued. Close is idempotent, and does nothing after the end of the
 // communicator.
 func (p *PreMulSum) Close() error {
 	const name = "ncclRedOpDestroy"
@@ -115,57 +104,57 @@ func (p *PreMulSum) Close() error {
 	c := p.comm
 	c.sums.Delete(p.Op())
 	if err := c.enter(name); err != nil {
-		return c.unlessOver(err)
+		return c.ignoreIfClosed(err)
 	}
 	defer c.mu.Unlock()
-	return c.fail(name, c.api.RedOpDestroy(p.op, *c.h))
+	return c.check(name, c.api.RedOpDestroy(p.op, *c.h))
 }
 
-// translate finds out what NCCL gets for the type and the reduction, and checks them.
-func (o *operation) translate(reduces bool) error {
-	w := &wireTypes[o.dtype]
+// setWireType determines NCCL's type and reduction for the operation, and validates them.
+func (o *operation) setWireType(reduces bool) error {
+	w := &wireTypes[o.DType]
 	o.unit = 1
 	if !reduces {
 		if o.wire = w.move; o.wire == ncclapi.Uint8 {
-			o.unit = o.dtype.Size()
+			o.unit = o.DType.Size()
 		}
 		return nil
 	}
-	o.wire, o.redop = w.reduce, ncclapi.RedOp(o.op)
-	if w.sums && w.since <= o.comm.version && uint(o.op) < uint(Avg) && o.dtype != memory.Bool {
+	o.wire, o.redop = w.reduce, ncclapi.RedOp(o.Reduction)
+	if w.sums && w.since <= o.comm.version && uint(o.Reduction) < uint(Avg) && o.DType != memory.Bool {
 		return nil
 	}
 	return o.checkReduction(w)
 }
 
-// checkReduction is translate for what is not plain.
+// checkReduction is translate for unusual types and reductions.
 func (o *operation) checkReduction(w *wireType) error {
-	c := o.comm
-	at := func() string { return fmt.Sprintf("nccl: %s on rank %d of %d", o.kind, c.rank, c.size) }
+	c, op := o.comm, Op(o.Reduction)
+	at := func() string { return fmt.Sprintf("nccl: %s on rank %d of %d", o.Kind, c.rank, c.size) }
 	if !w.sums {
-		return fmt.Errorf("%s: NCCL cannot reduce %s", at(), o.dtype)
+		return fmt.Errorf("%s: NCCL cannot reduce %s", at(), o.DType)
 	}
 	if c.version < w.since {
-		return needs(at()+" of "+o.dtype.String(), w.since, c.version)
+		return needs(at()+" of "+o.DType.String(), w.since, c.version)
 	}
-	if o.op < Sum || o.op > Avg {
-		t, ok := c.sums.Load(o.op)
+	if op < Sum || op > Avg {
+		t, ok := c.sums.Load(op)
 		switch {
 		case !ok:
-			return fmt.Errorf("%s: %s is not a reduction of this communicator: want sum, prod, max, min, avg or an open PreMulSum", at(), o.op)
-		case t != o.dtype:
-			return fmt.Errorf("%s: %s is a reduction of %s and not of %s", at(), o.op, t, o.dtype)
+			return fmt.Errorf("%s: %s is not a reduction of this communicator: want sum, prod, max, min, avg or an open PreMulSum", at(), op)
+		case t != o.DType:
+			return fmt.Errorf("%s: %s is a reduction of %s and not of %s", at(), op, t, o.DType)
 		}
 		return nil
 	}
 	switch {
-	case o.dtype == memory.Bool && o.op == Avg:
+	case o.DType == memory.Bool && op == Avg:
 		return fmt.Errorf("%s: bools have no average: want sum or max, prod or min", at())
-	case o.dtype == memory.Bool && o.op == Sum:
+	case o.DType == memory.Bool && op == Sum:
 		o.redop = ncclapi.Max
-	case o.op == Avg && c.size == 1:
-		// NCCL 2.28 refuses the mean of 8-bit floats of a single rank, and spoils
-		// the last of an odd number of 16-bit ones.
+	case op == Avg && c.size == 1:
+		// NCCL 2.28 refuses the mean of 8-bit floats of a single rank, and corrupts the
+		// last of an odd number of 16-bit floats.
 		o.redop = ncclapi.Sum
 	}
 	return nil

@@ -34,9 +34,9 @@ func TestPreMulSum(t *testing.T) {
 			require.NoError(t, factors[i].CopyFrom(r.s, []float32{2}))
 		}
 		for k, want := range [][]float32{{1.5, 3, 2 + 5}, {6, 12, 28}} {
-			require.NoError(t, nccl.Group(ranks[0].c, func() error {
+			require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 				for i, r := range ranks {
-					if err := nccl.AllReduce(r.c, r.s, xs[i], xs[i], sums[i][k].Op()); err != nil {
+					if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], sums[i][k].Op()); err != nil {
 						return err
 					}
 				}
@@ -50,12 +50,12 @@ func TestPreMulSum(t *testing.T) {
 		}
 		r, op := ranks[0], sums[0][0].Op()
 		ints, _ := buffers(t, ranks, 2)
-		require.ErrorContains(t, nccl.AllReduce(r.c, r.s, ints[0], ints[0], op), "is a reduction of float32 and not of int64")
+		require.ErrorContains(t, nccl.AllReduce(r.on(), r.s, ints[0], ints[0], op), "is a reduction of float32 and not of int64")
 		for i := range ranks {
 			require.NoError(t, sums[i][0].Close())
 			require.NoError(t, sums[i][0].Close())
 		}
-		require.ErrorContains(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], op), "is not a reduction of this communicator")
+		require.ErrorContains(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], op), "is not a reduction of this communicator")
 		_, err := nccl.NewPreMulSum(r.c, true)
 		require.ErrorContains(t, err, "cannot multiply bool")
 		_, err = nccl.NewPreMulSumFrom(r.c, xs[0])
@@ -77,20 +77,20 @@ func TestPreMulSum(t *testing.T) {
 func TestReductionsOfSomeTypes(t *testing.T) {
 	ranks := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, VirtualNCCL: "2.23.4"}))
 	r := ranks[0]
-	f8, err := memory.Make[memory.Float8E4M3](r.s, 4)
+	f8, err := memory.Make[memory.Float8E4M3Bits](r.s, 4)
 	require.NoError(t, err)
 	defer f8.Close()
 	b, err := memory.Make[bool](r.s, 4)
 	require.NoError(t, err)
 	defer b.Close()
 	var missing *device.UnsupportedError
-	err = nccl.AllReduce(r.c, r.s, f8, f8, nccl.Sum)
+	err = nccl.AllReduce(r.on(), r.s, f8, f8, nccl.Sum)
 	require.ErrorAs(t, err, &missing)
 	require.ErrorContains(t, err, "ncclAllReduce on rank 0 of 1 of float8_e4m3fn needs NCCL 2.24.3; this machine has NCCL 2.23.4")
-	_, err = nccl.NewPreMulSum(r.c, memory.Float8E4M3(0))
+	_, err = nccl.NewPreMulSum(r.c, memory.Float8E4M3Bits(0))
 	require.ErrorAs(t, err, &missing)
-	require.ErrorContains(t, nccl.AllReduce(r.c, r.s, b, b, nccl.Avg), "bools have no average")
-	require.NoError(t, nccl.Broadcast(r.c, r.s, f8, f8, 0))
+	require.ErrorContains(t, nccl.AllReduce(r.on(), r.s, b, b, nccl.Avg), "bools have no average")
+	require.NoError(t, nccl.Broadcast(r.on(), r.s, f8, f8, 0))
 	_, err = nccl.NewCommunicator(testgpu.Context(t), r.c.Device(), nccl.UniqueID{}, 0, 1, &nccl.Config{TrafficClass: new(1)})
 	require.ErrorContains(t, err, "needs NCCL 2.26.2; this machine has NCCL 2.23.4")
 }

@@ -2,15 +2,16 @@ package nccl
 
 import (
 	"fmt"
+	"github.com/gochorus/chorus/internal/flight"
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/memory"
 )
 
-// NCCL before exactSymmetric has symmetric kernels that spoil what they write where a
-// rank's part of an all-gather or a reduce-scatter is no multiple of symmetricUnit
-// bytes, and where there are several in one group. Such operations are refused.
+// Before version exactSymmetric, NCCL's symmetric kernels corrupt their output if a rank's
+// part of an all-gather or a reduce-scatter is not a multiple of symmetricUnit bytes, and
+// if a group has several of them. Such operations are refused.
 const (
 	exactSymmetric = 22807
 	symmetricUnit  = 8
@@ -19,7 +20,7 @@ const (
 // A span is the memory of a symmetric window.
 type span struct{ from, to cudadrv.DevicePtr }
 
-// addSpan notes a symmetric window.
+// addSpan records a symmetric window.
 func (c *Communicator) addSpan(s span) {
 	c.spansMu.Lock()
 	defer c.spansMu.Unlock()
@@ -44,36 +45,29 @@ func (c *Communicator) symmetricSpans() []span {
 	return nil
 }
 
-// Symmetric reports whether NCCL has a kernel for such a collective of memory in
-// symmetric windows that is right. For Chorus's own packages.
-func (c *Communicator) Symmetric(x Collective) bool {
-	k := slices.Index(collectiveKinds[:], x.Kind)
-	return x.Kind != 0 && symmetricKernel(kind(k), x.DType, x.Op) && !c.spoils(kind(k), x.Count*x.DType.Size())
-}
-
 // symmetricKernel reports whether NCCL has a symmetric kernel for an operation.
-func symmetricKernel(k kind, t memory.DType, op Op) bool {
+func symmetricKernel(k flight.Kind, t memory.DType, op flight.Reduction) bool {
 	switch k {
-	case allGather:
+	case flight.AllGather:
 		return true
-	case allReduce, reduceScatter:
+	case flight.AllReduce, flight.ReduceScatter:
 		switch t {
-		case memory.Float16T, memory.BFloat16T, memory.Float32, memory.Float8E4M3T, memory.Float8E5M2T:
-			return op == Sum
+		case memory.Float16, memory.BFloat16, memory.Float32, memory.Float8E4M3, memory.Float8E5M2:
+			return op == flight.Sum
 		}
 	}
 	return false
 }
 
-// spoils reports whether the symmetric kernel is wrong for so many bytes of a part.
-func (c *Communicator) spoils(k kind, part int) bool {
-	return c.version < exactSymmetric && (k == allGather || k == reduceScatter) && part%symmetricUnit != 0
+// symmetricKernelWrong reports whether the symmetric kernel is incorrect for a part of the given size.
+func (c *Communicator) symmetricKernelWrong(k flight.Kind, part int) bool {
+	return c.version < exactSymmetric && (k == flight.AllGather || k == flight.ReduceScatter) && part%symmetricUnit != 0
 }
 
-// symmetric reports whether the operation gets a symmetric kernel.
+// symmetric reports whether NCCL will use a symmetric kernel for the operation.
 func (o *operation) symmetric() bool {
 	spans := o.comm.symmetricSpans()
-	return len(spans) > 0 && symmetricKernel(o.kind, o.dtype, o.op) && o.dst.within(spans, o.dtype) && o.src.within(spans, o.dtype)
+	return len(spans) > 0 && symmetricKernel(o.Kind, o.DType, o.Reduction) && o.dst.within(spans, o.DType) && o.src.within(spans, o.DType)
 }
 
 // within reports whether an operand lies in one of the spans.
@@ -82,16 +76,16 @@ func (x operand) within(spans []span, t memory.DType) bool {
 	return slices.ContainsFunc(spans, func(s span) bool { return s.from <= x.ptr && end <= s.to })
 }
 
-// checkSymmetric refuses an operation that NCCL would spoil.
+// checkSymmetric refuses an operation for which NCCL's kernel is incorrect.
 func (o *operation) checkSymmetric() error {
-	if part := o.n * o.dtype.Size(); o.symmetric() && o.comm.spoils(o.kind, part) {
-		return o.tooOld(fmt.Sprintf("%d bytes of each rank in symmetric windows: NCCL %s spoils what is no multiple of %d bytes: pad it",
+	if part := o.N * o.DType.Size(); o.symmetric() && o.comm.symmetricKernelWrong(o.Kind, part) {
+		return o.errTooOld(fmt.Sprintf("%d bytes of each rank in symmetric windows: NCCL %s corrupts sizes that are not a multiple of %d bytes: pad the part",
 			part, o.comm.Version(), symmetricUnit))
 	}
 	return nil
 }
 
-// checkSymmetric refuses a group that NCCL would spoil.
+// checkSymmetric refuses a group for which NCCL's kernels are incorrect.
 func (g *group) checkSymmetric() error {
 	for i := range g.ops {
 		o := &g.ops[i]
@@ -100,14 +94,14 @@ func (g *group) checkSymmetric() error {
 		}
 		for j := range g.ops[:i] {
 			if p := &g.ops[j]; p.comm == o.comm && p.symmetric() {
-				return o.tooOld(fmt.Sprintf("it is in one group with another operation, %s, both in symmetric windows: NCCL %s spoils several: issue them one after the other",
-					p.kind, o.comm.Version()))
+				return o.errTooOld(fmt.Sprintf("it is in one group with another operation, %s, both in symmetric windows: NCCL %s corrupts the results: issue them one after the other",
+					p.Kind, o.comm.Version()))
 			}
 		}
 	}
 	return nil
 }
 
-func (o *operation) tooOld(why string) error {
-	return fmt.Errorf("nccl: %s on rank %d of %d: %s, or use NCCL 2.28.7 or newer: %w", o.kind, o.comm.rank, o.comm.size, why, ErrorInvalidUsage)
+func (o *operation) errTooOld(why string) error {
+	return fmt.Errorf("nccl: %s on rank %d of %d: %s, or use NCCL 2.28.7 or newer: %w", o.Kind, o.comm.rank, o.comm.size, why, ErrorInvalidUsage)
 }

@@ -8,7 +8,7 @@ import (
 
 func init() {
 	nccl.Captures = func(s *stream.Stream, fn func() error) (launch, discard func() error, err error) {
-		x, err := graph.Capture([]*stream.Stream{s}, fn)
+		x, err := graph.Capture([]*stream.Stream{s}, fn, nil)
 		return func() error { return x.Launch(s) }, x.Close, err
 	}
 }

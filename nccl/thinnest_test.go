@@ -16,7 +16,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -108,51 +111,51 @@ func besideThinnest(b *testing.B, contenders func(p *pairing, k, n int) []conten
 // besides are the operations, in the order of nccl.c. prepare returns what issues one of n
 // elements, or as many for each rank.
 var besides = []struct {
-	kind    kind
+	kind    flight.Kind
 	split   bool // a rank's part is the size over the number of ranks
 	prepare func(r *paired, n int) func() error
 }{
-	{allReduce, false, func(r *paired, n int) func() error {
+	{flight.AllReduce, false, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n)
 		return func() error { return AllReduce(r.c, r.s, dst, src, Sum) }
 	}},
-	{allGather, true, func(r *paired, n int) func() error {
+	{flight.AllGather, true, func(r *paired, n int) func() error {
 		dst, src := r.slices(n*r.c.size, n)
 		return func() error { return AllGather(r.c, r.s, dst, src) }
 	}},
-	{reduceScatter, true, func(r *paired, n int) func() error {
+	{flight.ReduceScatter, true, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n*r.c.size)
 		return func() error { return ReduceScatter(r.c, r.s, dst, src, Sum) }
 	}},
-	{broadcast, false, func(r *paired, n int) func() error {
+	{flight.Broadcast, false, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n)
 		return func() error { return Broadcast(r.c, r.s, dst, src, 0) }
 	}},
-	{reduce, false, func(r *paired, n int) func() error {
+	{flight.Reduce, false, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n)
 		return func() error { return Reduce(r.c, r.s, dst, src, Sum, 0) }
 	}},
-	{allToAll, true, func(r *paired, n int) func() error {
+	{flight.AllToAll, true, func(r *paired, n int) func() error {
 		dst, src := r.slices(n*r.c.size, n*r.c.size)
 		return func() error { return AllToAll(r.c, r.s, dst, src) }
 	}},
-	{gather, true, func(r *paired, n int) func() error {
+	{flight.Gather, true, func(r *paired, n int) func() error {
 		dst, src := r.slices(n*r.c.size, n)
 		return func() error { return Gather(r.c, r.s, dst, src, 0) }
 	}},
-	{scatter, true, func(r *paired, n int) func() error {
+	{flight.Scatter, true, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n*r.c.size)
 		return func() error { return Scatter(r.c, r.s, dst, src, 0) }
 	}},
-	{send, false, func(r *paired, n int) func() error {
+	{flight.Send, false, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n)
-		both := func() error {
-			if err := Send(r.c, r.s, src, r.next()); err != nil {
+		both := func(b *Batch) error {
+			if err := Send(b.On(r.c), r.s, src, r.next()); err != nil {
 				return err
 			}
-			return Recv(r.c, r.s, dst, r.before())
+			return Recv(b.On(r.c), r.s, dst, r.before())
 		}
-		return func() error { return Group(r.c, both) }
+		return func() error { return Group(both) }
 	}},
 }
 
@@ -248,7 +251,7 @@ func (p *pairing) row(b *testing.B, list []contender) {
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
 			r := &p.ranks[i]
-			errs[i] = r.c.dev.Bound(func() (err error) {
+			errs[i] = gpu.DeviceOf(r.c.dev).Bound(func() (err error) {
 				ways := make([]runner, len(list))
 				for k := range list {
 					if ways[k], err = list[k].prepare(r); err != nil {
@@ -301,7 +304,7 @@ func middle(list []float64) float64 {
 
 func (r *paired) inC(p *pairing, k, operations, n int) (float64, error) {
 	us, _ := dl.Get().In(uintptr(k), uintptr(*r.c.h), uintptr(r.c.rank), uintptr(len(p.ranks)), uintptr(operations),
-		uintptr(n), 0, uintptr(r.dst.Raw()), uintptr(r.src.Raw()), uintptr(r.s.Raw())).Out().Do1(p.c.series)
+		uintptr(n), 0, uintptr(r.dst.Ptr()), uintptr(r.src.Ptr()), uintptr(gpu.StreamOf(r.s).Raw())).Out().Do1(p.c.series)
 	return math.Float64frombits(us), nil
 }
 
@@ -310,10 +313,10 @@ func (r *paired) graphInC(p *pairing, k, n int) (runner, error) {
 		return runner{}, err
 	}
 	exec, _ := dl.Get().In(uintptr(k), uintptr(*r.c.h), uintptr(r.c.rank), uintptr(len(p.ranks)), perLaunch,
-		uintptr(n), 0, uintptr(r.dst.Raw()), uintptr(r.src.Raw()), uintptr(r.s.Raw())).Out().Do1(p.c.captured)
+		uintptr(n), 0, uintptr(r.dst.Ptr()), uintptr(r.src.Ptr()), uintptr(gpu.StreamOf(r.s).Raw())).Out().Do1(p.c.captured)
 	return runner{
 		run: func(operations int) (float64, error) {
-			us, _ := dl.Get().In(uintptr(exec), uintptr(operations/perLaunch), uintptr(r.s.Raw())).Out().Do1(p.c.replays)
+			us, _ := dl.Get().In(uintptr(exec), uintptr(operations/perLaunch), uintptr(gpu.StreamOf(r.s).Raw())).Out().Do1(p.c.replays)
 			return math.Float64frombits(us) / perLaunch, nil
 		},
 		end: func() error { dl.Get().In(uintptr(exec)).Do(p.c.discard); return nil },
@@ -322,22 +325,22 @@ func (r *paired) graphInC(p *pairing, k, n int) (runner, error) {
 
 // inGo calls NCCL as Chorus does, without all that it does before and behind.
 func (r *paired) inGo(k, operations, n int) (float64, error) {
-	o := operation{request: request{kind: besides[k].kind, dtype: memory.Float32, n: n}, unit: 1, wire: ncclapi.Float32, redop: ncclapi.Sum, comm: r.c, stream: r.s,
-		dst: operand{ptr: r.dst.Raw()}, src: operand{ptr: r.src.Raw()}}
+	o := operation{Op: flight.Op{Request: flight.Request{Kind: besides[k].kind, DType: memory.Float32, N: n}, Stream: r.s}, unit: 1, wire: ncclapi.Float32, redop: ncclapi.Sum, comm: r.c,
+		dst: operand{ptr: cudadrv.DevicePtr(r.dst.Ptr())}, src: operand{ptr: cudadrv.DevicePtr(r.src.Ptr())}}
 	api := r.c.api
 	begun := time.Now()
 	for range operations {
-		if o.kind != send {
-			if got := o.enqueue(); got != ncclapi.Success {
-				return 0, r.c.fail("thinnest", got)
+		if o.Kind != flight.Send {
+			if got := o.callNCCL(); got != ncclapi.Success {
+				return 0, r.c.check("thinnest", got)
 			}
 			continue
 		}
 		api.GroupStart()
-		api.Send(o.src.ptr, uintptr(n), o.wire, int32(r.next()), *r.c.h, r.s.Raw())
-		api.Recv(o.dst.ptr, uintptr(n), o.wire, int32(r.before()), *r.c.h, r.s.Raw())
+		api.Send(o.src.ptr, uintptr(n), o.wire, int32(r.next()), *r.c.h, gpu.StreamOf(r.s).Raw())
+		api.Recv(o.dst.ptr, uintptr(n), o.wire, int32(r.before()), *r.c.h, gpu.StreamOf(r.s).Raw())
 		if got := api.GroupEnd(); got != ncclapi.Success {
-			return 0, r.c.fail("thinnest", got)
+			return 0, r.c.check("thinnest", got)
 		}
 	}
 	return r.end(begun, operations)

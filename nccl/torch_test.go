@@ -28,11 +28,11 @@ func TestTorch_test_unique_id(t *testing.T) {
 }
 
 // torch runs fn with both types.
-func torch(t *testing.T, fn func(t *testing.T, b *torchBench[float32]), bf func(t *testing.T, b *torchBench[memory.BFloat16])) {
+func torch(t *testing.T, fn func(t *testing.T, b *torchBench[float32]), bf func(t *testing.T, b *torchBench[memory.BFloat16Bits])) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks := connect(t, devs)
 		fn(t, &torchBench[float32]{t, ranks, func(v int) float32 { return float32(v) }})
-		bf(t, &torchBench[memory.BFloat16]{t, ranks, func(v int) memory.BFloat16 { return memory.BFloat16Of(float32(v)) }})
+		bf(t, &torchBench[memory.BFloat16Bits]{t, ranks, func(v int) memory.BFloat16Bits { return memory.BFloat16Of(float32(v)) }})
 	})
 }
 
@@ -61,9 +61,9 @@ func (b *torchBench[T]) tensors(n int) (xs []memory.Slice[T], in [][]int) {
 // run issues an operation on all ranks and compares what is in out.
 func (b *torchBench[T]) run(out []memory.Slice[T], want func(rank, i int) int, issue func(i int, r rank) error) {
 	b.t.Helper()
-	require.NoError(b.t, nccl.Group(b.ranks[0].c, func() error {
+	require.NoError(b.t, nccl.Group(func(batch *nccl.Batch) error {
 		for i, r := range b.ranks {
-			if err := issue(i, r); err != nil {
+			if err := issue(i, r.in(batch)); err != nil {
 				return err
 			}
 		}
@@ -90,7 +90,7 @@ func TestTorch_test_broadcast(t *testing.T) { torch(t, torchBroadcast, torchBroa
 func torchBroadcast[T memory.Element](t *testing.T, b *torchBench[T]) {
 	xs, in := b.tensors(128)
 	b.run(xs, func(_, i int) int { return in[0][i] }, func(i int, r rank) error {
-		return nccl.Broadcast(r.c, r.s, xs[i], xs[i], 0)
+		return nccl.Broadcast(r.on(), r.s, xs[i], xs[i], 0)
 	})
 }
 
@@ -103,7 +103,7 @@ func torchReduce[T memory.Element](t *testing.T, b *torchBench[T]) {
 			return in[rank][i]
 		}
 		return added(in, i)
-	}, func(i int, r rank) error { return nccl.Reduce(r.c, r.s, xs[i], xs[i], nccl.Sum, 0) })
+	}, func(i int, r rank) error { return nccl.Reduce(r.on(), r.s, xs[i], xs[i], nccl.Sum, 0) })
 }
 
 func TestTorch_test_all_reduce(t *testing.T) { torch(t, torchAllReduce, torchAllReduce) }
@@ -111,7 +111,7 @@ func TestTorch_test_all_reduce(t *testing.T) { torch(t, torchAllReduce, torchAll
 func torchAllReduce[T memory.Element](t *testing.T, b *torchBench[T]) {
 	xs, in := b.tensors(128)
 	b.run(xs, func(_, i int) int { return added(in, i) }, func(i int, r rank) error {
-		return nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum)
+		return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum)
 	})
 }
 
@@ -121,7 +121,7 @@ func torchAllGather[T memory.Element](t *testing.T, b *torchBench[T]) {
 	xs, in := b.tensors(128)
 	out, _ := b.tensors(128 * len(b.ranks))
 	b.run(out, func(_, i int) int { return in[i/128][i%128] }, func(i int, r rank) error {
-		return nccl.AllGather(r.c, r.s, out[i], xs[i])
+		return nccl.AllGather(r.on(), r.s, out[i], xs[i])
 	})
 }
 
@@ -131,6 +131,6 @@ func torchReduceScatter[T memory.Element](t *testing.T, b *torchBench[T]) {
 	xs, in := b.tensors(32 * len(b.ranks))
 	out, _ := b.tensors(32)
 	b.run(out, func(rank, i int) int { return added(in, 32*rank+i) }, func(i int, r rank) error {
-		return nccl.ReduceScatter(r.c, r.s, out[i], xs[i], nccl.Sum)
+		return nccl.ReduceScatter(r.on(), r.s, out[i], xs[i], nccl.Sum)
 	})
 }

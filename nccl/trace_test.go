@@ -24,15 +24,15 @@ func TestTrace(t *testing.T) {
 	begun := time.Now()
 	all := func(issue func(i int, r rank) error) { run(t, ranks, xs, issue) }
 	for range 3 {
-		all(func(i int, r rank) error { return nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Avg) })
+		all(func(i int, r rank) error { return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Avg) })
 	}
 	all(func(i int, r rank) error {
 		if i == 0 {
-			return nccl.Send(r.c, r.s, xs[0].Slice(0, 3), 1)
+			return nccl.Send(r.on(), r.s, xs[0].Slice(0, 3), 1)
 		}
-		return nccl.Recv(r.c, r.s, xs[1].Slice(0, 3), 0)
+		return nccl.Recv(r.on(), r.s, xs[1].Slice(0, 3), 0)
 	})
-	all(func(i int, r rank) error { return nccl.AllGather(r.c, r.s, xs[i], xs[i].Slice(4*i, 4*i+4)) })
+	all(func(i int, r rank) error { return nccl.AllGather(r.on(), r.s, xs[i], xs[i].Slice(4*i, 4*i+4)) })
 
 	list := ranks[1].c.Trace()
 	require.Len(t, list, 4, "the ring is full")

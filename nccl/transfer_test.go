@@ -21,39 +21,39 @@ func TestTransfersThatDoNotFit(t *testing.T) {
 		defer floats.Close()
 		c0, s0, c1, s1 := ranks[0].c, ranks[0].s, ranks[1].c, ranks[1].s
 		type issued []error
-		for name, issue := range map[string]func() issued{
-			"length": func() issued {
-				return issued{nccl.Send(c0, s0, xs[0].Slice(0, 4), 1), nccl.Recv(c1, s1, xs[1].Slice(0, 2), 0)}
+		for name, issue := range map[string]func(on onto) issued{
+			"length": func(on onto) issued {
+				return issued{nccl.Send(on(c0), s0, xs[0].Slice(0, 4), 1), nccl.Recv(on(c1), s1, xs[1].Slice(0, 2), 0)}
 			},
-			"receive first": func() issued {
-				return issued{nccl.Recv(c1, s1, xs[1].Slice(0, 4), 0), nccl.Send(c0, s0, xs[0].Slice(0, 2), 1)}
+			"receive first": func(on onto) issued {
+				return issued{nccl.Recv(on(c1), s1, xs[1].Slice(0, 4), 0), nccl.Send(on(c0), s0, xs[0].Slice(0, 2), 1)}
 			},
-			"type": func() issued {
-				return issued{nccl.Send(c0, s0, xs[0], 1), nccl.Recv(c1, s1, floats, 0)}
+			"type": func(on onto) issued {
+				return issued{nccl.Send(on(c0), s0, xs[0], 1), nccl.Recv(on(c1), s1, floats, 0)}
 			},
-			"order": func() issued {
+			"order": func(on onto) issued {
 				return issued{
-					nccl.Send(c0, s0, xs[0].Slice(0, 1), 1), nccl.Send(c0, s0, xs[0].Slice(1, 3), 1),
-					nccl.Recv(c1, s1, xs[1].Slice(0, 2), 0), nccl.Recv(c1, s1, xs[1].Slice(2, 3), 0),
+					nccl.Send(on(c0), s0, xs[0].Slice(0, 1), 1), nccl.Send(on(c0), s0, xs[0].Slice(1, 3), 1),
+					nccl.Recv(on(c1), s1, xs[1].Slice(0, 2), 0), nccl.Recv(on(c1), s1, xs[1].Slice(2, 3), 0),
 				}
 			},
-			"uneven": func() issued {
+			"uneven": func(on onto) issued {
 				return issued{
-					nccl.AllToAllV(c0, s0, xs[0].Slice(0, 2), []int{1, 1}, xs[0].Slice(2, 5), []int{1, 2}),
-					nccl.AllToAllV(c1, s1, xs[1].Slice(0, 2), []int{1, 1}, xs[1].Slice(2, 4), []int{1, 1}),
+					nccl.AllToAllV(on(c0), s0, xs[0].Slice(0, 2), []int{1, 1}, xs[0].Slice(2, 5), []int{1, 2}),
+					nccl.AllToAllV(on(c1), s1, xs[1].Slice(0, 2), []int{1, 1}, xs[1].Slice(2, 4), []int{1, 1}),
 				}
 			},
-			"of one rank": func() issued {
+			"of one rank": func(on onto) issued {
 				return issued{
-					nccl.Send(c0, s0, xs[0].Slice(0, 2), 0), nccl.AllToAllV(c0, s0, xs[0].Slice(2, 3), []int{1, 0}, xs[0].Slice(3, 4), []int{1, 0}),
-					nccl.Recv(c0, s0, xs[0].Slice(4, 6), 0),
+					nccl.Send(on(c0), s0, xs[0].Slice(0, 2), 0), nccl.AllToAllV(on(c0), s0, xs[0].Slice(2, 3), []int{1, 0}, xs[0].Slice(3, 4), []int{1, 0}),
+					nccl.Recv(on(c0), s0, xs[0].Slice(4, 6), 0),
 				}
 			},
-			"to itself":   func() issued { return issued{nccl.Send(c0, s0, xs[0], 0)} },
-			"from itself": func() issued { return issued{nccl.Recv(c1, s1, xs[1], 1)} },
+			"to itself":   func(on onto) issued { return issued{nccl.Send(on(c0), s0, xs[0], 0)} },
+			"from itself": func(on onto) issued { return issued{nccl.Recv(on(c1), s1, xs[1], 1)} },
 		} {
-			err := nccl.Group(c0, func() error {
-				for _, err := range issue() {
+			err := nccl.Group(func(b *nccl.Batch) error {
+				for _, err := range issue(b.On) {
 					require.NoError(t, err, name)
 				}
 				return nil
@@ -66,12 +66,12 @@ func TestTransfersThatDoNotFit(t *testing.T) {
 		require.Empty(t, c0.Trace(), "nothing was scheduled")
 
 		// Those that fit, of two ways at once, and to itself.
-		require.NoError(t, nccl.Group(c0, func() error {
+		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 			for _, err := range []error{
-				nccl.Recv(c1, s1, xs[1].Slice(0, 2), 0), nccl.Recv(c1, s1, xs[1].Slice(2, 3), 0),
-				nccl.Send(c1, s1, xs[1].Slice(4, 8), 0), nccl.Recv(c0, s0, xs[0].Slice(4, 8), 1),
-				nccl.Send(c0, s0, xs[0].Slice(0, 2), 1), nccl.Send(c0, s0, xs[0].Slice(2, 3), 1),
-				nccl.Send(c1, s1, xs[1].Slice(7, 8), 1), nccl.Recv(c1, s1, xs[1].Slice(3, 4), 1),
+				nccl.Recv(b.On(c1), s1, xs[1].Slice(0, 2), 0), nccl.Recv(b.On(c1), s1, xs[1].Slice(2, 3), 0),
+				nccl.Send(b.On(c1), s1, xs[1].Slice(4, 8), 0), nccl.Recv(b.On(c0), s0, xs[0].Slice(4, 8), 1),
+				nccl.Send(b.On(c0), s0, xs[0].Slice(0, 2), 1), nccl.Send(b.On(c0), s0, xs[0].Slice(2, 3), 1),
+				nccl.Send(b.On(c1), s1, xs[1].Slice(7, 8), 1), nccl.Recv(b.On(c1), s1, xs[1].Slice(3, 4), 1),
 			} {
 				if err != nil {
 					return err

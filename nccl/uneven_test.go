@@ -59,7 +59,7 @@ func uneven(t *testing.T, ranks []rank, g *rand.Rand) {
 			if inPlace {
 				from = dst[i].Slice(at[i], at[i+1])
 			}
-			return nccl.AllGatherV(r.c, r.s, dst[i], from, counts)
+			return nccl.AllGatherV(r.on(), r.s, dst[i], from, counts)
 		}) {
 			for j := range size {
 				require.Equal(t, in[j][at[j]:at[j+1]], got[at[j]:at[j+1]], "all-gather, rank %d, part of rank %d, in place %v", i, j, inPlace)
@@ -74,7 +74,7 @@ func uneven(t *testing.T, ranks []rank, g *rand.Rand) {
 		to[i] = dst[i].Slice(0, counts[i])
 	}
 	for i, got := range run(t, ranks, to, func(i int, r rank) error {
-		return nccl.ReduceScatterV(r.c, r.s, to[i], src[i], counts, nccl.Sum)
+		return nccl.ReduceScatterV(r.on(), r.s, to[i], src[i], counts, nccl.Sum)
 	}) {
 		require.Equal(t, sum(in)[at[i]:at[i+1]], got, "reduce-scatter, rank %d", i)
 	}
@@ -82,7 +82,7 @@ func uneven(t *testing.T, ranks []rank, g *rand.Rand) {
 		to[i] = src[i].Slice(at[i], at[i+1])
 	}
 	for i, got := range run(t, ranks, to, func(i int, r rank) error {
-		return nccl.ReduceScatterV(r.c, r.s, to[i], src[i], counts, nccl.Max)
+		return nccl.ReduceScatterV(r.on(), r.s, to[i], src[i], counts, nccl.Max)
 	}) {
 		for k, v := range got {
 			want := in[0][at[i]+k]
@@ -120,7 +120,7 @@ func unevenExchange(t *testing.T, ranks []rank, g *rand.Rand) {
 	}
 	for i, got := range run(t, ranks, dst, func(i int, r rank) error {
 		to, from := append([]int(nil), recvs[i]...), append([]int(nil), sends[i]...)
-		err := nccl.AllToAllV(r.c, r.s, dst[i], to, src[i], from)
+		err := nccl.AllToAllV(r.on(), r.s, dst[i], to, src[i], from)
 		clear(to) // they are the caller's again
 		clear(from)
 		return err
@@ -143,17 +143,17 @@ func TestUnevenArguments(t *testing.T) {
 			err  error
 			text string
 		}{
-			"too few counts":   {nccl.AllGatherV(r.c, r.s, x, y, []int{8}), "1 numbers of elements: want one for each rank"},
-			"negative":         {nccl.AllGatherV(r.c, r.s, x, y, []int{9, -1}), "-1 elements at rank 1"},
-			"destination":      {nccl.AllGatherV(r.c, r.s, x, y.Slice(0, 3), []int{4, 3}), "AllGatherV on rank 1 of 2: the destination has 8 elements: want 7"},
-			"source":           {nccl.AllGatherV(r.c, r.s, x, y, []int{4, 4}), "the source has 8 elements: want 4"},
-			"reduce-scatter":   {nccl.ReduceScatterV(r.c, r.s, x, y, []int{4, 4}, nccl.Sum), "the destination has 8 elements: want 4"},
-			"operation":        {nccl.ReduceScatterV(r.c, r.s, x.Slice(0, 4), y, []int{4, 4}, nccl.Op(9)), "op 9 is not a reduction"},
-			"own part":         {nccl.AllToAllV(r.c, r.s, x, []int{4, 4}, y, []int{5, 3}), "sends itself 3 elements and receives 4"},
-			"overlap":          {nccl.AllToAllV(r.c, r.s, x, []int{4, 4}, x, []int{4, 4}), "overlap: want none in common"},
-			"another's part":   {nccl.AllGatherV(r.c, r.s, x, x.Slice(0, 5), []int{3, 5}), "want the source to be the rank's part"},
+			"too few counts":   {nccl.AllGatherV(r.on(), r.s, x, y, []int{8}), "1 numbers of elements: want one for each rank"},
+			"negative":         {nccl.AllGatherV(r.on(), r.s, x, y, []int{9, -1}), "-1 elements at rank 1"},
+			"destination":      {nccl.AllGatherV(r.on(), r.s, x, y.Slice(0, 3), []int{4, 3}), "AllGatherV on rank 1 of 2: the destination has 8 elements: want 7"},
+			"source":           {nccl.AllGatherV(r.on(), r.s, x, y, []int{4, 4}), "the source has 8 elements: want 4"},
+			"reduce-scatter":   {nccl.ReduceScatterV(r.on(), r.s, x, y, []int{4, 4}, nccl.Sum), "the destination has 8 elements: want 4"},
+			"operation":        {nccl.ReduceScatterV(r.on(), r.s, x.Slice(0, 4), y, []int{4, 4}, nccl.Op(9)), "op 9 is not a reduction"},
+			"own part":         {nccl.AllToAllV(r.on(), r.s, x, []int{4, 4}, y, []int{5, 3}), "sends itself 3 elements and receives 4"},
+			"overlap":          {nccl.AllToAllV(r.on(), r.s, x, []int{4, 4}, x, []int{4, 4}), "overlap: want none in common"},
+			"another's part":   {nccl.AllGatherV(r.on(), r.s, x, x.Slice(0, 5), []int{3, 5}), "want the source to be the rank's part"},
 			"no communicator":  {nccl.AllToAllV(nil, r.s, x, nil, y, nil), "no communicator given"},
-			"stream of others": {nccl.AllGatherV(r.c, ranks[0].s, x, y, []int{0, 8}), "use a stream of that device"},
+			"stream of others": {nccl.AllGatherV(r.on(), ranks[0].s, x, y, []int{0, 8}), "use a stream of that device"},
 		} {
 			require.ErrorContains(t, c.err, c.text, name)
 		}
@@ -168,7 +168,7 @@ func TestUnevenOverflow(t *testing.T) {
 		xs, _ := buffers(t, ranks, 2)
 		r, x := ranks[2], xs[2]
 		counts := []int{math.MaxInt, math.MaxInt, 2}
-		require.ErrorContains(t, nccl.AllGatherV(r.c, r.s, x.Slice(0, 0), x, counts), "that is no length")
-		require.ErrorContains(t, nccl.ReduceScatterV(r.c, r.s, x, x.Slice(0, 0), counts, nccl.Sum), "that is no length")
+		require.ErrorContains(t, nccl.AllGatherV(r.on(), r.s, x.Slice(0, 0), x, counts), "want 0 or more, and a sum without overflow")
+		require.ErrorContains(t, nccl.ReduceScatterV(r.on(), r.s, x, x.Slice(0, 0), counts, nccl.Sum), "want 0 or more, and a sum without overflow")
 	})
 }

@@ -54,7 +54,7 @@ func TestDeadlineNamesTheRankBehind(t *testing.T) {
 		xs, _ := buffers(t, ranks, 1024)
 		once(t, devs, ranks, xs)
 		r := ranks[0]
-		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 		begun := time.Now()
 		err := r.c.Wait(testgpu.Context(t), r.s)
 		var late *nccl.TimeoutError
@@ -73,8 +73,10 @@ func TestDeadlineNamesTheRankBehind(t *testing.T) {
 		for i, r := range ranks {
 			until(t, func() bool { return r.c.Err() != nil })
 			require.Equal(t, err, r.c.Err(), "rank %d", i)
-			require.Equal(t, err, nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum))
-			require.Equal(t, err, nccl.Group(r.c, func() error { return nil }))
+			require.Equal(t, err, nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum))
+			require.Equal(t, err, nccl.Group(func(b *nccl.Batch) error {
+				return nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum)
+			}))
 			require.Equal(t, err, r.c.Wait(testgpu.Context(t), r.s))
 			require.NoError(t, r.c.Close())
 			require.NoError(t, r.s.Sync(testgpu.Context(t)))
@@ -93,7 +95,7 @@ func TestDeadlineInABurst(t *testing.T) {
 	xs, _ := buffers(t, ranks, 16)
 	for i, r := range ranks {
 		for n := range []int{5, 4, 6}[i] {
-			require.NoError(t, nccl.Broadcast(r.c, r.s, xs[i], xs[i], n%3))
+			require.NoError(t, nccl.Broadcast(r.on(), r.s, xs[i], xs[i], n%3))
 		}
 	}
 	var late *nccl.TimeoutError
@@ -107,7 +109,7 @@ func TestDeadlineInABurst(t *testing.T) {
 // the driver, which then answers nobody who asks about the device.
 func TestDeadlineOfAFullStream(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		nccl.SetAbortPatience(t, time.Minute)
+		nccl.SetAbortTimeout(t, time.Minute)
 		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
 		xs, _ := buffers(t, ranks, 8)
 		once(t, devs, ranks, xs)
@@ -123,7 +125,7 @@ func TestDeadlineOfAFullStream(t *testing.T) {
 // flood issues operations without end until one is refused.
 func flood(r rank, x memory.Slice[int64], over func(err error) bool) error {
 	for range 1 << 20 {
-		if err := nccl.AllReduce(r.c, r.s, x, x, nccl.Sum); over(err) {
+		if err := nccl.AllReduce(r.on(), r.s, x, x, nccl.Sum); over(err) {
 			return nil
 		}
 	}
@@ -137,7 +139,7 @@ func TestDeadlineOfATransfer(t *testing.T) {
 		once(t, devs, ranks, xs)
 		r := ranks[1]
 		issued := make(chan error, 1)
-		go func() { issued <- nccl.Recv(r.c, r.s, xs[1], 0) }() // NCCL may wait for the peer in here
+		go func() { issued <- nccl.Recv(r.on(), r.s, xs[1], 0) }() // NCCL may wait for the peer in here
 		err := r.c.Wait(testgpu.Context(t), r.s)
 		if err == nil {
 			until(t, func() bool { return r.c.Err() != nil })
@@ -152,11 +154,11 @@ func TestDeadlineOfATransfer(t *testing.T) {
 // NCCL may hang in a call, where nothing has been enqueued yet.
 func TestDeadlineOfACallThatHangs(t *testing.T) {
 	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "hang@ncclGroupEnd#1"}).Devices()
-	nccl.SetAbortPatience(t, 4*time.Second)
+	nccl.SetAbortTimeout(t, 4*time.Second)
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
 	xs, _ := buffers(t, ranks, 4)
 	go func() {
-		_ = nccl.Group(ranks[0].c, func() error { return nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum) })
+		_ = nccl.Group(func(b *nccl.Batch) error { return nccl.AllReduce(b.On(ranks[0].c), ranks[0].s, xs[0], xs[0], nccl.Sum) })
 	}()
 	until(t, func() bool { return ranks[0].c.Err() != nil })
 	require.ErrorContains(t, ranks[0].c.Err(), "ncclAllReduce(4 x int64, sum) as collective 1")
@@ -171,8 +173,8 @@ func TestProgress(t *testing.T) {
 		xs, _ := buffers(t, ranks, 8)
 		r := ranks[0]
 		require.Equal(t, "none", r.c.Progress().Issued.String())
-		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
-		require.NoError(t, nccl.Broadcast(r.c, r.s, xs[0], xs[0], 0))
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
+		require.NoError(t, nccl.Broadcast(r.on(), r.s, xs[0], xs[0], 0))
 		until(t, func() bool { return r.c.Progress().Completed.Record == 2 })
 		p := r.c.Progress()
 		require.Equal(t, []any{0, "ncclBroadcast(8 x int64, root 0) as collective 2"}, []any{p.Rank, p.Completed.String()})
@@ -180,11 +182,11 @@ func TestProgress(t *testing.T) {
 		for _, o := range r.c.Trace() {
 			require.Equal(t, nccl.Completed, o.State)
 		}
-		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
 		require.EqualValues(t, 3, r.c.Progress().Completed.Record, "known from the wait")
 		// Nothing is older than the deadline, and later operations are looked after too.
-		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 		until(t, func() bool { return r.c.Progress().Completed.Record == 4 })
 		require.NoError(t, r.c.Err())
 	})
@@ -201,7 +203,7 @@ func TestProgressOfABusyStream(t *testing.T) {
 		return gate
 	}
 	gate := wait()
-	require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+	require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 	until(t, func() bool {
 		next := wait() // the stream is never idle
 		close(gate)
@@ -218,15 +220,15 @@ func TestCapturedOperationsAreNotTimed(t *testing.T) {
 		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
 		xs, _ := buffers(t, ranks, 8)
 		r := ranks[0]
-		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum)) // somebody looks from now on
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum)) // somebody looks from now on
 		require.NoError(t, r.s.Sync(testgpu.Context(t)))
 		x, err := graph.Capture([]*stream.Stream{r.s}, func() error {
-			if err := nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum); err != nil {
+			if err := nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum); err != nil {
 				return err
 			}
 			until(t, func() bool { return r.c.Progress().Issued.Created.Before(time.Now().Add(-limit(devs) * 3 / 2)) })
 			return nil
-		})
+		}, nil)
 		require.NoError(t, err)
 		// What was done before the capture is found out behind it, while the stream is busy.
 		gate := make(chan struct{})
@@ -289,10 +291,10 @@ func TestNCCLFailsWithinAnOperation(t *testing.T) {
 			devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: call + "=" + result.Error()}).Devices()
 			ranks := connect(t, devs)
 			xs, _ := buffers(t, ranks, 8)
-			send := func() error { return nccl.Send(ranks[0].c, ranks[0].s, xs[0], 1) }
+			one := func(on nccl.Issuer) error { return nccl.Send(on, ranks[0].s, xs[0], 1) }
+			send := func() error { return one(ranks[0].c) }
 			if call == "ncclGroupEnd#1" {
-				one := send
-				send = func() error { return nccl.Group(ranks[0].c, one) }
+				send = func() error { return nccl.Group(func(b *nccl.Batch) error { return one(b.On(ranks[0].c)) }) }
 			}
 			require.ErrorIs(t, send(), result)
 			if !fails {
@@ -325,11 +327,11 @@ func TestOnFailureMayEnter(t *testing.T) {
 			require.NoError(t, err)
 		}
 		xs, _ := buffers(t, ranks, 8)
-		one := func() error { return nccl.Send(ranks[0].c, ranks[0].s, xs[0], 1) }
+		one := func(on nccl.Issuer) error { return nccl.Send(on, ranks[0].s, xs[0], 1) }
 		if call == "ncclGroupEnd#1" {
-			require.ErrorIs(t, nccl.Group(ranks[0].c, one), nccl.ErrorSystem)
+			require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error { return one(b.On(ranks[0].c)) }), nccl.ErrorSystem)
 		} else {
-			require.ErrorIs(t, one(), nccl.ErrorSystem)
+			require.ErrorIs(t, one(ranks[0].c), nccl.ErrorSystem)
 		}
 		require.NoError(t, <-closed)
 		<-closed
@@ -342,16 +344,18 @@ func TestRanksThatDiffer(t *testing.T) {
 		ranks := connect(t, devs)
 		xs, in := buffers(t, ranks, 32)
 		a, b := ranks[0], ranks[1]
-		wrong := map[string]func() error{
-			"operation": func() error { return nccl.Broadcast(b.c, b.s, xs[1], xs[1], 0) },
-			"count":     func() error { return nccl.AllReduce(b.c, b.s, xs[1].Slice(0, 5), xs[1].Slice(0, 5), nccl.Sum) },
-			"reduction": func() error { return nccl.AllReduce(b.c, b.s, xs[1], xs[1], nccl.Min) },
-			"type": func() error {
+		wrong := map[string]func(on onto) error{
+			"operation": func(on onto) error { return nccl.Broadcast(on(b.c), b.s, xs[1], xs[1], 0) },
+			"count": func(on onto) error {
+				return nccl.AllReduce(on(b.c), b.s, xs[1].Slice(0, 5), xs[1].Slice(0, 5), nccl.Sum)
+			},
+			"reduction": func(on onto) error { return nccl.AllReduce(on(b.c), b.s, xs[1], xs[1], nccl.Min) },
+			"type": func(on onto) error {
 				y, err := memory.View[float64](xs[1].Buffer(), 0, 32)
 				if err != nil {
 					return err
 				}
-				return nccl.AllReduce(b.c, b.s, y, y, nccl.Sum)
+				return nccl.AllReduce(on(b.c), b.s, y, y, nccl.Sum)
 			},
 		}
 		check := func(name string, err error) {
@@ -362,15 +366,15 @@ func TestRanksThatDiffer(t *testing.T) {
 			require.ErrorContains(t, err, "rank 0 issued ncclAllReduce(32 x int64, sum) as collective ")
 		}
 		for name, issue := range wrong { // in one group: on no rank
-			check(name, nccl.Group(a.c, func() error {
-				return errors.Join(nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum), issue())
+			check(name, nccl.Group(func(batch *nccl.Batch) error {
+				return errors.Join(nccl.AllReduce(batch.On(a.c), a.s, xs[0], xs[0], nccl.Sum), issue(batch.On))
 			}))
 		}
 		first := make(chan error, 1)
 		go func() { first <- nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum) }()
 		until(t, func() bool { return a.c.Progress().Issued.Record > uint64(len(wrong)) })
 		for name, issue := range wrong { // later: on this rank
-			check(name, issue())
+			check(name, issue(direct))
 		}
 		require.NoError(t, nccl.AllReduce(b.c, b.s, xs[1], xs[1], nccl.Sum), "the right one is still welcome")
 		require.NoError(t, <-first)
@@ -390,9 +394,9 @@ func TestARefusedOperationCountsForNothing(t *testing.T) {
 	xs, in := buffers(t, ranks, 4)
 	a, b := ranks[0], ranks[1]
 	require.ErrorIs(t, nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum), nccl.ErrorInvalidUsage)
-	require.ErrorIs(t, nccl.Group(a.c, func() error {
+	require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error {
 		for i, r := range ranks {
-			err := errors.Join(nccl.Broadcast(r.c, r.s, xs[i], xs[i], 0), nccl.Reduce(r.c, r.s, xs[i], xs[i], nccl.Sum, 0))
+			err := errors.Join(nccl.Broadcast(b.On(r.c), r.s, xs[i], xs[i], 0), nccl.Reduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum, 0))
 			if err != nil {
 				return err
 			}
@@ -402,7 +406,7 @@ func TestARefusedOperationCountsForNothing(t *testing.T) {
 	require.Empty(t, a.c.Trace())
 	require.Empty(t, b.c.Trace())
 	for i, r := range ranks {
-		require.NoError(t, nccl.AllGather(r.c, r.s, xs[i], xs[i].Slice(2*i, 2*i+2)))
+		require.NoError(t, nccl.AllGather(r.on(), r.s, xs[i], xs[i].Slice(2*i, 2*i+2)))
 	}
 	for i, r := range ranks {
 		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
@@ -419,16 +423,17 @@ func TestLateErrors(t *testing.T) {
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: 8 * time.Second})
 	xs, _ := buffers(t, ranks, 4)
 	for i, r := range ranks {
-		require.NoError(t, nccl.AllGather(r.c, r.s, xs[i], xs[i].Slice(2*i, 2*i+2)))
+		require.NoError(t, nccl.AllGather(r.on(), r.s, xs[i], xs[i].Slice(2*i, 2*i+2)))
 	}
 	for _, r := range ranks {
 		var e *nccl.Error
 		var err error
 		until(t, func() bool { // nobody but the watch asks NCCL
-			err = nccl.Group(r.c, func() error { return nil })
-			return err != nil
+			err = nccl.Group(func(b *nccl.Batch) error {
+				return nccl.AllReduce(b.On(r.c), r.s, xs[0], xs[0].Slice(0, 1), nccl.Sum) // which does not fit
+			})
+			return errors.As(err, &e)
 		})
-		require.ErrorAs(t, err, &e)
 		require.True(t, e.Async)
 		require.ErrorContains(t, e, "the fault plan failed ncclAllGather of rank 1 when it ran")
 	}

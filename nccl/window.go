@@ -7,14 +7,16 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Window is memory of this rank that the other ranks may read and write
-// (ncclWindow_t). Collectives on windows take NCCL's symmetric kernels.
+// A Window is memory of this rank that the other ranks may read and write (ncclWindow_t).
+// NCCL uses its symmetric kernels for collectives on symmetric windows.
 type Window struct {
 	owner handle.Owner
 	comm  *Communicator
@@ -23,22 +25,19 @@ type Window struct {
 	span  *span // nil unless it is symmetric
 }
 
-// RegisterWindow makes the first bytes of b a window (ncclCommWindowRegister, NCCL
-// 2.27.3 and newer). All ranks call it, in the same order as other operations, and it
-// returns when they have. symmetric promises that all ranks have the same size and
-// give the same offsets to collectives (NCCL_WIN_COLL_SYMMETRIC); before NCCL 2.28.7 such
-// collectives are refused where its kernels are wrong: all-gathers and reduce-scatters of
-// parts that are no multiple of 8 bytes, and several in one Group. The memory is
-// Allocator's, and must live until the window is closed, which the end of the
-// communicator does too. When ctx ends first RegisterWindow returns the cause, and c
-// is to be closed.
+// RegisterWindow makes the first bytes of b a window (ncclCommWindowRegister, NCCL 2.27.3
+// and newer). All ranks must call it, in the same order relative to other operations, and
+// it returns when all have. symmetric promises that all ranks have the same size and use
+// the same offsets in collectives (NCCL_WIN_COLL_SYMMETRIC). Before NCCL 2.28.7
+// collectives are refused if its kernels are incorrect: all-gathers and reduce-scatters of
+// parts that are not a multiple of 8 bytes, and several of them in one Group. The memory
+// must come from Allocator, and stay allocated until the window is closed. The end of the
+// communicator closes it too. If ctx ends first, RegisterWindow returns the cause, and c
+// must be closed.
 func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, bytes int, symmetric bool) (*Window, error) {
 	const f = ncclapi.FuncCommWindowRegister
 	name := f.Name()
-	if err := c.usable(name); err != nil {
-		return nil, err
-	}
-	if err := RefuseGroup("nccl: " + name); err != nil {
+	if err := c.checkUsable(name); err != nil {
 		return nil, err
 	}
 	if err := c.needs(f); err != nil {
@@ -48,31 +47,22 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 	if err != nil {
 		return nil, fmt.Errorf("nccl: %s on rank %d of %d: %w", name, c.rank, c.size, err)
 	}
-	if err := x.Check(name, c.dev); err != nil {
+	if err := mem.Check(name, x.Buffer(), x.Len(), c.dev); err != nil {
 		return nil, fmt.Errorf("nccl: %w", err)
 	}
-	flags := ncclapi.WindowDefault
-	if symmetric {
-		flags = ncclapi.WindowCollSymmetric
-	}
 	w := &Window{comm: c, h: new(ncclapi.Window), bytes: bytes}
+	if symmetric {
+		w.span = &span{cudadrv.DevicePtr(x.Ptr()), cudadrv.DevicePtr(x.Ptr()) + cudadrv.DevicePtr(bytes)}
+	}
 	begun := time.Now()
 	done := make(chan error, 1)
-	go func() {
-		if err := c.enter(name); err != nil {
-			done <- err
-			return
-		}
-		defer c.mu.Unlock()
-		done <- relaxed(c.dev, func() error { return c.fail(name, c.api.CommWindowRegister(*c.h, x.Raw(), uintptr(bytes), w.h, flags)) })
-	}()
+	go func() { done <- w.register(name, cudadrv.DevicePtr(x.Ptr())) }()
 	select {
 	case err := <-done:
 		if err != nil {
 			return nil, err
 		}
 		if symmetric {
-			w.span = &span{x.Raw(), x.Raw() + cudadrv.DevicePtr(bytes)}
 			c.addSpan(*w.span)
 		}
 		handle.Init(w, &w.owner, handle.About{Kind: "nccl window", On: c.dev, Bytes: bytes})
@@ -83,17 +73,29 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 	}
 }
 
-// NoWindows returns why the loaded NCCL has no windows, or nil. For Chorus's own packages.
-func (c *Communicator) NoWindows() error { return c.needs(ncclapi.FuncCommWindowRegister) }
+// register makes NCCL register the window, for which it waits for all ranks.
+func (w *Window) register(name string, ptr cudadrv.DevicePtr) error {
+	c, flags := w.comm, ncclapi.WindowDefault
+	if w.span != nil {
+		flags = ncclapi.WindowCollSymmetric
+	}
+	if err := c.enter(name); err != nil {
+		return err
+	}
+	defer c.mu.Unlock()
+	return relaxed(c.dev, func() error {
+		return c.check(name, c.api.CommWindowRegister(*c.h, ptr, uintptr(w.bytes), w.h, flags))
+	})
+}
 
 // Bytes returns the size.
 func (w *Window) Bytes() int { return w.bytes }
 
-// Ptr returns the device address of the window as NCCL knows it (ncclWinGetUserPtr,
-// NCCL 2.29.2 and newer).
+// Ptr returns NCCL's device address of the window (ncclWinGetUserPtr, NCCL 2.29.2 and
+// newer).
 func (w *Window) Ptr() (uint64, error) {
 	const f = ncclapi.FuncWinGetUserPtr
-	if err := w.check(f); err != nil {
+	if err := w.checkUsable(f); err != nil {
 		return 0, err
 	}
 	if err := w.comm.enter(f.Name()); err != nil {
@@ -101,11 +103,11 @@ func (w *Window) Ptr() (uint64, error) {
 	}
 	defer w.comm.mu.Unlock()
 	p, r := w.comm.api.WinGetUserPtr(*w.comm.h, *w.h)
-	return uint64(p), w.comm.fail(f.Name(), r)
+	return uint64(p), w.comm.check(f.Name(), r)
 }
 
-// Close ends the window on this rank (ncclCommWindowDeregister). What uses it must
-// have completed. It is idempotent, and does nothing after the end of the
+// Close deregisters the window on this rank (ncclCommWindowDeregister). Operations that
+// use it must have completed. Close is idempotent, and does nothing after the end of the
 // communicator.
 func (w *Window) Close() error {
 	const name = "ncclCommWindowDeregister"
@@ -117,43 +119,42 @@ func (w *Window) Close() error {
 		defer c.dropSpan(*w.span)
 	}
 	if err := c.enter(name); err != nil {
-		return c.unlessOver(err)
+		return c.ignoreIfClosed(err)
 	}
 	defer c.mu.Unlock()
-	return relaxed(c.dev, func() error { return c.fail(name, c.api.CommWindowDeregister(*c.h, *w.h)) })
+	return relaxed(c.dev, func() error { return c.check(name, c.api.CommWindowDeregister(*c.h, *w.h)) })
 }
 
-func (w *Window) check(f ncclapi.Func) error {
+func (w *Window) checkUsable(f ncclapi.Func) error {
 	if w == nil || w.owner.Closed() {
 		return fmt.Errorf("nccl: %s: the window is closed: %w", f.Name(), device.ErrClosed)
 	}
-	if err := w.comm.usable(f.Name()); err != nil {
+	if err := w.comm.checkUsable(f.Name()); err != nil {
 		return err
 	}
 	return w.comm.needs(f)
 }
 
-// Put enqueues the copy of src into the window of rank peer, at a byte offset, and
-// then a signal to that rank (ncclPutSignal, NCCL 2.29.2 and newer). w is this rank's
-// window of those that were registered together; src lies in a window too. src may be
-// changed when s is past the operation; peer sees the copy when its WaitSignal has
-// completed.
+// Put enqueues a copy of src into the window of rank peer, at a byte offset, and then a
+// signal to that rank (ncclPutSignal, NCCL 2.29.2 and newer). w is this rank's window from
+// the same registration; src must lie in a window too. src may be changed when s has
+// passed the operation. peer sees the copy when its WaitSignal has completed.
 func Put[T memory.Element](w *Window, s *stream.Stream, src memory.Slice[T], peer, offset int) error {
 	const f = ncclapi.FuncPutSignal
-	if err := w.check(f); err != nil {
+	if err := w.checkUsable(f); err != nil {
 		return err
 	}
 	if err := w.comm.oneSided(f, s, peer); err != nil {
 		return err
 	}
-	if err := src.Check(f.Name(), w.comm.dev); err != nil {
+	if err := mem.Check(f.Name(), src.Buffer(), src.Len(), w.comm.dev); err != nil {
 		return fmt.Errorf("nccl: %w", err)
 	}
 	if offset < 0 || src.Bytes() > w.bytes-offset {
 		return fmt.Errorf("nccl: %s on rank %d of %d: %d bytes at byte %d: the window has %d", f.Name(), w.comm.rank, w.comm.size, src.Bytes(), offset, w.bytes)
 	}
 	return w.comm.signal(f, func(h ncclapi.Comm) ncclapi.Result {
-		return w.comm.api.PutSignal(src.Raw(), uintptr(src.Bytes()), ncclapi.Uint8, int32(peer), *w.h, uintptr(offset), 0, 0, 0, h, s.Raw())
+		return w.comm.api.PutSignal(cudadrv.DevicePtr(src.Ptr()), uintptr(src.Bytes()), ncclapi.Uint8, int32(peer), *w.h, uintptr(offset), 0, 0, 0, h, gpu.StreamOf(s).Raw())
 	})
 }
 
@@ -163,11 +164,13 @@ func Signal(c *Communicator, s *stream.Stream, peer int) error {
 	if err := c.oneSided(f, s, peer); err != nil {
 		return err
 	}
-	return c.signal(f, func(h ncclapi.Comm) ncclapi.Result { return c.api.Signal(int32(peer), 0, 0, 0, h, s.Raw()) })
+	return c.signal(f, func(h ncclapi.Comm) ncclapi.Result {
+		return c.api.Signal(int32(peer), 0, 0, 0, h, gpu.StreamOf(s).Raw())
+	})
 }
 
-// WaitSignal makes s wait for signals of rank peer, as many as n, with all that peer
-// has put before them (ncclWaitSignal, NCCL 2.29.2 and newer). The host does not wait.
+// WaitSignal makes s wait for n signals of rank peer, and for all data that peer has put
+// before them (ncclWaitSignal, NCCL 2.29.2 and newer). The host does not wait.
 func WaitSignal(c *Communicator, s *stream.Stream, peer, n int) error {
 	const f = ncclapi.FuncWaitSignal
 	if err := c.oneSided(f, s, peer); err != nil {
@@ -177,27 +180,24 @@ func WaitSignal(c *Communicator, s *stream.Stream, peer, n int) error {
 		return fmt.Errorf("nccl: %s on rank %d of %d: %d signals: want one or more", f.Name(), c.rank, c.size, n)
 	}
 	descs := []ncclapi.SignalDesc{{Ops: int32(n), Peer: int32(peer)}}
-	return c.signal(f, func(h ncclapi.Comm) ncclapi.Result { return c.api.WaitSignal(descs, h, s.Raw()) })
+	return c.signal(f, func(h ncclapi.Comm) ncclapi.Result { return c.api.WaitSignal(descs, h, gpu.StreamOf(s).Raw()) })
 }
 
-// oneSided checks what one-sided operations have in common.
+// oneSided validates the common arguments of one-sided operations.
 func (c *Communicator) oneSided(f ncclapi.Func, s *stream.Stream, peer int) error {
-	if err := c.usable(f.Name()); err != nil {
+	if err := c.checkUsable(f.Name()); err != nil {
 		return err
 	}
 	if err := c.needs(f); err != nil {
 		return err
 	}
-	if err := s.Check(f.Name(), c.dev); err != nil {
+	if err := gpu.CheckStream(f.Name(), s, gpu.DeviceOf(c.dev)); err != nil {
 		return fmt.Errorf("nccl: %w", err)
 	}
 	if peer < 0 || peer >= c.size {
 		return fmt.Errorf("nccl: %s on rank %d of %d: rank %d does not exist", f.Name(), c.rank, c.size, peer)
 	}
-	if openGroup() != nil {
-		return fmt.Errorf("nccl: %s on rank %d of %d: one-sided operations wait for nobody: issue them outside of Group", f.Name(), c.rank, c.size)
-	}
-	return s.Captured(c)
+	return gpu.StreamOf(s).Captured(held{c})
 }
 
 func (c *Communicator) signal(f ncclapi.Func, call func(ncclapi.Comm) ncclapi.Result) error {
@@ -205,24 +205,24 @@ func (c *Communicator) signal(f ncclapi.Func, call func(ncclapi.Comm) ncclapi.Re
 		return err
 	}
 	defer c.mu.Unlock()
-	return c.fail(f.Name(), call(*c.h))
+	return c.check(f.Name(), call(*c.h))
 }
 
-// A Registration is memory that NCCL knows for one communicator, beside those of
-// RegisterPool.
+// A Registration is memory that is registered with NCCL for one communicator, independent
+// of RegisterPool.
 type Registration struct {
 	owner handle.Owner
 	comm  *Communicator
 	id    ncclapi.RegID
 }
 
-// Register lets NCCL know the memory of b, so that collectives may use it without
-// copying it first where all ranks have registered what they give (ncclCommRegister).
-// It enqueues nothing and is not collective. Close it before b; the end of the
-// communicator closes it too.
+// Register registers the memory of b, so that collectives can use it without copying it
+// first if all ranks have registered their operands (ncclCommRegister). It enqueues
+// nothing and is not collective. Close it before b; the end of the communicator closes it
+// too.
 func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	const f = ncclapi.FuncCommRegister
-	if err := c.usable(f.Name()); err != nil {
+	if err := c.checkUsable(f.Name()); err != nil {
 		return nil, err
 	}
 	if b == nil {
@@ -230,7 +230,7 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	}
 	x, err := memory.View[uint8](b, 0, max(b.Bytes(), 0))
 	if err == nil {
-		err = x.Check(f.Name(), c.dev)
+		err = mem.Check(f.Name(), b, x.Len(), c.dev)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("nccl: %s on rank %d of %d: %w", f.Name(), c.rank, c.size, err)
@@ -243,7 +243,7 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	err = relaxed(c.dev, func() error {
 		var res ncclapi.Result
 		r.id, res = c.api.CommRegister(*c.h, cudadrv.DevicePtr(x.Ptr()), uintptr(x.Bytes()))
-		return c.fail(f.Name(), res)
+		return c.check(f.Name(), res)
 	})
 	if err != nil {
 		return nil, err
@@ -252,8 +252,8 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	return r, nil
 }
 
-// Close lets NCCL forget the memory (ncclCommDeregister). What uses it must have
-// completed. It is idempotent, and does nothing after the end of the communicator.
+// Close deregisters the memory (ncclCommDeregister). Operations that use it must have
+// completed. Close is idempotent, and does nothing after the end of the communicator.
 func (r *Registration) Close() error {
 	const name = "ncclCommDeregister"
 	if r == nil || !r.owner.Close() {
@@ -261,8 +261,8 @@ func (r *Registration) Close() error {
 	}
 	c := r.comm
 	if err := c.enter(name); err != nil {
-		return c.unlessOver(err)
+		return c.ignoreIfClosed(err)
 	}
 	defer c.mu.Unlock()
-	return relaxed(c.dev, func() error { return c.fail(name, c.api.CommDeregister(*c.h, r.id)) })
+	return relaxed(c.dev, func() error { return c.check(name, c.api.CommDeregister(*c.h, r.id)) })
 }

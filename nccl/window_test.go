@@ -40,9 +40,9 @@ func TestWindows(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, xs[i].CopyFrom(r.s, []float32{1, 2, 3, float32(i)}))
 		}
-		require.NoError(t, nccl.Group(ranks[0].c, func() error {
+		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 			for i, r := range ranks {
-				if err := nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum); err != nil {
+				if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum); err != nil {
 					return err
 				}
 			}
@@ -101,7 +101,7 @@ func TestWindowsThatDiffer(t *testing.T) {
 		err  error
 		text string
 	}{
-		"put":          {nccl.Put(w, r.s, xs[0].Slice(0, 2), 1, 0), "virtual devices have no one-sided operations"},
+		"put":          {nccl.Put(w, r.s, xs[0].Slice(0, 2), 1, 0), "virtual devices do not support one-sided operations"},
 		"put too far":  {nccl.Put(w, r.s, xs[0].Slice(0, 2), 1, 60), "16 bytes at byte 60: the window has 64"},
 		"put to a":     {nccl.Put(w, r.s, xs[0].Slice(0, 2), 2, 0), "rank 2 does not exist"},
 		"put of":       {nccl.Put(w, r.s, xs[1].Slice(0, 2), 1, 0), "the buffer is of"},
@@ -109,7 +109,6 @@ func TestWindowsThatDiffer(t *testing.T) {
 		"wait":         {nccl.WaitSignal(r.c, r.s, 1, 1), "ncclWaitSignal on rank 0 of 2"},
 		"wait for 0":   {nccl.WaitSignal(r.c, r.s, 1, 0), "0 signals: want one or more"},
 		"other stream": {nccl.Signal(r.c, ranks[1].s, 1), "use a stream of that device"},
-		"in a group":   {nccl.Group(r.c, func() error { return nccl.Signal(r.c, r.s, 1) }), "outside of Group"},
 		"closed":       {nccl.Put[int64](nil, r.s, xs[0], 1, 0), "the window is closed"},
 	} {
 		require.ErrorContains(t, c.err, c.text, name)
@@ -137,16 +136,16 @@ func TestSimulate(t *testing.T) {
 		times := make([]time.Duration, 2)
 		for k, n := range []int{1 << 10, 1 << 22} {
 			xs, in := buffers(t, ranks, n)
-			issue := func() error {
+			issue := func(b *nccl.Batch) error {
 				for i, r := range ranks {
-					if err := nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum); err != nil {
+					if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum); err != nil {
 						return err
 					}
 				}
 				return nil
 			}
 			var err error
-			times[k], err = nccl.Simulate(ranks[0].c, issue)
+			times[k], err = nccl.Simulate(issue)
 			require.NoError(t, err)
 			got := make([]int64, n)
 			require.NoError(t, xs[0].CopyTo(ranks[0].s, got))
@@ -157,11 +156,7 @@ func TestSimulate(t *testing.T) {
 		require.Less(t, times[0], time.Millisecond)
 		require.Greater(t, times[1], times[0])
 		require.Less(t, times[1], 100*time.Millisecond)
-		require.ErrorContains(t, nccl.Group(ranks[0].c, func() error {
-			_, err := nccl.Simulate(ranks[0].c, func() error { return nil })
-			return err
-		}), "simulate outside of Group")
-		none, err := nccl.Simulate(ranks[0].c, func() error { return nil })
+		none, err := nccl.Simulate(func(*nccl.Batch) error { return nil })
 		require.NoError(t, err)
 		require.Zero(t, none)
 	})
@@ -229,54 +224,54 @@ func TestCapabilities(t *testing.T) {
 // TestSymmetricKernelsThatAreWrong refuses what NCCL would spoil in symmetric windows,
 // before it is enqueued on any rank, and nothing else.
 func TestSymmetricKernelsThatAreWrong(t *testing.T) {
-	for version, spoils := range map[string]bool{"2.28.3": true, "2.28.7": false} {
+	for version, wrong := range map[string]bool{"2.28.3": true, "2.28.7": false} {
 		t.Run(version, func(t *testing.T) {
 			ranks, xs, windows := windowed(t, version)
-			gather := func(n int) func(i int) error {
-				return func(i int) error {
-					return nccl.AllGather(ranks[i].c, ranks[i].s, xs[i].Slice(0, 2*n), xs[i].Slice(i*n, i*n+n))
+			gather := func(n int) func(on onto, i int) error {
+				return func(on onto, i int) error {
+					return nccl.AllGather(on(ranks[i].c), ranks[i].s, xs[i].Slice(0, 2*n), xs[i].Slice(i*n, i*n+n))
 				}
 			}
-			scatter := func(n int, op nccl.Op) func(i int) error {
-				return func(i int) error {
-					return nccl.ReduceScatter(ranks[i].c, ranks[i].s, xs[i].Slice(i*n, i*n+n), xs[i].Slice(0, 2*n), op)
+			scatter := func(n int, op nccl.Op) func(on onto, i int) error {
+				return func(on onto, i int) error {
+					return nccl.ReduceScatter(on(ranks[i].c), ranks[i].s, xs[i].Slice(i*n, i*n+n), xs[i].Slice(0, 2*n), op)
 				}
 			}
-			reduce := func(i int) error {
-				return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i].Slice(0, 3), xs[i].Slice(0, 3), nccl.Sum)
+			reduce := func(on onto, i int) error {
+				return nccl.AllReduce(on(ranks[i].c), ranks[i].s, xs[i].Slice(0, 3), xs[i].Slice(0, 3), nccl.Sum)
 			}
-			outside := func(i int) error {
+			outside := func(on onto, i int) error {
 				y, err := memory.Make[float32](ranks[i].s, 6)
 				if err != nil {
 					return err
 				}
 				t.Cleanup(func() { require.NoError(t, y.Close()) })
-				return nccl.AllGather(ranks[i].c, ranks[i].s, y, xs[i].Slice(0, 3))
+				return nccl.AllGather(on(ranks[i].c), ranks[i].s, y, xs[i].Slice(0, 3))
 			}
 			for name, c := range map[string]struct {
-				ops   []func(i int) error
+				ops   []func(on onto, i int) error
 				wrong string // "" is none
 			}{
-				"all-gather of 12 bytes":           {[]func(int) error{gather(3)}, "12 bytes of each rank in symmetric windows: NCCL 2.28.3 spoils what is no multiple of 8 bytes"},
-				"all-gather of 16 bytes":           {[]func(int) error{gather(4)}, ""},
-				"all-gather to other memory":       {[]func(int) error{outside}, ""},
-				"reduce-scatter of 4 bytes":        {[]func(int) error{scatter(1, nccl.Sum)}, "4 bytes of each rank"},
-				"reduce-scatter by an old kernel":  {[]func(int) error{scatter(1, nccl.Max)}, ""},
-				"all-reduce of 12 bytes":           {[]func(int) error{reduce}, ""},
-				"two in a group":                   {[]func(int) error{gather(4), reduce}, "ncclAllReduce on rank 0 of 2: it is in one group with another operation, ncclAllGather, both in symmetric windows: NCCL 2.28.3 spoils several"},
-				"one in a group beside other ones": {[]func(int) error{gather(4), outside}, ""},
+				"all-gather of 12 bytes":           {[]func(onto, int) error{gather(3)}, "12 bytes of each rank in symmetric windows: NCCL 2.28.3 corrupts sizes that are not a multiple of 8 bytes"},
+				"all-gather of 16 bytes":           {[]func(onto, int) error{gather(4)}, ""},
+				"all-gather to other memory":       {[]func(onto, int) error{outside}, ""},
+				"reduce-scatter of 4 bytes":        {[]func(onto, int) error{scatter(1, nccl.Sum)}, "4 bytes of each rank"},
+				"reduce-scatter by an old kernel":  {[]func(onto, int) error{scatter(1, nccl.Max)}, ""},
+				"all-reduce of 12 bytes":           {[]func(onto, int) error{reduce}, ""},
+				"two in a group":                   {[]func(onto, int) error{gather(4), reduce}, "ncclAllReduce on rank 0 of 2: it is in one group with another operation, ncclAllGather, both in symmetric windows: NCCL 2.28.3 corrupts the results"},
+				"one in a group beside other ones": {[]func(onto, int) error{gather(4), outside}, ""},
 			} {
-				err := nccl.Group(ranks[0].c, func() error {
+				err := nccl.Group(func(b *nccl.Batch) error {
 					for _, op := range c.ops {
 						for i := range ranks {
-							if err := op(i); err != nil {
+							if err := op(b.On, i); err != nil {
 								return err
 							}
 						}
 					}
 					return nil
 				})
-				if c.wrong == "" || !spoils {
+				if c.wrong == "" || !wrong {
 					require.NoError(t, err, name)
 					continue
 				}
@@ -287,8 +282,8 @@ func TestSymmetricKernelsThatAreWrong(t *testing.T) {
 				require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
 				require.NoError(t, windows[i].Close())
 			}
-			require.NoError(t, nccl.Group(ranks[0].c, func() error {
-				return errors.Join(gather(3)(0), gather(3)(1))
+			require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
+				return errors.Join(gather(3)(b.On, 0), gather(3)(b.On, 1))
 			}), "the windows are closed")
 		})
 	}

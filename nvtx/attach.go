@@ -10,8 +10,8 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// state says whether there is a profiler. Functions look at nothing else when
-// there is none.
+// state tells whether a profiler is attached. Without a profiler, functions read
+// nothing else.
 var state atomic.Uint32
 
 const (
@@ -32,9 +32,9 @@ var attachOnce = sync.OnceFunc(func() {
 	}
 })
 
-// attach does what the header of NVTX 3 makes of a C program: it loads the
-// library that the environment names and calls its InitializeInjectionNvtx2,
-// which asks for tables and puts its functions there.
+// attach implements the C header of NVTX 3: it loads the library named by the
+// environment and calls its InitializeInjectionNvtx2, which requests tables and
+// stores its functions in them.
 func attach() (bool, error) {
 	if env.NVTXInjection.Value() == "" {
 		return false, nil
@@ -46,16 +46,16 @@ func attach() (bool, error) {
 	const symbol = "InitializeInjectionNvtx2"
 	start, ok := lib.Symbol(symbol)
 	if !ok {
-		return false, fmt.Errorf("nvtx: attach: %s has no %s: it is no NVTX tool", lib.Path(), symbol)
+		return false, fmt.Errorf("nvtx: attach: %s has no %s: it is not an NVTX tool", lib.Path(), symbol)
 	}
 	if dl.Get().In(export()).Do(start) == 0 {
-		return false, fmt.Errorf("nvtx: attach: %s of %s failed: the tool says no more", symbol, lib.Path())
+		return false, fmt.Errorf("nvtx: attach: %s of %s failed: the tool does not report a reason", symbol, lib.Path())
 	}
 	return true, nil
 }
 
-// The modules of NVTX 3. Tools may fill the others, but only the functions of
-// the core are called.
+// The modules of NVTX 3. Tools may fill all modules, but this package calls only
+// functions of the core.
 const (
 	core    = 1
 	modules = 7
@@ -70,16 +70,16 @@ const (
 	rangePop    = 11
 )
 
-// counts has the length of each module's table, the unused first place counted.
+// counts holds the length of each module's table, including the unused first entry.
 var counts = [modules]uint32{core: 16, 2: 9, 3: 15, 4: 7, 5: 16, 6: 7} // CUDA, OpenCL, the CUDA runtime, domains, locks
 
 const maxCount = 16
 
-// What tools read and write lies in variables of the package: those never move,
-// and live as long as the process.
+// Memory that tools read and write is in package variables, which never move and
+// live as long as the process.
 var (
-	slots  [modules][maxCount]uintptr      // the tool's functions
-	tables [modules][maxCount + 1]*uintptr // where it puts them
+	slots  [modules][maxCount]uintptr      // functions of the tool
+	tables [modules][maxCount + 1]*uintptr // addresses for the tool to store its functions
 
 	callbacks   exportCallbacks
 	versionInfo exportVersionInfo
@@ -98,13 +98,13 @@ type exportVersionInfo struct {
 	setInjectionNvtxVersion uintptr
 }
 
-// The tables of tables, NvtxExportTableID.
+// Ids of the tables, NvtxExportTableID.
 const (
 	callbacksTable = 1
 	versionTable   = 3
 )
 
-// export fills the tables and returns the C function that gives them out,
+// export fills the tables and returns the C function that provides them,
 // NvtxGetExportTableFunc_t.
 func export() uintptr {
 	for m := range tables {

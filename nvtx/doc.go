@@ -1,13 +1,13 @@
-// Package nvtx names what a program does for the profilers: ranges and marks
-// that Nsight Systems draws beside the work of the GPU (torch.cuda.nvtx).
+// Package nvtx annotates a program for profilers with ranges and marks, which
+// Nsight Systems shows next to the work of the GPU (torch.cuda.nvtx).
 //
 //	r := nvtx.Start("backward")
 //	defer r.End()
 //
-// A profiler attaches itself by the variable NVTX_INJECTION64_PATH, which nsys
-// sets; no library of NVIDIA's is needed besides. Without a profiler every
-// function returns at once: it costs one atomic load and no allocation.
+// A profiler attaches through the variable NVTX_INJECTION64_PATH, which nsys
+// sets; no library of NVIDIA is needed. Without a profiler, a call costs one
+// atomic load and does not allocate memory.
 //
-// Concurrency: all functions may be called by any goroutine, except for RangePush
-// and RangePop, which belong to an OS thread.
+// Concurrency: all functions are safe for concurrent use. RangePush and RangePop
+// apply to the calling OS thread.
 package nvtx

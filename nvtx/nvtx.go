@@ -6,19 +6,19 @@ import (
 	"github.com/gochorus/chorus/internal/dl"
 )
 
-// NoTracking is what RangePush and RangePop return where no profiler counts the
+// NoTracking is the result of RangePush and RangePop if no profiler tracks the
 // nesting (NVTX_NO_PUSH_POP_TRACKING).
 const NoTracking = -2
 
-// Attached reports whether a profiler takes what this package tells, and the
-// error if one was named and could not be attached. The first call of any
-// function attaches it.
+// Attached reports whether a profiler is attached, and returns an error if
+// attaching failed. The first call of any function of the package attaches the
+// profiler.
 func Attached() (bool, error) {
 	attachOnce()
 	return state.Load() == attached, attachError
 }
 
-// Mark names a moment (nvtxMarkA, torch.cuda.nvtx.mark).
+// Mark marks a point in time (nvtxMarkA, torch.cuda.nvtx.mark).
 func Mark(name string) {
 	if state.Load() == detached {
 		return
@@ -30,12 +30,11 @@ func Mark(name string) {
 	}
 }
 
-// A Span is a range of time that has begun. Its zero value is one that no
-// profiler knows.
+// A Span is a started range. The zero value is a range without a profiler.
 type Span struct{ id uint64 }
 
-// Start begins a range (nvtxRangeStartA, torch.cuda.nvtx.range_start). Ranges
-// may overlap in any way, and End may be called on another thread or goroutine.
+// Start starts a range (nvtxRangeStartA, torch.cuda.nvtx.range_start). Ranges may
+// overlap arbitrarily, and End may be called on another thread or goroutine.
 func Start(name string) Span {
 	if state.Load() == detached {
 		return Span{}
@@ -50,8 +49,7 @@ func Start(name string) Span {
 	return Span{uint64(id)}
 }
 
-// End ends the range (nvtxRangeEnd, torch.cuda.nvtx.range_end). It is called
-// once.
+// End ends the range (nvtxRangeEnd, torch.cuda.nvtx.range_end). Call it once.
 func (s Span) End() {
 	if state.Load() == detached || s == (Span{}) {
 		return
@@ -63,17 +61,17 @@ func (s Span) End() {
 	}
 }
 
-// Range calls fn within a range (torch.cuda.nvtx.range), which ends also when fn
-// panics.
+// Range calls fn within a range (torch.cuda.nvtx.range). The range ends even if
+// fn panics.
 func Range(name string, fn func()) {
 	defer Start(name).End()
 	fn()
 }
 
-// RangePush begins a range within the one that the OS thread has begun last
-// (nvtxRangePushA, torch.cuda.nvtx.range_push), and returns its depth from 0. A
-// goroutine may be on another thread at RangePop, unless it has called
-// runtime.LockOSThread before: Start is right in every case.
+// RangePush starts a range nested in the current range of the OS thread
+// (nvtxRangePushA, torch.cuda.nvtx.range_push), and returns its depth, starting
+// at 0. A goroutine may run on another thread at RangePop unless it called
+// runtime.LockOSThread. Start does not have this restriction.
 func RangePush(name string) int {
 	if state.Load() == detached {
 		return NoTracking
@@ -85,8 +83,8 @@ func RangePush(name string) int {
 	return int(dl.Get().String(name).Do(f))
 }
 
-// RangePop ends the range that the OS thread has begun last (nvtxRangePop,
-// torch.cuda.nvtx.range_pop), and returns its depth.
+// RangePop ends the current range of the OS thread (nvtxRangePop,
+// torch.cuda.nvtx.range_pop) and returns its depth.
 func RangePop() int {
 	if state.Load() == detached {
 		return NoTracking
@@ -98,8 +96,8 @@ func RangePop() int {
 	return int(dl.Get().Do(f))
 }
 
-// function attaches a profiler on first use and returns its function, or 0. One
-// that could not be attached may have left functions nevertheless.
+// function attaches a profiler at the first call and returns its function, or 0.
+// It checks the state because a failed attach may have stored functions.
 func function(id int) uintptr {
 	attachOnce()
 	if state.Load() != attached {

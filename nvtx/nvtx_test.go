@@ -87,7 +87,7 @@ func TestBadTools(t *testing.T) {
 	none := filepath.Join(t.TempDir(), "none.so")
 	for name, c := range map[string]struct{ tool, want string }{
 		"missing":  {none, "none.so"},
-		"no tool":  {dltest.Compile(t, "int x;", "libx.so"), "has no InitializeInjectionNvtx2: it is no NVTX tool"},
+		"no tool":  {dltest.Compile(t, "int x;", "libx.so"), "has no InitializeInjectionNvtx2: it is not an NVTX tool"},
 		"refusing": {dltest.Compile(t, strings.Replace(toolC, "return 1;", "return 0;", 1), "libno.so"), "failed"},
 	} {
 		t.Run(name, func(t *testing.T) {

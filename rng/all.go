@@ -6,12 +6,12 @@ import (
 	"github.com/gochorus/chorus/device"
 )
 
-// The functions below are for the default generators of several devices. No
-// devices stands for all of the default System, as in torch. They go from device
-// to device: generators that fills use at the same time may be seen before or
-// after those.
+// The functions below apply to the default generators of several devices. Without
+// devices they apply to all devices of the default System, as in torch. They
+// process one device after another, so concurrent fills may see some generators
+// before and others after the change.
 
-// ManualSeedAll gives the devices' default generators one seed
+// ManualSeedAll sets the seed of the devices' default generators
 // (torch.cuda.manual_seed_all).
 func ManualSeedAll(seed uint64, devs ...*device.Device) error {
 	devs, err := all("manual seed", devs)
@@ -24,7 +24,7 @@ func ManualSeedAll(seed uint64, devs ...*device.Device) error {
 	return nil
 }
 
-// SeedAll gives the devices' default generators one random seed and returns it
+// SeedAll sets one random seed for the devices' default generators and returns it
 // (torch.cuda.seed_all).
 func SeedAll(devs ...*device.Device) (uint64, error) {
 	seed := randomSeed()
@@ -46,7 +46,7 @@ func StateAll(devs ...*device.Device) ([][StateSize]byte, error) {
 }
 
 // SetStateAll sets the states of the devices' default generators, one for each
-// device (torch.cuda.set_rng_state_all). After an error none has changed.
+// device (torch.cuda.set_rng_state_all). If it fails, no state has changed.
 func SetStateAll(states [][StateSize]byte, devs ...*device.Device) error {
 	devs, err := all("set state", devs)
 	if err != nil {

@@ -8,29 +8,30 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A place is where the numbers of a fill begin. If launch points at the place of a
-// launch, seed is nothing, and the offset counts from there.
+// A place is the start of a fill's numbers. If launch points to the place of a
+// graph's launch, seed is unused, and offset is relative to that place.
 type place struct {
 	seed, offset uint64
 	launch       kernel.Arg
 }
 
-// draw moves the generator on and returns where it was. What s captures moves it
-// at each launch.
+// draw advances the generator and returns its previous place. If s is being
+// captured, each launch advances it.
 func (g *Generator) draw(s *stream.Stream, increment uint64) (place, error) {
-	id, err := s.CaptureID()
+	id, err := gpu.StreamOf(s).CaptureID()
 	if err != nil {
 		return place{}, err
 	}
 	if id == 0 {
 		seed, offset := g.take(increment)
-		return place{seed, offset, kernel.Null()}, nil
+		return place{seed, offset, kernel.Address(0)}, nil
 	}
-	c, err := g.captured(s, id)
+	c, err := g.captured(gpu.StreamOf(s), id)
 	if err != nil {
 		return place{}, fmt.Errorf("capture: %w", err)
 	}
@@ -41,26 +42,26 @@ func (g *Generator) draw(s *stream.Stream, increment uint64) (place, error) {
 	return p, nil
 }
 
-// captured is what one capture draws from one generator. It keeps the place of
-// the launch that is under way on the device, where the kernels of the graph look
-// for it.
+// captured holds the draws of one capture from one generator. It owns the device
+// memory with the place of the current launch, which the graph's kernels read.
 type captured struct {
 	gen    *Generator
 	id     uint64
-	serial uint64 // no other one has it
+	serial uint64 // unique
 
-	mu      sync.Mutex // guards what follows; held from Prepare to Launched
-	now     position   // in the captured function, and at its end
-	at      uint64     // the address of seed and offset of the launch, or 0 if no fill needs them
-	places  *places    // that at comes from
+	mu      sync.Mutex // guards the fields below; held from Prepare to Launched
+	now     position   // current position in the captured function; final position after it
+	at      uint64     // address of seed and offset of the launch, or 0 if no fill needs them
+	places  *places    // allocator of at
 	holders int
 	host    [2]uint64
-	last    *stream.Stream // of the launch before, or of the allocation of at
+	last    *stream.Stream // stream of the previous launch, or of the allocation of at
 }
 
-// captured returns what the capture of s draws from g, making it on first use. If the
-// capture has been invalidated, it returns something that no graph draws, and the error.
-func (g *Generator) captured(s *stream.Stream, id uint64) (*captured, error) {
+// captured returns the draws of the capture of s from g, and creates them at the
+// first call. If the capture is invalid, it returns an error and an object that
+// no graph uses.
+func (g *Generator) captured(s *gpu.Stream, id uint64) (*captured, error) {
 	g.mu.Lock()
 	c := g.captures[id]
 	g.mu.Unlock()
@@ -69,7 +70,7 @@ func (g *Generator) captured(s *stream.Stream, id uint64) (*captured, error) {
 	}
 	c = &captured{gen: g, id: id, serial: serials.Add(1)}
 	g.mu.Lock()
-	if other := g.captures[id]; other != nil { // of another goroutine
+	if other := g.captures[id]; other != nil { // created by another goroutine
 		g.mu.Unlock()
 		return other, nil
 	}
@@ -79,7 +80,7 @@ func (g *Generator) captured(s *stream.Stream, id uint64) (*captured, error) {
 	g.captures[id] = c
 	g.mu.Unlock()
 	err := s.Captured(c)
-	if err != nil { // the graph does not hold it
+	if err != nil { // no graph owns it
 		c.drop()
 	}
 	return c, err
@@ -87,15 +88,15 @@ func (g *Generator) captured(s *stream.Stream, id uint64) (*captured, error) {
 
 var serials atomic.Uint64
 
-// Hold keeps the place for a graph.
-func (c *captured) Hold(stream.Holder) {
+// Hold adds a reference of a graph.
+func (c *captured) Hold(gpu.Holder) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.holders++
 }
 
-// LetGo undoes Hold.
-func (c *captured) LetGo(stream.Holder) {
+// LetGo releases a reference of a graph.
+func (c *captured) LetGo(gpu.Holder) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.holders--; c.holders > 0 {
@@ -109,38 +110,39 @@ func (c *captured) LetGo(stream.Holder) {
 	c.forget()
 }
 
-// drop takes it from its generator.
+// drop removes c from its generator.
 func (c *captured) drop() {
 	c.gen.mu.Lock()
 	defer c.gen.mu.Unlock()
 	delete(c.gen.captures, c.id)
 }
 
-// Prepare takes the numbers of a launch on s and enqueues the writing of their
-// place before it.
-func (c *captured) Prepare(s *stream.Stream) error {
-	if !s.Retain() { // until the next launch has waited for it
-		return s.Check("rng", nil)
+// Prepare draws the numbers of a launch on s, and enqueues a copy of their place
+// before the launch.
+func (c *captured) Prepare(x gpu.HasStream) error {
+	s := x.(*stream.Stream)
+	if !gpu.StreamOf(s).Retain() { // until the next launch has waited for it
+		return gpu.CheckStream("rng", s, nil)
 	}
 	c.mu.Lock()
 	if err := c.write(s); err != nil {
 		c.mu.Unlock()
-		return fmt.Errorf("rng: %w", errors.Join(err, s.Release()))
+		return fmt.Errorf("rng: %w", errors.Join(err, gpu.StreamOf(s).Release()))
 	}
 	return nil
 }
 
-// Launched ends what Prepare began.
-func (c *captured) Launched(s *stream.Stream) {
+// Launched completes the launch that Prepare started.
+func (c *captured) Launched(s gpu.HasStream) {
 	c.forget()
-	c.last = s
+	c.last = s.(*stream.Stream)
 	c.mu.Unlock()
 }
 
-// forget lets the stream of the last launch go.
+// forget releases the stream of the last launch.
 func (c *captured) forget() {
 	if c.last != nil {
-		_ = c.last.Release() // its own user hears of what is wrong with it
+		_ = gpu.StreamOf(c.last).Release() // its own user gets its errors
 	}
 	c.last = nil
 }
@@ -150,7 +152,7 @@ func (c *captured) write(s *stream.Stream) error {
 		c.gen.launch(c.now)
 		return nil
 	}
-	// The launch before must have read its place.
+	// The previous launch must have read its place.
 	if c.last != s {
 		if err := follow(s, c.last); err != nil {
 			return err
@@ -162,25 +164,25 @@ func (c *captured) write(s *stream.Stream) error {
 		if on, err = c.places.stream(); err != nil {
 			return err
 		}
-		if err := on.Follow(s); err != nil {
+		if err := gpu.StreamOf(on).Follow(gpu.StreamOf(s)); err != nil {
 			return err
 		}
 	}
 	c.host[0], c.host[1] = c.gen.launch(c.now)
-	err := on.Device().Do("cuMemcpyHtoDAsync", func(drv cudadrv.Driver) cudadrv.Result {
-		return drv.MemcpyHtoDAsync(cudadrv.DevicePtr(c.at), unsafe.Pointer(&c.host), unsafe.Sizeof(c.host), on.Raw())
+	err := gpu.DeviceOf(on.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemcpyHtoDAsync(cudadrv.DevicePtr(c.at), unsafe.Pointer(&c.host), unsafe.Sizeof(c.host), gpu.StreamOf(on).Raw())
 	})
 	if on != s {
-		err = errors.Join(err, s.Follow(on))
+		err = errors.Join(err, gpu.StreamOf(s).Follow(gpu.StreamOf(on)))
 	}
 	return err
 }
 
-// follow lets s wait for o. If another graph captures o by now, the wait would become
-// part of that graph.
+// follow makes s wait for o. It fails if another graph captures o, because the
+// wait would become part of that graph.
 func follow(s, o *stream.Stream) error {
-	if err := o.RefuseCapture("launch a graph", "a launch uses it too: launch the graph after the capture"); err != nil {
+	if err := gpu.StreamOf(o).RefuseCapture("launch a graph", "a launch uses it too: launch the graph after the capture"); err != nil {
 		return err
 	}
-	return s.Follow(o)
+	return gpu.StreamOf(s).Follow(gpu.StreamOf(o))
 }

@@ -6,6 +6,8 @@ import (
 	"math/bits"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -32,7 +34,7 @@ func checkUniform(f *format, from, to float64) error {
 	return nil
 }
 
-// checkFromTo returns the bounds, moved inwards to numbers that the type has.
+// checkFromTo returns the bounds, moved inward to numbers that the type represents.
 func checkFromTo(f *format, from, to int64) (int64, int64, error) {
 	if from >= to {
 		return 0, 0, fmt.Errorf("rng: random: from = %d, to = %d: want from < to", from, to)
@@ -50,13 +52,13 @@ func checkFromTo(f *format, from, to int64) (int64, int64, error) {
 	}
 	f0, t0 := f.up(from), f.down(to)
 	if f0 >= t0 {
-		return 0, 0, fmt.Errorf("rng: random: from = %d, to = %d: no number between them that %s has", from, to, f.dtype)
+		return 0, 0, fmt.Errorf("rng: random: from = %d, to = %d: %s has no number between them", from, to, f.dtype)
 	}
 	return f0, t0, nil
 }
 
-// up returns from, or a larger number where rounding to the type could give one
-// below from: torch's rule, as torch rounds.
+// up returns from or, if rounding to the type could give a number below from, a
+// larger number. It implements torch's rule with torch's rounding.
 func (f *format) up(from int64) int64 {
 	next := whole(f.of(from + 1))
 	if next >= from {
@@ -65,7 +67,7 @@ func (f *format) up(from int64) int64 {
 	return next + f.gap(from+1)
 }
 
-// down is up for the other bound.
+// down is up for the upper bound.
 func (f *format) down(to int64) int64 {
 	last := whole(f.of(to - 1))
 	if last < to {
@@ -74,7 +76,7 @@ func (f *format) down(to int64) int64 {
 	return last - f.gap(to-1)
 }
 
-// gap returns the distance between numbers of the type near v.
+// gap returns the distance between adjacent numbers of the type near v.
 func (f *format) gap(v int64) int64 {
 	return 1 << max(bits.Len64(magnitude(v))-f.digits, 0)
 }
@@ -86,8 +88,8 @@ func magnitude(v int64) uint64 {
 	return uint64(v)
 }
 
-// whole is a conversion as x86's, which the bounds of torch see: what int64
-// cannot hold is its smallest value.
+// whole converts like x86. torch's bounds depend on that: the result of an
+// overflow is the smallest int64.
 func whole(v float64) int64 {
 	if v >= 1<<63 || v < -1<<63 || v != v {
 		return math.MinInt64
@@ -95,18 +97,18 @@ func whole(v float64) int64 {
 	return int64(v)
 }
 
-// check returns what a fill needs to know, or why it cannot be.
+// check validates the arguments of a fill and returns the generator.
 func check[T memory.Element](g *Generator, s *stream.Stream, x memory.Slice[T], d dist) (*Generator, error) {
-	if err := s.Check(ops[d], nil); err != nil {
+	if err := gpu.CheckStream(ops[d], s, nil); err != nil {
 		return nil, err
 	}
 	if g == nil {
 		g = Default(s.Device())
 	}
 	if g.dev != s.Device() {
-		return nil, fmt.Errorf("%s: the generator is of %s, the stream of %s: use a generator of that device", ops[d], name(g.dev), s.Device())
+		return nil, fmt.Errorf("%s: the generator belongs to %s, the stream to %s: use a generator of the stream's device", ops[d], name(g.dev), s.Device())
 	}
-	return g, x.Check(ops[d], s.Device())
+	return g, mem.Check(ops[d], x.Buffer(), x.Len(), s.Device())
 }
 
 func name(dev *device.Device) string {

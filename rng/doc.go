@@ -1,5 +1,5 @@
-// Package rng has torch's random numbers: its CUDA generator, and the fills that
-// draw from it, bit for bit.
+// Package rng implements torch's random numbers, bit for bit: its CUDA generator and the
+// fills that draw from it.
 //
 //	g := rng.Default(dev) // torch.cuda.default_generators[i]
 //	g.ManualSeed(42)
@@ -11,39 +11,37 @@
 //	if err := rng.Normal(g, s, x, 0, 1); err != nil { // x.normal_(0, 1, generator=g)
 //		return err
 //	}
-//	state := g.State() // 16 bytes, which torch reads and writes
+//	state := g.State() // 16 bytes, in torch's format
 //
-// The numbers are those of PyTorch 2.11 on the same model of GPU: which element
-// gets which number depends on the number of multiprocessors and of threads on
-// each. On virtual devices, which have those of an H200, the uniform ones, the
-// integers and the states are the same, and those that pass through a logarithm,
-// an exponential or a sine differ by about the error of the GPU's fast ones.
+// The numbers are those of PyTorch 2.11 on the same GPU model, because the assignment of
+// numbers to elements depends on the number of multiprocessors and of threads on each.
+// Virtual devices have the multiprocessors of an H200. Their uniform numbers, integers
+// and states are equal. Numbers computed with a logarithm, an exponential or a sine
+// differ by about the error of the GPU's fast functions.
 //
-// A fill takes its numbers from the generator that it is given, or from the
-// default one of the stream's device when that is nil; enqueues on the stream the
-// work that overwrites its slice; and returns without waiting. Arguments that
-// torch refuses are an error, and then neither the generator nor the slice has
-// changed. An empty slice leaves the generator as it is. Parameters are rounded
-// to the element type, or to float32 where that is narrower, as in torch.
+// A fill draws from the given generator or, if it is nil, from the default generator of
+// the stream's device. It enqueues the work that overwrites the slice and returns without
+// waiting. Arguments that torch rejects are an error; the generator and the slice are then
+// unchanged. An empty slice does not advance the generator. Parameters are rounded to the
+// element type or, if that is narrower, to float32, as in torch.
 //
-// A fill that is captured into a CUDA graph takes nothing then. Each launch of the
-// graph takes the numbers of all of its fills from the generator as it is at that
-// time, seed included, so that launches and other fills in turn draw what the
-// same fills without a graph would, as in torch. What the captured function does with a
-// generator on its goroutine is a part of the graph too: after SetState with a state that
-// it has saved, fills draw the same numbers again, in each launch others (activation
-// checkpointing with dropout, torch.Generator.graphsafe_set_state); after ManualSeed, or
-// SetState with a state from outside, each launch draws the same. Other goroutines set a
-// generator at once.
+// A fill that is captured into a CUDA graph draws nothing during capture. Each launch of
+// the graph draws the numbers of all its fills from the current state of the generator,
+// including the seed, as in torch. So launches and other fills draw the same numbers as
+// the same fills without a graph.
 //
-// The first fill with a distribution and an element type on a device compiles its
-// kernel, some tenths of a second on CUDA, and the kernel stays with the device
-// for the life of the process.
+// Changes of a generator by the captured function on its goroutine are part of the graph,
+// too. After SetState with a state that the function saved, fills repeat the numbers of
+// the same launch, for example for activation checkpointing with dropout
+// (torch.Generator.graphsafe_set_state). After ManualSeed, or SetState with another state,
+// each launch draws the same numbers. Other goroutines change a generator immediately.
 //
-// Concurrency: generators may be used by several goroutines. A fill takes its
-// part of the sequence when it is called, so concurrent fills never share
-// numbers, and fills in a fixed order draw the same ones every time, whichever
-// streams they are on.
+// The first fill with a distribution and an element type loads its kernel, which takes
+// some tenths of a second on CUDA if it must be compiled. The kernel stays loaded.
+//
+// Concurrency: generators are safe for concurrent use. A fill reserves its part of the
+// sequence when it is called. Concurrent fills therefore never share numbers, and fills
+// in a fixed order draw the same numbers every time, on any streams.
 //
 // Lifetime: a generator is ordinary Go memory and is not closed.
 package rng

@@ -1,11 +1,14 @@
 package rng
 
-import "github.com/gochorus/chorus/memory"
+import (
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/memory"
+)
 
-type float16 = memory.Float16
+type float16 = memory.Float16Bits
 
-func memoryHalf(bits uint16) memory.Float16    { return memory.Float16(bits) }
-func memoryBFloat(bits uint16) memory.BFloat16 { return memory.BFloat16(bits) }
+func memoryHalf(bits uint16) memory.Float16Bits    { return memory.Float16Bits(bits) }
+func memoryBFloat(bits uint16) memory.BFloat16Bits { return memory.BFloat16Bits(bits) }
 
 // For the tests beside the package.
 var (
@@ -19,3 +22,6 @@ func Captures(g *Generator) int {
 	defer g.mu.Unlock()
 	return len(g.captures)
 }
+
+// PlacesPool returns the pool of the places of a device's launches.
+func PlacesPool(dev *device.Device) *memory.Pool { return placesOf(dev).pool }

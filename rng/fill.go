@@ -7,20 +7,20 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// What all fills have in common is in the package's documentation.
+// The package documentation describes the common properties of all fills.
 
 // Float is an element type of the continuous distributions.
 type Float interface {
-	memory.Float16 | memory.BFloat16 | float32 | float64
+	memory.Float16Bits | memory.BFloat16Bits | float32 | float64
 }
 
-// Number is an element type that torch calculates with.
+// Number is an element type with arithmetic in torch.
 type Number interface {
 	Float | int8 | uint8 | int16 | int32 | int64
 }
 
-// Uniform fills x with values of [from, to) (torch.Tensor.uniform_). It needs
-// from <= to, and that T can hold both and their difference.
+// Uniform fills x with values in [from, to) (torch.Tensor.uniform_). It requires
+// from <= to, and T must represent both and their difference.
 func Uniform[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], from, to float64) error {
 	f := formatOf[T]()
 	if err := checkUniform(f, from, to); err != nil {
@@ -31,7 +31,7 @@ func Uniform[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], from, t
 }
 
 // Normal fills x with normally distributed values (torch.Tensor.normal_). It
-// needs std >= 0.
+// requires std >= 0.
 func Normal[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean, std float64) error {
 	if !(std >= 0) {
 		return refuse("normal", "std", std, ">= 0")
@@ -40,7 +40,7 @@ func Normal[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean, st
 }
 
 // LogNormal fills x with e to the power of normally distributed values
-// (torch.Tensor.log_normal_). It needs std > 0.
+// (torch.Tensor.log_normal_). It requires std > 0.
 func LogNormal[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean, std float64) error {
 	if !(std > 0) {
 		return refuse("log-normal", "std", std, "> 0")
@@ -48,14 +48,14 @@ func LogNormal[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean,
 	return run(g, s, x, logNormal, number(mean), number(std), 0)
 }
 
-// Exponential fills x with exponentially distributed values, whose mean is
-// 1/lambda (torch.Tensor.exponential_). It needs lambda > 0. Values are positive
-// unless they are too small for T.
+// Exponential fills x with exponentially distributed values with mean 1/lambda
+// (torch.Tensor.exponential_). It requires lambda > 0. Values are positive unless
+// they are too small for T.
 func Exponential[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], lambda float64) error {
 	if !(lambda > 0) {
 		return refuse("exponential", "lambda", lambda, "> 0")
 	}
-	// The division is rounded as the kernel would round it.
+	// Round the division like the kernel.
 	scale := -1 / lambda
 	if !formatOf[T]().wide {
 		scale = float64(-1 / float32(lambda))
@@ -63,8 +63,8 @@ func Exponential[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], lam
 	return run(g, s, x, exponential, number(scale), 0, 0)
 }
 
-// Bernoulli fills x with 1 or true at the probability p, and 0 or false else
-// (torch.Tensor.bernoulli_ with a number). It needs 0 <= p <= 1.
+// Bernoulli fills x with 1 or true with probability p, and otherwise with 0 or
+// false (torch.Tensor.bernoulli_ with a number). It requires 0 <= p <= 1.
 func Bernoulli[T Number | bool](g *Generator, s *stream.Stream, x memory.Slice[T], p float64) error {
 	if !(p >= 0 && p <= 1) {
 		return refuse("bernoulli", "p", p, "0 <= p <= 1")
@@ -72,9 +72,9 @@ func Bernoulli[T Number | bool](g *Generator, s *stream.Stream, x memory.Slice[T
 	return run(g, s, x, bernoulli, number(p), 0, 0)
 }
 
-// Geometric fills x with the number of trials up to the first success, when each
-// succeeds at the probability p (torch.Tensor.geometric_). It needs 0 < p < 1. A
-// value that T cannot hold is undefined.
+// Geometric fills x with the number of trials up to the first success, if each
+// trial succeeds with probability p (torch.Tensor.geometric_). It requires 0 < p
+// < 1. If T cannot represent a value, the element is undefined.
 func Geometric[T Number](g *Generator, s *stream.Stream, x memory.Slice[T], p float64) error {
 	if !(p > 0 && p < 1) {
 		return refuse("geometric", "p", p, "0 < p < 1")
@@ -82,17 +82,16 @@ func Geometric[T Number](g *Generator, s *stream.Stream, x memory.Slice[T], p fl
 	return run(g, s, x, geometric, number(p), 0, 0)
 }
 
-// Random fills x with whole numbers from 0 to the largest of an integer type, or
-// to 2^d of a floating-point type whose significand has d bits
-// (torch.Tensor.random_ without bounds).
+// Random fills x with integers from 0 to the largest value of an integer type, or
+// to 2^d for a floating-point type with d significand bits (torch.Tensor.random_
+// without bounds).
 func Random[T Number | bool | uint16 | uint32](g *Generator, s *stream.Stream, x memory.Slice[T]) error {
 	return run(g, s, x, random, 0, 0, 0)
 }
 
-// RandomFromTo fills x with whole numbers of [from, to) (torch.Tensor.random_
-// with bounds). It needs from < to, and that T can hold from and to-1. Where a
-// floating-point type has not every whole number, bounds move inwards to those
-// that it has.
+// RandomFromTo fills x with integers in [from, to) (torch.Tensor.random_ with
+// bounds). It requires from < to, and T must represent from and to-1. If a
+// floating-point type does not represent a bound exactly, the bound moves inward.
 func RandomFromTo[T Number | bool | uint16 | uint32 | uint64](g *Generator, s *stream.Stream, x memory.Slice[T], from, to int64) error {
 	from, to, err := checkFromTo(formatOf[T](), from, to)
 	if err != nil {
@@ -106,9 +105,9 @@ func RandomFromTo[T Number | bool | uint16 | uint32 | uint64](g *Generator, s *s
 	return run(g, s, x, d, width, uint64(from), 0)
 }
 
-// wideRange is where torch begins to draw 64 bits for a number, since the rest
-// of 32 bits is no longer nearly uniform.
+// wideRange is the range from which on torch draws 64 bits for a number, because
+// the remainder of 32 bits would no longer be nearly uniform.
 const wideRange = 1 << 28
 
-// number passes a floating-point parameter.
+// number encodes a floating-point parameter.
 func number(v float64) uint64 { return math.Float64bits(v) }

@@ -20,7 +20,7 @@ func TestInvalidParameters(t *testing.T) {
 	s, g := newStream(t, devs[0]), rng.New(devs[0], 1)
 	x, err := memory.Make[float32](s, 8)
 	require.NoError(t, err)
-	h, err := memory.Make[memory.Float16](s, 8)
+	h, err := memory.Make[memory.Float16Bits](s, 8)
 	require.NoError(t, err)
 	b, err := memory.Make[int8](s, 8)
 	require.NoError(t, err)
@@ -53,8 +53,8 @@ func TestInvalidParameters(t *testing.T) {
 		{rng.RandomFromTo(g, s, u, -1, 4), "from = -1 is out of bounds for uint64"},
 		{rng.RandomFromTo(g, s, h, 0, 65506), "to - 1 = 65505 is out of bounds for float16"},
 		{rng.Uniform(g, nil, x, 0, 1), "rng: uniform: no stream given"},
-		{rng.Uniform(rng.New(devs[1], 1), s, x, 0, 1), "the generator is of virtual:1, the stream of virtual:0"},
-		{rng.Uniform(rng.Default(nil), s, x, 0, 1), "the generator is of no device"},
+		{rng.Uniform(rng.New(devs[1], 1), s, x, 0, 1), "the generator belongs to virtual:1, the stream to virtual:0"},
+		{rng.Uniform(rng.Default(nil), s, x, 0, 1), "the generator belongs to no device"},
 		{rng.Uniform(nil, newStream(t, devs[1]), x, 0, 1), "the buffer is of virtual:0, the operation runs on virtual:1"},
 	} {
 		require.ErrorContains(t, c.err, c.want)
@@ -86,8 +86,8 @@ func TestEdges(t *testing.T) {
 		for _, v := range fetch(t, s, 1000, func(x memory.Slice[int8]) error { return rng.RandomFromTo(g, s, x, -128, -127) }) {
 			require.Equal(t, int8(-128), v)
 		}
-		for _, v := range fetch(t, s, 1000, func(x memory.Slice[memory.Float16]) error { return rng.Exponential(g, s, x, 1) }) {
-			require.Less(t, v, memory.Float16(0x7c00), "finite and not negative")
+		for _, v := range fetch(t, s, 1000, func(x memory.Slice[memory.Float16Bits]) error { return rng.Exponential(g, s, x, 1) }) {
+			require.Less(t, v, memory.Float16Bits(0x7c00), "finite and not negative")
 		}
 		require.EqualValues(t, 6*4, g.Offset())
 	})

@@ -7,8 +7,8 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
-	"github.com/gochorus/chorus/stream"
 )
 
 // StateSize is the number of bytes of a generator's state.
@@ -17,43 +17,44 @@ const StateSize = 16
 // DefaultSeed is the seed of a new torch.Generator.
 const DefaultSeed = 67280421310721
 
-// A Generator is a place in one of 2^64 sequences of random numbers for one
-// device; torch.Generator("cuda"). All of its methods may be called at any time
-// by any goroutine, and none touches the device.
+// A Generator is a position in one of 2^64 sequences of random numbers for one
+// device, like torch.Generator("cuda"). Methods are safe for concurrent use and
+// do not use the device.
 type Generator struct {
 	dev *device.Device
 
 	mu     sync.Mutex
 	seed   uint64
-	offset uint64 // numbers that each thread has drawn; a multiple of 4
+	offset uint64 // numbers drawn by each thread; a multiple of 4
 
-	captures map[uint64]*captured // what graphs draw, by the capture
+	captures map[uint64]*captured // draws of graphs, by capture id
 }
 
-// New returns a generator of its own for dev, at the start of the seed's
-// sequence. Generators with one seed draw the same numbers.
+// New returns a new generator for dev at the start of the seed's sequence.
+// Generators with the same seed draw the same numbers.
 func New(dev *device.Device, seed uint64) *Generator { return &Generator{dev: dev, seed: seed} }
 
 var defaultKey kept.Key
 
-// Default returns the device's default generator, the same one on every call. It
-// starts with a random seed, as torch.cuda.default_generators do.
+// Default returns the default generator of the device, which is the same at every
+// call. It starts with a random seed, like torch.cuda.default_generators.
 func Default(dev *device.Device) *Generator {
 	if dev == nil {
-		return New(nil, 0) // fills will say what is wrong with it
+		return New(nil, 0) // fills return an error
 	}
-	return dev.Local(&defaultKey, func() any { return New(dev, randomSeed()) }).(*Generator)
+	return gpu.DeviceOf(dev).Local(&defaultKey, func() any { return New(dev, randomSeed()) }).(*Generator)
 }
 
 // Device returns the device whose memory the generator fills.
 func (g *Generator) Device() *device.Device { return g.dev }
 
-// ManualSeed goes to the start of the seed's sequence
-// (torch.cuda.manual_seed). A negative seed of torch is its two's complement.
+// ManualSeed moves to the start of the seed's sequence (torch.cuda.manual_seed).
+// A negative seed in torch is the two's complement.
 func (g *Generator) ManualSeed(seed uint64) { g.move(position{fixed: true, seed: seed}) }
 
-// Seed goes to the start of a random sequence and returns its seed
-// (torch.cuda.seed). In a captured function the seed is drawn once, by the capture.
+// Seed moves to the start of a random sequence and returns its seed
+// (torch.cuda.seed). In a captured function the seed is drawn once, during the
+// capture.
 func (g *Generator) Seed() uint64 {
 	seed := randomSeed()
 	g.ManualSeed(seed)
@@ -70,9 +71,9 @@ func (g *Generator) InitialSeed() uint64 {
 	return g.seed
 }
 
-// Offset returns how many numbers each thread has drawn from the sequence
-// (torch.Generator.get_offset). In a captured function it counts from where the generator
-// is now, unless the function has set a seed or a state.
+// Offset returns the count of numbers that each thread has drawn from the
+// sequence (torch.Generator.get_offset). In a captured function it is relative to
+// the generator's current offset, unless the function has set a seed or a state.
 func (g *Generator) Offset() uint64 {
 	p, captured := g.position()
 	if captured && p.fixed {
@@ -83,19 +84,19 @@ func (g *Generator) Offset() uint64 {
 	return g.offset + p.offset
 }
 
-// SetOffset goes to another place of the same sequence
-// (torch.Generator.set_offset). It must be a multiple of 4. In a captured function it is
-// an error, as in torch, unless the function has set a seed or a state: the sequence is
-// not known before the launch.
+// SetOffset moves to another offset of the same sequence
+// (torch.Generator.set_offset). It must be a multiple of 4. In a captured
+// function it is an error, as in torch, unless the function has set a seed or a
+// state, because the sequence is unknown before the launch.
 func (g *Generator) SetOffset(offset uint64) error {
 	if offset%4 != 0 {
 		return fmt.Errorf("rng: set offset %d: want a multiple of 4", offset)
 	}
 	if p, captured := g.position(); captured {
 		if !p.fixed {
-			s, _ := stream.Capturer(g.dev.System())
-			return &stream.CaptureError{Op: "rng: set offset", Object: s.String(),
-				Advice: "each launch has the seed that the generator has then: use ManualSeed or SetState before"}
+			s := gpu.CaptureOf(gpu.DeviceOf(g.dev).System()).Stream
+			return &device.CaptureError{Op: "rng: set offset", Object: s.String(),
+				Advice: "each launch uses the generator's seed at that time: call ManualSeed or SetState before"}
 		}
 		g.move(position{fixed: true, seed: p.seed, offset: offset})
 		return nil
@@ -106,10 +107,11 @@ func (g *Generator) SetOffset(offset uint64) error {
 	return nil
 }
 
-// State returns the seed and the offset, 8 bytes each in little-endian order:
-// what torch.cuda.get_rng_state returns. In a captured function it returns the place
-// within the launch, which only SetState of the same generator in the same capture takes;
-// after ManualSeed, or SetState with a state from outside, it is an ordinary state.
+// State returns the seed and the offset, 8 little-endian bytes each, like
+// torch.cuda.get_rng_state. In a captured function it returns a position within
+// the launch, which is valid only for SetState of the same generator in the same
+// capture. After ManualSeed, or SetState with another state, it is an ordinary
+// state.
 func (g *Generator) State() [StateSize]byte {
 	if c := g.capturing(); c != nil {
 		return c.state()
@@ -119,9 +121,9 @@ func (g *Generator) State() [StateSize]byte {
 	return encode(g.seed, g.offset)
 }
 
-// SetState goes to the place that State, or torch.cuda.get_rng_state, returned
-// (torch.cuda.set_rng_state). As in torch, 8 bytes are a seed with the offset 0.
-// In a captured function it is a part of the graph: each launch goes there.
+// SetState moves to a position returned by State or torch.cuda.get_rng_state
+// (torch.cuda.set_rng_state). As in torch, 8 bytes are a seed with offset 0. In a
+// captured function it is part of the graph: each launch moves there.
 func (g *Generator) SetState(state []byte) error {
 	seed, offset, err := decode(state)
 	if err != nil {
@@ -133,7 +135,7 @@ func (g *Generator) SetState(state []byte) error {
 	}
 	c := g.capturing()
 	if c == nil || c.serial != seed {
-		return fmt.Errorf("rng: set state: the state was taken in a captured function, and is a place in the launches of that graph: want a state of this generator, taken in this capture or outside of captures")
+		return fmt.Errorf("rng: set state: the state is a position in the launches of another graph: want a state of this generator from this capture or from outside of captures")
 	}
 	c.move(position{offset: offset &^ mark})
 	return nil
@@ -154,13 +156,13 @@ func decode(state []byte) (seed, offset uint64, err error) {
 		return 0, 0, fmt.Errorf("the state has %d bytes: want %d, or 8 for a seed alone", len(state), StateSize)
 	}
 	if offset%4 != 0 && offset&mark != mark {
-		return 0, 0, fmt.Errorf("the state has the offset %d: want a multiple of 4", offset)
+		return 0, 0, fmt.Errorf("the offset of the state is %d: want a multiple of 4", offset)
 	}
 	return binary.LittleEndian.Uint64(state), offset, nil
 }
 
-// take returns the generator's place and moves it on, so that nobody else draws
-// what the caller is about to.
+// take advances the generator and returns its previous position, so that no other
+// fill draws the same numbers.
 func (g *Generator) take(increment uint64) (seed, offset uint64) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -169,6 +171,6 @@ func (g *Generator) take(increment uint64) (seed, offset uint64) {
 	return seed, offset
 }
 
-// randomSeed is of 53 bits, as torch's random seeds are, so that it survives
-// being a float64.
+// randomSeed returns a seed of 53 bits, like torch's random seeds, so that a
+// float64 can represent it.
 func randomSeed() uint64 { return rand.Uint64() >> 11 }

@@ -40,7 +40,7 @@ func TestState(t *testing.T) {
 	}
 	odd, err := hex.DecodeString("08070605040302010600000000000000")
 	require.NoError(t, err)
-	require.ErrorContains(t, g.SetState(odd), "offset 6: want a multiple of 4")
+	require.ErrorContains(t, g.SetState(odd), "offset of the state is 6: want a multiple of 4")
 	require.ErrorContains(t, g.SetOffset(6), "want a multiple of 4")
 	require.Equal(t, now, g.State(), "an error changes nothing")
 }
@@ -80,7 +80,7 @@ func TestDefault(t *testing.T) {
 	require.ErrorContains(t, rng.SetStateAll(states[:2], devs...), "of 3 devices: got 2 states")
 	bad := slices.Clone(states)
 	bad[2][8] = 1
-	require.ErrorContains(t, rng.SetStateAll(bad, devs...), "virtual:2: the state has the offset 1")
+	require.ErrorContains(t, rng.SetStateAll(bad, devs...), "virtual:2: the offset of the state is 1")
 	require.EqualValues(t, 1, rng.Default(devs[0]).InitialSeed(), "an error changes nothing")
 	require.NoError(t, rng.SetStateAll(states, devs...))
 	again, err := rng.StateAll(devs...)

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
@@ -56,7 +57,7 @@ func (d *drawer) read(t *testing.T) []byte {
 
 func capture(t *testing.T, fn func() error, streams ...*stream.Stream) *graph.Exec {
 	t.Helper()
-	x, err := graph.Capture(streams, fn)
+	x, err := graph.Capture(streams, fn, nil)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, x.Close()) })
 	return x
@@ -190,7 +191,7 @@ func TestGraphUpdateDraws(t *testing.T) {
 		g, h := rng.New(devs[0], 3), rng.New(devs[0], 4)
 		require.NoError(t, d.draw(rng.New(devs[0], 1)))
 		x := capture(t, func() error { return d.draw(g) }, d.s)
-		y, err := graph.Capture([]*stream.Stream{d.s}, func() error { return d.draw(h) })
+		y, err := graph.Capture([]*stream.Stream{d.s}, func() error { return d.draw(h) }, nil)
 		require.NoError(t, err)
 		require.NoError(t, x.Update(y))
 		require.NoError(t, y.Close())
@@ -211,12 +212,12 @@ func TestFailedCaptureDrawsNothing(t *testing.T) {
 		before := state(g)
 		boom := errors.New("boom")
 		pool := memory.NewPool(nil)
-		_, err := graph.CaptureWith(&graph.Config{Pool: pool}, []*stream.Stream{d.s}, func() error { return errors.Join(d.draw(g), boom) })
+		_, err := graph.Capture([]*stream.Stream{d.s}, func() error { return errors.Join(d.draw(g), boom) }, &graph.Config{Pool: pool})
 		require.ErrorIs(t, err, boom)
 		require.Equal(t, before, state(g))
 		require.Zero(t, pool.Allocated())
 		require.Zero(t, rng.Captures(g))
-		x, err := graph.CaptureWith(&graph.Config{Pool: pool}, []*stream.Stream{d.s}, func() error { return d.draw(g) })
+		x, err := graph.Capture([]*stream.Stream{d.s}, func() error { return d.draw(g) }, &graph.Config{Pool: pool})
 		require.NoError(t, err)
 		require.Equal(t, 1, rng.Captures(g))
 		require.NoError(t, x.Close())
@@ -246,7 +247,7 @@ func TestInvalidatedCaptureDrawsNothing(t *testing.T) {
 				}
 				g.ManualSeed(8)
 				return nil
-			})
+			}, nil)
 			require.ErrorIs(t, err, graph.ErrorInvalidated)
 			require.Equal(t, before, state(g))
 			require.Equal(t, contents, d.read(t))
@@ -294,7 +295,7 @@ func TestGraphLaunchWhileItsStreamIsCaptured(t *testing.T) {
 		require.NoError(t, err)
 		defer func() { require.NoError(t, zero.Close()) }()
 		y := capture(t, func() error {
-			var ce *stream.CaptureError
+			var ce *device.CaptureError
 			require.ErrorAs(t, x.Launch(other), &ce)
 			require.Contains(t, ce.Error(), d.s.String())
 			return zero.Zero(d.s)
@@ -320,7 +321,7 @@ func TestFirstUseInCapture(t *testing.T) {
 			graph.Relaxed:     func(g *rng.Generator) error { return rng.Bernoulli(g, s, x, 0.3) },
 		}
 		for mode, fill := range fills {
-			exec, err := graph.CaptureWith(&graph.Config{Mode: mode}, []*stream.Stream{s}, func() error { return fill(g) })
+			exec, err := graph.Capture([]*stream.Stream{s}, func() error { return fill(g) }, &graph.Config{Mode: mode})
 			require.NoError(t, err, mode)
 			got, want := make([]int16, x.Len()), make([]int16, x.Len())
 			require.NoError(t, errors.Join(x.Zero(s), exec.Launch(s), x.CopyTo(s, got), x.Zero(s), fill(plain), x.CopyTo(s, want)))
@@ -391,7 +392,7 @@ func TestGraphPlaceAfterClose(t *testing.T) {
 			"open":   func(s *stream.Stream, x *graph.Exec) error { return x.Close() },
 			"closed": func(s *stream.Stream, x *graph.Exec) error { return errors.Join(s.Close(), x.Close()) },
 			"captured": func(s *stream.Stream, x *graph.Exec) error {
-				y, err := graph.Capture([]*stream.Stream{s}, x.Close)
+				y, err := graph.Capture([]*stream.Stream{s}, x.Close, nil)
 				return errors.Join(err, y.Close())
 			},
 		} {
@@ -412,17 +413,17 @@ func placeAfterClose(t *testing.T, dev *device.Device, end func(*stream.Stream, 
 
 	s, err := stream.New(dev, nil)
 	require.NoError(t, err)
-	x, err := graph.Capture([]*stream.Stream{d.s}, func() error { return d.draw(rng.New(dev, 1)) })
+	x, err := graph.Capture([]*stream.Stream{d.s}, func() error { return d.draw(rng.New(dev, 1)) }, nil)
 	require.NoError(t, err)
 	open := spin.Hold(t, s)
 	require.NoError(t, x.Launch(s))
 	mark, err := s.Record(nil)
 	require.NoError(t, err)
 	require.NoError(t, end(s, x))
-	y, err := graph.Capture([]*stream.Stream{other}, func() error { return rng.Uniform(rng.New(dev, 2), other, z, 0, 1) })
+	y, err := graph.Capture([]*stream.Stream{other}, func() error { return rng.Uniform(rng.New(dev, 2), other, z, 0, 1) }, nil)
 	require.NoError(t, err)
 	require.NoError(t, y.Launch(other))
-	if s.Open() { // else it has to wait
+	if gpu.StreamOf(s).Open() { // else it has to wait
 		require.NoError(t, other.Sync(ctx))
 	}
 	open()
@@ -435,4 +436,24 @@ func placeAfterClose(t *testing.T, dev *device.Device, end func(*stream.Stream, 
 	require.NoError(t, err)
 	require.Equal(t, before, after)
 	require.NoError(t, z.Close())
+}
+
+// A closed System has returned the memory with the places of launches to the driver.
+func TestGraphPlacesAreFreed(t *testing.T) {
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 1})
+	require.NoError(t, err)
+	s, err := stream.New(sys.Devices()[0], nil)
+	require.NoError(t, err)
+	g := rng.New(s.Device(), 7)
+	x, err := memory.Make[float32](s, 100)
+	require.NoError(t, err)
+	fill := capture(t, func() error { return rng.Uniform(g, s, x, 0, 1) }, s)
+	require.NoError(t, fill.Launch(s))
+	require.NoError(t, s.Sync(context.Background()))
+	pool := rng.PlacesPool(s.Device())
+	require.Positive(t, pool.Reserved())
+	require.NoError(t, errors.Join(fill.Close(), x.Close(), s.Close()))
+	require.Positive(t, pool.Reserved(), "the memory is cached for the next graph")
+	require.NoError(t, sys.Close())
+	require.Zero(t, pool.Reserved())
 }

@@ -7,7 +7,9 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -16,7 +18,7 @@ import (
 //go:embed rng.cu
 var source string
 
-// packed has rng.cu compiled for every distribution and element type; make ptx
+// packed is rng.cu compiled for each distribution and element type; make ptx
 // writes it.
 //
 //go:embed rng.ptx.zst
@@ -35,18 +37,18 @@ const (
 	bernoulli
 	geometric
 	random
-	randomNear // within bounds, from 32 bits
-	randomFar  // within bounds, from 64 bits
+	randomNear // with bounds, from 32 bits
+	randomFar  // with bounds, from 64 bits
 	dists
 )
 
-// templates has the names in rng.cu, ops those in errors.
+// templates holds the names in rng.cu, ops the names in errors.
 var (
 	templates = [dists]string{"Uniform", "Normal", "LogNormal", "Exponential", "Bernoulli", "Geometric", "Random", "RandomNear", "RandomFar"}
 	ops       = [dists]string{"rng: uniform", "rng: normal", "rng: log-normal", "rng: exponential", "rng: bernoulli", "rng: geometric", "rng: random", "rng: random", "rng: random"}
 )
 
-// unroll returns the number of elements that one draw of four words gives.
+// unroll returns the number of elements from one draw of four words.
 func (d dist) unroll(f *format) int {
 	wide := f.wide
 	switch d {
@@ -63,27 +65,27 @@ func (d dist) unroll(f *format) int {
 	return 4
 }
 
-// A toolbox is what the fills keep for a device.
+// A toolbox holds the kernels and the policy of a device.
 type toolbox struct {
 	kernels [dists][len(formats)]atomic.Pointer[kernel.Kernel]
 
-	mu     sync.Mutex // guards what follows, and compiling
-	policy policy     // set before the first kernel is
+	mu     sync.Mutex // guards the fields below, and compilation
+	policy policy     // set before the first kernel
 }
 
 var toolboxKey kept.Key
 
 func tools(dev *device.Device) *toolbox {
-	return dev.Local(&toolboxKey, func() any { return new(toolbox) }).(*toolbox)
+	return gpu.DeviceOf(dev).Local(&toolboxKey, func() any { return new(toolbox) }).(*toolbox)
 }
 
-// macros say which kernel rng.cu is compiled to.
+// macros returns the compiler options that select a kernel in rng.cu.
 func macros(d dist, f *format) []string {
 	return []string{"--define-macro=CHORUS_DIST=" + templates[d], "--define-macro=CHORUS_TYPE=" + f.c}
 }
 
-// kernelOf returns the kernel for a distribution and an element type, which the
-// first call loads.
+// kernelOf returns the kernel for a distribution and an element type, and loads
+// it at the first call.
 func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel.Kernel, error) {
 	f := formatOf[T]()
 	at := &t.kernels[d][f.dtype]
@@ -102,13 +104,15 @@ func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel
 		}
 		t.policy.blocks = uint32(p.Multiprocessors * (p.ThreadsPerMultiproc / block))
 	}
-	m, err := kernel.Resident(dev, &kernel.Source{
+	src := &kernel.Source{
 		Name:    "rng.cu",
 		CUDA:    source,
 		Options: macros(d, f),
 		Kernels: []kernel.Def{{Name: "fill_kernel", Params: params, Go: standIn[T](d, f)}},
-		PTX:     archive,
-	})
+	}
+	kern.Embed(src, archive)
+	kern.MakeResident(src)
+	m, err := kernel.Compile(dev, src)
 	if err != nil {
 		return nil, fmt.Errorf("%s of %s: %w", ops[d], f.dtype, err)
 	}
@@ -120,8 +124,8 @@ func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel
 	return k, nil
 }
 
-// params are the elements, their number, five numbers of 64 bits in halves, and
-// the place of a graph's launch.
+// params are the slice, its length, five 64-bit numbers in halves, and the place
+// of a graph's launch.
 var params = []kernel.Param{kernel.Pointer, kernel.I32,
 	kernel.I32, kernel.I32, kernel.I32, kernel.I32,
 	kernel.I32, kernel.I32, kernel.I32, kernel.I32, kernel.I32, kernel.I32, kernel.Pointer}

@@ -12,23 +12,24 @@ import (
 // block is the number of threads of a block, as in torch.
 const block = 256
 
-// A policy is the shape of torch's fills on a device.
-type policy struct{ blocks uint32 } // at most
+// A policy is the grid of torch's fills on a device.
+type policy struct{ blocks uint32 } // maximum number of blocks
 
 // grid returns the number of blocks for n elements, n > 0.
 func (p policy) grid(n int) uint32 { return uint32(min((n-1)/block+1, int(p.blocks))) }
 
-// increment returns how far the offset moves: 4 words for each time that a
-// thread draws, of which each time gives unroll elements.
+// increment returns the advance of the offset: 4 words for each draw of a thread,
+// and each draw gives unroll elements.
 func (p policy) increment(n, unroll int) uint64 {
 	return uint64((n-1)/(block*int(p.grid(n))*unroll)+1) * 4
 }
 
-// fits reports whether torch fills n elements in one go: the offset of the last
-// one must fit into 31 bits. Otherwise it fills the halves one after the other.
+// fits reports whether torch fills n elements at once: the offset of the last
+// element must fit into 31 bits. Otherwise torch fills the two halves one after
+// the other.
 func fits(n, size int) bool { return n <= math.MaxInt32 && (n-1)*size < math.MaxInt32 }
 
-// advance returns how far the offset moves when n elements are filled in parts.
+// advance returns the advance of the offset for a fill of n elements, possibly in parts.
 func (p policy) advance(n, size, unroll int) uint64 {
 	if fits(n, size) {
 		return p.increment(n, unroll)
@@ -46,7 +47,7 @@ type job struct {
 	a, b, c uint64
 }
 
-// run carries a fill out. The parameters a, b and c are the distribution's.
+// run performs a fill. a, b and c are the parameters of the distribution.
 func run[T memory.Element](g *Generator, s *stream.Stream, x memory.Slice[T], d dist, a, b, c uint64) error {
 	g, err := check(g, s, x, d)
 	if err != nil || x.Len() == 0 {
@@ -62,8 +63,8 @@ func run[T memory.Element](g *Generator, s *stream.Stream, x memory.Slice[T], d 
 	total := j.policy.advance(n, size, j.unroll)
 	skip := uint64(0)
 	if !fits(n, size) {
-		// Torch takes the numbers for the whole before it sees that it has to
-		// divide, and then those for the parts.
+		// torch first draws the numbers for the whole fill, and then the numbers
+		// for the parts.
 		skip = j.policy.increment(n, j.unroll)
 	}
 	if j.place, err = g.draw(s, skip+total); err != nil {
@@ -73,8 +74,8 @@ func run[T memory.Element](g *Generator, s *stream.Stream, x memory.Slice[T], d 
 	return err
 }
 
-// enqueue launches the kernel for x, or for its halves, and returns the offset
-// behind it.
+// enqueue launches the kernel for x, or for its halves, and returns the next
+// offset.
 func enqueue[T memory.Element](j *job, x memory.Slice[T], offset uint64) (uint64, error) {
 	n := x.Len()
 	if !fits(n, x.DType().Size()) {
@@ -85,13 +86,13 @@ func enqueue[T memory.Element](j *job, x memory.Slice[T], offset uint64) (uint64
 		return enqueue(j, x.Slice(n/2, n), offset)
 	}
 	grid := kernel.Grid{Blocks: [3]uint32{j.policy.grid(n), 1, 1}, Threads: [3]uint32{block, 1, 1}}
-	err := j.kernel.Launch(j.stream, grid, kernel.Ptr(x), kernel.Int32(int32(n)),
+	err := j.kernel.Launch(j.stream, grid, kernel.Ptr(x), kernel.Scalar(int32(n)),
 		low(j.place.seed), high(j.place.seed), low(offset), high(offset),
 		low(j.a), high(j.a), low(j.b), high(j.b), low(j.c), high(j.c), j.place.launch)
 	return offset + j.policy.increment(n, j.unroll), err
 }
 
-// low and high pass a number of 64 bits in halves, which is how Philox wants the
-// seed and how the stand-ins can read them.
-func low(v uint64) kernel.Arg  { return kernel.Int32(int32(uint32(v))) }
-func high(v uint64) kernel.Arg { return kernel.Int32(int32(uint32(v >> 32))) }
+// low and high pass a 64-bit number in halves, as Philox and the stand-ins need
+// it.
+func low(v uint64) kernel.Arg  { return kernel.Scalar(int32(uint32(v))) }
+func high(v uint64) kernel.Arg { return kernel.Scalar(int32(uint32(v >> 32))) }

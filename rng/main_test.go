@@ -78,9 +78,9 @@ func float[T memory.Element](v T) float64 {
 		return float64(v)
 	case float64:
 		return v
-	case memory.Float16:
+	case memory.Float16Bits:
 		return rng.FromHalf(v)
-	case memory.BFloat16:
+	case memory.BFloat16Bits:
 		return rng.FromBFloat(v)
 	}
 	panic("no number")

@@ -16,7 +16,7 @@ func philox(counter [4]uint32, key [2]uint32) [4]uint32 {
 	return [4]uint32{c0, c1, c2, c3}
 }
 
-// words returns what a thread draws, the nth time.
+// words returns the nth draw of a thread.
 //
 //go:norace
 func words(seed, offset uint64, thread uint32, nth int) [4]uint32 {
@@ -24,11 +24,11 @@ func words(seed, offset uint64, thread uint32, nth int) [4]uint32 {
 	return philox([4]uint32{uint32(n), uint32(n >> 32), thread, 0}, [2]uint32{uint32(seed), uint32(seed >> 32)})
 }
 
-// unit32 returns a value of (0, 1], the middle of one of 2^32 intervals as far as
-// float32 has it. The sum is not exact, and so rounded once here as in rng.cu.
+// unit32 returns a value in (0, 1], the middle of one of 2^32 intervals within
+// the precision of float32. The sum is rounded once, as in rng.cu.
 func unit32(x uint32) float32 { return float32(float64(float32(x))*0x1p-32 + 0x1p-33) }
 
-// unit64 returns a value of (0, 1], the middle of one of 2^53 intervals.
+// unit64 returns a value in (0, 1], the middle of one of 2^53 intervals.
 func unit64(x, y uint32) float64 { return float64(mix(x, y))*0x1p-53 + 0x1p-54 }
 
 // mix returns 53 random bits.

@@ -5,7 +5,9 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -13,40 +15,43 @@ import (
 // placeBytes is the size of a place: seed and offset.
 const placeBytes = 16
 
-// places allocates the places of a device's launches. Prepare writes a place before
-// the graph runs, so the memory must not be a block that the captured function has
-// used and closed: operations that were captured before the fill would overwrite the
-// place in each launch. That is why places come neither from the pool of the capture
-// nor from a stream that anybody captures.
+// places allocates the places of a device's launches. Prepare writes a place
+// before the graph runs. The memory must not be a block that the captured
+// function has used and closed, because captured operations before the fill would
+// overwrite the place in each launch. Therefore places use neither the pool of
+// the capture nor a captured stream.
 type places struct {
 	dev  *device.Device
 	pool *memory.Pool
 
 	mu sync.Mutex
-	s  *stream.Stream // in whose order the places are allocated and freed; nil before the first
+	s  *stream.Stream // stream of allocations and frees; nil before the first
 }
 
 var placesKey kept.Key
 
-// allPlaces are those of one System, which closes them.
+// allPlaces holds the places of a System, which closes them.
 type allPlaces struct {
 	mu   sync.Mutex
 	list map[*device.Device]*places
 }
 
 func placesOf(dev *device.Device) *places {
-	all := dev.System().Local(&placesKey, func() any { return &allPlaces{list: map[*device.Device]*places{}} }).(*allPlaces)
+	all := gpu.DeviceOf(dev).System().Local(&placesKey, func() any { return &allPlaces{list: map[*device.Device]*places{}} }).(*allPlaces)
 	all.mu.Lock()
 	defer all.mu.Unlock()
 	p := all.list[dev]
 	if p == nil {
-		p = &places{dev: dev, pool: memory.PrivatePool()}
+		var private memory.PoolConfig
+		mem.MakePrivate(&private)
+		p = &places{dev: dev, pool: memory.NewPool(&private)}
 		all.list[dev] = p
 	}
 	return p
 }
 
-// Close gives up the streams and the memory that no graph uses.
+// Close closes the streams. Package memory, which the System closes next, returns the
+// memory of the pools to the driver.
 func (a *allPlaces) Close() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -60,8 +65,7 @@ func (a *allPlaces) Close() error {
 func (p *places) close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.pool.LetGo(nil)
-	if err := p.s.Close(); p.dev.Err() == nil { // a lost device destroys nothing, and has said so
+	if err := p.s.Close(); p.dev.Err() == nil { // a lost device cannot destroy streams, and has reported its error
 		return err
 	}
 	return nil
@@ -82,7 +86,7 @@ func (p *places) stream() (*stream.Stream, error) {
 	return s, nil
 }
 
-// alloc returns the address of a place for work behind s, the stream of the places.
+// alloc returns the address of a place for work on s, the stream of the places.
 func (p *places) alloc(s *stream.Stream) (at uint64, err error) {
 	err = p.pool.Use(s, func() (err error) {
 		at, err = memory.AllocRaw(s, placeBytes)
@@ -91,10 +95,10 @@ func (p *places) alloc(s *stream.Stream) (at uint64, err error) {
 	return at, err
 }
 
-// free gives a place back that last, the stream of the last launch, may still read.
+// free frees a place that last, the stream of the last launch, may still read.
 func (p *places) free(at uint64, last *stream.Stream) {
 	if memory.RecordStreamRaw(at, last) != nil {
-		_ = p.s.Follow(last) // last is closed, so that nobody captures it
+		_ = gpu.StreamOf(p.s).Follow(gpu.StreamOf(last)) // last is closed, so it is not captured
 	}
-	_ = memory.FreeRaw(p.dev, at) // the errors are of a lost device, which its users know
+	_ = memory.FreeRaw(p.dev, at) // fails only on a lost device, which reports its own error
 }

@@ -3,22 +3,23 @@ package rng
 import (
 	"errors"
 
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/kernel"
-	"github.com/gochorus/chorus/stream"
 )
 
-// A position is where a generator is within a captured function.
+// A position is the position of a generator within a captured function.
 type position struct {
-	fixed  bool   // every launch has this seed and offset
-	seed   uint64 // if it is fixed
-	offset uint64 // counts from the generator's at the launch, unless it is fixed
+	fixed  bool   // every launch uses this seed and offset
+	seed   uint64 // if fixed
+	offset uint64 // relative to the generator's offset at the launch, unless fixed
 }
 
-// mark tells the state of a position that is not fixed from others: offsets are multiples
-// of 4. Such a state has the capture's serial number in place of the seed.
+// mark identifies the state of a position that is not fixed, because offsets are
+// multiples of 4. Such a state contains the serial number of the capture instead
+// of the seed.
 const mark = 3
 
-// move goes to a fixed position: in the graph that the calling goroutine captures, or now.
+// move moves to a fixed position: in the graph that the calling goroutine captures, or immediately.
 func (g *Generator) move(p position) {
 	if c := g.capturing(); c != nil {
 		c.move(p)
@@ -29,8 +30,8 @@ func (g *Generator) move(p position) {
 	g.seed, g.offset = p.seed, p.offset
 }
 
-// position returns where the generator is in the graph that the calling goroutine
-// captures, if it captures one.
+// position returns the position in the graph that the calling goroutine captures,
+// if any.
 func (g *Generator) position() (position, bool) {
 	c := g.capturing()
 	if c == nil {
@@ -41,17 +42,17 @@ func (g *Generator) position() (position, bool) {
 	return c.now, true
 }
 
-// capturing returns what the capture of the calling goroutine draws from g, or nil if the
-// goroutine captures nothing.
+// capturing returns the draws from g of the calling goroutine's capture, or nil
+// if the goroutine does not capture.
 func (g *Generator) capturing() *captured {
 	if g.dev == nil {
 		return nil
 	}
-	s, id := stream.Capturer(g.dev.System())
-	if s == nil {
+	open := gpu.CaptureOf(gpu.DeviceOf(g.dev).System())
+	if open == nil {
 		return nil
 	}
-	c, _ := g.captured(s, id) // the end of a capture that was invalidated says so
+	c, _ := g.captured(open.Stream, open.ID) // the end of a capture that was invalidated says so
 	return c
 }
 
@@ -70,11 +71,11 @@ func (c *captured) state() [StateSize]byte {
 	return encode(c.serial, c.now.offset|mark)
 }
 
-// draw moves on and returns where the numbers of a fill begin.
+// draw advances the position and returns the start of a fill's numbers.
 func (c *captured) draw(increment uint64) (place, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	p := place{c.now.seed, c.now.offset, kernel.Null()}
+	p := place{c.now.seed, c.now.offset, kernel.Address(0)}
 	if !c.now.fixed {
 		if err := c.locate(); err != nil {
 			return place{}, err
@@ -85,7 +86,7 @@ func (c *captured) draw(increment uint64) (place, error) {
 	return p, nil
 }
 
-// locate allocates the memory for seed and offset on first use. c.mu is held.
+// locate allocates the memory for seed and offset at the first use. c.mu is held.
 func (c *captured) locate() error {
 	if c.at != 0 {
 		return nil
@@ -95,18 +96,18 @@ func (c *captured) locate() error {
 	if err != nil {
 		return err
 	}
-	if !s.Retain() {
-		return s.Check("rng", nil)
+	if !gpu.StreamOf(s).Retain() {
+		return gpu.CheckStream("rng", s, nil)
 	}
 	if c.at, err = p.alloc(s); err != nil {
-		return errors.Join(err, s.Release())
+		return errors.Join(err, gpu.StreamOf(s).Release())
 	}
 	c.places, c.last = p, s
 	return nil
 }
 
-// launch moves the generator to where a launch of the graph leaves it, and returns where it
-// was.
+// launch moves the generator to its position after a launch of the graph, and
+// returns the previous position.
 func (g *Generator) launch(end position) (seed, offset uint64) {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -44,7 +44,7 @@ func newTrial[T memory.Element](d dist, a, b, c uint64) *trial {
 
 func floats(ts []*trial, d dist, a, b, c float64) []*trial {
 	x, y, z := number(a), number(b), number(c)
-	return append(ts, newTrial[memory.Float16](d, x, y, z), newTrial[memory.BFloat16](d, x, y, z),
+	return append(ts, newTrial[memory.Float16Bits](d, x, y, z), newTrial[memory.BFloat16Bits](d, x, y, z),
 		newTrial[float32](d, x, y, z), newTrial[float64](d, x, y, z))
 }
 
@@ -56,7 +56,7 @@ func numbers(ts []*trial, d dist, a float64) []*trial {
 
 func wholes(ts []*trial, d dist, width uint64, base int64) []*trial {
 	x, y := width, uint64(base)
-	return append(ts, newTrial[memory.Float16](d, x, y, 0), newTrial[memory.BFloat16](d, x, y, 0),
+	return append(ts, newTrial[memory.Float16Bits](d, x, y, 0), newTrial[memory.BFloat16Bits](d, x, y, 0),
 		newTrial[float32](d, x, y, 0), newTrial[float64](d, x, y, 0), newTrial[int8](d, x, y, 0),
 		newTrial[uint8](d, x, y, 0), newTrial[int16](d, x, y, 0), newTrial[int32](d, x, y, 0), newTrial[int64](d, x, y, 0),
 		newTrial[bool](d, x, y, 0), newTrial[uint16](d, x, y, 0), newTrial[uint32](d, x, y, 0))
@@ -169,10 +169,10 @@ func compareTrial(t *testing.T, tr *trial, got, want []byte) {
 // value reads a floating-point element, or 0 of another type.
 func value(f *format, b []byte) float64 {
 	switch f.dtype {
-	case memory.Float16T:
-		return fromHalf(*(*memory.Float16)(unsafe.Pointer(&b[0])))
-	case memory.BFloat16T:
-		return fromBFloat(*(*memory.BFloat16)(unsafe.Pointer(&b[0])))
+	case memory.Float16:
+		return fromHalf(*(*memory.Float16Bits)(unsafe.Pointer(&b[0])))
+	case memory.BFloat16:
+		return fromBFloat(*(*memory.BFloat16Bits)(unsafe.Pointer(&b[0])))
 	case memory.Float32:
 		return float64(*(*float32)(unsafe.Pointer(&b[0])))
 	case memory.Float64:

@@ -3,16 +3,17 @@ package rng
 import (
 	"math"
 
+	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 )
 
-// The functions below do in Go what rng.cu does, for virtual devices. Those that
-// run for each element are not watched by the race detector: virtual devices
-// look for races in device memory themselves, and the detector makes a fill six
-// times as slow.
+// The functions below are the Go implementation of rng.cu for virtual devices.
+// The race detector skips the functions that run for each element, because
+// virtual devices detect races in device memory themselves, and the detector
+// makes a fill six times as slow.
 
-// A call is what a stand-in finds in its parameters.
+// A call holds the parameters of a stand-in.
 type call struct {
 	n            int
 	seed, offset uint64
@@ -21,12 +22,14 @@ type call struct {
 }
 
 func read(c *kernel.Call) call {
-	pair := func(i int) uint64 { return uint64(uint32(c.Int32(i))) | uint64(uint32(c.Int32(i+1)))<<32 }
-	x := call{
-		n: int(c.Int32(1)), seed: pair(2), offset: pair(4), a: pair(6), b: pair(8), c: pair(10),
-		threads: int(c.Blocks()[0] * c.Threads()[0]),
+	pair := func(i int) uint64 {
+		return uint64(uint32(kernel.Get[int32](c, i))) | uint64(uint32(kernel.Get[int32](c, i+1)))<<32
 	}
-	if !c.IsNull(12) {
+	x := call{
+		n: int(kernel.Get[int32](c, 1)), seed: pair(2), offset: pair(4), a: pair(6), b: pair(8), c: pair(10),
+		threads: int(c.Grid().Blocks[0] * c.Grid().Threads[0]),
+	}
+	if c.Address(12) != 0 {
 		place := kernel.Read[uint64](c, 12, 2)
 		x.seed = place[0]
 		x.offset += place[1]
@@ -34,8 +37,8 @@ func read(c *kernel.Call) call {
 	return x
 }
 
-// standIn returns the function that stands in for the kernel of a distribution
-// and an element type.
+// standIn returns the stand-in of the kernel for a distribution and an element
+// type.
 func standIn[T memory.Element](d dist, f *format) func(*kernel.Call) {
 	fill := onHost[T](d, f)
 	return func(k *kernel.Call) {
@@ -75,14 +78,14 @@ func onHost[T memory.Element](d dist, f *format) func(call, []T) {
 	return compose(units32, of)
 }
 
-// compose returns the function that fills the elements. draw makes values of
-// four words and returns how many; of makes elements of those.
+// compose returns a function that fills elements. draw converts four words to
+// values and returns their number; of converts a value to an element.
 func compose[T memory.Element, V any](draw func(w [4]uint32, v *[4]V) int, of func(call) func(V) T) func(call, []T) {
 	return func(c call, out []T) { rows(c, out, draw, of(c)) }
 }
 
-// rows fills the elements as the threads of rng.cu do, all threads' draws of one
-// time after the other.
+// rows fills the elements in the order of the threads in rng.cu: the first draw
+// of all threads, then the second, and so on.
 //
 //go:norace
 func rows[T memory.Element, V any](c call, out []T, draw func(w [4]uint32, v *[4]V) int, value func(V) T) {
@@ -127,15 +130,15 @@ func units64(w [4]uint32, v *[4]float64) int {
 	return 2
 }
 
-// gauss32 is Box and Muller's method. The GPU's fast sine takes turns, which it
-// gets from the angle by a product that is cut off; with that the stand-in is
-// within the error of the sine's table.
+// gauss32 is the Box-Muller transform. The GPU's fast sine takes turns, computed
+// from the angle by a truncated product. The stand-in does the same and differs
+// only by the error of the sine's table.
 //
 //go:norace
 func gauss32(w [4]uint32, v *[4]float64) int {
 	for i := 0; i < 4; i += 2 {
 		const turn = float32(0x1.921fb6p-30) // 2 pi / 2^32
-		angle := fma32(float32(w[i+1]), turn, turn/2)
+		angle := element.FMA(float32(w[i+1]), turn, turn/2)
 		radius := math.Sqrt(-2 * math.Log(float64(unit32(w[i]))))
 		turns := cut(float64(angle) * float64(float32(1/(2*math.Pi))))
 		sine, cosine := math.Sincos(2 * math.Pi * turns)
@@ -144,7 +147,7 @@ func gauss32(w [4]uint32, v *[4]float64) int {
 	return 4
 }
 
-// cut rounds a number that is not negative down to float32.
+// cut rounds a non-negative number down to float32.
 func cut(v float64) float64 {
 	const rest = 1<<29 - 1 // the bits that float32 lacks
 	return math.Float64frombits(math.Float64bits(v) &^ rest)
@@ -158,8 +161,8 @@ func gauss64(w [4]uint32, v *[4]float64) int {
 	return 2
 }
 
-// sincospi returns the sine and cosine of x*pi, for x of 0 to 2. It takes whole
-// quarters off first, which is exact.
+// sincospi returns the sine and cosine of x*pi for x from 0 to 2. It first
+// subtracts whole quarters, which is exact.
 func sincospi(x float64) (sine, cosine float64) {
 	quarters := math.Round(2 * x)
 	s, c := math.Sincos((x - quarters/2) * math.Pi)
@@ -174,23 +177,23 @@ func sincospi(x float64) (sine, cosine float64) {
 	return s, c
 }
 
-// real32 returns a distribution's function for types that torch computes in
-// float32, real64 that for float64.
+// real32 returns the function of a distribution for types that torch computes in
+// float32, real64 for float64.
 func real32(d dist, f *format, c call) func(float64) float64 {
 	a, b, w := float32(math.Float64frombits(c.a)), float32(math.Float64frombits(c.b)), float32(math.Float64frombits(c.c))
 	log := func(v float32) float32 { return float32(math.Log(float64(v))) }
 	switch d {
 	case uniform:
 		return func(u float64) float64 {
-			if v := f.round(float64(fma32(float32(u), w, a))); v != float64(b) {
+			if v := f.round(float64(element.FMA(float32(u), w, a))); v != float64(b) {
 				return v
 			}
 			return float64(a)
 		}
 	case normal:
-		return func(z float64) float64 { return float64(fma32(float32(z), b, a)) }
+		return func(z float64) float64 { return float64(element.FMA(float32(z), b, a)) }
 	case logNormal:
-		return func(z float64) float64 { return math.Exp(float64(fma32(float32(z), b, a))) }
+		return func(z float64) float64 { return math.Exp(float64(element.FMA(float32(z), b, a))) }
 	case exponential:
 		return func(u float64) float64 {
 			if u >= 1-0x1p-24 {
@@ -252,19 +255,4 @@ func randomOf[T memory.Element](f *format) func(uint64) T {
 func rangeOf[T memory.Element](c call) func(uint64) T {
 	of := counter[T]()
 	return func(v uint64) T { return of(int64(v%c.a + c.b)) }
-}
-
-// fma32 returns a*b+c rounded once. The product is exact in float64; rounding the
-// sum to odd there, instead of to nearest, keeps what the second rounding needs.
-//
-//go:norace
-func fma32(a, b, c float32) float32 {
-	p, q := float64(a)*float64(b), float64(c)
-	s := p + q
-	v := s - p
-	lost := (p - (s - v)) + (q - v)
-	if lost != 0 && math.Float64bits(s)&1 == 0 {
-		s = math.Nextafter(s, math.Copysign(math.Inf(1), lost))
-	}
-	return float32(s)
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
 )
@@ -44,7 +45,7 @@ func TestStateInCapture(t *testing.T) {
 	})
 }
 
-var statePrograms = flag.Int("programs", 30, "how many random programs TestStatePrograms captures")
+var statePrograms = flag.Int("programs", tsan.Rounds(6, 30), "how many random programs TestStatePrograms captures")
 
 // A program draws, saves, restores and seeds. Captured and launched it draws what it draws
 // without a graph, each time that it runs, and leaves the generator at the same place.
@@ -64,7 +65,7 @@ func TestStatePrograms(t *testing.T) {
 			g, plain := rng.New(devs[0], 5), rng.New(devs[0], 5)
 			outside := g.State()
 			require.NoError(t, s.Sync(testgpu.Context(t)))
-			x, err := graph.Capture([]*stream.Stream{s}, func() error { return play(ops, g, ds, outside) })
+			x, err := graph.Capture([]*stream.Stream{s}, func() error { return play(ops, g, ds, outside) }, nil)
 			require.NoError(t, err, "program %v", ops)
 			for range 3 {
 				require.NoError(t, play(ops, plain, ds, outside))
@@ -125,8 +126,8 @@ func TestStateThatHasNoMeaning(t *testing.T) {
 		var saved [rng.StateSize]byte
 		capture(t, func() error {
 			saved = g.State()
-			require.ErrorContains(t, other.SetState(saved[:]), "taken in this capture or outside of captures")
-			require.ErrorContains(t, g.SetOffset(8), "use ManualSeed or SetState before")
+			require.ErrorContains(t, other.SetState(saved[:]), "from this capture or from outside of captures")
+			require.ErrorContains(t, g.SetOffset(8), "call ManualSeed or SetState before")
 			require.Equal(t, saved, g.State())
 			there := make(chan struct{})
 			go func() { // another goroutine sets the generator at once
@@ -145,9 +146,9 @@ func TestStateThatHasNoMeaning(t *testing.T) {
 		}, s)
 		require.EqualValues(t, 77, g.InitialSeed())
 		was := state(g)
-		require.ErrorContains(t, g.SetState(saved[:]), "taken in a captured function")
+		require.ErrorContains(t, g.SetState(saved[:]), "a position in the launches of another graph")
 		capture(t, func() error {
-			require.ErrorContains(t, g.SetState(saved[:]), "taken in a captured function")
+			require.ErrorContains(t, g.SetState(saved[:]), "a position in the launches of another graph")
 			return d.draw(g)
 		}, s)
 		require.Equal(t, was, state(g))

@@ -96,7 +96,7 @@ func TestDistributions(t *testing.T) {
 		s := newStream(t, devs[0])
 		t.Run("float32", func(t *testing.T) { floats[float32](t, s, 0x1p-23) })
 		t.Run("float64", func(t *testing.T) { floats[float64](t, s, 0x1p-52) })
-		t.Run("float16", func(t *testing.T) { floats[memory.Float16](t, s, 0x1p-10) })
+		t.Run("float16", func(t *testing.T) { floats[memory.Float16Bits](t, s, 0x1p-10) })
 		t.Run("bernoulli", func(t *testing.T) {
 			const p = 0.3
 			xs := draw(t, s, func(g *rng.Generator, x memory.Slice[bool]) error { return rng.Bernoulli(g, s, x, p) })

@@ -12,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -102,7 +103,7 @@ func TestCallbackInGraph(t *testing.T) {
 		capture := func(n *atomic.Int32) *graph.Exec {
 			x, err := graph.Capture([]*stream.Stream{s}, func() error {
 				return s.Callback(func() { n.Add(1) })
-			})
+			}, nil)
 			require.NoError(t, err)
 			return x
 		}
@@ -141,7 +142,7 @@ func TestCallbackOfClosedGraphIsFreed(t *testing.T) {
 		freed := make(chan struct{})
 		func() {
 			big := newCanary(freed)
-			x, err := graph.Capture([]*stream.Stream{s}, func() error { return s.Callback(big.sing) })
+			x, err := graph.Capture([]*stream.Stream{s}, func() error { return s.Callback(big.sing) }, nil)
 			require.NoError(t, err)
 			require.NoError(t, x.Launch(s))
 			require.NoError(t, s.Sync(testgpu.Context(t)))
@@ -169,17 +170,17 @@ func TestCallbackInForeignCapture(t *testing.T) {
 		defer s.Close()
 		require.NoError(t, s.Callback(func() {}))
 		require.NoError(t, s.Sync(testgpu.Context(t)))
-		require.NoError(t, devs[0].Do("begin", func(drv cudadrv.Driver) cudadrv.Result {
-			return drv.StreamBeginCapture(own.Raw(), cudadrv.CaptureRelaxed)
+		require.NoError(t, gpu.DeviceOf(devs[0]).Do(func(drv cudadrv.Driver) cudadrv.Result {
+			return drv.StreamBeginCapture(gpu.StreamOf(own).Raw(), cudadrv.CaptureRelaxed)
 		}))
-		var ce *stream.CaptureError
+		var ce *device.CaptureError
 		require.ErrorAs(t, s.Callback(func() {}), &ce)
 		var g cudadrv.Graph
-		require.NoError(t, devs[0].Do("end", func(drv cudadrv.Driver) (r cudadrv.Result) {
-			g, r = drv.StreamEndCapture(own.Raw())
+		require.NoError(t, gpu.DeviceOf(devs[0]).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+			g, r = drv.StreamEndCapture(gpu.StreamOf(own).Raw())
 			return r
 		}), "the capture is still good")
-		require.NoError(t, devs[0].Do("destroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(g) }))
+		require.NoError(t, gpu.DeviceOf(devs[0]).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphDestroy(g) }))
 	})
 }
 

@@ -24,9 +24,9 @@ var addSource = kernel.Source{
 		Name:   "add",
 		Params: []kernel.Param{kernel.Pointer, kernel.I32, kernel.I32},
 		Go: func(c *kernel.Call) {
-			x := kernel.Update[int32](c, 0, int(c.Int32(2)))
+			x := kernel.Update[int32](c, 0, int(kernel.Get[int32](c, 2)))
 			for i := range x {
-				x[i] += c.Int32(1)
+				x[i] += kernel.Get[int32](c, 1)
 			}
 		},
 	}},
@@ -102,7 +102,7 @@ func oneRound(t *testing.T, dev *device.Device, add *kernel.Kernel, g, round int
 	defer func() { ok(y.Close()) }()
 	ok(x.RecordStream(side))
 	ok(y.RecordStream(s))
-	ok(add.Launch(s, kernel.Cover(n), kernel.Ptr(x), kernel.Int32(int32(g)), kernel.Int32(int32(n))))
+	ok(add.Launch(s, kernel.Cover(n), kernel.Ptr(x), kernel.Scalar(int32(g)), kernel.Scalar(int32(n))))
 	ready, e := s.Record(nil)
 	if e != nil {
 		return e
@@ -111,7 +111,7 @@ func oneRound(t *testing.T, dev *device.Device, add *kernel.Kernel, g, round int
 	ok(side.Wait(ready))
 	ok(memory.Copy(side, y, x))
 	ok(s.WaitStream(side))
-	ok(add.Launch(s, kernel.Cover(n), kernel.Ptr(y), kernel.Int32(1), kernel.Int32(int32(n))))
+	ok(add.Launch(s, kernel.Cover(n), kernel.Ptr(y), kernel.Scalar[int32](1), kernel.Scalar(int32(n))))
 	called := 0
 	ok(s.Callback(func() { called++ }))
 	ok(ready.Record(s))

@@ -8,10 +8,10 @@ import (
 
 type currentKey struct{ dev *device.Device }
 
-// NewContext returns a context in which s is the current stream of its device,
-// and that device the current one (device.Current), for code that wants torch's
-// current stream (torch.cuda.stream). Other devices keep theirs, and who has the
-// old context keeps the old one. A nil stream changes nothing.
+// NewContext returns a context in which s is the current stream of its device, and that
+// device is the current one (device.Current), for code that uses torch's current stream
+// (torch.cuda.stream). The current streams of other devices, and the parent context, do
+// not change. If s is nil, NewContext returns ctx.
 func NewContext(ctx context.Context, s *Stream) context.Context {
 	if s == nil {
 		return ctx

@@ -5,6 +5,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kept"
 )
@@ -16,35 +17,35 @@ var defaultKey kept.Key
 // with other users of CUDA, such as PyTorch in the same process, whose work is
 // on that stream.
 //
-// CUDA lets the default stream wait for all blocking streams of the process, and
-// them for it; streams of Chorus are all non-blocking, so that only events order
-// them with it. It cannot be closed or captured; a graph may be launched on it.
+// In CUDA the default stream and the blocking streams of the process wait for each other.
+// Streams of Chorus are non-blocking, so only events order them with it. It cannot be
+// closed or captured; a graph may be launched on it.
 func Default(dev *device.Device) *Stream {
 	if dev == nil {
-		return nil // methods and functions say that there is none
+		return nil // methods and functions report that no stream was given
 	}
-	return dev.Local(&defaultKey, func() any {
-		s := &Stream{dev: dev, kind: legacy}
-		s.refs.Store(1)
-		handle.InitForever(&s.owner)
+	return gpu.DeviceOf(dev).Local(&defaultKey, func() any {
+		s := &Stream{dev: dev}
+		gpu.StreamOf(s).Adopt(gpu.DeviceOf(dev), gpu.DefaultStream, 0)
+		handle.InitForever(&gpu.StreamOf(s).Owner)
 		return s
 	}).(*Stream)
 }
 
-// What cuda.h defines in place of a CUstream.
+// The special values that cuda.h defines for a CUstream.
 const (
 	handleLegacy    = 1
 	handlePerThread = 2
 )
 
-// External wraps a CUstream that other code has made on dev, such as one of
-// PyTorch in the same process (torch.cuda.ExternalStream). Close gives the
-// wrapper up and never the CUstream, which must live until then and until the
-// work on it has completed. Handle unwraps. 0 is Default.
+// External wraps a CUstream that other code has made on dev, such as a stream of PyTorch
+// in the same process (torch.cuda.ExternalStream). Close closes only the wrapper. The
+// CUstream must live until then and until the work on it has completed. Handle returns it.
+// 0 is Default.
 //
-// The stream must be of the device's primary context, which is checked, as all
-// of the CUDA runtime's and of PyTorch's are. CUDA cannot check that cuStream is
-// one at all: the process may crash if it is not.
+// The stream must belong to the device's primary context, as all streams of the CUDA
+// runtime and of PyTorch do; External checks that. CUDA cannot check that cuStream is a
+// stream at all: if it is not, the process may crash.
 func External(dev *device.Device, cuStream uintptr) (*Stream, error) {
 	const op = "stream: external"
 	switch {
@@ -56,14 +57,13 @@ func External(dev *device.Device, cuStream uintptr) (*Stream, error) {
 		return nil, fmt.Errorf("%s: CU_STREAM_PER_THREAD is another stream on each OS thread, and goroutines change theirs: make a stream: %w",
 			op, device.ErrorInvalidHandle)
 	}
-	own, err := dev.Context()
+	own, err := gpu.DeviceOf(dev).Context()
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", op, err)
 	}
-	s := &Stream{dev: dev, h: cudadrv.Stream(cuStream), kind: external}
 	var of cudadrv.Context
-	err = dev.Do("cuStreamGetCtx", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		of, r = drv.StreamGetCtx(s.h)
+	err = gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		of, r = drv.StreamGetCtx(cudadrv.Stream(cuStream))
 		return r
 	})
 	if err != nil {
@@ -73,7 +73,8 @@ func External(dev *device.Device, cuStream uintptr) (*Stream, error) {
 		return nil, fmt.Errorf("%s: %#x belongs to another context than the primary one of %s: is it a stream of another device? %w",
 			op, cuStream, dev, device.ErrorInvalidContext)
 	}
-	s.refs.Store(1)
-	handle.Init(s, &s.owner, handle.About{Kind: "external stream", On: dev})
+	s := &Stream{dev: dev}
+	gpu.StreamOf(s).Adopt(gpu.DeviceOf(dev), gpu.ExternalStream, cudadrv.Stream(cuStream))
+	handle.Init(s, &gpu.StreamOf(s).Owner, handle.About{Kind: "external stream", On: dev})
 	return s, nil
 }

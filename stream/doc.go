@@ -8,14 +8,14 @@
 //	... // enqueue work on s
 //	return s.Sync(ctx) // wait for it
 //
-// Every asynchronous call of Chorus names its stream: one of New, one that the
-// process shares (FromPool), the device's Default, or one that other code has
-// made (External). Work of two streams is ordered only by an Event: Record it on
-// the one and Wait for it on the other, which costs the host nothing.
+// Every asynchronous call of Chorus names its stream: a stream of New, a stream that the
+// process shares (FromPool), the device's Default, or a stream that other code has made
+// (External). Only an Event orders the work of two streams: Record it on one and Wait for
+// it on the other. The host does not wait.
 //
-// Concurrency: a stream or an event may be used by several goroutines; the
-// order of their work is then the order in which their calls happen to arrive.
+// Concurrency: a stream or an event may be used by several goroutines; their operations
+// are then enqueued in the order in which their calls arrive.
 //
-// Lifetime: Close is idempotent and never waits; work that was enqueued still
-// runs.
+// Lifetime: Close is idempotent and never waits; operations that are already enqueued
+// still run.
 package stream

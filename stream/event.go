@@ -9,17 +9,18 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
 )
 
 // EventConfig are the options of NewEvent; nil means their zero values.
 type EventConfig struct {
-	// Timing lets Elapsed measure with the event. Without it an event is
-	// cheaper. Default off, as in torch.cuda.Event.
+	// Timing enables Elapsed. Without it an event is cheaper. Default off, as in
+	// torch.cuda.Event.
 	Timing bool
-	// Blocking lets Sync put its thread to sleep instead of spinning, where its
-	// context cannot end (with one that can, Sync always sleeps). Default off.
+	// Blocking lets Sync put its thread to sleep instead of spinning, if Sync's context
+	// cannot end (if it can, Sync always sleeps). Default off.
 	Blocking bool
 	// Interprocess lets other processes open the event by its IPCHandle. It
 	// excludes Timing. Default off.
@@ -49,14 +50,16 @@ func (c *EventConfig) flags() (uint32, error) {
 
 // An Event marks a point in a stream (CUevent, torch.cuda.Event).
 type Event struct {
+	eventRef
 	owner    handle.Owner
 	dev      *device.Device
-	h        cudadrv.Event
 	flags    uint32
 	opened   bool        // made by another process
-	recorded atomic.Bool // once or more
+	recorded atomic.Bool // at least once
 	captured atomic.Bool // its last Record was captured into a graph
 }
+
+type eventRef = gpu.EventRef
 
 // NewEvent creates an event on dev. Only streams of dev can record it; streams
 // of any device can wait for it.
@@ -69,10 +72,8 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 		return nil, err
 	}
 	e := &Event{dev: dev, flags: flags}
-	err = dev.Do("cuEventCreate", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		e.h, r = drv.EventCreate(flags)
-		return r
-	})
+	h, err := gpu.DeviceOf(dev).NewEvent(flags)
+	e.eventRef = gpu.NewEventRef(h)
 	if err != nil {
 		return nil, fmt.Errorf("stream: new event: %w", err)
 	}
@@ -83,23 +84,20 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 // Device returns the event's device.
 func (e *Event) Device() *device.Device { return e.dev }
 
-// Raw returns the driver's handle, for Chorus's own packages.
-func (e *Event) Raw() cudadrv.Event { return e.h }
-
-// Record marks the point that s has reached: everything enqueued on s so far. A
-// later Record moves the mark; waits enqueued before keep the earlier one.
+// Record records the event on s, after everything enqueued on s so far. A later Record
+// replaces it; waits enqueued before keep the earlier one.
 func (e *Event) Record(s *Stream) error {
 	if err := e.check("stream: record event"); err != nil {
 		return err
 	}
-	if err := s.Check("stream: record event", e.dev); err != nil {
+	if err := gpu.CheckStream("stream: record event", s, gpu.DeviceOf(e.dev)); err != nil {
 		return err
 	}
 	captured, err := e.note(s)
 	if err != nil {
 		return err
 	}
-	err = e.dev.Do("cuEventRecord", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e.h, s.h) })
+	err = gpu.DeviceOf(e.dev).RecordEvent(gpu.EventOf(e), gpu.StreamOf(s).Raw())
 	if err == nil {
 		e.captured.Store(captured)
 		e.recorded.Store(true)
@@ -110,7 +108,7 @@ func (e *Event) Record(s *Stream) error {
 // Record makes an event of the stream's device and records it
 // (torch.cuda.Stream.record_event).
 func (s *Stream) Record(cfg *EventConfig) (*Event, error) {
-	if err := s.Check("stream: record event", nil); err != nil {
+	if err := gpu.CheckStream("stream: record event", s, nil); err != nil {
 		return nil, err
 	}
 	e, err := NewEvent(s.dev, cfg)
@@ -123,23 +121,23 @@ func (s *Stream) Record(cfg *EventConfig) (*Event, error) {
 	return e, nil
 }
 
-// Query reports, without waiting, whether the marked point has been passed. It
-// is true of an event that was never recorded.
+// Query reports, without waiting, whether the stream has passed the event. It returns true
+// for an event that was never recorded.
 func (e *Event) Query() (bool, error) {
 	if err := e.checkHost("stream: query event"); err != nil {
 		return false, err
 	}
-	return ready(e.dev, "cuEventQuery", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(e.h) })
+	return gpu.DeviceOf(e.dev).QueryEvent(gpu.EventOf(e))
 }
 
-// Sync waits until the marked point has been passed. When ctx ends first, Sync
-// returns its cause and no thread is left behind.
+// Sync waits until the stream has passed the event. If ctx ends first, Sync returns its
+// cause and no thread stays blocked.
 func (e *Event) Sync(ctx context.Context) error {
 	if err := e.checkHost("stream: sync event"); err != nil {
 		return err
 	}
 	if ctx.Done() == nil {
-		return e.dev.Do("cuEventSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventSynchronize(e.h) })
+		return gpu.DeviceOf(e.dev).SyncEvent(gpu.EventOf(e))
 	}
 	start := time.Now()
 	err := poll.Until(ctx, e.Query)
@@ -149,11 +147,10 @@ func (e *Event) Sync(ctx context.Context) error {
 	return err
 }
 
-// Elapsed returns the time on the device from start to e, with a resolution of
-// about half a microsecond (cuEventElapsedTime, torch.cuda.Event.elapsed_time).
-// Both were made with Timing, on one device, and both points have been passed:
-// if not, the error matches device.ErrorNotReady. The time is negative where
-// start was passed after e.
+// Elapsed returns the time on the device from start to e, with a resolution of about half
+// a microsecond (cuEventElapsedTime, torch.cuda.Event.elapsed_time). Both events must be
+// made with Timing, on one device, and must have been passed: if not, the error matches
+// device.ErrorNotReady. The time is negative if start was passed after e.
 func (e *Event) Elapsed(start *Event) (time.Duration, error) {
 	const op = "stream: elapsed time"
 	for _, x := range []*Event{start, e} {
@@ -178,19 +175,19 @@ func (e *Event) Elapsed(start *Event) (time.Duration, error) {
 		}
 	}
 	var ms float32
-	err := e.dev.Do("cuEventElapsedTime", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		ms, r = drv.EventElapsedTime(start.h, e.h)
+	err := gpu.DeviceOf(e.dev).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		ms, r = drv.EventElapsedTime(gpu.EventOf(start), gpu.EventOf(e))
 		return r
 	})
 	return time.Duration(float64(ms) * float64(time.Millisecond)), err
 }
 
-// Close gives the event up. Waits that were enqueued for it still hold.
+// Close destroys the event. Waits that were enqueued for it stay valid.
 func (e *Event) Close() error {
 	if e == nil || !e.owner.Close() {
 		return nil
 	}
-	return e.dev.Do("cuEventDestroy", func(drv cudadrv.Driver) cudadrv.Result { return drv.EventDestroy(e.h) })
+	return gpu.DeviceOf(e.dev).DestroyEvent(gpu.EventOf(e))
 }
 
 func (e *Event) check(op string) error {

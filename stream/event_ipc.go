@@ -6,16 +6,16 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 )
 
-// An EventHandle names an interprocess event to other processes of the host
-// (CUipcEventHandle). It is plain data, to be sent by any means.
+// An EventHandle identifies an interprocess event for other processes of the host
+// (CUipcEventHandle). It is plain data that can be sent by any means.
 type EventHandle [64]byte
 
-// IPCHandle returns what OpenEvent of another process opens the event by
-// (cuIpcGetEventHandle, torch.cuda.Event.ipc_handle). The event was made with
-// EventConfig.Interprocess.
+// IPCHandle returns a handle that OpenEvent of another process opens (cuIpcGetEventHandle,
+// torch.cuda.Event.ipc_handle). The event must be made with EventConfig.Interprocess.
 func (e *Event) IPCHandle() (EventHandle, error) {
 	const op = "stream: handle of an event"
 	if err := e.check(op); err != nil {
@@ -26,32 +26,33 @@ func (e *Event) IPCHandle() (EventHandle, error) {
 			op, e.dev, device.ErrorInvalidHandle)
 	}
 	var h cudadrv.IpcEventHandle
-	err := e.dev.Do("cuIpcGetEventHandle", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		h, r = drv.IpcGetEventHandle(e.h)
+	err := gpu.DeviceOf(e.dev).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		h, r = drv.IpcGetEventHandle(gpu.EventOf(e))
 		return r
 	})
 	return EventHandle(h), err
 }
 
 // OpenEvent opens an event of another process (cuIpcOpenEventHandle,
-// torch.cuda.Event.from_ipc_handle). dev is the GPU on which that process has
-// made it. Either process may record it and wait for it. The process that has
-// made it closes it last.
+// torch.cuda.Event.from_ipc_handle). dev must be the GPU on which that process created the
+// event. Either process may record it and wait for it. The process that created the event
+// must close it last.
 //
-// The process that has made the event cannot open it. Virtual devices share
-// events between two Systems of one process, which stand for two processes, and
-// not between real ones: then the error matches device.ErrorNotSupported.
+// The process that created the event cannot open it. Virtual devices share events between
+// two Systems of one process, which simulate two processes, and not between real
+// processes: then the error matches device.ErrorNotSupported.
 func OpenEvent(dev *device.Device, h EventHandle) (*Event, error) {
 	const op = "stream: open event"
 	if dev == nil {
 		return nil, fmt.Errorf("%s: no device given", op)
 	}
 	e := &Event{dev: dev, flags: cudadrv.EventInterprocess | cudadrv.EventDisableTiming, opened: true}
-	err := dev.Do("cuIpcOpenEventHandle", func(drv cudadrv.Driver) (r cudadrv.Result) {
-		e.h, r = drv.IpcOpenEventHandle(cudadrv.IpcEventHandle(h))
+	err := gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		raw, r := drv.IpcOpenEventHandle(cudadrv.IpcEventHandle(h))
+		e.eventRef = gpu.NewEventRef(raw)
 		return r
 	})
-	if err != nil && dev.System().Machine() != nil && errors.Is(err, device.ErrorNotSupported) {
+	if err != nil && gpu.DeviceOf(dev).System().Machine != nil && errors.Is(err, device.ErrorNotSupported) {
 		err = fmt.Errorf("virtual devices share no events between processes: %w", err)
 	}
 	if err != nil {

@@ -6,6 +6,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -17,7 +19,7 @@ func TestForkAndJoin(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		s := newStream(t, devs[0])
 		others := []*stream.Stream{newStream(t, devs[0]), s, newStream(t, devs[1]), newStream(t, devs[1])}
-		able, err := memory.Reach(devs[0], devs[1])
+		able, err := mem.Reach(devs[0], devs[1])
 		require.NoError(t, err)
 		if !able {
 			t.Skip("the devices do not reach each other")
@@ -38,11 +40,11 @@ func TestForkAndJoin(t *testing.T) {
 				want[i] = int32(i * (round + 1))
 			}
 			require.NoError(t, x.CopyFrom(s, want))
-			require.NoError(t, stream.Fork(s, others))
+			require.NoError(t, gpu.Fork(s, others))
 			for i, o := range others {
 				require.NoError(t, memory.Copy(o, mid[i], x))
 			}
-			require.NoError(t, stream.Join(s, others))
+			require.NoError(t, gpu.Join(s, others))
 			for _, m := range mid {
 				require.NoError(t, x.Zero(s))
 				require.NoError(t, memory.Copy(s, x, m))
@@ -60,9 +62,9 @@ func TestForkChecks(t *testing.T) {
 	closed := newStream(t, devs[0])
 	require.NoError(t, closed.Close())
 	for want, list := range map[string][]*stream.Stream{"no stream given": {nil}, "use after Close": {s, closed}, "another system": {far}} {
-		require.ErrorContains(t, stream.Fork(s, list), want)
-		require.ErrorContains(t, stream.Join(s, list), want)
+		require.ErrorContains(t, gpu.Fork(s, list), want)
+		require.ErrorContains(t, gpu.Join(s, list), want)
 	}
-	require.NoError(t, stream.Fork(s, []*stream.Stream{s}))
-	require.NoError(t, stream.Join(s, nil))
+	require.NoError(t, gpu.Fork(s, []*stream.Stream{s}))
+	require.NoError(t, gpu.Join(s, nil))
 }

@@ -113,20 +113,20 @@ func TestDefault(t *testing.T) {
 func TestDefaultTakesPartInNoCapture(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		def, s := stream.Default(devs[0]), newStream(t, devs[0])
-		_, err := graph.Capture([]*stream.Stream{def}, func() error { return nil })
+		_, err := graph.Capture([]*stream.Stream{def}, func() error { return nil }, nil)
 		require.ErrorIs(t, err, graph.ErrorUnsupported)
 		require.ErrorContains(t, err, "take one of New or FromPool")
 		e, err := stream.NewEvent(devs[0], nil)
 		require.NoError(t, err)
 		defer e.Close()
 		x, err := graph.Capture([]*stream.Stream{s}, func() error {
-			var ce *stream.CaptureError
+			var ce *device.CaptureError
 			require.ErrorAs(t, def.WaitStream(s), &ce)
 			require.NoError(t, e.Record(s))
 			require.ErrorAs(t, def.Wait(e), &ce)
 			require.ErrorContains(t, ce, "let another stream wait")
 			return nil
-		})
+		}, nil)
 		require.NoError(t, err, "the capture is still good")
 		require.NoError(t, x.Launch(def))
 		require.NoError(t, def.Sync(testgpu.Context(t)))

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -159,7 +160,7 @@ func TestKeep(t *testing.T) {
 		require.NoError(t, err)
 		opened, closed := 0, 0
 		keep := func(fail error) (any, error) {
-			return s.Keep(&key, func() (any, func() error, error) {
+			return gpu.StreamOf(s).Keep(&key, func() (any, func() error, error) {
 				opened++
 				return opened, func() error { closed++; return nil }, fail
 			})
@@ -171,14 +172,14 @@ func TestKeep(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, 2, v)
 		}
-		require.True(t, s.Retain())
+		require.True(t, gpu.StreamOf(s).Retain())
 		require.NoError(t, s.Close())
 		require.Zero(t, closed, "it is in use")
-		require.NoError(t, s.Release())
+		require.NoError(t, gpu.StreamOf(s).Release())
 		require.Equal(t, 1, closed)
 		_, err = keep(nil)
 		require.ErrorIs(t, err, device.ErrClosed)
-		require.False(t, s.Retain(), "it is gone")
+		require.False(t, gpu.StreamOf(s).Retain(), "it is gone")
 		require.Equal(t, []int{2, 1}, []int{opened, closed}, "nothing is kept with what is gone")
 	})
 }

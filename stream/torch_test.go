@@ -351,7 +351,7 @@ func TestTorch_test_graph_is_current_stream_capturing(t *testing.T) {
 			require.False(t, must(stream.Default(devs[0]).Capturing()))
 			p.On(s, late)
 			return nil
-		})
+		}, nil)
 		require.NoError(t, err)
 		require.False(t, must(s.Capturing()))
 		require.True(t, synced(t, s), "the capture has not run")

@@ -1,45 +1,7 @@
 package tensor
 
-import "testing"
+// Shares reports whether two operands of a product share memory.
+func Shares(x, y Tensor) bool { return shares(&x, &y) }
 
-// HostBytes returns the memory of a host tensor from its first element on.
-func HostBytes(t Tensor) []byte { return t.all() }
-
-// LikeStrides are those of MakeLike.
-func LikeStrides(t Tensor) []int { return likeStrides(t.shape, t.strides) }
-
-// The source of the kernels and its PTX.
-var (
-	Source = source
-	Packed = packed
-)
-
-// SetTurnBytes lets pieces take turns in parts of another length, for a test.
-func SetTurnBytes(t testing.TB, n int) {
-	old := turnBytes
-	turnBytes = n
-	t.Cleanup(func() { turnBytes = old })
-}
-
-// SetEngineBytes lets copy engines take rows of other lengths, for a test.
-func SetEngineBytes(t testing.TB, row, all int) {
-	old := [2]int{engineRow, engineBytes}
-	engineRow, engineBytes = row, all
-	t.Cleanup(func() { engineRow, engineBytes = old[0], old[1] })
-}
-
-// Turns returns of which of some runs, of so many bytes, the parts are that one launch
-// copies, in their order.
-func Turns(runs ...int) (order []int) {
-	b := &pieces{width: 4}
-	for i, n := range runs {
-		b.list = append(b.list, piece{to: uint64(i) << 40, rows: 1, row: n})
-		b.bytes += n
-	}
-	t := new(pieceTable)
-	t.fill(b)
-	for _, to := range t.to[:t.count] {
-		order = append(order, int(to>>40))
-	}
-	return order
-}
+// SharesWithin reports whether elements of a tensor may share memory.
+func SharesWithin(x Tensor) bool { return sharesWithin(&x) }

@@ -1,196 +1,139 @@
 package tensor
 
 import (
+	"errors"
 	"fmt"
-	"unsafe"
 
-	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gemm"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// MatMulConfig are the options of MatMul; nil means their defaults.
+// MatMulConfig are the options of MatMul; nil means their defaults. Tensors among them are on
+// the device of the stream, and the zero Tensor means none.
 type MatMulConfig struct {
 	Alpha *float64 // factor of the product; default 1
-	Beta  *float64 // factor of what c holds before; default 0, and then c may hold anything
+	Beta  *float64 // factor of c, or of Add; default 0, or 1 if Add is set. With 0, c may hold anything
+
+	// DeviceAlpha and DeviceBeta replace Alpha and Beta by values that the device reads when
+	// the product runs. Both must be set. Each has one element of float32; of float64 for
+	// products of float64; of float16 with MatMulSettings.AllowFP16Accumulation.
+	DeviceAlpha, DeviceBeta Tensor
+
+	// Add is the matrix that Beta multiplies, if it is not c itself (the input of
+	// torch.addmm and torch.baddbmm). It has the shape and type of c, or shape [m n] for all
+	// products of a batch. If c is an 8-bit float, Add is float16 or bfloat16.
+	Add Tensor
+
+	// Epilogue is applied to the sum of the product, Add and Bias. See its values for Aux and
+	// BiasGrad.
+	Epilogue Epilogue
+	// Bias is added to each row before the epilogue (torch.nn.functional.linear). It has
+	// shape [n], or [b n] for a batch, and the type of c; bfloat16 for a product of 8-bit
+	// floats with a c of float32, and float16 or bfloat16 with a c of 8-bit floats.
+	Bias     Tensor
+	Aux      Tensor
+	BiasGrad Tensor
+
+	// Scales of 8-bit floats, as in torch._scaled_mm: float32 on the device.
+	// c = ScaleResult·epilogue(Alpha·ScaleA·ScaleB·a·b + …). Each has one element. ScaleA of
+	// shape [m 1] and ScaleB of shape [1 n] are scales for each row of a and each column of b;
+	// that needs compute capability 9.0 and cuBLASLt 12.9, and a c that is not 8-bit.
+	ScaleA, ScaleB Tensor
+	ScaleResult    Tensor // only if c is an 8-bit float
+	AMax           Tensor // one float32 that gets the largest |c| before ScaleResult, if c is an 8-bit float
+	// FastAccum sums products of 8-bit floats with about 22 bits (use_fast_accum). It is
+	// faster, and precise enough for the forward pass.
+	FastAccum bool
+
+	Settings *MatMulSettings // default: MatMulDefaults
 }
 
-// MatMul enqueues c = alpha·a·b + beta·c on s (cublasGemmEx), for a of shape
-// [m k], b of [k n] and c of [m n], all of one type: float16, bfloat16, float32
-// or float64. Products of the narrow types are summed in float32. a and b may
-// be transposed views; c is row-major and overlaps neither.
+// MatMul enqueues c = epilogue(alpha·a·b + beta·c + bias) on s (torch.mm, torch.bmm,
+// torch.addmm, torch.baddbmm, torch._scaled_mm), for a of shape [m k], b of [k n] and c of
+// [m n]. For a batch c has shape [b m n], and a and b have three dimensions or two: a matrix
+// of two dimensions, or a first dimension of 1, is used for the whole batch. torch.matmul of
+// other shapes is a View of such a product.
+//
+// Types of a and b, of c, and the type of the sums:
+//
+//	float64                          float64                 float64
+//	float32                          float32                 float32, of inputs rounded to TF32 if Float32Precision allows it
+//	float16 or bfloat16              the same, or float32    float32
+//	float16, AllowFP16Accumulation   float16                 float16
+//	8-bit floats, not both e5m2      bfloat16, float16,      float32
+//	                                 float32, e4m3fn; e5m2 if an input is e5m2
+//
+// The result is rounded once to the type of c; 8-bit floats saturate. Integers and products
+// of mixed types are not supported.
+//
+// No operand is copied. In a, b, c and Add one of the last two strides is 1, and the other
+// one is not smaller than the matrix's side, so that views, transposed views and slices of
+// rows and columns can be used. b and a may repeat, with strides of 0 between matrices of a
+// batch. c may be a transposed view if there is no Bias, Aux or BiasGrad. c must not share
+// memory with another tensor, except that Add may be c. Products of 8-bit floats need
+// compute capability 8.9; except on 10.x, a must be contiguous in rows and b in columns, as
+// in MatMul(s, c, a, b.T(), cfg); k, n, strides and addresses are multiples of 16 bytes, and
+// n of 16 elements.
+//
+// MatMul uses cuBLASLt. It falls back to cuBLAS if cuBLASLt is missing or has no algorithm,
+// and the product has no epilogue, bias, scales or separate Add. If neither can compute the
+// product, the error matches errors.ErrUnsupported. The arguments are validated before
+// anything is enqueued. If the shape has no elements, MatMul enqueues nothing.
+//
+// MatMul returns when the product is enqueued. The first product of a kind on a stream
+// chooses an algorithm; later ones with the same shapes and alignments are enqueued without
+// allocating. Algorithms use a workspace that belongs to the stream; see
+// CUBLAS_WORKSPACE_CONFIG in docs/ENVIRONMENT.md. While s is captured, the workspace comes
+// from the pool of the capture and belongs to the graph. MatMul may be called by several
+// goroutines.
+//
+// Results are reproducible for the same device model, library versions, shapes, alignments,
+// settings and workspace. On virtual devices sums are made in the same types, in an
+// unspecified order.
 func MatMul(s *stream.Stream, c, a, b Tensor, cfg *MatMulConfig) error {
-	const op = "tensor: matmul"
-	if err := checkMatMul(op, s, c, a, b); err != nil {
+	if cfg == nil {
+		cfg = &noConfig
+	}
+	if err := gpu.CheckStream("tensor: matmul", s, nil); err != nil {
 		return err
 	}
-	m, n, k := c.shape[0], c.shape[1], a.shape[1]
-	if m == 0 || n == 0 {
+	var m multiplication
+	err := m.set(s, &c, &a, &b, cfg)
+	if err == nil && !m.empty() {
+		err = gemm.Enqueue(s, &m.Product)
+	}
+	if err == nil {
 		return nil
 	}
-	types, ok := gemmTypes[c.dtype]
-	if !ok {
-		return fmt.Errorf("%s: %s is not a type of matrix products", op, c.dtype)
-	}
-	blas, h, err := handleOf(s)
-	if err != nil {
-		return err
-	}
-	// cuBLAS is column-major, so it is asked for cᵀ = bᵀ·aᵀ.
-	left, err := operandOf(b)
-	if err != nil {
-		return fmt.Errorf("%s: b: %w", op, err)
-	}
-	right, err := operandOf(a)
-	if err != nil {
-		return fmt.Errorf("%s: a: %w", op, err)
-	}
-	out, err := operandOf(c)
-	if err != nil || out.op != cublasapi.NoTrans {
-		return fmt.Errorf("%s: c of shape %v and strides %v is not row-major", op, c.shape, c.strides)
-	}
-	f := factorsOf(cfg, c.dtype)
-	var r cublasapi.Result
-	call := func() error {
-		r = blas.GemmEx(h, left.op, right.op, int32(n), int32(m), int32(k), f.alpha(),
-			left.ptr, types.elem, left.ld, right.ptr, types.elem, right.ld,
-			f.beta(), out.ptr, types.elem, out.ld, types.compute, cublasapi.GemmDefault)
-		return nil
-	}
-	if stream.AnyCapture() { // the first product of a handle makes what it needs, which does no capture harm
-		err = s.Device().Bound(func() error { return s.Device().Relaxed(call) })
-	} else {
-		err = s.Device().Bound(call)
-	}
-	if err != nil {
-		return err
-	}
-	if r != cublasapi.Success {
-		return s.Device().Because(fmt.Errorf("%s: [%d %d]·[%d %d] of %s on %s: cublasGemmEx: %w", op, m, k, k, n, c.dtype, s.Device(), r))
-	}
-	return nil
+	return matMulError(s, c, a, b, err)
 }
 
-var gemmTypes = map[memory.DType]struct {
-	elem    cublasapi.DType
-	compute cublasapi.ComputeType
-}{
-	memory.Float16T:  {cublasapi.R16F, cublasapi.Compute32F},
-	memory.BFloat16T: {cublasapi.R16BF, cublasapi.Compute32F},
-	memory.Float32:   {cublasapi.R32F, cublasapi.Compute32F},
-	memory.Float64:   {cublasapi.R64F, cublasapi.Compute64F},
+var noConfig MatMulConfig
+
+// matMulError names the operation, the operands and the device.
+func matMulError(s *stream.Stream, c, a, b Tensor, err error) error {
+	text := fmt.Sprintf("tensor: matmul: %s %v = %s %v · %s %v on %s", c.at().DType, c.at().Shape, a.at().DType, a.at().Shape, b.at().DType, b.at().Shape, s.Device())
+	if _, ok := errors.AsType[*device.CaptureError](err); ok {
+		return err // it names the call
+	}
+	if _, ok := errors.AsType[*gemm.Status](err); ok {
+		return fmt.Errorf("%s: %w: every argument is valid: CUBLASLT_LOG_LEVEL=5 and CUBLAS_LOGINFO_DBG=1 print the call", text, err)
+	}
+	return fmt.Errorf("%s: %w", text, err)
 }
 
-func checkMatMul(op string, s *stream.Stream, c, a, b Tensor) error {
-	for _, t := range []Tensor{c, a, b} {
-		if len(t.shape) != 2 {
-			return fmt.Errorf("%s: a tensor of shape %v: want two dimensions", op, t.shape)
-		}
-		if t.dtype != c.dtype {
-			return fmt.Errorf("%s: %s and %s: want one type", op, t.dtype, c.dtype)
-		}
-		if err := s.Check(op, t.Device()); err != nil {
-			return err
-		}
-	}
-	if a.shape[1] != b.shape[0] || c.shape[0] != a.shape[0] || c.shape[1] != b.shape[1] {
-		return fmt.Errorf("%s: shapes %v = %v · %v do not fit", op, c.shape, a.shape, b.shape)
-	}
-	return nil
-}
+// float8 reports whether t is an 8-bit float.
+func float8(t memory.DType) bool { return t == memory.Float8E4M3 || t == memory.Float8E5M2 }
 
-// An operand is a row-major matrix as cuBLAS sees it: transposed, unless it is
-// transposed already.
-type operand struct {
-	ptr cudadrv.DevicePtr
-	op  cublasapi.Op
-	ld  int32
-}
-
-func operandOf(t Tensor) (operand, error) {
-	p, err := t.raw()
-	if err != nil {
-		return operand{}, err
+// requireFloat8 checks the device for products of 8-bit floats. anyLayout reports whether it
+// accepts other layouts than Hopper.
+func requireFloat8(dev *device.Device) (anyLayout bool, err error) {
+	if err := dev.Require(device.Float8); err != nil {
+		return false, err
 	}
-	rows, cols := t.shape[0], t.shape[1]
-	switch {
-	case t.strides[1] == 1 && t.strides[0] >= max(1, cols):
-		return operand{p, cublasapi.NoTrans, int32(t.strides[0])}, nil
-	case t.strides[0] == 1 && t.strides[1] >= max(1, rows):
-		return operand{p, cublasapi.Trans, int32(t.strides[1])}, nil
-	}
-	return operand{}, fmt.Errorf("shape %v with strides %v: one of the strides must be 1", t.shape, t.strides)
-}
-
-// factors holds alpha and beta in the compute type.
-type factors struct {
-	f64    [2]float64
-	f32    [2]float32
-	double bool
-}
-
-func factorsOf(cfg *MatMulConfig, t memory.DType) *factors {
-	f := &factors{f64: [2]float64{1, 0}, double: t == memory.Float64}
-	if cfg != nil && cfg.Alpha != nil {
-		f.f64[0] = *cfg.Alpha
-	}
-	if cfg != nil && cfg.Beta != nil {
-		f.f64[1] = *cfg.Beta
-	}
-	f.f32 = [2]float32{float32(f.f64[0]), float32(f.f64[1])}
-	return f
-}
-
-func (f *factors) at(i int) unsafe.Pointer {
-	if f.double {
-		return unsafe.Pointer(&f.f64[i])
-	}
-	return unsafe.Pointer(&f.f32[i])
-}
-
-func (f *factors) alpha() unsafe.Pointer { return f.at(0) }
-func (f *factors) beta() unsafe.Pointer  { return f.at(1) }
-
-var handleKey kept.Key
-
-// handleOf returns the stream's cuBLAS handle. A handle of its own for each
-// stream keeps their workspaces apart.
-func handleOf(s *stream.Stream) (cublasapi.API, cublasapi.Handle, error) {
-	blas, err := s.Device().System().CUBLAS()
-	if err != nil {
-		return nil, 0, err
-	}
-	v, err := s.Keep(&handleKey, func() (any, func() error, error) {
-		var h cublasapi.Handle
-		if err := s.RefuseCapture("tensor: first matrix product on the stream", "compute one before the capture"); err != nil {
-			return nil, nil, err
-		}
-		if err := call(s, "cublasCreate", func() (r cublasapi.Result) { h, r = blas.Create(); return r }); err != nil {
-			return nil, nil, err
-		}
-		destroy := func() error {
-			return call(s, "cublasDestroy", func() cublasapi.Result { return blas.Destroy(h) })
-		}
-		if err := call(s, "cublasSetStream", func() cublasapi.Result { return blas.SetStream(h, s.Raw()) }); err != nil {
-			return nil, nil, err
-		}
-		return h, destroy, nil
-	})
-	if err != nil {
-		return nil, 0, err
-	}
-	return blas, v.(cublasapi.Handle), nil
-}
-
-func call(s *stream.Stream, op string, f func() cublasapi.Result) error {
-	return s.Device().Bound(func() error {
-		return s.Device().Relaxed(func() error { // cuBLAS allocates and frees
-			if r := f(); r != cublasapi.Success {
-				return fmt.Errorf("tensor: %s on %s: %w", op, s.Device(), r)
-			}
-			return nil
-		})
-	})
+	major, _, err := dev.Capability()
+	return major == 10, err
 }

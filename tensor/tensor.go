@@ -2,201 +2,150 @@ package tensor
 
 import (
 	"fmt"
-	"math"
 	"slices"
+	"unsafe"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Tensor is a view of memory with a shape and strides, both in elements. The
-// zero Tensor is none.
-type Tensor struct {
-	mem     *storage
-	ref     *reference // what Close lets go of; nil where the memory is borrowed
-	off     int        // bytes
-	dtype   memory.DType
-	shape   []int
-	strides []int
-}
+// A Tensor is a view of memory with a shape and strides, both in elements. The zero Tensor
+// is invalid.
+type Tensor struct{ ref }
 
-// Of returns a row-major tensor of the given shape over all of x, whose memory it
-// borrows.
+type ref = strided.Ref // hides the field
+
+// Package strided takes a Tensor for a Ref, so a Tensor has no other field.
+var _ [unsafe.Sizeof(strided.Ref{})]struct{} = [unsafe.Sizeof(Tensor{})]struct{}{}
+
+// at returns the array of the tensor.
+func (t *Tensor) at() *strided.Array { return strided.At(&t.ref) }
+
+// of returns the tensor of an array.
+func of(a strided.Array, err error) (Tensor, error) { return Tensor{strided.New(a)}, err }
+
+// Of returns a row-major tensor of the given shape over all of x. It borrows the memory of
+// x.
 func Of[T memory.Element](x memory.Slice[T], shape ...int) (Tensor, error) {
 	if x.Buffer() == nil {
 		return Tensor{}, fmt.Errorf("tensor: the zero slice has no memory")
 	}
-	return over(&storage{buf: x.Buffer()}, x.Offset(), x.DType(), x.Len(), shape)
+	return of(strided.OfBuffer(x.Buffer(), x.Offset(), x.DType(), x.Len(), shape))
 }
 
-// over returns a row-major tensor over n elements.
-func over(mem *storage, off int, t memory.DType, n int, shape []int) (Tensor, error) {
-	want, err := count(t, shape)
-	if err != nil {
+// OfHost returns a row-major tensor of the given shape that uses the memory of x
+// (torch.from_numpy). If it is the source of a copy, x may change after Copy has returned.
+func OfHost[T memory.Element](x []T, shape ...int) (Tensor, error) {
+	return of(strided.OfHost(x, shape))
+}
+
+// OfPinned is OfHost for pinned memory. Copies from it do not make the host wait: it must
+// not change until the stream has passed them, but may be closed.
+func OfPinned[T memory.Element](x *memory.Pinned[T], shape ...int) (Tensor, error) {
+	return of(strided.OfPinned(x, shape))
+}
+
+// Make allocates a row-major tensor of the given shape in the order of s, for the
+// caller to close (torch.empty). The contents are undefined. See memory.Alloc.
+func Make(s *stream.Stream, t memory.DType, shape ...int) (Tensor, error) {
+	shape = slices.Clone(shape)
+	return of(strided.Make(s, t, shape, strided.RowMajor(shape)))
+}
+
+// MakeLike allocates a tensor of the shape of x in the order of s, of type t. Its strides
+// follow torch: those of x if x is dense, and otherwise dense strides in the same order
+// (torch.empty_like).
+func MakeLike(s *stream.Stream, x Tensor, t memory.DType) (Tensor, error) {
+	a := x.at()
+	if err := a.Check("tensor: make like", nil); err != nil {
 		return Tensor{}, err
 	}
-	if want != n {
-		return Tensor{}, fmt.Errorf("tensor: shape %v has %d elements: the memory has %d", shape, want, n)
-	}
-	return Tensor{mem: mem, off: off, dtype: t, shape: slices.Clone(shape), strides: rowMajor(shape)}, nil
+	return of(strided.Make(s, t, a.Shape, strided.LikeStrides(a.Shape, a.Strides)))
 }
 
-// count is the number of elements of a shape.
-func count(t memory.DType, shape []int) (int, error) {
-	n, most := 1, math.MaxInt/max(1, t.Size())
-	for _, d := range shape {
-		switch {
-		case d < 0:
-			return 0, fmt.Errorf("tensor: shape %v has a negative dimension", shape)
-		case d > 0 && n > most/d:
-			return 0, fmt.Errorf("tensor: shape %v of %s is larger than any memory", shape, t)
-		}
-		n *= d
-	}
-	return n, nil
-}
+// MakeHost allocates a row-major tensor in Go's memory, which need not be closed
+// (torch.zeros on the CPU).
+func MakeHost(t memory.DType, shape ...int) (Tensor, error) { return of(strided.MakeHost(t, shape)) }
+
+// Data returns the elements of a contiguous tensor in host memory. The slice shares the
+// tensor's memory.
+func Data[T memory.Element](t Tensor) ([]T, error) { return strided.Data[T](t.at()) }
+
+// Slice returns the elements of a contiguous tensor in device memory. The slice shares the
+// memory, which the tensor owns.
+func Slice[T memory.Element](t Tensor) (memory.Slice[T], error) { return strided.Slice[T](t.at()) }
+
+// Retain returns a tensor of the same elements that owns another reference to their
+// memory. It must be closed too: the memory is freed when all references are closed. If
+// the memory belongs to a slice, or was freed, the result borrows.
+func (t Tensor) Retain() Tensor { return Tensor{strided.New(t.at().Retain())} }
+
+// Close releases the tensor's reference to its memory. The last reference frees the memory
+// in the order of its stream; see memory.Buffer.Close. Close does nothing for a tensor
+// that borrows, and is idempotent, also over copies of the value.
+func (t Tensor) Close() error { return t.at().Close() }
+
+// Owned reports whether the memory is freed by Close of the last reference, and does not
+// belong to a slice.
+func (t Tensor) Owned() bool { return t.at().Owned() }
 
 // Shape returns the dimensions (torch.Tensor.size).
-func (t Tensor) Shape() []int { return append([]int{}, t.shape...) }
+func (t Tensor) Shape() []int { return append([]int{}, t.at().Shape...) }
 
-// Strides returns, for each dimension, how many elements apart its neighbours
-// are in memory (torch.Tensor.stride).
-func (t Tensor) Strides() []int { return append([]int{}, t.strides...) }
+// Strides returns, for each dimension, the distance between neighbors in elements
+// (torch.Tensor.stride).
+func (t Tensor) Strides() []int { return append([]int{}, t.at().Strides...) }
 
 // Dims returns the number of dimensions (torch.Tensor.dim).
-func (t Tensor) Dims() int { return len(t.shape) }
+func (t Tensor) Dims() int { return len(t.at().Shape) }
 
-// Size returns one dimension. It panics when there is no such dimension.
+// Size returns the length of one dimension. It panics if the dimension does not exist.
 func (t Tensor) Size(dim int) int {
+	shape := t.at().Shape
 	if dim < 0 {
-		dim += len(t.shape)
+		dim += len(shape)
 	}
-	return t.shape[dim]
+	return shape[dim]
 }
 
 // Len returns the number of elements (torch.Tensor.numel); 0 for the zero Tensor.
-func (t Tensor) Len() int {
-	if t.mem == nil {
-		return 0
-	}
-	n := 1
-	for _, d := range t.shape {
-		n *= d
-	}
-	return n
-}
+func (t Tensor) Len() int { return t.at().Len() }
 
 // Bytes returns the number of bytes of all elements (torch.Tensor.nbytes).
-func (t Tensor) Bytes() int { return t.Len() * t.dtype.Size() }
+func (t Tensor) Bytes() int { return t.at().Bytes() }
 
 // DType returns the element type.
-func (t Tensor) DType() memory.DType { return t.dtype }
+func (t Tensor) DType() memory.DType { return t.at().DType }
 
 // Device returns the device whose memory it is, or nil for a tensor in host memory
 // and for the zero Tensor (torch.Tensor.device).
-func (t Tensor) Device() *device.Device {
-	if t.mem == nil || t.mem.buf == nil {
-		return nil
-	}
-	return t.mem.buf.Device()
-}
+func (t Tensor) Device() *device.Device { return t.at().Device() }
 
 // IsHost reports whether the memory is the host's (torch.Tensor.is_cpu).
-func (t Tensor) IsHost() bool { return t.mem != nil && t.mem.buf == nil }
-
-// place names the memory in errors.
-func (t Tensor) place() string {
-	switch {
-	case t.mem == nil:
-		return "nowhere"
-	case t.IsHost():
-		return "the host"
-	}
-	return t.Device().String()
-}
+func (t Tensor) IsHost() bool { return t.at().IsHost() }
 
 // String describes the tensor, not its elements, such as "float32 [2 3] on cuda:0".
-func (t Tensor) String() string { return fmt.Sprintf("%s %v on %s", t.dtype, t.shape, t.place()) }
+func (t Tensor) String() string { return t.at().String() }
 
 // Buffer returns the allocation of device memory that the tensor is a view of, or
 // nil.
-func (t Tensor) Buffer() *memory.Buffer {
-	if t.mem == nil {
-		return nil
-	}
-	return t.mem.buf
-}
+func (t Tensor) Buffer() *memory.Buffer { return t.at().Buffer() }
 
 // Offset returns the number of bytes from the start of the memory to the first
 // element.
-func (t Tensor) Offset() int { return t.off }
+func (t Tensor) Offset() int { return t.at().Offset }
 
-// Ptr returns the address of the first element, of the device or of the host
-// (torch.Tensor.data_ptr). It is 0 where nothing is allocated.
-func (t Tensor) Ptr() uint64 {
-	switch {
-	case t.mem == nil:
-		return 0
-	case t.mem.buf == nil:
-		return t.mem.host.address(t.off)
-	}
-	x, err := memory.View[uint8](t.mem.buf, t.off, 0)
-	if err != nil {
-		return 0
-	}
-	return x.Ptr()
-}
+// Ptr returns the address of the first element, on the device or on the host
+// (torch.Tensor.data_ptr). It is 0 if nothing is allocated.
+func (t Tensor) Ptr() uint64 { return t.at().Ptr() }
 
-// RecordStream tells that work on s uses the memory, so that it goes back only
-// after the work that is on s when it is closed (torch.Tensor.record_stream). A
-// Go slice needs no telling.
-func (t Tensor) RecordStream(s *stream.Stream) error {
-	switch {
-	case t.mem == nil:
-		return fmt.Errorf("tensor: record stream: no tensor given")
-	case t.mem.buf != nil:
-		return t.mem.buf.RecordStream(s)
-	}
-	return t.mem.host.record(s)
-}
+// Contiguous reports whether the elements are in row-major order without gaps
+// (torch.Tensor.is_contiguous).
+func (t Tensor) Contiguous() bool { return t.at().Contiguous() }
 
-// Check returns an error if the tensor cannot be used by an operation on dev: it
-// is none, its memory went back, or is not dev's, where dev is not nil. For
-// Chorus's own packages.
-func (t Tensor) Check(op string, dev *device.Device) error {
-	switch {
-	case t.mem == nil:
-		return fmt.Errorf("%s: no tensor given", op)
-	case dev != nil && t.Device() != dev:
-		return fmt.Errorf("%s: the tensor is on %s, the operation runs on %s", op, t.place(), dev)
-	case t.mem.buf == nil:
-		return t.mem.host.check(op)
-	}
-	x, err := memory.View[uint8](t.mem.buf, 0, 0)
-	if err != nil {
-		return fmt.Errorf("%s: %w", op, err)
-	}
-	if x.Check(op, nil) != nil {
-		return fmt.Errorf("%s: %s: %w", op, t, device.ErrClosed)
-	}
-	return nil
-}
-
-// OpenOn reports whether t is memory of a device that can be used, where Check says why
-// not. For Chorus's own packages.
-func (t *Tensor) OpenOn(dev *device.Device) bool {
-	return t.mem != nil && t.mem.buf != nil && t.mem.buf.OpenOn(dev)
-}
-
-// raw returns the device address of the first element.
-func (t Tensor) raw() (cudadrv.DevicePtr, error) {
-	if err := t.Check("tensor", nil); err != nil {
-		return 0, err
-	}
-	if t.mem.buf == nil {
-		return 0, fmt.Errorf("tensor: %s: want memory of a device", t)
-	}
-	return cudadrv.DevicePtr(t.Ptr()), nil
-}
+// RecordStream records that operations on s use the memory. It is then freed only after
+// the operations that are enqueued on s at the time of Close (torch.Tensor.record_stream).
+// It does nothing for a Go slice.
+func (t Tensor) RecordStream(s *stream.Stream) error { return t.at().RecordStream(s) }

@@ -16,6 +16,14 @@ import (
 
 func TestMain(m *testing.M) { testgpu.Main(m) }
 
+func newStream(t testing.TB, d *device.Device) *stream.Stream {
+	t.Helper()
+	s, err := stream.New(d, nil)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, s.Close()) })
+	return s
+}
+
 // All four combinations of transposed operands against a float64 reference.
 func TestMatMul(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {

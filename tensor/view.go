@@ -3,49 +3,44 @@ package tensor
 import (
 	"fmt"
 	"slices"
+
+	"github.com/gochorus/chorus/internal/dims"
+	"github.com/gochorus/chorus/internal/strided"
 )
 
-// view returns the tensor as one that borrows its memory, with a shape and strides
-// of its own to be changed.
-func (t Tensor) view() Tensor {
-	t.ref = nil
-	t.shape, t.strides = slices.Clone(t.shape), slices.Clone(t.strides)
-	return t
+// view returns an array that borrows the memory of t, with its own copies of the shape and
+// strides.
+func (t Tensor) view() strided.Array {
+	v := t.at().Borrow()
+	v.Shape, v.Strides = slices.Clone(v.Shape), slices.Clone(v.Strides)
+	return v
 }
 
-// WrapDim returns the dimension that dim means of n: a negative one counts from the
-// end (torch's maybe_wrap_dim). A tensor without dimensions is taken for one of one.
-func WrapDim(dim, n int) (int, error) {
-	n = max(1, n)
-	if dim < -n || dim >= n {
-		return 0, fmt.Errorf("dimension out of range (expected to be in range of [%d, %d], but got %d)", -n, n-1, dim)
-	}
-	if dim < 0 {
-		dim += n
-	}
-	return dim, nil
-}
-
-// dim is WrapDim for an operation that needs a dimension.
+// dim is dims.Wrap for an operation that needs a dimension.
 func (t Tensor) dim(op string, dim int) (int, error) {
-	if len(t.shape) == 0 {
+	shape := t.at().Shape
+	if len(shape) == 0 {
 		return 0, fmt.Errorf("tensor: %s: the tensor has no dimensions", op)
 	}
-	d, err := WrapDim(dim, len(t.shape))
+	d, err := dims.Wrap(dim, len(shape))
 	if err != nil {
-		return 0, fmt.Errorf("tensor: %s of shape %v: %w", op, t.shape, err)
+		return 0, fmt.Errorf("tensor: %s of shape %v: %w", op, shape, err)
 	}
 	return d, nil
 }
 
 // T returns the view with the last two dimensions exchanged, as torch's mT.
 func (t Tensor) T() Tensor {
-	t = t.view()
-	if n := len(t.shape); n >= 2 {
-		t.shape[n-1], t.shape[n-2] = t.shape[n-2], t.shape[n-1]
-		t.strides[n-1], t.strides[n-2] = t.strides[n-2], t.strides[n-1]
+	v := t.view()
+	if n := len(v.Shape); n >= 2 {
+		exchange(v, n-1, n-2)
 	}
-	return t
+	return Tensor{strided.New(v)}
+}
+
+func exchange(v strided.Array, a, b int) {
+	v.Shape[a], v.Shape[b] = v.Shape[b], v.Shape[a]
+	v.Strides[a], v.Strides[b] = v.Strides[b], v.Strides[a]
 }
 
 // Transpose returns the view with two dimensions exchanged (torch.transpose).
@@ -57,17 +52,17 @@ func (t Tensor) Transpose(a, b int) (Tensor, error) {
 	if b, err = t.dim("transpose", b); err != nil {
 		return Tensor{}, err
 	}
-	t = t.view()
-	t.shape[a], t.shape[b] = t.shape[b], t.shape[a]
-	t.strides[a], t.strides[b] = t.strides[b], t.strides[a]
-	return t, nil
+	v := t.view()
+	exchange(v, a, b)
+	return of(v, nil)
 }
 
 // Permute returns the view whose dimension i is dimension dims[i] of t
 // (torch.permute).
 func (t Tensor) Permute(dims ...int) (Tensor, error) {
-	if len(dims) != len(t.shape) {
-		return Tensor{}, fmt.Errorf("tensor: permute shape %v to %v: want each dimension once", t.shape, dims)
+	a := t.at()
+	if len(dims) != len(a.Shape) {
+		return Tensor{}, fmt.Errorf("tensor: permute shape %v to %v: want each dimension once", a.Shape, dims)
 	}
 	v := t.view()
 	seen := make([]bool, len(dims))
@@ -77,12 +72,12 @@ func (t Tensor) Permute(dims ...int) (Tensor, error) {
 			return Tensor{}, err
 		}
 		if seen[d] {
-			return Tensor{}, fmt.Errorf("tensor: permute shape %v to %v: want each dimension once", t.shape, dims)
+			return Tensor{}, fmt.Errorf("tensor: permute shape %v to %v: want each dimension once", a.Shape, dims)
 		}
 		seen[d] = true
-		v.shape[i], v.strides[i] = t.shape[d], t.strides[d]
+		v.Shape[i], v.Strides[i] = a.Shape[d], a.Strides[d]
 	}
-	return v, nil
+	return of(v, nil)
 }
 
 // Narrow returns the view of length n from start along a dimension, as torch's
@@ -92,119 +87,105 @@ func (t Tensor) Narrow(dim, start, n int) (Tensor, error) {
 	if err != nil {
 		return Tensor{}, err
 	}
-	from := start
+	from, shape := start, t.at().Shape
 	if from < 0 {
-		from += t.shape[d]
+		from += shape[d]
 	}
-	if from < 0 || n < 0 || from > t.shape[d]-n {
-		return Tensor{}, fmt.Errorf("tensor: narrow dimension %d of shape %v to %d from %d: out of range", dim, t.shape, n, start)
+	if from < 0 || n < 0 || from > shape[d]-n {
+		return Tensor{}, fmt.Errorf("tensor: narrow dimension %d of shape %v to %d from %d: out of range", dim, shape, n, start)
 	}
-	return t.narrow(d, from, n), nil
+	return of(t.narrow(d, from, n), nil)
 }
 
-func (t Tensor) narrow(d, from, n int) Tensor {
-	t = t.view()
-	t.shape[d] = n
-	t.off += from * t.strides[d] * t.dtype.Size()
-	return t
+func (t Tensor) narrow(d, from, n int) strided.Array {
+	v := t.view()
+	v.Shape[d] = n
+	v.Offset += from * v.Strides[d] * v.DType.Size()
+	return v
 }
 
-// Step returns the view of every step-th of the elements from start to stop-1 along
-// a dimension, as torch's t[start:stop:step]: negative bounds count from the end,
-// and what is out of range is cut off. step is at least 1.
+// Step returns the view of every step-th of the elements from start to stop-1 along a
+// dimension, as torch's t[start:stop:step]: negative bounds count from the end, and bounds
+// that are out of range are clipped. step is at least 1.
 func (t Tensor) Step(dim, start, stop, step int) (Tensor, error) {
 	d, err := t.dim("step", dim)
 	if err != nil {
 		return Tensor{}, err
 	}
+	shape := t.at().Shape
 	if step < 1 {
-		return Tensor{}, fmt.Errorf("tensor: step over dimension %d of shape %v by %d: want 1 or more", dim, t.shape, step)
+		return Tensor{}, fmt.Errorf("tensor: step over dimension %d of shape %v by %d: want 1 or more", dim, shape, step)
 	}
 	clip := func(i int) int {
 		if i < 0 {
-			i += t.shape[d]
+			i += shape[d]
 		}
-		return min(max(0, i), t.shape[d])
+		return min(max(0, i), shape[d])
 	}
 	from, to := clip(start), clip(stop)
 	v := t.narrow(d, from, max(0, to-from))
-	v.shape[d] = (v.shape[d] + step - 1) / step
-	v.strides[d] *= step
-	return v, nil
+	v.Shape[d] = (v.Shape[d] + step - 1) / step
+	v.Strides[d] *= step
+	return of(v, nil)
 }
 
-// Select returns the view of one index along a dimension, which goes (torch.select).
+// Select returns the view of one index along a dimension, which is removed (torch.select).
 func (t Tensor) Select(dim, index int) (Tensor, error) {
 	d, err := t.dim("select", dim)
 	if err != nil {
 		return Tensor{}, err
 	}
-	i := index
+	i, shape := index, t.at().Shape
 	if i < 0 {
-		i += t.shape[d]
+		i += shape[d]
 	}
-	if i < 0 || i >= t.shape[d] {
-		return Tensor{}, fmt.Errorf("tensor: select %d of dimension %d of shape %v: out of range", index, dim, t.shape)
+	if i < 0 || i >= shape[d] {
+		return Tensor{}, fmt.Errorf("tensor: select %d of dimension %d of shape %v: out of range", index, dim, shape)
 	}
 	v := t.narrow(d, i, 1)
-	v.shape, v.strides = slices.Delete(v.shape, d, d+1), slices.Delete(v.strides, d, d+1)
-	return v, nil
+	v.Shape, v.Strides = slices.Delete(v.Shape, d, d+1), slices.Delete(v.Strides, d, d+1)
+	return of(v, nil)
 }
 
-// Unsqueeze returns the view with a dimension of 1 before dim (torch.unsqueeze).
+// Unsqueeze returns the view with a dimension of length 1 inserted before dim
+// (torch.unsqueeze).
 func (t Tensor) Unsqueeze(dim int) (Tensor, error) {
-	d, err := WrapDim(dim, len(t.shape)+1)
-	if err != nil {
-		return Tensor{}, fmt.Errorf("tensor: unsqueeze shape %v: %w", t.shape, err)
-	}
 	v, stride := t.view(), 1
-	if d < len(t.shape) {
-		stride = t.shape[d] * t.strides[d]
+	d, err := dims.Wrap(dim, len(v.Shape)+1)
+	if err != nil {
+		return Tensor{}, fmt.Errorf("tensor: unsqueeze shape %v: %w", v.Shape, err)
 	}
-	v.shape, v.strides = slices.Insert(v.shape, d, 1), slices.Insert(v.strides, d, stride)
-	return v, nil
+	if d < len(v.Shape) {
+		stride = v.Shape[d] * v.Strides[d]
+	}
+	v.Shape, v.Strides = slices.Insert(v.Shape, d, 1), slices.Insert(v.Strides, d, stride)
+	return of(v, nil)
 }
 
-// Expand returns the view of the given shape in which dimensions of 1, and missing
-// ones in front, repeat (torch.Tensor.expand). It can be read from only.
-func (t Tensor) Expand(shape ...int) (Tensor, error) {
-	more := len(shape) - len(t.shape)
-	if more < 0 {
-		return Tensor{}, fmt.Errorf("tensor: expand shape %v to %v: too few dimensions", t.shape, shape)
-	}
-	v := t
-	v.ref, v.shape, v.strides = nil, slices.Clone(shape), make([]int, len(shape))
-	for i, n := range shape {
-		switch {
-		case n < 0:
-			return Tensor{}, fmt.Errorf("tensor: expand shape %v to %v: a dimension is negative", t.shape, shape)
-		case i >= more && t.shape[i-more] == n:
-			v.strides[i] = t.strides[i-more]
-		case i >= more && t.shape[i-more] != 1:
-			return Tensor{}, fmt.Errorf("tensor: expand shape %v to %v: only a dimension of 1 repeats", t.shape, shape)
-		}
-	}
-	return v, nil
-}
+// Expand returns the view of the given shape in which dimensions of length 1, and missing
+// leading ones, repeat (torch.Tensor.expand). The result is read-only.
+func (t Tensor) Expand(shape ...int) (Tensor, error) { return of(t.at().Expand(shape)) }
 
-// View returns the elements under another shape, without a copy
-// (torch.Tensor.view). One dimension may be -1: it is what is left. Where the
-// strides allow no such view, Copy the tensor first.
+// View returns the elements under another shape, without a copy (torch.Tensor.view). One
+// dimension may be -1: it is inferred from the others. If the strides do not allow the
+// view, Copy the tensor first.
 func (t Tensor) View(shape ...int) (Tensor, error) {
 	shape, err := t.fill(shape)
 	if err != nil {
 		return Tensor{}, err
 	}
-	strides, ok := viewStrides(t.shape, t.strides, shape)
+	v := t.at().Borrow()
+	strides, ok := viewStrides(v.Shape, v.Strides, shape)
 	if !ok {
-		return Tensor{}, fmt.Errorf("tensor: view shape %v with strides %v as %v: its elements lie apart: Copy it first", t.shape, t.strides, shape)
+		return Tensor{}, fmt.Errorf("tensor: view shape %v with strides %v as %v: its elements lie apart: Copy it first", v.Shape, v.Strides, shape)
 	}
-	t.ref, t.shape, t.strides = nil, shape, strides
-	return t, nil
+	v.Shape, v.Strides = shape, strides
+	return of(v, nil)
 }
 
-// fill puts in what -1 stands for.
+// fill replaces -1 by the inferred length.
 func (t Tensor) fill(shape []int) ([]int, error) {
+	was, have := t.at().Shape, t.Len()
 	shape = slices.Clone(shape)
 	open, n := -1, 1
 	for i, d := range shape {
@@ -212,25 +193,24 @@ func (t Tensor) fill(shape []int) ([]int, error) {
 		case d == -1 && open < 0:
 			open = i
 		case d < 0:
-			return nil, fmt.Errorf("tensor: view shape %v as %v: a dimension is negative", t.shape, shape)
+			return nil, fmt.Errorf("tensor: view shape %v as %v: a dimension is negative", was, shape)
 		default:
 			n *= d
 		}
 	}
-	have := t.Len()
 	if open >= 0 && n > 0 && have%n == 0 {
 		shape[open], n = have/n, have
 	}
 	if n != have || open >= 0 && shape[open] < 0 {
-		return nil, fmt.Errorf("tensor: view shape %v as %v: it has %d elements", t.shape, shape, have)
+		return nil, fmt.Errorf("tensor: view shape %v as %v: it has %d elements", was, shape, have)
 	}
 	return shape, nil
 }
 
-// viewStrides returns the strides of a view of another shape, as torch's
-// computeStride: runs of dimensions that lie as one are divided anew.
+// viewStrides returns the strides of a view of another shape, as torch's computeStride:
+// contiguous groups of dimensions are divided again.
 func viewStrides(shape, strides, as []int) ([]int, bool) {
-	out := rowMajor(as)
+	out := strided.RowMajor(as)
 	for _, n := range shape {
 		if n == 0 {
 			return out, true

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -219,7 +220,7 @@ func TestLayouts(t *testing.T) {
 	} {
 		require.Equal(t, c.contiguous, c.x.Contiguous(), c.name)
 		require.Equal(t, c.last, c.x.ChannelsLast(), c.name)
-		require.Equal(t, c.like, append([]int{}, tensor.LikeStrides(c.x)...), c.name)
+		require.Equal(t, c.like, append([]int{}, strided.LikeStrides(c.x.Shape(), c.x.Strides())...), c.name)
 	}
 	require.Equal(t, "int32 [2 3 4 5] on the host", x.String())
 	require.Equal(t, " [] on nowhere", fmt.Sprint(tensor.Tensor{})[len("invalid"):])

@@ -9,9 +9,9 @@ import (
 	"github.com/gochorus/chorus/internal/launch"
 )
 
-// findDevices chooses this host's devices without opening a driver: the launcher
-// must hold no device, and has to start its workers at once. procs is how many
-// were asked for, 0 for one on each device.
+// findDevices counts this host's devices without opening a driver, because the
+// launcher must not hold a device and must start its workers at once. procs is
+// the number of processes requested; 0 means one for each device.
 func findDevices(procs int) (launch.Devices, error) {
 	c, err := backend.Choose()
 	if _, wrong := errors.AsType[*env.ValueError](err); wrong {
@@ -24,8 +24,8 @@ func findDevices(procs int) (launch.Devices, error) {
 	if c.Backend == backend.CUDA {
 		return d, nil
 	}
-	// Virtual devices cost nothing: there are as many as are asked for, unless
-	// the environment says how many.
+	// Virtual devices cost nothing: create one for each process, unless the
+	// environment sets their number.
 	if procs > d.Count && !env.VirtualDevices.IsSet() {
 		if procs > backend.MaxVirtualDevices {
 			return d, &launch.UsageError{Reason: fmt.Sprintf("%d virtual devices: want 1 to %d", procs, backend.MaxVirtualDevices)}

@@ -24,7 +24,7 @@ func TestFindDevices(t *testing.T) {
 		{"as many as asked for", "virtual", "", 6, launch.Devices{Count: 6, Backend: "virtual", Env: []string{"CHORUS_VIRTUAL_DEVICES=6"}}},
 		{"as many as said", "virtual", "2", 6, launch.Devices{Count: 2, Backend: "virtual"}},
 		{"fallback", "auto", "", 0, launch.Devices{Count: 4, Backend: "virtual", Env: []string{"CHORUS_BACKEND=virtual"},
-			Note: noGPU + "running on 4 virtual devices in host memory instead; set CHORUS_BACKEND=cuda to insist"}},
+			Note: noGPU + "running on 4 virtual devices in host memory instead; set CHORUS_BACKEND=cuda to require a GPU"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Setenv("CHORUS_BACKEND", tc.backend)
@@ -38,7 +38,7 @@ func TestFindDevices(t *testing.T) {
 	}
 	t.Setenv("CHORUS_BACKEND", "cuda")
 	_, err := findDevices(0)
-	require.ErrorContains(t, err, "CHORUS_BACKEND=cuda insists")
+	require.ErrorContains(t, err, "CHORUS_BACKEND=cuda requires one")
 	t.Setenv("CHORUS_BACKEND", "opencl")
 	_, err = findDevices(0)
 	var u *launch.UsageError

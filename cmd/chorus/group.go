@@ -2,7 +2,14 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
@@ -10,35 +17,79 @@ import (
 	"github.com/gochorus/chorus/internal/launch"
 )
 
-// ranksOf returns the devices that a command works on, and what it should say about
-// them: of a job of several processes the one of this process, and otherwise gpus of
-// this machine, 0 being all.
-func ranksOf(sess *cluster.Session, gpus int) ([]*device.Device, string, error) {
-	sys, note, err := device.OrVirtual()
-	if err != nil {
-		return nil, "", err
-	}
-	if sess.Size() > 1 {
-		if gpus > 1 {
-			return nil, "", &launch.UsageError{Reason: fmt.Sprintf("-g %d in a job of %d processes: each has one GPU; leave -g out", gpus, sess.Size())}
-		}
-		dev, err := sys.Open(sess.LocalRank())
-		return []*device.Device{dev}, note, err
-	}
-	devs := sys.Devices()
-	if gpus > len(devs) {
-		return nil, "", &launch.UsageError{Reason: fmt.Sprintf("-g %d: this machine has %d devices", gpus, len(devs))}
-	}
-	if gpus > 0 {
-		devs = devs[:gpus]
-	}
-	return devs, note, nil
+// interruptible calls run with a context that SIGINT and SIGTERM cancel.
+func interruptible(c *cobra.Command, run func(ctx context.Context, out io.Writer) error) error {
+	ctx, stop := signal.NotifyContext(c.Context(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	return run(ctx, c.OutOrStdout())
 }
 
-// joinRanks makes the group of the devices of ranksOf.
-func joinRanks(ctx context.Context, sess *cluster.Session, devs []*device.Device, cfg *comm.Config) (*comm.Group, error) {
-	if sess.Size() > 1 {
-		return comm.JoinWith(ctx, sess, devs[0], cfg)
+// A member is this process in its job, for commands that use GPUs together. Close leaves the
+// job at once.
+type member struct {
+	*cluster.Session
+	devs []*device.Device // of this process
+	note string           // about the devices, to print; or ""
+}
+
+// attach joins the job and finds the devices of this process. In a job of several processes
+// that is the device of its local rank. Otherwise these are the first gpus devices of this
+// machine, or all devices if gpus is 0.
+func attach(ctx context.Context, gpus int) (*member, error) {
+	sess, err := cluster.Attach(ctx)
+	if err != nil {
+		return nil, err
 	}
-	return comm.LocalWith(ctx, cfg, devs...)
+	m := &member{Session: sess}
+	if err := m.find(gpus); err != nil {
+		return nil, errors.Join(err, m.Close())
+	}
+	return m, nil
+}
+
+func (m *member) find(gpus int) error {
+	sys, note, err := device.OrVirtual()
+	if err != nil {
+		return err
+	}
+	m.devs, m.note = sys.Devices(), note
+	switch {
+	case m.Size() > 1 && gpus > 1:
+		return &launch.UsageError{Reason: fmt.Sprintf("-g %d in a job of %d processes: each has one GPU; leave -g out", gpus, m.Size())}
+	case m.Size() > 1:
+		dev, err := sys.Open(m.LocalRank())
+		m.devs = []*device.Device{dev}
+		return err
+	case gpus > len(m.devs):
+		return &launch.UsageError{Reason: fmt.Sprintf("-g %d: this machine has %d devices", gpus, len(m.devs))}
+	case gpus > 0:
+		m.devs = m.devs[:gpus]
+	}
+	return nil
+}
+
+// isFirst reports whether the process has rank 0, which prints.
+func (m *member) isFirst() bool { return m.Rank() == 0 }
+
+// printNote prints the note about the devices on rank 0.
+func (m *member) printNote(command string) {
+	if m.isFirst() && m.note != "" {
+		fmt.Fprintf(os.Stderr, "chorus: %s: %s\n", command, m.note)
+	}
+}
+
+// group creates the group of the devices of all processes.
+func (m *member) group(ctx context.Context, cfg *comm.Config) (*comm.Group, error) {
+	if m.Size() > 1 {
+		return comm.Join(ctx, m.Session, m.devs[0], cfg)
+	}
+	return comm.Local(ctx, m.devs, cfg)
+}
+
+// leave shuts the group down and leaves the job, together with the other processes.
+func (m *member) leave(ctx context.Context, g *comm.Group) error {
+	if err := g.Shutdown(ctx); err != nil {
+		return err
+	}
+	return m.Shutdown(ctx)
 }

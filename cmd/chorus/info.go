@@ -15,10 +15,10 @@ func newInfoCommand() *cobra.Command {
 	var asJSON bool
 	c := &cobra.Command{
 		Use:   "info",
-		Short: "Show the devices, the libraries that were found, and how the devices are linked",
-		Long: `Show the devices and what their sensors tell, the driver, CUDA and NCCL, which
-library was loaded from where, and which devices reach each other's memory
-directly. Without a GPU it shows the virtual devices and says so.`,
+		Short: "Show the devices, the loaded libraries, and the links between devices",
+		Long: `Show the devices with their sensor readings, the versions of the driver, CUDA and
+NCCL, the path of each loaded library, and the pairs of devices with direct access to
+each other's memory. Without a GPU it shows the virtual devices and says so.`,
 		Args: noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			sys, note, err := device.OrVirtual()
@@ -37,11 +37,11 @@ directly. Without a GPU it shows the virtual devices and says so.`,
 			return r.print(c.OutOrStdout())
 		},
 	}
-	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	c.Flags().BoolVar(&asJSON, "json", false, "output in JSON")
 	return c
 }
 
-// A report is what info shows.
+// A report is the output of chorus info.
 type report struct {
 	Backend   string        `json:"backend"`
 	Note      string        `json:"note,omitempty"`
@@ -96,8 +96,8 @@ func inspect(sys *device.System, note string) (*report, error) {
 	return r, nil
 }
 
-// links tells how d reaches each device: "self", "peer" with the driver's rank
-// of the link, where 0 is the fastest kind, or "host".
+// links returns how d reaches each device: "self"; "peerN" for direct access,
+// where N is the driver's rank of the link and 0 is the fastest; or "host".
 func links(d *device.Device, devs []*device.Device) ([]string, error) {
 	var row []string
 	for _, o := range devs {
@@ -153,12 +153,12 @@ func (r *report) print(out io.Writer) error {
 		}
 		fmt.Fprintln(w)
 	}
-	fmt.Fprintf(w, "\npeerN: direct access, 0 is the fastest kind of link; host: only by way of host memory\n")
+	fmt.Fprintf(w, "\npeerN: direct access, N = 0 is the fastest kind of link; host: copies pass through host memory\n")
 	return w.Flush()
 }
 
-// printTelemetry has a line for each device that tells something, and one that
-// says why the others do not.
+// printTelemetry prints a line for each device with sensor readings, and once the
+// reason for missing readings.
 func (r *report) printTelemetry(w io.Writer) {
 	fmt.Fprintf(w, "\nTELEMETRY\n")
 	missing := ""

@@ -7,14 +7,14 @@ import (
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// A lateFile keeps what the file has had until something else is written: a measurement
-// that ends early leaves the results of the last one.
+// A lateFile keeps its old content until the first write, so a measurement that
+// fails early does not erase earlier results.
 type lateFile struct {
 	file  *os.File
 	begun bool
 }
 
-// createLate opens a file, and makes it if there is none.
+// createLate opens a file and creates it if it does not exist.
 func createLate(name string) (io.WriteCloser, error) {
 	file, err := safefile.Keep(name)
 	if err != nil {
@@ -25,7 +25,7 @@ func createLate(name string) (io.WriteCloser, error) {
 		_ = file.Close()
 		return nil, err
 	}
-	// The process's own output has nothing to keep.
+	// Only regular files have old content: a pipe or a terminal cannot be truncated.
 	return &lateFile{file, !info.Mode().IsRegular()}, nil
 }
 

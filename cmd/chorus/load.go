@@ -7,41 +7,41 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/signal"
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/memory"
 )
 
-const loadLong = `Load safetensors checkpoints to GPUs, and show how fast and by which way.
+const loadLong = `Load safetensors checkpoints to GPUs and report the speed and the I/O engine used.
 
-A file is a safetensors file, an index of several (model.safetensors.index.json), or a
-folder that has either. What is given together is one checkpoint.
+A file is a safetensors file, an index of several files (model.safetensors.index.json),
+or a directory with either of them. All files of a command line form one checkpoint.
 
-By itself it loads to all GPUs of this machine, or -g of them. In a job of several
-processes each has one GPU:
+Started alone, the command loads to all GPUs of this machine, or to the first -g of
+them. In a job of several processes, each process loads to one GPU:
 
   chorus run -- chorus load model.safetensors
 
-The plan says what each of them gets: replicate is everything; shard:D is a part of
-each tensor along dimension D, -1 being the last, and all of one that has too few
-dimensions; own is whole tensors, so that each GPU has about as many bytes. Each byte
-of the files is read once.
+The plan selects the data of each GPU:
+  replicate  every tensor on every GPU
+  shard:D    a slice of each tensor along dimension D, -1 being the last; a tensor with
+             too few dimensions is replicated
+  own        whole tensors, distributed so that each GPU has about as many bytes
+Each byte of the files is read once.
 
---verify reads everything back from the GPUs and compares its SHA-256 with that of the
-same bytes of the files; --digests compares the files with recorded digests first, a
-JSON object of "sha256" by tensor, alone or in an object.
+--verify reads all tensors back from the GPUs and compares their SHA-256 with the files.
+--digests first compares the files with recorded digests: a JSON object that maps a
+tensor's name to its digest, or to an object with a "sha256" field.
 
-1 GB is 10^9 bytes. The exit code is 0 if everything is there and right, 1 if not, and
-64 for mistakes in the flags.`
+1 GB is 10^9 bytes. The exit code is 0 if the load succeeded and all checks passed, 1 if
+not, and 64 for a mistake in the flags.`
 
 const loadExample = `  chorus load model.safetensors --verify
   chorus load checkpoint/ -g 8 --plan shard:0 --dtype bfloat16
@@ -73,42 +73,40 @@ func newLoadCommand() *cobra.Command {
 			if err != nil {
 				return usageError(c, err)
 			}
-			ctx, stop := signal.NotifyContext(c.Context(), os.Interrupt, syscall.SIGTERM)
-			defer stop()
-			return l.run(ctx, c.OutOrStdout())
+			return interruptible(c, l.run)
 		},
 	}
 	fs := c.Flags()
 	fs.SortFlags = false
-	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one in a job of several processes")
-	fs.StringVar(&f.plan, "plan", "replicate", "what each GPU gets: replicate, shard:DIMENSION or own")
-	fs.StringVar(&f.dtype, "dtype", "", "convert floating-point tensors to this type, such as bfloat16")
-	fs.StringVar(&f.engine, "engine", "auto", "the way from the files: auto, cached, direct or cufile")
-	fs.IntVar(&f.threads, "threads", 0, "threads for each GPU; 0: by the number of cores")
-	fs.IntVar(&f.times, "times", 1, "load so many times; the summary has the median")
-	fs.BoolVar(&f.verify, "verify", false, "read everything back and compare SHA-256 with the files")
-	fs.StringVar(&f.digests, "digests", "", "compare the files with the digests of this JSON file first")
-	fs.BoolVar(&f.asJSON, "json", false, "print the summary as JSON")
-	fs.BoolVarP(&f.quiet, "quiet", "q", false, "show no progress")
+	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one if the job has several processes")
+	fs.StringVar(&f.plan, "plan", "replicate", "distribution over the GPUs: replicate, shard:DIMENSION or own")
+	fs.StringVar(&f.dtype, "dtype", "", "element type to convert floating-point tensors to, such as bfloat16")
+	fs.StringVar(&f.engine, "engine", "auto", "I/O engine: auto, cached, direct or cufile")
+	fs.IntVar(&f.threads, "threads", 0, "I/O threads for each GPU; 0: chosen by the number of cores")
+	fs.IntVar(&f.times, "times", 1, "number of loads; the summary shows the median")
+	fs.BoolVar(&f.verify, "verify", false, "comparison of the loaded tensors with the files by SHA-256")
+	fs.StringVar(&f.digests, "digests", "", "JSON file with recorded digests to check the files against")
+	fs.BoolVar(&f.asJSON, "json", false, "summary in JSON")
+	fs.BoolVarP(&f.quiet, "quiet", "q", false, "no progress bar")
 	return c
 }
 
-// A loading is what the flags ask for.
+// A loading is a validated command line.
 type loading struct {
 	loadFlags
 	files []string
-	cfg   gds.LoadConfig
+	cfg   checkpoint.LoadConfig
 	file  gds.FileConfig
-	dim   int  // of a plan that shards
-	own   bool // the plan
+	dim   int  // the dimension of shard:D
+	own   bool // --plan own
 }
 
 var loadEngines = []gds.Engine{gds.Auto, gds.Cached, gds.Direct, gds.CuFile}
 
 // floats are the types that --dtype converts from and to.
-var floats = []memory.DType{memory.Float16T, memory.BFloat16T, memory.Float32, memory.Float64, memory.Float8E4M3T, memory.Float8E5M2T}
+var floats = []memory.DType{memory.Float16, memory.BFloat16, memory.Float32, memory.Float64, memory.Float8E4M3, memory.Float8E5M2}
 
-// check turns the flags into what to do. The error is a mistake of the user.
+// check validates the flags. Its error is a mistake of the user.
 func (f *loadFlags) check(files []string) (*loading, error) {
 	l := &loading{loadFlags: *f, files: files, file: gds.FileConfig{Threads: f.threads}}
 	i := slices.IndexFunc(loadEngines, func(e gds.Engine) bool { return e.String() == f.engine })
@@ -130,13 +128,13 @@ func (f *loadFlags) check(files []string) (*loading, error) {
 	case f.times < 1 || f.threads < 0:
 		return nil, fmt.Errorf("--times %d, --threads %d: want 1 or more, and 0 or more", f.times, f.threads)
 	case f.verify && f.dtype != "":
-		return nil, errors.New("--verify compares bytes, which --dtype changes: leave one out")
+		return nil, errors.New("--verify compares bytes and --dtype changes them: leave one out")
 	}
 	l.file.Engine = loadEngines[i]
 	return l, l.convert()
 }
 
-// convert makes --dtype a function.
+// convert translates --dtype for the loader.
 func (l *loading) convert() error {
 	if l.dtype == "" {
 		return nil
@@ -145,7 +143,7 @@ func (l *loading) convert() error {
 	if i < 0 {
 		return fmt.Errorf("--dtype %q: want one of %v", l.dtype, floats)
 	}
-	l.cfg.DType = func(t gds.Info) memory.DType {
+	l.cfg.DType = func(t checkpoint.Info) memory.DType {
 		if slices.Contains(floats, t.DType) {
 			return floats[i]
 		}
@@ -154,25 +152,25 @@ func (l *loading) convert() error {
 	return nil
 }
 
-// planFor makes --plan a function for a checkpoint.
-func (l *loading) planFor(c *gds.Checkpoint, ranks int) gds.Plan {
+// planFor translates --plan for the loader.
+func (l *loading) planFor(c *checkpoint.Checkpoint, ranks int) checkpoint.Plan {
 	if l.own {
 		return owners(c.Infos(), ranks)
 	}
 	if l.plan == "replicate" {
 		return nil
 	}
-	return func(t gds.Info) gds.Placement {
+	return func(t checkpoint.Info) checkpoint.Placement {
 		if n := len(t.Shape); l.dim >= n || l.dim < -n {
-			return gds.Replicate()
+			return checkpoint.Replicate()
 		}
-		return gds.Shard(l.dim)
+		return checkpoint.Shard(l.dim)
 	}
 }
 
-// owners gives each tensor, the largest first, to the rank that has the least.
-func owners(infos []gds.Info, ranks int) gds.Plan {
-	slices.SortStableFunc(infos, func(a, b gds.Info) int { return cmp.Compare(b.Bytes(), a.Bytes()) })
+// owners assigns each tensor, the largest first, to the rank with the fewest bytes.
+func owners(infos []checkpoint.Info, ranks int) checkpoint.Plan {
+	slices.SortStableFunc(infos, func(a, b checkpoint.Info) int { return cmp.Compare(b.Bytes(), a.Bytes()) })
 	has := make([]int64, ranks)
 	owner := map[string]int{}
 	for _, t := range infos {
@@ -180,54 +178,47 @@ func owners(infos []gds.Info, ranks int) gds.Plan {
 		owner[t.Name] = least
 		has[least] += t.Bytes()
 	}
-	return func(t gds.Info) gds.Placement { return gds.Own(owner[t.Name]) }
+	return func(t checkpoint.Info) checkpoint.Placement { return checkpoint.Own(owner[t.Name]) }
 }
 
-// run joins the other ranks, loads, and shows where rank 0 is.
+// run joins the other ranks and loads. Rank 0 prints.
 func (l *loading) run(ctx context.Context, out io.Writer) error {
-	c, err := gds.OpenSafetensorsWith(&l.file, l.files...)
+	c, err := checkpoint.Open(l.files, &l.file)
 	if err != nil {
 		return err
 	}
 	defer c.Close()
-	sess, err := cluster.Attach(ctx)
+	m, err := attach(ctx, l.gpus)
 	if err != nil {
 		return err
 	}
-	defer sess.Close()
-	devs, note, err := ranksOf(sess, l.gpus)
-	if err != nil {
-		return err
-	}
-	first := sess.Rank() == 0
-	if first && note != "" {
-		fmt.Fprintln(os.Stderr, "chorus: load:", note)
-	}
-	if l.digests != "" && first {
+	defer m.Close()
+	m.printNote("load")
+	if l.digests != "" && m.isFirst() {
 		if err := checkDigests(ctx, c, l.digests); err != nil {
 			return err
 		}
 	}
-	to, err := l.target(ctx, sess, devs)
+	to, err := m.loadTarget(ctx)
 	if err != nil {
 		return err
 	}
 	defer to.close()
-	r, err := l.load(ctx, c, to, first)
+	r, err := l.load(ctx, c, to, m.isFirst())
 	if err != nil {
 		return err
 	}
-	r.Note = note
-	if first {
+	r.Note = m.note
+	if m.isFirst() {
 		if err := r.write(out, l.asJSON); err != nil {
 			return err
 		}
 	}
-	return errors.Join(to.leave(ctx), sess.Shutdown(ctx))
+	return errors.Join(to.leave(ctx), m.Shutdown(ctx))
 }
 
-// load loads as often as was asked for, and verifies what came last.
-func (l *loading) load(ctx context.Context, c *gds.Checkpoint, to *loadTarget, first bool) (*loadReport, error) {
+// load loads l.times times and verifies the last result.
+func (l *loading) load(ctx context.Context, c *checkpoint.Checkpoint, to *loadTarget, first bool) (*loadReport, error) {
 	cfg := l.cfg
 	cfg.Plan = l.planFor(c, to.ranks)
 	r := &loadReport{Files: l.files, Tensors: len(c.Infos()), Bytes: c.Bytes(), Ranks: to.ranks, Plan: l.plan, DType: l.dtype}
@@ -257,7 +248,7 @@ func (l *loading) load(ctx context.Context, c *gds.Checkpoint, to *loadTarget, f
 	return r, nil
 }
 
-func (l *loading) checkAll(ctx context.Context, c *gds.Checkpoint, all []*gds.Weights, r *loadReport) error {
+func (l *loading) checkAll(ctx context.Context, c *checkpoint.Checkpoint, all []*checkpoint.Weights, r *loadReport) error {
 	begun := time.Now()
 	for _, w := range all {
 		if err := c.Verify(ctx, w); err != nil {

@@ -6,16 +6,16 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/gochorus/chorus/gds"
+	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// mostDigests bounds the bytes of a file of digests: a checkpoint of 100,000 tensors has
-// about 16 MiB of them.
+// mostDigests limits the size of a digest file: a checkpoint of 100,000 tensors
+// needs about 16 MiB.
 const mostDigests = 64 << 20
 
-// checkDigests compares the tensors' bytes in the files with what was recorded.
-func checkDigests(ctx context.Context, c *gds.Checkpoint, path string) error {
+// checkDigests compares the tensors in the files with the recorded digests.
+func checkDigests(ctx context.Context, c *checkpoint.Checkpoint, path string) error {
 	text, err := safefile.Read(path, mostDigests)
 	if err != nil {
 		return fmt.Errorf("--digests: %w", err)
@@ -28,7 +28,7 @@ func checkDigests(ctx context.Context, c *gds.Checkpoint, path string) error {
 		var want string
 		var within struct{ SHA256 string }
 		if raw, ok := recorded[t.Name]; !ok {
-			return fmt.Errorf("--digests %s: it has none for tensor %q of %s", path, t.Name, t.File)
+			return fmt.Errorf("--digests %s: no digest for tensor %q of %s", path, t.Name, t.File)
 		} else if json.Unmarshal(raw, &want) != nil {
 			if err := json.Unmarshal(raw, &within); err != nil {
 				return fmt.Errorf("--digests %s: tensor %q: %w", path, t.Name, err)
@@ -40,7 +40,7 @@ func checkDigests(ctx context.Context, c *gds.Checkpoint, path string) error {
 			return err
 		}
 		if !strings.EqualFold(got, want) {
-			return fmt.Errorf("--digests %s: tensor %q of %s has SHA-256 %s, recorded is %s", path, t.Name, t.File, got, want)
+			return fmt.Errorf("--digests %s: tensor %q of %s has SHA-256 %s, want %s as recorded", path, t.Name, t.File, got, want)
 		}
 	}
 	return nil

@@ -9,10 +9,11 @@ import (
 	"strings"
 	"time"
 
+	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/gds"
 )
 
-// A loadReport is what chorus load shows.
+// A loadReport is the output of chorus load.
 type loadReport struct {
 	Files         []string     `json:"files"`
 	Tensors       int          `json:"tensors"`
@@ -20,7 +21,7 @@ type loadReport struct {
 	Plan          string       `json:"plan"`
 	DType         string       `json:"dtype,omitempty"`
 	Ranks         int          `json:"ranks"`
-	MaxRankBytes  int64        `json:"max_rank_bytes"` // on the device that has the most
+	MaxRankBytes  int64        `json:"max_rank_bytes"` // on the device with the most bytes
 	Seconds       []float64    `json:"seconds"`
 	Median        float64      `json:"median_seconds"`
 	GBPerSecond   float64      `json:"gb_per_second"`
@@ -30,15 +31,15 @@ type loadReport struct {
 	Note          string       `json:"note,omitempty"`
 }
 
-// A loadEngine is what one way from the files has done, and why it was not used for
-// all of them.
+// A loadEngine holds the bytes that one I/O engine read, and the reasons why it
+// did not read the rest.
 type loadEngine struct {
 	Engine string   `json:"engine"`
 	Bytes  int64    `json:"bytes"`
 	Not    []string `json:"not,omitempty"`
 }
 
-func (r *loadReport) finish(c *gds.Checkpoint) {
+func (r *loadReport) finish(c *checkpoint.Checkpoint) {
 	sorted := slices.Sorted(slices.Values(r.Seconds))
 	r.Median = sorted[len(sorted)/2]
 	r.GBPerSecond = float64(r.Bytes) / 1e9 / r.Median
@@ -64,7 +65,7 @@ func (r *loadReport) write(out io.Writer, asJSON bool) error {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%d tensors, %s, in %s: %.2f GB/s\n", r.Tensors, gigabytes(r.Bytes), seconds(r.Median), r.GBPerSecond)
 	if len(r.Seconds) > 1 {
-		fmt.Fprintf(&b, "%d times: %s to %s, the median above\n", len(r.Seconds), seconds(slices.Min(r.Seconds)), seconds(slices.Max(r.Seconds)))
+		fmt.Fprintf(&b, "%d loads: %s to %s, median above\n", len(r.Seconds), seconds(slices.Min(r.Seconds)), seconds(slices.Max(r.Seconds)))
 	}
 	for _, e := range r.Engines {
 		if e.Bytes > 0 {
@@ -74,15 +75,15 @@ func (r *loadReport) write(out io.Writer, asJSON bool) error {
 			fmt.Fprintf(&b, "not engine %s: %s\n", e.Engine, why)
 		}
 	}
-	fmt.Fprintf(&b, "plan %s: %d devices, of which none has more than %s\n", r.Plan, r.Ranks, gigabytes(r.MaxRankBytes))
+	fmt.Fprintf(&b, "plan %s: %d devices, at most %s on one device\n", r.Plan, r.Ranks, gigabytes(r.MaxRankBytes))
 	if r.Verified > 0 {
-		fmt.Fprintf(&b, "verified: the SHA-256 of %d tensors on this process's devices are those of the files (%s)\n", r.Verified, seconds(r.VerifySeconds))
+		fmt.Fprintf(&b, "verified: the SHA-256 of %d tensors on this process's devices match the files (%s)\n", r.Verified, seconds(r.VerifySeconds))
 	}
 	_, err := io.WriteString(out, b.String())
 	return err
 }
 
-// gigabytes writes a number of bytes in the decimal unit that fits.
+// gigabytes formats a number of bytes with a decimal unit.
 func gigabytes(n int64) string {
 	x, units := float64(n), []string{"B", "kB", "MB", "GB", "TB"}
 	for len(units) > 1 && x >= 1000 {
@@ -98,9 +99,9 @@ func seconds(s float64) string {
 	return time.Duration(s * float64(time.Second)).Round(10 * time.Microsecond).String()
 }
 
-// A bar shows how far a load is, on a terminal.
+// A bar is a progress bar on a terminal.
 type bar struct {
-	to    *os.File // nil shows nothing
+	to    *os.File // nil if the bar is hidden
 	begun time.Time
 	last  time.Time
 }
@@ -115,7 +116,7 @@ func newBar(to *os.File, wanted bool) *bar {
 
 const barWidth = 32
 
-// show draws the bar, ten times a second at most.
+// show draws the bar at most ten times a second.
 func (b *bar) show(done, total int64) {
 	if b.to == nil || time.Since(b.last) < 100*time.Millisecond && done < total {
 		return
@@ -127,7 +128,7 @@ func (b *bar) show(done, total int64) {
 		gigabytes(done), gigabytes(total), float64(done)/1e9/time.Since(b.begun).Seconds())
 }
 
-// end takes the bar away.
+// end erases the bar.
 func (b *bar) end() {
 	if b.to != nil {
 		fmt.Fprint(b.to, "\r\x1b[K")

@@ -3,27 +3,25 @@ package main
 import (
 	"context"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A loadTarget is where the checkpoint goes: a group, or one device alone, which needs
-// no NCCL.
+// A loadTarget is the destination of a load: a group, or a single device, so that
+// one GPU does not need NCCL.
 type loadTarget struct {
 	group  *comm.Group
 	stream *stream.Stream
 	ranks  int
 }
 
-func (l *loading) target(ctx context.Context, sess *cluster.Session, devs []*device.Device) (*loadTarget, error) {
-	if sess.Size() == 1 && len(devs) == 1 {
-		s, err := stream.New(devs[0], nil)
+func (m *member) loadTarget(ctx context.Context) (*loadTarget, error) {
+	if m.Size() == 1 && len(m.devs) == 1 {
+		s, err := stream.New(m.devs[0], nil)
 		return &loadTarget{stream: s, ranks: 1}, err
 	}
-	g, err := joinRanks(ctx, sess, devs, nil)
+	g, err := m.group(ctx, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -32,7 +30,7 @@ func (l *loading) target(ctx context.Context, sess *cluster.Session, devs []*dev
 
 func (t *loadTarget) close() {
 	if t.group != nil {
-		t.group.Close() // it has said before what went wrong
+		t.group.Close() // load or leave has returned the error
 		return
 	}
 	t.stream.Close()
@@ -45,10 +43,10 @@ func (t *loadTarget) leave(ctx context.Context) error {
 	return nil
 }
 
-func (t *loadTarget) load(ctx context.Context, c *gds.Checkpoint, cfg *gds.LoadConfig) ([]*gds.Weights, error) {
+func (t *loadTarget) load(ctx context.Context, c *checkpoint.Checkpoint, cfg *checkpoint.LoadConfig) ([]*checkpoint.Weights, error) {
 	if t.group != nil {
 		return c.Load(ctx, t.group, cfg)
 	}
 	w, err := c.LoadOn(ctx, t.stream, cfg)
-	return []*gds.Weights{w}, err
+	return []*checkpoint.Weights{w}, err
 }

@@ -11,7 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/gds"
+	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/gds/safetensors"
 )
 
@@ -67,13 +67,13 @@ func TestLoadInAJob(t *testing.T) {
 // the tensors.
 func TestOwners(t *testing.T) {
 	sizes := []int{10, 70, 20, 30, 60, 50}
-	var infos []gds.Info
+	var infos []checkpoint.Info
 	for _, n := range sizes {
-		infos = append(infos, gds.Info{Name: strconv.Itoa(n), Format: safetensors.U8, Shape: []int{n}})
+		infos = append(infos, checkpoint.Info{Name: strconv.Itoa(n), Format: safetensors.U8, Shape: []int{n}})
 	}
 	plan := owners(infos, 3)
 	for n, rank := range map[int]int{70: 0, 60: 1, 50: 2, 30: 2, 20: 1, 10: 0} {
-		got, want := fmt.Sprintf("%+v", plan(gds.Info{Name: strconv.Itoa(n)})), fmt.Sprintf("rank:%d ", rank)
+		got, want := fmt.Sprintf("%+v", plan(checkpoint.Info{Name: strconv.Itoa(n)})), fmt.Sprintf("rank:%d ", rank)
 		require.Contains(t, got, want, "the tensor of %d bytes", n)
 	}
 }

@@ -1,4 +1,4 @@
-// Command chorus starts jobs on GPUs and looks at machines; see chorus help.
+// Command chorus starts jobs on GPUs and inspects and measures machines; see chorus help.
 package main
 
 import (
@@ -32,13 +32,13 @@ func main() {
 func run(args []string) int {
 	root := newRootCommand()
 	root.SetArgs(args)
-	root.SetOut(plain.NewWriter(os.Stdout)) // names in files and of hosts come from outside
+	root.SetOut(plain.NewWriter(os.Stdout)) // file and host names may contain control characters
 	err := root.Execute()
 	if err == nil {
 		return 0
 	}
 	var code exitCode
-	if errors.As(err, &code) { // whoever returned it has said why
+	if errors.As(err, &code) { // the command has printed the reason
 		return int(code)
 	}
 	fmt.Fprintf(os.Stderr, "chorus: %s\n", plain.Lines(err.Error()))
@@ -49,7 +49,7 @@ func run(args []string) int {
 	return launch.ExitFailed
 }
 
-// An exitCode is the error of a command that has said all there is to say.
+// An exitCode is the error of a command that has already printed the reason.
 type exitCode int
 
 func (c exitCode) Error() string { return fmt.Sprintf("exit code %d", int(c)) }
@@ -59,8 +59,8 @@ func newRootCommand() *cobra.Command {
 		Use:           "chorus",
 		Short:         "Run programs on many GPUs together",
 		Version:       version(),
-		SilenceErrors: true, // run writes them
-		SilenceUsage:  true, // a sentence is easier to find than a page
+		SilenceErrors: true, // run prints them
+		SilenceUsage:  true, // a page of usage would hide the error
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) > 0 {
 				return &launch.UsageError{Reason: fmt.Sprintf("unknown command %q; see chorus help", args[0])}
@@ -76,7 +76,7 @@ func newRootCommand() *cobra.Command {
 	return root
 }
 
-// noArgs refuses arguments.
+// noArgs rejects arguments.
 func noArgs(cmd *cobra.Command, args []string) error {
 	if len(args) > 0 {
 		return usageError(cmd, fmt.Errorf("unknown argument %q", args[0]))
@@ -84,12 +84,12 @@ func noArgs(cmd *cobra.Command, args []string) error {
 	return nil
 }
 
-// usageError marks a mistake in the flags for the exit code.
+// usageError marks an error as a mistake in the command line and names the help.
 func usageError(cmd *cobra.Command, err error) error {
 	return &launch.UsageError{Reason: fmt.Sprintf("%v; see %s --help", err, cmd.CommandPath())}
 }
 
-// version is the module's, as the Go tool has stamped it.
+// version returns the module's version from the build information.
 func version() string {
 	info, ok := debug.ReadBuildInfo()
 	if !ok || info.Main.Version == "" {

@@ -11,7 +11,7 @@ import (
 func newMemCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "mem",
-		Short: "Look at how device memory is allocated",
+		Short: "Analyze the allocation of device memory",
 		Args: func(c *cobra.Command, args []string) error {
 			if len(args) > 0 {
 				return &launch.UsageError{Reason: fmt.Sprintf("unknown command %q; see %s --help", args[0], c.CommandPath())}

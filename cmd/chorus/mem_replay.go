@@ -19,22 +19,22 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-const replayLong = `Play the recorded calls of an allocator again on Chorus's, and show what they take
-in time and memory beside what was recorded.
+const replayLong = `Replay a recorded trace of allocator calls on Chorus's allocator, and compare its time
+and peak memory with the recorded values. No kernel runs and no data is copied.
 
-A file is a snapshot that memory.Snapshot has written, or torch's
-memory._dump_snapshot, as a pickle or JSON, with a trace for each device whose
-history was recorded; or JSON with "events", each [action, address, size, stream,
-time in µs]; or JSON with "sequences" of calls and statistics. It may be
-compressed by gzip.
+Accepted files, optionally compressed with gzip:
+  - a snapshot written by memory.Snapshot, or by torch's memory._dump_snapshot as a
+    pickle or JSON, with one trace for each device whose history was recorded
+  - JSON with "events": [action, address, size, stream, time in µs] each
+  - JSON with "sequences" of calls and their statistics
+A file has at most 2 GiB, uncompressed. A long trace takes some MiB of memory and a temporary
+file.
 
-The first run begins with an empty cache: the peaks are its, and its time is
-shown apart. Fragmentation is the part of the reserved memory that was not
-allocated when the most was reserved. A free counts once, where the streams are
-past it. Recorded peaks that a file does not have are summed up from its events:
-that of allocated memory then has the sizes as they were asked for.
-
-No kernel runs and no byte is copied.`
+The first run starts with an empty cache. Its peaks are the reported peaks, and its time
+is reported separately. Fragmentation = 1 - allocated / reserved, measured at the peak
+of reserved memory. A block is counted as free once all streams that used it have passed
+the free. If a file has no recorded peaks, they are computed from its events; the peak
+of allocated memory then uses requested sizes.`
 
 const replayExample = `  chorus mem replay trace.json.gz
   chorus mem replay --conf expandable_segments:True --plot memory.svg snapshot.pickle
@@ -55,7 +55,7 @@ func newReplayCommand() *cobra.Command {
 	var f replayFlags
 	c := &cobra.Command{
 		Use:     "replay [flags] file...",
-		Short:   "Play a recorded trace of allocations again",
+		Short:   "Replay a recorded trace of allocations",
 		Long:    replayLong,
 		Example: replayExample,
 		RunE: func(c *cobra.Command, files []string) error {
@@ -66,13 +66,13 @@ func newReplayCommand() *cobra.Command {
 		},
 	}
 	fs := c.Flags()
-	fs.StringVar(&f.backend, "backend", "auto", "cuda, virtual, or auto: what "+env.Backend.Name+" says, or virtual devices without a GPU")
-	fs.IntVar(&f.device, "device", 0, "ordinal of the device")
-	fs.StringVar(&f.conf, "conf", "", "the allocator's options, such as expandable_segments:True ("+env.AllocConf.Name+")")
-	fs.IntVar(&f.repeat, "repeat", 5, "runs after the first")
-	fs.IntVar(&f.sequence, "sequence", -1, "play only this trace of each file, from 0 on; -1: all")
-	fs.BoolVar(&f.asJSON, "json", false, "print JSON")
-	fs.StringVar(&f.plot, "plot", "", "draw the memory over the calls into a file, .svg or .html")
+	fs.StringVar(&f.backend, "backend", "auto", "backend: cuda, virtual, or auto: "+env.Backend.Name+" if set, else CUDA, or virtual devices on a machine without GPUs")
+	fs.IntVar(&f.device, "device", 0, "device ordinal")
+	fs.StringVar(&f.conf, "conf", "", "allocator options, such as expandable_segments:True ("+env.AllocConf.Name+")")
+	fs.IntVar(&f.repeat, "repeat", 5, "number of runs after the first")
+	fs.IntVar(&f.sequence, "sequence", -1, "index of the trace to replay from each file, starting at 0; -1: all")
+	fs.BoolVar(&f.asJSON, "json", false, "output in JSON")
+	fs.StringVar(&f.plot, "plot", "", ".svg or .html file for a plot of memory over calls")
 	return c
 }
 
@@ -86,14 +86,19 @@ func (f *replayFlags) check(c *cobra.Command, files []string) error {
 		return usageError(c, fmt.Errorf("--sequence %d: want 0 or more, or -1 for all", f.sequence))
 	case f.repeat < 0:
 		return usageError(c, fmt.Errorf("--repeat %d: want 0 or more", f.repeat))
-	case f.plot != "" && drawers[strings.ToLower(filepath.Ext(f.plot))] == nil:
+	case f.plot != "" && plotWriters[strings.ToLower(filepath.Ext(f.plot))] == nil:
 		return usageError(c, fmt.Errorf("--plot %q: want a name that ends in .svg or .html", f.plot))
 	}
 	return nil
 }
 
 func (f *replayFlags) run(out io.Writer, files []string) error {
-	traces, err := f.read(files)
+	recordings, traces, err := f.read(files)
+	defer func() {
+		for _, r := range recordings {
+			_ = r.Close() // only a temporary file
+		}
+	}()
 	if err != nil {
 		return err
 	}
@@ -128,7 +133,7 @@ func (f *replayFlags) run(out io.Writer, files []string) error {
 	return r.print(out)
 }
 
-// open opens the devices, and returns what is to be said about them.
+// open opens the devices and returns a note to print about them.
 func (f *replayFlags) open() (*device.System, string, error) {
 	if f.backend == backend.Auto {
 		return device.OrVirtual()
@@ -143,27 +148,29 @@ type fileTrace struct {
 	file string
 }
 
-func (f *replayFlags) read(files []string) ([]fileTrace, error) {
-	var all []fileTrace
+// read reads the files. The caller closes the recordings, also after an error.
+func (f *replayFlags) read(files []string) (recordings []*memtrace.Recording, traces []fileTrace, err error) {
 	for _, name := range files {
-		list, err := readTraces(name)
+		r, err := readTraces(name)
 		if err != nil {
-			return nil, fmt.Errorf("mem replay: %s: %w", name, err)
+			return recordings, nil, fmt.Errorf("mem replay: %s: %w", name, err)
 		}
+		recordings = append(recordings, r)
+		list := r.Traces
 		if f.sequence >= len(list) {
-			return nil, &launch.UsageError{Reason: fmt.Sprintf("--sequence %d: %s has %d traces, counted from 0", f.sequence, name, len(list))}
+			return recordings, nil, &launch.UsageError{Reason: fmt.Sprintf("--sequence %d: %s has %d traces, counted from 0", f.sequence, name, len(list))}
 		}
 		if f.sequence >= 0 {
 			list = list[f.sequence : f.sequence+1]
 		}
 		for _, t := range list {
-			all = append(all, fileTrace{t, name})
+			traces = append(traces, fileTrace{t, name})
 		}
 	}
-	return all, nil
+	return recordings, traces, nil
 }
 
-func readTraces(name string) ([]*memtrace.Trace, error) {
+func readTraces(name string) (*memtrace.Recording, error) {
 	file, err := safefile.Open(name)
 	if err != nil {
 		return nil, err

@@ -9,15 +9,15 @@ import (
 	"strings"
 	"text/tabwriter"
 
+	"github.com/gochorus/chorus/cmd/chorus/internal/memplot"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/memplot"
 	"github.com/gochorus/chorus/internal/memtrace"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// A replayReport is what replay shows. Its own numbers are those of all traces:
-// the calls together, their mean time, and the peaks of the trace that reserved
-// the most.
+// A replayReport is the output of chorus mem replay. Its embedded numbers
+// summarize all traces: the total number of calls, their mean time, and the peaks
+// of the trace with the highest reserved memory.
 type replayReport struct {
 	Backend string `json:"backend"`
 	Device  int    `json:"device"`
@@ -44,12 +44,12 @@ type replayNumbers struct {
 	PeakReserved          int64   `json:"peak_reserved"`
 	RecordedPeakAllocated int64   `json:"recorded_peak_allocated"`
 	RecordedPeakReserved  int64   `json:"recorded_peak_reserved"`
-	AllocatedRatio        float64 `json:"allocated_ratio"` // to what was recorded; 0 where nothing was
+	AllocatedRatio        float64 `json:"allocated_ratio"` // replayed / recorded; 0 if nothing was recorded
 	ReservedRatio         float64 `json:"reserved_ratio"`
 	Fragmentation         float64 `json:"fragmentation"`
 }
 
-// replay plays one trace on the device.
+// replay replays one trace on the device.
 func (r *replayReport) replay(dev *device.Device, t fileTrace, plot string) (err error) {
 	a, err := memtrace.OnDevice(dev, t.Streams)
 	if err != nil {
@@ -112,17 +112,17 @@ func (r *replayReport) print(out io.Writer) error {
 		if err := r.table(out, &t.replayNumbers); err != nil {
 			return err
 		}
-		fmt.Fprintf(out, "fragmentation %.2f%%: of the reserved memory, when the most was reserved, what was not allocated\n", 100*t.Fragmentation)
+		fmt.Fprintf(out, "fragmentation %.2f%%: 1 - allocated / reserved, at the peak of reserved memory\n", 100*t.Fragmentation)
 		if r.repeat > 0 {
-			fmt.Fprintf(out, "%.1f ns a call, the median of %d runs; %.1f ns in the first, on an empty cache\n", t.NsPerOp, r.repeat, t.ColdNsPerOp)
+			fmt.Fprintf(out, "%.1f ns a call, the median of %d runs; %.1f ns in the first run, with an empty cache\n", t.NsPerOp, r.repeat, t.ColdNsPerOp)
 		} else {
-			fmt.Fprintf(out, "%.1f ns a call in one run, on an empty cache\n", t.ColdNsPerOp)
+			fmt.Fprintf(out, "%.1f ns a call in one run, with an empty cache\n", t.ColdNsPerOp)
 		}
 	}
 	return nil
 }
 
-// table has the peaks beside the recorded ones.
+// table prints the replayed peaks beside the recorded peaks.
 func (r *replayReport) table(out io.Writer, n *replayNumbers) error {
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintf(w, "PEAK IN BYTES\tREPLAYED\tRECORDED\tRATIO\t\n")
@@ -131,13 +131,13 @@ func (r *replayReport) table(out io.Writer, n *replayNumbers) error {
 	return w.Flush()
 }
 
-// drawers write a plot, by the end of the file's name.
-var drawers = map[string]func(*memplot.Plot, io.Writer) error{
+// plotWriters write a plot in the format of the file's extension.
+var plotWriters = map[string]func(*memplot.Plot, io.Writer) error{
 	".svg":  (*memplot.Plot).WriteSVG,
 	".html": (*memplot.Plot).WriteHTML,
 }
 
-// draw writes the picture of a replay.
+// draw writes the plot of a replay.
 func draw(name string, t fileTrace, got *memtrace.Result, where string) error {
 	allocated, reserved := make([]int64, len(got.Curve)), make([]int64, len(got.Curve))
 	for i, p := range got.Curve {
@@ -145,8 +145,9 @@ func draw(name string, t fileTrace, got *memtrace.Result, where string) error {
 	}
 	p := &memplot.Plot{
 		Title:  fmt.Sprintf("%s, %s, replayed on %s", filepath.Base(t.file), t.Name, where),
-		Note:   fmt.Sprintf("%d calls on %d streams; fragmentation %.2f%% when the most was reserved", got.Ops, t.Streams, 100*got.Fragmentation()),
-		XLabel: "calls of the allocator",
+		Note:   fmt.Sprintf("%d calls on %d streams; fragmentation %.2f%% at the peak of reserved memory", got.Ops, t.Streams, 100*got.Fragmentation()),
+		XLabel: "allocator calls",
+		Step:   got.CurveStep,
 		Areas: []memplot.Area{
 			{Name: "reserved", Color: "#c9d6ea", Values: reserved},
 			{Name: "allocated", Color: "#2f62ad", Values: allocated},
@@ -160,5 +161,5 @@ func draw(name string, t fileTrace, got *memtrace.Result, where string) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(drawers[strings.ToLower(filepath.Ext(name))](p, file), file.Close())
+	return errors.Join(plotWriters[strings.ToLower(filepath.Ext(name))](p, file), file.Close())
 }

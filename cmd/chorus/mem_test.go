@@ -144,7 +144,7 @@ func TestReplayErrors(t *testing.T) {
 		{launch.ExitUsage, "unknown flag: --nope", []string{"--nope", good}},
 		{launch.ExitFailed, "open device 99", []string{"--device", "99", good}},
 		{launch.ExitFailed, "no such file", []string{"/nowhere.json"}},
-		{launch.ExitFailed, "twice.json: trace: event 2: frees the block at 0x1000, which event 1 has freed", []string{twice}},
+		{launch.ExitFailed, "twice.json: trace: event 2: frees the block at 0x1000, which event 1 already freed", []string{twice}},
 		{launch.ExitFailed, "huge.json: trace: event 1: allocate 4611686018427387904 bytes on stream 0", []string{huge}},
 		{0, "", []string{good}},
 	} {

@@ -8,46 +8,46 @@ import (
 	"io"
 	"math"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 
 	"github.com/spf13/cobra"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/internal/perf"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-const perfLong = `Measure collectives as NVIDIA's nccl-tests do, without MPI and without a compiler.
+const perfLong = `Measure and check collectives like NVIDIA's nccl-tests, without MPI or a compiler.
 
-Operations: %s;
-all: all of these that the number of ranks allows. pairs: the bandwidth and the
-latency between every two ranks, with -b, -n, -w and -g only.
+Operations:
+  %s
+  all    every operation above that supports the number of ranks
+  pairs  bandwidth and latency between every two ranks; only -b, -n, -w and -g apply
 
-By itself it measures the GPUs of this machine in one process, with a thread for
-each. With more processes, start it by chorus run, torchrun, Slurm or MPI:
+Started alone, the command measures the GPUs of this machine in one process, with a
+thread for each. To use more processes, start it with chorus run, torchrun, Slurm or MPI:
 
   chorus run -- chorus perf all_reduce
 
-Rank 0 prints. chorus run writes the rank before each line, so what other programs
-are to read goes to a file, by --output.
+Rank 0 prints. chorus run adds the rank at the start of each line: use --output if
+another program reads the results.
 
-Columns and definitions are those of nccl-tests: time is the mean over the ranks of
-many operations in a row, algbw is the data over the time, and busbw is what crosses
-a GPU's link; 1 GB is 10^9 bytes. p50 and p99 are of single operations, timed on the
-device, of the slowest rank each. #wrong counts elements that are not exactly as they
-should be. The last column is the part of the link's bandwidth, by the product's name or
---link, that the faster side of a row reaches; the verdict is by the rows of 64 MiB and
-more. Without -e there is one size; with -e each is 1M more than the one before, or -f
-times as large.
+Columns have the definitions of nccl-tests. 1 GB is 10^9 bytes.
+  time      mean time of an operation in µs, over all ranks and iterations
+  algbw     size / time
+  busbw     bandwidth on a GPU's link
+  p50, p99  percentiles of single operations, timed on the device, on the slowest rank
+  #wrong    elements that differ from the expected value
+  link      busbw of the faster side of the row / bandwidth of the link, which the
+            product's name or --link gives; the verdict uses the rows from 64 MiB on
+Without -e there is one size. With -e, each size is 1M larger than the one before, or
+-f times as large.
 
-The exit code is 0 if everything was right; 1 if elements were wrong, rows were
-slower than the baseline, or something failed; and 64 for mistakes in the flags.`
+The exit code is 0 if all results were right; 1 if elements were wrong, a row was slower
+than the baseline, or an error occurred; and 64 for a mistake in the flags.`
 
 const perfExample = `  chorus perf all_reduce -b 8 -e 1G -f 2
   chorus perf all_gather reduce_scatter -g 2 -d bfloat16 -G 20
@@ -84,7 +84,7 @@ func newPerfCommand() *cobra.Command {
 	}
 	c := &cobra.Command{
 		Use:     "perf [flags] operation...",
-		Short:   "Measure and check collectives, as nccl-tests does",
+		Short:   "Measure and check collectives, like nccl-tests",
 		Long:    fmt.Sprintf(perfLong, strings.Join(names, ", ")),
 		Example: perfExample,
 		RunE: func(c *cobra.Command, ops []string) error {
@@ -98,100 +98,109 @@ func newPerfCommand() *cobra.Command {
 			if err != nil {
 				return usageError(c, err)
 			}
-			ctx, stop := signal.NotifyContext(c.Context(), os.Interrupt, syscall.SIGTERM)
-			defer stop()
-			return f.run(ctx, c.OutOrStdout(), plan)
+			return interruptible(c, func(ctx context.Context, out io.Writer) error { return f.run(ctx, out, plan) })
 		},
 	}
-	fs := c.Flags()
-	fs.SortFlags = false
-	fs.StringVarP(&f.min, "minbytes", "b", "32M", "smallest size")
-	fs.StringVarP(&f.max, "maxbytes", "e", "", "largest size; left out: the smallest")
-	fs.StringVarP(&f.step, "stepbytes", "i", "1M", "bytes from one size to the next")
-	fs.IntVarP(&f.factor, "stepfactor", "f", 0, "each size so many times the one before, instead of -i")
-	fs.IntVarP(&f.iters, "iters", "n", 20, "operations in a row")
-	fs.IntVarP(&f.warmups, "warmup_iters", "w", 1, "operations before")
-	fs.IntVarP(&f.checks, "check", "c", 1, "how often the result of each row is checked; 0: not")
-	fs.StringVarP(&f.dtype, "datatype", "d", "float", "element type as nccl-tests names it, or all")
-	fs.StringVarP(&f.red, "op", "o", "sum", "sum, prod, max, min, avg, mulsum, or all")
-	fs.StringVarP(&f.root, "root", "r", "0", "root of the operations that have one, or all")
-	fs.IntVarP(&f.graph, "cudagraph", "G", 0, "capture the operations of a row into a graph and launch it so many times")
-	fs.IntVarP(&f.register, "local_register", "R", 0, "take the buffers from NCCL and register them: 1 as local buffers, 2 as symmetric windows")
-	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one in a job of several processes")
-	fs.BoolVar(&f.strategies, "strategies", false, "measure every strategy that can, side by side, and which one the tuning chooses")
-	fs.StringVar(&f.format, "format", "text", "what to print: text, json, csv, or bench for benchstat")
-	fs.StringVar(&f.output, "output", "", "write to a file what --format says")
-	fs.StringVar(&f.html, "html", "", "write a page with plots to a file")
-	fs.StringVar(&f.baseline, "baseline", "", "compare with an earlier run's --format json, and fail where it is slower")
-	fs.Float64Var(&f.tolerance, "tolerance", 0.1, "by which part a row may be slower than the baseline")
-	fs.Float64Var(&f.link, "link", 0, "what a GPU's link does in one direction in GB/s; 0: by the product's name")
+	f.add(c)
 	return c
 }
 
-// A perfPlan is what the flags ask for.
+func (f *perfFlags) add(c *cobra.Command) {
+	fs := c.Flags()
+	fs.SortFlags = false
+	fs.StringVarP(&f.min, "minbytes", "b", "32M", "smallest size in bytes; units K, M, G")
+	fs.StringVarP(&f.max, "maxbytes", "e", "", "largest size in bytes; default: the smallest size")
+	fs.StringVarP(&f.step, "stepbytes", "i", "1M", "step between sizes in bytes")
+	fs.IntVarP(&f.factor, "stepfactor", "f", 0, "factor between sizes, instead of -i")
+	fs.IntVarP(&f.iters, "iters", "n", 20, "timed operations for each size")
+	fs.IntVarP(&f.warmups, "warmup_iters", "w", 1, "untimed operations before each measurement")
+	fs.IntVarP(&f.checks, "check", "c", 1, "number of checks of each result; 0: none")
+	fs.StringVarP(&f.dtype, "datatype", "d", "float", "element type, named as in nccl-tests, or all")
+	fs.StringVarP(&f.red, "op", "o", "sum", "reduction: sum, prod, max, min, avg, mulsum, or all")
+	fs.StringVarP(&f.root, "root", "r", "0", "root rank of rooted operations, or all")
+	fs.IntVarP(&f.graph, "cudagraph", "G", 0, "launches of a graph with the operations of a row; 0: no graph")
+	fs.IntVarP(&f.register, "local_register", "R", 0, "registration of buffers allocated by NCCL: 0 none, 1 local buffers, 2 symmetric windows")
+	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one if the job has several processes")
+	fs.BoolVar(&f.strategies, "strategies", false, "side-by-side measurement of all strategies, with the choice of the tuning")
+	fs.StringVar(&f.format, "format", "text", "output format: text, json, csv, or bench for benchstat")
+	fs.StringVar(&f.output, "output", "", "file for the output; default: standard output")
+	fs.StringVar(&f.html, "html", "", "file for an HTML page with plots")
+	fs.StringVar(&f.baseline, "baseline", "", "output of an earlier run with --format json to compare with; a slower row fails")
+	fs.Float64Var(&f.tolerance, "tolerance", 0.1, "tolerated slowdown of a row against the baseline, as a fraction")
+	fs.Float64Var(&f.link, "link", 0, "bandwidth of a GPU's link in one direction in GB/s; 0: by the product's name")
+}
+
+// A perfPlan is a validated command line.
 type perfPlan struct {
 	perf.Plan
 	pairs bool
 }
 
-// pairsFlags refuses flags that mean nothing for pairs.
+// pairsFlags rejects flags that do not apply to pairs.
 func pairsFlags(c *cobra.Command) error {
 	for _, name := range []string{"maxbytes", "stepbytes", "stepfactor", "check", "datatype", "op", "root", "cudagraph", "local_register", "baseline", "strategies"} {
 		if c.Flags().Changed(name) {
-			return fmt.Errorf("--%s means nothing for pairs", name)
+			return fmt.Errorf("--%s does not apply to pairs", name)
 		}
 	}
 	return nil
 }
 
-// plan turns the flags into what to measure. The error is a mistake of the user.
+// plan validates the flags. Its error is a mistake of the user.
 func (f *perfFlags) plan(ops []string) (*perfPlan, error) {
 	p := &perfPlan{}
 	if err := f.operations(p, ops); err != nil {
 		return nil, err
 	}
-	for _, x := range []struct {
-		flag, text string
-		to         *int
-	}{{"-b", f.min, &p.Sizes.Min}, {"-e", f.max, &p.Sizes.Max}, {"-i", f.step, &p.Sizes.Step}} {
-		n, err := perf.ParseBytes(x.text)
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", x.flag, err)
-		}
-		*x.to = n
+	if err := f.parse(p); err != nil {
+		return nil, err
 	}
-	p.Sizes.Factor = f.factor
-	var err error
-	if p.DTypes, err = perf.ParseDTypes(f.dtype); err != nil {
-		return nil, fmt.Errorf("-d: %w", err)
-	}
-	if p.Reductions, err = perf.ParseReductions(f.red); err != nil {
-		return nil, fmt.Errorf("-o: %w", err)
-	}
-	if p.Root, err = strconv.Atoi(f.root); f.root == "all" {
-		p.Root = perf.AllRoots
-	} else if err != nil || p.Root < 0 {
-		return nil, fmt.Errorf("-r %q: want a rank or all", f.root)
-	}
-	p.Iterations, p.Warmups, p.Checks, p.Launches = f.iters, f.warmups, f.checks, f.graph
-	p.Register = perf.Registration(f.register)
 	switch {
 	case perfWriters[f.format] == nil:
 		return nil, fmt.Errorf("--format %q: want text, json, csv or bench", f.format)
 	case f.gpus < 0:
 		return nil, fmt.Errorf("-g %d: want 1 or more, or 0 for all", f.gpus)
 	case f.output != "" && f.html != "" && filepath.Clean(f.output) == filepath.Clean(f.html):
-		return nil, fmt.Errorf("--output and --html are both %s: want two files", filepath.Clean(f.html))
+		return nil, fmt.Errorf("--output and --html are both %s: want different files", filepath.Clean(f.html))
 	case !(f.tolerance > 0):
-		return nil, fmt.Errorf("--tolerance %v: want a part above 0, such as 0.1", f.tolerance)
+		return nil, fmt.Errorf("--tolerance %v: want a fraction above 0, such as 0.1", f.tolerance)
 	case !(f.link >= 0) || math.IsInf(f.link, 0):
-		return nil, fmt.Errorf("--link %v: want GB/s", f.link)
+		return nil, fmt.Errorf("--link %v: want a bandwidth in GB/s", f.link)
 	case f.strategies && f.register != 0:
-		return nil, errors.New("--strategies with -R: windows are one of the strategies, on memory that is not registered")
+		return nil, errors.New("--strategies with -R: the strategies include windows and need unregistered memory: leave -R out")
 	case p.pairs:
 		return p, p.pairPlan().Check(2)
 	}
 	return p, p.Sizes.Check()
+}
+
+// parse sets the values of the plan that flags have.
+func (f *perfFlags) parse(p *perfPlan) (err error) {
+	for _, x := range []struct {
+		flag, text string
+		to         *int
+	}{{"-b", f.min, &p.Sizes.Min}, {"-e", f.max, &p.Sizes.Max}, {"-i", f.step, &p.Sizes.Step}} {
+		n, err := perf.ParseBytes(x.text)
+		if err != nil {
+			return fmt.Errorf("%s: %w", x.flag, err)
+		}
+		*x.to = n
+	}
+	p.Sizes.Factor = f.factor
+	if p.DTypes, err = perf.ParseDTypes(f.dtype); err != nil {
+		return fmt.Errorf("-d: %w", err)
+	}
+	if p.Reductions, err = perf.ParseReductions(f.red); err != nil {
+		return fmt.Errorf("-o: %w", err)
+	}
+	if p.Root, err = strconv.Atoi(f.root); f.root == "all" {
+		p.Root = perf.AllRoots
+	} else if err != nil || p.Root < 0 {
+		return fmt.Errorf("-r %q: want a rank or all", f.root)
+	}
+	p.Iterations, p.Warmups, p.Checks, p.Launches = f.iters, f.warmups, f.checks, f.graph
+	p.Register = perf.Registration(f.register)
+	return nil
 }
 
 func (p *perfPlan) pairPlan() *perf.PairPlan {
@@ -217,7 +226,7 @@ func (f *perfFlags) operations(p *perfPlan, names []string) error {
 		}
 	}
 	if p.pairs && len(p.Operations) > 0 {
-		return errors.New("pairs is measured by itself")
+		return errors.New("pairs cannot be combined with other operations")
 	}
 	for i, o := range p.Operations {
 		if slices.Contains(p.Operations[:i], o) {
@@ -227,11 +236,11 @@ func (f *perfFlags) operations(p *perfPlan, names []string) error {
 	return nil
 }
 
-// mostReport bounds the bytes of a baseline: a report has some hundred a row.
+// mostReport limits the size of a baseline: a row of a report has a few hundred bytes.
 const mostReport = 64 << 20
 
-// earlier reads the baseline.
-func (f *perfFlags) earlier() (*perf.Report, error) {
+// readBaseline reads the baseline.
+func (f *perfFlags) readBaseline() (*perf.Report, error) {
 	if f.baseline == "" {
 		return nil, nil
 	}
@@ -246,24 +255,20 @@ func (f *perfFlags) earlier() (*perf.Report, error) {
 	return r, nil
 }
 
-// run joins the other ranks, measures, and writes where rank 0 is.
+// run joins the other ranks and measures. Rank 0 prints.
 func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
-	sess, err := cluster.Attach(ctx)
+	m, err := attach(ctx, f.gpus)
 	if err != nil {
 		return err
 	}
-	defer sess.Close()
-	t, err := f.target(out, sess.Rank() == 0)
+	defer m.Close()
+	t, err := f.target(out, m.isFirst())
 	if err != nil {
 		return err
 	}
 	defer t.close()
-	devs, note, err := ranksOf(sess, f.gpus)
-	if err != nil {
-		return err
-	}
 	if !p.pairs {
-		if err := p.Check(max(sess.Size(), len(devs))); err != nil {
+		if err := p.Check(max(m.Size(), len(m.devs))); err != nil {
 			return usage(err)
 		}
 	}
@@ -271,27 +276,22 @@ func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 	if f.strategies {
 		cfg = &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}}
 	}
-	g, err := joinRanks(ctx, sess, devs, cfg)
+	g, err := m.group(ctx, cfg)
 	if err != nil {
 		return err
 	}
 	defer g.Close()
-	if sess.Rank() == 0 && note != "" {
-		fmt.Fprintln(os.Stderr, "chorus: perf:", note)
-	}
+	m.printNote("perf")
 	if g.Size() == 1 {
-		fmt.Fprintln(os.Stderr, "chorus: perf: one rank has nobody to talk to: give it more GPUs (-g) or more processes (chorus run)")
+		fmt.Fprintln(os.Stderr, "chorus: perf: a collective needs two ranks: use more GPUs (-g) or more processes (chorus run)")
 	}
 	if f.strategies && slices.Contains(g.Strategies(), comm.Tuned) {
-		if err := comm.FindTuning(ctx, g); err != nil {
+		if err := comm.SetTuning(ctx, g, nil); err != nil {
 			return err
 		}
 	}
 	if err := f.measure(ctx, t, g, p); err != nil {
 		return err
 	}
-	if err := g.Shutdown(ctx); err != nil {
-		return err
-	}
-	return sess.Shutdown(ctx)
+	return m.leave(ctx, g)
 }

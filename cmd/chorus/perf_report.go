@@ -7,12 +7,13 @@ import (
 	"io"
 	"os"
 
+	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/perf"
 )
 
-// perfWriters write a report whole; the text is written as it comes.
+// perfWriters write a complete report. For text that is only the end: the tables
+// were printed as they grew.
 var perfWriters = map[string]func(*perf.Report, io.Writer) error{
 	"text":  (*perf.Report).WriteEnd,
 	"json":  (*perf.Report).WriteJSON,
@@ -20,23 +21,23 @@ var perfWriters = map[string]func(*perf.Report, io.Writer) error{
 	"bench": (*perf.Report).WriteBench,
 }
 
-// A perfTarget is where rank 0 writes and what it compares with; the other ranks
-// write nowhere and compare with nothing.
+// A perfTarget holds rank 0's output files and baseline. On the other ranks it
+// discards all output and has no baseline.
 type perfTarget struct {
-	out      io.Writer // what --format says
-	remarks  io.Writer // on the baseline
+	out      io.Writer // in the format of --format
+	remarks  io.Writer // the comparison with the baseline
 	page     io.WriteCloser
 	baseline *perf.Report
 	closers  []io.Closer
 }
 
-// target opens files before anything is measured, so that none is missed afterwards.
+// target opens the files before the measurement, so that a bad path fails early.
 func (f *perfFlags) target(stdout io.Writer, first bool) (t *perfTarget, err error) {
 	t = &perfTarget{out: io.Discard, remarks: io.Discard}
 	if !first {
 		return t, nil
 	}
-	if t.baseline, err = f.earlier(); err != nil {
+	if t.baseline, err = f.readBaseline(); err != nil {
 		return nil, usage(err)
 	}
 	if t.out, t.remarks = stdout, stdout; f.format != "text" {
@@ -61,7 +62,7 @@ func (f *perfFlags) target(stdout io.Writer, first bool) (t *perfTarget, err err
 
 func (t *perfTarget) close() {
 	for _, c := range t.closers {
-		_ = c.Close() // finish has said what went wrong
+		_ = c.Close() // finish returns the error
 	}
 }
 
@@ -75,7 +76,7 @@ func (t *perfTarget) finish() error {
 	return errors.Join(errs...)
 }
 
-// measure runs the plan and writes what came of it.
+// measure runs the plan and writes the results.
 func (f *perfFlags) measure(ctx context.Context, t *perfTarget, g *comm.Group, p *perfPlan) error {
 	if t.baseline != nil {
 		if err := t.baseline.Comparable(g, &p.Plan, f.strategies); err != nil {
@@ -100,7 +101,7 @@ func (f *perfFlags) measure(ctx context.Context, t *perfTarget, g *comm.Group, p
 	return errors.Join(f.result(t, r), t.finish())
 }
 
-// collect measures, and writes the tables as they grow.
+// collect measures, and prints the tables as they grow if the format is text.
 func (f *perfFlags) collect(ctx context.Context, out io.Writer, g *comm.Group, p *perfPlan) (*perf.Report, error) {
 	text := f.format == "text"
 	if p.pairs {
@@ -129,7 +130,7 @@ func (f *perfFlags) collect(ctx context.Context, out io.Writer, g *comm.Group, p
 	return r, errors.Join(err, lost)
 }
 
-// result is the exit code, with a word on the baseline.
+// result compares with the baseline and returns the exit code as an error.
 func (f *perfFlags) result(t *perfTarget, r *perf.Report) error {
 	if t.baseline != nil {
 		both, missing, err := r.Compare(t.baseline)

@@ -14,8 +14,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/perf"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 )
 
 // self is the test binary, which is the command when commandVar says so.
@@ -77,8 +78,8 @@ func TestPerfPairs(t *testing.T) {
 func TestPerfOfOneRankFails(t *testing.T) {
 	out, errs, code := chorusPerf(t, nil, "all_reduce", "-b", "1K", "-g", "1")
 	require.Equal(t, launch.ExitFailed, code)
-	require.Contains(t, out, "NOT GOOD: one rank has nobody to talk to")
-	require.Contains(t, errs, "give it more GPUs")
+	require.Contains(t, out, "NOT GOOD: one rank")
+	require.Contains(t, errs, "use more GPUs")
 }
 
 // What another launcher says of several processes is taken up, or refused: there are
@@ -106,7 +107,7 @@ func TestPerfOfProcesses(t *testing.T) {
 // launcher told them to end.
 func TestPerfOfAKilledProcess(t *testing.T) {
 	cmd := exec.Command(self(t), "run", "--nproc-per-node", "3", "--", "sh", "-c",
-		`echo pid $RANK $$; exec "$0" perf all_reduce -b 1K -e 32M -f 2 -n 1500`, self(t))
+		`echo pid $RANK $$; exec "$0" perf all_reduce -b 1K -e 32M -f 2 -n "$1"`, self(t), fmt.Sprint(tsan.Rounds(150, 1500)))
 	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
 	var errs strings.Builder
 	cmd.Stderr = &errs
@@ -125,7 +126,7 @@ func TestPerfOfAKilledProcess(t *testing.T) {
 	}
 	require.Error(t, cmd.Wait())
 	for _, rank := range []int{0, 2} {
-		require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] chorus: .*rank 1 was lost: (the last operation that it told of is|it had told of no operation).*SIGKILL`, rank), errs.String())
+		require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] chorus: .*rank 1 was lost: (its last reported operation is|it had reported no operation).*SIGKILL`, rank), errs.String())
 	}
 }
 
@@ -153,8 +154,8 @@ func TestPerfBaseline(t *testing.T) {
 	require.Equal(t, launch.ExitFailed, code, errs)
 	require.Contains(t, got, "slower: AllReduce/type=float/redop=sum/bytes=1024")
 	for _, c := range []struct{ text, want string }{
-		{out + "{}", "there is more behind the report"},
-		{strings.Replace(out, `"out_of_bounds": 0`, `"out_of_bounds": 5`, 1), "the baseline has elements that were wrong"},
+		{out + "{}", "unexpected data after the report"},
+		{strings.Replace(out, `"out_of_bounds": 0`, `"out_of_bounds": 5`, 1), "the baseline has wrong results"},
 	} {
 		require.NoError(t, os.WriteFile(base, []byte(c.text), 0o600))
 		_, errs, code = chorusPerf(t, nil, append(args, "--baseline", base)...)
@@ -164,44 +165,44 @@ func TestPerfBaseline(t *testing.T) {
 	write(1e-6, 1e9)
 	got, errs, code = chorusPerf(t, nil, "all_reduce", "-b", "1K", "-g", "3", "-n", "1", "--baseline", base)
 	require.Equal(t, launch.ExitUsage, code)
-	require.Contains(t, errs, "another setting: ranks 2 there, 3 here")
+	require.Contains(t, errs, "another setting: ranks 2 in the baseline, 3 here")
 	require.NotContains(t, got, "busbw", "it is known before anything is measured")
 	for _, other := range [][]string{{"all_reduce", "-b", "2K"}, {"all_gather", "-b", "1K"}, {"all_reduce", "-b", "1K", "-o", "max"}, {"all_reduce", "-b", "1K", "--strategies"}} {
 		got, errs, code = chorusPerf(t, nil, append(other, "-g", "2", "-n", "1", "--baseline", base)...)
 		require.Equal(t, launch.ExitUsage, code)
-		require.Contains(t, errs, "the baseline has none of the rows that are measured now")
+		require.Contains(t, errs, "the baseline has none of the rows of this run")
 		require.NotContains(t, got, "busbw")
 	}
 }
 
 func TestPerfMistakes(t *testing.T) {
 	for want, args := range map[string]string{
-		"no operation given":                 "",
-		`unknown operation "foo"`:            "foo",
-		"pairs is measured by itself":        "pairs all",
-		"all_reduce is given twice":          "all all_reduce",
-		`-b: "1X" is not a size`:             "all_reduce -b 1X",
-		"sizes from 8192 to 4096 bytes":      "all_reduce -b 8K -e 4K",
-		`unknown element type "quad"`:        "all_reduce -d quad",
-		`unknown reduction "xor"`:            "all_reduce -o xor",
-		"root 9: there are ranks 0 to 3":     "broadcast -b 1K -r 9",
-		`-r "x": want a rank or all`:         "broadcast -r x",
-		"registration 7":                     "all_reduce -b 1K -R 7",
-		"-g 99: this machine has 4 devices":  "all_reduce -b 1K -g 99",
-		`--format "xml"`:                     "all_reduce --format xml",
-		"no such file":                       "all_reduce --baseline missing.json",
-		"not a regular file but a device":    "all_reduce --baseline /dev/null",
-		"--output and --html are both x":     "all_reduce --output x --html ./x",
-		"-g -1: want 1 or more, or 0":        "all_reduce -g -1",
-		"hypercube on 3 ranks":               "hypercube -b 1K -g 3",
-		"want 1 iteration or more":           "all_reduce -b 1K -n 0",
-		"unknown shorthand flag: 'z' in -z":  "all_reduce -z",
-		"--tolerance 0: want a part above 0": "all_reduce --tolerance 0",
-		"--link NaN: want GB/s":              "all_reduce --link nan",
-		"--link +Inf: want GB/s":             "all_reduce --link inf",
-		"more than 10000 sizes":              "all_reduce -b 1 -e 1T -i 1",
-		"--maxbytes means nothing for pairs": "pairs -b 1K -e 1M",
-		"want 8 bytes and 1 iteration":       "pairs -b 4",
+		"no operation given":                     "",
+		`unknown operation "foo"`:                "foo",
+		"pairs cannot be combined":               "pairs all",
+		"all_reduce is given twice":              "all all_reduce",
+		`-b: "1X" is not a size`:                 "all_reduce -b 1X",
+		"sizes from 8192 to 4096 bytes":          "all_reduce -b 8K -e 4K",
+		`unknown element type "quad"`:            "all_reduce -d quad",
+		`unknown reduction "xor"`:                "all_reduce -o xor",
+		"root 9: want a rank from 0 to 3":        "broadcast -b 1K -r 9",
+		`-r "x": want a rank or all`:             "broadcast -r x",
+		"registration 7":                         "all_reduce -b 1K -R 7",
+		"-g 99: this machine has 4 devices":      "all_reduce -b 1K -g 99",
+		`--format "xml"`:                         "all_reduce --format xml",
+		"no such file":                           "all_reduce --baseline missing.json",
+		"not a regular file but a device":        "all_reduce --baseline /dev/null",
+		"--output and --html are both x":         "all_reduce --output x --html ./x",
+		"-g -1: want 1 or more, or 0":            "all_reduce -g -1",
+		"hypercube on 3 ranks":                   "hypercube -b 1K -g 3",
+		"want 1 iteration or more":               "all_reduce -b 1K -n 0",
+		"unknown shorthand flag: 'z' in -z":      "all_reduce -z",
+		"--tolerance 0: want a fraction above 0": "all_reduce --tolerance 0",
+		"--link NaN: want a bandw":               "all_reduce --link nan",
+		"--link +Inf: want a bandw":              "all_reduce --link inf",
+		"more than 10000 sizes":                  "all_reduce -b 1 -e 1T -i 1",
+		"--maxbytes does not apply to pairs":     "pairs -b 1K -e 1M",
+		"want 8 bytes and 1 iteration":           "pairs -b 4",
 	} {
 		out, errs, code := chorusPerf(t, []string{"CHORUS_VIRTUAL_DEVICES=4"}, strings.Fields(args)...)
 		require.Equal(t, launch.ExitUsage, code, "%s: %s", args, errs)

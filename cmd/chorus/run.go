@@ -16,29 +16,30 @@ import (
 	"github.com/gochorus/chorus/internal/launch"
 )
 
-const runLong = `Start one process for each device of this host, or of several hosts, and stay
-with them to the end.
+const runLong = `Start one process for each device of this host, or of several hosts, and supervise
+them until they exit.
 
-Each process finds its rank with cluster.Attach, or in torchrun's variables
-(RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), and uses the device whose
-ordinal is its local rank. When one fails, the others have the time of --grace to end
-by themselves and say what they know of it; then all are asked to stop on all
-hosts, and killed after as long again. The last lines say which was first and
-why. Lines of output begin with the rank that wrote them.
+Each process learns its rank from cluster.Attach or from torchrun's variables (RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), and uses the device whose ordinal is its
+local rank. Each line of output starts with the rank that wrote it.
 
-On several hosts give every host the same --job, --nnodes, --seeds and secret.
-The seeds are the hosts that may coordinate the job; the smallest that is
-reachable does, and one is enough.
+If a process fails, the others have the time of --grace to report the failure and to exit. Then chorus asks the processes on all hosts to stop, and kills
+them after the same time again. The last lines of the output name the first failure and
+its cause.
+
+For several hosts, use the same --job, --nnodes, --seeds and secret on every host. The
+seeds are the hosts that may coordinate the job; the smallest reachable seed coordinates.
+One seed is enough.
 
 Exit codes:
   0        all processes exited with 0
-  n        the first process that failed exited with n
-  128+n    it was killed by signal n, or chorus received signal n
+  n        exit code of the first process that failed
+  128+n    signal n killed the first process that failed, or chorus received signal n
   1        a process or host was lost without an exit code
-  64       mistake in the command line, or hosts whose command lines disagree
-  69       the hosts of the job did not all come in time
-  77       another secret, or another job, at the seeds
-  126, 127 the program cannot be run, or is not there`
+  64       mistake in the command line, or command lines of the hosts differ
+  69       some hosts of the job did not join in time
+  77       the seeds have another secret or another job
+  126, 127 the program cannot be executed, or does not exist`
 
 const runExample = `  chorus run -- ./train --epochs 3
   chorus run --nproc-per-node 2 --log-dir logs -- ./train
@@ -67,7 +68,7 @@ func newRunCommand() *cobra.Command {
 	var f runFlags
 	cmd := &cobra.Command{
 		Use:     "run [flags] -- program [args...]",
-		Short:   "Start one process for each device and stay with them",
+		Short:   "Start one process for each device and supervise them",
 		Long:    runLong,
 		Example: runExample,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -84,24 +85,24 @@ func newRunCommand() *cobra.Command {
 
 func (f *runFlags) add(cmd *cobra.Command) {
 	fs := cmd.Flags()
-	fs.SetInterspersed(false) // what follows the program is the program's
-	fs.IntVar(&f.nnodes, "nnodes", 1, "hosts that make the job")
-	fs.StringVar(&f.nproc, "nproc-per-node", "auto", "processes on this host; auto: one for each device")
-	fs.IntVar(&f.nodeRank, "node-rank", -1, "this host's number; -1: hosts are ordered by name")
-	fs.StringSliceVar(&f.seeds, "seeds", nil, "host[:port] of the hosts that may coordinate, the same on all hosts ("+env.Seeds.Name+")")
+	fs.SetInterspersed(false) // later flags belong to the program
+	fs.IntVar(&f.nnodes, "nnodes", 1, "number of hosts of the job")
+	fs.StringVar(&f.nproc, "nproc-per-node", "auto", "number of processes on this host; auto: one for each device")
+	fs.IntVar(&f.nodeRank, "node-rank", -1, "this host's index; -1: hosts are ordered by name")
+	fs.StringSliceVar(&f.seeds, "seeds", nil, "host[:port] of the hosts that may coordinate the job, the same on all hosts ("+env.Seeds.Name+")")
 	fs.StringVar(&f.bind, "bind", "", "IP[:port] to listen on ("+env.Bind.Name+")")
 	fs.StringVar(&f.advertise, "advertise", "", "IP[:port] under which other hosts reach this one ("+env.Advertise.Name+")")
-	fs.StringVar(&f.job, "job", "", "the job's name, the same on all hosts ("+env.Job.Name+")")
-	fs.StringVar(&f.secretFile, "secret-file", "", "file with the job's secret, of mode 0600 ("+env.SecretFile.Name+")")
-	fs.BoolVar(&f.insecure, "insecure", false, "let a job on several hosts run without a secret ("+env.Insecure.Name+"=yes)")
-	fs.StringVar(&f.logDir, "log-dir", "", "also write each rank's output to <dir>/<job>/rank-<n>.out and .err ("+env.LogDir.Name+")")
-	fs.DurationVar(&f.joinTimeout, "join-timeout", 0, "how long to wait for all hosts and processes ("+env.JoinTimeout.Name+", "+env.JoinTimeout.Default+")")
-	fs.DurationVar(&f.grace, "grace", 0, "when one fails: until the others are asked to stop, and from then until they are killed ("+env.Grace.Name+", "+env.Grace.Default+")")
-	fs.BoolVar(&f.raw, "raw", false, "write lines byte for byte; otherwise control characters are quoted")
-	fs.BoolVar(&f.noPrefix, "no-prefix", false, "write lines without the rank before them")
+	fs.StringVar(&f.job, "job", "", "job name, the same on all hosts ("+env.Job.Name+")")
+	fs.StringVar(&f.secretFile, "secret-file", "", "file with the job's secret, mode 0600 ("+env.SecretFile.Name+")")
+	fs.BoolVar(&f.insecure, "insecure", false, "permission for a job on several hosts to run without a secret ("+env.Insecure.Name+"=yes)")
+	fs.StringVar(&f.logDir, "log-dir", "", "directory for a copy of the output in <dir>/<job>/rank-<n>.out and .err ("+env.LogDir.Name+")")
+	fs.DurationVar(&f.joinTimeout, "join-timeout", 0, "time to wait for all hosts and processes, such as 30s ("+env.JoinTimeout.Name+", default "+env.JoinTimeout.Default+")")
+	fs.DurationVar(&f.grace, "grace", 0, "time from a failure until the others are asked to stop, and again until they are killed, such as 5s ("+env.Grace.Name+", default "+env.Grace.Default+")")
+	fs.BoolVar(&f.raw, "raw", false, "output byte for byte, without quoting control characters")
+	fs.BoolVar(&f.noPrefix, "no-prefix", false, "output without the rank at the start of each line")
 }
 
-// config makes the launcher's config of flags and environment. Flags win.
+// config builds the launcher's configuration. Flags override the environment.
 func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, error) {
 	if f.nnodes < 1 {
 		return nil, &launch.UsageError{Reason: fmt.Sprintf("--nnodes %d: want at least 1", f.nnodes)}
@@ -136,7 +137,7 @@ func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, er
 	return cfg, nil
 }
 
-// procs returns --nproc-per-node, 0 for auto.
+// procs returns the value of --nproc-per-node, or 0 for auto.
 func (f *runFlags) procs() (int, error) {
 	if f.nproc == "auto" {
 		return 0, nil
@@ -157,18 +158,18 @@ func orEnv(flag string, v *env.Var) string {
 
 func usage(err error) error { return &launch.UsageError{Reason: err.Error()} }
 
-// start runs the job with this process's signals.
+// start runs the job and forwards this process's signals to it.
 func start(cmd *cobra.Command, cfg *launch.Config) error {
 	signals := make(chan os.Signal, 16)
 	for _, s := range []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2} {
-		if !signal.Ignored(s) { // nohup, or a shell's background, has asked for it
+		if !signal.Ignored(s) { // as under nohup or in the background of a shell
 			signal.Notify(signals, s)
 		}
 	}
 	defer signal.Stop(signals)
 	cfg.Signals = signals
-	// Who reads our output may go before the job ends, such as head. Ignoring the
-	// signal would be passed on to the workers; catching it is not.
+	// The reader of our output, such as head, may exit before the job ends. Catch
+	// SIGPIPE instead of ignoring it: workers would inherit an ignored signal.
 	pipe := make(chan os.Signal, 1)
 	signal.Notify(pipe, syscall.SIGPIPE)
 	defer signal.Stop(pipe)

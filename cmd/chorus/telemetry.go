@@ -8,8 +8,8 @@ import (
 	"github.com/gochorus/chorus/device"
 )
 
-// A reading is what a device told of itself; what it has no sensor for is
-// absent.
+// A reading holds the sensor values of a device. Values without a sensor are
+// omitted.
 type reading struct {
 	Utilization    *int             `json:"utilization_percent,omitempty"`
 	MemoryActivity *int             `json:"memory_activity_percent,omitempty"`
@@ -19,10 +19,10 @@ type reading struct {
 	MemoryUsed     *uint64          `json:"memory_used_bytes,omitempty"`
 	NVLinks        []bool           `json:"nvlinks_up,omitempty"`
 	Processes      []device.Process `json:"processes,omitempty"`
-	Missing        string           `json:"missing,omitempty"` // why something is absent
+	Missing        string           `json:"missing,omitempty"` // why a value is omitted
 }
 
-// read asks a device for everything. A device without sensors is no error.
+// read queries all sensors of a device. A missing sensor is not an error.
 func read(d *device.Device) (*reading, error) {
 	r := new(reading)
 	var wrong error
@@ -58,7 +58,7 @@ func read(d *device.Device) (*reading, error) {
 	return r, wrong
 }
 
-// String is one line, or "" where nothing is known.
+// String returns one line, or "" if no value is known.
 func (r *reading) String() string {
 	var parts []string
 	add := func(format string, v *int) {

@@ -6,35 +6,32 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
-	"os/signal"
 	"slices"
 	"strings"
-	"syscall"
 
 	"github.com/spf13/cobra"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/internal/perf"
 )
 
-const tuneLong = `Measure which strategy carries out which collective the fastest, and write it down.
+const tuneLong = `Measure all strategies of each collective, and record the fastest one for each size.
 
-The strategies are NCCL, its kernels for symmetric windows, Chorus's own kernels by each
-of their algorithms, and copy engines, where all ranks are of one process. Groups whose
-strategy is tuned (CHORUS_COMM_STRATEGY=tuned, or comm.Tuned) go by the file:
-chorus/tuning.json in the user's cache folder, or CHORUS_TUNING_FILE. It has a part for
-each kind and number of GPUs and each layout of processes, and is out of date when NCCL,
-the driver or Chorus's kernels are others.
+The strategies are NCCL, NCCL's kernels for symmetric windows, each algorithm of the
+Chorus kernels, and copy engines if all ranks belong to one process. Groups with the
+strategy "tuned" (CHORUS_COMM_STRATEGY=tuned, or comm.Tuned) use the result.
 
-By itself it measures the GPUs of this machine in one process. For jobs of a process a
-GPU, measure in such a job:
+The result is written to chorus/tuning.json in the user's cache directory, or to
+CHORUS_TUNING_FILE. The file has a section for each GPU model, number of GPUs and layout
+of processes. A section is out of date if NCCL, the driver or the Chorus kernels change.
+
+Started alone, the command measures the GPUs of this machine in one process. For jobs
+with one process for each GPU, measure in such a job:
 
   chorus run -- chorus tune
 
-Nothing else may run on the GPUs meanwhile. chorus perf --strategies shows what the file
-chooses beside all that there is.`
+Run nothing else on the GPUs at the same time. chorus perf --strategies compares the
+choice in the file with all strategies.`
 
 const tuneExample = `  chorus tune
   chorus tune --dry-run
@@ -54,7 +51,7 @@ func newTuneCommand() *cobra.Command {
 	var f tuneFlags
 	c := &cobra.Command{
 		Use:     "tune [flags]",
-		Short:   "Measure the strategies of collectives, for groups that go by the fastest",
+		Short:   "Find the fastest strategy of each collective for tuned groups",
 		Long:    tuneLong,
 		Example: tuneExample,
 		Args:    noArgs,
@@ -63,57 +60,38 @@ func newTuneCommand() *cobra.Command {
 			if err != nil {
 				return usageError(c, err)
 			}
-			ctx, stop := signal.NotifyContext(c.Context(), os.Interrupt, syscall.SIGTERM)
-			defer stop()
-			return f.run(ctx, c.OutOrStdout(), cfg)
+			return interruptible(c, func(ctx context.Context, out io.Writer) error { return f.run(ctx, out, cfg) })
 		},
 	}
 	fs := c.Flags()
 	fs.SortFlags = false
-	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one in a job of several processes")
-	fs.StringVarP(&f.max, "maxbytes", "e", "", "largest size, of an all-reduce or of one rank's part; left out: 1G of an all-reduce or of all parts together")
-	fs.StringVarP(&f.types, "datatype", "d", "float,bfloat16", "element types of what is reduced, as nccl-tests names them, with commas")
-	fs.StringVarP(&f.ops, "op", "o", "sum,max", "reductions, with commas: sum, prod, max, min, avg")
-	fs.BoolVar(&f.dry, "dry-run", false, "say what would be measured and where it would be written, and do neither")
-	fs.StringVar(&f.output, "output", "", "the file to write to, instead of the one that groups go by")
-	fs.StringVar(&f.format, "format", "text", "what to print: text, or json for what is written")
+	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one if the job has several processes")
+	fs.StringVarP(&f.max, "maxbytes", "e", "", "largest size in bytes, of an all-reduce or of one rank's part; default: 1G for an all-reduce or for all parts together")
+	fs.StringVarP(&f.types, "datatype", "d", "float,bfloat16", "element types of reductions, named as in nccl-tests, separated by commas")
+	fs.StringVarP(&f.ops, "op", "o", "sum,max", "reductions, separated by commas: sum, prod, max, min, avg")
+	fs.BoolVar(&f.dry, "dry-run", false, "list of the measurements and of the output file, without measuring or writing")
+	fs.StringVar(&f.output, "output", "", "output file, instead of the file that groups read")
+	fs.StringVar(&f.format, "format", "text", "output format: text, or json with the content of the file")
 	return c
 }
 
-// config turns the flags into what to measure. The error is a mistake of the user.
+// config validates the flags. Its error is a mistake of the user.
 func (f *tuneFlags) config() (*comm.TuneConfig, error) {
 	c := &comm.TuneConfig{}
+	var err error
 	if f.max != "" {
-		n, err := perf.ParseBytes(f.max)
-		if err == nil && n < 16 {
+		if c.MaxBytes, err = perf.ParseBytes(f.max); err == nil && c.MaxBytes < 16 {
 			err = fmt.Errorf("%q: want 16 or more", f.max)
 		}
 		if err != nil {
 			return nil, fmt.Errorf("-e: %w", err)
 		}
-		c.MaxBytes = n
 	}
-	for _, name := range strings.Split(f.types, ",") {
-		list, err := perf.ParseDTypes(name)
-		if err != nil {
-			return nil, fmt.Errorf("-d: %w", err)
-		}
-		for _, t := range list {
-			if slices.Contains(c.Types, t) {
-				return nil, fmt.Errorf("-d %q: %s is given twice", f.types, name)
-			}
-			c.Types = append(c.Types, t)
-		}
+	if c.Types, err = distinct("-d", f.types, perf.ParseDTypes); err != nil {
+		return nil, err
 	}
-	for _, name := range strings.Split(f.ops, ",") {
-		i := slices.IndexFunc(tunable, func(op comm.Op) bool { return op.String() == name })
-		if i < 0 {
-			return nil, fmt.Errorf("-o %q: want some of %v with commas", name, tunable)
-		}
-		if slices.Contains(c.Ops, tunable[i]) {
-			return nil, fmt.Errorf("-o %q: %s is given twice", f.ops, name)
-		}
-		c.Ops = append(c.Ops, tunable[i])
+	if c.Ops, err = distinct("-o", f.ops, parseTunable); err != nil {
+		return nil, err
 	}
 	switch {
 	case f.format != "text" && f.format != "json":
@@ -124,9 +102,34 @@ func (f *tuneFlags) config() (*comm.TuneConfig, error) {
 	return c, nil
 }
 
+// distinct parses the names in the value of a flag, which are separated by commas.
+func distinct[T comparable](flag, names string, parse func(name string) ([]T, error)) (all []T, err error) {
+	for _, name := range strings.Split(names, ",") {
+		list, err := parse(name)
+		if err != nil {
+			return nil, fmt.Errorf("%s %q: %w", flag, name, err)
+		}
+		for _, x := range list {
+			if slices.Contains(all, x) {
+				return nil, fmt.Errorf("%s %q: %s is given twice", flag, names, name)
+			}
+			all = append(all, x)
+		}
+	}
+	return all, nil
+}
+
+func parseTunable(name string) ([]comm.Op, error) {
+	i := slices.IndexFunc(tunable, func(op comm.Op) bool { return op.String() == name })
+	if i < 0 {
+		return nil, fmt.Errorf("want some of %v, separated by commas", tunable)
+	}
+	return tunable[i : i+1], nil
+}
+
 var tunable = []comm.Op{comm.Sum, comm.Prod, comm.Max, comm.Min, comm.Avg}
 
-// run joins the other ranks, measures, and writes where rank 0 is.
+// run joins the other ranks and measures. Rank 0 writes the file and prints.
 func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig) error {
 	path := f.output
 	if path == "" {
@@ -135,46 +138,36 @@ func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig
 			return err
 		}
 	}
-	sess, err := cluster.Attach(ctx)
+	m, err := attach(ctx, f.gpus)
 	if err != nil {
 		return err
 	}
-	defer sess.Close()
-	first := sess.Rank() == 0
-	if first {
-		if err := f.canSave(ctx, path); err != nil { // better known before
+	defer m.Close()
+	if m.isFirst() {
+		if err := f.canSave(ctx, path); err != nil { // fail before the measurement
 			return err
 		}
 	}
-	devs, note, err := ranksOf(sess, f.gpus)
-	if err != nil {
-		return err
-	}
-	g, err := joinRanks(ctx, sess, devs, &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
+	g, err := m.group(ctx, &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
 	if err != nil {
 		return err
 	}
 	defer g.Close()
-	if first && note != "" {
-		fmt.Fprintln(os.Stderr, "chorus: tune:", note)
-	}
+	m.printNote("tune")
 	if len(g.Strategies()) == 1 {
-		return errors.New("tune: there is nothing to choose from: one GPU has nobody to talk to, and own kernels and windows need GPUs of one host that reach each other's memory, or NCCL 2.27.3")
+		return errors.New("tune: there is only one strategy here: collectives need two GPUs; Chorus kernels need GPUs of one host with peer access, windows need NCCL 2.27.3")
 	}
 	t, err := f.measure(ctx, g, cfg)
-	if err == nil && first {
+	if err == nil && m.isFirst() {
 		err = f.report(ctx, out, t, path)
 	}
 	if err != nil {
 		return err
 	}
-	if err := g.Shutdown(ctx); err != nil {
-		return err
-	}
-	return sess.Shutdown(ctx)
+	return m.leave(ctx, g)
 }
 
-// canSave returns why the file cannot be written. A dry run only reads.
+// canSave checks that the file can be written. A dry run only reads it.
 func (f *tuneFlags) canSave(ctx context.Context, path string) error {
 	if !f.dry {
 		return comm.CanSave(ctx, path)
@@ -183,7 +176,7 @@ func (f *tuneFlags) canSave(ctx context.Context, path string) error {
 	return err
 }
 
-// measure returns the tuning, without times if it is a dry run.
+// measure returns the tuning, without times in a dry run.
 func (f *tuneFlags) measure(ctx context.Context, g *comm.Group, cfg *comm.TuneConfig) (*comm.Tuning, error) {
 	if !f.dry {
 		return comm.Tune(ctx, g, cfg)
@@ -196,7 +189,7 @@ func (f *tuneFlags) measure(ctx context.Context, g *comm.Group, cfg *comm.TuneCo
 	return &comm.Tuning{For: at, Choices: plan}, err
 }
 
-// report writes the file, and what is in it.
+// report writes the file and prints the result.
 func (f *tuneFlags) report(ctx context.Context, out io.Writer, t *comm.Tuning, path string) error {
 	if !f.dry {
 		if err := t.Save(ctx, path); err != nil {
@@ -209,26 +202,26 @@ func (f *tuneFlags) report(ctx context.Context, out io.Writer, t *comm.Tuning, p
 		return enc.Encode(t)
 	}
 	at := t.For
-	fmt.Fprintf(out, "# chorus tune: %d ranks, %d of a process, hosts: %d, %s, %s, NCCL %s, own kernels %s\n", at.Ranks, at.Locals, at.Hosts, at.GPU, at.Driver, at.NCCL, at.Kernels)
+	fmt.Fprintf(out, "# chorus tune: %d ranks, %d in each process, hosts: %d, %s, %s, NCCL %s, Chorus kernels %s\n", at.Ranks, at.Locals, at.Hosts, at.GPU, at.Driver, at.NCCL, at.Kernels)
 	if err := writeTuning(out, t, f.dry); err != nil {
 		return err
 	}
 	where := "written to"
 	if f.dry {
-		where = "nothing was measured; it would be written to"
+		where = "nothing was measured; the result would be written to"
 	}
 	_, err := fmt.Fprintf(out, "# %s %s\n", where, path)
 	return err
 }
 
-// writeTuning writes a table of the strategies for each operation. The fastest has a star.
+// writeTuning writes a table of strategies for each operation. A star marks the fastest.
 func writeTuning(out io.Writer, t *comm.Tuning, dry bool) error {
 	for choices := t.Choices; len(choices) > 0; {
 		n := 1
 		for n < len(choices) && titleOf(&choices[n]) == titleOf(&choices[0]) {
 			n++
 		}
-		if err := besides(choices[:n], dry).Write(out); err != nil {
+		if err := strategyTable(choices[:n], dry).Write(out); err != nil {
 			return err
 		}
 		choices = choices[n:]
@@ -241,12 +234,12 @@ func titleOf(c *comm.Choice) string {
 	return strings.TrimSpace(strings.Join([]string{c.Operation, c.Type, c.Reduction}, " "))
 }
 
-// besides makes a table of the choices of an operation.
-func besides(choices []comm.Choice, dry bool) *perf.Beside {
-	b := &perf.Beside{Title: titleOf(&choices[0])}
+// strategyTable builds a table of the choices of one operation.
+func strategyTable(choices []comm.Choice, dry bool) *perf.StrategyTable {
+	b := &perf.StrategyTable{Title: titleOf(&choices[0])}
 	var columns []comm.Strategy
 	for _, c := range choices {
-		row := perf.BesideRow{Bytes: c.Bytes, Cells: map[string]string{}}
+		row := perf.StrategyRow{Bytes: c.Bytes, Cells: map[string]string{}}
 		for i, x := range c.Times {
 			if !slices.Contains(columns, x.Strategy) {
 				columns = append(columns, x.Strategy)

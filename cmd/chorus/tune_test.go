@@ -10,10 +10,10 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/perf"
 )
 
 // few are the flags of a short tuning.
@@ -24,9 +24,9 @@ func TestTune(t *testing.T) {
 	set := []string{env.TuningFile.Name + "=" + file}
 	out, errs, code := chorusCommand(t, set, append(few, "--dry-run")...)
 	require.Zero(t, code, errs)
-	require.Contains(t, out, "# chorus tune: 3 ranks, 3 of a process, hosts: 1, Chorus Virtual Device")
+	require.Contains(t, out, "# chorus tune: 3 ranks, 3 in each process, hosts: 1, Chorus Virtual Device")
 	require.Regexp(t, `(?m)^# all-reduce float32 sum, us\n +# +bytes +nccl +one-shot +two-shot-packets +two-shot +two-shot-lines +windows *\n +12 +\? +\? +\? +\? +\? +\?`, out)
-	require.Contains(t, out, "# nothing was measured; it would be written to "+file)
+	require.Contains(t, out, "# nothing was measured; the result would be written to "+file)
 	require.NoFileExists(t, file)
 
 	out, errs, code = chorusCommand(t, set, few...)
@@ -63,7 +63,7 @@ func TestTuneRefuses(t *testing.T) {
 	for text, args := range map[string][]string{
 		`-e: "8": want 16 or more`:          {"-e", "8"},
 		`-e: `:                              {"-e", "x"},
-		`-d: `:                              {"-d", "float,florin"},
+		`-d "florin": unknown element type`: {"-d", "float,florin"},
 		`-o "diff": want some of`:           {"-o", "sum,diff"},
 		`-g -1: want 1 or more`:             {"-g", "-1"},
 		`-g 9: this machine has`:            {"-g", "9"},
@@ -79,7 +79,7 @@ func TestTuneRefuses(t *testing.T) {
 	}
 	_, errs, code := chorusCommand(t, nil, "tune", "-g", "1")
 	require.Equal(t, launch.ExitFailed, code)
-	require.Contains(t, errs, "there is nothing to choose from: one GPU has nobody to talk to")
+	require.Contains(t, errs, "there is only one strategy here: collectives need two GPUs")
 	blocked := filepath.Join(t.TempDir(), "file")
 	require.NoError(t, os.WriteFile(blocked, nil, 0o600))
 	_, errs, code = chorusCommand(t, nil, append(few, "--output", filepath.Join(blocked, "x"))...)
@@ -91,7 +91,7 @@ func TestTuneRefuses(t *testing.T) {
 	for _, dry := range [][]string{nil, {"--dry-run"}} {
 		_, errs, code = chorusCommand(t, nil, slices.Concat(few, []string{"--output", blocked}, dry)...)
 		require.Equal(t, launch.ExitFailed, code)
-		require.Contains(t, errs, blocked+" is no tuning")
+		require.Contains(t, errs, blocked+" is not a tuning")
 	}
 }
 
@@ -145,14 +145,14 @@ func TestPerfStrategies(t *testing.T) {
 	require.NoError(t, tuning.Save(t.Context(), file))
 	_, errs, code = chorusPerf(t, set, args...)
 	require.Equal(t, launch.ExitFailed, code)
-	require.Contains(t, errs, "the tuning in "+file+" is out of date: it was measured with NCCL 2.27.5, here 2.28.3: measure anew with chorus tune")
+	require.Contains(t, errs, "the tuning in "+file+" is out of date: it was measured with NCCL 2.27.5, here 2.28.3: measure again with chorus tune")
 	_, errs, code = chorusPerf(t, set, append(args, "-R", "2")...)
 	require.Equal(t, launch.ExitUsage, code)
 	require.Contains(t, errs, "--strategies with -R")
 	_, errs, code = chorusPerf(t, set, "pairs", "--strategies")
 	require.Equal(t, launch.ExitUsage, code)
-	require.Contains(t, errs, "--strategies means nothing for pairs")
+	require.Contains(t, errs, "--strategies does not apply to pairs")
 	out, errs, code = chorusPerf(t, set, "all_reduce", "-g", "1", "--strategies")
 	require.Equal(t, launch.ExitFailed, code, out)
-	require.Contains(t, errs, "one rank has nobody to talk to")
+	require.Contains(t, errs, "a collective needs two ranks")
 }

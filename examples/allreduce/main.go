@@ -1,6 +1,6 @@
-// Allreduce measures all-reduce over the processes of a job, as PyTorch
-// programs measure torch.distributed: operations are enqueued one after the
-// other and the host waits for the last.
+// Allreduce measures all-reduce over the processes of a job, like PyTorch programs
+// measure torch.distributed: it enqueues operations in a series and waits for the last
+// one.
 //
 //	chorus run --nproc-per-node auto -- bin/allreduce -since $(date +%s.%N)
 package main
@@ -17,48 +17,31 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/device"
 )
 
 func main() {
 	log.SetFlags(0)
-	since := flag.Float64("since", 0, "print the time from this `unix time` to the end of the first all-reduce")
-	limit := flag.Int("max", 1<<28, "the largest size in `bytes`")
+	log.SetPrefix("allreduce: ")
+	since := flag.Float64("since", 0, "start of the job in `unix time`, to print the time until the end of the first all-reduce")
+	limit := flag.Int("max", 1<<28, "largest size in `bytes`")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	if err := measure(ctx, *since, *limit); err != nil {
-		log.Fatal("allreduce: ", err)
+		log.Fatal(err)
 	}
 }
 
 func measure(ctx context.Context, since float64, limit int) error {
-	sess, err := cluster.Attach(ctx)
-	if err != nil {
-		return err
-	}
-	defer sess.Close()
-	if sess.Size() == 1 {
-		return errors.New("one process has nobody to reduce with: start it by chorus run")
-	}
-	sys, note, err := device.OrVirtual()
-	if err != nil {
-		return err
-	}
-	if note != "" && sess.Rank() == 0 {
-		log.Print("allreduce: ", note)
-	}
-	dev, err := sys.Open(sess.LocalRank())
-	if err != nil {
-		return err
-	}
-	g, err := comm.Join(ctx, sess, dev)
+	g, err := comm.Init(ctx, &comm.InitConfig{Fallback: func(note string) { log.Print(note) }})
 	if err != nil {
 		return err
 	}
 	defer g.Close()
+	if g.Size() == 1 {
+		return errors.New("all-reduce needs several processes: start it with chorus run")
+	}
 	if err := first(ctx, g); err != nil {
 		return err
 	}
@@ -74,10 +57,10 @@ func measure(ctx context.Context, since float64, limit int) error {
 			return err
 		}
 	}
-	return errors.Join(g.Shutdown(ctx), sess.Shutdown(ctx))
+	return g.Shutdown(ctx)
 }
 
-// first reduces one number and checks it.
+// first reduces one number and checks the result.
 func first(ctx context.Context, g *comm.Group) error {
 	xs, err := comm.Make[float32](g, 2)
 	if err != nil {
@@ -104,8 +87,8 @@ func first(ctx context.Context, g *comm.Group) error {
 	return nil
 }
 
-// size prints the time of one operation: the median of rounds, each of which
-// enqueues n operations.
+// size prints the time of one operation: the median of several rounds of n
+// operations each.
 func size(ctx context.Context, g *comm.Group, bytes int) error {
 	const rounds = 9
 	n := 200
@@ -156,8 +139,7 @@ func repeat(ctx context.Context, g *comm.Group, xs comm.Shards[float32], n int, 
 	if host != nil {
 		*host = time.Since(start)
 	}
-	// A blocking wait: Group.Wait asks from time to time, which would be seen in
-	// the figures.
+	// Group.Wait polls, which would distort the figures. Use a blocking wait.
 	if err := g.Stream(0).Sync(context.Background()); err != nil {
 		return err
 	}

@@ -1,4 +1,4 @@
-// Copy moves memory from the host to a device, to another device and back.
+// Copy copies memory from the host to a device, to another device, and back.
 package main
 
 import (
@@ -13,8 +13,9 @@ import (
 
 func main() {
 	log.SetFlags(0)
+	log.SetPrefix("copy: ")
 	if err := roundTrip(); err != nil {
-		log.Fatal("copy: ", err)
+		log.Fatal(err)
 	}
 }
 
@@ -24,7 +25,7 @@ func roundTrip() error {
 		return err
 	}
 	if note != "" {
-		log.Print("copy: ", note)
+		log.Print(note)
 	}
 	devs := sys.Devices()
 	first, last := devs[0], devs[len(devs)-1]
@@ -43,6 +44,16 @@ func roundTrip() error {
 	for i := range in {
 		in[i] = float64(i)
 	}
+	out := make([]float64, len(in))
+	if err := copyOver(a, b, in, out); err != nil {
+		return err
+	}
+	fmt.Printf("%d numbers were copied from the host to %s, to %s and back: equal: %v\n", len(in), first, last, slices.Equal(in, out))
+	return nil
+}
+
+// copyOver copies in to the device of a, to the device of b, and to out.
+func copyOver(a, b *stream.Stream, in, out []float64) error {
 	x, err := memory.MakeFrom(a, in) // host to the first device
 	if err != nil {
 		return err
@@ -53,19 +64,14 @@ func roundTrip() error {
 		return err
 	}
 	defer y.Close()
-	if err := b.WaitStream(a); err != nil { // b reads what a has written
+	if err := b.WaitStream(a); err != nil { // b waits until a has written x
 		return err
 	}
-	if err := x.RecordStream(b); err != nil { // and x stays until b has read it
+	if err := x.RecordStream(b); err != nil { // x is not reused before b has read it
 		return err
 	}
 	if err := memory.Copy(b, y, x); err != nil { // to the last device
 		return err
 	}
-	out := make([]float64, len(in))
-	if err := y.CopyTo(b, out); err != nil { // and back; returns when out is filled
-		return err
-	}
-	fmt.Printf("%d numbers went from the host to %s, to %s and back: equal is %v\n", len(in), first, last, slices.Equal(in, out))
-	return nil
+	return y.CopyTo(b, out) // and back; returns when out is complete
 }

@@ -1,6 +1,6 @@
-// Ddp trains a small classifier of handwritten digits by data parallelism: each
-// process has a device and a part of every batch, and a comm.Reducer sums the
-// gradients while the backward pass still runs.
+// Ddp trains a small classifier of handwritten digits with data parallelism. Each
+// process has one device and a part of every batch, and a ddp.Reducer sums the
+// gradients while the backward pass is still running.
 //
 //	chorus run --nproc-per-node 4 -- bin/ddp
 package main
@@ -10,48 +10,32 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"os"
+	"log"
 	"os/signal"
 	"syscall"
 	"time"
 
-	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/ddp"
 	"github.com/gochorus/chorus/examples/digits"
 	"github.com/gochorus/chorus/memory"
 )
 
 func main() {
-	file := flag.String("json", "", "write the results to this `file`")
+	log.SetFlags(0)
+	log.SetPrefix("ddp: ")
+	file := flag.String("json", "", "`file` for the results in JSON")
 	flag.Parse()
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	if err := run(ctx, *file); err != nil {
-		fmt.Fprintln(os.Stderr, "ddp:", err)
-		os.Exit(1)
+		log.Fatal(err)
 	}
 }
 
-func run(ctx context.Context, file string) (err error) {
+func run(ctx context.Context, file string) error {
 	begun := time.Now()
-	sess, err := cluster.Attach(ctx)
-	if err != nil {
-		return err
-	}
-	defer sess.Close()
-	sys, note, err := device.OrVirtual()
-	if err != nil {
-		return err
-	}
-	if note != "" && sess.Rank() == 0 {
-		fmt.Fprintln(os.Stderr, "ddp:", note)
-	}
-	dev, err := sys.Open(sess.LocalRank())
-	if err != nil {
-		return err
-	}
-	g, err := comm.Join(ctx, sess, dev)
+	g, err := comm.Init(ctx, &comm.InitConfig{Fallback: func(note string) { log.Print(note) }})
 	if err != nil {
 		return err
 	}
@@ -60,12 +44,12 @@ func run(ctx context.Context, file string) (err error) {
 	if err != nil {
 		return err
 	}
-	// Leave together, so that no rank takes another for lost.
-	if err := errors.Join(g.Shutdown(ctx), sess.Shutdown(ctx)); err != nil {
+	// Shut down together, so that no rank reports another one as lost.
+	if err := g.Shutdown(ctx); err != nil {
 		return err
 	}
 	res.Seconds = time.Since(begun).Seconds()
-	if sess.Rank() != 0 {
+	if g.Rank() != 0 {
 		return nil
 	}
 	fmt.Println(res)
@@ -78,29 +62,23 @@ func train(ctx context.Context, g *comm.Group) (*digits.Result, error) {
 		return nil, err
 	}
 	defer m.Close()
-	params, paramParts, err := zeros(m)
-	if err != nil {
-		return nil, err
+	var flat [3]memory.Slice[float32] // parameters, gradients and momenta
+	var parts [3][]memory.Slice[float32]
+	for i := range flat {
+		if flat[i], parts[i], err = zeros(m); err != nil {
+			return nil, err
+		}
+		defer flat[i].Close()
 	}
-	defer params.Close()
-	grads, gradParts, err := zeros(m)
-	if err != nil {
-		return nil, err
-	}
-	defer grads.Close()
-	momenta, _, err := zeros(m)
-	if err != nil {
-		return nil, err
-	}
-	defer momenta.Close()
-	m.Params, m.Grads = paramParts, gradParts
+	params, grads, momenta := flat[0], flat[1], flat[2]
+	m.Params, m.Grads = parts[0], parts[1]
 	if err := start(g, m, params); err != nil {
 		return nil, err
 	}
-	// Gradients are weighted by the rows of each rank, so they are summed. The
-	// small first bucket makes the reduction of the last layer overlap with the
-	// backward pass of the first one.
-	red, err := comm.NewReducer(g, &comm.ReducerConfig{FirstBucketBytes: 6 << 10, Op: new(comm.Sum)}, m.Grads)
+	// Gradients are weighted by the rows of each rank, so they are summed. With a
+	// small first bucket, the reduction of the last layer overlaps with the
+	// backward pass of the first layer.
+	red, err := ddp.NewReducer(g, [][]memory.Slice[float32]{m.Grads}, &ddp.ReducerConfig{FirstBucketBytes: 6 << 10, Op: new(comm.Sum)})
 	if err != nil {
 		return nil, err
 	}
@@ -119,7 +97,7 @@ func train(ctx context.Context, g *comm.Group) (*digits.Result, error) {
 	return t.Run(ctx)
 }
 
-// zeros allocates as many numbers as there are parameters, next to each other.
+// zeros allocates contiguous memory with the lengths of the parameters, filled with zeros.
 func zeros(m *digits.Model) (flat memory.Slice[float32], parts []memory.Slice[float32], err error) {
 	if flat, parts, err = memory.MakeFlat[float32](m.Stream, digits.ParamLens...); err != nil {
 		return flat, nil, err
@@ -130,7 +108,7 @@ func zeros(m *digits.Model) (flat memory.Slice[float32], parts []memory.Slice[fl
 	return flat, parts, nil
 }
 
-// start gives all ranks rank 0's parameters.
+// start broadcasts rank 0's parameters.
 func start(g *comm.Group, m *digits.Model, params memory.Slice[float32]) error {
 	if err := m.Init(); err != nil {
 		return err

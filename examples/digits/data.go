@@ -12,17 +12,17 @@ import (
 	"strconv"
 )
 
-// The shape of the task: 1536 rows to train on, in order, and the rest to test.
+// The shape of the task: 1536 rows for training, in order, and the rest for testing.
 const (
-	BatchRows = 256 // of all ranks together
+	BatchRows = 256 // over all ranks
 	Epochs    = 10
-	Steps     = trainRows / BatchRows // in an epoch
+	Steps     = trainRows / BatchRows // steps in an epoch
 
 	pixels    = 64
 	hidden    = 128
 	classes   = 10
 	trainRows = 1536
-	maxRows   = 512 // of a batch, or of the test, at most
+	maxRows   = 512 // maximum size of a batch or of the test set
 )
 
 var (
@@ -36,19 +36,19 @@ var (
 	w2Bytes []byte
 )
 
-// A Dataset is rows of pixels from 0 to 1, and the digit of each row.
+// A Dataset holds rows of pixels from 0 to 1, and the digit of each row.
 type Dataset struct {
 	x []float32
 	y []int32
 }
 
-// Rows returns how many there are.
+// Rows returns the number of rows.
 func (d Dataset) Rows() int { return len(d.y) }
 
 // Slice returns the rows i to j-1.
 func (d Dataset) Slice(i, j int) Dataset { return Dataset{d.x[i*pixels : j*pixels], d.y[i:j]} }
 
-// Load returns the rows to train on and those to test with.
+// Load returns the training rows and the test rows.
 func Load() (train, test Dataset, err error) {
 	z, err := gzip.NewReader(bytes.NewReader(digitsCSV))
 	if err != nil {
@@ -86,13 +86,13 @@ func floats(b []byte) []float32 {
 	return f
 }
 
-// Reference returns the losses of PyTorch's run of the same task.
+// Reference returns the losses of a PyTorch run of the same task.
 func Reference() ([]float64, error) {
 	var r struct{ Losses []float64 }
 	err := json.Unmarshal(referenceJSON, &r)
 	return r.Losses, err
 }
 
-// Share returns the rows of n that rank of size trains on: sizes differ by at
-// most one, so ranks need not divide the batch.
+// Share returns the rows of n on which rank of size trains. Sizes differ by at
+// most one, so the number of ranks need not divide the batch.
 func Share(n, rank, size int) (from, to int) { return n * rank / size, n * (rank + 1) / size }

@@ -1,4 +1,4 @@
-// Package digits is what the training examples share: a small classifier of
-// handwritten digits, its data, and the loop over steps. How gradients come
-// together and who updates which parameters is the examples' own.
+// Package digits is shared by the training examples: a small classifier of handwritten
+// digits, its data, and the training loop. The examples implement the reduction of
+// gradients and the update of parameters.
 package digits

@@ -1,14 +1,14 @@
-// The element-wise work of the model. The matrix products are cuBLAS's.
+// The element-wise operations of the model. cuBLAS computes the matrix products.
 
-// h = max(h + b, 0), a row of b for each row of h.
+// h = max(h + b, 0); b is added to each row of h.
 extern "C" __global__ void bias_relu(float* h, const float* b, int rows, int cols) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < rows * cols) h[i] = fmaxf(h[i] + b[i % cols], 0.f);
 }
 
-// For each row: z + b are the logits of label y; z becomes scale times the
-// gradient of the cross entropy, and loss the scaled sum over the rows. One
-// block, so that the sum has one order.
+// z + b are the logits of row r with label y[r]. Writes scale times the gradient of the
+// cross entropy to z, and the scaled sum of the losses of all rows to loss. A single
+// block computes the sum, so that its order is fixed.
 extern "C" __global__ void softmax_loss(float* z, const float* b, const int* y, float* loss, float scale, int rows, int cols) {
     __shared__ float sum[256];
     float mine = 0.f;
@@ -28,7 +28,7 @@ extern "C" __global__ void softmax_loss(float* z, const float* b, const int* y, 
     if (threadIdx.x == 0) *loss = scale * sum[0];
 }
 
-// The gradient passes where the unit was active.
+// dh = 0 for inactive units.
 extern "C" __global__ void relu_back(float* dh, const float* h, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n && h[i] <= 0.f) dh[i] = 0.f;

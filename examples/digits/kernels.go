@@ -11,8 +11,8 @@ import (
 //go:embed kernels.cu
 var kernelsCU string
 
-// kernels are the compiled kernels of kernels.cu; on virtual devices the Go
-// functions below stand in for them.
+// kernels holds the compiled kernels of kernels.cu. Virtual devices use the Go
+// functions below.
 type kernels struct {
 	module                                          *kernel.Module
 	biasReLU, softmaxLoss, reluBack, columnSum, sgd *kernel.Kernel
@@ -47,7 +47,7 @@ func compileKernels(dev *device.Device) (*kernels, error) {
 }
 
 func biasReLU(c *kernel.Call) {
-	rows, cols := int(c.Int32(2)), int(c.Int32(3))
+	rows, cols := int(kernel.Get[int32](c, 2)), int(kernel.Get[int32](c, 3))
 	h, b := kernel.Update[float32](c, 0, rows*cols), kernel.Read[float32](c, 1, cols)
 	for i := range h {
 		h[i] = max(h[i]+b[i%cols], 0)
@@ -55,7 +55,7 @@ func biasReLU(c *kernel.Call) {
 }
 
 func softmaxLoss(c *kernel.Call) {
-	scale, rows, cols := float64(c.Float32(4)), int(c.Int32(5)), int(c.Int32(6))
+	scale, rows, cols := float64(kernel.Get[float32](c, 4)), int(kernel.Get[int32](c, 5)), int(kernel.Get[int32](c, 6))
 	z, b := kernel.Update[float32](c, 0, rows*cols), kernel.Read[float32](c, 1, cols)
 	y, loss := kernel.Read[int32](c, 2, rows), kernel.Update[float32](c, 3, 1)
 	sum := 0.0
@@ -82,7 +82,7 @@ func softmaxLoss(c *kernel.Call) {
 }
 
 func reluBack(c *kernel.Call) {
-	n := int(c.Int32(2))
+	n := int(kernel.Get[int32](c, 2))
 	dh, h := kernel.Update[float32](c, 0, n), kernel.Read[float32](c, 1, n)
 	for i := range dh {
 		if h[i] <= 0 {
@@ -92,7 +92,7 @@ func reluBack(c *kernel.Call) {
 }
 
 func columnSum(c *kernel.Call) {
-	rows, cols := int(c.Int32(2)), int(c.Int32(3))
+	rows, cols := int(kernel.Get[int32](c, 2)), int(kernel.Get[int32](c, 3))
 	out, x := kernel.Update[float32](c, 0, cols), kernel.Read[float32](c, 1, rows*cols)
 	for i := range out {
 		s := float32(0)
@@ -104,10 +104,10 @@ func columnSum(c *kernel.Call) {
 }
 
 func sgd(c *kernel.Call) {
-	n := int(c.Int32(5))
+	n := int(kernel.Get[int32](c, 5))
 	p, v := kernel.Update[float32](c, 0, n), kernel.Update[float32](c, 1, n)
 	g := kernel.Read[float32](c, 2, n)
-	lr, momentum := c.Float32(3), c.Float32(4)
+	lr, momentum := kernel.Get[float32](c, 3), kernel.Get[float32](c, 4)
 	for i := range p {
 		v[i] = momentum*v[i] + g[i]
 		p[i] -= lr * v[i]

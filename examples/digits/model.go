@@ -18,26 +18,26 @@ const (
 	b2        // [classes]
 )
 
-// ParamLens are the lengths of the parameters, in the order of the forward pass.
+// ParamLens holds the lengths of the parameters, in the order of the forward pass.
 var ParamLens = []int{hidden * pixels, hidden, classes * hidden, classes}
 
 type floatSlice = memory.Slice[float32]
 
-// A Model is Linear(64,128)-ReLU-Linear(128,10) on one device. Its methods enqueue
-// on Stream.
+// A Model is Linear(64,128)-ReLU-Linear(128,10) on one device. Methods enqueue on
+// Stream.
 type Model struct {
 	Stream *stream.Stream
-	// Params and Grads are of ParamLens. They belong to the program.
+	// Params and Grads have the lengths ParamLens. The program owns them.
 	Params, Grads []memory.Slice[float32]
 
 	k       *kernels
 	scratch [4]floatSlice // x, h, z, dh
 	y       memory.Slice[int32]
 
-	rows int // of the batch that is loaded
+	rows int // rows of the loaded batch
 }
 
-// NewModel makes a model without parameters and gradients.
+// NewModel creates a model without parameters and gradients.
 func NewModel(dev *device.Device) (m *Model, err error) {
 	m = &Model{}
 	defer func() {
@@ -60,7 +60,7 @@ func NewModel(dev *device.Device) (m *Model, err error) {
 	return m, err
 }
 
-// Init writes the weights to begin with into Params, whose biases are zeros.
+// Init writes the initial weights to Params. Biases must already be zero.
 func (m *Model) Init() error {
 	if err := m.Params[w1].CopyFrom(m.Stream, floats(w1Bytes)); err != nil {
 		return err
@@ -68,7 +68,7 @@ func (m *Model) Init() error {
 	return m.Params[w2].CopyFrom(m.Stream, floats(w2Bytes))
 }
 
-// Close frees what the model has, but for Params and Grads.
+// Close frees the memory of the model, except Params and Grads.
 func (m *Model) Close() error {
 	errs := []error{m.y.Close()}
 	for _, x := range m.scratch {
@@ -89,7 +89,7 @@ func (m *Model) load(d Dataset) error {
 	return m.y.Slice(0, m.rows).CopyFrom(m.Stream, d.y)
 }
 
-// forward computes the logits, less their bias, of the batch that is loaded.
+// forward computes the logits, without bias, of the loaded batch.
 func (m *Model) forward(need Hook) error {
 	x, h, z := m.act(0, pixels), m.act(1, hidden), m.act(2, classes)
 	if err := m.each(need, w1, b1); err != nil {
@@ -99,7 +99,7 @@ func (m *Model) forward(need Hook) error {
 		return err
 	}
 	err := m.k.biasReLU.Launch(m.Stream, kernel.Cover(m.rows*hidden), kernel.Ptr(m.scratch[1]), kernel.Ptr(m.Params[b1]),
-		kernel.Int32(int32(m.rows)), kernel.Int32(hidden))
+		kernel.Scalar(int32(m.rows)), kernel.Scalar[int32](hidden))
 	if err != nil {
 		return err
 	}
@@ -119,13 +119,13 @@ func (m *Model) each(need Hook, params ...int) error {
 }
 
 // backward computes the gradients of this rank's part of the batch, divided by
-// the rows of the whole batch, so that their sum over the ranks is the gradient
-// of the mean; ready is told of each as soon as it is enqueued.
+// the rows of the whole batch. Their sum over the ranks is the gradient of the
+// mean. It calls ready for each gradient once its computation is enqueued.
 func (m *Model) backward(loss floatSlice, ready Hook) error {
 	x, h, dz, dh := m.act(0, pixels), m.act(1, hidden), m.act(2, classes), m.act(3, hidden)
 	err := m.k.softmaxLoss.Launch(m.Stream, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{256, 1, 1}},
 		kernel.Ptr(m.scratch[2]), kernel.Ptr(m.Params[b2]), kernel.Ptr(m.y), kernel.Ptr(loss),
-		kernel.Float32(1./BatchRows), kernel.Int32(int32(m.rows)), kernel.Int32(classes))
+		kernel.Scalar[float32](1./BatchRows), kernel.Scalar(int32(m.rows)), kernel.Scalar[int32](classes))
 	if err != nil {
 		return err
 	}
@@ -139,7 +139,7 @@ func (m *Model) backward(loss floatSlice, ready Hook) error {
 		return err
 	}
 	err = m.k.reluBack.Launch(m.Stream, kernel.Cover(m.rows*hidden), kernel.Ptr(m.scratch[3]), kernel.Ptr(m.scratch[1]),
-		kernel.Int32(int32(m.rows*hidden)))
+		kernel.Scalar(int32(m.rows*hidden)))
 	if err != nil {
 		return err
 	}
@@ -149,17 +149,17 @@ func (m *Model) backward(loss floatSlice, ready Hook) error {
 	return m.product(w1, dh, x, hidden, pixels, ready)
 }
 
-// columnSum makes the gradient of a bias.
+// columnSum computes the gradient of a bias.
 func (m *Model) columnSum(bias int, d floatSlice, cols int, ready Hook) error {
 	err := m.k.columnSum.Launch(m.Stream, kernel.Cover(cols), kernel.Ptr(m.Grads[bias]), kernel.Ptr(d),
-		kernel.Int32(int32(m.rows)), kernel.Int32(int32(cols)))
+		kernel.Scalar(int32(m.rows)), kernel.Scalar(int32(cols)))
 	if err != nil {
 		return err
 	}
 	return ready(m.Stream, bias)
 }
 
-// product makes the gradient of a weight: dᵀ·in.
+// product computes the gradient of a weight: dᵀ·in.
 func (m *Model) product(weight int, d, in tensor.Tensor, out, cols int, ready Hook) error {
 	if err := tensor.MatMul(m.Stream, m.weight(m.Grads, weight, out, cols), d.T(), in, nil); err != nil {
 		return err
@@ -167,14 +167,14 @@ func (m *Model) product(weight int, d, in tensor.Tensor, out, cols int, ready Ho
 	return ready(m.Stream, weight)
 }
 
-// SGD updates parameters p by gradients g, with momenta v, at the rate and with the
-// momentum of PyTorch's run.
+// SGD updates parameters p with gradients g and momenta v, with the learning rate
+// and momentum of the PyTorch run.
 func (m *Model) SGD(p, v, g memory.Slice[float32]) error {
 	return m.k.sgd.Launch(m.Stream, kernel.Cover(p.Len()), kernel.Ptr(p), kernel.Ptr(v), kernel.Ptr(g),
-		kernel.Float32(0.1), kernel.Float32(0.9), kernel.Int32(int32(p.Len())))
+		kernel.Scalar[float32](0.1), kernel.Scalar[float32](0.9), kernel.Scalar(int32(p.Len())))
 }
 
-// accuracy returns how much of the data the model gets right.
+// accuracy returns the fraction of correct predictions.
 func (m *Model) accuracy(d Dataset, need Hook) (float64, error) {
 	if err := m.load(d); err != nil {
 		return 0, err
@@ -204,7 +204,7 @@ func (m *Model) accuracy(d Dataset, need Hook) (float64, error) {
 	return float64(right) / float64(m.rows), nil
 }
 
-// act is the first rows of activation i as a matrix.
+// act returns the used rows of activation i as a matrix.
 func (m *Model) act(i, cols int) tensor.Tensor {
 	return matrix(m.scratch[i].Slice(0, m.rows*cols), m.rows, cols)
 }
@@ -213,7 +213,7 @@ func (m *Model) weight(from []floatSlice, i, rows, cols int) tensor.Tensor {
 	return matrix(from[i], rows, cols)
 }
 
-// matrix gives memory a shape that is known to fit.
+// matrix returns memory as a matrix; the shape must fit.
 func matrix(x floatSlice, rows, cols int) tensor.Tensor {
 	t, err := tensor.Of(x, rows, cols)
 	if err != nil {

@@ -11,27 +11,27 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Hook is told about parameter i of the model whose stream is s.
+// A Hook is called for parameter i of the model with stream s.
 type Hook func(s *stream.Stream, i int) error
 
 // A Trainer trains a model on each local rank of a group.
 type Trainer struct {
 	Group  *comm.Group
 	Models []*Model
-	Need   Hook         // before a parameter is used; nil does nothing
-	Ready  Hook         // when a gradient is enqueued
-	Update func() error // ends a step, when all gradients are ready
+	Need   Hook         // called before a parameter is used; may be nil
+	Ready  Hook         // called when a gradient is enqueued
+	Update func() error // called at the end of a step, when all gradients are ready
 }
 
-// A Result is what a run has to show.
+// A Result holds the results of a run.
 type Result struct {
-	Losses       []float32 `json:"losses"` // of each step, over all ranks
+	Losses       []float32 `json:"losses"` // loss of each step, over all ranks
 	TestAccuracy float64   `json:"test_accuracy"`
 	Ranks        int       `json:"ranks"`
 	Backend      string    `json:"backend"`
 	Seconds      float64   `json:"seconds"`
-	StateBytes   int       `json:"state_bytes,omitempty"` // of the optimiser, on each rank
-	ModelBytes   int       `json:"model_bytes,omitempty"` // of the parameters
+	StateBytes   int       `json:"state_bytes,omitempty"` // optimizer state on each rank
+	ModelBytes   int       `json:"model_bytes,omitempty"` // size of the parameters
 }
 
 // Run trains for all epochs and prints the loss of each on rank 0.
@@ -71,8 +71,8 @@ func (t *Trainer) Run(ctx context.Context) (*Result, error) {
 	return res, err
 }
 
-// step enqueues one step on the parts of the batch that the local ranks have. The
-// host only waits for the batch to be copied.
+// step enqueues one step on the local ranks' parts of the batch. The host waits
+// only for the copies of the batch.
 func (t *Trainer) step(batch Dataset, losses comm.Shards[float32], at int) error {
 	for i, m := range t.Models {
 		from, to := Share(batch.Rows(), t.Group.Communicator(i).Rank(), t.Group.Size())
@@ -100,7 +100,7 @@ func (t *Trainer) gather(ctx context.Context, losses comm.Shards[float32]) ([]fl
 	if err := comm.AllReduce(g, comm.Sum, losses...); err != nil {
 		return nil, err
 	}
-	// The host waits for the group first: it gives up when a rank is lost.
+	// Wait for the group first: this wait returns an error if a rank is lost.
 	if err := g.Wait(ctx); err != nil {
 		return nil, err
 	}
@@ -113,7 +113,7 @@ func (t *Trainer) gather(ctx context.Context, losses comm.Shards[float32]) ([]fl
 	return host, losses[0].CopyTo(t.Models[0].Stream, host)
 }
 
-// Streams returns those of the models.
+// Streams returns the streams of the models.
 func (t *Trainer) Streams() []*stream.Stream {
 	var ss []*stream.Stream
 	for _, m := range t.Models {
@@ -122,13 +122,13 @@ func (t *Trainer) Streams() []*stream.Stream {
 	return ss
 }
 
-// String is the result in one line.
+// String returns a summary in one line.
 func (r *Result) String() string {
 	return fmt.Sprintf("ranks %d, backend %s, steps %d, loss %.4f -> %.4f, test accuracy %.3f, %.1f s", r.Ranks, r.Backend,
 		len(r.Losses), r.Losses[0], r.Losses[len(r.Losses)-1], r.TestAccuracy, r.Seconds)
 }
 
-// Write writes the result to a file as JSON; without a name it does nothing.
+// Write writes the result to a file in JSON. If file is empty, it does nothing.
 func (r *Result) Write(file string) error {
 	if file == "" {
 		return nil

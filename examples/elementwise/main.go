@@ -1,4 +1,4 @@
-// Elementwise makes kernels of functions of single elements: one with two
+// Elementwise creates kernels from functions of single elements: one with two
 // results, and an expression over slices of different types.
 package main
 
@@ -15,13 +15,14 @@ import (
 
 func main() {
 	log.SetFlags(0)
+	log.SetPrefix("elementwise: ")
 	if err := program(); err != nil {
-		log.Fatal("elementwise: ", err)
+		log.Fatal(err)
 	}
 }
 
-// polar has two results, which are parameters, and says in Go what virtual
-// devices shall do in its place.
+// polar returns two results through parameters. polarGo is its stand-in on
+// virtual devices.
 const polar = `template <typename T> void polar(T x, T y, T& radius, T& angle) {
 	radius = sqrt(x * x + y * y);
 	angle = atan2(y, x);
@@ -29,7 +30,7 @@ const polar = `template <typename T> void polar(T x, T y, T& radius, T& angle) {
 
 func polarGo(in, out []float64) { out[0], out[1] = math.Hypot(in[0], in[1]), math.Atan2(in[1], in[0]) }
 
-// leaky is an expression with a parameter that has a default.
+// leaky is an expression with a parameter that has a default value.
 const leaky = "x > 0 ? x : slope * x"
 
 func leakyGo(in, out []float64) {
@@ -44,7 +45,7 @@ func program() error {
 		return err
 	}
 	if note != "" {
-		log.Print("elementwise: ", note)
+		log.Print(note)
 	}
 	s, err := stream.New(sys.Devices()[0], nil)
 	if err != nil {
@@ -73,7 +74,7 @@ func toPolar(s *stream.Stream) error {
 		return err
 	}
 	defer y.Close()
-	// The results take the place of the inputs.
+	// The results overwrite the inputs.
 	if err := e.Launch(s, kernel.In(x), kernel.In(y), kernel.Out(x), kernel.Out(y)); err != nil {
 		return err
 	}
@@ -98,7 +99,7 @@ func activate(s *stream.Stream) error {
 		return err
 	}
 	defer e.Close()
-	x, err := memory.MakeFrom(s, []memory.BFloat16{memory.BFloat16Of(-2), memory.BFloat16Of(0), memory.BFloat16Of(3)})
+	x, err := memory.MakeFrom(s, []memory.BFloat16Bits{memory.BFloat16Of(-2), memory.BFloat16Of(0), memory.BFloat16Of(3)})
 	if err != nil {
 		return err
 	}
@@ -108,7 +109,7 @@ func activate(s *stream.Stream) error {
 		return err
 	}
 	defer y.Close()
-	// The same function for bfloat16 in and float32 out, and another slope.
+	// The same function with other types and another slope.
 	if err := e.Launch(s, kernel.Out(y), kernel.In(x), kernel.Set("slope", 0.25)); err != nil {
 		return err
 	}

@@ -1,4 +1,8 @@
-// Hello adds one number from each device of this machine, on all of them.
+// Hello adds one number from each device with an all-reduce. It uses all devices in one
+// process, or one device in each process of a job.
+//
+//	bin/hello
+//	chorus run --nproc-per-node 4 -- bin/hello
 package main
 
 import (
@@ -8,27 +12,20 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/device"
 )
 
 func main() {
 	log.SetFlags(0)
+	log.SetPrefix("hello: ")
 	if err := hello(); err != nil {
-		log.Fatal("hello: ", err)
+		log.Fatal(err)
 	}
 }
 
 func hello() error {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	sys, note, err := device.OrVirtual()
-	if err != nil {
-		return err
-	}
-	if note != "" {
-		log.Print("hello: ", note)
-	}
-	g, err := comm.Local(ctx, sys.Devices()...)
+	g, err := comm.Init(ctx, &comm.InitConfig{AllDevices: true, Fallback: func(note string) { log.Print(note) }})
 	if err != nil {
 		return err
 	}
@@ -39,7 +36,7 @@ func hello() error {
 	}
 	defer xs.Close()
 	for i, x := range xs {
-		if err := x.CopyFrom(g.Stream(i), []float32{float32(i + 1)}); err != nil {
+		if err := x.CopyFrom(g.Stream(i), []float32{float32(g.Rank() + i + 1)}); err != nil {
 			return err
 		}
 	}
@@ -56,5 +53,5 @@ func hello() error {
 		}
 		fmt.Printf("%s: 1 + ... + %d = %g\n", g.Device(i), g.Size(), sum[0])
 	}
-	return nil
+	return g.Shutdown(ctx)
 }

@@ -1,46 +1,40 @@
-// Load brings a checkpoint to all devices, each tensor cut along its first dimension,
-// saves what the devices have together as a new checkpoint of as many files, and
+// Load loads a checkpoint to all devices, sharding each tensor along its first
+// dimension. It then saves the tensors as a new checkpoint with as many files, and
 // compares the two.
 //
 //	bin/load model.safetensors.index.json
 //
-// Without an argument it makes a small checkpoint of three files first.
+// Without an argument it first creates a small checkpoint with three files.
 package main
 
 import (
 	"context"
 	"fmt"
+	"log"
 	"os"
 	"os/signal"
 	"path/filepath"
 	"syscall"
 
+	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/tensor"
 )
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	log.SetFlags(0)
+	log.SetPrefix("load: ")
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	if err := run(ctx, os.Args[1:]); err != nil {
-		fmt.Fprintln(os.Stderr, "load:", err)
-		os.Exit(1)
+		log.Fatal(err)
 	}
 }
 
 func run(ctx context.Context, paths []string) error {
-	sys, note, err := device.OrVirtual()
-	if err != nil {
-		return err
-	}
-	if note != "" {
-		fmt.Fprintln(os.Stderr, "load:", note)
-	}
-	g, err := comm.Local(ctx, sys.Devices()...)
+	g, err := comm.Init(ctx, &comm.InitConfig{AllDevices: true, Fallback: func(note string) { log.Print(note) }})
 	if err != nil {
 		return err
 	}
@@ -60,7 +54,7 @@ func run(ctx context.Context, paths []string) error {
 	return loadAndSave(ctx, g, filepath.Join(folder, "second.safetensors"), paths)
 }
 
-// makeCheckpoint saves random matrices in files of 4 MiB at most.
+// makeCheckpoint saves random matrices in files of at most 4 MiB.
 func makeCheckpoint(ctx context.Context, g *comm.Group, path string) error {
 	s := g.Stream(0)
 	gen := rng.Default(s.Device())
@@ -85,21 +79,21 @@ func makeCheckpoint(ctx context.Context, g *comm.Group, path string) error {
 			return err
 		}
 	}
-	return gds.SaveTensors(ctx, s, path, tensors, &gds.SaveConfig{MaxFileBytes: 4 << 20})
+	return checkpoint.SaveTensors(ctx, s, path, tensors, &checkpoint.SaveConfig{MaxFileBytes: 4 << 20})
 }
 
-// loadAndSave loads a checkpoint by a plan, saves it and looks whether it is the same.
+// loadAndSave loads a checkpoint with a plan, saves it and compares the result.
 func loadAndSave(ctx context.Context, g *comm.Group, second string, paths []string) error {
-	ckpt, err := gds.OpenSafetensors(paths...)
+	ckpt, err := checkpoint.Open(paths, nil)
 	if err != nil {
 		return err
 	}
 	defer ckpt.Close()
-	ws, err := ckpt.Load(ctx, g, &gds.LoadConfig{Plan: func(t gds.Info) gds.Placement {
+	ws, err := ckpt.Load(ctx, g, &checkpoint.LoadConfig{Plan: func(t checkpoint.Info) checkpoint.Placement {
 		if len(t.Shape) == 0 {
-			return gds.Replicate()
+			return checkpoint.Replicate()
 		}
-		return gds.Shard(0)
+		return checkpoint.Shard(0)
 	}})
 	if err != nil {
 		return err
@@ -110,7 +104,7 @@ func loadAndSave(ctx context.Context, g *comm.Group, second string, paths []stri
 		}
 	}()
 	fmt.Printf("%d tensors of %d bytes on %d devices, %d bytes on the first\n", len(ckpt.Infos()), ckpt.Bytes(), len(ws), ws[0].Bytes())
-	if err := gds.Save(ctx, g, second, ws, &gds.SaveConfig{Metadata: ckpt.Metadata(), MaxFileBytes: ckpt.Bytes()/int64(len(ckpt.Status())) + 1}); err != nil {
+	if err := checkpoint.Save(ctx, g, second, ws, &checkpoint.SaveConfig{Metadata: ckpt.Metadata(), MaxFileBytes: ckpt.Bytes()/int64(len(ckpt.Status())) + 1}); err != nil {
 		return err
 	}
 	if err := compare(ctx, ckpt, second); err != nil {
@@ -120,12 +114,12 @@ func loadAndSave(ctx context.Context, g *comm.Group, second string, paths []stri
 	return nil
 }
 
-// compare returns an error unless a saved checkpoint has the same bytes in each tensor.
-func compare(ctx context.Context, ckpt *gds.Checkpoint, path string) error {
+// compare returns an error unless the saved checkpoint has the same bytes in each tensor.
+func compare(ctx context.Context, ckpt *checkpoint.Checkpoint, path string) error {
 	if _, err := os.Stat(path + ".index.json"); err == nil {
-		path += ".index.json" // it has several files
+		path += ".index.json" // a checkpoint with several files
 	}
-	saved, err := gds.OpenSafetensors(path)
+	saved, err := checkpoint.Open([]string{path}, nil)
 	if err != nil {
 		return err
 	}
@@ -140,7 +134,7 @@ func compare(ctx context.Context, ckpt *gds.Checkpoint, path string) error {
 			return err
 		}
 		if got != want {
-			return fmt.Errorf("tensor %q was saved with other bytes", t.Name)
+			return fmt.Errorf("the bytes of tensor %q differ after saving", t.Name)
 		}
 	}
 	return nil

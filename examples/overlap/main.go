@@ -1,5 +1,5 @@
-// Overlap lets copies run beside kernels: data that goes through a device in
-// parts takes less time over several streams than over one.
+// Overlap runs copies concurrently with kernels: several streams process data in
+// parts faster than one stream.
 package main
 
 import (
@@ -18,8 +18,8 @@ import (
 
 const (
 	parts  = 8
-	length = 1 << 18 // of a part
-	steps  = 50      // of the kernel for each number
+	length = 1 << 18 // numbers in a part
+	steps  = 50      // iterations of the kernel for each number
 )
 
 var source = kernel.Source{
@@ -35,9 +35,9 @@ var source = kernel.Source{
 		Name:   "step",
 		Params: []kernel.Param{kernel.Pointer, kernel.I32, kernel.I32},
 		Go: func(c *kernel.Call) {
-			x := kernel.Update[float32](c, 0, int(c.Int32(2)))
+			x := kernel.Update[float32](c, 0, int(kernel.Get[int32](c, 2)))
 			for i := range x {
-				for range c.Int32(1) {
+				for range kernel.Get[int32](c, 1) {
 					x[i] = x[i]*0.5 + 1
 				}
 			}
@@ -47,103 +47,107 @@ var source = kernel.Source{
 
 func main() {
 	log.SetFlags(0)
+	log.SetPrefix("overlap: ")
 	if err := compare(); err != nil {
-		log.Fatal("overlap: ", err)
+		log.Fatal(err)
 	}
 }
 
-func compare() (err error) {
+func compare() error {
 	sys, note, err := device.OrVirtual()
 	if err != nil {
 		return err
 	}
 	if note != "" {
-		log.Print("overlap: ", note)
+		log.Print(note)
 	}
 	dev := sys.Devices()[0]
 	m, err := kernel.Compile(dev, &source)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, m.Close()) }()
+	defer m.Close()
 	step, err := m.Kernel("step")
 	if err != nil {
 		return err
 	}
-	var host []*memory.Pinned[float32] // only copies of page-locked memory overlap
-	defer func() {
-		for _, h := range host {
-			err = errors.Join(err, h.Close())
-		}
-	}()
-	for range parts {
-		h, err := memory.MakePinned[float32](dev, length)
-		if err != nil {
+	var host [parts]*memory.Pinned[float32] // only copies of page-locked memory run concurrently
+	for i := range host {
+		if host[i], err = memory.MakePinned[float32](dev, length); err != nil {
 			return err
 		}
-		host = append(host, h)
+		defer host[i].Close()
 	}
-	if _, err := run(dev, step, host, 3); err != nil { // warms up
+	if _, err := run(dev, step, host[:], 3); err != nil { // warm-up
 		return err
 	}
 	for _, n := range []int{1, 3} {
-		over := map[int]string{1: "1 stream", 3: "3 streams"}[n]
 		var took time.Duration
-		nvtx.Range(over, func() { took, err = run(dev, step, host, n) })
+		nvtx.Range(fmt.Sprint("streams: ", n), func() { took, err = run(dev, step, host[:], n) })
 		if err != nil {
 			return err
 		}
-		fmt.Printf("%d parts of %d numbers over %s: %v\n", parts, length, over, took.Round(time.Microsecond))
+		fmt.Printf("%d parts of %d numbers over %d streams: %v\n", parts, length, n, took.Round(time.Microsecond))
 	}
 	return nil
 }
 
-// run sends the parts through the device over n streams, and returns how long that
-// takes.
+// run processes the parts on the device with n streams and returns the time.
 func run(dev *device.Device, step *kernel.Kernel, host []*memory.Pinned[float32], n int) (took time.Duration, err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	defer cancel()
 	for _, h := range host {
 		clear(h.Data())
 	}
-	first, err := stream.FromPool(dev, 0) // not ours to close
-	if err != nil {
-		return 0, err
-	}
 	streams, buffers := make([]*stream.Stream, n), make([]memory.Slice[float32], n)
 	for i := range streams {
-		if streams[i], err = stream.FromPool(dev, 0); err != nil {
+		if streams[i], err = stream.FromPool(dev, 0); err != nil { // owned by the pool
 			return 0, err
 		}
 		if buffers[i], err = memory.Make[float32](streams[i], length); err != nil {
 			return 0, err
 		}
-		defer func() { err = errors.Join(err, buffers[i].Close()) }()
+		defer buffers[i].Close()
 	}
+	took, err = elapsed(streams, func() error {
+		for i, h := range host {
+			// Parts that share a buffer are on the same stream, which orders them.
+			s, x := streams[i%n], buffers[i%n]
+			err := errors.Join(
+				x.CopyFromPinned(s, h),
+				step.Launch(s, kernel.Cover(length), kernel.Ptr(x), kernel.Scalar[int32](steps), kernel.Scalar[int32](length)),
+				x.CopyToPinned(s, h),
+			)
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	return took, check(host)
+}
+
+// elapsed returns the time that streams take for the operations that enqueue enqueues.
+func elapsed(streams []*stream.Stream, enqueue func() error) (time.Duration, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
 	timed := &stream.EventConfig{Timing: true}
+	first, others := streams[0], streams[1:]
 	start, err := first.Record(timed)
 	if err != nil {
 		return 0, err
 	}
 	defer start.Close()
-	for _, s := range streams { // none begins before
+	for _, s := range others { // all streams start together
 		if err := s.Wait(start); err != nil {
 			return 0, err
 		}
 	}
-	for i, h := range host {
-		// The order within a stream keeps the parts that share its buffer apart.
-		s, x := streams[i%n], buffers[i%n]
-		err := errors.Join(
-			x.CopyFromPinned(s, h),
-			step.Launch(s, kernel.Cover(length), kernel.Ptr(x), kernel.Int32(steps), kernel.Int32(length)),
-			x.CopyToPinned(s, h),
-		)
-		if err != nil {
-			return 0, err
-		}
+	if err := enqueue(); err != nil {
+		return 0, err
 	}
-	for _, s := range streams { // and the end comes after all
+	for _, s := range others { // the end event follows all streams
 		if err := first.WaitStream(s); err != nil {
 			return 0, err
 		}
@@ -156,15 +160,17 @@ func run(dev *device.Device, step *kernel.Kernel, host []*memory.Pinned[float32]
 	if err := end.Sync(ctx); err != nil {
 		return 0, err
 	}
-	if took, err = end.Elapsed(start); err != nil {
-		return 0, err
-	}
+	return end.Elapsed(start)
+}
+
+// check returns an error unless the kernel has written the right number everywhere.
+func check(host []*memory.Pinned[float32]) error {
 	for i, h := range host {
 		for k, v := range h.Data() {
-			if v != 2 { // where x = x/2 + 1 leads
-				return 0, fmt.Errorf("number %d of part %d is %g: want 2", k, i, v)
+			if v != 2 { // the fixed point of x = x/2 + 1
+				return fmt.Errorf("number %d of part %d is %g: want 2", k, i, v)
 			}
 		}
 	}
-	return took, nil
+	return nil
 }

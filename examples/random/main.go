@@ -1,5 +1,5 @@
-// Random draws the same numbers again and again: from a seed, from a state that
-// was saved, and from a graph. PyTorch draws them too, from the same seed.
+// Random draws the same numbers repeatedly: from a seed, from a saved state, and
+// from a graph. PyTorch draws the same numbers from the same seed.
 package main
 
 import (
@@ -16,8 +16,9 @@ import (
 
 func main() {
 	log.SetFlags(0)
+	log.SetPrefix("random: ")
 	if err := draw(); err != nil {
-		log.Fatal("random: ", err)
+		log.Fatal(err)
 	}
 }
 
@@ -27,7 +28,7 @@ func draw() error {
 		return err
 	}
 	if note != "" {
-		log.Print("random: ", note)
+		log.Print(note)
 	}
 	s, err := stream.New(sys.Devices()[0], nil)
 	if err != nil {
@@ -39,6 +40,11 @@ func draw() error {
 		return err
 	}
 	defer x.Close()
+	return sequence(s, x)
+}
+
+// sequence fills x several times, and prints it.
+func sequence(s *stream.Stream, x memory.Slice[float32]) error {
 	g := rng.New(s.Device(), 42) // torch.Generator("cuda").manual_seed(42)
 	show := func(what string, fill func() error) error {
 		out := make([]float32, x.Len())
@@ -53,7 +59,7 @@ func draw() error {
 	if err := show("first", uniform); err != nil {
 		return err
 	}
-	saved := g.State() // 16 bytes, which torch.Generator.set_state takes
+	saved := g.State() // 16 bytes, valid for torch.Generator.set_state
 	if err := show("second", uniform); err != nil {
 		return err
 	}
@@ -64,7 +70,7 @@ func draw() error {
 		return err
 	}
 
-	exec, err := graph.Capture([]*stream.Stream{s}, uniform) // draws nothing yet
+	exec, err := graph.Capture([]*stream.Stream{s}, uniform, nil) // draws nothing yet
 	if err != nil {
 		return err
 	}

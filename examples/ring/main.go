@@ -1,49 +1,31 @@
-// Ring passes a number from rank to rank: each process receives from the one
-// before it, adds one, and sends to the one after it.
+// Ring passes a number around: each process receives from the previous rank, adds
+// one, and sends to the next rank.
 //
 //	chorus run --nproc-per-node 4 -- bin/ring
 package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log"
 	"os/signal"
 	"syscall"
 
-	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/device"
 )
 
 func main() {
 	log.SetFlags(0)
+	log.SetPrefix("ring: ")
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	if err := ring(ctx); err != nil {
-		log.Fatal("ring: ", err)
+		log.Fatal(err)
 	}
 }
 
 func ring(ctx context.Context) error {
-	sess, err := cluster.Attach(ctx)
-	if err != nil {
-		return err
-	}
-	defer sess.Close()
-	sys, note, err := device.OrVirtual()
-	if err != nil {
-		return err
-	}
-	if note != "" && sess.Rank() == 0 {
-		log.Print("ring: ", note)
-	}
-	dev, err := sys.Open(sess.LocalRank())
-	if err != nil {
-		return err
-	}
-	g, err := comm.Join(ctx, sess, dev)
+	g, err := comm.Init(ctx, &comm.InitConfig{Fallback: func(note string) { log.Print(note) }})
 	if err != nil {
 		return err
 	}
@@ -51,7 +33,7 @@ func ring(ctx context.Context) error {
 	if err := pass(ctx, g); err != nil {
 		return err
 	}
-	return errors.Join(g.Shutdown(ctx), sess.Shutdown(ctx))
+	return g.Shutdown(ctx) // leaves the job together with the other processes
 }
 
 func pass(ctx context.Context, g *comm.Group) error {

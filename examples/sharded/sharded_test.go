@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/ddp"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/examples/digits"
 	"github.com/gochorus/chorus/internal/launch"
@@ -104,7 +105,7 @@ func check(t *testing.T, got *digits.Result, ranks int) {
 
 func group(t *testing.T, devs []*device.Device) *comm.Group {
 	t.Helper()
-	g, err := comm.Local(testgpu.Context(t), devs...)
+	g, err := comm.Local(testgpu.Context(t), devs, nil)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, g.Close()) })
 	return g
@@ -132,7 +133,7 @@ func unsharded(t *testing.T, g *comm.Group) *digits.Result {
 		require.NoError(t, m.Init())
 		tr.Models, flats, grads = append(tr.Models, m), append(flats, flat), append(grads, m.Grads)
 	}
-	red, err := comm.NewReducer(g, &comm.ReducerConfig{Op: new(comm.Sum)}, grads...)
+	red, err := ddp.NewReducer(g, grads, &ddp.ReducerConfig{Op: new(comm.Sum)})
 	require.NoError(t, err)
 	defer red.Close()
 	tr.Ready = red.Ready

@@ -4,22 +4,22 @@ import (
 	"context"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/ddp"
 	"github.com/gochorus/chorus/examples/digits"
 	"github.com/gochorus/chorus/memory"
 )
 
-// A replica is what one local rank has.
+// A replica is the state of one local rank.
 type replica struct {
 	model   *digits.Model
-	parts   []comm.Part[float32]  // this rank's shard
+	parts   []ddp.Part[float32]   // this rank's shard
 	momenta memory.Slice[float32] // of the shard only
 }
 
-func train(ctx context.Context, g *comm.Group) (res *digits.Result, err error) {
-	// Gradients are weighted by the rows of each rank, so they are summed. The
-	// small first bucket makes the reduction of the last layer overlap with the
-	// backward pass of the first one.
-	sh, err := comm.NewSharder[float32](g, &comm.ShardConfig{FirstBucketBytes: 6 << 10, Op: new(comm.Sum)}, digits.ParamLens...)
+func train(ctx context.Context, g *comm.Group) (*digits.Result, error) {
+	// Gradients are weighted by the rows of each rank, so they are summed. The small first
+	// bucket overlaps the reduction of the last layer with the backward pass of the first one.
+	sh, err := ddp.NewSharder[float32](g, digits.ParamLens, &ddp.ShardConfig{FirstBucketBytes: 6 << 10, Op: new(comm.Sum)})
 	if err != nil {
 		return nil, err
 	}
@@ -35,8 +35,7 @@ func train(ctx context.Context, g *comm.Group) (res *digits.Result, err error) {
 		replicas = append(replicas, r)
 		t.Models = append(t.Models, r.model)
 	}
-	// All ranks start from the parameters that each has of its own shard.
-	if err := sh.AllGather(t.Streams()...); err != nil {
+	if err := sh.AllGather(t.Streams()...); err != nil { // start with the parameters of all shards
 		return nil, err
 	}
 	t.Update = func() error {
@@ -50,14 +49,15 @@ func train(ctx context.Context, g *comm.Group) (res *digits.Result, err error) {
 		}
 		return sh.AllGather(t.Streams()...)
 	}
-	if res, err = t.Run(ctx); err != nil {
+	res, err := t.Run(ctx)
+	if err != nil {
 		return nil, err
 	}
 	res.StateBytes, res.ModelBytes = replicas[0].momenta.Bytes(), sh.Flat(0).Bytes()
 	return res, nil
 }
 
-func newReplica(g *comm.Group, sh *comm.Sharder[float32], local int) (r replica, err error) {
+func newReplica(g *comm.Group, sh *ddp.Sharder[float32], local int) (r replica, err error) {
 	if r.model, err = digits.NewModel(g.Device(local)); err != nil {
 		return r, err
 	}

@@ -1,5 +1,5 @@
-// Timing measures work on a device with events, which the device itself passes:
-// the host's clock would measure how fast work is enqueued.
+// Timing measures work on a device with events. The host's clock would only
+// measure the enqueueing.
 package main
 
 import (
@@ -15,8 +15,9 @@ import (
 
 func main() {
 	log.SetFlags(0)
+	log.SetPrefix("timing: ")
 	if err := measure(); err != nil {
-		log.Fatal("timing: ", err)
+		log.Fatal(err)
 	}
 }
 
@@ -28,7 +29,7 @@ func measure() error {
 		return err
 	}
 	if note != "" {
-		log.Print("timing: ", note)
+		log.Print(note)
 	}
 	s, err := stream.New(sys.Devices()[0], nil)
 	if err != nil {
@@ -40,14 +41,14 @@ func measure() error {
 		if err != nil {
 			return err
 		}
-		// A copy within the device reads and writes each byte.
+		// A copy within a device reads and writes each byte.
 		rate := 2 * float64(bytes) / took.Seconds() / 1e9
 		fmt.Printf("%3d MiB copied on %s in %v: %.0f GB/s\n", bytes>>20, s.Device(), took.Round(100*time.Nanosecond), rate)
 	}
 	return nil
 }
 
-// copyTime is the mean time of some copies, one after the other.
+// copyTime returns the mean time of consecutive copies.
 func copyTime(ctx context.Context, s *stream.Stream, bytes, times int) (time.Duration, error) {
 	x, err := memory.Make[uint8](s, bytes)
 	if err != nil {
@@ -59,7 +60,7 @@ func copyTime(ctx context.Context, s *stream.Stream, bytes, times int) (time.Dur
 		return 0, err
 	}
 	defer y.Close()
-	if err := memory.Copy(s, y, x); err != nil { // not timed: the first use of memory is slower
+	if err := memory.Copy(s, y, x); err != nil { // not timed, because the first use of memory is slower
 		return 0, err
 	}
 	timed := &stream.EventConfig{Timing: true}
@@ -78,7 +79,7 @@ func copyTime(ctx context.Context, s *stream.Stream, bytes, times int) (time.Dur
 		return 0, err
 	}
 	defer end.Close()
-	if err := end.Sync(ctx); err != nil { // until the device has passed it
+	if err := end.Sync(ctx); err != nil { // wait until the device reaches the event
 		return 0, err
 	}
 	took, err := end.Elapsed(start)

@@ -1,16 +1,13 @@
-// Package safetensors reads and writes the headers and indexes of safetensors
-// files: which tensors a file has, of which type and shape, and which bytes are
-// theirs. It moves no tensors itself, knows no GPU, and needs only the standard
-// library.
+// Package safetensors reads and writes headers and indexes of safetensors files: the
+// tensors of a file with their types, shapes and positions. It does not transfer
+// tensors, does not use a GPU, and depends only on the standard library.
 //
-// ReadHeader takes what the reference implementation takes, but for what leaves a
-// doubt or does not fit: a name or a key of the metadata that occurs twice, where the
-// reference lets the last one win; a tensor described by an array in place of an
-// object; a dimension of more than 63 bits. Whatever a file says, reading it costs at
-// most six times its header's bytes in memory, and twelve times those that are
-// metadata or an index.
+// ReadHeader accepts the files that the reference implementation accepts, except for
+// ambiguous or unrepresentable content. That is a duplicate name or metadata key (the
+// reference uses the last one), a tensor described by an array instead of an object, or a
+// dimension of more than 63 bits. Reading takes at most six times the size of the
+// header in memory, and twelve times for metadata and indexes.
 //
-// A file is the length of its header as eight little-endian bytes, the header as
-// JSON, and the tensors, row-major and little-endian, one after the other without
-// holes.
+// A file consists of the length of its header in eight little-endian bytes, the header
+// in JSON, and the tensors, row-major and little-endian, without gaps.
 package safetensors

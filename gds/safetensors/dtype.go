@@ -5,12 +5,12 @@ import "fmt"
 // A DType is the type of a tensor's elements.
 type DType uint8
 
-// The types of the format, in the order of the reference implementation: its
-// writer puts the last ones first, so that wide elements are aligned.
+// The types of the format, in the order of the reference implementation. Its
+// writer stores the last types first, so that wide elements are aligned.
 const (
 	Invalid DType = iota
 	Bool
-	F4 // two elements a byte; torch.float4_e2m1fn_x2 counts bytes, half as many in the last dimension
+	F4 // two elements in a byte; torch.float4_e2m1fn_x2 counts bytes, which halves the last dimension
 	F6E2M3
 	F6E3M2
 	U8
@@ -53,16 +53,16 @@ var dtypeOf = func() map[string]DType {
 	return m
 }()
 
-// ParseDType returns the type of that name in a header, such as "BF16".
+// ParseDType returns the type with a name as in a header, such as "BF16".
 func ParseDType(name string) (DType, error) {
 	if t, ok := dtypeOf[name]; ok {
 		return t, nil
 	}
-	return Invalid, fmt.Errorf("safetensors: no dtype is called %q", short(name))
+	return Invalid, fmt.Errorf("safetensors: unknown dtype %q", short(name))
 }
 
-// Bits returns the width of one element, which for the smallest types is less
-// than a byte; 0 when the type is not one of the format's.
+// Bits returns the size of an element in bits; it is less than 8 for the smallest
+// types, and 0 for a type that is not part of the format.
 func (t DType) Bits() int {
 	if int(t) < len(dtypes) {
 		return dtypes[t].bits
@@ -70,7 +70,7 @@ func (t DType) Bits() int {
 	return 0
 }
 
-// String returns the name of the type in a header, such as "F8_E4M3".
+// String returns the name as in a header, such as "F8_E4M3".
 func (t DType) String() string {
 	if int(t) < len(dtypes) {
 		return dtypes[t].name

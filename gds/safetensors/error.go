@@ -6,11 +6,11 @@ import (
 	"unicode/utf8"
 )
 
-// A FormatError says which rule of the format a header or an index breaks. It does
-// not know the file's name: who opened the file adds it.
+// A FormatError describes a violation of the format in a header or an index. It
+// does not contain the file's name: the caller that opened the file adds it.
 type FormatError struct {
-	Name   string // of the tensor, "" when the fault is not one's; long ones are cut
-	Offset int64  // of the fault in the file, bytes
+	Name   string // name of the tensor, truncated if long; "" if the error does not concern a tensor
+	Offset int64  // position of the error in the file in bytes
 	Reason string
 }
 
@@ -21,24 +21,24 @@ func (e *FormatError) Error() string {
 	return fmt.Sprintf("safetensors: byte %d: tensor %q: %s", e.Offset, e.Name, e.Reason)
 }
 
-// An IndexError says how an index and the files that it names do not fit together.
+// An IndexError describes a contradiction between an index and its files.
 type IndexError struct {
 	File   string
-	Name   string // of the tensor, "" when the fault is the file's
-	Reason string // with the tensor's name
+	Name   string // name of the tensor; "" if the error concerns the file
+	Reason string // includes the name of the tensor
 }
 
 func (e *IndexError) Error() string {
 	return fmt.Sprintf("safetensors: index: %q: %s", short(e.File), e.Reason)
 }
 
-// misfit is an IndexError of a tensor.
+// misfit returns an IndexError about a tensor.
 func misfit(file, name, format string, args ...any) error {
 	return &IndexError{File: file, Name: name, Reason: fmt.Sprintf("tensor %q ", short(name)) + fmt.Sprintf(format, args...)}
 }
 
-// short cuts what a file says to a length that a person reads. The copy does not
-// keep the file's header in memory.
+// short truncates text from a file for an error. It returns a copy, so that the
+// error does not keep the header in memory.
 func short(s string) string {
 	const most = 120
 	if len(s) <= most {

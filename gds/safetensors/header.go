@@ -1,24 +1,24 @@
 package safetensors
 
-// MaxHeader is how many bytes a header may have, its length not counted: the
-// reference implementation's limit.
+// MaxHeader is the maximum size of a header in bytes, without its length, as in
+// the reference implementation.
 const MaxHeader = 100_000_000
 
-// reserved is the key of a header that is not a tensor's.
+// reserved is the only key of a header that is not the name of a tensor.
 const reserved = "__metadata__"
 
-// A Header says what a file has. Nothing changes it after it was made, so any
-// number of goroutines may read it.
+// A Header describes the content of a file. It is immutable and safe for
+// concurrent use.
 type Header struct {
-	Tensors    []Tensor          // in the order of the file; empty ones before what begins at the same byte, by name
-	Metadata   map[string]string // nil when the header has none
-	DataOffset int64             // of the first tensor's data in the file, bytes
-	Size       int64             // of the file, bytes
+	Tensors    []Tensor          // in the order of the file; an empty tensor precedes others at the same position, by name
+	Metadata   map[string]string // nil if the header has no metadata
+	DataOffset int64             // position of the first tensor's data in bytes
+	Size       int64             // size of the file in bytes
 
 	names table
 }
 
-// Lookup returns the tensor of that name.
+// Lookup returns the tensor with a name.
 func (h *Header) Lookup(name string) (Tensor, bool) {
 	if i, ok := h.names.find(h.Tensors, name); ok {
 		return h.Tensors[i], true

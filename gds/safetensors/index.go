@@ -12,14 +12,14 @@ import (
 	"unicode/utf8"
 )
 
-// An Index says which file has which tensor of a checkpoint in several files: the
-// model.safetensors.index.json beside them.
+// An Index maps the tensors of a checkpoint to its files. It is stored as
+// model.safetensors.index.json in the same directory.
 type Index struct {
-	WeightMap map[string]string // the file of each tensor, by the tensor's name
-	Metadata  json.RawMessage   // the JSON object "metadata", nil when there is none
+	WeightMap map[string]string // tensor name to file name
+	Metadata  json.RawMessage   // the JSON object "metadata", or nil
 }
 
-// Files returns the names of the files in their order, each once.
+// Files returns the names of the files, sorted and without duplicates.
 func (x *Index) Files() []string {
 	files := map[string]bool{}
 	for _, f := range x.WeightMap {
@@ -28,11 +28,11 @@ func (x *Index) Files() []string {
 	return slices.Sorted(maps.Keys(files))
 }
 
-// TotalSize returns what the metadata say that all tensors take together, bytes. It
-// is what the writer thought: nothing checks it.
+// TotalSize returns the total size of all tensors in bytes according to the
+// metadata. The value is not checked.
 func (x *Index) TotalSize() (int64, bool) {
 	var m struct {
-		TotalSize *float64 `json:"total_size"` // some writers make it 1.0
+		TotalSize *float64 `json:"total_size"` // some writers write a float
 	}
 	if json.Unmarshal(x.Metadata, &m) != nil || m.TotalSize == nil || *m.TotalSize < 0 || *m.TotalSize > 1<<53 || *m.TotalSize != math.Trunc(*m.TotalSize) {
 		return 0, false
@@ -40,12 +40,12 @@ func (x *Index) TotalSize() (int64, bool) {
 	return int64(*m.TotalSize), true
 }
 
-// MarshalJSON returns the index as JSON. It is an error when it is not one that
-// ReadIndex takes.
+// MarshalJSON returns the index as JSON. It fails if ReadIndex would reject the
+// result.
 func (x *Index) MarshalJSON() ([]byte, error) {
 	for name, file := range x.WeightMap {
 		if !utf8.ValidString(name) || !utf8.ValidString(file) {
-			return nil, misfit(file, name, "has a name that is not UTF-8, or its file has")
+			return nil, misfit(file, name, "has a name or a file name that is not valid UTF-8")
 		}
 	}
 	out := struct {
@@ -62,13 +62,12 @@ func (x *Index) MarshalJSON() ([]byte, error) {
 		return nil, fmt.Errorf("safetensors: write an index: %w", err)
 	}
 	if _, err := ReadIndex(bytes.NewReader(b.Bytes()), int64(b.Len())); err != nil {
-		return nil, fmt.Errorf("safetensors: write an index that would not be read: %w", err)
+		return nil, fmt.Errorf("safetensors: write an invalid index: %w", err)
 	}
 	return b.Bytes(), nil
 }
 
-// Write writes the index as the file model.safetensors.index.json is written by
-// transformers, indented.
+// Write writes the index with indentation, in the format of transformers.
 func (x *Index) Write(w io.Writer) error {
 	text, err := x.MarshalJSON()
 	if err != nil {
@@ -84,20 +83,19 @@ func (x *Index) Write(w io.Writer) error {
 	return nil
 }
 
-// Check returns an error when the headers of the files, by the files' names, are
-// not what the index says: a file has no header there, a tensor is not in its file,
-// or two of the files have a tensor of the same name, so that it depends on the
-// reader which is meant.
+// Check compares the index with the headers of the files, by file name. It returns an
+// error if a file has no header, if a tensor is not in its file, or if two files have a
+// tensor with the same name.
 //
-// A tensor that the index does not name is no error. transformers reads whole files
-// and finds it; who goes by the index does not.
+// A tensor that is missing from the index is not an error. transformers reads whole
+// files and finds it; readers that use the index do not.
 func (x *Index) Check(headers map[string]*Header) error {
 	files := x.Files()
 	owner := map[string]string{}
 	for _, f := range files {
 		h := headers[f]
 		if h == nil {
-			return &IndexError{File: f, Reason: "the index names this file, which has not been read"}
+			return &IndexError{File: f, Reason: "the index contains this file, but its header was not read"}
 		}
 		for _, t := range h.Tensors {
 			if first, ok := owner[t.Name]; ok {
@@ -116,21 +114,21 @@ func (x *Index) Check(headers map[string]*Header) error {
 	case all:
 		return nil
 	case owner[wrong] == "":
-		return misfit(f, wrong, "is not in this file, where the index has it, nor in another")
+		return misfit(f, wrong, "is not in this file, as the index says, nor in any other")
 	default:
-		return misfit(f, wrong, "is not in this file, where the index has it, but in %q", owner[wrong])
+		return misfit(f, wrong, "is not in this file, as the index says, but in %q", owner[wrong])
 	}
 }
 
-// local returns why file is not the name of a file beside the index.
+// local returns the reason why file is not the name of a file next to the index, or "".
 func local(file string) string {
 	switch {
 	case file == "" || file == "." || file == "..":
 		return fmt.Sprintf("%q is not the name of a file", file)
 	case strings.ContainsAny(file, "/\\\x00"):
-		return fmt.Sprintf("%q is not the name of a file beside the index: want one without separators", short(file))
+		return fmt.Sprintf("%q is not the name of a file next to the index: want a name without separators", short(file))
 	case !utf8.ValidString(file):
-		return fmt.Sprintf("%q is not UTF-8", short(file))
+		return fmt.Sprintf("%q is not valid UTF-8", short(file))
 	}
 	return ""
 }

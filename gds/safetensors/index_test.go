@@ -51,9 +51,9 @@ func TestTotalSize(t *testing.T) {
 var wrongIndexes = []struct{ name, text, wrong string }{
 	{"nothing", ``, `byte 0: want '{' for the index, got the end`},
 	{"array", `[]`, `byte 0: want '{' for the index, got '['`},
-	{"no map", `{"metadata":{}}`, `byte 0: weight_map is missing: this is no index of safetensors files`},
+	{"no map", `{"metadata":{}}`, `byte 0: weight_map is missing: the file is not an index of safetensors files`},
 	{"more after it", `{"weight_map":{}} {}`, `byte 18: want the end after the JSON, got '{'`},
-	{"not UTF-8", "{\"weight_map\":{\"\xff\":\"1\"}}", `byte 16: the JSON is not UTF-8`},
+	{"not UTF-8", "{\"weight_map\":{\"\xff\":\"1\"}}", `byte 16: the JSON is not valid UTF-8`},
 	{"map an array", `{"weight_map":[]}`, `byte 14: want '{' for weight_map, got '['`},
 	{"map null", `{"weight_map":null}`, `byte 14: want '{' for weight_map, got 'n'`},
 	{"map twice", `{"weight_map":{},"weight_map":{}}`, `byte 17: weight_map occurs twice`},
@@ -61,18 +61,18 @@ var wrongIndexes = []struct{ name, text, wrong string }{
 	{"metadata twice", `{"metadata":{},"weight_map":{},"metadata":{}}`, `byte 31: metadata occurs twice`},
 	{"metadata an array", `{"metadata":[],"weight_map":{}}`, `byte 12: want '{' for metadata, got '['`},
 	{"metadata broken", `{"metadata":{"total_size":1.},"weight_map":{}}`, `byte 26: 1. is not a number in JSON`},
-	{"name twice", `{"weight_map":{"a":"1","\u0061":"2"}}`, `byte 23: tensor "a": the index has this name twice`},
+	{"name twice", `{"weight_map":{"a":"1","\u0061":"2"}}`, `byte 23: tensor "a": duplicate name`},
 	{"file a number", `{"weight_map":{"a":1}}`, `byte 19: tensor "a": want '"' for the file of a tensor, got '1'`},
 	{"file empty", `{"weight_map":{"a":""}}`, `byte 19: tensor "a": "" is not the name of a file`},
 	{"file is the folder", `{"weight_map":{"a":"."}}`, `byte 19: tensor "a": "." is not the name of a file`},
 	{"file is the folder above", `{"weight_map":{"a":".."}}`, `byte 19: tensor "a": ".." is not the name of a file`},
-	{"file above", `{"weight_map":{"a":"../1"}}`, `byte 19: tensor "a": "../1" is not the name of a file beside the index: want one without separators`},
-	{"file below", `{"weight_map":{"a":"b/1"}}`, `byte 19: tensor "a": "b/1" is not the name of a file beside the index: want one without separators`},
-	{"file from the root", `{"weight_map":{"a":"/etc/passwd"}}`, `byte 19: tensor "a": "/etc/passwd" is not the name of a file beside the index: want one without separators`},
-	{"file with an escaped separator", `{"weight_map":{"a":"\u002fetc"}}`, `byte 19: tensor "a": "/etc" is not the name of a file beside the index: want one without separators`},
-	{"file with the other separator", `{"weight_map":{"a":"..\\1"}}`, `byte 19: tensor "a": "..\\1" is not the name of a file beside the index: want one without separators`},
-	{"file with NUL", `{"weight_map":{"a":"1\u0000.safetensors"}}`, `byte 19: tensor "a": "1\x00.safetensors" is not the name of a file beside the index: want one without separators`},
-	{"nested deep", `{"x":` + strings.Repeat("[", 1000), `byte 131: arrays and objects lie more than 127 deep in each other`},
+	{"file above", `{"weight_map":{"a":"../1"}}`, `byte 19: tensor "a": "../1" is not the name of a file next to the index: want a name without separators`},
+	{"file below", `{"weight_map":{"a":"b/1"}}`, `byte 19: tensor "a": "b/1" is not the name of a file next to the index: want a name without separators`},
+	{"file from the root", `{"weight_map":{"a":"/etc/passwd"}}`, `byte 19: tensor "a": "/etc/passwd" is not the name of a file next to the index: want a name without separators`},
+	{"file with an escaped separator", `{"weight_map":{"a":"\u002fetc"}}`, `byte 19: tensor "a": "/etc" is not the name of a file next to the index: want a name without separators`},
+	{"file with the other separator", `{"weight_map":{"a":"..\\1"}}`, `byte 19: tensor "a": "..\\1" is not the name of a file next to the index: want a name without separators`},
+	{"file with NUL", `{"weight_map":{"a":"1\u0000.safetensors"}}`, `byte 19: tensor "a": "1\x00.safetensors" is not the name of a file next to the index: want a name without separators`},
+	{"nested deep", `{"x":` + strings.Repeat("[", 1000), `byte 131: arrays and objects are nested more than 127 levels deep`},
 	{"surrogate alone", `{"weight_map":{"a":"\udc00"}}`, `byte 20: a string has half of a surrogate pair, "\udc00", without the other`},
 }
 
@@ -132,10 +132,10 @@ func TestWrongIndexIsNotWritten(t *testing.T) {
 		wrong string
 		x     Index
 	}{
-		{`safetensors: index: "1": tensor "\xff" has a name that is not UTF-8, or its file has`, Index{WeightMap: map[string]string{"\xff": "1"}}},
-		{`safetensors: index: "\xff": tensor "a" has a name that is not UTF-8, or its file has`, Index{WeightMap: map[string]string{"a": "\xff"}}},
-		{`safetensors: write an index that would not be read: safetensors: byte 19: tensor "a": ".." is not the name of a file`, Index{WeightMap: map[string]string{"a": ".."}}},
-		{`safetensors: write an index that would not be read: safetensors: byte 12: want '{' for metadata, got '1'`, Index{Metadata: json.RawMessage("1")}},
+		{`safetensors: index: "1": tensor "\xff" has a name or a file name that is not valid UTF-8`, Index{WeightMap: map[string]string{"\xff": "1"}}},
+		{`safetensors: index: "\xff": tensor "a" has a name or a file name that is not valid UTF-8`, Index{WeightMap: map[string]string{"a": "\xff"}}},
+		{`safetensors: write an invalid index: safetensors: byte 19: tensor "a": ".." is not the name of a file`, Index{WeightMap: map[string]string{"a": ".."}}},
+		{`safetensors: write an invalid index: safetensors: byte 12: want '{' for metadata, got '1'`, Index{Metadata: json.RawMessage("1")}},
 		{`safetensors: write an index: json: error calling MarshalJSON for type json.RawMessage: invalid character '}' looking for beginning of value`, Index{Metadata: json.RawMessage("}")}},
 	} {
 		var b bytes.Buffer
@@ -166,9 +166,9 @@ func TestCheck(t *testing.T) {
 		{"right", "", map[string]*Header{"1": header("a", "b"), "2": header("c")}},
 		{"a tensor more", "", map[string]*Header{"1": header("a", "b", "d"), "2": header("c")}},
 		{"a file more", "", map[string]*Header{"1": header("a", "b"), "2": header("c"), "3": header("a")}},
-		{"a file less", `index: "2": the index names this file, which has not been read`, map[string]*Header{"1": header("a", "b", "c")}},
-		{"a tensor less", `index: "1": tensor "a" is not in this file, where the index has it, nor in another`, map[string]*Header{"1": header(), "2": header("c")}},
-		{"in the other file", `index: "1": tensor "b" is not in this file, where the index has it, but in "2"`, map[string]*Header{"1": header("a"), "2": header("b", "c")}},
+		{"a file less", `index: "2": the index contains this file, but its header was not read`, map[string]*Header{"1": header("a", "b", "c")}},
+		{"a tensor less", `index: "1": tensor "a" is not in this file, as the index says, nor in any other`, map[string]*Header{"1": header(), "2": header("c")}},
+		{"in the other file", `index: "1": tensor "b" is not in this file, as the index says, but in "2"`, map[string]*Header{"1": header("a"), "2": header("b", "c")}},
 		{"in two files", `index: "2": tensor "a" is also in "1"`, map[string]*Header{"1": header("a", "b"), "2": header("a", "c")}},
 		{"unknown in two files", `index: "2": tensor "d" is also in "1"`, map[string]*Header{"1": header("a", "b", "d"), "2": header("d", "c")}},
 		{"the empty name in two files", `index: "2": tensor "" is also in "1"`, map[string]*Header{"1": header("a", "b", ""), "2": header("", "c")}},
@@ -186,6 +186,6 @@ func TestCheck(t *testing.T) {
 	}
 	empty := &Index{WeightMap: map[string]string{"": "1"}}
 	require.NoError(t, empty.Check(map[string]*Header{"1": header("")}))
-	require.EqualError(t, empty.Check(map[string]*Header{"1": header()}), `safetensors: index: "1": tensor "" is not in this file, where the index has it, nor in another`)
+	require.EqualError(t, empty.Check(map[string]*Header{"1": header()}), `safetensors: index: "1": tensor "" is not in this file, as the index says, nor in any other`)
 	require.NoError(t, new(Index).Check(nil))
 }

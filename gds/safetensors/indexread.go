@@ -6,10 +6,10 @@ import (
 	"io"
 )
 
-// ReadIndex reads an index of that many bytes, at most MaxHeader. Names of files
-// must be those of files beside the index, so that no index reaches elsewhere. A
-// *FormatError says what is wrong with it; other errors are r's. Like the reference
-// it passes over keys that it does not know, beside "weight_map" and "metadata".
+// ReadIndex reads an index of size bytes, at most MaxHeader. File names must not
+// contain directories, so that an index cannot name other files. Invalid content
+// is a *FormatError; other errors come from r. Like the reference implementation,
+// it ignores unknown keys besides "weight_map" and "metadata".
 func ReadIndex(r io.ReaderAt, size int64) (*Index, error) {
 	if size > MaxHeader {
 		return nil, &FormatError{Reason: fmt.Sprintf("the index has %d bytes: want at most %d", size, MaxHeader)}
@@ -22,7 +22,7 @@ func ReadIndex(r io.ReaderAt, size int64) (*Index, error) {
 	p.object("for the index", p.entry)
 	p.end()
 	if p.index.WeightMap == nil {
-		p.fail(0, "weight_map is missing: this is no index of safetensors files")
+		p.fail(0, "weight_map is missing: the file is not an index of safetensors files")
 	}
 	if p.err != nil {
 		return nil, p.err
@@ -57,7 +57,7 @@ func (p *indexParser) entry(at int, key string) {
 	}
 }
 
-// weights reads the map. Its entries are counted first, so that it does not grow.
+// weights reads the map. It counts the entries first, so that the map does not grow.
 func (p *indexParser) weights() {
 	n := p.members("for weight_map")
 	p.index.WeightMap = make(map[string]string, n)
@@ -71,7 +71,7 @@ func (p *indexParser) weights() {
 			p.fail(place, "%s", reason)
 		}
 		if p.index.WeightMap[key] = file; len(p.index.WeightMap) == before {
-			p.fail(at, "the index has this name twice")
+			p.fail(at, "duplicate name")
 		}
 		p.name = ""
 	})

@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 )
 
 // The most that reading allocates, in all and not only at once, for each byte of the
@@ -40,7 +42,7 @@ func key(i int) string {
 }
 
 func TestMemoryIsBounded(t *testing.T) {
-	const size = 2 << 20
+	size := tsan.Rounds(1<<19, 2<<20)
 	const rest = `"dtype":"U8","data_offsets":[0,0]`
 	dims := func(n int) string { return "[0" + strings.Repeat(",0", n-1) + "]" }
 	for _, c := range []struct {
@@ -59,7 +61,7 @@ func TestMemoryIsBounded(t *testing.T) {
 		{"overlapping tensors", mostForTensors, "overlap", "{" + many(size, func(i int) string {
 			return fmt.Sprintf(`"%s":{"dtype":"U8","shape":[160000],"data_offsets":[%d,%d]}`, key(i), i, i+160000)
 		}) + "}"},
-		{"one name", mostForTensors, "twice", "{" + many(size, func(int) string {
+		{"one name", mostForTensors, "duplicate", "{" + many(size, func(int) string {
 			return `"":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}`
 		}) + "}"},
 		{"one shape", mostForHeader, "", `{"a":{` + rest + `,"shape":` + dims(size/2) + `}}`},
@@ -78,7 +80,7 @@ func TestMemoryIsBounded(t *testing.T) {
 		{"spaces", mostForHeader, "", "{}" + strings.Repeat(" ", size)},
 		{"metadata", mostForMetadata, "", `{"__metadata__":{` + many(10*worstMap, func(i int) string { return `"` + key(i) + `":""` }) + `}}`},
 		{"metadata with escapes", mostForMetadata, "", `{"__metadata__":{` + many(14*worstMap, func(i int) string { return `"\n` + key(i) + `":"\n"` }) + `}}`},
-		{"metadata twice", mostForMetadata, "twice", `{"__metadata__":{` + many(8*worstMap, func(i int) string { return `"":""` }) + `}}`},
+		{"metadata twice", mostForMetadata, "duplicate", `{"__metadata__":{` + many(8*worstMap, func(i int) string { return `"":""` }) + `}}`},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			text := file(c.header, 0)
@@ -109,13 +111,13 @@ func requireAllocates(t *testing.T, most float64, bytes int, wrong string, f fun
 }
 
 func TestIndexMemoryIsBounded(t *testing.T) {
-	const size = 2 << 20
+	size := tsan.Rounds(1<<19, 2<<20)
 	for _, c := range []struct{ name, wrong, text string }{
 		{"tensors", "", `{"weight_map":{` + many(11*worstMap, func(i int) string { return `"` + key(i) + `":"a"` }) + `}}`},
 		{"files", "", `{"weight_map":{` + many(14*worstMap, func(i int) string { return `"` + key(i) + `":"` + key(i) + `"` }) + `}}`},
 		{"names with escapes", "", `{"weight_map":{` + many(14*worstMap, func(i int) string { return `"\n` + key(i) + `":"\n"` }) + `}}`},
 		{"metadata", "", `{"weight_map":{},"metadata":{` + many(size, func(i int) string { return `"` + key(i) + `":"\n"` }) + `}}`},
-		{"one name", "twice", `{"weight_map":{` + many(8*worstMap, func(int) string { return `"":"a"` }) + `}}`},
+		{"one name", "duplicate", `{"weight_map":{` + many(8*worstMap, func(int) string { return `"":"a"` }) + `}}`},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			requireAllocates(t, mostForMetadata, len(c.text), c.wrong, func() error {

@@ -10,14 +10,14 @@ import (
 	"unicode/utf8"
 )
 
-// NewHeader lays tensors out in a new file and returns its header, with the place
-// of each tensor, and the bytes with which the file begins: the length and the JSON,
-// padded with spaces so that the data begin at a multiple of 8. The tensors' own
-// places are not looked at. They come in the order of the reference implementation:
-// the last of the dtypes first, and by name within one.
+// NewHeader computes the layout of a new file. It returns the header, with the position
+// of each tensor, and the first bytes of the file: the length and the JSON, padded with
+// spaces so that the data starts at a multiple of 8. It ignores the positions in
+// tensors. The order is the same as in the reference implementation: the last dtype first, and
+// by name within a dtype.
 //
-// It is an error when a name occurs twice, is not UTF-8 or is "__metadata__", when a
-// tensor has no size (see Size), and when the header exceeds MaxHeader.
+// It fails if a name is duplicate, not valid UTF-8 or "__metadata__", if a tensor has no
+// valid size (see Size), or if the header exceeds MaxHeader.
 func NewHeader(tensors []Tensor, metadata map[string]string) (*Header, []byte, error) {
 	h := &Header{Tensors: slices.Clone(tensors), Metadata: maps.Clone(metadata)}
 	slices.SortFunc(h.Tensors, byType)
@@ -29,7 +29,7 @@ func NewHeader(tensors []Tensor, metadata map[string]string) (*Header, []byte, e
 	}
 	for k, v := range metadata {
 		if !utf8.ValidString(k) || !utf8.ValidString(v) {
-			return nil, nil, fmt.Errorf("safetensors: the metadata %q: %q are not UTF-8", short(k), short(v))
+			return nil, nil, fmt.Errorf("safetensors: the metadata %q: %q is not valid UTF-8", short(k), short(v))
 		}
 	}
 	text := h.encode()
@@ -45,7 +45,7 @@ func NewHeader(tensors []Tensor, metadata map[string]string) (*Header, []byte, e
 	return h, text, nil
 }
 
-// byType orders tensors as the reference implementation writes them.
+// byType compares tensors in the order of the reference implementation.
 func byType(a, b Tensor) int {
 	if c := cmp.Compare(b.DType, a.DType); c != 0 {
 		return c
@@ -53,7 +53,7 @@ func byType(a, b Tensor) int {
 	return cmp.Compare(a.Name, b.Name)
 }
 
-// lay gives the tensors their places in the data, and copies their shapes.
+// lay assigns positions to the tensors and copies their shapes.
 func (h *Header) lay() error {
 	for i := range h.Tensors {
 		t := &h.Tensors[i]
@@ -74,11 +74,11 @@ func (h *Header) lay() error {
 	return nil
 }
 
-// maxData is how many bytes tensors may take, so that no place in a file overflows.
+// maxData limits the size of all tensors, so that positions in a file do not overflow.
 const maxData = 1<<63 - 1 - prefix - MaxHeader
 
-// encode returns the beginning of the file, as the reference implementation writes
-// it, the metadata by key.
+// encode returns the start of the file in the format of the reference
+// implementation, with metadata sorted by key.
 func (h *Header) encode() []byte {
 	b := make([]byte, prefix, prefix+64+128*len(h.Tensors))
 	b = append(b, '{')
@@ -104,7 +104,7 @@ func (h *Header) encode() []byte {
 	return b
 }
 
-// append appends the tensor's entry.
+// append appends the entry of the tensor.
 func (t *Tensor) append(b []byte) []byte {
 	b = append(appendString(b, t.Name), `:{"dtype":"`...)
 	b = append(append(b, t.DType.String()...), `","shape":[`...)
@@ -116,7 +116,7 @@ func (t *Tensor) append(b []byte) []byte {
 	return append(b, "]}"...)
 }
 
-// comma goes before each element but the first.
+// comma appends a comma before each element except the first.
 func comma(b []byte, i int) []byte {
 	if i == 0 {
 		return b
@@ -124,7 +124,7 @@ func comma(b []byte, i int) []byte {
 	return append(b, ',')
 }
 
-// appendString appends s as JSON. What need not be escaped is not.
+// appendString appends s as JSON with the fewest possible escapes.
 func appendString(b []byte, s string) []byte {
 	b = append(b, '"')
 	for i := range len(s) {

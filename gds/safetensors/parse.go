@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// leastEntry is the fewest bytes of a header that a tensor takes, with its comma:
+// leastEntry is the minimum size of a tensor's entry, with its comma:
 // "":{"dtype":"U8","shape":[],"data_offsets":[0,1]},
 const leastEntry = 50
 
@@ -24,13 +24,13 @@ func (h *Header) parse(text string) error {
 		slices.SortFunc(h.Tensors, byPlace)
 	}
 	if i, ok := h.names.index(h.Tensors); !ok {
-		return p.fault(h.Tensors[i].Name, 2, "the header has this name twice")
+		return p.fault(h.Tensors[i].Name, 2, "duplicate name")
 	}
 	return h.place(&p)
 }
 
-// place checks that the tensors lie one after the other and fill the file, and
-// makes their places in the data those in the file.
+// place checks that the tensors are adjacent and fill the file, and converts
+// their positions to positions in the file.
 func (h *Header) place(p *parser) error {
 	end := int64(0)
 	for i := range h.Tensors {
@@ -60,16 +60,16 @@ func (h *Header) place(p *parser) error {
 	return nil
 }
 
-// misplaced returns why a tensor that has these places in the data does not follow
-// one that ends there.
+// misplaced returns the reason why a tensor does not start at end, the end of the
+// previous tensor, or "".
 func misplaced(t *Tensor, end int64) string {
 	switch {
 	case t.Begin > end:
-		return fmt.Sprintf("leave a hole: want them to begin at %d, where the tensor before ends", end)
+		return fmt.Sprintf("leave a gap: want a start at %d, the end of the previous tensor", end)
 	case t.Begin < end:
-		return fmt.Sprintf("overlap the tensor before, which ends at %d", end)
+		return fmt.Sprintf("overlap the previous tensor, which ends at %d", end)
 	case t.End < t.Begin:
-		return "end before they begin"
+		return "end before they start"
 	}
 	return ""
 }
@@ -79,8 +79,8 @@ type parser struct {
 	scanner
 	tensors   []Tensor
 	metadata  map[string]string
-	described bool  // the metadata have been read
-	dims      []int // the shapes' backing, as much as is not used yet
+	described bool  // the metadata was read
+	dims      []int // unused backing memory for shapes
 }
 
 // entry reads the value of one key of the header.
@@ -94,7 +94,7 @@ func (p *parser) entry(at int, key string) {
 	p.name = ""
 }
 
-// The fields of a tensor that have been seen.
+// The fields of a tensor that were read.
 const (
 	seenDType = 1 << iota
 	seenShape
@@ -102,8 +102,8 @@ const (
 	seenAll = seenDType | seenShape | seenOffsets
 )
 
-// tensor reads one tensor. Keys that the format does not know are passed over, as
-// the reference does.
+// tensor reads one tensor. Like the reference implementation, it ignores unknown
+// keys.
 func (p *parser) tensor(at int, name string) Tensor {
 	t := Tensor{Name: name}
 	seen := 0
@@ -157,7 +157,7 @@ func (p *parser) shape() []int {
 	return dims
 }
 
-// backing returns room for n dimensions. Shapes of usual length share theirs.
+// backing returns a slice with space for n dimensions. Small shapes share one allocation.
 func (p *parser) backing(n int) []int {
 	const slab = 4096
 	if n > slab/8 {
@@ -192,7 +192,7 @@ func (p *parser) describe(at int) {
 	}
 	p.described = true
 	if p.peek() == 'n' {
-		p.literal("null") // what the reference's own types make of none
+		p.literal("null") // the reference implementation writes null for missing metadata
 		return
 	}
 	const where = "for " + reserved
@@ -201,13 +201,13 @@ func (p *parser) describe(at int) {
 		before := len(p.metadata)
 		p.metadata[key] = p.string("for a value of " + reserved)
 		if len(p.metadata) == before {
-			p.fail(at, "%s has the key %q twice", reserved, short(key))
+			p.fail(at, "%s has the duplicate key %q", reserved, short(key))
 		}
 	})
 }
 
-// fault is an error of the nth entry of that name, which is looked for in the
-// header only now.
+// fault returns an error at the nth entry with a name. It searches for the entry
+// only now, to keep parsing fast.
 func (p *parser) fault(name string, nth int, format string, args ...any) error {
 	s := scanner{text: p.text, base: p.base}
 	place := 0

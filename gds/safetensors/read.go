@@ -11,10 +11,10 @@ import (
 
 const prefix = 8 // bytes of the header's length
 
-// ReadHeader reads the header of a file of that many bytes and checks it against
-// every rule of the format, also that the tensors fill the file to its last byte.
-// A *FormatError says which rule is broken; other errors are r's. It reads the header
-// only, and keeps it in memory as long as one of its names is in use.
+// ReadHeader reads the header of a file of size bytes and validates it against
+// all rules of the format, including that the tensors fill the file exactly.
+// Invalid content is a *FormatError; other errors come from r. It reads only the
+// header, which stays in memory while one of its names is in use.
 func ReadHeader(r io.ReaderAt, size int64) (*Header, error) {
 	text, err := readText(r, size)
 	if err != nil {
@@ -27,8 +27,8 @@ func ReadHeader(r io.ReaderAt, size int64) (*Header, error) {
 	return h, nil
 }
 
-// readText returns the header's JSON. Nothing is allocated for a length that the
-// file does not have.
+// readText returns the header's JSON. It compares the length with the file before
+// it allocates memory.
 func readText(r io.ReaderAt, size int64) (string, error) {
 	if size < prefix {
 		return "", &FormatError{Reason: fmt.Sprintf("the file has %d bytes: want at least %d, the length of the header", max(size, 0), prefix)}
@@ -39,15 +39,15 @@ func readText(r io.ReaderAt, size int64) (string, error) {
 	}
 	n := binary.LittleEndian.Uint64(length[:])
 	if n > MaxHeader {
-		return "", &FormatError{Reason: fmt.Sprintf("the header has %d bytes by its length: want at most %d; this may be no safetensors file", n, MaxHeader)}
+		return "", &FormatError{Reason: fmt.Sprintf("the header has %d bytes by its length: want at most %d; the file may not be a safetensors file", n, MaxHeader)}
 	}
 	if int64(n) > size-prefix {
-		return "", &FormatError{Reason: fmt.Sprintf("the header has %d bytes by its length, but only %d follow: the file is truncated, or no safetensors file", n, size-prefix)}
+		return "", &FormatError{Reason: fmt.Sprintf("the header has %d bytes by its length, but only %d follow: the file is truncated, or is not a safetensors file", n, size-prefix)}
 	}
 	return readString(r, prefix, int64(n))
 }
 
-// readString reads n bytes of UTF-8 from the offset on.
+// readString reads n bytes of UTF-8, starting at offset.
 func readString(r io.ReaderAt, offset, n int64) (string, error) {
 	var b strings.Builder
 	b.Grow(int(n))
@@ -58,10 +58,10 @@ func readString(r io.ReaderAt, offset, n int64) (string, error) {
 	if utf8.ValidString(text) {
 		return text, nil
 	}
-	return "", &FormatError{Offset: offset + invalid(text), Reason: "the JSON is not UTF-8"}
+	return "", &FormatError{Offset: offset + invalid(text), Reason: "the JSON is not valid UTF-8"}
 }
 
-// invalid returns where text is not UTF-8.
+// invalid returns the position of the first invalid UTF-8 in text.
 func invalid(text string) int64 {
 	for i := 0; i < len(text); {
 		r, n := utf8.DecodeRuneInString(text[i:])

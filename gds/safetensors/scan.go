@@ -7,20 +7,20 @@ import (
 	"unicode/utf8"
 )
 
-// A scanner goes once over JSON from its first byte to its last. It allocates only
-// for strings with escapes; the others are parts of the text. The first fault ends
-// it: err is set, and nothing is found from there on.
+// A scanner parses JSON in a single pass. It allocates memory only for strings
+// with escapes; other strings are parts of the text. After the first error, err
+// is set and the scanner is at the end.
 type scanner struct {
 	text  string // valid UTF-8
 	at    int
-	base  int64  // of the text in the file
-	depth int    // arrays and objects that are open
-	name  string // of the tensor that is read, for the error
+	base  int64  // position of the text in the file
+	depth int    // number of open arrays and objects
+	name  string // name of the current tensor, for errors
 	err   *FormatError
 }
 
-// maxDepth is how deep arrays and objects may lie in each other: the limit of the
-// reference implementation's JSON parser.
+// maxDepth limits the nesting of arrays and objects, as in the reference
+// implementation's JSON parser.
 const maxDepth = 127
 
 func (s *scanner) fail(at int, format string, args ...any) {
@@ -30,7 +30,7 @@ func (s *scanner) fail(at int, format string, args ...any) {
 	}
 }
 
-// peek skips white space and returns the next byte, 0 at the end.
+// peek skips white space and returns the next byte, or 0 at the end.
 func (s *scanner) peek() byte {
 	for s.at < len(s.text) {
 		switch c := s.text[s.at]; c {
@@ -43,7 +43,7 @@ func (s *scanner) peek() byte {
 	return 0
 }
 
-// take skips the byte if it is the next.
+// take skips the next byte if it is c.
 func (s *scanner) take(c byte) bool {
 	if s.peek() == c {
 		s.at++
@@ -52,7 +52,7 @@ func (s *scanner) take(c byte) bool {
 	return false
 }
 
-// want skips the byte, which must be the next.
+// want skips the next byte, which must be c.
 func (s *scanner) want(c byte, where string) bool {
 	if s.take(c) {
 		return true
@@ -61,7 +61,7 @@ func (s *scanner) want(c byte, where string) bool {
 	return false
 }
 
-// got describes what comes next, for an error.
+// got describes the next character for an error.
 func (s *scanner) got() string {
 	if s.at >= len(s.text) {
 		return "the end"
@@ -70,7 +70,7 @@ func (s *scanner) got() string {
 	return strconv.QuoteRune(r)
 }
 
-// end is called when the value is complete: only white space may follow.
+// end checks that only white space follows the complete value.
 func (s *scanner) end() {
 	if s.peek(); s.at < len(s.text) {
 		s.fail(s.at, "want the end after the JSON, got %s", s.got())
@@ -82,12 +82,12 @@ func (s *scanner) open(c byte, where string) bool {
 		return false
 	}
 	if s.depth++; s.depth > maxDepth {
-		s.fail(s.at-1, "arrays and objects lie more than %d deep in each other", maxDepth)
+		s.fail(s.at-1, "arrays and objects are nested more than %d levels deep", maxDepth)
 	}
 	return s.err == nil
 }
 
-// object calls member for each key, which reads the value. at is the key's place.
+// object calls member for each key; member reads the value. at is the position of the key.
 func (s *scanner) object(where string, member func(at int, key string)) {
 	if !s.open('{', where) {
 		return
@@ -103,9 +103,9 @@ func (s *scanner) object(where string, member func(at int, key string)) {
 	s.depth--
 }
 
-// members counts the keys of the object that begins here and stays before it. A map
-// made for so many does not grow, and is not made for more than can be unlike: but
-// for the first hundred, an entry with a key of its own has 8 bytes.
+// members counts the keys of the next object without reading it. A map of this
+// size does not grow. Duplicate keys cannot make it too large: after the first
+// hundred, an entry with a unique key takes at least 8 bytes.
 func (s *scanner) members(where string) int {
 	ahead, n := *s, 0
 	ahead.object(where, func(int, string) { n++; ahead.skip() })
@@ -116,7 +116,7 @@ func (s *scanner) members(where string) int {
 	return min(n, 100+(ahead.at-s.at)/8)
 }
 
-// array calls element for each element, which reads it.
+// array calls element for each element; element reads it.
 func (s *scanner) array(where string, element func()) {
 	if !s.open('[', where) {
 		return
@@ -138,7 +138,7 @@ func (s *scanner) next(closing byte) bool {
 	return s.err == nil
 }
 
-// skip reads a value of any kind and drops it.
+// skip reads and ignores a value of any kind.
 func (s *scanner) skip() {
 	switch c := s.peek(); c {
 	case '{':

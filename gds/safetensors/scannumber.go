@@ -5,7 +5,7 @@ import (
 	"strconv"
 )
 
-// numeral skips what a number may be made of and returns it.
+// numeral skips and returns the characters of a number.
 func (s *scanner) numeral() (at int, text string) {
 	s.peek()
 	at = s.at
@@ -20,8 +20,8 @@ func (s *scanner) numeral() (at int, text string) {
 	return at, s.text[at:s.at]
 }
 
-// count reads a whole number from 0 to the largest int64, without sign, fraction or
-// exponent. what it is goes into the error.
+// count reads an integer from 0 to the largest int64, without sign, fraction or
+// exponent. what names it in errors.
 func (s *scanner) count(what string) int64 {
 	at, text := s.numeral()
 	if text == "" {
@@ -44,8 +44,8 @@ func (s *scanner) count(what string) int64 {
 	return n
 }
 
-// number reads any number and drops it. Like the reference it refuses what no
-// float64 can hold.
+// number reads and ignores any number. Like the reference implementation, it
+// rejects numbers that overflow a float64.
 func (s *scanner) number() {
 	at, text := s.numeral()
 	if text == "" {
@@ -57,7 +57,7 @@ func (s *scanner) number() {
 		return
 	}
 	if _, err := strconv.ParseFloat(text, 64); err != nil {
-		s.fail(at, "%s is more than a float64 holds", short(text))
+		s.fail(at, "%s overflows a float64", short(text))
 	}
 }
 

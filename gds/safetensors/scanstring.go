@@ -7,7 +7,7 @@ import (
 	"unicode/utf8"
 )
 
-// string reads a string. One without escapes is part of the text.
+// string reads a string. A string without escapes is part of the text.
 func (s *scanner) string(where string) string {
 	raw, escapes := s.quoted(where)
 	if !escapes {
@@ -16,8 +16,8 @@ func (s *scanner) string(where string) string {
 	return unescape(raw)
 }
 
-// quoted reads a string and returns what is between its quotes. All its escapes are
-// right, and no surrogate is alone.
+// quoted reads a string and returns the text between its quotes. It checks all
+// escapes, including surrogate pairs.
 func (s *scanner) quoted(where string) (raw string, escapes bool) {
 	if !s.want('"', where) {
 		return "", false
@@ -44,7 +44,7 @@ func (s *scanner) quoted(where string) (raw string, escapes bool) {
 	return "", false
 }
 
-// escape skips one escape, or two that are one character.
+// escape skips an escape, or a surrogate pair.
 func (s *scanner) escape() bool {
 	at := s.at
 	s.at += 2
@@ -77,7 +77,7 @@ func (s *scanner) escape() bool {
 	return false
 }
 
-// surrogate returns the escape \uXXXX that text begins with.
+// surrogate returns the escape \uXXXX at the start of text.
 func surrogate(text string) (rune, bool) {
 	if !strings.HasPrefix(text, `\u`) {
 		return 0, false
@@ -93,7 +93,7 @@ func hex4(text string) (rune, bool) {
 	return rune(n), err == nil
 }
 
-// unescape returns the string that raw, which quoted has checked, stands for.
+// unescape returns the string represented by raw, which quoted has checked.
 func unescape(raw string) string {
 	var b strings.Builder
 	b.Grow(len(raw))

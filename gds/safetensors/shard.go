@@ -5,16 +5,16 @@ import (
 	"fmt"
 )
 
-// A Shard is one file of a checkpoint in several.
+// A Shard is one file of a checkpoint with several files.
 type Shard struct {
 	File    string
 	Tensors []Tensor
 }
 
-// Split divides tensors into files of at most that many bytes of tensors, in their
-// order; a larger tensor gets a file alone. The files are called
-// name-00001-of-00003.safetensors, or name.safetensors when one is enough; "model"
-// is the usual name.
+// Split divides tensors, in their order, into files with at most maxBytes of
+// tensors; a larger tensor gets a separate file. The file names are
+// name-00001-of-00003.safetensors or, for a single file, name.safetensors. The
+// usual name is "model".
 func Split(name string, tensors []Tensor, maxBytes int64) ([]Shard, error) {
 	if reason := local(name); reason != "" {
 		return nil, fmt.Errorf("safetensors: split: %s", reason)
@@ -36,7 +36,7 @@ func Split(name string, tensors []Tensor, maxBytes int64) ([]Shard, error) {
 	return shards, nil
 }
 
-// divide is Split without the names. No tensors are one empty file.
+// divide is Split without names. Without tensors it returns one empty file.
 func divide(tensors []Tensor, maxBytes int64) ([]Shard, error) {
 	shards := make([]Shard, 1)
 	room := maxBytes
@@ -56,8 +56,8 @@ func divide(tensors []Tensor, maxBytes int64) ([]Shard, error) {
 	return shards, nil
 }
 
-// NewIndex returns the index of the shards, with the bytes of all tensors together
-// as "total_size". It is an error when a tensor is in two of them.
+// NewIndex returns the index of the shards, with the total size of all tensors as
+// "total_size". It fails if a tensor is in two shards.
 func NewIndex(shards []Shard) (*Index, error) {
 	x := &Index{WeightMap: map[string]string{}}
 	total := int64(0)

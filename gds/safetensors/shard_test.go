@@ -52,7 +52,7 @@ func TestWrongSplit(t *testing.T) {
 		wrong string
 	}{
 		{"model", 0, `split: files of at most 0 bytes: want 1 or more`},
-		{"a/b", 1, `split: "a/b" is not the name of a file beside the index: want one without separators`},
+		{"a/b", 1, `split: "a/b" is not the name of a file next to the index: want a name without separators`},
 		{"model", 1, `tensor "a": invalid is not a dtype of the format`},
 	} {
 		_, err := Split(c.name, []Tensor{{Name: "a"}}, c.most)

@@ -2,16 +2,16 @@ package safetensors
 
 import "hash/maphash"
 
-// A table finds tensors by their names. It has their numbers only, which for many
-// tensors is a fraction of what a map takes; its seed is new for each, so that no
-// file can bring about collisions.
+// A table finds tensors by name. It stores only their indices, which takes a
+// fraction of the memory of a map. Each table has a random seed, so that a file
+// cannot cause collisions.
 type table struct {
 	seed  maphash.Seed
-	slots []uint32 // the tensor's number + 1, by the hash of its name; 0 is free
+	slots []uint32 // index of the tensor + 1, by the hash of its name; 0 if free
 }
 
-// index enters all tensors. When a name occurs twice it returns the number of the
-// second tensor that has it.
+// index adds all tensors. If a name is duplicate, it returns the index of the
+// second tensor with this name.
 func (t *table) index(tensors []Tensor) (twice int, ok bool) {
 	n := 1
 	for n < len(tensors)+len(tensors)/2 {
@@ -36,8 +36,8 @@ func (t *table) find(tensors []Tensor, name string) (int, bool) {
 	return int(i) - 1, i != 0
 }
 
-// slot returns where the name is, or the free slot where it would be. There is
-// always a free one.
+// slot returns the slot of the name, or the free slot for it. There is always a
+// free slot.
 func (t *table) slot(tensors []Tensor, name string) int {
 	slot := int(maphash.String(t.seed, name) % uint64(len(t.slots)))
 	for t.slots[slot] != 0 && tensors[t.slots[slot]-1].Name != name {

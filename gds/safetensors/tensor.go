@@ -6,20 +6,20 @@ import (
 	"math/bits"
 )
 
-// A Tensor is one tensor of a file: what it is and which bytes are its.
+// A Tensor describes a tensor of a file: type, shape and position.
 type Tensor struct {
 	Name  string
 	DType DType
 	Shape []int // row-major; empty for a scalar; a dimension may be 0
-	Begin int64 // of its data in the file, bytes from the file's beginning
-	End   int64 // the byte after its last
+	Begin int64 // position of its data in the file in bytes
+	End   int64 // position after its last byte
 }
 
 // Bytes returns the length of the tensor's data in the file.
 func (t *Tensor) Bytes() int64 { return t.End - t.Begin }
 
-// Size returns how many bytes a tensor takes. It is an error when that is more than
-// the format can say, not a whole number of bytes, or when a dimension is negative.
+// Size returns the size of a tensor in bytes. It fails if a dimension is
+// negative, or if the size overflows or is not a whole number of bytes.
 func Size(t DType, shape []int) (int64, error) {
 	n, reason := size(t, shape)
 	if reason != "" {
@@ -28,9 +28,9 @@ func Size(t DType, shape []int) (int64, error) {
 	return n, nil
 }
 
-// size is Size with the reason alone. The dimensions are multiplied in their order
-// without a look at what follows, as the reference does: an overflow stays one when
-// a later dimension is 0.
+// size is Size with only the reason of an error. Like the reference
+// implementation, it multiplies the dimensions in order, so that an overflow
+// remains an error even if a later dimension is 0.
 func size(t DType, shape []int) (bytes int64, reason string) {
 	if t.Bits() == 0 {
 		return 0, fmt.Sprintf("%v is not a dtype of the format", t)
@@ -53,7 +53,7 @@ func size(t DType, shape []int) (bytes int64, reason string) {
 	return int64(n / 8), ""
 }
 
-// size is that of the tensor's type and shape, whatever its place.
+// size returns the size of the tensor by its type and shape.
 func (t *Tensor) size() (int64, error) {
 	n, reason := size(t.DType, t.Shape)
 	if reason != "" {
@@ -62,7 +62,7 @@ func (t *Tensor) size() (int64, error) {
 	return n, nil
 }
 
-// shapeText is the shape for an error, cut when it is long.
+// shapeText formats a shape for an error, truncated if long.
 func shapeText(shape []int) string {
 	const most = 8
 	if len(shape) <= most {
@@ -72,8 +72,8 @@ func shapeText(shape []int) string {
 	return fmt.Sprintf("%s …] (%d dimensions)", s[:len(s)-1], len(shape))
 }
 
-// byPlace orders tensors as they lie in the file. Empty ones share their place with
-// the next and go before it, by name.
+// byPlace compares tensors by their position in the file. Empty tensors precede
+// others at the same position, by name.
 func byPlace(a, b Tensor) int {
 	if c := cmp.Compare(a.Begin, b.Begin); c != 0 {
 		return c

@@ -5,15 +5,15 @@ import (
 	"io"
 )
 
-// Data is a tensor and its bytes in host memory.
+// Data is a tensor with its bytes in host memory.
 type Data struct {
 	Tensor
 	Raw []byte // row-major, little-endian
 }
 
-// Write writes a whole file from host memory, see NewHeader for the order of the
-// tensors. It is an error, and nothing is written, when the bytes of a tensor are
-// not as many as its type and shape say.
+// Write writes a complete file from host memory; see NewHeader for the order of
+// the tensors. If the number of bytes of a tensor does not match its type and
+// shape, Write fails before it writes anything.
 func Write(w io.Writer, metadata map[string]string, data ...Data) error {
 	tensors := make([]Tensor, len(data))
 	raw := make(map[string][]byte, len(data))

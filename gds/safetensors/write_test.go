@@ -79,8 +79,8 @@ func TestWrongTensors(t *testing.T) {
 		{`tensor "a": shape [3] of F6_E2M3 takes 18 bits, which is not a whole number of bytes`, nil, []Tensor{{Name: "a", DType: F6E2M3, Shape: []int{3}}}},
 		{`tensor "a": shape [9223372036854775807 3] has more elements than 64 bits count`, nil, []Tensor{{Name: "a", DType: U8, Shape: []int{math.MaxInt, 3}}}},
 		{`the tensors take more than 9223372036754775799 bytes`, nil, []Tensor{{Name: "a", DType: U8, Shape: huge}, {Name: "b", DType: U8, Shape: huge}, {Name: "c", DType: U8, Shape: huge}, {Name: "d", DType: U8, Shape: huge}, {Name: "e", DType: U8, Shape: huge}, {Name: "f", DType: U8, Shape: huge}, {Name: "g", DType: U8, Shape: huge}, {Name: "h", DType: U8, Shape: huge}}},
-		{`the metadata "\xff": "" are not UTF-8`, map[string]string{"\xff": ""}, nil},
-		{`the metadata "": "\xff" are not UTF-8`, map[string]string{"": "\xff"}, nil},
+		{`the metadata "\xff": "" is not valid UTF-8`, map[string]string{"\xff": ""}, nil},
+		{`the metadata "": "\xff" is not valid UTF-8`, map[string]string{"": "\xff"}, nil},
 		{`the header of 1 tensors has 100000072 bytes: want at most 100000000; write several files`, nil, []Tensor{{Name: strings.Repeat("x", MaxHeader+20), DType: U8}}},
 	} {
 		h, start, err := NewHeader(c.tensors, c.metadata)
@@ -158,7 +158,7 @@ func TestDTypes(t *testing.T) {
 		require.Equal(t, Invalid, d)
 	}
 	_, err := ParseDType("F128")
-	require.EqualError(t, err, `safetensors: no dtype is called "F128"`)
+	require.EqualError(t, err, `safetensors: unknown dtype "F128"`)
 	require.Zero(t, DType(23).Bits())
 	require.Equal(t, "DType(23)", DType(23).String())
 	_, err = Size(F4, []int{1})

@@ -21,27 +21,39 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/crew", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/memplot", "internal/minifloat", "internal/pickle", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser"},
-	{"internal/alloc"},
+	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "cmd/chorus/internal/memplot", "memory/internal/pickle", "internal/spinpool"},
+	{"memory/internal/alloc"},
 	{"internal/dl", "cluster"},
 	{"internal/dl/dltest", "internal/cudadrv", "internal/nvrtcapi", "internal/nvml"},
-	{"internal/captures", "internal/ncclapi", "internal/cublasapi", "internal/cufileapi"},
+	{"internal/ncclapi", "internal/cublasapi", "internal/cufileapi", "internal/virtual/virtualtest"},
+	{"internal/cublasltapi"},
+	{"internal/virtual/fault", "internal/virtual/race"},
+	{"internal/virtual/machine"},
+	{"internal/virtual/nccl", "internal/virtual/cublas", "internal/virtual/cufile"},
+	{"internal/virtual/cublaslt"},
 	{"internal/virtual"},
-	{"internal/conformance", "internal/backend"},
+	{"internal/backend"},
+	{"internal/conformance"},
+	{"internal/gpu"},
 	{"device"},
 	{"internal/testgpu", "stream"},
+	{"internal/mem"},
 	{"internal/ptxtest"},
 	{"memory"},
-	{"internal/element"},
-	{"kernel", "nccl", "graph", "nvtx", "internal/memtrace"},
-	{"tensor", "rng", "internal/fabric", "internal/testgpu/spin"},
+	{"internal/element", "internal/flight", "internal/testgpu/buffers"},
+	{"internal/gemm", "internal/kern", "internal/ranks"},
+	{"kernel", "nccl", "graph", "nvtx", "internal/files", "internal/memtrace"},
+	{"internal/strided"},
+	{"tensor", "rng", "gds", "internal/fabric", "internal/testgpu/spin"},
+	{"internal/route", "optim"},
+	{"internal/groups"},
 	{"comm", "internal/launch"},
-	{"gds", "internal/perf", "examples/digits"},
+	{"amp", "ddp", "checkpoint", "cmd/chorus/internal/perf", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
 	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench", "internal/differ"},
 }
 
 // helpers are packages for tests, which tests of any layer may import.
-var helpers = []string{"internal/testgpu", "internal/testgpu/spin", "internal/ptxtest", "internal/dl/dltest", "internal/conformance"}
+var helpers = []string{"internal/testgpu", "internal/testgpu/tsan", "internal/testgpu/spin", "internal/ptxtest", "internal/dl/dltest"}
 
 // importers has the packages that may import each module. One importer is the
 // rule: a module that is to be replaced is then replaced in one place.
@@ -50,16 +62,12 @@ var importers = map[string][]string{
 	"github.com/hashicorp/memberlist": {"cluster"},
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
-	"golang.org/x/sys":                {"internal/dl", "internal/virtual", "memory", "cluster", "internal/launch", "gds"},
+	"golang.org/x/sys":                {"internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds"},
 	"github.com/klauspost/compress":   {"internal/ptx"},
-	"gonum.org/v1/gonum":              {"internal/virtual"},
+	"gonum.org/v1/gonum":              {"internal/virtual/cublas"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},
-	"github.com/stretchr/testify":     {"internal/conformance"}, // and every test, but only require
+	"github.com/stretchr/testify":     {"internal/virtual/virtualtest"}, // and every test, but only require
 }
-
-// strangers do not import each other: the one states the interface that it needs,
-// and the other happens to have it. Tests beside them may bring them together.
-var strangers = [][2]string{{"comm", "cluster"}, {"cluster", "comm"}}
 
 type pkg struct {
 	ImportPath, Name, Doc                       string
@@ -85,16 +93,6 @@ func TestLayers(t *testing.T) {
 		for _, i := range ours(p.TestImports) {
 			if at := layerOf(i); at >= row && !slices.Contains(helpers, i) {
 				t.Errorf("a test in %s (row %d) imports %s (row %d): use package %s_test", p.name(), row, i, at, path.Base(p.name()))
-			}
-		}
-	}
-}
-
-func TestStrangers(t *testing.T) {
-	for _, p := range list(t) {
-		for _, s := range strangers {
-			if p.name() == s[0] && slices.Contains(slices.Concat(p.Imports, p.TestImports), module+"/"+s[1]) {
-				t.Errorf("%s imports %s", s[0], s[1])
 			}
 		}
 	}

@@ -1,4 +1,6 @@
-// Package archtest keeps the house in order: its test fails when a package
-// imports upwards, when a module gets a second importer, and when a package is
-// missing from the table of layers.
+// Package archtest has tests of the whole repository. They check
+//   - the layers of packages, and that each module has one importer,
+//   - that users can use all public names,
+//   - that documents name tests and code that exist,
+//   - that comments, documents, errors and help are plain English.
 package archtest

@@ -27,13 +27,13 @@ const known = `var (
 	s       *stream.Stream
 	streams []*stream.Stream
 	g       *comm.Group
-	sh      *comm.Sharder[float32]
+	sh      *ddp.Sharder[float32]
 	w, x, y, z, src, dst, state memory.Slice[float32]
 	xs      comm.Shards[float32]
 	a, b, c tensor.Tensor
 	in, out []float32
 	id      []byte
-	i, n, rank, size, steps int
+	i, n, rank, size, steps, next, previous int
 	step    func() error
 	update  func(s *stream.Stream, param, grad, state memory.Slice[float32]) error
 )`
@@ -41,6 +41,32 @@ const known = `var (
 // instead replaces lines of known where a document uses the same name for something else.
 var instead = map[string]string{
 	"internal/dl/doc.go": "var fn, bytes, stream uintptr",
+	"amp/doc.go": `var (
+	err error
+	s   *stream.Stream
+	opt *optim.Optimizer
+)`,
+	"optim/doc.go": `var (
+	s                                       *stream.Stream
+	weights, weightGrads, bias, biasGrads memory.Slice[float32]
+)`,
+	"ddp/norm.go": `var (
+	err   error
+	s     *stream.Stream
+	g     *comm.Group
+	grads *optim.Grads
+	opt   *optim.Optimizer
+)`,
+	"nccl/batch.go": `var (
+	err            error
+	c              *nccl.Communicator
+	comms          []*nccl.Communicator
+	s              *stream.Stream
+	streams        []*stream.Stream
+	x, y           memory.Slice[float32]
+	xs             []memory.Slice[float32]
+	next, previous int
+)`,
 }
 
 // A snippet is code in a document.

@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -32,26 +33,36 @@ type source struct {
 	ImportMap       map[string]string
 }
 
+// newChecker returns the checker that all tests share: most of its time goes into the
+// packages of the standard library.
 func newChecker(t *testing.T) *checker {
 	t.Helper()
 	needSource(t)
+	c, err := listed()
+	require.NoError(t, err)
+	return c
+}
+
+var listed = sync.OnceValues(func() (*checker, error) {
 	cmd := exec.Command("go", "list", "-deps", "-json=ImportPath,Dir,GoFiles,ImportMap", "./...")
 	cmd.Dir = "../.."
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	cmd.Stderr = os.Stderr
 	out, err := cmd.Output()
-	require.NoError(t, err)
+	if err != nil {
+		return nil, err
+	}
 	c := &checker{fset: token.NewFileSet(), sources: map[string]source{}, checked: map[string]*types.Package{"unsafe": types.Unsafe}}
 	for dec := json.NewDecoder(strings.NewReader(string(out))); ; {
 		var s source
 		if err := dec.Decode(&s); errors.Is(err, io.EOF) {
-			return c
-		} else {
-			require.NoError(t, err)
+			return c, nil
+		} else if err != nil {
+			return nil, err
 		}
 		c.sources[s.ImportPath] = s
 	}
-}
+})
 
 // Import checks a package and all that it imports.
 func (c *checker) Import(path string) (*types.Package, error) {

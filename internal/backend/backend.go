@@ -1,5 +1,5 @@
-// Package backend chooses at run time between CUDA and the virtual devices and
-// hands out their libraries behind the same interfaces.
+// Package backend selects CUDA or the virtual devices at run time, and provides
+// their libraries through the same interfaces.
 package backend
 
 import (
@@ -9,6 +9,7 @@ import (
 	"net/netip"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
+	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/env"
@@ -16,41 +17,43 @@ import (
 	"github.com/gochorus/chorus/internal/nvml"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/virtual"
+	"github.com/gochorus/chorus/internal/virtual/machine"
+	"github.com/gochorus/chorus/internal/virtual/nccl"
 )
 
-// The backends, as CHORUS_BACKEND names them. Auto is CUDA or an error: the
-// library never picks virtual devices by itself.
+// The backends, with the values of CHORUS_BACKEND. Auto means CUDA or an error:
+// the library never selects virtual devices silently.
 const (
 	Auto    = "auto"
 	CUDA    = "cuda"
 	Virtual = "virtual"
 )
 
-// MaxVirtualDevices is how many virtual devices there may be.
+// MaxVirtualDevices is the maximum number of virtual devices.
 const MaxVirtualDevices = 64
 
-// A System is one set of devices and the libraries that drive them. Libraries
-// other than the driver are opened on first use.
+// A System is a set of devices and the libraries that control them. Libraries
+// other than the driver are opened at their first use.
 type System struct {
 	Name    string
 	Driver  cudadrv.Driver
 	Machine *virtual.Machine // nil on CUDA
 }
 
-// Config says which System to open; nil and zero fields are what the
-// environment says.
+// Config selects a System. Nil and zero fields take their values from the
+// environment.
 type Config struct {
 	Backend string
 	Devices int    // virtual devices
-	Seed    uint64 // virtual devices' delays
-	Faults  string // virtual devices' fault plan
+	Seed    uint64 // seed of virtual devices' delays
+	Faults  string // fault plan of virtual devices
 
-	Multiprocessors int      // of each virtual device; 0 is an H200's
-	NCCL            string   // the version of the virtual NCCL
-	PCIe            [][2]int // pairs of virtual devices that PCIe joins, and not NVLink
+	Multiprocessors int      // of each virtual device; 0 means 132, as on an H200
+	NCCL            string   // version of the virtual NCCL
+	PCIe            [][2]int // pairs of virtual devices connected by PCIe instead of NVLink
 }
 
-// Open starts the driver of the backend.
+// Open initializes the driver of the backend.
 func Open(cfg *Config) (*System, error) {
 	var c Config
 	if cfg != nil {
@@ -84,8 +87,11 @@ func openVirtual(c *Config) (*System, error) {
 	if err != nil {
 		return nil, err
 	}
-	m, err := virtual.New(&virtual.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults, SMs: c.Multiprocessors, NCCL: version, PCIe: c.PCIe,
-		Network: network, Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1"})
+	m, err := virtual.New(&virtual.Config{
+		Config: machine.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults, SMs: c.Multiprocessors, PCIe: c.PCIe,
+			Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1"},
+		NCCL: nccl.Config{Version: version, Network: network},
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -93,8 +99,8 @@ func openVirtual(c *Config) (*System, error) {
 	return s, s.init()
 }
 
-// network returns the address on which virtual ranks listen, or "" for Unix
-// sockets, which do not reach another host.
+// network returns the IP address for virtual ranks, or "" for Unix sockets, which
+// work only within one host.
 func network() (string, error) {
 	ip := env.VirtualNetwork.Value()
 	if _, err := netip.ParseAddr(ip); ip != "" && err != nil {
@@ -103,7 +109,7 @@ func network() (string, error) {
 	if ip != "" || env.Nodes.Value() == "" || env.Nodes.Value() == "1" {
 		return ip, nil
 	}
-	// Nothing is sent: a datagram socket only looks up the way.
+	// Dialing UDP sends nothing: it only selects the local address of the route.
 	way, err := net.Dial("udp", env.Addr.Value())
 	if err != nil {
 		return "", nil
@@ -138,11 +144,11 @@ func (c *Config) fillFromEnv() (err error) {
 func openCUDA() (*System, error) {
 	drv, err := cudadrv.Open()
 	if err != nil {
-		return nil, fmt.Errorf("no CUDA on this machine: %w", err)
+		return nil, fmt.Errorf("CUDA is not available on this machine: %w", err)
 	}
 	s := &System{Name: CUDA, Driver: drv}
 	if err := s.init(); err != nil {
-		return nil, fmt.Errorf("no CUDA on this machine: %w", err)
+		return nil, fmt.Errorf("CUDA is not available on this machine: %w", err)
 	}
 	return s, nil
 }
@@ -154,7 +160,7 @@ func (s *System) init() error {
 	return nil
 }
 
-// NCCL opens NCCL on first use.
+// NCCL opens NCCL at its first use.
 func (s *System) NCCL() (ncclapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.NCCL(), nil
@@ -166,7 +172,7 @@ func (s *System) NCCL() (ncclapi.API, error) {
 	return lib, nil
 }
 
-// CUBLAS opens cuBLAS on first use.
+// CUBLAS opens cuBLAS at its first use.
 func (s *System) CUBLAS() (cublasapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.CUBLAS(), nil
@@ -178,8 +184,20 @@ func (s *System) CUBLAS() (cublasapi.API, error) {
 	return lib, nil
 }
 
-// CuFile opens cuFile on first use; it neither opens cuFile's driver nor sets
-// anything.
+// CUBLASLt opens cuBLASLt at its first use.
+func (s *System) CUBLASLt() (cublasltapi.API, error) {
+	if s.Machine != nil {
+		return s.Machine.CUBLASLt(), nil
+	}
+	lib, err := cublasltapi.Open()
+	if err != nil {
+		return nil, err
+	}
+	return lib, nil
+}
+
+// CuFile opens cuFile at its first use. It does not open cuFile's driver or set
+// parameters.
 func (s *System) CuFile() (cufileapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.CuFile(), nil
@@ -191,7 +209,7 @@ func (s *System) CuFile() (cufileapi.API, error) {
 	return lib, nil
 }
 
-// NVML opens NVML on first use.
+// NVML opens NVML at its first use.
 func (s *System) NVML() (nvml.API, error) {
 	if s.Machine != nil {
 		return s.Machine.NVML(), nil
@@ -199,8 +217,8 @@ func (s *System) NVML() (nvml.API, error) {
 	return nvml.Open()
 }
 
-// NVRTC opens NVRTC on first use. Virtual devices have no compiler: package
-// kernel gives them the kernels' Go stand-ins through Machine.
+// NVRTC opens NVRTC at its first use. Virtual devices do not have a compiler:
+// package kernel passes the stand-ins of kernels to Machine.
 func (s *System) NVRTC() (nvrtcapi.API, error) {
 	if s.Machine != nil {
 		return nil, fmt.Errorf("backend: NVRTC on virtual devices: %w", errors.ErrUnsupported)
@@ -212,8 +230,8 @@ func (s *System) NVRTC() (nvrtcapi.API, error) {
 	return lib, nil
 }
 
-// Explain tells why the sticky error of a virtual device happened; it is empty
-// on CUDA, where nobody knows.
+// Explain returns the cause of a virtual device's sticky error. It returns "" on
+// CUDA, because the cause is unknown.
 func (s *System) Explain(d cudadrv.Device) string {
 	if s.Machine == nil {
 		return ""

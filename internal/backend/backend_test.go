@@ -6,63 +6,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/conformance"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/virtual"
 )
-
-// Every backend passes the same suite.
-func TestConformance(t *testing.T) {
-	for _, name := range []string{Virtual, CUDA} {
-		t.Run(name, func(t *testing.T) {
-			s := open(t, name)
-			t.Run("driver", func(t *testing.T) { conformance.Driver(t, s.Driver) })
-			t.Run("kernels", func(t *testing.T) { conformance.Kernels(t, s.Driver, storeImage(s)) })
-			t.Run("nccl", func(t *testing.T) {
-				// NCCL answers for a single rank without looking at most of what it
-				// is given.
-				if n, _ := s.Driver.DeviceGetCount(); n < 2 {
-					skip(t, 2, n)
-				}
-				api, err := s.NCCL()
-				require.NoError(t, err)
-				conformance.NCCL(t, s.Driver, api)
-			})
-			t.Run("cublas", func(t *testing.T) {
-				api, err := s.CUBLAS()
-				require.NoError(t, err)
-				conformance.CUBLAS(t, s.Driver, api)
-			})
-			t.Run("cufile", func(t *testing.T) {
-				api, err := s.CuFile()
-				if err != nil {
-					t.Skip(err) // files reach the devices without it
-				}
-				conformance.CuFile(t, s.Driver, api)
-			})
-			if s.Machine != nil {
-				require.Empty(t, s.Machine.Reports())
-			}
-		})
-	}
-}
-
-// storeImage is the image that the conformance suite wants.
-func storeImage(s *System) []byte {
-	if s.Machine == nil {
-		return []byte(conformance.StorePTX)
-	}
-	return s.Machine.ModuleImage([]virtual.Kernel{{Name: "store", Params: []virtual.Param{virtual.PtrParam, virtual.Uint32Param},
-		Func: func(k *virtual.KernelCall) { virtual.WriteOf[uint32](k, k.Ptr(0), 1)[0] = k.Uint32(1) }}})
-}
-
-func skip(t *testing.T, want int, have int32) {
-	t.Helper()
-	if n, _ := env.RequireGPU.Int(); n >= want {
-		t.Fatalf("%s=%d, but there are %d GPUs", env.RequireGPU.Name, n, have)
-	}
-	t.Skipf("needs %d GPUs, there are %d", want, have)
-}
 
 func open(t *testing.T, name string) *System {
 	t.Helper()
@@ -96,7 +41,7 @@ func TestAutoIsCUDAOrAnError(t *testing.T) {
 	t.Setenv(env.Backend.Name, Auto)
 	s, err := Open(nil)
 	if err != nil {
-		require.ErrorContains(t, err, "no CUDA on this machine")
+		require.ErrorContains(t, err, "CUDA is not available on this machine")
 		return
 	}
 	require.Equal(t, CUDA, s.Name)
@@ -122,7 +67,7 @@ func TestChoose(t *testing.T) {
 	t.Setenv(env.Backend.Name, CUDA)
 	_, err = Choose()
 	require.ErrorAs(t, err, new(*NoGPUError))
-	require.ErrorContains(t, err, "CHORUS_BACKEND=cuda insists")
+	require.ErrorContains(t, err, "CHORUS_BACKEND=cuda requires one")
 
 	require.NoError(t, os.Unsetenv("CUDA_VISIBLE_DEVICES"))
 	if n := len(deviceFiles()); n > 0 {

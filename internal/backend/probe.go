@@ -7,26 +7,26 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// A Choice is what a program that may fall back to virtual devices should use,
-// as `chorus` and the examples do.
+// A Choice is the backend for a program that may fall back to virtual devices,
+// such as `chorus` and the examples.
 type Choice struct {
 	Backend string
-	Devices int    // how many devices a process here will see
-	NoGPU   string // why virtual devices stand in for GPUs; "" where they do not
+	Devices int    // number of devices that a process will see
+	NoGPU   string // the reason for a fallback to virtual devices, or ""
 }
 
-// Note is the line that tells the user of a fallback to devices, such as "4
-// virtual devices", or "".
+// Note returns the line that tells the user of a fallback, or "". devices
+// describes them, such as "4 virtual devices".
 func (c *Choice) Note(devices string) string {
 	if c.NoGPU == "" {
 		return ""
 	}
-	return fmt.Sprintf("no GPU on this machine (%s): running on %s in host memory instead; set %s=cuda to insist",
+	return fmt.Sprintf("no GPU on this machine (%s): running on %s in host memory instead; set %s=cuda to require a GPU",
 		c.NoGPU, devices, env.Backend.Name)
 }
 
-// Choose decides without starting the driver, so that a launcher that never
-// touches a GPU can ask: it counts the device files of the kernel driver.
+// Choose counts the device files of the kernel driver. It does not start the CUDA
+// driver, so a launcher that must not use a GPU can call it.
 func Choose() (*Choice, error) {
 	b, err := env.Backend.OneOf(Auto, CUDA, Virtual)
 	if err != nil {
@@ -51,17 +51,17 @@ func Choose() (*Choice, error) {
 	return choice, nil
 }
 
-// A NoGPUError says that CUDA was asked for where there is no GPU.
+// A NoGPUError reports that CUDA was requested on a machine without a GPU.
 type NoGPUError struct{ Reason string }
 
 func (e *NoGPUError) Error() string {
-	return fmt.Sprintf("no GPU on this machine (%s), and %s=cuda insists on one: install the NVIDIA driver, or use %[2]s=virtual",
+	return fmt.Sprintf("no GPU on this machine (%s), and %s=cuda requires one: install the NVIDIA driver, or use %[2]s=virtual",
 		e.Reason, env.Backend.Name)
 }
 
-// deviceFiles are the GPUs' files of the kernel driver.
+// deviceFiles returns the device files of the GPUs.
 func deviceFiles() []string {
-	files, _ := filepath.Glob("/dev/nvidia[0-9]*") // the pattern is well formed
+	files, _ := filepath.Glob("/dev/nvidia[0-9]*") // the pattern is valid
 	return files
 }
 
@@ -72,8 +72,8 @@ func whyNoGPU(files []string) string {
 	return fmt.Sprintf("CUDA_VISIBLE_DEVICES=%q", env.VisibleDevices.Value())
 }
 
-// countVisible counts which of have GPUs CUDA_VISIBLE_DEVICES leaves. UUIDs are
-// taken to name GPUs: only NVML or the driver could look them up.
+// countVisible returns how many of have GPUs CUDA_VISIBLE_DEVICES selects. It
+// assumes that UUIDs are valid, because only NVML or the driver could check them.
 func countVisible(have int) int {
 	if !env.VisibleDevices.IsSet() {
 		return have

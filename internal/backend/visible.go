@@ -10,15 +10,15 @@ import (
 	"github.com/gochorus/chorus/internal/nvml"
 )
 
-// A visible is what a value of CUDA_VISIBLE_DEVICES names, in its order: either
-// ordinals or UUIDs.
+// A visible is a parsed value of CUDA_VISIBLE_DEVICES: ordinals or UUIDs, in
+// order.
 type visible struct {
 	ordinals []int
-	uuids    []string // GPU-… or MIG-…, perhaps only their beginnings
+	uuids    []string // GPU-… or MIG-…, possibly only prefixes
 }
 
-// parseVisible reads a list as the driver does. An entry that names nothing ends
-// it, and one that comes twice makes it empty.
+// parseVisible parses a list like the driver. An invalid entry ends the list, and
+// a duplicate makes it empty.
 func parseVisible(list string) visible {
 	for _, prefix := range []string{"GPU-", "MIG-"} {
 		if strings.HasPrefix(list, prefix) {
@@ -42,8 +42,8 @@ func entries[T comparable](list string, read func(string) (T, bool)) (out []T) {
 	return out
 }
 
-// strtoul reads the number that the text begins with, like the C function of
-// that name: 2ampere is 2, and -0 is 0.
+// strtoul parses a leading number like the C function: "2ampere" is 2, and "-0"
+// is 0.
 func strtoul(text string) (int, bool) {
 	digits := strings.TrimPrefix(text, "+")
 	if digits == text {
@@ -57,8 +57,8 @@ func strtoul(text string) (int, bool) {
 	return n, err == nil && n >= 0
 }
 
-// resolve returns the ordinals of the GPUs with the UUIDs. The list ends at an
-// entry that begins no UUID or several, and is empty if two name the same GPU.
+// resolve returns the ordinals of the GPUs with the UUIDs. An entry that matches
+// no UUID, or several, ends the list. Two entries for the same GPU make it empty.
 func resolve(entries, uuids []string) (out []int) {
 	for _, e := range entries {
 		var match []int
@@ -78,7 +78,7 @@ func resolve(entries, uuids []string) (out []int) {
 	return out
 }
 
-// within ends the list at the first ordinal that no GPU has.
+// within truncates the list at the first ordinal without a GPU.
 func within(ordinals []int, have int) []int {
 	if i := slices.IndexFunc(ordinals, func(o int) bool { return o >= have }); i >= 0 {
 		return ordinals[:i]
@@ -86,9 +86,9 @@ func within(ordinals []int, have int) []int {
 	return ordinals
 }
 
-// Count returns how many devices Open would find now, as the environment is now.
-// It asks NVML, which starts no driver, and the driver only where NVML cannot
-// tell; no context is created.
+// Count returns the number of devices that Open would find with the present
+// environment. It uses NVML, which does not start the driver, and the driver only
+// if NVML cannot tell. It does not create a context.
 func Count() (int, error) {
 	b, err := env.Backend.OneOf(Auto, CUDA, Virtual)
 	if err != nil {
@@ -117,7 +117,7 @@ func Count() (int, error) {
 	return int(n), nil
 }
 
-// countNVML reports false where NVML and CUDA count different things: with MIG.
+// countNVML returns ok = false with MIG, because NVML and CUDA then count differently.
 func countNVML(api nvml.API) (n int, ok bool) {
 	uuids, err := api.UUIDs()
 	if err != nil {

@@ -67,8 +67,8 @@ func churn(live int) setup {
 	}
 }
 
-// parallel does hits on as many streams at the same time. The time is that of one
-// pair of all of them.
+// parallel runs n streams with allocator hits concurrently. The time is for one
+// allocation and free on each stream.
 func parallel(n int) setup {
 	return func(b *bench) (int, func() error, func() error, error) {
 		streams := make([]*stream.Stream, n)
@@ -98,14 +98,15 @@ func parallel(n int) setup {
 	}
 }
 
-// replayed does what a recorded program did, and frees what that had at its end.
-func replayed(t *memtrace.Trace) setup {
+// replayed repeats the allocations of a recorded program, and frees the blocks that the
+// program had at its end.
+func replayed(events []memtrace.Event, blockNumbers int) setup {
 	return func(b *bench) (int, func() error, func() error, error) {
-		blocks := make([]uint64, t.Blocks)
+		blocks := make([]uint64, blockNumbers)
 		round := func() error {
-			for i := range t.Events {
+			for i := range events {
 				var err error
-				switch e := &t.Events[i]; e.Op {
+				switch e := &events[i]; e.Op {
 				case memtrace.Alloc:
 					blocks[e.Block], err = memory.AllocRaw(b.s, e.Bytes)
 				case memtrace.Free:
@@ -118,7 +119,7 @@ func replayed(t *memtrace.Trace) setup {
 			}
 			return b.freeAll(blocks)
 		}
-		return len(t.Events), round, b.emptyCache, nil
+		return len(events), round, b.emptyCache, nil
 	}
 }
 
@@ -129,12 +130,17 @@ func traceFigures(path string) (list []figure, err error) {
 		return nil, err
 	}
 	defer f.Close()
-	traces, err := memtrace.Read(f)
+	r, err := memtrace.Read(f)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
-	for _, t := range traces {
-		list = append(list, figure{"operation of " + filepath.Base(path), replayed(t)})
+	defer r.Close()
+	for _, t := range r.Traces {
+		var events []memtrace.Event
+		if err := t.Each(func(part []memtrace.Event) error { events = append(events, part...); return nil }); err != nil {
+			return nil, fmt.Errorf("%s: %w", path, err)
+		}
+		list = append(list, figure{"operation of " + filepath.Base(path), replayed(events, t.Blocks)})
 	}
 	return list, nil
 }

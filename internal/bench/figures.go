@@ -20,9 +20,9 @@ extern "C" __global__ void add(float* x, float by, int n) {
 	Kernels: []kernel.Def{
 		{Name: "empty", Go: func(*kernel.Call) {}},
 		{Name: "add", Params: []kernel.Param{kernel.Pointer, kernel.F32, kernel.I32}, Go: func(c *kernel.Call) {
-			x := kernel.Update[float32](c, 0, int(c.Int32(2)))
+			x := kernel.Update[float32](c, 0, int(kernel.Get[int32](c, 2)))
 			for i := range x {
-				x[i] += c.Float32(1)
+				x[i] += kernel.Get[float32](c, 1)
 			}
 		}},
 	},
@@ -54,8 +54,8 @@ func launches(b *bench) (int, func() error, func() error, error) {
 	return b.launches, round, m.Close, nil
 }
 
-// small is how many kernels the graph has, and apart how many elements lie between
-// the beginnings of what two of them add to.
+// small is the number of kernels in the graph, and apart the distance in elements between
+// the starts of the memory of two kernels.
 const small, apart = 100, 1 << 18
 
 func replays(b *bench) (int, func() error, func() error, error) {
@@ -74,7 +74,7 @@ func replays(b *bench) (int, func() error, func() error, error) {
 	}
 	add := func(i int) error {
 		y := x.Slice(i*apart, i*apart+1024)
-		return k.Launch(b.s, kernel.Cover(y.Len()), kernel.Ptr(y), kernel.Float32(1), kernel.Int32(int32(y.Len())))
+		return k.Launch(b.s, kernel.Cover(y.Len()), kernel.Ptr(y), kernel.Scalar[float32](1), kernel.Scalar(int32(y.Len())))
 	}
 	g, err := graph.Capture([]*stream.Stream{b.s}, func() error {
 		for i := range small {
@@ -83,7 +83,7 @@ func replays(b *bench) (int, func() error, func() error, error) {
 			}
 		}
 		return nil
-	})
+	}, nil)
 	if err != nil {
 		return 0, nil, nil, err
 	}
@@ -132,7 +132,7 @@ func captured(fill func(*bench, memory.Slice[float32]) error) setup {
 		if err := fill(b, x); err != nil { // loads the kernel
 			return 0, nil, nil, err
 		}
-		g, err := graph.Capture([]*stream.Stream{b.s}, func() error { return fill(b, x) })
+		g, err := graph.Capture([]*stream.Stream{b.s}, func() error { return fill(b, x) }, nil)
 		if err != nil {
 			return 0, nil, nil, err
 		}

@@ -1,7 +1,7 @@
-// Command bench times what a program does all the time on one GPU: launching
-// kernels, launching graphs, filling memory with random numbers, allocating. It prints one
-// line a figure, its name and the median in microseconds. testdata has the peers
-// in C and PyTorch, and compare.sh, which runs all in turns.
+// Command bench measures frequent operations on one GPU: launches of kernels and of
+// graphs, random numbers, and allocations. It prints one line per figure: its name and the
+// median in microseconds. testdata has equivalent programs in C and PyTorch, and
+// compare.sh, which runs all of them alternately.
 package main
 
 import (
@@ -19,7 +19,7 @@ import (
 func main() {
 	log.SetFlags(0)
 	b := bench{}
-	flag.IntVar(&b.rounds, "rounds", 9, "rounds, of which the median is printed")
+	flag.IntVar(&b.rounds, "rounds", 9, "rounds; the output is their median")
 	flag.IntVar(&b.launches, "launches", 20000, "launches of a kernel a round")
 	flag.IntVar(&b.replays, "replays", 500, "launches of a graph a round")
 	flag.IntVar(&b.elements, "elements", 1<<28, "elements of a fill")
@@ -47,7 +47,8 @@ type figure struct {
 	setup setup
 }
 
-// A setup returns what is timed, which does ops operations, and what closes it.
+// A setup returns a function to measure, the number of operations in it, and a function to
+// release its resources.
 type setup func(b *bench) (ops int, round func() error, done func() error, err error)
 
 var figures = []figure{

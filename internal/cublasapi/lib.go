@@ -1,9 +1,6 @@
 package cublasapi
 
 import (
-	"sync"
-	"unsafe"
-
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/env"
@@ -16,17 +13,27 @@ const (
 	fnCreate fn = iota
 	fnDestroy
 	fnSetStream
+	fnSetWorkspace
+	fnSetMathMode
+	fnSetPointerMode
+	fnSetSmCountTarget
 	fnGemmEx
+	fnGemmStridedBatchedEx
 	numFns
 )
 
 // symbols has the exported name of each function; all are required. GemmEx has
 // had its prototype, with cublasComputeType_t, since cuBLAS 11.
 var symbols = [numFns]dl.Func{
-	fnCreate:    {Name: "cublasCreate_v2"},
-	fnDestroy:   {Name: "cublasDestroy_v2"},
-	fnSetStream: {Name: "cublasSetStream_v2"},
-	fnGemmEx:    {Name: "cublasGemmEx"},
+	fnCreate:               {Name: "cublasCreate_v2"},
+	fnDestroy:              {Name: "cublasDestroy_v2"},
+	fnSetStream:            {Name: "cublasSetStream_v2"},
+	fnSetWorkspace:         {Name: "cublasSetWorkspace_v2"},
+	fnSetMathMode:          {Name: "cublasSetMathMode"},
+	fnSetPointerMode:       {Name: "cublasSetPointerMode_v2"},
+	fnSetSmCountTarget:     {Name: "cublasSetSmCountTarget"},
+	fnGemmEx:               {Name: "cublasGemmEx"},
+	fnGemmStridedBatchedEx: {Name: "cublasGemmStridedBatchedEx"},
 }
 
 const minVersionText = "12.0"
@@ -50,13 +57,7 @@ var _ API = (*Lib)(nil)
 // errors.ErrUnsupported.
 func Open() (*Lib, error) { return opened() }
 
-var opened = sync.OnceValues(func() (*Lib, error) {
-	so, err := dl.Open(spec)
-	if err != nil {
-		return nil, err
-	}
-	return newLib(so.Symbol, so.Path())
-})
+var opened = dl.Once(spec, newLib)
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
 	t, missing := dl.NewTable[fn](find, path, symbols[:], Success)
@@ -66,7 +67,7 @@ func newLib(find dl.Resolver, path string) (*Lib, error) {
 	return &Lib{t}, nil
 }
 
-// The methods below have no comments of their own: each is the C function of
+// The methods below have no comments: each is the C function of
 // its name.
 
 func (l *Lib) Create() (Handle, Result) {
@@ -80,11 +81,44 @@ func (l *Lib) SetStream(h Handle, s cudadrv.Stream) Result {
 	return l.Call(fnSetStream, dl.Get().In(uintptr(h), uintptr(s)))
 }
 
-func (l *Lib) GemmEx(h Handle, ta, tb Op, m, n, k int32, alpha unsafe.Pointer,
-	a cudadrv.DevicePtr, at DType, lda int32, b cudadrv.DevicePtr, bt DType, ldb int32,
-	beta unsafe.Pointer, c cudadrv.DevicePtr, ct DType, ldc int32, compute ComputeType, algo int32) Result {
-	return l.Call(fnGemmEx, dl.Get().
-		In(uintptr(h), uintptr(ta), uintptr(tb), uintptr(m), uintptr(n), uintptr(k)).Ptr(alpha).
-		In(uintptr(a), uintptr(at), uintptr(lda), uintptr(b), uintptr(bt), uintptr(ldb)).Ptr(beta).
-		In(uintptr(c), uintptr(ct), uintptr(ldc), uintptr(compute), uintptr(algo)))
+func (l *Lib) SetWorkspace(h Handle, p cudadrv.DevicePtr, bytes uintptr) Result {
+	return l.Call(fnSetWorkspace, dl.Get().In(uintptr(h), uintptr(p), bytes))
+}
+
+func (l *Lib) SetMathMode(h Handle, m Math) Result {
+	return l.Call(fnSetMathMode, dl.Get().In(uintptr(h), uintptr(m)))
+}
+
+func (l *Lib) SetPointerMode(h Handle, m PointerMode) Result {
+	return l.Call(fnSetPointerMode, dl.Get().In(uintptr(h), uintptr(m)))
+}
+
+func (l *Lib) SetSmCountTarget(h Handle, n int32) Result {
+	return l.Call(fnSetSmCountTarget, dl.Get().In(uintptr(h), uintptr(n)))
+}
+
+func (l *Lib) GemmEx(h Handle, ta, tb Op, m, n, k int32, alpha Scalar, a, b Matrix, beta Scalar, c Matrix,
+	compute ComputeType, algo int32) Result {
+	f := dl.Get().In(uintptr(h), uintptr(ta), uintptr(tb), uintptr(m), uintptr(n), uintptr(k))
+	alpha.Add(f).In(uintptr(a.Ptr), uintptr(a.Type), uintptr(a.LD), uintptr(b.Ptr), uintptr(b.Type), uintptr(b.LD))
+	beta.Add(f).In(uintptr(c.Ptr), uintptr(c.Type), uintptr(c.LD), uintptr(compute), uintptr(algo))
+	return l.Call(fnGemmEx, f)
+}
+
+func (l *Lib) GemmStridedBatchedEx(h Handle, ta, tb Op, m, n, k int32, alpha Scalar, a, b Matrix, beta Scalar, c Matrix,
+	batch int32, compute ComputeType, algo int32) Result {
+	f := dl.Get().In(uintptr(h), uintptr(ta), uintptr(tb), uintptr(m), uintptr(n), uintptr(k))
+	alpha.Add(f).In(uintptr(a.Ptr), uintptr(a.Type), uintptr(a.LD), uintptr(a.Stride),
+		uintptr(b.Ptr), uintptr(b.Type), uintptr(b.LD), uintptr(b.Stride))
+	beta.Add(f).In(uintptr(c.Ptr), uintptr(c.Type), uintptr(c.LD), uintptr(c.Stride), uintptr(batch),
+		uintptr(compute), uintptr(algo))
+	return l.Call(fnGemmStridedBatchedEx, f)
+}
+
+// Add appends the address to the arguments of a call.
+func (s Scalar) Add(f *dl.Frame) *dl.Frame {
+	if s.Host != nil {
+		return f.Ptr(s.Host)
+	}
+	return f.In(uintptr(s.Device))
 }

@@ -1,18 +1,18 @@
 package cudadrv
 
-// An Auditor is a driver that wants to know which pieces of its memory an allocator
-// has given out, because it finds the uses of the others. CUDA is none; virtual
-// devices are.
+// An Auditor is a driver that needs to know which pieces of its memory an allocator has
+// allocated, because it detects accesses to other pieces. Virtual devices are Auditors,
+// CUDA is not.
 //
-// Both calls are free and take effect in the order of the stream: what comes before
-// a MemReturn may use the piece, and what comes after a MemLend may. A piece that
-// another stream used is only in order behind an event, as for any other use. While
-// the stream is captured, a piece that either call names stays usable from then on,
-// since the graph uses it at every launch.
+// Both calls need no context and take effect in stream order: operations before a
+// MemReturn may use the piece, and so may operations after a MemLend. Another stream may
+// use a piece only after an event, as for any other use. If the stream is being captured,
+// a piece named by either call stays usable from then on, since the graph uses it at every
+// launch.
 type Auditor interface {
-	// MemLend says that the piece was given out. Memory of which no piece was ever
-	// named is everybody's.
+	// MemLend reports that the piece was allocated. Memory without any reported piece may
+	// be used freely.
 	MemLend(p DevicePtr, bytes uintptr, s Stream) Result
-	// MemReturn says that the piece was given back.
+	// MemReturn reports that the piece was freed.
 	MemReturn(p DevicePtr, bytes uintptr, s Stream) Result
 }

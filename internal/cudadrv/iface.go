@@ -53,7 +53,7 @@ type Driver interface {
 	MemFreeAsync(p DevicePtr, s Stream) Result
 	MemAllocFromPoolAsync(bytes uintptr, p MemPool, s Stream) (DevicePtr, Result)
 	MemPoolCreate(d Device) (MemPool, Result)                       // free; of pinned memory that is not shared
-	MemPoolDestroy(p MemPool) Result                                // free; what was allocated lives on
+	MemPoolDestroy(p MemPool) Result                                // free; its allocations stay valid
 	MemPoolGetAttribute(p MemPool, attr int32) (uint64, Result)     // free
 	MemPoolSetAttribute(p MemPool, attr int32, value uint64) Result // free
 	MemPoolSetAccess(p MemPool, peer Device) Result                 // free; read and write for one device
@@ -62,12 +62,11 @@ type Driver interface {
 	MemGetAllocationGranularity(prop MemAllocationProp, option MemGranularity) (uintptr, Result)
 	MemAddressReserve(bytes, alignment uintptr, hint DevicePtr) (DevicePtr, Result)
 	MemAddressFree(p DevicePtr, bytes uintptr) Result
-	// MemCreate makes physical memory. It exists until the handle is released and
-	// no mapping of it is left.
+	// MemCreate makes physical memory. It exists until the handle is released and all
+	// mappings are removed.
 	MemCreate(bytes uintptr, prop MemAllocationProp) (MemHandle, Result)
 	MemRelease(h MemHandle) Result
-	// MemMap gives physical memory a place in a reservation, with access for no
-	// device.
+	// MemMap maps physical memory into a reservation. No device has access yet.
 	MemMap(p DevicePtr, bytes, offset uintptr, h MemHandle) Result
 	// MemUnmap undoes whole mappings. It does not wait for what uses them.
 	MemUnmap(p DevicePtr, bytes uintptr) Result
@@ -88,8 +87,8 @@ type Driver interface {
 	MemcpyDtoHAsync(dst unsafe.Pointer, src DevicePtr, bytes uintptr, s Stream) Result
 	MemcpyDtoDAsync(dst, src DevicePtr, bytes uintptr, s Stream) Result
 	MemcpyPeerAsync(dst DevicePtr, dstCtx Context, src DevicePtr, srcCtx Context, bytes uintptr, s Stream) Result
-	// Memcpy2DAsync copies rows of device memory, also to another device where the
-	// stream's context has access to it.
+	// Memcpy2DAsync copies rows of device memory, also to another device if the stream's
+	// context has access to it.
 	Memcpy2DAsync(c Memcpy2D, s Stream) Result
 	MemsetD8Async(dst DevicePtr, value uint8, count uintptr, s Stream) Result
 
@@ -127,9 +126,9 @@ type Driver interface {
 	// does not depend on the size of the block; a limit of 0 is none.
 	OccupancyMaxPotentialBlockSize(f Function, sharedBytes uintptr, limit int32) (minGrid, block int32, r Result)
 
-	// StreamBeginCapture records what is enqueued on the stream from now on
-	// instead of running it. In the modes global and thread-local the same OS
-	// thread ends the capture.
+	// StreamBeginCapture records operations that are enqueued on the stream from now on
+	// instead of running them. In the modes global and thread-local the same OS thread
+	// must end the capture.
 	StreamBeginCapture(s Stream, mode CaptureMode) Result
 	StreamEndCapture(s Stream) (Graph, Result)
 	StreamIsCapturing(s Stream) (CaptureStatus, Result)
@@ -150,8 +149,8 @@ type Driver interface {
 	// last one goes.
 	UserObjectCreate(f dl.Closure) (UserObject, Result)
 	UserObjectRelease(o UserObject, count uint32) Result
-	// GraphRetainUserObject adds references of the graph's to the object, or moves
-	// the caller's. What is instantiated of the graph has references of its own,
+	// GraphRetainUserObject adds references of the graph to the object, or moves the
+	// caller's references to the graph. An instantiated graph has its own references,
 	// until its last launch has completed.
 	GraphRetainUserObject(g Graph, o UserObject, count, flags uint32) Result
 	GraphDebugDotPrint(g Graph, path string, flags uint32) Result

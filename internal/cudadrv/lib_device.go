@@ -11,7 +11,7 @@ var _ Driver = (*Lib)(nil)
 // textBytes holds any device name or PCI address that the driver writes.
 const textBytes = 256
 
-// The methods of Lib have no comments of their own: each is the C function of
+// The methods of Lib have no comments: each is the C function of
 // its name.
 
 func (l *Lib) Init() Result { return l.Call(fnInit, dl.Get().In(0)) }

@@ -2,7 +2,6 @@ package cudadrv
 
 import (
 	"fmt"
-	"sync"
 
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/env"
@@ -36,13 +35,7 @@ type Lib struct {
 // errors.ErrUnsupported. Open does not call cuInit.
 func Open() (*Lib, error) { return opened() }
 
-var opened = sync.OnceValues(func() (*Lib, error) {
-	so, err := dl.Open(spec)
-	if err != nil {
-		return nil, err
-	}
-	return newLib(so.Symbol, so.Path())
-})
+var opened = dl.Once(spec, newLib)
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
 	t, missing := dl.NewTable[fn](find, path, symbols[:], ErrorNotSupported)

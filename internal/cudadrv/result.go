@@ -160,7 +160,7 @@ var results = map[Result]struct{ name, meaning string }{
 	ErrorOperatingSystem:              {"CUDA_ERROR_OPERATING_SYSTEM", "a call of the operating system failed"},
 	ErrorInvalidHandle:                {"CUDA_ERROR_INVALID_HANDLE", "the handle is not valid, or its object was destroyed"},
 	ErrorIllegalState:                 {"CUDA_ERROR_ILLEGAL_STATE", "the resource is not in a state that allows this"},
-	ErrorLossyQuery:                   {"CUDA_ERROR_LOSSY_QUERY", "the query would lose part of what it reads"},
+	ErrorLossyQuery:                   {"CUDA_ERROR_LOSSY_QUERY", "the query would lose part of the value"},
 	ErrorNotFound:                     {"CUDA_ERROR_NOT_FOUND", "a named symbol or object was not found"},
 	ErrorNotReady:                     {"CUDA_ERROR_NOT_READY", "the work before it has not completed"},
 	ErrorIllegalAddress:               {"CUDA_ERROR_ILLEGAL_ADDRESS", "a kernel or copy used an address that is not mapped for the device"},

@@ -108,10 +108,10 @@ const (
 	numFns
 )
 
-// symbols has the exported name of each function. cuda.h maps most names to
-// the newest of several versions; what is written here is the version whose
-// prototype the method has, whatever the header of the day would choose. An
-// optional function may be missing: its method returns ErrorNotSupported.
+// symbols has the exported name of each function. cuda.h maps most names to the newest of
+// several versions; this table names the version whose prototype the method has,
+// independent of the header's version. An optional function may be missing: its method
+// returns ErrorNotSupported.
 var symbols = [numFns]dl.Func{
 	fnInit:                            {Name: "cuInit"},
 	fnDriverGetVersion:                {Name: "cuDriverGetVersion"},

@@ -1,7 +1,7 @@
 package cudadrv
 
-// Handles and addresses as the driver gives them out. They are integers and not
-// pointers: the garbage collector has no business with any of them.
+// Handles and addresses as the driver returns them. They are integers and not pointers,
+// because the garbage collector must ignore them.
 type (
 	Device    int32
 	Context   uintptr

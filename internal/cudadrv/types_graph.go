@@ -16,7 +16,7 @@ type CaptureStatus int32
 // GraphExecUpdateResult is CUgraphExecUpdateResult: why an update failed.
 type GraphExecUpdateResult int32
 
-// The capture modes and what a stream may be in.
+// The capture modes and the capture states of a stream.
 const (
 	CaptureGlobal      CaptureMode = 0
 	CaptureThreadLocal CaptureMode = 1

@@ -33,7 +33,7 @@ const (
 	MemGranularityRecommended MemGranularity = 1
 )
 
-// MemAccess is CUmemAccess_flags: what a device may do with mapped memory.
+// MemAccess is CUmemAccess_flags: the access of a device to mapped memory.
 type MemAccess int32
 
 // The kinds of access.
@@ -85,7 +85,7 @@ type memAllocationProp struct {
 	_                    [4]uint8
 }
 
-// c returns what the driver reads.
+// c converts p to the driver's struct.
 func (p MemAllocationProp) c() *memAllocationProp {
 	c := &memAllocationProp{Type: memAllocationTypePinned, RequestedHandleTypes: int32(p.HandleTypes),
 		Location: memLocation{memLocationTypeDevice, int32(p.Device)}}
@@ -145,7 +145,8 @@ type memcpy2D struct {
 	Height            uintptr
 }
 
-// c returns what the driver reads. It finds out by an address whose memory that is.
+// c converts c to the driver's struct. The driver determines the devices from the
+// addresses.
 func (c Memcpy2D) c() *memcpy2D {
 	return &memcpy2D{SrcMemoryType: memoryTypeUnified, SrcDevice: c.Src, SrcPitch: c.SrcPitch,
 		DstMemoryType: memoryTypeUnified, DstDevice: c.Dst, DstPitch: c.DstPitch,

@@ -8,15 +8,15 @@ type (
 	Batch  uintptr // CUfileBatchHandle_t
 )
 
-// API is every function of cuFile 1.15. Device memory is named by its address;
-// sizes and offsets are in bytes where a name does not say KB.
+// API is every function of cuFile 1.15. Device memory is given by its address; sizes and
+// offsets are in bytes unless a name says KB.
 type API interface {
 	Has(f Func) bool // whether the loaded library has the function
 
 	GetVersion() (int32, Result) // 1000·major + 10·minor: 1150 is 1.15
 
-	// The driver is opened once for each DriverClose; UseCount counts. Registering a
-	// file or a buffer opens it if nobody has.
+	// The driver is reference-counted by DriverOpen and DriverClose; UseCount returns the
+	// count. Registering a file or a buffer opens the driver if it is closed.
 	DriverOpen() Result
 	DriverClose() Result // cuFileDriverClose_v2
 	UseCount() int64
@@ -31,34 +31,33 @@ type API interface {
 	// HandleDeregister, which must not be called while the handle is in use.
 	HandleRegister(d *Descr) (Handle, Result)
 	HandleDeregister(h Handle)
-	// Registering memory is optional. What is registered is deregistered before it is
+	// Registering memory is optional. Registered memory must be deregistered before it is
 	// freed.
 	BufRegister(p cudadrv.DevicePtr, bytes uintptr, flags int32) Result
 	BufDeregister(p cudadrv.DevicePtr) Result
 
-	// Read and Write return when the bytes are where they go. They are not ordered
-	// with any stream: what still uses the memory must have been waited for. Of
-	// registered memory base is the address that was registered. A transfer that
-	// ends early, as at the end of the file, is no error. The error is a
-	// syscall.Errno or a Result.
+	// Read and Write return when the bytes have arrived. They are not ordered with any
+	// stream: the caller must have waited for other uses of the memory. For registered
+	// memory, base is the registered address. A transfer that ends early, for example at
+	// the end of the file, is not an error. The error is a syscall.Errno or a Result.
 	Read(h Handle, base cudadrv.DevicePtr, bytes uintptr, fileOffset, devOffset int64) (int64, error)
 	Write(h Handle, base cudadrv.DevicePtr, bytes uintptr, fileOffset, devOffset int64) (int64, error)
 
-	// A batch holds up to nr transfers. The params of a submission must stay reachable
-	// and unchanged, and must not be on a stack, until each of its transfers has been
-	// told by BatchIOGetStatus, which waits for minNr of them and no longer than the
-	// timeout, or for ever where that is nil, and fills as many events as have
-	// happened, of which it returns the number.
+	// A batch holds up to nr transfers. The params of a submission must stay reachable and
+	// unchanged, and must not be on a stack, until BatchIOGetStatus has reported each of
+	// its transfers. BatchIOGetStatus waits until minNr transfers have completed or the
+	// timeout has passed; nil means no timeout. It stores an event for each completed
+	// transfer until events is full, and returns their number.
 	BatchIOSetUp(nr uint32) (Batch, Result)
 	BatchIOSubmit(b Batch, params []IOParams, flags uint32) Result
 	BatchIOGetStatus(b Batch, minNr uint32, events []IOEvents, timeout *Timespec) (uint32, Result)
 	BatchIOCancel(b Batch) Result
 	BatchIODestroy(b Batch)
 
-	// ReadAsync and WriteAsync enqueue a transfer. C keeps the four addresses: it reads
-	// size and the offsets when the stream has come there, unless StreamRegister said
-	// that they are fixed, and writes done, to be decoded by Transferred, when the
-	// transfer is over. So they must be page-locked memory (cuMemHostAlloc), never
+	// ReadAsync and WriteAsync enqueue a transfer. C keeps the four addresses. It reads
+	// size and the offsets when the stream reaches the transfer, unless StreamRegister
+	// declared them as fixed. It writes done, which Transferred decodes, when the
+	// transfer has ended. So they must be page-locked memory (cuMemHostAlloc), never
 	// Go's, and live until what follows on the stream has completed. Memory that is not
 	// registered is taken to have as many bytes as size says at the call, so that with an
 	// offset in it nothing is transferred and done is -5. On stream 0 the call returns
@@ -68,8 +67,9 @@ type API interface {
 	StreamRegister(s cudadrv.Stream, flags uint32) Result // waits for the stream
 	StreamDeregister(s cudadrv.Stream) Result             // waits for the stream
 
-	// Parameters are set while the driver is closed and hold from its next opening.
-	// Before that the getters return what was set, afterwards what holds.
+	// Parameters are set while the driver is closed and take effect when it is opened
+	// next. Before that the getters return the values set, afterwards the values in
+	// effect.
 	SetParameterSizeT(p SizeTParam, v uintptr) Result
 	SetParameterBool(p BoolParam, v bool) Result
 	SetParameterString(p StringParam, v string) Result

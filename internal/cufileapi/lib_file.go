@@ -9,7 +9,7 @@ import (
 
 var _ API = (*Lib)(nil)
 
-// The methods of Lib have no comments of their own: each is the C function of its
+// The methods of Lib have no comments: each is the C function of its
 // name.
 
 func (l *Lib) HandleRegister(d *Descr) (Handle, Result) {

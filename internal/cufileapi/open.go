@@ -2,14 +2,13 @@ package cufileapi
 
 import (
 	"fmt"
-	"sync"
 
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// minVersion is the oldest cuFile that Chorus runs on, that of CUDA 12.2. Every
-// function that it had is required.
+// minVersion is the oldest supported cuFile, the version in CUDA 12.2. Every function of
+// that version is required.
 const (
 	minVersion     = 1070
 	minVersionText = "1.7"
@@ -33,13 +32,7 @@ type Lib struct {
 // and a *dl.VersionError when it is too old; both match errors.ErrUnsupported.
 func Open() (*Lib, error) { return opened() }
 
-var opened = sync.OnceValues(func() (*Lib, error) {
-	so, err := dl.Open(spec)
-	if err != nil {
-		return nil, err
-	}
-	return newLib(so.Symbol, so.Path())
-})
+var opened = dl.Once(spec, newLib)
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
 	funcs := make([]dl.Func, NumFuncs)

@@ -85,11 +85,11 @@ var results = map[Result]struct{ name, meaning string }{
 	DeviceNotSupported:       {"CU_FILE_DEVICE_NOT_SUPPORTED", "GPUDirect Storage does not support this GPU"},
 	NvfsDriverError:          {"CU_FILE_NVFS_DRIVER_ERROR", "the nvidia-fs kernel driver refused the request"},
 	CUDADriverError:          {"CU_FILE_CUDA_DRIVER_ERROR", "a call of the CUDA driver failed"},
-	CUDAPointerInvalid:       {"CU_FILE_CUDA_POINTER_INVALID", "the address is no device memory"},
+	CUDAPointerInvalid:       {"CU_FILE_CUDA_POINTER_INVALID", "the address is not in device memory"},
 	CUDAMemoryTypeInvalid:    {"CU_FILE_CUDA_MEMORY_TYPE_INVALID", "this kind of memory is not supported"},
 	CUDAPointerRangeError:    {"CU_FILE_CUDA_POINTER_RANGE_ERROR", "the range runs past the end of the allocation"},
 	CUDAContextMismatch:      {"CU_FILE_CUDA_CONTEXT_MISMATCH", "the memory does not belong to the current context"},
-	InvalidMappingSize:       {"CU_FILE_INVALID_MAPPING_SIZE", "the range exceeds what can be pinned"},
+	InvalidMappingSize:       {"CU_FILE_INVALID_MAPPING_SIZE", "the range is larger than the limit for pinned memory"},
 	InvalidMappingRange:      {"CU_FILE_INVALID_MAPPING_RANGE", "the range runs past the end of the registered memory"},
 	InvalidFileType:          {"CU_FILE_INVALID_FILE_TYPE", "it is neither a regular file nor a block device"},
 	InvalidFileOpenFlag:      {"CU_FILE_INVALID_FILE_OPEN_FLAG", "the file was opened with flags that do not allow this"},
@@ -174,8 +174,8 @@ func Transferred(n int64) (int64, error) {
 	return transferred(n, 0)
 }
 
-// transferred decodes what Read and Write return. With -1 the cause is in errno,
-// where the library puts its own codes too.
+// transferred decodes the result of Read and Write. -1 means that the cause is in errno,
+// which may also be one of the library's codes.
 func transferred(n int64, errno syscall.Errno) (int64, error) {
 	switch {
 	case n >= 0:

@@ -27,7 +27,7 @@ const (
 // DrvProps is CUfileDrvProps_t; its three flag words have a bit for each of the
 // constants below.
 type DrvProps struct {
-	MajorVersion            uint32 // of nvidia-fs, 0 where that is not loaded
+	MajorVersion            uint32 // of nvidia-fs, 0 if it is not loaded
 	MinorVersion            uint32
 	PollThreshSize          uintptr // KB
 	MaxDirectIOSize         uintptr // KB
@@ -119,7 +119,8 @@ const (
 // Timespec is struct timespec.
 type Timespec struct{ Sec, Nsec int64 }
 
-// Flags of StreamRegister: what is known when a transfer is enqueued.
+// Flags of StreamRegister: the properties of a transfer that are known when it is
+// enqueued.
 const (
 	FixedBufOffset    uint32 = 1
 	FixedFileOffset   uint32 = 2

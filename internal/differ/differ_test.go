@@ -18,10 +18,11 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 )
 
 var (
-	programs = flag.Int("programs", defaultPrograms, "how many `programs` to run")
+	programs = flag.Int("programs", tsan.Rounds(1000, 10_000), "how many `programs` to run")
 	seedFlag = flag.Uint64("seed", 1, "the `seed` of the programs")
 	from     = flag.Int("from", 0, "the `index` of the first program")
 	parallel = flag.Int("parallel", 0, "how many `processes` run programs; 0 is one for each processor, -1 none: the test runs them")
@@ -220,7 +221,7 @@ type process struct {
 	cmd *exec.Cmd
 	in  io.WriteCloser
 	out *json.Decoder
-	log *tail
+	log *ends
 }
 
 func (a *arena) start() (*process, error) {
@@ -228,7 +229,7 @@ func (a *arena) start() (*process, error) {
 	if a.cuda {
 		args = append(args, "-worker.cuda")
 	}
-	p := &process{cmd: exec.Command(os.Args[0], args...), log: &tail{}}
+	p := &process{cmd: exec.Command(os.Args[0], args...), log: &ends{}}
 	p.cmd.Stderr = p.log
 	var err error
 	if p.in, err = p.cmd.StdinPipe(); err != nil {
@@ -252,28 +253,6 @@ func (p *process) stop() {
 func (p *process) stderr() string {
 	_ = p.cmd.Wait()
 	return p.log.String()
-}
-
-// A tail is a writer that keeps the last bytes.
-type tail struct {
-	mu  sync.Mutex
-	buf []byte
-}
-
-func (w *tail) Write(p []byte) (int, error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.buf = append(w.buf, p...)
-	if len(w.buf) > 16<<10 {
-		w.buf = w.buf[len(w.buf)-16<<10:]
-	}
-	return len(p), nil
-}
-
-func (w *tail) String() string {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return string(w.buf)
 }
 
 // String is a table of the kinds of operations and of their errors.

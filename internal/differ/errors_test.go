@@ -19,12 +19,11 @@ import (
 const (
 	kClosed   = "closed"   // device.ErrClosed
 	kArgument = "argument" // an error without a type
-	kCapture  = "capture"  // *stream.CaptureError
+	kCapture  = "capture"  // *device.CaptureError
 	kView     = "view"     // memory.ErrView
 	kOOM      = "oom"      // *memory.OutOfMemoryError
 	kPointer  = "pointer"  // *memory.PointerError
 	kUpdate   = "update"   // *graph.UpdateError
-	kGroup    = "group"    // *nccl.GroupError
 	kInUse    = "in use"   // *nccl.InUseError
 	kWaits    = "waits"    // device.ErrSynchronizing
 	kPanic    = "panic"
@@ -90,12 +89,11 @@ var kindsOfErrors = []struct {
 	{kPointer, as[*memory.PointerError]},
 	{kUpdate, as[*graph.UpdateError]},
 	{kCallback, as[*stream.CallbackError]},
-	{kGroup, as[*nccl.GroupError]},
 	{kInUse, as[*nccl.InUseError]},
 	{"mismatch", as[*nccl.MismatchError]},
 	{"timeout", as[*nccl.TimeoutError]},
 	{"broken", func(err error) bool { return errors.Is(err, comm.ErrBroken) }},
-	{kCapture, as[*stream.CaptureError]},
+	{kCapture, as[*device.CaptureError]},
 	{kView, func(err error) bool { return errors.Is(err, memory.ErrView) }},
 	{kWaits, func(err error) bool { return errors.Is(err, device.ErrSynchronizing) }},
 	{kClosed, func(err error) bool { return errors.Is(err, device.ErrClosed) }},

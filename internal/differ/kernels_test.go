@@ -43,20 +43,20 @@ extern "C" __global__ void poke(unsigned* x, long long at) { x[at] = 1; }
 `,
 	Kernels: []kernel.Def{
 		{Name: "iota", Params: []kernel.Param{kernel.Pointer, kernel.U32, kernel.U32, kernel.I32}, Go: func(c *kernel.Call) {
-			x := kernel.Update[uint32](c, 0, int(c.Int32(3)))
+			x := kernel.Update[uint32](c, 0, int(kernel.Get[int32](c, 3)))
 			for i := range x {
-				x[i] = c.Uint32(1)*uint32(i) + c.Uint32(2)
+				x[i] = kernel.Get[uint32](c, 1)*uint32(i) + kernel.Get[uint32](c, 2)
 			}
 		}},
 		{Name: "axpb", Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.U32, kernel.U32, kernel.I32}, Go: func(c *kernel.Call) {
-			n := int(c.Int32(4))
+			n := int(kernel.Get[int32](c, 4))
 			x, y := kernel.Read[uint32](c, 1, n), kernel.Update[uint32](c, 0, n)
 			for i := range y {
-				y[i] = c.Uint32(2)*x[i] + c.Uint32(3)
+				y[i] = kernel.Get[uint32](c, 2)*x[i] + kernel.Get[uint32](c, 3)
 			}
 		}},
 		{Name: "swap2", Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.I32}, Go: func(c *kernel.Call) {
-			n := int(c.Int32(2))
+			n := int(kernel.Get[int32](c, 2))
 			x, y := kernel.Update[uint32](c, 0, n), kernel.Update[uint32](c, 1, n)
 			for i := range x {
 				x[i], y[i] = y[i], x[i]
@@ -64,24 +64,24 @@ extern "C" __global__ void poke(unsigned* x, long long at) { x[at] = 1; }
 		}},
 		{Name: "total", Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.I32}, Go: func(c *kernel.Call) {
 			sum := uint32(0)
-			for _, v := range kernel.Read[uint32](c, 1, int(c.Int32(2))) {
+			for _, v := range kernel.Read[uint32](c, 1, int(kernel.Get[int32](c, 2))) {
 				sum += v
 			}
 			kernel.Update[uint32](c, 0, 1)[0] = sum
 		}},
 		{Name: "stride", Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.I32, kernel.I32}, Go: func(c *kernel.Call) {
-			by, n := int(c.Int32(2)), int(c.Int32(3))
+			by, n := int(kernel.Get[int32](c, 2)), int(kernel.Get[int32](c, 3))
 			y := kernel.Update[uint32](c, 0, n)
 			for i := range y {
-				y[i] = kernel.ReadAt[uint32](c, 1, i*by, 1)[0]
+				y[i] = kernel.ReadAddress[uint32](c, c.Address(1)+uint64(4*i*by), 1)[0]
 			}
 		}},
 		{Name: "spin", Params: []kernel.Param{kernel.U64}, Go: func(c *kernel.Call) {
-			for start := time.Now(); time.Since(start) < time.Duration(c.Uint64(0)); {
+			for start := time.Now(); time.Since(start) < time.Duration(kernel.Get[uint64](c, 0)); {
 			}
 		}},
 		{Name: "poke", Params: []kernel.Param{kernel.Pointer, kernel.I64}, Go: func(c *kernel.Call) {
-			kernel.UpdateAt[uint32](c, 0, int(c.Int64(1)), 1)[0] = 1
+			kernel.UpdateAddress[uint32](c, c.Address(0)+uint64(4*kernel.Get[int64](c, 1)), 1)[0] = 1
 		}},
 	},
 }

@@ -49,7 +49,7 @@ var graphKinds = map[string]*kind{
 				}
 				cfg.Pool = p
 			}
-			x, err := graph.CaptureWith(cfg, list, r.body(op))
+			x, err := graph.Capture(list, r.body(op), cfg)
 			if err == nil {
 				res.Text = fmt.Sprint(x.Nodes())
 			}
@@ -62,7 +62,7 @@ var graphKinds = map[string]*kind{
 			for i, s := range op.V {
 				names[i] = fmt.Sprintf("s%d", s)
 			}
-			return fmt.Sprintf("x%d, err = graph.CaptureWith(&graph.Config{%s}, []*stream.Stream{%s}, BODY)\nreturn err", op.R, configCode(op), strings.Join(names, ", "))
+			return fmt.Sprintf("x%d, err = graph.Capture([]*stream.Stream{%s}, BODY, &graph.Config{%s})\nreturn err", op.R, strings.Join(names, ", "), configCode(op))
 		},
 	},
 	"begin": {
@@ -379,9 +379,6 @@ func (m *model) instantiate(c *mCapture, obj int) want {
 	}
 	m.objs[obj] = x
 	w.text = fmt.Sprint(len(c.nodes))
-	if slices.ContainsFunc(c.nodes, func(n mNode) bool { return n.sig == "nccl" }) {
-		w.text = anyText // NCCL decides
-	}
 	return w
 }
 
@@ -464,7 +461,7 @@ func modelUpdate(m *model, op *Op) want {
 		return errs(kUpdate)
 	}
 	for i := range x.nodes {
-		if a, b := x.nodes[i], nodes[i]; a.sig != b.sig || a.before != b.before || a.sig == "nccl" || a.sig == "tensor" {
+		if a, b := x.nodes[i], nodes[i]; a.sig != b.sig || a.before != b.before || a.sig == "tensor" {
 			m.vague, m.fuzzy, x.doubt = true, true, true // x keeps what o has, or not
 			return want{any: true}
 		}

@@ -18,7 +18,7 @@ var kernelKinds = map[string]*kind{
 			return drawStream(g, op) && g.words(&op.X, op.S)
 		},
 		run: launches("iota", func(op *Op, x, _ memory.Slice[int32]) []kernel.Arg {
-			return []kernel.Arg{kernel.Ptr(x), kernel.Uint32(uint32(op.A)), kernel.Uint32(uint32(op.B)), kernel.Int32(int32(x.Len()))}
+			return []kernel.Arg{kernel.Ptr(x), kernel.Scalar(uint32(op.A)), kernel.Scalar(uint32(op.B)), kernel.Scalar(int32(x.Len()))}
 		}, false),
 		model: onWords(false, func(op *Op, x, _ *mRef) work {
 			return work{sig: "kernel iota", accesses: []access{writes(x)}, effect: func(*launch) {
@@ -28,7 +28,7 @@ var kernelKinds = map[string]*kind{
 			}}
 		}),
 		code: func(op *Op) string {
-			return launchCode("iota", op, false, fmt.Sprintf("kernel.Uint32(%d), kernel.Uint32(%d), kernel.Int32(%d)", uint32(op.A), uint32(op.B), op.X.len()/4))
+			return launchCode("iota", op, false, fmt.Sprintf("kernel.Scalar[uint32](%d), kernel.Scalar[uint32](%d), kernel.Scalar[int32](%d)", uint32(op.A), uint32(op.B), op.X.len()/4))
 		},
 	},
 	"axpb": {
@@ -38,7 +38,7 @@ var kernelKinds = map[string]*kind{
 			return g.twoWords(op)
 		},
 		run: launches("axpb", func(op *Op, x, y memory.Slice[int32]) []kernel.Arg {
-			return []kernel.Arg{kernel.Ptr(x), kernel.Ptr(y), kernel.Uint32(uint32(op.A)), kernel.Uint32(uint32(op.B)), kernel.Int32(int32(x.Len()))}
+			return []kernel.Arg{kernel.Ptr(x), kernel.Ptr(y), kernel.Scalar(uint32(op.A)), kernel.Scalar(uint32(op.B)), kernel.Scalar(int32(x.Len()))}
 		}, true),
 		model: onWords(true, func(op *Op, x, y *mRef) work {
 			return work{sig: "kernel axpb", accesses: []access{reads(y), writes(x)}, effect: func(*launch) {
@@ -49,14 +49,14 @@ var kernelKinds = map[string]*kind{
 			}}
 		}),
 		code: func(op *Op) string {
-			return launchCode("axpb", op, true, fmt.Sprintf("kernel.Uint32(%d), kernel.Uint32(%d), kernel.Int32(%d)", uint32(op.A), uint32(op.B), op.X.len()/4))
+			return launchCode("axpb", op, true, fmt.Sprintf("kernel.Scalar[uint32](%d), kernel.Scalar[uint32](%d), kernel.Scalar[int32](%d)", uint32(op.A), uint32(op.B), op.X.len()/4))
 		},
 	},
 	"swap": {
 		weight: 3,
 		draw:   func(g *generator, op *Op) bool { return g.twoWords(op) },
 		run: launches("swap2", func(op *Op, x, y memory.Slice[int32]) []kernel.Arg {
-			return []kernel.Arg{kernel.Ptr(x), kernel.Ptr(y), kernel.Int32(int32(x.Len()))}
+			return []kernel.Arg{kernel.Ptr(x), kernel.Ptr(y), kernel.Scalar(int32(x.Len()))}
 		}, true),
 		model: onWords(true, func(op *Op, x, y *mRef) work {
 			return work{sig: "kernel swap2", accesses: []access{writes(x), writes(y)}, effect: func(*launch) {
@@ -66,7 +66,7 @@ var kernelKinds = map[string]*kind{
 			}}
 		}),
 		code: func(op *Op) string {
-			return launchCode("swap2", op, true, fmt.Sprintf("kernel.Int32(%d)", op.X.len()/4))
+			return launchCode("swap2", op, true, fmt.Sprintf("kernel.Scalar[int32](%d)", op.X.len()/4))
 		},
 	},
 	"total": {
@@ -79,7 +79,7 @@ var kernelKinds = map[string]*kind{
 			return op.X.len() == 4
 		},
 		run: launches("total", func(op *Op, x, y memory.Slice[int32]) []kernel.Arg {
-			return []kernel.Arg{kernel.Ptr(x), kernel.Ptr(y), kernel.Int32(int32(y.Len()))}
+			return []kernel.Arg{kernel.Ptr(x), kernel.Ptr(y), kernel.Scalar(int32(y.Len()))}
 		}, true),
 		model: onWords(true, func(op *Op, x, y *mRef) work {
 			return work{sig: "kernel total", accesses: []access{reads(y), writes(x)}, effect: func(*launch) {
@@ -93,7 +93,7 @@ var kernelKinds = map[string]*kind{
 			}}
 		}),
 		code: func(op *Op) string {
-			return launchCode("total", op, true, fmt.Sprintf("kernel.Int32(%d)", op.Y.len()/4))
+			return launchCode("total", op, true, fmt.Sprintf("kernel.Scalar[int32](%d)", op.Y.len()/4))
 		},
 	},
 	"stride": {
@@ -108,7 +108,7 @@ var kernelKinds = map[string]*kind{
 			return true
 		},
 		run: launches("stride", func(op *Op, x, y memory.Slice[int32]) []kernel.Arg {
-			return []kernel.Arg{kernel.Ptr(x), kernel.Ptr(y), kernel.Int32(int32(op.N)), kernel.Int32(int32(x.Len()))}
+			return []kernel.Arg{kernel.Ptr(x), kernel.Ptr(y), kernel.Scalar(int32(op.N)), kernel.Scalar(int32(x.Len()))}
 		}, true),
 		model: onWords(true, func(op *Op, x, y *mRef) work {
 			return work{sig: "kernel stride", accesses: []access{reads(y), writes(x)}, effect: func(*launch) {
@@ -119,7 +119,7 @@ var kernelKinds = map[string]*kind{
 			}}
 		}),
 		code: func(op *Op) string {
-			return launchCode("stride", op, true, fmt.Sprintf("kernel.Int32(%d), kernel.Int32(%d)", op.N, op.X.len()/4))
+			return launchCode("stride", op, true, fmt.Sprintf("kernel.Scalar[int32](%d), kernel.Scalar[int32](%d)", op.N, op.X.len()/4))
 		},
 	},
 	"spin": { // makes what does not wait visible on a GPU
@@ -130,11 +130,11 @@ var kernelKinds = map[string]*kind{
 			if err != nil {
 				return err
 			}
-			return r.b.kernels["spin"].Launch(s, one, kernel.Uint64(uint64(op.A)))
+			return r.b.kernels["spin"].Launch(s, one, kernel.Scalar(uint64(op.A)))
 		},
 		model: ofOpen(func(m *model, s *mStream) want { return m.submit(s, work{sig: "kernel spin"}) }),
 		code: func(op *Op) string {
-			return fmt.Sprintf("return k[\"spin\"].Launch(s%d, one, kernel.Uint64(%d))", op.S, op.A)
+			return fmt.Sprintf("return k[\"spin\"].Launch(s%d, one, kernel.Scalar[uint64](%d))", op.S, op.A)
 		},
 	},
 	"poke": { // writes to an address that nobody has, and waits: only in fatal programs
@@ -151,7 +151,7 @@ var kernelKinds = map[string]*kind{
 			if err != nil {
 				return err
 			}
-			if err := r.b.kernels["poke"].Launch(s, one, kernel.Ptr(x), kernel.Int64(op.A)); err != nil {
+			if err := r.b.kernels["poke"].Launch(s, one, kernel.Ptr(x), kernel.Scalar[int64](op.A)); err != nil {
 				return err
 			}
 			return s.Sync(r.ctx)
@@ -169,7 +169,7 @@ var kernelKinds = map[string]*kind{
 			return errs(cuIllegal)
 		},
 		code: func(op *Op) string {
-			return fmt.Sprintf("x, err := memory.View[int32](x%d.buffer, %d, %d)\nif err != nil {\nreturn err\n}\nif err := k[\"poke\"].Launch(s%d, one, kernel.Ptr(x), kernel.Int64(%d)); err != nil {\nreturn err\n}\nreturn s%d.Sync(context.Background())",
+			return fmt.Sprintf("x, err := memory.View[int32](x%d.buffer, %d, %d)\nif err != nil {\nreturn err\n}\nif err := k[\"poke\"].Launch(s%d, one, kernel.Ptr(x), kernel.Scalar[int64](%d)); err != nil {\nreturn err\n}\nreturn s%d.Sync(context.Background())",
 				op.X.O, op.X.Lo, op.X.len()/4, op.S, op.A, op.S)
 		},
 	},
@@ -237,29 +237,29 @@ var badLaunches = []badLaunch{
 		if err != nil {
 			return err
 		}
-		return k.Launch(s, one, kernel.Ptr(f), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
-	}, `k["iota"].Launch(s, one, kernel.Ptr(memory.Slice[float32]{}), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0), kernel.Ptr(x))`},
+		return k.Launch(s, one, kernel.Ptr(f), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))
+	}, `k["iota"].Launch(s, one, kernel.Ptr(memory.Slice[float32]{}), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0), kernel.Ptr(x))`},
 	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
 		return k.Launch(s, one, kernel.Ptr(x))
 	}, `k["iota"].Launch(s, one, kernel.Ptr(x))`},
 	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
-		return k.Launch(s, one, kernel.Ptr(x), kernel.Float32(1), kernel.Uint32(1), kernel.Int32(0))
-	}, `k["iota"].Launch(s, one, kernel.Ptr(x), kernel.Float32(1), kernel.Uint32(1), kernel.Int32(0))`},
+		return k.Launch(s, one, kernel.Ptr(x), kernel.Scalar[float32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))
+	}, `k["iota"].Launch(s, one, kernel.Ptr(x), kernel.Scalar[float32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))`},
 	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
-		return k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1025, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
-	}, `k["iota"].Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1025, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))`},
+		return k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1025, 1, 1}}, kernel.Ptr(x), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))
+	}, `k["iota"].Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1025, 1, 1}}, kernel.Ptr(x), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))`},
 	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
-		return k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 65536, 1}, Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
-	}, `k["iota"].Launch(s, kernel.Grid{Blocks: [3]uint32{1, 65536, 1}, Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))`},
+		return k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 65536, 1}, Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))
+	}, `k["iota"].Launch(s, kernel.Grid{Blocks: [3]uint32{1, 65536, 1}, Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))`},
 	{errs(kArgument), false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
-		return k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}, SharedBytes: 1 << 20}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
-	}, `k["iota"].Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}, SharedBytes: 1 << 20}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))`},
+		return k.Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}, SharedBytes: 1 << 20}, kernel.Ptr(x), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))
+	}, `k["iota"].Launch(s, kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}, SharedBytes: 1 << 20}, kernel.Ptr(x), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))`},
 	{errs("cuda:COOPERATIVE_LAUNCH_TOO_LARGE"), true, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
-		return k.LaunchCooperative(s, kernel.Grid{Blocks: [3]uint32{1 << 20, 1, 1}, Threads: [3]uint32{256, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
-	}, `k["iota"].LaunchCooperative(s, kernel.Grid{Blocks: [3]uint32{1 << 20, 1, 1}, Threads: [3]uint32{256, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))`},
+		return k.LaunchCooperative(s, kernel.Grid{Blocks: [3]uint32{1 << 20, 1, 1}, Threads: [3]uint32{256, 1, 1}}, kernel.Ptr(x), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))
+	}, `k["iota"].LaunchCooperative(s, kernel.Grid{Blocks: [3]uint32{1 << 20, 1, 1}, Threads: [3]uint32{256, 1, 1}}, kernel.Ptr(x), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))`},
 	{fine, false, func(k *kernel.Kernel, s *stream.Stream, x memory.Slice[int32]) error {
-		return k.Launch(s, kernel.Grid{Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))
-	}, `k["iota"].Launch(s, kernel.Grid{Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Uint32(1), kernel.Uint32(1), kernel.Int32(0))`},
+		return k.Launch(s, kernel.Grid{Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))
+	}, `k["iota"].Launch(s, kernel.Grid{Threads: [3]uint32{1, 1, 1}}, kernel.Ptr(x), kernel.Scalar[uint32](1), kernel.Scalar[uint32](1), kernel.Scalar[int32](0))`},
 }
 
 // launches returns what carries a launch of a kernel over words out.

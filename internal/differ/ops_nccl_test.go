@@ -21,8 +21,16 @@ type pending struct {
 	memory [2]*mMem
 }
 
-// refuse notes what an operation of the group returns. The group belongs to the goroutine
-// that has begun it, which is on the first thread.
+// issuer is where collectives go: those of the first thread into the group that is open.
+func (r *runner) issuer() nccl.Issuer {
+	if r.batch == nil || r.inner {
+		return r.b.comm
+	}
+	return r.batch.On(r.b.comm)
+}
+
+// refuse notes what an operation of the group returns. Those of the second thread do not
+// belong to the group.
 func (m *model) refuse(w want) want {
 	if m.group != nil && m.thread == 0 && len(m.group.err.kinds) == 0 {
 		m.group.err.kinds = w.kinds
@@ -31,11 +39,11 @@ func (m *model) refuse(w want) want {
 }
 
 // collective submits an operation of NCCL, or adds it to the group, at whose end it
-// comes.
+// comes. On one rank it is a copy; NCCL captures nothing for no elements or in place.
 func (m *model) collective(s *mStream, x, y *mRef) want {
-	w := work{sig: "nccl", accesses: []access{reads(y), writes(x)}, effect: func(*launch) { x.set(y.read()) }}
-	if x.len() == 0 {
-		w.accesses, w.effect = nil, func(*launch) {}
+	w := work{sig: "memcpy of nccl", accesses: []access{reads(y), writes(x)}, effect: func(*launch) { x.set(y.read()) }}
+	if x.len() == 0 || s.cap != nil && *x == *y {
+		w = work{}
 	}
 	if m.group == nil || m.thread == 1 {
 		return m.submit(s, w)
@@ -76,7 +84,13 @@ var ncclKinds = map[string]*kind{
 			op.Fail = g.chance(10)
 			return g.m.group == nil && len(g.m.open) == 0 && g.depth < 2 && g.m.thread == 0
 		},
-		run: func(r *runner, op *Op, _ *result) error { return nccl.Group(r.b.comm, r.body(op)) },
+		run: func(r *runner, op *Op, _ *result) error {
+			return nccl.Group(func(b *nccl.Batch) error {
+				r.batch = b
+				defer func() { r.batch = nil }()
+				return r.body(op)()
+			})
+		},
 		enter: func(m *model, op *Op) (want, bool) {
 			if m.group != nil || len(m.open) > 0 || m.thread == 1 {
 				m.conflict = &conflict{slot: -1}
@@ -104,7 +118,9 @@ var ncclKinds = map[string]*kind{
 			}
 			return fine
 		},
-		code: func(op *Op) string { return "return nccl.Group(c, BODY)" },
+		code: func(op *Op) string {
+			return "return nccl.Group(func(b *nccl.Batch) error {\non := b.On(c)\n_ = on\nreturn BODY()\n})"
+		},
 	},
 	"collective": {
 		weight: 6,
@@ -133,7 +149,7 @@ var ncclKinds = map[string]*kind{
 			if err != nil {
 				return err
 			}
-			return collectives[op.A].run(r.b.comm, s, x, y, reductions[op.B], op.N)
+			return collectives[op.A].run(r.issuer(), s, x, y, reductions[op.B], op.N)
 		},
 		model: func(m *model, op *Op) want {
 			s, x, y, w := m.operands2(op)
@@ -156,9 +172,7 @@ var ncclKinds = map[string]*kind{
 				return m.refuse(errs(append(spoiled, kArgument)...))
 			}
 			x, y = x.words(), y.words()
-			if writes(x).conflicts(reads(y)) && *x != *y || s.cap != nil && (s.cap.invalid || x.len() == 0 || *x == *y) {
-				// An error of NCCL would be the end of the communicator for all programs, and
-				// what it captures for no elements or in place is its own business.
+			if writes(x).conflicts(reads(y)) && *x != *y { // CUDA does not define it
 				m.conflict = &conflict{s: s, slot: -1}
 				return fine
 			}
@@ -177,7 +191,7 @@ var reductionNames = []string{"Sum", "Prod", "Max", "Min", "Avg"}
 
 type collective struct {
 	rooted bool
-	run    func(c *nccl.Communicator, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, root int) error
+	run    func(c nccl.Issuer, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, root int) error
 	text   string // with places for the stream, the reduction and the root
 }
 
@@ -186,19 +200,19 @@ func (c *collective) code(op *Op) string {
 }
 
 var collectives = []collective{
-	{false, func(c *nccl.Communicator, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, _ int) error {
+	{false, func(c nccl.Issuer, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, _ int) error {
 		return nccl.AllReduce(c, s, x, y, by)
-	}, "nccl.AllReduce(c, s%[1]d, x, y, %[2]s)"},
-	{false, func(c *nccl.Communicator, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, _ int) error {
+	}, "nccl.AllReduce(on, s%[1]d, x, y, %[2]s)"},
+	{false, func(c nccl.Issuer, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, _ int) error {
 		return nccl.AllGather(c, s, x, y)
-	}, "nccl.AllGather(c, s%[1]d, x, y)"},
-	{false, func(c *nccl.Communicator, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, _ int) error {
+	}, "nccl.AllGather(on, s%[1]d, x, y)"},
+	{false, func(c nccl.Issuer, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, _ int) error {
 		return nccl.ReduceScatter(c, s, x, y, by)
-	}, "nccl.ReduceScatter(c, s%[1]d, x, y, %[2]s)"},
-	{true, func(c *nccl.Communicator, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, root int) error {
+	}, "nccl.ReduceScatter(on, s%[1]d, x, y, %[2]s)"},
+	{true, func(c nccl.Issuer, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, root int) error {
 		return nccl.Broadcast(c, s, x, y, root)
-	}, "nccl.Broadcast(c, s%[1]d, x, y, %[3]d)"},
-	{true, func(c *nccl.Communicator, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, root int) error {
+	}, "nccl.Broadcast(on, s%[1]d, x, y, %[3]d)"},
+	{true, func(c nccl.Issuer, s *stream.Stream, x, y memory.Slice[int32], by nccl.Op, root int) error {
 		return nccl.Reduce(c, s, x, y, by, root)
-	}, "nccl.Reduce(c, s%[1]d, x, y, %[2]s, %[3]d)"},
+	}, "nccl.Reduce(on, s%[1]d, x, y, %[2]s, %[3]d)"},
 }

@@ -73,7 +73,7 @@ func (c *coder) statement(op *Op) string {
 	}
 	how := "do"
 	if op.T == 1 {
-		how = "onThread"
+		how, code = "onThread", "on := nccl.Issuer(c)\n_ = on\n"+code
 	}
 	return fmt.Sprintf("%s(%d, %q, func() (err error) {\n%s\n})\n", how, op.at, op.K, code)
 }
@@ -125,6 +125,7 @@ func main() {
 	if err != nil {
 		panic(err)
 	}
+	on := nccl.Issuer(c)
 	m, err := kernel.Compile(dev, &source)
 	if err != nil {
 		panic(err)
@@ -142,7 +143,7 @@ func main() {
 	if err != nil {
 		panic(err)
 	}
-	_, _, _ = c, k, mask
+	_, _, _ = on, k, mask
 VARS
 STATEMENTS
 	fmt.Println("device:", dev.Sync(context.Background()))

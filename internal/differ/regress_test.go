@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 )
 
 // A regression is a program that once differed.
@@ -87,7 +88,11 @@ func TestPrintedProgramsCompile(t *testing.T) {
 	require.NoError(t, err)
 	file := filepath.Join(t.TempDir(), "main.go")
 	require.NoError(t, os.WriteFile(file, []byte(code), 0o600))
-	out, err := exec.Command("go", "vet", file).CombinedOutput()
+	args := []string{"vet", file}
+	if tsan.On { // the packages are compiled already
+		args = []string{"vet", "-race", file}
+	}
+	out, err := exec.Command("go", args...).CombinedOutput()
 	require.NoError(t, err, "%s", out)
 }
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -76,7 +77,8 @@ type runner struct {
 	out     *outcome
 	calls   [maxCallbacks]atomic.Int64
 	threads [2]chan func()
-	inner   bool // on the second thread
+	inner   bool        // on the second thread
+	batch   *nccl.Batch // of the group that is open
 	base    memory.Stats
 }
 
@@ -297,7 +299,7 @@ func (r *runner) close(choose func(any) bool) {
 			continue
 		}
 		delete(r.objs, n)
-		if s, ok := o.(*stream.Stream); ok && s.Open() && r.keep(s) {
+		if s, ok := o.(*stream.Stream); ok && gpu.StreamOf(s).Open() && r.keep(s) {
 			continue
 		}
 		err := try(func() error { return closeObject(o) })

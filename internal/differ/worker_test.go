@@ -302,7 +302,7 @@ func (w *worker) run(p *Program) (virtual, cuda *outcome, err error) {
 func runElsewhere(p *Program) (*outcome, error) {
 	cmd := exec.Command(os.Args[0], "-worker.outcome")
 	cmd.Stdin = strings.NewReader(p.String())
-	var log tail
+	var log ends
 	cmd.Stderr = &log
 	text, err := cmd.Output()
 	if err != nil {

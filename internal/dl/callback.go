@@ -7,14 +7,14 @@ import (
 	"github.com/ebitengine/purego"
 )
 
-// Callback returns a C function pointer that calls fn, whose parameters and at
-// most one result are integers or addresses. A process can make some 2000 and
-// none is ever freed, so it is for the few that live as long as the process.
-// C may call it on any thread; a panic in fn ends the process.
+// Callback returns a C function pointer that calls fn. Its parameters and its optional
+// result must be integers or addresses. A process can make about 2000 callbacks and none
+// is ever freed, so use it only for functions that live as long as the process. C may call
+// it on any thread; a panic in fn ends the process.
 func Callback(fn any) uintptr { return purego.NewCallback(fn) }
 
-// A Closure is a Go function that C may call by a number, void fn(void *closure),
-// so that any number of them share one C function pointer.
+// A Closure identifies a Go function that C may call as void fn(void *closure). All
+// closures share one C function pointer.
 type Closure uintptr
 
 var closures struct {
@@ -22,18 +22,18 @@ var closures struct {
 	byID sync.Map // Closure to *held
 }
 
-// held is a function and those who need it.
+// held is a function with its reference count.
 type held struct {
 	fn   func()
 	refs atomic.Int32
 	once bool
 }
 
-// NewClosure gives fn a number, for the caller's reference and until the last one
-// is released.
+// NewClosure makes a closure of fn with one reference, for the caller. It exists until the
+// last reference is released.
 func NewClosure(fn func()) Closure { return newClosure(fn, false) }
 
-// OnceClosure is NewClosure for a function whose call releases it.
+// OnceClosure is NewClosure for a function whose call releases the reference.
 func OnceClosure(fn func()) Closure { return newClosure(fn, true) }
 
 func newClosure(fn func(), once bool) Closure {
@@ -44,8 +44,8 @@ func newClosure(fn func(), once bool) Closure {
 	return c
 }
 
-// Call calls the function, as C does by way of CallClosure. A number that was
-// released is nothing.
+// Call calls the function, as C does through CallClosure. It does nothing for a released
+// closure.
 func (c Closure) Call() {
 	h, ok := c.held()
 	if !ok {
@@ -64,7 +64,7 @@ func (c Closure) Retain() {
 	}
 }
 
-// Release gives a reference up.
+// Release drops a reference.
 func (c Closure) Release() {
 	if h, ok := c.held(); ok && h.refs.Add(-1) == 0 {
 		closures.byID.Delete(c)

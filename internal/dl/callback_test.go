@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 )
 
 func libc(t *testing.T) *dl.Library {
@@ -44,7 +45,7 @@ func TestClosuresOnForeignThreads(t *testing.T) {
 	lib := libc(t)
 	create, join := find(t, lib, "pthread_create"), find(t, lib, "pthread_join")
 	var sum atomic.Int64
-	const n = 3000
+	n := tsan.Rounds(300, 3000)
 	for i := range n {
 		f := dl.OnceClosure(func() {
 			runtime.GC()

@@ -5,22 +5,22 @@ import (
 	"unsafe"
 )
 
-// crossC and passC have the addresses of cross and pass in cross_amd64.s, C functions.
+// crossC and passC are the addresses of the C functions cross and pass in cross_amd64.s.
 var crossC, passC uintptr
 
-// cgocall runs a C function on the system's stack. Like cgo's own calls it takes what lies
-// on the goroutine's stack, which stays where it is until C runs.
+// cgocall runs a C function on the system stack. Like cgo it receives arguments on the
+// goroutine's stack, which does not move until C runs.
 //
 //go:noescape
 //go:linkname cgocall runtime.cgocall
 func cgocall(fn uintptr, arg unsafe.Pointer) int32
 
-// cross goes to C as purego does, but with one function before the other where
-// that is wanted, and without copying the arguments once more.
+// cross calls C as purego does, but optionally calls another function first, and copies
+// the arguments once less.
 func (f *Frame) cross() {
 	cgocall(crossC, unsafe.Pointer(&f.crossing))
 	runtime.KeepAlive(f)
 }
 
-// pass goes to C with nothing but the arguments.
+// pass calls C with the arguments only.
 func (p *passage) pass() int32 { return cgocall(passC, unsafe.Pointer(p)) }

@@ -7,9 +7,9 @@ DATA ·crossC(SB)/8, $cross(SB)
 GLOBL ·passC(SB), NOPTR|RODATA, $8
 DATA ·passC(SB)/8, $pass(SB)
 
-// int pass(passage *) in the C convention, on the system's stack. It reads nothing of the
-// passage once it has made the call: the goroutine's stack, where that lies, may have moved
-// if C has called Go.
+// int pass(passage *) in the C convention, on the system stack. After the call it does not
+// read the passage, which lies on the goroutine's stack: that stack may have moved if C has
+// called Go.
 TEXT pass(SB), NOSPLIT, $16
 	MOVQ passage_fn(DI), R10
 	MOVQ (passage_words+48)(DI), R11
@@ -22,17 +22,17 @@ TEXT pass(SB), NOSPLIT, $16
 	MOVQ (passage_words+32)(DI), R8
 	MOVQ (passage_words+40)(DI), R9
 	MOVQ passage_words+0(DI), DI
-	XORL AX, AX // a variadic function is given no float
+	XORL AX, AX // a variadic function gets no floats
 	CALL R10
 	RET
 
-// void cross(crossing *) in the C convention, on the system's stack. It makes the
+// void cross(crossing *) in the C convention, on the system stack. It makes the
 // calls that the crossing describes. The first 26 words of the frame are
 // arguments on the stack, the 28th is the crossing's address.
 TEXT cross(SB), NOSPLIT, $224
 	MOVQ DI, 216(SP)
 	MOVQ DI, R11
-	// Arguments that are not given are zeros, and not what lay here before.
+	// Missing arguments are zeros, not leftover data.
 	XORPS X0, X0
 	MOVUPS X0, 0(SP)
 	MOVUPS X0, 16(SP)
@@ -85,7 +85,7 @@ registers:
 	MOVQ (crossing_words+32)(R11), R8
 	MOVQ (crossing_words+40)(R11), R9
 	MOVQ crossing_fn(R11), R10
-	XORL AX, AX // a variadic function is given no float
+	XORL AX, AX // a variadic function gets no floats
 	CALL R10
 	MOVQ 216(SP), R11
 

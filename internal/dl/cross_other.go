@@ -4,8 +4,8 @@ package dl
 
 import "github.com/ebitengine/purego"
 
-// cross goes to C. The calling goroutine is locked to its thread where the first
-// function prepares it for the second.
+// cross calls C. If a first function prepares the thread for the second one, the caller
+// has locked the goroutine to its thread.
 func (f *Frame) cross() {
 	if f.before != 0 {
 		r, _, _ := purego.SyscallN(f.before, f.subject)
@@ -17,7 +17,7 @@ func (f *Frame) cross() {
 	f.result, _, _ = purego.SyscallN(f.fn, f.words[:f.nwords]...)
 }
 
-// pass goes to C with nothing but the arguments.
+// pass calls C with the arguments only.
 func (p *passage) pass() int32 {
 	r, _, _ := purego.SyscallN(p.fn, p.words[:]...)
 	return int32(r)

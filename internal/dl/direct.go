@@ -1,21 +1,21 @@
 package dl
 
-// DirectWords is how many arguments Direct passes.
+// DirectWords is the number of arguments of Direct.
 const DirectWords = 8
 
-// A passage is what one call by Direct needs. Assembly knows its fields.
+// A passage has the arguments of one call by Direct. Assembly depends on its fields.
 type passage struct {
 	fn    uintptr
 	words [DirectWords]uintptr
 }
 
-// Direct is Call for a function that is called so often that the way to it counts: it has
-// up to eight arguments, all passed by value, and returns an int. They need no frame from
-// the pool, since C reads nothing of the caller's once it runs. Arguments that are not
-// given are zeros.
+// Direct is Call for functions that are called so often that its overhead matters. The
+// function has up to eight arguments, all passed by value, and returns an int. It needs no
+// frame from the pool, because C does not access memory of the caller once it runs.
+// Missing arguments are zeros.
 func (t *Table[N, R]) Direct(n N, a [DirectWords]uintptr) R {
 	if t.fns[n] == 0 {
-		return t.absent
+		return t.lacking(n)
 	}
 	if t.before != 0 {
 		return t.Call(n, Get().In(a[:]...))

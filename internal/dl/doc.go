@@ -1,8 +1,8 @@
 // Package dl finds shared libraries and calls their C functions without a C
 // compiler and without allocating. It is the only importer of purego.
 //
-// Open searches for a library as its Spec says and reports every place it
-// tried. A call is made through a Frame, which comes from a pool:
+// Open searches for a library as described by its Spec, and reports every path that it
+// tried. A call is made through a Frame from a pool:
 //
 //	f := dl.Get()
 //	p, r := f.Out().In(bytes, uintptr(stream)).Do1(fn) // int fn(void **, size_t, stream)

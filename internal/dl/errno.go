@@ -5,15 +5,15 @@ import (
 	"syscall"
 )
 
-// CallErrno calls a function that returns a word and leaves the cause of a failure
-// in errno, which is 0 where it left none. A missing function fails with ENOSYS, as
-// a system call does. The frame is given back.
+// CallErrno calls a function that returns a word and sets errno on failure. The Errno is 0
+// if the function did not set errno. A missing function returns ENOSYS, as a missing
+// system call does. The frame is returned to the pool.
 func (t *Table[N, R]) CallErrno(n N, f *Frame) (uintptr, syscall.Errno) {
 	if !t.Has(n) {
 		f.Put()
 		return ^uintptr(0), syscall.ENOSYS
 	}
-	// errno is the thread's.
+	// errno belongs to the thread.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	f.before, f.subject = t.before, t.subject
@@ -26,8 +26,8 @@ func (t *Table[N, R]) CallErrno(n N, f *Frame) (uintptr, syscall.Errno) {
 	return r, syscall.Errno(*errno)
 }
 
-// errnoOfThread returns where C keeps the calling thread's errno, or nil where that
-// is not known.
+// errnoOfThread returns the address of the calling thread's errno, or nil if it is
+// unknown.
 func errnoOfThread() *int32 {
 	fn := errnoLocation()
 	if fn == 0 {

@@ -5,17 +5,17 @@ import (
 	"strings"
 )
 
-// An Error says that a library was not found or could not be loaded. It matches
+// An Error reports that a library was not found or could not be loaded. It matches
 // errors.ErrUnsupported.
 type Error struct {
 	Library string // such as "NCCL"
-	Env     string // the variable that can name the library's path
+	Env     string // the variable that can set the library's path
 	Tried   []Try  // in order
 }
 
-// A Try is one place where a library was looked for.
+// A Try is one failed attempt to find a library.
 type Try struct {
-	Path   string // a file, a soname for the system's loader, or a pattern that no file matched
+	Path   string // a file, a soname for the system's loader, or a pattern without matching files
 	Reason string
 }
 
@@ -35,14 +35,14 @@ func (e *Error) Error() string {
 // Is reports whether target is errors.ErrUnsupported.
 func (e *Error) Is(target error) bool { return target == errors.ErrUnsupported }
 
-// A VersionError says that a library was loaded and is too old, or lacks
-// functions that its version should have. It matches errors.ErrUnsupported.
+// A VersionError reports that a loaded library is too old, or lacks functions that its
+// version should have. It matches errors.ErrUnsupported.
 type VersionError struct {
 	Library string // such as "NCCL"
 	Path    string
-	Loaded  string // such as "2.19.3"; "" if it did not say
+	Loaded  string // such as "2.19.3"; "" if unknown
 	Needed  string
-	Missing []string // the C functions that it lacks
+	Missing []string // the missing C functions
 }
 
 func (e *VersionError) Error() string {

@@ -7,20 +7,20 @@ import (
 )
 
 const (
-	maxWords = 32 // what purego passes at most
+	maxWords = 32 // the maximum of purego
 	maxCells = 4
 	maxKept  = 8
 
-	// A struct of more than 16 bytes by value lies on the stack in the C
-	// convention of amd64, and in a copy that a pointer names in that of arm64.
+	// The C convention of amd64 passes a struct of more than 16 bytes by value on the
+	// stack; that of arm64 passes a pointer to a copy.
 	structOnStack = runtime.GOARCH == "amd64"
 	intRegisters  = 6 // of amd64
 	structWords   = 16
 )
 
-// A Frame holds the arguments of one C call in the order of the C prototype.
-// Frames are pooled, so that a call allocates nothing; one that was given back
-// by Put or a Do method must not be touched again.
+// A Frame holds the arguments of one C call in the order of the C prototype. Frames are
+// pooled, so that a call allocates nothing. A frame that was returned to the pool by Put
+// or a Do method must not be used again.
 type Frame struct {
 	crossing
 	cells                   [maxCells]uint64        // out-parameters of up to 8 bytes
@@ -30,10 +30,10 @@ type Frame struct {
 	ncells, nkept, nstructs int
 }
 
-// A crossing is what one change from Go to C needs. Assembly knows its fields.
+// A crossing has the arguments of one call from Go to C. Assembly depends on its fields.
 type crossing struct {
 	fn      uintptr
-	before  uintptr // called with subject first, unless 0; another result than 0 is the result
+	before  uintptr // called with subject first, unless 0; if it returns a nonzero result, fn is not called
 	subject uintptr
 	nwords  uintptr
 	words   [maxWords]uintptr
@@ -45,7 +45,7 @@ var frames = sync.Pool{New: func() any { return new(Frame) }}
 // Get returns an empty frame.
 func Get() *Frame { return frames.Get().(*Frame) }
 
-// Put gives the frame back. The Do methods do it themselves.
+// Put returns the frame to the pool. The Do methods call it.
 func (f *Frame) Put() {
 	clear(f.words[:f.nwords])
 	clear(f.kept[:f.nkept])
@@ -53,8 +53,8 @@ func (f *Frame) Put() {
 	frames.Put(f)
 }
 
-// In appends arguments that are passed by value. A signed argument is converted
-// with its sign, as uintptr(int32(-1)): C reads the low bits only.
+// In appends arguments that are passed by value. A signed argument is sign-extended as in
+// uintptr(int32(-1)): C reads the low bits only.
 func (f *Frame) In(v ...uintptr) *Frame {
 	if int(f.nwords)+len(v) > maxWords {
 		panic("dl: a C call of more than 32 argument words")
@@ -63,9 +63,9 @@ func (f *Frame) In(v ...uintptr) *Frame {
 	return f
 }
 
-// Out appends the address of the next cell, zeroed: an out-parameter of up to 8
-// bytes. C must have written it when the call returns; what C may write later
-// goes to memory of the caller's, by Ptr.
+// Out appends the address of the next cell, zeroed: an out-parameter of up to 8 bytes. C
+// must have written it when the call returns; if C may write later, pass memory of the
+// caller by Ptr.
 func (f *Frame) Out() *Frame { return f.InOut(0) }
 
 // InOut is Out with a value for C to read.
@@ -78,9 +78,8 @@ func (f *Frame) InOut(v uint64) *Frame {
 	return f.In(uintptr(unsafe.Pointer(&f.cells[f.ncells-1])))
 }
 
-// Ptr appends an address of host memory. The frame keeps a Go object there
-// alive until the call returns, and storing the pointer moves the object to the
-// heap, where it stays put.
+// Ptr appends an address of host memory. The frame keeps a Go object there alive until the
+// call returns. Storing the pointer moves the object to the heap, where it does not move.
 func (f *Frame) Ptr(p unsafe.Pointer) *Frame {
 	return f.In(uintptr(f.keep(p)))
 }
@@ -107,8 +106,8 @@ func (f *Frame) Strings(list []string) *Frame {
 	if len(list) == 0 {
 		return f.In(0, 0)
 	}
-	// Go memory with Go pointers may go to C only if what they point at stays
-	// put, so all texts lie in one object that the frame keeps.
+	// C may get Go memory with Go pointers only if the pointed-to objects do not move, so
+	// all strings are stored in one object that the frame keeps.
 	var text []byte
 	for _, s := range list {
 		text = append(append(text, s...), 0)
@@ -122,8 +121,8 @@ func (f *Frame) Strings(list []string) *Frame {
 	return f.In(uintptr(len(list))).Ptr(unsafe.Pointer(&array[0]))
 }
 
-// Struct128 appends a 128-byte struct by value, such as ncclUniqueId. There can
-// be one struct, beside at most 6 other words.
+// Struct128 appends a 128-byte struct by value, such as ncclUniqueId. A call can have one
+// struct, with at most 6 other words.
 func (f *Frame) Struct128(p *[128]byte) *Frame { return f.byValue(p[:]) }
 
 // Struct64 is Struct128 for a 64-byte struct, such as CUipcEventHandle.
@@ -134,13 +133,13 @@ func (f *Frame) byValue(b []byte) *Frame {
 	copy(unsafe.Slice((*byte)(unsafe.Pointer(&f.block)), len(b)), b)
 	f.nstructs++
 	if structOnStack {
-		return f // Call puts it behind the registers
+		return f // Call stores it after the register arguments
 	}
 	return f.In(uintptr(unsafe.Pointer(&f.block)))
 }
 
-// Call runs the C function and returns its result word. The frame stays usable
-// for Word; give it back with Put.
+// Call runs the C function and returns its result word. The frame stays valid for Word;
+// the caller calls Put.
 func (f *Frame) Call(fn uintptr) uintptr {
 	if f.nstructs > 0 {
 		f.placeStruct()
@@ -166,7 +165,7 @@ func (f *Frame) placeStruct() {
 // Word returns the out cell i, counted from 0 in the order of Out.
 func (f *Frame) Word(i int) uint64 { return f.cells[i] }
 
-// Do calls a function that returns an int, and gives the frame back.
+// Do calls a function that returns an int, and returns the frame to the pool.
 func (f *Frame) Do(fn uintptr) int32 { return int32(f.do(fn)) }
 
 // Do1 is Do for a function with one out-parameter.
@@ -201,8 +200,8 @@ func (f *Frame) do2(fn uintptr) (uint64, uint64, uintptr) {
 	return v, w, r
 }
 
-// DoString calls a function that returns a NUL-terminated string, which is
-// copied, and gives the frame back. NULL is "".
+// DoString calls a function that returns a NUL-terminated string, copies the string, and
+// returns the frame to the pool. NULL is "".
 func (f *Frame) DoString(fn uintptr) string {
 	s := GoString(f.Call(fn))
 	f.Put()

@@ -4,34 +4,47 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// A Spec says what a library is called and where it may be.
+// A Spec is the names and locations of a library.
 type Spec struct {
 	Name    string   // for errors, such as "NCCL"
-	Env     *env.Var // a path here is the only one tried
-	Sonames []string // with the major version, newest first: a bare .so is whatever the toolkit's developer files point at
-	Deps    []string // libraries of the same folder that it may need, innermost first
-	Folders []string // patterns of folders to search after the system's loader; see Toolkit
-	Wheels  []string // folders below site-packages/nvidia, such as "nccl/lib"
+	Env     *env.Var // if set, only this path is tried
+	Sonames []string // with the major version, newest first: the plain .so may link to any version
+	Deps    []string // libraries in the same directory that it may need, dependencies first
+	Folders []string // patterns of directories to search after the system's loader; see Toolkit
+	Wheels  []string // directories below site-packages/nvidia, such as "nccl/lib"
 }
 
-// A Library is a shared library that was loaded. It is never closed.
+// A Library is a loaded shared library. It is never closed.
 type Library struct {
 	handle uintptr
 	path   string
 }
 
-// A Resolver finds C functions by name. Library.Symbol is one; tests have
-// others.
+// A Resolver finds C functions by name. Library.Symbol is one; tests use others.
 type Resolver func(name string) (address uintptr, ok bool)
 
-// Open loads the first library that the Spec's search finds: the path in the
-// environment, the system's loader, the folders, the Python wheels. The error
-// is an *Error. Callers keep what they get and do not open it again.
+// Open loads the first library that the Spec's search finds, in this order: the path in
+// the environment, the system's loader, the directories, the Python wheels. The error is
+// an *Error. Callers keep the library and do not open it again.
 func Open(spec *Spec) (*Library, error) { return open(spec, host()) }
+
+// Once returns a function that opens the library of the Spec on its first call and passes
+// its functions and its file to bind, for example to fill a Table. Later calls return the
+// same result or the same error.
+func Once[L any](spec *Spec, bind func(find Resolver, path string) (L, error)) func() (L, error) {
+	return sync.OnceValues(func() (lib L, err error) {
+		so, err := Open(spec)
+		if err != nil {
+			return lib, err
+		}
+		return bind(so.Symbol, so.Path())
+	})
+}
 
 func open(spec *Spec, on *machine) (*Library, error) {
 	e := &Error{Library: spec.Name}
@@ -61,7 +74,7 @@ func open(spec *Spec, on *machine) (*Library, error) {
 	return nil, e
 }
 
-// try loads the file or soname path, or notes under the given label why not.
+// try loads the file or soname path, or records the reason of the failure under label.
 func (e *Error) try(spec *Spec, path, label string) (*Library, error) {
 	handle, reason := load(path)
 	for i := 0; handle == 0 && i < len(spec.Deps); i++ {
@@ -70,8 +83,8 @@ func (e *Error) try(spec *Spec, path, label string) (*Library, error) {
 		if !filepath.IsAbs(path) || !strings.Contains(reason, dep) {
 			continue
 		}
-		// The loader looks in the folder of the library only if the library's
-		// run path says so; one that is loaded already needs no path.
+		// The loader searches the library's directory only if the library's run path says
+		// so. A library that is already loaded needs no path.
 		if h, _ := load(beside); h != 0 {
 			handle, reason = load(path)
 		}
@@ -108,8 +121,8 @@ func (l *Library) Path() string { return l.path }
 // Symbol returns the address of a C function, or false if the library lacks it.
 func (l *Library) Symbol(name string) (uintptr, bool) { return symbol(l.handle, name) }
 
-// Files lists the files that Open would try after the system's loader. It also
-// serves to find the headers that lie beside libraries.
+// Files returns the files that Open would try after the system's loader. It also helps to
+// find headers next to libraries.
 func Files(spec *Spec) []string {
 	var out []string
 	for _, p := range host().patterns(spec) {

@@ -239,3 +239,28 @@ func TestVersionError(t *testing.T) {
 	err = &dl.VersionError{Library: "NVRTC", Path: "/a.so", Needed: "12.0", Missing: []string{"f", "g"}}
 	require.EqualError(t, err, "NVRTC at /a.so: Chorus needs 12.0 or newer; this one lacks f, g")
 }
+
+// The library is opened once, and everybody gets what bind made of it, or its error.
+func TestOnce(t *testing.T) {
+	calls := 0
+	spec := &dl.Spec{Name: "the C library", Sonames: []string{"libc.so.6"}}
+	open := dl.Once(spec, func(find dl.Resolver, path string) (*int, error) {
+		calls++
+		_, ok := find("qsort")
+		require.True(t, ok, path)
+		return &calls, nil
+	})
+	for range 2 {
+		lib, err := open()
+		if err != nil {
+			t.Skip(err)
+		}
+		require.Same(t, &calls, lib)
+	}
+	require.Equal(t, 1, calls)
+	_, err := dl.Once(&dl.Spec{Name: "nothing", Sonames: []string{"libnothing.so.7"}}, func(dl.Resolver, string) (*int, error) {
+		t.Error("there is nothing to bind")
+		return nil, nil
+	})()
+	require.ErrorIs(t, err, errors.ErrUnsupported)
+}

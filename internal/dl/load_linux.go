@@ -7,9 +7,9 @@ import (
 	"github.com/ebitengine/purego"
 )
 
-// load opens a shared library and returns its handle, or 0 and why not.
+// load opens a shared library and returns its handle, or 0 and the reason.
 func load(path string) (handle uintptr, reason string) {
-	// The text of the last error belongs to the OS thread.
+	// The last error message belongs to the OS thread.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	handle, err := purego.Dlopen(path, purego.RTLD_NOW|purego.RTLD_LOCAL)
@@ -37,7 +37,7 @@ var dlinfo = sync.OnceValue(func() uintptr {
 	return p
 })
 
-// errnoLocation is the C library's function behind its macro errno.
+// errnoLocation is the function of the C library that the macro errno calls.
 var errnoLocation = sync.OnceValue(func() uintptr {
 	p, _ := symbol(purego.RTLD_DEFAULT, "__errno_location")
 	return p

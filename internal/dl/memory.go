@@ -5,10 +5,10 @@ import (
 	"unsafe"
 )
 
-// Pointer turns an address that C gave out into a pointer. The memory must be
-// C's: the garbage collector neither moves nor frees it.
+// Pointer converts an address from C to a pointer. The memory must belong to C: the
+// garbage collector neither moves nor frees it.
 func Pointer(address uint64) unsafe.Pointer {
-	// Not unsafe.Pointer(uintptr): go vet cannot tell that use from a mistake.
+	// Not unsafe.Pointer(uintptr), which go vet reports.
 	return *(*unsafe.Pointer)(unsafe.Pointer(&address))
 }
 

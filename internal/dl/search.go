@@ -9,8 +9,8 @@ import (
 	"strings"
 )
 
-// Toolkit has the folders of an installed CUDA toolkit. A pattern may begin
-// with a variable of the environment, and is left out where that is unset.
+// Toolkit are the directories of an installed CUDA toolkit. A pattern may begin with an
+// environment variable, and is skipped if that variable is unset.
 var Toolkit = []string{
 	"$CUDA_HOME/lib64",
 	"$CUDA_PATH/lib64",
@@ -19,8 +19,8 @@ var Toolkit = []string{
 	"/usr/local/cuda*/targets/" + toolkitTarget + "/lib",
 }
 
-// sitePackages has the folders into which pip and its kin install wheels.
-// PYTHON3 stands for the installation of the python3 on PATH.
+// sitePackages are the directories into which pip and similar tools install wheels.
+// PYTHON3 stands for the installation of the python3 in PATH.
 var sitePackages = []string{
 	"$PYTHONPATH",
 	"$VIRTUAL_ENV/lib/python3.*/site-packages",
@@ -36,12 +36,12 @@ var sitePackages = []string{
 
 var toolkitTarget = map[string]string{"amd64": "x86_64-linux", "arm64": "sbsa-linux"}[runtime.GOARCH]
 
-// A machine is what a search sees of the computer; tests have their own.
+// A machine is the environment of a search. Tests replace it.
 type machine struct {
-	root     string // put before absolute patterns
+	root     string // prefix of absolute patterns
 	getenv   func(string) string
 	lookPath func(string) (string, error)
-	secure   bool // the environment is not to be trusted
+	secure   bool // the environment must not be trusted
 }
 
 func host() *machine {
@@ -51,18 +51,18 @@ func host() *machine {
 	return &machine{getenv: os.Getenv, lookPath: exec.LookPath}
 }
 
-// A pattern is a folder pattern with the folders and names to look for in it.
+// A pattern is a directory pattern with the subdirectories and file names to search.
 type pattern struct {
 	base    string
 	folders []string // relative to base; "" is base itself
 	names   []string
 }
 
-// patterns lists where to look for the files of a Spec, best first.
+// patterns returns the patterns for the files of a Spec, best first.
 func (m *machine) patterns(spec *Spec) []pattern {
 	var list []pattern
 	add := func(base string, folders []string) {
-		// A prefix may be named twice: CUDA_HOME is often CUDA_PATH.
+		// Two variables may have the same value: CUDA_HOME is often CUDA_PATH.
 		if !slices.ContainsFunc(list, func(p pattern) bool { return p.base == base }) {
 			list = append(list, pattern{base, folders, spec.Sonames})
 		}
@@ -93,14 +93,14 @@ func (m *machine) expand(p string) []string {
 	}
 	var out []string
 	for _, v := range m.values(name) {
-		if filepath.IsAbs(v) { // a library from wherever the process happens to run is a trap
+		if filepath.IsAbs(v) { // relative paths are ignored: the working directory must not choose a library
 			out = append(out, escapeGlob(filepath.Clean(v))+rest)
 		}
 	}
 	return out
 }
 
-// values returns what a variable holds: one value, or more for lists.
+// values returns the value of a variable, or all elements if it is a list.
 func (m *machine) values(name string) []string {
 	switch name {
 	case "PYTHONPATH":
@@ -110,8 +110,8 @@ func (m *machine) values(name string) []string {
 		if err != nil {
 			return nil
 		}
-		// The link itself belongs to a virtual environment, its target to the
-		// Python that the environment was made from.
+		// The link itself belongs to a virtual environment, its target to the Python that
+		// the environment was made from.
 		prefixes := []string{filepath.Dir(filepath.Dir(path))}
 		if real, err := filepath.EvalSymlinks(path); err == nil && real != path {
 			prefixes = append(prefixes, filepath.Dir(filepath.Dir(real)))
@@ -121,7 +121,7 @@ func (m *machine) values(name string) []string {
 	return []string{m.getenv(name)}
 }
 
-// files returns the files that match, those of the newest name first.
+// files returns the matching files, those with the newest name first.
 func (p pattern) files() []string {
 	var out []string
 	for _, name := range p.names {
@@ -133,7 +133,7 @@ func (p pattern) files() []string {
 	return out
 }
 
-// String writes the pattern as a shell would take it.
+// String formats the pattern in shell syntax.
 func (p pattern) String() string {
 	return filepath.Join(p.base, braces(p.folders), braces(p.names))
 }

@@ -7,11 +7,11 @@ import (
 	"sync"
 )
 
-// atSecure is the number of AT_SECURE in the vector that the kernel gives a process.
+// atSecure is the key of AT_SECURE in the auxiliary vector of a process.
 const atSecure = 23
 
-// secure reports whether the process has rights that its starter does not, as a set-uid
-// program. Then, as for the system's loader, nothing in the environment chooses a library.
+// secure reports whether the process has more privileges than its starter, as a set-uid
+// program. Then, as in the system's loader, the environment cannot choose a library.
 var secure = sync.OnceValue(func() bool {
 	vector, err := os.ReadFile("/proc/self/auxv")
 	if err != nil {
@@ -20,7 +20,7 @@ var secure = sync.OnceValue(func() bool {
 	return isSecure(vector)
 })
 
-// isSecure reads the vector: pairs of a number and a value, of eight bytes each.
+// isSecure parses the vector: pairs of a key and a value, of eight bytes each.
 func isSecure(vector []byte) bool {
 	for ; len(vector) >= 16; vector = vector[16:] {
 		if binary.NativeEndian.Uint64(vector) == atSecure {
@@ -30,7 +30,7 @@ func isSecure(vector []byte) bool {
 	return false
 }
 
-// secureHost is the computer as a process sees it that must not trust its environment.
+// secureHost is the machine of a process that must not trust its environment.
 func secureHost() *machine {
 	return &machine{
 		getenv:   func(string) string { return "" },

@@ -6,20 +6,21 @@ type Func struct {
 	Optional bool // the library may lack it
 }
 
-// A Table holds the functions of a loaded library by the numbers N that a
-// package gives them. R is the library's status type: an int, or a struct of two,
-// which comes back in one register.
+// A Table holds the functions of a loaded library, indexed by the numbers N of a package.
+// R is the library's status type: an int, or a struct of two ints, which is returned in
+// one register.
 type Table[N ~int, R ~int32 | ~uint64] struct {
 	fns    []uintptr
 	path   string
 	absent R
 
 	before, subject uintptr // see After
+	asked           *N      // see Empty
 }
 
-// NewTable looks the functions up and returns the names of those that are
-// required and missing. A call of an optional one that is missing returns
-// absent. path is the file of the library.
+// NewTable looks up the functions and returns the names of the required functions that are
+// missing. A call of a missing optional function returns absent. path is the file of the
+// library.
 func NewTable[N ~int, R ~int32 | ~uint64](find Resolver, path string, funcs []Func, absent R) (t Table[N, R], missing []string) {
 	t = Table[N, R]{fns: make([]uintptr, len(funcs)), path: path, absent: absent}
 	for i, f := range funcs {
@@ -32,11 +33,28 @@ func NewTable[N ~int, R ~int32 | ~uint64](find Resolver, path string, funcs []Fu
 	return t, missing
 }
 
-// After returns a table whose calls are each preceded by a call of function n with
-// the subject, in one go: the goroutine has no chance to change its thread
-// between. Where function n returns anything but 0, that is the result and the
-// call is not made. On other processors than amd64 the goroutine must be locked to
-// its thread.
+// Empty returns a table of a library that lacks every function. first is the function that
+// was called first, or negative before the first call. A package uses it to learn which
+// function some code calls, without calling it.
+func Empty[N ~int, R ~int32 | ~uint64](funcs int, absent R) (t Table[N, R], first *N) {
+	first = new(N)
+	*first = -1
+	return Table[N, R]{fns: make([]uintptr, funcs), absent: absent, asked: first}, first
+}
+
+// lacking returns the result for a function that the library lacks.
+func (t *Table[N, R]) lacking(n N) R {
+	if t.asked != nil && *t.asked < 0 {
+		*t.asked = n
+	}
+	return t.absent
+}
+
+// After returns a table whose calls are each preceded by a call of function n with the
+// subject. Both calls are one change to C, so the goroutine cannot change its thread
+// between them. If function n returns a nonzero result, that is the result, and the second
+// call is not made. On processors other than amd64 the goroutine must be locked to its
+// thread.
 func (t Table[N, R]) After(n N, subject uintptr) Table[N, R] {
 	t.before, t.subject = t.fns[n], subject
 	return t
@@ -48,11 +66,11 @@ func (t *Table[N, R]) Path() string { return t.path }
 // Has reports whether the loaded library has the function.
 func (t *Table[N, R]) Has(n N) bool { return t.fns[n] != 0 }
 
-// Call calls a function without out-parameters and gives the frame back.
+// Call calls a function without out-parameters and returns the frame to the pool.
 func (t *Table[N, R]) Call(n N, f *Frame) R {
 	if !t.Has(n) {
 		f.Put()
-		return t.absent
+		return t.lacking(n)
 	}
 	f.before, f.subject = t.before, t.subject
 	return R(f.do(t.fns[n]))
@@ -62,7 +80,7 @@ func (t *Table[N, R]) Call(n N, f *Frame) R {
 func (t *Table[N, R]) Call1(n N, f *Frame) (uint64, R) {
 	if !t.Has(n) {
 		f.Put()
-		return 0, t.absent
+		return 0, t.lacking(n)
 	}
 	f.before, f.subject = t.before, t.subject
 	v, r := f.do1(t.fns[n])
@@ -73,15 +91,15 @@ func (t *Table[N, R]) Call1(n N, f *Frame) (uint64, R) {
 func (t *Table[N, R]) Call2(n N, f *Frame) (uint64, uint64, R) {
 	if !t.Has(n) {
 		f.Put()
-		return 0, 0, t.absent
+		return 0, 0, t.lacking(n)
 	}
 	f.before, f.subject = t.before, t.subject
 	v, w, r := f.do2(t.fns[n])
 	return v, w, R(r)
 }
 
-// Text calls a function that returns a NUL-terminated string and gives the
-// frame back. A missing function's text is "".
+// Text calls a function that returns a NUL-terminated string, and returns the frame to the
+// pool. A missing function's text is "".
 func (t *Table[N, R]) Text(n N, f *Frame) string {
 	if !t.Has(n) {
 		f.Put()

@@ -1,8 +1,8 @@
 // Package element reads and writes single elements of any type in host memory, and
-// converts between the types as kernels and torch do.
+// converts between types like kernels and torch.
 //
-// Functions of single elements are for what is small or has no faster way: host
-// tensors, and the Go functions that stand in for kernels on virtual devices.
+// These functions are for few elements, or for uses without a faster alternative: host
+// tensors, and the Go stand-ins of kernels on virtual devices.
 package element
 
 import (
@@ -15,36 +15,36 @@ import (
 type Value struct {
 	f        float64
 	i        int64
-	whole    bool // it is i
-	unsigned bool // whose bits are those of a uint64
+	whole    bool // the value is i
+	unsigned bool // i holds the bits of a uint64
 }
 
-// Float is a value of a floating-point type.
+// Float returns a value of a floating-point type.
 func Float(f float64) Value { return Value{f: f} }
 
-// Int is a value of an integer type or bool.
+// Int returns a value of an integer type or bool.
 func Int(i int64) Value { return Value{i: i, whole: true} }
 
-// Uint is a value of uint64, given as its bits.
+// Uint returns a value of uint64, given by its bits.
 func Uint(bits int64) Value { return Value{i: bits, whole: true, unsigned: true} }
 
-// Int64 is the value of an integer type or bool; of a uint64, its bits.
+// Int64 returns the value of an integer type or bool; for uint64, its bits.
 func (v Value) Int64() int64 { return v.i }
 
-// IsFloat reports whether the numbers of a type are floating-point.
+// IsFloat reports whether a type is a floating-point type.
 func IsFloat(t memory.DType) bool {
-	return t == memory.Float16T || t == memory.BFloat16T || t == memory.Float32 || t == memory.Float64 || IsFloat8(t)
+	return t == memory.Float16 || t == memory.BFloat16 || t == memory.Float32 || t == memory.Float64 || IsFloat8(t)
 }
 
-// IsFloat8 reports whether a type is one of the two that only move and convert.
-func IsFloat8(t memory.DType) bool { return t == memory.Float8E4M3T || t == memory.Float8E5M2T }
+// IsFloat8 reports whether a type is an 8-bit float, which supports only copies and conversions.
+func IsFloat8(t memory.DType) bool { return t == memory.Float8E4M3 || t == memory.Float8E5M2 }
 
 func as[T any](b []byte, i int) *T {
 	var z T
 	return (*T)(unsafe.Pointer(&b[i*int(unsafe.Sizeof(z))]))
 }
 
-// Load reads element i of b, elements of type t.
+// Load returns element i of b, whose elements have type t.
 func Load(t memory.DType, b []byte, i int) Value {
 	switch t {
 	case memory.Bool:
@@ -65,29 +65,29 @@ func Load(t memory.DType, b []byte, i int) Value {
 		return Int(*as[int64](b, i))
 	case memory.Uint64:
 		return Uint(*as[int64](b, i))
-	case memory.Float16T:
-		return Float(float64(as[memory.Float16](b, i).Float32()))
-	case memory.BFloat16T:
-		return Float(float64(as[memory.BFloat16](b, i).Float32()))
-	case memory.Float8E4M3T:
-		return Float(float64(as[memory.Float8E4M3](b, i).Float32()))
-	case memory.Float8E5M2T:
-		return Float(float64(as[memory.Float8E5M2](b, i).Float32()))
+	case memory.Float16:
+		return Float(float64(as[memory.Float16Bits](b, i).Float32()))
+	case memory.BFloat16:
+		return Float(float64(as[memory.BFloat16Bits](b, i).Float32()))
+	case memory.Float8E4M3:
+		return Float(float64(as[memory.Float8E4M3Bits](b, i).Float32()))
+	case memory.Float8E5M2:
+		return Float(float64(as[memory.Float8E5M2Bits](b, i).Float32()))
 	case memory.Float32:
 		return Float(float64(*as[float32](b, i)))
 	}
 	return Float(*as[float64](b, i))
 }
 
-// Store converts v to type t and writes it as element i of b. A float is cut
-// towards zero where t is an integer; one that t cannot hold is undefined.
+// Store converts v to type t and writes it to element i of b. If t is an integer
+// type, a float is truncated; the result is undefined if t cannot represent it.
 func Store(t memory.DType, b []byte, i int, v Value) {
 	switch {
 	case IsFloat(t):
 		SetFloat(t, b, i, v.Round(t))
 	case v.whole:
 		SetInt(t, b, i, v.i)
-	case t == memory.Bool && v.f != 0: // less than 1, perhaps
+	case t == memory.Bool && v.f != 0: // also below 1
 		SetInt(t, b, i, 1)
 	case t == memory.Uint64 && v.f >= 1<<63:
 		SetInt(t, b, i, int64(uint64(v.f)))
@@ -96,8 +96,8 @@ func Store(t memory.DType, b []byte, i int, v Value) {
 	}
 }
 
-// Round rounds v to a floating-point type, those that Go lacks by way of a
-// float32, as kernels do.
+// Round rounds v to a floating-point type. Types that Go does not have are
+// rounded through float32, like in kernels.
 func (v Value) Round(t memory.DType) float64 {
 	if t == memory.Float64 {
 		switch {
@@ -118,20 +118,20 @@ func (v Value) Round(t memory.DType) float64 {
 		f = float32(v.f)
 	}
 	switch t {
-	case memory.Float16T:
+	case memory.Float16:
 		f = memory.Float16Of(f).Float32()
-	case memory.BFloat16T:
+	case memory.BFloat16:
 		f = memory.BFloat16Of(f).Float32()
-	case memory.Float8E4M3T:
+	case memory.Float8E4M3:
 		f = memory.Float8E4M3Of(f).Float32()
-	case memory.Float8E5M2T:
+	case memory.Float8E5M2:
 		f = memory.Float8E5M2Of(f).Float32()
 	}
 	return float64(f)
 }
 
-// Wrap takes the low bits that an integer type has; a bool is whether there are
-// any.
+// Wrap truncates v to the bits of an integer type. For bool it returns 1 if v is
+// not 0.
 func Wrap(t memory.DType, v int64) int64 {
 	switch t {
 	case memory.Bool:
@@ -155,7 +155,7 @@ func Wrap(t memory.DType, v int64) int64 {
 	return v
 }
 
-// SetInt writes v, wrapped, as element i of b, whose type is an integer or bool.
+// SetInt writes v, wrapped, to element i of b, whose type is an integer type or bool.
 func SetInt(t memory.DType, b []byte, i int, v int64) {
 	switch v = Wrap(t, v); t.Size() {
 	case 1:
@@ -169,17 +169,17 @@ func SetInt(t memory.DType, b []byte, i int, v int64) {
 	}
 }
 
-// SetFloat writes v as element i of b, whose type is floating-point.
+// SetFloat writes v to element i of b, whose type is a floating-point type.
 func SetFloat(t memory.DType, b []byte, i int, v float64) {
 	switch t {
-	case memory.Float16T:
-		*as[memory.Float16](b, i) = memory.Float16Of(float32(v))
-	case memory.BFloat16T:
-		*as[memory.BFloat16](b, i) = memory.BFloat16Of(float32(v))
-	case memory.Float8E4M3T:
-		*as[memory.Float8E4M3](b, i) = memory.Float8E4M3Of(float32(v))
-	case memory.Float8E5M2T:
-		*as[memory.Float8E5M2](b, i) = memory.Float8E5M2Of(float32(v))
+	case memory.Float16:
+		*as[memory.Float16Bits](b, i) = memory.Float16Of(float32(v))
+	case memory.BFloat16:
+		*as[memory.BFloat16Bits](b, i) = memory.BFloat16Of(float32(v))
+	case memory.Float8E4M3:
+		*as[memory.Float8E4M3Bits](b, i) = memory.Float8E4M3Of(float32(v))
+	case memory.Float8E5M2:
+		*as[memory.Float8E5M2Bits](b, i) = memory.Float8E5M2Of(float32(v))
 	case memory.Float32:
 		*as[float32](b, i) = float32(v)
 	default:

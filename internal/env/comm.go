@@ -1,11 +1,11 @@
 package env
 
-// What groups are told that their Config leaves open.
+// Defaults of the configuration of groups.
 var (
 	CommStrategy = &Var{"CHORUS_COMM_STRATEGY", "text", "nccl",
-		"What carries the collectives of groups out: `nccl`; `own`: Chorus's own kernels for small ones, where the GPUs of a host reach each other's memory, and NCCL for the rest; `windows`: NCCL's kernels for symmetric memory for small ones; `copy-engines` for all-gathers and all-to-alls in one process; `tuned`: what is the fastest by measurements; or, for measurements, own kernels that reduce by `one-shot`, `two-shot-packets`, `two-shot` or, where NVLink joins all GPUs, `two-shot-lines`. All ranks must have the same."}
+		"Strategy of collectives, the same on all ranks. `nccl`. `own`: Chorus kernels for small operations if the GPUs are on one host with peer access, otherwise NCCL. `windows`: NCCL's kernels for symmetric memory for small operations. `copy-engines`: copy engines for all-gather and all-to-all within one process. `tuned`: the fastest strategy by measurement. For measurements, one algorithm of the Chorus kernels: `one-shot`, `two-shot-packets`, `two-shot` or, if NVLink connects all GPUs, `two-shot-lines`."}
 	TuningFile = &Var{"CHORUS_TUNING_FILE", "path", "",
-		"The file with the measurements that `tuned` goes by, which `chorus tune` writes, and the first group of its kind if there are none. Unset means `chorus/tuning.json` in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)."}
+		"File with the measurements for `tuned`, written by `chorus tune`, or by the first group without measurements. Default: `chorus/tuning.json` in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."}
 )
 
 var commVars = []*Var{CommStrategy, TuningFile}

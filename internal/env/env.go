@@ -1,6 +1,6 @@
-// Package env is the registry of the environment variables that Chorus reads:
-// each is declared once, with its default and its meaning, and
-// docs/ENVIRONMENT.md is generated from the declarations.
+// Package env is the registry of the environment variables that Chorus reads. Each
+// variable is declared once, with its default and its meaning. docs/ENVIRONMENT.md is
+// generated from the declarations.
 package env
 
 import (
@@ -12,15 +12,15 @@ import (
 	"time"
 )
 
-// A Var is one declared variable, a package variable of this package.
+// A Var is a declared environment variable. All are package variables of this package.
 type Var struct {
 	Name    string
 	Type    string // "text", "number", "duration", "yes/no"
-	Default string // as a user would write it; "" means unset
+	Default string // in the format of the variable; "" means unset
 	Meaning string // for docs/ENVIRONMENT.md
 }
 
-// Value returns what the environment has, or the default.
+// Value returns the value from the environment, or the default.
 func (v *Var) Value() string {
 	if s, ok := os.LookupEnv(v.Name); ok {
 		return s
@@ -28,7 +28,7 @@ func (v *Var) Value() string {
 	return v.Default
 }
 
-// IsSet reports whether the environment has the variable.
+// IsSet reports whether the variable is set in the environment.
 func (v *Var) IsSet() bool { _, ok := os.LookupEnv(v.Name); return ok }
 
 // Int returns the value as a number.
@@ -58,8 +58,8 @@ func (v *Var) Duration() (time.Duration, error) {
 	return d, nil
 }
 
-// OneOf returns the value if it is one of the words, which the error lists
-// otherwise.
+// OneOf returns the value if it is one of words, and otherwise an error that
+// lists them.
 func (v *Var) OneOf(words ...string) (string, error) {
 	s := v.Value()
 	if !slices.Contains(words, s) {
@@ -68,7 +68,7 @@ func (v *Var) OneOf(words ...string) (string, error) {
 	return s, nil
 }
 
-// A ValueError says which variable has a value that cannot be used.
+// A ValueError reports a variable with an invalid value.
 type ValueError struct{ Name, Value, Want string }
 
 func (e *ValueError) Error() string {

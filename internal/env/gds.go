@@ -1,13 +1,13 @@
 package env
 
-// What package gds is told that its FileConfig leaves open.
+// Defaults of package gds's FileConfig.
 var (
 	GDSEngine = &Var{"CHORUS_GDS_ENGINE", "text", "auto",
-		"How files go to devices: `cufile` by NVIDIA's cuFile, `direct` past the page cache, `cached` through it, or `auto`, which chooses for each file and part. What one cannot do, the next one does."}
+		"I/O engine between files and devices: `cufile` (NVIDIA's cuFile), `direct` (past the page cache), `cached` (through the page cache), or `auto`, which chooses for each file and part. If an engine cannot transfer a part, the next one does."}
 	GDSPinned = &Var{"CHORUS_GDS_PINNED", "number", "1073741824",
-		"How many bytes of pinned memory files have in use at most, on all devices together; 65536 or more. One transfer takes 128 MiB, up to 8 MiB for each thread, and those to several devices of a group share that, down to 1 MiB for each thread."}
+		"Limit of the pinned memory for file transfers in bytes, for all devices together; at least 65536. One transfer uses up to 128 MiB: 8 MiB for each thread, or down to 1 MiB for each thread if several devices of a group share the transfer."}
 	GDSThreads = &Var{"CHORUS_GDS_THREADS", "number", "0",
-		"How many threads read or write for one call; 0 is the number of cores for each device, from 4 to 16."}
+		"Number of threads that read or write for one call. 0: the number of cores for each device, from 4 to 16."}
 )
 
 var gdsVars = []*Var{GDSEngine, GDSPinned, GDSThreads}

@@ -1,17 +1,17 @@
 package env
 
-// What communicators are told that their Config leaves open.
+// Defaults of the configuration of communicators.
 var (
 	NCCLTimeout = &Var{"CHORUS_NCCL_TIMEOUT", "duration", "10m",
-		"How long a collective, send or receive may take, from when it is issued until it has completed; then its communicator fails and names the ranks that are behind. The time in which the process captures graphs counts only for what is known to wait. A negative duration is for ever."}
+		"Timeout of a collective, send or receive, from issue to completion. After a timeout, the communicator fails and its error names the ranks that are behind. While the process captures graphs, only time of operations that are known to wait counts. A negative duration disables the timeout."}
 	NCCLTraceSize = &Var{"CHORUS_NCCL_TRACE_SIZE", "number", "2000",
-		"How many operations the flight recorder of each communicator keeps, at most 1048576; 0 or less keeps none."}
+		"Number of operations that the flight recorder of each communicator keeps, at most 1048576; 0 or less disables it."}
 	NCCLTraceFrames = &Var{"CHORUS_NCCL_TRACE_FRAMES", "yes/no", "no",
-		"`yes` records who issued each operation, which takes about a microsecond."}
+		"`yes` records the caller of each operation, which takes about one microsecond."}
 	LaunchPatience = &Var{"CHORUS_LAUNCH_PATIENCE", "duration", "200us",
-		"How long threads that enqueue the operations of several GPUs at the same time look for more of them before they sleep; each keeps a processor busy meanwhile. `0` or less has none: one thread enqueues them one after the other."}
+		"Time that threads which enqueue the operations of several GPUs concurrently poll for more work before they sleep. A polling thread uses a processor. `0` or less disables these threads: one thread then enqueues all operations in turn."}
 	NCCLTraceFile = &Var{"CHORUS_NCCL_TRACE_FILE", "text", "",
-		"Where a communicator that fails writes the flight recorders of its process as JSON; its rank is appended to the name, and its own name where it has one, as those of a split group do. Unset writes none."}
+		"File for the flight recorders of the process in JSON, written when a communicator fails. The rank and, for a named communicator (such as a split group) its name are appended to the file name. Unset: no file."}
 )
 
 var ncclVars = []*Var{NCCLTimeout, NCCLTraceSize, NCCLTraceFrames, NCCLTraceFile, LaunchPatience}

@@ -2,17 +2,18 @@ package fabric
 
 import "fmt"
 
-// An Algorithm is a way to reduce to all ranks.
+// An Algorithm is an algorithm for all-reduces.
 type Algorithm int
 
-// The algorithms. Packets are words of 8 bytes that carry, beside each half, a mark
-// that they have come, and so go without any other wait but take twice the bytes.
+// The algorithms. Packets are words of 8 bytes, sent as two halves with a mark each. The
+// marks show that the data has arrived, so no other wait is necessary, but packets take
+// twice the bytes.
 const (
-	Auto           Algorithm = iota // by the number of bytes and ranks
-	OneShot                         // each rank sends all it has to all, by packets
-	TwoShotPackets                  // each rank reduces a share and sends that to all, by packets
-	TwoShot                         // the same as plain bytes, between barriers
-	TwoShotLines                    // the same by lines of 128 bytes, of which 8 are a mark, where NVLink joins all GPUs
+	Auto           Algorithm = iota // chosen by the numbers of bytes and ranks
+	OneShot                         // each rank sends all its elements to all ranks, in packets
+	TwoShotPackets                  // each rank reduces a part and sends the result to all ranks, in packets
+	TwoShot                         // the same with plain bytes, between barriers
+	TwoShotLines                    // the same in lines of 128 bytes with marks of 8 bytes; requires NVLink between all GPUs
 	algorithms
 )
 
@@ -24,23 +25,24 @@ func (a Algorithm) String() string {
 	return fmt.Sprintf("algorithm %d", int(a))
 }
 
-// spans has, by the number of ranks, up to how many bytes OneShot and TwoShotPackets
-// are the fastest: measured for 2 H200s, and guessed from a prototype's figures for more.
+// spans has, by the number of ranks, the maximum sizes for which OneShot and
+// TwoShotPackets are the fastest. The values are measured for 2 H200s, and otherwise
+// estimated from a prototype.
 var spans = [maxRanks + 1][2]int{
 	2: {1 << 20, 1 << 20},
 	3: {128 << 10, 256 << 10}, 4: {128 << 10, 256 << 10},
 	5: {32 << 10, 256 << 10}, 6: {32 << 10, 256 << 10}, 7: {32 << 10, 256 << 10}, 8: {32 << 10, 256 << 10},
 }
 
-// lineSpans has, by the number of ranks, beyond and up to how many bytes TwoShotLines is
-// the fastest, where it can be had: measured for 2 H200s, and guessed for more from what
-// lines took on 4 when their kernel was a longer one.
+// lineSpans has, by the number of ranks, the size above which and the size up to which
+// TwoShotLines is the fastest algorithm if it is supported. The values are measured for 2
+// H200s. The others are estimates from measurements of an earlier, longer kernel on 4.
 var lineSpans = [maxRanks + 1][2]int{
 	2: {384 << 10, 4 << 20}, 3: {128 << 10, 4 << 20}, 4: {128 << 10, 4 << 20},
 	5: {128 << 10, 4 << 20}, 6: {128 << 10, 4 << 20}, 7: {128 << 10, 4 << 20}, 8: {128 << 10, 4 << 20},
 }
 
-// choose returns the algorithm for so many bytes, which TwoShot has room for.
+// choose returns the algorithm for a size, for which TwoShot must have room.
 func (r *Rank) choose(bytes int) Algorithm {
 	l, span, lines := r.Limits(), spans[r.ranks], lineSpans[r.ranks]
 	switch {
@@ -54,22 +56,23 @@ func (r *Rank) choose(bytes int) Algorithm {
 	return TwoShot
 }
 
-// Limits are the most bytes that an operation may have.
+// Limits are the maximum sizes of operations in bytes.
 type Limits struct {
-	// Of AllReduce, by its algorithm; TwoShotLines is 0 where that cannot be had.
+	// Of AllReduce, by algorithm; TwoShotLines is 0 if it is not supported.
 	OneShot, TwoShotPackets, TwoShot, TwoShotLines int
 
-	// Part is for one rank's part of the other collectives: what a rank contributes
-	// to AllGather, gets of ReduceScatter, or sends to one other.
+	// Part is for one rank's part of the other collectives: the elements that a rank
+	// contributes to AllGather, gets from ReduceScatter, or sends to one other rank.
 	Part int
 }
 
-// AllReduce is the most bytes that AllReduce may have by some algorithm.
+// AllReduce returns the maximum size of AllReduce with any algorithm.
 func (l Limits) AllReduce() int { return l.TwoShot }
 
-// Limits returns the most bytes that an operation of r may have, alike on all ranks.
+// Limits returns the maximum sizes of operations of r, the same on all ranks.
 func (r *Rank) Limits() Limits {
-	// A share, in packets or lines, fits in a slot, and those of all ranks in a whole.
+	// A part, in packets or lines, must fit in a slot, and the parts of all ranks in a
+	// whole.
 	share := func(bytes int) int { return min(r.slot/bytes, r.whole/bytes/r.ranks) }
 	l := Limits{OneShot: r.slot / 2, TwoShotPackets: share(packetBytes) * r.ranks * 8, TwoShot: r.whole, Part: r.slot / 2}
 	if r.noLines == "" {
@@ -90,7 +93,8 @@ func (l *Limits) of(a Algorithm) int {
 	return l.TwoShot
 }
 
-// steps returns for how many words, cells or lanes of lines the algorithm needs a thread.
+// steps returns the number of words, cells or line lanes for which the algorithm needs a
+// thread.
 func (a Algorithm) steps(bytes, ranks int) int {
 	switch a {
 	case TwoShotPackets:
@@ -103,11 +107,11 @@ func (a Algorithm) steps(bytes, ranks int) int {
 	return over(bytes, 8)
 }
 
-// A grid is how many blocks a kernel gets, of how many threads.
+// A grid is the number of blocks of a kernel, and of threads per block.
 type grid struct{ blocks, threads uint32 }
 
-// grid returns the grid for so many steps of a thread, alike on all ranks. Blocks are
-// small, and lie on as many multiprocessors as possible, until each of those has one.
+// grid returns the grid for the given number of steps, the same on all ranks. Blocks are
+// small, to use as many multiprocessors as possible, until each multiprocessor has one.
 func (r *Rank) grid(steps int) grid {
 	if r.forced.threads != 0 {
 		return r.forced

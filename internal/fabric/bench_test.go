@@ -100,7 +100,7 @@ func newRacer(b *testing.B, m member, c call, captured bool) *racer {
 	require.NoError(b, err)
 	require.NoError(b, m.s.Sync(testgpu.Context(b)))
 	if captured {
-		r.exec, err = graph.Capture([]*stream.Stream{m.s}, r.batch)
+		r.exec, err = graph.Capture([]*stream.Stream{m.s}, r.batch, nil)
 		require.NoError(b, err)
 	}
 	return r

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -25,7 +26,7 @@ func TestCellsAreNoPackets(t *testing.T) {
 		}
 		reduce := func(i int, xs []anySlice[uint32], a fabric.Algorithm) {
 			m := group[i]
-			require.NoError(t, fabric.AllReduce(m.Rank, m.s, xs[i].dst, xs[i].src, fabric.Max, &fabric.AllReduceConfig{Algorithm: a}))
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, xs[i].dst, xs[i].src, flight.Max, &fabric.AllReduceConfig{Algorithm: a}))
 		}
 		last := len(group) - 1
 		for range 2 {

@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -112,24 +113,24 @@ func apart(say fabric.Exchange, ranks int) fabric.Exchange {
 func (c crowd) step(rng *rand.Rand) step {
 	switch rng.IntN(3) {
 	case 0:
-		return withOp(randomOf(rng, c[0], integers[int8]()), fabric.Max)
+		return withOp(randomOf(rng, c[0], integers[int8]()), flight.Max)
 	case 1:
-		return withOp(randomOf(rng, c[0], floats(memory.BFloat16Of)), fabric.Sum)
+		return withOp(randomOf(rng, c[0], floats(memory.BFloat16Of)), flight.Sum)
 	}
-	return withOp(randomOf(rng, c[0], floats(func(x float32) float32 { return x })), fabric.Sum)
+	return withOp(randomOf(rng, c[0], floats(func(x float32) float32 { return x })), flight.Sum)
 }
 
-func withOp[T memory.Element](s typedStep[T], op fabric.Op) step {
+func withOp[T memory.Element](s typedStep[T], op flight.Reduction) step {
 	s.call.op = op
 	return s
 }
 
 // first has an operation of each module.
 func (c crowd) first() []step {
-	reduce, gather := call{name: "all-reduce", op: fabric.Sum, n: 1}, call{name: "all-gather", n: 1}
+	reduce, gather := call{name: "all-reduce", op: flight.Sum, n: 1}, call{name: "all-gather", n: 1}
 	return []step{
-		withOp(typedStep[int8]{reduce, integers[int8]()}, fabric.Max),
-		typedStep[memory.BFloat16]{reduce, floats(memory.BFloat16Of)},
+		withOp(typedStep[int8]{reduce, integers[int8]()}, flight.Max),
+		typedStep[memory.BFloat16Bits]{reduce, floats(memory.BFloat16Of)},
 		typedStep[float32]{reduce, floats(func(x float32) float32 { return x })},
 		typedStep[int8]{gather, integers[int8]()},
 	}
@@ -143,7 +144,7 @@ func (c crowd) run(t *testing.T, seed uint64, steps []step, launches int) int {
 		p := newPart(t, m, steps)
 		if launches > 0 {
 			var err error
-			p.exec, err = graph.Capture([]*stream.Stream{m.s}, func() error { return p.enqueue(m) })
+			p.exec, err = graph.Capture([]*stream.Stream{m.s}, func() error { return p.enqueue(m) }, nil)
 			require.NoError(t, err)
 		}
 		require.NoError(t, m.s.Sync(t.Context()))

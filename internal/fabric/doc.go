@@ -1,17 +1,16 @@
-// Package fabric has collectives between the GPUs of one host by Chorus's own kernels,
-// over memory that all of them have mapped. They are for what is small: an operation
-// takes a few microseconds, from which no library's protocol is to be subtracted.
+// Package fabric has the Chorus kernels for collectives between the GPUs of one host, over
+// memory that all of them have mapped. They are for small sizes: an operation takes a few
+// microseconds, less than the protocol of a general library.
 //
-// Open makes a rank of a group. Each rank has scratch memory into which the others
-// write, and an operation is one kernel of each rank: it sends, waits for what the
-// others send, and reduces that in the order of the ranks, so that all of them have the
-// same bits. Nothing of an operation but its addresses and what it is comes from the host,
-// so graphs may capture operations and launch them between others.
+// Open makes a rank of a group. Each rank has scratch memory that the other ranks write
+// to. An operation is one kernel on each rank: it sends, waits for the data of the other
+// ranks, and reduces it in rank order. All ranks get bitwise identical results. The host supplies only the addresses, the length and the signature, so graphs
+// may capture operations and launch them between other operations.
 //
-// As with NCCL, all ranks must have the same operations in the same order, with the
-// same lengths, types and reductions. What they send carries a signature of these: ranks
-// that disagree wait for each other, until they are aborted, and have no result. A rank's
-// operations run one after the other: where one is on another stream than the one before,
-// or in a graph that is launched there, it waits for that. While a rank waits for the
-// others its kernel keeps multiprocessors busy; Abort ends the waiting.
+// As with NCCL, all ranks must issue the same operations in the same order, with the same
+// lengths, types and reductions. The data carries a signature of these: ranks that
+// disagree wait for each other until they are aborted, and get no result. A rank's
+// operations run one after the other: an operation on another stream than the one before,
+// or in a graph that is launched there, waits for it. While a rank waits for the others
+// its kernel occupies multiprocessors; Abort ends the wait.
 package fabric

@@ -7,17 +7,16 @@ import (
 	"github.com/gochorus/chorus/device"
 )
 
-// ErrAborted is what the operations of a rank return after Abort, and its Err. What
-// was given up has left its destination undefined.
+// ErrAborted is the error of operations of a rank after Abort, and of its Err. The
+// destinations of aborted operations are undefined.
 var ErrAborted = errors.New("the rank was aborted")
 
-// errorf is fmt.Errorf with the package and the rank before it.
+// errorf is fmt.Errorf with the package and the rank as prefix.
 func (r *Rank) errorf(op, format string, args ...any) error {
 	return fmt.Errorf("fabric: %s on rank %d of %d (%s): %w", op, r.rank, r.ranks, r.dev, fmt.Errorf(format, args...))
 }
 
-// A verdict is what a rank tells the others of its part in Open: why it cannot, or
-// nothing.
+// A verdict is the outcome of a rank's part of Open: the reason for its failure, or empty.
 type verdict struct {
 	Failed     string `json:",omitempty"`
 	Need, Have string `json:",omitempty"` // of a *device.UnsupportedError
@@ -34,7 +33,7 @@ func verdictOf(err error) verdict {
 	return v
 }
 
-// err is the error of the other ranks.
+// err returns the error for the other ranks.
 func (v *verdict) err(rank int) error {
 	switch {
 	case v.Failed == "":
@@ -45,7 +44,7 @@ func (v *verdict) err(rank int) error {
 	return &ToldError{rank, errors.New(v.Failed)}
 }
 
-// A ToldError is that of another rank, which has told all of it.
+// A ToldError is the error of another rank; all ranks get it.
 type ToldError struct {
 	Rank int
 	Err  error
@@ -53,7 +52,7 @@ type ToldError struct {
 
 func (e *ToldError) Error() string { return fmt.Sprintf("rank %d cannot: %v", e.Rank, e.Err) }
 
-// Unwrap returns what the rank has told.
+// Unwrap returns the other rank's error.
 func (e *ToldError) Unwrap() error { return e.Err }
 
 func unsupported(need, have string) error {

@@ -2,6 +2,7 @@ package fabric
 
 import (
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -41,11 +42,11 @@ func KeepsLines(major, minor int) bool { return keepsLines(major, minor) }
 // until restore is called.
 func SpoilLines(dev *device.Device, ranks int) (restore func(), err error) {
 	t := tools(dev, ranks)
-	at := &t.reduce[formatOf[memory.Float32]][Sum]
+	at := &t.reduce[formatOf[memory.Float32]][flight.Sum]
 	lines := allReduceFn + function(TwoShotLines) - 1
-	greatest, err := t.reducer(dev, lines, formatOf[memory.Float32], Max)
+	greatest, err := t.reducer(dev, lines, formatOf[memory.Float32], flight.Max)
 	if err == nil {
-		_, err = t.reducer(dev, lines, formatOf[memory.Float32], Sum)
+		_, err = t.reducer(dev, lines, formatOf[memory.Float32], flight.Sum)
 	}
 	if err != nil {
 		return nil, err

@@ -3,26 +3,27 @@ package fabric
 import (
 	"unsafe"
 
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/memory"
 )
 
 // A format is an element type that can be reduced.
 type format struct {
 	dtype memory.DType
-	c     string // its name in the source
-	folds func(Op) fold
+	c     string // name of the type in the source
+	folds func(flight.Reduction) fold
 }
 
 var formats = [...]format{
 	{memory.Int8, "i8", plain[int8]}, {memory.Uint8, "u8", plain[uint8]},
 	{memory.Int32, "i32", plain[int32]}, {memory.Uint32, "u32", plain[uint32]},
 	{memory.Int64, "i64", plain[int64]}, {memory.Uint64, "u64", plain[uint64]},
-	{memory.Float16T, "Half", halves}, {memory.BFloat16T, "BFloat", bfloats},
+	{memory.Float16, "Half", halves}, {memory.BFloat16, "BFloat", bfloats},
 	{memory.Float32, "float", plain[float32]}, {memory.Float64, "double", plain[float64]},
 }
 
-// formatOf has the place of each type in formats, or -1.
-var formatOf = func() (at [memory.Float8E5M2T + 1]int) {
+// formatOf has the index of each type in formats, or -1.
+var formatOf = func() (at [memory.Float8E5M2 + 1]int) {
 	for t := range at {
 		at[t] = -1
 	}
@@ -32,30 +33,30 @@ var formatOf = func() (at [memory.Float8E5M2T + 1]int) {
 	return at
 }()
 
-// A fold reduces words of 8 bytes of elements, one of each rank in their order.
+// A fold reduces words of 8 bytes, one from each rank, in rank order.
 type fold func(words []uint64) uint64
 
-// A number is what elements are reduced in.
+// A number is a type in which elements are reduced.
 type number interface {
 	int8 | uint8 | int32 | uint32 | int64 | uint64 | float32 | float64
 }
 
-func plain[T number](op Op) fold {
+func plain[T number](op flight.Reduction) fold {
 	same := func(x T) T { return x }
 	return folding(op, same, same)
 }
 
-func halves(op Op) fold {
-	return folding(op, memory.Float16.Float32, func(x float32) memory.Float16 {
+func halves(op flight.Reduction) fold {
+	return folding(op, memory.Float16Bits.Float32, func(x float32) memory.Float16Bits {
 		if x != x {
-			return 0x7fff // which is the GPU's
+			return 0x7fff // the NaN of the GPU
 		}
 		return memory.Float16Of(x)
 	})
 }
 
-func bfloats(op Op) fold {
-	return folding(op, memory.BFloat16.Float32, func(x float32) memory.BFloat16 {
+func bfloats(op flight.Reduction) fold {
+	return folding(op, memory.BFloat16Bits.Float32, func(x float32) memory.BFloat16Bits {
 		if x != x {
 			return 0x7fff
 		}
@@ -63,8 +64,8 @@ func bfloats(op Op) fold {
 	})
 }
 
-// folding makes the fold of elements T that are reduced in A.
-func folding[T any, A number](op Op, wide func(T) A, narrow func(A) T) fold {
+// folding makes the fold for elements T that are reduced as A.
+func folding[T any, A number](op flight.Reduction, wide func(T) A, narrow func(A) T) fold {
 	join := joining[A](op)
 	return func(words []uint64) (out uint64) {
 		ranks := len(words)
@@ -75,7 +76,7 @@ func folding[T any, A number](op Op, wide func(T) A, narrow func(A) T) fold {
 			for r := 1; r < ranks; r++ {
 				x = join(x, wide(from[r*len(to)+j]))
 			}
-			if op == Avg {
+			if op == flight.Avg {
 				x /= A(ranks)
 			}
 			to[j] = narrow(x)
@@ -84,18 +85,18 @@ func folding[T any, A number](op Op, wide func(T) A, narrow func(A) T) fold {
 	}
 }
 
-func joining[A number](op Op) func(a, b A) A {
+func joining[A number](op flight.Reduction) func(a, b A) A {
 	switch op {
-	case Prod:
+	case flight.Prod:
 		return func(a, b A) A { return a * b }
-	case Max:
+	case flight.Max:
 		return func(a, b A) A {
 			if a != a || b > a {
 				return b
 			}
 			return a
 		}
-	case Min:
+	case flight.Min:
 		return func(a, b A) A {
 			if a != a || b < a {
 				return b
@@ -106,7 +107,7 @@ func joining[A number](op Op) func(a, b A) A {
 	return func(a, b A) A { return a + b }
 }
 
-// elements looks at words as elements.
+// elements reinterprets words as elements.
 func elements[T any](words []uint64) []T {
 	var z T
 	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(words))), len(words)*8/int(unsafe.Sizeof(z)))

@@ -9,41 +9,44 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 )
 
-// packed has the source compiled for every element type and reduction, and without, all
-// for any number of ranks; make ptx writes it.
+// packed is the source compiled for every element type and reduction, and without one, for
+// any number of ranks; make ptx writes it.
 //
 //go:embed fabric.ptx.zst
 var packed []byte
 
 var archive = ptx.Open(packed)
 
-// What the source says too.
+// These constants must agree with the CUDA source.
 const (
 	maxRanks    = 8
 	maxThreads  = 512 // of a block
-	warp        = 32  // of which blocks are multiples
+	warp        = 32  // block sizes are multiples of it
 	maxBlocks   = 128
-	ticks       = 256 // of an epoch
+	ticks       = 256 // ticks per epoch
 	packetBytes = 16
 	lineBytes   = 128
-	lineWords   = 15 // of data
-	lineLanes   = 8  // threads that a line needs
-	sets        = 4  // of slots and a whole: for even and odd epochs, without lines and with
+	lineWords   = 15 // words of data
+	lineLanes   = 8  // threads per line
+	sets        = 4  // of buffers: for even and odd epochs, with and without lines
 	signalWords = 4  // of each rank for each block
 	signalBytes = maxBlocks * maxRanks * signalWords * 8
 )
 
-// A function is a kernel of the source, within its module.
+// A function identifies a kernel within its module.
 type function int
 
 const (
 	reduceScatterFn function = iota
-	allReduceFn              // and one more for each further algorithm
+	allReduceFn              // followed by one for each further algorithm
 	reducing        = allReduceFn + function(algorithms) - 1
 )
 
@@ -54,18 +57,18 @@ const (
 	moving
 )
 
-// A toolbox has the kernels of a device, for a number of ranks.
+// A toolbox holds the kernels of a device for a number of ranks.
 type toolbox struct {
 	ranks  int
-	reduce [len(formats)][ops]atomic.Pointer[[reducing]*kernel.Kernel]
+	reduce [len(formats)][flight.NumReductions]atomic.Pointer[[reducing]*kernel.Kernel]
 	move   atomic.Pointer[[moving]*kernel.Kernel]
-	mu     sync.Mutex // held while they are loaded
+	mu     sync.Mutex // held while kernels are loaded
 }
 
 var toolboxKey kept.Key
 
 func tools(dev *device.Device, ranks int) *toolbox {
-	all := dev.Local(&toolboxKey, func() any {
+	all := gpu.DeviceOf(dev).Local(&toolboxKey, func() any {
 		var all [maxRanks + 1]toolbox
 		for n := range all {
 			all[n].ranks = n
@@ -75,18 +78,22 @@ func tools(dev *device.Device, ranks int) *toolbox {
 	return &all[ranks]
 }
 
-// exactly are the options for no other number of ranks.
+// exactly adds the options for this number of ranks only.
 func (t *toolbox) exactly(options []string) []string {
 	return append(options[:len(options):len(options)], fmt.Sprint("--define-macro=CHORUS_RANKS=", t.ranks))
 }
 
-// macros say which module the source is compiled to.
-func macros(f *format, op Op) []string {
+// templates has the names of the reductions in the source. Avg divides integers toward zero.
+// Of a number and a NaN, Max and Min take the number.
+var templates = [flight.NumReductions]string{"Sum", "Prod", "Max", "Min", "Avg"}
+
+// macros returns the macros that select a module of the source.
+func macros(f *format, op flight.Reduction) []string {
 	return []string{"--define-macro=CHORUS_TYPE=" + f.c, "--define-macro=CHORUS_OP=" + templates[op]}
 }
 
-// reducer returns a kernel that reduces, whose module the first call loads.
-func (t *toolbox) reducer(dev *device.Device, fn function, format int, op Op) (*kernel.Kernel, error) {
+// reducer returns a kernel that reduces. The first call loads its module.
+func (t *toolbox) reducer(dev *device.Device, fn function, format int, op flight.Reduction) (*kernel.Kernel, error) {
 	at := &t.reduce[format][op]
 	if ks := at.Load(); ks != nil {
 		return ks[fn], nil
@@ -113,7 +120,7 @@ func (t *toolbox) reducer(dev *device.Device, fn function, format int, op Op) (*
 	return ks[fn], nil
 }
 
-// mover returns a kernel that moves bytes, whose module the first call loads.
+// mover returns a kernel that moves bytes. The first call loads its module.
 func (t *toolbox) mover(dev *device.Device, fn function) (*kernel.Kernel, error) {
 	if ks := t.move.Load(); ks != nil {
 		return ks[fn], nil
@@ -136,22 +143,24 @@ func (t *toolbox) mover(dev *device.Device, fn function) (*kernel.Kernel, error)
 	return ks[fn], nil
 }
 
-// load loads the module for exactly the number of ranks, or, where NVRTC is missing or
-// fails, for any number. Ranks need not have the same one.
+// load loads the module compiled for exactly this number of ranks or, if NVRTC is missing
+// or fails, the module for any number. Ranks need not use the same one.
 func (t *toolbox) load(dev *device.Device, options []string, to []*kernel.Kernel, defs []kernel.Def) error {
 	x := kernel.Source{Name: "fabric.cu", CUDA: source, Options: t.exactly(options), Kernels: defs}
-	m, err := kernel.Resident(dev, &x)
+	kern.MakeResident(&x)
+	m, err := kernel.Compile(dev, &x)
 	if err != nil {
 		failed := err
-		x.Options, x.PTX = options, archive
-		m, err = kernel.Resident(dev, &x)
+		x.Options = options
+		kern.Embed(&x, archive)
+		m, err = kernel.Compile(dev, &x)
 		switch missing := errors.Is(failed, errors.ErrUnsupported); {
-		case err != nil && missing: // which must not hide what is wrong
+		case err != nil && missing: // the other error is more important
 			return err
 		case err != nil:
 			return errors.Join(failed, err)
 		case !missing:
-			slog.Warn("chorus: own kernels for this number of ranks cannot be had, so those for any number are used",
+			slog.Warn("chorus: cannot load the kernels for this number of ranks: using the kernels for any number",
 				"ranks", t.ranks, "device", dev.String(), "error", failed)
 		}
 	}
@@ -163,10 +172,10 @@ func (t *toolbox) load(dev *device.Device, options []string, to []*kernel.Kernel
 	return nil
 }
 
-// The parameters of all kernels: what they know of the rank, and the operation's
-// input, output, bytes and whether these are aligned.
+// The parameters of all kernels: the properties of the rank, and the operation's input,
+// output, size and alignment.
 const (
-	peerParam = 0 // maxRanks of them
+	peerParam = 0 // maxRanks parameters
 	rankParam = maxRanks + iota - 1
 	ranksParam
 	slotParam

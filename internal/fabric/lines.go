@@ -6,7 +6,7 @@ import (
 	"github.com/gochorus/chorus/device"
 )
 
-// Supports returns why r cannot reduce by an algorithm, alike on all ranks, or nil. The
+// Supports returns why r does not support an algorithm, the same on all ranks, or nil. The
 // error matches errors.ErrUnsupported.
 func (r *Rank) Supports(a Algorithm) error {
 	if a != TwoShotLines || r.noLines == "" {
@@ -15,8 +15,8 @@ func (r *Rank) Supports(a Algorithm) error {
 	return &device.UnsupportedError{Feature: a.String(), Need: "GPUs that NVLink joins, which keeps lines of 128 bytes whole", Have: r.noLines}
 }
 
-// missesLines returns why lines between this rank and the others may be torn, as far as
-// the driver knows, or "".
+// missesLines returns the reason why lines between this rank and the others may be torn,
+// according to the driver, or "".
 func (r *Rank) missesLines(cards []card) (string, error) {
 	p, err := r.dev.Properties()
 	if err != nil {
@@ -40,11 +40,11 @@ func (r *Rank) missesLines(cards []card) (string, error) {
 	return "", nil
 }
 
-// keepsLines reports whether GPUs of a compute capability send lines as one: NCCL
-// relies on that of the same ones.
+// keepsLines reports whether GPUs of a compute capability write lines atomically. NCCL
+// relies on it for the same GPUs.
 func keepsLines(major, minor int) bool { return major >= 9 || major >= 7 && minor == 0 }
 
-// firstOf returns the first of what ranks have said that is not empty.
+// firstOf returns the first non-empty string.
 func firstOf(said []string) string {
 	for _, s := range said {
 		if s != "" {

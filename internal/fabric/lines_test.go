@@ -16,7 +16,9 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -31,7 +33,7 @@ var (
 // operations by other ways, beside copies between the same GPUs.
 func TestLines(t *testing.T) {
 	each(t, []int{2, 3}, func(t *testing.T, devs []*device.Device) {
-		seed, batches := *lineSeed, testgpu.Rounds(8, 24)
+		seed, batches := *lineSeed, testgpu.Rounds(tsan.Rounds(4, 8), 24)
 		if seed == 0 {
 			seed = rand.Uint64()
 		}
@@ -98,7 +100,7 @@ type batch struct {
 // A lineOp is one of them.
 type lineOp struct {
 	dst, src, n int // in bytes, as there is one to an element
-	op          fabric.Op
+	op          flight.Reduction
 	way         fabric.Algorithm
 }
 
@@ -109,9 +111,9 @@ func newBatch(rng *rand.Rand, ranks, limit int) *batch {
 		b.blocks, b.threads = 1+rng.IntN(8), 32*(1+rng.IntN(8))
 	}
 	for range batchOps {
-		op := lineOp{n: lineLength(rng, ranks, limit), op: fabric.Sum, way: fabric.TwoShotLines}
+		op := lineOp{n: lineLength(rng, ranks, limit), op: flight.Sum, way: fabric.TwoShotLines}
 		if rng.IntN(2) == 0 {
-			op.op = fabric.Min
+			op.op = flight.Min
 		}
 		if rng.IntN(3) == 0 {
 			op.way = []fabric.Algorithm{fabric.OneShot, fabric.TwoShotPackets, fabric.TwoShot}[rng.IntN(3)]
@@ -166,7 +168,7 @@ func (b *batch) want(rank int) []byte {
 		for i := range op.n {
 			result := all[0][op.src+i]
 			for _, x := range all[1:] {
-				if op.op == fabric.Sum {
+				if op.op == flight.Sum {
 					result += x[op.src+i]
 				} else {
 					result = min(result, x[op.src+i])
@@ -272,10 +274,10 @@ func noLines(t *testing.T, group []member, why string) {
 			require.NotEqual(t, fabric.TwoShotLines, m.Choose(bytes))
 		}
 		x := makeOf[float32](t, m.s, 8)
-		err := fabric.AllReduce(m.Rank, m.s, x, x, fabric.Sum, &fabric.AllReduceConfig{Algorithm: fabric.TwoShotLines})
+		err := fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.TwoShotLines})
 		require.ErrorIs(t, err, errors.ErrUnsupported)
 		require.ErrorContains(t, err, why)
-		raw := fabric.Raw{Kind: fabric.AllReduces, Algorithm: fabric.TwoShotLines, DType: memory.Float32, Op: fabric.Sum, Count: 8}
+		raw := fabric.Raw{Kind: flight.AllReduce, Algorithm: fabric.TwoShotLines, DType: memory.Float32, Op: flight.Sum, Count: 8}
 		require.False(t, m.Takes(&raw))
 		raw.Algorithm = fabric.Auto
 		require.True(t, m.Takes(&raw))

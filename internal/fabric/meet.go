@@ -14,37 +14,37 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// An Exchange gives each rank what all of them have said, by rank. Open calls it
-// several times, in the same order on all ranks.
+// An Exchange sends each rank's message to all ranks and returns all messages, by rank.
+// Open calls it several times, in the same order on all ranks.
 type Exchange func(ctx context.Context, mine []byte) ([][]byte, error)
 
-// A card is what a rank tells the others of itself.
+// A card describes a rank to the other ranks.
 type card struct {
 	Rank, Ranks, Bytes int
-	Host, Process      string // in which the rank is
+	Host, Process      string // of the rank
 	GPU                string // its UUID
-	Blocks             int    // that it has multiprocessors for
-	Scratch            uint64 // what scratches has it as, in its process
-	Epoch              uint64 // before the first operation, where all take rank 0's
+	Blocks             int    // number of blocks that its multiprocessors can run at once
+	Scratch            uint64 // id of its scratch memory in its process
+	Epoch              uint64 // the initial epoch; all ranks use rank 0's
 }
 
-// anyEpoch is an epoch to begin after, which no data have by chance: TwoShot leaves those
-// of its operation where later ones look for packets of their epoch. Kernels keep it
-// times ticks.
+// anyEpoch returns a random initial epoch, so that data is unlikely to contain it: TwoShot
+// leaves data where later operations look for packets of their epoch. Kernels store it
+// multiplied by ticks.
 func anyEpoch() uint64 {
 	var b [8]byte
-	_, _ = rand.Read(b[:]) // it does not fail
+	_, _ = rand.Read(b[:]) // crypto/rand.Read never fails
 	return binary.LittleEndian.Uint64(b[:])/(2*ticks) | 1<<32
 }
 
-// A word is a value that a rank tells the others, or why it has none.
+// A word is a value of a rank for the other ranks, or its failure.
 type word[T any] struct {
 	verdict
 	Value T
 }
 
-// confer exchanges values. If a rank has failed before all of them get an error, that
-// rank its own.
+// confer exchanges values. If a rank has failed, that rank returns its own error and the
+// others return an error that names it.
 func confer[T any](ctx context.Context, exchange Exchange, ranks int, mine T, failed error) ([]T, error) {
 	text, err := json.Marshal(word[T]{verdictOf(failed), mine})
 	if err != nil {
@@ -73,14 +73,15 @@ func confer[T any](ctx context.Context, exchange Exchange, ranks int, mine T, fa
 	return values, nil
 }
 
-// Confer returns on all ranks an error that names the first one of those that have failed,
-// and on these their own. That something is not supported is so on all of them.
+// Confer returns an error on all ranks if some have failed: their own error on these
+// ranks, and an error that names the first of them on the others. All ranks agree on
+// whether it matches errors.ErrUnsupported.
 func Confer(ctx context.Context, exchange Exchange, ranks int, failed error) error {
 	_, err := confer(ctx, exchange, ranks, true, failed)
 	return err
 }
 
-// agree finds why the ranks cannot be one group, alike on all of them.
+// agree returns the reason why the ranks cannot form a group, the same on all ranks.
 func agree(cards []card) error {
 	gpus := map[string]int{}
 	for i := range cards {
@@ -102,29 +103,29 @@ func agree(cards []card) error {
 	return nil
 }
 
-// here names the host and the process.
+// here returns identifiers of the host and the process.
 var here = sync.OnceValues(func() (host, process string) {
 	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
 		id = nil
 	}
-	name, _ := os.Hostname() // without a name or an id the other says enough
+	name, _ := os.Hostname() // without the name, the other identifiers are sufficient
 	return strings.TrimSpace(string(id)) + "/" + name, fmt.Sprintf("%d/%s", os.Getpid(), rand.Text())
 })
 
-// Host names the host that this process is on, alike in all processes of it and in none
-// of another.
+// Host returns an identifier of this host: the same in all its processes, and different on
+// other hosts.
 func Host() string {
 	host, _ := here()
 	return host
 }
 
-// A scratch is the scratch memory of a rank. That of a rank of this process stays until
-// the last rank that has it is closed, since others write to it as long as they work.
+// A scratch is the scratch memory of a rank. If the rank is in this process, its memory
+// stays until all ranks that use it are closed, because they write to it.
 type scratch struct {
-	id    uint64 // 0 for that of another process
+	id    uint64 // 0 for memory of another process
 	words memory.Slice[uint64]
-	uses  int // scratches.mu guards it
+	uses  int // guarded by scratches.mu
 }
 
 var scratches struct {
@@ -133,7 +134,7 @@ var scratches struct {
 	open map[uint64]*scratch
 }
 
-// newScratch registers memory, with one use of it.
+// newScratch registers memory, with one use.
 func newScratch(words memory.Slice[uint64]) *scratch {
 	t := &scratches
 	t.mu.Lock()
@@ -147,8 +148,8 @@ func newScratch(words memory.Slice[uint64]) *scratch {
 	return x
 }
 
-// findScratch returns scratch memory that another rank of this process has registered,
-// with one use more.
+// findScratch returns scratch memory that another rank of this process has registered, and
+// adds a use.
 func findScratch(id uint64) (*scratch, error) {
 	t := &scratches
 	t.mu.Lock()

@@ -7,39 +7,43 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// Config are the options of Open. All ranks have the same.
+// Config are the options of Open. They must be the same on all ranks.
 type Config struct {
-	// Bytes is how much AllReduce can take, rounded up to 64 KiB; 0 means 8 MiB. The
-	// other collectives take, and AllReduce by OneShot, what Rank.Limits says: about a
-	// part of that for each rank. A rank has about eight times as
-	// much scratch memory, whether or not it has lines, and more of less than 512 KiB.
+	// Bytes is the maximum size of AllReduce, rounded up to 64 KiB; 0 means 8 MiB. The
+	// maximum of the other collectives, and of AllReduce by OneShot, is in Rank.Limits:
+	// about that size divided by the number of ranks. A rank needs about eight times as
+	// much scratch memory, with or without lines, and relatively more below 512 KiB.
 	Bytes int
 }
 
 const (
 	defaultBytes = 8 << 20
-	unitBytes    = 64 << 10 // of which slots and wholes are multiples
+	unitBytes    = 64 << 10 // slots and wholes are multiples of it
 	mostBytes    = 1 << 30
 )
 
-// Open makes this rank of a group whose ranks are GPUs of one host, in any processes,
-// at most 8. It is collective: exchange lets the ranks find each other, and on all of
-// them the outcome is the same unless exchange fails on some only. Open allocates the
-// scratch memory in the order of s, whose device is the rank's, and waits for s. Where
-// TwoShotLines may be had the ranks try it, and go without if what comes is wrong.
+// Open makes a rank of a group whose ranks are GPUs of one host, in any processes, at most
+// 8. It is collective: the ranks find each other by exchange, and all ranks return the
+// same outcome unless exchange fails on some ranks only. Open allocates the scratch memory
+// in the order of s, a stream of the rank's device, and waits for s. If the driver permits
+// TwoShotLines, the ranks test it, and do not use it if the test fails.
 //
-// Where the ranks are too many, on several hosts, two on one GPU, or their GPUs do not
-// reach each other's memory, the error matches errors.ErrUnsupported: it has a
-// *device.UnsupportedError.
+// If there are too many ranks, if they are on several hosts, if two use one GPU, or if
+// their GPUs cannot access each other's memory, the error is a *device.UnsupportedError,
+// which matches errors.ErrUnsupported.
 func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange Exchange, cfg *Config) (*Rank, error) {
 	const op = "fabric: open"
-	if err := s.Check(op, nil); err != nil {
+	if err := gpu.CheckStream(op, s, nil); err != nil {
 		return nil, err
 	}
 	switch {
@@ -50,7 +54,7 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange Excha
 	case cfg != nil && (cfg.Bytes < 0 || cfg.Bytes > mostBytes):
 		return nil, fmt.Errorf("%s: Bytes is %d: want 0 to %d", op, cfg.Bytes, mostBytes)
 	}
-	if err := s.RefuseCapture(op, "open the rank before the capture"); err != nil {
+	if err := gpu.StreamOf(s).RefuseCapture(op, "open the rank before the capture"); err != nil {
 		return nil, err
 	}
 	r := &Rank{dev: s.Device(), rank: rank, ranks: ranks, whole: defaultBytes}
@@ -70,8 +74,8 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange Excha
 	return r, nil
 }
 
-// join allocates what the rank needs and finds the others. When the last exchange is
-// over all of them are ready for what the first operation sends.
+// join allocates the rank's resources and finds the other ranks. After the last exchange
+// all ranks are ready to receive the data of the first operation.
 func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) error {
 	if r.ranks == 1 {
 		return r.allocate(ctx, s)
@@ -111,14 +115,14 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 	return err
 }
 
-// prepare allocates what is the rank's own, and makes its card.
+// prepare allocates the rank's resources, and makes its card.
 func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error) {
 	c = card{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole, Epoch: anyEpoch()}
 	if r.ranks > maxRanks {
 		return c, unsupported(fmt.Sprintf("at most %d ranks", maxRanks), fmt.Sprint(r.ranks))
 	}
 	c.Host, c.Process = here()
-	if c.GPU, err = r.dev.UUID(); err != nil {
+	if c.GPU, err = gpu.DeviceOf(r.dev).UUID(); err != nil {
 		return c, err
 	}
 	p, err := r.dev.Properties()
@@ -136,12 +140,12 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error
 	return c, nil
 }
 
-// load loads some kernels: where they cannot be had, no other can.
+// load loads some of the kernels; if these are unsupported, all others are too.
 func (r *Rank) load() error {
 	t := tools(r.dev, r.ranks)
 	_, err := t.mover(r.dev, allGatherFn)
 	if err == nil {
-		_, err = t.reducer(r.dev, allReduceFn, formatOf[memory.Float32], Sum)
+		_, err = t.reducer(r.dev, allReduceFn, formatOf[memory.Float32], flight.Sum)
 	}
 	if err != nil && errors.Is(err, errors.ErrUnsupported) {
 		return unsupported("its kernels, or NVRTC to compile them", err.Error())
@@ -149,7 +153,8 @@ func (r *Rank) load() error {
 	return err
 }
 
-// allocate makes the rank's own memory, all zero: of no epoch, since anyEpoch is more.
+// allocate allocates the rank's memory and zeroes it. Zero is not a valid epoch: anyEpoch
+// is greater.
 func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
 	if r.host, err = memory.MakePinned[uint32](r.dev, 2); err != nil {
 		return err
@@ -172,7 +177,7 @@ func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
 	return s.Sync(ctx)
 }
 
-// begin sets the epoch before that of the first operation.
+// begin sets the epoch that precedes the first operation's epoch.
 func (r *Rank) begin(ctx context.Context, s *stream.Stream, epoch uint64) error {
 	if err := r.control.CopyFrom(s, []uint64{epoch * ticks, 0}); err != nil {
 		return err
@@ -180,8 +185,8 @@ func (r *Rank) begin(ctx context.Context, s *stream.Stream, epoch uint64) error 
 	return s.Sync(ctx)
 }
 
-// share returns by what ranks of other processes open the scratch memory of each rank:
-// nothing where all are of this one.
+// share returns the handles of the scratch memory of each rank, for ranks of other
+// processes. They are empty if all ranks are in this process.
 func (r *Rank) share(ctx context.Context, exchange Exchange, cards []card) ([]memory.IPCHandle, error) {
 	if !slices.ContainsFunc(cards, func(c card) bool { return c.Process != cards[0].Process }) {
 		return make([]memory.IPCHandle, r.ranks), nil
@@ -190,7 +195,8 @@ func (r *Rank) share(ctx context.Context, exchange Exchange, cards []card) ([]me
 	return confer(ctx, exchange, r.ranks, mine, failed)
 }
 
-// link maps the scratch memory of the others, in the order of the ranks after this one.
+// link maps the scratch memory of the other ranks, in the order of the ranks after this
+// one.
 func (r *Rank) link(s *stream.Stream, cards []card, handles []memory.IPCHandle) error {
 	for k := 1; k < r.ranks; k++ {
 		peer := (r.rank + k) % r.ranks
@@ -201,7 +207,7 @@ func (r *Rank) link(s *stream.Stream, cards []card, handles []memory.IPCHandle) 
 	return nil
 }
 
-// reach adds the scratch memory of a rank to peers.
+// reach appends the scratch memory of a rank to peers.
 func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
 	if _, process := here(); c.Process != process {
 		return r.reachFar(s, c, h)
@@ -214,15 +220,15 @@ func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
 	if err := r.sameScratch(x.words); err != nil {
 		return err
 	}
-	can, err := memory.Reach(r.dev, x.words.Device())
+	can, err := mem.Reach(r.dev, x.words.Device())
 	if err == nil && !can {
 		err = noAccess(r.dev, x.words.Device())
 	}
 	return err
 }
 
-// reachFar is reach for a rank of another process. A GPU that this process does not see
-// cannot be asked for: it reaches that one's memory if the driver maps it.
+// reachFar is reach for a rank of another process. If its GPU is not visible in this
+// process, access cannot be queried: it is assumed if the driver maps the memory.
 func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
 	peer := r.seen(c)
 	if peer != nil {
@@ -230,11 +236,12 @@ func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
 		if err != nil {
 			return err
 		}
-		if works, tested := r.dev.PeerTested(peer); !can || tested && !works {
+		if works, tested := gpu.DeviceOf(r.dev).PeerTested(gpu.DeviceOf(peer)); !can || tested && !works {
 			return noAccess(r.dev, peer)
 		}
 	}
-	words, err := memory.OpenPeerIPC[uint64](s, h)
+	mem.OpenOnPeer(&h)
+	words, err := memory.OpenIPC[uint64](s, h)
 	switch {
 	case err != nil && peer == nil && r.dev.Err() == nil:
 		return unsupported("GPUs that this process sees, or whose memory it can map", err.Error())
@@ -245,8 +252,8 @@ func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
 	return r.sameScratch(words)
 }
 
-// sameScratch returns an error unless the memory is as long as this rank's own: the kernels
-// write all of it.
+// sameScratch returns an error unless the memory is as long as this rank's: the kernels
+// write to all parts.
 func (r *Rank) sameScratch(words memory.Slice[uint64]) error {
 	if mine := r.peers[0].words.Len(); words.Len() != mine {
 		return fmt.Errorf("it has %d words: want %d", words.Len(), mine)
@@ -254,10 +261,10 @@ func (r *Rank) sameScratch(words memory.Slice[uint64]) error {
 	return nil
 }
 
-// seen returns the GPU of a rank as this process has it, or nil.
+// seen returns the GPU of a rank if it is visible in this process, or nil.
 func (r *Rank) seen(c *card) *device.Device {
 	for _, peer := range r.dev.System().Devices() {
-		if uuid, err := peer.UUID(); err == nil && uuid == c.GPU {
+		if uuid, err := gpu.DeviceOf(peer).UUID(); err == nil && uuid == c.GPU {
 			return peer
 		}
 	}
@@ -268,22 +275,23 @@ func noAccess(a, b *device.Device) error {
 	return unsupported("peer access between all GPUs", fmt.Sprintf("none between %s and %s", a, b))
 }
 
-// arm makes the arguments that all operations have.
+// arm makes the arguments that are common to all operations.
 func (r *Rank) arm() {
 	r.stop.Store(&r.host.Data()[0])
 	if r.ranks == 1 {
 		return
 	}
 	for k := range r.args[:maxRanks] {
-		if r.args[k] = kernel.Null(); k < r.ranks {
-			r.args[k] = kernel.PeerPtr(r.peers[k].words)
+		if r.args[k] = kernel.Address(0); k < r.ranks {
+			r.args[k] = kernel.Ptr(r.peers[k].words)
+			kern.AllowPeers(&r.args[k])
 		}
 	}
-	copy(r.args[rankParam:], []kernel.Arg{kernel.Uint32(uint32(r.rank)), kernel.Uint32(uint32(r.ranks)),
-		kernel.Uint64(uint64(r.slot)), kernel.Uint64(uint64(r.whole)), kernel.Ptr(r.control), kernel.PinnedPtr(r.host)})
+	copy(r.args[rankParam:], []kernel.Arg{kernel.Scalar(uint32(r.rank)), kernel.Scalar(uint32(r.ranks)),
+		kernel.Scalar(uint64(r.slot)), kernel.Scalar(uint64(r.whole)), kernel.Ptr(r.control), kernel.PinnedPtr(r.host)})
 }
 
-// free gives up what the rank has. Nothing uses it.
+// free releases the rank's resources. Nothing uses them any more.
 func (r *Rank) free() error {
 	var errs []error
 	for _, p := range r.peers {

@@ -11,15 +11,15 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// probeWords is how much is sent to each rank.
+// probeWords is the size of the pattern for each rank.
 const probeWords = unitBytes / 8
 
-// probePlace is where memory of a rank has what another one sends.
+// probePlace returns the part of a rank's memory that another rank sends its pattern to.
 func (r *Rank) probePlace(words memory.Slice[uint64], from int) memory.Slice[uint64] {
 	return words.Slice(signalBytes/8+from*r.slot/8, signalBytes/8+from*r.slot/8+probeWords)
 }
 
-// probePattern is what a rank sends to another one: no zeros, and nothing twice.
+// probePattern is the data that a rank sends to another one: no zeros, and no repetitions.
 func probePattern(from, to int) []uint64 {
 	words := make([]uint64, probeWords)
 	for i := range words {
@@ -28,9 +28,9 @@ func probePattern(from, to int) []uint64 {
 	return words
 }
 
-// probe sends something to all other ranks, from the place in which nobody else writes:
-// on some machines the driver maps the memory of another GPU and an IOMMU spoils what
-// goes there. When all ranks have done so, probed looks at what has come.
+// probe sends a pattern to all other ranks, from the part of its memory that no other rank
+// writes to. On some machines the driver maps the memory of another GPU, but an IOMMU
+// corrupts the data. After all ranks have sent theirs, probed compares it.
 func (r *Rank) probe(ctx context.Context, s *stream.Stream) error {
 	own := r.probePlace(r.peers[0].words, r.rank)
 	for k := 1; k < r.ranks; k++ {
@@ -44,7 +44,8 @@ func (r *Rank) probe(ctx context.Context, s *stream.Stream) error {
 	return s.Sync(ctx)
 }
 
-// probed compares what has come, and clears it. CHORUS_P2P=force believes the driver.
+// probed compares the received patterns and clears them. With CHORUS_P2P=force it trusts
+// the driver.
 func (r *Rank) probed(ctx context.Context, s *stream.Stream) error {
 	got := make([]uint64, probeWords)
 	for from := range r.ranks {
@@ -56,9 +57,9 @@ func (r *Rank) probed(ctx context.Context, s *stream.Stream) error {
 			return err
 		}
 		if from != r.rank && !slices.Equal(got, probePattern(from, r.rank)) && env.P2P.Value() != "force" {
-			slog.Warn("chorus: what one GPU stores in the memory of another one arrives spoilt, so own kernels are not used; "+
+			slog.Warn("chorus: data that one GPU writes to the memory of another GPU arrives corrupted, so Chorus kernels are not used; "+
 				"an IOMMU or ACS is the usual cause, and NCCL may need NCCL_P2P_DISABLE=1", "from rank", from, "to", r.String())
-			return unsupported("memory of GPUs in which others can store", fmt.Sprintf("something else on %s than what rank %d has sent", r.dev, from))
+			return unsupported("GPUs that can write to each other's memory", fmt.Sprintf("corrupted data from rank %d on %s", from, r.dev))
 		}
 	}
 	return s.Sync(ctx)

@@ -18,6 +18,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -77,7 +78,7 @@ func TestWorker(t *testing.T) {
 	} else {
 		devs = testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: ranks})
 	}
-	s, seat := newStream(t, devs[rank]), folder{fields[5], ranks}.seat(rank)
+	s, seat := newStream(t, devs[rank]), falsifyHandle(t, fields[1], rank, folder{fields[5], ranks}.seat(rank))
 	r, err := fabric.Open(testgpu.Context(t), s, rank, ranks, seat, &fabric.Config{Bytes: 1})
 	if fields[1] == "secretive" {
 		require.ErrorContains(t, err, "not of a kind that processes share")
@@ -85,7 +86,13 @@ func TestWorker(t *testing.T) {
 	}
 	if fields[1] == "spoilt" {
 		require.ErrorIs(t, err, errors.ErrUnsupported)
-		require.ErrorContains(t, err, "than what rank 0 has sent")
+		require.ErrorContains(t, err, "corrupted data from rank 0")
+		require.Zero(t, fabric.Scratches())
+		return
+	}
+	if text, wrong := announcedError[fields[1]]; wrong {
+		require.ErrorContains(t, err, "the memory of rank 1: ")
+		require.ErrorContains(t, err, text)
 		require.Zero(t, fabric.Scratches())
 		return
 	}
@@ -105,13 +112,13 @@ func TestWorker(t *testing.T) {
 		sums(t, m)
 		meet()
 	case "die":
-		require.NoError(t, fabric.AllReduce(r, s, x, x, fabric.Sum, nil))
+		require.NoError(t, fabric.AllReduce(r, s, x, x, flight.Sum, nil))
 		require.NoError(t, s.Sync(testgpu.Context(t)))
 		meet()
 		if rank == 0 {
 			os.Exit(0)
 		}
-		require.NoError(t, fabric.AllReduce(r, s, x, x, fabric.Sum, nil))
+		require.NoError(t, fabric.AllReduce(r, s, x, x, flight.Sum, nil))
 		done, err := s.Query()
 		require.NoError(t, err)
 		require.False(t, done, "rank 0 is gone")
@@ -135,7 +142,7 @@ func sums(t *testing.T, m member) {
 	}
 	require.NoError(t, src.CopyFrom(m.s, in))
 	for _, a := range fabric.Algorithms {
-		require.NoError(t, fabric.AllReduce(m.Rank, m.s, dst, src, fabric.Sum, &fabric.AllReduceConfig{Algorithm: a}))
+		require.NoError(t, fabric.AllReduce(m.Rank, m.s, dst, src, flight.Sum, &fabric.AllReduceConfig{Algorithm: a}))
 		require.NoError(t, dst.CopyTo(m.s, got))
 		require.Equal(t, want, got, a)
 		require.NoError(t, dst.Zero(m.s))

@@ -3,6 +3,7 @@ package fabric
 import (
 	"testing"
 
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/ptxtest"
 )
@@ -11,8 +12,8 @@ import (
 func TestPTX(t *testing.T) {
 	sources := []ptx.Source{{Name: "move", CUDA: source}}
 	for i := range formats {
-		for op := range ops {
-			sources = append(sources, ptx.Source{Name: templates[op] + "/" + formats[i].c, CUDA: source, Options: macros(&formats[i], op)})
+		for op := range templates {
+			sources = append(sources, ptx.Source{Name: templates[op] + "/" + formats[i].c, CUDA: source, Options: macros(&formats[i], flight.Reduction(op))})
 		}
 	}
 	ptxtest.Check(t, "fabric.ptx.zst", packed, sources)

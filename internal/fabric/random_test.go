@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -214,7 +215,7 @@ func (x *plan) run(t *testing.T, m member) {
 	var graphs []*part
 	for _, steps := range x.captured {
 		p := newPart(t, m, steps)
-		exec, err := graph.Capture([]*stream.Stream{m.s}, func() error { return p.enqueue(m) })
+		exec, err := graph.Capture([]*stream.Stream{m.s}, func() error { return p.enqueue(m) }, nil)
 		if err != nil {
 			t.Error(err)
 			return
@@ -258,12 +259,12 @@ func TestRandom(t *testing.T) {
 		seed := rand.Uint64()
 		t.Log("seed ", seed)
 		group := open(t, devs, &fabric.Config{Bytes: 1})
-		rounds := testgpu.Rounds(25, 100) // of 20 operations
+		rounds := testgpu.Rounds(tsan.Rounds(12, 25), 100) // of 20 operations
 		switch {
 		case devs[0].System().Backend() == "cuda":
 			rounds = 500
 		case len(devs) == 8:
-			rounds = testgpu.Rounds(10, 30)
+			rounds = testgpu.Rounds(tsan.Rounds(5, 10), 30)
 		}
 		var wg sync.WaitGroup
 		for _, m := range group {
@@ -308,7 +309,7 @@ func TestGraphOfAllRanks(t *testing.T) {
 				}
 			}
 			return nil
-		})
+		}, nil)
 		require.NoError(t, err)
 		for range 5 {
 			for i, m := range group {

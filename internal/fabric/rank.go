@@ -7,34 +7,33 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
-	"github.com/gochorus/chorus/stream"
 )
 
-// A Rank is this rank of a group that Open has made. Its operations may be enqueued
-// by any goroutine; all ranks must have them in the same order.
+// A Rank is a rank of a group that Open has made. Its operations may be enqueued by any
+// goroutine; all ranks must issue them in the same order.
 type Rank struct {
 	owner       handle.Owner
 	dev         *device.Device
 	rank, ranks int
 	slot, whole int    // bytes
-	blocks      int    // the most that a kernel may have
-	noLines     string // why TwoShotLines cannot be had, alike on all ranks; "" where it can
-	forced      grid   // in measurements
+	blocks      int    // the maximum for a kernel
+	noLines     string // why TwoShotLines is not supported, the same on all ranks; "" if it is
+	forced      grid   // for measurements
 
-	peers   []*scratch // of the k-th rank after this one; the first is its own
+	peers   []*scratch // of the k-th rank after this one; the first is the rank's own
 	control memory.Slice[uint64]
-	host    *memory.Pinned[uint32] // not 0 when the rank gives up, and when it has
-	stop    atomic.Pointer[uint32] // the first of host, until Close
+	host    *memory.Pinned[uint32] // the first word requests the abort, the second confirms it; 0 otherwise
+	stop    atomic.Pointer[uint32] // the first word of host, until Close
 	args    [signatureParam]kernel.Arg
 
 	aborted atomic.Bool
 	ending  sync.Mutex // held while host may be closed
 
-	order stream.Sequence // of the operations: one epoch after the other
+	order gpu.Sequence // serializes the operations: one epoch after the other
 }
 
 // Rank returns the number of the rank in its group.
@@ -46,14 +45,13 @@ func (r *Rank) Ranks() int { return r.ranks }
 // Device returns the rank's device.
 func (r *Rank) Device() *device.Device { return r.dev }
 
-// String names the rank in errors.
+// String returns the name of the rank in errors.
 func (r *Rank) String() string { return fmt.Sprintf("rank %d of %d (%s)", r.rank, r.ranks, r.dev) }
 
-// Abort ends the rank: its operations that wait for others give up within
-// milliseconds, and those to come are refused. What was given up has left its
-// destination undefined. The other ranks know nothing of it, and wait until they are
-// aborted too. Abort returns at once, may be called by any goroutine at any time, and
-// is idempotent.
+// Abort ends the rank: operations that wait for other ranks end within milliseconds, and
+// later ones are refused. The destinations of aborted operations are undefined. The other
+// ranks are not informed, and wait until they are aborted too. Abort returns at once, may
+// be called by any goroutine at any time, and is idempotent.
 func (r *Rank) Abort() {
 	if r == nil {
 		return
@@ -66,9 +64,9 @@ func (r *Rank) Abort() {
 	}
 }
 
-// Err returns why the rank can have no operations any more, or nil: the error matches
-// ErrAborted or device.ErrClosed. It says whether an operation was given up by now,
-// which is known once its stream is past it.
+// Err returns why the rank accepts no more operations, or nil: the error matches
+// ErrAborted or device.ErrClosed. It says whether an operation was aborted so far, which
+// is known once its stream has passed it.
 func (r *Rank) Err() error {
 	if r.owner.Closed() {
 		return r.errorf("use", "%w", device.ErrClosed)
@@ -85,16 +83,16 @@ func (r *Rank) Err() error {
 }
 
 // Close aborts the rank, waits for the streams that had its operations, and frees its
-// memory. The ranks of a group close when all of them have completed their work: who
-// still waits for one that has closed waits until it is aborted. Close is idempotent
-// and safe on nil. It fails, and the rank stays open, while a graph has captured its
-// operations, and while a stream that had some is captured.
+// memory. Close the ranks of a group when all of them have completed their operations: a
+// rank that still waits for a closed one waits until it is aborted. Close is idempotent
+// and accepts nil. It fails, and the rank stays open, while a graph has captured its
+// operations, and while a stream that had operations is captured.
 func (r *Rank) Close() error {
 	if r == nil || r.owner.Closed() {
 		return nil
 	}
 	open := true
-	err := r.order.Close("fabric: close "+r.String(), func(users []*stream.Stream) error {
+	err := r.order.Close("fabric: close "+r.String(), func(users []*gpu.Stream) error {
 		if open = r.owner.Close(); !open {
 			return nil
 		}
@@ -114,24 +112,24 @@ func (r *Rank) Close() error {
 	return errors.Join(err, r.free())
 }
 
-// settle waits for a stream. A device that is lost uses nothing.
-func (r *Rank) settle(s *stream.Stream) error {
-	err := r.dev.Do("cuStreamSynchronize", func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s.Raw()) })
+// settle waits for a stream. A lost device uses no memory, so its error is ignored.
+func (r *Rank) settle(s *gpu.Stream) error {
+	err := gpu.DeviceOf(r.dev).SyncStream(s.Raw())
 	if err != nil && r.dev.Err() == nil {
 		return r.errorf("close", "%w", err)
 	}
 	return nil
 }
 
-// Hold notes that a graph uses r. For Chorus's own packages.
-func (r *Rank) Hold(g stream.Holder) { r.order.Hold(g) }
+// Hold records that a graph uses r. For Chorus's own packages.
+func (r *Rank) Hold(g gpu.Holder) { r.order.Hold(g) }
 
 // LetGo undoes Hold. For Chorus's own packages.
-func (r *Rank) LetGo(g stream.Holder) { r.order.LetGo(g) }
+func (r *Rank) LetGo(g gpu.Holder) { r.order.LetGo(g) }
 
-// Prepare notes that a graph that has operations of r is launched on s. For Chorus's
-// own packages.
-func (r *Rank) Prepare(s *stream.Stream) error {
+// Prepare records that a graph with operations of r is launched on s. For Chorus's own
+// packages.
+func (r *Rank) Prepare(s gpu.HasStream) error {
 	if err := r.Err(); err != nil {
 		return err
 	}
@@ -139,4 +137,4 @@ func (r *Rank) Prepare(s *stream.Stream) error {
 }
 
 // Launched ends what Prepare began. For Chorus's own packages.
-func (r *Rank) Launched(s *stream.Stream) { r.order.Launched(s) }
+func (r *Rank) Launched(s gpu.HasStream) { r.order.Launched(s) }

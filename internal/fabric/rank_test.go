@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -55,7 +56,7 @@ func TestAbort(t *testing.T) {
 					}
 					enqueue := func() error { return errors.Join(x.enqueue(c, m), x.enqueue(c, m)) }
 					if name == "graph" {
-						g, err := graph.Capture([]*stream.Stream{m.s}, enqueue)
+						g, err := graph.Capture([]*stream.Stream{m.s}, enqueue, nil)
 						require.NoError(t, err)
 						defer func() { require.NoError(t, g.Close()) }()
 						enqueue = func() error { return g.Launch(m.s) }
@@ -76,7 +77,7 @@ func TestAbort(t *testing.T) {
 					require.ErrorIs(t, m.Err(), fabric.ErrAborted)
 					require.ErrorContains(t, m.Err(), "given up")
 					x := makeOf[float32](t, m.s, 1)
-					require.ErrorIs(t, fabric.AllReduce(m.Rank, m.s, x, x, fabric.Sum, nil), fabric.ErrAborted)
+					require.ErrorIs(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, nil), fabric.ErrAborted)
 				}
 				require.NoError(t, absent.Err(), "nobody has aborted it")
 			})
@@ -89,14 +90,14 @@ func TestAbortIdle(t *testing.T) {
 		group := open(t, devs, &fabric.Config{Bytes: 1})
 		x, y := makeOf[float32](t, group[0].s, 1), makeOf[float32](t, group[0].s, 1)
 		g, err := graph.Capture([]*stream.Stream{group[0].s}, func() error {
-			return fabric.AllReduce(group[0].Rank, group[0].s, x, y, fabric.Sum, nil)
-		})
+			return fabric.AllReduce(group[0].Rank, group[0].s, x, y, flight.Sum, nil)
+		}, nil)
 		require.NoError(t, err)
 		group[0].Abort()
 		group[0].Abort()
 		require.ErrorIs(t, group[0].Err(), fabric.ErrAborted)
 		require.NotContains(t, group[0].Err().Error(), "given up")
-		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, fabric.Sum, nil), fabric.ErrAborted)
+		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, flight.Sum, nil), fabric.ErrAborted)
 		if len(devs) > 1 {
 			require.ErrorIs(t, g.Launch(group[0].s), fabric.ErrAborted)
 		}
@@ -105,11 +106,11 @@ func TestAbortIdle(t *testing.T) {
 		closeAll(t, group)
 		group[0].Abort()
 		require.ErrorIs(t, group[1%len(group)].Err(), device.ErrClosed)
-		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, fabric.Sum, nil), device.ErrClosed)
+		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, flight.Sum, nil), device.ErrClosed)
 		var none *fabric.Rank
 		none.Abort()
 		require.NoError(t, none.Close())
-		require.ErrorContains(t, fabric.AllReduce(none, group[0].s, x, x, fabric.Sum, nil), "no rank")
+		require.ErrorContains(t, fabric.AllReduce(none, group[0].s, x, x, flight.Sum, nil), "no rank")
 	})
 }
 
@@ -121,11 +122,11 @@ func TestClose(t *testing.T) {
 		require.Equal(t, before+len(group), fabric.Scratches())
 		for i, m := range group {
 			x := makeOf[float32](t, m.s, 1000)
-			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, fabric.Sum, nil))
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, nil))
 			if i < len(group)-1 {
 				continue // which wait for the last one
 			}
-			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, fabric.Sum, nil))
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, nil))
 		}
 		for i, m := range slices.Backward(group) {
 			require.NoError(t, m.Close())
@@ -134,7 +135,7 @@ func TestClose(t *testing.T) {
 			require.True(t, done)
 			if i > 0 {
 				x := makeOf[float32](t, group[0].s, 1000)
-				require.NoError(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, fabric.Sum, nil))
+				require.NoError(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, flight.Sum, nil))
 				require.Equal(t, before+len(group), fabric.Scratches(), "the first may write to all of them")
 			}
 		}
@@ -150,7 +151,7 @@ func TestDeviceLost(t *testing.T) {
 	m, other := group[0], newStream(t, sys.Devices()[0])
 	x, err := memory.Make[float32](m.s, 1000)
 	require.NoError(t, err)
-	require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, fabric.Sum, nil))
+	require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, nil))
 	require.Error(t, other.Callback(func() {}))
 	require.ErrorIs(t, m.s.Sync(testgpu.Context(t)), device.ErrorIllegalAddress)
 	_ = x.Close() // what it says is what the device said
@@ -167,44 +168,44 @@ func TestArguments(t *testing.T) {
 		m, far := group[0], group[1]
 		r, s := m.Rank, m.s
 		x, y := makeOf[float32](t, s, 64*n), makeOf[float32](t, s, 64*n)
-		b, f8 := makeOf[bool](t, s, 8), makeOf[memory.Float8E4M3](t, s, 8)
+		b, f8 := makeOf[bool](t, s, 8), makeOf[memory.Float8E4M3Bits](t, s, 8)
 		i16 := makeOf[int16](t, s, 8)
 		z := makeOf[float32](t, far.s, 64*n)
 		big := makeOf[byte](t, s, 70000*n)
 		l := r.Limits()
-		sum := func(dst, src memory.Slice[float32], op fabric.Op, a fabric.Algorithm) error {
+		sum := func(dst, src memory.Slice[float32], op flight.Reduction, a fabric.Algorithm) error {
 			return fabric.AllReduce(r, s, dst, src, op, &fabric.AllReduceConfig{Algorithm: a})
 		}
 		for want, err := range map[string]error{
-			"the destination has 63 elements: want 64":   sum(x.Slice(0, 63), y.Slice(0, 64), fabric.Sum, 0),
+			"the destination has 63 elements: want 64":   sum(x.Slice(0, 63), y.Slice(0, 64), flight.Sum, 0),
 			"op 5 does not exist":                        sum(x, y, 5, 0),
 			"op -1 does not exist":                       sum(x, y, -1, 0),
-			"algorithm 5 does not exist":                 sum(x, y, fabric.Sum, 5),
-			"want the same memory, or none":              sum(x.Slice(0, 8), x.Slice(1, 9), fabric.Sum, 0),
-			"the operation runs on":                      sum(z, z, fabric.Sum, 0),
-			"cannot order work":                          fabric.AllReduce(r, far.s, x, y, fabric.Sum, nil),
-			"no stream given":                            fabric.AllReduce(r, nil, x, y, fabric.Sum, nil),
-			"want an integer":                            fabric.AllReduce(r, s, b, b, fabric.Max, nil),
-			"float8_e4m3fn":                              fabric.AllReduce(r, s, f8, f8, fabric.Sum, nil),
-			"int16":                                      fabric.ReduceScatter(r, s, i16.Slice(0, 1), i16.Slice(0, n), fabric.Sum),
+			"algorithm 5 does not exist":                 sum(x, y, flight.Sum, 5),
+			"want the same memory, or none":              sum(x.Slice(0, 8), x.Slice(1, 9), flight.Sum, 0),
+			"the operation runs on":                      sum(z, z, flight.Sum, 0),
+			"cannot order work":                          fabric.AllReduce(r, far.s, x, y, flight.Sum, nil),
+			"no stream given":                            fabric.AllReduce(r, nil, x, y, flight.Sum, nil),
+			"want an integer":                            fabric.AllReduce(r, s, b, b, flight.Max, nil),
+			"float8_e4m3fn":                              fabric.AllReduce(r, s, f8, f8, flight.Sum, nil),
+			"int16":                                      fabric.ReduceScatter(r, s, i16.Slice(0, 1), i16.Slice(0, n), flight.Sum),
 			"the destination has 8 elements: want":       fabric.AllGather(r, s, x.Slice(0, 8), y.Slice(0, 5)),
 			"want the source to be the rank's part":      fabric.AllGather(r, s, x.Slice(0, 8*n), x.Slice(8, 16)),
-			"want the destination to be the rank's part": fabric.ReduceScatter(r, s, x.Slice(8, 16), x.Slice(0, 8*n), fabric.Sum),
-			"the source has 8 elements: want":            fabric.ReduceScatter(r, s, y.Slice(0, 5), x.Slice(0, 8), fabric.Sum),
+			"want the destination to be the rank's part": fabric.ReduceScatter(r, s, x.Slice(8, 16), x.Slice(0, 8*n), flight.Sum),
+			"the source has 8 elements: want":            fabric.ReduceScatter(r, s, y.Slice(0, 5), x.Slice(0, 8), flight.Sum),
 			"want a multiple of":                         fabric.AllToAll(r, s, x.Slice(0, 9), y.Slice(0, 9)),
 			"want no memory in common":                   fabric.AllToAll(r, s, x, x),
 			"rank -1 does not exist":                     fabric.Broadcast(r, s, x, y, -1),
 			"want 64":                                    fabric.Broadcast(r, s, x.Slice(0, 63), y.Slice(0, 64), 0),
-			"bytes a rank: at most":                      fabric.AllReduce(r, s, big.Slice(0, l.AllReduce()+1), big.Slice(0, l.AllReduce()+1), fabric.Sum, nil),
-			"one-shot takes at most":                     fabric.AllReduce(r, s, big.Slice(0, l.OneShot+1), big.Slice(0, l.OneShot+1), fabric.Sum, &fabric.AllReduceConfig{Algorithm: fabric.OneShot}),
+			"bytes a rank: at most":                      fabric.AllReduce(r, s, big.Slice(0, l.AllReduce()+1), big.Slice(0, l.AllReduce()+1), flight.Sum, nil),
+			"one-shot takes at most":                     fabric.AllReduce(r, s, big.Slice(0, l.OneShot+1), big.Slice(0, l.OneShot+1), flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.OneShot}),
 			"at most":                                    fabric.Broadcast(r, s, big.Slice(0, l.Part+1), big.Slice(0, l.Part+1), 0),
 			"all-gather on rank 0 of":                    fabric.AllGather(r, s, big.Slice(0, n*(l.Part+1)), big.Slice(0, l.Part+1)),
 		} {
 			require.ErrorContains(t, err, want)
 			require.ErrorContains(t, err, "fabric: ")
 		}
-		require.ErrorIs(t, fabric.AllReduce(r, s, b, b, fabric.Max, nil), errors.ErrUnsupported)
-		require.NoError(t, sum(x.Slice(0, 0), x.Slice(0, 0), fabric.Sum, 0), "nothing to do")
+		require.ErrorIs(t, fabric.AllReduce(r, s, b, b, flight.Max, nil), errors.ErrUnsupported)
+		require.NoError(t, sum(x.Slice(0, 0), x.Slice(0, 0), flight.Sum, 0), "nothing to do")
 		require.NoError(t, fabric.AllGather(r, s, memory.Slice[float32]{}, memory.Slice[float32]{}))
 		done, err := s.Query()
 		for ; !done && err == nil; done, err = s.Query() {
@@ -221,8 +222,8 @@ func TestRounding(t *testing.T) {
 		group := open(t, devs, &fabric.Config{Bytes: 1})
 		seed := rand.Uint64()
 		t.Log("seed ", seed)
-		rounding(t, group, rand.New(rand.NewPCG(seed, 1)), memory.Float16Of, memory.Float16.Float32)
-		rounding(t, group, rand.New(rand.NewPCG(seed, 2)), memory.BFloat16Of, memory.BFloat16.Float32)
+		rounding(t, group, rand.New(rand.NewPCG(seed, 1)), memory.Float16Of, memory.Float16Bits.Float32)
+		rounding(t, group, rand.New(rand.NewPCG(seed, 2)), memory.BFloat16Of, memory.BFloat16Bits.Float32)
 		same := func(x float32) float32 { return x }
 		rounding(t, group, rand.New(rand.NewPCG(seed, 3)), same, same)
 	})
@@ -252,7 +253,7 @@ func rounding[T memory.Element](t *testing.T, group []member, rng *rand.Rand, na
 			outs = append(outs, x)
 		}
 		for r, m := range group {
-			require.NoError(t, fabric.AllReduce(m.Rank, m.s, outs[r], outs[r], fabric.Sum, &fabric.AllReduceConfig{Algorithm: a}))
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, outs[r], outs[r], flight.Sum, &fabric.AllReduceConfig{Algorithm: a}))
 		}
 		for r, m := range group {
 			got := make([]T, n)
@@ -288,7 +289,7 @@ func TestOpenRefuses(t *testing.T) {
 	t.Run("spoilt", func(t *testing.T) {
 		// Copies between two GPUs are tested once each way before.
 		faults := &device.SystemConfig{VirtualDevices: 2, Faults: "zero@cuMemcpyDtoDAsync#3"}
-		refused(t, testgpu.Virtual(t, faults), "something else on virtual:")
+		refused(t, testgpu.Virtual(t, faults), "corrupted data from rank")
 		t.Setenv(env.P2P.Name, "force")
 		faults.Faults = "zero@cuMemcpyDtoDAsync#1"
 		group := open(t, testgpu.Virtual(t, faults), &fabric.Config{Bytes: 1})

@@ -9,17 +9,17 @@ import (
 //go:embed cuda
 var folder embed.FS
 
-// files are the parts of the source, each of which uses those before it.
+// files are the parts of the source; each may use the previous ones.
 var files = []string{
 	"prelude.cuh", "memory.cuh", "rank.cuh", "wait.cuh", "packet.cuh", "word.cuh", "move.cu",
 	"element.cuh", "values.cuh", "reduce.cu", "cell.cu", "line.cu",
 }
 
-// source is what compilers get. Their messages name the file and its line.
+// source is the complete source for compilers. Their messages name the file and its line.
 var source = func() string {
 	var all strings.Builder
 	for _, name := range files {
-		text, _ := folder.ReadFile("cuda/" + name) // all that the folder has is here
+		text, _ := folder.ReadFile("cuda/" + name) // the directory is embedded, so reading cannot fail
 		fmt.Fprintf(&all, "#line 1 %q\n%s", name, text)
 	}
 	return all.String()

@@ -12,6 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 )
 
 //go:embed testdata/host.h
@@ -48,7 +49,7 @@ func TestSourceOnTheHost(t *testing.T) {
 		code = re.ReplaceAllLiteralString(code, x.host)
 	}
 	shim := strings.Replace(ptxtest.HostShim, "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
-	drawn := testgpu.Sample(t, 2)
+	drawn := testgpu.Sample(t, tsan.Rounds(5, 2))
 	for i, m := range []struct {
 		element, op string
 		ranks       int // or any

@@ -8,22 +8,24 @@ import (
 	"github.com/gochorus/chorus/kernel"
 )
 
-// The functions in this file stand in for the kernels on virtual devices. They send
-// the same words to the same places and reduce them in the same order, but by one
-// thread for all of a grid.
+// The functions in this file implement the kernels on virtual devices. They send the same
+// words to the same places and reduce them in the same order, but with one thread for the
+// whole grid. The race detector does not watch device memory, so the inner loops are without
+// its calls.
 
-// A party is a rank within an operation.
+// A party is a rank in an operation.
 type party struct {
 	c           *kernel.Call
 	rank, ranks int
 	slot, whole int        // words
 	peers       [][]uint64 // the scratch memory of the k-th rank after this one
-	control     []uint64   // the ticks, and the epoch in which the rank gave up or 0
-	host        []uint32   // not 0 when the rank gives up, and when it has
+	control     []uint64   // the ticks, and the epoch of the abort or 0
+	host        []uint32   // the first word requests the abort, the second confirms it
 	signature   uint64
 	epoch       uint64
-	set         int  // of the slots and the whole that belong to this operation
-	over        bool // given up
+	set         int              // index of the buffers that this operation uses
+	over        bool             // the operation was aborted
+	words       [maxRanks]uint64 // to reduce
 
 	bytes   int
 	aligned bool
@@ -31,10 +33,10 @@ type party struct {
 
 func enter(c *kernel.Call) *party {
 	p := &party{
-		c: c, rank: int(c.Uint32(rankParam)), ranks: int(c.Uint32(ranksParam)),
-		slot: int(c.Uint64(slotParam) / 8), whole: int(c.Uint64(wholeParam) / 8),
+		c: c, rank: int(kernel.Get[uint32](c, rankParam)), ranks: int(kernel.Get[uint32](c, ranksParam)),
+		slot: int(kernel.Get[uint64](c, slotParam) / 8), whole: int(kernel.Get[uint64](c, wholeParam) / 8),
 		control: kernel.Update[uint64](c, controlParam, 2), host: kernel.Shared[uint32](c, hostParam, 0, 2),
-		signature: c.Uint64(signatureParam), bytes: int(c.Uint64(bytesParam)), aligned: c.Uint32(alignedParam) != 0,
+		signature: kernel.Get[uint64](c, signatureParam), bytes: int(kernel.Get[uint64](c, bytesParam)), aligned: kernel.Get[uint32](c, alignedParam) != 0,
 	}
 	p.epoch = p.control[0]/ticks + 1
 	p.set = int(p.epoch & 1)
@@ -56,7 +58,7 @@ func (p *party) leave() {
 // after returns the k-th rank after this one.
 func (p *party) after(k int) int { return (p.rank + k) % p.ranks }
 
-// from returns where the k-th rank's scratch has what rank r sends to it.
+// from returns the part of the k-th rank's scratch memory that rank r sends to.
 func (p *party) from(k, r int) []uint64 {
 	at := signalBytes/8 + p.set*(p.ranks*p.slot+p.whole) + r*p.slot
 	return p.peers[k][at:]
@@ -64,7 +66,7 @@ func (p *party) from(k, r int) []uint64 {
 
 func (p *party) gathered(k int) []uint64 { return p.from(k, p.ranks) }
 
-// await returns when ready reports true, or the rank gives up.
+// await returns when ready returns true, or the rank is aborted.
 func (p *party) await(ready func() bool) {
 	if p.over || ready() {
 		return
@@ -80,13 +82,13 @@ func (p *party) await(ready func() bool) {
 	}
 }
 
-// barrier returns when all ranks have come to it with every block.
+// barrier returns when all ranks have reached it with every block.
 func (p *party) barrier(n uint64) {
 	want := p.epoch + p.signature
 	at := func(block, rank int) uint64 {
 		return (uint64(block)*maxRanks+uint64(rank))*signalWords + p.epoch&1*2 + n
 	}
-	grid := int(p.c.Blocks()[0])
+	grid := int(p.c.Grid().Blocks[0])
 	for k := 1; k < p.ranks && !p.over; k++ {
 		for b := range grid {
 			atomic.StoreUint64(&p.peers[k][at(b, p.rank)], want)
@@ -100,15 +102,17 @@ func (p *party) barrier(n uint64) {
 	}
 }
 
-// marks are what packets have beside their halves in this epoch.
+// marks returns the marks of packets in this epoch, next to each half.
 func (p *party) marks() (low, high uint64) {
 	return (p.epoch + p.signature) << 32, (p.epoch + p.epoch>>32 + p.signature>>32) << 32
 }
 
 // send sends the i-th word.
+//
+//go:norace
 func (p *party) send(to []uint64, i int, word uint64) {
 	if p.over {
-		return // it is no result
+		return // the word is not a result
 	}
 	low, high := p.marks()
 	atomic.StoreUint64(&to[2*i], word&0xffffffff|low)
@@ -116,50 +120,75 @@ func (p *party) send(to []uint64, i int, word uint64) {
 }
 
 // receive waits for the i-th word.
+//
+//go:norace
 func (p *party) receive(in []uint64, i int) uint64 {
-	const mark = 0xffffffff << 32
-	low, high := p.marks()
-	var a, b uint64
-	p.await(func() bool {
-		a, b = atomic.LoadUint64(&in[2*i]), atomic.LoadUint64(&in[2*i+1])
-		return a&mark == low && b&mark == high
+	if word, came := p.packet(in, i); came {
+		return word
+	}
+	var word uint64
+	p.await(func() (came bool) {
+		word, came = p.packet(in, i)
+		return came
 	})
-	return a&^mark | b<<32
+	return word
 }
 
-// wordsIn is how many words bytes are.
+// packet returns the i-th word, if it has come.
+//
+//go:norace
+func (p *party) packet(in []uint64, i int) (word uint64, came bool) {
+	const mark = 0xffffffff << 32
+	low, high := p.marks()
+	a, b := atomic.LoadUint64(&in[2*i]), atomic.LoadUint64(&in[2*i+1])
+	return a&^mark | b<<32, a&mark == low && b&mark == high
+}
+
+// wordsIn returns the number of words for bytes.
 func wordsIn(bytes int) int { return over(bytes, 8) }
 
-// wordOf returns the i-th word of b, of which the last may have fewer than 8 bytes.
+// wordOf returns the i-th word of b; the last one may have fewer than 8 bytes.
+//
+//go:norace
 func wordOf(b []byte, i int) uint64 {
+	b = b[min(8*i, len(b)):]
+	if len(b) >= 8 {
+		return binary.LittleEndian.Uint64(b)
+	}
 	var w [8]byte
-	copy(w[:], b[min(8*i, len(b)):])
+	copy(w[:], b)
 	return binary.LittleEndian.Uint64(w[:])
 }
 
+//go:norace
 func setWord(b []byte, i int, v uint64) {
+	b = b[min(8*i, len(b)):]
+	if len(b) >= 8 {
+		binary.LittleEndian.PutUint64(b, v)
+		return
+	}
 	var w [8]byte
 	binary.LittleEndian.PutUint64(w[:], v)
-	copy(b[min(8*i, len(b)):], w[:])
+	copy(b, w[:])
 }
 
-// read returns n bytes of the input, of which kernels take 8 as one where they are said
-// to be aligned.
+// read returns n bytes of the input. Kernels read 8 bytes at once if the operands are
+// aligned.
 func (p *party) read(at, n int) []byte {
 	p.check(inParam, at, 8)
-	return kernel.ReadAt[uint8](p.c, inParam, at, n)
+	return kernel.ReadAddress[uint8](p.c, p.c.Address(inParam)+uint64(at), n)
 }
 
 // write is read for the output.
 func (p *party) write(at, n int) []byte {
 	p.check(outParam, at, 8)
-	return kernel.UpdateAt[uint8](p.c, outParam, at, n)
+	return kernel.UpdateAddress[uint8](p.c, p.c.Address(outParam)+uint64(at), n)
 }
 
-// check ends the kernel where it is told something wrong.
+// check panics if an operand is not aligned as the host has declared.
 func (p *party) check(param, at, unit int) {
 	if x := p.c.Address(param) + uint64(at); p.aligned && x%uint64(unit) != 0 {
-		panic(fmt.Sprintf("the address %#x is no multiple of %d", x, unit))
+		panic(fmt.Sprintf("the address %#x is not a multiple of %d", x, unit))
 	}
 }
 
@@ -167,7 +196,7 @@ func gatherAll(c *kernel.Call)   { enter(c).spread(0) }
 func exchangeAll(c *kernel.Call) { p := enter(c); p.spread(p.bytes) }
 
 // spread sends chunks of the input that begin every step bytes, one to each rank, and
-// gathers what comes.
+// gathers the chunks of the other ranks.
 func (p *party) spread(step int) {
 	n := wordsIn(p.bytes)
 	own := p.read(p.rank*step, p.bytes)
@@ -190,15 +219,16 @@ func (p *party) spread(step int) {
 	p.leave()
 }
 
-// inPlace reports whether a byte of the input is that of the output.
+// inPlace reports whether a byte of the input and a byte of the output have the same
+// address.
 func (p *party) inPlace(in, out int) bool {
 	return p.c.Address(inParam)+uint64(in) == p.c.Address(outParam)+uint64(out)
 }
 
 func broadcastOne(c *kernel.Call) {
 	p := enter(c)
-	root, n := int(c.Uint32(rootParam)), wordsIn(p.bytes)
-	var in []byte // nobody but the root has any
+	root, n := int(kernel.Get[uint32](c, rootParam)), wordsIn(p.bytes)
+	var in []byte // only the root has input
 	if p.rank == root {
 		in = p.read(0, p.bytes)
 	} else {

@@ -6,12 +6,12 @@ import (
 	"github.com/gochorus/chorus/kernel"
 )
 
-// A line is the data of one, behind which its mark is sent.
+// A line is the data of a line; its mark is sent after it.
 type line [lineWords]uint64
 
 const lineStep = lineBytes / 8 // words of memory
 
-// enterLines is enter for an operation by lines, which have memory of their own.
+// enterLines is enter for an operation by lines, which use separate memory.
 func enterLines(c *kernel.Call) *party {
 	p := enter(c)
 	p.set += 2
@@ -21,6 +21,8 @@ func enterLines(c *kernel.Call) *party {
 func (p *party) lineMark() uint64 { return p.epoch + p.signature }
 
 // lineOf returns the i-th line of b.
+//
+//go:norace
 func lineOf(b []byte, i int) (v line) {
 	for j := range v {
 		v[j] = wordOf(b, i*lineWords+j)
@@ -28,35 +30,43 @@ func lineOf(b []byte, i int) (v line) {
 	return v
 }
 
-func setLine(b []byte, i int, v line) {
+//go:norace
+func setLine(b []byte, i int, v *line) {
 	for j, word := range v {
 		setWord(b, i*lineWords+j, word)
 	}
 }
 
-// sendLine sends the i-th line: its mark says that the rest is there.
-func (p *party) sendLine(to []uint64, i int, v line) {
+// sendLine sends the i-th line. Its mark shows that the rest has arrived.
+//
+//go:norace
+func (p *party) sendLine(to []uint64, i int, v *line) {
 	if p.over {
 		return
 	}
 	to = to[i*lineStep:][:lineStep]
-	for j, word := range v {
-		atomic.StoreUint64(&to[j], word)
-	}
+	*(*line)(to) = *v
 	atomic.StoreUint64(&to[lineWords], p.lineMark())
 }
 
 // receiveLine waits for the i-th line.
+//
+//go:norace
 func (p *party) receiveLine(in []uint64, i int) (v line) {
 	in = in[i*lineStep:][:lineStep]
-	p.await(func() bool { return atomic.LoadUint64(&in[lineWords]) == p.lineMark() })
-	for j := range v {
-		v[j] = atomic.LoadUint64(&in[j])
+	mark := p.lineMark()
+	if atomic.LoadUint64(&in[lineWords]) != mark {
+		p.await(func() bool { return atomic.LoadUint64(&in[lineWords]) == mark })
+	}
+	if !p.over { // else the sender may still write
+		v = *(*line)(in)
 	}
 	return v
 }
 
 // reduceLine is reduce for the i-th lines.
+//
+//go:norace
 func (p *party) reduceLine(f fold, i int, own line) (sum line) {
 	var lines [maxRanks]line
 	for r := range p.ranks {
@@ -64,12 +74,11 @@ func (p *party) reduceLine(f fold, i int, own line) (sum line) {
 			lines[r] = p.receiveLine(p.from(0, r), i)
 		}
 	}
-	var words [maxRanks]uint64
 	for j := range sum {
 		for r := range p.ranks {
-			words[r] = lines[r][j]
+			p.words[r] = lines[r][j]
 		}
-		sum[j] = f(words[:p.ranks])
+		sum[j] = f(p.words[:p.ranks])
 	}
 	return sum
 }
@@ -81,21 +90,23 @@ func (f fold) twoShotLines(c *kernel.Call) {
 	for k := 1; k < p.ranks; k++ {
 		to := p.from(k, p.rank)
 		for i := range share {
-			p.sendLine(to, i, lineOf(in, p.after(k)*share+i))
+			v := lineOf(in, p.after(k)*share+i)
+			p.sendLine(to, i, &v)
 		}
 	}
 	for i := range share {
 		at := p.rank*share + i
 		v := p.reduceLine(f, i, lineOf(in, at))
 		for k := 1; k < p.ranks; k++ {
-			p.sendLine(p.gathered(k), at, v)
+			p.sendLine(p.gathered(k), at, &v)
 		}
-		setLine(out, at, v)
+		setLine(out, at, &v)
 	}
 	for k := 1; k < p.ranks; k++ {
 		for i := range share {
 			at := p.after(k)*share + i
-			setLine(out, at, p.receiveLine(p.gathered(0), at))
+			v := p.receiveLine(p.gathered(0), at)
+			setLine(out, at, &v)
 		}
 	}
 	p.leave()

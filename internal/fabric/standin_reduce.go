@@ -6,17 +6,16 @@ import (
 	"github.com/gochorus/chorus/kernel"
 )
 
-// reduce reduces the i-th words that the ranks have sent and this one's own.
+// reduce reduces the i-th words of all ranks; own is this rank's word.
 func (p *party) reduce(f fold, i int, own uint64) uint64 {
-	var words [maxRanks]uint64
 	for r := range p.ranks {
 		if r == p.rank {
-			words[r] = own
+			p.words[r] = own
 		} else {
-			words[r] = p.receive(p.from(0, r), i)
+			p.words[r] = p.receive(p.from(0, r), i)
 		}
 	}
-	return f(words[:p.ranks])
+	return f(p.words[:p.ranks])
 }
 
 func (f fold) reduceScatter(c *kernel.Call) {
@@ -84,7 +83,7 @@ func (p *party) sendCell(to *uint64, v uint64) {
 	}
 }
 
-// twoShot counts in words, two of which are a cell.
+// twoShot counts in words; two words are a cell.
 func (f fold) twoShot(c *kernel.Call) {
 	p := enter(c)
 	p.check(inParam, 0, 16)
@@ -92,7 +91,7 @@ func (f fold) twoShot(c *kernel.Call) {
 	in, out := p.read(0, p.bytes), p.write(0, p.bytes)
 	all := 2 * over(p.bytes, 16)
 	share := 2 * over(all/2, p.ranks)
-	// of calls do for each word of a rank's share, with its place in the whole.
+	// of calls do for each word of a rank's part, with its index in the whole.
 	of := func(r int, do func(i, at int)) {
 		for i := 0; i < share && r*share+i < all; i++ {
 			do(i, r*share+i)
@@ -104,15 +103,14 @@ func (f fold) twoShot(c *kernel.Call) {
 	}
 	p.barrier(0)
 	of(p.rank, func(i, at int) {
-		var words [maxRanks]uint64
 		for r := range p.ranks {
 			if r == p.rank {
-				words[r] = wordOf(in, at)
+				p.words[r] = wordOf(in, at)
 			} else {
-				words[r] = atomic.LoadUint64(&p.from(0, r)[i])
+				p.words[r] = atomic.LoadUint64(&p.from(0, r)[i])
 			}
 		}
-		v := f(words[:p.ranks])
+		v := f(p.words[:p.ranks])
 		for k := 1; k < p.ranks; k++ {
 			p.sendCell(&p.gathered(k)[at], v)
 		}

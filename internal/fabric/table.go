@@ -5,21 +5,21 @@ import (
 	"sync"
 )
 
-// A Table is where ranks of one process exchange what they say.
+// A Table is the Exchange of ranks in one process.
 type Table struct {
 	mu     sync.Mutex
 	ranks  int
 	rounds []*round
 }
 
-// A round is what each rank has said.
+// A round has the messages of all ranks in one exchange.
 type round struct {
 	said [][]byte
 	left int
 	over chan struct{}
 }
 
-// NewTable makes a table for so many ranks.
+// NewTable makes a table for the given number of ranks.
 func NewTable(ranks int) *Table { return &Table{ranks: ranks} }
 
 // Seat returns the Exchange of a rank.

@@ -7,22 +7,23 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-// How often lines are tried, with how many elements at most, and how long they may take,
-// which only ends a hang.
+// The number of trials, the maximum number of elements, and a timeout, which only ends a
+// hang.
 const (
 	lineTrials     = 8
 	trialElements  = 16 << 10
 	lineTrialLimit = time.Minute
 )
 
-// tryLines lets all ranks reduce by lines, where nothing speaks against it, and compares
-// what comes: where lines are torn on one rank, none has them. Torn ones have something
-// of the last operation but one, or zeros. There is a line of each share for eight threads
-// at most, as in all operations but the largest.
+// tryLines runs all-reduces by lines on all ranks, if nothing forbids it, and compares the
+// results. If lines are torn on one rank, no rank uses them. A torn line has data of the
+// operation before the last one, or zeros. Each group of eight threads handles at most one
+// line of each part, as in all operations except the largest.
 func (r *Rank) tryLines(ctx context.Context, s *stream.Stream, exchange Exchange) (err error) {
 	if r.ranks == 1 || r.noLines != "" {
 		return nil
@@ -30,7 +31,7 @@ func (r *Rank) tryLines(ctx context.Context, s *stream.Stream, exchange Exchange
 	x, failed := memory.Make[float32](s, min(r.Limits().TwoShotLines/4, trialElements))
 	defer func() { err = errors.Join(err, x.Close()) }()
 	if err := Confer(ctx, exchange, r.ranks, failed); err != nil {
-		return err // and nobody waits for who has no memory
+		return err // a rank without memory would keep the others waiting
 	}
 	torn, failed := r.trial(ctx, s, x)
 	said, err := confer(ctx, exchange, r.ranks, torn, failed)
@@ -43,8 +44,8 @@ func (r *Rank) tryLines(ctx context.Context, s *stream.Stream, exchange Exchange
 	return nil
 }
 
-// trial has some all-reduces of x, each of other data, and returns what is wrong with
-// them. The end of the context aborts the rank.
+// trial runs several all-reduces of x, each with different data, and describes wrong
+// results. The end of the context aborts the rank.
 func (r *Rank) trial(ctx context.Context, s *stream.Stream, x memory.Slice[float32]) (torn string, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, lineTrialLimit, errors.New("the other ranks did not send their lines within a minute"))
 	defer cancel()
@@ -59,7 +60,7 @@ func (r *Rank) trial(ctx context.Context, s *stream.Stream, x memory.Slice[float
 		for i := range in {
 			in[i] = trialValue(trial, r.rank, i)
 		}
-		o := operation{kind: AllReduces, algorithm: TwoShotLines, dtype: memory.Float32, format: formatOf[memory.Float32], bytes: x.Bytes(), dst: x.Ptr(), src: x.Ptr()}
+		o := operation{kind: flight.AllReduce, algorithm: TwoShotLines, dtype: memory.Float32, format: formatOf[memory.Float32], bytes: x.Bytes(), dst: x.Ptr(), src: x.Ptr()}
 		if err := errors.Join(x.CopyFrom(s, in), r.enqueue(s, &o), x.CopyTo(s, out)); err != nil {
 			return "", err
 		}
@@ -70,7 +71,7 @@ func (r *Rank) trial(ctx context.Context, s *stream.Stream, x memory.Slice[float
 	return torn, nil
 }
 
-// tornIn says what is wrong with a sum, or nothing.
+// tornIn describes a wrong sum, or returns "".
 func (r *Rank) tornIn(out []float32, trial int) string {
 	for i, have := range out {
 		want := float32(0)
@@ -84,6 +85,6 @@ func (r *Rank) tornIn(out []float32, trial int) string {
 	return ""
 }
 
-// trialValue is the i-th number of a rank in a trial: whole, so that sums are exact, and
-// another one than in the other trials.
+// trialValue is the i-th number of a rank in a trial: an integer, so that sums are exact,
+// and different in each trial.
 func trialValue(trial, rank, i int) float32 { return float32(1 + (i*7+rank*13+trial*101)%1021) }

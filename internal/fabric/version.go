@@ -2,6 +2,5 @@ package fabric
 
 import "github.com/gochorus/chorus/internal/ptx"
 
-// Version tells kernels from others: times that were measured with one say nothing of
-// another.
+// Version identifies the kernels: measurements with one version are not valid for another.
 func Version() string { return ptx.Digest(source, nil)[:12] }

@@ -9,7 +9,7 @@ import (
 	"sync/atomic"
 )
 
-// About says what an object is, for the report of its leak.
+// About describes an object in the report of its leak.
 type About struct {
 	Kind  string       // such as "stream"
 	On    fmt.Stringer // its device, group or session; nil if it has none
@@ -46,8 +46,8 @@ func Init[T any](obj *T, o *Owner, a About) {
 	runtime.AddCleanup(obj, report, st)
 }
 
-// InitForever arms the owner of an object that lives as long as the object that it
-// belongs to. Nobody has to close it, and it is never reported.
+// InitForever initializes the owner of an object that lives as long as the object that it
+// belongs to. It need not be closed, and is never reported.
 func InitForever(o *Owner) { o.st = &state{} }
 
 // Close marks the object closed and reports whether this call was the first.

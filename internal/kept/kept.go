@@ -1,5 +1,5 @@
-// Package kept lets packages keep something of theirs with an object of another
-// package, found again without a lock and in a few nanoseconds.
+// Package kept lets packages store values with objects of another package. A lookup takes
+// no lock and a few nanoseconds.
 package kept
 
 import (
@@ -8,13 +8,13 @@ import (
 	"sync/atomic"
 )
 
-// A Key stands for what one package keeps with the objects of another. It is known by
-// its address: each is a variable of the package.
+// A Key identifies the values that one package stores with the objects of another package.
+// Keys are compared by address: each one is a package variable.
 type Key struct{ _ byte }
 
-// A Map has few keys, which are looked up often and hardly ever added: looking one
-// up goes over all of them. Its methods may be called by any goroutine. The zero
-// value is empty. It must not be copied.
+// A Map is for few keys that are looked up often and rarely added: a lookup compares all
+// of them. Its methods may be called by any goroutine. The zero value is empty. A Map must
+// not be copied.
 type Map struct {
 	mu   sync.Mutex // held while the list is changed
 	list atomic.Pointer[[]entry]
@@ -37,9 +37,9 @@ func (m *Map) Load(key *Key) (value any, ok bool) {
 	return nil, false
 }
 
-// LoadOrMake returns the value of a key, and makes it if there is none. Other
-// goroutines that add a key wait meanwhile; make must not add one itself. After an
-// error there is still none.
+// LoadOrMake returns the value of a key, and makes it if necessary. Other goroutines that
+// add a key wait meanwhile; make must not add one itself. After an error the key has no
+// value.
 func (m *Map) LoadOrMake(key *Key, make func() (any, error)) (any, error) {
 	if v, ok := m.Load(key); ok {
 		return v, nil
@@ -77,8 +77,7 @@ func (m *Map) store(key *Key, value any) {
 	m.list.Store(&list)
 }
 
-// Clear forgets all keys and returns their values in the order in which they were
-// added.
+// Clear removes all keys and returns their values in the order in which they were added.
 func (m *Map) Clear() (values []any) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -16,16 +16,16 @@ type child struct {
 	cmd         *exec.Cmd
 	pid         int
 	start       time.Time
-	took        time.Duration // once it has ended
+	took        time.Duration // valid after exit
 	state       *os.ProcessState
 	running     bool
-	stopped     bool // it ran when the launcher began to stop the job
-	killed      bool // by the launcher, since it had not stopped
+	stopped     bool // it was running when the launcher began to stop the job
+	killed      bool // by the launcher, because it did not exit in time
 }
 
-// startChild starts a worker and reports its end on ended. The kernel kills the
-// worker when the *thread* that started it ends (golang/go#27505), so one
-// goroutine keeps its thread from before the start until the end.
+// startChild starts a worker and sends it on ended when it exits. The kernel
+// kills the worker when the *thread* that started it exits (golang/go#27505), so
+// a goroutine stays locked to this thread until the worker has exited.
 func startChild(c *child, ended chan<- *child) error {
 	started := make(chan error)
 	go func() {
@@ -40,15 +40,16 @@ func startChild(c *child, ended chan<- *child) error {
 		if err != nil {
 			return
 		}
-		// The error says what ProcessState does.
+		// ProcessState holds the same information as the error.
 		_ = c.cmd.Wait()
 		ended <- c
 	}()
 	return <-started
 }
 
-// command makes the command of a worker in a process group of its own: signals
-// reach its children, too, and the terminal's do not reach it twice.
+// command builds the command of a worker in a new process group. A signal to the
+// group also reaches the worker's children, and signals of the terminal do not
+// arrive twice.
 func command(path string, args, environ []string, stdout, stderr *os.File) *exec.Cmd {
 	return &exec.Cmd{
 		Path: path, Args: args, Env: environ, Stdout: stdout, Stderr: stderr,
@@ -56,12 +57,12 @@ func command(path string, args, environ []string, stdout, stderr *os.File) *exec
 	}
 }
 
-// finish notes the end of a child. Only the goroutine that supervises calls it.
+// finish records the exit of a child. Only the supervising goroutine calls it.
 func (c *child) finish() {
 	c.state, c.took, c.running = c.cmd.ProcessState, time.Since(c.start), false
 }
 
-// code is the child's exit code as a shell shows it.
+// code returns the child's exit code in the shell's convention.
 func (c *child) code() int {
 	ws, ok := c.state.Sys().(syscall.WaitStatus)
 	if ok && ws.Signaled() {
@@ -70,7 +71,7 @@ func (c *child) code() int {
 	return c.state.ExitCode()
 }
 
-// reason says how the child ended.
+// reason describes how the child exited.
 func (c *child) reason() string {
 	ws, ok := c.state.Sys().(syscall.WaitStatus)
 	if !ok || !ws.Signaled() {
@@ -79,9 +80,9 @@ func (c *child) reason() string {
 	text := "killed by " + signalName(ws.Signal())
 	switch {
 	case c.killed:
-		text += " (by the launcher, after its grace)"
+		text += " (by the launcher, after the grace period)"
 	case ws.Signal() == syscall.SIGKILL:
-		text += " (perhaps out of memory)"
+		text += " (possibly out of memory)"
 	}
 	return text
 }
@@ -92,7 +93,7 @@ func (c *child) signal(sig syscall.Signal) {
 		return
 	}
 	if err := syscall.Kill(-c.pid, sig); err != nil && !errors.Is(err, syscall.ESRCH) {
-		_ = syscall.Kill(c.pid, sig) // the group is not there yet or not ours
+		_ = syscall.Kill(c.pid, sig) // the group does not exist yet or belongs to another process
 	}
 }
 

@@ -15,7 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// Devices says what this host has to give to workers, one device to each.
+// Devices describes the devices of this host. Each worker gets one.
 type Devices struct {
 	Count   int
 	Backend string   // "cuda" or "virtual"
@@ -23,51 +23,52 @@ type Devices struct {
 	Env     []string // NAME=value that workers need to find the same devices
 }
 
-// Config says what to run.
+// Config describes the workers to start.
 type Config struct {
 	// Program is the program and its arguments.
 	Program []string
-	// Procs is how many workers this host has; 0 means one for each device.
+	// Procs is the number of workers on this host; 0 means one for each device.
 	Procs int
-	// Devices are this host's.
+	// Devices are the devices of this host.
 	Devices Devices
-	// Cluster describes the job. LocalSize and Notify are set here.
+	// Cluster describes the job. Run sets LocalSize and Notify.
 	Cluster cluster.Config
-	// Grace is how long workers have to end by themselves and say what they know when one
-	// was lost, before they are asked to, and from then until they are killed; 0 means 10 s.
+	// Grace is the time from the loss of a worker until the others are asked to
+	// stop. Until then they can report and exit. After the same time again, they
+	// are killed. 0 means 10 s.
 	Grace time.Duration
-	// NoPrefix writes lines without "[rank 2] ".
+	// NoPrefix omits the prefix "[rank 2] " of each line.
 	NoPrefix bool
-	// Raw writes lines byte for byte. Without it, control characters are quoted.
+	// Raw copies lines byte for byte. Otherwise control characters are quoted.
 	Raw bool
-	// LogDir also gets each rank's output, in <LogDir>/<job>/rank-<n>.out and
-	// .err; empty means none.
+	// LogDir receives a copy of each rank's output in <LogDir>/<job>/rank-<n>.out
+	// and .err; if it is empty, no copy is written.
 	LogDir string
-	// Stdout and Stderr get the workers' output, and Stderr messages, too.
+	// Stdout and Stderr receive the workers' output. Stderr also receives messages.
 	Stdout, Stderr io.Writer
-	// Signals are those that the process receives.
+	// Signals delivers the signals that the process receives.
 	Signals <-chan os.Signal
 }
 
-// Exit codes of Run, beside those of the workers and 128+n for signal n.
+// Exit codes of Run, besides the workers' exit codes and 128+n for signal n.
 const (
 	ExitFailed       = 1   // a worker or host was lost without an exit code, or the launcher failed
-	ExitUsage        = 64  // the command line, what it asks for, or hosts that disagree
-	ExitUnavailable  = 69  // the hosts of the job did not all come in time
-	ExitAuth         = 77  // another secret, or another job
-	ExitNotRunnable  = 126 // the program is there and cannot be run
-	ExitNotFound     = 127 // the program is not there
+	ExitUsage        = 64  // mistake in the command line, or command lines of the hosts differ
+	ExitUnavailable  = 69  // some hosts of the job did not join in time
+	ExitAuth         = 77  // the seeds have another secret or another job
+	ExitNotRunnable  = 126 // the program exists and cannot be executed
+	ExitNotFound     = 127 // the program does not exist
 	exitSignalOffset = 128
 )
 
 const defaultGrace = 10 * time.Second
 
-// A UsageError is a mistake in what was asked for.
+// A UsageError is a mistake in the command line.
 type UsageError struct{ Reason string }
 
 func (e *UsageError) Error() string { return e.Reason }
 
-// complete checks the config and fills in defaults.
+// complete validates the config and fills in defaults.
 func (cfg *Config) complete() (Config, error) {
 	c := *cfg
 	if len(c.Program) == 0 {
@@ -77,13 +78,13 @@ func (cfg *Config) complete() (Config, error) {
 		c.Grace = defaultGrace
 	}
 	if c.Grace < 0 || c.Procs < 0 {
-		return c, &UsageError{fmt.Sprintf("%d processes with a grace of %v: want neither below 0", c.Procs, c.Grace)}
+		return c, &UsageError{fmt.Sprintf("%d processes, grace period %v: want 0 or more", c.Procs, c.Grace)}
 	}
 	if c.Procs == 0 {
 		c.Procs = c.Devices.Count
 	}
 	if c.Procs == 0 {
-		return c, &UsageError{"one process for each device of this host makes none: it has no device"}
+		return c, &UsageError{"this host has no device, so there is no process to start"}
 	}
 	if c.Procs > c.Devices.Count {
 		return c, &UsageError{fmt.Sprintf("%d processes on the %d %s devices of this host: two ranks cannot share a device; use --nproc-per-node %d or fewer",
@@ -93,7 +94,7 @@ func (cfg *Config) complete() (Config, error) {
 	return c, nil
 }
 
-// program finds the program's file.
+// program returns the path of the program's file.
 func program(name string) (path string, code int, err error) {
 	path, err = exec.LookPath(name)
 	switch {
@@ -107,8 +108,8 @@ func program(name string) (path string, code int, err error) {
 	return "", ExitNotFound, fmt.Errorf("cannot find the program %s", name)
 }
 
-// whyNot explains the failure to start a program that is there: the kernel says
-// of a script without its interpreter, too, that the file does not exist.
+// whyNot explains why an existing program did not start. If the interpreter of a
+// script is missing, the kernel only reports that "the file does not exist".
 func whyNot(path string, err error) error {
 	if !errors.Is(err, os.ErrNotExist) {
 		return err
@@ -118,22 +119,22 @@ func whyNot(path string, err error) error {
 		return err
 	}
 	defer f.Close()
-	line, _ := bufio.NewReaderSize(f, 512).ReadSlice('\n') // of a binary, whatever comes
+	line, _ := bufio.NewReaderSize(f, 512).ReadSlice('\n') // for a binary, arbitrary bytes
 	if rest, script := bytes.CutPrefix(line, []byte("#!")); script {
 		if words := bytes.Fields(rest); len(words) > 0 {
-			return fmt.Errorf("%s: its interpreter %s does not exist", path, words[0])
+			return fmt.Errorf("%s: the interpreter %s of the script does not exist", path, words[0])
 		}
 	}
-	return fmt.Errorf("%w: perhaps the loader that the program was built for", err)
+	return fmt.Errorf("%w: possibly the dynamic loader that the program was built for is missing", err)
 }
 
-// workerEnv is the environment of worker number local: the launcher's own, then
-// what the devices and the job need, which wins.
+// workerEnv returns the environment of worker number local: the launcher's
+// environment, overridden by the variables of the devices and of the job.
 func (cfg *Config) workerEnv(a *cluster.Agent, local int) []string {
 	vars := append(os.Environ(), cfg.Devices.Env...)
 	if _, set := os.LookupEnv("OMP_NUM_THREADS"); !set && cfg.Procs > 1 {
-		// As torchrun does: libraries that take every core for each of several
-		// processes slow each other down.
+		// Like torchrun: otherwise a library in each process would start a thread
+		// for every core of the machine.
 		vars = append(vars, "OMP_NUM_THREADS=1")
 	}
 	vars = append(vars, env.Launcher.Name+"=chorus")

@@ -1,9 +1,8 @@
-// Package launch starts the workers of one host and stays with them to the end:
-// it gives them ranks through package cluster, writes their output line by
-// line, passes signals on, stops the whole job when one of them fails, says
-// which was first and why, and leaves no process behind.
+// Package launch starts the workers of one host and supervises them. It assigns
+// ranks through package cluster, writes the workers' output line by line, and
+// forwards signals. If a worker fails, it stops the whole job, reports the first
+// failure and its cause, and leaves no process behind.
 //
-// Run takes the whole process for itself: it makes it the reaper of all its
-// descendants and kills those that are left at the end. Only a command calls
-// it.
+// Run makes the calling process the reaper of all its descendants, and kills the
+// remaining ones at the end. Therefore only a command should call it.
 package launch

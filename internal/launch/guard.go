@@ -12,25 +12,25 @@ import (
 	"syscall"
 )
 
-// guardianName is a guardian's argument 0: what ps shows, and nobody types.
+// guardianName is argument 0 of a guardian, as ps shows it. Users do not type it.
 const guardianName = "chorus: guardian"
 
-// guarded says that this program called Guard, so that it can be a guardian.
+// guarded is true if this program called Guard and can therefore start a guardian.
 var guarded bool
 
-// Guard has to be the first call in main of a program that calls Run. It lets
-// Run start the program once more as a guardian, which does not return from
-// here: when the launcher ends without having dismissed it, kill -9 included, the
-// guardian kills the workers' process groups. The kernel does that for the
-// workers alone, not for what they have started. In a program without Guard,
-// Run has no guardian. What has left its worker's group is beyond a guardian.
+// Guard must be the first call in main of a program that calls Run. It lets Run
+// start the same program again as a guardian process, in which Guard does not
+// return. If the launcher exits without dismissing the guardian, for example by
+// kill -9, the guardian kills the process groups of the workers. (The kernel
+// would kill only the workers, not their children.) Processes that left the group
+// of their worker survive. Without Guard, Run has no guardian.
 func Guard() {
 	if os.Args[0] != guardianName {
 		guarded = true
 		return
 	}
-	// A service manager's signal to all that belongs to a job is no reason to go
-	// before the launcher does.
+	// A service manager may signal all processes of a job. The guardian must
+	// outlive the launcher.
 	signal.Ignore(syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGTSTP,
 		syscall.SIGUSR1, syscall.SIGUSR2, syscall.SIGPIPE)
 	for pid := range orphans(os.Stdin) {
@@ -39,15 +39,15 @@ func Guard() {
 	os.Exit(0)
 }
 
-// orphans reads what a launcher says until it ends, and returns the groups that
-// are without it then.
+// orphans reads the launcher's messages until the pipe closes, and returns the
+// process groups that are still running then.
 func orphans(r io.Reader) map[int]bool {
 	groups := map[int]bool{}
 	for s := bufio.NewScanner(r); s.Scan(); {
 		verb, rest, _ := strings.Cut(s.Text(), " ")
 		pid, err := strconv.Atoi(rest)
 		switch {
-		case err != nil || pid <= 1: // cut off; -1 and 0 mean others
+		case err != nil || pid <= 1: // truncated; kill(-pid) would signal other processes
 		case verb == "started":
 			groups[pid] = true
 		case verb == "ended":
@@ -57,13 +57,13 @@ func orphans(r io.Reader) map[int]bool {
 	return groups
 }
 
-// A guardian is the launcher's side of one. A nil guardian does nothing.
+// A guardian is the launcher's handle of its guardian process; nil does nothing.
 type guardian struct {
 	cmd  *exec.Cmd
 	pipe *os.File
 }
 
-// startGuardian returns nil where this program cannot be one.
+// startGuardian returns nil if this program did not call Guard.
 func startGuardian() (*guardian, error) {
 	if !guarded {
 		return nil, nil
@@ -75,7 +75,7 @@ func startGuardian() (*guardian, error) {
 	defer r.Close()
 	g := &guardian{pipe: w, cmd: &exec.Cmd{
 		Path: "/proc/self/exe", Args: []string{guardianName}, Env: []string{"GOMAXPROCS=1"}, Dir: "/", Stdin: r,
-		SysProcAttr: &syscall.SysProcAttr{Setsid: true}, // neither the terminal nor a group's signal ends it
+		SysProcAttr: &syscall.SysProcAttr{Setsid: true}, // so that signals of the terminal or of the group do not kill it
 	}}
 	if err := g.cmd.Start(); err != nil {
 		w.Close()
@@ -91,23 +91,23 @@ func (g *guardian) pid() int {
 	return g.cmd.Process.Pid
 }
 
-// started tells of a worker's group, ended that nothing is left of it: another
-// program's may have its number one day.
+// started reports a worker's process group to the guardian. ended reports that
+// the group is empty, because another program may reuse its number later.
 func (g *guardian) started(pid int) { g.tell("started", pid) }
 func (g *guardian) ended(pid int)   { g.tell("ended", pid) }
 
 func (g *guardian) tell(verb string, pid int) {
 	if g != nil {
-		_, _ = fmt.Fprintf(g.pipe, "%s %d\n", verb, pid) // without a guardian the job goes on
+		_, _ = fmt.Fprintf(g.pipe, "%s %d\n", verb, pid) // the job continues without a guardian
 	}
 }
 
-// dismiss ends the guardian, before the pipe ends, and waits for it.
+// dismiss kills the guardian before closing the pipe, and waits for its exit.
 func (g *guardian) dismiss() {
 	if g == nil {
 		return
 	}
-	_ = g.cmd.Process.Kill() // it has ended already if this fails
+	_ = g.cmd.Process.Kill() // an error means that it has already exited
 	_ = g.cmd.Wait()
 	g.pipe.Close()
 }

@@ -19,36 +19,37 @@ import (
 
 const (
 	maxLine    = 64 << 10 // longer lines are split
-	tailWidth  = 400      // bytes of each line of a worker's stderr that are kept
-	keptLines  = 500      // of a worker's stderr, to find the beginning of a panic
-	lastLines  = 10       // are repeated in the last words
-	panicLines = 12       // of a panic are, from its beginning
+	tailWidth  = 400      // bytes kept of each line of a worker's stderr
+	keptLines  = 500      // lines kept of a worker's stderr, to find the start of a panic
+	lastLines  = 10       // lines repeated in the summary
+	panicLines = 12       // lines of a panic repeated in the summary
 )
 
-// An output writes what the workers write: whole lines, each with its rank.
-// A worker whose output nobody reads waits, as it would without a launcher.
+// An output writes the output of the workers in whole lines with the rank at the
+// start. If the reader of the output is slow, the workers block, as they would
+// without a launcher.
 type output struct {
-	begin  chan struct{} // closed when the guardian knows all workers: what is seen of one is guarded
+	begin  chan struct{} // closed when the guardian knows all workers; no output appears earlier
 	prefix bool
 	raw    bool             // lines are written byte for byte
-	dir    *safefile.Folder // of log files; nil: none. spawn closes it
+	dir    *safefile.Folder // for log files, or nil; spawn closes it
 	warn   func(string)
 	wg     sync.WaitGroup
 
 	out, err *sink
-	lost     atomic.Bool // what the workers wrote could not be written
+	lost     atomic.Bool // some output could not be written
 
 	mu     sync.Mutex
-	writer int // the rank that wrote last, to know whether a tail is buried
+	writer int // the rank that wrote last, to set tail.buried
 	tails  map[int]*tail
 }
 
-// A sink is where output goes until that fails: who reads us is gone, and the
-// workers' work is not.
+// A sink is a destination of output. After a write error, for example because the
+// reader exited, it discards output, so that the workers can continue.
 type sink struct {
 	w    io.Writer
-	fail func(error) // hears why, but of a reader that is gone
-	mu   sync.Mutex  // held while a line is written, for as long as the reader takes
+	fail func(error) // called with the error, except if the reader exited
+	mu   sync.Mutex  // held while a line is written, which blocks on a slow reader
 	gone bool
 }
 
@@ -92,7 +93,7 @@ func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
 	return o, nil
 }
 
-// sameFile reports whether two writers have one reader, who wants whole lines of both.
+// sameFile reports whether two writers write to the same file, so that their lines must not mix.
 func sameFile(a, b io.Writer) bool {
 	x, ok1 := a.(*os.File)
 	y, ok2 := b.(*os.File)
@@ -109,12 +110,12 @@ type stream struct {
 	rank   int
 	to     *sink
 	stderr bool
-	log    *os.File // nil: none
+	log    *os.File // or nil
 	head   []byte
 }
 
-// pipe returns the end of a pipe for the worker to write to; what arrives at
-// the other is copied until all who have it are gone.
+// pipe returns the write end of a pipe for the worker, and the read end, which is
+// copied until all processes that have the write end exit.
 func (o *output) pipe(rank int, stderr bool) (worker, mine *os.File, err error) {
 	s := &stream{rank: rank, to: o.out, stderr: stderr}
 	ext := ".out"
@@ -143,7 +144,7 @@ func (o *output) pipe(rank int, stderr bool) (worker, mine *os.File, err error) 
 	return worker, mine, nil
 }
 
-// copy writes lines until the pipe ends. A last line without its end gets one.
+// copy writes lines until the pipe closes, and terminates an incomplete last line.
 func (o *output) copy(s *stream, r io.Reader) {
 	<-o.begin
 	if s.log != nil {
@@ -164,9 +165,9 @@ func (o *output) copy(s *stream, r io.Reader) {
 	}
 }
 
-// lines appends what is shown of a line. A carriage return begins another line: what a
-// worker writes behind it does not take the place of the prefix. What else a terminal would
-// obey is quoted.
+// lines appends the printed form of a line. A carriage return starts a new line,
+// so that a worker cannot overwrite the prefix. Other control characters are
+// quoted.
 func (o *output) lines(buf []byte, s *stream, line []byte) []byte {
 	if o.raw {
 		buf = append(append(buf, s.head...), line...)
@@ -184,7 +185,7 @@ func (o *output) lines(buf []byte, s *stream, line []byte) []byte {
 	return buf
 }
 
-// keep writes to the log file, byte for byte. The first failure is told.
+// keep writes to the log file, byte for byte. It reports only the first failure.
 func (o *output) keep(s *stream, line []byte) {
 	if s.log == nil {
 		return
@@ -201,7 +202,7 @@ func (o *output) write(s *stream, text, line []byte) {
 	s.to.write(text)
 }
 
-// wrote notes a line that is about to be written.
+// wrote records a line before it is written.
 func (o *output) wrote(s *stream, line []byte) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -231,7 +232,7 @@ func (t *tail) add(line []byte) {
 	t.buried = false
 }
 
-// last returns the end of what was written, or the beginning of the last panic.
+// last returns the last lines of the tail, or the start of the last panic in it.
 func (t *tail) last() []string {
 	for i, l := range slices.Backward(t.lines) {
 		if strings.HasPrefix(l, "panic: ") || strings.HasPrefix(l, "fatal error: ") {
@@ -241,7 +242,7 @@ func (t *tail) last() []string {
 	return t.lines[max(0, len(t.lines)-lastLines):]
 }
 
-// buried returns the last lines of a rank's stderr if others wrote after them.
+// buried returns the last lines of a rank's stderr if another rank wrote after them.
 func (o *output) buried(rank int) []string {
 	o.mu.Lock()
 	defer o.mu.Unlock()

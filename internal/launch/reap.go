@@ -13,13 +13,13 @@ import (
 const prSetChildSubreaper = 36
 
 func becomeReaper() {
-	// Every kernel that Go supports has it.
+	// Every kernel that Go supports has this option.
 	_, _, _ = syscall.RawSyscall(syscall.SYS_PRCTL, prSetChildSubreaper, 1, 0)
 }
 
-// killLeftovers kills what the workers have left behind, in their process groups
-// and out of them: all of it has become this process's child, or will when its
-// parent is gone.
+// killLeftovers kills the remaining processes of the workers, inside and outside
+// of their process groups. As the reaper, this process becomes the parent of each
+// one when its own parent exits.
 func killLeftovers(spare map[int]bool) {
 	for range 100 {
 		left := adopted(spare)
@@ -35,8 +35,8 @@ func killLeftovers(spare map[int]bool) {
 	}
 }
 
-// waitFor collects a child that is about to end, for at most a second: one in
-// an uninterruptible system call ends when the kernel lets it.
+// waitFor collects a dying child. It waits at most one second, because a process
+// in an uninterruptible system call may stay longer.
 func waitFor(pid int) {
 	for deadline := time.Now().Add(time.Second); time.Now().Before(deadline); {
 		var ws syscall.WaitStatus
@@ -44,12 +44,12 @@ func waitFor(pid int) {
 		if got == pid || err != nil && err != syscall.EINTR {
 			return
 		}
-		time.Sleep(time.Millisecond) // there is no wait4 with a time limit
+		time.Sleep(time.Millisecond) // wait4 has no timeout
 	}
 }
 
-// collectZombies collects adopted processes that have ended. The ends of spare,
-// such as the workers, are awaited elsewhere and must not be taken from there.
+// collectZombies collects adopted processes that have exited, except spare:
+// another goroutine waits for those, such as the workers.
 func collectZombies(spare map[int]bool) {
 	for _, p := range adopted(spare) {
 		if p.zombie {
@@ -63,7 +63,7 @@ type process struct {
 	zombie bool
 }
 
-// adopted lists the children of this process but for spare.
+// adopted lists the children of this process except spare.
 func adopted(spare map[int]bool) []process {
 	dir, err := os.Open("/proc")
 	if err != nil {
@@ -97,8 +97,8 @@ func parentOf(pid string) (parent int, zombie bool) {
 	return parseStat(b)
 }
 
-// parseStat reads the text of /proc/<pid>/stat. The name in it is in parentheses and may
-// have any; the state follows the last.
+// parseStat parses /proc/<pid>/stat. The process name is in parentheses and may
+// itself contain parentheses, so the state follows the last one.
 func parseStat(b []byte) (parent int, zombie bool) {
 	i := bytes.LastIndexByte(b, ')')
 	if i < 0 {

@@ -15,12 +15,12 @@ import (
 )
 
 const (
-	// verdictWait is how long the launcher waits, when it cannot reach the
-	// coordinator any more, to notice why.
+	// verdictWait is the time that the launcher waits for the reason after it
+	// lost the connection to the coordinator.
 	verdictWait = time.Second
-	// drainWait bounds what is read from pipes after everybody was killed.
+	// drainWait limits the reading from pipes after all workers were killed.
 	drainWait = 2 * time.Second
-	// zombieEvery is how often adopted processes that have ended are collected.
+	// zombieEvery is the interval at which exited adopted processes are collected.
 	zombieEvery = 10 * time.Second
 )
 
@@ -29,24 +29,24 @@ type job struct {
 	cfg   Config
 	agent *cluster.Agent
 	out   *output
-	guard *guardian // nil: none
+	guard *guardian // or nil
 
 	children []*child
 	ended    chan *child
 	running  int
 	pipes    []*os.File
 
-	signal   syscall.Signal // the first that told us to stop; 0 if none
+	signal   syscall.Signal // the first signal that asked us to stop, or 0
 	stopping bool
 	grace    *time.Timer
 
 	sayMu sync.Mutex
 }
 
-// Run starts the workers of this host, waits until the job has ended, and
-// returns the code to exit with. All that is to be said goes to cfg.Stderr.
-// When the program itself is killed, so are the workers, and if it has called
-// Guard their process groups.
+// Run starts the workers of this host, waits until the job ends, and returns the
+// exit code. It writes all messages to cfg.Stderr. If the calling program is
+// killed, the kernel kills the workers; if the program called Guard, the process
+// groups of the workers are killed, too.
 func Run(ctx context.Context, cfg *Config) int {
 	c, err := cfg.complete()
 	j := &job{cfg: c}
@@ -64,14 +64,7 @@ func Run(ctx context.Context, cfg *Config) int {
 		j.say(c.Devices.Note)
 	}
 	becomeReaper()
-	guard := make(chan *guardian, 1)
-	go func() { // it takes as long as the meeting of a job on one host
-		g, err := startGuardian()
-		if err != nil {
-			j.say(fmt.Sprintf("no guardian, so that a kill -9 of this launcher may leave something running: %v", err))
-		}
-		guard <- g
-	}()
+	guard := j.startGuardian()
 	code, err = j.meet(ctx)
 	j.guard = <-guard
 	defer j.guard.dismiss()
@@ -80,7 +73,26 @@ func Run(ctx context.Context, cfg *Config) int {
 		return code
 	}
 	defer j.agent.Close()
-	code, err = j.spawn(path)
+	return j.run(path)
+}
+
+// startGuardian starts the guardian in the background, because that takes as long as a
+// rendezvous on one host. The channel delivers nil if it cannot start.
+func (j *job) startGuardian() <-chan *guardian {
+	started := make(chan *guardian, 1)
+	go func() {
+		g, err := startGuardian()
+		if err != nil {
+			j.say(fmt.Sprintf("cannot start the guardian, so kill -9 of this launcher may leave processes running: %v", err))
+		}
+		started <- g
+	}()
+	return started
+}
+
+// run runs the workers of a job that all hosts have joined, and returns the exit code.
+func (j *job) run(path string) int {
+	code, err := j.spawn(path)
 	if err != nil {
 		j.kill()
 	} else {
@@ -97,17 +109,17 @@ func Run(ctx context.Context, cfg *Config) int {
 	if code == 0 && j.out.lost.Load() {
 		return ExitFailed
 	}
-	return j.lastWords(code)
+	return j.reportCause(code)
 }
 
-// say writes one line of the launcher's own.
+// say writes one line of the launcher itself.
 func (j *job) say(text string) {
 	j.sayMu.Lock()
 	defer j.sayMu.Unlock()
 	fmt.Fprintf(j.cfg.Stderr, "chorus: %s\n", plain.Lines(strings.TrimPrefix(text, "cluster: ")))
 }
 
-// meet waits for the other hosts. A signal ends the wait.
+// meet waits for the other hosts. A signal aborts the wait.
 func (j *job) meet(ctx context.Context) (int, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -132,12 +144,12 @@ func (j *job) meet(ctx context.Context) (int, error) {
 			if err := <-met; err == nil {
 				j.agent.Close()
 			}
-			return exitSignalOffset + int(sig), fmt.Errorf("received %s before the job began", signalName(sig))
+			return exitSignalOffset + int(sig), fmt.Errorf("received %s before the job started", signalName(sig))
 		}
 	}
 }
 
-// meetCode is the exit code for a rendezvous that failed.
+// meetCode returns the exit code for a failed rendezvous.
 func meetCode(err error) int {
 	var timeout *cluster.JoinTimeoutError
 	var auth *cluster.AuthError
@@ -183,7 +195,7 @@ func (j *job) start(c *child, path string) error {
 	if err != nil {
 		return err
 	}
-	// The worker has its own copies once it runs.
+	// The worker has a copy once it runs.
 	defer stdout.Close()
 	j.pipes = append(j.pipes, r1)
 	stderr, r2, err := j.out.pipe(c.rank, true)
@@ -196,19 +208,15 @@ func (j *job) start(c *child, path string) error {
 	return startChild(c, j.ended)
 }
 
-// supervise returns when no worker of this host runs any more and, if none has
-// failed, the other hosts have ended, too.
+// supervise returns when all workers of this host have exited and, if none
+// failed, the workers of the other hosts, too.
 func (j *job) supervise() int {
-	j.grace = time.NewTimer(0)
-	if !j.grace.Stop() {
-		<-j.grace.C
-	}
+	j.grace = stoppedTimer()
 	defer j.grace.Stop()
 	zombies := time.NewTicker(zombieEvery)
 	defer zombies.Stop()
 	dead := j.agent.Context().Done()
-	late := time.NewTimer(j.cfg.Grace)
-	late.Stop()
+	late := stoppedTimer()
 	defer late.Stop()
 	for j.running > 0 {
 		select {
@@ -240,8 +248,15 @@ func (j *job) supervise() int {
 	return j.verdict()
 }
 
-// onlyLost reports whether no other worker runs but the one that was lost, as one that is
-// stopped does.
+// stoppedTimer returns a timer for Reset.
+func stoppedTimer() *time.Timer {
+	t := time.NewTimer(time.Hour)
+	t.Stop()
+	return t
+}
+
+// onlyLost reports whether the lost worker is the only one still running, for
+// example because SIGSTOP stopped it.
 func (j *job) onlyLost() bool {
 	lost, _ := j.causes()
 	if lost == nil || j.running != 1 {
@@ -260,13 +275,14 @@ func (j *job) childEnded(c *child) {
 	if errors.Is(syscall.Kill(-c.pid, 0), syscall.ESRCH) {
 		j.guard.ended(c.pid)
 	}
-	// A failure comes back as the end of the agent's context, unless another was
-	// first. If this cannot be sent the coordinator is gone, with the same end.
+	// The agent's context reports a failure back to us, unless another failure
+	// was first. If this call fails, the coordinator is lost, and the context
+	// reports that.
 	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.reason(), Asked: c.stopped})
 }
 
-// signalled passes a signal on. The first that means to stop begins the grace,
-// the second ends it.
+// signalled forwards a signal. The first signal that asks to stop starts the
+// grace period, the second ends it.
 func (j *job) signalled(s os.Signal) {
 	sig, ok := s.(syscall.Signal)
 	if !ok {
@@ -285,15 +301,15 @@ func (j *job) signalled(s os.Signal) {
 	j.stop(sig)
 }
 
-// ask stops the workers if nobody has asked them to end: many programs take a second signal
-// for haste.
+// ask stops the workers unless a signal already asked them to: many programs
+// treat a second signal as a request to exit immediately.
 func (j *job) ask() {
 	if !j.stopping {
 		j.stop(syscall.SIGTERM)
 	}
 }
 
-// stop asks all workers to end, and lets the grace run.
+// stop asks all workers to exit and starts the grace period.
 func (j *job) stop(sig syscall.Signal) {
 	if !j.stopping {
 		j.stopping = true
@@ -303,7 +319,7 @@ func (j *job) stop(sig syscall.Signal) {
 		j.grace.Reset(j.cfg.Grace)
 	}
 	j.each(sig)
-	// One that is stopped would not notice.
+	// A worker stopped by SIGSTOP would not notice the signal.
 	j.each(syscall.SIGCONT)
 }
 
@@ -320,7 +336,7 @@ func (j *job) each(sig syscall.Signal) {
 	}
 }
 
-// pids are the processes that this one started and will wait for.
+// pids returns the processes that this process started and waits for.
 func (j *job) pids() map[int]bool {
 	m := map[int]bool{j.guard.pid(): true}
 	for _, c := range j.children {
@@ -329,8 +345,8 @@ func (j *job) pids() map[int]bool {
 	return m
 }
 
-// awaitOthers waits, after this host's workers have ended, for those of the
-// other hosts, or to be told that the job has failed.
+// awaitOthers is called after the workers of this host have exited. It waits
+// until the workers of the other hosts have exited or the job has failed.
 func (j *job) awaitOthers() {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -339,7 +355,7 @@ func (j *job) awaitOthers() {
 	for {
 		select {
 		case err := <-done:
-			if err != nil { // the reason may still be on its way
+			if err != nil { // the reason may arrive a little later
 				t := time.NewTimer(verdictWait)
 				defer t.Stop()
 				select {
@@ -357,7 +373,7 @@ func (j *job) awaitOthers() {
 	}
 }
 
-// verdict returns the code to exit with.
+// verdict returns the exit code.
 func (j *job) verdict() int {
 	if j.signal != 0 {
 		return exitSignalOffset + int(j.signal)
@@ -373,7 +389,7 @@ func (j *job) verdict() int {
 	return 0
 }
 
-// causes returns why the job was stopped, as the coordinator sees it.
+// causes returns why the job stopped, according to the coordinator.
 func (j *job) causes() (*cluster.MemberLostError, *cluster.StopError) {
 	cause := context.Cause(j.agent.Context())
 	var lost *cluster.MemberLostError
@@ -383,7 +399,7 @@ func (j *job) causes() (*cluster.MemberLostError, *cluster.StopError) {
 	return lost, stop
 }
 
-// cleanUp leaves no process behind, and writes what is left in the pipes.
+// cleanUp kills all remaining processes and copies the remaining output.
 func (j *job) cleanUp() {
 	killLeftovers(j.pids())
 	if j.out == nil {
@@ -395,7 +411,7 @@ func (j *job) cleanUp() {
 		<-drained
 		return
 	}
-	// Who waits for the end of the job does not want to wait for a slow reader.
+	// A slow reader must not delay the end of the job.
 	t := time.NewTimer(drainWait)
 	defer t.Stop()
 	select {

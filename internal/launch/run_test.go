@@ -40,7 +40,7 @@ func TestRunWorkerFails(t *testing.T) {
 	}{
 		{"exit3", 3, "exited with code 3 after "},
 		{"panic", 2, "exited with code 2 after "},
-		{"kill", 137, "killed by SIGKILL (perhaps out of memory) after "},
+		{"kill", 137, "killed by SIGKILL (possibly out of memory) after "},
 		{"stop", 1, ": silent for 1.5s: stopped, starved or unreachable"},
 	} {
 		t.Run(tc.deed, func(t *testing.T) {
@@ -420,13 +420,13 @@ func TestLogsFollowNoPlantedLinks(t *testing.T) {
 		plant func(dir, file string) error
 		want  string
 	}{
-		"a link as a log":    {func(_, file string) error { return os.Symlink(target, file) }, "a symbolic link, which is not followed here"},
+		"a link as a log":    {func(_, file string) error { return os.Symlink(target, file) }, "is a symbolic link, which is not followed"},
 		"a hard link":        {func(_, file string) error { return os.Link(target, file) }, "the file has 2 names"},
 		"a pipe as a log":    {func(_, file string) error { return syscall.Mkfifo(file, 0o666) }, "not a regular file but a named pipe"},
 		"a folder of others": {func(dir, _ string) error { return os.Chmod(dir, 0o777) }, "lets other users write to it"},
 		"a link as folder": {func(dir, _ string) error {
 			return errors.Join(os.Rename(dir, dir+"-moved"), os.Symlink(dir+"-moved", dir))
-		}, "a symbolic link, which is not followed here"},
+		}, "is a symbolic link, which is not followed"},
 	} {
 		logs := t.TempDir()
 		dir := filepath.Join(logs, "test") // the job's name
@@ -506,10 +506,10 @@ func TestRunMistakes(t *testing.T) {
 		{base(1), ExitUsage, "no program"},
 		{base(1, "/nowhere/at/all"), ExitNotFound, "cannot find the program /nowhere/at/all"},
 		{base(1, script), ExitNotRunnable, "no permission to execute it"},
-		{base(1, orphan), ExitNotRunnable, "start rank 0: " + orphan + ": its interpreter /nowhere/python does not exist"},
+		{base(1, orphan), ExitNotRunnable, "start rank 0: " + orphan + ": the interpreter /nowhere/python of the script does not exist"},
 		{unbound, ExitUsage, `bind to "192.0.2.1": `},
 		{many, ExitUsage, "5 processes on the 2 virtual devices"},
-		{base(0, "true"), ExitUsage, "it has no device"},
+		{base(0, "true"), ExitUsage, "this host has no device"},
 	} {
 		code, text := launchAll(t, tc.cfg)
 		require.Equal(t, tc.code, code, text)
@@ -603,7 +603,7 @@ func TestRunTwoHostsPaused(t *testing.T) {
 	code, text = la.wait()
 	require.Equal(t, ExitFailed, code, text)
 	require.Contains(t, text, "chorus: this launcher was silent for 1.5s, so that ")
-	require.Contains(t, text, " gave up: stopped or starved")
+	require.Contains(t, text, " disconnected: stopped or starved")
 }
 
 func TestRunTwoHostsWrongSecretAndTimeout(t *testing.T) {
@@ -623,5 +623,5 @@ func TestRunTwoHostsWrongSecretAndTimeout(t *testing.T) {
 	require.Equal(t, ExitAuth, code, text)
 	code, text = la.wait()
 	require.Equal(t, ExitUnavailable, code, text)
-	require.Contains(t, text, "1 of 2 hosts have come: host h0 pid ")
+	require.Contains(t, text, "1 of 2 hosts have joined: host h0 pid ")
 }

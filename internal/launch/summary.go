@@ -8,8 +8,8 @@ import (
 	"github.com/gochorus/chorus/cluster"
 )
 
-// lastWords says what ended the job, if it did not end well, and returns code.
-func (j *job) lastWords(code int) int {
+// reportCause reports why the job failed, if it did, and returns code.
+func (j *job) reportCause(code int) int {
 	if code == 0 {
 		return 0
 	}
@@ -26,7 +26,7 @@ func (j *job) lastWords(code int) int {
 		return code
 	}
 	then := ""
-	if n := j.agent.Note(); n != nil { // it came first, or it would not be one
+	if n := j.agent.Note(); n != nil { // a note always precedes the loss
 		j.say(fmt.Sprintf("%s %s, which ended the sessions of the others", n.Who(), n.Reason))
 		then = "then "
 	}
@@ -44,8 +44,8 @@ func (j *job) lastWords(code int) int {
 	return code
 }
 
-// how says how c was lost. What the coordinator saw first, such as silence,
-// counts; that c was then killed is a consequence.
+// how describes the loss of c. The coordinator's first observation counts, such
+// as silence; a kill after that is only a consequence.
 func how(c *child, lost *cluster.MemberLostError) string {
 	after := fmt.Sprintf(" after %v", c.took.Round(roundTo(c.took)))
 	if lost.ExitCode < 0 {
@@ -54,7 +54,7 @@ func how(c *child, lost *cluster.MemberLostError) string {
 	return lost.Reason + after
 }
 
-// roundTo keeps two or three digits of a duration.
+// roundTo returns the unit for rounding a duration to two or three digits.
 func roundTo(d time.Duration) time.Duration {
 	switch {
 	case d < time.Second:
@@ -75,7 +75,7 @@ func (j *job) childOf(lost *cluster.MemberLostError) *child {
 	return nil
 }
 
-// stoppedAll says how many workers were stopped.
+// stoppedAll reports how many workers were stopped.
 func (j *job) stoppedAll() string {
 	if who := j.others(nil); who != "" {
 		return "; stopped " + who
@@ -83,8 +83,8 @@ func (j *job) stoppedAll() string {
 	return ""
 }
 
-// endedWith says how many workers were stopped, or failed by themselves as a consequence of
-// the loss of another: first, which is not counted, or one of another host.
+// endedWith reports how many workers were stopped, or failed as a consequence of
+// the first loss. It does not count first.
 func (j *job) endedWith(first *child) string {
 	if who := j.others(first); who != "" {
 		return "; " + who + " ended with it"
@@ -92,7 +92,7 @@ func (j *job) endedWith(first *child) string {
 	return ""
 }
 
-// others are the workers that have not ended well or that were stopped, but for one, or "".
+// others describes the workers except but that failed or were stopped. It returns "" if there are none.
 func (j *job) others(but *child) string {
 	n := 0
 	for _, c := range j.children {
@@ -118,7 +118,7 @@ func (j *job) others(but *child) string {
 	return fmt.Sprintf("the %s%d ranks%s", which, n, where)
 }
 
-// quote repeats the end of a worker's stderr if other output has buried it.
+// quote repeats the last lines of a worker's stderr if other output followed them.
 func (j *job) quote(c *child) {
 	lines := j.out.buried(c.rank)
 	if len(lines) == 0 {

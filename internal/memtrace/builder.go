@@ -3,47 +3,57 @@ package memtrace
 import (
 	"fmt"
 	"math"
-
-	"github.com/gochorus/chorus/memory"
 )
 
-// A builder makes a Trace of the actions that torch records, which name blocks
-// by address and streams by handle.
+const (
+	// mostLive limits the blocks that are allocated at the same time.
+	mostLive = 1 << 20
+	// mostSeen limits the addresses of earlier blocks that error messages know.
+	mostSeen = 1 << 18
+)
+
+// A builder builds a Trace from actions recorded by torch, which identify blocks
+// by address and streams by handle. It writes the events to a spool.
 type builder struct {
-	trace    Trace
-	place    string // how an address is written
+	name     string
+	place    string // format of an address in errors
 	earlier  bool   // blocks may have been allocated before the first event
+	device   int    // of a snapshot
 	live     map[uint64]liveBlock
-	seen     map[uint64]int // the last event at each address that has no block now
+	seen     map[uint64]int // the last event at each address without a block
 	streams  map[uint64]int
-	prologue []Event
+	blocks   int     // numbers of blocks so far
+	unused   []int   // numbers of blocks that are free
+	prologue []Event // allocations before the first event
+	events   section
+	last     int // number of the last event
 	sum      sum
 }
 
 type liveBlock struct {
-	number    int // of the block
+	number    int // number of the block
 	size      uint64
-	event     int  // that allocated it
-	requested bool // to be freed
+	event     int  // event that allocated it
+	requested bool // the free was requested
 }
 
-func newBuilder(name string) *builder {
-	return &builder{trace: Trace{Name: name}, place: "the block at %#x",
+func newBuilder(name string, to *spool) *builder {
+	return &builder{name: name, place: "the block at %#x", events: section{spool: to, from: to.n, to: to.n}, last: -1,
 		live: map[uint64]liveBlock{}, seen: map[uint64]int{}, streams: map[uint64]int{}}
 }
 
-// add takes the event with the number n.
-func (b *builder) add(n int, action memory.TraceAction, addr, size, stream uint64) error {
+// add adds the event with number n.
+func (b *builder) add(n int, action string, addr, size, stream uint64) error {
 	switch action {
-	case memory.TraceAlloc:
+	case "alloc":
 		return b.alloc(n, addr, size, stream)
-	case memory.TraceFreeRequested, memory.TraceFreeCompleted:
-		return b.free(n, action == memory.TraceFreeCompleted, addr, size, stream)
-	case memory.TraceSegmentAlloc, memory.TraceSegmentMap:
+	case "free_requested", "free_completed":
+		return b.free(n, action == "free_completed", addr, size, stream)
+	case "segment_alloc", "segment_map":
 		b.sum.reserve(int64(size))
-	case memory.TraceSegmentFree, memory.TraceSegmentUnmap:
+	case "segment_free", "segment_unmap":
 		b.sum.reserve(-int64(size))
-	case memory.TraceSnapshot, memory.TraceOOM, "user_defined":
+	case "snapshot", "oom", "user_defined":
 	default:
 		return b.fail(n, "unknown action %q", action)
 	}
@@ -51,50 +61,75 @@ func (b *builder) add(n int, action memory.TraceAction, addr, size, stream uint6
 }
 
 func (b *builder) fail(n int, format string, args ...any) error {
-	return &EventError{b.trace.Name, n, fmt.Sprintf(format, args...)}
+	return &EventError{b.name, n, fmt.Sprintf(format, args...)}
 }
 
-// failBlock is fail about the block at an address.
+// failBlock is fail for the block at an address.
 func (b *builder) failBlock(n int, does string, addr uint64, why string, args ...any) error {
 	return b.fail(n, "%s "+b.place+", "+why, append([]any{does, addr}, args...)...)
 }
 
 func (b *builder) alloc(n int, addr, size, stream uint64) error {
 	if old, ok := b.live[addr]; ok {
-		return b.failBlock(n, "allocates", addr, "which event %d has allocated and nobody has freed", old.event)
+		return b.failBlock(n, "allocates", addr, "which event %d allocated and no event freed", old.event)
 	}
 	if size == 0 || size > math.MaxInt64 {
 		return b.failBlock(n, "allocates", addr, "of %d bytes", size)
 	}
-	b.trace.Events = append(b.trace.Events, b.block(n, addr, size, stream))
+	number, unused := b.blocks, len(b.unused)
+	if unused > 0 {
+		number = b.unused[unused-1]
+	}
+	e, err := b.block(n, number, addr, size, stream)
+	if err != nil {
+		return err
+	}
+	if unused > 0 {
+		b.unused = b.unused[:unused-1]
+	} else {
+		b.blocks++
+	}
 	b.sum.allocate(int64(size))
-	return nil
+	return b.write(e)
 }
 
-// block makes the event that allocates a new block.
-func (b *builder) block(n int, addr, size, stream uint64) Event {
+// write adds an event of the trace.
+func (b *builder) write(e Event) error {
+	err := b.events.spool.write(&e, b.last)
+	b.events.to, b.last = b.events.spool.n, e.Number
+	b.events.count++
+	return err
+}
+
+// block returns the event that allocates a new block.
+func (b *builder) block(n, number int, addr, size, stream uint64) (Event, error) {
 	s, ok := b.streams[stream]
-	if !ok {
+	switch {
+	case len(b.live) == mostLive:
+		return Event{}, b.failBlock(n, "allocates", addr, "while %d others are allocated: want at most %d at the same time", mostLive, mostLive)
+	case !ok && len(b.streams) == mostStreams:
+		return Event{}, fmt.Errorf("%s has %d streams: want at most %d", b.name, mostStreams+1, mostStreams)
+	case !ok:
 		s = len(b.streams)
 		b.streams[stream] = s
 	}
-	e := Event{Op: Alloc, Block: b.trace.Blocks, Bytes: int(size), Stream: s, Number: n}
-	b.live[addr] = liveBlock{number: e.Block, size: size, event: n}
-	b.trace.Blocks++
-	return e
+	b.live[addr] = liveBlock{number: number, size: size, event: n}
+	return Event{Op: Alloc, Block: number, Bytes: int(size), Stream: s, Number: n}, nil
 }
 
-// free takes both events of a free. The second is where the block is free.
+// free handles both events of a free. The block is free at the second one.
 func (b *builder) free(n int, completed bool, addr, size, stream uint64) error {
 	l, ok := b.live[addr]
 	if !ok {
 		if at, seen := b.seen[addr]; seen {
-			return b.failBlock(n, "frees", addr, "which event %d has freed", at)
+			return b.failBlock(n, "frees", addr, "which event %d already freed", at)
 		}
 		if !b.earlier || size == 0 || size > math.MaxInt64 {
 			return b.failBlock(n, "frees", addr, "which is not allocated")
 		}
-		b.before(addr, size, stream)
+		if err := b.before(n, addr, size, stream); err != nil {
+			return err
+		}
 		l = b.live[addr]
 	}
 	if !completed {
@@ -110,33 +145,45 @@ func (b *builder) free(n int, completed bool, addr, size, stream uint64) error {
 		b.sum.allocate(-int64(l.size))
 	}
 	delete(b.live, addr)
+	if len(b.seen) == mostSeen {
+		clear(b.seen)
+	}
 	b.seen[addr] = n
-	b.trace.Events = append(b.trace.Events, Event{Op: Free, Block: l.number, Number: n})
+	b.unused = append(b.unused, l.number)
+	return b.write(Event{Op: Free, Block: l.number, Number: n})
+}
+
+// before adds a block that was allocated before the first event, as event n shows. Its
+// number was never used: the block exists from the start.
+func (b *builder) before(n int, addr, size, stream uint64) error {
+	if len(b.prologue) == mostLive {
+		return b.fail(n, "shows that more than %d blocks were allocated before the first event", mostLive)
+	}
+	e, err := b.block(n, b.blocks, addr, size, stream)
+	if err != nil {
+		return err
+	}
+	b.blocks++
+	e.Number = -1
+	b.prologue = append(b.prologue, e)
+	b.sum.earlier(int64(size))
 	return nil
 }
 
-// before notes a block that was allocated before the first event.
-func (b *builder) before(addr, size, stream uint64) {
-	b.prologue = append(b.prologue, b.block(-1, addr, size, stream))
-	b.sum.earlier(int64(size))
-}
-
-// finish returns the trace. Peaks that were not recorded are summed up.
+// finish returns the trace. It computes peaks that were not recorded.
 func (b *builder) finish(recorded Peaks) *Trace {
-	t := b.trace
-	t.Events = append(b.prologue, t.Events...)
-	t.Streams = len(b.streams)
-	t.Recorded = b.sum.peaks
+	t := &Trace{Name: b.name, Ops: len(b.prologue) + b.events.count, Blocks: b.blocks, Streams: len(b.streams),
+		Recorded: b.sum.peaks, prologue: b.prologue, events: b.events}
 	if recorded.Allocated > 0 {
 		t.Recorded.Allocated = recorded.Allocated
 	}
 	if recorded.Reserved > 0 {
 		t.Recorded.Reserved = recorded.Reserved
 	}
-	return &t
+	return t
 }
 
-// A sum follows what the events of a trace add up to.
+// A sum tracks the totals of a trace's events.
 type sum struct{ now, peaks Peaks }
 
 func (s *sum) allocate(n int64) {
@@ -149,7 +196,7 @@ func (s *sum) reserve(n int64) {
 	s.peaks.Reserved = max(s.peaks.Reserved, s.now.Reserved)
 }
 
-// earlier adds what was allocated before the first event, and so at each since.
+// earlier adds memory that was allocated before the first event and therefore at every event.
 func (s *sum) earlier(n int64) {
 	s.now.Allocated += n
 	s.peaks.Allocated += n

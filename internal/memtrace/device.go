@@ -8,13 +8,13 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Device is the Allocator of a device, with a stream for each that a trace has.
+// A Device is the Allocator of a device, with one stream for each stream of a trace.
 type Device struct {
 	dev     *device.Device
-	streams []*stream.Stream // the first is the default one
+	streams []*stream.Stream // the first is the default stream
 }
 
-// OnDevice returns the allocator of dev for traces of so many streams.
+// OnDevice returns the allocator of dev for traces with the given number of streams.
 func OnDevice(dev *device.Device, streams int) (*Device, error) {
 	d := &Device{dev: dev, streams: []*stream.Stream{stream.Default(dev)}}
 	for len(d.streams) < streams {
@@ -27,7 +27,7 @@ func OnDevice(dev *device.Device, streams int) (*Device, error) {
 	return d, nil
 }
 
-// Close gives the streams up.
+// Close closes the streams.
 func (d *Device) Close() error {
 	var errs []error
 	for _, s := range d.streams[1:] {

@@ -1,14 +1,13 @@
-// Package memtrace reads recorded traces of an allocator and plays them again:
-// events and statistics that were recorded with torch, and the traces of
-// snapshots.
+// Package memtrace reads and replays recorded traces of an allocator: events and
+// statistics recorded with torch, and the traces in snapshots.
 package memtrace
 
 import "fmt"
 
-// An Op is what an Event asks of an allocator.
+// An Op is the kind of an allocator call.
 type Op uint8
 
-// The ops.
+// The kinds of calls.
 const (
 	Alloc Op = iota
 	Free
@@ -18,30 +17,44 @@ const (
 // An Event is one call of an allocator.
 type Event struct {
 	Op     Op
-	Block  int // which block: they are numbered from 0 on, each is allocated once and freed at most once
-	Bytes  int // of Alloc
-	Stream int // of Alloc, numbered from 0 on
-	Number int // of the event in the file, from 0 on; -1 is before the first
+	Block  int // number of the block, from 0; the number of a freed block is used again
+	Bytes  int // size, for Alloc
+	Stream int // number of the stream, from 0, for Alloc
+	Number int // index of the event in the file; -1 means before the first event
 }
 
 // A Trace is a sequence of events on one device.
 type Trace struct {
-	Name            string
-	Events          []Event
-	Blocks, Streams int
-	Recorded        Peaks
+	Name     string
+	Ops      int // number of events
+	Blocks   int // numbers of blocks
+	Streams  int
+	Recorded Peaks
+
+	prologue []Event
+	events   section
 }
 
-// Peaks are the most bytes that there were.
+// Each calls fn with consecutive parts of the events. fn must not keep them.
+func (t *Trace) Each(fn func([]Event) error) error {
+	if len(t.prologue) > 0 {
+		if err := fn(t.prologue); err != nil {
+			return err
+		}
+	}
+	return t.events.each(fn)
+}
+
+// Peaks are the highest numbers of bytes.
 type Peaks struct {
-	Allocated int64 // of blocks that the program had
-	Reserved  int64 // of segments of the driver
+	Allocated int64 // in blocks allocated by the program
+	Reserved  int64 // in segments of the driver
 }
 
-// An EventError says which event of a file is wrong.
+// An EventError reports an invalid event of a file.
 type EventError struct {
 	Trace  string
-	Number int // from 0 on
+	Number int // index of the event
 	Reason string
 }
 

@@ -15,14 +15,15 @@ func FuzzRead(f *testing.F) {
 	f.Add([]byte("\x80\x04}."))
 	f.Add([]byte{0x1f, 0x8b, 8})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		list, err := Read(bytes.NewReader(b))
+		rec, err := Read(bytes.NewReader(b))
 		if err != nil {
 			return
 		}
-		for _, x := range list {
-			require.NotEmpty(t, x.Events)
+		defer rec.Close()
+		for _, x := range rec.Traces {
 			require.LessOrEqual(t, x.Streams, mostStreams)
-			for _, e := range x.Events {
+			requireValid(t, x)
+			for _, e := range eventsOf(t, x) {
 				require.True(t, e.Op == EmptyCache || e.Block >= 0 && e.Block < x.Blocks)
 				require.True(t, e.Stream >= 0 && (e.Op != Alloc || e.Stream < x.Streams))
 			}

@@ -5,6 +5,7 @@ import (
 	"compress/gzip"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -15,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -43,20 +45,53 @@ func open(t *testing.T, file string) *os.File {
 	return f
 }
 
-// A valid trace frees each block at most once, after it was allocated.
+// readAll returns the traces of a file.
+func readAll(t *testing.T, r io.ReadSeeker) []*Trace {
+	t.Helper()
+	rec, err := Read(r)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, rec.Close()) })
+	return rec.Traces
+}
+
+// eventsOf returns all events of a trace.
+func eventsOf(t *testing.T, tr *Trace) (all []Event) {
+	t.Helper()
+	require.NoError(t, tr.Each(func(part []Event) error {
+		all = append(all, part...)
+		return nil
+	}))
+	require.Len(t, all, tr.Ops)
+	return all
+}
+
+// traceOf returns a trace of events.
+func traceOf(t *testing.T, name string, blocks, streams int, events ...Event) *Trace {
+	t.Helper()
+	s := &spool{}
+	last := -1
+	for i := range events {
+		require.NoError(t, s.write(&events[i], last))
+		last = events[i].Number
+	}
+	return &Trace{Name: name, Ops: len(events), Blocks: blocks, Streams: streams, events: section{s, 0, s.n, len(events)}}
+}
+
+// A valid trace frees each block once after its allocation, and then may use its number
+// again.
 func requireValid(t *testing.T, tr *Trace) {
 	t.Helper()
-	live := make([]int, tr.Blocks)
-	for _, e := range tr.Events {
+	live := make([]bool, tr.Blocks)
+	for _, e := range eventsOf(t, tr) {
 		switch e.Op {
 		case Alloc:
-			require.Equal(t, 0, live[e.Block], "event %d", e.Number)
+			require.False(t, live[e.Block], "event %d", e.Number)
 			require.Positive(t, e.Bytes)
 			require.Less(t, e.Stream, tr.Streams)
-			live[e.Block] = 1
+			live[e.Block] = true
 		case Free:
-			require.Equal(t, 1, live[e.Block], "event %d", e.Number)
-			live[e.Block] = 2
+			require.True(t, live[e.Block], "event %d", e.Number)
+			live[e.Block] = false
 		}
 	}
 }
@@ -64,20 +99,17 @@ func requireValid(t *testing.T, tr *Trace) {
 func TestReadTraceFixtures(t *testing.T) {
 	for _, file := range fixtures(t, "trace_*.json.gz") {
 		t.Run(filepath.Base(file), func(t *testing.T) {
-			traces, err := Read(open(t, file))
-			require.NoError(t, err)
+			traces := readAll(t, open(t, file))
 			require.Len(t, traces, 1)
 			requireValid(t, traces[0])
 			require.Positive(t, traces[0].Recorded.Allocated)
 			require.GreaterOrEqual(t, traces[0].Recorded.Reserved, traces[0].Recorded.Allocated)
 		})
 	}
-	traces, err := Read(open(t, filepath.Join("testdata", "trace_train.json.gz")))
-	require.NoError(t, err)
-	train := traces[0]
+	train := readAll(t, open(t, filepath.Join("testdata", "trace_train.json.gz")))[0]
 	require.Equal(t, "train", train.Name)
-	require.Len(t, train.Events, 9003+8554)
-	require.Equal(t, 9003, train.Blocks)
+	require.Equal(t, 9003+8554, train.Ops)
+	require.Less(t, train.Blocks, 1000, "numbers of freed blocks are used again")
 	require.Equal(t, 1, train.Streams)
 	require.Equal(t, Peaks{7_734_391_296, 8_321_499_136}, train.Recorded)
 }
@@ -90,14 +122,14 @@ func TestReadStatsFixtures(t *testing.T) {
 			require.NotEmpty(t, list)
 			for _, q := range list {
 				checkSteps(t, &q)
-				tr, err := q.Trace()
-				require.NoError(t, err)
-				requireValid(t, tr)
-				require.Equal(t, q.Streams, tr.Streams)
 			}
-			traces, err := Read(open(t, file))
-			require.NoError(t, err)
+			traces := readAll(t, open(t, file))
 			require.Len(t, traces, len(list))
+			for i, tr := range traces {
+				requireValid(t, tr)
+				require.Equal(t, list[i].Streams, tr.Streams)
+				require.Equal(t, list[i].name(), tr.Name)
+			}
 		})
 	}
 }
@@ -133,7 +165,7 @@ func checkSteps(t *testing.T, q *Sequence) {
 func events(lines ...string) string { return `{"events": [` + strings.Join(lines, ",") + `]}` }
 
 func TestReadEvents(t *testing.T) {
-	traces, err := Read(strings.NewReader(events(
+	traces := readAll(t, strings.NewReader(events(
 		`["segment_alloc", 4096, 2097152, 0, 1]`,
 		`["alloc", 4096, 100, 0, 2]`,
 		`["alloc", 8192, 50, 70000, 3]`,
@@ -143,47 +175,56 @@ func TestReadEvents(t *testing.T) {
 		`["alloc", 4096, 7, 70000, 7]`,
 		`["segment_free", 9, 9, 0, 8]`,
 	)))
-	require.NoError(t, err)
-	require.Equal(t, []*Trace{{Name: "trace", Blocks: 4, Streams: 2, Recorded: Peaks{150, 2097152}, Events: []Event{
+	require.Len(t, traces, 1)
+	requireTrace(t, Trace{Name: "trace", Ops: 5, Blocks: 3, Streams: 2, Recorded: Peaks{150, 2097152}}, []Event{
 		{Op: Alloc, Block: 0, Bytes: 100, Number: 1},
 		{Op: Alloc, Block: 1, Bytes: 50, Stream: 1, Number: 2},
 		{Op: Alloc, Block: 2, Bytes: 10, Number: 4},
 		{Op: Free, Block: 0, Number: 5},
-		{Op: Alloc, Block: 3, Bytes: 7, Stream: 1, Number: 6},
-	}}}, traces)
+		{Op: Alloc, Block: 0, Bytes: 7, Stream: 1, Number: 6},
+	}, traces[0])
+}
+
+// requireTrace compares a trace, and its events.
+func requireTrace(t *testing.T, want Trace, events []Event, got *Trace) {
+	t.Helper()
+	require.Equal(t, events, eventsOf(t, got))
+	plain := *got
+	plain.prologue, plain.events = nil, section{}
+	require.Equal(t, want, plain)
 }
 
 func TestReadRefuses(t *testing.T) {
 	const alloc = `["alloc", 4096, 100, 0, 2]`
 	for _, c := range []struct{ file, want string }{
 		{"", "the file is empty"},
-		{"{", "the file ends too early: it was cut off: record or copy it again"},
-		{"[]", "neither a trace nor a snapshot: it is JSON's array: want an object"},
-		{`{"events": {}}`, `"events" is JSON's object, at byte 12`},
-		{events(`["alloc", 1, 2, 3, 4`), "the file ends too early"},
-		{`{"events": [`, "the file ends too early"},
-		{events(), "nothing is allocated or freed in it: record the history"},
-		{events(`["segment_alloc", 4096, 2097152, 0, 1]`), "nothing is allocated or freed"},
-		{sequence(), "seed 5: nothing is allocated or freed"},
-		{`{"segments": [], "device_traces": [[{"action": "snapshot"}]]}`, "nothing is allocated or freed"},
+		{"{", "the file is truncated: record or copy it again"},
+		{"[]", "neither a trace nor a snapshot: the value is a JSON array: want an object"},
+		{`{"events": {}}`, `"events" is a JSON object, at byte 12`},
+		{events(`["alloc", 1, 2, 3, 4`), "the file is truncated"},
+		{`{"events": [`, "the file is truncated"},
+		{events(), "the trace has no allocations: record the history"},
+		{events(`["segment_alloc", 4096, 2097152, 0, 1]`), "the trace has no allocations"},
+		{sequence(), "seed 5: the trace has no allocations"},
+		{`{"segments": [], "device_traces": [[{"action": "snapshot"}]]}`, "the trace has no allocations"},
 		{`{"events": [` + alloc + `], "peak_reserved": -1}`, "the recorded peaks are 0 bytes allocated and -1 reserved"},
 		{`{"events": [` + alloc + `], "peak_allocated": -1}`, "the recorded peaks are -1 bytes allocated and 0 reserved"},
 		{sequence(`["free", 7`+strings.Repeat(",0", 28)+`,-1,0]`, step), "event 0"},
 		{sequence(`["alloc", 7, 1, 0` + strings.Repeat(",0", 28) + `,-1,0]`), "seed 5: event 0: the recorded peaks are -1 bytes"},
-		{compressed(t, events(alloc))[:30], "the file ends too early: it was cut off: record or copy it again"},
-		{compressed(t, events(alloc))[:3], "the file ends too early"},
+		{compressed(t, events(alloc))[:30], "the file is truncated: record or copy it again"},
+		{compressed(t, events(alloc))[:3], "the file is truncated"},
 		{"{}", `no "events", "sequences" or "segments"`},
 		{"\x80\x02N.", "want a dictionary"},
 		{events(`["leap", 1, 2, 3, 4]`), `trace: event 0: unknown action "leap"`},
-		{events(alloc, `["alloc", 1, 2]`), "trace: event 1: it is [\"alloc\", 1, 2]: want [action, address, size, stream, time]"},
+		{events(alloc, `["alloc", 1, 2]`), "trace: event 1: the event is [\"alloc\", 1, 2]: want [action, address, size, stream, time]"},
 		{events(`["alloc", -1, 2, 3, 4]`), "want [action, address, size, stream, time]"},
 		{events(`3`), "want [action, address, size, stream, time]"},
 		{events(`["alloc", 1, 0, 0, 1]`), "event 0: allocates the block at 0x1, of 0 bytes"},
-		{events(alloc, alloc), "event 1: allocates the block at 0x1000, which event 0 has allocated and nobody has freed"},
+		{events(alloc, alloc), "event 1: allocates the block at 0x1000, which event 0 allocated and no event freed"},
 		{events(`["free_completed", 4096, 1, 0, 1]`), "event 0: frees the block at 0x1000, which is not allocated"},
 		{events(`["free_requested", 4096, 1, 0, 1]`), "event 0: frees the block at 0x1000, which is not allocated"},
 		{events(alloc, `["free_requested", 4096, 100, 0, 1]`, `["free_requested", 4096, 100, 0, 1]`), "event 2: frees the block at 0x1000, which is being freed"},
-		{events(alloc, `["free_completed", 4096, 100, 0, 1]`, `["free_completed", 4096, 100, 0, 1]`), "event 2: frees the block at 0x1000, which event 1 has freed"},
+		{events(alloc, `["free_completed", 4096, 100, 0, 1]`, `["free_completed", 4096, 100, 0, 1]`), "event 2: frees the block at 0x1000, which event 1 already freed"},
 		{`{"sequences": [], "columns": "x"}`, `the columns are "x"`},
 		{sequence(step, `["leap"]`), `seed 5: event 1: unknown action "leap"`},
 		{sequence(`3`), "want a list"},
@@ -221,11 +262,17 @@ func TestReadIsBounded(t *testing.T) {
 	for i := range mostStreams + 1 {
 		fmt.Fprintf(&streams, `["alloc",%d,512,%d,0],`, 512*(i+1), i)
 	}
-	for want, file := range map[string]string{
-		"trace has 1025 streams: at most 1024 are replayed": `{"events":[` + strings.TrimSuffix(streams.String(), ",") + `]}`,
-		"compressed bytes become more than":                 compressed(t, lots("\x80\x04(", "}", "l.", 30<<20)),
-		"unpack the file with gunzip":                       compressed(t, lots(`{"events":[`, " ", "]}", 30<<20)),
-	} {
+	bombs := map[string]string{
+		"trace has 1025 streams: want at most 1024": `{"events":[` + strings.TrimSuffix(streams.String(), ",") + `]}`,
+	}
+	turns := testgpu.TurnsRaced(t, 2) // each of the next takes seconds
+	if turns(0, 0) {
+		bombs["compressed bytes expand to more than"] = compressed(t, lots("\x80\x04(", "}", "l.", 30<<20))
+	}
+	if turns(0, 1) {
+		bombs["decompress it with gunzip"] = compressed(t, lots(`{"events":[`, " ", "]}", 30<<20))
+	}
+	for want, file := range bombs {
 		before := allocated()
 		_, err := Read(strings.NewReader(file))
 		require.ErrorContains(t, err, want)
@@ -249,49 +296,53 @@ func TestReadSnapshot(t *testing.T) {
 	s := &memory.Snapshot{
 		Segments: []memory.Segment{{Address: 4096, TotalSize: 8192, AllocatedSize: 4096, ActiveSize: 6144, RequestedSize: 4030, Device: 1,
 			Blocks: []memory.Block{
-				{Address: 4096, Size: 1024, RequestedSize: 1000, State: memory.BlockAllocated},
-				{Address: 5120, Size: 2048, RequestedSize: 30, State: memory.BlockPendingFree},
-				{Address: 7168, Size: 3072, RequestedSize: 3000, State: memory.BlockAllocated},
-				{Address: 10240, Size: 2048, State: memory.BlockInactive},
+				{Address: 4096, Size: 1024, RequestedSize: 1000, State: "active_allocated"},
+				{Address: 5120, Size: 2048, RequestedSize: 30, State: "active_pending_free"},
+				{Address: 7168, Size: 3072, RequestedSize: 3000, State: "active_allocated"},
+				{Address: 10240, Size: 2048, State: "inactive"},
 			}}},
 		Traces: [][]memory.TraceEntry{nil, {
-			{Action: memory.TraceAlloc, Address: 5120, Size: 30, Stream: 9},
-			{Action: memory.TraceFreeRequested, Address: 6000, Size: 500},
-			{Action: memory.TraceFreeCompleted, Address: 6000, Size: 500},
-			{Action: memory.TraceSegmentFree, Address: 1, Size: 4096},
-			{Action: memory.TraceOOM, DeviceFree: 1, Size: 1 << 40},
-			{Action: memory.TraceFreeRequested, Address: 5120, Size: 30, Stream: 9},
-			{Action: memory.TraceAlloc, Address: 7168, Size: 3000},
-			{Action: memory.TraceSnapshot},
+			{Action: "alloc", Address: 5120, Size: 30, Stream: 9},
+			{Action: "free_requested", Address: 6000, Size: 500},
+			{Action: "free_completed", Address: 6000, Size: 500},
+			{Action: "segment_free", Address: 1, Size: 4096},
+			{Action: "oom", DeviceFree: 1, Size: 1 << 40},
+			{Action: "free_requested", Address: 5120, Size: 30, Stream: 9},
+			{Action: "alloc", Address: 7168, Size: 3000},
+			{Action: "snapshot"},
 		}},
 	}
-	for _, write := range []func(*bytes.Buffer) error{
+	writers := []func(*bytes.Buffer) error{
 		func(b *bytes.Buffer) error { return s.WritePickle(b) },
 		func(b *bytes.Buffer) error { return s.WriteJSON(b) },
-	} {
+	}
+	for _, write := range writers {
 		var b bytes.Buffer
 		require.NoError(t, write(&b))
-		traces, err := Read(&b)
-		require.NoError(t, err)
-		require.Equal(t, []*Trace{{Name: "device 1", Blocks: 4, Streams: 2, Recorded: Peaks{4000, 8192 + 4096}, Events: []Event{
+		traces := readAll(t, bytes.NewReader(b.Bytes()))
+		require.Len(t, traces, 1)
+		requireTrace(t, Trace{Name: "device 1", Ops: 5, Blocks: 3, Streams: 2, Recorded: Peaks{4000, 8192 + 4096}}, []Event{
 			{Op: Alloc, Block: 1, Bytes: 500, Stream: 1, Number: -1},
-			{Op: Alloc, Block: 3, Bytes: 1000, Stream: 1, Number: -1},
+			{Op: Alloc, Block: 2, Bytes: 1000, Stream: 1, Number: -1},
 			{Op: Alloc, Block: 0, Bytes: 30, Number: 0},
 			{Op: Free, Block: 1, Number: 2},
-			{Op: Alloc, Block: 2, Bytes: 3000, Stream: 1, Number: 6},
-		}}}, traces)
+			{Op: Alloc, Block: 1, Bytes: 3000, Stream: 1, Number: 6},
+		}, traces[0])
 	}
 	s.Traces[1] = append(s.Traces[1], s.Traces[1][2])
-	_, err := OfSnapshot(s, 1)
-	require.ErrorContains(t, err, "device 1: event 8: frees the block at 0x1770, which event 2 has freed")
+	for _, write := range writers {
+		var b bytes.Buffer
+		require.NoError(t, write(&b))
+		_, err := Read(bytes.NewReader(b.Bytes()))
+		require.EqualError(t, err, "device 1: event 8: frees the block at 0x1770, which event 2 already freed")
+	}
 }
 
 func TestReplay(t *testing.T) {
-	tr := &Trace{Name: "a", Blocks: 4, Streams: 2, Events: []Event{
-		{Op: Alloc, Block: 0, Bytes: 1000}, {Op: Alloc, Block: 1, Bytes: 5000, Stream: 1}, {Op: Free, Block: 1},
-		{Op: Alloc, Block: 2, Bytes: 3000}, {Op: Free, Block: 2}, {Op: EmptyCache}, {Op: Free, Block: 0},
-		{Op: Alloc, Block: 3, Bytes: 1000},
-	}}
+	tr := traceOf(t, "a", 4, 2,
+		Event{Op: Alloc, Block: 0, Bytes: 1000}, Event{Op: Alloc, Block: 1, Bytes: 5000, Stream: 1}, Event{Op: Free, Block: 1},
+		Event{Op: Alloc, Block: 2, Bytes: 3000}, Event{Op: Free, Block: 2}, Event{Op: EmptyCache}, Event{Op: Free, Block: 0},
+		Event{Op: Alloc, Block: 3, Bytes: 1000})
 	f := newFake()
 	f.record = true
 	r, err := Replay(tr, f, &Config{Repeat: 3, Curve: true})
@@ -313,18 +364,18 @@ func TestReplay(t *testing.T) {
 }
 
 func TestReplayErrors(t *testing.T) {
-	tr := &Trace{Name: "a", Blocks: 2, Events: []Event{{Op: Alloc, Bytes: 1000, Number: 4}, {Op: Alloc, Block: 1, Bytes: 3000, Number: 7}}}
+	first := Event{Op: Alloc, Bytes: 1000, Number: 4}
+	tr := traceOf(t, "a", 2, 1, first, Event{Op: Alloc, Block: 1, Bytes: 3000, Number: 7})
 	f := newFake()
 	f.limit = 2048
 	_, err := Replay(tr, f, nil)
 	require.ErrorIs(t, err, errFull)
 	require.ErrorContains(t, err, "a: event 7: allocate 3000 bytes on stream 0")
 	require.Empty(t, f.live, "also after an error")
-	tr.Events[1].Number = -1
+	tr.prologue = []Event{{Op: Alloc, Block: 1, Bytes: 3000, Number: -1}}
 	_, err = Replay(tr, f, nil)
 	require.ErrorContains(t, err, "a: before the first event: allocate")
-	tr.Events[1] = Event{Op: Free, Block: 1, Number: 9}
-	_, err = Replay(tr, f, nil)
+	_, err = Replay(traceOf(t, "a", 2, 1, first, Event{Op: Free, Block: 1, Number: 9}), f, nil)
 	require.ErrorContains(t, err, "a: event 9: free block 1: free of 0x0")
 }
 
@@ -344,9 +395,7 @@ func TestTimes(t *testing.T) {
 func TestReplayFixtures(t *testing.T) {
 	for _, file := range append(fixtures(t, "trace_*.json.gz"), fixtures(t, "alloc_stats*.json.gz")...) {
 		t.Run(filepath.Base(file), func(t *testing.T) {
-			traces, err := Read(open(t, file))
-			require.NoError(t, err)
-			for _, tr := range traces {
+			for _, tr := range readAll(t, open(t, file)) {
 				r, err := Replay(tr, newFake(), nil)
 				require.NoError(t, err)
 				require.InEpsilon(t, tr.Recorded.Allocated, r.Peaks.Allocated, 0.05)

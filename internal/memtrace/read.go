@@ -1,101 +1,172 @@
 package memtrace
 
 import (
-	"bytes"
+	"bufio"
 	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"slices"
-	"strings"
 
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 )
 
 const (
-	// mostBytes is how large a file may be, uncompressed. What is read of it takes up to
-	// 16 times as much memory.
-	mostBytes = 512 << 20
-	// mostStreams is more than torch has: 32 of each priority on a device, and others' own.
-	// Each costs tens of kilobytes.
+	// mostBytes limits the uncompressed size of a file, and thus the time to read it.
+	mostBytes = 2 << 30
+	// mostStreams is more than torch uses: 32 of each priority on a device, and
+	// streams of other libraries. Each stream takes tens of kilobytes.
 	mostStreams = 1024
+	// mostTraces limits the traces of a file: one for each device or sequence.
+	mostTraces = 4096
 )
 
-// Read reads the traces of a file, which may be compressed by gzip: recorded
-// events, the sequences that ReadStats reads, or a snapshot, whose devices have a
-// trace each. An event that cannot be is an *EventError, such as one that frees
-// what is not allocated; the trace of a snapshot may free what was allocated
-// before it began, which is then allocated first.
-func Read(r io.Reader) ([]*Trace, error) {
-	file, err := content(r)
+// A Recording has the traces of a file. Their events are not in memory, except a few.
+type Recording struct {
+	Traces []*Trace
+	spool  spool
+}
+
+// Close frees the events of the traces.
+func (r *Recording) Close() error {
+	if r == nil {
+		return nil
+	}
+	return r.spool.Close()
+}
+
+// Read reads the traces of a file, which may be compressed with gzip: recorded
+// events, sequences as in ReadStats, or a snapshot with one trace for each
+// device. An invalid event, such as a free of a block that is not allocated, is
+// an *EventError. The trace of a snapshot may free blocks that were allocated
+// before it started; they are then allocated first.
+//
+// Read takes memory for the blocks that are allocated at the same time, and not for the
+// events. The caller closes the Recording.
+func Read(r io.ReadSeeker) (*Recording, error) { return read(r, mostBytes) }
+
+func read(r io.ReadSeeker, most int64) (*Recording, error) {
+	form, err := formOf(r, most)
 	if err != nil {
 		return nil, err
 	}
-	if len(file) > 0 && file[0] == 0x80 {
-		return readSnapshot(file)
+	if err := checkSize(r, most); err != nil {
+		return nil, err
 	}
-	if len(file) == 0 {
-		return nil, errors.New("the file is empty")
+	if _, err := r.Seek(0, io.SeekStart); err != nil {
+		return nil, err
 	}
-	var form struct{ Events, Sequences, Segments json.RawMessage }
-	if err := parse(file, &form); err != nil {
-		return nil, fmt.Errorf("neither a trace nor a snapshot: %w", err)
+	rec := &Recording{}
+	if err := rec.read(form, r, most); err != nil {
+		return nil, errors.Join(err, rec.Close())
 	}
-	switch {
-	case form.Events != nil:
-		return readEvents(file)
-	case form.Sequences != nil:
-		return readSequences(file)
-	case form.Segments != nil:
-		return readSnapshot(file)
-	}
-	return nil, errors.New(`neither a trace nor a snapshot: it has no "events", "sequences" or "segments"`)
+	return rec, nil
 }
 
-// parse is json.Unmarshal with errors that name JSON's types and not Go's.
-func parse(file []byte, to any) error {
-	err := json.Unmarshal(file, to)
-	if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
-		if wrong.Field == "" {
-			return fmt.Errorf("it is JSON's %s: want an object", wrong.Value)
-		}
-		return fmt.Errorf("%q is JSON's %s, at byte %d: want another type", strings.ToLower(wrong.Field), wrong.Value, wrong.Offset)
+func (rec *Recording) read(form string, r io.Reader, most int64) error {
+	if form == snapshotForm {
+		return rec.readSnapshot(r)
 	}
-	if s, ok := errors.AsType[*json.SyntaxError](err); ok && s.Offset >= int64(len(file)) {
+	r, err := plain(r, most)
+	if err != nil {
+		return err
+	}
+	if form == "events" {
+		return rec.readEvents(newJSONFile(r))
+	}
+	return rec.readSequences(newJSONFile(r))
+}
+
+const snapshotForm = "segments"
+
+// formOf returns "events", "sequences" or snapshotForm.
+func formOf(file io.Reader, most int64) (form string, err error) {
+	r, err := plain(file, most)
+	if err != nil {
+		return "", err
+	}
+	b := bufio.NewReader(r)
+	switch start, err := b.Peek(1); {
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		return "", cutOff(err)
+	case err == io.EOF:
+		return "", errors.New("the file is empty")
+	case err != nil:
+		return "", err
+	case start[0] == 0x80:
+		return snapshotForm, nil
+	}
+	found := errors.New("found")
+	f := newJSONFile(b)
+	err = f.object(func(key string) error {
+		switch key {
+		case "events", "sequences", snapshotForm:
+			form = key
+			return found
+		case "device_traces":
+			form = snapshotForm
+			return found
+		}
+		return f.skip()
+	})
+	switch {
+	case form != "":
+		return form, nil
+	case err != nil:
+		return "", fmt.Errorf("the file is neither a trace nor a snapshot: %w", err)
+	}
+	return "", errors.New(`the file is neither a trace nor a snapshot: it has no "events", "sequences" or "segments"`)
+}
+
+// checkSize returns an error if the file expands to too many bytes. Values of a pickle take
+// more memory than their bytes, so that this must be known before they are read.
+func checkSize(file io.ReadSeeker, most int64) error {
+	if _, err := file.Seek(0, io.SeekStart); err != nil {
+		return err
+	}
+	r, err := plain(file, most)
+	if err == nil {
+		_, err = io.Copy(io.Discard, r)
+	}
+	if errors.Is(err, io.ErrUnexpectedEOF) {
 		return cutOff(err)
 	}
 	return err
 }
 
-// cutOff says what to do about a file that ends too early.
+// cutOff adds a hint to the error of a truncated file.
 func cutOff(err error) error {
-	return fmt.Errorf("the file ends too early: it was cut off: record or copy it again: %w", err)
+	return fmt.Errorf("the file is truncated: record or copy it again: %w", err)
 }
 
-// content returns the file, uncompressed.
-func content(r io.Reader) ([]byte, error) {
+// plain returns a reader of the uncompressed content of a file, which fails after most bytes.
+func plain(r io.Reader, most int64) (io.Reader, error) {
 	r, err := safefile.Unzip(r)
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return nil, cutOff(err)
 	}
-	if err != nil {
-		return nil, err
+	return &limited{r, most, most}, err
+}
+
+// A limited fails after a number of bytes.
+type limited struct {
+	r          io.Reader
+	left, most int64
+}
+
+func (l *limited) Read(b []byte) (int, error) {
+	n, err := l.r.Read(b)
+	if l.left -= int64(n); l.left < 0 {
+		return 0, fmt.Errorf("the file has more than %d bytes, uncompressed: record a shorter trace", l.most)
 	}
-	file, err := io.ReadAll(io.LimitReader(r, mostBytes+1))
-	switch {
-	case errors.Is(err, io.ErrUnexpectedEOF):
-		return nil, cutOff(err)
-	case len(file) > mostBytes:
-		return nil, fmt.Errorf("the file has more than %d bytes, uncompressed: record a shorter trace", mostBytes)
-	}
-	return file, err
+	return n, err
 }
 
 // A recordedEvent is [action, address, size, stream, time in microseconds].
 type recordedEvent struct {
-	action             memory.TraceAction
+	action             string
 	addr, size, stream uint64
 }
 
@@ -104,103 +175,113 @@ func (e *recordedEvent) parse(text []byte) error {
 	fields := []any{&e.action, &e.addr, &e.size, &e.stream, &time}
 	n := len(fields)
 	if err := json.Unmarshal(text, &fields); err != nil || len(fields) != n {
-		return fmt.Errorf("it is %.80s: want [action, address, size, stream, time], with whole numbers from 0 on", text)
+		return fmt.Errorf("the event is %.80s: want [action, address, size, stream, time], with whole numbers of at least 0", text)
 	}
 	return nil
 }
 
-func readEvents(file []byte) ([]*Trace, error) {
-	var f struct {
-		Kind          string
-		Events        []json.RawMessage
-		PeakAllocated int64 `json:"peak_allocated"`
-		PeakReserved  int64 `json:"peak_reserved"`
-	}
-	if err := parse(file, &f); err != nil {
-		return nil, err
-	}
-	if f.PeakAllocated < 0 || f.PeakReserved < 0 {
-		return nil, fmt.Errorf("the recorded peaks are %d bytes allocated and %d reserved: want 0, for none, or more", f.PeakAllocated, f.PeakReserved)
-	}
-	b := newBuilder(cmp.Or(f.Kind, "trace"))
-	for i, text := range f.Events {
-		var e recordedEvent
-		err := e.parse(text)
-		if err != nil {
-			err = b.fail(i, "%v", err)
-		} else {
-			err = b.add(i, e.action, e.addr, e.size, e.stream)
+func (rec *Recording) readEvents(f *jsonFile) error {
+	var peaks Peaks
+	name, lists := "", 0
+	b := newBuilder("trace", &rec.spool)
+	err := f.object(func(key string) error {
+		switch key {
+		case "kind":
+			err := f.value(key, &name)
+			b.name = cmp.Or(name, "trace")
+			return err
+		case "peak_allocated":
+			return f.value(key, &peaks.Allocated)
+		case "peak_reserved":
+			return f.value(key, &peaks.Reserved)
+		case "events":
+			if lists++; lists > 1 {
+				return errors.New(`the file has "events" twice`)
+			}
+			return f.list(key, b.recorded)
 		}
-		if err != nil {
-			return nil, err
-		}
-	}
-	return withCalls([]*Trace{b.finish(Peaks{f.PeakAllocated, f.PeakReserved})})
-}
-
-// errNothing refuses what would have no time per call.
-var errNothing = errors.New("nothing is allocated or freed in it: record the history while the program allocates")
-
-// withCalls returns the traces that call the allocator at all.
-func withCalls(all []*Trace) ([]*Trace, error) {
-	all = slices.DeleteFunc(all, func(t *Trace) bool { return len(t.Events) == 0 })
-	if len(all) == 0 {
-		return nil, errNothing
-	}
-	for _, t := range all {
-		if t.Streams > mostStreams {
-			return nil, fmt.Errorf("%s has %d streams: at most %d are replayed", t.Name, t.Streams, mostStreams)
-		}
-	}
-	return all, nil
-}
-
-func readSnapshot(file []byte) ([]*Trace, error) {
-	s, err := memory.ReadSnapshot(bytes.NewReader(file))
+		return f.skip()
+	})
 	if err != nil {
-		return nil, err
+		return err
+	}
+	if peaks.Allocated < 0 || peaks.Reserved < 0 {
+		return fmt.Errorf("the recorded peaks are %d bytes allocated and %d reserved: want 0 (unknown) or more", peaks.Allocated, peaks.Reserved)
+	}
+	return rec.keep(b.finish(peaks))
+}
+
+// recorded adds the event with number n from its JSON.
+func (b *builder) recorded(n int, text []byte) error {
+	var e recordedEvent
+	if err := e.parse(text); err != nil {
+		return b.fail(n, "%v", err)
+	}
+	return b.add(n, e.action, e.addr, e.size, e.stream)
+}
+
+// errNothing rejects a trace without calls: it has no time per call.
+var errNothing = errors.New("the trace has no allocations: record the history while the program allocates")
+
+// keep sets the traces of the recording to those that contain calls.
+func (rec *Recording) keep(all ...*Trace) error {
+	rec.Traces = slices.DeleteFunc(all, func(t *Trace) bool { return t.Ops == 0 })
+	if len(rec.Traces) == 0 {
+		return errNothing
+	}
+	return nil
+}
+
+func (rec *Recording) readSnapshot(r io.Reader) error {
+	var builders []*builder
+	next, number := 0, 0 // the device after the last one, and the entries of that
+	s, err := memory.WalkSnapshot(r, func(device int, e memory.TraceEntry) error {
+		if device >= next {
+			if len(builders) == mostTraces {
+				return fmt.Errorf("the snapshot has traces of more than %d devices", mostTraces)
+			}
+			b := newBuilder(fmt.Sprintf("device %d", device), &rec.spool)
+			b.earlier, b.device = true, device
+			builders = append(builders, b)
+			next, number = device+1, 0
+		}
+		number++
+		return builders[len(builders)-1].add(number-1, e.Action, e.Address, e.Size, e.Stream)
+	})
+	if err != nil {
+		return err
+	}
+	if len(builders) == 0 {
+		return errors.New("the snapshot has no trace: record the history before taking it")
 	}
 	var traces []*Trace
-	for d, entries := range s.Traces {
-		if len(entries) == 0 {
-			continue
+	for _, b := range builders {
+		if err := b.heldEarlier(s.Segments); err != nil {
+			return err
 		}
-		t, err := OfSnapshot(s, d)
-		if err != nil {
-			return nil, err
-		}
-		traces = append(traces, t)
+		traces = append(traces, b.finish(Peaks{}))
 	}
-	if len(traces) == 0 {
-		return nil, errors.New("the snapshot has no trace: record the history before it is taken")
-	}
-	return withCalls(traces)
+	return rec.keep(traces...)
 }
 
-// OfSnapshot returns what the snapshot has recorded of a device. The recorded
-// peaks are summed up: of allocated bytes, as they were asked for, and of the
-// segments.
-func OfSnapshot(s *memory.Snapshot, device int) (*Trace, error) {
-	b := newBuilder(fmt.Sprintf("device %d", device))
-	b.earlier = true
-	for i, e := range s.Traces[device] {
-		if err := b.add(i, e.Action, e.Address, e.Size, e.Stream); err != nil {
-			return nil, err
-		}
-	}
+// heldEarlier adds the blocks and segments of a snapshot that were allocated before the
+// trace.
+func (b *builder) heldEarlier(segments []memory.Segment) error {
 	reserved := int64(0)
-	for _, g := range s.Segments {
-		if g.Device != device {
+	for _, g := range segments {
+		if g.Device != b.device {
 			continue
 		}
 		reserved += int64(g.TotalSize)
 		for _, k := range g.Blocks {
-			// What is in use and was not allocated since was so before.
-			if _, known := b.live[k.Address]; !known && k.State != memory.BlockInactive && k.RequestedSize > 0 {
-				b.before(k.Address, k.RequestedSize, g.Stream)
+			// A block that is in use without a recorded allocation was allocated before the trace.
+			if _, known := b.live[k.Address]; !known && k.State != "inactive" && k.RequestedSize > 0 {
+				if err := b.before(-1, k.Address, k.RequestedSize, g.Stream); err != nil {
+					return err
+				}
 			}
 		}
 	}
 	b.sum.heldEarlier(reserved - b.sum.now.Reserved)
-	return b.finish(Peaks{}), nil
+	return nil
 }

@@ -10,36 +10,41 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// An Allocator is what a trace is replayed on: one device's.
+// An Allocator is the allocator of a device, on which a trace is replayed.
 type Allocator interface {
-	// Alloc allocates on the stream with that number.
+	// Alloc allocates on the stream with the given number.
 	Alloc(stream, bytes int) (ptr uint64, err error)
 	Free(ptr uint64) error
-	// EmptyCache gives what is not in use back to the driver.
+	// EmptyCache returns unused memory to the driver.
 	EmptyCache() error
 	ResetPeaks() error
 	Stats() (memory.Stats, error)
 }
 
-// A Config says how a trace is replayed. The zero value is one run.
+// A Config configures a replay. The zero value means one run.
 type Config struct {
-	Repeat int // runs after the first, on what that has left cached
+	Repeat int // number of runs after the first, with a warm cache
 	Curve  bool
 }
 
-// A Result is what a replay has measured.
+// A Result holds the measurements of a replay.
 type Result struct {
-	Ops   int             // calls of the allocator in a run
-	Cold  time.Duration   // of the first run, which begins with an empty cache
-	Warm  []time.Duration // of the others
-	Peaks Peaks           // of the first run
-	// AllocatedAtPeak is how much was allocated when the most was reserved.
+	Ops   int             // number of allocator calls in a run
+	Cold  time.Duration   // time of the first run, which starts with an empty cache
+	Warm  []time.Duration // times of the other runs
+	Peaks Peaks           // peaks of the first run
+	// AllocatedAtPeak is the allocated memory at the peak of reserved memory.
 	AllocatedAtPeak int64
-	Curve           []Peaks // what there was after each event, if that was asked for
+	// Curve is the memory after the events, if Config.Curve is set. If there are many
+	// events, each value has the highest numbers of CurveStep events.
+	Curve     []Peaks
+	CurveStep int
+
+	merged int // events in the last value of the curve, if it lacks some
 }
 
-// PerOp returns the time of a call in nanoseconds: the median of the warm runs,
-// or the cold one's if there are none.
+// PerOp returns the time of a call in nanoseconds: the median of the warm runs
+// or, if there are none, the time in the cold run.
 func (r *Result) PerOp() float64 {
 	runs := slices.Sorted(slices.Values(r.Warm))
 	if len(runs) == 0 {
@@ -49,11 +54,11 @@ func (r *Result) PerOp() float64 {
 	return middle / float64(max(r.Ops, 1))
 }
 
-// ColdPerOp returns the time of a call of the first run in nanoseconds.
+// ColdPerOp returns the time of a call in the first run in nanoseconds.
 func (r *Result) ColdPerOp() float64 { return float64(r.Cold) / float64(max(r.Ops, 1)) }
 
-// Fragmentation returns the part of the reserved bytes that was not allocated
-// when the most was reserved, from 0 to 1.
+// Fragmentation returns 1 - allocated / reserved, measured at the peak of
+// reserved memory.
 func (r *Result) Fragmentation() float64 {
 	if r.Peaks.Reserved == 0 {
 		return 0
@@ -61,17 +66,17 @@ func (r *Result) Fragmentation() float64 {
 	return 1 - float64(r.AllocatedAtPeak)/float64(r.Peaks.Reserved)
 }
 
-// Replay plays the trace: once on an empty cache, cfg.Repeat times on what was
-// left, and once more on an empty cache to look at the statistics after each
-// call, which takes no part in the times. What the trace does not free is freed
-// after each run, also after an error.
+// Replay replays the trace once with an empty cache, cfg.Repeat times with a warm
+// cache, and once more with an empty cache to read the statistics after each
+// call; the last run is not timed. After each run, and after an error, it frees
+// the remaining blocks.
 func Replay(t *Trace, a Allocator, cfg *Config) (*Result, error) {
 	var c Config
 	if cfg != nil {
 		c = *cfg
 	}
 	p := &player{trace: t, a: a, ptrs: make([]uint64, t.Blocks)}
-	r := &Result{Ops: len(t.Events)}
+	r := &Result{Ops: t.Ops}
 	if err := errors.Join(a.EmptyCache(), a.ResetPeaks()); err != nil {
 		return nil, err
 	}
@@ -94,7 +99,7 @@ func Replay(t *Trace, a Allocator, cfg *Config) (*Result, error) {
 	return r, p.look(r, c.Curve)
 }
 
-// look runs once more to see what is there after each call.
+// look runs once more to record the memory after each call.
 func (p *player) look(r *Result, curve bool) error {
 	if err := p.a.EmptyCache(); err != nil {
 		return err
@@ -107,32 +112,61 @@ func (p *player) look(r *Result, curve bool) error {
 			most, r.AllocatedAtPeak = now.Reserved, now.Allocated
 		}
 		if curve {
-			r.Curve = append(r.Curve, now)
+			r.point(now)
 		}
 		return err
 	})
 	return err
 }
 
-// A player plays the events of a trace.
+// mostPoints limits Result.Curve.
+const mostPoints = 1 << 14
+
+// point adds the memory after the next event to the curve. If the curve is full, it merges
+// each two values.
+func (r *Result) point(now Peaks) {
+	higher := func(a, b Peaks) Peaks { return Peaks{max(a.Allocated, b.Allocated), max(a.Reserved, b.Reserved)} }
+	if r.CurveStep == 0 {
+		r.CurveStep = 1
+	}
+	if r.merged == 0 && len(r.Curve) == mostPoints {
+		for i := range mostPoints / 2 {
+			r.Curve[i] = higher(r.Curve[2*i], r.Curve[2*i+1])
+		}
+		r.Curve = r.Curve[:mostPoints/2]
+		r.CurveStep *= 2
+	}
+	if r.merged == 0 {
+		r.Curve = append(r.Curve, now)
+	} else {
+		last := &r.Curve[len(r.Curve)-1]
+		*last = higher(*last, now)
+	}
+	r.merged = (r.merged + 1) % r.CurveStep
+}
+
+// A player replays the events of a trace.
 type player struct {
 	trace *Trace
 	a     Allocator
-	ptrs  []uint64 // of the blocks that are allocated; 0 is none
+	ptrs  []uint64 // addresses of the blocks; 0 if not allocated
 }
 
-// run plays all events, calling after, if that is given, after each, and returns
-// how long it took.
+// run replays all events and returns the time. It calls after, if not nil, after
+// each event.
 func (p *player) run(after func() error) (time.Duration, error) {
-	start := time.Now()
-	err := p.play(after)
-	took := time.Since(start)
+	took := time.Duration(0)
+	err := p.trace.Each(func(events []Event) error {
+		start := time.Now()
+		defer func() { took += time.Since(start) }()
+		return p.play(events, after)
+	})
 	return took, cmp.Or(err, p.freeAll())
 }
 
-func (p *player) play(after func() error) error {
-	for i := range p.trace.Events {
-		e := &p.trace.Events[i]
+func (p *player) play(events []Event, after func() error) error {
+	for i := range events {
+		e := &events[i]
 		var err error
 		switch e.Op {
 		case Alloc:
@@ -170,7 +204,7 @@ func (p *player) fail(e *Event, err error) error {
 	return fmt.Errorf("%s: %s: %s: %w", p.trace.Name, at, does, err)
 }
 
-// freeAll frees what the trace has left.
+// freeAll frees the remaining blocks.
 func (p *player) freeAll() error {
 	var first error
 	for i, ptr := range p.ptrs {

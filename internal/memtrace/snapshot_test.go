@@ -21,19 +21,23 @@ func TestSnapshotIsTrace(t *testing.T) {
 	f, err := os.Open(filepath.Join("testdata", "alloc_stats.json.gz"))
 	require.NoError(t, err)
 	defer f.Close()
-	traces, err := memtrace.Read(f)
+	rec, err := memtrace.Read(f)
 	require.NoError(t, err)
-	want := traces[2] // of three streams
-	want.Events = want.Events[:1000]
+	defer rec.Close()
+	streams, want := rec.Traces[2].Streams, eventsOf(t, rec.Traces[2])[:1000] // of three streams
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		for _, conf := range []string{"expandable_segments:False", "expandable_segments:True"} {
 			for _, entries := range []int{1 << 16, 300} {
-				s := snapshotOf(t, devs[0], want, conf, entries)
+				s := snapshotOf(t, devs[0], want, streams, conf, entries)
 				requireViewable(t, s)
-				got, err := memtrace.OfSnapshot(s, 0)
+				var b bytes.Buffer
+				require.NoError(t, s.WritePickle(&b))
+				got, err := memtrace.Read(bytes.NewReader(b.Bytes()))
 				require.NoError(t, err)
+				defer got.Close()
+				require.Len(t, got.Traces, 1)
 				if entries > len(s.Traces[0]) {
-					require.Equal(t, calls(want), calls(got))
+					require.Equal(t, calls(want), calls(eventsOf(t, got.Traces[0])))
 				} else {
 					require.Len(t, s.Traces[0], entries)
 				}
@@ -44,17 +48,17 @@ func TestSnapshotIsTrace(t *testing.T) {
 
 // snapshotOf plays the events with the history recorded, and takes a snapshot
 // before what is left is freed.
-func snapshotOf(t *testing.T, dev *device.Device, tr *memtrace.Trace, conf string, entries int) *memory.Snapshot {
+func snapshotOf(t *testing.T, dev *device.Device, events []memtrace.Event, streams int, conf string, entries int) *memory.Snapshot {
 	t.Helper()
 	require.NoError(t, memory.SetAllocatorSettings(conf))
 	defer func() { require.NoError(t, memory.SetAllocatorSettings("expandable_segments:False")) }()
 	require.NoError(t, memory.RecordHistory(dev, &memory.HistoryConfig{Entries: entries, Stacks: true}))
 	defer func() { require.NoError(t, memory.RecordHistory(dev, nil)) }()
-	a, err := memtrace.OnDevice(dev, tr.Streams)
+	a, err := memtrace.OnDevice(dev, streams)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, a.Close()) }()
 	ptrs := map[int]uint64{}
-	for _, e := range tr.Events {
+	for _, e := range events {
 		switch e.Op {
 		case memtrace.Alloc:
 			ptrs[e.Block], err = a.Alloc(e.Stream, e.Bytes)
@@ -78,7 +82,7 @@ func snapshotOf(t *testing.T, dev *device.Device, tr *memtrace.Trace, conf strin
 
 // calls are the events without what a snapshot does not record. Streams and
 // blocks are numbered as they come.
-func calls(tr *memtrace.Trace) (list []memtrace.Event) {
+func calls(events []memtrace.Event) (list []memtrace.Event) {
 	streams, blocks := map[int]int{}, map[int]int{}
 	number := func(of map[int]int, n int) int {
 		if _, ok := of[n]; !ok {
@@ -86,7 +90,7 @@ func calls(tr *memtrace.Trace) (list []memtrace.Event) {
 		}
 		return of[n]
 	}
-	for _, e := range tr.Events {
+	for _, e := range events {
 		if e.Op == memtrace.EmptyCache {
 			continue
 		}
@@ -118,4 +122,14 @@ func requireViewable(t *testing.T, s *memory.Snapshot) {
 	require.NoError(t, os.WriteFile(file, b.Bytes(), 0o600))
 	out, err := exec.Command(python, script, "check", file).CombinedOutput()
 	require.NoError(t, err, "%s", out)
+}
+
+// eventsOf returns all events of a trace.
+func eventsOf(t *testing.T, tr *memtrace.Trace) (all []memtrace.Event) {
+	t.Helper()
+	require.NoError(t, tr.Each(func(part []memtrace.Event) error {
+		all = append(all, part...)
+		return nil
+	}))
+	return all
 }

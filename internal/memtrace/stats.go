@@ -8,56 +8,37 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// A Sequence is a random sequence of calls of torch's allocator, with its
-// statistics after each.
+// A Sequence is a random sequence of calls of torch's allocator, with the
+// statistics after each call.
 type Sequence struct {
 	Seed    int64
-	MaxLog2 int `json:"max_log2"` // of the sizes
+	MaxLog2 int // log2 of the largest size
 	Streams int
-	Steps   []Step `json:"ops"`
+	Steps   []Step
 }
 
-// A Step is one call. Of its Stats, what was recorded is set: the current numbers
-// but for the oversize ones, the peaks of allocated and reserved bytes of all
-// pools, and the retries.
+// A Step is one call. Stats contains the recorded values: current numbers except
+// oversize, the peaks of allocated and reserved bytes of all pools, and the
+// retries.
 type Step struct {
 	Op     Op
-	Block  int  // Alloc and Free name it, by a number that is used once
-	Bytes  int  // of Alloc
-	Stream int  // of Alloc, from 0 on
-	End    bool // of the sequence: what was left is freed
+	Block  int  // number of the block of Alloc or Free, never reused
+	Bytes  int  // size, for Alloc
+	Stream int  // number of the stream, from 0, for Alloc
+	End    bool // end of the sequence: remaining blocks are freed
 	Stats  memory.Stats
-}
-
-// UnmarshalJSON reads an object, and says which step is wrong.
-func (s *Sequence) UnmarshalJSON(text []byte) error {
-	type plain Sequence
-	f := struct {
-		*plain
-		Steps []json.RawMessage `json:"ops"`
-	}{plain: (*plain)(s)}
-	if err := parse(text, &f); err != nil {
-		return err
-	}
-	s.Steps = make([]Step, len(f.Steps))
-	for i, step := range f.Steps {
-		if err := s.Steps[i].UnmarshalJSON(step); err != nil {
-			return &EventError{s.name(), i, err.Error()}
-		}
-	}
-	return nil
 }
 
 func (s *Sequence) name() string { return fmt.Sprintf("seed %d", s.Seed) }
 
-// columns are those of the files that ReadStats reads.
+// columns are the columns of the files for ReadStats.
 const columns = "allocated_bytes reserved_bytes active_bytes inactive_split_bytes requested_bytes allocation segment " +
 	"active inactive_split, each for all/small_pool/large_pool, then num_alloc_retries, allocated peak, reserved peak"
 
 const statColumns = 9*3 + 3
 
-// UnmarshalJSON reads ["alloc", block, bytes, stream, statistics…],
-// ["free", block, …], ["empty_cache", …] or ["end", …].
+// UnmarshalJSON decodes ["alloc", block, bytes, stream, statistics…], ["free",
+// block, …], ["empty_cache", …] or ["end", …].
 func (s *Step) UnmarshalJSON(text []byte) error {
 	var fields []json.RawMessage
 	if err := json.Unmarshal(text, &fields); err != nil || len(fields) == 0 {
@@ -65,7 +46,7 @@ func (s *Step) UnmarshalJSON(text []byte) error {
 	}
 	var name string
 	if err := json.Unmarshal(fields[0], &name); err != nil {
-		return fmt.Errorf("a step begins with %.80s: want the name of a call", fields[0])
+		return fmt.Errorf("a step starts with %.80s: want the name of a call", fields[0])
 	}
 	var arguments []*int
 	switch name {
@@ -112,74 +93,126 @@ func (s *Step) stats(fields []json.RawMessage) (err error) {
 	return err
 }
 
-// ReadStats reads a file of sequences, which may be compressed by gzip.
+// ReadStats reads a file of sequences, which may be compressed with gzip.
 func ReadStats(r io.Reader) ([]Sequence, error) {
-	file, err := content(r)
+	r, err := plain(r, mostBytes)
 	if err != nil {
 		return nil, err
 	}
-	return sequences(file)
+	var list []Sequence
+	err = newJSONFile(r).sequences(&sequenceFuncs{
+		step: func(q *Sequence, _ int, s *Step) error {
+			q.Steps = append(q.Steps, *s)
+			return nil
+		},
+		end: func(q *Sequence) error {
+			list = append(list, *q)
+			return nil
+		},
+	})
+	return list, err
 }
 
-func sequences(file []byte) ([]Sequence, error) {
-	var f struct {
-		Columns   string
-		Sequences []Sequence
-	}
-	if err := parse(file, &f); err != nil {
-		return nil, err
-	}
-	if f.Columns != columns {
-		return nil, fmt.Errorf("the columns are %q: want %q", f.Columns, columns)
-	}
-	return f.Sequences, nil
+// sequenceFuncs are called while a file of sequences is read. A Sequence has the values that
+// precede its steps.
+type sequenceFuncs struct {
+	step func(q *Sequence, i int, s *Step) error
+	end  func(q *Sequence) error
 }
 
-// Trace returns the calls of the sequence.
-func (s *Sequence) Trace() (*Trace, error) {
-	b := newBuilder(s.name())
-	b.place = "block %d"
-	var recorded Peaks
-	for i, step := range s.Steps {
-		var err error
-		switch {
-		case step.End:
-		case step.Op == EmptyCache:
-			b.trace.Events = append(b.trace.Events, Event{Op: EmptyCache, Number: i})
-		case step.Op == Free:
-			err = b.free(i, true, uint64(step.Block), 0, 0)
-		case step.Bytes < 0 || step.Stream < 0:
-			err = b.fail(i, "allocates %d bytes on stream %d", step.Bytes, step.Stream)
-		default:
-			err = b.alloc(i, uint64(step.Block), uint64(step.Bytes), uint64(step.Stream))
+func (f *jsonFile) sequences(fn *sequenceFuncs) error {
+	found := ""
+	err := f.object(func(key string) error {
+		switch key {
+		case "columns":
+			return f.value(key, &found)
+		case "sequences":
+			return f.each(key, func(int) error { return f.sequence(fn) })
 		}
-		if err != nil {
-			return nil, err
-		}
-		if p := step.Stats; p.AllocatedBytes.All.Peak < 0 || p.ReservedBytes.All.Peak < 0 {
-			return nil, b.fail(i, "the recorded peaks are %d bytes allocated and %d reserved: want 0 or more", p.AllocatedBytes.All.Peak, p.ReservedBytes.All.Peak)
-		}
-		recorded.Allocated = max(recorded.Allocated, step.Stats.AllocatedBytes.All.Peak)
-		recorded.Reserved = max(recorded.Reserved, step.Stats.ReservedBytes.All.Peak)
+		return f.skip()
+	})
+	if err == nil && found != columns {
+		return fmt.Errorf("the columns are %q: want %q", found, columns)
 	}
-	return b.finish(recorded), nil
+	return err
 }
 
-func readSequences(file []byte) ([]*Trace, error) {
-	list, err := sequences(file)
+func (f *jsonFile) sequence(fn *sequenceFuncs) error {
+	q := &Sequence{}
+	err := f.object(func(key string) error {
+		switch key {
+		case "seed":
+			return f.value(key, &q.Seed)
+		case "max_log2":
+			return f.value(key, &q.MaxLog2)
+		case "streams":
+			return f.value(key, &q.Streams)
+		case "ops":
+			return f.list(key, func(i int, text []byte) error {
+				var s Step
+				if err := s.UnmarshalJSON(text); err != nil {
+					return &EventError{q.name(), i, err.Error()}
+				}
+				return fn.step(q, i, &s)
+			})
+		}
+		return f.skip()
+	})
 	if err != nil {
-		return nil, err
+		return err
 	}
+	return fn.end(q)
+}
+
+func (rec *Recording) readSequences(f *jsonFile) error {
 	var traces []*Trace
-	for i := range list {
-		t, err := list[i].Trace()
-		if err != nil {
-			return nil, err
-		}
-		if len(t.Events) == 0 { // and the others keep their numbers
-			return nil, fmt.Errorf("%s: %w", t.Name, errNothing)
-		}
-		traces = append(traces, t)
+	var b *builder
+	var recorded Peaks
+	begin := func() {
+		b, recorded = newBuilder("", &rec.spool), Peaks{}
+		b.place = "block %d"
 	}
-	return withCalls(traces)
+	begin()
+	err := f.sequences(&sequenceFuncs{
+		step: func(q *Sequence, i int, s *Step) error {
+			b.name = q.name()
+			recorded.Allocated = max(recorded.Allocated, s.Stats.AllocatedBytes.All.Peak)
+			recorded.Reserved = max(recorded.Reserved, s.Stats.ReservedBytes.All.Peak)
+			return b.step(i, s)
+		},
+		end: func(q *Sequence) error {
+			b.name = q.name()
+			if b.events.count == 0 { // fail, so that the indices of the others do not change
+				return fmt.Errorf("%s: %w", b.name, errNothing)
+			}
+			if len(traces) == mostTraces {
+				return fmt.Errorf("the file has more than %d sequences", mostTraces)
+			}
+			traces = append(traces, b.finish(recorded))
+			begin()
+			return nil
+		},
+	})
+	if err != nil {
+		return err
+	}
+	return rec.keep(traces...)
+}
+
+// step adds step i of a sequence.
+func (b *builder) step(i int, s *Step) error {
+	if p := s.Stats; p.AllocatedBytes.All.Peak < 0 || p.ReservedBytes.All.Peak < 0 {
+		return b.fail(i, "the recorded peaks are %d bytes allocated and %d reserved: want 0 or more", p.AllocatedBytes.All.Peak, p.ReservedBytes.All.Peak)
+	}
+	switch {
+	case s.End:
+		return nil
+	case s.Op == EmptyCache:
+		return b.write(Event{Op: EmptyCache, Number: i})
+	case s.Op == Free:
+		return b.free(i, true, uint64(s.Block), 0, 0)
+	case s.Bytes < 0 || s.Stream < 0:
+		return b.fail(i, "allocates %d bytes on stream %d", s.Bytes, s.Stream)
+	}
+	return b.alloc(i, uint64(s.Block), uint64(s.Bytes), uint64(s.Stream))
 }

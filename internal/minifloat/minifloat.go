@@ -1,13 +1,13 @@
-// Package minifloat converts the floating-point formats that Go lacks to
-// float32 and back: float16, bfloat16 and the two of 8 bits.
+// Package minifloat converts between float32 and the floating-point formats that Go
+// does not have: float16, bfloat16 and two 8-bit formats.
 //
-// Every number of a format is a float32, so decoding is exact. Encoding rounds
-// to nearest, ties to even. A NaN becomes a NaN, with its sign.
+// Every number of these formats is a float32, so decoding is exact. Encoding rounds to
+// nearest, ties to even. A NaN remains a NaN with the same sign.
 //
-// What is too large has two answers. Encode gives what torch's casts give:
-// infinity, and NaN in float8_e4m3fn, which has no infinity. EncodeSaturated
-// gives the largest finite number instead, for infinity too, which is what
-// CUDA's and so NCCL's conversions to 8 bits do.
+// Encode and EncodeSaturated differ for numbers that are too large. Encode returns the
+// result of torch's casts: infinity, or NaN in float8_e4m3fn, which has no infinity.
+// EncodeSaturated returns the largest finite number, also for infinity, like CUDA's
+// and NCCL's conversions to 8 bits.
 package minifloat
 
 import (
@@ -15,21 +15,20 @@ import (
 	"unsafe"
 )
 
-// A Format is one of the formats of this package. Its methods may be called
-// from any goroutine.
+// A Format is a floating-point format. Methods are safe for concurrent use.
 type Format struct {
 	bytes    int
 	mantissa uint32 // bits
 	bias     int32
 	largest  uint32 // the largest finite number
-	overflow uint32 // what torch makes of greater ones
-	infinity uint32 // 0 when there is none
+	overflow uint32 // torch's result for larger numbers
+	infinity uint32 // 0 if the format has none
 	nan      uint32
 
-	table *[256]float32 // of the numbers of 8 bits
+	table *[256]float32 // decoded values of an 8-bit format
 }
 
-// The formats, under the names of their types in torch.
+// The formats, named like their types in torch.
 var (
 	Float16    = &Format{bytes: 2, mantissa: 10, bias: 15, largest: 0x7bff, overflow: 0x7c00, infinity: 0x7c00, nan: 0x7fff}
 	BFloat16   = &Format{bytes: 2, mantissa: 7, bias: 127, largest: 0x7f7f, overflow: 0x7f80, infinity: 0x7f80, nan: 0x7fff}
@@ -46,17 +45,17 @@ func tabled(f *Format) *Format {
 	return f
 }
 
-// Bytes is the width of a number.
+// Bytes returns the size of a number.
 func (f *Format) Bytes() int { return f.bytes }
 
-// signBit is the place of the sign.
+// signBit returns the mask of the sign bit.
 func (f *Format) signBit() uint32 { return 1 << (8*uint(f.bytes) - 1) }
 
 func (f *Format) withSign(x float32, q uint32) float32 {
 	return math.Float32frombits(math.Float32bits(x) | q&f.signBit()<<(32-8*uint(f.bytes)))
 }
 
-// Decode is the number of the bits q.
+// Decode returns the number with the bits q.
 func (f *Format) Decode(q uint16) float32 {
 	switch {
 	case f.table != nil:
@@ -82,11 +81,10 @@ func (f *Format) magnitude(q uint32) float32 {
 	return math.Float32frombits(uint32(exponent-f.bias+127)<<23 | fraction<<(23-f.mantissa))
 }
 
-// Encode rounds x. Beyond the largest number it gives infinity, or NaN in
-// Float8E4M3.
+// Encode rounds x. If x is too large, it returns infinity, or NaN for Float8E4M3.
 func (f *Format) Encode(x float32) uint16 { return f.encode(x, f.overflow) }
 
-// EncodeSaturated rounds x. Beyond the largest number it gives the largest.
+// EncodeSaturated rounds x. If x is too large, it returns the largest finite number.
 func (f *Format) EncodeSaturated(x float32) uint16 { return f.encode(x, f.largest) }
 
 func (f *Format) encode(x float32, overflow uint32) uint16 {
@@ -94,12 +92,12 @@ func (f *Format) encode(x float32, overflow uint32) uint16 {
 	return uint16(f.round(bits&^(1<<31), overflow) | bits>>31<<(8*uint(f.bytes)-1))
 }
 
-// round encodes the bits of a float32 that is not negative.
+// round encodes the bits of a non-negative float32.
 func (f *Format) round(bits, overflow uint32) uint32 {
 	if bits > 0x7f800000 {
 		return f.nan
 	}
-	if f.bias == 127 { // the range of float32, whose subnormal numbers need no shift
+	if f.bias == 127 { // the exponent range of float32: subnormal numbers need no shift
 		if q := (bits + 0x7fff + bits>>16&1) >> 16; q <= f.largest {
 			return q
 		}
@@ -107,7 +105,7 @@ func (f *Format) round(bits, overflow uint32) uint32 {
 	}
 	exponent := int32(bits>>23) - 127 + f.bias
 	shift := 23 - f.mantissa
-	if exponent <= 0 { // below the normal numbers
+	if exponent <= 0 { // subnormal
 		shift += uint32(1 - exponent)
 		exponent = 1
 	}
@@ -128,8 +126,8 @@ func (f *Format) round(bits, overflow uint32) uint32 {
 	return q
 }
 
-// DecodeBytes decodes src, numbers as they lie in memory, to as many elements
-// of dst. Those of 16 bits begin at an even address.
+// DecodeBytes decodes the numbers in src to the elements of dst. 16-bit numbers
+// must start at an even address.
 func (f *Format) DecodeBytes(dst []float32, src []byte) {
 	switch dst = dst[:len(src)/f.bytes]; {
 	case f.table != nil:
@@ -145,7 +143,7 @@ func (f *Format) DecodeBytes(dst []float32, src []byte) {
 	}
 }
 
-// EncodeBytes is Encode of all of src to dst, numbers as they lie in memory.
+// EncodeBytes encodes all of src to dst with Encode.
 func (f *Format) EncodeBytes(dst []byte, src []float32) {
 	switch {
 	case f == Float16:
@@ -157,7 +155,7 @@ func (f *Format) EncodeBytes(dst []byte, src []float32) {
 	}
 }
 
-// EncodeBytesSaturated is EncodeSaturated of all of src to dst.
+// EncodeBytesSaturated encodes all of src to dst with EncodeSaturated.
 func (f *Format) EncodeBytesSaturated(dst []byte, src []float32) { f.encodeBytes(dst, src, f.largest) }
 
 func (f *Format) encodeBytes(dst []byte, src []float32, overflow uint32) {
@@ -173,13 +171,14 @@ func (f *Format) encodeBytes(dst []byte, src []float32, overflow uint32) {
 	}
 }
 
-// words looks at bytes as numbers of 16 bits.
+// words converts bytes to 16-bit numbers without a copy.
 func words(p []byte) []uint16 {
 	return unsafe.Slice((*uint16)(unsafe.Pointer(unsafe.SliceData(p))), len(p)/2)
 }
 
-// Moving a half's bits to their places in a float32 leaves the exponent too
-// small by the difference of the biases, for subnormal halfs too.
+// Shifting a half's bits to their positions in a float32 leaves the exponent too
+// small by the difference of the biases, also for subnormal halfs. A
+// multiplication corrects it.
 func decodeHalfs(dst []float32, src []byte) {
 	for i, q := range words(src)[:len(dst)] {
 		h := uint32(q)

@@ -19,8 +19,8 @@ var configSizes = []struct {
 	{0, 48}, // 2.17 to 2.26
 }
 
-// NewConfig returns a Config of which every choice is the library's, for a
-// library of the given version.
+// NewConfig returns a Config that leaves every choice to the library, for a library of the
+// given version.
 func NewConfig(version int32) *Config {
 	c := &Config{
 		Blocking: Undefined, CGAClusterSize: Undefined, MinCTAs: Undefined, MaxCTAs: Undefined,
@@ -32,9 +32,9 @@ func NewConfig(version int32) *Config {
 	return c
 }
 
-// Stamp fills in what tells the loaded library how to read the Config. A
-// library does not notice a struct that is newer than itself and cuts it off,
-// so the stamp is that of the library and never of a header.
+// Stamp sets the fields that tell the loaded library how to read the Config. A library
+// does not notice a struct that is newer than itself, and ignores the rest, so the stamp
+// must have the library's version and not a header's.
 func (c *Config) Stamp(version int32) {
 	c.Magic, c.Version = ConfigMagic, uint32(min(version, newestKnown))
 	for _, s := range configSizes {

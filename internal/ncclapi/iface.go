@@ -16,12 +16,11 @@ type (
 // UniqueID is ncclUniqueId.
 type UniqueID [128]byte
 
-// API is every host function of NCCL 2.28, and the newer ones that a library
-// may or may not have.
+// API is every host function of NCCL 2.28, and newer functions that a library may lack.
 //
-// The results of calls that make a communicator are written through out. NCCL
-// may write them as late as GroupEnd, so out must stay reachable until then and
-// must not be on a stack: the caller keeps it in an object of its own.
+// The results of calls that make a communicator are written through out. NCCL may write
+// them as late as GroupEnd, so out must stay reachable until then and must not be on a
+// stack: the caller keeps it in a separate heap object.
 //
 // Group state is kept for each OS thread. Buffers are device addresses; counts
 // are in elements.

@@ -7,7 +7,7 @@ import (
 	"github.com/gochorus/chorus/internal/dl"
 )
 
-// words are the arguments of what is called for each operation.
+// words are the arguments of a call for each operation.
 type words = [dl.DirectWords]uintptr
 
 func (l *Lib) MemAlloc(bytes uintptr) (cudadrv.DevicePtr, Result) {

@@ -7,7 +7,7 @@ import (
 	"github.com/gochorus/chorus/internal/dl"
 )
 
-// What NCCL returns of its parameters is its own until the next such call of the
+// NCCL owns the strings that it returns for parameters, until the next such call of the
 // thread.
 
 func (l *Lib) ParamGetParameter(key string) (string, Result) {

@@ -3,7 +3,6 @@ package ncclapi
 import (
 	"errors"
 	"fmt"
-	"sync"
 
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/env"
@@ -35,13 +34,7 @@ type Lib struct {
 // errors.ErrUnsupported.
 func Open() (*Lib, error) { return opened() }
 
-var opened = sync.OnceValues(func() (*Lib, error) {
-	so, err := dl.Open(spec)
-	if err != nil {
-		return nil, err
-	}
-	return newLib(so.Symbol, so.Path())
-})
+var opened = dl.Once(spec, newLib)
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
 	funcs := make([]dl.Func, NumFuncs)

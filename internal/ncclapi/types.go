@@ -48,7 +48,7 @@ const (
 	Avg
 )
 
-// Where the scalar of RedOpCreatePreMulSum lives.
+// The location of the scalar of RedOpCreatePreMulSum.
 const (
 	ScalarDevice        int32 = 0
 	ScalarHostImmediate int32 = 1
@@ -70,8 +70,8 @@ const ConfigMagic = 0xcafebeef
 
 const simInfoMagic = 0x74685283
 
-// Config is ncclConfig_t in its newest known layout. The layout only ever
-// grows; Stamp sets how much of it the loaded library is told about.
+// Config is ncclConfig_t in its newest known layout. New versions only append fields;
+// Stamp sets how many bytes the loaded library reads.
 type Config struct {
 	Size                uintptr
 	Magic               uint32
@@ -110,8 +110,8 @@ const (
 	SuspendMem    int32 = 1
 )
 
-// Properties is ncclCommProperties_t of 2.30; Stamp sets how much of it the loaded
-// library is told about.
+// Properties is ncclCommProperties_t of 2.30; Stamp sets how many bytes the loaded library
+// reads.
 type Properties struct {
 	Size             uintptr
 	Magic            uint32

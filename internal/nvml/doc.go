@@ -1,7 +1,6 @@
-// Package nvml reads what NVIDIA's management library tells about GPUs:
-// telemetry, and which GPUs there are, without starting CUDA.
+// Package nvml reads telemetry and the list of GPUs from NVIDIA's management library
+// (NVML), without starting CUDA.
 //
-// It goes by go-nvml, which needs cgo: a program that is built without it, or
-// with the tag nonvml, gets an UnsupportedError from Open. The library itself is
-// opened on first use.
+// It uses go-nvml, which needs cgo. In a program built without cgo, or with the tag
+// nonvml, Open returns an UnsupportedError. The library is opened at its first use.
 package nvml

@@ -12,8 +12,8 @@ import (
 	"github.com/gochorus/chorus/internal/dl"
 )
 
-// open looks for the library as Chorus looks for every other one, so that the
-// error says what was tried; go-nvml then opens that file once more.
+// open searches for the library like for every other library, so that the error
+// lists the attempts. go-nvml then opens the same file.
 func open() (API, error) {
 	so, err := dl.Open(spec)
 	if err != nil {
@@ -26,7 +26,7 @@ func open() (API, error) {
 	return l, nil
 }
 
-// lib is NVML. It is never shut down: the process ends with it.
+// lib is NVML. It is never shut down.
 type lib struct{ nvml.Interface }
 
 func (l lib) UUIDs() ([]string, error) {
@@ -69,8 +69,8 @@ func (l lib) each(f func(nvml.Device) error) error {
 	return nil
 }
 
-// Device takes the UUID as CUDA has it, which writes GPU- before that of an
-// instance of MIG too.
+// Device accepts a UUID as CUDA returns it. CUDA also writes the prefix GPU- for
+// an instance of MIG.
 func (l lib) Device(uuid string) (Device, error) {
 	d, r := l.DeviceGetHandleByUUID(uuid)
 	if instance, gpu := strings.CutPrefix(uuid, "GPU-"); gpu && (r == nvml.ERROR_NOT_FOUND || r == nvml.ERROR_INVALID_ARGUMENT) {
@@ -126,8 +126,8 @@ func (d device) Processes() ([]Process, error) {
 	return list, nil
 }
 
-// NVLinks asks for one link after the other: NVML does not say how many a GPU
-// has, but refuses the number of one that is not there.
+// NVLinks queries links until NVML rejects an index, because NVML does not report
+// the number of links.
 func (d device) NVLinks() ([]bool, error) {
 	var up []bool
 	for i := range nvml.NVLINK_MAX_LINKS {
@@ -143,17 +143,17 @@ func (d device) NVLinks() ([]bool, error) {
 	return up, nil
 }
 
-// fail turns a result into an error. go-nvml's own is never nil.
+// fail converts a result to an error. A go-nvml Return is never nil, even on success.
 func fail(op string, r nvml.Return) error {
 	switch r {
 	case nvml.SUCCESS:
 		return nil
 	case nvml.ERROR_NOT_SUPPORTED:
-		return &UnsupportedError{Need: "a device that has it", Have: fmt.Sprintf("one for which %s says %q", op, r.Error())}
+		return &UnsupportedError{Need: "a device with this sensor", Have: fmt.Sprintf("a device for which %s returns %q", op, r.Error())}
 	case nvml.ERROR_FUNCTION_NOT_FOUND:
 		return &UnsupportedError{Need: "a driver with " + op, Have: "an older one"}
 	case nvml.ERROR_DRIVER_NOT_LOADED:
-		return &UnsupportedError{Need: "the NVIDIA kernel driver", Have: "none that runs (" + r.Error() + ")"}
+		return &UnsupportedError{Need: "the NVIDIA kernel driver", Have: "no running driver (" + r.Error() + ")"}
 	}
 	return &Error{Op: op, Code: int(r), Text: r.Error()}
 }

@@ -9,38 +9,37 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// API is the part of NVML that Chorus uses. Its methods may be called by any
-// goroutine at any time.
+// API is the part of NVML that Chorus uses. Methods are safe for concurrent use.
 type API interface {
-	// UUIDs are those of all GPUs of the machine, such as GPU-8f6d…, in the
-	// order of the PCI bus, whatever CUDA_VISIBLE_DEVICES says.
+	// UUIDs returns the UUIDs of all GPUs of the machine, such as GPU-8f6d…, in the
+	// order of the PCI bus. It ignores CUDA_VISIBLE_DEVICES.
 	UUIDs() ([]string, error)
-	// MIG reports whether a GPU is partitioned: CUDA then counts other devices
+	// MIG reports whether a GPU is partitioned. CUDA then counts other devices
 	// than NVML.
 	MIG() (bool, error)
-	// Device finds a GPU, or an instance of MIG, by its UUID.
+	// Device returns a GPU, or an instance of MIG, by its UUID.
 	Device(uuid string) (Device, error)
 }
 
-// A Device tells about one GPU. A method returns an *UnsupportedError where the
-// GPU has no such sensor.
+// A Device reads the sensors of one GPU. If the GPU does not have a sensor, the
+// method returns an *UnsupportedError.
 type Device interface {
 	Utilization() (gpu, memory int, err error) // percent of the last sample period
 	Temperature() (celsius int, err error)
 	Power() (milliwatts int, err error)
 	SMClock() (mhz int, err error)
 	MemoryUsed() (bytes uint64, err error)
-	Processes() ([]Process, error) // that compute
+	Processes() ([]Process, error) // compute processes
 	NVLinks() ([]bool, error)      // whether each link is up
 }
 
-// A Process has a context on a GPU.
+// A Process is a process with a context on a GPU.
 type Process struct {
 	PID   int
-	Bytes uint64 // of the GPU's memory; 0 where the driver does not tell
+	Bytes uint64 // of the GPU's memory; 0 if the driver does not report it
 }
 
-// Open finds the library and starts NVML, once per process.
+// Open opens the library and initializes NVML, once in a process.
 func Open() (API, error) { return opened() }
 
 var opened = sync.OnceValues(open)
@@ -56,21 +55,21 @@ var spec = &dl.Spec{
 	},
 }
 
-// An UnsupportedError says what is missing. It matches errors.ErrUnsupported.
+// An UnsupportedError names a missing requirement. It matches errors.ErrUnsupported.
 type UnsupportedError struct{ Need, Have string }
 
 func (e *UnsupportedError) Error() string {
 	return fmt.Sprintf("nvml: needs %s; there is %s", e.Need, e.Have)
 }
 
-// Is makes errors.Is(err, errors.ErrUnsupported) true.
+// Is reports whether target is errors.ErrUnsupported.
 func (e *UnsupportedError) Is(target error) bool { return target == errors.ErrUnsupported }
 
-// An Error is a call of NVML that failed.
+// An Error is a failed call of NVML.
 type Error struct {
 	Op   string // the C function
 	Code int    // nvmlReturn_t
-	Text string // as NVML explains it
+	Text string // NVML's description
 }
 
 func (e *Error) Error() string { return fmt.Sprintf("nvml: %s: %s (%d)", e.Op, e.Text, e.Code) }

@@ -1,5 +1,5 @@
-// Package nvrtcapi is NVRTC, the run-time compiler of CUDA C++, as far as
-// package kernel needs it.
+// Package nvrtcapi is the part of NVRTC, the run-time compiler of CUDA C++, that package
+// kernel needs.
 package nvrtcapi
 
 // Program is nvrtcProgram.

@@ -1,7 +1,6 @@
 package nvrtcapi
 
 import (
-	"sync"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/dl"
@@ -63,13 +62,7 @@ var _ API = (*Lib)(nil)
 // errors.ErrUnsupported.
 func Open() (*Lib, error) { return opened() }
 
-var opened = sync.OnceValues(func() (*Lib, error) {
-	so, err := dl.Open(spec)
-	if err != nil {
-		return nil, err
-	}
-	return newLib(so.Symbol, so.Path())
-})
+var opened = dl.Once(spec, newLib)
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
 	t, missing := dl.NewTable[fn](find, path, symbols[:], Success)
@@ -79,7 +72,7 @@ func newLib(find dl.Resolver, path string) (*Lib, error) {
 	return &Lib{t}, nil
 }
 
-// The methods below have no comments of their own: each is the C function of
+// The methods below have no comments: each is the C function of
 // its name.
 
 func (l *Lib) Version() (major, minor int32, r Result) {

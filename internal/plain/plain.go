@@ -1,6 +1,6 @@
-// Package plain writes text that comes from outside, such as names in files and
-// the output of workers, so that a terminal shows it and obeys nothing in it:
-// no character moves the cursor, ends a line, or turns the direction of text.
+// Package plain escapes untrusted text, such as names in files and the output of
+// workers, for display on a terminal. No character in the result moves the cursor, ends
+// a line, or changes the direction of text.
 package plain
 
 import (
@@ -11,11 +11,12 @@ import (
 	"unicode/utf8"
 )
 
-// Text quotes all characters of s that are not graphic, line ends too: a control
-// character becomes \x1b, others \u202e, and bytes that are not UTF-8 \xff.
+// Text escapes all characters of s that are not graphic, including line ends: a
+// control character becomes \x1b, others \u202e, and bytes that are not UTF-8
+// \xff.
 func Text(s string) string { return quote(s, "") }
 
-// Lines is Text that leaves line ends and tabs.
+// Lines is Text except that it keeps line ends and tabs.
 func Lines(s string) string { return quote(s, "\n\t") }
 
 func quote(s, leave string) string {
@@ -42,7 +43,7 @@ func quote(s, leave string) string {
 	return b.String()
 }
 
-// byteOf is a control character's number, or the byte that is none.
+// byteOf returns the number of a control character, or the byte if r is invalid.
 func byteOf(r rune, b byte) byte {
 	if r == utf8.RuneError {
 		return b
@@ -73,7 +74,7 @@ func firstOdd(s, leave string) int {
 	return len(s)
 }
 
-// NewWriter returns a writer of Lines. Each call of Write brings whole characters.
+// NewWriter returns a writer that applies Lines. Each Write must contain whole characters.
 func NewWriter(w io.Writer) io.Writer { return &writer{w} }
 
 type writer struct{ w io.Writer }

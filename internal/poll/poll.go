@@ -1,7 +1,6 @@
-// Package poll waits for something that can only be asked: it spins for a
-// moment, because most waits for a GPU are short, and then asks ever more
-// rarely. No goroutine and no blocked OS thread is left behind when the context
-// ends.
+// Package poll waits for a condition that can only be polled. It spins for a moment,
+// because most waits for a GPU are short, and then polls at growing intervals. When the
+// context ends, no goroutine and no blocked OS thread remains.
 package poll
 
 import (
@@ -16,8 +15,8 @@ const (
 	last  = time.Millisecond
 )
 
-// Until asks until ready reports true or an error, or ctx ends; then it returns
-// the cause of ctx.
+// Until polls ready until it returns true or an error, or ctx ends; then it
+// returns the cause of ctx.
 func Until(ctx context.Context, ready func() (bool, error)) error {
 	start := time.Now()
 	pause := first
@@ -39,17 +38,17 @@ func Until(ctx context.Context, ready func() (bool, error)) error {
 	}
 }
 
-// UntilNoLaterThan is Until for a wait that no caller bounds: it reports false
-// when the time is over.
+// UntilNoLaterThan is Until for waits without a context. It returns false after
+// d.
 func UntilNoLaterThan(d time.Duration, ready func() bool) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), d)
 	defer cancel()
 	return Until(ctx, func() (bool, error) { return ready(), nil }) == nil
 }
 
-// Within calls fn on a goroutine of its own and waits for it no longer than d: then it
-// reports false, and fn goes on alone. It is for calls of a driver that may not answer, as
-// CUDA's does not while a launch waits for room on a stream that is full.
+// Within calls fn on a new goroutine and waits at most d for it. After that it
+// returns false, and fn continues alone. Use it for driver calls that may block,
+// as CUDA's do while a launch waits for space on a full stream.
 func Within[T any](d time.Duration, fn func() T) (v T, returned bool) {
 	done := make(chan T, 1)
 	go func() { done <- fn() }()

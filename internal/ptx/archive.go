@@ -12,14 +12,14 @@ import (
 	"github.com/klauspost/compress/zstd"
 )
 
-// An Archive holds entries. The zero value and nil are empty. Nothing of it is kept
-// unpacked but what entries are called.
+// An Archive holds entries. The zero value and nil are empty. Only the headers of
+// entries stay in memory uncompressed.
 type Archive struct {
 	packed []byte
-	index  func() ([]Entry, error) // without their texts
+	index  func() ([]Entry, error) // entries without texts
 }
 
-// Open returns the archive that Pack has written.
+// Open returns the archive written by Pack.
 func Open(packed []byte) *Archive {
 	a := &Archive{packed: packed}
 	a.index = sync.OnceValues(func() (entries []Entry, err error) {
@@ -53,16 +53,16 @@ func (a *Archive) Entries() (entries []Entry, err error) {
 				return err
 			}
 		}
-		if _, err := texts.ReadByte(); err != io.EOF { // the checksum is there
-			return errors.Join(errors.New("there is more behind the last entry"), err)
+		if _, err := texts.ReadByte(); err != io.EOF { // also checks the checksum
+			return errors.Join(errors.New("unexpected data after the last entry"), err)
 		}
 		return nil
 	})
 	return entries, err
 }
 
-// Find returns the entry of a digest, or nil. It unpacks all that lies before the entry,
-// which takes some milliseconds for each ten megabytes.
+// Find returns the entry with a digest, or nil. It decompresses all data before
+// the entry, which takes some milliseconds for each ten megabytes.
 func (a *Archive) Find(digest string) (found *Entry, err error) {
 	if n, err := a.Len(); err != nil || n == 0 {
 		return nil, err
@@ -91,16 +91,17 @@ func textOf(r io.Reader, size int) ([]byte, error) {
 	return text, err
 }
 
-// An archive is a line, one for each entry, and the texts, compressed with a window that
-// all of them fit in, since those of one source are mostly alike.
+// An archive consists of a header line, a line for each entry, and the texts. It
+// is compressed with a window larger than all texts together, because texts of
+// one source are similar.
 const (
 	layout = "chorus ptx archive 3, %d entries\n"
 	header = "%s %s %d %s %s %d\n"
 )
 
-const mostBytes = 64 << 20 // in an archive, unpacked
+const mostBytes = 64 << 20 // limit of an uncompressed archive
 
-// Pack writes an archive. The same entries give the same bytes.
+// Pack returns an archive. It is deterministic.
 func Pack(entries []Entry) []byte {
 	var all bytes.Buffer
 	fmt.Fprintf(&all, layout, len(entries))
@@ -111,15 +112,15 @@ func Pack(entries []Entry) []byte {
 		all.Write(e.Text)
 	}
 	var packed bytes.Buffer
-	// The options are right, and memory takes all.
+	// The options are valid, and writing to memory does not fail.
 	z, _ := zstd.NewWriter(&packed, zstd.WithEncoderLevel(zstd.SpeedBestCompression), zstd.WithWindowSize(mostBytes), zstd.WithEncoderConcurrency(1))
 	_, _ = z.Write(all.Bytes())
 	_ = z.Close()
 	return packed.Bytes()
 }
 
-// read calls fn with all entries without their texts, with the sizes of these, and with
-// the texts.
+// read calls fn with all entries without their texts, the sizes of the texts, and
+// a reader of the texts.
 func (a *Archive) read(fn func([]Entry, []int, *bufio.Reader) error) error {
 	z, err := zstd.NewReader(bytes.NewReader(a.packed), zstd.WithDecoderConcurrency(1), zstd.WithDecoderMaxWindow(mostBytes))
 	if err != nil {
@@ -137,7 +138,7 @@ func (a *Archive) read(fn func([]Entry, []int, *bufio.Reader) error) error {
 	return nil
 }
 
-// readHeaders returns the entries without their texts, and the sizes of these.
+// readHeaders returns the entries without their texts, and the sizes of the texts.
 func readHeaders(r *bufio.Reader) (entries []Entry, sizes []int, err error) {
 	line, err := r.ReadString('\n')
 	if err != nil {
@@ -145,7 +146,7 @@ func readHeaders(r *bufio.Reader) (entries []Entry, sizes []int, err error) {
 	}
 	n, left := 0, mostBytes
 	if _, err := fmt.Sscanf(line, layout, &n); err != nil || n < 0 {
-		return nil, nil, fmt.Errorf("it begins with %q", line)
+		return nil, nil, fmt.Errorf("the archive starts with %q", line)
 	}
 	for len(entries) < n {
 		if line, err = r.ReadString('\n'); err != nil {

@@ -6,24 +6,24 @@ import (
 	"strings"
 )
 
-// A version of PTX is its number times ten: 63 is 6.3.
+// A version is a version of PTX times ten: 63 means 6.3.
 type version int
 
 func (v version) String() string { return fmt.Sprintf("%d.%d", int(v)/10, int(v)%10) }
 
-// targets has the version that came with an architecture.
+// targets maps an architecture to the PTX version that introduced it.
 var targets = map[string]version{"50": 40, "52": 41, "53": 42, "60": 50, "61": 50, "62": 50, "70": 60, "72": 61, "75": 63,
 	"80": 70, "86": 71, "87": 74, "89": 78, "90": 78, "100": 86, "101": 86, "103": 88, "110": 90, "120": 87, "121": 88}
 
-// A rule is a version that brought something.
+// A rule lists words that a version introduced.
 type rule struct {
 	since version
 	words string
 }
 
-// instructions has those that may occur, with the version that every form in
-// use needs at least; the forms below may need more. One that is not here makes
-// the generator stop: look it up in NVIDIA's manual and add it.
+// instructions maps the permitted instructions to the version that introduced
+// them; some forms need a newer version, see forms. The generator fails for an
+// instruction that is missing here: look it up in NVIDIA's manual and add it.
 var instructions = words([]rule{
 	{32, `abs add addc and atom bar bfe bfi bfind bra brev call clz cnot copysign cos cvt cvta div ex2 exit fma
 		isspacep ld ldu lg2 lop3 mad mad24 madc max membar min mov mul mul24 neg not or popc prefetch prmt rcp red rem
@@ -32,7 +32,7 @@ var instructions = words([]rule{
 	{70, `tanh redux`}, {76, `bmsk szext`}, {78, `griddepcontrol mapa getctarank`},
 })
 
-// directives is the same for what begins with a dot.
+// directives does the same for words that start with a dot.
 var directives = words([]rule{
 	{40, `version target address_size visible extern weak entry func param reg const global local shared align maxntid
 		reqntid minnctapersm maxnreg pragma ptr loc file section branchtargets callprototype
@@ -51,8 +51,8 @@ func words(rules []rule) map[string]version {
 	return m
 }
 
-// forms are what makes an instruction need more than its name does. They err on
-// the side of a newer version.
+// forms lists forms of instructions that need a newer version than the
+// instruction's name. In doubt they name a version that is too new.
 var forms = []struct {
 	since version
 	form  *regexp.Regexp
@@ -63,9 +63,9 @@ var forms = []struct {
 	{70, regexp.MustCompile(`^(abs|neg|min|max|ex2|tanh)\b.*\.f16`)},
 	{70, regexp.MustCompile(`\.NaN\b|\.relu\b`)},
 	{72, regexp.MustCompile(`\.xorsign\b`)},
-	{71, regexp.MustCompile(`\{\s*_\s*,|,\s*_\s*\}`)}, // half of a pair goes nowhere
+	{71, regexp.MustCompile(`\{\s*_\s*,|,\s*_\s*\}`)}, // half of a pair is discarded
 	{74, regexp.MustCompile(`\.(L1|L2|level)::`)},
-	{77, regexp.MustCompile(`^cvta\.param\b`)}, // of a parameter that is not copied
+	{77, regexp.MustCompile(`^cvta\.param\b`)}, // for a parameter that is not copied
 	{78, regexp.MustCompile(`\.bf16|\.tf32|::cluster|::cta|\.cluster\b|%cluster|%is_explicit_cluster`)},
 	{81, regexp.MustCompile(`\.e[0-9]m[0-9]`)},
 	{83, regexp.MustCompile(`\.b128\b|param::|%current_graph_exec`)},
@@ -73,7 +73,7 @@ var forms = []struct {
 	{88, regexp.MustCompile(`\.v8\b`)},
 }
 
-// pragmas has those that are hints or old; others change with the version.
+// pragmas lists hints and old pragmas; others change with the version.
 var pragmas = map[string]version{"nounroll": 20, "used_bytes_mask": 83, "frequency": 90, "enable_smem_spilling": 90}
 
 var (
@@ -86,17 +86,17 @@ var (
 	label       = regexp.MustCompile(`^(?:[\w$%]+:\s*)+`)
 )
 
-// Lower gives a text the lowest version of PTX that what is in it allows, so
-// that older drivers load it.
+// Lower sets the version of a PTX text to the lowest one that its content
+// permits, so that older drivers load it.
 func Lower(text string) (lowered, lowest string, err error) {
 	line := versionLine.FindStringSubmatchIndex(text)
 	target := targetLine.FindStringSubmatch(text)
 	if line == nil || target == nil {
-		return "", "", fmt.Errorf("ptx: the text has no .version or no .target")
+		return "", "", fmt.Errorf("ptx: the text needs a .version and a .target")
 	}
 	need, ok := targets[target[1]]
 	if !ok || target[2] != "" {
-		return "", "", fmt.Errorf("ptx: nothing is known of the target sm_%s%s", target[1], target[2])
+		return "", "", fmt.Errorf("ptx: unknown target sm_%s%s", target[1], target[2])
 	}
 	seen := map[string]bool{}
 	for _, s := range statements(text) {
@@ -115,13 +115,13 @@ func Lower(text string) (lowered, lowest string, err error) {
 	fmt.Sscan(text[line[2]:line[3]], &major)
 	fmt.Sscan(text[line[4]:line[5]], &minor)
 	if has := version(major*10 + minor); need > has {
-		return "", "", fmt.Errorf("ptx: the text is of version %v and the table says that it needs %v", has, need)
+		return "", "", fmt.Errorf("ptx: the text has version %v, but by the table it needs %v", has, need)
 	}
 	return text[:line[2]] + need.String() + text[line[5]:], need.String(), nil
 }
 
-// statements are the parts of a text between semicolons and line ends, less
-// comments, labels and the braces of blocks.
+// statements splits a text at semicolons and line ends, and removes comments,
+// labels and braces.
 func statements(text string) (out []string) {
 	text = comment.ReplaceAllString(text, " ")
 	for _, s := range strings.FieldsFunc(text, func(r rune) bool { return r == '\n' || r == ';' }) {
@@ -133,11 +133,12 @@ func statements(text string) (out []string) {
 	return out
 }
 
-// unnumbered is a statement without the numbers of its registers, labels and parameters,
-// which do not matter: most statements are then like an earlier one.
+// unnumbered removes the numbers of registers, labels and parameters from a
+// statement. They do not matter here, and most statements then equal an earlier
+// one.
 func unnumbered(s string) string {
 	out := make([]byte, 0, len(s))
-	name := false // of a register, or behind an underscore
+	name := false // in a register name or after an underscore
 	for i := range len(s) {
 		c := s[i]
 		switch {
@@ -153,7 +154,7 @@ func unnumbered(s string) string {
 	return string(out)
 }
 
-// needs is the version that one statement needs.
+// needs returns the version that a statement needs.
 func needs(s string) (need version, err error) {
 	if m := opcode.FindStringSubmatch(s); m != nil {
 		v, ok := instructions[m[1]]
@@ -185,7 +186,7 @@ func needs(s string) (need version, err error) {
 	return need, nil
 }
 
-// continued is a line of operands, as calls have them: names alone.
+// continued matches a line of operands, as in calls: only names.
 var continued = regexp.MustCompile(`^[\w$%, ]+$`)
 
 func operands(s string) bool { return continued.MatchString(s) && !strings.Contains(s, ".") }

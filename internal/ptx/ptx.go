@@ -1,6 +1,6 @@
-// Package ptx keeps Chorus's own kernels as PTX, the driver's portable assembly,
-// so that they need no compiler where they run: an archive of texts by what they
-// were made of, and the lowest version of PTX that a text can be given to.
+// Package ptx stores the Chorus kernels as PTX, the driver's portable assembly, so that
+// no compiler is needed at run time. An archive maps digests of sources to PTX texts,
+// and each text has the lowest PTX version that its content permits.
 package ptx
 
 import (
@@ -11,19 +11,19 @@ import (
 	"io"
 )
 
-// Arch is the virtual architecture that sources are compiled for unless they
-// need more: the lowest that every NVRTC from 12 to 13 offers, Turing's.
+// Arch is the default virtual architecture of sources: Turing, the lowest one
+// that all NVRTC versions 12 and 13 support.
 const Arch = 75
 
-// A Source is what one text is made of.
+// A Source is the input of one compilation.
 type Source struct {
-	Name    string // for people
+	Name    string // for messages
 	CUDA    string
-	Options []string // for NVRTC, beside the architecture
+	Options []string // NVRTC options besides the architecture
 	Arch    int      // 0 means Arch
 }
 
-// CompilerOptions are the options that NVRTC gets.
+// CompilerOptions returns the options for NVRTC.
 func (s *Source) CompilerOptions() []string {
 	return append([]string{fmt.Sprintf("--gpu-architecture=compute_%d", s.arch()), "--std=c++17"}, s.Options...)
 }
@@ -35,11 +35,11 @@ func (s *Source) arch() int {
 	return s.Arch
 }
 
-// format is part of every digest: a change of what the generator does changes
-// it, and then all texts have to be made anew.
+// format is part of every digest. Change it when the generator changes: then all
+// texts must be generated again.
 const format = "chorus ptx 1"
 
-// Digest names what a text is made of.
+// Digest returns the digest of a source and its options.
 func Digest(cuda string, options []string) string {
 	h := sha256.New()
 	for _, part := range append([]string{format, cuda}, options...) {
@@ -51,7 +51,7 @@ func Digest(cuda string, options []string) string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-// An Entry is one text with what is known of it.
+// An Entry is a PTX text with its description.
 type Entry struct {
 	Digest   string // of the source
 	Name     string // without spaces

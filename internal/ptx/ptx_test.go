@@ -47,11 +47,11 @@ func TestArchive(t *testing.T) {
 	require.ErrorContains(t, err, "ptx: read archive: ")
 	for text, want := range map[string]string{
 		"":                                "EOF",
-		"chorus ptx 1\n":                  "it begins with",
-		line(-1):                          "it begins with",
+		"chorus ptx 1\n":                  "the archive starts with",
+		line(-1):                          "the archive starts with",
 		line(1) + "d n 75 c 6.3 -4\nabcd": "entry 0 has the header",
 		line(2) + "d n 75 c 6.3 4\nabcd":  "EOF",
-		line(1) + "d n 75 c 6.3 4\nabcde": "there is more behind the last entry",
+		line(1) + "d n 75 c 6.3 4\nabcde": "unexpected data after the last entry",
 		line(1) + "d n 75 c 6.3 5\nabcd":  "unexpected EOF",
 		line(1) + fmt.Sprintf("d n 75 c 6.3 %d\nabcd", mostBytes+1):           "entry 0 has the header",
 		line(2) + fmt.Sprintf("d n 75 c 6.3 4\ne n 75 c 6.3 %d\n", mostBytes): "entry 1 has the header",
@@ -227,7 +227,7 @@ func TestLowerRefuses(t *testing.T) {
 	_, _, err := Lower(strings.Replace(module, "sm_75", "sm_90a", 1))
 	require.ErrorContains(t, err, "target sm_90a")
 	_, _, err = Lower("ret;")
-	require.ErrorContains(t, err, "no .version")
+	require.ErrorContains(t, err, "needs a .version")
 	_, _, err = Lower(strings.Replace(strings.Replace(module, "EXTRA", "min.f16 %rs1, %rs2, %rs3;", 1), "9.0", "6.5", 1))
-	require.ErrorContains(t, err, "is of version 6.5 and the table says that it needs 7.0")
+	require.ErrorContains(t, err, "has version 6.5, but by the table it needs 7.0")
 }

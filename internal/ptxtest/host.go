@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// HostShim lets a C++ compiler take CUDA's kernels for functions, which run for one
-// thread at a time: that of blockIdx and threadIdx.
+// HostShim lets a C++ compiler compile CUDA kernels as functions for one thread,
+// selected by blockIdx and threadIdx.
 const HostShim = `#include <cstdio>
 #include <cstring>
 #include <vector>
@@ -28,8 +28,8 @@ static inline float half_value(unsigned short b) { return (float)bits_of<_Float1
 static inline unsigned short half_bits(float f) { return bits_of<unsigned short>((_Float16)f); }
 `
 
-// Host compiles C++ for this machine's processor and returns the program. Without a
-// compiler that can, the test is skipped. As in Go nothing is contracted.
+// Host compiles C++ for this machine and returns the program. It skips the test
+// without a suitable compiler. Floating-point contraction is disabled, as in Go.
 func Host(t *testing.T, code string, flags ...string) (program string) {
 	t.Helper()
 	cxx, err := exec.LookPath("g++")

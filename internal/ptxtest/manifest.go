@@ -15,9 +15,9 @@ import (
 
 var updateManifest = flag.Bool("ptx-sums", false, "write the digests of the PTX texts that the archives have")
 
-// Manifest lists the texts of an archive, one in a line: the digest of the text, and what
-// it was made of. An archive is compressed, so that nobody sees in a review what changes
-// in it; a line here names each kernel whose PTX is another one.
+// Manifest lists the texts of an archive, one in each line: the digest of the
+// text, and the compiler input. Archives are compressed, so a review cannot see
+// changes in them; the manifest shows which kernels have new PTX.
 func Manifest(entries []ptx.Entry) string {
 	var lines []string
 	for _, e := range entries {
@@ -27,12 +27,12 @@ func Manifest(entries []ptx.Entry) string {
 	return strings.Join(lines, "")
 }
 
-// manifestOf returns the file of an archive's manifest.
+// manifestOf returns the path of an archive's manifest.
 func manifestOf(archive string) string {
 	return filepath.Join("testdata", strings.TrimSuffix(archive, ".zst")+".sums")
 }
 
-// reviewed compares the texts with the manifest, which needs no compiler and no GPU.
+// reviewed compares the texts with the manifest. It needs neither a compiler nor a GPU.
 func reviewed(t *testing.T, archive string, entries []ptx.Entry) {
 	file := manifestOf(archive)
 	if *updateManifest {
@@ -43,7 +43,7 @@ func reviewed(t *testing.T, archive string, entries []ptx.Entry) {
 		t.Fatal(err)
 	}
 	for _, p := range differences(string(want), Manifest(entries)) {
-		t.Errorf("%s: %s: where make ptx has made the archive, this change lacks its manifest; otherwise the archive is not what was reviewed", file, p)
+		t.Errorf("%s: %s: if make ptx generated the archive, commit its manifest, too; otherwise the archive was not reviewed", file, p)
 	}
 }
 
@@ -58,7 +58,7 @@ func writeManifest(t *testing.T, file string, entries []ptx.Entry) {
 	}
 }
 
-// differences names the lines that only one of two manifests has, at most ten.
+// differences returns at most ten lines that only one of two manifests has.
 func differences(want, have string) (out []string) {
 	only := func(a, b, what string) {
 		other := map[string]int{}

@@ -1,5 +1,5 @@
-// Package ptxtest makes the archives of internal/ptx and checks that they belong
-// to their sources.
+// Package ptxtest generates the archives of internal/ptx and checks that they match
+// their sources.
 package ptxtest
 
 import (
@@ -12,22 +12,25 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/ptx"
+	"github.com/gochorus/chorus/internal/testgpu"
 )
 
-var update = flag.Bool("ptx", false, "compile Chorus's own kernels and write the archives of their PTX; needs NVRTC and a GPU")
+var update = flag.Bool("ptx", false, "compile the Chorus kernels and write their PTX archives; needs NVRTC and a GPU")
 
-// unloaded is for machines without a GPU: what they write is to be made again on one.
-var unloaded = flag.Bool("ptx-unloaded", false, "with -ptx: write what no driver has loaded")
+// unloaded is for machines without a GPU. Generate the archives again on a GPU machine later.
+var unloaded = flag.Bool("ptx-unloaded", false, "with -ptx: write PTX without loading it with a driver")
 
-// everything is for a host with the NVRTC that has made the archives.
-var everything = flag.Bool("ptx-all", false, "compile all sources again, and not some of them")
+// everything is for a host with the NVRTC version that generated the archives.
+var everything = flag.Bool("ptx-all", false, "compile all sources again, instead of a sample")
 
-// Check compares the packed archive with its manifest and its sources: every source has its text
-// and there are no others, each of the lowest version of PTX. Where the NVRTC is
-// there that has compiled them, it must do so again, for some of many. With the flag -ptx the
-// archive is made anew and written to file.
+// Check compares the packed archive with its manifest and its sources: each
+// source has exactly one text, with the lowest possible PTX version. If the NVRTC
+// version that compiled them is available, it must produce the same text again
+// for a sample of the sources. With the flag -ptx, Check generates the archive
+// and writes it to file.
 func Check(t *testing.T, file string, packed []byte, sources []ptx.Source) {
 	t.Helper()
 	if *update {
@@ -39,7 +42,7 @@ func Check(t *testing.T, file string, packed []byte, sources []ptx.Source) {
 		t.Fatal(err)
 	}
 	if len(entries) == 0 {
-		t.Logf("%s is empty: NVRTC compiles these kernels at run time until make ptx has run where there is a GPU", file)
+		t.Logf("%s is empty: NVRTC compiles these kernels at run time until make ptx has run on a machine with a GPU", file)
 		return
 	}
 	t.Run("reviewed", func(t *testing.T) { reviewed(t, file, entries) })
@@ -48,19 +51,24 @@ func Check(t *testing.T, file string, packed []byte, sources []ptx.Source) {
 }
 
 func belong(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
-	for _, p := range problems(entries, sources) {
+	lowered := testgpu.SampleRaced(t, 16)
+	for _, p := range problems(entries, sources, lowered) {
 		t.Error(p + ": run make ptx")
 	}
 }
 
-// problems says where entries and sources differ.
-func problems(entries []ptx.Entry, sources []ptx.Source) (out []string) {
+// problems returns the differences between entries and sources. It parses the entries that
+// drawn selects.
+func problems(entries []ptx.Entry, sources []ptx.Source, drawn func() bool) (out []string) {
 	have := map[string]*ptx.Entry{}
 	for i, e := range entries {
 		have[e.Digest] = &entries[i]
+		if !drawn() {
+			continue
+		}
 		lowered, version, err := ptx.Lower(string(e.Text))
 		if err != nil || lowered != string(e.Text) || version != e.Version {
-			out = append(out, fmt.Sprintf("the PTX of %s is not of the lowest version that it can be (%s, %s, %v)", e.Name, e.Version, version, err))
+			out = append(out, fmt.Sprintf("the PTX of %s does not have the lowest possible version (%s, %s, %v)", e.Name, e.Version, version, err))
 		}
 	}
 	for _, s := range sources {
@@ -75,13 +83,13 @@ func problems(entries []ptx.Entry, sources []ptx.Source) (out []string) {
 	}
 	for _, e := range entries {
 		if have[e.Digest] != nil {
-			out = append(out, fmt.Sprintf("there is PTX of %s, but no such source", e.Name))
+			out = append(out, fmt.Sprintf("the archive has PTX of %s, which is not a source", e.Name))
 		}
 	}
 	return out
 }
 
-// compiler is the name of an NVRTC in entries.
+// compiler returns the name of an NVRTC, as in entries.
 func compiler(t *testing.T, rtc nvrtcapi.API) string {
 	t.Helper()
 	major, minor, r := rtc.Version()
@@ -111,7 +119,7 @@ func compileAgain(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
 		s := &sources[i]
 		e, ok := archive[ptx.Digest(s.CUDA, s.Options)]
 		if !ok || e.Compiler != name {
-			continue // the one is an error already, the other writes other texts
+			continue // missing entries are already reported; another compiler produces other texts
 		}
 		again, err := Compile(rtc, name, s)
 		if err != nil {
@@ -119,12 +127,12 @@ func compileAgain(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
 			continue
 		}
 		if string(again.Text) != string(e.Text) {
-			t.Errorf("%s gives another PTX for %s than the archive has: run make ptx", name, s.Name)
+			t.Errorf("%s compiles %s to PTX that differs from the archive: run make ptx", name, s.Name)
 		}
 	}
 }
 
-// Compile makes an entry.
+// Compile compiles a source to an entry.
 func Compile(rtc nvrtcapi.API, compiler string, s *ptx.Source) (ptx.Entry, error) {
 	fail := func(what string, cause any) (ptx.Entry, error) {
 		return ptx.Entry{}, fmt.Errorf("ptxtest: %s: %s: %v", s.Name, what, cause)
@@ -142,7 +150,7 @@ func Compile(rtc nvrtcapi.API, compiler string, s *ptx.Source) (ptx.Entry, error
 	if r != nvrtcapi.Success {
 		return fail("nvrtcGetPTX", r)
 	}
-	for len(raw) > 0 && raw[len(raw)-1] == 0 { // C's end of the text
+	for len(raw) > 0 && raw[len(raw)-1] == 0 { // terminating zero
 		raw = raw[:len(raw)-1]
 	}
 	text, version, err := ptx.Lower(string(raw))
@@ -153,25 +161,17 @@ func Compile(rtc nvrtcapi.API, compiler string, s *ptx.Source) (ptx.Entry, error
 		Compiler: compiler, Version: version, Text: []byte(text)}, nil
 }
 
-// write compiles all sources, has the driver load each text, and writes the
+// write compiles all sources, loads each text with the driver, and writes the
 // archive.
 func write(t *testing.T, file string, sources []ptx.Source) {
 	t.Helper()
-	load := func([]byte) error { return nil }
-	if !*unloaded {
-		sys, err := device.NewSystem(&device.SystemConfig{Backend: "cuda"})
-		if err != nil {
-			t.Fatal("the driver must load what is written: ", err)
-		}
-		load = func(text []byte) error { return loadOn(sys.Devices()[0], text) }
-	}
+	load := loader(t)
 	rtc, err := nvrtcapi.Open()
 	if err != nil {
 		t.Fatal(err)
 	}
 	name := compiler(t, rtc)
 	var entries []ptx.Entry
-	versions := map[string]int{}
 	for _, s := range sources {
 		e, err := Compile(rtc, name, &s)
 		if err != nil {
@@ -182,7 +182,6 @@ func write(t *testing.T, file string, sources []ptx.Source) {
 			t.Errorf("%s as PTX %s: %v", s.Name, e.Version, err)
 		}
 		entries = append(entries, e)
-		versions[e.Version]++
 	}
 	if t.Failed() {
 		return
@@ -192,24 +191,46 @@ func write(t *testing.T, file string, sources []ptx.Source) {
 		t.Fatal(err)
 	}
 	writeManifest(t, manifestOf(file), entries)
-	var all []string
-	for v, n := range versions {
+	t.Logf("%s: %d kernels by %s, %v, %d bytes", file, len(entries), name, versions(entries), len(packed))
+}
+
+// loader returns a function that loads a text with the driver, unless the flags say that
+// no GPU is needed.
+func loader(t *testing.T) func(text []byte) error {
+	t.Helper()
+	if *unloaded {
+		return func([]byte) error { return nil }
+	}
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "cuda"})
+	if err != nil {
+		t.Fatal("the driver must load what is written: ", err)
+	}
+	return func(text []byte) error { return loadOn(sys.Devices()[0], text) }
+}
+
+// versions says how many texts have each version of PTX.
+func versions(entries []ptx.Entry) (all []string) {
+	count := map[string]int{}
+	for _, e := range entries {
+		count[e.Version]++
+	}
+	for v, n := range count {
 		all = append(all, fmt.Sprintf("%d of version %s", n, v))
 	}
 	slices.Sort(all)
-	t.Logf("%s: %d kernels by %s, %v, %d bytes", file, len(entries), name, all, len(packed))
+	return all
 }
 
-// loadOn has the driver compile a text: it refuses one whose version is too low
-// for what is in it.
+// loadOn loads a text with the driver, which rejects it if its version is too low
+// for its content.
 func loadOn(dev *device.Device, text []byte) error {
 	var m cudadrv.Module
-	err := dev.Do("cuModuleLoadData", func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		m, r = drv.ModuleLoadData(text)
 		return r
 	})
 	if err != nil {
 		return err
 	}
-	return dev.Do("cuModuleUnload", func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m) })
+	return gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m) })
 }

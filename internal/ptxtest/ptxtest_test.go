@@ -95,21 +95,23 @@ func TestProblems(t *testing.T) {
 		require.NoError(t, err)
 		entries = append(entries, e)
 	}
-	require.Empty(t, problems(entries, sources))
+	all := func() bool { return true }
+	require.Empty(t, problems(entries, sources, all))
 	check := func(want string, edit func(e []ptx.Entry, s []ptx.Source) ([]ptx.Entry, []ptx.Source)) {
 		t.Helper()
-		got := problems(edit(append([]ptx.Entry(nil), entries...), append([]ptx.Source(nil), sources...)))
+		e, s := edit(append([]ptx.Entry(nil), entries...), append([]ptx.Source(nil), sources...))
+		got := problems(e, s, all)
 		require.Contains(t, strings.Join(got, "\n"), want)
 	}
 	type es = []ptx.Entry
 	type ss = []ptx.Source
 	check("the source of a has changed", func(e es, s ss) (es, ss) { s[0].CUDA += " "; return e, s })
-	check("there is PTX of a, but no such source", func(e es, s ss) (es, ss) { s[0].CUDA += " "; return e, s })
+	check("the archive has PTX of a, which is not a source", func(e es, s ss) (es, ss) { s[0].CUDA += " "; return e, s })
 	check("the source of b has changed", func(e es, s ss) (es, ss) { s[1].Options = nil; return e, s })
 	check("the source of b has changed", func(e es, s ss) (es, ss) { return e[:1], s })
-	check("there is PTX of b, but no such source", func(e es, s ss) (es, ss) { return e, s[:1] })
+	check("the archive has PTX of b, which is not a source", func(e es, s ss) (es, ss) { return e, s[:1] })
 	check("the PTX of a for compute_90 is that of a for compute_75", func(e es, s ss) (es, ss) { s[0].Arch = 90; return e, s })
-	check("the PTX of a is not of the lowest version", func(e es, s ss) (es, ss) {
+	check("the PTX of a does not have the lowest possible version", func(e es, s ss) (es, ss) {
 		e[0].Text = []byte(strings.Replace(string(e[0].Text), "6.3", "7.8", 1))
 		return e, s
 	})

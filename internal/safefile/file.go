@@ -11,14 +11,14 @@ import (
 	"syscall"
 )
 
-// noWait are the flags of every call that opens a file: a FIFO without its other
-// end does not keep the caller, and a terminal does not become the process's own.
+// noWait holds the flags of all calls that open files: a FIFO without its other
+// end does not block, and a terminal does not become the controlling terminal.
 const noWait = syscall.O_NONBLOCK | syscall.O_NOCTTY
 
-// maxTries bounds how often Create tries again when the file comes and goes.
+// maxTries limits the retries of Create if another process creates and removes the file.
 const maxTries = 10
 
-// Open opens a regular file for reading. It follows links: the user has named them.
+// Open opens a regular file for reading. It follows links, because the user named them.
 func Open(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|noWait, 0)
 	return regular(path, f, err)
@@ -34,10 +34,10 @@ func Read(path string, limit int64) ([]byte, error) {
 	return readAll(path, f, limit)
 }
 
-// Create opens a file for writing and empties it, or makes it. An existing file
-// must be a regular one of this user, with one name, and not a link: a user who
-// plants a link cannot choose the file that is overwritten. /dev/null and the names of
-// the process's own outputs, such as /dev/stdout, are opened as they are.
+// Create opens a file for writing and truncates it, or creates it. An existing
+// file must be a regular file of this user with one name, and not a link, so that
+// a planted link cannot choose the file to overwrite. /dev/null and the names of
+// the process's outputs, such as /dev/stdout, are opened without these checks.
 func Create(path string) (*os.File, error) {
 	f, err := Keep(path)
 	if err != nil {
@@ -46,16 +46,34 @@ func Create(path string) (*os.File, error) {
 	return empty(path, f)
 }
 
-// Keep is Create that leaves what an existing file has.
-func Keep(path string) (*os.File, error) {
+// CreatePrivate is Create for a file that only this user can read. It removes the
+// permissions of other users from an existing file.
+func CreatePrivate(path string) (*os.File, error) {
+	f, err := keep(path, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if info, err := f.Stat(); err == nil && info.Mode().IsRegular() && info.Mode().Perm() != 0o600 {
+		if err := f.Chmod(0o600); err != nil {
+			_ = f.Close()
+			return nil, err
+		}
+	}
+	return empty(path, f)
+}
+
+// Keep is Create without truncation.
+func Keep(path string) (*os.File, error) { return keep(path, 0o666) }
+
+func keep(path string, perm os.FileMode) (*os.File, error) {
 	if clean := filepath.Clean(path); clean == os.DevNull || clean == "/dev/stdout" || clean == "/dev/stderr" || strings.HasPrefix(clean, "/dev/fd/") {
 		return os.OpenFile(path, os.O_WRONLY, 0)
 	}
-	return create(path, func(flag int) (*os.File, error) { return os.OpenFile(path, flag, 0o666) })
+	return create(path, func(flag int) (*os.File, error) { return os.OpenFile(path, flag, perm) })
 }
 
-// create opens a file for writing by open, which gets the flags. A file that the
-// call has made is this user's, whatever owner the file system shows.
+// create opens a file for writing with open and passes flags to it. A file
+// that it created belongs to this user, whatever owner the file system shows.
 func create(path string, open func(flag int) (*os.File, error)) (*os.File, error) {
 	for range maxTries {
 		f, err := open(os.O_WRONLY | os.O_CREATE | os.O_EXCL | noWait)
@@ -75,10 +93,10 @@ func create(path string, open func(flag int) (*os.File, error)) (*os.File, error
 		}
 		return f, nil
 	}
-	return nil, &os.PathError{Op: "open for writing", Path: path, Err: errors.New("another process makes and removes it all the time")}
+	return nil, &os.PathError{Op: "open for writing", Path: path, Err: errors.New("another process repeatedly creates and removes it")}
 }
 
-// mine returns why a file must not be overwritten, or nil.
+// mine returns the reason why a file must not be overwritten, or nil.
 func mine(f *os.File) error {
 	_, sys, err := stat(f)
 	switch {
@@ -104,7 +122,7 @@ func empty(path string, f *os.File) (*os.File, error) {
 	return f, nil
 }
 
-// regular closes f and returns an error that describes it, unless f is a regular file.
+// regular returns f if it is a regular file. Otherwise it closes f and returns an error.
 func regular(path string, f *os.File, err error) (*os.File, error) {
 	switch {
 	case errors.Is(err, syscall.ELOOP):
@@ -128,7 +146,7 @@ func regular(path string, f *os.File, err error) (*os.File, error) {
 }
 
 func isLink(path string) error {
-	return &os.PathError{Op: "open", Path: path, Err: errors.New("a symbolic link, which is not followed here: name its target")}
+	return &os.PathError{Op: "open", Path: path, Err: errors.New("is a symbolic link, which is not followed: name its target")}
 }
 
 func notRegular(path, what string) error {
@@ -147,18 +165,18 @@ func kindOf(m fs.FileMode) string {
 	return "a device"
 }
 
-// readAll reads a file that may have been cut or may grow meanwhile.
+// readAll reads a file that another process may truncate or extend at the same time.
 func readAll(path string, f *os.File, limit int64) ([]byte, error) {
 	info, err := f.Stat()
 	if err != nil {
 		return nil, err
 	}
 	if info.Size() > limit {
-		return nil, &os.PathError{Op: "read", Path: path, Err: fmt.Errorf("the file has %d bytes: at most %d are read", info.Size(), limit)}
+		return nil, &os.PathError{Op: "read", Path: path, Err: fmt.Errorf("the file has %d bytes: want at most %d", info.Size(), limit)}
 	}
 	b, err := io.ReadAll(io.LimitReader(f, limit+1))
 	if err == nil && int64(len(b)) > limit {
-		err = &os.PathError{Op: "read", Path: path, Err: fmt.Errorf("the file grows: at most %d bytes are read", limit)}
+		err = &os.PathError{Op: "read", Path: path, Err: fmt.Errorf("the file grows beyond the limit of %d bytes", limit)}
 	}
 	return b, err
 }
@@ -170,7 +188,7 @@ func stat(f *os.File) (os.FileInfo, *syscall.Stat_t, error) {
 	}
 	sys, ok := info.Sys().(*syscall.Stat_t)
 	if !ok {
-		return nil, nil, errors.New("the system does not tell the owner")
+		return nil, nil, errors.New("the system does not report the owner")
 	}
 	return info, sys, nil
 }

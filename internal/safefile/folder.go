@@ -9,23 +9,23 @@ import (
 	"syscall"
 )
 
-// A Folder is an open directory whose owner is this user or root, and that
-// no other user may write to. Names are of files in it, without a slash.
+// A Folder is an open directory that belongs to this user or root and that no
+// other user can write to. Names are names of its files, without a slash.
 type Folder struct {
 	dir  *os.File
 	path string
 }
 
-// TempPattern matches the files that Replace is writing.
+// TempPattern matches the temporary files of Replace.
 const TempPattern = ".new-*"
 
-// OpenFolder opens a directory that exists. It follows links, because it checks
-// the directory that they lead to.
+// OpenFolder opens an existing directory. It follows links, because it checks the
+// directory that they lead to.
 func OpenFolder(path string) (*Folder, error) { return openFolder(path, 0) }
 
-// OutputFolder opens a directory for outputs, and makes it with its parents if it
-// does not exist. The last part of the path is not a link: it would choose which
-// of the user's own files are overwritten.
+// OutputFolder opens a directory for outputs and creates it, with its parents, if
+// it does not exist. The last element of the path must not be a link, which could
+// select files of this user to overwrite.
 func OutputFolder(path string) (*Folder, error) {
 	path = filepath.Clean(path)
 	if err := os.MkdirAll(path, 0o755); err != nil {
@@ -49,21 +49,21 @@ func openFolder(path string, flag int) (*Folder, error) {
 	return &Folder{dir, path}, nil
 }
 
-// trusted returns why another user can have written what f has, or nil.
+// trusted returns the reason why another user may have written f, or nil.
 func trusted(f *os.File, kind string) error {
 	info, sys, err := stat(f)
 	switch {
 	case err != nil:
 		return err
 	case int(sys.Uid) != os.Geteuid() && sys.Uid != 0:
-		return fmt.Errorf("the %s belongs to the user with id %d: use one of your own", kind, sys.Uid)
+		return fmt.Errorf("the %s belongs to the user with id %d: use your own %[1]s", kind, sys.Uid)
 	case info.Mode().Perm()&0o022 != 0:
 		return fmt.Errorf("mode %04o of the %s lets other users write to it: run chmod go-w, or use another one", info.Mode().Perm(), kind)
 	}
 	return nil
 }
 
-// File returns the open directory, for locks and for lists of its files.
+// File returns the open directory, for locks and for listing its files.
 func (d *Folder) File() *os.File { return d.dir }
 
 // Close closes the directory. It is safe on nil.
@@ -74,7 +74,7 @@ func (d *Folder) Close() error {
 	return d.dir.Close()
 }
 
-// at opens a file beneath the directory's descriptor.
+// at opens a file relative to the directory's descriptor.
 func (d *Folder) at(name string, flag int, perm uint32) (*os.File, error) {
 	path := filepath.Join(d.path, name)
 	if name != filepath.Base(name) || name == "." || name == ".." || name == "/" {
@@ -93,7 +93,7 @@ func (d *Folder) at(name string, flag int, perm uint32) (*os.File, error) {
 }
 
 // Read returns the contents of a file of at most limit bytes that only this user
-// or root can have written.
+// or root can write.
 func (d *Folder) Read(name string, limit int64) ([]byte, os.FileInfo, error) {
 	path := filepath.Join(d.path, name)
 	f, err := d.at(name, os.O_RDONLY, 0)
@@ -122,7 +122,7 @@ func (d *Folder) Create(name string) (*os.File, error) {
 	return empty(path, f)
 }
 
-// Replace gives a file new contents as a whole or not at all.
+// Replace replaces the contents of a file atomically.
 func (d *Folder) Replace(name string, perm os.FileMode, parts ...[]byte) error {
 	f, temp, err := d.temp()
 	if err != nil {
@@ -145,7 +145,7 @@ func (d *Folder) Replace(name string, perm os.FileMode, parts ...[]byte) error {
 	return nil
 }
 
-// Probe returns why Replace would fail, whatever the file, or nil.
+// Probe returns the reason why Replace would fail for every file, or nil.
 func (d *Folder) Probe() error {
 	f, temp, err := d.temp()
 	if err != nil {
@@ -154,7 +154,7 @@ func (d *Folder) Probe() error {
 	return errors.Join(f.Close(), d.Remove(temp))
 }
 
-// temp makes a file that only this user can read.
+// temp creates a file that only this user can read.
 func (d *Folder) temp() (f *os.File, name string, err error) {
 	name = TempPattern[:len(TempPattern)-1] + rand.Text()
 	f, err = d.at(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)

@@ -54,9 +54,9 @@ func TestOnlyRegularFilesAreRead(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, "0123456789", string(b))
 	_, err = Read(path, 9)
-	require.ErrorContains(t, err, "the file has 10 bytes: at most 9 are read")
+	require.ErrorContains(t, err, "the file has 10 bytes: want at most 9")
 	_, err = Read("/proc/self/status", 9) // whose size is shown as 0
-	require.ErrorContains(t, err, "at most 9 bytes are read")
+	require.ErrorContains(t, err, "beyond the limit of 9 bytes")
 }
 
 func TestCreateEmptiesOwnFilesOnly(t *testing.T) {
@@ -94,7 +94,7 @@ func TestCreateEmptiesOwnFilesOnly(t *testing.T) {
 	dangling := filepath.Join(dir, "dangling")
 	require.NoError(t, os.Symlink(filepath.Join(dir, "new"), dangling))
 	_, err = Create(dangling)
-	require.ErrorContains(t, err, "a symbolic link, which is not followed here")
+	require.ErrorContains(t, err, "is a symbolic link, which is not followed")
 	require.NoFileExists(t, filepath.Join(dir, "new"))
 
 	f, err = Keep(target)
@@ -112,6 +112,30 @@ func TestCreateEmptiesOwnFilesOnly(t *testing.T) {
 		f, err := Create(path)
 		require.NoError(t, errors.Join(err, f.Close()))
 	}
+}
+
+func TestCreatePrivate(t *testing.T) {
+	defer syscall.Umask(syscall.Umask(0))
+	path := filepath.Join(t.TempDir(), "private")
+	for range 2 { // a new file, and an existing file that others may read
+		f, err := CreatePrivate(path)
+		require.NoError(t, err)
+		info, err := f.Stat()
+		require.NoError(t, err)
+		require.Equal(t, os.FileMode(0o600), info.Mode())
+		require.Zero(t, info.Size())
+		_, err = f.WriteString("secret")
+		require.NoError(t, errors.Join(err, f.Chmod(0o644), f.Close()))
+	}
+	link := path + "-link"
+	require.NoError(t, os.Symlink(path, link))
+	_, err := CreatePrivate(link)
+	require.ErrorContains(t, err, "is a symbolic link")
+	f, err := CreatePrivate(os.DevNull)
+	require.NoError(t, errors.Join(err, f.Close()))
+	info, err := os.Stat(os.DevNull)
+	require.NoError(t, err)
+	require.NotEqual(t, os.FileMode(0o600), info.Mode().Perm())
 }
 
 func TestCreateLeavesFilesOfOthers(t *testing.T) {
@@ -146,7 +170,7 @@ func TestFolderOfThisUserOnly(t *testing.T) {
 	require.NoError(t, d.Close())
 	for _, path := range []string{link, link + "/"} {
 		_, err = OutputFolder(path)
-		require.ErrorContains(t, err, "a symbolic link, which is not followed here")
+		require.ErrorContains(t, err, "is a symbolic link, which is not followed")
 	}
 	if os.Geteuid() == 0 {
 		require.NoError(t, os.Chown(dir, stranger, stranger))
@@ -166,7 +190,7 @@ func TestFilesOfAFolder(t *testing.T) {
 	require.Equal(t, "one two", string(b))
 	require.Equal(t, os.FileMode(0o644), info.Mode().Perm())
 	_, _, err = d.Read("f", 6)
-	require.ErrorContains(t, err, "at most 6 are read")
+	require.ErrorContains(t, err, "want at most 6")
 
 	// A directory that takes the place of the open one changes nothing.
 	require.NoError(t, os.Rename(dir, dir+"-moved"))

@@ -8,15 +8,15 @@ import (
 	"io"
 )
 
-// Limits of an unpacked file: gzip makes up to 1,000 bytes of one, and traces and
-// snapshots are 6 to 30 times as long as their compressed form.
+// Limits of a decompressed file: gzip expands up to 1,000 times; traces and
+// snapshots expand 6 to 30 times.
 const (
 	UnzipRatio = 64
-	UnzipSlack = 1 << 20 // bytes beside the ratio, for small files
+	UnzipSlack = 1 << 20 // additional bytes, for small files
 )
 
-// Unzip returns a reader of r, unpacked if gzip has compressed it. A file that becomes
-// longer than UnzipSlack and UnzipRatio times what was read of it is an error.
+// Unzip returns a reader of r that decompresses gzip data. It fails if the output
+// becomes longer than UnzipSlack plus UnzipRatio times the input.
 func Unzip(r io.Reader) (io.Reader, error) {
 	count := &counter{r: r}
 	b := bufio.NewReader(count)
@@ -51,7 +51,7 @@ func (u *unzipped) Read(b []byte) (int, error) {
 	n, err := u.r.Read(b)
 	u.n += int64(n)
 	if u.n > UnzipSlack+UnzipRatio*u.packed.n {
-		return 0, fmt.Errorf("%d compressed bytes become more than %d: unpack the file with gunzip and name the plain one, if you trust it", u.packed.n, u.n)
+		return 0, fmt.Errorf("%d compressed bytes expand to more than %d: if you trust the file, decompress it with gunzip first", u.packed.n, u.n)
 	}
 	return n, err
 }

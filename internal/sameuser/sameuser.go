@@ -1,6 +1,6 @@
-// Package sameuser tells whether the process at the other end of a Unix socket
-// belongs to the user of this one. The kernel vouches for the answer, so that
-// processes of one host need no secret to know each other.
+// Package sameuser checks whether the process at the other end of a Unix socket belongs
+// to the same user. The kernel guarantees the answer, so that processes of one host can
+// authenticate without a secret.
 package sameuser
 
 import (
@@ -12,22 +12,21 @@ import (
 	"syscall"
 )
 
-// An Error says whose process is at the other end.
+// An Error describes a process of another user.
 type Error struct{ PID, UID int }
 
 func (e *Error) Error() string {
 	if e.UID == unmapped {
-		return fmt.Sprintf("the process %d belongs to another user, or to one that this container does not map", e.PID)
+		return fmt.Sprintf("the process %d belongs to another user, or to a user that this container does not map", e.PID)
 	}
 	return fmt.Sprintf("the process %d belongs to the user with id %d, and this one to %d", e.PID, e.UID, os.Geteuid())
 }
 
-// unmapped is the id that a user namespace shows for every user it does not map.
+// unmapped is the user id that a user namespace shows for all users that it does not map.
 const unmapped = 65534
 
-// Check returns an *Error unless the process at the other end of c is of the same
-// user as this one, or of root. The other end is whoever connected, or has called
-// listen.
+// Check returns an *Error unless the process at the other end of c belongs to the
+// same user or to root. That process is the one that connected or called listen.
 func Check(c *net.UnixConn) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -51,7 +50,7 @@ func Check(c *net.UnixConn) error {
 	return nil
 }
 
-// mapsAll reports whether ids of users mean the same in this process as on the host.
+// mapsAll reports whether user ids in this process are the same as on the host.
 var mapsAll = sync.OnceValue(func() bool {
 	text, err := os.ReadFile("/proc/self/uid_map")
 	return err == nil && strings.Join(strings.Fields(string(text)), " ") == "0 0 4294967295"

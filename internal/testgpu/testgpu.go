@@ -1,5 +1,5 @@
-// Package testgpu runs tests on virtual devices always and on CUDA where there
-// is a GPU, from the same code.
+// Package testgpu runs the same tests on virtual devices and, if there are GPUs, on
+// CUDA.
 package testgpu
 
 import (
@@ -13,32 +13,33 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 )
 
-// Each runs fn as sub-test virtual, and as sub-test cuda where there are n
-// GPUs. CHORUS_REQUIRE_GPU=k makes the lack of k or fewer GPUs a failure
-// instead of a skip.
+// Each runs fn as subtest virtual and, if there are n GPUs, as subtest cuda. With
+// CHORUS_REQUIRE_GPU=k, a test that needs at most k GPUs fails instead of being
+// skipped.
 func Each(t *testing.T, n int, fn func(t *testing.T, devs []*device.Device)) {
 	t.Helper()
 	t.Run("virtual", func(t *testing.T) { fn(t, Virtual(t, &device.SystemConfig{VirtualDevices: n})) })
 	t.Run("cuda", func(t *testing.T) { fn(t, CUDA(t, n)) })
 }
 
-// Virtual makes virtual devices for one test, which fails if the strict devices
-// report something.
+// Virtual creates virtual devices for one test. The test fails if the devices
+// report a mistake.
 func Virtual(t testing.TB, cfg *device.SystemConfig) []*device.Device {
 	t.Helper()
 	s := System(t, cfg)
 	t.Cleanup(func() {
 		for _, r := range s.Reports() {
-			t.Errorf("virtual devices (seed %d): %s", s.Machine().Seed(), r)
+			t.Errorf("virtual devices (seed %d): %s", gpu.SystemOf(s).Machine.Seed(), r)
 		}
 	})
 	return s.Devices()
 }
 
-// System makes virtual devices for one test that expects reports.
+// System creates virtual devices for a test that expects reports.
 func System(t testing.TB, cfg *device.SystemConfig) *device.System {
 	t.Helper()
 	c := *cfg
@@ -49,7 +50,7 @@ func System(t testing.TB, cfg *device.SystemConfig) *device.System {
 	}
 	t.Cleanup(func() {
 		if t.Failed() {
-			t.Logf("the virtual devices' seed was %d: CHORUS_VIRTUAL_SEED=%[1]d repeats their delays", s.Machine().Seed())
+			t.Logf("the virtual devices' seed was %d: CHORUS_VIRTUAL_SEED=%[1]d repeats their delays", gpu.SystemOf(s).Machine.Seed())
 		}
 	})
 	return s
@@ -81,7 +82,7 @@ func CUDA(t testing.TB, n int) []*device.Device {
 	return nil
 }
 
-// Context returns a context that ends the test before its time is over.
+// Context returns a context that ends before the timeout of the test.
 func Context(t testing.TB) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
@@ -89,12 +90,12 @@ func Context(t testing.TB) context.Context {
 	return ctx
 }
 
-// Main runs the tests of a package and fails, with exit code 99, when objects
-// became unreachable without Close.
+// Main runs the tests of a package. It fails with exit code 99 if objects became
+// unreachable without Close.
 func Main(m *testing.M) {
 	if os.Getenv("GORACE") == "" {
-		// With the race detector each process that ends by itself sleeps a second
-		// before: those that tests start need not.
+		// With the race detector, each exiting process sleeps for one second.
+		// Processes started by tests need not.
 		os.Setenv("GORACE", "atexit_sleep_ms=0")
 	}
 	var mu sync.Mutex
@@ -103,7 +104,7 @@ func Main(m *testing.M) {
 	handle.OnLeak = func(l handle.Leak) {
 		mu.Lock()
 		defer mu.Unlock()
-		leaks = append(leaks, fmt.Sprintf("%s: not closed; it was made by\n%s", l, l.Stack))
+		leaks = append(leaks, fmt.Sprintf("%s: not closed; created by\n%s", l, l.Stack))
 	}
 	code := m.Run()
 	for range 3 { // a cleanup may make other objects unreachable
@@ -121,7 +122,7 @@ func Main(m *testing.M) {
 	os.Exit(code)
 }
 
-// flushCleanups returns when the cleanups that are queued by now have run.
+// flushCleanups returns when all cleanups queued so far have run.
 func flushCleanups() {
 	done := make(chan struct{})
 	marker := new([16]byte)

@@ -1,7 +1,6 @@
-// Command gpubins packs everything that runs on a GPU machine without Go: the
-// test binaries of all packages that have tests, with their testdata, the
-// examples, and the chorus command. It writes the pack and run.sh, which unpacks
-// and runs it, to a folder.
+// Command gpubins packs everything to run on a GPU machine without Go: the test
+// binaries of all packages with their testdata, the examples, and the chorus command.
+// It writes the pack, and run.sh, which unpacks and runs it, to a directory.
 //
 //	gpubins [-o folder] [package patterns, ./... by default]
 package main
@@ -30,7 +29,7 @@ var runScript []byte
 const packName = "chorus-gpu"
 
 func main() {
-	out := flag.String("o", ".gpu", "the folder to write to")
+	out := flag.String("o", ".gpu", "output directory")
 	flag.Parse()
 	patterns := flag.Args()
 	if len(patterns) == 0 {
@@ -157,16 +156,16 @@ func parallel(jobs []func() error) error {
 func command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(name, args...)
 	cmd.Env = os.Environ()
-	if os.Getenv("CGO_ENABLED") == "" { // with 1, telemetry is tested too, and the GPU machine needs this one's C library
+	if os.Getenv("CGO_ENABLED") == "" { // with 1, telemetry is tested, too, and the GPU machine needs a compatible C library
 		cmd.Env = append(cmd.Env, "CGO_ENABLED=0")
 	}
 	cmd.Stderr = os.Stderr
 	return cmd
 }
 
-// pack writes the stage to a tar file compressed by xz. The binaries share most
-// of their code: a window that spans several of them is worth far more than
-// effort, 17 MB instead of gzip's 63 where the files have 150.
+// pack writes the stage to a tar file compressed with xz. The binaries share most
+// of their code, so a large window matters more than effort: 150 MB become 17 MB,
+// or 63 MB with gzip.
 func pack(stage, file string) error {
 	f, err := os.Create(file)
 	if err != nil {

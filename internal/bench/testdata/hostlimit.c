@@ -1,7 +1,7 @@
-// What a host can bring from a file in memory to its GPUs at most, in GB/s, by C without
-// anything between: gcc -O2 -pthread hostlimit.c -ldl && ./a.out /dev/shm/file
+// The maximum rate of transfers from a file in memory to the GPUs, in GB/s, in plain C:
+// gcc -O2 -pthread hostlimit.c -ldl && ./a.out /dev/shm/file
 //
-// The header of CUDA is not needed: the driver's functions are found in libcuda.so.1.
+// CUDA's header is not needed: the driver's functions are looked up in libcuda.so.1.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -81,7 +81,7 @@ static Handle contexts[MAX_GPUS];
 static Ptr targets[MAX_GPUS];
 static const size_t targetBytes = 256 << 20;
 
-// What the threads of one measurement do.
+// The work of the threads of one measurement.
 static struct {
     int threads, gpus;
     size_t bytes, piece; // all that are moved, and those that are moved at once
@@ -92,7 +92,7 @@ static struct {
     double began[MAX_THREADS], ended[MAX_THREADS];
 } job;
 
-// claim returns how many bytes there are at *at that nobody else has.
+// claim returns the number of bytes at *at that the calling thread has claimed.
 static size_t claim(size_t* at) {
     *at = atomic_fetch_add(&job.next, job.piece);
     if (*at >= job.bytes) return 0;
@@ -107,7 +107,7 @@ static void readAll(char* to, size_t n, size_t at) {
     }
 }
 
-// begin and end are around what is measured of a thread.
+// begin and end enclose the measured part of a thread.
 static void begin(intptr_t t) {
     pthread_barrier_wait(&job.ready);
     job.began[t] = now();
@@ -137,7 +137,7 @@ static double best(int threads, int onGPUs, size_t bytes, size_t piece, void* (*
     return a > b ? a : b;
 }
 
-// readPrivate reads a thread's share into memory of its own.
+// readPrivate reads a thread's part into private memory.
 static void* readPrivate(void* arg) {
     size_t share = job.bytes / job.threads, at = (intptr_t)arg * share, last = at + share;
     char* buf = mmap(NULL, job.piece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -175,7 +175,7 @@ static void settle(Handle event) {
     CHECK(r);
 }
 
-// readAndUpload reads pieces into two pinned slots in turn, from which they are copied.
+// readAndUpload reads pieces into two pinned slots alternately and copies them to the GPU.
 static void* readAndUpload(void* arg) {
     int gpu = (intptr_t)arg % job.gpus;
     Handle stream, events[2];
@@ -224,7 +224,7 @@ static void* registerAndUpload(void* arg) {
     return NULL;
 }
 
-// mapFile maps the file so that the driver registers it, and reports what it refuses.
+// mapFile maps the file so that the driver can register it, and reports errors.
 static int mapFile(size_t bytes, size_t piece) {
     for (int i = 0; i < 4; i++) {
         int writable = i / 2, readOnly = !(i % 2);

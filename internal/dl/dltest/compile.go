@@ -12,8 +12,8 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files instead of comparing with them")
 
-// Compile makes a shared library of C source and returns its path, or skips the
-// test if there is no C compiler. Further arguments go to the compiler.
+// Compile makes a shared library of C source and returns its path. It skips the test if
+// there is no C compiler. args are passed to the compiler.
 func Compile(t *testing.T, source, name string, args ...string) string {
 	t.Helper()
 	cc := compiler(t, "cc", "gcc", "clang")

@@ -10,8 +10,8 @@ import (
 	"testing"
 )
 
-// Constants returns the constants of a type that a Go file of the package under
-// test declares, or skips where the source is not at hand.
+// Constants returns the constants of a type that a Go file of the package under test
+// declares. It skips the test if the source is missing.
 func Constants(t *testing.T, file, typ string) map[string]int64 {
 	t.Helper()
 	if _, err := os.Stat(file); err != nil {

@@ -27,10 +27,10 @@ type Header struct {
 	t    *testing.T
 	path string
 	text string
-	dirs []string // where it and what it includes were found
+	dirs []string // directories of the header and its includes
 }
 
-// FindHeader finds an installed header and those that it includes, or skips.
+// FindHeader finds an installed header and its includes, or skips the test.
 func FindHeader(t *testing.T, name string, includes ...string) *Header {
 	t.Helper()
 	h := &Header{t: t}
@@ -67,8 +67,7 @@ func (h *Header) Enum(name string) map[string]int64 {
 	return out
 }
 
-// Names returns what the first group of a regular expression matches in the
-// header.
+// Names returns the matches of the first group of a regular expression in the header.
 func (h *Header) Names(expr string) []string {
 	var out []string
 	for _, m := range regexp.MustCompile(expr).FindAllStringSubmatch(h.text, -1) {
@@ -84,8 +83,8 @@ func (h *Header) Mentions(word string) bool {
 	return regexp.MustCompile(`\b` + regexp.QuoteMeta(word) + `\b`).MatchString(h.text)
 }
 
-// RequireResults checks a result table against the enumerators of the header
-// that match: every one of them is in the table, under its value.
+// RequireResults checks that a result table has every matching enumerator of the header
+// with its value.
 func (h *Header) RequireResults(name string, table map[string]int64) {
 	h.t.Helper()
 	in := h.Enum(name)
@@ -113,8 +112,8 @@ func (h *Header) RequireValues(values map[string]int64) {
 	h.compile(b.String())
 }
 
-// prototypeC says what the compiler takes an argument for: compatible with a
-// field of Signatures.
+// prototypeC classifies the arguments of functions at compile time, in the letters of
+// Signatures.
 const prototypeC = `
 #include <cstddef>
 #include <type_traits>

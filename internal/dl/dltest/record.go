@@ -33,7 +33,7 @@ type recordedCall struct {
 	bytes [recordArgs][recordBytes]byte
 }
 
-// Signatures says what the arguments of C functions are, one field each:
+// Signatures describes the arguments of C functions, one field each:
 //
 //	i    an int or enum         w    a word: a handle, an address, a size_t
 //	b    an unsigned char       S    a 128-byte struct by value
@@ -43,11 +43,11 @@ type recordedCall struct {
 //	s    a string               a    an array of strings, its length just before
 //	T    a 64-byte struct       f    a function of ours
 //
-// A signature that begins with * is that of a function which returns a string, one
-// with # returns a word or a struct of two ints, and one with - returns nothing.
+// A function whose signature begins with * returns a string; with #, a word or a struct of
+// two ints; with -, nothing.
 type Signatures map[string]string
 
-// A Recorder is a library all of whose functions note their arguments.
+// A Recorder is a library whose functions record their arguments.
 type Recorder struct {
 	t      *testing.T
 	sigs   Signatures
@@ -58,8 +58,8 @@ type Recorder struct {
 	text   []byte
 }
 
-// NewRecorder compiles a recorder for the functions. Each returns result, of
-// which an int is the low half.
+// NewRecorder compiles a recorder for the functions. Each function returns
+// result; an int is its low half.
 func NewRecorder(t *testing.T, sigs Signatures, result uint64) *Recorder {
 	t.Helper()
 	r := &Recorder{t: t, sigs: sigs, lib: Load(t, recordC), fns: map[string]uintptr{},
@@ -95,7 +95,7 @@ func NewRecorder(t *testing.T, sigs Signatures, result uint64) *Recorder {
 // direct begins the signature of a function that is called by Table.Direct.
 const direct = "="
 
-// split returns what a function returns, or 'i' for an int, and its arguments.
+// split returns the result kind of a function, or 'i' for an int, and its arguments.
 func split(sig string) (returns byte, args []string) {
 	sig = strings.TrimPrefix(sig, direct)
 	args = strings.Fields(strings.TrimLeft(sig, "*#-"))

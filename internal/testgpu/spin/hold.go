@@ -7,8 +7,8 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Hold keeps a stream busy from what was enqueued so far until open is called, or
-// the test ends.
+// Hold blocks a stream after the operations enqueued so far, until open is called
+// or the test ends.
 func Hold(t testing.TB, s *stream.Stream) (open func()) {
 	t.Helper()
 	gate := make(chan struct{})

@@ -1,5 +1,5 @@
-// Package spin keeps a stream busy for a known time, which makes visible in a
-// test what waits for what (torch.cuda._sleep).
+// Package spin keeps a stream busy for a known time (torch.cuda._sleep), so that a test
+// can observe which operations wait.
 package spin
 
 import (
@@ -13,7 +13,7 @@ import (
 
 var source = kernel.Source{
 	Name: "spin.cu",
-	// One thread looks at the clock of the GPU, which counts nanoseconds.
+	// One thread polls the GPU's clock, which counts nanoseconds.
 	CUDA: `extern "C" __global__ void spin(unsigned long long ns) {
 	unsigned long long start, now;
 	asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
@@ -24,8 +24,8 @@ var source = kernel.Source{
 	Kernels: []kernel.Def{{
 		Name:   "spin",
 		Params: []kernel.Param{kernel.U64},
-		// Virtual devices have the host's clock.
-		Go: func(c *kernel.Call) { time.Sleep(time.Duration(c.Uint64(0))) },
+		// Virtual devices use the host's clock.
+		Go: func(c *kernel.Call) { time.Sleep(time.Duration(kernel.Get[uint64](c, 0))) },
 	}},
 }
 
@@ -35,8 +35,8 @@ type Spinner struct {
 	k *kernel.Kernel
 }
 
-// New compiles the kernel for dev, until the end of the test. Streams that spin
-// are synchronised before.
+// New compiles the kernel for dev and unloads it at the end of the test, after it
+// has synchronized the streams that spin.
 func New(t testing.TB, dev *device.Device) *Spinner {
 	t.Helper()
 	m, err := kernel.Compile(dev, &source)
@@ -55,11 +55,11 @@ func New(t testing.TB, dev *device.Device) *Spinner {
 	return &Spinner{t, k}
 }
 
-// On lets what is enqueued on s from now on come d later.
+// On delays operations that are enqueued on s later by d.
 func (p *Spinner) On(s *stream.Stream, d time.Duration) {
 	p.t.Helper()
 	grid := kernel.Grid{Blocks: [3]uint32{1, 1, 1}, Threads: [3]uint32{1, 1, 1}}
-	if err := p.k.Launch(s, grid, kernel.Uint64(uint64(d))); err != nil {
+	if err := p.k.Launch(s, grid, kernel.Scalar(uint64(d))); err != nil {
 		p.t.Fatal(err)
 	}
 }

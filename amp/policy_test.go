@@ -1,0 +1,84 @@
+package amp_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/amp"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/tensor"
+)
+
+func TestPolicy(t *testing.T) {
+	half, brain, single, double, whole := memory.Float16, memory.BFloat16, memory.Float32, memory.Float64, memory.Int32
+	for _, c := range []struct {
+		lower  memory.DType
+		op     string
+		inputs []memory.DType
+		want   memory.DType
+	}{
+		{half, "linear", []memory.DType{single, half}, half},
+		{brain, "mm", []memory.DType{single, single}, brain},
+		{brain, "softmax", []memory.DType{brain}, single},
+		{half, "cat", []memory.DType{half, single}, single},
+		{half, "cat", []memory.DType{half, half}, half},
+		{half, "cat", []memory.DType{half, brain}, single},
+		{half, "relu", []memory.DType{single}, memory.Invalid},
+		{half, "mm", []memory.DType{double, double}, memory.Invalid},
+		{half, "sum", []memory.DType{whole}, memory.Invalid},
+		{memory.Invalid, "mm", []memory.DType{single}, half},
+	} {
+		got, err := amp.Autocast{Lower: c.lower}.Type(c.op, c.inputs...)
+		require.NoError(t, err)
+		require.Equal(t, c.want, got, "%s of %v", c.op, c.inputs)
+	}
+	_, err := amp.Autocast{}.Type("binary_cross_entropy", half)
+	require.ErrorContains(t, err, "use binary_cross_entropy_with_logits")
+	_, err = amp.Autocast{Lower: single}.Type("mm", half)
+	require.ErrorContains(t, err, "want float16 or bfloat16")
+}
+
+// Every operation is in one class.
+func TestClasses(t *testing.T) {
+	seen := map[string]bool{}
+	for _, c := range []amp.Class{amp.Lower, amp.Single, amp.Widest, amp.Refused} {
+		names := amp.Operations(c)
+		require.NotEmpty(t, names)
+		for _, n := range names {
+			require.False(t, seen[n], n)
+			seen[n] = true
+			require.Equal(t, c, amp.ClassOf(n))
+		}
+	}
+	require.Equal(t, amp.Unlisted, amp.ClassOf("relu"))
+}
+
+// Inputs of the right type are borrowed or shared, and others are rounded copies.
+func TestCast(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0], 3)
+		require.NoError(t, b.value.CopyFrom(b.s, []float32{1, 2.001, -3}))
+		x, err := tensor.Of(b.value, 3)
+		require.NoError(t, err)
+		h, err := tensor.Make(b.s, memory.BFloat16, 3)
+		require.NoError(t, err)
+		defer h.Close()
+		out, err := amp.Autocast{Lower: memory.BFloat16}.Cast(b.s, "mm", x, h)
+		require.NoError(t, err)
+		require.Equal(t, memory.BFloat16, out[0].DType())
+		require.Equal(t, h.Ptr(), out[1].Ptr())
+		back, err := tensor.Make(b.s, memory.Float32, 3)
+		require.NoError(t, err)
+		defer back.Close()
+		require.NoError(t, tensor.Copy(b.s, back, out[0]))
+		v, err := tensor.Slice[float32](back)
+		require.NoError(t, err)
+		require.Equal(t, []float32{1, 2, -3}, b.read(t, v))
+		for _, y := range out {
+			require.NoError(t, y.Close())
+		}
+	})
+}

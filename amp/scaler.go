@@ -1,0 +1,322 @@
+package amp
+
+import (
+	"cmp"
+	"errors"
+	"math"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/optim"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// ScalerConfig are the options of NewScaler, with torch's names and defaults. nil means the
+// defaults.
+type ScalerConfig struct {
+	InitScale      float64 // 0 means 65536
+	GrowthFactor   float64 // 0 means 2; above 1
+	BackoffFactor  float64 // 0 means 0.5; below 1
+	GrowthInterval int     // steps without infinities before the scale grows; 0 means 2000
+	// Disabled makes a scaler that changes nothing: Step steps, and the factor is 1
+	// (enabled=False).
+	Disabled bool
+}
+
+// maxOptimizers is how many optimisers one scaler can serve.
+const maxOptimizers = 64
+
+// A Scaler scales gradients, so that small ones do not vanish in float16 (torch.amp.GradScaler).
+type Scaler struct {
+	owner   handle.Owner
+	cfg     ScalerConfig
+	s       *stream.Stream // of the last operation, for Agree
+	scale   memory.Slice[float32]
+	inverse memory.Slice[float32]
+	tracker memory.Slice[int32]
+	found   memory.Slice[float32] // by optimiser: not 0 if a gradient was infinite or NaN
+	served  map[*optim.Optimizer]*service
+}
+
+// A service is what a scaler knows of one optimiser.
+type service struct {
+	stage stage
+	index int // in found
+	grads *optim.Grads
+}
+
+// A stage says what happened to an optimiser since the last Update.
+type stage uint8
+
+const (
+	ready stage = iota
+	unscaled
+	stepped
+)
+
+// NewScaler allocates a scaler's numbers on s.
+func NewScaler(s *stream.Stream, cfg *ScalerConfig) (*Scaler, error) {
+	const op = "new scaler"
+	if s == nil {
+		return nil, refuse(op, "no stream given")
+	}
+	var c ScalerConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	c.InitScale, c.GrowthFactor = cmp.Or(c.InitScale, 65536), cmp.Or(c.GrowthFactor, 2)
+	c.BackoffFactor, c.GrowthInterval = cmp.Or(c.BackoffFactor, 0.5), cmp.Or(c.GrowthInterval, 2000)
+	if c.Disabled {
+		c.InitScale = 1
+	}
+	if err := c.check(op); err != nil {
+		return nil, err
+	}
+	sc := &Scaler{cfg: c, s: s, served: map[*optim.Optimizer]*service{}}
+	handle.Init(sc, &sc.owner, handle.About{Kind: "gradient scaler", On: s.Device()})
+	if err := sc.allocate(s); err != nil {
+		return nil, errors.Join(refuse(op, "%w", err), sc.Close())
+	}
+	return sc, nil
+}
+
+func (c *ScalerConfig) check(op string) error {
+	switch {
+	case !(c.InitScale > 0) || math.IsInf(float64(float32(c.InitScale)), 0):
+		return refuse(op, "scale %v: want a finite float32 above 0", c.InitScale)
+	case !(c.GrowthFactor > 1):
+		return refuse(op, "growth factor %v: want a number above 1", c.GrowthFactor)
+	case !(c.BackoffFactor < 1 && c.BackoffFactor > 0):
+		return refuse(op, "backoff factor %v: want a number above 0 and below 1", c.BackoffFactor)
+	case c.GrowthInterval < 1 || c.GrowthInterval > math.MaxInt32:
+		return refuse(op, "growth interval %d: want 1 or more", c.GrowthInterval)
+	}
+	return nil
+}
+
+func (sc *Scaler) allocate(s *stream.Stream) (err error) {
+	first := float32(sc.cfg.InitScale)
+	if sc.scale, err = memory.MakeFrom(s, []float32{first}); err != nil {
+		return err
+	}
+	if sc.inverse, err = memory.MakeFrom(s, []float32{float32(1 / float64(first))}); err != nil {
+		return err
+	}
+	if sc.tracker, err = memory.MakeFrom(s, []int32{0}); err != nil {
+		return err
+	}
+	sc.found, err = memory.MakeFrom(s, make([]float32, maxOptimizers))
+	return err
+}
+
+// enter begins an operation on s.
+func (sc *Scaler) enter(op string, s *stream.Stream) (*kernels, error) {
+	switch {
+	case sc == nil || sc.owner.Closed():
+		return nil, refuse(op, "the scaler: %w", device.ErrClosed)
+	case s == nil:
+		return nil, refuse(op, "no stream given")
+	case s.Device() != sc.scale.Device():
+		return nil, refuse(op, "a stream on %s: the scaler is on %s", s.Device(), sc.scale.Device())
+	}
+	sc.s = s
+	return kernelsOf(s.Device())
+}
+
+// Factor returns the scale: one element of device memory. The backward pass multiplies the
+// gradient of the loss by it. A disabled scaler's is 1.
+func (sc *Scaler) Factor() memory.Slice[float32] {
+	if sc == nil || sc.owner.Closed() {
+		return memory.Slice[float32]{}
+	}
+	return sc.scale
+}
+
+// Scale enqueues on s the product of the tensors with the scale, in place. (torch's scale
+// returns the product.) The tensors are contiguous, of floating-point types, and on the
+// scaler's device.
+func (sc *Scaler) Scale(s *stream.Stream, xs ...tensor.Tensor) error {
+	const op = "scale"
+	if _, err := sc.enter(op, s); err != nil || sc.cfg.Disabled {
+		return err
+	}
+	g, err := optim.NewGrads(s, xs...)
+	if err != nil {
+		return refuse(op, "%w", err)
+	}
+	return errors.Join(g.Scale(s, sc.scale), g.Close())
+}
+
+// serve returns what the scaler knows of an optimiser.
+func (sc *Scaler) serve(op string, s *stream.Stream, opt *optim.Optimizer) (*service, error) {
+	if v, ok := sc.served[opt]; ok {
+		return v, nil
+	}
+	if len(sc.served) == maxOptimizers {
+		return nil, refuse(op, "another optimiser: a scaler serves at most %d", maxOptimizers)
+	}
+	g, err := optim.NewGrads(s, opt.Gradients()...)
+	if err != nil {
+		return nil, refuse(op, "%w", err)
+	}
+	v := &service{index: len(sc.served), grads: g}
+	sc.served[opt] = v
+	return v, nil
+}
+
+func (sc *Scaler) foundBy(v *service) memory.Slice[float32] {
+	return sc.found.Slice(v.index, v.index+1)
+}
+
+// look checks the gradients of an optimiser, and multiplies them by inverse unless it is the
+// zero Slice.
+func (sc *Scaler) look(s *stream.Stream, v *service, inverse memory.Slice[float32]) error {
+	if err := sc.foundBy(v).Zero(s); err != nil {
+		return err
+	}
+	return v.grads.Unscale(s, inverse, sc.foundBy(v))
+}
+
+// Unscale enqueues on s the division of the optimiser's gradients by the scale, and the check
+// for infinities and NaN (torch's unscale_), so that they can be clipped before Step. It
+// refuses gradients of float16, which Step checks without dividing them in memory, and a
+// second call between two updates.
+func (sc *Scaler) Unscale(s *stream.Stream, opt *optim.Optimizer) error {
+	const op = "unscale"
+	if _, err := sc.enter(op, s); err != nil || sc.cfg.Disabled {
+		return err
+	}
+	v, err := sc.serve(op, s, opt)
+	if err != nil {
+		return err
+	}
+	switch v.stage {
+	case unscaled:
+		return refuse(op, "this optimiser's gradients were unscaled since the last Update")
+	case stepped:
+		return refuse(op, "this optimiser has stepped since the last Update")
+	}
+	for i, g := range opt.Gradients() {
+		if g.DType() == memory.Float16 {
+			return refuse(op, "gradient %d is float16, which has no room for what unscaling makes of small numbers: keep float32 parameters, or call Step without Unscale", i)
+		}
+	}
+	if err := sc.look(s, v, sc.inverse); err != nil {
+		return err
+	}
+	v.stage = unscaled
+	return nil
+}
+
+// Step enqueues on s a step of the optimiser, which the device skips if a gradient is
+// infinite or NaN. Without a preceding Unscale, Step checks the gradients, and the optimiser
+// divides what it reads by the scale: the gradients in memory stay scaled. cfg may clip, and
+// leaves GradScale and FoundInf to the scaler. A second call between two updates is an error.
+func (sc *Scaler) Step(s *stream.Stream, opt *optim.Optimizer, cfg *optim.StepConfig) error {
+	const op = "step"
+	if _, err := sc.enter(op, s); err != nil {
+		return err
+	}
+	if sc.cfg.Disabled {
+		return opt.Step(s, cfg)
+	}
+	var c optim.StepConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	if c.GradScale.Len() != 0 || c.FoundInf.Len() != 0 {
+		return refuse(op, "GradScale or FoundInf are set: the scaler sets them")
+	}
+	v, err := sc.serve(op, s, opt)
+	if err != nil {
+		return err
+	}
+	switch v.stage {
+	case stepped:
+		return refuse(op, "this optimiser has stepped since the last Update")
+	case ready:
+		if err := sc.look(s, v, memory.Slice[float32]{}); err != nil {
+			return err
+		}
+		c.GradScale = sc.scale
+	}
+	c.FoundInf = sc.foundBy(v)
+	if err := opt.Step(s, &c); err != nil {
+		return err
+	}
+	v.stage = stepped
+	return nil
+}
+
+// Update enqueues on s the end of an iteration: if a gradient of any optimiser was infinite or
+// NaN, the scale is multiplied by the backoff factor. Otherwise, after GrowthInterval calls in
+// a row, it is multiplied by the growth factor, unless that is too large for a float32.
+func (sc *Scaler) Update(s *stream.Stream) error {
+	const op = "update"
+	k, err := sc.enter(op, s)
+	if err != nil || sc.cfg.Disabled {
+		return err
+	}
+	checked := false
+	for _, v := range sc.served {
+		checked = checked || v.stage != ready
+	}
+	if !checked {
+		return refuse(op, "no gradients were checked since the last Update: call Step or Unscale before")
+	}
+	for _, v := range sc.served {
+		if v.stage == ready {
+			if err := sc.foundBy(v).Zero(s); err != nil { // what an earlier iteration found
+				return err
+			}
+		}
+	}
+	c := &sc.cfg
+	if err := k.update.Launch(s, one, kernel.Ptr(sc.scale), kernel.Ptr(sc.inverse), kernel.Ptr(sc.tracker), kernel.Ptr(sc.found),
+		kernel.Scalar[int32](int32(len(sc.served))), kernel.Scalar[float32](float32(c.GrowthFactor)), kernel.Scalar[float32](float32(c.BackoffFactor)), kernel.Scalar[int32](int32(c.GrowthInterval))); err != nil {
+		return err
+	}
+	for _, v := range sc.served {
+		v.stage = ready
+	}
+	return nil
+}
+
+// SetScale enqueues on s a new scale, and ends the iteration as Update does; the growth
+// counter stays (torch's update with new_scale).
+func (sc *Scaler) SetScale(s *stream.Stream, scale float64) error {
+	if err := sc.put("set scale", s, scale, -1); err != nil {
+		return err
+	}
+	for _, v := range sc.served {
+		v.stage = ready
+	}
+	return nil
+}
+
+func (sc *Scaler) put(op string, s *stream.Stream, scale float64, tracker int32) error {
+	k, err := sc.enter(op, s)
+	if err != nil || sc.cfg.Disabled {
+		return err
+	}
+	if !(scale >= 0) || math.IsInf(float64(float32(scale)), 0) {
+		return refuse(op, "scale %v: want a finite float32 of 0 or more", scale)
+	}
+	return k.put.Launch(s, one, kernel.Ptr(sc.scale), kernel.Ptr(sc.inverse), kernel.Ptr(sc.tracker), kernel.Scalar[float32](float32(scale)), kernel.Scalar[int32](tracker))
+}
+
+// Close frees the numbers in the order of their stream. Close does nothing if the scaler is
+// nil or closed.
+func (sc *Scaler) Close() error {
+	if sc == nil || !sc.owner.Close() {
+		return nil
+	}
+	errs := []error{sc.scale.Close(), sc.inverse.Close(), sc.tracker.Close(), sc.found.Close()}
+	for _, v := range sc.served {
+		errs = append(errs, v.grads.Close())
+	}
+	return errors.Join(errs...)
+}

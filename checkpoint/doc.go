@@ -1,0 +1,28 @@
+// Package checkpoint loads safetensors checkpoints to the devices of a group, and saves
+// them.
+//
+//	ckpt, err := checkpoint.Open([]string{"model.safetensors.index.json"}, nil)
+//	if err != nil {
+//		return err
+//	}
+//	defer ckpt.Close()
+//	ws, err := ckpt.Load(ctx, g, &checkpoint.LoadConfig{Plan: func(t checkpoint.Info) checkpoint.Placement {
+//		if strings.HasSuffix(t.Name, "norm.weight") {
+//			return checkpoint.Replicate()
+//		}
+//		return checkpoint.Shard(0) // and Own, Slice, Skip
+//	}})
+//	w, err := checkpoint.Get[memory.BFloat16Bits](ws[0], "lm_head.weight")
+//
+// A [Plan] says which part of each tensor a rank gets. [Checkpoint.Load] reads each byte of
+// the files once, by one rank. Bytes that other ranks need go from device to device over
+// the group. [Save] writes the tensors that the ranks have together, [SaveTensors] writes
+// tensors of one device, and [Checkpoint.Verify] compares digests of loaded tensors with
+// the files. [Checkpoint.LoadOn] and [SaveOn] do the same for one device without a group.
+//
+// Load and Save return when all bytes have arrived, or when nothing is in flight any more.
+// Package gds reads and writes the files.
+//
+// Everything may be called by several goroutines. Collective calls of one group are for
+// one goroutine, as all collectives are.
+package checkpoint

@@ -1,0 +1,167 @@
+package checkpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// peers are the ranks that move a checkpoint together: the ranks of a group, or one
+// device alone.
+type peers struct {
+	group  *comm.Group // nil for a device alone
+	ranks  int
+	locals []*local
+}
+
+// A local is a rank of this process.
+type local struct {
+	rank   int
+	stream *stream.Stream     // in whose order its memory is
+	comm   *nccl.Communicator // nil for a device alone
+	files  *stream.Stream     // between files and memory, beside stream
+}
+
+func (l *local) device() *device.Device { return l.stream.Device() }
+
+func peersOf(g *comm.Group) (*peers, error) {
+	if g == nil {
+		return nil, errors.New("no group given")
+	}
+	if err := g.Err(); err != nil {
+		return nil, err
+	}
+	w := &peers{group: g, ranks: g.Size()}
+	for i := range g.Locals() {
+		c := g.Communicator(i)
+		w.locals = append(w.locals, &local{rank: c.Rank(), stream: g.Stream(i), comm: c})
+	}
+	return w, nil
+}
+
+func peersOn(s *stream.Stream) *peers { return &peers{ranks: 1, locals: []*local{{stream: s}}} }
+
+// prepare makes the streams.
+func (w *peers) prepare() error {
+	for _, l := range w.locals {
+		err := gpu.CheckStream("checkpoint", l.stream, nil)
+		if err == nil {
+			err = gpu.StreamOf(l.stream).RefuseWait("checkpoint")
+		}
+		if err == nil {
+			l.files, err = stream.New(l.device(), nil)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (w *peers) close() error {
+	var errs []error
+	for _, l := range w.locals {
+		errs = append(errs, l.files.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// remote reports whether some of the ranks are other processes'.
+func (w *peers) remote() bool { return len(w.locals) < w.ranks }
+
+// devices is how many devices of the host bytes may go to and from at the same time.
+func (w *peers) devices() int {
+	if !w.remote() {
+		return len(w.locals)
+	}
+	return min(w.ranks, len(w.locals[0].device().System().Devices()))
+}
+
+// messageTimeout is how long a rank whose ctx has ended still waits for the messages of the
+// other ranks. Tests change it.
+var messageTimeout = time.Minute
+
+// messageContext returns a context for messages between the ranks. The other ranks wait for
+// the message of a rank whose ctx has ended, so the context ends only messageTimeout later.
+func messageContext(ctx context.Context) (context.Context, context.CancelFunc) {
+	long, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(ctx, func() {
+		time.AfterFunc(messageTimeout, func() { cancel(context.Cause(ctx)) })
+	})
+	return long, func() { stop(); cancel(nil) }
+}
+
+// A rankStatus is the message of a rank before it begins, and after a failure.
+type rankStatus struct {
+	Reason string // why it cannot go on
+	Digest uint64 // a digest of its plan
+}
+
+// agree tells all processes of a failure in one of them, and returns the first such
+// rank's error, or one if a process is about to do something else. errs are by local
+// rank.
+func (w *peers) agree(ctx context.Context, op, path string, errs []error, digest uint64) error {
+	all := make([]rankStatus, len(errs))
+	for i, err := range errs {
+		all[i].Digest = digest
+		if err != nil {
+			all[i].Reason = err.Error()
+		}
+	}
+	first := 0 // the rank of all[0]
+	if w.remote() {
+		ctx, cancel := messageContext(ctx)
+		defer cancel()
+		var err error
+		if all, err = comm.GatherValues(ctx, w.group, nil, all...); err != nil {
+			return fmt.Errorf("checkpoint: %s %s: %w", op, path, errors.Join(errors.Join(errs...), err))
+		}
+		if slices.ContainsFunc(all, func(x rankStatus) bool { return x.Reason != "" || x.Digest != digest }) {
+			// A rank that ends now must not end the exchange for ranks that do not have all
+			// values yet. A rank that does not come to the barrier has them, or is lost.
+			_ = w.group.Barrier(ctx)
+		}
+	} else {
+		first = w.locals[0].rank
+	}
+	for i, said := range all {
+		if said.Reason != "" {
+			return w.rankError(op, first+i, said.Reason, errs)
+		}
+	}
+	for rank, said := range all {
+		if said.Digest != digest {
+			return fmt.Errorf("checkpoint: %s %s: rank %d has another plan, other files or other options: they must be the same on all ranks", op, path, rank)
+		}
+	}
+	return nil
+}
+
+func (w *peers) rankError(op string, rank int, reason string, errs []error) error {
+	e := &RankError{Op: op, Rank: rank, Reason: strings.TrimPrefix(strings.TrimPrefix(reason, "checkpoint: "), "gds: ")}
+	for i, l := range w.locals {
+		if l.rank == rank {
+			e.Err = errs[i]
+		}
+	}
+	if w.ranks == 1 {
+		return e.Err
+	}
+	return e
+}
+
+// view returns bytes of a slab or staging buffer.
+func view(mem tensor.Tensor, at, n int) (memory.Slice[byte], error) {
+	return memory.View[byte](mem.Buffer(), at, n)
+}

@@ -1,0 +1,142 @@
+package perf
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"sync"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// Run measures the plan on all ranks of the group. All ranks call Run with the
+// same plan. On rank 0 it calls row for each row as soon as it is measured; row
+// may be nil. The Report is the same on all ranks. If an operation fails or ctx
+// ends, Run stops and closes the group.
+func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, error) {
+	jobs, err := p.jobs(g.Size())
+	if err != nil {
+		return nil, err
+	}
+	if p.only != nil {
+		jobs = slices.DeleteFunc(jobs, func(j job) bool { return !p.only(j) })
+	}
+	if err := agree(ctx, g, fmt.Sprintf("%+v", *p.summary())); err != nil {
+		// Wait until all ranks have read the plans: a rank that leaves early
+		// would be reported as lost.
+		_ = g.Barrier(ctx)
+		_ = g.Shutdown(ctx)
+		return nil, err
+	}
+	r, err := describe(g)
+	if err != nil {
+		return nil, err
+	}
+	r.Plan = p.summary()
+	if len(jobs) == 0 {
+		return r, nil
+	}
+	if err := r.run(ctx, g, p, jobs, row); err != nil {
+		return nil, err
+	}
+	r.sumUp()
+	return r, nil
+}
+
+// run measures the jobs on all local ranks.
+func (r *Report) run(ctx context.Context, g *comm.Group, p *Plan, jobs []job, row func(*Row)) error {
+	bytes := 0
+	for _, j := range jobs {
+		bytes = max(bytes, j.layout.size()*j.dtype.Size())
+	}
+	return spmd(ctx, g, (bytes+step-1)/step*step, p.Register, func(ctx context.Context, x *rank) error {
+		for _, j := range jobs {
+			one, err := x.row(ctx, p, j)
+			if err != nil {
+				return err
+			}
+			if x.c.Rank() != g.Rank() {
+				continue // another local rank returns the same row
+			}
+			r.Rows = append(r.Rows, one)
+			if row != nil && x.c.Rank() == 0 {
+				row(one)
+			}
+		}
+		return nil
+	})
+}
+
+// agree returns an error on all ranks if their plans differ, because such ranks
+// would wait for each other forever.
+func agree(ctx context.Context, g *comm.Group, plan string) error {
+	all, err := comm.GatherValues(ctx, g, nil, slices.Repeat([]string{plan}, g.Locals())...)
+	if err != nil {
+		return err
+	}
+	for r, other := range all {
+		if other != all[0] {
+			return fmt.Errorf("the plans differ: rank 0 measures %s, rank %d measures %s: start all ranks with the same flags", all[0], r, other)
+		}
+	}
+	return nil
+}
+
+// spmd runs fn for all local ranks concurrently, each on a locked OS thread, with
+// buffers of the given size. The first error cancels the others.
+func spmd(ctx context.Context, g *comm.Group, bytes int, reg Registration, fn func(context.Context, *rank) error) error {
+	asked := ctx
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	ended := make(chan error, 1)
+	// Closing the group aborts operations that use the buffers or wait for another rank.
+	stop := context.AfterFunc(ctx, func() {
+		broken := g.Err() // names the failed rank
+		_ = g.Close()
+		ended <- broken
+	})
+	ranks, shared := make([]*rank, g.Locals()), &localState{localCalls: make([][]issue, g.Locals()), batch: groups.Of(g).NewBatch()}
+	onThreads(len(ranks), func(i int) {
+		var err error
+		if ranks[i], err = newRank(ctx, g, i, shared, bytes, reg); err == nil {
+			err = fn(ctx, ranks[i])
+		}
+		if err != nil {
+			cancel(err)
+		}
+	})
+	var err error
+	if !stop() {
+		err = <-ended
+		if cause := context.Cause(asked); err == nil || cause != nil && errors.Is(err, nccl.ErrorRemote) {
+			// A broken connection is a consequence of the cancellation.
+			err = cmp.Or(cause, context.Cause(ctx)) // the first error; the others are consequences
+		}
+	}
+	var errs []error
+	for _, r := range ranks {
+		errs = append(errs, r.close())
+	}
+	if err != nil {
+		return err
+	}
+	return errors.Join(errs...)
+}
+
+// onThreads calls fn with each number below n concurrently, each on a locked OS thread.
+func onThreads(n int, fn func(i int)) {
+	var wg sync.WaitGroup
+	for i := range n {
+		wg.Go(func() {
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			fn(i)
+		})
+	}
+	wg.Wait()
+}

@@ -1,0 +1,333 @@
+package comm_test
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// initVar makes the test binary a process of a job that calls comm.Init. Its value selects
+// the body of TestInitProcess.
+const initVar = "COMM_TEST_INIT"
+
+// runInitProcess runs only TestInitProcess, which also checks that nothing stays open.
+func runInitProcess(m *testing.M) {
+	flag.Parse()
+	for name, value := range map[string]string{"test.run": "^TestInitProcess$", "test.v": "true"} {
+		if err := flag.Set(name, value); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+	}
+	testgpu.Main(m)
+}
+
+// TestInitProcess is the test in each process that the other tests of Init start.
+func TestInitProcess(t *testing.T) {
+	name, worker := os.LookupEnv(initVar)
+	if !worker {
+		t.Skip("the tests of Init start this test in other processes")
+	}
+	initProcesses[name](t)
+}
+
+var initProcesses = map[string]func(t *testing.T){
+	"world":          initWorld,
+	"alone":          initAlone,
+	"all devices":    initAllDevices,
+	"ended context":  initEndedContext,
+	"late":           initLate,
+	"lost":           initLost,
+	"fallback":       initFallback,
+	"no fallback":    initFails(`comm: join as rank 0 of 1: open the devices: device: CUDA is not available`, "CHORUS_BACKEND=virtual"),
+	"attach":         initFails(`comm: init: attach to the job: cluster: environment: .*WORLD_SIZE`),
+	"devices":        initFails(`comm: join as rank 0 of 1: open the devices: .*CHORUS_VIRTUAL_DEVICES="0": want`),
+	"all no devices": initFails(`comm: init: open the devices: .*CHORUS_VIRTUAL_DEVICES="0": want`),
+	"device":         initNoDevice,
+	"one device":     initFails(`ranks 0 .* and 1 .* are both on virtual:0`),
+	"join":           initMisfit,
+	"local":          initFails(`comm: local: .*ncclCommInitRank`),
+	"readme":         func(t *testing.T) { require.NoError(t, program()) },
+	"options":        initFails(`comm: init: NCCL.Recoverable is set`),
+}
+
+// Every process of a job gets the group, and Shutdown ends the group and the session.
+func TestInit(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"virtual", "cuda"} {
+		for name, ranks := range map[string]int{"world": 3, "ended context": 2, "late": 2} {
+			t.Run(backend+"/"+name, func(t *testing.T) {
+				if backend == "cuda" {
+					ranks = 2
+					testgpu.CUDA(t, ranks)
+				}
+				code, out, _ := job(t, backend, "", ranks, initVar+"="+name)
+				require.Zero(t, code, out)
+				require.Equal(t, ranks, strings.Count(out, "--- PASS: TestInitProcess"), out)
+			})
+		}
+	}
+}
+
+// A process that no launcher has started is a job of one process.
+func TestInitAlone(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"virtual", "cuda"} {
+		for _, name := range []string{"alone", "all devices"} {
+			t.Run(backend+"/"+name, func(t *testing.T) {
+				if backend == "cuda" {
+					testgpu.CUDA(t, 1)
+				}
+				initAsProcess(t, name, env.Backend.Name+"="+backend)
+			})
+		}
+	}
+	t.Run("fallback", func(t *testing.T) {
+		initAsProcess(t, "fallback", env.Backend.Name+"=auto", env.VisibleDevices.Name+"=")
+	})
+}
+
+// A failure of each step is an error in all processes, and leaves nothing open.
+func TestInitFails(t *testing.T) {
+	t.Parallel()
+	for name, vars := range map[string][]string{
+		"attach":         {env.Launcher.Name + "=torchrun", "RANK=0"},
+		"devices":        {env.Backend.Name + "=virtual", env.VirtualDevices.Name + "=0"},
+		"all no devices": {env.Backend.Name + "=virtual", env.VirtualDevices.Name + "=0"},
+		"no fallback":    {env.Backend.Name + "=auto", env.VisibleDevices.Name + "=", env.LibCUDA.Name + "=/nonexistent"},
+		"local":          {env.Backend.Name + "=virtual", env.VirtualFaults.Name + "=ncclCommInitRankScalable#1=ncclSystemError"},
+		"options":        nil,
+	} {
+		t.Run(name, func(t *testing.T) { initAsProcess(t, name, vars...) })
+	}
+	for name, vars := range map[string][]string{
+		"device":     {env.VirtualDevices.Name + "=2"},
+		"one device": {env.VirtualDevices.Name + "=1"},
+		"join":       nil,
+	} {
+		t.Run(name, func(t *testing.T) {
+			code, out, took := job(t, "virtual", "", 3, append(vars, initVar+"="+name)...)
+			require.Zero(t, code, out)
+			require.Equal(t, 3, strings.Count(out, "--- PASS: TestInitProcess"), out)
+			require.Less(t, took, 2*time.Minute, out)
+		})
+	}
+}
+
+// Close succeeds after the session was lost.
+func TestInitLost(t *testing.T) {
+	t.Parallel()
+	code, out, _ := job(t, "virtual", "", 3, initVar+"=lost")
+	require.Equal(t, 128+9, code, out)
+	require.Equal(t, 2, strings.Count(out, "closed after the loss"), out)
+}
+
+// initAsProcess runs the test binary as a process without a launcher, and returns its output.
+func initAsProcess(t *testing.T, name string, vars ...string) string {
+	t.Helper()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	cmd := exec.CommandContext(testgpu.Context(t), self)
+	cmd.Env = append(append(os.Environ(), env.Launcher.Name+"=none", initVar+"="+name), vars...)
+	out, err := cmd.CombinedOutput()
+	require.NoError(t, err, string(out))
+	require.Contains(t, string(out), "--- PASS: TestInitProcess", string(out))
+	return string(out)
+}
+
+func initWorld(t *testing.T) {
+	g, err := comm.Init(testgpu.Context(t), &comm.InitConfig{AllDevices: true})
+	require.NoError(t, err)
+	require.Equal(t, g.Session().Rank(), g.Rank())
+	require.Equal(t, g.Session().Size(), g.Size())
+	require.Equal(t, 1, g.Locals())
+	require.Equal(t, g.Session().LocalRank(), g.Device(0).Ordinal())
+	initReduce(t, g)
+	require.NoError(t, g.Shutdown(testgpu.Context(t)))
+	requireEnded(t, g)
+}
+
+func initAlone(t *testing.T) {
+	g, err := comm.Init(testgpu.Context(t), nil)
+	require.NoError(t, err)
+	require.Equal(t, []int{0, 1, 1, 1}, []int{g.Rank(), g.Size(), g.Locals(), g.Session().Size()})
+	require.Zero(t, g.Device(0).Ordinal())
+	initReduce(t, g)
+	require.NoError(t, g.Close())
+	requireEnded(t, g)
+	require.Nil(t, (*comm.Group)(nil).Session())
+}
+
+func initAllDevices(t *testing.T) {
+	all, err := device.All()
+	require.NoError(t, err)
+	g, err := comm.Init(testgpu.Context(t), &comm.InitConfig{AllDevices: true, Group: &comm.Config{NCCL: &nccl.Config{Name: "named"}}})
+	require.NoError(t, err)
+	require.Equal(t, len(all), g.Locals())
+	require.Equal(t, 1, g.Session().Size())
+	var trace strings.Builder
+	require.NoError(t, g.Communicator(0).DumpTrace(&trace))
+	require.Contains(t, trace.String(), "named")
+	initReduce(t, g)
+	sub, err := g.Split(testgpu.Context(t), make([]int, len(all)), nil)
+	require.NoError(t, err)
+	require.Nil(t, sub[0].Session(), "the session belongs to the first group")
+	require.NoError(t, sub[0].Close())
+	require.NoError(t, g.Shutdown(testgpu.Context(t)))
+	requireEnded(t, g)
+}
+
+func initFallback(t *testing.T) {
+	var notes []string
+	g, err := comm.Init(testgpu.Context(t), &comm.InitConfig{Fallback: func(note string) { notes = append(notes, note) }})
+	require.NoError(t, err)
+	require.Equal(t, "virtual", g.Device(0).System().Backend())
+	require.Len(t, notes, 1)
+	require.Contains(t, notes[0], "running on virtual devices")
+	require.NoError(t, g.Close())
+	requireEnded(t, g)
+}
+
+// A rank whose context has ended leaves an unfinished group at once.
+func initEndedContext(t *testing.T) {
+	g, err := comm.Init(testgpu.Context(t), nil)
+	require.NoError(t, err)
+	if g.Rank() == 0 {
+		spin.Hold(t, g.Stream(0))
+		ctx, cancel := context.WithCancelCause(testgpu.Context(t))
+		cancel(errors.New("out of time"))
+		require.ErrorContains(t, g.Shutdown(ctx), "out of time")
+	} else {
+		var left *cluster.BarrierError
+		require.ErrorAs(t, g.Session().Barrier(testgpu.Context(t), "end"), &left)
+		require.Equal(t, []int{0}, left.Left)
+		require.NoError(t, g.Close())
+	}
+	requireEnded(t, g)
+}
+
+// Shutdown of rank 0 stays in the job until rank 1 leaves it, too: a barrier of rank 1 finds
+// that rank 0 is missing, but has not left.
+func initLate(t *testing.T) {
+	g, err := comm.Init(testgpu.Context(t), nil)
+	require.NoError(t, err)
+	if g.Rank() == 0 {
+		require.NoError(t, g.Shutdown(testgpu.Context(t)))
+		requireEnded(t, g)
+		return
+	}
+	sess := comm.TakeSession(g)
+	require.NoError(t, g.Shutdown(testgpu.Context(t)))
+	ctx, cancel := context.WithTimeout(testgpu.Context(t), time.Second/2)
+	defer cancel()
+	var missing *cluster.BarrierError
+	require.ErrorAs(t, sess.Barrier(ctx, "never"), &missing)
+	require.Equal(t, []int{0}, missing.Missing)
+	require.Empty(t, missing.Left)
+	require.NoError(t, sess.Shutdown(testgpu.Context(t)))
+}
+
+// Rank 1 is killed, and the other ranks close their groups.
+func initLost(t *testing.T) {
+	g, err := comm.Init(testgpu.Context(t), nil)
+	require.NoError(t, err)
+	xs, err := comm.Make[float32](g, 1)
+	require.NoError(t, err)
+	defer xs.Close()
+	require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+	if g.Rank() == 1 {
+		require.NoError(t, g.Wait(testgpu.Context(t))) // all ranks have a group
+		require.NoError(t, syscall.Kill(os.Getpid(), syscall.SIGKILL))
+	}
+	<-g.Session().Context().Done()
+	_, lost := errors.AsType[*cluster.MemberLostError](context.Cause(g.Session().Context()))
+	require.True(t, lost)
+	require.ErrorIs(t, g.Shutdown(testgpu.Context(t)), comm.ErrBroken)
+	requireEnded(t, g)
+	fmt.Println("closed after the loss")
+}
+
+// initFails returns the body of a process whose Init returns an error with these texts.
+func initFails(texts ...string) func(t *testing.T) {
+	return func(t *testing.T) {
+		cfg := &comm.InitConfig{AllDevices: os.Getenv(initVar) == "local" || os.Getenv(initVar) == "all no devices"}
+		if os.Getenv(initVar) == "options" {
+			cfg.Group = &comm.Config{NCCL: &nccl.Config{Recoverable: true}}
+		}
+		g, err := comm.Init(testgpu.Context(t), cfg)
+		require.Error(t, err)
+		for _, text := range texts {
+			require.Regexp(t, text, err)
+		}
+		require.NoError(t, g.Shutdown(testgpu.Context(t)))
+		require.NoError(t, g.Close())
+	}
+}
+
+// The host has fewer devices than processes: all ranks learn which rank has none.
+func initNoDevice(t *testing.T) {
+	_, err := comm.Init(testgpu.Context(t), &comm.InitConfig{Fallback: func(string) {}})
+	require.ErrorContains(t, err, "open device 2: there are 2")
+	require.ErrorContains(t, err, "each of the 3 processes on this host needs a device: start at most 2")
+	if os.Getenv(env.LocalRank.Name) != "2" {
+		require.ErrorContains(t, err, "rank 2 cannot: ")
+	}
+}
+
+// One rank has other options: all ranks get an error.
+func initMisfit(t *testing.T) {
+	cfg := &comm.Config{Strategy: comm.NCCLOnly}
+	if os.Getenv(env.LocalRank.Name) == "1" {
+		cfg.Strategy = comm.OwnKernels
+	}
+	_, err := comm.Init(testgpu.Context(t), &comm.InitConfig{Group: cfg})
+	require.ErrorIs(t, err, comm.ErrMismatch)
+	require.ErrorContains(t, err, "set Config.Strategy")
+}
+
+// initReduce checks an all-reduce of the ranks.
+func initReduce(t *testing.T, g *comm.Group) {
+	t.Helper()
+	xs, err := comm.Make[int32](g, 3)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, xs.Close()) }()
+	for i, x := range xs {
+		require.NoError(t, x.CopyFrom(g.Stream(i), []int32{1, int32(g.Rank() + i), 7}))
+	}
+	require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+	require.NoError(t, g.Wait(testgpu.Context(t)))
+	out := make([]int32, 3)
+	require.NoError(t, xs[0].CopyTo(g.Stream(0), out))
+	n := int32(g.Size())
+	require.Equal(t, []int32{n, n * (n - 1) / 2, 7 * n}, out)
+}
+
+// requireEnded checks that the group and its session have ended, and that they can be closed
+// again.
+func requireEnded(t *testing.T, g *comm.Group) {
+	t.Helper()
+	for range 2 {
+		require.NoError(t, g.Close())
+		require.NoError(t, g.Shutdown(testgpu.Context(t)))
+	}
+	require.ErrorIs(t, g.Err(), device.ErrClosed)
+	require.Error(t, g.Session().Context().Err())
+	require.Error(t, g.Session().Set(testgpu.Context(t), "key", nil))
+}

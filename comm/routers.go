@@ -1,0 +1,20 @@
+package comm
+
+import (
+	"context"
+
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/route"
+)
+
+// openRouters opens everything that the strategy needs and the devices support, and lets it
+// execute the collectives of the group.
+func (g *Group) openRouters(ctx context.Context, s Strategy, exchange func(rank int) fabric.Exchange) (err error) {
+	g.routers, err = route.Open(ctx, route.Strategy(s), g.comms(), g.Streams(), exchange)
+	if err != nil || len(g.routers) == 0 {
+		return err
+	}
+	g.batch = g.routers.NewBatch()
+	g.members = withIssuer(g.members, g.batch)
+	return nil
+}

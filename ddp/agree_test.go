@@ -1,0 +1,78 @@
+package ddp_test
+
+import (
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/ddp"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+)
+
+// Ranks of several processes whose gradients or parameters differ are all told so, and go on
+// with others.
+func TestBucketsThatDiffer(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		gs, errs := join(t, testgpu.Context(t), devs[:2])
+		require.NoError(t, errs[0])
+		require.NoError(t, errs[1])
+		both := func(make func(i int, g *comm.Group) error) []error {
+			var wg sync.WaitGroup
+			for i, g := range gs {
+				wg.Go(func() { errs[i] = make(i, g) })
+			}
+			wg.Wait()
+			return errs
+		}
+		reducer := func(cfg *ddp.ReducerConfig, lens ...int) func(g *comm.Group) error {
+			return func(g *comm.Group) error {
+				flat, grads, err := memory.MakeFlat[float32](g.Stream(0), lens...)
+				if err != nil {
+					return err
+				}
+				defer flat.Close()
+				r, err := ddp.NewReducer(g, [][]memory.Slice[float32]{grads}, cfg)
+				if err != nil {
+					return err
+				}
+				return r.Close()
+			}
+		}
+		sharder := func(cfg *ddp.ShardConfig, lens ...int) func(g *comm.Group) error {
+			return func(g *comm.Group) error {
+				sh, err := ddp.NewSharder[float32](g, lens, cfg)
+				if err != nil {
+					return err
+				}
+				return sh.Close()
+			}
+		}
+		for _, c := range []struct {
+			make [2]func(g *comm.Group) error
+			want [2]string // of each rank
+		}{
+			{[2]func(*comm.Group) error{reducer(nil, 4, 6), reducer(nil, 4, 7)}, [2]string{"new reducer: gradient 1 has 6 elements on rank 0 and 7 on rank 1: give the same on all ranks", "gradient 1 has 6 elements on rank 0 and 7 on rank 1"}},
+			{[2]func(*comm.Group) error{reducer(nil, 4, 6), reducer(nil, 6, 4)}, [2]string{"gradient 0 has 4 elements on rank 0 and 6 on rank 1", "gradient 0 has 4 elements on rank 0 and 6 on rank 1"}},
+			{[2]func(*comm.Group) error{reducer(nil, 4), reducer(&ddp.ReducerConfig{FindUnused: true}, 4)}, [2]string{"unused ones false", "unused ones true"}},
+			{[2]func(*comm.Group) error{reducer(nil, 4), reducer(&ddp.ReducerConfig{Op: new(comm.Sum)}, 4)}, [2]string{"by avg", "by sum"}},
+			{[2]func(*comm.Group) error{reducer(nil, 4), reducer(nil)}, [2]string{"rank 1 has given something wrong: ddp: new reducer: 1 lists of gradients", "want one list with at least one gradient"}},
+			{[2]func(*comm.Group) error{sharder(nil, 4, 6), sharder(nil, 4)}, [2]string{"new sharder: rank 0 has given 2 parameters", "and rank 1 1 parameters"}},
+			{[2]func(*comm.Group) error{sharder(&ddp.ShardConfig{BucketBytes: -1}, 4), sharder(nil, 4)}, [2]string{"buckets of 0 and -1 bytes", "rank 0 has given something wrong"}},
+		} {
+			for i, err := range both(func(i int, g *comm.Group) error { return c.make[i](g) }) {
+				require.ErrorContains(t, err, c.want[i])
+				if strings.HasPrefix(c.want[i], "want ") || strings.HasPrefix(c.want[i], "buckets of ") {
+					require.NotContains(t, err.Error(), "has given", "its own mistake is all that a rank is told")
+				}
+			}
+		}
+		for _, err := range both(func(_ int, g *comm.Group) error { return reducer(nil, 4, 6)(g) }) {
+			require.NoError(t, err, "the groups are as good as before")
+		}
+	})
+}

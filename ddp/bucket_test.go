@@ -1,0 +1,33 @@
+package ddp
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Buckets are cut in the order of the backward pass, the first one smaller.
+func TestSplit(t *testing.T) {
+	for _, c := range []struct {
+		lens         []int
+		first, bytes int
+		order        []int
+		want         [][]int
+	}{
+		{[]int{10, 10, 10, 10}, 40, 80, backwards(4), [][]int{{3}, {1, 2}, {0}}},
+		{[]int{10, 10, 10, 10}, 1, 1, backwards(4), [][]int{{3}, {2}, {1}, {0}}},
+		{[]int{10, 10, 10, 10}, 1 << 20, 1 << 20, backwards(4), [][]int{{0, 1, 2, 3}}},
+		{[]int{1, 1000, 1, 1}, 8, 16, backwards(4), [][]int{{2, 3}, {1}, {0}}},
+		{[]int{0, 0}, 4, 4, backwards(2), [][]int{{0, 1}}},
+		{[]int{10, 10, 10, 10}, 40, 80, []int{1, 3, 0, 2}, [][]int{{1}, {0, 3}, {2}}},
+	} {
+		var got [][]int
+		for _, b := range split[float32](c.lens, c.order, c.first, c.bytes) {
+			got = append(got, b.grads)
+		}
+		require.Equal(t, c.want, got, "%v in %d and %d bytes", c.lens, c.first, c.bytes)
+	}
+	b := split[float32]([]int{5, 3, 4}, backwards(3), 1<<20, 1<<20)[0]
+	require.Equal(t, []int{0, 8, 12}, b.at, "each gradient begins at a multiple of 16 bytes")
+	require.Equal(t, 16, b.len)
+}

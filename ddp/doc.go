@@ -1,0 +1,33 @@
+// Package ddp reduces the gradients of a model over the ranks of a group while the
+// backward pass still computes the others.
+//
+// A [Reducer] gives all ranks all gradients:
+//
+//	flat, grads, err := memory.MakeFlat[float32](s, 4096, 1024)
+//	defer flat.Close()
+//	r, err := ddp.NewReducer(g, [][]memory.Slice[float32]{grads}, nil)
+//	defer r.Close()
+//	...
+//	err = r.Ready(s, i) // in the backward pass, when gradient i is enqueued
+//	err = r.Finish(s)   // s sees all gradients reduced
+//
+// A [Sharder] keeps parameters and gradients in flat memory. Each rank updates one shard of
+// it.
+//
+// The names of other libraries:
+//
+//	PyTorch                        here
+//	DistributedDataParallel        Reducer
+//	gradient_as_bucket_view        memory.MakeFlat
+//	find_unused_parameters         ReducerConfig.FindUnused
+//	static_graph                   ReducerConfig.StaticGraph
+//	fp16_compress_hook             ReducerConfig.Compress
+//	ZeroRedundancyOptimizer, FSDP  Sharder
+//
+// Gradients lie in buckets. A bucket is reduced on the group's stream as soon as its last
+// gradient is ready on all local ranks, and buckets are reduced in the same order on all
+// ranks. The host waits for nothing and allocates nothing.
+//
+// An error that matches [comm.ErrMismatch] is the error of a wrong argument. When the group
+// is broken, every later call returns an error that matches [comm.ErrBroken].
+package ddp

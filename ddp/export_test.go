@@ -1,0 +1,33 @@
+package ddp
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Gaps reads what lies in the buckets of a local rank, before any gradient is
+// ready.
+func (r *Reducer[T]) Gaps(t *testing.T, local int) []T {
+	t.Helper()
+	var all []T
+	for k := range r.parts {
+		flat := r.parts[k].wire.(plain[T]).flat[local]
+		h := make([]T, flat.Len())
+		require.NoError(t, flat.CopyTo(r.g.Stream(local), h))
+		all = append(all, h...)
+	}
+	return all
+}
+
+// BucketGrads returns the gradients of each bucket.
+func (r *Reducer[T]) BucketGrads() [][]int {
+	var all [][]int
+	for _, b := range r.queue.buckets {
+		all = append(all, b.grads)
+	}
+	return all
+}
+
+// Launched returns how many buckets are reduced in this step so far.
+func (r *Reducer[T]) Launched() int { return r.queue.next }

@@ -1,0 +1,204 @@
+package ddp
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A wire is the memory of a bucket that is reduced, on all local ranks. Its methods
+// enqueue.
+type wire[T memory.Element] interface {
+	put(s *stream.Stream, local, at int, x memory.Slice[T]) error // x into the wire
+	get(s *stream.Stream, local, at int, x memory.Slice[T]) error // the wire into x
+	zero(s *stream.Stream, local, at, n int) error
+	// choose sets x to the wire's elements if used is not 0, and to old if it is.
+	choose(s *stream.Stream, local, at int, x memory.Slice[T], used memory.Slice[uint8], old memory.Slice[T]) error
+	reduce(g *comm.Group, op comm.Op) error
+	record(s *stream.Stream, local int) error
+	inPlace(local int) bool // the wire is the gradients' own memory
+	close() error
+}
+
+// newWire makes a wire of n elements. wholes has the gradients' own memory of each local
+// rank: it is the wire if they lie in it as on the wire and are not converted.
+func newWire[T memory.Element](g *comm.Group, c *ReducerConfig, wholes []memory.Slice[T], n int) (wire[T], error) {
+	by := 1
+	if *c.Op == comm.Avg {
+		by = g.Size()
+	}
+	switch c.Compress {
+	case memory.Float16:
+		return newNarrow[T, memory.Float16Bits](g, n, by)
+	case memory.BFloat16:
+		return newNarrow[T, memory.BFloat16Bits](g, n, by)
+	}
+	w := plain[T]{flat: make(comm.Shards[T], len(wholes)), own: make([]bool, len(wholes))}
+	for i, whole := range wholes {
+		if w.flat[i] = whole; whole.Buffer() != nil {
+			continue
+		}
+		var err error
+		if w.flat[i], err = zeroed[T](g.Stream(i), n); err != nil {
+			return nil, errors.Join(err, w.close())
+		}
+		w.own[i] = true
+	}
+	return w, nil
+}
+
+// zeroed allocates a wire's memory. The gaps between gradients are reduced too:
+// they must be numbers.
+func zeroed[T memory.Element](s *stream.Stream, n int) (memory.Slice[T], error) {
+	x, err := memory.Make[T](s, n)
+	if err != nil {
+		return x, err
+	}
+	if err := x.Zero(s); err != nil {
+		return memory.Slice[T]{}, errors.Join(err, x.Close())
+	}
+	return x, nil
+}
+
+// plain is a wire of the gradients' type: their own memory, or copies of the gradients.
+type plain[T memory.Element] struct {
+	flat comm.Shards[T]
+	own  []bool // by local rank: flat is the wire's own memory, and has copies
+}
+
+func (w plain[T]) put(s *stream.Stream, local, at int, x memory.Slice[T]) error {
+	if !w.own[local] {
+		return nil
+	}
+	return memory.Copy(s, w.flat[local].Slice(at, at+x.Len()), x)
+}
+
+func (w plain[T]) get(s *stream.Stream, local, at int, x memory.Slice[T]) error {
+	if !w.own[local] {
+		return nil
+	}
+	return memory.Copy(s, x, w.flat[local].Slice(at, at+x.Len()))
+}
+
+func (w plain[T]) zero(s *stream.Stream, local, at, n int) error {
+	return w.flat[local].Slice(at, at+n).Zero(s)
+}
+
+func (w plain[T]) choose(s *stream.Stream, local, at int, x memory.Slice[T], used memory.Slice[uint8], old memory.Slice[T]) error {
+	return choose(s, x, used, w.flat[local].Slice(at, at+x.Len()), old)
+}
+
+func (w plain[T]) reduce(g *comm.Group, op comm.Op) error { return comm.AllReduce(g, op, w.flat...) }
+
+func (w plain[T]) record(s *stream.Stream, local int) error { return w.flat[local].RecordStream(s) }
+
+func (w plain[T]) inPlace(local int) bool { return !w.own[local] }
+
+func (w plain[T]) close() error {
+	var errs []error
+	for i, own := range w.own {
+		if own {
+			errs = append(errs, w.flat[i].Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// narrow is a wire of a smaller type. The mean is taken on the way in, because
+// the sum may be larger than that type can hold.
+type narrow[T, W memory.Element] struct {
+	flat comm.Shards[W]
+	by   int // what gradients are divided by
+}
+
+func newNarrow[T, W memory.Element](g *comm.Group, n, by int) (wire[T], error) {
+	w := narrow[T, W]{by: by}
+	for _, s := range g.Streams() {
+		flat, err := zeroed[W](s, n)
+		if err != nil {
+			return nil, errors.Join(err, w.close())
+		}
+		w.flat = append(w.flat, flat)
+	}
+	return w, nil
+}
+
+func (w narrow[T, W]) put(s *stream.Stream, local, at int, x memory.Slice[T]) error {
+	return divide(s, w.flat[local].Slice(at, at+x.Len()), x, w.by)
+}
+
+func (w narrow[T, W]) get(s *stream.Stream, local, at int, x memory.Slice[T]) error {
+	return divide(s, x, w.flat[local].Slice(at, at+x.Len()), 1)
+}
+
+func (w narrow[T, W]) zero(s *stream.Stream, local, at, n int) error {
+	return w.flat[local].Slice(at, at+n).Zero(s)
+}
+
+func (w narrow[T, W]) choose(s *stream.Stream, local, at int, x memory.Slice[T], used memory.Slice[uint8], old memory.Slice[T]) error {
+	return choose(s, x, used, w.flat[local].Slice(at, at+x.Len()), old)
+}
+
+func (w narrow[T, W]) reduce(g *comm.Group, op comm.Op) error {
+	if op == comm.Avg {
+		op = comm.Sum
+	}
+	return comm.AllReduce(g, op, w.flat...)
+}
+
+func (w narrow[T, W]) record(s *stream.Stream, local int) error { return w.flat[local].RecordStream(s) }
+
+func (w narrow[T, W]) inPlace(int) bool { return false }
+
+func (w narrow[T, W]) close() error { return w.flat.Close() }
+
+// The kernels live as long as the process.
+var (
+	divider = sync.OnceValues(func() (*kernel.Elementwise, error) {
+		return kernel.NewElementwise("x / by", &kernel.ElementwiseConfig{
+			Inputs:   []string{"x"},
+			Defaults: []kernel.Operand{kernel.Set("by", 1)},
+			Floats:   func(in, out []float64) { out[0] = in[0] / in[1] },
+		})
+	})
+	chooser = sync.OnceValues(func() (*kernel.Elementwise, error) {
+		return kernel.NewElementwise("used != 0 ? reduced : old", &kernel.ElementwiseConfig{
+			Inputs: []string{"used", "reduced", "old"},
+			Floats: func(in, out []float64) {
+				out[0] = in[2]
+				if in[0] != 0 {
+					out[0] = in[1]
+				}
+			},
+		})
+	})
+)
+
+// divide converts x/by to the type of dst, rounding once from the wider of the
+// two.
+func divide[D, S memory.Element](s *stream.Stream, dst memory.Slice[D], x memory.Slice[S], by int) error {
+	f, err := divider()
+	if err != nil {
+		return err
+	}
+	if err := f.Launch(s, kernel.Out(dst), kernel.In(x), kernel.Set("by", by)); err != nil {
+		return fmt.Errorf("ddp: convert gradients: %w", err)
+	}
+	return nil
+}
+
+func choose[T, W memory.Element](s *stream.Stream, x memory.Slice[T], used memory.Slice[uint8], reduced memory.Slice[W], old memory.Slice[T]) error {
+	f, err := chooser()
+	if err != nil {
+		return err
+	}
+	if err := f.Launch(s, kernel.Out(x), kernel.In(used), kernel.In(reduced), kernel.In(old)); err != nil {
+		return fmt.Errorf("ddp: keep unused gradients: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,412 @@
+package kernels
+
+import (
+	"math"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+func TestMain(m *testing.M) { testgpu.Main(m) }
+
+const (
+	sequences = 7 // so that the last block of each kernel is not full
+	rows      = sequences * Context
+)
+
+// A rig is a set on a device, and random inputs.
+type rig[T Float] struct {
+	t *testing.T
+	k *Set[T]
+	r *rand.Rand
+}
+
+// each runs a test with both types of activations, on virtual devices and on CUDA.
+func each(t *testing.T, single func(*rig[float32]), brief func(*rig[memory.BFloat16Bits])) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		t.Run("float32", func(t *testing.T) { single(newRig[float32](t, devs[0])) })
+		t.Run("bfloat16", func(t *testing.T) { brief(newRig[memory.BFloat16Bits](t, devs[0])) })
+	})
+}
+
+func newRig[T Float](t *testing.T, dev *device.Device) *rig[T] {
+	s, err := stream.New(dev, nil)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, s.Close()) })
+	k, err := New[T](s, rows)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, k.Close()) })
+	seed := rand.Uint64()
+	t.Log("seed", seed)
+	return &rig[T]{t, k, rand.New(rand.NewPCG(seed, 0))}
+}
+
+// upload copies numbers to the device, and returns them there and as the device has them.
+func upload[T Float, E Float](g *rig[T], xs []float64) (memory.Slice[E], []float64) {
+	out, exact := make([]E, len(xs)), make([]float64, len(xs))
+	for i, x := range xs {
+		out[i] = narrow[E](float32(x))
+	}
+	for i, x := range wide(out) {
+		exact[i] = float64(x)
+	}
+	return send(g, out), exact
+}
+
+func send[T Float, E memory.Element](g *rig[T], xs []E) memory.Slice[E] {
+	g.t.Helper()
+	x, err := memory.MakeFrom(g.k.s, xs)
+	require.NoError(g.t, err)
+	g.t.Cleanup(func() { require.NoError(g.t, x.Close()) })
+	return x
+}
+
+// normal returns n random numbers.
+func (g *rig[T]) normal(n int) []float64 {
+	xs := make([]float64, n)
+	for i := range xs {
+		xs[i] = g.r.NormFloat64()
+	}
+	return xs
+}
+
+func (g *rig[T]) floats(n int) (floats, []float64)        { return upload[T, float32](g, g.normal(n)) }
+func (g *rig[T]) acts(n int) (memory.Slice[T], []float64) { return upload[T, T](g, g.normal(n)) }
+func (g *rig[T]) poisoned(n int) floats                   { return first(upload[T, float32](g, nan(n))) }
+func (g *rig[T]) poison(n int) memory.Slice[T]            { return first(upload[T, T](g, nan(n))) }
+func (g *rig[T]) norm() (n Norm, w, b []float64) {
+	n.W, w = g.floats(Width)
+	n.B, b = g.floats(Width)
+	return n, w, b
+}
+func first[A, B any](a A, _ B) A { return a }
+func nan(n int) []float64        { return fill(n, math.NaN()) }
+func fill(n int, x float64) []float64 {
+	xs := make([]float64, n)
+	for i := range xs {
+		xs[i] = x
+	}
+	return xs
+}
+
+// text returns random lines of tokens.
+func (g *rig[T]) text() (tokens, []int32) {
+	text := make([]int32, sequences*Line)
+	for i := range text {
+		text[i] = int32(g.r.IntN(Vocab))
+	}
+	return send(g, text), text
+}
+
+// near compares what is on the device with references. The error is at most that of T times
+// the size of the terms that were added up, and the number.
+func near[T Float, E Float](g *rig[T], what string, x memory.Slice[E], want []float64, size float64) {
+	g.t.Helper()
+	host := make([]E, x.Len())
+	require.NoError(g.t, x.CopyTo(g.k.s, host))
+	require.Len(g.t, host, len(want))
+	bound := 2e-6
+	if memory.DTypeOf[T]() == memory.BFloat16 {
+		bound = 1. / 128
+	}
+	for i, got := range wide(host) {
+		if e := math.Abs(float64(got) - want[i]); !(e <= bound*(size+math.Abs(want[i]))) {
+			require.Failf(g.t, what, "element %d is %v: want %v", i, got, want[i])
+		}
+	}
+}
+
+// slope returns the derivative of f with regard to *x.
+func slope(x *float64, f func() float64) float64 {
+	const step = 1e-4
+	was := *x
+	*x = was + step
+	above := f()
+	*x = was - step
+	below := f()
+	*x = was
+	return (above - below) / (2 * step)
+}
+
+// layerNorm is the reference of a row.
+func layerNorm(row, w, b []float64) []float64 {
+	mean, variance, a := 0.0, 0.0, make([]float64, len(row))
+	for _, x := range row {
+		mean += x / Width
+	}
+	for _, x := range row {
+		variance += (x - mean) * (x - mean) / Width
+	}
+	for i, x := range row {
+		a[i] = (x-mean)/math.Sqrt(variance+1e-5)*w[i] + b[i]
+	}
+	return a
+}
+
+func inner(a, b []float64) (sum float64) {
+	for i := range a {
+		sum += a[i] * b[i]
+	}
+	return sum
+}
+
+func TestEmbedNorm(t *testing.T) { each(t, testEmbedNorm, testEmbedNorm) }
+
+func testEmbedNorm[T Float](g *rig[T]) {
+	text, words := g.text()
+	tok, toks := g.floats(Vocab * Width)
+	pos, places := g.floats(Context * Width)
+	n, w, b := g.norm()
+	h, a := g.poisoned(rows*Width), g.poison(rows*Width)
+	require.NoError(g.t, g.k.EmbedNorm(text, tok, pos, h, n, a))
+	var sums, norms []float64
+	for r := range rows {
+		row := make([]float64, Width)
+		for c := range row {
+			row[c] = toks[int(words[r/Context*Line+r%Context])*Width+c] + places[r%Context*Width+c]
+		}
+		sums, norms = append(sums, row...), append(norms, layerNorm(row, w, b)...)
+	}
+	near(g, "h", h, sums, 0)
+	near(g, "layer norm", a, norms, 4)
+}
+
+func TestAddNorm(t *testing.T) { each(t, testAddNorm, testAddNorm) }
+
+func testAddNorm[T Float](g *rig[T]) {
+	before, xs := g.floats(rows * Width)
+	y, ys := g.acts(rows * Width)
+	n, w, b := g.norm()
+	h, a := g.poisoned(rows*Width), g.poison(rows*Width)
+	require.NoError(g.t, g.k.AddNorm(before, y, h, n, a))
+	var norms []float64
+	for i := range xs {
+		xs[i] += ys[i]
+	}
+	for at := 0; at < len(xs); at += Width {
+		norms = append(norms, layerNorm(xs[at:at+Width], w, b)...)
+	}
+	near(g, "h", h, xs, 1)
+	near(g, "layer norm", a, norms, 4)
+}
+
+func TestNormBack(t *testing.T) { each(t, testNormBack, testNormBack) }
+
+// The references of gradients are slopes of the references of the forward pass.
+func testNormBack[T Float](g *rig[T]) {
+	da, das := g.acts(rows * Width)
+	h, hs := g.floats(rows * Width)
+	n, w, b := g.norm()
+	dhs, dw, db := make([]float64, rows*Width), make([]float64, Width), make([]float64, Width)
+	for at := 0; at < len(hs); at += Width {
+		row, d := hs[at:at+Width], das[at:at+Width]
+		loss := func() float64 { return inner(d, layerNorm(row, w, b)) }
+		for c := range row {
+			dhs[at+c] = slope(&row[c], loss)
+			dw[c] += slope(&w[c], loss)
+			db[c] += slope(&b[c], loss)
+		}
+	}
+	dh, dy, grads := g.poisoned(rows*Width), g.poison(rows*Width), Norm{g.poisoned(Width), g.poisoned(Width)}
+	require.NoError(g.t, g.k.NormBack(da, h, n, dh, false, dy, grads, false))
+	const terms = 30 // about the sum of the sizes of the terms of a column
+	near(g, "dh", dh, dhs, 4)
+	near(g, "dy", dy, dhs, 4)
+	near(g, "dw", grads.W, dw, terms)
+	near(g, "db", grads.B, db, terms)
+
+	dh, before := g.floats(rows * Width)
+	gradW, beforeW := g.floats(Width)
+	gradB, beforeB := g.floats(Width)
+	require.NoError(g.t, g.k.NormBack(da, h, n, dh, true, dy, Norm{gradW, gradB}, true))
+	near(g, "dh with a residual", dh, plus(dhs, before), 4)
+	near(g, "dy with a residual", dy, plus(dhs, before), 4)
+	near(g, "accumulated dw", gradW, plus(dw, beforeW), terms)
+	near(g, "accumulated db", gradB, plus(db, beforeB), terms)
+}
+
+func plus(a, b []float64) []float64 {
+	sum := make([]float64, len(a))
+	for i := range a {
+		sum[i] = a[i] + b[i]
+	}
+	return sum
+}
+
+func TestEmbedBack(t *testing.T) { each(t, testEmbedBack, testEmbedBack) }
+
+func testEmbedBack[T Float](g *rig[T]) {
+	text, words := g.text()
+	dh, dhs := g.floats(rows * Width)
+	toks, places := make([]float64, Vocab*Width), make([]float64, Context*Width)
+	for r := range rows {
+		for c := range Width {
+			toks[int(words[r/Context*Line+r%Context])*Width+c] += dhs[r*Width+c]
+			places[r%Context*Width+c] += dhs[r*Width+c]
+		}
+	}
+	dtok, dpos := g.poisoned(len(toks)), g.poisoned(len(places))
+	require.NoError(g.t, g.k.EmbedBack(text, dh, dtok, dpos, false))
+	near(g, "dtok", dtok, toks, 10)
+	near(g, "dpos", dpos, places, 10)
+	dtok, beforeTok := g.floats(len(toks))
+	dpos, beforePos := g.floats(len(places))
+	require.NoError(g.t, g.k.EmbedBack(text, dh, dtok, dpos, true))
+	near(g, "accumulated dtok", dtok, plus(toks, beforeTok), 10)
+	near(g, "accumulated dpos", dpos, plus(places, beforePos), 10)
+}
+
+// attend is the reference of one place of a head: the output of its query.
+func attend(qkv []float64, row, column, i int) []float64 {
+	at := func(j, of, d int) float64 { return qkv[(row+j)*3*Width+of*Width+column+d] }
+	p, sum, o := make([]float64, i+1), 0.0, make([]float64, head)
+	for j := range p {
+		s := 0.0
+		for d := range head {
+			s += at(i, 0, d) * at(j, 1, d)
+		}
+		p[j] = math.Exp(s / math.Sqrt(head))
+		sum += p[j]
+	}
+	for j := range p {
+		for d := range o {
+			o[d] += p[j] / sum * at(j, 2, d)
+		}
+	}
+	return o
+}
+
+func TestAttention(t *testing.T) { each(t, testAttention, testAttention) }
+
+func testAttention[T Float](g *rig[T]) {
+	qkv, in := g.acts(rows * 3 * Width)
+	o := g.poison(rows * Width)
+	require.NoError(g.t, g.k.Attention(qkv, o))
+	want := make([]float64, rows*Width)
+	for n := range sequences * Heads {
+		row, column := n/Heads*Context, n%Heads*head
+		for i := range Context {
+			copy(want[(row+i)*Width+column:], attend(in, row, column, i))
+		}
+	}
+	near(g, "output", o, want, 4)
+}
+
+func TestAttentionBack(t *testing.T) { each(t, testAttentionBack, testAttentionBack) }
+
+func testAttentionBack[T Float](g *rig[T]) {
+	qkv, in := g.acts(rows * 3 * Width)
+	do, dos := g.acts(rows * Width)
+	dqkv := g.poison(rows * 3 * Width)
+	require.NoError(g.t, g.k.AttentionBack(qkv, do, dqkv))
+	host := make([]T, dqkv.Len())
+	require.NoError(g.t, dqkv.CopyTo(g.k.s, host))
+	var want []float64
+	var picked []T
+	for range 100 { // slopes of all elements would take a minute
+		k := g.r.IntN(len(in))
+		row, column := k/(3*Width)/Context*Context, k%Width/head*head
+		want = append(want, slope(&in[k], func() (loss float64) {
+			for i := range Context {
+				loss += inner(dos[(row+i)*Width+column:][:head], attend(in, row, column, i))
+			}
+			return loss
+		}))
+		picked = append(picked, host[k])
+	}
+	for _, x := range wide(host) {
+		require.False(g.t, math.IsNaN(float64(x)), "an element was not written")
+	}
+	near(g, "gradient", send(g, picked), want, 10)
+}
+
+// geluOf is torch's gelu with approximate='tanh'.
+func geluOf(x float64) float64 {
+	return 0.5 * x * (1 + math.Tanh(math.Sqrt(2/math.Pi)*(x+0.044715*x*x*x)))
+}
+
+func TestGELU(t *testing.T) { each(t, testGELU, testGELU) }
+
+func testGELU[T Float](g *rig[T]) {
+	x, xs := g.acts(1000)
+	d, ds := g.acts(1000)
+	y, want, back := g.poison(1000), make([]float64, 1000), make([]float64, 1000)
+	for i := range xs {
+		want[i] = geluOf(xs[i])
+		back[i] = ds[i] * slope(&xs[i], func() float64 { return geluOf(xs[i]) })
+	}
+	require.NoError(g.t, g.k.GELU(x, y))
+	near(g, "gelu", y, want, 1)
+	require.NoError(g.t, g.k.GELUBack(x, d))
+	near(g, "gradient", d, back, 1)
+}
+
+func TestWiden(t *testing.T) { each(t, testWiden, testWiden) }
+
+func testWiden[T Float](g *rig[T]) {
+	x, xs := g.acts(1000)
+	sum := g.poisoned(1000)
+	require.NoError(g.t, g.k.Widen(x, sum, false))
+	near(g, "copy", sum, xs, 0)
+	sum, before := g.floats(1000)
+	require.NoError(g.t, g.k.Widen(x, sum, true))
+	near(g, "sum", sum, plus(xs, before), 1)
+}
+
+// crossEntropyOf is the reference of a row.
+func crossEntropyOf(z []float64, want int32) float64 {
+	sum := 0.0
+	for _, x := range z {
+		sum += math.Exp(x)
+	}
+	return math.Log(sum) - z[want]
+}
+
+func TestCrossEntropy(t *testing.T) { each(t, testCrossEntropy, testCrossEntropy) }
+
+func testCrossEntropy[T Float](g *rig[T]) {
+	text, words := g.text()
+	logits := g.normal(rows * Vocab)
+	z, zs := upload[T, T](g, logits)
+	want, grads := 0.0, make([]float64, len(zs))
+	for r := range rows {
+		row, next := zs[r*Vocab:][:Vocab], words[r/Context*Line+r%Context+1]
+		want += crossEntropyOf(row, next)
+		for c := range row {
+			grads[r*Vocab+c] = 0.5 * slope(&row[c], func() float64 { return crossEntropyOf(row, next) })
+		}
+	}
+	loss := g.poisoned(1)
+	require.NoError(g.t, g.k.CrossEntropy(z, text, loss, 0.5, false))
+	near(g, "loss", loss, []float64{want / 2}, 0)
+	near(g, "gradient", z, grads, 1)
+	z, _ = upload[T, T](g, logits)
+	require.NoError(g.t, g.k.CrossEntropy(z, text, loss, 0.5, true))
+	near(g, "loss of two micro-batches", loss, []float64{want}, 0)
+}
+
+func TestEndStep(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		g := newRig[float32](t, devs[0])
+		const steps, peak, warmup = 12, 3e-3, 10
+		step, log := send(g, []int32{0}), g.poisoned(2*steps)
+		rate := send(g, []float64{0})
+		var want []float64
+		for s := range steps + 1 { // one more than the log has room for
+			loss, l := g.floats(1)
+			norm, n := g.floats(1)
+			require.NoError(t, g.k.EndStep(loss, norm, step, log, rate, peak, warmup))
+			want = append(want, l[0], n[0])
+			var got [1]float64
+			require.NoError(t, rate.CopyTo(g.k.s, got[:]))
+			require.Equal(t, peak*min(1, float64(s+2)/warmup), got[0], "rate of the step after %d", s)
+		}
+		near(g, "log", log, want[:2*steps], 0)
+	})
+}

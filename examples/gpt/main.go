@@ -1,0 +1,106 @@
+// Gpt trains a small GPT that learns to add two numbers. It shows a complete training run:
+// several ranks that reduce gradients during the backward pass, gradient accumulation,
+// bfloat16 with float32 parameters, gradient clipping, AdamW with a warmup of the learning
+// rate, and one CUDA graph for a whole step. PyTorch's run of the same model has the same
+// losses. The program uses all devices in one process, or one device in each process of a job.
+//
+//	bin/gpt -steps 1500
+//	chorus run --nproc-per-node 4 -- bin/gpt -bf16 -accum 2
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/memory"
+)
+
+// A config holds the flags.
+type config struct {
+	steps, accum int
+	graph, bf16  bool
+	json         string
+}
+
+func main() {
+	var cfg config
+	flag.IntVar(&cfg.steps, "steps", 60, "`number` of steps")
+	flag.BoolVar(&cfg.graph, "graph", true, "captures a step into a CUDA graph")
+	flag.BoolVar(&cfg.bf16, "bf16", false, "computes matrix products in bfloat16, as torch.autocast does")
+	flag.IntVar(&cfg.accum, "accum", 1, "`number` of micro-batches that a rank's part of a batch is split into")
+	flag.StringVar(&cfg.json, "json", "", "`file` for the results in JSON")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, &cfg); err != nil {
+		fmt.Fprintln(os.Stderr, "gpt:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, cfg *config) error {
+	begun := time.Now()
+	g, err := comm.Init(ctx, &comm.InitConfig{AllDevices: true, Fallback: func(note string) { fmt.Fprintln(os.Stderr, "gpt:", note) }})
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	rank := g.Rank()
+	res, err := trainGroup(ctx, g, cfg)
+	if err != nil {
+		return err
+	}
+	if err := g.Shutdown(ctx); err != nil { // leaves the job together with the other processes
+		return err
+	}
+	res.Seconds = time.Since(begun).Seconds()
+	if rank != 0 {
+		return nil
+	}
+	fmt.Println(res)
+	return res.write(cfg.json)
+}
+
+// trainGroup trains in the type of the flags.
+func trainGroup(ctx context.Context, g *comm.Group, cfg *config) (*result, error) {
+	if cfg.bf16 {
+		return train[memory.BFloat16Bits](ctx, g, cfg)
+	}
+	return train[float32](ctx, g, cfg)
+}
+
+// A result holds the results of a run.
+type result struct {
+	Losses      []float32 `json:"losses"`     // of each step, over all ranks
+	GradNorms   []float32 `json:"grad_norms"` // of each step, before clipping
+	Ranks       int       `json:"ranks"`
+	Backend     string    `json:"backend"`
+	Seconds     float64   `json:"seconds"`      // from the start of the program
+	StepSeconds float64   `json:"step_seconds"` // mean of all steps after the first
+}
+
+// String returns a summary in one line.
+func (r *result) String() string {
+	n := len(r.Losses)
+	return fmt.Sprintf("ranks %d, backend %s, steps %d, loss %.4f -> %.4f, %.3g ms a step, %.1f s", r.Ranks, r.Backend, n,
+		r.Losses[0], r.Losses[n-1], 1000*r.StepSeconds, r.Seconds)
+}
+
+// write writes the result to a file in JSON. If file is empty, it does nothing.
+func (r *result) write(file string) error {
+	if file == "" {
+		return nil
+	}
+	b, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(file, append(b, '\n'), 0o644)
+}

@@ -1,0 +1,212 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/ddp"
+	"github.com/gochorus/chorus/examples/gpt/kernels"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/stream"
+)
+
+// The options of PyTorch's run.
+const (
+	seed        = 1234
+	peakRate    = 3e-3 // learning rate after warmup
+	warmup      = 10   // steps
+	clipNorm    = 1.0
+	weightDecay = 0.1
+)
+
+// A trainer trains the replicas of the local ranks.
+type trainer[T kernels.Float] struct {
+	g        *comm.Group
+	cfg      *config
+	replicas []*replica[T]
+	streams  []*stream.Stream // of the replicas
+	red      *ddp.Reducer[float32]
+	exec     *graph.Exec // a step; nil if it is not captured
+}
+
+// train trains on all local ranks of the group, and returns the results of all ranks.
+func train[T kernels.Float](ctx context.Context, g *comm.Group, cfg *config) (res *result, err error) {
+	if least := batchSize / g.Size(); cfg.accum > least || cfg.accum < 1 || cfg.steps < 1 {
+		return nil, fmt.Errorf("%d steps of %d micro-batches: want 1 or more of each, and %d ranks have %d sequences each, or one more",
+			cfg.steps, cfg.accum, g.Size(), least)
+	}
+	t := &trainer[T]{g: g, cfg: cfg}
+	defer func() { err = errors.Join(err, t.close()) }()
+	for i := range g.Locals() {
+		r, err := newReplica[T](g, i, cfg)
+		if err != nil {
+			return nil, err
+		}
+		t.replicas, t.streams = append(t.replicas, r), append(t.streams, r.s)
+	}
+	if err := t.reduceGradients(); err != nil {
+		return nil, err
+	}
+	if err := t.broadcast(); err != nil {
+		return nil, err
+	}
+	return t.run(ctx)
+}
+
+// reduceGradients makes the reducer. Gradients are divided by the targets of the whole batch
+// already, so they are summed. There are two buckets: the reduction of the second layer
+// overlaps with the backward pass of the first layer.
+func (t *trainer[T]) reduceGradients() (err error) {
+	var grads [][]floats
+	for _, r := range t.replicas {
+		grads = append(grads, r.params.grads)
+		r.model.ready = func(i int) error { return t.red.Ready(r.s, i) }
+	}
+	const bucket = 216 << 10
+	t.red, err = ddp.NewReducer(t.g, grads, &ddp.ReducerConfig{BucketBytes: bucket, FirstBucketBytes: bucket, Op: new(comm.Sum)})
+	return err
+}
+
+// broadcast gives all ranks the parameters of rank 0.
+func (t *trainer[T]) broadcast() error {
+	flat := make(comm.Shards[float32], len(t.replicas))
+	for i, r := range t.replicas {
+		flat[i] = r.params.flat
+		if err := t.g.Stream(i).WaitStream(r.s); err != nil {
+			return err
+		}
+	}
+	if err := comm.BroadcastFrom(t.g, 0, flat...); err != nil {
+		return err
+	}
+	for i, r := range t.replicas {
+		if err := first(r.s.WaitStream(t.g.Stream(i)), r.params.refresh(r.s)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// run does all steps. The host waits for the devices only to report the progress.
+func (t *trainer[T]) run(ctx context.Context) (*result, error) {
+	res := &result{Ranks: t.g.Size(), Backend: t.g.Device(0).System().Backend()}
+	var begun time.Time
+	for s := range t.cfg.steps {
+		if s == 1 { // the first step has compiled kernels and connected the ranks
+			if err := t.prepare(ctx); err != nil {
+				return nil, err
+			}
+			begun = time.Now()
+		}
+		for _, r := range t.replicas {
+			if err := r.feed.load(ctx, r.s); err != nil {
+				return nil, err
+			}
+		}
+		if err := t.launch(); err != nil {
+			return nil, err
+		}
+		if done := s + 1; done == t.cfg.steps || done%max(t.cfg.steps/6, 1) == 0 {
+			if err := t.report(ctx, res, done); err != nil {
+				return nil, err
+			}
+		}
+	}
+	if n := t.cfg.steps - 1; n > 0 {
+		res.StepSeconds = time.Since(begun).Seconds() / float64(n)
+	}
+	return res, nil
+}
+
+// prepare waits for the first step, and captures the following ones.
+func (t *trainer[T]) prepare(ctx context.Context) (err error) {
+	if t.cfg.graph {
+		if t.exec, err = graph.Capture(t.streams, t.step, &graph.Config{Name: "step"}); err != nil {
+			return err
+		}
+		if err := t.exec.Upload(t.streams[0]); err != nil {
+			return err
+		}
+	}
+	return t.wait(ctx)
+}
+
+// launch enqueues a step, as a graph if there is one.
+func (t *trainer[T]) launch() error {
+	if t.exec == nil {
+		return t.step()
+	}
+	begin := t.streams[0] // the graph begins behind this stream, and the others continue behind the graph
+	for _, s := range t.streams[1:] {
+		if err := begin.WaitStream(s); err != nil {
+			return err
+		}
+	}
+	if err := t.exec.Launch(begin); err != nil {
+		return err
+	}
+	for _, s := range t.streams[1:] {
+		if err := s.WaitStream(begin); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// step enqueues a step on all local ranks.
+func (t *trainer[T]) step() error {
+	for _, r := range t.replicas {
+		if err := r.pass(t.cfg); err != nil {
+			return err
+		}
+	}
+	if err := t.red.Finish(t.streams...); err != nil {
+		return err
+	}
+	for _, r := range t.replicas {
+		if err := r.update(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// report copies the log of the steps so far to the host, and prints the last one on rank 0.
+func (t *trainer[T]) report(ctx context.Context, res *result, done int) error {
+	if err := t.wait(ctx); err != nil {
+		return err
+	}
+	r, host := t.replicas[0], make([]float32, 2*done)
+	if err := r.log.Slice(0, len(host)).CopyTo(r.s, host); err != nil {
+		return err
+	}
+	for s := len(res.Losses); s < done; s++ {
+		res.Losses, res.GradNorms = append(res.Losses, host[2*s]), append(res.GradNorms, host[2*s+1])
+	}
+	if t.g.Rank() == 0 {
+		fmt.Printf("step %d of %d: loss %.4f, gradient norm %.4f\n", done, t.cfg.steps, res.Losses[done-1], res.GradNorms[done-1])
+	}
+	return nil
+}
+
+// wait waits for all local ranks. It waits by the group, which returns an error if another
+// rank is lost.
+func (t *trainer[T]) wait(ctx context.Context) error {
+	for i, s := range t.streams {
+		if err := t.g.Stream(i).WaitStream(s); err != nil {
+			return err
+		}
+	}
+	return t.g.Wait(ctx)
+}
+
+func (t *trainer[T]) close() error {
+	errs := []error{t.exec.Close(), t.red.Close()}
+	for _, r := range t.replicas {
+		errs = append(errs, r.close())
+	}
+	return errors.Join(errs...)
+}

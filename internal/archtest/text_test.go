@@ -1,0 +1,229 @@
+package archtest
+
+import (
+	"fmt"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A textRule is a construction that the project's texts avoid, because readers must parse it
+// twice. Each rule has an example that it finds, and one that it accepts.
+type textRule struct {
+	name      string
+	pattern   *regexp.Regexp // or nil
+	finds     func(sentence string) string
+	cure      string
+	bad, good string
+}
+
+// mostWords is the limit of words in a sentence. About 20 are good.
+const mostWords = 36
+
+// textRules are checked in each sentence of comments, documents, error messages and help.
+var textRules = []textRule{
+	{
+		name: "what", pattern: regexp.MustCompile(`\b[Ww]hat (is|was|are|has|have|had|it|they|NCCL|others|each|no|all|one|comes|can|cannot|goes|lies|waits|fn|that|else|runs|must|came|does|did)\b`),
+		cure: `name the thing instead of "what": "the bytes that wait", not "what waits"`,
+		bad:  "It frees what is pending.", good: "It frees the pending blocks.",
+	},
+	{
+		name: "that of", pattern: regexp.MustCompile(`\b(that|those) of (?:the|a|an|its|their|another|other|one|each|all|this|any|torch|NCCL|CUDA)\b`),
+		cure: "repeat the noun",
+		bad:  "Its stream is that of the group.", good: "Its stream is the group's stream.",
+	},
+	{
+		name: "of its own", pattern: regexp.MustCompile(`\bof (?:its|their|your|our) own(?:[.,;:)!?]|$| (?:and|or|but|in|on|for|if|when|that|to|so|as|with)\b)`),
+		cure: `write "its own file" or "a separate file"`,
+		bad:  "Each rank has a file of its own.", good: "Each rank has a separate file.",
+	},
+	{
+		name: "of which", pattern: regexp.MustCompile(`\b(?:of|by|behind|about) which\b`),
+		cure: "make two sentences, or begin the clause with the noun",
+		bad:  "A line has 8 words, of which one is the mark.", good: "A line has 8 words. One of them is the mark.",
+	},
+	{
+		name: "carry out", pattern: regexp.MustCompile(`\b[Cc]arr(?:y|ies|ied|ying) (?:\w+ ){0,3}out\b`),
+		cure: `write "runs", "executes" or "implements"`,
+		bad:  "NCCL carries the operation out.", good: "NCCL runs the operation.",
+	},
+	{
+		name: "can be had", pattern: regexp.MustCompile(`\b(?:can|could|is to) be had\b|\bas far as\b`),
+		cure: `write "if available", or name the condition`,
+		bad:  "It is shown as far as it can be had.", good: "It is shown if available.",
+	},
+	{
+		name: "is to be", pattern: regexp.MustCompile(`\b(?:is|are|was|were) to be\b`),
+		cure: `name who must do it: "the caller closes it"`,
+		bad:  "The slice is to be closed by the caller.", good: "The caller closes the slice.",
+	},
+	{
+		name: "the former", pattern: regexp.MustCompile(`\bthe (?:former|latter)\b`),
+		cure: "repeat the noun",
+		bad:  "Close and Shutdown differ: the former aborts.", good: "Close and Shutdown differ: Close aborts.",
+	},
+	{
+		name: "nobody", pattern: regexp.MustCompile(`\b(?:[Nn]obody|[Ss]omebody|[Nn]o one|[Ww]hoever|[Ee]verybody)\b`),
+		cure: "name the process, the rank or the user",
+		bad:  "Nobody waits for it.", good: "No rank waits for it.",
+	},
+	{
+		name: "who", pattern: regexp.MustCompile(`\b[Ww]ho (?:has|have|is|are|waits|calls|uses|needs|had|wants|asks|closes|frees|reads|writes)\b`),
+		cure: "name the caller, the user or the rank",
+		bad:  "Who calls it closes it.", good: "The caller closes it.",
+	},
+	{
+		name: "is no", finds: negatedNoun,
+		cure: `negate the verb: "is not an all-reduce"`,
+		bad:  "It is no contiguous tensor.", good: "It is not a contiguous tensor.",
+	},
+	{
+		name: "where", pattern: regexp.MustCompile(`^Where\b|(?:; |: )where (?:it|there|that|they|NCCL|no|nothing|both|this|some|one)\b`),
+		cure: `write "if" or "when" for a condition, and "where" for a place`,
+		bad:  "Where there is no GPU, it fails.", good: "If there is no GPU, it fails.",
+	},
+	{
+		name: "idiom", pattern: regexp.MustCompile(`\b(?:lets? go of|letting go|gives? up on|comes? to an end|in the midst|so to speak|as it were|what there is|as such|such ones?)\b`),
+		cure: "use a plain verb, and name the thing",
+		bad:  "Close lets go of the block.", good: "Close releases the block.",
+	},
+	{
+		name: "archaic", pattern: regexp.MustCompile(`\b(?:[Tt]hereof|[Tt]herein|[Tt]hereby|[Ww]hereby|[Ww]hereupon|[Hh]ereby|[Hh]ence|[Tt]hus far|[Ww]hilst|[Uu]pon|[Ll]est|[Ss]hall|[Aa]lbeit)\b`),
+		cure: "use everyday words: in it, by this, so, while, on, otherwise, must",
+		bad:  "It shall return upon completion.", good: "It returns when the operation completes.",
+	},
+	{
+		name: "filler", pattern: regexp.MustCompile(`\b(?:of course|obviously|in order to|due to the fact|needless to say|it should be noted|note that|please|basically|simply|utili[sz]e[sd]?|leverages?|whether or not|respectively|and/or)\b`),
+		cure: "delete the words, or use short ones",
+		bad:  "It simply waits in order to read.", good: "It waits to read.",
+	},
+	{
+		name: "glossary", pattern: regexp.MustCompile(`\b[Oo]wn kernels?\b|\b(?:stands? in for|stood in for)\b`),
+		cure: `use the field's word: "Chorus kernels", "replaces"`,
+		bad:  "The group's own kernels stand in for NCCL.", good: "Chorus kernels replace NCCL.",
+	},
+	{
+		name: "metaphor", pattern: regexp.MustCompile(`\b(?:[Pp]ockets?|[Dd]esks?|[Rr]elays?|[Ff]arewell|[Pp]atience|[Ss]hel(?:f|ves)|[Ll]adder|[Cc]ourses?|[Cc]arriers?|[Cc]loths?|[Ll]ooms?)\b`),
+		cure: "use the field's word: free list, timeout, schedule, reader, last message, fallback order",
+		bad:  "A free block is on a shelf.", good: "A free block is in a free list.",
+	},
+	{
+		name: "long", finds: tooLong,
+		cure: fmt.Sprintf("split the sentence: at most %d words, about 20 are good", mostWords),
+		bad:  strings.Repeat("word ", mostWords) + "more.", good: strings.Repeat("word ", mostWords-1) + "last.",
+	},
+}
+
+// find returns the text that breaks a rule, or "".
+func (r *textRule) find(sentence string) string {
+	if r.finds != nil {
+		return r.finds(sentence)
+	}
+	return r.pattern.FindString(sentence)
+}
+
+var isNo = regexp.MustCompile(`(\S+) (?:is|are|was|were) no (\w+)`)
+
+// negatedNoun returns a negation of a noun, except after "there" and in phrases such as "no
+// longer".
+func negatedNoun(sentence string) string {
+	for _, m := range isNo.FindAllStringSubmatch(sentence, -1) {
+		if !strings.EqualFold(m[1], "there") && !slices.Contains([]string{"longer", "more", "less", "other", "such"}, m[2]) {
+			return m[0]
+		}
+	}
+	return ""
+}
+
+// tooLong returns the beginning of a sentence with too many words.
+func tooLong(sentence string) string {
+	words := strings.Fields(sentence)
+	if len(words) <= mostWords {
+		return ""
+	}
+	return strings.Join(words[:5], " ")
+}
+
+// textExceptions is a file with a line for each sentence that may break a rule: the file,
+// the rule, a part of the sentence, and the reason, separated by tabs.
+const textExceptions = "testdata/text_exceptions.txt"
+
+// TestTexts checks comments, documents, error messages and help. make lint runs it.
+func TestTexts(t *testing.T) {
+	needSource(t)
+	allowed := readExceptions(t)
+	count := 0
+	for _, u := range textUnits(t) {
+		for _, s := range sentences(u.text) {
+			count++
+			for i := range textRules {
+				r := &textRules[i]
+				hit := r.find(s)
+				if hit == "" || allowed.allow(u.file, r.name, s) {
+					continue
+				}
+				t.Errorf("%s:%d: %q (%s): %s\n\t%s", u.file, u.line, hit, r.name, r.cure, s)
+			}
+		}
+	}
+	require.Greater(t, count, 5000, "the texts were not found")
+	for _, e := range allowed {
+		if !e.used {
+			t.Errorf("%s: the exception is not needed any more: %s, %s, %q", textExceptions, e.file, e.rule, e.part)
+		}
+	}
+}
+
+// A textException allows a sentence to break a rule.
+type textException struct {
+	file, rule, part string
+	used             bool
+}
+
+type exceptionList []*textException
+
+func readExceptions(t *testing.T) (list exceptionList) {
+	t.Helper()
+	text, err := os.ReadFile(textExceptions)
+	require.NoError(t, err)
+	for n, line := range strings.Split(string(text), "\n") {
+		if line == "" || strings.HasPrefix(line, "#") {
+			continue
+		}
+		f := strings.Split(line, "\t")
+		require.Len(t, f, 4, "%s:%d: want a file, a rule, a part of the sentence and a reason", textExceptions, n+1)
+		require.True(t, slices.ContainsFunc(textRules, func(r textRule) bool { return r.name == f[1] }), "%s:%d: no rule %q", textExceptions, n+1, f[1])
+		require.NotEmpty(t, f[3], "%s:%d: no reason", textExceptions, n+1)
+		list = append(list, &textException{file: f[0], rule: f[1], part: f[2]})
+	}
+	return list
+}
+
+// allow reports whether a sentence may break a rule. A folder that ends in a slash stands for
+// its files.
+func (l exceptionList) allow(file, rule, sentence string) bool {
+	for _, e := range l {
+		if e.rule == rule && (e.file == file || strings.HasSuffix(e.file, "/") && strings.HasPrefix(file, e.file)) && strings.Contains(sentence, e.part) {
+			e.used = true
+			return true
+		}
+	}
+	return false
+}
+
+// The rules must find what they forbid, and nothing in plain text.
+func TestTextRules(t *testing.T) {
+	for i := range textRules {
+		r := &textRules[i]
+		require.NotEmpty(t, r.find(r.bad), "%s: %q", r.name, r.bad)
+		for k := range textRules {
+			require.Empty(t, textRules[k].find(r.good), "%s finds the cure of %s: %q", textRules[k].name, r.name, r.good)
+		}
+		require.NotEmpty(t, r.cure)
+	}
+	require.Equal(t, []string{"One is 1.5 long, e.g. a.b.", "Two ends!", "Three: (four)"}, sentences("One is 1.5 long, e.g. a.b. Two\nends! Three: (four)"))
+}

@@ -1,6 +1,0 @@
-//go:build !race
-
-package differ
-
-// defaultPrograms is how many programs the test runs if no flag says so.
-const defaultPrograms = 10000

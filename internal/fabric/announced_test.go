@@ -1,0 +1,126 @@
+package fabric_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+// falsify returns an exchange that changes the values that this rank announces.
+func falsify(t testing.TB, x fabric.Exchange, change func(value map[string]any)) fabric.Exchange {
+	return func(ctx context.Context, mine []byte) ([][]byte, error) {
+		var message map[string]any
+		d := json.NewDecoder(bytes.NewReader(mine))
+		d.UseNumber() // an epoch needs 64 bits
+		if d.Decode(&message) == nil {
+			if value, ok := message["Value"].(map[string]any); ok {
+				change(value)
+				var err error
+				if mine, err = json.Marshal(message); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+		return x(ctx, mine)
+	}
+}
+
+// A rank of this process announces memory that is shorter or longer than that of the other
+// ranks: all ranks get an error, and no kernel uses the memory.
+func TestScratchOfAnotherLength(t *testing.T) {
+	each(t, []int{2, 3}, func(t *testing.T, devs []*device.Device) {
+		for name, bytes := range map[string]int{"shorter": 1, "longer": 1 << 20} {
+			t.Run(name, func(t *testing.T) {
+				before := fabric.Scratches()
+				var id any // of the memory of rank 1 of the other group
+				owners := openFalsified(t, devs, &fabric.Config{Bytes: bytes}, func(value map[string]any) {
+					if value["Scratch"] != nil {
+						id = value["Scratch"]
+					}
+				})
+				for _, err := range owners.errs {
+					require.NoError(t, err)
+				}
+				require.NotNil(t, id)
+				users := openFalsified(t, devs, &fabric.Config{Bytes: 256 << 10}, func(value map[string]any) {
+					if value["Scratch"] != nil {
+						value["Scratch"] = id
+					}
+				})
+				for rank, err := range users.errs {
+					require.ErrorContains(t, err, "the memory of rank 1: it has ", "rank %d", rank)
+					require.ErrorContains(t, err, " words: want ", "rank %d", rank)
+				}
+				closeAll(t, owners.ranks)
+				require.Equal(t, before, fabric.Scratches())
+			})
+		}
+	})
+}
+
+type opened struct {
+	ranks []member
+	errs  []error
+}
+
+// openFalsified opens a rank on each device; change gets the values that rank 1 announces.
+func openFalsified(t *testing.T, devs []*device.Device, cfg *fabric.Config, change func(value map[string]any)) opened {
+	t.Helper()
+	table := fabric.NewTable(len(devs))
+	o := opened{make([]member, len(devs)), make([]error, len(devs))}
+	var all sync.WaitGroup
+	for i, dev := range devs {
+		s, exchange := newStream(t, dev), table.Seat(i)
+		if i == 1 {
+			exchange = falsify(t, exchange, change)
+		}
+		all.Go(func() {
+			r, err := fabric.Open(testgpu.Context(t), s, i, len(devs), exchange, cfg)
+			o.ranks[i], o.errs[i] = member{r, s}, err
+		})
+	}
+	all.Wait()
+	return o
+}
+
+// A rank of another process announces a handle of fewer or more bytes.
+func TestHandleOfAnotherLength(t *testing.T) {
+	for _, backend := range []string{"virtual", "cuda"} {
+		for _, task := range []string{"short", "long"} {
+			t.Run(fmt.Sprint(backend, "/", task), func(t *testing.T) {
+				if backend == "cuda" {
+					testgpu.CUDA(t, 2)
+				}
+				processes(t, backend, task, 2)
+			})
+		}
+	}
+}
+
+// announcedError is the error of a rank if rank 1 announces a handle of another length.
+var announcedError = map[string]string{"short": " words: want ", "long": "it reaches beyond the memory that is shared"}
+
+// falsifyHandle makes rank 1 announce a handle of another length.
+func falsifyHandle(t *testing.T, task string, rank int, x fabric.Exchange) fabric.Exchange {
+	by := map[string]int64{"short": -64 << 10, "long": 64 << 10}[task]
+	if by == 0 || rank != 1 {
+		return x
+	}
+	return falsify(t, x, func(value map[string]any) {
+		if value["Socket"] == nil {
+			return // not a handle
+		}
+		n, err := value["Bytes"].(json.Number).Int64()
+		require.NoError(t, err)
+		value["Bytes"] = n + by
+	})
+}

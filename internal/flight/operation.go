@@ -1,0 +1,243 @@
+package flight
+
+import (
+	"fmt"
+	"path"
+	"runtime"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A State is the progress of an operation, or how it ended.
+type State uint8
+
+// The states of an operation. The watchdog checks progress about once a second, so it
+// observes a completion with some delay. An operation that has not completed when its
+// communicator ends is never reported as completed later, although its stream continues.
+const (
+	Scheduled State = iota // not known to have completed; a captured operation stays so
+	Completed              // with its result
+	TimedOut               // it had not completed within Config.Timeout
+	Failed                 // the communicator failed before the operation was known to have completed
+	Aborted                // this process aborted or closed the communicator before that was known
+	Unknown                // its stream was closed before that was known
+)
+
+var stateNames = [...]string{"scheduled", "completed", "timed out", "failed", "aborted", "unknown"}
+
+// String returns the name, such as "completed".
+func (s State) String() string {
+	if int(s) < len(stateNames) {
+		return stateNames[s]
+	}
+	return fmt.Sprintf("State(%d)", uint8(s))
+}
+
+// torch returns the name in PyTorch's traces, which have no states for other ends.
+func (s State) torch() string {
+	if s == Completed {
+		return "completed"
+	}
+	return "scheduled"
+}
+
+// A Reduction is NCCL's number of a reduction.
+type Reduction int32
+
+// The reductions that all backends know.
+const (
+	Sum Reduction = iota
+	Prod
+	Max
+	Min
+	Avg // the sum, divided by the number of ranks
+	NumReductions
+)
+
+var reductions = [NumReductions]string{"sum", "prod", "max", "min", "avg"}
+
+// String returns NCCL's name, such as "sum".
+func (x Reduction) String() string {
+	if x >= 0 && int(x) < len(reductions) {
+		return reductions[x]
+	}
+	return fmt.Sprintf("op %d", int32(x))
+}
+
+// text is String for traces: the number of a reduction with a factor has no meaning there.
+func (x Reduction) text() string {
+	if int(x) >= len(reductions) {
+		return "pre-multiplied sum"
+	}
+	return x.String()
+}
+
+// A Service is the backend of an operation. The owner of a Recorder numbers the backends.
+type Service uint8
+
+// A Request describes an operation.
+type Request struct {
+	Kind      Kind
+	DType     memory.DType
+	Service   Service
+	Captured  bool // into a graph
+	Reduction Reduction
+	Signature uint32              // set when it is scheduled
+	Root      int                 // or the peer
+	N         int                 // elements; the sum over all ranks if the ranks have different numbers
+	Callers   *[MaxFrames]uintptr // nil unless they are recorded
+}
+
+// An Op is an operation that a rank issues.
+type Op struct {
+	Request
+	Stream  *stream.Stream
+	In, Out int    // elements of the source and of the destination
+	Record  uint64 // set when it is scheduled: the number of the operation in the recorder,
+	Number  uint64 // and the number of the collective
+}
+
+// An Operation is an operation in the flight recorder.
+type Operation struct {
+	Record     uint64       // number of the operation on the communicator, from 1; 0 means none
+	Collective uint64       // number of the collective; for a send or a receive, of the preceding collective
+	Transfer   uint64       // number of the send or receive; for a collective, of the preceding send or receive
+	Name       string       // such as ncclAllReduce
+	DType      memory.DType // of the elements
+	Count      int          // elements, as NCCL counts them for the operation
+	In, Out    int          // elements of the source and of the destination
+	Reduction  string       // such as "sum", or ""
+	Root       int          // or the peer of a send or a receive; -1 if there is none
+	Stream     uintptr      // the CUstream
+	State      State
+	Captured   bool      // into a graph: it did not run, and its launches are not recorded
+	Created    time.Time // when it was issued
+	Completed  time.Time // when its end was observed
+	Frames     []Frame   // call stack of the operation, if Config.TraceFrames is set
+
+	kind Kind
+}
+
+// A Frame is one function of a call stack. Stacks begin with the innermost function.
+type Frame struct {
+	Name     string `json:"name"`
+	Filename string `json:"filename"`
+	Line     int    `json:"line"`
+}
+
+// String returns a text such as "ncclAllReduce(1024 x float32, sum) as collective 7".
+func (o Operation) String() string {
+	if o.Record == 0 {
+		return "none"
+	}
+	if Kinds[o.kind].Peer {
+		return fmt.Sprintf("%s as transfer %d", o.call(), o.Transfer)
+	}
+	return fmt.Sprintf("%s as collective %d", o.call(), o.Collective)
+}
+
+// call returns a text such as "ncclAllReduce(1024 x float32, sum)".
+func (o Operation) call() string {
+	d := &Kinds[o.kind]
+	text := fmt.Sprintf("%s(%d x %s", o.Name, o.Count, o.DType)
+	if o.Reduction != "" {
+		text += ", " + o.Reduction
+	}
+	switch {
+	case o.kind == Send:
+		text += fmt.Sprintf(", to rank %d", o.Root)
+	case d.Peer:
+		text += fmt.Sprintf(", from rank %d", o.Root)
+	case d.Rooted:
+		text += fmt.Sprintf(", root %d", o.Root)
+	}
+	return text + ")"
+}
+
+// Operation converts the entry for the caller.
+func (e *Entry) Operation() Operation {
+	if e.ID == 0 {
+		return Operation{Root: -1}
+	}
+	d := &Kinds[e.Kind]
+	o := Operation{
+		Record: e.ID, Collective: e.Collective, Transfer: e.Transfer, Name: d.Name, DType: e.DType, Count: e.N, In: e.in, Out: e.out,
+		Root: -1, Stream: e.stream, State: e.state, Captured: e.Captured,
+		Created: Moment(e.Created), Completed: Moment(e.completed), kind: e.Kind,
+	}
+	if d.Reduces {
+		o.Reduction = e.Reduction.text()
+	}
+	if d.Rooted {
+		o.Root = e.Root
+	}
+	if e.Callers != nil {
+		o.Frames = framesOf(e.Callers[:])
+	}
+	return o
+}
+
+// folder is the source directory of package nccl, which issues the operations.
+var folder = sync.OnceValue(func() string {
+	_, file, _, _ := runtime.Caller(0)
+	return path.Join(path.Dir(file), "../../nccl")
+})
+
+// framesOf returns the frames outside of package nccl.
+func framesOf(pcs []uintptr) (list []Frame) {
+	n := 0
+	for n < len(pcs) && pcs[n] != 0 {
+		n++
+	}
+	for frames := runtime.CallersFrames(pcs[:n]); ; {
+		f, more := frames.Next()
+		if len(list) > 0 || path.Dir(f.File) != folder() || strings.HasSuffix(f.File, "_test.go") {
+			list = append(list, Frame{f.Function, f.File, f.Line})
+		}
+		if !more {
+			return list
+		}
+	}
+}
+
+// Trace returns the recorded operations, the oldest first.
+func (r *Recorder) Trace() (list []Operation) {
+	if r.hidden {
+		return nil
+	}
+	r.mu.Lock()
+	entries := make([]Entry, 0, len(r.ring))
+	for i := range uint64(len(r.ring)) {
+		if e := r.at(r.last + 1 + i); e.ID != 0 && !e.refused {
+			entries = append(entries, r.withFinalState(e))
+		}
+	}
+	r.mu.Unlock()
+	for i := range entries {
+		list = append(list, entries[i].Operation())
+	}
+	return list
+}
+
+// Between describes the operations from first to last, one of which hangs. lost adds that
+// an operation before them may hang.
+func Between(first, last Operation, lost bool) string {
+	text := first.String()
+	switch {
+	case last.Record == 0 || last.Record == first.Record:
+	case Kinds[first.kind].Peer || Kinds[last.kind].Peer:
+		text = fmt.Sprintf("one of the operations from %s to %s", first, last)
+	case first.call() == last.call():
+		text = fmt.Sprintf("one of collectives %d to %d, such as %s,", first.Collective, last.Collective, first.call())
+	default:
+		text = fmt.Sprintf("one of collectives %d to %d, from %s to %s,", first.Collective, last.Collective, first.call(), last.call())
+	}
+	if lost {
+		text += " or an earlier operation that the flight recorder no longer has"
+	}
+	return text
+}

@@ -1,0 +1,466 @@
+package flight
+
+import (
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A Recorder is the flight recorder of one rank: a ring of the last operations with their
+// progress. It is independent of the communicator, so that a trace can be written after
+// the communicator has ended. Operations are recorded by the call that holds the
+// communicator's lock; mu is only held briefly.
+type Recorder struct {
+	Rank, Size int
+	Device     string
+	Name       string        // of the communicator's Config
+	Group      string        // the same on all ranks of the communicator; different for every other communicator
+	Number     int64         // number of communicators that the process made before
+	Library    string        // version of the library
+	Timeout    time.Duration // 0 means none
+	Frames     bool          // record call stacks
+	hidden     bool          // the ring is used only for error messages
+
+	blindTime atomic.Int64 // nanoseconds in which a capture prevented queries of the streams
+	lastQuery int64        // when the watchdog last queried, or tried to
+
+	mu          sync.Mutex
+	ring        []Entry
+	last        uint64 // the record of the last operation, from 1
+	enqueued    uint64 // the latest operation that NCCL has accepted
+	running     uint64 // the latest accepted operation that is not captured
+	resolved    uint64 // operations up to this one need no more queries: they have completed, or lost is later
+	lost        uint64 // the latest operation whose completion can no longer be determined; 0 means none
+	collectives uint64 // number of collectives
+	transfers   uint64
+	stream      *stream.Stream // stream of the operation waiting, retained; nil if none is pending
+	watched     bool           // a goroutine watches the operations
+	closed      bool           // the communicator has ended
+	finalState  State          // of operations that are not known to have completed
+	timedOut    uint64         // the operation for which the communicator timed out, if known
+
+	unordered      bool    // operations of several streams may complete in any order
+	lastStream     uintptr // the stream of the latest operation that runs
+	severalStreams bool    // the operations are on several streams
+	graphs         bool    // a graph has captured operations; its launches are not recorded
+}
+
+// An Entry is an operation in the ring.
+type Entry struct {
+	Request
+	ID         uint64
+	Collective uint64 // its number; for a transfer, the number of the preceding collective
+	Transfer   uint64
+	Created    int64 // from Now
+	Begun      int64 // from the recorder's clock
+	completed  int64
+	in, out    int
+	stream     uintptr
+	state      State
+	refused    bool
+}
+
+const (
+	// MaxFrames is the maximum depth of a recorded call stack.
+	MaxFrames = 16
+	// fewEntries is the size of the ring for error messages if the trace is off.
+	fewEntries = 64
+)
+
+// NewRecorder returns a Recorder for that many operations. With 0 it keeps a few for error
+// messages.
+func NewRecorder(entries int) *Recorder {
+	r := &Recorder{hidden: entries <= 0}
+	if r.hidden {
+		entries = fewEntries
+	}
+	r.ring = make([]Entry, entries)
+	return r
+}
+
+// Clock is Now without the time in which the streams could not be queried. Deadlines use
+// it, because a completion in that time is observed only later.
+func (r *Recorder) Clock() int64 { return Now() - r.blindTime.Load() }
+
+// StartWatch starts the queries of the watchdog.
+func (r *Recorder) StartWatch() { r.lastQuery = Now() }
+
+// RecordQuery records a query of the watchdog. blind says that the streams could not be queried,
+// so the time since the last query does not count.
+func (r *Recorder) RecordQuery(blind bool) {
+	t := Now()
+	if blind {
+		r.blindTime.Add(t - r.lastQuery)
+	}
+	r.lastQuery = t
+}
+
+// Schedule records an operation that is about to be issued to NCCL. watch reports whether
+// the caller must start the watchdog. leaves reports whether the earlier operations need a
+// mark, because later operations on another stream say nothing about them. The
+// communicator is entered.
+func (r *Recorder) Schedule(o *Op, t int64) (watch, leaves bool) {
+	r.mu.Lock()
+	r.last++
+	if Kinds[o.Kind].Peer {
+		r.transfers++
+	} else {
+		r.collectives++
+	}
+	o.Record, o.Number = r.last, r.collectives
+	e := r.at(r.last)
+	e.Request = o.Request
+	e.ID, e.Collective, e.Transfer = r.last, r.collectives, r.transfers
+	e.Created, e.Begun, e.completed = t, t-r.blindTime.Load(), 0
+	e.in, e.out, e.stream = o.In, o.Out, uintptr(gpu.StreamOf(o.Stream).Raw())
+	e.state, e.refused = Scheduled, false
+	if e.stream != r.lastStream && !o.Captured {
+		leaves = r.unordered && r.running > r.resolved
+		r.severalStreams, r.lastStream = r.severalStreams || r.lastStream != 0, e.stream
+	}
+	watch = !r.watched && !r.closed
+	r.watched = r.watched || watch
+	r.mu.Unlock()
+	return watch, leaves
+}
+
+// Remove removes an operation that NCCL has refused. All operations scheduled after it
+// must have been refused before.
+func (r *Recorder) Remove(id uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.find(id)
+	if e == nil {
+		return
+	}
+	e.refused = true
+	if Kinds[e.Kind].Peer {
+		r.transfers--
+	} else {
+		r.collectives--
+	}
+}
+
+// Accept records that NCCL has accepted an operation.
+func (r *Recorder) Accept(o *Op) {
+	r.mu.Lock()
+	r.enqueued = o.Record
+	if o.Captured {
+		r.graphs = true
+		r.mu.Unlock()
+		return
+	}
+	r.running = o.Record
+	if r.stream == o.Stream {
+		r.mu.Unlock()
+		return
+	}
+	old := r.stream
+	r.stream = nil
+	if gpu.StreamOf(o.Stream).Retain() {
+		r.stream = o.Stream
+	}
+	r.mu.Unlock()
+	if old != nil {
+		_ = gpu.StreamOf(old).Release()
+	}
+}
+
+// at returns the ring position of a record; find returns the entry if the ring still has
+// it. mu is held.
+func (r *Recorder) at(id uint64) *Entry { return &r.ring[id%uint64(len(r.ring))] }
+
+func (r *Recorder) find(id uint64) *Entry {
+	if e := r.at(id); e.ID == id && id > 0 {
+		return e
+	}
+	return nil
+}
+
+// ordered reports whether the operations complete in the order in which they were issued.
+// mu is held.
+func (r *Recorder) ordered() bool { return !r.unordered || !r.severalStreams }
+
+// SetUnordered records that operations on several streams may complete in any order: operations
+// of a single rank are copies, and operations of NCCL and of other backends are not
+// ordered.
+func (r *Recorder) SetUnordered() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.unordered = true
+}
+
+// InOrder is ordered for callers that do not hold mu.
+func (r *Recorder) InOrder() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.ordered()
+}
+
+// runs reports whether the entry is an operation that runs on a stream.
+func (e *Entry) runs() bool { return !e.Captured && !e.refused }
+
+// first returns the first record after settled that the ring may still have. mu is held.
+func (r *Recorder) first(last uint64) uint64 {
+	from := r.resolved + 1
+	if n := uint64(len(r.ring)); last > n {
+		from = max(from, last-n+1)
+	}
+	return from
+}
+
+// Complete records that the operations on a stream up to a record have completed. If
+// operations complete in order, this includes operations on other streams. Only
+// Communicator.observed calls it.
+func (r *Recorder) Complete(id uint64, on uintptr) {
+	t := Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	ordered := r.ordered()
+	for k := r.first(id); k <= id; k++ {
+		if e := r.find(k); e != nil && e.runs() && e.state != Completed && (ordered || e.stream == on) {
+			e.state, e.completed = Completed, t
+		}
+	}
+	if ordered {
+		if r.resolved = max(r.resolved, id); id >= r.lost {
+			r.lost = 0
+		}
+		return
+	}
+	for r.resolved < r.running {
+		e := r.find(r.resolved + 1)
+		if e != nil && e.runs() && e.state == Scheduled {
+			return
+		}
+		if r.resolved++; e == nil {
+			r.lost = r.resolved
+		}
+	}
+}
+
+// SetUnknown records that the completion of the operations up to a record can no longer be
+// determined.
+func (r *Recorder) SetUnknown(id uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for k := r.first(id); k <= id; k++ {
+		if e := r.find(k); e != nil && e.runs() && e.state == Scheduled {
+			e.state = Unknown
+		}
+	}
+	if id > r.resolved {
+		r.resolved, r.lost = id, id
+	}
+}
+
+// SetFinalState records that the communicator aborts its operations: all that are not known to have
+// completed get the state fate. Only the first call has an effect.
+func (r *Recorder) SetFinalState(fate State) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.finalState == Scheduled {
+		r.finalState = fate
+	}
+}
+
+// TimedOut records the operation for which the communicator timed out.
+func (r *Recorder) TimedOut(record uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.timedOut = record
+}
+
+// AllCompleted reports whether all operations on a stream up to a record have completed.
+func (r *Recorder) AllCompleted(id uint64, on uintptr) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.graphs || r.lost > 0 {
+		return false
+	}
+	for k := r.resolved + 1; k <= id; k++ {
+		if e := r.find(k); e == nil || e.runs() && e.state != Completed && (r.ordered() || e.stream == on) {
+			return false
+		}
+	}
+	return true
+}
+
+// Pending reports whether an operation is not known to have ended.
+func (r *Recorder) Pending() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.running > r.resolved
+}
+
+// LastOn returns the latest operation on the stream that NCCL has accepted, or 0. lost
+// reports that the ring may have overwritten it.
+func (r *Recorder) LastOn(s *stream.Stream) (id uint64, lost bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.stream == s {
+		return r.running, false
+	}
+	for id = r.running; id > 0; id-- {
+		e := r.find(id)
+		if e == nil {
+			return 0, true
+		}
+		if e.runs() && e.stream == uintptr(gpu.StreamOf(s).Raw()) {
+			return id, false
+		}
+	}
+	return 0, false
+}
+
+// oldest returns the first operation that has not completed. mu is held.
+func (r *Recorder) oldest() (e *Entry) {
+	for id := r.first(r.enqueued); id <= r.enqueued; id++ {
+		if e := r.find(id); e != nil && e.runs() && e.state == Scheduled {
+			return e
+		}
+	}
+	return nil
+}
+
+// Unaccepted returns the operation that was issued to NCCL and is not accepted yet. A rank's
+// first operations may wait in NCCL for the other ranks, even if they are captured.
+func (r *Recorder) Unaccepted() (e Entry, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if e := r.find(r.last); e != nil && r.last > r.enqueued && !e.refused {
+		return *e, true
+	}
+	return Entry{}, false
+}
+
+// InCall reports whether a call is in NCCL.
+func (r *Recorder) InCall() bool {
+	_, yes := r.Unaccepted()
+	return yes
+}
+
+// Collective returns the collective with a number, if the ring still has it.
+func (r *Recorder) Collective(number uint64) (e Entry, found bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0; id-- {
+		e := r.find(id)
+		if e == nil || e.Collective < number {
+			break
+		}
+		if e.Collective == number && !e.refused && !Kinds[e.Kind].Peer {
+			return *e, true
+		}
+	}
+	return Entry{}, false
+}
+
+// Issued returns the number of collectives, and the latest operation.
+func (r *Recorder) Issued() (collectives uint64, last Entry) {
+	last, _ = r.Final()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.collectives, last
+}
+
+// Final returns the latest operation that was issued to NCCL, and the latest that has
+// completed. If there is none, the record is 0.
+func (r *Recorder) Final() (issued, completed Entry) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0 && (issued.ID == 0 || completed.ID == 0); id-- {
+		e := r.find(id)
+		switch {
+		case e == nil:
+			return issued, completed
+		case e.refused:
+			continue
+		case issued.ID == 0:
+			issued = r.withFinalState(e)
+		}
+		if completed.ID == 0 && e.state == Completed {
+			completed = *e
+		}
+	}
+	return issued, completed
+}
+
+// withFinalState returns the entry with its final state. mu is held.
+func (r *Recorder) withFinalState(e *Entry) Entry {
+	x := *e
+	switch {
+	case x.state != Scheduled || x.Captured:
+	case x.ID == r.timedOut:
+		x.state = TimedOut
+	default:
+		x.state = r.finalState
+	}
+	return x
+}
+
+// Services returns the services of the latest collectives, at most n, and the number of
+// the first.
+func (r *Recorder) Services(n int) (first uint64, list []Service) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0 && len(list) < n; id-- {
+		e := r.find(id)
+		if e == nil {
+			break
+		}
+		if !e.refused && !Kinds[e.Kind].Peer {
+			first, list = e.Collective, append(list, e.Service)
+		}
+	}
+	slices.Reverse(list)
+	return first, list
+}
+
+// Close releases the stream when the communicator ends.
+func (r *Recorder) Close() {
+	r.mu.Lock()
+	s := r.stream
+	r.stream, r.closed = nil, true
+	r.mu.Unlock()
+	if s != nil {
+		_ = gpu.StreamOf(s).Release()
+	}
+}
+
+// Latest returns the latest operation that runs. If it is not known to have ended, behind
+// is true, and s is its stream, which the caller must release. held is false if the stream
+// was destroyed.
+func (r *Recorder) Latest() (last uint64, s *stream.Stream, behind, held bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	behind = r.running > r.resolved
+	return r.running, r.stream, behind, behind && r.stream != nil && gpu.StreamOf(r.stream).Retain()
+}
+
+// StopWatch ends the watchdog if no operation is pending. It reports whether it did.
+func (r *Recorder) StopWatch() bool {
+	r.mu.Lock()
+	if r.running > r.resolved || r.last > r.enqueued && !r.at(r.last).refused {
+		r.mu.Unlock()
+		return false
+	}
+	s := r.stream
+	r.watched, r.stream = false, nil
+	r.mu.Unlock()
+	if s != nil {
+		_ = gpu.StreamOf(s).Release()
+	}
+	return true
+}
+
+// Entry returns the operation of a record that was scheduled most recently.
+func (r *Recorder) Entry(record uint64) Entry {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return *r.at(record)
+}

@@ -1,0 +1,21 @@
+package gemm
+
+import (
+	"github.com/gochorus/chorus/internal/cublasltapi"
+	"github.com/gochorus/chorus/stream"
+)
+
+// Replace lets the device of s use another cuBLASLt from now on.
+func Replace(s *stream.Stream, with func(cublasltapi.API) cublasltapi.API) error {
+	q, err := queueOf(s)
+	if err == nil {
+		_, err = q.site.library(q.dev)
+	}
+	if err == nil {
+		q.site.lt = with(q.site.lt)
+	}
+	return err
+}
+
+// MaxPlans is the number of plans that a stream keeps.
+const MaxPlans = maxPlans

@@ -1,0 +1,260 @@
+package gemm
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/cublasapi"
+	"github.com/gochorus/chorus/internal/cublasltapi"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/minifloat"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// maxPlans is the number of plans that a stream keeps. When there are more, all are dropped.
+const maxPlans = 1024
+
+// A queue has the products of a stream.
+type queue struct {
+	s    *stream.Stream
+	dev  *gpu.Device
+	site *site
+
+	mu        sync.Mutex
+	plans     map[Problem]*plan
+	last      *plan
+	workspace uint64 // allocated when an algorithm first needs it
+	blas      *blas  // nil until cuBLAS is needed
+
+	// The call in progress. The fields are part of the queue, and the function is a method
+	// value made once, so that a call allocates nothing.
+	now     Product
+	plan    *plan
+	room    cudadrv.DevicePtr // workspace of the call
+	scalars scalars
+	launch  func() error
+}
+
+var queueKey kept.Key
+
+func queueOf(s *stream.Stream) (*queue, error) {
+	if v, ok := gpu.StreamOf(s).Kept(&queueKey); ok {
+		return v.(*queue), nil
+	}
+	v, err := gpu.StreamOf(s).Keep(&queueKey, func() (any, func() error, error) {
+		site, err := siteOf(s.Device())
+		if err != nil {
+			return nil, nil, err
+		}
+		q := &queue{s: s, dev: gpu.DeviceOf(s.Device()), site: site, plans: map[Problem]*plan{}}
+		q.launch = q.enqueue
+		return q, q.close, nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return v.(*queue), nil
+}
+
+// Enqueue enqueues a product on s. The caller has checked the shapes and that the memory is
+// of the device of s. If s is being captured, the workspace belongs to the graph.
+func Enqueue(s *stream.Stream, p *Product) error {
+	q, err := queueOf(s)
+	if err != nil {
+		return err
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.now = *p
+	q.now.workspace = q.site.workspace
+	q.now.setAlignments()
+	if err := q.prepare(); err != nil {
+		return err
+	}
+	if o := online.Load(); o != nil && !q.plan.tuned && !q.plan.blas && !gpu.AnyCapture() {
+		if err := q.tuneFirst(o); err != nil {
+			return err
+		}
+	}
+	captured, err := q.takeRoom()
+	if err != nil {
+		return err
+	}
+	if q.plan.blas {
+		err = q.adjust()
+	}
+	if err == nil {
+		err = q.bound(q.launch)
+	}
+	if captured {
+		err = errors.Join(err, memory.FreeRaw(s.Device(), uint64(q.room)))
+	}
+	return err
+}
+
+// takeRoom sets the workspace of the call. A captured product gets one from the pool of the
+// capture, which the caller frees, so that later allocations of the capture reuse it. All
+// other products of the stream share one.
+func (q *queue) takeRoom() (captured bool, err error) {
+	if q.room = 0; q.plan.need == 0 {
+		return false, nil
+	}
+	if gpu.AnyCapture() {
+		if captured, err = gpu.StreamOf(q.s).Capturing(); err != nil {
+			return false, err
+		}
+	}
+	if captured {
+		room, err := memory.AllocRaw(q.s, int(q.plan.need))
+		q.room = cudadrv.DevicePtr(room)
+		return true, err
+	}
+	if q.workspace == 0 {
+		q.workspace, err = memory.AllocRaw(q.s, int(q.site.workspace))
+	}
+	q.room = cudadrv.DevicePtr(q.workspace)
+	return false, err
+}
+
+// bound makes one call of a library with the device's context. The first calls of a library
+// allocate and load kernels, which CUDA forbids to threads that capture a graph, although it
+// does not affect the capture.
+func (q *queue) bound(call func() error) error { return bound(q.dev, call) }
+
+func bound(dev *gpu.Device, call func() error) error {
+	if !gpu.AnyCapture() {
+		return dev.Bound(call)
+	}
+	return dev.Bound(func() error { return dev.Relaxed(call) })
+}
+
+// prepare finds or makes the plan of the call.
+func (q *queue) prepare() error {
+	p := q.last
+	if p == nil || p.Problem != q.now.Problem {
+		p = q.plans[q.now.Problem]
+	}
+	if p != nil && p.chosen == q.site.choices.version.Load() {
+		q.last, q.plan = p, p
+		return q.point(p)
+	}
+	if p != nil { // an algorithm was tuned since
+		delete(q.plans, p.Problem)
+		q.last = nil
+		if err := q.drop(p); err != nil {
+			return err
+		}
+	}
+	if len(q.plans) >= maxPlans {
+		if err := q.forget(); err != nil {
+			return err
+		}
+	}
+	p, err := q.newPlan()
+	if err != nil {
+		return fmt.Errorf("%s: %w", &q.now.Problem, err)
+	}
+	q.plans[p.Problem], q.last, q.plan = p, p, p
+	return nil
+}
+
+// enqueue makes the library's call.
+func (q *queue) enqueue() error {
+	q.scalars.set(&q.now)
+	if q.plan.blas {
+		return q.enqueueBLAS()
+	}
+	p, x := q.plan, &q.now.At
+	alpha, beta := q.scalars.of(&q.now)
+	r := q.site.lt.Matmul(q.site.handle, p.desc, alpha, cublasltapi.Matrix{Ptr: x.A, Layout: p.layouts[0]},
+		cublasltapi.Matrix{Ptr: x.B, Layout: p.layouts[1]}, beta, cublasltapi.Matrix{Ptr: x.C, Layout: p.layouts[2]},
+		cublasltapi.Matrix{Ptr: x.D, Layout: p.layouts[3]}, &p.algo, q.room, p.need, gpu.StreamOf(q.s).Raw())
+	return failed("cublasLtMatmul", r)
+}
+
+// forget drops all plans.
+func (q *queue) forget() error {
+	var errs []error
+	for _, p := range q.plans {
+		errs = append(errs, q.drop(p))
+	}
+	clear(q.plans)
+	q.last = nil
+	return errors.Join(errs...)
+}
+
+// close frees the plans, the handle and the workspace at the end of the stream.
+func (q *queue) close() error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	errs := []error{q.forget(), q.closeBLAS()}
+	if q.workspace != 0 {
+		errs = append(errs, memory.FreeRaw(q.s.Device(), q.workspace))
+		q.workspace = 0
+	}
+	return errors.Join(errs...)
+}
+
+// scalars holds alpha and beta in the scale type.
+type scalars struct {
+	f64 [2]float64
+	f32 [2]float32
+	f16 [2]uint16
+}
+
+func (c *scalars) set(p *Product) {
+	for i, v := range p.Factors {
+		c.f64[i], c.f32[i] = v, float32(v)
+		if p.Compute == cublasapi.Compute16F {
+			c.f16[i] = minifloat.Float16.Encode(float32(v))
+		}
+	}
+}
+
+// of returns the addresses of alpha and beta.
+func (c *scalars) of(p *Product) (alpha, beta cublasapi.Scalar) {
+	if p.DeviceScalars {
+		return cublasapi.Scalar{Device: p.At.Alpha}, cublasapi.Scalar{Device: p.At.Beta}
+	}
+	at := [2]unsafe.Pointer{unsafe.Pointer(&c.f32[0]), unsafe.Pointer(&c.f32[1])}
+	switch p.scaleType() {
+	case cublasapi.R64F:
+		at = [2]unsafe.Pointer{unsafe.Pointer(&c.f64[0]), unsafe.Pointer(&c.f64[1])}
+	case cublasapi.R16F:
+		at = [2]unsafe.Pointer{unsafe.Pointer(&c.f16[0]), unsafe.Pointer(&c.f16[1])}
+	}
+	return cublasapi.Scalar{Host: at[0]}, cublasapi.Scalar{Host: at[1]}
+}
+
+// A Status is the error of a call of cuBLAS or cuBLASLt.
+type Status struct {
+	Call   string
+	Result cublasapi.Result
+}
+
+func (e *Status) Error() string { return e.Call + ": " + e.Result.Error() }
+
+// Unwrap returns the result.
+func (e *Status) Unwrap() error { return e.Result }
+
+func failed(call string, r cublasapi.Result) error {
+	if r == cublasapi.Success {
+		return nil
+	}
+	return &Status{call, r}
+}
+
+// choices has the algorithms of a device.
+type choices struct {
+	version atomic.Uint64 // counts changes of choices that plans may have
+	mu      sync.RWMutex
+	list    map[Problem]choice
+	file    map[string]Result    // results of files by Op and Params
+	untuned map[Problem]struct{} // recorded problems; nil while nothing is recorded
+}

@@ -1,0 +1,225 @@
+package gpu
+
+import (
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/poll"
+)
+
+// A Call calls one function of the driver and returns its result.
+type Call = func(drv cudadrv.Driver) cudadrv.Result
+
+// A Device is one device of a System with its primary context. There is one for each
+// ordinal.
+type Device struct {
+	sys     *System
+	ordinal int
+	handle  cudadrv.Device
+
+	mu      sync.Mutex // guards the first use
+	ctx     atomic.Uintptr
+	binding atomic.Pointer[cudadrv.Driver] // binds ctx with each call; nil if the driver cannot
+	local   kept.Map                       // see Local
+}
+
+// A DeviceRef refers to a Device. The public type embeds it.
+type DeviceRef struct{ d *Device }
+
+func (r DeviceRef) device() *Device { return r.d }
+
+// HasDevice is implemented by the public type that embeds a DeviceRef.
+type HasDevice interface{ device() *Device }
+
+// DeviceOf returns the Device behind a public one.
+func DeviceOf(x HasDevice) *Device { return x.device() }
+
+// System returns the set of devices that d belongs to.
+func (d *Device) System() *System { return d.sys }
+
+// Ordinal returns the device's number, from 0.
+func (d *Device) Ordinal() int { return d.ordinal }
+
+// String returns "cuda:0" or "virtual:0".
+func (d *Device) String() string { return fmt.Sprintf("%s:%d", d.sys.Name, d.ordinal) }
+
+// UUID returns the device's identity across processes and reboots, as nvidia-smi prints it.
+func (d *Device) UUID() (string, error) {
+	var u cudadrv.UUID
+	err := d.Ask(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		u, r = drv.DeviceGetUUID(d.handle)
+		return r
+	})
+	return fmt.Sprintf("GPU-%x-%x-%x-%x-%x", u[:4], u[4:6], u[6:8], u[8:10], u[10:]), err
+}
+
+// Driver returns the driver, for calls that need no context and cannot fail.
+func (d *Device) Driver() cudadrv.Driver { return d.sys.Driver }
+
+// Handle returns the driver's handle.
+func (d *Device) Handle() cudadrv.Device { return d.handle }
+
+// Do makes one call of the driver with the device's context bound to the calling OS
+// thread. Only Do binds contexts. call must make exactly one driver call that needs a
+// context: virtual devices consume the binding. If the call fails, the error has the C
+// name of the function; cudadrv.NameOf determines it by running call again without effect.
+func (d *Device) Do(call Call) error { return d.do(call, call) }
+
+// do is Do with an error that names the function that named calls.
+func (d *Device) do(call, named Call) error {
+	runtime.LockOSThread()
+	drv, bound := d.driver()
+	r := bound
+	if bound == cudadrv.Success {
+		r = call(drv)
+	}
+	runtime.UnlockOSThread()
+	switch {
+	case r == cudadrv.Success:
+		return nil
+	case bound != cudadrv.Success:
+		return d.fail("cuCtxSetCurrent", bound)
+	}
+	return d.fail(cudadrv.NameOf(named), r)
+}
+
+// driver returns the driver for one call on this thread: with the context bound, or a
+// driver that binds it with the call.
+func (d *Device) driver() (cudadrv.Driver, cudadrv.Result) {
+	if drv := d.binding.Load(); drv != nil {
+		return *drv, cudadrv.Success
+	}
+	if r := d.bind(); r != cudadrv.Success {
+		return nil, r
+	}
+	return d.sys.Driver, cudadrv.Success
+}
+
+// DoRelaxed is Do for a call that CUDA forbids to threads that capture a graph, although
+// it does not affect the graph (cuThreadExchangeStreamCaptureMode).
+func (d *Device) DoRelaxed(call Call) error {
+	return d.do(func(drv cudadrv.Driver) cudadrv.Result {
+		mode, r := drv.ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)
+		if r != cudadrv.Success {
+			return r
+		}
+		defer drv.ThreadExchangeStreamCaptureMode(mode)
+		return call(drv)
+	}, call)
+}
+
+// DoBeside is Do for a call that may happen during a capture of the same thread without
+// affecting it: it is DoRelaxed while the process captures a graph.
+func (d *Device) DoBeside(call Call) error {
+	if AnyCapture() {
+		return d.DoRelaxed(call)
+	}
+	return d.Do(call)
+}
+
+// Relaxed makes calls in the relaxed capture mode (cuThreadExchangeStreamCaptureMode).
+// Some calls of the driver, and of libraries above it, allocate, load or free resources.
+// They do not affect a capture, but CUDA forbids them to threads that capture, and in the
+// mode global to all threads.
+func (d *Device) Relaxed(call func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	mode := cudadrv.CaptureRelaxed
+	exchange := func(drv cudadrv.Driver) (r cudadrv.Result) {
+		mode, r = drv.ThreadExchangeStreamCaptureMode(mode)
+		return r
+	}
+	if err := d.Ask(exchange); err != nil {
+		return err
+	}
+	defer exchange(d.sys.Driver)
+	return call()
+}
+
+// Bound runs call on a locked OS thread with the device's context bound, for
+// libraries above the driver that read the current context.
+func (d *Device) Bound(call func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if r := d.bind(); r != cudadrv.Success {
+		return d.fail("cuCtxSetCurrent", r)
+	}
+	return d.Because(call())
+}
+
+// Ask is Do for a call that needs no context.
+func (d *Device) Ask(call Call) error {
+	if r := call(d.sys.Driver); r != cudadrv.Success {
+		return d.fail(cudadrv.NameOf(call), r)
+	}
+	return nil
+}
+
+func (d *Device) fail(op string, r cudadrv.Result) error { return d.sys.errs.Failed(op, d.ordinal, r) }
+
+// Err returns the sticky error for which the process lost the device, or nil.
+func (d *Device) Err() error { return d.sys.errs.Lost(d.ordinal) }
+
+// answerPatience is the maximum time to wait for the driver's answer about a lost device.
+const answerPatience = 100 * time.Millisecond
+
+// Because adds the sticky error of a lost device to an error of a library above the
+// driver. Such a library reports only that CUDA failed, and may be the first to notice the
+// loss, so Because queries the driver.
+func (d *Device) Because(err error) error {
+	if err == nil || d.sys.errs.Known(err) {
+		return err
+	}
+	if d.Err() == nil && d.ctx.Load() != 0 {
+		// On a lost device this call fails with the sticky error. If the driver does not
+		// answer because of a launch, the device is not lost.
+		poll.Within(answerPatience, func() error {
+			return d.Do(func(drv cudadrv.Driver) cudadrv.Result {
+				_, _, r := drv.MemGetInfo()
+				return r
+			})
+		})
+	}
+	if first := d.Err(); first != nil {
+		return fmt.Errorf("%w; the device was lost before: %w", err, first)
+	}
+	return err
+}
+
+// Attribute asks the driver for an attribute of the device.
+func (d *Device) Attribute(a cudadrv.Attribute) (value int32, err error) {
+	err = d.Ask(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		value, r = drv.DeviceGetAttribute(a, d.handle)
+		return r
+	})
+	return value, err
+}
+
+// DefaultPool returns the driver's default memory pool of the device. cuMemAllocAsync
+// allocates from it.
+func (d *Device) DefaultPool() (pool cudadrv.MemPool, err error) {
+	err = d.Ask(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		pool, r = drv.DeviceGetDefaultMemPool(d.handle)
+		return r
+	})
+	return pool, err
+}
+
+// Local returns the value for the key, and calls make on first use. Other packages store
+// one value per device with it. Two concurrent first users may both call make, and only
+// one result is kept, so the value must not own anything that has to be closed. The values
+// are dropped when the System is closed.
+func (d *Device) Local(key *kept.Key, make func() any) any {
+	if v, ok := d.local.Load(key); ok {
+		return v
+	}
+	return d.local.LoadOrStore(key, make())
+}
+
+// Kept returns the value of Local for the key, if it exists.
+func (d *Device) Kept(key *kept.Key) (value any, ok bool) { return d.local.Load(key) }

@@ -1,0 +1,154 @@
+package gpu
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// A Sequence serializes operations, whichever stream they are enqueued on, and whichever
+// stream a graph with captured ones is launched on. It is used for memory that all these
+// operations share. Hold, LetGo, Prepare and Launched implement Preparer for that memory.
+type Sequence struct {
+	mu     sync.Mutex    // held while an operation is enqueued
+	users  []*Stream     // that have had operations; each is retained
+	last   *Stream       // the stream of the latest operation, in a graph or not
+	behind cudadrv.Event // recorded after the latest operation, if that was in a graph, or 0
+	graphs []Holder      // that captured operations
+	closed bool
+}
+
+// Begin makes s wait for the operations so far. Until End, other calls of Begin block. A
+// captured operation does not wait; the launch of its graph does.
+func (q *Sequence) Begin(s *Stream) error {
+	q.mu.Lock()
+	err := q.use(s)
+	if err == nil {
+		err = q.order(s)
+	}
+	if err != nil {
+		q.mu.Unlock()
+	}
+	return err
+}
+
+// End ends the operation that Begin began.
+func (q *Sequence) End() { q.mu.Unlock() }
+
+func (q *Sequence) order(s *Stream) error {
+	if AnyCapture() { // query the driver only if necessary
+		if captured, err := s.Capturing(); captured || err != nil {
+			return err
+		}
+	}
+	return q.follow(s)
+}
+
+// Hold records that a graph has operations of the sequence.
+func (q *Sequence) Hold(g Holder) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.graphs = append(q.graphs, g)
+}
+
+// LetGo undoes Hold.
+func (q *Sequence) LetGo(g Holder) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if i := slices.Index(q.graphs, g); i >= 0 {
+		q.graphs = slices.Delete(q.graphs, i, i+1)
+	}
+}
+
+// Prepare records that a graph with operations of the sequence is launched on s.
+func (q *Sequence) Prepare(x HasStream) error {
+	s := x.stream()
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if err := q.use(s); err != nil {
+		return err
+	}
+	return q.follow(s)
+}
+
+// Launched ends what Prepare began. It records an event, so that later operations on other
+// streams wait for the graph only, and not for later operations on s.
+func (q *Sequence) Launched(x HasStream) {
+	s := x.stream()
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	behind, err := s.dev.sys.Events().Take(s.dev)
+	if err != nil {
+		return // later operations then wait for the whole stream
+	}
+	if s.dev.RecordEvent(behind, s.h) != nil {
+		s.dev.sys.Events().Give(s.dev, behind)
+		return
+	}
+	q.forget() // the earlier event is not needed any more
+	q.last, q.behind = s, behind
+}
+
+// forget returns the event of the latest operation to the pool. The lock is held.
+func (q *Sequence) forget() {
+	if q.behind != 0 {
+		q.last.dev.sys.Events().Give(q.last.dev, q.behind)
+	}
+	q.behind = 0
+}
+
+// Close calls end with the streams that had operations, and releases them. It returns an
+// error if a graph with captured operations still exists, or if a stream is being
+// captured. No operation can begin meanwhile. name identifies the shared memory in errors.
+func (q *Sequence) Close(name string, end func(users []*Stream) error) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if len(q.graphs) > 0 {
+		return fmt.Errorf("%s: %s uses it: close the graph first", name, q.graphs[0])
+	}
+	for _, s := range q.users {
+		if err := s.RefuseCapture(name, "its operations cannot be waited for"); err != nil {
+			return err
+		}
+	}
+	errs := []error{end(q.users)}
+	for _, s := range q.users {
+		errs = append(errs, s.Release())
+	}
+	q.forget()
+	q.users, q.last, q.closed = nil, nil, true
+	return errors.Join(errs...)
+}
+
+// follow makes s wait for the latest operation, if it is on another stream. The lock is
+// held.
+func (q *Sequence) follow(s *Stream) error {
+	last := q.last
+	defer func() { q.last = s }()
+	defer q.forget()
+	switch {
+	case last == nil || last == s:
+		return nil
+	case q.behind != 0:
+		return s.Wait(q.behind)
+	}
+	return s.WaitStream(last)
+}
+
+// use records that s gets an operation. The lock is held.
+func (q *Sequence) use(s *Stream) error {
+	if q.closed {
+		return fmt.Errorf("use: %w", ErrClosed)
+	}
+	if slices.Contains(q.users, s) {
+		return nil
+	}
+	if !s.Retain() {
+		return s.Check("use", nil)
+	}
+	q.users = append(q.users, s)
+	return nil
+}

@@ -1,0 +1,42 @@
+// Package groups gives packages above comm the checks and the strategies of a comm.Group.
+//
+// comm.Group embeds a Ref, so that [Of] finds the inside of a group and users see
+// neither the field nor its method.
+package groups
+
+import (
+	"context"
+
+	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/route"
+)
+
+// An Inside has the methods of a group for other packages of Chorus.
+type Inside interface {
+	// Check returns an error if the group is nil, closed or broken.
+	Check(op string) error
+	// Chosen returns the name of the strategy that the group uses for x.
+	Chosen(x ranks.Collective) string
+	// UseWhole is comm.Group.Use with the strategy of this name, but the group uses it for all
+	// sizes that it supports, even if it is slow for them. Measurements need that.
+	UseWhole(ctx context.Context, strategy string) error
+	// NewBatch returns a batch of nccl's operations that the backends of the group's strategy
+	// execute. comm's functions enqueue their operations in the same way. The caller adds
+	// operations of local ranks on the group's streams. It may use several batches
+	// concurrently, because they do not take the group's lock.
+	NewBatch() *route.Batch
+}
+
+// A Ref is the part of a comm.Group that other packages of Chorus use.
+type Ref struct{ in Inside }
+
+// New returns the reference that a group embeds.
+func New(in Inside) Ref { return Ref{in} }
+
+func (r Ref) inside() Inside { return r.in }
+
+// A Group embeds a Ref.
+type Group interface{ inside() Inside }
+
+// Of returns the inside of a group, which must not be nil.
+func Of(g Group) Inside { return g.inside() }

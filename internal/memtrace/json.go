@@ -1,0 +1,150 @@
+package memtrace
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+)
+
+// mostValueBytes limits a single value of a JSON file, such as an event.
+const mostValueBytes = 4 << 20
+
+// A jsonFile reads JSON value by value, so that only one value is in memory.
+type jsonFile struct {
+	d *json.Decoder
+	r *valueReader
+}
+
+func newJSONFile(r io.Reader) *jsonFile {
+	v := &valueReader{r: r}
+	return &jsonFile{json.NewDecoder(v), v}
+}
+
+// A valueReader fails if more bytes are read than a value may have.
+type valueReader struct {
+	r     io.Reader
+	n     int64 // bytes read
+	begin int64 // of the current value
+}
+
+func (v *valueReader) Read(b []byte) (int, error) {
+	if v.n-v.begin > mostValueBytes {
+		return 0, fmt.Errorf("the value at byte %d has more than %d bytes", v.begin, mostValueBytes)
+	}
+	n, err := v.r.Read(b)
+	v.n += int64(n)
+	return n, err
+}
+
+// token returns the next token.
+func (f *jsonFile) token() (json.Token, error) {
+	f.r.begin = f.d.InputOffset()
+	t, err := f.d.Token()
+	return t, f.err(err)
+}
+
+// object reads an object. field reads the value of each key.
+func (f *jsonFile) object(field func(key string) error) error {
+	t, err := f.token()
+	if err == nil && t != json.Delim('{') {
+		return fmt.Errorf("the value is a JSON %s: want an object", kind(t))
+	}
+	for err == nil && f.d.More() {
+		if t, err = f.token(); err == nil {
+			err = field(t.(string)) // the decoder accepts only strings as keys
+		}
+	}
+	if err == nil {
+		_, err = f.token()
+	}
+	return err
+}
+
+// list reads the list of a key. item gets each value, and must not keep it.
+func (f *jsonFile) list(key string, item func(i int, text []byte) error) error {
+	var text json.RawMessage
+	return f.each(key, func(i int) error {
+		f.r.begin = f.d.InputOffset()
+		if err := f.d.Decode(&text); err != nil {
+			return f.err(err)
+		}
+		return item(i, text)
+	})
+}
+
+// each reads the list of a key. item reads each value.
+func (f *jsonFile) each(key string, item func(i int) error) error {
+	t, err := f.token()
+	if err == nil && t != json.Delim('[') {
+		return fmt.Errorf("%q is a JSON %s, at byte %d: want a list", key, kind(t), f.d.InputOffset())
+	}
+	for i := 0; err == nil && f.d.More(); i++ {
+		err = item(i)
+	}
+	if err == nil {
+		_, err = f.token()
+	}
+	return err
+}
+
+// value reads the value of a key.
+func (f *jsonFile) value(key string, to any) error {
+	f.r.begin = f.d.InputOffset()
+	err := f.d.Decode(to)
+	if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
+		return fmt.Errorf("%q is a JSON %s, at byte %d: want another type", key, wrong.Value, f.d.InputOffset())
+	}
+	return f.err(err)
+}
+
+// skip reads a value and ignores it.
+func (f *jsonFile) skip() error {
+	for depth := 0; ; {
+		t, err := f.token()
+		if err != nil {
+			return err
+		}
+		switch t {
+		case json.Delim('['), json.Delim('{'):
+			depth++
+		case json.Delim(']'), json.Delim('}'):
+			depth--
+		}
+		if depth == 0 {
+			return nil
+		}
+	}
+}
+
+// err explains an error of the decoder. A file that ends too early was truncated.
+func (f *jsonFile) err(err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return cutOff(io.ErrUnexpectedEOF)
+	}
+	if _, wrong := errors.AsType[*json.SyntaxError](err); wrong && f.atEnd() {
+		return cutOff(err)
+	}
+	return err
+}
+
+// atEnd reports whether at most one character is left.
+func (f *jsonFile) atEnd() bool {
+	b, err := io.ReadAll(io.LimitReader(io.MultiReader(f.d.Buffered(), f.r.r), 64))
+	return err == nil && len(bytes.TrimSpace(b)) <= 1
+}
+
+// kind returns JSON's name of the value that a token begins.
+func kind(t json.Token) string {
+	switch t := t.(type) {
+	case json.Delim:
+		return map[json.Delim]string{'{': "object", '[': "array"}[t]
+	case nil:
+		return "null"
+	case bool:
+		return "bool"
+	}
+	return strings.TrimSuffix(fmt.Sprintf("%T", t), "64") // "string" or "float"
+}

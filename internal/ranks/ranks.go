@@ -1,0 +1,77 @@
+// Package ranks gives packages above nccl the inside of an nccl.Communicator, such as its
+// place in a stream, and the steps in which an nccl.Batch is enqueued.
+//
+// nccl.Communicator embeds a Ref and nccl.Batch a BatchRef, so that [Of] and [StepsOf] find
+// the inside and users see neither the field nor its methods.
+package ranks
+
+import "github.com/gochorus/chorus/stream"
+
+// An Inside has the methods of a communicator for other packages of Chorus.
+type Inside interface {
+	// AddBackend prepares the communicator for operations of other backends on its streams:
+	// they may complete in another order than NCCL's, and an abort of the communicator must
+	// end them. abort does that, and returns at once. An abort is not a part of an operation's
+	// way, so it may call a higher package. All ranks call AddBackend before the same
+	// operation.
+	AddBackend(abort func())
+	// Services returns the services of the last collectives, at most n, and the number of
+	// the first collective in the list.
+	Services(n int) (first uint64, list []Service)
+	// Symmetric reports whether NCCL has a correct kernel for such a collective of memory
+	// in symmetric windows.
+	Symmetric(x *Collective) bool
+	// NoWindows returns why the loaded NCCL has no windows, or nil.
+	NoWindows() error
+
+	// Point returns the place behind the operations on s that were issued so far. Record an
+	// event that marks the place afterwards.
+	Point(s *stream.Stream) Point
+	// Completed is called after the stream was seen to have passed p. It returns nil if the
+	// operations before p have completed, and otherwise why they may not have.
+	Completed(p Point) error
+	// CannotComplete returns nil while Completed may return nil once the stream has passed p, and
+	// otherwise the error that Passed will return.
+	CannotComplete(p Point) error
+
+	// InUse returns an *nccl.InUseError if a graph uses the communicator.
+	InUse(op string) error
+	// AbortFailed reports whether NCCL has not ended the operations in flight when the
+	// communicator was aborted. NCCL then may use its memory, and keep its stream busy, for
+	// as long as the process lives.
+	AbortFailed() bool
+}
+
+// A Point is a place behind the operations that a communicator had on a stream so far.
+type Point struct {
+	Stream uintptr
+	Record uint64 // of the last operation; 0 is none
+	Lost   bool   // the recorder has lost some operations
+}
+
+// A Ref is the part of an nccl.Communicator that other packages of Chorus use.
+type Ref struct {
+	seal
+	in Inside
+}
+
+// New returns the reference that a communicator embeds.
+func New(in Inside) Ref { return Ref{in: in} }
+
+func (r Ref) inside() Inside { return r.in }
+
+// A Communicator embeds a Ref.
+type Communicator interface{ inside() Inside }
+
+// Of returns the inside of a communicator, which must not be nil.
+func Of(c Communicator) Inside { return c.inside() }
+
+// An Issuer takes the operations of one rank. nccl.Issuer is the public interface.
+type Issuer interface{ issuer() }
+
+// A Seal makes a type that embeds it an Issuer.
+type Seal struct{}
+
+func (Seal) issuer() {}
+
+type seal = Seal // hides the field

@@ -1,0 +1,154 @@
+package route
+
+import (
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A Batch is an nccl.Batch whose operations are executed by the backends that the routers of
+// a group choose. Enqueue decides once, for all operations of the batch.
+type Batch struct {
+	*nccl.Batch
+	routers Routers
+	in      ranks.Batch // the steps of the nccl.Batch
+	plan    []step      // of the operations
+	errs    []error     // results of the operations
+	tallies []tally     // of the routers
+	foreign int         // number of operations of other communicators
+
+	streams     []*stream.Stream // by rank, for copy engines
+	collectives []ranks.Collective
+}
+
+// A step is an operation with its backend.
+type step struct {
+	op       *flight.Op
+	router   *Router // nil for an operation of another communicator, which is NCCL's
+	x        ranks.Collective
+	strategy Strategy
+}
+
+// A tally counts the operations of a router in a batch.
+type tally struct{ operations, collectives int }
+
+// NewBatch returns an empty Batch for operations of the routers' communicators. Without
+// routers NCCL executes everything.
+func (rs Routers) NewBatch() *Batch {
+	b := nccl.NewBatch()
+	return &Batch{Batch: b, routers: rs, in: ranks.StepsOf(b), tallies: make([]tally, len(rs))}
+}
+
+// Enqueue is nccl.Batch.Enqueue with these differences: NCCL gets a single operation without
+// a group of NCCL, and the communicators fail if Chorus kernels have started a part of the
+// batch when another part fails.
+func (b *Batch) Enqueue() error {
+	if n := b.in.Len(); n == 0 || n > 1 && len(b.routers) == 0 {
+		return b.Batch.Enqueue()
+	}
+	defer b.Reset()
+	if err := b.enqueue(); err != nil {
+		return b.in.Cause(err)
+	}
+	return nil
+}
+
+// Reset removes the operations.
+func (b *Batch) Reset() {
+	b.Batch.Reset()
+	b.plan, b.errs = b.plan[:0], b.errs[:0]
+}
+
+// enqueue is Enqueue with the error as it was noticed.
+func (b *Batch) enqueue() error {
+	if err := b.in.Prepare(); err != nil {
+		return err
+	}
+	defer b.in.Unlock()
+	b.decide()
+	if err := b.in.Record(); err != nil {
+		return err
+	}
+	b.execute()
+	return b.in.Finish(b.errs)
+}
+
+// decide chooses the backend of each operation. If a rank has several collectives in the
+// batch, NCCL gets all of them, because it orders them on a stream itself. Transfers do not
+// count: other ranks need not have them.
+func (b *Batch) decide() {
+	b.describe()
+	together := b.together()
+	for i := range b.plan {
+		s := &b.plan[i]
+		if s.router != nil && routable[s.op.Kind] && b.tallies[s.router.local].collectives == 1 {
+			s.x.Together = together
+			s.strategy = s.router.choose(&s.x)
+		}
+		s.op.Service = services[s.strategy]
+	}
+}
+
+// describe makes a plan in which NCCL executes all operations.
+func (b *Batch) describe() {
+	clear(b.tallies)
+	b.foreign = 0
+	for i := range b.in.Len() {
+		o := b.in.At(i)
+		r := b.routers.of(o.Comm, o.Rank)
+		b.plan = append(b.plan, step{op: o.Op, router: r, strategy: NCCLOnly, x: ranks.Collective{
+			Kind: o.Kind, DType: o.DType, Op: o.Reduction, Root: o.Root, Count: o.N, Dst: o.Dst, Src: o.Src, Captured: o.Captured,
+		}})
+		b.errs = append(b.errs, nil)
+		if r == nil {
+			b.foreign++
+			continue
+		}
+		t := &b.tallies[r.local]
+		if t.operations++; !flight.Kinds[o.Kind].Peer {
+			t.collectives++
+		}
+	}
+}
+
+// together reports whether the batch is one operation of each rank, all of the same kind.
+func (b *Batch) together() bool {
+	first := &b.plan[0]
+	if first.router == nil || len(b.plan) != first.router.comm.Size() || !b.single() {
+		return false
+	}
+	for i := range b.plan {
+		if b.plan[i].op.Kind != first.op.Kind {
+			return false
+		}
+	}
+	return true
+}
+
+// single reports whether the batch has at most one operation of each router, and no others.
+func (b *Batch) single() bool {
+	for _, t := range b.tallies {
+		if t.operations > 1 {
+			return false
+		}
+	}
+	return b.foreign == 0
+}
+
+// concurrent reports whether threads may execute the operations concurrently. A captured
+// batch is enqueued by one thread, because a capture may belong to a thread.
+func (b *Batch) concurrent() bool {
+	return len(b.plan) > 1 && b.single() && !b.plan[0].op.Captured
+}
+
+// routable has the collectives that other backends than NCCL may execute.
+var routable = [flight.NumKinds]bool{
+	flight.AllReduce: true, flight.Broadcast: true, flight.AllGather: true, flight.ReduceScatter: true, flight.AllToAll: true,
+}
+
+// services has the service of each strategy that can be chosen for an operation.
+var services = [NumStrategies]ranks.Service{
+	NCCLOnly: ranks.NCCL, OwnKernels: ranks.Kernels, OneShot: ranks.Kernels, TwoShotPackets: ranks.Kernels, TwoShot: ranks.Kernels,
+	TwoShotLines: ranks.Kernels, Windows: ranks.Windows, CopyEngines: ranks.CopyEngines,
+}

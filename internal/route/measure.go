@@ -1,0 +1,306 @@
+package route
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// The number of measurements of an operation: rounds of launches of a graph with several
+// operations, which together move about tuneBytes.
+const (
+	tuneRounds   = 5
+	tuneLaunches = 3
+	tuneOps      = 20
+	tuneBytes    = 16 << 20
+)
+
+// Measure measures the choices of a plan in their order, except copy engines. It returns the
+// times of each local rank, in µs: for each choice those of its strategies. All ranks must
+// call it with the same plan, and the devices must run nothing else.
+func (rs Routers) Measure(ctx context.Context, plan []Choice) ([][]float64, error) {
+	times := make([][]float64, len(rs))
+	err := rs.each(ctx, func(ctx context.Context, i int) (err error) {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		times[i], err = rs.measureRank(ctx, i, plan)
+		return err
+	})
+	return times, err
+}
+
+// measureRank is Measure on local rank i.
+func (rs Routers) measureRank(ctx context.Context, i int, plan []Choice) (times []float64, err error) {
+	one, b := rs[i:i+1], rs.NewBatch()
+	x := &meter{router: rs[i]}
+	defer func() { err = errors.Join(err, x.close()) }()
+	defer one.UseOnly(NCCLOnly)()
+	if err := x.open(plan); err != nil {
+		return nil, err
+	}
+	for i := range plan {
+		c := &plan[i]
+		for _, t := range c.Times {
+			if t.Strategy == CopyEngines { // measured for all ranks together by measureEngines
+				times = append(times, 0)
+				continue
+			}
+			one.UseOnly(t.Strategy)
+			us, err := x.inGraph(ctx, c, []*stream.Stream{x.router.stream}, func() error { return x.issue(b, c) })
+			if err != nil {
+				return nil, fmt.Errorf("%s of %d bytes by %s on rank %d: %w", c.Operation, c.Bytes, t.Strategy, x.router.comm.Rank(), err)
+			}
+			times = append(times, us)
+		}
+	}
+	return times, nil
+}
+
+// Complete completes a Tuning with the times that Measure has returned on all ranks: it stores
+// the times of the slowest ranks, measures copy engines, and sorts the strategies.
+func (rs Routers) Complete(ctx context.Context, t *Tuning, all [][]float64) error {
+	t.fill(all)
+	if err := rs.measureEngines(ctx, t.Choices); err != nil {
+		return err
+	}
+	t.sort()
+	return nil
+}
+
+// fill stores the times of the slowest ranks.
+func (t *Tuning) fill(all [][]float64) {
+	n := 0
+	for i := range t.Choices {
+		times := t.Choices[i].Times
+		for j := range times {
+			for _, one := range all {
+				times[j].Micros = max(times[j].Micros, one[n])
+			}
+			n++
+		}
+	}
+}
+
+// sort puts the fastest strategy first.
+func (t *Tuning) sort() {
+	for i := range t.Choices {
+		slices.SortStableFunc(t.Choices[i].Times, func(a, b Timing) int { return cmp.Compare(a.Micros, b.Micros) })
+	}
+}
+
+// measureEngines measures copy engines, if the group has them, with and without graphs of all
+// ranks.
+func (rs Routers) measureEngines(ctx context.Context, plan []Choice) (err error) {
+	if len(rs) == 0 || !rs[0].engines {
+		return nil
+	}
+	var xs []*meter
+	defer func() {
+		for _, x := range xs {
+			err = errors.Join(err, x.close())
+		}
+	}()
+	var streams []*stream.Stream
+	for i, r := range rs {
+		xs, streams = append(xs, &meter{router: r}), append(streams, r.stream)
+		if err := xs[i].open(plan); err != nil {
+			return err
+		}
+		if err := streams[0].WaitStream(r.stream); err != nil { // the copies will run on that stream
+			return err
+		}
+	}
+	defer rs.UseOnly(CopyEngines)()
+	b := rs.NewBatch()
+	for i := range plan {
+		c := &plan[i]
+		j := slices.IndexFunc(c.Times, func(x Timing) bool { return x.Strategy == CopyEngines })
+		if j < 0 {
+			continue
+		}
+		all := func() error { return issueAll(b, xs, c) }
+		if c.Times[j].Micros, err = xs[0].inGraph(ctx, c, streams, all); err == nil {
+			c.Times[j].Eager, err = xs[0].median(ctx, c, xs[0].repeat(c, all))
+		}
+		if err != nil {
+			return fmt.Errorf("%s of %d bytes by %s: %w", c.Operation, c.Bytes, CopyEngines, err)
+		}
+	}
+	return nil
+}
+
+// A meter measures operations of one rank.
+type meter struct {
+	router   *Router
+	dst, src *memory.Buffer
+	from, to *stream.Event
+}
+
+// open allocates the operands of the largest operation.
+func (x *meter) open(plan []Choice) (err error) {
+	most := 0
+	for i := range plan {
+		c := &plan[i]
+		if most = max(most, c.Bytes); c.what.kind != flight.AllReduce && c.what.kind != flight.Broadcast {
+			most = max(most, c.Bytes*x.router.comm.Size())
+		}
+	}
+	s := x.router.stream
+	for _, b := range []**memory.Buffer{&x.dst, &x.src} {
+		mem, err := memory.Make[uint8](s, most)
+		if err != nil {
+			return err
+		}
+		*b = mem.Buffer()
+		if err := mem.Zero(s); err != nil {
+			return err
+		}
+	}
+	timing := &stream.EventConfig{Timing: true}
+	if x.from, err = stream.NewEvent(s.Device(), timing); err == nil {
+		x.to, err = stream.NewEvent(s.Device(), timing)
+	}
+	return err
+}
+
+func (x *meter) close() error {
+	return errors.Join(x.from.Close(), x.to.Close(), x.dst.Close(), x.src.Close())
+}
+
+// inGraph returns the duration of an operation in a graph of the streams, in µs.
+func (x *meter) inGraph(ctx context.Context, c *Choice, streams []*stream.Stream, issue func() error) (us float64, err error) {
+	if err := issue(); err != nil { // connects the ranks
+		return 0, err
+	}
+	exec, err := graph.Capture(streams, x.repeat(c, issue), nil)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, exec.Close()) }()
+	return x.median(ctx, c, func() error { return exec.Launch(x.router.stream) })
+}
+
+// repeat returns a function that issues as many operations of a choice as are measured at
+// once.
+func (x *meter) repeat(c *Choice, issue func() error) func() error {
+	return func() error {
+		for range x.operations(c) {
+			if err := issue(); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+}
+
+func (x *meter) operations(c *Choice) int {
+	if x.router.virtual() {
+		return 1
+	}
+	return min(max(tuneBytes/c.Bytes, 1), tuneOps)
+}
+
+// median returns the duration of one of the operations that run enqueues, in µs: the
+// median of the rounds.
+func (x *meter) median(ctx context.Context, c *Choice, run func() error) (us float64, err error) {
+	launches, rounds := tuneLaunches, tuneRounds
+	if x.router.virtual() {
+		launches, rounds = 1, 1
+	}
+	var all []float64
+	for range rounds {
+		d, err := x.round(ctx, run, launches)
+		if err != nil {
+			return 0, err
+		}
+		all = append(all, d/float64(x.operations(c)*launches))
+	}
+	slices.Sort(all)
+	return all[len(all)/2], nil
+}
+
+// round calls run once to synchronize the ranks, and then measures further calls. It
+// returns the duration of their operations in µs.
+func (x *meter) round(ctx context.Context, run func() error, launches int) (float64, error) {
+	s := x.router.stream
+	if err := run(); err != nil {
+		return 0, err
+	}
+	if err := x.from.Record(s); err != nil {
+		return 0, err
+	}
+	for range launches {
+		if err := run(); err != nil {
+			return 0, err
+		}
+	}
+	if err := x.to.Record(s); err != nil {
+		return 0, err
+	}
+	if err := x.router.comm.Wait(ctx, s); err != nil {
+		return 0, err
+	}
+	d, err := x.to.Elapsed(x.from)
+	return float64(d.Nanoseconds()) / 1e3, err
+}
+
+// issue enqueues one operation of the choice.
+func (x *meter) issue(b *Batch, c *Choice) error { return issueAll(b, []*meter{x}, c) }
+
+// issueAll enqueues one operation of the choice on each of the ranks, as one batch.
+func issueAll(b *Batch, xs []*meter, c *Choice) error {
+	for _, x := range xs {
+		if err := adders[c.what.measuredType()](x, b, c); err != nil {
+			b.Reset()
+			return err
+		}
+	}
+	return b.Enqueue()
+}
+
+// adders add an operation to a batch, by element type.
+var adders = map[memory.DType]func(*meter, *Batch, *Choice) error{
+	memory.Int8: addOf[int8], memory.Uint8: addOf[uint8], memory.Int16: addOf[int16], memory.Uint16: addOf[uint16],
+	memory.Int32: addOf[int32], memory.Uint32: addOf[uint32], memory.Int64: addOf[int64], memory.Uint64: addOf[uint64],
+	memory.Float16: addOf[memory.Float16Bits], memory.BFloat16: addOf[memory.BFloat16Bits],
+	memory.Float32: addOf[float32], memory.Float64: addOf[float64],
+	memory.Float8E4M3: addOf[memory.Float8E4M3Bits], memory.Float8E5M2: addOf[memory.Float8E5M2Bits],
+}
+
+func addOf[T memory.Element](x *meter, b *Batch, c *Choice) error {
+	part := c.Bytes / c.what.measuredType().Size()
+	all := part * x.router.comm.Size()
+	count := map[flight.Kind][2]int{
+		flight.AllReduce: {part, part}, flight.Broadcast: {part, part}, flight.AllGather: {all, part},
+		flight.ReduceScatter: {part, all}, flight.AllToAll: {all, all},
+	}[c.what.kind]
+	dst, err := memory.View[T](x.dst, 0, count[0])
+	if err != nil {
+		return err
+	}
+	src, err := memory.View[T](x.src, 0, count[1])
+	if err != nil {
+		return err
+	}
+	on, s := b.On(x.router.comm), x.router.stream
+	switch c.what.kind {
+	case flight.AllReduce:
+		return nccl.AllReduce(on, s, dst, src, nccl.Op(c.what.op))
+	case flight.Broadcast:
+		return nccl.Broadcast(on, s, dst, src, 0)
+	case flight.AllGather:
+		return nccl.AllGather(on, s, dst, src)
+	case flight.ReduceScatter:
+		return nccl.ReduceScatter(on, s, dst, src, nccl.Op(c.what.op))
+	}
+	return nccl.AllToAll(on, s, dst, src)
+}

@@ -1,0 +1,114 @@
+package route
+
+import (
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// TestTunedChoice finds choices by operation, type, reduction, size, and whether the size is a
+// multiple of 16 bytes.
+func TestTunedChoice(t *testing.T) {
+	choice := func(op, dtype, red string, bytes int, order ...Strategy) Choice {
+		c := Choice{Operation: op, Type: dtype, Reduction: red, Bytes: bytes}
+		for i, s := range order {
+			c.Times = append(c.Times, Timing{Strategy: s, Micros: float64(i)})
+		}
+		return c
+	}
+	tuning := &Tuning{Choices: []Choice{
+		choice("all-reduce", "float32", "sum", 16, OneShot),
+		choice("all-reduce", "float32", "sum", 12, TwoShot),
+		choice("all-reduce", "float32", "sum", 1024, TwoShotPackets, OneShot),
+		choice("all-reduce", "float32", "sum", 1<<20, NCCLOnly, OneShot),
+		choice("all-reduce", "bfloat16", "sum", 16, Windows),
+		choice("all-reduce", "int64", "max", 16, Windows, TwoShot), // windows cannot
+		choice("all-reduce", "int32", "min", 16, OneShot),
+		choice("all-gather", "", "", 1<<20, Windows, OwnKernels), // too much for both
+		choice("all-gather", "", "", 4<<10, OwnKernels),
+	}}
+	require.NoError(t, tuning.Check())
+	g := newRig(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), Tuned)
+	g.routers.UseTuning(tuning.Index())
+	of := func(kind flight.Kind, dtype memory.DType, op nccl.Op, count int) Strategy {
+		return g.routers.Chosen(ranks.Collective{Kind: kind, DType: dtype, Op: flight.Reduction(op), Count: count})
+	}
+	for _, c := range []struct {
+		want, got Strategy
+	}{
+		{OneShot, of(flight.AllReduce, memory.Float32, nccl.Sum, 4)},
+		{OneShot, of(flight.AllReduce, memory.Float32, nccl.Sum, 28)}, // 112 bytes are nearer to 16 than to 1024
+		{TwoShotPackets, of(flight.AllReduce, memory.Float32, nccl.Sum, 36)},
+		{TwoShotPackets, of(flight.AllReduce, memory.Float32, nccl.Sum, 4<<10)},
+		{NCCLOnly, of(flight.AllReduce, memory.Float32, nccl.Sum, 16<<10)},
+		{NCCLOnly, of(flight.AllReduce, memory.Float32, nccl.Sum, 1<<24)},
+		{TwoShot, of(flight.AllReduce, memory.Float32, nccl.Sum, 1001)}, // odd, as 12 are
+		{Windows, of(flight.AllReduce, memory.BFloat16, nccl.Sum, 8)},
+		{Windows, of(flight.AllReduce, memory.BFloat16, nccl.Sum, 7)},
+		{TwoShot, of(flight.AllReduce, memory.Int64, nccl.Max, 2)},
+		{TwoShot, of(flight.AllReduce, memory.Float64, nccl.Sum, 2)}, // as int64 rather than float32's sums
+		{OneShot, of(flight.AllReduce, memory.Int32, nccl.Max, 4)},   // as its type rather than its reduction
+		{TwoShot, of(flight.AllReduce, memory.Uint64, nccl.Max, 1)},  // as its reduction; whole 16 bytes count less
+		{OneShot, of(flight.AllReduce, memory.Float16, nccl.Sum, 8)}, // as the first of equals
+		{NCCLOnly, of(flight.AllReduce, memory.Float32, 9, 4)},       // a reduction of the user's
+		{OwnKernels, of(flight.AllGather, memory.Float64, 0, 1)},
+		{NCCLOnly, of(flight.AllGather, memory.Float64, 0, 1<<20)},
+		{NCCLOnly, of(flight.Broadcast, memory.Float64, 0, 1)}, // not measured
+		{NCCLOnly, of(flight.AllGather, memory.Float64, 0, 0)},
+	} {
+		require.Equal(t, c.want, c.got)
+	}
+}
+
+// TestTuningUsesTheSlowestRank sorts strategies by the times of the slowest ranks.
+func TestTuningUsesTheSlowestRank(t *testing.T) {
+	times := func(list ...Strategy) (all []Timing) {
+		for _, s := range list {
+			all = append(all, Timing{Strategy: s})
+		}
+		return all
+	}
+	tuning := Tuning{Choices: []Choice{{Times: times(NCCLOnly, OwnKernels)}, {Times: times(NCCLOnly)}}}
+	tuning.fill([][]float64{{3, 9, 1}, {4, 2, 7}, {1, 1, 2}})
+	tuning.sort()
+	require.Equal(t, []Timing{{Strategy: NCCLOnly, Micros: 4}, {Strategy: OwnKernels, Micros: 9}}, tuning.Choices[0].Times)
+	require.Equal(t, []Timing{{Strategy: NCCLOnly, Micros: 7}}, tuning.Choices[1].Times)
+}
+
+// TestMeasuringRestoresTheStrategy measures every strategy, and then copy engines: operations
+// after it use the strategy that was in use before.
+func TestMeasuringRestoresTheStrategy(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := newRig(t, devs, Tuned)
+		plan, err := g.routers.Plan(PlanConfig{MaxBytes: 256 << 10, Types: []memory.DType{memory.Float32}, Ops: []flight.Reduction{flight.Sum}})
+		require.NoError(t, err)
+		plan = slices.DeleteFunc(plan, func(c Choice) bool { return c.Operation != "all-gather" || c.Bytes != 256<<10 })
+		require.Len(t, plan, 1)
+		require.Equal(t, CopyEngines, plan[0].Times[len(plan[0].Times)-1].Strategy)
+		x := ranks.Collective{Kind: flight.AllGather, DType: memory.Float32, Count: 64, Together: true}
+		for s, want := range map[Strategy]Strategy{NCCLOnly: NCCLOnly, OwnKernels: OwnKernels, Tuned: NCCLOnly} {
+			g.routers.Use(s)
+			tuning := &Tuning{Choices: slices.Clone(plan)}
+			tuning.Choices[0].Times = slices.Clone(plan[0].Times)
+			times, err := g.routers.Measure(testgpu.Context(t), tuning.Choices)
+			require.NoError(t, err)
+			require.NoError(t, g.routers.Complete(testgpu.Context(t), tuning, times))
+			for _, one := range tuning.Choices[0].Times {
+				require.Positive(t, one.Micros, one.Strategy)
+				require.Equal(t, one.Strategy == CopyEngines, one.Eager > 0)
+			}
+			require.Equal(t, s, g.routers.Strategy())
+			for i := range devs {
+				require.Equal(t, want, g.routers[i:].Chosen(x), "%s on rank %d", s, i)
+			}
+		}
+	})
+}

@@ -1,0 +1,161 @@
+package route
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// windowBytes is the maximum size of a rank's operand or result.
+const windowBytes = 4 << 20
+
+// A window is a rank's part of symmetric memory: first the operand, then the result of an
+// operation.
+type window struct {
+	comm       *nccl.Communicator
+	pool       *memory.Pool
+	mem        memory.Slice[uint8]
+	registered *nccl.Window
+	order      gpu.Sequence // serializes the operations: the next one waits for the copy from the window
+}
+
+// openWindows registers a window of each local rank, if NCCL supports windows.
+func (rs Routers) openWindows(ctx context.Context) error {
+	open := func(ctx context.Context, r *Router) error { return r.openWindow(ctx) }
+	return rs.openEach(ctx, "windows", open, func(r *Router) error {
+		w := r.window
+		r.window = nil
+		return w.close()
+	})
+}
+
+// openWindow registers the rank's window when all ranks have the memory for theirs, since
+// NCCL waits for all of them, and returns when all have. After an error r keeps the
+// memory until its communicator has ended, because the registration may still run.
+func (r *Router) openWindow(ctx context.Context) error {
+	w := &window{comm: r.comm}
+	r.window = w
+	if err := fabric.Confer(ctx, r.exchange, r.comm.Size(), r.withRankName(w.allocate(r.stream))); err != nil {
+		return err
+	}
+	var err error
+	if w.registered, err = r.comm.RegisterWindow(ctx, w.mem.Buffer(), w.mem.Len(), true); err != nil {
+		return hideUnsupported(err)
+	}
+	return fabric.Confer(ctx, r.exchange, r.comm.Size(), nil)
+}
+
+// hideUnsupported hides that an error is ErrUnsupported. The other ranks may support the operation
+// and already wait; openEach assumes that ErrUnsupported is the same on all ranks.
+func hideUnsupported(err error) error {
+	if errors.Is(err, errors.ErrUnsupported) {
+		return errors.New(err.Error())
+	}
+	return err
+}
+
+// allocate allocates the memory, in its own pool.
+func (w *window) allocate(s *stream.Stream) (err error) {
+	if err := ranks.Of(w.comm).NoWindows(); err != nil {
+		return err
+	}
+	w.pool = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
+	return w.pool.Use(s, func() error {
+		w.mem, err = memory.Make[uint8](s, 2*windowBytes)
+		return err
+	})
+}
+
+// withRankName is an error with the rank's name before it.
+func (r *Router) withRankName(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("rank %d of %d (%s): %w", r.comm.Rank(), r.comm.Size(), r.comm.Device(), err)
+}
+
+// close frees the memory.
+func (w *window) close() error {
+	if w == nil {
+		return nil
+	}
+	done := w.order.Close("comm: close a window", func(users []*gpu.Stream) error {
+		var errs []error
+		for _, s := range users {
+			errs = append(errs, syncUnlessLost(s))
+		}
+		return errors.Join(errs...)
+	})
+	return errors.Join(done, w.registered.Close(), w.mem.Close(), w.pool.Close())
+}
+
+// syncUnlessLost waits for a stream. A lost device uses no memory, so its error is ignored.
+func syncUnlessLost(s *gpu.Stream) error {
+	err := s.Sync()
+	if s.Device().Err() != nil {
+		return nil
+	}
+	return err
+}
+
+// fits reports whether NCCL has a correct symmetric kernel for x and the window is large
+// enough.
+func (w *window) fits(x *ranks.Collective) bool {
+	in, out := w.extents(x)
+	return in > 0 && max(in, out) <= windowBytes && ranks.Of(w.comm).Symmetric(x)
+}
+
+// extents returns how many bytes an operation reads and writes.
+func (w *window) extents(x *ranks.Collective) (in, out int) {
+	part := x.Bytes()
+	switch x.Kind {
+	case flight.AllGather:
+		return part, part * w.comm.Size()
+	case flight.ReduceScatter:
+		return part * w.comm.Size(), part
+	}
+	return part, part
+}
+
+// copyIn copies the operand to the window and returns the addresses for NCCL to write and
+// read. After it returned no error, the window is reserved for this operation until copyOut.
+func (w *window) copyIn(s *stream.Stream, x *ranks.Collective) (dst, src uint64, err error) {
+	if err := gpu.StreamOf(s).Captured(&w.order); err != nil {
+		return 0, 0, err
+	}
+	if err := w.order.Begin(gpu.StreamOf(s)); err != nil {
+		return 0, 0, err
+	}
+	in, _ := w.extents(x)
+	src, dst = w.mem.Ptr(), w.mem.Ptr()+windowBytes
+	if err := copyBytes(s, src, x.Src, in); err != nil {
+		w.order.End()
+		return 0, 0, err
+	}
+	return dst, src, nil
+}
+
+// copyOut copies the result from the window, if NCCL has taken the operation.
+func (w *window) copyOut(s *stream.Stream, x *ranks.Collective, taken bool) error {
+	defer w.order.End()
+	if !taken {
+		return nil
+	}
+	_, out := w.extents(x)
+	return copyBytes(s, x.Dst, w.mem.Ptr()+windowBytes, out)
+}
+
+func copyBytes(s *stream.Stream, dst, src uint64, n int) error {
+	return gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemcpyDtoDAsync(cudadrv.DevicePtr(dst), cudadrv.DevicePtr(src), uintptr(n), gpu.StreamOf(s).Raw())
+	})
+}

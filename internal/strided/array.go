@@ -1,0 +1,177 @@
+package strided
+
+import (
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// An Array is a view of memory. It is a value: nobody changes the shape and the strides
+// once others have it. The zero Array is invalid.
+type Array struct {
+	mem    *storage
+	ref    *reference // the reference that Close releases; nil if the memory is borrowed
+	Offset int        // bytes from the start of the memory to the first element
+	DType  memory.DType
+	Shape  []int
+	// Strides are the distances between neighbors of each dimension in elements.
+	Strides []int
+}
+
+// OfBuffer returns a row-major array of n elements of a buffer, from a byte offset on. It
+// borrows the memory.
+func OfBuffer(b *memory.Buffer, offset int, t memory.DType, n int, shape []int) (Array, error) {
+	return over(&storage{buf: b}, offset, t, n, shape)
+}
+
+// over returns a row-major array of n elements.
+func over(mem *storage, offset int, t memory.DType, n int, shape []int) (Array, error) {
+	want, err := count(t, shape)
+	if err != nil {
+		return Array{}, err
+	}
+	if want != n {
+		return Array{}, fmt.Errorf("tensor: shape %v has %d elements: the memory has %d", shape, want, n)
+	}
+	return Array{mem: mem, Offset: offset, DType: t, Shape: slices.Clone(shape), Strides: RowMajor(shape)}, nil
+}
+
+// count is the number of elements of a shape.
+func count(t memory.DType, shape []int) (int, error) {
+	n, most := 1, math.MaxInt/max(1, t.Size())
+	for _, d := range shape {
+		switch {
+		case d < 0:
+			return 0, fmt.Errorf("tensor: shape %v has a negative dimension", shape)
+		case d > 0 && n > most/d:
+			return 0, fmt.Errorf("tensor: shape %v of %s is larger than any memory", shape, t)
+		}
+		n *= d
+	}
+	return n, nil
+}
+
+// Borrow returns the array without its reference to the memory.
+func (t Array) Borrow() Array {
+	t.ref = nil
+	return t
+}
+
+// Len returns the number of elements; 0 for the zero Array.
+func (t *Array) Len() int {
+	if t.mem == nil {
+		return 0
+	}
+	n := 1
+	for _, d := range t.Shape {
+		n *= d
+	}
+	return n
+}
+
+// Bytes returns the number of bytes of all elements.
+func (t *Array) Bytes() int { return t.Len() * t.DType.Size() }
+
+// Device returns the device whose memory it is, or nil for memory of the host and for the
+// zero Array.
+func (t *Array) Device() *device.Device {
+	if t.mem == nil || t.mem.buf == nil {
+		return nil
+	}
+	return t.mem.buf.Device()
+}
+
+// IsHost reports whether the memory is the host's.
+func (t *Array) IsHost() bool { return t.mem != nil && t.mem.buf == nil }
+
+// Buffer returns the allocation of device memory, or nil.
+func (t *Array) Buffer() *memory.Buffer {
+	if t.mem == nil {
+		return nil
+	}
+	return t.mem.buf
+}
+
+// Ptr returns the address of the first element, on the device or on the host, or 0 if
+// nothing is allocated.
+func (t *Array) Ptr() uint64 {
+	switch {
+	case t.mem == nil:
+		return 0
+	case t.mem.buf == nil:
+		return t.mem.host.address(t.Offset)
+	}
+	x, err := memory.View[uint8](t.mem.buf, t.Offset, 0)
+	if err != nil {
+		return 0
+	}
+	return x.Ptr()
+}
+
+// Place returns the name of the memory in errors.
+func (t *Array) Place() string {
+	switch {
+	case t.mem == nil:
+		return "nowhere"
+	case t.IsHost():
+		return "the host"
+	}
+	return t.Device().String()
+}
+
+func (t Array) String() string { return fmt.Sprintf("%s %v on %s", t.DType, t.Shape, t.Place()) }
+
+// RecordStream records that operations on s use the memory.
+func (t *Array) RecordStream(s *stream.Stream) error {
+	switch {
+	case t.mem == nil:
+		return fmt.Errorf("tensor: record stream: no tensor given")
+	case t.mem.buf != nil:
+		return t.mem.buf.RecordStream(s)
+	}
+	return t.mem.host.record(s)
+}
+
+// Check returns an error if an operation on dev cannot use the array: it is the zero
+// Array, its memory was freed, or dev is not nil and not its device.
+func (t *Array) Check(op string, dev *device.Device) error {
+	switch {
+	case t.mem == nil:
+		return fmt.Errorf("%s: no tensor given", op)
+	case dev != nil && t.Device() != dev:
+		return fmt.Errorf("%s: the tensor is on %s, the operation runs on %s", op, t.Place(), dev)
+	case t.mem.buf == nil:
+		return t.mem.host.check(op)
+	}
+	if mem.Check(op, t.mem.buf, 0, nil) != nil {
+		return fmt.Errorf("%s: %s: %w", op, *t, device.ErrClosed)
+	}
+	return nil
+}
+
+// Expand returns the array of the given shape in which dimensions of length 1, and missing
+// leading ones, repeat. It borrows the memory.
+func (t Array) Expand(shape []int) (Array, error) {
+	more := len(shape) - len(t.Shape)
+	if more < 0 {
+		return Array{}, fmt.Errorf("tensor: expand shape %v to %v: too few dimensions", t.Shape, shape)
+	}
+	v := t
+	v.ref, v.Shape, v.Strides = nil, slices.Clone(shape), make([]int, len(shape))
+	for i, n := range shape {
+		switch {
+		case n < 0:
+			return Array{}, fmt.Errorf("tensor: expand shape %v to %v: a dimension is negative", t.Shape, shape)
+		case i >= more && t.Shape[i-more] == n:
+			v.Strides[i] = t.Strides[i-more]
+		case i >= more && t.Shape[i-more] != 1:
+			return Array{}, fmt.Errorf("tensor: expand shape %v to %v: only a dimension of 1 repeats", t.Shape, shape)
+		}
+	}
+	return v, nil
+}

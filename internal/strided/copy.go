@@ -1,0 +1,266 @@
+package strided
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// Copy enqueues the copy of src to dst on s, a stream of either's device, between any two
+// layouts, types, devices and the host; see tensor.Copy.
+//
+// If both arrays are contiguous in the same order, Copy is one copy of the driver, and so
+// are long rows of an array on another device that become contiguous. All other copies use
+// one kernel.
+func Copy(s *stream.Stream, dst, src Array) error {
+	const op = "tensor: copy"
+	if err := checkCopy(op, &dst, &src); err != nil {
+		return err
+	}
+	src, _ = src.as(dst.Shape) // cannot fail: checkCopy has tried it
+	switch {
+	case same(&dst, &src):
+		return nil
+	case dst.IsHost() && src.IsHost():
+		copyHost(dst, src)
+		return nil
+	}
+	if err := gpu.CheckStream(op, s, nil); err != nil {
+		return err
+	}
+	if s.Device() != dst.Device() && s.Device() != src.Device() {
+		return fmt.Errorf("%s: %s to %s: %s is of neither device", op, src, dst, s)
+	}
+	if dst.Len() == 0 {
+		return nil
+	}
+	switch {
+	case dst.IsHost():
+		return download(s, dst, src)
+	case src.IsHost():
+		return upload(s, dst, src)
+	case dst.Device() == src.Device():
+		return local(s, dst, src)
+	}
+	return across(s, dst, src)
+}
+
+// checkCopy returns the error that Copy returns for its arrays before it enqueues
+// anything.
+func checkCopy(op string, dst, src *Array) error {
+	if err := dst.Check(op, nil); err != nil {
+		return err
+	}
+	if err := src.Check(op, nil); err != nil {
+		return err
+	}
+	wide, err := src.as(dst.Shape)
+	if err != nil {
+		return fmt.Errorf("%s: %s to %s: the shapes do not fit: %w", op, *src, *dst, err)
+	}
+	if dst.Repeats() {
+		return fmt.Errorf("%s: %s to %s with strides %v: several elements of the destination have one place", op, *src, *dst, dst.Strides)
+	}
+	if !same(dst, &wide) && overlaps(dst, src) {
+		return fmt.Errorf("%s: %s to %s: they share some memory: copy to other memory first", op, *src, *dst)
+	}
+	if a, b := dst.Device(), src.Device(); a != nil && b != nil && a.System() != b.System() {
+		return fmt.Errorf("%s: %s to %s: the devices are of two systems", op, *src, *dst)
+	}
+	return nil
+}
+
+// as is Expand without its cost if the shape is the same.
+func (t Array) as(shape []int) (Array, error) {
+	if slices.Equal(t.Shape, shape) {
+		return t, nil
+	}
+	return t.Expand(shape)
+}
+
+// local copies within a device.
+func local(s *stream.Stream, dst, src Array) error {
+	loops, empty := loopsOf(dst.Shape, dst.Strides, src.Strides)
+	switch {
+	case empty:
+		return nil
+	case dst.DType == src.DType && flat(loops):
+		return move(s, dst, src)
+	}
+	return launch(s, dst, src, loops)
+}
+
+// move copies between two tensors that are contiguous in the same order.
+func move(s *stream.Stream, dst, src Array) error {
+	to, err := dst.run()
+	if err != nil {
+		return err
+	}
+	from, err := src.run()
+	if err != nil {
+		return err
+	}
+	return memory.Copy(s, to, from)
+}
+
+// run returns the bytes of a dense tensor on a device.
+func (t Array) run() (memory.Slice[uint8], error) {
+	return memory.View[uint8](t.mem.buf, t.Offset, t.Bytes())
+}
+
+// across copies from one device to another.
+func across(s *stream.Stream, dst, src Array) error {
+	loops, empty := loopsOf(dst.Shape, dst.Strides, src.Strides)
+	switch {
+	case empty:
+		return nil
+	case dst.DType == src.DType && flat(loops):
+		return move(s, dst, src)
+	}
+	reach, err := mem.Reach(dst.Device(), src.Device())
+	if err != nil {
+		return err
+	}
+	if !reach {
+		return packedAcross(s, dst, src)
+	}
+	if p, ok := engineRows(dst, src); ok {
+		return copyRows(s, dst, src, p)
+	}
+	return launch(s, dst, src, loops)
+}
+
+// packedAcross copies between devices whose memory kernels cannot access: it sends dense
+// data in the type of the destination.
+func packedAcross(s *stream.Stream, dst, src Array) (err error) {
+	wire := src
+	if !dense(src.Shape, src.Strides) || dst.DType != src.DType {
+		err := on(s, src.Device(), func(o *stream.Stream) (err error) {
+			if wire, err = Make(o, dst.DType, src.Shape, LikeStrides(src.Shape, src.Strides)); err != nil {
+				return err
+			}
+			return errors.Join(wire.RecordStream(s), local(o, wire, src))
+		}, src)
+		defer func() { err = errors.Join(err, wire.Close()) }()
+		if err != nil {
+			return err
+		}
+	}
+	if loops, _ := loopsOf(dst.Shape, dst.Strides, wire.Strides); flat(loops) {
+		return move(s, dst, wire)
+	}
+	var landed Array
+	err = on(s, dst.Device(), func(o *stream.Stream) (err error) {
+		landed, err = Make(o, dst.DType, wire.Shape, wire.Strides)
+		return errors.Join(err, landed.RecordStream(s))
+	})
+	defer func() { err = errors.Join(err, landed.Close()) }()
+	if err != nil {
+		return err
+	}
+	if err := move(s, landed, wire); err != nil {
+		return err
+	}
+	return on(s, dst.Device(), func(o *stream.Stream) error {
+		return errors.Join(landed.RecordStream(o), local(o, dst, landed))
+	}, dst)
+}
+
+// on runs fn with a stream of dev that is ordered with s: s itself, or another stream that
+// waits for s and that s waits for. used are the caller's tensors that fn uses on that
+// stream.
+func on(s *stream.Stream, dev *device.Device, fn func(o *stream.Stream) error, used ...Array) error {
+	if s.Device() == dev {
+		return fn(s)
+	}
+	o, err := stream.FromPool(dev, 0)
+	if err != nil {
+		return err
+	}
+	if err := o.WaitStream(s); err != nil {
+		return err
+	}
+	err = fn(o)
+	if e := s.WaitStream(o); e != nil {
+		// The stream s does not wait for fn's work, so that stream must keep the memory.
+		err = errors.Join(err, e)
+		for _, t := range used {
+			err = errors.Join(err, t.RecordStream(o))
+		}
+	}
+	return err
+}
+
+// upload copies from the host. If the tensors are not contiguous in the same order, src is
+// packed in the order of the destination.
+func upload(s *stream.Stream, dst, src Array) (err error) {
+	wire := src
+	loops, _ := loopsOf(dst.Shape, dst.Strides, src.Strides)
+	if dst.DType != src.DType || !flat(loops) {
+		if err := gpu.StreamOf(s).RefuseCapture("tensor: copy from the host", "strided or converted host memory is packed now and not in a launch: pack it before the capture"); err != nil {
+			return err
+		}
+		if wire, err = hostStrided(dst.DType, dst.Shape, LikeStrides(dst.Shape, dst.Strides)); err != nil {
+			return err
+		}
+		copyHost(wire, src)
+	}
+	if dense(dst.Shape, dst.Strides) {
+		return wire.mem.host.upload(s, dst.mem.buf, dst.Offset, wire.Offset, wire.Bytes())
+	}
+	landed, err := Make(s, dst.DType, wire.Shape, wire.Strides)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, landed.Close()) }()
+	if err := wire.mem.host.upload(s, landed.mem.buf, 0, wire.Offset, wire.Bytes()); err != nil {
+		return err
+	}
+	return local(s, dst, landed)
+}
+
+// download copies to the host. Strided or converted tensors are packed on the device.
+func download(s *stream.Stream, dst, src Array) (err error) {
+	if err := gpu.StreamOf(s).RefuseCapture("tensor: copy to the host", "the host would wait: copy after the launch"); err != nil {
+		return err
+	}
+	wire := src
+	if !dense(src.Shape, src.Strides) || dst.DType != src.DType {
+		if wire, err = Make(s, dst.DType, src.Shape, LikeStrides(src.Shape, src.Strides)); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, wire.Close()) }()
+		if err := local(s, wire, src); err != nil {
+			return err
+		}
+	}
+	from, err := wire.run()
+	if err != nil {
+		return err
+	}
+	if loops, _ := loopsOf(dst.Shape, dst.Strides, wire.Strides); flat(loops) {
+		return from.CopyTo(s, dst.all()[:from.Len()])
+	}
+	landed, err := hostStrided(dst.DType, wire.Shape, wire.Strides)
+	if err != nil {
+		return err
+	}
+	if err := from.CopyTo(s, landed.all()[:from.Len()]); err != nil {
+		return err
+	}
+	copyHost(dst, landed)
+	return nil
+}
+
+// hostStrided is MakeHost with other dense strides.
+func hostStrided(t memory.DType, shape, strides []int) (Array, error) {
+	x, err := MakeHost(t, shape)
+	x.Strides = strides
+	return x, err
+}

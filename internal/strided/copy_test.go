@@ -1,0 +1,413 @@
+package strided_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/strided"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+var allTypes = []memory.DType{memory.Bool, memory.Int8, memory.Uint8, memory.Int16, memory.Uint16, memory.Int32, memory.Uint32,
+	memory.Int64, memory.Uint64, memory.Float16, memory.BFloat16, memory.Float32, memory.Float64, memory.Float8E4M3, memory.Float8E5M2}
+
+func newStream(t testing.TB, d *device.Device) *stream.Stream {
+	t.Helper()
+	s, err := stream.New(d, nil)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, s.Close()) })
+	return s
+}
+
+// A field is a tensor with gaps, in a larger one whose bytes are known.
+type field struct {
+	root, view tensor.Tensor
+	bytes      []byte // of root
+}
+
+// fieldOf makes a tensor of a shape with random strides in random memory: on the
+// device of s, or on the host where s is nil.
+func fieldOf(t testing.TB, r *rand.Rand, s *stream.Stream, d memory.DType, shape []int) *field {
+	t.Helper()
+	order := r.Perm(len(shape))
+	outer := make([]int, len(shape)) // of the root: its dimension i is order[i] of the shape
+	start, step := make([]int, len(shape)), make([]int, len(shape))
+	for i, dim := range order {
+		step[i] = 1
+		outer[i] = shape[dim]
+		if r.IntN(3) == 0 {
+			start[i], step[i] = r.IntN(3), 1+r.IntN(2)
+			outer[i] = start[i] + shape[dim]*step[i] + r.IntN(4)
+		}
+	}
+	f := &field{}
+	f.root = allocate(t, s, d, outer)
+	f.bytes = make([]byte, f.root.Bytes())
+	for i := range f.root.Len() {
+		if element.IsFloat(d) {
+			element.SetFloat(d, f.bytes, i, float64(r.IntN(100)))
+		} else {
+			element.SetInt(d, f.bytes, i, int64(r.IntN(100)))
+		}
+	}
+	f.put(t, s)
+	var err error
+	f.view = f.root
+	back := make([]int, len(shape))
+	for i, dim := range order {
+		f.view, err = f.view.Step(i, start[i], start[i]+shape[dim]*step[i], step[i])
+		require.NoError(t, err)
+		back[dim] = i
+	}
+	f.view, err = f.view.Permute(back...)
+	require.NoError(t, err)
+	require.Equal(t, shape, f.view.Shape())
+	return f
+}
+
+func allocate(t testing.TB, s *stream.Stream, d memory.DType, shape []int) tensor.Tensor {
+	t.Helper()
+	x, err := tensor.MakeHost(d, shape...)
+	if s != nil {
+		x, err = tensor.Make(s, d, shape...)
+	}
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, x.Close()) })
+	return x
+}
+
+// raw returns the root as bytes.
+func raw(t testing.TB, x tensor.Tensor) memory.Slice[uint8] {
+	t.Helper()
+	b, err := memory.View[uint8](x.Buffer(), x.Offset(), x.Bytes())
+	require.NoError(t, err)
+	return b
+}
+
+func (f *field) put(t testing.TB, s *stream.Stream) {
+	t.Helper()
+	if s != nil {
+		require.NoError(t, raw(t, f.root).CopyFrom(s, f.bytes))
+		return
+	}
+	copy(strided.HostBytes(f.root), f.bytes)
+}
+
+func (f *field) get(t testing.TB, s *stream.Stream) []byte {
+	t.Helper()
+	out := make([]byte, len(f.bytes))
+	if s != nil {
+		require.NoError(t, raw(t, f.root).CopyTo(s, out))
+		return out
+	}
+	copy(out, strided.HostBytes(f.root))
+	return out
+}
+
+// each calls fn with the places of all elements of two tensors of one shape, in
+// elements from the start of their memory.
+func each(a, b tensor.Tensor, fn func(i, j int)) {
+	shape, sa, sb := a.Shape(), a.Strides(), b.Strides()
+	var walk func(dim, i, j int)
+	walk = func(dim, i, j int) {
+		if dim == len(shape) {
+			fn(i, j)
+			return
+		}
+		for k := range shape[dim] {
+			walk(dim+1, i+k*sa[dim], j+k*sb[dim])
+		}
+	}
+	walk(0, a.Offset()/a.DType().Size(), b.Offset()/b.DType().Size())
+}
+
+// want is what the destination's memory holds after a copy.
+func want(dst, src *field) []byte {
+	out := slices.Clone(dst.bytes)
+	from, _ := src.view.Expand(dst.view.Shape()...)
+	to, of := dst.view.DType(), src.view.DType()
+	each(dst.view, from, func(i, j int) {
+		if to == of {
+			copy(out[i*to.Size():(i+1)*to.Size()], src.bytes[j*to.Size():])
+			return
+		}
+		element.Store(to, out, i, element.Load(of, src.bytes, j))
+	})
+	return out
+}
+
+// Any layout is copied to any other, on one device, between devices and from and to
+// the host, and what lies between the elements stays.
+func TestCopy(t *testing.T) {
+	for _, p2p := range []bool{true, false} {
+		t.Run(fmt.Sprint("p2p=", p2p), func(t *testing.T) {
+			if !p2p {
+				t.Setenv(env.P2P.Name, "off")
+			}
+			testCopies(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), 250)
+		})
+	}
+	t.Run("cuda", func(t *testing.T) { testCopies(t, testgpu.CUDA(t, 2), 1000) })
+	t.Run("cuda, one device", func(t *testing.T) {
+		d := testgpu.CUDA(t, 1)[0]
+		testCopies(t, []*device.Device{d, d}, 1000)
+	})
+}
+
+func testCopies(t *testing.T, devs []*device.Device, rounds int) {
+	seed := rand.Uint64()
+	t.Log("seed", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	places := []*stream.Stream{newStream(t, devs[0]), newStream(t, devs[1]), nil}
+	for round := range rounds {
+		shape := make([]int, r.IntN(5))
+		for i, n := range r.Perm(len(shape)) { // some hundred elements, and some 16 in a row
+			shape[n] = r.IntN([]int{33, 9, 5, 3}[i])
+			if i == 0 && r.IntN(2) == 0 {
+				shape[n] = 16
+			}
+		}
+		d := allTypes[r.IntN(len(allTypes))]
+		of := d
+		if r.IntN(2) == 0 {
+			of = allTypes[r.IntN(len(allTypes))]
+		}
+		to, from := places[r.IntN(3)], places[r.IntN(3)]
+		narrow := slices.Clone(shape)
+		if len(shape) > 0 && r.IntN(4) == 0 { // the source repeats
+			narrow[r.IntN(len(shape))] = 1
+		}
+		t.Run(fmt.Sprint(round), func(t *testing.T) {
+			dst, src := fieldOf(t, r, to, d, shape), fieldOf(t, r, from, of, narrow)
+			by := to
+			if by == nil || from != nil && r.IntN(2) == 0 {
+				by = from
+			}
+			if by == to && from != nil && to != from {
+				require.NoError(t, to.WaitStream(from))
+				require.NoError(t, src.root.RecordStream(to))
+			}
+			if by == from && to != nil && to != from {
+				require.NoError(t, from.WaitStream(to))
+				require.NoError(t, dst.root.RecordStream(from))
+			}
+			require.NoError(t, tensor.Copy(by, dst.view, src.view), "%v to %v", src.view, dst.view)
+			if by == from && to != nil && to != from {
+				require.NoError(t, to.WaitStream(from))
+			}
+			require.Equal(t, want(dst, src), dst.get(t, to), "%v %v to %v %v", src.view, src.view.Strides(), dst.view, dst.view.Strides())
+			if from != nil && to != nil && from != to {
+				require.NoError(t, from.WaitStream(to))
+			}
+			require.Equal(t, src.bytes, src.get(t, from))
+		})
+	}
+}
+
+// More dimensions than the kernel has loops, none of which can be joined.
+func TestCopyOfManyDimensions(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		root := allocate(t, s, memory.Int16, []int{4, 4, 4, 4, 4, 4, 4, 4, 4, 4})
+		h := make([]int16, root.Len())
+		for i := range h {
+			h[i] = int16(i * 13)
+		}
+		x, err := tensor.Slice[int16](root)
+		require.NoError(t, err)
+		require.NoError(t, x.CopyFrom(s, h))
+		v := root
+		for i := range 10 {
+			v, err = v.Step(i, 0, 4, 2)
+			require.NoError(t, err)
+		}
+		v, err = v.Permute(9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
+		require.NoError(t, err)
+		got := make([]int16, v.Len())
+		to, err := tensor.OfHost(got, v.Shape()...)
+		require.NoError(t, err)
+		require.NoError(t, tensor.Copy(s, to, v))
+		each(to, v, func(i, j int) { require.Equal(t, h[j], got[i]) })
+	})
+}
+
+// What torch's conversions give, also where the types are tricky.
+func TestConversions(t *testing.T) {
+	nan, inf := math.NaN(), math.Inf(1)
+	for _, c := range []struct {
+		of, to memory.DType
+		in     []float64
+		want   []float64
+	}{
+		{memory.Float32, memory.Int32, []float64{-1.9, 1.9, 0, 1e9}, []float64{-1, 1, 0, 1e9}},
+		{memory.Float32, memory.Uint8, []float64{-1, 255.9, 3}, []float64{255, 255, 3}},
+		{memory.Float64, memory.Bool, []float64{0, 0.25, -3, nan, math.Copysign(0, -1)}, []float64{0, 1, 1, 1, 0}},
+		{memory.Int32, memory.Bool, []float64{0, 256, -1}, []float64{0, 1, 1}},
+		{memory.Bool, memory.Float16, []float64{0, 1}, []float64{0, 1}},
+		{memory.Int64, memory.Float32, []float64{1 << 24, 1<<24 + 1, 1<<24 + 3}, []float64{1 << 24, 1 << 24, 1<<24 + 4}},
+		{memory.Float64, memory.Float16, []float64{65519, 65520, 0x1p-25, 0x1.8p-25, -inf}, []float64{65504, inf, 0, 0x1p-24, -inf}},
+		{memory.Float32, memory.BFloat16, []float64{1 + 0x1p-8, 1 + 0x3p-8, inf}, []float64{1, 1 + 0x2p-7, inf}},
+		{memory.Float32, memory.Float8E4M3, []float64{448, 464, 465, 0x1p-9, 0x1p-10, 0x1.8p-10, -0.3}, []float64{448, 448, nan, 0x1p-9, 0, 0x1p-9, -0.3125}},
+		{memory.Float32, memory.Float8E5M2, []float64{57344, 61439, 61440, 0x1p-16, 0x1p-17}, []float64{57344, 57344, inf, 0x1p-16, 0}},
+		{memory.Float8E4M3, memory.Float64, []float64{448, -0.0625, 0x1p-9}, []float64{448, -0.0625, 0x1p-9}},
+		{memory.Float8E5M2, memory.Float32, []float64{57344, inf, 0x1p-16}, []float64{57344, inf, 0x1p-16}},
+		{memory.Int16, memory.Int8, []float64{300, -129}, []float64{44, 127}},
+		{memory.Float64, memory.Uint64, []float64{0x1p63, 1.5}, []float64{0x1p63, 1}},
+		{memory.Uint64, memory.Float32, []float64{0x1p63}, []float64{0x1p63}},
+	} {
+		testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+			s := newStream(t, devs[0])
+			src := allocate(t, nil, c.of, []int{len(c.in)})
+			for i, v := range c.in {
+				if element.IsFloat(c.of) {
+					element.SetFloat(c.of, strided.HostBytes(src), i, v)
+				} else {
+					element.Store(c.of, strided.HostBytes(src), i, element.Float(v))
+				}
+			}
+			onDevice, out := allocate(t, s, c.of, []int{len(c.in)}), allocate(t, nil, c.to, []int{len(c.in)})
+			require.NoError(t, tensor.Copy(s, onDevice, src))
+			require.NoError(t, tensor.Copy(s, out, onDevice)) // the device converts
+			hosts := allocate(t, nil, c.to, []int{len(c.in)})
+			require.NoError(t, tensor.Copy(nil, hosts, src)) // the host does
+			for i, v := range c.want {
+				for _, x := range []tensor.Tensor{out, hosts} {
+					got := element.Load(c.to, strided.HostBytes(x), i).Round(memory.Float64)
+					if math.IsNaN(v) {
+						require.True(t, math.IsNaN(got), "%v of %s to %s", c.in[i], c.of, c.to)
+						continue
+					}
+					require.Equal(t, v, got, "%v of %s to %s", c.in[i], c.of, c.to)
+				}
+			}
+		})
+	}
+}
+
+func TestCopyErrors(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
+	s, o := newStream(t, devs[0]), newStream(t, devs[2])
+	x, y := allocate(t, s, memory.Float32, []int{2, 3}), allocate(t, s, memory.Float32, []int{3, 2})
+	err := tensor.Copy(s, x, y)
+	require.ErrorContains(t, err, "float32 [3 2] on virtual:0 to float32 [2 3] on virtual:0: the shapes do not fit")
+	require.NoError(t, tensor.Copy(o, x, x.T().T())) // the same elements are no work, whatever the stream
+	z := allocate(t, newStream(t, devs[1]), memory.Float32, []int{2, 3})
+	require.ErrorContains(t, tensor.Copy(o, x, z), "is of neither device")
+	require.ErrorContains(t, tensor.Copy(nil, x, z), "no stream given")
+	require.ErrorContains(t, tensor.Copy(s, x, tensor.Tensor{}), "no tensor given")
+	wide, err := x.Narrow(0, 0, 1)
+	require.NoError(t, err)
+	wide, err = wide.Expand(2, 3)
+	require.NoError(t, err)
+	require.ErrorContains(t, tensor.Copy(s, wide, z), "several elements of the destination have one place")
+	flat, err := x.View(6)
+	require.NoError(t, err)
+	a, err := flat.Narrow(0, 0, 4)
+	require.NoError(t, err)
+	b, err := flat.Narrow(0, 2, 4)
+	require.NoError(t, err)
+	require.ErrorContains(t, tensor.Copy(s, a, b), "they share some memory")
+	require.NoError(t, y.Close())
+	require.ErrorIs(t, tensor.Copy(s, x, y.T()), device.ErrClosed)
+}
+
+// Copies from pinned memory and within a device can be captured, others cannot.
+func TestCopyInGraph(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		pin, err := memory.MakePinned[float32](devs[0], 12)
+		require.NoError(t, err)
+		in, err := tensor.OfPinned(pin, 3, 4)
+		require.NoError(t, err)
+		x, y := allocate(t, s, memory.Float32, []int{3, 4}), allocate(t, s, memory.BFloat16, []int{4, 3})
+		require.NoError(t, tensor.Copy(s, y.T(), x)) // compiles
+		g, err := graph.Capture([]*stream.Stream{s}, func() error {
+			if err := tensor.Copy(s, x, in); err != nil {
+				return err
+			}
+			return tensor.Copy(s, y.T(), x)
+		}, nil)
+		require.NoError(t, err)
+		out, err := tensor.MakeHost(memory.Float32, 4, 3)
+		require.NoError(t, err)
+		for round := range 2 {
+			for i := range pin.Data() {
+				pin.Data()[i] = float32(i + round)
+			}
+			require.NoError(t, g.Launch(s))
+			require.NoError(t, tensor.Copy(s, out, y))
+			got, err := tensor.Data[float32](out)
+			require.NoError(t, err)
+			for i := range 12 {
+				require.Equal(t, float32(i+round), got[i%4*3+i/4])
+			}
+		}
+		require.NoError(t, g.Close())
+		pageable, err := tensor.MakeHost(memory.Float32, 3, 4)
+		require.NoError(t, err)
+		strided, err := tensor.OfPinned(pin, 4, 3)
+		require.NoError(t, err)
+		strided = strided.T()
+		for _, f := range []func() error{
+			func() error { return tensor.Copy(s, x, pageable) },
+			func() error { return tensor.Copy(s, x, pageable.T().T()) },
+			func() error { return tensor.Copy(s, x, strided) },
+			func() error { return tensor.Copy(s, pageable, x) },
+		} {
+			_, err := graph.Capture([]*stream.Stream{s}, f, nil)
+			var refused *device.CaptureError
+			require.ErrorAs(t, err, &refused)
+		}
+		require.NoError(t, pin.Close())
+		require.ErrorIs(t, tensor.Copy(s, x, in), device.ErrClosed)
+	})
+}
+
+// The sum of any layouts and types that torch adds.
+func TestAdd(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		r := rand.New(rand.NewPCG(5, 5))
+		done := 0
+		for _, d := range allTypes {
+			for _, e := range allTypes {
+				sum, err := kernel.Promote(d, e)
+				if err != nil {
+					continue
+				}
+				done++
+				a, b, c := fieldOf(t, r, s, d, []int{3, 5}), fieldOf(t, r, s, e, []int{3, 5}), fieldOf(t, r, s, sum, []int{3, 5})
+				require.NoError(t, tensor.Add(s, c.view, a.view, b.view))
+				out := append([]byte(nil), c.bytes...)
+				each(c.view, a.view, func(i, j int) { element.Store(sum, out, i, element.Load(d, a.bytes, j)) })
+				each(c.view, b.view, func(i, j int) {
+					x, y := element.Load(sum, out, i), element.Load(e, b.bytes, j)
+					if element.IsFloat(sum) { // of whole numbers up to 198, rounded where the type is small
+						element.SetFloat(sum, out, i, x.Round(memory.Float64)+y.Round(memory.Float64))
+					} else {
+						element.SetInt(sum, out, i, x.Int64()+y.Int64())
+					}
+				})
+				require.Equal(t, out, c.get(t, s), "%s and %s to %s", d, e, sum)
+			}
+		}
+		require.Greater(t, done, 80)
+		x := allocate(t, s, memory.Int32, []int{2})
+		f := allocate(t, s, memory.Float32, []int{2})
+		require.ErrorContains(t, tensor.Add(s, x, x, f), "the sum is of float32 and cannot be cast to int32")
+		require.ErrorContains(t, tensor.Add(s, x, x, allocate(t, s, memory.Int32, []int{3})), "want one shape")
+	})
+}

@@ -1,0 +1,152 @@
+package strided
+
+import (
+	"fmt"
+	"math"
+	"math/bits"
+
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/stream"
+)
+
+// Flatten enqueues, on a stream of their device, a copy of the concatenated elements of
+// tensors of one type to each of several contiguous one-dimensional tensors of the same
+// length, which may be on other devices. If the tensors are contiguous and kernels can
+// access the other devices, one kernel copies up to 328 tensors to up to 16 destinations:
+// it reads once and writes to all. The caller has validated the tensors.
+func Flatten[T Tensor](s *stream.Stream, to, from []T) error {
+	return flatten(s, arrays(to), arrays(from))
+}
+
+func flatten(s *stream.Stream, to, from []Array) error {
+	direct, err := fanned(s, to, from)
+	if err != nil {
+		return err
+	}
+	for ; direct && len(to) > 0; to = to[min(len(to), maxDestinations):] {
+		if err := fanOut(s, to[:min(len(to), maxDestinations)], from); err != nil {
+			return err
+		}
+	}
+	for i := range to {
+		parts, err := to[i].Unflatten(from)
+		if err != nil {
+			return err
+		}
+		if err := copyAll(s, parts, from, smallPiece); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fanned validates the tensors and reports whether the kernel supports them.
+func fanned(s *stream.Stream, to, from []Array) (bool, error) {
+	const op = "tensor: flatten"
+	if err := gpu.CheckStream(op, s, nil); err != nil {
+		return false, err
+	}
+	direct, n := true, 0
+	for i := range from {
+		f := &from[i]
+		if f.DType != from[0].DType {
+			return false, fmt.Errorf("%s: %s and %s: want one type", op, *f, from[0])
+		}
+		direct = direct && f.Device() == s.Device() && f.Contiguous()
+		n += f.Len()
+	}
+	for i := range to {
+		t := &to[i]
+		if len(t.Shape) != 1 || !t.Contiguous() || t.Len() != n || n > 0 && t.DType != from[0].DType {
+			return false, fmt.Errorf("%s: %d elements to %s: want as many, of one dimension without gaps and of the same type", op, n, *t)
+		}
+		if near, err := mem.Reach(s.Device(), t.Device()); err != nil {
+			return false, err
+		} else if !near {
+			direct = false
+		}
+	}
+	return direct, nil
+}
+
+// fanOut copies with the kernel.
+func fanOut(s *stream.Stream, to, from []Array) error {
+	k, err := kernelsOf(s.Device())
+	if err != nil {
+		return err
+	}
+	t := fanTables.Get().(*fanTable)
+	defer fanTables.Put(t)
+	t.n, t.count = 0, 0
+	width := fanWidth(to, from)
+	f := fan{s: s, kernel: k.fans[width], table: t, width: width}
+	t.ways = uint32(len(to))
+	for i := range to {
+		t.to[i] = to[i].Ptr()
+	}
+	for i := range from {
+		if err := f.add(from[i].Ptr(), from[i].Bytes()); err != nil {
+			return err
+		}
+	}
+	return f.launch()
+}
+
+// fanWidth returns log2 of the widest element that the kernel can use.
+func fanWidth(to, from []Array) int {
+	all := uint64(16)
+	for i := range to {
+		all |= to[i].Ptr()
+	}
+	for i := range from {
+		if bytes := uint64(from[i].Bytes()); bytes > 0 {
+			all |= from[i].Ptr() | bytes
+		}
+	}
+	return bits.TrailingZeros64(all)
+}
+
+// A fan copies memory to several destinations. Each launch continues after the last one.
+type fan struct {
+	s      *stream.Stream
+	kernel *kernel.Kernel
+	table  *fanTable
+	width  int // log2 of the size of an element
+}
+
+// add adds memory to the table, and launches the kernel if the table is full.
+func (f *fan) add(p uint64, bytes int) error {
+	t := f.table
+	for n := bytes >> f.width; n > 0; {
+		part := min(n, math.MaxInt32-int(t.n))
+		if t.count == maxSources || part == 0 {
+			if err := f.launch(); err != nil {
+				return err
+			}
+			continue
+		}
+		t.n += uint32(part)
+		t.from[t.count], t.end[t.count] = p, t.n
+		t.count++
+		p, n = p+uint64(part)<<f.width, n-part
+	}
+	return nil
+}
+
+// launch copies what the table has, and empties it.
+func (f *fan) launch() error {
+	t := f.table
+	if t.count == 0 {
+		return nil
+	}
+	if err := f.kernel.Launch(f.s, cover(int(t.n)), tableArg(t)); err != nil {
+		return err
+	}
+	for i := range t.to[:t.ways] {
+		t.to[i] += uint64(t.n) << f.width
+	}
+	t.n, t.count = 0, 0
+	return nil
+}

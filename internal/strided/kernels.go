@@ -1,0 +1,249 @@
+package strided
+
+import (
+	_ "embed"
+	"fmt"
+	"math"
+	"math/bits"
+	"sync"
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/ptx"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+//go:embed strided.cu
+var source string
+
+// packed is the compiled strided.cu; make ptx writes it.
+//
+//go:embed strided.ptx.zst
+var packed []byte
+
+var archive = ptx.Open(packed)
+
+// These constants must agree with strided.cu.
+const (
+	threads  = 256 // of a block
+	items    = 4   // elements of a thread
+	maxLoops = 8
+	widths   = 5
+)
+
+// A toolbox holds the kernels of a device.
+type toolbox struct {
+	mu      sync.Mutex // held while they are being compiled
+	kernels atomic.Pointer[kernels]
+}
+
+type kernels struct {
+	copies  [widths]*kernel.Kernel // for elements of 1, 2, 4, 8 and 16 bytes
+	pieces  [widths]*kernel.Kernel
+	fans    [widths]*kernel.Kernel
+	convert *kernel.Kernel
+	sum     *kernel.Kernel // one element at a time
+	sumWide *kernel.Kernel // 16 bytes at a time
+}
+
+var toolboxKey kept.Key
+
+// kernelsOf returns the kernels of a device. The first call loads them.
+func kernelsOf(dev *device.Device) (*kernels, error) {
+	t := gpu.DeviceOf(dev).Local(&toolboxKey, func() any { return new(toolbox) }).(*toolbox)
+	if k := t.kernels.Load(); k != nil {
+		return k, nil
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if k := t.kernels.Load(); k != nil {
+		return k, nil
+	}
+	defs := []kernel.Def{{Name: "convert", Params: params(kernel.U32, kernel.U32), Go: standInConvert},
+		{Name: "sum1", Params: tableParam[sumTable](), Go: standInSum(0)}, {Name: "sum16", Params: tableParam[sumTable](), Go: standInSum(16)}}
+	copies := [widths]func(*kernel.Call){standInCopy[uint8](1), standInCopy[uint16](1), standInCopy[uint32](1), standInCopy[uint64](1), standInCopy[uint64](2)}
+	pieces := [widths]func(*kernel.Call){standInPieces[uint8](1), standInPieces[uint16](1), standInPieces[uint32](1), standInPieces[uint64](1), standInPieces[uint64](2)}
+	fans := [widths]func(*kernel.Call){standInFan[uint8](1), standInFan[uint16](1), standInFan[uint32](1), standInFan[uint64](1), standInFan[uint64](2)}
+	for i := range widths {
+		defs = append(defs, kernel.Def{Name: fmt.Sprint("copy", 1<<i), Params: params(), Go: copies[i]},
+			kernel.Def{Name: fmt.Sprint("pieces", 1<<i), Params: tableParam[pieceTable](), Go: pieces[i]},
+			kernel.Def{Name: fmt.Sprint("fan", 1<<i), Params: tableParam[fanTable](), Go: fans[i]})
+	}
+	src := &kernel.Source{Name: "strided.cu", CUDA: source, Kernels: defs}
+	kern.Embed(src, archive)
+	kern.MakeResident(src)
+	m, err := kernel.Compile(dev, src)
+	if err != nil {
+		return nil, fmt.Errorf("tensor: %w", err)
+	}
+	k, err := named(m)
+	if err == nil {
+		t.kernels.Store(k)
+	}
+	return k, err
+}
+
+// named finds the kernels in their module.
+func named(m *kernel.Module) (*kernels, error) {
+	k := new(kernels)
+	names := map[string]**kernel.Kernel{"convert": &k.convert, "sum1": &k.sum, "sum16": &k.sumWide}
+	for i := range widths {
+		names[fmt.Sprint("copy", 1<<i)] = &k.copies[i]
+		names[fmt.Sprint("pieces", 1<<i)] = &k.pieces[i]
+		names[fmt.Sprint("fan", 1<<i)] = &k.fans[i]
+	}
+	for name, at := range names {
+		var err error
+		if *at, err = m.Kernel(name); err != nil {
+			return nil, err
+		}
+	}
+	return k, nil
+}
+
+// params are the destination, the source, the numbers of elements and loops, and the
+// loops.
+func params(more ...kernel.Param) []kernel.Param {
+	ps := []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.U32, kernel.U32}
+	for range maxLoops {
+		ps = append(ps, kernel.U32, kernel.I64, kernel.I64)
+	}
+	return append(ps, more...)
+}
+
+// launch enqueues a kernel on s that copies src to dst. The device of s can access both.
+func launch(s *stream.Stream, dst, src Array, loops []loop) error {
+	k, err := kernelsOf(s.Device())
+	if err != nil {
+		return err
+	}
+	j := job{s: s, dst: dst, src: src, to: dst.DType.Size(), from: src.DType.Size(), kernel: k.convert}
+	if dst.DType == src.DType {
+		j.to, loops = widen(dst, src, loops)
+		j.from, j.kernel = j.to, k.copies[bits.TrailingZeros(uint(j.to))]
+	} else {
+		j.types = []kernel.Arg{kernel.Scalar(uint32(dst.DType)), kernel.Scalar(uint32(src.DType))}
+	}
+	return j.enqueue(loops, 0, 0)
+}
+
+// widen treats contiguous runs as wider elements, of at most 16 bytes, if all of them are
+// aligned, and returns the width.
+func widen(dst, src Array, loops []loop) (width int, wide []loop) {
+	size := dst.DType.Size()
+	if len(loops) == 0 {
+		return size, loops
+	}
+	last := len(loops) - 1
+	if loops[last].dst != 1 || loops[last].src != 1 {
+		return size, loops
+	}
+	for f := 16 / size; f > 1; f /= 2 {
+		if aligned(dst, src, loops, f) {
+			for i, l := range loops {
+				if i == last {
+					wide = append(wide, loop{l.n / f, 1, 1})
+				} else {
+					wide = append(wide, loop{l.n, l.dst / f, l.src / f})
+				}
+			}
+			return size * f, wide
+		}
+	}
+	return size, loops
+}
+
+// aligned reports whether f elements can be accessed as one.
+func aligned(dst, src Array, loops []loop, f int) bool {
+	bytes := uint64(f * dst.DType.Size())
+	if dst.Ptr()%bytes != 0 || src.Ptr()%bytes != 0 || loops[len(loops)-1].n%f != 0 {
+		return false
+	}
+	for _, l := range loops[:len(loops)-1] {
+		if l.dst%f != 0 || l.src%f != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// A job is one copy by a kernel.
+type job struct {
+	s        *stream.Stream
+	dst, src Array
+	to, from int // bytes of an element
+	kernel   *kernel.Kernel
+	types    []kernel.Arg
+}
+
+// enqueue launches the kernel, several times if there are more loops or elements than one
+// launch supports. The offsets are in elements.
+func (j *job) enqueue(loops []loop, dst, src int) error {
+	n := 1
+	for _, l := range loops {
+		n *= l.n
+	}
+	switch {
+	case len(loops) > maxLoops:
+		for i := range loops[0].n {
+			if err := j.enqueue(loops[1:], dst+i*loops[0].dst, src+i*loops[0].src); err != nil {
+				return err
+			}
+		}
+		return nil
+	case n > math.MaxInt32 && loops[0].n == 1:
+		return j.enqueue(loops[1:], dst, src)
+	case n > math.MaxInt32:
+		l := loops[0]
+		half := append([]loop{{l.n / 2, l.dst, l.src}}, loops[1:]...)
+		rest := append([]loop{{l.n - l.n/2, l.dst, l.src}}, loops[1:]...)
+		if err := j.enqueue(half, dst, src); err != nil {
+			return err
+		}
+		return j.enqueue(rest, dst+l.n/2*l.dst, src+l.n/2*l.src)
+	}
+	return j.one(loops, n, dst, src)
+}
+
+// one launches the kernel once.
+func (j *job) one(loops []loop, n, dst, src int) error {
+	to, err := j.dst.from(dst * j.to)
+	if err != nil {
+		return err
+	}
+	from, err := j.src.from(src * j.from)
+	if err != nil {
+		return err
+	}
+	args := make([]kernel.Arg, 0, 32)
+	args = append(args, kernel.Ptr(to), kernel.Ptr(from), kernel.Scalar(uint32(n)), kernel.Scalar(uint32(len(loops))))
+	kern.AllowPeers(&args[0])
+	kern.AllowPeers(&args[1])
+	for i := range maxLoops {
+		l := loop{n: 1}
+		if at := len(loops) - 1 - i; at >= 0 {
+			l = loops[at]
+		}
+		args = append(args, kernel.Scalar(uint32(l.n)), kernel.Scalar(int64(l.dst)), kernel.Scalar(int64(l.src)))
+	}
+	return j.kernel.Launch(j.s, cover(n), append(args, j.types...)...)
+}
+
+// from returns the memory of a device tensor, beginning at a byte offset from its first
+// element.
+func (t Array) from(byteOffset int) (memory.Slice[uint8], error) {
+	return memory.View[uint8](t.mem.buf, t.Offset+byteOffset, 0)
+}
+
+// cover returns the grid for n elements, n > 0.
+func cover(n int) kernel.Grid { return blocks(n, items) }
+
+// blocks returns the grid for n elements, with each elements per thread.
+func blocks(n, each int) kernel.Grid {
+	return kernel.Grid{Blocks: [3]uint32{uint32((n-1)/(threads*each) + 1), 1, 1}, Threads: [3]uint32{threads, 1, 1}}
+}

@@ -1,0 +1,161 @@
+package strided
+
+import (
+	"math"
+	"math/bits"
+	"sync"
+
+	"github.com/gochorus/chorus/stream"
+)
+
+// A piece is a copy of contiguous rows. All numbers are in bytes.
+type piece struct {
+	to, from         uint64
+	rows, row        int
+	toStep, fromStep int // distance from one row to the next
+}
+
+func (p *piece) bytes() int { return p.rows * p.row }
+
+// width returns log2 of the widest element that the copy can use, at most 16 bytes.
+func (p *piece) width() int {
+	all := 16 | p.to | p.from | uint64(p.row)
+	if p.rows > 1 {
+		all |= uint64(p.toStep) | uint64(p.fromStep)
+	}
+	return bits.TrailingZeros64(all)
+}
+
+// pieceOf returns the copy of src to dst as a piece, and reports whether that is possible:
+// the copy must not convert, and must consist of contiguous rows. The tensors have one
+// shape.
+func pieceOf(dst, src Array) (p piece, ok bool) {
+	if dst.DType != src.DType {
+		return p, false
+	}
+	size := dst.DType.Size()
+	p = piece{to: dst.Ptr(), from: src.Ptr(), rows: 1, row: dst.Bytes()}
+	if dst.Contiguous() && src.Contiguous() {
+		return p, true
+	}
+	loops, _ := loopsOf(dst.Shape, dst.Strides, src.Strides)
+	if n := len(loops); n > 0 && loops[n-1].dst == 1 && loops[n-1].src == 1 {
+		p.row = loops[n-1].n * size
+		loops = loops[:n-1]
+	} else {
+		p.row = size
+	}
+	switch len(loops) {
+	case 0:
+		return p, true
+	case 1:
+		l := loops[0]
+		p.rows, p.toStep, p.fromStep = l.n, l.dst*size, l.src*size
+		most := math.MaxUint32 << p.width()
+		return p, p.toStep <= most && p.fromStep <= most
+	}
+	return p, false
+}
+
+// RowBytes returns the length of the contiguous rows in a copy of src to dst, which must
+// have the same shape: the whole size if the copy is contiguous, and 0 if a kernel cannot
+// copy it as rows.
+func RowBytes[T Tensor](dst, src T) int {
+	p, ok := pieceOf(dst.array(), src.array())
+	if !ok {
+		return 0
+	}
+	return p.row
+}
+
+// mixed is the size up to which pieces of different widths are copied together, with the
+// narrowest of their widths.
+const mixed = 64 << 10
+
+// A sorter collects pieces into as few launches as possible.
+type sorter struct {
+	s    *stream.Stream
+	mix  pieces         // small pieces
+	wide [widths]pieces // other pieces, by width
+}
+
+// pieces are the copies of one launch.
+type pieces struct {
+	list  []piece
+	width int // log2 of the element size
+	bytes int
+}
+
+var sorters = sync.Pool{New: func() any { return new(sorter) }}
+
+// sorterOn returns a sorter for copies by s's device; done returns it to the pool.
+func sorterOn(s *stream.Stream) *sorter {
+	x := sorters.Get().(*sorter)
+	x.s = s
+	return x
+}
+
+func (x *sorter) done() {
+	x.s = nil
+	x.mix.clear()
+	for i := range x.wide {
+		x.wide[i].clear()
+	}
+	sorters.Put(x)
+}
+
+func (b *pieces) clear() { b.list, b.bytes = b.list[:0], 0 }
+
+// add adds a piece, and launches the kernel if the table is full. It returns false if the
+// piece is too large for a launch.
+func (x *sorter) add(p piece) (ok bool, err error) {
+	width := p.width()
+	b := &x.wide[width]
+	if p.bytes() <= mixed {
+		b = &x.mix
+	}
+	if p.bytes()>>width > math.MaxInt32 {
+		return false, nil
+	}
+	if len(b.list) == maxPieces || len(b.list) > 0 && (b.bytes+p.bytes())>>width > math.MaxInt32 {
+		if err := x.launch(b); err != nil {
+			return true, err
+		}
+	}
+	if len(b.list) == 0 {
+		b.width = width
+	}
+	b.list = append(b.list, p)
+	b.width = min(b.width, width)
+	b.bytes += p.bytes()
+	return true, nil
+}
+
+// flush launches all remaining pieces.
+func (x *sorter) flush() error {
+	if err := x.launch(&x.mix); err != nil {
+		return err
+	}
+	for i := range x.wide {
+		if err := x.launch(&x.wide[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// launch makes the copies of a launch.
+func (x *sorter) launch(b *pieces) error {
+	if len(b.list) == 0 {
+		return nil
+	}
+	k, err := kernelsOf(x.s.Device())
+	if err != nil {
+		return err
+	}
+	t := pieceTables.Get().(*pieceTable)
+	defer pieceTables.Put(t)
+	t.fill(b)
+	b.clear()
+	return k.pieces[b.width].Launch(x.s, cover(int(t.n)), tableArg(t))
+}

@@ -1,0 +1,360 @@
+package strided
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math"
+	"math/rand/v2"
+	"os/exec"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/ptxtest"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+)
+
+// hostMain calls the kernels: for each trial it reads the numbers, then both memories,
+// and writes the destination.
+const hostMain = `
+#include <cstdlib>
+#define ARGS n, count, L(0), L(1), L(2), L(3), L(4), L(5), L(6), L(7)
+#define L(k) (u32)h[7 + 3 * k], h[8 + 3 * k], h[9 + 3 * k]
+// The addresses of a table are offsets in the memories; those of a fan and of a sum have
+// the source's in words.
+template <class T> static T table(void* d, void* s) {
+	T t;
+	if (fread(&t, sizeof t, 1, stdin) != 1) exit(1);
+	move(t, (u64)d, (u64)s);
+	return t;
+}
+static void move(Pieces& t, u64 d, u64 s) { for (u32 i = 0; i < t.count; i++) t.to[i] += d, t.from[i] += s; }
+static void move(Fan& t, u64 d, u64 s) {
+	for (u32 i = 0; i < t.ways; i++) t.to[i] += d;
+	for (u32 i = 0; i < t.count; i++) t.from[i] += s;
+}
+static void move(Sum& t, u64 d, u64 s) {
+	t.to += d;
+	for (u32 i = 0; i < t.count * t.places; i++) t.words[i] += s;
+}
+template <class T> static void all(void (*kernel)(T), const T& t, u32 n, u32 items) {
+	for (blockIdx.x = 0; blockIdx.x <= (n - 1) / (THREADS * items); blockIdx.x++)
+		for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) kernel(t);
+}
+#define TABLES(code, bytes) \
+	case code + bytes: { const Pieces t = table<Pieces>(d, s); all(pieces##bytes, t, t.n, ITEMS); break; } \
+	case code + 100 + bytes: { const Fan t = table<Fan>(d, s); all(fan##bytes, t, t.n, ITEMS); break; }
+static void plain(const i64* h, void* d, void* s, u32 n, u32 count) {
+	switch (h[0]) {
+	case 0: convert(d, s, ARGS, h[1], h[2]); break;
+	case 1: copy1((unsigned char*)d, (unsigned char*)s, ARGS); break;
+	case 2: copy2((unsigned short*)d, (unsigned short*)s, ARGS); break;
+	case 4: copy4((u32*)d, (u32*)s, ARGS); break;
+	case 8: copy8((u64*)d, (u64*)s, ARGS); break;
+	case 16: copy16((Wide*)d, (Wide*)s, ARGS); break;
+	}
+}
+int main() {
+	i64 h[31]; // width, 0 or the code of a kernel, two types, elements, loops, bytes of both memories, loops
+	while (fread(h, sizeof h, 1, stdin) == 1) {
+		std::vector<Wide> to((h[5] + 15) / 16), from((h[6] + 15) / 16);
+		if (fread(to.data(), 1, h[5], stdin) != (size_t)h[5] || fread(from.data(), 1, h[6], stdin) != (size_t)h[6]) return 1;
+		const u32 n = h[3], count = h[4];
+		void *d = to.data(), *s = from.data();
+		switch (h[0]) {
+		TABLES(1000, 1) TABLES(1000, 2) TABLES(1000, 4) TABLES(1000, 8) TABLES(1000, 16)
+		case 1201: { const Sum t = table<Sum>(d, s); all(sum1, t, t.n, 1); break; }
+		case 1216: { const Sum t = table<Sum>(d, s); all(sum16, t, t.n, 1); break; }
+		default:
+			for (blockIdx.x = 0; blockIdx.x <= (n - 1) / (THREADS * ITEMS); blockIdx.x++)
+				for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) plain(h, d, s, n, count);
+		}
+		fwrite(d, 1, h[5], stdout);
+	}
+}
+`
+
+// The kernels, compiled as C++, and the functions that stand in for them give the
+// same bytes.
+func TestSourceAgreesWithGo(t *testing.T) {
+	t.Parallel()
+	program := ptxtest.Host(t, ptxtest.HostShim+source+hostMain)
+	seed := rand.Uint64()
+	t.Log("seed", seed)
+	r := rand.New(rand.NewPCG(seed, 4))
+	var in bytes.Buffer
+	var trials []trial
+	for width := 1; width <= 16; width *= 2 {
+		for range 8 {
+			trials = append(trials, copyTrial(r, width))
+		}
+	}
+	for width := 1; width <= 16; width *= 2 {
+		for _, count := range []int{1, 2, 3, 7, maxPieces - 1, maxPieces} {
+			trials = append(trials, piecesTrial(r, width, count))
+		}
+		for _, count := range []int{1, 2, 5, maxSources} {
+			trials = append(trials, fanTrial(r, width, count, 1+r.IntN(maxDestinations)))
+		}
+	}
+	for d := memory.Bool; d <= memory.Float8E5M2; d++ {
+		require.Contains(t, sumTypes, unsigned(d), "the kernel has no %s", d)
+	}
+	drawn := testgpu.SampleRaced(t, 4)
+	for _, d := range sumTypes {
+		for _, places := range []int{1, 2, 3, 8, 9, 17} {
+			if !drawn() {
+				continue
+			}
+			trials = append(trials, sumTrial(r, d, places, 1+r.IntN(sumPieces(places)), false))
+			if !element.IsFloat8(d) {
+				trials = append(trials, sumTrial(r, d, places, sumPieces(places), true))
+			}
+		}
+	}
+	for to := memory.Bool; to <= memory.Float8E5M2; to++ {
+		for from := memory.Bool; from <= memory.Float8E5M2; from++ {
+			trials = append(trials, convertTrial(r, to, from))
+		}
+	}
+	for _, x := range trials {
+		x.write(&in)
+	}
+	cmd := exec.Command(program)
+	cmd.Stdin = &in
+	got, err := cmd.Output()
+	require.NoError(t, err)
+	for _, x := range trials {
+		require.GreaterOrEqual(t, len(got), len(x.want))
+		x.compare(t, got[:len(x.want)])
+		got = got[len(x.want):]
+	}
+	require.Empty(t, got)
+}
+
+type trial struct {
+	width        int
+	to, from     memory.DType
+	loops        []loop // from the outermost
+	code         int    // of a kernel that has a table
+	table        []byte // with places in dst and src for addresses
+	dst, src     []byte
+	want         []byte
+	elements     int
+	floatResults bool
+}
+
+// copyTrial copies elements of a width between random places.
+func copyTrial(r *rand.Rand, width int) trial {
+	x := trial{width: width, elements: 1}
+	dst, src := 1, 1
+	for range r.IntN(maxLoops) {
+		l := loop{1 + r.IntN(5), dst, src}
+		x.loops = append([]loop{l}, x.loops...)
+		dst, src = dst*l.n+r.IntN(2), src*l.n+r.IntN(3)
+		x.elements *= l.n
+		if x.elements > 3000 {
+			break
+		}
+	}
+	x.dst, x.src = noise(r, (dst+1)*width), noise(r, (src+1)*width)
+	x.want = bytes.Clone(x.dst)
+	runs(x.loops, func(p run) {
+		for i := range p.n {
+			copy(x.want[(p.dst+i*p.dstStep)*width:][:width], x.src[(p.src+i*p.srcStep)*width:])
+		}
+	})
+	return x
+}
+
+// piecesTrial copies rows of elements of a width.
+func piecesTrial(r *rand.Rand, width, count int) trial {
+	x := trial{code: 1000 + width}
+	t := pieceTable{count: uint32(count)}
+	dst, src := 0, 0
+	type rows struct{ n, row, dst, src, toStep, fromStep int }
+	var all []rows
+	for i := range count {
+		p := rows{n: 1 + r.IntN(3), row: 1 + r.IntN(300), dst: dst + r.IntN(3), src: src + r.IntN(3)}
+		p.toStep, p.fromStep = p.row+r.IntN(4), r.IntN(p.row+4)
+		all = append(all, p)
+		dst, src = p.dst+p.n*p.toStep, p.src+p.n*max(p.row, p.fromStep)
+		t.n += uint32(p.n * p.row)
+		t.to[i], t.from[i], t.end[i] = uint64(p.dst*width), uint64(p.src*width), t.n
+		t.row[i], t.toStep[i], t.fromStep[i] = uint32(p.row), uint32(p.toStep), uint32(p.fromStep)
+	}
+	x.dst, x.src = noise(r, (dst+2)*width), noise(r, (src+2)*width)
+	x.want, x.table = bytes.Clone(x.dst), tableBytes(&t)
+	for _, p := range all {
+		for k := range p.n {
+			copy(x.want[(p.dst+k*p.toStep)*width:][:p.row*width], x.src[(p.src+k*p.fromStep)*width:])
+		}
+	}
+	return x
+}
+
+// fanTrial copies pieces of elements of a width to several places.
+func fanTrial(r *rand.Rand, width, count, ways int) trial {
+	x := trial{code: 1100 + width}
+	t := fanTable{count: uint32(count), ways: uint32(ways)}
+	src := 0
+	for i := range count {
+		src += r.IntN(3)
+		n := 1 + r.IntN(40)
+		t.n += uint32(n)
+		t.from[i], t.end[i] = uint64(src*width), t.n
+		src += n
+	}
+	each := (int(t.n) + 1) * width
+	x.dst, x.src = noise(r, each*ways), noise(r, src*width)
+	x.want = bytes.Clone(x.dst)
+	for w := range ways {
+		t.to[w] = uint64(each * w)
+		begin := 0
+		for i := range count {
+			end := int(t.end[i])
+			copy(x.want[each*w+begin*width:each*w+end*width], x.src[t.from[i]:])
+			begin = end
+		}
+	}
+	x.table = tableBytes(&t)
+	return x
+}
+
+// sumTypes are those that the kernel knows.
+var sumTypes = []memory.DType{memory.Bool, memory.Uint8, memory.Uint16, memory.Uint32, memory.Uint64, memory.Float16, memory.BFloat16,
+	memory.Float32, memory.Float64, memory.Float8E4M3, memory.Float8E5M2}
+
+// sumTrial adds pieces of elements, single ones or 16 bytes at once.
+func sumTrial(r *rand.Rand, d memory.DType, places, count int, wide bool) trial {
+	x := trial{code: 1201, to: d}
+	pack := d.Size()
+	if wide {
+		x.code, pack = 1216, 16
+	}
+	t := sumTable{count: uint32(count), places: uint32(places), kind: uint32(d)}
+	ends := make([]uint32, count)
+	src := 0
+	for i := range count {
+		n := 1 + r.IntN(5)
+		if i%7 == 0 {
+			n += r.IntN(600)
+		}
+		t.n += uint32(n)
+		ends[i] = t.n
+		for k := range places {
+			src += r.IntN(2)
+			t.words[i*places+k] = uint64(src * pack)
+			src += n
+		}
+	}
+	copy(t.ends(count, places), ends)
+	x.dst, x.src = noise(r, (int(t.n)+1)*pack), noise(r, src*pack)
+	size := d.Size()
+	for i := range len(x.src) / size {
+		switch {
+		case d == memory.Bool:
+			x.src[i] &= 1
+		case element.IsFloat(d): // of two magnitudes, so that sums are rounded
+			element.SetFloat(d, x.src, i, math.Ldexp(r.Float64()*2-1, r.IntN(12)-6))
+		}
+	}
+	x.want, x.table = bytes.Clone(x.dst), tableBytes(&t)
+	begin := uint32(0)
+	for i, end := range ends {
+		for at := range int(end-begin) * pack / size {
+			sum := element.Load(d, x.src[t.words[i*places]:], at)
+			to := int(begin)*pack/size + at
+			element.Store(d, x.want, to, sum)
+			for k := 1; k < places; k++ {
+				y := element.Load(d, x.src[t.words[i*places+k]:], at)
+				if z := element.Load(d, x.want, to); element.IsFloat(d) {
+					element.SetFloat(d, x.want, to, z.Round(memory.Float64)+y.Round(memory.Float64))
+				} else {
+					element.SetInt(d, x.want, to, z.Int64()+y.Int64())
+				}
+			}
+		}
+		begin = end
+	}
+	return x
+}
+
+func tableBytes[T table](t *T) []byte {
+	return bytes.Clone(unsafe.Slice((*byte)(unsafe.Pointer(t)), unsafe.Sizeof(*t)))
+}
+
+// convertTrial converts numbers that the type can hold, and what torch has an answer
+// for otherwise.
+func convertTrial(r *rand.Rand, to, from memory.DType) trial {
+	const n = 1500
+	x := trial{to: to, from: from, elements: n, loops: []loop{{n, 1, 1}}, floatResults: element.IsFloat(to)}
+	x.dst, x.src = noise(r, n*to.Size()), noise(r, n*from.Size())
+	for i := range n {
+		if from == memory.Bool {
+			x.src[i] &= 1
+		}
+		if !element.IsFloat(from) {
+			continue
+		}
+		f := math.Ldexp(r.Float64()*2-1, r.IntN(40)-20)
+		if element.IsFloat(to) && r.IntN(10) == 0 {
+			f = []float64{math.Inf(1), math.NaN(), 464, 465, 57344, 61440, 65519, 65520, math.Copysign(0, -1)}[r.IntN(9)]
+		}
+		if to == memory.Uint64 {
+			f = math.Abs(f) * 0x1p44
+		}
+		element.SetFloat(from, x.src, i, f)
+		if v := element.Load(from, x.src, i).Round(memory.Float64); !element.IsFloat(to) && (math.IsNaN(v) || math.Abs(v) >= 0x1p64) {
+			element.SetFloat(from, x.src, i, 1)
+		}
+	}
+	x.want = bytes.Clone(x.dst)
+	for i := range n {
+		element.Store(to, x.want, i, element.Load(from, x.src, i))
+	}
+	return x
+}
+
+func noise(r *rand.Rand, n int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	return b
+}
+
+func (x *trial) write(out *bytes.Buffer) {
+	h := [7 + 3*maxLoops]int64{int64(x.width + x.code), int64(x.to), int64(x.from), int64(x.elements),
+		int64(len(x.loops)), int64(len(x.dst)), int64(len(x.src))}
+	for i := range maxLoops {
+		h[7+3*i] = 1
+		if at := len(x.loops) - 1 - i; at >= 0 {
+			l := x.loops[at]
+			h[7+3*i], h[8+3*i], h[9+3*i] = int64(l.n), int64(l.dst), int64(l.src)
+		}
+	}
+	_ = binary.Write(out, binary.LittleEndian, h) // to memory
+	out.Write(x.dst)
+	out.Write(x.src)
+	out.Write(x.table)
+}
+
+func (x *trial) compare(t *testing.T, got []byte) {
+	t.Helper()
+	if x.width != 0 || !x.floatResults {
+		require.Equal(t, x.want, got, "width %d, kernel %d, %s from %s, %v", x.width, x.code, x.to, x.from, x.loops)
+		return
+	}
+	size := x.to.Size()
+	for i := range x.elements {
+		a, b := element.Load(x.to, x.want, i).Round(memory.Float64), element.Load(x.to, got, i).Round(memory.Float64)
+		if math.IsNaN(a) && math.IsNaN(b) {
+			continue
+		}
+		require.Equal(t, x.want[i*size:(i+1)*size], got[i*size:(i+1)*size], "%s from %s: %v", x.to, x.from, element.Load(x.from, x.src, i))
+	}
+}

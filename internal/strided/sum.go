@@ -1,0 +1,171 @@
+package strided
+
+import (
+	"math"
+
+	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// AddAll enqueues on s the sums of lists[i][k] over all i into dst, concatenated in the
+// order of k. dst is contiguous and has the same type and total length as each list. If
+// dst or a tensor is not on the device of s, kernels must be able to access it. The sum is
+// rounded to the type after each list, as tensor.Add does. One kernel adds as many tensors
+// as fit in a launch, dozens of eight lists. The caller has validated the tensors and
+// called CanAddAll.
+func AddAll[T Tensor](s *stream.Stream, dst T, lists [][]T) error {
+	to := dst.array()
+	return addAll(s, &to, arrayLists(lists))
+}
+
+func addAll(s *stream.Stream, dst *Array, lists [][]Array) error {
+	k, err := kernelsOf(s.Device())
+	if err != nil {
+		return err
+	}
+	t := sumTables.Get().(*sumTable)
+	defer sumTables.Put(t)
+	x := summation{s: s, kernel: k.sum, table: t, pack: dst.DType.Size(), room: sumPieces(len(lists))}
+	if packable(dst, lists) {
+		x.pack, x.kernel = 16, k.sumWide
+	}
+	t.kind, t.places, t.to = uint32(unsigned(dst.DType)), uint32(len(lists)), dst.Ptr()
+	t.n, t.count = 0, 0
+	for i := range lists[0] {
+		if err := x.add(lists, i); err != nil {
+			return err
+		}
+	}
+	return x.launch()
+}
+
+// A summation adds arrays of several lists. Each launch continues after the last one.
+type summation struct {
+	s      *stream.Stream
+	kernel *kernel.Kernel
+	table  *sumTable
+	ends   [2 * sumWords]uint32 // of the pieces in the table
+	room   int                  // pieces that fit in a table
+	pack   int                  // bytes that a thread adds at once
+}
+
+// add adds array i of each list to the table, and launches the kernel if the table is
+// full.
+func (x *summation) add(lists [][]Array, i int) error {
+	t, n := x.table, lists[0][i].Bytes()/x.pack
+	for at := 0; at < n; {
+		part := min(n-at, math.MaxInt32-int(t.n))
+		if int(t.count) == x.room || part == 0 {
+			if err := x.launch(); err != nil {
+				return err
+			}
+			continue
+		}
+		for j := range lists {
+			t.words[int(t.count)*len(lists)+j] = lists[j][i].Ptr() + uint64(at)*uint64(x.pack)
+		}
+		t.n += uint32(part)
+		x.ends[t.count] = t.n
+		t.count++
+		at += part
+	}
+	return nil
+}
+
+// launch adds what the table has, and empties it.
+func (x *summation) launch() error {
+	t := x.table
+	if t.count == 0 {
+		return nil
+	}
+	copy(t.ends(int(t.count), int(t.places)), x.ends[:t.count])
+	if err := x.kernel.Launch(x.s, blocks(int(t.n), 1), tableArg(t)); err != nil {
+		return err
+	}
+	t.to += uint64(t.n) * uint64(x.pack)
+	t.n, t.count = 0, 0
+	return nil
+}
+
+// CanAddAll reports whether AddAll supports the lists: all of the type of dst, of equal
+// and contiguous tensors, together as long as dst, and on devices that kernels on the
+// device of s can access.
+func CanAddAll[T Tensor](s *stream.Stream, dst T, lists [][]T) (bool, error) {
+	to := dst.array()
+	return canAddAll(s, &to, arrayLists(lists))
+}
+
+func canAddAll(s *stream.Stream, dst *Array, lists [][]Array) (bool, error) {
+	if err := gpu.CheckStream("tensor: add all", s, nil); err != nil {
+		return false, err
+	}
+	if len(lists) == 0 || len(lists) > sumWords/2 || !dst.Contiguous() || dst.IsHost() {
+		return false, nil
+	}
+	for _, list := range lists {
+		if len(list) != len(lists[0]) {
+			return false, nil
+		}
+		total, on := 0, s.Device()
+		for k := range list {
+			x := &list[k]
+			n := x.Len()
+			if x.DType != dst.DType || x.IsHost() || !x.Contiguous() || n != lists[0][k].Len() {
+				return false, nil
+			}
+			if d := x.Device(); d != on {
+				if near, err := mem.Reach(s.Device(), d); err != nil || !near {
+					return false, err
+				}
+				on = d
+			}
+			total += n
+		}
+		if total != dst.Len() {
+			return false, nil
+		}
+	}
+	return mem.Reach(s.Device(), dst.Device())
+}
+
+// packable reports whether all elements can be added 16 bytes at a time.
+func packable(dst *Array, lists [][]Array) bool {
+	if element.IsFloat8(dst.DType) {
+		return false
+	}
+	all := dst.Ptr()
+	for _, list := range lists {
+		for k := range list {
+			if all |= list[k].Ptr() | uint64(list[k].Bytes()); all%16 != 0 {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// unsigned returns the unsigned type of the same size for an integer type. Its sums have
+// the same bits, so the kernel implements only one of the two types.
+func unsigned(d memory.DType) memory.DType {
+	switch d {
+	case memory.Int8, memory.Int16, memory.Int32, memory.Int64:
+		return d + 1
+	}
+	return d
+}
+
+// addTo adds the elements of x to the elements of sum.
+func addTo(d memory.DType, sum, x []byte) {
+	for i := range len(sum) / d.Size() {
+		a, b := element.Load(d, sum, i), element.Load(d, x, i)
+		if element.IsFloat(d) {
+			element.Store(d, sum, i, element.Float(a.Round(memory.Float64)+b.Round(memory.Float64)))
+		} else {
+			element.SetInt(d, sum, i, a.Int64()+b.Int64())
+		}
+	}
+}

@@ -1,0 +1,248 @@
+package cublaslt
+
+import (
+	"math"
+
+	"github.com/gochorus/chorus/internal/cublasapi"
+	"github.com/gochorus/chorus/internal/cublasltapi"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/virtual/cublas"
+	"github.com/gochorus/chorus/internal/virtual/machine"
+)
+
+// A matmul is one product that is enqueued.
+type matmul struct {
+	shape
+	algo        algo
+	need        uintptr
+	alpha, beta cublas.Scalar
+	a, b, c, o  cublas.Operand
+	workspace   cudadrv.DevicePtr
+}
+
+func (l *lib) Matmul(h cublasltapi.Handle, d cublasltapi.MatmulDesc, alpha cublasapi.Scalar, a, b cublasltapi.Matrix, beta cublasapi.Scalar,
+	c, out cublasltapi.Matrix, x *cublasltapi.Algo, workspace cudadrv.DevicePtr, bytes uintptr, stream cudadrv.Stream) cublasapi.Result {
+	dev, hang, r := l.begin("cublasLtMatmul", h)
+	if r != cublasapi.Success {
+		return r
+	}
+	s, r := l.shapeOf(&cublasltapi.Operation{Desc: d, A: a.Layout, B: b.Layout, C: c.Layout, D: out.Layout})
+	if r != cublasapi.Success {
+		return r
+	}
+	g := &matmul{shape: *s, workspace: workspace}
+	config := open(x)
+	if config == nil || workspace%cublas.WorkspaceAlignment != 0 || workspace == 0 && bytes > 0 {
+		return cublasapi.InvalidValue
+	}
+	g.algo = *config
+	var ok bool
+	if g.need, ok = s.need(config); !ok {
+		return cublasapi.NotSupported
+	}
+	mode := cublasapi.PointerMode(s.d.mode)
+	var set [2]bool
+	g.alpha, set[0] = cublas.ScalarOf(cublasapi.DType(s.d.scale), alpha, mode)
+	g.beta, set[1] = cublas.ScalarOf(cublasapi.DType(s.d.scale), beta, mode)
+	g.a, g.b, g.c, g.o = operand(a.Ptr, s.a), operand(b.Ptr, s.b), operand(c.Ptr, s.c), operand(out.Ptr, s.o)
+	if !set[0] || !set[1] || g.need > bytes || !g.pointersFit() {
+		return cublasapi.InvalidValue
+	}
+	l.m.Lock()
+	defer l.m.Unlock()
+	st, res := l.m.Stream(dev, stream)
+	if res != cudadrv.Success || st.Device() != dev || st.Invalidated() {
+		return cublasapi.ExecutionFailed
+	}
+	st.EnqueueCall("cublasLtMatmul", hang, g.run)
+	return cublasapi.Success
+}
+
+func operand(p cudadrv.DevicePtr, x layout) cublas.Operand {
+	return cublas.Operand{Ptr: p, Type: x.t, Rows: int(x.rows), Cols: int(x.cols), LD: int(x.ld), Stride: x.stride}
+}
+
+// pointersFit checks the addresses of the matrices.
+func (g *matmul) pointersFit() bool {
+	for i, p := range []cudadrv.DevicePtr{g.a.Ptr, g.b.Ptr, g.c.Ptr, g.o.Ptr} {
+		if p == 0 && i != 2 || uint64(p)%uint64(g.algo.align[i]) != 0 {
+			return false
+		}
+	}
+	if g.readsBias() || g.writesBias() {
+		// The alignment of D includes the bias.
+		if uint64(g.d.bias)%uint64(min(int(g.algo.align[3]), 16)) != 0 {
+			return false
+		}
+	}
+	return g.c.Ptr != g.o.Ptr || g.shape.c == g.shape.o
+}
+
+func (g *matmul) run(o *machine.Op) {
+	for i := range int(g.shape.o.batch) {
+		t := g.alias(o, i)
+		if t == nil {
+			t = g.one(o, i)
+		}
+		if t != nil {
+			o.Fail(t)
+			return
+		}
+	}
+}
+
+// alias finds an output that shares memory with another matrix.
+func (g *matmul) alias(o *machine.Op, i int) *machine.Trouble {
+	out := g.o.Spans(i)
+	others := []cublas.Operand{g.a, g.b}
+	if g.c.Ptr != g.o.Ptr && g.c.Ptr != 0 {
+		others = append(others, g.c)
+	}
+	if g.readsAux() || g.writesAux() {
+		others = append(others, g.auxOperand())
+	}
+	for _, x := range others {
+		if t := cublas.Alias(o, out, x.Spans(i)); t != nil {
+			return t
+		}
+	}
+	return nil
+}
+
+// auxOperand returns the auxiliary buffer; of a bit mask, as bytes.
+func (g *matmul) auxOperand() cublas.Operand {
+	if g.masks() {
+		return cublas.Operand{Ptr: g.d.aux, Type: cublasapi.R8FE4M3, Rows: (g.m + 7) / 8, Cols: g.n, LD: int(g.d.auxLD / 8), Stride: g.d.auxStride / 8}
+	}
+	return cublas.Operand{Ptr: g.d.aux, Type: g.auxType(), Rows: g.m, Cols: g.n, LD: int(g.d.auxLD), Stride: g.d.auxStride}
+}
+
+// A part is one product of the batch: the values and the memory of the operands.
+type part struct {
+	alpha, beta    float64
+	a, b, c, out   [][]byte
+	aux            [][]byte
+	bias           []byte
+	scaleA, scaleB []float64
+	scaleC, scaleD float64
+	amax           []byte
+}
+
+// one computes product i.
+func (g *matmul) one(o *machine.Op, i int) *machine.Trouble {
+	m := o.Machine()
+	m.Lock()
+	p, t := g.touch(o, i)
+	m.Unlock()
+	if t != nil {
+		return t
+	}
+	f32 := cublasapi.DType(g.d.scale)
+	product := cublas.Product{TransA: g.d.transA != 0, TransB: g.d.transB != 0, M: g.m, N: g.n, K: g.k,
+		A: g.a.Type, B: g.b.Type, Compute: cublasapi.ComputeType(g.d.compute), Parts: int(g.algo.splitK), Partial: f32}
+	if cublasltapi.ReductionScheme(g.algo.scheme) == cublasltapi.ReductionOutputType {
+		product.Partial = g.o.Type
+	}
+	v := product.Sums(p.a, p.b)
+	g.scaleRows(v, p)
+	cublas.Combine(f32, v, p.alpha, p.beta*p.scaleC, g.c.Type, p.c)
+	g.epilogue(v, p)
+	if g.is(cublasltapi.EpilogueBGradA, cublasltapi.EpilogueBGradB) {
+		g.inputGradient(p)
+	}
+	if p.amax != nil {
+		most := 0.0
+		if i > 0 {
+			most = cublas.Load(cublasapi.R32F, [][]byte{p.amax})[0] // of the whole batch
+		}
+		for _, x := range v {
+			most = max(most, math.Abs(x))
+		}
+		cublas.Store(cublasapi.R32F, [][]byte{p.amax}, []float64{most})
+	}
+	for j := range v {
+		v[j] = cublas.Round(f32, v[j]*p.scaleD)
+	}
+	cublas.Store(g.o.Type, p.out, v)
+	return nil
+}
+
+// scaleRows applies the scales of A and B.
+func (g *matmul) scaleRows(v []float64, p *part) {
+	for j := range g.n {
+		for i := range g.m {
+			s := p.scaleA[min(i, len(p.scaleA)-1)] * p.scaleB[min(j, len(p.scaleB)-1)]
+			v[j*g.m+i] = cublas.Round(cublasapi.DType(g.d.scale), v[j*g.m+i]*s)
+		}
+	}
+}
+
+// A toucher gets memory for an operation until the first trouble. The machine is locked.
+type toucher struct {
+	o *machine.Op
+	i int // of the product in the batch
+	t *machine.Trouble
+}
+
+func (x *toucher) matrix(m cublas.Operand, write bool) (parts [][]byte) {
+	if x.t == nil {
+		parts, x.t = m.Touch(x.o, x.i, write)
+	}
+	return parts
+}
+
+// vector returns nil for address 0.
+func (x *toucher) vector(at cudadrv.DevicePtr, n int, ty cublasapi.DType, write bool) (v []byte) {
+	if x.t == nil && at != 0 {
+		v, x.t = x.o.Touch(at, uint64(n*cublas.SizeOf(ty)), write)
+	}
+	return v
+}
+
+// scale returns 1 for address 0.
+func (x *toucher) scale(at cudadrv.DevicePtr, n int) []float64 {
+	if v := x.vector(at, n, cublasapi.R32F, false); v != nil {
+		return cublas.Load(cublasapi.R32F, [][]byte{v})
+	}
+	return []float64{1}
+}
+
+func (x *toucher) value(s cublas.Scalar, ty cublasapi.DType) (v float64) {
+	if x.t == nil {
+		v, x.t = s.Read(x.o, ty)
+	}
+	return v
+}
+
+// touch gets the memory of product i. The machine is locked.
+func (g *matmul) touch(o *machine.Op, i int) (*part, *machine.Trouble) {
+	p, x, scale := new(part), &toucher{o: o, i: i}, cublasapi.DType(g.d.scale)
+	p.alpha, p.beta = x.value(g.alpha, scale), x.value(g.beta, scale)
+	p.a, p.b = x.matrix(g.a, false), x.matrix(g.b, false)
+	if p.beta != 0 {
+		p.c = x.matrix(g.c, false)
+	}
+	p.out = x.matrix(g.o, true)
+	if g.readsAux() || g.writesAux() {
+		p.aux = x.matrix(g.auxOperand(), g.writesAux())
+	}
+	if g.readsBias() || g.writesBias() {
+		n := g.m
+		if g.is(cublasltapi.EpilogueBGradB) {
+			n = g.n
+		}
+		at := g.d.bias + cudadrv.DevicePtr(int64(i)*g.d.biasStride*int64(cublas.SizeOf(g.biasType())))
+		p.bias = x.vector(at, n, g.biasType(), g.writesBias())
+	}
+	rowsA, rowsB := 1, 1
+	if g.d.modeA == int32(cublasltapi.ScaleOuterVec32F) {
+		rowsA, rowsB = g.m, g.n
+	}
+	p.scaleA, p.scaleB = x.scale(g.d.scaleA, rowsA), x.scale(g.d.scaleB, rowsB)
+	p.scaleC, p.scaleD = x.scale(g.d.scaleC, 1)[0], x.scale(g.d.scaleD, 1)[0]
+	p.amax = x.vector(g.d.amax, 1, cublasapi.R32F, true)
+	if g.need > 0 {
+		x.vector(g.workspace, int(g.need), cublasapi.R8FE4M3, true) // bytes
+	}
+	return p, x.t
+}

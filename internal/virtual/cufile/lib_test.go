@@ -1,0 +1,223 @@
+package cufile
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/cufileapi"
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/virtual/machine"
+	"github.com/stretchr/testify/require"
+)
+
+// A fileRig is a rig with a driver of cuFile that is open and streams that can be
+// used.
+type fileRig struct {
+	*rig
+	api cufileapi.API
+}
+
+func newFileRig(t *testing.T, cfg machine.Config) *fileRig {
+	t.Helper()
+	cfg.Devices = max(cfg.Devices, 1)
+	r := &fileRig{rig: newRig(t, cfg)}
+	r.api = New(r.m)
+	r.fine(r.api.SetParameterBool(cufileapi.ParallelIO, true))
+	r.fine(r.api.SetParameterSizeT(cufileapi.MaxIOThreads, 1))
+	r.fine(r.api.DriverOpen())
+	return r
+}
+
+func (r *fileRig) fine(res cufileapi.Result) {
+	r.T.Helper()
+	require.Equal(r.T, cufileapi.Success, res, "%v: %s", res, res.Meaning())
+}
+
+// with calls f with the context of a device bound.
+func (r *fileRig) with(dev int, f func() cufileapi.Result) (res cufileapi.Result) {
+	r.T.Helper()
+	r.On(dev, func() cudadrv.Result { res = f(); return cudadrv.Success })
+	return res
+}
+
+// drained returns when the stream has no operations, without a wait by the host.
+func (r *fileRig) drained(s cudadrv.Stream) {
+	r.T.Helper()
+	for done := false; !done; {
+		r.m.Lock()
+		x, res := r.m.Stream(nil, s)
+		r.OK(res)
+		done = x.Idle()
+		r.m.Unlock()
+	}
+}
+
+func (r *fileRig) open(n int, flags int) *os.File {
+	r.T.Helper()
+	path := filepath.Join(r.T.TempDir(), "file")
+	content := make([]byte, n)
+	for i := range content {
+		content[i] = byte(i * 7)
+	}
+	require.NoError(r.T, os.WriteFile(path, content, 0o600))
+	f, err := os.OpenFile(path, flags, 0)
+	require.NoError(r.T, err)
+	r.T.Cleanup(func() { f.Close() })
+	return f
+}
+
+func (r *fileRig) register(f *os.File) (h cufileapi.Handle) {
+	r.T.Helper()
+	r.fine(r.with(0, func() (res cufileapi.Result) {
+		h, res = r.api.HandleRegister(&cufileapi.Descr{Type: cufileapi.OpaqueFD, FD: int32(f.Fd())})
+		return res
+	}))
+	return h
+}
+
+func (r *fileRig) read(h cufileapi.Handle, p cudadrv.DevicePtr, bytes uintptr) (n int64, err error) {
+	r.T.Helper()
+	r.On(0, func() cudadrv.Result { n, err = r.api.Read(h, p, bytes, 0, 0); return cudadrv.Success })
+	return n, err
+}
+
+func (r *fileRig) write(h cufileapi.Handle, p cudadrv.DevicePtr, bytes uintptr) (n int64, err error) {
+	r.T.Helper()
+	r.On(0, func() cudadrv.Result { n, err = r.api.Write(h, p, bytes, 0, 0); return cudadrv.Success })
+	return n, err
+}
+
+func (r *fileRig) reported(part string) {
+	r.T.Helper()
+	reports := r.m.Reports()
+	require.Len(r.T, reports, 1)
+	require.Contains(r.T, reports[0], part)
+	require.Contains(r.T, reports[0], "seed")
+}
+
+func TestCuFileWantsItsDriverAndAContext(t *testing.T) {
+	r := &fileRig{rig: newRig(t, machine.Config{Devices: 1})}
+	r.api = New(r.m)
+	f := r.open(10, os.O_RDWR)
+	register := func() cufileapi.Result {
+		_, res := r.api.HandleRegister(&cufileapi.Descr{Type: cufileapi.OpaqueFD, FD: int32(f.Fd())})
+		return res
+	}
+	for name, call := range map[string]func() cufileapi.Result{
+		"register":   register,
+		"buffer":     func() cufileapi.Result { return r.api.BufRegister(1, 1, 0) },
+		"close":      r.api.DriverClose,
+		"properties": func() cufileapi.Result { return r.api.DriverGetProperties(new(cufileapi.DrvProps)) },
+		"limit":      func() cufileapi.Result { return r.api.DriverSetMaxDirectIOSize(1024) },
+		"bar":        func() cufileapi.Result { _, res := r.api.GetBARSizeInKB(0); return res },
+		"statistics": r.api.StatsStart,
+		"cancel":     func() cufileapi.Result { return r.api.BatchIOCancel(1) },
+	} {
+		require.Equal(t, cufileapi.DriverNotInitialized, r.with(0, call), name)
+	}
+	_, err := r.read(1, 1, 1)
+	require.ErrorIs(t, err, cufileapi.DriverNotInitialized)
+
+	r.fine(r.api.DriverOpen())
+	require.Equal(t, cufileapi.CUDAFailed(cudadrv.ErrorInvalidContext), register(), "no context is bound")
+	require.Equal(t, cufileapi.Success, r.with(0, func() cufileapi.Result {
+		r.fine(register())
+		require.Equal(t, cufileapi.CUDAFailed(cudadrv.ErrorInvalidContext), r.api.BufRegister(1, 1, 0), "the context was consumed")
+		return cufileapi.Success
+	}))
+	r.fine(r.api.DriverClose())
+	require.Equal(t, cufileapi.DriverNotInitialized, r.api.DriverClose())
+	require.Empty(t, r.m.Reports())
+}
+
+func TestCuFileParametersAreChecked(t *testing.T) {
+	m, err := machine.New(&machine.Config{Devices: 1})
+	require.NoError(t, err)
+	api := New(m)
+	require.Equal(t, cufileapi.CUDAFailed(cudadrv.ErrorNotInitialized), api.DriverOpen())
+	require.Equal(t, cudadrv.Success, m.Driver().Init())
+	for p := range cufileapi.NumSizeTParams {
+		least, greatest, res := api.GetParameterMinMaxValue(p)
+		if p == cufileapi.ProfileStats {
+			require.Equal(t, cufileapi.InvalidValue, res)
+			continue
+		}
+		require.Equal(t, cufileapi.Success, res)
+		v, res := api.GetParameterSizeT(p)
+		require.Equal(t, cufileapi.Success, res)
+		require.GreaterOrEqual(t, v, least, "parameter %d", p)
+		if least > 0 {
+			require.Equal(t, cufileapi.InvalidValue, api.SetParameterSizeT(p, least-1))
+		}
+		require.Equal(t, cufileapi.Success, api.SetParameterSizeT(p, least))
+		if greatest > 0 {
+			require.LessOrEqual(t, v, greatest, "parameter %d", p)
+			require.Equal(t, cufileapi.InvalidValue, api.SetParameterSizeT(p, greatest+1))
+			require.Equal(t, cufileapi.Success, api.SetParameterSizeT(p, greatest))
+		}
+	}
+	require.Equal(t, cufileapi.InvalidValue, api.SetParameterBool(cufileapi.ProfileNVTX, true), "obsolete")
+	for _, bad := range [][2][]uintptr{{nil, nil}, {{4, 8}, {1}}, {{0}, {1}}, {{4}, {0}}} {
+		require.Equal(t, cufileapi.InvalidValue, api.SetParameterPosixPoolSlabArray(bad[0], bad[1]), bad)
+	}
+	require.Equal(t, cufileapi.Success, api.SetParameterPosixPoolSlabArray([]uintptr{8, 64}, []uintptr{2, 3}))
+	for range 2 { // before and after the opening
+		sizes, counts := make([]uintptr, 2), make([]uintptr, 2)
+		require.Equal(t, cufileapi.Success, api.GetParameterPosixPoolSlabArray(sizes, counts))
+		require.Equal(t, []uintptr{8, 64, 2, 3}, append(sizes, counts...))
+		require.Equal(t, cufileapi.InvalidValue, api.GetParameterPosixPoolSlabArray(sizes[:1], counts[:1]))
+		api.DriverOpen()
+	}
+	// What was set holds for one opening.
+	api.DriverClose()
+	require.Equal(t, cufileapi.Success, api.DriverClose())
+	v, _ := api.GetParameterSizeT(cufileapi.IOBatchSize)
+	require.EqualValues(t, 128, v)
+}
+
+func TestCuFileWithoutCompatibilityMode(t *testing.T) {
+	r := &fileRig{rig: newRig(t, machine.Config{Devices: 1})}
+	r.api = New(r.m)
+	r.fine(r.api.SetParameterBool(cufileapi.ParamAllowCompatMode, false))
+	r.fine(r.api.DriverOpen())
+	f := r.open(1, os.O_RDONLY)
+	require.Equal(t, cufileapi.IONotSupported, r.with(0, func() cufileapi.Result {
+		_, res := r.api.HandleRegister(&cufileapi.Descr{Type: cufileapi.OpaqueFD, FD: int32(f.Fd())})
+		return res
+	}))
+}
+
+// What is set while the driver is open shows at once.
+func TestCuFileLimits(t *testing.T) {
+	r := newFileRig(t, machine.Config{})
+	var p cufileapi.DrvProps
+	require.Equal(t, cufileapi.InvalidValue, r.api.DriverGetProperties(nil))
+	r.fine(r.api.DriverSetMaxDirectIOSize(2048))
+	r.fine(r.api.DriverGetProperties(&p))
+	require.EqualValues(t, 2048, p.MaxDirectIOSize)
+	require.EqualValues(t, 1<<cufileapi.AllowCompatMode, p.DControlFlags)
+	r.fine(r.api.DriverSetPollMode(true, 16))
+	r.fine(r.api.DriverGetProperties(&p))
+	require.EqualValues(t, 16, p.PollThreshSize)
+	require.EqualValues(t, 1<<cufileapi.AllowCompatMode|1<<cufileapi.UsePollMode, p.DControlFlags)
+	for name, res := range map[string]cufileapi.Result{
+		"poll threshold": r.api.DriverSetPollMode(true, 3), "direct": r.api.DriverSetMaxDirectIOSize(63),
+		"cache": r.api.DriverSetMaxCacheSize(1024), "pinned": r.api.DriverSetMaxPinnedMemSize(1024),
+	} {
+		require.Equal(t, cufileapi.DriverUnsupportedLimit, res, name)
+	}
+}
+
+// A host function of a stream may call cuFile no more than the driver.
+func TestCuFileWithinHostFunctions(t *testing.T) {
+	r := newFileRig(t, machine.Config{})
+	s := r.Stream(0)
+	var res cufileapi.Result
+	r.Do(0, func() cudadrv.Result {
+		return r.Drv.LaunchHostFunc(s, dl.OnceClosure(func() { res = r.api.DriverOpen() }))
+	})
+	r.Sync(0, s)
+	require.Equal(t, cufileapi.CUDAFailed(cudadrv.ErrorNotPermitted), res)
+}

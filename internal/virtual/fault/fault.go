@@ -1,0 +1,305 @@
+package fault
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/gochorus/chorus/internal/cublasapi"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/cufileapi"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"golang.org/x/sys/unix"
+)
+
+// A Fault is an error or a delay that is injected into the nth call of one function.
+type Fault struct {
+	Status int32 // status to fail with, unless Hang or lose is set
+	Hang   bool
+	lose   bool
+	Zero   bool // a copy between two devices delivers zeros
+	Short  bool // its file transfers stop half-way
+	Async  bool // the call succeeds, and its communicator or transfer fails later with Status
+}
+
+// A Plan is a fault plan with the calls counted so far. Each library call
+// consults it once, by its C name.
+type Plan struct {
+	plan map[string]map[int]Fault
+
+	counts atomic.Pointer[callCount] // of CountCalls
+
+	mu    sync.Mutex
+	count map[string]int
+}
+
+// A callCount counts the calls of each function.
+type callCount struct {
+	mu sync.Mutex
+	n  map[string]int
+}
+
+// CountCalls starts counting library calls by their C names and replaces a count
+// in progress. stop ends the count and returns it.
+func (f *Plan) CountCalls() (stop func() map[string]int) {
+	c := &callCount{n: map[string]int{}}
+	f.counts.Store(c)
+	return func() map[string]int {
+		f.counts.CompareAndSwap(c, nil)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return maps.Clone(c.n)
+	}
+}
+
+func (c *callCount) add(name string) {
+	if c == nil {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.n[name]++
+}
+
+// Hit counts a call and returns its planned fault. A call with an asynchronous
+// operation handles Hang itself; any other call hangs here.
+func (f *Plan) Hit(name string) (status int32, hang bool) {
+	x := f.Next(name)
+	return x.Status, x.Hang
+}
+
+// Next is Hit for calls that support more kinds of faults.
+func (f *Plan) Next(name string) Fault {
+	f.counts.Load().add(name)
+	if f.plan == nil {
+		return Fault{}
+	}
+	f.mu.Lock()
+	f.count[name]++
+	x, ok := f.plan[name][f.count[name]]
+	if !ok {
+		x = f.plan[name][everyCall]
+	}
+	f.mu.Unlock()
+	switch {
+	case x.lose:
+		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+		Forever(nil)
+	case x.Hang && !streamOps[name]:
+		Forever(nil)
+	}
+	return x
+}
+
+// everyCall represents * instead of a number.
+const everyCall = 0
+
+// Forever returns when stop is closed, or never if it is nil. It also waits on a
+// timer: if all other goroutines sleep, the runtime would otherwise report a
+// deadlock and exit.
+func Forever(stop <-chan struct{}) {
+	for {
+		select {
+		case <-stop:
+			return
+		case <-time.After(time.Hour):
+		}
+	}
+}
+
+func (f *Plan) Parse(text string) error {
+	for item := range strings.SplitSeq(text, ",") {
+		if item = strings.TrimSpace(item); item == "" {
+			continue
+		}
+		name, n, x, err := parseFault(item)
+		if err != nil {
+			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n, lose@call#n, zero@call#n, short@call#n or async@call#n=status, separated by commas, * for every n, "+
+				"such as cuMemAllocAsync#3=CUDA_ERROR_OUT_OF_MEMORY or hang@ncclAllReduce#2", item, err)
+		}
+		if f.plan == nil {
+			f.plan, f.count = map[string]map[int]Fault{}, map[string]int{}
+		}
+		if f.plan[name] == nil {
+			f.plan[name] = map[int]Fault{}
+		}
+		f.plan[name][n] = x
+	}
+	return nil
+}
+
+// parseFault parses one fault of a plan, and returns the call and its number.
+func parseFault(item string) (name string, n int, x Fault, err error) {
+	where := item
+	if kind, rest, ok := strings.Cut(item, "@"); ok {
+		if err := x.setKind(kind); err != nil {
+			return "", 0, x, err
+		}
+		where = rest
+	}
+	where, status, failing := strings.Cut(where, "=")
+	if failing == (x.Hang || x.lose || x.Zero || x.Short) {
+		return "", 0, x, fmt.Errorf("want exactly one of a status, hang, lose, zero and short")
+	}
+	name, number, _ := strings.Cut(where, "#")
+	if number == "*" {
+		n = everyCall
+	} else if n, err = strconv.Atoi(number); err != nil || n < 1 {
+		return "", 0, x, fmt.Errorf("%q is not the number of a call, counted from 1", number)
+	}
+	if err := x.suits(name); err != nil {
+		return "", 0, x, err
+	}
+	if failing {
+		if x.Status, err = statusOf(name, status, x.Async); err != nil {
+			return "", 0, x, err
+		}
+	}
+	return name, n, x, nil
+}
+
+func (x *Fault) setKind(kind string) error {
+	switch kind {
+	case "hang":
+		x.Hang = true
+	case "lose":
+		x.lose = true
+	case "zero":
+		x.Zero = true
+	case "short":
+		x.Short = true
+	case "async":
+		x.Async = true
+	default:
+		return fmt.Errorf("%q is not one of hang, lose, zero, short and async", kind)
+	}
+	return nil
+}
+
+// suits returns an error if the call cannot have such a fault.
+func (x *Fault) suits(call string) error {
+	switch {
+	case !calls[call]:
+		return fmt.Errorf("%q is not one of %s", call, strings.Join(slices.Sorted(maps.Keys(calls)), " "))
+	case x.Async && !(streamOps[call] && strings.HasPrefix(call, "nccl")) && !laterTransfers[call]:
+		return fmt.Errorf("%q is neither an operation of NCCL nor an asynchronous transfer", call)
+	case x.Short && !transfers[call] && !laterTransfers[call]:
+		return fmt.Errorf("%q does not transfer between files and memory", call)
+	case x.Zero && !between[call]:
+		return fmt.Errorf("%q does not copy between devices", call)
+	}
+	return nil
+}
+
+// statusOf returns the value of a status by its C name in the library of the
+// call. File transfers can fail with an errno, too.
+func statusOf(call, status string, async bool) (int32, error) {
+	text := func(v int32) string { return cudadrv.Result(v).Error() }
+	first := int32(1)
+	switch {
+	case transfers[call] || laterTransfers[call] && async:
+		if v := errnoOf(status); v != 0 {
+			return v, nil
+		}
+		fallthrough
+	case strings.HasPrefix(call, "cuFile"):
+		text = func(v int32) string { return cufileapi.Result(v).Error() }
+		first = int32(cufileapi.DriverNotInitialized)
+		if noStatus[call] {
+			return 0, fmt.Errorf("%s does not return a status", call)
+		}
+	case strings.HasPrefix(call, "nccl"):
+		text = func(v int32) string { return ncclapi.Result(v).Error() }
+	case strings.HasPrefix(call, "cublas"):
+		text = func(v int32) string { return cublasapi.Result(v).Error() }
+	}
+	for v := first; v < first+1000; v++ {
+		if text(v) == status {
+			return v, nil
+		}
+	}
+	return 0, fmt.Errorf("%q is not a failure that %s can return", status, call)
+}
+
+// errnoOf returns the value of an errno name such as EIO, or 0.
+func errnoOf(name string) int32 {
+	for v := int32(1); v < 200; v++ {
+		if unix.ErrnoName(syscall.Errno(v)) == name {
+			return v
+		}
+	}
+	return 0
+}
+
+// transfers are the calls that transfer between files and memory synchronously,
+// laterTransfers those that do so asynchronously.
+var (
+	transfers      = Names(`cuFileRead cuFileWrite`)
+	laterTransfers = Names(`cuFileReadAsync cuFileWriteAsync cuFileBatchIOSubmit`)
+)
+
+// noStatus lists calls that do not return a status.
+var noStatus = Names(`cuFileHandleDeregister cuFileBatchIODestroy cuFileUseCount`)
+
+// between lists the copies that may involve two devices.
+var between = Names(`cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync`)
+
+// streamOps lists the calls that enqueue an asynchronous operation. If a batch of
+// transfers hangs, none of its transfers starts.
+var streamOps = Names(`cuMemAllocAsync cuMemAllocFromPoolAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
+	cuMemcpyPeerAsync cuMemcpy2DAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuLaunchKernel
+	cuLaunchCooperativeKernel cublasGemmEx cublasGemmStridedBatchedEx cublasLtMatmul
+	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
+	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload
+	cuFileReadAsync cuFileWriteAsync cuFileBatchIOSubmit`)
+
+// calls lists all calls that a plan may contain.
+var calls = allCalls()
+
+func allCalls() map[string]bool {
+	names := Names(`cuInit cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetUuid
+	cuDeviceGetAttribute cuDeviceTotalMem cuDeviceGetPCIBusId cuDeviceCanAccessPeer cuDeviceGetDefaultMemPool
+	cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease cuDevicePrimaryCtxGetState cuCtxSetCurrent cuCtxGetCurrent cuDeviceGetP2PAttribute
+	cuCtxSynchronize cuCtxGetStreamPriorityRange cuCtxEnablePeerAccess cuProfilerStart cuProfilerStop cuMemGetInfo cuMemAlloc cuMemFree
+	cuMemPoolCreate cuMemPoolDestroy cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
+	cuMemGetAddressRange cuIpcGetMemHandle cuIpcOpenMemHandle cuIpcCloseMemHandle
+	cuMemGetAllocationGranularity cuMemAddressReserve cuMemAddressFree cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemSetAccess
+	cuMemExportToShareableHandle cuMemImportFromShareableHandle
+	cuMemHostAlloc cuMemFreeHost cuMemHostRegister cuMemHostUnregister
+	cuStreamCreateWithPriority cuStreamDestroy cuStreamSynchronize cuStreamQuery cuStreamGetPriority cuStreamGetCtx cuEventCreate cuEventDestroy
+	cuEventQuery cuEventSynchronize cuEventElapsedTime cuIpcGetEventHandle cuIpcOpenEventHandle cuModuleLoadData cuModuleUnload cuModuleGetFunction
+	cuStreamBeginCapture cuStreamEndCapture cuStreamIsCapturing cuStreamGetCaptureInfo
+	cuThreadExchangeStreamCaptureMode cuGraphGetNodes cuGraphInstantiateWithFlags cuGraphExecUpdate
+	cuGraphExecDestroy cuGraphDestroy cuGraphDebugDotPrint
+	cuUserObjectCreate cuUserObjectRelease cuGraphRetainUserObject
+	cuFuncGetAttribute cuFuncSetAttribute cuOccupancyMaxActiveBlocksPerMultiprocessor cuOccupancyMaxPotentialBlockSize
+	cublasCreate cublasDestroy cublasSetStream cublasSetWorkspace cublasSetMathMode cublasSetPointerMode cublasSetSmCountTarget
+	cublasLtCreate cublasLtDestroy cublasLtMatmulDescCreate cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute
+	cublasLtMatrixLayoutCreate cublasLtMatrixLayoutDestroy cublasLtMatrixLayoutSetAttribute
+	cublasLtMatmulPreferenceCreate cublasLtMatmulPreferenceDestroy cublasLtMatmulPreferenceSetAttribute
+	cublasLtMatmulAlgoGetHeuristic cublasLtMatmulAlgoCheck cublasLtMatmulAlgoGetIds cublasLtMatmulAlgoInit`)
+	maps.Copy(names, streamOps)
+	for f := range ncclapi.NumFuncs {
+		names[f.Name()] = true
+	}
+	for f := range cufileapi.NumFuncs {
+		names[f.Name()] = true
+	}
+	return names
+}
+
+// Names returns the set of the names in a list.
+func Names(list string) map[string]bool {
+	set := map[string]bool{}
+	for _, name := range strings.Fields(list) {
+		set[name] = true
+	}
+	return set
+}

@@ -1,0 +1,169 @@
+package machine
+
+import (
+	"fmt"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+var _ cudadrv.Auditor = driver{}
+
+// MemLend marks the piece as allocated and poisons it.
+func (d driver) MemLend(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) cudadrv.Result {
+	return d.audit("MemLend", p, bytes, s, (*Op).lend)
+}
+
+func (d driver) MemReturn(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) cudadrv.Result {
+	return d.audit("MemReturn", p, bytes, s, (*Op).takeBack)
+}
+
+// audit enqueues a call, or runs it immediately if the stream is idle. These
+// calls are as frequent as calls of an allocator, and a goroutine for each one
+// would cost more than the call.
+func (d driver) audit(name string, p cudadrv.DevicePtr, bytes uintptr, h cudadrv.Stream,
+	do func(*Op, *Block, uint64, uint64) *Trouble) cudadrv.Result {
+	m, n := d.m, uint64(bytes)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	b, _ := m.Find(p)
+	if b == nil || b.dev == nil || b.freeing || n == 0 || n > b.size-(uint64(p)-b.addr) {
+		return cudadrv.ErrorInvalidValue
+	}
+	s, r := m.Stream(b.dev, h)
+	if r == cudadrv.Success {
+		r = s.dev.status
+	}
+	if r != cudadrv.Success {
+		return r
+	}
+	if b.pieces == nil {
+		b.pieces = newPieces(b.size)
+	}
+	offset := uint64(p) - b.addr
+	if s.capture != nil {
+		b.pieces.set(offset, offset+n, run{state: captured}, true)
+		return cudadrv.Success
+	}
+	s.carryOut(name, func(o *Op) {
+		if b.freedBy != "" {
+			return
+		}
+		if t := do(o, b, offset, n); t != nil {
+			o.Lose(t)
+		}
+	})
+	return s.dev.status
+}
+
+// carryOut runs an operation: at once if the stream is idle. The operation runs with m.mu
+// held, which is held now.
+func (s *Stream) carryOut(name string, do func(*Op)) {
+	if s.Idle() {
+		s.step(name, do)
+		return
+	}
+	m := s.dev.m
+	s.Enqueue(name, func(o *Op) {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		do(o)
+	})
+}
+
+// step runs an operation while the stream is idle. If the host has waited for all
+// earlier operations, it has waited for this one too. m.mu is held.
+func (s *Stream) step(name string, do func(*Op)) {
+	m := s.dev.m
+	waited := m.host.At(s.now.Slot) >= s.now.Epoch
+	s.now.Seen = s.now.Seen.Join(m.host)
+	s.now.Epoch++
+	do(&Op{Name: name, s: s, host: m.host})
+	if waited {
+		m.host = m.host.JoinStamp(s.now)
+	}
+}
+
+// lend marks a piece as allocated.
+func (o *Op) lend(b *Block, offset, n uint64) *Trouble {
+	if t := o.order(b, offset, n, true); t != nil {
+		return t
+	}
+	if b.space != nil {
+		if at := b.space.covered(offset, n); at < n {
+			return o.blame("allocated %d bytes at %#x of %v, but nothing is mapped from byte %d on", n, b.addr+offset, b, at)
+		}
+	}
+	if part, found := b.pieces.seek(offset, offset+n, func(s state) bool { return s == lent }); found {
+		return o.blame("allocated %d bytes at %#x of %v, but the bytes at %#x are already allocated",
+			n, b.addr+offset, b, b.addr+max(part.lo, offset))
+	}
+	b.pieces.audited = true
+	if _, found := b.pieces.seek(offset, offset+n, func(s state) bool { return s == captured }); !found {
+		b.stain(offset, n)
+	}
+	b.pieces.set(offset, offset+n, run{state: lent}, false)
+	return nil
+}
+
+// takeBack marks a piece as free. It counts as a write, which merges the history
+// of the bytes into one span.
+func (o *Op) takeBack(b *Block, offset, n uint64) *Trouble {
+	if t := o.order(b, offset, n, true); t != nil {
+		return t
+	}
+	if part, found := b.pieces.seek(offset, offset+1, func(s state) bool { return !s.usable() }); found && b.pieces.audited {
+		return o.blame("freed %d bytes at %#x of %v, %s", n, b.addr+offset, b, b.pieces.says(b, part))
+	}
+	b.pieces.audited = true
+	b.pieces.set(offset, offset+n, run{state: returned, by: o.s.handle}, false)
+	return nil
+}
+
+// blame reports a mistake of the allocator.
+func (o *Op) blame(format string, args ...any) *Trouble {
+	text := fmt.Sprintf("%s on %v ", o.Name, o.s) + fmt.Sprintf(format, args...)
+	return &Trouble{cudadrv.ErrorIllegalAddress, text}
+}
+
+// stain poisons a part of the block again.
+func (b *Block) stain(offset, n uint64) {
+	if b.space != nil {
+		b.space.stain(b, offset, n)
+		return
+	}
+	b.clean.stain(b.data, offset, n)
+}
+
+// covered returns the number of bytes at the start of [offset, offset+n) that have mapped memory.
+func (s *space) covered(offset, n uint64) uint64 {
+	at := offset
+	for _, x := range s.within(offset, n) {
+		if x.lo > at {
+			break
+		}
+		at = min(x.hi, offset+n)
+	}
+	return at - offset
+}
+
+// barred returns the reason why a part of the block must not be used, or "".
+func (p *pieces) barred(b *Block, offset, n uint64) string {
+	if p == nil || !p.audited {
+		return ""
+	}
+	part, found := p.seek(offset, offset+n, func(s state) bool { return !s.usable() })
+	if !found {
+		return ""
+	}
+	return p.says(b, part)
+}
+
+// says describes a part that is not allocated.
+func (p *pieces) says(b *Block, part run) string {
+	if part.state == never {
+		return fmt.Sprintf("which includes bytes from %#x on of %v that the allocator has not allocated", b.addr+part.lo, b)
+	}
+	part = p.whole(part)
+	return fmt.Sprintf("which lies in %d bytes at %#x of %v that were freed by MemReturn on stream %#x",
+		part.hi-part.lo, b.addr+part.lo, b, uintptr(part.by))
+}

@@ -1,0 +1,241 @@
+package machine
+
+import (
+	"fmt"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// A HostRange is the host side of a copy. Page-locked memory is resolved when the
+// copy runs; pageable memory is staged, or the call waits for the copy.
+type HostRange struct {
+	bytes  []byte // of pageable memory
+	block  *Block // of page-locked memory
+	offset uint64
+	n      uint64
+}
+
+func (m *Machine) HostRange(p unsafe.Pointer, n uintptr) (HostRange, cudadrv.Result) {
+	addr := uint64(uintptr(p))
+	if b := lookup(m.pinned, addr); b.contains(addr) {
+		h := HostRange{block: b, offset: addr - b.addr, n: uint64(n)}
+		if h.n > b.size-h.offset {
+			return h, cudadrv.ErrorInvalidValue
+		}
+		return h, cudadrv.Success
+	}
+	if p == nil && n > 0 || addr >= addressBase {
+		return HostRange{}, cudadrv.ErrorInvalidValue
+	}
+	return HostRange{bytes: unsafe.Slice((*byte)(p), n), n: uint64(n)}, cudadrv.Success
+}
+
+// Touch returns the host bytes for the running operation. m.mu is held.
+func (h HostRange) Touch(o *Op, write bool) ([]byte, *Trouble) {
+	if h.block == nil || h.n == 0 {
+		return h.bytes, nil
+	}
+	if h.block.freedBy != "" {
+		return nil, &Trouble{cudadrv.ErrorIllegalAddress, fmt.Sprintf(
+			"%s on %v used %v, which the host freed with %s before the copy ran", o.Name, o.s, h.block, h.block.freedBy)}
+	}
+	return o.use(h.block, h.offset, h.n, write)
+}
+
+// Pinned reports whether the memory is page-locked.
+func (h HostRange) Pinned() bool { return h.block != nil }
+
+// Bytes returns the bytes of page-locked memory now, without a check of races. m.mu is held.
+func (h HostRange) Bytes() []byte { return h.block.bytes(h.offset, h.n) }
+
+// use tells which device memory the call names.
+func (c *call) use(bytes uintptr, dst, src cudadrv.DevicePtr) {
+	if bytes > 0 {
+		c.uses = [2]cudadrv.DevicePtr{dst, src}
+	}
+}
+
+// move copies from the bytes that src returns to the bytes that dst returns. It
+// calls src first.
+func (o *Op) move(dst, src func() ([]byte, *Trouble)) {
+	m := o.s.dev.m
+	m.mu.Lock()
+	from, t := src()
+	var to []byte
+	if t == nil {
+		to, t = dst()
+	}
+	m.mu.Unlock()
+	if t != nil {
+		o.Fail(t)
+		return
+	}
+	copy(to, from)
+}
+
+func (d driver) MemcpyHtoDAsync(dst cudadrv.DevicePtr, src unsafe.Pointer, bytes uintptr, h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuMemcpyHtoDAsync", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	from, r := d.m.HostRange(src, bytes)
+	if r != cudadrv.Success {
+		return r
+	}
+	if from.block == nil && s.capture != nil {
+		return s.Refused() // the bytes may have changed at a replay
+	}
+	if from.block == nil {
+		from.bytes = append([]byte(nil), from.bytes...)
+	}
+	c.use(bytes, dst, 0)
+	c.enqueue(s, func(o *Op) {
+		o.move(func() ([]byte, *Trouble) { return o.Touch(dst, uint64(bytes), true) },
+			func() ([]byte, *Trouble) { return from.Touch(o, false) })
+	})
+	return cudadrv.Success
+}
+
+func (d driver) MemcpyDtoHAsync(dst unsafe.Pointer, src cudadrv.DevicePtr, bytes uintptr, h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuMemcpyDtoHAsync", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	to, r := d.m.HostRange(dst, bytes)
+	if r != cudadrv.Success {
+		c.end()
+		return r
+	}
+	if to.block == nil && s.capture != nil {
+		defer c.end()
+		return s.Refused()
+	}
+	c.use(bytes, 0, src)
+	c.enqueue(s, func(o *Op) {
+		o.move(func() ([]byte, *Trouble) { return to.Touch(o, true) },
+			func() ([]byte, *Trouble) { return o.Touch(src, uint64(bytes), false) })
+	})
+	if to.block != nil {
+		c.end()
+		return cudadrv.Success
+	}
+	// CUDA returns from a copy to pageable memory only after the copy.
+	k := s.Mark()
+	c.end()
+	return d.m.Await(s.dev, k)
+}
+
+func (d driver) MemcpyDtoDAsync(dst, src cudadrv.DevicePtr, bytes uintptr, h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuMemcpyDtoDAsync", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	c.copyDevice(s, dst, src, bytes)
+	return cudadrv.Success
+}
+
+func (d driver) MemcpyPeerAsync(dst cudadrv.DevicePtr, dstCtx cudadrv.Context, src cudadrv.DevicePtr, srcCtx cudadrv.Context, bytes uintptr, h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuMemcpyPeerAsync", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	if s.capture != nil {
+		return s.Refused() // cuMemcpyDtoDAsync can be captured instead
+	}
+	to, from := d.m.deviceOf(dstCtx), d.m.deviceOf(srcCtx)
+	if to == nil || from == nil || to.retained == 0 || from.retained == 0 {
+		return cudadrv.ErrorInvalidContext
+	}
+	if bytes > 0 && (!d.m.Belongs(dst, to) || !d.m.Belongs(src, from)) {
+		return cudadrv.ErrorInvalidValue
+	}
+	c.copyDevice(s, dst, src, bytes)
+	return cudadrv.Success
+}
+
+// Belongs reports whether p may be an address of the device. m.mu is held.
+func (m *Machine) Belongs(p cudadrv.DevicePtr, dev *Device) bool {
+	b, _ := m.Find(p)
+	return b == nil || b.dev == nil || b.Owner(p) == dev
+}
+
+func (c *call) copyDevice(s *Stream, dst, src cudadrv.DevicePtr, bytes uintptr) {
+	zero := c.zero && c.m.crosses(dst, src)
+	c.use(bytes, dst, src)
+	c.enqueue(s, func(o *Op) { o.moveDevice(dst, src, uint64(bytes), zero) })
+}
+
+// moveDevice copies between device memory, or writes zeros.
+func (o *Op) moveDevice(dst, src cudadrv.DevicePtr, bytes uint64, zero bool) {
+	o.move(func() ([]byte, *Trouble) { return o.Touch(dst, bytes, true) },
+		func() ([]byte, *Trouble) {
+			b, t := o.Touch(src, bytes, false)
+			if zero {
+				b = make([]byte, len(b))
+			}
+			return b, t
+		})
+}
+
+func (d driver) Memcpy2DAsync(x cudadrv.Memcpy2D, h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuMemcpy2DAsync", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	if min(x.DstPitch, x.SrcPitch) < x.WidthInBytes || max(x.DstPitch, x.SrcPitch) > cudadrv.MaxPitch {
+		return cudadrv.ErrorInvalidValue
+	}
+	zero := c.zero && c.m.crosses(x.Dst, x.Src)
+	c.use(x.WidthInBytes*x.Height, x.Dst, x.Src)
+	c.enqueue(s, func(o *Op) {
+		for row := range x.Height {
+			o.moveDevice(x.Dst+cudadrv.DevicePtr(row*x.DstPitch), x.Src+cudadrv.DevicePtr(row*x.SrcPitch), uint64(x.WidthInBytes), zero)
+		}
+	})
+	return cudadrv.Success
+}
+
+// crosses reports whether the addresses belong to different devices. m.mu is held.
+func (m *Machine) crosses(p, q cudadrv.DevicePtr) bool {
+	a, _ := m.Find(p)
+	b, _ := m.Find(q)
+	return a != nil && b != nil && a.Owner(p) != b.Owner(q)
+}
+
+func (d driver) MemsetD8Async(dst cudadrv.DevicePtr, value uint8, count uintptr, h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuMemsetD8Async", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	c.use(count, dst, 0)
+	c.enqueue(s, func(o *Op) {
+		d.m.mu.Lock()
+		parts, t := o.overwrite(dst, uint64(count), value)
+		d.m.mu.Unlock()
+		if t != nil {
+			o.Fail(t)
+			return
+		}
+		for _, p := range parts {
+			fill(p, value)
+		}
+	})
+	return cudadrv.Success
+}
+
+func fill(p []byte, value byte) {
+	if value == 0 || len(p) == 0 {
+		clear(p)
+		return
+	}
+	p[0] = value
+	for n := 1; n < len(p); n *= 2 {
+		copy(p[n:], p[:n])
+	}
+}

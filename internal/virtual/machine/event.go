@@ -1,0 +1,233 @@
+package machine
+
+import (
+	"slices"
+	"time"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/virtual/fault"
+	"github.com/gochorus/chorus/internal/virtual/race"
+)
+
+// A Mark is a point in a stream that other streams and the host can wait for.
+type Mark struct {
+	done chan struct{} // closed when the stream reaches it
+	at   race.Stamp    // set before done is closed
+	when time.Time
+}
+
+// Mark adds a mark after all enqueued operations. m.mu is held.
+func (s *Stream) Mark() *Mark {
+	k := &Mark{done: make(chan struct{})}
+	if !s.working {
+		k.at, k.when = s.now, time.Now()
+		close(k.done)
+		return k
+	}
+	s.pushMark("mark", k)
+	return k
+}
+
+func (s *Stream) pushMark(name string, k *Mark) {
+	s.push(&Op{Name: name, always: true, run: func(*Op) {
+		m := s.dev.m
+		m.mu.Lock()
+		k.at, k.when = s.now, time.Now()
+		s.marked = true
+		close(k.done)
+		m.mu.Unlock()
+	}})
+}
+
+// marks adds a mark to each stream of the device, and returns them together with
+// the marks of destroyed streams with pending work. m.mu is held.
+func (d *Device) marks() []*Mark {
+	d.ended = d.unseen()
+	marks := slices.Clone(d.ended)
+	for _, s := range d.m.streams {
+		if s.dev == d {
+			marks = append(marks, s.Mark())
+		}
+	}
+	return marks
+}
+
+// unseen returns the marks of destroyed streams that the host has not waited for.
+func (d *Device) unseen() []*Mark {
+	return slices.DeleteFunc(d.ended, func(k *Mark) bool { return k.seenBy(d.m.host) })
+}
+
+// seenBy reports whether the host has waited for the mark.
+func (k *Mark) seenBy(host race.Clock) bool {
+	select {
+	case <-k.done:
+		return host.At(k.at.Slot) >= k.at.Epoch
+	default:
+		return false
+	}
+}
+
+// Await blocks until the streams of a device reach the marks or the device is
+// lost. Operations that the host enqueues later then follow the marks.
+func (m *Machine) Await(dev *Device, marks ...*Mark) cudadrv.Result {
+	m.mu.Lock()
+	lost := dev.lost
+	m.mu.Unlock()
+	for _, k := range marks {
+		select {
+		case <-k.done:
+		case <-lost:
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if dev.status != cudadrv.Success {
+		return dev.status
+	}
+	for _, k := range marks {
+		m.host = m.host.JoinStamp(k.at)
+	}
+	return cudadrv.Success
+}
+
+// An event holds the mark of its last record.
+type event struct {
+	dev      *Device
+	flags    uint32
+	last     *Mark
+	captured *capturedMark // of its last record, if it was captured
+	shared   *sharedEvent  // with another machine
+}
+
+func (d driver) EventCreate(flags uint32) (cudadrv.Event, cudadrv.Result) {
+	c, r := d.begin("cuEventCreate")
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	const known = cudadrv.EventBlockingSync | cudadrv.EventDisableTiming | cudadrv.EventInterprocess
+	if flags&^known != 0 || flags&cudadrv.EventInterprocess != 0 && flags&cudadrv.EventDisableTiming == 0 {
+		return 0, cudadrv.ErrorInvalidValue
+	}
+	h := cudadrv.Event(d.m.Handle())
+	d.m.events[h] = &event{dev: c.dev, flags: flags}
+	return h, cudadrv.Success
+}
+
+func (d driver) EventDestroy(h cudadrv.Event) cudadrv.Result {
+	c, r := d.beginEnding("cuEventDestroy")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	e := d.m.events[h]
+	if e == nil {
+		return cudadrv.ErrorInvalidHandle
+	}
+	e.unshare()
+	delete(d.m.events, h)
+	return cudadrv.Success
+}
+
+func (d driver) EventRecord(h cudadrv.Event, sh cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuEventRecord", sh)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	e := d.m.event(h)
+	if e == nil || e.dev != s.dev {
+		return cudadrv.ErrorInvalidHandle
+	}
+	if s.capture != nil && e.flags&cudadrv.EventInterprocess != 0 {
+		return cudadrv.ErrorStreamCaptureUnsupported
+	}
+	if s.capture != nil {
+		e.recordCaptured(s)
+		return cudadrv.Success
+	}
+	e.captured = nil
+	if c.hang {
+		s.Enqueue(c.name, func(*Op) { fault.Forever(nil) })
+	}
+	e.last = &Mark{done: make(chan struct{})}
+	e.share()
+	s.pushMark(c.name, e.last)
+	return cudadrv.Success
+}
+
+// beginEvent is begin for calls on an event.
+func (d driver) beginEvent(name string, h cudadrv.Event) (call, *event, cudadrv.Result) {
+	c, r := d.begin(name)
+	if r != cudadrv.Success {
+		return c, nil, r
+	}
+	e := d.m.event(h)
+	if e == nil {
+		r = cudadrv.ErrorInvalidHandle
+	} else if r = e.dev.status; r == cudadrv.Success {
+		if r = e.spoils(); r == cudadrv.Success {
+			r = d.m.PermitsUnsafe() // querying any event is unsafe
+		}
+	}
+	if r != cudadrv.Success {
+		c.end()
+	}
+	return c, e, r
+}
+
+func (d driver) EventQuery(h cudadrv.Event) cudadrv.Result {
+	c, e, r := d.beginEvent("cuEventQuery", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	k := e.mark()
+	if k == nil {
+		return cudadrv.Success
+	}
+	select {
+	case <-k.done:
+		d.m.host = d.m.host.JoinStamp(k.at)
+		return cudadrv.Success
+	default:
+		return cudadrv.ErrorNotReady
+	}
+}
+
+func (d driver) EventSynchronize(h cudadrv.Event) cudadrv.Result {
+	c, e, r := d.beginEvent("cuEventSynchronize", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	k := e.mark()
+	c.end()
+	if k == nil {
+		return cudadrv.Success
+	}
+	return d.m.Await(e.dev, k)
+}
+
+func (d driver) EventElapsedTime(start, end cudadrv.Event) (float32, cudadrv.Result) {
+	c, a, r := d.beginEvent("cuEventElapsedTime", start)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	b := d.m.event(end)
+	if b != nil && b.captured != nil {
+		return 0, b.spoils()
+	}
+	if b == nil || a.dev != b.dev || (a.flags|b.flags)&cudadrv.EventDisableTiming != 0 ||
+		a.last == nil || b.last == nil {
+		return 0, cudadrv.ErrorInvalidHandle
+	}
+	for _, k := range []*Mark{a.last, b.last} {
+		select {
+		case <-k.done:
+		default:
+			return 0, cudadrv.ErrorNotReady
+		}
+	}
+	return float32(b.last.when.Sub(a.last.when).Seconds() * 1e3), cudadrv.Success
+}

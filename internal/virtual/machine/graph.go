@@ -1,0 +1,267 @@
+package machine
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// A graph is the result of a capture. Its nodes are immutable.
+type graph struct {
+	lanes []*Device // the device of each captured stream
+	names []cudadrv.Stream
+	nodes []*node
+
+	objects []*userObject
+	users   int // references: its handle, executables, and launches in progress
+}
+
+// A graphExec is an executable graph. Each lane is a separate stream, so that
+// operations without an order in the graph run out of step and race.
+type graphExec struct {
+	graph *graph
+	lanes []*Stream
+	ends  []*Mark // of the last launch: launches of one executable run in order
+}
+
+func (m *Machine) newGraph(x *Capture) cudadrv.Graph {
+	g := &graph{nodes: x.nodes, objects: x.objects}
+	for _, s := range x.streams {
+		g.lanes, g.names = append(g.lanes, s.dev), append(g.names, s.handle)
+	}
+	m.graphs[x.handle] = g
+	g.hold(1)
+	return x.handle
+}
+
+// hold adds delta to the references of a graph, and to the graphs of its launches. m.mu is held.
+func (g *graph) hold(delta int) {
+	g.use(delta)
+	for _, n := range g.nodes {
+		if n.launch != nil {
+			n.launch.Hold(delta)
+		}
+	}
+}
+
+// beginGraph is begin for calls on a graph.
+func (d driver) beginGraph(name string, h cudadrv.Graph) (call, *graph, cudadrv.Result) {
+	c, r := d.beginEnding(name)
+	if r != cudadrv.Success {
+		return c, nil, r
+	}
+	g := d.m.graphs[h]
+	if g == nil {
+		c.end()
+		return c, nil, cudadrv.ErrorInvalidValue
+	}
+	return c, g, cudadrv.Success
+}
+
+func (d driver) GraphGetNodes(h cudadrv.Graph) (uintptr, cudadrv.Result) {
+	c, g, r := d.beginGraph("cuGraphGetNodes", h)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	return uintptr(len(g.nodes)), cudadrv.Success
+}
+
+func (d driver) GraphDestroy(h cudadrv.Graph) cudadrv.Result {
+	c, g, r := d.beginGraph("cuGraphDestroy", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	delete(d.m.graphs, h)
+	g.hold(-1)
+	return cudadrv.Success
+}
+
+func (d driver) GraphInstantiateWithFlags(h cudadrv.Graph, flags uint64) (cudadrv.GraphExec, cudadrv.Result) {
+	c, g, r := d.beginGraph("cuGraphInstantiateWithFlags", h)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	if flags&^(cudadrv.GraphInstantiateAutoFree|cudadrv.GraphInstantiateNodePriority) != 0 {
+		return 0, cudadrv.ErrorInvalidValue
+	}
+	for _, dev := range g.lanes {
+		if dev.status != cudadrv.Success {
+			return 0, dev.status
+		}
+	}
+	for _, n := range g.nodes {
+		if !d.m.mapped(n.uses[0]) || !d.m.mapped(n.uses[1]) {
+			return 0, cudadrv.ErrorInvalidValue
+		}
+	}
+	x := &graphExec{graph: g, lanes: d.m.newLanes(g)}
+	eh := cudadrv.GraphExec(d.m.Handle())
+	d.m.execs[eh] = x
+	g.hold(1)
+	return eh, cudadrv.Success
+}
+
+// mapped reports whether there is device memory at p, as CUDA demands of the copies and the
+// fills of a graph, but not of its kernels. 0 means that there is no address. m.mu is held.
+func (m *Machine) mapped(p cudadrv.DevicePtr) bool {
+	if p == 0 {
+		return true
+	}
+	b, _ := m.Find(p)
+	return b != nil && !b.freeing && (b.space == nil || len(b.space.within(uint64(p)-b.addr, 1)) > 0)
+}
+
+// newLanes creates the streams for launches of a graph. m.mu is held.
+func (m *Machine) newLanes(g *graph) []*Stream {
+	lanes := make([]*Stream, len(g.lanes))
+	for i, dev := range g.lanes {
+		lanes[i] = &Stream{
+			dev: dev, handle: g.names[i], now: m.slots.Take(),
+			rng: rand.New(rand.NewPCG(m.seed, uint64(m.Handle()))), // for the delays of this lane
+		}
+	}
+	return lanes
+}
+
+func (d driver) GraphExecDestroy(h cudadrv.GraphExec) cudadrv.Result {
+	c, r := d.beginEnding("cuGraphExecDestroy")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	x := d.m.execs[h]
+	if x == nil {
+		return cudadrv.ErrorInvalidValue
+	}
+	d.m.destroyExec(h, x)
+	return cudadrv.Success
+}
+
+// destroyExec removes an executable. A launch in progress continues. m.mu is held.
+func (m *Machine) destroyExec(h cudadrv.GraphExec, x *graphExec) {
+	delete(m.execs, h)
+	x.graph.hold(-1)
+	x.endLanes()
+}
+
+// endLanes destroys the streams. Enqueued operations still run. m.mu is held.
+func (x *graphExec) endLanes() {
+	for _, s := range x.lanes {
+		s.destroyed = true
+		s.release()
+	}
+}
+
+// resetGraphs removes graphs that can no longer be launched after the context of
+// a device was destroyed. m.mu is held.
+func (d *Device) resetGraphs() {
+	for _, c := range slices.Clone(d.m.captures) {
+		if slices.ContainsFunc(c.streams, func(s *Stream) bool { return s.dev == d }) {
+			c.invalid = true
+		}
+		if c.origin.dev == d {
+			d.m.endCapture(c)
+		}
+	}
+	for h, x := range d.m.execs {
+		if slices.Contains(x.graph.lanes, d) {
+			d.m.destroyExec(h, x)
+		}
+	}
+	for h, g := range d.m.graphs {
+		if slices.Contains(g.lanes, d) {
+			delete(d.m.graphs, h)
+			g.hold(-1)
+		}
+	}
+}
+
+func (d driver) GraphExecUpdate(h cudadrv.GraphExec, gh cudadrv.Graph) (cudadrv.GraphExecUpdateResult, cudadrv.Result) {
+	c, g, r := d.beginGraph("cuGraphExecUpdate", gh)
+	if r != cudadrv.Success {
+		return cudadrv.GraphUpdateError, r
+	}
+	defer c.end()
+	x := d.m.execs[h]
+	if x == nil {
+		return cudadrv.GraphUpdateError, cudadrv.ErrorInvalidValue
+	}
+	if why := x.graph.differs(g); why != cudadrv.GraphUpdateSuccess {
+		return why, cudadrv.ErrorGraphExecUpdateFailure
+	}
+	g.hold(1)
+	x.graph.hold(-1)
+	x.endLanes()
+	x.graph, x.lanes = g, d.m.newLanes(g)
+	return cudadrv.GraphUpdateSuccess, cudadrv.Success
+}
+
+// differs returns the difference that prevents an update of an executable from g
+// to o. A graph consists of nodes, their order, their devices, and the priorities
+// of kernels. The captured streams are not part of it.
+func (g *graph) differs(o *graph) cudadrv.GraphExecUpdateResult {
+	if len(g.nodes) != len(o.nodes) {
+		return cudadrv.GraphUpdateTopologyChanged
+	}
+	for i, n := range g.nodes {
+		p := o.nodes[i]
+		switch {
+		case !slices.Equal(n.deps, p.deps) || !slices.Equal(g.devices(n), o.devices(p)):
+			return cudadrv.GraphUpdateTopologyChanged
+		case n.kind() != p.kind():
+			return cudadrv.GraphUpdateNodeTypeChanged
+		case n.kind() == "kernel" && n.priority != p.priority:
+			return cudadrv.GraphUpdateAttributesChanged
+		}
+	}
+	return cudadrv.GraphUpdateSuccess
+}
+
+// devices returns the devices of a node.
+func (g *graph) devices(n *node) []*Device {
+	list := []*Device{g.lanes[n.lane]}
+	for _, i := range n.lanes {
+		list = append(list, g.lanes[i])
+	}
+	return list
+}
+
+// kind returns the node's name without the name of the kernel, which an update may change.
+func (n *node) kind() string {
+	kind, _, _ := strings.Cut(n.name, " ")
+	return kind
+}
+
+// GraphDebugDotPrint writes the graph in the format of Graphviz.
+func (d driver) GraphDebugDotPrint(h cudadrv.Graph, path string, _ uint32) cudadrv.Result {
+	c, g, r := d.beginGraph("cuGraphDebugDotPrint", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	text := g.dot()
+	c.end()
+	if err := os.WriteFile(path, []byte(text), 0o666); err != nil {
+		return cudadrv.ErrorOperatingSystem
+	}
+	return cudadrv.Success
+}
+
+func (g *graph) dot() string {
+	var b strings.Builder
+	b.WriteString("digraph graph_1 {\n")
+	for i, n := range g.nodes {
+		fmt.Fprintf(&b, "\tn%d [label=\"%d\\n%s\\ndevice %d\"];\n", i, i, n.name, g.lanes[n.lane].ordinal)
+		for _, dep := range n.deps {
+			fmt.Fprintf(&b, "\tn%d -> n%d;\n", dep, i)
+		}
+	}
+	b.WriteString("}\n")
+	return b.String()
+}

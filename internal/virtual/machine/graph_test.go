@@ -1,0 +1,241 @@
+package machine
+
+import (
+	"os"
+	"path/filepath"
+	"runtime"
+	"testing"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/virtual/virtualtest"
+	"github.com/stretchr/testify/require"
+)
+
+// captured captures what f enqueues on the stream.
+func (r *rig) captured(s cudadrv.Stream, f func()) cudadrv.GraphExec {
+	r.T.Helper()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	r.Do(0, func() cudadrv.Result { return r.Drv.StreamBeginCapture(s, cudadrv.CaptureThreadLocal) })
+	f()
+	var g cudadrv.Graph
+	var x cudadrv.GraphExec
+	r.Do(0, func() (res cudadrv.Result) { g, res = r.Drv.StreamEndCapture(s); return res })
+	r.Do(0, func() (res cudadrv.Result) { x, res = r.Drv.GraphInstantiateWithFlags(g, 0); return res })
+	r.Do(0, func() cudadrv.Result { return r.Drv.GraphDestroy(g) })
+	return x
+}
+
+func (r *rig) follow(e cudadrv.Event, after, s cudadrv.Stream) {
+	r.T.Helper()
+	r.Do(0, func() cudadrv.Result { return r.Drv.EventRecord(e, s) })
+	r.Do(0, func() cudadrv.Result { return r.Drv.StreamWaitEvent(after, e, 0) })
+}
+
+func (r *rig) set(s cudadrv.Stream, p cudadrv.DevicePtr) {
+	r.T.Helper()
+	r.Do(0, func() cudadrv.Result { return r.Drv.MemsetD8Async(p, 1, 64, s) })
+}
+
+func (r *rig) replay(x cudadrv.GraphExec, s cudadrv.Stream) cudadrv.Result {
+	r.T.Helper()
+	return r.On(0, func() cudadrv.Result { return r.Drv.GraphLaunch(x, s) })
+}
+
+// Two branches that touch the same bytes race in every replay.
+func TestRaceWithinGraph(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	a, b, e := r.Stream(0), r.Stream(0), r.Event(0)
+	p := r.Alloc(0, 64)
+	x := r.captured(a, func() {
+		r.follow(e, b, a)
+		r.set(a, p)
+		r.set(b, p)
+		r.follow(e, a, b)
+	})
+	require.Empty(t, r.m.Reports(), "a capture touches nothing")
+	r.OK(r.replay(x, a))
+	require.Equal(t, cudadrv.ErrorLaunchFailed, r.On(0, func() cudadrv.Result { return r.Drv.StreamSynchronize(a) }))
+	require.Contains(t, r.m.Explain(0), "race: cuMemsetD8Async")
+}
+
+// A launch is ordered with its stream only.
+func TestRaceWithGraph(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	a, b := r.Stream(0), r.Stream(0)
+	p := r.Alloc(0, 64)
+	x := r.captured(a, func() { r.set(a, p) })
+	r.set(a, p)
+	r.OK(r.replay(x, a))
+	r.OK(r.replay(x, b)) // after the launch on a
+	require.Empty(t, r.m.Reports())
+	r.set(a, p) // but this is not after the launch on b
+	require.Equal(t, cudadrv.ErrorLaunchFailed, r.On(0, r.Drv.CtxSynchronize))
+	require.Contains(t, r.m.Explain(0), "race")
+}
+
+func TestGraphUsesFreedMemory(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	s, p := r.Stream(0), r.Alloc(0, 64)
+	x := r.captured(s, func() { r.set(s, p) })
+	r.OK(r.replay(x, s))
+	r.Do(0, func() cudadrv.Result { return r.Drv.MemFree(p) })
+	r.OK(r.replay(x, s))
+	require.Equal(t, cudadrv.ErrorIllegalAddress, r.On(0, func() cudadrv.Result { return r.Drv.StreamSynchronize(s) }))
+	require.Contains(t, r.m.Explain(0), "was freed by cuMemFree")
+}
+
+func TestGraphUsesUnloadedModule(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	s := r.Stream(0)
+	var mod cudadrv.Module
+	var f cudadrv.Function
+	image := r.m.ModuleImage([]Kernel{{Name: "none", Func: func(*KernelCall) {}}})
+	r.Do(0, func() (res cudadrv.Result) { mod, res = r.Drv.ModuleLoadData(image); return res })
+	r.Do(0, func() (res cudadrv.Result) { f, res = r.Drv.ModuleGetFunction(mod, "none"); return res })
+	x := r.captured(s, func() {
+		r.Do(0, func() cudadrv.Result {
+			return r.Drv.LaunchKernel(f, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, s, nil)
+		})
+	})
+	r.OK(r.replay(x, s))
+	r.Sync(0, s)
+	r.Do(0, func() cudadrv.Result { return r.Drv.ModuleUnload(mod) })
+	require.Equal(t, cudadrv.ErrorInvalidHandle, r.replay(x, s))
+}
+
+// What virtual devices refuse in a capture, each in one of its own, and that the
+// device is as good as before.
+func TestCaptureRefuses(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	p := r.Alloc(0, 64)
+	var pooled cudadrv.DevicePtr
+	outside := r.Stream(0)
+	r.Do(0, func() (res cudadrv.Result) { pooled, res = r.Drv.MemAllocAsync(64, outside); return res })
+	host := make([]byte, 64)
+	other := r.captured(outside, func() { r.set(outside, p) })
+	for name, call := range map[string]func(s cudadrv.Stream) cudadrv.Result{
+		"cuMemAllocAsync": func(s cudadrv.Stream) cudadrv.Result { _, res := r.Drv.MemAllocAsync(64, s); return res },
+		"cuMemFreeAsync":  func(s cudadrv.Stream) cudadrv.Result { return r.Drv.MemFreeAsync(pooled, s) },
+		"pageable to device": func(s cudadrv.Stream) cudadrv.Result {
+			return r.Drv.MemcpyHtoDAsync(p, unsafe.Pointer(&host[0]), 64, s)
+		},
+		"device to pageable": func(s cudadrv.Stream) cudadrv.Result {
+			return r.Drv.MemcpyDtoHAsync(unsafe.Pointer(&host[0]), p, 64, s)
+		},
+		"cuMemcpyPeerAsync": func(s cudadrv.Stream) cudadrv.Result {
+			return r.Drv.MemcpyPeerAsync(p, r.Contexts[0], pooled, r.Contexts[0], 64, s)
+		},
+		"destroying the stream": r.Drv.StreamDestroy,
+		"a graph in a graph":    func(s cudadrv.Stream) cudadrv.Result { return r.Drv.GraphLaunch(other, s) },
+	} {
+		s := r.Stream(0)
+		r.Do(0, func() cudadrv.Result { return r.Drv.StreamBeginCapture(s, cudadrv.CaptureRelaxed) })
+		require.Equal(t, cudadrv.ErrorStreamCaptureUnsupported, r.On(0, func() cudadrv.Result { return call(s) }), name)
+		require.Equal(t, cudadrv.ErrorStreamCaptureInvalidated,
+			r.On(0, func() cudadrv.Result { return r.Drv.MemsetD8Async(p, 1, 64, s) }), name)
+		r.Do(0, func() cudadrv.Result {
+			status, res := r.Drv.StreamIsCapturing(s)
+			require.Equal(t, cudadrv.CaptureInvalidated, status)
+			return res
+		})
+		require.Equal(t, cudadrv.ErrorStreamCaptureInvalidated,
+			r.On(0, func() cudadrv.Result { _, res := r.Drv.StreamEndCapture(s); return res }), name)
+		r.Sync(0, s)
+	}
+	r.Do(0, func() cudadrv.Result { return r.Drv.MemFreeAsync(pooled, outside) })
+	r.Sync(0, outside)
+}
+
+// An event that was recorded in a capture that has ended marks nothing.
+func TestEventOfEndedCapture(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	s, e := r.Stream(0), r.Event(0)
+	r.captured(s, func() { r.Do(0, func() cudadrv.Result { return r.Drv.EventRecord(e, s) }) })
+	require.Equal(t, cudadrv.ErrorInvalidValue, r.On(0, func() cudadrv.Result { return r.Drv.StreamWaitEvent(s, e, 0) }))
+	require.Equal(t, cudadrv.ErrorCapturedEvent, r.On(0, func() cudadrv.Result { return r.Drv.EventQuery(e) }))
+	r.Do(0, func() cudadrv.Result { return r.Drv.EventRecord(e, s) })
+	r.Do(0, func() cudadrv.Result { return r.Drv.StreamWaitEvent(s, e, 0) })
+	r.Sync(0, s)
+}
+
+func TestDestroyedGraphs(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	s, p := r.Stream(0), r.Alloc(0, 64)
+	x := r.captured(s, func() { r.set(s, p) })
+	r.OK(r.replay(x, s))
+	r.Do(0, func() cudadrv.Result { return r.Drv.GraphExecDestroy(x) })
+	require.Equal(t, cudadrv.ErrorInvalidValue, r.replay(x, s))
+	require.Equal(t, cudadrv.ErrorInvalidValue, r.On(0, func() cudadrv.Result { return r.Drv.GraphExecDestroy(x) }))
+	require.Equal(t, byte(1), virtualtest.Download[byte](r.Rig, 0, s, p, 1)[0], "the launch completed")
+	require.Empty(t, r.m.graphs)
+	require.Empty(t, r.m.execs)
+	require.Empty(t, r.m.captures)
+
+	slots := r.m.slots.Made()
+	for range 50 {
+		z := r.captured(s, func() { r.set(s, p) })
+		r.Do(0, func() cudadrv.Result { return r.Drv.GraphExecDestroy(z) })
+	}
+	require.Equal(t, slots, r.m.slots.Made(), "the lanes' slots are used again")
+
+	// Resetting a device takes its graphs and captures.
+	y := r.captured(s, func() { r.set(s, p) })
+	r.Do(0, func() cudadrv.Result { return r.Drv.StreamBeginCapture(s, cudadrv.CaptureRelaxed) })
+	r.OK(r.Drv.DevicePrimaryCtxRelease(0))
+	_, res := r.Drv.DevicePrimaryCtxRetain(0)
+	r.OK(res)
+	require.Equal(t, cudadrv.ErrorInvalidValue, r.replay(y, r.Stream(0)))
+	require.Empty(t, r.m.captures)
+}
+
+func TestGraphFaults(t *testing.T) {
+	r := newRig(t, Config{Devices: 1, Faults: "cuGraphLaunch#1=CUDA_ERROR_OUT_OF_MEMORY, hang@cuGraphLaunch#2"})
+	s, p := r.Stream(0), r.Alloc(0, 64)
+	x := r.captured(s, func() { r.set(s, p) })
+	require.Equal(t, cudadrv.ErrorOutOfMemory, r.replay(x, s))
+	r.Sync(0, s)
+	r.OK(r.replay(x, s))
+	require.Equal(t, cudadrv.ErrorNotReady, r.On(0, func() cudadrv.Result { return r.Drv.StreamQuery(s) }))
+	r.m.mu.Lock()
+	defer r.m.mu.Unlock()
+	r.m.devices[0].lose(cudadrv.ErrorUnknown, "the test is over") // ends what waits for the hang
+}
+
+// The end of a capture on another thread fails, and the capture is lost.
+func TestEndOnAnotherThread(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	s := r.Stream(0)
+	end := func() cudadrv.Result {
+		return r.On(0, func() cudadrv.Result { _, res := r.Drv.StreamEndCapture(s); return res })
+	}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	r.Do(0, func() cudadrv.Result { return r.Drv.StreamBeginCapture(s, cudadrv.CaptureThreadLocal) })
+	other := make(chan cudadrv.Result)
+	go func() { other <- end() }()
+	require.Equal(t, cudadrv.ErrorStreamCaptureWrongThread, <-other)
+	require.Equal(t, cudadrv.ErrorStreamCaptureInvalidated, end())
+	r.Sync(0, s)
+}
+
+func TestDotOfGraph(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	s, p := r.Stream(0), r.Alloc(0, 64)
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	r.Do(0, func() cudadrv.Result { return r.Drv.StreamBeginCapture(s, cudadrv.CaptureGlobal) })
+	r.set(s, p)
+	r.set(s, p)
+	var g cudadrv.Graph
+	r.Do(0, func() (res cudadrv.Result) { g, res = r.Drv.StreamEndCapture(s); return res })
+	path := filepath.Join(t.TempDir(), "graph.dot")
+	r.Do(0, func() cudadrv.Result { return r.Drv.GraphDebugDotPrint(g, path, 0) })
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.Contains(t, string(text), "n0 -> n1")
+	require.Equal(t, cudadrv.ErrorOperatingSystem, r.On(0, func() cudadrv.Result { return r.Drv.GraphDebugDotPrint(g, "/nowhere/x", 0) }))
+}

@@ -1,0 +1,190 @@
+package machine
+
+import (
+	"math"
+	"slices"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// The limits of an H200.
+const (
+	maxThreadsPerBlock = 1024
+	maxThreadsPerSM    = 2048
+	maxBlocksPerSM     = 32
+	maxSharedPerBlock  = 49152  // default limit; FuncSetAttribute can raise it
+	maxSharedOptin     = 232448 // maximum for FuncSetAttribute
+	maxSharedPerSM     = 233472
+	reservedShared     = 1024 // for the system, in each block
+	warpSize           = 32
+)
+
+func (d driver) LaunchKernel(f cudadrv.Function, grid, block [3]uint32, sharedBytes uint32, s cudadrv.Stream, params unsafe.Pointer) cudadrv.Result {
+	return d.launch("cuLaunchKernel", f, grid, block, sharedBytes, s, params, false)
+}
+
+func (d driver) LaunchCooperativeKernel(f cudadrv.Function, grid, block [3]uint32, sharedBytes uint32, s cudadrv.Stream, params unsafe.Pointer) cudadrv.Result {
+	return d.launch("cuLaunchCooperativeKernel", f, grid, block, sharedBytes, s, params, true)
+}
+
+func (d driver) launch(name string, fh cudadrv.Function, grid, block [3]uint32, sharedBytes uint32, h cudadrv.Stream, params unsafe.Pointer, together bool) cudadrv.Result {
+	c, s, r := d.beginStream(name, h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	f := d.m.functions[fh]
+	if f == nil || f.dev != c.dev || s.dev != c.dev {
+		return cudadrv.ErrorInvalidHandle
+	}
+	if ParamBytes(f.kernel.Params) > MaxParamBytes || !validGrid(grid, block) || int64(sharedBytes) > int64(f.shared) || params == nil && len(f.kernel.Params) > 0 {
+		return cudadrv.ErrorInvalidValue
+	}
+	threads := int(block[0] * block[1] * block[2])
+	blocks := uint64(grid[0]) * uint64(grid[1]) * uint64(grid[2])
+	if together && blocks > uint64(d.m.cfg.SMs)*uint64(residentBlocks(threads, uintptr(sharedBytes))) {
+		if s.capture != nil {
+			s.capture.invalid = true
+		}
+		return cudadrv.ErrorCooperativeLaunchTooLarge
+	}
+	k := &KernelCall{kernel: &f.kernel, grid: grid, block: block, shared: sharedBytes}
+	k.params, k.structs = readParams(f.kernel.Params, params)
+	c.name = "kernel " + f.kernel.Name
+	c.check = func() cudadrv.Result {
+		if d.m.functions[fh] == nil {
+			return cudadrv.ErrorInvalidHandle
+		}
+		return cudadrv.Success
+	}
+	c.enqueue(s, k.run)
+	return cudadrv.Success
+}
+
+func validGrid(grid, block [3]uint32) bool {
+	threads := uint64(1)
+	for i := range 3 {
+		if grid[i] == 0 || block[i] == 0 || block[i] > maxThreadsPerBlock {
+			return false
+		}
+		threads *= uint64(block[i])
+	}
+	return threads <= maxThreadsPerBlock && block[2] <= 64 &&
+		grid[0] <= math.MaxInt32 && grid[1] <= math.MaxUint16 && grid[2] <= math.MaxUint16
+}
+
+// readParams copies the values that the addresses in the array point to.
+func readParams(types []Param, array unsafe.Pointer) (values []uint64, structs map[int][]byte) {
+	values = make([]uint64, len(types))
+	if len(types) == 0 {
+		return values, nil
+	}
+	for i, p := range unsafe.Slice((*unsafe.Pointer)(array), len(types)) {
+		if types[i]&0xff == structParam {
+			if structs == nil {
+				structs = map[int][]byte{}
+			}
+			structs[i] = slices.Clone(unsafe.Slice((*byte)(p), types[i].size()))
+			continue
+		}
+		switch types[i].size() {
+		case 1:
+			values[i] = uint64(*(*uint8)(p))
+		case 2:
+			values[i] = uint64(*(*uint16)(p))
+		case 4:
+			values[i] = uint64(*(*uint32)(p))
+		default:
+			values[i] = *(*uint64)(p)
+		}
+	}
+	return values, structs
+}
+
+// residentBlocks returns the number of blocks that fit on a multiprocessor. A
+// stand-in does not use registers, so they do not limit it.
+func residentBlocks(threads int, shared uintptr) int {
+	threads = (threads + warpSize - 1) / warpSize * warpSize
+	return min(maxBlocksPerSM, maxThreadsPerSM/threads, int(maxSharedPerSM/(shared+reservedShared)))
+}
+
+func (d driver) beginFunction(name string, fh cudadrv.Function) (call, *function, cudadrv.Result) {
+	c, r := d.begin(name)
+	if r != cudadrv.Success {
+		return c, nil, r
+	}
+	f := d.m.functions[fh]
+	if f == nil || f.dev != c.dev {
+		c.end()
+		return c, nil, cudadrv.ErrorInvalidHandle
+	}
+	return c, f, cudadrv.Success
+}
+
+func (d driver) FuncGetAttribute(a cudadrv.FuncAttribute, fh cudadrv.Function) (int32, cudadrv.Result) {
+	c, f, r := d.beginFunction("cuFuncGetAttribute", fh)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	switch a {
+	case cudadrv.FuncMaxThreadsPerBlock:
+		return maxThreadsPerBlock, cudadrv.Success
+	case cudadrv.FuncMaxDynamicSharedBytes:
+		return f.shared, cudadrv.Success
+	case cudadrv.FuncSharedBytes, cudadrv.FuncConstBytes, cudadrv.FuncLocalBytes, cudadrv.FuncRegisters:
+		return 0, cudadrv.Success // not applicable to a stand-in
+	}
+	return 0, cudadrv.ErrorInvalidValue
+}
+
+func (d driver) FuncSetAttribute(fh cudadrv.Function, a cudadrv.FuncAttribute, value int32) cudadrv.Result {
+	c, f, r := d.beginFunction("cuFuncSetAttribute", fh)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	if a != cudadrv.FuncMaxDynamicSharedBytes || value < 0 || value > maxSharedOptin {
+		return cudadrv.ErrorInvalidValue
+	}
+	f.shared = value
+	return cudadrv.Success
+}
+
+func (d driver) OccupancyMaxActiveBlocksPerMultiprocessor(fh cudadrv.Function, blockSize int32, sharedBytes uintptr) (int32, cudadrv.Result) {
+	c, f, r := d.beginFunction("cuOccupancyMaxActiveBlocksPerMultiprocessor", fh)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	if blockSize < 1 {
+		return 0, cudadrv.ErrorInvalidValue
+	}
+	if blockSize > maxThreadsPerBlock || sharedBytes > uintptr(f.shared) {
+		return 0, cudadrv.Success // no block fits
+	}
+	return int32(residentBlocks(int(blockSize), sharedBytes)), cudadrv.Success
+}
+
+func (d driver) OccupancyMaxPotentialBlockSize(fh cudadrv.Function, sharedBytes uintptr, limit int32) (minGrid, block int32, r cudadrv.Result) {
+	c, f, r := d.beginFunction("cuOccupancyMaxPotentialBlockSize", fh)
+	if r != cudadrv.Success {
+		return 0, 0, r
+	}
+	defer c.end()
+	if limit < 0 || sharedBytes > uintptr(f.shared) {
+		return 0, 0, cudadrv.ErrorInvalidValue
+	}
+	most := int32(maxThreadsPerBlock)
+	if limit > 0 {
+		most = min(most, limit)
+	}
+	best := 0
+	for size := most; size > 0; size = (size - 1) / warpSize * warpSize {
+		if threads := int(size) * residentBlocks(int(size), sharedBytes); threads > best {
+			best, block = threads, size
+		}
+	}
+	return int32(d.m.cfg.SMs * residentBlocks(int(block), sharedBytes)), block, cudadrv.Success
+}

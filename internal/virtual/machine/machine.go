@@ -1,0 +1,212 @@
+package machine
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"sync"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/virtual/fault"
+	"github.com/gochorus/chorus/internal/virtual/race"
+)
+
+const maxDevices = 64
+
+// Config describes a machine. The zero value of a field other than Devices
+// selects its default.
+type Config struct {
+	Devices  int      // 1 to 64
+	Seed     uint64   // seed of the streams' delays; 0 selects a random seed
+	SMs      int      // multiprocessors of each device; 132
+	Memory   uintptr  // bytes of each device, only counted, not reserved; 8 GiB
+	Faults   string   // a fault plan: call#n=status, hang@call#n, lose@call#n, short@call#n, separated by commas
+	Blocking bool     // the host waits for each kernel, copy and fill, as with CUDA_LAUNCH_BLOCKING
+	Host     string   // host name for the UUIDs; "" is the system's name
+	PCIe     [][2]int // pairs of devices connected by PCIe; all others are connected by NVLink
+}
+
+// A Machine is a set of virtual devices. It does not need to be closed: all its
+// resources belong to streams, events, memory and communicators.
+type Machine struct {
+	cfg     Config
+	seed    uint64
+	faults  fault.Plan
+	threads threads
+	images  images
+
+	// mu guards all fields below, and the state of devices, streams, events and
+	// blocks. It is held for bookkeeping only, never while data moves.
+	mu           sync.Mutex
+	room         sync.Cond // signalled when a stream with a full queue has run an operation
+	initialized  bool
+	devices      []*Device
+	streams      map[cudadrv.Stream]*Stream
+	events       map[cudadrv.Event]*event
+	modules      map[cudadrv.Module]*module
+	functions    map[cudadrv.Function]*function
+	pinned       []*Block // page-locked host memory, by address
+	pools        map[cudadrv.MemPool]*pool
+	physicals    map[cudadrv.MemHandle]*physical
+	opened       map[openedKey]*opened
+	id           uint64 // unique among the machines of all processes
+	lastHandle   uintptr
+	graphs       map[cudadrv.Graph]*graph
+	execs        map[cudadrv.GraphExec]*graphExec
+	objects      map[cudadrv.UserObject]*userObject
+	captures     []*Capture // captures in progress
+	lastCapture  uint64
+	captureModes map[int]cudadrv.CaptureMode // modes of OS threads that changed them
+	slots        race.Slots
+	host         race.Clock // the host's clock: operations that it has waited for
+	reports      []string
+	reporters    []func() []string // of libraries
+}
+
+// New creates a machine. It fails only if the configuration is invalid.
+func New(cfg *Config) (*Machine, error) {
+	m := &Machine{
+		streams:      map[cudadrv.Stream]*Stream{},
+		events:       map[cudadrv.Event]*event{},
+		modules:      map[cudadrv.Module]*module{},
+		functions:    map[cudadrv.Function]*function{},
+		graphs:       map[cudadrv.Graph]*graph{},
+		execs:        map[cudadrv.GraphExec]*graphExec{},
+		objects:      map[cudadrv.UserObject]*userObject{},
+		captureModes: map[int]cudadrv.CaptureMode{},
+		pools:        map[cudadrv.MemPool]*pool{},
+		physicals:    map[cudadrv.MemHandle]*physical{},
+		opened:       map[openedKey]*opened{},
+		id:           rand.Uint64(),
+		lastHandle:   0x5000,
+	}
+	m.room.L = &m.mu
+	if cfg != nil {
+		m.cfg = *cfg
+	}
+	if err := m.configure(); err != nil {
+		return nil, err
+	}
+	for i := range m.cfg.Devices {
+		m.devices = append(m.devices, newDevice(m, int32(i), m.cfg.Host))
+	}
+	return m, nil
+}
+
+// configure validates the configuration and replaces zero values by their meaning.
+func (m *Machine) configure() error {
+	if m.cfg.Devices < 1 || m.cfg.Devices > maxDevices {
+		return fmt.Errorf("virtual: %d devices: want 1 to %d", m.cfg.Devices, maxDevices)
+	}
+	if m.cfg.SMs <= 0 {
+		m.cfg.SMs = 132
+	}
+	if m.cfg.Memory == 0 {
+		m.cfg.Memory = 8 << 30
+	}
+	for m.seed = m.cfg.Seed; m.seed == 0; {
+		m.seed = rand.Uint64()
+	}
+	if m.cfg.Host == "" {
+		m.cfg.Host, _ = os.Hostname() // the empty name is valid, too
+	}
+	return m.faults.Parse(m.cfg.Faults)
+}
+
+// Driver returns the machine's CUDA driver.
+func (m *Machine) Driver() cudadrv.Driver {
+	if m.cfg.Blocking {
+		return blocking{driver{m}}
+	}
+	return driver{m}
+}
+
+// CountCalls starts counting library calls by their C names and replaces a count
+// in progress. stop ends the count and returns it.
+func (m *Machine) CountCalls() (stop func() map[string]int) { return m.faults.CountCalls() }
+
+// Seed returns the seed of the streams' delays.
+func (m *Machine) Seed() uint64 { return m.seed }
+
+// Reports returns the mistakes found so far, one sentence each, and the mistakes that the
+// libraries find now.
+func (m *Machine) Reports() []string {
+	m.mu.Lock()
+	reports, more := slices.Clone(m.reports), m.reporters
+	m.mu.Unlock()
+	for _, f := range more {
+		reports = append(reports, f()...)
+	}
+	return reports
+}
+
+// Explain returns the reason for the loss of the device, or "" if it is not lost.
+func (m *Machine) Explain(d cudadrv.Device) string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if dev := m.Device(d); dev != nil {
+		return dev.why
+	}
+	return ""
+}
+
+// Report adds a sentence to Reports. m.mu is held.
+func (m *Machine) Report(text string) { m.reports = append(m.reports, text) }
+
+// Handle returns a number that was never used as a handle. m.mu is held.
+func (m *Machine) Handle() uintptr {
+	m.lastHandle += 16
+	return m.lastHandle
+}
+
+func (m *Machine) Device(d cudadrv.Device) *Device {
+	if d < 0 || int(d) >= len(m.devices) {
+		return nil
+	}
+	return m.devices[d]
+}
+
+// A Device is one virtual GPU with its primary context.
+type Device struct {
+	m         *Machine
+	ordinal   int32
+	uuid      cudadrv.UUID
+	context   cudadrv.Context
+	pool      *pool // the default pool
+	retained  int
+	waiting   int     // launches that wait for space on a stream
+	legacy    *Stream // the stream of handle 0, after its first use
+	ended     []*Mark // final marks of destroyed streams
+	profiling bool    // between cuProfilerStart and cuProfilerStop
+
+	arena arena
+	peers [maxDevices]bool // devices whose cuMemAlloc memory this device may use
+
+	status cudadrv.Result // the sticky error
+	why    string
+	lost   chan struct{} // closed when status is set
+}
+
+func newDevice(m *Machine, ordinal int32, host string) *Device {
+	sum := sha256.Sum256(fmt.Appendf(nil, "chorus virtual device %d of %s", ordinal, host))
+	d := &Device{
+		m: m, ordinal: ordinal, uuid: cudadrv.UUID(sum[:16]), context: cudadrv.Context(m.Handle()),
+		arena: newArena(ordinal), lost: make(chan struct{}),
+	}
+	d.pool = d.newPool()
+	return d
+}
+
+// lose sets the device's sticky error. The first error stays. m.mu is held.
+func (d *Device) lose(status cudadrv.Result, why string) {
+	if d.status != cudadrv.Success {
+		return
+	}
+	d.status = status
+	d.why = fmt.Sprintf("virtual device %d: %s (seed %#x)", d.ordinal, why, d.m.seed)
+	close(d.lost)
+}
+
+func (d *Device) BusID() string { return fmt.Sprintf("0000:%02x:00.0", 0x10+d.ordinal) }

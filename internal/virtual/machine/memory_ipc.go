@@ -1,0 +1,227 @@
+package machine
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// newShareable creates a block that other processes can open. If the system has
+// no more files or addresses, the block is private.
+func newShareable(dev *Device, n uint64) *Block {
+	f, _, err := newMemFile(dev, n)
+	if err != nil {
+		return newBlock(dev, n, blockAlign)
+	}
+	r, err := mapFile(f, n)
+	if err != nil {
+		f.Close()
+		return newBlock(dev, n, blockAlign)
+	}
+	return &Block{dev: dev, size: n, data: r.bytes(n), region: r, file: f, clean: newPages(n)}
+}
+
+// A ticket is the content of an IpcMemHandle: the process that owns the memory
+// and its file descriptor.
+type ticket struct {
+	Magic   [8]byte
+	Machine uint64
+	PID     uint32
+	FD      int32
+	Start   uint64 // start time of the process, because its number may be reused
+	Serial  uint64
+}
+
+var ticketMagic = [8]byte([]byte("chorusvm"))
+
+func (t *ticket) handle() (h cudadrv.IpcMemHandle) {
+	var text bytes.Buffer
+	_ = binary.Write(&text, binary.LittleEndian, t) // a buffer does not fail
+	copy(h[:], text.Bytes())
+	return h
+}
+
+func readTicket(h cudadrv.IpcMemHandle) (t ticket, ok bool) {
+	_ = binary.Read(bytes.NewReader(h[:]), binary.LittleEndian, &t) // h is long enough
+	return t, t.Magic == ticketMagic
+}
+
+// startOf returns the start time of a process in the system's ticks since boot,
+// or 0 if the process does not exist.
+func startOf(pid uint32) (ticks uint64) {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0
+	}
+	// The second field is a name in parentheses that may contain any byte.
+	fields := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
+	if len(fields) > 19 {
+		_, _ = fmt.Sscan(fields[19], &ticks)
+	}
+	return ticks
+}
+
+// open opens the file of a ticket.
+func (t *ticket) open() (*os.File, label, cudadrv.Result) {
+	if start := startOf(t.PID); start == 0 || start != t.Start {
+		return nil, label{}, cudadrv.ErrorMapFailed
+	}
+	f, err := os.OpenFile(fmt.Sprintf("/proc/%d/fd/%d", t.PID, t.FD), os.O_RDWR, 0)
+	if err != nil {
+		return nil, label{}, cudadrv.ErrorMapFailed
+	}
+	l, ok := readLabel(f)
+	if !ok || l.Serial != t.Serial { // the memory was freed, and the descriptor was reused
+		f.Close()
+		return nil, label{}, cudadrv.ErrorMapFailed
+	}
+	return f, l, cudadrv.Success
+}
+
+// IpcGetMemHandle returns the same handle for all addresses of a block.
+func (d driver) IpcGetMemHandle(p cudadrv.DevicePtr) (h cudadrv.IpcMemHandle, r cudadrv.Result) {
+	c, r := d.begin("cuIpcGetMemHandle")
+	if r != cudadrv.Success {
+		return h, r
+	}
+	defer c.end()
+	b, _ := d.m.Find(p)
+	if b == nil || b.dev == nil || b.freeing || b.pool != nil || b.public || b.space != nil || b.opened != nil {
+		return h, cudadrv.ErrorInvalidValue
+	}
+	if b.file == nil {
+		return h, cudadrv.ErrorNotSupported
+	}
+	l, ok := readLabel(b.file)
+	if !ok {
+		return h, cudadrv.ErrorOperatingSystem
+	}
+	b.clean.lay(b.data, 0, b.size) // the other process cannot poison pages at their first touch
+	t := ticket{Magic: ticketMagic, Machine: d.m.id, PID: uint32(os.Getpid()), FD: int32(b.file.Fd()),
+		Start: startOf(uint32(os.Getpid())), Serial: l.Serial}
+	return t.handle(), cudadrv.Success
+}
+
+// An opened is an opened handle; count is the number of opens.
+type opened struct {
+	key   openedKey
+	count int
+	addr  uint64
+}
+
+type openedKey struct {
+	handle cudadrv.IpcMemHandle
+	by     *Device
+}
+
+// IpcOpenMemHandle rejects handles of the same machine, like CUDA rejects handles
+// of the same process.
+func (d driver) IpcOpenMemHandle(h cudadrv.IpcMemHandle, flags uint32) (cudadrv.DevicePtr, cudadrv.Result) {
+	c, r := d.begin("cuIpcOpenMemHandle")
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	t, ok := readTicket(h)
+	switch {
+	case !ok || flags != cudadrv.IpcMemLazyEnablePeerAccess:
+		return 0, cudadrv.ErrorInvalidValue
+	case t.Machine == d.m.id:
+		return 0, cudadrv.ErrorInvalidContext
+	}
+	key := openedKey{h, c.dev}
+	if x := d.m.opened[key]; x != nil {
+		x.count++
+		return cudadrv.DevicePtr(x.addr), cudadrv.Success
+	}
+	b, r := d.m.openTicket(&t)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	if b.dev != c.dev {
+		c.dev.peers[b.dev.ordinal] = true
+	}
+	b.opened = &opened{key: key, count: 1, addr: b.addr}
+	d.m.opened[key] = b.opened
+	return cudadrv.DevicePtr(b.addr), cudadrv.Success
+}
+
+// openTicket maps the memory of another process or machine.
+func (m *Machine) openTicket(t *ticket) (*Block, cudadrv.Result) {
+	f, l, r := t.open()
+	if r != cudadrv.Success {
+		return nil, r
+	}
+	defer f.Close() // the mapping keeps the memory alive
+	dev := m.deviceWith(l.UUID)
+	if dev == nil {
+		return nil, cudadrv.ErrorInvalidDevice
+	}
+	where, err := mapFile(f, l.Bytes)
+	if err != nil {
+		return nil, cudadrv.ErrorMapFailed
+	}
+	addr, ok := dev.arena.place(l.Bytes, blockAlign)
+	if !ok {
+		return nil, cudadrv.ErrorOutOfMemory
+	}
+	b := &Block{dev: dev, addr: addr, size: l.Bytes, data: where.bytes(l.Bytes), region: where}
+	dev.arena.blocks = append(dev.arena.blocks, b)
+	return b, cudadrv.Success
+}
+
+// IpcCloseMemHandle does not wait: a use that the host has not waited for is a race.
+func (d driver) IpcCloseMemHandle(p cudadrv.DevicePtr) cudadrv.Result {
+	c, r := d.beginEnding("cuIpcCloseMemHandle")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	b, _ := d.m.Find(p)
+	if b == nil || b.opened == nil || b.freeing || b.addr != uint64(p) {
+		return cudadrv.ErrorInvalidValue
+	}
+	if b.opened.count--; b.opened.count > 0 {
+		return cudadrv.Success
+	}
+	delete(d.m.opened, b.opened.key)
+	b.leave()
+	return b.freeNow(c.name)
+}
+
+// resetOpened closes the handles that the device's context opened. m.mu is held.
+func (d *Device) resetOpened() {
+	for key, x := range d.m.opened {
+		b, _ := d.m.Find(cudadrv.DevicePtr(x.addr))
+		if key.by != d && b.dev != d {
+			continue
+		}
+		delete(d.m.opened, key)
+		b.leave()
+		b.retire("cuDevicePrimaryCtxRelease")
+	}
+}
+
+func (d driver) MemGetAddressRange(p cudadrv.DevicePtr) (base cudadrv.DevicePtr, n uintptr, r cudadrv.Result) {
+	c, r := d.begin("cuMemGetAddressRange")
+	if r != cudadrv.Success {
+		return 0, 0, r
+	}
+	defer c.end()
+	b, _ := d.m.Find(p)
+	switch {
+	case b == nil || b.dev == nil || b.freeing:
+		return 0, 0, cudadrv.ErrorNotFound
+	case b.space == nil:
+		return cudadrv.DevicePtr(b.addr), uintptr(b.size), cudadrv.Success
+	}
+	list := b.space.within(uint64(p)-b.addr, 1)
+	if len(list) == 0 {
+		return 0, 0, cudadrv.ErrorNotFound
+	}
+	return cudadrv.DevicePtr(b.addr + list[0].lo), uintptr(list[0].hi - list[0].lo), cudadrv.Success
+}

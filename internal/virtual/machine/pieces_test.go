@@ -1,0 +1,82 @@
+package machine
+
+import (
+	"math/rand/v2"
+	"testing"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/stretchr/testify/require"
+)
+
+// TestPiecesProperty compares the runs with a state for each unit of a block that
+// has chunks of which the last is short.
+func TestPiecesProperty(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %#x", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	const step, units = 128 << 10, 40
+	for range 50 {
+		p, want := newPieces(step*units), [units]state{}
+		for range 300 {
+			lo := rng.IntN(units)
+			hi := lo + 1 + rng.IntN(min(units-lo, 1+rng.IntN(units)))
+			to, all := state(rng.IntN(4)), rng.IntN(4) == 0
+			if to == captured {
+				all = true
+			}
+			p.set(uint64(lo*step), uint64(hi*step), run{state: to, by: cudadrv.Stream(lo)}, all)
+			for i := lo; i < hi; i++ {
+				if all || want[i] != captured {
+					want[i] = to
+				}
+			}
+			checkRuns(t, p)
+			for i, s := range want {
+				part, found := p.seek(uint64(i*step), uint64(i*step+1), func(x state) bool { return x == s })
+				if !found {
+					t.Fatalf("unit %d is not %d", i, s)
+				}
+				whole := p.whole(part)
+				if s == never {
+					continue
+				}
+				a, b := i, i
+				for a > 0 && want[a-1] == s {
+					a--
+				}
+				for b+1 < units && want[b+1] == s {
+					b++
+				}
+				if whole.lo != uint64(a*step) || whole.hi != uint64((b+1)*step) {
+					t.Fatalf("unit %d lies from %d to %d: want %d to %d", i, whole.lo, whole.hi, a*step, (b+1)*step)
+				}
+			}
+			lo, hi, s := rng.IntN(units), units, state(rng.IntN(4))
+			at := lo
+			for at < hi && want[at] != s {
+				at++
+			}
+			part, found := p.seek(uint64(lo*step), uint64(hi*step), func(x state) bool { return x == s })
+			require.Equal(t, at < hi, found)
+			if found {
+				require.Equal(t, uint64(at*step), max(part.lo, uint64(lo*step)))
+			}
+		}
+	}
+}
+
+// checkRuns checks that runs are in order, in their chunk, and merged.
+func checkRuns(t *testing.T, p *pieces) {
+	t.Helper()
+	for c, list := range p.chunks {
+		at := uint64(c) * listBytes
+		for i, r := range list {
+			require.NotEqual(t, never, r.state)
+			require.Less(t, r.lo, r.hi)
+			require.GreaterOrEqual(t, r.lo, at)
+			require.False(t, i > 0 && r.lo == at && list[i-1].state == r.state, "neighbours of one state")
+			at = r.hi
+		}
+		require.LessOrEqual(t, at, uint64(c+1)*listBytes)
+	}
+}

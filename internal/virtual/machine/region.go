@@ -1,0 +1,70 @@
+package machine
+
+import (
+	"fmt"
+	"os"
+	"runtime"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// A region is a range of host addresses outside of Go's memory. All of it is
+// readable and writable; parts of it map memory files. It is unmapped when
+// nothing refers to it.
+type region struct {
+	base unsafe.Pointer
+	size uintptr
+}
+
+// Go's garbage collector does not count the memory of regions, so regions of
+// unused machines would accumulate. Therefore it runs after this many newly
+// mapped bytes.
+const collectEvery = 1 << 30
+
+var shownAnew atomic.Int64
+
+const (
+	readWrite = unix.PROT_READ | unix.PROT_WRITE
+	anonymous = unix.MAP_PRIVATE | unix.MAP_ANON | unix.MAP_NORESERVE
+)
+
+// newRegion reserves addresses for n bytes.
+func newRegion(n uintptr) (*region, error) {
+	n = pageCeil(n)
+	p, err := unix.MmapPtr(-1, 0, nil, n, readWrite, anonymous)
+	if err != nil {
+		return nil, fmt.Errorf("virtual: reserve addresses for %d bytes: %w", n, err)
+	}
+	r := &region{base: p, size: n}
+	runtime.AddCleanup(r, func(r region) { _ = unix.MunmapPtr(r.base, r.size) }, *r)
+	return r, nil
+}
+
+func pageCeil(n uintptr) uintptr {
+	page := uintptr(os.Getpagesize())
+	return (n + page - 1) &^ (page - 1)
+}
+
+// bytes returns the first n bytes of the region.
+func (r *region) bytes(n uint64) []byte { return unsafe.Slice((*byte)(r.base), n) }
+
+// attach maps n bytes of the file at an offset of the region.
+func (r *region) attach(f *os.File, at, n uintptr) error {
+	_, err := unix.MmapPtr(int(f.Fd()), 0, unsafe.Add(r.base, at), pageCeil(n), readWrite, unix.MAP_SHARED|unix.MAP_FIXED)
+	if err != nil {
+		return fmt.Errorf("virtual: map %d bytes: %w", n, err)
+	}
+	if shownAnew.Add(int64(n)) > collectEvery {
+		shownAnew.Store(0)
+		runtime.GC()
+	}
+	return nil
+}
+
+// detach replaces a file by new private memory, so that a late operation cannot
+// damage the file.
+func (r *region) detach(at, n uintptr) {
+	_, _ = unix.MmapPtr(-1, 0, unsafe.Add(r.base, at), pageCeil(n), readWrite, anonymous|unix.MAP_FIXED)
+}

@@ -1,0 +1,305 @@
+package machine
+
+import (
+	"math/rand/v2"
+	"runtime"
+	"time"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/virtual/fault"
+	"github.com/gochorus/chorus/internal/virtual/race"
+)
+
+// The priorities of an H200.
+const (
+	leastPriority    = 0
+	greatestPriority = -5
+)
+
+// A Stream runs its operations in order, in a goroutine that exists while there
+// are operations. m.mu guards it.
+type Stream struct {
+	dev       *Device
+	handle    cudadrv.Stream
+	queue     []*Op
+	working   bool
+	marked    bool // the running operation is a mark that is already set
+	destroyed bool
+	now       race.Stamp
+	rng       *rand.Rand
+	priority  int32    // recorded only: virtual streams run with equal priority
+	released  bool     // its slot was released
+	capture   *Capture // the capture of the stream, or nil
+	tail      []int    // predecessors of the next node
+}
+
+// An Op is one operation of a stream.
+type Op struct {
+	Name string
+	s    *Stream
+	host race.Clock // the host's clock when it enqueued the operation
+	run  func(*Op)  // called without m.mu
+	// held keeps memory mapped until the operation is done, even if it is freed.
+	held []*region
+	// always makes it run on a lost device, too, because the host may wait for it.
+	always bool
+}
+
+func (s *Stream) String() string { return race.NameOf(s.handle) }
+
+// Enqueue appends an operation. m.mu is held.
+func (s *Stream) Enqueue(name string, run func(*Op)) { s.push(&Op{Name: name, run: run}) }
+
+func (s *Stream) push(o *Op) {
+	o.s, o.host = s, s.dev.m.host
+	s.queue = append(s.queue, o)
+	if !s.working {
+		s.working = true
+		go s.work()
+	}
+}
+
+// enqueue is Stream.Enqueue for a driver call that the fault plan may make hang.
+func (c *call) enqueue(s *Stream, run func(*Op)) {
+	if c.hang {
+		c.append(s, func(*Op) { fault.Forever(nil) })
+	}
+	c.append(s, run)
+}
+
+// append enqueues the operation, or records it if the stream is being captured.
+func (c *call) append(s *Stream, run func(*Op)) {
+	if s.capture != nil {
+		s.capture.add(&node{name: c.name, run: run, check: c.check, uses: c.uses}, s)
+		return
+	}
+	s.AwaitRoom()
+	s.Enqueue(c.name, run)
+}
+
+func (s *Stream) work() {
+	m := s.dev.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for len(s.queue) > 0 {
+		o := s.queue[0]
+		s.queue[0] = nil
+		if s.queue = s.queue[1:]; len(s.queue) == LaunchDepth-1 {
+			m.room.Broadcast()
+		}
+		s.marked = false
+		s.now.Seen = s.now.Seen.Join(o.host)
+		s.now.Epoch++
+		lost := s.dev.status != cudadrv.Success
+		m.mu.Unlock()
+		s.dawdle()
+		if !lost || o.always {
+			o.run(o)
+			runtime.KeepAlive(o) // whose memory stays mapped until here
+		}
+		m.mu.Lock()
+	}
+	s.queue = nil
+	s.working = false
+	s.release()
+}
+
+// Idle reports whether all enqueued operations have completed. A caller that
+// waited for the last mark finds the stream idle even before its goroutine has
+// ended. m.mu is held.
+func (s *Stream) Idle() bool { return !s.working || s.marked && len(s.queue) == 0 }
+
+// dawdle keeps streams out of step: it often yields to other goroutines and
+// sometimes sleeps.
+func (s *Stream) dawdle() {
+	switch x := s.rng.Uint32(); {
+	case x%128 == 0:
+		time.Sleep(time.Duration(x>>16%50) * time.Microsecond)
+	case x%4 == 0:
+		for range 1 + x>>16%4 {
+			runtime.Gosched()
+		}
+	}
+}
+
+// release releases the slot of a destroyed stream after it has drained. m.mu is
+// held.
+func (s *Stream) release() {
+	if s.destroyed && s.Idle() && !s.released {
+		s.released = true
+		s.dev.m.slots.Put(s.now)
+	}
+}
+
+// Wait makes the stream wait for a mark. m.mu is held.
+func (s *Stream) Wait(name string, k *Mark) {
+	lost := s.dev.lost
+	s.push(&Op{Name: name, always: true, run: func(o *Op) {
+		select {
+		case <-k.done:
+		case <-lost:
+			return
+		}
+		m := s.dev.m
+		m.mu.Lock()
+		s.now.Seen = s.now.Seen.JoinStamp(k.at)
+		m.mu.Unlock()
+	}})
+}
+
+// Stream returns the live stream of a handle; 0 is the device's legacy stream.
+// m.mu is held.
+func (m *Machine) Stream(dev *Device, h cudadrv.Stream) (*Stream, cudadrv.Result) {
+	if h == 0 {
+		return dev.legacyStream(), cudadrv.Success
+	}
+	if s := m.streams[h]; s != nil {
+		return s, cudadrv.Success
+	}
+	return nil, cudadrv.ErrorInvalidHandle
+}
+
+// legacyStream returns the device's stream 0. In CUDA it synchronizes with the
+// blocking streams of its context. Chorus creates only non-blocking streams, so
+// here it is an ordinary stream. m.mu is held.
+func (d *Device) legacyStream() *Stream {
+	if d.legacy == nil {
+		h := cudadrv.Stream(d.m.Handle()) // a key among the streams, and a seed
+		d.legacy = &Stream{dev: d, now: d.m.slots.Take(), rng: rand.New(rand.NewPCG(d.m.seed, uint64(h)))}
+		d.m.streams[h] = d.legacy
+	}
+	return d.legacy
+}
+
+// beginStream is begin for calls that enqueue on a stream.
+func (d driver) beginStream(name string, h cudadrv.Stream) (call, *Stream, cudadrv.Result) {
+	c, r := d.begin(name)
+	if r != cudadrv.Success {
+		return c, nil, r
+	}
+	s, r := d.m.Stream(c.dev, h)
+	if r == cudadrv.Success {
+		r = s.dev.status
+	}
+	if r == cudadrv.Success && s.capture != nil && s.capture.invalid {
+		r = cudadrv.ErrorStreamCaptureInvalidated
+	}
+	if r != cudadrv.Success {
+		c.end()
+	}
+	return c, s, r
+}
+
+func (d driver) StreamCreateWithPriority(flags uint32, priority int32) (cudadrv.Stream, cudadrv.Result) {
+	c, r := d.begin("cuStreamCreateWithPriority")
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	if flags&^cudadrv.StreamNonBlocking != 0 {
+		return 0, cudadrv.ErrorInvalidValue
+	}
+	h := cudadrv.Stream(d.m.Handle())
+	d.m.streams[h] = &Stream{
+		dev: c.dev, handle: h, now: d.m.slots.Take(),
+		rng:      rand.New(rand.NewPCG(d.m.seed, uint64(h))),
+		priority: min(max(priority, greatestPriority), leastPriority),
+	}
+	return h, cudadrv.Success
+}
+
+func (d driver) StreamDestroy(h cudadrv.Stream) cudadrv.Result {
+	c, r := d.beginEnding("cuStreamDestroy")
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	s, r := d.m.Stream(c.dev, h)
+	if r != cudadrv.Success {
+		return r
+	}
+	if h == 0 {
+		return cudadrv.ErrorInvalidHandle
+	}
+	if s.capture != nil {
+		return s.Refused()
+	}
+	s.dev.ended = append(s.dev.unseen(), s.Mark())
+	delete(d.m.streams, h)
+	s.destroyed = true
+	s.release()
+	return cudadrv.Success
+}
+
+func (d driver) StreamSynchronize(h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuStreamSynchronize", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	if s.capture != nil {
+		defer c.end()
+		return s.Refused()
+	}
+	k := s.Mark()
+	c.end()
+	return d.m.Await(s.dev, k)
+}
+
+func (d driver) StreamQuery(h cudadrv.Stream) cudadrv.Result {
+	c, s, r := d.beginStream("cuStreamQuery", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	if s.capture != nil {
+		return s.Refused()
+	}
+	if !s.Idle() {
+		return cudadrv.ErrorNotReady
+	}
+	d.m.host = d.m.host.JoinStamp(s.now)
+	return cudadrv.Success
+}
+
+func (d driver) StreamWaitEvent(h cudadrv.Stream, e cudadrv.Event, flags uint32) cudadrv.Result {
+	c, s, r := d.beginStream("cuStreamWaitEvent", h)
+	if r != cudadrv.Success {
+		return r
+	}
+	defer c.end()
+	ev := d.m.event(e)
+	if ev == nil {
+		return cudadrv.ErrorInvalidHandle
+	}
+	if flags != 0 {
+		return cudadrv.ErrorInvalidValue
+	}
+	if s.capture != nil || ev.captured != nil {
+		return s.waitCaptured(ev)
+	}
+	if c.hang {
+		s.Enqueue(c.name, func(*Op) { fault.Forever(nil) })
+	}
+	if k := ev.mark(); k != nil {
+		s.Wait(c.name, k)
+	}
+	return cudadrv.Success
+}
+
+func (d driver) StreamGetPriority(h cudadrv.Stream) (int32, cudadrv.Result) {
+	c, s, r := d.beginStream("cuStreamGetPriority", h)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	return s.priority, cudadrv.Success
+}
+
+func (d driver) StreamGetCtx(h cudadrv.Stream) (cudadrv.Context, cudadrv.Result) {
+	c, s, r := d.beginStream("cuStreamGetCtx", h)
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	return s.dev.context, cudadrv.Success
+}

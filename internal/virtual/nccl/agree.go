@@ -1,0 +1,181 @@
+package nccl
+
+import (
+	"encoding/binary"
+	"fmt"
+
+	"github.com/gochorus/chorus/internal/ncclapi"
+)
+
+// kind is the kind of an NCCL operation.
+type kind uint8
+
+const (
+	kindAllReduce kind = iota + 1
+	kindBroadcast
+	kindReduce
+	kindAllGather
+	kindReduceScatter
+	kindAlltoAll
+	kindGather
+	kindScatter
+	kindSend
+	kindRecv
+)
+
+var kindNames = [...]string{"", "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter",
+	"all_to_all", "gather", "scatter", "send", "recv"}
+
+func (k kind) rooted() bool {
+	return k == kindBroadcast || k == kindReduce || k == kindGather || k == kindScatter
+}
+
+func (k kind) reduces() bool { return k == kindAllReduce || k == kindReduce || k == kindReduceScatter }
+
+// A signature holds the parameters on which all ranks must agree. It is sent in
+// this memory layout.
+type signature struct {
+	Seq   uint64 // index of the operation on the communicator, from 0
+	Count uint64
+	Op    int32
+	Root  int32 // or peer
+	Kind  kind
+	DType uint8
+	_     [6]byte
+}
+
+// same compares without the index: a rank that issued one more send has another
+// count, but may still agree.
+func (s *signature) same(o *signature) bool {
+	return s.Kind == o.Kind && s.Count == o.Count && s.DType == o.DType && s.Op == o.Op && s.Root == o.Root
+}
+
+func (s *signature) String() string {
+	t := fmt.Sprintf("%s(%d x %s", kindNames[s.Kind], s.Count, dtypeName(ncclapi.DType(s.DType)))
+	switch {
+	case s.Kind.reduces():
+		t += ", " + redopName(ncclapi.RedOp(s.Op))
+	case s.Kind == kindSend:
+		t += fmt.Sprintf(", to rank %d", s.Root)
+	case s.Kind == kindRecv:
+		t += fmt.Sprintf(", from rank %d", s.Root)
+	}
+	if s.Kind.rooted() {
+		t += fmt.Sprintf(", root %d", s.Root)
+	}
+	return fmt.Sprintf("%s) as operation %d", t, s.Seq)
+}
+
+func redopName(op ncclapi.RedOp) string {
+	if names := []string{"sum", "prod", "max", "min", "avg"}; op >= 0 && int(op) < len(names) {
+		return names[op]
+	}
+	return "pre-multiplied sum"
+}
+
+// A claim is what a rank knows about the next operations of the ranks that it has
+// heard of: the operation of the lowest rank, and of the lowest rank that differs
+// from it.
+type claim struct {
+	Magic  uint32
+	Differ int32 // the rank of Other, or -1
+	Lowest int32
+	_      int32
+	First  signature
+	Other  signature
+}
+
+const claimMagic = 0x43484f52
+
+var claimSize = binary.Size(claim{})
+
+// merge adds the knowledge of another rank. The result does not depend on the
+// order of merges, so all ranks report the same two ranks.
+func (a *claim) merge(b *claim) {
+	if b.Lowest < a.Lowest {
+		lower := *b
+		b = new(*a)
+		*a = lower
+	}
+	consider := func(rank int32, s *signature) {
+		if rank >= 0 && !s.same(&a.First) && (a.Differ < 0 || rank < a.Differ) {
+			a.Differ, a.Other = rank, *s
+		}
+	}
+	consider(b.Lowest, &b.First)
+	consider(b.Differ, &b.Other)
+}
+
+// agree compares the operation with the operations of all ranks in ⌈log₂ n⌉
+// rounds: in round k each rank sends all it knows to the rank 2ᵏ after it. It
+// returns only after all ranks have begun their operation.
+func (c *comm) agree(s *signature) error {
+	mine := &claim{Magic: claimMagic, Differ: -1, Lowest: int32(c.rank), First: *s}
+	for hop := 1; hop < c.n; hop *= 2 {
+		out, err := c.to((c.rank + hop) % c.n)
+		if err != nil {
+			return err
+		}
+		if err := out.writeClaim(mine); err != nil {
+			return err
+		}
+		in, err := c.from((c.rank - hop + c.n) % c.n)
+		if err != nil {
+			return err
+		}
+		theirs, err := in.readClaim()
+		if err != nil {
+			return err
+		}
+		mine.merge(theirs)
+	}
+	if mine.Differ >= 0 {
+		return c.disagree(int(mine.Lowest), &mine.First, int(mine.Differ), &mine.Other)
+	}
+	return nil
+}
+
+// disagree fails the communicator because of two different operations.
+func (c *comm) disagree(a int, first *signature, b int, other *signature) error {
+	if b < a {
+		a, b, first, other = b, a, other, first
+	}
+	f := &failure{ncclapi.InvalidUsage, fmt.Sprintf("the ranks do not issue the same operations: rank %d issued %v, rank %d issued %v",
+		a, first, b, other)}
+	c.fail(f)
+	return errStopped
+}
+
+func (k *link) writeClaim(v *claim) error {
+	p, err := binary.Append(make([]byte, 0, claimSize), binary.LittleEndian, v)
+	if err != nil {
+		return err
+	}
+	return k.write(p)
+}
+
+// valid reports whether a rank in a world of n can have sent the claim.
+func (v *claim) valid(n int) bool {
+	known := func(s *signature) bool {
+		return int(s.Kind) < len(kindNames) && s.Op >= 0 && s.Root >= -1 && int(s.Root) < n
+	}
+	return v.Magic == claimMagic && v.Lowest >= 0 && int(v.Lowest) < n && v.Differ >= -1 && int(v.Differ) < n &&
+		known(&v.First) && known(&v.Other)
+}
+
+func (k *link) readClaim() (*claim, error) {
+	p := make([]byte, claimSize)
+	if err := k.read(p); err != nil {
+		return nil, err
+	}
+	v := new(claim)
+	if _, err := binary.Decode(p, binary.LittleEndian, v); err != nil {
+		return nil, err
+	}
+	if !v.valid(k.c.n) {
+		k.c.fail(&failure{ncclapi.InternalError, fmt.Sprintf("rank %d sent invalid data instead of an operation", k.peer)})
+		<-k.c.stop
+		return nil, errStopped
+	}
+	return v, nil
+}

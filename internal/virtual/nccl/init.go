@@ -1,0 +1,276 @@
+package nccl
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/virtual/machine"
+)
+
+func (l *lib) GetUniqueID() (ncclapi.UniqueID, ncclapi.Result) {
+	if r := l.enter(ncclapi.FuncGetUniqueID); r != ncclapi.Success {
+		return ncclapi.UniqueID{}, r
+	}
+	id, err := l.startRoot()
+	if err != nil {
+		return id, l.refuse(ncclapi.SystemError, "ncclGetUniqueId: %v", err)
+	}
+	return id, ncclapi.Success
+}
+
+func (l *lib) CommInitRank(out *ncclapi.Comm, nranks int32, id ncclapi.UniqueID, rank int32) ncclapi.Result {
+	return l.initRank(ncclapi.FuncCommInitRank, out, nranks, rank, &id, nil)
+}
+
+func (l *lib) CommInitRankConfig(out *ncclapi.Comm, nranks int32, id ncclapi.UniqueID, rank int32, cfg *ncclapi.Config) ncclapi.Result {
+	return l.initRank(ncclapi.FuncCommInitRankConfig, out, nranks, rank, &id, cfg)
+}
+
+// CommInitRankScalable uses the meeting of the first id.
+func (l *lib) CommInitRankScalable(out *ncclapi.Comm, nranks, rank int32, ids []ncclapi.UniqueID, cfg *ncclapi.Config) ncclapi.Result {
+	const f = ncclapi.FuncCommInitRankScalable
+	if len(ids) == 0 || len(ids) > int(nranks) {
+		return l.refuse(ncclapi.InvalidArgument, "%s: %d unique ids for %d ranks", f.Name(), len(ids), nranks)
+	}
+	return l.initRank(f, out, nranks, rank, &ids[0], cfg)
+}
+
+func (l *lib) initRank(f ncclapi.Func, out *ncclapi.Comm, nranks, rank int32, id *ncclapi.UniqueID, cfg *ncclapi.Config) ncclapi.Result {
+	dev, r := l.takeDevice(f)
+	if fault := l.enter(f); fault != ncclapi.Success {
+		r = fault
+	}
+	if r == ncclapi.Success {
+		r = l.checkInit(f, out, nranks, rank, cfg)
+	}
+	t, address, err := parseID(id)
+	if err != nil && r == ncclapi.Success {
+		r = l.refuse(ncclapi.InvalidArgument, "%s: %v", f.Name(), err)
+	}
+	if r != ncclapi.Success {
+		return l.failGroup(r)
+	}
+	return l.later(func() ncclapi.Result {
+		j := &joiner{Ranks: int(nranks), Rank: int(rank), Key: int(rank)}
+		return l.make(f, out, dev, t, address, t, j)
+	})
+}
+
+func (l *lib) checkInit(f ncclapi.Func, out *ncclapi.Comm, nranks, rank int32, cfg *ncclapi.Config) ncclapi.Result {
+	switch {
+	case out == nil:
+		return l.refuse(ncclapi.InvalidArgument, "%s: the pointer to the communicator is null", f.Name())
+	case nranks < 1 || rank < 0 || rank >= nranks:
+		return l.refuse(ncclapi.InvalidArgument, "%s: rank %d of %d", f.Name(), rank, nranks)
+	}
+	return l.checkConfig(f, cfg)
+}
+
+// checkConfig rejects the values that NCCL would reject. It also rejects nonblocking
+// communicators, which virtual devices do not support.
+func (l *lib) checkConfig(f ncclapi.Func, cfg *ncclapi.Config) ncclapi.Result {
+	switch {
+	case cfg == nil:
+	case cfg.Magic != ncclapi.ConfigMagic:
+		return l.refuse(ncclapi.InvalidArgument, "%s: the configuration is not initialised", f.Name())
+	case cfg.Size != ncclapi.NewConfig(l.cfg.Version).Size || cfg.Version > uint32(l.cfg.Version):
+		// NCCL would truncate the value silently.
+		return l.refuse(ncclapi.InvalidArgument, "%s: the configuration is of another version: %d bytes for %s",
+			f.Name(), cfg.Size, ncclapi.VersionText(int32(cfg.Version)))
+	case cfg.Blocking == 0:
+		return l.refuse(ncclapi.InvalidUsage, "%s: virtual devices support only blocking communicators", f.Name())
+	}
+	return ncclapi.Success
+}
+
+// failGroup fails the thread's open group, if there is one.
+func (l *lib) failGroup(r ncclapi.Result) ncclapi.Result {
+	if l.groups.open() == nil {
+		return r
+	}
+	return l.submit(nil, r)
+}
+
+// make meets the other ranks at an address, authenticated by the token door, and
+// creates a rank of the communicator with token t.
+func (l *lib) make(f ncclapi.Func, out *ncclapi.Comm, dev *machine.Device, door token, address string, t token, j *joiner) ncclapi.Result {
+	if r := l.mayManage(f); r != ncclapi.Success {
+		return r
+	}
+	c, me, err := l.newComm(dev, t)
+	if err != nil {
+		return l.refuse(ncclapi.SystemError, "%s: %v", f.Name(), err)
+	}
+	j.Member = me
+	v, err := join(address, door, j)
+	switch {
+	case err != nil:
+		c.close(true)
+		return l.refuse(ncclapi.RemoteError, "%s at rank %d: the connection to the root was lost before all %d ranks had joined: %v",
+			f.Name(), j.Rank, j.Ranks, err)
+	case v.Result != ncclapi.Success:
+		c.close(true)
+		return l.refuse(v.Result, "%s: %s", f.Name(), v.Text)
+	case v.Rank < 0:
+		c.close(true)
+		*out = 0
+		return ncclapi.Success
+	}
+	if err := c.connect(v); err != nil {
+		c.close(true)
+		return l.refuse(ncclapi.RemoteError, "%s at rank %d: %v", f.Name(), v.Rank, err)
+	}
+	*out = l.adopt(c)
+	return ncclapi.Success
+}
+
+// CommInitAll creates one rank for each listed device in this process. It does
+// not need a current context.
+func (l *lib) CommInitAll(out []ncclapi.Comm, devices []int32) ncclapi.Result {
+	const f = ncclapi.FuncCommInitAll
+	if r := l.enter(f); r != ncclapi.Success {
+		return r
+	}
+	if devices == nil {
+		for i := range out {
+			devices = append(devices, int32(i))
+		}
+	}
+	if len(out) == 0 || len(out) != len(devices) {
+		return l.refuse(ncclapi.InvalidArgument, "%s: %d devices for %d communicators", f.Name(), len(devices), len(out))
+	}
+	devs, r := l.distinct(f, devices)
+	if r != ncclapi.Success {
+		return r
+	}
+	id, err := l.startRoot()
+	if err != nil {
+		return l.refuse(ncclapi.SystemError, "%s: %v", f.Name(), err)
+	}
+	t, address, _ := parseID(&id)
+	var jobs []func() ncclapi.Result
+	for rank, dev := range devs {
+		jobs = append(jobs, func() ncclapi.Result {
+			j := &joiner{Ranks: len(devs), Rank: rank, Key: rank}
+			return l.make(f, &out[rank], dev, t, address, t, j)
+		})
+	}
+	return l.later(func() ncclapi.Result { return runJobs(jobs) })
+}
+
+// distinct returns the devices, which must exist and be listed once.
+func (l *lib) distinct(f ncclapi.Func, ordinals []int32) ([]*machine.Device, ncclapi.Result) {
+	devs := make([]*machine.Device, len(ordinals))
+	l.m.Lock()
+	for i, ordinal := range ordinals {
+		devs[i] = l.m.Device(cudadrv.Device(ordinal))
+	}
+	l.m.Unlock()
+	for i, dev := range devs {
+		if dev == nil {
+			return nil, l.refuse(ncclapi.UnhandledCUDAError, "%s: device %d does not exist", f.Name(), ordinals[i])
+		}
+		if slices.Contains(ordinals[:i], ordinals[i]) {
+			return nil, l.refuse(ncclapi.InvalidUsage, "%s: Duplicate GPU: device %d is listed twice", f.Name(), ordinals[i])
+		}
+	}
+	return devs, ncclapi.Success
+}
+
+// splitNoColor is NCCL_SPLIT_NOCOLOR.
+const splitNoColor = -1
+
+func (l *lib) CommSplit(h ncclapi.Comm, color, key int32, out *ncclapi.Comm, cfg *ncclapi.Config) ncclapi.Result {
+	const f = ncclapi.FuncCommSplit
+	c, r := l.parent(f, h, out, cfg)
+	if r == ncclapi.Success && color < splitNoColor {
+		r = l.refuse(ncclapi.InvalidArgument, "%s: %d is not a valid color", f.Name(), color)
+	}
+	if r != ncclapi.Success {
+		return l.failGroup(r)
+	}
+	meeting := fmt.Sprintf("split %d", c.nextChild())
+	t := c.token.derive(fmt.Sprintf("%s color %d", meeting, color))
+	return l.later(func() ncclapi.Result {
+		j := &joiner{Meeting: meeting, Ranks: c.n, Rank: c.rank, Color: int(color), Key: int(key)}
+		return l.make(f, out, c.dev, c.token, c.members[0].Address, t, j)
+	})
+}
+
+// parent returns the communicator that another one is created from.
+func (l *lib) parent(f ncclapi.Func, h ncclapi.Comm, out *ncclapi.Comm, cfg *ncclapi.Config) (*comm, ncclapi.Result) {
+	if r := l.enter(f); r != ncclapi.Success {
+		return nil, r
+	}
+	if out == nil {
+		return nil, l.refuse(ncclapi.InvalidArgument, "%s: the pointer to the communicator is null", f.Name())
+	}
+	if r := l.checkConfig(f, cfg); r != ncclapi.Success {
+		return nil, r
+	}
+	c, r := l.comm(f, h)
+	// A child can also be created from a revoked communicator and, with CommShrink, after a loss.
+	if r != ncclapi.Success || f == ncclapi.FuncCommShrink || c.isRevoked() {
+		return c, r
+	}
+	return l.usable(f, h)
+}
+
+func (c *comm) nextChild() uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.children++
+	return c.children
+}
+
+// CommShrink creates a communicator of the ranks that are not excluded; only
+// those call it. With ShrinkAbort it first stops the operations of the old
+// communicator.
+func (l *lib) CommShrink(h ncclapi.Comm, exclude []int32, out *ncclapi.Comm, cfg *ncclapi.Config, flags int32) ncclapi.Result {
+	const f = ncclapi.FuncCommShrink
+	c, r := l.parent(f, h, out, cfg)
+	if r != ncclapi.Success {
+		return l.failGroup(r)
+	}
+	survivors, bad := c.survivors(exclude)
+	if bad == "" && flags != ncclapi.ShrinkDefault && flags != ncclapi.ShrinkAbort {
+		bad = fmt.Sprintf("flags %d", flags)
+	}
+	if failed := c.state(); bad == "" && flags == ncclapi.ShrinkDefault && failed != nil {
+		return l.failGroup(failed.Result)
+	}
+	if bad != "" {
+		return l.failGroup(l.refuse(ncclapi.InvalidArgument, "%s at rank %d: %s", f.Name(), c.rank, bad))
+	}
+	if flags == ncclapi.ShrinkAbort {
+		c.mu.Lock()
+		c.halt()
+		c.mu.Unlock()
+	}
+	meeting := fmt.Sprintf("shrink %d without %v", c.nextChild(), exclude)
+	return l.later(func() ncclapi.Result {
+		me := slices.Index(survivors, c.rank)
+		j := &joiner{Meeting: meeting, Ranks: len(survivors), Rank: me, Key: me}
+		return l.make(f, out, c.dev, c.token, c.members[survivors[0]].Address, c.token.derive(meeting), j)
+	})
+}
+
+// survivors returns the ranks that are not excluded, or why the list is invalid.
+func (c *comm) survivors(exclude []int32) (ranks []int, bad string) {
+	for _, x := range exclude {
+		if x < 0 || int(x) >= c.n {
+			return nil, fmt.Sprintf("the excluded rank %d is not one of %d ranks", x, c.n)
+		}
+	}
+	for rank := range c.n {
+		if !slices.Contains(exclude, int32(rank)) {
+			ranks = append(ranks, rank)
+		}
+	}
+	if len(exclude) == 0 || !slices.Contains(ranks, c.rank) {
+		return nil, fmt.Sprintf("the list excludes this rank or is empty: %v", exclude)
+	}
+	return ranks, ""
+}

@@ -1,0 +1,320 @@
+package nccl
+
+import (
+	"fmt"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/virtual/fault"
+	"github.com/gochorus/chorus/internal/virtual/machine"
+)
+
+// A work is a validated operation.
+type work struct {
+	name       string // the C function
+	sig        signature
+	c          *comm
+	s          *machine.Stream
+	send, recv cudadrv.DevicePtr
+	sendBytes  uint64
+	recvBytes  uint64
+	scaled     *scaledSum     // of RedOpCreatePreMulSum
+	hang       bool           // injected by the fault plan
+	late       ncclapi.Result // injected asynchronous error of the communicator
+	dst        []byte         // set when it runs
+}
+
+func (w *work) dtype() ncclapi.DType { return ncclapi.DType(w.sig.DType) }
+
+func (w *work) transfer() bool { return w.sig.Kind == kindSend || w.sig.Kind == kindRecv }
+
+// A launch is the work of one group on one communicator: collectives in order,
+// then all sends and receives concurrently.
+type launch struct {
+	c           *comm
+	collectives []*work
+	transfers   []*work
+	prev        <-chan struct{}
+	done        chan struct{}
+	orphan      bool // its communicator was freed during the call that launched it
+}
+
+// inLaunches groups works by communicator, in the order of their first work.
+// Collectives of a single rank are launched separately: NCCL performs them as
+// copies on the operation's own stream, so the group does not order them.
+func inLaunches(works []*work) [][]*work {
+	var lists [][]*work
+	at := map[*comm]int{}
+	for _, w := range works {
+		i, ok := at[w.c]
+		if one := alone([]*work{w}); !ok || one {
+			i = len(lists)
+			lists = append(lists, nil)
+			if !one {
+				at[w.c] = i
+			}
+		}
+		lists[i] = append(lists[i], w)
+	}
+	return lists
+}
+
+// alone reports whether works are one collective of a single rank.
+func alone(works []*work) bool { return works[0].c.n == 1 && !works[0].transfer() }
+
+// enqueueWork enqueues the work of a group on its streams. The machine is locked.
+func enqueueWork(works []*work) {
+	for _, list := range inLaunches(works) {
+		c := list[0].c
+		l := &launch{c: c, prev: c.last, done: make(chan struct{}), orphan: c.freed}
+		for _, w := range list {
+			w.sig.Seq = c.issued
+			c.issued++
+			if w.transfer() {
+				l.transfers = append(l.transfers, w)
+			} else {
+				l.collectives = append(l.collectives, w)
+			}
+		}
+		l.enqueue()
+	}
+}
+
+// enqueue runs the launch on the stream of its first work, after all earlier
+// operations of the other streams and before all later ones.
+func (l *launch) enqueue() {
+	works := append(l.collectives[:len(l.collectives):len(l.collectives)], l.transfers...)
+	s := works[0].s
+	others := map[*machine.Stream]bool{}
+	for _, w := range works {
+		if w.s != s && !others[w.s] {
+			others[w.s] = true
+			s.Wait(w.name, w.s.Mark())
+		}
+	}
+	l.c.last = l.done
+	l.c.mu.Lock()
+	l.c.running++
+	l.c.mu.Unlock()
+	s.EnqueueAlways(works[0].name, l.run)
+	for other := range others {
+		other.Wait(works[0].name, s.Mark())
+	}
+}
+
+func (l *launch) run(o *machine.Op) {
+	defer l.finish()
+	m, c := o.Machine(), l.c
+	// Operations of a communicator run one at a time, on whatever streams.
+	// Operations of a single rank are copies without such an order.
+	if l.prev != nil && c.n > 1 {
+		<-l.prev
+	}
+	m.Lock()
+	if l.orphan {
+		o.Lose(&machine.Trouble{Status: cudadrv.ErrorIllegalAddress, Text: fmt.Sprintf("%s was launched by a call in progress when the communicator of rank %d was freed", o.Name, c.rank)})
+	}
+	lost := c.dev.Status() != cudadrv.Success
+	if c.n > 1 { // collectives of a single rank are unordered copies
+		o.After(c.before)
+		c.before = o.Now()
+	}
+	c.clique.seen = c.clique.seen.JoinStamp(o.Now())
+	m.Unlock()
+	if lost {
+		c.failDevice("its device was lost before the operation ran")
+		return
+	}
+	if err := l.perform(o); err != nil {
+		l.abandon(o)
+		return
+	}
+	// All operations before the ranks' call of this operation precede all later
+	// operations of this stream.
+	m.Lock()
+	if c.n > 1 {
+		o.AfterAll(c.clique.seen)
+	}
+	m.Unlock()
+}
+
+func (l *launch) finish() {
+	close(l.done)
+	l.c.mu.Lock()
+	l.c.running--
+	l.c.idle.Broadcast()
+	l.c.mu.Unlock()
+}
+
+func (l *launch) perform(o *machine.Op) error {
+	for _, w := range l.collectives {
+		if err := l.c.collective(o, w); err != nil {
+			return err
+		}
+	}
+	if len(l.transfers) == 0 {
+		return nil
+	}
+	return l.c.pointToPoint(o, l.transfers)
+}
+
+// abandon handles a stopped communicator: it makes the outputs invalid, so that
+// they are not used as results. After a misuse it loses the device.
+func (l *launch) abandon(o *machine.Op) {
+	for _, list := range [][]*work{l.collectives, l.transfers} {
+		for _, w := range list {
+			if w.dst == nil && w.recvBytes > 0 {
+				w.touchIdly(o)
+			}
+			if w.sig.Kind != kindSend {
+				machine.Poison(w.dst)
+			}
+		}
+	}
+	if f := l.c.state(); f != nil && f.Result == ncclapi.InvalidUsage {
+		o.Fail(&machine.Trouble{Status: cudadrv.ErrorLaunchFailed, Text: f.Text})
+	}
+}
+
+// failDevice fails the communicator because this rank's device failed.
+func (c *comm) failDevice(why string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closing || c.failure != nil {
+		return
+	}
+	c.setFailure(&failure{ncclapi.UnhandledCUDAError, why})
+	c.tell(&notice{Kind: noticeFailure, failure: failure{ncclapi.RemoteError, fmt.Sprintf("rank %d failed: %s", c.rank, why)}}, nil)
+}
+
+// touchIdly is touch for an operation that ends without a result.
+func (w *work) touchIdly(o *machine.Op) {
+	if t := w.touch(o); t != nil {
+		m := o.Machine()
+		m.Lock()
+		defer m.Unlock()
+		o.Report(t)
+	}
+}
+
+// touch resolves the output of a work and records its use.
+func (w *work) touch(o *machine.Op) *machine.Trouble {
+	m := o.Machine()
+	m.Lock()
+	defer m.Unlock()
+	o.Name = w.name
+	var t *machine.Trouble
+	w.dst, t = o.Touch(w.recv, w.recvBytes, true)
+	return t
+}
+
+// buffers resolves the input and the output of a work. An error fails the device
+// and the communicator.
+func (c *comm) buffers(o *machine.Op, w *work) (src, dst []byte, err error) {
+	m := o.Machine()
+	m.Lock()
+	o.Name = w.name
+	src, t := o.Touch(w.send, w.sendBytes, false)
+	if t == nil {
+		w.dst, t = o.Touch(w.recv, w.recvBytes, true)
+	}
+	m.Unlock()
+	if t != nil {
+		o.Fail(t)
+		c.failDevice(t.Text)
+		return nil, nil, errStopped
+	}
+	return src, w.dst, nil
+}
+
+// faulty injects the planned faults of a running work.
+func (c *comm) faulty(w *work) error {
+	if w.late != ncclapi.Success {
+		c.fail(&failure{w.late, fmt.Sprintf("the fault plan failed %s of rank %d when it ran", w.name, c.rank)})
+	} else if !w.hang {
+		return nil
+	}
+	fault.Forever(c.stop)
+	return errStopped
+}
+
+// collective performs one collective at this rank.
+func (c *comm) collective(o *machine.Op, w *work) error {
+	if err := c.faulty(w); err != nil {
+		return err
+	}
+	if err := c.agree(&w.sig); err != nil {
+		return err
+	}
+	src, dst, err := c.buffers(o, w)
+	if err != nil || w.sig.Count == 0 {
+		return err
+	}
+	if w.sig.Kind.reduces() {
+		return c.reduction(o, w, src, dst)
+	}
+	root := int(w.sig.Root)
+	switch w.sig.Kind {
+	case kindBroadcast:
+		return c.broadcast(root, src, dst)
+	case kindAllGather:
+		return c.allGather(src, dst)
+	case kindAlltoAll:
+		return c.allToAll(src, dst)
+	case kindGather:
+		return c.gather(root, src, dst)
+	case kindScatter:
+		return c.scatter(root, src, dst)
+	}
+	return nil
+}
+
+// reduction performs a collective that combines elements. PreMulSum and the
+// average of floats scale the input, the average of integers scales the output.
+func (c *comm) reduction(o *machine.Op, w *work, src, dst []byte) error {
+	t, op := w.dtype(), ncclapi.RedOp(w.sig.Op)
+	var factor []byte
+	switch {
+	case w.scaled != nil:
+		var tr *machine.Trouble
+		if factor, tr = w.scaled.value(o); tr != nil {
+			o.Fail(tr)
+			c.failDevice(tr.Text)
+			return errStopped
+		}
+		op = ncclapi.Sum
+	case op == ncclapi.Avg:
+		factor = reciprocal(t, c.n)
+		op = ncclapi.Sum
+	}
+	if factor != nil {
+		to := dst
+		if w.sig.Kind != kindAllReduce {
+			to = make([]byte, len(src))
+		}
+		scale(t, to, src, factor)
+		src = to
+	}
+	if err := c.reduce(w, combinerOf(t, op), src, dst); err != nil {
+		return err
+	}
+	if ncclapi.RedOp(w.sig.Op) == ncclapi.Avg && factor == nil {
+		divide(t, dst, c.n)
+	}
+	return nil
+}
+
+func (c *comm) reduce(w *work, f combiner, src, dst []byte) error {
+	switch {
+	case c.n == 1:
+		copy(dst, src)
+		return nil
+	case w.sig.Kind == kindReduceScatter:
+		return c.ringReduceScatter(f, src, dst)
+	case len(src) <= treeLimit:
+		return c.treeReduce(w, f, src, dst)
+	case w.sig.Kind == kindReduce:
+		return c.chainReduce(int(w.sig.Root), f, src, dst)
+	}
+	return c.ringAllReduce(f, src, dst)
+}

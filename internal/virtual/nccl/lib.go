@@ -1,0 +1,284 @@
+package nccl
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/virtual/machine"
+)
+
+// defaultVersion is the default version of the virtual NCCL. The virtual NCCL has
+// the functions of its version and no newer ones.
+const defaultVersion = 22803
+
+// Config describes the NCCL of a machine.
+type Config struct {
+	Version int32  // default: 2.28.3
+	Network string // where ranks listen: "" for Unix sockets of this host, or an IP address for TCP
+}
+
+// lib implements ncclapi.API. Its methods are in the files of the objects that they use.
+type lib struct {
+	m       *machine.Machine
+	cfg     Config
+	cliques map[token]*clique // guarded by the lock of the machine
+	groups  groups
+
+	mu        sync.Mutex
+	comms     map[ncclapi.Comm]*comm
+	lastText  string
+	lastSum   ncclapi.RedOp
+	lastRegID ncclapi.RegID
+}
+
+// New returns the NCCL of a machine.
+func New(m *machine.Machine, cfg Config) ncclapi.API {
+	if cfg.Version == 0 {
+		cfg.Version = defaultVersion
+	}
+	l := &lib{
+		m: m, cfg: cfg, cliques: map[token]*clique{}, comms: map[ncclapi.Comm]*comm{},
+		groups:  groups{threads: map[int]*group{}},
+		lastSum: ncclapi.Avg,
+	}
+	m.AddReports(l.openGroups)
+	return l
+}
+
+func (l *lib) Has(f ncclapi.Func) bool {
+	return f >= 0 && f < ncclapi.NumFuncs && f.Since() <= l.cfg.Version
+}
+
+// enter consults the fault plan for a call that does not enqueue.
+func (l *lib) enter(f ncclapi.Func) ncclapi.Result {
+	if !l.Has(f) {
+		return ncclapi.MissingSymbol
+	}
+	x := l.m.Fault(f.Name())
+	if x.Status != 0 {
+		return l.refuse(ncclapi.Result(x.Status), "the fault plan failed %s", f.Name())
+	}
+	return ncclapi.Success
+}
+
+// refuse records the text for GetLastError and returns the result.
+func (l *lib) refuse(r ncclapi.Result, format string, args ...any) ncclapi.Result {
+	l.setError(fmt.Sprintf(format, args...))
+	return r
+}
+
+func (l *lib) setError(text string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.lastText = text
+}
+
+func (l *lib) GetVersion() (int32, ncclapi.Result) {
+	return l.cfg.Version, l.enter(ncclapi.FuncGetVersion)
+}
+
+func (l *lib) GetErrorString(r ncclapi.Result) string {
+	if text := r.Meaning(); text != "" {
+		return text
+	}
+	return "unknown result code"
+}
+
+// GetLastError returns the reason for a communicator's asynchronous error or, if
+// there is none, for the last failed call.
+func (l *lib) GetLastError(h ncclapi.Comm) string {
+	if c := l.find(h); c != nil {
+		if f := c.state(); f != nil {
+			return f.Text
+		}
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.lastText
+}
+
+func (l *lib) find(h ncclapi.Comm) *comm {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.comms[h]
+}
+
+// comm returns the live communicator of a handle.
+func (l *lib) comm(f ncclapi.Func, h ncclapi.Comm) (*comm, ncclapi.Result) {
+	if c := l.find(h); c != nil {
+		return c, ncclapi.Success
+	}
+	if h == 0 {
+		return nil, l.refuse(ncclapi.InvalidArgument, "%s: the communicator is null", f.Name())
+	}
+	return nil, l.refuse(ncclapi.InvalidArgument, "%s: %#x is not a communicator, or it was destroyed or aborted", f.Name(), uintptr(h))
+}
+
+// begin combines enter and comm, for calls on a communicator.
+func (l *lib) begin(f ncclapi.Func, h ncclapi.Comm) (*comm, ncclapi.Result) {
+	if r := l.enter(f); r != ncclapi.Success {
+		return nil, r
+	}
+	return l.comm(f, h)
+}
+
+// usable is comm for a communicator that must accept operations.
+func (l *lib) usable(f ncclapi.Func, h ncclapi.Comm) (*comm, ncclapi.Result) {
+	c, r := l.comm(f, h)
+	if r != ncclapi.Success {
+		return nil, r
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case c.failure != nil:
+		return nil, c.failure.Result
+	case c.revoked:
+		return nil, l.refuse(ncclapi.InvalidUsage, "%s: the communicator of rank %d was revoked", f.Name(), c.rank)
+	case c.suspended:
+		return nil, l.refuse(ncclapi.InvalidUsage, "%s: the communicator of rank %d is suspended", f.Name(), c.rank)
+	case c.final:
+		return nil, l.refuse(ncclapi.InvalidArgument, "%s: the communicator of rank %d is finalized", f.Name(), c.rank)
+	}
+	return c, ncclapi.Success
+}
+
+func (l *lib) CommGetAsyncError(h ncclapi.Comm) (async, r ncclapi.Result) {
+	if r := l.enter(ncclapi.FuncCommGetAsyncError); r != ncclapi.Success {
+		return ncclapi.Success, r
+	}
+	c, r := l.comm(ncclapi.FuncCommGetAsyncError, h)
+	if r != ncclapi.Success {
+		return ncclapi.Success, r
+	}
+	if f := c.state(); f != nil {
+		return f.Result, ncclapi.Success
+	}
+	return ncclapi.Success, ncclapi.Success
+}
+
+// number implements the calls that return one number of a communicator.
+func (l *lib) number(f ncclapi.Func, h ncclapi.Comm, get func(*comm) int32) (int32, ncclapi.Result) {
+	c, r := l.begin(f, h)
+	if r != ncclapi.Success {
+		return 0, r
+	}
+	return get(c), ncclapi.Success
+}
+
+func (l *lib) CommCount(h ncclapi.Comm) (int32, ncclapi.Result) {
+	return l.number(ncclapi.FuncCommCount, h, func(c *comm) int32 { return int32(c.n) })
+}
+
+func (l *lib) CommCuDevice(h ncclapi.Comm) (int32, ncclapi.Result) {
+	return l.number(ncclapi.FuncCommCuDevice, h, func(c *comm) int32 { return c.dev.Ordinal() })
+}
+
+func (l *lib) CommUserRank(h ncclapi.Comm) (int32, ncclapi.Result) {
+	return l.number(ncclapi.FuncCommUserRank, h, func(c *comm) int32 { return int32(c.rank) })
+}
+
+// CommFinalize waits until this rank has run all enqueued operations.
+func (l *lib) CommFinalize(h ncclapi.Comm) ncclapi.Result {
+	if r := l.enter(ncclapi.FuncCommFinalize); r != ncclapi.Success {
+		return r
+	}
+	c, r := l.usable(ncclapi.FuncCommFinalize, h)
+	if r != ncclapi.Success {
+		return r
+	}
+	_ = l.mayManage(ncclapi.FuncCommFinalize)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.final = true
+	for c.running > 0 && c.failure == nil {
+		c.idle.Wait()
+	}
+	if c.failure != nil {
+		return c.failure.Result
+	}
+	return ncclapi.Success
+}
+
+func (l *lib) CommDestroy(h ncclapi.Comm) ncclapi.Result {
+	return l.endComm(ncclapi.FuncCommDestroy, h, false)
+}
+
+func (l *lib) CommAbort(h ncclapi.Comm) ncclapi.Result {
+	return l.endComm(ncclapi.FuncCommAbort, h, true)
+}
+
+func (l *lib) endComm(f ncclapi.Func, h ncclapi.Comm, abort bool) ncclapi.Result {
+	c, r := l.begin(f, h)
+	if r != ncclapi.Success {
+		return r
+	}
+	if l.groups.queued(c) {
+		return l.refuse(ncclapi.InvalidUsage, "%s: rank %d has operations in a group that is still open", f.Name(), c.rank)
+	}
+	if c.captured() {
+		return l.refuse(ncclapi.InvalidUsage, "%s: a graph has operations of rank %d: destroy it and its executables first", f.Name(), c.rank)
+	}
+	// Within a group, aborting stops running operations immediately and frees at the end of the group.
+	if abort && l.groups.open() != nil {
+		c.close(true)
+	}
+	return l.later(func() ncclapi.Result {
+		l.free(c, abort)
+		return ncclapi.Success
+	})
+}
+
+// free destroys a communicator. NCCL waits for operations launched before. An
+// operation launched later, by a call that was in progress, uses a freed
+// communicator.
+func (l *lib) free(c *comm, abort bool) {
+	_ = l.mayManage(ncclapi.FuncCommDestroy) // invalidates captures, and destroys anyway
+	if abort {
+		l.m.Lock()
+		c.freed = true
+		l.m.Unlock()
+	}
+	// An abort must be able to wake a rank that waits in CommDestroy, so the
+	// handle stays valid until the communicator is closed.
+	c.close(abort)
+	l.mu.Lock()
+	_, first := l.comms[c.handle]
+	delete(l.comms, c.handle)
+	l.mu.Unlock()
+	if first {
+		l.m.Lock()
+		c.leaveClique()
+		l.m.Unlock()
+	}
+}
+
+// adopt assigns a handle to a connected communicator.
+func (l *lib) adopt(c *comm) ncclapi.Comm {
+	l.m.Lock()
+	c.enterClique()
+	c.handle = ncclapi.Comm(l.m.Handle())
+	l.m.Unlock()
+	l.mu.Lock()
+	l.comms[c.handle] = c
+	l.mu.Unlock()
+	return c.handle
+}
+
+// takeDevice unbinds the thread's context, for a call that creates an object on
+// the current device.
+func (l *lib) takeDevice(f ncclapi.Func) (*machine.Device, ncclapi.Result) {
+	bound := l.m.Unbind()
+	l.m.Lock()
+	defer l.m.Unlock()
+	dev := l.m.Retained(bound)
+	switch {
+	case dev == nil:
+		return nil, l.refuse(ncclapi.UnhandledCUDAError, "%s: no context is bound to the calling thread", f.Name())
+	case dev.Status() != cudadrv.Success:
+		return nil, l.refuse(ncclapi.UnhandledCUDAError, "%s: %s", f.Name(), dev.Why())
+	}
+	return dev, ncclapi.Success
+}

@@ -1,0 +1,202 @@
+package nccl
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/virtual/machine"
+)
+
+// A transfer is one direction of an exchange between this rank and a peer.
+type transfer struct {
+	peer int
+	out  bool
+	data []byte
+	sig  *signature // sent before the data and compared; nil in collectives
+}
+
+// exchange performs transfers. Transfers with the same peer and direction run in
+// order, all others concurrently, so that no order of sends and receives can
+// block.
+func (c *comm) exchange(list []transfer) error {
+	type lane struct {
+		peer int
+		out  bool
+	}
+	lanes := map[lane][]transfer{}
+	for _, t := range list {
+		at := lane{t.peer, t.out}
+		lanes[at] = append(lanes[at], t)
+	}
+	var wg sync.WaitGroup
+	errs := make(chan error, len(lanes))
+	for at, transfers := range lanes {
+		wg.Go(func() { errs <- c.lane(at.peer, at.out, transfers) })
+	}
+	wg.Wait()
+	close(errs)
+	for err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (c *comm) lane(peer int, out bool, list []transfer) error {
+	if out {
+		k, err := c.to(peer)
+		if err != nil {
+			return err
+		}
+		for _, t := range list {
+			if err := k.deliver(&t); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	k, err := c.from(peer)
+	if err != nil {
+		return err
+	}
+	for _, t := range list {
+		if err := k.receive(&t); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (k *link) deliver(t *transfer) error {
+	if t.sig != nil {
+		v := &claim{Magic: claimMagic, Differ: -1, Lowest: int32(k.c.rank), First: *t.sig}
+		if err := k.writeClaim(v); err != nil {
+			return err
+		}
+	}
+	return k.write(t.data)
+}
+
+func (k *link) receive(t *transfer) error {
+	if t.sig != nil {
+		v, err := k.readClaim()
+		if err != nil {
+			return err
+		}
+		if v.First.Kind != kindSend || v.First.Count != t.sig.Count || v.First.DType != t.sig.DType {
+			return k.c.disagree(k.c.rank, t.sig, k.peer, &v.First)
+		}
+	}
+	return k.read(t.data)
+}
+
+// pointToPoint performs the sends and receives of a group.
+func (c *comm) pointToPoint(o *machine.Op, works []*work) error {
+	var list []transfer
+	var self [2][]transfer // transfers from this rank to itself: receives, sends
+	for _, w := range works {
+		if err := c.faulty(w); err != nil {
+			return err
+		}
+		src, dst, err := c.buffers(o, w)
+		if err != nil {
+			return err
+		}
+		t := transfer{peer: int(w.sig.Root), sig: &w.sig, data: dst}
+		side := 0
+		if w.sig.Kind == kindSend {
+			t.out, t.data, side = true, src, 1
+		}
+		if t.peer == c.rank {
+			self[side] = append(self[side], t)
+		} else {
+			list = append(list, t)
+		}
+	}
+	if err := c.selfTransfers(self[0], self[1]); err != nil {
+		return err
+	}
+	return c.exchange(list)
+}
+
+// selfTransfers pairs a rank's sends to itself with its receives, in order.
+func (c *comm) selfTransfers(receives, sends []transfer) error {
+	for i, t := range receives {
+		s := sends[i]
+		if s.sig.Count != t.sig.Count || s.sig.DType != t.sig.DType {
+			return c.disagree(c.rank, s.sig, c.rank, t.sig)
+		}
+		copy(t.data, s.data)
+	}
+	return nil
+}
+
+// selfPaired checks that all sends of a rank to itself in a group have receives.
+func selfPaired(works []*work) *failure {
+	balance := map[*comm]int{}
+	for _, w := range works {
+		if int(w.sig.Root) != w.c.rank {
+			continue
+		}
+		switch w.sig.Kind {
+		case kindSend:
+			balance[w.c]++
+		case kindRecv:
+			balance[w.c]--
+		}
+	}
+	for c, n := range balance {
+		if n != 0 {
+			return &failure{ncclapi.InvalidUsage, fmt.Sprintf("rank %d has different numbers of sends to itself and receives from itself in one group", c.rank)}
+		}
+	}
+	return nil
+}
+
+func (c *comm) allToAll(src, dst []byte) error {
+	block := len(src) / c.n
+	var list []transfer
+	for peer := range c.n {
+		from, to := src[peer*block:(peer+1)*block], dst[peer*block:(peer+1)*block]
+		if peer == c.rank {
+			copy(to, from)
+			continue
+		}
+		list = append(list, transfer{peer: peer, out: true, data: from}, transfer{peer: peer, data: to})
+	}
+	return c.exchange(list)
+}
+
+func (c *comm) gather(root int, src, dst []byte) error {
+	if c.rank != root {
+		return c.exchange([]transfer{{peer: root, out: true, data: src}})
+	}
+	var list []transfer
+	for peer := range c.n {
+		to := dst[peer*len(src) : (peer+1)*len(src)]
+		if peer == root {
+			copy(to, src)
+			continue
+		}
+		list = append(list, transfer{peer: peer, data: to})
+	}
+	return c.exchange(list)
+}
+
+func (c *comm) scatter(root int, src, dst []byte) error {
+	if c.rank != root {
+		return c.exchange([]transfer{{peer: root, data: dst}})
+	}
+	var list []transfer
+	for peer := range c.n {
+		from := src[peer*len(dst) : (peer+1)*len(dst)]
+		if peer == root {
+			copy(dst, from)
+			continue
+		}
+		list = append(list, transfer{peer: peer, out: true, data: from})
+	}
+	return c.exchange(list)
+}

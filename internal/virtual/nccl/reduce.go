@@ -1,0 +1,210 @@
+package nccl
+
+import (
+	"encoding/binary"
+	"math"
+
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/virtual/machine"
+)
+
+// A number is an element type that Go supports natively.
+type number interface {
+	int8 | uint8 | int32 | uint32 | int64 | uint64 | float32 | float64
+}
+
+// A combiner computes dst[i] from a[i] and b[i]. All three have the same length,
+// and dst may be a or b. It is not safe for concurrent use. The race detector does not
+// watch device memory, so the loops are without its calls.
+type combiner func(dst, a, b []byte)
+
+// combinerOf returns the combiner of a type for Sum, Prod, Max or Min.
+func combinerOf(t ncclapi.DType, op ncclapi.RedOp) combiner {
+	switch t {
+	case ncclapi.Int8:
+		return numbers[int8](op)
+	case ncclapi.Uint8:
+		return numbers[uint8](op)
+	case ncclapi.Int32:
+		return numbers[int32](op)
+	case ncclapi.Uint32:
+		return numbers[uint32](op)
+	case ncclapi.Int64:
+		return numbers[int64](op)
+	case ncclapi.Uint64:
+		return numbers[uint64](op)
+	case ncclapi.Float32:
+		return numbers[float32](op)
+	case ncclapi.Float64:
+		return numbers[float64](op)
+	}
+	return coded(t, op)
+}
+
+func numbers[T number](op ncclapi.RedOp) combiner {
+	f := loop[T](op)
+	return func(dst, a, b []byte) { f(machine.View[T](dst), machine.View[T](a), machine.View[T](b)) }
+}
+
+func loop[T number](op ncclapi.RedOp) func(dst, a, b []T) {
+	switch op {
+	case ncclapi.Prod:
+		return prodLoop[T]
+	case ncclapi.Max:
+		return maxLoop[T]
+	case ncclapi.Min:
+		return minLoop[T]
+	}
+	return sumLoop[T]
+}
+
+//go:norace
+func sumLoop[T number](dst, a, b []T) {
+	a, b = a[:len(dst)], b[:len(dst)]
+	for i := range dst {
+		dst[i] = a[i] + b[i]
+	}
+}
+
+//go:norace
+func prodLoop[T number](dst, a, b []T) {
+	a, b = a[:len(dst)], b[:len(dst)]
+	for i := range dst {
+		dst[i] = a[i] * b[i]
+	}
+}
+
+// maxLoop and minLoop prefer a number to a NaN, like fmax and fmin.
+//
+//go:norace
+func maxLoop[T number](dst, a, b []T) {
+	a, b = a[:len(dst)], b[:len(dst)]
+	for i := range dst {
+		x, y := a[i], b[i]
+		if y > x || x != x {
+			x = y
+		}
+		dst[i] = x
+	}
+}
+
+//go:norace
+func minLoop[T number](dst, a, b []T) {
+	a, b = a[:len(dst)], b[:len(dst)]
+	for i := range dst {
+		x, y := a[i], b[i]
+		if y < x || x != x {
+			x = y
+		}
+		dst[i] = x
+	}
+}
+
+// codedRun is the number of elements converted to float32 at a time.
+const codedRun = 1024
+
+// coded computes in float32 and rounds each result to the type.
+func coded(t ncclapi.DType, op ncclapi.RedOp) combiner {
+	c, f, size := codecs[t], loop[float32](op), int(t.Size())
+	x, y := make([]float32, codedRun), make([]float32, codedRun)
+	return func(dst, a, b []byte) {
+		for at := 0; at < len(dst); at += codedRun * size {
+			to := min(at+codedRun*size, len(dst))
+			n := (to - at) / size
+			c.decode(x, a[at:to])
+			c.decode(y, b[at:to])
+			f(x[:n], x[:n], y[:n])
+			c.encode(dst[at:to], x[:n])
+		}
+	}
+}
+
+// scale sets dst to src times the scalar, an element of the type.
+func scale(t ncclapi.DType, dst, src, scalar []byte) {
+	switch t {
+	case ncclapi.Int8:
+		scaleNumbers[int8](dst, src, scalar)
+	case ncclapi.Uint8:
+		scaleNumbers[uint8](dst, src, scalar)
+	case ncclapi.Int32:
+		scaleNumbers[int32](dst, src, scalar)
+	case ncclapi.Uint32:
+		scaleNumbers[uint32](dst, src, scalar)
+	case ncclapi.Int64:
+		scaleNumbers[int64](dst, src, scalar)
+	case ncclapi.Uint64:
+		scaleNumbers[uint64](dst, src, scalar)
+	case ncclapi.Float32:
+		scaleNumbers[float32](dst, src, scalar)
+	case ncclapi.Float64:
+		scaleNumbers[float64](dst, src, scalar)
+	default:
+		scaleCoded(t, dst, src, scalar)
+	}
+}
+
+//go:norace
+func scaleNumbers[T number](dst, src, scalar []byte) {
+	to, from, s := machine.View[T](dst), machine.View[T](src), machine.View[T](scalar)[0]
+	from = from[:len(to)]
+	for i := range to {
+		to[i] = from[i] * s
+	}
+}
+
+func scaleCoded(t ncclapi.DType, dst, src, scalar []byte) {
+	c, size := codecs[t], int(t.Size())
+	s, x := make([]float32, 1), make([]float32, codedRun)
+	c.decode(s, scalar)
+	for at := 0; at < len(dst); at += codedRun * size {
+		to := min(at+codedRun*size, len(dst))
+		n := (to - at) / size
+		c.decode(x, src[at:to])
+		for i := range n {
+			x[i] *= s[0]
+		}
+		c.encode(dst[at:to], x[:n])
+	}
+}
+
+// reciprocal returns 1/n as an element of a floating-point type; NCCL
+// scales an average by it. It returns nil for integers.
+func reciprocal(t ncclapi.DType, n int) []byte {
+	s := make([]byte, 8)
+	switch c, coded := codecs[t]; {
+	case coded:
+		c.encode(s[:t.Size()], []float32{1 / float32(n)})
+	case t == ncclapi.Float32:
+		binary.LittleEndian.PutUint32(s, math.Float32bits(1/float32(n)))
+	case t == ncclapi.Float64:
+		binary.LittleEndian.PutUint64(s, math.Float64bits(1/float64(n)))
+	default:
+		return nil
+	}
+	return s[:t.Size()]
+}
+
+// divide divides integers in place and rounds toward zero, like NCCL's average.
+func divide(t ncclapi.DType, p []byte, n int) {
+	switch t {
+	case ncclapi.Int8:
+		divideNumbers(machine.View[int8](p), int8(n))
+	case ncclapi.Uint8:
+		divideNumbers(machine.View[uint8](p), uint8(n))
+	case ncclapi.Int32:
+		divideNumbers(machine.View[int32](p), int32(n))
+	case ncclapi.Uint32:
+		divideNumbers(machine.View[uint32](p), uint32(n))
+	case ncclapi.Int64:
+		divideNumbers(machine.View[int64](p), int64(n))
+	case ncclapi.Uint64:
+		divideNumbers(machine.View[uint64](p), uint64(n))
+	}
+}
+
+//go:norace
+func divideNumbers[T int8 | uint8 | int32 | uint32 | int64 | uint64](p []T, n T) {
+	for i := range p {
+		p[i] /= n
+	}
+}

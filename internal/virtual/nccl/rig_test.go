@@ -1,0 +1,30 @@
+package nccl
+
+import (
+	"testing"
+
+	"github.com/gochorus/chorus/internal/virtual/machine"
+	"github.com/gochorus/chorus/internal/virtual/virtualtest"
+	"github.com/stretchr/testify/require"
+)
+
+// A rig is a machine with NCCL and the contexts of its devices retained.
+type rig struct {
+	*virtualtest.Rig
+	m   *machine.Machine
+	lib *lib
+}
+
+func newRig(t *testing.T, cfg machine.Config) *rig {
+	t.Helper()
+	return newNetworkRig(t, cfg, "")
+}
+
+// newNetworkRig creates a rig whose ranks listen on an IP address.
+func newNetworkRig(t *testing.T, cfg machine.Config, ip string) *rig {
+	t.Helper()
+	m, err := machine.New(&cfg)
+	require.NoError(t, err)
+	t.Logf("seed %#x", m.Seed())
+	return &rig{virtualtest.New(t, m.Driver(), cfg.Devices), m, New(m, Config{Network: ip}).(*lib)}
+}

@@ -1,0 +1,46 @@
+package nccl
+
+import (
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/stream"
+)
+
+// ref is how packages above nccl reach the inside of a communicator.
+type ref = ranks.Ref
+
+// An inside is a communicator as packages above nccl see it.
+type inside struct{ c *Communicator }
+
+func (x inside) AddBackend(abort func()) { x.c.addBackend(abort) }
+
+func (x inside) Services(n int) (first uint64, list []ranks.Service) { return x.c.rec.Services(n) }
+
+func (x inside) Symmetric(k *ranks.Collective) bool {
+	return symmetricKernel(k.Kind, k.DType, k.Op) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes())
+}
+
+func (x inside) NoWindows() error { return x.c.needs(ncclapi.FuncCommWindowRegister) }
+
+func (x inside) Point(s *stream.Stream) ranks.Point { return x.c.point(s) }
+
+func (x inside) Completed(p ranks.Point) error { return x.c.completed(p) }
+
+func (x inside) CannotComplete(p ranks.Point) error { return x.c.cannotComplete(p) }
+
+func (x inside) InUse(op string) error { return x.c.inUse(op) }
+
+func (x inside) AbortFailed() bool { return x.c.abortFailure.Load() != nil }
+
+// addBackend is documented in package ranks.
+func (c *Communicator) addBackend(abort func()) {
+	c.rec.SetUnordered()
+	c.abortOthers.Store(&abort)
+}
+
+// abortBackends ends the operations of other backends that are in flight.
+func (c *Communicator) abortBackends() {
+	if abort := c.abortOthers.Load(); abort != nil {
+		(*abort)()
+	}
+}

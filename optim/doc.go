@@ -1,0 +1,24 @@
+// Package optim has optimisers and the arithmetic of gradients for tensors on one device:
+// AdamW, Adam and SGD, norms, clipping, and the check for infinities and NaN.
+//
+//	params := []optim.Param{optim.Of(weights, weightGrads), optim.Of(bias, biasGrads)}
+//	opt, err := optim.NewAdamW(s, []optim.Group{{Params: params}}, &optim.AdamConfig{LR: 3e-4})
+//	defer opt.Close()
+//	grads, err := optim.NewGrads(s, opt.Gradients()...)
+//	defer grads.Close()
+//
+//	_, err = grads.Powers(s, 2)         // in every step, after backward
+//	norm, coef, err := grads.Coef(s, 1) // what clips the norm to 1
+//	err = opt.Step(s, &optim.StepConfig{Clip: coef})
+//
+// One kernel updates all parameters. Learning rates, step counters, norms and factors are
+// in device memory, so nothing waits for the device, and a graph can capture a whole step.
+// The updates are those of torch's fused optimisers, bit for bit on a GPU.
+//
+// Parameters and gradients are contiguous tensors, or slices (Of): parts of a flat memory,
+// such as the buckets of a ddp.Reducer or the parts of a ddp.Sharder, work as well as
+// allocations of their own. The program keeps them open until the optimiser is closed. If
+// they are used on several streams, the program orders these streams.
+//
+// Concurrency: each optimiser and each Grads is used by one goroutine at a time.
+package optim

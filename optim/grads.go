@@ -1,0 +1,222 @@
+package optim
+
+import (
+	"errors"
+	"math"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// Grads is a list of gradients of any floating-point types on one device. Each of its
+// operations is one kernel, or two, for all of them.
+type Grads struct {
+	owner  handle.Owner
+	dev    *device.Device
+	list   []tensor.Tensor
+	table  table[list]
+	dtype  memory.DType // of the norm
+	parts  memory.Slice[float64]
+	values memory.Slice[float32]
+	done   memory.Slice[uint32]
+	order  float64 // of the last norm; 0 is infinite
+}
+
+// The places in values.
+const (
+	placePowers = iota // the sum of the powers of all elements, or the largest
+	placeNorm
+	placeCoef
+	placeCount
+)
+
+// NewGrads prepares operations on gradients, which stay the caller's. It allocates a table
+// on s.
+func NewGrads(s *stream.Stream, gradients ...tensor.Tensor) (*Grads, error) {
+	const op = "new gradients"
+	if s == nil {
+		return nil, refuse(op, "no stream given")
+	}
+	g := &Grads{dev: s.Device(), list: gradients}
+	if err := g.check(op); err != nil {
+		return nil, err
+	}
+	for i := range gradients {
+		x := &gradients[i]
+		g.table.add(list{at: x.Ptr(), n: uint64(x.Len()), dtype: uint32(x.DType()), first: uint32(len(g.table.blocks))}, x.Len())
+		g.dtype = wider(g.dtype, x.DType())
+	}
+	handle.Init(g, &g.owner, handle.About{Kind: "gradients", On: g.dev})
+	if err := g.allocate(s); err != nil {
+		return nil, errors.Join(refuse(op, "%w", err), g.Close())
+	}
+	return g, nil
+}
+
+func (g *Grads) allocate(s *stream.Stream) (err error) {
+	if g.parts, err = memory.Make[float64](s, len(g.table.blocks)); err != nil {
+		return err
+	}
+	if g.values, err = memory.MakeFrom(s, make([]float32, placeCount)); err != nil {
+		return err
+	}
+	if g.done, err = memory.MakeFrom(s, []uint32{0}); err != nil {
+		return err
+	}
+	return g.table.upload(s)
+}
+
+// wider returns the type that torch gives the norm of gradients of both types. float64 has a
+// norm of float32 here.
+func wider(a, b memory.DType) memory.DType {
+	if a == memory.Invalid || a == b {
+		return b
+	}
+	return memory.Float32
+}
+
+func (g *Grads) check(op string) error {
+	for i := range g.list {
+		if err := checkTensor(g.list[i], g.dev); err != nil {
+			return refuse(op, "gradient %d: %w", i, err)
+		}
+	}
+	return nil
+}
+
+// enter returns the kernels for an operation on s.
+func (g *Grads) enter(op string, s *stream.Stream) (*kernels, error) {
+	switch {
+	case g == nil || g.owner.Closed():
+		return nil, refuse(op, "the gradients: %w", device.ErrClosed)
+	case s == nil:
+		return nil, refuse(op, "no stream given")
+	case s.Device() != g.dev:
+		return nil, refuse(op, "a stream on %s: the gradients are on %s", s.Device(), g.dev)
+	}
+	if err := g.check(op); err != nil {
+		return nil, err
+	}
+	return kernelsOf(g.dev)
+}
+
+func (g *Grads) value(place int) memory.Slice[float32] { return g.values.Slice(place, place+1) }
+
+// Powers enqueues on s the sum of |x|^p over all elements, or their largest size if p is
+// +Inf, and returns the number. Before the next call of Coef, ranks that hold different
+// parts of a model add up these numbers over all ranks, or take the largest of them. Sums
+// are of float64, and the norm of each gradient is rounded to its type, as in torch.
+func (g *Grads) Powers(s *stream.Stream, p float64) (memory.Slice[float32], error) {
+	const op = "norm"
+	k, err := g.enter(op, s)
+	if err != nil {
+		return memory.Slice[float32]{}, err
+	}
+	if !(p > 0) {
+		return memory.Slice[float32]{}, refuse(op, "order %v: want a number above 0, or +Inf", p)
+	}
+	if g.order = p; math.IsInf(p, 0) {
+		g.order = 0
+	}
+	rows, blocks := g.table.parts()
+	if len(g.list) == 0 {
+		return g.value(placePowers), g.value(placePowers).Zero(s)
+	}
+	return g.value(placePowers), k.norm.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(g.parts),
+		kernel.Ptr(g.value(placePowers)), kernel.Ptr(g.done), kernel.Scalar[uint32](uint32(len(g.list))), kernel.Scalar[float64](g.order))
+}
+
+// Coef enqueues on s the norm of order p of all elements, from the result of Powers, and the
+// factor min(1, limit/(norm+1e-6)), as torch's clip_grad_norm_ computes them. norm and factor
+// are one element each; StepConfig.Clip takes the factor. A norm of NaN gives the factor NaN,
+// and an infinite norm gives 0.
+func (g *Grads) Coef(s *stream.Stream, limit float64) (norm, factor memory.Slice[float32], err error) {
+	const op = "clip"
+	k, err := g.enter(op, s)
+	if err != nil {
+		return norm, factor, err
+	}
+	if !(limit >= 0) {
+		return norm, factor, refuse(op, "a norm of at most %v: want 0 or more", limit)
+	}
+	norm, factor = g.value(placeNorm), g.value(placeCoef)
+	return norm, factor, k.coefficient.Launch(s, one, kernel.Ptr(g.value(placePowers)), kernel.Ptr(norm), kernel.Ptr(factor),
+		kernel.Scalar[float64](g.order), kernel.Scalar[float32](float32(limit)), kernel.Scalar[uint32](uint32(g.dtype)))
+}
+
+// ClipNorm enqueues on s torch.nn.utils.clip_grad_norm_ with foreach=True: it multiplies all
+// gradients so that their norm of order p is at most limit, and returns the norm before.
+// Nothing waits for the device. If the norm is not finite, the gradients become NaN.
+func (g *Grads) ClipNorm(s *stream.Stream, limit, p float64) (norm memory.Slice[float32], err error) {
+	if _, err := g.Powers(s, p); err != nil {
+		return norm, err
+	}
+	norm, factor, err := g.Coef(s, limit)
+	if err != nil {
+		return norm, err
+	}
+	return norm, g.Scale(s, factor)
+}
+
+// Scale enqueues on s the product of all gradients with a device number, rounded to the type
+// of each gradient first, as in torch.
+func (g *Grads) Scale(s *stream.Stream, factor memory.Slice[float32]) error {
+	const op = "scale"
+	k, err := g.enter(op, s)
+	if err != nil || len(g.list) == 0 {
+		return err
+	}
+	if factor.Len() != 1 {
+		return refuse(op, "a device number of %d elements: want 1", factor.Len())
+	}
+	rows, blocks := g.table.parts()
+	return k.scale.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(factor))
+}
+
+// ClipValue enqueues on s torch.nn.utils.clip_grad_value_: elements below -limit become
+// -limit, and elements above limit become limit. NaN stays.
+func (g *Grads) ClipValue(s *stream.Stream, limit float64) error {
+	const op = "clip values"
+	k, err := g.enter(op, s)
+	if err != nil || len(g.list) == 0 {
+		return err
+	}
+	if !(limit >= 0) {
+		return refuse(op, "at most %v: want 0 or more", limit)
+	}
+	rows, blocks := g.table.parts()
+	return k.clamp.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Scalar[float32](float32(limit)))
+}
+
+// Unscale enqueues on s torch's _amp_foreach_non_finite_check_and_unscale_: it multiplies all
+// gradients by *inverse, and sets *found to 1 if an element was infinite or NaN; otherwise
+// *found stays. Both are one element. The zero Slice as inverse only checks.
+func (g *Grads) Unscale(s *stream.Stream, inverse, found memory.Slice[float32]) error {
+	const op = "unscale"
+	k, err := g.enter(op, s)
+	if err != nil || len(g.list) == 0 {
+		return err
+	}
+	by, err := number(op, inverse)
+	if err != nil {
+		return err
+	}
+	if found.Len() != 1 {
+		return refuse(op, "found is %d elements: want 1", found.Len())
+	}
+	rows, blocks := g.table.parts()
+	return k.unscale.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), by, kernel.Ptr(found))
+}
+
+// Close frees the table in the order of its stream. The gradients stay. Close does nothing if
+// g is nil or closed.
+func (g *Grads) Close() error {
+	if g == nil || !g.owner.Close() {
+		return nil
+	}
+	return errors.Join(g.table.close(), g.parts.Close(), g.values.Close(), g.done.Close())
+}

@@ -1,0 +1,292 @@
+package optim
+
+import (
+	"errors"
+	"math"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// An Optimizer updates parameters by their gradients.
+type Optimizer struct {
+	owner  handle.Owner
+	dev    *device.Device
+	kernel func(*kernels) kernelOf
+	flags  uint32
+	slots  slots
+	groups []Group
+	params []held // of all groups, in order
+	table  table[entry]
+	rates  memory.Slice[float64] // the options of the groups, as the kernel reads them
+	steps  memory.Slice[float32] // by group
+	done   memory.Slice[uint32]  // counts blocks
+}
+
+type kernelOf = *kernel.Kernel
+
+// The flags of the kernels.
+const (
+	flagMaximize = 1 << iota
+	flagDecoupled
+	flagNesterov
+)
+
+// slots says which states an optimiser has.
+type slots uint8
+
+const (
+	slotFirst slots = 1 << iota // exp_avg, or momentum_buffer
+	slotSecond
+	slotMost
+)
+
+// held is a parameter with its state.
+type held struct {
+	Param
+	group  int
+	states [3]tensor.Tensor // by slot
+}
+
+// options are those of a group; they are optim.cu's Group.
+type options struct {
+	lr, a, b, eps, decay float64
+	_                    [3]float64
+}
+
+const optionWords = 8
+
+// StepConfig are device numbers that change a step, each a slice of one element. The zero
+// Slice means none.
+type StepConfig struct {
+	// GradScale divides the gradients (torch's grad_scale). The gradients in memory stay
+	// as they are.
+	GradScale memory.Slice[float32]
+	// Clip multiplies the gradients, after the division, such as Grads.Coef returns it. The
+	// gradients in memory stay as they are.
+	Clip memory.Slice[float32]
+	// If FoundInf is not 0, the step changes nothing and does not count (torch's found_inf).
+	FoundInf memory.Slice[float32]
+}
+
+// open checks the groups and allocates the state.
+func (o *Optimizer) open(s *stream.Stream, op string, groups []Group, with options) (*Optimizer, error) {
+	if s == nil {
+		return nil, refuse(op, "no stream given")
+	}
+	o.dev = s.Device()
+	all, err := o.check(op, groups, with)
+	if err != nil {
+		return nil, err
+	}
+	handle.Init(o, &o.owner, handle.About{Kind: "optimiser", On: o.dev})
+	if err := o.allocate(s, all); err != nil {
+		return nil, errors.Join(refuse(op, "%w", err), o.Close())
+	}
+	return o, nil
+}
+
+// check returns the options of each group.
+func (o *Optimizer) check(op string, groups []Group, with options) (all []options, err error) {
+	seen := map[uint64]bool{}
+	for g, group := range groups {
+		one := with
+		if group.LR != 0 {
+			one.lr = group.LR
+		}
+		if group.WeightDecay != nil {
+			one.decay = *group.WeightDecay
+		}
+		if !(one.lr >= 0) || math.IsInf(one.lr, 0) || !(one.decay >= 0) {
+			return nil, refuse(op, "group %d: learning rate %v and weight decay %v: want finite numbers, 0 or more", g, one.lr, one.decay)
+		}
+		all = append(all, one)
+		for i := range group.Params {
+			p := &group.Params[i]
+			if err := p.check(op, g, i, o.dev); err != nil {
+				return nil, err
+			}
+			if at := p.Value.Ptr(); p.Value.Len() > 0 {
+				if seen[at] {
+					return nil, refuse(op, "parameter %d of group %d occurs twice", i, g)
+				}
+				seen[at] = true
+			}
+			o.params = append(o.params, held{Param: *p, group: g})
+		}
+	}
+	if len(o.params) == 0 {
+		return nil, refuse(op, "no parameters given")
+	}
+	o.groups = groups
+	return all, nil
+}
+
+// allocate makes the state and the tables.
+func (o *Optimizer) allocate(s *stream.Stream, groups []options) (err error) {
+	for i := range o.params {
+		p := &o.params[i]
+		for k := range p.states {
+			if o.slots&(1<<k) == 0 {
+				continue
+			}
+			if p.states[k], err = tensor.Make(s, p.Value.DType(), p.Value.Shape()...); err == nil {
+				err = zero(s, p.states[k])
+			}
+			if err != nil {
+				return err
+			}
+		}
+		o.table.add(p.entry(), p.Value.Len())
+	}
+	words := make([]float64, 0, optionWords*len(groups))
+	for _, g := range groups {
+		words = append(words, g.lr, g.a, g.b, g.eps, g.decay, 0, 0, 0)
+	}
+	if o.rates, err = memory.MakeFrom(s, words); err != nil {
+		return err
+	}
+	if o.steps, err = memory.MakeFrom(s, make([]float32, len(groups))); err != nil {
+		return err
+	}
+	if o.done, err = memory.MakeFrom(s, []uint32{0}); err != nil {
+		return err
+	}
+	return o.table.upload(s)
+}
+
+// zero fills a tensor with zeros.
+func zero(s *stream.Stream, x tensor.Tensor) error {
+	b, err := memory.View[byte](x.Buffer(), x.Offset(), x.Bytes())
+	if err != nil {
+		return err
+	}
+	return b.Zero(s)
+}
+
+func (p *held) entry() entry {
+	return entry{
+		value: p.Value.Ptr(), grad: p.Grad.Ptr(), copied: p.Copy.Ptr(), n: uint64(p.Value.Len()), group: uint32(p.group),
+		first: p.states[0].Ptr(), second: p.states[1].Ptr(), most: p.states[2].Ptr(),
+		types: uint32(p.Value.DType()) | uint32(p.Grad.DType())<<8 | uint32(p.Copy.DType())<<16,
+	}
+}
+
+// usable returns an error if memory of the parameter was closed.
+func (p *held) usable() error {
+	for _, x := range [...]*tensor.Tensor{&p.Value, &p.Grad, &p.Copy} {
+		if x.DType() == memory.Invalid {
+			continue
+		}
+		if err := mem.Check("optim", x.Buffer(), x.Len(), nil); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Gradients returns the gradients of all groups, in order, such as NewGrads takes them.
+func (o *Optimizer) Gradients() []tensor.Tensor {
+	if o == nil {
+		return nil
+	}
+	gs := make([]tensor.Tensor, len(o.params))
+	for i := range o.params {
+		gs[i] = o.params[i].Grad
+	}
+	return gs
+}
+
+// Step enqueues one step on s: a kernel that reads the gradients and updates all parameters
+// and states, and counts the step. A graph can capture it. Step returns an error, and
+// changes nothing, if a parameter or a gradient was closed.
+func (o *Optimizer) Step(s *stream.Stream, cfg *StepConfig) error {
+	const op = "step"
+	k, err := o.enter(op, s)
+	if err != nil {
+		return err
+	}
+	for i := range o.params {
+		if err := o.params[i].usable(); err != nil {
+			return refuse(op, "parameter %d: %w", i, err)
+		}
+	}
+	var c StepConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	var args [3]kernel.Arg
+	for i, x := range [...]memory.Slice[float32]{c.GradScale, c.FoundInf, c.Clip} {
+		if args[i], err = number(op, x); err != nil {
+			return err
+		}
+	}
+	rows, blocks := o.table.parts()
+	return o.kernel(k).Launch(s, grid(len(o.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(o.rates), kernel.Ptr(o.steps),
+		kernel.Ptr(o.done), args[0], args[1], args[2], kernel.Scalar[uint32](uint32(len(o.groups))), kernel.Scalar[uint32](o.flags))
+}
+
+// number returns the argument of a device number, which may be missing.
+func number(op string, x memory.Slice[float32]) (kernel.Arg, error) {
+	switch {
+	case x.Buffer() == nil && x.Len() == 0:
+		return kernel.Address(0), nil
+	case x.Len() != 1:
+		return kernel.Arg{}, refuse(op, "a device number of %d elements: want 1", x.Len())
+	}
+	return kernel.Ptr(x), nil
+}
+
+// enter returns the kernels for an operation on s.
+func (o *Optimizer) enter(op string, s *stream.Stream) (*kernels, error) {
+	switch {
+	case o == nil || o.owner.Closed():
+		return nil, refuse(op, "the optimiser: %w", device.ErrClosed)
+	case s == nil:
+		return nil, refuse(op, "no stream given")
+	case s.Device() != o.dev:
+		return nil, refuse(op, "a stream on %s: the optimiser is on %s", s.Device(), o.dev)
+	}
+	return kernelsOf(o.dev)
+}
+
+// LR returns the learning rate of a group in device memory, one element that a kernel or a
+// graph may change. It returns the zero
+// Slice if there is no such group.
+func (o *Optimizer) LR(group int) memory.Slice[float64] {
+	if o == nil || group < 0 || group >= len(o.groups) {
+		return memory.Slice[float64]{}
+	}
+	return o.rates.Slice(group*optionWords, group*optionWords+1)
+}
+
+// SetLR enqueues on s the change of a group's learning rate. Steps enqueued later use it.
+func (o *Optimizer) SetLR(s *stream.Stream, group int, lr float64) error {
+	const op = "set learning rate"
+	k, err := o.enter(op, s)
+	if err != nil {
+		return err
+	}
+	if group < 0 || group >= len(o.groups) || !(lr >= 0) || math.IsInf(lr, 0) {
+		return refuse(op, "%v of group %d: want a finite number of 0 or more, and a group below %d", lr, group, len(o.groups))
+	}
+	return k.put64.Launch(s, one, kernel.Ptr(o.LR(group)), kernel.Scalar[float64](lr))
+}
+
+// Close frees the state in the order of its stream. The parameters stay. Close does nothing
+// if the optimiser is nil or closed.
+func (o *Optimizer) Close() error {
+	if o == nil || !o.owner.Close() {
+		return nil
+	}
+	errs := []error{o.table.close(), o.rates.Close(), o.steps.Close(), o.done.Close()}
+	for i := range o.params {
+		errs = append(errs, closeAll(o.params[i].states[:]))
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,79 @@
+package optim
+
+import (
+	"errors"
+	"unsafe"
+
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// These constants must agree with optim.cu.
+const (
+	threads = 256
+	chunk   = 16384 // elements of a block
+	lanes   = 4     // elements that a thread loads at once
+)
+
+// An entry is a parameter as the kernels see it; a missing part is 0.
+type entry struct {
+	value, grad, first, second, most, copied, n uint64
+	group, types                                uint32
+}
+
+// A list is a gradient as the kernels see it.
+type list struct {
+	at, n        uint64
+	dtype, first uint32 // the first of its blocks
+}
+
+// A place is the work of one block: a chunk of an entry or of a list.
+type place struct{ entry, chunk uint32 }
+
+// A table is rows and the work of the blocks, in device memory.
+type table[R entry | list] struct {
+	rows   []R
+	blocks []place
+	memory memory.Slice[uint8] // the rows, and then the blocks
+}
+
+// add adds a row of n elements. A row without elements has a block too.
+func (t *table[R]) add(row R, n int) {
+	for at := 0; at == 0 || at < n; at += chunk {
+		t.blocks = append(t.blocks, place{uint32(len(t.rows)), uint32(at / chunk)})
+	}
+	t.rows = append(t.rows, row)
+}
+
+// upload writes the table to device memory.
+func (t *table[R]) upload(s *stream.Stream) (err error) {
+	t.memory, err = memory.MakeFrom(s, append(bytesOf(t.rows), bytesOf(t.blocks)...))
+	return err
+}
+
+// bytesOf returns a copy of the memory of xs.
+func bytesOf[T any](xs []T) []byte {
+	if len(xs) == 0 {
+		return nil
+	}
+	return append([]byte{}, unsafe.Slice((*byte)(unsafe.Pointer(&xs[0])), len(xs)*int(unsafe.Sizeof(xs[0])))...)
+}
+
+// parts returns the device memory of the rows and of the blocks.
+func (t *table[R]) parts() (rows, blocks memory.Slice[uint8]) {
+	var r R
+	n := len(t.rows) * int(unsafe.Sizeof(r))
+	return t.memory.Slice(0, n), t.memory.Slice(n, t.memory.Len())
+}
+
+func (t *table[R]) close() error { return t.memory.Close() }
+
+// closeAll closes tensors.
+func closeAll(ts []tensor.Tensor) error {
+	errs := make([]error, len(ts))
+	for i, t := range ts {
+		errs[i] = t.Close()
+	}
+	return errors.Join(errs...)
+}

@@ -1,5 +1,0 @@
-//go:build !race
-
-package rng_test
-
-const stride = 1

@@ -1,0 +1,496 @@
+package tensor_test
+
+import (
+	"errors"
+	"math"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// A failure is a product that must be refused. make returns it from valid operands.
+type failure struct {
+	want string // in the error
+	make func(l *lab, c, a, b *tensor.Tensor, cfg *tensor.MatMulConfig)
+}
+
+// Products of 48x32 = 48x64 · 64x32 with one mistake each; of float32, bfloat16 or 8-bit floats.
+var failures = map[string]map[string]failure{
+	"float32": {
+		"inner dimension": {"do not fit", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) { *b = narrow(l, *b, 0, 0, 63) }},
+		"rows":            {"do not fit", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) { *c = narrow(l, *c, 0, 0, 47) }},
+		"columns":         {"do not fit", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) { *c = narrow(l, *c, 1, 0, 31) }},
+		"vector":          {"want matrices", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) { *b = selected(l, *b, 1, 0) }},
+		"four dimensions": {"want matrices", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*c = l.make(f32, 2, 48, 32, layout{}).Tensor
+			*c = unsqueezed(l, *c)
+		}},
+		"batch without a batched c": {"want matrices", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a = l.make(f32, 2, 48, 64, layout{}).Tensor
+		}},
+		"batches differ": {"same number of matrices", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a, *c = l.make(f32, 2, 48, 64, layout{}).Tensor, l.make(f32, 3, 48, 32, layout{}).Tensor
+		}},
+		"types differ": {"different types", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*b = l.make(f64, 0, 64, 32, layout{}).Tensor
+		}},
+		"narrow output": {"not supported", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*c = l.make(bf16, 0, 48, 32, layout{}).Tensor
+		}},
+		"integers": {"not supported", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a, *b = l.vector(memory.Int8, []int{48, 64}), l.vector(memory.Int8, []int{64, 32})
+			*c = l.vector(memory.Int32, []int{48, 32})
+		}},
+		"steps in a": {"a has strides [256 2]", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a = stepped(l, l.make(f32, 0, 48, 256, layout{}).Tensor, 64)
+		}},
+		"steps in c": {"c has strides", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*c = stepped(l, l.make(f32, 0, 48, 256, layout{}).Tensor, 32)
+		}},
+		"repeated row": {"a has strides [0 1]", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a = expanded(l, narrow(l, *a, 0, 0, 1), 48, 64)
+		}},
+		"repeated c": {"share memory", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a, *c = l.make(f32, 2, 48, 64, layout{}).Tensor, l.make(f32, 2, 48, 32, layout{repeated: true}).Tensor
+		}},
+		"a in c": {"c shares memory", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			all := l.make(f32, 0, 48, 80, layout{}).Tensor
+			*a, *c = narrow(l, all, 1, 0, 64), narrow(l, all, 1, 48, 32)
+		}},
+		"b in c": {"c shares memory", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			all := l.make(f32, 0, 112, 32, layout{}).Tensor
+			*b, *c = narrow(l, all, 0, 0, 64), narrow(l, all, 0, 63, 48)
+		}},
+		"host memory": {"the host", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			x, err := tensor.OfHost(make([]float32, 48*64), 48, 64)
+			require.NoError(l.t, err)
+			*a = x
+		}},
+		"no tensor": {"no tensor given", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) { *a = tensor.Tensor{} }},
+		"closed":    {"Close", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) { require.NoError(l.t, l.open[1].Close()) }},
+
+		"epilogue": {"unknown Epilogue 99", func(_ *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.Epilogue = 99 }},
+		"bias of gradient": {"do not add", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.Epilogue, cfg.Bias = tensor.ReLUGrad, l.vector(f32, []int{32})
+		}},
+		"gradient of none": {"not a gradient", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.BiasGrad = l.vector(f32, []int{32})
+		}},
+		"no gradient": {"BiasGrad is not set", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.Epilogue = tensor.SumA }},
+		"no aux":      {"Aux is not set", func(_ *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.Epilogue = tensor.GELUGrad }},
+		"aux of none": {"does not use", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.Aux = l.vector(f32, []int{48, 32}) }},
+		"aux of other type": {"Aux is float64", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.Epilogue, cfg.Aux = tensor.GELU, l.vector(f64, []int{48, 32})
+		}},
+		"short mask": {"Aux is uint8", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.Epilogue, cfg.Aux = tensor.ReLU, l.vector(memory.Uint8, []int{48, 8})
+		}},
+		"aux is c": {"Aux shares memory", func(l *lab, c, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.Epilogue, cfg.Aux = tensor.GELU, *c
+		}},
+		"long bias":          {"Bias has shape [33]", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.Bias = l.vector(f32, []int{33}) }},
+		"bias of other type": {"Bias is bfloat16", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.Bias = l.vector(bf16, []int{32}) }},
+		"bias of batch":      {"Bias has shape [2 32]", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.Bias = l.vector(f32, []int{2, 32}) }},
+		"bias of a transposed c": {"must be", func(l *lab, c, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			*c, cfg.Bias = l.make(f32, 0, 48, 32, layout{transposed: true}).Tensor, l.vector(f32, []int{32})
+		}},
+		"gradient is b": {"BiasGrad shares", func(l *lab, _, _, b *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.Epilogue, cfg.Aux, cfg.BiasGrad = tensor.GELUGrad, l.vector(f32, []int{48, 32}), narrow(l, selected(l, *b, 1, 0), 0, 0, 32)
+		}},
+		"gradient of a batch": {"BiasGrad has shape [32]", func(l *lab, c, a, b *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			*a, *c, *b = l.make(f32, 2, 48, 64, layout{}).Tensor, l.make(f32, 2, 48, 32, layout{}).Tensor, l.make(f32, 2, 64, 32, layout{}).Tensor
+			cfg.Epilogue, cfg.Aux, cfg.BiasGrad = tensor.GELUGrad, l.vector(f32, []int{2, 48, 32}), l.vector(f32, []int{32})
+		}},
+
+		"add of other shape": {"Add has shape", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.Add = l.vector(f32, []int{32, 48}) }},
+		"add of other type":  {"Add is float64", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.Add = l.vector(f64, []int{48, 32}) }},
+		"add of other order": {"want the order of c", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.Add = l.make(f32, 0, 48, 32, layout{transposed: true}).Tensor
+		}},
+		"add beside c": {"Add shares memory", func(l *lab, c, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			all := l.make(f32, 0, 60, 32, layout{}).Tensor
+			*c, cfg.Add = narrow(l, all, 0, 0, 48), narrow(l, all, 0, 12, 48)
+		}},
+		"only one factor on the device": {"set both", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.DeviceAlpha = l.vector(f32, nil, 1)
+		}},
+		"factors twice": {"set both", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.DeviceAlpha, cfg.DeviceBeta, cfg.Beta = l.vector(f32, nil, 1), l.vector(f32, nil, 0), new(1.0)
+		}},
+		"factors of other type": {"DeviceAlpha is float64", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.DeviceAlpha, cfg.DeviceBeta = l.vector(f64, nil, 1), l.vector(f64, nil, 0)
+		}},
+		"several factors": {"want one element", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.DeviceAlpha, cfg.DeviceBeta = l.vector(f32, []int{2}), l.vector(f32, nil, 0)
+		}},
+		"scale": {"only products of 8-bit floats", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.ScaleA = l.vector(f32, nil, 1) }},
+		"precision": {"unknown Float32Precision", func(_ *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.Settings = &tensor.MatMulSettings{Float32Precision: 9}
+		}},
+		"reduction": {"unknown Reduction", func(_ *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.Settings = &tensor.MatMulSettings{BF16Reduction: 9}
+		}},
+		"library": {"unknown Library", func(_ *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.Settings = &tensor.MatMulSettings{Library: 9}
+		}},
+		"carveout": {"SMCarveout is -1", func(_ *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.Settings = &tensor.MatMulSettings{SMCarveout: -1}
+		}},
+	},
+	"float16": {
+		"accumulation": {"not supported", func(l *lab, c, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			*c, cfg.Settings = l.make(f32, 0, 48, 32, layout{}).Tensor, &tensor.MatMulSettings{AllowFP16Accumulation: true}
+		}},
+	},
+	"float8_e4m3fn": {
+		"layout of a": {"contiguous in rows", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a = l.make(e4m3, 0, 48, 64, layout{transposed: true}).Tensor
+		}},
+		"layout of b": {"contiguous in columns", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*b = l.make(e4m3, 0, 64, 32, layout{}).Tensor
+		}},
+		"inner length": {"multiples of 16: they are 40 and 32", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a, *b = narrow(l, *a, 1, 0, 40), narrow(l, *b, 0, 0, 40)
+		}},
+		"columns": {"multiples of 16: they are 64 and 24", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*c, *b = narrow(l, *c, 1, 0, 24), narrow(l, *b, 1, 0, 24)
+		}},
+		"address": {"multiples of 16 bytes", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a = narrow(l, l.make(e4m3, 0, 48, 80, layout{}).Tensor, 1, 8, 64)
+		}},
+		"stride": {"multiples of 16 bytes", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a = narrow(l, l.make(e4m3, 0, 48, 72, layout{}).Tensor, 1, 0, 64)
+		}},
+		"both e5m2": {"not supported", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a, *b = l.make(e5m2, 0, 48, 64, layout{}).Tensor, l.make(e5m2, 0, 64, 32, layout{transposed: true}).Tensor
+		}},
+		"output": {"not supported", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*c = l.make(e5m2, 0, 48, 32, layout{}).Tensor
+		}},
+		"wide input": {"different types", func(l *lab, c, a, b *tensor.Tensor, _ *tensor.MatMulConfig) {
+			*a = l.make(bf16, 0, 48, 64, layout{}).Tensor
+		}},
+		"beta": {"set Add", func(l *lab, c, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			*c, cfg.Beta = l.make(e4m3, 0, 48, 32, layout{}).Tensor, new(1.0)
+		}},
+		"scale type": {"ScaleA is bfloat16", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.ScaleA = l.vector(bf16, []int{1}) }},
+		"scale shape": {"want float32 of shape [48 1]", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.ScaleA, cfg.ScaleB = l.vector(f32, []int{48}), l.vector(f32, []int{1, 32})
+		}},
+		"one scale": {"ScaleB is not set", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.ScaleA = l.vector(f32, []int{48, 1})
+		}},
+		"result scale": {"only a c of 8-bit floats", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) {
+			cfg.ScaleResult = l.vector(f32, []int{1})
+		}},
+		"maximum": {"only a c of 8-bit floats", func(l *lab, _, _, _ *tensor.Tensor, cfg *tensor.MatMulConfig) { cfg.AMax = l.vector(f32, []int{1}) }},
+	},
+}
+
+// one returns a view, which must exist.
+func one(l *lab, x tensor.Tensor, err error) tensor.Tensor {
+	l.t.Helper()
+	require.NoError(l.t, err)
+	return x
+}
+
+func narrow(l *lab, x tensor.Tensor, dim, start, n int) tensor.Tensor {
+	v, err := x.Narrow(dim, start, n)
+	return one(l, v, err)
+}
+
+func selected(l *lab, x tensor.Tensor, dim, i int) tensor.Tensor {
+	v, err := x.Select(dim, i)
+	return one(l, v, err)
+}
+
+func unsqueezed(l *lab, x tensor.Tensor) tensor.Tensor {
+	v, err := x.Unsqueeze(0)
+	return one(l, v, err)
+}
+
+// stepped returns every second column.
+func stepped(l *lab, x tensor.Tensor, cols int) tensor.Tensor {
+	v, err := x.Step(1, 0, 2*cols, 2)
+	return one(l, v, err)
+}
+
+func expanded(l *lab, x tensor.Tensor, shape ...int) tensor.Tensor {
+	v, err := x.Expand(shape...)
+	return one(l, v, err)
+}
+
+// Every invalid product is an error that names the mistake, and writes nothing.
+func TestMatMulErrors(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		for types, list := range failures {
+			d := map[string]memory.DType{"float32": f32, "float16": f16, "float8_e4m3fn": e4m3}[types]
+			for name, f := range list {
+				t.Run(types+"/"+name, func(t *testing.T) { testFailure(t, s, d, f) })
+			}
+		}
+	})
+}
+
+func testFailure(t *testing.T, s *stream.Stream, d memory.DType, f failure) {
+	l := newLab(t, s, 11)
+	defer l.close()
+	out := d
+	if d == e4m3 {
+		out = bf16
+	}
+	c, a, b := l.make(out, 0, 48, 32, layout{}).Tensor, l.make(d, 0, 48, 64, layout{}).Tensor, l.make(d, 0, 64, 32, layout{transposed: true}).Tensor
+	require.NoError(t, tensor.MatMul(s, c, a, b, nil), "without the mistake")
+	var cfg tensor.MatMulConfig
+	f.make(l, &c, &a, &b, &cfg)
+	var before []byte
+	if c.Contiguous() && c.Len() > 0 {
+		before = l.bytes(c)
+	}
+	err := tensor.MatMul(s, c, a, b, &cfg)
+	require.ErrorContains(t, err, f.want)
+	require.ErrorContains(t, err, "tensor: matmul: ")
+	if before != nil {
+		require.Equal(t, before, l.bytes(c))
+	}
+}
+
+// A product of float32 that is reproducible: integers, so that every order of sums is exact.
+func (l *lab) integers(t memory.DType, rows, cols int) tensor.Tensor {
+	v := make([]float32, rows*cols)
+	for i := range v {
+		v[i] = float32(l.r.IntN(5) - 2)
+	}
+	return l.vector(t, []int{rows, cols}, v...)
+}
+
+// Several goroutines compute products on one stream and on several, of shapes that others
+// use too.
+func TestMatMulConcurrency(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		var streams [3]*stream.Stream
+		for i := range streams {
+			s, err := stream.New(devs[0], nil)
+			require.NoError(t, err)
+			defer s.Close()
+			streams[i] = s
+		}
+		var wg sync.WaitGroup
+		for i := range 6 {
+			wg.Go(func() {
+				l := newLab(t, streams[i%3], uint64(i))
+				defer l.close()
+				for round := range 8 {
+					m, n, k := 64+round%3, 80, 70
+					a, b, c, bias := l.integers(bf16, m, k), l.integers(bf16, k, n), l.make(f32, 0, m, n, layout{}), l.integers(f32, 1, n)
+					err := tensor.MatMul(l.s, c.Tensor, a, b, &tensor.MatMulConfig{Bias: selected(l, bias, 0, 0)})
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					ref := l.multiply(c.Tensor, a, b, []float64{1}, []float64{1})
+					ref.addRows(l.values(bias))
+					require.Equal(t, ref.sum, l.values(c.Tensor))
+				}
+			})
+		}
+		wg.Wait()
+	})
+}
+
+// The factors on the device are read when the product runs, so that a graph uses new ones at
+// each launch.
+func TestMatMulFactorsInGraph(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		l := newLab(t, s, 3)
+		defer l.close()
+		a, b, c := l.integers(f32, 24, 40), l.integers(f32, 40, 16), l.integers(f32, 24, 16)
+		alpha, beta := l.vector(f32, nil, 1), l.vector(f32, nil, 0)
+		old := l.values(c)
+		g, err := graph.Capture([]*stream.Stream{s}, func() error {
+			return tensor.MatMul(s, c, a, b, &tensor.MatMulConfig{DeviceAlpha: alpha, DeviceBeta: beta})
+		}, nil)
+		require.NoError(t, err)
+		defer g.Close()
+		require.Equal(t, old, l.values(c), "a capture runs nothing")
+		for i := range 3 {
+			x, y := float32(i), float32(1-i)
+			for at, v := range map[*tensor.Tensor]float32{&alpha: x, &beta: y} {
+				host, err := tensor.OfHost([]float32{v})
+				require.NoError(t, err)
+				require.NoError(t, tensor.Copy(s, *at, host))
+			}
+			old := l.values(c)
+			require.NoError(t, g.Launch(s))
+			ref := l.multiply(c, a, b, []float64{1}, []float64{1})
+			ref.scale(float64(x))
+			ref.combine(float64(y), old)
+			require.Equal(t, ref.sum, l.values(c))
+		}
+	})
+}
+
+// Without elements nothing is enqueued; without an inner dimension the sum is 0.
+func TestMatMulEmpty(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		l := newLab(t, s, 5)
+		defer l.close()
+		for _, d := range []memory.DType{f32, bf16, f64} {
+			for _, dims := range [][4]int{{0, 0, 3, 2}, {0, 3, 0, 2}, {2, 0, 3, 2}, {2, 3, 0, 0}} {
+				batch, m, n, k := dims[0], dims[1], dims[2], dims[3]
+				require.NoError(t, tensor.MatMul(s, l.make(d, batch, m, n, layout{}).Tensor, l.make(d, batch, m, k, layout{}).Tensor, l.make(d, batch, k, n, layout{}).Tensor, nil))
+			}
+			for _, batch := range []int{0, 2} {
+				c := l.make(d, batch, 3, 4, layout{})
+				want := l.values(c.Tensor)
+				require.NoError(t, tensor.MatMul(s, c.Tensor, l.make(d, batch, 3, 0, layout{}).Tensor, l.make(d, batch, 0, 4, layout{}).Tensor, &tensor.MatMulConfig{Beta: new(2.0)}))
+				for i := range want {
+					want[i] *= 2
+				}
+				require.Equal(t, want, l.values(c.Tensor))
+				err := tensor.MatMul(s, c.Tensor, l.make(d, batch, 3, 0, layout{}).Tensor, l.make(d, batch, 0, 4, layout{}).Tensor, &tensor.MatMulConfig{Epilogue: tensor.ReLU})
+				require.ErrorContains(t, err, "the inner dimension is 0")
+			}
+		}
+	})
+}
+
+// A NaN in c has no effect if beta is 0, and inputs that are NaN or infinite have theirs.
+func TestMatMulSpecialValues(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		l := newLab(t, s, 5)
+		defer l.close()
+		nan, inf := float32(math.NaN()), float32(math.Inf(1))
+		for _, d := range []memory.DType{f32, bf16, f16, f64} {
+			c := l.vector(d, []int{2, 2}, nan, nan, nan, nan)
+			a, b := l.vector(d, []int{2, 2}, 1, 2, 3, inf), l.vector(d, []int{2, 2}, 1, 0, 0, nan)
+			require.NoError(t, tensor.MatMul(s, c, a, l.vector(d, []int{2, 2}, 1, 0, 0, 1), nil))
+			got := l.values(c)
+			require.Equal(t, []float64{1, 2}, got[:2], d)
+			require.True(t, math.IsNaN(got[2]) && math.IsInf(got[3], 1), "%v: %v", d, got)
+			require.NoError(t, tensor.MatMul(s, c, a, b, nil))
+			require.True(t, math.IsNaN(l.values(c)[1]), d)
+		}
+		c := l.vector(e4m3, []int{16, 16}, make([]float32, 256)...)
+		big := make([]float32, 256)
+		for i := range big {
+			big[i] = 100
+		}
+		require.NoError(t, tensor.MatMul(s, c, l.vector(e4m3, []int{16, 16}, big...), l.vector(e4m3, []int{16, 16}, big...).T(), nil))
+		require.Equal(t, 448.0, l.values(c)[17], "8-bit floats saturate")
+	})
+}
+
+// The settings have torch's defaults, and products without settings use those of the process.
+func TestMatMulDefaults(t *testing.T) {
+	before, err := tensor.MatMulDefaults()
+	require.NoError(t, err)
+	require.Equal(t, tensor.MatMulSettings{}, before)
+	_, err = tensor.SetMatMulDefaults(tensor.MatMulSettings{Float32Precision: 7})
+	require.ErrorContains(t, err, "tensor: set matmul defaults: unknown Float32Precision 7")
+	old, err := tensor.SetMatMulDefaults(tensor.MatMulSettings{Float32Precision: tensor.High})
+	require.NoError(t, err)
+	require.Equal(t, before, old)
+	defer func() { _, _ = tensor.SetMatMulDefaults(before) }()
+	now, err := tensor.MatMulDefaults()
+	require.NoError(t, err)
+	require.Equal(t, tensor.High, now.Float32Precision)
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		l := newLab(t, s, 5)
+		defer l.close()
+		const fine = 1 + 0x1p-20 // is 1 in TF32
+		n := 64
+		c, a, b := l.make(f32, 0, n, n, layout{}).Tensor, l.make(f32, 0, n, n, layout{}).Tensor, l.make(f32, 0, n, n, layout{}).Tensor
+		ones := make([]float32, n*n)
+		for i := range ones {
+			ones[i] = fine
+		}
+		host, err := tensor.OfHost(ones, n, n)
+		require.NoError(t, err)
+		require.NoError(t, errors.Join(tensor.Copy(s, a, host), tensor.Copy(s, b, host)))
+		require.NoError(t, tensor.MatMul(s, c, a, b, nil))
+		require.Equal(t, float64(n), l.values(c)[0], "TF32")
+		require.NoError(t, tensor.MatMul(s, c, a, b, &tensor.MatMulConfig{Settings: &tensor.MatMulSettings{}}))
+		require.Greater(t, l.values(c)[0], float64(n), "float32")
+	})
+}
+
+// A batch that shares b is one product, if its rows continue and no bias differs between the
+// matrices. The results are the same in every case.
+func TestMatMulSharedWeight(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		l := newLab(t, s, 5)
+		defer l.close()
+		const batch, m, n, k = 3, 16, 24, 8
+		b := l.integers(f32, k, n)
+		for _, rows := range []layout{{}, {after: 4}, {above: 1}, {interleaved: true}} {
+			for _, shape := range [][]int{{n}, {batch, n}} {
+				for _, add := range []layout{{}, {repeated: true}} {
+					a, c := l.make(f32, batch, m, k, rows), l.make(f32, batch, m, n, rows)
+					cfg := &tensor.MatMulConfig{Bias: l.vector(f32, shape), Add: l.make(f32, batch, m, n, add).Tensor}
+					before := l.bytes(c.storage)
+					require.NoError(t, tensor.MatMul(s, c.Tensor, a.Tensor, b, cfg))
+					ref := l.multiply(c.Tensor, a.Tensor, b, []float64{1}, []float64{1})
+					ref.combine(1, l.values(cfg.Add))
+					ref.addRows(l.values(cfg.Bias))
+					requireClose(t, f32, ref.sum, l.values(c.Tensor), ref.bound(&trial{lab: l, types: [3]memory.DType{f32, f32, f32}}), "%+v, bias %v, add %+v", rows, shape, add)
+					l.requireGaps(c, before)
+				}
+			}
+		}
+	})
+}
+
+// Both libraries read factors on the device, for every type of factor.
+func TestMatMulFactorsOnDevice(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		l := newLab(t, s, 5)
+		defer l.close()
+		for _, lib := range []tensor.BLASLibrary{tensor.CUBLAS, tensor.CUBLASLt} {
+			for _, x := range []struct{ d, factor memory.DType }{{f32, f32}, {bf16, f32}, {f64, f64}, {f16, f16}} {
+				settings := &tensor.MatMulSettings{Library: lib, AllowFP16Accumulation: x.factor == f16}
+				a, b, c := l.integers(x.d, 16, 24), l.integers(x.d, 24, 32), l.integers(x.d, 16, 32)
+				for _, device := range []bool{true, false, true} {
+					old := l.values(c)
+					cfg := &tensor.MatMulConfig{Settings: settings, Alpha: new(2.0), Beta: new(-1.0)}
+					if device {
+						cfg = &tensor.MatMulConfig{Settings: settings, DeviceAlpha: l.vector(x.factor, nil, 2), DeviceBeta: l.vector(x.factor, nil, -1)}
+					}
+					require.NoError(t, tensor.MatMul(s, c, a, b, cfg))
+					ref := l.multiply(c, a, b, []float64{2}, []float64{1})
+					ref.combine(-1, old)
+					require.Equal(t, ref.sum, l.values(c), "%v, library %d, device %v", x, lib, device)
+				}
+			}
+		}
+	})
+}

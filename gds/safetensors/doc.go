@@ -5,8 +5,8 @@
 // ReadHeader accepts the files that the reference implementation accepts, except for
 // ambiguous or unrepresentable content. That is a duplicate name or metadata key (the
 // reference uses the last one), a tensor described by an array instead of an object, or a
-// dimension of more than 63 bits. Reading takes at most six times the size of the
-// header in memory, and twelve times for metadata and indexes.
+// dimension of more than 63 bits. Reading takes at most 256 KiB and six times the size of the
+// header in memory, and 256 KiB and twelve times for metadata and indexes.
 //
 // A file consists of the length of its header in eight little-endian bytes, the header
 // in JSON, and the tensors, row-major and little-endian, without gaps.

@@ -7,8 +7,6 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
-
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
 )
 
 // The most that reading allocates, in all and not only at once, for each byte of the
@@ -42,7 +40,7 @@ func key(i int) string {
 }
 
 func TestMemoryIsBounded(t *testing.T) {
-	size := tsan.Rounds(1<<19, 2<<20)
+	const size = 2 << 20
 	const rest = `"dtype":"U8","data_offsets":[0,0]`
 	dims := func(n int) string { return "[0" + strings.Repeat(",0", n-1) + "]" }
 	for _, c := range []struct {
@@ -111,7 +109,7 @@ func requireAllocates(t *testing.T, most float64, bytes int, wrong string, f fun
 }
 
 func TestIndexMemoryIsBounded(t *testing.T) {
-	size := tsan.Rounds(1<<19, 2<<20)
+	const size = 2 << 20
 	for _, c := range []struct{ name, wrong, text string }{
 		{"tensors", "", `{"weight_map":{` + many(11*worstMap, func(i int) string { return `"` + key(i) + `":"a"` }) + `}}`},
 		{"files", "", `{"weight_map":{` + many(14*worstMap, func(i int) string { return `"` + key(i) + `":"` + key(i) + `"` }) + `}}`},

@@ -4,8 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -173,7 +173,8 @@ func (x *trial) drawEpilogue(y *layout) {
 		if x.pick(2) {
 			x.cfg.Bias = x.biasVector(x.biasType(), x.n, false)
 		}
-		if e != tensor.NoEpilogue && full && x.pick(2) {
+		masks := !x.float8 || x.types[2] == f16 || x.types[2] == bf16
+		if e != tensor.NoEpilogue && full && (e != tensor.ReLU || masks) && x.pick(2) {
 			x.drawAux(e == tensor.ReLU)
 		}
 	}

@@ -22,7 +22,7 @@ type About struct {
 // A state is what outlives the object. It has 48 bytes, one size class of the allocator.
 type state struct {
 	kind   string
-	on     string // text, so that the state keeps nothing alive
+	on     string        // text, so that the state keeps nothing alive
 	place  *place        // nil if it was not recorded
 	closed atomic.Uint64 // in the lowest bit; the bytes are above it
 }

@@ -50,8 +50,13 @@ func Init[T any](obj *T, o *Owner, a About) {
 }
 
 // InitForever initializes the owner of an object that lives as long as the object that it
-// belongs to. It need not be closed, and is never reported.
-func InitForever(o *Owner) { o.st = &state{} }
+// belongs to. It need not be closed, and is never reported, not even after an Init.
+func InitForever(o *Owner) {
+	if o.st != nil {
+		o.Close()
+	}
+	o.st = &state{}
+}
 
 // Close marks the object closed and reports whether this call was the first.
 func (o *Owner) Close() bool { return o.st != nil && o.st.closed.Or(1)&1 == 0 }

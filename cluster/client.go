@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"os"
 	"sync"
@@ -14,10 +15,12 @@ import (
 	"github.com/gochorus/chorus/internal/sameuser"
 )
 
-// A client is a member's end of its connection to the coordinator.
+// A client is a member's end of its stream to the coordinator.
 type client struct {
-	link   *link
-	addr   string
+	stream *stream
+	clock  *runClock
+	to     target
+	addr   string // of the coordinator, in messages
 	host   string // host of this process
 	hello  welcome
 	events func(*client, message) // called by the reader, in order, for each message that is not a reply
@@ -26,13 +29,22 @@ type client struct {
 	wg     sync.WaitGroup
 	ended  atomic.Bool // the coordinator closed without a failure
 	endedC chan struct{}
-	down   chan struct{} // closed when the connection is closed
-	downed sync.Once
-	pauses *pauseDetector
+	final  atomic.Bool  // the coordinator has refused this process
+	strict atomic.Int64 // time of clock from which silence is limited to LostAfter
+
+	open context.Context // cancelled when the connection is closed
+	shut context.CancelFunc
+	redials
 
 	mu      sync.Mutex
 	lastID  uint64
 	replies map[uint64]chan message
+}
+
+// A target is a coordinator to connect to.
+type target struct {
+	job, addr string
+	key       credential
 }
 
 // dialAttempt limits one attempt to connect, so that a host that drops packets
@@ -82,12 +94,7 @@ func authError(job, addr string, err error) error {
 
 func readWelcome(l *link) (welcome, error) {
 	var hello welcome
-	l.patience = handshakeTimeout
-	b, err := l.read()
-	if err != nil {
-		return hello, err
-	}
-	m, err := decodeMessage(b)
+	m, _, err := l.readMessage(handshakeTimeout)
 	if err != nil {
 		return hello, err
 	}
@@ -105,21 +112,24 @@ func readWelcome(l *link) (welcome, error) {
 
 // newClient takes ownership of l and starts heartbeats. One goroutine delivers
 // all events, in order.
-func newClient(l *link, addr, host string, hello welcome, events func(*client, message)) *client {
-	k := &client{link: l, addr: addr, host: host, hello: hello, events: events, pauses: newPauseDetector(hello),
-		replies: map[uint64]chan message{}, endedC: make(chan struct{}), down: make(chan struct{})}
+func newClient(l *link, to target, addr, host string, hello welcome, events func(*client, message)) *client {
+	clock := newRunClock(hello.step())
+	k := &client{stream: newStream(l, clock, hello.LostAfter), clock: clock, to: to, addr: addr, host: host, hello: hello, events: events,
+		replies: map[uint64]chan message{}, endedC: make(chan struct{}), redials: newRedials()}
 	k.ctx, k.cancel = context.WithCancelCause(context.Background())
-	l.patience = hello.LostAfter
-	l.excuse = func(since time.Time) bool { return k.pauses.paused(since) || k.isSuspended() }
+	k.open, k.shut = context.WithCancel(context.Background())
+	k.strict.Store(math.MaxInt64)
+	k.stream.renew = k.reconnect
 	k.wg.Go(k.readLoop)
-	k.wg.Go(k.beatLoop)
-	k.wg.Go(func() { k.pauses.run(hello.Heartbeat, k.down) })
+	k.wg.Go(k.stream.writeLoop)
+	k.wg.Go(k.watch)
 	return k
 }
 
 func (k *client) readLoop() {
+	defer k.stream.stopRenewing()
 	for {
-		b, err := k.link.read()
+		b, err := k.stream.read()
 		if err != nil {
 			k.disconnected(err)
 			return
@@ -148,6 +158,12 @@ func (k *client) dispatch(m message) {
 		if k.ended.CompareAndSwap(false, true) {
 			close(k.endedC)
 		}
+	case kindResumed:
+	case kindComplete:
+		k.beStrict(0)
+	case kindRefuse:
+		k.final.Store(true)
+		k.events(k, m)
 	default:
 		k.events(k, m)
 	}
@@ -159,7 +175,7 @@ func (k *client) dispatch(m message) {
 func (k *client) disconnected(err error) {
 	silent := errors.Is(err, os.ErrDeadlineExceeded)
 	if silent && !k.ended.Load() {
-		_ = k.link.write(message{kind: kindSilent, epoch: firstEpoch}.encode(), k.hello.Heartbeat)
+		k.stream.writeLast(message{kind: kindSilent, epoch: firstEpoch}, k.hello.Heartbeat)
 	}
 	k.closeConnection()
 	if k.ended.Load() {
@@ -173,7 +189,7 @@ func (k *client) disconnected(err error) {
 	reason := fmt.Sprintf("the connection to %s failed: %v", who, err)
 	switch {
 	case silent:
-		reason = fmt.Sprintf("%s was %s", who, reasonOf(err, k.hello.LostAfter))
+		reason = fmt.Sprintf("%s was %s", who, reasonOf(err, k.patience()))
 	case isClosedByPeer(err):
 		reason = "the coordinator's connection closed: its process ended"
 	}
@@ -201,18 +217,11 @@ func (k *client) isSuspended() bool {
 // closeConnection closes the connection. The failure of the job does not: a launcher must
 // send reports and heartbeats while its workers stop.
 func (k *client) closeConnection() {
-	k.downed.Do(func() { close(k.down) })
-	k.link.close()
+	k.shut()
+	k.stream.close()
 }
 
-func (k *client) isDown() bool {
-	select {
-	case <-k.down:
-		return true
-	default:
-		return false
-	}
-}
+func (k *client) isDown() bool { return k.open.Err() != nil }
 
 // cancelEnded wakes waiting calls after a regular end of the job. It does not
 // cancel the context, because no process failed.
@@ -225,22 +234,7 @@ func (k *client) cancelEnded() {
 	}
 }
 
-// beatLoop sends heartbeats to the coordinator.
-func (k *client) beatLoop() {
-	t := time.NewTicker(k.hello.Heartbeat)
-	defer t.Stop()
-	for {
-		select {
-		case <-k.down:
-			return
-		case <-t.C:
-			// If this fails, the reader fails too, and has the precise error.
-			_ = k.send(message{kind: kindBeat, epoch: firstEpoch})
-		}
-	}
-}
-
-func (k *client) send(m message) error { return k.link.write(m.encode(), k.hello.LostAfter) }
+func (k *client) send(m message) error { return k.stream.pushWait(m.encode()) }
 
 // ask sends a request and waits for the reply, the end of ctx, or the end of the
 // job.
@@ -271,8 +265,7 @@ func (k *client) askUntil(ctx context.Context, end <-chan struct{}, kd kind, bod
 			k.drop(id)
 			return message{}, id, err
 		}
-		// The reader then fails, too, and has the precise error.
-		k.link.close()
+		// The connection is closed, and the reader knows why.
 	}
 	m, err := k.await(ctx, end, ch)
 	return m, id, err
@@ -340,13 +333,16 @@ func (k *client) leave(err error) {
 	k.close()
 }
 
-// close leaves the job. It notifies the coordinator, so that this is not a loss,
-// and closes the connection. It returns when all goroutines have ended.
+// close leaves the job. It notifies the coordinator, so that this is not a loss, waits
+// briefly for its answer, and closes the connection. It returns when all goroutines have
+// ended.
 func (k *client) close() { k.closeWith(leaveJob) }
 
 func (k *client) closeWith(id uint64) {
 	if !k.isDown() && !k.ended.Load() {
 		_ = k.send(message{kind: kindLeave, epoch: firstEpoch, id: id}) // an error means that the coordinator is gone
+		k.stream.sendBeat()                                             // its echo acknowledges the message
+		k.stream.flush(lastMessageTimeout)
 	}
 	k.cancel(ErrClosed)
 	k.closeConnection()

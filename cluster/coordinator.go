@@ -45,7 +45,7 @@ type coordinator struct {
 	cfg     coordConfig
 	ln      net.Listener
 	limiter *connLimiter
-	pauses  *pauseDetector
+	clock   *runClock
 	started time.Time
 	quit    chan struct{}
 	wg      sync.WaitGroup
@@ -53,11 +53,12 @@ type coordinator struct {
 
 	mu      sync.Mutex
 	closed  bool
-	peers   map[*peer]bool // all authenticated peers
+	peers   map[string]*peer // all authenticated peers, by id
 	agents  []*peer
 	attempt uint64 // number of the current PREPARE; 0 if none
 	lastTry uint64
 	plan    *plan
+	planned time.Time
 	workers []*peer // in the order of arrival
 	world   *world
 	engine  *engine
@@ -73,13 +74,13 @@ type coordinator struct {
 
 // newCoordinator starts a coordinator on ln and takes ownership of ln.
 func newCoordinator(ln net.Listener, cfg coordConfig) *coordinator {
-	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), pauses: newPauseDetector(cfg.self), started: time.Now(), drains: drainTime,
-		quit: make(chan struct{}), peers: map[*peer]bool{},
+	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
+		quit: make(chan struct{}), peers: map[string]*peer{},
 		told: map[int]bool{}, allTold: make(chan struct{}), said: map[string]time.Time{}}
 	c.faults.exits = map[int]Exit{}
 	c.wg.Go(c.acceptLoop)
 	c.wg.Go(c.waitLoop)
-	c.wg.Go(func() { c.pauses.run(cfg.self.Heartbeat, c.quit) })
+	c.wg.Go(c.monitor)
 	return c
 }
 
@@ -136,24 +137,31 @@ func (c *coordinator) serve(conn net.Conn) {
 		c.notifyRefused(conn, err)
 		return
 	}
-	l.patience, l.excuse = c.cfg.self.LostAfter, c.pauses.paused
-	p := newPeer(l, peerAddr(conn), c.cfg.self.LostAfter)
-	if !c.admit(p) {
+	p := newPeer(newStream(l, c.clock, c.cfg.self.LostAfter), peerAddr(conn))
+	p.worker, p.renew = l.worker, func(err error) (renewal, error) { return c.awaitLink(p, err) }
+	hello := c.cfg.self
+	hello.Stream = p.id
+	if !c.admit(p) || l.write(frame{body: note(kindWelcome, hello).encode()}, handshakeTimeout) != nil {
 		conn.Close()
+		c.remove(p)
 		return
 	}
-	p.send(note(kindWelcome, c.cfg.self))
 	go p.writeLoop()
 	err = c.readLoop(p)
+	p.stopRenewing()
 	c.mu.Lock()
 	c.disconnected(p, err)
 	c.mu.Unlock()
 	p.closeAfterQueue()
 	<-p.done
-	p.link.close()
+	p.closeLinks()
+	c.remove(p)
+}
+
+func (c *coordinator) remove(p *peer) {
 	c.mu.Lock()
-	delete(c.peers, p)
-	c.mu.Unlock()
+	defer c.mu.Unlock()
+	delete(c.peers, p.id)
 }
 
 // notifyRefused notifies the user of this host of a process that failed to
@@ -213,17 +221,16 @@ func (c *coordinator) admit(p *peer) bool {
 	if c.closed {
 		return false
 	}
-	c.peers[p] = true
+	c.peers[p.id] = p
 	return true
 }
 
 func (c *coordinator) readLoop(p *peer) error {
 	for {
-		b, err := p.link.read()
+		b, err := p.read()
 		if err != nil {
 			return err
 		}
-		p.heard.Store(time.Now().UnixNano())
 		if p.hasHungUp() { // keep the connection open until the peer has read the last message
 			continue
 		}
@@ -231,12 +238,17 @@ func (c *coordinator) readLoop(p *peer) error {
 		if err != nil {
 			return err
 		}
-		if m.kind == kindBeat {
-			p.send(m)
-			continue
-		}
-		if err := c.handle(p, m); err != nil {
-			return err
+		switch m.kind {
+		case kindBeat:
+			p.sendBeat()
+		case kindResume:
+			if err := c.resume(p, m); err != nil {
+				return err
+			}
+		default:
+			if err := c.handle(p, m); err != nil {
+				return err
+			}
 		}
 	}
 }
@@ -414,7 +426,7 @@ func (c *coordinator) close() {
 	}
 	c.lastFaults()
 	c.closed = true
-	for p := range c.peers {
+	for _, p := range c.peers {
 		p.send(note(kindEnded, nil))
 		p.closeAfterQueue()
 	}

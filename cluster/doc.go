@@ -17,9 +17,10 @@
 //
 // One coordinator holds the authoritative state. Under `chorus run` it runs in the
 // launcher (an [Agent]), otherwise in the process of rank 0. Each process has one
-// authenticated and encrypted TCP connection to it. Between the hosts of a job,
-// gossip by memberlist helps to find the coordinator and to explain a loss. Gossip
-// makes no decisions, and a job on one host does not use it.
+// authenticated and encrypted TCP connection to it. After a reset or an outage that is
+// shorter than CHORUS_LOST_AFTER it connects again, and no call is lost or repeated.
+// Between the hosts of a job, gossip by memberlist helps to find the coordinator and to
+// explain a loss. Gossip makes no decisions, and a job on one host does not use it.
 //
 // A world has a fixed size and one epoch: it is not formed again after a loss.
 // Each message carries the epoch, so that a later version can change this.

@@ -334,7 +334,8 @@ func (e *election) introduce(t try) error {
 	e.addr = t.addr
 	m := note(kindRegister, e.agent.self(t.link))
 	m.id = registerAgent
-	e.k = newClient(t.link, t.addr, "", t.hello, e.event)
+	to := target{e.agent.cfg.Job, t.addr, e.agent.keys.control}
+	e.k = newClient(t.link, to, t.addr, "", t.hello, e.event)
 	return e.k.send(m)
 }
 
@@ -346,6 +347,7 @@ func (e *election) event(k *client, m message) {
 	case kindPlan:
 		var p plan
 		err := m.record(&p)
+		k.beStrict(startTime * k.hello.LostAfter)
 		e.reply <- outcome{k: k, plan: p, err: err}
 	case kindRefuse:
 		var r refusal

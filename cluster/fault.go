@@ -102,7 +102,7 @@ func (c *coordinator) disconnected(p *peer, err error) {
 		p.state = peerGone
 		return
 	}
-	reason := reasonOf(err, c.cfg.self.LostAfter)
+	reason := reasonOf(err, c.patience())
 	switch p.role {
 	case roleAgent:
 		c.agentDisconnected(p, reason, err)
@@ -196,6 +196,11 @@ func openSession(e Exit) fault {
 func (c *coordinator) exited(a *peer, e Exit) {
 	e.Host = a.host.Host
 	c.faults.exits[e.Rank] = e
+	for _, p := range c.workers {
+		if p.reg.Rank == e.Rank {
+			p.end()
+		}
+	}
 	if w := c.faults.pending; w != nil {
 		if w.peer.reg.Rank != e.Rank {
 			c.later(func() { c.exited(a, e) })

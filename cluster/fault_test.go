@@ -2,8 +2,6 @@ package cluster
 
 import (
 	"io"
-	"net"
-	"os"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -14,14 +12,14 @@ import (
 
 // judged is a coordinator without connections: a host with three workers.
 func judged() (c *coordinator, agent *peer, worker func(rank int) *peer) {
-	c = &coordinator{cfg: coordConfig{agents: 1, self: welcome{LostAfter: 3 * time.Second}}, peers: map[*peer]bool{}}
+	c = &coordinator{cfg: coordConfig{agents: 1, self: welcome{LostAfter: 3 * time.Second}}, peers: map[string]*peer{}}
 	c.faults.exits = map[int]Exit{}
 	c.plan = &plan{Hosts: []host{{Host: "h", UUID: "u", LocalSize: 3}}}
-	agent = newPeer(nil, "", 0)
+	agent = newPeer(newStream(nil, newRunClock(time.Second), 0), "")
 	agent.role, agent.state, agent.host = roleAgent, peerJoined, c.plan.Hosts[0]
 	c.agents = []*peer{agent}
 	for r := range 3 {
-		p := newPeer(nil, "", 0)
+		p := newPeer(newStream(nil, newRunClock(time.Second), 0), "")
 		p.role, p.state, p.reg.Member = roleWorker, peerJoined, Member{Rank: r, Host: "h", PID: 100 + r}
 		c.workers = append(c.workers, p)
 	}
@@ -179,42 +177,26 @@ func TestFailureBeforeTheEnd(t *testing.T) {
 	})
 }
 
-// TestPulse stands still for a while, which only the late tick shows.
-func TestPulse(t *testing.T) {
+// TestRunClock stands still while the process does, which only the late tick shows.
+func TestRunClock(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newPauseDetector(welcome{Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second})
-		begin := time.Now()
+		c := newRunClock(100 * time.Millisecond)
 		for range 10 {
-			time.Sleep(500 * time.Millisecond)
-			p.tick()
+			time.Sleep(100 * time.Millisecond)
+			c.tick()
 		}
-		require.False(t, p.paused(begin))
-		asleep := time.Now()
+		require.Equal(t, time.Second, c.now())
 		time.Sleep(4 * time.Second)
-		require.True(t, p.paused(asleep), "before the ticker ran")
-		require.True(t, p.paused(asleep), "after it did")
-		require.False(t, p.paused(time.Now().Add(1)), "what began later has no excuse")
-		quit := make(chan struct{})
-		go p.run(500*time.Millisecond, quit)
-		begin = time.Now()
-		time.Sleep(4 * time.Second)
-		require.False(t, p.paused(begin.Add(1)))
-		close(quit)
-	})
-}
-
-// TestFreshPatience reads from a silent peer in a process that was stopped.
-func TestFreshPatience(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		p, q := net.Pipe()
-		defer p.Close()
-		defer q.Close()
-		excuses := 2
-		l := &link{c: p, patience: 3 * time.Second, excuse: func(time.Time) bool { excuses--; return excuses >= 0 }}
-		begin := time.Now()
-		_, err := l.read()
-		require.ErrorIs(t, err, os.ErrDeadlineExceeded)
-		require.Equal(t, 3*(3*time.Second+3*time.Second/8), time.Since(begin))
+		require.Equal(t, 1100*time.Millisecond, c.now(), "before the ticker runs")
+		c.tick()
+		require.Equal(t, 1100*time.Millisecond, c.now(), "after it ran")
+		time.Sleep(140 * time.Millisecond)
+		require.Equal(t, 1240*time.Millisecond, c.now(), "a tick may be a little late")
+		for range 10 { // starved: each tick comes late
+			time.Sleep(400 * time.Millisecond)
+			c.tick()
+		}
+		require.Equal(t, 2100*time.Millisecond, c.now())
 	})
 }
 

@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"os"
+	"slices"
 	"sync"
 	"time"
 )
@@ -15,6 +15,21 @@ import (
 // maxFrameBytes limits a frame: a CompareAndSwap contains two values of
 // MaxValueBytes, a key and headers.
 const maxFrameBytes = 2*MaxValueBytes + MaxKeyBytes + 4096
+
+const (
+	frameHeadBytes  = 8 + 8
+	maxMessageBytes = maxFrameBytes - tagBytes - frameHeadBytes // tagBytes is also the overhead of AES-GCM
+	// writePiece is the unit in which a write must make progress.
+	writePiece = 64 << 10
+)
+
+// A frame is the unit of a link. Messages of a stream have consecutive numbers from 1.
+// Frames with number 0 are about the link: they are not repeated on another link.
+type frame struct {
+	number uint64
+	ack    uint64 // number of the last message that the sender of this frame has received
+	body   []byte // a message
+}
 
 // A link is an authenticated connection that carries encrypted frames: a length
 // of four bytes and AES-GCM ciphertext. The nonce is the sequence number of the
@@ -25,97 +40,96 @@ type link struct {
 	seal, open cipher.AEAD
 	worker     bool // the other end has only a worker's credential
 	received   uint64
-	patience   time.Duration // read timeout; 0 means none
-	// excuse, if not nil, reports whether silence since then is not a failure.
-	excuse func(since time.Time) bool
+	progress   func() // called when bytes have arrived; may be nil
 
 	mu   sync.Mutex // held while writing
 	sent uint64
 	buf  []byte
 }
 
-// write sends one frame with timeout d.
-func (l *link) write(plain []byte, d time.Duration) error {
-	if len(plain)+l.seal.Overhead() > maxFrameBytes {
-		return fmt.Errorf("frame of %d bytes: %w", len(plain), ErrTooLarge)
+// write sends one frame. It fails if the other end accepts no bytes for d.
+func (l *link) write(f frame, d time.Duration) error {
+	if len(f.body) > maxMessageBytes {
+		return fmt.Errorf("message of %d bytes: %w", len(f.body), ErrTooLarge)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	b := binary.BigEndian.AppendUint32(l.buf[:0], uint32(len(plain)+l.seal.Overhead()))
-	b = l.seal.Seal(b, frameNonce(l.sent), plain, b[:4])
+	n := frameHeadBytes + len(f.body)
+	b := binary.BigEndian.AppendUint32(l.buf[:0], uint32(n+l.seal.Overhead()))
+	b = binary.BigEndian.AppendUint64(b, f.number)
+	b = binary.BigEndian.AppendUint64(b, f.ack)
+	b = append(b, f.body...)
+	b = l.seal.Seal(b[:4], frameNonce(l.sent), b[4:], b[:4])
 	l.sent++
 	l.buf = b[:0]
 	if cap(b) > 64<<10 {
 		l.buf = nil // one large value must not pin a large buffer
 	}
-	if err := l.c.SetWriteDeadline(time.Now().Add(d)); err != nil {
-		return err
-	}
-	_, err := l.c.Write(b)
-	return err
-}
-
-// read returns the next frame.
-func (l *link) read() ([]byte, error) {
-	var head [4]byte
-	if err := l.fill(head[:]); err != nil {
-		return nil, err
-	}
-	n := binary.BigEndian.Uint32(head[:])
-	if n > maxFrameBytes || int(n) < l.open.Overhead() {
-		return nil, fmt.Errorf("frame of %d bytes: want %d to %d", n, l.open.Overhead(), maxFrameBytes)
-	}
-	b := make([]byte, n)
-	if err := l.fill(b); err != nil {
-		if errors.Is(err, io.EOF) {
-			err = io.ErrUnexpectedEOF
+	for piece := range slices.Chunk(b, writePiece) {
+		if err := l.c.SetWriteDeadline(time.Now().Add(d)); err != nil {
+			return err
 		}
-		return nil, err
-	}
-	plain, err := l.open.Open(b[:0], frameNonce(l.received), b, head[:])
-	if err != nil {
-		return nil, errors.New("frame was changed in transit")
-	}
-	l.received++
-	return plain, nil
-}
-
-// fill reads all of b, like io.ReadFull, with the link's timeout.
-func (l *link) fill(b []byte) error {
-	for n := 0; n < len(b); {
-		m, err := l.readSome(b[n:])
-		n += m
-		if err != nil && n < len(b) {
+		if _, err := l.c.Write(piece); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// readSome reads once. After a timeout it reads once more: if this process was
-// suspended, data of the peer is waiting. If excuse is true, the timeout starts
-// again.
-func (l *link) readSome(b []byte) (int, error) {
-	if l.patience <= 0 {
-		return l.c.Read(b)
+// read returns the next frame.
+func (l *link) read() (frame, error) {
+	var head [4]byte
+	if err := l.fill(head[:]); err != nil {
+		return frame{}, err
 	}
-	begin, wait := time.Now(), l.patience
-	for {
-		if err := l.c.SetReadDeadline(time.Now().Add(wait)); err != nil {
-			return 0, err
+	n := binary.BigEndian.Uint32(head[:])
+	if n > maxFrameBytes || int(n) < l.open.Overhead()+frameHeadBytes {
+		return frame{}, fmt.Errorf("frame of %d bytes: want %d to %d", n, l.open.Overhead()+frameHeadBytes, maxFrameBytes)
+	}
+	b := make([]byte, n)
+	if err := l.fill(b); err != nil {
+		if errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
 		}
-		n, err := l.c.Read(b)
-		switch {
-		case n > 0 || !errors.Is(err, os.ErrDeadlineExceeded):
-			return n, err
-		case wait == l.patience:
-			wait /= 8
-		case l.excuse != nil && l.excuse(begin):
-			begin, wait = time.Now(), l.patience
-		default:
-			return n, err
+		return frame{}, err
+	}
+	plain, err := l.open.Open(b[:0], frameNonce(l.received), b, head[:])
+	if err != nil {
+		return frame{}, errors.New("frame was changed in transit")
+	}
+	l.received++
+	return frame{binary.BigEndian.Uint64(plain), binary.BigEndian.Uint64(plain[8:]), plain[frameHeadBytes:]}, nil
+}
+
+// readMessage returns the message of the next frame, which must arrive within d.
+func (l *link) readMessage(d time.Duration) (message, frame, error) {
+	if err := l.c.SetReadDeadline(time.Now().Add(d)); err != nil {
+		return message{}, frame{}, err
+	}
+	f, err := l.read()
+	if err != nil {
+		return message{}, f, err
+	}
+	if err := l.c.SetReadDeadline(time.Time{}); err != nil {
+		return message{}, f, err
+	}
+	m, err := decodeMessage(f.body)
+	return m, f, err
+}
+
+// fill reads all of b, like io.ReadFull, and reports progress.
+func (l *link) fill(b []byte) error {
+	for n := 0; n < len(b); {
+		m, err := l.c.Read(b[n:])
+		n += m
+		if m > 0 && l.progress != nil {
+			l.progress()
+		}
+		if err != nil && n < len(b) {
+			return err
 		}
 	}
+	return nil
 }
 
 // finish closes the sending direction and gives the peer time to read. Closing at

@@ -5,7 +5,6 @@ import (
 	"net"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -24,7 +23,7 @@ func FuzzLink(f *testing.F) {
 		}()
 		aead, err := frameCipher(make([]byte, keyBytes), nil, "fuzz")
 		require.NoError(t, err)
-		l := &link{c: c, seal: aead, open: aead, patience: time.Minute}
+		l := &link{c: c, seal: aead, open: aead}
 		for err == nil {
 			_, err = l.read()
 		}

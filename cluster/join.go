@@ -229,7 +229,7 @@ func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordina
 		return nil, err
 	}
 	j := &joining{job: cfg.Job, addr: cfg.Addr, done: make(chan error, 1)}
-	k := newClient(l, cfg.Addr, cfg.Host, hello, j.event)
+	k := newClient(l, target{cfg.Job, cfg.at, key}, cfg.Addr, cfg.Host, hello, j.event)
 	m := note(kindRegister, cfg.registration())
 	m.id = registerWorker
 	if err := k.send(m); err != nil {
@@ -290,6 +290,7 @@ type joining struct {
 func (j *joining) event(k *client, m message) {
 	switch m.kind {
 	case kindWorld:
+		k.beStrict(0)
 		j.finish(j.complete(m))
 	case kindFault:
 		var f fault

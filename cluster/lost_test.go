@@ -201,16 +201,16 @@ func TestSilentCoordinator(t *testing.T) {
 			note(kindWelcome, welcome{Host: "a", PID: os.Getpid(), Rank: -1, Heartbeat: 50 * time.Millisecond, LostAfter: 300 * time.Millisecond}),
 			note(kindWorld, world{Members: []Member{{Host: "a"}}}),
 		} {
-			if l.write(m.encode(), time.Second) != nil {
+			if l.write(frame{body: m.encode()}, time.Second) != nil {
 				return
 			}
 		}
 		for {
-			b, err := l.read()
+			f, err := l.read()
 			if err != nil {
 				return
 			}
-			m, _ := decodeMessage(b)
+			m, _ := decodeMessage(f.body)
 			kinds = append(kinds, m.kind)
 		}
 	}()

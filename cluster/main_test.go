@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"os/signal"
 	"runtime"
 	"strings"
 	"syscall"
@@ -103,9 +104,50 @@ func workerMain(what string) int {
 	case "close":
 		s.Close()
 		return 0
+	case "count":
+		return countMain(s)
 	}
 	<-s.Context().Done()
 	return 43
+}
+
+// countMain adds to a sum until a rank gets SIGUSR1, and checks what it added.
+func countMain(s *Session) int {
+	ctx := context.Background()
+	asked := make(chan os.Signal, 1)
+	signal.Notify(asked, syscall.SIGUSR1)
+	for i := int64(1); ; i++ {
+		select {
+		case <-asked:
+			if err := s.Set(ctx, "stop", []byte("yes")); err != nil {
+				fmt.Println("set:", err)
+				return 48
+			}
+		default:
+		}
+		own, err := s.Add(ctx, fmt.Sprint("of ", s.Rank()), 1)
+		if err != nil || own != i {
+			fmt.Println("added", i, "times, the sum is", own, err)
+			return 45
+		}
+		if i == 1 {
+			fmt.Println("counting")
+		}
+		stopped, err := s.CompareAndSwap(ctx, "stop", []byte("yes"), []byte("yes"))
+		if err != nil {
+			fmt.Println("stop:", err)
+			return 46
+		}
+		if stopped {
+			break
+		}
+		time.Sleep(700 * time.Millisecond) // most jobs have little to tell the coordinator
+	}
+	if err := s.Shutdown(ctx); err != nil {
+		fmt.Println("shut down:", err)
+		return 47
+	}
+	return 0
 }
 
 // spawn starts a worker in its own process as rank of a world whose rank 0 is

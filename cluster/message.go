@@ -37,6 +37,9 @@ const (
 	kindEnded                      // coordinator: nothing
 	kindRefuse                     // coordinator: refusal
 	kindSilent                     // member: nothing; it disconnects from a silent coordinator
+	kindResume                     // member, first on a new link: id of the stream; id is the number of the last message received
+	kindResumed                    // coordinator: nothing; the stream continues on this link
+	kindComplete                   // coordinator to agents: nothing; the world is complete
 	kindLast                       // one more than the last
 )
 

@@ -41,10 +41,8 @@ func TestForgedNames(t *testing.T) {
 		m.epoch = firstEpoch
 		l, _, err := dial(t.Context(), as[0].Job(), as[0].Addr(), as[0].keys.control)
 		require.NoError(t, err)
-		require.NoError(t, l.write(m.encode(), quick.LostAfter))
-		b, err := l.read()
-		require.NoError(t, err)
-		answer, err := decodeMessage(b)
+		require.NoError(t, l.write(frame{body: m.encode()}, quick.LostAfter))
+		answer, _, err := l.readMessage(quick.LostAfter)
 		require.NoError(t, err)
 		require.Equal(t, kindRefuse, answer.kind)
 		var r refusal

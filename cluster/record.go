@@ -48,6 +48,7 @@ type welcome struct {
 	Rank      int           `json:"rank"` // rank of the coordinator's process; -1 for an agent
 	Heartbeat time.Duration `json:"heartbeat"`
 	LostAfter time.Duration `json:"lostAfter"`
+	Stream    string        `json:"stream"` // with which the receiver resumes its stream
 }
 
 // world is the committed list of all processes, in the order of ranks.

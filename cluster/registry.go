@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 )
 
 // register adds a peer. The id of the message is 1 for an agent and 0 for a
@@ -12,7 +13,7 @@ func (c *coordinator) register(p *peer, m message) error {
 	if p.role != roleNone {
 		return fmt.Errorf("second registration")
 	}
-	if m.id == registerAgent && p.link.worker {
+	if m.id == registerAgent && p.worker {
 		return errors.New("a worker registers as a launcher: CHORUS_TOKEN is valid for workers only")
 	}
 	if m.id == registerAgent {
@@ -124,6 +125,7 @@ func (c *coordinator) commitWorld() {
 	ms = assignRanks(ms)
 	c.world = &world{Members: ms}
 	c.engine = newEngine(len(ms))
+	c.tellAgents(message{kind: kindComplete, epoch: firstEpoch})
 	for _, member := range ms {
 		p := c.workers[member.arrival]
 		p.reg.Member = member
@@ -240,7 +242,7 @@ func (c *coordinator) prepared(p *peer, attempt uint64) {
 		hosts = append(hosts, q.host)
 	}
 	c.plan = &plan{Hosts: assignNodes(hosts)}
-	c.gone = nil
+	c.gone, c.planned = nil, time.Now()
 	for _, q := range c.agents {
 		q.send(note(kindPlan, c.plan))
 	}

@@ -35,12 +35,11 @@ func TestTokenIsForWorkers(t *testing.T) {
 	defer l.close()
 	m := note(kindRegister, host{Host: "worker", UUID: "u", Nodes: 2, LocalSize: 1, NodeRank: -1})
 	m.id = registerAgent
-	require.NoError(t, l.write(m.encode(), time.Minute))
-	l.patience = time.Minute
+	require.NoError(t, l.write(frame{body: m.encode()}, time.Minute))
 	for err == nil { // the coordinator hangs up, and refuses nothing in words
-		var b []byte
-		if b, err = l.read(); err == nil {
-			answer, bad := decodeMessage(b)
+		var f frame
+		if f, err = l.read(); err == nil {
+			answer, bad := decodeMessage(f.body)
 			require.NoError(t, bad)
 			require.NotContains(t, []kind{kindPlan, kindPrepare, kindRefuse}, answer.kind)
 		}

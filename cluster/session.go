@@ -161,7 +161,7 @@ func (r *remote) call(ctx context.Context, c call) (call, error) {
 // last reads a key even after the job has failed, while the connection is open.
 func (r *remote) last(ctx context.Context, c call) (call, error) {
 	k := (*client)(r)
-	m, id, err := k.askUntil(ctx, k.down, kindCall, c.encode())
+	m, id, err := k.askUntil(ctx, k.open.Done(), kindCall, c.encode())
 	if err != nil {
 		k.drop(id)
 		return call{}, err

@@ -39,16 +39,16 @@ func TestHandshake(t *testing.T) {
 	a, b, err, err2 := linked(t, "job", "job", key, key)
 	require.NoError(t, errors.Join(err, err2))
 	for _, text := range []string{"", "x", string(bytes.Repeat([]byte("y"), 1<<20))} {
-		go a.write([]byte(text), time.Second)
+		go a.write(frame{body: []byte(text)}, time.Second)
 		got, err := b.read()
 		require.NoError(t, err)
-		require.Equal(t, text, string(got))
+		require.Equal(t, text, string(got.body))
 	}
-	go b.write([]byte("back"), time.Second)
+	go b.write(frame{number: 7, ack: 9, body: []byte("back")}, time.Second)
 	got, err := a.read()
 	require.NoError(t, err)
-	require.Equal(t, "back", string(got))
-	require.ErrorIs(t, a.write(make([]byte, maxFrameBytes), time.Second), ErrTooLarge)
+	require.Equal(t, frame{7, 9, []byte("back")}, got)
+	require.ErrorIs(t, a.write(frame{body: make([]byte, maxMessageBytes+1)}, time.Second), ErrTooLarge)
 
 	_, _, err, err2 = linked(t, "job", "job", other, key)
 	require.ErrorIs(t, err, errBadProof)
@@ -68,7 +68,7 @@ func TestLinkRefusesTampering(t *testing.T) {
 		for _, text := range []string{"one", "two"} {
 			w := &bytes.Buffer{}
 			a.c = writeConn{a.c, w}
-			require.NoError(t, a.write([]byte(text), time.Second))
+			require.NoError(t, a.write(frame{body: []byte(text)}, time.Second))
 			out = append(out, w.Bytes())
 		}
 		return b, out
@@ -110,28 +110,6 @@ type readConn struct {
 }
 
 func (c readConn) Read(b []byte) (int, error) { return c.r.Read(b) }
-
-// TestLinkPatience checks, in virtual time, that a silent peer is noticed, and
-// that one who sends slowly is not called silent.
-func TestLinkPatience(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		key := bytes.Repeat([]byte{1}, keyBytes)
-		a, b, err, err2 := linked(t, "job", "job", key, key)
-		require.NoError(t, errors.Join(err, err2))
-		b.patience = 3 * time.Second
-		begin := time.Now()
-		go func() {
-			time.Sleep(2900 * time.Millisecond)
-			a.write([]byte("late"), time.Second)
-		}()
-		_, err = b.read()
-		require.NoError(t, err)
-		_, err = b.read()
-		require.ErrorIs(t, err, os.ErrDeadlineExceeded)
-		require.Equal(t, 2900*time.Millisecond+3*time.Second+3*time.Second/8, time.Since(begin))
-		require.Contains(t, reasonOf(err, b.patience), "silent for 3s")
-	})
-}
 
 func TestHandshakeDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -247,20 +225,21 @@ func TestLastWordsOfTheGone(t *testing.T) {
 	a, b, err, err2 := linked(t, "job", "job", key, key)
 	require.NoError(t, errors.Join(err, err2))
 	a.c, b.c = far, near
-	require.NoError(t, a.write([]byte("my last words"), time.Second))
+	require.NoError(t, a.write(frame{body: []byte("my last words")}, time.Second))
 	require.NoError(t, far.(*net.TCPConn).SetLinger(0)) // a reset, as of a process that ends
 	require.NoError(t, far.Close())
-	p := newPeer(b, "", time.Second)
+	p := newPeer(newStream(b, newRunClock(time.Second), time.Second), "")
 	p.send(note(kindEnded, nil))
 	for range 2 { // the first write may not see the reset
 		p.send(note(kindEnded, nil))
 	}
 	go p.writeLoop()
-	require.Eventually(t, func() bool { p.outMu.Lock(); defer p.outMu.Unlock(); return p.closed }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { p.mu.Lock(); defer p.mu.Unlock(); return p.link == nil }, time.Minute, time.Millisecond)
 	got, err := b.read()
 	require.NoError(t, err)
-	require.Equal(t, "my last words", string(got))
+	require.Equal(t, "my last words", string(got.body))
 	require.False(t, p.hasHungUp())
+	p.stopRenewing()
 	p.closeAfterQueue()
 	<-p.done
 	b.close()

@@ -1,0 +1,159 @@
+package cluster
+
+import (
+	"bufio"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+var outages = flag.Int("outages", 2, "how many outages TestOutageBetweenHosts makes")
+
+// A lan is a network of hosts, each a network namespace with an interface eth0 on a bridge.
+type lan struct {
+	t    *testing.T
+	id   string
+	size int
+}
+
+var lans atomic.Int32
+
+// newLAN returns a network of n hosts. It needs root.
+func newLAN(t *testing.T, n int) *lan {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("only root can create network namespaces")
+	}
+	for _, program := range []string{"ip", "bridge"} {
+		if _, err := exec.LookPath(program); err != nil {
+			t.Skip(err)
+		}
+	}
+	l := &lan{t: t, id: fmt.Sprintf("ch%x-%d", os.Getpid(), lans.Add(1)), size: n}
+	t.Cleanup(l.close)
+	l.do("ip link add %s type bridge", l.id)
+	l.do("ip link set %s up", l.id)
+	for i := range n {
+		l.do("ip netns add %s", l.ns(i))
+		l.do("ip link add %s type veth peer name eth0 netns %s", l.port(i), l.ns(i))
+		l.do("ip link set %s master %s up", l.port(i), l.id)
+		l.do("ip -n %s addr add %s/24 dev eth0", l.ns(i), l.ip(i))
+		l.do("ip -n %s link set eth0 up", l.ns(i))
+		l.do("ip -n %s link set lo up", l.ns(i))
+	}
+	return l
+}
+
+func (l *lan) ns(i int) string   { return fmt.Sprintf("%s-%d", l.id, i) }
+func (l *lan) port(i int) string { return fmt.Sprintf("%sv%d", l.id, i) }
+func (l *lan) ip(i int) string   { return fmt.Sprintf("10.77.0.%d", i+1) }
+
+func (l *lan) do(format string, args ...any) {
+	l.t.Helper()
+	words := strings.Fields(fmt.Sprintf(format, args...))
+	out, err := exec.Command(words[0], words[1:]...).CombinedOutput()
+	require.NoError(l.t, err, "%v: %s", words, out)
+}
+
+func (l *lan) close() {
+	for i := range l.size {
+		_ = exec.Command("ip", "netns", "del", l.ns(i)).Run() // may not exist after a failure
+	}
+	_ = exec.Command("ip", "link", "del", l.id).Run()
+}
+
+// cut lets the switch drop all packets to and from host i. (If the host itself drops them, its
+// TCP knows, and does not wait longer and longer.)
+func (l *lan) cut(i int) { l.do("bridge link set dev %s state 0", l.port(i)) }
+
+// heal ends cut.
+func (l *lan) heal(i int) { l.do("bridge link set dev %s state 3", l.port(i)) }
+
+// A process is a program on a host of a lan.
+type process struct {
+	cmd   *exec.Cmd
+	lines chan string // of its output; closed at its end
+}
+
+// start runs the test binary on host i.
+func (l *lan) start(i int, vars []string, args ...string) *process {
+	l.t.Helper()
+	self, err := os.Executable()
+	require.NoError(l.t, err)
+	p := &process{cmd: exec.Command("ip", append([]string{"netns", "exec", l.ns(i), self}, args...)...), lines: make(chan string, 1000)}
+	p.cmd.Env = append(os.Environ(), vars...)
+	r, w := io.Pipe()
+	p.cmd.Stdout, p.cmd.Stderr = w, w
+	require.NoError(l.t, p.cmd.Start())
+	go func() {
+		for s := bufio.NewScanner(r); s.Scan(); {
+			p.lines <- s.Text()
+		}
+		close(p.lines)
+	}()
+	ended := make(chan struct{})
+	go func() { _ = p.cmd.Wait(); w.Close(); close(ended) }()
+	l.t.Cleanup(func() { p.cmd.Process.Kill(); <-ended })
+	return p
+}
+
+// await reads the output up to a line that contains text, and returns what it has read.
+func (p *process) await(t *testing.T, text string) string {
+	t.Helper()
+	var read strings.Builder
+	for {
+		select {
+		case line, ok := <-p.lines:
+			require.True(t, ok, "ended without %q:\n%s", text, read.String())
+			read.WriteString(line + "\n")
+			if strings.Contains(line, text) {
+				return read.String()
+			}
+		case <-time.After(time.Minute):
+			require.FailNow(t, "waits for output", "%q after\n%s", text, read.String())
+		}
+	}
+}
+
+// exit waits for the end of the process, and returns its exit code and output.
+func (p *process) exit() (int, string) {
+	var read strings.Builder
+	for line := range p.lines {
+		read.WriteString(line + "\n")
+	}
+	return p.cmd.ProcessState.ExitCode(), read.String()
+}
+
+// TestOutageBetweenHosts cuts a host off from the coordinator for 80 % of the default time limit.
+// After that TCP would wait for longer than the limit until it tries again.
+func TestOutageBetweenHosts(t *testing.T) {
+	t.Parallel()
+	l := newLAN(t, 2)
+	vars := func(rank int) []string {
+		return []string{fmt.Sprint("RANK=", rank), "WORLD_SIZE=3", "MASTER_ADDR=" + l.ip(0), "MASTER_PORT=29500", "CHORUS_INSECURE=yes"}
+	}
+	ps := []*process{l.start(0, vars(0), "worker", "count"), l.start(1, vars(1), "worker", "count"), l.start(1, vars(2), "worker", "count")}
+	for _, p := range ps {
+		p.await(t, "counting")
+	}
+	for range *outages {
+		l.cut(1)
+		time.Sleep(2400 * time.Millisecond)
+		l.heal(1)
+		time.Sleep(3500 * time.Millisecond)
+	}
+	require.NoError(t, ps[0].cmd.Process.Signal(syscall.SIGUSR1))
+	for i, p := range ps {
+		code, text := p.exit()
+		require.Zero(t, code, "rank %d:\n%s", i, text)
+	}
+}

@@ -1,0 +1,167 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// maxRedials limits the attempts of a member that run at the same time.
+const maxRedials = 8
+
+// redials are a client's attempts to connect again.
+type redials struct {
+	slots    chan struct{}
+	hopeless chan error // an attempt has shown that the stream cannot continue
+	resuming sync.Mutex // held while the coordinator is asked to continue the stream
+}
+
+func newRedials() redials {
+	return redials{slots: make(chan struct{}, maxRedials), hopeless: make(chan error, 1)}
+}
+
+// beStrict limits silence to LostAfter in d from now.
+func (k *client) beStrict(d time.Duration) { k.strict.Store(int64(k.clock.now() + d)) }
+
+// patience returns the silence after which the coordinator is lost.
+func (k *client) patience() time.Duration {
+	if int64(k.clock.now()) < k.strict.Load() {
+		return joinPatience * k.hello.LostAfter
+	}
+	return k.hello.LostAfter
+}
+
+// watch sends heartbeats, and looks for silence of the coordinator. TCP repeats lost
+// packets at growing intervals, so after an outage the connection may stay silent for as
+// long as the outage took. A new connection does not have to wait.
+func (k *client) watch() {
+	t := time.NewTicker(k.clock.step)
+	defer t.Stop()
+	beat := time.Now()
+	for {
+		select {
+		case <-k.open.Done():
+			return
+		case <-t.C:
+		}
+		k.clock.tick()
+		if time.Since(beat) >= k.hello.Heartbeat {
+			beat = time.Now()
+			k.stream.sendBeat()
+		}
+		switch silent := k.stream.silent(); {
+		case silent > tooSilent(k.patience()) && k.isSuspended():
+			k.stream.touch()
+		case silent > tooSilent(k.patience()):
+			k.stream.expire()
+		case silent > k.hello.LostAfter/2:
+			k.wg.Go(func() { _ = k.redial() }) // the next attempt has the same error
+		}
+	}
+}
+
+// reconnect returns another link after err ended the current one. If the coordinator's
+// port is closed or the coordinator does not know this process, it returns err.
+func (k *client) reconnect(err error) (renewal, error) {
+	if k.ended.Load() || k.final.Load() || k.isDown() {
+		return renewal{}, err
+	}
+	select {
+	case <-k.hopeless: // of an earlier connection
+	default:
+	}
+	t := time.NewTimer(0)
+	defer t.Stop()
+	for delay := firstRetry; ; delay = min(2*delay, max(k.clock.step, firstRetry)) {
+		select {
+		case r := <-k.stream.renewals:
+			return r, nil
+		case <-k.stream.expired:
+			return renewal{}, os.ErrDeadlineExceeded
+		case <-k.open.Done():
+			return renewal{}, err
+		case why := <-k.hopeless:
+			return renewal{}, why
+		case <-t.C:
+			k.wg.Go(func() { k.redialOrGiveUp(err) })
+			t.Reset(delay)
+		}
+	}
+}
+
+// redialOrGiveUp reports an attempt whose error no other attempt can fix.
+func (k *client) redialOrGiveUp(broken error) {
+	err := k.redial()
+	refused, isRefused := errors.AsType[*RefusedError](err)
+	_, isAuth := errors.AsType[*AuthError](err)
+	switch {
+	case isRefused:
+		broken = fmt.Errorf("%w; connected again: %s", broken, refused.Reason)
+	case isAuth, errors.Is(err, syscall.ECONNREFUSED):
+	default:
+		return
+	}
+	select {
+	case k.hopeless <- broken:
+	default:
+	}
+}
+
+// redial makes one attempt to continue the stream over a new link.
+func (k *client) redial() error {
+	select {
+	case k.slots <- struct{}{}:
+	default:
+		return nil
+	}
+	defer func() { <-k.slots }()
+	links := k.stream.generation()
+	limit := max(k.hello.LostAfter/4, time.Millisecond)
+	ctx, cancel := context.WithTimeout(k.open, limit)
+	defer cancel()
+	l, _, err := dial(ctx, k.to.job, k.to.addr, k.to.key)
+	if err != nil {
+		return err
+	}
+	k.resuming.Lock()
+	defer k.resuming.Unlock()
+	if k.stream.generation() != links || k.isDown() {
+		return l.close()
+	}
+	stop := context.AfterFunc(k.open, func() { l.close() })
+	defer stop()
+	r, err := k.resume(l, limit)
+	if err != nil {
+		l.close()
+		return err
+	}
+	k.stream.replaceBy(r)
+	return nil
+}
+
+// resume asks the coordinator to continue the stream on l.
+func (k *client) resume(l *link, limit time.Duration) (renewal, error) {
+	ask := message{kind: kindResume, epoch: firstEpoch, id: k.stream.receivedSoFar(), body: []byte(k.hello.Stream)}
+	if err := l.write(frame{body: ask.encode()}, limit); err != nil {
+		return renewal{}, err
+	}
+	m, f, err := l.readMessage(limit)
+	if err != nil {
+		return renewal{}, err
+	}
+	switch m.kind {
+	case kindResumed:
+		return renewal{link: l, acked: f.ack}, nil
+	case kindRefuse:
+		var r refusal
+		if err := m.record(&r); err != nil {
+			return renewal{}, err
+		}
+		return renewal{}, r.err(k.to.job, k.addr)
+	}
+	return renewal{}, fmt.Errorf("message of kind %d after the request to resume", m.kind)
+}

@@ -1,0 +1,117 @@
+package cluster
+
+import (
+	"errors"
+	"io"
+	"net"
+	"os"
+	"time"
+)
+
+const (
+	// joinPatience multiplies LostAfter until the world is complete: while all processes
+	// start, hosts are busy, and nothing is lost if a dead host is noticed later.
+	joinPatience = 5
+	// startTime is how long a complete list of hosts waits for the world to be complete
+	// before silence counts as usual, in units of LostAfter. A program may never attach.
+	startTime = 10
+	// resumeGrace is the time in which a process whose connection has closed connects again.
+	resumeGrace = 200 * time.Millisecond
+)
+
+// step is the interval at which both ends check the other one for silence.
+func (w welcome) step() time.Duration {
+	return max(min(w.Heartbeat/4, w.LostAfter/24), time.Millisecond)
+}
+
+// tooSilent is the silence that ends a stream if limit is its time limit. A
+// heartbeat that is due just before the limit has the time to arrive.
+func tooSilent(limit time.Duration) time.Duration { return limit + limit/8 }
+
+// monitor looks for silent peers.
+func (c *coordinator) monitor() {
+	t := time.NewTicker(c.clock.step)
+	defer t.Stop()
+	for {
+		select {
+		case <-c.quit:
+			return
+		case <-t.C:
+			c.clock.tick()
+			c.expireSilent()
+		}
+	}
+}
+
+func (c *coordinator) expireSilent() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	limit := tooSilent(c.patience())
+	for _, p := range c.peers {
+		if p.silent() > limit {
+			p.expire()
+		}
+	}
+}
+
+// patience returns the silence after which a peer is lost.
+func (c *coordinator) patience() time.Duration {
+	limit := c.cfg.self.LostAfter
+	if c.world == nil && c.faults.lost == nil && (c.plan == nil || time.Since(c.planned) < startTime*limit) {
+		return joinPatience * limit
+	}
+	return limit
+}
+
+// awaitLink waits for a peer to connect again after err ended its link.
+func (c *coordinator) awaitLink(p *peer, err error) (renewal, error) {
+	c.mu.Lock()
+	over := p.state == peerGone || c.closed
+	c.mu.Unlock()
+	if over || p.isClosed() || errors.Is(err, os.ErrDeadlineExceeded) {
+		return renewal{}, err
+	}
+	t := time.NewTimer(c.grace(p, err))
+	defer t.Stop()
+	select {
+	case r := <-p.renewals:
+		return r, nil
+	case <-p.expired:
+		return renewal{}, os.ErrDeadlineExceeded
+	case <-p.gone:
+	case <-c.quit:
+	case <-t.C:
+	}
+	return renewal{}, err
+}
+
+// grace returns how long a peer has time to connect again. A process that exits closes its
+// connection. A reset may have reached only this end: then the peer notices it when it
+// sends the next heartbeat.
+func (c *coordinator) grace(p *peer, err error) time.Duration {
+	limit := c.cfg.self.LostAfter / 2
+	if _, local := p.reading.c.(*net.UnixConn); local {
+		return 0 // no network, so the process has ended
+	}
+	if errors.Is(err, io.EOF) {
+		return min(resumeGrace, limit)
+	}
+	return min(resumeGrace+c.cfg.self.Heartbeat, limit)
+}
+
+var errOtherStream = errors.New("the connection continues another one")
+
+// resume hands the link of p to the peer whose stream the message names.
+func (c *coordinator) resume(p *peer, m message) error {
+	c.mu.Lock()
+	q := c.peers[string(m.body)]
+	valid := p.role == roleNone && q != nil && q != p && q.worker == p.worker && q.state != peerGone
+	c.mu.Unlock()
+	if !valid {
+		p.send(note(kindRefuse, refusal{Reason: "this process is not a member of the job any more"}))
+		p.closeAfterQueue()
+		return nil
+	}
+	q.replaceBy(renewal{link: p.detach(), acked: m.id, greet: true})
+	return errOtherStream
+}

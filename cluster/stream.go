@@ -1,0 +1,443 @@
+package cluster
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// maxUnackedBytes limits the messages that the other end has not acknowledged. A peer
+	// that exceeds it is lost; a member waits.
+	maxUnackedBytes = MaxStoreBytes
+	// ackEvery is the number of received bytes after which an acknowledgement is sent
+	// without waiting for the next message or heartbeat.
+	ackEvery = 256 << 10
+)
+
+// A stream carries messages between a member and the coordinator in both directions, in
+// order and each once. It outlives its links: if a link fails, the member connects
+// again, and both ends repeat the messages that the other one has not acknowledged.
+//
+// One goroutine reads, and one writes. Any goroutine may send.
+type stream struct {
+	clock  *runClock
+	sendBy time.Duration // time limit of a write without progress
+	// renew waits for a link after err ended the current one, or returns why the stream ends.
+	renew func(err error) (renewal, error)
+
+	heard    atomic.Int64  // time of clock at which bytes arrived last
+	renewals chan renewal  // a link that replaces the current one
+	expired  chan struct{} // closed by expire
+	expiring sync.Once
+	ready    chan struct{}
+	done     chan struct{} // closed when the writer has ended
+
+	reading *link // used by the reader only
+
+	mu       sync.Mutex
+	changed  *sync.Cond // an acknowledgement arrived, or the state changed
+	link     *link      // nil while messages cannot be written
+	links    int        // number of links so far
+	out      [][]byte   // unacknowledged messages; the first has number acked+1
+	acked    uint64
+	next     int // index in out of the first message to write on link
+	bytes    int // of out
+	received uint64
+	unsaid   int  // bytes received since the last frame that was written
+	beat     bool // send a heartbeat
+	resumed  bool // send kindResumed
+	closed   bool // no new messages; queued messages are still sent
+	hungUp   bool // received messages are ignored, too
+	over     bool // the reader has ended
+	detached bool // the link belongs to another stream
+}
+
+// A renewal is a link that replaces a failed one.
+type renewal struct {
+	link  *link
+	acked uint64 // number of the last message that the other end has received
+	greet bool   // the other end waits for kindResumed
+}
+
+func newStream(l *link, clock *runClock, sendBy time.Duration) *stream {
+	s := &stream{clock: clock, sendBy: sendBy, renewals: make(chan renewal, 1), expired: make(chan struct{}),
+		ready: make(chan struct{}, 1), done: make(chan struct{}), reading: l, link: l, links: 1}
+	s.changed = sync.NewCond(&s.mu)
+	s.touch()
+	if l != nil {
+		l.progress = s.touch
+	}
+	return s
+}
+
+func (s *stream) touch() { s.heard.Store(int64(s.clock.now())) }
+
+// silent returns for how long nothing has arrived while this process ran on schedule.
+func (s *stream) silent() time.Duration {
+	return s.clock.now() - time.Duration(s.heard.Load())
+}
+
+// expire ends the stream because the other end was silent. The link stays open for
+// the last messages.
+func (s *stream) expire() {
+	s.expiring.Do(func() {
+		close(s.expired)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.link != nil {
+			_ = s.link.c.SetReadDeadline(time.Now()) // a closed connection wakes the reader, too
+		}
+	})
+}
+
+// read returns the next message. Frames about the link are returned, too.
+func (s *stream) read() ([]byte, error) {
+	for {
+		f, err := s.reading.read()
+		if err != nil {
+			if err = s.replaceLink(err); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		fresh, err := s.accept(f)
+		if err != nil {
+			s.reading.close() // repeated on the next link
+			continue
+		}
+		if fresh && len(f.body) > 0 {
+			return f.body, nil
+		}
+	}
+}
+
+// accept counts a frame and reports whether it was not received before.
+func (s *stream) accept(f frame) (fresh bool, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.trim(f.ack)
+	switch {
+	case f.number == 0:
+		return true, nil
+	case f.number <= s.received:
+		return false, nil
+	case f.number != s.received+1:
+		return false, fmt.Errorf("message %d after message %d", f.number, s.received)
+	}
+	s.received++
+	if s.unsaid += len(f.body); s.unsaid >= ackEvery {
+		s.wake()
+	}
+	return true, nil
+}
+
+// trim removes the messages up to number acked.
+func (s *stream) trim(acked uint64) {
+	if acked <= s.acked || acked-s.acked > uint64(len(s.out)) {
+		return
+	}
+	n := int(acked - s.acked)
+	for _, b := range s.out[:n] {
+		s.bytes -= len(b)
+	}
+	clear(s.out[:n])
+	s.out, s.acked, s.next = s.out[n:], acked, max(0, s.next-n)
+	s.changed.Broadcast()
+}
+
+// replaceLink continues on another link after err, or returns why the stream ends.
+func (s *stream) replaceLink(err error) error {
+	select {
+	case <-s.expired:
+		return os.ErrDeadlineExceeded
+	case r := <-s.renewals:
+		return s.adopt(r)
+	default:
+	}
+	if s.renew == nil {
+		return err
+	}
+	r, err := s.renew(err)
+	if err != nil {
+		return err
+	}
+	return s.adopt(r)
+}
+
+// adopt makes the link of r the current one.
+func (s *stream) adopt(r renewal) error {
+	s.reading.close()
+	s.reading = r.link
+	r.link.progress = s.touch
+	s.touch()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.trim(r.acked)
+	s.link, s.next, s.resumed = r.link, 0, r.greet
+	s.links++
+	s.wake()
+	select {
+	case <-s.expired:
+		return os.ErrDeadlineExceeded
+	default:
+		return nil
+	}
+}
+
+// replaceBy offers a link that replaces the current one. It takes ownership of the link.
+func (s *stream) replaceBy(r renewal) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.dropRenewal()
+	if s.over {
+		r.link.close()
+		return
+	}
+	s.renewals <- r
+	if s.link != nil {
+		s.link.close() // wakes the reader
+		s.link = nil
+	}
+}
+
+// dropRenewal closes a link that the reader has not adopted yet.
+func (s *stream) dropRenewal() {
+	select {
+	case r := <-s.renewals:
+		r.link.close()
+	default:
+	}
+}
+
+// stopRenewing is called when the reader has ended.
+func (s *stream) stopRenewing() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.over = true
+	s.dropRenewal()
+	s.wake()
+}
+
+// detach closes the stream without its link, and returns the link.
+func (s *stream) detach() *link {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := s.link
+	s.link, s.closed, s.hungUp, s.over, s.detached = nil, true, true, true, true
+	s.wake()
+	return l
+}
+
+// generation returns the number of links so far.
+func (s *stream) generation() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.links
+}
+
+// receivedSoFar returns the number of the last message that has arrived.
+func (s *stream) receivedSoFar() uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.received
+}
+
+// push queues a message and does not block. If the queue is full, the stream ends.
+func (s *stream) push(b []byte) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return
+	}
+	if len(s.out) > 0 && s.bytes+len(b) > maxUnackedBytes {
+		s.closed = true
+		if s.link != nil {
+			s.link.close() // the reader then reports the loss
+			s.link = nil
+		}
+		s.wake()
+		return
+	}
+	s.append(b)
+}
+
+func (s *stream) append(b []byte) {
+	s.out = append(s.out, b)
+	s.bytes += len(b)
+	s.wake()
+}
+
+var errStreamClosed = errors.New("the connection is closed")
+
+// pushWait queues a message, and waits while the queue is full.
+func (s *stream) pushWait(b []byte) error {
+	if len(b) > maxMessageBytes {
+		return fmt.Errorf("message of %d bytes: %w", len(b), ErrTooLarge)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for len(s.out) > 0 && s.bytes+len(b) > maxUnackedBytes && !s.closed {
+		s.changed.Wait()
+	}
+	if s.closed {
+		return errStreamClosed
+	}
+	s.append(b)
+	return nil
+}
+
+// sendBeat sends a heartbeat. Heartbeats that cannot be sent yet do not add up.
+func (s *stream) sendBeat() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.closed {
+		s.beat = true
+		s.wake()
+	}
+}
+
+// writeLast writes a message about the link, before the stream is closed.
+func (s *stream) writeLast(m message, d time.Duration) {
+	s.mu.Lock()
+	l := s.link
+	s.mu.Unlock()
+	if l != nil {
+		_ = l.write(frame{body: m.encode()}, d) // the coordinator is probably lost
+	}
+}
+
+// flush waits until the other end has acknowledged all messages, at most for d.
+func (s *stream) flush(d time.Duration) {
+	over := false
+	t := time.AfterFunc(d, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		over = true
+		s.changed.Broadcast()
+	})
+	defer t.Stop()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for len(s.out) > 0 && !over && !s.closed {
+		s.changed.Wait()
+	}
+}
+
+// closeAfterQueue ends the stream after all queued messages are written.
+func (s *stream) closeAfterQueue() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed, s.hungUp = true, true
+	s.changed.Broadcast()
+	s.wake()
+}
+
+// close ends the stream. The reader must have ended, or ends because of this.
+func (s *stream) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed, s.hungUp, s.out, s.next = true, true, nil, 0
+	if s.link != nil {
+		s.link.close()
+	}
+	s.changed.Broadcast()
+	s.wake()
+}
+
+// isClosed reports whether the stream accepts no more messages.
+func (s *stream) isClosed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.closed
+}
+
+// closeLinks closes the link after the reader and the writer have ended.
+func (s *stream) closeLinks() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.link != nil {
+		s.link.close()
+	}
+	if !s.detached && s.reading != nil {
+		s.reading.close()
+	}
+}
+
+func (s *stream) hasHungUp() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.hungUp
+}
+
+// wake wakes the writer.
+func (s *stream) wake() {
+	select {
+	case s.ready <- struct{}{}:
+	default:
+	}
+}
+
+// writeLoop writes messages until the stream is closed.
+func (s *stream) writeLoop() {
+	defer close(s.done)
+	for range s.ready {
+		for {
+			l, f, last := s.nextFrame()
+			if last {
+				if l != nil {
+					l.finish()
+				}
+				return
+			}
+			if l == nil {
+				break
+			}
+			if err := l.write(f, s.sendBy); err != nil {
+				s.writeFailed(l)
+			}
+		}
+	}
+}
+
+// writeFailed stops writing on l. The reader continues, to receive messages that the
+// other end sent before.
+func (s *stream) writeFailed(l *link) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.link == l {
+		s.link = nil
+	}
+	l.finish()
+}
+
+// nextFrame returns the next frame to write and its link, or no link if there is
+// nothing to write. If last is true, the stream is closed and nothing is left to write.
+func (s *stream) nextFrame() (l *link, f frame, last bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f.ack = s.received
+	switch {
+	case s.link == nil:
+		return nil, f, s.closed && s.over
+	case s.resumed:
+		s.resumed = false
+		f.body = message{kind: kindResumed, epoch: firstEpoch}.encode()
+	case s.next < len(s.out):
+		f.number, f.body = s.acked+uint64(s.next)+1, s.out[s.next]
+		s.next++
+	case s.closed:
+		return s.link, f, true
+	case s.beat:
+		s.beat = false
+		f.body = message{kind: kindBeat, epoch: firstEpoch}.encode()
+	case s.unsaid >= ackEvery: // an empty frame acknowledges
+	default:
+		return nil, f, false
+	}
+	s.unsaid = 0
+	return s.link, f, false
+}

@@ -19,6 +19,8 @@ func (x inside) Check(op string) error { return x.g.check(op) }
 
 func (x inside) Chosen(k ranks.Collective) string { return x.g.chosen(k).String() }
 
+func (x inside) Fail(cause error) error { return x.g.fail(cause) }
+
 func (x inside) NewBatch() *route.Batch { return x.g.routers.NewBatch() }
 
 func (x inside) UseWhole(ctx context.Context, strategy string) error {

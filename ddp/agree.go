@@ -15,6 +15,8 @@ type arguments struct {
 	Wrong   string // its mistake, or ""
 	What    string // the things that have Lengths, such as "gradient"
 	Lengths []int
+	Types   []memory.DType
+	Shapes  [][]int // or none
 }
 
 // agree compares the arguments of all ranks, and returns an error on all of them if the
@@ -52,6 +54,12 @@ func (x *arguments) differ(other *arguments, rank int) string {
 			if m := other.Lengths[i]; m != n {
 				return fmt.Sprintf("%s %d has %d elements on rank 0 and %d on rank %d", x.What, i, n, m, rank)
 			}
+			if t, u := x.Types[i], other.Types[i]; t != u {
+				return fmt.Sprintf("%s %d is %s on rank 0 and %s on rank %d", x.What, i, t, u, rank)
+			}
+			if len(x.Shapes) > i && len(other.Shapes) > i && !slices.Equal(x.Shapes[i], other.Shapes[i]) {
+				return fmt.Sprintf("%s %d has shape %v on rank 0 and %v on rank %d", x.What, i, x.Shapes[i], other.Shapes[i], rank)
+			}
 		}
 	}
 	if x.Given != other.Given {
@@ -60,8 +68,8 @@ func (x *arguments) differ(other *arguments, rank int) string {
 	return ""
 }
 
-// inBuckets describes gradients or parameters and their buckets, for agree.
-func inBuckets[T memory.Element](what string, lens []int, first, bytes int, op comm.Op) arguments {
+// describe describes gradients or parameters and their buckets, for agree.
+func describe(what string, lens []int, types []memory.DType, first, bytes int, op comm.Op) arguments {
 	sum := 0
 	for _, n := range lens {
 		sum += n
@@ -70,7 +78,7 @@ func inBuckets[T memory.Element](what string, lens []int, first, bytes int, op c
 	if op > comm.Avg { // each communicator numbers its own
 		by = "a factor"
 	}
-	given := fmt.Sprintf("%d %ss of %s, %d elements in all, in buckets of %d and %d bytes by %s",
-		len(lens), what, memory.DTypeOf[T](), sum, first, bytes, by)
-	return arguments{Given: given, What: what, Lengths: lens}
+	given := fmt.Sprintf("%d %ss of %v, %d elements in all, in buckets of %d and %d bytes by %s",
+		len(lens), what, slices.Compact(slices.Clone(types)), sum, first, bytes, by)
+	return arguments{Given: given, What: what, Lengths: lens, Types: types}
 }

@@ -1,13 +1,16 @@
 package ddp
 
 import (
+	"cmp"
 	"slices"
 
 	"github.com/gochorus/chorus/memory"
 )
 
-// A bucket is the numbers of gradients that are reduced together, in the order of the wire.
+// A bucket is the numbers of gradients of one type that are reduced together, in the order of
+// the wire.
 type bucket struct {
+	dtype memory.DType
 	grads []int
 	at    []int // the first element of each
 	len   int   // elements in all
@@ -17,9 +20,9 @@ type bucket struct {
 // the same. The layout depends on the lengths only, so that it is the same on all ranks.
 const wireAlign = 16
 
-// layout places gradients of the given lengths in a bucket.
-func layout[T memory.Element](lens []int) (at []int, total int) {
-	align := wireAlign / memory.DTypeOf[T]().Size()
+// layout places gradients of the given type and lengths in a bucket.
+func layout(t memory.DType, lens []int) (at []int, total int) {
+	align := wireAlign / t.Size()
 	for _, n := range lens {
 		at = append(at, total)
 		total += roundUp(n, align)
@@ -29,23 +32,36 @@ func layout[T memory.Element](lens []int) (at []int, total int) {
 
 func roundUp(n, to int) int { return (n + to - 1) / to * to }
 
-// split cuts the gradients, in the order of the backward pass, into buckets of at most
-// bytes bytes. The first bucket is smaller, so that reducing starts early. Within a bucket
-// gradients are in the order of their numbers, because they may lie in memory like that.
-func split[T memory.Element](lens, order []int, firstBytes, bytes int) []bucket {
-	var bs []bucket
-	size := memory.DTypeOf[T]().Size()
-	limit := firstBytes
-	for len(order) > 0 {
-		n, sum := 1, lens[order[0]]*size
-		for n < len(order) && sum+lens[order[n]]*size <= limit {
-			sum += lens[order[n]] * size
-			n++
+// split cuts the gradients, in the order of the backward pass, into buckets of one type and of
+// at most bytes bytes. The first bucket of each type is smaller, so that reducing starts early.
+// Buckets are in the order in which they become complete. Within a bucket gradients are in the
+// order of their numbers, because they may lie in memory like that.
+func split(lens []int, types []memory.DType, order []int, firstBytes, bytes int) []bucket {
+	type run struct {
+		dtype              memory.DType
+		grads              []int
+		bytes, limit, last int
+	}
+	var open, done []run
+	for turn, i := range order {
+		k := slices.IndexFunc(open, func(r run) bool { return r.dtype == types[i] })
+		if k < 0 {
+			k, open = len(open), append(open, run{dtype: types[i], limit: firstBytes})
 		}
-		b := bucket{grads: slices.Sorted(slices.Values(order[:n]))}
-		b.at, b.len = layout[T](pick(lens, b.grads))
+		r, n := &open[k], lens[i]*types[i].Size()
+		if len(r.grads) > 0 && r.bytes+n > r.limit {
+			done = append(done, *r)
+			*r = run{dtype: types[i], limit: bytes}
+		}
+		r.grads, r.bytes, r.last = append(r.grads, i), r.bytes+n, turn
+	}
+	done = append(done, open...)
+	slices.SortFunc(done, func(a, b run) int { return cmp.Compare(a.last, b.last) })
+	var bs []bucket
+	for _, r := range done {
+		b := bucket{dtype: r.dtype, grads: slices.Sorted(slices.Values(r.grads))}
+		b.at, b.len = layout(r.dtype, pick(lens, b.grads))
 		bs = append(bs, b)
-		order, limit = order[n:], bytes
 	}
 	return bs
 }
@@ -62,25 +78,16 @@ func backwards(n int) []int {
 
 // adjacent returns the memory over the gradients of a bucket if they lie in it exactly as
 // on the wire. Gradients of memory.MakeFlat do, and need no copies.
-func adjacent[T memory.Element](b *bucket, grads []memory.Slice[T]) (memory.Slice[T], bool) {
-	first := grads[b.grads[0]]
-	root := first.Buffer()
-	size := memory.DTypeOf[T]().Size()
+func adjacent[T memory.Element](b *bucket, grads []gradient) (memory.Slice[T], bool) {
+	first := &grads[b.grads[0]]
+	size := b.dtype.Size()
 	for j, i := range b.grads {
-		if x := grads[i]; root == nil || x.Buffer() != root || x.Offset() != first.Offset()+b.at[j]*size {
+		if x := &grads[i]; x.buffer == nil || x.buffer != first.buffer || x.offset != first.offset+b.at[j]*size {
 			return memory.Slice[T]{}, false
 		}
 	}
-	flat, err := memory.View[T](root, first.Offset(), b.len)
+	flat, err := memory.View[T](first.buffer, first.offset, b.len)
 	return flat, err == nil
-}
-
-func lengths[T memory.Element](xs []memory.Slice[T]) []int {
-	n := make([]int, len(xs))
-	for i, x := range xs {
-		n[i] = x.Len()
-	}
-	return n
 }
 
 // pick returns the elements of xs with the indexes.

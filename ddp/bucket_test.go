@@ -1,9 +1,12 @@
 package ddp
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/memory"
 )
 
 // Buckets are cut in the order of the backward pass, the first one smaller.
@@ -22,12 +25,28 @@ func TestSplit(t *testing.T) {
 		{[]int{10, 10, 10, 10}, 40, 80, []int{1, 3, 0, 2}, [][]int{{1}, {0, 3}, {2}}},
 	} {
 		var got [][]int
-		for _, b := range split[float32](c.lens, c.order, c.first, c.bytes) {
+		for _, b := range split(c.lens, floats(len(c.lens)), c.order, c.first, c.bytes) {
 			got = append(got, b.grads)
 		}
 		require.Equal(t, c.want, got, "%v in %d and %d bytes", c.lens, c.first, c.bytes)
 	}
-	b := split[float32]([]int{5, 3, 4}, backwards(3), 1<<20, 1<<20)[0]
+	b := split([]int{5, 3, 4}, floats(3), backwards(3), 1<<20, 1<<20)[0]
 	require.Equal(t, []int{0, 8, 12}, b.at, "each gradient begins at a multiple of 16 bytes")
 	require.Equal(t, 16, b.len)
 }
+
+// A bucket has one type. Buckets are in the order in which they become complete, and the first
+// one of each type is smaller.
+func TestSplitByType(t *testing.T) {
+	types := []memory.DType{memory.Float32, memory.BFloat16, memory.Float32, memory.BFloat16, memory.Float32, memory.Float32}
+	var got [][]int
+	for _, b := range split([]int{10, 20, 10, 20, 10, 10}, types, backwards(6), 40, 80) {
+		for _, i := range b.grads {
+			require.Equal(t, b.dtype, types[i])
+		}
+		got = append(got, b.grads)
+	}
+	require.Equal(t, [][]int{{5}, {3}, {2, 4}, {1}, {0}}, got)
+}
+
+func floats(n int) []memory.DType { return slices.Repeat([]memory.DType{memory.Float32}, n) }

@@ -1,10 +1,11 @@
 package ddp
 
 import (
+	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -38,10 +39,33 @@ type ReducerConfig struct {
 	// Avg divides before the conversion, so that sums stay in the range of a float16.
 	// Default none.
 	Compress memory.DType
+	// Hook reduces the buckets instead of an all-reduce. Default none. With Compress, it gets
+	// the buckets in that type (fp16_compress_wrapper, bf16_compress_wrapper). Only for Sum and
+	// Avg, and gradients of floats of 16 bits or more.
+	Hook Hook
+	// Uneven lets ranks have different numbers of steps (torch's Join): a rank without input
+	// calls Reducer.Join, and its gradients count as zeros. A local rank may also have no ready
+	// gradients in a step while other local ranks have. A small reduction at the beginning of
+	// each step counts the ranks that have gradients. Only for Sum and Avg.
+	Uneven bool
+	// DivideByActive lets Avg divide by the ranks that have gradients in the step
+	// (divide_by_initial_world_size=False), instead of all ranks. It needs Uneven. The factor
+	// is applied on the device, before the reduction.
+	DivideByActive bool
+	// StopTogether lets Finish, and Join, return an error on all ranks as soon as one rank has
+	// no input (throw_on_early_termination). It needs Uneven. Finish then waits until all ranks
+	// have begun the step.
+	StopTogether bool
+	// Verify lets Finish wait for the step on all ranks and compare it. Finish returns an error
+	// on all ranks, so that none updates its parameters, if on one rank a gradient is missing,
+	// or an element is infinite or NaN before the reduction. A graph cannot capture such a step.
+	// Default off: only the rank without the gradient gets an error, and numbers that are not
+	// finite reach all ranks.
+	Verify bool
 }
 
-// filled checks the options and puts in the defaults.
-func filled[T memory.Element](cfg *ReducerConfig) (ReducerConfig, error) {
+// filled checks the options for gradients of the given types, and puts in the defaults.
+func filled(cfg *ReducerConfig, types []memory.DType) (ReducerConfig, error) {
 	c := ReducerConfig{}
 	if cfg != nil {
 		c = *cfg
@@ -53,26 +77,94 @@ func filled[T memory.Element](cfg *ReducerConfig) (ReducerConfig, error) {
 	if c.Op == nil {
 		c.Op = new(comm.Avg)
 	}
-	t := memory.DTypeOf[T]()
-	if c.Compress == t {
+	if !slices.ContainsFunc(types, func(t memory.DType) bool { return t != c.Compress }) {
 		c.Compress = memory.Invalid
 	}
-	unused := c.FindUnused || c.StaticGraph
-	switch {
-	case unused && (*c.Op == comm.Prod || *c.Op == comm.Max || *c.Op == comm.Min):
-		return c, fmt.Errorf("ddp: new reducer: %v with unused gradients: the zeros that stand for them need sum or avg", *c.Op)
-	case unused && (!element.IsFloat(t) || element.IsFloat8(t)):
-		return c, fmt.Errorf("ddp: new reducer: unused gradients of %s: want floats of 16 bits or more", t)
-	case c.Compress == memory.Invalid:
-		return c, nil
-	case c.Compress != memory.Float16 && c.Compress != memory.BFloat16:
-		return c, fmt.Errorf("ddp: new reducer: gradients reduced in %s: want memory.Float16 or memory.BFloat16", c.Compress)
-	case t != memory.Float32 && t != memory.Float64:
-		return c, fmt.Errorf("ddp: new reducer: gradients of %s reduced in %s: want float32 or float64", t, c.Compress)
-	case *c.Op > comm.Avg:
-		return c, fmt.Errorf("ddp: new reducer: gradients reduced in %s by %v: a factor of another type: want sum, avg, max, min or prod", c.Compress, *c.Op)
+	for _, check := range []func([]memory.DType) error{c.checkUnused, c.checkUneven, c.checkHook, c.checkCompress} {
+		if err := check(types); err != nil {
+			return c, err
+		}
 	}
 	return c, nil
+}
+
+// checkUneven checks the options for uneven inputs.
+func (c *ReducerConfig) checkUneven(types []memory.DType) error {
+	switch {
+	case !c.Uneven && (c.DivideByActive || c.StopTogether):
+		return errors.New("ddp: new reducer: DivideByActive and StopTogether are for uneven inputs: set Uneven")
+	case !c.Uneven:
+		return nil
+	case *c.Op != comm.Sum && *c.Op != comm.Avg:
+		return fmt.Errorf("ddp: new reducer: %v of uneven inputs: the zeros that stand for them need sum or avg", *c.Op)
+	case c.DivideByActive && *c.Op != comm.Avg:
+		return fmt.Errorf("ddp: new reducer: DivideByActive with %v, which does not divide: want avg", *c.Op)
+	}
+	return onlyFloats("uneven inputs for gradients", types)
+}
+
+// checkHook checks the options for hooks.
+func (c *ReducerConfig) checkHook(types []memory.DType) error {
+	if c.Hook == nil {
+		return nil
+	}
+	if *c.Op != comm.Sum && *c.Op != comm.Avg {
+		return fmt.Errorf("ddp: new reducer: %v by a hook: want sum or avg", *c.Op)
+	}
+	if x, ok := c.Hook.(interface{ check() error }); ok {
+		if err := x.check(); err != nil {
+			return fmt.Errorf("ddp: new reducer: %w", err)
+		}
+	}
+	return onlyFloats("a hook for gradients", types)
+}
+
+// describeHook names the hook, with its options if it has a String method.
+func (c *ReducerConfig) describeHook() string {
+	switch h := c.Hook.(type) {
+	case nil:
+		return ""
+	case fmt.Stringer:
+		return fmt.Sprintf(", by the hook %s", h)
+	default:
+		return fmt.Sprintf(", by a hook %T", h)
+	}
+}
+
+// checkUnused checks the options for unused gradients.
+func (c *ReducerConfig) checkUnused(types []memory.DType) error {
+	if !c.FindUnused && !c.StaticGraph {
+		return nil
+	}
+	if *c.Op == comm.Prod || *c.Op == comm.Max || *c.Op == comm.Min {
+		return fmt.Errorf("ddp: new reducer: %v with unused gradients: the zeros that stand for them need sum or avg", *c.Op)
+	}
+	return onlyFloats("unused gradients", types)
+}
+
+// onlyFloats returns an error if one of the types is not a float of 16 bits or more.
+func onlyFloats(what string, types []memory.DType) error {
+	for _, t := range types {
+		if !isFloat(t) {
+			return fmt.Errorf("ddp: new reducer: %s of %s: want floats of 16 bits or more", what, t)
+		}
+	}
+	return nil
+}
+
+// checkCompress checks the type on the wire.
+func (c *ReducerConfig) checkCompress(types []memory.DType) error {
+	switch {
+	case c.Compress == memory.Invalid:
+		return nil
+	case c.Compress != memory.Float16 && c.Compress != memory.BFloat16:
+		return fmt.Errorf("ddp: new reducer: gradients reduced in %s: want memory.Float16 or memory.BFloat16", c.Compress)
+	case !slices.ContainsFunc(types, compressible):
+		return fmt.Errorf("ddp: new reducer: gradients of %s reduced in %s: want float32 or float64", types[0], c.Compress)
+	case *c.Op > comm.Avg:
+		return fmt.Errorf("ddp: new reducer: gradients reduced in %s by %v: a factor of another type: want sum, avg, max, min or prod", c.Compress, *c.Op)
+	}
+	return nil
 }
 
 // bucketSizes puts in the defaults.

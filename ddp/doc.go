@@ -22,6 +22,9 @@
 //	find_unused_parameters         ReducerConfig.FindUnused
 //	static_graph                   ReducerConfig.StaticGraph
 //	fp16_compress_hook             ReducerConfig.Compress
+//	register_comm_hook             ReducerConfig.Hook
+//	powerSGD_hook                  PowerSGD
+//	Join                           ReducerConfig.Uneven, Reducer.Join
 //	ZeroRedundancyOptimizer, FSDP  Sharder
 //
 // Gradients lie in buckets. A bucket is reduced on the group's stream as soon as its last

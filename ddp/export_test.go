@@ -4,15 +4,17 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/memory"
 )
 
 // Gaps reads what lies in the buckets of a local rank, before any gradient is
 // ready.
-func (r *Reducer[T]) Gaps(t *testing.T, local int) []T {
+func Gaps[T memory.Element](t *testing.T, r *Reducer, local int) []T {
 	t.Helper()
 	var all []T
-	for k := range r.parts {
-		flat := r.parts[k].wire.(plain[T]).flat[local]
+	for _, part := range r.parts {
+		flat := part.(*holding[T]).wire.(plain[T]).flat[local]
 		h := make([]T, flat.Len())
 		require.NoError(t, flat.CopyTo(r.g.Stream(local), h))
 		all = append(all, h...)
@@ -21,7 +23,7 @@ func (r *Reducer[T]) Gaps(t *testing.T, local int) []T {
 }
 
 // BucketGrads returns the gradients of each bucket.
-func (r *Reducer[T]) BucketGrads() [][]int {
+func (r *Reducer) BucketGrads() [][]int {
 	var all [][]int
 	for _, b := range r.queue.buckets {
 		all = append(all, b.grads)
@@ -30,4 +32,4 @@ func (r *Reducer[T]) BucketGrads() [][]int {
 }
 
 // Launched returns how many buckets are reduced in this step so far.
-func (r *Reducer[T]) Launched() int { return r.queue.next }
+func (r *Reducer) Launched() int { return r.queue.next }

@@ -94,7 +94,7 @@ func TestGapsOfABucketAreNumbers(t *testing.T) {
 		require.NoError(t, err)
 		defer red.Close()
 		for i := range lists {
-			for _, gap := range red.Gaps(t, i) {
+			for _, gap := range ddp.Gaps[float32](t, red, i) {
 				require.Zero(t, gap)
 			}
 		}

@@ -30,6 +30,11 @@ type queue struct {
 	ended   bool        // there was one
 	static  [][]bool    // by local rank: the gradients that are ready in every step; nil if unknown
 
+	any    bool  // a step may have any gradients; static decides if it is known
+	partly bool  // a local rank may have none
+	always bool  // a step may have none at all
+	failed error // why this step cannot be reduced; the step ends with it
+
 	streams []*stream.Stream // the program's, by local rank, while a step ends
 }
 
@@ -158,6 +163,9 @@ func (a *arrival) arrive(s *stream.Stream, n int) error {
 // launch reduces all buckets whose turn it is.
 func (q *queue) launch() error {
 	for ; q.next < len(q.buckets); q.next++ {
+		if q.failed != nil {
+			return q.failed
+		}
 		as := q.arrived[q.next]
 		if slices.ContainsFunc(as, func(a arrival) bool { return a.pending > 0 }) {
 			return nil
@@ -210,6 +218,9 @@ func (q *queue) flush(streams []*stream.Stream) error {
 func (q *queue) missing(op string) error {
 	var ranks []string
 	for local, seen := range q.seen {
+		if q.partly && !q.has(local) {
+			continue
+		}
 		var lack []int
 		for i, is := range seen {
 			if !is && (q.static == nil || q.static[local][i]) {
@@ -254,28 +265,44 @@ func runs(ns []int) string {
 
 // end ends the step on the streams. Gradients that should be ready and are not count as zeros,
 // because the ranks of other processes wait for their buckets, and the next step begins on all
-// ranks alike. The error names these gradients. If no gradient is ready, there is no step to
-// end. any allows a step to have any gradients; end calls agree after the last bucket.
-func (q *queue) end(op string, streams []*stream.Stream, any bool, agree func() error) error {
+// ranks alike. The error names these gradients. end calls agree after the last bucket.
+func (q *queue) end(op string, streams []*stream.Stream, agree func() error) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	var lack error
-	if !any {
+	if !q.any || q.static != nil {
 		lack = q.missing(op)
+		if !q.begun() && !q.always {
+			return q.notBegun(op, lack)
+		}
 	}
-	if lack != nil && !q.begun() {
-		return fmt.Errorf("%w; no gradient has become ready since the last step", lack)
-	}
-	if err := q.flush(streams); err != nil {
-		return errors.Join(lack, err)
-	}
-	if err := agree(); err != nil {
-		return errors.Join(lack, err)
-	}
-	if err := q.finish(streams); err != nil || lack == nil {
+	if err := q.conclude(streams, agree); err != nil || lack == nil {
 		return errors.Join(lack, err)
 	}
 	return fmt.Errorf("%w; they counted as zeros, and the next Ready begins another step", lack)
+}
+
+// notBegun is the error of the end of a step without gradients.
+func (q *queue) notBegun(op string, lack error) error {
+	const why = "no gradient has become ready since the last step"
+	if lack == nil {
+		return fmt.Errorf("%s: %s: a rank without input calls Join", op, why)
+	}
+	return fmt.Errorf("%w; %s", lack, why)
+}
+
+// conclude reduces the buckets that are left, calls agree, and ends the step.
+func (q *queue) conclude(streams []*stream.Stream, agree func() error) error {
+	if err := q.flush(streams); err != nil {
+		if q.failed != nil {
+			q.rewind()
+		}
+		return err
+	}
+	if err := agree(); err != nil {
+		return err
+	}
+	return q.finish(streams)
 }
 
 // finish ends the step: the streams wait for the last bucket, and with it for
@@ -296,7 +323,7 @@ func (q *queue) finish(streams []*stream.Stream) error {
 
 // rewind prepares for the next step.
 func (q *queue) rewind() {
-	q.next, q.order = 0, q.order[:0]
+	q.next, q.order, q.failed = 0, q.order[:0], nil
 	for k, b := range q.buckets {
 		for i := range q.arrived[k] {
 			q.arrived[k][i].pending, q.arrived[k][i].stream = q.expected(i, b.grads), nil
@@ -326,6 +353,9 @@ func (q *queue) expected(local int, grads []int) int {
 func (q *queue) begun() bool {
 	return slices.ContainsFunc(q.seen, func(seen []bool) bool { return slices.Contains(seen, true) })
 }
+
+// has reports whether a gradient of a local rank is ready in this step.
+func (q *queue) has(local int) bool { return slices.Contains(q.seen[local], true) }
 
 // sorted checks that there is one stream for each local rank, whose work can be ordered
 // with the group's now, and returns them in the order of these, until the next call.

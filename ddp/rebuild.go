@@ -18,7 +18,7 @@ import (
 //
 // Gradients of memory.MakeFlat are reduced in place as long as the gradients of a bucket are
 // neighbours. New buffers are allocated before the old ones are freed.
-func (r *Reducer[T]) Rebuild(ctx context.Context) error {
+func (r *Reducer) Rebuild(ctx context.Context) error {
 	const op = "ddp: rebuild buckets"
 	if r.owner.Closed() {
 		return fmt.Errorf("%s: %w", op, device.ErrClosed)
@@ -45,7 +45,7 @@ func (r *Reducer[T]) Rebuild(ctx context.Context) error {
 }
 
 // firstOrder returns rank 0's order of all gradients.
-func (r *Reducer[T]) firstOrder(ctx context.Context) ([]int, error) {
+func (r *Reducer) firstOrder(ctx context.Context) ([]int, error) {
 	order := slices.Clone(r.queue.last)
 	for _, i := range backwards(len(r.grads[0])) {
 		if !slices.Contains(order, i) {

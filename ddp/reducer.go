@@ -1,17 +1,13 @@
 package ddp
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
-	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -27,145 +23,124 @@ import (
 // step with the gradients of the capture.
 //
 // Ready may be called by several goroutines; everything else by one.
-type Reducer[T memory.Element] struct {
-	owner handle.Owner
-	g     *comm.Group
-	cfg   ReducerConfig
-	grads [][]memory.Slice[T] // by local rank
-	queue *queue
-	parts []wired[T]  // by bucket
-	used  *usedMap[T] // nil if all gradients are used
-}
-
-// wired is the memory of a bucket on the local ranks.
-type wired[T memory.Element] struct {
-	wholes []memory.Slice[T] // the memory over its gradients, or none if they lie apart
-	wire   wire[T]
+type Reducer struct {
+	owner    handle.Owner
+	g        *comm.Group
+	cfg      ReducerConfig
+	grads    [][]gradient // by local rank
+	queue    *queue
+	parts    []contents // by bucket
+	buckets  []Bucket   // as the hook sees them; none without a hook
+	used     *usedMap   // nil if all gradients are used
+	uneven   *uneven    // nil if all ranks have the same number of steps
+	verifier *verifier  // nil without ReducerConfig.Verify
 }
 
 // NewReducer makes a reducer for the gradients of each local rank. grads has one list for
-// each local rank, with the same lengths in the same order on all ranks of the group. Two
-// gradients must not share memory: shared weights have one gradient. All ranks give the same
-// configuration. If the group has several processes, they wait for each other and compare
-// their arguments, and all of them return an error if the arguments differ. Collective.
-func NewReducer[T memory.Element](g *comm.Group, grads [][]memory.Slice[T], cfg *ReducerConfig) (*Reducer[T], error) {
+// each local rank, with the same lengths and types in the same order on all ranks of the group.
+// A list of tensor.Tensor may have several types: each bucket has one. Two gradients must not
+// share memory: shared weights have one gradient. All ranks give the same configuration. If the
+// group has several processes, they wait for each other and compare their arguments, and all of
+// them return an error if the arguments differ. Collective.
+func NewReducer[G Gradient](g *comm.Group, grads [][]G, cfg *ReducerConfig) (*Reducer, error) {
 	const op = "new reducer"
 	if err := checkGroup(g, op); err != nil {
 		return nil, err
 	}
-	c, err := filled[T](cfg)
-	if err == nil {
-		err = checkGrads(g, grads)
-	}
+	all, err := gradientsOf(op, g, grads)
+	var c ReducerConfig
 	var given arguments
 	if err == nil {
-		given = inBuckets[T]("gradient", lengths(grads[0]), c.FirstBucketBytes, c.BucketBytes, *c.Op)
-		given.Given += fmt.Sprintf(", unused ones %v, a static graph %v, on the wire %s", c.FindUnused, c.StaticGraph, c.Compress)
+		c, err = filled(cfg, dtypes(all[0]))
+	}
+	if err == nil {
+		given = describe("gradient", lengths(all[0]), dtypes(all[0]), c.FirstBucketBytes, c.BucketBytes, *c.Op)
+		given.Given += fmt.Sprintf(", unused ones %v, a static graph %v, uneven %v %v %v, verified %v, on the wire %s%s",
+			c.FindUnused, c.StaticGraph, c.Uneven, c.DivideByActive, c.StopTogether, c.Verify, c.Compress, c.describeHook())
+		if c.Hook != nil {
+			given.Shapes = shapes(all[0])
+		}
 	}
 	if err := agree(context.Background(), g, op, given, err); err != nil {
 		return nil, err
 	}
-	r := &Reducer[T]{g: g, cfg: c}
-	for _, list := range grads {
-		r.grads = append(r.grads, slices.Clone(list))
-	}
-	r.queue = newQueue(g, r, len(grads[0]))
+	r := &Reducer{g: g, cfg: c, grads: all}
+	r.queue = newQueue(g, r, len(all[0]))
 	handle.Init(r, &r.owner, handle.About{Kind: "reducer", On: g.Device(0)})
-	if c.FindUnused || c.StaticGraph {
-		r.used, err = newUsedMap[T](g, len(grads[0]))
-	}
-	if err == nil {
-		err = r.arrange(backwards(len(grads[0])))
-	}
-	if err != nil {
+	if err := r.open(); err != nil {
 		return nil, errors.Join(fmt.Errorf("ddp: new reducer: %w", err), r.Close())
 	}
 	return r, nil
 }
 
-// arrange replaces the buckets by buckets of the gradients in an order.
-func (r *Reducer[T]) arrange(order []int) error {
-	buckets := r.split(order)
-	parts := make([]wired[T], 0, len(buckets))
-	for k := range buckets {
-		w := wired[T]{wholes: make([]memory.Slice[T], len(r.grads))}
-		for i := range r.grads {
-			w.wholes[i], _ = adjacent(&buckets[k], r.grads[i])
+// open allocates the reducer's memory.
+func (r *Reducer) open() (err error) {
+	n := len(r.grads[0])
+	if r.cfg.FindUnused || r.cfg.StaticGraph {
+		if r.used, err = newUsedMap(r.g, n); err != nil {
+			return err
 		}
-		var err error
-		if w.wire, err = newWire(r.g, &r.cfg, w.wholes, buckets[k].len); err != nil {
+	}
+	if r.cfg.Uneven {
+		if r.uneven, err = newUneven(r.g); err != nil {
+			return err
+		}
+	}
+	r.queue.any, r.queue.partly, r.queue.always = r.used != nil, r.cfg.Uneven, r.cfg.Verify
+	return r.arrange(backwards(n))
+}
+
+// arrange replaces the buckets by buckets of the gradients in an order.
+func (r *Reducer) arrange(order []int) error {
+	buckets := r.split(order)
+	parts := make([]contents, 0, len(buckets))
+	for k := range buckets {
+		x, err := contentsOf(r.g, &r.cfg, &buckets[k], r.grads)
+		if err != nil {
 			return errors.Join(err, closeParts(parts))
 		}
-		parts = append(parts, w)
+		parts = append(parts, x)
 	}
-	if err := r.queue.fill(buckets); err != nil {
-		return errors.Join(err, closeParts(parts))
+	var hooked []Bucket
+	if r.cfg.Hook != nil {
+		var err error
+		if hooked, err = r.newBuckets(buckets, parts); err != nil {
+			return errors.Join(err, closeParts(parts))
+		}
 	}
-	old := r.parts
-	r.parts = parts
-	return closeParts(old)
+	verifier, err := r.newVerifier(buckets, parts)
+	if err == nil {
+		err = r.queue.fill(buckets)
+	}
+	if err != nil {
+		return errors.Join(err, verifier.close(), closeParts(parts))
+	}
+	err = errors.Join(closeBuckets(r.buckets), r.verifier.close(), closeParts(r.parts))
+	r.parts, r.buckets, r.verifier = parts, hooked, verifier
+	return err
 }
 
-func (r *Reducer[T]) split(order []int) []bucket {
-	return split[T](lengths(r.grads[0]), order, r.cfg.FirstBucketBytes, r.cfg.BucketBytes)
+func (r *Reducer) split(order []int) []bucket {
+	return split(lengths(r.grads[0]), dtypes(r.grads[0]), order, r.cfg.FirstBucketBytes, r.cfg.BucketBytes)
 }
 
-func closeParts[T memory.Element](parts []wired[T]) error {
+func closeParts(parts []contents) error {
 	var errs []error
-	for _, w := range parts {
-		errs = append(errs, w.wire.close())
+	for _, x := range parts {
+		errs = append(errs, x.close())
 	}
 	return errors.Join(errs...)
 }
 
-func checkGrads[T memory.Element](g *comm.Group, grads [][]memory.Slice[T]) error {
-	if len(grads) != g.Locals() || len(grads[0]) == 0 {
-		return fmt.Errorf("ddp: new reducer: %d lists of gradients for %d local ranks: want one list with at least one gradient for each: %w",
-			len(grads), g.Locals(), comm.ErrMismatch)
-	}
-	for i, list := range grads {
-		if !slices.Equal(lengths(list), lengths(grads[0])) {
-			return fmt.Errorf("ddp: new reducer: the gradients of local ranks 0 and %d have different lengths: %w", i, comm.ErrMismatch)
-		}
-		for j, x := range list {
-			if err := mem.Check("ddp: new reducer", x.Buffer(), x.Len(), g.Device(i)); err != nil {
-				return unfit(fmt.Errorf("%w (gradient %d of local rank %d)", err, j, i))
-			}
-		}
-		if a, b, shared := sharing(list); shared {
-			return refuse("new reducer", "gradients %d and %d of local rank %d share some memory: want each to be reduced once", a, b, i)
-		}
-	}
-	return nil
-}
-
-// sharing returns two slices that share some memory, if there are any.
-func sharing[T memory.Element](xs []memory.Slice[T]) (a, b int, found bool) {
-	var order []int
-	for i, x := range xs {
-		if x.Len() > 0 {
-			order = append(order, i)
-		}
-	}
-	slices.SortStableFunc(order, func(i, j int) int { return cmp.Compare(xs[i].Ptr(), xs[j].Ptr()) })
-	for k := 1; k < len(order); k++ {
-		a, b = order[k-1], order[k]
-		if xs[a].Ptr()+uint64(xs[a].Bytes()) > xs[b].Ptr() {
-			return min(a, b), max(a, b), true
-		}
-	}
-	return 0, 0, false
-}
-
 // Buckets returns how many buckets there are.
-func (r *Reducer[T]) Buckets() int { return len(r.parts) }
+func (r *Reducer) Buckets() int { return len(r.parts) }
 
 // Ready says that the work that is now on s completes gradient i of the local rank on the
 // device of s. If i is the last gradient of its bucket, Ready enqueues the reduction of the
 // bucket on the group's stream, which waits for s. The host and s do not wait. With
 // StaticGraph, from the second step on, Ready returns an error if the first step did not use
 // gradient i.
-func (r *Reducer[T]) Ready(s *stream.Stream, i int) error {
+func (r *Reducer) Ready(s *stream.Stream, i int) error {
 	const op = "ddp: gradient ready"
 	if r.owner.Closed() {
 		return fmt.Errorf("%s: %w", op, device.ErrClosed)
@@ -175,34 +150,42 @@ func (r *Reducer[T]) Ready(s *stream.Stream, i int) error {
 
 // collect copies gradient i into its bucket, unless it lies there already or load copies it
 // with its neighbours.
-func (r *Reducer[T]) collect(local int, s *stream.Stream, i int) error {
+func (r *Reducer) collect(local int, s *stream.Stream, i int) error {
 	at := r.queue.of[i]
-	w := &r.parts[at.bucket]
-	if w.wholes[local].Buffer() != nil {
+	part := r.parts[at.bucket]
+	if !part.apart(local) {
 		return nil
 	}
 	// The result of the step before must have left the wire.
 	if err := r.queue.arrived[at.bucket][local].reduced.wait(s); err != nil {
 		return err
 	}
-	if err := w.wire.record(s, local); err != nil {
-		return err
-	}
-	return w.wire.put(s, local, r.queue.buckets[at.bucket].at[at.nth], r.grads[local][i])
+	return part.put(s, local, at.nth)
 }
 
 // reduce enqueues the reduction of bucket k.
-func (r *Reducer[T]) reduce(k int) error {
+func (r *Reducer) reduce(k int) error {
+	if err := r.uneven.begin(r); err != nil {
+		return err
+	}
+	part := r.parts[k]
 	for i := range r.grads {
-		if err := r.load(k, i); err != nil {
+		if err := part.load(r.g.Stream(i), i, r.queue.seen[i]); err != nil {
+			return err
+		}
+		if err := r.zeroUnused(k, i); err != nil {
 			return err
 		}
 	}
-	if err := r.parts[k].wire.reduce(r.g, *r.cfg.Op); err != nil {
+	if err := r.exchange(k); err != nil {
 		return err
 	}
 	for i := range r.grads {
-		if err := r.unload(k, i); err != nil {
+		used := r.queue.seen[i] // the rank keeps the value of the others
+		if r.used == nil {
+			used = nil
+		}
+		if err := part.unload(r.g.Stream(i), i, used); err != nil {
 			return err
 		}
 	}
@@ -212,56 +195,20 @@ func (r *Reducer[T]) reduce(k int) error {
 	return nil
 }
 
-// load brings gradients that lie together into the wire, and zeros for unused gradients.
-func (r *Reducer[T]) load(k, local int) error {
-	w, s := &r.parts[k], r.g.Stream(local)
-	if w.wholes[local].Buffer() == nil {
-		for _, i := range r.queue.buckets[k].grads {
-			if err := r.grads[local][i].RecordStream(s); err != nil {
-				return err
-			}
-		}
-	} else {
-		if err := w.wholes[local].RecordStream(s); err != nil {
-			return err
-		}
-		if err := r.runs(k, local, r.queue.seen[local], func(at int, x memory.Slice[T]) error { return w.wire.put(s, local, at, x) }); err != nil {
+// exchange reduces the wire of bucket k over the ranks.
+func (r *Reducer) exchange(k int) error {
+	if err := r.verifier.look(r.g, k); err != nil {
+		return err
+	}
+	if r.cfg.DivideByActive {
+		if err := r.parts[k].scale(r.g, r.uneven.factors); err != nil {
 			return err
 		}
 	}
-	return r.zeroUnused(k, local)
-}
-
-// unload brings the result of a bucket back into the gradients that this rank uses.
-func (r *Reducer[T]) unload(k, local int) error {
-	w, s := &r.parts[k], r.g.Stream(local)
-	used := r.queue.seen[local]
-	if r.used == nil {
-		used = nil
+	if r.cfg.Hook != nil {
+		return r.reduceByHook(k)
 	}
-	return r.runs(k, local, used, func(at int, x memory.Slice[T]) error { return w.wire.get(s, local, at, x) })
-}
-
-// runs calls fn for the used gradients of a bucket, nil is all: for as many at once as lie
-// together, in the memory and in the wire.
-func (r *Reducer[T]) runs(k, local int, used []bool, fn func(at int, x memory.Slice[T]) error) error {
-	b, whole := &r.queue.buckets[k], r.parts[k].wholes[local]
-	for j := 0; j < len(b.grads); j++ {
-		if used != nil && !used[b.grads[j]] {
-			continue
-		}
-		at, x := b.at[j], r.grads[local][b.grads[j]]
-		if whole.Buffer() != nil {
-			for j+1 < len(b.grads) && (used == nil || used[b.grads[j+1]]) {
-				j++
-			}
-			x = whole.Slice(at, b.at[j]+r.grads[local][b.grads[j]].Len())
-		}
-		if err := fn(at, x); err != nil {
-			return err
-		}
-	}
-	return nil
+	return r.parts[k].reduce(r.g, *r.cfg.Op)
 }
 
 // Finish ends the step. Work that is enqueued on the streams after Finish sees all gradients
@@ -269,7 +216,7 @@ func (r *Reducer[T]) runs(k, local int, used []bool, fn func(at int, x memory.Sl
 // error that names the gradients that are not ready on the local ranks and should be, see
 // ReducerConfig. Even then the step ends, so that the ranks stay together: the missing
 // gradients count as zeros and get the result, and the next Ready begins another step.
-func (r *Reducer[T]) Finish(streams ...*stream.Stream) error {
+func (r *Reducer) Finish(streams ...*stream.Stream) error {
 	const op = "ddp: finish gradients"
 	if r.owner.Closed() {
 		return fmt.Errorf("%s: %w", op, device.ErrClosed)
@@ -278,18 +225,25 @@ func (r *Reducer[T]) Finish(streams ...*stream.Stream) error {
 	if err != nil {
 		return err
 	}
-	return r.queue.end(op, by, r.used != nil && !r.used.known, func() error {
-		if r.used == nil || r.used.known {
-			return nil
-		}
-		return r.reduceUsed()
-	})
+	err = r.queue.end(op, by, r.agreeUsed)
+	if stop := r.uneven.end(context.Background(), r); stop != nil {
+		err = errors.Join(err, fmt.Errorf("%s: %w", op, stop))
+	}
+	return r.verified("finish gradients", err)
+}
+
+// agreeUsed lets the ranks tell each other which gradients they use, if they do not know.
+func (r *Reducer) agreeUsed() error {
+	if r.used == nil || r.used.known {
+		return nil
+	}
+	return r.reduceUsed()
 }
 
 // Close frees the buckets, in the order of the group's streams.
-func (r *Reducer[T]) Close() error {
+func (r *Reducer) Close() error {
 	if r == nil || !r.owner.Close() {
 		return nil
 	}
-	return errors.Join(closeParts(r.parts), r.queue.close(), r.used.close())
+	return errors.Join(closeBuckets(r.buckets), closeParts(r.parts), r.queue.close(), r.used.close(), r.uneven.close(), r.verifier.close())
 }

@@ -166,7 +166,7 @@ func TestReducerErrors(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)
 		b := backwards(t, g, true)[0]
-		_, err := ddp.NewReducer[float32](g, nil, nil)
+		_, err := ddp.NewReducer[memory.Slice[float32]](g, nil, nil)
 		require.ErrorIs(t, err, comm.ErrMismatch)
 		_, err = ddp.NewReducer(g, [][]memory.Slice[float32]{b.grads}, &ddp.ReducerConfig{BucketBytes: -1})
 		require.ErrorContains(t, err, "want a positive size")

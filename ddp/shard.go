@@ -101,13 +101,14 @@ func NewSharder[T memory.Element](g *comm.Group, lens []int, cfg *ShardConfig) (
 	} else {
 		err = checkLengths[T](op, lens, g.Size())
 	}
-	if err := agree(context.Background(), g, op, inBuckets[T]("parameter", lens, c.FirstBucketBytes, c.BucketBytes, *c.Op), err); err != nil {
+	types := slices.Repeat([]memory.DType{memory.DTypeOf[T]()}, len(lens))
+	if err := agree(context.Background(), g, op, describe("parameter", lens, types, c.FirstBucketBytes, c.BucketBytes, *c.Op), err); err != nil {
 		return nil, err
 	}
 	sh := &Sharder[T]{g: g, op: *c.Op}
 	sh.queue = newQueue(g, sh, len(lens))
 	handle.Init(sh, &sh.owner, handle.About{Kind: "sharder", On: g.Device(0)})
-	if err := sh.open(split[T](lens, backwards(len(lens)), c.FirstBucketBytes, c.BucketBytes), lens); err != nil {
+	if err := sh.open(split(lens, types, backwards(len(lens)), c.FirstBucketBytes, c.BucketBytes), lens); err != nil {
 		return nil, errors.Join(fmt.Errorf("ddp: %s: %w", op, err), sh.Close())
 	}
 	return sh, nil
@@ -257,7 +258,7 @@ func (sh *Sharder[T]) Finish(streams ...*stream.Stream) error {
 			return err
 		}
 	}
-	return sh.queue.end(op, by, false, func() error { return nil })
+	return sh.queue.end(op, by, func() error { return nil })
 }
 
 // AllGather enqueues, on the group's streams, the copy of each rank's shard of the

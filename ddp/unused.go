@@ -11,11 +11,11 @@ import (
 )
 
 // A usedMap tells the devices which gradients any rank uses. The host does not know.
-type usedMap[T memory.Element] struct {
+type usedMap struct {
 	locals []localUsed
 	all    comm.Shards[uint8] // by local rank: 1 for each gradient that any rank uses
 	known  bool               // the answer holds for all later steps
-	unused []unused[T]
+	unused []unused
 }
 
 type localUsed struct {
@@ -24,13 +24,13 @@ type localUsed struct {
 }
 
 // unused is a gradient of a local rank that gets the result or keeps its value.
-type unused[T memory.Element] struct {
+type unused struct {
 	local, grad int
-	old         memory.Slice[T] // its value before the step; none if it still has the value
+	old         *memory.Buffer // its value before the step; nil if it still has the value
 }
 
-func newUsedMap[T memory.Element](g *comm.Group, n int) (*usedMap[T], error) {
-	c := &usedMap[T]{}
+func newUsedMap(g *comm.Group, n int) (*usedMap, error) {
+	c := &usedMap{}
 	for _, s := range g.Streams() {
 		own, errOwn := memory.Make[uint8](s, n)
 		all, errAll := memory.Make[uint8](s, n)
@@ -42,7 +42,7 @@ func newUsedMap[T memory.Element](g *comm.Group, n int) (*usedMap[T], error) {
 	return c, nil
 }
 
-func (c *usedMap[T]) close() error {
+func (c *usedMap) close() error {
 	if c == nil {
 		return nil
 	}
@@ -58,31 +58,20 @@ func (c *usedMap[T]) close() error {
 
 // zeroUnused puts zeros into the wire for the gradients that a local rank does not use in this
 // step. If the wire is their own memory, zeroUnused saves their values.
-func (r *Reducer[T]) zeroUnused(k, local int) error {
-	b, w, s := &r.queue.buckets[k], r.parts[k].wire, r.g.Stream(local)
-	for j, i := range b.grads {
-		x := r.grads[local][i]
-		if r.queue.seen[local][i] || x.Len() == 0 {
+func (r *Reducer) zeroUnused(k, local int) error {
+	part, s := r.parts[k], r.g.Stream(local)
+	for j, i := range r.queue.buckets[k].grads {
+		if r.queue.seen[local][i] || r.grads[local][i].len == 0 {
 			continue
 		}
-		u := unused[T]{local: local, grad: i}
-		if r.used == nil { // it is missing: Finish returns the error
-			if err := w.zero(s, local, b.at[j], x.Len()); err != nil {
+		if r.used != nil { // otherwise it is missing, and Finish returns the error
+			old, err := part.save(s, local, j)
+			if err != nil {
 				return err
 			}
-			continue
+			r.used.unused = append(r.used.unused, unused{local, i, old})
 		}
-		if w.inPlace(local) {
-			var err error
-			if u.old, err = memory.Make[T](s, x.Len()); err != nil {
-				return err
-			}
-			if err := memory.Copy(s, u.old, x); err != nil {
-				return errors.Join(err, u.old.Close())
-			}
-		}
-		r.used.unused = append(r.used.unused, u)
-		if err := w.zero(s, local, b.at[j], x.Len()); err != nil {
+		if err := part.zero(s, local, j); err != nil {
 			return err
 		}
 	}
@@ -91,7 +80,7 @@ func (r *Reducer[T]) zeroUnused(k, local int) error {
 
 // reduceUsed lets the ranks tell each other which gradients they use, and brings the
 // unused ones into order.
-func (r *Reducer[T]) reduceUsed() error {
+func (r *Reducer) reduceUsed() error {
 	c := r.used
 	for i := range c.locals {
 		s, l := r.g.Stream(i), &c.locals[i]
@@ -146,7 +135,7 @@ func (l *localUsed) write(s *stream.Stream, seen []bool) error {
 
 // restore gives unused gradients the result if another rank uses them, and their old value
 // if none does.
-func (r *Reducer[T]) restore() error {
+func (r *Reducer) restore() error {
 	list := r.used.unused
 	r.used.unused = list[:0]
 	var errs []error
@@ -156,11 +145,7 @@ func (r *Reducer[T]) restore() error {
 	return errors.Join(errs...)
 }
 
-func (r *Reducer[T]) restoreOne(u *unused[T], s *stream.Stream) error {
-	at, x, old := r.queue.of[u.grad], r.grads[u.local][u.grad], u.old
-	if old.Buffer() == nil {
-		old = x
-	}
-	used := r.used.all[u.local].Slice(u.grad, u.grad+1)
-	return r.parts[at.bucket].wire.choose(s, u.local, r.queue.buckets[at.bucket].at[at.nth], x, used, old)
+func (r *Reducer) restoreOne(u *unused, s *stream.Stream) error {
+	at := r.queue.of[u.grad]
+	return r.parts[at.bucket].choose(s, u.local, at.nth, r.used.all[u.local].Slice(u.grad, u.grad+1), u.old)
 }

@@ -23,7 +23,7 @@ type trainer struct {
 	t    *testing.T
 	g    *comm.Group
 	bs   []backward
-	red  *ddp.Reducer[float32]
+	red  *ddp.Reducer
 	op   comm.Op
 	want [][][]float32 // by rank and gradient
 }

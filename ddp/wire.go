@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
 )
 
 // A wire is the memory of a bucket that is reduced, on all local ranks. Its methods
@@ -20,6 +21,10 @@ type wire[T memory.Element] interface {
 	// choose sets x to the wire's elements if used is not 0, and to old if it is.
 	choose(s *stream.Stream, local, at int, x memory.Slice[T], used memory.Slice[uint8], old memory.Slice[T]) error
 	reduce(g *comm.Group, op comm.Op) error
+	// divide divides the wire by a number, unless put has done that.
+	divide(g *comm.Group, by int) error
+	scale(g *comm.Group, factors comm.Shards[float32]) error // by local rank, one element each
+	tensors() ([]tensor.Tensor, error)
 	record(s *stream.Stream, local int) error
 	inPlace(local int) bool // the wire is the gradients' own memory
 	close() error
@@ -32,10 +37,11 @@ func newWire[T memory.Element](g *comm.Group, c *ReducerConfig, wholes []memory.
 	if *c.Op == comm.Avg {
 		by = g.Size()
 	}
-	switch c.Compress {
-	case memory.Float16:
+	switch t := memory.DTypeOf[T](); {
+	case !compressible(t):
+	case c.Compress == memory.Float16:
 		return newNarrow[T, memory.Float16Bits](g, n, by)
-	case memory.BFloat16:
+	case c.Compress == memory.BFloat16:
 		return newNarrow[T, memory.BFloat16Bits](g, n, by)
 	}
 	w := plain[T]{flat: make(comm.Shards[T], len(wholes)), own: make([]bool, len(wholes))}
@@ -95,6 +101,21 @@ func (w plain[T]) choose(s *stream.Stream, local, at int, x memory.Slice[T], use
 
 func (w plain[T]) reduce(g *comm.Group, op comm.Op) error { return comm.AllReduce(g, op, w.flat...) }
 
+func (w plain[T]) divide(g *comm.Group, by int) error {
+	for i, x := range w.flat {
+		if err := divide(g.Stream(i), x, x, by); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (w plain[T]) scale(g *comm.Group, factors comm.Shards[float32]) error {
+	return scale(g, w.flat, factors)
+}
+
+func (w plain[T]) tensors() ([]tensor.Tensor, error) { return tensorsOf(w.flat) }
+
 func (w plain[T]) record(s *stream.Stream, local int) error { return w.flat[local].RecordStream(s) }
 
 func (w plain[T]) inPlace(local int) bool { return !w.own[local] }
@@ -151,6 +172,14 @@ func (w narrow[T, W]) reduce(g *comm.Group, op comm.Op) error {
 	return comm.AllReduce(g, op, w.flat...)
 }
 
+func (w narrow[T, W]) divide(*comm.Group, int) error { return nil }
+
+func (w narrow[T, W]) scale(g *comm.Group, factors comm.Shards[float32]) error {
+	return scale(g, w.flat, factors)
+}
+
+func (w narrow[T, W]) tensors() ([]tensor.Tensor, error) { return tensorsOf(w.flat) }
+
 func (w narrow[T, W]) record(s *stream.Stream, local int) error { return w.flat[local].RecordStream(s) }
 
 func (w narrow[T, W]) inPlace(int) bool { return false }
@@ -164,6 +193,12 @@ var (
 			Inputs:   []string{"x"},
 			Defaults: []kernel.Operand{kernel.Set("by", 1)},
 			Floats:   func(in, out []float64) { out[0] = in[0] / in[1] },
+		})
+	})
+	multiplier = sync.OnceValues(func() (*kernel.Elementwise, error) {
+		return kernel.NewElementwise("x * factor", &kernel.ElementwiseConfig{
+			Inputs: []string{"x", "factor"},
+			Floats: func(in, out []float64) { out[0] = in[0] * in[1] },
 		})
 	})
 	chooser = sync.OnceValues(func() (*kernel.Elementwise, error) {
@@ -190,6 +225,31 @@ func divide[D, S memory.Element](s *stream.Stream, dst memory.Slice[D], x memory
 		return fmt.Errorf("ddp: convert gradients: %w", err)
 	}
 	return nil
+}
+
+// scale multiplies flat memory by a device number for each local rank.
+func scale[T memory.Element](g *comm.Group, flat comm.Shards[T], factors comm.Shards[float32]) error {
+	f, err := multiplier()
+	if err != nil {
+		return err
+	}
+	for i, x := range flat {
+		if err := f.Launch(g.Stream(i), kernel.Out(x), kernel.In(x), kernel.In(factors[i])); err != nil {
+			return fmt.Errorf("ddp: scale gradients: %w", err)
+		}
+	}
+	return nil
+}
+
+func tensorsOf[T memory.Element](flat comm.Shards[T]) ([]tensor.Tensor, error) {
+	ts := make([]tensor.Tensor, len(flat))
+	for i, x := range flat {
+		var err error
+		if ts[i], err = tensor.Of(x, x.Len()); err != nil {
+			return nil, err
+		}
+	}
+	return ts, nil
 }
 
 func choose[T, W memory.Element](s *stream.Stream, x memory.Slice[T], used memory.Slice[uint8], reduced memory.Slice[W], old memory.Slice[T]) error {

@@ -96,7 +96,7 @@ func floatGrads(t *testing.T, g *comm.Group, r *rand.Rand, flat bool, lens []int
 	return xs, hs
 }
 
-func reduceAll[T memory.Element](t *testing.T, g *comm.Group, red *ddp.Reducer[T], n int) {
+func reduceAll(t *testing.T, g *comm.Group, red *ddp.Reducer, n int) {
 	t.Helper()
 	for i := range g.Locals() {
 		for j := n - 1; j >= 0; j-- {

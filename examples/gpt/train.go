@@ -28,7 +28,7 @@ type trainer[T kernels.Float] struct {
 	cfg      *config
 	replicas []*replica[T]
 	streams  []*stream.Stream // of the replicas
-	red      *ddp.Reducer[float32]
+	red      *ddp.Reducer
 	exec     *graph.Exec // a step; nil if it is not captured
 }
 

@@ -20,6 +20,9 @@ type Inside interface {
 	// UseWhole is comm.Group.Use with the strategy of this name, but the group uses it for all
 	// sizes that it supports, even if it is slow for them. Measurements need that.
 	UseWhole(ctx context.Context, strategy string) error
+	// Fail breaks the group with a cause and returns the error of later calls. It aborts
+	// pending operations, so that no rank waits for this one.
+	Fail(cause error) error
 	// NewBatch returns a batch of nccl's operations that the backends of the group's strategy
 	// execute. comm's functions enqueue their operations in the same way. The caller adds
 	// operations of local ranks on the group's streams. It may use several batches

@@ -39,28 +39,33 @@ func TestWaitsNeverLie(t *testing.T) {
 		seed = rand.Uint64()
 	}
 	var nils, errs atomic.Int64
-	run := func(t *testing.T, devices func(t *testing.T, p *waitProgram) []*device.Device) {
+	run := func(t *testing.T, devices func(p *waitProgram) []*device.Device) {
 		for i := range *waitPrograms {
-			p := &waitProgram{t: t, seed: seed + uint64(i), nils: &nils, errs: &errs}
-			p.rng = rand.New(rand.NewPCG(p.seed, 1))
-			if p.run(devices); t.Failed() {
-				t.Fatalf("-waits 1 -waitsseed %d repeats the program: %s", p.seed, p)
+			passed := t.Run(fmt.Sprint(i), func(t *testing.T) { // whose end frees the devices
+				p := &waitProgram{t: t, seed: seed + uint64(i), nils: &nils, errs: &errs}
+				p.rng = rand.New(rand.NewPCG(p.seed, 1))
+				if p.run(devices); t.Failed() {
+					t.Fatalf("-waits 1 -waitsseed %d repeats the program: %s", p.seed, p)
+				}
+			})
+			if !passed {
+				return
 			}
 		}
 		t.Logf("seed %d: %d programs, %d waits returned nil and %d an error", seed, *waitPrograms, nils.Load(), errs.Load())
 	}
 	t.Run("virtual", func(t *testing.T) {
-		run(t, func(t *testing.T, p *waitProgram) []*device.Device {
+		run(t, func(p *waitProgram) []*device.Device {
 			cfg := &device.SystemConfig{VirtualDevices: 1 + p.rng.IntN(3)}
 			if plan, planned := p.beside.faults(p.rng); planned {
 				cfg.Faults = plan
 			}
-			return testgpu.System(t, cfg).Devices()
+			return testgpu.System(p.t, cfg).Devices()
 		})
 	})
 	t.Run("cuda", func(t *testing.T) {
 		all := testgpu.CUDA(t, 1)[0].System().Devices()
-		run(t, func(_ *testing.T, p *waitProgram) []*device.Device {
+		run(t, func(p *waitProgram) []*device.Device {
 			if _, planned := p.beside.faults(p.rng); planned {
 				p.beside = nothing
 			}
@@ -131,12 +136,12 @@ type waitStep struct {
 
 const poison = -12345
 
-func (p *waitProgram) run(devices func(*testing.T, *waitProgram) []*device.Device) {
+func (p *waitProgram) run(devices func(*waitProgram) []*device.Device) {
 	t := p.t
 	if p.beside = mishap(p.rng.IntN(int(numMishaps))); p.beside >= timesOut && p.rng.IntN(2) == 0 {
 		p.beside = mishap(p.rng.IntN(int(timesOut))) // they take longer
 	}
-	devs := devices(t, p)
+	devs := devices(p)
 	p.strategy = []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.Windows, comm.CopyEngines}[p.rng.IntN(4)]
 	cfg := &comm.Config{Strategy: p.strategy, NCCL: &nccl.Config{Timeout: time.Minute}}
 	if p.beside == timesOut || p.beside == hangs {
@@ -379,12 +384,6 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 	}
 	nth, rank := p.rng.IntN(issued), p.rng.IntN(len(p.eyes))
 	s, g := p.steps[nth], p.g
-	// Streams and events know no group: nothing but a context ends their waits.
-	bounded := func(wait func(context.Context) error) error {
-		ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
-		defer cancel()
-		return wait(ctx)
-	}
 	everyone := func(how string, first, last int, err error) {
 		p.judge(how, err, p.steps[first:last], 0, len(p.eyes))
 	}
@@ -412,7 +411,7 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 		}
 	case 4: // what a stream has passed has completed if the group is sound afterwards
 		return func() {
-			err := bounded(g.Stream(rank).Sync)
+			err := g.Stream(rank).Sync(ctx)
 			if err == nil {
 				err = g.Err()
 			}
@@ -422,7 +421,7 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 		return func() {
 			e, err := g.Stream(rank).Record(nil)
 			if err == nil {
-				err = errors.Join(bounded(e.Sync), e.Close())
+				err = errors.Join(e.Sync(ctx), e.Close())
 			}
 			if err == nil {
 				err = g.Err()
@@ -433,7 +432,7 @@ func (p *waitProgram) waiter(ctx context.Context, issued int) func() {
 	return func() { // the device waits, and the host asks afterwards
 		err := s.work.WaitOn(p.eyes[rank])
 		if err == nil {
-			err = bounded(p.eyes[rank].Sync)
+			err = p.eyes[rank].Sync(ctx)
 		}
 		if err == nil {
 			_, err = s.work.Done()

@@ -96,7 +96,7 @@ func catchLog(t *testing.T) *bytes.Buffer {
 
 func TestSyncDebugCostsNothingWhenOff(t *testing.T) {
 	d := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
-	require.Zero(t, testing.AllocsPerRun(100, func() {
+	require.Zero(t, testgpu.Allocs(100, func() {
 		if gpu.DeviceOf(d).Blocking("test") != nil {
 			t.Fatal("the mode is off")
 		}

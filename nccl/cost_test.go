@@ -146,7 +146,7 @@ func requireNoAllocation(t *testing.T, name string, pooled bool, issue func() er
 	if pooled && tsan.On {
 		return
 	}
-	require.Zero(t, testing.AllocsPerRun(500, func() { _ = issue() }), name)
+	require.Zero(t, testgpu.Allocs(500, func() { _ = issue() }), name)
 }
 
 // Many groups may be open at once.

@@ -6,6 +6,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
@@ -82,6 +83,7 @@ func (p *places) stream() (*stream.Stream, error) {
 	if err != nil {
 		return nil, err
 	}
+	handle.InitForever(&gpu.StreamOf(s).Owner) // close closes it, and devices may be dropped without Close
 	p.s = s
 	return s, nil
 }

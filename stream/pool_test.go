@@ -53,8 +53,8 @@ func TestPoolAllocatesNothing(t *testing.T) {
 	for range 32 {
 		take()
 	}
-	require.Zero(t, testing.AllocsPerRun(100, take))
-	require.Zero(t, testing.AllocsPerRun(100, func() { stream.Default(dev) }))
+	require.Zero(t, testgpu.Allocs(100, take))
+	require.Zero(t, testgpu.Allocs(100, func() { stream.Default(dev) }))
 }
 
 func TestPriorities(t *testing.T) {

@@ -66,7 +66,8 @@ type MatMulConfig struct {
 //	8-bit floats, not both e5m2      bfloat16, float16,      float32
 //	                                 float32, e4m3fn; e5m2 if an input is e5m2
 //
-// The result is rounded once to the type of c; 8-bit floats saturate. Integers and products
+// The result is rounded once to the type of c; 8-bit floats saturate. If operands are not
+// aligned to 16 bytes, cuBLASLt may also round before it adds the bias. Integers and products
 // of mixed types are not supported.
 //
 // No operand is copied. In a, b, c and Add one of the last two strides is 1, and the other

@@ -191,6 +191,8 @@ func (l *lab) requireGaps(x *operand, before []byte) {
 type reference struct {
 	batch, m, n, k int
 	sum, size      []float64 // the sum, and the sum of the absolute values
+	rounded        float64   // the relative error of a sum that was rounded before the bias was added
+	early          []float64 // those sums
 }
 
 // at returns element (b, i, j) of a tensor whose batch may repeat.

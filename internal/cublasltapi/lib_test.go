@@ -34,7 +34,7 @@ var signatures = dltest.Signatures{
 	"cublasLtMatmulAlgoInit":               "w i i i i i i i o64",
 	"cublasLtMatmulAlgoConfigSetAttribute": "p64 i p4 w",
 	"cublasLtMatmulAlgoConfigGetAttribute": "p64 i o4 w o8=4",
-	"cublasLtMatmulAlgoCapGetAttribute":    "p64 i O8 w o8=8",
+	"cublasLtMatmulAlgoCapGetAttribute":    "p64 i o8 w o8=8",
 	"cublasLtMatmul":                       "w w p4 w w w w p4 w w w w p64 w w w",
 }
 

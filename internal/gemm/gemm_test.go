@@ -303,7 +303,7 @@ func TestProductsAllocateNothing(t *testing.T) {
 		require.NoError(t, run())
 		require.NoError(t, b.s.Sync(testgpu.Context(t)))
 		require.NoError(t, gemm.Replace(b.s, func(api cublasltapi.API) cublasltapi.API { return instant{api} }))
-		require.Zero(t, testing.AllocsPerRun(100, func() {
+		require.Zero(t, testgpu.Allocs(100, func() {
 			if err := run(); err != nil {
 				t.Fatal(err)
 			}

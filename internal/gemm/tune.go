@@ -51,6 +51,9 @@ func Tune(ctx context.Context, s *stream.Stream, p *Product, o *TuneOptions) (Re
 	if err := gpu.StreamOf(s).RefuseCapture("tensor: tune", "tune before the capture"); err != nil {
 		return Result{}, err
 	}
+	if ctx.Err() != nil {
+		return Result{}, context.Cause(ctx)
+	}
 	q, err := queueOf(s)
 	if err != nil {
 		return Result{}, err

@@ -20,6 +20,7 @@ type Call = func(drv cudadrv.Driver) cudadrv.Result
 type Device struct {
 	sys     *System
 	ordinal int
+	name    string // such as "cuda:0"
 	handle  cudadrv.Device
 
 	mu      sync.Mutex // guards the first use
@@ -46,7 +47,7 @@ func (d *Device) System() *System { return d.sys }
 func (d *Device) Ordinal() int { return d.ordinal }
 
 // String returns "cuda:0" or "virtual:0".
-func (d *Device) String() string { return fmt.Sprintf("%s:%d", d.sys.Name, d.ordinal) }
+func (d *Device) String() string { return d.name }
 
 // UUID returns the device's identity across processes and reboots, as nvidia-smi prints it.
 func (d *Device) UUID() (string, error) {

@@ -2,6 +2,7 @@ package gpu
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"slices"
 	"sync/atomic"
@@ -62,7 +63,7 @@ func NewSystem(b *backend.System, errs Errors) (*System, SystemRef) {
 // Add adds the driver's device that has the next ordinal, and returns the reference for
 // the public type.
 func (s *System) Add(h cudadrv.Device) DeviceRef {
-	d := &Device{sys: s, ordinal: len(s.devs), handle: h}
+	d := &Device{sys: s, ordinal: len(s.devs), name: fmt.Sprintf("%s:%d", s.Name, len(s.devs)), handle: h}
 	s.devs = append(s.devs, d)
 	return DeviceRef{d}
 }

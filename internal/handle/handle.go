@@ -12,7 +12,7 @@ import (
 // About describes an object in the report of its leak.
 type About struct {
 	Kind  string       // such as "stream"
-	On    fmt.Stringer // its device, group or session; nil if it has none
+	On    fmt.Stringer // its device, group or session, which costs no time to name; nil if it has none
 	Bytes int          // of memory that it owns; 0 if it owns none
 	// Frequent objects are made so often that recording the place of each would cost
 	// too much: only with Trace does their report have one.
@@ -22,7 +22,7 @@ type About struct {
 // A state is what outlives the object. It has 48 bytes, one size class of the allocator.
 type state struct {
 	kind   string
-	on     fmt.Stringer
+	on     string        // text, so that the state keeps nothing alive
 	place  *place        // nil if it was not recorded
 	closed atomic.Uint64 // in the lowest bit; the bytes are above it
 }
@@ -35,7 +35,10 @@ type Owner struct {
 
 // Init arms leak reporting for obj, whose embedded Owner is o.
 func Init[T any](obj *T, o *Owner, a About) {
-	st := &state{kind: a.Kind, on: a.On}
+	st := &state{kind: a.Kind}
+	if a.On != nil {
+		st.on = a.On.String()
+	}
 	st.closed.Store(uint64(a.Bytes) << 1)
 	if !a.Frequent || Trace.Load() {
 		st.place = here()
@@ -47,8 +50,13 @@ func Init[T any](obj *T, o *Owner, a About) {
 }
 
 // InitForever initializes the owner of an object that lives as long as the object that it
-// belongs to. It need not be closed, and is never reported.
-func InitForever(o *Owner) { o.st = &state{} }
+// belongs to. It need not be closed, and is never reported, not even after an Init.
+func InitForever(o *Owner) {
+	if o.st != nil {
+		o.Close()
+	}
+	o.st = &state{}
+}
 
 // Close marks the object closed and reports whether this call was the first.
 func (o *Owner) Close() bool { return o.st != nil && o.st.closed.Or(1)&1 == 0 }

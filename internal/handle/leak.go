@@ -75,11 +75,7 @@ func report(st *state) {
 	if word&1 == 1 {
 		return
 	}
-	l := Leak{Kind: st.kind, Bytes: int(word >> 1), Stack: st.place.String()}
-	if st.on != nil {
-		l.On = st.on.String()
-	}
-	OnLeak(l)
+	OnLeak(Leak{Kind: st.kind, On: st.on, Bytes: int(word >> 1), Stack: st.place.String()})
 }
 
 var warned sync.Map

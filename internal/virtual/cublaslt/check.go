@@ -158,6 +158,9 @@ func (s *shape) epilogueSupported() bool {
 	if s.a.t == cublasapi.R64F || cublasapi.ComputeType(s.d.compute) == cublasapi.Compute16F {
 		return false
 	}
+	if s.writesAux() && s.masks() && s.float8() {
+		return isHalf(s.o.t)
+	}
 	if s.is(cublasltapi.EpilogueGELU, cublasltapi.EpilogueGELUBias) || s.writesAux() {
 		return true
 	}

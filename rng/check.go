@@ -98,17 +98,17 @@ func whole(v float64) int64 {
 }
 
 // check validates the arguments of a fill and returns the generator.
-func check[T memory.Element](g *Generator, s *stream.Stream, x memory.Slice[T], d dist) (*Generator, error) {
-	if err := gpu.CheckStream(ops[d], s, nil); err != nil {
+func check[T memory.Element](op string, g *Generator, s *stream.Stream, x memory.Slice[T]) (*Generator, error) {
+	if err := gpu.CheckStream(op, s, nil); err != nil {
 		return nil, err
 	}
 	if g == nil {
 		g = Default(s.Device())
 	}
 	if g.dev != s.Device() {
-		return nil, fmt.Errorf("%s: the generator belongs to %s, the stream to %s: use a generator of the stream's device", ops[d], name(g.dev), s.Device())
+		return nil, fmt.Errorf("%s: the generator belongs to %s, the stream to %s: use a generator of the stream's device", op, name(g.dev), s.Device())
 	}
-	return g, mem.Check(ops[d], x.Buffer(), x.Len(), s.Device())
+	return g, mem.Check(op, x.Buffer(), x.Len(), s.Device())
 }
 
 func name(dev *device.Device) string {

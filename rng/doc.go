@@ -17,7 +17,12 @@
 // numbers to elements depends on the number of multiprocessors and of threads on each.
 // Virtual devices have the multiprocessors of an H200. Their uniform numbers, integers
 // and states are equal. Numbers computed with a logarithm, an exponential or a sine
-// differ by about the error of the GPU's fast functions.
+// differ by about the error of the GPU's fast functions, so a few counts of Poisson and samples
+// of Multinomial differ, too.
+//
+// Multinomial differs from torch in two cases that torch does not specify. One is the order of
+// equal quotients of weight and random number, which are frequent with 16-bit weights. The other
+// is the rounding of the prefix sums, if a single distribution is sampled with replacement.
 //
 // A fill draws from the given generator or, if it is nil, from the default generator of
 // the stream's device. It enqueues the work that overwrites the slice and returns without

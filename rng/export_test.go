@@ -14,6 +14,8 @@ func memoryBFloat(bits uint16) memory.BFloat16Bits { return memory.BFloat16Bits(
 var (
 	FromHalf   = fromHalf
 	FromBFloat = fromBFloat
+	ToHalf     = toHalf
+	ToBFloat   = toBFloat
 )
 
 // Captures returns how many captures and graphs draw from g.

@@ -30,13 +30,18 @@ func Uniform[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], from, t
 	return run(g, s, x, uniform, number(from), number(to), number(f.minus(to, from)))
 }
 
-// Normal fills x with normally distributed values (torch.Tensor.normal_). It
-// requires std >= 0.
-func Normal[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean, std float64) error {
-	if !(std >= 0) {
-		return refuse("normal", "std", std, ">= 0")
+// Normal fills x with normally distributed values (torch.Tensor.normal_; with a slice as mean or
+// std, torch.normal). It requires std >= 0. The numbers of a slice are not
+// checked: a negative std acts like a positive one.
+func Normal[T Float, M, S Param[T]](g *Generator, s *stream.Stream, x memory.Slice[T], mean M, std S) error {
+	m, d := paramOf[T](mean), paramOf[T](std)
+	if !d.isSlice() && !(d.number >= 0) {
+		return refuse("normal", "std", d.number, ">= 0")
 	}
-	return run(g, s, x, normal, number(mean), number(std), 0)
+	if m.isSlice() || d.isSlice() {
+		return normalOf(g, s, x, m, d)
+	}
+	return run(g, s, x, normal, number(m.number), number(d.number), 0)
 }
 
 // LogNormal fills x with e to the power of normally distributed values
@@ -46,6 +51,15 @@ func LogNormal[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean,
 		return refuse("log-normal", "std", std, "> 0")
 	}
 	return run(g, s, x, logNormal, number(mean), number(std), 0)
+}
+
+// Cauchy fills x with values of the Cauchy distribution (torch.Tensor.cauchy_). It requires
+// sigma > 0.
+func Cauchy[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], median, sigma float64) error {
+	if !(sigma > 0) {
+		return refuse("cauchy", "sigma", sigma, "> 0")
+	}
+	return run(g, s, x, cauchy, number(median), number(sigma), 0)
 }
 
 // Exponential fills x with exponentially distributed values with mean 1/lambda
@@ -64,12 +78,17 @@ func Exponential[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], lam
 }
 
 // Bernoulli fills x with 1 or true with probability p, and otherwise with 0 or
-// false (torch.Tensor.bernoulli_ with a number). It requires 0 <= p <= 1.
-func Bernoulli[T Number | bool](g *Generator, s *stream.Stream, x memory.Slice[T], p float64) error {
-	if !(p >= 0 && p <= 1) {
-		return refuse("bernoulli", "p", p, "0 <= p <= 1")
+// false (torch.Tensor.bernoulli_). It requires 0 <= p <= 1. In a slice, which torch checks on the
+// device, smaller numbers and NaN give 0, and larger numbers give 1.
+func Bernoulli[T Number | bool, P Param[T]](g *Generator, s *stream.Stream, x memory.Slice[T], p P) error {
+	q := paramOf[T](p)
+	if q.isSlice() {
+		return bernoulliOf(g, s, x, q)
 	}
-	return run(g, s, x, bernoulli, number(p), 0, 0)
+	if !(q.number >= 0 && q.number <= 1) {
+		return refuse("bernoulli", "p", q.number, "0 <= p <= 1")
+	}
+	return run(g, s, x, bernoulli, number(q.number), 0, 0)
 }
 
 // Geometric fills x with the number of trials up to the first success, if each

@@ -39,13 +39,14 @@ const (
 	random
 	randomNear // with bounds, from 32 bits
 	randomFar  // with bounds, from 64 bits
+	cauchy     // in draws.cu
 	dists
 )
 
 // templates holds the names in rng.cu, ops the names in errors.
 var (
-	templates = [dists]string{"Uniform", "Normal", "LogNormal", "Exponential", "Bernoulli", "Geometric", "Random", "RandomNear", "RandomFar"}
-	ops       = [dists]string{"rng: uniform", "rng: normal", "rng: log-normal", "rng: exponential", "rng: bernoulli", "rng: geometric", "rng: random", "rng: random", "rng: random"}
+	templates = [dists]string{"Uniform", "Normal", "LogNormal", "Exponential", "Bernoulli", "Geometric", "Random", "RandomNear", "RandomFar", "Cauchy"}
+	ops       = [dists]string{"rng: uniform", "rng: normal", "rng: log-normal", "rng: exponential", "rng: bernoulli", "rng: geometric", "rng: random", "rng: random", "rng: random", "rng: cauchy"}
 )
 
 // unroll returns the number of elements from one draw of four words.
@@ -68,6 +69,8 @@ func (d dist) unroll(f *format) int {
 // A toolbox holds the kernels and the policy of a device.
 type toolbox struct {
 	kernels [dists][len(formats)]atomic.Pointer[kernel.Kernel]
+
+	modules [moduleKinds][len(formats)]atomic.Pointer[kernel.Module]
 
 	mu     sync.Mutex // guards the fields below, and compilation
 	policy policy     // set before the first kernel
@@ -97,12 +100,17 @@ func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel
 	if k := at.Load(); k != nil {
 		return k, nil
 	}
-	if t.policy.blocks == 0 {
-		p, err := dev.Properties()
+	if d == cauchy {
+		m, err := loadModule[T](t, dev, ops[d], drawsModule)
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w", ops[d], err)
+			return nil, err
 		}
-		t.policy.blocks = uint32(p.Multiprocessors * (p.ThreadsPerMultiproc / block))
+		k, err := m.Kernel("cauchy_kernel")
+		at.Store(k)
+		return k, err
+	}
+	if err := t.prepare(dev); err != nil {
+		return nil, fmt.Errorf("%s: %w", ops[d], err)
 	}
 	src := &kernel.Source{
 		Name:    "rng.cu",
@@ -122,6 +130,19 @@ func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel
 	}
 	at.Store(k)
 	return k, nil
+}
+
+// prepare reads the grid of the device. t.mu is held.
+func (t *toolbox) prepare(dev *device.Device) error {
+	if t.policy.blocks != 0 {
+		return nil
+	}
+	p, err := dev.Properties()
+	if err != nil {
+		return err
+	}
+	t.policy.blocks = uint32(p.Multiprocessors * (p.ThreadsPerMultiproc / block))
+	return nil
 }
 
 // params are the slice, its length, five 64-bit numbers in halves, and the place

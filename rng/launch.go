@@ -49,7 +49,7 @@ type job struct {
 
 // run performs a fill. a, b and c are the parameters of the distribution.
 func run[T memory.Element](g *Generator, s *stream.Stream, x memory.Slice[T], d dist, a, b, c uint64) error {
-	g, err := check(g, s, x, d)
+	g, err := check(ops[d], g, s, x)
 	if err != nil || x.Len() == 0 {
 		return err
 	}

@@ -203,6 +203,11 @@ func real32(d dist, f *format, c call) func(float64) float64 {
 		}
 	case bernoulli:
 		return func(u float64) float64 { return one(float32(u) < a) }
+	case cauchy:
+		return func(u float64) float64 {
+			u = min(max(u, 0x1p-23), 1-0x1p-23)
+			return float64(element.FMA(b, float32(math.Tan(float64(math.Pi*(float32(u)-0.5)))), a))
+		}
 	}
 	failure := log(1 - a)
 	return func(u float64) float64 { return math.Ceil(float64(log(float32(u)) / failure)) }
@@ -231,6 +236,8 @@ func real64(d dist, c call) func(float64) float64 {
 		}
 	case bernoulli:
 		return func(u float64) float64 { return one(u < a) }
+	case cauchy:
+		return func(u float64) float64 { return math.FMA(b, math.Tan(math.Pi*(u-0.5)), a) }
 	}
 	failure := math.Log1p(-a)
 	return func(u float64) float64 { return math.Ceil(math.Log(u) / failure) }

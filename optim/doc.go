@@ -13,12 +13,15 @@
 //
 // One kernel updates all parameters. Learning rates, step counters, norms and factors are
 // in device memory, so nothing waits for the device, and a graph can capture a whole step.
-// The updates are those of torch's fused optimisers, bit for bit on a GPU.
+// On a GPU the updates equal the updates of torch's fused optimisers, bit for bit.
 //
-// Parameters and gradients are contiguous tensors, or slices (Of): parts of a flat memory,
-// such as the buckets of a ddp.Reducer or the parts of a ddp.Sharder, work as well as
-// allocations of their own. The program keeps them open until the optimiser is closed. If
-// they are used on several streams, the program orders these streams.
+// A graph reads the learning rate of a group (Optimizer.LR) in each launch. SetLR changes it
+// between launches, and a kernel in the graph may compute a schedule.
+//
+// Parameters and gradients are contiguous tensors, or slices (Of). They may be allocations or
+// parts of one allocation, such as the buckets of a ddp.Reducer or the parts of a ddp.Sharder.
+// The program keeps them open until the optimiser is closed. If they are used on several
+// streams, the program orders these streams.
 //
 // Concurrency: each optimiser and each Grads is used by one goroutine at a time.
 package optim

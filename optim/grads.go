@@ -18,7 +18,8 @@ type Grads struct {
 	owner  handle.Owner
 	dev    *device.Device
 	list   []tensor.Tensor
-	table  table[list]
+	norms  table[list] // for Powers
+	table  table[list] // for the other operations
 	dtype  memory.DType // of the norm
 	parts  memory.Slice[float64]
 	values memory.Slice[float32]
@@ -45,9 +46,19 @@ func NewGrads(s *stream.Stream, gradients ...tensor.Tensor) (*Grads, error) {
 	if err := g.check(op); err != nil {
 		return nil, err
 	}
+	elements := 0
+	for i := range gradients {
+		elements += gradients[i].Len()
+	}
+	chunk, err := chunkOf(g.dev, elements)
+	if err != nil {
+		return nil, refuse(op, "%w", err)
+	}
 	for i := range gradients {
 		x := &gradients[i]
-		g.table.add(list{at: x.Ptr(), n: uint64(x.Len()), dtype: uint32(x.DType()), first: uint32(len(g.table.blocks))}, x.Len())
+		row := list{at: x.Ptr(), n: uint64(x.Len()), dtype: uint32(x.DType()), first: uint32(len(g.norms.blocks))}
+		g.norms.add(row, x.Len(), mostChunk)
+		g.table.add(row, x.Len(), chunk)
 		g.dtype = wider(g.dtype, x.DType())
 	}
 	handle.Init(g, &g.owner, handle.About{Kind: "gradients", On: g.dev})
@@ -58,13 +69,16 @@ func NewGrads(s *stream.Stream, gradients ...tensor.Tensor) (*Grads, error) {
 }
 
 func (g *Grads) allocate(s *stream.Stream) (err error) {
-	if g.parts, err = memory.Make[float64](s, len(g.table.blocks)); err != nil {
+	if g.parts, err = memory.Make[float64](s, len(g.norms.blocks)); err != nil {
 		return err
 	}
 	if g.values, err = memory.MakeFrom(s, make([]float32, placeCount)); err != nil {
 		return err
 	}
 	if g.done, err = memory.MakeFrom(s, []uint32{0}); err != nil {
+		return err
+	}
+	if err = g.norms.upload(s); err != nil {
 		return err
 	}
 	return g.table.upload(s)
@@ -122,11 +136,11 @@ func (g *Grads) Powers(s *stream.Stream, p float64) (memory.Slice[float32], erro
 	if g.order = p; math.IsInf(p, 0) {
 		g.order = 0
 	}
-	rows, blocks := g.table.parts()
+	rows, blocks := g.norms.parts()
 	if len(g.list) == 0 {
 		return g.value(placePowers), g.value(placePowers).Zero(s)
 	}
-	return g.value(placePowers), k.norm.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(g.parts),
+	return g.value(placePowers), k.norm.Launch(s, grid(len(g.norms.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(g.parts),
 		kernel.Ptr(g.value(placePowers)), kernel.Ptr(g.done), kernel.Scalar[uint32](uint32(len(g.list))), kernel.Scalar[float64](g.order))
 }
 
@@ -218,5 +232,5 @@ func (g *Grads) Close() error {
 	if g == nil || !g.owner.Close() {
 		return nil
 	}
-	return errors.Join(g.table.close(), g.parts.Close(), g.values.Close(), g.done.Close())
+	return errors.Join(g.norms.close(), g.table.close(), g.parts.Close(), g.values.Close(), g.done.Close())
 }

@@ -6,7 +6,6 @@ typedef unsigned long long u64;
 
 #define THREADS 256
 #define LANES 4
-#define CHUNK 16384
 
 // ---- elements ----
 
@@ -45,16 +44,16 @@ __device__ __forceinline__ float round_to(u32 type, float x) {
 	return type == F16 ? load(store<Half>(x)) : type == BF16 ? load(store<BFloat>(x)) : x;
 }
 
-// A Place is the work of a block: a chunk of a row of the table.
-struct Place { u32 row, chunk; };
+// A Place is the work of a block: a chunk of a row of the table, which begins at an element.
+struct Place { u32 row, size; u64 begin; };
 
 // A Pack is what a thread loads and stores at once.
 template <class T> struct alignas(sizeof(T) * LANES) Pack { T x[LANES]; };
 
 // each calls fn with the indexes of the chunk's elements that the thread works on: fn(i, n)
 // is for the n elements that begin with i, LANES or 1.
-template <class Fn> __device__ __forceinline__ void each(u64 n, u32 chunk, bool packed, Fn fn) {
-	const u64 begin = (u64)chunk * CHUNK, end = min(n, begin + CHUNK);
+template <class Fn> __device__ __forceinline__ void each(u64 n, const Place& at, bool packed, Fn fn) {
+	const u64 begin = at.begin, end = min(n, begin + at.size);
 	if (packed) {
 		for (u64 i = begin + threadIdx.x * LANES; i + LANES <= end; i += THREADS * LANES) fn(i, true);
 		const u64 rest = end - (end - begin) % LANES + threadIdx.x;
@@ -190,12 +189,12 @@ template <class P, class G, class Rule, int n> __device__ __forceinline__ void u
 	}
 }
 
-template <template <class> class Rule, class P, class G> __device__ __forceinline__ void step(const Work& w, const Entry& e, u32 chunk) {
+template <template <class> class Rule, class P, class G> __device__ __forceinline__ void step(const Work& w, const Entry& e, const Place& at) {
 	typedef typename wide<P>::type T;
 	const Rule<T> rule(w, e, w.groups[e.group], w.steps[e.group] + 1);
 	const T scale = w.scale ? (T)*w.scale : (T)1, coef = w.coef ? (T)*w.coef : (T)1;
 	const bool packed = ((e.value | e.first | e.second | e.most) & (sizeof(P) * LANES - 1)) == 0 && (e.grad & (sizeof(G) * LANES - 1)) == 0;
-	each(e.n, chunk, packed, [&](u64 i, bool pack) {
+	each(e.n, at, packed, [&](u64 i, bool pack) {
 		if (pack) update<P, G, Rule<T>, LANES>(w, e, rule, i, scale, coef);
 		else update<P, G, Rule<T>, 1>(w, e, rule, i, scale, coef);
 	});
@@ -207,12 +206,12 @@ template <template <class> class Rule> __device__ __forceinline__ void optimise(
 		const Place at = w.blocks[blockIdx.x];
 		const Entry e = w.entries[at.row];
 		switch (e.types & 0xffff) {
-		case F32 | F32 << 8: step<Rule, float, float>(w, e, at.chunk); break;
-		case F32 | F16 << 8: step<Rule, float, Half>(w, e, at.chunk); break;
-		case F32 | BF16 << 8: step<Rule, float, BFloat>(w, e, at.chunk); break;
-		case F16 | F16 << 8: step<Rule, Half, Half>(w, e, at.chunk); break;
-		case BF16 | BF16 << 8: step<Rule, BFloat, BFloat>(w, e, at.chunk); break;
-		case F64 | F64 << 8: step<Rule, double, double>(w, e, at.chunk); break;
+		case F32 | F32 << 8: step<Rule, float, float>(w, e, at); break;
+		case F32 | F16 << 8: step<Rule, float, Half>(w, e, at); break;
+		case F32 | BF16 << 8: step<Rule, float, BFloat>(w, e, at); break;
+		case F16 | F16 << 8: step<Rule, Half, Half>(w, e, at); break;
+		case BF16 | BF16 << 8: step<Rule, BFloat, BFloat>(w, e, at); break;
+		case F64 | F64 << 8: step<Rule, double, double>(w, e, at); break;
 		}
 	}
 	finish(w, skip);
@@ -261,10 +260,10 @@ __device__ __forceinline__ double root(double x, double p) {
 	return p == 2 ? sqrt(x) : p == 1 || p == 0 ? x : pow(x, 1 / p);
 }
 
-template <class T, bool most> __device__ double powers(const List& l, u32 chunk, double p) {
+template <class T, bool most> __device__ double powers(const List& l, const Place& at, double p) {
 	double sum = 0;
 	const T* const xs = (const T*)l.at;
-	each(l.n, chunk, (l.at & (sizeof(T) * LANES - 1)) == 0, [&](u64 i, bool pack) {
+	each(l.n, at, (l.at & (sizeof(T) * LANES - 1)) == 0, [&](u64 i, bool pack) {
 		if (!pack) {
 			sum = combine<most>(sum, power(load(xs[i]), p));
 			return;
@@ -312,10 +311,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_powers(const List* lis
 	const List l = lists[at.row];
 	double x = 0;
 	switch (l.type) {
-	case F16: x = p == 0 ? powers<Half, true>(l, at.chunk, p) : powers<Half, false>(l, at.chunk, p); break;
-	case BF16: x = p == 0 ? powers<BFloat, true>(l, at.chunk, p) : powers<BFloat, false>(l, at.chunk, p); break;
-	case F32: x = p == 0 ? powers<float, true>(l, at.chunk, p) : powers<float, false>(l, at.chunk, p); break;
-	case F64: x = p == 0 ? powers<double, true>(l, at.chunk, p) : powers<double, false>(l, at.chunk, p); break;
+	case F16: x = p == 0 ? powers<Half, true>(l, at, p) : powers<Half, false>(l, at, p); break;
+	case BF16: x = p == 0 ? powers<BFloat, true>(l, at, p) : powers<BFloat, false>(l, at, p); break;
+	case F32: x = p == 0 ? powers<float, true>(l, at, p) : powers<float, false>(l, at, p); break;
+	case F64: x = p == 0 ? powers<double, true>(l, at, p) : powers<double, false>(l, at, p); break;
 	}
 	x = p == 0 ? over_block<true>(x) : over_block<false>(x);
 	if (threadIdx.x == 0) parts[blockIdx.x] = x;
@@ -335,9 +334,9 @@ extern "C" __global__ void clip_factor(const float* powers_of, float* norm, floa
 }
 
 // change applies fn to each element.
-template <class T, class Fn> __device__ __forceinline__ void change_as(const List& l, u32 chunk, Fn fn) {
+template <class T, class Fn> __device__ __forceinline__ void change_as(const List& l, const Place& at, Fn fn) {
 	T* const xs = (T*)l.at;
-	each(l.n, chunk, (l.at & (sizeof(T) * LANES - 1)) == 0, [&](u64 i, bool pack) {
+	each(l.n, at, (l.at & (sizeof(T) * LANES - 1)) == 0, [&](u64 i, bool pack) {
 		if (!pack) {
 			xs[i] = store<T>(fn(load(xs[i])));
 			return;
@@ -352,10 +351,10 @@ template <class Fn> __device__ __forceinline__ void change(const List* lists, co
 	const Place at = blocks[blockIdx.x];
 	const List l = lists[at.row];
 	switch (l.type) {
-	case F16: change_as<Half>(l, at.chunk, fn); break;
-	case BF16: change_as<BFloat>(l, at.chunk, fn); break;
-	case F32: change_as<float>(l, at.chunk, fn); break;
-	case F64: change_as<double>(l, at.chunk, fn); break;
+	case F16: change_as<Half>(l, at, fn); break;
+	case BF16: change_as<BFloat>(l, at, fn); break;
+	case F32: change_as<float>(l, at, fn); break;
+	case F64: change_as<double>(l, at, fn); break;
 	}
 }
 
@@ -388,10 +387,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) limit_size(const List* lis
 }
 
 // all_finite reports whether all elements of a chunk that the thread looks at are finite.
-template <class T> __device__ bool all_finite(const List& l, u32 chunk) {
+template <class T> __device__ bool all_finite(const List& l, const Place& at) {
 	bool good = true;
 	const T* const xs = (const T*)l.at;
-	each(l.n, chunk, (l.at & (sizeof(T) * LANES - 1)) == 0, [&](u64 i, bool pack) {
+	each(l.n, at, (l.at & (sizeof(T) * LANES - 1)) == 0, [&](u64 i, bool pack) {
 		if (!pack) {
 			good &= isfinite(load(xs[i]));
 			return;
@@ -414,10 +413,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) unscale(const List* lists,
 		const Place at = blocks[blockIdx.x];
 		const List l = lists[at.row];
 		switch (l.type) {
-		case F16: bad = !all_finite<Half>(l, at.chunk); break;
-		case BF16: bad = !all_finite<BFloat>(l, at.chunk); break;
-		case F32: bad = !all_finite<float>(l, at.chunk); break;
-		case F64: bad = !all_finite<double>(l, at.chunk); break;
+		case F16: bad = !all_finite<Half>(l, at); break;
+		case BF16: bad = !all_finite<BFloat>(l, at); break;
+		case F32: bad = !all_finite<float>(l, at); break;
+		case F64: bad = !all_finite<double>(l, at); break;
 		}
 	}
 	if (bad) *found = 1;

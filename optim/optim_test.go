@@ -393,3 +393,35 @@ func TestStepAllocatesNothing(t *testing.T) {
 	require.NoError(t, o.Step(s, nil))
 	require.Zero(t, testing.AllocsPerRun(100, func() { _ = o.Step(s, nil) }))
 }
+
+// The constructor sets the copies, and Of's errors name the slice.
+func TestCopiesOfNewParameters(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		value, err := memory.MakeFrom(s, []float32{1, -2.5, 1e-3, 65504})
+		require.NoError(t, err)
+		defer value.Close()
+		grad, err := memory.Make[float32](s, 4)
+		require.NoError(t, err)
+		low, err := tensor.Make(s, memory.Float16, 2, 2)
+		require.NoError(t, err)
+		defer low.Close()
+		p := optim.Of(value, grad)
+		p.Copy = low
+		o, err := optim.NewSGD(s, []optim.Group{{Params: []optim.Param{p}}}, nil)
+		require.NoError(t, err)
+		defer o.Close()
+		got := make([]memory.Float16Bits, 4)
+		bits, err := tensor.Slice[memory.Float16Bits](low)
+		require.NoError(t, err)
+		require.NoError(t, bits.CopyTo(s, got))
+		require.Equal(t, []memory.Float16Bits{0x3c00, 0xc100, 0x1419, 0x7bff}, got)
+		_, err = optim.NewSGD(s, []optim.Group{{Params: []optim.Param{optim.Of(value, memory.Slice[float32]{})}}}, nil)
+		require.ErrorContains(t, err, "parameter 0 of group 0: gradient: tensor: the zero slice has no memory")
+		require.NoError(t, grad.Close())
+		_, err = optim.NewSGD(s, []optim.Group{{Params: []optim.Param{optim.Of(value, grad)}}}, nil)
+		require.ErrorIs(t, err, device.ErrClosed)
+	})
+}

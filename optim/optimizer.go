@@ -53,7 +53,7 @@ type held struct {
 	states [3]tensor.Tensor // by slot
 }
 
-// options are those of a group; they are optim.cu's Group.
+// options are the options of a group, as the Group of optim.cu.
 type options struct {
 	lr, a, b, eps, decay float64
 	_                    [3]float64
@@ -129,6 +129,14 @@ func (o *Optimizer) check(op string, groups []Group, with options) (all []option
 
 // allocate makes the state and the tables.
 func (o *Optimizer) allocate(s *stream.Stream, groups []options) (err error) {
+	elements := 0
+	for i := range o.params {
+		elements += o.params[i].Value.Len()
+	}
+	chunk, err := chunkOf(o.dev, elements)
+	if err != nil {
+		return err
+	}
 	for i := range o.params {
 		p := &o.params[i]
 		for k := range p.states {
@@ -142,7 +150,10 @@ func (o *Optimizer) allocate(s *stream.Stream, groups []options) (err error) {
 				return err
 			}
 		}
-		o.table.add(p.entry(), p.Value.Len())
+		if err := p.setCopy(s); err != nil {
+			return err
+		}
+		o.table.add(p.entry(), p.Value.Len(), chunk)
 	}
 	words := make([]float64, 0, optionWords*len(groups))
 	for _, g := range groups {
@@ -158,6 +169,18 @@ func (o *Optimizer) allocate(s *stream.Stream, groups []options) (err error) {
 		return err
 	}
 	return o.table.upload(s)
+}
+
+// setCopy sets the copy to the rounded value.
+func (p *held) setCopy(s *stream.Stream) error {
+	if p.Copy.DType() == memory.Invalid {
+		return nil
+	}
+	to, err := p.Copy.View(p.Value.Shape()...)
+	if err != nil {
+		return err
+	}
+	return tensor.Copy(s, to, p.Value)
 }
 
 // zero fills a tensor with zeros.
@@ -256,8 +279,7 @@ func (o *Optimizer) enter(op string, s *stream.Stream) (*kernels, error) {
 }
 
 // LR returns the learning rate of a group in device memory, one element that a kernel or a
-// graph may change. It returns the zero
-// Slice if there is no such group.
+// graph may change. It returns the zero Slice if there is no such group.
 func (o *Optimizer) LR(group int) memory.Slice[float64] {
 	if o == nil || group < 0 || group >= len(o.groups) {
 		return memory.Slice[float64]{}

@@ -1,6 +1,7 @@
 package optim
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
@@ -14,17 +15,26 @@ import (
 // float32 value.
 type Param struct {
 	Value, Grad tensor.Tensor
-	// Copy is a float16 or bfloat16 tensor of the same length that every step sets to the
-	// rounded value, for models that compute with it. The zero Tensor means none.
+	// Copy is a float16 or bfloat16 tensor of the same length for models that compute with it:
+	// the constructor of the optimiser and every step set it to the rounded value. The zero
+	// Tensor means none.
 	Copy tensor.Tensor
+
+	err error // of Of
 }
 
 // Of returns the parameter of two slices. If their lengths differ or one of them is
 // closed, the constructor of the optimiser returns the error.
 func Of[T memory.Element](value, grad memory.Slice[T]) Param {
-	v, _ := tensor.Of(value, value.Len())
-	g, _ := tensor.Of(grad, grad.Len())
-	return Param{Value: v, Grad: g}
+	v, errV := tensor.Of(value, value.Len())
+	if errV != nil {
+		errV = fmt.Errorf("value: %w", errV)
+	}
+	g, errG := tensor.Of(grad, grad.Len())
+	if errG != nil {
+		errG = fmt.Errorf("gradient: %w", errG)
+	}
+	return Param{Value: v, Grad: g, err: errors.Join(errV, errG)}
 }
 
 // A Group is parameters with the same options (torch's param_groups).
@@ -38,6 +48,9 @@ type Group struct {
 func (p *Param) check(op string, group, i int, dev *device.Device) error {
 	fail := func(format string, args ...any) error {
 		return refuse(op, "parameter %d of group %d: "+format, append([]any{i, group}, args...)...)
+	}
+	if p.err != nil {
+		return fail("%w", p.err)
 	}
 	if err := checkTensor(p.Value, dev); err != nil {
 		return fail("value: %w", err)

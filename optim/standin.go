@@ -23,8 +23,9 @@ func rowsOf[R entry | list](c *kernel.Call, n int) []R {
 // lengthOf returns how many rows a table has whose last block is the last one of the grid.
 func lengthOf(c *kernel.Call) int {
 	n := int(c.Grid().Blocks[0])
-	b := kernel.Read[uint32](c, 1, 2*n)
-	return int(b[2*n-2]) + 1
+	words := int(unsafe.Sizeof(place{})) / 4
+	b := kernel.Read[uint32](c, 1, words*n)
+	return int(b[words*(n-1)]) + 1
 }
 
 // part is the memory of an element type, as numbers.
@@ -49,7 +50,7 @@ func partAt(c *kernel.Call, t memory.DType, at, n uint64, write bool) part {
 	return part{t, kernel.ReadAddress[byte](c, at, int(n)*t.Size())}
 }
 
-// arithmetic is that of a kernel's wide type.
+// arithmetic is the arithmetic of a kernel's wide type.
 type arithmetic struct {
 	round func(float64) float64
 	fused func(a, b, c float64) float64
@@ -73,7 +74,7 @@ func arithmeticOf(t memory.DType) arithmetic {
 // A rule updates one element.
 type rule func(p, g, m, v, top float64) (p2, m2, v2, top2 float64)
 
-// job is what one launch of an optimiser does.
+// A job has the arguments of one launch of an optimiser.
 type job struct {
 	flags       uint32
 	scale, coef float64

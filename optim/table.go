@@ -4,16 +4,36 @@ import (
 	"errors"
 	"unsafe"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
 )
 
+// The elements of a block. A smaller chunk keeps all multiprocessors of a GPU busy with a small
+// model. Norms always have the largest chunk, because their rounding depends on it.
+const (
+	mostChunk  = 16384
+	leastChunk = 1024
+)
+
+// chunkOf returns the elements of a block for a device that works on n elements.
+func chunkOf(dev *device.Device, n int) (int, error) {
+	p, err := dev.Properties()
+	if err != nil {
+		return 0, err
+	}
+	chunk := mostChunk
+	for chunk > leastChunk && n/chunk < 4*p.Multiprocessors {
+		chunk /= 2
+	}
+	return chunk, nil
+}
+
 // These constants must agree with optim.cu.
 const (
 	threads = 256
-	chunk   = 16384 // elements of a block
-	lanes   = 4     // elements that a thread loads at once
+	lanes   = 4 // elements that a thread loads at once
 )
 
 // An entry is a parameter as the kernels see it; a missing part is 0.
@@ -29,7 +49,10 @@ type list struct {
 }
 
 // A place is the work of one block: a chunk of an entry or of a list.
-type place struct{ entry, chunk uint32 }
+type place struct {
+	row, size uint32
+	begin     uint64
+}
 
 // A table is rows and the work of the blocks, in device memory.
 type table[R entry | list] struct {
@@ -39,9 +62,9 @@ type table[R entry | list] struct {
 }
 
 // add adds a row of n elements. A row without elements has a block too.
-func (t *table[R]) add(row R, n int) {
+func (t *table[R]) add(row R, n, chunk int) {
 	for at := 0; at == 0 || at < n; at += chunk {
-		t.blocks = append(t.blocks, place{uint32(len(t.rows)), uint32(at / chunk)})
+		t.blocks = append(t.blocks, place{uint32(len(t.rows)), uint32(chunk), uint64(at)})
 	}
 	t.rows = append(t.rows, row)
 }

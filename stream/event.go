@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -25,6 +26,12 @@ type EventConfig struct {
 	// Interprocess lets other processes open the event by its IPCHandle. It
 	// excludes Timing. Default off.
 	Interprocess bool
+	// External makes captured records and waits operations of the graph: each launch records
+	// the event again, and waits for its latest record at that time, which may be outside of
+	// the graph. The host may query an External event and, with Timing, measure parts of a
+	// launch (torch.cuda.Event(external=True)). Without External, a captured record only
+	// orders the streams of the capture. It excludes Interprocess. Default off.
+	External bool
 }
 
 func (c *EventConfig) flags() (uint32, error) {
@@ -45,6 +52,10 @@ func (c *EventConfig) flags() (uint32, error) {
 		return 0, fmt.Errorf("stream: new event: an event of several processes cannot measure time: leave out Timing or Interprocess: %w",
 			device.ErrorInvalidValue)
 	}
+	if c.External && c.Interprocess {
+		return 0, fmt.Errorf("stream: new event: graphs do not record an event of several processes: leave out External or Interprocess: %w",
+			device.ErrorInvalidValue)
+	}
 	return flags, nil
 }
 
@@ -55,8 +66,13 @@ type Event struct {
 	dev      *device.Device
 	flags    uint32
 	opened   bool        // made by another process
+	external bool        // of EventConfig.External
 	recorded atomic.Bool // at least once
 	captured atomic.Bool // its last Record was captured into a graph
+
+	mu     sync.Mutex
+	graphs int  // that have an operation on the event
+	closed bool // the last of them destroys the event
 }
 
 type eventRef = gpu.EventRef
@@ -71,7 +87,7 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 	if err != nil {
 		return nil, err
 	}
-	e := &Event{dev: dev, flags: flags}
+	e := &Event{dev: dev, flags: flags, external: cfg != nil && cfg.External}
 	h, err := gpu.DeviceOf(dev).NewEvent(flags)
 	e.eventRef = gpu.NewEventRef(h)
 	if err != nil {
@@ -96,6 +112,9 @@ func (e *Event) Record(s *Stream) error {
 	captured, err := e.note(s)
 	if err != nil {
 		return err
+	}
+	if captured && e.external {
+		return e.recordExternal(s)
 	}
 	err = gpu.DeviceOf(e.dev).RecordEvent(gpu.EventOf(e), gpu.StreamOf(s).Raw())
 	if err == nil {
@@ -162,7 +181,7 @@ func (e *Event) Elapsed(start *Event) (time.Duration, error) {
 	case (start.flags|e.flags)&cudadrv.EventDisableTiming != 0:
 		return 0, fmt.Errorf("%s: both events must be made with EventConfig.Timing: %w", op, device.ErrorInvalidHandle)
 	case !start.recorded.Load() || !e.recorded.Load():
-		return 0, fmt.Errorf("%s: both events must be recorded before: %w", op, device.ErrorInvalidHandle)
+		return 0, fmt.Errorf("%s: both events must be recorded before, outside of a capture or by the launch of a graph: %w", op, device.ErrorInvalidHandle)
 	case start.dev != e.dev:
 		return 0, fmt.Errorf("%s: from an event of %s to one of %s: clocks of two devices do not compare: %w",
 			op, start.dev, e.dev, device.ErrorInvalidHandle)
@@ -182,9 +201,17 @@ func (e *Event) Elapsed(start *Event) (time.Duration, error) {
 	return time.Duration(float64(ms) * float64(time.Millisecond)), err
 }
 
-// Close destroys the event. Waits that were enqueued for it stay valid.
+// Close destroys the event. Waits that were enqueued for it stay valid. If graphs record it or
+// wait for it (External), it is destroyed when they are closed.
 func (e *Event) Close() error {
 	if e == nil || !e.owner.Close() {
+		return nil
+	}
+	e.mu.Lock()
+	e.closed = true
+	held := e.graphs > 0
+	e.mu.Unlock()
+	if held {
 		return nil
 	}
 	return gpu.DeviceOf(e.dev).DestroyEvent(gpu.EventOf(e))

@@ -140,6 +140,15 @@ func (s *Stream) Wait(e *Event) error {
 	if err := g.CheckSystem("stream: wait", gpu.DeviceOf(e.dev)); err != nil {
 		return err
 	}
+	if e.external && gpu.AnyCapture() {
+		captured, err := g.Capturing()
+		if err != nil {
+			return err
+		}
+		if captured {
+			return s.waitExternal(e)
+		}
+	}
 	if e.captured.Load() {
 		if err := g.RefuseJoin("stream: wait", "what the event recorded on "+e.dev.String()); err != nil {
 			return err

@@ -13,6 +13,7 @@ import (
 func (r *rig) testGraphs(t *testing.T) {
 	t.Run("Replay", r.testGraphReplay)
 	t.Run("Fork", r.testGraphFork)
+	t.Run("ExternalEvents", r.testGraphExternalEvents)
 	t.Run("Modes", r.testCaptureModes)
 	t.Run("Refusals", r.testCaptureRefusals)
 	t.Run("Update", r.testGraphUpdate)
@@ -276,4 +277,30 @@ func (r *rig) testGraphUpdate(t *testing.T) {
 	require.Equal(t, cudadrv.ErrorGraphExecUpdateFailure, res)
 	r.graphLaunch(t, x, s)
 	require.Equal(t, byte(2), r.download(t, 0, s, p, 64)[63])
+}
+
+// testGraphExternalEvents records and awaits events in each launch of a graph.
+func (r *rig) testGraphExternalEvents(t *testing.T) {
+	const n = 1 << 12
+	s, other := r.stream(t, 0), r.stream(t, 0)
+	p := r.alloc(t, 0, n)
+	start, end, ready := r.event(t, 0, cudadrv.EventDefault), r.event(t, 0, cudadrv.EventDefault), r.event(t, 0, cudadrv.EventDisableTiming)
+	r.begin(t, s, cudadrv.CaptureThreadLocal)
+	r.do(t, 0, func() cudadrv.Result { return r.drv.StreamWaitEvent(s, ready, cudadrv.EventExternal) })
+	r.do(t, 0, func() cudadrv.Result { return r.drv.EventRecordWithFlags(start, s, cudadrv.EventExternal) })
+	r.set(t, 0, s, p, 7, n)
+	r.do(t, 0, func() cudadrv.Result { return r.drv.EventRecordWithFlags(end, s, cudadrv.EventExternal) })
+	_, x := r.end(t, s, 4)
+	for range 3 {
+		r.set(t, 0, other, p, 1, n)
+		r.do(t, 0, func() cudadrv.Result { return r.drv.EventRecord(ready, other) })
+		r.graphLaunch(t, x, s)
+		r.do(t, 0, func() cudadrv.Result { return r.drv.EventSynchronize(end) })
+		r.do(t, 0, func() cudadrv.Result {
+			ms, res := r.drv.EventElapsedTime(start, end)
+			require.GreaterOrEqual(t, ms, float32(0))
+			return res
+		})
+		require.Equal(t, byte(7), r.download(t, 0, s, p, n)[n-1])
+	}
 }

@@ -30,6 +30,8 @@ func TestHeaderValues(t *testing.T) {
 		"CU_EVENT_BLOCKING_SYNC":                   int64(EventBlockingSync),
 		"CU_EVENT_DISABLE_TIMING":                  int64(EventDisableTiming),
 		"CU_EVENT_INTERPROCESS":                    int64(EventInterprocess),
+		"CU_EVENT_RECORD_EXTERNAL":                 int64(EventExternal),
+		"CU_EVENT_WAIT_EXTERNAL":                   int64(EventExternal),
 		"CU_MEMHOSTALLOC_PORTABLE":                 int64(MemHostAllocPortable),
 		"CU_MEMPOOL_ATTR_RELEASE_THRESHOLD":        int64(MemPoolAttrReleaseThreshold),
 		"CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT":     int64(MemPoolAttrReservedCurrent),

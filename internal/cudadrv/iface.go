@@ -106,6 +106,7 @@ type Driver interface {
 	EventCreate(flags uint32) (Event, Result)
 	EventDestroy(e Event) Result
 	EventRecord(e Event, s Stream) Result
+	EventRecordWithFlags(e Event, s Stream, flags uint32) Result
 	EventQuery(e Event) Result
 	EventSynchronize(e Event) Result
 	EventElapsedTime(start, end Event) (milliseconds float32, r Result)

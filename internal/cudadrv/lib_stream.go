@@ -49,6 +49,10 @@ func (l *Lib) EventRecord(e Event, s Stream) Result {
 	return l.Call(fnEventRecord, dl.Get().In(uintptr(e), uintptr(s)))
 }
 
+func (l *Lib) EventRecordWithFlags(e Event, s Stream, flags uint32) Result {
+	return l.Call(fnEventRecordWithFlags, dl.Get().In(uintptr(e), uintptr(s), uintptr(flags)))
+}
+
 func (l *Lib) EventQuery(e Event) Result { return l.Call(fnEventQuery, dl.Get().In(uintptr(e))) }
 
 func (l *Lib) EventSynchronize(e Event) Result {

@@ -90,6 +90,7 @@ var signatures = dltest.Signatures{
 	"cuEventCreate":                     "o8 i",
 	"cuEventDestroy_v2":                 "w",
 	"cuEventRecord":                     "w w",
+	"cuEventRecordWithFlags":            "w w i",
 	"cuEventQuery":                      "w",
 	"cuEventSynchronize":                "w",
 	"cuEventElapsedTime":                "o4=1069547520 w w",
@@ -244,6 +245,7 @@ func TestRecordedCalls(t *testing.T) {
 	two("EventCreate", e, r)
 	one("EventDestroy", d.EventDestroy(0xe1))
 	one("EventRecord", d.EventRecord(0xe1, 0x51))
+	one("EventRecordWithFlags", d.EventRecordWithFlags(0xe1, 0x51, 1))
 	one("EventQuery", d.EventQuery(0xe1))
 	one("EventSynchronize", d.EventSynchronize(0xe1))
 	ms, r := d.EventElapsedTime(0xe1, 0xe2)

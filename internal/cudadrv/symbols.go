@@ -75,6 +75,7 @@ const (
 	fnEventCreate
 	fnEventDestroy
 	fnEventRecord
+	fnEventRecordWithFlags
 	fnEventQuery
 	fnEventSynchronize
 	fnEventElapsedTime
@@ -182,6 +183,7 @@ var symbols = [numFns]dl.Func{
 	fnEventCreate:                     {Name: "cuEventCreate"},
 	fnEventDestroy:                    {Name: "cuEventDestroy_v2"},
 	fnEventRecord:                     {Name: "cuEventRecord"},
+	fnEventRecordWithFlags:            {Name: "cuEventRecordWithFlags"},
 	fnEventQuery:                      {Name: "cuEventQuery"},
 	fnEventSynchronize:                {Name: "cuEventSynchronize"},
 	fnEventElapsedTime:                {Name: "cuEventElapsedTime"}, // every driver has it; _v2 came with 12.8

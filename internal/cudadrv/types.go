@@ -35,6 +35,8 @@ const (
 	EventDisableTiming uint32 = 2
 	EventInterprocess  uint32 = 4
 
+	EventExternal uint32 = 1 // of a record or wait in a capture
+
 	MemHostAllocPortable uint32 = 1
 )
 

@@ -48,6 +48,17 @@ func (d *Device) RecordEvent(e cudadrv.Event, s cudadrv.Stream) error {
 	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(e, s) })
 }
 
+// RecordExternal records the event in a capture: each launch of the graph records it.
+func (d *Device) RecordExternal(e cudadrv.Event, s cudadrv.Stream) error {
+	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecordWithFlags(e, s, cudadrv.EventExternal) })
+}
+
+// WaitExternal makes a captured stream wait for the event: each launch of the graph waits for the
+// latest record at that time.
+func (d *Device) WaitExternal(s cudadrv.Stream, e cudadrv.Event) error {
+	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamWaitEvent(s, e, cudadrv.EventExternal) })
+}
+
 // QueryEvent reports, without waiting, whether the stream has passed the event.
 func (d *Device) QueryEvent(e cudadrv.Event) (bool, error) {
 	return d.Ready(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(e) })

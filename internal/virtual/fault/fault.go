@@ -254,7 +254,7 @@ var between = Names(`cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync`)
 // streamOps lists the calls that enqueue an asynchronous operation. If a batch of
 // transfers hangs, none of its transfers starts.
 var streamOps = Names(`cuMemAllocAsync cuMemAllocFromPoolAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
-	cuMemcpyPeerAsync cuMemcpy2DAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuLaunchKernel
+	cuMemcpyPeerAsync cuMemcpy2DAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuEventRecordWithFlags cuLaunchKernel
 	cuLaunchCooperativeKernel cublasGemmEx cublasGemmStridedBatchedEx cublasLtMatmul
 	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
 	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload

@@ -58,3 +58,34 @@ func (s *Stream) waitCaptured(e *event) cudadrv.Result {
 	}
 	return cudadrv.Success
 }
+
+// addExternal records an operation on an event that each launch of the graph performs: a record,
+// or a wait for the latest record at that time. m.mu is held.
+func (s *Stream) addExternal(name string, h cudadrv.Event, l Launch) {
+	m, x := s.dev.m, s.capture
+	x.AddLaunch(name, [2]cudadrv.DevicePtr{}, l, []*Stream{s})
+	x.nodes[len(x.nodes)-1].check = func() cudadrv.Result {
+		if m.event(h) == nil {
+			return cudadrv.ErrorInvalidValue
+		}
+		return cudadrv.Success
+	}
+}
+
+// An externalRecord is a record of an event by a graph.
+type externalRecord struct{ e *event }
+
+func (externalRecord) Hold(int) {}
+
+func (r externalRecord) Enqueue(on []*Stream) { r.e.record("cuEventRecord", on[0]) }
+
+// An externalWait is a wait of a graph for an event.
+type externalWait struct{ e *event }
+
+func (externalWait) Hold(int) {}
+
+func (w externalWait) Enqueue(on []*Stream) {
+	if k := w.e.mark(); k != nil {
+		on[0].Wait("cuStreamWaitEvent", k)
+	}
+}

@@ -130,7 +130,15 @@ func (d driver) EventDestroy(h cudadrv.Event) cudadrv.Result {
 }
 
 func (d driver) EventRecord(h cudadrv.Event, sh cudadrv.Stream) cudadrv.Result {
-	c, s, r := d.beginStream("cuEventRecord", sh)
+	return d.recordEvent("cuEventRecord", h, sh, 0)
+}
+
+func (d driver) EventRecordWithFlags(h cudadrv.Event, sh cudadrv.Stream, flags uint32) cudadrv.Result {
+	return d.recordEvent("cuEventRecordWithFlags", h, sh, flags)
+}
+
+func (d driver) recordEvent(name string, h cudadrv.Event, sh cudadrv.Stream, flags uint32) cudadrv.Result {
+	c, s, r := d.beginStream(name, sh)
 	if r != cudadrv.Success {
 		return r
 	}
@@ -139,21 +147,36 @@ func (d driver) EventRecord(h cudadrv.Event, sh cudadrv.Stream) cudadrv.Result {
 	if e == nil || e.dev != s.dev {
 		return cudadrv.ErrorInvalidHandle
 	}
+	if flags&^cudadrv.EventExternal != 0 {
+		return cudadrv.ErrorInvalidValue
+	}
 	if s.capture != nil && e.flags&cudadrv.EventInterprocess != 0 {
 		return cudadrv.ErrorStreamCaptureUnsupported
+	}
+	if s.capture != nil && flags != 0 {
+		s.addExternal(c.name, h, externalRecord{e})
+		return cudadrv.Success
 	}
 	if s.capture != nil {
 		e.recordCaptured(s)
 		return cudadrv.Success
 	}
-	e.captured = nil
+	if flags != 0 {
+		return cudadrv.ErrorInvalidValue // outside of a capture
+	}
 	if c.hang {
 		s.Enqueue(c.name, func(*Op) { fault.Forever(nil) })
 	}
+	e.record(c.name, s)
+	return cudadrv.Success
+}
+
+// record records the event on a stream that is not captured. m.mu is held.
+func (e *event) record(name string, s *Stream) {
+	e.captured = nil
 	e.last = &Mark{done: make(chan struct{})}
 	e.share()
-	s.pushMark(c.name, e.last)
-	return cudadrv.Success
+	s.pushMark(name, e.last)
 }
 
 // beginEvent is begin for calls on an event.

@@ -271,8 +271,12 @@ func (d driver) StreamWaitEvent(h cudadrv.Stream, e cudadrv.Event, flags uint32)
 	if ev == nil {
 		return cudadrv.ErrorInvalidHandle
 	}
-	if flags != 0 {
+	if flags&^cudadrv.EventExternal != 0 || flags != 0 && s.capture == nil {
 		return cudadrv.ErrorInvalidValue
+	}
+	if flags != 0 {
+		s.addExternal(c.name, e, externalWait{ev})
+		return cudadrv.Success
 	}
 	if s.capture != nil || ev.captured != nil {
 		return s.waitCaptured(ev)

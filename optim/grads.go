@@ -18,8 +18,8 @@ type Grads struct {
 	owner  handle.Owner
 	dev    *device.Device
 	list   []tensor.Tensor
-	norms  table[list] // for Powers
-	table  table[list] // for the other operations
+	norms  table[list]  // for Powers
+	table  table[list]  // for the other operations
 	dtype  memory.DType // of the norm
 	parts  memory.Slice[float64]
 	values memory.Slice[float32]

@@ -189,7 +189,7 @@ func (k *client) disconnected(err error) {
 	reason := fmt.Sprintf("the connection to %s failed: %v", who, err)
 	switch {
 	case silent:
-		reason = fmt.Sprintf("%s was %s", who, reasonOf(err, k.patience()))
+		reason = fmt.Sprintf("%s was %s", who, reasonOf(err, k.silenceLimit()))
 	case isClosedByPeer(err):
 		reason = "the coordinator's connection closed: its process ended"
 	}

@@ -102,7 +102,7 @@ func (c *coordinator) disconnected(p *peer, err error) {
 		p.state = peerGone
 		return
 	}
-	reason := reasonOf(err, c.patience())
+	reason := reasonOf(err, c.silenceLimit())
 	switch p.role {
 	case roleAgent:
 		c.agentDisconnected(p, reason, err)

@@ -27,8 +27,8 @@ func newRedials() redials {
 // beStrict limits silence to LostAfter in d from now.
 func (k *client) beStrict(d time.Duration) { k.strict.Store(int64(k.clock.now() + d)) }
 
-// patience returns the silence after which the coordinator is lost.
-func (k *client) patience() time.Duration {
+// silenceLimit returns the silence after which the coordinator is lost.
+func (k *client) silenceLimit() time.Duration {
 	if int64(k.clock.now()) < k.strict.Load() {
 		return joinPatience * k.hello.LostAfter
 	}
@@ -54,9 +54,9 @@ func (k *client) watch() {
 			k.stream.sendBeat()
 		}
 		switch silent := k.stream.silent(); {
-		case silent > tooSilent(k.patience()) && k.isSuspended():
+		case silent > tooSilent(k.silenceLimit()) && k.isSuspended():
 			k.stream.touch()
-		case silent > tooSilent(k.patience()):
+		case silent > tooSilent(k.silenceLimit()):
 			k.stream.expire()
 		case silent > k.hello.LostAfter/2:
 			k.wg.Go(func() { _ = k.redial() }) // the next attempt has the same error

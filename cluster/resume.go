@@ -46,7 +46,7 @@ func (c *coordinator) monitor() {
 func (c *coordinator) expireSilent() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	limit := tooSilent(c.patience())
+	limit := tooSilent(c.silenceLimit())
 	for _, p := range c.peers {
 		if p.silent() > limit {
 			p.expire()
@@ -54,8 +54,8 @@ func (c *coordinator) expireSilent() {
 	}
 }
 
-// patience returns the silence after which a peer is lost.
-func (c *coordinator) patience() time.Duration {
+// silenceLimit returns the silence after which a peer is lost.
+func (c *coordinator) silenceLimit() time.Duration {
 	limit := c.cfg.self.LostAfter
 	if c.world == nil && c.faults.lost == nil && (c.plan == nil || time.Since(c.planned) < startTime*limit) {
 		return joinPatience * limit

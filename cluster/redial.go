@@ -76,7 +76,7 @@ func (k *client) reconnect(err error) (renewal, error) {
 	}
 	t := time.NewTimer(0)
 	defer t.Stop()
-	for delay := firstRetry; ; delay = min(2*delay, max(k.clock.step, firstRetry)) {
+	for delay := firstRetry; ; delay = min(2*delay, max(k.hello.LostAfter/24, firstRetry)) {
 		select {
 		case r := <-k.stream.renewals:
 			return r, nil

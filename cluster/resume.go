@@ -16,7 +16,7 @@ const (
 	// before silence counts as usual, in units of LostAfter. A program may never attach.
 	startTime = 10
 	// resumeGrace is the time in which a process whose connection has closed connects again.
-	resumeGrace = 200 * time.Millisecond
+	resumeGrace = 400 * time.Millisecond
 )
 
 // step is the interval at which both ends check the other one for silence.
@@ -71,18 +71,23 @@ func (c *coordinator) awaitLink(p *peer, err error) (renewal, error) {
 	if over || p.isClosed() || errors.Is(err, os.ErrDeadlineExceeded) {
 		return renewal{}, err
 	}
-	t := time.NewTimer(c.grace(p, err))
-	defer t.Stop()
-	select {
-	case r := <-p.renewals:
-		return r, nil
-	case <-p.expired:
-		return renewal{}, os.ErrDeadlineExceeded
-	case <-p.gone:
-	case <-c.quit:
-	case <-t.C:
+	end := c.clock.now() + c.grace(p, err)
+	for {
+		select {
+		case r := <-p.renewals:
+			return r, nil
+		case <-p.expired:
+			return renewal{}, os.ErrDeadlineExceeded
+		case <-p.gone:
+			return renewal{}, err
+		case <-c.quit:
+			return renewal{}, err
+		case <-time.After(end - c.clock.now()): // the clock stands still while this process is starved
+			if c.clock.now() >= end {
+				return renewal{}, err
+			}
+		}
 	}
-	return renewal{}, err
 }
 
 // grace returns how long a peer has time to connect again. A process that exits closes its

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"os"
 	"sync"
@@ -66,8 +67,8 @@ func count(t *testing.T, ss []*Session, stop <-chan struct{}) int64 {
 	return calls
 }
 
-// TestResets resets the connections of a busy job again and again: no call fails, and none
-// is lost or repeated.
+// TestResets resets the connections of a busy job again and again, in pairs, so that some resets
+// meet a member that connects again: no call fails, and none is lost or repeated.
 func TestResets(t *testing.T) {
 	t.Parallel()
 	ss, r := joinOverRelay(t, 4)
@@ -75,8 +76,18 @@ func TestResets(t *testing.T) {
 	go func() {
 		defer close(stop)
 		for range 25 {
-			time.Sleep(20 * time.Millisecond) // any moment is good
+			links := make([]int, len(ss))
+			for i, s := range ss[1:] {
+				links[i] = s.k.stream.generation()
+			}
 			r.reset()
+			time.Sleep(time.Duration(rand.IntN(20)) * time.Millisecond) // any moment is good
+			r.reset()
+			for i, s := range ss[1:] {
+				for s.k.stream.generation() == links[i] && s.Context().Err() == nil {
+					time.Sleep(time.Millisecond)
+				}
+			}
 		}
 	}()
 	calls := count(t, ss, stop)

@@ -40,8 +40,8 @@ var largeProducts = []struct {
 	{"float8 8192", 0, 8192, 8192, 8192, e4m3, bf16, tensor.MatMulConfig{}, true},
 }
 
-// TestCUDAProducts checks large products of random data on a GPU, and prints their rates and
-// the host's time for small products: `go test ./tensor -run TestCUDAProducts -v`.
+// TestCUDAProducts checks large products of random data on a GPU, and prints their rates before
+// and after tuning, and the host's time for small products: `go test ./tensor -run TestCUDAProducts -v`.
 func TestCUDAProducts(t *testing.T) {
 	s, err := stream.New(testgpu.CUDA(t, 1)[0], nil)
 	require.NoError(t, err)
@@ -63,7 +63,14 @@ func TestCUDAProducts(t *testing.T) {
 		run()
 		l.sample(c, a, b, &p.cfg, p.name)
 		took := l.duration(20, run)
-		t.Logf("%-30s %8.1f µs %8.1f TFLOP/s", p.name, float64(took)/1e3, 2*float64(batch)*float64(p.m)*float64(p.n)*float64(p.k)/took.Seconds()/1e12)
+		_, err := tensor.TuneMatMul(testgpu.Context(t), s, c, a, b, &p.cfg, nil)
+		require.NoError(t, err)
+		run()
+		l.sample(c, a, b, &p.cfg, p.name+", tuned")
+		tuned := l.duration(20, run)
+		flop := 2 * float64(batch) * float64(p.m) * float64(p.n) * float64(p.k)
+		t.Logf("%-30s %8.1f µs %8.1f TFLOP/s, tuned %8.1f µs %8.1f TFLOP/s", p.name,
+			float64(took)/1e3, flop/took.Seconds()/1e12, float64(tuned)/1e3, flop/tuned.Seconds()/1e12)
 		l.close()
 	}
 	t.Logf("host time of a product of 64x64x64: %v", l.enqueueTime())

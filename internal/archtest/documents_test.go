@@ -57,6 +57,14 @@ var instead = map[string]string{
 	grads *optim.Grads
 	opt   *optim.Optimizer
 )`,
+	"ddp/uneven.go": `var (
+	ctx    context.Context
+	err    error
+	s      *stream.Stream
+	g      *comm.Group
+	r      *ddp.Reducer
+	params memory.Slice[float32]
+)`,
 	"nccl/batch.go": `var (
 	err            error
 	c              *nccl.Communicator

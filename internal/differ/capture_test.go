@@ -22,7 +22,7 @@ type mCapture struct {
 type mNode struct {
 	work
 	s      *mStream
-	before uint64 // the nodes that come before it
+	direct uint64 // the nodes on which it depends directly
 }
 
 // maxNodes is how many nodes a model's capture has room for.
@@ -85,8 +85,9 @@ func (m *model) record(s *mStream, w work) want {
 	if w.sig == "" {
 		return fine
 	}
-	c.nodes = append(c.nodes, mNode{w, s, s.tail})
-	s.tail |= 1 << (len(c.nodes) - 1)
+	c.nodes = append(c.nodes, mNode{w, s, s.direct})
+	s.direct = 1 << (len(c.nodes) - 1)
+	s.tail |= s.direct
 	return fine
 }
 
@@ -94,7 +95,7 @@ func (m *model) record(s *mStream, w work) want {
 func (m *model) begin(s *mStream, mode, thread int, pool *mPool) *mCapture {
 	c := &mCapture{origin: s, mode: mode, thread: thread, pool: pool, exec: &mExec{ends: clock{}}}
 	c.exec.owner = c
-	c.join(s, 0)
+	c.join(s, 0, 0)
 	m.open = append(m.open, c)
 	if mode != 2 {
 		m.threads[thread] = c
@@ -102,11 +103,11 @@ func (m *model) begin(s *mStream, mode, thread int, pool *mPool) *mCapture {
 	return c
 }
 
-func (c *mCapture) join(s *mStream, tail uint64) {
+func (c *mCapture) join(s *mStream, tail, direct uint64) {
 	if !slices.Contains(c.streams, s) {
 		c.streams = append(c.streams, s)
 	}
-	s.cap, s.tail = c, s.tail|tail
+	s.cap, s.tail, s.direct = c, s.tail|tail, s.direct|direct
 }
 
 // finish takes the streams out of a capture and says what its end returns.
@@ -116,7 +117,7 @@ func (m *model) finish(c *mCapture) want {
 	c.ended = true
 	for _, s := range c.streams {
 		if s.cap == c {
-			s.cap, s.tail = nil, 0
+			s.cap, s.tail, s.direct = nil, 0, 0
 		}
 	}
 	m.open = slices.DeleteFunc(m.open, func(o *mCapture) bool { return o == c })
@@ -165,13 +166,13 @@ func (m *model) waitFor(s *mStream, e *mEvent) want {
 		}
 		return errs(cuValue)
 	case s.cap == nil:
-		e.cap.join(s, e.nodes)
+		e.cap.join(s, e.nodes, e.direct)
 		return fine
 	case s.cap != e.cap:
 		s.cap.invalid, e.cap.invalid = true, true
 		return errs(cuMerge)
 	}
-	s.tail |= e.nodes
+	s.tail, s.direct = s.tail|e.nodes, s.direct|e.direct
 	return fine
 }
 
@@ -189,7 +190,7 @@ func (m *model) mark(e *mEvent, s *mStream) want {
 	case s.cap.invalid:
 		return errs(cuInvalidated)
 	}
-	e.recorded, e.cap, e.nodes = true, s.cap, s.tail
+	e.recorded, e.cap, e.nodes, e.direct = true, s.cap, s.tail, s.direct
 	return fine
 }
 

@@ -78,7 +78,8 @@ type mStream struct {
 	closed        bool
 	cap           *mCapture
 	panicked      bool   // a callback did, and no wait has told
-	tail          uint64 // the nodes of cap that come before what follows
+	tail          uint64 // the nodes of cap that come before the next node
+	direct        uint64 // the nodes on which the next node depends directly
 }
 
 type mEvent struct {
@@ -86,7 +87,7 @@ type mEvent struct {
 	recorded       bool
 	at             clock // of the last record
 	cap            *mCapture
-	nodes          uint64
+	nodes, direct  uint64 // tail and direct of the stream
 }
 
 // mMem is memory of a device, or pinned memory of the host.

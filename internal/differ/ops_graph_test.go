@@ -325,7 +325,7 @@ func enterCapture(m *model, op *Op) (want, bool) {
 			m.drop(c)
 			return errs(kCapture), false
 		}
-		c.join(s, 0)
+		c.join(s, 0, 0)
 	}
 	m.bodies = append(m.bodies, c)
 	return fine, true
@@ -461,7 +461,7 @@ func modelUpdate(m *model, op *Op) want {
 		return errs(kUpdate)
 	}
 	for i := range x.nodes {
-		if a, b := x.nodes[i], nodes[i]; a.sig != b.sig || a.before != b.before || a.sig == "tensor" {
+		if a, b := x.nodes[i], nodes[i]; a.sig != b.sig || a.direct != b.direct || a.sig == "tensor" || b.perhapsUnmapped() {
 			m.vague, m.fuzzy, x.doubt = true, true, true // x keeps what o has, or not
 			return want{any: true}
 		}
@@ -475,6 +475,12 @@ func modelUpdate(m *model, op *Op) want {
 		o.owner.refs++
 	}
 	return fine
+}
+
+// perhapsUnmapped reports whether the node uses memory that was closed: the allocator may have
+// kept it, or not.
+func (n *mNode) perhapsUnmapped() bool {
+	return slices.ContainsFunc(n.accesses, func(a access) bool { return a.m.born == nil && a.gone() })
 }
 
 // release frees the memory that a graph has kept.

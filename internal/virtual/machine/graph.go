@@ -96,16 +96,19 @@ func (d driver) GraphInstantiateWithFlags(h cudadrv.Graph, flags uint64) (cudadr
 			return 0, dev.status
 		}
 	}
-	for _, n := range g.nodes {
-		if !d.m.mapped(n.uses[0]) || !d.m.mapped(n.uses[1]) {
-			return 0, cudadrv.ErrorInvalidValue
-		}
+	if !d.m.mappedAll(g) {
+		return 0, cudadrv.ErrorInvalidValue
 	}
 	x := &graphExec{graph: g, lanes: d.m.newLanes(g)}
 	eh := cudadrv.GraphExec(d.m.Handle())
 	d.m.execs[eh] = x
 	g.hold(1)
 	return eh, cudadrv.Success
+}
+
+// mappedAll reports whether the memory of all copies and fills of a graph is mapped. m.mu is held.
+func (m *Machine) mappedAll(g *graph) bool {
+	return !slices.ContainsFunc(g.nodes, func(n *node) bool { return !m.mapped(n.uses[0]) || !m.mapped(n.uses[1]) })
 }
 
 // mapped reports whether there is device memory at p, as CUDA demands of the copies and the
@@ -195,6 +198,9 @@ func (d driver) GraphExecUpdate(h cudadrv.GraphExec, gh cudadrv.Graph) (cudadrv.
 	}
 	if why := x.graph.differs(g); why != cudadrv.GraphUpdateSuccess {
 		return why, cudadrv.ErrorGraphExecUpdateFailure
+	}
+	if !d.m.mappedAll(g) {
+		return cudadrv.GraphUpdateParametersChanged, cudadrv.ErrorGraphExecUpdateFailure
 	}
 	g.hold(1)
 	x.graph.hold(-1)

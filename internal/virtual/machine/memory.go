@@ -75,7 +75,10 @@ func (d driver) MemFree(p cudadrv.DevicePtr) cudadrv.Result {
 	}
 	b := d.m.owned(p)
 	if b == nil || b.public {
-		c.end()
+		defer c.end()
+		if c.dev.status != cudadrv.Success {
+			return c.dev.status // of a second call too: CUDA frees nothing on a lost device
+		}
 		return cudadrv.ErrorInvalidValue
 	}
 	return d.m.freeWaiting(c.name, b)

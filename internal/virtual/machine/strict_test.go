@@ -46,6 +46,15 @@ func TestUseAfterFree(t *testing.T) {
 	require.Equal(t, cudadrv.ErrorInvalidHandle, r.On(0, func() cudadrv.Result { return r.Drv.StreamDestroy(s) }))
 }
 
+func TestFreeTwiceOnALostDevice(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	p := r.Alloc(0, 64)
+	r.m.devices[0].lose(cudadrv.ErrorIllegalAddress, "the test loses it")
+	for range 2 {
+		require.Equal(t, cudadrv.ErrorIllegalAddress, r.On(0, func() cudadrv.Result { return r.Drv.MemFree(p) }))
+	}
+}
+
 func TestNewMemoryIsPoisoned(t *testing.T) {
 	r := newRig(t, Config{Devices: 1})
 	s, p := r.Stream(0), r.Alloc(0, 4*poisonPage)

@@ -8,6 +8,7 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/groups"
 )
 
 // InitConfig are the options of Init; nil means the defaults.
@@ -109,13 +110,5 @@ func (i *initializing) device() (*device.Device, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open the devices: %w", err)
 	}
-	if devs := sys.Devices(); len(devs) == 1 { // a launcher such as Slurm may show each process its own GPU only
-		return devs[0], nil
-	}
-	dev, err := sys.Open(i.sess.LocalRank())
-	if err != nil {
-		return nil, fmt.Errorf("%w: each of the %d processes on this host needs a device: start at most %d",
-			err, i.sess.LocalSize(), len(sys.Devices()))
-	}
-	return dev, nil
+	return groups.OpenLocal(sys, i.sess.LocalRank(), i.sess.LocalSize())
 }

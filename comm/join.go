@@ -5,12 +5,15 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -113,6 +116,7 @@ type rankInfo struct {
 	Backend  string
 	Strategy string
 	NCCL     string // version
+	Shares   bool   // it may share its GPU
 }
 
 // An admission is the answer of rank 0 to all ranks.
@@ -147,6 +151,9 @@ func (j *joining) agree(ctx context.Context) (v admission, err error) {
 		}
 	}
 	v = admission{Hosts: hostsOf(infos), Refused: incompatibility(infos)}
+	if shared := sharedGPU(infos); shared != nil && v.Refused == "" {
+		slog.Warn("comm: " + shared.String() + " share a GPU: the results are right, but timings mean nothing")
+	}
 	if v.Refused == "" {
 		// Only now: NCCL's listener waits for exactly these ranks.
 		if v.ID, err = nccl.NewUniqueID(j.dev); err != nil {
@@ -187,7 +194,7 @@ func rankInfoOf(dev *device.Device, s Strategy) (rankInfo, error) {
 	if err != nil {
 		return rankInfo{}, err
 	}
-	return rankInfo{Host: host, Machine: fabric.Host(), PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend(), Strategy: s.String(), NCCL: version}, nil
+	return rankInfo{Host: host, Machine: fabric.Host(), PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend(), Strategy: s.String(), NCCL: version, Shares: ncclapi.SharesGPUs()}, nil
 }
 
 // hostsOf numbers the hosts in the order of their first ranks.
@@ -204,8 +211,10 @@ func hostsOf(infos []rankInfo) []int {
 
 // incompatibility says why the ranks are incompatible, or returns "".
 func incompatibility(infos []rankInfo) string {
-	first := map[string]int{}
 	for i, c := range infos {
+		if c.Shares != infos[0].Shares {
+			return fmt.Sprintf("ranks 0 and %d differ in %s: set it alike for all", i, env.ShareGPUs.Name)
+		}
 		if c.Backend != infos[0].Backend {
 			return fmt.Sprintf("rank 0 uses %s devices and rank %d %s devices: set CHORUS_BACKEND alike for all", infos[0].Backend, i, c.Backend)
 		}
@@ -215,13 +224,40 @@ func incompatibility(infos []rankInfo) string {
 		if c.NCCL != infos[0].NCCL {
 			return fmt.Sprintf("rank 0 has NCCL %s and rank %d NCCL %s: let all load the same", infos[0].NCCL, i, c.NCCL)
 		}
+	}
+	p := sharedGPU(infos)
+	switch {
+	case p == nil:
+		return ""
+	case !p.a.Shares:
+		return fmt.Sprintf("%s are both on %s %s of host %s: a GPU holds one rank; open the device of the local rank, or set %s=yes for tests",
+			p, p.b.Device, p.b.UUID, p.b.Host, env.ShareGPUs.Name)
+	case p.a.Strategy != NCCLOnly.String():
+		return fmt.Sprintf("%s share a GPU, and the strategy is %s, whose kernels may wait for each other: use the strategy %s", p, p.a.Strategy, NCCLOnly)
+	}
+	return ""
+}
+
+// A pair is two ranks on one GPU.
+type pair struct {
+	first, second int
+	a, b          rankInfo
+}
+
+func (p *pair) String() string {
+	return fmt.Sprintf("ranks %d (pid %d) and %d (pid %d)", p.first, p.a.PID, p.second, p.b.PID)
+}
+
+// sharedGPU returns the first pair of ranks on one GPU, or nil.
+func sharedGPU(infos []rankInfo) *pair {
+	first := map[string]int{}
+	for i, c := range infos {
 		if j, taken := first[c.UUID]; taken {
-			return fmt.Sprintf("ranks %d (pid %d) and %d (pid %d) are both on %s %s of host %s: a GPU holds one rank; open the device of the local rank",
-				j, infos[j].PID, i, c.PID, c.Device, c.UUID, c.Host)
+			return &pair{j, i, infos[j], c}
 		}
 		first[c.UUID] = i
 	}
-	return ""
+	return nil
 }
 
 func put(ctx context.Context, r Rendezvous, key string, v any) error {

@@ -6,7 +6,10 @@ package groups
 
 import (
 	"context"
+	"fmt"
 
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/route"
 )
@@ -43,3 +46,17 @@ type Group interface{ inside() Inside }
 
 // Of returns the inside of a group, which must not be nil.
 func Of(g Group) Inside { return g.inside() }
+
+// OpenLocal opens the device of a process: the one with the ordinal of its local rank of n, or
+// the only one that it sees, as under Slurm. Ranks that share GPUs take them in turns.
+func OpenLocal(sys *device.System, local, n int) (*device.Device, error) {
+	devs := sys.Devices()
+	if len(devs) == 1 || ncclapi.SharesGPUs() && len(devs) > 0 {
+		return devs[local%len(devs)], nil
+	}
+	dev, err := sys.Open(local)
+	if err != nil {
+		return nil, fmt.Errorf("%w: each of the %d processes on this host needs a device: start at most %d", err, n, len(devs))
+	}
+	return dev, nil
+}

@@ -37,6 +37,9 @@ func Open() (*Lib, error) { return opened() }
 var opened = dl.Once(spec, newLib)
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
+	if err := setHostID(); err != nil {
+		return nil, err
+	}
 	funcs := make([]dl.Func, NumFuncs)
 	for i, f := range symbols {
 		funcs[i] = dl.Func{Name: f.name, Optional: f.since > minVersion}

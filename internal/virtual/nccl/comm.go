@@ -105,7 +105,7 @@ func (l *lib) newComm(dev *machine.Device, t token) (*comm, member, error) {
 	}
 	c.idle = sync.NewCond(&c.mu)
 	c.door = newAcceptor(ln, t, c.welcome)
-	return c, member{Address: address, UUID: fmt.Sprintf("%x", dev.UUID()), BusID: dev.BusID()}, nil
+	return c, member{Address: address, UUID: fmt.Sprintf("%x", dev.UUID()), BusID: dev.BusID(), Host: ncclapi.HostID()}, nil
 }
 
 // welcome accepts a connection from another rank.

@@ -116,16 +116,17 @@ func (g *meeting) seat() {
 	clear(g.conns)
 }
 
-// table lists the members. Each must have a different device.
+// table lists the members. Those of one host must have different devices.
 func table(seats []joiner) *verdict {
 	v := &verdict{}
-	first := map[string]int{}
+	first := map[[2]string]int{}
 	for rank, j := range seats {
-		if other, twice := first[j.Member.UUID]; twice {
+		place := [2]string{j.Member.Host, j.Member.UUID}
+		if other, twice := first[place]; twice {
 			return &verdict{Result: ncclapi.InvalidUsage,
 				Text: fmt.Sprintf("Duplicate GPU: rank %d and rank %d are both on the device with bus id %s", other, rank, j.Member.BusID)}
 		}
-		first[j.Member.UUID] = rank
+		first[place] = rank
 		v.Members = append(v.Members, j.Member)
 		if j.Note != "" {
 			v.Note = j.Note

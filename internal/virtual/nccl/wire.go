@@ -54,6 +54,7 @@ type member struct {
 	Address string
 	UUID    string
 	BusID   string
+	Host    string // NCCL_HOSTID
 }
 
 // A verdict is the result of a meeting: the members of the joiner's communicator

@@ -21,10 +21,11 @@ type field struct {
 	elem   memory.DType // of the number, or of the slice
 }
 
-// A fieldType is an element type, and the Go types of its fields.
+// A fieldType is an element type, and the Go types of a number, of a slice in device memory,
+// and of a slice of the host.
 type fieldType struct {
-	number, slice reflect.Type
-	elem          memory.DType
+	number, slice, host reflect.Type
+	elem                memory.DType
 }
 
 var fieldTypes = []fieldType{
@@ -34,7 +35,7 @@ var fieldTypes = []fieldType{
 }
 
 func typeOf[T memory.Element]() fieldType {
-	return fieldType{reflect.TypeFor[T](), reflect.TypeFor[memory.Slice[T]](), memory.DTypeOf[T]()}
+	return fieldType{reflect.TypeFor[T](), reflect.TypeFor[memory.Slice[T]](), reflect.TypeFor[[]T](), memory.DTypeOf[T]()}
 }
 
 // fieldsOf returns the fields of an argument struct.

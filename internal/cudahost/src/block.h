@@ -11,7 +11,7 @@
 
 #define __shared__ static __attribute__((section("shared")))
 extern char __start_shared[], __stop_shared[];
-static __attribute__((section("shared"))) char some_shared = 1; // so that the section exists
+static __attribute__((section("shared"), used)) char some_shared = 1; // so that the section exists
 
 struct Fiber {
 	ucontext_t context;

@@ -30,22 +30,19 @@ static std::vector<char> dynamicShared;
 
 static void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
-// all_arrived reports whether every thread that has not returned is at the barrier.
-static bool all_arrived() {
-	for (const Fiber& f : fibers)
-		if (!f.done && !f.atBarrier) return false;
-	return true;
-}
+static unsigned waiting, finished; // threads at the barrier, and threads that have returned
 
 static void __syncthreads() {
 	Fiber& me = fibers[current];
 	me.atBarrier = progress = true;
+	waiting++;
 	while (me.atBarrier) {
-		if (all_arrived()) {
-			for (Fiber& f : fibers) f.atBarrier = false;
-			progress = true;
-		} else
+		if (waiting + finished < fibers.size()) {
 			yield();
+			continue;
+		}
+		for (Fiber& f : fibers) f.atBarrier = false;
+		waiting = 0, progress = true;
 	}
 }
 

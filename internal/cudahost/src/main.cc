@@ -27,6 +27,7 @@ static void body() {
 	threadIdx = fibers[current].thread;
 	work(works);
 	fibers[current].done = progress = true;
+	finished++;
 	yield();
 }
 
@@ -34,6 +35,7 @@ static void start() {
 	memset(__start_shared, 0xff, __stop_shared - __start_shared); // NaN
 	memset(dynamicShared.data(), 0xff, dynamicShared.size());
 	memset(arrived, 0, sizeof arrived);
+	waiting = finished = 0;
 	for (unsigned t = 0; t < fibers.size(); t++) {
 		Fiber& f = fibers[t];
 		f.done = f.atBarrier = f.released = false, f.stack.resize(1 << 16);

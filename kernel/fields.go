@@ -62,17 +62,19 @@ func fieldsOf(t reflect.Type) ([]field, error) {
 	return fs, nil
 }
 
-// encode converts the struct at p to arguments.
-func encode(fs []field, p unsafe.Pointer, args *[maxArgs]Arg) {
+// encode converts the struct at p to arguments, which are zero or of an earlier launch.
+func encode(fs []field, p unsafe.Pointer, args []Arg) {
 	for i := range fs {
-		f := &fs[i]
+		f, a := &fs[i], &args[i]
 		at := unsafe.Add(p, f.offset)
-		if f.param == Pointer { // slices of all types have one layout
-			args[i] = Ptr(*(*memory.Slice[uint8])(at))
-			args[i].elem = f.elem
+		a.kind, a.elem = f.param, f.elem
+		if f.param == Pointer { // as Ptr does; slices of all types have one layout
+			x := (*memory.Slice[uint8])(at)
+			a.bits, a.n, a.argDevice = x.Ptr(), x.Len(), kern.On(x.Device())
+			a.err = mem.Check("kernel: launch", x.Buffer(), x.Len(), nil)
 			continue
 		}
-		a := Arg{kind: f.param}
+		a.n, a.argDevice, a.err = 0, argDevice{}, nil
 		switch f.elem.Size() {
 		case 1:
 			a.bits = uint64(*(*uint8)(at))
@@ -83,7 +85,6 @@ func encode(fs []field, p unsafe.Pointer, args *[maxArgs]Arg) {
 		default:
 			a.bits = *(*uint64)(at)
 		}
-		args[i] = a
 	}
 }
 

@@ -144,7 +144,9 @@ func (t *typed) on(dev *device.Device) *Kernel {
 	return nil
 }
 
-// lists has arrays for arguments, so that a launch allocates none.
+const fewArgs = 8
+
+// lists has arrays for more arguments than that, so that a launch allocates none.
 var lists = sync.Pool{New: func() any { return new([maxArgs]Arg) }}
 
 func (t *typed) launch(s *stream.Stream, g Grid, args unsafe.Pointer, together bool) error {
@@ -158,16 +160,24 @@ func (t *typed) launch(s *stream.Stream, g Grid, args unsafe.Pointer, together b
 	if k == nil {
 		return fmt.Errorf("kernel: launch %s on %s: its source is not compiled for the device, or the module is closed: call kernel.Compile first", t.name, s.Device())
 	}
-	list := lists.Get().(*[maxArgs]Arg)
-	encode(t.fields, args, list)
-	var err error
-	if together {
-		err = k.LaunchCooperative(s, g, list[:len(t.fields)]...)
-	} else {
-		err = k.launch(s, g, list[:len(t.fields)], false)
+	if n := len(t.fields); n <= fewArgs {
+		var list [fewArgs]Arg // on the stack, which is faster than the pool
+		encode(t.fields, args, list[:n])
+		return k.enqueue(s, g, list[:n], together)
 	}
+	list := lists.Get().(*[maxArgs]Arg)
+	encode(t.fields, args, list[:])
+	err := k.enqueue(s, g, list[:len(t.fields)], together)
 	lists.Put(list)
 	return err
+}
+
+// enqueue is Launch or LaunchCooperative.
+func (k *Kernel) enqueue(s *stream.Stream, g Grid, args []Arg, together bool) error {
+	if together {
+		return k.LaunchCooperative(s, g, args...)
+	}
+	return k.launch(s, g, args, false)
 }
 
 // compare returns an error if the type of the arguments contradicts the source.
@@ -194,8 +204,8 @@ func (t *typed) standIn(ps []declared) func(*Call) {
 	return func(c *Call) { t.call(c, inputs) }
 }
 
-// lengths returns the parameters that a stand-in has in addition to those of the kernel: the
-// number of elements of each argument.
+// lengths returns the additional parameters of a stand-in: the number of elements of each
+// argument.
 func (t *typed) lengths() []machine.Param {
 	return slices.Repeat([]machine.Param{machine.Int64Param}, len(t.fields))
 }

@@ -13,10 +13,9 @@ import (
 type Trial struct {
 	Kernel string
 	Grid   Grid
-	// Args has a value for each parameter: for a pointer a slice of the host, such as
-	// []float32, or nil for a null pointer; for a number an int32, a float32 and so on; for a
-	// Struct its []byte. Verify copies slices and does not change them. Each argument has
-	// separate memory.
+	// Args has a value for each parameter. A pointer is a slice of the host, such as []float32,
+	// or nil. A number is an int32, a float32 and so on. A Struct is its []byte. Verify copies
+	// slices and does not change them. Each argument has separate memory.
 	Args []any
 	// Outputs are the names, in the source, of pointers whose memory the kernel only writes.
 	// Verify poisons the memory and makes the launch twice, with different poison. An element
@@ -48,8 +47,7 @@ type VerifyConfig struct {
 }
 
 // Verify runs kernels of src with equal arguments as CUDA and as their Go functions, and compares
-// all memory afterwards. It is for tests. The Go functions run on a virtual device of
-// their own, which reports illegal accesses. Memory around each argument detects writes
+// all memory afterwards. It is for tests. The Go functions run on a separate virtual device, which reports illegal accesses. Memory around each argument detects writes
 // outside of it. cfg may be nil.
 //
 // If the results differ, the error is a *VerifyError with the first and the worst difference of

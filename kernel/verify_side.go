@@ -35,7 +35,7 @@ func (v *verification) open(ctx context.Context, src *Source) error {
 		dev = sys.Devices()[0]
 	}
 	if backend := dev.System().Backend(); backend != "cuda" {
-		return fmt.Errorf("%s is no GPU, its backend is %s: set VerifyConfig.Host to run the source on the host", dev, backend)
+		return fmt.Errorf("%s is not a GPU, its backend is %s: set VerifyConfig.Host to run the source on the host", dev, backend)
 	}
 	v.cuda, err = v.openDevice(dev, src, "CUDA on "+dev.String())
 	return err

@@ -228,7 +228,7 @@ func TestVerifyChecksArguments(t *testing.T) {
 	require.ErrorContains(t, kernel.Verify(testgpu.Context(t), nil, nil, nil), "kernel: verify: no source given")
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 	err := kernel.Verify(testgpu.Context(t), src, []kernel.Trial{right}, &kernel.VerifyConfig{Device: devs[0]})
-	require.ErrorContains(t, err, "is no GPU, its backend is virtual: set VerifyConfig.Host to run the source on the host")
+	require.ErrorContains(t, err, "is not a GPU, its backend is virtual: set VerifyConfig.Host to run the source on the host")
 	if sys, err := device.Default(); err != nil || sys.Backend() != "cuda" {
 		require.ErrorContains(t, kernel.Verify(testgpu.Context(t), src, []kernel.Trial{right}, nil), "set VerifyConfig.Host to run the source on the host")
 	}

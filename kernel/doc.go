@@ -22,10 +22,7 @@
 // NVRTC compiles the source for the device's compute capability, so neither a CUDA toolkit
 // nor a prepared binary is needed. Binaries are cached on disk for other processes. A
 // kernel's Go function does the work of the whole grid in one call; it is needed only for
-// programs that also run without a GPU. [Verify] tests that it agrees with the source:
-//
-//	err := kernel.Verify(ctx, src, []kernel.Trial{{Kernel: "scale", Grid: kernel.Cover(3),
-//		Args: []any{[]float32{1, 2, 3}, float32(2), int32(3)}}}, nil)
+// programs that also run without a GPU. [Verify] tests that it agrees with the source.
 //
 // A [Def] with Params, and [Kernel.Launch] with a list of arguments, are for parameters that
 // fields cannot express: structs, pinned memory, and pointers that vary in type.

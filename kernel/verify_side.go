@@ -69,25 +69,20 @@ func (d *deviceSide) run(ctx context.Context, kernel string, g Grid, args []test
 	if err != nil {
 		return err
 	}
-	var list []Arg
-	var memories []memory.Slice[byte]
+	memories := make([]memory.Slice[byte], len(args))
 	defer func() {
 		for _, x := range memories {
 			err = errors.Join(err, x.Close())
 		}
 	}()
+	list := make([]Arg, len(args))
 	for i := range args {
-		a := &args[i]
-		if a.memory == nil {
-			list = append(list, a.arg())
-			continue
+		if args[i].memory != nil {
+			if memories[i], err = memory.MakeFrom(d.s, args[i].memory); err != nil {
+				return err
+			}
 		}
-		x, err := memory.MakeFrom(d.s, a.memory)
-		if err != nil {
-			return err
-		}
-		memories = append(memories, x)
-		list = append(list, Arg{kind: Pointer, elem: a.elem, bits: x.Ptr() + guard, n: len(a.value) / a.elem.Size(), argDevice: kern.On(x.Device())})
+		list[i] = args[i].arg(memories[i])
 	}
 	if err := k.Launch(d.s, g, list...); err != nil {
 		return err
@@ -95,23 +90,21 @@ func (d *deviceSide) run(ctx context.Context, kernel string, g Grid, args []test
 	if err := d.s.Sync(ctx); err != nil {
 		return errors.Join(err, d.reports())
 	}
-	for i := range args {
-		if args[i].memory == nil {
-			continue
-		}
-		if err := memories[0].CopyTo(d.s, args[i].memory); err != nil {
+	for i, x := range memories {
+		if err := x.CopyTo(d.s, args[i].memory); err != nil {
 			return err
 		}
-		err = errors.Join(err, memories[0].Close())
-		memories = memories[1:]
 	}
-	return errors.Join(err, d.reports())
+	return d.reports()
 }
 
-// arg returns the argument for a number, a struct or a null pointer.
-func (a *testArg) arg() Arg {
+// arg returns the argument of a launch. x has the memory of a pointer that is not null.
+func (a *testArg) arg(x memory.Slice[byte]) Arg {
 	if _, ok := a.param.isStruct(); ok {
 		return Bytes(a.value)
+	}
+	if a.memory != nil {
+		return Arg{kind: Pointer, elem: a.elem, bits: x.Ptr() + guard, n: len(a.value) / a.elem.Size(), argDevice: kern.On(x.Device())}
 	}
 	bits := uint64(0)
 	for i, b := range a.value {

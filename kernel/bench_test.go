@@ -59,6 +59,12 @@ func viewOf[T memory.Element](b *testing.B, x memory.Slice[uint8], n int) memory
 	return v
 }
 
+type axpyArgs struct {
+	Y, X memory.Slice[float32]
+	A    float32
+	N    int32
+}
+
 // The cost of a launch on the host.
 func BenchmarkLaunch(b *testing.B) {
 	s, err := stream.New(testgpu.CUDA(b, 1)[0], nil)
@@ -72,6 +78,11 @@ func BenchmarkLaunch(b *testing.B) {
 	defer m.Close()
 	k, err := m.Kernel("axpy")
 	require.NoError(b, err)
+	src := &kernel.Source{Name: "axpy.cu", CUDA: axpy.CUDA}
+	f := kernel.Define[axpyArgs](src, "axpy", nil)
+	typed, err := kernel.Compile(s.Device(), src)
+	require.NoError(b, err)
+	defer typed.Close()
 	x, err := memory.Make[float32](s, 256)
 	require.NoError(b, err)
 	defer x.Close()
@@ -79,6 +90,7 @@ func BenchmarkLaunch(b *testing.B) {
 		"kernel": func() error {
 			return k.Launch(s, kernel.Cover(256), kernel.Ptr(x), kernel.Ptr(x), kernel.Scalar[float32](1), kernel.Scalar[int32](256))
 		},
+		"func":        func() error { return f.Launch(s, kernel.Cover(256), axpyArgs{x, x, 1, 256}) },
 		"elementwise": func() error { return e.Launch(s, kernel.Out(x), kernel.In(x)) },
 	} {
 		b.Run(name, func(b *testing.B) {

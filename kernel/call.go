@@ -11,7 +11,10 @@ import (
 
 // A Call is one launch of a kernel on a virtual device, the argument of the kernel's Go
 // function.
-type Call struct{ call }
+type Call struct {
+	call
+	spans []span // the memory that a Func's arguments refer to
+}
 
 type call = kern.CallRef
 

@@ -14,6 +14,8 @@ type declared struct {
 	text    string         // source text, for messages
 	pointer bool           // one level of indirection
 	types   []memory.DType // of the number, or of the elements at the pointer; nil if unknown
+	name    string         // "" if it has none
+	input   bool           // a pointer to const: the kernel does not write through it
 }
 
 // declarations returns the parameters of each kernel of a source. It omits kernels that it
@@ -134,7 +136,7 @@ func parameters(list string) []declared {
 var qualifiers = []string{"const", "volatile", "restrict", "__restrict__", "__restrict", "__grid_constant__", "std", "cuda"}
 
 func parameterOf(text string) declared {
-	p := declared{text: strings.Join(strings.Fields(text), " ")}
+	p := declared{text: strings.Join(strings.Fields(text), " "), name: nameIn(text), input: pointerToConst(text)}
 	depth := strings.Count(text, "*") + strings.Count(text, "[")
 	if depth > 1 || strings.Contains(text, "&") {
 		p.pointer = depth > 1
@@ -147,11 +149,31 @@ func parameterOf(text string) declared {
 	}
 	if p.pointer {
 		if i := strings.IndexAny(text, "["); i >= 0 && len(names) > 0 && strings.ContainsAny(text[i:], "0123456789") {
-			return declared{text: p.text, pointer: true} // the length of an array is among the words
+			return p // the length of an array is among the words
 		}
 	}
 	p.types = typesOf(names, p.pointer)
 	return p
+}
+
+// nameIn returns the name in the declaration of a parameter, or "".
+func nameIn(text string) string {
+	text, _, _ = strings.Cut(text, "[")
+	names := slices.DeleteFunc(words.FindAllString(text, -1), func(w string) bool { return slices.Contains(qualifiers, w) })
+	if n := len(names); n > 1 && !slices.Contains(typeWords, names[n-1]) {
+		return names[n-1]
+	}
+	return ""
+}
+
+// pointerToConst reports whether a parameter is a pointer to const elements: const float*
+// or float const*, but not float* const.
+func pointerToConst(text string) bool {
+	before, after, found := strings.Cut(text, "*")
+	if !found {
+		before, after, found = strings.Cut(text, "[")
+	}
+	return found && !strings.Contains(after, "*") && slices.Contains(words.FindAllString(before, -1), "const")
 }
 
 // typeWords are the words of C's own types. If a type has several, the first in this order

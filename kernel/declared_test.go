@@ -40,15 +40,18 @@ extern "C" __global__ void twice(double* x) {}
 	}
 	require.Equal(t, []declared{}, all["none"])
 	require.Equal(t, []declared{
-		{"float* y", true, []memory.DType{memory.Float32}},
-		{"const double *__restrict__ x", true, []memory.DType{memory.Float64}},
-		{"float a", false, []memory.DType{memory.Float32}},
-		{"unsigned long long n", false, bytes8},
+		{"float* y", true, []memory.DType{memory.Float32}, "y", false},
+		{"const double *__restrict__ x", true, []memory.DType{memory.Float64}, "x", true},
+		{"float a", false, []memory.DType{memory.Float32}, "a", false},
+		{"unsigned long long n", false, bytes8, "n", false},
 	}, all["plain"])
 	var types [][]memory.DType
+	var names []string
 	for _, p := range all["types"] {
 		types = append(types, p.types)
+		names = append(names, p.name)
 	}
+	require.Equal(t, []string{"v", "p", "b", "h", "f", "l", "n", "q", "x", "z", "pp", "u", ""}, names)
 	require.Equal(t, [][]memory.DType{nil, nil, bytes1, half, {memory.Float32}, bytes8, bytes8, nil, {memory.Float32}, nil, nil, bytes8, bytes4}, types)
 }
 
@@ -65,5 +68,14 @@ func TestWithoutComments(t *testing.T) {
 		"//* a\n/**/ b /***/ c": " \n  b   c",
 	} {
 		require.Equal(t, want, withoutComments(code), code)
+	}
+}
+
+func TestPointerToConst(t *testing.T) {
+	for text, want := range map[string]bool{
+		"const float* x": true, "float const* x": true, "const float x[3]": true, "const T *__restrict__ const x": true,
+		"float* x": false, "float* const x": false, "const int n": false, "const float** x": false, "constant* x": false,
+	} {
+		require.Equal(t, want, pointerToConst(text), text)
 	}
 }

@@ -1,29 +1,31 @@
 // Package kernel compiles CUDA C++ at run time and launches it.
 //
-//	m, err := kernel.Compile(dev, &kernel.Source{
-//		Name: "scale.cu",
-//		CUDA: `extern "C" __global__ void scale(float* x, float by, int n) {
-//			int i = blockIdx.x * blockDim.x + threadIdx.x;
-//			if (i < n) x[i] *= by;
-//		}`,
-//		Kernels: []kernel.Def{{
-//			Name:   "scale",
-//			Params: []kernel.Param{kernel.Pointer, kernel.F32, kernel.I32},
-//			Go: func(c *kernel.Call) { // stands in on virtual devices
-//				x := kernel.Update[float32](c, 0, int(kernel.Get[int32](c, 2)))
-//				for i := range x {
-//					x[i] *= kernel.Get[float32](c, 1)
-//				}
-//			},
-//		}},
+//	type scaleArgs struct { // as the parameters in CUDA
+//		X  memory.Slice[float32]
+//		By float32
+//		N  int32
+//	}
+//
+//	src := &kernel.Source{Name: "scale.cu", CUDA: `extern "C" __global__ void scale(float* x, float by, int n) {
+//		int i = blockIdx.x * blockDim.x + threadIdx.x;
+//		if (i < n) x[i] *= by;
+//	}`}
+//	scale := kernel.Define(src, "scale", func(c *kernel.Call, a scaleArgs) { // stands in on virtual devices
+//		x := kernel.Data(c, a.X)
+//		for i := range x {
+//			x[i] *= a.By
+//		}
 //	})
-//	scale, err := m.Kernel("scale")
-//	err = scale.Launch(s, kernel.Cover(n), kernel.Ptr(x), kernel.Scalar[float32](2), kernel.Scalar(int32(n)))
+//	m, err := kernel.Compile(dev, src)
+//	err = scale.Launch(s, kernel.Cover(n), scaleArgs{x, 2, int32(n)})
 //
 // NVRTC compiles the source for the device's compute capability, so neither a CUDA toolkit
 // nor a prepared binary is needed. Binaries are cached on disk for other processes. A
 // kernel's Go function does the work of the whole grid in one call; it is needed only for
-// programs that also run without a GPU.
+// programs that also run without a GPU. [Verify] tests that it agrees with the source.
+//
+// A [Def] with Params, and [Kernel.Launch] with a list of arguments, are for parameters that
+// fields cannot express: structs, pinned memory, and pointers that vary in type.
 //
 // If each element of the output depends on the same element of the inputs, an
 // [Elementwise] needs no grid, no bounds checks and no types:

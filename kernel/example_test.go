@@ -1,9 +1,11 @@
 package kernel_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log"
+	"os/exec"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/kernel"
@@ -27,40 +29,41 @@ func onVirtual(fn func(s *stream.Stream) error) {
 	}
 }
 
-// A kernel of one's own, with a Go function for virtual devices.
-func ExampleCompile() {
-	onVirtual(func(s *stream.Stream) error {
-		m, err := kernel.Compile(s.Device(), &kernel.Source{
-			Name: "scale.cu",
-			CUDA: `extern "C" __global__ void scale(float* x, float by, int n) {
+type scaleArgs struct {
+	X  memory.Slice[float32]
+	By float32
+	N  int32
+}
+
+// scaling returns a source with one kernel, and the function that launches it.
+func scaling() (*kernel.Source, *kernel.Func[scaleArgs]) {
+	src := &kernel.Source{Name: "scale.cu", CUDA: `extern "C" __global__ void scale(float* x, float by, int n) {
 	int i = blockIdx.x * blockDim.x + threadIdx.x;
 	if (i < n) x[i] *= by;
-}`,
-			Kernels: []kernel.Def{{
-				Name:   "scale",
-				Params: []kernel.Param{kernel.Pointer, kernel.F32, kernel.I32},
-				Go: func(c *kernel.Call) {
-					x := kernel.Update[float32](c, 0, int(kernel.Get[int32](c, 2)))
-					for i := range x {
-						x[i] *= kernel.Get[float32](c, 1)
-					}
-				},
-			}},
-		})
+}`}
+	return src, kernel.Define(src, "scale", func(c *kernel.Call, a scaleArgs) {
+		x := kernel.Data(c, a.X.Slice(0, int(a.N)))
+		for i := range x {
+			x[i] *= a.By
+		}
+	})
+}
+
+// A kernel with a Go function for virtual devices.
+func ExampleDefine() {
+	src, scale := scaling()
+	onVirtual(func(s *stream.Stream) error {
+		m, err := kernel.Compile(s.Device(), src)
 		if err != nil {
 			return err
 		}
 		defer m.Close()
-		scale, err := m.Kernel("scale")
-		if err != nil {
-			return err
-		}
 		x, err := memory.MakeFrom(s, []float32{1, 2, 3})
 		if err != nil {
 			return err
 		}
 		defer x.Close()
-		if err := scale.Launch(s, kernel.Cover(x.Len()), kernel.Ptr(x), kernel.Scalar[float32](2), kernel.Scalar[int32](3)); err != nil {
+		if err := scale.Launch(s, kernel.Cover(x.Len()), scaleArgs{x, 2, 3}); err != nil {
 			return err
 		}
 		out := make([]float32, 3)
@@ -69,6 +72,21 @@ func ExampleCompile() {
 		return err
 	})
 	// Output: [2 4 6]
+}
+
+// A test of the Go function, which needs no GPU.
+func ExampleVerify() {
+	src, _ := scaling()
+	err := kernel.Verify(context.Background(), src, []kernel.Trial{{
+		Kernel: "scale",
+		Grid:   kernel.Cover(3),
+		Args:   []any{[]float32{1, 2, 3}, float32(2), int32(3)},
+	}}, &kernel.VerifyConfig{Host: true})
+	if errors.Is(err, exec.ErrNotFound) {
+		err = nil // there is no C++ compiler
+	}
+	fmt.Println(err)
+	// Output: <nil>
 }
 
 // A function of single elements takes whatever types it is given: an int32 and a

@@ -35,6 +35,7 @@ type Kernel struct {
 	h      cudadrv.Function
 	params []Param
 	source []declared // the type that the source declares for each parameter; nil if unknown
+	typed  bool       // the function that replaces it gets the number of elements of each argument
 	attrs  Attributes
 
 	mu     sync.Mutex    // guards raising shared
@@ -46,10 +47,10 @@ type Kernel struct {
 const maxArgs = 32
 
 // frame holds the argument values of a launch and their addresses, the form that CUDA
-// needs.
+// needs. The stand-in of a Func gets the number of elements of each argument, too.
 type frame struct {
-	vals [maxArgs]uint64
-	ptrs [maxArgs]unsafe.Pointer
+	vals [2 * maxArgs]uint64
+	ptrs [2 * maxArgs]unsafe.Pointer
 }
 
 var frames = sync.Pool{New: func() any {
@@ -95,6 +96,9 @@ func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) err
 		f.vals[i] = args[i].bits // little-endian: a narrower value is the first bytes
 		if b := args[i].bytes; b != nil {
 			f.ptrs[i] = unsafe.Pointer(b)
+		}
+		if k.typed {
+			f.vals[len(args)+i] = uint64(args[i].n)
 		}
 	}
 	err := gpu.DeviceOf(k.module.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {

@@ -31,6 +31,8 @@ type Def struct {
 	Name   string
 	Params []Param
 	Go     func(*Call) // implements the kernel on virtual devices; nil if not needed
+
+	typed *typed // of Define; nil otherwise
 }
 
 // A Module is a compiled Source on one device.
@@ -40,6 +42,7 @@ type Module struct {
 	h       cudadrv.Module
 	limits  limits
 	kernels map[string]*Kernel
+	typed   []*typed // the functions that launch kernels of the module
 }
 
 // Compile compiles the source for dev and loads it. The first compilation takes some
@@ -48,6 +51,9 @@ type Module struct {
 // error in the source is a *CompileError with the compiler's messages.
 func Compile(dev *device.Device, src *Source) (*Module, error) {
 	m, err := open(dev, src)
+	if err == nil {
+		m.bind(src)
+	}
 	switch {
 	case err != nil:
 	case kern.IsResident(src):
@@ -70,7 +76,7 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 	if err := src.check(said); err != nil {
 		return nil, err
 	}
-	image, err := compile(dev, src)
+	image, err := compile(dev, src, said)
 	if err != nil {
 		return nil, err
 	}
@@ -95,9 +101,20 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 	return m, nil
 }
 
+// bind lets each Func of the source launch the kernel of this module.
+func (m *Module) bind(src *Source) {
+	for _, d := range src.Kernels {
+		if d.typed != nil {
+			d.typed.add(m.kernels[d.Name])
+			m.typed = append(m.typed, d.typed)
+		}
+	}
+}
+
 // find finds a kernel in the loaded binary.
 func (m *Module) find(d *Def, source []declared) (*Kernel, error) {
 	k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params), source: source}
+	k.typed = d.typed != nil && gpu.DeviceOf(m.dev).System().Machine != nil
 	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		k.h, r = drv.ModuleGetFunction(m.h, d.Name)
 		return r
@@ -126,7 +143,11 @@ func (src *Source) check(said map[string][]declared) error {
 		if n := machine.ParamBytes(d.stood()); n > machine.MaxParamBytes {
 			return fmt.Errorf("kernel: compile %s: the parameters of %s take %d bytes: at most %d", src.Name, d.Name, n, machine.MaxParamBytes)
 		}
-		if err := d.compare(said); err != nil {
+		compare := d.compare
+		if d.typed != nil {
+			compare = d.typed.compare
+		}
+		if err := compare(said); err != nil {
 			return fmt.Errorf("kernel: compile %s: %w", src.Name, err)
 		}
 		seen[d.Name] = true
@@ -151,6 +172,9 @@ func (m *Module) Close() error {
 	if m == nil || !m.owner.Close() {
 		return nil
 	}
+	for _, t := range m.typed {
+		t.remove(m)
+	}
 	return m.unload()
 }
 
@@ -159,9 +183,9 @@ func (m *Module) unload() error {
 }
 
 // compile makes the image that the device's driver loads.
-func compile(dev *device.Device, src *Source) ([]byte, error) {
+func compile(dev *device.Device, src *Source, said map[string][]declared) ([]byte, error) {
 	if m := gpu.DeviceOf(dev).System().Machine; m != nil {
-		return standIns(m.Machine, src)
+		return standIns(m.Machine, src, said)
 	}
 	if image, err := embedded(dev, src); image != nil || err != nil {
 		return image, err
@@ -174,13 +198,17 @@ func compile(dev *device.Device, src *Source) ([]byte, error) {
 }
 
 // standIns makes the image of Go functions that virtual devices load.
-func standIns(m *machine.Machine, src *Source) ([]byte, error) {
+func standIns(m *machine.Machine, src *Source, said map[string][]declared) ([]byte, error) {
 	var ks []machine.Kernel
 	for _, d := range src.Kernels {
-		if d.Go == nil {
+		fn, params := d.Go, d.stood()
+		if d.typed != nil {
+			fn, params = d.typed.standIn(said[d.Name]), append(params, d.typed.lengths()...)
+		}
+		if fn == nil {
 			return nil, fmt.Errorf("kernel: %s in %s has no Go function to stand in on virtual devices", d.Name, src.Name)
 		}
-		ks = append(ks, machine.Kernel{Name: d.Name, Params: d.stood(), Func: func(k *machine.KernelCall) { d.Go(&Call{kern.NewCallRef(k)}) }})
+		ks = append(ks, machine.Kernel{Name: d.Name, Params: params, Func: func(k *machine.KernelCall) { fn(&Call{call: kern.NewCallRef(k)}) }})
 	}
 	return m.ModuleImage(ks), nil
 }

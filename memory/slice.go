@@ -20,6 +20,13 @@ type Slice[T Element] struct {
 	root bool // returned by Make: only this slice can be closed
 }
 
+// A Slice has the layout of its header: each constant overflows otherwise.
+const (
+	_ = -uint(unsafe.Sizeof(Slice[byte]{}) ^ unsafe.Sizeof(mem.SliceHeader{}))
+	_ = -uint(unsafe.Offsetof(Slice[byte]{}.off) ^ unsafe.Offsetof(mem.SliceHeader{}.Offset))
+	_ = -uint(unsafe.Offsetof(Slice[byte]{}.n) ^ unsafe.Offsetof(mem.SliceHeader{}.Len))
+)
+
 // Make allocates n elements in the order of s; see Alloc. The contents are
 // undefined, as with torch.empty.
 func Make[T Element](s *stream.Stream, n int) (Slice[T], error) {

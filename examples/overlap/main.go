@@ -31,19 +31,22 @@ var source = kernel.Source{
 	for (int k = 0; k < steps; k++) v = v * 0.5f + 1.0f;
 	x[i] = v;
 }`,
-	Kernels: []kernel.Def{{
-		Name:   "step",
-		Params: []kernel.Param{kernel.Pointer, kernel.I32, kernel.I32},
-		Go: func(c *kernel.Call) {
-			x := kernel.Update[float32](c, 0, int(kernel.Get[int32](c, 2)))
-			for i := range x {
-				for range kernel.Get[int32](c, 1) {
-					x[i] = x[i]*0.5 + 1
-				}
-			}
-		},
-	}},
 }
+
+type stepArgs struct {
+	X        memory.Slice[float32]
+	Steps, N int32
+}
+
+// step launches the kernel. Virtual devices run the Go function.
+var step = kernel.Define(&source, "step", func(c *kernel.Call, a stepArgs) {
+	x := kernel.Data(c, a.X)
+	for i := range x {
+		for range a.Steps {
+			x[i] = x[i]*0.5 + 1
+		}
+	}
+})
 
 func main() {
 	log.SetFlags(0)
@@ -67,10 +70,6 @@ func compare() error {
 		return err
 	}
 	defer m.Close()
-	step, err := m.Kernel("step")
-	if err != nil {
-		return err
-	}
 	var host [parts]*memory.Pinned[float32] // only copies of page-locked memory run concurrently
 	for i := range host {
 		if host[i], err = memory.MakePinned[float32](dev, length); err != nil {
@@ -78,12 +77,12 @@ func compare() error {
 		}
 		defer host[i].Close()
 	}
-	if _, err := run(dev, step, host[:], 3); err != nil { // warm-up
+	if _, err := run(dev, host[:], 3); err != nil { // warm-up
 		return err
 	}
 	for _, n := range []int{1, 3} {
 		var took time.Duration
-		nvtx.Range(fmt.Sprint("streams: ", n), func() { took, err = run(dev, step, host[:], n) })
+		nvtx.Range(fmt.Sprint("streams: ", n), func() { took, err = run(dev, host[:], n) })
 		if err != nil {
 			return err
 		}
@@ -93,7 +92,7 @@ func compare() error {
 }
 
 // run processes the parts on the device with n streams and returns the time.
-func run(dev *device.Device, step *kernel.Kernel, host []*memory.Pinned[float32], n int) (took time.Duration, err error) {
+func run(dev *device.Device, host []*memory.Pinned[float32], n int) (took time.Duration, err error) {
 	for _, h := range host {
 		clear(h.Data())
 	}
@@ -113,7 +112,7 @@ func run(dev *device.Device, step *kernel.Kernel, host []*memory.Pinned[float32]
 			s, x := streams[i%n], buffers[i%n]
 			err := errors.Join(
 				x.CopyFromPinned(s, h),
-				step.Launch(s, kernel.Cover(length), kernel.Ptr(x), kernel.Scalar[int32](steps), kernel.Scalar[int32](length)),
+				step.Launch(s, kernel.Cover(length), stepArgs{x, steps, length}),
 				x.CopyToPinned(s, h),
 			)
 			if err != nil {

@@ -22,7 +22,7 @@ const module = "github.com/gochorus/chorus"
 // a pattern.
 var layers = [][]string{
 	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "cmd/chorus/internal/memplot", "memory/internal/pickle", "internal/spinpool"},
-	{"memory/internal/alloc"},
+	{"memory/internal/alloc", "internal/cudahost"},
 	{"internal/dl", "cluster"},
 	{"internal/dl/dltest", "internal/cudadrv", "internal/nvrtcapi", "internal/nvml"},
 	{"internal/ncclapi", "internal/cublasapi", "internal/cufileapi", "internal/virtual/virtualtest"},

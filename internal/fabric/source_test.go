@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/cudahost"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/tsan"
@@ -48,7 +49,7 @@ func TestSourceOnTheHost(t *testing.T) {
 		require.Len(t, re.FindAllString(code, -1), 1, "%s in the source", x.cuda)
 		code = re.ReplaceAllLiteralString(code, x.host)
 	}
-	shim := strings.Replace(ptxtest.HostShim, "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
+	shim := strings.Replace(cudahost.Shim(), "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
 	drawn := testgpu.Sample(t, tsan.Rounds(5, 2))
 	for i, m := range []struct {
 		element, op string

@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/cudahost"
 	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -81,7 +82,7 @@ int main() {
 // same bytes.
 func TestSourceAgreesWithGo(t *testing.T) {
 	t.Parallel()
-	program := ptxtest.Host(t, ptxtest.HostShim+source+hostMain)
+	program := ptxtest.Host(t, cudahost.Shim()+source+hostMain)
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 4))

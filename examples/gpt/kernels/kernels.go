@@ -43,8 +43,9 @@ var source string
 type Float interface{ float32 | memory.BFloat16Bits }
 
 type (
-	floats = memory.Slice[float32]
-	tokens = memory.Slice[int32] // lines of Line tokens: a sequence, and the token after it
+	floats  = memory.Slice[float32]
+	counter = memory.Slice[uint32]
+	tokens  = memory.Slice[int32] // lines of Line tokens: a sequence, and the token after it
 )
 
 // A Norm is the parameters of a layer norm, or their gradients.
@@ -56,10 +57,19 @@ type Set[T Float] struct {
 	s      *stream.Stream
 	module *kernel.Module
 	parts  floats // sums of blocks
-	count  memory.Slice[uint32]
+	count  counter
 
-	embedNorm, addNorm, normBack, embedBack, attention, attentionBack *kernel.Kernel
-	gelu, geluBack, widen, crossEntropy, endStep                      *kernel.Kernel
+	embedNorm     *kernel.Func[embedNormArgs[T]]
+	addNorm       *kernel.Func[addNormArgs[T]]
+	normBack      *kernel.Func[normBackArgs[T]]
+	embedBack     *kernel.Func[embedBackArgs]
+	attention     *kernel.Func[attentionArgs[T]]
+	attentionBack *kernel.Func[attentionBackArgs[T]]
+	gelu          *kernel.Func[geluArgs[T]]
+	geluBack      *kernel.Func[geluBackArgs[T]]
+	widen         *kernel.Func[widenArgs[T]]
+	crossEntropy  *kernel.Func[crossEntropyArgs[T]]
+	endStep       *kernel.Func[endStepArgs]
 }
 
 // New compiles the kernels. Batches have at most maxRows rows.
@@ -78,20 +88,25 @@ func (k *Set[T]) open(maxRows int) (err error) {
 	if k.count, err = memory.MakeFrom(k.s, []uint32{0}); err != nil {
 		return err
 	}
+	k.module, err = kernel.Compile(k.s.Device(), k.define())
+	return err
+}
+
+// define returns the source with the kernels of the set.
+func (k *Set[T]) define() *kernel.Source {
 	src := &kernel.Source{Name: "kernels.cu", CUDA: source, Options: options[T]()}
-	defs := k.definitions()
-	for _, d := range defs {
-		src.Kernels = append(src.Kernels, d.Def)
-	}
-	if k.module, err = kernel.Compile(k.s.Device(), src); err != nil {
-		return err
-	}
-	for _, d := range defs {
-		if *d.to, err = k.module.Kernel(d.Name); err != nil {
-			return err
-		}
-	}
-	return nil
+	k.embedNorm = kernel.Define(src, "embed_norm", embedNorm[T])
+	k.addNorm = kernel.Define(src, "add_norm", addNorm[T])
+	k.normBack = kernel.Define(src, "norm_back", normBack[T])
+	k.embedBack = kernel.Define(src, "embed_back", embedBack)
+	k.attention = kernel.Define(src, "attention", attention[T])
+	k.attentionBack = kernel.Define(src, "attention_back", attentionBack[T])
+	k.gelu = kernel.Define(src, "gelu", gelu[T])
+	k.geluBack = kernel.Define(src, "gelu_back", geluBack[T])
+	k.widen = kernel.Define(src, "widen", widen[T])
+	k.crossEntropy = kernel.Define(src, "cross_entropy", crossEntropy[T])
+	k.endStep = kernel.Define(src, "end_step", endStep)
+	return src
 }
 
 // options defines the names that kernels.cu leaves open.
@@ -112,32 +127,6 @@ func options[T Float]() (list []string) {
 	return list
 }
 
-// A definition is a kernel and the field for it.
-type definition struct {
-	to **kernel.Kernel
-	kernel.Def
-}
-
-func (k *Set[T]) definitions() []definition {
-	def := func(to **kernel.Kernel, name string, standIn func(*kernel.Call), params ...kernel.Param) definition {
-		return definition{to, kernel.Def{Name: name, Params: params, Go: standIn}}
-	}
-	const p, n, f = kernel.Pointer, kernel.I32, kernel.F32
-	return []definition{
-		def(&k.embedNorm, "embed_norm", embedNorm[T], p, p, p, p, p, p, p, n),
-		def(&k.addNorm, "add_norm", addNorm[T], p, p, p, p, p, p, n),
-		def(&k.normBack, "norm_back", normBack[T], p, p, p, p, p, p, p, p, p, n, n),
-		def(&k.embedBack, "embed_back", embedBack, p, p, p, p, n, n),
-		def(&k.attention, "attention", attention[T], p, p),
-		def(&k.attentionBack, "attention_back", attentionBack[T], p, p, p),
-		def(&k.gelu, "gelu", gelu[T], p, p, n),
-		def(&k.geluBack, "gelu_back", geluBack[T], p, p, n),
-		def(&k.widen, "widen", widen[T], p, p, n, n),
-		def(&k.crossEntropy, "cross_entropy", crossEntropy[T], p, p, p, p, p, f, n, n),
-		def(&k.endStep, "end_step", endStep, p, p, p, p, n, p, kernel.F64, n),
-	}
-}
-
 // Close frees the memory of the set.
 func (k *Set[T]) Close() error {
 	errs := []error{k.parts.Close(), k.count.Close()}
@@ -153,17 +142,14 @@ func grid(blocks, threads int) kernel.Grid {
 	return kernel.Grid{Blocks: [3]uint32{uint32(blocks), 1, 1}, Threads: [3]uint32{uint32(threads), 1, 1}}
 }
 
-func number(n int) kernel.Arg { return kernel.Scalar[int32](int32(n)) }
-
 // flags returns the argument of a kernel of the backward pass. add is set if the gradients
 // of the parameters add to their previous contents, res if dh does.
-func flags(add, res bool) kernel.Arg {
-	f := 0
+func flags(add, res bool) (f int32) {
 	if add {
 		f |= accumulate
 	}
 	if res {
 		f |= residual
 	}
-	return number(f)
+	return f
 }

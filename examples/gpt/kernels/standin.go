@@ -7,11 +7,9 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// The functions below are the kernels of kernels.cu in Go, for virtual devices. They round the
-// same numbers to T as the kernels, but may add up in another order.
-
-// read returns n numbers at argument i as float32.
-func read[T Float](c *kernel.Call, i, n int) []float32 { return wide(kernel.Read[T](c, i, n)) }
+// The functions below are the kernels of kernels.cu in Go, for virtual devices, with a struct
+// of the arguments before each. They round the same numbers to T as the kernels, but may add up
+// in another order.
 
 func wide[T Float](xs []T) []float32 {
 	if same, ok := any(xs).([]float32); ok {
@@ -55,9 +53,6 @@ func put(to []float32, i int, x float32, flags int32) {
 // line returns the place of a row's token.
 func line(row int) int { return row/Context*Line + row%Context }
 
-// texts returns the tokens of a batch of rows.
-func texts(c *kernel.Call, i, rows int) []int32 { return kernel.Read[int32](c, i, rows/Context*Line) }
-
 // standardize writes a row with mean 0 and variance 1, and returns 1/sigma.
 func standardize(x, row []float32) float32 {
 	sum, squares := 0.0, 0.0
@@ -85,12 +80,17 @@ func norm[T Float](row, w, b []float32, a []T) {
 	}
 }
 
-func embedNorm[T Float](c *kernel.Call) {
-	rows := int(kernel.Get[int32](c, 7))
-	text, h, a := texts(c, 0, rows), kernel.Update[float32](c, 3, rows*Width), kernel.Update[T](c, 6, rows*Width)
-	tok, pos := kernel.Read[float32](c, 1, Vocab*Width), kernel.Read[float32](c, 2, Context*Width)
-	w, b := kernel.Read[float32](c, 4, Width), kernel.Read[float32](c, 5, Width)
-	for r := range rows {
+type embedNormArgs[T Float] struct {
+	Tokens            tokens
+	Tok, Pos, H, W, B floats
+	A                 memory.Slice[T]
+	Rows              int32
+}
+
+func embedNorm[T Float](c *kernel.Call, p embedNormArgs[T]) {
+	text, tok, pos := kernel.Data(c, p.Tokens), kernel.Data(c, p.Tok), kernel.Data(c, p.Pos)
+	h, w, b, a := kernel.Data(c, p.H), kernel.Data(c, p.W), kernel.Data(c, p.B), kernel.Data(c, p.A)
+	for r := range int(p.Rows) {
 		row, word, place := h[r*Width:][:Width], tok[text[line(r)]*Width:], pos[r%Context*Width:]
 		for i := range row {
 			row[i] = word[i] + place[i]
@@ -99,27 +99,41 @@ func embedNorm[T Float](c *kernel.Call) {
 	}
 }
 
-func addNorm[T Float](c *kernel.Call) {
-	rows := int(kernel.Get[int32](c, 6))
-	before, y, h := kernel.Read[float32](c, 0, rows*Width), read[T](c, 1, rows*Width), kernel.Update[float32](c, 2, rows*Width)
-	w, b, a := kernel.Read[float32](c, 3, Width), kernel.Read[float32](c, 4, Width), kernel.Update[T](c, 5, rows*Width)
+type addNormArgs[T Float] struct {
+	Before  floats
+	Y       memory.Slice[T]
+	H, W, B floats
+	A       memory.Slice[T]
+	Rows    int32
+}
+
+func addNorm[T Float](c *kernel.Call, p addNormArgs[T]) {
+	before, y, h := kernel.Data(c, p.Before), wide(kernel.Data(c, p.Y)), kernel.Data(c, p.H)
+	w, b, a := kernel.Data(c, p.W), kernel.Data(c, p.B), kernel.Data(c, p.A)
 	for i := range h {
 		h[i] = before[i] + y[i]
 	}
-	for r := range rows {
+	for r := range int(p.Rows) {
 		norm(h[r*Width:][:Width], w, b, a[r*Width:])
 	}
 }
 
-func normBack[T Float](c *kernel.Call) {
-	rows, flags := int(kernel.Get[int32](c, 9)), kernel.Get[int32](c, 10)
-	da, h, w := read[T](c, 0, rows*Width), kernel.Read[float32](c, 1, rows*Width), kernel.Read[float32](c, 2, Width)
-	dh, dy := kernel.Update[float32](c, 3, rows*Width), kernel.Update[T](c, 4, rows*Width)
-	dw, db := kernel.Update[float32](c, 5, Width), kernel.Update[float32](c, 6, Width)
-	kernel.Update[float32](c, 7, int(c.Grid().Blocks[0])*2*Width)
-	kernel.Update[uint32](c, 8, 1)
+type normBackArgs[T Float] struct {
+	DA            memory.Slice[T]
+	H, W, DH      floats
+	DY            memory.Slice[T]
+	DW, DB, Parts floats
+	Count         counter
+	Rows, Flags   int32
+}
+
+func normBack[T Float](c *kernel.Call, p normBackArgs[T]) {
+	da, h, w := wide(kernel.Data(c, p.DA)), kernel.Data(c, p.H), kernel.Data(c, p.W)
+	dh, dy, dw, db := kernel.Data(c, p.DH), kernel.Data(c, p.DY), kernel.Data(c, p.DW), kernel.Data(c, p.DB)
+	kernel.Data(c, p.Parts)
+	kernel.Data(c, p.Count)
 	var sw, sb, x, g [Width]float32
-	for r := range rows {
+	for r := range int(p.Rows) {
 		at := r * Width
 		inverse := standardize(x[:], h[at:][:Width])
 		mean, along := float32(0), float32(0)
@@ -133,27 +147,31 @@ func normBack[T Float](c *kernel.Call) {
 		mean, along = mean/Width, along/Width
 		for i := range x {
 			d := inverse * (g[i] - mean - x[i]*along)
-			if flags&residual != 0 {
+			if p.Flags&residual != 0 {
 				d += dh[at+i]
 			}
 			dh[at+i], dy[at+i] = d, narrow[T](d)
 		}
 	}
 	for i := range sw {
-		put(dw, i, sw[i], flags)
-		put(db, i, sb[i], flags)
+		put(dw, i, sw[i], p.Flags)
+		put(db, i, sb[i], p.Flags)
 	}
 }
 
-func embedBack(c *kernel.Call) {
-	rows, flags := int(kernel.Get[int32](c, 4)), kernel.Get[int32](c, 5)
-	text, dh := texts(c, 0, rows), kernel.Read[float32](c, 1, rows*Width)
-	dtok, dpos := kernel.Update[float32](c, 2, Vocab*Width), kernel.Update[float32](c, 3, Context*Width)
-	if flags&accumulate == 0 {
+type embedBackArgs struct {
+	Tokens         tokens
+	DH, DTok, DPos floats
+	Rows, Flags    int32
+}
+
+func embedBack(c *kernel.Call, p embedBackArgs) {
+	text, dh, dtok, dpos := kernel.Data(c, p.Tokens), kernel.Data(c, p.DH), kernel.Data(c, p.DTok), kernel.Data(c, p.DPos)
+	if p.Flags&accumulate == 0 {
 		clear(dtok)
 		clear(dpos)
 	}
-	for r := range rows {
+	for r := range int(p.Rows) {
 		word, place := dtok[text[line(r)]*Width:], dpos[r%Context*Width:]
 		for i, d := range dh[r*Width:][:Width] {
 			word[i] += d
@@ -162,19 +180,27 @@ func embedBack(c *kernel.Call) {
 	}
 }
 
-func gelu[T Float](c *kernel.Call) {
-	n := int(kernel.Get[int32](c, 2))
-	x, y := read[T](c, 0, n), kernel.Update[T](c, 1, n)
-	for i, v := range x {
+type geluArgs[T Float] struct {
+	X, Y memory.Slice[T]
+	N    int32
+}
+
+func gelu[T Float](c *kernel.Call, p geluArgs[T]) {
+	y := kernel.Data(c, p.Y)
+	for i, v := range wide(kernel.Data(c, p.X)) {
 		y[i] = narrow[T](0.5 * v * (1 + tanh(v)))
 	}
 }
 
-func geluBack[T Float](c *kernel.Call) {
-	n := int(kernel.Get[int32](c, 2))
-	x, d := read[T](c, 0, n), kernel.Update[T](c, 1, n)
+type geluBackArgs[T Float] struct {
+	X, D memory.Slice[T]
+	N    int32
+}
+
+func geluBack[T Float](c *kernel.Call, p geluBackArgs[T]) {
+	d := kernel.Data(c, p.D)
 	ds := wide(d)
-	for i, v := range x {
+	for i, v := range wide(kernel.Data(c, p.X)) {
 		t := tanh(v)
 		slope := 0.5*(1+t) + 0.5*v*(1-t*t)*geluFactor*(1+3*geluCube*v*v)
 		d[i] = narrow[T](ds[i] * slope)
@@ -186,21 +212,34 @@ const geluFactor, geluCube = 0.7978845608, 0.044715
 // tanh returns the hyperbolic tangent in GELU.
 func tanh(v float32) float32 { return float32(math.Tanh(float64(geluFactor * (v + geluCube*v*v*v)))) }
 
-func widen[T Float](c *kernel.Call) {
-	n := int(kernel.Get[int32](c, 2))
-	x, sum := read[T](c, 0, n), kernel.Update[float32](c, 1, n)
-	for i, v := range x {
-		put(sum, i, v, kernel.Get[int32](c, 3))
+type widenArgs[T Float] struct {
+	X        memory.Slice[T]
+	Sum      floats
+	N, Flags int32
+}
+
+func widen[T Float](c *kernel.Call, p widenArgs[T]) {
+	sum := kernel.Data(c, p.Sum)
+	for i, v := range wide(kernel.Data(c, p.X)) {
+		put(sum, i, v, p.Flags)
 	}
 }
 
-func crossEntropy[T Float](c *kernel.Call) {
-	scale, rows := kernel.Get[float32](c, 5), int(kernel.Get[int32](c, 6))
-	z, text, loss := kernel.Update[T](c, 0, rows*Vocab), texts(c, 1, rows), kernel.Update[float32](c, 2, 1)
-	kernel.Update[float32](c, 3, int(c.Grid().Blocks[0]))
-	kernel.Update[uint32](c, 4, 1)
+type crossEntropyArgs[T Float] struct {
+	Z           memory.Slice[T]
+	Tokens      tokens
+	Loss, Parts floats
+	Count       counter
+	Scale       float32
+	Rows, Flags int32
+}
+
+func crossEntropy[T Float](c *kernel.Call, p crossEntropyArgs[T]) {
+	z, text, loss := kernel.Data(c, p.Z), kernel.Data(c, p.Tokens), kernel.Data(c, p.Loss)
+	kernel.Data(c, p.Parts)
+	kernel.Data(c, p.Count)
 	total := 0.0
-	for r := range rows {
+	for r := range int(p.Rows) {
 		at, want := z[r*Vocab:][:Vocab], int(text[line(r)+1])
 		var e [Vocab]float64
 		x, top, sum := wide(at), math.Inf(-1), 0.0
@@ -214,23 +253,32 @@ func crossEntropy[T Float](c *kernel.Call) {
 		}
 		total += math.Log(sum)
 		for i := range at {
-			p := float32(e[i] / sum)
+			q := float32(e[i] / sum)
 			if i == want {
-				p--
+				q--
 			}
-			at[i] = narrow[T](scale * p)
+			at[i] = narrow[T](p.Scale * q)
 		}
 	}
-	put(loss, 0, scale*float32(total), kernel.Get[int32](c, 7))
+	put(loss, 0, p.Scale*float32(total), p.Flags)
 }
 
-func endStep(c *kernel.Call) {
-	n, peak, warmup := int(kernel.Get[int32](c, 4)), kernel.Get[float64](c, 6), kernel.Get[int32](c, 7)
-	step, rate := kernel.Update[int32](c, 2, 1), kernel.Update[float64](c, 5, 1)
-	if s := int(step[0]); s < n {
-		log := kernel.UpdateAddress[float32](c, c.Address(3)+uint64(8*s), 2)
-		log[0], log[1] = kernel.Read[float32](c, 0, 1)[0], kernel.Read[float32](c, 1, 1)[0]
+type endStepArgs struct {
+	Loss, Norm floats
+	Step       memory.Slice[int32]
+	Log        floats
+	N          int32
+	Rate       memory.Slice[float64]
+	Peak       float64
+	Warmup     int32
+}
+
+func endStep(c *kernel.Call, p endStepArgs) {
+	step, rate := kernel.Data(c, p.Step), kernel.Data(c, p.Rate)
+	if s := int(step[0]); s < int(p.N) {
+		log := kernel.Data(c, p.Log.Slice(2*s, 2*s+2))
+		log[0], log[1] = kernel.Data(c, p.Loss)[0], kernel.Data(c, p.Norm)[0]
 	}
 	step[0]++
-	rate[0] = peak * min(1, float64(step[0]+1)/float64(warmup))
+	rate[0] = p.Peak * min(1, float64(step[0]+1)/float64(p.Warmup))
 }

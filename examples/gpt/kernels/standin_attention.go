@@ -4,6 +4,7 @@ import (
 	"math"
 
 	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
 )
 
 type (
@@ -68,12 +69,12 @@ func (a *attended) weights(rounded func(float32) float32) {
 	}
 }
 
-func attention[T Float](c *kernel.Call) {
-	n := int(c.Grid().Blocks[0])
-	rows, rounded := n/Heads*Context, rounder[T]()
-	qkv, o := read[T](c, 0, rows*3*Width), kernel.Update[T](c, 1, rows*Width)
+type attentionArgs[T Float] struct{ QKV, O memory.Slice[T] }
+
+func attention[T Float](c *kernel.Call, p attentionArgs[T]) {
+	qkv, o, rounded := wide(kernel.Data(c, p.QKV)), kernel.Data(c, p.O), rounder[T]()
 	var a attended
-	for i := range n {
+	for i := range int(c.Grid().Blocks[0]) {
 		a.load(qkv, i)
 		a.weights(rounded)
 		var out matrix
@@ -97,12 +98,13 @@ func store[T Float](x []T, n, at, columns int, m *matrix) {
 	}
 }
 
-func attentionBack[T Float](c *kernel.Call) {
-	n := int(c.Grid().Blocks[0])
-	rows, rounded := n/Heads*Context, rounder[T]()
-	qkv, do, dqkv := read[T](c, 0, rows*3*Width), read[T](c, 1, rows*Width), kernel.Update[T](c, 2, rows*3*Width)
+type attentionBackArgs[T Float] struct{ QKV, DOut, DQKV memory.Slice[T] }
+
+func attentionBack[T Float](c *kernel.Call, p attentionBackArgs[T]) {
+	qkv, do, dqkv := wide(kernel.Data(c, p.QKV)), wide(kernel.Data(c, p.DOut)), kernel.Data(c, p.DQKV)
+	rounded := rounder[T]()
 	var a attended
-	for i := range n {
+	for i := range int(c.Grid().Blocks[0]) {
 		a.load(qkv, i)
 		a.weights(rounded)
 		var g matrix

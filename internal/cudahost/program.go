@@ -1,0 +1,135 @@
+package cudahost
+
+import (
+	"bytes"
+	"context"
+	_ "embed"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+)
+
+//go:embed src/shim.h
+var shim string
+
+//go:embed src/block.h
+var block string
+
+//go:embed src/main.cc
+var main string
+
+// Shim has the names of CUDA that functions for one thread need. They set blockIdx and
+// threadIdx themselves.
+func Shim() string { return shim }
+
+// Build compiles C++ to a program in folder. Floating-point contraction is disabled, as in
+// Go. Without g++ the error matches exec.ErrNotFound.
+func Build(ctx context.Context, folder, code string, flags ...string) (program string, err error) {
+	cxx, err := exec.LookPath("g++")
+	if err != nil {
+		return "", fmt.Errorf("cudahost: compile for the host: needs a C++ compiler: %w", err)
+	}
+	file, program := filepath.Join(folder, "host.cc"), filepath.Join(folder, "host")
+	if err := os.WriteFile(file, []byte(code), 0o600); err != nil {
+		return "", err
+	}
+	args := append([]string{"-std=c++17", "-O1", "-ffp-contract=off"}, flags...)
+	if out, err := exec.CommandContext(ctx, cxx, append(args, "-o", program, file)...).CombinedOutput(); err != nil {
+		return "", fmt.Errorf("cudahost: compile for the host: %w:\n%s", errors.Join(err, context.Cause(ctx)), out)
+	}
+	return program, nil
+}
+
+// A Program has the kernels of a source.
+type Program struct {
+	folder, path string
+}
+
+// dynamic matches the declaration of dynamic shared memory.
+var dynamic = regexp.MustCompile(`extern\s+__shared__\s+(?:__align__\(\s*\d+\s*\)\s*)?([\w:][\w:\s]*?)\s+(\w+)\s*\[\s*\]\s*;`)
+
+// Compile compiles a CUDA source with the named kernels, whose parameters have types that can
+// be copied. Of NVRTC's options it uses the definitions of macros and the include paths.
+func Compile(ctx context.Context, cuda string, options, kernels []string) (*Program, error) {
+	folder, err := os.MkdirTemp("", "chorus-host-")
+	if err != nil {
+		return nil, err
+	}
+	cuda = dynamic.ReplaceAllString(cuda, "$1* const $2 = ($1*)dynamicShared.data();")
+	list := "-DKERNELS="
+	for _, k := range kernels {
+		list += "KERNEL(" + k + ")"
+	}
+	flags := append(hostFlags(options), "-w", list)
+	p := &Program{folder: folder}
+	if p.path, err = Build(ctx, folder, shim+block+"#line 1 \"source\"\n"+cuda+main, flags...); err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	return p, nil
+}
+
+// hostFlags returns the options of NVRTC that a C++ compiler of the host has, too.
+func hostFlags(options []string) (flags []string) {
+	for i := 0; i < len(options); i++ {
+		o := strings.NewReplacer("--define-macro=", "-D", "--undefine-macro=", "-U", "--include-path=", "-I").Replace(options[i])
+		if len(o) < 2 || o[0] != '-' || !strings.ContainsRune("DUI", rune(o[1])) {
+			continue
+		}
+		flags = append(flags, o)
+		if len(o) == 2 && i+1 < len(options) {
+			i++
+			flags = append(flags, options[i])
+		}
+	}
+	return flags
+}
+
+// Close removes the program.
+func (p *Program) Close() error { return os.RemoveAll(p.folder) }
+
+// An Arg is the value of a parameter: the bytes of a number or a struct, or memory.
+type Arg struct {
+	Value  []byte
+	Memory []byte // Run overwrites it
+	Before int    // bytes of Memory before the address that the kernel gets
+	Null   bool   // a null pointer
+}
+
+// Run runs a kernel. threads has at most 1024 threads. The kernel is killed when ctx ends.
+func (p *Program) Run(ctx context.Context, kernel string, blocks, threads [3]uint32, shared uint32, args []Arg) error {
+	var in bytes.Buffer
+	word := func(n uint32) { in.Write(binary.LittleEndian.AppendUint32(nil, n)) }
+	word(uint32(len(kernel)))
+	in.WriteString(kernel)
+	for _, n := range []uint32{blocks[0], blocks[1], blocks[2], threads[0], threads[1], threads[2], shared} {
+		word(n)
+	}
+	size := 0
+	for _, a := range args {
+		in.Write(a.Value)
+		if a.Memory != nil || a.Null {
+			in.Write(binary.LittleEndian.AppendUint64(nil, uint64(len(a.Memory))))
+			in.Write(binary.LittleEndian.AppendUint64(nil, uint64(a.Before)))
+			in.Write(a.Memory)
+			size += len(a.Memory)
+		}
+	}
+	cmd := exec.CommandContext(ctx, p.path)
+	var out, messages bytes.Buffer
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = &in, &out, &messages
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("cudahost: run %s on the host: %w: %s", kernel, errors.Join(err, context.Cause(ctx)), messages.Bytes())
+	}
+	if out.Len() != size {
+		return fmt.Errorf("cudahost: run %s on the host: it wrote %d bytes: want the %d bytes of its memory", kernel, out.Len(), size)
+	}
+	for _, a := range args {
+		copy(a.Memory, out.Next(len(a.Memory)))
+	}
+	return nil
+}

@@ -1,0 +1,87 @@
+
+// Runs the kernel that standard input names, and writes the memory at its pointers.
+template <class X> static X number() {
+	X x;
+	if (fread(&x, sizeof x, 1, stdin) != 1) exit(2);
+	return x;
+}
+
+template <class P> struct Arg { // a number or a struct
+	P x = number<P>();
+	P get() { return x; }
+	void put() {}
+};
+template <class E> struct Arg<E*> { // a null pointer has no memory
+	unsigned long long size = number<unsigned long long>(), before = number<unsigned long long>();
+	char* bytes = (char*)aligned_alloc(256, (size + 255) / 256 * 256 + 256);
+	Arg() {
+		if (fread(bytes, 1, size, stdin) != size) exit(2);
+	}
+	E* get() { return size == 0 ? nullptr : (E*)(bytes + before); }
+	void put() { fwrite(bytes, 1, size, stdout); }
+};
+
+static void (*work)(void*);
+static void* works;
+static void body() {
+	threadIdx = fibers[current].thread;
+	work(works);
+	fibers[current].done = progress = true;
+	finished++;
+	yield();
+}
+
+static void start() {
+	memset(__start_shared, 0xff, __stop_shared - __start_shared); // NaN
+	memset(dynamicShared.data(), 0xff, dynamicShared.size());
+	memset(arrived, 0, sizeof arrived);
+	waiting = finished = 0;
+	for (unsigned t = 0; t < fibers.size(); t++) {
+		Fiber& f = fibers[t];
+		f.done = f.atBarrier = f.released = false, f.stack.resize(1 << 16);
+		f.thread = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
+		getcontext(&f.context);
+		f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size(), f.context.uc_link = nullptr;
+		makecontext(&f.context, body, 0);
+	}
+}
+
+static void block() {
+	start();
+	for (unsigned left = fibers.size(); left > 0;) {
+		left = 0, progress = false;
+		for (current = 0; current < fibers.size(); current++) {
+			if (fibers[current].done) continue;
+			threadIdx = fibers[current].thread;
+			swapcontext(&scheduler, &fibers[current].context);
+			left += !fibers[current].done;
+		}
+		if (left == 0 || progress) continue;
+		fprintf(stderr, "%u threads of block (%u, %u, %u) wait for threads that do not come to the same barrier or warp exchange",
+			left, blockIdx.x, blockIdx.y, blockIdx.z);
+		exit(3);
+	}
+}
+
+template <class... P> static void run(void (*kernel)(P...)) {
+	std::tuple<Arg<P>...> args{Arg<P>()...}; // braces read them in order
+	auto call = [&] { std::apply([&](auto&... a) { kernel(a.get()...); }, args); };
+	work = [](void* p) { (*(decltype(call)*)p)(); };
+	works = &call;
+	fibers.resize(blockDim.x * blockDim.y * blockDim.z);
+	for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)
+		for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)
+			for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) block();
+	std::apply([](auto&... a) { (a.put(), ...); }, args);
+}
+
+int main() {
+	std::string name(number<unsigned>(), 0);
+	if (fread(&name[0], 1, name.size(), stdin) != name.size()) return 2;
+	gridDim = number<Dim>(), blockDim = number<Dim>();
+	dynamicShared.resize(number<unsigned>() + 16);
+#define KERNEL(k) if (name == #k) return run(k), 0;
+	KERNELS
+	fprintf(stderr, "the program has no kernel %s", name.c_str());
+	return 4;
+}

@@ -27,7 +27,7 @@ var layers = [][]string{
 	{"internal/dl/dltest", "internal/cudadrv", "internal/nvrtcapi", "internal/nvml"},
 	{"internal/ncclapi", "internal/cublasapi", "internal/cufileapi", "internal/virtual/virtualtest"},
 	{"internal/cublasltapi"},
-	{"internal/virtual/fault", "internal/virtual/race"},
+	{"internal/race", "internal/virtual/fault"},
 	{"internal/virtual/machine"},
 	{"internal/virtual/nccl", "internal/virtual/cublas", "internal/virtual/cufile"},
 	{"internal/virtual/cublaslt"},

@@ -46,10 +46,11 @@ type Kernel struct {
 const maxArgs = 32
 
 // frame holds the argument values of a launch and their addresses, the form that CUDA
-// needs.
+// needs. usesOf finds the frame from ptrs.
 type frame struct {
-	vals [maxArgs]uint64
-	ptrs [maxArgs]unsafe.Pointer
+	ptrs  [maxArgs]unsafe.Pointer
+	vals  [maxArgs]uint64
+	bytes [maxArgs]uint64 // of the memory at pointers
 }
 
 var frames = sync.Pool{New: func() any {
@@ -93,6 +94,7 @@ func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) err
 	f := frames.Get().(*frame)
 	for i := range args {
 		f.vals[i] = args[i].bits // little-endian: a narrower value is the first bytes
+		f.bytes[i] = kern.BytesOf(&args[i])
 		if b := args[i].bytes; b != nil {
 			f.ptrs[i] = unsafe.Pointer(b)
 		}

@@ -32,6 +32,7 @@ var layers = [][]string{
 	{"internal/virtual/nccl", "internal/virtual/cublas", "internal/virtual/cufile"},
 	{"internal/virtual/cublaslt"},
 	{"internal/virtual"},
+	{"internal/sanitizer"},
 	{"internal/backend"},
 	{"internal/conformance"},
 	{"internal/gpu"},

@@ -62,6 +62,12 @@ func (d *Device) UUID() (string, error) {
 // Driver returns the driver, for calls that need no context and cannot fail.
 func (d *Device) Driver() cudadrv.Driver { return d.sys.Driver }
 
+// Watcher returns the driver as a Watcher, or nil if nothing watches which memory operations use.
+func (d *Device) Watcher() cudadrv.Watcher {
+	w, _ := d.sys.Driver.(cudadrv.Watcher)
+	return w
+}
+
 // Handle returns the driver's handle.
 func (d *Device) Handle() cudadrv.Device { return d.handle }
 

@@ -1,6 +1,8 @@
 package sanitizer
 
 import (
+	"sync"
+
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -10,6 +12,7 @@ import (
 // A Sanitizer decorates the libraries of one backend.
 type Sanitizer struct {
 	*tracker
+	nccl sync.Map // of ncclapi.API to its decorator: communicators of one library belong together
 }
 
 // New returns a sanitizer for the devices of a driver.
@@ -32,9 +35,10 @@ func New(inner cudadrv.Driver) *Sanitizer {
 // Driver returns the decorated driver.
 func (s *Sanitizer) Driver() cudadrv.Driver { return driver{s.inner, s.tracker} }
 
-// NCCL returns a decorated NCCL.
+// NCCL returns the decorated NCCL.
 func (s *Sanitizer) NCCL(api ncclapi.API) ncclapi.API {
-	return &nccl{API: api, t: s.tracker, comms: map[ncclapi.Comm]*comm{}, groups: map[int]*group{}}
+	l, _ := s.nccl.LoadOrStore(api, &nccl{API: api, t: s.tracker, comms: map[ncclapi.Comm]*comm{}, groups: map[int]*group{}})
+	return l.(ncclapi.API)
 }
 
 // CuFile returns a decorated cuFile.

@@ -89,7 +89,7 @@ func (t *tracker) forked(q *queue) {
 }
 
 // device returns the points of all streams of a context, as its synchronization waits for
-// them. t.mu is held.
+// them. A graph completes before later operations of the stream that launched it. t.mu is held.
 func (t *tracker) device(ctx cudadrv.Context) (c race.Clock) {
 	for _, q := range t.queues {
 		if q.ctx == ctx {
@@ -102,13 +102,6 @@ func (t *tracker) device(ctx cudadrv.Context) (c race.Clock) {
 	for _, e := range t.ended {
 		if e.ctx == ctx {
 			c = c.JoinStamp(e.last)
-		}
-	}
-	for _, x := range t.execs {
-		for _, lane := range x.lanes {
-			if lane.ctx == ctx {
-				c = c.JoinStamp(lane.now)
-			}
 		}
 	}
 	return c

@@ -43,7 +43,7 @@ func (t *tracker) audit(name string, p cudadrv.DevicePtr, n uintptr, s cudadrv.S
 	waited := t.host.At(q.now.Slot) >= q.now.Epoch
 	t.perform(&node{act: func(q *queue) {
 		by := race.Access{Slot: q.now.Slot, Epoch: q.now.Epoch, Op: name, Stream: s, Where: where}
-		t.order(&b.history, q, race.Conflict{By: by, Write: true, Lo: lo, Hi: hi, Block: b})
+		t.order(b, q, race.Conflict{By: by, Write: true, Lo: lo, Hi: hi})
 	}}, []*queue{q})
 	if waited {
 		t.host = t.host.JoinStamp(q.now)

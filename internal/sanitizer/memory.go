@@ -63,7 +63,7 @@ func (t *tracker) unfinished(b *block, lo, hi uint64, name string) {
 		return
 	}
 	where := race.Here()
-	t.report(incident{op: name, stream: race.Host, where: where.String(), other: a.Op, against: a.Stream, earlier: a.Where.String()},
+	t.report(incident{at: b.base + lo, op: name, stream: race.Host, where: where.String(), other: a.Op, against: a.Stream, earlier: a.Where.String()},
 		fmt.Sprintf("race: the host freed %v with %s (%v), but has not waited for %v: let the host wait for the stream first", b, name, where, a))
 }
 
@@ -118,7 +118,7 @@ func (d driver) MemFreeAsync(p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Resu
 	}
 	d.t.perform(&node{act: func(q *queue) {
 		by := race.Access{Slot: q.now.Slot, Epoch: q.now.Epoch, Op: "cuMemFreeAsync", Stream: s, Where: where}
-		d.t.order(&b.history, q, race.Conflict{By: by, Write: true, Hi: b.size, Block: b})
+		d.t.order(b, q, race.Conflict{By: by, Write: true, Hi: b.size})
 	}}, []*queue{q})
 	return r
 }

@@ -41,8 +41,9 @@ type description struct {
 	uses func(params unsafe.Pointer) []cudadrv.Use
 }
 
-// An incident identifies reports that differ only in their addresses.
+// An incident identifies a report, so that a loop is reported once.
 type incident struct {
+	at              uint64 // the first byte
 	op, other       string
 	where, earlier  string
 	stream, against cudadrv.Stream
@@ -131,21 +132,21 @@ func (t *tracker) use(q *queue, n *node, u cudadrv.Use) {
 	lo := uint64(u.Ptr) - b.base
 	hi := min(lo+u.Bytes, b.size)
 	if why := b.barred(lo, hi); why != "" {
-		t.report(incident{op: n.name, stream: q.handle, where: n.where.String(), other: b.freed, earlier: b.freedAt.String()},
+		t.report(incident{at: uint64(u.Ptr), op: n.name, stream: q.handle, where: n.where.String(), other: b.freed, earlier: b.freedAt.String()},
 			fmt.Sprintf("%v uses %d bytes at %#x, %s: the use must come before the free, or another stream needs RecordStream", by, hi-lo, uint64(u.Ptr), why))
 		return
 	}
-	t.order(&b.history, q, race.Conflict{By: by, Write: u.Write, Lo: lo, Hi: hi, Block: b})
+	t.order(b, q, race.Conflict{By: by, Write: u.Write, Lo: lo, Hi: hi})
 }
 
 // order adds an access to the history of a block and reports a conflict.
-func (t *tracker) order(h *race.History, q *queue, c race.Conflict) {
-	other, bad := h.Add(&q.now, t.host, c.By, c.Lo, c.Hi, c.Write)
+func (t *tracker) order(b *block, q *queue, c race.Conflict) {
+	other, bad := b.history.Add(&q.now, t.host, c.By, c.Lo, c.Hi, c.Write)
 	if !bad || t.met(c.By.Slot, other.Slot) {
 		return
 	}
-	c.Other = other
-	t.report(incident{op: c.By.Op, other: other.Op, where: c.By.Where.String(), earlier: other.Where.String(),
+	c.Other, c.Block = other, b
+	t.report(incident{at: b.base + c.Lo, op: c.By.Op, other: other.Op, where: c.By.Where.String(), earlier: other.Where.String(),
 		stream: c.By.Stream, against: other.Stream}, c.String())
 }
 

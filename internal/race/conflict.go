@@ -2,7 +2,7 @@ package race
 
 import "fmt"
 
-// A Conflict is two uses of the same bytes without an order, at least one of which writes.
+// A Conflict is two uses of the same bytes without an order. At least one use writes.
 type Conflict struct {
 	By     Access // the later call
 	Other  Access

@@ -31,7 +31,7 @@ type ended struct {
 }
 
 // queue returns the queue of a stream. Stream 0 and streams of other libraries get one at their
-// first use; the latter may have been created as blocking streams. t.mu is held.
+// first use. A stream of another library may be a blocking stream. t.mu is held.
 func (t *tracker) queue(ctx cudadrv.Context, h cudadrv.Stream) *queue {
 	if h == 0 {
 		if t.legacy[ctx] == nil {

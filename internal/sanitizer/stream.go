@@ -38,8 +38,8 @@ func (d driver) StreamDestroy(s cudadrv.Stream) cudadrv.Result {
 	return r
 }
 
-// awaits calls the driver and records that the host has waited for what was on the stream
-// before the call.
+// awaits calls the driver and records that the host has waited for the operations that were on
+// the stream before the call.
 func (d driver) awaits(s cudadrv.Stream, call func() cudadrv.Result) cudadrv.Result {
 	ctx := d.t.contextFor(s)
 	d.t.mu.Lock()

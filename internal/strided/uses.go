@@ -13,7 +13,7 @@ import (
 // more runs are not listed, because bytes between the runs may belong to others.
 const maxRuns = 1 << 14
 
-// A list collects uses.
+// A usesList collects uses.
 type usesList []cudadrv.Use
 
 func (u *usesList) add(p, bytes uint64, write bool) {
@@ -83,7 +83,7 @@ func (t *pieceTable) uses(width int) []cudadrv.Use {
 	return u
 }
 
-// uses lists the sources, and the destinations as far as this table fills them.
+// uses lists the sources, and the parts of the destinations that this table fills.
 func (t *fanTable) uses(width int) []cudadrv.Use {
 	var u usesList
 	begin := uint32(0)

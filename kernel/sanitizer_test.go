@@ -353,6 +353,34 @@ func TestSanitizerMemory(t *testing.T) {
 			y.syncDevice()
 			require.NoError(t, g.Close())
 		},
+		"launches of one graph run in order on other streams too": func(t *testing.T, y *yard) {
+			g, err := graph.Capture([]*stream.Stream{y.s[1]}, func() error {
+				require.NoError(t, y.s[2].WaitStream(y.s[1]))
+				y.read(2, 1)
+				require.NoError(t, y.s[1].WaitStream(y.s[2]))
+				y.write(1, 1)
+				return nil
+			}, nil)
+			require.NoError(t, err)
+			for i := range 4 {
+				require.False(t, y.judged(func() { require.NoError(t, g.Launch(y.s[3+i])) }))
+			}
+			y.syncDevice()
+			require.NoError(t, g.Close())
+		},
+		"branches of a graph": func(t *testing.T, y *yard) {
+			g, err := graph.Capture([]*stream.Stream{y.s[1]}, func() error {
+				require.NoError(t, y.s[2].WaitStream(y.s[1]))
+				y.read(2, 1)
+				y.write(1, 1)
+				require.NoError(t, y.s[1].WaitStream(y.s[2]))
+				return nil
+			}, nil)
+			require.NoError(t, err)
+			require.True(t, y.judged(func() { require.NoError(t, g.Launch(y.s[1])) }))
+			y.syncDevice()
+			require.NoError(t, g.Close())
+		},
 	} {
 		t.Run(name, func(t *testing.T) { eachSanitized(t, do) })
 	}

@@ -100,12 +100,18 @@ func (s *System) Open(ordinal int) (*Device, error) {
 // Reports returns the errors that strict virtual devices have detected so far. These are
 // accesses to memory that the stream must not use, with the earlier free or use, and accesses
 // of two streams to a block of memory without an event between them. The cause of a sticky error
-// is always among them, unless a fault plan made it. It is empty on CUDA.
+// is always among them, unless a fault plan made it. On CUDA it has the reports of the sanitizer,
+// which CHORUS_SANITIZER=1 switches on (torch.cuda._sanitizer). They name both calls, with file
+// and line. The sanitizer does not lose the device.
 func (s *System) Reports() []string {
+	var reports []string
 	if m := gpu.SystemOf(s).Machine; m != nil {
-		return m.Reports()
+		reports = m.Reports()
 	}
-	return nil
+	if x := gpu.SystemOf(s).Sanitizer; x != nil {
+		reports = append(reports, x.Reports()...)
+	}
+	return reports
 }
 
 // Close releases the primary contexts that were used. Close every object on the devices

@@ -110,7 +110,6 @@ type Arg struct {
 	elem      memory.DType // of the memory at a pointer; Invalid if the caller does not say
 	bits      uint64
 	bytes     *byte // of a struct
-	n         int   // elements at a pointer; 0 if the caller does not say
 	argDevice       // of a pointer
 	err       error
 }
@@ -121,7 +120,7 @@ type argDevice = kern.ArgDevice
 // the launch returns an error. A pointer to void, or to a type that Chorus does not know,
 // accepts every element type; signed and unsigned integers of one size count as one type.
 func Ptr[T memory.Element](x memory.Slice[T]) Arg {
-	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: x.Ptr(), n: x.Len(), argDevice: kern.On(x.Device()), err: mem.Check("kernel: launch", x.Buffer(), x.Len(), nil)}
+	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: x.Ptr(), argDevice: kern.On(x.Device(), x.Len()*int(unsafe.Sizeof(*new(T)))), err: mem.Check("kernel: launch", x.Buffer(), x.Len(), nil)}
 }
 
 // Address passes the address of memory that the caller manages, such as memory.AllocRaw
@@ -135,7 +134,7 @@ func PinnedPtr[T memory.Element](h *memory.Pinned[T]) Arg {
 	if len(data) == 0 {
 		return Arg{kind: Pointer, err: errors.New("pinned memory without elements, or closed")}
 	}
-	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(data)))), n: len(data)}
+	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(data)))), argDevice: kern.On(nil, len(data)*int(unsafe.Sizeof(data[0])))}
 }
 
 // Bytes passes a struct by value, or a C array in a struct: b is its memory, with as many

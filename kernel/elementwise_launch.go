@@ -87,7 +87,7 @@ func (e *Elementwise) prepare(l *job, operands []Operand) error {
 			l.args[i+2] = o.arg()
 			continue
 		}
-		l.args[i+2] = Arg{kind: Pointer, bits: o.raw, argDevice: kern.On(o.dev)}
+		l.args[i+2] = Arg{kind: Pointer, bits: o.raw, argDevice: kern.On(o.dev, o.n*o.dtype.Size())}
 		l.widest = max(l.widest, o.dtype.Size())
 		if o.role == input && o.n == 1 {
 			ones |= 1 << i

@@ -70,11 +70,11 @@ func encode(fs []field, p unsafe.Pointer, args []Arg) {
 		a.kind, a.elem = f.param, f.elem
 		if f.param == Pointer { // as Ptr does; slices of all types have one layout
 			x := (*memory.Slice[uint8])(at)
-			a.bits, a.n, a.argDevice = x.Ptr(), x.Len(), kern.On(x.Device())
+			a.bits, a.argDevice = x.Ptr(), kern.On(x.Device(), x.Len()*f.elem.Size())
 			a.err = mem.Check("kernel: launch", x.Buffer(), x.Len(), nil)
 			continue
 		}
-		a.n, a.argDevice, a.err = 0, argDevice{}, nil
+		a.argDevice, a.err = argDevice{}, nil
 		switch f.elem.Size() {
 		case 1:
 			a.bits = uint64(*(*uint8)(at))
@@ -97,10 +97,10 @@ func decode(fs []field, c *Call, p unsafe.Pointer, inputs []bool) {
 		at := unsafe.Add(p, f.offset)
 		bits := call.Bits(i, f.param.virtual())
 		if f.param == Pointer {
-			n := int(call.Bits(len(fs)+i, machine.Int64Param))
+			bytes := call.Bits(len(fs)+i, machine.Int64Param)
 			h := (*mem.SliceHeader)(at)
-			h.Offset, h.Len = uintptr(bits), n
-			c.spans = append(c.spans, span{bits, bits + uint64(n*f.elem.Size()), inputs[i]})
+			h.Offset, h.Len = uintptr(bits), int(bytes)/f.elem.Size()
+			c.spans = append(c.spans, span{bits, bits + bytes, inputs[i]})
 			continue
 		}
 		switch f.elem.Size() {

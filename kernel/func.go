@@ -204,8 +204,7 @@ func (t *typed) standIn(ps []declared) func(*Call) {
 	return func(c *Call) { t.call(c, inputs) }
 }
 
-// lengths returns the additional parameters of a stand-in: the number of elements of each
-// argument.
+// lengths returns the additional parameters of a stand-in: the bytes of each argument.
 func (t *typed) lengths() []machine.Param {
 	return slices.Repeat([]machine.Param{machine.Int64Param}, len(t.fields))
 }

@@ -47,10 +47,12 @@ type Kernel struct {
 const maxArgs = 32
 
 // frame holds the argument values of a launch and their addresses, the form that CUDA
-// needs. The stand-in of a Func gets the number of elements of each argument, too.
+// needs. The stand-in of a Func gets the bytes of each argument, too. usesOf finds the frame
+// from ptrs.
 type frame struct {
-	vals [2 * maxArgs]uint64
-	ptrs [2 * maxArgs]unsafe.Pointer
+	ptrs  [2 * maxArgs]unsafe.Pointer
+	vals  [2 * maxArgs]uint64
+	bytes [maxArgs]uint64 // of the memory at pointers
 }
 
 var frames = sync.Pool{New: func() any {
@@ -94,11 +96,12 @@ func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) err
 	f := frames.Get().(*frame)
 	for i := range args {
 		f.vals[i] = args[i].bits // little-endian: a narrower value is the first bytes
+		f.bytes[i] = kern.BytesOf(&args[i])
 		if b := args[i].bytes; b != nil {
 			f.ptrs[i] = unsafe.Pointer(b)
 		}
 		if k.typed {
-			f.vals[len(args)+i] = uint64(args[i].n)
+			f.vals[len(args)+i] = f.bytes[i]
 		}
 	}
 	err := gpu.DeviceOf(k.module.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {

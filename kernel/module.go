@@ -93,7 +93,7 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
 	}
 	for _, d := range src.Kernels {
-		if m.kernels[d.Name], err = m.find(&d, said[d.Name]); err != nil {
+		if m.kernels[d.Name], err = m.find(&d, said[d.Name], accessesOf(src, &d, said[d.Name])); err != nil {
 			_ = m.unload()
 			return nil, fmt.Errorf("kernel: find %s in %s: %w", d.Name, src.Name, err)
 		}
@@ -112,7 +112,7 @@ func (m *Module) bind(src *Source) {
 }
 
 // find finds a kernel in the loaded binary.
-func (m *Module) find(d *Def, source []declared) (*Kernel, error) {
+func (m *Module) find(d *Def, source []declared, accesses string) (*Kernel, error) {
 	k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params), source: source}
 	k.typed = d.typed != nil && gpu.DeviceOf(m.dev).System().Machine != nil
 	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
@@ -121,6 +121,9 @@ func (m *Module) find(d *Def, source []declared) (*Kernel, error) {
 	})
 	if err != nil {
 		return nil, err
+	}
+	if w := gpu.DeviceOf(m.dev).Watcher(); w != nil {
+		w.Describe(k.h, d.Name, usesOf(accesses))
 	}
 	return k, k.load()
 }

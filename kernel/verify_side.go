@@ -104,7 +104,7 @@ func (a *testArg) arg(x memory.Slice[byte]) Arg {
 		return Bytes(a.value)
 	}
 	if a.memory != nil {
-		return Arg{kind: Pointer, elem: a.elem, bits: x.Ptr() + guard, n: len(a.value) / a.elem.Size(), argDevice: kern.On(x.Device())}
+		return Arg{kind: Pointer, elem: a.elem, bits: x.Ptr() + guard, argDevice: kern.On(x.Device(), len(a.value))}
 	}
 	bits := uint64(0)
 	for i, b := range a.value {

@@ -140,8 +140,9 @@ func (g *Grads) Powers(s *stream.Stream, p float64) (memory.Slice[float32], erro
 	if len(g.list) == 0 {
 		return g.value(placePowers), g.value(placePowers).Zero(s)
 	}
-	return g.value(placePowers), k.norm.Launch(s, grid(len(g.norms.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(g.parts),
+	err = k.norm.Launch(s, grid(len(g.norms.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(g.parts),
 		kernel.Ptr(g.value(placePowers)), kernel.Ptr(g.done), kernel.Scalar[uint32](uint32(len(g.list))), kernel.Scalar[float64](g.order))
+	return g.value(placePowers), watched(s, "kernel sum_powers", err, g.reads)
 }
 
 // Coef enqueues on s the norm of order p of all elements, from the result of Powers, and the
@@ -188,7 +189,8 @@ func (g *Grads) Scale(s *stream.Stream, factor memory.Slice[float32]) error {
 		return refuse(op, "a device number of %d elements: want 1", factor.Len())
 	}
 	rows, blocks := g.table.parts()
-	return k.scale.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(factor))
+	err = k.scale.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(factor))
+	return watched(s, "kernel multiply", err, g.writes)
 }
 
 // ClipValue enqueues on s torch.nn.utils.clip_grad_value_: elements below -limit become
@@ -203,7 +205,8 @@ func (g *Grads) ClipValue(s *stream.Stream, limit float64) error {
 		return refuse(op, "at most %v: want 0 or more", limit)
 	}
 	rows, blocks := g.table.parts()
-	return k.clamp.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Scalar[float32](float32(limit)))
+	err = k.clamp.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Scalar[float32](float32(limit)))
+	return watched(s, "kernel limit_size", err, g.writes)
 }
 
 // Unscale enqueues on s torch's _amp_foreach_non_finite_check_and_unscale_: it multiplies all
@@ -223,7 +226,11 @@ func (g *Grads) Unscale(s *stream.Stream, inverse, found memory.Slice[float32]) 
 		return refuse(op, "found is %d elements: want 1", found.Len())
 	}
 	rows, blocks := g.table.parts()
-	return k.unscale.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), by, kernel.Ptr(found))
+	err = k.unscale.Launch(s, grid(len(g.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), by, kernel.Ptr(found))
+	if inverse.Len() == 0 {
+		return watched(s, "kernel unscale", err, g.reads)
+	}
+	return watched(s, "kernel unscale", err, g.writes)
 }
 
 // Close frees the table in the order of its stream. The gradients stay. Close does nothing if

@@ -64,6 +64,7 @@ func (k *kernels) load(dev *device.Device) error {
 		src.Kernels = append(src.Kernels, d.Def)
 	}
 	kern.MakeResident(src)
+	kern.Declare(src, map[string]string{"adam": "rrrwwrrr--", "sgd": "rrrwwrrr--"})
 	m, err := kernel.Compile(dev, src)
 	if err != nil {
 		return fmt.Errorf("optim: %w", err)

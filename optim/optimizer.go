@@ -250,8 +250,9 @@ func (o *Optimizer) Step(s *stream.Stream, cfg *StepConfig) error {
 		}
 	}
 	rows, blocks := o.table.parts()
-	return o.kernel(k).Launch(s, grid(len(o.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(o.rates), kernel.Ptr(o.steps),
+	err = o.kernel(k).Launch(s, grid(len(o.table.blocks)), kernel.Ptr(rows), kernel.Ptr(blocks), kernel.Ptr(o.rates), kernel.Ptr(o.steps),
 		kernel.Ptr(o.done), args[0], args[1], args[2], kernel.Scalar[uint32](uint32(len(o.groups))), kernel.Scalar[uint32](o.flags))
+	return watched(s, "kernel of an optimiser's step", err, o.uses)
 }
 
 // number returns the argument of a device number, which may be missing.

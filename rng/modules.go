@@ -49,6 +49,9 @@ func sourceOf[T memory.Element](kind moduleKind) *kernel.Source {
 	return src
 }
 
+// drawAccesses has the kernels whose parameters are macros, for the sanitizer.
+var drawAccesses = map[string]string{"bernoulli_kernel": "w---rr---", "poisson_kernel": "w---rr---", "normal_kernel": "w-r---r---"}
+
 // loadModule returns the module of a source and an element type, and loads it at the first call.
 // t.mu is held.
 func loadModule[T memory.Element](t *toolbox, dev *device.Device, op string, kind moduleKind) (*kernel.Module, error) {
@@ -61,6 +64,7 @@ func loadModule[T memory.Element](t *toolbox, dev *device.Device, op string, kin
 	}
 	src := sourceOf[T](kind)
 	kern.MakeResident(src)
+	kern.Declare(src, drawAccesses)
 	m, err := kernel.Compile(dev, src)
 	if err != nil {
 		return nil, fmt.Errorf("%s of %s: %w", op, memory.DTypeOf[T](), err)

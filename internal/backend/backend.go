@@ -16,6 +16,7 @@ import (
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/nvml"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/sanitizer"
 	"github.com/gochorus/chorus/internal/virtual"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/nccl"
@@ -38,6 +39,8 @@ type System struct {
 	Name    string
 	Driver  cudadrv.Driver
 	Machine *virtual.Machine // nil on CUDA
+
+	Sanitizer *sanitizer.Sanitizer // nil unless CHORUS_SANITIZER is 1
 }
 
 // Config selects a System. Nil and zero fields take their values from the
@@ -157,11 +160,25 @@ func (s *System) init() error {
 	if r := s.Driver.Init(); r != cudadrv.Success {
 		return fmt.Errorf("cuInit: %w (%s)", r, r.Meaning())
 	}
+	on, err := env.Sanitizer.OneOf("0", "1")
+	if err != nil || on == "0" {
+		return err
+	}
+	s.Sanitizer = sanitizer.New(s.Driver)
+	s.Driver = s.Sanitizer.Driver()
 	return nil
 }
 
 // NCCL opens NCCL at its first use.
 func (s *System) NCCL() (ncclapi.API, error) {
+	api, err := s.plainNCCL()
+	if err == nil && s.Sanitizer != nil {
+		api = s.Sanitizer.NCCL(api)
+	}
+	return api, err
+}
+
+func (s *System) plainNCCL() (ncclapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.NCCL(), nil
 	}
@@ -199,6 +216,14 @@ func (s *System) CUBLASLt() (cublasltapi.API, error) {
 // CuFile opens cuFile at its first use. It does not open cuFile's driver or set
 // parameters.
 func (s *System) CuFile() (cufileapi.API, error) {
+	api, err := s.plainCuFile()
+	if err == nil && s.Sanitizer != nil {
+		api = s.Sanitizer.CuFile(api)
+	}
+	return api, err
+}
+
+func (s *System) plainCuFile() (cufileapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.CuFile(), nil
 	}

@@ -45,6 +45,8 @@ var (
 		"GPUs that the process sees, in order: comma-separated ordinals, or UUIDs (`GPU-…`, `MIG-…`) or their unique prefixes. The driver reads it when it starts; device.Count and `chorus run` interpret it like the driver. It does not affect virtual devices."}
 	LaunchBlocking = &Var{"CUDA_LAUNCH_BLOCKING", "number", "0",
 		"`1` makes the driver wait for each kernel, and virtual devices for each kernel, copy and fill, so that the failing call returns its error. NCCL with several GPUs in one process can then deadlock."}
+	Sanitizer = &Var{"CHORUS_SANITIZER", "number", "0",
+		"`1` finds uses of device memory that no event orders, and uses of freed memory, also on CUDA, like TORCH_CUDA_SANITIZER. Reports name both calls with file and line; they are logged with log/slog, and `device.System.Reports` returns them. Each operation takes some microseconds longer."}
 	NVMLCheck = &Var{"PYTORCH_NVML_BASED_CUDA_CHECK", "number", "1",
 		"`0` makes device.Count use the driver instead of NVML, which does not start the driver."}
 	NVTXInjection = &Var{"NVTX_INJECTION64_PATH", "text", "",
@@ -54,5 +56,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, P2P, RequireGPU, Fixtures, LeakStacks, KernelCache,
-		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, LaunchBlocking, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
+		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, LaunchBlocking, Sanitizer, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
 }

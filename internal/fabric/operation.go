@@ -3,6 +3,7 @@ package fabric
 import (
 	"errors"
 
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/kernel"
@@ -72,7 +73,29 @@ func (r *Rank) enqueue(s *stream.Stream, o *operation) error {
 	if err := r.Err(); err != nil {
 		return err
 	}
-	return k.Launch(s, kernel.Grid{Blocks: [3]uint32{g.blocks, 1, 1}, Threads: [3]uint32{g.threads, 1, 1}}, args[:n]...)
+	if err := k.Launch(s, kernel.Grid{Blocks: [3]uint32{g.blocks, 1, 1}, Threads: [3]uint32{g.threads, 1, 1}}, args[:n]...); err != nil {
+		return err
+	}
+	gpu.StreamOf(s).Uses("kernel of "+o.kind.String(), r.ranks > 1, func() []cudadrv.Use { return o.uses(r) })
+	return nil
+}
+
+// uses lists the operands of this rank, for the sanitizer.
+func (o *operation) uses(r *Rank) []cudadrv.Use {
+	in, out := 1, 1
+	switch o.kind {
+	case flight.AllGather:
+		out = r.ranks
+	case flight.ReduceScatter:
+		in = r.ranks
+	case flight.AllToAll:
+		in, out = r.ranks, r.ranks
+	case flight.Broadcast:
+		if in = 0; o.root == r.rank {
+			in = 1
+		}
+	}
+	return []cudadrv.Use{{Ptr: cudadrv.DevicePtr(o.src), Bytes: uint64(in * o.bytes)}, {Ptr: cudadrv.DevicePtr(o.dst), Bytes: uint64(out * o.bytes), Write: true}}
 }
 
 // kernel returns the kernel of the operation and its grid.

@@ -92,6 +92,9 @@ func Enqueue(s *stream.Stream, p *Product) error {
 	if err == nil {
 		err = q.bound(q.launch)
 	}
+	if err == nil {
+		gpu.StreamOf(s).Uses("matrix product", false, q.uses)
+	}
 	if captured {
 		err = errors.Join(err, memory.FreeRaw(s.Device(), uint64(q.room)))
 	}

@@ -27,6 +27,7 @@ type Device struct {
 	ctx     atomic.Uintptr
 	binding atomic.Pointer[cudadrv.Driver] // binds ctx with each call; nil if the driver cannot
 	local   kept.Map                       // see Local
+	watcher cudadrv.Watcher                // see Watcher
 }
 
 // A DeviceRef refers to a Device. The public type embeds it.
@@ -61,6 +62,9 @@ func (d *Device) UUID() (string, error) {
 
 // Driver returns the driver, for calls that need no context and cannot fail.
 func (d *Device) Driver() cudadrv.Driver { return d.sys.Driver }
+
+// Watcher returns the driver as a Watcher, or nil if nothing watches which memory operations use.
+func (d *Device) Watcher() cudadrv.Watcher { return d.watcher }
 
 // Handle returns the driver's handle.
 func (d *Device) Handle() cudadrv.Device { return d.handle }

@@ -64,6 +64,7 @@ func NewSystem(b *backend.System, errs Errors) (*System, SystemRef) {
 // the public type.
 func (s *System) Add(h cudadrv.Device) DeviceRef {
 	d := &Device{sys: s, ordinal: len(s.devs), name: fmt.Sprintf("%s:%d", s.Name, len(s.devs)), handle: h}
+	d.watcher, _ = s.Driver.(cudadrv.Watcher)
 	s.devs = append(s.devs, d)
 	return DeviceRef{d}
 }

@@ -13,6 +13,7 @@ import (
 type SourceOption struct {
 	archive  *ptx.Archive
 	resident bool
+	accesses map[string]string
 }
 
 func (o *SourceOption) source() *SourceOption { return o }
@@ -33,12 +34,23 @@ func MakeResident(x HasSourceOption) { x.source().resident = true }
 // IsResident reports whether MakeResident was called.
 func IsResident(x HasSourceOption) bool { return x.source().resident }
 
-// An ArgDevice has the device of an argument, which is nil if every device may use the
-// argument. The public type embeds it.
-type ArgDevice struct{ d *device.Device }
+// Declare tells the sanitizer how the kernels of a source that its parser does not understand
+// use the memory at each pointer: for each parameter r for reading, w for writing, or - for
+// neither.
+func Declare(x HasSourceOption, accesses map[string]string) { x.source().accesses = accesses }
 
-// On returns an ArgDevice of d.
-func On(d *device.Device) ArgDevice { return ArgDevice{d} }
+// Accesses returns the accesses of Declare for a kernel, or "".
+func Accesses(x HasSourceOption, kernel string) string { return x.source().accesses[kernel] }
+
+// An ArgDevice has the device and the bytes of the memory at an argument. The device is nil if
+// every device may use the memory. The public type embeds it.
+type ArgDevice struct {
+	d     *device.Device
+	bytes uint64 // 0 if they are unknown
+}
+
+// On returns an ArgDevice of memory of d.
+func On(d *device.Device, bytes int) ArgDevice { return ArgDevice{d, uint64(bytes)} }
 
 func (a *ArgDevice) arg() *ArgDevice { return a }
 
@@ -48,6 +60,9 @@ type HasArgDevice interface{ arg() *ArgDevice }
 // DeviceOf returns the device of an argument, or nil.
 func DeviceOf(x HasArgDevice) *device.Device { return x.arg().d }
 
+// BytesOf returns the size of the memory at an argument, or 0 if it is unknown.
+func BytesOf(x HasArgDevice) uint64 { return x.arg().bytes }
+
 // AllowPeers lets a launch on any device use the argument. The caller has opened peer access to
-// the memory (mem.Reach).
-func AllowPeers(x HasArgDevice) { x.arg().d = nil }
+// the memory (mem.Reach). The kernel may use other bytes than the argument's.
+func AllowPeers(x HasArgDevice) { *x.arg() = ArgDevice{} }

@@ -5,6 +5,7 @@ import (
 	"math"
 	"math/bits"
 
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/kernel"
@@ -144,6 +145,7 @@ func (f *fan) launch() error {
 	if err := f.kernel.Launch(f.s, cover(int(t.n)), tableArg(t)); err != nil {
 		return err
 	}
+	gpu.StreamOf(f.s).Uses("kernel of copies", false, func() []cudadrv.Use { return t.uses(f.width) })
 	for i := range t.to[:t.ways] {
 		t.to[i] += uint64(t.n) << f.width
 	}

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/kern"
@@ -231,7 +232,11 @@ func (j *job) one(loops []loop, n, dst, src int) error {
 		}
 		args = append(args, kernel.Scalar(uint32(l.n)), kernel.Scalar(int64(l.dst)), kernel.Scalar(int64(l.src)))
 	}
-	return j.kernel.Launch(j.s, cover(n), append(args, j.types...)...)
+	if err := j.kernel.Launch(j.s, cover(n), append(args, j.types...)...); err != nil {
+		return err
+	}
+	gpu.StreamOf(j.s).Uses("kernel of a strided copy", false, func() []cudadrv.Use { return j.uses(loops, to.Ptr(), from.Ptr()) })
+	return nil
 }
 
 // from returns the memory of a device tensor, beginning at a byte offset from its first

@@ -5,6 +5,8 @@ import (
 	"math/bits"
 	"sync"
 
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -157,5 +159,10 @@ func (x *sorter) launch(b *pieces) error {
 	defer pieceTables.Put(t)
 	t.fill(b)
 	b.clear()
-	return k.pieces[b.width].Launch(x.s, cover(int(t.n)), tableArg(t))
+	width := b.width
+	if err := k.pieces[width].Launch(x.s, cover(int(t.n)), tableArg(t)); err != nil {
+		return err
+	}
+	gpu.StreamOf(x.s).Uses("kernel of copies", false, func() []cudadrv.Use { return t.uses(width) })
+	return nil
 }

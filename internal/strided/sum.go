@@ -3,6 +3,7 @@ package strided
 import (
 	"math"
 
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
@@ -86,6 +87,7 @@ func (x *summation) launch() error {
 	if err := x.kernel.Launch(x.s, blocks(int(t.n), 1), tableArg(t)); err != nil {
 		return err
 	}
+	gpu.StreamOf(x.s).Uses("kernel of sums", false, func() []cudadrv.Use { return t.uses(x.pack) })
 	t.to += uint64(t.n) * uint64(x.pack)
 	t.n, t.count = 0, 0
 	return nil

@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/race"
 )
 
 var _ cudadrv.Auditor = driver{}
@@ -37,11 +38,11 @@ func (d driver) audit(name string, p cudadrv.DevicePtr, bytes uintptr, h cudadrv
 		return r
 	}
 	if b.pieces == nil {
-		b.pieces = newPieces(b.size)
+		b.pieces = race.NewPieces(b.size)
 	}
 	offset := uint64(p) - b.addr
 	if s.capture != nil {
-		b.pieces.set(offset, offset+n, run{state: captured}, true)
+		b.pieces.Set(offset, offset+n, race.Run{State: race.Captured}, true)
 		return cudadrv.Success
 	}
 	s.carryOut(name, func(o *Op) {
@@ -93,15 +94,15 @@ func (o *Op) lend(b *Block, offset, n uint64) *Trouble {
 			return o.blame("allocated %d bytes at %#x of %v, but nothing is mapped from byte %d on", n, b.addr+offset, b, at)
 		}
 	}
-	if part, found := b.pieces.seek(offset, offset+n, func(s state) bool { return s == lent }); found {
+	if part, found := b.pieces.Seek(offset, offset+n, func(s race.State) bool { return s == race.Lent }); found {
 		return o.blame("allocated %d bytes at %#x of %v, but the bytes at %#x are already allocated",
-			n, b.addr+offset, b, b.addr+max(part.lo, offset))
+			n, b.addr+offset, b, b.addr+max(part.Lo, offset))
 	}
-	b.pieces.audited = true
-	if _, found := b.pieces.seek(offset, offset+n, func(s state) bool { return s == captured }); !found {
+	b.pieces.Audited = true
+	if _, found := b.pieces.Seek(offset, offset+n, func(s race.State) bool { return s == race.Captured }); !found {
 		b.stain(offset, n)
 	}
-	b.pieces.set(offset, offset+n, run{state: lent}, false)
+	b.pieces.Set(offset, offset+n, race.Run{State: race.Lent}, false)
 	return nil
 }
 
@@ -111,11 +112,11 @@ func (o *Op) takeBack(b *Block, offset, n uint64) *Trouble {
 	if t := o.order(b, offset, n, true); t != nil {
 		return t
 	}
-	if part, found := b.pieces.seek(offset, offset+1, func(s state) bool { return !s.usable() }); found && b.pieces.audited {
-		return o.blame("freed %d bytes at %#x of %v, %s", n, b.addr+offset, b, b.pieces.says(b, part))
+	if part, found := b.pieces.Seek(offset, offset+1, func(s race.State) bool { return !s.Usable() }); found && b.pieces.Audited {
+		return o.blame("freed %d bytes at %#x of %v, %s", n, b.addr+offset, b, b.pieces.Says(b, b.addr, part))
 	}
-	b.pieces.audited = true
-	b.pieces.set(offset, offset+n, run{state: returned, by: o.s.handle}, false)
+	b.pieces.Audited = true
+	b.pieces.Set(offset, offset+n, race.Run{State: race.Returned, By: o.s.handle}, false)
 	return nil
 }
 
@@ -144,26 +145,4 @@ func (s *space) covered(offset, n uint64) uint64 {
 		at = min(x.hi, offset+n)
 	}
 	return at - offset
-}
-
-// barred returns the reason why a part of the block must not be used, or "".
-func (p *pieces) barred(b *Block, offset, n uint64) string {
-	if p == nil || !p.audited {
-		return ""
-	}
-	part, found := p.seek(offset, offset+n, func(s state) bool { return !s.usable() })
-	if !found {
-		return ""
-	}
-	return p.says(b, part)
-}
-
-// says describes a part that is not allocated.
-func (p *pieces) says(b *Block, part run) string {
-	if part.state == never {
-		return fmt.Sprintf("which includes bytes from %#x on of %v that the allocator has not allocated", b.addr+part.lo, b)
-	}
-	part = p.whole(part)
-	return fmt.Sprintf("which lies in %d bytes at %#x of %v that were freed by MemReturn on stream %#x",
-		part.hi-part.lo, b.addr+part.lo, b, uintptr(part.by))
 }

@@ -8,7 +8,7 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/race"
+	"github.com/gochorus/chorus/internal/race"
 )
 
 const (
@@ -43,12 +43,12 @@ type Block struct {
 	region     *region  // that contains data; nil for Go memory
 	file       *os.File // that other processes can map, or nil
 	clean      pages
-	pool       *pool   // of cuMemAllocAsync, or nil
-	space      *space  // the mappings of a reservation, or nil
-	opened     *opened // of cuIpcOpenMemHandle, or nil
-	pieces     *pieces // allocated from it by an allocator, or nil
-	public     bool    // of ncclMemAlloc: accessible from every device
-	registered bool    // of cuMemHostRegister: the bytes belong to the user
+	pool       *pool        // of cuMemAllocAsync, or nil
+	space      *space       // the mappings of a reservation, or nil
+	opened     *opened      // of cuIpcOpenMemHandle, or nil
+	pieces     *race.Pieces // allocated from it by an allocator, or nil
+	public     bool         // of ncclMemAlloc: accessible from every device
+	registered bool         // of cuMemHostRegister: the bytes belong to the user
 	// registrations is the number of its registrations with cuFile.
 	registrations int
 	freeing       bool   // a free was called: later calls must not use it

@@ -5,8 +5,8 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/virtual/fault"
-	"github.com/gochorus/chorus/internal/virtual/race"
 )
 
 // A Mark is a point in a stream that other streams and the host can wait for.

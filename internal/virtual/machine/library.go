@@ -3,8 +3,8 @@ package machine
 import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 
+	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/virtual/fault"
-	"github.com/gochorus/chorus/internal/virtual/race"
 )
 
 // This file has the methods that exist for the libraries above the machine. A method that

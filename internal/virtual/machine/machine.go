@@ -9,8 +9,8 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/virtual/fault"
-	"github.com/gochorus/chorus/internal/virtual/race"
 )
 
 const maxDevices = 64

@@ -5,8 +5,8 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/virtual/fault"
-	"github.com/gochorus/chorus/internal/virtual/race"
 )
 
 // A Trouble is an error of an operation. It is reported, and the device is lost.
@@ -97,19 +97,8 @@ func (o *Op) record(h *race.History, what fmt.Stringer, offset, n uint64, write 
 	if !bad {
 		return nil
 	}
-	remedy := "the two streams are not ordered: record an event after the first use and make the other stream wait for it"
-	if by.Stream == race.Host || other.Stream == race.Host {
-		remedy = "the host and the stream are not ordered: let the host wait for the stream first"
-	}
-	text := fmt.Sprintf("race: %s %s bytes %d to %d of %v, which %v also uses, and %s", by, verb(write), offset, offset+n, what, other, remedy)
-	return &Trouble{cudadrv.ErrorLaunchFailed, text}
-}
-
-func verb(write bool) string {
-	if write {
-		return "writes"
-	}
-	return "reads"
+	c := race.Conflict{By: by, Other: other, Write: write, Lo: offset, Hi: offset + n, Block: what}
+	return &Trouble{cudadrv.ErrorLaunchFailed, c.String()}
 }
 
 // resolve returns the block of [p, p+n) and checks that the operation may use it.
@@ -135,7 +124,7 @@ func (o *Op) resolve(p cudadrv.DevicePtr, n uint64, write bool) (*Block, *Troubl
 	case !o.s.dev.mayUse(b) && !crosses[o.Name]:
 		return illegal("which lies in %v: device %d was not given access to it", b, o.s.dev.ordinal)
 	}
-	if why := b.pieces.barred(b, uint64(p)-b.addr, n); why != "" {
+	if why := b.pieces.Barred(b, b.addr, uint64(p)-b.addr, uint64(p)-b.addr+n); why != "" {
 		return illegal("%s", why)
 	}
 	return b, nil

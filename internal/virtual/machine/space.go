@@ -6,7 +6,7 @@ import (
 	"sort"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/race"
+	"github.com/gochorus/chorus/internal/race"
 )
 
 // A space holds the sorted mappings of a reservation. m.mu guards it.
@@ -140,7 +140,7 @@ func (s *space) drop(b *Block, which func(*mapping) bool) {
 			return false
 		}
 		b.region.detach(uintptr(x.lo), uintptr(x.hi-x.lo))
-		b.pieces.set(x.lo, x.hi, run{}, true)
+		b.pieces.Set(x.lo, x.hi, race.Run{}, true)
 		x.memory.mappings--
 		x.memory.settle()
 		return true

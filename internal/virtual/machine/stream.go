@@ -6,8 +6,8 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/virtual/fault"
-	"github.com/gochorus/chorus/internal/virtual/race"
 )
 
 // The priorities of an H200.

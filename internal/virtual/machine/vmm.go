@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/race"
+	"github.com/gochorus/chorus/internal/race"
 )
 
 // granularity is the unit of physical memory and of mappings, as on an H200.

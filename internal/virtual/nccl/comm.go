@@ -8,8 +8,8 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/virtual/machine"
-	"github.com/gochorus/chorus/internal/virtual/race"
 )
 
 // graceForNotice is the time to wait after a broken connection for a notice that

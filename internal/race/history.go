@@ -17,9 +17,15 @@ type Access struct {
 	Epoch  uint64
 	Op     string
 	Stream cudadrv.Stream
+	Where  *Place // nil if it is unknown
 }
 
-func (a Access) String() string { return fmt.Sprintf("%s on %s", a.Op, NameOf(a.Stream)) }
+func (a Access) String() string {
+	if a.Where == nil {
+		return fmt.Sprintf("%s on %s", a.Op, NameOf(a.Stream))
+	}
+	return fmt.Sprintf("%s on %s (%v)", a.Op, NameOf(a.Stream), a.Where)
+}
 
 // NameOf returns the name of a stream, or "the host".
 func NameOf(s cudadrv.Stream) string {
@@ -185,8 +191,16 @@ func (s span) before(host Clock) bool {
 
 // Unfinished returns an access that the host has not waited for.
 func (h *History) Unfinished(host Clock) (Access, bool) {
-	for _, c := range h.chunks {
-		for _, s := range c {
+	return h.UnfinishedIn(host, 0, uint64(len(h.chunks))*chunkBytes)
+}
+
+// UnfinishedIn is Unfinished for the bytes in [lo, hi).
+func (h *History) UnfinishedIn(host Clock, lo, hi uint64) (Access, bool) {
+	for c := lo / chunkBytes; c < uint64(len(h.chunks)) && c*chunkBytes < hi; c++ {
+		for _, s := range h.chunks[c] {
+			if s.hi <= lo || s.lo >= hi {
+				continue
+			}
 			if s.write.Op != "" && host.At(s.write.Slot) < s.write.Epoch {
 				return s.write, true
 			}

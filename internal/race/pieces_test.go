@@ -1,4 +1,4 @@
-package machine
+package race
 
 import (
 	"math/rand/v2"
@@ -16,28 +16,28 @@ func TestPiecesProperty(t *testing.T) {
 	rng := rand.New(rand.NewPCG(seed, 0))
 	const step, units = 128 << 10, 40
 	for range 50 {
-		p, want := newPieces(step*units), [units]state{}
+		p, want := NewPieces(step*units), [units]State{}
 		for range 300 {
 			lo := rng.IntN(units)
 			hi := lo + 1 + rng.IntN(min(units-lo, 1+rng.IntN(units)))
-			to, all := state(rng.IntN(4)), rng.IntN(4) == 0
-			if to == captured {
+			to, all := State(rng.IntN(4)), rng.IntN(4) == 0
+			if to == Captured {
 				all = true
 			}
-			p.set(uint64(lo*step), uint64(hi*step), run{state: to, by: cudadrv.Stream(lo)}, all)
+			p.Set(uint64(lo*step), uint64(hi*step), Run{State: to, By: cudadrv.Stream(lo)}, all)
 			for i := lo; i < hi; i++ {
-				if all || want[i] != captured {
+				if all || want[i] != Captured {
 					want[i] = to
 				}
 			}
 			checkRuns(t, p)
 			for i, s := range want {
-				part, found := p.seek(uint64(i*step), uint64(i*step+1), func(x state) bool { return x == s })
+				part, found := p.Seek(uint64(i*step), uint64(i*step+1), func(x State) bool { return x == s })
 				if !found {
 					t.Fatalf("unit %d is not %d", i, s)
 				}
-				whole := p.whole(part)
-				if s == never {
+				whole := p.Whole(part)
+				if s == Never {
 					continue
 				}
 				a, b := i, i
@@ -47,35 +47,35 @@ func TestPiecesProperty(t *testing.T) {
 				for b+1 < units && want[b+1] == s {
 					b++
 				}
-				if whole.lo != uint64(a*step) || whole.hi != uint64((b+1)*step) {
-					t.Fatalf("unit %d lies from %d to %d: want %d to %d", i, whole.lo, whole.hi, a*step, (b+1)*step)
+				if whole.Lo != uint64(a*step) || whole.Hi != uint64((b+1)*step) {
+					t.Fatalf("unit %d lies from %d to %d: want %d to %d", i, whole.Lo, whole.Hi, a*step, (b+1)*step)
 				}
 			}
-			lo, hi, s := rng.IntN(units), units, state(rng.IntN(4))
+			lo, hi, s := rng.IntN(units), units, State(rng.IntN(4))
 			at := lo
 			for at < hi && want[at] != s {
 				at++
 			}
-			part, found := p.seek(uint64(lo*step), uint64(hi*step), func(x state) bool { return x == s })
+			part, found := p.Seek(uint64(lo*step), uint64(hi*step), func(x State) bool { return x == s })
 			require.Equal(t, at < hi, found)
 			if found {
-				require.Equal(t, uint64(at*step), max(part.lo, uint64(lo*step)))
+				require.Equal(t, uint64(at*step), max(part.Lo, uint64(lo*step)))
 			}
 		}
 	}
 }
 
 // checkRuns checks that runs are in order, in their chunk, and merged.
-func checkRuns(t *testing.T, p *pieces) {
+func checkRuns(t *testing.T, p *Pieces) {
 	t.Helper()
 	for c, list := range p.chunks {
 		at := uint64(c) * listBytes
 		for i, r := range list {
-			require.NotEqual(t, never, r.state)
-			require.Less(t, r.lo, r.hi)
-			require.GreaterOrEqual(t, r.lo, at)
-			require.False(t, i > 0 && r.lo == at && list[i-1].state == r.state, "neighbours of one state")
-			at = r.hi
+			require.NotEqual(t, Never, r.State)
+			require.Less(t, r.Lo, r.Hi)
+			require.GreaterOrEqual(t, r.Lo, at)
+			require.False(t, i > 0 && r.Lo == at && list[i-1].State == r.State, "neighbours of one state")
+			at = r.Hi
 		}
 		require.LessOrEqual(t, at, uint64(c+1)*listBytes)
 	}

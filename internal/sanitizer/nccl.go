@@ -1,0 +1,198 @@
+package sanitizer
+
+import (
+	"slices"
+	"sync"
+	"syscall"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/race"
+)
+
+// nccl is a decorated NCCL.
+type nccl struct {
+	ncclapi.API
+	t *tracker
+
+	mu     sync.Mutex
+	comms  map[ncclapi.Comm]*comm
+	groups map[int]*group // by OS thread
+}
+
+// A comm is a communicator.
+type comm struct {
+	ranks, rank int32
+	last        race.Stamp // of its last operation
+}
+
+// A group holds the calls of one OS thread since its outermost GroupStart.
+type group struct {
+	depth int
+	works []work
+}
+
+// A work is a call of a collective, a send or a receive.
+type work struct {
+	name   string
+	comm   *comm
+	ctx    cudadrv.Context
+	stream cudadrv.Stream
+	where  *race.Place
+	uses   []cudadrv.Use
+}
+
+// comm returns a communicator, or nil if NCCL does not know its size.
+func (l *nccl) comm(h ncclapi.Comm) *comm {
+	l.mu.Lock()
+	c := l.comms[h]
+	l.mu.Unlock()
+	if c != nil {
+		return c
+	}
+	ranks, r := l.API.CommCount(h)
+	rank, r2 := l.API.CommUserRank(h)
+	if r != ncclapi.Success || r2 != ncclapi.Success {
+		return nil
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.comms[h] == nil {
+		l.comms[h] = &comm{ranks: ranks, rank: rank}
+	}
+	return l.comms[h]
+}
+
+// forget drops a communicator, whose handle NCCL may reuse.
+func (l *nccl) forget(h ncclapi.Comm) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.comms, h)
+}
+
+func (l *nccl) CommDestroy(c ncclapi.Comm) ncclapi.Result {
+	l.forget(c)
+	return l.API.CommDestroy(c)
+}
+
+func (l *nccl) CommAbort(c ncclapi.Comm) ncclapi.Result {
+	l.forget(c)
+	return l.API.CommAbort(c)
+}
+
+func (l *nccl) MemAlloc(n uintptr) (cudadrv.DevicePtr, ncclapi.Result) {
+	ctx := l.t.current()
+	p, r := l.API.MemAlloc(n)
+	if r == ncclapi.Success {
+		l.t.allocated(&block{base: uint64(p), size: uint64(n), ctx: ctx, kind: "block of ncclMemAlloc"})
+	}
+	return p, r
+}
+
+// MemFree waits for the device, as cuMemFree does.
+func (l *nccl) MemFree(p cudadrv.DevicePtr) ncclapi.Result {
+	var r ncclapi.Result
+	driver{l.t.inner, l.t}.free(uint64(p), "ncclMemFree", func() cudadrv.Result {
+		if r = l.API.MemFree(p); r != ncclapi.Success {
+			return cudadrv.ErrorInvalidValue
+		}
+		return cudadrv.Success
+	})
+	return r
+}
+
+func (l *nccl) GroupStart() ncclapi.Result {
+	r := l.API.GroupStart()
+	if r == ncclapi.Success {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		tid := syscall.Gettid()
+		if l.groups[tid] == nil {
+			l.groups[tid] = &group{}
+		}
+		l.groups[tid].depth++
+	}
+	return r
+}
+
+func (l *nccl) GroupEnd() ncclapi.Result {
+	works := l.leave()
+	r := l.API.GroupEnd()
+	if r == ncclapi.Success || r == ncclapi.InProgress {
+		l.issue(works)
+	}
+	return r
+}
+
+func (l *nccl) GroupSimulateEnd(info *ncclapi.SimInfo) ncclapi.Result {
+	l.leave()
+	return l.API.GroupSimulateEnd(info)
+}
+
+// leave ends one level of the thread's group, and returns the works of the outermost one.
+func (l *nccl) leave() []work {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	tid := syscall.Gettid()
+	g := l.groups[tid]
+	if g == nil {
+		return nil
+	}
+	if g.depth--; g.depth > 0 {
+		return nil
+	}
+	delete(l.groups, tid)
+	return g.works
+}
+
+// submit records a call, at the end of the thread's group if there is one.
+func (l *nccl) submit(r ncclapi.Result, name string, h ncclapi.Comm, s cudadrv.Stream, uses func(c *comm) []cudadrv.Use) ncclapi.Result {
+	if r != ncclapi.Success && r != ncclapi.InProgress {
+		return r
+	}
+	c := l.comm(h)
+	if c == nil {
+		return r
+	}
+	w := work{name, c, l.t.contextFor(s), s, race.Here(), uses(c)}
+	l.mu.Lock()
+	g := l.groups[syscall.Gettid()]
+	if g != nil {
+		g.works = append(g.works, w)
+	}
+	l.mu.Unlock()
+	if g == nil {
+		l.issue([]work{w})
+	}
+	return r
+}
+
+// issue records the works of a group: one operation for each communicator.
+func (l *nccl) issue(works []work) {
+	l.t.mu.Lock()
+	defer l.t.unlock()
+	for len(works) > 0 {
+		c := works[0].comm
+		n := &node{name: works[0].name, where: works[0].where}
+		var on []*queue
+		rest := works[:0:0]
+		for i, w := range works {
+			if w.comm != c || c.ranks == 1 && i > 0 { // collectives of one rank are copies on their streams
+				rest = append(rest, w)
+				continue
+			}
+			if q := l.t.queue(w.ctx, w.stream); !slices.Contains(on, q) {
+				on = append(on, q)
+			}
+			n.uses = append(n.uses, w.uses...)
+		}
+		if c.ranks > 1 {
+			n.last = &c.last
+			for _, q := range on {
+				l.t.meets[q.ctx] = true
+			}
+		}
+		l.t.issue(n, on...)
+		works = rest
+	}
+}

@@ -1,0 +1,156 @@
+package sanitizer
+
+import (
+	"slices"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/race"
+)
+
+func (d driver) StreamCreateWithPriority(flags uint32, priority int32) (cudadrv.Stream, cudadrv.Result) {
+	ctx := d.t.current()
+	s, r := d.Driver.StreamCreateWithPriority(flags, priority)
+	if r == cudadrv.Success {
+		d.t.mu.Lock()
+		defer d.t.mu.Unlock()
+		d.t.addQueue(ctx, s, flags&cudadrv.StreamNonBlocking == 0)
+	}
+	return s, r
+}
+
+func (d driver) StreamDestroy(s cudadrv.Stream) cudadrv.Result {
+	d.t.mu.Lock()
+	q := d.t.queues[s]
+	delete(d.t.queues, s)
+	d.t.mu.Unlock()
+	r := d.Driver.StreamDestroy(s)
+	if q == nil {
+		return r
+	}
+	d.t.mu.Lock()
+	defer d.t.mu.Unlock()
+	if r != cudadrv.Success && d.t.queues[s] == nil {
+		d.t.queues[s] = q
+		return r
+	}
+	d.t.ended = append(d.t.ended, ended{q.ctx, q.now})
+	d.t.reap()
+	return r
+}
+
+// awaits calls the driver and records that the host has waited for the operations that were on
+// the stream before the call.
+func (d driver) awaits(s cudadrv.Stream, call func() cudadrv.Result) cudadrv.Result {
+	ctx := d.t.contextFor(s)
+	d.t.mu.Lock()
+	at := race.Clock(nil).JoinStamp(d.t.queue(ctx, s).now)
+	d.t.mu.Unlock()
+	r := call()
+	if r == cudadrv.Success {
+		d.t.waited(at)
+	}
+	return r
+}
+
+func (d driver) StreamSynchronize(s cudadrv.Stream) cudadrv.Result {
+	return d.awaits(s, func() cudadrv.Result { return d.Driver.StreamSynchronize(s) })
+}
+
+func (d driver) StreamQuery(s cudadrv.Stream) cudadrv.Result {
+	return d.awaits(s, func() cudadrv.Result { return d.Driver.StreamQuery(s) })
+}
+
+func (d driver) EventCreate(flags uint32) (cudadrv.Event, cudadrv.Result) {
+	ctx := d.t.current()
+	e, r := d.Driver.EventCreate(flags)
+	if r == cudadrv.Success {
+		d.t.mu.Lock()
+		defer d.t.mu.Unlock()
+		d.t.events[e] = &event{ctx: ctx}
+	}
+	return e, r
+}
+
+func (d driver) EventDestroy(h cudadrv.Event) cudadrv.Result {
+	d.t.mu.Lock()
+	e := d.t.events[h]
+	delete(d.t.events, h)
+	d.t.mu.Unlock()
+	r := d.Driver.EventDestroy(h)
+	if r != cudadrv.Success && e != nil {
+		d.t.mu.Lock()
+		defer d.t.mu.Unlock()
+		d.t.events[h] = e
+	}
+	return r
+}
+
+func (d driver) EventRecord(e cudadrv.Event, s cudadrv.Stream) cudadrv.Result {
+	ctx := d.t.contextFor(s)
+	return d.recorded(d.Driver.EventRecord(e, s), ctx, e, s, 0)
+}
+
+func (d driver) EventRecordWithFlags(e cudadrv.Event, s cudadrv.Stream, flags uint32) cudadrv.Result {
+	ctx := d.t.contextFor(s)
+	return d.recorded(d.Driver.EventRecordWithFlags(e, s, flags), ctx, e, s, flags)
+}
+
+func (d driver) recorded(r cudadrv.Result, ctx cudadrv.Context, h cudadrv.Event, s cudadrv.Stream, flags uint32) cudadrv.Result {
+	d.t.mu.Lock()
+	defer d.t.unlock()
+	e, q := d.t.events[h], d.t.queue(ctx, s)
+	switch {
+	case r != cudadrv.Success || e == nil:
+	case q.capture != nil && flags&cudadrv.EventExternal == 0:
+		e.capture, e.nodes = q.capture, slices.Clone(q.tail)
+	default: // a graph records external events at each launch
+		d.t.issue(&node{name: "cuEventRecord", act: func(on *queue) { e.last, e.recorded, e.capture = on.now, true, nil }}, q)
+	}
+	return r
+}
+
+func (d driver) StreamWaitEvent(s cudadrv.Stream, h cudadrv.Event, flags uint32) cudadrv.Result {
+	ctx := d.t.contextFor(s)
+	r := d.Driver.StreamWaitEvent(s, h, flags)
+	d.t.mu.Lock()
+	defer d.t.unlock()
+	e, q := d.t.events[h], d.t.queue(ctx, s)
+	switch {
+	case r != cudadrv.Success || e == nil:
+	case flags&cudadrv.EventExternal == 0 && e.capture != nil && q.capture == e.capture:
+		q.tail = union(q.tail, e.nodes)
+	case flags&cudadrv.EventExternal == 0 && e.capture != nil:
+		e.capture.join(q, e.nodes)
+	case flags&cudadrv.EventExternal == 0 && q.capture != nil: // of an event that was never recorded
+	default:
+		d.t.issue(&node{name: "cuStreamWaitEvent", act: func(on *queue) {
+			if e.recorded {
+				on.now.Seen = on.now.Seen.JoinStamp(e.last)
+			}
+		}}, q)
+	}
+	return r
+}
+
+// passed calls the driver and records that the host has waited for the last record.
+func (d driver) passed(h cudadrv.Event, call func() cudadrv.Result) cudadrv.Result {
+	d.t.mu.Lock()
+	var at race.Clock
+	if e := d.t.events[h]; e != nil && e.recorded {
+		at = at.JoinStamp(e.last)
+	}
+	d.t.mu.Unlock()
+	r := call()
+	if r == cudadrv.Success {
+		d.t.waited(at)
+	}
+	return r
+}
+
+func (d driver) EventQuery(h cudadrv.Event) cudadrv.Result {
+	return d.passed(h, func() cudadrv.Result { return d.Driver.EventQuery(h) })
+}
+
+func (d driver) EventSynchronize(h cudadrv.Event) cudadrv.Result {
+	return d.passed(h, func() cudadrv.Result { return d.Driver.EventSynchronize(h) })
+}

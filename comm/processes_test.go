@@ -278,6 +278,24 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 	}
 }
 
+// Four processes share one device, which CHORUS_SHARE_GPUS permits, if the strategy is NCCL's.
+func TestProcessesShareADevice(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"virtual", "cuda"} {
+		t.Run(backend, func(t *testing.T) {
+			if backend == "cuda" {
+				testgpu.CUDA(t, 1)
+			}
+			code, out, _ := job(t, backend, "one device", 4, env.ShareGPUs.Name+"=yes")
+			require.Zero(t, code, out)
+			require.Regexp(t, `ranks 0 \(pid \d+\) and 1 \(pid \d+\) share a GPU: the results are right, but timings mean nothing`, out)
+			code, out, _ = job(t, backend, "one device", 2, env.ShareGPUs.Name+"=yes", env.CommStrategy.Name+"=own")
+			require.Equal(t, 1, code, out)
+			require.Contains(t, out, "share a GPU, and the strategy is own")
+		})
+	}
+}
+
 // A worker that is alive but never comes, is stopped or killed: each of the others
 // says which one, with its last operation, before the deadline and a little time.
 func TestCulpritsAreNamed(t *testing.T) {

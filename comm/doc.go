@@ -55,8 +55,7 @@
 //
 // If at most 16 MiB move between one device and the others, one kernel on that device
 // reads or writes the memory of the other devices directly. It waits for the streams of
-// all of them, and they wait for it. A kernel also copies strided rows, whatever their
-// size. NCCL
+// all these devices, and they wait for it. A kernel also copies strided rows of any size. NCCL
 // or copy engines are used for more bytes, and if kernels cannot access the other devices;
 // see the functions.
 //

@@ -6,11 +6,12 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Agree enqueues an all-reduce that tells the scalers of all ranks what one of them has found,
-// so that all of them skip the same steps and keep the same scale. Call it between Unscale
-// and Step if ranks have different gradients. scalers are those of the group's local ranks, in
-// order, and serve the same optimisers in the same order on all ranks. The group's streams
-// wait for the scalers' last operations, and these streams for the result. Collective.
+// Agree enqueues an all-reduce of the scalers' results of checks. If a scaler has found an
+// infinity or NaN on one rank, the scalers of all ranks skip the step, and all keep the same
+// scale. Call Agree between Unscale and Step if ranks have different gradients. scalers has
+// one scaler for each local rank of the group, in order. On all ranks, they serve the same
+// optimisers in the same order. The group's streams wait for the scalers' last operations, and
+// the scalers' streams wait for the result. Collective.
 func Agree(g *comm.Group, scalers ...*Scaler) error {
 	const op = "agree"
 	if g == nil || len(scalers) != g.Locals() {

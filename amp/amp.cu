@@ -1,9 +1,12 @@
-// The arithmetic of a gradient scaler, by one thread.
+// The kernels of a gradient scaler, each for a single thread. The scale, its inverse and the
+// growth tracker are in device memory.
 
-// inverse is what unscaling multiplies by, rounded as torch rounds it.
+// inverse_of returns the factor that unscales gradients, rounded as in torch.
 static __device__ float inverse_of(float scale) { return (float)(1.0 / (double)scale); }
 
-// update ends an iteration: found has count results of checks.
+// update ends an iteration, as torch._amp_update_scale_ does. found has the results of count
+// checks. If one of them is not 0, the scale shrinks. After interval iterations without such a
+// result, it grows, unless it would overflow.
 extern "C" __global__ void update(float* scale, float* inverse, int* tracker, const float* found, int count, float growth, float backoff, int interval) {
 	bool bad = false;
 	for (int i = 0; i < count; i++) bad |= found[i] != 0;
@@ -19,7 +22,7 @@ extern "C" __global__ void update(float* scale, float* inverse, int* tracker, co
 	*inverse = inverse_of(*scale);
 }
 
-// put sets the scale, and the tracker unless it is negative.
+// put sets the scale, and the growth tracker unless steps is negative.
 extern "C" __global__ void put(float* scale, float* inverse, int* tracker, float to, int steps) {
 	*scale = to;
 	*inverse = inverse_of(to);

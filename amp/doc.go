@@ -8,10 +8,10 @@
 //	err = scaler.Step(s, opt, nil) // skips the step if a gradient is infinite or NaN
 //	err = scaler.Update(s)
 //
-// The scale, its growth counter and what was found are in device memory: Step and Update do
-// not wait for the device, and a graph can capture them. If ranks have different gradients,
-// as with a ddp.Sharder, Agree tells all of them what one has found, between Unscale and
-// Step. After a ddp.Reducer the gradients are the same on all ranks, and so is the result.
+// The scale, its growth counter and the results of checks are in device memory. Therefore Step
+// and Update do not wait for the device, and a graph can capture them. If ranks have different
+// gradients, as with a ddp.Sharder, call Agree between Unscale and Step, so that all ranks skip
+// the same steps. After a ddp.Reducer, the gradients and the results are the same on all ranks.
 //
 // Concurrency: each Scaler is used by one goroutine at a time.
 package amp

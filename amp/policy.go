@@ -8,7 +8,7 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-// A Class says in which type torch.autocast runs an operation.
+// A Class is the rule by which torch.autocast chooses the type of an operation.
 type Class uint8
 
 // The classes.
@@ -41,7 +41,7 @@ var operations = map[Class][]string{
 	Refused: {"binary_cross_entropy"},
 }
 
-// ClassOf returns the class of an operation, by torch's name of it.
+// ClassOf returns the class of the operation with the given name in torch.
 func ClassOf(operation string) Class {
 	for class, names := range operations {
 		if slices.Contains(names, operation) {
@@ -62,9 +62,9 @@ type Autocast struct {
 	Lower memory.DType // Float16 or BFloat16; Invalid means Float16
 }
 
-// Type returns the type in which an operation runs on inputs of these types, or Invalid if it
-// runs in the types that they have: Unlisted operations do, and all operations with an input
-// of float64 or of whole numbers.
+// Type returns the type for an operation on inputs of the given types. It returns Invalid if
+// the operation uses the types of its inputs: Unlisted operations, and all operations with an
+// input of float64 or of an integer type.
 func (a Autocast) Type(operation string, inputs ...memory.DType) (memory.DType, error) {
 	lower := a.Lower
 	switch lower {

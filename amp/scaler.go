@@ -41,7 +41,7 @@ type Scaler struct {
 	served  map[*optim.Optimizer]*service
 }
 
-// A service is what a scaler knows of one optimiser.
+// A service is a scaler's state for one optimiser.
 type service struct {
 	stage stage
 	index int // in found
@@ -150,7 +150,7 @@ func (sc *Scaler) Scale(s *stream.Stream, xs ...tensor.Tensor) error {
 	return errors.Join(g.Scale(s, sc.scale), g.Close())
 }
 
-// serve returns what the scaler knows of an optimiser.
+// serve returns the scaler's state for an optimiser, and creates it at the first call.
 func (sc *Scaler) serve(op string, s *stream.Stream, opt *optim.Optimizer) (*service, error) {
 	if v, ok := sc.served[opt]; ok {
 		return v, nil
@@ -213,8 +213,9 @@ func (sc *Scaler) Unscale(s *stream.Stream, opt *optim.Optimizer) error {
 
 // Step enqueues on s a step of the optimiser, which the device skips if a gradient is
 // infinite or NaN. Without a preceding Unscale, Step checks the gradients, and the optimiser
-// divides what it reads by the scale: the gradients in memory stay scaled. cfg may clip, and
-// leaves GradScale and FoundInf to the scaler. A second call between two updates is an error.
+// divides each gradient by the scale when it reads it. The gradients in memory stay scaled.
+// cfg may set Clip; the scaler sets GradScale and FoundInf. A second call between two updates
+// is an error.
 func (sc *Scaler) Step(s *stream.Stream, opt *optim.Optimizer, cfg *optim.StepConfig) error {
 	const op = "step"
 	if _, err := sc.enter(op, s); err != nil {

@@ -15,8 +15,8 @@ type State struct {
 	GrowthTracker  int     `json:"_growth_tracker"` // updates without infinities in a row
 }
 
-// State waits for what is enqueued on s and returns the state. A disabled scaler's is the
-// zero State.
+// State waits for the operations that are enqueued on s and returns the state. The state of a
+// disabled scaler is the zero State.
 func (sc *Scaler) State(s *stream.Stream) (State, error) {
 	if _, err := sc.enter("state", s); err != nil || sc.cfg.Disabled {
 		return State{}, err

@@ -108,9 +108,8 @@ type rankStatus struct {
 	Digest uint64 // a digest of its plan
 }
 
-// agree tells all processes of a failure in one of them, and returns the first such
-// rank's error, or one if a process is about to do something else. errs are by local
-// rank.
+// agree exchanges the failures of all processes. It returns the error of the first rank that
+// failed, or an error if the processes have different plans. errs are by local rank.
 func (w *peers) agree(ctx context.Context, op, path string, errs []error, digest uint64) error {
 	all := make([]rankStatus, len(errs))
 	for i, err := range errs {

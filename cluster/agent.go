@@ -118,8 +118,8 @@ func (a *Agent) LocalSize() int { return a.plan.Hosts[a.node].LocalSize }
 // Rank returns the rank of worker number local of this host.
 func (a *Agent) Rank(local int) int { return a.plan.first(a.node) + local }
 
-// WorkerEnv returns the environment, as NAME=value, with which worker number
-// local of this host can Attach. It includes torchrun's variables for programs
+// WorkerEnv returns the environment, as NAME=value, that worker number local of
+// this host needs for Attach. It includes torchrun's variables for programs
 // that know only those.
 func (a *Agent) WorkerEnv(local int) []string {
 	rank, size := a.Rank(local), a.Size()
@@ -216,7 +216,7 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 // Close leaves the job immediately. If Shutdown has not reported the exit of this
 // host's workers, the job fails on the other hosts. If this host coordinates, the
 // job ends there. Close is idempotent and safe on nil. It returns when all
-// goroutines have ended, except those of memberlist, which end within a second.
+// goroutines have ended, except memberlist's, which end within a second.
 func (a *Agent) Close() error {
 	if a == nil {
 		return nil

@@ -30,7 +30,7 @@ type client struct {
 	ended  atomic.Bool // the coordinator closed without a failure
 	endedC chan struct{}
 	final  atomic.Bool  // the coordinator has refused this process
-	strict atomic.Int64 // time of clock from which silence is limited to LostAfter
+	strict atomic.Int64 // time of clock when LostAfter becomes the limit for silence
 
 	open context.Context // cancelled when the connection is closed
 	shut context.CancelFunc

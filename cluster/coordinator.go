@@ -454,5 +454,5 @@ func remove(ps []*peer, p *peer) []*peer {
 	return without(ps, func(q *peer) bool { return q == p })
 }
 
-// without returns a copy of s without the elements for which so is true.
+// without returns a copy of s without the elements that so selects.
 func without[T any](s []T, so func(T) bool) []T { return slices.DeleteFunc(slices.Clone(s), so) }

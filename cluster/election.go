@@ -16,14 +16,14 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// searchInterval is the interval at which an agent that is not yet bound looks for a
+// searchInterval is the time between two searches of an agent that is not yet bound, for a
 // smaller seed than its current coordinator.
 const searchInterval = time.Second
 
 // An election finds the host that coordinates: the smallest reachable seed, in
 // the natural order of the configured addresses, which is the same on all hosts.
-// Each seed runs a coordinator. The coordinator with which all hosts have
-// registered commits the plan; the others are closed.
+// Each seed runs a coordinator. When all hosts have registered with one
+// coordinator, it commits the plan, and the others are closed.
 type election struct {
 	agent *Agent
 	seeds []string // sorted

@@ -23,7 +23,7 @@ var (
 	// ErrNotNumber matches an Add if the value or the sum is not a decimal
 	// number of 64 bits.
 	ErrNotNumber = errors.New("not a number of 64 bits")
-	// ErrBusy matches a Barrier in which this rank is already waiting.
+	// ErrBusy matches a Barrier that this rank is already waiting in.
 	ErrBusy = errors.New("this rank is already waiting there")
 )
 

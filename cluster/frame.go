@@ -19,7 +19,7 @@ const maxFrameBytes = 2*MaxValueBytes + MaxKeyBytes + 4096
 const (
 	frameHeadBytes  = 8 + 8
 	maxMessageBytes = maxFrameBytes - tagBytes - frameHeadBytes // tagBytes is also the overhead of AES-GCM
-	// writePiece is the unit in which a write must make progress.
+	// writePiece is the size of the pieces of a write. Each piece has the full time limit.
 	writePiece = 64 << 10
 )
 

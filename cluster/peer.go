@@ -5,7 +5,7 @@ import "sync"
 // A peer is the coordinator's end of a member's stream.
 type peer struct {
 	*stream
-	id     string // with which the member resumes the stream
+	id     string // the member needs it to resume the stream
 	worker bool   // it has only a worker's credential
 	addr   string
 	gone   chan struct{} // closed by end

@@ -48,7 +48,7 @@ type welcome struct {
 	Rank      int           `json:"rank"` // rank of the coordinator's process; -1 for an agent
 	Heartbeat time.Duration `json:"heartbeat"`
 	LostAfter time.Duration `json:"lostAfter"`
-	Stream    string        `json:"stream"` // with which the receiver resumes its stream
+	Stream    string        `json:"stream"` // the receiver needs it to resume its stream
 }
 
 // world is the committed list of all processes, in the order of ranks.

@@ -15,11 +15,11 @@ const (
 	// startTime is how long a complete list of hosts waits for the world to be complete
 	// before silence counts as usual, in units of LostAfter. A program may never attach.
 	startTime = 10
-	// resumeGrace is the time in which a process whose connection has closed connects again.
+	// resumeGrace is the time limit for a process to connect again after its connection closed.
 	resumeGrace = 400 * time.Millisecond
 )
 
-// step is the interval at which both ends check the other one for silence.
+// step is the time between two checks for silence of the other end.
 func (w welcome) step() time.Duration {
 	return max(min(w.Heartbeat/4, w.LostAfter/24), time.Millisecond)
 }

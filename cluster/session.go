@@ -88,7 +88,7 @@ func (s *Session) Members() []Member { return slices.Clone(s.members) }
 func (s *Session) Context() context.Context { return s.ctx }
 
 // Shutdown waits until all processes of the world have called Shutdown or Close,
-// and then closes the session. It returns nil if all of them have. If ctx or the
+// and then closes the session. It returns nil if all have called it. If ctx or the
 // default deadline ends first, it returns a *BarrierError with the missing ranks. After a
 // loss it returns the *MemberLostError. It returns ErrEnded if the process with the
 // coordinator has called Close before the others came. It closes the session in all

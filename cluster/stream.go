@@ -29,7 +29,7 @@ type stream struct {
 	// renew waits for a link after err ended the current one, or returns why the stream ends.
 	renew func(err error) (renewal, error)
 
-	heard    atomic.Int64  // time of clock at which bytes arrived last
+	heard    atomic.Int64  // time of clock when bytes arrived last
 	renewals chan renewal  // a link that replaces the current one
 	expired  chan struct{} // closed by expire
 	expiring sync.Once

@@ -61,8 +61,8 @@ func withIssuer(members []member, b *route.Batch) []member {
 	return list
 }
 
-// Batch runs fn and enqueues the operations that fn has added to the batch. It enqueues
-// none of them if fn returns an error or panics, or if an operation was refused.
+// Batch runs fn and enqueues the operations that fn has added to the batch. It does
+// not enqueue any operation if fn returns an error or panics, or if an operation was refused.
 //
 //	err := g.Batch(func(b *comm.Batch) error {
 //		if err := comm.Send(b, next, x); err != nil {

@@ -6,11 +6,11 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Between enqueues collectives between two points of other streams: the group's streams wait
-// for what is enqueued on streams so far, fn enqueues collectives, and streams wait for them
-// before whatever is enqueued next. streams[i] is of local rank i, on the rank's device, and
-// may be the group's own stream. The call waits for nothing, and a graph can capture it.
-// Streams wait also if fn returns an error.
+// Between enqueues collectives between two points of other streams. The group's streams wait
+// for the operations that are enqueued on streams so far. Then fn enqueues collectives, and
+// streams wait for these collectives before they continue. streams[i] is for local rank i, on
+// the rank's device, and may be the group's own stream. The call does not block, and a graph
+// can capture it. The streams wait also if fn returns an error.
 func (g *Group) Between(streams []*stream.Stream, fn func() error) error {
 	const op = "between"
 	if err := g.check(op); err != nil {

@@ -17,7 +17,7 @@ const bufferSize = 10 << 20
 // BroadcastCoalescedConfig are the options of BroadcastCoalesced; nil means their
 // zero values.
 type BroadcastCoalescedConfig struct {
-	// Devices get the tensors, which are all on the first of them. nil means the devices
+	// Devices get the tensors. All tensors are on the first device. nil means the devices
 	// of the group, by rank.
 	Devices []*device.Device
 	// BufferSize is the number of bytes of one type that are sent together. The tensor
@@ -29,7 +29,7 @@ type BroadcastCoalescedConfig struct {
 // devices, with few transfers (torch.cuda.comm.broadcast_coalesced), and returns the
 // tensors of each device in their order. For the first device the results are new
 // references to the memory of the given tensors. The other results are contiguous. Results
-// of one flat buffer share its memory, which is freed when all of them are closed. The
+// of one flat buffer share its memory, which is freed when all these results are closed. The
 // caller closes all results. If one kernel copies contiguous tensors directly, they are
 // not flattened first.
 func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedConfig) ([][]tensor.Tensor, error) {
@@ -180,7 +180,7 @@ type ReduceAddCoalescedConfig struct {
 // transfers (torch.cuda.comm.reduce_add_coalesced). The tensors of each list are on one
 // device. It returns the sums, contiguous and on the destination, in the order of k; lists
 // that are longer than the shortest list are truncated. Sums of one flat buffer share its
-// memory, which is freed when all of them are closed. If there is only one list, the sum
+// memory, which is freed when all these sums are closed. If there is only one list, the sum
 // of a contiguous tensor that fills a buffer alone is a new reference to its memory. The
 // caller closes all results.
 //

@@ -11,18 +11,18 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-// directBytes is the limit up to which one kernel of one device copies between all devices
-// in the functions of torch.cuda.comm. The kernel needs one call, but copies and NCCL need
-// one or more for each device. It accesses all other devices at the speed of its links;
+// directBytes is the maximum size of an operation of torch.cuda.comm that one kernel on one
+// device executes for all devices. The kernel needs one call, but copies and NCCL need one or
+// more for each device. It accesses all other devices at the speed of its links;
 // NCCL's ring is faster only for more bytes. A negative value disables the kernel.
 var directBytes = 16 << 20
 
-// directRow is the length in bytes from which rows of a strided copy saturate a link when
-// a kernel copies them, unless copy engines can copy them.
+// directRow is the minimum length in bytes of the rows of a strided copy that a kernel copies
+// at the full speed of a link. It does not matter if copy engines can copy the rows.
 const directRow = 512
 
-// pairBytes is the size from which copy engines, or NCCL, are used if only one other
-// device takes part: they then need as few calls, and do not wait for the other device's
+// pairBytes is the minimum size for copy engines or NCCL if the operation uses only one other
+// device. They then need as few calls as a kernel, and do not wait for the other device's
 // stream before and after every operation.
 var pairBytes = 1 << 20
 

@@ -48,15 +48,14 @@
 //
 // The functions of torch.cuda.comm work on tensors of any type and layout, for groups with
 // all ranks in this process ([Local]). They run on the group's streams: an argument must
-// be ordered with the stream of its device, and a result is ready on the stream of its own
-// device, unless Scatter was given other streams. They return at once, unless the result
+// be ordered with the stream of its device, and a result is ready on the stream of the
+// result's device, unless Scatter was given other streams. They return at once, unless the result
 // is in host memory. If torch would return its argument, these functions return a new
 // reference to the same memory, so that the caller closes all results in the same way.
 //
 // If at most 16 MiB move between one device and the others, one kernel on that device
 // reads or writes the memory of the other devices directly. It waits for the streams of
-// all of them, and they wait for it. A kernel also copies strided rows, whatever their
-// size. NCCL
+// all these devices, and they wait for it. A kernel also copies strided rows of any size. NCCL
 // or copy engines are used for more bytes, and if kernels cannot access the other devices;
 // see the functions.
 //

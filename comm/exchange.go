@@ -54,7 +54,7 @@ func withAlarm(parent context.Context, r Rendezvous, prefix string, fn func(cont
 	case late && received != nil:
 		err = received
 	case r.Context().Err() != nil:
-		return err // the other ranks know of it too
+		return err // the session ends on all ranks
 	}
 	raiseAlarm(parent, r, prefix, err, !late && !knownToAll(err))
 	return err

@@ -91,8 +91,8 @@ func (x *report) service(collective uint64) (s ranks.Service, found bool) {
 	return x.Services[collective-x.First], true
 }
 
-// differentService describes the first collective, beginning with number from, for which this rank
-// and another one use different backends, or returns "". Both ranks then wait forever.
+// differentService describes the first collective, beginning with number from, that this rank
+// and another one execute with different backends, or returns "". Both ranks then wait forever.
 func (x *report) differentService(from uint64, other *report) string {
 	for n := max(from, x.First, other.First); ; n++ {
 		mine, here := x.service(n)
@@ -335,8 +335,8 @@ func awaited(op, last uint64, all map[int]report) uint64 {
 	return max(op, min(fewest+1, last))
 }
 
-// firstEnded returns the rank that was the first to report its end, if any. The other ranks may
-// have ended because of it.
+// firstEnded returns the rank that was the first to report its end, if any. It may be the
+// reason why the other ranks ended.
 func firstEnded(all map[int]report) (list []RankProgress) {
 	first := -1
 	for rank, x := range all {

@@ -22,8 +22,7 @@ type ScatterConfig struct {
 	ChunkSizes []int
 	// Dim is the dimension to divide; a negative one counts from the end.
 	Dim int
-	// Streams are the streams on which the chunks are written and ready, each on the
-	// chunk's device. Memory that Scatter allocates belongs to them. Copies of a host
+	// Streams are the streams that write the chunks, each on the chunk's device. Memory that Scatter allocates belongs to them. Copies of a host
 	// tensor, and copies of a contiguous tensor to an Out with strides, run on them; other
 	// copies run on the group's stream of the tensor's device. If a stream is missing or
 	// nil, Scatter uses the previous stream if that is on the same device, and the group's

@@ -19,7 +19,7 @@ type arguments struct {
 	Shapes  [][]int // or none
 }
 
-// agree compares the arguments of all ranks, and returns an error on all of them if the
+// agree compares the arguments of all ranks. It returns an error on all ranks if the
 // arguments differ or if one rank has a mistake. The rank with the mistake gets its own
 // error. If all ranks are local, agree only returns mistake. Collective.
 func agree(ctx context.Context, g *comm.Group, op string, mine arguments, mistake error) error {

@@ -34,8 +34,8 @@ func roundUp(n, to int) int { return (n + to - 1) / to * to }
 
 // split cuts the gradients, in the order of the backward pass, into buckets of one type and of
 // at most bytes bytes. The first bucket of each type is smaller, so that reducing starts early.
-// Buckets are in the order in which they become complete. Within a bucket gradients are in the
-// order of their numbers, because they may lie in memory like that.
+// Buckets are in the order that they become complete. Within a bucket, gradients are in the
+// order of their numbers, because this may be their order in memory.
 func split(lens []int, types []memory.DType, order []int, firstBytes, bytes int) []bucket {
 	type run struct {
 		dtype              memory.DType

@@ -9,17 +9,17 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Powers prepares the norm of gradients that are divided over the ranks, as a Sharder's are: it
-// enqueues the sum of |x|^p over all gradients of all ranks, or their largest size if p is
-// +Inf, by one all-reduce of one number. Then Coef of each of the Grads gives the norm over
-// all ranks, and the factor that clips it (FSDP's clip_grad_norm_):
+// Powers prepares the norm of gradients that are divided over the ranks, as a Sharder's are. It
+// enqueues one all-reduce of one number: the sum of |x|^p over all gradients of all ranks, or the
+// largest |x| if p is +Inf. Then Coef of each of the Grads returns the norm over all ranks, and
+// the factor that clips it (FSDP's clip_grad_norm_):
 //
 //	err = ddp.Powers(g, 2, []*optim.Grads{grads}, []*stream.Stream{s})
 //	norm, factor, err := grads.Coef(s, 1)
 //	err = opt.Step(s, &optim.StepConfig{Clip: factor})
 //
-// grads[i] has the gradients of local rank i, each of them on one rank only, and streams[i]
-// is the stream on which they are ready; it waits for the result. The host does not wait. Gradients
+// grads[i] has the gradients of local rank i. Each gradient is on one rank only. streams[i] is
+// the stream that has computed them; it waits for the result. The host does not wait. Gradients
 // that a Reducer has reduced are the same on all ranks and need no Powers. Collective.
 func Powers(g *comm.Group, p float64, grads []*optim.Grads, streams []*stream.Stream) error {
 	const op = "powers"

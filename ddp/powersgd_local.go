@@ -111,8 +111,8 @@ func (l *powerLocal[T]) back(x *power[T]) error {
 	return nil
 }
 
-// restore computes the result M = P·Qᵀ, and the error of this rank. The result is shared by all
-// ranks, so each of them has sent one part of it.
+// restore computes the result M = P·Qᵀ, and the error of this rank. All ranks have the same
+// result, so each rank has sent one part.
 func (l *powerLocal[T]) restore(x *power[T], ranks int) error {
 	for i := range x.matrices {
 		k, v := &x.matrices[i], &l.views[i]

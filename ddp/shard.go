@@ -82,7 +82,7 @@ type Part[T memory.Element] struct {
 // NewSharder allocates parameters and gradients of the given lengths on each local rank, on
 // the group's streams, and fills them with zeros. Other streams wait for that with WaitOn.
 // The lengths are the same on all ranks. If the group has several processes, they wait for
-// each other and compare their arguments, and all of them return an error if the arguments
+// each other and compare their arguments, and all processes return an error if the arguments
 // differ. Write the initial parameters to Params; comm.BroadcastFrom of Flat gives all ranks
 // the parameters of one rank. Collective.
 func NewSharder[T memory.Element](g *comm.Group, lens []int, cfg *ShardConfig) (*Sharder[T], error) {

@@ -83,8 +83,8 @@ func (d *Device) MemoryInfo() (free, total uint64, err error) {
 	return free, total, err
 }
 
-// Err returns the sticky error for which the process lost the device, or nil. It does not
-// query the driver, so it knows only errors that a call has returned.
+// Err returns the sticky error that made the device unusable for the process, or nil. Err does
+// not query the driver, so it knows only errors that a call has returned.
 func (d *Device) Err() error {
 	if e := d.lost.Load(); e != nil {
 		return e

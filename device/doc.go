@@ -11,7 +11,7 @@
 //
 // CHORUS_BACKEND selects the devices, once per process: cuda, virtual, or auto (the
 // default), which means CUDA or an error. Virtual devices are a strict software
-// implementation of the driver in host memory; NewSystem makes further sets of them, for
+// implementation of the driver in host memory; NewSystem makes further sets of devices, for
 // tests.
 //
 // Lifetime: a device is not closed; it lives as long as its System.

@@ -9,7 +9,7 @@ type Feature struct {
 	Major, Minor int // the first compute capability that has it
 }
 
-// The features by which programs choose number types.
+// The features that programs check to choose number types.
 var (
 	TensorCores = Feature{"tensor cores", 7, 0}
 	BFloat16    = Feature{"bfloat16 arithmetic", 8, 0}  // torch.cuda.is_bf16_supported, without emulation

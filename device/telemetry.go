@@ -16,15 +16,15 @@ import (
 // their error matches errors.ErrUnsupported and says which. A virtual device reports its
 // memory and its process, and has no sensors.
 
-// Utilization returns the percentage of the last sample period, between a sixth of a
-// second and a second, in which a kernel ran; torch.cuda.utilization.
+// Utilization returns the percentage of time that kernels ran during the last sample period
+// (torch.cuda.utilization). The period is between a sixth of a second and a second.
 func (d *Device) Utilization() (percent int, err error) {
 	err = d.sense("utilization", func(n nvml.Device) (err error) { percent, _, err = n.Utilization(); return err })
 	return percent, err
 }
 
-// MemoryActivity returns the percentage of the last sample period in which device memory
-// was read or written; torch.cuda.memory_usage.
+// MemoryActivity returns the percentage of time that device memory was read or written during
+// the last sample period (torch.cuda.memory_usage).
 func (d *Device) MemoryActivity() (percent int, err error) {
 	err = d.sense("memory activity", func(n nvml.Device) (err error) { _, percent, err = n.Utilization(); return err })
 	return percent, err

@@ -66,8 +66,8 @@ func target(path string) (final string, mode fs.FileMode, err error) {
 }
 
 // Commit flushes the file to the disk, renames it to its path, and closes it. After an
-// error the old file is unchanged and the new one is removed, except if the last step
-// failed, flushing the directory: then a crash may leave either of them. Calls that write
+// error the old file is unchanged and the new one is removed. The exception is a failure of
+// the last step, flushing the directory: then a crash may leave either file. Calls that write
 // the file must have returned. ctx can end Commit until the file is renamed.
 func (f *File) Commit(ctx context.Context) error {
 	const op = "commit"

@@ -10,8 +10,8 @@
 // Package checkpoint loads and saves safetensors checkpoints.
 //
 // A File is read and written at offsets, like an os.File, but from and to device memory.
-// Open reads a file, OpenFile also writes one in place, and Create writes a new file,
-// which replaces the old one only after Commit has flushed all of it to the disk.
+// Open reads a file, OpenFile also writes one in place, and Create writes a new file. The
+// new file replaces the old one only after Commit has flushed its data to the disk.
 //
 // Calls are ordered by the stream that they name: they use device memory after the
 // operations that are already enqueued on the stream, and operations that are enqueued

@@ -50,17 +50,17 @@ func (e *Error) story() string {
 // Unwrap returns the cause.
 func (e *Error) Unwrap() error { return e.Err }
 
-// advice says what the caller can do about a cause.
+// advice returns a remedy for a cause, or "".
 func advice(err error) string {
 	switch {
 	case errors.Is(err, io.ErrUnexpectedEOF):
-		return "the file ends too early: get it again, and let nobody shorten it while it is read"
+		return "the file ends too early: get it again, and do not shorten it while it is read"
 	case errors.Is(err, ErrChanged):
-		return "open it again when nobody writes it"
+		return "open it again when no program writes it"
 	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
 		return "make room in the file system and write it again"
 	case errors.Is(err, syscall.EFBIG):
-		return "the file system or the process's limit (ulimit -f) allows no file of this size"
+		return "the file system or the process's limit (ulimit -f) does not allow a file of this size"
 	case errors.Is(err, syscall.EMFILE):
 		return "raise the process's limit of open files (ulimit -n)"
 	case errors.Is(err, syscall.EIO):

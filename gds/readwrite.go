@@ -43,7 +43,7 @@ func (f *File) Load(ctx context.Context, s *stream.Stream, dst memory.Slice[byte
 // WriteAt writes src to the file at offset off and returns the number of bytes, which is
 // the length of src unless there is an error, an *Error. It waits for the operations that
 // are already enqueued on s, and returns when the operating system has the bytes; Sync
-// flushes them to the disk. After an error the file may contain any part of them.
+// flushes them to the disk. After an error the file may contain any part of the bytes.
 func (f *File) WriteAt(ctx context.Context, s *stream.Stream, src memory.Slice[byte], off int64) (n int, err error) {
 	if err := f.Save(ctx, s, src, off); err != nil {
 		return 0, err

@@ -195,7 +195,7 @@ func (r *ring) free(bytes int64) {
 	r.grant()
 }
 
-// grant admits the waiters for which there is room. r.mu is held.
+// grant admits the first waiters while there is room for them. r.mu is held.
 func (r *ring) grant() {
 	for len(r.waiting) > 0 && r.used+r.waiting[0].bytes <= r.bound {
 		r.used += r.waiting[0].bytes

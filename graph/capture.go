@@ -17,9 +17,9 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Mode says in which goroutines CUDA refuses unsafe calls during a capture: calls that
-// could affect it, such as cuMemAlloc or querying an event (CUstreamCaptureMode, torch's
-// capture_error_mode).
+// A Mode selects the goroutines whose unsafe calls CUDA refuses during a capture
+// (CUstreamCaptureMode, torch's capture_error_mode). Unsafe calls could affect the capture,
+// such as cuMemAlloc or querying an event.
 type Mode int32
 
 // The modes. The default is not torch's, which is Global, because in a Go program other

@@ -97,7 +97,7 @@ var ncclCalls = []call{
 		c := r.connected(false)
 		return func() error { return r.exchange(c, true) }
 	}},
-	{name: "nccl.Communicator.Wait: nothing", prepare: func(r *rig) func() error {
+	{name: "nccl.Communicator.Wait: without operations", prepare: func(r *rig) func() error {
 		c := r.connected(false)
 		return func() error { return c.Wait(r.ctx, r.on) }
 	}},
@@ -224,7 +224,7 @@ var commCalls = []call{
 		return func() error { return g.Barrier(r.ctx) }
 	}},
 	{name: "comm.Group.Err", prepare: func(r *rig) func() error { return r.used().Err }},
-	{name: "comm.Group.Close: nowhere captured", nowhere: true, prepare: func(r *rig) func() error { return r.group().Close }},
+	{name: "comm.Group.Close: without captured operations", nowhere: true, prepare: func(r *rig) func() error { return r.group().Close }},
 	{name: "comm.Group.Close: after an operation", prepare: func(r *rig) func() error {
 		g := r.group()
 		return func() error { return errors.Join(comm.AllReduce(g, comm.Sum, r.y), g.Close()) }
@@ -254,7 +254,7 @@ var commCalls = []call{
 			return errors.Join(err, w.Wait(r.ctx))
 		}
 	}},
-	{name: "comm.Work.Wait: of before", prepare: func(r *rig) func() error {
+	{name: "comm.Work.Wait: started before the capture", prepare: func(r *rig) func() error {
 		w, err := r.start(r.used())
 		r.must(err)
 		return func() error { return w.Wait(r.ctx) }

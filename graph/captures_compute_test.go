@@ -135,7 +135,7 @@ var tensorCalls = []call{
 		a, b := r.matrix(), r.matrix().T()
 		return func() error { return tensor.Copy(r.on, a, b) }
 	}},
-	{name: "tensor.Copy: of a row's part", prepare: func(r *rig) func() error {
+	{name: "tensor.Copy: part of each row", prepare: func(r *rig) func() error {
 		a, err := r.matrix().Narrow(1, 0, 8)
 		r.must(err)
 		b, err := r.matrix().Narrow(1, 8, 8)

@@ -16,7 +16,7 @@ func (r *rig) buffer(bytes int) *memory.Buffer {
 }
 
 var memoryCalls = []call{
-	{name: "memory.Alloc: a segment of its own", prepare: func(r *rig) func() error {
+	{name: "memory.Alloc: new segment", prepare: func(r *rig) func() error {
 		r.must(memory.EmptyCache(r.dev))
 		return func() error {
 			b, err := memory.Alloc(r.on, 40<<20)
@@ -42,29 +42,29 @@ var memoryCalls = []call{
 			return errors.Join(err, b.Close())
 		}
 	}},
-	{name: "memory.Alloc: more than there is", prepare: func(r *rig) func() error {
+	{name: "memory.Alloc: out of memory", prepare: func(r *rig) func() error {
 		return func() error {
 			b, err := memory.Alloc(r.on, 1<<42)
 			return errors.Join(err, b.Close())
 		}
 	}},
-	{name: "memory.Buffer.Close: of before", prepare: func(r *rig) func() error {
+	{name: "memory.Buffer.Close: allocated before the capture", prepare: func(r *rig) func() error {
 		b := r.buffer(1 << 20)
 		return b.Close
 	}},
-	{name: "memory.Buffer.RecordStream: of before", prepare: func(r *rig) func() error {
+	{name: "memory.Buffer.RecordStream: allocated before the capture", prepare: func(r *rig) func() error {
 		b, err := memory.Alloc(r.third, 1<<20)
 		r.must(err)
 		r.later(b.Close)
 		return func() error { return b.RecordStream(r.on) }
 	}},
-	{name: "memory.Buffer.RecordStream, memory.Buffer.Close: of before", prepare: func(r *rig) func() error {
+	{name: "memory.Buffer.RecordStream, memory.Buffer.Close: allocated before the capture", prepare: func(r *rig) func() error {
 		b, err := memory.Alloc(r.third, 1<<20)
 		r.must(err)
 		r.later(b.Close)
 		return func() error { return errors.Join(b.RecordStream(r.on), b.Close()) }
 	}},
-	{name: "memory.Buffer.RecordStream, memory.Buffer.Close: of the captured stream", prepare: func(r *rig) func() error {
+	{name: "memory.Buffer.RecordStream, memory.Buffer.Close: allocated in the capture", prepare: func(r *rig) func() error {
 		return func() error {
 			b, err := memory.Alloc(r.captured, 1<<20)
 			if err != nil {
@@ -110,7 +110,7 @@ var memoryCalls = []call{
 			return errors.Join(memory.RecordStreamRaw(p, r.on), memory.FreeRaw(r.dev, p))
 		}
 	}},
-	{name: "memory.FreeRaw: of before", prepare: func(r *rig) func() error {
+	{name: "memory.FreeRaw: allocated before the capture", prepare: func(r *rig) func() error {
 		p, err := memory.AllocRaw(r.on, 1<<20)
 		r.must(err)
 		return func() error {
@@ -126,7 +126,7 @@ var memoryCalls = []call{
 		r.must(errors.Join(err, b.Close()))
 		return func() error { return memory.EmptyCache(r.dev) }
 	}},
-	{name: "memory.EmptyCache: what waits for a stream", prepare: func(r *rig) func() error {
+	{name: "memory.EmptyCache: freed block that waits for a stream", prepare: func(r *rig) func() error {
 		b := r.buffer(40 << 20)
 		r.must(b.RecordStream(r.third))
 		r.must(b.Close())

@@ -24,7 +24,7 @@ var streamCalls = []call{
 	{name: "stream.Stream.Capturing", prepare: func(r *rig) func() error {
 		return func() error { _, err := r.on.Capturing(); return err }
 	}},
-	{name: "stream.Stream.Wait: event of before", prepare: func(r *rig) func() error {
+	{name: "stream.Stream.Wait: event recorded before the capture", prepare: func(r *rig) func() error {
 		e := r.event(nil)
 		r.must(e.Record(r.home))
 		return func() error { return r.on.Wait(e) }
@@ -37,13 +37,13 @@ var streamCalls = []call{
 		e := r.event(nil)
 		return func() error { return errors.Join(e.Record(r.captured), r.on.Wait(e)) }
 	}},
-	{name: "stream.Stream.WaitStream: stream of before", prepare: func(r *rig) func() error {
+	{name: "stream.Stream.WaitStream: stream outside of the capture", prepare: func(r *rig) func() error {
 		return func() error { return r.on.WaitStream(r.third) }
 	}},
-	{name: "stream.Stream.WaitStream: third stream, which joins and comes back", prepare: func(r *rig) func() error {
+	{name: "stream.Stream.WaitStream: third stream, forked and joined", prepare: func(r *rig) func() error {
 		return func() error { return errors.Join(r.third.WaitStream(r.on), r.on.WaitStream(r.third)) }
 	}},
-	{name: "stream.Stream.WaitStream: third stream, which joins for ever", prepare: func(r *rig) func() error {
+	{name: "stream.Stream.WaitStream: third stream, forked but not joined", prepare: func(r *rig) func() error {
 		return func() error { return errors.Join(r.third.WaitStream(r.on), r.third.WaitStream(r.captured)) }
 	}},
 	{name: "stream.Stream.WaitStream: the captured stream waits", prepare: func(r *rig) func() error {
@@ -81,7 +81,7 @@ var streamCalls = []call{
 			return err
 		}
 	}},
-	{name: "stream.Stream.Sync: of External", prepare: func(r *rig) func() error {
+	{name: "stream.Stream.Sync: external stream", prepare: func(r *rig) func() error {
 		s, err := stream.External(r.dev, r.on.Handle())
 		r.must(err)
 		r.later(s.Close)
@@ -133,11 +133,11 @@ var eventCalls = []call{
 	{name: "stream.Event.Sync", prepare: eventCall(func(r *rig, e *stream.Event) error { return e.Sync(r.ctx) })},
 	{name: "stream.Event.Sync: without a deadline", prepare: eventCall(func(_ *rig, e *stream.Event) error { return e.Sync(context.Background()) })},
 	{name: "stream.Event.Elapsed", prepare: eventCall(elapsed)},
-	{name: "stream.Event.Query: of before", nowhere: true, prepare: oldEventCall(func(r *rig, e *stream.Event) error { _, err := e.Query(); return err })},
-	{name: "stream.Event.Sync: of before", nowhere: true, prepare: oldEventCall(func(r *rig, e *stream.Event) error { return e.Sync(r.ctx) })},
-	{name: "stream.Event.Sync: of before, without a deadline", nowhere: true, prepare: oldEventCall(func(_ *rig, e *stream.Event) error { return e.Sync(context.Background()) })},
-	{name: "stream.Event.Elapsed: of before", nowhere: true, prepare: oldEventCall(elapsed)},
-	{name: "stream.Event.Close: of before", nowhere: true, prepare: oldEventCall(func(_ *rig, e *stream.Event) error { return e.Close() })},
+	{name: "stream.Event.Query: recorded before the capture", nowhere: true, prepare: oldEventCall(func(r *rig, e *stream.Event) error { _, err := e.Query(); return err })},
+	{name: "stream.Event.Sync: recorded before the capture", nowhere: true, prepare: oldEventCall(func(r *rig, e *stream.Event) error { return e.Sync(r.ctx) })},
+	{name: "stream.Event.Sync: recorded before the capture, without a deadline", nowhere: true, prepare: oldEventCall(func(_ *rig, e *stream.Event) error { return e.Sync(context.Background()) })},
+	{name: "stream.Event.Elapsed: recorded before the capture", nowhere: true, prepare: oldEventCall(elapsed)},
+	{name: "stream.Event.Close: recorded before the capture", nowhere: true, prepare: oldEventCall(func(_ *rig, e *stream.Event) error { return e.Close() })},
 	{name: "stream.Event.Query: never recorded", nowhere: true, prepare: func(r *rig) func() error {
 		e := r.event(nil)
 		return func() error { _, err := e.Query(); return err }
@@ -194,7 +194,7 @@ var defaultCalls = []call{
 	{name: "stream.Default: WaitStream", prepare: func(r *rig) func() error {
 		return func() error { return stream.Default(r.dev).WaitStream(r.on) }
 	}},
-	{name: "stream.Default: is waited for", prepare: func(r *rig) func() error {
+	{name: "stream.Default: another stream waits for it", prepare: func(r *rig) func() error {
 		return func() error { return r.on.WaitStream(stream.Default(r.dev)) }
 	}},
 	{name: "stream.Default: kernel.Kernel.Launch", nowhere: true, prepare: func(r *rig) func() error {

@@ -10,12 +10,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A parity has what came of each program, on each backend.
+// A parity has the result of each program on each backend.
 type parity map[string]*cells
 
 type cells struct{ virtual, cuda string }
 
-// unknown stands in the table for what no GPU has told yet.
+// unknown is the result of a program that has not run on the backend yet.
 const unknown = "?"
 
 func (p parity) set(of program, backend, cell string) {
@@ -30,7 +30,7 @@ func (p parity) set(of program, backend, cell string) {
 	}
 }
 
-// over returns what is new, and what was known where there is nothing new.
+// over returns the new results, and the old ones of programs without a new result.
 func (p parity) over(new parity) parity {
 	sum := parity{}
 	for _, c := range calls() {
@@ -55,7 +55,7 @@ func (p parity) over(new parity) parity {
 	return sum
 }
 
-// accepted are the programs that virtual devices end otherwise than CUDA, with the
+// accepted has the programs with different results on virtual devices and on CUDA, and the
 // reason. A program is a call, and may have a place and a mode.
 var accepted = map[string]string{}
 
@@ -68,8 +68,8 @@ func reason(of program) (key, why string) {
 	return "", ""
 }
 
-// compare checks that the programs end as the table says, and alike on both backends
-// unless there is a reason.
+// compare checks that the results are the results of the table, and that they are the same on
+// both backends unless the difference is accepted.
 func (want parity) compare(t *testing.T, got parity) {
 	used := map[string]bool{}
 	for _, c := range calls() {
@@ -77,7 +77,7 @@ func (want parity) compare(t *testing.T, got parity) {
 			key := of.String()
 			w, g := want[key], got[key]
 			if w == nil {
-				t.Errorf("docs/CAPTURES.md has no row for %s: write it anew with -update", of)
+				t.Errorf("docs/CAPTURES.md has no row for %s: run the test with -update", of)
 				continue
 			}
 			if g == nil {
@@ -103,25 +103,26 @@ func (want parity) compare(t *testing.T, got parity) {
 	}
 	for key := range accepted {
 		if len(got) == len(want) && !used[key] {
-			t.Errorf("%s is a listed difference, and there is none", key)
+			t.Errorf("%s is an accepted difference, but the results are the same", key)
 		}
 	}
 }
 
 const head = `# Captures
 
-What each call does in a function that package graph captures, by the place of the
-call and the mode of the capture: "ok", or the kind of its error, and after "capture:"
-the error of the capture if the call has ended it. ` + "`TestCaptures`" + ` of package graph makes
-every call and compares with this table, which ` + "`-update`" + ` writes.
+The table has the result of each call in a function that package graph captures. The result
+depends on the place of the call and on the mode of the capture. It is "ok", or the kind of the
+call's error. If the call ended the capture, the error of the capture follows after "capture:".
+` + "`TestCaptures`" + ` of package graph makes all calls and compares their results with this
+table; ` + "`-update`" + ` writes the table.
 
 - The captured function launches a kernel on the captured stream, makes the call, and
   launches another kernel. It ignores the error of the call.
-- Other stream: a stream of the same device that takes no part in the capture.
+- Other stream: a stream of the same device that is not captured.
 - Other goroutine: another goroutine makes the call while the captured function waits.
 - CaptureError is ` + "`*device.CaptureError`" + `: Chorus refused the call before the driver saw
   it, so the capture goes on. Names in capitals are CUDA's, without CUDA_ERROR_.
-- A question mark stands for a result that no GPU has shown yet.
+- A question mark means that the call has not run on a GPU yet.
 
 | call | from | mode | virtual | cuda |
 | --- | --- | --- | --- | --- |
@@ -131,7 +132,7 @@ const tail = `
 ## Differences
 `
 
-// markdown returns the document. Modes that end alike share a row.
+// markdown returns the document. Modes with the same result share a row.
 func (p parity) markdown() string {
 	var b strings.Builder
 	b.WriteString(head)
@@ -167,7 +168,7 @@ func (p parity) markdown() string {
 	return b.String()
 }
 
-// readParity reads the table. It is empty where there are no documents.
+// readParity reads the table. The result is empty if the document does not exist.
 func readParity(t *testing.T) parity {
 	t.Helper()
 	data, err := os.ReadFile(parityTable)

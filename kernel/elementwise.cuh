@@ -1,7 +1,7 @@
-// Conversions between the types of elements, for the kernels of Elementwise.
+// Conversions between element types, for the kernels of Elementwise.
 namespace chorus {
 
-// The 16-bit floats are their bits: NVRTC comes without cuda_fp16.h.
+// The 16-bit floats are structs of their bits, because NVRTC does not include cuda_fp16.h.
 struct Half { unsigned short bits; };
 struct BFloat { unsigned short bits; };
 
@@ -22,7 +22,8 @@ __device__ __forceinline__ float plain(Half h) { return half_value(h.bits); }
 __device__ __forceinline__ float plain(BFloat b) { return __uint_as_float((unsigned)b.bits << 16); }
 template <class S> __device__ __forceinline__ S plain(S x) { return x; }
 
-// to<D>::of converts any element to a D, rounding to nearest, ties to even.
+// plain returns an element as a C++ number. to<D>::of converts any element to a D, rounding to
+// nearest even.
 template <class D> struct to {
 	template <class S> static __device__ __forceinline__ D of(S x) { return (D)plain(x); }
 };
@@ -43,8 +44,8 @@ template <> struct to<BFloat> {
 	}
 };
 
-// load makes an element of the common type of all inputs, and that one the type
-// of the computation, which is wider for the 16-bit floats. store goes back.
+// load converts an element to the common type of all inputs, and then to the type of the
+// computation, which is wider for the 16-bit floats. store converts back.
 template <class Common, class Compute, class S> __device__ __forceinline__ Compute load(S x) {
 	return to<Compute>::of(to<Common>::of(x));
 }
@@ -52,7 +53,8 @@ template <class Common, class D, class Compute> __device__ __forceinline__ D sto
 	return to<D>::of(to<Common>::of(x));
 }
 
-// Whether a block has all of its elements.
+// The generated kernel has one version for complete blocks, Whole, and one for the last,
+// partial block, Part.
 struct Whole { static const bool yes = true; };
 struct Part { static const bool yes = false; };
 

@@ -99,10 +99,10 @@ func (k *Kernel) Occupancy(threads, sharedBytes int) (blocks int, err error) {
 	return blocks, nil
 }
 
-// BestBlock returns the number of threads per block with which the most threads are on the
-// device at once, and the number of such blocks that fill it
+// BestBlock returns the number of threads per block that maximizes the number of resident
+// threads, and the number of such blocks that fill the device
 // (cuOccupancyMaxPotentialBlockSize). limit is the maximum number of threads; 0 means
-// none.
+// no limit.
 func (k *Kernel) BestBlock(sharedBytes, limit int) (threads, blocks int, err error) {
 	if err := k.askable("best block", sharedBytes); err != nil {
 		return 0, 0, err

@@ -12,8 +12,7 @@ import (
 
 // EmptyCache returns all cached memory that is not in use to the driver
 // (torch.cuda.empty_cache), except the memory of an open Pool. The host waits for the
-// streams that RecordStream named for freed blocks. A segment stays if any part of it
-// is in use.
+// streams that RecordStream named for freed blocks. A segment stays if a part is in use.
 func EmptyCache(d *device.Device) error {
 	h, err := heapOf(d)
 	if err != nil {

@@ -25,7 +25,7 @@ const Float8E4M3 DType = 14
 const Float8E5M2 DType = 15
 
 // The floating-point types that Go lacks, stored as their bits. They are distinct
-// types, so that a slice of them is not a slice of integers.
+// types, so that their slices are not slices of integers.
 type (
 	Float16Bits    uint16 // IEEE 754 binary16, torch.float16
 	BFloat16Bits   uint16 // the upper half of a float32, torch.bfloat16

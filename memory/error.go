@@ -22,7 +22,7 @@ type OutOfMemoryError struct {
 	Free      uint64 // free memory of the device
 	Total     uint64 // total memory of the device
 	Allocated uint64 // memory that the program has allocated
-	Private   uint64 // the part of Allocated that is in pools, such as those of graphs
+	Private   uint64 // the part of Allocated that is in pools, such as the pools of graphs
 	Reserved  uint64 // memory that Chorus has reserved from the driver
 	Largest   uint64 // the largest free block of the stream
 	Fraction  float64
@@ -106,8 +106,8 @@ type PointerError struct {
 	Address   uint64
 	Block     uint64 // start of the block that the address lies in, or 0
 	Size      uint64 // of that block, in bytes
-	Allocated Stack  // where it was last allocated, if RecordHistory has recorded that
-	Freed     Stack  // where it was last freed
+	Allocated Stack  // the last allocation, if RecordHistory has recorded it
+	Freed     Stack  // the last free
 	Err       error
 }
 

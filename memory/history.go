@@ -17,8 +17,8 @@ type HistoryConfig struct {
 	// not grow without bound. 0 keeps none; then only blocks in use have stacks
 	// (torch's "state").
 	Entries int
-	// Stacks records where in the program blocks are allocated and freed. It costs
-	// about a microsecond for each of them.
+	// Stacks records the call stacks of allocations and frees. Each stack costs about a
+	// microsecond.
 	Stacks bool
 }
 

@@ -28,7 +28,7 @@ type hostLease struct {
 	marks []hostMark // the positions of the users; guarded by the allocator's lock
 }
 
-// manyUsers is the number of users from which on idle streams are dropped, so that
+// manyUsers is the number of users that makes the list drop idle streams, so that
 // long-lived memory does not keep every stream alive that ever used it.
 const manyUsers = 8
 

@@ -149,7 +149,7 @@ func (x *ipc) ask(l *ipcLink, q *ipcRequest, patience time.Duration) (a ipcAnswe
 	return a, files, nil
 }
 
-// open maps the memory of a handle and makes b a buffer of it.
+// open maps the memory of a handle and makes it b's memory.
 func (x *ipc) open(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 	l, err := x.link(h.Socket)
 	if err != nil {

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/kept"
 )
 
-// mappedPages tracks which physical memory is mapped at which address of a device, in
+// mappedPages has the physical memory that is mapped at each address of a device, in
 // pages of one size. The code that maps and unmaps pages reports to it, so that
 // IPCHandle can export the pages. They are created with cudadrv.MemHandlePosixFD.
 type mappedPages struct {

@@ -19,10 +19,10 @@ import (
 //	void free(void *ptr, ssize_t size, int device, cudaStream_t stream);
 //
 // They are called on any thread, several at the same time, with the device's primary
-// context bound. On virtual devices there is no context, and the stream has no meaning
-// in C. If alloc returns NULL, the error is an *OutOfMemoryError. The library stays
-// loaded until the process ends. A name without a slash is searched as the system
-// searches for libraries.
+// context bound. On virtual devices there is no context, and C code cannot use the stream.
+// If alloc returns NULL, the error is an *OutOfMemoryError. The library stays loaded until
+// the process ends. A name without a slash is searched as the system searches for
+// libraries.
 func OpenPlugin(path, allocName, freeName string) (Allocator, error) {
 	const op = "memory: open plug-in"
 	if path == "" {

@@ -27,7 +27,7 @@ import (
 // A Pool has memory of every device that it was used on. The memory is returned to the
 // driver after the Pool and the graphs and buffers that use it are closed. Until then
 // EmptyCache keeps the free memory of an open Pool, and so does an allocation outside
-// of it that runs out of memory. An allocation in the Pool that runs out of memory
+// the Pool that runs out of memory. An allocation in the Pool that runs out of memory
 // returns the Pool's free memory, unless NCCL has registered the Pool. The methods may
 // be called at any time by any goroutine.
 type Pool struct {

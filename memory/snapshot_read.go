@@ -13,7 +13,7 @@ import (
 )
 
 // ReadSnapshot reads a snapshot that Chorus or torch's memory._dump_snapshot has
-// written: a pickle or JSON, either of them optionally compressed by gzip. It ignores
+// written: a pickle or JSON, optionally compressed by gzip. It ignores
 // unknown keys, and most keys may be missing; blocks without an address get one from
 // their segment. Any input is safe: pickles run no code. Input of more than 2 GiB or 64
 // million values is an error, and so is compressed input that expands to more than 64

@@ -13,7 +13,7 @@ const mostStacks = 1024
 // thus be read: an entry of JSON leaves nothing behind, and an entry of a pickle leaves about
 // fifty bytes. The result has no Traces. If fn returns an error, WalkSnapshot returns it.
 //
-// The limits are those of ReadSnapshot, except that the values of entries do not count.
+// The limits are the limits of ReadSnapshot, except that the values of entries do not count.
 func WalkSnapshot(r io.Reader, fn func(device int, e TraceEntry) error) (*Snapshot, error) {
 	w := &snapshotWalk{fn: fn, reader: newSnapshotReader()}
 	v, err := readValue(r, w.entry)

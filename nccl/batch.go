@@ -8,8 +8,8 @@ import (
 	"github.com/gochorus/chorus/internal/ranks"
 )
 
-// An Issuer accepts the operations of one rank: a *Communicator enqueues each of them at
-// once, and the result of Batch.On adds them to a Batch.
+// An Issuer accepts the operations of one rank. A *Communicator enqueues each operation at
+// once; the result of Batch.On adds it to a Batch.
 type Issuer interface{ ranks.Issuer }
 
 // communicatorOf returns the rank, and the batch that its operations belong to, or nil.
@@ -43,8 +43,8 @@ func communicatorOf(on Issuer) (*Communicator, *Batch) {
 // The operations of a batch run concurrently. A buffer that one operation writes must
 // therefore not overlap with a buffer of another operation on the same rank. Enqueue
 // refuses such a batch if one of the two operations is a Send or Recv. Sends and receives
-// between two ranks of one batch are matched in the order in which they were added, and
-// Enqueue refuses the batch if their lengths or types differ.
+// between two ranks of one batch are matched in the order they were added. Enqueue refuses
+// the batch if their lengths or types differ.
 type Batch struct {
 	batchRef
 	group   group
@@ -154,7 +154,7 @@ func (b *Batch) Reset() {
 //		return nccl.Recv(b.On(c), s, y, previous)
 //	})
 //
-// It enqueues none of them if fn returns an error or panics, or for the reasons of
+// It does not enqueue an operation if fn returns an error or panics, or for the reasons of
 // Batch.Enqueue. The batch ends with fn: do not retain it.
 func Group(fn func(b *Batch) error) error {
 	return inBatch("ncclGroupStart", fn, func(b *Batch) error { return b.group.enqueue() })

@@ -48,7 +48,7 @@ type Communicator struct {
 	aborting     atomic.Bool             // an abort has begun: it causes errors of the other ranks
 	closing      atomic.Pointer[closing] // how this process closed it
 	flag         *abortFlag
-	sources      atomic.Pointer[[]*device.Device] // by rank: devices from which copy engines have read; nil if none have
+	sources      atomic.Pointer[[]*device.Device] // by rank: source devices of copy engines; nil if none
 	ending       chan struct{}                    // closed when the abort or shutdown begins
 	ended        chan struct{}                    // closed when it is complete
 	abortFailure atomic.Pointer[abortError]
@@ -248,12 +248,12 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 // Abort ends the communicator and all its pending operations on this rank only
 // (ncclCommAbort); outputs of unfinished operations are undefined. It may be called by any
 // goroutine, also while another one is blocked in an operation, and is idempotent. NCCL
-// waits for the enqueued operations, each of which takes some milliseconds to abort:
+// waits for the enqueued operations. Each takes some milliseconds to abort, so Abort takes
 // seconds if a stream is full. Abort returns after ten seconds at the latest; if NCCL is
 // still busy, it returns an error and leaks NCCL's communicator, and later calls return
-// that error too. Graphs that captured operations of c are closed with it. If one of them
-// is being captured, the abort happens at the end of the capture, which then fails, unless
-// an operation is blocked in it.
+// that error too. Graphs that captured operations of c are closed with it. During a capture
+// of such a graph, the abort happens at the end of the capture, which then fails, unless an
+// operation is blocked in the capture.
 func (c *Communicator) Abort() error { return c.abortAs("aborted the communicator") }
 
 // abortAs is Abort; how describes the call in errors.

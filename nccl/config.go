@@ -36,8 +36,8 @@ type Config struct {
 	// Timeout is the maximum time from issuing an operation until its completion. When it
 	// expires, the communicator fails with a *TimeoutError. 0 means CHORUS_NCCL_TIMEOUT,
 	// or ten minutes as in torch; a negative value means no timeout. A captured operation
-	// is timed only until NCCL's call returns. Time in which the process captures graphs
-	// does not count, unless the operation is known to be waiting. If other work is
+	// is timed only until NCCL's call returns. Time during captures of this process does
+	// not count, unless the operation is known to be waiting. If other work is
 	// enqueued behind an operation before the watchdog's next check, about a second later,
 	// the time of that work may count as well.
 	Timeout time.Duration

@@ -90,7 +90,7 @@ func (o *operation) callParts() ncclapi.Result {
 	return ncclapi.Success
 }
 
-// A part is what a rank exchanges with one rank in a grouped operation.
+// A part is the data that a rank exchanges with one rank in a grouped operation.
 type part struct {
 	rank     int32
 	from, to cudadrv.DevicePtr

@@ -30,7 +30,7 @@ func (f *failure) cause() error {
 }
 
 // Err returns why the communicator has failed, or nil. The causes are: an operation that
-// failed after it was enqueued (ncclCommGetAsyncError), a call in which NCCL itself failed
+// failed after it was enqueued (ncclCommGetAsyncError), a failure of NCCL itself during a call
 // (ErrorInternal, ErrorSystem, ErrorRemote), or a *TimeoutError. A failure is final, and
 // the pending operations of c are aborted, unless Config.Recoverable is set. NCCL does not
 // notice every failure of a peer; the deadline eventually does, and a group of comm.Join

@@ -69,7 +69,7 @@ type extent struct {
 }
 
 // checkOverlap refuses a transfer that shares memory with another operation of the same
-// rank if one of them writes it, because they run concurrently. Collectives on the same
+// rank if one of the two writes this memory, because they run concurrently. Collectives on the same
 // buffer are allowed in a group, because benchmarks use them.
 func (g *group) checkOverlap() error {
 	transfers := false

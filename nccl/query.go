@@ -9,7 +9,7 @@ import (
 )
 
 // Simulate returns NCCL's estimate of how long the operations that fn adds to the batch
-// would take (ncclGroupSimulateEnd). It enqueues none of them.
+// would take (ncclGroupSimulateEnd). It does not enqueue them.
 func Simulate(fn func(b *Batch) error) (d time.Duration, err error) {
 	err = inBatch("ncclGroupSimulateEnd", fn, func(b *Batch) error {
 		d, err = b.group.simulate()

@@ -29,8 +29,8 @@ const (
 // String returns NCCL's name of the reduction, such as "sum".
 func (o Op) String() string { return flight.Reduction(o).String() }
 
-// A PreMulSum is a sum in which each rank's elements are first multiplied by that rank's
-// factor (ncclRedOpCreatePreMulSum), for example to scale gradients.
+// A PreMulSum is a sum that first multiplies each rank's elements by that rank's factor
+// (ncclRedOpCreatePreMulSum), for example to scale gradients.
 type PreMulSum struct {
 	owner handle.Owner
 	comm  *Communicator

@@ -11,7 +11,7 @@ import (
 
 // Before version exactSymmetric, NCCL's symmetric kernels corrupt their output if a rank's
 // part of an all-gather or a reduce-scatter is not a multiple of symmetricUnit bytes, and
-// if a group has several of them. Such operations are refused.
+// if a group has several such collectives. Chorus refuses these operations.
 const (
 	exactSymmetric = 22807
 	symmetricUnit  = 8
@@ -76,7 +76,7 @@ func (x operand) within(spans []span, t memory.DType) bool {
 	return slices.ContainsFunc(spans, func(s span) bool { return s.from <= x.ptr && end <= s.to })
 }
 
-// checkSymmetric refuses an operation for which NCCL's kernel is incorrect.
+// checkSymmetric refuses an operation that NCCL's kernel computes incorrectly.
 func (o *operation) checkSymmetric() error {
 	if part := o.N * o.DType.Size(); o.symmetric() && o.comm.symmetricKernelWrong(o.Kind, part) {
 		return o.errTooOld(fmt.Sprintf("%d bytes of each rank in symmetric windows: NCCL %s corrupts sizes that are not a multiple of %d bytes: pad the part",
@@ -85,7 +85,7 @@ func (o *operation) checkSymmetric() error {
 	return nil
 }
 
-// checkSymmetric refuses a group for which NCCL's kernels are incorrect.
+// checkSymmetric refuses a group that NCCL's kernels compute incorrectly.
 func (g *group) checkSymmetric() error {
 	for i := range g.ops {
 		o := &g.ops[i]

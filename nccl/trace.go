@@ -6,7 +6,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 )
 
-// A State is the progress of an operation, as far as the host has observed it.
+// A State is the progress of an operation that the host has observed.
 type State = flight.State
 
 // The states of an operation. The host checks the progress about once a second, so it

@@ -26,8 +26,7 @@ func (g *group) match() error {
 	if len(g.transferEnds) == 0 {
 		return nil
 	}
-	// Group the ends by pair of ranks, sends first, in the order in which they were
-	// issued.
+	// Group the ends by pair of ranks, sends first, in the order they were issued.
 	slices.SortStableFunc(g.transferEnds, func(a, b transferEnd) int {
 		if c := comparePairs(a, b); c != 0 {
 			return c

@@ -30,7 +30,7 @@ type Window struct {
 // it returns when all have. symmetric promises that all ranks have the same size and use
 // the same offsets in collectives (NCCL_WIN_COLL_SYMMETRIC). Before NCCL 2.28.7
 // collectives are refused if its kernels are incorrect: all-gathers and reduce-scatters of
-// parts that are not a multiple of 8 bytes, and several of them in one Group. The memory
+// parts that are not a multiple of 8 bytes, and several such collectives in one Group. The memory
 // must come from Allocator, and stay allocated until the window is closed. The end of the
 // communicator closes it too. If ctx ends first, RegisterWindow returns the cause, and c
 // must be closed.
@@ -73,7 +73,7 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 	}
 }
 
-// register makes NCCL register the window, for which it waits for all ranks.
+// register makes NCCL register the window. NCCL waits for all ranks.
 func (w *Window) register(name string, ptr cudadrv.DevicePtr) error {
 	c, flags := w.comm, ncclapi.WindowDefault
 	if w.span != nil {

@@ -12,8 +12,8 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-// Grads is a list of gradients of any floating-point types on one device. Each of its
-// operations is one kernel, or two, for all of them.
+// Grads is a list of gradients of any floating-point types on one device. Each operation is
+// one kernel, or two, for all gradients.
 type Grads struct {
 	owner  handle.Owner
 	dev    *device.Device
@@ -120,10 +120,10 @@ func (g *Grads) enter(op string, s *stream.Stream) (*kernels, error) {
 
 func (g *Grads) value(place int) memory.Slice[float32] { return g.values.Slice(place, place+1) }
 
-// Powers enqueues on s the sum of |x|^p over all elements, or their largest size if p is
-// +Inf, and returns the number. Before the next call of Coef, ranks that hold different
-// parts of a model add up these numbers over all ranks, or take the largest of them. Sums
-// are of float64, and the norm of each gradient is rounded to its type, as in torch.
+// Powers enqueues on s the sum of |x|^p over all elements, or the largest |x| if p is +Inf,
+// and returns the number. Before the next call of Coef, ranks with different parts of a
+// model add these numbers over all ranks, or compute their maximum. Sums are of float64, and
+// the norm of each gradient is rounded to its type, as in torch.
 func (g *Grads) Powers(s *stream.Stream, p float64) (memory.Slice[float32], error) {
 	const op = "norm"
 	k, err := g.enter(op, s)

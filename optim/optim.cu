@@ -1,5 +1,9 @@
-// The kernels of package optim: each works on any number of tensors by a table in device
-// memory. A block works on one chunk of one tensor.
+// The kernels of package optim. Each kernel processes any number of tensors in one launch: a
+// table in device memory has a row for each tensor, and a Place for each block, which says
+// which chunk of which tensor the block processes.
+//   adam, sgd                            a step of an optimiser
+//   sum_powers, clip_factor              the norm of gradients, and the factor that clips it
+//   multiply, limit_size, unscale        changes of gradients
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -12,10 +16,11 @@ typedef unsigned long long u64;
 struct Half { unsigned short bits; };
 struct BFloat { unsigned short bits; };
 
-// The types, as memory.DType numbers them.
+// The numbers of the types in memory.DType.
 enum { F16 = 10, BF16 = 11, F32 = 12, F64 = 13 };
 
-// wide<T> is the type in which elements of T are computed.
+// wide<T>::type is the type that elements of T are computed in. load converts to it, and store
+// converts back, rounding to nearest even.
 template <class T> struct wide { typedef float type; };
 template <> struct wide<double> { typedef double type; };
 
@@ -39,19 +44,20 @@ template <> __device__ __forceinline__ BFloat store<BFloat>(float x) {
 	return BFloat{x != x ? (unsigned short)0x7fff : (unsigned short)((u + 0x7fff + (u >> 16 & 1)) >> 16)};
 }
 
-// round_to rounds x to the type, and returns the value.
+// round_to returns x rounded to an element type.
 __device__ __forceinline__ float round_to(u32 type, float x) {
 	return type == F16 ? load(store<Half>(x)) : type == BF16 ? load(store<BFloat>(x)) : x;
 }
 
-// A Place is the work of a block: a chunk of a row of the table, which begins at an element.
+// A Place is the work of a block: size elements of a row of the table, from element begin on.
 struct Place { u32 row, size; u64 begin; };
 
-// A Pack is what a thread loads and stores at once.
+// A Pack is LANES elements, which a thread loads and stores by one access.
 template <class T> struct alignas(sizeof(T) * LANES) Pack { T x[LANES]; };
 
-// each calls fn with the indexes of the chunk's elements that the thread works on: fn(i, n)
-// is for the n elements that begin with i, LANES or 1.
+// each calls fn(i, pack) for the elements of the chunk that this thread processes: for the
+// LANES elements from i on if pack, and otherwise for element i. packed reports that the
+// tensors are aligned to packs.
 template <class Fn> __device__ __forceinline__ void each(u64 n, const Place& at, bool packed, Fn fn) {
 	const u64 begin = at.begin, end = min(n, begin + at.size);
 	if (packed) {
@@ -65,11 +71,12 @@ template <class Fn> __device__ __forceinline__ void each(u64 n, const Place& at,
 
 // ---- optimisers ----
 
-// An Entry is one parameter; a missing part is null. The types are of the value, of the
-// gradient and of the copy, 8 bits each.
+// An Entry is one parameter: the addresses of its value, gradient, state and copy, or 0, and n
+// elements. types has the types of value, gradient and copy, 8 bits each.
 struct Entry { u64 value, grad, first, second, most, copy, n; u32 group, types; };
 
-// A Group has the options of a group of parameters.
+// A Group has the options of a group of parameters. a and b are the betas of Adam, or
+// momentum and dampening of SGD.
 struct Group { double lr, a, b, eps, decay, unused[3]; };
 
 // A Work is the argument of both optimisers.
@@ -77,14 +84,15 @@ struct Work {
 	const Entry* entries;
 	const Place* blocks;
 	const Group* groups;
-	float* steps; // by group
-	u32* done;    // blocks
-	const float *scale, *inf, *coef;
-	u32 count, flags; // of groups
+	float* steps;                    // by group
+	u32* done;                       // counts blocks
+	const float *scale, *inf, *coef; // StepConfig: GradScale, FoundInf, Clip; or null
+	u32 count, flags;                // the number of groups, and MAXIMIZE etc.
 };
 enum { MAXIMIZE = 1, DECOUPLED = 2, NESTEROV = 4 };
 
-// finish counts a step of every group once all blocks have read the steps.
+// finish ends a block. The last block of the grid counts the step in all groups, unless the
+// step is skipped. At this point all blocks have read the counters. All threads call it.
 __device__ void finish(const Work& w, bool skip) {
 	__syncthreads();
 	if (threadIdx.x != 0) return;
@@ -96,13 +104,15 @@ __device__ void finish(const Work& w, bool skip) {
 	*w.done = 0;
 }
 
-// gradient returns the gradient as the rules below use it: unscaled, clipped and with its sign.
+// gradient returns the gradient for the update: unscaled, clipped, and negated to maximize.
 template <class T> __device__ __forceinline__ T gradient(const Work& w, T g, T scale, T coef) {
 	if (w.scale) g = g / scale;
 	if (w.coef) g = g * coef;
 	return w.flags & MAXIMIZE ? -g : g;
 }
 
+// fused, times and plus are not contracted by the compiler, so that the updates round as
+// torch's do.
 __device__ __forceinline__ float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 __device__ __forceinline__ double fused(double a, double b, double c) { return __fma_rn(a, b, c); }
 __device__ __forceinline__ float times(float a, float b) { return __fmul_rn(a, b); }
@@ -110,9 +120,9 @@ __device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a
 __device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ double plus(double a, double b) { return __dadd_rn(a, b); }
 
-// An Adam has the numbers of one step.
+// An Adam is the update rule of Adam and AdamW with the numbers of one step.
 template <class T> struct Adam {
-	T rate, b1, b2, eps, decay, size, root; // size and root correct the bias
+	T rate, b1, b2, eps, decay, size, root; // size is the step size; size and root correct the bias
 	bool decoupled, most;
 
 	__device__ Adam(const Work& w, const Entry& e, const Group& g, float step) {
@@ -135,7 +145,8 @@ template <class T> struct Adam {
 	}
 };
 
-// An SGD has the numbers of one step.
+// An SGD is the update rule of SGD with the numbers of one step. other selects the rounding of
+// torch's kernel for maximize if the length is a multiple of LANES.
 template <class T> struct SGD {
 	T rate, momentum, dampening, decay;
 	bool first, nesterov, other;
@@ -150,7 +161,7 @@ template <class T> struct SGD {
 		if (momentum != 0) {
 			const T part = plus((T)1, -dampening);
 			if (first) m = g;
-			else if (other) m = fused(momentum, m, times(part, g)); // so rounds torch's kernel
+			else if (other) m = fused(momentum, m, times(part, g));
 			else m = fused(part, g, times(momentum, m));
 			g = nesterov ? fused(momentum, m, g) : m;
 		}
@@ -158,7 +169,8 @@ template <class T> struct SGD {
 	}
 };
 
-// update works on n elements, 1 or LANES.
+// update applies a rule to n elements, 1 or LANES, from element i on. It accesses each tensor
+// once.
 template <class P, class G, class Rule, int n> __device__ __forceinline__ void update(const Work& w, const Entry& e, const Rule& rule,
 		u64 i, typename wide<P>::type scale, typename wide<P>::type coef) {
 	typedef typename wide<P>::type T;
@@ -189,6 +201,7 @@ template <class P, class G, class Rule, int n> __device__ __forceinline__ void u
 	}
 }
 
+// step updates a chunk with values of type P and gradients of type G.
 template <template <class> class Rule, class P, class G> __device__ __forceinline__ void step(const Work& w, const Entry& e, const Place& at) {
 	typedef typename wide<P>::type T;
 	const Rule<T> rule(w, e, w.groups[e.group], w.steps[e.group] + 1);
@@ -200,6 +213,7 @@ template <template <class> class Rule, class P, class G> __device__ __forceinlin
 	});
 }
 
+// optimise is the body of the optimiser kernels: it selects the types of the block's parameter.
 template <template <class> class Rule> __device__ __forceinline__ void optimise(const Work& w) {
 	const bool skip = w.inf && *w.inf != 0;
 	if (!skip) {
@@ -224,16 +238,19 @@ template <template <class> class Rule> __device__ __forceinline__ void optimise(
 extern "C" __global__ void __launch_bounds__(THREADS) adam(WORK) { optimise<Adam>(Work WORK_VALUES); }
 extern "C" __global__ void __launch_bounds__(THREADS) sgd(WORK) { optimise<SGD>(Work WORK_VALUES); }
 
-// put stores a number: a learning rate, or the steps that a state has.
+// put64 stores a learning rate, and put32 stores the number of steps of a loaded state.
 extern "C" __global__ void put64(double* to, double x) { *to = x; }
 extern "C" __global__ void put32(float* to, float x) { *to = x; }
 
 // ---- norms ----
 
-// A List is one gradient of a table.
-struct List { u64 at, n; u32 type, first; }; // the first of its blocks
+// A List is one gradient of a table: its address, length and type, and its first block.
+struct List { u64 at, n; u32 type, first; };
 
-// add_block adds a number of each thread, in an order that does not change.
+// combine adds two numbers or, if most, returns the larger one; NaN is the largest. over_warp
+// combines the numbers of the lanes of a warp by shuffles, and over_block the numbers of all
+// threads of a block. Lane 0 and thread 0 get the result. All threads call them. The order of
+// additions is fixed.
 template <bool most> __device__ __forceinline__ double combine(double a, double b) {
 	return most ? (a > b || a != a ? a : b) : a + b;
 }
@@ -248,10 +265,11 @@ template <bool most> __device__ double over_block(double x) {
 	__syncthreads();
 	x = threadIdx.x < THREADS / 32 ? warps[threadIdx.x] : 0;
 	if (threadIdx.x < 32) x = over_warp<most>(x);
-	return x; // of thread 0
+	return x;
 }
 
-// power is what the norm of order p adds up; a p of 0 is infinite.
+// power returns |x|^p, the addend of the norm of order p, and root its inverse. p = 0 stands
+// for the infinity norm: the largest |x|.
 __device__ __forceinline__ double power(double x, double p) {
 	x = fabs(x);
 	return p == 2 ? x * x : p == 1 || p == 0 ? x : pow(x, p);
@@ -260,6 +278,7 @@ __device__ __forceinline__ double root(double x, double p) {
 	return p == 2 ? sqrt(x) : p == 1 || p == 0 ? x : pow(x, 1 / p);
 }
 
+// powers combines the powers of the elements of a chunk that this thread processes.
 template <class T, bool most> __device__ double powers(const List& l, const Place& at, double p) {
 	double sum = 0;
 	const T* const xs = (const T*)l.at;
@@ -275,7 +294,8 @@ template <class T, bool most> __device__ double powers(const List& l, const Plac
 	return sum;
 }
 
-// ended reports to all threads of the last block that all blocks have come here.
+// ended returns true in the last block of the grid that calls it. The block then sees the
+// stores of all other blocks. All threads call it.
 __device__ bool ended(u32* done) {
 	__shared__ bool last;
 	if (threadIdx.x == 0) {
@@ -288,8 +308,9 @@ __device__ bool ended(u32* done) {
 	return last;
 }
 
-// total adds the blocks of each gradient, and then the gradients. torch rounds the norm of
-// each gradient to its type, so does this.
+// total combines the results of the blocks, parts, to *powers_of. Each warp combines the
+// blocks of one gradient at a time. The norm of a gradient is rounded to its type, as in
+// torch. All threads of the last block call it.
 template <bool most> __device__ void total(const List* lists, u32 count, const double* parts, u32 blocks, double p, float* powers_of) {
 	double sum = 0;
 	for (u32 l = threadIdx.x / 32; l < count; l += THREADS / 32) {
@@ -305,7 +326,8 @@ template <bool most> __device__ void total(const List* lists, u32 count, const d
 	if (threadIdx.x == 0) *powers_of = (float)sum;
 }
 
-// sum_powers stores the sum of the powers of all elements, or the largest of them.
+// sum_powers stores the sum of the powers of all elements in *powers_of, or their maximum if
+// p is 0. Each block stores its sum in parts, and the last block combines the parts.
 extern "C" __global__ void __launch_bounds__(THREADS) sum_powers(const List* lists, const Place* blocks, double* parts, float* powers_of, u32* done, u32 count, double p) {
 	const Place at = blocks[blockIdx.x];
 	const List l = lists[at.row];
@@ -323,8 +345,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_powers(const List* lis
 	else total<false>(lists, count, parts, gridDim.x, p, powers_of);
 }
 
-// clip_factor stores the norm and the factor that clips it: the norm is of the type, as
-// torch's is, and so is each step to the factor.
+// clip_factor stores the norm and the factor that clips it to limit. It rounds the norm and
+// each intermediate result to the type, as torch does. One thread runs it.
 extern "C" __global__ void clip_factor(const float* powers_of, float* norm, float* coef, double p, float limit, u32 type) {
 	const float n = round_to(type, (float)root((double)*powers_of, p));
 	const float inverse = round_to(type, 1.0f / round_to(type, n + 1e-6f));
@@ -333,7 +355,7 @@ extern "C" __global__ void clip_factor(const float* powers_of, float* norm, floa
 	*coef = c > 1 ? 1.0f : c; // NaN stays
 }
 
-// change applies fn to each element.
+// change applies fn to each element of the block's chunk. change_as does it for one type.
 template <class T, class Fn> __device__ __forceinline__ void change_as(const List& l, const Place& at, Fn fn) {
 	T* const xs = (T*)l.at;
 	each(l.n, at, (l.at & (sizeof(T) * LANES - 1)) == 0, [&](u64 i, bool pack) {
@@ -358,7 +380,8 @@ template <class Fn> __device__ __forceinline__ void change(const List* lists, co
 	}
 }
 
-// The changes of elements. Generic lambdas would be functions of the host for NVRTC.
+// The functions for change. They are structs, because NVRTC treats generic lambdas as host
+// functions.
 struct Times {
 	float by;
 	template <class T> __device__ __forceinline__ T operator()(T x) const { return x * (T)by; }
@@ -376,17 +399,17 @@ struct Unscaled {
 	}
 };
 
-// multiply multiplies by a factor, rounded to each type.
+// multiply multiplies by a factor, which is rounded to the type of each gradient.
 extern "C" __global__ void __launch_bounds__(THREADS) multiply(const List* lists, const Place* blocks, const float* factor) {
 	change(lists, blocks, Times{round_to(lists[blocks[blockIdx.x].row].type, *factor)});
 }
 
-// limit_size limits the size of each element.
+// limit_size clamps each element to [-limit, limit].
 extern "C" __global__ void __launch_bounds__(THREADS) limit_size(const List* lists, const Place* blocks, float limit) {
 	change(lists, blocks, Within{limit});
 }
 
-// all_finite reports whether all elements of a chunk that the thread looks at are finite.
+// all_finite reports whether the elements of the chunk that this thread processes are finite.
 template <class T> __device__ bool all_finite(const List& l, const Place& at) {
 	bool good = true;
 	const T* const xs = (const T*)l.at;
@@ -402,8 +425,9 @@ template <class T> __device__ bool all_finite(const List& l, const Place& at) {
 	return good;
 }
 
-// unscale multiplies by *inverse and sets *found to 1 if an element is not finite. It
-// stores nothing if the factor is 1 or null: other streams may read the gradients.
+// unscale multiplies by *inverse and sets *found to 1 if an element is not finite. If inverse
+// is null or *inverse is 1, it does not store elements, because other streams may read the
+// gradients.
 extern "C" __global__ void __launch_bounds__(THREADS) unscale(const List* lists, const Place* blocks, const float* inverse, float* found) {
 	const float by = inverse ? *inverse : 1.0f;
 	bool bad = false;

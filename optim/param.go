@@ -23,8 +23,8 @@ type Param struct {
 	err error // of Of
 }
 
-// Of returns the parameter of two slices. If their lengths differ or one of them is
-// closed, the constructor of the optimiser returns the error.
+// Of returns the parameter of two slices. If their lengths differ or a slice is closed,
+// the constructor of the optimiser returns the error.
 func Of[T memory.Element](value, grad memory.Slice[T]) Param {
 	v, errV := tensor.Of(value, value.Len())
 	if errV != nil {

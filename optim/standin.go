@@ -10,8 +10,8 @@ import (
 )
 
 // The functions below implement the kernels of optim.cu in Go, for virtual devices. They
-// round where the kernels round. Only powers of floats may differ from CUDA's by a unit in
-// the last place.
+// round where the kernels round. Only powers of floats may differ from CUDA's powers by a unit
+// in the last place.
 
 // rowsOf returns the rows of the table that is argument 0.
 func rowsOf[R entry | list](c *kernel.Call, n int) []R {

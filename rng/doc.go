@@ -13,10 +13,10 @@
 //	}
 //	state := g.State() // 16 bytes, in torch's format
 //
-// The numbers are those of PyTorch 2.11 on the same GPU model, because the assignment of
-// numbers to elements depends on the number of multiprocessors and of threads on each.
-// Virtual devices have the multiprocessors of an H200. Their uniform numbers, integers
-// and states are equal. Numbers computed with a logarithm, an exponential or a sine
+// The numbers equal PyTorch 2.11's numbers on the same GPU model. The model matters because
+// the assignment of numbers to elements depends on the number of multiprocessors and of
+// threads on each multiprocessor. Virtual devices have the multiprocessors of an H200. Their
+// uniform numbers, integers and states are equal. Numbers computed with a logarithm, an exponential or a sine
 // differ by about the error of the GPU's fast functions, so a few counts of Poisson and samples
 // of Multinomial differ, too.
 //

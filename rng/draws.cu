@@ -6,7 +6,8 @@
 
 #define EACH(i, n) for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (u64)gridDim.x * blockDim.x)
 
-// in_graph replaces the seed, and adds to the offset, if a graph's launch has its place in memory.
+// in_graph applies the seed and the offset of a graph's launch, if place is not null: it
+// replaces the seed and adds to the offset.
 static __device__ __forceinline__ void in_graph(const u64* place, u64& seed, u64& offset) {
     if (!place) return;
     seed = place[0];
@@ -19,7 +20,8 @@ static __device__ __forceinline__ Words words(u64 seed, u64 counter, u32 subsequ
 static __device__ __forceinline__ float tan_of(float x) { return __tanf(x); }
 static __device__ __forceinline__ double tan_of(double x) { return tan(x); }
 
-// The fast tangent of float is infinite next to 0 and 1, so those draws are moved inward.
+// Cauchy moves draws next to 0 and 1 inward for float, because the fast tangent is infinite
+// there.
 template <class T> struct Cauchy {
     typedef typename Element<T>::Acc A;
     typedef Unit<A> Draw;
@@ -37,12 +39,13 @@ template <class T> struct Cauchy {
 
 // ---- parameters in device memory ----
 
-// The types, as memory.DType numbers them.
+// The numbers of the types in memory.DType.
 enum { F16 = 10, BF16 = 11, F32 = 12, F64 = 13 };
 
-// A Param is one number, or one number for each element at a distance of step elements.
+// A Param is a parameter of a distribution: one number for all elements, or a slice with one
+// number for each element. step is the distance of its numbers, in elements.
 struct Param {
-    const void* at; // null: the number
+    const void* at; // the slice, or null
     double number;
     int type, step;
     __device__ __forceinline__ double operator[](u64 i) const {
@@ -59,9 +62,9 @@ struct Param {
 #define PARAM(name) const void* name##_at, double name##_number, int name##_type, int name##_step
 #define PARAM_VALUE(name) Param{name##_at, name##_number, name##_type, name##_step}
 
-// ---- Poisson, by the algorithms of cuRAND ----
+// ---- Poisson, with the algorithms of cuRAND ----
 
-// A Stream is the sequence of 32-bit numbers of one thread.
+// A Stream is the sequence of 32-bit random numbers of one thread, four for each counter.
 struct Stream {
     u64 seed, counter;
     u32 subsequence, used;
@@ -118,7 +121,8 @@ struct Gamma {
     }
 };
 
-// Small rates: multiply uniform numbers until the product is e^-rate.
+// poisson_small is for rates below 64: it multiplies e^rate by uniform numbers until the
+// product is at most 1, and counts them.
 static __device__ u32 poisson_small(Stream& s, float rate) {
     u32 k = 0;
     float p = expf(rate);
@@ -129,7 +133,8 @@ static __device__ u32 poisson_small(Stream& s, float rate) {
     return k - 1;
 }
 
-// Rates from 64 on: reject values of the approximation.
+// poisson_middle is for rates from 64 to 4000: it draws from the Gamma approximation and
+// rejects values with the probability that corrects the distribution.
 static __device__ u32 poisson_middle(Stream& s, float rate) {
     const Gamma gamma(rate);
     const float log_rate = fast_log(rate);
@@ -142,7 +147,7 @@ static __device__ u32 poisson_middle(Stream& s, float rate) {
     }
 }
 
-// Rates above 4000: round a normal value.
+// poisson_large is for rates above 4000: it rounds a normal value.
 static __device__ u32 poisson_large(const Stream& s, double rate) {
     double z[2];
     box_muller(s.w, z);
@@ -150,6 +155,7 @@ static __device__ u32 poisson_large(const Stream& s, double rate) {
     return v != v ? 0 : v >= 4294967295.0 ? 0xffffffffu : (u32)v; // NaN: the rate is infinite
 }
 
+// poisson draws one value. The result for a negative rate or NaN is NaN.
 static __device__ __forceinline__ double poisson(u64 seed, u64 counter, u32 subsequence, double rate) {
     if (!(rate >= 0)) return rate - rate + __longlong_as_double(0x7ff8000000000000); // NaN
     Stream s(seed, counter, subsequence);
@@ -162,7 +168,8 @@ static __device__ __forceinline__ double poisson(u64 seed, u64 counter, u32 subs
 typedef CHORUS_ELEMENT Type;
 typedef Element<Type>::Acc Acc;
 
-// Four elements share a subsequence.
+// bernoulli_kernel writes 1 with probability p, and otherwise 0. Four adjacent elements share
+// one Philox subsequence.
 extern "C" __global__ void __launch_bounds__(256)
 bernoulli_kernel(Type* out, u64 n, u64 seed, u64 offset, const u64* place, PARAM(p)) {
     const Param p = PARAM_VALUE(p);
@@ -180,7 +187,7 @@ bernoulli_kernel(Type* out, u64 n, u64 seed, u64 offset, const u64* place, PARAM
 #endif
 
 #ifdef CHORUS_FLOATING
-// The parameters and threads are those of fill_kernel.
+// cauchy_kernel has the parameters and the grid of fill_kernel.
 extern "C" __global__ void __launch_bounds__(256, 4)
 cauchy_kernel(Type* out, int n, int k0, int k1, int o0, int o1,
               int a0, int a1, int b0, int b1, int c0, int c1, const u64* place) {
@@ -190,7 +197,7 @@ cauchy_kernel(Type* out, int n, int k0, int k1, int o0, int o1,
     fill<Cauchy<Type>>(out, (u32)n, (u32)seed, (u32)(seed >> 32), offset, p);
 }
 
-// Element i has subsequence i.
+// poisson_kernel draws element i from Philox subsequence i.
 extern "C" __global__ void __launch_bounds__(256)
 poisson_kernel(Type* out, u64 n, u64 seed, u64 offset, const u64* place, PARAM(rate)) {
     const Param rate = PARAM_VALUE(rate);
@@ -198,7 +205,7 @@ poisson_kernel(Type* out, u64 n, u64 seed, u64 offset, const u64* place, PARAM(r
     EACH(i, n) out[i] = Element<Type>::of((Acc)poisson(seed, offset / 4, (u32)i, rate[i]));
 }
 
-// product and sum round like torch, which computes in double if one of the types is double.
+// product and sum round like torch. It computes in double if one of the types is double.
 static __device__ __forceinline__ Type product(Type a, double b, bool in_double) {
     return Element<Type>::of(in_double ? (Acc)((double)wide(a) * b) : (Acc)((float)wide(a) * (float)b));
 }
@@ -206,7 +213,8 @@ static __device__ __forceinline__ Type sum(Type a, double b, bool in_double) {
     return Element<Type>::of(in_double ? (Acc)((double)wide(a) + b) : (Acc)((float)wide(a) + (float)b));
 }
 
-// normal_kernel multiplies values with mean 0 by std, unless it is a number, and adds the mean.
+// normal_kernel completes a normal fill with parameters in device memory. The elements are
+// normal with mean 0. The kernel multiplies them by std if std is a slice, and adds the mean.
 extern "C" __global__ void __launch_bounds__(256) normal_kernel(Type* out, u64 n, PARAM(mean), PARAM(std)) {
     const Param mean = PARAM_VALUE(mean), std = PARAM_VALUE(std);
     const bool all = Same<Type, double>::yes;

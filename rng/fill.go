@@ -124,8 +124,8 @@ func RandomFromTo[T Number | bool | uint16 | uint32 | uint64](g *Generator, s *s
 	return run(g, s, x, d, width, uint64(from), 0)
 }
 
-// wideRange is the range from which on torch draws 64 bits for a number, because
-// the remainder of 32 bits would no longer be nearly uniform.
+// wideRange is the minimum range for 64-bit draws. As in torch, smaller ranges use 32
+// bits; for larger ones the remainder of 32 bits would not be nearly uniform.
 const wideRange = 1 << 28
 
 // number encodes a floating-point parameter.

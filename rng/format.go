@@ -149,7 +149,7 @@ func toHalf(x float32) memory.Float16Bits {
 	v := uint32(e-(127-15))<<10 + m>>shift
 	rest, half := m&(1<<shift-1), uint32(1)<<(shift-1)
 	if rest > half || rest == half && v&1 == 1 {
-		v++ // a carry out of the significand is the next exponent
+		v++ // a carry out of the significand increments the exponent
 	}
 	return memory.Float16Bits(sign | uint16(v))
 }

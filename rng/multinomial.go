@@ -21,7 +21,7 @@ const mostRows = 65535
 // Multinomial fills x with samples of distributions over categories from 0 to categories-1
 // (torch.multinomial). weights has a row of categories for each distribution; weights need not
 // add up to 1. x has a row for each distribution, and all rows of x have the same length. Without
-// replacement, a row has different categories, in the order in which they are drawn.
+// replacement, a row has different categories, in the order they are drawn.
 //
 // torch waits for the device to check the weights. Here the call does not wait: the samples of a
 // row with a negative, infinite or NaN weight, or without a positive weight, are -1. A row of x

@@ -11,7 +11,7 @@ import (
 
 // Param is the type of a parameter for elements of T: one number for all elements, or a slice of
 // floating-point numbers in device memory. A slice has a number for each element, or one number
-// for all of them. The fill reads it in the order of the stream.
+// for all elements. The fill reads it in the order of the stream.
 type Param[T memory.Element] interface {
 	int | float64 | memory.Slice[T] | // if T is Float
 		memory.Slice[memory.Float16Bits] | memory.Slice[memory.BFloat16Bits] | memory.Slice[float32] | memory.Slice[float64]

@@ -53,8 +53,8 @@ func Permutation[T Number](g *Generator, s *stream.Stream, x memory.Slice[T]) (e
 	return l.each("permutation_store", n, kernel.Ptr(x), kernel.Ptr(o.values[0]), count(n))
 }
 
-// keyBits returns the number of bits with which n random keys are all different with a
-// probability of at least 0.9, as torch chooses it.
+// keyBits returns the length of random keys in bits, as torch chooses it: n keys are all
+// different with a probability of at least 0.9.
 func keyBits(n int) int {
 	v := float64(n)
 	return min(64, int(math.Ceil(math.Log2(v-(6*v*v+1)/(12*math.Log(0.9))))))

@@ -1,7 +1,12 @@
-// Torch's random fills. One kernel template serves every distribution and
-// element type; CHORUS_DIST and CHORUS_TYPE, macros given to the compiler, say
-// which one this module is. Fused multiply-adds are written out where nvcc
-// contracts, so that no flag and no compiler changes a bit.
+// Torch's random fills, with the same bits. One kernel template serves all distributions and
+// element types. The compiler gets the distribution and the type of a module by the macros
+// CHORUS_DIST and CHORUS_TYPE.
+//
+// A fill has three steps: philox generates four random words, a Draw converts them to two or
+// four numbers, and a distribution converts a number to an element.
+//
+// nvcc contracts multiplications and additions of torch's kernels. This file writes these
+// fused multiply-adds explicitly, so that results do not depend on a compiler or its flags.
 
 typedef signed char i8;
 typedef unsigned char u8;
@@ -14,7 +19,7 @@ typedef unsigned long long u64;
 
 // ---- elements ----
 
-// The 16-bit floats are their bits: NVRTC comes without cuda_fp16.h.
+// The 16-bit floats are structs of their bits, because NVRTC does not include cuda_fp16.h.
 struct Half { u16 bits; };
 struct BFloat { u16 bits; };
 
@@ -31,8 +36,8 @@ static __device__ __forceinline__ float wide(Half h) {
 }
 #endif
 
-// Round to nearest, ties to even. Not an instruction before compute capability
-// 8.0, and no slower where the stores are what takes time.
+// bfloat_of rounds to nearest even. It does not use the instruction for this, which needs
+// compute capability 8.0. A fill is limited by its stores, so the instruction is not faster.
 static __device__ __forceinline__ BFloat bfloat_of(float x) {
     u32 u = __float_as_uint(x);
     BFloat b;
@@ -43,9 +48,9 @@ static __device__ __forceinline__ float wide(BFloat b) { return __uint_as_float(
 static __device__ __forceinline__ float wide(float x) { return x; }
 static __device__ __forceinline__ double wide(double x) { return x; }
 
-// Element<T>::Acc is the type in which torch computes values of T, digits the
-// width of T's significand, or 0 where T is an integer, and top its largest
-// value, where T is an integer.
+// Element<T> has the properties of an element type. Acc is the type that torch computes
+// values in. digits is the width of the significand, or 0 for integers. top is the largest
+// value of an integer type.
 template <class T> struct Element;
 #define INTEGER(T, most) \
     template <> struct Element<T> { \
@@ -84,7 +89,7 @@ FLOATING(double, double, 53, double)
 
 struct Words { u32 x, y, z, w; };
 
-// Philox4x32-10: ten rounds on a counter of 128 bits with a key of 64.
+// philox is Philox4x32-10: ten rounds on a counter of 128 bits with a key of 64 bits, the seed.
 static __device__ __forceinline__ Words philox(u32 k0, u32 k1, u64 counter, u32 subsequence) {
     Words c = {(u32)counter, (u32)(counter >> 32), subsequence, 0};
 #pragma unroll
@@ -97,18 +102,19 @@ static __device__ __forceinline__ Words philox(u32 k0, u32 k1, u64 counter, u32 
     return c;
 }
 
-// ---- draws: what becomes of four words ----
+// ---- draws: numbers from four words ----
 
 static __device__ __forceinline__ float fused(float a, float b, float c) { return fmaf(a, b, c); }
 static __device__ __forceinline__ double fused(double a, double b, double c) { return fma(a, b, c); }
 
-// Values in (0, 1]: the middles of 2^32 or 2^53 intervals.
+// unit returns a number in (0, 1]: the middle of one of 2^32 or 2^53 intervals.
 static __device__ __forceinline__ float unit(u32 x) { return fmaf((float)x, 0x1p-32f, 0x1p-33f); }
 static __device__ __forceinline__ double unit(u32 x, u32 y) {
     return fma((double)(x ^ (u64)y << 21), 0x1p-53, 0x1p-54);
 }
 
-// Two normal values from two uniform ones, by Box and Muller: the sine first.
+// box_muller computes two normal values from two uniform ones. The value of the sine comes
+// first.
 static __device__ __forceinline__ void box_muller(u32 x, u32 y, float* out) {
     const float turn = 0x1.921fb6p-30f; // 2 pi / 2^32
     float sine, cosine, angle = fmaf((float)y, turn, turn / 2);
@@ -125,6 +131,8 @@ static __device__ __forceinline__ void box_muller(Words w, double* out) {
     out[1] = cosine * radius;
 }
 
+// A Draw has the type of its numbers, Value, their count, and the conversion of four words,
+// draw.
 template <class A> struct Unit;
 template <> struct Unit<float> {
     typedef float Value;
@@ -182,15 +190,15 @@ template <class A, class B> struct If<false, A, B> { typedef B Type; };
 template <class A, class B> struct Same { static const bool yes = false; };
 template <class A> struct Same<A, A> { static const bool yes = true; };
 
-// ---- distributions: what becomes of a draw ----
+// ---- distributions: elements from numbers ----
 
-// Three numbers of 64 bits; what they are is up to the distribution.
+// Params are three parameters of 64 bits. Each distribution defines their meaning.
 struct Params {
     u64 p[3];
     __device__ __forceinline__ double real(int i) const { return __longlong_as_double((i64)p[i]); }
 };
 
-// Torch's logarithms and exponential are the fast ones for float only.
+// The functions that torch uses: fast approximations for float, and accurate ones for double.
 static __device__ __forceinline__ float log_of(float x) { return __logf(x); }
 static __device__ __forceinline__ double log_of(double x) { return log(x); }
 static __device__ __forceinline__ float log_1p(float x) { return __logf(1.f + x); }
@@ -200,7 +208,7 @@ static __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 static __device__ __forceinline__ float ceil_of(float x) { return ceilf(x); }
 static __device__ __forceinline__ double ceil_of(double x) { return ceil(x); }
 
-// [from, to): a value that rounds to `to`, as that of 1 does, is `from`.
+// Uniform is uniform in [from, to). A value that rounds to `to` becomes `from`.
 template <class T> struct Uniform {
     typedef typename Element<T>::Acc A;
     typedef Unit<A> Draw;
@@ -228,8 +236,9 @@ template <class T> struct LogNormal {
     __device__ __forceinline__ T operator()(A z) const { return Element<T>::of(exp_of(fused(z, std, mean))); }
 };
 
-// scale is -1/lambda. A draw next to 1 counts as just below it: 0 is no value
-// of the distribution, and the fast logarithm may be far off there.
+// Exponential has the parameter scale = -1/lambda. Close to 1, it replaces the logarithm by
+// half an epsilon, as torch does: the fast logarithm is inaccurate there, and the value must
+// not be 0.
 template <class T> struct Exponential {
     typedef typename Element<T>::Acc A;
     typedef Unit<A> Draw;
@@ -249,6 +258,7 @@ template <class T> struct Bernoulli {
     __device__ __forceinline__ T operator()(A u) const { return Element<T>::of((A)(u < p)); }
 };
 
+// Geometric is the number of trials up to the first success.
 template <class T> struct Geometric {
     typedef typename Element<T>::Acc A;
     typedef Unit<A> Draw;
@@ -257,8 +267,8 @@ template <class T> struct Geometric {
     __device__ __forceinline__ T operator()(A u) const { return Element<T>::of(ceil_of(log_of(u) / failure)); }
 };
 
-// Every value of an integer type that is not negative, or every integer that a
-// floating-point type has exactly up to 2^digits.
+// Random is uniform over the values of an integer type that are not negative, or over the
+// integers from 0 to 2^digits for a floating-point type.
 template <class T> struct Random {
     typedef typename If<Same<T, double>::yes || Same<T, i64>::yes, Bits64, Bits32>::Type Draw;
     __device__ Random(Params) {}
@@ -268,6 +278,8 @@ template <class T> struct Random {
     }
 };
 
+// RandomRange is uniform over the range integers from base on. RandomNear draws 32 bits.
+// RandomFar draws 64 bits, for large ranges.
 template <class T, class D> struct RandomRange {
     typedef D Draw;
     typename D::Value range;
@@ -286,8 +298,9 @@ template <class T> struct RandomFar : RandomRange<T, Bits64> {
 
 // ---- the fill ----
 
-// Thread t of all has subsequence t. Its draws fill elements t, t+threads,
-// t+2*threads...: which element gets which value depends on the grid.
+// fill is the grid-stride loop of all fills. Thread t of the grid uses Philox subsequence t and
+// fills the elements t, t+threads, t+2*threads, and so on. The values of elements therefore
+// depend on the grid, which must be torch's.
 template <class Dist, class T>
 static __device__ __forceinline__ void fill(T* out, u32 n, u32 k0, u32 k1, u64 offset, Params p) {
     typedef typename Dist::Draw Draw;
@@ -306,8 +319,9 @@ static __device__ __forceinline__ void fill(T* out, u32 n, u32 k0, u32 k1, u64 o
     }
 }
 
-// Numbers of 64 bits come in halves, the low one first. In a graph, place has the
-// seed and the offset of the launch, to which the fill's own offset is added.
+// fill_kernel fills out. Numbers of 64 bits are passed in halves, the low one first. k is the
+// seed, o the offset, and a, b and c are the distribution's parameters. In a graph, place is
+// not null: it has the seed and the offset of the launch, and the fill adds its offset o.
 #define PAIR(lo, hi) ((u64)(u32)(hi) << 32 | (u32)(lo))
 
 #ifdef CHORUS_DIST
@@ -315,8 +329,8 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 fill_kernel(CHORUS_TYPE* out, int n, int k0, int k1, int o0, int o1,
             int a0, int a1, int b0, int b1, int c0, int c1, const u64* place) {
     Params p = {{PAIR(a0, a1), PAIR(b0, b1), PAIR(c0, c1)}};
-    // Twice: the keys of the parameters are known to be those of all threads, which
-    // makes the generator a quarter faster.
+    // Two calls, because a seed that is a kernel parameter is known to be the same for all
+    // threads. This makes the generator a quarter faster.
     if (place)
         fill<CHORUS_DIST<CHORUS_TYPE>>(out, (u32)n, (u32)place[0], (u32)(place[0] >> 32), PAIR(o0, o1) + place[1], p);
     else

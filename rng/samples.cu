@@ -1,7 +1,15 @@
 
 // ---- multinomial samples ----
 // The lines above are rng.cu. NVRTC compiles both at run time. CHORUS_ELEMENT is the type of the
-// weights. Each row of the weights is a distribution. Sums are rounded like torch's.
+// weights. Each row of the weights is a distribution over its columns, the categories.
+//
+// With replacement: weight_sums normalizes the rows, weight_scan computes their prefix sums,
+// and sample_rows searches them for uniform numbers. Without replacement, each weight is
+// divided by an exponentially distributed number, and the categories with the largest
+// quotients are the sample: sample_best selects one category, and a sort of sample_keys
+// orders several.
+//
+// Sums are rounded like torch's.
 
 typedef CHORUS_ELEMENT Type;
 typedef Element<Type>::Acc Acc;
@@ -11,7 +19,8 @@ typedef Element<Type>::Acc Acc;
 static __device__ __forceinline__ Type add(Type a, Type b) { return Element<Type>::of(wide(a) + wide(b)); }
 static __device__ __forceinline__ Type divide(Type a, Type b) { return Element<Type>::of(wide(a) / wide(b)); }
 
-// warp_sum adds the numbers of each warp: thread 0 of the warp gets the sum.
+// warp_sum adds the 32 numbers of each warp in shared memory: lane 0 gets the sum. All lanes
+// call it after a __syncwarp.
 static __device__ __forceinline__ Type warp_sum(Type* x) {
     const u32 t = threadIdx.x, lane = t % 32;
     for (u32 d = 16; d > 0; d /= 2) {
@@ -21,8 +30,9 @@ static __device__ __forceinline__ Type warp_sum(Type* x) {
     return x[t];
 }
 
-// weight_sums divides the weights by the sum of their row, if parts is not null, and reports the
-// rows that are not a distribution. A launch has a multiple of 32 threads in a block.
+// weight_sums computes the sum of each row, one block for a row. If parts is not null, it
+// stores the weights divided by the sum. It sets bad[row] if a weight is negative, infinite
+// or NaN, or if the sum is not positive. Blocks have a multiple of 32 threads.
 extern "C" __global__ void __launch_bounds__(1024) weight_sums(const Type* weights, Type* parts, u32* bad, u64 rows, u64 columns) {
     __shared__ Type x[1024], total[1];
     __shared__ u32 invalid;
@@ -58,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(1024) weight_sums(const Type* weigh
     }
 }
 
-// weight_scan replaces the parts of each row by their prefix sums, by the method of Sklansky on
-// two elements for each thread at a time, as torch.cumsum does.
+// weight_scan stores the prefix sums of each row, one block for a row. Like torch.cumsum, it
+// uses Sklansky's scan in shared memory, with two elements for each thread at a time.
 extern "C" __global__ void __launch_bounds__(512) weight_scan(const Type* parts, Type* sums, u64 rows, u64 columns) {
     __shared__ Type x[1024];
     const u32 t = threadIdx.x, threads = blockDim.x;
@@ -87,8 +97,9 @@ extern "C" __global__ void __launch_bounds__(512) weight_scan(const Type* parts,
     }
 }
 
-// sample_rows draws with replacement: the first category whose prefix sum reaches a uniform
-// number. span is the number of subsequences of a row; rows from 65535 on draw again.
+// sample_rows draws with replacement: the result is the first category with a prefix sum that
+// is not below a uniform number. span is the number of Philox subsequences of a row. Rows
+// from 65535 on use the subsequences of earlier rows again, with the next counter.
 extern "C" __global__ void __launch_bounds__(256) sample_rows(i64* out, const Type* sums, const Type* parts, const u32* bad,
         u64 rows, u64 columns, u64 samples, u64 span, u64 seed, u64 offset, const u64* place) {
     if (place) {
@@ -112,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_rows(i64* out, const Ty
     }
 }
 
-// order returns a number that is larger for a larger value, and largest for NaN.
+// order maps floating-point numbers to integers of the same order. NaN is the largest.
 static __device__ __forceinline__ u64 order(float v) {
     if (v != v) return 0xffffffffu;
     const u32 b = __float_as_uint(v);
@@ -124,8 +135,9 @@ static __device__ __forceinline__ u64 order(double v) {
     return b >> 63 ? ~b : b | 0x8000000000000000ull;
 }
 
-// sample_best draws one category of each row: the largest quotient of weight and exponentially
-// distributed number; of equal quotients, the first.
+// sample_best draws one category of each row, one block for a row: the category with the
+// largest quotient of weight and wait, and the first one of equal quotients. A reduction in
+// shared memory finds it. waits are exponentially distributed.
 extern "C" __global__ void __launch_bounds__(256) sample_best(i64* out, const Type* weights, const Type* waits, const u32* bad, u64 rows, u64 columns) {
     __shared__ u64 best[256], index[256];
     const u32 t = threadIdx.x;
@@ -145,18 +157,19 @@ extern "C" __global__ void __launch_bounds__(256) sample_best(i64* out, const Ty
     }
 }
 
-// sample_keys stores keys that sort by falling quotients of weights and waits.
+// sample_keys stores sort keys: ascending keys order the elements by descending quotients.
 extern "C" __global__ void __launch_bounds__(256) sample_keys(u64* keys, const Type* weights, const Type* waits, u64 n) {
     const u64 most = sizeof(Acc) == 4 ? 0xffffffffull : ~0ull;
     EACH(i, n) keys[i] = most - order(wide(divide(weights[i], waits[i])));
 }
 
-// sample_row_keys stores the rows of the sorted elements.
+// sample_row_keys stores the row of each sorted element as its key. A stable sort of these keys
+// groups the elements by rows.
 extern "C" __global__ void __launch_bounds__(256) sample_row_keys(u64* keys, const u32* values, u64 n, u64 columns) {
     EACH(i, n) keys[i] = values[i] / columns;
 }
 
-// sample_first stores the categories of the first elements of each row.
+// sample_first stores the categories of the first elements of each row: the sample.
 extern "C" __global__ void __launch_bounds__(256) sample_first(i64* out, const u32* values, const u32* bad, u64 rows, u64 columns, u64 samples) {
     EACH(i, rows * samples) {
         const u64 row = i / samples;

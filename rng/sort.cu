@@ -5,8 +5,11 @@
 
 #define EACH(i, n) for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (u64)gridDim.x * blockDim.x)
 
-// The sort orders by one digit after the other, the lowest first. Blocks work on equal parts of
-// the keys, in steps of a tile.
+// The sort is a radix sort with digits of 8 bits, the lowest first. Each pass has three
+// kernels: sort_count counts the digits in each block's part of the keys, sort_scan computes
+// prefix sums over the blocks, and sort_scatter moves the keys. Blocks process their part in
+// tiles, and each warp processes a contiguous part of the tile, so that the order of equal
+// keys is kept.
 enum { THREADS = 256, WARPS = THREADS / 32, DIGITS = 256, TILE = 4096, PART = TILE / WARPS };
 
 static __device__ __forceinline__ u32 digit_of(u64 key, u32 shift) { return (u32)(key >> shift) % DIGITS; }
@@ -22,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(256) sort_count(const u64* keys, u3
     counts[threadIdx.x * gridDim.x + blockIdx.x] = count[threadIdx.x];
 }
 
-// scanned replaces the threads' numbers by the sums of the lower threads' numbers, and returns
-// the sum of all.
+// scanned replaces own by the sum over all lower threads of the block, an exclusive prefix
+// sum, and returns the sum over all threads. All threads of the block call it.
 static __device__ __forceinline__ u32 scanned(u32* x, u32& own) {
     x[threadIdx.x] = own;
     __syncthreads();
@@ -39,8 +42,8 @@ static __device__ __forceinline__ u32 scanned(u32* x, u32& own) {
     return all;
 }
 
-// sort_scan replaces the counts of one digit by the counts of the blocks before, and stores the
-// sum. A launch has a block for each digit.
+// sort_scan replaces the counts of one digit by their exclusive prefix sums over the blocks,
+// and stores the total. A launch has one block for each digit.
 extern "C" __global__ void __launch_bounds__(256) sort_scan(u32* counts, u32* totals, u32 blocks) {
     __shared__ u32 x[THREADS];
     u32* const row = counts + blockIdx.x * blocks;
@@ -55,10 +58,13 @@ extern "C" __global__ void __launch_bounds__(256) sort_scan(u32* counts, u32* to
     if (threadIdx.x == 0) totals[blockIdx.x] = sum;
 }
 
-// peers returns the lanes whose keys have the same digit. Lanes without a key have digit DIGITS.
+// peers returns the mask of the lanes whose keys have the same digit. All lanes of the warp
+// call it; lanes without a key pass DIGITS.
 static __device__ __forceinline__ u32 peers(u32 digit) { return __match_any_sync(0xffffffffu, digit); }
 
-// sort_scatter moves keys and values to their places. Without values, a value is the key's index.
+// sort_scatter moves keys and values to their positions. If values is null, the value of a
+// key is its index. base is the next position of each digit in this block, and at is the next
+// position of each digit in each warp.
 extern "C" __global__ void __launch_bounds__(256) sort_scatter(const u64* keys, const u32* values, u64* keys_out,
         u32* values_out, const u32* counts, const u32* totals, u64 n, u64 part, u32 shift) {
     __shared__ u32 base[DIGITS], x[THREADS], at[WARPS][DIGITS + 1];
@@ -70,14 +76,14 @@ extern "C" __global__ void __launch_bounds__(256) sort_scatter(const u64* keys, 
     for (u64 tile = begin; tile < end; tile += TILE) {
         for (u32 w = 0; w < WARPS; w++) at[w][threadIdx.x] = 0;
         __syncthreads();
-        for (u32 step = 0; step < PART; step += 32) { // how many keys of each digit has each warp?
+        for (u32 step = 0; step < PART; step += 32) { // count the digits of each warp
             const u64 i = tile + warp * PART + step + lane;
             const u32 digit = i < end ? digit_of(keys[i], shift) : (u32)DIGITS, mask = peers(digit);
             if (digit < DIGITS && (mask & ((1u << lane) - 1)) == 0) at[warp][digit] += __popc(mask);
             __syncwarp();
         }
         __syncthreads();
-        for (u32 w = 0; w < WARPS; w++) { // where are the places of each warp?
+        for (u32 w = 0; w < WARPS; w++) { // compute the first position of each warp
             const u32 count = at[w][threadIdx.x];
             at[w][threadIdx.x] = base[threadIdx.x];
             base[threadIdx.x] += count;
@@ -102,14 +108,15 @@ extern "C" __global__ void __launch_bounds__(256) sort_scatter(const u64* keys, 
     }
 }
 
-// permutation_keys widens random integers and keeps their low bits. torch sorts signed integers,
-// so the sign bit is inverted.
+// permutation_keys converts random integers to sort keys: it widens them, and keeps the bits
+// of the mask. torch sorts signed integers, so the kernel inverts the sign bit.
 extern "C" __global__ void __launch_bounds__(256) permutation_keys(u64* keys, const i32* narrow, u64 n, u64 mask) {
     EACH(i, n) keys[i] = (narrow ? (u64)((u32)narrow[i] ^ 0x80000000u) : keys[i] ^ 0x8000000000000000ull) & mask;
 }
 
-// permutation_ties permutes the values of equal keys by the method of Fisher and Yates: sorting
-// leaves them in their order. The first of equal keys draws, from the subsequence of its index.
+// permutation_ties shuffles the values of equal keys by the algorithm of Fisher and Yates,
+// because the stable sort keeps them in their order. The thread of the first of several equal
+// keys shuffles all their values. It draws from the Philox subsequence of the key's index.
 extern "C" __global__ void __launch_bounds__(256) permutation_ties(const u64* keys, u32* values, u64 n, u64 seed, u64 offset, const u64* place) {
     if (place) {
         seed = place[0];

@@ -8,8 +8,8 @@ import (
 
 type currentKey struct{ dev *device.Device }
 
-// NewContext returns a context in which s is the current stream of its device, and that
-// device is the current one (device.Current), for code that uses torch's current stream
+// NewContext returns a context with s as the current stream of its device, and with this
+// device as the current device (device.Current), for code that uses torch's current stream
 // (torch.cuda.stream). The current streams of other devices, and the parent context, do
 // not change. If s is nil, NewContext returns ctx.
 func NewContext(ctx context.Context, s *Stream) context.Context {

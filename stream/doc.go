@@ -14,7 +14,7 @@
 // it on the other. The host does not wait.
 //
 // Concurrency: a stream or an event may be used by several goroutines; their operations
-// are then enqueued in the order in which their calls arrive.
+// are then enqueued in the order that their calls arrive.
 //
 // Lifetime: Close is idempotent and never waits; operations that are already enqueued
 // still run.

@@ -71,8 +71,8 @@ type Event struct {
 	captured atomic.Bool // its last Record was captured into a graph
 
 	mu     sync.Mutex
-	graphs int  // that have an operation on the event
-	closed bool // the last of them destroys the event
+	graphs int  // number of graphs that have an operation on the event
+	closed bool // the last graph destroys the event
 }
 
 type eventRef = gpu.EventRef

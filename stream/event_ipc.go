@@ -34,8 +34,8 @@ func (e *Event) IPCHandle() (EventHandle, error) {
 }
 
 // OpenEvent opens an event of another process (cuIpcOpenEventHandle,
-// torch.cuda.Event.from_ipc_handle). dev must be the GPU on which that process created the
-// event. Either process may record it and wait for it. The process that created the event
+// torch.cuda.Event.from_ipc_handle). dev must be the GPU that the event was created
+// on. Either process may record it and wait for it. The process that created the event
 // must close it last.
 //
 // The process that created the event cannot open it. Virtual devices share events between

@@ -15,7 +15,7 @@
 // may be 0.
 //
 // Ownership: memory that Make and similar functions allocated belongs to the tensors that
-// Make and Retain returned, and is freed when the last of them is closed. All other
+// Make and Retain returned, and is freed when the last of these tensors is closed. All other
 // tensors borrow their memory: views, copies of the value, and tensors of Of, whose memory
 // belongs to the slice. Close of a borrowing tensor does nothing; using it after the
 // memory was freed is an error that matches device.ErrClosed.

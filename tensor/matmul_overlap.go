@@ -25,8 +25,8 @@ func shares(x, y *Tensor) bool {
 	return meet(a[:na], b[:nb], wa, wb, distance)
 }
 
-// sharesWithin reports whether elements of a tensor may share memory: the step of a dimension
-// is smaller than the extent of the dimensions inside of it.
+// sharesWithin reports whether elements of a tensor may share memory: the stride of a dimension
+// is smaller than the extent of its inner dimensions.
 func sharesWithin(t *Tensor) bool {
 	if t.at().Repeats() {
 		return true

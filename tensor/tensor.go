@@ -54,9 +54,9 @@ func Make(s *stream.Stream, t memory.DType, shape ...int) (Tensor, error) {
 	return of(strided.Make(s, t, shape, strided.RowMajor(shape)))
 }
 
-// MakeLike allocates a tensor of the shape of x in the order of s, of type t. Its strides
-// follow torch: those of x if x is dense, and otherwise dense strides in the same order
-// (torch.empty_like).
+// MakeLike allocates a tensor with the shape of x and type t, in the order of s
+// (torch.empty_like). Its strides follow torch: the strides of x if x is dense, and otherwise
+// dense strides in the same order.
 func MakeLike(s *stream.Stream, x Tensor, t memory.DType) (Tensor, error) {
 	a := x.at()
 	if err := a.Check("tensor: make like", nil); err != nil {

@@ -162,8 +162,8 @@ func (t Tensor) Unsqueeze(dim int) (Tensor, error) {
 	return of(v, nil)
 }
 
-// Expand returns the view of the given shape in which dimensions of length 1, and missing
-// leading ones, repeat (torch.Tensor.expand). The result is read-only.
+// Expand returns a view of the given shape (torch.Tensor.expand). It repeats dimensions of
+// length 1 and missing leading dimensions. The result is read-only.
 func (t Tensor) Expand(shape ...int) (Tensor, error) { return of(t.at().Expand(shape)) }
 
 // View returns the elements under another shape, without a copy (torch.Tensor.view). One

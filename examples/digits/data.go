@@ -93,6 +93,6 @@ func Reference() ([]float64, error) {
 	return r.Losses, err
 }
 
-// Share returns the rows of n on which rank of size trains. Sizes differ by at
-// most one, so the number of ranks need not divide the batch.
+// Share returns the rows of n that a rank of size ranks trains on. Sizes differ by at most
+// one, so the number of ranks need not divide the batch.
 func Share(n, rank, size int) (from, to int) { return n * rank / size, n * (rank + 1) / size }

@@ -1,7 +1,7 @@
 // Command bench measures frequent operations on one GPU: launches of kernels and of
 // graphs, random numbers, and allocations. It prints one line per figure: its name and the
 // median in microseconds. testdata has equivalent programs in C and PyTorch, and
-// compare.sh, which runs all of them alternately.
+// compare.sh, which runs all programs alternately.
 package main
 
 import (

@@ -78,7 +78,7 @@ type API interface {
 	SetWorkspace(h Handle, p cudadrv.DevicePtr, bytes uintptr) Result
 	SetMathMode(h Handle, m Math) Result
 	SetPointerMode(h Handle, m PointerMode) Result
-	// SetSmCountTarget limits the multiprocessors of products; 0 means all of them.
+	// SetSmCountTarget limits the multiprocessors of products; 0 means no limit.
 	SetSmCountTarget(h Handle, n int32) Result
 	// GemmEx computes C = alpha·op(A)·op(B) + beta·C. alpha and beta have the scale type of
 	// the compute type. Values on the host are read before GemmEx returns.

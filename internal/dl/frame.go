@@ -11,8 +11,8 @@ const (
 	maxCells = 4
 	maxKept  = 8
 
-	// The C convention of amd64 passes a struct of more than 16 bytes by value on the
-	// stack; that of arm64 passes a pointer to a copy.
+	// A struct of more than 16 bytes: the C convention of amd64 passes its value on the stack,
+	// and the convention of arm64 passes a pointer to a copy.
 	structOnStack = runtime.GOARCH == "amd64"
 	intRegisters  = 6 // of amd64
 	structWords   = 16

@@ -25,24 +25,24 @@ func (a Algorithm) String() string {
 	return fmt.Sprintf("algorithm %d", int(a))
 }
 
-// spans has, by the number of ranks, the maximum sizes for which OneShot and
-// TwoShotPackets are the fastest. The values are measured for 2 H200s, and otherwise
-// estimated from a prototype.
+// spans has, by the number of ranks, the maximum sizes for OneShot and for TwoShotPackets:
+// they are the fastest algorithms up to there. The values are measured for 2 H200s, and
+// otherwise estimated from a prototype.
 var spans = [maxRanks + 1][2]int{
 	2: {1 << 20, 1 << 20},
 	3: {128 << 10, 256 << 10}, 4: {128 << 10, 256 << 10},
 	5: {32 << 10, 256 << 10}, 6: {32 << 10, 256 << 10}, 7: {32 << 10, 256 << 10}, 8: {32 << 10, 256 << 10},
 }
 
-// lineSpans has, by the number of ranks, the size above which and the size up to which
-// TwoShotLines is the fastest algorithm if it is supported. The values are measured for 2
+// lineSpans has, by the number of ranks, the range of sizes for TwoShotLines, if it is
+// supported: above the first size, up to the second one. The values are measured for 2
 // H200s. The others are estimates from measurements of an earlier, longer kernel on 4.
 var lineSpans = [maxRanks + 1][2]int{
 	2: {384 << 10, 4 << 20}, 3: {128 << 10, 4 << 20}, 4: {128 << 10, 4 << 20},
 	5: {128 << 10, 4 << 20}, 6: {128 << 10, 4 << 20}, 7: {128 << 10, 4 << 20}, 8: {128 << 10, 4 << 20},
 }
 
-// choose returns the algorithm for a size, for which TwoShot must have room.
+// choose returns the algorithm for a size, which must not exceed the limit of TwoShot.
 func (r *Rank) choose(bytes int) Algorithm {
 	l, span, lines := r.Limits(), spans[r.ranks], lineSpans[r.ranks]
 	switch {
@@ -71,7 +71,7 @@ func (l Limits) AllReduce() int { return l.TwoShot }
 
 // Limits returns the maximum sizes of operations of r, the same on all ranks.
 func (r *Rank) Limits() Limits {
-	// A part, in packets or lines, must fit in a slot, and the parts of all ranks in a
+	// A share, in packets or lines, must fit in a slot, and the shares of all ranks in a
 	// whole.
 	share := func(bytes int) int { return min(r.slot/bytes, r.whole/bytes/r.ranks) }
 	l := Limits{OneShot: r.slot / 2, TwoShotPackets: share(packetBytes) * r.ranks * 8, TwoShot: r.whole, Part: r.slot / 2}
@@ -93,8 +93,8 @@ func (l *Limits) of(a Algorithm) int {
 	return l.TwoShot
 }
 
-// steps returns the number of words, cells or line lanes for which the algorithm needs a
-// thread.
+// steps returns the number of threads that the algorithm can use: one for each word, cell or
+// line lane.
 func (a Algorithm) steps(bytes, ranks int) int {
 	switch a {
 	case TwoShotPackets:

@@ -36,7 +36,7 @@ var formatOf = func() (at [memory.Float8E5M2 + 1]int) {
 // A fold reduces words of 8 bytes, one from each rank, in rank order.
 type fold func(words []uint64) uint64
 
-// A number is a type in which elements are reduced.
+// A number is a type that reductions compute in.
 type number interface {
 	int8 | uint8 | int32 | uint32 | int64 | uint64 | float32 | float64
 }

@@ -29,7 +29,7 @@ var archive = ptx.Open(packed)
 const (
 	maxRanks    = 8
 	maxThreads  = 512 // of a block
-	warp        = 32  // block sizes are multiples of it
+	warp        = 32  // block sizes are multiples of warp
 	maxBlocks   = 128
 	ticks       = 256 // ticks per epoch
 	packetBytes = 16

@@ -16,7 +16,7 @@ func (r *Rank) Supports(a Algorithm) error {
 }
 
 // missesLines returns the reason why lines between this rank and the others may be torn,
-// according to the driver, or "".
+// according to the driver, or "" if they arrive whole.
 func (r *Rank) missesLines(cards []card) (string, error) {
 	p, err := r.dev.Properties()
 	if err != nil {

@@ -73,8 +73,8 @@ func confer[T any](ctx context.Context, exchange Exchange, ranks int, mine T, fa
 	return values, nil
 }
 
-// Confer returns an error on all ranks if some have failed: their own error on these
-// ranks, and an error that names the first of them on the others. All ranks agree on
+// Confer returns an error on all ranks if a rank has failed. The failed ranks get their own
+// error, and the others get an error that names the first failed rank. All ranks agree on
 // whether it matches errors.ErrUnsupported.
 func Confer(ctx context.Context, exchange Exchange, ranks int, failed error) error {
 	_, err := confer(ctx, exchange, ranks, true, failed)

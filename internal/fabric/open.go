@@ -28,7 +28,7 @@ type Config struct {
 
 const (
 	defaultBytes = 8 << 20
-	unitBytes    = 64 << 10 // slots and wholes are multiples of it
+	unitBytes    = 64 << 10 // slots and wholes are multiples of unitBytes
 	mostBytes    = 1 << 30
 )
 

@@ -83,7 +83,7 @@ func (r *Rank) Err() error {
 }
 
 // Close aborts the rank, waits for the streams that had its operations, and frees its
-// memory. Close the ranks of a group when all of them have completed their operations: a
+// memory. Close the ranks of a group after all ranks have completed their operations: a
 // rank that still waits for a closed one waits until it is aborted. Close is idempotent
 // and accepts nil. It fails, and the rank stays open, while a graph has captured its
 // operations, and while a stream that had operations is captured.

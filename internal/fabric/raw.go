@@ -40,8 +40,8 @@ func (r *Rank) Takes(x *Raw) bool {
 	return ok
 }
 
-// Enqueue enqueues a collective for which Takes has returned true on s, a stream of the
-// rank's device. Destination and source may be in place as in NCCL, except for AllToAlls,
+// Enqueue enqueues a collective on s, a stream of the rank's device. Takes must have returned
+// true for it. Destination and source may be in place as in NCCL, except for AllToAlls,
 // whose operands must not overlap.
 func (r *Rank) Enqueue(s *stream.Stream, x *Raw) error {
 	if err := r.Err(); err != nil {

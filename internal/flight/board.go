@@ -8,8 +8,7 @@ type Board struct {
 	several atomic.Bool              // the process has several ranks
 }
 
-// boardSize is the largest distance between two ranks, in collectives, at which they are
-// still compared.
+// boardSize is the maximum distance between two compared ranks, in collectives.
 const boardSize = 256
 
 // Ranks sets the number of ranks in this process.

@@ -223,8 +223,8 @@ func (r *Recorder) Trace() (list []Operation) {
 	return list
 }
 
-// Between describes the operations from first to last, one of which hangs. lost adds that
-// an operation before them may hang.
+// Between describes the operations from first to last, if one of these operations hangs. lost
+// adds that an operation before them may hang.
 func Between(first, last Operation, lost bool) string {
 	text := first.String()
 	switch {

@@ -25,7 +25,7 @@ type Recorder struct {
 	Frames     bool          // record call stacks
 	hidden     bool          // the ring is used only for error messages
 
-	blindTime atomic.Int64 // nanoseconds in which a capture prevented queries of the streams
+	blindTime atomic.Int64 // total nanoseconds during which a capture prevented queries of the streams
 	lastQuery int64        // when the watchdog last queried, or tried to
 
 	mu          sync.Mutex
@@ -41,7 +41,7 @@ type Recorder struct {
 	watched     bool           // a goroutine watches the operations
 	closed      bool           // the communicator has ended
 	finalState  State          // of operations that are not known to have completed
-	timedOut    uint64         // the operation for which the communicator timed out, if known
+	timedOut    uint64         // the operation that caused the timeout, if known
 
 	unordered      bool    // operations of several streams may complete in any order
 	lastStream     uintptr // the stream of the latest operation that runs
@@ -82,8 +82,8 @@ func NewRecorder(entries int) *Recorder {
 	return r
 }
 
-// Clock is Now without the time in which the streams could not be queried. Deadlines use
-// it, because a completion in that time is observed only later.
+// Clock is Now minus the time during which the streams could not be queried. Deadlines use
+// Clock, because a completion during that time is observed only later.
 func (r *Recorder) Clock() int64 { return Now() - r.blindTime.Load() }
 
 // StartWatch starts the queries of the watchdog.
@@ -181,7 +181,7 @@ func (r *Recorder) find(id uint64) *Entry {
 	return nil
 }
 
-// ordered reports whether the operations complete in the order in which they were issued.
+// ordered reports whether the operations complete in the order they were issued.
 // mu is held.
 func (r *Recorder) ordered() bool { return !r.unordered || !r.severalStreams }
 
@@ -268,7 +268,7 @@ func (r *Recorder) SetFinalState(fate State) {
 	}
 }
 
-// TimedOut records the operation for which the communicator timed out.
+// TimedOut records the operation that caused the communicator's timeout.
 func (r *Recorder) TimedOut(record uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -2,7 +2,7 @@ package flight
 
 import "math"
 
-// A Suspicion is a range of operations, one of which may hang.
+// A Suspicion is a range of operations. One of these operations may hang.
 type Suspicion struct {
 	First, Last Entry
 	Lost        bool  // an earlier operation, which the ring has overwritten, may hang too

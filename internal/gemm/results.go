@@ -201,7 +201,7 @@ func readLines(r io.Reader) (lines []string, err error) {
 }
 
 // ReadResults reads a file of WriteResults. Products use the results from now on. The whole
-// file is refused if its validators are not those of the device, or if a line is invalid.
+// file is refused if its validators differ from the device's, or if a line is invalid.
 // Results that the device already has stay.
 func ReadResults(dev *device.Device, r io.Reader) error {
 	lines, err := readLines(r)
@@ -293,8 +293,8 @@ func (c *choices) record(p *Problem) {
 	}
 }
 
-// Record records the products that were not tuned, from now on. stop ends that, and writes one
-// line for each of them: Op,Params.
+// Record records the products that are not tuned, from now on. stop ends the recording and
+// writes one line for each product: Op,Params.
 func Record(dev *device.Device) (stop func(w io.Writer) error, err error) {
 	x, err := siteOf(dev)
 	if err != nil {

@@ -39,8 +39,8 @@ type Result struct {
 	Dropped       int           // because they failed, or for other results
 }
 
-// The factors by which an algorithm may be slower than the best one after the first
-// measurements (TunableOp).
+// An algorithm is dropped after the first or the second measurement if its time exceeds the
+// best time by more than this factor (TunableOp).
 const (
 	firstLimit  = 1.5
 	secondLimit = 1.15
@@ -92,7 +92,7 @@ func (q *queue) tune(ctx context.Context, o *TuneOptions) (Result, error) {
 	return r, err
 }
 
-// stale is no version of choices.
+// stale is not a valid version of choices.
 const stale = ^uint64(0)
 
 // online has the options for tuning products at their first use, or nil.

@@ -167,7 +167,7 @@ func (d *Device) Ask(call Call) error {
 
 func (d *Device) fail(op string, r cudadrv.Result) error { return d.sys.errs.Failed(op, d.ordinal, r) }
 
-// Err returns the sticky error for which the process lost the device, or nil.
+// Err returns the sticky error that made the device unusable for the process, or nil.
 func (d *Device) Err() error { return d.sys.errs.Lost(d.ordinal) }
 
 // answerPatience is the maximum time to wait for the driver's answer about a lost device.

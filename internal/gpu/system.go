@@ -21,7 +21,7 @@ type Errors interface {
 	// Failed returns the error of a driver call for the device with the ordinal, or for no
 	// device if the ordinal is negative.
 	Failed(op string, ordinal int, r cudadrv.Result) error
-	// Lost returns the sticky error for which the process lost the device, or nil.
+	// Lost returns the sticky error that made the device unusable for the process, or nil.
 	Lost(ordinal int) error
 	// Captured returns the error of a call that is illegal while an object is captured
 	// into a graph.

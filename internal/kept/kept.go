@@ -13,8 +13,8 @@ import (
 type Key struct{ _ byte }
 
 // A Map is for few keys that are looked up often and rarely added: a lookup compares all
-// of them. Its methods may be called by any goroutine. The zero value is empty. A Map must
-// not be copied.
+// keys. Its methods may be called by any goroutine. The zero value is empty. A Map must not
+// be copied.
 type Map struct {
 	mu   sync.Mutex // held while the list is changed
 	list atomic.Pointer[[]entry]
@@ -77,7 +77,7 @@ func (m *Map) store(key *Key, value any) {
 	m.list.Store(&list)
 }
 
-// Clear removes all keys and returns their values in the order in which they were added.
+// Clear removes all keys and returns their values in the order they were added.
 func (m *Map) Clear() (values []any) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -20,7 +20,7 @@ const (
 	verdictWait = time.Second
 	// drainWait limits the reading from pipes after all workers were killed.
 	drainWait = 2 * time.Second
-	// zombieEvery is the interval at which exited adopted processes are collected.
+	// zombieEvery is the time between two collections of exited adopted processes.
 	zombieEvery = 10 * time.Second
 )
 

@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// An Allocator is the allocator of a device, on which a trace is replayed.
+// An Allocator replays a trace: it is the allocator of a device, or a test double.
 type Allocator interface {
 	// Alloc allocates on the stream with the given number.
 	Alloc(stream, bytes int) (ptr uint64, err error)

@@ -17,8 +17,8 @@ type Batch interface {
 	// At returns operation i. The caller may set its Service before Record.
 	At(i int) Operation
 
-	// Record enters the operations in the flight recorders, and compares them with those of
-	// the other ranks in this process. If it returns an error, nothing is recorded.
+	// Record enters the operations in the flight recorders, and compares them with the
+	// operations of the other ranks in this process. If it returns an error, nothing is recorded.
 	Record() error
 
 	// Execute gives operation i to NCCL, outside of a group of NCCL.

@@ -1,8 +1,8 @@
-// Package ranks gives packages above nccl the inside of an nccl.Communicator, such as its
-// place in a stream, and the steps in which an nccl.Batch is enqueued.
+// Package ranks gives packages above nccl access to the internals of an nccl.Communicator,
+// such as its position in a stream, and to the steps of enqueueing an nccl.Batch.
 //
 // nccl.Communicator embeds a Ref and nccl.Batch a BatchRef, so that [Of] and [StepsOf] find
-// the inside and users see neither the field nor its methods.
+// the internals. Users see neither the field nor its methods.
 package ranks
 
 import "github.com/gochorus/chorus/stream"

@@ -75,7 +75,7 @@ func (b *Batch) enqueue() error {
 }
 
 // decide chooses the backend of each operation. If a rank has several collectives in the
-// batch, NCCL gets all of them, because it orders them on a stream itself. Transfers do not
+// batch, NCCL gets all these collectives, because it orders them on a stream itself. Transfers do not
 // count: other ranks need not have them.
 func (b *Batch) decide() {
 	b.describe()
@@ -90,7 +90,7 @@ func (b *Batch) decide() {
 	}
 }
 
-// describe makes a plan in which NCCL executes all operations.
+// describe makes a plan that executes all operations by NCCL.
 func (b *Batch) describe() {
 	clear(b.tallies)
 	b.foreign = 0

@@ -26,11 +26,11 @@ type Measured struct {
 // reduces reports whether the times of a collective depend on its type and reduction.
 func reduces(k flight.Kind) bool { return k == flight.AllReduce || k == flight.ReduceScatter }
 
-// isOdd reports whether a number of bytes is not made of whole 16.
+// isOdd reports whether a number of bytes is not a multiple of 16.
 func isOdd(bytes int) bool { return bytes%16 != 0 }
 
-// find returns the strategies for x, the fastest first: those of the size with the nearest
-// logarithm.
+// find returns the strategies for x, the fastest first. It uses the entry whose size has the
+// nearest logarithm.
 func (t *Index) find(x *ranks.Collective) []Strategy {
 	bytes := x.Bytes()
 	if t == nil || bytes == 0 || x.DType >= numDTypes {
@@ -67,8 +67,8 @@ func (t *Index) find(x *ranks.Collective) []Strategy {
 	return list[i].Eager
 }
 
-// nearer reports whether the logarithm of n is at least as near to that of the larger of two
-// sizes.
+// nearer reports whether n, on a logarithmic scale, is at least as near to the larger of two
+// sizes as to the smaller one.
 func nearer(larger, smaller, n int) bool {
 	return float64(n)*float64(n) >= float64(larger)*float64(smaller)
 }

@@ -38,7 +38,8 @@ var (
 	kernelPartBytes = 64 << 10
 )
 
-// MostBytes is the size up to which Chorus kernels are measured and used by measured times.
+// MostBytes is the maximum size for measuring Chorus kernels, and for using them by measured
+// times.
 const MostBytes = 16 << 20
 
 // SetKernelBytes lets NCCL take over from Chorus kernels at other sizes, in tests.

@@ -24,9 +24,9 @@ const (
 	tuneBytes    = 16 << 20
 )
 
-// Measure measures the choices of a plan in their order, except copy engines. It returns the
-// times of each local rank, in µs: for each choice those of its strategies. All ranks must
-// call it with the same plan, and the devices must run nothing else.
+// Measure measures the choices of a plan in their order, except copy engines. It returns, for
+// each local rank and choice, the times of the strategies in µs. All ranks must call it with
+// the same plan, and the devices must not run other work.
 func (rs Routers) Measure(ctx context.Context, plan []Choice) ([][]float64, error) {
 	times := make([][]float64, len(rs))
 	err := rs.each(ctx, func(ctx context.Context, i int) (err error) {

@@ -24,12 +24,11 @@ const (
 	wholeBytesVirtual = 256
 )
 
-// oddBytes is the largest size for which sizes that are not multiples of 16 bytes are
-// measured.
+// oddBytes is the maximum of the measured sizes that are not multiples of 16 bytes.
 const oddBytes = 4 << 20
 
-// engineBytes is the smallest size for which copy engines are measured: smaller copies
-// take equally long.
+// engineBytes is the minimum size for measuring copy engines: smaller copies take equally
+// long.
 const engineBytes = 256 << 10
 
 // Plan returns the measurements of a tuning: the possible strategies for each operation,

@@ -15,8 +15,7 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Router chooses the backends of one rank's collectives, and has the other backends than
-// NCCL.
+// A Router chooses the backends of one rank's collectives, and owns the backends except NCCL.
 type Router struct {
 	comm     *nccl.Communicator
 	in       ranks.Inside    // of comm

@@ -4,7 +4,7 @@ package route
 
 import "fmt"
 
-// A Strategy is a comm.Strategy. The documentation of package comm describes each of them.
+// A Strategy is a comm.Strategy. Package comm documents the strategies.
 type Strategy uint8
 
 // The strategies.

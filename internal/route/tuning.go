@@ -62,7 +62,7 @@ type operation struct {
 	op    flight.Reduction // likewise
 }
 
-// tunedKinds are the collectives for which a Tuning can choose.
+// tunedKinds are the collectives that a Tuning can have choices for.
 var tunedKinds = []flight.Kind{flight.AllReduce, flight.AllGather, flight.ReduceScatter, flight.Broadcast, flight.AllToAll}
 
 var tunedOps = []flight.Reduction{flight.Sum, flight.Prod, flight.Max, flight.Min, flight.Avg}

@@ -38,9 +38,10 @@ func (rs Routers) openWindows(ctx context.Context) error {
 	})
 }
 
-// openWindow registers the rank's window when all ranks have the memory for theirs, since
-// NCCL waits for all of them, and returns when all have. After an error r keeps the
-// memory until its communicator has ended, because the registration may still run.
+// openWindow registers the rank's window after all ranks have allocated the memory of their
+// windows, because NCCL waits for all ranks. It returns when all windows are registered.
+// After an error r keeps the memory until its communicator has ended, because the
+// registration may still run.
 func (r *Router) openWindow(ctx context.Context) error {
 	w := &window{comm: r.comm}
 	r.window = w

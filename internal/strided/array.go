@@ -11,8 +11,8 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// An Array is a view of memory. It is a value: nobody changes the shape and the strides
-// once others have it. The zero Array is invalid.
+// An Array is a view of memory. It is a value: its shape and strides do not change after it is
+// passed on. The zero Array is invalid.
 type Array struct {
 	mem    *storage
 	ref    *reference // the reference that Close releases; nil if the memory is borrowed
@@ -154,8 +154,8 @@ func (t *Array) Check(op string, dev *device.Device) error {
 	return nil
 }
 
-// Expand returns the array of the given shape in which dimensions of length 1, and missing
-// leading ones, repeat. It borrows the memory.
+// Expand returns a view of the given shape. It repeats dimensions of length 1 and missing
+// leading dimensions. The view borrows the memory.
 func (t Array) Expand(shape []int) (Array, error) {
 	more := len(shape) - len(t.Shape)
 	if more < 0 {

@@ -9,8 +9,8 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// smallPiece is the size up to which a kernel for many copies is faster than a driver call
-// for each contiguous copy.
+// smallPiece is the maximum size of a contiguous copy in a kernel for many copies. For larger
+// copies, driver calls are faster.
 const smallPiece = 1 << 20
 
 // CopyAll enqueues the copy of each tensor of src to the corresponding tensor of dst; see

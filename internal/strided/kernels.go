@@ -133,7 +133,7 @@ func launch(s *stream.Stream, dst, src Array, loops []loop) error {
 	return j.enqueue(loops, 0, 0)
 }
 
-// widen treats contiguous runs as wider elements, of at most 16 bytes, if all of them are
+// widen treats contiguous runs as wider elements, of at most 16 bytes, if all runs are
 // aligned, and returns the width.
 func widen(dst, src Array, loops []loop) (width int, wide []loop) {
 	size := dst.DType.Size()

@@ -143,8 +143,7 @@ func flat(loops []loop) bool {
 	return len(loops) == 0 || len(loops) == 1 && loops[0].dst == 1 && loops[0].src == 1
 }
 
-// Repeats reports whether several elements share an address, so that nobody may write the
-// array.
+// Repeats reports whether several elements share an address. Such an array is read-only.
 func (t *Array) Repeats() bool {
 	if t.Len() == 0 {
 		return false

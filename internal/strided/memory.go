@@ -17,8 +17,8 @@ type storage struct {
 	refs int // open references; 0 if the memory is borrowed
 }
 
-// A reference is a counted reference to a storage. Copies of an array share it, so
-// that closing any of them releases it once.
+// A reference is a counted reference to a storage. Copies of an array share it: the first
+// Close of a copy releases it.
 type reference struct {
 	mem    *storage
 	closed bool // guarded by mem.mu

@@ -70,8 +70,8 @@ func RowBytes[T Tensor](dst, src T) int {
 	return p.row
 }
 
-// mixed is the size up to which pieces of different widths are copied together, with the
-// narrowest of their widths.
+// mixed is the maximum size of pieces that share a launch with pieces of other widths. The
+// launch uses the narrowest width.
 const mixed = 64 << 10
 
 // A sorter collects pieces into as few launches as possible.

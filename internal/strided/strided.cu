@@ -1,6 +1,12 @@
-// Copies between any two layouts: one kernel for each width of an element, one that
-// converts between types, which it finds out element by element so that one kernel
-// serves all pairs, and for each width one that makes many small copies at once.
+// Copies and sums of strided memory:
+//   copy1 ... copy16      copy between any two layouts, by the width of an element in bytes
+//   convert               copies and converts; it selects the types at run time, so that one
+//                         kernel serves all pairs of types
+//   pieces1 ... pieces16  make many small copies in one launch
+//   fan1 ... fan16        copy many arrays to several destinations in one launch
+//   sum1, sum16           add arrays of several lists in one launch
+// The operands may be memory of other devices. Blocks have THREADS threads, and a thread of a
+// copy has ITEMS elements.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -10,17 +16,18 @@ typedef unsigned long long u64;
 #define ITEMS 4
 #define LOOPS 8
 
-// ---- places ----
+// ---- offsets ----
 
-// A loop goes over one dimension of both tensors: n steps, and how many elements
-// each is in the destination and in the source. The innermost comes first.
+// A Loop is a dimension of both tensors: its length, and its strides in the destination and
+// in the source, in elements. The innermost dimension comes first.
 struct Loop { u32 n; i64 dst, src; };
 
 #define LOOP(k) , u32 n##k, i64 d##k, i64 s##k
 #define LOOP_PARAMS LOOP(0) LOOP(1) LOOP(2) LOOP(3) LOOP(4) LOOP(5) LOOP(6) LOOP(7)
 #define LOOP_VALUES {{n0, d0, s0}, {n1, d1, s1}, {n2, d2, s2}, {n3, d3, s3}, {n4, d4, s4}, {n5, d5, s5}, {n6, d6, s6}, {n7, d7, s7}}
 
-// place finds element i of all; the last of the loops needs no division.
+// place computes the offsets of element i in both tensors. The outermost loop needs no
+// division.
 static __device__ __forceinline__ void place(const Loop (&loops)[LOOPS], u32 count, u32 i, i64& dst, i64& src) {
 	dst = src = 0;
 #pragma unroll
@@ -41,8 +48,8 @@ static __device__ __forceinline__ void place(const Loop (&loops)[LOOPS], u32 cou
 
 struct alignas(16) Wide { u64 a, b; };
 
-// copy loads all elements of a thread before it stores the first, so that they are
-// on their way together.
+// copy loads all elements of a thread before it stores the first one, so that the loads are
+// in flight together.
 template <class W> static __device__ __forceinline__ void copy(W* to, const W* from, u32 n, u32 count, const Loop (&loops)[LOOPS]) {
 	const u32 first = blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
 	W held[ITEMS];
@@ -73,13 +80,14 @@ COPY(16, Wide)
 
 // ---- many copies at once ----
 
-// The tables are parameters: each launch carries its own, also in a graph.
+// The tables are kernel parameters, so each launch has its own table, also in a graph.
 #define PIECES 120
 #define SOURCES 328
 #define DESTINATIONS 16
 
-// piece_of finds the one of the pieces, of which end has where each ends when all are
-// counted through, that element i belongs to, and where it begins.
+// piece_of returns the piece that contains element i of the launch, and stores the index of
+// the piece's first element in begin. end[p] is the number of elements of the pieces 0 to p.
+// The search is binary.
 static __device__ __forceinline__ u32 piece_of(const u32* end, u32 count, u32 i, u32& begin) {
 	u32 low = 0, high = count - 1;
 	while (low < high) {
@@ -91,14 +99,16 @@ static __device__ __forceinline__ u32 piece_of(const u32* end, u32 count, u32 i,
 	return low;
 }
 
-// A piece is rows of neighbours, which begin so many elements apart in the destination
-// and in the source. It may be memory of another device.
+// A piece is a copy of contiguous rows. row is the length of a row, and to_step and from_step
+// are the distances between rows, in elements. n is the number of elements of all pieces,
+// and count the number of pieces.
 struct Pieces {
 	u64 to[PIECES], from[PIECES];
 	u32 end[PIECES], row[PIECES], to_step[PIECES], from_step[PIECES];
 	u32 n, count;
 };
 
+// pieces makes the copies of a table. Like copy, it loads before it stores.
 template <class W> static __device__ __forceinline__ void pieces(const Pieces& t) {
 	const u32 first = blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
 	W held[ITEMS];
@@ -123,13 +133,15 @@ template <class W> static __device__ __forceinline__ void pieces(const Pieces& t
 		if (first + k * THREADS < t.n) *at[k] = held[k];
 }
 
-// A fan is pieces that go to several places each, one after the other there.
+// A Fan is a list of count arrays that are copied to several destinations. Each of the ways
+// destinations gets all arrays, concatenated. n is the number of elements of all arrays.
 struct Fan {
 	u64 to[DESTINATIONS], from[SOURCES];
 	u32 end[SOURCES];
 	u32 n, count, ways;
 };
 
+// fan makes the copies of a table. It loads each element once.
 template <class W> static __device__ __forceinline__ void fan(const Fan& t) {
 	const u32 n = t.n, count = t.count, ways = t.ways;
 	const u32 first = blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
@@ -161,7 +173,7 @@ MANY(16, Wide)
 
 // ---- conversions ----
 
-// The types, as memory.DType numbers them.
+// The numbers of the types in memory.DType.
 enum { BOOL = 1, I8, U8, I16, U16, I32, U32, I64, U64, F16, BF16, F32, F64, F8E4M3, F8E5M2 };
 
 #ifdef __CUDACC__
@@ -177,8 +189,9 @@ static __device__ __forceinline__ unsigned short half_bits(float x) {
 }
 #endif
 
-// Moving the bits of a small float to their places in a float leaves the exponent
-// too small by the difference of the biases, for subnormal numbers too.
+// e4m3_value moves exponent and mantissa to their positions in a float. Then the exponent is
+// too small by the difference of the biases, 120, so the value is multiplied by 2^120. This is
+// also correct for subnormal numbers.
 static __device__ __forceinline__ float e4m3_value(u32 q) {
 	const u32 size = q & 0x7f;
 	const float x = size == 0x7f ? __uint_as_float(0x7fc00000) : __uint_as_float(size << 20) * __uint_as_float((127 + 120) << 23);
@@ -186,14 +199,15 @@ static __device__ __forceinline__ float e4m3_value(u32 q) {
 }
 static __device__ __forceinline__ float e5m2_value(u32 q) { return half_value((unsigned short)(q << 8)); }
 
-// small_bits rounds to nearest, ties to even, and makes of what is too large
-// `over`, of NaN `nan`, as torch does.
+// small_bits converts a float to an 8-bit float with the given number of mantissa bits and
+// exponent bias. It rounds to nearest even. Numbers above largest become over, and NaN
+// becomes nan, as in torch.
 static __device__ __forceinline__ u32 small_bits(float x, int mantissa, int bias, u32 largest, u32 over, u32 nan) {
 	const u32 bits = __float_as_uint(x), size = bits & 0x7fffffff, sign = bits >> 24 & 0x80;
 	if (size > 0x7f800000) return sign | nan;
 	int exponent = (int)(size >> 23) - 127 + bias;
 	int shift = 23 - mantissa;
-	if (exponent <= 0) { // below the normal numbers
+	if (exponent <= 0) { // subnormal
 		shift += 1 - exponent;
 		exponent = 1;
 	}
@@ -211,7 +225,8 @@ static __device__ __forceinline__ unsigned short bfloat_bits(float x) {
 	return x != x ? 0x7fff : (unsigned short)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-// A value is one of the three, as is its type.
+// A Value is an element of any type. It is f if kind is FLOATING. Otherwise it is i, and for
+// UNSIGNED, i has the bits of an unsigned integer.
 struct Value { double f; i64 i; int kind; };
 enum { FLOATING, SIGNED, UNSIGNED };
 
@@ -262,6 +277,7 @@ static __device__ __forceinline__ void store(void* p, i64 i, u32 type, const Val
 	}
 }
 
+// convert is copy with a conversion from type stype to type dtype.
 extern "C" __global__ void __launch_bounds__(THREADS) convert(void* to, const void* from, u32 n, u32 count LOOP_PARAMS, u32 dtype, u32 stype) {
 	const Loop loops[LOOPS] = LOOP_VALUES;
 	const u32 first = blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
@@ -282,9 +298,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) convert(void* to, const vo
 
 // ---- sums ----
 
-// A sum is pieces that are added over several places, whose elements are those of the
-// sum in the same order. Of each piece all places come one after the other; the ends of
-// the pieces are behind all places, two in a word.
+// A Sum adds several lists of arrays to one destination, which has the sums of the first
+// arrays, of the second arrays, and so on. count is the number of arrays in a list, places is
+// the number of lists, and n is the number of elements of the destination. words has the
+// addresses of the first array in each list, then of the second array in each list, and so
+// on. The table of ends for piece_of follows, two numbers in a word.
+//
+// A thread loads at most TERMS addends before it adds them.
 #define WORDS 500
 #define TERMS 7
 struct Sum {
@@ -292,9 +312,10 @@ struct Sum {
 	u32 n, count, places, type;
 };
 
-// A Number of a type is its bits in memory, in an R.
+// Number<type, R>::add adds two elements of a type. R is an unsigned type for its bits, or
+// the type itself.
 template <int type, class R> struct Number {
-	static __device__ __forceinline__ R add(R a, R b) { return (R)(a + b); } // whole numbers wrap, with a sign or without
+	static __device__ __forceinline__ R add(R a, R b) { return (R)(a + b); } // integers wrap around, signed ones too
 };
 template <class R> struct Number<BOOL, R> {
 	static __device__ __forceinline__ R add(R a, R b) { return a || b; }
@@ -311,9 +332,9 @@ FLOATS(BF16, bfloat_value, bfloat_bits)
 FLOATS(F8E4M3, e4m3_value, e4m3_bits)
 FLOATS(F8E5M2, e5m2_value, e5m2_bits)
 
-// add_all adds the elements of a thread over all places, in their order, rounding each
-// time. V of them are loaded at once, and of TERMS places before the first is added, so
-// that what comes from other devices is on its way together.
+// add_all adds V adjacent elements of all lists, in the order of the lists, and rounds after
+// each addition. It loads up to TERMS addends before it adds the first one, so that loads from
+// other devices are in flight together.
 template <int type, class R, int V> static __device__ __forceinline__ void add_all(const Sum& t) {
 	struct alignas(sizeof(R) * V) Pack { R x[V]; };
 	const u32 i = blockIdx.x * THREADS + threadIdx.x;
@@ -336,7 +357,8 @@ template <int type, class R, int V> static __device__ __forceinline__ void add_a
 	((Pack*)t.to)[i] = sum;
 }
 
-// Those of 16 bytes at once; nobody is in a hurry to add 8-bit floats.
+// add_type selects the type. If wide, a thread adds 16 bytes; the 8-bit floats have only the
+// narrow form, because their sums are rare.
 template <bool wide> static __device__ __forceinline__ void add_type(const Sum& t) {
 #define TYPE(type, R) case type: return add_all<type, R, wide ? 16 / sizeof(R) : 1>(t);
 	switch (t.type) {

@@ -77,7 +77,7 @@ func (x *summation) add(lists [][]Array, i int) error {
 	return nil
 }
 
-// launch adds what the table has, and empties it.
+// launch adds the arrays of the table, and empties it.
 func (x *summation) launch() error {
 	t := x.table
 	if t.count == 0 {

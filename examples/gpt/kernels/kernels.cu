@@ -1,6 +1,7 @@
-// The kernels of the model. kernels.go defines ELEMENT, the sizes of the model and the shapes
-// of some launches. Arithmetic is in float. A sum over rows has a fixed order, so that runs
-// repeat exactly.
+// The kernels of the model: embedding, layer norm, attention, GELU and loss, with their
+// backward passes. cuBLAS computes the matrix products. kernels.go defines ELEMENT, the sizes
+// of the model and the shapes of some launches. Arithmetic is in float. A sum over rows has a
+// fixed order, so that runs repeat exactly.
 
 struct bf16 { unsigned short bits; };
 
@@ -15,10 +16,10 @@ template <> __device__ __forceinline__ bf16 store<bf16>(float x) { // to nearest
 	return bf16{x != x ? (unsigned short)0x7fff : (unsigned short)((u + 0x7fff + (u >> 16 & 1)) >> 16)};
 }
 
-// rounded returns x as an activation would hold it.
+// rounded returns x rounded to the type of activations.
 __device__ __forceinline__ float rounded(float x) { return load(store<T>(x)); }
 
-#define THREADS 256 // of a block, unless a kernel says otherwise
+#define THREADS 256 // of a block, unless the kernel's comment names another number
 #define WARPS (THREADS / 32)
 #define HEAD (WIDTH / HEADS) // columns of a head
 #define PER (WIDTH / 32)     // columns of a lane: lane, lane + 32, ...
@@ -30,13 +31,14 @@ __device__ __forceinline__ float rounded(float x) { return load(store<T>(x)); }
 
 // ---- sums ----
 
+// warp_sum returns the sum over the lanes of the warp, in all lanes. All lanes call it.
 __device__ float warp_sum(float x) {
 	for (int other = 16; other > 0; other /= 2) x += __shfl_xor_sync(0xffffffff, x, other);
 	return x;
 }
 
-// last_block returns true in the last block of the grid that calls it, which then sees the
-// parts that all other blocks have written. *count is 0 before the kernel and after it.
+// last_block returns true in the last block of the grid that calls it. The block then sees the
+// partial sums of all other blocks. All threads call it. *count is 0 before and after a kernel.
 __device__ bool last_block(unsigned* count) {
 	__shared__ bool last;
 	__threadfence();
@@ -50,11 +52,13 @@ __device__ bool last_block(unsigned* count) {
 	return last;
 }
 
+// put stores a gradient or, for ACCUMULATE, adds to it.
 __device__ void put(float* to, float x, int flags) { *to = flags & ACCUMULATE ? *to + x : x; }
 
-// ---- embedding and layer norm: a warp for each row ----
+// ---- embedding and layer norm: one warp for each row ----
 
-// standardize makes the mean of a row 0 and its variance 1, and returns 1 / sigma.
+// standardize scales a row to mean 0 and variance 1, and returns 1 / sigma. A warp calls it;
+// each lane has PER columns in x.
 __device__ float standardize(float (&x)[PER]) {
 	float sum = 0, squares = 0;
 	for (int i = 0; i < PER; i++) sum += x[i];
@@ -65,6 +69,7 @@ __device__ float standardize(float (&x)[PER]) {
 	return inverse;
 }
 
+// layer_norm stores the layer norm of a row in a. A warp calls it.
 __device__ void layer_norm(float (&x)[PER], const float* w, const float* b, T* a, int lane) {
 	standardize(x);
 	for (int i = 0; i < PER; i++) {
@@ -73,7 +78,8 @@ __device__ void layer_norm(float (&x)[PER], const float* w, const float* b, T* a
 	}
 }
 
-// Tokens are lines of CONTEXT + 1: row r of a batch reads a token and predicts the next one.
+// line returns the index of the token that a row of the batch reads. The row predicts the
+// next token. Each sequence has CONTEXT + 1 tokens, and CONTEXT rows.
 __device__ int line(int row) { return row / CONTEXT * (CONTEXT + 1) + row % CONTEXT; }
 
 // h = tok[token] + pos[place]; a = layer_norm(h).
@@ -103,8 +109,9 @@ extern "C" __global__ void add_norm(const float* before, const T* y, float* h, c
 	layer_norm(x, w, b, a + row * WIDTH, lane);
 }
 
-// The backward pass of a = layer_norm(h) computes dh, dw and db from da. dy is dh as T: the
-// gradient of the product that was added to h. A block has NORM_ROWS rows.
+// norm_back is the backward pass of a = layer_norm(h). It computes dh, dw and db from da. dy
+// is dh in type T: the gradient of the product that was added to h. A block has NORM_ROWS
+// rows and stores its sums for dw and db in parts; the last block adds the parts.
 extern "C" __global__ void norm_back(const T* da, const float* h, const float* w, float* dh, T* dy,
 		float* dw, float* db, float* parts, unsigned* count, int rows, int flags) {
 	__shared__ float sums[2 * WIDTH][WARPS];
@@ -145,8 +152,9 @@ extern "C" __global__ void norm_back(const T* da, const float* h, const float* w
 	}
 }
 
-// The backward pass of both embeddings: a block for each token and for each place, with
-// EMBED_GROUPS groups of WIDTH threads. Each group adds up some of the rows.
+// embed_back is the backward pass of both embeddings. The grid has a block for each token of
+// the vocabulary and for each position, with EMBED_GROUPS groups of WIDTH threads. Each group
+// adds some of the rows, and the first group adds the sums of all groups.
 extern "C" __global__ void __launch_bounds__(EMBED_GROUPS * WIDTH) embed_back(
 		const int* tokens, const float* dh, float* dtok, float* dpos, int rows, int flags) {
 	__shared__ float sums[EMBED_GROUPS][WIDTH];
@@ -165,14 +173,15 @@ extern "C" __global__ void __launch_bounds__(EMBED_GROUPS * WIDTH) embed_back(
 	put(place >= 0 ? dpos + place * WIDTH + c : dtok + token * WIDTH + c, sum, flags);
 }
 
-// ---- attention: a block for each sequence and head, with ATTENTION_THREADS threads, and a
-// thread for each place ----
+// ---- attention: a block for each sequence and head, with ATTENTION_THREADS threads; thread i
+// computes position i ----
 
-// A Heads is one head of one sequence: a thread's query, and the keys and values of all places.
+// A Heads is the input of a block: the query of this thread's position, and in shared memory
+// the keys and values of all positions. All threads of the block construct it.
 struct Heads {
 	float q[HEAD];
 	float (*k)[HEAD], (*v)[HEAD];
-	int row, column; // of the first place, in the matrix of queries, keys and values
+	int row, column; // of the first position, in the matrix of queries, keys and values
 
 	__device__ Heads(const T* qkv, float (*k)[HEAD], float (*v)[HEAD]) : k(k), v(v) {
 		row = blockIdx.x / HEADS * CONTEXT, column = blockIdx.x % HEADS * HEAD;
@@ -186,7 +195,8 @@ struct Heads {
 		__syncthreads();
 	}
 
-	// weights computes the softmax of this thread's query over the places up to its own.
+	// weights computes the attention weights of this thread's query: the softmax of its scores
+	// over the positions up to its own one.
 	__device__ void weights(float* p) const {
 		float top = LOWEST, sum = 0;
 		for (int j = 0; j <= threadIdx.x; j++) {
@@ -203,7 +213,7 @@ struct Heads {
 	static __device__ float scale() { return 1 / sqrtf(HEAD); }
 };
 
-// o = softmax(q k / sqrt(HEAD), of places up to the query's) v.
+// attention computes o = softmax(q k / sqrt(HEAD)) v with a causal mask.
 extern "C" __global__ void attention(const T* qkv, T* o) {
 	__shared__ float k[CONTEXT][HEAD], v[CONTEXT][HEAD], p[CONTEXT][CONTEXT];
 	const Heads in(qkv, k, v);
@@ -218,10 +228,11 @@ extern "C" __global__ void attention(const T* qkv, T* o) {
 	for (int d = 0; d < HEAD; d++) o[(in.row + i) * WIDTH + in.column + d] = store<T>(sum[d]);
 }
 
-// The backward pass of attention. It computes the weights again.
+// attention_back is the backward pass of attention. It computes the weights again. Thread i
+// computes dq of position i, and after a barrier dk and dv of position i.
 extern "C" __global__ void attention_back(const T* qkv, const T* dout, T* dqkv) {
 	__shared__ float q[CONTEXT][HEAD], k[CONTEXT][HEAD], v[CONTEXT][HEAD], g[CONTEXT][HEAD];
-	__shared__ float p[CONTEXT][CONTEXT], ds[CONTEXT][CONTEXT]; // weights, and the gradients of scores
+	__shared__ float p[CONTEXT][CONTEXT], ds[CONTEXT][CONTEXT]; // weights, and gradients of the scores
 	const Heads in(qkv, k, v);
 	const int i = threadIdx.x;
 	T* out = dqkv + (in.row + i) * 3 * WIDTH + in.column;
@@ -284,8 +295,9 @@ extern "C" __global__ void widen(const T* x, float* sum, int n, int flags) {
 
 // ---- loss, and the end of a step ----
 
-// loss = scale times the sum over the rows of the cross-entropy of the logits z with the next
-// token. The kernel overwrites z by the gradient of loss.
+// cross_entropy computes loss = scale * the sum over all rows of the cross-entropy of the
+// logits z and the next token. It overwrites z with the gradient of the loss. Each thread has
+// a row; the last block adds the sums of all blocks.
 extern "C" __global__ void cross_entropy(T* z, const int* tokens, float* loss, float* parts, unsigned* count,
 		float scale, int rows, int flags) {
 	__shared__ float sums[WARPS];
@@ -315,9 +327,9 @@ extern "C" __global__ void cross_entropy(T* z, const int* tokens, float* loss, f
 	put(loss, scale * mine, flags);
 }
 
-// Writes the loss and the norm of the gradients to the step's place in the log of n steps,
-// counts the step, and sets the learning rate of the next one: it grows to peak in warmup
-// steps.
+// end_step writes the loss and the norm of the gradients to the log, which has room for n
+// steps, and counts the step. It sets the learning rate of the next step, which grows to peak
+// in warmup steps. One thread runs it.
 extern "C" __global__ void end_step(const float* loss, const float* norm, int* step, float* log, int n,
 		double* rate, double peak, int warmup) {
 	const int s = *step;

@@ -117,7 +117,7 @@ func (h *Header) RequireValues(values map[string]int64) {
 const prototypeC = `
 #include <cstddef>
 #include <type_traits>
-// The width of what a pointer points at: 0 for void, char and opaque structs.
+// The width of the type that a pointer points at: 0 for void, char and opaque structs.
 template<class P, class = void> struct width { static constexpr size_t value = 0; };
 template<class P> struct width<P, std::void_t<decltype(sizeof(P))>> {
 	static constexpr size_t value = std::is_void_v<P> || std::is_same_v<std::remove_cv_t<P>, char> ? 0 : sizeof(P);

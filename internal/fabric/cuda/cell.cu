@@ -1,10 +1,11 @@
 #ifdef CHORUS_TYPE
 
-// The all-reduce of what is long, by cells.
+// The all-reduce for large sizes: a two-shot all-reduce of cells between barriers. A cell is
+// 16 bytes of data without marks, so that no bandwidth is lost.
 
-// loadCell and storeCell are load and store for cells, to which aligned refers. What goes
-// by bytes is left to functions that are called: with them at each of its loads and stores
-// this kernel had three times as many instructions, and took a microsecond more.
+// loadCell and storeCell are load and store for cells; aligned refers to 16 bytes. The
+// accesses by bytes are functions that are not inlined. With inlined ones, the kernel had
+// three times as many instructions and took a microsecond longer.
 static __device__ __noinline__ Cell loadCellBytes(const char* p, u64 i, u64 bytes) {
 	const Cell v = {loadBytes(p, i * 2, bytes), loadBytes(p, i * 2 + 1, bytes)};
 	return v;
@@ -27,17 +28,19 @@ static __device__ __forceinline__ void sendCell(const Rank& me, Cell* to, Cell v
 	if (!me.over) putCell(to, v);
 }
 
-// A Share is the cells of a rank's share of an all-reduce: of each rank share of them,
-// all in all.
+// A Share describes how the ranks divide an all-reduce: all is the number of cells, and share
+// the number of cells for each rank. has reports whether rank r's share has an i-th cell;
+// the last shares may be shorter or empty.
 struct Share {
 	u64 all, share;
 	__device__ bool has(u32 r, u64 i) const { return i < share && r * share + i < all; }
 };
 
-// BATCH is how many cells of a share a thread has at once.
+// BATCH is the number of cells of a share that a thread processes together.
 #define BATCH (MOST == 2 ? 4 : 1)
 
-// loadCells loads cells of the shares of the k-th ranks after this one.
+// loadCells loads BATCH cells of each other rank's share: c[b][k] is for the k-th rank after
+// this one.
 static __device__ __forceinline__ void loadCells(const Rank& me, const char* in, const Share& of, u64 i, u64 bytes, bool aligned, Cell (&c)[BATCH][MOST]) {
 #pragma unroll
 	for (u32 b = 0; b < BATCH; b++)
@@ -46,7 +49,8 @@ static __device__ __forceinline__ void loadCells(const Rank& me, const char* in,
 			if (k < count(me)) c[b][k] = loadCell(in, after(me, k) * of.share + i + b * stride(), bytes, aligned);
 }
 
-// reduceCell is reduce for cells.
+// reduceCell reduces the cells of all ranks, in rank order: c[r] is the cell of rank r, and
+// own is this rank's cell.
 static __device__ __forceinline__ Cell reduceCell(const Rank& me, const Cell (&c)[MOST], Cell own) {
 	Values a = unpack(me.rank == 0 ? own.a : c[0].a), b = unpack(me.rank == 0 ? own.b : c[0].b);
 #pragma unroll
@@ -59,8 +63,10 @@ static __device__ __forceinline__ Cell reduceCell(const Rank& me, const Cell (&c
 	return v;
 }
 
-// all_reduce_3 is the same with cells, of which nothing but their bytes goes
-// over the links, and a barrier of each block before they are read.
+// all_reduce_3 has three phases with a barrier after the first and the second: send each rank
+// its share, reduce this rank's share and send the result to all ranks, copy the results of
+// the other ranks to the output. Threads of the same block index write and read a cell, so
+// barriers between single blocks are sufficient.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_3(LINKS, const char* in, char* out, u64 bytes, u32 aligned) {
 	Rank me = RANK;
 	const u64 all = (bytes + 15) / 16, step = BATCH * stride();

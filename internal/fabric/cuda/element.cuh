@@ -1,9 +1,11 @@
-// The 16-bit floats are their bits: NVRTC comes without cuda_fp16.h.
+// Element types and reductions.
+
+// The 16-bit floats are structs of their bits, because NVRTC does not include cuda_fp16.h.
 struct Half { u16 bits; };
 struct BFloat { u16 bits; };
 
-// Element<T>::Acc is the type in which elements are reduced: the floats of 16 bits as
-// float, everything else as it is.
+// Element<T>::Acc is the type that reductions compute in: float for the 16-bit floats, and T
+// for all other types. wide converts to it. narrow converts back, rounding to nearest even.
 template <class T> struct Element {
 	typedef T Acc;
 	static __device__ __forceinline__ T wide(T x) { return x; }
@@ -33,8 +35,8 @@ template <> struct Element<BFloat> {
 	}
 };
 
-// An operation joins two values, and finishes with the number of ranks. Of a number and
-// a NaN the greatest and the least are the number.
+// A reduction combines values by join, and computes the result of all ranks by finish. Max
+// and Min of a number and a NaN are the number.
 template <class A> struct Sum {
 	static __device__ __forceinline__ A join(A a, A b) { return a + b; }
 	static __device__ __forceinline__ A finish(A a, u32) { return a; }

@@ -1,40 +1,44 @@
 #ifdef CHORUS_TYPE
 
-// The all-reduce by lines: as with packets nothing waits for a barrier, and yet all but a
-// sixteenth of what goes over the links is data.
+// The two-shot all-reduce of lines. As with packets, the receiver polls marks in the data
+// and no barrier is necessary, but marks are only a sixteenth of the bytes.
 
-// A line is 128 bytes, of which eight lanes of a warp store 16 each by one instruction.
-// Over NVLink they are one write, and come together: PTX does not promise it, and Open
-// looks whether it may be relied on. Its last word is the mark, the others are data.
+// A line has 128 bytes: 15 words of data and a mark. Eight lanes of a warp store 16 bytes
+// each by one instruction. Over NVLink, the store arrives as a whole, so a valid mark
+// proves that the data has arrived. PTX does not guarantee this; Open tests whether the
+// links do.
 #define LANES 8
 #define LINE (LANES * (u32)sizeof(Cell))
 #define LINE_WORDS 15
 
+// marks reports whether the lane has the mark of its line. firstLine and lineStride are first
+// and stride for lines.
 static __device__ __forceinline__ u32 lane() { return threadIdx.x % LANES; }
 static __device__ __forceinline__ bool marks() { return lane() == LANES - 1; }
 static __device__ __forceinline__ u64 lineMark(const Rank& me) { return me.epoch + me.signature; }
 static __device__ __forceinline__ u32 firstLine() { return (u32)first() / LANES; }
 static __device__ __forceinline__ u32 lineStride() { return (u32)stride() / LANES; }
 
-// team has a bit for each lane of the line within the warp.
+// team is the mask of the warp's lanes that share this lane's line.
 static __device__ __forceinline__ u32 team() { return 0xffu << (threadIdx.x & 24); }
 
-// together makes the lanes of a line go on as one: what they load or store next is one
-// access.
+// together synchronizes the lanes of a line, so that their next load or store is one access
+// of 128 bytes.
 static __device__ __forceinline__ void together() { __syncwarp(team()); }
 
-// fromLast returns what the last lane of a line has.
+// fromLast returns the value of x in the last lane of the line, by a shuffle.
 static __device__ __forceinline__ u32 fromLast(u32 x) { return __shfl_sync(team(), x, LANES - 1, LANES); }
 
-// A Lined says of an operand how many bytes it has, and how many lines from its first one
-// on are whole and aligned, so that they go as words.
+// A Lined describes an operand: its size in bytes, and the number of lines at its beginning
+// that are accessed by words. whole is 0 if the operand is not aligned.
 struct Lined { u32 bytes, whole; };
 
-// wordOf returns the first of the two words, or one, that this lane has of the i-th line.
+// wordOf returns the index of this lane's first word of the i-th line. The last lane has one
+// word of data, the other lanes have two.
 static __device__ __forceinline__ u32 wordOf(u32 i) { return i * LINE_WORDS + lane() * 2; }
 
-// loadWhole loads what this lane has of the i-th line of p, which is a whole one, and
-// loadLine and storeLine move that of any. As with cells, what goes by bytes is called.
+// loadWhole loads this lane's words of the i-th line, which must be below of.whole. loadLine
+// and storeLine accept any line. As with cells, the accesses by bytes are not inlined.
 static __device__ __forceinline__ Cell loadWhole(const char* p, u32 i) {
 	const u64* w = (const u64*)p + wordOf(i);
 	Cell v = {w[0], 0};
@@ -64,24 +68,26 @@ static __device__ __forceinline__ void storeLine(char* p, u32 i, Lined of, Cell 
 	}
 }
 
-// sendLine sends the i-th line of to. The lanes are together.
+// sendLine stores the i-th line of a buffer and adds the mark. All lanes of the line call it
+// after together.
 static __device__ __forceinline__ void sendLine(const Rank& me, char* to, u32 i, Cell v) {
 	if (marks()) v.b = lineMark(me);
 	if (!me.over) putLine(to + (i * LINE + lane() * (u32)sizeof(Cell)), v);
 }
 
-// enterLines is enter for an operation by lines. They have memory of their own, of which
-// nobody ever loads less than a line at once. Where packets had been before, each loaded
-// by itself, the mark of a line came while its other parts were still those packets.
+// enterLines is enter for lines. Lines have separate buffers, which are always loaded in
+// complete lines. In buffers that packets had used before, a receiver saw the mark of a line
+// together with stale packets in the rest of the line.
 static __device__ __forceinline__ void enterLines(Rank& me) {
 	enter(me);
 	me.place += 2 * (count(me) * me.slot + me.whole);
 }
 
-// lineBit is that of a line among what is missing.
+// lineBit is the bit of line b of rank r in a set of missing lines.
 static __device__ __forceinline__ u32 lineBit(u32 b, u32 r) { return 1u << (b * MOST + r); }
 
-// wanted has a bit for each other rank's lines that lie before share.
+// wanted returns the set of the N lines from line i on, of each other rank, that are
+// within the share.
 template <u32 N> static __device__ __forceinline__ u32 wanted(const Rank& me, u32 share, u32 i) {
 	u32 bits = 0;
 #pragma unroll
@@ -90,8 +96,10 @@ template <u32 N> static __device__ __forceinline__ u32 wanted(const Rank& me, u3
 	return bits;
 }
 
-// receiveLines waits for the missing lines, of which those of each rank begin pitch bytes
-// after each other. The last lane says for all what has come, and whether to give up.
+// receiveLines polls for up to N lines of each rank together, and stores this lane's 16 bytes
+// of each in c. missing is the set of expected lines. The lines of rank r begin at
+// in + r * pitch. All lanes of a line call it. Only the last lane sees the marks, so it
+// distributes the set of arrived lines and the abort flag to the other lanes by a shuffle.
 template <u32 N> static __device__ __forceinline__ void receiveLines(Rank& me, u32 missing, const char* in, u64 pitch, u32 i, Cell (&c)[N][MOST]) {
 	const u32 giveUp = 1u << 31;
 	in += i * LINE + lane() * (u32)sizeof(Cell);
@@ -118,8 +126,8 @@ template <u32 N> static __device__ __forceinline__ void receiveLines(Rank& me, u
 	} while (missing != 0 && !me.over);
 }
 
-// loadLines loads lines of the shares of the k-th ranks after this one: where all of
-// them are whole, without a branch between the loads.
+// loadLines loads N lines of each other rank's share: c[b][k] is for the k-th rank after this
+// one. If all these lines are complete, there is no branch between the loads.
 template <u32 N> static __device__ __forceinline__ void loadLines(const Rank& me, const char* in, u32 share, u32 i, Lined of, Cell (&c)[N][MOST]) {
 	const bool whole = (count(me) - 1) * share + i + (N - 1) * lineStride() < of.whole;
 #pragma unroll
@@ -135,7 +143,8 @@ template <u32 N> static __device__ __forceinline__ void loadLines(const Rank& me
 			if (k < count(me)) c[b][k] = loadLine(in, after(me, k) * share + i + b * lineStride(), of);
 }
 
-// reduceLines is all_reduce_4 with N lines of each share at once.
+// reduceLines is the algorithm of all_reduce_4. A thread processes N lines of a share
+// together. Its phases are the phases of all_reduce_2.
 template <u32 N> static __device__ __forceinline__ void reduceLines(Rank& me, const char* in, char* out, u32 share, Lined of) {
 	const u32 step = N * lineStride(), mine = me.rank * share;
 	Cell c[N][MOST], own[N];
@@ -180,8 +189,8 @@ template <u32 N> static __device__ __forceinline__ void reduceLines(Rank& me, co
 	}
 }
 
-// all_reduce_4 is all_reduce_2 by lines, as many of a share at once as a thread has or, of
-// many, BATCH. The lanes of one have the same way through it.
+// all_reduce_4 is the two-shot all-reduce in lines. It processes as many lines together as a
+// thread has of each share, at most BATCH. All lanes of a line take the same branches.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_4(LINKS, const char* in, char* out, u64 bytes, u32 aligned) {
 	Rank me = RANK;
 	const u32 line = LINE_WORDS * 8, all = ((u32)bytes + line - 1) / line, share = (all + count(me) - 1) / count(me);

@@ -1,10 +1,12 @@
 #ifndef CHORUS_TYPE
 
-// Collectives that move bytes.
+// Collectives that move bytes: all-gather, all-to-all and broadcast. Ranks send their data
+// in packets and then store the received words. A thread loads its first words before enter,
+// so that these loads overlap with reading the epoch.
 
-// spread sends chunks of bytes bytes: the k-th rank after this one gets what lies at its
-// number times step. Each rank has the chunks of all in its output, by rank; a rank keeps
-// its own unless it is there already.
+// spread is the algorithm of all-gather and all-to-all. It sends rank r the chunk at
+// in + r * step and stores the chunk that it receives from rank r at out + r * bytes. It
+// copies the rank's own chunk, unless input and output of this chunk are the same memory.
 static __device__ __forceinline__ void spread(Rank& me, const char* in, u64 step, char* out, u64 bytes, bool aligned) {
 	const bool keep = in + me.rank * step != out + me.rank * bytes;
 	u64 word[MOST], i = first();
@@ -34,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_to_all(LINKS, const
 	spread(me, in, bytes, out, bytes, aligned);
 }
 
-// broadcast lets the ranks other than the root send a word that says no more than that
-// they have come.
+// broadcast sends the root's data. The other ranks send one empty word, because the rule of
+// epochs requires that each rank sends to every other rank (see prelude.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, 1) broadcast(LINKS, const char* in, char* out, u64 bytes, u32 aligned, u32 root) {
 	Rank me = RANK;
 	const bool sends = me.rank == root;
@@ -49,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) broadcast(LINKS, const 
 	}
 	entered(me);
 	for (i = first(); i < words(bytes) && !sends; i += stride()) store(out, i, bytes, aligned, receive(me, from(me, me.peer[0], root), i));
-	// A thread that has no data, or not the first, looks for the others.
+	// The last thread of block 0 waits for the first packet of each other rank. It often has no
+	// data to move.
 	u64 came[MOST];
 	if (first() == blockDim.x - 1) receive(me, others(me), from(me, me.peer[0], 0), me.slot, 0, came);
 }

@@ -1,19 +1,23 @@
-// Collectives between the GPUs of one host, over scratch memory that all of them
-// have mapped. CHORUS_TYPE and CHORUS_OP, macros given to the compiler, say which
-// elements the module reduces and how; without them it is the module of the
-// collectives that only move bytes. CHORUS_RANKS, if it is given, is the number of ranks.
+// Collectives between the GPUs of one host. Each rank has scratch memory, which all ranks
+// map: a sender writes into the receiver's scratch memory, and the receiver polls it.
 //
-// Every kernel is one operation of one rank, in the order in which all ranks have
-// them: its epoch. Whatever an operation is, each rank sends something to each other
-// one and waits for something of each. So a rank that has begun epoch e + 1 knows, when
-// that is over, that all have ended epoch e, and two copies of the scratch memory, used
-// in turn, are enough.
+// The compiler gets these macros:
+//   CHORUS_TYPE, CHORUS_OP  the element type and the reduction of a reducing module;
+//                           a module without them has the collectives that move bytes
+//   CHORUS_RANKS            the number of ranks; a module without it serves any number
 //
-// What takes time is a word's way to another GPU and, once it is there, each load of a
-// thread that waits for the one before. So threads ask for all that they need before
-// they use the first of it, and nothing but the words themselves lies between the
-// beginning of a kernel and its end. A block waits for nothing but the same block of the
-// other ranks, so that not all of them must have room on a device at once.
+// Epochs: a kernel is one operation of one rank. All ranks issue the same operations in the
+// same order, and an operation's number is its epoch. In each operation, every rank sends
+// data to every other rank and receives data from it. When a rank completes epoch e + 1,
+// all ranks have begun e + 1, so they have completed epoch e, and epoch e + 2 may overwrite
+// the data of epoch e. Therefore two sets of buffers are enough, for even and odd epochs.
+//
+// Latency: a small operation takes the time of one transfer to another GPU, plus the
+// dependent loads of the receiver. Therefore a thread issues all its loads before it uses
+// the first value, and kernels have no further communication at their beginning or end.
+//
+// A block waits only for the block of the same index on the other ranks. Therefore the
+// blocks of a grid need not be resident on the device at the same time.
 
 typedef signed char i8;
 typedef unsigned char u8;
@@ -24,6 +28,7 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
+// Maxima: ranks of a group, threads of a block, blocks of a grid.
 #define RANKS 8
-#define THREADS 512 // at most, as the rest
+#define THREADS 512
 #define BLOCKS 128

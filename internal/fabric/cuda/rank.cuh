@@ -1,34 +1,40 @@
-// Control is what a rank keeps from one operation to the next, in memory of its own.
-// Each block adds its share of EPOCH to ticks when all its threads have read them: until
-// all blocks have, a thread finds the same epoch in them, and the next kernel, which
-// begins when this one has ended, the next one. Nobody waits for the additions.
+// The state of a rank: where its buffers are, and how a kernel finds its epoch.
+
+// Control is the state that a rank keeps between operations, in its private device memory.
+// An epoch is EPOCH ticks. Each block of a kernel adds some ticks after all its threads have
+// read them, and all blocks together add EPOCH. Until the last block has added its ticks,
+// all threads compute the same epoch; the next kernel of the rank computes the next one.
+// The threads do not wait for these additions.
 struct alignas(16) Control {
 	u64 ticks;
-	u64 gaveUp; // the epoch in which the rank gave up, or 0
+	u64 gaveUp; // the epoch in which the rank was aborted, or 0
 };
-#define EPOCH 256 // ticks, of which each block has at least one
+#define EPOCH 256 // ticks; at least BLOCKS, because each block adds at least one
 
-// Scratch memory begins with the signals, four of each rank for each block, and has then
-// twice, for even and odd epochs, a slot for what each rank sends, and a whole for what
-// is gathered; and behind them as much again for lines alone.
+// The scratch memory of a rank has these parts:
+//   1. signals of barriers: four per sending rank and block, see barrier
+//   2. buffers of packets and cells for even epochs: a slot for the data from each rank,
+//      and a whole for the gathered results of all ranks
+//   3. the same for odd epochs
+//   4. the buffers of lines for even epochs, and for odd epochs, as in 2 and 3
 struct Rank {
-	char* peer[RANKS]; // the scratch memory of the k-th rank after this one: the first is its own
+	char* peer[RANKS]; // scratch memory of the k-th rank after this one; peer[0] is this rank's
 	u32 rank, ranks;
-	u64 slot, whole;   // bytes of them
+	u64 slot, whole;   // their sizes in bytes
 	Control* control;
-	u32* host;         // two words in the host's memory: not 0 when the rank gives up, and when it has
-	u64 signature;     // of the operation
+	u32* host;         // two words of pinned host memory: the abort request, and its confirmation
+	u64 signature;     // hash of the operation's kind, length, type, reduction and root
 	u64 epoch;
-	u64 place;         // of what belongs to this epoch, in the scratch memory of any rank
-	u32 spins;
-	bool over;         // given up: what it has is no result, and nothing of it is sent
+	u64 place;         // offset of the epoch's buffers in scratch memory, the same on all ranks
+	u32 spins;         // unsuccessful polls
+	bool over;         // aborted: the values are not valid and must not be sent
 };
 
 #define LINKS char *p0, char *p1, char *p2, char *p3, char *p4, char *p5, char *p6, char *p7, u32 rank, u32 ranks, u64 slot, u64 whole, Control *control, u32 *host, u64 signature
 #define RANK {{p0, p1, p2, p3, p4, p5, p6, p7}, rank, ranks, slot, whole, control, host, signature}
 
-// Loops over ranks are unrolled for as many as CHORUS_RANKS says, or for all that there
-// may be. count is how many there are.
+// count is the number of ranks. MOST is its maximum at compile time: loops over ranks are
+// unrolled MOST times, and skip the ranks from count on.
 #ifdef CHORUS_RANKS
 #define MOST CHORUS_RANKS
 static __device__ __forceinline__ u32 count(const Rank& me) { return CHORUS_RANKS; }
@@ -39,8 +45,10 @@ static __device__ __forceinline__ u32 count(const Rank& me) { return me.ranks; }
 
 static const u64 signals = (u64)BLOCKS * RANKS * 4 * sizeof(u64);
 
-// enter begins the operation. An operation is over from its beginning if the rank gave
-// up in an earlier one, whatever its other threads do in this one meanwhile.
+// enter begins the operation: it computes the epoch and the place of its buffers. All threads
+// call it, after their first loads. The operation is aborted from its beginning if the rank
+// was aborted in an earlier epoch. An abort by another thread in this epoch does not
+// count, so that all threads begin in the same state.
 static __device__ __forceinline__ void enter(Rank& me) {
 	u64 ticks, gaveUp;
 	asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(ticks), "=l"(gaveUp) : "l"(me.control) : "memory");
@@ -50,18 +58,21 @@ static __device__ __forceinline__ void enter(Rank& me) {
 	me.spins = 0;
 }
 
-// counted adds the block's ticks. All its threads have entered.
+// counted adds the block's ticks. All threads of the block call it, after a __syncthreads
+// that follows enter. The additions of all blocks sum up to EPOCH.
 static __device__ __forceinline__ void counted(const Rank& me) {
 	if (threadIdx.x == blockDim.x - 1) atomicAdd(&me.control->ticks, blockIdx.x == 0 ? (u64)EPOCH - (gridDim.x - 1) : 1);
 }
 
-// entered lets the block count, while what it has sent is on its way.
+// entered adds the block's ticks. All threads call it after they have sent their data, so
+// that the addition overlaps with the transfer. Kernels with barriers do not need it.
 static __device__ __forceinline__ void entered(const Rank& me) {
 	__syncthreads();
 	counted(me);
 }
 
-// from returns where a rank's scratch has, in this epoch, what rank r sends to it.
+// from returns the slot for the data from rank r in a rank's scratch memory. gathered returns
+// the whole, which follows the slots.
 static __device__ __forceinline__ char* from(const Rank& me, char* scratch, u32 r) {
 	return scratch + r * me.slot + me.place;
 }
@@ -73,5 +84,5 @@ static __device__ __forceinline__ u32 after(const Rank& me, u32 k) {
 	return r < count(me) ? r : r - count(me);
 }
 
-// others has a bit for each rank but this one.
+// others returns a bit set of all ranks except this one.
 static __device__ __forceinline__ u32 others(const Rank& me) { return ((1u << count(me)) - 1) & ~(1u << me.rank); }

@@ -1,9 +1,10 @@
 #ifdef CHORUS_TYPE
 
-// Collectives that reduce words, which go by packets.
+// Reductions in packets: reduce-scatter, and the all-reduces for small sizes. A thread loads
+// its first words before enter, so that these loads overlap with reading the epoch.
 
-// reduce_scatter sends each rank its chunk of bytes bytes, of which there is one after the other
-// in in, and reduces what comes.
+// reduce_scatter sends rank r the r-th chunk of the input, and reduces the received chunks
+// with the rank's own chunk. A chunk has the given number of bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) reduce_scatter(LINKS, const char* in, char* out, u64 bytes, u32 aligned) {
 	Rank me = RANK;
 	u64 word[MOST], i = first();
@@ -21,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) reduce_scatter(LINKS, c
 	}
 }
 
-// all_reduce_1 sends everything to everybody, by packets: one way for each word.
+// all_reduce_1 is the one-shot all-reduce: each rank sends all its words to all ranks, and
+// each rank reduces all words. It takes one transfer.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_1(LINKS, const char* in, char* out, u64 bytes, u32 aligned) {
 	Rank me = RANK;
 	u64 i = first(), own = load(in, i, bytes, aligned), word = own;
@@ -37,16 +39,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_1(LINKS, con
 	}
 }
 
-// loadShares loads the i-th words of the shares, of share words, that the k-th rank after
-// this one reduces.
+// loadShares loads the i-th word of each rank's share of an all-reduce: word[k] is for the
+// k-th rank after this one. Each share has the given number of words.
 static __device__ __forceinline__ void loadShares(const Rank& me, const char* in, u64 share, u64 i, u64 bytes, bool aligned, u64 (&word)[MOST]) {
 #pragma unroll
 	for (u32 k = 0; k < MOST; k++)
 		if (k < count(me)) word[k] = load(in, after(me, k) * share + i, bytes, aligned);
 }
 
-// all_reduce_2 lets each rank reduce a share and send that to the others, both by
-// packets. The last shares may be shorter, or nothing: then zeros are sent.
+// all_reduce_2 is the two-shot all-reduce: each rank reduces one share of the words and sends
+// the result to all ranks. It takes two transfers, but fewer bytes than all_reduce_1. The
+// last shares may be shorter or empty; ranks send zeros for the missing words.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_2(LINKS, const char* in, char* out, u64 bytes, u32 aligned) {
 	Rank me = RANK;
 	const u64 share = (words(bytes) + count(me) - 1) / count(me), mine = me.rank * share;

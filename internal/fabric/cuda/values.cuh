@@ -4,7 +4,10 @@ typedef CHORUS_TYPE T;
 typedef Element<T>::Acc Acc;
 typedef CHORUS_OP<Acc> Op;
 
-// A Word is 8 bytes of elements, Values what they are reduced in.
+// The reduction of words: 8 bytes of elements at once.
+
+// A Word is the elements of 8 bytes. Values are the same elements in the type of the
+// computation.
 #define COUNT (8 / (int)sizeof(T))
 struct Values { Acc v[COUNT]; };
 union Word {
@@ -21,6 +24,8 @@ static __device__ __forceinline__ Values unpack(u64 bits) {
 	for (int j = 0; j < COUNT; j++) x.v[j] = Element<T>::wide(w.v[j]);
 	return x;
 }
+
+// join combines x with the elements of a word.
 static __device__ __forceinline__ void join(Values& x, u64 bits) {
 	const Values y = unpack(bits);
 #pragma unroll
@@ -33,8 +38,9 @@ static __device__ __forceinline__ u64 finish(const Values& x, u32 ranks) {
 	return w.bits;
 }
 
-// reduce joins the i-th words that the ranks have sent with this one's own, in the order
-// of the ranks, so that all of them get the same bits.
+// reduce receives the i-th packet from every other rank and returns the reduction of all
+// ranks' words; own is this rank's word. The order is by rank, so that all ranks compute the
+// same bits.
 static __device__ __forceinline__ u64 reduce(Rank& me, u64 i, u64 own) {
 	u64 word[MOST];
 	receive(me, others(me), from(me, me.peer[0], 0), me.slot, i, word);

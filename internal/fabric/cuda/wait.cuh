@@ -1,5 +1,9 @@
-// stalled is called while nothing comes, and reports whether to go on without. A load
-// from the host's memory takes a microsecond.
+// Waits for other ranks: the abort check of polling loops, and a barrier.
+
+// stalled reports whether the operation is aborted. Polling loops call it after each
+// unsuccessful poll. stalled reads the host's abort request only every 4096 calls, because a
+// load from host memory takes a microsecond. If the host requests an abort, stalled confirms
+// it in host memory and records the epoch for later operations.
 static __device__ __forceinline__ bool stalled(Rank& me) {
 	if (!me.over && (++me.spins & 0xfff) == 0 && relaxed(me.host) != 0) {
 		me.over = true;
@@ -9,10 +13,14 @@ static __device__ __forceinline__ bool stalled(Rank& me) {
 	return me.over;
 }
 
-// barrier returns when the same block of all ranks has come to it: what their threads
-// stored before is there. An operation has two, n is 0 and 1. A signal has the number
-// that only this operation has: nobody is past a barrier of the same parity before
-// all have ended this one.
+// barrier returns when the block of the same index on every rank has called it. All stores
+// of these blocks before the barrier are then visible. All threads of the block call it. An
+// operation has two barriers, n = 0 and n = 1; the first one also adds the block's ticks.
+//
+// Thread k sends a signal to the k-th rank after this one and waits for that rank's signal.
+// The release store follows a __syncthreads, so it publishes the stores of the whole block.
+// Signals need no reset: their value is unique to the operation. Epochs alternate between
+// two sets of signals, so no rank overwrites a signal before its receiver has read it.
 static __device__ __forceinline__ void barrier(Rank& me, u32 n) {
 	const u64 want = me.epoch + me.signature;
 	const u64 at = (u64)blockIdx.x * RANKS * 4 + (me.epoch & 1) * 2 + n;
@@ -22,11 +30,11 @@ static __device__ __forceinline__ void barrier(Rank& me, u32 n) {
 	if (k > 0 && k < count(me)) {
 		char* peer = me.peer[1];
 #pragma unroll
-		for (u32 j = 2; j < MOST; j++) peer = k == j ? me.peer[j] : peer; // and no branch: all signal at once
+		for (u32 j = 2; j < MOST; j++) peer = k == j ? me.peer[j] : peer; // no branch, so all lanes signal at once
 		if (!me.over) release((u64*)peer + at + me.rank * 4, want);
 		const u64* mine = (const u64*)me.peer[0] + at + after(me, k) * 4;
 		while (acquire(mine) != want && !stalled(me)) {}
 	}
-	// Who gives up does so with its block.
+	// If a thread has detected an abort, its whole block aborts.
 	me.over = __syncthreads_or(me.over);
 }

@@ -119,8 +119,8 @@ func (p pages) lay(data []byte, offset, n uint64) {
 	}
 }
 
-// overwrite prepares [offset, offset+n) for a fill with one value. It returns the parts
-// that the caller fills: all of it but fresh pages if the value is zero. Pages that the fill
+// overwrite prepares [offset, offset+n) for a fill with one value. It returns the parts that
+// the caller fills. If the value is zero, fresh pages are not among them. Pages that the fill
 // covers need no poison.
 func (p pages) overwrite(data []byte, offset, n uint64, value byte) (parts [][]byte) {
 	begin := offset // of the part that is open

@@ -13,7 +13,7 @@
 //     (cudadrv.Auditor); a use of any other byte is then detected, too;
 //   - memory can be unmapped and closed only after the host has waited for its uses;
 //   - if two operations touch the same bytes without an order between their streams,
-//     and one of them writes, the race is reported and the device is lost;
+//     and one of the two writes, the race is reported and the device is lost;
 //   - a stream holds 1024 operations; further launches wait for space, and meanwhile
 //     all other calls for that device block.
 //

@@ -111,8 +111,9 @@ func (m *Machine) mappedAll(g *graph) bool {
 	return !slices.ContainsFunc(g.nodes, func(n *node) bool { return !m.mapped(n.uses[0]) || !m.mapped(n.uses[1]) })
 }
 
-// mapped reports whether there is device memory at p, as CUDA demands of the copies and the
-// fills of a graph, but not of its kernels. 0 means that there is no address. m.mu is held.
+// mapped reports whether device memory is mapped at p. CUDA requires this for the copies and
+// the fills of a graph, but not for its kernels. p = 0 means that there is no address. m.mu is
+// held.
 func (m *Machine) mapped(p cudadrv.DevicePtr) bool {
 	if p == 0 {
 		return true
@@ -211,7 +212,7 @@ func (d driver) GraphExecUpdate(h cudadrv.GraphExec, gh cudadrv.Graph) (cudadrv.
 
 // differs returns the difference that prevents an update of an executable from g
 // to o. A graph consists of nodes, their order, their devices, and the priorities
-// of kernels. The captured streams are not part of it.
+// of kernels. The captured streams do not count.
 func (g *graph) differs(o *graph) cudadrv.GraphExecUpdateResult {
 	if len(g.nodes) != len(o.nodes) {
 		return cudadrv.GraphUpdateTopologyChanged

@@ -10,9 +10,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A region is a range of host addresses outside of Go's memory. All of it is
-// readable and writable; parts of it map memory files. It is unmapped when
-// nothing refers to it.
+// A region is a readable and writable range of host addresses outside of Go's
+// memory. Parts of a region map memory files. A region is unmapped when it is no
+// longer referenced.
 type region struct {
 	base unsafe.Pointer
 	size uintptr

@@ -32,8 +32,8 @@ func (k kind) rooted() bool {
 
 func (k kind) reduces() bool { return k == kindAllReduce || k == kindReduce || k == kindReduceScatter }
 
-// A signature holds the parameters on which all ranks must agree. It is sent in
-// this memory layout.
+// A signature holds the parameters that must be the same on all ranks. It is sent
+// in this memory layout.
 type signature struct {
 	Seq   uint64 // index of the operation on the communicator, from 0
 	Count uint64
@@ -73,9 +73,9 @@ func redopName(op ncclapi.RedOp) string {
 	return "pre-multiplied sum"
 }
 
-// A claim is what a rank knows about the next operations of the ranks that it has
-// heard of: the operation of the lowest rank, and of the lowest rank that differs
-// from it.
+// A claim is a rank's knowledge about the next operations of other ranks: the
+// operation of the lowest known rank, and the operation of the lowest rank that
+// differs from it.
 type claim struct {
 	Magic  uint32
 	Differ int32 // the rank of Other, or -1

@@ -74,8 +74,8 @@ func (i *issue) check(l *lib) (*work, ncclapi.Result) {
 	return w, ncclapi.Success
 }
 
-// checkNumbers returns what is wrong with the arguments that are not addresses, or "". It
-// stores the reduction and the sizes of the buffers.
+// checkNumbers returns the error in the arguments that are not addresses, or "". It stores
+// the reduction and the sizes of the buffers.
 func (i *issue) checkNumbers(l *lib, c *comm, w *work) string {
 	if i.t.Size() == 0 || i.t >= ncclapi.Float8E4M3 && l.cfg.Version < sinceFloat8 {
 		return fmt.Sprintf("%d is not a data type", i.t)
@@ -105,7 +105,7 @@ func (i *issue) checkNumbers(l *lib, c *comm, w *work) string {
 	return ""
 }
 
-// checkStream returns what is wrong with the stream, or "", and stores it. The machine is
+// checkStream returns the error in the stream, or "", and stores the stream. The machine is
 // locked.
 func (i *issue) checkStream(l *lib, c *comm, w *work) string {
 	s, r := l.m.Stream(c.dev, i.stream)

@@ -24,8 +24,8 @@ type failure struct {
 
 // A comm is one rank of a communicator.
 //
-// Each rank has control connections to the next and the previous rank, on which
-// notices go around the ring. Data uses links, one for each direction between two
+// Each rank has control connections to the next and the previous rank. Notices go
+// around this ring. Data uses links, one for each direction between two
 // ranks, created at their first use.
 type comm struct {
 	lib     *lib
@@ -334,8 +334,8 @@ func (c *comm) closeLinks() {
 	}
 }
 
-// A clique is shared by the ranks of a communicator on one machine. It holds the
-// clock of the points at which their operations began.
+// The ranks of a communicator on one machine share a clique. It has the clock of
+// the points where their operations began.
 type clique struct {
 	refs int
 	seen race.Clock

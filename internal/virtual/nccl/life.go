@@ -12,7 +12,7 @@ import (
 
 // Functions of NCCL after 2.28.3. A library of an older version does not have them.
 
-// meet waits at rank 0 for all ranks, and returns the note of one of them.
+// meet waits at rank 0 for all ranks, and returns the note of one rank.
 func (c *comm) meet(f ncclapi.Func, meeting, note string) (string, ncclapi.Result) {
 	j := &joiner{Meeting: meeting, Ranks: c.n, Rank: c.rank, Key: c.rank, Member: c.members[c.rank], Note: note}
 	v, err := join(c.members[0].Address, c.token, j)

@@ -109,8 +109,8 @@ func (p *Pool) await() {
 	}
 }
 
-// withdraw removes the unused segments for which goes returns true from their shelves,
-// so that nothing is allocated from them. The domain is locked.
+// withdraw removes the unused segments that goes selects from their free lists, so that
+// no block is allocated from them. The domain is locked.
 func (a *Arena) withdraw(goes func(*segment) bool) (gone []*segment) {
 	capturing := a.device.capturing()
 	a.segments = slices.DeleteFunc(a.segments, func(s *segment) bool {

@@ -7,9 +7,9 @@ import (
 	"unsafe"
 )
 
-// Slots of small blocks are accessed all over the memory of a program that has many. In
-// ordinary pages each access would also miss the TLB. Therefore pages of slots are
-// allocated from memory for which the kernel is asked for huge pages. A page is reused
+// A program with many small blocks accesses slots all over their memory. In ordinary pages
+// each access would also miss the TLB. Therefore pages of slots are allocated from memory
+// that asks the kernel for huge pages. A page is reused
 // after the garbage collector has found that its segment is unreachable.
 var slabs struct {
 	mu   sync.Mutex

@@ -83,7 +83,7 @@ func (a *Arena) expand(s *Settings, k kind, size uint64) (block, error) {
 	return seg.holding(p.lo), nil
 }
 
-// A place is a range of free addresses for a block, some pages of it missing.
+// A place is a range of free addresses for a block. Some of its pages are not mapped.
 type place struct {
 	lo, hi  uint64
 	missing []uint64 // in order
@@ -147,7 +147,7 @@ func (a *Arena) fill(seg *segment, p *place, aside []vacancy) error {
 	return nil
 }
 
-// rollBack releases pages; the first len(at) of them were mapped. Pages that cannot be
+// rollBack releases pages; the first len(at) pages were mapped. Pages that cannot be
 // unmapped are kept for a later attempt.
 func (a *Arena) rollBack(seg *segment, at, pages []uint64) error {
 	var errs []error

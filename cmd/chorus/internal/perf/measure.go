@@ -93,7 +93,7 @@ func (r *rank) measure(ctx context.Context, p *Plan, j job, inPlace bool) (*Meas
 	return j.sum(all, per, p.Checks > 0), nil
 }
 
-// warmUp returns the calls of a job after it has issued some of them.
+// warmUp issues the warm-up calls of a job, and returns all calls of the job.
 func (r *rank) warmUp(ctx context.Context, p *Plan, j job, inPlace bool) ([]func() error, error) {
 	own, err := r.calls(j, inPlace)
 	if err != nil {

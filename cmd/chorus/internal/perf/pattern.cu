@@ -1,6 +1,7 @@
-// Data of which every reduction has an exact result in any order of summation.
-// An element is a code, a small number, that a table turns into bits of the type;
-// what is checked is a code too, reduced over the ranks, and another table.
+// Test data with exact reductions in any order of summation. Each element has a code, a small
+// number that a hash of its index, rank and seed selects. fill writes the element that a table
+// has for the code. check reduces the codes of all ranks and looks up the expected element in
+// a second table.
 
 typedef CHORUS_WORD word;
 typedef unsigned long long u64;
@@ -16,6 +17,7 @@ __device__ unsigned code(u64 i, unsigned rank, unsigned seed, unsigned codes, un
 	return rank < limit ? h % codes : 0;
 }
 
+// fill writes the elements from to from+n-1 of a rank to p.
 extern "C" __global__ void fill(word* p, u64 n, u64 from, unsigned rank, unsigned seed,
 		unsigned codes, unsigned limit, const word* table) {
 	for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
@@ -23,9 +25,9 @@ extern "C" __global__ void fill(word* p, u64 n, u64 from, unsigned rank, unsigne
 	}
 }
 
-// check counts the elements that are farther than tolerance from what ranks first
-// to first+ranks-1 give together. op is 0 for sums, 1 for min, 2 for max; weights 1
-// counts the codes of odd ranks twice.
+// check adds to *wrong the number of elements that differ by more than tolerance from the
+// reduction over the ranks first to first+ranks-1. The difference is between bit patterns. op
+// is 0 for sums, 1 for min, 2 for max. If weights is 1, the codes of odd ranks count twice.
 extern "C" __global__ void check(const word* p, u64 n, u64 from, unsigned first, unsigned ranks, unsigned seed,
 		unsigned codes, unsigned limit, unsigned op, unsigned weights, const word* table, u64 tolerance, u64* wrong) {
 	u64 bad = 0;

@@ -2,6 +2,7 @@ package comm
 
 import (
 	"fmt"
+	"time"
 
 	"github.com/gochorus/chorus/internal/route"
 )
@@ -114,7 +115,16 @@ func (b *Batch) Enqueue() error {
 	return b.g.breakIfRefused(b.batch.Enqueue())
 }
 
-// Reset removes the operations.
+// SetTimeout sets the timeout of the batch's operations until Enqueue or Reset (the timeout
+// argument of torch.distributed). 0 means the group's timeout; a negative value means none.
+// Operations with different timeouts belong in different batches.
+func (b *Batch) SetTimeout(d time.Duration) {
+	if b != nil {
+		b.batch.SetTimeout(d)
+	}
+}
+
+// Reset removes the operations and the timeout.
 func (b *Batch) Reset() {
 	b.batch.Reset()
 	b.refused = nil

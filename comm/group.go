@@ -58,7 +58,7 @@ func newGroup(comms []*nccl.Communicator, cfg *Config) (*Group, error) {
 	g := &Group{size: comms[0].Size(), cfg: cfg, batch: route.Routers(nil).NewBatch()}
 	g.ref = groups.New(inside{g})
 	for _, c := range comms {
-		s, err := stream.New(c.Device(), nil)
+		s, err := cfg.newStream(c.Device())
 		if err != nil {
 			g.closeStreams()
 			return nil, errors.Join(err, concurrently(comms, (*nccl.Communicator).Close))

@@ -63,10 +63,9 @@ func (c *Config) apply(to *Communicator) (err error) {
 	if c != nil {
 		cfg = *c
 	}
-	if cfg.Timeout == 0 {
-		if cfg.Timeout, err = env.NCCLTimeout.Duration(); err != nil {
-			return err
-		}
+	timeout, err := timeoutOf(cfg.Timeout)
+	if err != nil {
+		return err
 	}
 	if cfg.TraceSize == 0 {
 		if cfg.TraceSize, err = env.NCCLTraceSize.Int(); err != nil {
@@ -89,9 +88,33 @@ func (c *Config) apply(to *Communicator) (err error) {
 	to.onFailure, to.recoverable = cfg.OnFailure, cfg.Recoverable
 	to.rec = flight.NewRecorder(cfg.TraceSize)
 	to.rec.Rank, to.rec.Size, to.rec.Device, to.rec.Name = to.rank, to.size, to.dev.String(), cfg.Name
-	to.rec.Number, to.rec.Library, to.rec.Timeout = to.number, ncclapi.VersionText(to.version), max(cfg.Timeout, 0)
+	to.rec.Number, to.rec.Library = to.number, ncclapi.VersionText(to.version)
+	to.rec.SetTimeout(timeout)
 	to.rec.Frames = cfg.TraceFrames || frames == "yes"
 	return nil
+}
+
+// timeoutOf returns a timeout, or the one of the environment if it is 0.
+func timeoutOf(d time.Duration) (time.Duration, error) {
+	if d != 0 {
+		return d, nil
+	}
+	return env.NCCLTimeout.Duration()
+}
+
+// SetTimeout changes Config.Timeout for operations that are issued from now on. Operations
+// that are already issued keep their timeout. It may be called at any time
+// (torch.distributed.distributed_c10d._set_pg_timeout). Batch.SetTimeout sets the timeout of
+// single operations.
+func (c *Communicator) SetTimeout(d time.Duration) error {
+	if err := c.checkUsable("set timeout"); err != nil {
+		return err
+	}
+	d, err := timeoutOf(d)
+	if err == nil {
+		c.rec.SetTimeout(d)
+	}
+	return err
 }
 
 // maxTrace is the maximum size of a flight recorder: some hundred MB.

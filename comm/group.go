@@ -323,8 +323,8 @@ func (g *Group) rootCause(err error) error {
 // watch starts to publish the progress of this process, and breaks the group when the
 // Rendezvous loses a rank.
 func (g *Group) watch(w *reporter) {
-	w.start(g.members[0].comm)
 	g.reporter, g.lost = w, w.r.Context()
+	w.start(g.members[0].comm, g.fail)
 	g.unwatch = context.AfterFunc(g.lost, func() { _ = g.fail(context.Cause(g.lost)) })
 }
 

@@ -47,6 +47,12 @@ type Config struct {
 	// TraceFrames records the call stack of each operation, which takes about a
 	// microsecond and an allocation. CHORUS_NCCL_TRACE_FRAMES enables it too.
 	TraceFrames bool
+	// NaNCheck checks the input of each operation of a floating-point type for elements that
+	// are not a number, with a kernel on the operation's stream (TORCH_NCCL_NAN_CHECK). The
+	// communicator then fails with a *NaNError; the host never waits for a check. Captured
+	// operations are checked at each launch of their graph. CHORUS_NCCL_NAN_CHECK=1 enables it
+	// too. Each rank checks only its own input, and receives are not checked.
+	NaNCheck bool
 	// Recoverable keeps a failed communicator for Shrink instead of aborting it. Its
 	// pending operations may hang until Shrink or Close.
 	Recoverable bool
@@ -74,6 +80,9 @@ func (c *Config) apply(to *Communicator) (err error) {
 	}
 	if cfg.TraceSize > maxTrace {
 		return fmt.Errorf("nccl: a flight recorder of %d operations: want at most %d in Config.TraceSize or %s", cfg.TraceSize, maxTrace, env.NCCLTraceSize.Name)
+	}
+	if to.checksNaN, err = c.nanCheck(); err != nil {
+		return err
 	}
 	if err := configureLaunchers(); err != nil {
 		return err

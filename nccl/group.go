@@ -107,7 +107,7 @@ func (g *group) record() error {
 			return err
 		}
 	}
-	return nil
+	return g.checkInputs()
 }
 
 // execute gives the operations to NCCL in one group of NCCL.

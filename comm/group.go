@@ -303,7 +303,7 @@ func (g *Group) idle() (bool, error) {
 // to report the fate of the peer.
 const lossReportTime = time.Second
 
-// rootCause returns the Rendezvous's error about a lost rank instead of NCCL's error that
+// rootCause returns the Rendezvous's error about a lost rank, or a reported NaN, instead of NCCL's error that
 // a connection broke, if there is one. The broken connection is often noticed first, and a
 // process that reported it at once would look like the culprit.
 func (g *Group) rootCause(err error) error {
@@ -315,6 +315,8 @@ func (g *Group) rootCause(err error) error {
 	select {
 	case <-g.lost.Done():
 		return context.Cause(g.lost)
+	case e := <-g.reporter.nan:
+		return e
 	case <-wait.C:
 		return err
 	}

@@ -28,6 +28,7 @@ func (w *reporter) awaitNaN(ctx context.Context, c *nccl.Communicator, fail func
 		return // the group ends
 	}
 	if e := readNaN(b, c.Rank(), c.Size()); e != nil {
+		w.nan <- e // for a failure that the end of the other rank causes at the same time
 		_ = fail(e)
 	}
 }

@@ -117,6 +117,7 @@ type reporter struct {
 	hosts  []int // the host of each rank of r
 	world  []int // the ranks of r in the group, by rank; nil means all
 	stop   context.CancelFunc
+	nan    chan error // the NaN that another process reports; nil without checks
 
 	diagnosing sync.Mutex // held while diagnose runs
 	diagnosis  error      // the result of diagnose, or nil
@@ -155,6 +156,7 @@ func (w *reporter) start(c *nccl.Communicator, fail func(error) error) {
 	var ctx context.Context
 	ctx, w.stop = context.WithCancel(w.r.Context())
 	if ranks.Of(c).ChecksNaN() {
+		w.nan = make(chan error, 1)
 		go w.awaitNaN(ctx, c, fail)
 	}
 	go func() {

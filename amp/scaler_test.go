@@ -341,6 +341,35 @@ func TestState(t *testing.T) {
 	require.Zero(t, got)
 }
 
+// A state that is wrong changes nothing.
+func TestLoadOfAWrongState(t *testing.T) {
+	b := newBench(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0], 2)
+	sc := b.scaler(t, nil)
+	good := amp.State{Scale: 3, GrowthFactor: 1.5, BackoffFactor: 0.25, GrowthInterval: 7, GrowthTracker: 5}
+	require.NoError(t, sc.LoadState(b.s, good))
+	for want, spoil := range map[string]func(x *amp.State){
+		"scale -1":           func(x *amp.State) { x.Scale = -1 },
+		"scale NaN":          func(x *amp.State) { x.Scale = math.NaN() },
+		"scale +Inf":         func(x *amp.State) { x.Scale = math.Inf(1) },
+		"scale 1e+39":        func(x *amp.State) { x.Scale = 1e39 },
+		"growth factor 1":    func(x *amp.State) { x.GrowthFactor = 1 },
+		"growth factor 0":    func(x *amp.State) { x.GrowthFactor = 0 },
+		"growth factor NaN":  func(x *amp.State) { x.GrowthFactor = math.NaN() },
+		"backoff factor 1":   func(x *amp.State) { x.BackoffFactor = 1 },
+		"backoff factor -1":  func(x *amp.State) { x.BackoffFactor = -1 },
+		"growth interval 0":  func(x *amp.State) { x.GrowthInterval = 0 },
+		"growth tracker -1":  func(x *amp.State) { x.GrowthTracker = -1 },
+		"growth tracker 429": func(x *amp.State) { x.GrowthTracker = 1 << 32 },
+	} {
+		wrong := amp.State{Scale: 4, GrowthFactor: 2, BackoffFactor: 0.5, GrowthInterval: 8, GrowthTracker: 1}
+		spoil(&wrong)
+		require.ErrorContains(t, sc.LoadState(b.s, wrong), want)
+		got, err := sc.State(b.s)
+		require.NoError(t, err)
+		require.Equal(t, good, got, want)
+	}
+}
+
 func TestScale(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		b := newBench(t, devs[0], 3)

@@ -2,6 +2,7 @@ package comm
 
 import (
 	"fmt"
+	"time"
 
 	"github.com/gochorus/chorus/internal/route"
 )
@@ -35,11 +36,12 @@ func groupOf(on Issuer) (*Group, *Batch) {
 // after another part was enqueued, the group is broken. One goroutine uses a Batch at a
 // time.
 type Batch struct {
-	g       *Group
-	batch   *route.Batch
-	members []member // of g; their operations go into batch
-	refused error    // the first operation that was refused
-	ended   bool     // Group.Batch has returned
+	g        *Group
+	batch    *route.Batch
+	members  []member  // of g; their operations go into batch
+	refused  error     // the first operation that was refused
+	stagings []staging // of tensors that are not contiguous
+	ended    bool      // Group.Batch has returned
 }
 
 // NewBatch returns an empty Batch of g. A loop that reuses one Batch allocates nothing.
@@ -111,12 +113,28 @@ func (b *Batch) Enqueue() error {
 	}
 	b.g.issuing.Lock()
 	defer b.g.issuing.Unlock()
-	return b.g.breakIfRefused(b.batch.Enqueue())
+	if err := b.copyIn(); err != nil {
+		return err
+	}
+	if err := b.g.breakIfRefused(b.batch.Enqueue()); err != nil {
+		return err
+	}
+	return b.copyOut()
 }
 
-// Reset removes the operations.
+// SetTimeout sets the timeout of the batch's operations until Enqueue or Reset (the timeout
+// argument of torch.distributed). 0 means the group's timeout; a negative value means none.
+// Operations with different timeouts belong in different batches.
+func (b *Batch) SetTimeout(d time.Duration) {
+	if b != nil {
+		b.batch.SetTimeout(d)
+	}
+}
+
+// Reset removes the operations and the timeout.
 func (b *Batch) Reset() {
 	b.batch.Reset()
+	b.freeStagings()
 	b.refused = nil
 }
 
@@ -141,7 +159,7 @@ func (b *Batch) first(issue func(m *member) error) error {
 // add adds one operation of each of the first n local ranks.
 func (b *Batch) add(n int, issue func(i int, m *member) error) error {
 	if b.ended {
-		return b.markRefused(fmt.Errorf("comm: the function of the batch has returned: use NewBatch: %w", ErrMismatch))
+		return b.markRefused(errBatchEnded)
 	}
 	for i := range n {
 		if err := issue(i, &b.members[i]); err != nil {
@@ -150,3 +168,5 @@ func (b *Batch) add(n int, issue func(i int, m *member) error) error {
 	}
 	return nil
 }
+
+var errBatchEnded = fmt.Errorf("comm: the function of the batch has returned: use NewBatch: %w", ErrMismatch)

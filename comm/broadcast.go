@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/tensor"
 )
@@ -128,7 +129,8 @@ func (g *Group) copyToAll(t tensor.Tensor, to []tensor.Tensor) error {
 	}
 	if all := append([]tensor.Tensor{t}, to...); len(to) > 1 && g.onePerDevice(all...) {
 		ranks, root := g.byRank(all...), g.rankOn(t.Device())
-		return g.enqueueAll(func(i int, m *member) error { return opsByType[t.DType()].broadcast(m, ranks[i], root) })
+		call := &tensorCall{kind: flight.Broadcast, root: root}
+		return g.enqueueAll(func(i int, m *member) error { return opsByType[t.DType()].issue(m, call, ranks[i], ranks[i]) })
 	}
 	for _, x := range to {
 		if err := transfer(x, t, g.streamOf(x), from); err != nil {

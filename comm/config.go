@@ -1,6 +1,10 @@
 package comm
 
-import "github.com/gochorus/chorus/nccl"
+import (
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
 
 // Config are the options of Local and Join; nil means the defaults. They must be the same
 // on all ranks.
@@ -9,6 +13,10 @@ type Config struct {
 	// operation (Timeout) and the size of the flight recorder. Recoverable is refused: a
 	// group that fails aborts its communicators.
 	NCCL *nccl.Config
+	// HighPriority makes the group's streams run before streams with the default priority
+	// (is_high_priority_stream of ProcessGroupNCCL.Options). Groups of Split and Sub do as
+	// their parent.
+	HighPriority bool
 	// Strategy selects the algorithms of the collectives.
 	Strategy Strategy
 	// Tuning is used by a group with the strategy Tuned. Rank 0's Tuning, or else rank 0's
@@ -45,4 +53,16 @@ func (c *Config) nccl(onFailure func(*nccl.Communicator, error) error) *nccl.Con
 		n.OnFailure = onFailure
 	}
 	return &n
+}
+
+// newStream makes the stream of a local rank.
+func (c *Config) newStream(dev *device.Device) (*stream.Stream, error) {
+	if c == nil || !c.HighPriority {
+		return stream.New(dev, nil)
+	}
+	_, greatest, err := stream.PriorityRange(dev)
+	if err != nil {
+		return nil, err
+	}
+	return stream.New(dev, &stream.Config{Priority: greatest})
 }

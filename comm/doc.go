@@ -35,6 +35,10 @@
 //	gather, scatter                GatherTo, ScatterFrom
 //	all_gather_object              GatherValues
 //	broadcast_object_list          BroadcastValue
+//	scatter_object_list            ScatterValues
+//	send_object_list, recv_...     SendValue, RecvValue
+//	collectives of tensors         OfTensors
+//	_set_pg_timeout, timeout=...   Group.SetTimeout, Batch.SetTimeout
 //	torch.cuda.comm                Broadcast, Scatter, Gather, ReduceAdd, ...
 //
 // Broadcast, Scatter and Gather have the meaning of torch.cuda.comm. If

@@ -41,3 +41,6 @@ func (g *Group) Chosen(x ranks.Collective) Strategy { return g.chosen(x) }
 func (g *Group) Choice(i int, x ranks.Collective) Strategy {
 	return Strategy(g.routers[i:min(i+1, len(g.routers))].Chosen(x))
 }
+
+// ReadNaN is readNaN.
+var ReadNaN = readNaN

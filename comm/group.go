@@ -58,7 +58,7 @@ func newGroup(comms []*nccl.Communicator, cfg *Config) (*Group, error) {
 	g := &Group{size: comms[0].Size(), cfg: cfg, batch: route.Routers(nil).NewBatch()}
 	g.ref = groups.New(inside{g})
 	for _, c := range comms {
-		s, err := stream.New(c.Device(), nil)
+		s, err := cfg.newStream(c.Device())
 		if err != nil {
 			g.closeStreams()
 			return nil, errors.Join(err, concurrently(comms, (*nccl.Communicator).Close))
@@ -303,7 +303,7 @@ func (g *Group) idle() (bool, error) {
 // to report the fate of the peer.
 const lossReportTime = time.Second
 
-// rootCause returns the Rendezvous's error about a lost rank instead of NCCL's error that
+// rootCause returns the Rendezvous's error about a lost rank, or a reported NaN, instead of NCCL's error that
 // a connection broke, if there is one. The broken connection is often noticed first, and a
 // process that reported it at once would look like the culprit.
 func (g *Group) rootCause(err error) error {
@@ -315,6 +315,8 @@ func (g *Group) rootCause(err error) error {
 	select {
 	case <-g.lost.Done():
 		return context.Cause(g.lost)
+	case e := <-g.reporter.nan:
+		return e
 	case <-wait.C:
 		return err
 	}
@@ -323,8 +325,8 @@ func (g *Group) rootCause(err error) error {
 // watch starts to publish the progress of this process, and breaks the group when the
 // Rendezvous loses a rank.
 func (g *Group) watch(w *reporter) {
-	w.start(g.members[0].comm)
 	g.reporter, g.lost = w, w.r.Context()
+	w.start(g.members[0].comm, g.fail)
 	g.unwatch = context.AfterFunc(g.lost, func() { _ = g.fail(context.Cause(g.lost)) })
 }
 

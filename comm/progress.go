@@ -117,6 +117,7 @@ type reporter struct {
 	hosts  []int // the host of each rank of r
 	world  []int // the ranks of r in the group, by rank; nil means all
 	stop   context.CancelFunc
+	nan    chan error // the NaN that another process reports; nil without checks
 
 	diagnosing sync.Mutex // held while diagnose runs
 	diagnosis  error      // the result of diagnose, or nil
@@ -149,10 +150,15 @@ const (
 	readReportsTime = time.Second
 )
 
-// start starts to report the progress of a communicator periodically, until stop is called.
-func (w *reporter) start(c *nccl.Communicator) {
+// start starts to report the progress of a communicator periodically, until stop is called. It
+// calls fail if another rank reports a NaN.
+func (w *reporter) start(c *nccl.Communicator, fail func(error) error) {
 	var ctx context.Context
 	ctx, w.stop = context.WithCancel(w.r.Context())
+	if ranks.Of(c).ChecksNaN() {
+		w.nan = make(chan error, 1)
+		go w.awaitNaN(ctx, c, fail)
+	}
 	go func() {
 		tick := time.NewTicker(reportInterval)
 		defer tick.Stop()
@@ -246,6 +252,10 @@ func (w *reporter) read(ctx context.Context, rank int) (x report, err error) {
 
 // diagnose handles the failure of the communicator and determines which rank caused it.
 func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
+	if bad, ok := errors.AsType[*nccl.NaNError](err); ok {
+		w.reportNaN(bad)
+		return err
+	}
 	t, late := errors.AsType[*nccl.TimeoutError](err)
 	refused, inside := errors.AsType[*nccl.Error](err)
 	if !late && (!inside || refused.Async || refused.Err == nccl.ErrorRemote) {

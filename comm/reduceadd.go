@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -181,7 +182,8 @@ func (x *sum) add(result tensor.Tensor) error {
 // reduce adds with NCCL.
 func (x *sum) reduce(result tensor.Tensor) error {
 	ranks, root := x.g.byRank(x.ts...), x.g.rankOn(result.Device())
-	return x.g.enqueueAll(func(i int, m *member) error { return opsByType[x.dtype].add(m, result, ranks[i], root) })
+	call := &tensorCall{kind: flight.Reduce, op: Sum, root: root}
+	return x.g.enqueueAll(func(i int, m *member) error { return opsByType[x.dtype].issue(m, call, result, ranks[i]) })
 }
 
 // inOrder adds one tensor after the other.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -214,36 +215,54 @@ func closeAll(ts []tensor.Tensor) {
 	}
 }
 
-// A typedOps transfers tensors of one type with NCCL.
+// A typedOps issues collectives of contiguous tensors of one type.
 type typedOps interface {
-	// broadcast sends rank root's tensor to the others.
-	broadcast(m *member, t tensor.Tensor, root int) error
-	// add sums src of all ranks into dst of rank root.
-	add(m *member, dst, src tensor.Tensor, root int) error
+	// issue issues the operation of one rank. The zero Tensor is an operand that the rank does
+	// not use.
+	issue(m *member, c *tensorCall, dst, src tensor.Tensor) error
 }
 
 type typedOpsOf[T memory.Element] struct{}
 
-func (typedOpsOf[T]) broadcast(m *member, t tensor.Tensor, root int) error {
-	x, err := tensor.Slice[T](t)
+func (typedOpsOf[T]) issue(m *member, c *tensorCall, dst, src tensor.Tensor) error {
+	to, err := sliceOf[T](dst)
 	if err != nil {
 		return err
 	}
-	return nccl.Broadcast(m.on, m.stream, x, x, root)
+	from, err := sliceOf[T](src)
+	if err != nil {
+		return err
+	}
+	switch c.kind {
+	case flight.AllReduce:
+		return nccl.AllReduce(m.on, m.stream, to, from, c.op)
+	case flight.Reduce:
+		return nccl.Reduce(m.on, m.stream, to, from, c.op, c.root)
+	case flight.Broadcast:
+		return nccl.Broadcast(m.on, m.stream, to, from, c.root)
+	case flight.AllGather:
+		return nccl.AllGather(m.on, m.stream, to, from)
+	case flight.ReduceScatter:
+		return nccl.ReduceScatter(m.on, m.stream, to, from, c.op)
+	case flight.AllToAll:
+		return nccl.AllToAll(m.on, m.stream, to, from)
+	case flight.Gather:
+		return nccl.Gather(m.on, m.stream, to, from, c.root)
+	case flight.Scatter:
+		return nccl.Scatter(m.on, m.stream, to, from, c.root)
+	case flight.Send:
+		return nccl.Send(m.on, m.stream, from, c.root)
+	}
+	return nccl.Recv(m.on, m.stream, to, c.root)
 }
 
-func (typedOpsOf[T]) add(m *member, dst, src tensor.Tensor, root int) error {
-	x, err := tensor.Slice[T](src)
-	if err != nil {
-		return err
+// sliceOf returns the elements of a contiguous tensor; the zero Slice if there are none. An empty
+// view may begin behind the end of its memory.
+func sliceOf[T memory.Element](t tensor.Tensor) (memory.Slice[T], error) {
+	if t.Len() == 0 {
+		return memory.Slice[T]{}, nil
 	}
-	var sum memory.Slice[T]
-	if m.comm.Rank() == root {
-		if sum, err = tensor.Slice[T](dst); err != nil {
-			return err
-		}
-	}
-	return nccl.Reduce(m.on, m.stream, sum, x, nccl.Sum, root)
+	return tensor.Slice[T](t)
 }
 
 var opsByType = map[memory.DType]typedOps{
@@ -253,4 +272,12 @@ var opsByType = map[memory.DType]typedOps{
 	memory.Float16: typedOpsOf[memory.Float16Bits]{}, memory.BFloat16: typedOpsOf[memory.BFloat16Bits]{},
 	memory.Float32: typedOpsOf[float32]{}, memory.Float64: typedOpsOf[float64]{},
 	memory.Float8E4M3: typedOpsOf[memory.Float8E4M3Bits]{}, memory.Float8E5M2: typedOpsOf[memory.Float8E5M2Bits]{},
+}
+
+// plural returns a number of things, such as "2 ranks".
+func plural(n int, thing string) string {
+	if n == 1 {
+		return "1 " + thing
+	}
+	return fmt.Sprintf("%d %ss", n, thing)
 }

@@ -48,7 +48,7 @@ const MaxValueBytes = 64 << 20
 
 // A ValueError reports a value that could not be sent, and its rank. All ranks return it.
 type ValueError struct {
-	Op     string // "broadcast value" or "gather values"
+	Op     string // such as "broadcast value"
 	Rank   int
 	Reason string
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/gochorus/chorus/internal/ranks"
 )
@@ -138,7 +139,16 @@ func (b *Batch) Enqueue() error {
 	return b.group.enqueue()
 }
 
-// Reset removes the operations.
+// SetTimeout sets the timeout of the operations in the batch, until Enqueue or Reset. 0 means
+// the timeout of the communicator (Config.Timeout, Communicator.SetTimeout); a negative value
+// means none.
+func (b *Batch) SetTimeout(d time.Duration) {
+	if b != nil {
+		b.group.timeout = d
+	}
+}
+
+// Reset removes the operations and the timeout.
 func (b *Batch) Reset() {
 	b.group.reset()
 	b.refused = nil

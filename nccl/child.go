@@ -223,6 +223,9 @@ func (c *Communicator) finishInit(key string) error {
 		}
 		*ask.to = int(v)
 	}
+	if err := c.openNaNCheck(); err != nil {
+		return err
+	}
 	c.rec.Rank, c.rec.Size = c.rank, c.size
 	if c.size == 1 {
 		c.rec.SetUnordered()

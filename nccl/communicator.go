@@ -13,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/nancheck"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
@@ -39,8 +40,10 @@ type Communicator struct {
 	settings           *Config // as given, for children
 	onFailure          func(*Communicator, error) error
 	recoverable        bool
-	parentAfterFailure atomic.Bool // it has failed but may still be a parent
-	children           int         // guarded by mu
+	checksNaN          bool              // Config.NaNCheck
+	nan                *nancheck.Checker // nil unless checksNaN
+	parentAfterFailure atomic.Bool       // it has failed but may still be a parent
+	children           int               // guarded by mu
 
 	mu           sync.Mutex   // held during a call of NCCL
 	life         sync.RWMutex // held for reading while Err is in NCCL
@@ -337,6 +340,9 @@ func (c *Communicator) abort() ncclapi.Result {
 func (c *Communicator) releaseResources() {
 	c.marks.Close()
 	c.rec.Close()
+	if c.nan != nil {
+		_ = c.nan.Close() // the memory is the communicator's, so there is nothing to report
+	}
 	if c.failed.Load() == nil {
 		c.leaveClique()
 	}

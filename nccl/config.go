@@ -47,6 +47,12 @@ type Config struct {
 	// TraceFrames records the call stack of each operation, which takes about a
 	// microsecond and an allocation. CHORUS_NCCL_TRACE_FRAMES enables it too.
 	TraceFrames bool
+	// NaNCheck checks the input of each operation of a floating-point type for elements that
+	// are not a number, with a kernel on the operation's stream (TORCH_NCCL_NAN_CHECK). The
+	// communicator then fails with a *NaNError; the host never waits for a check. Captured
+	// operations are checked at each launch of their graph. CHORUS_NCCL_NAN_CHECK=1 enables it
+	// too. Each rank checks only its own input, and receives are not checked.
+	NaNCheck bool
 	// Recoverable keeps a failed communicator for Shrink instead of aborting it. Its
 	// pending operations may hang until Shrink or Close.
 	Recoverable bool
@@ -63,10 +69,9 @@ func (c *Config) apply(to *Communicator) (err error) {
 	if c != nil {
 		cfg = *c
 	}
-	if cfg.Timeout == 0 {
-		if cfg.Timeout, err = env.NCCLTimeout.Duration(); err != nil {
-			return err
-		}
+	timeout, err := timeoutOf(cfg.Timeout)
+	if err != nil {
+		return err
 	}
 	if cfg.TraceSize == 0 {
 		if cfg.TraceSize, err = env.NCCLTraceSize.Int(); err != nil {
@@ -75,6 +80,9 @@ func (c *Config) apply(to *Communicator) (err error) {
 	}
 	if cfg.TraceSize > maxTrace {
 		return fmt.Errorf("nccl: a flight recorder of %d operations: want at most %d in Config.TraceSize or %s", cfg.TraceSize, maxTrace, env.NCCLTraceSize.Name)
+	}
+	if to.checksNaN, err = c.nanCheck(); err != nil {
+		return err
 	}
 	if err := configureLaunchers(); err != nil {
 		return err
@@ -89,9 +97,33 @@ func (c *Config) apply(to *Communicator) (err error) {
 	to.onFailure, to.recoverable = cfg.OnFailure, cfg.Recoverable
 	to.rec = flight.NewRecorder(cfg.TraceSize)
 	to.rec.Rank, to.rec.Size, to.rec.Device, to.rec.Name = to.rank, to.size, to.dev.String(), cfg.Name
-	to.rec.Number, to.rec.Library, to.rec.Timeout = to.number, ncclapi.VersionText(to.version), max(cfg.Timeout, 0)
+	to.rec.Number, to.rec.Library = to.number, ncclapi.VersionText(to.version)
+	to.rec.SetTimeout(timeout)
 	to.rec.Frames = cfg.TraceFrames || frames == "yes"
 	return nil
+}
+
+// timeoutOf returns a timeout, or the one of the environment if it is 0.
+func timeoutOf(d time.Duration) (time.Duration, error) {
+	if d != 0 {
+		return d, nil
+	}
+	return env.NCCLTimeout.Duration()
+}
+
+// SetTimeout changes Config.Timeout for operations that are issued from now on. Operations
+// that are already issued keep their timeout. It may be called at any time
+// (torch.distributed.distributed_c10d._set_pg_timeout). Batch.SetTimeout sets the timeout of
+// single operations.
+func (c *Communicator) SetTimeout(d time.Duration) error {
+	if err := c.checkUsable("set timeout"); err != nil {
+		return err
+	}
+	d, err := timeoutOf(d)
+	if err == nil {
+		c.rec.SetTimeout(d)
+	}
+	return err
 }
 
 // maxTrace is the maximum size of a flight recorder: some hundred MB.

@@ -30,7 +30,8 @@ func (f *failure) cause() error {
 }
 
 // Err returns why the communicator has failed, or nil. The causes are: an operation that
-// failed after it was enqueued (ncclCommGetAsyncError), a failure of NCCL itself during a call
+// failed after it was enqueued (ncclCommGetAsyncError), an input that is not a number
+// (*NaNError), a failure of NCCL itself during a call
 // (ErrorInternal, ErrorSystem, ErrorRemote), or a *TimeoutError. A failure is final, and
 // the pending operations of c are aborted, unless Config.Recoverable is set. NCCL does not
 // notice every failure of a peer; the deadline eventually does, and a group of comm.Join
@@ -39,6 +40,10 @@ func (c *Communicator) Err() error {
 	if f := c.failed.Load(); f != nil {
 		<-f.done
 		return f.err
+	}
+	if err := c.foundNaN(); err != nil {
+		c.fail(err)
+		return c.Err()
 	}
 	async, err := c.asyncError()
 	if err != nil || async == ncclapi.Success || async == ncclapi.InProgress {

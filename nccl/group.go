@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
+	"time"
 
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -21,6 +22,7 @@ type group struct {
 	errs         []error         // of the operations, if an operation fails or launchers enqueue them
 	transferEnds []transferEnd   // of the transfers between its ranks
 	extents      []extent        // of its transfers, by address
+	timeout      time.Duration   // of its operations; 0 means the communicator's
 }
 
 // reset removes all operations.
@@ -34,7 +36,7 @@ func (g *group) reset() {
 		clear(g.errs)
 	}
 	g.ops, g.counts, g.comms, g.transferEnds, g.errs = g.ops[:0], g.counts[:0], g.comms[:0], g.transferEnds[:0], g.errs[:0]
-	g.extents = g.extents[:0]
+	g.extents, g.timeout = g.extents[:0], 0
 }
 
 // add appends a validated operation.
@@ -97,6 +99,7 @@ func (g *group) enqueueLocked() error {
 func (g *group) record() error {
 	t := flight.Now()
 	for i := range g.ops {
+		g.ops[i].Timeout = g.timeout
 		if err := g.ops[i].record(t); err != nil {
 			for j := i - 1; j >= 0; j-- {
 				g.ops[j].unrecord()
@@ -104,7 +107,7 @@ func (g *group) record() error {
 			return err
 		}
 	}
-	return nil
+	return g.checkInputs()
 }
 
 // execute gives the operations to NCCL in one group of NCCL.

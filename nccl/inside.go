@@ -28,6 +28,8 @@ func (x inside) Completed(p ranks.Point) error { return x.c.completed(p) }
 
 func (x inside) CannotComplete(p ranks.Point) error { return x.c.cannotComplete(p) }
 
+func (x inside) ChecksNaN() bool { return x.c.nan != nil }
+
 func (x inside) InUse(op string) error { return x.c.inUse(op) }
 
 func (x inside) AbortFailed() bool { return x.c.abortFailure.Load() != nil }

@@ -189,6 +189,12 @@ func (o *operation) enqueue() error {
 	if err := o.record(flight.Now()); err != nil {
 		return err
 	}
+	if c.nan != nil {
+		if err := o.checkInput(); err != nil {
+			o.unrecord()
+			return err
+		}
+	}
 	if err := o.execute(); err != nil {
 		return o.undo(err)
 	}

@@ -160,7 +160,7 @@ func TestMarksTellWhileOthersCapture(t *testing.T) {
 // What came before the watch began is no time in which it could not ask.
 func TestTheWatchBeginsNow(t *testing.T) {
 	r := newIdleRank(t)
-	r.c.rec.Timeout = time.Hour
+	r.c.rec.SetTimeout(time.Hour)
 	r.c.rec.StartWatch()
 	r.c.rec.LastQuery(2 * time.Hour)
 	over := make(chan struct{})
@@ -175,7 +175,7 @@ func TestWhoCannotBeAskedIsNotCaptured(t *testing.T) {
 	cs, err := NewCommunicators(testgpu.Context(t), sys.Devices(), nil)
 	require.NoError(t, err)
 	r := makeIdle(t, cs[0])
-	r.c.rec.Unwatched(r.c.rec.Timeout)
+	r.c.rec.Unwatched(time.Hour)
 	open := spin.Hold(t, r.s)
 	defer open()
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// A TimeoutError reports an operation that has not completed within Config.Timeout. It
+// A TimeoutError reports an operation that has not completed within its timeout. It
 // matches ErrorTimeout. The communicator has failed with it.
 type TimeoutError struct {
 	Rank, Size int
@@ -73,7 +73,7 @@ func (e *MismatchError) Unwrap() error { return ErrorInvalidUsage }
 func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others []*member) *TimeoutError {
 	_, completed := c.rec.Final()
 	t := &TimeoutError{
-		Rank: c.rank, Size: c.size, Device: c.dev.String(), Limit: c.rec.Timeout, Operation: x.First.Operation(),
+		Rank: c.rank, Size: c.size, Device: c.dev.String(), Limit: x.Timeout, Operation: x.First.Operation(),
 		Last: x.Last.Operation(), Lost: x.Lost, Age: age, Completed: completed.Operation(), NCCL: c.lastMessage(),
 	}
 	e := x.Last

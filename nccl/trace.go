@@ -15,7 +15,7 @@ type State = flight.State
 const (
 	Scheduled = flight.Scheduled // not known to have completed; a captured operation stays so
 	Completed = flight.Completed // with its result
-	TimedOut  = flight.TimedOut  // it had not completed within Config.Timeout
+	TimedOut  = flight.TimedOut  // it had not completed within its timeout
 	Failed    = flight.Failed    // the communicator failed before the operation was known to have completed
 	Aborted   = flight.Aborted   // this process aborted or closed the communicator before that was known
 	Unknown   = flight.Unknown   // its stream was closed before that was known

@@ -232,6 +232,58 @@ func TestLoadState(t *testing.T) {
 	})
 }
 
+// A state that does not fit changes nothing, whichever of its tensors is wrong.
+func TestLoadOfAStateThatDoesNotFit(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, r := newStream(t, devs[0]), seeded(t)
+		var params []optim.Param
+		for range 2 {
+			x, _ := random(t, s, r, memory.Float32, 6)
+			g, _ := random(t, s, r, memory.Float32, 6)
+			params = append(params, optim.Param{Value: shaped(t, x, 2, 3), Grad: shaped(t, g, 2, 3)})
+		}
+		o, err := optim.NewAdam(s, []optim.Group{{Params: params}}, nil)
+		require.NoError(t, err)
+		defer o.Close()
+		require.NoError(t, o.Step(s, nil))
+		before := [][]float64{}
+		for _, x := range o.State() {
+			before = append(before, values(read(t, s, x.ExpAvg)), values(read(t, s, x.ExpAvgSq)))
+		}
+		fresh := func(shape ...int) tensor.Tensor {
+			x, err := tensor.Make(s, memory.Float32, shape...)
+			require.NoError(t, err)
+			t.Cleanup(func() { require.NoError(t, x.Close()) })
+			require.NoError(t, tensor.Copy(s, x, shaped(t, params[0].Grad, shape...)))
+			return x
+		}
+		closed := fresh(2, 3)
+		require.NoError(t, closed.Close())
+		for want, wrong := range map[string]tensor.Tensor{
+			"exp_avg_sq of parameter 1 has shape [3 2]: want [2 3]": fresh(3, 2),
+			"exp_avg_sq of parameter 1: float32 [2 3]":              closed,
+			"the optimiser has it: true, the state has it: false":   {},
+		} {
+			state := []optim.State{{ExpAvg: fresh(2, 3), ExpAvgSq: fresh(6)}, {ExpAvg: fresh(2, 3), ExpAvgSq: wrong}}
+			require.ErrorContains(t, o.LoadState(s, state), want)
+		}
+		for i, x := range o.State() {
+			require.Equal(t, before[2*i], values(read(t, s, x.ExpAvg)))
+			require.Equal(t, before[2*i+1], values(read(t, s, x.ExpAvgSq)))
+		}
+		require.NoError(t, o.LoadState(s, []optim.State{{ExpAvg: fresh(2, 3), ExpAvgSq: fresh(6)}, {ExpAvg: fresh(6), ExpAvgSq: fresh(2, 3)}}))
+		require.Equal(t, values(read(t, s, params[0].Grad)), values(read(t, s, o.State()[1].ExpAvgSq)))
+	})
+}
+
+// shaped returns a view with another shape.
+func shaped(t testing.TB, x tensor.Tensor, shape ...int) tensor.Tensor {
+	t.Helper()
+	x, err := x.View(shape...)
+	require.NoError(t, err)
+	return x
+}
+
 func TestClipValue(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s := newStream(t, devs[0])

@@ -1,8 +1,11 @@
 package optim
 
 import (
+	"fmt"
 	"math"
+	"slices"
 
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -51,8 +54,9 @@ func (o *Optimizer) SetStep(s *stream.Stream, group int, step float32) error {
 }
 
 // LoadState enqueues on s copies of the states of all parameters from tensors of the same
-// lengths, of any type, on the device or in host memory. The steps are set by SetStep. If a
-// state is missing or has another length, LoadState returns an error and copies nothing.
+// shapes, or of one dimension with as many elements, of any type, on the device or in host
+// memory. The steps are set by SetStep. If a state is missing, was closed or has another shape,
+// LoadState returns an error and copies nothing.
 func (o *Optimizer) LoadState(s *stream.Stream, from []State) error {
 	const op = "load state"
 	if _, err := o.enter(op, s); err != nil {
@@ -64,26 +68,17 @@ func (o *Optimizer) LoadState(s *stream.Stream, from []State) error {
 	var to, of []tensor.Tensor
 	for i, mine := range o.State() {
 		theirs := from[i]
-		for _, pair := range [...]struct {
-			name     string
-			to, from tensor.Tensor
-		}{
+		for _, pair := range [...]statePair{
 			{"exp_avg", mine.ExpAvg, theirs.ExpAvg}, {"exp_avg_sq", mine.ExpAvgSq, theirs.ExpAvgSq},
 			{"max_exp_avg_sq", mine.MaxExpAvgSq, theirs.MaxExpAvgSq}, {"momentum_buffer", mine.MomentumBuffer, theirs.MomentumBuffer},
 		} {
-			switch has, given := pair.to.DType() != memory.Invalid, pair.from.DType() != memory.Invalid; {
-			case has != given:
-				return refuse(op, "%s of parameter %d: the optimiser has it: %t, the state has it: %t", pair.name, i, has, given)
-			case !has:
-				continue
-			case pair.to.Len() != pair.from.Len():
-				return refuse(op, "%s of parameter %d has %d elements: want %d", pair.name, i, pair.from.Len(), pair.to.Len())
-			}
-			view, err := pair.from.View(pair.to.Shape()...)
+			view, err := pair.check(op, i)
 			if err != nil {
-				return refuse(op, "%s of parameter %d: %w", pair.name, i, err)
+				return err
 			}
-			to, of = append(to, pair.to), append(of, view)
+			if pair.to.DType() != memory.Invalid {
+				to, of = append(to, pair.to), append(of, view)
+			}
 		}
 	}
 	for i := range to {
@@ -92,4 +87,36 @@ func (o *Optimizer) LoadState(s *stream.Stream, from []State) error {
 		}
 	}
 	return nil
+}
+
+// A statePair is a state of a parameter, and the tensor to load it from.
+type statePair struct {
+	name     string
+	to, from tensor.Tensor
+}
+
+// check returns the tensor to load from with the shape of the state, or an error.
+func (x *statePair) check(op string, param int) (tensor.Tensor, error) {
+	if has, given := x.to.DType() != memory.Invalid, x.from.DType() != memory.Invalid; has != given {
+		return x.from, refuse(op, "%s of parameter %d: the optimiser has it: %t, the state has it: %t", x.name, param, has, given)
+	} else if !has {
+		return x.from, nil
+	}
+	if x.to.Len() != x.from.Len() {
+		return x.from, refuse(op, "%s of parameter %d has %d elements: want %d", x.name, param, x.from.Len(), x.to.Len())
+	}
+	if x.to.Dims() > 1 && x.from.Dims() > 1 && !slices.Equal(x.to.Shape(), x.from.Shape()) {
+		return x.from, refuse(op, "%s of parameter %d has shape %v: want %v, or one dimension", x.name, param, x.from.Shape(), x.to.Shape())
+	}
+	view := x.from
+	if !slices.Equal(x.to.Shape(), x.from.Shape()) {
+		var err error
+		if view, err = x.from.View(x.to.Shape()...); err != nil {
+			return view, refuse(op, "%s of parameter %d: %w", x.name, param, err)
+		}
+	}
+	if err := strided.CheckCopy(fmt.Sprintf("%s of parameter %d", x.name, param), x.to, view); err != nil {
+		return view, refuse(op, "%w", err)
+	}
+	return view, nil
 }

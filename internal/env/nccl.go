@@ -8,10 +8,12 @@ var (
 		"Number of operations that the flight recorder of each communicator keeps, at most 1048576; 0 or less disables it."}
 	NCCLTraceFrames = &Var{"CHORUS_NCCL_TRACE_FRAMES", "yes/no", "no",
 		"`yes` records the caller of each operation, which takes about one microsecond."}
+	NCCLNaNCheck = &Var{"CHORUS_NCCL_NAN_CHECK", "0/1", "0",
+		"`1` checks the inputs of collectives and sends for elements that are not a number, with a kernel before each operation. The first one makes the communicator fail; the error names the rank, the operation and the element."}
 	LaunchPatience = &Var{"CHORUS_LAUNCH_PATIENCE", "duration", "200us",
 		"Time that threads which enqueue the operations of several GPUs concurrently poll for more work before they sleep. A polling thread uses a processor. `0` or less disables these threads: one thread then enqueues all operations in turn."}
 	NCCLTraceFile = &Var{"CHORUS_NCCL_TRACE_FILE", "text", "",
 		"File for the flight recorders of the process in JSON, written when a communicator fails. The rank and, for a named communicator (such as a split group) its name are appended to the file name. Unset: no file."}
 )
 
-var ncclVars = []*Var{NCCLTimeout, NCCLTraceSize, NCCLTraceFrames, NCCLTraceFile, LaunchPatience}
+var ncclVars = []*Var{NCCLTimeout, NCCLTraceSize, NCCLTraceFrames, NCCLTraceFile, NCCLNaNCheck, LaunchPatience}

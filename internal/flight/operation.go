@@ -21,7 +21,7 @@ type State uint8
 const (
 	Scheduled State = iota // not known to have completed; a captured operation stays so
 	Completed              // with its result
-	TimedOut               // it had not completed within Config.Timeout
+	TimedOut               // it had not completed within its timeout
 	Failed                 // the communicator failed before the operation was known to have completed
 	Aborted                // this process aborted or closed the communicator before that was known
 	Unknown                // its stream was closed before that was known
@@ -96,9 +96,10 @@ type Request struct {
 type Op struct {
 	Request
 	Stream  *stream.Stream
-	In, Out int    // elements of the source and of the destination
-	Record  uint64 // set when it is scheduled: the number of the operation in the recorder,
-	Number  uint64 // and the number of the collective
+	Timeout time.Duration // 0 means the recorder's, a negative value none
+	In, Out int           // elements of the source and of the destination
+	Record  uint64        // set when it is scheduled: the number of the operation in the recorder,
+	Number  uint64        // and the number of the collective
 }
 
 // An Operation is an operation in the flight recorder.
@@ -114,10 +115,11 @@ type Operation struct {
 	Root       int          // or the peer of a send or a receive; -1 if there is none
 	Stream     uintptr      // the CUstream
 	State      State
-	Captured   bool      // into a graph: it did not run, and its launches are not recorded
-	Created    time.Time // when it was issued
-	Completed  time.Time // when its end was observed
-	Frames     []Frame   // call stack of the operation, if Config.TraceFrames is set
+	Captured   bool          // into a graph: it did not run, and its launches are not recorded
+	Timeout    time.Duration // 0 means none
+	Created    time.Time     // when it was issued
+	Completed  time.Time     // when its end was observed
+	Frames     []Frame       // call stack of the operation, if Config.TraceFrames is set
 
 	kind Kind
 }
@@ -166,7 +168,7 @@ func (e *Entry) Operation() Operation {
 	d := &Kinds[e.Kind]
 	o := Operation{
 		Record: e.ID, Collective: e.Collective, Transfer: e.Transfer, Name: d.Name, DType: e.DType, Count: e.N, In: e.in, Out: e.out,
-		Root: -1, Stream: e.stream, State: e.state, Captured: e.Captured,
+		Root: -1, Stream: e.stream, State: e.state, Captured: e.Captured, Timeout: e.timeout,
 		Created: Moment(e.Created), Completed: Moment(e.completed), kind: e.Kind,
 	}
 	if d.Reduces {

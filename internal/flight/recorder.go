@@ -17,14 +17,14 @@ import (
 type Recorder struct {
 	Rank, Size int
 	Device     string
-	Name       string        // of the communicator's Config
-	Group      string        // the same on all ranks of the communicator; different for every other communicator
-	Number     int64         // number of communicators that the process made before
-	Library    string        // version of the library
-	Timeout    time.Duration // 0 means none
-	Frames     bool          // record call stacks
-	hidden     bool          // the ring is used only for error messages
+	Name       string // of the communicator's Config
+	Group      string // the same on all ranks of the communicator; different for every other communicator
+	Number     int64  // number of communicators that the process made before
+	Library    string // version of the library
+	Frames     bool   // record call stacks
+	hidden     bool   // the ring is used only for error messages
 
+	timeout   atomic.Int64 // nanoseconds; 0 means none
 	blindTime atomic.Int64 // total nanoseconds during which a capture prevented queries of the streams
 	lastQuery int64        // when the watchdog last queried, or tried to
 
@@ -42,6 +42,8 @@ type Recorder struct {
 	closed      bool           // the communicator has ended
 	finalState  State          // of operations that are not known to have completed
 	timedOut    uint64         // the operation that caused the timeout, if known
+	shortest    time.Duration  // the shortest timeout of the operations that are watched; 0 means none
+	lastTimeout time.Duration  // of the latest operation that runs
 
 	unordered      bool    // operations of several streams may complete in any order
 	lastStream     uintptr // the stream of the latest operation that runs
@@ -59,6 +61,7 @@ type Entry struct {
 	Begun      int64 // from the recorder's clock
 	completed  int64
 	in, out    int
+	timeout    time.Duration // 0 means none
 	stream     uintptr
 	state      State
 	refused    bool
@@ -101,8 +104,8 @@ func (r *Recorder) RecordQuery(blind bool) {
 
 // Schedule records an operation that is about to be issued to NCCL. watch reports whether
 // the caller must start the watchdog. leaves reports whether the earlier operations need a
-// mark, because later operations on another stream say nothing about them. The
-// communicator is entered.
+// mark, because later operations on another stream, or with another timeout, say nothing
+// about them. The communicator is entered.
 func (r *Recorder) Schedule(o *Op, t int64) (watch, leaves bool) {
 	r.mu.Lock()
 	r.last++
@@ -121,6 +124,13 @@ func (r *Recorder) Schedule(o *Op, t int64) (watch, leaves bool) {
 	if e.stream != r.lastStream && !o.Captured {
 		leaves = r.unordered && r.running > r.resolved
 		r.severalStreams, r.lastStream = r.severalStreams || r.lastStream != 0, e.stream
+	}
+	if e.timeout = r.timeoutOf(o); e.timeout != r.lastTimeout && !o.Captured {
+		leaves = leaves || r.running > r.resolved
+		r.lastTimeout = e.timeout
+	}
+	if e.timeout > 0 && (r.shortest == 0 || e.timeout < r.shortest) {
+		r.shortest = e.timeout
 	}
 	watch = !r.watched && !r.closed
 	r.watched = r.watched || watch
@@ -450,7 +460,7 @@ func (r *Recorder) StopWatch() bool {
 		return false
 	}
 	s := r.stream
-	r.watched, r.stream = false, nil
+	r.watched, r.stream, r.shortest = false, nil, 0
 	r.mu.Unlock()
 	if s != nil {
 		_ = gpu.StreamOf(s).Release()

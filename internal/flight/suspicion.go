@@ -1,13 +1,17 @@
 package flight
 
-import "math"
+import (
+	"math"
+	"time"
+)
 
 // A Suspicion is a range of operations. One of these operations may hang.
 type Suspicion struct {
 	First, Last Entry
-	Lost        bool  // an earlier operation, which the ring has overwritten, may hang too
-	Marked      bool  // a mark proves that one of the operations has not completed
-	Begun       int64 // when the latest was issued, by the recorder's clock
+	Lost        bool          // an earlier operation, which the ring has overwritten, may hang too
+	Marked      bool          // a mark proves that one of the operations has not completed
+	Begun       int64         // when the latest was issued, by the recorder's clock
+	Timeout     time.Duration // 0 means none
 }
 
 // Suspects returns the operations that may hang, if any: from the first one that is not

@@ -5,7 +5,10 @@ import "time"
 // The functions of this file are for the tests of packages that record operations.
 
 // Unwatched prevents Schedule from asking for a watchdog, and sets the timeout.
-func (r *Recorder) Unwatched(timeout time.Duration) { r.watched, r.Timeout = true, timeout }
+func (r *Recorder) Unwatched(timeout time.Duration) {
+	r.watched = true
+	r.SetTimeout(timeout)
+}
 
 // Resize replaces the ring by an empty one.
 func (r *Recorder) Resize(entries int) { r.ring = make([]Entry, entries) }

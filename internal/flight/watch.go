@@ -47,17 +47,19 @@ func NewWatch(dev *device.Device, rec *Recorder, marks *Marks, owner Owner) *Wat
 
 // interval is the interval of the checks.
 func (w *Watch) interval() time.Duration {
-	if w.rec.Timeout <= 0 {
+	shortest := w.rec.shortestTimeout()
+	if shortest <= 0 {
 		return maxInterval
 	}
-	return min(max(w.rec.Timeout/8, minInterval), maxInterval)
+	return min(max(shortest/8, minInterval), maxInterval)
 }
 
 // Run checks the rank's pending operations about once a second, on its own goroutine, so
 // that operations need no goroutine. It ends when all operations have completed, and the
 // next operation starts it again.
 func (w *Watch) Run(ending <-chan struct{}) {
-	tick := time.NewTicker(w.interval())
+	interval := w.interval()
+	tick := time.NewTicker(interval)
 	defer tick.Stop()
 	w.rec.StartWatch()
 	var asked time.Time
@@ -77,6 +79,10 @@ func (w *Watch) Run(ending <-chan struct{}) {
 				return
 			}
 			SetClock()
+			if now := w.interval(); now != interval { // an operation with another timeout has come
+				interval = now
+				tick.Reset(interval)
+			}
 			if answer == nil {
 				asked, answer = time.Now(), make(chan error, 1)
 				go func(to chan<- error) { to <- w.Inspect() }(answer)
@@ -118,13 +124,14 @@ func (w *Watch) Inspect() error {
 	blind = blind && ok && !x.Marked
 	r.RecordQuery(blind)
 	switch {
-	case err != nil || r.Timeout <= 0:
+	case err != nil:
 		return err
 	case blind || !ok:
 		return w.inspectUnaccepted()
 	}
 	x.Narrow(w.rec, w.owner.Others())
-	if age := time.Duration(r.Clock() - x.Begun); age > r.Timeout {
+	x.setTimeout(r)
+	if age := time.Duration(r.Clock() - x.Begun); exceeded(age, x.Timeout) {
 		return w.owner.TimedOut(x, age)
 	}
 	return nil
@@ -134,15 +141,14 @@ func (w *Watch) Inspect() error {
 // does not answer while a launch waits for room in a full stream, which an operation that
 // hangs may cause.
 func (w *Watch) inspectUnanswered(since time.Duration) error {
-	if w.rec.Timeout <= 0 {
-		return nil
-	}
-	if err := w.inspectUnaccepted(); err != nil || since <= max(w.rec.Timeout, maxInterval) {
+	if err := w.inspectUnaccepted(); err != nil || since <= maxInterval {
 		return err
 	}
 	if x, ok := w.rec.Suspects(nil); ok {
 		x.Narrow(w.rec, w.owner.Others())
-		return w.owner.TimedOut(x, time.Duration(w.rec.Clock()-x.First.Begun))
+		if x.setTimeout(w.rec); exceeded(since, x.Timeout) {
+			return w.owner.TimedOut(x, time.Duration(w.rec.Clock()-x.First.Begun))
+		}
 	}
 	return nil
 }
@@ -154,8 +160,8 @@ func (w *Watch) inspectUnaccepted() error {
 	if !ok {
 		return nil
 	}
-	if age := time.Duration(Now() - e.Created); age > w.rec.Timeout {
-		return w.owner.TimedOut(Suspicion{First: e, Last: e}, age)
+	if age := time.Duration(Now() - e.Created); exceeded(age, e.timeout) {
+		return w.owner.TimedOut(Suspicion{First: e, Last: e, Timeout: e.timeout}, age)
 	}
 	return nil
 }

@@ -34,6 +34,9 @@ type Inside interface {
 	// otherwise the error that Passed will return.
 	CannotComplete(p Point) error
 
+	// ChecksNaN reports whether the inputs of operations are checked (nccl.Config.NaNCheck).
+	ChecksNaN() bool
+
 	// InUse returns an *nccl.InUseError if a graph uses the communicator.
 	InUse(op string) error
 	// AbortFailed reports whether NCCL has not ended the operations in flight when the

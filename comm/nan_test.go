@@ -1,0 +1,162 @@
+package comm_test
+
+import (
+	"context"
+	"math"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// checked makes a group that checks for NaN.
+func checked(t *testing.T, devs []*device.Device, s comm.Strategy) *comm.Group {
+	t.Helper()
+	g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: s, NCCL: &nccl.Config{NaNCheck: true}})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, g.Close()) })
+	return g
+}
+
+// makeNaN makes an element of a slice NaN.
+func makeNaN(t *testing.T, g *comm.Group, i int, x memory.Slice[float32], at int) {
+	t.Helper()
+	require.NoError(t, x.Slice(at, at+1).CopyFrom(g.Stream(i), []float32{float32(math.NaN())}))
+}
+
+// requireNaN requires that an error names a NaN of rank 1.
+func requireNaN(t *testing.T, err error, index int, record uint64, operation string) {
+	t.Helper()
+	var e *nccl.NaNError
+	require.ErrorAs(t, err, &e)
+	require.ErrorIs(t, err, comm.ErrBroken)
+	require.Equal(t, []any{1, 2, index, record}, []any{e.Rank, e.Size, e.Index, e.Record})
+	require.Equal(t, operation, e.Operation)
+	require.ErrorContains(t, err, "on rank 1 of 2")
+}
+
+// A NaN on one rank fails the operation on all ranks, with every backend; the operations before it
+// complete, also if they have infinities.
+func TestNaNWithEveryStrategy(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.Windows, comm.CopyEngines} {
+			g := checked(t, devs, s)
+			xs, _ := shards(t, g, 1000)
+			wide, _ := shards(t, g, 2000)
+			require.NoError(t, xs[1].Slice(7, 8).CopyFrom(g.Stream(1), []float32{float32(math.Inf(-1))}))
+			require.NoError(t, comm.AllReduce(g, comm.Max, xs...))
+			require.NoError(t, g.Wait(testgpu.Context(t)), s)
+			makeNaN(t, g, 1, xs[1], 998)
+			makeNaN(t, g, 1, xs[1], 999)
+			w, err := comm.Start(g, func() error { return comm.AllGather(g, wide, xs) })
+			require.NoError(t, err)
+			require.NoError(t, comm.AllReduce(g, comm.Sum, xs...), "which has a NaN too, but is not the first")
+			requireNaN(t, g.Wait(testgpu.Context(t)), 998, 2, "ncclAllGather(1000 x float32) as collective 2")
+			requireNaN(t, w.Wait(testgpu.Context(t)), 998, 2, "ncclAllGather(1000 x float32) as collective 2")
+			requireNaN(t, comm.AllReduce(g, comm.Sum, xs...), 998, 2, "ncclAllGather(1000 x float32) as collective 2")
+		}
+	})
+}
+
+// Inputs that an operation does not read are not checked, and neither are other types and groups
+// without the check.
+func TestNaNThatIsNoInput(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := checked(t, devs, comm.NCCLOnly)
+		xs, hs := shards(t, g, 100)
+		ys, _ := shards(t, g, 100)
+		makeNaN(t, g, 1, xs[1], 5)
+		makeNaN(t, g, 1, ys[1], 5)
+		require.NoError(t, comm.BroadcastFrom(g, 0, xs...), "which overwrites it")
+		require.NoError(t, comm.ReduceTo(g, 0, comm.Sum, ys, xs))
+		require.NoError(t, g.Wait(testgpu.Context(t)))
+		require.Equal(t, hs[0], read(t, g, 1, xs[1]))
+		ints, err := comm.MakeFrom(g, []int32{-1, math.MinInt32})
+		require.NoError(t, err)
+		defer ints.Close()
+		require.NoError(t, comm.AllReduce(g, comm.Max, ints...))
+		require.NoError(t, g.Wait(testgpu.Context(t)))
+
+		plain := local(t, devs)
+		require.NoError(t, plain.Stream(1).WaitStream(g.Stream(1)))
+		require.NoError(t, plain.Stream(0).WaitStream(g.Stream(0)))
+		require.NoError(t, comm.AllReduce(plain, comm.Sum, ys...))
+		require.NoError(t, plain.Wait(testgpu.Context(t)))
+		require.True(t, math.IsNaN(float64(read(t, plain, 0, ys[0])[5])))
+	})
+}
+
+// A captured operation is checked at each launch.
+func TestNaNInAGraph(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.Windows} {
+			g := checked(t, devs, s)
+			xs, _ := shards(t, g, 300)
+			ys, _ := shards(t, g, 600)
+			exec, err := graph.Capture(g.Streams(), func() error { return comm.AllGather(g, ys, xs) }, nil)
+			require.NoError(t, err)
+			defer exec.Close()
+			launch := func() error {
+				require.NoError(t, g.Stream(0).WaitStream(g.Stream(1)))
+				require.NoError(t, exec.Launch(g.Stream(0)))
+				require.NoError(t, g.Stream(1).WaitStream(g.Stream(0)))
+				return g.Wait(testgpu.Context(t))
+			}
+			require.NoError(t, launch())
+			require.NoError(t, launch())
+			makeNaN(t, g, 1, xs[1], 299)
+			requireNaN(t, launch(), 299, 1, "ncclAllGather(300 x float32) as collective 1")
+			require.NoError(t, exec.Close())
+		}
+	})
+}
+
+// The other process learns of a NaN, although it has completed the operation, and without
+// a wait: it may be busy with something else.
+func TestNaNInAnotherProcess(t *testing.T) {
+	t.Setenv("CHORUS_NCCL_NAN_CHECK", "1")
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		gs, errs := join(t, context.Background(), devs)
+		var all sync.WaitGroup
+		for i, g := range gs {
+			require.NoError(t, errs[i])
+			xs, _ := shards(t, g, 64)
+			if i == 1 {
+				makeNaN(t, g, 0, xs[0], 3)
+			}
+			all.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs...) })
+		}
+		all.Wait()
+		for i, g := range gs {
+			require.NoError(t, errs[i])
+			require.NoError(t, poll.Until(testgpu.Context(t), func() (bool, error) { return g.Err() != nil, nil }))
+			requireNaN(t, g.Wait(testgpu.Context(t)), 3, 1, "ncclAllReduce(64 x float32, sum) as collective 1")
+		}
+	})
+}
+
+// Reports of other processes are validated.
+func TestHostileNaNReport(t *testing.T) {
+	good := `{"Rank":1,"Size":2,"Device":"cuda:1","Record":7,"Operation":"ncclAllReduce","Index":3}`
+	e := comm.ReadNaN([]byte(good), 0, 2)
+	require.NotNil(t, e)
+	require.Equal(t, nccl.NaNError{Rank: 1, Size: 2, Device: "cuda:1", Record: 7, Operation: "ncclAllReduce", Index: 3}, *e)
+	require.Nil(t, comm.ReadNaN([]byte(good), 1, 2), "its own")
+	require.NotContains(t, comm.ReadNaN([]byte(strings.ReplaceAll(good, "ncclAllReduce", `\u001b[2J`)), 0, 2).Error(), "\x1b")
+	for _, bad := range []string{
+		"", "{", "[]", strings.ReplaceAll(good, `"Rank":1`, `"Rank":2`), strings.ReplaceAll(good, `"Rank":1`, `"Rank":-1`),
+		strings.ReplaceAll(good, `"Size":2`, `"Size":3`), strings.ReplaceAll(good, `"Index":3`, `"Index":-3`),
+		strings.ReplaceAll(good, "ncclAllReduce", strings.Repeat("x", 1<<20)),
+	} {
+		require.Nil(t, comm.ReadNaN([]byte(bad), 0, 2), "%.100s", bad)
+	}
+}

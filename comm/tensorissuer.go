@@ -12,7 +12,7 @@ type TensorIssuer struct{ on Issuer }
 // strides. They are the functions of the same names for slices, on the same streams and under
 // the same rules:
 //
-//	err := comm.OfTensors(g).AllReduce(comm.Sum, x.T())
+//	err := comm.OfTensors(g).AllReduce(comm.Sum, a.T())
 //
 // Each call takes one tensor for each local rank, on its device and all of one type. A
 // contiguous tensor is used directly. Tensors of other layouts are copied to and from

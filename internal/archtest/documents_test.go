@@ -50,14 +50,6 @@ var instead = map[string]string{
 	s                                       *stream.Stream
 	weights, weightGrads, bias, biasGrads memory.Slice[float32]
 )`,
-	"ddp/uneven.go": `var (
-	ctx    context.Context
-	err    error
-	g      *comm.Group
-	r      *ddp.Reducer
-	s      *stream.Stream
-	params memory.Slice[float32]
-)`,
 	"ddp/norm.go": `var (
 	err   error
 	s     *stream.Stream

@@ -8,7 +8,7 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-// A Class is the rule by which torch.autocast chooses the type of an operation.
+// A Class says how torch.autocast chooses the type of an operation.
 type Class uint8
 
 // The classes.

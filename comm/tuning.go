@@ -26,9 +26,12 @@ type Site struct {
 }
 
 // A Choice is the measurement of one operation and size. An operation that was not
-// measured uses the most similar Choice, by these criteria in order: the same kind; both
-// or neither a sum of floats of at most 32 bits; the same type and reduction; both or
-// neither a multiple of 16 bytes; the nearest logarithm of the size.
+// measured uses the most similar Choice. The criteria are, in this order:
+//   - the same kind
+//   - both or neither are sums of floats of at most 32 bits
+//   - the same type and reduction
+//   - both or neither are a multiple of 16 bytes
+//   - the nearest logarithm of the size
 type Choice struct {
 	Operation string   `json:"operation"`       // such as "all-reduce"
 	Type      string   `json:"type,omitempty"`  // of reductions, such as "float32"

@@ -215,8 +215,8 @@ func (w *Work) WaitOn(s *stream.Stream) error {
 	return nil
 }
 
-// Close closes the Work and what it owns. The operations continue, and keep the memory
-// that they use until they are done. Close is idempotent.
+// Close closes the Work and the closers that it owns. The operations continue, and keep their
+// memory until they are done. Close is idempotent.
 func (w *Work) Close() error {
 	if w == nil || !w.owner.Close() {
 		return nil

@@ -33,9 +33,9 @@ func (d *Device) Name() (string, error) {
 	return ask(d, func(drv cudadrv.Driver, h cudadrv.Device) (string, cudadrv.Result) { return drv.DeviceGetName(h) })
 }
 
-// Active reports whether the device has a primary context in this process, whoever created
-// it; torch's name is _cuda_hasPrimaryContext. Finding, opening and describing a device
-// creates no context: the first call that needs one does.
+// Active reports whether the device has a primary context in this process, created by Chorus or
+// by another library (torch's _cuda_hasPrimaryContext). Finding, opening and describing a
+// device does not create a context: the first call that needs a context creates it.
 func (d *Device) Active() (bool, error) {
 	active, err := ask(d, func(drv cudadrv.Driver, h cudadrv.Device) (int32, cudadrv.Result) {
 		_, active, r := drv.DevicePrimaryCtxGetState(h)

@@ -60,7 +60,7 @@ func target(path string) (final string, mode fs.FileMode, err error) {
 		return "", 0, err
 	}
 	if !info.Mode().IsRegular() {
-		return "", 0, fmt.Errorf("there is no regular file but %s", info.Mode())
+		return "", 0, fmt.Errorf("it is not a regular file but %s", info.Mode())
 	}
 	return final, info.Mode().Perm(), nil
 }

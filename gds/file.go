@@ -113,7 +113,7 @@ func (f *File) look() error {
 		return err
 	}
 	if !info.Mode().IsRegular() {
-		return fmt.Errorf("it is no regular file but %s", info.Mode())
+		return fmt.Errorf("it is not a regular file but %s", info.Mode())
 	}
 	var fs unix.Statfs_t
 	if err := unix.Fstatfs(f.fd, &fs); err != nil {

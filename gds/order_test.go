@@ -155,8 +155,8 @@ func TestOpenErrors(t *testing.T) {
 		says string
 	}{
 		{filepath.Join(dir, "none"), os.O_RDONLY, nil, "no such file"},
-		{dir, os.O_RDONLY, nil, "no regular file"},
-		{"/dev/null", os.O_RDONLY, nil, "no regular file"},
+		{dir, os.O_RDONLY, nil, "not a regular file"},
+		{"/dev/null", os.O_RDONLY, nil, "not a regular file"},
 		{filepath.Join(dir, "x"), os.O_RDWR | os.O_CREATE | os.O_APPEND, nil, "O_APPEND"},
 		{filepath.Join(dir, "x"), os.O_RDWR | os.O_CREATE, &FileConfig{Engine: 9}, "no engine 9"},
 		{filepath.Join(dir, "x"), os.O_RDWR | os.O_CREATE, &FileConfig{Threads: -1}, "-1 threads"},
@@ -177,7 +177,7 @@ func TestOpenErrors(t *testing.T) {
 	_, err = Create(filepath.Join(dir, "none", "file"), nil)
 	require.ErrorIs(t, err, os.ErrNotExist)
 	_, err = Create(dir, nil)
-	require.ErrorContains(t, err, "no regular file")
+	require.ErrorContains(t, err, "not a regular file")
 }
 
 func TestEnvironment(t *testing.T) {

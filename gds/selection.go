@@ -10,7 +10,7 @@ import (
 
 // The reasons that rule gives.
 var (
-	errInMemory   = errors.New("the file system is memory, of which the page cache is all")
+	errInMemory   = errors.New("the file system keeps files in memory: the page cache has all their bytes")
 	errNoNvidiaFS = errors.New("nvidia-fs is not loaded, so that cuFile would copy through host memory as the other engines do: CHORUS_GDS_ENGINE=cufile tries it")
 )
 
@@ -55,7 +55,7 @@ func (f *File) writeEngine() Engine {
 func (f *File) resident(from, to int64) bool {
 	var st unix.Cachestat_t
 	if err := unix.Cachestat(uint(f.fd), &unix.CachestatRange{Off: uint64(from), Len: uint64(to - from)}, &st, 0); err != nil {
-		f.refuse(Direct, fmt.Errorf("the system does not tell what is in its page cache: %w", os.NewSyscallError("cachestat", err)))
+		f.refuse(Direct, fmt.Errorf("the system does not report the pages in its page cache: %w", os.NewSyscallError("cachestat", err)))
 		return true
 	}
 	return st.Cache*uint64(os.Getpagesize())*2 >= uint64(to-from)

@@ -119,7 +119,7 @@ func (c *compiler) compile(src *Source, options []string, get func(nvrtcapi.Prog
 	}
 	image, r := get(p)
 	if r != nvrtcapi.Success {
-		return nil, fmt.Errorf("kernel: compile %s: fetch what was compiled: %w", src.Name, r)
+		return nil, fmt.Errorf("kernel: compile %s: fetch the binary: %w", src.Name, r)
 	}
 	return image, nil
 }

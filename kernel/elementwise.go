@@ -101,7 +101,7 @@ func expression(code string, cfg *ElementwiseConfig) (string, error) {
 	}
 	for i, p := range params {
 		if !identifier.MatchString(p) || slices.Contains(params[:i], p) {
-			return "", fmt.Errorf("%q is no name of an input or parameter, or there twice", p)
+			return "", fmt.Errorf("%q is not a name of an input or parameter, or occurs twice", p)
 		}
 	}
 	return "template <typename T> T expression(T " + strings.Join(params, ", T ") + ") { return " + code + "\n; }", nil

@@ -360,14 +360,14 @@ func TestNewElementwiseRefuses(t *testing.T) {
 		code string
 		cfg  *kernel.ElementwiseConfig
 	}{
-		"there is no function template":                           {"x + y", nil},
-		`a default for "b": axpy has the parameters x, y, a`:      {axpyCode, &kernel.ElementwiseConfig{Defaults: []kernel.Operand{set("b", 1)}}},
-		`two defaults for "a"`:                                    {axpyCode, &kernel.ElementwiseConfig{Defaults: []kernel.Operand{set("a", 1), set("a", 1)}}},
-		`a default for "": axpy has`:                              {axpyCode, &kernel.ElementwiseConfig{Defaults: []kernel.Operand{kernel.Number(1)}}},
-		"f has 0 inputs and 1 outputs: want 1 to 8":               {"template <typename T> T f(T x) { return x; }", &kernel.ElementwiseConfig{Defaults: []kernel.Operand{set("x", 1)}}},
-		"f has 9 inputs and 1 outputs":                            {"template <typename T> T f(T a, T b, T c, T d, T e, T f, T g, T h, T i) { return a; }", nil},
-		`"x y" is no name of an input`:                            {"x", &kernel.ElementwiseConfig{Inputs: []string{"x y"}}},
-		`"x" is no name of an input or parameter, or there twice`: {"x", &kernel.ElementwiseConfig{Inputs: []string{"x", "x"}}},
+		"there is no function template":                               {"x + y", nil},
+		`a default for "b": axpy has the parameters x, y, a`:          {axpyCode, &kernel.ElementwiseConfig{Defaults: []kernel.Operand{set("b", 1)}}},
+		`two defaults for "a"`:                                        {axpyCode, &kernel.ElementwiseConfig{Defaults: []kernel.Operand{set("a", 1), set("a", 1)}}},
+		`a default for "": axpy has`:                                  {axpyCode, &kernel.ElementwiseConfig{Defaults: []kernel.Operand{kernel.Number(1)}}},
+		"f has 0 inputs and 1 outputs: want 1 to 8":                   {"template <typename T> T f(T x) { return x; }", &kernel.ElementwiseConfig{Defaults: []kernel.Operand{set("x", 1)}}},
+		"f has 9 inputs and 1 outputs":                                {"template <typename T> T f(T a, T b, T c, T d, T e, T f, T g, T h, T i) { return a; }", nil},
+		`"x y" is not a name of an input`:                             {"x", &kernel.ElementwiseConfig{Inputs: []string{"x y"}}},
+		`"x" is not a name of an input or parameter, or occurs twice`: {"x", &kernel.ElementwiseConfig{Inputs: []string{"x", "x"}}},
 	} {
 		_, err := kernel.NewElementwise(c.code, c.cfg)
 		require.ErrorContains(t, err, "kernel: new element-wise function: ", want)

@@ -222,10 +222,10 @@ func TestBadDefinitions(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 	stand := func(*kernel.Call) {}
 	for want, defs := range map[string][]kernel.Def{
-		`has no name, or that of another: ""`:  {{Go: stand}},
-		`has no name, or that of another: "a"`: {{Name: "a", Go: stand}, {Name: "a", Go: stand}},
-		"a has 33 parameters: at most 32":      {{Name: "a", Go: stand, Params: make([]kernel.Param, 33)}},
-		"parameter 1 of a has no type":         {{Name: "a", Go: stand, Params: []kernel.Param{kernel.I32, 99}}},
+		`has no name, or the same name as another kernel: ""`:  {{Go: stand}},
+		`has no name, or the same name as another kernel: "a"`: {{Name: "a", Go: stand}, {Name: "a", Go: stand}},
+		"a has 33 parameters: at most 32":                      {{Name: "a", Go: stand, Params: make([]kernel.Param, 33)}},
+		"parameter 1 of a has no type":                         {{Name: "a", Go: stand, Params: []kernel.Param{kernel.I32, 99}}},
 	} {
 		_, err := kernel.Compile(devs[0], &kernel.Source{Name: "bad.cu", Kernels: defs})
 		require.ErrorContains(t, err, "kernel: compile bad.cu: ")

@@ -134,7 +134,7 @@ func (src *Source) check(said map[string][]declared) error {
 	for _, d := range src.Kernels {
 		switch {
 		case d.Name == "" || seen[d.Name]:
-			return fmt.Errorf("kernel: compile %s: a kernel has no name, or that of another: %q", src.Name, d.Name)
+			return fmt.Errorf("kernel: compile %s: a kernel has no name, or the same name as another kernel: %q", src.Name, d.Name)
 		case len(d.Params) > maxArgs:
 			return fmt.Errorf("kernel: compile %s: %s has %d parameters: at most %d", src.Name, d.Name, len(d.Params), maxArgs)
 		}

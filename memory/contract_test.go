@@ -161,7 +161,7 @@ func checkFraction(t *testing.T, d *device.Device, _ backend) {
 	oom, ok := errors.AsType[*memory.OutOfMemoryError](err)
 	require.True(t, ok, "%v", err)
 	require.InDelta(t, float64(limit)/float64(total), oom.Fraction, 1e-9)
-	require.ErrorContains(t, err, "of which the process may have 256.00 MiB")
+	require.ErrorContains(t, err, "the process may use 256.00 MiB")
 	require.NoError(t, x.Close())
 	x, err = memory.Alloc(s, limit/2+4<<20)
 	require.NoError(t, err, "what was freed is there")
@@ -235,7 +235,7 @@ func checkRaw(t *testing.T, d *device.Device, _ backend) {
 		require.ErrorContains(t, err, fmt.Sprintf("memory: %s on %s: %#x", what, d, p))
 	}
 	err = memory.FreeRaw(d, 0x1234)
-	require.ErrorContains(t, err, "0x1234 is no memory of this allocator")
+	require.ErrorContains(t, err, "0x1234 is not memory of this allocator")
 }
 
 // TestMemoryStats of torch: what is allocated goes up and down with each step.

@@ -42,7 +42,7 @@ func (e *OutOfMemoryError) Error() string {
 		return b.String()
 	}
 	if e.Fraction < 1 {
-		fmt.Fprintf(&b, ", of which the process may have %s (%g of all)", formatSize(uint64(e.Fraction*float64(e.Total))), e.Fraction)
+		fmt.Fprintf(&b, "; the process may use %s (%g of all)", formatSize(uint64(e.Fraction*float64(e.Total))), e.Fraction)
 	}
 	fmt.Fprintf(&b, "; %s are allocated", formatSize(e.Allocated))
 	if e.Private > 0 {

@@ -59,7 +59,7 @@ func TestPointerErrors(t *testing.T) {
 				for _, foreign := range []uint64{1, 1 << 47, math.MaxUint64} {
 					e = pointerError(t, memory.FreeRaw(d, foreign))
 					require.Zero(t, e.Block)
-					require.ErrorContains(t, e, "is no memory of this allocator")
+					require.ErrorContains(t, e, "is not memory of this allocator")
 					pointerError(t, memory.RecordStreamRaw(foreign, newStream(t, d)))
 				}
 				require.NoError(t, errors.Join(memory.FreeRaw(d, first), memory.FreeRaw(d, behind)))

@@ -215,9 +215,9 @@ func (c *Communicator) Version() string { return ncclapi.VersionText(c.version) 
 
 // Wait waits until all operations that are enqueued on s have completed, like s.Sync. It
 // returns nil only if the operations of c on s have completed; s also passes operations
-// that were aborted. Wait ends early with the error when the communicator fails, and when
-// this process aborts or closes it while operations are not known to have completed; the
-// latter error matches device.ErrClosed. If ctx ends first, Wait returns the cause, and
+// that were aborted. Wait ends early if the communicator fails, with the error of the failure.
+// It also ends early if this process aborts or closes the communicator while operations are
+// not known to have completed: then the error matches device.ErrClosed. If ctx ends first, Wait returns the cause, and
 // the operations continue until Close.
 func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 	if c == nil {
@@ -307,12 +307,11 @@ func (c *Communicator) abortInTime() error {
 	}
 }
 
-// abort makes NCCL abort the pending operations and free the communicator. No other call
-// may be in NCCL at that time: NCCL waits for kernels that were launched before, but not
-// for kernels of a call that is still waiting for room in its stream or for a lost peer,
-// and frees the communicator under them. Only NCCL's abort flag makes such a call return.
-// In an NCCL group, ncclCommAbort sets the flag at once, and the end of the group frees
-// the communicator.
+// abort makes NCCL abort the pending operations and free the communicator. At that time no
+// other call must be in NCCL. NCCL waits for kernels that were launched before. It does not
+// wait for a call that still waits for space in its stream or for a lost peer, and frees the
+// communicator that the call uses. Only NCCL's abort flag makes such a call return. In an NCCL
+// group, ncclCommAbort sets the flag at once, and the end of the group frees the communicator.
 func (c *Communicator) abort() ncclapi.Result {
 	poll.UntilNoLaterThan(time.Second, c.noGraphs) // longer if a launch waits for a lost peer, which the abort ends
 	if poll.UntilNoLaterThan(callTimeout, c.mu.TryLock) {

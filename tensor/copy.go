@@ -33,9 +33,9 @@ func Copy(s *stream.Stream, dst, src Tensor) error { return strided.Copy(s, *dst
 func CopyAll(s *stream.Stream, dst, src []Tensor) error { return strided.CopyAll(s, dst, src) }
 
 // Add enqueues dst = a + b on s (torch.add with out), for tensors of one shape on the
-// device of s. The sum is of the type that torch promotes a and b to, in float for
-// the 16-bit floats, and is rounded to the type of dst, which must not be of a lower
-// category; bools are or-ed. 8-bit floats, which torch does not add, are added in
+// device of s. The sum has the type that torch promotes a and b to; the 16-bit floats
+// are added in float. It is rounded to the type of dst, which must not be of a lower category.
+// Bools are or-ed. 8-bit floats, which torch does not add, are added in
 // float and rounded. dst may be a or b.
 func Add(s *stream.Stream, dst, a, b Tensor) error {
 	return strided.Add(s, *dst.at(), *a.at(), *b.at())

@@ -31,16 +31,17 @@ type MatMulConfig struct {
 	// BiasGrad.
 	Epilogue Epilogue
 	// Bias is added to each row before the epilogue (torch.nn.functional.linear). It has
-	// shape [n], or [b n] for a batch, and the type of c; bfloat16 for a product of 8-bit
-	// floats with a c of float32, and float16 or bfloat16 with a c of 8-bit floats.
+	// shape [n], or [b n] for a batch, and the type of c. Exceptions are products of 8-bit
+	// floats: if c is float32, Bias is bfloat16, and if c is an 8-bit float, Bias is float16 or
+	// bfloat16.
 	Bias     Tensor
 	Aux      Tensor
 	BiasGrad Tensor
 
 	// Scales of 8-bit floats, as in torch._scaled_mm: float32 on the device.
 	// c = ScaleResult·epilogue(Alpha·ScaleA·ScaleB·a·b + …). Each has one element. ScaleA of
-	// shape [m 1] and ScaleB of shape [1 n] are scales for each row of a and each column of b;
-	// that needs compute capability 9.0 and cuBLASLt 12.9, and a c that is not 8-bit.
+	// shape [m 1] and ScaleB of shape [1 n] are scales for each row of a and each column of b.
+	// Such scales need compute capability 9.0, cuBLASLt 12.9, and a c that is not 8-bit.
 	ScaleA, ScaleB Tensor
 	ScaleResult    Tensor // only if c is an 8-bit float
 	AMax           Tensor // one float32 that gets the largest |c| before ScaleResult, if c is an 8-bit float
@@ -70,14 +71,15 @@ type MatMulConfig struct {
 // aligned to 16 bytes, cuBLASLt may also round before it adds the bias. Integers and products
 // of mixed types are not supported.
 //
-// No operand is copied. In a, b, c and Add one of the last two strides is 1, and the other
-// one is not smaller than the matrix's side, so that views, transposed views and slices of
-// rows and columns can be used. b and a may repeat, with strides of 0 between matrices of a
-// batch. c may be a transposed view if there is no Bias, Aux or BiasGrad. c must not share
-// memory with another tensor, except that Add may be c. Products of 8-bit floats need
-// compute capability 8.9; except on 10.x, a must be contiguous in rows and b in columns, as
-// in MatMul(s, c, a, b.T(), cfg); k, n, strides and addresses are multiples of 16 bytes, and
-// n of 16 elements.
+// MatMul does not copy operands. In a, b, c and Add one of the last two strides is 1, and the
+// other one is not smaller than the matrix's side. So they may be views, transposed views and
+// slices of rows and columns. b and a may repeat, with strides of 0 between matrices of a
+// batch. c may be a transposed view if Bias, Aux and BiasGrad are not set. c must not share
+// memory with another tensor, except that Add may be c.
+//
+// Products of 8-bit floats need compute capability 8.9. Except on 10.x, a must be contiguous in
+// rows and b in columns, as in MatMul(s, c, a, b.T(), cfg). k, n, strides and addresses are
+// multiples of 16 bytes, and n is a multiple of 16 elements.
 //
 // MatMul uses cuBLASLt. It falls back to cuBLAS if cuBLASLt is missing or has no algorithm,
 // and the product has no epilogue, bias, scales or separate Add. If neither can compute the

@@ -15,8 +15,8 @@ type Epilogue uint8
 const (
 	NoEpilogue Epilogue = iota
 	// ReLU is max(0, x). If Aux is set, it gets a bit mask of the positive elements for
-	// ReLUGrad, in an unspecified order: uint8 of shape [m w] with w ≥ 16·⌈n/128⌉, [b m w]
-	// for a batch, and strides that are multiples of 16.
+	// ReLUGrad, in an unspecified order. Aux is uint8 of shape [m w], or [b m w] for a batch,
+	// with w ≥ 16·⌈n/128⌉ and strides that are multiples of 16.
 	ReLU
 	// GELU is torch.nn.functional.gelu(approximate="tanh"). If Aux is set, it gets the input
 	// of GELU: it has the shape and type of c, and strides that are multiples of 8. If c is an
@@ -106,7 +106,7 @@ func (f *epilogueForm) check(cfg *MatMulConfig) error {
 	case f.needed && cfg.BiasGrad.at().DType == memory.Invalid:
 		return fmt.Errorf("field BiasGrad is not set: the Epilogue needs it")
 	case f.needAux && cfg.Aux.at().DType == memory.Invalid:
-		return fmt.Errorf("field Aux is not set: the Epilogue needs that of the forward pass")
+		return fmt.Errorf("field Aux is not set: the Epilogue needs the Aux of the forward pass")
 	case f.aux[0] == 0 && cfg.Aux.at().DType != memory.Invalid:
 		return fmt.Errorf("field Aux is set, which the Epilogue does not use")
 	}

@@ -91,8 +91,9 @@ func extent(dims []reach, width int64) int64 {
 	return width
 }
 
-// meet reports whether runs of wa bytes at Σ aᵢ·step and of wb bytes at distance + Σ bᵢ·step
-// have a byte in common, for some 0 ≤ aᵢ < a[i].n and 0 ≤ bᵢ < b[i].n. The steps are equal.
+// meet reports whether two sets of runs share a byte. The runs of a have wa bytes and begin at
+// Σ aᵢ·step, for 0 ≤ aᵢ < a[i].n. The runs of b have wb bytes and begin at distance + Σ bᵢ·step,
+// for 0 ≤ bᵢ < b[i].n. The steps are equal.
 func meet(a, b []reach, wa, wb, distance int64) bool {
 	if len(a) == 0 {
 		return distance < wa && -distance < wb

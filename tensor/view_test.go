@@ -99,7 +99,7 @@ func TestViews(t *testing.T) {
 		{"negative", func() (tensor.Tensor, error) { return x.View(-1, -1) }},
 		{"negative", func() (tensor.Tensor, error) { return tensor.MakeHost(x.DType(), 2, -1) }},
 		{"larger than any memory", func() (tensor.Tensor, error) { return tensor.MakeHost(x.DType(), 1<<40, 1<<40) }},
-		{"is no type of elements", func() (tensor.Tensor, error) { return tensor.MakeHost(0, 1) }},
+		{"is not an element type", func() (tensor.Tensor, error) { return tensor.MakeHost(0, 1) }},
 	} {
 		_, err := c.f()
 		require.ErrorContains(t, err, c.text)

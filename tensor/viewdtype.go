@@ -20,7 +20,7 @@ func (t Tensor) ViewDType(as memory.DType) (Tensor, error) {
 	case from == 0:
 		return fail("there is no tensor")
 	case to == 0:
-		return fail("that is no type of elements")
+		return fail("that is not an element type")
 	case v.Offset%to != 0:
 		return fail("it begins at byte %d of its memory: want a multiple of %d", v.Offset, to)
 	}
@@ -33,7 +33,7 @@ func (t Tensor) ViewDType(as memory.DType) (Tensor, error) {
 		return fail("elements of another size need a last dimension whose elements lie side by side")
 	}
 	if v.Shape[last]*from%to != 0 {
-		return fail("%d bytes of the last dimension are no multiple of %d", v.Shape[last]*from, to)
+		return fail("%d bytes of the last dimension are not a multiple of %d", v.Shape[last]*from, to)
 	}
 	v.Shape[last] = v.Shape[last] * from / to
 	for i, n := range v.Strides[:last] {

@@ -35,7 +35,7 @@ func TestViewDType(t *testing.T) {
 		says string
 	}{
 		{func() (Tensor, error) { return x.Narrow(1, 1, 4) }, memory.Uint16, "begins at byte 1 of its memory: want a multiple of 2"},
-		{func() (Tensor, error) { return x.Narrow(1, 0, 3) }, memory.Uint16, "3 bytes of the last dimension are no multiple of 2"},
+		{func() (Tensor, error) { return x.Narrow(1, 0, 3) }, memory.Uint16, "3 bytes of the last dimension are not a multiple of 2"},
 		{func() (Tensor, error) { return x.T(), nil }, memory.Uint16, "side by side"},
 		{func() (Tensor, error) { return OfHost([]float32{1}) }, memory.Int16, "side by side"},
 		{func() (Tensor, error) {
@@ -43,7 +43,7 @@ func TestViewDType(t *testing.T) {
 			require.NoError(t, err)
 			return y.Narrow(1, 0, 2)
 		}, memory.Uint16, "the stride 3 of dimension 0 does not fit"},
-		{func() (Tensor, error) { return x, nil }, memory.Invalid, "that is no type of elements"},
+		{func() (Tensor, error) { return x, nil }, memory.Invalid, "that is not an element type"},
 		{func() (Tensor, error) { return Tensor{}, nil }, memory.Int8, "there is no tensor"},
 	} {
 		y, err := tc.of()

@@ -1,7 +1,7 @@
-// Gpt trains a small GPT that learns to add two numbers. It shows a complete training run:
-// several ranks that reduce gradients during the backward pass, gradient accumulation,
-// bfloat16 with float32 parameters, gradient clipping, AdamW with a warmup of the learning
-// rate, and one CUDA graph for a whole step. PyTorch's run of the same model has the same
+// Gpt trains a small GPT that learns to add two numbers. It shows a complete training run.
+// Several ranks reduce gradients during the backward pass, with gradient accumulation and
+// gradient clipping. Activations may be bfloat16, with float32 parameters. AdamW has a warmup of
+// the learning rate, and one CUDA graph has a whole step. PyTorch's run of the same model has the same
 // losses. The program uses all devices in one process, or one device in each process of a job.
 //
 //	bin/gpt -steps 1500

@@ -89,7 +89,7 @@ func newLib(find dl.Resolver, path string) (*Lib, error) {
 	return &Lib{t}, nil
 }
 
-// The methods below have no comments of their own: each is the C function of its name.
+// The methods below have no comments: each one calls the C function of the same name.
 
 // GetVersion returns a size_t, whose low half has the number.
 func (l *Lib) GetVersion() uintptr { return uintptr(uint32(l.Call(fnGetVersion, dl.Get()))) }

@@ -1,7 +1,6 @@
-// Package kern holds the options of package kernel that other packages of Chorus need and
-// users do not: precompiled sources, modules that live as long as their device, arguments
-// in the memory of other devices, and the strided accesses of stand-ins. Public types
-// embed them.
+// Package kern holds the options of package kernel that only other packages of Chorus need.
+// These are precompiled sources, modules that live as long as their device, arguments in the
+// memory of other devices, and the strided accesses of stand-ins. Public types embed them.
 package kern
 
 import (

@@ -203,7 +203,7 @@ func loader(t *testing.T) func(text []byte) error {
 	}
 	sys, err := device.NewSystem(&device.SystemConfig{Backend: "cuda"})
 	if err != nil {
-		t.Fatal("the driver must load what is written: ", err)
+		t.Fatal("the driver must load the new PTX: ", err)
 	}
 	return func(text []byte) error { return loadOn(sys.Devices()[0], text) }
 }

@@ -47,7 +47,7 @@ func OfPinned[T memory.Element](x *memory.Pinned[T], shape []int) (Array, error)
 // MakeHost allocates a row-major array in Go's memory.
 func MakeHost(t memory.DType, shape []int) (Array, error) {
 	if t.Size() == 0 {
-		return Array{}, fmt.Errorf("tensor: make: %s is no type of elements", t)
+		return Array{}, fmt.Errorf("tensor: make: %s is not an element type", t)
 	}
 	n, err := count(t, shape)
 	if err != nil {

@@ -28,7 +28,7 @@ type reference struct {
 // strides. The caller closes it.
 func Make(s *stream.Stream, t memory.DType, shape, strides []int) (Array, error) {
 	if t.Size() == 0 {
-		return Array{}, fmt.Errorf("tensor: make: %s is no type of elements", t)
+		return Array{}, fmt.Errorf("tensor: make: %s is not an element type", t)
 	}
 	n, err := count(t, shape)
 	if err != nil {

@@ -73,7 +73,7 @@ type PointerError struct {
 func (e *PointerError) Error() string {
 	switch {
 	case e.Within == 0:
-		return fmt.Sprintf("%#x is no memory of this allocator: it was never allocated here, or was freed and went back to the driver", e.Addr)
+		return fmt.Sprintf("%#x is not memory of this allocator: it was never allocated here, or was freed and went back to the driver", e.Addr)
 	case e.Used:
 		return fmt.Sprintf("%#x lies in the block of %d bytes at %#x and is not its beginning", e.Addr, e.Size, e.Within)
 	}

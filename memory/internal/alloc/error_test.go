@@ -35,9 +35,9 @@ func TestWrongAddresses(t *testing.T) {
 		require.Equal(t, before, d.ReadAll(), "nothing has changed")
 		d.check(t)
 	}
-	refuse(0, PointerError{}, "is no memory of this allocator")
-	refuse(^uint64(0), PointerError{}, "is no memory of this allocator")
-	refuse(1<<20, PointerError{}, "is no memory of this allocator")
+	refuse(0, PointerError{}, "is not memory of this allocator")
+	refuse(^uint64(0), PointerError{}, "is not memory of this allocator")
+	refuse(1<<20, PointerError{}, "is not memory of this allocator")
 	refuse(gone, PointerError{}, "went back to the driver")
 	refuse(list[1]+1, PointerError{Within: list[1], Size: 1024, Used: true}, "lies in the block of 1024 bytes")
 	refuse(list[1]+512, PointerError{Within: list[1], Size: 1024, Used: true}, "and is not its beginning")

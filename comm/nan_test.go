@@ -2,6 +2,7 @@ package comm_test
 
 import (
 	"context"
+	"fmt"
 	"math"
 	"strings"
 	"sync"
@@ -9,9 +10,11 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -120,9 +123,8 @@ func TestNaNInAGraph(t *testing.T) {
 	})
 }
 
-// The other process learns of a NaN, although it has completed the operation, and without
-// a wait: it may be busy with something else.
-func TestNaNInAnotherProcess(t *testing.T) {
+// A rank that enqueues its operations alone checks them too. The environment enables it.
+func TestNaNOfASingleOperation(t *testing.T) {
 	t.Setenv("CHORUS_NCCL_NAN_CHECK", "1")
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		gs, errs := join(t, context.Background(), devs)
@@ -142,6 +144,49 @@ func TestNaNInAnotherProcess(t *testing.T) {
 			requireNaN(t, g.Wait(testgpu.Context(t)), 3, 1, "ncclAllReduce(64 x float32, sum) as collective 1")
 		}
 	})
+}
+
+// nanOfRank1 lets rank 1 reduce a NaN. The ranks wait for nothing afterwards except an error of the
+// group, and rank 1 stays until the others have one.
+func nanOfRank1(ctx context.Context, sess *cluster.Session, g *comm.Group, xs comm.Shards[float32]) error {
+	if g.Rank() == 1 {
+		if err := xs[0].Slice(77, 78).CopyFrom(g.Stream(0), []float32{float32(math.NaN())}); err != nil {
+			return err
+		}
+	}
+	if err := comm.AllReduce(g, comm.Sum, xs...); err != nil {
+		return err
+	}
+	if err := poll.Until(ctx, func() (bool, error) { return g.Err() != nil, nil }); err != nil {
+		return err
+	}
+	if err := sess.Set(ctx, fmt.Sprint("knows/", g.Rank()), nil); err != nil {
+		return err
+	}
+	for rank := range g.Size() {
+		if _, err := sess.Get(ctx, fmt.Sprint("knows/", rank)); err != nil {
+			break // another rank has ended, after all of them knew
+		}
+	}
+	return g.Err()
+}
+
+// All processes report the rank with the NaN, its operation and the element.
+func TestNaNOfAProcess(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"virtual", "cuda"} {
+		t.Run(backend, func(t *testing.T) {
+			ranks := 3
+			if backend == "cuda" {
+				ranks = 2
+				testgpu.CUDA(t, ranks)
+			}
+			_, out, _ := job(t, backend, "nan", ranks, env.NCCLNaNCheck.Name+"=1")
+			for rank := range ranks {
+				require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] worker: comm: the group is broken: nccl: ncclAllReduce\(1048576 x float32, sum\) as collective 1 on rank 1 of %d .*: element 77 of the input is not a number`, rank, ranks), out)
+			}
+		})
+	}
 }
 
 // Reports of other processes are validated.

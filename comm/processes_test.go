@@ -106,6 +106,9 @@ func work(fault string) error {
 	if err := xs[0].Zero(g.Stream(0)); err != nil {
 		return err
 	}
+	if fault == "nan" {
+		return nanOfRank1(ctx, sess, g, xs)
+	}
 	pace, _ := time.ParseDuration(os.Getenv(paceVar))
 	for step := range 20 {
 		if pace > 0 {

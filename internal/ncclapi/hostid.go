@@ -13,9 +13,9 @@ import (
 
 const hostIDName = "NCCL_HOSTID"
 
-// HostID returns the name by which NCCL identifies the host of this process, or "" if NCCL
-// chooses it: NCCL_HOSTID, or a name of this process alone if CHORUS_SHARE_GPUS is yes. NCCL
-// refuses two ranks of one host on one GPU, and connects ranks of two hosts over the network.
+// HostID returns NCCL's name for the host of this process, or "" if NCCL chooses it:
+// NCCL_HOSTID, or a name of this process alone if CHORUS_SHARE_GPUS is yes. NCCL refuses two
+// ranks of one host on one GPU, and connects ranks of two hosts over the network.
 func HostID() string {
 	if id := os.Getenv(hostIDName); id != "" || !SharesGPUs() {
 		return id

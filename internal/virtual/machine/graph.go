@@ -108,8 +108,22 @@ func (d driver) GraphInstantiateWithFlags(h cudadrv.Graph, flags uint64) (cudadr
 
 // mappedAll reports whether the memory of all copies and fills of a graph is mapped. m.mu is held.
 func (m *Machine) mappedAll(g *graph) bool {
-	return !slices.ContainsFunc(g.nodes, func(n *node) bool { return !m.mapped(n.uses[0]) || !m.mapped(n.uses[1]) })
+	return !slices.ContainsFunc(g.nodes, func(n *node) bool { return !m.usesMapped(n) })
 }
+
+// updatable reports whether the memory of the copies and fills with other addresses in the graph
+// to than in from is mapped. CUDA does not check nodes that stay the same. m.mu is held.
+func (m *Machine) updatable(from, to *graph) bool {
+	for i, n := range to.nodes {
+		if n.uses != from.nodes[i].uses && !m.usesMapped(n) {
+			return false
+		}
+	}
+	return true
+}
+
+// usesMapped reports whether the memory of a copy or a fill is mapped. m.mu is held.
+func (m *Machine) usesMapped(n *node) bool { return m.mapped(n.uses[0]) && m.mapped(n.uses[1]) }
 
 // mapped reports whether device memory is mapped at p. CUDA requires this for the copies and
 // the fills of a graph, but not for its kernels. p = 0 means that there is no address. m.mu is
@@ -200,7 +214,7 @@ func (d driver) GraphExecUpdate(h cudadrv.GraphExec, gh cudadrv.Graph) (cudadrv.
 	if why := x.graph.differs(g); why != cudadrv.GraphUpdateSuccess {
 		return why, cudadrv.ErrorGraphExecUpdateFailure
 	}
-	if !d.m.mappedAll(g) {
+	if !d.m.updatable(x.graph, g) {
 		return cudadrv.GraphUpdateParametersChanged, cudadrv.ErrorGraphExecUpdateFailure
 	}
 	g.hold(1)

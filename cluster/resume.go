@@ -71,7 +71,7 @@ func (c *coordinator) awaitLink(p *peer, err error) (renewal, error) {
 	if over || p.isClosed() || errors.Is(err, os.ErrDeadlineExceeded) {
 		return renewal{}, err
 	}
-	end := c.clock.now() + c.grace(p, err)
+	end := p.clock.now() + c.grace(p, err)
 	for {
 		select {
 		case r := <-p.renewals:
@@ -82,8 +82,8 @@ func (c *coordinator) awaitLink(p *peer, err error) (renewal, error) {
 			return renewal{}, err
 		case <-c.quit:
 			return renewal{}, err
-		case <-time.After(end - c.clock.now()): // the clock stands still while this process is starved
-			if c.clock.now() >= end {
+		case <-time.After(end - p.clock.now()): // the clock stands still while this process is starved
+			if p.clock.now() >= end {
 				return renewal{}, err
 			}
 		}

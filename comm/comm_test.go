@@ -126,6 +126,26 @@ func TestTwoRanksOnOneDevice(t *testing.T) {
 	})
 }
 
+// A lateContext never calls the functions of context.AfterFunc, as if their goroutines had not
+// run yet.
+type lateContext struct{ context.Context }
+
+func (lateContext) Value(any) any                { return nil }
+func (lateContext) AfterFunc(func()) func() bool { return func() bool { return true } }
+
+// Shutdown notices the loss of a rank before the function that breaks the group has run.
+func TestShutdownAfterALoss(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ctx, lose := context.WithCancel(context.Background())
+		gs, errs := join(t, lateContext{ctx}, devs)
+		require.NoError(t, errors.Join(errs...))
+		lose()
+		for _, g := range gs {
+			require.ErrorIs(t, g.Shutdown(testgpu.Context(t)), comm.ErrBroken)
+		}
+	})
+}
+
 // The loss of a rank ends what waits for it, and names the cause from then on.
 func TestLostRankBreaksTheGroup(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {

@@ -197,14 +197,18 @@ func (g *Group) Shutdown(ctx context.Context) error {
 	if err := g.inUse("shut down"); err != nil {
 		return err
 	}
-	if err := g.Wait(ctx); err != nil {
+	err := g.Wait(ctx)
+	if err == nil && g.lost != nil && g.lost.Err() != nil {
+		err = g.fail(context.Cause(g.lost)) // the function of watch may not have run yet
+	}
+	if err != nil {
 		_ = g.Close()
 		return err
 	}
 	g.closing.CompareAndSwap(nil, &closing{"shut the group down", time.Now()})
 	// From here on, a peer whose process ends has left and was not lost.
 	g.stopWatching("shut the group down")
-	err := concurrently(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(ctx) })
+	err = concurrently(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(ctx) })
 	if err != nil && ctx.Err() != nil { // the errors of the ranks are then only consequences
 		err = fmt.Errorf("comm: shut down on rank %d of %d: %w", g.Rank(), g.size, context.Cause(ctx))
 	}

@@ -74,9 +74,11 @@ func (k *client) reconnect(err error) (renewal, error) {
 	case <-k.hopeless: // of an earlier connection
 	default:
 	}
+	slow := max(k.hello.LostAfter/24, firstRetry) // an attempt that takes longer gets a second one beside it
+	failed := make(chan struct{}, 1)
 	t := time.NewTimer(0)
 	defer t.Stop()
-	for delay := firstRetry; ; delay = min(2*delay, max(k.hello.LostAfter/24, firstRetry)) {
+	for delay := firstRetry; ; {
 		select {
 		case r := <-k.stream.renewals:
 			return r, nil
@@ -86,9 +88,18 @@ func (k *client) reconnect(err error) (renewal, error) {
 			return renewal{}, err
 		case why := <-k.hopeless:
 			return renewal{}, why
-		case <-t.C:
-			k.wg.Go(func() { k.redialOrGiveUp(err) })
+		case <-failed:
 			t.Reset(delay)
+			delay = min(2*delay, slow)
+		case <-t.C:
+			k.wg.Go(func() {
+				k.redialOrGiveUp(err)
+				select {
+				case failed <- struct{}{}:
+				default:
+				}
+			})
+			t.Reset(slow)
 		}
 	}
 }

@@ -17,12 +17,12 @@ import (
 )
 
 // joinOverRelay joins n ranks, all but rank 0 over a relay.
-func joinOverRelay(t *testing.T, n int) ([]*Session, *relay) {
+func joinOverRelay(t *testing.T, n int, timing Timing) ([]*Session, *relay) {
 	t.Helper()
 	addr := freeAddr(t)
 	r := newRelay(t, addr)
 	ss := joinWorld(t, n, func(rank int, c *JoinConfig) {
-		c.Addr = addr
+		c.Addr, c.Timing = addr, timing
 		if rank > 0 {
 			c.Addr = r.addr()
 		}
@@ -70,8 +70,9 @@ func count(t *testing.T, ss []*Session, stop <-chan struct{}) int64 {
 // TestResets resets the connections of a busy job again and again, in pairs, so that some resets
 // meet a member that connects again: no call fails, and none is lost or repeated.
 func TestResets(t *testing.T) {
-	t.Parallel()
-	ss, r := joinOverRelay(t, 4)
+	timing := quick
+	timing.Heartbeat = 500 * time.Millisecond // the default, which is a part of the time to connect again
+	ss, r := joinOverRelay(t, 4, timing)
 	stop := make(chan struct{})
 	go func() {
 		defer close(stop)
@@ -104,7 +105,7 @@ func TestResets(t *testing.T) {
 // TestOutage cuts a job off for 80 % of the time limit. The old connections never work again.
 func TestOutage(t *testing.T) {
 	t.Parallel()
-	ss, r := joinOverRelay(t, 4)
+	ss, r := joinOverRelay(t, 4, quick)
 	stop := make(chan struct{})
 	go func() {
 		defer close(stop)
@@ -125,7 +126,7 @@ func TestOutage(t *testing.T) {
 // TestLongOutage cuts a job off for good.
 func TestLongOutage(t *testing.T) {
 	t.Parallel()
-	ss, r := joinOverRelay(t, 3)
+	ss, r := joinOverRelay(t, 3, quick)
 	r.freeze()
 	for i, s := range ss {
 		lost := requireCause[*MemberLostError](t, s.Context())

@@ -61,16 +61,24 @@ func wrongSteps(g *comm.Group, cfg ddp.ReducerConfig, before func(w *wrongStep) 
 	return w, nil
 }
 
-// wrongOnRank1 runs the steps on two processes, of which rank 1 spoils one.
+// wrongOnRank1 runs the steps on two processes, of which rank 1 spoils one, after both have ended
+// the step before.
 func wrongOnRank1(t *testing.T, devs []*device.Device, cfg ddp.ReducerConfig, spoil func(w *wrongStep) error) [2]*wrongStep {
 	t.Helper()
 	var ws [2]*wrongStep
+	ended := make(chan struct{}) // closed if rank 0 has ended the step before
 	errs := processes(t, devs, func(g *comm.Group) (err error) {
 		ws[g.Rank()], err = wrongSteps(g, cfg, func(w *wrongStep) error {
 			if g.Rank() == 0 {
+				close(ended)
 				return nil
 			}
-			return spoil(w)
+			select {
+			case <-ended:
+				return spoil(w)
+			case <-testgpu.Context(t).Done():
+				return errors.New("rank 0 has not ended its step")
+			}
 		})
 		return err
 	})

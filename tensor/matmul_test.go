@@ -2,6 +2,7 @@ package tensor_test
 
 import (
 	"errors"
+	"fmt"
 	"math"
 	"sync"
 	"testing"
@@ -493,4 +494,89 @@ func TestMatMulFactorsOnDevice(t *testing.T) {
 			}
 		}
 	})
+}
+
+// An alpha of 0 leaves beta·Add + Bias and the epilogue, in place and out of place, with the
+// factors on the host and on the device, and in a graph.
+func TestMatMulZeroAlpha(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		l := newLab(t, s, 1)
+		defer l.close()
+		for _, d := range []memory.DType{f64, f32, bf16, f16} {
+			for _, shape := range [][3]int{{22, 1, 34}, {1, 22, 34}, {24, 16, 32}} {
+				for variant := range 96 {
+					l.zeroAlpha(d, shape, variant)
+				}
+			}
+			l.close()
+		}
+	})
+}
+
+func (l *lab) zeroAlpha(d memory.DType, shape [3]int, variant int) {
+	t, m, n, k := l.t, shape[0], shape[1], shape[2]
+	separate, relu, bias, onDevice, captured := variant&1 != 0, variant&2 != 0, variant&4 != 0, variant&8 != 0, variant&16 != 0
+	alpha, beta := 0.0, []float64{1, 0, -1.25}[variant/32]
+	a, b := l.vector(d, []int{m, k}), l.vector(d, []int{k, n})
+	c, add := l.vector(d, []int{m, n}), l.vector(d, []int{m, n})
+	cfg := tensor.MatMulConfig{Alpha: &alpha, Beta: &beta}
+	if onDevice {
+		scale := f32
+		if d == f64 {
+			scale = f64
+		}
+		cfg = tensor.MatMulConfig{DeviceAlpha: l.vector(scale, nil, 0), DeviceBeta: l.vector(scale, nil, float32(beta))}
+	}
+	want := l.values(c)
+	if separate {
+		cfg.Add = add
+		want = l.values(add)
+	}
+	for i := range want {
+		want[i] *= beta
+	}
+	if bias {
+		cfg.Bias = l.vector(d, []int{n})
+		for i, x := range l.values(cfg.Bias) {
+			for j := range m {
+				want[j*n+i] += x
+			}
+		}
+	}
+	if relu {
+		cfg.Epilogue = tensor.ReLU
+		for i := range want {
+			want[i] = max(0, want[i])
+		}
+	}
+	text := fmt.Sprintf("%v %v beta %v separate %v relu %v bias %v on device %v captured %v", d, shape, beta, separate, relu, bias, onDevice, captured)
+	run := func() error { return tensor.MatMul(l.s, c, a, b, &cfg) }
+	if captured {
+		run = l.capture(run)
+	}
+	if err := run(); l.cuda && errors.Is(err, errors.ErrUnsupported) {
+		t.Log(text, err)
+		return
+	} else {
+		require.NoError(t, err, text)
+	}
+	bound := make([]float64, len(want))
+	for i, w := range want {
+		bound[i] = 2 * numerics[d].unit * (math.Abs(w) + 4)
+	}
+	requireClose(t, d, want, l.values(c), bound, "%s", text)
+}
+
+// capture returns a function that captures run in a graph and launches it.
+func (l *lab) capture(run func() error) func() error {
+	return func() error {
+		x, err := graph.Capture([]*stream.Stream{l.s}, run, nil)
+		if err != nil {
+			return err
+		}
+		return errors.Join(x.Launch(l.s), l.s.Sync(testgpu.Context(l.t)), x.Close())
+	}
 }

@@ -5,14 +5,12 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
-	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
-	"github.com/gochorus/chorus/internal/minifloat"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -72,6 +70,19 @@ func Enqueue(s *stream.Stream, p *Product) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.now = *p
+	if !q.now.needsDeviceFactors() {
+		return q.enqueueNow()
+	}
+	factors, err := q.moveFactors()
+	if err == nil {
+		err = q.enqueueNow()
+	}
+	return errors.Join(err, memory.FreeRaw(s.Device(), factors))
+}
+
+// enqueueNow enqueues the call in progress.
+func (q *queue) enqueueNow() error {
+	s := q.s
 	q.now.workspace = q.site.workspace
 	q.now.setAlignments()
 	if err := q.prepare(); err != nil {
@@ -202,37 +213,6 @@ func (q *queue) close() error {
 		q.workspace = 0
 	}
 	return errors.Join(errs...)
-}
-
-// scalars holds alpha and beta in the scale type.
-type scalars struct {
-	f64 [2]float64
-	f32 [2]float32
-	f16 [2]uint16
-}
-
-func (c *scalars) set(p *Product) {
-	for i, v := range p.Factors {
-		c.f64[i], c.f32[i] = v, float32(v)
-		if p.Compute == cublasapi.Compute16F {
-			c.f16[i] = minifloat.Float16.Encode(float32(v))
-		}
-	}
-}
-
-// of returns the addresses of alpha and beta.
-func (c *scalars) of(p *Product) (alpha, beta cublasapi.Scalar) {
-	if p.DeviceScalars {
-		return cublasapi.Scalar{Device: p.At.Alpha}, cublasapi.Scalar{Device: p.At.Beta}
-	}
-	at := [2]unsafe.Pointer{unsafe.Pointer(&c.f32[0]), unsafe.Pointer(&c.f32[1])}
-	switch p.scaleType() {
-	case cublasapi.R64F:
-		at = [2]unsafe.Pointer{unsafe.Pointer(&c.f64[0]), unsafe.Pointer(&c.f64[1])}
-	case cublasapi.R16F:
-		at = [2]unsafe.Pointer{unsafe.Pointer(&c.f16[0]), unsafe.Pointer(&c.f16[1])}
-	}
-	return cublasapi.Scalar{Host: at[0]}, cublasapi.Scalar{Host: at[1]}
 }
 
 // A Status is the error of a call of cuBLAS or cuBLASLt.

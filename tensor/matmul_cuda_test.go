@@ -122,7 +122,7 @@ func (l *lab) sample(c, a, b tensor.Tensor, cfg *tensor.MatMulConfig, name strin
 			want = gelu(want)
 		}
 		got := l.values(selected(l, selected(l, ca, 0, i), 0, j))
-		requireClose(l.t, c.DType(), []float64{want}, got, []float64{bound}, "%s: row %d column %d", name, i, j)
+		checkClose(l.t, c.DType(), []float64{want}, got, []float64{bound}, "%s: row %d column %d", name, i, j)
 	}
 }
 

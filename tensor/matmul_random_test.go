@@ -321,7 +321,7 @@ func (x *trial) run() error {
 	for i := range want {
 		want[i], bound[i] = x.result*want[i], math.Abs(x.result)*bound[i]
 	}
-	requireClose(x.t, x.types[2], want, got, bound, "%s", x.text)
+	checkClose(x.t, x.types[2], want, got, bound, "%s", x.text)
 	x.requireGaps(x.c, before)
 	return nil
 }
@@ -398,7 +398,7 @@ func (x *trial) epilogue(r *reference, bound []float64) []float64 {
 		}
 	case tensor.GELU:
 		if x.cfg.Aux.Len() > 0 {
-			requireClose(x.t, x.cfg.Aux.DType(), r.sum, x.values(x.cfg.Aux), bound, "%s: Aux", x.text)
+			checkClose(x.t, x.cfg.Aux.DType(), r.sum, x.values(x.cfg.Aux), bound, "%s: Aux", x.text)
 		}
 		for i, v := range want {
 			want[i] = gelu(v)
@@ -458,7 +458,7 @@ func (x *trial) requireBiasGrad(r *reference, want, bound []float64) {
 			}
 		}
 	}
-	requireClose(x.t, x.cfg.BiasGrad.DType(), sums, x.values(x.cfg.BiasGrad), limits, "%s: BiasGrad", x.text)
+	checkClose(x.t, x.cfg.BiasGrad.DType(), sums, x.values(x.cfg.BiasGrad), limits, "%s: BiasGrad", x.text)
 }
 
 func (x *trial) requireAMax(want, bound []float64) {

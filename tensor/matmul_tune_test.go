@@ -55,7 +55,7 @@ func TestTuneMatMul(t *testing.T) {
 			ref.combine(0.5, old)
 			ref.addRows(l.values(bias))
 			x := &trial{lab: l, types: [3]memory.DType{d, d, out}, float8: d == e4m3, settings: *cfg.Settings}
-			requireClose(t, out, ref.sum, l.values(c.Tensor), ref.bound(x), "%v: %+v", d, r)
+			checkClose(t, out, ref.sum, l.values(c.Tensor), ref.bound(x), "%v: %+v", d, r)
 		}
 		results, err := tensor.TuneResults(devs[0])
 		require.NoError(t, err)

@@ -19,7 +19,9 @@ type MatMulConfig struct {
 
 	// DeviceAlpha and DeviceBeta replace Alpha and Beta by values that the device reads when
 	// the product runs. Both must be set. Each has one element of float32; of float64 for
-	// products of float64; of float16 with MatMulSettings.AllowFP16Accumulation.
+	// products of float64; of float16 with MatMulSettings.AllowFP16Accumulation. They are not
+	// supported if c has one row or one column and Add, Bias or Epilogue is set, because
+	// cuBLASLt would write no output for an alpha of 0 and a beta of 1.
 	DeviceAlpha, DeviceBeta Tensor
 
 	// Add is the matrix that Beta multiplies, if it is not c itself (the input of
@@ -68,8 +70,9 @@ type MatMulConfig struct {
 //	                                 float32, e4m3fn; e5m2 if an input is e5m2
 //
 // The result is rounded once to the type of c; 8-bit floats saturate. If operands are not
-// aligned to 16 bytes, cuBLASLt may also round before it adds the bias. Integers and products
-// of mixed types are not supported.
+// aligned to 16 bytes, cuBLASLt may also round before it adds the bias and before the
+// epilogue. BiasGrad may be the sum of rounded elements. Integers and products of mixed types
+// are not supported.
 //
 // MatMul does not copy operands. In a, b, c and Add one of the last two strides is 1, and the
 // other one is not smaller than the matrix's side. So they may be views, transposed views and

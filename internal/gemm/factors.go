@@ -1,8 +1,6 @@
 package gemm
 
 import (
-	"errors"
-	"math"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
@@ -44,36 +42,34 @@ func (c *scalars) of(p *Product) (alpha, beta cublasapi.Scalar) {
 	return cublasapi.Scalar{Host: at[0]}, cublasapi.Scalar{Host: at[1]}
 }
 
-// needsDeviceFactors reports whether cuBLASLt must not see that alpha is 0. For some products
-// of float64 it then returns without writing D, because D = C if beta is 1, although D may be
-// another matrix than C and an epilogue may follow.
-func (p *Product) needsDeviceFactors() bool {
-	return p.Compute == cublasapi.Compute64F && !p.DeviceScalars && p.Factors[0] == 0 &&
-		(p.Separate || p.Epilogue != cublasltapi.EpilogueDefault)
+// needsNoProduct reports whether cuBLASLt must not see that alpha is 0. If c has one row or one
+// column, alpha is 0 and beta is 1, it returns without writing D, because D = C, although D may
+// be another matrix than C and an epilogue may follow.
+func (p *Product) needsNoProduct() bool {
+	return p.returnsEarly() && !p.DeviceScalars && p.Factors == [2]float64{0, 1}
 }
 
-// moveFactors writes alpha, which is 0, and beta to memory of the stream, which the caller
-// frees, and makes the call in progress read them there. The memory is filled byte by byte
-// because fills can be captured, and copies from Go memory cannot.
-func (q *queue) moveFactors() (room uint64, err error) {
-	const size = 8
-	room, err = memory.AllocRaw(q.s, 2*size)
+// returnsEarly reports whether cuBLASLt does not write D if alpha is 0 and beta is 1.
+func (p *Product) returnsEarly() bool {
+	return min(p.M, p.N) == 1 && p.K > 0 &&
+		(p.Separate || p.Epilogue != cublasltapi.EpilogueDefault) &&
+		p.Epilogue != cublasltapi.EpilogueBGradA && p.Epilogue != cublasltapi.EpilogueBGradB
+}
+
+// replaceProduct replaces the matrices of the call in progress by vectors of zeros, in memory
+// of the stream that the caller frees, and alpha by 1.
+func (q *queue) replaceProduct() (room uint64, err error) {
+	p := &q.now
+	bytes := int(max(p.M, p.N) * max(sizeOf(p.A.Type), sizeOf(p.B.Type)))
+	room, err = memory.AllocRaw(q.s, bytes)
 	if err != nil {
 		return room, err
 	}
-	at := cudadrv.DevicePtr(room)
-	fill := func(p cudadrv.DevicePtr, value uint8, n uintptr) {
-		err = errors.Join(err, q.dev.Do(func(drv cudadrv.Driver) cudadrv.Result {
-			return drv.MemsetD8Async(p, value, n, gpu.StreamOf(q.s).Raw())
-		}))
-	}
-	fill(at, 0, 2*size)
-	beta := math.Float64bits(q.now.Factors[1])
-	for i := range size {
-		if b := uint8(beta >> (8 * i)); b != 0 {
-			fill(at+cudadrv.DevicePtr(size+i), b, 1)
-		}
-	}
-	q.now.DeviceScalars, q.now.At.Alpha, q.now.At.Beta = true, at, at+size
-	return room, err
+	zeros := cudadrv.DevicePtr(room)
+	p.K, p.TransA, p.TransB = 1, cublasapi.NoTrans, cublasapi.NoTrans
+	p.A.LD, p.A.Stride, p.B.LD, p.B.Stride = p.M, 0, 1, 0
+	p.At.A, p.At.B, p.Factors[0] = zeros, zeros, 1
+	return room, q.dev.Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemsetD8Async(zeros, 0, uintptr(bytes), gpu.StreamOf(q.s).Raw())
+	})
 }

@@ -6,6 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -70,14 +71,19 @@ func Enqueue(s *stream.Stream, p *Product) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.now = *p
-	if !q.now.needsDeviceFactors() {
+	switch {
+	case q.now.DeviceScalars && q.now.returnsEarly():
+		return &device.UnsupportedError{
+			Feature: "factors on the device, if c has one row or one column, for a product with a bias, an epilogue or a separate input for beta",
+			Need:    "factors on the host", Have: "cuBLASLt, which writes no output if it reads an alpha of 0 and a beta of 1"}
+	case !q.now.needsNoProduct():
 		return q.enqueueNow()
 	}
-	factors, err := q.moveFactors()
+	zeros, err := q.replaceProduct()
 	if err == nil {
 		err = q.enqueueNow()
 	}
-	return errors.Join(err, memory.FreeRaw(s.Device(), factors))
+	return errors.Join(err, memory.FreeRaw(s.Device(), zeros))
 }
 
 // enqueueNow enqueues the call in progress.

@@ -54,19 +54,8 @@ func (l *lib) Matmul(h cublasltapi.Handle, d cublasltapi.MatmulDesc, alpha cubla
 	if res != cudadrv.Success || st.Device() != dev || st.Invalidated() {
 		return cublasapi.ExecutionFailed
 	}
-	if g.returnsEarly(alpha, beta, mode) {
-		return cublasapi.Success
-	}
 	st.EnqueueCall("cublasLtMatmul", hang, g.run)
 	return cublasapi.Success
-}
-
-// returnsEarly reports whether the call does nothing. cuBLASLt 13 leaves D as it is for some
-// products of float64 with an alpha of 0 and a beta of 1 on the host, even if D is not C or an
-// epilogue follows. This library does so for all of them.
-func (g *matmul) returnsEarly(alpha, beta cublasapi.Scalar, mode cublasapi.PointerMode) bool {
-	t := cublasapi.DType(g.d.scale)
-	return t == cublasapi.R64F && mode == cublasapi.PointerModeHost && cublas.HostScalar(t, alpha.Host) == 0 && cublas.HostScalar(t, beta.Host) == 1
 }
 
 func operand(p cudadrv.DevicePtr, x layout) cublas.Operand {
@@ -139,6 +128,12 @@ type part struct {
 	amax           []byte
 }
 
+// returnsEarly reports whether the product writes nothing. cuBLASLt 13 leaves D as it is if D
+// is a vector, alpha is 0 and beta is 1, even if D is not C or an epilogue follows.
+func (g *matmul) returnsEarly(p *part) bool {
+	return min(g.m, g.n) == 1 && p.alpha == 0 && p.beta == 1 && !g.is(cublasltapi.EpilogueBGradA, cublasltapi.EpilogueBGradB)
+}
+
 // one computes product i.
 func (g *matmul) one(o *machine.Op, i int) *machine.Trouble {
 	m := o.Machine()
@@ -147,6 +142,9 @@ func (g *matmul) one(o *machine.Op, i int) *machine.Trouble {
 	m.Unlock()
 	if t != nil {
 		return t
+	}
+	if g.returnsEarly(p) {
+		return nil
 	}
 	f32 := cublasapi.DType(g.d.scale)
 	product := cublas.Product{TransA: g.d.transA != 0, TransB: g.d.transB != 0, M: g.m, N: g.n, K: g.k,

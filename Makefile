@@ -23,9 +23,14 @@ demo: build ## train a small model on all devices, or on 4 virtual devices (NPRO
 # run at the same time.
 BESIDE = -p $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -parallel 8
 
+# These packages run in one goroutine, or train whole models with packages that have tests of
+# their own. The race detector would make them five times as slow.
+SERIAL = ./internal/archtest ./internal/memtrace ./memory/internal/pickle ./examples/ddp ./examples/gpt/... ./examples/sharded
+
 test: ## run all tests, with the race detector if a C compiler is installed
 	@echo $(if $(RACE),"tests with the race detector","no C compiler: tests without the race detector")
-	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) $(BESIDE) -timeout 20m ./...
+	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) $(BESIDE) -timeout 20m $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SERIAL))")
+	$(GO) test $(BESIDE) -timeout 20m $(SERIAL)
 
 SOAK = CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -count=1 -timeout 12h
 

@@ -115,7 +115,8 @@ func (x *Exec) Upload(s *stream.Stream) error {
 // that are already enqueued keep the old parameters. Both graphs must have the same
 // operations in the same order; if not, the error is an *UpdateError and x does not
 // change. other may be closed afterwards, but x then holds the objects that other has
-// captured.
+// captured. The memory that other's copies and fills use must not be freed before the call:
+// CUDA's driver then returns an error or crashes.
 func (x *Exec) Update(other *Exec) error {
 	const op = "graph: update"
 	if x == other {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -81,12 +82,12 @@ func TestWalkSnapshotErrors(t *testing.T) {
 
 // A long history leaves nothing in memory if it is JSON, and little if it is a pickle.
 func TestWalkSnapshotKeepsNothing(t *testing.T) {
-	const n = 30_000
+	n := tsan.Rounds(10_000, 30_000)
 	s := snapshot()
 	for len(s.Traces[0]) < n {
 		s.Traces[0] = append(s.Traces[0], s.Traces[0][1])
 	}
-	for form, most := range map[string]int64{"pickle": 64 * n, "json": 2 << 20} {
+	for form, most := range map[string]int64{"pickle": 64 * int64(n), "json": 2 << 20} {
 		t.Run(form, func(t *testing.T) {
 			r, w := io.Pipe()
 			go func() {

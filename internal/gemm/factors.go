@@ -42,14 +42,13 @@ func (c *scalars) of(p *Product) (alpha, beta cublasapi.Scalar) {
 	return cublasapi.Scalar{Host: at[0]}, cublasapi.Scalar{Host: at[1]}
 }
 
-// needsNoProduct reports whether cuBLASLt must not see that alpha is 0. If c has one row or one
-// column, alpha is 0 and beta is 1, it returns without writing D, because D = C, although D may
-// be another matrix than C and an epilogue may follow.
+// needsNoProduct reports whether cuBLASLt must not see that alpha is 0.
 func (p *Product) needsNoProduct() bool {
 	return p.returnsEarly() && !p.DeviceScalars && p.Factors == [2]float64{0, 1}
 }
 
-// returnsEarly reports whether cuBLASLt does not write D if alpha is 0 and beta is 1.
+// returnsEarly reports whether cuBLASLt does not write D if alpha is 0 and beta is 1. It takes
+// D = C for granted if C is a vector, even if D is another matrix or an epilogue follows.
 func (p *Product) returnsEarly() bool {
 	return min(p.M, p.N) == 1 && p.K > 0 &&
 		(p.Separate || p.Epilogue != cublasltapi.EpilogueDefault) &&

@@ -4,11 +4,8 @@ import (
 	_ "embed"
 	"fmt"
 	"math"
-	"sync"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/kernel"
 )
@@ -17,20 +14,12 @@ import (
 var source string
 
 // kernels are the kernels of a device.
-type kernels struct {
-	once        sync.Once
-	update, put *kernel.Kernel
-	err         error
-}
+type kernels struct{ update, put *kernel.Kernel }
 
-var kernelsKey kept.Key
+var loaded kern.PerDevice[kernels]
 
 // kernelsOf returns the kernels of a device. The first call compiles and loads them.
-func kernelsOf(dev *device.Device) (*kernels, error) {
-	k := gpu.DeviceOf(dev).Local(&kernelsKey, func() any { return new(kernels) }).(*kernels)
-	k.once.Do(func() { k.err = k.load(dev) })
-	return k, k.err
-}
+func kernelsOf(dev *device.Device) (*kernels, error) { return loaded.Of(dev, (*kernels).load) }
 
 func (k *kernels) load(dev *device.Device) error {
 	p, f, i := kernel.Pointer, kernel.F32, kernel.I32

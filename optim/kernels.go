@@ -3,11 +3,8 @@ package optim
 import (
 	_ "embed"
 	"fmt"
-	"sync"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/kernel"
 )
@@ -21,21 +18,10 @@ type kernels struct {
 	norm, coefficient, scale, clamp, unscale *kernel.Kernel
 }
 
-// loading is the kernels of a device, once they are loaded.
-type loading struct {
-	once sync.Once
-	k    kernels
-	err  error
-}
-
-var loadingKey kept.Key
+var loaded kern.PerDevice[kernels]
 
 // kernelsOf returns the kernels of a device. The first call compiles and loads them.
-func kernelsOf(dev *device.Device) (*kernels, error) {
-	l := gpu.DeviceOf(dev).Local(&loadingKey, func() any { return new(loading) }).(*loading)
-	l.once.Do(func() { l.err = l.k.load(dev) })
-	return &l.k, l.err
-}
+func kernelsOf(dev *device.Device) (*kernels, error) { return loaded.Of(dev, (*kernels).load) }
 
 // work is the parameters of the optimisers' kernels.
 var work = []kernel.Param{

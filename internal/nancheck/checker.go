@@ -80,7 +80,7 @@ func (c *Checker) Check(s *stream.Stream, at uint64, n int, t memory.DType, oper
 	if err := c.found.RecordStream(s); err != nil {
 		return err
 	}
-	k := c.k.bySize[t.Size()]
+	k := c.k[t.Size()]
 	slot := 1 + 2*int(operation%slots)
 	grid := kernel.Grid{Blocks: [3]uint32{uint32(min((n-1)/threads+1, maxBlocks)), 1, 1}, Threads: [3]uint32{threads, 1, 1}}
 	return k.Launch(s, grid, kernel.Address(at), kernel.Scalar(uint64(n)), kernel.Scalar(infinities[t]), kernel.Scalar(operation),

@@ -3,12 +3,9 @@ package nancheck
 import (
 	_ "embed"
 	"fmt"
-	"sync"
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/kernel"
 )
@@ -17,20 +14,12 @@ import (
 var source string
 
 // kernels are the kernels of a device, by the size of an element.
-type kernels struct {
-	once   sync.Once
-	bySize [9]*kernel.Kernel
-	err    error
-}
+type kernels [9]*kernel.Kernel
 
-var kernelsKey kept.Key
+var loaded kern.PerDevice[kernels]
 
 // kernelsOf returns the kernels of a device. The first call compiles and loads them.
-func kernelsOf(dev *device.Device) (*kernels, error) {
-	k := gpu.DeviceOf(dev).Local(&kernelsKey, func() any { return new(kernels) }).(*kernels)
-	k.once.Do(func() { k.err = k.load(dev) })
-	return k, k.err
-}
+func kernelsOf(dev *device.Device) (*kernels, error) { return loaded.Of(dev, (*kernels).load) }
 
 func (k *kernels) load(dev *device.Device) error {
 	src := &kernel.Source{Name: "nancheck.cu", CUDA: source}
@@ -46,7 +35,7 @@ func (k *kernels) load(dev *device.Device) error {
 		return err
 	}
 	for size := range standIns {
-		if k.bySize[size], err = m.Kernel(fmt.Sprint("look", size)); err != nil {
+		if k[size], err = m.Kernel(fmt.Sprint("look", size)); err != nil {
 			return err
 		}
 	}

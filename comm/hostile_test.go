@@ -2,6 +2,7 @@ package comm
 
 import (
 	"context"
+	"encoding/json"
 	"math"
 	"strings"
 	"testing"
@@ -53,4 +54,29 @@ func TestForgedTexts(t *testing.T) {
 	x, err := (&reporter{r: told{value: `{"Operation":"no\r","End":"failed: no\u001b[K"}`}}).read(t.Context(), 1)
 	require.NoError(t, err)
 	require.Equal(t, []string{`no\x0d`, `failed: no\x1b[K`}, []string{x.Operation, x.End})
+}
+
+// FuzzRecords reads records that other processes have published.
+func FuzzRecords(f *testing.F) {
+	f.Add([]byte(`{"Hosts":[0,1],"Refused":""}`), 2)
+	f.Add([]byte(`{"Host":"a","Machine":"m","PID":1,"UUID":"u","Backend":"cuda"}`), 2)
+	f.Add([]byte(`{"Collectives":7,"Operation":"x","End":"failed: y","First":1,"Services":[1,2]}`), 2)
+	f.Add([]byte(`{"Rank":1,"Size":2,"Index":-1}`), 2)
+	f.Fuzz(func(t *testing.T, b []byte, size int) {
+		var a admission
+		if json.Unmarshal(b, &a) == nil && a.check(size) == nil {
+			require.Len(t, a.Hosts, size)
+		}
+		var info rankInfo
+		if get(t.Context(), told{value: string(b)}, "k", &info) == nil {
+			infos := []rankInfo{{}, info}
+			require.Len(t, hostsOf(infos), 2)
+			_ = incompatibility(infos)
+		}
+		if e := readNaN(b, 0, size); e != nil {
+			require.True(t, 0 < e.Rank && e.Rank < size && e.Index >= 0)
+			require.NotEmpty(t, e.Error())
+		}
+		_, _ = (&reporter{r: told{value: string(b)}}).read(t.Context(), 1)
+	})
 }

@@ -78,17 +78,19 @@ func TestFramesOfGuests(t *testing.T) {
 	require.NoError(t, errs[0])
 	worker, err := as[0].keys.control.forWorkers()
 	require.NoError(t, err)
-	long := message{kind: kindCall, epoch: firstEpoch, id: 1, body: make([]byte, maxGuestFrame)}
+	long := message{kind: kindBeat, epoch: firstEpoch, id: 1, body: make([]byte, maxGuestFrame)}
 	for _, register := range []bool{false, true} {
 		l, _, err := dial(t.Context(), as[0].Job(), as[0].Addr(), worker)
 		require.NoError(t, err)
 		defer l.close()
+		number := uint64(1)
 		if register {
 			m := note(kindRegister, registration{Member: Member{Rank: 0, Host: "a", PID: 7}})
-			require.NoError(t, l.write(frame{number: 1, body: m.encode()}, time.Minute))
-			long.body = call{op: opSet, fields: [][]byte{[]byte("k"), long.body}}.encode()
+			require.NoError(t, l.write(frame{number: number, body: m.encode()}, time.Minute))
+			number++
+			long.kind, long.body = kindCall, call{op: opSet, fields: [][]byte{[]byte("k"), long.body}}.encode()
 		}
-		require.NoError(t, l.write(frame{number: 2, body: long.encode()}, time.Minute))
+		require.NoError(t, l.write(frame{number: number, body: long.encode()}, time.Minute))
 		answer, _, err := l.readMessage(time.Minute)
 		if !register {
 			require.Error(t, err, "the coordinator hangs up")

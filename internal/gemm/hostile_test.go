@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
+	"github.com/gochorus/chorus/internal/env"
 )
 
 // recorded is a product as Record writes it: bfloat16, with a bias, ReLU and its mask.
@@ -116,5 +117,20 @@ func FuzzResults(f *testing.F) {
 				require.Less(t, n, int64(1)<<52)
 			}
 		}
+	})
+}
+
+// FuzzWorkspaceConfig reads values of CUBLAS_WORKSPACE_CONFIG.
+func FuzzWorkspaceConfig(f *testing.F) {
+	for _, s := range []string{"", ":4096:8", ":4096:2:16:8", ":0:0", ":1073741823:1073741823", ":16", "x"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		if strings.ContainsRune(s, 0) {
+			return
+		}
+		t.Setenv(env.CUBLASWorkspaceConfig.Name, s)
+		n, err := workspaceBytes(hopper)
+		require.True(t, err != nil || 0 <= n && n <= 1<<40)
 	})
 }

@@ -208,9 +208,13 @@ func (k *client) isSuspended() bool {
 	if err != nil {
 		return false
 	}
-	// The process name is in parentheses and may itself contain parentheses, so
-	// the state follows the last one.
-	state := bytes.TrimSpace(b[bytes.LastIndexByte(b, ')')+1:])
+	return isStopped(b)
+}
+
+// isStopped reads the state in the content of /proc/<pid>/stat. The process name is in
+// parentheses and may itself contain parentheses, so the state follows the last one.
+func isStopped(stat []byte) bool {
+	state := bytes.TrimSpace(stat[bytes.LastIndexByte(stat, ')')+1:])
 	return len(state) > 0 && (state[0] == 'T' || state[0] == 't')
 }
 

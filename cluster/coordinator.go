@@ -137,6 +137,7 @@ func (c *coordinator) serve(conn net.Conn) {
 		c.notifyRefused(conn, err)
 		return
 	}
+	l.most = maxGuestFrame
 	p := newPeer(newStream(l, c.clock, c.cfg.self.LostAfter), peerAddr(conn))
 	p.worker, p.renew = l.worker, func(err error) (renewal, error) { return c.awaitLink(p, err) }
 	hello := c.cfg.self
@@ -221,6 +222,8 @@ func (c *coordinator) admit(p *peer) bool {
 	if c.closed {
 		return false
 	}
+	c.displaceGuest()
+	p.since = c.clock.now()
 	c.peers[p.id] = p
 	return true
 }
@@ -357,7 +360,7 @@ func (c *coordinator) refusePeer(p *peer, r refusal) {
 	if c.cfg.agents > 0 {
 		number, want = p.host.NodeRank, c.cfg.agents
 	}
-	if number >= 0 && !c.told[number] {
+	if number >= 0 && number < want && !c.told[number] {
 		c.told[number] = true
 		if len(c.told) == want {
 			close(c.allTold)

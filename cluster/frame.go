@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"crypto/cipher"
 	"encoding/binary"
 	"errors"
@@ -41,6 +42,7 @@ type link struct {
 	worker     bool // the other end has only a worker's credential
 	received   uint64
 	progress   func() // called when bytes have arrived; may be nil
+	most       uint32 // limit of a received frame; 0 means maxFrameBytes. Used by the reader only
 
 	mu   sync.Mutex // held while writing
 	sent uint64
@@ -83,8 +85,9 @@ func (l *link) read() (frame, error) {
 		return frame{}, err
 	}
 	n := binary.BigEndian.Uint32(head[:])
-	if n > maxFrameBytes || int(n) < l.open.Overhead()+frameHeadBytes {
-		return frame{}, fmt.Errorf("frame of %d bytes: want %d to %d", n, l.open.Overhead()+frameHeadBytes, maxFrameBytes)
+	most := cmp.Or(l.most, maxFrameBytes)
+	if n > most || int(n) < l.open.Overhead()+frameHeadBytes {
+		return frame{}, fmt.Errorf("frame of %d bytes: want %d to %d", n, l.open.Overhead()+frameHeadBytes, most)
 	}
 	b := make([]byte, n)
 	if err := l.fill(b); err != nil {

@@ -80,3 +80,14 @@ func FuzzStore(f *testing.F) {
 		require.Equal(t, charged(e), e.bytes)
 	})
 }
+
+// FuzzIsStopped reads /proc/<pid>/stat of a process with any name.
+func FuzzIsStopped(f *testing.F) {
+	f.Add([]byte("a"), byte('T'))
+	f.Add([]byte(") T ("), byte('S'))
+	f.Fuzz(func(t *testing.T, name []byte, state byte) {
+		stat := append(append([]byte("12 ("), name...), ')', ' ', state)
+		require.Equal(t, state == 'T' || state == 't', isStopped(append(stat, " 1 1"...)))
+		_ = isStopped(name)
+	})
+}

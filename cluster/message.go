@@ -5,7 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"reflect"
+
+	"github.com/gochorus/chorus/internal/plain"
 )
 
 // firstEpoch is the only epoch of this version.
@@ -98,7 +99,7 @@ func (m message) record(v any) error {
 	if err := json.Unmarshal(m.body, v); err != nil {
 		return fmt.Errorf("record of kind %d: %w", m.kind, err)
 	}
-	quoteTexts(reflect.ValueOf(v))
+	plain.Record(v)
 	return nil
 }
 

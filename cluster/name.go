@@ -1,7 +1,6 @@
 package cluster
 
 import (
-	"reflect"
 	"strings"
 
 	"github.com/gochorus/chorus/internal/plain"
@@ -30,27 +29,4 @@ func checkNames(names ...string) *refusal {
 		}
 	}
 	return nil
-}
-
-// quoteTexts escapes control characters in all texts of a record, because the
-// texts come from another process and appear in messages.
-func quoteTexts(v reflect.Value) {
-	switch v.Kind() {
-	case reflect.Pointer:
-		if !v.IsNil() {
-			quoteTexts(v.Elem())
-		}
-	case reflect.Struct:
-		for i := range v.NumField() {
-			quoteTexts(v.Field(i))
-		}
-	case reflect.Slice:
-		for i := range v.Len() {
-			quoteTexts(v.Index(i))
-		}
-	case reflect.String:
-		if v.CanSet() {
-			v.SetString(plain.Text(v.String()))
-		}
-	}
 }

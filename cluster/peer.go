@@ -1,6 +1,9 @@
 package cluster
 
-import "sync"
+import (
+	"sync"
+	"time"
+)
 
 // A peer is the coordinator's end of a member's stream.
 type peer struct {
@@ -8,6 +11,7 @@ type peer struct {
 	id     string // the member needs it to resume the stream
 	worker bool   // it has only a worker's credential
 	addr   string
+	since  time.Duration // time of the coordinator's clock when it was admitted
 	gone   chan struct{} // closed by end
 	ending sync.Once
 

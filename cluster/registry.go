@@ -49,7 +49,7 @@ func (c *coordinator) registerWorker(p *peer) error {
 		}
 		return nil
 	}
-	p.state = peerJoined
+	p.join()
 	c.gone = without(c.gone, func(q Member) bool { return q.Rank >= 0 && q.Rank == p.reg.Rank })
 	c.workers = append(c.workers, p)
 	if len(c.workers) == c.size() {
@@ -145,12 +145,21 @@ func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 	if c.world == nil {
 		c.workers = remove(c.workers, p)
 		if gaveUp {
-			c.gone = append(c.gone, p.member())
+			c.gaveUp(p)
 		}
 		return
 	}
 	c.engine.leave(p.reg.Rank)
 	c.checkDrained()
+}
+
+// gaveUp records that a member timed out before the job was complete. A job of n members
+// has the last n of them.
+func (c *coordinator) gaveUp(p *peer) {
+	if n := max(c.size(), c.cfg.agents); len(c.gone) >= n {
+		c.gone = c.gone[len(c.gone)-n+1:]
+	}
+	c.gone = append(c.gone, p.member())
 }
 
 // registerAgent adds a host, and proposes the plan if it is the last one.
@@ -162,7 +171,7 @@ func (c *coordinator) registerAgent(p *peer) error {
 		}
 		return nil
 	}
-	p.state = peerJoined
+	p.join()
 	c.gone = without(c.gone, func(q Member) bool { return q.Host == p.host.Host })
 	c.agents = append(c.agents, p)
 	if len(c.agents) == c.cfg.agents {
@@ -273,7 +282,7 @@ func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 	if c.plan == nil {
 		c.agents = remove(c.agents, p)
 		if gaveUp && state == peerJoined {
-			c.gone = append(c.gone, p.member())
+			c.gaveUp(p)
 		}
 		c.withdraw()
 		return

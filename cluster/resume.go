@@ -48,7 +48,7 @@ func (c *coordinator) expireSilent() {
 	defer c.mu.Unlock()
 	limit := tooSilent(c.silenceLimit())
 	for _, p := range c.peers {
-		if p.silent() > limit {
+		if p.silent() > limit || c.isLate(p, limit) {
 			p.expire()
 		}
 	}
@@ -117,6 +117,11 @@ func (c *coordinator) resume(p *peer, m message) error {
 		p.closeAfterQueue()
 		return nil
 	}
-	q.replaceBy(renewal{link: p.detach(), acked: m.id, greet: true})
+	l := p.detach()
+	if l == nil { // a write on it has failed
+		return errOtherStream
+	}
+	l.most = 0
+	q.replaceBy(renewal{link: l, acked: m.id, greet: true})
 	return errOtherStream
 }

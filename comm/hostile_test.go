@@ -1,7 +1,10 @@
 package comm
 
 import (
+	"context"
+	"encoding/json"
 	"math"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -22,4 +25,58 @@ func TestHostilePeers(t *testing.T) {
 	}
 	require.NoError(t, (&admission{Hosts: []int{0, 0}}).check(2))
 	require.ErrorIs(t, (&admission{Refused: "no"}).check(2), ErrMismatch)
+}
+
+// forged is a text that prints a line as another program's own.
+const forged = "no\r\x1b[Kchorus: all is well\n"
+
+// told is a Rendezvous in which another rank has published one value for all keys.
+type told struct {
+	Rendezvous
+	value string
+}
+
+func (r told) Get(context.Context, string) ([]byte, error) { return []byte(r.value), nil }
+
+// TestForgedTexts gets texts from another process that a terminal would obey.
+func TestForgedTexts(t *testing.T) {
+	odd := func(text string) bool { return strings.ContainsAny(text, "\r\n\x1b") }
+	var v int
+	err := decodeValue(Gob, "receive value", 1, true, []byte(forged+strings.Repeat("x", 1<<20)), &v)
+	require.ErrorContains(t, err, "no")
+	require.False(t, odd(err.Error()), "%.200q", err)
+	require.Less(t, len(err.Error()), 2*maxErrorText)
+
+	var a admission
+	require.NoError(t, get(t.Context(), told{value: `{"Refused":"no\r\u001b[Kx\n"}`}, "k", &a))
+	require.ErrorContains(t, a.check(2), `no\x0d\x1b[Kx\x0a`)
+
+	x, err := (&reporter{r: told{value: `{"Operation":"no\r","End":"failed: no\u001b[K"}`}}).read(t.Context(), 1)
+	require.NoError(t, err)
+	require.Equal(t, []string{`no\x0d`, `failed: no\x1b[K`}, []string{x.Operation, x.End})
+}
+
+// FuzzRecords reads records that other processes have published.
+func FuzzRecords(f *testing.F) {
+	f.Add([]byte(`{"Hosts":[0,1],"Refused":""}`), 2)
+	f.Add([]byte(`{"Host":"a","Machine":"m","PID":1,"UUID":"u","Backend":"cuda"}`), 2)
+	f.Add([]byte(`{"Collectives":7,"Operation":"x","End":"failed: y","First":1,"Services":[1,2]}`), 2)
+	f.Add([]byte(`{"Rank":1,"Size":2,"Index":-1}`), 2)
+	f.Fuzz(func(t *testing.T, b []byte, size int) {
+		var a admission
+		if json.Unmarshal(b, &a) == nil && a.check(size) == nil {
+			require.Len(t, a.Hosts, size)
+		}
+		var info rankInfo
+		if get(t.Context(), told{value: string(b)}, "k", &info) == nil {
+			infos := []rankInfo{{}, info}
+			require.Len(t, hostsOf(infos), 2)
+			_ = incompatibility(infos)
+		}
+		if e := readNaN(b, 0, size); e != nil {
+			require.True(t, 0 < e.Rank && e.Rank < size && e.Index >= 0)
+			require.NotEmpty(t, e.Error())
+		}
+		_, _ = (&reporter{r: told{value: string(b)}}).read(t.Context(), 1)
+	})
 }

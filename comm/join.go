@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -276,6 +277,7 @@ func get(ctx context.Context, r Rendezvous, key string, v any) error {
 	if err := json.Unmarshal(b, v); err != nil {
 		return fmt.Errorf("%s: %w", key, err)
 	}
+	plain.Record(v)
 	return nil
 }
 

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -247,7 +248,9 @@ func (w *reporter) read(ctx context.Context, rank int) (x report, err error) {
 	if err != nil {
 		return x, err
 	}
-	return x, json.Unmarshal(b, &x)
+	err = json.Unmarshal(b, &x)
+	plain.Record(&x)
+	return x, err
 }
 
 // diagnose handles the failure of the communicator and determines which rank caused it.

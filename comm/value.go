@@ -10,6 +10,7 @@ import (
 	"reflect"
 
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -254,10 +255,13 @@ func encodeValue[T any](codec Codec, v *T) (p encodedValue) {
 	return encodedValue{append(make([]byte, 0, len(data)+1), data...), false} // not nil, even if empty
 }
 
+// maxErrorText limits the error text of another rank, in bytes.
+const maxErrorText = 4096
+
 // decodeValue decodes into a new variable: codecs do not overwrite fields that the data lacks.
 func decodeValue[T any](codec Codec, op string, rank int, failed bool, data []byte, to *T) error {
 	if failed {
-		return &ValueError{Op: op, Rank: rank, Reason: string(data)}
+		return &ValueError{Op: op, Rank: rank, Reason: plain.Text(string(data[:min(len(data), maxErrorText)]))}
 	}
 	var v T
 	if err := codec.Decode(data, &v); err != nil {

@@ -166,7 +166,7 @@ func (x *ipc) open(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 		_, _, _ = x.ask(l, &ipcRequest{Op: "close", Export: h.Export}, x.farewell)
 		x.unlink(l)
 	}
-	if h.Offset < a.Low || h.Offset > a.High || h.Bytes > a.High-h.Offset || (a.Pages > 0) != (len(h.Segment) == 0) {
+	if !a.fits(h) {
 		leave()
 		return errors.New("the handle is damaged: it reaches beyond the memory that is shared")
 	}

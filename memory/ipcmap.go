@@ -37,6 +37,9 @@ func (x *ipc) enter(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) 
 	x.mapping.Lock()
 	defer x.mapping.Unlock()
 	if m := x.mappings[key]; m != nil {
+		if m.bytes > 0 && uintptr(a.High) > m.bytes {
+			return nil, fmt.Errorf("it sent an invalid answer: the memory has %d bytes, and had %d before", a.High, m.bytes)
+		}
 		m.uses++
 		return m, nil
 	}
@@ -77,9 +80,6 @@ func (m *ipcMapped) openSegment() error {
 
 // openPages maps the pages at consecutive addresses.
 func (m *ipcMapped) openPages(x *ipc, l *ipcLink, a *ipcAnswer) error {
-	if a.Pages < 0 || a.PageBytes <= 0 || a.High > a.Pages*a.PageBytes {
-		return fmt.Errorf("it sent an invalid answer: %d pages of %d bytes", a.Pages, a.PageBytes)
-	}
 	dev := m.key.dev
 	m.bytes = uintptr(a.PageBytes) * uintptr(a.Pages)
 	err := gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {

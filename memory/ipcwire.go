@@ -4,11 +4,14 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"math"
 	"net"
 	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gochorus/chorus/internal/plain"
 )
 
 // Processes that share memory talk over a packet socket: one request, one answer. The
@@ -45,6 +48,18 @@ type ipcAnswer struct {
 	PageBytes int `json:",omitempty"`
 }
 
+// fits reports whether the memory of the answer contains the memory of the handle. Another
+// process has written both.
+func (a *ipcAnswer) fits(h *IPCHandle) bool {
+	switch {
+	case a.Low < 0 || a.Pages < 0 || (a.Pages > 0) != (len(h.Segment) == 0):
+		return false
+	case a.Pages > 0 && (a.PageBytes <= 0 || a.Pages > math.MaxInt/a.PageBytes || a.High > a.Pages*a.PageBytes):
+		return false
+	}
+	return a.Low <= h.Offset && h.Offset <= a.High && h.Bytes >= 0 && h.Bytes <= a.High-h.Offset
+}
+
 func sendPacket(c *net.UnixConn, v any, files []int) error {
 	text, err := json.Marshal(v)
 	if err != nil {
@@ -77,6 +92,7 @@ func receivePacket(c *net.UnixConn, v any) (files []int, err error) {
 		err = errors.New("a packet was cut off")
 	default:
 		err = json.Unmarshal(text[:n], v)
+		plain.Record(v)
 	}
 	if err != nil {
 		closeFiles(files)

@@ -15,11 +15,11 @@ type format struct {
 }
 
 var formats = [...]format{
-	{memory.Int8, "i8", plain[int8]}, {memory.Uint8, "u8", plain[uint8]},
-	{memory.Int32, "i32", plain[int32]}, {memory.Uint32, "u32", plain[uint32]},
-	{memory.Int64, "i64", plain[int64]}, {memory.Uint64, "u64", plain[uint64]},
+	{memory.Int8, "i8", native[int8]}, {memory.Uint8, "u8", native[uint8]},
+	{memory.Int32, "i32", native[int32]}, {memory.Uint32, "u32", native[uint32]},
+	{memory.Int64, "i64", native[int64]}, {memory.Uint64, "u64", native[uint64]},
 	{memory.Float16, "Half", halves}, {memory.BFloat16, "BFloat", bfloats},
-	{memory.Float32, "float", plain[float32]}, {memory.Float64, "double", plain[float64]},
+	{memory.Float32, "float", native[float32]}, {memory.Float64, "double", native[float64]},
 }
 
 // formatOf has the index of each type in formats, or -1.
@@ -41,7 +41,7 @@ type number interface {
 	int8 | uint8 | int32 | uint32 | int64 | uint64 | float32 | float64
 }
 
-func plain[T number](op flight.Reduction) fold {
+func native[T number](op flight.Reduction) fold {
 	same := func(x T) T { return x }
 	return folding(op, same, same)
 }

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -65,6 +66,7 @@ func confer[T any](ctx context.Context, exchange Exchange, ranks int, mine T, fa
 		if err := json.Unmarshal(all[i], &said); err != nil {
 			return nil, fmt.Errorf("exchange: what rank %d has said: %w", i, err)
 		}
+		plain.Record(&said)
 		if err := said.err(i); err != nil {
 			return nil, err
 		}

@@ -354,11 +354,12 @@ func TestOpenRefuses(t *testing.T) {
 			return func(context.Context, []byte) ([][]byte, error) { return said, err }
 		}
 		for want, f := range map[string]fabric.Exchange{
-			"broken":               answer(nil, broken),
-			"want 2":               answer([][]byte{{}}, nil),
-			"what rank 1 has said": answer([][]byte{[]byte("{}"), []byte("nonsense")}, nil),
-			"in the place of":      answer([][]byte{[]byte("{}"), []byte("{}")}, nil),
-			"no exchange":          nil,
+			"broken":                 answer(nil, broken),
+			"want 2":                 answer([][]byte{{}}, nil),
+			"what rank 1 has said":   answer([][]byte{[]byte("{}"), []byte("nonsense")}, nil),
+			`broken\x0achorus: fine`: answer([][]byte{[]byte(`{"Failed":"broken\nchorus: fine"}`), []byte("{}")}, nil),
+			"in the place of":        answer([][]byte{[]byte("{}"), []byte("{}")}, nil),
+			"no exchange":            nil,
 		} {
 			_, err := fabric.Open(testgpu.Context(t), s, 0, 2, f, nil)
 			require.ErrorContains(t, err, want)

@@ -3,8 +3,6 @@ package gemm
 import (
 	"context"
 	"errors"
-	"fmt"
-	"math"
 	"math/rand/v2"
 	"unsafe"
 
@@ -15,25 +13,6 @@ import (
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
-
-// check validates a problem that was read from a file, whose operands Chorus allocates.
-func (p *Problem) check() error {
-	const most = math.MaxInt32
-	ok := min(p.M, p.N, p.K, p.Batch) > 0 && max(p.M, p.N, p.K, p.Batch) <= most
-	for _, l := range []Layout{p.A, p.B, p.C, p.D} {
-		ok = ok && typeNames[l.Type] != "" && l.LD > 0 && l.LD <= most && l.Stride >= 0 && l.Stride <= 1<<50
-	}
-	for _, l := range []Layout{p.Aux, p.Bias} {
-		ok = ok && (typeNames[l.Type] != "" || l.Type == MaskType) && l.LD >= 0 && l.LD <= most*8 && l.Stride >= 0 && l.Stride <= 1<<50
-	}
-	for _, a := range p.align {
-		ok = ok && a <= 8
-	}
-	if !ok || p.Library > CUBLASLt || p.Carveout < 0 {
-		return fmt.Errorf("%s: a size, type or alignment is out of range", p)
-	}
-	return nil
-}
 
 // A random has a product with random operands, which it frees.
 type random struct {

@@ -79,7 +79,7 @@ func (q *queue) restore(p *plan) (x choice, ok bool) {
 // rebuild makes the algorithm of a text.
 func (q *queue) rebuild(p *plan, text string) (a cublasltapi.Algo, need uintptr, ok bool) {
 	c, err := parseSolution(text)
-	if err != nil {
+	if err != nil || !c.splitsAsAllowed(p.Schemes) {
 		return a, 0, false
 	}
 	lt, algo, checked := q.site.lt, new(cublasltapi.Algo), new(cublasltapi.HeuristicResult)
@@ -181,8 +181,8 @@ func WriteResults(dev *device.Device, w io.Writer) error {
 
 // The limits of files of results.
 const (
-	maxLine  = 4096
-	maxLines = 1 << 20
+	maxLine  = 1024 // bytes; a line has less than 700
+	maxLines = 1 << 16
 )
 
 // readLines reads a file of results or of recorded products.
@@ -196,6 +196,9 @@ func readLines(r io.Reader) (lines []string, err error) {
 		if len(lines) > maxLines {
 			return nil, fmt.Errorf("the file has more than %d lines", maxLines)
 		}
+	}
+	if errors.Is(s.Err(), bufio.ErrTooLong) {
+		return nil, fmt.Errorf("line %d: it has %d bytes or more", len(lines)+1, maxLine)
 	}
 	return lines, s.Err()
 }

@@ -150,3 +150,12 @@ func parseSolution(text string) (*config, error) {
 	}
 	return c, nil
 }
+
+// splitsAsAllowed reports whether the algorithm reduces the parts of a split k by an allowed
+// scheme. cuBLASLt checks that only for its own suggestions.
+func (c *config) splitsAsAllowed(allowed cublasltapi.ReductionScheme) bool {
+	if c.splitK == 0 || c.splitK == 1 {
+		return true
+	}
+	return allowed != 0 && cublasltapi.ReductionScheme(c.scheme)&^allowed == 0
+}

@@ -57,7 +57,12 @@ func startOf(pid uint32) (ticks uint64) {
 	if err != nil {
 		return 0
 	}
-	// The second field is a name in parentheses that may contain any byte.
+	return startIn(text)
+}
+
+// startIn reads the start time in the content of /proc/<pid>/stat. The second field is a name
+// in parentheses that may contain any byte.
+func startIn(text []byte) (ticks uint64) {
 	fields := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
 	if len(fields) > 19 {
 		_, _ = fmt.Sscan(fields[19], &ticks)

@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"bytes"
 	"encoding/binary"
 	"io"
 	"net"
@@ -66,6 +67,23 @@ func FuzzHello(f *testing.F) {
 			g := newMeeting()
 			g.objection(h.Join)
 		}
+	})
+}
+
+// FuzzVerdict reads the reply of a meeting and the notices of neighbours.
+func FuzzVerdict(f *testing.F) {
+	f.Add([]byte(`{"Rank":1,"Members":[{"Address":"unix @x"},{"Address":"tcp 127.0.0.1:1"}]}`))
+	f.Add([]byte(`{"Rank":-1,"Members":[]}`))
+	f.Add([]byte(`{"Kind":"failure","Rank":-9,"Text":"x"}`))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		message := append(binary.BigEndian.AppendUint32(nil, uint32(len(b))), b...)
+		var n notice
+		_ = readMessage(bytes.NewReader(message), &n, longestMessage)
+		var v verdict
+		if readMessage(bytes.NewReader(message), &v, longestMessage) != nil || v.check() != nil || v.Result != ncclapi.Success {
+			return
+		}
+		require.Less(t, v.Rank, len(v.Members))
 	})
 }
 

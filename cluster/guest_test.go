@@ -1,0 +1,126 @@
+package cluster
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func guest(since time.Duration) *peer {
+	p := newPeer(newStream(nil, newRunClock(time.Second), 0), "")
+	p.since = since
+	return p
+}
+
+// TestGuestsAreLimited fills the coordinator with processes that have a worker's token and
+// do not register, or have left. Members stay.
+func TestGuestsAreLimited(t *testing.T) {
+	c, agent, worker := judged()
+	c.clock = newRunClock(time.Second)
+	members := []*peer{agent, worker(0), worker(1), worker(2)}
+	for _, p := range members {
+		c.peers[p.id] = p
+	}
+	var guests []*peer
+	for i := range maxGuests {
+		p := guest(time.Duration(i - maxGuests))
+		if i%2 == 0 {
+			p.role, p.state = roleWorker, peerGone
+		}
+		require.True(t, c.admit(p))
+		p.since = time.Duration(i - maxGuests)
+		guests = append(guests, p)
+	}
+	require.Len(t, c.peers, maxGuests+len(members))
+	for i := range 3 {
+		require.True(t, c.admit(guest(0)))
+		require.Len(t, c.peers, maxGuests+len(members))
+		require.True(t, guests[i].isClosed(), "the oldest")
+		require.False(t, guests[i+1].isClosed())
+	}
+	for _, p := range members {
+		require.Same(t, p, c.peers[p.id])
+		require.False(t, p.isClosed())
+	}
+}
+
+// TestGuestsAreLate lets a process send heartbeats and never register.
+func TestGuestsAreLate(t *testing.T) {
+	c, _, worker := judged()
+	c.clock = newRunClock(time.Second)
+	limit := tooSilent(c.silenceLimit())
+	late, early, member := guest(-limit-1), guest(-limit/2), worker(0)
+	member.since = -2 * limit
+	for _, p := range []*peer{late, early, member} {
+		c.peers[p.id] = p
+	}
+	c.expireSilent()
+	select {
+	case <-late.expired:
+	default:
+		require.Fail(t, "it stays")
+	}
+	for _, p := range []*peer{early, member} {
+		select {
+		case <-p.expired:
+			require.Fail(t, "it was expired")
+		default:
+		}
+	}
+}
+
+// TestFramesOfGuests sends a long frame with a worker's token before and after registration.
+func TestFramesOfGuests(t *testing.T) {
+	t.Parallel()
+	as, errs := startAll(t, onLoopback(t, 1, 2)...)
+	require.NoError(t, errs[0])
+	worker, err := as[0].keys.control.forWorkers()
+	require.NoError(t, err)
+	long := message{kind: kindBeat, epoch: firstEpoch, id: 1, body: make([]byte, maxGuestFrame)}
+	for _, register := range []bool{false, true} {
+		l, _, err := dial(t.Context(), as[0].Job(), as[0].Addr(), worker)
+		require.NoError(t, err)
+		defer l.close()
+		number := uint64(1)
+		if register {
+			m := note(kindRegister, registration{Member: Member{Rank: 0, Host: "a", PID: 7}})
+			require.NoError(t, l.write(frame{number: number, body: m.encode()}, time.Minute))
+			number++
+			long.kind, long.body = kindCall, call{op: opSet, fields: [][]byte{[]byte("k"), long.body}}.encode()
+		}
+		require.NoError(t, l.write(frame{number: number, body: long.encode()}, time.Minute))
+		answer, _, err := l.readMessage(time.Minute)
+		if !register {
+			require.Error(t, err, "the coordinator hangs up")
+			continue
+		}
+		for err == nil && answer.kind != kindReply {
+			answer, _, err = l.readMessage(time.Minute)
+		}
+		require.NoError(t, err)
+	}
+}
+
+// TestResumeOnABrokenLink asks to continue a stream on a connection whose last write failed.
+func TestResumeOnABrokenLink(t *testing.T) {
+	c, _, worker := judged()
+	q := worker(1)
+	c.peers[q.id] = q
+	p := guest(0) // without a link, as after writeFailed
+	require.ErrorIs(t, c.resume(p, message{kind: kindResume, epoch: firstEpoch, body: []byte(q.id)}), errOtherStream)
+	require.Empty(t, q.renewals, "the stream keeps its link")
+}
+
+// TestMembersThatGiveUp registers without a rank and gives up, again and again.
+func TestMembersThatGiveUp(t *testing.T) {
+	c, _, _ := judged()
+	for i := range 100 {
+		p := guest(0)
+		p.role, p.reg.Member = roleWorker, Member{Rank: -1, Host: strings.Repeat("h", 100), PID: i}
+		c.gaveUp(p)
+	}
+	require.Len(t, c.gone, c.size())
+	require.Equal(t, 99, c.gone[len(c.gone)-1].PID, "the last ones")
+}

@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 )
 
 // TuneConfig are the options of Tune; nil means the defaults. They must be the same on
@@ -117,8 +118,12 @@ func (g *Group) site() (route.Site, error) {
 	if err != nil {
 		return route.Site{}, err
 	}
+	version, err := nccl.Version(dev)
+	if err != nil {
+		return route.Site{}, err
+	}
 	return route.Site{GPU: name, Ranks: g.size, Hosts: g.hosts(), Locals: len(g.members), Backend: dev.System().Backend(),
-		Driver: dev.System().Libraries()[0].Version, NCCL: g.members[0].comm.Version(), Kernels: fabric.Version()}, nil
+		Driver: dev.System().Libraries()[0].Version, NCCL: version, Kernels: fabric.Version()}, nil
 }
 
 // hosts returns the number of hosts.

@@ -22,7 +22,6 @@ var exceptions = map[string]string{
 	"device.LibraryVersionError": userAlias,
 	"nccl.Frame":                 userAlias,
 	"nccl.Operation":             userAlias,
-	"nccl.State":                 userAlias,
 }
 
 const userAlias = "an alias that gives users the name of a type that several packages share"

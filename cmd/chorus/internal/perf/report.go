@@ -86,7 +86,7 @@ func describe(g *comm.Group) (*Report, error) {
 	}
 	return &Report{
 		Form: form, Time: time.Now().UTC().Truncate(time.Second), Host: host, Backend: dev.System().Backend(), Device: name,
-		NCCL: version, Strategy: g.Strategy().String(), Ranks: g.Size(), Locals: g.Locals(), Link: LinkOf(name),
+		NCCL: version, Strategy: string(g.Strategy()), Ranks: g.Size(), Locals: g.Locals(), Link: LinkOf(name),
 	}, nil
 }
 
@@ -129,7 +129,7 @@ func (r *Report) title() string {
 		ranks = "1 rank"
 	}
 	by := "NCCL " + r.NCCL
-	if r.Strategy != "" && r.Strategy != comm.NCCLOnly.String() {
+	if r.Strategy != "" && r.Strategy != string(comm.NCCLOnly) {
 		by += ", strategy " + r.Strategy
 	}
 	return fmt.Sprintf("%s, %s, %s, %s/%s, host %s", ranks, r.Device, by, runtime.GOOS, runtime.GOARCH, r.Host)

@@ -37,9 +37,13 @@ var operations = map[string][]string{
 	refused: {"binary_cross_entropy"},
 }
 
-// ClassOf returns how torch.autocast chooses the type of the operation with the given name
-// in torch: "lower" (float16 or bfloat16), "float32", "widest" (the widest type of its
-// inputs), "refused" (its result would overflow), or "" (the types of its inputs).
+// ClassOf returns how torch.autocast chooses the type of an operation, by its name in
+// torch:
+//   - "lower": float16 or bfloat16
+//   - "float32"
+//   - "widest": the widest type of its inputs
+//   - "refused": none, because its result would overflow
+//   - "": the types of its inputs
 func ClassOf(operation string) string {
 	for class, names := range operations {
 		if slices.Contains(names, operation) {

@@ -8,26 +8,22 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-// A Class says how torch.autocast chooses the type of an operation.
-type Class uint8
-
-// The classes.
+// The classes of operations.
 const (
-	Unlisted Class = iota // in the types of its inputs
-	Lower                 // in float16 or bfloat16
-	Single                // in float32
-	Widest                // in the widest type of its inputs
-	Refused               // not at all: its result would overflow
+	lower   = "lower"   // in float16 or bfloat16
+	single  = "float32" // in float32
+	widened = "widest"  // in the widest type of its inputs
+	refused = "refused" // not at all: its result would overflow
 )
 
 // operations are torch's lists, by torch's names.
-var operations = map[Class][]string{
-	Lower: {
+var operations = map[string][]string{
+	lower: {
 		"__matmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d",
 		"conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "GRUCell", "linear", "LSTMCell", "matmul", "mm", "multi_dot",
 		"mv", "prelu", "RNNCell", "scaled_dot_product_attention",
 	},
-	Single: {
+	single: {
 		"__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",
 		"cosine_embedding_loss", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1",
 		"group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax",
@@ -35,25 +31,32 @@ var operations = map[Class][]string{
 		"poisson_nll_loss", "pow", "prod", "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax",
 		"softmin", "softplus", "sum", "tan", "triplet_margin_loss",
 	},
-	Widest: {
+	widened: {
 		"addcdiv", "addcmul", "atan2", "bilinear", "cat", "cross", "dot", "grid_sample", "index_put", "scatter_add", "stack", "tensordot",
 	},
-	Refused: {"binary_cross_entropy"},
+	refused: {"binary_cross_entropy"},
 }
 
-// ClassOf returns the class of the operation with the given name in torch.
-func ClassOf(operation string) Class {
+// ClassOf returns how torch.autocast chooses the type of an operation, by its name in
+// torch:
+//   - "lower": float16 or bfloat16
+//   - "float32"
+//   - "widest": the widest type of its inputs
+//   - "refused": none, because its result would overflow
+//   - "": the types of its inputs
+func ClassOf(operation string) string {
 	for class, names := range operations {
 		if slices.Contains(names, operation) {
 			return class
 		}
 	}
-	return Unlisted
+	return ""
 }
 
-// Operations returns the names of a class, sorted.
-func Operations(c Class) []string {
-	return slices.Sorted(slices.Values(operations[c]))
+// Operations returns the names of the operations for which ClassOf returns class, sorted.
+// The class "" has no list.
+func Operations(class string) []string {
+	return slices.Sorted(slices.Values(operations[class]))
 }
 
 // Autocast chooses the types of operations as torch.autocast does. The zero Autocast has
@@ -63,16 +66,16 @@ type Autocast struct {
 }
 
 // Type returns the type for an operation on inputs of the given types. It returns Invalid if
-// the operation uses the types of its inputs: Unlisted operations, and all operations with an
+// the operation uses the types of its inputs: operations without a class, and all operations with an
 // input of float64 or of an integer type.
 func (a Autocast) Type(operation string, inputs ...memory.DType) (memory.DType, error) {
-	lower := a.Lower
-	switch lower {
+	half := a.Lower
+	switch half {
 	case memory.Invalid:
-		lower = memory.Float16
+		half = memory.Float16
 	case memory.Float16, memory.BFloat16:
 	default:
-		return memory.Invalid, refuse("autocast", "%s: want float16 or bfloat16", lower)
+		return memory.Invalid, refuse("autocast", "%s: want float16 or bfloat16", half)
 	}
 	for _, t := range inputs {
 		if t != memory.Float16 && t != memory.BFloat16 && t != memory.Float32 {
@@ -80,13 +83,13 @@ func (a Autocast) Type(operation string, inputs ...memory.DType) (memory.DType, 
 		}
 	}
 	switch ClassOf(operation) {
-	case Lower:
-		return lower, nil
-	case Single:
+	case lower:
+		return half, nil
+	case single:
 		return memory.Float32, nil
-	case Refused:
+	case refused:
 		return memory.Invalid, refuse("autocast", "%s overflows in half precision: use binary_cross_entropy_with_logits", operation)
-	case Widest:
+	case widened:
 		return widest(inputs), nil
 	}
 	return memory.Invalid, nil

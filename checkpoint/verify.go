@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/stream"
 )
@@ -34,7 +35,7 @@ func (c *Checkpoint) Verify(ctx context.Context, w *Weights) error {
 		return fmt.Errorf("checkpoint: verify: %w", err)
 	}
 	// The weights may have outlived the stream that they were loaded on.
-	if on := w.slab.Buffer().Stream(); gpu.CheckStream("checkpoint: verify", on, nil) == nil {
+	if on := mem.BufferOf(w.slab.Buffer()).Stream; gpu.CheckStream("checkpoint: verify", on, nil) == nil {
 		err = s.WaitStream(on)
 	}
 	if err == nil {

@@ -94,17 +94,11 @@ func addrIP(a net.Addr) string {
 	return h
 }
 
-// Addr returns the host:port of the coordinator.
-func (a *Agent) Addr() string { return a.addr }
-
 // Job returns the job's name.
 func (a *Agent) Job() string { return a.cfg.Job }
 
 // Host returns this host's name in the job.
 func (a *Agent) Host() string { return a.cfg.Host }
-
-// Node returns the index of this host, 0 to Nodes-1.
-func (a *Agent) Node() int { return a.node }
 
 // Nodes returns the number of hosts in the job.
 func (a *Agent) Nodes() int { return len(a.plan.Hosts) }

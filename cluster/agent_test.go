@@ -89,7 +89,7 @@ func TestAgentAlone(t *testing.T) {
 	require.NoError(t, every(ss, func(s *Session) error { _, err := s.Get(t.Context(), "k"); return err }))
 	t.Logf("start, attach and exchange took %v", time.Since(begin))
 	require.Nil(t, a.gossip, "one host waits for no gossip")
-	require.Equal(t, []int{0, 1, 0, 3, 3}, []int{a.Node(), a.Nodes(), a.Rank(0), a.LocalSize(), a.Size()})
+	require.Equal(t, []int{0, 1, 0, 3, 3}, []int{a.node, a.Nodes(), a.Rank(0), a.LocalSize(), a.Size()})
 	require.True(t, strings.HasPrefix(ss[1].Source(), "chorus run: CHORUS_RANK=1, "), ss[1].Source())
 	env := a.WorkerEnv(2)
 	for _, v := range []string{"RANK=2", "WORLD_SIZE=3", "LOCAL_RANK=2", "LOCAL_WORLD_SIZE=3", "GROUP_RANK=0", "MASTER_ADDR=127.0.0.1"} {
@@ -111,10 +111,10 @@ func TestAgentsMeet(t *testing.T) {
 	as, errs := startAll(t, onLoopback(t, 3, 2)...)
 	require.NoError(t, errors.Join(errs...))
 	for i, a := range as {
-		require.Equal(t, i, a.Node(), "n9 is before n10")
+		require.Equal(t, i, a.node, "n9 is before n10")
 		require.Equal(t, 6, a.Size())
 		require.Equal(t, []int{0, 1, 3}[i], a.Rank(0))
-		require.Equal(t, as[0].Addr(), a.Addr())
+		require.Equal(t, as[0].addr, a.addr)
 	}
 	ss := attachAll(t, as...)
 	require.NoError(t, every(ss, func(s *Session) error { return s.Barrier(t.Context(), "b") }))
@@ -156,7 +156,7 @@ func TestAgentsMoveToSmallerSeed(t *testing.T) {
 		r := <-results
 		require.NoError(t, r.err)
 		defer r.a.Close()
-		require.Equal(t, cfgs[0].Seeds[0], r.a.Addr())
+		require.Equal(t, cfgs[0].Seeds[0], r.a.addr)
 	}
 }
 

@@ -65,7 +65,7 @@ type Config struct {
 	Host string
 	// Seeds are the host:port addresses of the hosts that may coordinate, the
 	// same on all hosts. The smallest reachable seed coordinates. The port
-	// defaults to DefaultPort. A job on one host does not need seeds.
+	// defaults to 29477. A job on one host does not need seeds.
 	Seeds []string
 	// Bind is the IP or IP:port to listen on. If it is empty, a job on one host
 	// listens on the loopback at any port, and a seed on its own address.
@@ -94,9 +94,9 @@ type Config struct {
 // insecure is the warning for users of Insecure.
 const insecure = "warning: this job has no secret: anyone with access to its ports can join it, stop it and run code in its processes"
 
-// DefaultPort is the port of seeds without a port. memberlist's default port is
+// defaultPort is the port of seeds without a port. memberlist's default port is
 // often taken.
-const DefaultPort = "29477"
+const defaultPort = "29477"
 
 // complete returns a copy with defaults, and the keys of the job.
 func (cfg *Config) complete() (Config, keys, error) {

@@ -171,9 +171,9 @@ func (r *reader) fail(err error) {
 	}
 }
 
-// problem returns an EnvironmentError about the named variables.
+// problem returns a ConfigError about the named variables.
 func (r *reader) problem(reason string, names ...string) error {
-	e := &EnvironmentError{Reason: reason}
+	e := &ConfigError{Reason: reason}
 	for _, n := range names {
 		if v, ok := r.lookup(n); ok {
 			e.Vars = append(e.Vars, fmt.Sprintf("%s=%q", n, v))
@@ -263,7 +263,7 @@ func (r *reader) chorus() (*JoinConfig, error) {
 	cfg.Addr = r.text(env.Addr.Name, "")
 	token, err := decodeToken(r.text(env.Token.Name, ""))
 	if err != nil { // the value is a secret: show only the name
-		return nil, &EnvironmentError{Vars: []string{env.Token.Name}, Reason: err.Error()}
+		return nil, &ConfigError{Vars: []string{env.Token.Name}, Reason: err.Error()}
 	}
 	cfg.token = token
 	return r.found(cfg, "chorus run", env.Rank.Name, env.WorldSize.Name, env.LocalRank.Name, env.Node.Name), nil
@@ -415,7 +415,7 @@ func (r *reader) seed(host string, port int) (string, string, error) {
 		return host, strconv.Itoa(port), nil
 	}
 	first, _, _ := strings.Cut(r.text(env.Seeds.Name, ""), ",")
-	h, p, err := splitAddr(first, DefaultPort)
+	h, p, err := splitAddr(first, defaultPort)
 	if err != nil {
 		return "", "", r.problem(err.Error(), env.Seeds.Name)
 	}

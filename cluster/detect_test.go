@@ -105,7 +105,7 @@ func TestDetectContradictions(t *testing.T) {
 		"CHORUS_LAUNCHER=slurm RANK=0 WORLD_SIZE=1": `SLURM_PROCID (unset)`,
 	} {
 		_, err := detect(environ(env))
-		var e *EnvironmentError
+		var e *ConfigError
 		require.ErrorAs(t, err, &e, env)
 		require.Contains(t, err.Error(), want, env)
 		require.NotContains(t, err.Error(), testToken)

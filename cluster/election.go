@@ -99,7 +99,7 @@ func (e *election) prepare(ctx context.Context) error {
 		return e.prepareAlone()
 	}
 	for _, s := range a.cfg.Seeds {
-		h, p, err := splitAddr(s, DefaultPort)
+		h, p, err := splitAddr(s, defaultPort)
 		if err != nil {
 			return badConfig("seed %q: %v", s, err)
 		}

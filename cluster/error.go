@@ -20,11 +20,11 @@ var (
 	ErrTooLarge = errors.New("too large")
 	// ErrStoreFull matches a store call that would exceed MaxStoreBytes.
 	ErrStoreFull = errors.New("the store is full")
-	// ErrNotNumber matches an Add if the value or the sum is not a decimal
-	// number of 64 bits.
-	ErrNotNumber = errors.New("not a number of 64 bits")
-	// ErrBusy matches a Barrier that this rank is already waiting in.
-	ErrBusy = errors.New("this rank is already waiting there")
+)
+
+var (
+	errNotNumber = errors.New("not a number of 64 bits")            // of an Add
+	errBusy      = errors.New("this rank is already waiting there") // in a Barrier
 )
 
 // A MemberLostError names a lost process, the time and the reason. It is the
@@ -140,24 +140,22 @@ func (e *RefusedError) Error() string {
 	return fmt.Sprintf("cluster: join job %q: refused by the coordinator at %s: %s", e.Job, e.Addr, e.Reason)
 }
 
-// A ConfigError is a mistake in the arguments of Start or Join.
-type ConfigError struct{ Reason string }
-
-func (e *ConfigError) Error() string { return "cluster: " + e.Reason }
-
-func badConfig(format string, args ...any) error {
-	return &ConfigError{fmt.Sprintf(format, args...)}
-}
-
-// An EnvironmentError names environment variables that are invalid or
-// inconsistent, so that this process's place is unknown.
-type EnvironmentError struct {
-	Vars   []string // "NAME=value", or "NAME" if unset
+// A ConfigError is a mistake in the arguments of Start or Join, or in environment
+// variables, so that this process's place is unknown.
+type ConfigError struct {
+	Vars   []string // environment variables: "NAME=value", or "NAME" if unset
 	Reason string
 }
 
-func (e *EnvironmentError) Error() string {
-	return fmt.Sprintf("cluster: environment: %s: %s", strings.Join(e.Vars, " and "), e.Reason)
+func (e *ConfigError) Error() string {
+	if len(e.Vars) > 0 {
+		return fmt.Sprintf("cluster: environment: %s: %s", strings.Join(e.Vars, " and "), e.Reason)
+	}
+	return "cluster: " + e.Reason
+}
+
+func badConfig(format string, args ...any) error {
+	return &ConfigError{Reason: fmt.Sprintf(format, args...)}
 }
 
 // A StoreError describes a failed store call. It matches ErrTooLarge and similar

@@ -73,7 +73,7 @@ const (
 //     complete, the join then fails in all processes),
 //   - an *AuthError if the coordinator has another secret or job,
 //   - a *MemberLostError if a process of the job ended during the join,
-//   - an *EnvironmentError if variables contradict each other or some are missing.
+//   - a *ConfigError if variables contradict each other or some are missing.
 //
 // A process attaches once. Without a launcher it may attach again after Close,
 // while the job has not ended.

@@ -39,7 +39,7 @@ func TestForgedNames(t *testing.T) {
 		{kind: kindRegister, id: registerWorker, body: note(0, registration{Member: Member{Rank: 1, Host: "b", Name: strings.Repeat("n", maxNameBytes+1)}}).body},
 	} {
 		m.epoch = firstEpoch
-		l, _, err := dial(t.Context(), as[0].Job(), as[0].Addr(), as[0].keys.control)
+		l, _, err := dial(t.Context(), as[0].Job(), as[0].addr, as[0].keys.control)
 		require.NoError(t, err)
 		require.NoError(t, l.write(frame{body: m.encode()}, quick.LostAfter))
 		answer, _, err := l.readMessage(quick.LostAfter)

@@ -215,7 +215,7 @@ func TestResumeNeedsTheStream(t *testing.T) {
 		"unknown id":         {as[0].keys.control, newUUID()},
 		"worker as an agent": {worker, as[1].k.hello.Stream},
 	} {
-		l, _, err := dial(t.Context(), as[0].Job(), as[0].Addr(), tc.key)
+		l, _, err := dial(t.Context(), as[0].Job(), as[0].addr, tc.key)
 		require.NoError(t, err, name)
 		defer l.close()
 		k := &client{stream: newStream(nil, newRunClock(time.Second), 0), hello: welcome{Stream: tc.id}, to: target{job: "j"}}

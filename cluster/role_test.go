@@ -26,11 +26,11 @@ func TestTokenIsForWorkers(t *testing.T) {
 	require.NotEqual(t, as[0].keys.control.key, worker.key)
 
 	// As if it were the launchers' key, it is none.
-	_, _, err = dial(t.Context(), as[0].Job(), as[0].Addr(), credential{key: worker.key})
+	_, _, err = dial(t.Context(), as[0].Job(), as[0].addr, credential{key: worker.key})
 	var auth *AuthError
 	require.ErrorAs(t, err, &auth)
 
-	l, _, err := dial(t.Context(), as[0].Job(), as[0].Addr(), *worker)
+	l, _, err := dial(t.Context(), as[0].Job(), as[0].addr, *worker)
 	require.NoError(t, err)
 	defer l.close()
 	m := note(kindRegister, host{Host: "worker", UUID: "u", Nodes: 2, LocalSize: 1, NodeRank: -1})

@@ -158,9 +158,9 @@ func statusError(status byte) error {
 	case statusTooMany:
 		return fmt.Errorf("%w: a process waits in at most %d calls, for at most %d keys together", ErrTooLarge, maxWaits, maxWaitKeys)
 	case statusNotNumber:
-		return ErrNotNumber
+		return errNotNumber
 	case statusBusy:
-		return ErrBusy
+		return errBusy
 	}
 	return fmt.Errorf("the coordinator rejected this call (status %d)", status)
 }

@@ -38,7 +38,7 @@ func BenchmarkAllReduceOfOneRank(b *testing.B) {
 // part of Chorus, and a virtual driver and NCCL below it.
 func BenchmarkEnqueueOfTwoRanks(b *testing.B) {
 	for _, strategy := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
-		b.Run(strategy.String(), func(b *testing.B) {
+		b.Run(string(strategy), func(b *testing.B) {
 			devs := testgpu.Virtual(b, &device.SystemConfig{VirtualDevices: 2})
 			g, err := comm.Local(testgpu.Context(b), devs, &comm.Config{Strategy: strategy})
 			require.NoError(b, err)

@@ -20,7 +20,7 @@ func TestArgumentErrorsSayNoMoreThanIsWrong(t *testing.T) {
 	closed, err := memory.Make[float32](g.Stream(0), 8)
 	require.NoError(t, err)
 	require.NoError(t, closed.Close())
-	_, unknown := comm.ParseStrategy("fastest")
+	_, unknown := comm.Local(testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}), &comm.Config{Strategy: "fastest"})
 	_, noOne := comm.Local(testgpu.Context(t), []*device.Device{nil, nil}, nil)
 	_, noWork := comm.Start(g, nil)
 	for text, err := range map[string]error{

@@ -39,8 +39,22 @@ func (g *Group) Chosen(x ranks.Collective) Strategy { return g.chosen(x) }
 
 // Choice returns what carries a collective of local rank i out.
 func (g *Group) Choice(i int, x ranks.Collective) Strategy {
-	return Strategy(g.routers[i:min(i+1, len(g.routers))].Chosen(x))
+	return strategyOf(g.routers[i:min(i+1, len(g.routers))].Chosen(x))
 }
 
 // ReadNaN is readNaN.
 var ReadNaN = readNaN
+
+// The strategies of one algorithm.
+const (
+	OneShot        Strategy = "one-shot"
+	TwoShotPackets Strategy = "two-shot-packets"
+	TwoShot        Strategy = "two-shot"
+	TwoShotLines   Strategy = "two-shot-lines"
+)
+
+// TunePlan returns the measurements that Tune will make.
+func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
+	plan, err := g.plan(cfg.plan())
+	return choicesOf(plan), err
+}

@@ -112,7 +112,8 @@ func (g *Group) Err() error {
 		return err
 	}
 	// If this process has ended a rank, that caused the failures of the other ranks.
-	for _, look := range []func(*nccl.Communicator) error{(*nccl.Communicator).Ended, (*nccl.Communicator).Err} {
+	ended := func(c *nccl.Communicator) error { return ranks.Of(c).Ended() }
+	for _, look := range []func(*nccl.Communicator) error{ended, (*nccl.Communicator).Err} {
 		for i := range g.members {
 			if err := look(g.members[i].comm); err != nil {
 				return g.errIncomplete("error", err)

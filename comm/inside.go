@@ -17,16 +17,14 @@ type inside struct{ g *Group }
 
 func (x inside) Check(op string) error { return x.g.check(op) }
 
-func (x inside) Chosen(k ranks.Collective) string { return x.g.chosen(k).String() }
+func (x inside) Chosen(k ranks.Collective) string { return string(x.g.chosen(k)) }
 
 func (x inside) Fail(cause error) error { return x.g.fail(cause) }
 
 func (x inside) NewBatch() *route.Batch { return x.g.routers.NewBatch() }
 
+func (x inside) TunePlan(cfg route.PlanConfig) ([]route.Choice, error) { return x.g.plan(cfg) }
+
 func (x inside) UseWhole(ctx context.Context, strategy string) error {
-	s, err := ParseStrategy(strategy)
-	if err != nil {
-		return err
-	}
-	return x.g.changeStrategy(ctx, s, func() { x.g.routers.UseOnly(route.Strategy(s)) })
+	return x.g.changeStrategy(ctx, Strategy(strategy), func(s route.Strategy) { x.g.routers.UseOnly(s) })
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -75,7 +76,7 @@ type joining struct {
 	open     func() (*device.Device, error)
 	dev      *device.Device // nil until open has returned it
 	cfg      *Config
-	strategy Strategy
+	strategy route.Strategy
 	prefix   string // of its keys in the Rendezvous
 	group    *Group // the group so far
 }
@@ -182,7 +183,7 @@ func (v *admission) check(ranks int) error {
 	return v.err()
 }
 
-func rankInfoOf(dev *device.Device, s Strategy) (rankInfo, error) {
+func rankInfoOf(dev *device.Device, s route.Strategy) (rankInfo, error) {
 	uuid, err := gpu.DeviceOf(dev).UUID()
 	if err != nil {
 		return rankInfo{}, err
@@ -233,7 +234,7 @@ func incompatibility(infos []rankInfo) string {
 	case !p.a.Shares:
 		return fmt.Sprintf("%s are both on %s %s of host %s: a GPU holds one rank; open the device of the local rank, or set %s=yes for tests",
 			p, p.b.Device, p.b.UUID, p.b.Host, env.ShareGPUs.Name)
-	case p.a.Strategy != NCCLOnly.String():
+	case p.a.Strategy != string(NCCLOnly):
 		return fmt.Sprintf("%s share a GPU, and the strategy is %s, whose kernels may wait for each other: use the strategy %s", p, p.a.Strategy, NCCLOnly)
 	}
 	return ""

@@ -321,9 +321,9 @@ func TestLinesWhereTheyCannot(t *testing.T) {
 
 func TestStrategies(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	_, err := comm.Local(t.Context(), devs, &comm.Config{Strategy: 10})
+	_, err := comm.Local(t.Context(), devs, &comm.Config{Strategy: "fast"})
 	require.ErrorIs(t, err, comm.ErrMismatch)
-	require.ErrorContains(t, err, "Strategy(10)")
+	require.ErrorContains(t, err, `there is no strategy "fast"`)
 	t.Setenv(env.CommStrategy.Name, "fast")
 	_, err = comm.Local(t.Context(), devs, nil)
 	require.ErrorContains(t, err, env.CommStrategy.Name)

@@ -9,8 +9,8 @@ import (
 
 // openRouters opens everything that the strategy needs and the devices support, and lets it
 // execute the collectives of the group.
-func (g *Group) openRouters(ctx context.Context, s Strategy, exchange func(rank int) fabric.Exchange) (err error) {
-	g.routers, err = route.Open(ctx, route.Strategy(s), g.comms(), g.Streams(), exchange)
+func (g *Group) openRouters(ctx context.Context, s route.Strategy, exchange func(rank int) fabric.Exchange) (err error) {
+	g.routers, err = route.Open(ctx, s, g.comms(), g.Streams(), exchange)
 	if err != nil || len(g.routers) == 0 {
 		return err
 	}

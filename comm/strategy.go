@@ -14,15 +14,15 @@ import (
 // A Strategy selects the backend of a group's collectives. NCCL runs everything that a
 // strategy does not support: other operations, types and sizes, operations on other
 // streams than the group's, and several operations of one rank in a single NCCL group. All
-// ranks must have the same strategy.
-type Strategy uint8
+// ranks must have the same strategy. Its value is its name in CHORUS_COMM_STRATEGY.
+type Strategy string
 
 // The strategies.
 const (
 	// ByEnvironment is the strategy named by CHORUS_COMM_STRATEGY; the default is nccl.
-	ByEnvironment = Strategy(route.ByEnvironment)
+	ByEnvironment Strategy = ""
 	// NCCLOnly uses NCCL for everything.
-	NCCLOnly = Strategy(route.NCCLOnly)
+	NCCLOnly Strategy = "nccl"
 	// OwnKernels uses Chorus kernels for small all-reduces, all-gathers, reduce-scatters,
 	// broadcasts and all-to-alls, if all ranks are GPUs of one host that can access each
 	// other's memory, and at most 8. NCCL runs everything else. Each rank uses up to 35
@@ -35,18 +35,15 @@ const (
 	// other, as with NCCL. A captured operation keeps that order: a launch of its graph,
 	// on any stream, comes after the earlier operations and before the later ones. Close
 	// waits until the streams that ran such operations have completed them.
-	OwnKernels = Strategy(route.OwnKernels)
-	// OneShot, TwoShotPackets, TwoShot and TwoShotLines are OwnKernels with one algorithm
-	// for all-reduces of every size that the algorithm supports. They exist for
-	// measurements. OneShot: every rank sends all its elements to all ranks. The others:
-	// every rank reduces a part and sends the result to all ranks. OneShot and
-	// TwoShotPackets send packets, TwoShot sends plain bytes between barriers.
-	// TwoShotLines sends lines of 128 bytes; it requires NVLink between all GPUs and every
-	// GPU visible in each process.
-	OneShot        = Strategy(route.OneShot)
-	TwoShotPackets = Strategy(route.TwoShotPackets)
-	TwoShot        = Strategy(route.TwoShot)
-	TwoShotLines   = Strategy(route.TwoShotLines)
+	//
+	// The strategies "one-shot", "two-shot-packets", "two-shot" and "two-shot-lines" are
+	// OwnKernels with one algorithm for all-reduces of every size that the algorithm
+	// supports. They exist for measurements. One-shot: every rank sends all its elements to
+	// all ranks. The others: every rank reduces a part and sends the result to all ranks.
+	// One-shot and two-shot-packets send packets, two-shot sends plain bytes between
+	// barriers. Two-shot-lines sends lines of 128 bytes; it requires NVLink between all GPUs
+	// and every GPU visible in each process.
+	OwnKernels Strategy = "own"
 	// Windows uses NCCL's kernels for symmetric memory (NCCL 2.27.3 and newer). Small
 	// operands are copied to a window that all ranks have registered, and results are
 	// copied back. It supports sums of 16-bit and 32-bit floats, all-gathers and
@@ -57,61 +54,47 @@ const (
 	// (nccl.Communicator.RegisterWindow). NCCL 2.28.3 cannot abort these kernels: if one
 	// of them waits for a lost rank, closing the group takes ten seconds and returns an
 	// error, and the device is usable again only after the process ends.
-	Windows = Strategy(route.Windows)
+	Windows Strategy = "windows"
 	// CopyEngines uses the devices' copy engines for all-gathers and all-to-alls. It
 	// requires that all ranks are in this process and can access each other's memory, and
 	// that one call, or one NCCL group, has the operations of all ranks and nothing else.
 	// Copy engines occupy no multiprocessor, and are the fastest for large sizes. NCCL
 	// runs all other operations; in a Tuned group the next fastest strategy does.
-	CopyEngines = Strategy(route.CopyEngines)
+	CopyEngines Strategy = "copy-engines"
 	// Tuned uses a Tuning to select the strategy for each operation, type and size. The
 	// Tuning is Config.Tuning, or comes from the file CHORUS_TUNING_FILE. If the file has
 	// none for these devices, it is measured when the group is made and written to the
 	// file.
-	Tuned = Strategy(route.Tuned)
-
-	strategies = Strategy(route.NumStrategies)
+	Tuned Strategy = "tuned"
 )
 
-// String returns the name of the strategy in CHORUS_COMM_STRATEGY.
-func (s Strategy) String() string { return route.Strategy(s).String() }
-
-// ParseStrategy returns the strategy with the given name.
-func ParseStrategy(name string) (Strategy, error) {
-	s, err := route.ParseStrategy(name)
+// route returns the strategy of package route.
+func (s Strategy) route() (route.Strategy, error) {
+	r, err := route.ParseStrategy(string(s))
 	if err != nil {
 		return 0, asBadArgument(fmt.Errorf("comm: %w", err))
 	}
-	return Strategy(s), nil
+	return r, nil
 }
 
-// MarshalText implements encoding.TextMarshaler.
-func (s Strategy) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
-
-// UnmarshalText implements encoding.TextUnmarshaler.
-func (s *Strategy) UnmarshalText(text []byte) (err error) {
-	*s, err = ParseStrategy(string(text))
-	return err
-}
+// strategyOf is the inverse of Strategy.route.
+func strategyOf(s route.Strategy) Strategy { return Strategy(s.String()) }
 
 // strategy returns the strategy of the configuration, or of the environment.
-func (c *Config) strategy() (Strategy, error) {
+func (c *Config) strategy() (route.Strategy, error) {
 	if c != nil && c.Strategy != ByEnvironment {
-		if c.Strategy >= strategies {
-			return 0, asBadArgument(fmt.Errorf("comm: there is no %s", c.Strategy))
-		}
-		return c.Strategy, nil
+		return c.Strategy.route()
 	}
-	name, err := env.CommStrategy.OneOf(route.Names[NCCLOnly:]...)
+	name, err := env.CommStrategy.OneOf(route.Names[route.NCCLOnly:]...)
 	if err != nil {
-		return NCCLOnly, err
+		return route.NCCLOnly, err
 	}
-	return ParseStrategy(name)
+	return route.ParseStrategy(name)
 }
 
 // Strategy returns the strategy in use. It is NCCLOnly if the configured strategy is not
 // supported.
-func (g *Group) Strategy() Strategy { return Strategy(g.routers.Strategy()) }
+func (g *Group) Strategy() Strategy { return strategyOf(g.routers.Strategy()) }
 
 // Strategies returns the strategies that the group can use, NCCLOnly first. Only the
 // resources of Config.Strategy are allocated; with Tuned the resources of all strategies
@@ -119,7 +102,7 @@ func (g *Group) Strategy() Strategy { return Strategy(g.routers.Strategy()) }
 func (g *Group) Strategies() []Strategy {
 	var list []Strategy
 	for _, s := range g.routers.Strategies() {
-		list = append(list, Strategy(s))
+		list = append(list, strategyOf(s))
 	}
 	return list
 }
@@ -131,11 +114,11 @@ func (g *Group) Strategies() []Strategy {
 // Wait. The strategies of the ranks may then differ, and the group must be closed.
 // Collective.
 func (g *Group) Use(ctx context.Context, s Strategy) error {
-	return g.changeStrategy(ctx, s, func() { g.routers.Use(route.Strategy(s)) })
+	return g.changeStrategy(ctx, s, g.routers.Use)
 }
 
 // changeStrategy sets the rule of all local ranks, if all ranks want the same strategy.
-func (g *Group) changeStrategy(ctx context.Context, s Strategy, set func()) error {
+func (g *Group) changeStrategy(ctx context.Context, s Strategy, set func(route.Strategy)) error {
 	const op = "use"
 	if err := g.check(op); err != nil {
 		return err
@@ -143,16 +126,20 @@ func (g *Group) changeStrategy(ctx context.Context, s Strategy, set func()) erro
 	if err := g.sameStrategy(ctx, s); err != nil {
 		return err
 	}
-	if !slices.Contains(g.Strategies(), s) {
-		return badArgument(op, "the group has no strategy %s: it has %v%s", s, g.Strategies(), g.unsupportedReason(s))
+	r, err := s.route()
+	if err != nil {
+		return err
 	}
-	set()
+	if !slices.Contains(g.Strategies(), s) {
+		return badArgument(op, "the group has no strategy %s: it has %v%s", s, g.Strategies(), g.unsupportedReason(r))
+	}
+	set(r)
 	return nil
 }
 
 // unsupportedReason says why the Chorus kernels do not support s, after a colon, or returns "".
-func (g *Group) unsupportedReason(s Strategy) string {
-	if err := g.routers.Unsupported(route.Strategy(s)); err != nil {
+func (g *Group) unsupportedReason(s route.Strategy) string {
+	if err := g.routers.Unsupported(s); err != nil {
 		return ": " + err.Error()
 	}
 	return ""
@@ -166,13 +153,13 @@ func (g *Group) sameStrategy(ctx context.Context, s Strategy) error {
 		}
 		return nil
 	}
-	all, err := GatherValues(ctx, g, Gob, slices.Repeat([]uint8{uint8(s)}, len(g.members))...)
+	all, err := GatherValues(ctx, g, Gob, slices.Repeat([]Strategy{s}, len(g.members))...)
 	if err != nil {
 		return err
 	}
 	for rank, other := range all {
 		if other != all[0] {
-			return badArgument("use", "rank %d wants the strategy %s and rank 0 %s: call Use with the same on all", rank, Strategy(other), Strategy(all[0]))
+			return badArgument("use", "rank %d wants the strategy %s and rank 0 %s: call Use with the same on all", rank, other, all[0])
 		}
 	}
 	return nil
@@ -181,5 +168,5 @@ func (g *Group) sameStrategy(ctx context.Context, s Strategy) error {
 // chosen returns the strategy that executes such a collective: NCCLOnly, or one of the
 // other Strategies but Tuned.
 func (g *Group) chosen(x ranks.Collective) Strategy {
-	return Strategy(g.routers.Chosen(x))
+	return strategyOf(g.routers.Chosen(x))
 }

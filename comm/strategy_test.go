@@ -84,7 +84,7 @@ func TestStrategiesConform(t *testing.T) {
 					testgpu.CUDA(t, 2)
 				}
 				file := filepath.Join(t.TempDir(), "of", "tuning.json")
-				code, out, _ := job(t, backend, "conform", 2, env.CommStrategy.Name+"="+s.String(), env.TuningFile.Name+"="+file)
+				code, out, _ := job(t, backend, "conform", 2, env.CommStrategy.Name+"="+string(s), env.TuningFile.Name+"="+file)
 				require.Zero(t, code, out)
 				_, err := os.Stat(file)
 				require.Equal(t, s == comm.Tuned, err == nil, "the first group measures and writes")
@@ -145,7 +145,7 @@ func TestUseOfRanksThatDiffer(t *testing.T) {
 		}
 		for text, wanted := range map[string][]comm.Strategy{
 			"rank 2 wants the strategy one-shot and rank 0 nccl":       {comm.NCCLOnly, comm.NCCLOnly, comm.OneShot},
-			"rank 1 wants the strategy Strategy(77) and rank 0 nccl":   {comm.NCCLOnly, 77, comm.NCCLOnly},
+			"rank 1 wants the strategy fastest and rank 0 nccl":        {comm.NCCLOnly, "fastest", comm.NCCLOnly},
 			"rank 1 wants the strategy nccl and rank 0 windows":        {comm.Windows, comm.NCCLOnly, comm.OneShot},
 			"the group has no strategy windows: it has [nccl own one-": {comm.Windows, comm.Windows, comm.Windows},
 		} {

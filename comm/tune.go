@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 )
 
 // TuneConfig are the options of Tune; nil means the defaults. They must be the same on
@@ -21,24 +22,23 @@ type TuneConfig struct {
 	Ops      []Op           // default Sum and Max
 }
 
-// TunePlan returns the measurements that Tune will make: the possible strategies for each
-// operation, without times.
-func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
-	plan, err := g.plan(cfg)
-	return choicesOf(plan), err
-}
-
-func (g *Group) plan(cfg *TuneConfig) ([]route.Choice, error) {
-	const op = "tune"
-	if err := g.check(op); err != nil {
-		return nil, err
-	}
-	var c route.PlanConfig
+// plan returns the options for package route.
+func (cfg *TuneConfig) plan() (c route.PlanConfig) {
 	if cfg != nil {
 		c.MaxBytes, c.Types = cfg.MaxBytes, cfg.Types
 		for _, o := range cfg.Ops {
 			c.Ops = append(c.Ops, flight.Reduction(o))
 		}
+	}
+	return c
+}
+
+// plan returns the measurements that Tune will make: the possible strategies for each
+// operation, without times.
+func (g *Group) plan(c route.PlanConfig) ([]route.Choice, error) {
+	const op = "tune"
+	if err := g.check(op); err != nil {
+		return nil, err
 	}
 	plan, err := g.routers.Plan(c)
 	if err != nil {
@@ -54,7 +54,7 @@ func (g *Group) plan(cfg *TuneConfig) ([]route.Choice, error) {
 // the devices must run nothing else. If NCCL is the only possibility, the Tuning is empty.
 // If an error occurs while ranks may wait for others, the group is broken. Collective.
 func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
-	plan, err := g.plan(cfg)
+	plan, err := g.plan(cfg.plan())
 	if err != nil {
 		return nil, err
 	}
@@ -117,8 +117,12 @@ func (g *Group) site() (route.Site, error) {
 	if err != nil {
 		return route.Site{}, err
 	}
+	version, err := nccl.Version(dev)
+	if err != nil {
+		return route.Site{}, err
+	}
 	return route.Site{GPU: name, Ranks: g.size, Hosts: g.hosts(), Locals: len(g.members), Backend: dev.System().Backend(),
-		Driver: dev.System().Libraries()[0].Version, NCCL: g.members[0].comm.Version(), Kernels: fabric.Version()}, nil
+		Driver: dev.System().Libraries()[0].Version, NCCL: version, Kernels: fabric.Version()}, nil
 }
 
 // hosts returns the number of hosts.
@@ -237,8 +241,10 @@ func (g *Group) shareTuning(ctx context.Context, t *Tuning) (x sharedTuning, err
 func findTuning(t *Tuning, at route.Site) (x sharedTuning) {
 	var err error
 	if t != nil {
-		x.Tuning = t.routeTuning()
-		if err = errors.Join(x.Tuning.Fits(at), x.Tuning.Check()); err != nil {
+		if x.Tuning, err = t.routeTuning(); err == nil {
+			err = errors.Join(x.Tuning.Fits(at), x.Tuning.Check())
+		}
+		if err != nil {
 			err = fmt.Errorf("comm: the given tuning is not valid: %w", err)
 		}
 	} else if x.Path, err = route.TuningFile(); err == nil {

@@ -43,7 +43,6 @@ func TestTune(t *testing.T) {
 			for _, x := range c.Times {
 				all = append(all, x.Strategy)
 			}
-			slices.Sort(all)
 			want := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels}
 			if c.Operation == "all-reduce" {
 				want = []comm.Strategy{comm.NCCLOnly, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines}
@@ -51,7 +50,7 @@ func TestTune(t *testing.T) {
 			if (c.Type == "float32" || c.Operation == "all-gather") && (c.Operation == "all-reduce" || c.Bytes%8 == 0) {
 				want = append(want, comm.Windows)
 			}
-			require.Equal(t, want, all, "%+v", c)
+			require.ElementsMatch(t, want, all, "%+v", c)
 		}
 		require.Equal(t, map[string]int{"all-reduce": 28, "all-gather": 14, "reduce-scatter": 28, "broadcast": 14, "all-to-all": 14}, have)
 		require.NoError(t, conform(testgpu.Context(t), g))

@@ -21,6 +21,7 @@ import (
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -53,7 +54,7 @@ func TestTuneOnFirstUse(t *testing.T) {
 func TestTuneWhereNothingCanBeWritten(t *testing.T) {
 	const nowhere = "/proc/nowhere/tuning.json"
 	t.Setenv(env.TuningFile.Name, nowhere)
-	require.ErrorContains(t, comm.CanSave(t.Context(), nowhere), "write the tuning")
+	require.ErrorContains(t, route.CanSave(t.Context(), nowhere), "write the tuning")
 	t.Setenv(env.CommStrategy.Name, "tuned")
 	gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
 	require.NoError(t, errors.Join(errs...))

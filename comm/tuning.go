@@ -70,34 +70,34 @@ func (t *Tuning) Save(ctx context.Context, path string) error {
 	if t == nil || path == "" {
 		return badArgument("write the tuning", "no tuning or no path given")
 	}
-	return t.routeTuning().Save(ctx, path)
-}
-
-// CanSave returns why Save would fail for any Tuning, or nil. It creates the directory.
-func CanSave(ctx context.Context, path string) error {
-	if path == "" {
-		return badArgument("write the tuning", "no path given")
+	x, err := t.routeTuning()
+	if err != nil {
+		return err
 	}
-	return route.CanSave(ctx, path)
+	return x.Save(ctx, path)
 }
 
 // routeTuning returns a copy of the Tuning for package route. nil means an empty Tuning.
-func (t *Tuning) routeTuning() *route.Tuning {
+func (t *Tuning) routeTuning() (*route.Tuning, error) {
 	if t == nil {
-		return &route.Tuning{}
+		return &route.Tuning{}, nil
 	}
 	x := &route.Tuning{For: route.Site(t.For)}
 	for _, c := range t.Choices {
 		choice := route.Choice{Operation: c.Operation, Type: c.Type, Reduction: c.Reduction, Bytes: c.Bytes}
 		for _, one := range c.Times {
-			choice.Times = append(choice.Times, route.Timing{Strategy: route.Strategy(one.Strategy), Micros: one.Micros, Eager: one.Eager})
+			s, err := one.Strategy.route()
+			if err != nil {
+				return nil, err
+			}
+			choice.Times = append(choice.Times, route.Timing{Strategy: s, Micros: one.Micros, Eager: one.Eager})
 		}
 		x.Choices = append(x.Choices, choice)
 	}
-	return x
+	return x, nil
 }
 
-// tuningOf is the inverse of inside.
+// tuningOf is the inverse of routeTuning.
 func tuningOf(x *route.Tuning) *Tuning {
 	if x == nil {
 		return nil
@@ -109,7 +109,7 @@ func choicesOf(list []route.Choice) (choices []Choice) {
 	for _, x := range list {
 		c := Choice{Operation: x.Operation, Type: x.Type, Reduction: x.Reduction, Bytes: x.Bytes}
 		for _, one := range x.Times {
-			c.Times = append(c.Times, Timing{Strategy: Strategy(one.Strategy), Micros: one.Micros, Eager: one.Eager})
+			c.Times = append(c.Times, Timing{Strategy: strategyOf(one.Strategy), Micros: one.Micros, Eager: one.Eager})
 		}
 		choices = append(choices, c)
 	}

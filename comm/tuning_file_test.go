@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -22,7 +23,7 @@ import (
 func TestNoTuningToSave(t *testing.T) {
 	require.ErrorContains(t, (*comm.Tuning)(nil).Save(t.Context(), "file"), "no tuning or no path given")
 	require.ErrorContains(t, (&comm.Tuning{}).Save(t.Context(), ""), "no tuning or no path given")
-	require.ErrorContains(t, comm.CanSave(t.Context(), ""), "no path given")
+	require.ErrorContains(t, route.CanSave(t.Context(), ""), "no path given")
 }
 
 // TestTuningsThatAreRefused gives groups files that are wrong or out of date.
@@ -116,7 +117,7 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		_, err = comm.Local(testgpu.Context(t), devs, nil)
 		require.ErrorContains(t, err, "lets other users write to it")
 		require.ErrorContains(t, tuning.Save(t.Context(), planted), "lets other users write to it")
-		require.ErrorContains(t, comm.CanSave(t.Context(), planted), "lets other users write to it")
+		require.ErrorContains(t, route.CanSave(t.Context(), planted), "lets other users write to it")
 		require.NoError(t, os.Chmod(path, was.Mode()))
 	}
 	for _, c := range []struct {

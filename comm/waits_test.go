@@ -8,6 +8,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/stream"
@@ -57,7 +58,9 @@ func TestWaitsOfAClosedGroup(t *testing.T) {
 					defer open()
 				}
 				for i := range devs {
-					begun := func() (bool, error) { return g.Communicator(i).Ended() != nil || g.Communicator(i).Err() != nil, nil }
+					begun := func() (bool, error) {
+						return ranks.Of(g.Communicator(i)).Ended() != nil || g.Communicator(i).Err() != nil, nil
+					}
 					require.NoError(t, poll.Until(testgpu.Context(t), begun))
 				}
 				for _, open := range opens {

@@ -33,3 +33,6 @@ func (r *Reducer) BucketGrads() [][]int {
 
 // Launched returns how many buckets are reduced in this step so far.
 func (r *Reducer) Launched() int { return r.queue.next }
+
+// Buckets returns how many buckets there are.
+func (r *Reducer) Buckets() int { return len(r.parts) }

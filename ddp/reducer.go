@@ -132,9 +132,6 @@ func closeParts(parts []contents) error {
 	return errors.Join(errs...)
 }
 
-// Buckets returns how many buckets there are.
-func (r *Reducer) Buckets() int { return len(r.parts) }
-
 // Ready says that the work that is now on s completes gradient i of the local rank on the
 // device of s. If i is the last gradient of its bucket, Ready enqueues the reduction of the
 // bucket on the group's stream, which waits for s. The host and s do not wait. With

@@ -101,10 +101,6 @@ var ErrClosed = gpu.ErrClosed
 // tried. It matches errors.ErrUnsupported.
 type LibraryError = dl.Error
 
-// A LibraryVersionError reports that a shared library is too old. It matches
-// errors.ErrUnsupported.
-type LibraryVersionError = dl.VersionError
-
 // An UnsupportedError reports that the loaded libraries or the hardware lack a feature. It
 // matches errors.ErrUnsupported.
 type UnsupportedError struct {

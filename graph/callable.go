@@ -132,9 +132,6 @@ func (c *Callable[T]) Call(s *stream.Stream, inputs ...memory.Slice[T]) error {
 	return c.exec.Launch(s)
 }
 
-// Exec returns the graph. It belongs to the Callable.
-func (c *Callable[T]) Exec() *Exec { return c.exec }
-
 // Close closes the graph. It is idempotent.
 func (c *Callable[T]) Close() error {
 	if c == nil {

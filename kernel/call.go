@@ -55,14 +55,3 @@ func ReadAddress[T memory.Element](c *Call, p uint64, n int) []T {
 func UpdateAddress[T memory.Element](c *Call, p uint64, n int) []T {
 	return machine.WriteOf[T](kern.CallOf(c), cudadrv.DevicePtr(p), n)
 }
-
-// Shared returns n words that begin the given number of bytes after the pointer that is
-// argument i. Kernels of several devices use that memory at the same time, so accesses must
-// be atomic operations, or be ordered by the values that atomic operations read there.
-func Shared[T uint32 | uint64](c *Call, i, bytes, n int) []T {
-	return machine.SharedOf[T](kern.CallOf(c), kern.CallOf(c).Ptr(i)+cudadrv.DevicePtr(bytes), n)
-}
-
-// Await polls ready, as a kernel polls memory, and returns true once ready returns true.
-// It returns false if the device was lost; the function must then return.
-func (c *Call) Await(ready func() bool) bool { return kern.CallOf(c).Await(ready) }

@@ -1,14 +1,10 @@
 package memory_test
 
 import (
-	"encoding/csv"
 	"errors"
-	"fmt"
 	"math/rand/v2"
-	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -142,71 +138,6 @@ func TestCount(t *testing.T) {
 		Failures:    2,
 	}, a.Counts())
 	require.NoError(t, a.Free(s, q, 50))
-}
-
-func TestLog(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-	s := newStream(t, devs[0])
-	var text strings.Builder
-	a := memory.Log(memory.Fail(memory.Driver, func(call, _ int) error {
-		if call == 2 {
-			return errors.New(`a "bad", bad day`)
-		}
-		return nil
-	}), &text)
-	p, err := a.Alloc(s, 100)
-	require.NoError(t, err)
-	_, err = a.Alloc(s, 200)
-	require.Error(t, err)
-	require.NoError(t, a.Free(s, p, 100))
-	require.NoError(t, a.Err())
-	rows, err := csv.NewReader(strings.NewReader(text.String())).ReadAll()
-	require.NoError(t, err)
-	require.Len(t, rows, 4)
-	require.Equal(t, []string{"time", "action", "pointer", "size", "stream", "error"}, rows[0])
-	for _, r := range rows[1:] {
-		_, err := time.Parse(time.RFC3339Nano, r[0])
-		require.NoError(t, err)
-	}
-	require.Equal(t, []string{"alloc", fmt.Sprintf("%#x", p), "100", s.String(), ""}, rows[1][1:])
-	require.Equal(t, []string{"alloc", "0x0", "200", s.String(), `memory: allocate 200 bytes: call 2 is to fail: a "bad", bad day`}, rows[2][1:])
-	require.Equal(t, []string{"free", fmt.Sprintf("%#x", p), "100", s.String(), ""}, rows[3][1:])
-
-	broken := memory.Log(memory.Driver, badWriter{})
-	p, err = broken.Alloc(s, 1)
-	require.NoError(t, err, "the log is no reason to fail")
-	require.NoError(t, broken.Free(s, p, 1))
-	require.ErrorContains(t, broken.Err(), "the disk is full")
-}
-
-type badWriter struct{}
-
-func (badWriter) Write([]byte) (int, error) { return 0, errors.New("the disk is full") }
-
-func TestFail(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-	s := newStream(t, devs[0])
-	count := memory.Count(memory.Driver)
-	type ask struct{ call, bytes int }
-	var asked []ask
-	a := memory.Fail(count, func(call, bytes int) error {
-		asked = append(asked, ask{call, bytes})
-		if call%2 == 0 {
-			return device.ErrorOutOfMemory
-		}
-		return nil
-	})
-	for i := range 4 {
-		p, err := a.Alloc(s, 10+i)
-		if i%2 == 1 {
-			require.ErrorIs(t, err, device.ErrorOutOfMemory)
-			continue
-		}
-		require.NoError(t, err)
-		require.NoError(t, a.Free(s, p, 10+i))
-	}
-	require.Equal(t, []ask{{1, 10}, {2, 11}, {3, 12}, {4, 13}}, asked)
-	require.EqualValues(t, 2, count.Counts().Allocations.Allocated)
 }
 
 // pluginC takes memory of CUDA where there is a GPU, and of C elsewhere. It

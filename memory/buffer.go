@@ -80,10 +80,6 @@ func (b *Buffer) Bytes() int { return int(b.bytes) }
 // Device returns the device whose memory it is.
 func (b *Buffer) Device() *device.Device { return b.in().Stream.Device() }
 
-// Stream returns the stream in whose order the buffer was allocated and will be
-// freed.
-func (b *Buffer) Stream() *stream.Stream { return b.in().Stream }
-
 // RecordStream records that operations on s use the buffer. Close then frees the memory
 // only after the operations that are enqueued on s at the time of Close
 // (torch.Tensor.record_stream). RecordStream enqueues nothing.

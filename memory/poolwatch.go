@@ -16,18 +16,10 @@ type watcher struct {
 	parts map[partKey]*alloc.Watcher // guarded by the pool's lock
 }
 
-// Watch calls fn for each segment of the pool. It then calls fn for each segment that
-// the pool allocates, before its memory is used, and for each segment that the pool
-// frees, after the streams have passed it and before it is freed. NCCL uses it to
-// register the memory. stop calls fn for the remaining segments as if they were freed
-// and ends the calls; it is idempotent. If fn returns an error for a new segment, the
-// allocation fails with that error.
-//
-// fn may use the device but must not call this package: allocations that need the
-// driver wait for fn. A watched pool has no expandable segments, and a pool that has
-// expandable segments cannot be watched.
-func (p *Pool) Watch(fn func(d *device.Device, ptr, bytes uint64, taken bool) error) (stop func() error, err error) {
+// Watch calls fn for the segments of the pool (mem.CapturePool).
+func (c *capturePool) Watch(fn func(d *device.Device, ptr, bytes uint64, taken bool) error) (stop func() error, err error) {
 	const op = "memory: watch a pool"
+	p := (*Pool)(c)
 	if err := p.check(op); err != nil {
 		return nil, err
 	}

@@ -84,17 +84,17 @@ type Frame struct {
 
 // SnapshotSettings are the allocator's options at the time of a Snapshot.
 type SnapshotSettings struct {
-	Conf                       string    `json:"PYTORCH_CUDA_ALLOC_CONF"` // the text that was last set
-	MaxSplitSize               int64     `json:"max_split_size"`          // in bytes; -1 is unlimited
-	GarbageCollectionThreshold float64   `json:"garbage_collection_threshold"`
-	ExpandableSegments         bool      `json:"expandable_segments"`
-	PinnedRegisterThreads      int       `json:"pinned_num_register_threads"`
-	ReleaseLockOnMalloc        bool      `json:"release_lock_on_cudamalloc"`
-	PinnedHostRegister         bool      `json:"pinned_use_cuda_host_register"`
-	RecordStreamReuse          bool      `json:"graph_capture_record_stream_reuse"`
-	Divisions                  Divisions `json:"roundup_power2_divisions"`
+	Conf                       string  `json:"PYTORCH_CUDA_ALLOC_CONF"` // the text that was last set
+	MaxSplitSize               int64   `json:"max_split_size"`          // in bytes; -1 is unlimited
+	GarbageCollectionThreshold float64 `json:"garbage_collection_threshold"`
+	ExpandableSegments         bool    `json:"expandable_segments"`
+	PinnedRegisterThreads      int     `json:"pinned_num_register_threads"`
+	ReleaseLockOnMalloc        bool    `json:"release_lock_on_cudamalloc"`
+	PinnedHostRegister         bool    `json:"pinned_use_cuda_host_register"`
+	RecordStreamReuse          bool    `json:"graph_capture_record_stream_reuse"`
+	// Divisions is, for each power of two from 2^i MiB on, the number of steps into which
+	// the sizes up to the next power are divided for rounding. 0 means no rounding.
+	Divisions divisions `json:"roundup_power2_divisions"`
 }
 
-// Divisions is, for each power of two from 2^i MiB on, the number of steps into which
-// the sizes up to the next power are divided for rounding. 0 means no rounding.
-type Divisions [16]uint64
+type divisions [16]uint64

@@ -9,10 +9,10 @@ import (
 // mostDevices bounds the ordinals, because there is one trace for each ordinal.
 const mostDevices = 4096
 
-// Check validates the invariants that readers of the format rely on: segments do not
+// check validates the invariants that readers of the format rely on: segments do not
 // overlap and are sorted by address, and the blocks of each segment fill it.
 // WritePickle and WriteJSON call it.
-func (s *Snapshot) Check() error {
+func (s *Snapshot) check() error {
 	if t := s.Settings.GarbageCollectionThreshold; math.IsNaN(t) || math.IsInf(t, 0) {
 		return fmt.Errorf("memory: snapshot: the garbage collection threshold is %v", t)
 	}

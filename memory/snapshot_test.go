@@ -55,7 +55,7 @@ func snapshot() *memory.Snapshot {
 		}},
 		Traces: [][]memory.TraceEntry{trace},
 		Settings: memory.SnapshotSettings{Conf: "expandable_segments:True", MaxSplitSize: -1, GarbageCollectionThreshold: 0.5,
-			ExpandableSegments: true, PinnedRegisterThreads: 1, Divisions: memory.Divisions{0, 2, 4}},
+			ExpandableSegments: true, PinnedRegisterThreads: 1, Divisions: [16]uint64{0, 2, 4}},
 	}
 }
 

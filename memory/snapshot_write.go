@@ -15,7 +15,7 @@ import (
 // pytorch.org/memory_viz (torch.cuda.memory._dump_snapshot). Frames that several
 // entries share by sharing the slice are written once.
 func (s *Snapshot) WritePickle(w io.Writer) error {
-	if err := s.Check(); err != nil {
+	if err := s.check(); err != nil {
 		return err
 	}
 	f := frameLists{}
@@ -133,7 +133,7 @@ func (s *SnapshotSettings) dict() pickle.Dict {
 // WriteJSON writes the same as WritePickle as a JSON object, with one segment and
 // one entry of the traces on each line.
 func (s *Snapshot) WriteJSON(w io.Writer) error {
-	if err := s.Check(); err != nil {
+	if err := s.check(); err != nil {
 		return err
 	}
 	j := &jsonWriter{w: bufio.NewWriter(w)}
@@ -206,7 +206,7 @@ func (e TraceEntry) MarshalJSON() ([]byte, error) {
 }
 
 // MarshalJSON writes an object with the sizes in MiB as keys, as torch does.
-func (d Divisions) MarshalJSON() ([]byte, error) {
+func (d divisions) MarshalJSON() ([]byte, error) {
 	sizes := map[string]uint64{}
 	for i, n := range d {
 		sizes[strconv.Itoa(1<<i)] = n

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
@@ -255,7 +256,7 @@ func (c *Communicator) Revoke() error {
 	if !c.failed.CompareAndSwap(nil, &failure{first: why, err: why, done: done}) {
 		return c.checkUsable(name)
 	}
-	c.rec.SetFinalState(Aborted)
+	c.rec.SetFinalState(flight.Aborted)
 	c.flag.by.CompareAndSwap(nil, &closing{how: "revoked a communicator", at: time.Now()})
 	c.life.RLock()
 	defer c.life.RUnlock()

@@ -210,9 +210,6 @@ func (c *Communicator) Size() int { return c.size }
 // Device returns the rank's device.
 func (c *Communicator) Device() *device.Device { return c.dev }
 
-// Version returns the version of the loaded NCCL, such as "2.28.3".
-func (c *Communicator) Version() string { return ncclapi.VersionText(c.version) }
-
 // Wait waits until all operations that are enqueued on s have completed, like s.Sync. It
 // returns nil only if the operations of c on s have completed; s also passes operations
 // that were aborted. Wait ends early if the communicator fails, with the error of the failure.

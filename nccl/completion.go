@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
@@ -54,7 +55,7 @@ func (c *Communicator) recordClosing(how string, abort bool) {
 	c.closing.CompareAndSwap(nil, e)
 	if abort {
 		c.flag.by.CompareAndSwap(nil, e)
-		c.rec.SetFinalState(Aborted)
+		c.rec.SetFinalState(flight.Aborted)
 	}
 }
 
@@ -161,10 +162,8 @@ func (c *Communicator) knownCompleted(p ranks.Point) bool {
 	return !p.Lost && c.rec.AllCompleted(p.Record, p.Stream)
 }
 
-// Ended returns how this process has ended c, an error that matches device.ErrClosed: by
-// Abort, Close, Shutdown, or Shrink with ShrinkAbort. It returns nil if c has not ended,
-// or had failed before; Err has the cause of a failure.
-func (c *Communicator) Ended() error {
+// endedBy is documented as Ended in package ranks.
+func (c *Communicator) endedBy() error {
 	if e := c.closing.Load(); e != nil && !e.after {
 		return &closedError{fmt.Sprintf("rank %d of %d (%s)", c.rank, c.size, c.dev), e}
 	}

@@ -17,7 +17,7 @@ import (
 )
 
 // states are those of the operations in a trace.
-func states(c *nccl.Communicator) (list []nccl.State) {
+func states(c *nccl.Communicator) (list []string) {
 	for _, o := range c.Trace() {
 		list = append(list, o.State)
 	}
@@ -46,7 +46,7 @@ func TestWaitOfAnAbortedOperation(t *testing.T) {
 				require.ErrorContains(t, err, "wait on rank 0 of 2 ("+devs[0].String()+"): the operations may not have completed and their output is undefined: this process "+how+" the communicator")
 			}
 			require.ErrorContains(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum), "ncclAllReduce on rank 0 of 2 ("+devs[0].String()+"): this process "+how+" the communicator ")
-			require.Equal(t, []nccl.State{nccl.Completed, nccl.Aborted}, states(r.c))
+			require.Equal(t, []string{"completed", "aborted"}, states(r.c))
 			require.EqualValues(t, 1, r.c.Progress().Completed.Record)
 		}
 	})
@@ -75,7 +75,7 @@ func TestWaitAfterTheEnd(t *testing.T) {
 			each(t, devs, func(i int) error { return end(ranks[i].c) })
 			for _, r := range known {
 				require.NoError(t, r.c.Wait(testgpu.Context(t), r.s), name)
-				require.Equal(t, []nccl.State{nccl.Completed}, states(r.c), name)
+				require.Equal(t, []string{"completed"}, states(r.c), name)
 			}
 		}
 	})
@@ -94,9 +94,9 @@ func TestTimeoutIsNotCompleted(t *testing.T) {
 		require.NoError(t, r.c.Abort())
 		require.NoError(t, r.s.Sync(testgpu.Context(t)))
 		require.ErrorIs(t, r.c.Wait(testgpu.Context(t), r.s), nccl.ErrorTimeout)
-		require.Equal(t, []nccl.State{nccl.Completed, nccl.TimedOut}, states(r.c))
+		require.Equal(t, []string{"completed", "timed out"}, states(r.c))
 		require.EqualValues(t, 1, r.c.Progress().Completed.Record)
-		require.Equal(t, nccl.TimedOut, r.c.Progress().Issued.State)
+		require.Equal(t, "timed out", r.c.Progress().Issued.State)
 		var b bytes.Buffer
 		require.NoError(t, r.c.DumpTrace(&b))
 		require.Contains(t, b.String(), `"last_completed_collective":"1"`)
@@ -173,14 +173,14 @@ func TestSingleRankOnTwoStreams(t *testing.T) {
 		ys, _ := buffers(t, []rank{{c: r.c, s: free}}, 64)
 		require.NoError(t, nccl.AllReduce(r.on(), free, ys[0], ys[0], nccl.Sum))
 		require.NoError(t, r.c.Wait(testgpu.Context(t), free))
-		require.Equal(t, []nccl.State{nccl.Scheduled, nccl.Completed}, states(r.c))
+		require.Equal(t, []string{"scheduled", "completed"}, states(r.c))
 		until(t, func() bool { return r.c.Err() != nil })
 		var late *nccl.TimeoutError
 		require.ErrorAs(t, r.c.Err(), &late)
 		require.Equal(t, []uint64{1, 1}, []uint64{late.Operation.Collective, late.Last.Collective})
 		open()
 		require.NoError(t, r.s.Sync(testgpu.Context(t)))
-		require.Equal(t, []nccl.State{nccl.TimedOut, nccl.Completed}, states(r.c))
+		require.Equal(t, []string{"timed out", "completed"}, states(r.c))
 	})
 }
 
@@ -219,7 +219,7 @@ func TestWaitGivesUp(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	require.ErrorIs(t, r.c.Wait(ctx, r.s), context.Canceled)
-	require.Equal(t, []nccl.State{nccl.Scheduled}, states(r.c))
+	require.Equal(t, []string{"scheduled"}, states(r.c))
 	open()
 	require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
 	var none *nccl.Communicator

@@ -18,15 +18,14 @@ const (
 	ErrorInvalidArgument = Result(ncclapi.InvalidArgument)
 	ErrorInvalidUsage    = Result(ncclapi.InvalidUsage)
 	ErrorRemote          = Result(ncclapi.RemoteError)
-	ErrorInProgress      = Result(ncclapi.InProgress)
 	ErrorTimeout         = Result(ncclapi.Timeout)
 )
 
 // Error returns the C name, such as ncclRemoteError.
 func (r Result) Error() string { return ncclapi.Result(r).Error() }
 
-// Meaning explains the status in a sentence without a full stop.
-func (r Result) Meaning() string { return ncclapi.Result(r).Meaning() }
+// meaning explains the status in a sentence without a full stop.
+func (r Result) meaning() string { return ncclapi.Result(r).Meaning() }
 
 // An Error is a call of NCCL that failed, or an operation that failed later.
 type Error struct {
@@ -44,9 +43,9 @@ func (e *Error) Error() string {
 	if e.Rank >= 0 {
 		who = fmt.Sprintf(" on rank %d of %d (%s)", e.Rank, e.Size, e.Device)
 	}
-	text := fmt.Sprintf("nccl: %s%s: %s (%s)", e.Op, who, e.Err, e.Err.Meaning())
+	text := fmt.Sprintf("nccl: %s%s: %s (%s)", e.Op, who, e.Err, e.Err.meaning())
 	if e.Async {
-		text = fmt.Sprintf("nccl: an earlier operation failed%s: %s (%s)", who, e.Err, e.Err.Meaning())
+		text = fmt.Sprintf("nccl: an earlier operation failed%s: %s (%s)", who, e.Err, e.Err.meaning())
 	}
 	switch {
 	case e.Detail != "":

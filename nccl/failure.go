@@ -7,6 +7,7 @@ import (
 	"unicode"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/safefile"
@@ -124,7 +125,7 @@ func (c *Communicator) setFailure(cause error) *failure {
 	if t, ok := errors.AsType[*TimeoutError](cause); ok && t.Rank == c.rank && t.Operation.Record == t.Last.Record && !t.Lost {
 		c.rec.TimedOut(t.Operation.Record)
 	}
-	c.rec.SetFinalState(Failed)
+	c.rec.SetFinalState(flight.Failed)
 	return f
 }
 

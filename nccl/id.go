@@ -1,10 +1,7 @@
 package nccl
 
 import (
-	"encoding"
-	"encoding/hex"
 	"errors"
-	"fmt"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -16,11 +13,6 @@ import (
 // of that process's listener and authorizes its owner to join: keep it secret. One id
 // makes one communicator.
 type UniqueID [128]byte
-
-var (
-	_ encoding.TextMarshaler   = UniqueID{}
-	_ encoding.TextUnmarshaler = (*UniqueID)(nil)
-)
 
 // NewUniqueID makes an id on the system of dev and starts listening for the
 // ranks; the process must live until the communicator is made.
@@ -45,20 +37,4 @@ func NewUniqueID(dev *device.Device) (UniqueID, error) {
 		return UniqueID{}, &Error{Op: "ncclGetUniqueId", Rank: -1, Err: Result(r), Detail: api.GetLastError(0)}
 	}
 	return UniqueID(id), nil
-}
-
-// MarshalText writes the id as 256 hexadecimal digits.
-func (id UniqueID) MarshalText() ([]byte, error) {
-	return hex.AppendEncode(nil, id[:]), nil
-}
-
-// UnmarshalText reads what MarshalText wrote.
-func (id *UniqueID) UnmarshalText(text []byte) error {
-	if len(text) != 2*len(id) {
-		return fmt.Errorf("nccl: unique id: %d characters: want %d", len(text), 2*len(id))
-	}
-	if _, err := hex.Decode(id[:], text); err != nil {
-		return fmt.Errorf("nccl: unique id: %w", err)
-	}
-	return nil
 }

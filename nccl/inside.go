@@ -30,6 +30,8 @@ func (x inside) CannotComplete(p ranks.Point) error { return x.c.cannotComplete(
 
 func (x inside) ChecksNaN() bool { return x.c.nan != nil }
 
+func (x inside) Ended() error { return x.c.endedBy() }
+
 func (x inside) InUse(op string) error { return x.c.inUse(op) }
 
 func (x inside) AbortFailed() bool { return x.c.abortFailure.Load() != nil }

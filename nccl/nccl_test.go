@@ -359,20 +359,6 @@ func TestInitEndsWithContext(t *testing.T) {
 	require.ErrorContains(t, err, "want 0 <= rank < size")
 }
 
-func TestUniqueIDText(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-	id, err := nccl.NewUniqueID(devs[0])
-	require.NoError(t, err)
-	text, err := id.MarshalText()
-	require.NoError(t, err)
-	var back nccl.UniqueID
-	require.NoError(t, back.UnmarshalText(text))
-	require.Equal(t, id, back)
-	require.ErrorContains(t, back.UnmarshalText(text[1:]), "255 characters: want 256")
-	text[0] = 'x'
-	require.Error(t, back.UnmarshalText(text))
-}
-
 func TestConfigOfANewerNCCL(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		id, err := nccl.NewUniqueID(devs[0])
@@ -381,7 +367,9 @@ func TestConfigOfANewerNCCL(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, 0, c.Rank())
 		require.Equal(t, 1, c.Size())
-		require.NotEmpty(t, c.Version())
+		version, err := nccl.Version(devs[0])
+		require.NoError(t, err)
+		require.NotEmpty(t, version)
 		require.NoError(t, c.Err())
 		require.NoError(t, c.Shutdown(testgpu.Context(t)))
 	})

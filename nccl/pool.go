@@ -6,6 +6,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 )
@@ -49,9 +50,12 @@ func (c *Communicator) RegisterPool(p *memory.Pool) error {
 	if c.pools.by[p] != nil {
 		return nil
 	}
+	if p == nil {
+		return fmt.Errorf("%s: no pool given", op)
+	}
 	r := &registration{ids: map[uint64]ncclapi.RegID{}}
 	var err error
-	r.stop, err = p.Watch(func(d *device.Device, ptr, bytes uint64, taken bool) error {
+	r.stop, err = mem.PoolOf(p).Watch(func(d *device.Device, ptr, bytes uint64, taken bool) error {
 		if d != c.dev {
 			return nil
 		}

@@ -216,7 +216,7 @@ func TestEntryIsNew(t *testing.T) {
 	for range 2 {
 		e := r.record(rec, false)
 		o := e.Operation()
-		require.Equal(t, Scheduled, o.State)
+		require.Equal(t, "scheduled", o.State)
 		require.Zero(t, o.Completed)
 		list := rec.Trace()
 		require.Equal(t, o.Record, list[len(list)-1].Record, "it is not refused")

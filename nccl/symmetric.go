@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -80,7 +81,7 @@ func (x operand) within(spans []span, t memory.DType) bool {
 func (o *operation) checkSymmetric() error {
 	if part := o.N * o.DType.Size(); o.symmetric() && o.comm.symmetricKernelWrong(o.Kind, part) {
 		return o.errTooOld(fmt.Sprintf("%d bytes of each rank in symmetric windows: NCCL %s corrupts sizes that are not a multiple of %d bytes: pad the part",
-			part, o.comm.Version(), symmetricUnit))
+			part, ncclapi.VersionText(o.comm.version), symmetricUnit))
 	}
 	return nil
 }
@@ -95,7 +96,7 @@ func (g *group) checkSymmetric() error {
 		for j := range g.ops[:i] {
 			if p := &g.ops[j]; p.comm == o.comm && p.symmetric() {
 				return o.errTooOld(fmt.Sprintf("it is in one group with another operation, %s, both in symmetric windows: NCCL %s corrupts the results: issue them one after the other",
-					p.Kind, o.comm.Version()))
+					p.Kind, ncclapi.VersionText(o.comm.version)))
 			}
 		}
 	}

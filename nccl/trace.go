@@ -6,21 +6,6 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 )
 
-// A State is the progress of an operation that the host has observed.
-type State = flight.State
-
-// The states of an operation. The host checks the progress about once a second, so it
-// observes a completion with some delay. An operation that has not completed when its
-// communicator ends is never reported as completed later, although its stream continues.
-const (
-	Scheduled = flight.Scheduled // not known to have completed; a captured operation stays so
-	Completed = flight.Completed // with its result
-	TimedOut  = flight.TimedOut  // it had not completed within its timeout
-	Failed    = flight.Failed    // the communicator failed before the operation was known to have completed
-	Aborted   = flight.Aborted   // this process aborted or closed the communicator before that was known
-	Unknown   = flight.Unknown   // its stream was closed before that was known
-)
-
 // An Operation is an operation in the flight recorder.
 type Operation = flight.Operation
 

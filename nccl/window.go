@@ -88,9 +88,6 @@ func (w *Window) register(name string, ptr cudadrv.DevicePtr) error {
 	})
 }
 
-// Bytes returns the size.
-func (w *Window) Bytes() int { return w.bytes }
-
 // Ptr returns NCCL's device address of the window (ncclWinGetUserPtr, NCCL 2.29.2 and
 // newer).
 func (w *Window) Ptr() (uint64, error) {

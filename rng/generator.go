@@ -14,9 +14,6 @@ import (
 // StateSize is the number of bytes of a generator's state.
 const StateSize = 16
 
-// DefaultSeed is the seed of a new torch.Generator.
-const DefaultSeed = 67280421310721
-
 // A Generator is a position in one of 2^64 sequences of random numbers for one
 // device, like torch.Generator("cuda"). Methods are safe for concurrent use and
 // do not use the device.

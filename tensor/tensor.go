@@ -87,10 +87,6 @@ func (t Tensor) Retain() Tensor { return Tensor{strided.New(t.at().Retain())} }
 // that borrows, and is idempotent, also over copies of the value.
 func (t Tensor) Close() error { return t.at().Close() }
 
-// Owned reports whether the memory is freed by Close of the last reference, and does not
-// belong to a slice.
-func (t Tensor) Owned() bool { return t.at().Owned() }
-
 // Shape returns the dimensions (torch.Tensor.size).
 func (t Tensor) Shape() []int { return append([]int{}, t.at().Shape...) }
 

@@ -13,6 +13,9 @@ import (
 
 	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 )
 
 const tuneLong = `Measure all strategies of each collective, and record the fastest one for each size.
@@ -170,7 +173,7 @@ func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig
 // canSave checks that the file can be written. A dry run only reads it.
 func (f *tuneFlags) canSave(ctx context.Context, path string) error {
 	if !f.dry {
-		return comm.CanSave(ctx, path)
+		return route.CanSave(ctx, path)
 	}
 	_, err := comm.LoadTuning(path, comm.Site{})
 	return err
@@ -185,8 +188,20 @@ func (f *tuneFlags) measure(ctx context.Context, g *comm.Group, cfg *comm.TuneCo
 	if err != nil {
 		return nil, err
 	}
-	plan, err := comm.TunePlan(g, cfg)
-	return &comm.Tuning{For: at, Choices: plan}, err
+	plan := route.PlanConfig{MaxBytes: cfg.MaxBytes, Types: cfg.Types}
+	for _, o := range cfg.Ops {
+		plan.Ops = append(plan.Ops, flight.Reduction(o))
+	}
+	list, err := groups.Of(g).TunePlan(plan)
+	t := &comm.Tuning{For: at}
+	for _, x := range list {
+		c := comm.Choice{Operation: x.Operation, Type: x.Type, Reduction: x.Reduction, Bytes: x.Bytes}
+		for _, one := range x.Times {
+			c.Times = append(c.Times, comm.Timing{Strategy: comm.Strategy(one.Strategy.String())})
+		}
+		t.Choices = append(t.Choices, c)
+	}
+	return t, err
 }
 
 // report writes the file and prints the result.
@@ -246,18 +261,20 @@ func strategyTable(choices []comm.Choice, dry bool) *perf.StrategyTable {
 			}
 			switch {
 			case dry:
-				row.Cells[x.Strategy.String()] = "? "
+				row.Cells[string(x.Strategy)] = "? "
 			case i == 0:
-				row.Cells[x.Strategy.String()] = perf.Cell(x.Micros, "*")
+				row.Cells[string(x.Strategy)] = perf.Cell(x.Micros, "*")
 			default:
-				row.Cells[x.Strategy.String()] = perf.Cell(x.Micros, " ")
+				row.Cells[string(x.Strategy)] = perf.Cell(x.Micros, " ")
 			}
 		}
 		b.Rows = append(b.Rows, row)
 	}
-	slices.Sort(columns)
+	slices.SortFunc(columns, func(a, b comm.Strategy) int {
+		return slices.Index(route.Names[:], string(a)) - slices.Index(route.Names[:], string(b))
+	})
 	for _, s := range columns {
-		b.Columns = append(b.Columns, s.String())
+		b.Columns = append(b.Columns, string(s))
 	}
 	return b
 }

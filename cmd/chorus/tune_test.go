@@ -130,7 +130,7 @@ func TestPerfStrategies(t *testing.T) {
 	require.NoError(t, json.Unmarshal([]byte(out), &tuning))
 	for i := range tuning.Choices {
 		c := &tuning.Choices[i]
-		c.Times = []comm.Timing{{Strategy: comm.TwoShot}, {Strategy: comm.OwnKernels, Micros: 1}}
+		c.Times = []comm.Timing{{Strategy: comm.Strategy("two-shot")}, {Strategy: comm.OwnKernels, Micros: 1}}
 	}
 	require.NoError(t, tuning.Save(t.Context(), file))
 	copy(none, slices.Concat(slices.Repeat([]string{"all_reduce two-shot"}, 3), slices.Repeat([]string{"all_gather own"}, 3)))

@@ -1,8 +1,8 @@
 package safetensors
 
-// MaxHeader is the maximum size of a header in bytes, without its length, as in
+// maxHeader is the maximum size of a header in bytes, without its length, as in
 // the reference implementation.
-const MaxHeader = 100_000_000
+const maxHeader = 100_000_000
 
 // reserved is the only key of a header that is not the name of a tensor.
 const reserved = "__metadata__"

@@ -86,7 +86,7 @@ func TestWrongIndexes(t *testing.T) {
 			require.EqualError(t, err, "safetensors: "+c.wrong)
 		})
 	}
-	_, err := ReadIndex(strings.NewReader("{}"), MaxHeader+1)
+	_, err := ReadIndex(strings.NewReader("{}"), maxHeader+1)
 	require.EqualError(t, err, "safetensors: byte 0: the index has 100000001 bytes: want at most 100000000")
 	_, err = ReadIndex(strings.NewReader("{}"), 3)
 	require.ErrorIs(t, err, io.ErrUnexpectedEOF)

@@ -6,13 +6,13 @@ import (
 	"io"
 )
 
-// ReadIndex reads an index of size bytes, at most MaxHeader. File names must not
+// ReadIndex reads an index of size bytes, at most 100,000,000. File names must not
 // contain directories, so that an index cannot name other files. Invalid content
 // is a *FormatError; other errors come from r. Like the reference implementation,
 // it ignores unknown keys besides "weight_map" and "metadata".
 func ReadIndex(r io.ReaderAt, size int64) (*Index, error) {
-	if size > MaxHeader {
-		return nil, &FormatError{Reason: fmt.Sprintf("the index has %d bytes: want at most %d", size, MaxHeader)}
+	if size > maxHeader {
+		return nil, &FormatError{Reason: fmt.Sprintf("the index has %d bytes: want at most %d", size, maxHeader)}
 	}
 	text, err := readString(r, 0, max(size, 0))
 	if err != nil {

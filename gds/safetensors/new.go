@@ -16,8 +16,9 @@ import (
 // tensors. The order is the same as in the reference implementation: the last dtype first, and
 // by name within a dtype.
 //
-// It fails if a name is duplicate, not valid UTF-8 or "__metadata__", if a tensor has no
-// valid size (see Size), or if the header exceeds MaxHeader.
+// It fails if a name is duplicate, not valid UTF-8 or "__metadata__", or if the header
+// exceeds 100,000,000 bytes. It also fails if a dimension is negative, or if the size of a
+// tensor overflows or is not a whole number of bytes.
 func NewHeader(tensors []Tensor, metadata map[string]string) (*Header, []byte, error) {
 	h := &Header{Tensors: slices.Clone(tensors), Metadata: maps.Clone(metadata)}
 	slices.SortFunc(h.Tensors, byType)
@@ -33,8 +34,8 @@ func NewHeader(tensors []Tensor, metadata map[string]string) (*Header, []byte, e
 		}
 	}
 	text := h.encode()
-	if n := len(text) - prefix; n > MaxHeader {
-		return nil, nil, fmt.Errorf("safetensors: the header of %d tensors has %d bytes: want at most %d; write several files", len(tensors), n, MaxHeader)
+	if n := len(text) - prefix; n > maxHeader {
+		return nil, nil, fmt.Errorf("safetensors: the header of %d tensors has %d bytes: want at most %d; write several files", len(tensors), n, maxHeader)
 	}
 	h.DataOffset = int64(len(text))
 	for i := range h.Tensors {
@@ -75,7 +76,7 @@ func (h *Header) lay() error {
 }
 
 // maxData limits the size of all tensors, so that positions in a file do not overflow.
-const maxData = 1<<63 - 1 - prefix - MaxHeader
+const maxData = 1<<63 - 1 - prefix - maxHeader
 
 // encode returns the start of the file in the format of the reference
 // implementation, with metadata sorted by key.

@@ -38,8 +38,8 @@ func readText(r io.ReaderAt, size int64) (string, error) {
 		return "", readError(0, prefix, err)
 	}
 	n := binary.LittleEndian.Uint64(length[:])
-	if n > MaxHeader {
-		return "", &FormatError{Reason: fmt.Sprintf("the header has %d bytes by its length: want at most %d; the file may not be a safetensors file", n, MaxHeader)}
+	if n > maxHeader {
+		return "", &FormatError{Reason: fmt.Sprintf("the header has %d bytes by its length: want at most %d; the file may not be a safetensors file", n, maxHeader)}
 	}
 	if int64(n) > size-prefix {
 		return "", &FormatError{Reason: fmt.Sprintf("the header has %d bytes by its length, but only %d follow: the file is truncated, or is not a safetensors file", n, size-prefix)}

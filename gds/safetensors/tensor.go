@@ -18,17 +18,8 @@ type Tensor struct {
 // Bytes returns the length of the tensor's data in the file.
 func (t *Tensor) Bytes() int64 { return t.End - t.Begin }
 
-// Size returns the size of a tensor in bytes. It fails if a dimension is
-// negative, or if the size overflows or is not a whole number of bytes.
-func Size(t DType, shape []int) (int64, error) {
-	n, reason := size(t, shape)
-	if reason != "" {
-		return 0, fmt.Errorf("safetensors: %s", reason)
-	}
-	return n, nil
-}
-
-// size is Size with only the reason of an error. Like the reference
+// size returns the size of a tensor in bytes. It returns the reason if a dimension is
+// negative, or if the size overflows or is not a whole number of bytes. Like the reference
 // implementation, it multiplies the dimensions in order, so that an overflow
 // remains an error even if a later dimension is 0.
 func size(t DType, shape []int) (bytes int64, reason string) {

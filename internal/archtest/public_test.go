@@ -18,11 +18,9 @@ import (
 
 // exceptions are exported names that TestPublicNamesAreForUsers accepts, each with a reason.
 var exceptions = map[string]string{
-	"device.LibraryError":        userAlias,
-	"device.LibraryVersionError": userAlias,
-	"nccl.Frame":                 userAlias,
-	"nccl.Operation":             userAlias,
-	"nccl.State":                 userAlias,
+	"device.LibraryError": userAlias,
+	"nccl.Frame":          userAlias,
+	"nccl.Operation":      userAlias,
 }
 
 const userAlias = "an alias that gives users the name of a type that several packages share"

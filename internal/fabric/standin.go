@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"sync/atomic"
 
+	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/kernel"
 )
 
@@ -35,14 +36,14 @@ func enter(c *kernel.Call) *party {
 	p := &party{
 		c: c, rank: int(kernel.Get[uint32](c, rankParam)), ranks: int(kernel.Get[uint32](c, ranksParam)),
 		slot: int(kernel.Get[uint64](c, slotParam) / 8), whole: int(kernel.Get[uint64](c, wholeParam) / 8),
-		control: kernel.Update[uint64](c, controlParam, 2), host: kernel.Shared[uint32](c, hostParam, 0, 2),
+		control: kernel.Update[uint64](c, controlParam, 2), host: kern.Shared[uint32](c, hostParam, 0, 2),
 		signature: kernel.Get[uint64](c, signatureParam), bytes: int(kernel.Get[uint64](c, bytesParam)), aligned: kernel.Get[uint32](c, alignedParam) != 0,
 	}
 	p.epoch = p.control[0]/ticks + 1
 	p.set = int(p.epoch & 1)
 	p.over = p.control[1] != 0
 	for k := range p.ranks {
-		p.peers = append(p.peers, kernel.Shared[uint64](c, peerParam+k, 0, signalBytes/8+sets*(p.ranks*p.slot+p.whole)))
+		p.peers = append(p.peers, kern.Shared[uint64](c, peerParam+k, 0, signalBytes/8+sets*(p.ranks*p.slot+p.whole)))
 	}
 	return p
 }
@@ -72,7 +73,7 @@ func (p *party) await(ready func() bool) {
 		return
 	}
 	came := false
-	here := p.c.Await(func() bool {
+	here := kern.Await(p.c, func() bool {
 		came = ready()
 		return came || atomic.LoadUint32(&p.host[0]) != 0
 	})

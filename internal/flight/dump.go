@@ -116,7 +116,7 @@ func (r *Recorder) dumped(o Operation) dumpedEntry {
 		Record: o.Record, Group: r.Number, GroupName: [2]string{r.Group, r.Name}, Rank: r.Rank,
 		Collective: o.Collective, Transfer: o.Transfer, Op: o.Record, Name: "nccl:" + Kinds[o.kind].Torch,
 		Created: o.Created.UnixNano(), InputSizes: sizes(o.In), InputDTypes: types, OutputSizes: sizes(o.Out), OutputDTypes: types,
-		State: o.State.torch(), Retired: o.State == Completed, TimeoutMillis: o.Timeout.Milliseconds(),
+		State: o.state.torch(), Retired: o.state == Completed, TimeoutMillis: o.Timeout.Milliseconds(),
 		Transfers: Kinds[o.kind].Peer, Captured: o.Captured, Reduction: o.Reduction, Frames: o.Frames,
 	}
 	switch o.kind {
@@ -128,12 +128,12 @@ func (r *Recorder) dumped(o Operation) dumpedEntry {
 	if o.Root >= 0 {
 		e.Root = &o.Root
 	}
-	if o.State == Completed {
+	if o.state == Completed {
 		at := o.Completed.UnixNano()
 		e.SeenStarted, e.SeenCompleted = &at, &at
 	}
-	if o.State > Completed {
-		e.End = o.State.String()
+	if o.state > Completed {
+		e.End = o.state.String()
 	}
 	if e.Frames == nil {
 		e.Frames = []Frame{}

@@ -114,14 +114,26 @@ type Operation struct {
 	Reduction  string       // such as "sum", or ""
 	Root       int          // or the peer of a send or a receive; -1 if there is none
 	Stream     uintptr      // the CUstream
-	State      State
-	Captured   bool          // into a graph: it did not run, and its launches are not recorded
-	Timeout    time.Duration // 0 means none
-	Created    time.Time     // when it was issued
-	Completed  time.Time     // when its end was observed
-	Frames     []Frame       // call stack of the operation, if Config.TraceFrames is set
+	// State is the progress that the host has observed:
+	//   - "scheduled": not known to have completed; a captured operation stays so
+	//   - "completed": completed with its result
+	//   - "timed out": it had not completed within its timeout
+	//   - "failed": the communicator failed before the operation was known to have completed
+	//   - "aborted": this process aborted or closed the communicator before that was known
+	//   - "unknown": its stream was closed before that was known
+	//
+	// The host checks the progress about once a second, so it observes a completion with
+	// some delay. An operation that has not completed when its communicator ends is never
+	// reported as completed later, although its stream continues.
+	State     string
+	Captured  bool          // into a graph: it did not run, and its launches are not recorded
+	Timeout   time.Duration // 0 means none
+	Created   time.Time     // when it was issued
+	Completed time.Time     // when its end was observed
+	Frames    []Frame       // call stack of the operation, if Config.TraceFrames is set
 
-	kind Kind
+	kind  Kind
+	state State
 }
 
 // A Frame is one function of a call stack. Stacks begin with the innermost function.
@@ -168,8 +180,8 @@ func (e *Entry) Operation() Operation {
 	d := &Kinds[e.Kind]
 	o := Operation{
 		Record: e.ID, Collective: e.Collective, Transfer: e.Transfer, Name: d.Name, DType: e.DType, Count: e.N, In: e.in, Out: e.out,
-		Root: -1, Stream: e.stream, State: e.state, Captured: e.Captured, Timeout: e.timeout,
-		Created: Moment(e.Created), Completed: Moment(e.completed), kind: e.Kind,
+		Root: -1, Stream: e.stream, State: e.state.String(), Captured: e.Captured, Timeout: e.timeout,
+		Created: Moment(e.Created), Completed: Moment(e.completed), kind: e.Kind, state: e.state,
 	}
 	if d.Reduces {
 		o.Reduction = e.Reduction.text()

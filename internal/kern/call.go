@@ -1,6 +1,7 @@
 package kern
 
 import (
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 )
@@ -36,3 +37,14 @@ func ReadStrided[T memory.Element](x HasCall, i, width int, dims []Steps) []T {
 func UpdateStrided[T memory.Element](x HasCall, i, width int, dims []Steps) []T {
 	return machine.StridedOf[T](x.call(), x.call().Ptr(i), width, dims, true)
 }
+
+// Shared returns n words that begin the given number of bytes after the pointer that is
+// argument i. Kernels of several devices use that memory at the same time, so accesses must
+// be atomic operations, or be ordered by the values that atomic operations read there.
+func Shared[T uint32 | uint64](x HasCall, i, bytes, n int) []T {
+	return machine.SharedOf[T](x.call(), x.call().Ptr(i)+cudadrv.DevicePtr(bytes), n)
+}
+
+// Await polls ready, as a kernel polls memory, and returns true once ready returns true.
+// It returns false if the device was lost; the function must then return.
+func Await(x HasCall, ready func() bool) bool { return x.call().Await(ready) }

@@ -1,13 +1,27 @@
 package mem
 
-import "github.com/gochorus/chorus/internal/gpu"
+import (
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
+)
 
-// A CapturePool lets captures of graphs allocate from a memory pool.
+// A CapturePool lets captures of graphs allocate from a memory pool, and NCCL register its
+// memory.
 type CapturePool interface {
 	gpu.Holdable
 	// Begin lets the capture of a graph allocate from the pool until End.
 	Begin(graph string) error
 	End()
+	// Watch calls fn for each segment of the pool. It then calls fn for each segment that
+	// the pool allocates, before its memory is used, and for each segment that the pool
+	// frees, after the streams have passed it and before it is freed. stop calls fn for the
+	// remaining segments as if they were freed and ends the calls; it is idempotent. If fn
+	// returns an error for a new segment, the allocation fails with that error.
+	//
+	// fn may use the device but must not call memory: allocations that need the driver wait
+	// for fn. A watched pool has no expandable segments, and a pool that has expandable
+	// segments cannot be watched.
+	Watch(fn func(d *device.Device, ptr, bytes uint64, taken bool) error) (stop func() error, err error)
 }
 
 // A PoolRef refers to the CapturePool of a pool. The public type embeds it.

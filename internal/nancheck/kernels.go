@@ -46,7 +46,7 @@ func (k *kernels) load(dev *device.Device) error {
 func look[W word](c *kernel.Call) {
 	n, operation := int(kernel.Get[uint64](c, 1)), kernel.Get[uint64](c, 3)
 	if i := firstNaN(kernel.Read[W](c, 0, n), kernel.Get[uint64](c, 2)); i >= 0 {
-		publish(kernel.Shared[uint64](c, 6, 0, 2), operation, uint64(i))
+		publish(kern.Shared[uint64](c, 6, 0, 2), operation, uint64(i))
 	}
 }
 

@@ -37,6 +37,11 @@ type Inside interface {
 	// ChecksNaN reports whether the inputs of operations are checked (nccl.Config.NaNCheck).
 	ChecksNaN() bool
 
+	// Ended returns how this process has ended the communicator, an error that matches
+	// device.ErrClosed: by Abort, Close, Shutdown, or Shrink with ShrinkAbort. It returns nil
+	// if the communicator has not ended, or had failed before; Err has the cause of a failure.
+	Ended() error
+
 	// InUse returns an *nccl.InUseError if a graph uses the communicator.
 	InUse(op string) error
 	// AbortFailed reports whether NCCL has not ended the operations in flight when the

@@ -93,6 +93,9 @@ func (t *Tuning) Save(ctx context.Context, path string) error {
 
 // CanSave returns why Save would fail for any Tuning, or nil. It creates the directory.
 func CanSave(ctx context.Context, path string) error {
+	if path == "" {
+		return errors.New("comm: write the tuning: no path given")
+	}
 	d, err := lockFolder(ctx, filepath.Dir(path))
 	if err != nil {
 		return fmt.Errorf("comm: write the tuning: %w", err)

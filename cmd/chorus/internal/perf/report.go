@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/nccl"
 )
 
 // A Report holds the results, the plan and the machine.
@@ -75,13 +76,17 @@ func describe(g *comm.Group) (*Report, error) {
 	if err != nil {
 		return nil, err
 	}
+	version, err := nccl.Version(dev)
+	if err != nil {
+		return nil, err
+	}
 	host, err := os.Hostname()
 	if err != nil {
 		return nil, err
 	}
 	return &Report{
 		Form: form, Time: time.Now().UTC().Truncate(time.Second), Host: host, Backend: dev.System().Backend(), Device: name,
-		NCCL: g.Communicator(0).Version(), Strategy: g.Strategy().String(), Ranks: g.Size(), Locals: g.Locals(), Link: LinkOf(name),
+		NCCL: version, Strategy: string(g.Strategy()), Ranks: g.Size(), Locals: g.Locals(), Link: LinkOf(name),
 	}, nil
 }
 
@@ -124,7 +129,7 @@ func (r *Report) title() string {
 		ranks = "1 rank"
 	}
 	by := "NCCL " + r.NCCL
-	if r.Strategy != "" && r.Strategy != comm.NCCLOnly.String() {
+	if r.Strategy != "" && r.Strategy != string(comm.NCCLOnly) {
 		by += ", strategy " + r.Strategy
 	}
 	return fmt.Sprintf("%s, %s, %s, %s/%s, host %s", ranks, r.Device, by, runtime.GOOS, runtime.GOARCH, r.Host)

@@ -22,18 +22,18 @@ func RunStrategies(ctx context.Context, g *comm.Group, p *Plan) (*Report, error)
 		if s == comm.Tuned {
 			continue
 		}
-		if err := groups.Of(g).UseWhole(ctx, s.String()); err != nil {
+		if err := groups.Of(g).UseWhole(ctx, string(s)); err != nil {
 			return nil, err
 		}
 		q := *p
 		q.together = s == comm.CopyEngines // copy engines need the operations of all ranks at once
-		q.only = func(j job) bool { return groups.Of(g).Chosen(p.collective(j)) == s.String() }
+		q.only = func(j job) bool { return groups.Of(g).Chosen(p.collective(j)) == string(s) }
 		r, err := Run(ctx, g, &q, nil)
 		if err != nil {
 			return nil, fmt.Errorf("by %s: %w", s, err)
 		}
 		for _, row := range r.Rows {
-			row.Strategy = s.String()
+			row.Strategy = string(s)
 		}
 		if all == nil {
 			all = r
@@ -57,7 +57,7 @@ func (r *Report) choose(ctx context.Context, g *comm.Group, p *Plan) error {
 			return err
 		}
 	}
-	r.Strategy = g.Strategy().String()
+	r.Strategy = string(g.Strategy())
 	jobs, err := p.jobs(g.Size())
 	if err != nil {
 		return err

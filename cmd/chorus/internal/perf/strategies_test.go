@@ -21,7 +21,7 @@ import (
 func TestMarksAreOfOneSize(t *testing.T) {
 	row := func(bytes int, s comm.Strategy, us float64, chosen bool) *Row {
 		return &Row{Operation: "all_reduce", Type: "float", Reduction: "sum", Root: -1, Bytes: bytes,
-			OutOfPlace: &Measure{Time: us}, Strategy: s.String(), Chosen: chosen}
+			OutOfPlace: &Measure{Time: us}, Strategy: string(s), Chosen: chosen}
 	}
 	r := &Report{Rows: []*Row{
 		row(8, comm.NCCLOnly, 10, false), row(8, comm.OwnKernels, 5, true), row(8, comm.Windows, 4, false),
@@ -93,8 +93,8 @@ func TestChosenHasATime(t *testing.T) {
 		require.Equal(t, "own", r.Rows[i].Strategy)
 		require.Zero(t, r.Wrong)
 		require.Equal(t, comm.Tuned, g.Strategy())
-		require.Equal(t, comm.OwnKernels.String(), groups.Of(g).Chosen(ranks.Collective{Kind: flight.Broadcast, DType: memory.Float32, Count: 1 << 18}))
+		require.Equal(t, string(comm.OwnKernels), groups.Of(g).Chosen(ranks.Collective{Kind: flight.Broadcast, DType: memory.Float32, Count: 1 << 18}))
 		require.NoError(t, g.Use(testgpu.Context(t), comm.OwnKernels))
-		require.Equal(t, comm.NCCLOnly.String(), groups.Of(g).Chosen(ranks.Collective{Kind: flight.Broadcast, DType: memory.Float32, Count: 1 << 18}))
+		require.Equal(t, string(comm.NCCLOnly), groups.Of(g).Chosen(ranks.Collective{Kind: flight.Broadcast, DType: memory.Float32, Count: 1 << 18}))
 	})
 }

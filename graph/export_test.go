@@ -1,0 +1,4 @@
+package graph
+
+// Exec returns the graph. It belongs to the Callable.
+func (c *Callable[T]) Exec() *Exec { return c.exec }

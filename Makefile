@@ -24,7 +24,7 @@ demo: build ## train a small model on all devices, or on 4 virtual devices (NPRO
 BESIDE = -p $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -parallel 8
 
 # These packages run in one goroutine, or train whole models with packages that have tests of
-# their own. The race detector would make them five times as slow.
+# their own. The race detector makes them several times slower.
 SERIAL = ./internal/archtest ./internal/memtrace ./memory/internal/pickle ./examples/ddp ./examples/gpt/... ./examples/sharded
 
 test: ## run all tests, with the race detector if a C compiler is installed

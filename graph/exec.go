@@ -116,7 +116,7 @@ func (x *Exec) Upload(s *stream.Stream) error {
 // operations in the same order; if not, the error is an *UpdateError and x does not
 // change. other may be closed afterwards, but x then holds the objects that other has
 // captured. The memory that other's copies and fills use must not be freed before the call:
-// CUDA's driver then returns an error or crashes.
+// CUDA's driver may crash then.
 func (x *Exec) Update(other *Exec) error {
 	const op = "graph: update"
 	if x == other {

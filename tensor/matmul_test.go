@@ -513,6 +513,12 @@ func TestMatMulZeroAlpha(t *testing.T) {
 			}
 			l.close()
 		}
+		if l.cuda && devs[0].Require(device.Float8) != nil {
+			return
+		}
+		for variant := range 96 {
+			l.zeroAlpha(e4m3, [3]int{1, 32, 48}, variant)
+		}
 	})
 }
 
@@ -521,6 +527,9 @@ func (l *lab) zeroAlpha(d memory.DType, shape [3]int, variant int) {
 	separate, relu, bias, onDevice, captured := variant&1 != 0, variant&2 != 0, variant&4 != 0, variant&8 != 0, variant&16 != 0
 	alpha, beta := 0.0, []float64{1, 0, -1.25}[variant/32]
 	a, b := l.vector(d, []int{m, k}), l.vector(d, []int{k, n})
+	if d == e4m3 { // whose b is contiguous in columns, and whose c has another type
+		b, d = l.vector(d, []int{n, k}).T(), bf16
+	}
 	c, add := l.vector(d, []int{m, n}), l.vector(d, []int{m, n})
 	cfg := tensor.MatMulConfig{Alpha: &alpha, Beta: &beta}
 	if onDevice {

@@ -9,7 +9,7 @@ import (
 func Replace(s *stream.Stream, with func(cublasltapi.API) cublasltapi.API) error {
 	q, err := queueOf(s)
 	if err == nil {
-		_, err = q.site.library(q.dev)
+		_, err = q.site.openLt(q.dev)
 	}
 	if err == nil {
 		q.site.lt = with(q.site.lt)

@@ -55,18 +55,24 @@ func (p *Product) returnsEarly() bool {
 		p.Epilogue != cublasltapi.EpilogueBGradA && p.Epilogue != cublasltapi.EpilogueBGradB
 }
 
-// replaceProduct replaces the matrices of the call in progress by vectors of zeros, in memory
+// replaceProduct replaces the matrices of the call in progress by zeros, in memory
 // of the stream that the caller frees, and alpha by 1.
 func (q *queue) replaceProduct() (room uint64, err error) {
 	p := &q.now
-	bytes := int(max(p.M, p.N) * max(sizeOf(p.A.Type), sizeOf(p.B.Type)))
+	const k = 16 // 8-bit floats need a multiple of it
+	bytes := int(k * max(p.M, p.N) * max(sizeOf(p.A.Type), sizeOf(p.B.Type)))
 	room, err = memory.AllocRaw(q.s, bytes)
 	if err != nil {
 		return room, err
 	}
 	zeros := cudadrv.DevicePtr(room)
-	p.K, p.TransA, p.TransB = 1, cublasapi.NoTrans, cublasapi.NoTrans
-	p.A.LD, p.A.Stride, p.B.LD, p.B.Stride = p.M, 0, 1, 0
+	p.K, p.A.LD, p.A.Stride, p.B.LD, p.B.Stride = k, p.M, 0, k, 0
+	if p.TransA == cublasapi.Trans {
+		p.A.LD = k
+	}
+	if p.TransB == cublasapi.Trans {
+		p.B.LD = p.N
+	}
 	p.At.A, p.At.B, p.Factors[0] = zeros, zeros, 1
 	return room, q.dev.Do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemsetD8Async(zeros, 0, uintptr(bytes), gpu.StreamOf(q.s).Raw())

@@ -29,7 +29,7 @@ type plan struct {
 // because the choice of an algorithm depends on their alignments.
 func (q *queue) newPlan() (*plan, error) {
 	p := &plan{Problem: q.now.Problem, chosen: q.site.choices.version.Load()}
-	lt, missing := q.site.library(q.dev)
+	lt, missing := q.site.openLt(q.dev)
 	plain := p.plain()
 	switch {
 	case plain && (p.Library == CUBLAS || p.K == 0 || errors.Is(missing, errors.ErrUnsupported) && p.Library == Any):

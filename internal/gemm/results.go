@@ -123,7 +123,7 @@ func Validators(dev *device.Device) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	lt, err := x.library(gpu.DeviceOf(dev))
+	lt, err := x.openLt(gpu.DeviceOf(dev))
 	if err != nil {
 		return nil, err
 	}

@@ -60,9 +60,9 @@ func (x *site) target(carveout int32) int32 {
 	return max(1, x.sms-carveout)
 }
 
-// library opens cuBLASLt and makes the device's handle at the first use. If the library is
+// openLt opens cuBLASLt and makes the device's handle at the first use. If the library is
 // missing, the error matches errors.ErrUnsupported.
-func (x *site) library(dev *gpu.Device) (cublasltapi.API, error) {
+func (x *site) openLt(dev *gpu.Device) (cublasltapi.API, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.handle != 0 {

@@ -64,6 +64,7 @@ func newGossipTransport(ip string, port int, label string) (*gossipTransport, er
 		return nil, err
 	}
 	_ = t.udp.SetReadBuffer(1 << 20) // so that a flood displaces fewer packets; the system may grant less
+	_ = keepLabelled(t.udp, t.label) // receive compares again, because a sandbox may refuse filters
 	t.wg.Go(t.accept)
 	t.wg.Go(t.receive)
 	return t, nil

@@ -380,6 +380,34 @@ func TestIPCRefuses(t *testing.T) {
 	require.NoError(t, IPCCollect(b.Device()))
 }
 
+// TestIPCOfLessMemory: memory that is smaller than its owner says is not opened, neither at first
+// nor while another opening uses it.
+func TestIPCOfLessMemory(t *testing.T) {
+	a, b := aside(t), aside(t)
+	var freed atomic.Int32
+	h, err := plainSlice(t, a, 100, &freed).IPCHandle()
+	require.NoError(t, err)
+	x := ipcOf(b.Device())
+	whole := &ipcAnswer{High: 400}
+	_, err = x.enter(b.Device(), nil, &h, &ipcAnswer{High: 64 << 20})
+	require.ErrorContains(t, err, "the memory would have at least 67108864 bytes, and has ")
+	require.Empty(t, x.mappings)
+
+	m, err := x.enter(b.Device(), nil, &h, whole)
+	require.NoError(t, err)
+	_, err = x.enter(b.Device(), nil, &h, &ipcAnswer{High: 64 << 20})
+	require.ErrorContains(t, err, "the memory would have at least 67108864 bytes, and has ")
+	require.Equal(t, 1, m.uses)
+	require.NoError(t, x.exit(m))
+	require.Empty(t, x.mappings)
+
+	pages := IPCHandle{Socket: "a", Export: 3}
+	x.mappings[ipcKey{dev: b.Device(), socket: "a", export: 3}] = &ipcMapped{pages: true, bytes: 400, uses: 1}
+	_, err = x.enter(b.Device(), nil, &pages, &ipcAnswer{High: 401, Pages: 401, PageBytes: 1})
+	require.ErrorContains(t, err, "the memory would have at least 401 bytes, and has 400")
+	clear(x.mappings)
+}
+
 // A handle that a driver's failure kept from being opened holds nothing.
 func TestIPCWithFaults(t *testing.T) {
 	for _, fault := range []string{"cuIpcOpenMemHandle", "cuMemAddressReserve", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemRelease"} {

@@ -22,7 +22,8 @@ type ipcKey struct {
 type ipcMapped struct {
 	key   ipcKey
 	base  cudadrv.DevicePtr
-	bytes uintptr // of the mapped pages
+	bytes uintptr
+	pages bool // the bytes are mapped pages, not a segment
 	uses  int
 }
 
@@ -36,25 +37,38 @@ func (x *ipc) enter(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) 
 	}
 	x.mapping.Lock()
 	defer x.mapping.Unlock()
-	if m := x.mappings[key]; m != nil {
-		if m.bytes > 0 && uintptr(a.High) > m.bytes {
-			return nil, fmt.Errorf("it sent an invalid answer: the memory has %d bytes, and had %d before", a.High, m.bytes)
+	m := x.mappings[key]
+	if m == nil {
+		m = &ipcMapped{key: key, pages: a.Pages > 0}
+		if err := m.open(x, l, a); err != nil {
+			return nil, err
 		}
-		m.uses++
-		return m, nil
 	}
-	m := &ipcMapped{key: key, uses: 1}
-	var err error
-	if a.Pages == 0 {
-		err = m.openSegment()
-	} else {
-		err = m.openPages(x, l, a)
-	}
-	if err != nil {
+	if uintptr(a.High) > m.bytes {
+		err := fmt.Errorf("it sent an invalid answer: the memory would have at least %d bytes, and has %d", a.High, m.bytes)
+		if m.uses == 0 {
+			err = errors.Join(err, m.close())
+		}
 		return nil, err
 	}
+	m.uses++
 	x.mappings[key] = m
 	return m, nil
+}
+
+func (m *ipcMapped) open(x *ipc, l *ipcLink, a *ipcAnswer) error {
+	if m.pages {
+		return m.openPages(x, l, a)
+	}
+	return m.openSegment()
+}
+
+// close unmaps the memory.
+func (m *ipcMapped) close() error {
+	if m.pages {
+		return m.unmap(m.bytes)
+	}
+	return gpu.DeviceOf(m.key.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.IpcCloseMemHandle(m.base) })
 }
 
 // exit undoes enter. All operations that used the memory have completed.
@@ -65,17 +79,25 @@ func (x *ipc) exit(m *ipcMapped) error {
 		return nil
 	}
 	delete(x.mappings, m.key)
-	if m.bytes == 0 {
-		return gpu.DeviceOf(m.key.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.IpcCloseMemHandle(m.base) })
-	}
-	return m.unmap(m.bytes)
+	return m.close()
 }
 
 func (m *ipcMapped) openSegment() error {
-	return gpu.DeviceOf(m.key.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(m.key.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		m.base, r = drv.IpcOpenMemHandle(m.key.segment, cudadrv.IpcMemLazyEnablePeerAccess)
 		return r
 	})
+	if err != nil {
+		return err
+	}
+	err = gpu.DeviceOf(m.key.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		_, m.bytes, r = drv.MemGetAddressRange(m.base)
+		return r
+	})
+	if err != nil {
+		return errors.Join(err, m.close())
+	}
+	return nil
 }
 
 // openPages maps the pages at consecutive addresses.

@@ -91,10 +91,27 @@ func (p *Problem) plain() bool {
 	return small && p.Epilogue == cublasltapi.EpilogueDefault && !p.Separate && !p.Float8 && !p.NoSplitK
 }
 
-// setAlignments derives the alignments from the addresses.
+// setAlignments derives the alignments from the addresses. If C is another matrix than D,
+// cuBLASLt chooses kernels that suit the columns of A, B and C, but may write D at addresses that
+// are not aligned, which loses the device. So the alignment of D includes its columns.
 func (p *Product) setAlignments() {
 	p.align = [alignments]uint8{alignment(p.At.A), alignment(p.At.B), alignment(p.At.C),
 		min(alignment(p.At.D), alignment(p.At.Bias), alignment(p.At.Aux))}
+	if p.Separate {
+		p.align[alignD] = min(p.align[alignD], p.D.columnAlignment())
+	}
+}
+
+// widestAccess is the logarithm of the largest alignment that a kernel needs of a column.
+const widestAccess = 4
+
+// columnAlignment returns the logarithm of the alignment of all columns, or 8 if kernels need no more.
+func (l *Layout) columnAlignment() uint8 {
+	a := bits.TrailingZeros64(uint64(l.LD*sizeOf(l.Type)) | uint64(l.Stride*sizeOf(l.Type)))
+	if a >= widestAccess {
+		return 8
+	}
+	return uint8(a)
 }
 
 // alignment returns the logarithm of the largest power of two up to 256 that divides p.

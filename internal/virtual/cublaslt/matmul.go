@@ -75,7 +75,12 @@ func (g *matmul) pointersFit() bool {
 			return false
 		}
 	}
-	return g.c.Ptr != g.o.Ptr || g.shape.c == g.shape.o
+	if g.c.Ptr == g.o.Ptr {
+		return g.shape.c == g.shape.o
+	}
+	// The library's choice considers the columns of C only, and a kernel would lose the device.
+	pitch := g.shape.o.ld * int64(cublas.SizeOf(g.shape.o.t))
+	return pitch%int64(g.algo.align[3]) == 0
 }
 
 func (g *matmul) run(o *machine.Op) {

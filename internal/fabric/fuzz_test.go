@@ -1,0 +1,33 @@
+package fabric
+
+import (
+	"context"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/plain"
+)
+
+// FuzzCards gives a rank what another rank of its group may say about itself.
+func FuzzCards(f *testing.F) {
+	f.Add([]byte(`{"Value":{"Rank":1,"Ranks":2,"Bytes":64,"Host":"h","Process":"q","GPU":"GPU-1","Blocks":4}}`))
+	f.Add([]byte(`{"Value":{"Rank":-1,"Ranks":2,"Bytes":-64,"Host":"h\u001b[K","Blocks":-9223372036854775808}}`))
+	f.Add([]byte(`{"Failed":"\r[rank 7]"}`))
+	f.Add([]byte(`[]`))
+	mine := card{Ranks: 2, Bytes: 64, Host: "h", Process: "p", GPU: "GPU-0", Blocks: 4}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		exchange := func(_ context.Context, text []byte) ([][]byte, error) { return [][]byte{text, b}, nil }
+		cards, err := confer(t.Context(), exchange, 2, mine, nil)
+		if err == nil {
+			err = agree(cards)
+		}
+		if err != nil {
+			require.Equal(t, plain.Text(err.Error()), err.Error())
+			return
+		}
+		require.Equal(t, 1, cards[1].Rank)
+		require.Equal(t, mine.Bytes, cards[1].Bytes)
+		require.NotEqual(t, mine.GPU, cards[1].GPU)
+	})
+}

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net"
@@ -17,20 +18,24 @@ import (
 // does not use devices, because heartbeats must not depend on a driver that may
 // hang. Methods are safe for concurrent use.
 type Agent struct {
-	owner   handle.Owner
-	cfg     Config
-	keys    keys
-	token   string // for workers
-	uuid    string
-	coord   *coordinator // nil unless this host runs a coordinator
-	gossip  *gossip      // nil in a job on one host
-	port    *reservation
-	k       *client
-	addr    string // address of the coordinator
-	plan    plan
-	node    int
-	noted   atomic.Pointer[MemberLostError]
-	closing sync.Once
+	owner  handle.Owner
+	cfg    Config
+	keys   keys
+	token  string // for workers
+	uuid   string
+	coord  *coordinator // nil unless this host runs a coordinator
+	gossip *gossip      // nil in a job on one host
+	port   *reservation
+	k      *client
+	addr   string // address of the coordinator
+	// byOwnName is true if this host is a seed whose name is the loopback here.
+	byOwnName bool
+	plan      plan
+	node      int
+	noted     atomic.Pointer[MemberLostError]
+	closing   sync.Once
+	killed    chan struct{}
+	killing   sync.Once
 }
 
 // Start joins this host to a job, and returns when all hosts have joined. It fails with
@@ -50,7 +55,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID()}
+	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), killed: make(chan struct{})}
 	if a.port, err = reservePort(); err != nil {
 		return nil, err
 	}
@@ -81,12 +86,23 @@ func (a *Agent) serve(ln net.Listener) {
 // self describes this host to the coordinator at the other end of l.
 func (a *Agent) self(l *link) host {
 	h := host{Host: a.cfg.Host, PID: os.Getpid(), UUID: a.uuid, NodeRank: deref(a.cfg.NodeRank, -1),
-		Nodes: a.cfg.Nodes, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port}
+		Nodes: a.cfg.Nodes, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port, Unfit: a.cfg.Unfit}
 	h.MasterAddr = addrIP(l.c.LocalAddr())
+	if ip := net.ParseIP(h.MasterAddr); a.byOwnName && ip.IsLoopback() {
+		h.MasterAddr = cmp.Or(addrText(ownAddress()), h.MasterAddr)
+	}
 	if ip, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
 		h.MasterAddr = ip
 	}
 	return h
+}
+
+// addrText returns the text of an address, or "" for nil.
+func addrText(ip net.IP) string {
+	if ip == nil {
+		return ""
+	}
+	return ip.String()
 }
 
 func addrIP(a net.Addr) string {
@@ -190,6 +206,18 @@ func (a *Agent) Stop(reason string, code int) error {
 	return nil
 }
 
+// Kill asks the launchers of all hosts to kill their workers, instead of waiting for them after
+// Stop.
+func (a *Agent) Kill() error {
+	if err := a.k.send(message{kind: kindKill, epoch: firstEpoch}); err != nil {
+		return fmt.Errorf("cluster: kill job %q: %w", a.cfg.Job, err)
+	}
+	return nil
+}
+
+// Killed returns a channel that is closed after a launcher called Kill.
+func (a *Agent) Killed() <-chan struct{} { return a.killed }
+
 // Shutdown reports that all workers of this host have exited, and waits for the
 // workers of the other hosts. If the job fails, it returns the cause. Close must
 // still be called.
@@ -239,6 +267,8 @@ func (a *Agent) release() {
 // event handles messages after the plan, on the reader goroutine of the connection.
 func (a *Agent) event(k *client, m message) {
 	switch m.kind {
+	case kindKill:
+		a.killing.Do(func() { close(a.killed) })
 	case kindFault:
 		var f fault
 		if err := m.record(&f); err != nil {

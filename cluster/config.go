@@ -83,6 +83,9 @@ type Config struct {
 	// NoGossip disables memberlist, like CHORUS_GOSSIP=no. A job on one host
 	// never uses it. No operation waits for gossip.
 	NoGossip bool
+	// Unfit is a reason why this host cannot take part, such as a program that is missing. The
+	// join then fails on all hosts with a *RefusedError, instead of at their time limit.
+	Unfit string
 	// Timing holds the time limits.
 	Timing Timing
 	// Notify is called with one line of text about every 5 s while members are

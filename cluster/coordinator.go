@@ -294,6 +294,8 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 			return err
 		}
 		c.stopped(p, f)
+	case kindKill:
+		c.tellAgents(message{kind: kindKill, epoch: firstEpoch})
 	case kindDone:
 		c.later(func() { c.agentDone(p) })
 	case kindLeave:
@@ -368,11 +370,11 @@ func (c *coordinator) refusePeer(p *peer, r refusal) {
 	}
 }
 
-// keepPortOpen keeps the port open for members that have not joined yet after two
-// members claimed the same place. Otherwise they would retry until their timeout.
+// keepPortOpen keeps the port open for members that have not joined yet after no member can
+// join, for example because two claimed the same place. Otherwise they would retry until their timeout.
 func (c *coordinator) keepPortOpen() {
 	c.mu.Lock()
-	late := c.verdict != nil && c.verdict.First != nil && !c.closed
+	late := c.verdict != nil && (c.verdict.First != nil || c.verdict.All) && !c.closed
 	c.mu.Unlock()
 	if !late {
 		return

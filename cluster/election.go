@@ -113,6 +113,9 @@ func (e *election) prepare(ctx context.Context) error {
 	}
 	slices.SortFunc(e.seeds, naturalCompare)
 	e.seeds = slices.Compact(e.seeds)
+	if err := checkSeeds(ctx, e.seeds); err != nil {
+		return err
+	}
 	ln, err := e.listenAsSeed(ctx)
 	if err != nil {
 		return err
@@ -200,7 +203,7 @@ func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 		if err != nil {
 			return nil, err
 		}
-		e.mine = s
+		e.mine, a.byOwnName = s, strings.HasPrefix(at, ":")
 		return ln, nil
 	}
 	return nil, nil
@@ -212,6 +215,9 @@ func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool)
 	bindIP, bindPort, _ := splitAddr(e.agent.cfg.Bind, port)
 	advIP, advPort, _ := splitAddr(e.agent.cfg.Advertise, port)
 	ips := resolve(ctx, h)
+	if e.agent.cfg.Bind == "" && isOwnName(h) && onlyLoopback(ips) {
+		return net.JoinHostPort("", port), true // see ownname.go
+	}
 	for _, ip := range ips {
 		switch {
 		case e.agent.cfg.Advertise != "" && net.ParseIP(advIP).Equal(ip) && advPort == port:
@@ -393,6 +399,8 @@ func (e *election) leave(k *client) bool {
 func (e *election) await(ctx context.Context, start time.Time) (*outcome, error) {
 	again := time.NewTicker(searchInterval)
 	defer again.Stop()
+	lines := time.NewTicker(waitLine)
+	defer lines.Stop()
 	s := newSeedSearch(ctx, e)
 	defer s.close()
 	for {
@@ -409,12 +417,26 @@ func (e *election) await(ctx context.Context, start time.Time) (*outcome, error)
 			return nil, e.timeout(ctx, start)
 		case <-again.C:
 			s.start()
+		case <-lines.C:
+			e.notifyMissing(start)
 		case t := <-s.found:
 			s.running = false
 			if err := e.move(t); err != nil {
 				return nil, err
 			}
 		}
+	}
+}
+
+// notifyMissing tells the user of this host which hosts are missing, unless this host coordinates
+// and tells it anyway.
+func (e *election) notifyMissing(start time.Time) {
+	if e.addr == e.mine {
+		return
+	}
+	if r, err := e.k.askMissing(); err == nil && r.Unit == unitHost { // otherwise await learns why
+		cfg := &e.agent.cfg
+		cfg.Notify(fmt.Sprintf("job %s: waiting since %v: %v", cfg.Job, time.Since(start).Round(time.Second), r))
 	}
 }
 

@@ -47,8 +47,11 @@ func (e *MemberLostError) LostRank() int { return e.Rank }
 
 // Who describes the lost process, such as "rank 2 (host b, pid 123)" or "host b (pid 99)".
 func (e *MemberLostError) Who() string {
-	if e.Rank < 0 {
+	switch {
+	case e.Rank < 0:
 		return fmt.Sprintf("host %s (pid %d)", e.Host, e.PID)
+	case e.PID == 0:
+		return fmt.Sprintf("rank %d (host %s)", e.Rank, e.Host)
 	}
 	return fmt.Sprintf("rank %d (host %s, pid %d)", e.Rank, e.Host, e.PID)
 }
@@ -109,10 +112,7 @@ type AuthError struct {
 func (e *AuthError) Unwrap() error { return e.err }
 
 func (e *AuthError) Error() string {
-	if e.err != nil {
-		return fmt.Sprintf("cluster: join job %q: coordinator at %s: %s", e.Job, e.Addr, e.Reason)
-	}
-	return fmt.Sprintf("cluster: join job %q: coordinator at %s: different secret or job: %s", e.Job, e.Addr, e.Reason)
+	return fmt.Sprintf("cluster: join job %q: coordinator at %s: %s", e.Job, e.Addr, e.Reason)
 }
 
 // A DuplicateError reports that two processes claim the same place in the job.

@@ -134,11 +134,31 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 // is a consequence.
 func (c *coordinator) hostLost(p *peer, reason string) {
 	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
+	if c.isCutOff(p) {
+		self := c.cfg.self
+		f.Host, f.PID = self.Host, self.PID
+		f.Reason = fmt.Sprintf("cut off from the other hosts: it coordinates the job and has heard none of them for %v", p.silent().Round(100*time.Millisecond))
+	}
 	if w := c.faults.pending; w != nil && !w.exited && c.uuidOf(w.peer) == p.host.UUID {
 		c.resolve(f, tellAll)
 		return
 	}
 	c.later(func() { c.fail(f, tellAll) })
+}
+
+// isCutOff reports whether p and all other hosts have been silent for a similar time, so that the
+// network of this host is the likely cause.
+func (c *coordinator) isCutOff(p *peer) bool {
+	silent, others := p.silent(), 0
+	for _, q := range c.agents {
+		if q == p || q.host.Host == c.cfg.self.Host {
+			continue
+		}
+		if others++; q.state == peerGone || q.silent() < silent/2 {
+			return false
+		}
+	}
+	return others > 0 && silent >= c.cfg.self.LostAfter/2
 }
 
 // workerDisconnected handles the end of a worker's connection. It gives the
@@ -211,6 +231,8 @@ func (c *coordinator) exited(a *peer, e Exit) {
 	}
 	switch {
 	case e.Asked:
+	case e.Code != 0 && c.world == nil && slices.ContainsFunc(c.gone, func(m Member) bool { return m.Rank == e.Rank }):
+		c.fail(c.absent(e), tellAll)
 	case e.Code != 0:
 		open := func(p *peer) bool { return p.reg.Rank == e.Rank && p.state == peerJoined }
 		if i := slices.IndexFunc(c.workers, open); i >= 0 && c.faults.lost == nil {
@@ -223,6 +245,22 @@ func (c *coordinator) exited(a *peer, e Exit) {
 			c.fail(early.fault(), early.reach())
 		}
 	}
+}
+
+// absent returns the fault of a worker that gave up because others never joined: the first of those is
+// the cause.
+func (c *coordinator) absent(e Exit) fault {
+	f := e.fault()
+	missing := c.attendance().Missing
+	if len(missing) == 0 {
+		return f
+	}
+	f.Reason = fmt.Sprintf("it never joined the job (missing %s), so rank %d gave up and %s", rankList(missing), e.Rank, e.Reason)
+	f.Rank, f.PID = missing[0], 0
+	if c.plan != nil {
+		f.Host = c.plan.hostOf(missing[0])
+	}
+	return f
 }
 
 // memberTimedOut handles a member that timed out waiting for this process. Later failures

@@ -133,6 +133,9 @@ func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Conf
 	}
 	c := memberlist.DefaultLANConfig()
 	c.Name = a.cfg.Host + "/" + a.uuid
+	if own := ownAddress(); a.byOwnName && own != nil {
+		ip, c.AdvertiseAddr = net.IPv4zero.String(), own.String()
+	}
 	c.BindAddr, c.BindPort, c.AdvertisePort = ip, 0, 0
 	if mine != "" {
 		c.BindPort = portOf(mine) + gossipPortOffset
@@ -266,14 +269,10 @@ func (g *gossip) hint(have []Member) string {
 func (g *gossip) path(h host) string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	s, known := g.hosts[h.UUID]
-	switch {
-	case !known:
-		return ""
-	case s.alive:
-		return "gossip still sees the host"
+	if s, known := g.hosts[h.UUID]; known && !s.alive {
+		return "gossip lost the host, too"
 	}
-	return "gossip lost the host, too"
+	return "" // gossip notices a dead host seconds later
 }
 
 func (g *gossip) close() {

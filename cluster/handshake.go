@@ -47,9 +47,9 @@ const (
 
 var (
 	errNotChorus    = errors.New("the program at this address is not a Chorus coordinator")
-	errOtherJob     = errors.New("that coordinator serves another job")
-	errOtherVersion = errors.New("the processes have different Chorus protocol versions; use one version in the whole job")
-	errBadProof     = errors.New("the proof of the shared secret is wrong")
+	errOtherJob     = errors.New("different job: use the same --job in all processes")
+	errOtherVersion = errors.New("different Chorus protocol version: use one version of Chorus in the whole job")
+	errBadProof     = errors.New("different secret: the proof of the shared secret is wrong")
 )
 
 // dialHandshake authenticates c on the dialing side.

@@ -183,7 +183,7 @@ func isLoopback(addr string) bool {
 func (cfg *JoinConfig) serve(key credential) (*coordinator, error) {
 	at := cfg.Listen
 	if at == "" {
-		at = cfg.Addr
+		at = listenAddr(context.Background(), cfg.Addr)
 	}
 	ln, err := listen(at)
 	if errors.Is(err, syscall.EADDRINUSE) {

@@ -310,11 +310,15 @@ func TestWrongSecret(t *testing.T) {
 		{Job: t.Name(), Insecure: true},
 		{Job: "other", Secret: testSecret},
 	} {
+		says := "different secret: "
+		if c.Job == "other" {
+			says = "different job: "
+		}
 		c.Size, c.Rank, c.Addr, c.Timing = 2, new(1), ss[1].k.addr, quick
 		_, err := Join(t.Context(), c)
 		var e *AuthError
 		require.ErrorAs(t, err, &e)
-		require.Contains(t, err.Error(), "different secret or job")
+		require.Contains(t, err.Error(), says)
 	}
 	require.Less(t, time.Since(begin), quick.Join/2)
 	require.NoError(t, ss[0].Set(t.Context(), "k", nil))

@@ -24,6 +24,9 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 2 && os.Args[1] == "worker" {
 		os.Exit(workerMain(os.Args[2]))
 	}
+	if len(os.Args) > 3 && os.Args[1] == "agent" {
+		os.Exit(agentMain(os.Args[2], os.Args[3]))
+	}
 	if len(os.Args) > 3 && os.Args[1] == "attack" {
 		os.Exit(attackMain(os.Args[2], os.Args[3]))
 	}

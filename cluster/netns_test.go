@@ -2,11 +2,13 @@ package cluster
 
 import (
 	"bufio"
+	"context"
 	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -131,6 +133,71 @@ func (p *process) exit() (int, string) {
 		read.WriteString(line + "\n")
 	}
 	return p.cmd.ProcessState.ExitCode(), read.String()
+}
+
+// resolves makes host i resolve names as in /etc/hosts.
+func (l *lan) resolves(i int, hosts string) {
+	l.t.Helper()
+	dir := filepath.Join("/etc/netns", l.ns(i)) // ip netns exec mounts its files over those of /etc
+	require.NoError(l.t, os.MkdirAll(dir, 0o755))
+	l.t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	require.NoError(l.t, os.WriteFile(filepath.Join(dir, "hosts"), []byte(hosts), 0o644))
+}
+
+// agentMain is a launcher without workers on a host of a job of two.
+func agentMain(host, seed string) int {
+	a, err := Start(context.Background(), &Config{Job: "lan", Nodes: 2, Host: host, Seeds: []string{seed}, Insecure: true, Timing: quick})
+	if err != nil {
+		fmt.Println("start:", err)
+		return 41
+	}
+	defer a.Close()
+	for _, v := range a.WorkerEnv(0) {
+		if strings.HasPrefix(v, "MASTER_ADDR=") {
+			fmt.Println(v)
+		}
+	}
+	for deadline := time.Now().Add(10 * time.Second); len(a.gossip.ml.Members()) < 2 && time.Now().Before(deadline); {
+		time.Sleep(10 * time.Millisecond)
+	}
+	fmt.Println("gossip sees", len(a.gossip.ml.Members()))
+	if err := a.Shutdown(context.Background()); err != nil {
+		fmt.Println("shut down:", err)
+		return 42
+	}
+	return 0
+}
+
+// TestSeedWithItsOwnName: a host resolves its own name to 127.0.1.1, as Debian does, and other
+// hosts reach it by that name.
+func TestSeedWithItsOwnName(t *testing.T) {
+	t.Parallel()
+	l := newLAN(t, 2)
+	l.resolves(0, "127.0.0.1 localhost\n127.0.1.1 alpha.example alpha\n")
+	l.resolves(1, "127.0.0.1 localhost\n127.0.1.1 beta\n"+l.ip(0)+" alpha\n")
+	env := []string{"CHORUS_HOST=alpha"}
+	t.Run("launchers", func(t *testing.T) {
+		ps := []*process{l.start(0, env, "agent", "alpha", "alpha"), l.start(1, nil, "agent", "beta", "alpha")}
+		for _, p := range ps {
+			code, text := p.exit()
+			require.Zero(t, code, text)
+			require.Contains(t, text, "MASTER_ADDR="+l.ip(0))
+			require.Contains(t, text, "gossip sees 2")
+		}
+	})
+	t.Run("torchrun", func(t *testing.T) {
+		vars := []string{"WORLD_SIZE=2", "MASTER_ADDR=alpha", "MASTER_PORT=29501", "CHORUS_INSECURE=yes"}
+		ps := []*process{l.start(0, append(vars, "RANK=0", env[0]), "worker", "close"), l.start(1, append(vars, "RANK=1"), "worker", "close")}
+		for _, p := range ps {
+			code, text := p.exit()
+			require.Zero(t, code, text)
+		}
+	})
+	t.Run("localhost", func(t *testing.T) {
+		code, text := l.start(1, nil, "agent", "beta", "localhost").exit()
+		require.Equal(t, 41, code)
+		require.Contains(t, text, "seed localhost: on this host the name means the loopback, which other hosts cannot reach")
+	})
 }
 
 // TestOutageBetweenHosts cuts a host off from the coordinator for 80 % of the default time limit.

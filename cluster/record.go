@@ -37,6 +37,7 @@ type host struct {
 	LocalSize  int    `json:"localSize"`
 	MasterAddr string `json:"masterAddr"` // for programs that expect torchrun's variables
 	MasterPort int    `json:"masterPort"`
+	Unfit      string `json:"unfit,omitempty"` // why the host cannot take part
 }
 
 func (h host) member() Member { return Member{Rank: -1, Node: h.NodeRank, Host: h.Host, PID: h.PID} }
@@ -70,6 +71,16 @@ func (p plan) first(node int) int {
 	return n
 }
 
+// hostOf returns the name of the host of a rank.
+func (p plan) hostOf(rank int) string {
+	for node, h := range p.Hosts {
+		if first := p.first(node); first <= rank && rank < first+h.LocalSize {
+			return h.Host
+		}
+	}
+	return ""
+}
+
 func (p plan) size() int { return p.first(len(p.Hosts)) }
 
 // nodeOf returns the node whose agent has the UUID, or -1.
@@ -100,6 +111,7 @@ func (f fault) err() error {
 // refusal is the reason why a registration was rejected.
 type refusal struct {
 	Reason string  `json:"reason,omitempty"`
+	All    bool    `json:"all,omitempty"`   // no member can join; also for duplicates
 	Place  string  `json:"place,omitempty"` // set for a duplicate
 	First  *Member `json:"first,omitempty"`
 	Second *Member `json:"second,omitempty"`

@@ -166,7 +166,7 @@ func (c *coordinator) gaveUp(p *peer) {
 func (c *coordinator) registerAgent(p *peer) error {
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)
-		if r.First != nil {
+		if r.First != nil || r.All {
 			c.endJoin(*r)
 		}
 		return nil
@@ -190,8 +190,12 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		return c.verdict
 	case n == 0:
 		return &refusal{Reason: "the coordinator's job was not started by chorus run"}
+	case c.plan != nil:
+		return &refusal{Reason: fmt.Sprintf("the job's %s are complete (epoch %d)", quantity(n, unitHost), firstEpoch)}
+	case h.Unfit != "":
+		return &refusal{All: true, Reason: fmt.Sprintf("host %s cannot take part: %s", h.Host, h.Unfit)}
 	case h.Nodes != n:
-		return &refusal{Reason: fmt.Sprintf("host %s has a job of %s, the coordinator of %d; use the same --nnodes on all hosts", h.Host, quantity(h.Nodes, unitHost), n)}
+		return &refusal{All: true, Reason: fmt.Sprintf("host %s has a job of %s, the coordinator of %d; use the same --nnodes on all hosts", h.Host, quantity(h.Nodes, unitHost), n)}
 	case h.NodeRank >= n:
 		return &refusal{Reason: fmt.Sprintf("node rank %d in a job of %s", h.NodeRank, quantity(n, unitHost))}
 	case h.LocalSize < 1 || h.LocalSize > maxLocalSize:
@@ -206,9 +210,6 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		if h.NodeRank >= 0 && q.host.NodeRank == h.NodeRank {
 			return &refusal{Place: fmt.Sprintf("node rank %d", h.NodeRank), First: &theirs, Second: &mine}
 		}
-	}
-	if c.plan != nil {
-		return &refusal{Reason: fmt.Sprintf("the job's %s are complete (epoch %d)", quantity(n, unitHost), firstEpoch)}
 	}
 	return nil
 }

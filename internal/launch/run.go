@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -58,6 +59,7 @@ func Run(ctx context.Context, cfg *Config) int {
 	path, code, err := program(c.Program[0])
 	if err != nil {
 		j.say(err.Error())
+		j.excuse(ctx, err)
 		return code
 	}
 	if c.Devices.Note != "" {
@@ -74,6 +76,23 @@ func Run(ctx context.Context, cfg *Config) int {
 	}
 	defer j.agent.Close()
 	return j.run(path)
+}
+
+// excuseTime is the time for the launchers of other hosts to start after this one.
+const excuseTime = time.Minute
+
+// excuse tells the other hosts of the job that this host cannot take part, so that they do not wait
+// for it.
+func (j *job) excuse(ctx context.Context, why error) {
+	if j.cfg.Cluster.Nodes < 2 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, excuseTime)
+	defer cancel()
+	j.cfg.Cluster.Unfit = why.Error()
+	if _, err := j.meet(ctx); err == nil {
+		j.agent.Close()
+	}
 }
 
 // startGuardian starts the guardian in the background, because that takes as long as a
@@ -215,7 +234,7 @@ func (j *job) supervise() int {
 	defer j.grace.Stop()
 	zombies := time.NewTicker(zombieEvery)
 	defer zombies.Stop()
-	dead := j.agent.Context().Done()
+	dead, killed := j.agent.Context().Done(), j.agent.Killed()
 	late := stoppedTimer()
 	defer late.Stop()
 	for j.running > 0 {
@@ -234,6 +253,9 @@ func (j *job) supervise() int {
 		case <-late.C:
 			j.ask()
 		case <-j.grace.C:
+			j.kill()
+		case <-killed:
+			killed = nil
 			j.kill()
 		case <-zombies.C:
 			collectZombies(j.pids())
@@ -255,15 +277,17 @@ func stoppedTimer() *time.Timer {
 	return t
 }
 
-// onlyLost reports whether the lost worker is the only one still running, for
-// example because SIGSTOP stopped it.
+// onlyLost reports whether no worker is left that could exit: each one that still runs is the lost
+// one, or SIGSTOP stopped it, too.
 func (j *job) onlyLost() bool {
 	lost, _ := j.causes()
-	if lost == nil || j.running != 1 {
+	if lost == nil {
 		return false
 	}
-	c := j.childOf(lost)
-	return c != nil && c.running
+	first := j.childOf(lost)
+	return first != nil && first.running && !slices.ContainsFunc(j.children, func(c *child) bool {
+		return c.running && c != first && !isStopped(c.pid)
+	})
 }
 
 // over reports whether the job was stopped or has failed.
@@ -293,6 +317,7 @@ func (j *job) signalled(s os.Signal) {
 		return
 	}
 	if j.signal != 0 {
+		_ = j.agent.Kill() // as in childEnded
 		j.kill()
 		return
 	}

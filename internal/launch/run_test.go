@@ -606,6 +606,75 @@ func TestRunTwoHostsPaused(t *testing.T) {
 	require.Contains(t, text, " disconnected: stopped or starved")
 }
 
+// TestRunTwoHostsKilled: a second signal at one host ends the workers of both at once.
+func TestRunTwoHostsKilled(t *testing.T) {
+	t.Parallel()
+	a, b := shell(1, `trap 'echo no' INT TERM; echo ready; while :; do sleep 0.05; done`), shell(1, "")
+	twoHosts(t, a, b)
+	b.Program = a.Program
+	a.Grace, b.Grace = time.Hour, time.Hour
+	ls := []*launched{start(t, a), start(t, b)}
+	for _, l := range ls {
+		l.until("ready", 1)
+	}
+	require.NoError(t, ls[1].cmd.Process.Signal(syscall.SIGINT))
+	for _, l := range ls {
+		l.until("] no", 1)
+	}
+	require.NoError(t, ls[1].cmd.Process.Signal(syscall.SIGINT))
+	for _, l := range ls {
+		code, text := l.wait()
+		require.Equal(t, 128+2, code, text)
+	}
+}
+
+// TestRunTwoHostsProgramMissing: a host without the program does not keep the other waiting.
+func TestRunTwoHostsProgramMissing(t *testing.T) {
+	for _, first := range []int{0, 1} {
+		t.Run(fmt.Sprint("first: ", first), func(t *testing.T) {
+			t.Parallel()
+			a, b := workers(1, "shutdown"), workers(1, "shutdown")
+			twoHosts(t, a, b)
+			a.Timing.Join, b.Timing.Join = time.Minute, time.Minute
+			b.Program = []string{"/nonexistent/train"}
+			cs, ls := []*setup{a, b}, make([]*launched, 2)
+			ls[first] = start(t, cs[first])
+			ls[1-first] = start(t, cs[1-first])
+			code, text := ls[1].wait()
+			require.Equal(t, ExitNotFound, code, text)
+			require.Equal(t, "chorus: cannot find the program /nonexistent/train\n", text)
+			code, text = ls[0].wait()
+			require.Equal(t, ExitUsage, code, text)
+			require.Contains(t, text, "host h1 cannot take part: cannot find the program /nonexistent/train")
+		})
+	}
+}
+
+// TestRunAbsent: a worker that never attaches is the cause, not those that wait for it.
+func TestRunAbsent(t *testing.T) {
+	t.Parallel()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	cfg := shell(3, `[ $RANK = 1 ] && exec sleep 1000; exec `+self+` worker shutdown`)
+	cfg.Timing.Join = 2 * time.Second
+	code, text := launchAll(t, cfg)
+	require.Equal(t, 41, code, text)
+	require.Regexp(t, `chorus: rank 1 \(host h0\) it never joined the job \(missing rank 1\), so rank [02] gave up and exited with code 41`, text)
+}
+
+// TestRunTwoWorkersStopped: when SIGSTOP has stopped all workers that are left, there is nothing to
+// wait for.
+func TestRunTwoWorkersStopped(t *testing.T) {
+	t.Parallel()
+	cfg := workers(2, "all", "stop when all have come")
+	cfg.Grace = 30 * time.Second
+	begin := time.Now()
+	code, text := launchAll(t, cfg)
+	require.NotZero(t, code, text)
+	require.Contains(t, text, "silent for 1.5s")
+	require.Less(t, time.Since(begin), cfg.Grace)
+}
+
 func TestRunTwoHostsWrongSecretAndTimeout(t *testing.T) {
 	t.Parallel()
 	a, b := workers(1, "shutdown"), workers(1, "shutdown")
@@ -617,7 +686,7 @@ func TestRunTwoHostsWrongSecretAndTimeout(t *testing.T) {
 	lb := start(t, b)
 	code, text := lb.wait()
 	if code == ExitAuth { // it came when the seed was there
-		require.Contains(t, text, "different secret or job")
+		require.Contains(t, text, "different secret")
 		require.Less(t, time.Since(begin), b.Timing.Join/2)
 	}
 	require.Equal(t, ExitAuth, code, text)

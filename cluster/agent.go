@@ -25,6 +25,7 @@ type Agent struct {
 	uuid   string
 	coord  *coordinator // nil unless this host runs a coordinator
 	gossip *gossip      // nil in a job on one host
+	pairs  *pairs       // nil without gossip
 	port   *reservation
 	k      *client
 	addr   string // address of the coordinator
@@ -65,6 +66,9 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err := e.run(ctx); err != nil {
 		a.release()
 		return nil, err
+	}
+	if a.gossip != nil {
+		a.pairs = startPairs(a)
 	}
 	handle.Init(a, &a.owner, handle.About{Kind: "cluster.Agent", On: handle.Name("job " + a.cfg.Job)})
 	return a, nil
@@ -252,6 +256,7 @@ func (a *Agent) Close() error {
 
 // release releases the resources of Start in reverse order.
 func (a *Agent) release() {
+	a.pairs.close()
 	if a.k != nil {
 		a.k.close()
 	}

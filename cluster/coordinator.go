@@ -294,6 +294,12 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 			return err
 		}
 		c.stopped(p, f)
+	case kindPath:
+		var r pathReport
+		if err := m.record(&r); err != nil {
+			return err
+		}
+		c.pathFailed(p, r)
 	case kindKill:
 		c.tellAgents(message{kind: kindKill, epoch: firstEpoch})
 	case kindDone:

@@ -102,6 +102,16 @@ func (c *coordinator) disconnected(p *peer, err error) {
 		p.state = peerGone
 		return
 	}
+	if (c.plan != nil || c.world != nil) && !isClosedByPeer(err) && c.isCutOff(p) {
+		p.state = peerGone
+		c.checkDrained()
+		self := c.cfg.self
+		c.later(func() {
+			c.fail(fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Silent: p.silent(), Code: -1, Reason: fmt.Sprintf(
+				"cut off from the other hosts: it coordinates the job and has heard none of them for %v", p.silent().Round(100*time.Millisecond))}, tellAll)
+		})
+		return
+	}
 	reason := reasonOf(err, c.silenceLimit())
 	switch p.role {
 	case roleAgent:
@@ -110,6 +120,23 @@ func (c *coordinator) disconnected(p *peer, err error) {
 		c.workerDisconnected(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID,
 			Silent: p.silent(), Reason: reason, Code: -1}, isClosedByPeer(err))
 	}
+}
+
+// isCutOff reports whether p and all other processes on other hosts have been silent for a similar
+// time, so that the network of this host is the likely cause. With one other host, the cause cannot be known.
+func (c *coordinator) isCutOff(p *peer) bool {
+	silent, hosts := p.silent(), map[string]bool{}
+	for _, q := range slices.Concat(c.agents, c.workers) {
+		host := q.member().Host
+		if q.state != peerJoined || host == c.cfg.self.Host {
+			continue
+		}
+		if q.silent() < silent/2 {
+			return false
+		}
+		hosts[host] = true
+	}
+	return len(hosts) > 1 && silent >= c.cfg.self.LostAfter/2 && p.member().Host != c.cfg.self.Host
 }
 
 func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
@@ -134,31 +161,11 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 // is a consequence.
 func (c *coordinator) hostLost(p *peer, reason string) {
 	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
-	if c.isCutOff(p) {
-		self := c.cfg.self
-		f.Host, f.PID = self.Host, self.PID
-		f.Reason = fmt.Sprintf("cut off from the other hosts: it coordinates the job and has heard none of them for %v", p.silent().Round(100*time.Millisecond))
-	}
 	if w := c.faults.pending; w != nil && !w.exited && c.uuidOf(w.peer) == p.host.UUID {
 		c.resolve(f, tellAll)
 		return
 	}
 	c.later(func() { c.fail(f, tellAll) })
-}
-
-// isCutOff reports whether p and all other hosts have been silent for a similar time, so that the
-// network of this host is the likely cause.
-func (c *coordinator) isCutOff(p *peer) bool {
-	silent, others := p.silent(), 0
-	for _, q := range c.agents {
-		if q == p || q.host.Host == c.cfg.self.Host {
-			continue
-		}
-		if others++; q.state == peerGone || q.silent() < silent/2 {
-			return false
-		}
-	}
-	return others > 0 && silent >= c.cfg.self.LostAfter/2
 }
 
 // workerDisconnected handles the end of a worker's connection. It gives the

@@ -244,6 +244,13 @@ func (g *gossip) coordinators() []string {
 	return out
 }
 
+// addrOf returns the gossip address of a host, or "" if gossip has not seen it.
+func (g *gossip) addrOf(uuid string) string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.hosts[uuid].addr
+}
+
 // hint names the hosts that gossip sees but that have not joined.
 func (g *gossip) hint(have []Member) string {
 	g.mu.Lock()

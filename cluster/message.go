@@ -41,6 +41,7 @@ const (
 	kindResume                     // member, first on a new link: id of the stream; id is the number of the last message received
 	kindResumed                    // coordinator: nothing; the stream continues on this link
 	kindKill                       // agent, and coordinator to agents: nothing; workers must not be given more time
+	kindPath                       // agent: pathReport
 	kindComplete                   // coordinator to agents: nothing; the world is complete
 	kindLast                       // one more than the last
 )

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -144,9 +145,13 @@ func (l *lan) resolves(i int, hosts string) {
 	require.NoError(l.t, os.WriteFile(filepath.Join(dir, "hosts"), []byte(hosts), 0o644))
 }
 
-// agentMain is a launcher without workers on a host of a job of two.
+// nodesVar has the number of hosts for agentMain. With waitVar it ends only with the job.
+const nodesVar, waitVar = "CLUSTER_TEST_NODES", "CLUSTER_TEST_WAIT"
+
+// agentMain is a launcher without workers.
 func agentMain(host, seed string) int {
-	a, err := Start(context.Background(), &Config{Job: "lan", Nodes: 2, Host: host, Seeds: []string{seed}, Insecure: true, Timing: quick})
+	nodes, _ := strconv.Atoi(os.Getenv(nodesVar))
+	a, err := Start(context.Background(), &Config{Job: "lan", Nodes: nodes, Host: host, Seeds: []string{seed}, Insecure: true, Timing: quick})
 	if err != nil {
 		fmt.Println("start:", err)
 		return 41
@@ -157,10 +162,27 @@ func agentMain(host, seed string) int {
 			fmt.Println(v)
 		}
 	}
-	for deadline := time.Now().Add(10 * time.Second); len(a.gossip.ml.Members()) < 2 && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(10 * time.Second); len(a.gossip.ml.Members()) < nodes && time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}
 	fmt.Println("gossip sees", len(a.gossip.ml.Members()))
+	if os.Getenv(waitVar) != "" {
+		for _, v := range a.WorkerEnv(0) {
+			name, value, _ := strings.Cut(v, "=")
+			os.Setenv(name, value)
+		}
+		s, err := Attach(context.Background())
+		if err != nil {
+			fmt.Println("attach:", err)
+			return 43
+		}
+		defer s.Close()
+		time.Sleep(time.Second) // so that every path was probed
+		fmt.Println("waiting")
+		<-a.Context().Done()
+		fmt.Println("cause:", context.Cause(a.Context()))
+		return 0
+	}
 	if err := a.Shutdown(context.Background()); err != nil {
 		fmt.Println("shut down:", err)
 		return 42
@@ -175,9 +197,9 @@ func TestSeedWithItsOwnName(t *testing.T) {
 	l := newLAN(t, 2)
 	l.resolves(0, "127.0.0.1 localhost\n127.0.1.1 alpha.example alpha\n")
 	l.resolves(1, "127.0.0.1 localhost\n127.0.1.1 beta\n"+l.ip(0)+" alpha\n")
-	env := []string{"CHORUS_HOST=alpha"}
+	env := []string{"CHORUS_HOST=alpha", nodesVar + "=2"}
 	t.Run("launchers", func(t *testing.T) {
-		ps := []*process{l.start(0, env, "agent", "alpha", "alpha"), l.start(1, nil, "agent", "beta", "alpha")}
+		ps := []*process{l.start(0, env, "agent", "alpha", "alpha"), l.start(1, env[1:], "agent", "beta", "alpha")}
 		for _, p := range ps {
 			code, text := p.exit()
 			require.Zero(t, code, text)
@@ -194,10 +216,47 @@ func TestSeedWithItsOwnName(t *testing.T) {
 		}
 	})
 	t.Run("localhost", func(t *testing.T) {
-		code, text := l.start(1, nil, "agent", "beta", "localhost").exit()
+		code, text := l.start(1, env[1:], "agent", "beta", "localhost").exit()
 		require.Equal(t, 41, code)
 		require.Contains(t, text, "seed localhost: on this host the name means the loopback, which other hosts cannot reach")
 	})
+}
+
+// TestPathsBetweenHosts breaks a part of the network of a job on four hosts, and each host learns which
+// part.
+func TestPathsBetweenHosts(t *testing.T) {
+	for name, test := range map[string]struct {
+		harm  func(l *lan)
+		cause string // a regular expression
+		hosts []int  // those that can learn it
+	}{
+		"pair": {func(l *lan) {
+			l.do("bridge link set dev %s isolated on", l.port(1))
+			l.do("bridge link set dev %s isolated on", l.port(2))
+		}, `host n([12]) \(pid \d+\) lost: host n([12]) pid \d+ cannot connect to it; both reach the coordinator`, []int{0, 1, 2, 3}},
+		"packets of full size": {func(l *lan) { l.do("ip link set %s mtu 1300", l.port(2)) },
+			`host n([0123]) \(pid \d+\) lost: host n([0123]) pid \d+ can connect to it, but packets of full size do not arrive: the MTU`, []int{0, 1, 2, 3}},
+		"coordinator": {func(l *lan) { l.cut(0) },
+			`host n0 \(pid \d+\) lost: cut off from the other hosts: it coordinates the job and has heard none of them for `, []int{0}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := newLAN(t, 4)
+			ps := make([]*process, 4)
+			for i := range ps {
+				// Large packets would pass the bridge before they are cut into packets.
+				l.do("ip -n %s link set eth0 gso_max_segs 1", l.ns(i))
+				ps[i] = l.start(i, []string{nodesVar + "=4", waitVar + "=yes"}, "agent", fmt.Sprint("n", i), l.ip(0))
+			}
+			for _, p := range ps {
+				p.await(t, "waiting")
+			}
+			test.harm(l)
+			for _, i := range test.hosts {
+				require.Regexp(t, test.cause, ps[i].await(t, "cause:"))
+			}
+		})
+	}
 }
 
 // TestOutageBetweenHosts cuts a host off from the coordinator for 80 % of the default time limit.

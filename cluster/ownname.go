@@ -8,7 +8,7 @@ import (
 )
 
 // Debian resolves a host's own name to 127.0.1.1, while other hosts resolve it to an address of the
-// host. So a host that is to be reached by its own name listens on all its addresses.
+// host. So a seed listens on all its addresses if the seed's name is such a name.
 
 // isOwnName reports whether a name is this host's, with or without its domain.
 func isOwnName(name string) bool {

@@ -1,0 +1,198 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Collectives need a path between each two hosts, while the control connections only form a star
+// and gossip goes around a path that is cut. So each host regularly connects to the gossip port of
+// each other host, and sends more bytes than fit into one packet. The kernels of both hosts do all
+// of this, so the path also works if a process is busy or stopped.
+
+const (
+	// pairsPerSecond is the number of probes that a host starts in a second, at most.
+	pairsPerSecond = 10
+	// pairTimeout is the time of a probe. TCP tries again after 1 s and after 3 s.
+	pairTimeout = 4 * time.Second
+	// pairBytes fill several packets, also if they are jumbo frames.
+	pairBytes = 64 << 10
+)
+
+// The results of a probe.
+type pathState int
+
+const (
+	pathCut pathState = iota
+	pathSmall
+	pathGood
+)
+
+func (p pathState) String() string {
+	switch p {
+	case pathCut:
+		return "cannot connect to it"
+	case pathSmall:
+		return "can connect to it, but packets of full size do not arrive: the MTU of an interface or a tunnel between them is probably smaller than the MTU of the hosts"
+	}
+	return "reaches it"
+}
+
+// A pathReport is an agent's message about its path to another host.
+type pathReport struct {
+	UUID  string    `json:"uuid"` // of the other host's agent
+	State pathState `json:"state"`
+	// Before is true if the path was good before.
+	Before bool `json:"before"`
+}
+
+// pairs probes the paths from this host to the others.
+type pairs struct {
+	agent  *Agent
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+}
+
+// startPairs starts the probes to all hosts of the plan.
+func startPairs(a *Agent) *pairs {
+	ctx, cancel := context.WithCancel(context.Background())
+	p := &pairs{agent: a, cancel: cancel}
+	every := max(time.Second, time.Duration(len(a.plan.Hosts))*time.Second/pairsPerSecond)
+	for _, h := range a.plan.Hosts {
+		if h.UUID != a.uuid {
+			p.wg.Go(func() { p.watch(ctx, h.UUID, every) })
+		}
+	}
+	return p
+}
+
+func (p *pairs) close() {
+	if p != nil {
+		p.cancel()
+		p.wg.Wait()
+	}
+}
+
+// A pathWatch is the history of the probes of one path.
+type pathWatch struct {
+	mu     sync.Mutex
+	since  time.Duration // when a probe last succeeded, the path was last reported, or the first probe began
+	before bool          // a probe has succeeded
+	tries  int           // ended since
+}
+
+// watch probes one host until ctx ends. Probes overlap, because one takes long on a path with losses.
+func (p *pairs) watch(ctx context.Context, uuid string, every time.Duration) {
+	clock := p.agent.k.clock
+	w := &pathWatch{since: clock.now()}
+	limit := max(2*p.agent.k.hello.LostAfter, 6*every)
+	ticks := time.NewTicker(every)
+	defer ticks.Stop()
+	var probes sync.WaitGroup
+	defer probes.Wait()
+	for {
+		if addr := p.agent.gossip.addrOf(uuid); addr != "" {
+			probes.Go(func() {
+				state := probePath(ctx, addr)
+				if r := w.ended(state, clock.now(), limit); r != nil && ctx.Err() == nil {
+					r.UUID = uuid
+					_ = p.agent.k.send(note(kindPath, r)) // the coordinator is lost, too, if it fails
+				}
+			})
+		}
+		select {
+		case <-ticks.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// minPairTries is the number of probes that must fail before a path counts as cut.
+const minPairTries = 3
+
+// ended records the end of a probe, and returns a report if the path has not worked for limit.
+func (w *pathWatch) ended(state pathState, now, limit time.Duration) *pathReport {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if state == pathGood {
+		w.since, w.before, w.tries = now, true, 0
+		return nil
+	}
+	if w.tries++; w.tries < minPairTries || now-w.since < limit {
+		return nil
+	}
+	w.since, w.tries = now, 0
+	return &pathReport{State: state, Before: w.before}
+}
+
+// probePath connects to a TCP port and sends data until the other kernel has acknowledged all.
+func probePath(ctx context.Context, addr string) pathState {
+	ctx, cancel := context.WithTimeout(ctx, pairTimeout)
+	defer cancel()
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "tcp", addr)
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED): // the other host has answered
+		return pathGood
+	case err != nil:
+		return pathCut
+	}
+	defer c.Close()
+	deadline, _ := ctx.Deadline()
+	_ = c.SetDeadline(deadline)
+	// The other host closes the connection when it has read the first packet.
+	if _, err := c.Write(make([]byte, pairBytes)); err != nil && !isClosedByPeer(err) {
+		return pathSmall
+	}
+	for {
+		if unacknowledged(c.(*net.TCPConn)) == 0 {
+			return pathGood
+		}
+		if !sleep(ctx, 10*time.Millisecond) {
+			return pathSmall
+		}
+	}
+}
+
+// unacknowledged returns the number of bytes or packets that the other host has not received, or 0
+// if the connection is closed.
+func unacknowledged(c *net.TCPConn) (n uint32) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0
+	}
+	_ = raw.Control(func(fd uintptr) {
+		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+			n = info.Unacked + info.Notsent_bytes
+		}
+	})
+	return n
+}
+
+// pathFailed handles the report of an agent that it does not reach another host. If the coordinator
+// does not hear one of both either, the reason is another one.
+func (c *coordinator) pathFailed(from *peer, r pathReport) {
+	heard := func(p *peer) bool { return p.state == peerJoined && p.silent() < c.cfg.self.LostAfter/2 }
+	for _, p := range c.agents {
+		if p.host.UUID != r.UUID || !heard(p) || !heard(from) {
+			continue
+		}
+		what := fmt.Sprintf("%s %v", memberList([]Member{from.member()}), r.State)
+		if !r.Before { // perhaps a firewall lets only the coordinator's port pass
+			c.notifyOnce(p.addr, fmt.Sprintf("warning: the path to %s: %s, at the port of gossip; collectives between both may hang", memberList([]Member{p.member()}), what))
+			return
+		}
+		c.later(func() {
+			c.fail(fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Code: -1,
+				Reason: what + "; both reach the coordinator, so a link, a route or a firewall between them fails"}, tellAll)
+		})
+	}
+}

@@ -46,7 +46,9 @@ type MatMulConfig struct {
 	// Such scales need compute capability 9.0, cuBLASLt 12.9, and a c that is not 8-bit.
 	ScaleA, ScaleB Tensor
 	ScaleResult    Tensor // only if c is an 8-bit float
-	AMax           Tensor // one float32 that gets the largest |c| before ScaleResult, if c is an 8-bit float
+	// AMax is one float32 that gets the largest |c| before ScaleResult, if c is an 8-bit float. With
+	// Bias it may be larger, up to the largest |Bias|, because cuBLASLt counts Bias alone, too.
+	AMax Tensor
 	// FastAccum sums products of 8-bit floats with about 22 bits (use_fast_accum). It is
 	// faster, and precise enough for the forward pass.
 	FastAccum bool
@@ -89,6 +91,9 @@ type MatMulConfig struct {
 // product, the error matches errors.ErrUnsupported. The arguments are validated before
 // anything is enqueued. If the shape has no elements, MatMul enqueues nothing.
 //
+// If c has one row or one column, SumA and SumB are a second product, of the input with ones in
+// temporary memory, because cuBLASLt stores wrong sums for some of these.
+//
 // MatMul returns when the product is enqueued. The first product of a kind on a stream
 // chooses an algorithm; later ones with the same shapes and alignments are enqueued without
 // allocating. Algorithms use a workspace that belongs to the stream; see
@@ -108,7 +113,11 @@ func MatMul(s *stream.Stream, c, a, b Tensor, cfg *MatMulConfig) error {
 	}
 	var m multiplication
 	err := m.set(s, &c, &a, &b, cfg)
-	if err == nil && !m.empty() {
+	switch {
+	case err != nil || m.empty():
+	case m.sumsOfVector(cfg):
+		return multiplyAndSum(s, c, a, b, cfg)
+	default:
 		err = gemm.Enqueue(s, &m.Product)
 	}
 	if err == nil {

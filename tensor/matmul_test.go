@@ -591,3 +591,76 @@ func (l *lab) capture(run func() error) func() error {
 		return errors.Join(x.Launch(l.s), l.s.Sync(testgpu.Context(l.t)), x.Close())
 	}
 }
+
+// TestMatMulSumsOfVectors: cuBLASLt stores wrong sums if c has one row or one column.
+func TestMatMulSumsOfVectors(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		l := newLab(t, s, 1)
+		defer l.close()
+		for _, shape := range [][3]int{{15, 1, 616}, {1, 15, 616}, {26, 1, 59}, {1, 1, 1}} {
+			for variant := range 32 {
+				l.sumsOfVector(shape, variant)
+			}
+			l.close()
+		}
+	})
+}
+
+func (l *lab) sumsOfVector(shape [3]int, variant int) {
+	m, n, k := shape[0], shape[1], shape[2]
+	sumB, half, zero, add, captured := variant&1 != 0, variant&2 != 0, variant&4 != 0, variant&8 != 0, variant&16 != 0
+	out := f32
+	if half {
+		out = bf16
+	}
+	a, b, c := l.vector(bf16, []int{m, k}), l.vector(bf16, []int{k, n}), l.vector(out, []int{m, n})
+	cfg := tensor.MatMulConfig{Epilogue: tensor.SumA, Alpha: new(1.0), Beta: new(0.0)}
+	if zero {
+		cfg.Alpha = new(0.0)
+	}
+	before := l.values(c)
+	if add {
+		cfg.Beta = new(1.0)
+	}
+	va, vb := l.values(a), l.values(b)
+	want, product := make([]float64, m), make([]float64, m*n)
+	if sumB {
+		cfg.Epilogue, want = tensor.SumB, make([]float64, n)
+	}
+	for i := range m {
+		for j := range n {
+			for p := range k {
+				product[i*n+j] += *cfg.Alpha * va[i*k+p] * vb[p*n+j]
+			}
+			product[i*n+j] += *cfg.Beta * before[i*n+j]
+		}
+	}
+	for p := range k {
+		for i := range want {
+			if sumB {
+				want[i] += vb[p*n+i]
+			} else {
+				want[i] += va[i*k+p]
+			}
+		}
+	}
+	cfg.BiasGrad = l.vector(out, []int{len(want)})
+	run := func() error { return tensor.MatMul(l.s, c, a, b, &cfg) }
+	if captured {
+		run = l.capture(run)
+	}
+	text := fmt.Sprintf("%v sumB %v half %v zero %v add %v captured %v", shape, sumB, half, zero, add, captured)
+	require.NoError(l.t, run(), text)
+	for what, pair := range map[string][2][]float64{"sums": {want, l.values(cfg.BiasGrad)}, "product": {product, l.values(c)}} {
+		for i, w := range pair[0] {
+			bound := 1e-5 * float64(k)
+			if half {
+				bound += (math.Abs(w) + math.Sqrt(float64(k))) / 128 // parts of a split k are rounded, too
+			}
+			require.InDelta(l.t, w, pair[1][i], bound, "%s: %s %d", text, what, i)
+		}
+	}
+}

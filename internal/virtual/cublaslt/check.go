@@ -33,12 +33,17 @@ func (l *lib) shapeOf(x *cublasltapi.Operation) (*shape, cublasapi.Result) {
 	switch {
 	case !s.fits():
 		return nil, cublasapi.InvalidValue
-	case !s.supported() || s.float8() && !s.float8Fits():
+	case !s.supported() || s.float8() && !s.float8Fits() || s.sumsWrong():
 		return nil, cublasapi.NotSupported
 	case !s.epilogueFits():
 		return nil, cublasapi.InvalidValue
 	}
 	return s, cublasapi.Success
+}
+
+// sumsWrong reports whether the library may store a wrong sum of an input.
+func (s *shape) sumsWrong() bool {
+	return min(s.m, s.n) == 1 && s.is(cublasltapi.EpilogueBGradA, cublasltapi.EpilogueBGradB)
 }
 
 // fits checks dimensions, leading dimensions and batches.

@@ -25,7 +25,9 @@ BESIDE = -p $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -parallel 8
 
 # These packages run in one goroutine, or train whole models with packages that have tests of
 # their own. The race detector makes them several times slower.
-SERIAL = ./internal/archtest ./internal/memtrace ./memory/internal/pickle ./examples/ddp ./examples/gpt/... ./examples/sharded
+SERIAL = ./internal/archtest ./internal/memtrace ./memory/internal/pickle ./gds/safetensors ./internal/bench ./internal/cublasapi \
+	./internal/cublasltapi ./internal/cudadrv ./internal/cudahost ./internal/cufileapi ./internal/element ./internal/minifloat \
+	./internal/nvrtcapi ./internal/ptx ./internal/ptxtest ./internal/race ./examples/ddp ./examples/gpt/... ./examples/sharded
 
 test: ## run all tests, with the race detector if a C compiler is installed
 	@echo $(if $(RACE),"tests with the race detector","no C compiler: tests without the race detector")
@@ -36,6 +38,7 @@ SOAK = CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -count=1 -timeout 12h
 
 soak: ## run the long variants of the tests; takes hours (FUZZTIME=30s for each fuzz target)
 	$(SOAK) ./internal/fabric -thorough -lines 1000000 -crowded 100000
+	$(SOAK) ./internal/conformance -run TestProcesses -thorough
 	$(SOAK) ./stream -run TestManyGoroutines -thorough
 	$(SOAK) ./memory/internal/alloc -run 'TestSoak|TestRandomPrograms' -soak 10000000
 	$(SOAK) ./tensor -run TestMatMulRandom -products 20000

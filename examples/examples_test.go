@@ -46,7 +46,7 @@ func programs(t *testing.T) string {
 		return packed
 	}
 	dir := t.TempDir()
-	args := []string{"build", "-o", dir + string(filepath.Separator)}
+	args := []string{"build", "-ldflags=-s -w", "-o", dir + string(filepath.Separator)}
 	if tsan.On {
 		args = append(args, "-race")
 	}

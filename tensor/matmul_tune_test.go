@@ -38,8 +38,8 @@ func TestTuneMatMul(t *testing.T) {
 			if d == e4m3 {
 				out = bf16
 			}
-			a, b, c := l.make(d, 2, 48, 1024, layout{}), l.make(d, 2, 1024, 32, layout{transposed: true}), l.make(out, 2, 48, 32, layout{after: 16})
-			bias := l.vector(out, []int{2, 32})
+			a, b, c := l.make(d, 2, 24, 512, layout{}), l.make(d, 2, 512, 16, layout{transposed: true}), l.make(out, 2, 24, 16, layout{after: 16})
+			bias := l.vector(out, []int{2, 16})
 			cfg := &tensor.MatMulConfig{Bias: bias, Beta: new(0.5), Settings: &tensor.MatMulSettings{BF16Reduction: tensor.FullPrecision}}
 			before := [][]byte{l.bytes(a.storage), l.bytes(b.storage), l.bytes(c.storage), l.bytes(bias)}
 			r, err := tensor.TuneMatMul(ctx, s, c.Tensor, a.Tensor, b.Tensor, cfg, quick)

@@ -3,6 +3,7 @@ package conformance
 import (
 	"encoding/hex"
 	"errors"
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -28,10 +29,16 @@ const (
 	envSeed = "CHORUS_TEST_SEED" // of inputs
 )
 
+var thorough = flag.Bool("thorough", false, "run TestProcesses with 8 ranks, too")
+
 // TestProcesses runs every operation in all types, reductions and sizes, in one set of
 // processes for each number of ranks.
 func TestProcesses(t *testing.T) {
-	for _, size := range []int{2, 4, 8} {
+	sizes := []int{2, 4}
+	if *thorough {
+		sizes = append(sizes, 8)
+	}
+	for _, size := range sizes {
 		t.Run(fmt.Sprintf("ranks=%d", size), func(t *testing.T) {
 			m, err := machine.New(&machine.Config{Devices: 1})
 			require.NoError(t, err)

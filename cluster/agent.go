@@ -27,10 +27,10 @@ type Agent struct {
 	port    *reservation
 	k       *client
 	addr    string // address of the coordinator
-	plan    plan
-	node    int
-	noted   atomic.Pointer[MemberLostError]
 	closing sync.Once
+
+	now   atomic.Pointer[attempt]
+	plans chan *attempt // that follow the first
 }
 
 // Start joins this host to a job, and returns when all hosts have joined. It fails with
@@ -50,7 +50,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID()}
+	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), plans: make(chan *attempt, 1)}
 	if a.port, err = reservePort(); err != nil {
 		return nil, err
 	}
@@ -69,6 +69,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 func (a *Agent) serve(ln net.Listener) {
 	c := coordConfig{
 		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify,
+		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
 		self: welcome{Host: a.cfg.Host, PID: os.Getpid(), Rank: -1,
 			Heartbeat: a.cfg.Timing.Heartbeat, LostAfter: a.cfg.Timing.LostAfter},
 	}
@@ -81,7 +82,7 @@ func (a *Agent) serve(ln net.Listener) {
 // self describes this host to the coordinator at the other end of l.
 func (a *Agent) self(l *link) host {
 	h := host{Host: a.cfg.Host, PID: os.Getpid(), UUID: a.uuid, NodeRank: deref(a.cfg.NodeRank, -1),
-		Nodes: a.cfg.Nodes, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port}
+		Nodes: a.cfg.Nodes, Restarts: a.cfg.MaxRestarts, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port}
 	h.MasterAddr = addrIP(l.c.LocalAddr())
 	if ip, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
 		h.MasterAddr = ip
@@ -101,23 +102,27 @@ func (a *Agent) Job() string { return a.cfg.Job }
 func (a *Agent) Host() string { return a.cfg.Host }
 
 // Nodes returns the number of hosts in the job.
-func (a *Agent) Nodes() int { return len(a.plan.Hosts) }
+func (a *Agent) Nodes() int { return len(a.now.Load().plan.Hosts) }
 
 // Size returns the world size: the number of processes on all hosts.
-func (a *Agent) Size() int { return a.plan.size() }
+func (a *Agent) Size() int { return a.now.Load().plan.size() }
 
 // LocalSize returns the number of processes on this host.
-func (a *Agent) LocalSize() int { return a.plan.Hosts[a.node].LocalSize }
+func (a *Agent) LocalSize() int { return a.cfg.LocalSize }
 
 // Rank returns the rank of worker number local of this host.
-func (a *Agent) Rank(local int) int { return a.plan.first(a.node) + local }
+func (a *Agent) Rank(local int) int {
+	t := a.now.Load()
+	return t.plan.first(t.node) + local
+}
 
 // WorkerEnv returns the environment, as NAME=value, that worker number local of
 // this host needs for Attach. It includes torchrun's variables for programs
 // that know only those.
 func (a *Agent) WorkerEnv(local int) []string {
 	rank, size := a.Rank(local), a.Size()
-	master := a.plan.Hosts[0]
+	now := a.now.Load()
+	master := now.plan.Hosts[0]
 	vars := []struct {
 		name  string
 		value any
@@ -127,9 +132,11 @@ func (a *Agent) WorkerEnv(local int) []string {
 		{env.WorldSize.Name, size},
 		{env.LocalRank.Name, local},
 		{env.LocalSize.Name, a.LocalSize()},
-		{env.Node.Name, a.node},
+		{env.Node.Name, now.node},
 		{env.Nodes.Name, a.Nodes()},
 		{env.HostName.Name, a.cfg.Host},
+		{env.Epoch.Name, now.epoch},
+		{env.RestartCount.Name, now.plan.Restarts},
 		{env.Addr.Name, a.addr},
 		{env.Token.Name, a.token},
 		{env.JoinTimeout.Name, a.cfg.Timing.Join},
@@ -138,7 +145,7 @@ func (a *Agent) WorkerEnv(local int) []string {
 		{"WORLD_SIZE", size},
 		{"LOCAL_RANK", local},
 		{"LOCAL_WORLD_SIZE", a.LocalSize()},
-		{"GROUP_RANK", a.node},
+		{"GROUP_RANK", now.node},
 		{"GROUP_WORLD_SIZE", a.Nodes()},
 		{"ROLE_RANK", rank},
 		{"ROLE_WORLD_SIZE", size},
@@ -146,8 +153,8 @@ func (a *Agent) WorkerEnv(local int) []string {
 		{"MASTER_ADDR", master.MasterAddr},
 		{"MASTER_PORT", master.MasterPort},
 		{"TORCHELASTIC_RUN_ID", a.cfg.Job},
-		{"TORCHELASTIC_RESTART_COUNT", 0},
-		{"TORCHELASTIC_MAX_RESTARTS", 0},
+		{"TORCHELASTIC_RESTART_COUNT", now.plan.Restarts},
+		{"TORCHELASTIC_MAX_RESTARTS", a.cfg.MaxRestarts},
 	}
 	out := make([]string, 0, len(vars))
 	for _, v := range vars {
@@ -156,14 +163,16 @@ func (a *Agent) WorkerEnv(local int) []string {
 	return out
 }
 
-// Context is cancelled when the job must stop. Its cause is the *MemberLostError
-// of the first process that failed on any host, a *StopError, or ErrClosed.
-func (a *Agent) Context() context.Context { return a.k.ctx }
+// Context is cancelled when the processes must stop. Its cause is the *MemberLostError
+// of the first process that failed on any host, a *StopError, or ErrClosed. If the job
+// goes on, Restarting returns true, and Next returns when the processes can start again.
+// Then Context returns another context.
+func (a *Agent) Context() context.Context { return a.now.Load().ctx }
 
 // Note returns a loss that was reported to sessions but does not stop the hosts:
 // a worker exited with code 0 without closing its session. It may explain later
 // failures. Note returns nil if there was none.
-func (a *Agent) Note() *MemberLostError { return a.noted.Load() }
+func (a *Agent) Note() *MemberLostError { return a.now.Load().noted.Load() }
 
 // Report reports the exit of worker number local of this host. It sets Rank and
 // Host of e, and an empty Reason is derived from the code. A code other than 0
@@ -199,9 +208,9 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 	}
 	select {
 	case <-a.k.endedC:
-		return context.Cause(a.k.ctx) // a failure is reported before the end
-	case <-a.k.ctx.Done():
-		return context.Cause(a.k.ctx)
+		return context.Cause(a.Context()) // a failure is reported before the end
+	case <-a.Context().Done():
+		return context.Cause(a.Context())
 	case <-ctx.Done():
 		return fmt.Errorf("cluster: shut down job %q: waiting for the other hosts: %w", a.cfg.Job, ctx.Err())
 	}
@@ -245,12 +254,16 @@ func (a *Agent) event(k *client, m message) {
 			k.cancel(err)
 			return
 		}
+		if t := a.now.Load(); f.Again && t != nil {
+			t.fail(f)
+			return
+		}
 		k.cancel(f.err())
 	case kindNote:
 		var f fault
 		if m.record(&f) == nil {
 			if lost, ok := f.err().(*MemberLostError); ok {
-				a.noted.Store(lost)
+				a.now.Load().noted.Store(lost)
 			}
 		}
 	}

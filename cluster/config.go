@@ -19,6 +19,7 @@ type Timing struct {
 	Call      time.Duration // for a store call whose context has no deadline; CHORUS_CALL_TIMEOUT, 5 minutes
 	Heartbeat time.Duration // interval of heartbeats; CHORUS_HEARTBEAT, 500 ms
 	LostAfter time.Duration // silence after which a process is lost; CHORUS_LOST_AFTER, 3 s
+	Backoff   time.Duration // before the second of several restarts; CHORUS_BACKOFF, 1 s
 }
 
 // complete fills in unset fields and validates the result.
@@ -28,7 +29,7 @@ func (t Timing) complete() (Timing, error) {
 		v *env.Var
 	}{
 		{&t.Join, env.JoinTimeout}, {&t.Call, env.CallTimeout},
-		{&t.Heartbeat, env.Heartbeat}, {&t.LostAfter, env.LostAfter},
+		{&t.Heartbeat, env.Heartbeat}, {&t.LostAfter, env.LostAfter}, {&t.Backoff, env.Backoff},
 	} {
 		if *f.d == 0 {
 			d, err := f.v.Duration()
@@ -60,6 +61,10 @@ type Config struct {
 	// NodeRank is the index of this host. If it is nil on all hosts, the
 	// coordinator orders the hosts by name. Set it on all hosts or on none.
 	NodeRank *int
+	// MaxRestarts is how often the processes of the job are started again after a
+	// failure, the same on all hosts. The first restart follows at once, the others after
+	// Timing.Backoff, which doubles each time up to 64 times its value.
+	MaxRestarts int
 	// Host is the name of this host in messages and in the order of ranks;
 	// empty means the system's host name.
 	Host string
@@ -104,7 +109,7 @@ func (cfg *Config) complete() (Config, keys, error) {
 	if cfg != nil {
 		c = *cfg
 	}
-	c.Nodes, c.LocalSize = max(c.Nodes, 1), max(c.LocalSize, 1)
+	c.Nodes, c.LocalSize, c.MaxRestarts = max(c.Nodes, 1), max(c.LocalSize, 1), max(c.MaxRestarts, 0)
 	if c.Host == "" {
 		c.Host = hostName()
 	}

@@ -33,6 +33,7 @@ type coordConfig struct {
 	agents int // hosts of the job; 0: workers join without launchers
 	size   int // world size if agents is 0
 	self   welcome
+	again  restartPolicy
 	notify func(string)
 	hint   func(have []Member) string // text from gossip about missing hosts; may be nil
 	path   func(host host) string     // text from gossip about a lost host; may be nil
@@ -55,9 +56,13 @@ type coordinator struct {
 	closed  bool
 	peers   map[string]*peer // all authenticated peers, by id
 	agents  []*peer
+	late    []*peer // agents that came when the job was complete
 	attempt uint64 // number of the current PREPARE; 0 if none
 	lastTry uint64
-	plan    *plan
+	epoch   uint64
+	plan    *plan    // nil while hosts may join
+	restart *restart // how all processes are started again; nil while they run
+	retries retries
 	planned time.Time
 	workers []*peer // in the order of arrival
 	world   *world
@@ -75,9 +80,9 @@ type coordinator struct {
 // newCoordinator starts a coordinator on ln and takes ownership of ln.
 func newCoordinator(ln net.Listener, cfg coordConfig) *coordinator {
 	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
-		quit: make(chan struct{}), peers: map[string]*peer{},
+		quit: make(chan struct{}), peers: map[string]*peer{}, epoch: firstEpoch,
 		told: map[int]bool{}, allTold: make(chan struct{}), said: map[string]time.Time{}}
-	c.faults.exits = map[int]Exit{}
+	c.faults = newFaults()
 	c.wg.Go(c.acceptLoop)
 	c.wg.Go(c.waitLoop)
 	c.wg.Go(c.monitor)
@@ -152,7 +157,7 @@ func (c *coordinator) serve(conn net.Conn) {
 	p.stopRenewing()
 	c.mu.Lock()
 	c.disconnected(p, err)
-	c.mu.Unlock()
+	c.unlock()
 	p.closeAfterQueue()
 	<-p.done
 	p.closeLinks()
@@ -296,6 +301,8 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 		c.stopped(p, f)
 	case kindDone:
 		c.later(func() { c.agentDone(p) })
+	case kindReady:
+		c.agentReady(p)
 	case kindLeave:
 		c.agentLeft(p, m.id == leaveGaveUp)
 	default:
@@ -329,9 +336,9 @@ func (c *coordinator) call(p *peer, m message) error {
 		return err
 	}
 	reply := func(r call) {
-		p.send(message{kind: kindReply, epoch: firstEpoch, id: m.id, body: r.encode()})
+		p.send(message{kind: kindReply, epoch: c.epoch, id: m.id, body: r.encode()})
 	}
-	if c.world == nil || p.state != peerJoined {
+	if c.world == nil || p.state != peerJoined || m.epoch != c.epoch {
 		reply(call{op: statusBad})
 		return nil
 	}
@@ -427,6 +434,7 @@ func (c *coordinator) close() {
 		c.mu.Unlock()
 		return
 	}
+	c.cfg.again.most = 0
 	c.lastFaults()
 	c.closed = true
 	for _, p := range c.peers {

@@ -22,6 +22,8 @@ type Exit struct {
 	Asked bool `json:"asked,omitempty"`
 }
 
+func newFaults() faults { return faults{exits: map[int]Exit{}} }
+
 func (e Exit) fault() fault {
 	return fault{Rank: e.Rank, Host: e.Host, PID: e.PID, Reason: e.Reason, Code: e.Code}
 }
@@ -114,6 +116,10 @@ func (c *coordinator) disconnected(p *peer, err error) {
 
 func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 	p.state = peerGone
+	if slices.Contains(c.late, p) {
+		c.late = remove(c.late, p)
+		return
+	}
 	if c.plan == nil {
 		c.agents = remove(c.agents, p)
 		c.withdraw()
@@ -176,7 +182,7 @@ func (c *coordinator) awaitReport(w *pending) {
 	c.faults.pending = w
 	w.timer = time.AfterFunc(exitGrace, func() {
 		c.mu.Lock()
-		defer c.mu.Unlock()
+		defer c.unlock()
 		if c.faults.pending == w {
 			c.resolve(w.fault, tellAll)
 		}
@@ -249,7 +255,8 @@ func (c *coordinator) memberTimedOut(p *peer) {
 // stopped handles a launcher that was asked to stop the job.
 func (c *coordinator) stopped(a *peer, f fault) {
 	f.Stop, f.Rank, f.Host, f.PID = true, -1, a.host.Host, a.host.PID
-	if c.faults.stop == nil {
+	if c.faults.stop == nil || c.restart != nil {
+		c.restart = nil
 		c.faults.stop = &f
 		c.tellAgents(note(kindFault, f))
 	}
@@ -300,8 +307,12 @@ func (c *coordinator) fail(f fault, r reach) {
 		c.checkDrained()
 	}
 	if r == tellAll && c.faults.stop == nil {
+		c.planRestart(&f)
 		c.faults.stop = &f
 		c.tellAgents(note(kindFault, f))
+		if f.Again {
+			c.awaitHosts(f)
+		}
 	}
 }
 

@@ -9,7 +9,8 @@ import (
 	"github.com/gochorus/chorus/internal/plain"
 )
 
-// firstEpoch is the only epoch of this version.
+// firstEpoch is the epoch in which a job starts, and the epoch of messages that do not
+// belong to one, such as heartbeats.
 const firstEpoch = 1
 
 type kind byte
@@ -41,6 +42,7 @@ const (
 	kindResume                     // member, first on a new link: id of the stream; id is the number of the last message received
 	kindResumed                    // coordinator: nothing; the stream continues on this link
 	kindComplete                   // coordinator to agents: nothing; the world is complete
+	kindReady                      // agent: nothing; its workers have exited and can be started again
 	kindLast                       // one more than the last
 )
 
@@ -75,8 +77,8 @@ func decodeMessage(b []byte) (message, error) {
 	if m.kind == 0 || m.kind >= kindLast {
 		return message{}, fmt.Errorf("message of unknown kind %d", m.kind)
 	}
-	if m.epoch != firstEpoch {
-		return message{}, fmt.Errorf("message of epoch %d in epoch %d", m.epoch, firstEpoch)
+	if m.epoch < firstEpoch {
+		return message{}, fmt.Errorf("message of epoch %d: epochs start with %d", m.epoch, firstEpoch)
 	}
 	return m, nil
 }

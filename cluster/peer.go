@@ -21,6 +21,7 @@ type peer struct {
 	reg      registration // if a worker
 	state    peerState
 	prepared bool // agent: has accepted the current attempt
+	ready    bool // agent: no worker of an earlier attempt is running
 }
 
 type role int

@@ -24,7 +24,8 @@ type Member struct {
 // registration is a worker's first message.
 type registration struct {
 	Member
-	Size int `json:"size"` // world size in its environment; 0 means unknown
+	Size  int    `json:"size"`            // world size in its environment; 0 means unknown
+	Epoch uint64 `json:"epoch,omitempty"` // of its launcher when it started; 0 means unknown
 }
 
 // host is an agent's first message.
@@ -34,6 +35,7 @@ type host struct {
 	UUID       string `json:"uuid"`
 	NodeRank   int    `json:"nodeRank"` // -1: not set
 	Nodes      int    `json:"nodes"`
+	Restarts   int    `json:"restarts,omitempty"` // Config.MaxRestarts
 	LocalSize  int    `json:"localSize"`
 	MasterAddr string `json:"masterAddr"` // for programs that expect torchrun's variables
 	MasterPort int    `json:"masterPort"`
@@ -58,7 +60,9 @@ type world struct {
 
 // plan is the committed list of all hosts, in the order of node indices.
 type plan struct {
-	Hosts []host `json:"hosts"`
+	Hosts    []host `json:"hosts"`
+	Restarts int    `json:"restarts,omitempty"` // how often the processes were started again
+	News     string `json:"news,omitempty"`     // for the user, if they are started again
 }
 
 // first returns the rank of the first worker of a node.
@@ -84,8 +88,9 @@ type fault struct {
 	PID    int           `json:"pid"`
 	Silent time.Duration `json:"silent"` // time since its last message to the coordinator
 	Reason string        `json:"reason"`
-	Code   int           `json:"code"`           // exit code; -1 if unknown
-	Stop   bool          `json:"stop,omitempty"` // a launcher was asked to stop the job
+	Code   int           `json:"code"`            // exit code; -1 if unknown
+	Stop   bool          `json:"stop,omitempty"`  // a launcher was asked to stop the job
+	Again  bool          `json:"again,omitempty"` // all processes are started again
 }
 
 // err converts the fault to an error for the user of this process.

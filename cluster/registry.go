@@ -71,6 +71,8 @@ func (c *coordinator) objection(reg registration) *refusal {
 		return c.verdict
 	case size == 0:
 		return &refusal{Reason: "some hosts of the job have not joined yet"}
+	case reg.Epoch > 0 && reg.Epoch != c.epoch:
+		return &refusal{Reason: fmt.Sprintf("the process was started in epoch %d of the job, which is in epoch %d", reg.Epoch, c.epoch)}
 	case reg.Size > 0 && reg.Size != size:
 		return &refusal{Reason: fmt.Sprintf("the process has world size %d, the coordinator %d", reg.Size, size)}
 	case reg.Rank >= size:
@@ -85,7 +87,7 @@ func (c *coordinator) objection(reg registration) *refusal {
 		}
 	}
 	if c.world != nil {
-		return &refusal{Reason: fmt.Sprintf("the world of %d processes is complete (epoch %d)", size, firstEpoch)}
+		return &refusal{Reason: fmt.Sprintf("the world of %d processes is complete (epoch %d)", size, c.epoch)}
 	}
 	return nil
 }
@@ -125,12 +127,12 @@ func (c *coordinator) commitWorld() {
 	ms = assignRanks(ms)
 	c.world = &world{Members: ms}
 	c.engine = newEngine(len(ms))
-	c.tellAgents(message{kind: kindComplete, epoch: firstEpoch})
+	c.tellAgents(message{kind: kindComplete, epoch: c.epoch})
 	for _, member := range ms {
 		p := c.workers[member.arrival]
 		p.reg.Member = member
 		m := note(kindWorld, c.world)
-		m.id = uint64(member.Rank)
+		m.epoch, m.id = c.epoch, uint64(member.Rank)
 		p.send(m)
 	}
 }
@@ -162,7 +164,7 @@ func (c *coordinator) gaveUp(p *peer) {
 	c.gone = append(c.gone, p.member())
 }
 
-// registerAgent adds a host, and proposes the plan if it is the last one.
+// registerAgent adds a host, and proposes a plan if it is the last one.
 func (c *coordinator) registerAgent(p *peer) error {
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)
@@ -172,11 +174,14 @@ func (c *coordinator) registerAgent(p *peer) error {
 		return nil
 	}
 	p.join()
+	p.ready = true
+	if c.plan != nil {
+		c.late = append(c.late, p)
+		return nil
+	}
 	c.gone = without(c.gone, func(q Member) bool { return q.Host == p.host.Host })
 	c.agents = append(c.agents, p)
-	if len(c.agents) == c.cfg.agents {
-		c.propose()
-	}
+	c.tryPropose()
 	return nil
 }
 
@@ -192,10 +197,15 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		return &refusal{Reason: "the coordinator's job was not started by chorus run"}
 	case h.Nodes != n:
 		return &refusal{Reason: fmt.Sprintf("host %s has a job of %s, the coordinator of %d; use the same --nnodes on all hosts", h.Host, quantity(h.Nodes, unitHost), n)}
+	case h.Restarts != c.cfg.again.most:
+		return &refusal{Reason: fmt.Sprintf("host %s has --max-restarts %d, the coordinator %d; use the same on all hosts", h.Host, h.Restarts, c.cfg.again.most)}
 	case h.NodeRank >= n:
 		return &refusal{Reason: fmt.Sprintf("node rank %d in a job of %s", h.NodeRank, quantity(n, unitHost))}
 	case h.LocalSize < 1 || h.LocalSize > maxLocalSize:
 		return &refusal{Reason: fmt.Sprintf("host %s brings %d processes: want 1 to %d", h.Host, h.LocalSize, maxLocalSize)}
+	}
+	if c.plan != nil && c.admitsLateHosts() {
+		return nil
 	}
 	mine := h.member()
 	for _, q := range c.agents {
@@ -208,7 +218,7 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		}
 	}
 	if c.plan != nil {
-		return &refusal{Reason: fmt.Sprintf("the job's %s are complete (epoch %d)", quantity(n, unitHost), firstEpoch)}
+		return &refusal{Reason: fmt.Sprintf("the job's %s are complete (epoch %d)", quantity(n, unitHost), c.epoch)}
 	}
 	return nil
 }
@@ -250,11 +260,18 @@ func (c *coordinator) prepared(p *peer, attempt uint64) {
 	for _, q := range c.agents {
 		hosts = append(hosts, q.host)
 	}
-	c.plan = &plan{Hosts: assignNodes(hosts)}
+	c.attempt = 0
+	c.commitPlan(&plan{Hosts: assignNodes(hosts)})
+}
+
+// commitPlan starts an epoch with the hosts of p.
+func (c *coordinator) commitPlan(p *plan) {
+	c.beginAttempt(p)
+	c.plan = p
 	c.gone, c.planned = nil, time.Now()
-	for _, q := range c.agents {
-		q.send(note(kindPlan, c.plan))
-	}
+	m := note(kindPlan, p)
+	m.epoch = c.epoch
+	c.tellAgents(m)
 }
 
 // agentDone records that a host's workers have exited. The job ends when all
@@ -279,6 +296,10 @@ func (c *coordinator) agentDone(p *peer) {
 func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 	state := p.state
 	p.state = peerGone
+	if slices.Contains(c.late, p) {
+		c.late = remove(c.late, p)
+		return
+	}
 	if c.plan == nil {
 		c.agents = remove(c.agents, p)
 		if gaveUp && state == peerJoined {

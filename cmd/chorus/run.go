@@ -27,6 +27,11 @@ If a process fails, the others have the time of --grace to report the failure an
 them after the same time again. The last lines of the output name the first failure and
 its cause.
 
+With --max-restarts, chorus then starts the processes on all hosts again, with a growing
+delay between failures in a row, and prints the cause of each restart. A host that was lost
+can come back: start chorus there again. The loss of the host that coordinates the job
+ends the job.
+
 For several hosts, use the same --job, --nnodes, --seeds and secret on every host. The
 seeds are the hosts that may coordinate the job; the smallest reachable seed coordinates.
 One seed is enough.
@@ -42,6 +47,7 @@ Exit codes:
   126, 127 the program cannot be executed, or does not exist`
 
 const runExample = `  chorus run -- ./train --epochs 3
+  chorus run --max-restarts 3 -- ./train
   chorus run --nproc-per-node 2 --log-dir logs -- ./train
   CHORUS_BACKEND=virtual chorus run --nproc-per-node 8 -- ./train
   chorus run --nnodes 2 --seeds node1 --job mnist --secret-file ~/.chorus-secret -- ./train`
@@ -51,6 +57,7 @@ type runFlags struct {
 	nnodes      int
 	nproc       string
 	nodeRank    int
+	maxRestarts int
 	seeds       []string
 	bind        string
 	advertise   string
@@ -89,6 +96,7 @@ func (f *runFlags) add(cmd *cobra.Command) {
 	fs.IntVar(&f.nnodes, "nnodes", 1, "number of hosts of the job")
 	fs.StringVar(&f.nproc, "nproc-per-node", "auto", "number of processes on this host; auto: one for each device")
 	fs.IntVar(&f.nodeRank, "node-rank", -1, "this host's index; -1: hosts are ordered by name")
+	fs.IntVar(&f.maxRestarts, "max-restarts", 0, "number of times that all processes of the job are started again after a failure, the same on all hosts")
 	fs.StringSliceVar(&f.seeds, "seeds", nil, "host[:port] of the hosts that may coordinate the job, the same on all hosts ("+env.Seeds.Name+")")
 	fs.StringVar(&f.bind, "bind", "", "IP[:port] to listen on ("+env.Bind.Name+")")
 	fs.StringVar(&f.advertise, "advertise", "", "IP[:port] under which other hosts reach this one ("+env.Advertise.Name+")")
@@ -107,6 +115,9 @@ func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, er
 	if f.nnodes < 1 {
 		return nil, &launch.UsageError{Reason: fmt.Sprintf("--nnodes %d: want at least 1", f.nnodes)}
 	}
+	if f.maxRestarts < 0 {
+		return nil, &launch.UsageError{Reason: fmt.Sprintf("--max-restarts %d: want 0 or more", f.maxRestarts)}
+	}
 	procs, err := f.procs()
 	if err != nil {
 		return nil, err
@@ -122,7 +133,7 @@ func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, er
 		return nil, err
 	}
 	cfg.Cluster = cluster.Config{
-		Job: orEnv(f.job, env.Job), Nodes: f.nnodes, Seeds: f.seeds,
+		Job: orEnv(f.job, env.Job), Nodes: f.nnodes, MaxRestarts: f.maxRestarts, Seeds: f.seeds,
 		Bind: orEnv(f.bind, env.Bind), Advertise: orEnv(f.advertise, env.Advertise),
 		SecretFile: orEnv(f.secretFile, env.SecretFile),
 		Insecure:   f.insecure || env.Insecure.Value() == "yes",

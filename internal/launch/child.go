@@ -13,6 +13,8 @@ import (
 // A child is one worker's process.
 type child struct {
 	local, rank int
+	again       int           // how often workers with this local rank were started before
+	known       chan struct{} // closed when the guardian knows it; no output appears earlier
 	cmd         *exec.Cmd
 	pid         int
 	start       time.Time
@@ -21,6 +23,17 @@ type child struct {
 	running     bool
 	stopped     bool // it was running when the launcher began to stop the job
 	killed      bool // by the launcher, because it did not exit in time
+}
+
+// name returns the name of the worker at the start of a line.
+func (c *child) name() string { return fmt.Sprintf("rank %d", c.rank) }
+
+// logName returns the name of the worker's log files, without their extension.
+func (c *child) logName() string {
+	if c.again == 0 {
+		return fmt.Sprintf("rank-%d", c.rank)
+	}
+	return fmt.Sprintf("rank-%d.restart-%d", c.rank, c.again)
 }
 
 // startChild starts a worker and sends it on ended when it exits. The kernel

@@ -39,24 +39,25 @@ func TestMain(m *testing.M) {
 
 // A setup is the part of a Config that can be written down.
 type setup struct {
-	Program []string
-	Procs   int
-	Devices Devices
-	Grace   time.Duration
-	LogDir  string
-	Raw     bool
-	Nodes   int
-	Job     string
-	Host    string
-	Bind    string
-	Seeds   []string
-	Secret  []byte
-	Timing  cluster.Timing
+	Program  []string
+	Procs    int
+	Devices  Devices
+	Grace    time.Duration
+	LogDir   string
+	Raw      bool
+	Nodes    int
+	Restarts int
+	Job      string
+	Host     string
+	Bind     string
+	Seeds    []string
+	Secret   []byte
+	Timing   cluster.Timing
 }
 
 func (s *setup) config() *Config {
 	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir, Raw: s.Raw,
-		Cluster: cluster.Config{Nodes: s.Nodes, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
+		Cluster: cluster.Config{Nodes: s.Nodes, MaxRestarts: s.Restarts, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
 			Secret: s.Secret, Timing: s.Timing}}
 }
 
@@ -89,7 +90,7 @@ func worker(args []string) int {
 			return 44
 		}
 	}
-	if args[0] == "shutdown" {
+	if args[0] == "shutdown" || args[0] == "restarted" && os.Getenv("CHORUS_RESTART_COUNT") != "0" {
 		if err := s.Shutdown(context.Background()); err != nil {
 			fmt.Fprintln(os.Stderr, "shutdown:", err)
 			return 42
@@ -159,7 +160,7 @@ type launched struct {
 func base(n int, program ...string) *setup {
 	return &setup{Program: program, Procs: n, Devices: Devices{Count: n, Backend: "virtual"}, Grace: 10 * time.Second,
 		Job: "test", Host: "h0", Timing: cluster.Timing{
-			Join: 20 * time.Second, Call: 20 * time.Second, Heartbeat: 100 * time.Millisecond, LostAfter: 1500 * time.Millisecond}}
+			Join: 20 * time.Second, Call: 20 * time.Second, Heartbeat: 100 * time.Millisecond, LostAfter: 1500 * time.Millisecond, Backoff: 10 * time.Millisecond}}
 }
 
 // workers is base for workers that are this binary.

@@ -31,6 +31,8 @@ type job struct {
 	out   *output
 	guard *guardian // or nil
 
+	path     string // of the program
+	restarts int    // how often all workers were started again
 	children []*child
 	ended    chan *child
 	running  int
@@ -92,8 +94,37 @@ func (j *job) startGuardian() <-chan *guardian {
 
 // run runs the workers of a job that all hosts have joined, and returns the exit code.
 func (j *job) run(path string) int {
-	code, err := j.spawn(path)
+	j.path = path
+	out, err := newOutput(&j.cfg, j.agent.Job(), j.say)
 	if err != nil {
+		j.say(err.Error())
+		return ExitFailed
+	}
+	j.out = out
+	defer j.out.dir.Close()
+	for {
+		code, err := j.attempt()
+		if err != nil {
+			j.say(err.Error())
+			return code
+		}
+		if !j.restarting() {
+			if code == 0 && j.out.lost.Load() {
+				return ExitFailed
+			}
+			return j.reportCause(code)
+		}
+		j.quoteCause()
+		if err := j.awaitRestart(); err != nil {
+			return j.notRestarted(err)
+		}
+	}
+}
+
+// attempt starts all workers, and returns when all have exited.
+func (j *job) attempt() (code int, err error) {
+	j.children, j.running, j.stopping = nil, 0, false
+	if code, err = j.spawn(); err != nil {
 		j.kill()
 	} else {
 		code = j.supervise()
@@ -102,14 +133,7 @@ func (j *job) run(path string) int {
 		(<-j.ended).finish()
 	}
 	j.cleanUp()
-	if err != nil {
-		j.say(err.Error())
-		return code
-	}
-	if code == 0 && j.out.lost.Load() {
-		return ExitFailed
-	}
-	return j.reportCause(code)
+	return code, err
 }
 
 // say writes one line of the launcher itself.
@@ -170,42 +194,42 @@ func meetCode(err error) int {
 }
 
 // spawn starts all workers.
-func (j *job) spawn(path string) (int, error) {
-	var err error
-	if j.out, err = newOutput(&j.cfg, j.agent.Job(), j.say); err != nil {
-		return ExitFailed, err
-	}
-	defer close(j.out.begin)
-	defer j.out.dir.Close()
+func (j *job) spawn() (int, error) {
 	j.ended = make(chan *child, j.cfg.Procs)
 	for local := range j.cfg.Procs {
-		c := &child{local: local, rank: j.agent.Rank(local)}
-		if err := j.start(c, path); err != nil {
-			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, whyNot(path, err))
+		c := &child{local: local, rank: j.agent.Rank(local), again: j.restarts}
+		if err := j.start(c); err != nil {
+			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, whyNot(j.path, err))
 		}
-		j.guard.started(c.pid)
-		j.children = append(j.children, c)
-		j.running++
 	}
 	return 0, nil
 }
 
-func (j *job) start(c *child, path string) error {
-	stdout, r1, err := j.out.pipe(c.rank, false)
+// start starts a worker.
+func (j *job) start(c *child) error {
+	c.known = make(chan struct{})
+	defer close(c.known)
+	stdout, r1, err := j.out.pipe(c, false)
 	if err != nil {
 		return err
 	}
 	// The worker has a copy once it runs.
 	defer stdout.Close()
 	j.pipes = append(j.pipes, r1)
-	stderr, r2, err := j.out.pipe(c.rank, true)
+	stderr, r2, err := j.out.pipe(c, true)
 	if err != nil {
 		return err
 	}
 	defer stderr.Close()
 	j.pipes = append(j.pipes, r2)
-	c.cmd = command(path, j.cfg.Program, j.cfg.workerEnv(j.agent, c.local), stdout, stderr)
-	return startChild(c, j.ended)
+	c.cmd = command(j.path, j.cfg.Program, j.cfg.workerEnv(j.agent, c.local), stdout, stderr)
+	if err := startChild(c, j.ended); err != nil {
+		return err
+	}
+	j.guard.started(c.pid)
+	j.children = append(j.children, c)
+	j.running++
+	return nil
 }
 
 // supervise returns when all workers of this host have exited and, if none
@@ -226,7 +250,7 @@ func (j *job) supervise() int {
 			j.signalled(s)
 		case <-dead:
 			dead = nil
-			if lost, _ := j.causes(); lost != nil {
+			if lost, _ := j.causes(); lost != nil && !j.agent.Restarting() {
 				late.Reset(j.cfg.Grace)
 			} else {
 				j.ask()
@@ -402,9 +426,6 @@ func (j *job) causes() (*cluster.MemberLostError, *cluster.StopError) {
 // cleanUp kills all remaining processes and copies the remaining output.
 func (j *job) cleanUp() {
 	killLeftovers(j.pids())
-	if j.out == nil {
-		return
-	}
 	drained := make(chan struct{})
 	go func() { j.out.wg.Wait(); close(drained) }()
 	if !j.over() {

@@ -29,8 +29,11 @@ type Agent struct {
 	addr    string // address of the coordinator
 	closing sync.Once
 
-	now   atomic.Pointer[attempt]
-	plans chan *attempt // that follow the first
+	now    atomic.Pointer[attempt]
+	plans  chan *attempt // that follow the first
+	orders chan Order
+	mu     sync.Mutex
+	early  func() // news that came before the first attempt
 }
 
 // Start joins this host to a job, and returns when all hosts have joined. It fails with
@@ -50,7 +53,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), plans: make(chan *attempt, 1)}
+	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize)}
 	if a.port, err = reservePort(); err != nil {
 		return nil, err
 	}
@@ -69,6 +72,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 func (a *Agent) serve(ln net.Listener) {
 	c := coordConfig{
 		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify,
+		joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain, least: a.cfg.MinNodes,
 		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
 		self: welcome{Host: a.cfg.Host, PID: os.Getpid(), Rank: -1,
 			Heartbeat: a.cfg.Timing.Heartbeat, LostAfter: a.cfg.Timing.LostAfter},
@@ -82,7 +86,7 @@ func (a *Agent) serve(ln net.Listener) {
 // self describes this host to the coordinator at the other end of l.
 func (a *Agent) self(l *link) host {
 	h := host{Host: a.cfg.Host, PID: os.Getpid(), UUID: a.uuid, NodeRank: deref(a.cfg.NodeRank, -1),
-		Nodes: a.cfg.Nodes, Restarts: a.cfg.MaxRestarts, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port}
+		Nodes: a.cfg.Nodes, MinNodes: a.cfg.MinNodes, Restarts: a.cfg.MaxRestarts, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port}
 	h.MasterAddr = addrIP(l.c.LocalAddr())
 	if ip, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
 		h.MasterAddr = ip
@@ -102,26 +106,24 @@ func (a *Agent) Job() string { return a.cfg.Job }
 func (a *Agent) Host() string { return a.cfg.Host }
 
 // Nodes returns the number of hosts in the job.
-func (a *Agent) Nodes() int { return len(a.now.Load().plan.Hosts) }
+func (a *Agent) Nodes() int { return len(a.now.Load().place.Load().plan.Hosts) }
 
 // Size returns the world size: the number of processes on all hosts.
-func (a *Agent) Size() int { return a.now.Load().plan.size() }
+func (a *Agent) Size() int { return a.now.Load().place.Load().plan.size() }
 
 // LocalSize returns the number of processes on this host.
 func (a *Agent) LocalSize() int { return a.cfg.LocalSize }
 
-// Rank returns the rank of worker number local of this host.
-func (a *Agent) Rank(local int) int {
-	t := a.now.Load()
-	return t.plan.first(t.node) + local
-}
+// Rank returns the rank of worker number local of this host, or -1 if the worker calls
+// Run and is not a member of the epoch.
+func (a *Agent) Rank(local int) int { return a.now.Load().place.Load().rank(local) }
 
 // WorkerEnv returns the environment, as NAME=value, that worker number local of
 // this host needs for Attach. It includes torchrun's variables for programs
 // that know only those.
 func (a *Agent) WorkerEnv(local int) []string {
-	rank, size := a.Rank(local), a.Size()
-	now := a.now.Load()
+	now := a.now.Load().place.Load()
+	rank, size := now.plan.first(now.node)+local, now.plan.size() // Run ignores them
 	master := now.plan.Hosts[0]
 	vars := []struct {
 		name  string
@@ -137,6 +139,7 @@ func (a *Agent) WorkerEnv(local int) []string {
 		{env.HostName.Name, a.cfg.Host},
 		{env.Epoch.Name, now.epoch},
 		{env.RestartCount.Name, now.plan.Restarts},
+		{env.Agent.Name, a.uuid},
 		{env.Addr.Name, a.addr},
 		{env.Token.Name, a.token},
 		{env.JoinTimeout.Name, a.cfg.Timing.Join},
@@ -179,7 +182,7 @@ func (a *Agent) Note() *MemberLostError { return a.now.Load().noted.Load() }
 // stops the job on all hosts, except if the launcher had asked the worker to
 // exit.
 func (a *Agent) Report(local int, e Exit) error {
-	e.Rank, e.Host = a.Rank(local), a.cfg.Host
+	e.Rank, e.Local, e.Host = a.Rank(local), local, a.cfg.Host
 	if e.Reason == "" {
 		e.Reason = describe(e.Code)
 	}
@@ -259,6 +262,20 @@ func (a *Agent) event(k *client, m message) {
 			return
 		}
 		k.cancel(f.err())
+	case kindOrder:
+		var o Order
+		if err := m.record(&o); err != nil {
+			k.cancel(err)
+			return
+		}
+		a.order(k, o)
+	case kindNews:
+		var n news
+		if err := m.record(&n); err != nil {
+			k.cancel(err)
+			return
+		}
+		a.news(m.epoch, n)
 	case kindNote:
 		var f fault
 		if m.record(&f) == nil {

@@ -10,9 +10,7 @@ import (
 
 // An attempt is an agent's part in the job from one start of all processes to the next.
 type attempt struct {
-	epoch  uint64
-	plan   plan
-	node   int
+	place  atomic.Pointer[placement]
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	again  atomic.Bool // the processes are started again after the failure
@@ -20,12 +18,96 @@ type attempt struct {
 }
 
 func (a *Agent) newAttempt(k *client, epoch uint64, p plan) (*attempt, error) {
-	t := &attempt{epoch: epoch, plan: p, node: p.nodeOf(a.uuid)}
-	if t.node < 0 {
+	t := &attempt{}
+	at := &placement{epoch: epoch, plan: p, node: p.nodeOf(a.uuid)}
+	if at.node < 0 {
 		return nil, fmt.Errorf("cluster: join job %q: the coordinator's plan does not include this host, %s", a.cfg.Job, a.cfg.Host)
 	}
+	t.place.Store(at)
 	t.ctx, t.cancel = context.WithCancelCause(k.ctx)
 	return t, nil
+}
+
+// A placement is the place of a host in an epoch.
+type placement struct {
+	epoch uint64
+	plan  plan
+	node  int
+	ranks map[int]int // by local rank, if the workers call Run; otherwise nil
+}
+
+func (p *placement) rank(local int) int {
+	if p.ranks == nil {
+		return p.plan.first(p.node) + local
+	}
+	if r, ok := p.ranks[local]; ok {
+		return r
+	}
+	return -1
+}
+
+// news receives an epoch of workers that call Run.
+func (a *Agent) news(epoch uint64, n news) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	t := a.now.Load()
+	if t == nil {
+		a.early = func() { a.news(epoch, n) }
+		return
+	}
+	at := &placement{epoch: epoch, plan: n.Plan, node: n.Plan.nodeOf(a.uuid), ranks: map[int]int{}}
+	if at.node < 0 {
+		return // this host leaves the job
+	}
+	for _, m := range n.Members {
+		if m.Node == at.node {
+			at.ranks[m.LocalRank] = m.Rank
+		}
+	}
+	t.place.Store(at)
+	if n.Line != "" {
+		a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n.Line))
+	}
+}
+
+// adopt begins the first attempt.
+func (a *Agent) adopt(t *attempt) {
+	a.mu.Lock()
+	a.now.Store(t)
+	early := a.early
+	a.mu.Unlock()
+	if early != nil {
+		early()
+	}
+}
+
+// order receives a command of the coordinator.
+func (a *Agent) order(k *client, o Order) {
+	select {
+	case a.orders <- o:
+	default:
+		k.cancel(errors.New("cluster: the launcher does not obey the coordinator"))
+	}
+}
+
+// Orders returns the coordinator's commands, which the launcher must obey in their order.
+// They come only if the workers call Run.
+func (a *Agent) Orders() <-chan Order { return a.orders }
+
+// CanDrain reports whether the job can go on without this host: its workers call Run, and
+// another host coordinates.
+func (a *Agent) CanDrain() bool {
+	return a.coord == nil && a.now.Load().place.Load().ranks != nil
+}
+
+// Drain asks the other hosts to go on without this one after the current step. The
+// launcher gets an Order with Stop when its workers have left. If too few hosts would
+// remain, the job is stopped as by Stop.
+func (a *Agent) Drain(reason string, code int) error {
+	if err := a.k.send(note(kindDrain, fault{Reason: reason, Code: code})); err != nil {
+		return fmt.Errorf("cluster: leave job %q: %w", a.cfg.Job, err)
+	}
+	return nil
 }
 
 // fail ends the attempt with a failure after which the job goes on.
@@ -39,6 +121,9 @@ func (a *Agent) planned(k *client, epoch uint64, p plan, err error) {
 	if err == nil {
 		var t *attempt
 		if t, err = a.newAttempt(k, epoch, p); err == nil {
+			a.mu.Lock()
+			a.now.Store(t)
+			a.mu.Unlock()
 			a.plans <- t // the coordinator sends one plan for each call of Next
 			return
 		}
@@ -58,14 +143,13 @@ func (a *Agent) Next(ctx context.Context) error {
 	begun := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, a.cfg.Timing.Join)
 	defer cancel()
-	if err := a.k.send(message{kind: kindReady, epoch: a.now.Load().epoch}); err != nil {
+	if err := a.k.send(message{kind: kindReady, epoch: a.now.Load().place.Load().epoch}); err != nil {
 		return fmt.Errorf("cluster: restart job %q: %w", a.cfg.Job, err)
 	}
 	select {
 	case t := <-a.plans:
-		a.now.Store(t)
-		if t.plan.News != "" {
-			a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, t.plan.News))
+		if n := t.place.Load().plan.News; n != "" {
+			a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n))
 		}
 		return nil
 	case <-a.k.ctx.Done():

@@ -34,9 +34,13 @@ type coordConfig struct {
 	size   int // world size if agents is 0
 	self   welcome
 	again  restartPolicy
-	notify func(string)
-	hint   func(have []Member) string // text from gossip about missing hosts; may be nil
-	path   func(host host) string     // text from gossip about a lost host; may be nil
+	// For epochs: the least number of hosts (0: all), and the limits for the arrival of
+	// processes, the return of functions and the end of a step.
+	least                     int
+	joinBy, revokeBy, drainBy time.Duration
+	notify                    func(string)
+	hint                      func(have []Member) string // text from gossip about missing hosts; may be nil
+	path                      func(host host) string     // text from gossip about a lost host; may be nil
 }
 
 // A coordinator holds the authoritative state of one job: hosts, processes,
@@ -57,7 +61,7 @@ type coordinator struct {
 	peers   map[string]*peer // all authenticated peers, by id
 	agents  []*peer
 	late    []*peer // agents that came when the job was complete
-	attempt uint64 // number of the current PREPARE; 0 if none
+	attempt uint64  // number of the current PREPARE; 0 if none
 	lastTry uint64
 	epoch   uint64
 	plan    *plan    // nil while hosts may join
@@ -67,6 +71,7 @@ type coordinator struct {
 	workers []*peer // in the order of arrival
 	world   *world
 	engine  *engine
+	elastic *elastic // if the processes call Run and the first world is complete
 	faults  faults
 	gone    []Member      // timed out before the job was complete
 	verdict *refusal      // why the job never became complete
@@ -303,6 +308,12 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 		c.later(func() { c.agentDone(p) })
 	case kindReady:
 		c.agentReady(p)
+	case kindDrain:
+		var f fault
+		if err := m.record(&f); err != nil {
+			return err
+		}
+		c.drainHost(p, f)
 	case kindLeave:
 		c.agentLeft(p, m.id == leaveGaveUp)
 	default:
@@ -324,7 +335,7 @@ func (c *coordinator) handleWorker(p *peer, m message) error {
 	case kindLeave:
 		c.workerLeft(p, m.id == leaveGaveUp)
 	default:
-		return fmt.Errorf("message of kind %d from a worker", m.kind)
+		return c.handleAnswer(p, m)
 	}
 	return nil
 }
@@ -338,8 +349,12 @@ func (c *coordinator) call(p *peer, m message) error {
 	reply := func(r call) {
 		p.send(message{kind: kindReply, epoch: c.epoch, id: m.id, body: r.encode()})
 	}
-	if c.world == nil || p.state != peerJoined || m.epoch != c.epoch {
+	switch {
+	case c.world == nil || p.state != peerJoined:
 		reply(call{op: statusBad})
+		return nil
+	case m.epoch != c.epoch || p.seat != c.epoch:
+		reply(call{op: statusStale})
 		return nil
 	}
 	c.engine.do(ticket{p.reg.Rank, m.id}, req, reply)

@@ -87,7 +87,7 @@ func (e *election) adopt(o *outcome) error {
 	if err != nil {
 		return err
 	}
-	a.now.Store(t)
+	a.adopt(t)
 	if a.coord != nil && e.addr != e.mine {
 		a.coord.close()
 		a.coord = nil

@@ -13,6 +13,7 @@ import (
 // An Exit describes the exit of a worker process, as its launcher saw it.
 type Exit struct {
 	Rank   int    `json:"rank"`
+	Local  int    `json:"local"` // rank on its host
 	Host   string `json:"host"`
 	PID    int    `json:"pid"`
 	Code   int    `json:"code"`   // as in a shell: 128+n for signal n
@@ -140,6 +141,10 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 // is a consequence.
 func (c *coordinator) hostLost(p *peer, reason string) {
 	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
+	if c.isElastic() {
+		c.loseHost(p, f)
+		return
+	}
 	if w := c.faults.pending; w != nil && !w.exited && c.uuidOf(w.peer) == p.host.UUID {
 		c.resolve(f, tellAll)
 		return
@@ -150,6 +155,10 @@ func (c *coordinator) hostLost(p *peer, reason string) {
 // workerDisconnected handles the end of a worker's connection. It gives the
 // launcher, if any, time to report the worker's exit.
 func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
+	if c.isElastic() {
+		c.elasticDisconnected(p, f, closed)
+		return
+	}
 	if w := c.faults.pending; w != nil && (w.peer != p || !w.exited) {
 		c.later(func() { c.workerDisconnected(p, f, closed) })
 		return
@@ -201,6 +210,10 @@ func openSession(e Exit) fault {
 // exited handles a launcher's report of a worker's exit.
 func (c *coordinator) exited(a *peer, e Exit) {
 	e.Host = a.host.Host
+	if c.isElastic() {
+		c.elasticExit(a, e)
+		return
+	}
 	c.faults.exits[e.Rank] = e
 	for _, p := range c.workers {
 		if p.reg.Rank == e.Rank {
@@ -235,6 +248,10 @@ func (c *coordinator) exited(a *peer, e Exit) {
 // of that member are consequences.
 func (c *coordinator) memberTimedOut(p *peer) {
 	if p.state != peerJoined {
+		return
+	}
+	if c.isElastic() {
+		c.lostTouch(p)
 		return
 	}
 	// If it is a launcher, it stops its workers: their losses are consequences too.
@@ -336,6 +353,9 @@ func (c *coordinator) agentOf(p *peer) *peer {
 
 // uuidOf returns the UUID of the agent of a worker's host, or "".
 func (c *coordinator) uuidOf(p *peer) string {
+	if p.reg.Agent != "" {
+		return p.reg.Agent
+	}
 	if c.plan == nil || p.reg.Node < 0 || p.reg.Node >= len(c.plan.Hosts) {
 		return ""
 	}

@@ -52,6 +52,7 @@ type JoinConfig struct {
 	Notify func(line string) // as in Config
 
 	token  *credential // from a launcher
+	agent  string      // UUID of the launcher; "" without one
 	epoch  uint64      // in which the launcher started this process; 0: unknown
 	at     string      // address to dial: Addr, or a Unix socket of this user
 	source string

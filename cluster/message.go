@@ -43,6 +43,19 @@ const (
 	kindResumed                    // coordinator: nothing; the stream continues on this link
 	kindComplete                   // coordinator to agents: nothing; the world is complete
 	kindReady                      // agent: nothing; its workers have exited and can be started again
+	kindPropose                    // coordinator to workers: world of the next epoch; id is the attempt
+	kindRevoke                     // coordinator to workers: fault; the epoch ends
+	kindRevoked                    // worker: nothing; its function for this epoch has returned
+	kindFinished                   // worker: nothing; its function has returned nil
+	kindFailed                     // worker: fault; its function has returned an error
+	kindFinish                     // coordinator to workers: nothing; all functions have returned nil
+	kindDismiss                    // coordinator to workers: nothing; the host leaves the job
+	kindHold                       // coordinator to workers: nothing; no step may begin until kindUntil
+	kindHeld                       // worker: nothing; id is the number of steps begun
+	kindUntil                      // coordinator to workers: nothing; id is the last step of the epoch
+	kindOrder                      // coordinator to agents: Order
+	kindNews                       // coordinator to agents: news; the epoch has begun
+	kindDrain                      // agent: fault; its host leaves the job
 	kindLast                       // one more than the last
 )
 

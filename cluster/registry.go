@@ -37,6 +37,10 @@ const (
 
 // registerWorker adds a worker, and commits the world if it is the last one.
 func (c *coordinator) registerWorker(p *peer) error {
+	if c.isElastic() {
+		c.registerNewcomer(p)
+		return nil
+	}
 	if c.faults.lost != nil {
 		p.send(note(kindFault, c.faults.lost))
 		p.state = peerGone
@@ -79,6 +83,9 @@ func (c *coordinator) objection(reg registration) *refusal {
 		return &refusal{Reason: fmt.Sprintf("rank %d in a world of size %d", reg.Rank, size)}
 	}
 	for _, q := range c.workers {
+		if q.reg.Elastic != reg.Elastic {
+			return &refusal{Reason: "some processes call cluster.Run and some cluster.Attach or Join; use one of them in all processes"}
+		}
 		if (q.reg.Rank < 0) != (reg.Rank < 0) {
 			return &refusal{Reason: "some processes have a rank and some do not; set it in all processes or in none"}
 		}
@@ -130,10 +137,13 @@ func (c *coordinator) commitWorld() {
 	c.tellAgents(message{kind: kindComplete, epoch: c.epoch})
 	for _, member := range ms {
 		p := c.workers[member.arrival]
-		p.reg.Member = member
+		p.reg.Member, p.seat = member, c.epoch
 		m := note(kindWorld, c.world)
 		m.epoch, m.id = c.epoch, uint64(member.Rank)
 		p.send(m)
+	}
+	if len(c.workers) > 0 && c.workers[0].reg.Elastic {
+		c.beginElastic()
 	}
 }
 
@@ -141,6 +151,10 @@ func (c *coordinator) commitWorld() {
 // place.
 func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 	if p.state != peerJoined {
+		return
+	}
+	if c.isElastic() {
+		c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: "left the job", Code: -1})
 		return
 	}
 	p.state = peerGone
@@ -175,6 +189,10 @@ func (c *coordinator) registerAgent(p *peer) error {
 	}
 	p.join()
 	p.ready = true
+	if c.isElastic() {
+		c.admitHost(p)
+		return nil
+	}
 	if c.plan != nil {
 		c.late = append(c.late, p)
 		return nil
@@ -197,6 +215,8 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		return &refusal{Reason: "the coordinator's job was not started by chorus run"}
 	case h.Nodes != n:
 		return &refusal{Reason: fmt.Sprintf("host %s has a job of %s, the coordinator of %d; use the same --nnodes on all hosts", h.Host, quantity(h.Nodes, unitHost), n)}
+	case h.MinNodes != c.cfg.leastHosts():
+		return &refusal{Reason: fmt.Sprintf("host %s has a job of at least %s, the coordinator of %d; use the same --nnodes on all hosts", h.Host, quantity(h.MinNodes, unitHost), c.cfg.leastHosts())}
 	case h.Restarts != c.cfg.again.most:
 		return &refusal{Reason: fmt.Sprintf("host %s has --max-restarts %d, the coordinator %d; use the same on all hosts", h.Host, h.Restarts, c.cfg.again.most)}
 	case h.NodeRank >= n:
@@ -204,7 +224,7 @@ func (c *coordinator) hostObjection(h host) *refusal {
 	case h.LocalSize < 1 || h.LocalSize > maxLocalSize:
 		return &refusal{Reason: fmt.Sprintf("host %s brings %d processes: want 1 to %d", h.Host, h.LocalSize, maxLocalSize)}
 	}
-	if c.plan != nil && c.admitsLateHosts() {
+	if c.plan != nil && (c.admitsLateHosts() || c.isElastic()) {
 		return nil
 	}
 	mine := h.member()

@@ -54,7 +54,7 @@ type restart struct {
 
 // planRestart decides whether the job goes on after f, which is not sent yet.
 func (c *coordinator) planRestart(f *fault) {
-	if c.plan == nil || c.retries.total >= c.cfg.again.most {
+	if c.plan == nil || c.elastic != nil || c.retries.total >= c.cfg.again.most {
 		return
 	}
 	f.Again = true
@@ -77,13 +77,15 @@ func (c *coordinator) awaitHosts(f fault) {
 		p.ready, p.state = false, peerJoined
 	}
 	c.admitLateHosts()
-	if len(c.agents) < c.cfg.agents {
+	if len(c.agents) < c.cfg.leastHosts() {
 		c.say(f.text() + "; waiting for another host")
 	}
 }
 
 // admitsLateHosts reports whether a host may wait for a place in a job that is complete.
-func (c *coordinator) admitsLateHosts() bool { return c.cfg.again.most > 0 }
+func (c *coordinator) admitsLateHosts() bool {
+	return c.cfg.again.most > 0 || c.cfg.leastHosts() < c.cfg.agents
+}
 
 // admitLateHosts gives free places to hosts that wait for one.
 func (c *coordinator) admitLateHosts() {
@@ -114,13 +116,37 @@ func (c *coordinator) agentReady(p *peer) {
 
 // tryPropose proposes a plan if all hosts are present and, after a failure, ready.
 func (c *coordinator) tryPropose() {
-	if c.closed || c.plan != nil || c.attempt != 0 || len(c.agents) < c.cfg.agents {
+	if c.closed || c.plan != nil || c.attempt != 0 || len(c.agents) < c.cfg.leastHosts() {
+		return
+	}
+	if c.restart == nil && len(c.agents) < c.cfg.agents && !c.lastCall() {
 		return
 	}
 	if c.restart != nil && (!c.restart.due || slices.ContainsFunc(c.agents, func(p *peer) bool { return !p.ready })) {
 		return
 	}
 	c.propose()
+}
+
+// lastCallTime is the time that a job with enough hosts waits for more, after each arrival.
+const lastCallTime = 3 * time.Second
+
+// lastCall reports whether no host has arrived for lastCallTime.
+func (c *coordinator) lastCall() bool {
+	newest := time.Duration(0)
+	for _, p := range c.agents {
+		newest = max(newest, p.since)
+	}
+	wait := newest + lastCallTime - c.clock.now()
+	if wait <= 0 {
+		return true
+	}
+	time.AfterFunc(wait, func() {
+		c.mu.Lock()
+		defer c.unlock()
+		c.tryPropose()
+	})
+	return false
 }
 
 // beginAttempt forgets the processes of the last attempt, if p is not the first plan.
@@ -136,7 +162,7 @@ func (c *coordinator) beginAttempt(p *plan) {
 	if w := c.faults.pending; w != nil {
 		w.timer.Stop()
 	}
-	c.workers, c.world, c.engine, c.faults = nil, nil, nil, newFaults()
+	c.workers, c.world, c.engine, c.elastic, c.faults = nil, nil, nil, nil, newFaults()
 	c.epoch++
 	p.Restarts = c.retries.total
 	p.News = fmt.Sprintf("restart %d of %d: epoch %d has %s on %s; %s; the job stood still for %v", p.Restarts, c.cfg.again.most, c.epoch,

@@ -161,6 +161,8 @@ func statusError(status byte) error {
 		return errNotNumber
 	case statusBusy:
 		return errBusy
+	case statusStale:
+		return errStale
 	}
 	return fmt.Errorf("the coordinator rejected this call (status %d)", status)
 }

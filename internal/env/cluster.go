@@ -51,6 +51,12 @@ var (
 		"Interval of the heartbeats between each process and the coordinator. The coordinator's value applies to all processes."}
 	LostAfter = &Var{"CHORUS_LOST_AFTER", "duration", "3s",
 		"Silence after which a process is declared lost. The coordinator's value applies to all processes."}
+	RevokeTimeout = &Var{"CHORUS_REVOKE_TIMEOUT", "duration", "15s",
+		"Time for the function of cluster.Run to return after its epoch has ended. `chorus run` kills a process that takes longer. The coordinator's value applies to all processes."}
+	DrainTimeout = &Var{"CHORUS_DRAIN_TIMEOUT", "duration", "30s",
+		"Time for the ranks to come to the end of a step if hosts or processes join or leave. After that, the epoch ends in the middle of the step. The coordinator's value applies."}
+	Agent = &Var{"CHORUS_AGENT", "text", "",
+		"Set by `chorus run`: identifies the launcher that started this process."}
 	Backoff = &Var{"CHORUS_BACKOFF", "duration", "1s",
 		"Time before `chorus run` starts processes again after the second failure in a row. It doubles with each further failure, to at most 64 times its value; processes that ran for five minutes count as good. The first restart follows at once."}
 	Gossip = &Var{"CHORUS_GOSSIP", "yes/no", "yes",
@@ -62,6 +68,6 @@ var (
 )
 
 // clusterVars are the variables of package cluster and `chorus run`.
-var clusterVars = []*Var{Job, Rank, WorldSize, LocalRank, LocalSize, Node, Nodes, Epoch, RestartCount, Addr, Token,
+var clusterVars = []*Var{Job, Rank, WorldSize, LocalRank, LocalSize, Node, Nodes, Epoch, RestartCount, Agent, Addr, Token,
 	Launcher, Seeds, Bind, Advertise, HostName, SecretFile, Insecure, JoinTimeout, CallTimeout,
-	Heartbeat, LostAfter, Backoff, Gossip, Grace, LogDir}
+	Heartbeat, LostAfter, RevokeTimeout, DrainTimeout, Backoff, Gossip, Grace, LogDir}

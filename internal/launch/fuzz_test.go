@@ -35,7 +35,7 @@ func FuzzLines(f *testing.F) {
 			return
 		}
 		o := &output{prefix: true}
-		text := string(o.lines(nil, &stream{from: &child{}}, line))
+		text := string(o.lines(nil, &stream{from: &child{rankNow: func() int { return 0 }}}, line))
 		require.True(t, strings.HasSuffix(text, "\n") || text == "")
 		for shown := range strings.Lines(text) {
 			require.True(t, strings.HasPrefix(shown, "[rank 0] "), "%q", shown)

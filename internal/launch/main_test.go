@@ -46,6 +46,7 @@ type setup struct {
 	LogDir   string
 	Raw      bool
 	Nodes    int
+	MinNodes int
 	Restarts int
 	Job      string
 	Host     string
@@ -57,7 +58,7 @@ type setup struct {
 
 func (s *setup) config() *Config {
 	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir, Raw: s.Raw,
-		Cluster: cluster.Config{Nodes: s.Nodes, MaxRestarts: s.Restarts, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
+		Cluster: cluster.Config{Nodes: s.Nodes, MinNodes: s.MinNodes, MaxRestarts: s.Restarts, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
 			Secret: s.Secret, Timing: s.Timing}}
 }
 
@@ -78,6 +79,9 @@ func launcher() int {
 // worker attaches and then does what the arguments say: a rank and a deed for
 // it. The others wait for the end of their session and say why it ended.
 func worker(args []string) int {
+	if args[0] == "elastic" {
+		return elasticWorker(args[1], args[2])
+	}
 	s, err := cluster.Attach(context.Background())
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "attach:", err)

@@ -36,11 +36,13 @@ type job struct {
 	children []*child
 	ended    chan *child
 	running  int
-	pipes    []*os.File
+	elastic
+	pipes []*os.File
 
 	signal   syscall.Signal // the first signal that asked us to stop, or 0
 	stopping bool
 	grace    *time.Timer
+	late     *time.Timer // ends the time in which workers exit by themselves
 
 	sayMu sync.Mutex
 }
@@ -123,7 +125,7 @@ func (j *job) run(path string) int {
 
 // attempt starts all workers, and returns when all have exited.
 func (j *job) attempt() (code int, err error) {
-	j.children, j.running, j.stopping = nil, 0, false
+	j.children, j.running, j.stopping, j.elastic = nil, 0, false, elastic{due: make(chan cluster.Order, j.cfg.Procs)}
 	if code, err = j.spawn(); err != nil {
 		j.kill()
 	} else {
@@ -197,12 +199,20 @@ func meetCode(err error) int {
 func (j *job) spawn() (int, error) {
 	j.ended = make(chan *child, j.cfg.Procs)
 	for local := range j.cfg.Procs {
-		c := &child{local: local, rank: j.agent.Rank(local), again: j.restarts}
+		c := j.newChild(local)
 		if err := j.start(c); err != nil {
 			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, whyNot(j.path, err))
 		}
+		j.children = append(j.children, c)
 	}
 	return 0, nil
+}
+
+func (j *job) newChild(local int) *child {
+	c := &child{local: local, rank: j.agent.Rank(local), again: j.restarts}
+	c.rankNow = func() int { return j.agent.Rank(local) }
+	c.shown.Store(int64(c.rank))
+	return c
 }
 
 // start starts a worker.
@@ -222,12 +232,11 @@ func (j *job) start(c *child) error {
 	}
 	defer stderr.Close()
 	j.pipes = append(j.pipes, r2)
-	c.cmd = command(j.path, j.cfg.Program, j.cfg.workerEnv(j.agent, c.local), stdout, stderr)
+	c.cmd = command(j.path, j.cfg.Program, append(j.cfg.workerEnv(j.agent, c.local), c.env...), stdout, stderr)
 	if err := startChild(c, j.ended); err != nil {
 		return err
 	}
 	j.guard.started(c.pid)
-	j.children = append(j.children, c)
 	j.running++
 	return nil
 }
@@ -240,22 +249,26 @@ func (j *job) supervise() int {
 	zombies := time.NewTicker(zombieEvery)
 	defer zombies.Stop()
 	dead := j.agent.Context().Done()
-	late := stoppedTimer()
-	defer late.Stop()
-	for j.running > 0 {
+	j.late = stoppedTimer()
+	defer j.late.Stop()
+	for j.running > 0 || j.mayStart() {
 		select {
 		case c := <-j.ended:
 			j.childEnded(c)
+		case o := <-j.agent.Orders():
+			j.obey(o)
+		case o := <-j.due:
+			j.startAgain(o)
 		case s := <-j.cfg.Signals:
 			j.signalled(s)
 		case <-dead:
 			dead = nil
 			if lost, _ := j.causes(); lost != nil && !j.agent.Restarting() {
-				late.Reset(j.cfg.Grace)
+				j.late.Reset(j.cfg.Grace)
 			} else {
 				j.ask()
 			}
-		case <-late.C:
+		case <-j.late.C:
 			j.ask()
 		case <-j.grace.C:
 			j.kill()
@@ -303,6 +316,9 @@ func (j *job) childEnded(c *child) {
 	// was first. If this call fails, the coordinator is lost, and the context
 	// reports that.
 	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.reason(), Asked: c.stopped})
+	if c.code() != 0 && !c.stopped {
+		j.undecided++
+	}
 }
 
 // signalled forwards a signal. The first signal that asks to stop starts the
@@ -321,6 +337,10 @@ func (j *job) signalled(s os.Signal) {
 		return
 	}
 	j.signal = sig
+	if sig == syscall.SIGTERM && j.agent.CanDrain() {
+		j.drain()
+		return
+	}
 	_ = j.agent.Stop("received "+signalName(sig), exitSignalOffset+int(sig)) // as in childEnded
 	j.stop(sig)
 }
@@ -374,6 +394,9 @@ func (j *job) pids() map[int]bool {
 func (j *job) awaitOthers() {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
+	if j.draining {
+		cancel() // the other hosts go on
+	}
 	done := make(chan error, 1)
 	go func() { done <- j.agent.Shutdown(ctx) }()
 	for {

@@ -25,7 +25,7 @@ BESIDE = -p $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -parallel 8
 
 # These packages run in one goroutine, or train whole models with packages that have tests of
 # their own. The race detector makes them several times slower.
-SERIAL = ./internal/archtest ./internal/memtrace ./memory/internal/pickle ./examples/ddp ./examples/gpt/... ./examples/sharded
+SERIAL = ./internal/archtest ./internal/memtrace ./memory/internal/pickle ./examples/ddp ./examples/elastic ./examples/gpt/... ./examples/sharded
 
 test: ## run all tests, with the race detector if a C compiler is installed
 	@echo $(if $(RACE),"tests with the race detector","no C compiler: tests without the race detector")

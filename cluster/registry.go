@@ -41,6 +41,12 @@ func (c *coordinator) registerWorker(p *peer) error {
 		c.registerNewcomer(p)
 		return nil
 	}
+	if c.elastic != nil && p.reg.Elastic && c.faults.lost == nil { // it comes after the end
+		p.join()
+		c.workers = append(c.workers, p)
+		p.send(message{kind: kindFinish, epoch: c.epoch})
+		return nil
+	}
 	if c.faults.lost != nil {
 		p.send(note(kindFault, c.faults.lost))
 		p.state = peerGone

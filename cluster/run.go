@@ -123,7 +123,7 @@ func (r *runner) run(key credential, coord *coordinator, least int, fn func(cont
 		return fmt.Errorf("cluster: join job %q: register at %s: %w", r.cfg.Job, r.cfg.Addr, err)
 	}
 	w, err := r.first(ctx, start)
-	if err != nil {
+	if w == nil {
 		coord.decide(err)
 		r.k.leave(err)
 		return err

@@ -18,25 +18,28 @@ import (
 // does not use devices, because heartbeats must not depend on a driver that may
 // hang. Methods are safe for concurrent use.
 type Agent struct {
-	owner  handle.Owner
-	cfg    Config
-	keys   keys
-	token  string // for workers
-	uuid   string
-	coord  *coordinator // nil unless this host runs a coordinator
-	gossip *gossip      // nil in a job on one host
-	pairs  *pairs       // nil without gossip
-	port   *reservation
-	k      *client
-	addr   string // address of the coordinator
+	owner   handle.Owner
+	cfg     Config
+	keys    keys
+	token   string // for workers
+	uuid    string
+	coord   *coordinator // nil unless this host runs a coordinator
+	gossip  *gossip      // nil in a job on one host
+	pairs   *pairs       // nil without gossip
+	port    *reservation
+	k       *client
+	addr    string // address of the coordinator
+	closing sync.Once
+	killed  chan struct{}
+	killing sync.Once
 	// byOwnName is true if this host is a seed whose name is the loopback here.
 	byOwnName bool
-	plan      plan
-	node      int
-	noted     atomic.Pointer[MemberLostError]
-	closing   sync.Once
-	killed    chan struct{}
-	killing   sync.Once
+
+	now    atomic.Pointer[attempt]
+	plans  chan *attempt // that follow the first
+	orders chan Order
+	mu     sync.Mutex
+	early  func() // news that came before the first attempt
 }
 
 // Start joins this host to a job, and returns when all hosts have joined. It fails with
@@ -56,7 +59,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), killed: make(chan struct{})}
+	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), killed: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize)}
 	if a.port, err = reservePort(); err != nil {
 		return nil, err
 	}
@@ -78,6 +81,8 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 func (a *Agent) serve(ln net.Listener) {
 	c := coordConfig{
 		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify,
+		joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain, least: a.cfg.MinNodes,
+		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
 		self: welcome{Host: a.cfg.Host, PID: os.Getpid(), Rank: -1,
 			Heartbeat: a.cfg.Timing.Heartbeat, LostAfter: a.cfg.Timing.LostAfter},
 	}
@@ -90,7 +95,7 @@ func (a *Agent) serve(ln net.Listener) {
 // self describes this host to the coordinator at the other end of l.
 func (a *Agent) self(l *link) host {
 	h := host{Host: a.cfg.Host, PID: os.Getpid(), UUID: a.uuid, NodeRank: deref(a.cfg.NodeRank, -1),
-		Nodes: a.cfg.Nodes, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port, Unfit: a.cfg.Unfit}
+		Nodes: a.cfg.Nodes, MinNodes: a.cfg.MinNodes, Restarts: a.cfg.MaxRestarts, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port, Unfit: a.cfg.Unfit}
 	h.MasterAddr = addrIP(l.c.LocalAddr())
 	if ip := net.ParseIP(h.MasterAddr); a.byOwnName && ip.IsLoopback() {
 		h.MasterAddr = cmp.Or(addrText(ownAddress()), h.MasterAddr)
@@ -121,23 +126,25 @@ func (a *Agent) Job() string { return a.cfg.Job }
 func (a *Agent) Host() string { return a.cfg.Host }
 
 // Nodes returns the number of hosts in the job.
-func (a *Agent) Nodes() int { return len(a.plan.Hosts) }
+func (a *Agent) Nodes() int { return len(a.now.Load().place.Load().plan.Hosts) }
 
 // Size returns the world size: the number of processes on all hosts.
-func (a *Agent) Size() int { return a.plan.size() }
+func (a *Agent) Size() int { return a.now.Load().place.Load().plan.size() }
 
 // LocalSize returns the number of processes on this host.
-func (a *Agent) LocalSize() int { return a.plan.Hosts[a.node].LocalSize }
+func (a *Agent) LocalSize() int { return a.cfg.LocalSize }
 
-// Rank returns the rank of worker number local of this host.
-func (a *Agent) Rank(local int) int { return a.plan.first(a.node) + local }
+// Rank returns the rank of worker number local of this host, or -1 if the worker calls
+// Run and is not a member of the epoch.
+func (a *Agent) Rank(local int) int { return a.now.Load().place.Load().rank(local) }
 
 // WorkerEnv returns the environment, as NAME=value, that worker number local of
 // this host needs for Attach. It includes torchrun's variables for programs
 // that know only those.
 func (a *Agent) WorkerEnv(local int) []string {
-	rank, size := a.Rank(local), a.Size()
-	master := a.plan.Hosts[0]
+	now := a.now.Load().place.Load()
+	rank, size := now.plan.first(now.node)+local, now.plan.size() // Run ignores them
+	master := now.plan.Hosts[0]
 	vars := []struct {
 		name  string
 		value any
@@ -147,9 +154,12 @@ func (a *Agent) WorkerEnv(local int) []string {
 		{env.WorldSize.Name, size},
 		{env.LocalRank.Name, local},
 		{env.LocalSize.Name, a.LocalSize()},
-		{env.Node.Name, a.node},
+		{env.Node.Name, now.node},
 		{env.Nodes.Name, a.Nodes()},
 		{env.HostName.Name, a.cfg.Host},
+		{env.Epoch.Name, now.epoch},
+		{env.RestartCount.Name, now.plan.Restarts},
+		{env.Agent.Name, a.uuid},
 		{env.Addr.Name, a.addr},
 		{env.Token.Name, a.token},
 		{env.JoinTimeout.Name, a.cfg.Timing.Join},
@@ -158,7 +168,7 @@ func (a *Agent) WorkerEnv(local int) []string {
 		{"WORLD_SIZE", size},
 		{"LOCAL_RANK", local},
 		{"LOCAL_WORLD_SIZE", a.LocalSize()},
-		{"GROUP_RANK", a.node},
+		{"GROUP_RANK", now.node},
 		{"GROUP_WORLD_SIZE", a.Nodes()},
 		{"ROLE_RANK", rank},
 		{"ROLE_WORLD_SIZE", size},
@@ -166,8 +176,8 @@ func (a *Agent) WorkerEnv(local int) []string {
 		{"MASTER_ADDR", master.MasterAddr},
 		{"MASTER_PORT", master.MasterPort},
 		{"TORCHELASTIC_RUN_ID", a.cfg.Job},
-		{"TORCHELASTIC_RESTART_COUNT", 0},
-		{"TORCHELASTIC_MAX_RESTARTS", 0},
+		{"TORCHELASTIC_RESTART_COUNT", now.plan.Restarts},
+		{"TORCHELASTIC_MAX_RESTARTS", a.cfg.MaxRestarts},
 	}
 	out := make([]string, 0, len(vars))
 	for _, v := range vars {
@@ -176,21 +186,23 @@ func (a *Agent) WorkerEnv(local int) []string {
 	return out
 }
 
-// Context is cancelled when the job must stop. Its cause is the *MemberLostError
-// of the first process that failed on any host, a *StopError, or ErrClosed.
-func (a *Agent) Context() context.Context { return a.k.ctx }
+// Context is cancelled when the processes must stop. Its cause is the *MemberLostError
+// of the first process that failed on any host, a *StopError, or ErrClosed. If the job
+// goes on, Restarting returns true, and Next returns when the processes can start again.
+// Then Context returns another context.
+func (a *Agent) Context() context.Context { return a.now.Load().ctx }
 
 // Note returns a loss that was reported to sessions but does not stop the hosts:
 // a worker exited with code 0 without closing its session. It may explain later
 // failures. Note returns nil if there was none.
-func (a *Agent) Note() *MemberLostError { return a.noted.Load() }
+func (a *Agent) Note() *MemberLostError { return a.now.Load().noted.Load() }
 
 // Report reports the exit of worker number local of this host. It sets Rank and
 // Host of e, and an empty Reason is derived from the code. A code other than 0
 // stops the job on all hosts, except if the launcher had asked the worker to
 // exit.
 func (a *Agent) Report(local int, e Exit) error {
-	e.Rank, e.Host = a.Rank(local), a.cfg.Host
+	e.Rank, e.Local, e.Host = a.Rank(local), local, a.cfg.Host
 	if e.Reason == "" {
 		e.Reason = describe(e.Code)
 	}
@@ -231,9 +243,9 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 	}
 	select {
 	case <-a.k.endedC:
-		return context.Cause(a.k.ctx) // a failure is reported before the end
-	case <-a.k.ctx.Done():
-		return context.Cause(a.k.ctx)
+		return context.Cause(a.Context()) // a failure is reported before the end
+	case <-a.Context().Done():
+		return context.Cause(a.Context())
 	case <-ctx.Done():
 		return fmt.Errorf("cluster: shut down job %q: waiting for the other hosts: %w", a.cfg.Job, ctx.Err())
 	}
@@ -280,12 +292,30 @@ func (a *Agent) event(k *client, m message) {
 			k.cancel(err)
 			return
 		}
+		if t := a.now.Load(); f.Again && t != nil {
+			t.fail(f)
+			return
+		}
 		k.cancel(f.err())
+	case kindOrder:
+		var o Order
+		if err := m.record(&o); err != nil {
+			k.cancel(err)
+			return
+		}
+		a.order(k, o)
+	case kindNews:
+		var n news
+		if err := m.record(&n); err != nil {
+			k.cancel(err)
+			return
+		}
+		a.news(m.epoch, n)
 	case kindNote:
 		var f fault
 		if m.record(&f) == nil {
 			if lost, ok := f.err().(*MemberLostError); ok {
-				a.noted.Store(lost)
+				a.now.Load().noted.Store(lost)
 			}
 		}
 	}

@@ -88,7 +88,7 @@ func TestAgentAlone(t *testing.T) {
 	require.NoError(t, every(ss, func(s *Session) error { _, err := s.Get(t.Context(), "k"); return err }))
 	t.Logf("start, attach and exchange took %v", time.Since(begin))
 	require.Nil(t, a.gossip, "one host waits for no gossip")
-	require.Equal(t, []int{0, 1, 0, 3, 3}, []int{a.node, a.Nodes(), a.Rank(0), a.LocalSize(), a.Size()})
+	require.Equal(t, []int{0, 1, 0, 3, 3}, []int{a.now.Load().place.Load().node, a.Nodes(), a.Rank(0), a.LocalSize(), a.Size()})
 	require.True(t, strings.HasPrefix(ss[1].Source(), "chorus run: CHORUS_RANK=1, "), ss[1].Source())
 	env := a.WorkerEnv(2)
 	for _, v := range []string{"RANK=2", "WORLD_SIZE=3", "LOCAL_RANK=2", "LOCAL_WORLD_SIZE=3", "GROUP_RANK=0", "MASTER_ADDR=127.0.0.1"} {
@@ -110,7 +110,7 @@ func TestAgentsMeet(t *testing.T) {
 	as, errs := startAll(t, onLoopback(t, 3, 2)...)
 	require.NoError(t, errors.Join(errs...))
 	for i, a := range as {
-		require.Equal(t, i, a.node, "n9 is before n10")
+		require.Equal(t, i, a.now.Load().place.Load().node, "n9 is before n10")
 		require.Equal(t, 6, a.Size())
 		require.Equal(t, []int{0, 1, 3}[i], a.Rank(0))
 		require.Equal(t, as[0].addr, a.addr)
@@ -349,7 +349,7 @@ func TestGossipSees(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 	require.Eventually(t, func() bool {
 		g := as[2].gossip
-		return g != nil && len(g.coordinators()) == 2 && g.path(as[0].plan.Hosts[1]) == ""
+		return g != nil && len(g.coordinators()) == 2 && g.path(as[0].now.Load().place.Load().plan.Hosts[1]) == ""
 	}, 90*time.Second, 10*time.Millisecond) // a lost update waits for the next push and pull, more than once where the machine is busy
 	require.Equal(t, "gossip sees n10, which cannot reach the coordinator's port",
 		as[2].gossip.hint([]Member{{Host: "n9"}, {Host: "n11"}}))

@@ -82,8 +82,12 @@ func (c *coordinator) waitingLine() string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	waiting := c.cfg.agents > 0 && c.plan == nil || c.world == nil && len(c.workers) > 0
-	if !waiting || c.faults.lost != nil {
+	if !waiting || c.faults.lost != nil && c.restart == nil {
 		return ""
 	}
-	return fmt.Sprintf("job %s: waiting since %v: %v", c.cfg.job, time.Since(c.started).Round(time.Second), c.attendance())
+	since := c.started
+	if c.restart != nil {
+		since = c.restart.begun
+	}
+	return fmt.Sprintf("job %s: waiting since %v: %v", c.cfg.job, time.Since(since).Round(time.Second), c.attendance())
 }

@@ -240,15 +240,9 @@ func (k *client) cancelEnded() {
 
 func (k *client) send(m message) error { return k.stream.pushWait(m.encode()) }
 
-// ask sends a request and waits for the reply, the end of ctx, or the end of the
-// job.
-func (k *client) ask(ctx context.Context, kd kind, body []byte) (message, uint64, error) {
-	return k.askUntil(ctx, k.ctx.Done(), kd, body)
-}
-
-// askUntil is ask with a different end channel. It sends nothing after the end:
-// the coordinator may still exist and answer.
-func (k *client) askUntil(ctx context.Context, end <-chan struct{}, kd kind, body []byte) (message, uint64, error) {
+// ask sends a request and waits for the reply, the end of ctx, or end. It sends nothing
+// after the end: the coordinator may still exist and answer.
+func (k *client) ask(ctx context.Context, end <-chan struct{}, q message) (message, uint64, error) {
 	select {
 	case <-end:
 		return message{}, 0, k.endCause()
@@ -257,6 +251,7 @@ func (k *client) askUntil(ctx context.Context, end <-chan struct{}, kd kind, bod
 	k.mu.Lock()
 	k.lastID++
 	id := k.lastID
+	q.id = id
 	ch := make(chan message, 1)
 	k.replies[id] = ch
 	k.mu.Unlock()
@@ -264,7 +259,7 @@ func (k *client) askUntil(ctx context.Context, end <-chan struct{}, kd kind, bod
 		k.drop(id)
 		return message{}, id, ErrEnded
 	}
-	if err := k.send(message{kind: kd, epoch: firstEpoch, id: id, body: body}); err != nil {
+	if err := k.send(q); err != nil {
 		if errors.Is(err, ErrTooLarge) {
 			k.drop(id)
 			return message{}, id, err
@@ -313,7 +308,7 @@ func (k *client) askMissing() (attendance, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), handshakeTimeout)
 	defer cancel()
 	var r attendance
-	m, id, err := k.ask(ctx, kindWho, nil)
+	m, id, err := k.ask(ctx, k.ctx.Done(), message{kind: kindWho, epoch: firstEpoch})
 	if err != nil {
 		k.drop(id)
 		return r, err

@@ -19,6 +19,9 @@ type Timing struct {
 	Call      time.Duration // for a store call whose context has no deadline; CHORUS_CALL_TIMEOUT, 5 minutes
 	Heartbeat time.Duration // interval of heartbeats; CHORUS_HEARTBEAT, 500 ms
 	LostAfter time.Duration // silence after which a process is lost; CHORUS_LOST_AFTER, 3 s
+	Revoke    time.Duration // for the function of Run to return after the end of its epoch; CHORUS_REVOKE_TIMEOUT, 15 s
+	Drain     time.Duration // for a planned change to wait for the end of a step; CHORUS_DRAIN_TIMEOUT, 30 s
+	Backoff   time.Duration // before the second of several restarts; CHORUS_BACKOFF, 1 s
 }
 
 // complete fills in unset fields and validates the result.
@@ -28,7 +31,8 @@ func (t Timing) complete() (Timing, error) {
 		v *env.Var
 	}{
 		{&t.Join, env.JoinTimeout}, {&t.Call, env.CallTimeout},
-		{&t.Heartbeat, env.Heartbeat}, {&t.LostAfter, env.LostAfter},
+		{&t.Heartbeat, env.Heartbeat}, {&t.LostAfter, env.LostAfter}, {&t.Backoff, env.Backoff},
+		{&t.Revoke, env.RevokeTimeout}, {&t.Drain, env.DrainTimeout},
 	} {
 		if *f.d == 0 {
 			d, err := f.v.Duration()
@@ -53,13 +57,21 @@ type Config struct {
 	// Job is the name of the job, the same on all hosts. A job on one host may
 	// omit it and then gets a generated name.
 	Job string
-	// Nodes is the number of hosts in the job; 0 means 1.
+	// Nodes is the number of hosts in the job, or the greatest number; 0 means 1.
 	Nodes int
+	// MinNodes is the number of hosts with which the job starts, and goes on after a loss,
+	// if no more come; 0 means Nodes. If the program calls Run, later hosts join at the end
+	// of a step. Otherwise they wait for the next restart.
+	MinNodes int
 	// LocalSize is the number of workers on this host; 0 means 1.
 	LocalSize int
 	// NodeRank is the index of this host. If it is nil on all hosts, the
 	// coordinator orders the hosts by name. Set it on all hosts or on none.
 	NodeRank *int
+	// MaxRestarts is how often the processes of the job are started again after a
+	// failure, the same on all hosts. The first restart follows at once, the others after
+	// Timing.Backoff, which doubles each time up to 64 times its value.
+	MaxRestarts int
 	// Host is the name of this host in messages and in the order of ranks;
 	// empty means the system's host name.
 	Host string
@@ -107,7 +119,10 @@ func (cfg *Config) complete() (Config, keys, error) {
 	if cfg != nil {
 		c = *cfg
 	}
-	c.Nodes, c.LocalSize = max(c.Nodes, 1), max(c.LocalSize, 1)
+	c.Nodes, c.LocalSize, c.MaxRestarts = max(c.Nodes, 1), max(c.LocalSize, 1), max(c.MaxRestarts, 0)
+	if c.MinNodes == 0 {
+		c.MinNodes = c.Nodes
+	}
 	if c.Host == "" {
 		c.Host = hostName()
 	}
@@ -125,6 +140,9 @@ func (cfg *Config) complete() (Config, keys, error) {
 		if err := c.checkSeveral(); err != nil {
 			return c, keys{}, err
 		}
+	}
+	if c.MinNodes < 1 || c.MinNodes > c.Nodes {
+		return c, keys{}, badConfig("at least %d of at most %s: want a range such as 2:4", c.MinNodes, quantity(c.Nodes, unitHost))
 	}
 	if c.NodeRank != nil && (*c.NodeRank < 0 || *c.NodeRank >= c.Nodes) {
 		return c, keys{}, badConfig("node rank %d in a job of %s", *c.NodeRank, quantity(c.Nodes, unitHost))

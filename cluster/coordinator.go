@@ -33,9 +33,14 @@ type coordConfig struct {
 	agents int // hosts of the job; 0: workers join without launchers
 	size   int // world size if agents is 0
 	self   welcome
-	notify func(string)
-	hint   func(have []Member) string // text from gossip about missing hosts; may be nil
-	path   func(host host) string     // text from gossip about a lost host; may be nil
+	again  restartPolicy
+	// For epochs: the least number of hosts (0: all), and the limits for the arrival of
+	// processes, the return of functions and the end of a step.
+	least                     int
+	joinBy, revokeBy, drainBy time.Duration
+	notify                    func(string)
+	hint                      func(have []Member) string // text from gossip about missing hosts; may be nil
+	path                      func(host host) string     // text from gossip about a lost host; may be nil
 }
 
 // A coordinator holds the authoritative state of one job: hosts, processes,
@@ -55,13 +60,18 @@ type coordinator struct {
 	closed  bool
 	peers   map[string]*peer // all authenticated peers, by id
 	agents  []*peer
-	attempt uint64 // number of the current PREPARE; 0 if none
+	late    []*peer // agents that came when the job was complete
+	attempt uint64  // number of the current PREPARE; 0 if none
 	lastTry uint64
-	plan    *plan
+	epoch   uint64
+	plan    *plan    // nil while hosts may join
+	restart *restart // how all processes are started again; nil while they run
+	retries retries
 	planned time.Time
 	workers []*peer // in the order of arrival
 	world   *world
 	engine  *engine
+	elastic *elastic // if the processes call Run and the first world is complete
 	faults  faults
 	gone    []Member      // timed out before the job was complete
 	verdict *refusal      // why the job never became complete
@@ -75,9 +85,9 @@ type coordinator struct {
 // newCoordinator starts a coordinator on ln and takes ownership of ln.
 func newCoordinator(ln net.Listener, cfg coordConfig) *coordinator {
 	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
-		quit: make(chan struct{}), peers: map[string]*peer{},
+		quit: make(chan struct{}), peers: map[string]*peer{}, epoch: firstEpoch,
 		told: map[int]bool{}, allTold: make(chan struct{}), said: map[string]time.Time{}}
-	c.faults.exits = map[int]Exit{}
+	c.faults = newFaults()
 	c.wg.Go(c.acceptLoop)
 	c.wg.Go(c.waitLoop)
 	c.wg.Go(c.monitor)
@@ -152,7 +162,7 @@ func (c *coordinator) serve(conn net.Conn) {
 	p.stopRenewing()
 	c.mu.Lock()
 	c.disconnected(p, err)
-	c.mu.Unlock()
+	c.unlock()
 	p.closeAfterQueue()
 	<-p.done
 	p.closeLinks()
@@ -304,6 +314,14 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 		c.tellAgents(message{kind: kindKill, epoch: firstEpoch})
 	case kindDone:
 		c.later(func() { c.agentDone(p) })
+	case kindReady:
+		c.agentReady(p)
+	case kindDrain:
+		var f fault
+		if err := m.record(&f); err != nil {
+			return err
+		}
+		c.drainHost(p, f)
 	case kindLeave:
 		c.agentLeft(p, m.id == leaveGaveUp)
 	default:
@@ -325,7 +343,7 @@ func (c *coordinator) handleWorker(p *peer, m message) error {
 	case kindLeave:
 		c.workerLeft(p, m.id == leaveGaveUp)
 	default:
-		return fmt.Errorf("message of kind %d from a worker", m.kind)
+		return c.handleAnswer(p, m)
 	}
 	return nil
 }
@@ -337,10 +355,14 @@ func (c *coordinator) call(p *peer, m message) error {
 		return err
 	}
 	reply := func(r call) {
-		p.send(message{kind: kindReply, epoch: firstEpoch, id: m.id, body: r.encode()})
+		p.send(message{kind: kindReply, epoch: c.epoch, id: m.id, body: r.encode()})
 	}
-	if c.world == nil || p.state != peerJoined {
+	switch {
+	case c.world == nil || p.state != peerJoined:
 		reply(call{op: statusBad})
+		return nil
+	case m.epoch != c.epoch || p.seat != c.epoch:
+		reply(call{op: statusStale})
 		return nil
 	}
 	c.engine.do(ticket{p.reg.Rank, m.id}, req, reply)
@@ -435,6 +457,7 @@ func (c *coordinator) close() {
 		c.mu.Unlock()
 		return
 	}
+	c.cfg.again.most = 0
 	c.lastFaults()
 	c.closed = true
 	for _, p := range c.peers {

@@ -265,7 +265,8 @@ func (r *reader) chorus() (*JoinConfig, error) {
 	if err != nil { // the value is a secret: show only the name
 		return nil, &ConfigError{Vars: []string{env.Token.Name}, Reason: err.Error()}
 	}
-	cfg.token = token
+	cfg.agent = r.text(env.Agent.Name, "")
+	cfg.token, cfg.epoch = token, uint64(deref(r.optional(env.Epoch.Name, firstEpoch), 0))
 	return r.found(cfg, "chorus run", env.Rank.Name, env.WorldSize.Name, env.LocalRank.Name, env.Node.Name), nil
 }
 

@@ -41,9 +41,10 @@ type election struct {
 
 // An outcome ends a registration with a plan or an error.
 type outcome struct {
-	k    *client
-	plan plan
-	err  error
+	k     *client
+	epoch uint64
+	plan  plan
+	err   error
 }
 
 func (e *election) run(ctx context.Context) error {
@@ -81,10 +82,12 @@ func (e *election) failed(err error) error {
 // another one was chosen.
 func (e *election) adopt(o *outcome) error {
 	a := e.agent
-	a.k, a.addr, a.plan = o.k, e.addr, o.plan
-	if a.node = o.plan.nodeOf(a.uuid); a.node < 0 {
-		return fmt.Errorf("cluster: join job %q: the coordinator's plan does not include this host, %s", a.cfg.Job, a.cfg.Host)
+	a.k, a.addr = o.k, e.addr
+	t, err := a.newAttempt(o.k, o.epoch, o.plan)
+	if err != nil {
+		return err
 	}
+	a.adopt(t)
 	if a.coord != nil && e.addr != e.mine {
 		a.coord.close()
 		a.coord = nil
@@ -354,7 +357,11 @@ func (e *election) event(k *client, m message) {
 		var p plan
 		err := m.record(&p)
 		k.beStrict(startTime * k.hello.LostAfter)
-		e.reply <- outcome{k: k, plan: p, err: err}
+		if e.agent.now.Load() != nil {
+			e.agent.planned(k, m.epoch, p, err)
+			return
+		}
+		e.reply <- outcome{k: k, epoch: m.epoch, plan: p, err: err}
 	case kindRefuse:
 		var r refusal
 		err := m.record(&r)

@@ -25,6 +25,7 @@ var (
 var (
 	errNotNumber = errors.New("not a number of 64 bits")            // of an Add
 	errBusy      = errors.New("this rank is already waiting there") // in a Barrier
+	errStale     = errors.New("the epoch of this call has ended")
 )
 
 // A MemberLostError names a lost process, the time and the reason. It is the
@@ -54,6 +55,28 @@ func (e *MemberLostError) Who() string {
 		return fmt.Sprintf("rank %d (host %s)", e.Rank, e.Host)
 	}
 	return fmt.Sprintf("rank %d (host %s, pid %d)", e.Rank, e.Host, e.PID)
+}
+
+// ErrDismissed is returned by Run if the host of this process leaves the job because its
+// launcher received SIGTERM. The process should exit.
+var ErrDismissed = errors.New("cluster: this host leaves the job")
+
+// A ChangeError is the cause of the end of an epoch that no loss has ended: hosts or
+// processes join, or a host leaves.
+type ChangeError struct {
+	Epoch  int // that ends
+	Reason string
+}
+
+func (e *ChangeError) Error() string {
+	return fmt.Sprintf("cluster: epoch %d ends: %s", e.Epoch, e.Reason)
+}
+
+// A Departure is a process that is not in the world any more.
+type Departure struct {
+	Member         // in the last epoch with it
+	Reason  string `json:"reason"`            // such as "killed by SIGKILL"
+	Planned bool   `json:"planned,omitempty"` // its host was drained
 }
 
 // A StopError is the cause of an agent's context after a launcher was asked to

@@ -13,6 +13,7 @@ import (
 // An Exit describes the exit of a worker process, as its launcher saw it.
 type Exit struct {
 	Rank   int    `json:"rank"`
+	Local  int    `json:"local"` // rank on its host
 	Host   string `json:"host"`
 	PID    int    `json:"pid"`
 	Code   int    `json:"code"`   // as in a shell: 128+n for signal n
@@ -21,6 +22,8 @@ type Exit struct {
 	// is a consequence of another failure, whatever the code.
 	Asked bool `json:"asked,omitempty"`
 }
+
+func newFaults() faults { return faults{exits: map[int]Exit{}} }
 
 func (e Exit) fault() fault {
 	return fault{Rank: e.Rank, Host: e.Host, PID: e.PID, Reason: e.Reason, Code: e.Code}
@@ -102,7 +105,7 @@ func (c *coordinator) disconnected(p *peer, err error) {
 		p.state = peerGone
 		return
 	}
-	if (c.plan != nil || c.world != nil) && !isClosedByPeer(err) && c.isCutOff(p) {
+	if (c.plan != nil || c.world != nil) && !c.isElastic() && !isClosedByPeer(err) && c.isCutOff(p) {
 		p.state = peerGone
 		c.checkDrained()
 		self := c.cfg.self
@@ -141,6 +144,10 @@ func (c *coordinator) isCutOff(p *peer) bool {
 
 func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 	p.state = peerGone
+	if slices.Contains(c.late, p) {
+		c.late = remove(c.late, p)
+		return
+	}
 	if c.plan == nil {
 		c.agents = remove(c.agents, p)
 		c.withdraw()
@@ -161,6 +168,10 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 // is a consequence.
 func (c *coordinator) hostLost(p *peer, reason string) {
 	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
+	if c.isElastic() {
+		c.loseHost(p, f)
+		return
+	}
 	if w := c.faults.pending; w != nil && !w.exited && c.uuidOf(w.peer) == p.host.UUID {
 		c.resolve(f, tellAll)
 		return
@@ -171,6 +182,10 @@ func (c *coordinator) hostLost(p *peer, reason string) {
 // workerDisconnected handles the end of a worker's connection. It gives the
 // launcher, if any, time to report the worker's exit.
 func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
+	if c.isElastic() {
+		c.elasticDisconnected(p, f, closed)
+		return
+	}
 	if w := c.faults.pending; w != nil && (w.peer != p || !w.exited) {
 		c.later(func() { c.workerDisconnected(p, f, closed) })
 		return
@@ -203,7 +218,7 @@ func (c *coordinator) awaitReport(w *pending) {
 	c.faults.pending = w
 	w.timer = time.AfterFunc(exitGrace, func() {
 		c.mu.Lock()
-		defer c.mu.Unlock()
+		defer c.unlock()
 		if c.faults.pending == w {
 			c.resolve(w.fault, tellAll)
 		}
@@ -222,6 +237,10 @@ func openSession(e Exit) fault {
 // exited handles a launcher's report of a worker's exit.
 func (c *coordinator) exited(a *peer, e Exit) {
 	e.Host = a.host.Host
+	if c.isElastic() {
+		c.elasticExit(a, e)
+		return
+	}
 	c.faults.exits[e.Rank] = e
 	for _, p := range c.workers {
 		if p.reg.Rank == e.Rank {
@@ -276,6 +295,10 @@ func (c *coordinator) memberTimedOut(p *peer) {
 	if p.state != peerJoined {
 		return
 	}
+	if c.isElastic() {
+		c.lostTouch(p)
+		return
+	}
 	// If it is a launcher, it stops its workers: their losses are consequences too.
 	w := c.faults.pending
 	consequence := w != nil && (w.peer == p || c.agentOf(w.peer) == p)
@@ -294,7 +317,8 @@ func (c *coordinator) memberTimedOut(p *peer) {
 // stopped handles a launcher that was asked to stop the job.
 func (c *coordinator) stopped(a *peer, f fault) {
 	f.Stop, f.Rank, f.Host, f.PID = true, -1, a.host.Host, a.host.PID
-	if c.faults.stop == nil {
+	if c.faults.stop == nil || c.restart != nil {
+		c.restart = nil
 		c.faults.stop = &f
 		c.tellAgents(note(kindFault, f))
 	}
@@ -345,8 +369,12 @@ func (c *coordinator) fail(f fault, r reach) {
 		c.checkDrained()
 	}
 	if r == tellAll && c.faults.stop == nil {
+		c.planRestart(&f)
 		c.faults.stop = &f
 		c.tellAgents(note(kindFault, f))
+		if f.Again {
+			c.awaitHosts(f)
+		}
 	}
 }
 
@@ -370,6 +398,9 @@ func (c *coordinator) agentOf(p *peer) *peer {
 
 // uuidOf returns the UUID of the agent of a worker's host, or "".
 func (c *coordinator) uuidOf(p *peer) string {
+	if p.reg.Agent != "" {
+		return p.reg.Agent
+	}
 	if c.plan == nil || p.reg.Node < 0 || p.reg.Node >= len(c.plan.Hosts) {
 		return ""
 	}

@@ -52,6 +52,8 @@ type JoinConfig struct {
 	Notify func(line string) // as in Config
 
 	token  *credential // from a launcher
+	agent  string      // UUID of the launcher; "" without one
+	epoch  uint64      // in which the launcher started this process; 0: unknown
 	at     string      // address to dial: Addr, or a Unix socket of this user
 	source string
 }
@@ -282,6 +284,7 @@ type joining struct {
 	job, addr string
 	done      chan error // nil when the world is complete
 
+	epoch   uint64
 	rank    int
 	members []Member
 }
@@ -318,7 +321,7 @@ func (j *joining) complete(m message) error {
 	if m.id >= uint64(len(w.Members)) {
 		return fmt.Errorf("cluster: join job %q: rank %d in a list of %d", j.job, m.id, len(w.Members))
 	}
-	j.rank, j.members = int(m.id), w.Members
+	j.epoch, j.rank, j.members = m.epoch, int(m.id), w.Members
 	return nil
 }
 
@@ -385,7 +388,7 @@ func joinEnd(ctx context.Context, timeout *JoinTimeoutError) error {
 }
 
 func (cfg *JoinConfig) registration() registration {
-	return registration{Size: cfg.Size, Member: Member{
+	return registration{Size: cfg.Size, Epoch: cfg.epoch, Member: Member{
 		Rank: deref(cfg.Rank, -1), LocalRank: deref(cfg.LocalRank, -1), LocalSize: cfg.LocalSize,
 		Node: deref(cfg.Node, -1), Host: cfg.Host, PID: os.Getpid(), Name: cfg.Name,
 	}}

@@ -9,7 +9,8 @@ import (
 	"github.com/gochorus/chorus/internal/plain"
 )
 
-// firstEpoch is the only epoch of this version.
+// firstEpoch is the epoch in which a job starts, and the epoch of messages that do not
+// belong to one, such as heartbeats.
 const firstEpoch = 1
 
 type kind byte
@@ -43,6 +44,20 @@ const (
 	kindKill                       // agent, and coordinator to agents: nothing; workers must not be given more time
 	kindPath                       // agent: pathReport
 	kindComplete                   // coordinator to agents: nothing; the world is complete
+	kindReady                      // agent: nothing; its workers have exited and can be started again
+	kindPropose                    // coordinator to workers: world of the next epoch; id is the attempt
+	kindRevoke                     // coordinator to workers: fault; the epoch ends
+	kindRevoked                    // worker: nothing; its function for this epoch has returned
+	kindFinished                   // worker: nothing; its function has returned nil
+	kindFailed                     // worker: fault; its function has returned an error
+	kindFinish                     // coordinator to workers: nothing; all functions have returned nil
+	kindDismiss                    // coordinator to workers: nothing; the host leaves the job
+	kindHold                       // coordinator to workers: nothing; no step may begin until kindUntil
+	kindHeld                       // worker: nothing; id is the number of steps begun
+	kindUntil                      // coordinator to workers: nothing; id is the last step of the epoch
+	kindOrder                      // coordinator to agents: Order
+	kindNews                       // coordinator to agents: news; the epoch has begun
+	kindDrain                      // agent: fault; its host leaves the job
 	kindLast                       // one more than the last
 )
 
@@ -77,8 +92,8 @@ func decodeMessage(b []byte) (message, error) {
 	if m.kind == 0 || m.kind >= kindLast {
 		return message{}, fmt.Errorf("message of unknown kind %d", m.kind)
 	}
-	if m.epoch != firstEpoch {
-		return message{}, fmt.Errorf("message of epoch %d in epoch %d", m.epoch, firstEpoch)
+	if m.epoch < firstEpoch {
+		return message{}, fmt.Errorf("message of epoch %d: epochs start with %d", m.epoch, firstEpoch)
 	}
 	return m, nil
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"sync"
 	"syscall"
@@ -60,17 +61,46 @@ type pairs struct {
 	wg     sync.WaitGroup
 }
 
-// startPairs starts the probes to all hosts of the plan.
+// startPairs starts the probes to all other hosts of the plan, and follows its changes.
 func startPairs(a *Agent) *pairs {
 	ctx, cancel := context.WithCancel(context.Background())
 	p := &pairs{agent: a, cancel: cancel}
-	every := max(time.Second, time.Duration(len(a.plan.Hosts))*time.Second/pairsPerSecond)
-	for _, h := range a.plan.Hosts {
-		if h.UUID != a.uuid {
-			p.wg.Go(func() { p.watch(ctx, h.UUID, every) })
+	p.wg.Go(func() { p.follow(ctx) })
+	return p
+}
+
+// follow watches the hosts of the latest plan until ctx ends.
+func (p *pairs) follow(ctx context.Context) {
+	watched := map[string]context.CancelFunc{}
+	var seen *placement
+	for {
+		if at := p.agent.now.Load().place.Load(); at != seen {
+			seen = at
+			p.change(ctx, watched, at.plan.Hosts)
+		}
+		if !sleep(ctx, time.Second) {
+			return
 		}
 	}
-	return p
+}
+
+// change begins to watch hosts that are new, and stops to watch hosts that have left.
+func (p *pairs) change(ctx context.Context, watched map[string]context.CancelFunc, hosts []host) {
+	left := maps.Clone(watched)
+	every := max(time.Second, time.Duration(len(hosts))*time.Second/pairsPerSecond)
+	for _, h := range hosts {
+		delete(left, h.UUID)
+		if h.UUID == p.agent.uuid || watched[h.UUID] != nil {
+			continue
+		}
+		one, cancel := context.WithCancel(ctx)
+		watched[h.UUID] = cancel
+		p.wg.Go(func() { p.watch(one, h.UUID, every) })
+	}
+	for uuid, cancel := range left {
+		cancel()
+		delete(watched, uuid)
+	}
 }
 
 func (p *pairs) close() {
@@ -190,9 +220,7 @@ func (c *coordinator) pathFailed(from *peer, r pathReport) {
 			c.notifyOnce(p.addr, fmt.Sprintf("warning: the path to %s: %s, at the port of gossip; collectives between both may hang", memberList([]Member{p.member()}), what))
 			return
 		}
-		c.later(func() {
-			c.fail(fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Code: -1,
-				Reason: what + "; both reach the coordinator, so a link, a route or a firewall between them fails"}, tellAll)
-		})
+		c.hostLost(p, what+"; both reach the coordinator, so a link, a route or a firewall between them fails")
+		return
 	}
 }

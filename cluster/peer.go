@@ -20,7 +20,23 @@ type peer struct {
 	host     host         // if an agent
 	reg      registration // if a worker
 	state    peerState
-	prepared bool // agent: has accepted the current attempt
+	seat     uint64 // worker: the last epoch that it was a member of; 0 if it is new
+	elastic  answers
+	draining bool   // agent: its host leaves the job
+	drained  string // agent: why, such as "received SIGTERM"
+	prepared bool   // agent: has accepted the current attempt
+	ready    bool   // agent: no worker of an earlier attempt is running
+}
+
+// answers are the answers of a worker that calls Run to the coordinator, in one epoch.
+type answers struct {
+	returned bool // its function has returned
+	finished bool // its function has returned nil
+	prepared bool // it has the proposal
+	held     bool // steps is set
+	steps    uint64
+	failed   bool  // its function has returned an error
+	exit     *Exit // its launcher has reported its exit
 }
 
 type role int

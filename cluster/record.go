@@ -24,7 +24,12 @@ type Member struct {
 // registration is a worker's first message.
 type registration struct {
 	Member
-	Size int `json:"size"` // world size in its environment; 0 means unknown
+	Size  int    `json:"size"`            // world size in its environment; 0 means unknown
+	Epoch uint64 `json:"epoch,omitempty"` // of its launcher when it started; 0 means unknown
+	// Elastic is true for Run. Agent is the UUID of the launcher, and Least is RunConfig.MinSize.
+	Elastic bool   `json:"elastic,omitempty"`
+	Agent   string `json:"agent,omitempty"`
+	Least   int    `json:"least,omitempty"`
 }
 
 // host is an agent's first message.
@@ -34,6 +39,8 @@ type host struct {
 	UUID       string `json:"uuid"`
 	NodeRank   int    `json:"nodeRank"` // -1: not set
 	Nodes      int    `json:"nodes"`
+	MinNodes   int    `json:"minNodes"`
+	Restarts   int    `json:"restarts,omitempty"` // Config.MaxRestarts
 	LocalSize  int    `json:"localSize"`
 	MasterAddr string `json:"masterAddr"` // for programs that expect torchrun's variables
 	MasterPort int    `json:"masterPort"`
@@ -54,12 +61,38 @@ type welcome struct {
 
 // world is the committed list of all processes, in the order of ranks.
 type world struct {
+	Members []Member    `json:"members"`
+	New     []int       `json:"new,omitempty"`  // ranks that were not in the epoch before
+	Left    []Departure `json:"left,omitempty"` // of the epoch before
+}
+
+// An Order is a command of the coordinator to a launcher.
+type Order struct {
+	Local int `json:"local"` // rank of the worker on its host
+	// Start is true if the launcher must start the worker again after a time. Without
+	// Start, Kill and Stop, the worker is not started again.
+	Start bool          `json:"start,omitempty"`
+	After time.Duration `json:"after,omitempty"`
+	Count int           `json:"count,omitempty"` // starts of this worker after the first
+	// Kill is true if the launcher must kill the worker's process PID.
+	Kill bool `json:"kill,omitempty"`
+	PID  int  `json:"pid,omitempty"`
+	// Stop is true if the launcher must stop all its workers: its host leaves the job.
+	Stop bool `json:"stop,omitempty"`
+}
+
+// news tells agents of an epoch.
+type news struct {
+	Plan    plan     `json:"plan"`
 	Members []Member `json:"members"`
+	Line    string   `json:"line,omitempty"`
 }
 
 // plan is the committed list of all hosts, in the order of node indices.
 type plan struct {
-	Hosts []host `json:"hosts"`
+	Hosts    []host `json:"hosts"`
+	Restarts int    `json:"restarts,omitempty"` // how often the processes were started again
+	News     string `json:"news,omitempty"`     // for the user, if they are started again
 }
 
 // first returns the rank of the first worker of a node.
@@ -90,13 +123,15 @@ func (p plan) nodeOf(uuid string) int {
 
 // fault is the reason why the job cannot continue.
 type fault struct {
-	Rank   int           `json:"rank"`
-	Host   string        `json:"host"`
-	PID    int           `json:"pid"`
-	Silent time.Duration `json:"silent"` // time since its last message to the coordinator
-	Reason string        `json:"reason"`
-	Code   int           `json:"code"`           // exit code; -1 if unknown
-	Stop   bool          `json:"stop,omitempty"` // a launcher was asked to stop the job
+	Rank    int           `json:"rank"`
+	Host    string        `json:"host"`
+	PID     int           `json:"pid"`
+	Silent  time.Duration `json:"silent"` // time since its last message to the coordinator
+	Reason  string        `json:"reason"`
+	Code    int           `json:"code"`              // exit code; -1 if unknown
+	Stop    bool          `json:"stop,omitempty"`    // a launcher was asked to stop the job
+	Again   bool          `json:"again,omitempty"`   // all processes are started again
+	Planned bool          `json:"planned,omitempty"` // nothing is lost: the world changes
 }
 
 // err converts the fault to an error for the user of this process.

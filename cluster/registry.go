@@ -37,6 +37,16 @@ const (
 
 // registerWorker adds a worker, and commits the world if it is the last one.
 func (c *coordinator) registerWorker(p *peer) error {
+	if c.isElastic() {
+		c.registerNewcomer(p)
+		return nil
+	}
+	if c.elastic != nil && p.reg.Elastic && c.faults.lost == nil { // it comes after the end
+		p.join()
+		c.workers = append(c.workers, p)
+		p.send(message{kind: kindFinish, epoch: c.epoch})
+		return nil
+	}
 	if c.faults.lost != nil {
 		p.send(note(kindFault, c.faults.lost))
 		p.state = peerGone
@@ -71,12 +81,17 @@ func (c *coordinator) objection(reg registration) *refusal {
 		return c.verdict
 	case size == 0:
 		return &refusal{Reason: "some hosts of the job have not joined yet"}
+	case reg.Epoch > 0 && reg.Epoch != c.epoch:
+		return &refusal{Reason: fmt.Sprintf("the process was started in epoch %d of the job, which is in epoch %d", reg.Epoch, c.epoch)}
 	case reg.Size > 0 && reg.Size != size:
 		return &refusal{Reason: fmt.Sprintf("the process has world size %d, the coordinator %d", reg.Size, size)}
 	case reg.Rank >= size:
 		return &refusal{Reason: fmt.Sprintf("rank %d in a world of size %d", reg.Rank, size)}
 	}
 	for _, q := range c.workers {
+		if q.reg.Elastic != reg.Elastic {
+			return &refusal{Reason: "some processes call cluster.Run and some cluster.Attach or Join; use one of them in all processes"}
+		}
 		if (q.reg.Rank < 0) != (reg.Rank < 0) {
 			return &refusal{Reason: "some processes have a rank and some do not; set it in all processes or in none"}
 		}
@@ -85,7 +100,7 @@ func (c *coordinator) objection(reg registration) *refusal {
 		}
 	}
 	if c.world != nil {
-		return &refusal{Reason: fmt.Sprintf("the world of %d processes is complete (epoch %d)", size, firstEpoch)}
+		return &refusal{Reason: fmt.Sprintf("the world of %d processes is complete (epoch %d)", size, c.epoch)}
 	}
 	return nil
 }
@@ -125,13 +140,16 @@ func (c *coordinator) commitWorld() {
 	ms = assignRanks(ms)
 	c.world = &world{Members: ms}
 	c.engine = newEngine(len(ms))
-	c.tellAgents(message{kind: kindComplete, epoch: firstEpoch})
+	c.tellAgents(message{kind: kindComplete, epoch: c.epoch})
 	for _, member := range ms {
 		p := c.workers[member.arrival]
-		p.reg.Member = member
+		p.reg.Member, p.seat = member, c.epoch
 		m := note(kindWorld, c.world)
-		m.id = uint64(member.Rank)
+		m.epoch, m.id = c.epoch, uint64(member.Rank)
 		p.send(m)
+	}
+	if len(c.workers) > 0 && c.workers[0].reg.Elastic {
+		c.beginElastic()
 	}
 }
 
@@ -139,6 +157,10 @@ func (c *coordinator) commitWorld() {
 // place.
 func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 	if p.state != peerJoined {
+		return
+	}
+	if c.isElastic() {
+		c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: "left the job", Code: -1})
 		return
 	}
 	p.state = peerGone
@@ -162,7 +184,7 @@ func (c *coordinator) gaveUp(p *peer) {
 	c.gone = append(c.gone, p.member())
 }
 
-// registerAgent adds a host, and proposes the plan if it is the last one.
+// registerAgent adds a host, and proposes a plan if it is the last one.
 func (c *coordinator) registerAgent(p *peer) error {
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)
@@ -172,11 +194,18 @@ func (c *coordinator) registerAgent(p *peer) error {
 		return nil
 	}
 	p.join()
+	p.ready = true
+	if c.isElastic() {
+		c.admitHost(p)
+		return nil
+	}
+	if c.plan != nil {
+		c.late = append(c.late, p)
+		return nil
+	}
 	c.gone = without(c.gone, func(q Member) bool { return q.Host == p.host.Host })
 	c.agents = append(c.agents, p)
-	if len(c.agents) == c.cfg.agents {
-		c.propose()
-	}
+	c.tryPropose()
 	return nil
 }
 
@@ -190,16 +219,21 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		return c.verdict
 	case n == 0:
 		return &refusal{Reason: "the coordinator's job was not started by chorus run"}
-	case c.plan != nil:
-		return &refusal{Reason: fmt.Sprintf("the job's %s are complete (epoch %d)", quantity(n, unitHost), firstEpoch)}
 	case h.Unfit != "":
 		return &refusal{All: true, Reason: fmt.Sprintf("host %s cannot take part: %s", h.Host, h.Unfit)}
 	case h.Nodes != n:
 		return &refusal{All: true, Reason: fmt.Sprintf("host %s has a job of %s, the coordinator of %d; use the same --nnodes on all hosts", h.Host, quantity(h.Nodes, unitHost), n)}
+	case h.MinNodes != c.cfg.leastHosts():
+		return &refusal{All: true, Reason: fmt.Sprintf("host %s has a job of at least %s, the coordinator of %d; use the same --nnodes on all hosts", h.Host, quantity(h.MinNodes, unitHost), c.cfg.leastHosts())}
+	case h.Restarts != c.cfg.again.most:
+		return &refusal{All: true, Reason: fmt.Sprintf("host %s has --max-restarts %d, the coordinator %d; use the same on all hosts", h.Host, h.Restarts, c.cfg.again.most)}
 	case h.NodeRank >= n:
 		return &refusal{Reason: fmt.Sprintf("node rank %d in a job of %s", h.NodeRank, quantity(n, unitHost))}
 	case h.LocalSize < 1 || h.LocalSize > maxLocalSize:
 		return &refusal{Reason: fmt.Sprintf("host %s brings %d processes: want 1 to %d", h.Host, h.LocalSize, maxLocalSize)}
+	}
+	if c.plan != nil && (c.admitsLateHosts() || c.isElastic()) {
+		return nil
 	}
 	mine := h.member()
 	for _, q := range c.agents {
@@ -210,6 +244,9 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		if h.NodeRank >= 0 && q.host.NodeRank == h.NodeRank {
 			return &refusal{Place: fmt.Sprintf("node rank %d", h.NodeRank), First: &theirs, Second: &mine}
 		}
+	}
+	if c.plan != nil {
+		return &refusal{Reason: fmt.Sprintf("the job's %s are complete (epoch %d)", quantity(n, unitHost), c.epoch)}
 	}
 	return nil
 }
@@ -251,11 +288,18 @@ func (c *coordinator) prepared(p *peer, attempt uint64) {
 	for _, q := range c.agents {
 		hosts = append(hosts, q.host)
 	}
-	c.plan = &plan{Hosts: assignNodes(hosts)}
+	c.attempt = 0
+	c.commitPlan(&plan{Hosts: assignNodes(hosts)})
+}
+
+// commitPlan starts an epoch with the hosts of p.
+func (c *coordinator) commitPlan(p *plan) {
+	c.beginAttempt(p)
+	c.plan = p
 	c.gone, c.planned = nil, time.Now()
-	for _, q := range c.agents {
-		q.send(note(kindPlan, c.plan))
-	}
+	m := note(kindPlan, p)
+	m.epoch = c.epoch
+	c.tellAgents(m)
 }
 
 // agentDone records that a host's workers have exited. The job ends when all
@@ -280,6 +324,10 @@ func (c *coordinator) agentDone(p *peer) {
 func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 	state := p.state
 	p.state = peerGone
+	if slices.Contains(c.late, p) {
+		c.late = remove(c.late, p)
+		return
+	}
 	if c.plan == nil {
 		c.agents = remove(c.agents, p)
 		if gaveUp && state == peerJoined {

@@ -1,13 +1,11 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"slices"
 	"sync"
-	"time"
 
 	"github.com/gochorus/chorus/internal/handle"
 )
@@ -15,77 +13,34 @@ import (
 // A Session is the membership of this process in a world. Methods are safe for
 // concurrent use.
 type Session struct {
+	membership
 	owner   handle.Owner
-	job     string
 	source  string
-	me      Member
-	members []Member
-	timeout time.Duration
-	store   caller
 	k       *client      // nil in a world of one process
 	coord   *coordinator // nil unless this process runs the coordinator
-	ctx     context.Context
 	cancel  context.CancelCauseFunc
 	closing sync.Once
 }
 
-// A caller runs store calls, either over the connection to the coordinator or, in
-// a world of one process, directly in the engine.
-type caller interface {
-	call(ctx context.Context, c call) (call, error)
-}
-
 func newSession(cfg *JoinConfig, k *client, coord *coordinator, j *joining) *Session {
-	s := &Session{job: cfg.Job, source: cfg.source, me: j.members[j.rank], members: j.members,
-		timeout: cfg.Timing.Call, store: (*remote)(k), k: k, coord: coord, ctx: k.ctx, cancel: k.cancel}
+	s := &Session{source: cfg.source, k: k, coord: coord, cancel: k.cancel, membership: membership{
+		job: cfg.Job, me: j.members[j.rank], members: j.members, timeout: cfg.Timing.Call,
+		store: remote{k, j.epoch, k.ctx}, ctx: k.ctx}}
 	handle.Init(s, &s.owner, handle.About{Kind: "cluster.Session", On: handle.Name("job " + cfg.Job)})
 	return s
 }
 
 // newSoloSession returns a world of one process, without sockets and goroutines.
 func newSoloSession(cfg *JoinConfig) *Session {
-	me := Member{LocalSize: 1, Host: cfg.Host, PID: os.Getpid(), Name: cfg.Name}
-	s := &Session{job: cfg.Job, source: cfg.source, me: me, members: []Member{me}, timeout: cfg.Timing.Call}
-	s.ctx, s.cancel = context.WithCancelCause(context.Background())
-	s.store = &solo{engine: newEngine(1), session: s.ctx}
+	s := &Session{source: cfg.source}
+	s.membership, s.cancel = soloMembership(context.Background(), cfg)
 	handle.Init(s, &s.owner, handle.About{Kind: "cluster.Session", On: handle.Name("job " + cfg.Job)})
 	return s
 }
 
-// Rank returns the rank of this process in the world, 0 to Size-1.
-func (s *Session) Rank() int { return s.me.Rank }
-
-// Size returns the world size.
-func (s *Session) Size() int { return len(s.members) }
-
-// LocalRank returns the rank of this process on its host. Under `chorus run` it
-// is also the ordinal of its device.
-func (s *Session) LocalRank() int { return s.me.LocalRank }
-
-// LocalSize returns the number of processes on this host.
-func (s *Session) LocalSize() int { return s.me.LocalSize }
-
-// Node returns the index of this host in the job.
-func (s *Session) Node() int { return s.me.Node }
-
-// Host returns the name of this host in the job.
-func (s *Session) Host() string { return s.me.Host }
-
-// Job returns the name of the job.
-func (s *Session) Job() string { return s.job }
-
 // Source describes the origin of the ranks in one line, such as "torchrun:
 // RANK=3, WORLD_SIZE=16".
 func (s *Session) Source() string { return s.source }
-
-// Members returns all processes of the world in the order of ranks. The caller
-// may change the slice.
-func (s *Session) Members() []Member { return slices.Clone(s.members) }
-
-// Context is cancelled when a process of the job is lost, with a *MemberLostError
-// as its cause, or when the session is closed, with ErrClosed. It has no values
-// and no deadline.
-func (s *Session) Context() context.Context { return s.ctx }
 
 // Shutdown waits until all processes of the world have called Shutdown or Close,
 // and then closes the session. It returns nil if all have called it. If ctx or the
@@ -134,36 +89,34 @@ func (s *Session) Close() error {
 	return nil
 }
 
-// deadline adds the default deadline if ctx has none.
-func (s *Session) deadline(ctx context.Context) (context.Context, context.CancelFunc) {
-	if _, ok := ctx.Deadline(); ok {
-		return ctx, func() {}
-	}
-	return context.WithTimeout(ctx, s.timeout)
+// remote implements caller with a client, for one epoch.
+type remote struct {
+	k     *client
+	epoch uint64
+	ctx   context.Context // of the epoch
 }
 
-// remote implements caller with a client.
-type remote client
-
-func (r *remote) call(ctx context.Context, c call) (call, error) {
-	k := (*client)(r)
-	m, id, err := k.ask(ctx, kindCall, c.encode())
+func (r remote) call(ctx context.Context, c call) (call, error) {
+	m, id, err := r.k.ask(ctx, r.ctx.Done(), r.message(c))
 	if err == nil {
 		return decodeCall(m.body)
 	}
-	if ctx.Err() == nil || k.ctx.Err() != nil {
-		k.drop(id)
-		return call{}, err
+	if ended := context.Cause(r.ctx); ended != nil || ctx.Err() == nil {
+		r.k.drop(id)
+		return call{}, cmp.Or(ended, err)
 	}
-	return k.cancelCall(id, c.op, err)
+	return r.k.cancelCall(id, c.op, err)
+}
+
+func (r remote) message(c call) message {
+	return message{kind: kindCall, epoch: r.epoch, body: c.encode()}
 }
 
 // last reads a key even after the job has failed, while the connection is open.
-func (r *remote) last(ctx context.Context, c call) (call, error) {
-	k := (*client)(r)
-	m, id, err := k.askUntil(ctx, k.open.Done(), kindCall, c.encode())
+func (r remote) last(ctx context.Context, c call) (call, error) {
+	m, id, err := r.k.ask(ctx, r.k.open.Done(), r.message(c))
 	if err != nil {
-		k.drop(id)
+		r.k.drop(id)
 		return call{}, err
 	}
 	return decodeCall(m.body)

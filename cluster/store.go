@@ -41,6 +41,7 @@ const (
 	statusLeft           // Barrier: fields are the ranks that left
 	statusBad            // invalid call
 	statusTooMany        // maxWaits or maxWaitKeys
+	statusStale          // the call belongs to another epoch
 )
 
 // An engine implements the store and its barriers as a state machine without

@@ -10,7 +10,7 @@ import (
 // Set sets the value of key. It copies value before it returns, and returns when
 // the coordinator has stored it. The limits are MaxKeyBytes, MaxValueBytes and,
 // for the whole store, MaxStoreBytes.
-func (s *Session) Set(ctx context.Context, key string, value []byte) error {
+func (s *membership) Set(ctx context.Context, key string, value []byte) error {
 	if value == nil {
 		value = []byte{}
 	}
@@ -19,7 +19,7 @@ func (s *Session) Set(ctx context.Context, key string, value []byte) error {
 }
 
 // Get waits until key has a value and returns it. The caller owns the result.
-func (s *Session) Get(ctx context.Context, key string) ([]byte, error) {
+func (s *membership) Get(ctx context.Context, key string) ([]byte, error) {
 	r, err := s.do(ctx, "get", key, call{op: opGet, fields: [][]byte{[]byte(key)}})
 	if err != nil {
 		return nil, err
@@ -34,8 +34,8 @@ func (s *Session) Get(ctx context.Context, key string) ([]byte, error) {
 // still reads earlier values, while the coordinator exists, which is only for a
 // short time. ctx must have an end: nothing else limits the wait for a key
 // without a value.
-func (s *Session) Last(ctx context.Context, key string) ([]byte, error) {
-	r, ok := s.store.(*remote)
+func (s *membership) Last(ctx context.Context, key string) ([]byte, error) {
+	r, ok := s.store.(remote)
 	if !ok {
 		return s.Get(ctx, key)
 	}
@@ -60,7 +60,7 @@ func (s *Session) Last(ctx context.Context, key string) ([]byte, error) {
 }
 
 // Wait waits until all keys have values.
-func (s *Session) Wait(ctx context.Context, keys ...string) error {
+func (s *membership) Wait(ctx context.Context, keys ...string) error {
 	c := call{op: opWait}
 	for _, k := range keys {
 		c.fields = append(c.fields, []byte(k))
@@ -79,7 +79,7 @@ func (s *Session) Wait(ctx context.Context, keys ...string) error {
 // Add atomically adds delta to the number in key, or to 0 if key has no value,
 // and returns the sum. The value is decimal text: Get returns it, and Set may set
 // the initial value.
-func (s *Session) Add(ctx context.Context, key string, delta int64) (int64, error) {
+func (s *membership) Add(ctx context.Context, key string, delta int64) (int64, error) {
 	r, err := s.do(ctx, "add", key, call{op: opAdd, n: delta, fields: [][]byte{[]byte(key)}})
 	return r.n, err
 }
@@ -87,13 +87,13 @@ func (s *Session) Add(ctx context.Context, key string, delta int64) (int64, erro
 // CompareAndSwap atomically sets key to next if its value is old, and reports
 // whether it did. A nil old means that key must have no value, a nil next deletes
 // key; an empty slice is a value.
-func (s *Session) CompareAndSwap(ctx context.Context, key string, old, next []byte) (bool, error) {
+func (s *membership) CompareAndSwap(ctx context.Context, key string, old, next []byte) (bool, error) {
 	r, err := s.do(ctx, "compare-and-swap", key, call{op: opSwap, fields: [][]byte{[]byte(key), old, next}})
 	return r.n == 1, err
 }
 
 // Delete deletes key and reports whether it had a value.
-func (s *Session) Delete(ctx context.Context, key string) (bool, error) {
+func (s *membership) Delete(ctx context.Context, key string) (bool, error) {
 	r, err := s.do(ctx, "delete", key, call{op: opDelete, fields: [][]byte{[]byte(key)}})
 	return r.n == 1, err
 }
@@ -101,7 +101,7 @@ func (s *Session) Delete(ctx context.Context, key string) (bool, error) {
 // Barrier waits until all ranks have called Barrier with the same name. The name
 // can be reused afterwards. If ctx ends first, the *BarrierError lists the
 // missing ranks, and this rank no longer counts as arrived.
-func (s *Session) Barrier(ctx context.Context, name string) error {
+func (s *membership) Barrier(ctx context.Context, name string) error {
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
 	r, err := s.store.call(ctx, call{op: opBarrier, fields: [][]byte{[]byte(name)}})
@@ -109,7 +109,7 @@ func (s *Session) Barrier(ctx context.Context, name string) error {
 }
 
 // barrierError converts a barrier's reply to an error, or nil if it opened.
-func (s *Session) barrierError(name string, r call, err error) error {
+func (s *membership) barrierError(name string, r call, err error) error {
 	e := &BarrierError{Name: name, Rank: s.Rank(), Err: err}
 	switch {
 	case err == nil && r.op == statusOK:
@@ -126,7 +126,7 @@ func (s *Session) barrierError(name string, r call, err error) error {
 }
 
 // do runs one call with the default deadline. Its error describes the call.
-func (s *Session) do(ctx context.Context, op, key string, c call) (call, error) {
+func (s *membership) do(ctx context.Context, op, key string, c call) (call, error) {
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
 	e := &StoreError{Op: op, Key: key, Rank: s.Rank()}
@@ -161,6 +161,8 @@ func statusError(status byte) error {
 		return errNotNumber
 	case statusBusy:
 		return errBusy
+	case statusStale:
+		return errStale
 	}
 	return fmt.Errorf("the coordinator rejected this call (status %d)", status)
 }

@@ -5,6 +5,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/route"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -33,6 +34,12 @@ func SetPairBytes(t testing.TB, n int) {
 func SetOwnBytes(t *testing.T, all, part int) {
 	t.Cleanup(route.SetKernelBytes(all, part))
 }
+
+// CompareSums is compareSums for a test.
+var CompareSums = compareSums
+
+// Checksum is checksum for a test.
+func (g *Group) Checksum(p memory.Slice[byte]) (uint32, error) { return checksum(g, p) }
 
 // Chosen returns the strategy that carries out such a collective.
 func (g *Group) Chosen(x ranks.Collective) Strategy { return g.chosen(x) }

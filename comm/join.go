@@ -19,8 +19,8 @@ import (
 	"github.com/gochorus/chorus/nccl"
 )
 
-// A Rendezvous connects the processes of a group; cluster.Session implements it. Its
-// methods may be called by any goroutine at any time. Its type must be comparable, such as
+// A Rendezvous connects the processes of a group; cluster.Session and cluster.World
+// implement it. Its methods may be called by any goroutine at any time. Its type must be comparable, such as
 // a pointer, because it is used as a map key.
 type Rendezvous interface {
 	Rank() int
@@ -35,8 +35,9 @@ type Rendezvous interface {
 // Join makes a group with one rank in each process of r; the local rank uses dev. It
 // returns when all ranks have called it, or when ctx ends. It returns an error on every
 // rank if two ranks use the same GPU, or if Join fails or its ctx ends on one rank; the
-// error then names that rank. The group is broken as soon as r loses a rank, so that no
-// collective waits for it.
+// error then names that rank. The group is broken as soon as r loses a rank, or as the epoch of
+// a World ends, so that no collective waits for it. Close the group of an epoch before the
+// function of cluster.Run returns.
 //
 // Processes may call Join several times, in the same order in all processes.
 func Join(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config) (*Group, error) {

@@ -27,6 +27,16 @@ If a process fails, the others have the time of --grace to report the failure an
 them after the same time again. The last lines of the output name the first failure and
 its cause.
 
+With --max-restarts, chorus then starts the processes on all hosts again, with a growing
+delay between failures in a row, and prints the cause of each restart. A host that was lost
+can come back: start chorus there again. The loss of the host that coordinates the job
+ends the job.
+
+Programs that call cluster.Run keep the processes that did not fail: only the failed one
+is started again, and without --max-restarts the others go on without it. With --nnodes
+MIN:MAX, a job starts with MIN hosts, and others can join and leave while it runs. SIGTERM
+to one chorus then makes its host leave at the end of a step; SIGINT stops the whole job.
+
 For several hosts, use the same --job, --nnodes, --seeds and secret on every host. The
 seeds are the hosts that may coordinate the job; the smallest reachable seed coordinates.
 One seed is enough.
@@ -42,15 +52,18 @@ Exit codes:
   126, 127 the program cannot be executed, or does not exist`
 
 const runExample = `  chorus run -- ./train --epochs 3
+  chorus run --max-restarts 3 -- ./train
+  chorus run --nnodes 2:4 --seeds node1 --job mnist --secret-file ~/.chorus-secret -- ./train
   chorus run --nproc-per-node 2 --log-dir logs -- ./train
   CHORUS_BACKEND=virtual chorus run --nproc-per-node 8 -- ./train
   chorus run --nnodes 2 --seeds node1 --job mnist --secret-file ~/.chorus-secret -- ./train`
 
 // runFlags are the flags of chorus run.
 type runFlags struct {
-	nnodes      int
+	nnodes      string
 	nproc       string
 	nodeRank    int
+	maxRestarts int
 	seeds       []string
 	bind        string
 	advertise   string
@@ -86,9 +99,10 @@ func newRunCommand() *cobra.Command {
 func (f *runFlags) add(cmd *cobra.Command) {
 	fs := cmd.Flags()
 	fs.SetInterspersed(false) // later flags belong to the program
-	fs.IntVar(&f.nnodes, "nnodes", 1, "number of hosts of the job")
+	fs.StringVar(&f.nnodes, "nnodes", "1", "number of hosts of the job, or the least and the greatest number, such as 2:4")
 	fs.StringVar(&f.nproc, "nproc-per-node", "auto", "number of processes on this host; auto: one for each device")
 	fs.IntVar(&f.nodeRank, "node-rank", -1, "this host's index; -1: hosts are ordered by name")
+	fs.IntVar(&f.maxRestarts, "max-restarts", 0, "number of restarts in the whole job: of all processes after a failure or, if they call cluster.Run, of single ones; the same on all hosts")
 	fs.StringSliceVar(&f.seeds, "seeds", nil, "host[:port] of the hosts that may coordinate the job, the same on all hosts ("+env.Seeds.Name+")")
 	fs.StringVar(&f.bind, "bind", "", "IP[:port] to listen on ("+env.Bind.Name+")")
 	fs.StringVar(&f.advertise, "advertise", "", "IP[:port] under which other hosts reach this one ("+env.Advertise.Name+")")
@@ -104,8 +118,12 @@ func (f *runFlags) add(cmd *cobra.Command) {
 
 // config builds the launcher's configuration. Flags override the environment.
 func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, error) {
-	if f.nnodes < 1 {
-		return nil, &launch.UsageError{Reason: fmt.Sprintf("--nnodes %d: want at least 1", f.nnodes)}
+	least, most, err := f.nodes()
+	if err != nil {
+		return nil, err
+	}
+	if f.maxRestarts < 0 {
+		return nil, &launch.UsageError{Reason: fmt.Sprintf("--max-restarts %d: want 0 or more", f.maxRestarts)}
 	}
 	procs, err := f.procs()
 	if err != nil {
@@ -122,7 +140,7 @@ func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, er
 		return nil, err
 	}
 	cfg.Cluster = cluster.Config{
-		Job: orEnv(f.job, env.Job), Nodes: f.nnodes, Seeds: f.seeds,
+		Job: orEnv(f.job, env.Job), Nodes: most, MinNodes: least, MaxRestarts: f.maxRestarts, Seeds: f.seeds,
 		Bind: orEnv(f.bind, env.Bind), Advertise: orEnv(f.advertise, env.Advertise),
 		SecretFile: orEnv(f.secretFile, env.SecretFile),
 		Insecure:   f.insecure || env.Insecure.Value() == "yes",
@@ -135,6 +153,20 @@ func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, er
 		cfg.Cluster.NodeRank = &f.nodeRank
 	}
 	return cfg, nil
+}
+
+// nodes returns the range of --nnodes.
+func (f *runFlags) nodes() (least, most int, err error) {
+	first, last, isRange := strings.Cut(f.nnodes, ":")
+	if !isRange {
+		last = first
+	}
+	least, err1 := strconv.Atoi(first)
+	most, err2 := strconv.Atoi(last)
+	if err1 != nil || err2 != nil || least < 1 || most < least {
+		return 0, 0, &launch.UsageError{Reason: fmt.Sprintf("--nnodes %s: want a number of at least 1, or a range such as 2:4", f.nnodes)}
+	}
+	return least, most, nil
 }
 
 // procs returns the value of --nproc-per-node, or 0 for auto.

@@ -80,6 +80,18 @@ func (m *Model) Close() error {
 	return errors.Join(append(errs, m.Stream.Close())...)
 }
 
+// Pass enqueues the forward and the backward pass for this rank's part of a batch. loss
+// receives the part of the batch's mean loss. need may be nil; see Trainer for the hooks.
+func (m *Model) Pass(part Dataset, loss memory.Slice[float32], need, ready Hook) error {
+	if err := m.load(part); err != nil {
+		return err
+	}
+	if err := m.forward(need); err != nil {
+		return err
+	}
+	return m.backward(loss, ready)
+}
+
 // load copies a batch to the device.
 func (m *Model) load(d Dataset) error {
 	m.rows = d.Rows()
@@ -110,6 +122,9 @@ func (m *Model) forward(need Hook) error {
 }
 
 func (m *Model) each(need Hook, params ...int) error {
+	if need == nil {
+		return nil
+	}
 	for _, i := range params {
 		if err := need(m.Stream, i); err != nil {
 			return err
@@ -174,8 +189,8 @@ func (m *Model) SGD(p, v, g memory.Slice[float32]) error {
 		kernel.Scalar[float32](0.1), kernel.Scalar[float32](0.9), kernel.Scalar(int32(p.Len())))
 }
 
-// accuracy returns the fraction of correct predictions.
-func (m *Model) accuracy(d Dataset, need Hook) (float64, error) {
+// Accuracy returns the fraction of correct predictions. need may be nil.
+func (m *Model) Accuracy(d Dataset, need Hook) (float64, error) {
 	if err := m.load(d); err != nil {
 		return 0, err
 	}

@@ -40,9 +40,6 @@ func (t *Trainer) Run(ctx context.Context) (*Result, error) {
 	if err != nil {
 		return nil, err
 	}
-	if t.Need == nil {
-		t.Need = func(*stream.Stream, int) error { return nil }
-	}
 	losses := make(comm.Shards[float32], len(t.Models))
 	defer func() { _ = losses.Close() }()
 	for i, m := range t.Models {
@@ -67,7 +64,7 @@ func (t *Trainer) Run(ctx context.Context) (*Result, error) {
 			fmt.Printf("epoch %d of %d: loss %.4f\n", e+1, Epochs, ls[Steps-1])
 		}
 	}
-	res.TestAccuracy, err = t.Models[0].accuracy(test, t.Need)
+	res.TestAccuracy, err = t.Models[0].Accuracy(test, t.Need)
 	return res, err
 }
 
@@ -76,13 +73,7 @@ func (t *Trainer) Run(ctx context.Context) (*Result, error) {
 func (t *Trainer) step(batch Dataset, losses comm.Shards[float32], at int) error {
 	for i, m := range t.Models {
 		from, to := Share(batch.Rows(), t.Group.Communicator(i).Rank(), t.Group.Size())
-		if err := m.load(batch.Slice(from, to)); err != nil {
-			return err
-		}
-		if err := m.forward(t.Need); err != nil {
-			return err
-		}
-		if err := m.backward(losses[i].Slice(at, at+1), t.Ready); err != nil {
+		if err := m.Pass(batch.Slice(from, to), losses[i].Slice(at, at+1), t.Need, t.Ready); err != nil {
 			return err
 		}
 	}

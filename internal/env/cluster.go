@@ -17,6 +17,10 @@ var (
 		"Set by `chorus run`: index of this host, 0 to CHORUS_NODES-1."}
 	Nodes = &Var{"CHORUS_NODES", "number", "",
 		"Set by `chorus run`: number of hosts in the job."}
+	Epoch = &Var{"CHORUS_EPOCH", "number", "",
+		"Set by `chorus run`: epoch of the job in which it started this process, from 1 on."}
+	RestartCount = &Var{"CHORUS_RESTART_COUNT", "number", "",
+		"Set by `chorus run`: how often it has started the processes of the job again (TORCHELASTIC_RESTART_COUNT)."}
 	Addr = &Var{"CHORUS_ADDR", "text", "",
 		"Set by `chorus run`: host:port of the job's coordinator."}
 	Token = &Var{"CHORUS_TOKEN", "text", "",
@@ -47,6 +51,14 @@ var (
 		"Interval of the heartbeats between each process and the coordinator. The coordinator's value applies to all processes."}
 	LostAfter = &Var{"CHORUS_LOST_AFTER", "duration", "3s",
 		"Silence after which a process is declared lost. The coordinator's value applies to all processes."}
+	RevokeTimeout = &Var{"CHORUS_REVOKE_TIMEOUT", "duration", "15s",
+		"Time for the function of cluster.Run to return after its epoch has ended. `chorus run` kills a process that takes longer. The coordinator's value applies to all processes."}
+	DrainTimeout = &Var{"CHORUS_DRAIN_TIMEOUT", "duration", "30s",
+		"Time for the ranks to come to the end of a step if hosts or processes join or leave. After that, the epoch ends in the middle of the step. The coordinator's value applies."}
+	Agent = &Var{"CHORUS_AGENT", "text", "",
+		"Set by `chorus run`: identifies the launcher that started this process."}
+	Backoff = &Var{"CHORUS_BACKOFF", "duration", "1s",
+		"Time before `chorus run` starts processes again after the second failure in a row. It doubles with each further failure, to at most 64 times its value; processes that ran for five minutes count as good. The first restart follows at once."}
 	Gossip = &Var{"CHORUS_GOSSIP", "yes/no", "yes",
 		"`no` disables gossip between the hosts of a job. The coordinator is then found through the seeds only."}
 	Grace = &Var{"CHORUS_GRACE", "duration", "10s",
@@ -56,6 +68,6 @@ var (
 )
 
 // clusterVars are the variables of package cluster and `chorus run`.
-var clusterVars = []*Var{Job, Rank, WorldSize, LocalRank, LocalSize, Node, Nodes, Addr, Token,
+var clusterVars = []*Var{Job, Rank, WorldSize, LocalRank, LocalSize, Node, Nodes, Epoch, RestartCount, Agent, Addr, Token,
 	Launcher, Seeds, Bind, Advertise, HostName, SecretFile, Insecure, JoinTimeout, CallTimeout,
-	Heartbeat, LostAfter, Gossip, Grace, LogDir}
+	Heartbeat, LostAfter, RevokeTimeout, DrainTimeout, Backoff, Gossip, Grace, LogDir}

@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -13,6 +14,11 @@ import (
 // A child is one worker's process.
 type child struct {
 	local, rank int
+	rankNow     func() int    // by the coordinator; -1: not a member of the epoch
+	shown       atomic.Int64  // the last rank that rankNow has returned, or -1
+	again       int           // how often workers with this local rank were started before
+	env         []string      // in addition to the environment of all workers
+	known       chan struct{} // closed when the guardian knows it; no output appears earlier
 	cmd         *exec.Cmd
 	pid         int
 	start       time.Time
@@ -21,6 +27,25 @@ type child struct {
 	running     bool
 	stopped     bool // it was running when the launcher began to stop the job
 	killed      bool // by the launcher, because it did not exit in time
+}
+
+// name returns the name of the worker at the start of a line.
+func (c *child) name() string {
+	if r := c.rankNow(); r >= 0 {
+		c.shown.Store(int64(r))
+	}
+	if r := c.shown.Load(); r >= 0 {
+		return fmt.Sprintf("rank %d", r)
+	}
+	return fmt.Sprintf("new %d", c.local)
+}
+
+// logName returns the name of the worker's log files, without their extension.
+func (c *child) logName() string {
+	if c.again == 0 {
+		return fmt.Sprintf("rank-%d", c.rank)
+	}
+	return fmt.Sprintf("rank-%d.restart-%d", c.rank, c.again)
 }
 
 // startChild starts a worker and sends it on ended when it exits. The kernel
@@ -59,6 +84,9 @@ func command(path string, args, environ []string, stdout, stderr *os.File) *exec
 
 // finish records the exit of a child. Only the supervising goroutine calls it.
 func (c *child) finish() {
+	if r := c.rankNow(); r >= 0 {
+		c.rank = r
+	}
 	c.state, c.took, c.running = c.cmd.ProcessState, time.Since(c.start), false
 }
 

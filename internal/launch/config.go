@@ -42,7 +42,8 @@ type Config struct {
 	// Raw copies lines byte for byte. Otherwise control characters are quoted.
 	Raw bool
 	// LogDir receives a copy of each rank's output in <LogDir>/<job>/rank-<n>.out
-	// and .err; if it is empty, no copy is written.
+	// and .err, and in rank-<n>.restart-<k>.out and .err after restart k; if it is
+	// empty, no copy is written.
 	LogDir string
 	// Stdout and Stderr receive the workers' output. Stderr also receives messages.
 	Stdout, Stderr io.Writer

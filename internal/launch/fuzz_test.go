@@ -34,8 +34,8 @@ func FuzzLines(f *testing.F) {
 		if len(line) == 0 {
 			return
 		}
-		o := &output{}
-		text := string(o.lines(nil, &stream{head: []byte("[rank 0] ")}, line))
+		o := &output{prefix: true}
+		text := string(o.lines(nil, &stream{from: &child{rankNow: func() int { return 0 }}}, line))
 		require.True(t, strings.HasSuffix(text, "\n") || text == "")
 		for shown := range strings.Lines(text) {
 			require.True(t, strings.HasPrefix(shown, "[rank 0] "), "%q", shown)

@@ -39,24 +39,26 @@ func TestMain(m *testing.M) {
 
 // A setup is the part of a Config that can be written down.
 type setup struct {
-	Program []string
-	Procs   int
-	Devices Devices
-	Grace   time.Duration
-	LogDir  string
-	Raw     bool
-	Nodes   int
-	Job     string
-	Host    string
-	Bind    string
-	Seeds   []string
-	Secret  []byte
-	Timing  cluster.Timing
+	Program  []string
+	Procs    int
+	Devices  Devices
+	Grace    time.Duration
+	LogDir   string
+	Raw      bool
+	Nodes    int
+	MinNodes int
+	Restarts int
+	Job      string
+	Host     string
+	Bind     string
+	Seeds    []string
+	Secret   []byte
+	Timing   cluster.Timing
 }
 
 func (s *setup) config() *Config {
 	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir, Raw: s.Raw,
-		Cluster: cluster.Config{Nodes: s.Nodes, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
+		Cluster: cluster.Config{Nodes: s.Nodes, MinNodes: s.MinNodes, MaxRestarts: s.Restarts, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
 			Secret: s.Secret, Timing: s.Timing}}
 }
 
@@ -77,6 +79,9 @@ func launcher() int {
 // worker attaches and then does what the arguments say: a rank and a deed for
 // it. The others wait for the end of their session and say why it ended.
 func worker(args []string) int {
+	if args[0] == "elastic" {
+		return elasticWorker(args[1], args[2])
+	}
 	s, err := cluster.Attach(context.Background())
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "attach:", err)
@@ -89,7 +94,7 @@ func worker(args []string) int {
 			return 44
 		}
 	}
-	if args[0] == "shutdown" {
+	if args[0] == "shutdown" || args[0] == "restarted" && os.Getenv("CHORUS_RESTART_COUNT") != "0" {
 		if err := s.Shutdown(context.Background()); err != nil {
 			fmt.Fprintln(os.Stderr, "shutdown:", err)
 			return 42
@@ -159,7 +164,7 @@ type launched struct {
 func base(n int, program ...string) *setup {
 	return &setup{Program: program, Procs: n, Devices: Devices{Count: n, Backend: "virtual"}, Grace: 10 * time.Second,
 		Job: "test", Host: "h0", Timing: cluster.Timing{
-			Join: 20 * time.Second, Call: 20 * time.Second, Heartbeat: 100 * time.Millisecond, LostAfter: 1500 * time.Millisecond}}
+			Join: 20 * time.Second, Call: 20 * time.Second, Heartbeat: 100 * time.Millisecond, LostAfter: 1500 * time.Millisecond, Backoff: 10 * time.Millisecond}}
 }
 
 // workers is base for workers that are this binary.

@@ -29,10 +29,9 @@ const (
 // start. If the reader of the output is slow, the workers block, as they would
 // without a launcher.
 type output struct {
-	begin  chan struct{} // closed when the guardian knows all workers; no output appears earlier
 	prefix bool
 	raw    bool             // lines are written byte for byte
-	dir    *safefile.Folder // for log files, or nil; spawn closes it
+	dir    *safefile.Folder // for log files, or nil
 	warn   func(string)
 	wg     sync.WaitGroup
 
@@ -40,8 +39,8 @@ type output struct {
 	lost     atomic.Bool // some output could not be written
 
 	mu     sync.Mutex
-	writer int // the rank that wrote last, to set tail.buried
-	tails  map[int]*tail
+	writer *child // that wrote last, to set tail.buried
+	tails  map[*child]*tail
 }
 
 // A sink is a destination of output. After a write error, for example because the
@@ -69,11 +68,11 @@ func (s *sink) write(b []byte) {
 // A tail is the end of a worker's stderr.
 type tail struct {
 	lines  []string
-	buried bool // another rank has written since
+	buried bool // another worker has written since
 }
 
 func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
-	o := &output{begin: make(chan struct{}), prefix: !cfg.NoPrefix, raw: cfg.Raw, warn: warn, writer: -1, tails: map[int]*tail{}}
+	o := &output{prefix: !cfg.NoPrefix, raw: cfg.Raw, warn: warn, tails: map[*child]*tail{}}
 	fail := func(err error) {
 		o.lost.Store(true)
 		warn(fmt.Sprintf("stopped writing the output of the ranks: %v", err))
@@ -107,26 +106,22 @@ func sameFile(a, b io.Writer) bool {
 
 // A stream is one of a worker's two outputs.
 type stream struct {
-	rank   int
+	from   *child
 	to     *sink
 	stderr bool
 	log    *os.File // or nil
-	head   []byte
 }
 
 // pipe returns the write end of a pipe for the worker, and the read end, which is
 // copied until all processes that have the write end exit.
-func (o *output) pipe(rank int, stderr bool) (worker, mine *os.File, err error) {
-	s := &stream{rank: rank, to: o.out, stderr: stderr}
+func (o *output) pipe(c *child, stderr bool) (worker, mine *os.File, err error) {
+	s := &stream{from: c, to: o.out, stderr: stderr}
 	ext := ".out"
 	if stderr {
 		s.to, ext = o.err, ".err"
 	}
-	if o.prefix {
-		s.head = fmt.Appendf(nil, "[rank %d] ", rank)
-	}
 	if o.dir != nil {
-		if s.log, err = o.dir.Create(fmt.Sprintf("rank-%d%s", rank, ext)); err != nil {
+		if s.log, err = o.dir.Create(c.logName() + ext); err != nil {
 			return nil, nil, fmt.Errorf("open a log file: %w", err)
 		}
 	}
@@ -135,7 +130,7 @@ func (o *output) pipe(rank int, stderr bool) (worker, mine *os.File, err error) 
 		if s.log != nil {
 			s.log.Close()
 		}
-		return nil, nil, fmt.Errorf("open a pipe for rank %d: %w", rank, err)
+		return nil, nil, fmt.Errorf("open a pipe for rank %d: %w", c.rank, err)
 	}
 	o.wg.Go(func() {
 		defer mine.Close()
@@ -146,7 +141,7 @@ func (o *output) pipe(rank int, stderr bool) (worker, mine *os.File, err error) 
 
 // copy writes lines until the pipe closes, and terminates an incomplete last line.
 func (o *output) copy(s *stream, r io.Reader) {
-	<-o.begin
+	<-s.from.known
 	if s.log != nil {
 		defer s.log.Close()
 	}
@@ -169,8 +164,12 @@ func (o *output) copy(s *stream, r io.Reader) {
 // so that a worker cannot overwrite the prefix. Other control characters are
 // quoted.
 func (o *output) lines(buf []byte, s *stream, line []byte) []byte {
+	head := ""
+	if o.prefix {
+		head = "[" + s.from.name() + "] "
+	}
 	if o.raw {
-		buf = append(append(buf, s.head...), line...)
+		buf = append(append(buf, head...), line...)
 		if line[len(line)-1] != '\n' {
 			buf = append(buf, '\n')
 		}
@@ -179,7 +178,7 @@ func (o *output) lines(buf []byte, s *stream, line []byte) []byte {
 	text := strings.TrimRight(string(line), "\r\n")
 	for part := range strings.SplitSeq(text, "\r") {
 		if part != "" || text == "" {
-			buf = append(append(append(buf, s.head...), plain.Lines(part)...), '\n')
+			buf = append(append(append(buf, head...), plain.Lines(part)...), '\n')
 		}
 	}
 	return buf
@@ -191,7 +190,7 @@ func (o *output) keep(s *stream, line []byte) {
 		return
 	}
 	if _, err := s.log.Write(line); err != nil {
-		o.warn(fmt.Sprintf("stopped writing the log of rank %d: %v", s.rank, err))
+		o.warn(fmt.Sprintf("stopped writing the log of %s: %v", s.from.name(), err))
 		s.log.Close()
 		s.log = nil
 	}
@@ -206,17 +205,17 @@ func (o *output) write(s *stream, text, line []byte) {
 func (o *output) wrote(s *stream, line []byte) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.writer != s.rank {
+	if o.writer != s.from {
 		if t := o.tails[o.writer]; t != nil {
 			t.buried = true
 		}
-		o.writer = s.rank
+		o.writer = s.from
 	}
 	if s.stderr {
-		t := o.tails[s.rank]
+		t := o.tails[s.from]
 		if t == nil {
 			t = &tail{}
-			o.tails[s.rank] = t
+			o.tails[s.from] = t
 		}
 		t.add(line)
 	}
@@ -242,11 +241,11 @@ func (t *tail) last() []string {
 	return t.lines[max(0, len(t.lines)-lastLines):]
 }
 
-// buried returns the last lines of a rank's stderr if another rank wrote after them.
-func (o *output) buried(rank int) []string {
+// buried returns the last lines of a worker's stderr if another one wrote after them.
+func (o *output) buried(c *child) []string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if t := o.tails[rank]; t != nil && t.buried {
+	if t := o.tails[c]; t != nil && t.buried {
 		return t.last()
 	}
 	return nil

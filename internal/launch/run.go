@@ -32,14 +32,18 @@ type job struct {
 	out   *output
 	guard *guardian // or nil
 
+	path     string // of the program
+	restarts int    // how often all workers were started again
 	children []*child
 	ended    chan *child
 	running  int
-	pipes    []*os.File
+	elastic
+	pipes []*os.File
 
 	signal   syscall.Signal // the first signal that asked us to stop, or 0
 	stopping bool
 	grace    *time.Timer
+	late     *time.Timer // ends the time in which workers exit by themselves
 
 	sayMu sync.Mutex
 }
@@ -111,8 +115,37 @@ func (j *job) startGuardian() <-chan *guardian {
 
 // run runs the workers of a job that all hosts have joined, and returns the exit code.
 func (j *job) run(path string) int {
-	code, err := j.spawn(path)
+	j.path = path
+	out, err := newOutput(&j.cfg, j.agent.Job(), j.say)
 	if err != nil {
+		j.say(err.Error())
+		return ExitFailed
+	}
+	j.out = out
+	defer j.out.dir.Close()
+	for {
+		code, err := j.attempt()
+		if err != nil {
+			j.say(err.Error())
+			return code
+		}
+		if !j.restarting() {
+			if code == 0 && j.out.lost.Load() {
+				return ExitFailed
+			}
+			return j.reportCause(code)
+		}
+		j.quoteCause()
+		if err := j.awaitRestart(); err != nil {
+			return j.notRestarted(err)
+		}
+	}
+}
+
+// attempt starts all workers, and returns when all have exited.
+func (j *job) attempt() (code int, err error) {
+	j.children, j.running, j.stopping, j.elastic = nil, 0, false, elastic{due: make(chan cluster.Order, j.cfg.Procs)}
+	if code, err = j.spawn(); err != nil {
 		j.kill()
 	} else {
 		code = j.supervise()
@@ -121,14 +154,7 @@ func (j *job) run(path string) int {
 		(<-j.ended).finish()
 	}
 	j.cleanUp()
-	if err != nil {
-		j.say(err.Error())
-		return code
-	}
-	if code == 0 && j.out.lost.Load() {
-		return ExitFailed
-	}
-	return j.reportCause(code)
+	return code, err
 }
 
 // say writes one line of the launcher itself.
@@ -189,42 +215,49 @@ func meetCode(err error) int {
 }
 
 // spawn starts all workers.
-func (j *job) spawn(path string) (int, error) {
-	var err error
-	if j.out, err = newOutput(&j.cfg, j.agent.Job(), j.say); err != nil {
-		return ExitFailed, err
-	}
-	defer close(j.out.begin)
-	defer j.out.dir.Close()
+func (j *job) spawn() (int, error) {
 	j.ended = make(chan *child, j.cfg.Procs)
 	for local := range j.cfg.Procs {
-		c := &child{local: local, rank: j.agent.Rank(local)}
-		if err := j.start(c, path); err != nil {
-			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, whyNot(path, err))
+		c := j.newChild(local)
+		if err := j.start(c); err != nil {
+			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, whyNot(j.path, err))
 		}
-		j.guard.started(c.pid)
 		j.children = append(j.children, c)
-		j.running++
 	}
 	return 0, nil
 }
 
-func (j *job) start(c *child, path string) error {
-	stdout, r1, err := j.out.pipe(c.rank, false)
+func (j *job) newChild(local int) *child {
+	c := &child{local: local, rank: j.agent.Rank(local), again: j.restarts}
+	c.rankNow = func() int { return j.agent.Rank(local) }
+	c.shown.Store(int64(c.rank))
+	return c
+}
+
+// start starts a worker.
+func (j *job) start(c *child) error {
+	c.known = make(chan struct{})
+	defer close(c.known)
+	stdout, r1, err := j.out.pipe(c, false)
 	if err != nil {
 		return err
 	}
 	// The worker has a copy once it runs.
 	defer stdout.Close()
 	j.pipes = append(j.pipes, r1)
-	stderr, r2, err := j.out.pipe(c.rank, true)
+	stderr, r2, err := j.out.pipe(c, true)
 	if err != nil {
 		return err
 	}
 	defer stderr.Close()
 	j.pipes = append(j.pipes, r2)
-	c.cmd = command(path, j.cfg.Program, j.cfg.workerEnv(j.agent, c.local), stdout, stderr)
-	return startChild(c, j.ended)
+	c.cmd = command(j.path, j.cfg.Program, append(j.cfg.workerEnv(j.agent, c.local), c.env...), stdout, stderr)
+	if err := startChild(c, j.ended); err != nil {
+		return err
+	}
+	j.guard.started(c.pid)
+	j.running++
+	return nil
 }
 
 // supervise returns when all workers of this host have exited and, if none
@@ -235,22 +268,26 @@ func (j *job) supervise() int {
 	zombies := time.NewTicker(zombieEvery)
 	defer zombies.Stop()
 	dead, killed := j.agent.Context().Done(), j.agent.Killed()
-	late := stoppedTimer()
-	defer late.Stop()
-	for j.running > 0 {
+	j.late = stoppedTimer()
+	defer j.late.Stop()
+	for j.running > 0 || j.mayStart() {
 		select {
 		case c := <-j.ended:
 			j.childEnded(c)
+		case o := <-j.agent.Orders():
+			j.obey(o)
+		case o := <-j.due:
+			j.startAgain(o)
 		case s := <-j.cfg.Signals:
 			j.signalled(s)
 		case <-dead:
 			dead = nil
-			if lost, _ := j.causes(); lost != nil {
-				late.Reset(j.cfg.Grace)
+			if lost, _ := j.causes(); lost != nil && !j.agent.Restarting() {
+				j.late.Reset(j.cfg.Grace)
 			} else {
 				j.ask()
 			}
-		case <-late.C:
+		case <-j.late.C:
 			j.ask()
 		case <-j.grace.C:
 			j.kill()
@@ -303,6 +340,9 @@ func (j *job) childEnded(c *child) {
 	// was first. If this call fails, the coordinator is lost, and the context
 	// reports that.
 	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.reason(), Asked: c.stopped})
+	if c.code() != 0 && !c.stopped {
+		j.undecided++
+	}
 }
 
 // signalled forwards a signal. The first signal that asks to stop starts the
@@ -322,6 +362,10 @@ func (j *job) signalled(s os.Signal) {
 		return
 	}
 	j.signal = sig
+	if sig == syscall.SIGTERM && j.agent.CanDrain() {
+		j.drain()
+		return
+	}
 	_ = j.agent.Stop("received "+signalName(sig), exitSignalOffset+int(sig)) // as in childEnded
 	j.stop(sig)
 }
@@ -375,6 +419,9 @@ func (j *job) pids() map[int]bool {
 func (j *job) awaitOthers() {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
+	if j.draining {
+		cancel() // the other hosts go on
+	}
 	done := make(chan error, 1)
 	go func() { done <- j.agent.Shutdown(ctx) }()
 	for {
@@ -427,9 +474,6 @@ func (j *job) causes() (*cluster.MemberLostError, *cluster.StopError) {
 // cleanUp kills all remaining processes and copies the remaining output.
 func (j *job) cleanUp() {
 	killLeftovers(j.pids())
-	if j.out == nil {
-		return
-	}
 	drained := make(chan struct{})
 	go func() { j.out.wg.Wait(); close(drained) }()
 	if !j.over() {

@@ -123,14 +123,15 @@ func TestTail(t *testing.T) {
 // TestOutputReaderGone writes to a pipe that breaks: once is enough to know.
 func TestOutputReaderGone(t *testing.T) {
 	var out, errs broken
-	o := &output{out: &sink{w: &out}, err: &sink{w: &errs}, tails: map[int]*tail{}}
+	o := &output{out: &sink{w: &out}, err: &sink{w: &errs}, tails: map[*child]*tail{}}
+	c := &child{}
 	errs.fine = true
 	for range 3 {
-		o.write(&stream{to: o.out}, []byte("a\n"), []byte("a\n"))
-		o.write(&stream{to: o.err, stderr: true}, []byte("b\n"), []byte("b\n"))
+		o.write(&stream{from: c, to: o.out}, []byte("a\n"), []byte("a\n"))
+		o.write(&stream{from: c, to: o.err, stderr: true}, []byte("b\n"), []byte("b\n"))
 	}
 	require.Equal(t, []int{1, 3}, []int{out.calls, errs.calls})
-	require.Len(t, o.tails[0].lines, 3)
+	require.Len(t, o.tails[c].lines, 3)
 }
 
 type broken struct {

@@ -68,7 +68,7 @@ func roundTo(d time.Duration) time.Duration {
 // childOf returns this host's worker that was lost, or nil.
 func (j *job) childOf(lost *cluster.MemberLostError) *child {
 	for _, c := range j.children {
-		if c.rank == lost.Rank && c.pid == lost.PID {
+		if c.pid == lost.PID && lost.Rank >= 0 && lost.Host == j.agent.Host() {
 			return c
 		}
 	}
@@ -120,7 +120,7 @@ func (j *job) others(but *child) string {
 
 // quote repeats the last lines of a worker's stderr if other output followed them.
 func (j *job) quote(c *child) {
-	lines := j.out.buried(c.rank)
+	lines := j.out.buried(c)
 	if len(lines) == 0 {
 		return
 	}

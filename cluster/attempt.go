@@ -1,0 +1,172 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"time"
+)
+
+// An attempt is an agent's part in the job from one start of all processes to the next.
+type attempt struct {
+	place  atomic.Pointer[placement]
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	again  atomic.Bool // the processes are started again after the failure
+	noted  atomic.Pointer[MemberLostError]
+}
+
+func (a *Agent) newAttempt(k *client, epoch uint64, p plan) (*attempt, error) {
+	t := &attempt{}
+	at := &placement{epoch: epoch, plan: p, node: p.nodeOf(a.uuid)}
+	if at.node < 0 {
+		return nil, fmt.Errorf("cluster: join job %q: the coordinator's plan does not include this host, %s", a.cfg.Job, a.cfg.Host)
+	}
+	t.place.Store(at)
+	t.ctx, t.cancel = context.WithCancelCause(k.ctx)
+	return t, nil
+}
+
+// A placement is the place of a host in an epoch.
+type placement struct {
+	epoch uint64
+	plan  plan
+	node  int
+	ranks map[int]int // by local rank, if the workers call Run; otherwise nil
+}
+
+func (p *placement) rank(local int) int {
+	if p.ranks == nil {
+		return p.plan.first(p.node) + local
+	}
+	if r, ok := p.ranks[local]; ok {
+		return r
+	}
+	return -1
+}
+
+// news receives an epoch of workers that call Run.
+func (a *Agent) news(epoch uint64, n news) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	t := a.now.Load()
+	if t == nil {
+		a.early = func() { a.news(epoch, n) }
+		return
+	}
+	at := &placement{epoch: epoch, plan: n.Plan, node: n.Plan.nodeOf(a.uuid), ranks: map[int]int{}}
+	if at.node < 0 {
+		return // this host leaves the job
+	}
+	for _, m := range n.Members {
+		if m.Node == at.node {
+			at.ranks[m.LocalRank] = m.Rank
+		}
+	}
+	t.place.Store(at)
+	if n.Line != "" {
+		a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n.Line))
+	}
+}
+
+// adopt begins the first attempt.
+func (a *Agent) adopt(t *attempt) {
+	a.mu.Lock()
+	a.now.Store(t)
+	early := a.early
+	a.mu.Unlock()
+	if early != nil {
+		early()
+	}
+}
+
+// order receives a command of the coordinator.
+func (a *Agent) order(k *client, o Order) {
+	select {
+	case a.orders <- o:
+	default:
+		k.cancel(errors.New("cluster: the launcher does not obey the coordinator"))
+	}
+}
+
+// Orders returns the coordinator's commands, which the launcher must obey in their order.
+// They come only if the workers call Run.
+func (a *Agent) Orders() <-chan Order { return a.orders }
+
+// CanDrain reports whether the job can go on without this host: its workers call Run, and
+// another host coordinates.
+func (a *Agent) CanDrain() bool {
+	return a.coord == nil && a.now.Load().place.Load().ranks != nil
+}
+
+// Drain asks the other hosts to go on without this one after the current step. The
+// launcher gets an Order with Stop when its workers have left. If too few hosts would
+// remain, the job is stopped as by Stop.
+func (a *Agent) Drain(reason string, code int) error {
+	if err := a.k.send(note(kindDrain, fault{Reason: reason, Code: code})); err != nil {
+		return fmt.Errorf("cluster: leave job %q: %w", a.cfg.Job, err)
+	}
+	return nil
+}
+
+// fail ends the attempt with a failure after which the job goes on.
+func (t *attempt) fail(f fault) {
+	t.again.Store(true)
+	t.cancel(f.err())
+}
+
+// planned receives a plan after the first, on the reader goroutine.
+func (a *Agent) planned(k *client, epoch uint64, p plan, err error) {
+	if err == nil {
+		var t *attempt
+		if t, err = a.newAttempt(k, epoch, p); err == nil {
+			a.mu.Lock()
+			a.now.Store(t)
+			a.mu.Unlock()
+			a.plans <- t // the coordinator sends one plan for each call of Next
+			return
+		}
+	}
+	k.cancel(err)
+}
+
+// Restarting reports whether all processes of the job are started again after the failure
+// that ended Context. The launcher must then stop its workers and call Next.
+func (a *Agent) Restarting() bool { return a.now.Load().again.Load() }
+
+// Next reports that all workers of this host have exited after a failure, and returns when
+// the job's processes can start again. The agent then has new ranks, and Context returns a new context.
+// Next fails with the cause if the job is stopped meanwhile, and with a *JoinTimeoutError if
+// hosts are missing after Timing.Join.
+func (a *Agent) Next(ctx context.Context) error {
+	begun := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, a.cfg.Timing.Join)
+	defer cancel()
+	if err := a.k.send(message{kind: kindReady, epoch: a.now.Load().place.Load().epoch}); err != nil {
+		return fmt.Errorf("cluster: restart job %q: %w", a.cfg.Job, err)
+	}
+	select {
+	case t := <-a.plans:
+		if n := t.place.Load().plan.News; n != "" {
+			a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n))
+		}
+		return nil
+	case <-a.k.ctx.Done():
+		return context.Cause(a.k.ctx)
+	case <-ctx.Done():
+		return a.restartEnd(ctx, begun)
+	}
+}
+
+// restartEnd returns the error of a Next whose context has ended.
+func (a *Agent) restartEnd(ctx context.Context, begun time.Time) error {
+	if !errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		return fmt.Errorf("cluster: restart job %q: %w", a.cfg.Job, context.Cause(ctx))
+	}
+	e := &JoinTimeoutError{Job: a.cfg.Job, Waited: time.Since(begun), Addr: a.addr, Unit: unitHost}
+	r, err := a.k.askMissing()
+	e.fill(r)
+	e.Err = err
+	return e
+}

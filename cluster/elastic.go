@@ -1,0 +1,430 @@
+package cluster
+
+import (
+	"fmt"
+	"slices"
+	"time"
+)
+
+// An elastic is the part of a coordinator that forms epochs for processes that call Run.
+// An epoch ends by a loss (revoke) or at the end of a step (hold). Then all its members
+// answer that their functions have returned, so that no operation of the old epoch begins any
+// more. The coordinator proposes the next world to its members, and commits it when all
+// have it. Epochs therefore never overlap.
+type elastic struct {
+	phase phase
+	turn  uint64    // counts changes of phase
+	least int       // size that the world needs
+	begun time.Time // when the epoch ended
+	quiet time.Time // until then, further losses are expected
+	last  fault     // the last loss
+	why   string    // why a planned change happens
+	left  []Departure
+	over  bool // all functions have returned nil, or the job has failed
+
+	// The proposal.
+	try   uint64
+	next  *world
+	peers []*peer // in the order of next
+
+	// expected are the places in which launchers start workers.
+	expected map[place]bool
+	retries  map[place]*retries
+}
+
+// A place identifies a worker of a launcher.
+type place struct {
+	agent string // UUID, or "" without launchers
+	local int    // local rank, or the rank without launchers
+}
+
+type phase int
+
+const (
+	phaseRun     phase = iota // the epoch runs
+	phaseHold                 // it ends at the end of a step
+	phaseRevoke               // it has ended, and its members answer
+	phaseWait                 // there are not enough members for the next one
+	phasePropose              // the members of the next one answer
+)
+
+const (
+	// settleTime is the time after a loss in which further losses belong to the same change.
+	settleTime = 100 * time.Millisecond
+	// gatherTime is the time that a newcomer waits for others that are starting.
+	gatherTime = 2 * time.Second
+)
+
+// isElastic reports whether the coordinator forms epochs.
+func (c *coordinator) isElastic() bool { return c.elastic != nil && !c.elastic.over }
+
+// beginElastic is called when the first world of processes that call Run is complete.
+func (c *coordinator) beginElastic() {
+	c.elastic = &elastic{expected: map[place]bool{}, retries: map[place]*retries{}}
+	for _, p := range c.workers {
+		c.arrived(p)
+	}
+	if c.plan == nil {
+		return
+	}
+	c.tellNews("")
+	late := c.late
+	c.late = nil
+	for _, p := range late {
+		c.admitHost(p)
+	}
+}
+
+// arrived records a worker that has registered.
+func (c *coordinator) arrived(p *peer) {
+	e, at := c.elastic, c.placeOf(p)
+	e.least = max(e.least, p.reg.Least)
+	delete(e.expected, at)
+	if e.retries[at] == nil {
+		e.retries[at] = &retries{}
+	}
+	e.retries[at].started = time.Now()
+}
+
+func (c *coordinator) placeOf(p *peer) place {
+	if c.cfg.agents == 0 {
+		return place{local: p.reg.Rank}
+	}
+	return place{p.reg.Agent, p.reg.LocalRank}
+}
+
+// enter changes the phase. Timers of the last one then have no effect.
+func (c *coordinator) enter(p phase) {
+	c.elastic.phase = p
+	c.elastic.turn++
+}
+
+// inPhase calls fn in d, unless the phase has changed by then.
+func (c *coordinator) inPhase(d time.Duration, fn func()) {
+	e, turn := c.elastic, c.elastic.turn
+	time.AfterFunc(d, func() {
+		c.mu.Lock()
+		defer c.unlock()
+		if c.elastic == e && e.turn == turn && !c.closed && !e.over {
+			fn()
+		}
+	})
+}
+
+// epochMembers returns the members of the current epoch that are not lost.
+func (c *coordinator) epochMembers() []*peer {
+	return without(c.workers, func(p *peer) bool { return p.seat != c.epoch })
+}
+
+// newcomers returns the workers that wait for the next epoch.
+func (c *coordinator) newcomers() []*peer {
+	return without(c.workers, func(p *peer) bool { return p.seat == c.epoch })
+}
+
+// registerNewcomer adds a worker to the next epoch.
+func (c *coordinator) registerNewcomer(p *peer) {
+	if r := c.newcomerObjection(p); r != nil {
+		c.refuse(p, *r)
+		return
+	}
+	p.join()
+	p.reg.arrival = 0
+	c.workers = append(c.workers, p)
+	c.arrived(p)
+	switch e := c.elastic; {
+	case e.phase == phaseRun && len(e.expected) == 0:
+		c.beginHold(c.arrivals())
+	case e.phase == phaseRun:
+		c.inPhase(gatherTime, func() { c.beginHold(c.arrivals()) })
+	case e.phase == phaseWait:
+		c.form()
+	}
+}
+
+func (c *coordinator) newcomerObjection(p *peer) *refusal {
+	reg := p.reg
+	if r := checkNames(reg.Host, reg.Name, reg.Agent); r != nil {
+		return r
+	}
+	if !reg.Elastic {
+		return &refusal{Reason: "the processes of this job call cluster.Run, and this one cluster.Attach or Join"}
+	}
+	if c.cfg.agents > 0 {
+		a := c.agentOf(p)
+		if a == nil || a.draining || reg.LocalRank < 0 || reg.LocalRank >= a.host.LocalSize {
+			return &refusal{Reason: "no launcher of this job has started it, or its host leaves the job"}
+		}
+	}
+	for _, q := range slices.Clone(c.workers) {
+		if c.placeOf(q) != c.placeOf(p) {
+			continue
+		}
+		if q.elastic.exit == nil {
+			return &refusal{Place: fmt.Sprintf("local rank %d of host %s", reg.LocalRank, reg.Host), First: &q.reg.Member, Second: &p.reg.Member}
+		}
+		c.loseWorker(q, openSession(*q.elastic.exit)) // its launcher has already started another one
+	}
+	return nil
+}
+
+// arrivals describes the newcomers.
+func (c *coordinator) arrivals() string {
+	var ms []Member
+	for _, p := range c.newcomers() {
+		m := p.reg.Member
+		m.Rank = -1
+		ms = append(ms, m)
+	}
+	return memberList(ms) + " joined"
+}
+
+// elasticDisconnected handles the end of a worker's connection. It gives the launcher, if
+// any, time to report the worker's exit.
+func (c *coordinator) elasticDisconnected(p *peer, f fault, closed bool) {
+	switch {
+	case p.elastic.exit != nil:
+		c.loseWorker(p, openSession(*p.elastic.exit))
+	case c.agentOf(p) == nil || !closed:
+		c.loseWorker(p, f)
+	default:
+		c.awaitExit(p, f)
+	}
+}
+
+// awaitExit waits for the second half of a loss: the report or the end of the connection.
+func (c *coordinator) awaitExit(p *peer, f fault) {
+	time.AfterFunc(exitGrace, func() {
+		c.mu.Lock()
+		defer c.unlock()
+		if c.isElastic() {
+			c.loseWorker(p, f)
+		}
+	})
+}
+
+// elasticExit handles a launcher's report of a worker's exit, and decides whether the
+// launcher starts it again.
+func (c *coordinator) elasticExit(a *peer, x Exit) {
+	at := place{a.host.UUID, x.Local}
+	delete(c.elastic.expected, at)
+	for _, p := range slices.Clone(c.workers) {
+		if c.placeOf(p) != at || p.reg.PID != x.PID {
+			continue
+		}
+		p.elastic.exit = &x
+		x.Rank = p.reg.Rank
+		open := !p.isOver()
+		p.end()
+		if open { // its last messages may not be read yet
+			c.awaitExit(p, openSession(x))
+		} else {
+			c.loseWorker(p, openSession(x))
+		}
+	}
+	if x.Code != 0 && !x.Asked && c.faults.stop == nil {
+		c.orderRestart(a, at, x)
+	}
+	c.checkHope()
+}
+
+// orderRestart tells a launcher whether to start a worker again.
+func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
+	e := c.elastic
+	order := Order{Local: x.Local}
+	if c.retries.total < c.cfg.again.most && !a.draining {
+		r := e.retries[at]
+		if r == nil {
+			r = &retries{}
+			e.retries[at] = r
+		}
+		r.failed()
+		c.retries.total++
+		e.expected[at] = true
+		order.Start, order.After, order.Count = true, c.cfg.again.delay(r.inARow), r.total
+	}
+	a.send(note(kindOrder, order))
+}
+
+// loseWorker removes a worker. If it is a member of the epoch, the epoch ends.
+func (c *coordinator) loseWorker(p *peer, f fault) {
+	if p.state != peerJoined {
+		return
+	}
+	p.state = peerGone
+	c.workers = remove(c.workers, p)
+	c.checkDrained()
+	p.closeAfterQueue()
+	if f.Reason != leftReason {
+		c.orderKill(p)
+	}
+	e := c.elastic
+	member := p.seat == c.epoch
+	if member {
+		e.left = append(e.left, Departure{Member: p.reg.Member, Reason: f.Reason})
+		e.last = f
+	}
+	switch {
+	case c.faults.stop != nil: // the job ends
+	case member && e.phase <= phaseHold:
+		c.revoke(f)
+	case e.phase == phaseRevoke && member:
+		e.quiet = time.Now().Add(settleTime)
+		c.inPhase(settleTime, c.checkReturned)
+	case e.phase == phasePropose && slices.Contains(e.peers, p):
+		c.form()
+	case e.phase == phaseWait:
+		c.checkHope()
+	}
+}
+
+// orderKill tells the launcher of a lost worker to kill it if it is still running. A
+// process that failed by itself has time to exit.
+func (c *coordinator) orderKill(p *peer) {
+	a := c.agentOf(p)
+	if a == nil || p.elastic.exit != nil {
+		return
+	}
+	kill := note(kindOrder, Order{Local: p.reg.LocalRank, PID: p.reg.PID, Kill: true})
+	if !p.elastic.failed {
+		a.send(kill)
+		return
+	}
+	time.AfterFunc(exitTime, func() { a.send(kill) })
+}
+
+// exitTime is the time in which a process exits after its function has failed.
+const exitTime = 10 * time.Second
+
+const leftReason = "left the job"
+
+// loseHost removes a host and its workers.
+func (c *coordinator) loseHost(a *peer, f fault) {
+	a.state = peerGone
+	c.agents = remove(c.agents, a)
+	for at := range c.elastic.expected {
+		if at.agent == a.host.UUID {
+			delete(c.elastic.expected, at)
+		}
+	}
+	for _, p := range slices.Clone(c.workers) {
+		if p.reg.Agent == a.host.UUID {
+			g := f
+			g.Reason = "its host was lost: " + f.Reason
+			g.Rank, g.PID = p.reg.Rank, p.reg.PID
+			c.loseWorker(p, g)
+		}
+	}
+	c.checkHope()
+}
+
+// lostTouch removes a member that has lost the coordinator: this process was starved.
+func (c *coordinator) lostTouch(p *peer) {
+	f := fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Code: -1,
+		Reason: fmt.Sprintf("the coordinator was silent for it for %v", c.cfg.self.LostAfter)}
+	if p.role == roleAgent {
+		f.Rank, f.Host, f.PID = -1, p.host.Host, p.host.PID
+		c.loseHost(p, f)
+		return
+	}
+	c.loseWorker(p, f)
+}
+
+// revoke ends the epoch because of a loss.
+func (c *coordinator) revoke(f fault) {
+	e := c.elastic
+	if e.phase == phaseRun || e.begun.IsZero() {
+		e.begun = time.Now()
+	}
+	c.enter(phaseRevoke)
+	m := note(kindRevoke, f)
+	m.epoch = c.epoch
+	for _, p := range c.epochMembers() {
+		p.send(m)
+	}
+	e.quiet = time.Now().Add(settleTime)
+	c.inPhase(settleTime, c.checkReturned)
+	c.inPhase(c.cfg.revokeBy, func() {
+		c.killSilent(func(p *peer) bool { return p.elastic.returned },
+			fmt.Sprintf("its function did not return within %v after the end of epoch %d", c.cfg.revokeBy, c.epoch), c.epochMembers())
+		c.checkReturned()
+	})
+	c.checkReturned()
+}
+
+// killSilent removes the workers that have not answered. Their launchers kill them.
+func (c *coordinator) killSilent(answered func(*peer) bool, reason string, ps []*peer) {
+	for _, p := range ps {
+		if !answered(p) {
+			c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: reason, Code: -1})
+		}
+	}
+}
+
+// checkReturned forms the next epoch if no function of the last one is running.
+func (c *coordinator) checkReturned() {
+	e := c.elastic
+	if e.phase != phaseHold && (e.phase != phaseRevoke || time.Now().Before(e.quiet)) {
+		return
+	}
+	for _, p := range c.epochMembers() {
+		if !p.elastic.returned {
+			return
+		}
+	}
+	c.form()
+}
+
+// checkFinished ends the job if all functions have returned nil.
+func (c *coordinator) checkFinished() {
+	e := c.elastic
+	if e.phase > phaseHold {
+		return
+	}
+	for _, p := range c.epochMembers() {
+		if !p.elastic.finished {
+			return
+		}
+	}
+	e.over = true
+	for _, p := range c.workers {
+		p.send(message{kind: kindFinish, epoch: c.epoch})
+	}
+}
+
+// handleAnswer handles a message of a worker that calls Run.
+func (c *coordinator) handleAnswer(p *peer, m message) error {
+	if c.elastic == nil || p.state != peerJoined {
+		return nil
+	}
+	e := c.elastic
+	if m.epoch != c.epoch && m.kind != kindPrepared {
+		return nil // of an earlier epoch
+	}
+	switch m.kind {
+	case kindFinished, kindRevoked:
+		if e.phase == phaseHold && e.begun.IsZero() {
+			e.begun = time.Now()
+		}
+		p.elastic.returned, p.elastic.finished = true, p.elastic.finished || m.kind == kindFinished
+		if !e.over {
+			c.checkFinished()
+			c.checkReturned()
+		}
+	case kindFailed:
+		var f fault
+		if err := m.record(&f); err != nil {
+			return err
+		}
+		p.elastic.failed = true
+		if !e.over {
+			c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: f.Reason, Code: -1})
+		}
+	case kindHeld:
+		c.stepsBegun(p, m.id)
+	case kindPrepared:
+		c.workerPrepared(p, m.id)
+	default:
+		return fmt.Errorf("message of kind %d from a worker", m.kind)
+	}
+	return nil
+}

@@ -1,0 +1,391 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A ran is a call of Run in this process, which stands for a worker.
+type ran struct {
+	local  int
+	agent  *Agent
+	worlds chan *World // each that fn gets
+	steps  chan int    // steps that fn has begun in an epoch, after its end
+	finish chan struct{}
+	result chan error
+	deaf   chan struct{} // if it is not nil, fn returns only when it is closed
+}
+
+// runWorker starts a worker whose function takes steps until its epoch ends or finish is closed.
+func runWorker(t *testing.T, a *Agent, local int, cfg RunConfig) *ran {
+	r := &ran{local: local, agent: a, worlds: make(chan *World, 100), steps: make(chan int, 100), finish: make(chan struct{}), result: make(chan error, 1)}
+	j, err := detect(environ(strings.Join(a.WorkerEnv(local), " ")))
+	require.NoError(t, err)
+	j.Notify = func(string) {}
+	cfg.Join = j
+	go func() { r.result <- Run(t.Context(), &cfg, r.work) }()
+	return r
+}
+
+func (r *ran) work(ctx context.Context, w *World) error {
+	r.worlds <- w
+	n := 0
+	defer func() { r.steps <- n }()
+	for {
+		if err := w.Step(); err != nil {
+			return err
+		}
+		n++
+		select {
+		case <-ctx.Done():
+			if r.deaf != nil {
+				<-r.deaf
+			}
+			return context.Cause(ctx)
+		case <-r.finish:
+			return nil
+		case <-time.After(time.Millisecond):
+		}
+	}
+}
+
+// world returns the next world, which must have the epoch.
+func (r *ran) world(t *testing.T, epoch int) *World {
+	t.Helper()
+	select {
+	case w := <-r.worlds:
+		require.Equal(t, epoch, w.Epoch())
+		return w
+	case err := <-r.result:
+		require.FailNow(t, "Run has returned", err)
+	case <-time.After(time.Minute):
+		require.FailNow(t, "no epoch", epoch)
+	}
+	return nil
+}
+
+// kill ends a worker like kill -9, as far as the others can see.
+func (r *ran) kill(t *testing.T, w *World) {
+	t.Helper()
+	w.store.(remote).k.closeConnection()
+	require.Error(t, <-r.result)
+	require.NoError(t, r.agent.Report(r.local, Exit{PID: os.Getpid(), Code: 137, Reason: "killed by SIGKILL"}))
+}
+
+func (r *ran) returned(t *testing.T) error {
+	t.Helper()
+	select {
+	case err := <-r.result:
+		return err
+	case <-time.After(time.Minute):
+		require.FailNow(t, "Run has not returned")
+		return nil
+	}
+}
+
+func orderOf(t *testing.T, a *Agent) Order {
+	t.Helper()
+	select {
+	case o := <-a.Orders():
+		return o
+	case <-time.After(time.Minute):
+		require.FailNow(t, "no order")
+		return Order{}
+	}
+}
+
+// elasticJob starts agents and their workers, and waits for the first epoch.
+func elasticJob(t *testing.T, rc RunConfig, cfgs ...*Config) ([]*Agent, []*ran) {
+	t.Helper()
+	as, errs := startAll(t, cfgs...)
+	require.NoError(t, errors.Join(errs...))
+	var rs []*ran
+	for _, a := range as {
+		for local := range a.LocalSize() {
+			rs = append(rs, runWorker(t, a, local, rc))
+		}
+	}
+	for i, r := range rs {
+		w := r.world(t, 1)
+		require.Equal(t, []int{i, len(rs)}, []int{w.Rank(), w.Size()})
+		require.Empty(t, w.New())
+		require.Empty(t, w.Left())
+	}
+	return as, rs
+}
+
+func oneHost(n, restarts int) *Config {
+	return &Config{Job: "elastic", LocalSize: n, MaxRestarts: restarts, Timing: quick, Notify: func(string) {}}
+}
+
+// finishAll ends the functions of workers and then their job.
+func finishAll(t *testing.T, as []*Agent, rs ...*ran) {
+	t.Helper()
+	for _, r := range rs {
+		close(r.finish)
+	}
+	for _, r := range rs {
+		require.NoError(t, r.returned(t))
+	}
+	done := make(chan error, len(as))
+	for _, a := range as {
+		go func() { done <- a.Shutdown(t.Context()) }()
+	}
+	for range as {
+		require.NoError(t, <-done)
+	}
+}
+
+func TestRunAlone(t *testing.T) {
+	t.Parallel()
+	calls := 0
+	require.NoError(t, Run(t.Context(), &RunConfig{Join: &JoinConfig{}}, func(ctx context.Context, w *World) error {
+		calls++
+		require.NoError(t, w.Step())
+		require.NoError(t, w.Set(ctx, "a", []byte("b")))
+		require.Equal(t, []int{1, 0, 1}, []int{w.Epoch(), w.Rank(), w.Size()})
+		return nil
+	}))
+	require.Equal(t, 1, calls)
+}
+
+// The survivors of a loss go on with the order of their ranks and a store of their own. The
+// lost worker is started again and gets the last rank, at the same step of all others.
+func TestEpochs(t *testing.T) {
+	t.Parallel()
+	cfg := oneHost(3, 1)
+	lines := make(chan string, 100)
+	cfg.Notify = func(line string) { lines <- line }
+	as, errs := startAll(t, cfg)
+	require.NoError(t, errors.Join(errs...))
+	a := as[0]
+	rs := []*ran{runWorker(t, a, 0, RunConfig{}), runWorker(t, a, 1, RunConfig{}), runWorker(t, a, 2, RunConfig{})}
+	ws := []*World{rs[0].world(t, 1), rs[1].world(t, 1), rs[2].world(t, 1)}
+	require.NoError(t, ws[0].Set(t.Context(), "key", []byte("of epoch 1")))
+
+	rs[1].kill(t, ws[1])
+	lost := requireCause[*MemberLostError](t, ws[0].Context())
+	require.Equal(t, []any{1, os.Getpid(), 137, "killed by SIGKILL"}, []any{lost.Rank, lost.PID, lost.ExitCode, lost.Reason})
+	_, err := ws[0].Get(t.Context(), "key")
+	require.ErrorIs(t, err, lost)
+	w0, w2 := rs[0].world(t, 2), rs[2].world(t, 2)
+	require.Equal(t, []int{0, 2, 1, 2}, []int{w0.Rank(), w0.Size(), w2.Rank(), w2.Size()})
+	require.Equal(t, 2, w2.LocalRank())
+	for _, w := range []*World{w0, w2} {
+		require.Empty(t, w.New())
+		require.Len(t, w.Left(), 1)
+		require.Equal(t, []any{1, "killed by SIGKILL", false}, []any{w.Left()[0].Rank, w.Left()[0].Reason, w.Left()[0].Planned})
+	}
+	ok, err := w2.CompareAndSwap(t.Context(), "key", nil, []byte("of epoch 2"))
+	require.NoError(t, err)
+	require.True(t, ok, "the store of an epoch is empty at its beginning")
+	require.Equal(t, []int{0, -1, 1}, []int{a.Rank(0), a.Rank(1), a.Rank(2)})
+
+	<-rs[0].steps
+	<-rs[2].steps
+	require.Equal(t, Order{Local: 1, Start: true, Count: 1}, orderOf(t, a))
+	back := runWorker(t, a, 1, RunConfig{})
+	w0, w2 = rs[0].world(t, 3), rs[2].world(t, 3)
+	w1 := back.world(t, 3)
+	require.Equal(t, <-rs[0].steps, <-rs[2].steps, "both have ended at the same step")
+	require.Equal(t, []int{0, 1, 2}, []int{w0.Rank(), w2.Rank(), w1.Rank()})
+	require.Equal(t, 1, w1.LocalRank())
+	require.Equal(t, []int{2}, w0.New())
+	require.True(t, w1.IsNew(2))
+	require.Empty(t, w0.Left())
+
+	// Without budget the world stays small.
+	back.kill(t, w1)
+	require.Equal(t, Order{Local: 1}, orderOf(t, a))
+	rs[0].world(t, 4)
+	rs[2].world(t, 4)
+	finishAll(t, as, rs[0], rs[2])
+	var text []string
+	for len(lines) > 0 {
+		text = append(text, <-lines)
+	}
+	require.Len(t, text, 3)
+	require.Regexp(t, `^job elastic: epoch 2: 2 processes on 1 host; rank 1 \(host \S+ pid \d+\) left: killed by SIGKILL; the job stood still for \d+ms$`, text[0])
+	require.Regexp(t, `^job elastic: epoch 3: 3 processes on 1 host; rank 2 \(host \S+ pid \d+\) joined; the job stood still for `, text[1])
+}
+
+// The minimum ends the job if no worker is started again.
+func TestMinimum(t *testing.T) {
+	t.Parallel()
+	as, errs := startAll(t, oneHost(2, 0))
+	require.NoError(t, errors.Join(errs...))
+	rs := []*ran{runWorker(t, as[0], 0, RunConfig{MinSize: 2}), runWorker(t, as[0], 1, RunConfig{MinSize: 2})}
+	rs[0].world(t, 1)
+	rs[1].kill(t, rs[1].world(t, 1))
+	e, ok := errors.AsType[*MemberLostError](rs[0].returned(t))
+	require.True(t, ok)
+	require.Equal(t, 1, e.Rank)
+	requireCause[*MemberLostError](t, as[0].Context())
+}
+
+// With a budget, the survivors wait for the worker that is started again.
+func TestWaitForMinimum(t *testing.T) {
+	t.Parallel()
+	as, errs := startAll(t, oneHost(2, 1))
+	require.NoError(t, errors.Join(errs...))
+	rc := RunConfig{MinSize: 2}
+	rs := []*ran{runWorker(t, as[0], 0, rc), runWorker(t, as[0], 1, rc)}
+	w := rs[0].world(t, 1)
+	rs[1].kill(t, rs[1].world(t, 1))
+	requireCause[*MemberLostError](t, w.Context())
+	require.True(t, orderOf(t, as[0]).Start)
+	back := runWorker(t, as[0], 1, rc)
+	w = rs[0].world(t, 2)
+	require.Equal(t, []int{1}, w.New())
+	require.Len(t, w.Left(), 1)
+	back.world(t, 2)
+	finishAll(t, as, rs[0], back)
+}
+
+// A function that does not return after its epoch is killed, and does not hold up the others.
+func TestRevokeIsBounded(t *testing.T) {
+	t.Parallel()
+	cfg := oneHost(3, 0)
+	cfg.Timing.Revoke = 200 * time.Millisecond
+	as, errs := startAll(t, cfg)
+	require.NoError(t, errors.Join(errs...))
+	var rs []*ran
+	var ws []*World
+	for local := range 3 {
+		rs = append(rs, runWorker(t, as[0], local, RunConfig{}))
+	}
+	rs[2].deaf = make(chan struct{})
+	defer close(rs[2].deaf)
+	for _, r := range rs {
+		ws = append(ws, r.world(t, 1))
+	}
+	rs[0].kill(t, ws[0])
+	require.Equal(t, Order{Local: 0}, orderOf(t, as[0]))
+	require.Equal(t, Order{Local: 2, PID: os.Getpid(), Kill: true}, orderOf(t, as[0]))
+	w := rs[1].world(t, 2)
+	require.Equal(t, []int{0, 1}, []int{w.Rank(), w.Size()})
+	left := w.Left()
+	slices.SortFunc(left, func(a, b Departure) int { return a.Rank - b.Rank })
+	require.Equal(t, []int{0, 2}, []int{left[0].Rank, left[1].Rank})
+	require.Equal(t, "its function did not return within 200ms after the end of epoch 1", left[1].Reason)
+	finishAll(t, as, rs[1])
+}
+
+// A process whose function fails leaves the job with its error as the reason.
+func TestFunctionFails(t *testing.T) {
+	t.Parallel()
+	as, errs := startAll(t, oneHost(2, 0))
+	require.NoError(t, errors.Join(errs...))
+	j, err := detect(environ(strings.Join(as[0].WorkerEnv(1), " ")))
+	require.NoError(t, err)
+	boom := errors.New("a bug")
+	failed := make(chan error, 1)
+	go func() {
+		failed <- Run(t.Context(), &RunConfig{Join: j}, func(context.Context, *World) error { return boom })
+	}()
+	r := runWorker(t, as[0], 0, RunConfig{})
+	r.world(t, 1)
+	w := r.world(t, 2)
+	require.Equal(t, "its function failed: a bug", w.Left()[0].Reason)
+	require.ErrorIs(t, <-failed, boom)
+	finishAll(t, as, r)
+}
+
+// Functions that have returned nil are called again if the epoch ends before the others have.
+func TestFinishTogether(t *testing.T) {
+	t.Parallel()
+	as, errs := startAll(t, oneHost(3, 0))
+	require.NoError(t, errors.Join(errs...))
+	rs := []*ran{runWorker(t, as[0], 0, RunConfig{}), runWorker(t, as[0], 1, RunConfig{}), runWorker(t, as[0], 2, RunConfig{})}
+	rs[0].world(t, 1)
+	rs[1].world(t, 1)
+	w := rs[2].world(t, 1)
+	close(rs[0].finish)
+	<-rs[0].steps
+	rs[2].kill(t, w)
+	rs[0].world(t, 2)
+	rs[1].world(t, 2)
+	close(rs[1].finish)
+	require.NoError(t, rs[0].returned(t))
+	require.NoError(t, rs[1].returned(t))
+}
+
+// Attach and Run exclude each other in a job.
+func TestRunIsForAll(t *testing.T) {
+	t.Parallel()
+	as, rs := elasticJob(t, RunConfig{}, oneHost(1, 0))
+	j, err := detect(environ(strings.Join(as[0].WorkerEnv(0), " ")))
+	require.NoError(t, err)
+	_, err = Join(t.Context(), j)
+	require.ErrorContains(t, err, "the processes of this job call cluster.Run")
+	finishAll(t, as, rs...)
+}
+
+// cluster returns configs of hosts with one worker each.
+func elasticHosts(t *testing.T, least, most, restarts int) []*Config {
+	cfgs := onLoopback(t, most, 1)
+	for _, c := range cfgs {
+		c.MinNodes, c.LocalSize, c.MaxRestarts = least, 1, restarts
+	}
+	return cfgs
+}
+
+// A job starts with the least number of hosts. Others join, are lost and come back.
+func TestHostsComeAndGo(t *testing.T) {
+	t.Parallel()
+	cfgs := elasticHosts(t, 1, 2, 0)
+	as, rs := elasticJob(t, RunConfig{}, cfgs[0])
+	b, err := Start(t.Context(), cfgs[1])
+	require.NoError(t, err)
+	rb := runWorker(t, b, 0, RunConfig{})
+	w := rs[0].world(t, 2)
+	require.Equal(t, []int{0, 2, 0}, []int{w.Rank(), w.Size(), w.Node()})
+	wb := rb.world(t, 2)
+	require.Equal(t, []int{1, 1}, []int{wb.Rank(), wb.Node()})
+	require.Equal(t, 2, as[0].Nodes())
+
+	b.k.closeConnection() // its launcher is killed
+	wb.store.(remote).k.closeConnection()
+	w = rs[0].world(t, 3)
+	require.Equal(t, 1, w.Size())
+	require.Contains(t, w.Left()[0].Reason, "its host was lost: its launcher ended")
+	rb.returned(t)
+	b.Close()
+
+	b, err = Start(t.Context(), cfgs[1])
+	require.NoError(t, err)
+	defer b.Close()
+	rb = runWorker(t, b, 0, RunConfig{})
+	require.Equal(t, 2, rs[0].world(t, 4).Size())
+	rb.world(t, 4)
+	finishAll(t, []*Agent{as[0], b}, rs[0], rb)
+}
+
+// A host that is drained leaves at the end of a step, and the last host stops the job.
+func TestDrain(t *testing.T) {
+	t.Parallel()
+	cfgs := elasticHosts(t, 1, 2, 0)
+	as, rs := elasticJob(t, RunConfig{}, cfgs...)
+	require.Eventually(t, as[1].CanDrain, time.Minute, time.Millisecond)
+	require.False(t, as[0].CanDrain(), "the host that coordinates")
+	require.NoError(t, as[1].Drain("received SIGTERM", 143))
+	require.ErrorIs(t, rs[1].returned(t), ErrDismissed)
+	w := rs[0].world(t, 2)
+	require.Equal(t, <-rs[0].steps, <-rs[1].steps)
+	require.Equal(t, 1, w.Size())
+	require.Equal(t, "its launcher received SIGTERM", w.Left()[0].Reason)
+	require.True(t, w.Left()[0].Planned)
+	require.Equal(t, Order{Stop: true}, orderOf(t, as[1]))
+	require.NoError(t, as[1].Close())
+	require.NoError(t, as[0].Drain("received SIGTERM", 143))
+	require.Equal(t, 143, requireCause[*StopError](t, as[0].Context()).ExitCode)
+	require.NoError(t, as[0].Close())
+	require.Error(t, rs[0].returned(t))
+}

@@ -1,0 +1,213 @@
+package cluster
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// prepareBy is the time that the members of a proposed world have to answer.
+const prepareBy = 5 * time.Second
+
+// form proposes a world of the members that have returned and of the newcomers, or waits
+// for more of them.
+func (c *coordinator) form() {
+	e := c.elastic
+	c.enter(phaseWait)
+	c.dismissDrained()
+	e.peers = c.nextMembers()
+	if !c.isEnough(e.peers) {
+		c.inPhase(c.cfg.joinBy, func() { c.endElastic("not enough processes after " + c.cfg.joinBy.String()) })
+		c.checkHope()
+		return
+	}
+	c.enter(phasePropose)
+	e.try++
+	c.plan = c.nextPlan()
+	e.next = c.nextWorld(e.peers)
+	for _, p := range e.peers {
+		p.elastic.prepared = false
+		m := note(kindPropose, e.next)
+		m.epoch, m.id = c.epoch+1, e.try
+		p.send(m)
+	}
+	c.inPhase(prepareBy, func() {
+		c.killSilent(func(p *peer) bool { return p.elastic.prepared },
+			fmt.Sprintf("no answer to the proposal of epoch %d within %v", c.epoch+1, prepareBy), slices.Clone(e.peers))
+	})
+}
+
+// nextMembers returns the members of the next epoch: survivors in the order of their
+// ranks, and then newcomers by host and local rank.
+func (c *coordinator) nextMembers() []*peer {
+	old, fresh := c.epochMembers(), c.newcomers()
+	slices.SortFunc(old, func(a, b *peer) int { return cmp.Compare(a.reg.Rank, b.reg.Rank) })
+	slices.SortStableFunc(fresh, func(a, b *peer) int { return compareMembers(a.reg.Member, b.reg.Member) })
+	return append(old, fresh...)
+}
+
+// isEnough reports whether workers can be a world.
+func (c *coordinator) isEnough(ps []*peer) bool {
+	hosts := map[string]bool{}
+	for _, p := range ps {
+		hosts[p.reg.Agent] = true
+	}
+	return len(ps) >= max(c.elastic.least, 1) && len(hosts) >= c.cfg.leastHosts()
+}
+
+// leastHosts returns the number of hosts that the job needs.
+func (cfg *coordConfig) leastHosts() int {
+	if cfg.agents == 0 || cfg.least == 0 {
+		return cfg.agents
+	}
+	return cfg.least
+}
+
+// nextPlan returns the plan without lost hosts and with new ones at its end.
+func (c *coordinator) nextPlan() *plan {
+	if c.plan == nil {
+		return nil
+	}
+	p := &plan{Restarts: c.plan.Restarts}
+	here := func(uuid string) bool {
+		return slices.ContainsFunc(c.agents, func(a *peer) bool { return a.host.UUID == uuid })
+	}
+	for _, h := range c.plan.Hosts {
+		if here(h.UUID) {
+			p.Hosts = append(p.Hosts, h)
+		}
+	}
+	return p
+}
+
+// nextWorld returns the world of the workers ps, in their order.
+func (c *coordinator) nextWorld(ps []*peer) *world {
+	left := slices.Clone(c.elastic.left)
+	slices.SortFunc(left, func(a, b Departure) int { return cmp.Compare(a.Rank, b.Rank) })
+	w := &world{Left: left}
+	for rank, p := range ps {
+		m := p.reg.Member
+		if p.seat != c.epoch {
+			w.New = append(w.New, rank)
+		}
+		m.Rank, m.Node = rank, -1
+		if c.plan != nil {
+			m.Node = c.plan.nodeOf(p.reg.Agent)
+		}
+		w.Members = append(w.Members, m)
+	}
+	numberHosts(w.Members)
+	return w
+}
+
+// workerPrepared commits the proposal if all its members have it.
+func (c *coordinator) workerPrepared(p *peer, try uint64) {
+	e := c.elastic
+	if e.phase != phasePropose || try != e.try {
+		return
+	}
+	p.elastic.prepared = true
+	if !slices.ContainsFunc(e.peers, func(q *peer) bool { return !q.elastic.prepared }) {
+		c.commitEpoch()
+	}
+}
+
+// commitEpoch begins the proposed epoch.
+func (c *coordinator) commitEpoch() {
+	e := c.elastic
+	c.enter(phaseRun)
+	line := c.epochLine()
+	c.epoch++
+	c.world, c.engine = e.next, newEngine(len(e.next.Members))
+	for i, p := range e.peers {
+		p.reg.Member, p.seat, p.elastic = e.next.Members[i], c.epoch, answers{exit: p.elastic.exit}
+		m := note(kindWorld, e.next)
+		m.epoch, m.id = c.epoch, uint64(i)
+		p.send(m)
+	}
+	c.tellNews(line)
+	if c.plan == nil {
+		c.say(line)
+	}
+	e.left, e.peers, e.next, e.begun, e.why = nil, nil, nil, time.Time{}, ""
+	c.checkChanges()
+}
+
+// epochLine describes the proposed epoch in one line.
+func (c *coordinator) epochLine() string {
+	e := c.elastic
+	parts := departures(e.next.Left)
+	var fresh []Member
+	for _, r := range e.next.New {
+		fresh = append(fresh, e.next.Members[r])
+	}
+	if len(fresh) > 0 {
+		parts = append(parts, memberList(fresh)+" joined")
+	}
+	hosts := map[int]bool{}
+	for _, m := range e.next.Members {
+		hosts[m.Node] = true
+	}
+	return fmt.Sprintf("epoch %d: %s on %s; %s; the job stood still for %v", c.epoch+1, quantity(len(e.next.Members), unitProcess),
+		quantity(len(hosts), unitHost), strings.Join(parts, "; "), time.Since(e.begun).Round(time.Millisecond))
+}
+
+// departures describes the processes that have left, by host and reason.
+func departures(left []Departure) []string {
+	var parts []string
+	for len(left) > 0 {
+		first := left[0]
+		together := func(d Departure) bool { return d.Host == first.Host && d.Reason == first.Reason }
+		who := memberList([]Member{first.Member})
+		var ranks []int
+		for _, d := range left {
+			if together(d) {
+				ranks = append(ranks, d.Rank)
+			}
+		}
+		if len(ranks) > 1 {
+			who = fmt.Sprintf("%s of host %s", rankList(ranks), first.Host)
+		}
+		parts = append(parts, fmt.Sprintf("%s left: %s", who, first.Reason))
+		left = without(left, together)
+	}
+	return parts
+}
+
+// tellNews tells the launchers of the epoch.
+func (c *coordinator) tellNews(line string) {
+	if c.plan == nil {
+		return
+	}
+	m := note(kindNews, news{Plan: *c.plan, Members: c.world.Members, Line: line})
+	m.epoch = c.epoch
+	c.tellAgents(m)
+}
+
+// checkHope ends the job if it waits for processes and no launcher starts one.
+func (c *coordinator) checkHope() {
+	e := c.elastic
+	if e.phase != phaseWait || len(e.expected) > 0 || c.faults.stop != nil {
+		return
+	}
+	if c.cfg.agents > 0 && (c.cfg.again.most > 0 || c.cfg.leastHosts() < c.cfg.agents) && len(c.agents) < c.cfg.agents {
+		return // a host may come
+	}
+	c.endElastic("")
+}
+
+// endElastic fails the job with the last loss.
+func (c *coordinator) endElastic(note string) {
+	e := c.elastic
+	e.over = true
+	f := e.last
+	if f.Reason == "" {
+		f = fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1, Reason: "no process is left"}
+	}
+	if note != "" {
+		f.Reason += "; " + note
+	}
+	c.fail(f, tellAll)
+}

@@ -1,0 +1,138 @@
+package cluster
+
+import (
+	"fmt"
+	"slices"
+)
+
+// beginHold ends the epoch at the end of a step. Each member answers how many steps it has
+// begun, and begins no other one. The greatest number is the last step of the epoch:
+// members with a smaller number go on up to it, so that all end at the same step.
+func (c *coordinator) beginHold(why string) {
+	e := c.elastic
+	if e.phase != phaseRun || c.faults.stop != nil {
+		return
+	}
+	e.why = why
+	members := c.epochMembers()
+	c.enter(phaseHold)
+	for _, p := range members {
+		p.elastic.held = false
+		p.send(message{kind: kindHold, epoch: c.epoch})
+	}
+	c.inPhase(c.cfg.drainBy, func() {
+		c.revokePlanned()
+	})
+	c.checkReturned()
+}
+
+// stepsBegun records the answer of a member.
+func (c *coordinator) stepsBegun(p *peer, steps uint64) {
+	if c.elastic.phase != phaseHold || p.seat != c.epoch {
+		return
+	}
+	p.elastic.held, p.elastic.steps = true, steps
+	last := uint64(0)
+	for _, q := range c.epochMembers() {
+		if !q.elastic.held {
+			return
+		}
+		last = max(last, q.elastic.steps)
+	}
+	for _, q := range c.epochMembers() {
+		q.send(message{kind: kindUntil, epoch: c.epoch, id: last})
+	}
+}
+
+// revokePlanned ends the epoch although not all members have come to the end of a step.
+func (c *coordinator) revokePlanned() {
+	c.revoke(fault{Rank: -1, Planned: true, Reason: c.elastic.why})
+}
+
+// checkChanges begins the next planned change, if there is one.
+func (c *coordinator) checkChanges() {
+	if c.elastic.phase != phaseRun {
+		return
+	}
+	for len(c.late) > 0 && len(c.agents) < c.cfg.agents {
+		a := c.late[0]
+		c.late = c.late[1:]
+		c.admitHost(a)
+	}
+	for _, a := range c.agents {
+		if a.draining && a.state == peerJoined {
+			c.beginHold("host " + a.host.Host + " leaves")
+			return
+		}
+	}
+	if len(c.newcomers()) > 0 {
+		c.beginHold(c.arrivals())
+	}
+}
+
+// drainHost handles a launcher that was asked to leave the job.
+func (c *coordinator) drainHost(a *peer, f fault) {
+	stay := without(c.agents, func(p *peer) bool { return p == a || p.draining || p.state == peerGone })
+	if !c.isElastic() || len(stay) < c.cfg.leastHosts() {
+		c.stopped(a, f)
+		return
+	}
+	a.draining = true
+	a.drained = f.Reason
+	for at := range c.elastic.expected {
+		if at.agent == a.host.UUID {
+			delete(c.elastic.expected, at)
+		}
+	}
+	c.checkChanges()
+	if c.elastic.phase == phaseWait {
+		c.form()
+	}
+}
+
+// dismissDrained removes the workers of hosts that leave, after their functions have
+// returned.
+func (c *coordinator) dismissDrained() {
+	e := c.elastic
+	for _, a := range c.agents {
+		if !a.draining || a.state == peerGone {
+			continue
+		}
+		for _, p := range without(c.workers, func(p *peer) bool { return p.reg.Agent != a.host.UUID }) {
+			p.state = peerGone
+			c.workers = remove(c.workers, p)
+			if p.seat == c.epoch {
+				e.left = append(e.left, Departure{Member: p.reg.Member, Planned: true, Reason: "its launcher " + a.drained})
+			}
+			p.send(message{kind: kindDismiss, epoch: c.epoch})
+			p.closeAfterQueue()
+		}
+		a.state = peerDone
+		a.send(note(kindOrder, Order{Stop: true}))
+	}
+	c.agents = without(c.agents, func(a *peer) bool { return a.draining && a.state == peerDone })
+}
+
+// admitHost adds a host to a running job, if it has a place for one.
+func (c *coordinator) admitHost(a *peer) {
+	if len(c.agents) >= c.cfg.agents {
+		c.late = append(c.late, a)
+		return
+	}
+	if taken := func(b *peer) bool { return a.host.NodeRank >= 0 && b.host.NodeRank == a.host.NodeRank }; slices.ContainsFunc(c.agents, taken) {
+		c.refuse(a, refusal{Reason: fmt.Sprintf("node rank %d is taken", a.host.NodeRank)})
+		return
+	}
+	c.agents = append(c.agents, a)
+	p := *c.plan
+	p.Hosts = append(append([]host{}, p.Hosts...), a.host)
+	c.plan = &p
+	for local := range a.host.LocalSize {
+		c.elastic.expected[place{a.host.UUID, local}] = true
+	}
+	m := note(kindPlan, c.plan)
+	m.epoch = c.epoch
+	a.send(m)
+	a.send(message{kind: kindComplete, epoch: c.epoch})
+	c.tellNews("")
+}

@@ -1,0 +1,72 @@
+package cluster
+
+import (
+	"context"
+	"os"
+	"slices"
+	"time"
+)
+
+// A membership is the place of this process in a world, with the world's store.
+type membership struct {
+	job     string
+	me      Member
+	members []Member
+	timeout time.Duration // of calls whose context has no deadline
+	store   caller
+	ctx     context.Context
+}
+
+// A caller runs store calls, either over the connection to the coordinator or, in
+// a world of one process, directly in the engine.
+type caller interface {
+	call(ctx context.Context, c call) (call, error)
+}
+
+// soloMembership returns a world of one process, which ends with parent.
+func soloMembership(parent context.Context, cfg *JoinConfig) (membership, context.CancelCauseFunc) {
+	me := Member{LocalSize: 1, Host: cfg.Host, PID: os.Getpid(), Name: cfg.Name}
+	m := membership{job: cfg.Job, me: me, members: []Member{me}, timeout: cfg.Timing.Call}
+	ctx, cancel := context.WithCancelCause(parent)
+	m.ctx, m.store = ctx, &solo{engine: newEngine(1), session: ctx}
+	return m, cancel
+}
+
+// Rank returns the rank of this process in the world, 0 to Size-1.
+func (s *membership) Rank() int { return s.me.Rank }
+
+// Size returns the world size.
+func (s *membership) Size() int { return len(s.members) }
+
+// LocalRank returns the rank of this process on its host. Under `chorus run` it
+// is also the ordinal of its device.
+func (s *membership) LocalRank() int { return s.me.LocalRank }
+
+// LocalSize returns the number of processes on this host.
+func (s *membership) LocalSize() int { return s.me.LocalSize }
+
+// Node returns the index of this host in the job.
+func (s *membership) Node() int { return s.me.Node }
+
+// Host returns the name of this host in the job.
+func (s *membership) Host() string { return s.me.Host }
+
+// Job returns the name of the job.
+func (s *membership) Job() string { return s.job }
+
+// Members returns all processes of the world in the order of ranks. The caller
+// may change the slice.
+func (s *membership) Members() []Member { return slices.Clone(s.members) }
+
+// Context is cancelled when a process of the job is lost, with a *MemberLostError
+// as its cause, or when the session is closed, with ErrClosed. It has no values
+// and no deadline.
+func (s *membership) Context() context.Context { return s.ctx }
+
+// deadline adds the default deadline if ctx has none.
+func (s *membership) deadline(ctx context.Context) (context.Context, context.CancelFunc) {
+	if _, ok := ctx.Deadline(); ok {
+		return ctx, func() {}
+	}
+	return context.WithTimeout(ctx, s.timeout)
+}

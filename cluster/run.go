@@ -1,0 +1,311 @@
+package cluster
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+)
+
+// RunConfig configures Run.
+type RunConfig struct {
+	// Join describes the job; nil means that Run reads the environment, like Attach.
+	Join *JoinConfig
+	// MinSize is the smallest world size that the program can work with. If fewer
+	// processes are left, the others wait for new ones. 0 means 1.
+	MinSize int
+}
+
+// Run joins this process to its job and calls fn once for each epoch that the process is a
+// member of. The epoch ends when a process of the job is lost, or when processes join.
+// Then the context of fn ends with a *MemberLostError or a *ChangeError as its cause, fn
+// returns, and Run calls it again with the next world. The process keeps its memory and its
+// devices. `chorus run --max-restarts` starts lost processes again.
+//
+// The next epoch begins when fn has returned in all surviving processes. A process whose fn
+// takes longer than CHORUS_REVOKE_TIMEOUT is killed by its launcher. fn must therefore
+// pass its context to all calls that wait, and close the groups of its epoch before it
+// returns.
+//
+// Run returns nil when fn has returned nil in all processes of an epoch. If the epoch ends
+// before that, Run calls fn again, also in the processes where it has returned nil. Run
+// returns the error of fn if the epoch does not end soon after it; the process then should
+// exit. It returns ErrDismissed if the host leaves the job, the cause if the job has failed,
+// and otherwise the errors of Attach. It leaves the job in all cases.
+//
+// All processes of a job must call Run, and none of them Attach. Without `chorus run`, lost
+// processes are not started again, and the loss of rank 0 ends the job.
+func Run(ctx context.Context, cfg *RunConfig, fn func(ctx context.Context, w *World) error) error {
+	if cfg == nil {
+		cfg = &RunConfig{}
+	}
+	if fn == nil {
+		return badConfig("run: no function given")
+	}
+	c, err := cfg.join()
+	if err != nil {
+		return err
+	}
+	if c.Addr == "" {
+		return runAlone(ctx, c, fn)
+	}
+	key, err := c.key()
+	if err != nil {
+		return err
+	}
+	var coord *coordinator
+	if c.Serve {
+		if coord, err = c.serve(key); err != nil {
+			return err
+		}
+	}
+	r := &runner{cfg: c, parent: ctx, worlds: make(chan *World, 1), end: make(chan error, 1)}
+	err = r.run(key, coord, max(cfg.MinSize, 1), fn)
+	if coord != nil {
+		coord.drain()
+		coord.close()
+	}
+	return err
+}
+
+func (cfg *RunConfig) join() (*JoinConfig, error) {
+	j := cfg.Join
+	if j == nil {
+		var err error
+		if j, err = detect(os.LookupEnv); err != nil {
+			return nil, err
+		}
+	}
+	return j.complete()
+}
+
+// runAlone runs fn in a world of one process.
+func runAlone(ctx context.Context, cfg *JoinConfig, fn func(context.Context, *World) error) error {
+	w := &World{epoch: firstEpoch}
+	w.membership, w.cancel = soloMembership(ctx, cfg)
+	defer w.cancel(ErrClosed)
+	return fn(w.ctx, w)
+}
+
+// A runner is one call of Run.
+type runner struct {
+	cfg    *JoinConfig
+	parent context.Context
+	k      *client
+	worlds chan *World
+	end    chan error // why no world follows
+
+	now *World // used by the reader goroutine only
+}
+
+func (r *runner) run(key credential, coord *coordinator, least int, fn func(context.Context, *World) error) error {
+	start := time.Now()
+	ctx, cancel := context.WithTimeout(r.parent, r.cfg.Timing.Join)
+	defer cancel()
+	l, hello, err := r.cfg.connect(ctx, key, start)
+	if err != nil {
+		return err
+	}
+	ready := make(chan struct{}) // r.k is set
+	r.k = newClient(l, target{r.cfg.Job, r.cfg.at, key}, r.cfg.Addr, r.cfg.Host, hello, func(k *client, m message) {
+		<-ready
+		r.event(k, m)
+	})
+	close(ready)
+	reg := r.cfg.registration()
+	reg.Elastic, reg.Agent, reg.Least = true, r.cfg.agent, least
+	m := note(kindRegister, reg)
+	m.id = registerWorker
+	if err := r.k.send(m); err != nil {
+		r.k.close()
+		return fmt.Errorf("cluster: join job %q: register at %s: %w", r.cfg.Job, r.cfg.Addr, err)
+	}
+	w, err := r.first(ctx, start)
+	if w == nil {
+		coord.decide(err)
+		r.k.leave(err)
+		return err
+	}
+	return r.epochs(w, fn)
+}
+
+// first waits for the first world of this process.
+func (r *runner) first(ctx context.Context, start time.Time) (*World, error) {
+	w, err := r.next(ctx)
+	if w != nil || ctx.Err() == nil || r.k.ctx.Err() != nil {
+		return w, err
+	}
+	e := &JoinTimeoutError{Job: r.cfg.Job, Waited: time.Since(start), Addr: r.cfg.Addr, Unit: unitProcess}
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		a, err := r.k.askMissing()
+		e.fill(a)
+		e.Err = err
+	}
+	return nil, joinEnd(ctx, e)
+}
+
+// next waits for the next world, or returns why none follows. Both are nil if all functions
+// have returned nil.
+func (r *runner) next(ctx context.Context) (*World, error) {
+	select {
+	case w := <-r.worlds:
+		return w, nil
+	case err := <-r.end:
+		return nil, err
+	case <-r.k.ctx.Done():
+		return nil, r.lost()
+	case <-r.k.endedC:
+		return nil, r.ended()
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+}
+
+// lost returns the coordinator's last word if there is one, and otherwise the cause of the loss.
+func (r *runner) lost() error {
+	select {
+	case err := <-r.end:
+		return err
+	default:
+		return context.Cause(r.k.ctx)
+	}
+}
+
+// ended returns why the coordinator has closed.
+func (r *runner) ended() error {
+	select {
+	case err := <-r.end:
+		return err
+	default:
+		return ErrEnded
+	}
+}
+
+// epochs calls fn for each world.
+func (r *runner) epochs(w *World, fn func(context.Context, *World) error) error {
+	defer r.k.close()
+	for {
+		if err := r.answer(w, fn(w.ctx, w)); err != nil {
+			return err
+		}
+		var err error
+		if w, err = r.next(r.parent); w == nil {
+			return err
+		}
+	}
+}
+
+// answer tells the coordinator that fn has returned err in w. It returns an error if this
+// process leaves the job.
+func (r *runner) answer(w *World, err error) error {
+	if err == nil && w.ctx.Err() == nil && !w.isLeaving() {
+		return r.send(w, message{kind: kindFinished})
+	}
+	if !w.isLeaving() && !r.awaitEnd(w) {
+		m := note(kindFailed, fault{Reason: fmt.Sprintf("its function failed: %v", err)})
+		return cmp.Or(err, r.send(w, m))
+	}
+	switch {
+	case r.parent.Err() != nil:
+		return cmp.Or(err, context.Cause(r.parent))
+	case r.k.ctx.Err() != nil:
+		return r.lost()
+	}
+	return r.send(w, message{kind: kindRevoked})
+}
+
+func (r *runner) send(w *World, m message) error {
+	m.epoch = w.epoch
+	_ = r.k.send(m) // if the connection is lost, next returns why
+	return nil
+}
+
+// awaitEnd waits until the epoch of w has ended, and reports whether it has. The error of a
+// collective may come before the coordinator has noticed the loss.
+func (r *runner) awaitEnd(w *World) bool {
+	t := time.NewTimer(tooSilent(r.k.hello.LostAfter) + exitGrace + time.Second)
+	defer t.Stop()
+	select {
+	case <-w.ctx.Done():
+		return true
+	case <-t.C:
+		return false
+	}
+}
+
+// event runs on the reader goroutine of the client.
+func (r *runner) event(k *client, m message) {
+	switch m.kind {
+	case kindWorld:
+		r.begin(m)
+	case kindPropose:
+		_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
+	case kindRevoke:
+		var f fault
+		if err := m.record(&f); err != nil {
+			r.over(err)
+		} else if w := r.now; w != nil && w.epoch == m.epoch {
+			w.cancel(f.endOf(w))
+		}
+	case kindHold:
+		if w := r.now; w != nil && w.epoch == m.epoch {
+			_ = k.send(message{kind: kindHeld, epoch: m.epoch, id: w.hold()}) // as above
+		}
+	case kindUntil:
+		if w := r.now; w != nil && w.epoch == m.epoch {
+			w.runUntil(m.id)
+		}
+	case kindFault:
+		var f fault
+		err := m.record(&f)
+		if err == nil {
+			err = f.err()
+		}
+		r.over(err)
+		k.cancel(err)
+	case kindRefuse:
+		var f refusal
+		err := m.record(&f)
+		if err == nil {
+			err = f.err(r.cfg.Job, r.cfg.Addr)
+		}
+		r.over(err)
+	case kindFinish:
+		r.over(nil)
+	case kindDismiss:
+		r.over(ErrDismissed)
+	}
+}
+
+// begin starts an epoch.
+func (r *runner) begin(m message) {
+	r.k.beStrict(0)
+	w, err := newWorld(r.parent, r, m)
+	if err != nil {
+		r.over(err)
+		return
+	}
+	if r.now != nil {
+		r.now.cancel(&ChangeError{Epoch: int(r.now.epoch), Reason: "the world changes"})
+	}
+	r.now = w
+	r.worlds <- w // the coordinator begins one after this process has answered for the last
+}
+
+// over records why no world follows; nil means that all functions have returned nil.
+func (r *runner) over(err error) {
+	select {
+	case r.end <- err:
+	default:
+	}
+}
+
+// endOf returns the cause of the end of w.
+func (f fault) endOf(w *World) error {
+	if f.Planned {
+		return &ChangeError{Epoch: int(w.epoch), Reason: f.Reason}
+	}
+	return f.err()
+}

@@ -1,0 +1,120 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+
+	"github.com/gochorus/chorus/internal/plain"
+)
+
+// A World is the membership of this process in one epoch of a job, as Run gives it to its
+// function. Its store is empty when the epoch begins. Methods are safe for concurrent use.
+type World struct {
+	membership
+	epoch  uint64
+	new    []int
+	left   []Departure
+	cancel context.CancelCauseFunc
+
+	mu     sync.Mutex
+	news   chan struct{} // closed when held or until changes
+	begun  uint64        // steps
+	held   bool          // a planned change: no step may begin
+	agreed bool          // until is the last step of the epoch
+	until  uint64
+	leaves bool // Step has returned the end of the epoch
+}
+
+// newWorld returns the world of a record. It ends with parent and with the job.
+func newWorld(parent context.Context, r *runner, m message) (*World, error) {
+	var rec world
+	if err := m.record(&rec); err != nil {
+		return nil, err
+	}
+	if m.id >= uint64(len(rec.Members)) {
+		return nil, errors.New("the coordinator's list does not include this process")
+	}
+	w := &World{epoch: m.epoch, new: rec.New, left: rec.Left, news: make(chan struct{})}
+	w.membership = membership{job: r.cfg.Job, me: rec.Members[m.id], members: rec.Members, timeout: r.cfg.Timing.Call}
+	for i := range w.left {
+		w.left[i].Reason = plain.Text(w.left[i].Reason)
+	}
+	w.ctx, w.cancel = context.WithCancelCause(parent)
+	w.store = remote{r.k, w.epoch, w.ctx}
+	context.AfterFunc(r.k.ctx, func() { w.cancel(context.Cause(r.k.ctx)) })
+	return w, nil
+}
+
+// Epoch returns the number of the epoch, from 1 on. Numbers grow with each change of the
+// world.
+func (w *World) Epoch() int { return int(w.epoch) }
+
+// New returns the ranks that were not in the epoch before, in ascending order. In the first
+// epoch it returns nil.
+func (w *World) New() []int { return slices.Clone(w.new) }
+
+// IsNew reports whether rank was not in the epoch before. In the first epoch it returns
+// false for all ranks.
+func (w *World) IsNew(rank int) bool { return slices.Contains(w.new, rank) }
+
+// Left returns the processes that have left the job since the epoch before, with the
+// reasons.
+func (w *World) Left() []Departure { return slices.Clone(w.left) }
+
+// Step begins a step of the program. If a planned change of the world is due, it returns a
+// *ChangeError after the same number of steps on all ranks, and the function of Run must
+// return. Step does not communicate unless a change is due. All ranks must call Step equally
+// often. If the epoch has ended because of a loss, Step returns the cause.
+//
+// A program that does not call Step loses the step that it is in at each planned change,
+// which waits for CHORUS_DRAIN_TIMEOUT.
+func (w *World) Step() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for {
+		switch {
+		case w.ctx.Err() != nil:
+			return context.Cause(w.ctx)
+		case w.agreed && w.begun >= w.until:
+			w.leaves = true
+			return &ChangeError{Epoch: int(w.epoch), Reason: "the world changes"}
+		case w.agreed || !w.held:
+			w.begun++
+			return nil
+		}
+		news := w.news
+		w.mu.Unlock()
+		select {
+		case <-news:
+		case <-w.ctx.Done():
+		}
+		w.mu.Lock()
+	}
+}
+
+// hold forbids further steps and returns the number of steps begun.
+func (w *World) hold() uint64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.held = true
+	return w.begun
+}
+
+// runUntil permits steps up to number last, the last of the epoch.
+func (w *World) runUntil(last uint64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.agreed {
+		w.agreed, w.until = true, last
+		close(w.news)
+	}
+}
+
+// isLeaving reports whether Step has returned the end of the epoch.
+func (w *World) isLeaving() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.leaves
+}

@@ -1,0 +1,71 @@
+package launch
+
+import (
+	"fmt"
+	"syscall"
+	"time"
+
+	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/env"
+)
+
+// elastic is the part of a job whose workers call cluster.Run: the coordinator decides
+// which of them are started again.
+type elastic struct {
+	undecided int                // failed workers for which no order has come
+	scheduled int                // orders to start a worker that are not due
+	due       chan cluster.Order // orders to start a worker now
+	draining  bool               // this host leaves the job
+}
+
+// mayStart reports whether workers may be started again.
+func (j *job) mayStart() bool {
+	return !j.over() && !j.draining && (j.undecided > 0 || j.scheduled > 0)
+}
+
+// obey executes a command of the coordinator.
+func (j *job) obey(o cluster.Order) {
+	switch {
+	case o.Stop: // the workers know
+		j.late.Reset(j.cfg.Grace)
+	case o.Kill:
+		if c := j.children[o.Local]; c.pid == o.PID && c.running {
+			c.killed = true
+			c.signal(syscall.SIGKILL)
+		}
+	case o.Start:
+		j.undecided--
+		j.scheduled++
+		time.AfterFunc(o.After, func() { j.due <- o })
+	default:
+		j.undecided--
+	}
+}
+
+// startAgain starts a worker in place of one that has exited.
+func (j *job) startAgain(o cluster.Order) {
+	j.scheduled--
+	if j.over() || j.draining {
+		return
+	}
+	c := j.newChild(o.Local)
+	c.again, c.rank = o.Count, max(c.rank, 0)
+	c.shown.Store(-1)
+	c.env = []string{fmt.Sprintf("%s=%d", env.RestartCount.Name, o.Count), fmt.Sprintf("TORCHELASTIC_RESTART_COUNT=%d", o.Count)}
+	if err := j.start(c); err != nil {
+		j.say(fmt.Sprintf("cannot start worker %d of this host again: %v", o.Local, err))
+		return
+	}
+	j.children[o.Local] = c
+}
+
+// drain asks the job to go on without this host. The workers exit at the end of their step,
+// or are asked to when the other hosts go on.
+func (j *job) drain() {
+	j.draining = true
+	j.say("received SIGTERM: this host leaves the job at the end of the step; a second signal kills its ranks")
+	for _, c := range j.children {
+		c.stopped = c.running
+	}
+	_ = j.agent.Drain("received SIGTERM", exitSignalOffset+int(syscall.SIGTERM)) // if it fails, the agent's context ends
+}

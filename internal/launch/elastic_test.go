@@ -1,0 +1,125 @@
+package launch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/cluster"
+)
+
+// elasticWorker meets the others in each step. It ends in a world of the given size from the
+// given epoch on.
+func elasticWorker(epoch, size string) int {
+	first, err1 := strconv.Atoi(epoch)
+	last, err2 := strconv.Atoi(size)
+	if err := errors.Join(err1, err2); err != nil {
+		panic(err)
+	}
+	err := cluster.Run(context.Background(), nil, func(ctx context.Context, w *cluster.World) error {
+		fmt.Printf("epoch %d is rank %d of %d pid %d restart %s\n", w.Epoch(), w.Rank(), w.Size(), os.Getpid(), os.Getenv("CHORUS_RESTART_COUNT"))
+		for {
+			if err := w.Step(); err != nil {
+				return err
+			}
+			if err := w.Barrier(ctx, "step"); err != nil {
+				return err
+			}
+			if w.Epoch() >= first && w.Size() == last {
+				return nil
+			}
+		}
+	})
+	switch {
+	case errors.Is(err, cluster.ErrDismissed):
+		fmt.Println("dismissed")
+		return 7
+	case err != nil:
+		fmt.Fprintln(os.Stderr, "run:", err)
+		return 42
+	}
+	return 0
+}
+
+// A worker that is killed is started again. The others keep their processes.
+func TestElasticRestart(t *testing.T) {
+	t.Parallel()
+	cfg := workers(3, "elastic", "2", "3")
+	cfg.Restarts = 1
+	l := start(t, cfg)
+	l.until("epoch 1 is rank", 3)
+	first := pidsIn(t, l.text(), "of 3 pid")
+	require.Len(t, first, 3)
+	victim := pidsIn(t, l.text(), "epoch 1 is rank 1 of 3 pid")[0]
+	require.NoError(t, syscall.Kill(victim, syscall.SIGKILL))
+	code, text := l.wait()
+	require.Zero(t, code, text)
+	require.Regexp(t, fmt.Sprintf(`(?m)^chorus: job test: epoch 2: .* on 1 host; rank 1 \(host h0 pid %d\) left: killed by SIGKILL.*; the job stood still for `, victim), text)
+	require.Regexp(t, `(?m)^chorus: job test: epoch \d+: 3 processes on 1 host; .*rank 2 \(host h0 pid \d+\) joined; the job stood still for `, text)
+	last := fmt.Sprintf("epoch %d is rank", 1+strings.Count(text, "chorus: job test: epoch "))
+	for rank, local := range []int{0, 2} {
+		pid := pidsIn(t, text, fmt.Sprintf("epoch 1 is rank %d of 3 pid", local))
+		require.Equal(t, pid, pidsIn(t, text, fmt.Sprintf("%s %d of 3 pid", last, rank)))
+	}
+	require.Regexp(t, last+` 2 of 3 pid \d+ restart 1\n`, text)
+}
+
+// Workers that fail each time they start use up the budget, and the rest finishes.
+func TestElasticBudget(t *testing.T) {
+	t.Parallel()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	cfg := base(2, "sh", "-c", fmt.Sprintf("[ $LOCAL_RANK$CHORUS_RESTART_COUNT = 10 -o $LOCAL_RANK = 0 ] && exec %s worker elastic 2 1; exit 5", self))
+	cfg.Restarts = 3
+	l := start(t, cfg)
+	l.until("epoch 1 is rank", 2)
+	require.NoError(t, syscall.Kill(pidsIn(t, l.text(), "epoch 1 is rank 1 of 2 pid")[0], syscall.SIGKILL))
+	code, text := l.wait()
+	require.Zero(t, code, text)
+	require.Contains(t, text, "epoch 2 is rank 0 of 1 pid")
+}
+
+// SIGTERM to one launcher drains its host. The other host goes on.
+func TestElasticDrain(t *testing.T) {
+	t.Parallel()
+	a, b := workers(1, "elastic", "2", "1"), workers(2, "elastic", "2", "1")
+	twoHosts(t, a, b)
+	a.MinNodes, b.MinNodes = 1, 1
+	la, lb := start(t, a), start(t, b)
+	la.until("epoch 1 is rank", 1)
+	lb.until("epoch 1 is rank", 2)
+	require.NoError(t, lb.cmd.Process.Signal(syscall.SIGTERM))
+	code, text := lb.wait()
+	require.Equal(t, 143, code, text)
+	require.Contains(t, text, "chorus: received SIGTERM: this host leaves the job at the end of the step")
+	require.Contains(t, text, "dismissed\n")
+	code, text = la.wait()
+	require.Zero(t, code, text)
+	require.Contains(t, text, "epoch 2: 1 process on 1 host; ranks 1, 2 of host h1 left: its launcher received SIGTERM; ")
+}
+
+// A launcher that is killed takes its host along. One that starts later joins.
+func TestElasticHosts(t *testing.T) {
+	t.Parallel()
+	a, b := workers(1, "elastic", "3", "2"), workers(1, "elastic", "3", "2")
+	twoHosts(t, a, b)
+	a.MinNodes, b.MinNodes = 1, 1
+	la, lb := start(t, a), start(t, b)
+	la.until("epoch 1 is rank", 1)
+	lb.until("epoch 1 is rank", 1)
+	require.NoError(t, lb.cmd.Process.Kill())
+	la.until("epoch 2 is rank 0 of 1", 1)
+	back := start(t, b)
+	for _, l := range []*launched{la, back} {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+	}
+	require.Contains(t, back.text(), "epoch 3 is rank 1 of 2")
+}

@@ -83,6 +83,10 @@ func (a *Agent) adopt(t *attempt) {
 
 // order receives a command of the coordinator.
 func (a *Agent) order(k *client, o Order) {
+	if o.Local < 0 || o.Local >= a.cfg.LocalSize || o.After < 0 {
+		k.cancel(fmt.Errorf("cluster: the coordinator's order is for local rank %d of %d", o.Local, a.cfg.LocalSize))
+		return
+	}
 	select {
 	case a.orders <- o:
 	default:

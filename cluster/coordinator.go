@@ -150,7 +150,7 @@ func (c *coordinator) serve(conn net.Conn) {
 	l.most = maxGuestFrame
 	p := newPeer(newStream(l, c.clock, c.cfg.self.LostAfter), peerAddr(conn))
 	p.worker, p.renew = l.worker, func(err error) (renewal, error) { return c.awaitLink(p, err) }
-	hello := c.cfg.self
+	hello := c.welcome()
 	hello.Stream = p.id
 	if !c.admit(p) || l.write(frame{body: note(kindWelcome, hello).encode()}, handshakeTimeout) != nil {
 		conn.Close()
@@ -167,6 +167,14 @@ func (c *coordinator) serve(conn net.Conn) {
 	<-p.done
 	p.closeLinks()
 	c.remove(p)
+}
+
+func (c *coordinator) welcome() welcome {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	w := c.cfg.self
+	w.Running = c.plan != nil || c.restart != nil
+	return w
 }
 
 func (c *coordinator) remove(p *peer) {

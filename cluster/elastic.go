@@ -77,7 +77,7 @@ func (c *coordinator) beginElastic() {
 
 // arrived records a worker that has registered.
 func (c *coordinator) arrived(p *peer) {
-	e, at := c.elastic, c.placeOf(p)
+	e, at := c.elastic, p.home
 	e.least = max(e.least, p.reg.Least)
 	delete(e.expected, at)
 	if e.retries[at] == nil {
@@ -86,11 +86,12 @@ func (c *coordinator) arrived(p *peer) {
 	e.retries[at].started = time.Now()
 }
 
-func (c *coordinator) placeOf(p *peer) place {
+// homeOf returns the place of a registration.
+func (c *coordinator) homeOf(reg registration) place {
 	if c.cfg.agents == 0 {
-		return place{local: p.reg.Rank}
+		return place{local: reg.Rank}
 	}
-	return place{p.reg.Agent, p.reg.LocalRank}
+	return place{reg.Agent, reg.LocalRank}
 }
 
 // enter changes the phase. Timers of the last one then have no effect.
@@ -156,7 +157,7 @@ func (c *coordinator) newcomerObjection(p *peer) *refusal {
 		}
 	}
 	for _, q := range slices.Clone(c.workers) {
-		if c.placeOf(q) != c.placeOf(p) {
+		if q.home != p.home {
 			continue
 		}
 		if q.elastic.exit == nil {
@@ -208,7 +209,7 @@ func (c *coordinator) elasticExit(a *peer, x Exit) {
 	at := place{a.host.UUID, x.Local}
 	delete(c.elastic.expected, at)
 	for _, p := range slices.Clone(c.workers) {
-		if c.placeOf(p) != at || p.reg.PID != x.PID {
+		if p.home != at || p.reg.PID != x.PID {
 			continue
 		}
 		p.elastic.exit = &x
@@ -389,6 +390,7 @@ func (c *coordinator) checkFinished() {
 	for _, p := range c.workers {
 		p.send(message{kind: kindFinish, epoch: c.epoch})
 	}
+	c.tellAgents(note(kindOrder, Order{Finish: true}))
 }
 
 // handleAnswer handles a message of a worker that calls Run.

@@ -3,6 +3,7 @@ package cluster
 import (
 	"context"
 	"errors"
+	"net"
 	"os"
 	"slices"
 	"strings"
@@ -388,4 +389,85 @@ func TestDrain(t *testing.T) {
 	require.Equal(t, 143, requireCause[*StopError](t, as[0].Context()).ExitCode)
 	require.NoError(t, as[0].Close())
 	require.Error(t, rs[0].returned(t))
+}
+
+// Without launchers, the process of rank 0 coordinates. A lost process may come again by itself.
+func TestEpochsWithoutLaunchers(t *testing.T) {
+	t.Parallel()
+	addr := freeAddr(t)
+	start := func(rank int) *ran {
+		r := &ran{local: rank, worlds: make(chan *World, 100), steps: make(chan int, 100), finish: make(chan struct{}), result: make(chan error, 1)}
+		j := &JoinConfig{Job: "bare", Size: 3, Rank: &rank, Addr: addr, Serve: rank == 0, Secret: testSecret, Timing: quick, Notify: func(string) {}}
+		go func() { r.result <- Run(t.Context(), &RunConfig{Join: j}, r.work) }()
+		return r
+	}
+	rs := []*ran{start(0), start(1), start(2)}
+	rs[0].world(t, 1)
+	w := rs[1].world(t, 1)
+	rs[2].world(t, 1)
+	w.store.(remote).k.closeConnection()
+	require.Error(t, rs[1].returned(t))
+	require.Equal(t, 2, rs[0].world(t, 2).Size())
+	require.Equal(t, 1, rs[2].world(t, 2).Rank())
+	back := start(1)
+	require.Equal(t, []int{2}, rs[0].world(t, 3).New())
+	require.Equal(t, 2, back.world(t, 3).Rank())
+	require.Equal(t, 1, rs[2].world(t, 3).Rank())
+	finishAll(t, nil, rs[0], rs[2], back)
+}
+
+// A host that is a smaller seed than the coordinator joins the running job.
+func TestSmallerSeedJoinsTheRunningJob(t *testing.T) {
+	t.Parallel()
+	cfgs := onLoopback(t, 2, 2)
+	for _, c := range cfgs {
+		c.MinNodes, c.LocalSize = 1, 1
+	}
+	as, rs := elasticJob(t, RunConfig{}, cfgs[1])
+	require.Equal(t, cfgs[0].Seeds[1], as[0].addr)
+	b, err := Start(t.Context(), cfgs[0])
+	require.NoError(t, err)
+	defer b.Close()
+	require.Equal(t, as[0].addr, b.addr)
+	rb := runWorker(t, b, 0, RunConfig{})
+	require.Equal(t, 0, rs[0].world(t, 2).Rank())
+	require.Equal(t, 1, rb.world(t, 2).Rank())
+	finishAll(t, []*Agent{as[0], b}, rs[0], rb)
+}
+
+// FuzzEvents gives a worker and a launcher messages that a coordinator may send.
+func FuzzEvents(f *testing.F) {
+	add := func(k kind, id uint64, v any) {
+		m := note(k, v)
+		m.id = id
+		f.Add(m.encode())
+	}
+	members := []Member{{Rank: 0, Host: "a"}, {Rank: 1, Host: "b", Node: 1}}
+	add(kindWorld, 1, world{Members: members, New: []int{1}, Left: []Departure{{Member: members[0], Reason: "killed"}}})
+	add(kindWorld, 9, world{Members: members})
+	add(kindRevoke, 0, fault{Rank: 1, Reason: "killed"})
+	add(kindUntil, 3, nil)
+	add(kindOrder, 0, Order{Local: 1, Start: true})
+	add(kindOrder, 0, Order{Local: -1, Kill: true})
+	add(kindNews, 0, news{Plan: plan{Hosts: []host{{UUID: "u", LocalSize: 2}}}, Members: members, Line: "epoch 2"})
+	add(kindFault, 0, fault{Rank: -1, Again: true})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		m, err := decodeMessage(b)
+		if err != nil {
+			return
+		}
+		l, _ := net.Pipe()
+		k := &client{stream: newStream(&link{c: l}, newRunClock(time.Second), time.Second), clock: newRunClock(time.Second),
+			replies: map[uint64]chan message{}, endedC: make(chan struct{})}
+		k.ctx, k.cancel = context.WithCancelCause(t.Context())
+		r := &runner{cfg: &JoinConfig{}, parent: t.Context(), k: k, worlds: make(chan *World, 2), end: make(chan error, 1)}
+		r.event(k, note(kindWorld, world{Members: []Member{{Host: "a"}}}))
+		r.event(k, m)
+		a := &Agent{uuid: "u", cfg: Config{LocalSize: 2, Notify: func(string) {}}, orders: make(chan Order, 1)}
+		p, err := a.newAttempt(k, 1, plan{Hosts: []host{{UUID: "u", LocalSize: 2}}})
+		require.NoError(t, err)
+		a.adopt(p)
+		a.event(k, m)
+		_, _, _ = a.Rank(0), a.Size(), a.Context()
+	})
 }

@@ -314,6 +314,21 @@ func (e *election) first(ctx context.Context, candidates []string) try {
 	return t
 }
 
+// firstRunning connects to the first candidate whose job is running: this host joins it.
+func (e *election) firstRunning(ctx context.Context, candidates []string) try {
+	for _, addr := range candidates {
+		l, hello, err := dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+		if err != nil {
+			continue
+		}
+		if hello.Running {
+			return try{link: l, hello: hello, addr: addr}
+		}
+		l.close()
+	}
+	return try{}
+}
+
 // register connects to the smallest coordinator that answers.
 func (e *election) register(ctx context.Context, start time.Time) error {
 	cfg := &e.agent.cfg
@@ -447,7 +462,8 @@ func (e *election) notifyMissing(start time.Time) {
 	}
 }
 
-// A seedSearch looks for a smaller seed than the current coordinator, in the background.
+// A seedSearch looks for a smaller seed than the current coordinator, or for the
+// coordinator of the running job, in the background.
 type seedSearch struct {
 	e       *election
 	ctx     context.Context
@@ -462,14 +478,21 @@ func newSeedSearch(ctx context.Context, e *election) *seedSearch {
 	return s
 }
 
-// start starts a search, unless one is running or no seed is smaller.
+// start starts a search, unless one is running or there is no other candidate.
 func (s *seedSearch) start() {
-	smaller := s.e.candidates(s.e.addr)
-	if s.running || len(smaller) == 0 {
+	smaller, all := s.e.candidates(s.e.addr), s.e.candidates("")
+	if s.running || len(all) < 2 {
 		return
 	}
+	others := slices.DeleteFunc(all[len(smaller):], func(addr string) bool { return addr == s.e.addr })
 	s.running = true
-	go func() { s.found <- s.e.first(s.ctx, smaller) }()
+	go func() {
+		t := s.e.first(s.ctx, smaller)
+		if t.link == nil && !isRefusal(t.err) {
+			t = s.e.firstRunning(s.ctx, others)
+		}
+		s.found <- t
+	}()
 }
 
 // close ends the search and closes the connection that it has found.
@@ -515,7 +538,7 @@ func (e *election) move(t try) error {
 	if t.err != nil || t.link == nil {
 		return nil
 	}
-	if !e.leave(e.k) {
+	if e.k.hello.Running && !t.hello.Running || !e.leave(e.k) {
 		t.link.close()
 		return nil
 	}

@@ -205,6 +205,7 @@ func (cfg *JoinConfig) serve(key credential) (*coordinator, error) {
 	}
 	return newCoordinator(ln, coordConfig{
 		job: cfg.Job, key: key, size: cfg.Size, notify: cfg.Notify,
+		joinBy: cfg.Timing.Join, revokeBy: cfg.Timing.Revoke, drainBy: cfg.Timing.Drain,
 		self: welcome{Host: cfg.Host, PID: os.Getpid(), Rank: deref(cfg.Rank, -1),
 			Heartbeat: cfg.Timing.Heartbeat, LostAfter: cfg.Timing.LostAfter},
 	}), nil

@@ -20,6 +20,7 @@ type peer struct {
 	host     host         // if an agent
 	reg      registration // if a worker
 	state    peerState
+	home     place  // worker: the place in which it was started
 	seat     uint64 // worker: the last epoch that it was a member of; 0 if it is new
 	elastic  answers
 	draining bool   // agent: its host leaves the job

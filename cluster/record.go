@@ -56,7 +56,8 @@ type welcome struct {
 	Rank      int           `json:"rank"` // rank of the coordinator's process; -1 for an agent
 	Heartbeat time.Duration `json:"heartbeat"`
 	LostAfter time.Duration `json:"lostAfter"`
-	Stream    string        `json:"stream"` // the receiver needs it to resume its stream
+	Running   bool          `json:"running,omitempty"` // the hosts of its job have been complete
+	Stream    string        `json:"stream"`            // the receiver needs it to resume its stream
 }
 
 // world is the committed list of all processes, in the order of ranks.
@@ -79,6 +80,8 @@ type Order struct {
 	PID  int  `json:"pid,omitempty"`
 	// Stop is true if the launcher must stop all its workers: its host leaves the job.
 	Stop bool `json:"stop,omitempty"`
+	// Finish is true if no worker is started any more: the program has ended.
+	Finish bool `json:"finish,omitempty"`
 }
 
 // news tells agents of an epoch.

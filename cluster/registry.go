@@ -27,6 +27,7 @@ func (c *coordinator) register(p *peer, m message) error {
 	if err := m.record(&p.reg); err != nil {
 		return err
 	}
+	p.home = c.homeOf(p.reg)
 	return c.registerWorker(p)
 }
 

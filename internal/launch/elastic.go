@@ -16,16 +16,19 @@ type elastic struct {
 	scheduled int                // orders to start a worker that are not due
 	due       chan cluster.Order // orders to start a worker now
 	draining  bool               // this host leaves the job
+	finished  bool               // the program has ended on all hosts
 }
 
 // mayStart reports whether workers may be started again.
 func (j *job) mayStart() bool {
-	return !j.over() && !j.draining && (j.undecided > 0 || j.scheduled > 0)
+	return !j.over() && !j.draining && !j.finished && (j.undecided > 0 || j.scheduled > 0)
 }
 
 // obey executes a command of the coordinator.
 func (j *job) obey(o cluster.Order) {
 	switch {
+	case o.Finish:
+		j.finished = true
 	case o.Stop: // the workers know
 		j.late.Reset(j.cfg.Grace)
 	case o.Kill:
@@ -45,7 +48,7 @@ func (j *job) obey(o cluster.Order) {
 // startAgain starts a worker in place of one that has exited.
 func (j *job) startAgain(o cluster.Order) {
 	j.scheduled--
-	if j.over() || j.draining {
+	if j.over() || j.draining || j.finished {
 		return
 	}
 	c := j.newChild(o.Local)

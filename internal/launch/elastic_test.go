@@ -123,3 +123,18 @@ func TestElasticHosts(t *testing.T) {
 	}
 	require.Contains(t, back.text(), "epoch 3 is rank 1 of 2")
 }
+
+// A worker that is stopped is silent: it is killed and started again.
+func TestElasticSilence(t *testing.T) {
+	t.Parallel()
+	cfg := workers(2, "elastic", "2", "2")
+	cfg.Restarts = 1
+	l := start(t, cfg)
+	l.until("epoch 1 is rank", 2)
+	victim := pidsIn(t, l.text(), "epoch 1 is rank 1 of 2 pid")[0]
+	require.NoError(t, syscall.Kill(victim, syscall.SIGSTOP))
+	code, text := l.wait()
+	require.Zero(t, code, text)
+	require.Contains(t, text, "left: silent for 1.5s: stopped, starved or unreachable")
+	requireGone(t, []int{victim})
+}

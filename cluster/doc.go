@@ -22,8 +22,57 @@
 // Between the hosts of a job, gossip by memberlist helps to find the coordinator and to
 // explain a loss. Gossip makes no decisions, and a job on one host does not use it.
 //
-// A world has a fixed size and one epoch: it is not formed again after a loss.
-// Each message carries the epoch, so that a later version can change this.
+// A world of Attach has a fixed size and ends with its first loss. `chorus run
+// --max-restarts N` then starts all processes again.
+//
+// # Elastic jobs
+//
+// A program that calls [Run] instead keeps its processes when others are lost, join or leave:
+//
+//	var weights memory.Slice[float32] // the state lives as long as the process
+//	var steps int64
+//	err := cluster.Run(ctx, nil, func(ctx context.Context, w *cluster.World) error {
+//		g, err := comm.Join(ctx, w, dev, nil) // the group of this epoch
+//		if err != nil {
+//			return err
+//		}
+//		defer g.Close()
+//		if _, err := comm.SyncState(ctx, g, steps, &steps, weights.AsBytes()); err != nil {
+//			return err // new ranks receive the state of the most advanced rank
+//		}
+//		for steps < 1000 {
+//			if err := w.Step(); err != nil {
+//				return errors.Join(err, g.Shutdown(ctx)) // all ranks leave after the same step
+//			}
+//			... // one step, then g.Wait(ctx), then the update of the state
+//			steps++
+//		}
+//		return g.Shutdown(ctx)
+//	})
+//
+// The time between two changes of the world is an epoch. It ends in one of two ways:
+//   - A process is lost. The context of the epoch ends with a [*MemberLostError], its group is
+//     aborted, and the function returns. The step in progress is lost.
+//   - Processes join, or a host leaves. Then [World.Step] returns a [*ChangeError] on all
+//     ranks after the same number of steps, and no step is lost.
+//
+// The next epoch begins when the function has returned in all survivors: operations of two
+// epochs never overlap. Survivors keep the order of their ranks, and new ranks follow. Each
+// epoch has an empty store. [World.New] and [World.Left] describe the change.
+//
+// Change the state only after Group.Wait has returned nil for the step: then the state of
+// each survivor is valid, and survivors differ by at most one step. LocalRank does not
+// change while a process lives, so that the device stays the same.
+//
+// The coordinator tells the launchers to start lost workers again, at most
+// Config.MaxRestarts times in the whole job, with a growing delay for each worker. Without
+// restarts the job goes on with the survivors, if at least Config.MinNodes hosts and
+// RunConfig.MinSize processes remain. A process that does not return in time is killed. With `chorus run --nnodes MIN:MAX`, hosts
+// join while the job runs. SIGTERM to one launcher drains its host.
+//
+// Limits: the loss of the coordinator's host ends the job, and SIGTERM to it stops the job.
+// Coordinators do not vote: if hosts start while the network is cut between the seeds, and
+// each part has MIN hosts, each part runs a separate job. One seed excludes this.
 //
 // All methods of [Session] and [Agent] are safe for concurrent use. Calls that wait
 // for other processes take a context; a context without a deadline is limited to

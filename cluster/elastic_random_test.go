@@ -186,6 +186,7 @@ func (x *witness) start(a *Agent, local int, finish chan struct{}) *randomWorker
 				case <-r.dead:
 					return errors.New("dead")
 				case <-ctx.Done():
+					time.Sleep(time.Duration(rand.IntN(4)) * settleTime / 2) // an abort takes time
 					return context.Cause(ctx)
 				case <-finish:
 					return nil

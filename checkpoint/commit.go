@@ -18,7 +18,7 @@ import (
 
 const (
 	stepPrefix = "step-"
-	tempPrefix = ".saving-" // of a folder that is no checkpoint yet, or any more
+	tempPrefix = ".saving-" // of a folder that is not yet a checkpoint, or not any more
 )
 
 func stepName(step int64) string { return fmt.Sprintf("%s%08d", stepPrefix, step) }
@@ -239,8 +239,8 @@ func (m *manifest) index() ([]byte, error) {
 	return text.Bytes(), nil
 }
 
-// retain removes old checkpoints by the policy. A folder first gets a name that is no
-// checkpoint's, so that no half of one is ever visible.
+// retain removes old checkpoints by the policy. A folder is renamed before its
+// files go, so that Latest never sees a checkpoint without some of its files.
 func (v *Saver) retain(newest int64) error {
 	if v.cfg.KeepLast == 0 {
 		return nil

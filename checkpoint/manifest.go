@@ -116,14 +116,14 @@ func readManifest(folder string) (*manifest, error) {
 func decodeManifest(text []byte) (*manifest, error) {
 	var s sealed
 	if err := json.Unmarshal(text, &s); err != nil {
-		return nil, fmt.Errorf("it is no manifest: %w", err)
+		return nil, fmt.Errorf("it is not a manifest: %w", err)
 	}
 	if got := digest(s.Manifest); got != s.SHA256 {
 		return nil, fmt.Errorf("SHA-256 of the manifest is %s, and it says %q: the file was damaged", got, s.SHA256)
 	}
 	m := new(manifest)
 	if err := json.Unmarshal(s.Manifest, m); err != nil {
-		return nil, fmt.Errorf("it is no manifest: %w", err)
+		return nil, fmt.Errorf("it is not a manifest: %w", err)
 	}
 	return m, m.check()
 }

@@ -14,8 +14,8 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-// A Part is what one rank has of a named tensor of a training state. A rank has at most one
-// part of a tensor.
+// A Part is a rank's share of a named tensor of a training state. A rank has at most one part
+// of a tensor.
 type Part struct {
 	// Name is the name of the whole tensor, the same on all ranks.
 	Name string

@@ -181,8 +181,9 @@ func (r *restoring) matchOne(x *wanted, t *savedTensor) error {
 	return nil
 }
 
-// matchRun makes the moves for a run of n elements of the tensor that begins at element at, and
-// at element from of the stored part: the end of a row, whole rows, and the beginning of one.
+// matchRun makes the moves for a run of n elements: the end of a row, whole rows, and the
+// beginning of one. The run begins at element at of the tensor, which is element from of the
+// stored part.
 func (r *restoring) matchRun(x *wanted, p *savedPart, from, at, n int) {
 	for n > 0 {
 		row, column := at/x.width, at%x.width

@@ -1,6 +1,7 @@
 package checkpoint
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"flag"
@@ -74,7 +75,8 @@ func layOutParts(t testing.TB, r *rand.Rand, g *comm.Group, model []stateTensor,
 		for i := range parts {
 			p, want := Part{Name: x.name}, x.want
 			shape := x.shape
-			from, to := cuts[i], cuts[i+1]
+			rank := g.Communicator(i).Rank()
+			from, to := cuts[rank], cuts[rank+1]
 			switch how {
 			case 1:
 				p.Shape, p.Dim, p.Start = x.shape, dim, from
@@ -414,4 +416,55 @@ func TestRestoreNamesWhatIsMissing(t *testing.T) {
 // onVirtual runs fn on virtual devices only, because it tests files.
 func onVirtual(t *testing.T, n int, fn func(t *testing.T, devs []*device.Device)) {
 	fn(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n}))
+}
+
+// saveInJob saves by several processes and restores in another layout. Then one process
+// cannot write, and all processes get an error and use the checkpoint before it.
+func saveInJob(t *testing.T, ctx context.Context, g *comm.Group, seed uint64) {
+	r, folder := rand.New(rand.NewPCG(seed, 5)), filepath.Join(os.Getenv(folderVar), "run")
+	model := randomState(r)
+	parts, _ := layOutParts(t, r, g, model, true)
+	fs := &failingFiles{}
+	v, err := newSaver(ctx, g, folder, parts, nil, fs)
+	require.NoError(t, err)
+	for step := range int64(2) {
+		require.NoError(t, v.Save(ctx, step, groupStreams(g), g.Rank()))
+	}
+	require.NoError(t, v.Save(ctx, 1, groupStreams(g), g.Rank()), "replaces step 1")
+	require.NoError(t, v.Wait(ctx))
+	fs.mu.Lock()
+	fs.calls = 0
+	if g.Rank() == g.Size()-1 {
+		fs.at = 1
+	}
+	fs.mu.Unlock()
+	require.NoError(t, v.Save(ctx, 2, groupStreams(g), g.Rank()))
+	err = v.Close()
+	require.ErrorContains(t, err, "save step 2")
+	if g.Rank() == 0 {
+		require.ErrorContains(t, err, fmt.Sprintf("rank %d", g.Size()-1))
+		require.ErrorContains(t, err, "injected")
+	}
+	saved, skipped, err := Latest(ctx, g, folder)
+	require.NoError(t, err)
+	require.Empty(t, skipped)
+	defer saved.Close()
+	require.EqualValues(t, 1, saved.Step())
+	for rank := range g.Size() {
+		var value int
+		require.NoError(t, saved.Value(rank, &value))
+		require.Equal(t, rank, value)
+	}
+	parts, wants := layOutParts(t, r, g, model, false)
+	_, err = saved.Restore(ctx, g, parts, &RestoreConfig{RoundBytes: 600})
+	require.NoError(t, err)
+	checkParts(t, g, parts, wants)
+}
+
+// TestProcessesSaveStates runs saveInJob in several processes.
+func TestProcessesSaveStates(t *testing.T) {
+	backends(t, 3, func(t *testing.T, backend string, ranks int) {
+		code, out := runJob(t, backend, "state", ranks)
+		require.Zero(t, code, out)
+	})
 }

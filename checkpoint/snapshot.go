@@ -94,7 +94,7 @@ func newSnapshotter(local int, l *local, m *manifest, headers []*safetensors.Hea
 	return s, s.allocate(l, most)
 }
 
-// allocate makes chunks for the whole snapshot, or of at most most bytes. 0 is no limit.
+// allocate makes chunks for the whole snapshot, or of at most most bytes. 0 means unlimited.
 func (s *snapshotter) allocate(l *local, most int64) error {
 	total := s.size - int64(len(s.start))
 	size := chunkBytes

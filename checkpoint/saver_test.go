@@ -35,9 +35,9 @@ type stateTensor struct {
 
 func randomState(r *rand.Rand) []stateTensor {
 	var all []stateTensor
-	for i := range 1 + r.IntN(6) {
+	for i := range 1 + r.IntN(24) {
 		x := stateTensor{name: fmt.Sprintf("layer.%d", i)}
-		for range r.IntN(4) {
+		for range r.IntN(5) {
 			x.shape = append(x.shape, r.IntN(9))
 		}
 		if r.IntN(4) == 0 {

@@ -44,7 +44,7 @@ soak: ## run the long variants of the tests; takes hours (FUZZTIME=30s for each 
 	$(SOAK) ./tensor -run TestMatMulRandom -products 20000
 	$(SOAK) ./rng -run TestStatePrograms -programs 3000
 	$(SOAK) ./comm -run 'TestWaitsNeverLie|TestMixedOperations' -waits 5000 -mixed 100000
-	$(SOAK) ./checkpoint -run TestLoadsOfGroupsThatEnd -waitloads 1000
+	$(SOAK) ./checkpoint -run 'TestLoadsOfGroupsThatEnd|TestSavedStatesReshard' -waitloads 1000 -saver.models 1000
 	$(SOAK) ./cluster -run 'TestWaitsNeverLie|TestOutageBetweenHosts|TestRandomEpochs' -waits 5000 -outages 50 -epochs 2000
 	$(SOAK) ./internal/differ -programs 100000
 	$(GO) test -count=1 -timeout 2h ./examples/gpt -thorough

@@ -20,6 +20,10 @@
 // tensors of one device, and [Checkpoint.Verify] compares digests of loaded tensors with
 // the files. [Checkpoint.LoadOn] and [SaveOn] do the same for one device without a group.
 //
+// A [Saver] saves the state of a training, which the ranks have in any layout, while the
+// training goes on. [Latest] finds the newest complete checkpoint of a Saver, and
+// [Saved.Restore] loads it on any number of ranks.
+//
 // Load and Save return when all bytes have arrived, or when nothing is in flight any more.
 // Package gds reads and writes the files.
 //

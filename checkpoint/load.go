@@ -62,11 +62,16 @@ func (c *Checkpoint) LoadOn(ctx context.Context, s *stream.Stream, cfg *LoadConf
 	return all[0], nil
 }
 
-func (c *Checkpoint) load(ctx context.Context, w *peers, cfg *LoadConfig) (all []*Weights, err error) {
+func (c *Checkpoint) load(ctx context.Context, w *peers, cfg *LoadConfig) ([]*Weights, error) {
 	var lc LoadConfig
 	if cfg != nil {
 		lc = *cfg
 	}
+	return c.loadPlaced(ctx, w, &lc, func() ([]*placed, error) { return c.place(&lc, w) })
+}
+
+// loadPlaced loads the tensors that place returns.
+func (c *Checkpoint) loadPlaced(ctx context.Context, w *peers, lc *LoadConfig, place func() ([]*placed, error)) (all []*Weights, err error) {
 	defer func() {
 		if err = errors.Join(err, w.close()); err != nil {
 			err = errors.Join(err, closeWeights(all))
@@ -74,9 +79,9 @@ func (c *Checkpoint) load(ctx context.Context, w *peers, cfg *LoadConfig) (all [
 		}
 	}()
 	m := &executor{peers: w, op: "load", path: c.path(), files: c.files, headers: c.headers}
-	tensors, err := c.place(&lc, w)
+	tensors, err := place()
 	if err == nil {
-		all, err = c.allocate(m, tensors, &lc)
+		all, err = c.allocate(m, tensors, lc)
 	}
 	if err != nil { // the ranks need memory to exchange the error
 		err = errors.Join(err, m.close(), closeWeights(all))

@@ -48,6 +48,8 @@ func workInJob(t *testing.T, deed string) {
 	case deed == "move":
 		messageTimeout = 0 // a ctx that has not ended gives the others all the time they need
 		moveTogether(t, ctx, g, tensors, seed)
+	case deed == "state":
+		saveInJob(t, ctx, g, seed)
 	case is:
 		failSaving(t, ctx, g, how, tensors)
 	default:

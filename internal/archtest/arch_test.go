@@ -63,7 +63,7 @@ var importers = map[string][]string{
 	"github.com/hashicorp/memberlist": {"cluster"},
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
-	"golang.org/x/sys":                {"internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds"},
+	"golang.org/x/sys":                {"internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds", "checkpoint"},
 	"github.com/klauspost/compress":   {"internal/ptx"},
 	"gonum.org/v1/gonum":              {"internal/virtual/cublas"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},

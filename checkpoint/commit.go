@@ -1,0 +1,299 @@
+package checkpoint
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/gochorus/chorus/gds/safetensors"
+)
+
+const (
+	stepPrefix = "step-"
+	tempPrefix = ".saving-" // of a folder that is not yet a checkpoint, or not any more
+)
+
+func stepName(step int64) string { return fmt.Sprintf("%s%08d", stepPrefix, step) }
+
+// stepOf returns the step of a folder's name.
+func stepOf(name string) (int64, bool) {
+	digits, ok := strings.CutPrefix(name, stepPrefix)
+	step, err := strconv.ParseInt(digits, 10, 64)
+	return step, ok && err == nil && step >= 0 && stepName(step) == name
+}
+
+// finish completes a save when the files of this process are written.
+func (v *Saver) finish(job *saveJob, errs []error) {
+	err := v.report(job, errs)
+	if v.root {
+		if err == nil {
+			err = v.commit(job)
+		}
+		if err != nil {
+			err = errors.Join(err, v.fs.RemoveAll(job.temp))
+		}
+	} else if err == nil {
+		err = v.awaitRoot(job)
+	}
+	job.err = err
+	v.mu.Lock()
+	if err != nil {
+		v.pending = fmt.Errorf("checkpoint: save step %d to %s: %w", job.step, v.folder, err)
+	}
+	v.mu.Unlock()
+	close(job.done)
+}
+
+// report tells the first process of ranks without files, and of errors.
+func (v *Saver) report(job *saveJob, errs []error) error {
+	err := errors.Join(errs...)
+	for i, l := range v.locals {
+		if errs[i] == nil && l.file >= 0 {
+			continue
+		}
+		r := rankReport{Value: job.values[i]}
+		if errs[i] != nil {
+			r.Error = errs[i].Error()
+			if v.root {
+				continue // it removes all files now
+			}
+		}
+		err = errors.Join(err, v.fs.MkdirAll(job.temp), writeReport(v.fs, job.temp, l.rank, &r))
+	}
+	return err
+}
+
+// commit makes the checkpoint visible when all ranks have written their files.
+func (v *Saver) commit(job *saveJob) error {
+	m, err := v.collect(job)
+	if err != nil {
+		return err
+	}
+	if err := v.writeIndex(job, m); err != nil {
+		return err
+	}
+	text, err := m.encode()
+	if err != nil {
+		return err
+	}
+	if err := writeWhole(v.fs, filepath.Join(job.temp, manifestName), text); err != nil {
+		return err
+	}
+	for rank := range v.ranks {
+		if err := v.fs.Remove(filepath.Join(job.temp, reportName(rank))); err != nil {
+			return err
+		}
+	}
+	if err := v.fs.SyncFolder(job.temp); err != nil {
+		return err
+	}
+	if err := v.show(job); err != nil {
+		return err
+	}
+	return v.retain(job.step)
+}
+
+// show renames the folder. If there is a checkpoint of the step, both trade their names.
+func (v *Saver) show(job *saveJob) error {
+	final := filepath.Join(v.folder, stepName(job.step))
+	if _, err := os.Lstat(final); err == nil {
+		if err := v.fs.Exchange(job.temp, final); err != nil {
+			return fmt.Errorf("replace the checkpoint of the same step: %w", err)
+		}
+		if err := v.fs.SyncFolder(v.folder); err != nil {
+			return err
+		}
+		return v.fs.RemoveAll(job.temp)
+	}
+	if err := v.fs.Rename(job.temp, final); err != nil {
+		return err
+	}
+	return v.fs.SyncFolder(v.folder)
+}
+
+// collect waits for the messages of all ranks, and puts them into a manifest.
+func (v *Saver) collect(job *saveJob) (*manifest, error) {
+	m := *v.plan
+	m.ID, m.Step, m.Values = job.id, job.step, make([]json.RawMessage, v.ranks)
+	m.Files, m.Tensors = slices.Clone(m.Files), slices.Clone(m.Tensors)
+	digests := map[string]string{}
+	deadline := time.Now().Add(v.cfg.Timeout)
+	headers := map[int]string{}
+	for rank := range v.ranks {
+		r, err := v.awaitReport(job, rank, deadline)
+		if err != nil {
+			return nil, err
+		}
+		if r.Error != "" {
+			return nil, &RankError{Op: "save", Rank: rank, Reason: r.Error}
+		}
+		m.Values[rank], headers[rank] = r.Value, r.Header
+		for k, d := range r.Digests {
+			digests[k] = d
+		}
+	}
+	for i := range m.Files {
+		m.Files[i].SHA256 = headers[m.Files[i].rank]
+	}
+	for i := range m.Tensors {
+		t := &m.Tensors[i]
+		t.Parts = slices.Clone(t.Parts)
+		for j := range t.Parts {
+			if t.Parts[j].SHA256 = digests[t.Parts[j].Key]; t.Parts[j].SHA256 == "" {
+				return nil, fmt.Errorf("rank %d has not written tensor %q", t.Parts[j].rank, t.Parts[j].Key)
+			}
+		}
+	}
+	return &m, nil
+}
+
+// awaitReport reads the message of a rank. Messages of other processes come by the folder,
+// because the group's collectives belong to the training.
+func (v *Saver) awaitReport(job *saveJob, rank int, deadline time.Time) (*rankReport, error) {
+	path := filepath.Join(job.temp, reportName(rank))
+	for wait := time.Millisecond; ; wait = min(2*wait, 200*time.Millisecond) {
+		text, err := v.fs.ReadFile(path)
+		switch {
+		case err == nil:
+			r := new(rankReport)
+			if err := json.Unmarshal(text, r); err != nil {
+				return nil, fmt.Errorf("%s: %w", path, err)
+			}
+			return r, nil
+		case !errors.Is(err, fs.ErrNotExist):
+			return nil, err
+		case time.Now().After(deadline):
+			return nil, &RankError{Op: "save", Rank: rank, Reason: fmt.Sprintf("it has not written its file after %v: the rank may be lost, or its process does not see %s", v.cfg.Timeout, v.folder)}
+		}
+		time.Sleep(wait)
+	}
+}
+
+// awaitRoot waits until the first process has made the checkpoint visible, or has given up.
+func (v *Saver) awaitRoot(job *saveJob) error {
+	deadline := time.Now().Add(v.cfg.Timeout)
+	for wait := time.Millisecond; ; wait = min(2*wait, 200*time.Millisecond) {
+		if _, err := os.Lstat(filepath.Join(job.temp, reportName(v.first))); errors.Is(err, fs.ErrNotExist) {
+			break // the messages go first, then the folder gets its name
+		}
+		if time.Now().After(deadline) {
+			return &RankError{Op: "save", Rank: 0, Reason: fmt.Sprintf("it has not completed the checkpoint after %v", v.cfg.Timeout)}
+		}
+		time.Sleep(wait)
+	}
+	for {
+		_, tempErr := os.Lstat(job.temp)
+		if m, err := readManifest(filepath.Join(v.folder, stepName(job.step))); err == nil && m.ID == job.id {
+			return nil
+		}
+		if errors.Is(tempErr, fs.ErrNotExist) || time.Now().After(deadline) {
+			return &RankError{Op: "save", Rank: 0, Reason: "it has not completed the checkpoint: its error says why"}
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// writeIndex writes the index that Hugging Face's readers want, if all tensors are whole.
+func (v *Saver) writeIndex(job *saveJob, m *manifest) error {
+	text, err := m.index()
+	if err != nil || text == nil {
+		return err
+	}
+	m.Index = digest(text)
+	return writeWhole(v.fs, filepath.Join(job.temp, indexName), text)
+}
+
+// index returns the index, or nil if a tensor has several parts.
+func (m *manifest) index() ([]byte, error) {
+	shards := make([]safetensors.Shard, len(m.Files))
+	for i, f := range m.Files {
+		shards[i].File = f.Name
+	}
+	for _, t := range m.Tensors {
+		format, err := safetensors.ParseDType(t.DType)
+		if err != nil {
+			return nil, err
+		}
+		if len(t.Parts) != 1 || t.Parts[0].Key != t.Name {
+			return nil, nil
+		}
+		of := &shards[t.Parts[0].File]
+		of.Tensors = append(of.Tensors, safetensors.Tensor{Name: t.Name, DType: format, Shape: t.Shape})
+	}
+	x, err := safetensors.NewIndex(shards)
+	if err != nil {
+		return nil, err
+	}
+	var text bytes.Buffer
+	if err := x.Write(&text); err != nil {
+		return nil, err
+	}
+	return text.Bytes(), nil
+}
+
+// retain removes old checkpoints by the policy. A folder is renamed before its
+// files go, so that Latest never sees a checkpoint without some of its files.
+func (v *Saver) retain(newest int64) error {
+	if v.cfg.KeepLast == 0 {
+		return nil
+	}
+	steps, err := stepsIn(v.folder)
+	if err != nil {
+		return err
+	}
+	kept := 0
+	for _, s := range slices.Backward(steps) {
+		if kept < v.cfg.KeepLast || s >= newest || v.cfg.KeepEvery > 0 && s%v.cfg.KeepEvery == 0 {
+			kept++
+			continue
+		}
+		old := filepath.Join(v.folder, tempPrefix+stepName(s)+"-old-"+v.nonce)
+		if err := v.fs.Rename(filepath.Join(v.folder, stepName(s)), old); err != nil {
+			return err
+		}
+		if err := v.fs.RemoveAll(old); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// stepsIn returns the steps of the folders, the oldest first.
+func stepsIn(folder string) ([]int64, error) {
+	entries, err := os.ReadDir(folder)
+	if err != nil {
+		return nil, err
+	}
+	var steps []int64
+	for _, e := range entries {
+		if step, ok := stepOf(e.Name()); ok && e.IsDir() {
+			steps = append(steps, step)
+		}
+	}
+	slices.Sort(steps)
+	return steps, nil
+}
+
+// removeLeftovers removes what earlier jobs have not completed.
+func removeLeftovers(fs fileSystem, folder string) error {
+	entries, err := os.ReadDir(folder)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), tempPrefix+stepPrefix) {
+			if err := fs.RemoveAll(filepath.Join(folder, e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,309 @@
+package checkpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// RestoreConfig are the options of Saved.Restore; nil means their defaults. They must be the
+// same on all ranks.
+type RestoreConfig struct {
+	// Rename returns the name in the checkpoint of a part's tensor. nil is the same name.
+	Rename func(name string) string
+	// Partial accepts that the checkpoint lacks tensors, whose memory stays unchanged.
+	Partial bool
+	// RoundBytes is the most memory of a device that Restore needs besides the parts, and as
+	// much again where ranks exchange rows. A larger tensor needs its own size. 0 is 256 MiB.
+	RoundBytes int
+}
+
+// Restored says what Restore did not use.
+type Restored struct {
+	Missing []string // parts whose tensors the checkpoint lacks, by the names of the parts
+	Unused  []string // tensors of the checkpoint that no part has
+}
+
+// Restore fills the parts of each local rank from the checkpoint, whatever number of ranks
+// saved it and however they had cut the tensors. The device converts elements to the type of a
+// part. The ranks read each byte that they need once, and exchange it over the group. Restore
+// comes after the work on the group's streams, and returns when the parts are complete; other
+// streams must not use them meanwhile. Collective.
+func (s *Saved) Restore(ctx context.Context, g *comm.Group, parts [][]Part, cfg *RestoreConfig) (*Restored, error) {
+	w, err := peersOf(g)
+	if err != nil {
+		return nil, fmt.Errorf("checkpoint: restore: %w", err)
+	}
+	r := &restoring{saved: s, peers: w, parts: parts}
+	if cfg != nil {
+		r.cfg = *cfg
+	}
+	if r.cfg.RoundBytes <= 0 {
+		r.cfg.RoundBytes = defaultRound
+	}
+	if r.by, err = exchange(ctx, w, "restore", s.folder, parts); err != nil {
+		return nil, err
+	}
+	res, err := r.match()
+	if err != nil {
+		return nil, fmt.Errorf("checkpoint: restore %s: %w", s.folder, err)
+	}
+	return res, r.run(ctx)
+}
+
+// restoring is a call of Restore.
+type restoring struct {
+	*peers
+	saved *Saved
+	cfg   RestoreConfig
+	parts [][]Part
+	by    [][]partInfo // by rank
+	moves []*move
+}
+
+// A move is a rectangle of a stored part with the places in the parts of the ranks.
+type move struct {
+	placed
+	name      string // of the part
+	toRow     int    // of the ranks' parts
+	rows      int
+	toColumns []int // by rank
+	width     []int // of the rows of the ranks' parts
+}
+
+// wanted is what the ranks want of one tensor.
+type wanted struct {
+	name        string
+	rows, width int
+	cols        []Range // by rank
+}
+
+// match makes the moves for all parts.
+func (r *restoring) match() (*Restored, error) {
+	res := &Restored{}
+	used := map[string]bool{}
+	for _, x := range r.wanted() {
+		from := x.name
+		if r.cfg.Rename != nil {
+			from = r.cfg.Rename(x.name)
+		}
+		t := r.saved.tensor(from)
+		if t == nil {
+			res.Missing = append(res.Missing, x.name)
+			continue
+		}
+		used[from] = true
+		if err := r.matchOne(x, t); err != nil {
+			return nil, err
+		}
+	}
+	for _, t := range r.saved.m.Tensors {
+		if !used[t.Name] {
+			res.Unused = append(res.Unused, t.Name)
+		}
+	}
+	if len(res.Missing) > 0 && !r.cfg.Partial {
+		return nil, fmt.Errorf("the checkpoint lacks tensors %q: set Partial to leave them as they are", res.Missing)
+	}
+	return res, nil
+}
+
+func (s *Saved) tensor(name string) *savedTensor {
+	for i := range s.m.Tensors {
+		if s.m.Tensors[i].Name == name {
+			return &s.m.Tensors[i]
+		}
+	}
+	return nil
+}
+
+// wanted returns the wishes of all ranks, in the order of the first rank that has a part.
+func (r *restoring) wanted() []*wanted {
+	var list []*wanted
+	byName := map[string]*wanted{}
+	for rank, parts := range r.by {
+		for i := range parts {
+			p := &parts[i]
+			x := byName[p.Name]
+			if x == nil {
+				x = &wanted{name: p.Name, rows: 1, width: product(p.Shape), cols: make([]Range, r.ranks)}
+				byName[p.Name] = x
+				list = append(list, x)
+			}
+			if !p.whole() {
+				x.rows, x.width = p.Box.Rows, p.Box.Width
+			}
+			x.cols[rank] = Range{p.Box.Start, p.Box.Len}
+		}
+	}
+	for rank, parts := range r.by {
+		for i := range parts {
+			if p := &parts[i]; p.whole() {
+				byName[p.Name].cols[rank] = Range{0, byName[p.Name].width}
+			}
+		}
+	}
+	return list
+}
+
+// matchOne makes the moves for one tensor.
+func (r *restoring) matchOne(x *wanted, t *savedTensor) error {
+	for rank, parts := range r.by {
+		for i := range parts {
+			p := &parts[i]
+			if p.Name != x.name {
+				continue
+			}
+			if !slices.Equal(p.Shape, t.Shape) {
+				return fmt.Errorf("tensor %q has shape %v: rank %d wants %v", t.Name, t.Shape, rank, p.Shape)
+			}
+			if !p.whole() && (p.Box.Rows != x.rows || p.Box.Width != x.width) {
+				return fmt.Errorf("tensor %q is cut along different dimensions by different ranks: want one", x.name)
+			}
+		}
+	}
+	for i := range t.Parts {
+		p := &t.Parts[i]
+		switch {
+		case t.Rows*p.Len == 0:
+		case t.Rows == x.rows && t.Width == x.width:
+			r.rect(x, p, 0, 0, t.Rows, p.Len, p.Start)
+		default:
+			for row := range t.Rows { // a run of the tensor each
+				r.matchRun(x, p, row*p.Len, row*t.Width+p.Start, p.Len)
+			}
+		}
+	}
+	return nil
+}
+
+// matchRun makes the moves for a run of n elements: the end of a row, whole rows, and the
+// beginning of one. The run begins at element at of the tensor, which is element from of the
+// stored part.
+func (r *restoring) matchRun(x *wanted, p *savedPart, from, at, n int) {
+	for n > 0 {
+		row, column := at/x.width, at%x.width
+		rows, width := 1, min(x.width-column, n)
+		if column == 0 && n >= x.width {
+			rows = n / x.width
+		}
+		r.rect(x, p, from, row, rows, width, column)
+		from, at, n = from+rows*width, at+rows*width, n-rows*width
+	}
+}
+
+// rect adds a move of rows of the given width, which begin at element from of the stored part
+// and at a row and a column of the tensor.
+func (r *restoring) rect(x *wanted, p *savedPart, from, row, rows, width, column int) {
+	at := r.saved.files.where[p.Key]
+	info, _ := r.saved.files.Info(p.Key)
+	size := info.Format.Bits() / 8
+	m := &move{name: x.name, toRow: row, rows: rows, toColumns: make([]int, r.ranks), width: make([]int, r.ranks)}
+	m.info, m.file, m.from, m.to = info, at.file, size, info.DType
+	m.off = r.saved.files.headers[at.file].Tensors[at.tensor].Begin + int64(from*size)
+	m.cut = division{outer: rows, width: width, inner: 1, ranges: make([]Range, r.ranks), owner: -1}
+	some := false
+	for rank, want := range x.cols {
+		lo, hi := max(want.Start, column), min(want.Start+want.Len, column+width)
+		if lo >= hi {
+			continue
+		}
+		some = true
+		m.cut.ranges[rank] = Range{lo - column, hi - lo}
+		m.toColumns[rank], m.width[rank] = lo-want.Start, want.Len
+	}
+	if !some {
+		return
+	}
+	m.flat = m.cut.flat()
+	r.moves = append(r.moves, m)
+}
+
+// run makes all moves, in rounds that fit into memory.
+func (r *restoring) run(ctx context.Context) error {
+	for len(r.moves) > 0 {
+		n, load := 0, make([]int, r.ranks)
+		for ; n < len(r.moves); n++ {
+			for rank := range load {
+				load[rank] += roundUp(r.moves[n].bytes(rank), slotAlign)
+			}
+			if n > 0 && slices.Max(load) > r.cfg.RoundBytes {
+				break
+			}
+		}
+		if err := r.round(ctx, r.moves[:n]); err != nil {
+			return err
+		}
+		r.moves = r.moves[n:]
+	}
+	return nil
+}
+
+func (r *restoring) round(ctx context.Context, moves []*move) error {
+	tensors := make([]*placed, len(moves))
+	for i, m := range moves {
+		tensors[i] = &m.placed
+	}
+	w, err := peersOf(r.group)
+	if err != nil {
+		return fmt.Errorf("checkpoint: restore: %w", err)
+	}
+	all, err := r.saved.files.loadPlaced(ctx, w, &LoadConfig{RoundBytes: r.cfg.RoundBytes}, func() ([]*placed, error) { return tensors, w.prepare() })
+	if err != nil {
+		return err
+	}
+	errs := make([]error, len(w.locals))
+	for i, l := range w.locals {
+		for _, m := range moves {
+			if errs[i] == nil && m.bytes(l.rank) > 0 {
+				errs[i] = m.put(l, all[i], r.part(i, m.name))
+			}
+		}
+		if errs[i] == nil {
+			errs[i] = l.stream.Sync(ctx)
+		}
+	}
+	return errors.Join(w.agree(ctx, "restore", r.saved.folder, errs, 0), closeWeights(all))
+}
+
+func (r *restoring) part(local int, name string) *Part {
+	for i := range r.parts[local] {
+		if r.parts[local][i].Name == name {
+			return &r.parts[local][i]
+		}
+	}
+	return nil
+}
+
+// put copies a rank's rectangle from the slab to its part.
+func (m *move) put(l *local, w *Weights, p *Part) error {
+	n := m.cut.ranges[l.rank].Len
+	from, err := cutOut(w.slab, m.at[l.rank], m.to, m.rows, n)
+	if err != nil {
+		return err
+	}
+	to, err := p.Data.View(-1)
+	if err == nil {
+		to, err = to.View(to.Len()/m.width[l.rank], m.width[l.rank])
+	}
+	if err == nil {
+		to, err = to.Narrow(0, m.toRow, m.rows)
+	}
+	if err == nil {
+		to, err = to.Narrow(1, m.toColumns[l.rank], n)
+	}
+	if err == nil {
+		err = to.RecordStream(l.stream)
+	}
+	if err == nil {
+		err = tensor.Copy(l.stream, to, from)
+	}
+	if err != nil {
+		return &TensorError{Op: "restore", Path: m.info.File, Tensor: m.name, Offset: -1, Err: err}
+	}
+	return nil
+}

@@ -1,0 +1,301 @@
+package checkpoint
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/safefile"
+)
+
+// A Saved is a checkpoint that a Saver wrote. Several goroutines may use it.
+type Saved struct {
+	folder string
+	m      *manifest
+	files  *Checkpoint
+	byFile map[string]*safetensors.Header // by name
+}
+
+// OpenSaved opens the checkpoint in a folder such as step-00000100, and checks that its files
+// have the tensors that the manifest names. Verify compares the digests.
+func OpenSaved(folder string) (*Saved, error) {
+	m, err := readManifest(folder)
+	if err != nil {
+		return nil, err
+	}
+	s := &Saved{folder: folder, m: m, byFile: map[string]*safetensors.Header{}}
+	var paths []string
+	for _, f := range m.Files {
+		paths = append(paths, filepath.Join(folder, f.Name))
+	}
+	if s.files, err = Open(paths, nil); err != nil {
+		return nil, err
+	}
+	if err := s.check(); err != nil {
+		return nil, errors.Join(fmt.Errorf("checkpoint: open %s: %w", folder, err), s.Close())
+	}
+	return s, nil
+}
+
+// check compares the manifest with the headers of the files.
+func (s *Saved) check() error {
+	for i, f := range s.m.Files {
+		if got := s.files.headers[i].Size; got != f.Bytes {
+			return fmt.Errorf("file %s has %d bytes: want %d", f.Name, got, f.Bytes)
+		}
+	}
+	for _, t := range s.m.Tensors {
+		for _, p := range t.Parts {
+			at, ok := s.files.where[p.Key]
+			if !ok || at.file != p.File {
+				return fmt.Errorf("file %s has no tensor %q", s.m.Files[p.File].Name, p.Key)
+			}
+			h := &s.files.headers[at.file].Tensors[at.tensor]
+			if h.DType.String() != t.DType || product(h.Shape) != t.Rows*p.Len {
+				return fmt.Errorf("file %s: tensor %q is %s %v: want %d elements of %s", s.m.Files[p.File].Name, p.Key, h.DType, h.Shape, t.Rows*p.Len, t.DType)
+			}
+		}
+	}
+	return nil
+}
+
+// Folder returns the path of the checkpoint.
+func (s *Saved) Folder() string { return s.folder }
+
+// Step returns the step of the checkpoint.
+func (s *Saved) Step() int64 { return s.m.Step }
+
+// Ranks returns how many ranks saved it.
+func (s *Saved) Ranks() int { return s.m.Ranks }
+
+// Bytes returns the size of the tensors.
+func (s *Saved) Bytes() int64 { return s.files.Bytes() }
+
+// Files returns how many safetensors files it has.
+func (s *Saved) Files() int { return len(s.m.Files) }
+
+// Tensors describes the tensors, each as a whole, by name. File is the file of the first part.
+func (s *Saved) Tensors() []Info {
+	all := make([]Info, 0, len(s.m.Tensors))
+	for i := range s.m.Tensors {
+		t := &s.m.Tensors[i]
+		format, _ := safetensors.ParseDType(t.DType) // checked when it was read
+		all = append(all, Info{Name: t.Name, DType: dtypeOf(format), Format: format, Shape: slices.Clone(t.Shape), File: filepath.Join(s.folder, s.m.Files[t.Parts[0].File].Name)})
+	}
+	return all
+}
+
+// Value decodes the JSON value that a rank saved. If the checkpoint has fewer ranks, it is an
+// error; Ranks says how many there are.
+func (s *Saved) Value(rank int, v any) error {
+	if rank < 0 || rank >= len(s.m.Values) || len(s.m.Values[rank]) == 0 || string(s.m.Values[rank]) == "null" {
+		return fmt.Errorf("checkpoint: value of rank %d in %s: the rank saved none", rank, s.folder)
+	}
+	if err := json.Unmarshal(s.m.Values[rank], v); err != nil {
+		return fmt.Errorf("checkpoint: value of rank %d in %s: %w", rank, s.folder, err)
+	}
+	return nil
+}
+
+// Close closes the files. It is idempotent and safe on nil.
+func (s *Saved) Close() error {
+	if s == nil {
+		return nil
+	}
+	return s.files.Close()
+}
+
+// Verify compares all bytes with the digests that the save computed. The error is a
+// *TensorError that names the file, the tensor and its offset in the file.
+func (s *Saved) Verify(ctx context.Context) error { return s.verifyShare(ctx, 0, 1) }
+
+// verifyShare verifies each part whose number has the remainder rank.
+func (s *Saved) verifyShare(ctx context.Context, rank, ranks int) error {
+	var keys []string
+	want := map[string]string{}
+	for _, t := range s.m.Tensors {
+		for _, p := range t.Parts {
+			if want[p.Key] = p.SHA256; len(want)%ranks == rank {
+				keys = append(keys, p.Key)
+			}
+		}
+	}
+	if rank == 0 {
+		if err := s.verifyStarts(); err != nil {
+			return err
+		}
+	}
+	return each(ctx, keys, func(ctx context.Context, key string) error {
+		got, err := s.files.SHA256(ctx, key)
+		if err != nil {
+			return err
+		}
+		if got != want[key] {
+			at := s.files.where[key]
+			return &TensorError{Op: "verify", Path: s.files.files[at.file].Path(), Tensor: key, Offset: s.files.headers[at.file].Tensors[at.tensor].Begin,
+				Err: fmt.Errorf("SHA-256 is %s, and %s when it was saved: the file was damaged", got, want[key])}
+		}
+		return nil
+	})
+}
+
+// verifyStarts verifies the headers of the files, and the index.
+func (s *Saved) verifyStarts() error {
+	for i, f := range s.m.Files {
+		path := s.files.files[i].Path()
+		start := make([]byte, f.Bytes-s.dataBytes(i))
+		if _, err := (hostReader{s.files.files[i]}).ReadAt(start, 0); err != nil {
+			return err
+		}
+		if got := digest(start); got != f.SHA256 {
+			return &TensorError{Op: "verify", Path: path, Tensor: "(header)", Offset: 0, Err: fmt.Errorf("SHA-256 is %s, and %s when it was saved: the file was damaged", got, f.SHA256)}
+		}
+	}
+	if s.m.Index == "" {
+		return nil
+	}
+	path := filepath.Join(s.folder, indexName)
+	text, err := safefile.Read(path, manifestLimit)
+	if err != nil {
+		return fmt.Errorf("checkpoint: verify %s: %w", path, err)
+	}
+	if got := digest(text); got != s.m.Index {
+		return fmt.Errorf("checkpoint: verify %s: SHA-256 is %s, and %s when it was saved: the file was damaged", path, got, s.m.Index)
+	}
+	return nil
+}
+
+func (s *Saved) dataBytes(file int) (n int64) {
+	for i := range s.files.headers[file].Tensors {
+		n += s.files.headers[file].Tensors[i].Bytes()
+	}
+	return n
+}
+
+// A Skipped is a folder that Latest did not use.
+type Skipped struct {
+	Folder string
+	Reason string
+}
+
+// Latest opens the newest complete checkpoint in a folder that a Saver used. The ranks verify
+// all digests together, and agree on the result: if one of them cannot read a checkpoint, all
+// use the one before it. skipped says why. If there is no checkpoint, saved is nil without an
+// error. Collective.
+func Latest(ctx context.Context, g *comm.Group, folder string) (saved *Saved, skipped []Skipped, err error) {
+	w, err := peersOf(g)
+	if err != nil {
+		return nil, nil, fmt.Errorf("checkpoint: latest: %w", err)
+	}
+	steps, err := agreedSteps(ctx, w, folder)
+	if err != nil {
+		return nil, nil, fmt.Errorf("checkpoint: latest in %s: %w", folder, err)
+	}
+	for _, step := range slices.Backward(steps) {
+		path := filepath.Join(folder, stepName(step))
+		s, id, reason := tryOpen(ctx, w, path)
+		said := []string{id, reason}
+		if w.remote() {
+			long, cancel := messageContext(ctx)
+			said, err = gatherReasons(long, w, id, reason)
+			cancel()
+			if err != nil {
+				return nil, skipped, errors.Join(fmt.Errorf("checkpoint: latest in %s: %w", folder, err), s.Close())
+			}
+		}
+		if said[1] == "" {
+			return s, skipped, nil
+		}
+		skipped = append(skipped, Skipped{path, said[1]})
+		if err := errors.Join(s.Close(), ctx.Err()); err != nil {
+			return nil, skipped, err
+		}
+	}
+	return nil, skipped, nil
+}
+
+// tryOpen opens and verifies the share of this process. It returns the identity of the save,
+// and why the checkpoint cannot be used.
+func tryOpen(ctx context.Context, w *peers, path string) (s *Saved, id, reason string) {
+	s, err := OpenSaved(path)
+	if err != nil {
+		return nil, "", err.Error()
+	}
+	for _, l := range w.locals {
+		if err := s.verifyShare(ctx, l.rank, w.ranks); err != nil {
+			return s, s.m.ID, err.Error()
+		}
+	}
+	return s, s.m.ID, ""
+}
+
+// gatherReasons returns the identity of the checkpoint, and the first reason of a rank not to
+// use it.
+func gatherReasons(ctx context.Context, w *peers, id, reason string) ([]string, error) {
+	mine := make([][2]string, len(w.locals))
+	for i := range mine {
+		mine[i] = [2]string{id, reason}
+	}
+	all, err := comm.GatherValues(ctx, w.group, nil, mine...)
+	if err != nil {
+		return nil, err
+	}
+	for rank, x := range all {
+		switch {
+		case x[1] != "":
+			return []string{x[0], fmt.Sprintf("rank %d: %s", rank, x[1])}, nil
+		case x[0] != all[0][0]:
+			return []string{x[0], fmt.Sprintf("rank %d sees another checkpoint of this step than rank 0", rank)}, nil
+		}
+	}
+	return all[0][:], nil
+}
+
+// agreedSteps returns the steps that the first process sees.
+func agreedSteps(ctx context.Context, w *peers, folder string) ([]int64, error) {
+	type listing struct {
+		Steps  []int64
+		Reason string
+	}
+	var l listing
+	var err error
+	if w.locals[0].rank == 0 {
+		if l.Steps, err = stepsIn(folder); errors.Is(err, os.ErrNotExist) {
+			err = nil
+		}
+		if err != nil {
+			l.Reason = err.Error()
+		}
+	}
+	if w.remote() {
+		long, cancel := messageContext(ctx)
+		defer cancel()
+		if err := comm.BroadcastValue(long, w.group, 0, &l, nil); err != nil {
+			return nil, err
+		}
+	}
+	if l.Reason != "" {
+		return nil, errors.New(l.Reason)
+	}
+	return l.Steps, nil
+}
+
+// List returns the folders of the checkpoints in a folder that a Saver used, the oldest first.
+// OpenSaved says which are complete.
+func List(folder string) ([]string, error) {
+	steps, err := stepsIn(folder)
+	if err != nil {
+		return nil, fmt.Errorf("checkpoint: list %s: %w", folder, err)
+	}
+	var all []string
+	for _, s := range steps {
+		all = append(all, filepath.Join(folder, stepName(s)))
+	}
+	return all, nil
+}

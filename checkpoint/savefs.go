@@ -1,0 +1,71 @@
+package checkpoint
+
+import (
+	"errors"
+	"io"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// A fileSystem is the calls of a save. Tests let them fail.
+type fileSystem interface {
+	MkdirAll(path string) error
+	Create(path string) (savingFile, error)
+	ReadFile(path string) ([]byte, error)
+	Rename(from, to string) error
+	Exchange(a, b string) error // lets two folders trade their names at once
+	Remove(path string) error
+	RemoveAll(path string) error
+	SyncFolder(path string) error
+}
+
+type savingFile interface {
+	io.WriteCloser
+	Sync() error
+}
+
+// systemFiles are the file system of the operating system.
+type systemFiles struct{}
+
+func (systemFiles) MkdirAll(path string) error { return os.MkdirAll(path, 0o777) }
+
+func (systemFiles) Create(path string) (savingFile, error) {
+	return os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+}
+
+func (systemFiles) ReadFile(path string) ([]byte, error) { return os.ReadFile(path) }
+func (systemFiles) Rename(from, to string) error         { return os.Rename(from, to) }
+func (systemFiles) Remove(path string) error             { return os.Remove(path) }
+func (systemFiles) RemoveAll(path string) error          { return os.RemoveAll(path) }
+
+func (systemFiles) Exchange(a, b string) error {
+	if err := unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, unix.RENAME_EXCHANGE); err != nil {
+		return &os.LinkError{Op: "exchange", Old: a, New: b, Err: err}
+	}
+	return nil
+}
+
+func (systemFiles) SyncFolder(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
+}
+
+// writeWhole writes a small file to the disk.
+func writeWhole(fs fileSystem, path string, data []byte) error {
+	f, err := fs.Create(path)
+	if err != nil {
+		return err
+	}
+	n, err := f.Write(data)
+	if err == nil && n < len(data) {
+		err = io.ErrShortWrite
+	}
+	if err == nil {
+		err = f.Sync()
+	}
+	return errors.Join(err, f.Close())
+}

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -274,6 +275,124 @@ func (f *failingFile) Close() error {
 		return errInjected
 	}
 	return err
+}
+
+// recordedFiles record the calls that bring a save to the disk.
+type recordedFiles struct {
+	systemFiles
+	mu    sync.Mutex
+	calls []string
+}
+
+func (f *recordedFiles) record(call, path string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	name := filepath.Base(path)
+	if strings.HasPrefix(name, tempPrefix) {
+		name = "temp"
+	}
+	f.calls = append(f.calls, call+" "+name)
+}
+
+func (f *recordedFiles) Rename(a, b string) error {
+	f.record("rename", b)
+	return f.systemFiles.Rename(a, b)
+}
+
+func (f *recordedFiles) Exchange(a, b string) error {
+	f.record("exchange", b)
+	return f.systemFiles.Exchange(a, b)
+}
+
+func (f *recordedFiles) SyncFolder(p string) error {
+	f.record("sync", p)
+	return f.systemFiles.SyncFolder(p)
+}
+
+func (f *recordedFiles) Create(p string) (savingFile, error) {
+	out, err := f.systemFiles.Create(p)
+	return &recordedFile{out, f, p}, err
+}
+
+type recordedFile struct {
+	savingFile
+	fs   *recordedFiles
+	path string
+}
+
+func (f *recordedFile) Write(b []byte) (int, error) {
+	f.fs.record("write", f.path)
+	return f.savingFile.Write(b)
+}
+
+func (f *recordedFile) Sync() error {
+	f.fs.record("sync", f.path)
+	return f.savingFile.Sync()
+}
+
+// TestSaveIsOnTheDisk: a loss of power leaves a whole checkpoint, because each file is on the disk
+// after its last write and before the folder gets its name, and the names are on the disk, too.
+func TestSaveIsOnTheDisk(t *testing.T) {
+	onVirtual(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := localGroup(t, devs)
+		model := []stateTensor{{"a", []int{3, 5}, make([]int32, 15)}, {"b", nil, []int32{9}}}
+		parts, _ := layOutParts(t, rand.New(rand.NewPCG(1, 2)), g, model, true)
+		folder, fs := t.TempDir(), &recordedFiles{}
+		v, err := newSaver(t.Context(), g, folder, parts, nil, fs)
+		require.NoError(t, err)
+		defer v.Close()
+		for _, show := range []string{"rename", "exchange"} { // the second one replaces the first
+			fs.calls = nil
+			require.NoError(t, v.Save(t.Context(), 7, groupStreams(g)))
+			require.NoError(t, v.Wait(t.Context()))
+			shown := slices.Index(fs.calls, show+" "+stepName(7))
+			require.Positive(t, shown, "%q", fs.calls)
+			require.Equal(t, "sync temp", fs.calls[shown-1])
+			require.Equal(t, "sync "+filepath.Base(folder), fs.calls[shown+1])
+			written := map[string]bool{}
+			for _, call := range fs.calls[:shown] {
+				switch what, name, _ := strings.Cut(call, " "); what {
+				case "write":
+					written[name] = true
+				case "sync":
+					written[name] = false
+				}
+			}
+			require.Contains(t, written, manifestName)
+			for name, open := range written {
+				require.False(t, open, "%s is not on the disk: %q", name, fs.calls)
+			}
+		}
+	})
+}
+
+// TestSnapshotsThatFail: a snapshot that fails leaves its memory for the next one.
+func TestSnapshotsThatFail(t *testing.T) {
+	old := chunkBytes
+	chunkBytes = 16
+	defer func() { chunkBytes = old }()
+	failed := 0
+	for _, call := range []string{"cuMemcpyDtoHAsync", "cuEventRecord"} {
+		for n := range 8 {
+			fault := fmt.Sprintf("%s#%d=CUDA_ERROR_INVALID_VALUE", call, n+1)
+			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: fault})
+			g := localGroup(t, devs)
+			parts, _ := layOutParts(t, rand.New(rand.NewPCG(1, 2)), g, []stateTensor{{"a", []int{3, 5}, make([]int32, 15)}}, true)
+			v, err := NewSaver(t.Context(), g, t.TempDir(), parts, &SaverConfig{HostBytes: 32})
+			require.NoError(t, err, fault)
+			for step := range int64(4) { // the fault is in one of the first
+				if v.Save(t.Context(), step, groupStreams(g)) != nil {
+					require.Less(t, step, int64(3), fault)
+					require.Error(t, v.Wait(t.Context()), fault)
+					failed++
+				}
+				require.NoError(t, v.Wait(t.Context()), fault)
+			}
+			require.Len(t, v.locals[0].free, len(v.locals[0].chunks), fault)
+			require.NoError(t, v.Close())
+		}
+	}
+	require.Greater(t, failed, 4)
 }
 
 // TestSaveFailsAtEachCall lets each call of a save fail, or the process end there: the

@@ -153,7 +153,12 @@ func (s *snapshotter) snapshot(ctx context.Context, on *stream.Stream) error {
 
 // copy enqueues the copies, chunk after chunk.
 func (s *snapshotter) copy(ctx context.Context) error {
-	var c *chunk
+	var c *chunk // being filled
+	defer func() {
+		if c != nil { // after an error, so that the next snapshot has it
+			s.free <- c
+		}
+	}()
 	at := 0
 	flush := func() error {
 		if c == nil {
@@ -183,7 +188,6 @@ func (s *snapshotter) copy(ctx context.Context) error {
 			}
 			n := min(c.mem.Len()-at, p.mem.Len()-from)
 			if err := p.mem.Slice(from, from+n).CopyToPinned(s.side, c.mem.Slice(at, at+n)); err != nil {
-				s.free <- c
 				return fmt.Errorf("snapshot of tensor %q: %w", p.name, err)
 			}
 			from, at = from+n, at+n

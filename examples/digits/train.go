@@ -120,11 +120,14 @@ func (r *Result) String() string {
 }
 
 // Write writes the result to a file in JSON. If file is empty, it does nothing.
-func (r *Result) Write(file string) error {
+func (r *Result) Write(file string) error { return WriteJSON(file, r) }
+
+// WriteJSON writes a result to a file. If file is empty, it does nothing.
+func WriteJSON(file string, result any) error {
 	if file == "" {
 		return nil
 	}
-	b, err := json.Marshal(r)
+	b, err := json.Marshal(result)
 	if err != nil {
 		return err
 	}

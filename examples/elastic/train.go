@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"hash/crc32"
@@ -212,16 +211,7 @@ func (t *trainer) result() (*result, error) {
 }
 
 // Write writes the result to a file in JSON. If file is empty, it does nothing.
-func (r *result) Write(file string) error {
-	if file == "" {
-		return nil
-	}
-	b, err := json.Marshal(r)
-	if err != nil {
-		return err
-	}
-	return os.WriteFile(file, append(b, '\n'), 0o644)
-}
+func (r *result) Write(file string) error { return digits.WriteJSON(file, r) }
 
 // sleep waits for d or for the end of ctx.
 func sleep(ctx context.Context, d time.Duration) error {

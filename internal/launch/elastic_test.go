@@ -108,15 +108,10 @@ func TestElasticDrain(t *testing.T) {
 // A launcher that is killed takes its host along. One that starts later joins.
 func TestElasticHosts(t *testing.T) {
 	t.Parallel()
-	a, b := workers(1, "elastic", "3", "2"), workers(1, "elastic", "3", "2")
-	twoHosts(t, a, b)
-	a.MinNodes, b.MinNodes = 1, 1
-	la, lb := start(t, a), start(t, b)
-	la.until("epoch 1 is rank", 1)
-	lb.until("epoch 1 is rank", 1)
+	la, lb, again := startTwo(t, func(c *setup) { c.MinNodes = 1 }, "epoch 1 is rank", "elastic", "3", "2")
 	require.NoError(t, lb.cmd.Process.Kill())
 	la.until("epoch 2 is rank 0 of 1", 1)
-	back := start(t, b)
+	back := again()
 	for _, l := range []*launched{la, back} {
 		code, text := l.wait()
 		require.Zero(t, code, text)

@@ -71,17 +71,26 @@ func TestRestartOfSessions(t *testing.T) {
 	}
 }
 
+// startTwo starts launchers on two hosts with one worker each, and waits until the workers have
+// printed text. again starts the second launcher again.
+func startTwo(t *testing.T, change func(*setup), text string, args ...string) (la, lb *launched, again func() *launched) {
+	t.Helper()
+	a, b := workers(1, args...), workers(1, args...)
+	twoHosts(t, a, b)
+	change(a)
+	change(b)
+	la, lb = start(t, a), start(t, b)
+	la.until(text, 1)
+	lb.until(text, 1)
+	return la, lb, func() *launched { return start(t, b) }
+}
+
 // A host whose launcher was killed may come back.
 func TestRestartAfterTheLossOfAHost(t *testing.T) {
 	t.Parallel()
-	a, b := workers(1, "restarted", ""), workers(1, "restarted", "")
-	twoHosts(t, a, b)
-	a.Restarts, b.Restarts = 1, 1
-	la, lb := start(t, a), start(t, b)
-	la.until("attached", 1)
-	lb.until("attached", 1)
+	la, lb, again := startTwo(t, func(c *setup) { c.Restarts = 1 }, "attached", "restarted", "")
 	require.NoError(t, lb.cmd.Process.Kill())
-	back := start(t, b)
+	back := again()
 	for _, l := range []*launched{la, back} {
 		code, text := l.wait()
 		require.Zero(t, code, text)
@@ -93,12 +102,7 @@ func TestRestartAfterTheLossOfAHost(t *testing.T) {
 // A signal during the wait for a lost host ends the job.
 func TestSignalDuringRestart(t *testing.T) {
 	t.Parallel()
-	a, b := workers(1, "restarted", ""), workers(1, "restarted", "")
-	twoHosts(t, a, b)
-	a.Restarts, b.Restarts = 1, 1
-	la, lb := start(t, a), start(t, b)
-	la.until("attached", 1)
-	lb.until("attached", 1)
+	la, lb, _ := startTwo(t, func(c *setup) { c.Restarts = 1 }, "attached", "restarted", "")
 	require.NoError(t, lb.cmd.Process.Kill())
 	la.until("; waiting for another host\n", 1)
 	require.NoError(t, la.cmd.Process.Signal(syscall.SIGTERM))

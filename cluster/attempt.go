@@ -99,9 +99,13 @@ func (a *Agent) order(k *client, o Order) {
 func (a *Agent) Orders() <-chan Order { return a.orders }
 
 // CanDrain reports whether the job can go on without this host: its workers call Run, and
-// another host coordinates.
+// another host coordinates. It asks the coordinator.
 func (a *Agent) CanDrain() bool {
-	return a.coord == nil && a.now.Load().place.Load().ranks != nil
+	if a.coord != nil {
+		return false
+	}
+	r, err := a.k.askMissing()
+	return err == nil && r.Elastic
 }
 
 // Drain asks the other hosts to go on without this one after the current step. The

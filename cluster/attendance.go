@@ -18,7 +18,7 @@ func (c *coordinator) attendance() attendance {
 		r = attendance{Unit: unitProcess, Want: c.size(), Have: append(members(c.workers), c.gone...)}
 		r.Missing = missing(r, func(m Member) int { return m.Rank })
 	}
-	r.Gone = c.gone
+	r.Gone, r.Elastic = c.gone, c.isElastic()
 	if c.cfg.hint != nil && r.Unit == unitHost {
 		r.Hint = c.cfg.hint(r.Have)
 	}

@@ -21,6 +21,8 @@ type elastic struct {
 	why   string    // why a planned change happens
 	left  []Departure
 	over  bool // all functions have returned nil, or the job has failed
+	// members are the processes whose functions have all returned nil, by place.
+	members map[place]int
 
 	// The proposal.
 	try   uint64
@@ -228,6 +230,12 @@ func (c *coordinator) elasticExit(a *peer, x Exit) {
 	c.checkHope()
 }
 
+// isSpare reports whether a worker is not a member of the last epoch, after all members have finished:
+// its launcher had started it again, and nothing depends on it.
+func (c *coordinator) isSpare(a *peer, x Exit) bool {
+	return c.elastic != nil && c.elastic.members != nil && c.elastic.members[place{a.host.UUID, x.Local}] != x.PID
+}
+
 // orderRestart tells a launcher whether to start a worker again.
 func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 	e := c.elastic
@@ -386,7 +394,10 @@ func (c *coordinator) checkFinished() {
 			return
 		}
 	}
-	e.over = true
+	e.over, e.members = true, map[place]int{}
+	for _, p := range c.epochMembers() {
+		e.members[p.home] = p.reg.PID
+	}
 	for _, p := range c.workers {
 		p.send(message{kind: kindFinish, epoch: c.epoch})
 	}

@@ -241,6 +241,9 @@ func (c *coordinator) exited(a *peer, e Exit) {
 		c.elasticExit(a, e)
 		return
 	}
+	if c.isSpare(a, e) {
+		return
+	}
 	c.faults.exits[e.Rank] = e
 	for _, p := range c.workers {
 		if p.reg.Rank == e.Rank {

@@ -184,7 +184,8 @@ type attendance struct {
 	Want    int      `json:"want"`
 	Have    []Member `json:"have"`
 	Missing []int    `json:"missing,omitempty"`
-	Gone    []Member `json:"gone,omitempty"` // members of Have that timed out
+	Gone    []Member `json:"gone,omitempty"`    // members of Have that timed out
+	Elastic bool     `json:"elastic,omitempty"` // the workers call Run
 	Hint    string   `json:"hint,omitempty"`
 }
 

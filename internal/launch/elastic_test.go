@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
@@ -84,6 +85,25 @@ func TestElasticBudget(t *testing.T) {
 	code, text := l.wait()
 	require.Zero(t, code, text)
 	require.Contains(t, text, "epoch 2 is rank 0 of 1 pid")
+}
+
+// A worker that was started again and fails after the others have finished is not a failure of the job.
+func TestElasticSpare(t *testing.T) {
+	t.Parallel()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	file := filepath.Join(t.TempDir(), "fail")
+	cfg := base(2, "sh", "-c", fmt.Sprintf("[ $CHORUS_RESTART_COUNT = 0 ] && exec %s worker elastic 2 1; while [ ! -e %s ]; do sleep 0.02; done; exit 5", self, file))
+	cfg.Restarts = 1
+	l := start(t, cfg)
+	l.until("epoch 1 is rank", 2)
+	pids := pidsIn(t, l.text(), "of 2 pid")
+	victim := pidsIn(t, l.text(), "epoch 1 is rank 1 of 2 pid")[0]
+	require.NoError(t, syscall.Kill(victim, syscall.SIGKILL))
+	requireGone(t, pids) // the other one has finished alone
+	require.NoError(t, os.WriteFile(file, nil, 0o644))
+	code, text := l.wait()
+	require.Zero(t, code, text)
 }
 
 // SIGTERM to one launcher drains its host. The other host goes on.

@@ -9,9 +9,11 @@
 //	err = scaler.Update(s)
 //
 // The scale, its growth counter and the results of checks are in device memory. Therefore Step
-// and Update do not wait for the device, and a graph can capture them. If ranks have different
-// gradients, as with a ddp.Sharder, call Agree between Unscale and Step, so that all ranks skip
-// the same steps. After a ddp.Reducer, the gradients and the results are the same on all ranks.
+// and Update do not wait for the device, and a graph can capture them, and Scale, Unscale, Check,
+// SetScale and Agree, after the first iteration with each optimiser. A graph cannot capture
+// NewScaler and State. If ranks have different
+// gradients, as with a ddp.Sharder, call Unscale or Check, then Agree, and then Step, so that all
+// ranks skip the same steps. After a ddp.Reducer, the gradients and the results are the same on all ranks.
 //
 // Concurrency: each Scaler is used by one goroutine at a time.
 package amp

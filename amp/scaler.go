@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"math"
+	"slices"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/handle"
@@ -11,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/optim"
 	"github.com/gochorus/chorus/stream"
-	"github.com/gochorus/chorus/tensor"
 )
 
 // ScalerConfig are the options of NewScaler, with torch's names and defaults. nil means the
@@ -30,6 +30,7 @@ type ScalerConfig struct {
 const maxOptimizers = 64
 
 // A Scaler scales gradients, so that small ones do not vanish in float16 (torch.amp.GradScaler).
+// It serves at most 64 open optimisers. A call with a closed optimiser is an error.
 type Scaler struct {
 	owner   handle.Owner
 	cfg     ScalerConfig
@@ -38,13 +39,15 @@ type Scaler struct {
 	inverse memory.Slice[float32]
 	tracker memory.Slice[int32]
 	found   memory.Slice[float32] // by optimiser: not 0 if a gradient was infinite or NaN
-	served  map[*optim.Optimizer]*service
+	served  []service             // as found; places of closed optimisers are reused
+	agreed  bool                  // since the last Update
 }
 
 // A service is a scaler's state for one optimiser.
 type service struct {
+	opt   *optim.Optimizer // nil if the place is free
 	stage stage
-	index int // in found
+	found memory.Slice[float32]
 	grads *optim.Grads
 }
 
@@ -53,6 +56,7 @@ type stage uint8
 
 const (
 	ready stage = iota
+	checked
 	unscaled
 	stepped
 )
@@ -75,7 +79,7 @@ func NewScaler(s *stream.Stream, cfg *ScalerConfig) (*Scaler, error) {
 	if err := c.check(op); err != nil {
 		return nil, err
 	}
-	sc := &Scaler{cfg: c, s: s, served: map[*optim.Optimizer]*service{}}
+	sc := &Scaler{cfg: c, s: s, served: make([]service, 0, maxOptimizers)}
 	handle.Init(sc, &sc.owner, handle.About{Kind: "gradient scaler", On: s.Device()})
 	if err := sc.allocate(s); err != nil {
 		return nil, errors.Join(refuse(op, "%w", err), sc.Close())
@@ -85,12 +89,12 @@ func NewScaler(s *stream.Stream, cfg *ScalerConfig) (*Scaler, error) {
 
 func (c *ScalerConfig) check(op string) error {
 	switch {
-	case !(c.InitScale > 0) || math.IsInf(float64(float32(c.InitScale)), 0):
+	case !(float32(c.InitScale) > 0) || math.IsInf(float64(float32(c.InitScale)), 0):
 		return refuse(op, "scale %v: want a finite float32 above 0", c.InitScale)
-	case !(c.GrowthFactor > 1):
-		return refuse(op, "growth factor %v: want a number above 1", c.GrowthFactor)
-	case !(c.BackoffFactor < 1 && c.BackoffFactor > 0):
-		return refuse(op, "backoff factor %v: want a number above 0 and below 1", c.BackoffFactor)
+	case !(float32(c.GrowthFactor) > 1) || math.IsInf(float64(float32(c.GrowthFactor)), 0):
+		return refuse(op, "growth factor %v: want a finite float32 above 1", c.GrowthFactor)
+	case !(float32(c.BackoffFactor) < 1 && float32(c.BackoffFactor) > 0):
+		return refuse(op, "backoff factor %v: want a float32 above 0 and below 1", c.BackoffFactor)
 	case c.GrowthInterval < 1 || c.GrowthInterval > math.MaxInt32:
 		return refuse(op, "growth interval %d: want 1 or more", c.GrowthInterval)
 	}
@@ -126,6 +130,17 @@ func (sc *Scaler) enter(op string, s *stream.Stream) (*kernels, error) {
 	return kernelsOf(s.Device())
 }
 
+// enterWith begins an operation on s for an optimiser.
+func (sc *Scaler) enterWith(op string, s *stream.Stream, opt *optim.Optimizer) error {
+	if _, err := sc.enter(op, s); err != nil {
+		return err
+	}
+	if closed(opt) {
+		return refuse(op, "the optimiser: %w", device.ErrClosed)
+	}
+	return nil
+}
+
 // Factor returns the scale: one element of device memory. The backward pass multiplies the
 // gradient of the loss by it. A disabled scaler's is 1.
 func (sc *Scaler) Factor() memory.Slice[float32] {
@@ -135,49 +150,59 @@ func (sc *Scaler) Factor() memory.Slice[float32] {
 	return sc.scale
 }
 
-// Scale enqueues on s the product of the tensors with the scale, in place. (torch's scale
-// returns the product.) The tensors are contiguous, of floating-point types, and on the
-// scaler's device.
-func (sc *Scaler) Scale(s *stream.Stream, xs ...tensor.Tensor) error {
-	const op = "scale"
-	if _, err := sc.enter(op, s); err != nil || sc.cfg.Disabled {
-		return err
-	}
-	g, err := optim.NewGrads(s, xs...)
-	if err != nil {
-		return refuse(op, "%w", err)
-	}
-	return errors.Join(g.Scale(s, sc.scale), g.Close())
-}
+// closed reports whether the optimiser is closed or nil: an open one has a group.
+func closed(opt *optim.Optimizer) bool { return opt.LR(0).Len() == 0 }
 
 // serve returns the scaler's state for an optimiser, and creates it at the first call.
 func (sc *Scaler) serve(op string, s *stream.Stream, opt *optim.Optimizer) (*service, error) {
-	if v, ok := sc.served[opt]; ok {
-		return v, nil
+	for i := range sc.served {
+		if sc.served[i].opt == opt {
+			return &sc.served[i], nil
+		}
 	}
-	if len(sc.served) == maxOptimizers {
-		return nil, refuse(op, "another optimiser: a scaler serves at most %d", maxOptimizers)
+	i, err := sc.free(op)
+	if err != nil {
+		return nil, err
 	}
 	g, err := optim.NewGrads(s, opt.Gradients()...)
 	if err != nil {
 		return nil, refuse(op, "%w", err)
 	}
-	v := &service{index: len(sc.served), grads: g}
-	sc.served[opt] = v
-	return v, nil
+	if i == len(sc.served) {
+		sc.served = sc.served[:i+1]
+	}
+	sc.served[i] = service{opt: opt, found: sc.found.Slice(i, i+1), grads: g}
+	return &sc.served[i], nil
 }
 
-func (sc *Scaler) foundBy(v *service) memory.Slice[float32] {
-	return sc.found.Slice(v.index, v.index+1)
+// free returns the first free place. It releases the places of closed optimisers, unless Update
+// still needs the result of a check.
+func (sc *Scaler) free(op string) (int, error) {
+	for i := range sc.served {
+		v := &sc.served[i]
+		if v.opt != nil && v.stage == ready && closed(v.opt) {
+			if err := v.grads.Close(); err != nil {
+				return 0, refuse(op, "a closed optimiser: %w", err)
+			}
+			v.opt, v.grads = nil, nil
+		}
+	}
+	if i := slices.IndexFunc(sc.served, func(v service) bool { return v.opt == nil }); i >= 0 {
+		return i, nil
+	}
+	if len(sc.served) == maxOptimizers {
+		return 0, refuse(op, "another optimiser: a scaler serves at most %d: close optimisers that are not in use", maxOptimizers)
+	}
+	return len(sc.served), nil
 }
 
 // look checks the gradients of an optimiser, and multiplies them by inverse unless it is the
 // zero Slice.
 func (sc *Scaler) look(s *stream.Stream, v *service, inverse memory.Slice[float32]) error {
-	if err := sc.foundBy(v).Zero(s); err != nil {
+	if err := v.found.Zero(s); err != nil {
 		return err
 	}
-	return v.grads.Unscale(s, inverse, sc.foundBy(v))
+	return v.grads.Unscale(s, inverse, v.found)
 }
 
 // Unscale enqueues on s the division of the optimiser's gradients by the scale, and the check
@@ -186,22 +211,13 @@ func (sc *Scaler) look(s *stream.Stream, v *service, inverse memory.Slice[float3
 // second call between two updates.
 func (sc *Scaler) Unscale(s *stream.Stream, opt *optim.Optimizer) error {
 	const op = "unscale"
-	if _, err := sc.enter(op, s); err != nil || sc.cfg.Disabled {
+	v, err := sc.examine(op, s, opt)
+	if v == nil || err != nil {
 		return err
-	}
-	v, err := sc.serve(op, s, opt)
-	if err != nil {
-		return err
-	}
-	switch v.stage {
-	case unscaled:
-		return refuse(op, "this optimiser's gradients were unscaled since the last Update")
-	case stepped:
-		return refuse(op, "this optimiser has stepped since the last Update")
 	}
 	for i, g := range opt.Gradients() {
 		if g.DType() == memory.Float16 {
-			return refuse(op, "gradient %d is float16, which has no room for what unscaling makes of small numbers: keep float32 parameters, or call Step without Unscale", i)
+			return refuse(op, "gradient %d is float16, which has no room for what unscaling makes of small numbers: keep float32 parameters, or call Step without Unscale, and Check before Agree", i)
 		}
 	}
 	if err := sc.look(s, v, sc.inverse); err != nil {
@@ -211,14 +227,64 @@ func (sc *Scaler) Unscale(s *stream.Stream, opt *optim.Optimizer) error {
 	return nil
 }
 
+// examine returns the service of an optimiser whose gradients were not checked since the last
+// Update, or nil if the scaler is disabled.
+func (sc *Scaler) examine(op string, s *stream.Stream, opt *optim.Optimizer) (*service, error) {
+	if err := sc.enterWith(op, s, opt); err != nil || sc.cfg.Disabled {
+		return nil, err
+	}
+	v, err := sc.serve(op, s, opt)
+	if err == nil {
+		err = v.fresh(op)
+	}
+	return v, err
+}
+
+// cure says how to begin an iteration.
+const cure = "call Update before, or SetScale if a discarded graph capture contained the calls"
+
+// fresh returns an error if the optimiser's gradients were checked since the last Update.
+func (v *service) fresh(op string) error {
+	switch v.stage {
+	case checked:
+		return refuse(op, "this optimiser's gradients were checked since the last Update: "+cure)
+	case unscaled:
+		return refuse(op, "this optimiser's gradients were unscaled since the last Update: "+cure)
+	case stepped:
+		return refuse(op, "this optimiser has stepped since the last Update: "+cure)
+	}
+	return nil
+}
+
+// Check enqueues on s the check of the optimiser's gradients for infinities and NaN, and leaves
+// the gradients as they are. Step checks anyway: Check is for Agree, if there is no Unscale. It
+// takes gradients of all types. A second call between two updates is an error.
+func (sc *Scaler) Check(s *stream.Stream, opt *optim.Optimizer) error {
+	const op = "check"
+	v, err := sc.examine(op, s, opt)
+	if v == nil || err != nil {
+		return err
+	}
+	if err := sc.look(s, v, memory.Slice[float32]{}); err != nil {
+		return err
+	}
+	v.stage = checked
+	return nil
+}
+
 // Step enqueues on s a step of the optimiser, which the device skips if a gradient is
-// infinite or NaN. Without a preceding Unscale, Step checks the gradients, and the optimiser
+// infinite or NaN. Without a preceding Unscale or Check, Step checks the gradients. Without Unscale, the optimiser
 // divides each gradient by the scale when it reads it. The gradients in memory stay scaled.
 // cfg may set Clip; the scaler sets GradScale and FoundInf. A second call between two updates
 // is an error.
+//
+// The first Unscale, Check or Step with an optimiser allocates memory, which a graph cannot
+// capture: make one iteration before the capture. A graph that has captured Step needs open
+// optimiser and scaler as long as it is launched. If the capture is discarded, the scaler stays in
+// its iteration: SetScale with the current scale begins a new one.
 func (sc *Scaler) Step(s *stream.Stream, opt *optim.Optimizer, cfg *optim.StepConfig) error {
 	const op = "step"
-	if _, err := sc.enter(op, s); err != nil {
+	if err := sc.enterWith(op, s, opt); err != nil {
 		return err
 	}
 	if sc.cfg.Disabled {
@@ -237,19 +303,29 @@ func (sc *Scaler) Step(s *stream.Stream, opt *optim.Optimizer, cfg *optim.StepCo
 	}
 	switch v.stage {
 	case stepped:
-		return refuse(op, "this optimiser has stepped since the last Update")
+		return refuse(op, "this optimiser has stepped since the last Update: "+cure)
 	case ready:
+		if sc.agreed {
+			return refuse(op, "the gradients of this optimiser were not checked before Agree, so ranks could differ: call Unscale or Check before Agree")
+		}
 		if err := sc.look(s, v, memory.Slice[float32]{}); err != nil {
 			return err
 		}
 		c.GradScale = sc.scale
+	case checked:
+		c.GradScale = sc.scale
 	}
-	c.FoundInf = sc.foundBy(v)
+	c.FoundInf = v.found
 	if err := opt.Step(s, &c); err != nil {
 		return err
 	}
 	v.stage = stepped
 	return nil
+}
+
+// looked says whether gradients were checked since the last Update.
+func (sc *Scaler) looked() bool {
+	return slices.ContainsFunc(sc.served, func(v service) bool { return v.stage != ready })
 }
 
 // Update enqueues on s the end of an iteration: if a gradient of any optimiser was infinite or
@@ -261,16 +337,12 @@ func (sc *Scaler) Update(s *stream.Stream) error {
 	if err != nil || sc.cfg.Disabled {
 		return err
 	}
-	checked := false
-	for _, v := range sc.served {
-		checked = checked || v.stage != ready
-	}
-	if !checked {
+	if !sc.looked() {
 		return refuse(op, "no gradients were checked since the last Update: call Step or Unscale before")
 	}
-	for _, v := range sc.served {
-		if v.stage == ready {
-			if err := sc.foundBy(v).Zero(s); err != nil { // what an earlier iteration found
+	for i := range sc.served {
+		if v := &sc.served[i]; v.stage == ready {
+			if err := v.found.Zero(s); err != nil { // what an earlier iteration found
 				return err
 			}
 		}
@@ -280,22 +352,30 @@ func (sc *Scaler) Update(s *stream.Stream) error {
 		kernel.Scalar[int32](int32(len(sc.served))), kernel.Scalar[float32](float32(c.GrowthFactor)), kernel.Scalar[float32](float32(c.BackoffFactor)), kernel.Scalar[int32](int32(c.GrowthInterval))); err != nil {
 		return err
 	}
-	for _, v := range sc.served {
-		v.stage = ready
-	}
+	sc.restart()
 	return nil
 }
 
 // SetScale enqueues on s a new scale, and ends the iteration as Update does; the growth
 // counter stays (torch's update with new_scale).
 func (sc *Scaler) SetScale(s *stream.Stream, scale float64) error {
-	if err := sc.put("set scale", s, scale, -1); err != nil {
+	const op = "set scale"
+	if !(float32(scale) > 0) {
+		return refuse(op, "scale %v: want a finite float32 above 0", scale)
+	}
+	if err := sc.put(op, s, scale, -1); err != nil {
 		return err
 	}
-	for _, v := range sc.served {
-		v.stage = ready
-	}
+	sc.restart()
 	return nil
+}
+
+// restart begins an iteration.
+func (sc *Scaler) restart() {
+	sc.agreed = false
+	for i := range sc.served {
+		sc.served[i].stage = ready
+	}
 }
 
 func (sc *Scaler) put(op string, s *stream.Stream, scale float64, tracker int32) error {

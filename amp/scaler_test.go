@@ -290,19 +290,28 @@ func TestOrderOfCalls(t *testing.T) {
 	half, err := tensor.Make(b.s, memory.Float16, 2)
 	require.NoError(t, err)
 	defer half.Close()
-	o, err := optim.NewSGD(b.s, []optim.Group{{Params: []optim.Param{{Value: half, Grad: half}}}}, nil)
+	halfGrad, err := tensor.Make(b.s, memory.Float16, 2)
+	require.NoError(t, err)
+	defer halfGrad.Close()
+	o, err := optim.NewSGD(b.s, []optim.Group{{Params: []optim.Param{{Value: half, Grad: halfGrad}}}}, nil)
 	require.NoError(t, err)
 	defer o.Close()
 	require.ErrorContains(t, sc.Unscale(b.s, o), "gradient 0 is float16")
 	for want, cfg := range map[string]*amp.ScalerConfig{
-		"growth factor 1":  {GrowthFactor: 1},
-		"backoff factor 1": {BackoffFactor: 1},
-		"interval -1":      {GrowthInterval: -1},
-		"scale -1":         {InitScale: -1},
-		"scale 1e+39":      {InitScale: 1e39},
+		"growth factor 1":             {GrowthFactor: 1},
+		"backoff factor 1":            {BackoffFactor: 1},
+		"backoff factor 0.9999999999": {BackoffFactor: 0.9999999999},
+		"interval -1":                 {GrowthInterval: -1},
+		"scale -1":                    {InitScale: -1},
+		"scale 1e+39":                 {InitScale: 1e39},
+		"scale 1e-60":                 {InitScale: 1e-60},
+		"factor +Inf":                 {GrowthFactor: math.Inf(1)},
 	} {
 		_, err := amp.NewScaler(b.s, cfg)
 		require.ErrorContains(t, err, want)
+	}
+	for _, scale := range []float64{0, 1e-46, -1, math.NaN(), math.Inf(1)} {
+		require.ErrorContains(t, sc.SetScale(b.s, scale), "want a finite float32")
 	}
 	require.NoError(t, sc.Close())
 	require.NoError(t, sc.Close())
@@ -376,7 +385,55 @@ func TestScale(t *testing.T) {
 		sc := b.scaler(t, &amp.ScalerConfig{InitScale: 8})
 		x, err := tensor.Of(b.value, 3)
 		require.NoError(t, err)
-		require.NoError(t, sc.Scale(b.s, x))
+		half, err := tensor.Make(b.s, memory.Float16, 2, 2)
+		require.NoError(t, err)
+		defer half.Close()
+		ones := memory.Float16Of(1)
+		h, err := tensor.Slice[memory.Float16Bits](half)
+		require.NoError(t, err)
+		require.NoError(t, h.CopyFrom(b.s, []memory.Float16Bits{ones, ones, ones, memory.Float16Of(65504)}))
+		require.NoError(t, sc.Scale(b.s, x, half))
 		require.Equal(t, []float32{8, 8, 8}, b.read(t, b.value))
+		got := make([]memory.Float16Bits, 4)
+		require.NoError(t, h.CopyTo(b.s, got))
+		require.Equal(t, []string{"8", "8", "8", "+Inf"}, []string{got[0].String(), got[1].String(), got[2].String(), got[3].String()})
+
+		g, err := graph.Capture([]*stream.Stream{b.s}, func() error { return sc.Scale(b.s, x) }, nil)
+		require.NoError(t, err)
+		require.Equal(t, []float32{8, 8, 8}, b.read(t, b.value), "the capture runs nothing")
+		require.NoError(t, sc.SetScale(b.s, 0.5))
+		require.NoError(t, g.Launch(b.s))
+		require.Equal(t, []float32{4, 4, 4}, b.read(t, b.value), "the launch reads the new scale")
+		require.NoError(t, g.Close())
 	})
+}
+
+func TestScaleRefuses(t *testing.T) {
+	b := newBench(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0], 4)
+	sc := b.scaler(t, nil)
+	x, err := tensor.Of(b.value, 2, 2)
+	require.NoError(t, err)
+	part, err := tensor.Of(b.value.Slice(3, 4), 1)
+	require.NoError(t, err)
+	ints, err := tensor.Make(b.s, memory.Int32, 2)
+	require.NoError(t, err)
+	defer ints.Close()
+	host, err := tensor.MakeHost(memory.Float32, 2)
+	require.NoError(t, err)
+	closed, err := tensor.Make(b.s, memory.Float32, 2)
+	require.NoError(t, err)
+	require.NoError(t, closed.Close())
+	before := b.read(t, b.value)
+	for text, xs := range map[string][]tensor.Tensor{
+		"share memory":    {x, part},
+		"tensor 1: int32": {x, ints},
+		"tensor 1: ":      {x, host},
+		"contiguous":      {x.T()},
+		"use after Close": {x, closed},
+		"tensor 0":        {{}},
+	} {
+		require.ErrorContains(t, sc.Scale(b.s, xs...), text)
+	}
+	require.Equal(t, before, b.read(t, b.value))
+	require.NoError(t, sc.Scale(b.s))
 }

@@ -14,28 +14,42 @@ import (
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/torchfile"
 	"github.com/gochorus/chorus/memory"
 )
 
-// A Checkpoint is one or more safetensors files with valid headers. Load and LoadOn may read
-// the tensors any number of times, also by several goroutines and several groups at once.
+// A Checkpoint is the tensors of one or more files. Load and LoadOn may read them any number of
+// times, also by several goroutines and several groups at once.
 type Checkpoint struct {
-	files    []*gds.File
-	headers  []*safetensors.Header
-	infos    []Info // in the order of the files
-	where    map[string]place
-	metadata map[string]string
+	files     []*gds.File
+	headers   []*safetensors.Header
+	infos     []Info // in the order of the files
+	where     map[string]place
+	scattered map[string]*scattered // tensors that are not one run of a file
+	metadata  map[string]string
 }
 
 // A place is the position of a tensor in the files.
 type place struct{ file, tensor int }
 
-// Open opens a checkpoint: safetensors files, an index of several
-// (model.safetensors.index.json), or a folder that has either. If an index names the files,
+// Open opens a checkpoint: safetensors files, files of torch.save, an index of several files
+// (model.safetensors.index.json, pytorch_model.bin.index.json), a folder that has one of them,
+// or a folder that a Saver or torch.distributed.checkpoint wrote. If an index names the files,
 // only tensors that it names belong to the checkpoint.
 //
 // Open reads all headers and checks them by all rules of the format. An error names the file,
 // the tensor and the byte. cfg are the options of the files; nil are their defaults.
+//
+// Files of torch.save have the format of PyTorch 1.6 and later. Open does not run code: it
+// knows the classes of tensors, dictionaries and plain values, and any other class or function
+// is an error that names it. Keys and indices on the way to a tensor, with dots between, are its
+// name; a tensor in no container has the name "tensor". Plain values, such as a learning rate,
+// are in Metadata as JSON. Views may repeat elements, as Tensor.expand makes them: all tensors
+// of a file have at most 64 times the bytes of the file, or 1 GiB if that is more.
+//
+// Views with strides, and tensors whose parts are in several files, are read by the host
+// through the page cache, by each rank that needs them. All other tensors of files of
+// torch.save are read like those of safetensors files.
 func Open(paths []string, cfg *gds.FileConfig) (*Checkpoint, error) {
 	if len(paths) == 0 {
 		return nil, errors.New("checkpoint: open safetensors: no file given")
@@ -67,7 +81,13 @@ func (c *Checkpoint) open(cfg *gds.FileConfig, path string) error {
 }
 
 func (c *Checkpoint) openFolder(cfg *gds.FileConfig, folder string) error {
-	for _, pattern := range []string{indexName, "*.safetensors.index.json", "*.safetensors"} {
+	switch {
+	case isSaved(folder):
+		return c.openManifest(cfg, folder)
+	case exists(filepath.Join(folder, torchfile.MetadataName)):
+		return c.openDistributed(cfg, folder)
+	}
+	for _, pattern := range []string{indexName, "*.safetensors.index.json", "*.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"} {
 		found, err := filepath.Glob(filepath.Join(escape(folder), pattern))
 		if err != nil {
 			return fmt.Errorf("checkpoint: open safetensors in %s: %w", folder, err)
@@ -79,7 +99,15 @@ func (c *Checkpoint) openFolder(cfg *gds.FileConfig, folder string) error {
 			return fmt.Errorf("checkpoint: open safetensors: folder %s has %d files %s and no %s: name those that belong together", folder, len(found), pattern, indexName)
 		}
 	}
-	return fmt.Errorf("checkpoint: open safetensors: folder %s has no safetensors file", folder)
+	if steps, err := List(folder); err == nil && len(steps) > 0 {
+		return fmt.Errorf("checkpoint: open: folder %s has %d steps of a training: name one of them, such as %s", folder, len(steps), steps[len(steps)-1])
+	}
+	return fmt.Errorf("checkpoint: open safetensors: folder %s has no checkpoint: want a safetensors file, an index, pytorch_model.bin, or a folder of a Saver or of torch.distributed.checkpoint", folder)
+}
+
+func exists(path string) bool {
+	_, err := os.Lstat(path)
+	return err == nil
 }
 
 // escape returns a pattern that matches only the path.
@@ -94,34 +122,51 @@ func (c *Checkpoint) openFile(cfg *gds.FileConfig, path string, only func(name s
 	if err != nil {
 		return nil, err
 	}
-	n := len(c.files)
 	c.files = append(c.files, f)
 	size, err := f.Size()
 	if err != nil {
 		return nil, err
 	}
-	h, err := safetensors.ReadHeader(hostReader{f}, size)
+	h, err := c.readHeader(f, size, only)
 	if err != nil {
 		return nil, fmt.Errorf("checkpoint: open %s: %w", path, err)
 	}
 	c.headers = append(c.headers, h)
-	for i := range h.Tensors {
-		t := &h.Tensors[i]
-		if only != nil && !only(t.Name) {
-			continue
-		}
-		if other, taken := c.where[t.Name]; taken {
-			return nil, fmt.Errorf("checkpoint: open %s: tensor %q is in %s, too", path, t.Name, c.files[other.file].Path())
-		}
-		c.where[t.Name] = place{n, i}
-		c.infos = append(c.infos, Info{Name: t.Name, DType: dtypeOf(t.DType), Format: t.DType, Shape: t.Shape, File: path})
-	}
-	for k, v := range h.Metadata {
+	c.addMetadata(h.Metadata)
+	return h, nil
+}
+
+// addMetadata adds texts with new keys.
+func (c *Checkpoint) addMetadata(texts map[string]string) {
+	for k, v := range texts {
 		if c.metadata == nil {
 			c.metadata = map[string]string{}
 		}
 		if _, first := c.metadata[k]; !first {
 			c.metadata[k] = v
+		}
+	}
+}
+
+// readHeader adds the tensors of the last file.
+func (c *Checkpoint) readHeader(f *gds.File, size int64, only func(name string) bool) (*safetensors.Header, error) {
+	start, err := torchfile.Start(hostReader{f}, size)
+	if err != nil {
+		return nil, err
+	}
+	if torchfile.Is(start) {
+		return c.addTorch(f, size, only)
+	}
+	h, err := safetensors.ReadHeader(hostReader{f}, size)
+	if err != nil {
+		return nil, err
+	}
+	for i := range h.Tensors {
+		if only != nil && !only(h.Tensors[i].Name) {
+			continue
+		}
+		if err := c.add(place{len(c.files) - 1, i}, &h.Tensors[i]); err != nil {
+			return nil, err
 		}
 	}
 	return h, nil
@@ -198,10 +243,10 @@ func (c *Checkpoint) Metadata() map[string]string {
 	return m
 }
 
-// Bytes returns the size of all tensors in the files.
+// Bytes returns the size of all tensors.
 func (c *Checkpoint) Bytes() (n int64) {
-	for _, at := range c.where {
-		n += c.headers[at.file].Tensors[at.tensor].Bytes()
+	for _, t := range c.infos {
+		n += t.Bytes()
 	}
 	return n
 }

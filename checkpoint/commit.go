@@ -13,7 +13,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/poll"
 )
 
 const (
@@ -38,10 +40,12 @@ func (v *Saver) finish(job *saveJob, errs []error) {
 			err = v.commit(job)
 		}
 		if err != nil {
-			err = errors.Join(err, v.fs.RemoveAll(job.temp))
+			err = errors.Join(err, v.giveUp(job, err))
 		}
 	} else if err == nil {
 		err = v.awaitRoot(job)
+	} else if errors.Is(err, fs.ErrNotExist) { // only the first process removes files
+		err = v.rootGaveUp(job)
 	}
 	job.err = err
 	v.mu.Lock()
@@ -50,6 +54,23 @@ func (v *Saver) finish(job *saveJob, errs []error) {
 	}
 	v.mu.Unlock()
 	close(job.done)
+}
+
+// decline tells the other processes that this one takes no part in a save.
+func (v *Saver) decline(job *saveJob, why error) error {
+	switch {
+	case len(v.locals) == v.ranks:
+		return nil
+	case v.root:
+		return v.giveUp(job, why)
+	}
+	err := v.fs.MkdirAll(job.temp)
+	for _, l := range v.locals {
+		if err == nil {
+			err = writeReport(v.fs, job.temp, l.rank, &rankReport{Error: why.Error()})
+		}
+	}
+	return err
 }
 
 // report tells the first process of ranks without files, and of errors.
@@ -105,6 +126,9 @@ func (v *Saver) commit(job *saveJob) error {
 func (v *Saver) show(job *saveJob) error {
 	final := filepath.Join(v.folder, stepName(job.step))
 	if _, err := os.Lstat(final); err == nil {
+		if _, err := os.Lstat(filepath.Join(final, manifestName)); err != nil {
+			return fmt.Errorf("%s is not a checkpoint, so the save does not replace it: move it: %w", final, err)
+		}
 		if err := v.fs.Exchange(job.temp, final); err != nil {
 			return fmt.Errorf("replace the checkpoint of the same step: %w", err)
 		}
@@ -124,7 +148,7 @@ func (v *Saver) collect(job *saveJob) (*manifest, error) {
 	m := *v.plan
 	m.ID, m.Step, m.Values = job.id, job.step, make([]json.RawMessage, v.ranks)
 	m.Files, m.Tensors = slices.Clone(m.Files), slices.Clone(m.Tensors)
-	digests := map[string]string{}
+	digests := map[string][]string{}
 	deadline := time.Now().Add(v.cfg.Timeout)
 	headers := map[int]string{}
 	for rank := range v.ranks {
@@ -147,7 +171,7 @@ func (v *Saver) collect(job *saveJob) (*manifest, error) {
 		t := &m.Tensors[i]
 		t.Parts = slices.Clone(t.Parts)
 		for j := range t.Parts {
-			if t.Parts[j].SHA256 = digests[t.Parts[j].Key]; t.Parts[j].SHA256 == "" {
+			if !t.Parts[j].seal(digests[t.Parts[j].Key]) {
 				return nil, fmt.Errorf("rank %d has not written tensor %q", t.Parts[j].rank, t.Parts[j].Key)
 			}
 		}
@@ -170,6 +194,8 @@ func (v *Saver) awaitReport(job *saveJob, rank int, deadline time.Time) (*rankRe
 			return r, nil
 		case !errors.Is(err, fs.ErrNotExist):
 			return nil, err
+		case v.broken() != nil:
+			return nil, fmt.Errorf("rank %d has not written its file: %w", rank, v.broken())
 		case time.Now().After(deadline):
 			return nil, &RankError{Op: "save", Rank: rank, Reason: fmt.Sprintf("it has not written its file after %v: the rank may be lost, or its process does not see %s", v.cfg.Timeout, v.folder)}
 		}
@@ -177,28 +203,89 @@ func (v *Saver) awaitReport(job *saveJob, rank int, deadline time.Time) (*rankRe
 	}
 }
 
-// awaitRoot waits until the first process has made the checkpoint visible, or has given up.
+// awaitRoot waits until the first process has made the checkpoint visible, or has given up. Its
+// message goes first, then the folder gets its name.
 func (v *Saver) awaitRoot(job *saveJob) error {
 	deadline := time.Now().Add(v.cfg.Timeout)
 	for wait := time.Millisecond; ; wait = min(2*wait, 200*time.Millisecond) {
-		if _, err := os.Lstat(filepath.Join(job.temp, reportName(v.first))); errors.Is(err, fs.ErrNotExist) {
-			break // the messages go first, then the folder gets its name
+		_, tempErr := os.Lstat(job.temp)
+		switch found, failed := v.rootMessage(job); {
+		case failed != nil:
+			return failed
+		case found:
+		default:
+			if m, err := readManifest(filepath.Join(v.folder, stepName(job.step))); err == nil && m.ID == job.id {
+				return nil
+			}
+			if errors.Is(tempErr, fs.ErrNotExist) {
+				return v.rootGaveUp(job)
+			}
+		}
+		if err := v.broken(); err != nil {
+			return fmt.Errorf("rank 0 has not completed the checkpoint: %w", err)
 		}
 		if time.Now().After(deadline) {
 			return &RankError{Op: "save", Rank: 0, Reason: fmt.Sprintf("it has not completed the checkpoint after %v", v.cfg.Timeout)}
 		}
 		time.Sleep(wait)
 	}
-	for {
-		_, tempErr := os.Lstat(job.temp)
-		if m, err := readManifest(filepath.Join(v.folder, stepName(job.step))); err == nil && m.ID == job.id {
-			return nil
-		}
-		if errors.Is(tempErr, fs.ErrNotExist) || time.Now().After(deadline) {
-			return &RankError{Op: "save", Rank: 0, Reason: "it has not completed the checkpoint: its error says why"}
-		}
-		time.Sleep(time.Millisecond)
+}
+
+// giveUp removes the files of a save that has failed. Other processes may make the folder again
+// when they write their files, so a message there says why the save has ended.
+func (v *Saver) giveUp(job *saveJob, why error) error {
+	err := v.fs.RemoveAll(job.temp)
+	if len(v.locals) == v.ranks {
+		return err
 	}
+	note := v.fs.MkdirAll(job.temp)
+	if note == nil {
+		note = writeReport(v.fs, job.temp, 0, &rankReport{Error: why.Error()})
+	}
+	if note != nil { // without a folder the others know that the save has ended
+		err = errors.Join(err, note, v.fs.RemoveAll(job.temp))
+	}
+	return err
+}
+
+// rootMessage reports whether the message of the first process is there, and returns its error.
+func (v *Saver) rootMessage(job *saveJob) (found bool, failed error) {
+	text, err := os.ReadFile(filepath.Join(job.temp, reportName(0)))
+	r := new(rankReport)
+	if err != nil || json.Unmarshal(text, r) != nil {
+		return false, nil
+	}
+	if r.Error != "" {
+		return true, &RankError{Op: "save", Rank: 0, Reason: r.Error}
+	}
+	return true, nil
+}
+
+// noticeTime is how much later than rank 0 this process may notice why the save has ended.
+const noticeTime = 2 * time.Second
+
+// rootGaveUp returns why the first process has removed the files of a save.
+func (v *Saver) rootGaveUp(job *saveJob) error {
+	var cause error
+	poll.UntilNoLaterThan(noticeTime, func() bool {
+		if _, cause = v.rootMessage(job); cause == nil {
+			cause = v.broken()
+		}
+		return cause != nil
+	})
+	if cause != nil {
+		return fmt.Errorf("rank 0 has not completed the checkpoint: %w", cause)
+	}
+	return &RankError{Op: "save", Rank: 0, Reason: "it has not completed the checkpoint: its error says why"}
+}
+
+// broken returns why the group is broken, or nil. A rank that is lost leaves no message, but it
+// breaks the group. A group that this process has closed is not broken.
+func (v *Saver) broken() error {
+	if err := v.group.Err(); errors.Is(err, comm.ErrBroken) {
+		return err
+	}
+	return nil
 }
 
 // writeIndex writes the index that Hugging Face's readers want, if all tensors are whole.
@@ -251,7 +338,10 @@ func (v *Saver) retain(newest int64) error {
 	}
 	kept := 0
 	for _, s := range slices.Backward(steps) {
-		if kept < v.cfg.KeepLast || s >= newest || v.cfg.KeepEvery > 0 && s%v.cfg.KeepEvery == 0 {
+		if s > newest { // of another run, or damaged: this run has resumed from an earlier one
+			continue
+		}
+		if kept < v.cfg.KeepLast || v.cfg.KeepEvery > 0 && s%v.cfg.KeepEvery == 0 {
 			kept++
 			continue
 		}

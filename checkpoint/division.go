@@ -12,7 +12,7 @@ import (
 // several ranks have goes to the one that writes the fewest bytes so far, the largest parts
 // first. All ranks compute the same. Together the parts must be whole tensors.
 func divide(by [][]partInfo) (*manifest, error) {
-	m := &manifest{Version: manifestVersion, Ranks: len(by)}
+	m := &manifest{Version: manifestVersion, Ranks: len(by), Block: blockBytes}
 	names := map[string]int{}
 	var offers []offer
 	for rank, parts := range by {

@@ -1,5 +1,5 @@
-// Package checkpoint loads safetensors checkpoints to the devices of a group, and saves
-// them.
+// Package checkpoint loads checkpoints to the devices of a group, and saves them as
+// safetensors files.
 //
 //	ckpt, err := checkpoint.Open([]string{"model.safetensors.index.json"}, nil)
 //	if err != nil {
@@ -22,7 +22,11 @@
 //
 // A [Saver] saves the state of a training, which the ranks have in any layout, while the
 // training goes on. [Latest] finds the newest complete checkpoint of a Saver, and
-// [Saved.Restore] loads it on any number of ranks.
+// [Saved.Restore] loads it on any number of ranks. [Latest] and [List] ignore symbolic links to
+// checkpoints.
+//
+// [Open] also reads files of torch.save and folders of torch.distributed.checkpoint, without
+// running code. [Checkpoint.Export], [Reshard] and [Compare] work on the host, without a device.
 //
 // Load and Save return when all bytes have arrived, or when nothing is in flight any more.
 // Package gds reads and writes the files.

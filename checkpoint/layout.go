@@ -24,6 +24,8 @@ type placed struct {
 	off  int64 // of the first byte there
 	from int   // bytes of an element there
 
+	scattered *scattered // nil if the file has it in one run
+
 	to memory.DType // in memory
 	at []int        // by rank: the first byte of the part in its slab; -1 if the rank has no part
 }

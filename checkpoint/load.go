@@ -92,6 +92,7 @@ func (c *Checkpoint) loadPlaced(ctx context.Context, w *peers, lc *LoadConfig, p
 	if err := w.agree(ctx, m.op, m.path, errs, w.fingerprint(tensors, lc.RoundBytes)); err != nil {
 		return all, errors.Join(err, m.close())
 	}
+	m.fillScattered(ctx, c, all, tensors)
 	m.load(ctx)
 	err = m.close()
 	m.setErrorOfAll(err)
@@ -151,7 +152,8 @@ func (c *Checkpoint) placeOne(info Info, p Placement, cfg *LoadConfig, ranks int
 		return nil, fmt.Errorf("device memory has no elements of type %s: let the plan Skip it: %w", info.Format, errors.ErrUnsupported)
 	}
 	at := c.where[info.Name]
-	t := &placed{info: info, file: at.file, off: c.headers[at.file].Tensors[at.tensor].Begin, from: info.DType.Size(), to: info.DType}
+	t := &placed{info: info, file: at.file, off: c.headers[at.file].Tensors[at.tensor].Begin, from: info.DType.Size(), to: info.DType,
+		scattered: c.scattered[info.Name]}
 	if cfg.DType != nil {
 		if to := cfg.DType(info); to != memory.Invalid {
 			t.to = to
@@ -185,7 +187,7 @@ func (c *Checkpoint) allocate(m *executor, tensors []*placed, cfg *LoadConfig) (
 	// Not before there is room for the weights: a file may pretend to be so large that
 	// its schedule alone would fill the host's memory.
 	m.plan = newSchedule(tensors, m.ranks, cfg.RoundBytes, true)
-	m.moved = progress(cfg.Progress, m.plan.bytes(m.peers.locals))
+	m.moved = progress(cfg.Progress, m.plan.bytes(m.peers.locals)+scatteredBytes(m.peers.locals, tensors))
 	if err := m.open(); err != nil {
 		return all, fmt.Errorf("checkpoint: load %s: %w", c.path(), err)
 	}

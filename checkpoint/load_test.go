@@ -35,14 +35,15 @@ func writeCheckpoint(t testing.TB, files [][]made) string {
 	x := safetensors.Index{WeightMap: map[string]string{}}
 	for i, list := range files {
 		name := fmt.Sprintf("part-%d.safetensors", i)
-		var b bytes.Buffer
+		f, err := os.Create(filepath.Join(folder, name))
+		require.NoError(t, err)
 		var data []safetensors.Data
 		for _, m := range list {
 			data = append(data, safetensors.Data{Tensor: m.info, Raw: m.data})
 			x.WeightMap[m.info.Name] = name
 		}
-		require.NoError(t, safetensors.Write(&b, map[string]string{"file": name}, data...))
-		require.NoError(t, os.WriteFile(filepath.Join(folder, name), b.Bytes(), 0o644))
+		require.NoError(t, safetensors.Write(f, map[string]string{"file": name}, data...))
+		require.NoError(t, f.Close())
 	}
 	text, err := x.MarshalJSON()
 	require.NoError(t, err)

@@ -26,6 +26,7 @@ type manifest struct {
 	ID      string            `json:"id"` // of the save
 	Step    int64             `json:"step"`
 	Ranks   int               `json:"ranks"`
+	Block   int64             `json:"block"`  // bytes of a part that have a digest
 	Values  []json.RawMessage `json:"values"` // by rank; null if it gave none
 	Files   []savedFile       `json:"files"`
 	Tensors []savedTensor     `json:"tensors"`         // by name
@@ -50,11 +51,12 @@ type savedTensor struct {
 }
 
 type savedPart struct {
-	File   int    `json:"file"`
-	Key    string `json:"key"` // the tensor in the file
-	Start  int    `json:"start"`
-	Len    int    `json:"len"`
-	SHA256 string `json:"sha256"`
+	File   int      `json:"file"`
+	Key    string   `json:"key"` // the tensor in the file
+	Start  int      `json:"start"`
+	Len    int      `json:"len"`
+	SHA256 string   `json:"sha256"`           // of the bytes; of Blocks if the part has several
+	Blocks []string `json:"blocks,omitempty"` // SHA-256 of each Block bytes
 
 	rank   int      // that writes it
 	stored []int    // its shape in the file

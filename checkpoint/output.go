@@ -55,14 +55,24 @@ func newOutput(path string, infos []safetensors.Tensor, cfg *SaveConfig) (*outpu
 // file returns the path of a file.
 func (o *output) file(i int) string { return filepath.Join(filepath.Dir(o.path), o.shards[i].File) }
 
-// create makes the files, with their headers, and reserves their room.
-func (o *output) create() error {
+// open makes the files.
+func (o *output) open() error {
 	for i := range o.shards {
 		f, err := gds.Create(o.file(i), o.cfg.File)
 		if err != nil {
 			return err
 		}
 		o.files = append(o.files, f)
+	}
+	return nil
+}
+
+// create makes the files, with their headers, and reserves their room.
+func (o *output) create() error {
+	if err := o.open(); err != nil {
+		return err
+	}
+	for i, f := range o.files {
 		if err := files.Of(f).Begin(o.starts[i], o.headers[i].Size); err != nil {
 			return err
 		}

@@ -97,14 +97,11 @@ func (c *pipeline) begin(d *worker, s *phase, r *sequencer) error {
 	if err != nil {
 		return err
 	}
-	for i, list := range lists {
-		if len(list) == 0 {
-			continue
-		}
+	for _, l := range lists {
 		s.left.Add(1)
 		r.run(func(spare func()) {
 			defer s.left.Done()
-			c.setError(d, c.move(files.Of(c.m.files[i]), c.ctx, d.files, list, files.Hooks{Moved: c.m.moved, Spare: spare, Devices: c.m.devices()}))
+			c.setError(d, c.move(files.Of(c.m.files[l.file]), c.ctx, d.files, l.pieces, files.Hooks{Moved: c.m.moved, Spare: spare, Devices: c.m.devices()}))
 		})
 	}
 	return nil
@@ -118,8 +115,14 @@ func (c *pipeline) setError(d *worker, err error) {
 	}
 }
 
-// pieces returns the pieces of reads, by file and in the file's order.
-func (d *worker) pieces(list reads, buf, count int) ([][]files.Piece, error) {
+// A run is pieces of a file in the file's order, which do not overlap.
+type run struct {
+	file   int
+	pieces []files.Piece
+}
+
+// pieces returns the pieces of reads. Tensors that share bytes of a file are in different runs.
+func (d *worker) pieces(list reads, buf, count int) ([]run, error) {
 	pieces := make([][]files.Piece, count)
 	for _, r := range list {
 		x, err := view(d.memory(r.staged, buf), r.at, r.size)
@@ -128,8 +131,36 @@ func (d *worker) pieces(list reads, buf, count int) ([][]files.Piece, error) {
 		}
 		pieces[r.file] = append(pieces[r.file], files.Piece{Off: r.off, Mem: x})
 	}
-	for _, list := range pieces {
-		slices.SortFunc(list, func(a, b files.Piece) int { return cmp.Compare(a.Off, b.Off) })
+	var runs []run
+	for file, list := range pieces {
+		slices.SortStableFunc(list, func(a, b files.Piece) int { return cmp.Compare(a.Off, b.Off) })
+		for len(list) > 0 {
+			var first, rest []files.Piece
+			first, rest = apart(list)
+			runs, list = append(runs, run{file, first}), rest
+		}
 	}
-	return pieces, nil
+	return runs, nil
+}
+
+// apart takes pieces out of a sorted list that do not overlap.
+func apart(list []files.Piece) (first, rest []files.Piece) {
+	end := int64(0)
+	for i, p := range list {
+		switch {
+		case p.Off < end && rest == nil:
+			first, rest = slices.Clone(list[:i]), append(rest, p)
+		case p.Off < end:
+			rest = append(rest, p)
+		case rest != nil:
+			first = append(first, p)
+		}
+		if p.Off >= end {
+			end = p.End()
+		}
+	}
+	if rest == nil {
+		return list, nil
+	}
+	return first, rest
 }

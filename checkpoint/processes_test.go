@@ -48,8 +48,18 @@ func workInJob(t *testing.T, deed string) {
 	case deed == "move":
 		messageTimeout = 0 // a ctx that has not ended gives the others all the time they need
 		moveTogether(t, ctx, g, tensors, seed)
+	case deed == savesModel:
+		saveModel(t, ctx, g, os.Getenv(folderVar), seed)
+	case deed == restoresModel:
+		restoreModel(t, ctx, g, os.Getenv(folderVar), seed)
 	case deed == "state":
 		saveInJob(t, ctx, g, seed)
+	case deed == "lost":
+		loseRank(t, ctx, g)
+		return
+	case deed == "lost restore":
+		loseRankInRestore(t, ctx, g)
+		return
 	case is:
 		failSaving(t, ctx, g, how, tensors)
 	default:
@@ -221,7 +231,12 @@ func runJob(t *testing.T, backend, deed string, ranks int) (code int, out string
 	t.Helper()
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
-	folder := writeCheckpoint(t, [][]made{jobTensors(seed)})
+	return runJobIn(t, backend, deed, ranks, writeCheckpoint(t, [][]made{jobTensors(seed)}), seed)
+}
+
+// runJobIn is runJob with a folder that the processes see, and a seed that they have in common.
+func runJobIn(t *testing.T, backend, deed string, ranks int, folder string, seed uint64) (code int, out string) {
+	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
 	var text bytes.Buffer

@@ -1,7 +1,9 @@
 package checkpoint
 
 import (
+	"encoding/binary"
 	"encoding/json"
+	"math/rand/v2"
 	"os/exec"
 	"path/filepath"
 	"testing"
@@ -66,6 +68,40 @@ func TestPythonReadsWhatIsSaved(t *testing.T) {
 			require.Equal(t, hashOf(m.data), got[m.info.Name][2], m.info.Name)
 			require.Len(t, got[m.info.Name][1], len(m.info.Shape), m.info.Name)
 			require.Equal(t, dtypeOf(m.info.DType).String(), got[m.info.Name][0])
+		}
+	})
+}
+
+// TestPythonReadsASaver lets a reader that shares no code with Chorus read random models that a
+// Saver wrote. Tensors have several parts, and parts several blocks.
+func TestPythonReadsASaver(t *testing.T) {
+	if err := exec.Command("python3", "-c", "import hashlib, json, struct").Run(); err != nil {
+		t.Skip("there is no python3:", err)
+	}
+	withBlocks(t, 100, 64)
+	onVirtual(t, 3, func(t *testing.T, devs []*device.Device) {
+		for range 3 {
+			seed, folder := rand.Uint64(), t.TempDir()
+			t.Logf("seed %d", seed)
+			r, g := rand.New(rand.NewPCG(seed, 1)), localGroup(t, devs)
+			model := append(randomState(r), stateTensor{"large", []int{40, 9}, make([]int32, 360)})
+			parts, _ := layOutParts(t, r, g, model, true)
+			v, err := NewSaver(t.Context(), g, folder, parts, nil)
+			require.NoError(t, err)
+			require.NoError(t, v.Save(t.Context(), 7, groupStreams(g)))
+			require.NoError(t, v.Close())
+			out, err := exec.Command("python3", "testdata/read_saved.py", filepath.Join(folder, stepName(7))).CombinedOutput()
+			require.NoError(t, err, "%s", out)
+			var got map[string]string
+			require.NoError(t, json.Unmarshal(out, &got), "%s", out)
+			require.Len(t, got, len(model))
+			for _, x := range model {
+				var b []byte
+				for _, e := range x.want {
+					b = binary.LittleEndian.AppendUint32(b, uint32(e))
+				}
+				require.Equal(t, hashOf(b), got[x.name], x.name)
+			}
 		}
 	})
 }

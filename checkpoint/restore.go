@@ -48,9 +48,9 @@ func (s *Saved) Restore(ctx context.Context, g *comm.Group, parts [][]Part, cfg 
 	if r.by, err = exchange(ctx, w, "restore", s.folder, parts); err != nil {
 		return nil, err
 	}
-	res, err := r.match()
+	res, err := r.agreeToMatch(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("checkpoint: restore %s: %w", s.folder, err)
+		return nil, err
 	}
 	return res, r.run(ctx)
 }
@@ -61,7 +61,8 @@ type restoring struct {
 	saved *Saved
 	cfg   RestoreConfig
 	parts [][]Part
-	by    [][]partInfo // by rank
+	by    [][]partInfo       // by rank
+	named []map[string]*Part // by local rank
 	moves []*move
 }
 
@@ -79,19 +80,65 @@ type move struct {
 type wanted struct {
 	name        string
 	rows, width int
-	cols        []Range // by rank
+	cols        []Range     // by rank
+	parts       []*partInfo // by rank; nil if the rank has no part
+}
+
+// agreeToMatch makes the moves, and compares the checkpoints and the moves of all ranks. If one
+// rank refuses, all ranks return its reason, because the other ranks would wait for its bytes.
+func (r *restoring) agreeToMatch(ctx context.Context) (*Restored, error) {
+	var res *Restored
+	err := r.sameSave(ctx)
+	if err == nil {
+		res, err = r.match()
+	}
+	errs := make([]error, len(r.locals))
+	if err != nil {
+		errs[0] = fmt.Errorf("checkpoint: restore %s: %w", r.saved.folder, err)
+	}
+	if err := r.agree(ctx, "restore", r.saved.folder, errs, r.fingerprint(placedOf(r.moves), r.cfg.RoundBytes)); err != nil {
+		return nil, err
+	}
+	return res, nil
+}
+
+// sameSave returns an error if this process has opened another save than rank 0.
+func (r *restoring) sameSave(ctx context.Context) error {
+	if !r.remote() {
+		return nil
+	}
+	type opened struct {
+		ID     string
+		Step   int64
+		Folder string
+	}
+	m := r.saved.m
+	first := opened{m.ID, m.Step, r.saved.folder}
+	long, cancel := messageContext(ctx)
+	defer cancel()
+	if err := comm.BroadcastValue(long, r.group, 0, &first, nil); err != nil {
+		return err
+	}
+	if first.ID == m.ID && first.Step == m.Step {
+		return nil
+	}
+	return fmt.Errorf("this rank has opened step %d (save %s), and rank 0 step %d (save %s) in %s: all ranks must open the same save, as Latest does", m.Step, m.ID, first.Step, first.ID, first.Folder)
 }
 
 // match makes the moves for all parts.
 func (r *restoring) match() (*Restored, error) {
 	res := &Restored{}
 	used := map[string]bool{}
+	stored := make(map[string]*savedTensor, len(r.saved.m.Tensors))
+	for i := range r.saved.m.Tensors {
+		stored[r.saved.m.Tensors[i].Name] = &r.saved.m.Tensors[i]
+	}
 	for _, x := range r.wanted() {
 		from := x.name
 		if r.cfg.Rename != nil {
 			from = r.cfg.Rename(x.name)
 		}
-		t := r.saved.tensor(from)
+		t := stored[from]
 		if t == nil {
 			res.Missing = append(res.Missing, x.name)
 			continue
@@ -112,15 +159,6 @@ func (r *restoring) match() (*Restored, error) {
 	return res, nil
 }
 
-func (s *Saved) tensor(name string) *savedTensor {
-	for i := range s.m.Tensors {
-		if s.m.Tensors[i].Name == name {
-			return &s.m.Tensors[i]
-		}
-	}
-	return nil
-}
-
 // wanted returns the wishes of all ranks, in the order of the first rank that has a part.
 func (r *restoring) wanted() []*wanted {
 	var list []*wanted
@@ -130,20 +168,20 @@ func (r *restoring) wanted() []*wanted {
 			p := &parts[i]
 			x := byName[p.Name]
 			if x == nil {
-				x = &wanted{name: p.Name, rows: 1, width: product(p.Shape), cols: make([]Range, r.ranks)}
+				x = &wanted{name: p.Name, rows: 1, width: product(p.Shape), cols: make([]Range, r.ranks), parts: make([]*partInfo, r.ranks)}
 				byName[p.Name] = x
 				list = append(list, x)
 			}
 			if !p.whole() {
 				x.rows, x.width = p.Box.Rows, p.Box.Width
 			}
-			x.cols[rank] = Range{p.Box.Start, p.Box.Len}
+			x.cols[rank], x.parts[rank] = Range{p.Box.Start, p.Box.Len}, p
 		}
 	}
-	for rank, parts := range r.by {
-		for i := range parts {
-			if p := &parts[i]; p.whole() {
-				byName[p.Name].cols[rank] = Range{0, byName[p.Name].width}
+	for _, x := range list {
+		for rank, p := range x.parts {
+			if p != nil && p.whole() {
+				x.cols[rank] = Range{0, x.width}
 			}
 		}
 	}
@@ -152,18 +190,13 @@ func (r *restoring) wanted() []*wanted {
 
 // matchOne makes the moves for one tensor.
 func (r *restoring) matchOne(x *wanted, t *savedTensor) error {
-	for rank, parts := range r.by {
-		for i := range parts {
-			p := &parts[i]
-			if p.Name != x.name {
-				continue
-			}
-			if !slices.Equal(p.Shape, t.Shape) {
-				return fmt.Errorf("tensor %q has shape %v: rank %d wants %v", t.Name, t.Shape, rank, p.Shape)
-			}
-			if !p.whole() && (p.Box.Rows != x.rows || p.Box.Width != x.width) {
-				return fmt.Errorf("tensor %q is cut along different dimensions by different ranks: want one", x.name)
-			}
+	for rank, p := range x.parts {
+		switch {
+		case p == nil:
+		case !slices.Equal(p.Shape, t.Shape):
+			return fmt.Errorf("tensor %q has shape %v: rank %d wants %v", t.Name, t.Shape, rank, p.Shape)
+		case !p.whole() && (p.Box.Rows != x.rows || p.Box.Width != x.width):
+			return fmt.Errorf("tensor %q is cut along different dimensions by different ranks: want one", x.name)
 		}
 	}
 	for i := range t.Parts {
@@ -225,6 +258,13 @@ func (r *restoring) rect(x *wanted, p *savedPart, from, row, rows, width, column
 
 // run makes all moves, in rounds that fit into memory.
 func (r *restoring) run(ctx context.Context) error {
+	r.named = make([]map[string]*Part, len(r.parts))
+	for local, parts := range r.parts {
+		r.named[local] = make(map[string]*Part, len(parts))
+		for i := range parts {
+			r.named[local][parts[i].Name] = &parts[i]
+		}
+	}
 	for len(r.moves) > 0 {
 		n, load := 0, make([]int, r.ranks)
 		for ; n < len(r.moves); n++ {
@@ -244,15 +284,15 @@ func (r *restoring) run(ctx context.Context) error {
 }
 
 func (r *restoring) round(ctx context.Context, moves []*move) error {
-	tensors := make([]*placed, len(moves))
-	for i, m := range moves {
-		tensors[i] = &m.placed
-	}
+	tensors := placedOf(moves)
 	w, err := peersOf(r.group)
 	if err != nil {
 		return fmt.Errorf("checkpoint: restore: %w", err)
 	}
-	all, err := r.saved.files.loadPlaced(ctx, w, &LoadConfig{RoundBytes: r.cfg.RoundBytes}, func() ([]*placed, error) { return tensors, w.prepare() })
+	// Each rank has two staging buffers, and each may have the rows that it reads and the parts of the
+	// other ranks: together four times the bytes of a round.
+	cfg := &LoadConfig{RoundBytes: max(r.cfg.RoundBytes/4, 1)}
+	all, err := r.saved.files.loadPlaced(ctx, w, cfg, func() ([]*placed, error) { return tensors, w.prepare() })
 	if err != nil {
 		return err
 	}
@@ -260,7 +300,7 @@ func (r *restoring) round(ctx context.Context, moves []*move) error {
 	for i, l := range w.locals {
 		for _, m := range moves {
 			if errs[i] == nil && m.bytes(l.rank) > 0 {
-				errs[i] = m.put(l, all[i], r.part(i, m.name))
+				errs[i] = m.put(l, all[i], r.named[i][m.name])
 			}
 		}
 		if errs[i] == nil {
@@ -270,13 +310,12 @@ func (r *restoring) round(ctx context.Context, moves []*move) error {
 	return errors.Join(w.agree(ctx, "restore", r.saved.folder, errs, 0), closeWeights(all))
 }
 
-func (r *restoring) part(local int, name string) *Part {
-	for i := range r.parts[local] {
-		if r.parts[local][i].Name == name {
-			return &r.parts[local][i]
-		}
+func placedOf(moves []*move) []*placed {
+	tensors := make([]*placed, len(moves))
+	for i, m := range moves {
+		tensors[i] = &m.placed
 	}
-	return nil
+	return tensors
 }
 
 // put copies a rank's rectangle from the slab to its part.

@@ -1,6 +1,7 @@
 package checkpoint
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -8,8 +9,10 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/safefile"
 )
@@ -23,18 +26,24 @@ type Saved struct {
 }
 
 // OpenSaved opens the checkpoint in a folder such as step-00000100, and checks that its files
-// have the tensors that the manifest names. Verify compares the digests.
-func OpenSaved(folder string) (*Saved, error) {
+// have the tensors that the manifest names. If the name of the folder is the name of a step, the
+// manifest must have the same step. Verify compares the digests.
+func OpenSaved(folder string) (*Saved, error) { return openSaved(folder, nil) }
+
+func openSaved(folder string, cfg *gds.FileConfig) (*Saved, error) {
 	m, err := readManifest(folder)
 	if err != nil {
 		return nil, err
+	}
+	if step, ok := stepOf(filepath.Base(folder)); ok && step != m.Step {
+		return nil, fmt.Errorf("checkpoint: open %s: its manifest says step %d, and the folder has the name of step %d: it is a copy of another checkpoint, so rename it to %s", folder, m.Step, step, stepName(m.Step))
 	}
 	s := &Saved{folder: folder, m: m, byFile: map[string]*safetensors.Header{}}
 	var paths []string
 	for _, f := range m.Files {
 		paths = append(paths, filepath.Join(folder, f.Name))
 	}
-	if s.files, err = Open(paths, nil); err != nil {
+	if s.files, err = Open(paths, cfg); err != nil {
 		return nil, err
 	}
 	if err := s.check(); err != nil {
@@ -59,6 +68,9 @@ func (s *Saved) check() error {
 			h := &s.files.headers[at.file].Tensors[at.tensor]
 			if h.DType.String() != t.DType || product(h.Shape) != t.Rows*p.Len {
 				return fmt.Errorf("file %s: tensor %q is %s %v: want %d elements of %s", s.m.Files[p.File].Name, p.Key, h.DType, h.Shape, t.Rows*p.Len, t.DType)
+			}
+			if err := p.checkBlocks(h.Bytes(), s.m.Block); err != nil {
+				return fmt.Errorf("file %s: %w", s.m.Files[p.File].Name, err)
 			}
 		}
 	}
@@ -111,38 +123,55 @@ func (s *Saved) Close() error {
 	return s.files.Close()
 }
 
-// Verify compares all bytes with the digests that the save computed. The error is a
-// *TensorError that names the file, the tensor and its offset in the file.
+// Verify compares all bytes with the digests that the save computed, in parallel and with at most
+// 128 MiB of memory. The error joins a *TensorError for each damaged block, up to 20. Each names
+// the file, the tensor, and the offset in the file where the block begins. A block has at most
+// 16 MiB.
 func (s *Saved) Verify(ctx context.Context) error { return s.verifyShare(ctx, 0, 1) }
 
-// verifyShare verifies each part whose number has the remainder rank.
+// verifyShare verifies each block whose number has the remainder rank.
 func (s *Saved) verifyShare(ctx context.Context, rank, ranks int) error {
-	var keys []string
-	want := map[string]string{}
-	for _, t := range s.m.Tensors {
-		for _, p := range t.Parts {
-			if want[p.Key] = p.SHA256; len(want)%ranks == rank {
-				keys = append(keys, p.Key)
-			}
-		}
-	}
 	if rank == 0 {
 		if err := s.verifyStarts(); err != nil {
 			return err
 		}
 	}
-	return each(ctx, keys, func(ctx context.Context, key string) error {
-		got, err := s.files.SHA256(ctx, key)
-		if err != nil {
-			return err
+	var mine []savedBlock
+	for i, b := range s.blocks() {
+		if i%ranks == rank {
+			mine = append(mine, b)
 		}
-		if got != want[key] {
-			at := s.files.where[key]
-			return &TensorError{Op: "verify", Path: s.files.files[at.file].Path(), Tensor: key, Offset: s.files.headers[at.file].Tensors[at.tensor].Begin,
-				Err: fmt.Errorf("SHA-256 is %s, and %s when it was saved: the file was damaged", got, want[key])}
+	}
+	var mu sync.Mutex
+	var damaged []*TensorError
+	err := each(ctx, mine, func(ctx context.Context, b savedBlock) error {
+		damage, err := s.verifyBlock(ctx, b)
+		if damage != nil {
+			mu.Lock()
+			defer mu.Unlock()
+			damaged = append(damaged, damage)
 		}
-		return nil
+		return err
 	})
+	return errors.Join(err, joinDamages(damaged))
+}
+
+// mostDamages is how many damaged blocks an error names.
+const mostDamages = 20
+
+// joinDamages joins errors in the order of the files.
+func joinDamages(damaged []*TensorError) error {
+	slices.SortFunc(damaged, func(a, b *TensorError) int {
+		return cmp.Or(cmp.Compare(a.Path, b.Path), cmp.Compare(a.Offset, b.Offset))
+	})
+	var errs []error
+	for _, e := range damaged[:min(len(damaged), mostDamages)] {
+		errs = append(errs, e)
+	}
+	if more := len(damaged) - mostDamages; more > 0 {
+		errs = append(errs, fmt.Errorf("checkpoint: verify: %d more blocks are damaged", more))
+	}
+	return errors.Join(errs...)
 }
 
 // verifyStarts verifies the headers of the files, and the index.

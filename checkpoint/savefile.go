@@ -10,20 +10,29 @@ import (
 	"hash"
 	"io"
 	"path/filepath"
+	"sync"
 )
 
 // A fileWriter writes the file of one rank, and computes digests on the way.
 type fileWriter struct {
-	job  *saveJob
-	s    *snapshotter
-	path string
-	out  savingFile
-	off  int64
-	next int       // piece
-	left int64     // bytes of the piece before it
-	sum  hash.Hash // of that piece
+	job     *saveJob
+	s       *snapshotter
+	path    string
+	out     savingFile
+	digests map[string][]string // by key: of the blocks
 
-	digests map[string]string // by key
+	mu  sync.Mutex
+	err error // the first one
+}
+
+// fileWorkers is how many goroutines hash and write the runs of one file.
+const fileWorkers = 4
+
+// A span is bytes of a run that are in one chunk.
+type span struct {
+	chunk *chunk
+	off   int64 // in the file
+	data  []byte
 }
 
 // writeFile writes what the snapshot brings. After an error it still gives the chunks back.
@@ -31,87 +40,142 @@ func (v *Saver) writeFile(job *saveJob, s *snapshotter) error {
 	if s.file < 0 {
 		return nil
 	}
-	w := &fileWriter{job: job, s: s, path: filepath.Join(job.temp, s.name), digests: map[string]string{}}
-	err := v.fs.MkdirAll(job.temp)
-	if err == nil {
-		var out savingFile
-		if out, err = v.fs.Create(w.path); err == nil {
-			w.out = out
-			err = w.write(s.start)
-		}
+	w := &fileWriter{job: job, s: s, path: filepath.Join(job.temp, s.name), digests: s.newDigests()}
+	w.fail(w.create(v.fs))
+	runs := make(chan chan span)
+	var workers sync.WaitGroup
+	for range fileWorkers {
+		workers.Go(func() {
+			for r := range runs {
+				w.run(r)
+			}
+		})
 	}
+	w.fail(w.divide(runs))
+	close(runs)
+	workers.Wait()
+	return w.end(v.fs)
+}
+
+// create makes the file, with room for all its bytes, and writes the first ones.
+func (w *fileWriter) create(fs fileSystem) error {
+	if err := fs.MkdirAll(w.job.temp); err != nil {
+		return err
+	}
+	out, err := fs.Create(w.path)
+	if err != nil {
+		return err
+	}
+	w.out = out
+	if err := out.Reserve(w.s.size); err != nil {
+		return err
+	}
+	return w.write(w.s.start, 0)
+}
+
+// divide divides the bytes of the snapshot into runs until the snapshot ends, and returns its
+// error. A worker takes a whole run, because the digest of a block needs its bytes in order.
+func (w *fileWriter) divide(runs chan<- chan span) error {
+	var run chan span
+	off, ends := int64(len(w.s.start)), w.s.runs
 	for {
-		f := <-s.filled
+		f := <-w.s.filled
 		if f.end {
-			err = errors.Join(err, f.err)
-			break
+			if run != nil { // the snapshot failed
+				close(run)
+			}
+			return f.err
 		}
-		if e := f.chunk.copied.Sync(context.Background()); err == nil {
-			err = e
-		}
-		if err == nil {
-			err = w.chunk(f.chunk.mem.Data()[:f.size])
-		}
-		s.free <- f.chunk
-	}
-	return w.end(v.fs, err)
-}
-
-// chunk hashes and writes bytes of tensors.
-func (w *fileWriter) chunk(data []byte) error {
-	hashed := make(chan struct{})
-	go func() { w.hash(data); close(hashed) }()
-	err := w.write(data)
-	<-hashed
-	return err
-}
-
-// hash adds bytes to the digests of their pieces.
-func (w *fileWriter) hash(data []byte) {
-	for len(data) > 0 {
-		if w.left == 0 {
-			w.sum, w.left = sha256.New(), int64(w.s.pieces[w.next].mem.Len())
-			w.next++
-			if w.left == 0 {
-				continue
+		w.fail(f.chunk.copied.Sync(context.Background()))
+		f.chunk.users.Store(1)
+		for data := f.chunk.mem.Data()[:f.size]; len(data) > 0; {
+			if run == nil {
+				run = make(chan span, 1)
+				runs <- run
+			}
+			n := min(int64(len(data)), ends[0]-off)
+			f.chunk.users.Add(1)
+			run <- span{f.chunk, off, data[:n]}
+			data, off = data[n:], off+n
+			if off == ends[0] {
+				close(run)
+				run, ends = nil, ends[1:]
 			}
 		}
-		n := min(w.left, int64(len(data)))
-		w.sum.Write(data[:n])
-		data, w.left = data[n:], w.left-n
-		if w.left == 0 {
-			w.digests[w.s.pieces[w.next-1].part.Key] = hex.EncodeToString(w.sum.Sum(nil))
+		w.s.leave(f.chunk)
+	}
+}
+
+// run writes and hashes a run.
+func (w *fileWriter) run(spans <-chan span) {
+	var b blockSum
+	for x := range spans {
+		if w.failed() == nil {
+			w.fail(w.write(x.data, x.off))
+			b.add(w, x.data, x.off)
+		}
+		w.s.leave(x.chunk)
+	}
+}
+
+// A blockSum computes the digests of the blocks of a run.
+type blockSum struct {
+	sum  hash.Hash
+	left int64   // bytes of the block that are not in sum
+	to   *string // its digest
+}
+
+// add adds the bytes at an offset of the file.
+func (b *blockSum) add(w *fileWriter, data []byte, off int64) {
+	for len(data) > 0 {
+		if b.left == 0 {
+			p := &w.s.pieces[w.s.pieceAt(off)]
+			at := off - p.off
+			b.sum, b.left = sha256.New(), min(blockBytes, int64(p.mem.Len())-at)
+			b.to = &w.digests[p.part.Key][at/blockBytes]
+		}
+		n := min(b.left, int64(len(data)))
+		b.sum.Write(data[:n])
+		data, off, b.left = data[n:], off+n, b.left-n
+		if b.left == 0 {
+			*b.to = hex.EncodeToString(b.sum.Sum(nil))
 		}
 	}
 }
 
-// write writes bytes at the end of the file. The error names the tensor.
-func (w *fileWriter) write(data []byte) error {
-	n, err := w.out.Write(data)
+// write writes bytes at an offset of the file. The error names the tensor.
+func (w *fileWriter) write(data []byte, off int64) error {
+	n, err := w.out.WriteAt(data, off)
 	if err == nil && n < len(data) {
 		err = io.ErrShortWrite
 	}
-	at := w.off + int64(max(n, 0))
-	w.off += int64(len(data))
-	w.job.moved.Add(int64(max(n, 0)))
+	n = max(n, 0)
+	w.job.moved.Add(int64(n))
 	if err != nil {
+		at := off + int64(n)
 		return &TensorError{Op: "save", Path: w.path, Tensor: w.s.tensorAt(at), Offset: at, Err: err}
 	}
 	return nil
 }
 
-// tensorAt returns the name of the tensor at an offset of the file.
-func (s *snapshotter) tensorAt(off int64) string {
-	for _, p := range s.pieces {
-		if off < p.off+int64(p.mem.Len()) {
-			return p.name
-		}
+// fail keeps the first error.
+func (w *fileWriter) fail(err error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.err == nil {
+		w.err = err
 	}
-	return "(after the last)"
 }
 
-// end brings the file to the disk.
-func (w *fileWriter) end(fs fileSystem, err error) error {
+func (w *fileWriter) failed() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.err
+}
+
+// end brings the file to the disk, and tells rank 0.
+func (w *fileWriter) end(fs fileSystem) error {
+	err := w.err
 	if w.out != nil {
 		if err == nil {
 			err = w.out.Sync()
@@ -121,18 +185,13 @@ func (w *fileWriter) end(fs fileSystem, err error) error {
 	if err != nil {
 		return err
 	}
-	for _, p := range w.s.pieces {
-		if p.mem.Len() == 0 {
-			w.digests[p.part.Key] = digest(nil)
-		}
-	}
 	r := rankReport{Digests: w.digests, Value: w.job.values[w.s.local], Header: digest(w.s.start)}
 	return writeReport(fs, w.job.temp, w.s.rank, &r)
 }
 
 // A rankReport is the message of a rank that has written its file.
 type rankReport struct {
-	Digests map[string]string // by key
+	Digests map[string][]string // by key: of the blocks
 	Header  string
 	Value   json.RawMessage
 	Error   string // why the rank failed

@@ -2,6 +2,7 @@ package checkpoint
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"os"
 
@@ -21,7 +22,9 @@ type fileSystem interface {
 }
 
 type savingFile interface {
-	io.WriteCloser
+	io.WriterAt
+	io.Closer
+	Reserve(size int64) error // allocates the bytes on the disk, if the file system can do so
 	Sync() error
 }
 
@@ -31,7 +34,11 @@ type systemFiles struct{}
 func (systemFiles) MkdirAll(path string) error { return os.MkdirAll(path, 0o777) }
 
 func (systemFiles) Create(path string) (savingFile, error) {
-	return os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	if err != nil {
+		return nil, err
+	}
+	return systemFile{f}, nil
 }
 
 func (systemFiles) ReadFile(path string) ([]byte, error) { return os.ReadFile(path) }
@@ -54,13 +61,36 @@ func (systemFiles) SyncFolder(path string) error {
 	return errors.Join(f.Sync(), f.Close())
 }
 
+type systemFile struct{ *os.File }
+
+// WriteAt also lets the disk begin, so that Sync is short. Sync returns the errors of the disk.
+func (f systemFile) WriteAt(data []byte, off int64) (int, error) {
+	n, err := f.File.WriteAt(data, off)
+	if err == nil {
+		_ = unix.SyncFileRange(int(f.Fd()), off, int64(n), unix.SYNC_FILE_RANGE_WRITE)
+	}
+	return n, err
+}
+
+func (f systemFile) Reserve(size int64) error {
+	for {
+		switch err := unix.Fallocate(int(f.Fd()), 0, 0, size); err {
+		case unix.EINTR:
+		case nil, unix.EOPNOTSUPP, unix.ENOSYS:
+			return nil
+		default:
+			return &os.PathError{Op: fmt.Sprintf("allocate %d bytes for", size), Path: f.Name(), Err: err}
+		}
+	}
+}
+
 // writeWhole writes a small file to the disk.
 func writeWhole(fs fileSystem, path string, data []byte) error {
 	f, err := fs.Create(path)
 	if err != nil {
 		return err
 	}
-	n, err := f.Write(data)
+	n, err := f.WriteAt(data, 0)
 	if err == nil && n < len(data) {
 		err = io.ErrShortWrite
 	}

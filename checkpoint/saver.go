@@ -1,6 +1,7 @@
 package checkpoint
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -33,7 +34,7 @@ type SaverConfig struct {
 	// waits for it.
 	Refuse bool
 	// Timeout is how long a complete process waits for the files of the others. 0 is 10
-	// minutes.
+	// minutes. The wait ends at once if the group breaks, as it does when a rank is lost.
 	Timeout time.Duration
 }
 
@@ -47,9 +48,9 @@ type Saver struct {
 	folder string
 	cfg    SaverConfig
 	fs     fileSystem
+	group  *comm.Group
 	ranks  int
 	root   bool // this process has rank 0
-	first  int  // the first rank of this process
 	nonce  string
 	saves  int
 	plan   *manifest
@@ -94,7 +95,7 @@ func newSaver(ctx context.Context, g *comm.Group, folder string, parts [][]Part,
 	if err != nil {
 		return nil, fmt.Errorf("checkpoint: new saver: %w", err)
 	}
-	v := &Saver{folder: folder, fs: fs, ranks: w.ranks, root: w.locals[0].rank == 0, first: w.locals[0].rank}
+	v := &Saver{folder: folder, fs: fs, group: g, ranks: w.ranks, root: w.locals[0].rank == 0}
 	if cfg != nil {
 		v.cfg = *cfg
 	}
@@ -196,13 +197,20 @@ func (v *Saver) prepare(w *peers, by [][]partInfo, parts [][]Part) (err error) {
 // the files; if HostBytes is less than this process writes, Save returns when all bytes have
 // room. values are encoded as JSON: none, or one for each local rank.
 //
-// The checkpoint becomes visible when all ranks have written their files to the disk. Save
-// returns the error of the previous save, if there was one, and then saves nothing. A
-// checkpoint of the same step is replaced. Collective.
+// The checkpoint becomes visible when all ranks have written their files to the disk. A
+// checkpoint of the same step is replaced. If the previous save has failed, Save returns that
+// error, and begins this save all the same. If Save refuses to save on one rank, because of its
+// arguments or with ErrBusy, the save ends on the other ranks with the reason. Collective.
 func (v *Saver) Save(ctx context.Context, step int64, streams []*stream.Stream, values ...any) error {
-	job, err := v.start(ctx, step, streams, values)
+	job, previous, err := v.start(ctx, step, streams, values)
+	if previous != nil {
+		previous = fmt.Errorf("checkpoint: save step %d to %s: the previous save: %w", step, v.folder, previous)
+	}
 	if err != nil {
-		return fmt.Errorf("checkpoint: save step %d to %s: %w", step, v.folder, err)
+		if job != nil {
+			err = errors.Join(err, v.decline(job, err))
+		}
+		return errors.Join(previous, fmt.Errorf("checkpoint: save step %d to %s: %w", step, v.folder, err))
 	}
 	errs := make([]error, len(v.locals))
 	var files sync.WaitGroup
@@ -220,46 +228,58 @@ func (v *Saver) Save(ctx context.Context, step int64, streams []*stream.Stream, 
 		v.finish(job, errs)
 	}()
 	if err := errors.Join(snaps...); err != nil {
-		return fmt.Errorf("checkpoint: save step %d to %s: %w", step, v.folder, err)
+		return errors.Join(previous, fmt.Errorf("checkpoint: save step %d to %s: %w", step, v.folder, err))
 	}
-	return nil
+	return previous
 }
 
-// start checks the arguments and waits for the previous save.
-func (v *Saver) start(ctx context.Context, step int64, streams []*stream.Stream, values []any) (*saveJob, error) {
-	if step < 0 || len(streams) != len(v.locals) || len(values) != 0 && len(values) != len(v.locals) {
-		return nil, fmt.Errorf("%d streams and %d values: want a step of 0 or more, a stream for each of %d local ranks, and as many values or none", len(streams), len(values), len(v.locals))
+// start begins a save and waits for the previous one. The saves of all ranks have the same
+// numbers, also if a rank refuses one: then start returns the job with the error.
+func (v *Saver) start(ctx context.Context, step int64, streams []*stream.Stream, values []any) (job *saveJob, previous, err error) {
+	v.mu.Lock()
+	closed := v.closed
+	v.mu.Unlock()
+	if closed {
+		return nil, nil, device.ErrClosed
 	}
-	job := &saveJob{step: step, done: make(chan struct{}), values: make([]json.RawMessage, len(v.locals))}
+	job = &saveJob{step: step, done: make(chan struct{}), values: make([]json.RawMessage, len(v.locals))}
 	v.saves++
 	job.id = fmt.Sprintf("%s-%d", v.nonce, v.saves)
 	job.temp = filepath.Join(v.folder, tempPrefix+stepName(step)+"-"+job.id)
+	if err := v.fill(job, streams, values); err != nil {
+		return job, nil, err
+	}
+	if v.cfg.Refuse && !v.idle() {
+		return job, nil, ErrBusy
+	}
+	if previous, err = v.wait(ctx); err != nil {
+		return job, previous, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.last = job
+	return job, previous, nil
+}
+
+// fill checks the arguments of a save, and encodes the values.
+func (v *Saver) fill(job *saveJob, streams []*stream.Stream, values []any) error {
+	if job.step < 0 || len(streams) != len(v.locals) || len(values) != 0 && len(values) != len(v.locals) {
+		return fmt.Errorf("%d streams and %d values: want a step of 0 or more, a stream for each of %d local ranks, and as many values or none", len(streams), len(values), len(v.locals))
+	}
 	for i, x := range values {
 		text, err := json.Marshal(x)
 		if err != nil {
-			return nil, fmt.Errorf("value %d as JSON: %w", i, err)
+			return fmt.Errorf("value %d as JSON: %w", i, err)
 		}
 		job.values[i] = text
 	}
 	for i, l := range v.locals {
 		if err := l.check(streams[i]); err != nil {
-			return nil, err
+			return err
 		}
 		job.total += l.size
 	}
-	if v.cfg.Refuse && !v.idle() {
-		return nil, ErrBusy
-	}
-	if err := v.Wait(ctx); err != nil {
-		return nil, fmt.Errorf("the previous save: %w", err)
-	}
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if v.closed {
-		return nil, device.ErrClosed
-	}
-	v.last = job
-	return job, nil
+	return nil
 }
 
 func (v *Saver) idle() bool {
@@ -269,22 +289,26 @@ func (v *Saver) idle() bool {
 
 // Wait waits for the last save, and returns its error once.
 func (v *Saver) Wait(ctx context.Context) error {
+	failed, err := v.wait(ctx)
+	return cmp.Or(failed, err)
+}
+
+// wait waits for the last save, and returns its error once. err is the end of ctx.
+func (v *Saver) wait(ctx context.Context) (failed, err error) {
 	v.mu.Lock()
 	job := v.last
 	v.mu.Unlock()
-	if job == nil {
-		return nil
-	}
-	select {
-	case <-job.done:
-	case <-ctx.Done():
-		return context.Cause(ctx)
+	if job != nil {
+		select {
+		case <-job.done:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	err := v.pending
-	v.pending = nil
-	return err
+	failed, v.pending = v.pending, nil
+	return failed, nil
 }
 
 // Progress returns how far the last save of this process is.

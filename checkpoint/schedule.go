@@ -81,7 +81,7 @@ func newSchedule(tensors []*placed, ranks, budget int, loads bool) *schedule {
 	for _, everywhere := range []bool{true, false} {
 		for _, t := range tensors {
 			switch {
-			case t.cut.everywhere() != everywhere:
+			case t.cut.everywhere() != everywhere || loads && t.scattered != nil: // the host reads them
 			case loads && ranks > 1 && !everywhere && t.fileBytes() <= smallTensor:
 				s.addSmall(t)
 			default:

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sort"
+	"sync/atomic"
 
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -24,7 +26,8 @@ type snapshotter struct {
 	name   string         // of the file; empty if the rank writes none
 	start  []byte         // the first bytes of the file
 	pieces []snapshotPiece
-	size   int64 // of the file
+	runs   []int64 // the end of each run of whole blocks in the file
+	size   int64   // of the file
 
 	chunks []*chunk
 	free   chan *chunk
@@ -45,6 +48,7 @@ type snapshotPiece struct {
 type chunk struct {
 	mem    *memory.Pinned[byte]
 	copied *stream.Event
+	users  atomic.Int32 // goroutines that still read it
 }
 
 // A filling is a chunk on its way to the file, or the end of a snapshot with its error.
@@ -91,7 +95,57 @@ func newSnapshotter(local int, l *local, m *manifest, headers []*safetensors.Hea
 		}
 		s.pieces = append(s.pieces, p)
 	}
+	s.divide()
 	return s, s.allocate(l, most)
+}
+
+// divide divides the file into runs of at most blockBytes.
+func (s *snapshotter) divide() {
+	begin := int64(len(s.start))
+	for _, p := range s.pieces {
+		end := p.off + int64(p.mem.Len())
+		for at := p.off; at < end; {
+			next := min(at+blockBytes, end)
+			if at > begin && next-begin > blockBytes {
+				s.runs, begin = append(s.runs, at), at
+			}
+			at = next
+		}
+	}
+	s.runs = append(s.runs, s.size)
+}
+
+// pieceAt returns the number of the piece at an offset of the file.
+func (s *snapshotter) pieceAt(off int64) int {
+	return sort.Search(len(s.pieces), func(i int) bool { return off < s.pieces[i].off+int64(s.pieces[i].mem.Len()) })
+}
+
+// tensorAt returns the name of the tensor at an offset of the file.
+func (s *snapshotter) tensorAt(off int64) string {
+	if i := s.pieceAt(off); i < len(s.pieces) {
+		return s.pieces[i].name
+	}
+	return "(after the last)"
+}
+
+// newDigests returns room for a digest of each block, by key.
+func (s *snapshotter) newDigests() map[string][]string {
+	all := map[string][]string{}
+	for _, p := range s.pieces {
+		if p.mem.Len() == 0 {
+			all[p.part.Key] = []string{digest(nil)}
+			continue
+		}
+		all[p.part.Key] = make([]string, (int64(p.mem.Len())+blockBytes-1)/blockBytes)
+	}
+	return all
+}
+
+// leave lets the snapshot use a chunk again if this was the last goroutine that reads it.
+func (s *snapshotter) leave(c *chunk) {
+	if c.users.Add(-1) == 0 {
+		s.free <- c
+	}
 }
 
 // allocate makes chunks for the whole snapshot, or of at most most bytes. 0 means unlimited.

@@ -11,7 +11,6 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
@@ -44,27 +43,31 @@ func (c *Checkpoint) Verify(ctx context.Context, w *Weights) error {
 	return errors.Join(err, s.Close())
 }
 
-// each calls fn for all names by as many goroutines as there are processors, and
-// returns the first error.
-func each(ctx context.Context, names []string, fn func(ctx context.Context, name string) error) error {
+// mostWorkers limits the memory of each: its functions have a buffer of verifyChunk bytes or two
+// of half the size.
+const mostWorkers = 16
+
+// each calls fn for all items by as many goroutines as there are processors, at most
+// mostWorkers, and returns the first error.
+func each[T any](ctx context.Context, items []T, fn func(ctx context.Context, item T) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	todo := make(chan string)
+	todo := make(chan T)
 	var all sync.WaitGroup
-	for range min(runtime.GOMAXPROCS(0), len(names)) {
+	for range min(runtime.GOMAXPROCS(0), mostWorkers, len(items)) {
 		all.Go(func() {
-			for name := range todo {
-				if err := fn(ctx, name); err != nil {
+			for item := range todo {
+				if err := fn(ctx, item); err != nil {
 					cancel(err)
 				}
 			}
 		})
 	}
-	for _, name := range names {
+	for _, item := range items {
 		if ctx.Err() != nil {
 			break
 		}
-		todo <- name
+		todo <- item
 	}
 	close(todo)
 	all.Wait()
@@ -118,24 +121,24 @@ func (w *Weights) hash(h hash.Hash, s *stream.Stream, t *placed) error {
 
 // hashPart adds the bytes of a rank's part in the file: a run of each row.
 func (c *Checkpoint) hashPart(ctx context.Context, h hash.Hash, name string, f *division, rank int) error {
-	at := c.where[name]
-	t := &c.headers[at.file].Tensors[at.tensor]
-	size := dtypeOf(t.DType).Size()
+	info, _ := c.Info(name)
+	size := info.DType.Size()
 	host := make([]byte, min(verifyChunk, f.ranges[rank].Len*size))
 	for row := range f.outer {
-		from := t.Begin + int64((row*f.width+f.ranges[rank].Start)*size)
-		if err := hashFile(ctx, c.files[at.file], h, host, from, from+int64(f.ranges[rank].Len*size)); err != nil {
+		from := int64((row*f.width + f.ranges[rank].Start) * size)
+		if err := c.hashRun(ctx, h, host, name, from, from+int64(f.ranges[rank].Len*size)); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// hashFile adds the bytes from one offset to another, by way of host.
-func hashFile(ctx context.Context, f *gds.File, h hash.Hash, host []byte, from, to int64) error {
+// hashRun adds the bytes of a tensor from one offset to another, by way of host, whose length
+// is a multiple of the size of elements.
+func (c *Checkpoint) hashRun(ctx context.Context, h hash.Hash, host []byte, name string, from, to int64) error {
 	for from < to {
 		n := min(int64(len(host)), to-from)
-		if _, err := files.Of(f).ReadHost(ctx, host[:n], from); err != nil {
+		if err := c.read(ctx, name, host[:n], from); err != nil {
 			return err
 		}
 		h.Write(host[:n])
@@ -144,18 +147,33 @@ func hashFile(ctx context.Context, f *gds.File, h hash.Hash, host []byte, from, 
 	return nil
 }
 
-// SHA256 returns the digest of a tensor's bytes in its file, in hexadecimal. It ends early if
-// ctx ends.
+// read reads bytes of a tensor in row-major order. off and the length of p are multiples of
+// the size of elements if the tensor is scattered.
+func (c *Checkpoint) read(ctx context.Context, name string, p []byte, off int64) error {
+	if s := c.scattered[name]; s != nil {
+		return c.gather(ctx, s, p, int(off)/s.size)
+	}
+	at := c.where[name]
+	_, err := files.Of(c.files[at.file]).ReadHost(ctx, p, c.headers[at.file].Tensors[at.tensor].Begin+off)
+	return err
+}
+
+// SHA256 returns the digest of a tensor's bytes in its file, in row-major order and in
+// hexadecimal. It ends early if ctx ends.
 func (c *Checkpoint) SHA256(ctx context.Context, name string) (string, error) {
-	at, ok := c.where[name]
+	info, ok := c.Info(name)
 	if !ok {
 		return "", fmt.Errorf("checkpoint: digest: there is no tensor %q", name)
 	}
-	t := &c.headers[at.file].Tensors[at.tensor]
 	h := sha256.New()
-	f := c.files[at.file]
-	if err := hashFile(ctx, f, h, make([]byte, min(verifyChunk, t.Bytes())), t.Begin, t.End); err != nil {
-		return "", &TensorError{Op: "digest", Path: f.Path(), Tensor: name, Offset: t.Begin, Err: err}
+	if err := c.hashRun(ctx, h, make([]byte, min(verifyChunk, info.Bytes())), name, 0, info.Bytes()); err != nil {
+		return "", &TensorError{Op: "digest", Path: info.File, Tensor: name, Offset: c.begin(name), Err: err}
 	}
 	return hex.EncodeToString(h.Sum(nil)), nil
+}
+
+// begin returns the offset of a tensor, or of its first part, in its file.
+func (c *Checkpoint) begin(name string) int64 {
+	at := c.where[name]
+	return c.headers[at.file].Tensors[at.tensor].Begin
 }

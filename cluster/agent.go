@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/handle"
@@ -26,7 +27,11 @@ type Agent struct {
 	coord   *coordinator // nil unless this host runs a coordinator
 	gossip  *gossip      // nil in a job on one host
 	pairs   *pairs       // nil without gossip
-	port    *reservation
+	reserve *reservation
+	port    *port
+	life    context.Context // ends with Close
+	die     context.CancelFunc
+	wg      sync.WaitGroup
 	k       *client
 	addr    string // address of the coordinator
 	closing sync.Once
@@ -34,12 +39,14 @@ type Agent struct {
 	killing sync.Once
 	// byOwnName is true if this host is a seed whose name is the loopback here.
 	byOwnName bool
+	seed      bool
 
 	now    atomic.Pointer[attempt]
 	plans  chan *attempt // that follow the first
 	orders chan Order
 	mu     sync.Mutex
 	early  func() // news that came before the first attempt
+	memory        // for the next coordinator
 }
 
 // Start joins this host to a job, and returns when all hosts have joined. It fails with
@@ -59,8 +66,10 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), killed: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize)}
-	if a.port, err = reservePort(); err != nil {
+	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), killed: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), memory: newMemory(c.LocalSize)}
+	a.life, a.die = context.WithCancel(context.Background())
+	a.port = newPort(a)
+	if a.reserve, err = reservePort(); err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.Timing.Join)
@@ -77,25 +86,33 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	return a, nil
 }
 
-// serve starts this host's coordinator on ln.
-func (a *Agent) serve(ln net.Listener) {
+// serve starts this host's coordinator on ln, after prepare, if it is not nil.
+func (a *Agent) serve(ln net.Listener, prepare func(*coordinator)) {
 	c := coordConfig{
 		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify,
 		joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain, least: a.cfg.MinNodes,
 		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
-		self: welcome{Host: a.cfg.Host, PID: os.Getpid(), Rank: -1,
-			Heartbeat: a.cfg.Timing.Heartbeat, LostAfter: a.cfg.Timing.LostAfter},
+		self:  a.greeting(),
 	}
 	if g := a.gossip; g != nil {
 		c.hint, c.path = g.hint, g.path
 	}
-	a.coord = newCoordinator(ln, c)
+	coord := newCoordinator(ln, c, prepare)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.coord = coord
+}
+
+// greeting is the first message of this host to processes that connect to it.
+func (a *Agent) greeting() welcome {
+	return welcome{Host: a.cfg.Host, PID: os.Getpid(), Rank: -1, Agent: a.uuid,
+		Heartbeat: a.cfg.Timing.Heartbeat, LostAfter: a.cfg.Timing.LostAfter}
 }
 
 // self describes this host to the coordinator at the other end of l.
 func (a *Agent) self(l *link) host {
 	h := host{Host: a.cfg.Host, PID: os.Getpid(), UUID: a.uuid, NodeRank: deref(a.cfg.NodeRank, -1),
-		Nodes: a.cfg.Nodes, MinNodes: a.cfg.MinNodes, Restarts: a.cfg.MaxRestarts, LocalSize: a.cfg.LocalSize, MasterPort: a.port.port, Unfit: a.cfg.Unfit}
+		Nodes: a.cfg.Nodes, MinNodes: a.cfg.MinNodes, Restarts: a.cfg.MaxRestarts, LocalSize: a.cfg.LocalSize, Control: a.port.at, Seed: a.seed, MasterPort: a.reserve.port, Unfit: a.cfg.Unfit}
 	h.MasterAddr = addrIP(l.c.LocalAddr())
 	if ip := net.ParseIP(h.MasterAddr); a.byOwnName && ip.IsLoopback() {
 		h.MasterAddr = cmp.Or(addrText(ownAddress()), h.MasterAddr)
@@ -143,8 +160,11 @@ func (a *Agent) Rank(local int) int { return a.now.Load().place.Load().rank(loca
 // that know only those.
 func (a *Agent) WorkerEnv(local int) []string {
 	now := a.now.Load().place.Load()
-	rank, size := now.plan.first(now.node)+local, now.plan.size() // Run ignores them
+	rank, size := now.plan.firstRank(now.node)+local, now.plan.size() // Run ignores them
 	master := now.plan.Hosts[0]
+	a.mu.Lock()
+	addr := a.addr
+	a.mu.Unlock()
 	vars := []struct {
 		name  string
 		value any
@@ -160,7 +180,8 @@ func (a *Agent) WorkerEnv(local int) []string {
 		{env.Epoch.Name, now.epoch},
 		{env.RestartCount.Name, now.plan.Restarts},
 		{env.Agent.Name, a.uuid},
-		{env.Addr.Name, a.addr},
+		{env.Addr.Name, addr},
+		{env.AgentAddr.Name, a.port.local},
 		{env.Token.Name, a.token},
 		{env.JoinTimeout.Name, a.cfg.Timing.Join},
 		{env.CallTimeout.Name, a.cfg.Timing.Call},
@@ -206,7 +227,11 @@ func (a *Agent) Report(local int, e Exit) error {
 	if e.Reason == "" {
 		e.Reason = describe(e.Code)
 	}
-	if err := a.k.send(note(kindExit, e)); err != nil {
+	a.mu.Lock()
+	a.exited(e)
+	k := a.k
+	a.mu.Unlock()
+	if err := k.send(note(kindExit, e)); err != nil {
 		return fmt.Errorf("cluster: report the exit of rank %d: %w", e.Rank, err)
 	}
 	return nil
@@ -216,7 +241,7 @@ func (a *Agent) Report(local int, e Exit) error {
 // host a ...", for example "received SIGTERM". All launchers should exit with
 // code.
 func (a *Agent) Stop(reason string, code int) error {
-	if err := a.k.send(note(kindStop, fault{Reason: reason, Code: code})); err != nil {
+	if err := a.client().send(note(kindStop, fault{Reason: reason, Code: code})); err != nil {
 		return fmt.Errorf("cluster: stop job %q: %w", a.cfg.Job, err)
 	}
 	return nil
@@ -225,7 +250,7 @@ func (a *Agent) Stop(reason string, code int) error {
 // Kill asks the launchers of all hosts to kill their workers, instead of waiting for them after
 // Stop.
 func (a *Agent) Kill() error {
-	if err := a.k.send(message{kind: kindKill, epoch: firstEpoch}); err != nil {
+	if err := a.client().send(message{kind: kindKill, epoch: firstEpoch}); err != nil {
 		return fmt.Errorf("cluster: kill job %q: %w", a.cfg.Job, err)
 	}
 	return nil
@@ -238,16 +263,26 @@ func (a *Agent) Killed() <-chan struct{} { return a.killed }
 // workers of the other hosts. If the job fails, it returns the cause. Close must
 // still be called.
 func (a *Agent) Shutdown(ctx context.Context) error {
-	if err := a.k.send(message{kind: kindDone, epoch: firstEpoch}); err != nil {
+	a.mu.Lock()
+	a.done = true
+	k, moved := a.k, a.moved
+	a.mu.Unlock()
+	if err := k.send(message{kind: kindDone, epoch: firstEpoch}); err != nil && k.loss.Load() == int32(notLost) {
 		return fmt.Errorf("cluster: shut down job %q: %w", a.cfg.Job, err)
 	}
-	select {
-	case <-a.k.endedC:
-		return context.Cause(a.Context()) // a failure is reported before the end
-	case <-a.Context().Done():
-		return context.Cause(a.Context())
-	case <-ctx.Done():
-		return fmt.Errorf("cluster: shut down job %q: waiting for the other hosts: %w", a.cfg.Job, ctx.Err())
+	for {
+		select {
+		case <-k.endedC:
+			return cmp.Or(context.Cause(a.Context()), context.Cause(k.ctx)) // a failure is reported before the end
+		case <-a.Context().Done():
+			return context.Cause(a.Context())
+		case <-moved:
+			a.mu.Lock()
+			k, moved = a.k, a.moved
+			a.mu.Unlock()
+		case <-ctx.Done():
+			return fmt.Errorf("cluster: shut down job %q: waiting for the other hosts: %w", a.cfg.Job, ctx.Err())
+		}
 	}
 }
 
@@ -268,17 +303,23 @@ func (a *Agent) Close() error {
 
 // release releases the resources of Start in reverse order.
 func (a *Agent) release() {
+	a.mu.Lock()
+	a.die()
+	a.mu.Unlock()
+	a.wg.Wait()
 	a.pairs.close()
-	if a.k != nil {
-		a.k.close()
+	if k := a.client(); k != nil {
+		k.close()
 	}
-	if a.coord != nil {
-		a.coord.close()
+	if t := a.now.Load(); t != nil {
+		t.cancel(ErrClosed)
 	}
+	a.resign()
 	if a.gossip != nil {
 		a.gossip.close()
 	}
 	a.port.close()
+	a.reserve.close()
 }
 
 // event handles messages after the plan, on the reader goroutine of the connection.
@@ -289,28 +330,38 @@ func (a *Agent) event(k *client, m message) {
 	case kindFault:
 		var f fault
 		if err := m.record(&f); err != nil {
-			k.cancel(err)
+			a.end(k, err)
 			return
 		}
 		if t := a.now.Load(); f.Again && t != nil {
 			t.fail(f)
 			return
 		}
-		k.cancel(f.err())
+		a.end(k, f.err())
 	case kindOrder:
 		var o Order
 		if err := m.record(&o); err != nil {
-			k.cancel(err)
+			a.end(k, err)
 			return
 		}
 		a.order(k, o)
+	case kindPropose:
+		a.proposed(k, m)
+	case kindRefuse: // the coordinator has lost this host
+		var r refusal
+		if err := m.record(&r); err != nil {
+			a.end(k, err)
+			return
+		}
+		a.end(k, &MemberLostError{Rank: -1, Host: a.cfg.Host, PID: os.Getpid(), Since: time.Now(), Reason: r.Reason, ExitCode: -1})
 	case kindNews:
 		var n news
 		if err := m.record(&n); err != nil {
-			k.cancel(err)
+			a.end(k, err)
 			return
 		}
 		a.news(m.epoch, n)
+		_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
 	case kindNote:
 		var f fault
 		if m.record(&f) == nil {

@@ -321,8 +321,8 @@ func TestRefusalIsNotHidden(t *testing.T) {
 	other, _ := serve("the secret of another job")
 	ours, ks := serve("the secret of this job")
 	e := &election{agent: &Agent{cfg: Config{Job: "j"}, keys: ks}}
-	require.True(t, isRefusal(e.first(t.Context(), []string{other, ours}).err))
-	found := e.first(t.Context(), []string{ours, other})
+	require.True(t, isRefusal(e.firstAnswer(t.Context(), []string{other, ours}).err))
+	found := e.firstAnswer(t.Context(), []string{ours, other})
 	require.NoError(t, found.err)
 	require.Equal(t, ours, found.addr)
 	found.link.close()

@@ -24,7 +24,8 @@ func (a *Agent) newAttempt(k *client, epoch uint64, p plan) (*attempt, error) {
 		return nil, fmt.Errorf("cluster: join job %q: the coordinator's plan does not include this host, %s", a.cfg.Job, a.cfg.Host)
 	}
 	t.place.Store(at)
-	t.ctx, t.cancel = context.WithCancelCause(k.ctx)
+	t.ctx, t.cancel = context.WithCancelCause(context.Background())
+	context.AfterFunc(k.ctx, func() { a.orphaned(k, t) })
 	return t, nil
 }
 
@@ -38,7 +39,7 @@ type placement struct {
 
 func (p *placement) rank(local int) int {
 	if p.ranks == nil {
-		return p.plan.first(p.node) + local
+		return p.plan.firstRank(p.node) + local
 	}
 	if r, ok := p.ranks[local]; ok {
 		return r
@@ -65,6 +66,15 @@ func (a *Agent) news(epoch uint64, n news) {
 		}
 	}
 	t.place.Store(at)
+	if len(n.Voters) > 0 {
+		next := &charter{Epoch: epoch, Voters: n.Voters, Plan: n.Plan, Members: n.Members, Used: n.Used}
+		if a.charter != nil { // news may also come while an epoch is proposed
+			next.Next, next.Proposed = a.charter.Next, a.charter.Proposed
+		}
+		a.charter = next
+	} else if a.charter != nil {
+		a.charter.Plan = n.Plan
+	}
 	if n.Line != "" {
 		a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n.Line))
 	}
@@ -84,13 +94,16 @@ func (a *Agent) adopt(t *attempt) {
 // order receives a command of the coordinator.
 func (a *Agent) order(k *client, o Order) {
 	if o.Local < 0 || o.Local >= a.cfg.LocalSize || o.After < 0 {
-		k.cancel(fmt.Errorf("cluster: the coordinator's order is for local rank %d of %d", o.Local, a.cfg.LocalSize))
+		a.end(k, fmt.Errorf("cluster: the coordinator's order is for local rank %d of %d", o.Local, a.cfg.LocalSize))
 		return
 	}
+	a.mu.Lock()
+	a.ordered(o)
+	a.mu.Unlock()
 	select {
 	case a.orders <- o:
 	default:
-		k.cancel(errors.New("cluster: the launcher does not obey the coordinator"))
+		a.end(k, errors.New("cluster: the launcher does not obey the coordinator"))
 	}
 }
 
@@ -101,10 +114,10 @@ func (a *Agent) Orders() <-chan Order { return a.orders }
 // CanDrain reports whether the job can go on without this host: its workers call Run, and
 // another host coordinates. It asks the coordinator.
 func (a *Agent) CanDrain() bool {
-	if a.coord != nil {
+	if a.coordinates() {
 		return false
 	}
-	r, err := a.k.askMissing()
+	r, err := a.client().askMissing()
 	return err == nil && r.Elastic
 }
 
@@ -112,7 +125,11 @@ func (a *Agent) CanDrain() bool {
 // launcher gets an Order with Stop when its workers have left. If too few hosts would
 // remain, the job is stopped as by Stop.
 func (a *Agent) Drain(reason string, code int) error {
-	if err := a.k.send(note(kindDrain, fault{Reason: reason, Code: code})); err != nil {
+	f := fault{Reason: reason, Code: code}
+	a.mu.Lock()
+	a.drains = &f
+	a.mu.Unlock()
+	if err := a.client().send(note(kindDrain, f)); err != nil {
 		return fmt.Errorf("cluster: leave job %q: %w", a.cfg.Job, err)
 	}
 	return nil
@@ -136,7 +153,7 @@ func (a *Agent) planned(k *client, epoch uint64, p plan, err error) {
 			return
 		}
 	}
-	k.cancel(err)
+	a.end(k, err)
 }
 
 // Restarting reports whether all processes of the job are started again after the failure
@@ -148,10 +165,10 @@ func (a *Agent) Restarting() bool { return a.now.Load().again.Load() }
 // Next fails with the cause if the job is stopped meanwhile, and with a *JoinTimeoutError if
 // hosts are missing after Timing.Join.
 func (a *Agent) Next(ctx context.Context) error {
-	begun := time.Now()
+	begun, k := time.Now(), a.client()
 	ctx, cancel := context.WithTimeout(ctx, a.cfg.Timing.Join)
 	defer cancel()
-	if err := a.k.send(message{kind: kindReady, epoch: a.now.Load().place.Load().epoch}); err != nil {
+	if err := k.send(message{kind: kindReady, epoch: a.now.Load().place.Load().epoch}); err != nil {
 		return fmt.Errorf("cluster: restart job %q: %w", a.cfg.Job, err)
 	}
 	select {
@@ -160,8 +177,8 @@ func (a *Agent) Next(ctx context.Context) error {
 			a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n))
 		}
 		return nil
-	case <-a.k.ctx.Done():
-		return context.Cause(a.k.ctx)
+	case <-k.ctx.Done():
+		return context.Cause(k.ctx)
 	case <-ctx.Done():
 		return a.restartEnd(ctx, begun)
 	}
@@ -173,7 +190,7 @@ func (a *Agent) restartEnd(ctx context.Context, begun time.Time) error {
 		return fmt.Errorf("cluster: restart job %q: %w", a.cfg.Job, context.Cause(ctx))
 	}
 	e := &JoinTimeoutError{Job: a.cfg.Job, Waited: time.Since(begun), Addr: a.addr, Unit: unitHost}
-	r, err := a.k.askMissing()
+	r, err := a.client().askMissing()
 	e.fill(r)
 	e.Err = err
 	return e

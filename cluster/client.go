@@ -30,16 +30,28 @@ type client struct {
 	ended  atomic.Bool // the coordinator closed without a failure
 	endedC chan struct{}
 	final  atomic.Bool  // the coordinator has refused this process
+	loss   atomic.Int32 // how the coordinator was lost: a value of type loss
 	strict atomic.Int64 // time of clock when LostAfter becomes the limit for silence
 
 	open context.Context // cancelled when the connection is closed
 	shut context.CancelFunc
 	redials
+	responder responder
 
 	mu      sync.Mutex
 	lastID  uint64
 	replies map[uint64]chan message
 }
+
+// A loss tells how a member has lost the coordinator.
+type loss int32
+
+const (
+	notLost    loss = iota
+	lostSilent      // nothing has arrived: it may coordinate others
+	lostEnded       // its process has ended
+	lostByIt        // it has lost this process
+)
 
 // A target is a coordinator to connect to.
 type target struct {
@@ -69,6 +81,9 @@ func dial(ctx context.Context, job, addr string, key credential) (*link, welcome
 	if err == nil {
 		hello, err = readWelcome(l)
 	}
+	if err == nil && hello.Refers {
+		err = &referral{hello.At, hello.Over}
+	}
 	if err == nil && !stop() { // ctx closes the connection
 		err = context.Cause(ctx)
 	}
@@ -77,6 +92,19 @@ func dial(ctx context.Context, job, addr string, key credential) (*link, welcome
 		return nil, hello, authError(job, addr, err)
 	}
 	return l, hello, nil
+}
+
+// A referral is the answer of a host that does not coordinate the job.
+type referral struct {
+	at   string // address of the coordinator, or "" if the host does not know it
+	over string // why the job has ended on the host, or ""
+}
+
+func (r *referral) Error() string {
+	if r.at == "" {
+		return "the host does not coordinate the job, and waits for a coordinator itself"
+	}
+	return "the host does not coordinate the job; the coordinator is at " + r.at
 }
 
 // authError converts errors that a retry cannot fix to AuthErrors.
@@ -146,6 +174,8 @@ func (k *client) readLoop() {
 func (k *client) dispatch(m message) {
 	switch m.kind {
 	case kindBeat:
+	case kindInquiry:
+		k.respond(m)
 	case kindReply, kindAttendance:
 		k.mu.Lock()
 		ch := k.replies[m.id]
@@ -163,6 +193,7 @@ func (k *client) dispatch(m message) {
 		k.beStrict(0)
 	case kindRefuse:
 		k.final.Store(true)
+		k.loss.Store(int32(lostByIt))
 		k.events(k, m)
 	default:
 		k.events(k, m)
@@ -173,7 +204,7 @@ func (k *client) dispatch(m message) {
 // coordinator announced it. A coordinator that was only silent may resume, so it
 // is told why this process disconnected.
 func (k *client) disconnected(err error) {
-	silent := errors.Is(err, os.ErrDeadlineExceeded)
+	silent, down := errors.Is(err, os.ErrDeadlineExceeded), k.isDown()
 	if silent && !k.ended.Load() {
 		k.stream.writeLast(message{kind: kindSilent, epoch: firstEpoch}, k.hello.Heartbeat)
 	}
@@ -192,6 +223,13 @@ func (k *client) disconnected(err error) {
 		reason = fmt.Sprintf("%s was %s", who, reasonOf(err, k.silenceLimit()))
 	case isClosedByPeer(err):
 		reason = "the coordinator's connection closed: its process ended"
+	}
+	switch {
+	case down: // by this process
+	case silent:
+		k.loss.Store(int32(lostSilent))
+	default:
+		k.loss.CompareAndSwap(int32(notLost), int32(lostSilent)) // nothing shows that its process has ended
 	}
 	k.cancel(&MemberLostError{Rank: k.hello.Rank, Host: k.hello.Host, PID: k.hello.PID,
 		Since: time.Now(), Reason: reason, ExitCode: -1})

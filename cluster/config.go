@@ -70,14 +70,16 @@ type Config struct {
 	NodeRank *int
 	// MaxRestarts is how often the processes of the job are started again after a
 	// failure, the same on all hosts. The first restart follows at once, the others after
-	// Timing.Backoff, which doubles each time up to 64 times its value.
+	// Timing.Backoff, which doubles each time up to 64 times its value. Workers that are killed
+	// because their host is excluded do not count.
 	MaxRestarts int
 	// Host is the name of this host in messages and in the order of ranks;
 	// empty means the system's host name.
 	Host string
-	// Seeds are the host:port addresses of the hosts that may coordinate, the
+	// Seeds are the host:port addresses of the hosts that may coordinate at the start, the
 	// same on all hosts. The smallest reachable seed coordinates. The port
-	// defaults to 29477. A job on one host does not need seeds.
+	// defaults to 29477. A job on one host does not need seeds. After the loss of the coordinator
+	// of an elastic job, any host may coordinate, seeds first.
 	Seeds []string
 	// Bind is the IP or IP:port to listen on. If it is empty, a job on one host
 	// listens on the loopback at any port, and a seed on its own address.

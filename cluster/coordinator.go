@@ -72,25 +72,39 @@ type coordinator struct {
 	world   *world
 	engine  *engine
 	elastic *elastic // if the processes call Run and the first world is complete
-	faults  faults
-	gone    []Member      // timed out before the job was complete
-	verdict *refusal      // why the job never became complete
-	told    map[int]bool  // ranks, or node numbers, that received the verdict
-	allTold chan struct{} // closed when all received it
-	drained chan struct{} // closed when the last worker left; nil unless awaited
-	lines   []string      // notifications to send after unlocking
-	said    map[string]time.Time
+	// succession is set while this coordinator wants to replace one that was lost.
+	succession  *succession
+	elsewhere   time.Time       // when another coordinator was last known to run the job
+	electorates []electorate    // they agree on the next epoch
+	ended       map[string]bool // hosts whose agents are known to have ended, by UUID
+	faults      faults
+	flappers    map[string]*flapper // by host name
+	gone        []Member            // timed out before the job was complete
+	verdict     *refusal            // why the job never became complete
+	told        map[int]bool        // ranks, or node numbers, that received the verdict
+	allTold     chan struct{}       // closed when all received it
+	drained     chan struct{}       // closed when the last worker left; nil unless awaited
+	lines       []string            // notifications to send after unlocking
+	said        map[string]time.Time
+
+	inquiry     *inquiry // nil unless the coordinator waits for reports
+	lastInquiry uint64
 }
 
-// newCoordinator starts a coordinator on ln and takes ownership of ln.
-func newCoordinator(ln net.Listener, cfg coordConfig) *coordinator {
+// newCoordinator starts a coordinator on ln and takes ownership of ln. It calls prepare, if not nil, before.
+func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinator)) *coordinator {
 	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
 		quit: make(chan struct{}), peers: map[string]*peer{}, epoch: firstEpoch,
 		told: map[int]bool{}, allTold: make(chan struct{}), said: map[string]time.Time{}}
 	c.faults = newFaults()
+	for _, f := range prepare {
+		if f != nil {
+			f(c)
+		}
+	}
 	c.wg.Go(c.acceptLoop)
 	c.wg.Go(c.waitLoop)
-	c.wg.Go(c.monitor)
+	c.wg.Go(c.watchSilence)
 	return c
 }
 
@@ -147,10 +161,13 @@ func (c *coordinator) serve(conn net.Conn) {
 		c.notifyRefused(conn, err)
 		return
 	}
+	hello := c.welcome()
 	l.most = maxGuestFrame
+	if !l.worker && hello.Elects {
+		l.most = maxCharterFrame
+	}
 	p := newPeer(newStream(l, c.clock, c.cfg.self.LostAfter), peerAddr(conn))
 	p.worker, p.renew = l.worker, func(err error) (renewal, error) { return c.awaitLink(p, err) }
-	hello := c.welcome()
 	hello.Stream = p.id
 	if !c.admit(p) || l.write(frame{body: note(kindWelcome, hello).encode()}, handshakeTimeout) != nil {
 		conn.Close()
@@ -174,6 +191,9 @@ func (c *coordinator) welcome() welcome {
 	defer c.mu.Unlock()
 	w := c.cfg.self
 	w.Running = c.plan != nil || c.restart != nil
+	if s := c.succession; s != nil {
+		w.Elects, w.Epoch = true, s.charter.Epoch
+	}
 	return w
 }
 
@@ -281,6 +301,10 @@ func (c *coordinator) handle(p *peer, m message) error {
 	if m.kind == kindRegister {
 		return c.register(p, m)
 	}
+	if m.kind == kindElsewhere && !p.worker {
+		c.jobElsewhere(p, m)
+		return nil
+	}
 	if m.kind == kindSilent && p.role != roleNone {
 		c.memberTimedOut(p)
 		return nil
@@ -298,7 +322,13 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 	switch m.kind {
 	case kindWho:
 		c.sendAttendance(p, m.id)
+	case kindStatus:
+		c.inquire(p, m.id)
 	case kindPrepared:
+		if c.elastic != nil {
+			c.agentPrepared(p, m.id)
+			return nil
+		}
 		c.prepared(p, m.id)
 	case kindExit:
 		var e Exit
@@ -342,6 +372,8 @@ func (c *coordinator) handleWorker(p *peer, m message) error {
 	switch m.kind {
 	case kindWho:
 		c.sendAttendance(p, m.id)
+	case kindReport:
+		c.reported(p, m)
 	case kindCall:
 		return c.call(p, m)
 	case kindCancel:

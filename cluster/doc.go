@@ -70,9 +70,33 @@
 // RunConfig.MinSize processes remain. A process that does not return in time is killed. With `chorus run --nnodes MIN:MAX`, hosts
 // join while the job runs. SIGTERM to one launcher drains its host.
 //
-// Limits: the loss of the coordinator's host ends the job, and SIGTERM to it stops the job.
-// Coordinators do not vote: if hosts start while the network is cut between the seeds, and
-// each part has MIN hosts, each part runs a separate job. One seed excludes this.
+// A host is excluded if its processes fail four times in a row within ten times CHORUS_BACKOFF of
+// their start, and the job has enough other hosts. The first exclusion takes thirty times
+// CHORUS_BACKOFF. Each further failure doubles the time. All launchers print the host, the number
+// of failures and the time.
+//
+// # Loss of the coordinator
+//
+// If the coordinator's host is lost in an elastic job on several hosts, the other launchers
+// choose another coordinator, and the next epoch begins there. Surviving processes are not
+// started again. Each epoch has an empty store, so that nothing else than the store of the
+// lost epoch is lost: keep the state of the program in its memory. Epoch numbers only grow.
+//
+// A part of a split network goes on only if it has more than half of the hosts of the last
+// epoch, or half of them with the coordinator. The other part ends with a [*MemberLostError] that
+// says so. Hosts whose launchers are known to have ended do not count: the kernel of such a host
+// closes its connections. Therefore a job with --nnodes 1:2 goes on when the launcher of either
+// host is killed. If the coordinator of two hosts becomes silent, for example because it loses its
+// power, the other host ends, because it cannot know whether the coordinator goes on.
+//
+// The hosts need a path to each other: to the port of a seed, and to the gossip port of another
+// host, or to any port without gossip. Newcomers find the job through a seed that is running. The
+// coordinator tells seeds that start again where the job is.
+//
+// Limits: SIGTERM to the coordinator's launcher stops the job. Hosts do not vote at the start: if
+// they start while the network is cut between the seeds, and each part has MIN hosts, each part
+// runs a separate job. One seed excludes this. A seed that starts again while it cannot reach the
+// hosts of its old job begins another job if MIN hosts are with it.
 //
 // All methods of [Session] and [Agent] are safe for concurrent use. Calls that wait
 // for other processes take a context; a context without a deadline is limited to

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 )
@@ -23,15 +24,25 @@ type elastic struct {
 	over  bool // all functions have returned nil, or the job has failed
 	// members are the processes whose functions have all returned nil, by place.
 	members map[place]int
+	start   func() // sends the first world; nil afterwards
 
 	// The proposal.
-	try   uint64
-	next  *world
-	peers []*peer // in the order of next
+	try    uint64
+	next   *world
+	peers  []*peer // in the order of next
+	voters electorate
 
 	// expected are the places in which launchers start workers.
 	expected map[place]bool
 	retries  map[place]*retries
+	// spared are workers that were killed because their host is excluded: they are started again
+	// after that, and this does not count as a restart.
+	spared map[place]bool
+
+	// After the loss of a coordinator: absent are the members of its last epoch that have not
+	// registered with this one, and inherited is true until the next epoch begins.
+	absent    map[place]Member
+	inherited bool
 }
 
 // A place identifies a worker of a launcher.
@@ -60,20 +71,36 @@ const (
 // isElastic reports whether the coordinator forms epochs.
 func (c *coordinator) isElastic() bool { return c.elastic != nil && !c.elastic.over }
 
-// beginElastic is called when the first world of processes that call Run is complete.
-func (c *coordinator) beginElastic() {
-	c.elastic = &elastic{expected: map[place]bool{}, retries: map[place]*retries{}}
+func newElastic() *elastic {
+	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, spared: map[place]bool{}, absent: map[place]Member{}}
+}
+
+// beginElastic is called when the first world of processes that call Run is complete. start
+// sends it to them when all launchers know of the epoch, so that the launchers can go on without
+// this coordinator from then on.
+func (c *coordinator) beginElastic(start func()) {
+	c.elastic = newElastic()
+	c.elastic.start = start
 	for _, p := range c.workers {
 		c.arrived(p)
 	}
 	if c.plan == nil {
+		c.startFirst()
 		return
 	}
+	c.electorates = []electorate{c.voters()}
+	for _, a := range c.agents {
+		a.prepared = false
+	}
 	c.tellNews("")
-	late := c.late
-	c.late = nil
-	for _, p := range late {
-		c.admitHost(p)
+	c.admitLate()
+}
+
+// startFirst sends the first world, if it was not sent yet.
+func (c *coordinator) startFirst() {
+	if start := c.elastic.start; start != nil {
+		c.elastic.start = nil
+		start()
 	}
 }
 
@@ -86,6 +113,7 @@ func (c *coordinator) arrived(p *peer) {
 		e.retries[at] = &retries{}
 	}
 	e.retries[at].started = time.Now()
+	e.retries[at].joined = time.Now()
 }
 
 // homeOf returns the place of a registration.
@@ -96,8 +124,9 @@ func (c *coordinator) homeOf(reg registration) place {
 	return place{reg.Agent, reg.LocalRank}
 }
 
-// enter changes the phase. Timers of the last one then have no effect.
-func (c *coordinator) enter(p phase) {
+// setPhase changes the phase. Timers of the last one then have no effect.
+func (c *coordinator) setPhase(p phase) {
+	c.startFirst()
 	c.elastic.phase = p
 	c.elastic.turn++
 }
@@ -130,10 +159,17 @@ func (c *coordinator) registerNewcomer(p *peer) {
 		c.refuse(p, *r)
 		return
 	}
-	p.join()
+	p.admit()
 	p.reg.arrival = 0
 	c.workers = append(c.workers, p)
 	c.arrived(p)
+	if c.isBack(p) {
+		p.reg.Rank = c.elastic.absent[p.home].Rank // not what the process says
+		delete(c.elastic.absent, p.home)
+		p.seat, p.elastic.returned = c.epoch, true
+		c.checkReturned()
+		return
+	}
 	switch e := c.elastic; {
 	case e.phase == phaseRun && len(e.expected) == 0:
 		c.beginHold(c.arrivals())
@@ -157,6 +193,10 @@ func (c *coordinator) newcomerObjection(p *peer) *refusal {
 		if a == nil || a.draining || reg.LocalRank < 0 || reg.LocalRank >= a.host.LocalSize {
 			return &refusal{Reason: "no launcher of this job has started it, or its host leaves the job"}
 		}
+	}
+	if d := c.excludedFor(reg.Host); d > 0 && reg.Seat == 0 {
+		c.elastic.spared[p.home] = true
+		return &refusal{Reason: fmt.Sprintf("host %s is excluded for %v, because its processes failed too often", reg.Host, d.Round(time.Millisecond))}
 	}
 	for _, q := range slices.Clone(c.workers) {
 		if q.home != p.home {
@@ -210,6 +250,9 @@ func (c *coordinator) awaitExit(p *peer, f fault) {
 func (c *coordinator) elasticExit(a *peer, x Exit) {
 	at := place{a.host.UUID, x.Local}
 	delete(c.elastic.expected, at)
+	if m, ok := c.elastic.absent[at]; ok && m.PID == x.PID {
+		c.giveUp(at, x.Reason)
+	}
 	for _, p := range slices.Clone(c.workers) {
 		if p.home != at || p.reg.PID != x.PID {
 			continue
@@ -225,9 +268,21 @@ func (c *coordinator) elasticExit(a *peer, x Exit) {
 		}
 	}
 	if x.Code != 0 && !x.Asked && c.faults.stop == nil {
+		c.countFailure(a, at, x)
 		c.orderRestart(a, at, x)
 	}
 	c.checkHope()
+}
+
+// countFailure records the run of a worker that has failed.
+func (c *coordinator) countFailure(a *peer, at place, x Exit) {
+	run := time.Duration(0)
+	if r := c.elastic.retries[at]; r != nil && !r.joined.IsZero() {
+		run, r.joined = time.Since(r.joined), time.Time{}
+	}
+	if !c.elastic.spared[at] {
+		c.failedAfter(a.host.Host, run, fmt.Sprintf("local rank %d %s", x.Local, x.Reason))
+	}
 }
 
 // isSpare reports whether a worker is not a member of the last epoch, after all members have finished:
@@ -240,16 +295,21 @@ func (c *coordinator) isSpare(a *peer, x Exit) bool {
 func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 	e := c.elastic
 	order := Order{Local: x.Local}
-	if c.retries.total < c.cfg.again.most && !a.draining {
+	spared := e.spared[at] && c.cfg.again.most > 0
+	delete(e.spared, at)
+	if (spared || c.retries.total < c.cfg.again.most) && !a.draining {
 		r := e.retries[at]
 		if r == nil {
 			r = &retries{}
 			e.retries[at] = r
 		}
-		r.failed()
-		c.retries.total++
+		if !spared {
+			r.failed()
+			c.retries.total++
+		}
 		e.expected[at] = true
-		order.Start, order.After, order.Count = true, c.cfg.again.delay(r.inARow), r.total
+		order.Start, order.Count = true, r.total
+		order.After = max(c.cfg.again.delay(r.inARow), c.excludedFor(a.host.Host))
 	}
 	a.send(note(kindOrder, order))
 }
@@ -310,6 +370,14 @@ const leftReason = "left the job"
 func (c *coordinator) loseHost(a *peer, f fault) {
 	a.state = peerGone
 	c.agents = remove(c.agents, a)
+	defer c.failedAfter(a.host.Host, c.clock.now()-a.since, "its launcher was lost")
+	a.send(note(kindRefuse, refusal{Reason: "the coordinator has lost this host: " + f.Reason})) // if it is only cut off, it learns so later
+	a.closeAfterQueue()
+	for at := range maps.Clone(c.elastic.absent) {
+		if at.agent == a.host.UUID {
+			c.giveUp(at, "its host was lost: "+f.Reason)
+		}
+	}
 	for at := range c.elastic.expected {
 		if at.agent == a.host.UUID {
 			delete(c.elastic.expected, at)
@@ -322,6 +390,9 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 			g.Rank, g.PID = p.reg.Rank, p.reg.PID
 			c.loseWorker(p, g)
 		}
+	}
+	if c.elastic.phase == phasePropose && c.faults.stop == nil {
+		c.form()
 	}
 	c.checkHope()
 }
@@ -344,7 +415,7 @@ func (c *coordinator) revoke(f fault) {
 	if e.phase == phaseRun || e.begun.IsZero() {
 		e.begun = time.Now()
 	}
-	c.enter(phaseRevoke)
+	c.setPhase(phaseRevoke)
 	m := note(kindRevoke, f)
 	m.epoch = c.epoch
 	for _, p := range c.epochMembers() {
@@ -373,6 +444,9 @@ func (c *coordinator) killSilent(answered func(*peer) bool, reason string, ps []
 func (c *coordinator) checkReturned() {
 	e := c.elastic
 	if e.phase != phaseHold && (e.phase != phaseRevoke || time.Now().Before(e.quiet)) {
+		return
+	}
+	if len(e.absent) > 0 {
 		return
 	}
 	for _, p := range c.epochMembers() {

@@ -203,7 +203,7 @@ func (x *witness) kill(a *Agent, r *randomWorker) {
 	select {
 	case w := <-r.world:
 		close(r.dead)
-		w.store.(remote).k.closeConnection()
+		w.calls.(remote).k.closeConnection()
 		<-r.result
 		require.NoError(x.t, a.Report(r.local, Exit{PID: w.me.PID, Code: 137, Reason: "killed by SIGKILL"}))
 	default:

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/plain"
 )
 
 // searchInterval is the time between two searches of an agent that is not yet bound, for a
@@ -26,8 +27,11 @@ const searchInterval = time.Second
 // coordinator, it commits the plan, and the others are closed.
 type election struct {
 	agent *Agent
-	seeds []string // sorted
+	seeds []string // sorted, or the heirs' addresses in the order of succession
 	mine  string   // the seed address of this host, or ""
+	// After the loss of a coordinator:
+	heir     *charter
+	patience time.Time // until then, an agent that has not noticed the loss is waited for
 
 	// The current registration.
 	k     *client
@@ -37,6 +41,7 @@ type election struct {
 	mu     sync.Mutex
 	bound  *client // we agreed to stay with it
 	moving *client // we are leaving it and refuse to stay
+	other  string  // address of the coordinator of the running job, if a coordinator has told it
 }
 
 // An outcome ends a registration with a plan or an error.
@@ -52,21 +57,30 @@ func (e *election) run(ctx context.Context) error {
 	if err := e.prepare(ctx); err != nil {
 		return err
 	}
+	o, err := e.elect(ctx, start)
+	if err != nil {
+		return err
+	}
+	return e.adopt(o)
+}
+
+// elect registers with coordinators until one has a plan.
+func (e *election) elect(ctx context.Context, start time.Time) (*outcome, error) {
 	e.reply = make(chan outcome, 4)
 	for {
 		if err := e.register(ctx, start); err != nil {
-			return e.failed(err)
+			return nil, e.failed(err)
 		}
 		o, err := e.await(ctx, start)
 		if err != nil {
-			return e.failed(err)
+			return nil, e.failed(err)
 		}
-		if o == nil { // the coordinator closed before it had a plan: retry
-			e.k.close()
-			e.k = nil
-			continue
+		if o != nil {
+			return o, nil
 		}
-		return e.adopt(o)
+		// The coordinator closed before it had a plan: retry.
+		e.k.close()
+		e.k = nil
 	}
 }
 
@@ -82,15 +96,16 @@ func (e *election) failed(err error) error {
 // another one was chosen.
 func (e *election) adopt(o *outcome) error {
 	a := e.agent
+	a.mu.Lock()
 	a.k, a.addr = o.k, e.addr
+	a.mu.Unlock()
 	t, err := a.newAttempt(o.k, o.epoch, o.plan)
 	if err != nil {
 		return err
 	}
 	a.adopt(t)
-	if a.coord != nil && e.addr != e.mine {
-		a.coord.close()
-		a.coord = nil
+	if e.addr != e.mine {
+		a.resign()
 	}
 	return nil
 }
@@ -127,8 +142,33 @@ func (e *election) prepare(ctx context.Context) error {
 		a.gossip = startGossip(a, e.seeds, e.mine)
 	}
 	if ln != nil {
-		a.serve(ln)
+		a.seed = true
+		a.port.open(ln, e.mine)
+		a.serve(a.port.let(), nil)
+		return nil
 	}
+	return a.openPort(e.seeds)
+}
+
+// openPort opens the control port of a host that is not a seed.
+func (a *Agent) openPort(seeds []string) error {
+	if g := a.gossip; g != nil {
+		a.port.at, a.port.local = g.ml.LocalNode().Address(), reachable(g.tcp.Addr())
+		return nil
+	}
+	ip, err := ownIP(&a.cfg, seeds, "")
+	if err != nil {
+		return nil // no seed can be reached yet; this host cannot coordinate
+	}
+	ln, err := listen(net.JoinHostPort(ip, "0"))
+	if err != nil {
+		return err
+	}
+	at := ln.Addr().String()
+	if adv, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
+		at = net.JoinHostPort(adv, strconv.Itoa(portOf(at)))
+	}
+	a.port.open(ln, at)
 	return nil
 }
 
@@ -172,7 +212,7 @@ func (e *election) prepareAlone() error {
 	}
 	e.mine = reachable(ln.Addr())
 	e.seeds = []string{e.mine}
-	a.serve(ln)
+	a.serve(ln, nil)
 	return nil
 }
 
@@ -267,13 +307,18 @@ func isLocal(ip net.IP) bool {
 // coordinators known only from gossip.
 func (e *election) candidates(limit string) []string {
 	all := slices.Clone(e.seeds)
-	if g := e.agent.gossip; g != nil {
+	if g := e.agent.gossip; g != nil && e.heir == nil {
 		for _, addr := range g.coordinators() {
 			if !slices.Contains(all, addr) {
 				all = append(all, addr)
 			}
 		}
 	}
+	e.mu.Lock()
+	if e.other != "" && !slices.Contains(all, e.other) {
+		all = append(all, e.other)
+	}
+	e.mu.Unlock()
 	if i := slices.Index(all, limit); i >= 0 {
 		all = all[:i]
 	}
@@ -296,15 +341,22 @@ func isRefusal(err error) bool {
 	return auth && a.Reason != errNotChorus.Error()
 }
 
-// first connects to the first candidate that answers or refuses.
-func (e *election) first(ctx context.Context, candidates []string) try {
+// firstAnswer connects to the first candidate that answers or refuses.
+func (e *election) firstAnswer(ctx context.Context, candidates []string) try {
 	var t try
 	for _, addr := range candidates {
-		l, hello, err := dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+		l, hello, err := e.dial(ctx, addr)
+		if r, refers := errors.AsType[*referral](err); refers && r.at != "" && e.heir == nil {
+			addr = r.at
+			l, hello, err = dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+		}
 		if err == nil {
 			return try{link: l, hello: hello, addr: addr}
 		}
 		if isRefusal(err) {
+			return try{err: err}
+		}
+		if _, refers := errors.AsType[*referral](err); refers && e.heir != nil && time.Now().Before(e.patience) {
 			return try{err: err}
 		}
 		if _, auth := errors.AsType[*AuthError](t.err); !auth {
@@ -314,10 +366,24 @@ func (e *election) first(ctx context.Context, candidates []string) try {
 	return t
 }
 
+// dial connects to a candidate. After a loss, it does not wait long for a host that is probably lost, too.
+func (e *election) dial(ctx context.Context, addr string) (*link, welcome, error) {
+	if e.heir != nil {
+		limited, cancel := context.WithTimeout(ctx, e.agent.client().hello.LostAfter/4)
+		defer cancel()
+		ctx = limited
+	}
+	return dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+}
+
 // firstRunning connects to the first candidate whose job is running: this host joins it.
 func (e *election) firstRunning(ctx context.Context, candidates []string) try {
 	for _, addr := range candidates {
 		l, hello, err := dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+		if r, refers := errors.AsType[*referral](err); refers && r.at != "" {
+			addr = r.at
+			l, hello, err = dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+		}
 		if err != nil {
 			continue
 		}
@@ -334,7 +400,7 @@ func (e *election) register(ctx context.Context, start time.Time) error {
 	cfg := &e.agent.cfg
 	delay, lastLine := firstRetry, start
 	for {
-		t := e.first(ctx, e.candidates(""))
+		t := e.firstAnswer(ctx, e.candidates(""))
 		if t.err == nil {
 			return e.introduce(t)
 		}
@@ -356,7 +422,15 @@ func (e *election) register(ctx context.Context, start time.Time) error {
 // introduce registers this host over an answered connection.
 func (e *election) introduce(t try) error {
 	e.addr = t.addr
-	m := note(kindRegister, e.agent.self(t.link))
+	self := e.agent.self(t.link)
+	if e.heir != nil {
+		ch := *e.heir
+		if t.hello.Running || t.hello.Epoch >= ch.Epoch { // the coordinator knows the rest
+			ch.Plan, ch.Members, ch.Voters = plan{}, nil, nil
+		}
+		self.Charter = &ch
+	}
+	m := note(kindRegister, self)
 	m.id = registerAgent
 	to := target{e.agent.cfg.Job, t.addr, e.agent.keys.control}
 	e.k = newClient(t.link, to, t.addr, "", t.hello, e.event)
@@ -372,12 +446,20 @@ func (e *election) event(k *client, m message) {
 		var p plan
 		err := m.record(&p)
 		k.beStrict(startTime * k.hello.LostAfter)
-		if e.agent.now.Load() != nil {
+		if e.agent.now.Load() != nil && (e.heir == nil || e.agent.client() == k) {
 			e.agent.planned(k, m.epoch, p, err)
 			return
 		}
 		e.reply <- outcome{k: k, epoch: m.epoch, plan: p, err: err}
+	case kindElsewhere:
+		e.mu.Lock()
+		e.other = plain.Text(string(m.body))
+		e.mu.Unlock()
 	case kindRefuse:
+		if e.agent.client() == k {
+			e.agent.event(k, m)
+			return
+		}
 		var r refusal
 		err := m.record(&r)
 		if err == nil {
@@ -405,8 +487,8 @@ func (e *election) stay(k *client, attempt uint64) {
 	_ = k.send(message{kind: kindPrepared, epoch: firstEpoch, id: attempt}) // the reader handles a failure
 }
 
-// leave decides to leave k, unless this host agreed to stay.
-func (e *election) leave(k *client) bool {
+// abandon decides to leave k, unless this host agreed to stay.
+func (e *election) abandon(k *client) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.bound == k {
@@ -487,7 +569,7 @@ func (s *seedSearch) start() {
 	others := slices.DeleteFunc(all[len(smaller):], func(addr string) bool { return addr == s.e.addr })
 	s.running = true
 	go func() {
-		t := s.e.first(s.ctx, smaller)
+		t := s.e.firstAnswer(s.ctx, smaller)
 		if t.link == nil && !isRefusal(t.err) {
 			t = s.e.firstRunning(s.ctx, others)
 		}
@@ -532,13 +614,13 @@ func (e *election) gone(ctx context.Context) error {
 }
 
 func (e *election) move(t try) error {
-	if isRefusal(t.err) && e.leave(e.k) {
+	if isRefusal(t.err) && e.abandon(e.k) {
 		return t.err
 	}
 	if t.err != nil || t.link == nil {
 		return nil
 	}
-	if e.k.hello.Running && !t.hello.Running || !e.leave(e.k) {
+	if e.k.hello.Running && !t.hello.Running || !e.abandon(e.k) {
 		t.link.close()
 		return nil
 	}

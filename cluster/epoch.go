@@ -15,7 +15,10 @@ const prepareBy = 5 * time.Second
 // for more of them.
 func (c *coordinator) form() {
 	e := c.elastic
-	c.enter(phaseWait)
+	c.setPhase(phaseWait)
+	if c.isMinority() {
+		return
+	}
 	c.dismissDrained()
 	e.peers = c.nextMembers()
 	if !c.isEnough(e.peers) {
@@ -23,17 +26,20 @@ func (c *coordinator) form() {
 		c.checkHope()
 		return
 	}
-	c.enter(phasePropose)
+	c.setPhase(phasePropose)
 	e.try++
 	c.plan = c.nextPlan()
 	e.next = c.nextWorld(e.peers)
+	m := note(kindPropose, e.next)
+	m.epoch, m.id = c.epoch+1, e.try
+	b := m.encode() // the same memory for all
 	for _, p := range e.peers {
 		p.elastic.prepared = false
-		m := note(kindPropose, e.next)
-		m.epoch, m.id = c.epoch+1, e.try
-		p.send(m)
+		p.push(b)
 	}
+	c.proposeToAgents()
 	c.inPhase(prepareBy, func() {
+		c.loseUnprepared()
 		c.killSilent(func(p *peer) bool { return p.elastic.prepared },
 			fmt.Sprintf("no answer to the proposal of epoch %d within %v", c.epoch+1, prepareBy), slices.Clone(e.peers))
 	})
@@ -109,22 +115,32 @@ func (c *coordinator) workerPrepared(p *peer, try uint64) {
 		return
 	}
 	p.elastic.prepared = true
-	if !slices.ContainsFunc(e.peers, func(q *peer) bool { return !q.elastic.prepared }) {
-		c.commitEpoch()
+	c.checkPrepared()
+}
+
+// checkPrepared commits the proposal if all its workers and all agents have it.
+func (c *coordinator) checkPrepared() {
+	if slices.ContainsFunc(c.elastic.peers, func(q *peer) bool { return !q.elastic.prepared }) || slices.ContainsFunc(c.agents, c.owesAnswer) {
+		return
 	}
+	c.commitEpoch()
 }
 
 // commitEpoch begins the proposed epoch.
 func (c *coordinator) commitEpoch() {
 	e := c.elastic
-	c.enter(phaseRun)
+	c.setPhase(phaseRun)
 	line := c.epochLine()
 	c.epoch++
 	c.world, c.engine = e.next, newEngine(len(e.next.Members))
+	if c.plan != nil {
+		c.electorates, e.inherited = []electorate{e.voters}, false
+	}
+	m := note(kindWorld, e.next)
+	m.epoch = c.epoch
 	for i, p := range e.peers {
 		p.reg.Member, p.seat, p.elastic = e.next.Members[i], c.epoch, answers{exit: p.elastic.exit}
-		m := note(kindWorld, e.next)
-		m.epoch, m.id = c.epoch, uint64(i)
+		m.id = uint64(i)
 		p.send(m)
 	}
 	c.tellNews(line)
@@ -181,7 +197,11 @@ func (c *coordinator) tellNews(line string) {
 	if c.plan == nil {
 		return
 	}
-	m := note(kindNews, news{Plan: *c.plan, Members: c.world.Members, Line: line})
+	n := news{Plan: *c.plan, Members: c.world.Members, Line: line, Used: c.retries.total}
+	if !c.elastic.inherited {
+		n.Voters = c.electorates[0]
+	}
+	m := note(kindNews, n)
 	m.epoch = c.epoch
 	c.tellAgents(m)
 }

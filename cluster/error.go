@@ -25,6 +25,7 @@ var (
 var (
 	errNotNumber = errors.New("not a number of 64 bits")            // of an Add
 	errBusy      = errors.New("this rank is already waiting there") // in a Barrier
+	errNoKey     = errors.New("a key must not be empty")
 	errStale     = errors.New("the epoch of this call has ended")
 )
 

@@ -59,24 +59,28 @@ func FuzzStore(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		e := newEngine(2)
 		for i := 0; i+1 < len(b); i += 2 {
-			at, key := ticket{int(b[i]>>4) % 2, uint64(i)}, b[i+1:i+2]
-			c := call{op: b[i] & 0xf, n: int64(int8(b[i+1])), fields: [][]byte{key}}
+			at, key := ticket{int(b[i]) / 20 % 2, uint64(i)}, b[i+1:i+2]
+			c := call{op: b[i] % 20, n: int64(int8(b[i+1])), fields: [][]byte{key}}
 			switch c.op {
 			case opSet:
 				c.fields = append(c.fields, bytes.Repeat(key, int(b[i])))
 			case opSwap:
 				c.fields = append(c.fields, nil, key)
-			case opWait:
+			case opSetAll, opAppend:
+				c.fields = append(c.fields, bytes.Repeat(key, int(b[i])))
+			case opWait, opGetAll, opHas:
 				c.fields = append(c.fields, b[:i])
-			case 15:
+			case opCount:
+				c.fields = nil
+			case 19:
 				e.cancel(ticket{0, uint64(b[i+1])})
 				continue
 			}
-			e.do(at, c, func(call) {})
+			e.do(at, c, func(r call) { require.True(t, r.op != statusOK || c.op != opGetAll || len(r.fields) > 0) })
 		}
 		require.Equal(t, charged(e), e.bytes)
-		e.leave(0)
-		e.leave(1)
+		e.dropRank(0)
+		e.dropRank(1)
 		require.Equal(t, charged(e), e.bytes)
 	})
 }

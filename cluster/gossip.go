@@ -35,6 +35,7 @@ const (
 // are reported once and have no other effect.
 type gossip struct {
 	ml   *memberlist.Memberlist
+	tcp  *net.TCPListener
 	self gossipMeta
 	tag  string
 	join []string // the seeds' gossip addresses
@@ -155,11 +156,12 @@ func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Conf
 	c.GossipInterval, c.PushPullInterval = 100*time.Millisecond, 10*time.Second
 	c.TCPTimeout, c.AwarenessMaxMultiplier = 3*time.Second, 4
 	c.DeadNodeReclaimTime = time.Second
-	t, err := newGossipTransport(ip, c.BindPort, c.Label)
+	t, err := newGossipTransport(ip, c.BindPort, c.Label, a.port.take)
 	if err != nil {
 		return nil, err
 	}
 	c.Transport, c.BindPort, c.AdvertisePort = t, t.port(), t.port()
+	g.tcp = t.tcp
 	return c, nil
 }
 

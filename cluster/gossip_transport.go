@@ -32,6 +32,7 @@ type gossipTransport struct {
 	udp     *net.UDPConn
 	label   []byte // with its header, as at the start of packets
 	limiter *connLimiter
+	control func(net.Conn) // takes the control connections of Chorus
 	packets chan *memberlist.Packet
 	streams chan net.Conn
 	quit    chan struct{}
@@ -40,12 +41,12 @@ type gossipTransport struct {
 }
 
 // newGossipTransport opens the sockets; port 0 means any port.
-func newGossipTransport(ip string, port int, label string) (*gossipTransport, error) {
+func newGossipTransport(ip string, port int, label string, control func(net.Conn)) (*gossipTransport, error) {
 	addr := net.ParseIP(ip)
 	if addr == nil {
 		return nil, fmt.Errorf("%q is not an IP address", ip)
 	}
-	t := &gossipTransport{label: append([]byte{labelHeader, byte(len(label))}, label...), limiter: newConnLimiter(maxGossipStreams),
+	t := &gossipTransport{label: append([]byte{labelHeader, byte(len(label))}, label...), limiter: newConnLimiter(maxGossipStreams), control: control,
 		packets: make(chan *memberlist.Packet), streams: make(chan net.Conn), quit: make(chan struct{})}
 	var err error
 	for range 10 { // a port that is free for TCP may be taken for UDP
@@ -85,13 +86,33 @@ func (t *gossipTransport) accept() {
 			continue
 		}
 		t.limiter.enter(c)
-		s := &gossipStream{Conn: c, left: maxGossipStream, leave: func() { t.limiter.leave(c) }}
-		select {
-		case t.streams <- s:
-		case <-t.quit:
-			_ = s.Close()
-			return
-		}
+		t.wg.Go(func() { t.sort(c) })
+	}
+}
+
+// sort gives a connection to the control port or to memberlist, by its first byte.
+func (t *gossipTransport) sort(c net.Conn) {
+	leave := func() { t.limiter.leave(c) }
+	first := make([]byte, 1)
+	_ = c.SetReadDeadline(time.Now().Add(handshakeTimeout)) // the read fails if this does
+	n, err := c.Read(first)
+	if err != nil || n == 0 {
+		leave()
+		c.Close()
+		return
+	}
+	_ = c.SetReadDeadline(time.Time{}) // as above
+	begun := &begunConn{Conn: c, first: first}
+	if first[0] == magic[0] && t.control != nil {
+		leave()
+		t.control(begun)
+		return
+	}
+	s := &gossipStream{Conn: begun, left: maxGossipStream, leave: leave}
+	select {
+	case t.streams <- s:
+	case <-t.quit:
+		_ = s.Close()
 	}
 }
 

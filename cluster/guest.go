@@ -10,10 +10,12 @@ const (
 	maxGuests = 1024
 	// maxGuestFrame limits the frames of a peer that is new: a registration has less than 4 KiB.
 	maxGuestFrame = 64 << 10
+	// maxCharterFrame is the limit for launchers that choose a coordinator: they may send a charter.
+	maxCharterFrame = 4 << 20
 )
 
-// join makes a guest a member. The reader of the peer calls it.
-func (p *peer) join() {
+// admit makes a guest a member. The reader of the peer calls it.
+func (p *peer) admit() {
 	p.state, p.reading.most = peerJoined, 0
 }
 

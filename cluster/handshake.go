@@ -26,7 +26,7 @@ import (
 // a secret that leaks later does not decrypt recorded traffic. All messages have
 // a fixed length, so no length from an unauthenticated peer is used.
 const (
-	protocolVersion = 2
+	protocolVersion = 3
 	nonceBytes      = 32
 	pointBytes      = 32
 	proofBytes      = sha256.Size
@@ -63,7 +63,7 @@ func dialHandshake(c net.Conn, job string, by credential) (*link, error) {
 		return nil, err
 	}
 	tag := by.tag(job)
-	said := join(magic[:], []byte{protocolVersion}, tag[:], nonce, priv.PublicKey().Bytes())
+	said := concat(magic[:], []byte{protocolVersion}, tag[:], nonce, priv.PublicKey().Bytes())
 	if _, err := c.Write(said); err != nil {
 		return nil, err
 	}
@@ -124,7 +124,7 @@ func acceptHandshake(c net.Conn, job string, by credential) (*link, error) {
 		return nil, err
 	}
 	key := by.key
-	part := join(magic[:], []byte{protocolVersion, statusWelcome}, nonce, priv.PublicKey().Bytes())
+	part := concat(magic[:], []byte{protocolVersion, statusWelcome}, nonce, priv.PublicKey().Bytes())
 	said := append(hello, part...)
 	mine := proof(key, "listener", said)
 	if _, err := c.Write(append(part, mine...)); err != nil {
@@ -205,11 +205,11 @@ func newLink(c net.Conn, key []byte, priv *ecdh.PrivateKey, point, said []byte, 
 		return nil, err
 	}
 	salt := sha256.Sum256(said)
-	toListener, err := frameCipher(join(shared, key), salt[:], "chorus dialer to listener")
+	toListener, err := frameCipher(concat(shared, key), salt[:], "chorus dialer to listener")
 	if err != nil {
 		return nil, err
 	}
-	toDialer, err := frameCipher(join(shared, key), salt[:], "chorus listener to dialer")
+	toDialer, err := frameCipher(concat(shared, key), salt[:], "chorus listener to dialer")
 	if err != nil {
 		return nil, err
 	}
@@ -248,4 +248,4 @@ func proof(key []byte, role string, said []byte) []byte {
 	return h.Sum(nil)
 }
 
-func join(parts ...[]byte) []byte { return bytes.Join(parts, nil) }
+func concat(parts ...[]byte) []byte { return bytes.Join(parts, nil) }

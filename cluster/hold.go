@@ -15,7 +15,7 @@ func (c *coordinator) beginHold(why string) {
 	}
 	e.why = why
 	members := c.epochMembers()
-	c.enter(phaseHold)
+	c.setPhase(phaseHold)
 	for _, p := range members {
 		p.elastic.held = false
 		p.send(message{kind: kindHold, epoch: c.epoch})
@@ -54,11 +54,7 @@ func (c *coordinator) checkChanges() {
 	if c.elastic.phase != phaseRun {
 		return
 	}
-	for len(c.late) > 0 && len(c.agents) < c.cfg.agents {
-		a := c.late[0]
-		c.late = c.late[1:]
-		c.admitHost(a)
-	}
+	c.admitLate()
 	for _, a := range c.agents {
 		if a.draining && a.state == peerJoined {
 			c.beginHold("host " + a.host.Host + " leaves")
@@ -108,6 +104,7 @@ func (c *coordinator) dismissDrained() {
 			p.closeAfterQueue()
 		}
 		a.state = peerDone
+		c.markEnded(a)
 		a.send(note(kindOrder, Order{Stop: true}))
 	}
 	c.agents = without(c.agents, func(a *peer) bool { return a.draining && a.state == peerDone })
@@ -115,7 +112,8 @@ func (c *coordinator) dismissDrained() {
 
 // admitHost adds a host to a running job, if it has a place for one.
 func (c *coordinator) admitHost(a *peer) {
-	if len(c.agents) >= c.cfg.agents {
+	needed := len(c.agents) < c.cfg.leastHosts()
+	if len(c.agents) >= c.cfg.agents || c.excludedFor(a.host.Host) > 0 && !needed {
 		c.late = append(c.late, a)
 		return
 	}
@@ -125,7 +123,7 @@ func (c *coordinator) admitHost(a *peer) {
 	}
 	c.agents = append(c.agents, a)
 	p := *c.plan
-	p.Hosts = append(append([]host{}, p.Hosts...), a.host)
+	p.Hosts = append(without(p.Hosts, func(h host) bool { return h.UUID == a.host.UUID }), a.host)
 	c.plan = &p
 	for local := range a.host.LocalSize {
 		c.elastic.expected[place{a.host.UUID, local}] = true

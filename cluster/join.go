@@ -51,11 +51,13 @@ type JoinConfig struct {
 	Timing Timing
 	Notify func(line string) // as in Config
 
-	token  *credential // from a launcher
-	agent  string      // UUID of the launcher; "" without one
-	epoch  uint64      // in which the launcher started this process; 0: unknown
-	at     string      // address to dial: Addr, or a Unix socket of this user
-	source string
+	token *credential // from a launcher
+	agent string      // UUID of the launcher; "" without one
+	// agentAt is the launcher's address in a job on several hosts: it knows the coordinator.
+	agentAt string
+	epoch   uint64 // in which the launcher started this process; 0: unknown
+	at      string // address to dial: Addr, or a Unix socket of this user
+	source  string
 }
 
 // Delays between attempts to reach the coordinator.
@@ -216,6 +218,9 @@ func (cfg *JoinConfig) sameJobAt(key credential) error {
 	ctx, cancel := context.WithTimeout(context.Background(), dialAttempt)
 	defer cancel()
 	l, _, err := dial(ctx, cfg.Job, cfg.at, key)
+	if _, refers := errors.AsType[*referral](err); refers {
+		return nil
+	}
 	if err != nil {
 		return err
 	}
@@ -254,8 +259,17 @@ func (cfg *JoinConfig) connect(ctx context.Context, key credential, start time.T
 	var why error // the last error other than a timeout, if there was one
 	for {
 		l, hello, err := dial(ctx, cfg.Job, cfg.at, key)
+		if err == nil && hello.Elects {
+			l.close()
+			err = &referral{}
+		}
 		if err == nil {
 			return l, hello, nil
+		}
+		if cfg.agentAt != "" {
+			if at, _ := cfg.whereabouts(ctx, key); at != "" {
+				cfg.at, cfg.Addr = at, at
+			}
 		}
 		if _, final := errors.AsType[*AuthError](err); final {
 			return nil, hello, err
@@ -295,7 +309,7 @@ func (j *joining) event(k *client, m message) {
 	switch m.kind {
 	case kindWorld:
 		k.beStrict(0)
-		j.finish(j.complete(m))
+		j.finish(j.completeWorld(m))
 	case kindFault:
 		var f fault
 		err := m.record(&f)
@@ -314,7 +328,7 @@ func (j *joining) event(k *client, m message) {
 	}
 }
 
-func (j *joining) complete(m message) error {
+func (j *joining) completeWorld(m message) error {
 	var w world
 	if err := m.record(&w); err != nil {
 		return err

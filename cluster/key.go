@@ -4,10 +4,16 @@ import (
 	"bytes"
 	"crypto/hkdf"
 	"crypto/sha256"
+	"crypto/subtle"
 	"encoding/hex"
 	"fmt"
 	"io"
+	"io/fs"
+	"os"
+	"slices"
+	"syscall"
 
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
@@ -62,6 +68,26 @@ func (c credential) forWorkers() (credential, error) {
 	return credential{key: k, worker: true}, err
 }
 
+// derive returns a key that all workers of the job can derive, for one purpose.
+func (c credential) derive(job, purpose string) ([]byte, error) {
+	w, err := c.forWorkers()
+	if err != nil {
+		return nil, err
+	}
+	none, err := deriveKeys(nil, job)
+	if err != nil {
+		return nil, err
+	}
+	known, err := none.control.forWorkers()
+	if err != nil {
+		return nil, err
+	}
+	if subtle.ConstantTimeCompare(known.key, w.key) == 1 {
+		return nil, badConfig("key for %s of job %q: the job has no secret, so anyone could derive the key: set %s in all processes", purpose, job, env.SecretFile.Name)
+	}
+	return hkdf.Expand(sha256.New, w.key, "chorus key 1 for "+purpose, keyBytes)
+}
+
 // tag identifies a job and a role on the wire without revealing the name.
 func (c credential) tag(job string) [tagBytes]byte {
 	if c.worker {
@@ -90,7 +116,7 @@ func readSecretFile(path string) ([]byte, error) {
 	if err != nil {
 		return nil, badConfig("secret file: %v", err)
 	}
-	if mode := st.Mode().Perm(); mode&0o077 != 0 {
+	if mode := st.Mode().Perm(); mode&0o077 != 0 && !isPodSecret(st) {
 		return nil, badConfig("secret file %s: mode %04o lets others use it: run chmod 600 %[1]s", path, mode)
 	}
 	b, err := io.ReadAll(io.LimitReader(f, maxSecretBytes+1))
@@ -105,6 +131,19 @@ func readSecretFile(path string) ([]byte, error) {
 		return nil, badConfig("secret file %s: %v", path, err)
 	}
 	return b, nil
+}
+
+// isPodSecret reports whether the file is of a Kubernetes Secret in a pod with fsGroup: root owns
+// it, and the pod's group can only read it. No process outside of the pod has this group or sees
+// the file.
+func isPodSecret(st fs.FileInfo) bool {
+	_, inPod := os.LookupEnv("KUBERNETES_SERVICE_HOST")
+	sys, ok := st.Sys().(*syscall.Stat_t)
+	if !inPod || !ok || st.Mode().Perm() != 0o440 || sys.Uid != 0 {
+		return false
+	}
+	groups, err := os.Getgroups()
+	return err == nil && (int(sys.Gid) == os.Getegid() || slices.Contains(groups, int(sys.Gid)))
 }
 
 func checkSecret(b []byte) error {

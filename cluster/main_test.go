@@ -27,6 +27,9 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 3 && os.Args[1] == "agent" {
 		os.Exit(agentMain(os.Args[2], os.Args[3]))
 	}
+	if len(os.Args) > 3 && os.Args[1] == "elastic" {
+		os.Exit(elasticMain(os.Args[2], os.Args[3]))
+	}
 	if len(os.Args) > 3 && os.Args[1] == "attack" {
 		os.Exit(attackMain(os.Args[2], os.Args[3]))
 	}

@@ -4,17 +4,16 @@ import (
 	"context"
 	"os"
 	"slices"
-	"time"
 )
 
 // A membership is the place of this process in a world, with the world's store.
 type membership struct {
+	view
 	job     string
 	me      Member
 	members []Member
-	timeout time.Duration // of calls whose context has no deadline
-	store   caller
 	ctx     context.Context
+	key     credential
 }
 
 // A caller runs store calls, either over the connection to the coordinator or, in
@@ -26,9 +25,9 @@ type caller interface {
 // soloMembership returns a world of one process, which ends with parent.
 func soloMembership(parent context.Context, cfg *JoinConfig) (membership, context.CancelCauseFunc) {
 	me := Member{LocalSize: 1, Host: cfg.Host, PID: os.Getpid(), Name: cfg.Name}
-	m := membership{job: cfg.Job, me: me, members: []Member{me}, timeout: cfg.Timing.Call}
+	m := membership{job: cfg.Job, me: me, members: []Member{me}, key: credential{key: randomBytes(keyBytes), worker: true}}
 	ctx, cancel := context.WithCancelCause(parent)
-	m.ctx, m.store = ctx, &solo{engine: newEngine(1), session: ctx}
+	m.ctx, m.view = ctx, Store{calls: &solo{engine: newEngine(1), session: ctx}, timeout: cfg.Timing.Call}
 	return m, cancel
 }
 
@@ -54,6 +53,11 @@ func (s *membership) Host() string { return s.me.Host }
 // Job returns the name of the job.
 func (s *membership) Job() string { return s.job }
 
+// Key returns 32 bytes that all processes of the job derive from its secret for one purpose, for
+// example for the encryption of their data. It is the same in all epochs. The keys of two
+// purposes tell nothing about each other. If the job has no secret, Key returns a *ConfigError.
+func (s *membership) Key(purpose string) ([]byte, error) { return s.key.derive(s.job, purpose) }
+
 // Members returns all processes of the world in the order of ranks. The caller
 // may change the slice.
 func (s *membership) Members() []Member { return slices.Clone(s.members) }
@@ -64,7 +68,7 @@ func (s *membership) Members() []Member { return slices.Clone(s.members) }
 func (s *membership) Context() context.Context { return s.ctx }
 
 // deadline adds the default deadline if ctx has none.
-func (s *membership) deadline(ctx context.Context) (context.Context, context.CancelFunc) {
+func (s *Store) deadline(ctx context.Context) (context.Context, context.CancelFunc) {
 	if _, ok := ctx.Deadline(); ok {
 		return ctx, func() {}
 	}

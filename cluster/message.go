@@ -22,7 +22,7 @@ const (
 	kindRegister                   // member: Member, or host
 	kindBeat                       // both: nothing; the coordinator echoes it
 	kindPrepare                    // coordinator to agents: nothing; id is the attempt
-	kindPrepared                   // agent: nothing; id is the attempt
+	kindPrepared                   // agent or worker: nothing; id is the attempt
 	kindPlan                       // coordinator to agents: plan
 	kindWorld                      // coordinator to workers: world
 	kindWho                        // member: nothing; answered by kindRoll
@@ -45,7 +45,7 @@ const (
 	kindPath                       // agent: pathReport
 	kindComplete                   // coordinator to agents: nothing; the world is complete
 	kindReady                      // agent: nothing; its workers have exited and can be started again
-	kindPropose                    // coordinator to workers: world of the next epoch; id is the attempt
+	kindPropose                    // coordinator to workers: world of the next epoch, and to agents: news; id is the attempt
 	kindRevoke                     // coordinator to workers: fault; the epoch ends
 	kindRevoked                    // worker: nothing; its function for this epoch has returned
 	kindFinished                   // worker: nothing; its function has returned nil
@@ -58,6 +58,10 @@ const (
 	kindOrder                      // coordinator to agents: Order
 	kindNews                       // coordinator to agents: news; the epoch has begun
 	kindDrain                      // agent: fault; its host leaves the job
+	kindStatus                     // agent: nothing; answered by kindReply with a Status
+	kindInquiry                    // coordinator to workers: nothing; id is the inquiry
+	kindReport                     // worker: its report; id is the inquiry
+	kindElsewhere                  // agent, before registration, and coordinator to agents: address of the coordinator of the running job
 	kindLast                       // one more than the last
 )
 

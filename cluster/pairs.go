@@ -73,7 +73,15 @@ func startPairs(a *Agent) *pairs {
 func (p *pairs) follow(ctx context.Context) {
 	watched := map[string]context.CancelFunc{}
 	var seen *placement
+	k := p.agent.client()
 	for {
+		if now := p.agent.client(); now != k { // the clock of the watches has stopped
+			k, seen = now, nil
+			for uuid, cancel := range watched {
+				cancel()
+				delete(watched, uuid)
+			}
+		}
 		if at := p.agent.now.Load().place.Load(); at != seen {
 			seen = at
 			p.change(ctx, watched, at.plan.Hosts)
@@ -120,9 +128,9 @@ type pathWatch struct {
 
 // watch probes one host until ctx ends. Probes overlap, because one takes long on a path with losses.
 func (p *pairs) watch(ctx context.Context, uuid string, every time.Duration) {
-	clock := p.agent.k.clock
+	clock := p.agent.client().clock
 	w := &pathWatch{since: clock.now()}
-	limit := max(2*p.agent.k.hello.LostAfter, 6*every)
+	limit := max(2*p.agent.client().hello.LostAfter, 6*every)
 	ticks := time.NewTicker(every)
 	defer ticks.Stop()
 	var probes sync.WaitGroup
@@ -133,7 +141,7 @@ func (p *pairs) watch(ctx context.Context, uuid string, every time.Duration) {
 				state := probePath(ctx, addr)
 				if r := w.ended(state, clock.now(), limit); r != nil && ctx.Err() == nil {
 					r.UUID = uuid
-					_ = p.agent.k.send(note(kindPath, r)) // the coordinator is lost, too, if it fails
+					_ = p.agent.client().send(note(kindPath, r)) // the coordinator is lost, too, if it fails
 				}
 			})
 		}

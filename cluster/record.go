@@ -30,6 +30,8 @@ type registration struct {
 	Elastic bool   `json:"elastic,omitempty"`
 	Agent   string `json:"agent,omitempty"`
 	Least   int    `json:"least,omitempty"`
+	// Seat is the last epoch that the process was a member of, with Rank, under an earlier coordinator.
+	Seat uint64 `json:"seat,omitempty"`
 }
 
 // host is an agent's first message.
@@ -44,7 +46,11 @@ type host struct {
 	LocalSize  int    `json:"localSize"`
 	MasterAddr string `json:"masterAddr"` // for programs that expect torchrun's variables
 	MasterPort int    `json:"masterPort"`
-	Unfit      string `json:"unfit,omitempty"` // why the host cannot take part
+	Unfit      string `json:"unfit,omitempty"`   // why the host cannot take part
+	Control    string `json:"control,omitempty"` // address of its port
+	Seed       bool   `json:"seed,omitempty"`
+	// Charter is set after the loss of a coordinator.
+	Charter *charter `json:"charter,omitempty"`
 }
 
 func (h host) member() Member { return Member{Rank: -1, Node: h.NodeRank, Host: h.Host, PID: h.PID} }
@@ -58,6 +64,14 @@ type welcome struct {
 	LostAfter time.Duration `json:"lostAfter"`
 	Running   bool          `json:"running,omitempty"` // the hosts of its job have been complete
 	Stream    string        `json:"stream"`            // the receiver needs it to resume its stream
+	Agent     string        `json:"agent,omitempty"`   // UUID of the coordinator's agent
+	// Elects is true if only agents may register, because the hosts choose a coordinator.
+	Elects bool   `json:"elects,omitempty"`
+	Epoch  uint64 `json:"epoch,omitempty"` // with Elects: the last that the coordinator knows
+	// Refers is true if this host does not coordinate. At is the address of the coordinator, or "" if unknown.
+	Refers bool   `json:"refers,omitempty"`
+	At     string `json:"at,omitempty"`
+	Over   string `json:"over,omitempty"` // with Refers: why the job has ended on this host
 }
 
 // world is the committed list of all processes, in the order of ranks.
@@ -89,6 +103,11 @@ type news struct {
 	Plan    plan     `json:"plan"`
 	Members []Member `json:"members"`
 	Line    string   `json:"line,omitempty"`
+	// Voters is set when an epoch begins, and Used is the number of restarts so far.
+	Voters electorate `json:"voters,omitempty"`
+	Used   int        `json:"used,omitempty"`
+	// Ended are hosts whose launchers are known to have ended, in a proposal.
+	Ended []string `json:"ended,omitempty"`
 }
 
 // plan is the committed list of all hosts, in the order of node indices.
@@ -98,8 +117,8 @@ type plan struct {
 	News     string `json:"news,omitempty"`     // for the user, if they are started again
 }
 
-// first returns the rank of the first worker of a node.
-func (p plan) first(node int) int {
+// firstRank returns the rank of the first worker of a node.
+func (p plan) firstRank(node int) int {
 	n := 0
 	for _, h := range p.Hosts[:node] {
 		n += h.LocalSize
@@ -110,14 +129,14 @@ func (p plan) first(node int) int {
 // hostOf returns the name of the host of a rank.
 func (p plan) hostOf(rank int) string {
 	for node, h := range p.Hosts {
-		if first := p.first(node); first <= rank && rank < first+h.LocalSize {
+		if first := p.firstRank(node); first <= rank && rank < first+h.LocalSize {
 			return h.Host
 		}
 	}
 	return ""
 }
 
-func (p plan) size() int { return p.first(len(p.Hosts)) }
+func (p plan) size() int { return p.firstRank(len(p.Hosts)) }
 
 // nodeOf returns the node whose agent has the UUID, or -1.
 func (p plan) nodeOf(uuid string) int {

@@ -56,7 +56,7 @@ func TestAssignNodes(t *testing.T) {
 	}
 	p := plan{Hosts: assignNodes([]host{h(-1, "n10", 4), h(-1, "n9", 2), h(-1, "n11", 1)})}
 	require.Equal(t, []int{0, 1, 2}, []int{p.nodeOf("n9"), p.nodeOf("n10"), p.nodeOf("n11")})
-	require.Equal(t, []int{0, 2, 6}, []int{p.first(0), p.first(1), p.first(2)})
+	require.Equal(t, []int{0, 2, 6}, []int{p.firstRank(0), p.firstRank(1), p.firstRank(2)})
 	require.Equal(t, 7, p.size())
 	p = plan{Hosts: assignNodes([]host{h(1, "a", 1), h(0, "b", 1)})}
 	require.Equal(t, 0, p.nodeOf("b"))

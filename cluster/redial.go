@@ -109,10 +109,14 @@ func (k *client) redialOrGiveUp(broken error) {
 	err := k.redial()
 	refused, isRefused := errors.AsType[*RefusedError](err)
 	_, isAuth := errors.AsType[*AuthError](err)
+	_, refers := errors.AsType[*referral](err)
 	switch {
 	case isRefused:
+		k.loss.Store(int32(lostByIt))
 		broken = fmt.Errorf("%w; connected again: %s", broken, refused.Reason)
-	case isAuth, errors.Is(err, syscall.ECONNREFUSED):
+	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, errReplaced):
+		k.loss.Store(int32(lostEnded))
+	case isAuth, refers:
 	default:
 		return
 	}
@@ -121,6 +125,8 @@ func (k *client) redialOrGiveUp(broken error) {
 	default:
 	}
 }
+
+var errReplaced = errors.New("another process has the coordinator's port")
 
 // redial makes one attempt to continue the stream over a new link.
 func (k *client) redial() error {
@@ -134,9 +140,13 @@ func (k *client) redial() error {
 	limit := max(k.hello.LostAfter/4, time.Millisecond)
 	ctx, cancel := context.WithTimeout(k.open, limit)
 	defer cancel()
-	l, _, err := dial(ctx, k.to.job, k.to.addr, k.to.key)
+	l, hello, err := dial(ctx, k.to.job, k.to.addr, k.to.key)
 	if err != nil {
 		return err
+	}
+	if hello.Agent != k.hello.Agent {
+		l.close()
+		return errReplaced
 	}
 	k.resuming.Lock()
 	defer k.resuming.Unlock()

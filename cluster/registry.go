@@ -42,8 +42,12 @@ func (c *coordinator) registerWorker(p *peer) error {
 		c.registerNewcomer(p)
 		return nil
 	}
+	if c.succession != nil { // the worker asked before this host became a candidate
+		p.closeAfterQueue()
+		return nil
+	}
 	if c.elastic != nil && p.reg.Elastic && c.faults.lost == nil { // it comes after the end
-		p.join()
+		p.admit()
 		c.workers = append(c.workers, p)
 		p.send(message{kind: kindFinish, epoch: c.epoch})
 		return nil
@@ -60,7 +64,7 @@ func (c *coordinator) registerWorker(p *peer) error {
 		}
 		return nil
 	}
-	p.join()
+	p.admit()
 	c.gone = without(c.gone, func(q Member) bool { return q.Rank >= 0 && q.Rank == p.reg.Rank })
 	c.workers = append(c.workers, p)
 	if len(c.workers) == c.size() {
@@ -145,13 +149,21 @@ func (c *coordinator) commitWorld() {
 	for _, member := range ms {
 		p := c.workers[member.arrival]
 		p.reg.Member, p.seat = member, c.epoch
-		m := note(kindWorld, c.world)
-		m.epoch, m.id = c.epoch, uint64(member.Rank)
-		p.send(m)
 	}
-	if len(c.workers) > 0 && c.workers[0].reg.Elastic {
-		c.beginElastic()
+	ps, epoch := slices.Clone(c.workers), c.epoch
+	start := func() {
+		m := note(kindWorld, &world{Members: ms})
+		m.epoch = epoch
+		for _, member := range ms {
+			m.id = uint64(member.Rank)
+			ps[member.arrival].send(m)
+		}
 	}
+	if len(ps) > 0 && ps[0].reg.Elastic {
+		c.beginElastic(start)
+		return
+	}
+	start()
 }
 
 // workerLeft handles a graceful exit. Before the world is complete it frees the
@@ -172,7 +184,7 @@ func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 		}
 		return
 	}
-	c.engine.leave(p.reg.Rank)
+	c.engine.dropRank(p.reg.Rank)
 	c.checkDrained()
 }
 
@@ -187,6 +199,10 @@ func (c *coordinator) gaveUp(p *peer) {
 
 // registerAgent adds a host, and proposes a plan if it is the last one.
 func (c *coordinator) registerAgent(p *peer) error {
+	if c.succession != nil && p.host.Charter != nil {
+		c.registerVoter(p)
+		return nil
+	}
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)
 		if r.First != nil || r.All {
@@ -194,13 +210,13 @@ func (c *coordinator) registerAgent(p *peer) error {
 		}
 		return nil
 	}
-	p.join()
-	p.ready = true
+	p.admit()
+	p.ready, p.host.Charter = true, nil
 	if c.isElastic() {
 		c.admitHost(p)
 		return nil
 	}
-	if c.plan != nil {
+	if c.plan != nil || c.succession != nil {
 		c.late = append(c.late, p)
 		return nil
 	}
@@ -220,6 +236,8 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		return c.verdict
 	case n == 0:
 		return &refusal{Reason: "the coordinator's job was not started by chorus run"}
+	case h.Charter != nil && !c.isElastic():
+		return &refusal{Reason: fmt.Sprintf("host %s comes from epoch %d of the job, and this coordinator has started another one", h.Host, h.Charter.Epoch)}
 	case h.Unfit != "":
 		return &refusal{All: true, Reason: fmt.Sprintf("host %s cannot take part: %s", h.Host, h.Unfit)}
 	case h.Nodes != n:
@@ -233,7 +251,7 @@ func (c *coordinator) hostObjection(h host) *refusal {
 	case h.LocalSize < 1 || h.LocalSize > maxLocalSize:
 		return &refusal{Reason: fmt.Sprintf("host %s brings %d processes: want 1 to %d", h.Host, h.LocalSize, maxLocalSize)}
 	}
-	if c.plan != nil && (c.admitsLateHosts() || c.isElastic()) {
+	if (c.plan != nil || c.succession != nil) && (c.admitsLateHosts() || c.isElastic()) {
 		return nil
 	}
 	mine := h.member()
@@ -285,6 +303,10 @@ func (c *coordinator) prepared(p *peer, attempt uint64) {
 			return
 		}
 	}
+	if c.succession != nil {
+		c.takeOver()
+		return
+	}
 	hosts := make([]host, 0, len(c.agents))
 	for _, q := range c.agents {
 		hosts = append(hosts, q.host)
@@ -335,8 +357,10 @@ func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 			c.gaveUp(p)
 		}
 		c.withdraw()
+		c.voterLeft(p)
 		return
 	}
+	c.markEnded(p)
 	if state == peerJoined {
 		c.hostLost(p, "its launcher left before its workers had exited")
 	}

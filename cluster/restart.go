@@ -32,6 +32,7 @@ type retries struct {
 	total   int // since the start
 	inARow  int // failures without a good run between them
 	started time.Time
+	joined  time.Time // of one process: zero if it has not joined since its last start
 }
 
 // failed counts a failure of processes that were started at r.started.
@@ -116,7 +117,11 @@ func (c *coordinator) agentReady(p *peer) {
 
 // tryPropose proposes a plan if all hosts are present and, after a failure, ready.
 func (c *coordinator) tryPropose() {
-	if c.closed || c.plan != nil || c.attempt != 0 || len(c.agents) < c.cfg.leastHosts() {
+	if c.succession != nil {
+		c.trySucceed()
+		return
+	}
+	if c.closed || c.mustWait() || c.plan != nil || c.attempt != 0 || len(c.agents) < c.cfg.leastHosts() {
 		return
 	}
 	if c.restart == nil && len(c.agents) < c.cfg.agents && !c.lastCall() {

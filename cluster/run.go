@@ -44,7 +44,7 @@ func Run(ctx context.Context, cfg *RunConfig, fn func(ctx context.Context, w *Wo
 	if fn == nil {
 		return badConfig("run: no function given")
 	}
-	c, err := cfg.join()
+	c, err := cfg.joinConfig()
 	if err != nil {
 		return err
 	}
@@ -70,7 +70,7 @@ func Run(ctx context.Context, cfg *RunConfig, fn func(ctx context.Context, w *Wo
 	return err
 }
 
-func (cfg *RunConfig) join() (*JoinConfig, error) {
+func (cfg *RunConfig) joinConfig() (*JoinConfig, error) {
 	j := cfg.Join
 	if j == nil {
 		var err error
@@ -93,11 +93,13 @@ func runAlone(ctx context.Context, cfg *JoinConfig, fn func(context.Context, *Wo
 type runner struct {
 	cfg    *JoinConfig
 	parent context.Context
-	k      *client
+	key    credential
+	least  int     // RunConfig.MinSize
+	k      *client // replaced after the loss of a coordinator
 	worlds chan *World
 	end    chan error // why no world follows
 
-	now *World // used by the reader goroutine only
+	now *World // used by the reader goroutine of k, and between two
 }
 
 func (r *runner) run(key credential, coord *coordinator, least int, fn func(context.Context, *World) error) error {
@@ -108,21 +110,11 @@ func (r *runner) run(key credential, coord *coordinator, least int, fn func(cont
 	if err != nil {
 		return err
 	}
-	ready := make(chan struct{}) // r.k is set
-	r.k = newClient(l, target{r.cfg.Job, r.cfg.at, key}, r.cfg.Addr, r.cfg.Host, hello, func(k *client, m message) {
-		<-ready
-		r.event(k, m)
-	})
-	close(ready)
-	reg := r.cfg.registration()
-	reg.Elastic, reg.Agent, reg.Least = true, r.cfg.agent, least
-	m := note(kindRegister, reg)
-	m.id = registerWorker
-	if err := r.k.send(m); err != nil {
-		r.k.close()
-		return fmt.Errorf("cluster: join job %q: register at %s: %w", r.cfg.Job, r.cfg.Addr, err)
+	r.key, r.least = key, least
+	if err := r.register(l, hello); err != nil {
+		return err
 	}
-	w, err := r.first(ctx, start)
+	w, err := r.firstWorld(ctx, start)
 	if w == nil {
 		coord.decide(err)
 		r.k.leave(err)
@@ -131,8 +123,8 @@ func (r *runner) run(key credential, coord *coordinator, least int, fn func(cont
 	return r.epochs(w, fn)
 }
 
-// first waits for the first world of this process.
-func (r *runner) first(ctx context.Context, start time.Time) (*World, error) {
+// firstWorld waits for the first world of this process.
+func (r *runner) firstWorld(ctx context.Context, start time.Time) (*World, error) {
 	w, err := r.next(ctx)
 	if w != nil || ctx.Err() == nil || r.k.ctx.Err() != nil {
 		return w, err
@@ -149,6 +141,19 @@ func (r *runner) first(ctx context.Context, start time.Time) (*World, error) {
 // next waits for the next world, or returns why none follows. Both are nil if all functions
 // have returned nil.
 func (r *runner) next(ctx context.Context) (*World, error) {
+	for {
+		w, err := r.nextFrom(ctx)
+		if w != nil || err == nil || !r.isOrphan() {
+			return w, err
+		}
+		if err := r.followAgent(); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// nextFrom is next for the current coordinator.
+func (r *runner) nextFrom(ctx context.Context) (*World, error) {
 	select {
 	case w := <-r.worlds:
 		return w, nil
@@ -185,7 +190,7 @@ func (r *runner) ended() error {
 
 // epochs calls fn for each world.
 func (r *runner) epochs(w *World, fn func(context.Context, *World) error) error {
-	defer r.k.close()
+	defer func() { r.k.close() }()
 	for {
 		if err := r.answer(w, fn(w.ctx, w)); err != nil {
 			return err
@@ -210,6 +215,8 @@ func (r *runner) answer(w *World, err error) error {
 	switch {
 	case r.parent.Err() != nil:
 		return cmp.Or(err, context.Cause(r.parent))
+	case r.isOrphan():
+		return nil
 	case r.k.ctx.Err() != nil:
 		return r.lost()
 	}

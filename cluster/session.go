@@ -10,8 +10,8 @@ import (
 	"github.com/gochorus/chorus/internal/handle"
 )
 
-// A Session is the membership of this process in a world. Methods are safe for
-// concurrent use.
+// A Session is the membership of this process in a world. It has all methods of the world's
+// [Store]. Methods are safe for concurrent use.
 type Session struct {
 	membership
 	owner   handle.Owner
@@ -24,8 +24,8 @@ type Session struct {
 
 func newSession(cfg *JoinConfig, k *client, coord *coordinator, j *joining) *Session {
 	s := &Session{source: cfg.source, k: k, coord: coord, cancel: k.cancel, membership: membership{
-		job: cfg.Job, me: j.members[j.rank], members: j.members, timeout: cfg.Timing.Call,
-		store: remote{k, j.epoch, k.ctx}, ctx: k.ctx}}
+		view: Store{calls: remote{k, j.epoch, k.ctx}, rank: j.rank, timeout: cfg.Timing.Call},
+		job:  cfg.Job, me: j.members[j.rank], members: j.members, ctx: k.ctx, key: k.to.key}}
 	handle.Init(s, &s.owner, handle.About{Kind: "cluster.Session", On: handle.Name("job " + cfg.Job)})
 	return s
 }
@@ -54,7 +54,7 @@ func (s *Session) Shutdown(ctx context.Context) error {
 	}
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
-	r, err := s.store.call(ctx, call{op: opFinish})
+	r, err := s.calls.call(ctx, call{op: opFinish})
 	if errors.Is(err, ErrEnded) && s.Size() == 2 && s.coordinates(s.members[1-s.Rank()]) {
 		err = nil // both have left
 	}

@@ -107,6 +107,23 @@ func TestSessionStore(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, "300", string(b))
 
+	require.NoError(t, every(ss, func(s *Session) error {
+		mine := s.Prefix(fmt.Sprint(s.Rank()))
+		if _, err := s.Append(ctx, "log", []byte("x")); err != nil {
+			return err
+		}
+		return mine.SetAll(ctx, map[string][]byte{"a": {1}, "b": {2, byte(s.Rank())}})
+	}))
+	all, err := ss[1].GetAll(ctx, "2/b", "log", "0/b")
+	require.NoError(t, err)
+	require.Equal(t, [][]byte{{2, 2}, []byte("xxx"), {2, 0}}, all)
+	has, err := ss[2].Has(ctx, "1/a", "1/c")
+	require.NoError(t, err)
+	require.False(t, has)
+	keys, err := ss[0].NumKeys(ctx)
+	require.NoError(t, err)
+	require.Equal(t, 9, keys)
+
 	var mu sync.Mutex
 	winners := 0
 	require.NoError(t, every(ss, func(s *Session) error {

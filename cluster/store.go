@@ -14,6 +14,10 @@ const (
 	MaxValueBytes = 1 << 20  // one value
 	MaxStoreBytes = 64 << 20 // all keys, values and waiting calls together
 
+	// maxCallBytes is the maximum for all keys and values of a call or of its reply.
+	maxCallBytes = 2*MaxValueBytes + MaxKeyBytes + 1024
+	fieldBytes   = 4 // the length of a key or value in a message
+
 	// entryBytes is the approximate overhead of a key.
 	entryBytes = 128
 )
@@ -28,6 +32,11 @@ const (
 	opDelete                  // key
 	opBarrier                 // name; waits
 	opFinish                  // none; waits: the barrier of Shutdown
+	opGetAll                  // keys; waits
+	opSetAll                  // key, value, key, value, …
+	opAppend                  // key, value
+	opHas                     // keys
+	opCount                   // none
 )
 
 // Statuses of a reply.
@@ -42,6 +51,7 @@ const (
 	statusBad            // invalid call
 	statusTooMany        // maxWaits or maxWaitKeys
 	statusStale          // the call belongs to another epoch
+	statusNoKey          // a key is empty
 )
 
 // An engine implements the store and its barriers as a state machine without
@@ -95,7 +105,15 @@ func (e *engine) do(t ticket, c call, reply func(call)) {
 	switch c.op {
 	case opSet:
 		reply(call{op: e.set(string(c.fields[0]), c.fields[1])})
-	case opGet, opWait:
+	case opSetAll:
+		reply(call{op: e.setAll(c.fields)})
+	case opAppend:
+		reply(e.append(string(c.fields[0]), c.fields[1]))
+	case opHas:
+		reply(call{op: statusOK, n: e.has(c.fields)})
+	case opCount:
+		reply(call{op: statusOK, n: int64(len(e.values))})
+	case opGet, opGetAll, opWait:
 		e.wait(t, c, reply)
 	case opAdd:
 		reply(e.add(string(c.fields[0]), c.n))
@@ -110,45 +128,107 @@ func (e *engine) do(t ticket, c call, reply func(call)) {
 	}
 }
 
-// fieldsOf maps an operation to its number of fields; opWait accepts any number.
-var fieldsOf = map[byte]int{opSet: 2, opGet: 1, opAdd: 1, opSwap: 3, opDelete: 1, opBarrier: 1, opFinish: 0}
+// fieldsOf maps an operation to its number of fields, or to -1 if it accepts any number.
+var fieldsOf = map[byte]int{
+	opSet: 2, opGet: 1, opWait: -1, opAdd: 1, opSwap: 3, opDelete: 1, opBarrier: 1, opFinish: 0,
+	opGetAll: -1, opSetAll: -1, opAppend: 2, opHas: -1, opCount: 0,
+}
 
 // checkCall validates the shape and the sizes of a call.
 func checkCall(c call) byte {
 	n, known := fieldsOf[c.op]
-	if c.op != opWait && (!known || n != len(c.fields)) {
+	if !known || n >= 0 && n != len(c.fields) || c.op == opSetAll && len(c.fields)%2 != 0 {
 		return statusBad
 	}
+	total := 0
 	for i, f := range c.fields {
-		isKey := i == 0 || c.op == opWait
-		if isKey && f == nil || c.op == opSet && f == nil {
+		total += len(f) + fieldBytes
+		isKey := i == 0 || n < 0 && (c.op != opSetAll || i%2 == 0)
+		switch {
+		case f == nil && (isKey || c.op != opSwap):
 			return statusBad
-		}
-		if isKey && len(f) > MaxKeyBytes || len(f) > MaxValueBytes {
+		case isKey && len(f) == 0 && c.op != opBarrier:
+			return statusNoKey
+		case isKey && len(f) > MaxKeyBytes, len(f) > MaxValueBytes:
 			return statusTooLarge
 		}
+	}
+	if total > maxCallBytes {
+		return statusTooLarge
 	}
 	return statusOK
 }
 
-func (e *engine) set(key string, value []byte) byte {
+// growth returns how many bytes the store grows if key gets a value of a length.
+func (e *engine) growth(key string, length int) int {
 	old, existed := e.values[key]
-	grow := len(value) - len(old)
 	if !existed {
-		grow += len(key) + entryBytes
+		return len(key) + entryBytes + length
+	}
+	return length - len(old)
+}
+
+func (e *engine) set(key string, value []byte) byte {
+	grow := e.growth(key, len(value))
+	if e.bytes+grow > MaxStoreBytes {
+		return statusFull
+	}
+	if e.put(key, value) {
+		e.wake(key)
+	}
+	return statusOK
+}
+
+// put stores a copy of a value, and reports whether the key is new.
+func (e *engine) put(key string, value []byte) bool {
+	e.bytes += e.growth(key, len(value))
+	_, existed := e.values[key]
+	e.values[key] = append([]byte{}, value...)
+	return !existed
+}
+
+// setAll sets all keys, or none if they do not fit. The last value of a key counts.
+func (e *engine) setAll(fields [][]byte) byte {
+	last := make(map[string][]byte, len(fields)/2)
+	for i := 0; i < len(fields); i += 2 {
+		last[string(fields[i])] = fields[i+1]
+	}
+	grow := 0
+	for key, value := range last {
+		grow += e.growth(key, len(value))
 	}
 	if e.bytes+grow > MaxStoreBytes {
 		return statusFull
 	}
-	e.bytes += grow
-	e.values[key] = bytes.Clone(value)
-	if value != nil && e.values[key] == nil {
-		e.values[key] = []byte{}
+	var added []string
+	for key, value := range last {
+		if e.put(key, value) {
+			added = append(added, key)
+		}
 	}
-	if !existed {
+	for _, key := range added { // when all have their values, because a call may wait for several
 		e.wake(key)
 	}
 	return statusOK
+}
+
+// append adds bytes to the end of a value; n of the reply is the length of the result.
+func (e *engine) append(key string, more []byte) call {
+	value := slices.Concat(e.values[key], more)
+	if len(value) > MaxValueBytes {
+		return call{op: statusTooLarge}
+	}
+	return call{op: e.set(key, value), n: int64(len(value))}
+}
+
+// has returns 1 if all keys have values.
+func (e *engine) has(keys [][]byte) int64 {
+	for _, key := range keys {
+		if _, ok := e.values[string(key)]; !ok {
+			return 0
+		}
+	}
+	return 1
 }
 
 func (e *engine) remove(key string) int64 {
@@ -207,7 +287,7 @@ func (e *engine) arrive(t ticket, op byte, name string, reply func(call)) {
 		return
 	}
 	w := &waiter{ticket: t, op: op, bytes: len(name) + entryBytes, reply: reply}
-	if status := e.enter(w); status != statusOK {
+	if status := e.addWaiter(w); status != statusOK {
 		if len(b.come) == 0 {
 			delete(e.barriers, name)
 		}
@@ -273,8 +353,8 @@ func (e *engine) cancel(t ticket) {
 	}
 }
 
-// leave records that a rank left, and fails barriers that wait for it.
-func (e *engine) leave(rank int) {
+// dropRank records that a rank left, and fails barriers that wait for it.
+func (e *engine) dropRank(rank int) {
 	e.left[rank] = true
 	for t, w := range e.waiting {
 		if t.rank == rank && w.op != opBarrier && w.op != opFinish {

@@ -131,7 +131,7 @@ func TestEngineForgets(t *testing.T) {
 	e.do(ticket{0, 1}, call{op: opGet, fields: [][]byte{[]byte("k")}}, nothing)
 	e.do(ticket{1, 1}, call{op: opWait, fields: [][]byte{[]byte("k"), []byte("l")}}, nothing)
 	e.cancel(ticket{0, 1})
-	e.leave(1)
+	e.dropRank(1)
 	require.Empty(t, e.waiting)
 	require.Empty(t, e.byKey)
 
@@ -162,7 +162,7 @@ func TestEngineBarrier(t *testing.T) {
 
 	come(0, opBarrier) // it had not counted as come
 	come(1, opBarrier)
-	e.leave(2)
+	e.dropRank(2)
 	require.Equal(t, statusLeft, got[1].op)
 	require.Equal(t, []int{2}, fieldRanks(got[0].fields))
 	come(0, opFinish)
@@ -171,4 +171,131 @@ func TestEngineBarrier(t *testing.T) {
 	require.Equal(t, statusOK, got[0].op, "who has left has come to the last barrier")
 	require.Empty(t, e.barriers)
 	require.Empty(t, e.waiting)
+}
+
+func TestStoreOfSeveralKeys(t *testing.T) {
+	s := alone(t, Timing{})
+	ctx := t.Context()
+	require.NoError(t, s.SetAll(ctx, map[string][]byte{"a": []byte("1"), "b": nil}))
+	got, err := s.GetAll(ctx, "b", "a", "b")
+	require.NoError(t, err)
+	require.Equal(t, [][]byte{{}, []byte("1"), {}}, got)
+	got[0] = append(got[0], 'x')
+	require.Empty(t, got[2], "each result has its own memory")
+	got, err = s.GetAll(ctx)
+	require.NoError(t, err)
+	require.Empty(t, got)
+	n, err := s.Append(ctx, "a", []byte("23"))
+	require.NoError(t, err)
+	require.Equal(t, 3, n)
+	n, err = s.Append(ctx, "new", nil)
+	require.NoError(t, err)
+	require.Zero(t, n)
+	for want, keys := range map[bool][]string{true: {"a", "b", "new"}, false: {"a", "c"}} {
+		has, err := s.Has(ctx, keys...)
+		require.NoError(t, err)
+		require.Equal(t, want, has, keys)
+	}
+	n, err = s.NumKeys(ctx)
+	require.NoError(t, err)
+	require.Equal(t, 3, n)
+	ends, cancel := context.WithCancel(ctx)
+	cancel()
+	_, err = s.GetAll(ends, "a", "c")
+	require.ErrorIs(t, err, context.Canceled)
+	require.ErrorContains(t, err, `a and 1 more`)
+}
+
+func TestStorePrefix(t *testing.T) {
+	s := alone(t, Timing{})
+	ctx := t.Context()
+	deep := s.Prefix("model").Prefix("layer")
+	require.NoError(t, deep.Set(ctx, "k", []byte("v")))
+	v, err := s.Prefix("").Get(ctx, "model/layer/k")
+	require.NoError(t, err)
+	require.Equal(t, "v", string(v))
+	require.NoError(t, s.Set(ctx, "k", []byte("other")))
+	got, err := deep.GetAll(ctx, "k")
+	require.NoError(t, err)
+	require.Equal(t, "v", string(got[0]))
+	_, err = deep.Add(ctx, "k", 1)
+	require.ErrorContains(t, err, "model/layer/k")
+	_, err = deep.Append(ctx, strings.Repeat("k", MaxKeyBytes-10), nil)
+	require.ErrorIs(t, err, ErrTooLarge)
+}
+
+// TestStoreRefusesEmptyKeys checks all calls, because torch's store loses the value of an empty key.
+func TestStoreRefusesEmptyKeys(t *testing.T) {
+	session := alone(t, Timing{})
+	ctx := t.Context()
+	for _, s := range []*Store{&session.view, session.Prefix("p")} {
+		for name, fn := range map[string]func() error{
+			"set":     func() error { return s.Set(ctx, "", nil) },
+			"set all": func() error { return s.SetAll(ctx, map[string][]byte{"a": nil, "": nil}) },
+			"append":  func() error { _, err := s.Append(ctx, "", nil); return err },
+			"get":     func() error { _, err := s.Get(ctx, ""); return err },
+			"get all": func() error { _, err := s.GetAll(ctx, "a", ""); return err },
+			"wait":    func() error { return s.Wait(ctx, "") },
+			"has":     func() error { _, err := s.Has(ctx, ""); return err },
+			"add":     func() error { _, err := s.Add(ctx, "", 1); return err },
+			"swap":    func() error { _, err := s.CompareAndSwap(ctx, "", nil, nil); return err },
+			"delete":  func() error { _, err := s.Delete(ctx, ""); return err },
+		} {
+			require.ErrorIs(t, fn(), errNoKey, name)
+		}
+	}
+	n, err := session.NumKeys(ctx)
+	require.NoError(t, err)
+	require.Zero(t, n)
+	require.NoError(t, session.Barrier(ctx, ""))
+}
+
+// A waiting GetAll sees all values of a SetAll, or none.
+func TestSetAllIsAtomic(t *testing.T) {
+	e := newEngine(1)
+	fields := func(s ...string) (f [][]byte) {
+		for _, x := range s {
+			f = append(f, []byte(x))
+		}
+		return f
+	}
+	for i := range 100 { // maps have a random order
+		old, added := fmt.Sprint("old", i), fmt.Sprint("new", i)
+		e.set(old, []byte("0"))
+		var got call
+		e.do(ticket{0, uint64(i)}, call{op: opGetAll, fields: fields(old, added)}, func(r call) { got = r })
+		e.do(ticket{0, 1000}, call{op: opSetAll, fields: fields(old, "1", added, "1")}, func(r call) { require.Equal(t, statusOK, r.op) })
+		require.Equal(t, fields("1", "1"), got.fields)
+	}
+	full := string(make([]byte, MaxValueBytes))
+	for i := range MaxStoreBytes/MaxValueBytes - 1 {
+		e.set(fmt.Sprint("full", i), []byte(full))
+	}
+	before := e.bytes
+	e.do(ticket{0, 1000}, call{op: opSetAll, fields: fields("x", full, "old0", "2")}, func(r call) { require.Equal(t, statusFull, r.op) })
+	require.Equal(t, before, e.bytes)
+	require.Equal(t, "1", string(e.values["old0"]))
+}
+
+// The values of one call have a limit, which keeps its message small enough to send.
+func TestLimitOfSeveralKeys(t *testing.T) {
+	s := alone(t, Timing{})
+	ctx := t.Context()
+	big := make([]byte, MaxValueBytes)
+	require.NoError(t, s.SetAll(ctx, map[string][]byte{"a": big, "b": big}))
+	require.ErrorIs(t, s.SetAll(ctx, map[string][]byte{"a": big, "b": big, "c": big}), ErrTooLarge)
+	require.NoError(t, s.Set(ctx, "c", big))
+	_, err := s.GetAll(ctx, "a", "b")
+	require.NoError(t, err)
+	_, err = s.GetAll(ctx, "a", "b", "c")
+	require.ErrorIs(t, err, ErrTooLarge)
+	_, err = s.Append(ctx, "a", []byte("x"))
+	require.ErrorIs(t, err, ErrTooLarge)
+	v, err := s.Get(ctx, "a")
+	require.NoError(t, err)
+	require.Len(t, v, MaxValueBytes)
+	for _, c := range []call{{op: opSetAll, fields: [][]byte{[]byte("k")}}, {op: opHas, fields: [][]byte{nil}}, {op: 99}} {
+		require.NotEqual(t, statusOK, checkCall(c))
+	}
+	require.Less(t, maxCallBytes+64, maxFrameBytes)
 }

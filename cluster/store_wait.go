@@ -12,8 +12,8 @@ const (
 // A load counts the waiting calls of a rank, and their keys.
 type load struct{ calls, keys int }
 
-// enter records a waiting call and charges it to the store, or returns why it cannot wait.
-func (e *engine) enter(w *waiter) byte {
+// addWaiter records a waiting call and charges it to the store, or returns why it cannot wait.
+func (e *engine) addWaiter(w *waiter) byte {
 	l := e.loads[w.rank]
 	switch {
 	case e.waiting[w.ticket] != nil:
@@ -65,7 +65,7 @@ func (e *engine) wait(t ticket, c call, reply func(call)) {
 		e.answer(w)
 		return
 	}
-	if status := e.enter(w); status != statusOK {
+	if status := e.addWaiter(w); status != statusOK {
 		reply(call{op: status})
 		return
 	}
@@ -77,11 +77,19 @@ func (e *engine) wait(t ticket, c call, reply func(call)) {
 	}
 }
 
-// answer replies to a call whose keys all have values.
+// answer replies to a call whose keys all have values. The values of opGetAll are in the order
+// of the first occurrence of each key.
 func (e *engine) answer(w *waiter) {
 	r := call{op: statusOK}
-	if w.op == opGet {
-		r.fields = [][]byte{e.values[w.keys[0]]}
+	if w.op != opWait {
+		total := 0
+		for _, k := range w.keys {
+			total += len(e.values[k]) + fieldBytes
+			r.fields = append(r.fields, e.values[k])
+		}
+		if total > maxCallBytes {
+			r = call{op: statusTooLarge}
+		}
 	}
 	w.reply(r)
 }

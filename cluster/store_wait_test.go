@@ -40,7 +40,11 @@ func TestWaitsAreCharged(t *testing.T) {
 	for i := range 8 {
 		e.do(ticket{0, uint64(i)}, waitFor(many...), note)
 	}
-	require.Equal(t, slices.Repeat([]byte{statusTooMany}, 8), status)
+	require.Equal(t, slices.Repeat([]byte{statusTooLarge}, 8), status)
+	for i := range 8 {
+		e.do(ticket{0, uint64(i)}, waitFor(many[:maxWaitKeys+1]...), note)
+	}
+	require.Equal(t, slices.Repeat([]byte{statusTooMany}, 8), status[8:])
 	require.Empty(t, e.waiting)
 
 	// All ranks together are held by the store's limit, and one by its own.
@@ -118,7 +122,7 @@ func TestWaitsAgainstModel(t *testing.T) {
 			require.Equal(t, charged(e), e.bytes)
 		}
 		for r := range 4 {
-			e.leave(r)
+			e.dropRank(r)
 		}
 		require.Empty(t, e.waiting)
 		require.Empty(t, e.byKey)

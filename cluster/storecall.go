@@ -5,29 +5,179 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
+	"time"
 )
 
-// Set sets the value of key. It copies value before it returns, and returns when
-// the coordinator has stored it. The limits are MaxKeyBytes, MaxValueBytes and,
-// for the whole store, MaxStoreBytes.
-func (s *membership) Set(ctx context.Context, key string, value []byte) error {
-	if value == nil {
-		value = []byte{}
+// A Store is a view of the job's key-value store: all keys of the world, or those with a prefix
+// (torch.distributed.TCPStore, PrefixStore). A Session and a World have its methods. Each epoch of
+// an elastic job has its own keys. Methods are safe for concurrent use. Calls wait for the
+// coordinator, and with a ctx without deadline as long as JoinConfig.Timing.Call allows. A key is
+// not empty and has at most MaxKeyBytes with its prefix, a value at most MaxValueBytes. The keys
+// and values of one call have at most 2*MaxValueBytes together, and the whole store MaxStoreBytes.
+type Store struct {
+	calls   caller
+	rank    int           // of this process, for errors
+	timeout time.Duration // of calls whose context has no deadline
+	prefix  string
+}
+
+// view is embedded by membership: the name of an embedded Store would be exported.
+type view = Store
+
+// Prefix returns the part of the store whose keys begin with prefix and a slash. Its methods
+// add them to all keys (torch.distributed.PrefixStore). An empty prefix adds nothing.
+func (s *Store) Prefix(prefix string) *Store {
+	part := *s
+	if prefix != "" {
+		part.prefix += prefix + "/"
 	}
-	_, err := s.do(ctx, "set", key, call{op: opSet, fields: [][]byte{[]byte(key), value}})
+	return &part
+}
+
+// Set sets the value of key. It copies value before it returns, and returns when
+// the coordinator has stored it.
+func (s *Store) Set(ctx context.Context, key string, value []byte) error {
+	_, err := s.do(ctx, "set", key, call{op: opSet, fields: [][]byte{s.key(key), present(value)}})
 	return err
 }
 
+// SetAll sets all keys at once, or none of them if it fails (multi_set).
+func (s *Store) SetAll(ctx context.Context, values map[string][]byte) error {
+	c := call{op: opSetAll}
+	for _, key := range slices.Sorted(maps.Keys(values)) {
+		c.fields = append(c.fields, s.key(key), present(values[key]))
+	}
+	_, err := s.do(ctx, "set", several(slices.Sorted(maps.Keys(values))), c)
+	return err
+}
+
+// Append adds bytes to the end of the value of key, or sets it if key has no value, and
+// returns the length of the value.
+func (s *Store) Append(ctx context.Context, key string, more []byte) (int, error) {
+	r, err := s.do(ctx, "append", key, call{op: opAppend, fields: [][]byte{s.key(key), present(more)}})
+	return int(r.n), err
+}
+
 // Get waits until key has a value and returns it. The caller owns the result.
-func (s *membership) Get(ctx context.Context, key string) ([]byte, error) {
-	r, err := s.do(ctx, "get", key, call{op: opGet, fields: [][]byte{[]byte(key)}})
+func (s *Store) Get(ctx context.Context, key string) ([]byte, error) {
+	values, err := s.values(ctx, key, 1, call{op: opGet, fields: [][]byte{s.key(key)}})
 	if err != nil {
 		return nil, err
 	}
-	if len(r.fields) != 1 {
-		return nil, &StoreError{Op: "get", Key: key, Rank: s.Rank(), Err: errShortCall}
+	return values[0], nil
+}
+
+// GetAll waits until all keys have values, and returns the values that they have at one
+// moment, in the order of keys (multi_get). The caller owns the result.
+func (s *Store) GetAll(ctx context.Context, keys ...string) ([][]byte, error) {
+	var once []string
+	for _, k := range keys {
+		if !slices.Contains(once, k) {
+			once = append(once, k)
+		}
 	}
-	return bytes.Clone(r.fields[0]), nil
+	values, err := s.values(ctx, several(keys), len(once), call{op: opGetAll, fields: s.keys(once)})
+	if err != nil {
+		return nil, err
+	}
+	all := make([][]byte, len(keys))
+	for i, k := range keys {
+		all[i] = bytes.Clone(values[slices.Index(once, k)])
+	}
+	return all, nil
+}
+
+// values runs a call that returns n values.
+func (s *Store) values(ctx context.Context, key string, n int, c call) ([][]byte, error) {
+	r, err := s.do(ctx, "get", key, c)
+	if err != nil {
+		return nil, err
+	}
+	if len(r.fields) != n {
+		return nil, &StoreError{Op: "get", Key: s.prefix + key, Rank: s.rank, Err: errShortCall}
+	}
+	for i, f := range r.fields {
+		r.fields[i] = append([]byte{}, f...)
+	}
+	return r.fields, nil
+}
+
+// Wait waits until all keys have values.
+func (s *Store) Wait(ctx context.Context, keys ...string) error {
+	_, err := s.do(ctx, "wait", several(keys), call{op: opWait, fields: s.keys(keys)})
+	return err
+}
+
+// Has reports whether all keys have values, and does not wait for them (check).
+func (s *Store) Has(ctx context.Context, keys ...string) (bool, error) {
+	r, err := s.do(ctx, "check", several(keys), call{op: opHas, fields: s.keys(keys)})
+	return r.n == 1, err
+}
+
+// NumKeys returns the number of keys of the whole store (num_keys): it counts keys with other
+// prefixes and keys of Chorus, too.
+func (s *Store) NumKeys(ctx context.Context) (int, error) {
+	r, err := s.do(ctx, "count", "all keys", call{op: opCount, fields: [][]byte{}})
+	return int(r.n), err
+}
+
+// Add atomically adds delta to the number in key, or to 0 if key has no value,
+// and returns the sum. The value is decimal text: Get returns it, and Set may set
+// the initial value.
+func (s *Store) Add(ctx context.Context, key string, delta int64) (int64, error) {
+	r, err := s.do(ctx, "add", key, call{op: opAdd, n: delta, fields: [][]byte{s.key(key)}})
+	return r.n, err
+}
+
+// CompareAndSwap atomically sets key to next if its value is old, and reports
+// whether it did. A nil old means that key must have no value, a nil next deletes
+// key; an empty slice is a value.
+func (s *Store) CompareAndSwap(ctx context.Context, key string, old, next []byte) (bool, error) {
+	r, err := s.do(ctx, "compare-and-swap", key, call{op: opSwap, fields: [][]byte{s.key(key), old, next}})
+	return r.n == 1, err
+}
+
+// Delete deletes key and reports whether it had a value.
+func (s *Store) Delete(ctx context.Context, key string) (bool, error) {
+	r, err := s.do(ctx, "delete", key, call{op: opDelete, fields: [][]byte{s.key(key)}})
+	return r.n == 1, err
+}
+
+// key returns a key as the coordinator knows it. An empty key stays empty, and is refused.
+func (s *Store) key(key string) []byte {
+	if key == "" {
+		return []byte{}
+	}
+	return []byte(s.prefix + key)
+}
+
+func (s *Store) keys(keys []string) [][]byte {
+	fields := make([][]byte, len(keys))
+	for i, k := range keys {
+		fields[i] = s.key(k)
+	}
+	return fields
+}
+
+// present makes a value of nil, which means the absence of a value in calls.
+func present(value []byte) []byte {
+	if value == nil {
+		return []byte{}
+	}
+	return value
+}
+
+// several describes keys for errors.
+func several(keys []string) string {
+	switch len(keys) {
+	case 0:
+		return "0 keys"
+	case 1:
+		return keys[0]
+	}
+	return fmt.Sprintf("%s and %d more", clip(keys[0]), len(keys)-1)
 }
 
 // Last is like Get but does not end with the session's context: after a loss it
@@ -35,14 +185,14 @@ func (s *membership) Get(ctx context.Context, key string) ([]byte, error) {
 // short time. ctx must have an end: nothing else limits the wait for a key
 // without a value.
 func (s *membership) Last(ctx context.Context, key string) ([]byte, error) {
-	r, ok := s.store.(remote)
+	r, ok := s.calls.(remote)
 	if !ok {
 		return s.Get(ctx, key)
 	}
 	e := &StoreError{Op: "get", Key: key, Rank: s.Rank()}
 	c := call{op: opGet, fields: [][]byte{[]byte(key)}}
-	if checkCall(c) == statusTooLarge {
-		e.Err = statusError(statusTooLarge)
+	if status := checkCall(c); status != statusOK {
+		e.Err = statusError(status)
 		return nil, e
 	}
 	got, err := r.last(ctx, c)
@@ -59,52 +209,13 @@ func (s *membership) Last(ctx context.Context, key string) ([]byte, error) {
 	return nil, e
 }
 
-// Wait waits until all keys have values.
-func (s *membership) Wait(ctx context.Context, keys ...string) error {
-	c := call{op: opWait}
-	for _, k := range keys {
-		c.fields = append(c.fields, []byte(k))
-	}
-	name := fmt.Sprint(len(keys), " keys")
-	if len(keys) > 0 {
-		name = keys[0]
-	}
-	if len(keys) > 1 {
-		name = fmt.Sprintf("%s and %d more", clip(keys[0]), len(keys)-1)
-	}
-	_, err := s.do(ctx, "wait", name, c)
-	return err
-}
-
-// Add atomically adds delta to the number in key, or to 0 if key has no value,
-// and returns the sum. The value is decimal text: Get returns it, and Set may set
-// the initial value.
-func (s *membership) Add(ctx context.Context, key string, delta int64) (int64, error) {
-	r, err := s.do(ctx, "add", key, call{op: opAdd, n: delta, fields: [][]byte{[]byte(key)}})
-	return r.n, err
-}
-
-// CompareAndSwap atomically sets key to next if its value is old, and reports
-// whether it did. A nil old means that key must have no value, a nil next deletes
-// key; an empty slice is a value.
-func (s *membership) CompareAndSwap(ctx context.Context, key string, old, next []byte) (bool, error) {
-	r, err := s.do(ctx, "compare-and-swap", key, call{op: opSwap, fields: [][]byte{[]byte(key), old, next}})
-	return r.n == 1, err
-}
-
-// Delete deletes key and reports whether it had a value.
-func (s *membership) Delete(ctx context.Context, key string) (bool, error) {
-	r, err := s.do(ctx, "delete", key, call{op: opDelete, fields: [][]byte{[]byte(key)}})
-	return r.n == 1, err
-}
-
 // Barrier waits until all ranks have called Barrier with the same name. The name
 // can be reused afterwards. If ctx ends first, the *BarrierError lists the
 // missing ranks, and this rank no longer counts as arrived.
 func (s *membership) Barrier(ctx context.Context, name string) error {
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
-	r, err := s.store.call(ctx, call{op: opBarrier, fields: [][]byte{[]byte(name)}})
+	r, err := s.calls.call(ctx, call{op: opBarrier, fields: [][]byte{[]byte(name)}})
 	return s.barrierError(name, r, err)
 }
 
@@ -126,17 +237,17 @@ func (s *membership) barrierError(name string, r call, err error) error {
 }
 
 // do runs one call with the default deadline. Its error describes the call.
-func (s *membership) do(ctx context.Context, op, key string, c call) (call, error) {
+func (s *Store) do(ctx context.Context, op, key string, c call) (call, error) {
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
-	e := &StoreError{Op: op, Key: key, Rank: s.Rank()}
-	if checkCall(c) == statusTooLarge { // fail before sending
-		e.Err = statusError(statusTooLarge)
+	e := &StoreError{Op: op, Key: s.prefix + key, Rank: s.rank}
+	if status := checkCall(c); status != statusOK { // fail before sending
+		e.Err = statusError(status)
 		return call{}, e
 	}
-	r, err := s.store.call(ctx, c)
+	r, err := s.calls.call(ctx, c)
 	switch {
-	case err != nil && (c.op == opGet || c.op == opWait) && errors.Is(err, context.DeadlineExceeded):
+	case err != nil && (c.op == opGet || c.op == opGetAll || c.op == opWait) && errors.Is(err, context.DeadlineExceeded):
 		e.Note, e.Err = "no process has set it", err
 	case err != nil:
 		e.Err = err
@@ -152,7 +263,7 @@ func (s *membership) do(ctx context.Context, op, key string, c call) (call, erro
 func statusError(status byte) error {
 	switch status {
 	case statusTooLarge:
-		return fmt.Errorf("%w: keys have at most %d bytes, values %d", ErrTooLarge, MaxKeyBytes, MaxValueBytes)
+		return fmt.Errorf("%w: keys have at most %d bytes, values %d, all of one call %d", ErrTooLarge, MaxKeyBytes, MaxValueBytes, 2*MaxValueBytes)
 	case statusFull:
 		return fmt.Errorf("%w: %d bytes for all keys and values", ErrStoreFull, MaxStoreBytes)
 	case statusTooMany:
@@ -163,6 +274,8 @@ func statusError(status byte) error {
 		return errBusy
 	case statusStale:
 		return errStale
+	case statusNoKey:
+		return errNoKey
 	}
 	return fmt.Errorf("the coordinator rejected this call (status %d)", status)
 }

@@ -175,7 +175,7 @@ func FuzzDecodeMeta(f *testing.F) {
 // FuzzAcceptHandshake feeds a listener what a stranger may send.
 func FuzzAcceptHandshake(f *testing.F) {
 	tag := jobTag("job")
-	f.Add(join(magic[:], []byte{protocolVersion}, tag[:], make([]byte, nonceBytes+pointBytes+proofBytes)))
+	f.Add(concat(magic[:], []byte{protocolVersion}, tag[:], make([]byte, nonceBytes+pointBytes+proofBytes)))
 	f.Add([]byte("GET / HTTP/1.1\r\n\r\n"))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		p, q := net.Pipe()

@@ -10,7 +10,8 @@ import (
 )
 
 // A World is the membership of this process in one epoch of a job, as Run gives it to its
-// function. Its store is empty when the epoch begins. Methods are safe for concurrent use.
+// function. It has all methods of the epoch's [Store], which is empty when the epoch begins.
+// Methods are safe for concurrent use.
 type World struct {
 	membership
 	epoch  uint64
@@ -37,13 +38,14 @@ func newWorld(parent context.Context, r *runner, m message) (*World, error) {
 		return nil, errors.New("the coordinator's list does not include this process")
 	}
 	w := &World{epoch: m.epoch, new: rec.New, left: rec.Left, news: make(chan struct{})}
-	w.membership = membership{job: r.cfg.Job, me: rec.Members[m.id], members: rec.Members, timeout: r.cfg.Timing.Call}
+	w.membership = membership{job: r.cfg.Job, me: rec.Members[m.id], members: rec.Members, key: r.k.to.key}
 	for i := range w.left {
 		w.left[i].Reason = plain.Text(w.left[i].Reason)
 	}
 	w.ctx, w.cancel = context.WithCancelCause(parent)
-	w.store = remote{r.k, w.epoch, w.ctx}
-	context.AfterFunc(r.k.ctx, func() { w.cancel(context.Cause(r.k.ctx)) })
+	w.view = Store{calls: remote{r.k, w.epoch, w.ctx}, rank: w.me.Rank, timeout: r.cfg.Timing.Call}
+	lost := r.k.ctx // another client follows after its end
+	context.AfterFunc(lost, func() { w.cancel(context.Cause(lost)) })
 	return w, nil
 }
 

@@ -131,7 +131,25 @@ func (b *Batch) SetTimeout(d time.Duration) {
 	}
 }
 
-// Reset removes the operations and the timeout.
+// SetDeterministic makes the reductions of the batch deterministic until Enqueue or Reset, in a
+// group whose Config.Deterministic has OnRequest: see Order. All ranks must call it for the same
+// batches. In other deterministic groups it changes nothing. Without Config.Deterministic it
+// returns an error that matches ErrMismatch, and the batch fails.
+func (b *Batch) SetDeterministic() error {
+	const op = "set deterministic"
+	switch {
+	case b == nil || b.g == nil:
+		return badArgument(op, "no batch of a group given")
+	case b.ended:
+		return b.markRefused(errBatchEnded)
+	case b.g.Deterministic() == nil:
+		return b.markRefused(badArgument(op, "the group has no order of reductions: set Config.Deterministic to &comm.Order{OnRequest: true}"))
+	}
+	b.batch.ReduceInOrder()
+	return nil
+}
+
+// Reset removes the operations, the timeout and the effect of SetDeterministic.
 func (b *Batch) Reset() {
 	b.batch.Reset()
 	b.freeStagings()

@@ -17,6 +17,9 @@ type Config struct {
 	// (is_high_priority_stream of ProcessGroupNCCL.Options). Groups of Split and Sub do as
 	// their parent.
 	HighPriority bool
+	// Deterministic makes the bits of reductions independent of everything except the inputs.
+	// nil means that they may depend on sizes, algorithms and strategies. See Order.
+	Deterministic *Order
 	// Strategy selects the algorithms of the collectives.
 	Strategy Strategy
 	// Tuning is used by a group with the strategy Tuned. Rank 0's Tuning, or else rank 0's
@@ -29,7 +32,10 @@ func (c *Config) check(op string) error {
 	if c != nil && c.NCCL != nil && c.NCCL.Recoverable {
 		return badArgument(op, "NCCL.Recoverable is set, but a group that fails aborts its communicators: make them with nccl.NewCommunicator to Shrink them")
 	}
-	return nil
+	if c == nil {
+		return nil
+	}
+	return c.Deterministic.check(op)
 }
 
 // nccl returns the options of a communicator, with onFailure called before the user's

@@ -70,6 +70,9 @@
 //		return errors.Join(comm.Send(b, next, x), comm.Recv(b, previous, y))
 //	})
 //
+// The bits of a reduction may depend on its length, the strategy and NCCL's version. With
+// [Config.Deterministic] they do not: see [Order].
+//
 // Calls that wait for operations do not wait for a batch that is not enqueued yet.
 //
 // Errors: all arguments are validated before any local rank enqueues work. When a rank

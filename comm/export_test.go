@@ -35,6 +35,16 @@ func SetOwnBytes(t *testing.T, all, part int) {
 	t.Cleanup(route.SetKernelBytes(all, part))
 }
 
+// SetOrderedBytes changes the memory of deterministic groups that are made from now on, so that
+// small reductions have many rounds.
+func SetOrderedBytes(n int) (restore func()) { return route.SetOrderedBytes(n) }
+
+// BlocksWithinHosts is blocksWithinHosts for a test.
+var BlocksWithinHosts = blocksWithinHosts
+
+// SetStaged lets groups that are made from now on treat each block of ranks as a host.
+func SetStaged(on bool) (restore func()) { return route.SetStaged(on) }
+
 // CompareSums is compareSums for a test.
 var CompareSums = compareSums
 

@@ -184,6 +184,9 @@ func (g *Group) Close() error {
 	if !g.owner.Close() {
 		return nil
 	}
+	if g.lost != nil && g.lost.Err() != nil {
+		g.writeTraces() // the function of watch may not have run yet
+	}
 	g.stopWatching("closed the group")
 	return errors.Join(concurrently(g.comms(), (*nccl.Communicator).Close), g.routers.Close(), g.closeStreams(), g.session.Close())
 }
@@ -222,10 +225,18 @@ func (g *Group) Shutdown(ctx context.Context) error {
 // fail breaks the group with its first cause and aborts pending operations, so that no
 // rank waits for a rank that failed.
 func (g *Group) fail(cause error) error {
+	g.writeTraces() // first, because the process may end soon
 	if g.setBroken(cause) {
 		_ = concurrently(g.comms(), (*nccl.Communicator).Abort)
 	}
 	return g.broken.Load()
+}
+
+// writeTraces writes the flight recorders, if the environment asks for it.
+func (g *Group) writeTraces() {
+	for i := range g.members {
+		ranks.Of(g.members[i].comm).WriteTraces()
+	}
 }
 
 // setBroken makes a cause the cause of the broken group, completed by the information of
@@ -331,6 +342,13 @@ func (g *Group) rootCause(err error) error {
 // Rendezvous loses a rank.
 func (g *Group) watch(w *reporter) {
 	g.reporter, g.lost = w, w.r.Context()
+	world := w.world
+	if world == nil {
+		for rank := range w.r.Size() {
+			world = append(world, rank)
+		}
+	}
+	ranks.Of(g.members[0].comm).SetWorld(world, w.r.Size())
 	w.start(g.members[0].comm, g.fail)
 	g.unwatch = context.AfterFunc(g.lost, func() { _ = g.fail(context.Cause(g.lost)) })
 }

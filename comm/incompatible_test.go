@@ -16,4 +16,7 @@ func TestIncompatibleRanks(t *testing.T) {
 	other := b
 	other.Backend = "virtual"
 	require.Contains(t, incompatibility([]rankInfo{a, other}), "rank 0 uses cuda devices and rank 1 virtual devices")
+	other = b
+	other.Encrypts = true
+	require.Contains(t, incompatibility([]rankInfo{a, other}), "ranks 0 and 1 differ in CHORUS_NCCL_ENCRYPT")
 }

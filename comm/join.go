@@ -86,6 +86,9 @@ func (j *joining) run(ctx context.Context) (err error) {
 	if j.dev, err = j.open(); err != nil {
 		return err
 	}
+	if err := encrypt(j.r, j.dev); err != nil {
+		return err
+	}
 	v, err := j.agree(ctx)
 	if err != nil {
 		return err
@@ -99,7 +102,7 @@ func (j *joining) run(ctx context.Context) (err error) {
 		return err
 	}
 	exchange := exchangeBy(j.r, j.prefix+"routers/")
-	if err := j.group.openRouters(ctx, j.strategy, func(int) fabric.Exchange { return exchange }); err != nil {
+	if err := j.group.openRouters(ctx, j.strategy, v.Hosts, func(int) fabric.Exchange { return exchange }); err != nil {
 		return err
 	}
 	j.group.watch(w)
@@ -118,8 +121,10 @@ type rankInfo struct {
 	UUID     string
 	Backend  string
 	Strategy string
+	Order    string // of deterministic reductions
 	NCCL     string // version
 	Shares   bool   // it may share its GPU
+	Encrypts bool   // NCCL encrypts its connections
 }
 
 // An admission is the answer of rank 0 to all ranks.
@@ -133,7 +138,7 @@ type admission struct {
 // its rankInfo to rank 0, and rank 0 answers all with one admission. NCCL itself would hang, or
 // fail without saying which ranks are incompatible.
 func (j *joining) agree(ctx context.Context) (v admission, err error) {
-	mine, err := rankInfoOf(j.dev, j.strategy)
+	mine, err := rankInfoOf(j.dev, j.strategy, j.cfg)
 	if err != nil {
 		return v, err
 	}
@@ -184,7 +189,7 @@ func (v *admission) check(ranks int) error {
 	return v.err()
 }
 
-func rankInfoOf(dev *device.Device, s route.Strategy) (rankInfo, error) {
+func rankInfoOf(dev *device.Device, s route.Strategy, cfg *Config) (rankInfo, error) {
 	uuid, err := gpu.DeviceOf(dev).UUID()
 	if err != nil {
 		return rankInfo{}, err
@@ -197,7 +202,7 @@ func rankInfoOf(dev *device.Device, s route.Strategy) (rankInfo, error) {
 	if err != nil {
 		return rankInfo{}, err
 	}
-	return rankInfo{Host: host, Machine: fabric.Host(), PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend(), Strategy: s.String(), NCCL: version, Shares: ncclapi.SharesGPUs()}, nil
+	return rankInfo{Host: host, Machine: fabric.Host(), PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend(), Strategy: s.String(), Order: cfg.orderName(), NCCL: version, Shares: ncclapi.SharesGPUs(), Encrypts: encrypts()}, nil
 }
 
 // hostsOf numbers the hosts in the order of their first ranks.
@@ -218,11 +223,17 @@ func incompatibility(infos []rankInfo) string {
 		if c.Shares != infos[0].Shares {
 			return fmt.Sprintf("ranks 0 and %d differ in %s: set it alike for all", i, env.ShareGPUs.Name)
 		}
+		if c.Encrypts != infos[0].Encrypts {
+			return fmt.Sprintf("ranks 0 and %d differ in %s: set it alike for all", i, env.NCCLEncrypt.Name)
+		}
 		if c.Backend != infos[0].Backend {
 			return fmt.Sprintf("rank 0 uses %s devices and rank %d %s devices: set CHORUS_BACKEND alike for all", infos[0].Backend, i, c.Backend)
 		}
 		if c.Strategy != infos[0].Strategy {
 			return fmt.Sprintf("the strategy of rank 0 is %s and that of rank %d is %s: set Config.Strategy or CHORUS_COMM_STRATEGY alike for all", infos[0].Strategy, i, c.Strategy)
+		}
+		if c.Order != infos[0].Order {
+			return fmt.Sprintf("the order of deterministic reductions is %s on rank 0 and %s on rank %d: set Config.Deterministic alike for all", infos[0].Order, c.Order, i)
 		}
 		if c.NCCL != infos[0].NCCL {
 			return fmt.Sprintf("rank 0 has NCCL %s and rank %d NCCL %s: let all load the same", infos[0].NCCL, i, c.NCCL)

@@ -37,7 +37,7 @@ func Local(ctx context.Context, devs []*device.Device, cfg *Config) (*Group, err
 	if err != nil {
 		return nil, err
 	}
-	err = g.openRouters(ctx, strategy, fabric.NewTable(len(devs)).Seat)
+	err = g.openRouters(ctx, strategy, nil, fabric.NewTable(len(devs)).Seat)
 	if err == nil {
 		err = g.setInitialTuning(ctx)
 	}

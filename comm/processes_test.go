@@ -62,6 +62,9 @@ func work(fault string) error {
 		return err
 	}
 	defer sess.Close()
+	if fault == "order" {
+		return orderWorker(ctx, sess)
+	}
 	local := sess.LocalRank()
 	if fault == "one device" {
 		local = 0

@@ -18,7 +18,8 @@ type ReduceAddConfig struct {
 	// Destination is the device of the sum; one of the tensors must be on it. nil means
 	// the device of rank 0.
 	Destination *device.Device
-	// Deterministic prevents sums by NCCL, whose order of additions is unspecified.
+	// Deterministic prevents sums by NCCL, whose order of additions is unspecified. Groups with
+	// Config.Deterministic without OnRequest always do that.
 	Deterministic bool
 }
 
@@ -80,7 +81,7 @@ func newSum(g *Group, op string, ts []tensor.Tensor, c *ReduceAddConfig) (*sum, 
 	if x.root < 0 {
 		return nil, badArgument(op, "expects the destination %s to be the device of one of the tensors", to)
 	}
-	x.nccl = !c.Deterministic && len(ts) > 1 && g.onePerDevice(ts...) && addable(ts[0].DType())
+	x.nccl = !c.Deterministic && !g.alwaysInOrder() && len(ts) > 1 && g.onePerDevice(ts...) && addable(ts[0].DType())
 	return x, x.promote(op)
 }
 

@@ -8,9 +8,9 @@ import (
 )
 
 // openRouters opens everything that the strategy needs and the devices support, and lets it
-// execute the collectives of the group.
-func (g *Group) openRouters(ctx context.Context, s route.Strategy, exchange func(rank int) fabric.Exchange) (err error) {
-	g.routers, err = route.Open(ctx, s, g.comms(), g.Streams(), exchange)
+// execute the collectives of the group. hosts has the host of each rank; nil means one host.
+func (g *Group) openRouters(ctx context.Context, s route.Strategy, hosts []int, exchange func(rank int) fabric.Exchange) (err error) {
+	g.routers, err = route.Open(ctx, s, g.cfg.order(hosts), g.comms(), g.Streams(), exchange)
 	if err != nil || len(g.routers) == 0 {
 		return err
 	}

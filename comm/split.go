@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -101,6 +102,9 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 		}
 		slices.SortFunc(mine, func(a, b *nccl.Communicator) int { return a.Rank() - b.Rank() })
 		child, err := newGroup(mine, g.cfg)
+		if err == nil {
+			err = child.openRouters(ctx, route.NCCLOnly, nil, nil)
+		}
 		if err == nil && g.reporter != nil {
 			err = child.watchChild(ctx, watchers[i])
 		}

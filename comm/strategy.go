@@ -14,7 +14,8 @@ import (
 // A Strategy selects the backend of a group's collectives. NCCL runs everything that a
 // strategy does not support: other operations, types and sizes, operations on other
 // streams than the group's, and several operations of one rank in a single NCCL group. All
-// ranks must have the same strategy. Its value is its name in CHORUS_COMM_STRATEGY.
+// ranks must have the same strategy. In a group with Config.Deterministic a strategy does not
+// change the bits of reductions. Its value is its name in CHORUS_COMM_STRATEGY.
 type Strategy string
 
 // The strategies.

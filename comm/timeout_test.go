@@ -79,6 +79,9 @@ func TestTimeoutOfABatch(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		gs, xs := pair(t, devs, time.Hour)
 		reduceOnBoth(t, gs, xs)
+		sent := make(chan error, 1) // NCCL connects the ranks at their first transfer
+		go func() { sent <- errors.Join(comm.Send(gs[1], 0, xs[1][0]), gs[1].Wait(testgpu.Context(t))) }()
+		require.NoError(t, errors.Join(comm.Recv(gs[0], 1, xs[0][0]), gs[0].Wait(testgpu.Context(t)), <-sent))
 		b := gs[0].NewBatch()
 		b.SetTimeout(shortTimeout)
 		require.NoError(t, comm.Recv(b, 1, xs[0][0]), "which hangs")

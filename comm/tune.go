@@ -122,7 +122,16 @@ func (g *Group) site() (route.Site, error) {
 		return route.Site{}, err
 	}
 	return route.Site{GPU: name, Ranks: g.size, Hosts: g.hosts(), Locals: len(g.members), Backend: dev.System().Backend(),
-		Driver: dev.System().Libraries()[0].Version, NCCL: version, Kernels: fabric.Version()}, nil
+		Driver: dev.System().Libraries()[0].Version, NCCL: version, Kernels: g.kernelsVersion()}, nil
+}
+
+// kernelsVersion returns the version of the Chorus kernels. Times of deterministic groups count
+// for these only, because NCCL does not reduce there.
+func (g *Group) kernelsVersion() string {
+	if g.alwaysInOrder() {
+		return fabric.Version() + ", deterministic"
+	}
+	return fabric.Version()
 }
 
 // hosts returns the number of hosts.

@@ -161,3 +161,23 @@ func TestTuningsThatAreRefused(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, at, kept.For)
 }
+
+// TestTuningOfAnotherUser gives the file of a tuning to another user, who could then choose the
+// strategies of this one.
+func TestTuningOfAnotherUser(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can give a file to another user")
+	}
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	path := filepath.Join(t.TempDir(), "tuning.json")
+	tuning := anyTuning(siteOf(t, devs), rand.New(rand.NewPCG(1, 1)))
+	require.NoError(t, tuning.Save(t.Context(), path))
+	t.Setenv(env.CommStrategy.Name, "tuned")
+	t.Setenv(env.TuningFile.Name, path)
+	g := groupBy(t, devs, comm.Config{})
+	require.Equal(t, comm.Tuned, g.Strategy())
+	require.NoError(t, os.Chown(path, 65534, 65534))
+	_, err := comm.Local(testgpu.Context(t), devs, nil)
+	require.ErrorContains(t, err, path)
+	require.ErrorContains(t, err, "belongs to the user with id 65534")
+}

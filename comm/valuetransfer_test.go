@@ -3,6 +3,7 @@ package comm_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -154,3 +155,18 @@ func TestScatterOfWrongLists(t *testing.T) {
 		}
 	}
 }
+
+// A value that cannot be decoded is an error that names its rank.
+func TestScatterOfWhatCannotBeDecoded(t *testing.T) {
+	errs := both(t, func(ctx context.Context, rank int, g *comm.Group) error {
+		_, err := comm.ScatterValues(ctx, g, 0, []any{1, 2}, undecodable{comm.JSON})
+		return err
+	})
+	for rank, err := range errs {
+		require.ErrorContains(t, err, fmt.Sprintf("decode the value of rank %d: no decoder", rank))
+	}
+}
+
+type undecodable struct{ comm.Codec }
+
+func (undecodable) Decode([]byte, any) error { return errors.New("no decoder") }

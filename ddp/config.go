@@ -40,8 +40,8 @@ type ReducerConfig struct {
 	// Default none.
 	Compress memory.DType
 	// Hook reduces the buckets instead of an all-reduce. Default none. With Compress, it gets
-	// the buckets in that type (fp16_compress_wrapper, bf16_compress_wrapper). Only for Sum and
-	// Avg, and gradients of floats of 16 bits or more.
+	// the buckets in that type (fp16_compress_wrapper, bf16_compress_wrapper); PowerSGD then
+	// is an all-reduce. Only for Sum and Avg, and gradients of floats of 16 bits or more.
 	Hook Hook
 	// Uneven lets ranks have different numbers of steps (torch's Join): a rank without input
 	// calls Reducer.Join, and its gradients count as zeros. A local rank may also have no ready

@@ -29,7 +29,8 @@
 //
 // Gradients lie in buckets. A bucket is reduced on the group's stream as soon as its last
 // gradient is ready on all local ranks, and buckets are reduced in the same order on all
-// ranks. The host waits for nothing and allocates nothing.
+// ranks. The host waits for nothing and allocates nothing. In a group with
+// [comm.Config.Deterministic] the bits of reduced gradients do not depend on the buckets.
 //
 // An error that matches [comm.ErrMismatch] is the error of a wrong argument. When the group
 // is broken, every later call returns an error that matches [comm.ErrBroken].

@@ -6,6 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/tensor"
 )
 
 // Gaps reads what lies in the buckets of a local rank, before any gradient is
@@ -36,3 +37,9 @@ func (r *Reducer) Launched() int { return r.queue.next }
 
 // Buckets returns how many buckets there are.
 func (r *Reducer) Buckets() int { return len(r.parts) }
+
+// CompressedRank returns the rank of a gradient's product, or 0 if p does not compress it.
+func (p *PowerSGD) CompressedRank(grad tensor.Tensor) int {
+	_, _, rank := (&power[float32]{cfg: p.filled()}).factors(grad)
+	return rank
+}

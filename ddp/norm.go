@@ -21,6 +21,10 @@ import (
 // grads[i] has the gradients of local rank i. Each gradient is on one rank only. streams[i] is
 // the stream that has computed them; it waits for the result. The host does not wait. Gradients
 // that a Reducer has reduced are the same on all ranks and need no Powers. Collective.
+//
+// p must be the same on all ranks: Powers does not compare it, and norms of different p are wrong.
+// After an error, such as closed Grads, the process has enqueued no all-reduce, and the other
+// processes wait for it: close the group, so that they get an error.
 func Powers(g *comm.Group, p float64, grads []*optim.Grads, streams []*stream.Stream) error {
 	const op = "powers"
 	if err := checkGroup(g, op); err != nil {

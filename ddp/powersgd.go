@@ -1,6 +1,7 @@
 package ddp
 
 import (
+	"errors"
 	"fmt"
 	"io"
 
@@ -22,10 +23,13 @@ import (
 //
 // Gradients of one dimension, or whose product is not small enough, and buckets of float16 and
 // bfloat16 are all-reduced as they are. Gradients need a shape: give NewReducer tensors.
+// With ReducerConfig.Compress all buckets have 16 bits, so nothing is sent as a product.
 //
 // The host waits for nothing. The first Q is drawn on the host from Seed, and is the same on all
-// ranks. Columns are made orthonormal by Gram-Schmidt, twice. A gradient that is infinite or NaN
-// on one rank makes the result NaN on all ranks, and leaves no trace in the error or in Q.
+// ranks. Columns are made orthonormal by Gram-Schmidt in two passes. A column of P that depends on
+// the others becomes zeros, and a column of Q is drawn again. A gradient whose rank as a matrix is
+// below Rank is exact but for rounding. A gradient that is infinite or NaN on one rank makes
+// the result NaN on all ranks, and leaves no trace in the error or in Q.
 // A graph can capture a step after the first compressed one; with NoWarmStart it repeats its Q.
 // Errors and Q are not part of checkpoints: after a restart they begin with zeros and Seed.
 type PowerSGD struct {
@@ -48,6 +52,9 @@ type PowerSGD struct {
 var _ Hook = (*PowerSGD)(nil)
 
 func (p *PowerSGD) check() error {
+	if p == nil {
+		return errors.New("the hook is a nil *PowerSGD: give &PowerSGD{}, or no hook for an all-reduce")
+	}
 	if p.Rank < 0 || p.MinCompression < 0 {
 		return fmt.Errorf("PowerSGD of rank %d with a compression of %v: want positive numbers", p.Rank, p.MinCompression)
 	}
@@ -133,6 +140,8 @@ func (x *power[T]) reduce(b *Bucket) error {
 	}
 	if x.batch == nil {
 		if err := x.open(b); err != nil {
+			err = errors.Join(err, x.Close())
+			*x = power[T]{cfg: x.cfg, steps: x.steps} // the next step tries again
 			return err
 		}
 	}
@@ -181,7 +190,6 @@ func (x *power[T]) sumOthers(g *comm.Group) error {
 
 // open chooses the matrices of the bucket and allocates their factors.
 func (x *power[T]) open(b *Bucket) error {
-	x.batch = b.Group.NewBatch()
 	p, q, end := 0, 0, 0
 	var others [][2]int
 	for j, grad := range b.Grads[0] {
@@ -213,6 +221,7 @@ func (x *power[T]) open(b *Bucket) error {
 		}
 		x.others = append(x.others, flats)
 	}
+	x.batch = b.Group.NewBatch()
 	return nil
 }
 

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"sync"
 
 	"github.com/gochorus/chorus/kernel"
@@ -21,6 +22,7 @@ type powerLocal[T float32 | float64] struct {
 	p, q, fresh   memory.Slice[T] // fresh are drawn numbers, for Q
 	square, coefs memory.Slice[T] // of a row: its squared norm, and the products with later rows
 	views         []powerViews    // by matrix
+	drawn         bool            // the first Q
 }
 
 // powerViews are a matrix and its factors as tensors.
@@ -69,11 +71,11 @@ func (l *powerLocal[T]) view(x *matrix) (v powerViews, err error) {
 
 // project adds the error of the last step, and computes P = M·Q of this rank.
 func (l *powerLocal[T]) project(x *power[T]) error {
-	first := x.steps == max(x.cfg.StartStep, 0)+1
-	if first || x.cfg.NoWarmStart {
+	if !l.drawn || x.cfg.NoWarmStart {
 		if err := errors.Join(l.draw(x), memory.Copy(l.s, l.q, l.fresh)); err != nil {
 			return err
 		}
+		l.drawn = true
 	}
 	for i := range x.matrices {
 		k := &x.matrices[i]
@@ -130,7 +132,8 @@ func (l *powerLocal[T]) restore(x *power[T], ranks int) error {
 	return nil
 }
 
-// draw fills fresh with normal numbers, which are the same on all ranks.
+// draw fills fresh with rows of normal numbers, divided by their norms, which are the same on all
+// ranks.
 func (l *powerLocal[T]) draw(x *power[T]) error {
 	host, err := memory.MakePinned[T](l.s.Device(), l.fresh.Len())
 	if err != nil {
@@ -138,22 +141,36 @@ func (l *powerLocal[T]) draw(x *power[T]) error {
 	}
 	for _, k := range x.matrices {
 		r := rand.New(rand.NewPCG(x.cfg.Seed, uint64(x.steps)<<32|uint64(uint32(k.number))))
-		for i := range k.rank * k.m {
-			host.Data()[k.q+i] = T(r.NormFloat64())
+		for row := range slices.Chunk(host.Data()[k.q:k.q+k.rank*k.m], k.m) {
+			drawUnit(r, row)
 		}
 	}
 	return errors.Join(l.fresh.CopyFromPinned(l.s, host), host.Close())
 }
 
-// orthonormal makes rows of equal length orthonormal, by Gram-Schmidt in two passes: the second
-// one corrects rows that depended on others. A row without a direction becomes a row of fresh,
-// or zeros if there is none; without fresh, numbers that are not finite make it NaN.
+// drawUnit fills a row with normal numbers, divided by their norm.
+func drawUnit[T float32 | float64](r *rand.Rand, row []T) {
+	numbers, square := make([]float64, len(row)), 0.0
+	for i := range numbers {
+		numbers[i] = r.NormFloat64()
+		square += numbers[i] * numbers[i]
+	}
+	for i, x := range numbers {
+		row[i] = T(x / math.Sqrt(square))
+	}
+}
+
+// orthonormal makes rows of equal length orthonormal, by Gram-Schmidt in two passes. What the
+// first pass leaves of a row that depends on earlier rows is rounding error, made a unit vector
+// of any direction. The second pass corrects it. If less than a tenth is left then, the row
+// depends on the others: it becomes a row of fresh, or zeros if there is none. Without
+// fresh, numbers that are not finite make rows NaN.
 func (l *powerLocal[T]) orthonormal(rows, fresh memory.Slice[T], count int) error {
 	n := rows.Len() / count
-	for range min(count, 2) {
+	for _, least := range []float64{tiny, 0.01}[:min(count, 2)] {
 		for i := range count {
 			row := rows.Slice(i*n, (i+1)*n)
-			if err := l.normalize(row, fresh, i*n); err != nil {
+			if err := l.normalize(row, fresh, i*n, least); err != nil {
 				return err
 			}
 			if err := l.subtract(row, rows.Slice((i+1)*n, count*n), count-i-1); err != nil {
@@ -164,8 +181,8 @@ func (l *powerLocal[T]) orthonormal(rows, fresh memory.Slice[T], count int) erro
 	return nil
 }
 
-// normalize divides a row by its norm.
-func (l *powerLocal[T]) normalize(row, fresh memory.Slice[T], at int) error {
+// normalize divides a row by its norm. A row whose squared norm is at most least has no direction.
+func (l *powerLocal[T]) normalize(row, fresh memory.Slice[T], at int, least float64) error {
 	x, err := tensor.Of(row, 1, row.Len())
 	if err != nil {
 		return err
@@ -178,9 +195,10 @@ func (l *powerLocal[T]) normalize(row, fresh memory.Slice[T], at int) error {
 		return err
 	}
 	if fresh.Buffer() == nil {
-		return launch(powerKernels.direction, l.s, kernel.Out(row), kernel.In(row), kernel.In(l.square))
+		return launch(powerKernels.direction, l.s, kernel.Out(row), kernel.In(row), kernel.In(l.square), kernel.Set("least", least))
 	}
-	return launch(powerKernels.directionOr, l.s, kernel.Out(row), kernel.In(row), kernel.In(l.square), kernel.In(fresh.Slice(at, at+row.Len())))
+	return launch(powerKernels.directionOr, l.s, kernel.Out(row), kernel.In(row), kernel.In(l.square), kernel.In(fresh.Slice(at, at+row.Len())),
+		kernel.Set("least", least))
 }
 
 // subtract removes the direction of a row from later rows.
@@ -217,8 +235,7 @@ func (x *power[T]) Close() error {
 	return errors.Join(errs...)
 }
 
-// powerKernels live as long as the process. A squared norm of at most 1e-36 counts as 0: the
-// square of a smaller float32 vanishes.
+// powerKernels live as long as the process.
 var powerKernels = struct {
 	add, rest, direction, directionOr func() (*kernel.Elementwise, error)
 }{
@@ -229,20 +246,21 @@ var powerKernels = struct {
 				out[0] = 0
 			}
 		}),
-	direction: elementwise("square <= T(1e-36) ? T(0) : x / sqrt(square) * (square - square + T(1))", []string{"x", "square"}, nil,
+	direction: elementwise("square <= least ? T(0) : x / sqrt(square) * (square - square + T(1))", []string{"x", "square"}, []kernel.Operand{kernel.Set("least", tiny)},
 		func(in, out []float64) {
-			if out[0] = 0; !(in[1] <= tiny) {
+			if out[0] = 0; !(in[1] <= in[2]) {
 				out[0] = in[0] / math.Sqrt(in[1]) * (in[1] - in[1] + 1)
 			}
 		}),
-	directionOr: elementwise("square > T(1e-36) && square - square == T(0) ? x / sqrt(square) : fresh", []string{"x", "square", "fresh"}, nil,
+	directionOr: elementwise("square > least && square - square == T(0) ? x / sqrt(square) : fresh", []string{"x", "square", "fresh"}, []kernel.Operand{kernel.Set("least", tiny)},
 		func(in, out []float64) {
-			if out[0] = in[2]; in[1] > tiny && in[1]-in[1] == 0 {
+			if out[0] = in[2]; in[1] > in[3] && in[1]-in[1] == 0 {
 				out[0] = in[0] / math.Sqrt(in[1])
 			}
 		}),
 }
 
+// tiny is a squared norm that counts as 0: the square of a smaller float32 vanishes.
 const tiny = 1e-36
 
 func elementwise(code string, inputs []string, defaults []kernel.Operand, floats func(in, out []float64)) func() (*kernel.Elementwise, error) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
@@ -17,6 +18,7 @@ import (
 // end of torch's Join context; needs ReducerConfig.Uneven). Call it instead of a step. Join takes
 // part in the reductions of the other ranks with zeros until all ranks have called it. The
 // gradients get the results of these steps. Give one stream for each local rank, as for Finish.
+// After the error of a step with Verify, all ranks are in step, and Join may be called again.
 //
 // Join returns the highest rank that has taken part in all steps. All ranks return the same one.
 // Its parameters are the model, because the others have missed updates:
@@ -45,32 +47,30 @@ func (r *Reducer) Join(ctx context.Context, streams ...*stream.Stream) (last int
 	if err := groups.Of(r.g).Check("join"); err != nil {
 		return 0, fmt.Errorf("ddp: %w", err)
 	}
-	missed, err := r.shadowAll(ctx, by)
-	if err != nil {
-		return 0, fmt.Errorf("%s after %d steps of other ranks: %w", op, missed, err)
+	if err := r.shadowAll(ctx, by); err != nil {
+		return 0, fmt.Errorf("%s after %d steps of other ranks: %w", op, r.uneven.missed, err)
 	}
-	return r.lastJoined(ctx, missed == 0)
+	return r.lastJoined(ctx, r.uneven.missed == 0)
 }
 
-// shadowAll takes part in the steps of the other ranks until they have no more, and returns how
-// many there were.
-func (r *Reducer) shadowAll(ctx context.Context, by []*stream.Stream) (missed int, err error) {
+// shadowAll takes part in the steps of the other ranks until they have no more, and counts them.
+func (r *Reducer) shadowAll(ctx context.Context, by []*stream.Stream) error {
 	r.queue.mu.Lock()
 	defer r.queue.mu.Unlock()
 	if r.queue.begun() {
-		return 0, errors.New("in the middle of a step: call Finish before")
+		return errors.New("in the middle of a step: call Finish before")
 	}
-	for ; ; missed++ {
+	for ; ; r.uneven.missed++ {
 		active, err := r.uneven.count(ctx, r)
 		if err != nil || active == 0 {
 			r.uneven.announced = false
-			return missed, err
+			return err
 		}
 		if err := r.shadow(by); err != nil {
-			return missed, err
+			return err
 		}
 		if r.cfg.StopTogether {
-			return missed, fmt.Errorf("rank %d exhausted all inputs, and %d of %d ranks have more", r.g.Rank(), active, r.g.Size())
+			return fmt.Errorf("rank %d exhausted all inputs, and %d of %d ranks have more", r.g.Rank(), active, r.g.Size())
 		}
 	}
 }
@@ -94,9 +94,10 @@ func (r *Reducer) lastJoined(ctx context.Context, mine bool) (int, error) {
 	if err != nil {
 		return 0, fmt.Errorf("ddp: join: %w", err)
 	}
-	last := 0
-	for _, rank := range all {
-		last = max(last, rank)
+	r.uneven.missed = 0
+	last := slices.Max(all)
+	if last < 0 {
+		return 0, errors.New("ddp: join: each rank has missed steps of others since the last Join without an error, so none has all updates: load a checkpoint")
 	}
 	return last, nil
 }
@@ -108,6 +109,7 @@ type uneven struct {
 	factors   comm.Shards[float32] // all ranks divided by the active ones
 	host      *memory.Pinned[float32]
 	announced bool       // in this step
+	missed    int        // steps that updated other ranks since the last Join that succeeded
 	work      *comm.Work // the count reaches the host, with StopTogether
 }
 
@@ -190,7 +192,7 @@ func (u *uneven) wait(ctx context.Context) (int, error) {
 	w := u.work
 	u.work = nil
 	if err := w.Wait(ctx); err != nil {
-		return 0, err
+		return 0, errors.Join(err, w.Close())
 	}
 	return int(u.host.Data()[0]), nil
 }

@@ -71,6 +71,15 @@ func (v *verifier) look(g *comm.Group, k int) error {
 	return nil
 }
 
+// forget clears the results of a step that ends with another error.
+func (v *verifier) forget(g *comm.Group) error {
+	var errs []error
+	for i, l := range v.locals {
+		errs = append(errs, l.found.Zero(g.Stream(i)))
+	}
+	return errors.Join(errs...)
+}
+
 // result waits for the step, and returns an error that names the gradients with numbers that are
 // not finite.
 func (v *verifier) result(op string, q *queue) error {
@@ -100,6 +109,8 @@ func (r *Reducer) verified(op string, err error) error {
 	}
 	if err == nil {
 		err = r.verifier.result(op, r.queue)
+	} else {
+		err = errors.Join(err, r.verifier.forget(r.g))
 	}
 	return agree(context.Background(), r.g, op, arguments{}, err)
 }

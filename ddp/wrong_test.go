@@ -126,6 +126,7 @@ func TestGradientThatOneRankHasClosed(t *testing.T) {
 // takes a step that the others do not.
 func TestHookOfWrongSizesLater(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		limitNCCL(t, devs)
 		var wrong [2]bool // by rank
 		gs := [2]*comm.Group{}
 		hook := hookFunc(func(b *ddp.Bucket) ([]tensor.Tensor, error) {

@@ -11,9 +11,9 @@ import (
 )
 
 // The methods below query NVIDIA's management library. They create no context, do not wait
-// for work, may be called at any time, and work after a sticky error. If the program is
-// built without cgo, the machine has no libnvidia-ml, or the device lacks the sensor,
-// their error matches errors.ErrUnsupported and says which. A virtual device reports its
+// for work, may be called at any time, and work after a sticky error. If the machine has no
+// libnvidia-ml, or the device lacks the sensor, their error matches errors.ErrUnsupported and
+// says which. A virtual device reports its
 // memory and its process, and has no sensors.
 
 // Utilization returns the percentage of time that kernels ran during the last sample period

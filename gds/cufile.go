@@ -221,7 +221,7 @@ func (w *worker) straight() error {
 		}
 		if err != nil {
 			t.f.refuse(CuFile, err)
-			t.leave(win)
+			t.leaveToOthers(win)
 			return nil
 		}
 		t.tell(bytes)
@@ -244,7 +244,7 @@ func (t *transfer) pass(win window) (bytes int64, err error) {
 
 func (t *transfer) passPart(x part) error {
 	b, base, off := t.cu.lib.within(x)
-	defer b.leave()
+	defer b.endUse()
 	count := &t.f.count.by[CuFile]
 	for done := int64(0); done < x.bytes && t.ctx.Err() == nil; {
 		var n int64

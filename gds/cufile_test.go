@@ -168,7 +168,7 @@ func TestBuffers(t *testing.T) {
 	require.Equal(t, cudadrv.DevicePtr(part.Ptr()), base)
 	require.EqualValues(t, 100, off)
 	require.ErrorIs(t, DeregisterBuffer(part), errBusy)
-	b.leave()
+	b.endUse()
 	for _, x := range []memory.Slice[byte]{r.x.Slice(900, 1100), r.x.Slice(499_000, 500_001), r.x.Slice(0, 10)} {
 		b, base, off := c.within(bytesAt(x, 0, x.Len()))
 		require.Nil(t, b)

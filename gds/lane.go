@@ -40,7 +40,7 @@ func takeLane(dev *gpu.Device) (*lane, error) {
 		return l, nil
 	}
 	l := &lane{dev: dev}
-	if err := l.open(); err != nil {
+	if err := l.allocate(); err != nil {
 		l.close()
 		return nil, err
 	}
@@ -68,7 +68,7 @@ func giveLane(l *lane) {
 	list.free = append(list.free, l)
 }
 
-func (l *lane) open() (err error) {
+func (l *lane) allocate() (err error) {
 	l.stream, err = l.dev.NewStream(0)
 	for i := range l.events {
 		if err != nil {

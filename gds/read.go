@@ -55,7 +55,7 @@ func (f *File) inside(op string, pieces []piece) error {
 func (w *worker) read() error {
 	t := w.t
 	for {
-		i, err := w.free(w.awaitCopies)
+		i, err := w.freeSlot(w.awaitCopies)
 		if err != nil {
 			return err
 		}
@@ -76,7 +76,7 @@ func (w *worker) read() error {
 // fetch reads the pieces of a window into a slot, each at its place in the window.
 func (t *transfer) fetch(win window, x *slot) error {
 	for i := win.first; i < win.last; {
-		from, to, next := win.run(t.pieces, i, gapBytes)
+		from, to, next := win.rangeOf(t.pieces, i, gapBytes)
 		if e, n, err := t.f.readRun(t.ctx, x.buf, win.off, from, to); err != nil {
 			return t.at(e, from, to, n, err)
 		}

@@ -117,8 +117,8 @@ func (c *cuFile) within(x part) (b *buffer, base cudadrv.DevicePtr, off int64) {
 	return nil, x.ptr, 0
 }
 
-// leave ends what within began.
-func (b *buffer) leave() {
+// endUse ends what within began.
+func (b *buffer) endUse() {
 	if b == nil {
 		return
 	}

@@ -71,7 +71,7 @@ var errNoMore = errors.New("no more slots are wanted")
 // pinned it waits for a slot of another worker.
 func (r *ring) acquire(ctx context.Context, over <-chan struct{}, dev *device.Device, bytes int64) (*slot, error) {
 	for {
-		if err := r.enter(ctx, over, bytes); err != nil {
+		if err := r.awaitBytes(ctx, over, bytes); err != nil {
 			return nil, err
 		}
 		x, given, err := r.pin(dev, bytes)
@@ -88,8 +88,8 @@ func (r *ring) acquire(ctx context.Context, over <-chan struct{}, dev *device.De
 	}
 }
 
-// enter waits until the limit permits the bytes.
-func (r *ring) enter(ctx context.Context, over <-chan struct{}, bytes int64) error {
+// awaitBytes waits until the limit permits the bytes.
+func (r *ring) awaitBytes(ctx context.Context, over <-chan struct{}, bytes int64) error {
 	t := r.queue(bytes)
 	if t == nil {
 		return nil
@@ -99,10 +99,10 @@ func (r *ring) enter(ctx context.Context, over <-chan struct{}, bytes int64) err
 	case <-t.come:
 		return nil
 	case <-over:
-		r.leave(t)
+		r.withdraw(t)
 		return errNoMore
 	case <-ctx.Done():
-		r.leave(t)
+		r.withdraw(t)
 		return context.Cause(ctx)
 	}
 }
@@ -136,8 +136,8 @@ func (r *ring) queue(bytes int64) *waiter {
 	return t
 }
 
-// leave gives back a place in the queue, or the bytes that were granted meanwhile.
-func (r *ring) leave(t *waiter) {
+// withdraw gives back a place in the queue, or the bytes that were granted meanwhile.
+func (r *ring) withdraw(t *waiter) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if i := slices.Index(r.waiting, t); i >= 0 {
@@ -159,7 +159,7 @@ func (r *ring) pin(dev *device.Device, bytes int64) (x *slot, given <-chan struc
 	if err == nil {
 		return &slot{p, p.Data(), bytes}, nil, nil
 	}
-	r.free(bytes)
+	r.giveBack(bytes)
 	err = fmt.Errorf("%w: %s bounds the pinned memory that files use", err, env.GDSPinned.Name)
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -174,7 +174,7 @@ func (r *ring) pin(dev *device.Device, bytes int64) (x *slot, given <-chan struc
 // release returns a slot without pending copies.
 func (r *ring) release(x *slot) error {
 	err := x.pinned.Close()
-	r.free(x.bytes)
+	r.giveBack(x.bytes)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.slots--
@@ -188,7 +188,7 @@ func (r *ring) tell() {
 	r.given = make(chan struct{})
 }
 
-func (r *ring) free(bytes int64) {
+func (r *ring) giveBack(bytes int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.used -= bytes

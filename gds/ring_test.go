@@ -67,10 +67,10 @@ func TestRingGivenUp(t *testing.T) {
 	second := r.queue(minSlot)
 	require.NotNil(t, first)
 	require.NotNil(t, second, "it is not its turn")
-	r.leave(first)
+	r.withdraw(first)
 	<-second.come
 	require.EqualValues(t, 2*minSlot, r.used)
-	r.leave(second)
+	r.withdraw(second)
 	require.EqualValues(t, minSlot, r.used)
 	require.NoError(t, r.release(x))
 	require.Zero(t, r.used)

@@ -88,21 +88,21 @@ func (f *File) slotFor(threads, devices int) int64 {
 // other engines for the remaining windows.
 func (t *transfer) engines(threads int) {
 	if t.cu = t.f.straight(t.dev); t.cu != nil {
-		t.run(threads, (*worker).straight)
+		t.runWorkers(threads, (*worker).straight)
 		t.windows = append(t.left, t.windows[min(t.next.Load(), int64(len(t.windows))):]...)
 		t.next.Store(0)
 	}
 	switch {
 	case len(t.windows) == 0 || t.ctx.Err() != nil:
 	case t.writes:
-		t.run(threads, (*worker).write)
+		t.runWorkers(threads, (*worker).write)
 	default:
-		t.run(threads, (*worker).read)
+		t.runWorkers(threads, (*worker).read)
 	}
 }
 
-// leave leaves a window to another engine.
-func (t *transfer) leave(w window) {
+// leaveToOthers leaves a window to another engine.
+func (t *transfer) leaveToOthers(w window) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.left = append(t.left, w)
@@ -146,15 +146,15 @@ func windowSize(slot, total int64, threads int) int64 {
 
 func floorPow2(n int64) int64 { return 1 << (bits.Len64(uint64(n)) - 1) }
 
-// run runs workers until they have ended.
-func (t *transfer) run(threads int, work func(*worker) error) {
+// runWorkers runs workers until they have ended.
+func (t *transfer) runWorkers(threads int, work func(*worker) error) {
 	t.over = make(chan struct{})
 	var wg sync.WaitGroup
 	for range min(threads, len(t.windows)) {
 		wg.Go(func() {
 			w, err := newWorker(t)
 			if err == nil {
-				err = errors.Join(work(w), w.end())
+				err = errors.Join(work(w), w.release())
 			}
 			t.note(err)
 		})

@@ -33,9 +33,9 @@ func newWorker(t *transfer) (*worker, error) {
 	return &worker{t: t, lane: l, held: make([]held, min(t.f.depth, maxDepth))}, nil
 }
 
-// free returns the index of a slot without pending copies, after finish has handled its
+// freeSlot returns the index of a slot without pending copies, after finish has handled its
 // contents. If other workers wait for slots, it returns its slot and waits in turn.
-func (w *worker) free(finish func(i int) error) (int, error) {
+func (w *worker) freeSlot(finish func(i int) error) (int, error) {
 	i := w.turn
 	w.turn = (w.turn + 1) % len(w.held)
 	if err := finish(i); err != nil {
@@ -95,8 +95,8 @@ func (w *worker) drop(h *held) error {
 	return w.t.ring.release(x)
 }
 
-// end releases everything, when no copies are pending.
-func (w *worker) end() error {
+// release releases everything, when no copies are pending.
+func (w *worker) release() error {
 	errs := []error{w.lane.drain()}
 	for i := range w.held {
 		errs = append(errs, w.drop(&w.held[i]))

@@ -59,7 +59,7 @@ func (f *File) reserve(end int64) error {
 func (w *worker) write() error {
 	t := w.t
 	for {
-		i, err := w.free(w.store)
+		i, err := w.freeSlot(w.store)
 		if err != nil {
 			return err
 		}
@@ -81,7 +81,7 @@ func (w *worker) store(i int) error {
 		return err
 	}
 	for j := h.w.first; j < h.w.last; {
-		from, to, next := h.w.run(t.pieces, j, 0)
+		from, to, next := h.w.rangeOf(t.pieces, j, 0)
 		if e, n, err := t.f.writeRun(t.ctx, h.slot.buf, h.w.off, from, to); err != nil {
 			return t.at(e, from, to, n, err)
 		}

@@ -89,6 +89,34 @@ var ncclCalls = []call{
 		c := r.connected(false)
 		return func() error { return nccl.ReduceScatter(c, r.on, r.y, r.x, nccl.Sum) }
 	}},
+	{name: "nccl.AllToAll: later", prepare: func(r *rig) func() error {
+		c := r.connected(false)
+		return func() error { return nccl.AllToAll(c, r.on, r.y, r.x) }
+	}},
+	{name: "nccl.AllGatherV: later", prepare: func(r *rig) func() error {
+		c := r.connected(false)
+		return func() error { return nccl.AllGatherV(c, r.on, r.y, r.x, []int{elems}) }
+	}},
+	{name: "nccl.AllToAllV: later", prepare: func(r *rig) func() error {
+		c := r.connected(false)
+		return func() error { return nccl.AllToAllV(c, r.on, r.y, []int{elems}, r.x, []int{elems}) }
+	}},
+	{name: "nccl.ReduceScatterV: later", prepare: func(r *rig) func() error {
+		c := r.connected(false)
+		return func() error { return nccl.ReduceScatterV(c, r.on, r.y, r.x, []int{elems}, nccl.Sum) }
+	}},
+	{name: "nccl.Reduce: later", prepare: func(r *rig) func() error {
+		c := r.connected(false)
+		return func() error { return nccl.Reduce(c, r.on, r.y, r.x, nccl.Sum, 0) }
+	}},
+	{name: "nccl.Gather: later", prepare: func(r *rig) func() error {
+		c := r.connected(false)
+		return func() error { return nccl.Gather(c, r.on, r.y, r.x, 0) }
+	}},
+	{name: "nccl.Scatter: later", prepare: func(r *rig) func() error {
+		c := r.connected(false)
+		return func() error { return nccl.Scatter(c, r.on, r.y, r.x, 0) }
+	}},
 	{name: "nccl.Group: nccl.Send and nccl.Recv, first", prepare: func(r *rig) func() error {
 		c := r.communicator()
 		return func() error { return r.exchange(c, true) }

@@ -17,6 +17,7 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
+// sources counts what must be new in each program.
 var sources atomic.Int64
 
 // fresh returns a source that was never compiled.
@@ -126,6 +127,15 @@ var tensorCalls = []call{
 		a, b, c := r.matrix(), r.matrix(), r.matrix()
 		r.must(tensor.MatMul(r.on, c, a, b, nil))
 		return func() error { return tensor.MatMul(r.on, c, a, b, nil) }
+	}},
+	{name: "tensor.TuneMatMul", prepare: func(r *rig) func() error {
+		rows := int(sources.Add(1)) // a shape that was never tuned
+		a, err := tensor.Of(r.slice(r.home, rows*32), rows, 32)
+		r.must(err)
+		c, err := tensor.Of(r.slice(r.home, rows*32), rows, 32)
+		r.must(err)
+		b := r.matrix()
+		return func() error { _, err := tensor.TuneMatMul(r.ctx, r.on, c, a, b, nil, nil); return err }
 	}},
 	{name: "tensor.Copy: dense", prepare: func(r *rig) func() error {
 		a, b := r.matrix(), r.matrix()
@@ -293,6 +303,13 @@ var gdsCalls = []call{
 		return func() error {
 			return checkpoint.SaveTensors(r.ctx, r.on, path, map[string]tensor.Tensor{"x": x}, nil)
 		}
+	}},
+	{name: "checkpoint.Saver.Save", prepare: func(r *rig) func() error {
+		g, x := r.used(), r.matrix()
+		v, err := checkpoint.NewSaver(r.ctx, g, filepath.Dir(r.file()), [][]checkpoint.Part{{{Name: "x", Data: x}}}, nil)
+		r.must(err)
+		r.later(func() error { _ = v.Close(); return nil }) // it has the error of a save that failed
+		return func() error { return v.Save(r.ctx, 1, []*stream.Stream{r.on}) }
 	}},
 	{name: "checkpoint.Checkpoint.LoadOn", prepare: func(r *rig) func() error {
 		path := r.file() + ".safetensors"

@@ -302,7 +302,7 @@ func (p program) String() string { return fmt.Sprintf("%s, %s, %s", p.name, p.fr
 
 // calls returns every call, by package.
 func calls() (all []call) {
-	for _, list := range [][]call{streamCalls, eventCalls, defaultCalls, deviceCalls, graphCalls, memoryCalls, copyCalls, poolCalls, pinnedCalls, kernelCalls, tensorCalls, rngCalls, gdsCalls, ncclCalls, commCalls, joinCalls} {
+	for _, list := range [][]call{streamCalls, eventCalls, defaultCalls, deviceCalls, graphCalls, memoryCalls, copyCalls, poolCalls, pinnedCalls, kernelCalls, tensorCalls, rngCalls, drawCalls, gdsCalls, optimCalls, ampCalls, ncclCalls, commCalls, ddpCalls, joinCalls} {
 		all = append(all, list...)
 	}
 	return all

@@ -47,8 +47,9 @@ type VerifyConfig struct {
 }
 
 // Verify runs kernels of src with equal arguments as CUDA and as their Go functions, and compares
-// all memory afterwards. It is for tests. The Go functions run on a separate virtual device, which reports illegal accesses. Memory around each argument detects writes
-// outside of it. cfg may be nil.
+// all memory afterwards. It is for tests. No trials, or a trial without blocks, are an error. The
+// Go functions run on a separate virtual device, which reports illegal accesses. Memory around
+// each argument detects writes outside of it. cfg may be nil.
 //
 // If the results differ, the error is a *VerifyError with the first and the worst difference of
 // the first trial that fails. Without a GPU the error says so; then set VerifyConfig.Host.
@@ -74,9 +75,15 @@ func Verify(ctx context.Context, src *Source, trials []Trial, cfg *VerifyConfig)
 
 // run validates all trials before it compiles the source, which takes longer.
 func (v *verification) run(ctx context.Context, src *Source, trials []Trial) error {
+	if len(trials) == 0 {
+		return errors.New("no trials given: want at least one")
+	}
 	all := make([][]testArg, len(trials))
 	for i := range trials {
 		var err error
+		if b := trials[i].Grid.Blocks; b[0] == 0 || b[1] == 0 || b[2] == 0 {
+			return fmt.Errorf("trial %d, %s: a grid of %v blocks launches nothing: want 1 or more in each dimension", i, trials[i].Kernel, b)
+		}
 		if all[i], err = v.arguments(src, &trials[i]); err != nil {
 			return fmt.Errorf("trial %d, %s: %w", i, trials[i].Kernel, err)
 		}

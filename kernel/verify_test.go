@@ -226,6 +226,13 @@ func TestVerifyChecksArguments(t *testing.T) {
 		require.ErrorContains(t, err, want)
 	}
 	require.ErrorContains(t, kernel.Verify(testgpu.Context(t), nil, nil, nil), "kernel: verify: no source given")
+	require.ErrorContains(t, kernel.Verify(testgpu.Context(t), src, nil, nil), "kernel: verify add.cu: no trials given")
+	for i := range 3 {
+		empty := right
+		empty.Grid.Blocks[i] = 0
+		err := kernel.Verify(testgpu.Context(t), src, []kernel.Trial{right, empty}, nil)
+		require.ErrorContains(t, err, "trial 1, add: a grid of ")
+	}
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 	err := kernel.Verify(testgpu.Context(t), src, []kernel.Trial{right}, &kernel.VerifyConfig{Device: devs[0]})
 	require.ErrorContains(t, err, "is not a GPU, its backend is virtual: set VerifyConfig.Host to run the source on the host")

@@ -37,7 +37,7 @@ func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 	if err := x.upload(s, unsafe.Pointer(unsafe.SliceData(src))); err != nil || !pinned {
 		return err
 	}
-	return settle(s)
+	return syncBeside(s)
 }
 
 // CopyTo copies x to dst in the order of s and returns when dst is filled. It waits for
@@ -60,11 +60,11 @@ func (x Slice[T]) CopyTo(s *stream.Stream, dst []T) error {
 	if err := x.download(s, unsafe.Pointer(unsafe.SliceData(dst))); err != nil {
 		return err
 	}
-	return settle(s)
+	return syncBeside(s)
 }
 
-// settle waits for a stream that is not captured. The caller has called Blocking.
-func settle(s *stream.Stream) error {
+// syncBeside waits for a stream that is not captured. The caller has called Blocking.
+func syncBeside(s *stream.Stream) error {
 	return gpu.DeviceOf(s.Device()).DoBeside(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(gpu.StreamOf(s).Raw()) })
 }
 
@@ -78,7 +78,7 @@ func (x Slice[T]) CopyFromPinned(s *stream.Stream, src *Pinned[T]) error {
 	if err := x.checkHost(op, s, src.Len()); err != nil || x.n == 0 {
 		return err
 	}
-	if err := src.lease.use(op, s); err != nil {
+	if err := src.lease.beginUse(op, s); err != nil {
 		return err
 	}
 	defer src.lease.done()
@@ -95,7 +95,7 @@ func (x Slice[T]) CopyToPinned(s *stream.Stream, dst *Pinned[T]) error {
 	if err := x.checkHost(op, s, dst.Len()); err != nil || x.n == 0 {
 		return err
 	}
-	if err := dst.lease.use(op, s); err != nil {
+	if err := dst.lease.beginUse(op, s); err != nil {
 		return err
 	}
 	defer dst.lease.done()

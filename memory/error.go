@@ -26,6 +26,7 @@ type OutOfMemoryError struct {
 	Reserved  uint64 // memory that Chorus has reserved from the driver
 	Largest   uint64 // the largest free block of the stream
 	Fraction  float64
+	Uses      []Use // of the device's memory, as Ledger returns them
 	Err       error // the driver's error
 }
 
@@ -52,7 +53,20 @@ func (e *OutOfMemoryError) Error() string {
 	if e.Reserved > e.Allocated && e.Reserved-e.Allocated >= e.Requested {
 		b.WriteString(": the free memory is in fragments: set CHORUS_ALLOC_CONF=expandable_segments:True")
 	}
+	e.writeUses(&b)
 	return b.String()
+}
+
+// writeUses names other uses of at least a hundredth of the device.
+func (e *OutOfMemoryError) writeUses(b *strings.Builder) {
+	before := "; memory outside of the allocator: "
+	for _, x := range bySize(e.Uses) {
+		if x.Bytes < e.Total/100 || x.Reserved {
+			continue
+		}
+		fmt.Fprintf(b, "%s%s for %s", before, formatSize(x.Bytes), x.Owner)
+		before = ", "
+	}
 }
 
 // Unwrap returns the driver's error.
@@ -94,6 +108,9 @@ func (h *heap) explain(bytes int, err error) error {
 	if a, ok := errors.AsType[*alloc.NoMemoryError](err); ok {
 		e.Wanted, e.Allocated, e.Private, e.Reserved, e.Largest = a.Wanted, a.Allocated, a.Private, a.Reserved, a.Largest
 		e.Fraction = h.native.Fraction()
+	}
+	if u, err := Ledger(h.dev); err == nil {
+		e.Uses = u.Uses
 	}
 	return e
 }

@@ -21,13 +21,13 @@ func FuzzIPCRequest(f *testing.F) {
 		p := &ipcPeer{open: map[*ipcExport]int{}}
 		e := &ipcExport{id: 1, token: []byte("a token that nobody knows"), changed: make(chan struct{})}
 		v := &ipcServer{exports: map[uint64]*ipcExport{1: e}, peers: map[*ipcPeer]bool{p: true}}
-		if a := v.open(p, &q); a.Error == "" {
+		if a := v.openExport(p, &q); a.Error == "" {
 			t.Fatal("opened without the token")
 		}
 		if _, files := v.pages(p, &q); len(files) > 0 {
 			t.Fatal("files without an opening")
 		}
-		v.leave(p, q.Export)
+		v.closeExport(p, q.Export)
 	})
 }
 

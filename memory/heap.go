@@ -33,6 +33,8 @@ type heap struct {
 	retired []*stream.Stream // streams to release
 	engines []*uncached      // every engine this heap has ever had
 	used    bool             // memory was allocated
+
+	forget func() // removes the heap from the status of the process
 }
 
 var (
@@ -110,6 +112,7 @@ func (x *heaps) add(h *heap) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	x.list = append(x.list, h)
+	h.register()
 }
 
 // Close returns cached memory to the driver, since other libraries may use the contexts
@@ -120,6 +123,7 @@ func (x *heaps) Close() error {
 	var errs []error
 	for _, h := range x.list {
 		h.closed.Store(true)
+		h.forget()
 		h.native.Close()
 		if h.dev.Err() == nil {
 			errs = append(errs, h.empty())

@@ -63,7 +63,7 @@ func (h *host) take(dev *device.Device, bytes uintptr) (*hostBlock, *hostLease, 
 	}
 	size := hostSize(&opts, bytes)
 	b := h.hit(size)
-	if b == nil && !opts.PinnedBackground && h.settle() {
+	if b == nil && !opts.PinnedBackground && h.endPassed() {
 		b = h.hit(size)
 	}
 	if b == nil {
@@ -103,7 +103,7 @@ func (h *host) hit(size uintptr) *hostBlock {
 func (h *host) make(dev *device.Device, size uintptr, opts *alloc.Settings) (*hostBlock, error) {
 	b, err := h.timed(dev, size, opts)
 	if errors.Is(err, device.ErrorOutOfMemory) {
-		h.settle()
+		h.endPassed()
 		if err := h.empty(); err != nil {
 			return nil, err
 		}
@@ -178,7 +178,7 @@ func (h *host) empty() error {
 // Close frees the cached blocks when the System is closed. The remaining blocks are
 // freed with the contexts.
 func (h *host) Close() error {
-	h.settle()
+	h.endPassed()
 	err := errors.Join(h.empty(), h.marks.close())
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -197,7 +197,7 @@ func EmptyHostCache(dev *device.Device) error {
 		return fmt.Errorf("memory: empty host cache: no device given")
 	}
 	h := hostOf(dev)
-	h.settle()
+	h.endPassed()
 	if err := h.empty(); err != nil {
 		return fmt.Errorf("memory: empty host cache: %w", err)
 	}

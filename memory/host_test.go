@@ -72,7 +72,7 @@ func TestHostOptions(t *testing.T) {
 					for j := range p {
 						p[j] = byte(i + j)
 					}
-					require.NoError(t, l.use("test", s))
+					require.NoError(t, l.beginUse("test", s))
 					require.NoError(t, x.Slice(0, n).upload(s, b.ptr))
 					l.done()
 					got := make([]byte, n)
@@ -110,9 +110,9 @@ func TestHostOptions(t *testing.T) {
 
 // drain takes back all that waits for s.
 func (h *host) drain(t *testing.T, s *stream.Stream) {
-	h.settle()
+	h.endPassed()
 	require.NoError(t, s.Sync(testgpu.Context(t)))
-	h.settle()
+	h.endPassed()
 }
 
 func (h *host) counts() hostCounts {
@@ -159,7 +159,7 @@ func TestHostEventsAreShared(t *testing.T) {
 			for range n {
 				_, l, err := h.take(devs[0], 64)
 				require.NoError(t, err)
-				require.NoError(t, l.use("test", s))
+				require.NoError(t, l.beginUse("test", s))
 				l.done()
 				leases = append(leases, l)
 			}
@@ -172,17 +172,17 @@ func TestHostEventsAreShared(t *testing.T) {
 		closeMany(100)
 		w := h.marks.watches[s]
 		require.Empty(t, w.events)
-		require.False(t, h.settle())
+		require.False(t, h.endPassed())
 		require.Len(t, w.events, 1)
-		require.False(t, h.settle())
+		require.False(t, h.endPassed())
 		require.Len(t, w.events, 1, "nothing was closed since")
 		closeMany(50)
-		require.False(t, h.settle())
+		require.False(t, h.endPassed())
 		require.Len(t, w.events, 2)
 		require.EqualValues(t, 150, h.counts().ActiveRequests.Current)
 		close(gate)
 		require.NoError(t, s.Sync(testgpu.Context(t)))
-		require.True(t, h.settle())
+		require.True(t, h.endPassed())
 		require.Zero(t, h.counts().ActiveRequests.Current)
 		require.Empty(t, h.marks.watches)
 		require.Empty(t, h.pending)
@@ -199,7 +199,7 @@ func TestHostLeavesCapturesAlone(t *testing.T) {
 		defer s.Close()
 		b, l, err := h.take(devs[0], 64)
 		require.NoError(t, err)
-		require.NoError(t, l.use("test", s))
+		require.NoError(t, l.beginUse("test", s))
 		l.done()
 		l.close()
 		pool := mem.PoolOf(newPrivatePool())
@@ -378,9 +378,9 @@ func TestHostWaitsForCalls(t *testing.T) {
 	defer s.Close()
 	_, l, err := h.take(devs[0], 64)
 	require.NoError(t, err)
-	require.NoError(t, l.use("test", s))
+	require.NoError(t, l.beginUse("test", s))
 	l.close()
-	require.ErrorIs(t, l.use("test", s), device.ErrClosed)
+	require.ErrorIs(t, l.beginUse("test", s), device.ErrClosed)
 	h.drain(t, s)
 	require.EqualValues(t, 1, h.counts().ActiveRequests.Current)
 	l.done()

@@ -32,10 +32,10 @@ type hostLease struct {
 // long-lived memory does not keep every stream alive that ever used it.
 const manyUsers = 8
 
-// use records that the caller is about to enqueue an operation on s that uses the
+// beginUse records that the caller is about to enqueue an operation on s that uses the
 // memory. The caller then calls done. It fails if the owner has closed the memory.
-func (l *hostLease) use(op string, s *stream.Stream) error {
-	if err := l.enter(s, false); err != nil {
+func (l *hostLease) beginUse(op string, s *stream.Stream) error {
+	if err := l.addUser(s, false); err != nil {
 		return fmt.Errorf("%s: %w", op, err)
 	}
 	return nil
@@ -43,25 +43,25 @@ func (l *hostLease) use(op string, s *stream.Stream) error {
 
 // Prepare records that a launch of a graph on s will use the memory. The graph holds
 // the memory, so the owner may have closed it.
-func (l *hostLease) Prepare(s gpu.HasStream) error { return l.enter(s.(*stream.Stream), true) }
+func (l *hostLease) Prepare(s gpu.HasStream) error { return l.addUser(s.(*stream.Stream), true) }
 
 // Launched ends the use that Prepare began.
 func (l *hostLease) Launched(gpu.HasStream) { l.done() }
 
-func (l *hostLease) enter(s *stream.Stream, held bool) error {
+func (l *hostLease) addUser(s *stream.Stream, held bool) error {
 	if !gpu.StreamOf(s).Retain() {
 		return fmt.Errorf("%s: %w", s, device.ErrClosed)
 	}
-	noted, err := l.begin(s, held)
+	noted, err := l.addRetained(s, held)
 	if !noted {
 		err = errors.Join(err, gpu.StreamOf(s).Release())
 	}
 	return err
 }
 
-// begin is enter for a stream that is retained; it keeps that reference if it adds s as
+// addRetained is addUser for a stream that is retained; it keeps that reference if it adds s as
 // a user.
-func (l *hostLease) begin(s *stream.Stream, held bool) (noted bool, err error) {
+func (l *hostLease) addRetained(s *stream.Stream, held bool) (noted bool, err error) {
 	capture, err := gpu.StreamOf(s).CaptureID()
 	if err != nil {
 		return false, err

@@ -74,9 +74,9 @@ func (l *hostLease) passed() bool {
 	return true
 }
 
-// settle queries how far the streams have progressed, without waiting for them, and
+// endPassed queries how far the streams have progressed, without waiting for them, and
 // ends the leases whose users have passed. It reports whether there were any.
-func (h *host) settle() bool {
+func (h *host) endPassed() bool {
 	m := &h.marks
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -200,7 +200,7 @@ func (h *host) poll() {
 	tick := time.NewTicker(pollEvery)
 	defer tick.Stop()
 	for range tick.C {
-		h.settle()
+		h.endPassed()
 		h.mu.Lock()
 		if h.closed || len(h.pending) == 0 {
 			h.polling = false

@@ -131,7 +131,7 @@ func openIPC[T Element](s *stream.Stream, h IPCHandle, op string) (Slice[T], err
 		return Slice[T]{}, gpu.CheckStream(op, s, nil)
 	}
 	b := newBuffer(s, h.Bytes)
-	if err := ipcOf(s.Device()).open(s, &h, b); err != nil {
+	if err := ipcOf(s.Device()).openHandle(s, &h, b); err != nil {
 		return Slice[T]{}, fmt.Errorf("%s of process %d: %w", op, h.PID, errors.Join(err, gpu.StreamOf(s).Release()))
 	}
 	handle.Init(b, &b.in().Owner, handle.About{Kind: "memory of another process", On: s.Device(), Bytes: h.Bytes})
@@ -170,7 +170,7 @@ func (b *Buffer) awaitUsers() error {
 		return err
 	}
 	for _, s := range append([]*stream.Stream{b.in().Stream}, b.users...) {
-		if err := settle(s); err != nil && s.Device().Err() == nil { // a lost device no longer uses the memory
+		if err := syncBeside(s); err != nil && s.Device().Err() == nil { // a lost device no longer uses the memory
 			return fmt.Errorf("%s: %w", op, err)
 		}
 	}

@@ -389,13 +389,13 @@ func TestIPCOfLessMemory(t *testing.T) {
 	require.NoError(t, err)
 	x := ipcOf(b.Device())
 	whole := &ipcAnswer{High: 400}
-	_, err = x.enter(b.Device(), nil, &h, &ipcAnswer{High: 64 << 20})
+	_, err = x.mapHandle(b.Device(), nil, &h, &ipcAnswer{High: 64 << 20})
 	require.ErrorContains(t, err, "the memory would have at least 67108864 bytes, and has ")
 	require.Empty(t, x.mappings)
 
-	m, err := x.enter(b.Device(), nil, &h, whole)
+	m, err := x.mapHandle(b.Device(), nil, &h, whole)
 	require.NoError(t, err)
-	_, err = x.enter(b.Device(), nil, &h, &ipcAnswer{High: 64 << 20})
+	_, err = x.mapHandle(b.Device(), nil, &h, &ipcAnswer{High: 64 << 20})
 	require.ErrorContains(t, err, "the memory would have at least 67108864 bytes, and has ")
 	require.Equal(t, 1, m.uses)
 	require.NoError(t, x.exit(m))
@@ -403,7 +403,7 @@ func TestIPCOfLessMemory(t *testing.T) {
 
 	pages := IPCHandle{Socket: "a", Export: 3}
 	x.mappings[ipcKey{dev: b.Device(), socket: "a", export: 3}] = &ipcMapped{pages: true, bytes: 400, uses: 1}
-	_, err = x.enter(b.Device(), nil, &pages, &ipcAnswer{High: 401, Pages: 401, PageBytes: 1})
+	_, err = x.mapHandle(b.Device(), nil, &pages, &ipcAnswer{High: 401, Pages: 401, PageBytes: 1})
 	require.ErrorContains(t, err, "the memory would have at least 401 bytes, and has 400")
 	clear(x.mappings)
 }

@@ -149,8 +149,8 @@ func (x *ipc) ask(l *ipcLink, q *ipcRequest, patience time.Duration) (a ipcAnswe
 	return a, files, nil
 }
 
-// open maps the memory of a handle and makes it b's memory.
-func (x *ipc) open(s *stream.Stream, h *IPCHandle, b *Buffer) error {
+// openHandle maps the memory of a handle and makes it b's memory.
+func (x *ipc) openHandle(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 	l, err := x.link(h.Socket)
 	if err != nil {
 		return err
@@ -170,7 +170,7 @@ func (x *ipc) open(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 		leave()
 		return errors.New("the handle is damaged: it reaches beyond the memory that is shared")
 	}
-	m, err := x.enter(s.Device(), l, h, &a)
+	m, err := x.mapHandle(s.Device(), l, h, &a)
 	if err != nil {
 		leave()
 		return err

@@ -119,7 +119,7 @@ func (e *ipcExport) handle() (IPCHandle, error) {
 		if err := gpu.DeviceOf(b.Device()).Blocking("memory: ipc handle"); err != nil {
 			return IPCHandle{}, err
 		}
-		return h, settle(b.in().Stream)
+		return h, syncBeside(b.in().Stream)
 	}
 	event, err := e.event.IPCHandle()
 	if err == nil {

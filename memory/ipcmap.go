@@ -27,8 +27,8 @@ type ipcMapped struct {
 	uses  int
 }
 
-// enter maps the memory of a handle. All openings of the same memory share one mapping.
-func (x *ipc) enter(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) (*ipcMapped, error) {
+// mapHandle maps the memory of a handle. All openings of the same memory share one mapping.
+func (x *ipc) mapHandle(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) (*ipcMapped, error) {
 	key := ipcKey{dev: dev}
 	if a.Pages == 0 {
 		key.segment = cudadrv.IpcMemHandle(h.Segment)
@@ -40,7 +40,7 @@ func (x *ipc) enter(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) 
 	m := x.mappings[key]
 	if m == nil {
 		m = &ipcMapped{key: key, pages: a.Pages > 0}
-		if err := m.open(x, l, a); err != nil {
+		if err := m.mapMemory(x, l, a); err != nil {
 			return nil, err
 		}
 	}
@@ -56,7 +56,7 @@ func (x *ipc) enter(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) 
 	return m, nil
 }
 
-func (m *ipcMapped) open(x *ipc, l *ipcLink, a *ipcAnswer) error {
+func (m *ipcMapped) mapMemory(x *ipc, l *ipcLink, a *ipcAnswer) error {
 	if m.pages {
 		return m.openPages(x, l, a)
 	}

@@ -94,19 +94,19 @@ func (v *ipcServer) talk(p *ipcPeer) {
 func (v *ipcServer) answer(p *ipcPeer, q *ipcRequest) error {
 	switch q.Op {
 	case "open":
-		return sendPacket(p.conn, v.open(p, q), nil)
+		return sendPacket(p.conn, v.openExport(p, q), nil)
 	case "pages":
 		a, files := v.pages(p, q)
 		defer closeFiles(files)
 		return sendPacket(p.conn, a, files)
 	case "close":
-		v.leave(p, q.Export)
+		v.closeExport(p, q.Export)
 		return sendPacket(p.conn, ipcAnswer{}, nil)
 	}
 	return sendPacket(p.conn, ipcAnswer{Error: fmt.Sprintf("there is no request %q", q.Op)}, nil)
 }
 
-func (v *ipcServer) open(p *ipcPeer, q *ipcRequest) ipcAnswer {
+func (v *ipcServer) openExport(p *ipcPeer, q *ipcRequest) ipcAnswer {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	e := v.exports[q.Export]
@@ -150,8 +150,8 @@ func (v *ipcServer) pages(p *ipcPeer, q *ipcRequest) (ipcAnswer, []int) {
 	return ipcAnswer{}, files
 }
 
-// leave ends one opening.
-func (v *ipcServer) leave(p *ipcPeer, id uint64) {
+// closeExport ends one opening.
+func (v *ipcServer) closeExport(p *ipcPeer, id uint64) {
 	v.mu.Lock()
 	e := v.exports[id]
 	over := e != nil && p.open[e] > 0 && v.undo(p, e)

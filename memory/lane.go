@@ -45,9 +45,9 @@ func (u *poolUse) of(l *lane) (*alloc.Arena, error) {
 	return a, err
 }
 
-// use makes the stream allocate from a part of a pool until done is called. Several
+// usePool makes the stream allocate from a part of a pool until done is called. Several
 // goroutines may do that at the same time, in any order of their ends.
-func (l *lane) use(u *poolUse) (done func()) {
+func (l *lane) usePool(u *poolUse) (done func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.uses = append(l.uses, u)
@@ -84,7 +84,7 @@ func openLane(s *stream.Stream) (*lane, error) {
 			return nil, nil, err
 		}
 		l := &lane{s: s, heap: h}
-		return l, l.end, nil
+		return l, l.handOver, nil
 	})
 	if err != nil {
 		return nil, err
@@ -92,8 +92,8 @@ func openLane(s *stream.Stream) (*lane, error) {
 	return v.(*lane), nil
 }
 
-// end passes the stream's memory on to others when the stream is destroyed.
-func (l *lane) end() error {
+// handOver passes the stream's memory on to others when the stream is destroyed.
+func (l *lane) handOver() error {
 	l.ended.Store(true)
 	l.heap.native.End(l) // returns after all goroutines that found the stream open have left
 	return nil
@@ -108,7 +108,7 @@ func (l *lane) current() (*alloc.Arena, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.heap.use()
+	l.heap.markUsed()
 	l.arena.Store(a) // another goroutine would store the same arena
 	return a, nil
 }

@@ -87,7 +87,7 @@ func (h *Pinned[T]) RecordStream(s *stream.Stream) error {
 	if err := gpu.CheckStream(op, s, nil); err != nil || h.n == 0 {
 		return err
 	}
-	if err := h.lease.use(op, s); err != nil {
+	if err := h.lease.beginUse(op, s); err != nil {
 		return err
 	}
 	h.lease.done()

@@ -64,7 +64,7 @@ func (r *registration) lock() error {
 // close unlocks the memory after its last use.
 func (r *registration) close(o *handle.Owner, l *hostLease) error {
 	const op = "memory: unpin slice"
-	users, left, err := l.leave(op)
+	users, left, err := l.endLease(op)
 	if !left {
 		return err
 	}
@@ -87,16 +87,16 @@ func (r *registration) unlock(op string, users []*stream.Stream) error {
 		if err := gpu.DeviceOf(s.Device()).Blocking(op); err != nil {
 			return err
 		}
-		if err := settle(s); err != nil {
+		if err := syncBeside(s); err != nil {
 			return err
 		}
 	}
 	return unregister(r.dev, r.p)
 }
 
-// leave ends the lease and returns its users. left is false if another call has ended
+// endLease ends the lease and returns its users. left is false if another call has ended
 // the lease before, or if err says why it must continue.
-func (l *hostLease) leave(op string) (users []*stream.Stream, left bool, err error) {
+func (l *hostLease) endLease(op string) (users []*stream.Stream, left bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {

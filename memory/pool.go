@@ -109,7 +109,7 @@ func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 			return fmt.Errorf("%s on %s: %w", op, l.s, l.heap.because(err))
 		}
 	}
-	defer l.use(u)()
+	defer l.usePool(u)()
 	return fn()
 }
 

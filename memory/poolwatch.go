@@ -28,7 +28,7 @@ func (c *capturePool) Watch(fn func(d *device.Device, ptr, bytes uint64, taken b
 	defer p.mu.Unlock()
 	for key, x := range p.parts {
 		if err := w.add(key, x); err != nil {
-			return nil, fmt.Errorf("%s: %w", op, errors.Join(err, w.end(p)))
+			return nil, fmt.Errorf("%s: %w", op, errors.Join(err, w.stop(p)))
 		}
 	}
 	p.watch = append(p.watch, w)
@@ -36,7 +36,7 @@ func (c *capturePool) Watch(fn func(d *device.Device, ptr, bytes uint64, taken b
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		p.watch = slices.DeleteFunc(p.watch, func(o *watcher) bool { return o == w })
-		return w.end(p)
+		return w.stop(p)
 	}), nil
 }
 
@@ -50,8 +50,8 @@ func (w *watcher) add(key partKey, x *alloc.Pool) error {
 	return err
 }
 
-// end stops watching. The pool is locked.
-func (w *watcher) end(p *Pool) error {
+// stop stops watching. The pool is locked.
+func (w *watcher) stop(p *Pool) error {
 	var errs []error
 	for key, a := range w.parts {
 		errs = append(errs, p.parts[key].Unwatch(a))

@@ -8,8 +8,8 @@ import (
 	"io"
 	"strconv"
 
+	"github.com/gochorus/chorus/internal/pickle"
 	"github.com/gochorus/chorus/internal/safefile"
-	"github.com/gochorus/chorus/memory/internal/pickle"
 )
 
 // ReadSnapshot reads a snapshot that Chorus or torch's memory._dump_snapshot has

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"strconv"
 
-	"github.com/gochorus/chorus/memory/internal/pickle"
+	"github.com/gochorus/chorus/internal/pickle"
 )
 
 // snapshotOf makes a snapshot from the values of a pickle.

@@ -8,7 +8,7 @@ import (
 	"iter"
 	"strconv"
 
-	"github.com/gochorus/chorus/memory/internal/pickle"
+	"github.com/gochorus/chorus/internal/pickle"
 )
 
 // WritePickle writes the snapshot for Python's pickle.load and for

@@ -53,7 +53,7 @@ func copyStaged[T Element](s *stream.Stream, dst, src Slice[T]) error {
 func (g *stager) copy(s *gpu.Stream, dst, src cudadrv.DevicePtr, bytes uintptr) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if err := g.open(); err != nil {
+	if err := g.allocate(); err != nil {
 		return err
 	}
 	begin := g.begin[0]
@@ -113,9 +113,9 @@ func (g *stager) pass(x *stage, dst, src cudadrv.DevicePtr, n uintptr) error {
 	return g.to.RecordEvent(x.empty, g.in)
 }
 
-// open creates the streams, events and memory that do not exist yet, so that it can be
+// allocate creates the streams, events and memory that do not exist yet, so that it can be
 // called again after an error.
-func (g *stager) open() (err error) {
+func (g *stager) allocate() (err error) {
 	if g.ready {
 		return nil
 	}

@@ -59,7 +59,7 @@ func (e *uncached) find(addr uint64) *loan {
 }
 
 func (e *uncached) alloc(l *lane, bytes int) (addr uint64, err error) {
-	e.h.use()
+	e.h.markUsed()
 	if e.h.closed.Load() {
 		return 0, e.explain(bytes, alloc.ErrClosed)
 	}
@@ -69,7 +69,7 @@ func (e *uncached) alloc(l *lane, bytes int) (addr uint64, err error) {
 	err = device.ErrorOutOfMemory
 	if e.reserve(bytes) {
 		addr, err = e.a.Alloc(l.s, bytes)
-		err = e.enter(l, addr, bytes, err)
+		err = e.addLoan(l, addr, bytes, err)
 	}
 	if err == nil {
 		return addr, nil
@@ -99,9 +99,9 @@ func (e *uncached) reserve(bytes int) bool {
 	return true
 }
 
-// enter replaces a reservation by the block that the Allocator has returned, if it
+// addLoan replaces a reservation by the block that the Allocator has returned, if it
 // succeeded.
-func (e *uncached) enter(l *lane, addr uint64, bytes int, err error) error {
+func (e *uncached) addLoan(l *lane, addr uint64, bytes int, err error) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.asked -= int64(bytes)
@@ -200,8 +200,8 @@ func (e *uncached) count(blocks, bytes int64) {
 	}
 }
 
-// use records that memory was allocated.
-func (h *heap) use() {
+// markUsed records that memory was allocated.
+func (h *heap) markUsed() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.used = true

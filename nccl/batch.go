@@ -10,18 +10,22 @@ import (
 )
 
 // An Issuer accepts the operations of one rank. A *Communicator enqueues each operation at
-// once; the result of Batch.On adds it to a Batch.
+// once; the result of Batch.On adds it to a Batch. With gives the operations of an Issuer a
+// configuration.
 type Issuer interface{ ranks.Issuer }
 
-// communicatorOf returns the rank, and the batch that its operations belong to, or nil.
-func communicatorOf(on Issuer) (*Communicator, *Batch) {
+// communicatorOf returns the rank, and the batch that its operations belong to and their
+// configuration, or nil.
+func communicatorOf(on Issuer) (*Communicator, *Batch, *callConfig) {
 	switch x := on.(type) { // faster than a method call
 	case *Communicator:
-		return x, nil
+		return x, nil, nil
 	case *batched:
-		return x.comm, x.batch
+		return x.comm, x.batch, nil
+	case *configured:
+		return x.comm, x.batch, &x.config
 	}
-	return nil, nil
+	return nil, nil, nil
 }
 
 // A Batch collects operations that start together (ncclGroupStart, ncclGroupEnd), so that

@@ -232,6 +232,7 @@ func (c *Communicator) finishInit(key string) error {
 		c.rec.SetUnordered()
 	}
 	c.enterClique(key)
+	c.account()
 	handle.Init(c, &c.owner, handle.About{Kind: "nccl communicator", On: c.dev})
 	return nil
 }

@@ -190,7 +190,7 @@ func TestShrinkOfAnAborted(t *testing.T) {
 	require.ErrorIs(t, err, nccl.ErrorTimeout)
 }
 
-const newest = "2.30.7"
+const newest = "2.32.3"
 
 func TestRevoke(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: newest})

@@ -35,6 +35,7 @@ var cliques struct {
 
 // enterClique adds the rank to the clique of the communicators made from the same id.
 func (c *Communicator) enterClique(key string) {
+	registerStatus()
 	cliques.mu.Lock()
 	defer cliques.mu.Unlock()
 	q := cliques.byKey[key]
@@ -89,17 +90,17 @@ func recorders(list []*member) []*flight.Recorder {
 }
 
 // liveRecorders returns the recorders of all communicators that are not closed, by age.
-func liveRecorders() (list []*flight.Recorder) {
+func liveRecorders() []*flight.Recorder { return recorders(liveMembers()) }
+
+func liveMembers() (list []*member) {
 	cliques.mu.Lock()
 	defer cliques.mu.Unlock()
 	for _, q := range cliques.byKey {
 		q.mu.Lock()
-		for _, m := range q.members {
-			list = append(list, m.Recorder)
-		}
+		list = append(list, q.members...)
 		q.mu.Unlock()
 	}
-	slices.SortFunc(list, func(a, b *flight.Recorder) int { return cmp.Compare(a.Number, b.Number) })
+	slices.SortFunc(list, func(a, b *member) int { return cmp.Compare(a.Number, b.Number) })
 	return list
 }
 

@@ -57,7 +57,9 @@ type Communicator struct {
 	abortFailure atomic.Pointer[abortError]
 	holds        holds
 	pools        pools
-	sums         sync.Map // the memory.DType of each open PreMulSum, by Op
+	traces       sync.Once // writes the trace of a failure
+	unaccount    func()    // ends account; nil without
+	sums         sync.Map  // the factor of each open PreMulSum, by Op
 
 	abortOthers atomic.Pointer[func()] // ends the operations of other backends; nil if there are none
 
@@ -175,6 +177,9 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 // initialization blocks until all ranks have joined. All ranks of a communicator have the
 // same key. If NCCL made a communicator without this rank, connect returns nil.
 func (c *Communicator) connect(ctx context.Context, op, key string, init func() ncclapi.Result) (*Communicator, error) {
+	if err := startNetworking(c.dev); err != nil {
+		return nil, err
+	}
 	begun := time.Now()
 	done := make(chan error, 1)
 	go func() {
@@ -183,7 +188,7 @@ func (c *Communicator) connect(ctx context.Context, op, key string, init func() 
 	select {
 	case err := <-done:
 		if err != nil || *c.h == 0 {
-			return nil, err
+			return nil, explainEncryption(c.dev, err)
 		}
 		if err := c.finishInit(key); err != nil {
 			c.api.CommAbort(*c.h)
@@ -336,6 +341,9 @@ func (c *Communicator) abort() ncclapi.Result {
 func (c *Communicator) releaseResources() {
 	c.marks.Close()
 	c.rec.Close()
+	if c.unaccount != nil {
+		c.unaccount()
+	}
 	if c.nan != nil {
 		_ = c.nan.Close() // the memory is the communicator's, so there is nothing to report
 	}
@@ -394,9 +402,14 @@ func (c *Communicator) Close() error {
 	if err := c.inUse("close"); err != nil {
 		return err
 	}
-	if c != nil {
-		defer c.leaveClique()
+	if c == nil {
+		return nil
 	}
+	if c.failed.Load() != nil {
+		c.writeTraces()
+	}
+	defer c.leaveClique()
+	defer c.traces.Do(func() {}) // waits for a trace that is being written, and none begins afterwards
 	return c.abortAs("closed the communicator")
 }
 

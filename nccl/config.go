@@ -2,11 +2,12 @@ package nccl
 
 import (
 	"fmt"
-	"github.com/gochorus/chorus/internal/flight"
 	"time"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
@@ -32,6 +33,14 @@ type Config struct {
 	NumRMACtx           *int  // contexts of one-sided operations; NCCL 2.29
 	MaxP2PPeers         *int  // NCCL 2.30
 	GraphStreamOrdering *int  // NCCL 2.30
+
+	LaunchOrderImplicit *bool // operations of several communicators start in the order of the host's calls; NCCL 2.31
+	NumRMASignals       *int  // signals of one-sided operations in each context; NCCL 2.31
+	RMAEagerInit        *bool // prepare one-sided operations with the communicator, and not with its first window; NCCL 2.31
+	HostCFTMode         *int  // logical endpoints of Blackwell GPUs: 1 enable, 2 disable, 3 enable if possible; NCCL 2.31
+	// NVLSHostMode disables parts of NVLink multicast: 1 the transport, 2 the symmetric kernels
+	// and copy engines, math.MaxInt32 all parts; NCCL 2.32.
+	NVLSHostMode *int
 
 	// Timeout is the maximum time from issuing an operation until its completion. When it
 	// expires, the communicator fails with a *TimeoutError. 0 means CHORUS_NCCL_TIMEOUT,
@@ -97,6 +106,7 @@ func (c *Config) apply(to *Communicator) (err error) {
 	to.onFailure, to.recoverable = cfg.OnFailure, cfg.Recoverable
 	to.rec = flight.NewRecorder(cfg.TraceSize)
 	to.rec.Rank, to.rec.Size, to.rec.Device, to.rec.Name = to.rank, to.size, to.dev.String(), cfg.Name
+	to.rec.UUID, _ = gpu.DeviceOf(to.dev).UUID() // only a trace shows it
 	to.rec.Number, to.rec.Library = to.number, ncclapi.VersionText(to.version)
 	to.rec.SetTimeout(timeout)
 	to.rec.Frames = cfg.TraceFrames || frames == "yes"
@@ -173,6 +183,11 @@ func (c *Config) override(r *ncclapi.Config) {
 		{&r.NumRMACtx, number(c.NumRMACtx)},
 		{&r.MaxP2PPeers, number(c.MaxP2PPeers)},
 		{&r.GraphStreamOrdering, number(c.GraphStreamOrdering)},
+		{&r.LaunchOrderImplicit, truth(c.LaunchOrderImplicit)},
+		{&r.NumRMASig, number(c.NumRMASignals)},
+		{&r.RMAEagerInit, truth(c.RMAEagerInit)},
+		{&r.HostCFTMode, number(c.HostCFTMode)},
+		{&r.NVLSHostMode, number(c.NVLSHostMode)},
 	} {
 		if f.val != nil {
 			*f.to = *f.val

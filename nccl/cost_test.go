@@ -33,6 +33,11 @@ func (l *idleNCCL) AllReduce(_, _ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType,
 	return ncclapi.Success
 }
 
+func (l *idleNCCL) AllReduceConfig(_, _ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ ncclapi.RedOp, _ ncclapi.Comm, _ cudadrv.Stream, _ *ncclapi.CollConfig) ncclapi.Result {
+	l.calls++
+	return ncclapi.Success
+}
+
 func (l *idleNCCL) Send(_ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ int32, _ ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
 	return ncclapi.Success
 }
@@ -110,9 +115,11 @@ func (r *idleRank) ways() map[string]func() error {
 		return nil
 	}
 	again := NewBatch()
+	configured := &configured{comm: r.c, config: callConfig{raw: ncclapi.NewCollConfig(23203)}}
 	return map[string]func() error{
-		"one":   func() error { return AllReduce(r.c, r.s, r.y, r.x, Sum) },
-		"group": func() error { return Group(eight) },
+		"one":        func() error { return AllReduce(r.c, r.s, r.y, r.x, Sum) },
+		"configured": func() error { return AllReduce(configured, r.s, r.y, r.x, Sum) },
+		"group":      func() error { return Group(eight) },
 		"batch": func() error {
 			if err := eight(again); err != nil {
 				return err

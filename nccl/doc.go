@@ -33,8 +33,10 @@
 // process are also compared when they are issued: if they differ, the error is a
 // *MismatchError. [Communicator.Trace] and [DumpTrace] return the latest operations.
 //
-// Split, Shrink and Grow make communicators from others. Functions that the loaded
-// NCCL lacks return a *device.UnsupportedError that names the version that has them.
+// Config has the options of a communicator, and [With] those of single collectives. Split,
+// Shrink and Grow make communicators from others. Chorus binds NCCL up to 2.32. Functions and
+// options that the loaded NCCL lacks return a *device.UnsupportedError that names the version
+// that has them.
 //
 // Lifetime: Close ends the communicator at once and aborts pending operations
 // (ncclCommAbort). Shutdown waits for the operations and leaves together with the other

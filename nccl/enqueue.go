@@ -25,6 +25,9 @@ func (o *operation) checkedCall() error { return o.comm.check(o.Kind.String(), o
 
 // callNCCL calls NCCL's function.
 func (o *operation) callNCCL() ncclapi.Result {
+	if o.config != nil {
+		return o.callConfigured()
+	}
 	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
 	n, root := uintptr(o.N*o.unit), int32(o.Root)
 	switch o.Kind {

@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"bytes"
 	"errors"
 	"strconv"
 	"strings"
@@ -85,6 +86,7 @@ func (c *Communicator) lastMessage() string {
 // fail makes a cause the communicator's failure, if it is the first, and aborts the
 // pending operations here and on the other ranks of this process.
 func (c *Communicator) fail(cause error) {
+	c.observeBeforeTraces()
 	if f := c.setFailure(cause); f != nil {
 		c.completeFailure(f)
 	}
@@ -152,18 +154,31 @@ func (c *Communicator) completeFailure(f *failure) {
 	}
 }
 
-// writeTraces writes all flight recorders of the process if the environment asks for it.
-func (c *Communicator) writeTraces() {
-	prefix := env.NCCLTraceFile.Value()
-	if prefix == "" {
-		return
+// observeBeforeTraces records which operations have completed, so that a trace does not show
+// the state of up to a second ago.
+func (c *Communicator) observeBeforeTraces() {
+	if env.NCCLTraceFile.Value() != "" {
+		c.observeBeforeAbort()
 	}
+}
+
+// writeTraces writes all flight recorders of the process, once, if the environment asks for it.
+// The file is complete when it returns.
+func (c *Communicator) writeTraces() {
+	if prefix := env.NCCLTraceFile.Value(); prefix != "" {
+		c.traces.Do(func() { c.writeTracesTo(prefix) })
+	}
+}
+
+func (c *Communicator) writeTracesTo(prefix string) {
+	var b bytes.Buffer // so that no process ends between the creation of the file and most of the work
+	_ = DumpTrace(&b)
 	f, err := safefile.CreatePrivate(prefix + strconv.Itoa(c.rank) + suffix(c.rec.Name))
 	if err != nil {
 		return // the failure is more important
 	}
 	defer f.Close()
-	_ = DumpTrace(f)
+	_, _ = f.Write(b.Bytes())
 }
 
 // suffix makes the file names of communicators with the same rank different.

@@ -22,6 +22,7 @@ type group struct {
 	errs         []error         // of the operations, if an operation fails or launchers enqueue them
 	transferEnds []transferEnd   // of the transfers between its ranks
 	extents      []extent        // of its transfers, by address
+	configured   bool            // an operation has a configuration
 	timeout      time.Duration   // of its operations; 0 means the communicator's
 }
 
@@ -36,7 +37,7 @@ func (g *group) reset() {
 		clear(g.errs)
 	}
 	g.ops, g.counts, g.comms, g.transferEnds, g.errs = g.ops[:0], g.counts[:0], g.comms[:0], g.transferEnds[:0], g.errs[:0]
-	g.extents, g.timeout = g.extents[:0], 0
+	g.extents, g.timeout, g.configured = g.extents[:0], 0, false
 }
 
 // add appends a validated operation.
@@ -47,6 +48,7 @@ func (g *group) add(o *operation) (err error) {
 		}
 	}
 	g.ops = append(g.ops, *o)
+	g.configured = g.configured || o.config != nil
 	if o.sends == nil {
 		return nil
 	}
@@ -142,7 +144,7 @@ func (g *group) startGroupRelaxed() error {
 	}
 	for i := range g.ops {
 		o := &g.ops[i]
-		if o.Service == ranks.Kernels { // not NCCL's
+		if o.Service == ranks.Kernels || o.Service == ranks.Ordered { // not NCCL's
 			continue
 		}
 		if err := o.execute(); err != nil {
@@ -207,7 +209,10 @@ func (g *group) checkTogether() error {
 	if err := g.match(); err != nil {
 		return err
 	}
-	return g.checkSymmetric()
+	if err := g.checkSymmetric(); err != nil || !g.configured {
+		return err
+	}
+	return g.checkConfigs()
 }
 
 // include adds a communicator to the group unless the group has it.

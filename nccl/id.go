@@ -24,6 +24,9 @@ func NewUniqueID(dev *device.Device) (UniqueID, error) {
 	if err != nil {
 		return UniqueID{}, err
 	}
+	if err := startNetworking(dev); err != nil {
+		return UniqueID{}, err
+	}
 	var id ncclapi.UniqueID
 	var r ncclapi.Result
 	err = relaxed(dev, func() error {
@@ -34,7 +37,7 @@ func NewUniqueID(dev *device.Device) (UniqueID, error) {
 		return UniqueID{}, err
 	}
 	if r != ncclapi.Success {
-		return UniqueID{}, &Error{Op: "ncclGetUniqueId", Rank: -1, Err: Result(r), Detail: api.GetLastError(0)}
+		return UniqueID{}, explainEncryption(dev, &Error{Op: "ncclGetUniqueId", Rank: -1, Err: Result(r), Detail: api.GetLastError(0)})
 	}
 	return UniqueID(id), nil
 }

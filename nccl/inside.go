@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/stream"
@@ -16,8 +17,24 @@ func (x inside) AddBackend(abort func()) { x.c.addBackend(abort) }
 
 func (x inside) Services(n int) (first uint64, list []ranks.Service) { return x.c.rec.Services(n) }
 
+func (x inside) SetWorld(ranks []int, size int) { x.c.rec.SetWorld(ranks, size) }
+
+func (x inside) WriteTraces() {
+	x.c.observeBeforeTraces()
+	x.c.writeTraces()
+}
+
 func (x inside) Symmetric(k *ranks.Collective) bool {
 	return symmetricKernel(k.Kind, k.DType, k.Op) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes())
+}
+
+func (x inside) Factor(op flight.Reduction) (bits, at uint64, ok bool) {
+	v, ok := x.c.sums.Load(Op(op))
+	if !ok {
+		return 0, 0, false
+	}
+	f := v.(factor)
+	return f.bits, f.at, true
 }
 
 func (x inside) NoWindows() error { return x.c.needs(ncclapi.FuncCommWindowRegister) }

@@ -26,6 +26,8 @@ type operation struct {
 	src  operand
 	comm *Communicator
 
+	config *callConfig // nil unless With has made the Issuer
+
 	sends, recvs []int  // the elements of each rank, if they differ
 	capture      uint64 // id of the capture, in a batch
 
@@ -48,12 +50,12 @@ func operandOf[T memory.Element](x memory.Slice[T]) operand {
 // issue checks an operation and enqueues it, or adds it to a batch. op is for operations
 // that reduce, root for operations that have one.
 func issue[T memory.Element](on Issuer, s *stream.Stream, k flight.Kind, dst, src memory.Slice[T], op Op, root int) error {
-	c, b := communicatorOf(on)
+	c, b, config := communicatorOf(on)
 	o := operation{
 		Op: flight.Op{
 			Request: flight.Request{Kind: k, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op), Root: root}, Stream: s,
 		},
-		comm: c, dst: operandOf(dst), src: operandOf(src),
+		comm: c, config: config, dst: operandOf(dst), src: operandOf(src),
 	}
 	if err := o.validate(); err != nil {
 		return b.markRefused(err)
@@ -146,7 +148,12 @@ func (o *operation) validate() error {
 		return err
 	}
 	if gpu.AnyCapture() {
-		return o.noteCapture()
+		if err := o.noteCapture(); err != nil {
+			return err
+		}
+	}
+	if o.config != nil {
+		return o.checkConfig()
 	}
 	return nil
 }

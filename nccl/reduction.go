@@ -85,9 +85,25 @@ func (c *Communicator) newPreMulSum(t memory.DType, scalar unsafe.Pointer, resid
 	if err := c.check(name, r); err != nil {
 		return nil, err
 	}
-	c.sums.Store(Op(p.op), t)
+	c.sums.Store(Op(p.op), factorOf(t, scalar, residence))
 	handle.Init(p, &p.owner, handle.About{Kind: "pre-multiplied sum", On: c.dev})
 	return p, nil
+}
+
+// A factor is the factor of a PreMulSum: one element in bits, or at a device address.
+type factor struct {
+	dtype    memory.DType
+	bits, at uint64
+}
+
+func factorOf(t memory.DType, scalar unsafe.Pointer, residence int32) factor {
+	f := factor{dtype: t}
+	if residence == ncclapi.ScalarDevice {
+		f.at = uint64(uintptr(scalar))
+		return f
+	}
+	copy(unsafe.Slice((*byte)(unsafe.Pointer(&f.bits)), t.Size()), unsafe.Slice((*byte)(scalar), t.Size()))
+	return f
 }
 
 // Op returns the reduction, for operations of its communicator.
@@ -138,12 +154,12 @@ func (o *operation) checkReduction(w *wireType) error {
 		return needs(at()+" of "+o.DType.String(), w.since, c.version)
 	}
 	if op < Sum || op > Avg {
-		t, ok := c.sums.Load(op)
-		switch {
+		v, ok := c.sums.Load(op)
+		switch f, _ := v.(factor); {
 		case !ok:
 			return fmt.Errorf("%s: %s is not a reduction of this communicator: want sum, prod, max, min, avg or an open PreMulSum", at(), op)
-		case t != o.DType:
-			return fmt.Errorf("%s: %s is a reduction of %s and not of %s", at(), op, t, o.DType)
+		case f.dtype != o.DType:
+			return fmt.Errorf("%s: %s is a reduction of %s and not of %s", at(), op, f.dtype, o.DType)
 		}
 		return nil
 	}

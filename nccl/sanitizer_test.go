@@ -53,3 +53,47 @@ func TestSanitizerSeesCollectives(t *testing.T) {
 		})
 	}
 }
+
+// The event of a launch orders the work before the collective, and not the collective.
+func TestSanitizerSeesLaunchEvents(t *testing.T) {
+	before := slog.Default()
+	slog.SetDefault(slog.New(slog.DiscardHandler)) // of the expected report
+	t.Cleanup(func() { slog.SetDefault(before) })
+	t.Setenv("CHORUS_SANITIZER", "1")
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 2, VirtualNCCL: newest})
+	require.NoError(t, err)
+	defer sys.Close()
+	devs := sys.Devices()
+	cs, err := nccl.NewCommunicators(testgpu.Context(t), devs, nil)
+	require.NoError(t, err)
+	s, side := make([]*stream.Stream, 2), make([]*stream.Stream, 2)
+	xs, ys := make([]memory.Slice[float32], 2), make([]memory.Slice[float32], 2)
+	events := make([]*stream.Event, 2)
+	for i, d := range devs {
+		defer cs[i].Close()
+		for _, to := range []*[]*stream.Stream{&s, &side} {
+			(*to)[i], err = stream.New(d, nil)
+			require.NoError(t, err)
+			defer (*to)[i].Close()
+		}
+		for _, to := range []*[]memory.Slice[float32]{&xs, &ys} {
+			(*to)[i], err = memory.Make[float32](s[i], 64)
+			require.NoError(t, err)
+			defer (*to)[i].Close()
+			require.NoError(t, (*to)[i].Zero(s[i]))
+		}
+		events[i], err = stream.NewEvent(d, nil)
+		require.NoError(t, err)
+		defer events[i].Close()
+	}
+	for i, c := range cs {
+		on, err := nccl.With(c, &nccl.CallConfig{LaunchEvent: events[i]})
+		require.NoError(t, err)
+		require.NoError(t, nccl.AllReduce(on, s[i], xs[i], xs[i], nccl.Sum))
+		require.NoError(t, side[i].Wait(events[i]))
+	}
+	require.NoError(t, ys[0].Zero(side[0]))
+	require.Empty(t, sys.Reports(), "the stream waits for the work before the collective")
+	_ = xs[0].Zero(side[0]) // the device may be lost
+	require.Contains(t, strings.Join(sys.Reports(), "\n"), "ncclAllReduceConfig on stream")
+}

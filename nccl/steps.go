@@ -23,7 +23,7 @@ func (x steps) Len() int { return len(x.b.group.ops) }
 
 func (x steps) At(i int) ranks.Operation {
 	o := &x.b.group.ops[i]
-	return ranks.Operation{Op: &o.Op, Comm: inside{o.comm}, Rank: o.comm.rank, Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr)}
+	return ranks.Operation{Op: &o.Op, Comm: inside{o.comm}, Rank: o.comm.rank, Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr), Counts: o.sends}
 }
 
 func (x steps) Record() error { return x.b.group.record() }
@@ -33,6 +33,8 @@ func (x steps) Execute(i int) error { return x.b.group.ops[i].execute() }
 func (x steps) StartGroup() error { return x.b.group.startGroup() }
 
 func (x steps) EndGroup() error { return x.b.group.endGroup(ncclapi.API.GroupEnd) }
+
+func (x steps) Move(list []ranks.Move) error { return x.b.group.move(list) }
 
 func (x steps) Substitute(i int, dst, src uint64) {
 	o := &x.b.group.ops[i]

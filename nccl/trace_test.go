@@ -54,6 +54,41 @@ func TestTrace(t *testing.T) {
 	require.Equal(t, memory.Int64, list[0].DType)
 
 	checkDump(t, ranks)
+	checkDumpedSource(t, ranks[1])
+}
+
+// checkDumpedSource checks the object that tells where a dump comes from.
+func checkDumpedSource(t *testing.T, r rank) {
+	var b bytes.Buffer
+	require.NoError(t, r.c.DumpTrace(&b))
+	type clock struct {
+		Wall      int64 `json:"wall_ns"`
+		Monotonic int64 `json:"monotonic_ns"`
+	}
+	var d struct {
+		Chorus struct {
+			Format int              `json:"format"`
+			Host   string           `json:"host"`
+			PID    int              `json:"pid"`
+			Clock  clock            `json:"clock"`
+			Origin clock            `json:"clock_origin"`
+			Groups []map[string]any `json:"groups"`
+		} `json:"chorus"`
+	}
+	require.NoError(t, json.Unmarshal(b.Bytes(), &d))
+	host, err := os.Hostname()
+	require.NoError(t, err)
+	c := d.Chorus
+	require.Equal(t, []any{1, host, os.Getpid()}, []any{c.Format, c.Host, c.PID})
+	require.WithinRange(t, time.Unix(0, c.Clock.Wall), time.Now().Add(-time.Minute), time.Now())
+	require.InDelta(t, c.Clock.Wall-c.Origin.Wall, c.Clock.Monotonic-c.Origin.Monotonic, float64(time.Second))
+	require.Len(t, c.Groups, 1)
+	for field, want := range map[string]any{
+		"rank": 1.0, "world_rank": nil, "world_ranks": nil, "world_size": 0.0, "device": "virtual:1", "capacity": 4.0, "issued": 5.0, "accepted": 5.0,
+	} {
+		require.Equal(t, want, c.Groups[0][field], field)
+	}
+	require.Contains(t, c.Groups[0]["uuid"], "GPU-")
 }
 
 // checkDump reads what TestTrace has left as a tool of PyTorch would.
@@ -129,10 +164,11 @@ func TestTraceIsLeftByAFailure(t *testing.T) {
 }
 
 // Communicators that have a rank in common leave their traces in files of their names.
+// The ranks have the folder of the test to themselves: its removal fails if a rank writes after its Close.
 func TestTraceOfANamedCommunicator(t *testing.T) {
 	prefix := filepath.Join(t.TempDir(), "trace-")
 	t.Setenv("CHORUS_NCCL_TRACE_FILE", prefix)
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 8})
 	for _, name := range []string{"a/b", "c"} {
 		ranks := connectWith(t, devs, &nccl.Config{Timeout: soon, Name: name})
 		xs, _ := buffers(t, ranks, 8)

@@ -14,8 +14,8 @@ import (
 // parts, by rank; in place, src is the rank's part of dst. It is one group of broadcasts.
 // Collective.
 func AllGatherV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], counts []int) error {
-	c, b := communicatorOf(on)
-	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.AllGatherV, DType: memory.DTypeOf[T]()}, Stream: s}, comm: c, sends: counts, recvs: counts}
+	c, b, config := communicatorOf(on)
+	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.AllGatherV, DType: memory.DTypeOf[T]()}, Stream: s}, comm: c, config: config, sends: counts, recvs: counts}
 	return issueUneven(b, &o, dst, src)
 }
 
@@ -24,8 +24,8 @@ func AllGatherV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.S
 // all parts, by rank; in place, dst is the rank's part of src. It is one group of
 // reductions. Collective.
 func ReduceScatterV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], counts []int, op Op) error {
-	c, b := communicatorOf(on)
-	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.ReduceScatterV, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op)}, Stream: s}, comm: c, sends: counts, recvs: counts}
+	c, b, config := communicatorOf(on)
+	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.ReduceScatterV, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op)}, Stream: s}, comm: c, config: config, sends: counts, recvs: counts}
 	return issueUneven(b, &o, dst, src)
 }
 
@@ -34,8 +34,8 @@ func ReduceScatterV[T memory.Element](on Issuer, s *stream.Stream, dst, src memo
 // both by rank. Both ranks of a pair must agree on the number, which may be 0. dst and src
 // must not overlap. It is one group of sends and receives. Collective.
 func AllToAllV[T memory.Element](on Issuer, s *stream.Stream, dst memory.Slice[T], recvs []int, src memory.Slice[T], sends []int) error {
-	c, b := communicatorOf(on)
-	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.AllToAllV, DType: memory.DTypeOf[T]()}, Stream: s}, comm: c, sends: sends, recvs: recvs}
+	c, b, config := communicatorOf(on)
+	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.AllToAllV, DType: memory.DTypeOf[T]()}, Stream: s}, comm: c, config: config, sends: sends, recvs: recvs}
 	return issueUneven(b, &o, dst, src)
 }
 

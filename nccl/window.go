@@ -103,6 +103,29 @@ func (w *Window) Ptr() (uint64, error) {
 	return uint64(p), w.comm.check(f.Name(), r)
 }
 
+// PeerPtr returns the address at which this rank's device accesses the window of rank peer by
+// load and store (ncclGetPeerDevicePointer, NCCL 2.29.2 and newer). It returns 0 if the device
+// cannot access it, for example because the rank is on another host. Kernels take the address by
+// kernel.Address, and must order their accesses with the other ranks themselves. The address is
+// valid until one of the two ranks closes the window or its communicator. All ranks must have
+// registered memory of Allocator.
+func (w *Window) PeerPtr(peer int) (uint64, error) {
+	const f = ncclapi.FuncGetPeerDevicePointer
+	if err := w.checkUsable(f); err != nil {
+		return 0, err
+	}
+	c := w.comm
+	if peer < 0 || peer >= c.size {
+		return 0, fmt.Errorf("nccl: %s on rank %d of %d: rank %d does not exist", f.Name(), c.rank, c.size, peer)
+	}
+	if err := c.enter(f.Name()); err != nil {
+		return 0, err
+	}
+	defer c.mu.Unlock()
+	p, r := c.api.GetPeerDevicePointer(*w.h, 0, int32(peer))
+	return uint64(p), c.check(f.Name(), r)
+}
+
 // Close deregisters the window on this rank (ncclCommWindowDeregister). Operations that
 // use it must have completed. Close is idempotent, and does nothing after the end of the
 // communicator.

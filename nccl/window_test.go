@@ -91,24 +91,21 @@ func TestWindowsThatDiffer(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, xs[1].Ptr(), p)
 
-	// Virtual devices have no one-sided operations, and say so as NCCL does.
 	props, err := ranks[1].c.Properties()
 	require.NoError(t, err)
-	require.Equal(t, nccl.Properties{LSATeams: 1}, props)
+	require.Equal(t, nccl.Properties{LSATeams: 1, OneSided: true}, props)
 	r, w := ranks[0], windows[0]
 	for name, c := range map[string]struct {
 		err  error
 		text string
 	}{
-		"put":          {nccl.Put(w, r.s, xs[0].Slice(0, 2), 1, 0), "virtual devices do not support one-sided operations"},
-		"put too far":  {nccl.Put(w, r.s, xs[0].Slice(0, 2), 1, 60), "16 bytes at byte 60: the window has 64"},
-		"put to a":     {nccl.Put(w, r.s, xs[0].Slice(0, 2), 2, 0), "rank 2 does not exist"},
-		"put of":       {nccl.Put(w, r.s, xs[1].Slice(0, 2), 1, 0), "the buffer is of"},
-		"signal":       {nccl.Signal(r.c, r.s, 1), "ncclSignal on rank 0 of 2"},
-		"wait":         {nccl.WaitSignal(r.c, r.s, 1, 1), "ncclWaitSignal on rank 0 of 2"},
-		"wait for 0":   {nccl.WaitSignal(r.c, r.s, 1, 0), "0 signals: want one or more"},
-		"other stream": {nccl.Signal(r.c, ranks[1].s, 1), "use a stream of that device"},
-		"closed":       {nccl.Put[int64](nil, r.s, xs[0], 1, 0), "the window is closed"},
+		"put from elsewhere": {nccl.Put(w, r.s, xs[0].Slice(100, 102), 1, 0), "does not lie in a window"},
+		"put too far":        {nccl.Put(w, r.s, xs[0].Slice(0, 2), 1, 60), "16 bytes at byte 60: the window has 64"},
+		"put to a":           {nccl.Put(w, r.s, xs[0].Slice(0, 2), 2, 0), "rank 2 does not exist"},
+		"put of":             {nccl.Put(w, r.s, xs[1].Slice(0, 2), 1, 0), "the buffer is of"},
+		"wait for 0":         {nccl.WaitSignal(r.c, r.s, 1, 0), "0 signals: want one or more"},
+		"other stream":       {nccl.Signal(r.c, ranks[1].s, 1), "use a stream of that device"},
+		"closed":             {nccl.Put[int64](nil, r.s, xs[0], 1, 0), "the window is closed"},
 	} {
 		require.ErrorContains(t, c.err, c.text, name)
 	}
@@ -206,6 +203,12 @@ func TestCapabilities(t *testing.T) {
 		"2.30.3": {config(nccl.Config{MaxP2PPeers: new(1)})},
 		"2.30.4": {second(nccl.Parameter(devs[0], "NCCL_DEBUG")), second(nccl.Parameters(devs[0]))},
 		"2.30.7": {config(nccl.Config{GraphStreamOrdering: new(1)})},
+		"2.31.2": {
+			config(nccl.Config{LaunchOrderImplicit: new(true)}), config(nccl.Config{NumRMASignals: new(2)}),
+			config(nccl.Config{RMAEagerInit: new(true)}), config(nccl.Config{HostCFTMode: new(2)}),
+			second(nccl.With(c, &nccl.CallConfig{})),
+		},
+		"2.32.3": {config(nccl.Config{NVLSHostMode: new(1)})},
 	} {
 		for i, err := range list {
 			var u *device.UnsupportedError
@@ -292,9 +295,15 @@ func TestSymmetricKernelsThatAreWrong(t *testing.T) {
 func windowed(t *testing.T, version string) ([]rank, []memory.Slice[float32], []*nccl.Window) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: version})
 	ranks := connect(t, devs)
+	xs, windows := windowsOf(t, ranks)
+	return ranks, xs, windows
+}
+
+// windowsOf gives the ranks memory in symmetric windows.
+func windowsOf(t *testing.T, ranks []rank) ([]memory.Slice[float32], []*nccl.Window) {
 	pool := memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
 	t.Cleanup(func() { require.NoError(t, pool.Close()) })
-	xs := make([]memory.Slice[float32], 2)
+	xs := make([]memory.Slice[float32], len(ranks))
 	for i, r := range ranks {
 		require.NoError(t, pool.Use(r.s, func() (err error) {
 			xs[i], err = memory.Make[float32](r.s, 1<<18)
@@ -302,10 +311,10 @@ func windowed(t *testing.T, version string) ([]rank, []memory.Slice[float32], []
 		}))
 		t.Cleanup(func() { require.NoError(t, xs[i].Close()) })
 	}
-	windows := make([]*nccl.Window, 2)
+	windows, devs := make([]*nccl.Window, len(ranks)), make([]*device.Device, len(ranks))
 	each(t, devs, func(i int) (err error) {
 		windows[i], err = ranks[i].c.RegisterWindow(testgpu.Context(t), xs[i].Buffer(), xs[i].Bytes(), true)
 		return err
 	})
-	return ranks, xs, windows
+	return xs, windows
 }

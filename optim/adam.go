@@ -1,6 +1,10 @@
 package optim
 
-import "github.com/gochorus/chorus/stream"
+import (
+	"math"
+
+	"github.com/gochorus/chorus/stream"
+)
 
 // AdamConfig are the options of NewAdam and NewAdamW, with torch's names and defaults. nil
 // means the defaults.
@@ -14,13 +18,13 @@ type AdamConfig struct {
 }
 
 // NewAdamW returns torch.optim.AdamW(fused=True) for the groups: weight decay is subtracted
-// from the parameters. The state is allocated on s, and is zero.
+// from the parameters. The state is allocated on s, and is zero. A graph cannot capture the call.
 func NewAdamW(s *stream.Stream, groups []Group, cfg *AdamConfig) (*Optimizer, error) {
 	return newAdam(s, "new AdamW", groups, cfg, flagDecoupled, 0.01)
 }
 
 // NewAdam returns torch.optim.Adam(fused=True) for the groups: weight decay is added to the
-// gradients. The state is allocated on s, and is zero.
+// gradients. The state is allocated on s, and is zero. A graph cannot capture the call.
 func NewAdam(s *stream.Stream, groups []Group, cfg *AdamConfig) (*Optimizer, error) {
 	return newAdam(s, "new Adam", groups, cfg, 0, 0)
 }
@@ -47,8 +51,8 @@ func newAdam(s *stream.Stream, op string, groups []Group, cfg *AdamConfig, flags
 			return nil, refuse(op, "betas %v: want numbers from 0 up to, and without, 1", c.Betas)
 		}
 	}
-	if !(c.Eps >= 0) {
-		return nil, refuse(op, "eps %v: want 0 or more", c.Eps)
+	if !(c.Eps >= 0) || math.IsInf(c.Eps, 0) {
+		return nil, refuse(op, "eps %v: want a finite number of 0 or more", c.Eps)
 	}
 	if c.Maximize {
 		flags |= flagMaximize

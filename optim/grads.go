@@ -1,8 +1,11 @@
 package optim
 
 import (
+	"cmp"
 	"errors"
 	"math"
+	"slices"
+	"strconv"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/handle"
@@ -25,6 +28,7 @@ type Grads struct {
 	values memory.Slice[float32]
 	done   memory.Slice[uint32]
 	order  float64 // of the last norm; 0 is infinite
+	raised bool    // Powers was called
 }
 
 // The places in values.
@@ -35,15 +39,15 @@ const (
 	placeCount
 )
 
-// NewGrads prepares operations on gradients, which stay the caller's. It allocates a table
-// on s.
+// NewGrads prepares operations on gradients, which share no memory and stay the caller's. It
+// allocates a table on s, which a graph cannot capture.
 func NewGrads(s *stream.Stream, gradients ...tensor.Tensor) (*Grads, error) {
 	const op = "new gradients"
 	if s == nil {
 		return nil, refuse(op, "no stream given")
 	}
-	g := &Grads{dev: s.Device(), list: gradients}
-	if err := g.check(op); err != nil {
+	g := &Grads{dev: s.Device(), list: slices.Clone(gradients)}
+	if err := cmp.Or(g.check(op), g.apart(op)); err != nil {
 		return nil, err
 	}
 	elements := 0
@@ -84,8 +88,8 @@ func (g *Grads) allocate(s *stream.Stream) (err error) {
 	return g.table.upload(s)
 }
 
-// wider returns the type that torch gives the norm of gradients of both types. float64 has a
-// norm of float32 here.
+// wider returns the type that torch gives the norm of gradients of both types. The norm of
+// float64 has torch's type, but is stored as float32.
 func wider(a, b memory.DType) memory.DType {
 	if a == memory.Invalid || a == b {
 		return b
@@ -100,6 +104,15 @@ func (g *Grads) check(op string) error {
 		}
 	}
 	return nil
+}
+
+// apart returns an error if two gradients share memory: an operation would change it twice.
+func (g *Grads) apart(op string) error {
+	var spans spans
+	for i := range g.list {
+		spans.add(&g.list[i], "gradient "+strconv.Itoa(i))
+	}
+	return spans.apart(op)
 }
 
 // enter returns the kernels for an operation on s.
@@ -123,7 +136,9 @@ func (g *Grads) value(place int) memory.Slice[float32] { return g.values.Slice(p
 // Powers enqueues on s the sum of |x|^p over all elements, or the largest |x| if p is +Inf,
 // and returns the number. Before the next call of Coef, ranks with different parts of a
 // model add these numbers over all ranks, or compute their maximum. Sums are of float64, and
-// the norm of each gradient is rounded to its type, as in torch.
+// the norm of each gradient is rounded to its type, as in torch. The returned number is rounded to
+// float32, also for gradients of float64, where torch keeps float64. Its relative error is then up to
+// 2^-24. A number above 3.4e38 is infinite: for p = 2, that is a norm above 1.8e19.
 func (g *Grads) Powers(s *stream.Stream, p float64) (memory.Slice[float32], error) {
 	const op = "norm"
 	k, err := g.enter(op, s)
@@ -136,6 +151,7 @@ func (g *Grads) Powers(s *stream.Stream, p float64) (memory.Slice[float32], erro
 	if g.order = p; math.IsInf(p, 0) {
 		g.order = 0
 	}
+	g.raised = true
 	rows, blocks := g.norms.parts()
 	if len(g.list) == 0 {
 		return g.value(placePowers), g.value(placePowers).Zero(s)
@@ -147,8 +163,10 @@ func (g *Grads) Powers(s *stream.Stream, p float64) (memory.Slice[float32], erro
 
 // Coef enqueues on s the norm of order p of all elements, from the result of Powers, and the
 // factor min(1, limit/(norm+1e-6)), as torch's clip_grad_norm_ computes them. norm and factor
-// are one element each; StepConfig.Clip takes the factor. A norm of NaN gives the factor NaN,
-// and an infinite norm gives 0.
+// are one element each; StepConfig.Clip takes the factor. For gradients of float64, too, limit,
+// norm and factor are rounded to float32, and so is each step of the computation. A norm of NaN
+// gives the factor NaN, and an infinite norm gives 0. Coef without a call of Powers before
+// is refused.
 func (g *Grads) Coef(s *stream.Stream, limit float64) (norm, factor memory.Slice[float32], err error) {
 	const op = "clip"
 	k, err := g.enter(op, s)
@@ -158,6 +176,9 @@ func (g *Grads) Coef(s *stream.Stream, limit float64) (norm, factor memory.Slice
 	if !(limit >= 0) {
 		return norm, factor, refuse(op, "a norm of at most %v: want 0 or more", limit)
 	}
+	if !g.raised {
+		return norm, factor, refuse(op, "the gradients have no norm yet: call Powers before Coef")
+	}
 	norm, factor = g.value(placeNorm), g.value(placeCoef)
 	return norm, factor, k.coefficient.Launch(s, one, kernel.Ptr(g.value(placePowers)), kernel.Ptr(norm), kernel.Ptr(factor),
 		kernel.Scalar[float64](g.order), kernel.Scalar[float32](float32(limit)), kernel.Scalar[uint32](uint32(g.dtype)))
@@ -165,7 +186,8 @@ func (g *Grads) Coef(s *stream.Stream, limit float64) (norm, factor memory.Slice
 
 // ClipNorm enqueues on s torch.nn.utils.clip_grad_norm_ with foreach=True: it multiplies all
 // gradients so that their norm of order p is at most limit, and returns the norm before.
-// Nothing waits for the device. If the norm is not finite, the gradients become NaN.
+// Nothing waits for the device. A norm of NaN makes all
+// gradients NaN. An infinite norm makes infinite gradients NaN, and the others 0.
 func (g *Grads) ClipNorm(s *stream.Stream, limit, p float64) (norm memory.Slice[float32], err error) {
 	if _, err := g.Powers(s, p); err != nil {
 		return norm, err

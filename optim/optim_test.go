@@ -316,6 +316,8 @@ func TestNorms(t *testing.T) {
 		g, err := optim.NewGrads(s, xs...)
 		require.NoError(t, err)
 		defer g.Close()
+		_, _, err = g.Coef(s, 1)
+		require.ErrorContains(t, err, "call Powers before Coef")
 		for _, p := range []float64{1, 2, 3, math.Inf(1)} {
 			want := 0.0
 			for _, x := range all {
@@ -439,7 +441,10 @@ func TestStepAllocatesNothing(t *testing.T) {
 	v, err := memory.MakeFrom(s, []float32{1, 2})
 	require.NoError(t, err)
 	defer v.Close()
-	o, err := optim.NewAdamW(s, []optim.Group{{Params: []optim.Param{optim.Of(v, v)}}}, nil)
+	g, err := memory.MakeFrom(s, []float32{3, 4})
+	require.NoError(t, err)
+	defer g.Close()
+	o, err := optim.NewAdamW(s, []optim.Group{{Params: []optim.Param{optim.Of(v, g)}}}, nil)
 	require.NoError(t, err)
 	defer o.Close()
 	require.NoError(t, o.Step(s, nil))
@@ -470,6 +475,10 @@ func TestCopiesOfNewParameters(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, bits.CopyTo(s, got))
 		require.Equal(t, []memory.Float16Bits{0x3c00, 0xc100, 0x1419, 0x7bff}, got)
+		require.NoError(t, value.CopyFrom(s, []float32{-2.5, 1, 0, 65504}))
+		require.NoError(t, o.RefreshCopies(s))
+		require.NoError(t, bits.CopyTo(s, got))
+		require.Equal(t, []memory.Float16Bits{0xc100, 0x3c00, 0, 0x7bff}, got)
 		_, err = optim.NewSGD(s, []optim.Group{{Params: []optim.Param{optim.Of(value, memory.Slice[float32]{})}}}, nil)
 		require.ErrorContains(t, err, "parameter 0 of group 0: gradient: tensor: the zero slice has no memory")
 		require.NoError(t, grad.Close())

@@ -2,7 +2,9 @@ package optim
 
 import (
 	"errors"
+	"fmt"
 	"math"
+	"slices"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/handle"
@@ -102,7 +104,7 @@ func (o *Optimizer) check(op string, groups []Group, with options) (all []option
 		if group.WeightDecay != nil {
 			one.decay = *group.WeightDecay
 		}
-		if !(one.lr >= 0) || math.IsInf(one.lr, 0) || !(one.decay >= 0) {
+		if !(one.lr >= 0) || math.IsInf(one.lr, 0) || !(one.decay >= 0) || math.IsInf(one.decay, 0) {
 			return nil, refuse(op, "group %d: learning rate %v and weight decay %v: want finite numbers, 0 or more", g, one.lr, one.decay)
 		}
 		all = append(all, one)
@@ -123,8 +125,30 @@ func (o *Optimizer) check(op string, groups []Group, with options) (all []option
 	if len(o.params) == 0 {
 		return nil, refuse(op, "no parameters given")
 	}
-	o.groups = groups
-	return all, nil
+	o.groups = slices.Clone(groups)
+	return all, o.apart(op)
+}
+
+// apart returns an error if a step would overwrite memory that it also reads or writes as
+// something else: values and copies share no memory with each other or with a gradient.
+// Gradients may share memory, because a step only reads them.
+func (o *Optimizer) apart(op string) error {
+	var written, grads spans
+	for i := range o.params {
+		p := &o.params[i]
+		written.add(&p.Value, fmt.Sprintf("the value of parameter %d", i))
+		written.add(&p.Copy, fmt.Sprintf("the copy of parameter %d", i))
+		grads.add(&p.Grad, fmt.Sprintf("the gradient of parameter %d", i))
+	}
+	if err := written.apart(op); err != nil {
+		return err
+	}
+	for i := range grads {
+		if err := written.apartFrom(op, grads[i]); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // allocate makes the state and the tables.
@@ -183,6 +207,21 @@ func (p *held) setCopy(s *stream.Stream) error {
 	return tensor.Copy(s, to, p.Value)
 }
 
+// RefreshCopies enqueues on s the rounding of all values to their copies, after something other
+// than the optimiser has changed the values. Parameters without a copy stay as they are.
+func (o *Optimizer) RefreshCopies(s *stream.Stream) error {
+	const op = "refresh copies"
+	if _, err := o.enter(op, s); err != nil {
+		return err
+	}
+	for i := range o.params {
+		if err := o.params[i].setCopy(s); err != nil {
+			return refuse(op, "parameter %d: %w", i, err)
+		}
+	}
+	return nil
+}
+
 // zero fills a tensor with zeros.
 func zero(s *stream.Stream, x tensor.Tensor) error {
 	b, err := memory.View[byte](x.Buffer(), x.Offset(), x.Bytes())
@@ -226,8 +265,9 @@ func (o *Optimizer) Gradients() []tensor.Tensor {
 }
 
 // Step enqueues one step on s: a kernel that reads the gradients and updates all parameters
-// and states, and counts the step. A graph can capture it. Step returns an error, and
-// changes nothing, if a parameter or a gradient was closed.
+// and states, and counts the step. A graph can capture it if the device has the kernels: make a
+// step before the capture. The optimiser must then stay open as long as the graph is launched.
+// Step returns an error, and changes nothing, if a parameter or a gradient was closed.
 func (o *Optimizer) Step(s *stream.Stream, cfg *StepConfig) error {
 	const op = "step"
 	k, err := o.enter(op, s)
@@ -280,9 +320,10 @@ func (o *Optimizer) enter(op string, s *stream.Stream) (*kernels, error) {
 }
 
 // LR returns the learning rate of a group in device memory, one element that a kernel or a
-// graph may change. It returns the zero Slice if there is no such group.
+// graph may change. It returns the zero Slice if there is no such group or the optimiser is
+// closed.
 func (o *Optimizer) LR(group int) memory.Slice[float64] {
-	if o == nil || group < 0 || group >= len(o.groups) {
+	if o == nil || o.owner.Closed() || group < 0 || group >= len(o.groups) {
 		return memory.Slice[float64]{}
 	}
 	return o.rates.Slice(group*optionWords, group*optionWords+1)

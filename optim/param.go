@@ -11,8 +11,8 @@ import (
 )
 
 // A Param is a parameter and its gradient: contiguous tensors of the same length on one
-// device. The gradient has the type of the value, or is float16 or bfloat16 beside a
-// float32 value.
+// device. No other tensor of the optimiser shares memory with a value or a copy. The gradient
+// has the type of the value, or is float16 or bfloat16 beside a float32 value.
 type Param struct {
 	Value, Grad tensor.Tensor
 	// Copy is a float16 or bfloat16 tensor of the same length for models that compute with it:

@@ -1,6 +1,10 @@
 package optim
 
-import "github.com/gochorus/chorus/stream"
+import (
+	"math"
+
+	"github.com/gochorus/chorus/stream"
+)
 
 // SGDConfig are the options of NewSGD, with torch's names and defaults. nil means the
 // defaults.
@@ -14,7 +18,7 @@ type SGDConfig struct {
 }
 
 // NewSGD returns torch.optim.SGD(fused=True) for the groups. With momentum, a state is
-// allocated on s; the first step that is not skipped sets it.
+// allocated on s; the first step that is not skipped sets it. A graph cannot capture the call.
 func NewSGD(s *stream.Stream, groups []Group, cfg *SGDConfig) (*Optimizer, error) {
 	const op = "new SGD"
 	var c SGDConfig
@@ -24,8 +28,11 @@ func NewSGD(s *stream.Stream, groups []Group, cfg *SGDConfig) (*Optimizer, error
 	if c.LR == 0 {
 		c.LR = 1e-3
 	}
-	if !(c.Momentum >= 0) {
-		return nil, refuse(op, "momentum %v: want 0 or more", c.Momentum)
+	if !(c.Momentum >= 0) || math.IsInf(c.Momentum, 0) {
+		return nil, refuse(op, "momentum %v: want a finite number of 0 or more", c.Momentum)
+	}
+	if math.IsNaN(c.Dampening) || math.IsInf(c.Dampening, 0) {
+		return nil, refuse(op, "dampening %v: want a finite number", c.Dampening)
 	}
 	o := &Optimizer{kernel: func(k *kernels) kernelOf { return k.sgd }}
 	if c.Nesterov {

@@ -55,8 +55,9 @@ func (o *Optimizer) SetStep(s *stream.Stream, group int, step float32) error {
 
 // LoadState enqueues on s copies of the states of all parameters from tensors of the same
 // shapes, or of one dimension with as many elements, of any type, on the device or in host
-// memory. The steps are set by SetStep. If a state is missing, was closed or has another shape,
-// LoadState returns an error and copies nothing.
+// memory. LoadState ignores Step, which the parameters of a group share: call SetStep for each
+// group. If a state is missing, was closed, has another shape or shares memory with another state
+// of the optimiser, LoadState returns an error and copies nothing.
 func (o *Optimizer) LoadState(s *stream.Stream, from []State) error {
 	const op = "load state"
 	if _, err := o.enter(op, s); err != nil {
@@ -81,9 +82,27 @@ func (o *Optimizer) LoadState(s *stream.Stream, from []State) error {
 			}
 		}
 	}
+	if err := separate(op, to, of); err != nil {
+		return err
+	}
 	for i := range to {
 		if err := tensor.Copy(s, to[i], of[i]); err != nil {
 			return refuse(op, "%w", err)
+		}
+	}
+	return nil
+}
+
+// separate returns an error if a copy would overwrite the source of another copy. A state may be
+// loaded from itself.
+func separate(op string, to, of []tensor.Tensor) error {
+	states := map[*memory.Buffer]int{}
+	for i := range to {
+		states[to[i].Buffer()] = i
+	}
+	for i := range of {
+		if k, ok := states[of[i].Buffer()]; ok && k != i && of[i].Len() > 0 && !of[i].IsHost() {
+			return refuse(op, "a state to load is another state of this optimiser, which the call overwrites: load from a copy")
 		}
 	}
 	return nil

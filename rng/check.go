@@ -111,6 +111,40 @@ func check[T memory.Element](op string, g *Generator, s *stream.Stream, x memory
 	return g, mem.Check(op, x.Buffer(), x.Len(), s.Device())
 }
 
+// A region is the memory of a slice.
+type region struct {
+	name  string // in errors
+	dtype memory.DType
+	at    uint64
+	n     int
+}
+
+func regionOf[T memory.Element](name string, x memory.Slice[T]) region {
+	return region{name, x.DType(), x.Ptr(), x.Len()}
+}
+
+func (r region) end() uint64 { return r.at + uint64(r.n*r.dtype.Size()) }
+
+func (r region) String() string {
+	return fmt.Sprintf("%s (%d elements of %s at %#x)", r.name, r.n, r.dtype, r.at)
+}
+
+// apart returns an error if the fill would overwrite numbers of in before it has read them. With
+// inPlace, in may be the same elements as out: a thread reads element i of in before it
+// writes element i of out, and no other thread reads or writes it.
+func apart(op string, in, out region, inPlace bool) error {
+	if in.n == 0 || out.n == 0 || in.end() <= out.at || out.end() <= in.at {
+		return nil
+	}
+	if !inPlace {
+		return fmt.Errorf("%s: %s and %s share memory: want separate memory", op, in, out)
+	}
+	if in.at == out.at && in.n == out.n && in.dtype.Size() == out.dtype.Size() {
+		return nil
+	}
+	return fmt.Errorf("%s: %s and %s share memory: want the same elements of the same size, or separate memory", op, in, out)
+}
+
 func name(dev *device.Device) string {
 	if dev == nil {
 		return "no device"

@@ -30,6 +30,11 @@
 // unchanged. An empty slice does not advance the generator. Parameters are rounded to the
 // element type or, if that is narrower, to float32, as in torch.
 //
+// A parameter in device memory does not share memory with the filled slice. Poisson and Bernoulli
+// also accept a parameter that is the filled slice itself: the same elements, of types of the
+// same size (x.bernoulli_(p=x)). All other shared memory is an error. Parameters may share memory
+// with each other.
+//
 // A fill that is captured into a CUDA graph draws nothing during capture. Each launch of
 // the graph draws the numbers of all its fills from the current state of the generator,
 // including the seed, as in torch. So launches and other fills draw the same numbers as

@@ -39,7 +39,7 @@ func fillBy[T memory.Element](op, name string, g *Generator, s *stream.Stream, x
 	if err != nil {
 		return err
 	}
-	if err := p.check(op, what, x.Len(), s.Device()); err != nil || x.Len() == 0 {
+	if err := p.check(op, what, regionOf("the filled slice", x), true, s.Device()); err != nil || x.Len() == 0 {
 		return err
 	}
 	l, err := launcherOf[T](op, s, drawsModule)
@@ -62,10 +62,11 @@ func normalOf[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean, 
 	if err != nil {
 		return err
 	}
-	if err := mean.check(op, "mean", x.Len(), s.Device()); err != nil {
+	out := regionOf("the filled slice", x)
+	if err := mean.check(op, "mean", out, false, s.Device()); err != nil {
 		return err
 	}
-	if err := std.check(op, "std", x.Len(), s.Device()); err != nil || x.Len() == 0 {
+	if err := std.check(op, "std", out, false, s.Device()); err != nil || x.Len() == 0 {
 		return err
 	}
 	l, err := launcherOf[T](op, s, drawsModule)

@@ -16,6 +16,8 @@ var (
 	FromBFloat = fromBFloat
 	ToHalf     = toHalf
 	ToBFloat   = toBFloat
+	Words      = words
+	Unit32     = unit32
 )
 
 // Captures returns how many captures and graphs draw from g.

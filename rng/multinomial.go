@@ -75,8 +75,8 @@ func (m *sampling[T]) open(s *stream.Stream, replacement bool) (err error) {
 	if m.samples = m.x.Len() / m.rows; !replacement && m.samples > m.columns {
 		return fmt.Errorf("%s: %d samples of %d categories without replacement: want at most as many samples as categories", multinomialOp, m.samples, m.columns)
 	}
-	if m.x.Len() == 0 {
-		return nil
+	if err := apart(multinomialOp, regionOf("weights", m.weights), regionOf("the filled slice", m.x), false); err != nil || m.x.Len() == 0 {
+		return err
 	}
 	if m.launcher, err = launcherOf[T](multinomialOp, s, samplesModule); err != nil {
 		return err

@@ -11,7 +11,8 @@ import (
 
 // Param is the type of a parameter for elements of T: one number for all elements, or a slice of
 // floating-point numbers in device memory. A slice has a number for each element, or one number
-// for all elements. The fill reads it in the order of the stream.
+// for all elements. The fill reads it in the order of the stream. The package documentation says
+// when a slice may share memory with the filled slice.
 type Param[T memory.Element] interface {
 	int | float64 | memory.Slice[T] | // if T is Float
 		memory.Slice[memory.Float16Bits] | memory.Slice[memory.BFloat16Bits] | memory.Slice[float32] | memory.Slice[float64]
@@ -23,6 +24,7 @@ type param struct {
 	at     kernel.Arg
 	dtype  memory.DType // of the slice; Invalid for a number
 	n      int
+	ptr    uint64
 	buffer *memory.Buffer
 }
 
@@ -47,24 +49,25 @@ func paramOf[T memory.Element, P Param[T]](v P) param {
 }
 
 func sliceParam[T memory.Element](x memory.Slice[T]) param {
-	return param{at: kernel.Ptr(x), dtype: memory.DTypeOf[T](), n: x.Len(), buffer: x.Buffer()}
+	return param{at: kernel.Ptr(x), dtype: memory.DTypeOf[T](), n: x.Len(), ptr: x.Ptr(), buffer: x.Buffer()}
 }
 
-// check validates a slice as the parameter of n elements on a device.
-func (p *param) check(op, name string, n int, dev *device.Device) error {
+// check validates a slice as the parameter of a fill of out on a device. inPlace says whether the
+// slice may be out itself.
+func (p *param) check(op, name string, out region, inPlace bool, dev *device.Device) error {
 	if !p.isSlice() {
 		return nil
 	}
 	if formats[p.dtype].digits == 0 {
 		return fmt.Errorf("%s: %s is a slice of %s: want a slice of floating-point numbers", op, name, p.dtype)
 	}
-	if p.n != n && p.n != 1 {
-		return fmt.Errorf("%s: %s has %d elements: want 1, or %d as the result", op, name, p.n, n)
+	if p.n != out.n && p.n != 1 {
+		return fmt.Errorf("%s: %s has %d elements: want 1, or %d as the result", op, name, p.n, out.n)
 	}
 	if err := mem.Check(op, p.buffer, p.n, dev); err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}
-	return nil
+	return apart(op, region{name, p.dtype, p.ptr, p.n}, out, inPlace)
 }
 
 // step returns the distance of the numbers of adjacent elements.

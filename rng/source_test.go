@@ -14,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -85,6 +86,7 @@ func trials() []*trial {
 // rng.cu, compiled as C++, and the Go functions give the same bytes where the
 // result is exact, and else the same within the bounds that hold for recordings.
 func TestSourceAgreesWithGo(t *testing.T) {
+	tsan.Serial(t)
 	t.Parallel()
 	cxx, err := exec.LookPath("g++")
 	if err != nil {

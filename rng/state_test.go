@@ -45,7 +45,7 @@ func TestStateInCapture(t *testing.T) {
 	})
 }
 
-var statePrograms = flag.Int("programs", tsan.Rounds(6, 30), "how many random programs TestStatePrograms captures")
+var statePrograms = flag.Int("programs", tsan.Rounds(6, 10), "how many random programs TestStatePrograms captures")
 
 // A program draws, saves, restores and seeds. Captured and launched it draws what it draws
 // without a graph, each time that it runs, and leaves the generator at the same place.

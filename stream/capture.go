@@ -26,7 +26,7 @@ func (e *Event) note(s *Stream) (captured bool, err error) {
 		return false, nil
 	}
 	captured, err = gpu.StreamOf(s).Capturing()
-	if captured && e.flags&cudadrv.EventInterprocess != 0 {
+	if captured && gpu.EventFlagsOf(e)&cudadrv.EventInterprocess != 0 {
 		return false, &device.CaptureError{Op: "stream: record event", Object: s.String(),
 			Advice: "an event of several processes cannot be recorded in a capture: record one without Interprocess, or record it behind the launch"}
 	}

@@ -64,7 +64,6 @@ type Event struct {
 	eventRef
 	owner    handle.Owner
 	dev      *device.Device
-	flags    uint32
 	opened   bool        // made by another process
 	external bool        // of EventConfig.External
 	recorded atomic.Bool // at least once
@@ -87,9 +86,9 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 	if err != nil {
 		return nil, err
 	}
-	e := &Event{dev: dev, flags: flags, external: cfg != nil && cfg.External}
+	e := &Event{dev: dev, external: cfg != nil && cfg.External}
 	h, err := gpu.DeviceOf(dev).NewEvent(flags)
-	e.eventRef = gpu.NewEventRef(h)
+	e.eventRef = gpu.NewEventRef(h, flags)
 	if err != nil {
 		return nil, fmt.Errorf("stream: new event: %w", err)
 	}
@@ -178,7 +177,7 @@ func (e *Event) Elapsed(start *Event) (time.Duration, error) {
 		}
 	}
 	switch {
-	case (start.flags|e.flags)&cudadrv.EventDisableTiming != 0:
+	case (gpu.EventFlagsOf(start)|gpu.EventFlagsOf(e))&cudadrv.EventDisableTiming != 0:
 		return 0, fmt.Errorf("%s: both events must be made with EventConfig.Timing: %w", op, device.ErrorInvalidHandle)
 	case !start.recorded.Load() || !e.recorded.Load():
 		return 0, fmt.Errorf("%s: both events must be recorded before, outside of a capture or by the launch of a graph: %w", op, device.ErrorInvalidHandle)

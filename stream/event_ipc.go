@@ -21,7 +21,7 @@ func (e *Event) IPCHandle() (EventHandle, error) {
 	if err := e.check(op); err != nil {
 		return EventHandle{}, err
 	}
-	if e.flags&cudadrv.EventInterprocess == 0 || e.opened {
+	if gpu.EventFlagsOf(e)&cudadrv.EventInterprocess == 0 || e.opened {
 		return EventHandle{}, fmt.Errorf("%s on %s: the event must be made here, with EventConfig.Interprocess: %w",
 			op, e.dev, device.ErrorInvalidHandle)
 	}
@@ -46,10 +46,11 @@ func OpenEvent(dev *device.Device, h EventHandle) (*Event, error) {
 	if dev == nil {
 		return nil, fmt.Errorf("%s: no device given", op)
 	}
-	e := &Event{dev: dev, flags: cudadrv.EventInterprocess | cudadrv.EventDisableTiming, opened: true}
+	const flags = cudadrv.EventInterprocess | cudadrv.EventDisableTiming
+	e := &Event{dev: dev, opened: true}
 	err := gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		raw, r := drv.IpcOpenEventHandle(cudadrv.IpcEventHandle(h))
-		e.eventRef = gpu.NewEventRef(raw)
+		e.eventRef = gpu.NewEventRef(raw, flags)
 		return r
 	})
 	if err != nil && gpu.DeviceOf(dev).System().Machine != nil && errors.Is(err, device.ErrorNotSupported) {

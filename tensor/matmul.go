@@ -79,8 +79,9 @@ type MatMulConfig struct {
 // MatMul does not copy operands. In a, b, c and Add one of the last two strides is 1, and the
 // other one is not smaller than the matrix's side. So they may be views, transposed views and
 // slices of rows and columns. b and a may repeat, with strides of 0 between matrices of a
-// batch. c may be a transposed view if Bias, Aux and BiasGrad are not set. c must not share
-// memory with another tensor, except that Add may be c.
+// batch. c may be a transposed view if Bias, Aux and BiasGrad are not set. An output (c,
+// BiasGrad, AMax, and Aux of ReLU and GELU) must not share memory with another tensor of the
+// product, except that Add may be c.
 //
 // Products of 8-bit floats need compute capability 8.9. Except on 10.x, a must be contiguous in
 // rows and b in columns, as in MatMul(s, c, a, b.T(), cfg). k, n, strides and addresses are
@@ -89,10 +90,12 @@ type MatMulConfig struct {
 // MatMul uses cuBLASLt. It falls back to cuBLAS if cuBLASLt is missing or has no algorithm,
 // and the product has no epilogue, bias, scales or separate Add. If neither can compute the
 // product, the error matches errors.ErrUnsupported. The arguments are validated before
-// anything is enqueued. If the shape has no elements, MatMul enqueues nothing.
+// anything is enqueued. If c has no elements, MatMul enqueues nothing. If k is 0, the product is 0,
+// and MatMul still adds beta·c or Add and Bias, and applies the epilogue.
 //
-// If c has one row or one column, SumA and SumB are a second product, of the input with ones in
-// temporary memory, because cuBLASLt stores wrong sums for some of these.
+// In two cases SumA and SumB are a second product, of the input with ones in temporary memory. If
+// c has one row or one column, cuBLASLt stores wrong sums. For some layouts it has no algorithm
+// that also makes sums.
 //
 // MatMul returns when the product is enqueued. The first product of a kind on a stream
 // chooses an algorithm; later ones with the same shapes and alignments are enqueued without
@@ -119,6 +122,9 @@ func MatMul(s *stream.Stream, c, a, b Tensor, cfg *MatMulConfig) error {
 		return multiplyAndSum(s, c, a, b, cfg)
 	default:
 		err = gemm.Enqueue(s, &m.Product)
+		if cfg.sums() && !float8(a.DType()) && errors.Is(err, errors.ErrUnsupported) {
+			return multiplyAndSum(s, c, a, b, cfg)
+		}
 	}
 	if err == nil {
 		return nil

@@ -20,7 +20,8 @@ const (
 	ReLU
 	// GELU is torch.nn.functional.gelu(approximate="tanh"). If Aux is set, it gets the input
 	// of GELU: it has the shape and type of c, and strides that are multiples of 8. If c is an
-	// 8-bit float, Aux may also be float16.
+	// 8-bit float, Aux may also be float16. A product of 8-bit floats has Aux if c is float16,
+	// bfloat16 or e5m2, or if c and both inputs are e4m3.
 	GELU
 )
 
@@ -133,9 +134,6 @@ func (m *multiplication) setBias(t Tensor, rows, output bool) error {
 	if last < 0 || last > 1 || t.at().Shape[last] != n || n > 1 && t.at().Strides[last] != 1 {
 		return fmt.Errorf("%s has shape %v and strides %v: want [%d], with a stride of 1", name, t.at().Shape, t.at().Strides, n)
 	}
-	if output && (shares(&t, &m.c) || shares(&t, &m.a) || shares(&t, &m.b)) {
-		return fmt.Errorf("%s shares memory with another tensor of the product", name)
-	}
 	stride := 0
 	if last == 1 {
 		if len(m.c.at().Shape) == 2 || t.at().Shape[0] != m.c.at().Shape[0] {
@@ -171,9 +169,6 @@ func (m *multiplication) setAux(t Tensor, mask bool) error {
 	at, err := m.extra("Aux", &t)
 	if err != nil {
 		return err
-	}
-	if shares(&t, &m.c) || shares(&t, &m.a) || shares(&t, &m.b) {
-		return fmt.Errorf("field Aux shares memory with another tensor of the product")
 	}
 	rank := len(m.c.at().Shape)
 	want, width, unit, element := m.c.at().DType, m.c.at().Shape[rank-1], 8, m.c.at().DType

@@ -1,5 +1,37 @@
 package tensor
 
+import (
+	"fmt"
+
+	"github.com/gochorus/chorus/memory"
+)
+
+// operandNames are the tensors of a product, in the order of checkOverlap.
+var operandNames = [...]string{"c", "BiasGrad", "AMax", "Aux", "a", "b", "Add", "Bias", "DeviceAlpha", "DeviceBeta", "ScaleA", "ScaleB", "ScaleResult"}
+
+// checkOverlap refuses an output that shares memory with another operand. Only Add may be c. The
+// names are another array, because tensors beside a string of the error would be on the heap.
+func (m *multiplication) checkOverlap(cfg *MatMulConfig) error {
+	all := [len(operandNames)]*Tensor{&m.c, &cfg.BiasGrad, &cfg.AMax, &cfg.Aux, &m.a, &m.b, &cfg.Add, &cfg.Bias,
+		&cfg.DeviceAlpha, &cfg.DeviceBeta, &cfg.ScaleA, &cfg.ScaleB, &cfg.ScaleResult}
+	outputs := 4
+	if cfg.Epilogue == ReLUGrad || cfg.Epilogue == GELUGrad { // which read Aux
+		outputs = 3
+	}
+	for i, x := range all[:outputs] {
+		if x.at().DType == memory.Invalid {
+			continue
+		}
+		for j, y := range all[i+1:] {
+			addIsC := x == &m.c && y == &cfg.Add && !m.Separate
+			if !addIsC && shares(x, y) {
+				return fmt.Errorf("%s shares memory with %s: an output needs its own memory, except that Add may be c itself", operandNames[i], operandNames[i+1+j])
+			}
+		}
+	}
+	return nil
+}
+
 // A reach is a dimension of a tensor in memory.
 type reach struct{ step, n int64 } // step in bytes
 

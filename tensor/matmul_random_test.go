@@ -173,14 +173,22 @@ func (x *trial) drawEpilogue(y *layout) {
 		if x.pick(2) {
 			x.cfg.Bias = x.biasVector(x.biasType(), x.n, false)
 		}
-		masks := !x.float8 || x.types[2] == f16 || x.types[2] == bf16
-		if e != tensor.NoEpilogue && full && (e != tensor.ReLU || masks) && x.pick(2) {
+		if e != tensor.NoEpilogue && full && x.storesAux(e) && x.pick(2) {
 			x.drawAux(e == tensor.ReLU)
 		}
 	}
 	if x.cfg.Bias.Len()+x.cfg.BiasGrad.Len()+x.cfg.Aux.Len() > 0 {
 		y.transposed = false
 	}
+}
+
+// storesAux reports whether cuBLASLt stores what the gradient of an epilogue needs.
+func (x *trial) storesAux(e tensor.Epilogue) bool {
+	c := x.types[2]
+	if !x.float8 || c == f16 || c == bf16 {
+		return true
+	}
+	return e == tensor.GELU && (c == e5m2 || c == e4m3 && x.types[0] == e4m3 && x.types[1] == e4m3)
 }
 
 func (x *trial) biasType() memory.DType {

@@ -80,21 +80,13 @@ func (m *multiplication) vector(name string, t *Tensor, shape [2]int) (cudadrv.D
 	if t.at().DType != memory.Float32 || len(t.at().Shape) != 2 || [2]int(t.at().Shape) != shape || !t.Contiguous() {
 		return 0, fmt.Errorf("%s is %s of shape %v with strides %v: want float32 of shape %v, contiguous", name, t.at().DType, t.at().Shape, t.at().Strides, shape)
 	}
-	if shares(t, &m.c) {
-		return 0, fmt.Errorf("%s shares memory with c", name)
-	}
 	return at, nil
 }
 
 // checkWhole checks what depends on several parts of the product.
 func (m *multiplication) checkWhole(cfg *MatMulConfig) error {
-	if cfg.BiasGrad.at().DType != memory.Invalid {
-		if m.empty() {
-			return fmt.Errorf("field BiasGrad is set, but c has no elements")
-		}
-		if n := int64(cfg.BiasGrad.at().Shape[len(cfg.BiasGrad.at().Shape)-1]); m.Batch > 1 && m.Problem.Bias.Stride < n {
-			return fmt.Errorf("field BiasGrad has shape %v and strides %v: want a row for each product of the batch", cfg.BiasGrad.at().Shape, cfg.BiasGrad.at().Strides)
-		}
+	if cfg.BiasGrad.at().DType != memory.Invalid && m.empty() {
+		return fmt.Errorf("field BiasGrad is set, but c has no elements")
 	}
 	if m.empty() || !m.Float8 {
 		return nil
@@ -103,12 +95,16 @@ func (m *multiplication) checkWhole(cfg *MatMulConfig) error {
 	if err != nil {
 		return err
 	}
-	if !anyLayout && (m.TransA != cublasapi.Trans || m.TransB != cublasapi.NoTrans) {
+	if m.K > 0 && !anyLayout && (m.TransA != cublasapi.Trans || m.TransB != cublasapi.NoTrans) {
 		return fmt.Errorf("8-bit floats need an a that is contiguous in rows and a b that is contiguous in columns, as in a·w.T(): their strides are %v and %v", m.a.at().Strides, m.b.at().Strides)
 	}
 	cols := m.c.at().Shape[len(m.c.at().Shape)-1]
 	if m.K%16 != 0 || cols%16 != 0 {
 		return fmt.Errorf("8-bit floats need a k and an n that are multiples of 16: they are %d and %d", m.K, cols)
+	}
+	from, inputs := m.At.A|m.At.B, gemm.Layout{LD: m.Problem.A.LD | m.Problem.B.LD, Stride: m.Problem.A.Stride | m.Problem.B.Stride}
+	if m.K == 0 { // a and b are not read
+		from, inputs = 0, gemm.Layout{}
 	}
 	for _, x := range [...]struct {
 		name string
@@ -116,7 +112,7 @@ func (m *multiplication) checkWhole(cfg *MatMulConfig) error {
 		l    gemm.Layout
 		size int64
 	}{
-		{"a or b", m.At.A | m.At.B, gemm.Layout{LD: m.Problem.A.LD | m.Problem.B.LD, Stride: m.Problem.A.Stride | m.Problem.B.Stride}, 1},
+		{"a or b", from, inputs, 1},
 		{"c", m.At.D, m.Problem.D, int64(m.c.at().DType.Size())},
 		{"Add", m.At.C, m.Problem.C, int64(max(1, cfg.Add.at().DType.Size()))},
 		{"Bias", m.At.Bias, gemm.Layout{}, 1},

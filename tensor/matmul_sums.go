@@ -9,10 +9,13 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
+// sums reports whether the epilogue sums an input.
+func (cfg *MatMulConfig) sums() bool { return cfg.Epilogue == SumA || cfg.Epilogue == SumB }
+
 // sumsOfVector reports whether c has one row or one column, and the epilogue sums an input.
 // cuBLASLt 13 stores wrong sums for some of these products.
 func (m *multiplication) sumsOfVector(cfg *MatMulConfig) bool {
-	return (cfg.Epilogue == SumA || cfg.Epilogue == SumB) && min(m.M, m.N) == 1
+	return cfg.sums() && min(m.M, m.N) == 1
 }
 
 // multiplyAndSum enqueues the product without its epilogue, and then the sums: they are the

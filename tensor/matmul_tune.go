@@ -46,8 +46,11 @@ func tuneOptions(cfg *TuneConfig) (*gemm.TuneOptions, error) {
 	if cfg != nil {
 		c = *cfg
 	}
-	if c.MaxDuration < 0 || c.MaxIterations < 0 || c.Candidates < 0 || c.RotatingBytes < -1 || !(c.ATol >= 0) || !(c.RTol >= 0) {
-		return nil, fmt.Errorf("tensor: tune: an option is negative")
+	if c.MaxDuration < 0 || c.MaxIterations < 0 || c.Candidates < 0 || c.RotatingBytes < -1 {
+		return nil, fmt.Errorf("tensor: tune: MaxDuration is %v, MaxIterations %d, Candidates %d and RotatingBytes %d: they must not be negative, except that RotatingBytes may be -1", c.MaxDuration, c.MaxIterations, c.Candidates, c.RotatingBytes)
+	}
+	if !(c.ATol >= 0 && c.RTol >= 0) { // also if one is NaN
+		return nil, fmt.Errorf("tensor: tune: ATol is %v and RTol is %v: want 0 or more", c.ATol, c.RTol)
 	}
 	o := &gemm.TuneOptions{Duration: 30 * time.Millisecond, Iterations: 100, Candidates: 32, Rotating: 64 << 20, Check: c.NumericalCheck, ATol: 1e-5, RTol: 1e-5}
 	if c.MaxDuration > 0 {
@@ -148,7 +151,7 @@ func ReadTuneResults(dev *device.Device, r io.Reader) error {
 
 // RecordMatMuls records the products of a device that were not tuned, until stop
 // (torch.cuda.tunable.record_untuned_enable). stop writes a line for each kind of product, for
-// TuneRecorded.
+// TuneRecorded. A second call of stop is an error and writes nothing.
 func RecordMatMuls(dev *device.Device) (stop func(w io.Writer) error, err error) {
 	if stop, err = gemm.Record(dev); err != nil {
 		return nil, fmt.Errorf("tensor: record matmuls of %s: %w", dev, err)

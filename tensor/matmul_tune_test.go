@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"io"
+	"math"
 	"strings"
 	"testing"
 	"time"
@@ -13,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -24,6 +27,7 @@ var quick = &tensor.TuneConfig{MaxDuration: time.Millisecond, MaxIterations: 3, 
 // Tuning changes no operand, is done once for a kind of product, and its results are right,
 // also in another process that reads them.
 func TestTuneMatMul(t *testing.T) {
+	tsan.Serial(t)
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
@@ -65,6 +69,7 @@ func TestTuneMatMul(t *testing.T) {
 
 // A file of results has the validators of its device, and is refused as a whole by others.
 func TestTuneFile(t *testing.T) {
+	tsan.Serial(t)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	ctx := testgpu.Context(t)
 	open := func(i int) *lab {
@@ -125,8 +130,51 @@ func TestTuneFile(t *testing.T) {
 	}
 }
 
+// TestTuneFileWithSplits reads algorithms that add parts of k in bfloat16, which the settings may
+// forbid. cuBLASLt checks the schemes of its own suggestions only.
+func TestTuneFileWithSplits(t *testing.T) {
+	tsan.Serial(t)
+	const inPlace, inFloat32 = "Lt_6_18_4_1_0_0_11_0_0", "Lt_6_18_4_2_0_0_11_0_0"
+	for _, tc := range []struct {
+		allowed  tensor.Reduction
+		solution string
+		taken    bool
+	}{
+		{tensor.ReducedPrecision, inPlace, true}, {tensor.ReducedPrecision, inFloat32, true},
+		{tensor.FullPrecision, inFloat32, true}, {tensor.FullPrecision, inPlace, false},
+		{tensor.NoSplitK, inFloat32, false},
+	} {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+		cfg := &tensor.MatMulConfig{Settings: &tensor.MatMulSettings{BF16Reduction: tc.allowed}}
+		var text string
+		for i, dev := range devs {
+			s, err := stream.New(dev, nil)
+			require.NoError(t, err)
+			l := newLab(t, s, 9)
+			c, a, b := l.make(bf16, 0, 64, 64, layout{}).Tensor, l.make(bf16, 0, 64, 96, layout{}).Tensor, l.make(bf16, 0, 96, 64, layout{}).Tensor
+			if i == 1 {
+				require.NoError(t, tensor.ReadTuneResults(dev, strings.NewReader(text)))
+			}
+			r, err := tensor.TuneMatMul(testgpu.Context(t), s, c, a, b, cfg, quick)
+			require.NoError(t, err)
+			if i == 0 {
+				var file bytes.Buffer
+				require.NoError(t, tensor.WriteTuneResults(dev, &file))
+				text = strings.Replace(file.String(), ","+r.Solution+",", ","+tc.solution+",", 1)
+			} else if tc.taken {
+				require.Equal(t, tc.solution, r.Solution, "%+v", tc)
+			} else {
+				require.Positive(t, r.Measured, "%+v", tc)
+			}
+			l.close()
+			require.NoError(t, s.Close())
+		}
+	}
+}
+
 // Products are recorded once each and tuned later from the file.
 func TestTuneRecorded(t *testing.T) {
+	tsan.Serial(t)
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
@@ -149,6 +197,14 @@ func TestTuneRecorded(t *testing.T) {
 		}
 		var file bytes.Buffer
 		require.NoError(t, stop(&file))
+		next, err := tensor.RecordMatMuls(devs[0])
+		require.NoError(t, err)
+		var twice bytes.Buffer
+		require.ErrorContains(t, stop(&twice), "stop was called before")
+		require.Zero(t, twice.Len())
+		_, err = tensor.RecordMatMuls(devs[0])
+		require.ErrorContains(t, err, "already being recorded", "stop has not ended the next recording")
+		require.NoError(t, next(io.Discard))
 		require.Equal(t, 2, strings.Count(file.String(), "\n"), file.String())
 		for _, bad := range []string{"x", "GemmTunableOp_BFloat16_NN,nn_1", strings.Replace(file.String(), "_80_", "_0_", 1)} {
 			_, err := tensor.TuneRecorded(ctx, s, strings.NewReader(bad), quick)
@@ -202,7 +258,9 @@ func TestTuneErrors(t *testing.T) {
 		require.ErrorContains(t, err, "do not fit")
 		_, err = tensor.TuneMatMul(ctx, s, c, a, b, nil, &tensor.TuneConfig{MaxIterations: -1})
 		require.ErrorContains(t, err, "negative")
-		require.Error(t, tensor.SetMatMulTuning(&tensor.TuneConfig{ATol: -1}))
+		require.ErrorContains(t, tensor.SetMatMulTuning(&tensor.TuneConfig{ATol: -1}), "ATol is -1 and RTol is 0: want 0 or more")
+		require.ErrorContains(t, tensor.SetMatMulTuning(&tensor.TuneConfig{ATol: math.NaN()}), "ATol is NaN and RTol is 0: want 0 or more")
+		require.ErrorContains(t, tensor.SetMatMulTuning(&tensor.TuneConfig{RTol: math.NaN()}), "RTol is NaN: want 0 or more")
 		_, err = tensor.TuneMatMul(ctx, s, c, a, b, &tensor.MatMulConfig{Settings: &tensor.MatMulSettings{Library: tensor.CUBLAS}}, quick)
 		require.ErrorContains(t, err, "no algorithms to choose from")
 		_, err = tensor.TuneMatMul(ctx, nil, c, a, b, nil, quick)

@@ -18,11 +18,36 @@ import (
 	"github.com/gochorus/chorus/internal/launch"
 )
 
-// interruptible calls run with a context that SIGINT and SIGTERM cancel.
+// interruptible calls run with a context that SIGINT and SIGTERM cancel. If run then fails, the
+// exit code is the one of a shell, such as 130 for SIGINT. A second signal ends the process.
 func interruptible(c *cobra.Command, run func(ctx context.Context, out io.Writer) error) error {
-	ctx, stop := signal.NotifyContext(c.Context(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	return run(ctx, c.OutOrStdout())
+	ctx, cancel := context.WithCancelCause(c.Context())
+	defer cancel(nil)
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
+	defer signal.Stop(signals)
+	go func() {
+		select {
+		case s := <-signals:
+			signal.Stop(signals)
+			cancel(interruption{s.(syscall.Signal)})
+		case <-ctx.Done():
+		}
+	}()
+	err := run(ctx, c.OutOrStdout())
+	i, interrupted := errors.AsType[interruption](context.Cause(ctx))
+	if err == nil || !interrupted {
+		return err
+	}
+	fmt.Fprintf(os.Stderr, "chorus: %v\n", i)
+	return exitCode(128 + int(i.signal))
+}
+
+// An interruption is the cause of a context that a signal has ended.
+type interruption struct{ signal syscall.Signal }
+
+func (i interruption) Error() string {
+	return "interrupted by " + map[syscall.Signal]string{syscall.SIGINT: "SIGINT", syscall.SIGTERM: "SIGTERM"}[i.signal]
 }
 
 // A member is this process in its job, for commands that use GPUs together. Close leaves the

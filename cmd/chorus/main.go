@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"runtime/debug"
 
 	"github.com/spf13/cobra"
 
@@ -16,11 +15,16 @@ import (
 // commands make the sub-commands, in the order of the help.
 var commands = []func() *cobra.Command{
 	newRunCommand,
+	newStatusCommand,
 	newInfoCommand,
+	newDoctorCommand,
+	newAnalyzeCommand,
 	newMemCommand,
 	newPerfCommand,
 	newTuneCommand,
 	newLoadCommand,
+	newCheckpointCommand,
+	newVersionCommand,
 }
 
 func main() {
@@ -87,13 +91,4 @@ func noArgs(cmd *cobra.Command, args []string) error {
 // usageError marks an error as a mistake in the command line and names the help.
 func usageError(cmd *cobra.Command, err error) error {
 	return &launch.UsageError{Reason: fmt.Sprintf("%v; see %s --help", err, cmd.CommandPath())}
-}
-
-// version returns the module's version from the build information.
-func version() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok || info.Main.Version == "" {
-		return "(devel)"
-	}
-	return info.Main.Version
 }

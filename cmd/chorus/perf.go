@@ -47,7 +47,8 @@ Without -e there is one size. With -e, each size is 1M larger than the one befor
 -f times as large.
 
 The exit code is 0 if all results were right; 1 if elements were wrong, a row was slower
-than the baseline, or an error occurred; and 64 for a mistake in the flags.`
+than the baseline, or an error occurred; and 64 for a mistake in the flags. After Ctrl-C
+it is 130.`
 
 const perfExample = `  chorus perf all_reduce -b 8 -e 1G -f 2
   chorus perf all_gather reduce_scatter -g 2 -d bfloat16 -G 20
@@ -55,7 +56,8 @@ const perfExample = `  chorus perf all_reduce -b 8 -e 1G -f 2
   chorus perf pairs
   chorus perf all_reduce --format json > today.json
   chorus perf all_reduce --baseline today.json
-  chorus perf all_reduce -b 8 -e 4M -f 4 -G 20 --strategies`
+  chorus perf all_reduce -b 8 -e 4M -f 4 -G 20 --strategies
+  chorus perf all_reduce -b 1K -e 256M -f 4 --deterministic`
 
 // perfFlags are the flags of chorus perf.
 type perfFlags struct {
@@ -74,6 +76,7 @@ type perfFlags struct {
 	tolerance       float64
 	link            float64
 	strategies      bool
+	deterministic   bool
 }
 
 func newPerfCommand() *cobra.Command {
@@ -90,6 +93,9 @@ func newPerfCommand() *cobra.Command {
 		RunE: func(c *cobra.Command, ops []string) error {
 			if !c.Flags().Changed("maxbytes") {
 				f.max = f.min
+			}
+			if c.Flags().Changed("stepbytes") && c.Flags().Changed("stepfactor") {
+				return usageError(c, errors.New("-i with -f: sizes grow by a number of bytes or by a factor: leave one out"))
 			}
 			plan, err := f.plan(ops)
 			if err == nil && plan.pairs {
@@ -122,6 +128,7 @@ func (f *perfFlags) add(c *cobra.Command) {
 	fs.IntVarP(&f.register, "local_register", "R", 0, "registration of buffers allocated by NCCL: 0 none, 1 local buffers, 2 symmetric windows")
 	fs.IntVarP(&f.gpus, "ngpus", "g", 0, "GPUs of this process; 0: all, or one if the job has several processes")
 	fs.BoolVar(&f.strategies, "strategies", false, "side-by-side measurement of all strategies, with the choice of the tuning")
+	fs.BoolVar(&f.deterministic, "deterministic", false, "deterministic reductions: in rank order, with the same bits for all sizes")
 	fs.StringVar(&f.format, "format", "text", "output format: text, json, csv, or bench for benchstat")
 	fs.StringVar(&f.output, "output", "", "file for the output; default: standard output")
 	fs.StringVar(&f.html, "html", "", "file for an HTML page with plots")
@@ -138,7 +145,7 @@ type perfPlan struct {
 
 // pairsFlags rejects flags that do not apply to pairs.
 func pairsFlags(c *cobra.Command) error {
-	for _, name := range []string{"maxbytes", "stepbytes", "stepfactor", "check", "datatype", "op", "root", "cudagraph", "local_register", "baseline", "strategies"} {
+	for _, name := range []string{"maxbytes", "stepbytes", "stepfactor", "check", "datatype", "op", "root", "cudagraph", "local_register", "baseline", "strategies", "deterministic"} {
 		if c.Flags().Changed(name) {
 			return fmt.Errorf("--%s does not apply to pairs", name)
 		}
@@ -255,6 +262,18 @@ func (f *perfFlags) readBaseline() (*perf.Report, error) {
 	return r, nil
 }
 
+// config returns the options of the group.
+func (f *perfFlags) config() *comm.Config {
+	cfg := &comm.Config{}
+	if f.strategies {
+		cfg.Strategy, cfg.Tuning = comm.Tuned, &comm.Tuning{}
+	}
+	if f.deterministic {
+		cfg.Deterministic = &comm.Order{}
+	}
+	return cfg
+}
+
 // run joins the other ranks and measures. Rank 0 prints.
 func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 	m, err := attach(ctx, f.gpus)
@@ -272,11 +291,7 @@ func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 			return usage(err)
 		}
 	}
-	var cfg *comm.Config
-	if f.strategies {
-		cfg = &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}}
-	}
-	g, err := m.group(ctx, cfg)
+	g, err := m.group(ctx, f.config())
 	if err != nil {
 		return err
 	}

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -45,6 +46,27 @@ func chorusCommand(t *testing.T, env []string, args ...string) (stdout, stderr s
 	return out.String(), errs.String(), cmd.ProcessState.ExitCode()
 }
 
+// TestPerfInterrupted sends signals while the command measures.
+func TestPerfInterrupted(t *testing.T) {
+	for s, want := range map[syscall.Signal]string{syscall.SIGINT: "chorus: interrupted by SIGINT\n", syscall.SIGTERM: "chorus: interrupted by SIGTERM\n"} {
+		cmd := exec.Command(self(t), "perf", "all_reduce", "-b", "4K", "-n", "1000000000")
+		cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
+		out, err := cmd.StdoutPipe()
+		require.NoError(t, err)
+		var errs bytes.Buffer
+		cmd.Stderr = &errs
+		require.NoError(t, cmd.Start())
+		_, err = out.Read(make([]byte, 1)) // the header
+		require.NoError(t, err)
+		require.NoError(t, cmd.Process.Signal(s))
+		_, err = io.Copy(io.Discard, out)
+		require.NoError(t, err)
+		require.Error(t, cmd.Wait())
+		require.Equal(t, 128+int(s), cmd.ProcessState.ExitCode(), errs.String())
+		require.Contains(t, errs.String(), want)
+	}
+}
+
 func TestPerf(t *testing.T) {
 	page, table := filepath.Join(t.TempDir(), "report.html"), filepath.Join(t.TempDir(), "table")
 	out, errs, code := chorusPerf(t, nil, "all", "-b", "3K", "-g", "3", "-n", "1", "--output", table)
@@ -63,6 +85,16 @@ func TestPerf(t *testing.T) {
 	html, err := os.ReadFile(page)
 	require.NoError(t, err)
 	require.Contains(t, string(html), "<svg ")
+}
+
+// TestPerfDeterministic measures deterministic reductions by each strategy.
+func TestPerfDeterministic(t *testing.T) {
+	out, errs, code := chorusPerf(t, nil, "all_reduce", "reduce_scatter", "-b", "4K", "-g", "3", "-n", "2", "-o", "mulsum", "-d", "bfloat16", "--deterministic")
+	require.Zero(t, code, errs)
+	require.Regexp(t, "# chorus perf: 3 ranks, .*, deterministic, ", out)
+	out, errs, code = chorusPerf(t, nil, "all_reduce", "-b", "4K", "-g", "2", "-n", "2", "--deterministic", "--strategies")
+	require.Zero(t, code, errs)
+	require.Contains(t, out, ", deterministic, ")
 }
 
 func TestPerfPairs(t *testing.T) {
@@ -178,6 +210,7 @@ func TestPerfBaseline(t *testing.T) {
 func TestPerfMistakes(t *testing.T) {
 	for want, args := range map[string]string{
 		"no operation given":                     "",
+		"-i with -f":                             "all_reduce -b 1K -e 4K -i 1K -f 2",
 		`unknown operation "foo"`:                "foo",
 		"pairs cannot be combined":               "pairs all",
 		"all_reduce is given twice":              "all all_reduce",

@@ -30,16 +30,22 @@ its cause.
 With --max-restarts, chorus then starts the processes on all hosts again, with a growing
 delay between failures in a row, and prints the cause of each restart. A host that was lost
 can come back: start chorus there again. The loss of the host that coordinates the job
-ends the job.
+ends the job, unless its program calls cluster.Run.
 
 Programs that call cluster.Run keep the processes that did not fail: only the failed one
 is started again, and without --max-restarts the others go on without it. With --nnodes
 MIN:MAX, a job starts with MIN hosts, and others can join and leave while it runs. SIGTERM
 to one chorus then makes its host leave at the end of a step; SIGINT stops the whole job.
+If the host that coordinates such a job is lost, the other hosts choose another one, if they
+are more than half of the hosts. A host whose processes fail again and again is excluded for
+a growing time.
 
 For several hosts, use the same --job, --nnodes, --seeds and secret on every host. The
-seeds are the hosts that may coordinate the job; the smallest reachable seed coordinates.
-One seed is enough.
+seeds are the hosts that may coordinate the job at the start; the smallest reachable seed
+coordinates.
+One seed is enough. Without these flags, chorus reads torchrun's variables PET_NNODES,
+PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MAX_RESTARTS, PET_MASTER_ADDR and PET_MASTER_PORT, which
+Kubeflow sets.
 
 Exit codes:
   0        all processes exited with 0
@@ -72,6 +78,7 @@ type runFlags struct {
 	insecure    bool
 	raw         bool
 	logDir      string
+	metrics     string
 	joinTimeout time.Duration
 	grace       time.Duration
 	noPrefix    bool
@@ -87,6 +94,9 @@ func newRunCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg, err := f.config(cmd, args)
 			if err != nil {
+				return err
+			}
+			if cfg.Joined, err = monitored(cmd.Context(), orEnv(f.metrics, env.Metrics)); err != nil {
 				return err
 			}
 			return start(cmd, cfg)
@@ -110,6 +120,7 @@ func (f *runFlags) add(cmd *cobra.Command) {
 	fs.StringVar(&f.secretFile, "secret-file", "", "file with the job's secret, mode 0600 ("+env.SecretFile.Name+")")
 	fs.BoolVar(&f.insecure, "insecure", false, "permission for a job on several hosts to run without a secret ("+env.Insecure.Name+"=yes)")
 	fs.StringVar(&f.logDir, "log-dir", "", "directory for a copy of the output in <dir>/<job>/rank-<n>.out and .err ("+env.LogDir.Name+")")
+	fs.StringVar(&f.metrics, "metrics", "", "host:port of the job's metrics and web page, such as 127.0.0.1:9400 ("+env.Metrics.Name+"); empty: off")
 	fs.DurationVar(&f.joinTimeout, "join-timeout", 0, "time to wait for all hosts and processes, such as 30s ("+env.JoinTimeout.Name+", default "+env.JoinTimeout.Default+")")
 	fs.DurationVar(&f.grace, "grace", 0, "time from a failure until the others are asked to stop, and again until they are killed, such as 5s ("+env.Grace.Name+", default "+env.Grace.Default+")")
 	fs.BoolVar(&f.raw, "raw", false, "output byte for byte, without quoting control characters")
@@ -118,13 +129,13 @@ func (f *runFlags) add(cmd *cobra.Command) {
 
 // config builds the launcher's configuration. Flags override the environment.
 func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, error) {
-	least, most, err := f.nodes()
-	if err != nil {
+	if err := f.setPET(cmd); err != nil {
 		return nil, err
 	}
-	if f.maxRestarts < 0 {
-		return nil, &launch.UsageError{Reason: fmt.Sprintf("--max-restarts %d: want 0 or more", f.maxRestarts)}
+	if err := f.check(); err != nil {
+		return nil, err
 	}
+	least, most, _ := f.nodes()
 	procs, err := f.procs()
 	if err != nil {
 		return nil, err

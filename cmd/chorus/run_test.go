@@ -18,6 +18,9 @@ import (
 const commandVar = "CHORUS_TEST_COMMAND"
 
 func TestMain(m *testing.M) {
+	if os.Getenv(hangVar) != "" && os.Getenv("RANK") != "" {
+		os.Exit(hang(os.Getenv(hangVar)))
+	}
 	if os.Getenv(commandVar) != "" || strings.HasPrefix(os.Args[0], "chorus: ") {
 		main()
 	}

@@ -18,13 +18,16 @@ type Hook func(s *stream.Stream, i int) error
 type Trainer struct {
 	Group  *comm.Group
 	Models []*Model
-	Need   Hook         // called before a parameter is used; may be nil
-	Ready  Hook         // called when a gradient is enqueued
-	Update func() error // called at the end of a step, when all gradients are ready
+	Need   Hook                                       // called before a parameter is used; may be nil
+	Ready  Hook                                       // called when a gradient is enqueued
+	Update func() error                               // called at the end of a step, when all gradients are ready
+	First  int                                        // the step to begin with, after a resumed training's
+	Save   func(ctx context.Context, steps int) error // called after each step with the steps done; may be nil
 }
 
 // A Result holds the results of a run.
 type Result struct {
+	First        int       `json:"first"`  // the step that Losses begin with
 	Losses       []float32 `json:"losses"` // loss of each step, over all ranks
 	TestAccuracy float64   `json:"test_accuracy"`
 	Ranks        int       `json:"ranks"`
@@ -43,15 +46,16 @@ func (t *Trainer) Run(ctx context.Context) (*Result, error) {
 	losses := make(comm.Shards[float32], len(t.Models))
 	defer func() { _ = losses.Close() }()
 	for i, m := range t.Models {
-		if losses[i], err = memory.Make[float32](m.Stream, Steps); err != nil {
+		if losses[i], err = memory.MakeFrom(m.Stream, make([]float32, Steps)); err != nil {
 			return nil, err
 		}
 	}
 	g := t.Group
-	res := &Result{Ranks: g.Size(), Backend: g.Device(0).System().Backend()}
-	for e := range Epochs {
-		for i := range Steps {
-			if err := t.step(train.Slice(i*BatchRows, (i+1)*BatchRows), losses, i); err != nil {
+	res := &Result{First: t.First, Ranks: g.Size(), Backend: g.Device(0).System().Backend()}
+	for e := t.First / Steps; e < Epochs; e++ {
+		from := max(t.First-e*Steps, 0)
+		for i := from; i < Steps; i++ {
+			if err := t.step(ctx, train.Slice(i*BatchRows, (i+1)*BatchRows), losses, e*Steps+i); err != nil {
 				return nil, err
 			}
 		}
@@ -59,7 +63,7 @@ func (t *Trainer) Run(ctx context.Context) (*Result, error) {
 		if err != nil {
 			return nil, err
 		}
-		res.Losses = append(res.Losses, ls...)
+		res.Losses = append(res.Losses, ls[from:]...)
 		if g.Rank() == 0 {
 			fmt.Printf("epoch %d of %d: loss %.4f\n", e+1, Epochs, ls[Steps-1])
 		}
@@ -70,14 +74,18 @@ func (t *Trainer) Run(ctx context.Context) (*Result, error) {
 
 // step enqueues one step on the local ranks' parts of the batch. The host waits
 // only for the copies of the batch.
-func (t *Trainer) step(batch Dataset, losses comm.Shards[float32], at int) error {
+func (t *Trainer) step(ctx context.Context, batch Dataset, losses comm.Shards[float32], step int) error {
+	at := step % Steps
 	for i, m := range t.Models {
 		from, to := Share(batch.Rows(), t.Group.Communicator(i).Rank(), t.Group.Size())
 		if err := m.Pass(batch.Slice(from, to), losses[i].Slice(at, at+1), t.Need, t.Ready); err != nil {
 			return err
 		}
 	}
-	return t.Update()
+	if err := t.Update(); err != nil || t.Save == nil {
+		return err
+	}
+	return t.Save(ctx, step+1)
 }
 
 // gather sums the losses of an epoch over the ranks and copies them to the host.
@@ -113,8 +121,11 @@ func (t *Trainer) Streams() []*stream.Stream {
 	return ss
 }
 
-// String returns a summary in one line.
+// String returns a summary in one line. A run that was complete already has no losses.
 func (r *Result) String() string {
+	if len(r.Losses) == 0 {
+		return fmt.Sprintf("ranks %d, backend %s, steps 0, test accuracy %.3f, %.1f s", r.Ranks, r.Backend, r.TestAccuracy, r.Seconds)
+	}
 	return fmt.Sprintf("ranks %d, backend %s, steps %d, loss %.4f -> %.4f, test accuracy %.3f, %.1f s", r.Ranks, r.Backend,
 		len(r.Losses), r.Losses[0], r.Losses[len(r.Losses)-1], r.TestAccuracy, r.Seconds)
 }

@@ -28,6 +28,9 @@ import (
 const asWorker = "ELASTIC_TEST_WORKER"
 
 func TestMain(m *testing.M) {
+	if host := os.Getenv(asLauncher); host != "" {
+		os.Exit(launcher(host))
+	}
 	if os.Getenv(asWorker) != "" {
 		main()
 		return

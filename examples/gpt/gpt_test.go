@@ -143,7 +143,7 @@ func TestLosses(t *testing.T) {
 	}
 	for _, v := range virtual {
 		t.Run(fmt.Sprintf("virtual/%+v", v), func(t *testing.T) {
-			steps := 10
+			steps := 5
 			if tsan.On { // the third step depends on everything that a step does
 				steps = 3
 			}

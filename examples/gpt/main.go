@@ -6,6 +6,7 @@
 //
 //	bin/gpt -steps 1500
 //	chorus run --nproc-per-node 4 -- bin/gpt -bf16 -accum 2
+//	bin/gpt -steps 1500 -ckpt run -every 100 -resume
 package main
 
 import (
@@ -27,6 +28,10 @@ type config struct {
 	steps, accum int
 	graph, bf16  bool
 	json         string
+
+	ckpt   string // folder of checkpoints
+	every  int    // steps
+	resume bool
 }
 
 func main() {
@@ -36,6 +41,9 @@ func main() {
 	flag.BoolVar(&cfg.bf16, "bf16", false, "computes matrix products in bfloat16, as torch.autocast does")
 	flag.IntVar(&cfg.accum, "accum", 1, "`number` of micro-batches that a rank's part of a batch is split into")
 	flag.StringVar(&cfg.json, "json", "", "`file` for the results in JSON")
+	flag.StringVar(&cfg.ckpt, "ckpt", "", "`folder` for checkpoints; the last step is saved")
+	flag.IntVar(&cfg.every, "every", 0, "`number` of steps from one checkpoint to the next; 0 means that only the last step is saved")
+	flag.BoolVar(&cfg.resume, "resume", false, "continues after the newest complete checkpoint in -ckpt, or starts if there is no checkpoint")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -78,6 +86,7 @@ func trainGroup(ctx context.Context, g *comm.Group, cfg *config) (*result, error
 
 // A result holds the results of a run.
 type result struct {
+	First       int       `json:"first"`      // the step that the losses begin with
 	Losses      []float32 `json:"losses"`     // of each step, over all ranks
 	GradNorms   []float32 `json:"grad_norms"` // of each step, before clipping
 	Ranks       int       `json:"ranks"`
@@ -86,9 +95,12 @@ type result struct {
 	StepSeconds float64   `json:"step_seconds"` // mean of all steps after the first
 }
 
-// String returns a summary in one line.
+// String returns a summary in one line. A run that was complete already has no losses.
 func (r *result) String() string {
 	n := len(r.Losses)
+	if n == 0 {
+		return fmt.Sprintf("ranks %d, backend %s, steps 0, %.1f s", r.Ranks, r.Backend, r.Seconds)
+	}
 	return fmt.Sprintf("ranks %d, backend %s, steps %d, loss %.4f -> %.4f, %.3g ms a step, %.1f s", r.Ranks, r.Backend, n,
 		r.Losses[0], r.Losses[n-1], 1000*r.StepSeconds, r.Seconds)
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/ddp"
 	"github.com/gochorus/chorus/examples/gpt/kernels"
@@ -30,6 +31,8 @@ type trainer[T kernels.Float] struct {
 	streams  []*stream.Stream // of the replicas
 	red      *ddp.Reducer
 	exec     *graph.Exec // a step; nil if it is not captured
+	saver    *checkpoint.Saver
+	first    int // step
 }
 
 // train trains on all local ranks of the group, and returns the results of all ranks.
@@ -53,7 +56,27 @@ func train[T kernels.Float](ctx context.Context, g *comm.Group, cfg *config) (re
 	if err := t.broadcast(); err != nil {
 		return nil, err
 	}
+	if err := t.open(ctx); err != nil {
+		return nil, err
+	}
 	return t.run(ctx)
+}
+
+// open resumes a training and prepares checkpoints, if the flags say so.
+func (t *trainer[T]) open(ctx context.Context) (err error) {
+	if t.cfg.ckpt == "" {
+		if t.cfg.resume || t.cfg.every != 0 {
+			return errors.New("-resume and -every need -ckpt")
+		}
+		return nil
+	}
+	if t.cfg.resume {
+		if err := t.resume(ctx); err != nil {
+			return err
+		}
+	}
+	t.saver, err = checkpoint.NewSaver(ctx, t.g, t.cfg.ckpt, t.parts(), &checkpoint.SaverConfig{KeepLast: 2})
+	return err
 }
 
 // reduceGradients makes the reducer. Gradients are divided by the targets of the whole batch
@@ -92,10 +115,10 @@ func (t *trainer[T]) broadcast() error {
 
 // run does all steps. The host waits for the devices only to report the progress.
 func (t *trainer[T]) run(ctx context.Context) (*result, error) {
-	res := &result{Ranks: t.g.Size(), Backend: t.g.Device(0).System().Backend()}
+	res := &result{First: t.first, Ranks: t.g.Size(), Backend: t.g.Device(0).System().Backend()}
 	var begun time.Time
-	for s := range t.cfg.steps {
-		if s == 1 { // the first step has compiled kernels and connected the ranks
+	for s := t.first; s < t.cfg.steps; s++ {
+		if s == t.first+1 { // the first step has compiled kernels and connected the ranks
 			if err := t.prepare(ctx); err != nil {
 				return nil, err
 			}
@@ -109,13 +132,16 @@ func (t *trainer[T]) run(ctx context.Context) (*result, error) {
 		if err := t.launch(); err != nil {
 			return nil, err
 		}
+		if err := t.save(ctx, s+1); err != nil {
+			return nil, err
+		}
 		if done := s + 1; done == t.cfg.steps || done%max(t.cfg.steps/6, 1) == 0 {
 			if err := t.report(ctx, res, done); err != nil {
 				return nil, err
 			}
 		}
 	}
-	if n := t.cfg.steps - 1; n > 0 {
+	if n := t.cfg.steps - t.first - 1; n > 0 {
 		res.StepSeconds = time.Since(begun).Seconds() / float64(n)
 	}
 	return res, nil
@@ -179,15 +205,16 @@ func (t *trainer[T]) report(ctx context.Context, res *result, done int) error {
 	if err := t.wait(ctx); err != nil {
 		return err
 	}
-	r, host := t.replicas[0], make([]float32, 2*done)
-	if err := r.log.Slice(0, len(host)).CopyTo(r.s, host); err != nil {
+	r, host := t.replicas[0], make([]float32, 2*(done-t.first))
+	if err := r.log.Slice(2*t.first, 2*done).CopyTo(r.s, host); err != nil {
 		return err
 	}
-	for s := len(res.Losses); s < done; s++ {
-		res.Losses, res.GradNorms = append(res.Losses, host[2*s]), append(res.GradNorms, host[2*s+1])
+	for at := 2 * len(res.Losses); at < len(host); at += 2 {
+		res.Losses, res.GradNorms = append(res.Losses, host[at]), append(res.GradNorms, host[at+1])
 	}
 	if t.g.Rank() == 0 {
-		fmt.Printf("step %d of %d: loss %.4f, gradient norm %.4f\n", done, t.cfg.steps, res.Losses[done-1], res.GradNorms[done-1])
+		n := len(res.Losses) - 1
+		fmt.Printf("step %d of %d: loss %.4f, gradient norm %.4f\n", done, t.cfg.steps, res.Losses[n], res.GradNorms[n])
 	}
 	return nil
 }
@@ -204,7 +231,7 @@ func (t *trainer[T]) wait(ctx context.Context) error {
 }
 
 func (t *trainer[T]) close() error {
-	errs := []error{t.exec.Close(), t.red.Close()}
+	errs := []error{t.saver.Close(), t.exec.Close(), t.red.Close()}
 	for _, r := range t.replicas {
 		errs = append(errs, r.close())
 	}

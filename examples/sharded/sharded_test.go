@@ -37,7 +37,7 @@ func TestLosses(t *testing.T) {
 	for ranks := 1; ranks <= 4; ranks++ {
 		t.Run(fmt.Sprintf("ranks=%d", ranks), func(t *testing.T) {
 			testgpu.Each(t, ranks, func(t *testing.T, devs []*device.Device) {
-				got, err := train(testgpu.Context(t), group(t, devs))
+				got, err := train(testgpu.Context(t), group(t, devs), &config{})
 				require.NoError(t, err)
 				want := unsharded(t, group(t, devs))
 				require.Len(t, got.Losses, digits.Epochs*digits.Steps)

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/ddp"
@@ -16,7 +17,7 @@ type replica struct {
 	momenta memory.Slice[float32] // of the shard only
 }
 
-func train(ctx context.Context, g *comm.Group) (*digits.Result, error) {
+func train(ctx context.Context, g *comm.Group, cfg *config) (res *digits.Result, err error) {
 	// Gradients are weighted by the rows of each rank, so they are summed. The small first
 	// bucket overlaps the reduction of the last layer with the backward pass of the first one.
 	sh, err := ddp.NewSharder[float32](g, digits.ParamLens, &ddp.ShardConfig{FirstBucketBytes: 6 << 10, Op: new(comm.Sum)})
@@ -35,6 +36,12 @@ func train(ctx context.Context, g *comm.Group) (*digits.Result, error) {
 		replicas = append(replicas, r)
 		t.Models = append(t.Models, r.model)
 	}
+	c := &checkpoints{cfg: cfg, sh: sh, replicas: replicas, streams: t.Streams()}
+	if t.First, err = c.open(ctx, g); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, c.saver.Close()) }()
+	t.Save = c.save
 	if err := sh.AllGather(t.Streams()...); err != nil { // start with the parameters of all shards
 		return nil, err
 	}
@@ -49,8 +56,7 @@ func train(ctx context.Context, g *comm.Group) (*digits.Result, error) {
 		}
 		return sh.AllGather(t.Streams()...)
 	}
-	res, err := t.Run(ctx)
-	if err != nil {
+	if res, err = t.Run(ctx); err != nil {
 		return nil, err
 	}
 	res.StateBytes, res.ModelBytes = replicas[0].momenta.Bytes(), sh.Flat(0).Bytes()

@@ -21,8 +21,10 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "cmd/chorus/internal/memplot", "memory/internal/pickle", "internal/spinpool"},
+	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "cmd/chorus/internal/memplot", "internal/pickle", "internal/spinpool"},
+	{"internal/torchfile", "cmd/chorus/internal/analyze"},
 	{"memory/internal/alloc", "internal/cudahost"},
+	{"internal/status"},
 	{"internal/dl", "cluster"},
 	{"internal/dl/dltest", "internal/cudadrv", "internal/nvrtcapi", "internal/nvml"},
 	{"internal/ncclapi", "internal/cublasapi", "internal/cufileapi", "internal/virtual/virtualtest"},
@@ -49,8 +51,9 @@ var layers = [][]string{
 	{"internal/route", "optim"},
 	{"internal/groups"},
 	{"comm", "internal/launch"},
-	{"amp", "ddp", "checkpoint", "cmd/chorus/internal/perf", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
-	{"cmd/chorus", "examples", "examples/*", "internal/archtest", "internal/bench", "internal/differ"},
+	{"amp", "ddp", "checkpoint", "cmd/chorus/internal/doctor", "cmd/chorus/internal/monitor", "cmd/chorus/internal/perf", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
+	{"examples/internal/resume"},
+	{"cmd/chorus", "docs/guides", "examples", "examples/*", "internal/archtest", "internal/bench", "internal/differ"},
 }
 
 // helpers are packages for tests, which tests of any layer may import.
@@ -67,6 +70,7 @@ var importers = map[string][]string{
 	"github.com/klauspost/compress":   {"internal/ptx"},
 	"gonum.org/v1/gonum":              {"internal/virtual/cublas"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},
+	"github.com/prometheus":           {"cmd/chorus/internal/monitor"},
 	"github.com/stretchr/testify":     {"internal/virtual/virtualtest"}, // and every test, but only require
 }
 

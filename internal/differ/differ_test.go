@@ -22,7 +22,7 @@ import (
 )
 
 var (
-	programs = flag.Int("programs", tsan.Rounds(1000, 10_000), "how many `programs` to run")
+	programs = flag.Int("programs", tsan.Rounds(500, 10_000), "how many `programs` to run")
 	seedFlag = flag.Uint64("seed", 1, "the `seed` of the programs")
 	from     = flag.Int("from", 0, "the `index` of the first program")
 	parallel = flag.Int("parallel", 0, "how many `processes` run programs; 0 is one for each processor, -1 none: the test runs them")

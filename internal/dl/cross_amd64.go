@@ -1,3 +1,5 @@
+//go:build !nolinkname
+
 package dl
 
 import (

@@ -1,3 +1,5 @@
+//go:build !nolinkname
+
 #include "textflag.h"
 #include "go_asm.h"
 

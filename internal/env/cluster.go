@@ -32,7 +32,7 @@ var (
 	Launcher = &Var{"CHORUS_LAUNCHER", "text", "auto",
 		"Launcher whose variables cluster.Attach reads: `chorus`, `torchrun`, `slurm`, `openmpi`, `pmi`, `kubernetes`, `none` (a world of one process), or `auto`: the first of these whose variables are set."}
 	Seeds = &Var{"CHORUS_SEEDS", "text", "",
-		"Comma-separated host:port addresses of the hosts that may coordinate the job; the same list on every host. With MPI or Kubernetes, the address of the process with rank 0."}
+		"Comma-separated host:port addresses of the hosts that may coordinate the job at its start; the same list on every host. With MPI or Kubernetes, the address of the process with rank 0."}
 	Bind = &Var{"CHORUS_BIND", "text", "",
 		"IP address, or IP:port, that `chorus run` listens on. Default: the loopback for a job on one host, the seed's own address for several hosts."}
 	Advertise = &Var{"CHORUS_ADVERTISE", "text", "",
@@ -57,17 +57,21 @@ var (
 		"Time for the ranks to come to the end of a step if hosts or processes join or leave. After that, the epoch ends in the middle of the step. The coordinator's value applies."}
 	Agent = &Var{"CHORUS_AGENT", "text", "",
 		"Set by `chorus run`: identifies the launcher that started this process."}
+	AgentAddr = &Var{"CHORUS_AGENT_ADDR", "text", "",
+		"Set by `chorus run` in a job on several hosts: address at which the launcher of this process tells it who coordinates the job."}
 	Backoff = &Var{"CHORUS_BACKOFF", "duration", "1s",
-		"Time before `chorus run` starts processes again after the second failure in a row. It doubles with each further failure, to at most 64 times its value; processes that ran for five minutes count as good. The first restart follows at once."}
+		"Time before `chorus run` starts processes again after the second failure in a row. It doubles with each further failure, to at most 64 times its value; processes that ran for five minutes count as good. The first restart follows at once. It is also the unit for the exclusion of hosts that fail again and again: see package cluster."}
 	Gossip = &Var{"CHORUS_GOSSIP", "yes/no", "yes",
 		"`no` disables gossip between the hosts of a job. The coordinator is then found through the seeds only."}
 	Grace = &Var{"CHORUS_GRACE", "duration", "10s",
 		"Time from the failure of a worker until `chorus run` asks the other workers to stop, and again until it kills them."}
 	LogDir = &Var{"CHORUS_LOG_DIR", "text", "",
 		"Directory for a copy of each rank's output, in <dir>/<job>/rank-<n>.out and .err."}
+	Metrics = &Var{"CHORUS_METRICS", "text", "",
+		"host:port at which `chorus run` serves Prometheus metrics of its host's ranks at `/metrics`, and a live web page of the job at `/`, such as `127.0.0.1:9400`. Default: off. Everyone who reaches the address can read them: choose an address other than the loopback only in a trusted network. An address without a host is refused."}
 )
 
 // clusterVars are the variables of package cluster and `chorus run`.
-var clusterVars = []*Var{Job, Rank, WorldSize, LocalRank, LocalSize, Node, Nodes, Epoch, RestartCount, Agent, Addr, Token,
+var clusterVars = []*Var{Job, Rank, WorldSize, LocalRank, LocalSize, Node, Nodes, Epoch, RestartCount, Agent, AgentAddr, Addr, Token,
 	Launcher, Seeds, Bind, Advertise, HostName, SecretFile, Insecure, JoinTimeout, CallTimeout,
-	Heartbeat, LostAfter, RevokeTimeout, DrainTimeout, Backoff, Gossip, Grace, LogDir}
+	Heartbeat, LostAfter, RevokeTimeout, DrainTimeout, Backoff, Gossip, Grace, LogDir, Metrics}

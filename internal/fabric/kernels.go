@@ -62,6 +62,7 @@ type toolbox struct {
 	ranks  int
 	reduce [len(formats)][flight.NumReductions]atomic.Pointer[[reducing]*kernel.Kernel]
 	move   atomic.Pointer[[moving]*kernel.Kernel]
+	fold   [numFoldFormats][flight.NumReductions]atomic.Pointer[[folding]*kernel.Kernel]
 	mu     sync.Mutex // held while kernels are loaded
 }
 
@@ -104,7 +105,7 @@ func (t *toolbox) reducer(dev *device.Device, fn function, format int, op flight
 		return ks[fn], nil
 	}
 	f := &formats[format]
-	fold := f.folds(op)
+	fold := f.words(op)
 	var ks [reducing]*kernel.Kernel
 	err := t.load(dev, macros(f, op), ks[:], []kernel.Def{
 		{Name: "reduce_scatter", Params: params(), Go: fold.reduceScatter},

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/memory"
 )
@@ -128,6 +129,8 @@ type scratch struct {
 	id    uint64 // 0 for memory of another process
 	words memory.Slice[uint64]
 	uses  int // guarded by scratches.mu
+
+	unaccount func() // ends the account of the memory
 }
 
 var scratches struct {
@@ -147,6 +150,8 @@ func newScratch(words memory.Slice[uint64]) *scratch {
 		t.open = map[uint64]*scratch{}
 	}
 	t.open[x.id] = x
+	use := mem.Use{Owner: "memory of Chorus kernels for collectives", Bytes: uint64(words.Bytes()), Inside: true}
+	x.unaccount = mem.Account(words.Device(), func() (mem.Use, bool) { return use, true })
 	return x
 }
 
@@ -183,5 +188,6 @@ func (x *scratch) close() error {
 	if !last {
 		return nil
 	}
+	x.unaccount()
 	return x.words.Close()
 }

@@ -8,13 +8,22 @@ import (
 	"github.com/gochorus/chorus/internal/ptxtest"
 )
 
-// The PTX belongs to the source and has every module that there is.
+// The PTX belongs to the sources and has every module that there is.
 func TestPTX(t *testing.T) {
-	sources := []ptx.Source{{Name: "move", CUDA: source}}
+	t.Run("fabric", func(t *testing.T) {
+		ptxtest.Check(t, "fabric.ptx.zst", packed, append(reducers(formats[:], source), ptx.Source{Name: "move", CUDA: source}))
+	})
+	t.Run("fold", func(t *testing.T) {
+		ptxtest.Check(t, "fold.ptx.zst", packedFold, reducers(foldFormats, foldSource))
+	})
+}
+
+// reducers returns the modules of a source for all types and reductions.
+func reducers(formats []format, source string) (list []ptx.Source) {
 	for i := range formats {
 		for op := range templates {
-			sources = append(sources, ptx.Source{Name: templates[op] + "/" + formats[i].c, CUDA: source, Options: macros(&formats[i], flight.Reduction(op))})
+			list = append(list, ptx.Source{Name: templates[op] + "/" + formats[i].c, CUDA: source, Options: macros(&formats[i], flight.Reduction(op))})
 		}
 	}
-	ptxtest.Check(t, "fabric.ptx.zst", packed, sources)
+	return list
 }

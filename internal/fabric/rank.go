@@ -99,7 +99,7 @@ func (r *Rank) Close() error {
 		r.Abort()
 		var errs []error
 		for _, s := range users {
-			errs = append(errs, r.settle(s))
+			errs = append(errs, r.syncStream(s))
 		}
 		return errors.Join(errs...)
 	})
@@ -112,8 +112,8 @@ func (r *Rank) Close() error {
 	return errors.Join(err, r.free())
 }
 
-// settle waits for a stream. A lost device uses no memory, so its error is ignored.
-func (r *Rank) settle(s *gpu.Stream) error {
+// syncStream waits for a stream. A lost device uses no memory, so its error is ignored.
+func (r *Rank) syncStream(s *gpu.Stream) error {
 	err := gpu.DeviceOf(r.dev).SyncStream(s.Raw())
 	if err != nil && r.dev.Err() == nil {
 		return r.errorf("close", "%w", err)

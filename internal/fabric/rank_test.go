@@ -120,6 +120,7 @@ func TestClose(t *testing.T) {
 		before := fabric.Scratches()
 		group := open(t, devs, &fabric.Config{Bytes: 1})
 		require.Equal(t, before+len(group), fabric.Scratches())
+		require.Len(t, accounted(t, devs), len(group))
 		for i, m := range group {
 			x := makeOf[float32](t, m.s, 1000)
 			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, nil))
@@ -140,7 +141,22 @@ func TestClose(t *testing.T) {
 			}
 		}
 		require.Equal(t, before, fabric.Scratches())
+		require.Empty(t, accounted(t, devs))
 	})
+}
+
+// accounted returns what memory.Ledger tells of the scratch memory of the devices.
+func accounted(t *testing.T, devs []*device.Device) (list []memory.Use) {
+	for _, d := range devs {
+		u, err := memory.Ledger(d)
+		require.NoError(t, err)
+		for _, x := range u.Uses {
+			if x.Owner == "memory of Chorus kernels for collectives" {
+				list = append(list, x)
+			}
+		}
+	}
+	return list
 }
 
 // A rank that waits while its device is lost ends, and can be closed.

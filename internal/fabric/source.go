@@ -15,12 +15,18 @@ var files = []string{
 	"element.cuh", "values.cuh", "reduce.cu", "cell.cu", "line.cu",
 }
 
-// source is the complete source for compilers. Their messages name the file and its line.
-var source = func() string {
+// foldFiles are the parts of the source of Fold.
+var foldFiles = []string{"prelude.cuh", "element.cuh", "float8.cuh", "fold.cu"}
+
+// source and foldSource are the complete sources for compilers. Their messages name the file
+// and its line.
+var source, foldSource = joined(files), joined(foldFiles)
+
+func joined(files []string) string {
 	var all strings.Builder
 	for _, name := range files {
 		text, _ := folder.ReadFile("cuda/" + name) // the directory is embedded, so reading cannot fail
 		fmt.Fprintf(&all, "#line 1 %q\n%s", name, text)
 	}
 	return all.String()
-}()
+}

@@ -7,7 +7,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-	_ "unsafe" // for linkname
 )
 
 // The recorder's clock counts nanoseconds since origin. It is read for each operation, and
@@ -22,11 +21,6 @@ var (
 
 	tick atomic.Uint64
 )
-
-// nanotime is the system's monotonic clock, without the overhead of time.Now.
-//
-//go:linkname nanotime runtime.nanotime
-func nanotime() int64
 
 // ticks reads the processor's counter, which is the same on all processors of the machine.
 func ticks() uint64

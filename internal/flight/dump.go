@@ -22,6 +22,7 @@ type dump struct {
 	Library string                 `json:"comm_lib_version"`
 	Config  map[string]groupConfig `json:"pg_config"`
 	Status  map[string]groupStatus `json:"pg_status"`
+	Chorus  source                 `json:"chorus"`
 	Entries []dumpedEntry          `json:"entries"`
 }
 
@@ -61,6 +62,7 @@ type dumpedEntry struct {
 	TimeoutMillis int64     `json:"timeout_ms"`
 	Transfers     bool      `json:"is_p2p"`
 	Captured      bool      `json:"captured"`
+	Uneven        bool      `json:"uneven,omitempty"` // the sizes may differ between ranks
 	Reduction     string    `json:"reduction,omitempty"`
 	Root          *int      `json:"root,omitempty"`
 	Frames        []Frame   `json:"frames"`
@@ -79,7 +81,7 @@ func Dump(w io.Writer, recorders []*Recorder) error {
 	if w == nil {
 		return errors.New("nccl: dump trace: nothing to write to given")
 	}
-	d := dump{Version: traceVersion, Config: map[string]groupConfig{}, Status: map[string]groupStatus{}, Entries: []dumpedEntry{}}
+	d := dump{Version: traceVersion, Chorus: newSource(), Config: map[string]groupConfig{}, Status: map[string]groupStatus{}, Entries: []dumpedEntry{}}
 	for _, r := range recorders {
 		d.add(r)
 	}
@@ -92,11 +94,8 @@ func Dump(w io.Writer, recorders []*Recorder) error {
 func (d *dump) add(r *Recorder) {
 	id := strconv.FormatInt(r.Number, 10)
 	d.Library = r.Library
-	ranks := make([]string, r.Size)
-	for i := range ranks {
-		ranks[i] = strconv.Itoa(i)
-	}
-	d.Config[id] = groupConfig{Name: r.Group, Desc: r.Name, Ranks: "[" + strings.Join(ranks, ", ") + "]", Rank: r.Rank, Size: r.Size}
+	d.Chorus.add(r)
+	d.Config[id] = groupConfig{Name: r.Group, Desc: r.Name, Ranks: r.ranksText(), Rank: r.Rank, Size: r.Size}
 	issued, completed := r.Final()
 	number := func(e Entry) string {
 		if e.ID == 0 {
@@ -110,6 +109,20 @@ func (d *dump) add(r *Recorder) {
 	}
 }
 
+// ranksText returns the world ranks of the communicator in PyTorch's form, or the ranks in the
+// communicator if the world ranks are not known.
+func (r *Recorder) ranksText() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	ranks := make([]string, r.Size)
+	for i := range ranks {
+		if ranks[i] = strconv.Itoa(i); i < len(r.world) {
+			ranks[i] = strconv.Itoa(r.world[i])
+		}
+	}
+	return "[" + strings.Join(ranks, ", ") + "]"
+}
+
 func (r *Recorder) dumped(o Operation) dumpedEntry {
 	sizes, types := func(n int) [][]int { return [][]int{{n}} }, []string{torchTypes[o.DType]}
 	e := dumpedEntry{
@@ -117,7 +130,7 @@ func (r *Recorder) dumped(o Operation) dumpedEntry {
 		Collective: o.Collective, Transfer: o.Transfer, Op: o.Record, Name: "nccl:" + Kinds[o.kind].Torch,
 		Created: o.Created.UnixNano(), InputSizes: sizes(o.In), InputDTypes: types, OutputSizes: sizes(o.Out), OutputDTypes: types,
 		State: o.state.torch(), Retired: o.state == Completed, TimeoutMillis: o.Timeout.Milliseconds(),
-		Transfers: Kinds[o.kind].Peer, Captured: o.Captured, Reduction: o.Reduction, Frames: o.Frames,
+		Transfers: Kinds[o.kind].Peer, Captured: o.Captured, Uneven: o.kind >= AllGatherV, Reduction: o.Reduction, Frames: o.Frames,
 	}
 	switch o.kind {
 	case Send:

@@ -17,6 +17,7 @@ import (
 type Recorder struct {
 	Rank, Size int
 	Device     string
+	UUID       string // of the device; "" if the driver does not know it
 	Name       string // of the communicator's Config
 	Group      string // the same on all ranks of the communicator; different for every other communicator
 	Number     int64  // number of communicators that the process made before
@@ -29,6 +30,8 @@ type Recorder struct {
 	lastQuery int64        // when the watchdog last queried, or tried to
 
 	mu          sync.Mutex
+	world       []int // by rank; nil if not known
+	worldSize   int
 	ring        []Entry
 	last        uint64 // the record of the last operation, from 1
 	enqueued    uint64 // the latest operation that NCCL has accepted
@@ -37,6 +40,8 @@ type Recorder struct {
 	lost        uint64 // the latest operation whose completion can no longer be determined; 0 means none
 	collectives uint64 // number of collectives
 	transfers   uint64
+	completed   uint64 // the latest collective that is known to have completed, with all before it
+	totals      totals
 	stream      *stream.Stream // stream of the operation waiting, retained; nil if none is pending
 	watched     bool           // a goroutine watches the operations
 	closed      bool           // the communicator has ended
@@ -85,6 +90,14 @@ func NewRecorder(entries int) *Recorder {
 	return r
 }
 
+// SetWorld sets the world ranks of the communicator's ranks, by rank, and the world size.
+// The caller must not change the list later.
+func (r *Recorder) SetWorld(ranks []int, size int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.world, r.worldSize = ranks, size
+}
+
 // Clock is Now minus the time during which the streams could not be queried. Deadlines use
 // Clock, because a completion during that time is observed only later.
 func (r *Recorder) Clock() int64 { return Now() - r.blindTime.Load() }
@@ -121,6 +134,9 @@ func (r *Recorder) Schedule(o *Op, t int64) (watch, leaves bool) {
 	e.Created, e.Begun, e.completed = t, t-r.blindTime.Load(), 0
 	e.in, e.out, e.stream = o.In, o.Out, uintptr(gpu.StreamOf(o.Stream).Raw())
 	e.state, e.refused = Scheduled, false
+	if !o.Captured {
+		r.totals.add(o)
+	}
 	if e.stream != r.lastStream && !o.Captured {
 		leaves = r.unordered && r.running > r.resolved
 		r.severalStreams, r.lastStream = r.severalStreams || r.lastStream != 0, e.stream
@@ -148,6 +164,9 @@ func (r *Recorder) Remove(id uint64) {
 		return
 	}
 	e.refused = true
+	if !e.Captured {
+		r.totals.remove(e)
+	}
 	if Kinds[e.Kind].Peer {
 		r.transfers--
 	} else {
@@ -235,6 +254,9 @@ func (r *Recorder) Complete(id uint64, on uintptr) {
 		if e := r.find(k); e != nil && e.runs() && e.state != Completed && (ordered || e.stream == on) {
 			e.state, e.completed = Completed, t
 		}
+	}
+	if e := r.find(id); ordered && e != nil {
+		r.completed = max(r.completed, e.Collective)
 	}
 	if ordered {
 		if r.resolved = max(r.resolved, id); id >= r.lost {

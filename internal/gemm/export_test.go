@@ -17,5 +17,15 @@ func Replace(s *stream.Stream, with func(cublasltapi.API) cublasltapi.API) error
 	return err
 }
 
+// Locked reports whether a call that uses the products of s is in progress.
+func Locked(s *stream.Stream) bool {
+	q, err := queueOf(s)
+	if err != nil || !q.mu.TryLock() {
+		return err == nil
+	}
+	q.mu.Unlock()
+	return false
+}
+
 // MaxPlans is the number of plans that a stream keeps.
 const MaxPlans = maxPlans

@@ -42,21 +42,25 @@ func (c *scalars) of(p *Product) (alpha, beta cublasapi.Scalar) {
 	return cublasapi.Scalar{Host: at[0]}, cublasapi.Scalar{Host: at[1]}
 }
 
-// needsNoProduct reports whether cuBLASLt must not see that alpha is 0.
+// needsNoProduct reports whether cuBLASLt must not see that k is 0, or that alpha is 0. cuBLAS
+// accepts a k of 0.
 func (p *Product) needsNoProduct() bool {
+	if p.K == 0 {
+		return !p.plain()
+	}
 	return p.returnsEarly() && !p.DeviceScalars && p.Factors == [2]float64{0, 1}
 }
 
 // returnsEarly reports whether cuBLASLt does not write D if alpha is 0 and beta is 1. It takes
 // D = C for granted if C is a vector, even if D is another matrix or an epilogue follows.
 func (p *Product) returnsEarly() bool {
-	return min(p.M, p.N) == 1 && p.K > 0 &&
+	return min(p.M, p.N) == 1 &&
 		(p.Separate || p.Epilogue != cublasltapi.EpilogueDefault) &&
 		p.Epilogue != cublasltapi.EpilogueBGradA && p.Epilogue != cublasltapi.EpilogueBGradB
 }
 
 // replaceProduct replaces the matrices of the call in progress by zeros, in memory
-// of the stream that the caller frees, and alpha by 1.
+// of the stream that the caller frees, and alpha by 1; on the device by 0, because it may be NaN.
 func (q *queue) replaceProduct() (room uint64, err error) {
 	p := &q.now
 	const k = 16 // 8-bit floats need a multiple of it
@@ -66,14 +70,9 @@ func (q *queue) replaceProduct() (room uint64, err error) {
 		return room, err
 	}
 	zeros := cudadrv.DevicePtr(room)
-	p.K, p.A.LD, p.A.Stride, p.B.LD, p.B.Stride = k, p.M, 0, k, 0
-	if p.TransA == cublasapi.Trans {
-		p.A.LD = k
-	}
-	if p.TransB == cublasapi.Trans {
-		p.B.LD = p.N
-	}
-	p.At.A, p.At.B, p.Factors[0] = zeros, zeros, 1
+	p.K, p.TransA, p.TransB = k, cublasapi.Trans, cublasapi.NoTrans // the order of 8-bit floats
+	p.A.LD, p.A.Stride, p.B.LD, p.B.Stride = k, 0, k, 0
+	p.At.A, p.At.B, p.At.Alpha, p.Factors[0] = zeros, zeros, zeros, 1
 	return room, q.dev.Do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemsetD8Async(zeros, 0, uintptr(bytes), gpu.StreamOf(q.s).Raw())
 	})

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -73,6 +74,30 @@ func TestSplitsOfFiles(t *testing.T) {
 		c, err := parseSolution(tc.text)
 		require.NoError(t, err)
 		require.Equal(t, tc.ok, c.splitsAsAllowed(tc.allowed), "%+v", tc)
+	}
+}
+
+// TestFastest has measurements of the default and of other algorithms.
+func TestFastest(t *testing.T) {
+	const ms = time.Millisecond
+	for _, tc := range []struct {
+		medians []time.Duration
+		best    int
+	}{
+		{[]time.Duration{1000 * ms}, 0},
+		{[]time.Duration{1000 * ms, 2000 * ms}, 0},
+		{[]time.Duration{1000 * ms, 995 * ms}, 0}, // not clearly faster than the default
+		{[]time.Duration{1000 * ms, 985 * ms}, 1},
+		{[]time.Duration{1000 * ms, 985 * ms, 984 * ms}, 2},
+		{[]time.Duration{1000 * ms, 984 * ms, 985 * ms}, 1},
+	} {
+		var times [][]time.Duration
+		for _, m := range tc.medians {
+			times = append(times, []time.Duration{9000 * ms, m, 1})
+		}
+		var r Result
+		require.Equal(t, tc.best, fastest(times, &r), "%v", tc.medians)
+		require.Equal(t, Result{Time: tc.medians[tc.best], Default: tc.medians[0]}, r)
 	}
 }
 

@@ -38,7 +38,7 @@ func (q *queue) newPlan() (*plan, error) {
 	case missing != nil:
 		return nil, fmt.Errorf("the product needs cuBLASLt: %w", missing)
 	case p.K == 0:
-		return nil, fmt.Errorf("the inner dimension is 0, which is supported only without an epilogue, scales and a separate input for beta")
+		return nil, fmt.Errorf("the inner dimension is 0: such a product has no algorithms to choose from")
 	}
 	if v := lt.GetVersion(); p.RowScales && v < rowScalesVersion {
 		return nil, &device.UnsupportedError{Feature: "a product with scales for rows and columns", Need: "cuBLASLt 12.9", Have: "cuBLASLt " + versionText(v)}

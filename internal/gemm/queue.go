@@ -12,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -29,6 +30,7 @@ type queue struct {
 	plans     map[Problem]*plan
 	last      *plan
 	workspace uint64 // allocated when an algorithm first needs it
+	unaccount func() // for the workspace; nil without
 	blas      *blas  // nil until cuBLAS is needed
 
 	// The call in progress. The fields are part of the queue, and the function is a method
@@ -136,10 +138,20 @@ func (q *queue) takeRoom() (captured bool, err error) {
 		return true, err
 	}
 	if q.workspace == 0 {
-		q.workspace, err = memory.AllocRaw(q.s, int(q.site.workspace))
+		err = q.allocate()
 	}
 	q.room = cudadrv.DevicePtr(q.workspace)
 	return false, err
+}
+
+// allocate allocates the workspace of the stream.
+func (q *queue) allocate() (err error) {
+	if q.workspace, err = memory.AllocRaw(q.s, int(q.site.workspace)); err != nil {
+		return err
+	}
+	use := mem.Use{Owner: "workspaces of matrix products", Bytes: uint64(q.site.workspace), Inside: true}
+	q.unaccount = mem.Account(q.s.Device(), func() (mem.Use, bool) { return use, true })
+	return nil
 }
 
 // bound makes one call of a library with the device's context. The first calls of a library
@@ -215,6 +227,7 @@ func (q *queue) close() error {
 	defer q.mu.Unlock()
 	errs := []error{q.forget(), q.closeBLAS()}
 	if q.workspace != 0 {
+		q.unaccount()
 		errs = append(errs, memory.FreeRaw(q.s.Device(), q.workspace))
 		q.workspace = 0
 	}

@@ -312,14 +312,19 @@ func Record(dev *device.Device) (stop func(w io.Writer) error, err error) {
 	mine := map[Problem]struct{}{}
 	c.untuned = mine
 	c.version.Add(1) // every plan is made again, and recorded
+	stopped := false
 	return func(w io.Writer) error {
 		c.mu.Lock()
+		if stopped {
+			c.mu.Unlock()
+			return fmt.Errorf("tensor: record matmuls of %s: stop was called before: only its first call writes the products", dev)
+		}
+		stopped, c.untuned = true, nil
+		c.mu.Unlock()
 		var lines []string
 		for p := range mine {
 			lines = append(lines, p.Op()+","+p.Params()+"\n")
 		}
-		c.untuned = nil
-		c.mu.Unlock()
 		slices.Sort(lines)
 		_, err := io.WriteString(w, strings.Join(lines, ""))
 		return err

@@ -201,6 +201,12 @@ func (t *tuning) playoff(list []cublasltapi.HeuristicResult, fast []int, r *Resu
 			times[i] = append(times[i], took)
 		}
 	}
+	return fast[fastest(times, r)], nil
+}
+
+// fastest returns the index of the fastest algorithm by its median time, and sets the times of r.
+// The first one is the default.
+func fastest(times [][]time.Duration, r *Result) (best int) {
 	for i, all := range times {
 		slices.Sort(all)
 		took := all[len(all)/2]
@@ -208,10 +214,10 @@ func (t *tuning) playoff(list []cublasltapi.HeuristicResult, fast []int, r *Resu
 		case i == 0:
 			r.Time, r.Default = took, took
 		case took < r.Time && float64(took) < clearly*float64(r.Default):
-			r.Time, best = took, fast[i]
+			r.Time, best = took, i
 		}
 	}
-	return best, nil
+	return best
 }
 
 // errDiffers drops an algorithm.

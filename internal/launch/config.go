@@ -47,6 +47,9 @@ type Config struct {
 	LogDir string
 	// Stdout and Stderr receive the workers' output. Stderr also receives messages.
 	Stdout, Stderr io.Writer
+	// Joined is called when all hosts have joined. Run calls its result before the agent is
+	// closed. Joined may be nil.
+	Joined func(*cluster.Agent) (leave func())
 	// Signals delivers the signals that the process receives.
 	Signals <-chan os.Signal
 }

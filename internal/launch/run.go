@@ -79,6 +79,9 @@ func Run(ctx context.Context, cfg *Config) int {
 		return code
 	}
 	defer j.agent.Close()
+	if c.Joined != nil {
+		defer c.Joined(j.agent)()
+	}
 	return j.run(path)
 }
 

@@ -417,10 +417,11 @@ func TestLogsFollowNoPlantedLinks(t *testing.T) {
 	t.Parallel()
 	target := filepath.Join(t.TempDir(), "precious")
 	require.NoError(t, os.WriteFile(target, []byte("precious"), 0o600))
-	for name, c := range map[string]struct {
+	type planted struct {
 		plant func(dir, file string) error
 		want  string
-	}{
+	}
+	cases := map[string]planted{
 		"a link as a log":    {func(_, file string) error { return os.Symlink(target, file) }, "is a symbolic link, which is not followed"},
 		"a hard link":        {func(_, file string) error { return os.Link(target, file) }, "the file has 2 names"},
 		"a pipe as a log":    {func(_, file string) error { return syscall.Mkfifo(file, 0o666) }, "not a regular file but a named pipe"},
@@ -428,7 +429,15 @@ func TestLogsFollowNoPlantedLinks(t *testing.T) {
 		"a link as folder": {func(dir, _ string) error {
 			return errors.Join(os.Rename(dir, dir+"-moved"), os.Symlink(dir+"-moved", dir))
 		}, "is a symbolic link, which is not followed"},
-	} {
+	}
+	if os.Geteuid() == 0 { // only root can give a file to another user
+		const stranger = 65534
+		cases["another user's folder"] = planted{func(dir, _ string) error { return os.Chown(dir, stranger, stranger) }, "belongs to the user with id 65534"}
+		cases["another user's log"] = planted{func(_, file string) error {
+			return errors.Join(os.WriteFile(file, nil, 0o666), os.Chown(file, stranger, stranger))
+		}, "belongs to the user with id 65534"}
+	}
+	for name, c := range cases {
 		logs := t.TempDir()
 		dir := filepath.Join(logs, "test") // the job's name
 		require.NoError(t, os.Mkdir(dir, 0o755))

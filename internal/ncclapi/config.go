@@ -2,9 +2,14 @@ package ncclapi
 
 import "unsafe"
 
-// newestKnown is the NCCL whose ncclConfig_t Config has. A newer library is
-// told this version, and leaves the fields that came later at their defaults.
-const newestKnown = 23007
+// newestKnown is the NCCL whose ncclConfig_t and ncclCollConfig_t Config and CollConfig have.
+// A newer library is told this version, and leaves the fields that came later at their
+// defaults.
+const newestKnown = 23203
+
+// newestProperties is the NCCL whose ncclCommProperties_t Properties has. A newer library must
+// be told this version: it would write fields behind the end of the struct.
+const newestProperties = 23007
 
 // configSizes has sizeof(ncclConfig_t) from each version that changed it. The
 // fields in between filled padding.
@@ -12,6 +17,8 @@ var configSizes = []struct {
 	since int32
 	size  uintptr
 }{
+	{23203, 120},
+	{23102, 112},
 	{23003, 96},
 	{22902, 88},
 	{22803, 80},
@@ -27,6 +34,7 @@ func NewConfig(version int32) *Config {
 		SplitShare: Undefined, TrafficClass: Undefined, CollnetEnable: Undefined, CTAPolicy: Undefined,
 		ShrinkShare: Undefined, NVLSCTAs: Undefined, NChannelsPerNetPeer: Undefined, NVLinkCentricSched: Undefined,
 		GraphUsageMode: Undefined, NumRMACtx: Undefined, MaxP2PPeers: Undefined, GraphStreamOrdering: Undefined,
+		LaunchOrderImplicit: Undefined, NumRMASig: Undefined, RMAEagerInit: Undefined, HostCFTMode: Undefined, NVLSHostMode: Undefined,
 	}
 	c.Stamp(version)
 	return c
@@ -66,6 +74,11 @@ func (c *Config) TooNew(version int32) (field string, since int32) {
 		{"numRmaCtx", 22902, c.NumRMACtx != Undefined},
 		{"maxP2pPeers", 23003, c.MaxP2PPeers != Undefined},
 		{"graphStreamOrdering", 23007, c.GraphStreamOrdering != Undefined},
+		{"launchOrderImplicit", 23102, c.LaunchOrderImplicit != Undefined},
+		{"numRmaSig", 23102, c.NumRMASig != Undefined},
+		{"rmaEagerInit", 23102, c.RMAEagerInit != Undefined},
+		{"hostCftMode", 23102, c.HostCFTMode != Undefined},
+		{"nvlsHostMode", 23203, c.NVLSHostMode != Undefined},
 	} {
 		if f.set && version < f.since {
 			return f.name, f.since
@@ -74,11 +87,25 @@ func (c *Config) TooNew(version int32) (field string, since int32) {
 	return "", 0
 }
 
+// propertiesSizes has sizeof(ncclCommProperties_t) from each version that changed it. NCCL
+// 2.29.2 has ginType as a byte in the padding before GINType.
+var propertiesSizes = []struct {
+	since int32
+	size  uintptr
+}{
+	{23003, unsafe.Sizeof(Properties{})},
+	{22907, unsafe.Offsetof(Properties{}.RailedGINType)},
+	{0, unsafe.Offsetof(Properties{}.NLSATeams)},
+}
+
 // NewProperties returns Properties for a library of the given version to fill in.
 func NewProperties(version int32) *Properties {
-	p := &Properties{Magic: ConfigMagic, Version: uint32(min(version, newestKnown)), Size: unsafe.Offsetof(Properties{}.RailedGINType)}
-	if version >= 23003 {
-		p.Size = unsafe.Sizeof(*p)
+	p := &Properties{Magic: ConfigMagic, Version: uint32(min(version, newestProperties))}
+	for _, s := range propertiesSizes {
+		if version >= s.since {
+			p.Size = s.size
+			break
+		}
 	}
 	return p
 }

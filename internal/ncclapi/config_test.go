@@ -14,7 +14,7 @@ import (
 // The golden file has the offset and size of every field, as C lays them out.
 func TestLayouts(t *testing.T) {
 	text := ""
-	for _, s := range []any{Config{}, Properties{}, SignalDesc{}, SimInfo{}} {
+	for _, s := range []any{Config{}, CollConfig{}, EncryptionConfig{}, Properties{}, SignalDesc{}, SimInfo{}} {
 		typ := reflect.TypeOf(s)
 		text += fmt.Sprintf("%s %d\n", typ.Name(), typ.Size())
 		for f := range typ.Fields() {
@@ -27,12 +27,12 @@ func TestLayouts(t *testing.T) {
 func TestConfigStamp(t *testing.T) {
 	for version, size := range map[int32]uintptr{
 		22304: 48, 22602: 48, 22703: 72, 22707: 72, 22803: 80, 22809: 80,
-		22902: 88, 22907: 88, 23003: 96, 23007: 96, 23203: 96,
+		22902: 88, 22907: 88, 23003: 96, 23007: 96, 23102: 112, 23203: 120, 23301: 120,
 	} {
 		c := NewConfig(version)
 		require.Equal(t, size, c.Size, version)
 		require.Equal(t, uint32(0xcafebeef), c.Magic)
-		require.Equal(t, uint32(min(version, 23007)), c.Version, "fields that this package does not know stay at their defaults")
+		require.Equal(t, uint32(min(version, 23203)), c.Version, "fields that this package does not know stay at their defaults")
 		c.Stamp(22803)
 		require.Equal(t, []any{uintptr(80), uint32(22803)}, []any{c.Size, c.Version})
 	}
@@ -105,8 +105,32 @@ func TestParameters(t *testing.T) {
 }
 
 func TestProperties(t *testing.T) {
-	require.EqualValues(t, 48, NewProperties(22902).Size)
-	require.EqualValues(t, 56, NewProperties(23007).Size)
+	for version, size := range map[int32]uintptr{22902: 40, 22903: 40, 22907: 48, 23003: 56, 23007: 56, 23203: 56} {
+		p := NewProperties(version)
+		require.Equal(t, size, p.Size, version)
+		require.LessOrEqual(t, p.Version, uint32(23007), "a newer library would write more fields")
+	}
+}
+
+func TestCollConfigStamp(t *testing.T) {
+	for version, size := range map[int32]uintptr{23102: 64, 23203: 72, 23301: 72} {
+		c := NewCollConfig(version)
+		require.Equal(t, size, c.Size, version)
+		require.Equal(t, []any{uint32(0xcafebeef), uint32(min(version, 23203))}, []any{c.Magic, c.Version})
+		require.EqualValues(t, 1, c.ForceAlgSelection)
+		for _, v := range []int32{c.MinCTAs, c.MaxCTAs, c.NVLSCTAs, c.CGAClusterSize, c.CTAPolicy} {
+			require.EqualValues(t, Undefined, v)
+		}
+		c.LaunchCompletionEvent = 1
+		field, since := c.TooNew(version)
+		require.Equal(t, version < 23203, field == "launchCompletionEvent" && since == 23203, version)
+	}
+}
+
+func TestEncryptionConfig(t *testing.T) {
+	c := NewEncryptionConfig(23203, "secret")
+	require.Equal(t, []any{uintptr(32), uint32(0xcafebeef), uint32(23203), int32(1)}, []any{c.Size, c.Magic, c.Version, c.Mode})
+	require.Equal(t, "secret\x00", string(unsafe.Slice(c.PSK, 7)))
 }
 
 func TestSimInfo(t *testing.T) {

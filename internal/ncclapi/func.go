@@ -3,7 +3,7 @@ package ncclapi
 // Func names a host function of NCCL, for Has and the symbol table.
 type Func int
 
-// The functions in the order of nccl.h.
+// The functions in the order of nccl.h, and then those of newer headers.
 const (
 	FuncGetVersion Func = iota
 	FuncGetUniqueID
@@ -57,6 +57,18 @@ const (
 	FuncWaitSignal
 	FuncParamGetParameter
 	FuncParamGetAllParameterKeys
+	FuncGetLsaMultimemDevicePointer
+	FuncGetLsaDevicePointer
+	FuncGetPeerDevicePointer
+	FuncAllReduceConfig
+	FuncBroadcastConfig
+	FuncReduceConfig
+	FuncAllGatherConfig
+	FuncReduceScatterConfig
+	FuncAlltoAllConfig
+	FuncGatherConfig
+	FuncScatterConfig
+	FuncSetEncryption
 	NumFuncs
 )
 
@@ -119,6 +131,19 @@ var symbols = [NumFuncs]struct {
 
 	FuncParamGetParameter:        {"ncclParamGetParameter", 23004},
 	FuncParamGetAllParameterKeys: {"ncclParamGetAllParameterKeys", 23004},
+
+	FuncGetLsaMultimemDevicePointer: {"ncclGetLsaMultimemDevicePointer", 22902},
+	FuncGetLsaDevicePointer:         {"ncclGetLsaDevicePointer", 22902},
+	FuncGetPeerDevicePointer:        {"ncclGetPeerDevicePointer", 22902},
+	FuncAllReduceConfig:             {"ncclAllReduceConfig", 23102},
+	FuncBroadcastConfig:             {"ncclBroadcastConfig", 23102},
+	FuncReduceConfig:                {"ncclReduceConfig", 23102},
+	FuncAllGatherConfig:             {"ncclAllGatherConfig", 23102},
+	FuncReduceScatterConfig:         {"ncclReduceScatterConfig", 23102},
+	FuncAlltoAllConfig:              {"ncclAlltoAllConfig", 23102},
+	FuncGatherConfig:                {"ncclGatherConfig", 23102},
+	FuncScatterConfig:               {"ncclScatterConfig", 23102},
+	FuncSetEncryption:               {"ncclSetEncryption", 23203},
 }
 
 // Name is the C name, such as ncclCommSplit.

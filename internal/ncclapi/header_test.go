@@ -82,10 +82,50 @@ func TestHeaderValues(t *testing.T) {
 		{"graphUsageMode", 22902, unsafe.Offsetof(c.GraphUsageMode)}, {"numRmaCtx", 22902, unsafe.Offsetof(c.NumRMACtx)},
 		{"maxP2pPeers", 23003, unsafe.Offsetof(c.MaxP2PPeers)},
 		{"graphStreamOrdering", 23007, unsafe.Offsetof(c.GraphStreamOrdering)},
+		{"launchOrderImplicit", 23102, unsafe.Offsetof(c.LaunchOrderImplicit)},
+		{"numRmaSig", 23102, unsafe.Offsetof(c.NumRMASig)}, {"rmaEagerInit", 23102, unsafe.Offsetof(c.RMAEagerInit)},
+		{"hostCftMode", 23102, unsafe.Offsetof(c.HostCFTMode)}, {"nvlsHostMode", 23203, unsafe.Offsetof(c.NVLSHostMode)},
 	} {
 		if version >= f.since {
 			values[fmt.Sprintf("offsetof(ncclConfig_t, %s)", f.name)] = int64(f.offset)
 		}
 	}
+	maps.Copy(values, collConfigValues(version))
 	h.RequireValues(values)
+}
+
+// collConfigValues has the layout of the structs that came with NCCL 2.31 and 2.32.
+func collConfigValues(version int32) map[string]int64 {
+	values := map[string]int64{}
+	if version < 23102 {
+		return values
+	}
+	if version <= newestKnown {
+		values["sizeof(ncclCollConfig_t)"] = int64(NewCollConfig(version).Size)
+	}
+	var c CollConfig
+	for name, offset := range map[string]uintptr{
+		"size": unsafe.Offsetof(c.Size), "magic": unsafe.Offsetof(c.Magic), "version": unsafe.Offsetof(c.Version),
+		"ext": unsafe.Offsetof(c.Ext), "minCTAs": unsafe.Offsetof(c.MinCTAs), "maxCTAs": unsafe.Offsetof(c.MaxCTAs),
+		"nvlsCTAs": unsafe.Offsetof(c.NVLSCTAs), "cgaClusterSize": unsafe.Offsetof(c.CGAClusterSize),
+		"algSelection": unsafe.Offsetof(c.AlgSelection), "forceAlgSelection": unsafe.Offsetof(c.ForceAlgSelection),
+		"CTAPolicy": unsafe.Offsetof(c.CTAPolicy), "userProfilerTag": unsafe.Offsetof(c.UserProfilerTag),
+	} {
+		values[fmt.Sprintf("offsetof(ncclCollConfig_t, %s)", name)] = int64(offset)
+	}
+	values["NCCL_WIN_STRICT_ORDERING"] = int64(WindowStrictOrdering)
+	if version < 23203 {
+		return values
+	}
+	var e EncryptionConfig
+	maps.Copy(values, map[string]int64{
+		"NCCL_WIN_GIN_ONLY": int64(WindowGINOnly),
+		"offsetof(ncclCollConfig_t, launchCompletionEvent)": int64(unsafe.Offsetof(c.LaunchCompletionEvent)),
+		"sizeof(ncclEncryptionConfig_t)":                    int64(unsafe.Sizeof(e)),
+		"offsetof(ncclEncryptionConfig_t, mode)":            int64(unsafe.Offsetof(e.Mode)),
+		"offsetof(ncclEncryptionConfig_t, psk)":             int64(unsafe.Offsetof(e.PSK)),
+		"NCCL_ENCRYPTION_MODE_NONE":                         int64(EncryptionNone),
+		"NCCL_ENCRYPTION_MODE_PSK":                          int64(EncryptionPSK),
+	})
+	return values
 }

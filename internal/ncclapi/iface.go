@@ -16,7 +16,7 @@ type (
 // UniqueID is ncclUniqueId.
 type UniqueID [128]byte
 
-// API is every host function of NCCL 2.28, and newer functions that a library may lack.
+// API is every host function of NCCL 2.28, and functions up to NCCL 2.32 that a library may lack.
 //
 // The results of calls that make a communicator are written through out. NCCL may write
 // them as late as GroupEnd, so out must stay reachable until then and must not be on a
@@ -85,4 +85,19 @@ type API interface {
 	WaitSignal(descs []SignalDesc, c Comm, s cudadrv.Stream) Result
 	ParamGetParameter(key string) (string, Result)
 	ParamGetAllParameterKeys() ([]string, Result)
+	// The address of a window of another rank is 0 if the rank is not reachable by load and
+	// store, and the multicast address if the GPUs have no multicast.
+	GetLsaMultimemDevicePointer(w Window, offset uintptr) (cudadrv.DevicePtr, Result)
+	GetLsaDevicePointer(w Window, offset uintptr, lsaRank int32) (cudadrv.DevicePtr, Result)
+	GetPeerDevicePointer(w Window, offset uintptr, peer int32) (cudadrv.DevicePtr, Result)
+	// The collectives with a configuration, which C reads during the call.
+	AllReduceConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
+	BroadcastConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
+	ReduceConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
+	AllGatherConfig(send, recv cudadrv.DevicePtr, sendCount uintptr, t DType, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
+	ReduceScatterConfig(send, recv cudadrv.DevicePtr, recvCount uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
+	AlltoAllConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
+	GatherConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
+	ScatterConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
+	SetEncryption(cfg *EncryptionConfig) Result
 }

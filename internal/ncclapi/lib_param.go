@@ -7,6 +7,9 @@ import (
 	"github.com/gochorus/chorus/internal/dl"
 )
 
+// ParamGetParameter returns parameters of every type as text. ncclParamBind and its typed getters
+// return the same values, and only spare C programs the parsing, so they are not bound.
+//
 // NCCL owns the strings that it returns for parameters, until the next such call of the
 // thread.
 

@@ -68,6 +68,19 @@ var signatures = dltest.Signatures{
 
 	"ncclParamGetParameter":        "s o8=0 o4",
 	"ncclParamGetAllParameterKeys": "o8=0 o4",
+
+	"ncclGetLsaMultimemDevicePointer": "w w o8",
+	"ncclGetLsaDevicePointer":         "w w i o8",
+	"ncclGetPeerDevicePointer":        "w w i o8",
+	"ncclAllReduceConfig":             "w w w i i w w p72",
+	"ncclBroadcastConfig":             "w w w i i w w p72",
+	"ncclReduceConfig":                "w w w i i i w w p72",
+	"ncclAllGatherConfig":             "w w w i w w p72",
+	"ncclReduceScatterConfig":         "w w w i i w w p72",
+	"ncclAlltoAllConfig":              "w w w i w w p72",
+	"ncclGatherConfig":                "w w w i i w w p72",
+	"ncclScatterConfig":               "w w w i i w w p72",
+	"ncclSetEncryption":               "p20",
 }
 
 // The golden file shows for each method what C received and what the method
@@ -175,6 +188,25 @@ func TestRecordedCalls(t *testing.T) {
 	keys, r := a.ParamGetAllParameterKeys()
 	two("ParamGetAllParameterKeys", keys, r)
 
+	p, r = a.GetLsaMultimemDevicePointer(0xb1, 64)
+	two("GetLsaMultimemDevicePointer", p, r)
+	p, r = a.GetLsaDevicePointer(0xb1, 64, 6)
+	two("GetLsaDevicePointer", p, r)
+	p, r = a.GetPeerDevicePointer(0xb1, 64, 6)
+	two("GetPeerDevicePointer", p, r)
+	call := NewCollConfig(23203)
+	call.MinCTAs, call.MaxCTAs, call.NVLSCTAs, call.CGAClusterSize, call.CTAPolicy = 2, 8, 3, 4, 1
+	call.UserProfilerTag, call.LaunchCompletionEvent = 0x77, 0xe1
+	one("AllReduceConfig", a.AllReduceConfig(0xd1, 0xd2, 100, BFloat16, Avg, 0xc1, 0x51, call))
+	one("BroadcastConfig", a.BroadcastConfig(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51, nil))
+	one("ReduceConfig", a.ReduceConfig(0xd1, 0xd2, 100, BFloat16, Avg, 6, 0xc1, 0x51, nil))
+	one("AllGatherConfig", a.AllGatherConfig(0xd1, 0xd2, 100, BFloat16, 0xc1, 0x51, nil))
+	one("ReduceScatterConfig", a.ReduceScatterConfig(0xd1, 0xd2, 100, BFloat16, Avg, 0xc1, 0x51, nil))
+	one("AlltoAllConfig", a.AlltoAllConfig(0xd1, 0xd2, 100, BFloat16, 0xc1, 0x51, nil))
+	one("GatherConfig", a.GatherConfig(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51, nil))
+	one("ScatterConfig", a.ScatterConfig(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51, nil))
+	one("SetEncryption", a.SetEncryption(NewEncryptionConfig(23203, "a key")))
+
 	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
 	dltest.Golden(t, "testdata/record.golden", b.String())
 }
@@ -184,11 +216,13 @@ func TestCallsDoNotAllocate(t *testing.T) {
 	lib, err := newLib(rec.Resolve, "recorded")
 	require.NoError(t, err)
 	var a API = lib
+	cfg := NewCollConfig(23203)
 	for name, call := range map[string]func(){
-		"AllReduce":  func() { a.AllReduce(1, 2, 3, Float32, Sum, 4, 5) },
-		"Reduce":     func() { a.Reduce(1, 2, 3, Float32, Sum, 0, 4, 5) },
-		"GroupStart": func() { a.GroupStart() },
-		"AsyncError": func() { a.CommGetAsyncError(1) },
+		"AllReduce":       func() { a.AllReduce(1, 2, 3, Float32, Sum, 4, 5) },
+		"Reduce":          func() { a.Reduce(1, 2, 3, Float32, Sum, 0, 4, 5) },
+		"AllReduceConfig": func() { a.AllReduceConfig(1, 2, 3, Float32, Sum, 4, 5, cfg) },
+		"GroupStart":      func() { a.GroupStart() },
+		"AsyncError":      func() { a.CommGetAsyncError(1) },
 	} {
 		require.Zero(t, testing.AllocsPerRun(200, call), name)
 	}

@@ -56,16 +56,19 @@ const (
 
 // Flags of CommShrink and CommWindowRegister.
 const (
-	ShrinkDefault       int32 = 0
-	ShrinkAbort         int32 = 1
-	WindowDefault       int32 = 0
-	WindowCollSymmetric int32 = 1
+	ShrinkDefault        int32 = 0
+	ShrinkAbort          int32 = 1
+	WindowDefault        int32 = 0
+	WindowCollSymmetric  int32 = 1
+	WindowStrictOrdering int32 = 2
+	WindowGINOnly        int32 = 4 // 2.32
 )
 
 // Undefined is NCCL_CONFIG_UNDEF_INT: the library chooses.
 const Undefined = math.MinInt32
 
-// ConfigMagic is the Magic of a Config that Stamp has filled in.
+// ConfigMagic is the Magic of a Config that Stamp has filled in, and of the other structs that
+// describe a choice.
 const ConfigMagic = 0xcafebeef
 
 const simInfoMagic = 0x74685283
@@ -94,6 +97,12 @@ type Config struct {
 	NumRMACtx           int32 // 2.29
 	MaxP2PPeers         int32 // 2.30
 	GraphStreamOrdering int32 // 2.30
+	LaunchOrderImplicit int32 // 2.31
+	NumRMASig           int32 // 2.31
+	RMAEagerInit        int32 // 2.31
+	HostCFTMode         int32 // 2.31
+	NVLSHostMode        int32 // 2.32
+	_                   uint32
 }
 
 // What CommMemStats tells, with the values of nccl.h.

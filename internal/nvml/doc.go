@@ -1,6 +1,6 @@
-// Package nvml reads telemetry and the list of GPUs from NVIDIA's management library
+// Package nvml reads telemetry, the health and the list of GPUs from NVIDIA's management library
 // (NVML), without starting CUDA.
 //
-// It uses go-nvml, which needs cgo. In a program built without cgo, or with the tag
-// nonvml, Open returns an UnsupportedError. The library is opened at its first use.
+// Two bindings make the same calls: go-nvml in programs built with cgo, and internal/dl in
+// the others and in those with the tag nonvml. The library is opened at its first use.
 package nvml

@@ -3,7 +3,6 @@ package nvml
 import (
 	"errors"
 	"fmt"
-	"sync"
 
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/env"
@@ -42,7 +41,10 @@ type Process struct {
 // Open opens the library and initializes NVML, once in a process.
 func Open() (API, error) { return opened() }
 
-var opened = sync.OnceValues(open)
+var opened = dl.Once(spec, openLib)
+
+// openLib initializes the library by the binding of this build.
+func openLib(find dl.Resolver, path string) (API, error) { return start(bind(find, path)) }
 
 var spec = &dl.Spec{
 	Name:    "NVML",

@@ -28,6 +28,9 @@ type Batch interface {
 	// StartGroup returns an error, NCCL enqueues nothing, and EndGroup must not be called.
 	StartGroup() error
 	EndGroup() error
+	// Move lets NCCL enqueue copies between ranks, in one group of NCCL, as parts of operations of
+	// the batch. The flight recorders have the operations only.
+	Move(list []Move) error
 	// Substitute replaces the buffers of operation i that NCCL uses.
 	Substitute(i int, dst, src uint64)
 	// ReadPeers records that copy engines read the memory of all ranks: the loss of one device
@@ -51,6 +54,16 @@ type Operation struct {
 	Comm     Inside // of the communicator that issues it
 	Rank     int
 	Dst, Src uint64 // addresses of the operands; 0 if the rank has none
+	Counts   []int  // of a ReduceScatterV: the elements that each rank gets
+}
+
+// A Move is a rank's side of a copy between ranks.
+type Move struct {
+	Operation int         // its index in the batch, for the communicator and the stream
+	Kind      flight.Kind // Send, Recv or AllGather
+	Peer      int
+	Dst, Src  uint64
+	Bytes     int // of one rank
 }
 
 // A BatchRef is the part of an nccl.Batch that other packages of Chorus use.
@@ -73,6 +86,7 @@ const (
 	Kernels                    // Chorus kernels, for each rank alone
 	Windows                    // NCCL, on buffers of internal/route
 	CopyEngines                // copy engines, for all ranks at once
+	Ordered                    // copies by NCCL, and kernels that reduce in rank order
 )
 
 // ServiceName returns the name of a service for messages. The service may come from another
@@ -87,6 +101,8 @@ func ServiceName(s Service) string {
 		return "NCCL's windows"
 	case CopyEngines:
 		return "copy engines"
+	case Ordered:
+		return "NCCL's copies and kernels that reduce in rank order"
 	}
 	return "an unknown backend"
 }

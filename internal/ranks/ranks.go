@@ -5,7 +5,10 @@
 // the internals. Users see neither the field nor its methods.
 package ranks
 
-import "github.com/gochorus/chorus/stream"
+import (
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/stream"
+)
 
 // An Inside has the methods of a communicator for other packages of Chorus.
 type Inside interface {
@@ -18,9 +21,18 @@ type Inside interface {
 	// Services returns the services of the last collectives, at most n, and the number of
 	// the first collective in the list.
 	Services(n int) (first uint64, list []Service)
+	// SetWorld sets the world ranks of the communicator's ranks, by rank, and the world size,
+	// for the dumps of the flight recorder.
+	SetWorld(ranks []int, size int)
+	// WriteTraces writes the flight recorders of the process, once, if CHORUS_NCCL_TRACE_FILE
+	// asks for it. A failure of the communicator does so too.
+	WriteTraces()
 	// Symmetric reports whether NCCL has a correct kernel for such a collective of memory
 	// in symmetric windows.
 	Symmetric(x *Collective) bool
+	// Factor returns the factor of an open PreMulSum: one element in bits, or at a device address
+	// if that is not 0. ok is false if the reduction is another one.
+	Factor(op flight.Reduction) (bits, at uint64, ok bool)
 	// NoWindows returns why the loaded NCCL has no windows, or nil.
 	NoWindows() error
 

@@ -17,9 +17,15 @@ type Batch struct {
 	errs    []error     // results of the operations
 	tallies []tally     // of the routers
 	foreign int         // number of operations of other communicators
+	inOrder bool        // ReduceInOrder was called
 
 	streams     []*stream.Stream // by rank, for copy engines
 	collectives []ranks.Collective
+
+	// Of ordered reductions: the copies of a round, and the operations that run together.
+	moves    []ranks.Move
+	turns    []int
+	reducing []reducing
 }
 
 // A step is an operation with its backend.
@@ -54,10 +60,15 @@ func (b *Batch) Enqueue() error {
 	return nil
 }
 
-// Reset removes the operations.
+// ReduceInOrder makes the reductions of the batch deterministic until Enqueue or Reset, if the
+// routers have an Order.
+func (b *Batch) ReduceInOrder() { b.inOrder = true }
+
+// Reset removes the operations, and ends the effect of ReduceInOrder.
 func (b *Batch) Reset() {
 	b.Batch.Reset()
-	b.plan, b.errs = b.plan[:0], b.errs[:0]
+	b.inOrder = false
+	b.plan, b.errs, b.moves = b.plan[:0], b.errs[:0], b.moves[:0]
 }
 
 // enqueue is Enqueue with the error as it was noticed.
@@ -87,6 +98,9 @@ func (b *Batch) decide() {
 			s.strategy = s.router.choose(&s.x)
 		}
 		s.op.Service = services[s.strategy]
+		if s.router != nil && s.router.inOrder(&s.x, s.strategy, b.inOrder) {
+			s.strategy, s.op.Service = NCCLOnly, ranks.Ordered
+		}
 	}
 }
 

@@ -39,6 +39,12 @@ func (s *step) failed(err error) error {
 
 // execute executes the plan and stores the results.
 func (b *Batch) execute() {
+	if b.orderedSteps() > 0 {
+		if b.executeOrdered() {
+			b.executeGroup()
+		}
+		return
+	}
 	switch {
 	case b.allBy(ranks.CopyEngines):
 		b.executeByEngines()
@@ -96,6 +102,15 @@ func (b *Batch) failFrom(i int, err error) {
 	}
 }
 
+// failRest stores an error as the result of the operations that are not ordered.
+func (b *Batch) failRest(err error) {
+	for i := range b.plan {
+		if b.plan[i].op.Service != ranks.Ordered {
+			b.errs[i] = err
+		}
+	}
+}
+
 // Do executes operation i alone, for spinpool.Pool.
 func (b *Batch) Do(i int) {
 	s := &b.plan[i]
@@ -123,11 +138,11 @@ func (b *Batch) executeGroup() {
 		b.launchAll()
 		err = b.in.EndGroup()
 	} else {
-		b.failFrom(0, err)
+		b.failRest(err)
 	}
 	for i := range b.plan {
 		service := b.plan[i].op.Service
-		if err != nil && service != ranks.Kernels {
+		if err != nil && service != ranks.Kernels && service != ranks.Ordered {
 			b.errs[i] = err
 		}
 		if service == ranks.Windows && i < lent {

@@ -51,7 +51,7 @@ func newRig(t *testing.T, devs []*device.Device, s Strategy) *rig {
 	g.in, err = memory.Make[int64](g.streams[1], rigCount)
 	require.NoError(t, err)
 	t.Cleanup(func() { g.close(t) })
-	g.routers, err = Open(testgpu.Context(t), s, g.comms, g.streams, fabric.NewTable(len(devs)).Seat)
+	g.routers, err = Open(testgpu.Context(t), s, nil, g.comms, g.streams, fabric.NewTable(len(devs)).Seat)
 	require.NoError(t, err)
 	return g
 }

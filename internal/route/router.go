@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -23,6 +22,7 @@ type Router struct {
 	stream   *stream.Stream  // of the group
 	kernels  *fabric.Rank    // nil if there are no Chorus kernels
 	window   *window         // nil if there is none
+	ordered  *ordered        // nil if the order of reductions does not matter
 	engines  bool            // copy engines reach all ranks, which are in this process
 	opened   Strategy        // the strategy that Open got
 	exchange fabric.Exchange // with the other ranks, until all are open
@@ -202,20 +202,33 @@ func (k *Router) abort() {
 
 // Open makes a Router for each of the communicators, with everything that the strategy needs
 // and the devices support, and none if NCCL is the only possibility. After an error the caller
-// closes the routers when the communicators have ended.
-func Open(ctx context.Context, s Strategy, comms []*nccl.Communicator, streams []*stream.Stream, exchange func(rank int) fabric.Exchange) (Routers, error) {
-	if s == NCCLOnly || comms[0].Size() == 1 {
+// closes the routers when the communicators have ended. With an order, reductions are
+// deterministic. exchange is not used with NCCLOnly.
+func Open(ctx context.Context, s Strategy, order *Order, comms []*nccl.Communicator, streams []*stream.Stream, exchange func(rank int) fabric.Exchange) (Routers, error) {
+	if s == NCCLOnly && order == nil || comms[0].Size() == 1 {
 		return nil, nil
 	}
 	rs := make(Routers, len(comms))
 	for i, c := range comms {
-		rs[i] = &Router{comm: c, in: ranks.Of(c), local: i, stream: streams[i], opened: s, exchange: exchange(c.Rank())}
+		rs[i] = &Router{comm: c, in: ranks.Of(c), local: i, stream: streams[i], opened: s}
+		if s != NCCLOnly {
+			rs[i].exchange = exchange(c.Rank())
+		}
 	}
 	if err := rs.open(ctx, s); err != nil {
 		return rs, err
 	}
 	// All ranks have the same result, so either all routers have a backend or none has.
-	rs = slices.DeleteFunc(rs, func(r *Router) bool { return r.kernels == nil && r.window == nil && !r.engines })
+	if rs[0].kernels == nil && rs[0].window == nil && !rs[0].engines {
+		if s = NCCLOnly; order == nil {
+			return nil, nil
+		}
+	}
+	if order != nil {
+		if err := rs.openOrdered(*order); err != nil {
+			return rs, err
+		}
+	}
 	for _, r := range rs {
 		r.exchange = nil
 		r.rule.Store(&rule{strategy: s})
@@ -226,6 +239,8 @@ func Open(ctx context.Context, s Strategy, comms []*nccl.Communicator, streams [
 
 func (rs Routers) open(ctx context.Context, s Strategy) error {
 	switch s {
+	case NCCLOnly:
+		return nil
 	case Windows:
 		return rs.openWindows(ctx)
 	case CopyEngines:
@@ -295,5 +310,5 @@ func (k *Router) close() error {
 	if k.in.AbortFailed() {
 		return nil
 	}
-	return errors.Join(k.kernels.Close(), k.window.close())
+	return errors.Join(k.kernels.Close(), k.window.close(), k.ordered.close())
 }

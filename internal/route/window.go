@@ -89,13 +89,7 @@ func (w *window) close() error {
 	if w == nil {
 		return nil
 	}
-	done := w.order.Close("comm: close a window", func(users []*gpu.Stream) error {
-		var errs []error
-		for _, s := range users {
-			errs = append(errs, syncUnlessLost(s))
-		}
-		return errors.Join(errs...)
-	})
+	done := w.order.Close("comm: close a window", syncAll)
 	return errors.Join(done, w.registered.Close(), w.mem.Close(), w.pool.Close())
 }
 

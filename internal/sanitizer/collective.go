@@ -88,3 +88,45 @@ func (l *nccl) PutSignal(local ptr, n uintptr, t dtype, peer int32, w ncclapi.Wi
 	return l.submit(l.API.PutSignal(local, n, t, peer, w, offset, signal, ctx, flags, h, s), "ncclPutSignal", h, s,
 		func(*comm) []cudadrv.Use { return moves(local, 0, n, t, 1, 0) })
 }
+
+type callConfig = ncclapi.CollConfig
+
+func (l *nccl) AllReduceConfig(send, recv ptr, n uintptr, t dtype, op redOp, h handle, s stream, cfg *callConfig) status {
+	return l.submitConfig(l.API.AllReduceConfig(send, recv, n, t, op, h, s, cfg), "ncclAllReduceConfig", h, s, cfg,
+		func(*comm) []cudadrv.Use { return moves(send, recv, n, t, 1, 1) })
+}
+
+func (l *nccl) BroadcastConfig(send, recv ptr, n uintptr, t dtype, root int32, h handle, s stream, cfg *callConfig) status {
+	return l.submitConfig(l.API.BroadcastConfig(send, recv, n, t, root, h, s, cfg), "ncclBroadcastConfig", h, s, cfg,
+		func(c *comm) []cudadrv.Use { return moves(send, recv, n, t, c.only(root), 1) })
+}
+
+func (l *nccl) ReduceConfig(send, recv ptr, n uintptr, t dtype, op redOp, root int32, h handle, s stream, cfg *callConfig) status {
+	return l.submitConfig(l.API.ReduceConfig(send, recv, n, t, op, root, h, s, cfg), "ncclReduceConfig", h, s, cfg,
+		func(c *comm) []cudadrv.Use { return moves(send, recv, n, t, 1, c.only(root)) })
+}
+
+func (l *nccl) AllGatherConfig(send, recv ptr, n uintptr, t dtype, h handle, s stream, cfg *callConfig) status {
+	return l.submitConfig(l.API.AllGatherConfig(send, recv, n, t, h, s, cfg), "ncclAllGatherConfig", h, s, cfg,
+		func(c *comm) []cudadrv.Use { return moves(send, recv, n, t, 1, c.ranks) })
+}
+
+func (l *nccl) ReduceScatterConfig(send, recv ptr, n uintptr, t dtype, op redOp, h handle, s stream, cfg *callConfig) status {
+	return l.submitConfig(l.API.ReduceScatterConfig(send, recv, n, t, op, h, s, cfg), "ncclReduceScatterConfig", h, s, cfg,
+		func(c *comm) []cudadrv.Use { return moves(send, recv, n, t, c.ranks, 1) })
+}
+
+func (l *nccl) AlltoAllConfig(send, recv ptr, n uintptr, t dtype, h handle, s stream, cfg *callConfig) status {
+	return l.submitConfig(l.API.AlltoAllConfig(send, recv, n, t, h, s, cfg), "ncclAlltoAllConfig", h, s, cfg,
+		func(c *comm) []cudadrv.Use { return moves(send, recv, n, t, c.ranks, c.ranks) })
+}
+
+func (l *nccl) GatherConfig(send, recv ptr, n uintptr, t dtype, root int32, h handle, s stream, cfg *callConfig) status {
+	return l.submitConfig(l.API.GatherConfig(send, recv, n, t, root, h, s, cfg), "ncclGatherConfig", h, s, cfg,
+		func(c *comm) []cudadrv.Use { return moves(send, recv, n, t, 1, c.ranks*c.only(root)) })
+}
+
+func (l *nccl) ScatterConfig(send, recv ptr, n uintptr, t dtype, root int32, h handle, s stream, cfg *callConfig) status {
+	return l.submitConfig(l.API.ScatterConfig(send, recv, n, t, root, h, s, cfg), "ncclScatterConfig", h, s, cfg,
+		func(c *comm) []cudadrv.Use { return moves(send, recv, n, t, c.ranks*c.only(root), 1) })
+}

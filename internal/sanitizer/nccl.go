@@ -40,6 +40,7 @@ type work struct {
 	stream cudadrv.Stream
 	where  *race.Place
 	uses   []cudadrv.Use
+	event  cudadrv.Event // recorded before the work; 0 is none
 }
 
 // comm returns a communicator, or nil if NCCL does not know its size.
@@ -147,6 +148,11 @@ func (l *nccl) leave() []work {
 
 // submit records a call, at the end of the thread's group if there is one.
 func (l *nccl) submit(r ncclapi.Result, name string, h ncclapi.Comm, s cudadrv.Stream, uses func(c *comm) []cudadrv.Use) ncclapi.Result {
+	return l.submitConfig(r, name, h, s, nil, uses)
+}
+
+// submitConfig is submit for a call with a configuration.
+func (l *nccl) submitConfig(r ncclapi.Result, name string, h ncclapi.Comm, s cudadrv.Stream, cfg *ncclapi.CollConfig, uses func(c *comm) []cudadrv.Use) ncclapi.Result {
 	if r != ncclapi.Success && r != ncclapi.InProgress {
 		return r
 	}
@@ -154,7 +160,10 @@ func (l *nccl) submit(r ncclapi.Result, name string, h ncclapi.Comm, s cudadrv.S
 	if c == nil {
 		return r
 	}
-	w := work{name, c, l.t.contextFor(s), s, race.Here(), uses(c)}
+	w := work{name: name, comm: c, ctx: l.t.contextFor(s), stream: s, where: race.Here(), uses: uses(c)}
+	if cfg != nil && c.ranks > 1 {
+		w.event = cudadrv.Event(cfg.LaunchCompletionEvent)
+	}
 	l.mu.Lock()
 	g := l.groups[syscall.Gettid()]
 	if g != nil {
@@ -181,8 +190,12 @@ func (l *nccl) issue(works []work) {
 				rest = append(rest, w)
 				continue
 			}
-			if q := l.t.queue(w.ctx, w.stream); !slices.Contains(on, q) {
+			q := l.t.queue(w.ctx, w.stream)
+			if !slices.Contains(on, q) {
 				on = append(on, q)
+			}
+			if e := l.t.events[w.event]; e != nil && q.capture == nil {
+				l.t.issue(recordOf(e), q)
 			}
 			n.uses = append(n.uses, w.uses...)
 		}

@@ -104,9 +104,14 @@ func (d driver) recorded(r cudadrv.Result, ctx cudadrv.Context, h cudadrv.Event,
 	case q.capture != nil && flags&cudadrv.EventExternal == 0:
 		e.capture, e.nodes = q.capture, slices.Clone(q.tail)
 	default: // a graph records external events at each launch
-		d.t.issue(&node{name: "cuEventRecord", act: func(on *queue) { e.last, e.recorded, e.capture = on.now, true, nil }}, q)
+		d.t.issue(recordOf(e), q)
 	}
 	return r
+}
+
+// recordOf returns the record of an event.
+func recordOf(e *event) *node {
+	return &node{name: "cuEventRecord", act: func(on *queue) { e.last, e.recorded, e.capture = on.now, true, nil }}
 }
 
 func (d driver) StreamWaitEvent(s cudadrv.Stream, h cudadrv.Event, flags uint32) cudadrv.Result {

@@ -156,7 +156,7 @@ func parallel(jobs []func() error) error {
 func command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(name, args...)
 	cmd.Env = os.Environ()
-	if os.Getenv("CGO_ENABLED") == "" { // with 1, telemetry is tested, too, and the GPU machine needs a compatible C library
+	if os.Getenv("CGO_ENABLED") == "" { // with 1, go-nvml is tested, too, and the GPU machine needs a compatible C library
 		cmd.Env = append(cmd.Env, "CGO_ENABLED=0")
 	}
 	cmd.Stderr = os.Stderr

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Times chorus load beside safetensors in PyTorch, copies from pinned memory, and dd.
+# Times chorus load beside safetensors and torch.load in PyTorch, copies from pinned memory, and dd.
 # Each line is a way, GB/s, and what that is of another one.
 #
 #   load.sh path/to/chorus gpus bytes folder-on-disk
@@ -7,7 +7,8 @@ set -eu
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 chorus=$1 gpus=$2 bytes=$3 disk=$4
 memory=/dev/shm/chorus-load.safetensors file=$disk/chorus-load.safetensors
-trap 'rm -f "$memory" "$file"' EXIT
+pickled=/dev/shm/chorus-load.pt
+trap 'rm -f "$memory" "$file" "$pickled"' EXIT
 python3 "$here/load.py" make "$memory" "$bytes"
 size=$(stat -c %s "$memory")
 rate() { awk -v b="$size" -v s="$1" 'BEGIN { printf "%.2f", b / s / 1e9 }'; }
@@ -21,6 +22,13 @@ torch=$(rate "$(python3 "$here/load.py" file "$memory" 3)")
 one=$(load -g 1 --times 7 "$memory")
 line "tmpfs to one GPU, load_file" "$torch"
 line "tmpfs to one GPU, chorus" "$one" "$(part "$one" "$h2d") of pinned, $(part "$one" "$torch") x load_file"
+python3 "$here/load.py" save "$pickled" "$bytes"
+torch=$(rate "$(python3 "$here/load.py" torch "$pickled" 3)")
+saved=$(load -g 1 --times 7 "$pickled")
+"$chorus" load -q -g 1 --verify "$pickled" >/dev/null
+line "tmpfs to one GPU, torch.load of a torch.save file" "$torch"
+line "tmpfs to one GPU, chorus of a torch.save file" "$saved" "$(part "$saved" "$one") of safetensors, $(part "$saved" "$torch") x torch.load"
+rm -f "$pickled"
 for threads in 4 8 12 16 24; do
 	line "  with $threads threads" "$(load -g 1 --times 5 --threads "$threads" "$memory")"
 done

@@ -163,8 +163,8 @@ func (s *shape) epilogueSupported() bool {
 	if s.a.t == cublasapi.R64F || cublasapi.ComputeType(s.d.compute) == cublasapi.Compute16F {
 		return false
 	}
-	if s.writesAux() && s.masks() && s.float8() {
-		return isHalf(s.o.t)
+	if s.writesAux() && s.float8() {
+		return isHalf(s.o.t) || !s.masks() && s.float8StoresInputOfGELU()
 	}
 	if s.is(cublasltapi.EpilogueGELU, cublasltapi.EpilogueGELUBias) || s.writesAux() {
 		return true
@@ -173,6 +173,14 @@ func (s *shape) epilogueSupported() bool {
 		return isHalf(s.a.t)
 	}
 	return s.readsAux() && !s.float8()
+}
+
+// float8StoresInputOfGELU reports whether a product of 8-bit floats with an output of 8 bits can
+// have the input of GELU as a second output. cuBLASLt 13.1 on an H100 can if the output is e5m2,
+// or if the output and both inputs are e4m3.
+func (s *shape) float8StoresInputOfGELU() bool {
+	e4, e5 := cublasapi.R8FE4M3, cublasapi.R8FE5M2
+	return s.o.t == e5 || s.o.t == e4 && s.a.t == e4 && s.b.t == e4
 }
 
 // auxType returns the type of the auxiliary buffer of GELU.

@@ -168,7 +168,7 @@ func (b *Block) retire(by string) {
 		b.space.clear(b)
 	}
 	b.freeing, b.freedBy = true, by
-	if b.region != nil && b.space == nil {
+	if b.region != nil && b.space == nil && b.dev != nil {
 		b.region.detach(0, uintptr(len(b.data)))
 	}
 	if b.file != nil {
@@ -189,6 +189,13 @@ func Poison(p []byte) {
 	}
 	for n := 2; n < len(p); n *= 2 {
 		copy(p[n:], p[:n])
+	}
+}
+
+// poison poisons page-locked memory. If it is a region, no page of it is touched.
+func (b *Block) poison() {
+	if b.region == nil || b.region.poison() != nil {
+		Poison(b.data)
 	}
 }
 

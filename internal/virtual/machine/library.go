@@ -116,6 +116,23 @@ func (s *Stream) EnqueueAlways(name string, run func(*Op)) {
 	s.push(&Op{Name: name, always: true, run: run})
 }
 
+// Event returns the device and the flags of an event; the device is nil if h is not an event.
+// The machine is locked.
+func (m *Machine) Event(h cudadrv.Event) (*Device, uint32) {
+	if e := m.event(h); e != nil {
+		return e.dev, e.flags
+	}
+	return nil, 0
+}
+
+// Record records an event on the stream, which is not captured. It does nothing if the event
+// was destroyed. The machine is locked.
+func (s *Stream) Record(name string, h cudadrv.Event) {
+	if e := s.dev.m.event(h); e != nil {
+		e.record(name, s)
+	}
+}
+
 // Machine returns the machine of the operation.
 func (o *Op) Machine() *Machine { return o.s.dev.m }
 
@@ -157,6 +174,9 @@ func (b *Block) Room(p cudadrv.DevicePtr) uint64 { return b.size - (uint64(p) - 
 func (b *Block) Covers(p cudadrv.DevicePtr, n uint64) bool {
 	return b.space == nil || b.space.covered(uint64(p)-b.addr, n) == n
 }
+
+// Public reports whether all devices can access the block. The machine is locked.
+func (b *Block) Public() bool { return b.public }
 
 // Freed reports whether a call has freed the block, even if the call is not done. The machine is locked.
 func (b *Block) Freed() bool { return b.freeing }

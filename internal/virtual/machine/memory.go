@@ -136,7 +136,7 @@ func (d driver) MemHostAlloc(bytes uintptr, flags uint32) (unsafe.Pointer, cudad
 	b := newHostBlock(uint64(bytes))
 	p := unsafe.Pointer(unsafe.SliceData(b.data))
 	b.addr = uint64(uintptr(p))
-	Poison(b.data)
+	b.poison()
 	b.clean = nil
 	d.m.pin(b)
 	return p, cudadrv.Success
@@ -178,7 +178,7 @@ func (m *Machine) unpin(name string, p unsafe.Pointer, registered bool) cudadrv.
 	m.checkUnregistered(b)
 	m.pinned = slices.Delete(m.pinned, i, i+1)
 	if !registered {
-		Poison(b.data)
+		b.poison()
 	}
 	b.retire(name)
 	return cudadrv.Success

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"runtime"
+	"sync"
 	"sync/atomic"
 	"unsafe"
 
@@ -67,4 +68,38 @@ func (r *region) attach(f *os.File, at, n uintptr) error {
 // damage the file.
 func (r *region) detach(at, n uintptr) {
 	_, _ = unix.MmapPtr(-1, 0, unsafe.Add(r.base, at), pageCeil(n), readWrite, anonymous|unix.MAP_FIXED)
+}
+
+// poisonBytes is the size of the file that poison maps. A process may have 65,530 mappings.
+const poisonBytes = 4 << 20
+
+var poisonFile = sync.OnceValues(func() (*os.File, error) {
+	fd, err := unix.MemfdCreate("chorus virtual poison", unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("virtual: create a file in memory: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "virtual poison")
+	data := make([]byte, poisonBytes)
+	Poison(data)
+	if _, err := f.WriteAt(data, 0); err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
+})
+
+// poison replaces the whole region by memory with Poison's pattern. The system copies a page of it
+// when that page is first written.
+func (r *region) poison() error {
+	f, err := poisonFile()
+	if err != nil {
+		return err
+	}
+	for at := uintptr(0); at < r.size; at += poisonBytes {
+		n := min(poisonBytes, r.size-at)
+		if _, err := unix.MmapPtr(int(f.Fd()), 0, unsafe.Add(r.base, at), n, readWrite, unix.MAP_PRIVATE|unix.MAP_FIXED); err != nil {
+			return fmt.Errorf("virtual: map %d poisoned bytes: %w", n, err)
+		}
+	}
+	return nil
 }

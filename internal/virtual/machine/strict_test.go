@@ -1,6 +1,7 @@
 package machine
 
 import (
+	"bytes"
 	"runtime"
 	"testing"
 	"time"
@@ -305,5 +306,29 @@ func TestFreeWaitsForDestroyedStreams(t *testing.T) {
 			}
 			require.Empty(t, r.m.Reports())
 		})
+	}
+}
+
+// Page-locked memory has the pattern of Poison before its first write and after its end, whatever
+// other memory was written.
+func TestPinnedMemoryIsPoisoned(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	for _, n := range []uintptr{7, outsideGo - 1, outsideGo, 2*poisonBytes + 4099} {
+		want := make([]byte, n)
+		Poison(want)
+		for range 2 { // the second time after the writes of the first
+			var host unsafe.Pointer
+			r.Do(0, func() (res cudadrv.Result) { host, res = r.Drv.MemHostAlloc(n, 0); return res })
+			data := unsafe.Slice((*byte)(host), n)
+			require.True(t, bytes.Equal(want, data), "%d bytes", n)
+			clear(data)
+			r.m.mu.Lock()
+			b, _ := r.m.Find(cudadrv.DevicePtr(uintptr(host)))
+			kept := b.region // mapped until it is collected
+			r.m.mu.Unlock()
+			r.Do(0, func() cudadrv.Result { return r.Drv.MemFreeHost(host) })
+			require.True(t, bytes.Equal(want, data), "%d bytes, freed", n)
+			runtime.KeepAlive(kept)
+		}
 	}
 }

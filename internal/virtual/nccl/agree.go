@@ -41,13 +41,16 @@ type signature struct {
 	Root  int32 // or peer
 	Kind  kind
 	DType uint8
-	_     [6]byte
+	Event bool // the rank gives an event for the completion of the launch
+	_     byte
+	Call  uint32 // identifies the configuration of the call; 0 is none
 }
 
 // same compares without the index: a rank that issued one more send has another
 // count, but may still agree.
 func (s *signature) same(o *signature) bool {
-	return s.Kind == o.Kind && s.Count == o.Count && s.DType == o.DType && s.Op == o.Op && s.Root == o.Root
+	return s.Kind == o.Kind && s.Count == o.Count && s.DType == o.DType && s.Op == o.Op && s.Root == o.Root &&
+		s.Event == o.Event && s.Call == o.Call
 }
 
 func (s *signature) String() string {
@@ -62,6 +65,12 @@ func (s *signature) String() string {
 	}
 	if s.Kind.rooted() {
 		t += fmt.Sprintf(", root %d", s.Root)
+	}
+	if s.Call != 0 {
+		t += fmt.Sprintf(", configuration %08x", s.Call)
+	}
+	if s.Event {
+		t += ", a launch-completion event"
 	}
 	return fmt.Sprintf("%s) as operation %d", t, s.Seq)
 }

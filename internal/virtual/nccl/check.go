@@ -25,6 +25,7 @@ type issue struct {
 	perRankRecv bool
 	sendAtRoot  bool // the send buffer is used at the root only
 	recvAtRoot  bool
+	cfg         *ncclapi.CollConfig // nil unless f has a configuration
 }
 
 // sinceFloat8 is the first version with 8-bit floats.
@@ -48,12 +49,16 @@ func (i *issue) submit(l *lib) ncclapi.Result {
 
 // check validates a call and makes it the work of a rank.
 func (i *issue) check(l *lib) (*work, ncclapi.Result) {
+	if bad := i.checkConfig(l.cfg.Version); bad != "" {
+		return nil, l.refuse(ncclapi.InvalidArgument, "%s: %s", i.f.Name(), bad)
+	}
 	c, r := l.usable(i.f, i.comm)
 	if r != ncclapi.Success {
 		return nil, r
 	}
 	w := &work{name: i.f.Name(), c: c, send: i.send, recv: i.recv}
 	w.sig = signature{Count: uint64(i.count), Op: int32(i.op), Root: i.root, Kind: i.kind, DType: uint8(i.t)}
+	w.configure(i.cfg)
 	bad := i.checkNumbers(l, c, w)
 	if bad == "" {
 		l.m.Lock()
@@ -61,6 +66,9 @@ func (i *issue) check(l *lib) (*work, ncclapi.Result) {
 		if bad = i.checkStream(l, c, w); bad == "" && w.s.Device().Status() != cudadrv.Success {
 			return nil, l.refuse(ncclapi.UnhandledCUDAError, "%s: %s", i.f.Name(), w.s.Device().Why())
 		}
+	}
+	if bad == "" {
+		bad = w.checkEvent()
 	}
 	if bad == "" {
 		bad = c.checkBuffer("sendbuff", i.send, w.sendBytes, i.t)
@@ -161,59 +169,4 @@ func (c *comm) checkBuffer(name string, p cudadrv.DevicePtr, n uint64, t ncclapi
 		return fmt.Sprintf("%s %#x, %d bytes, %s", name, uint64(p), n, why)
 	}
 	return ""
-}
-
-func (l *lib) AllReduce(send, recv cudadrv.DevicePtr, count uintptr, t ncclapi.DType, op ncclapi.RedOp, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncAllReduce, kind: kindAllReduce, send: send, recv: recv, count: count, t: t, op: op, comm: c, stream: s, sends: 1, recvs: 1}
-	return i.submit(l)
-}
-
-func (l *lib) Broadcast(send, recv cudadrv.DevicePtr, count uintptr, t ncclapi.DType, root int32, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncBroadcast, kind: kindBroadcast, send: send, recv: recv, count: count, t: t, root: root, comm: c, stream: s, sends: 1, recvs: 1, sendAtRoot: true}
-	return i.submit(l)
-}
-
-func (l *lib) Bcast(buf cudadrv.DevicePtr, count uintptr, t ncclapi.DType, root int32, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncBcast, kind: kindBroadcast, send: buf, recv: buf, count: count, t: t, root: root, comm: c, stream: s, sends: 1, recvs: 1, sendAtRoot: true}
-	return i.submit(l)
-}
-
-func (l *lib) Reduce(send, recv cudadrv.DevicePtr, count uintptr, t ncclapi.DType, op ncclapi.RedOp, root int32, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncReduce, kind: kindReduce, send: send, recv: recv, count: count, t: t, op: op, root: root, comm: c, stream: s, sends: 1, recvs: 1, recvAtRoot: true}
-	return i.submit(l)
-}
-
-func (l *lib) AllGather(send, recv cudadrv.DevicePtr, sendCount uintptr, t ncclapi.DType, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncAllGather, kind: kindAllGather, send: send, recv: recv, count: sendCount, t: t, comm: c, stream: s, sends: 1, recvs: 1, perRankRecv: true}
-	return i.submit(l)
-}
-
-func (l *lib) ReduceScatter(send, recv cudadrv.DevicePtr, recvCount uintptr, t ncclapi.DType, op ncclapi.RedOp, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncReduceScatter, kind: kindReduceScatter, send: send, recv: recv, count: recvCount, t: t, op: op, comm: c, stream: s, sends: 1, recvs: 1, perRankSend: true}
-	return i.submit(l)
-}
-
-func (l *lib) AlltoAll(send, recv cudadrv.DevicePtr, count uintptr, t ncclapi.DType, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncAlltoAll, kind: kindAlltoAll, send: send, recv: recv, count: count, t: t, comm: c, stream: s, sends: 1, recvs: 1, perRankSend: true, perRankRecv: true}
-	return i.submit(l)
-}
-
-func (l *lib) Gather(send, recv cudadrv.DevicePtr, count uintptr, t ncclapi.DType, root int32, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncGather, kind: kindGather, send: send, recv: recv, count: count, t: t, root: root, comm: c, stream: s, sends: 1, recvs: 1, perRankRecv: true, recvAtRoot: true}
-	return i.submit(l)
-}
-
-func (l *lib) Scatter(send, recv cudadrv.DevicePtr, count uintptr, t ncclapi.DType, root int32, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncScatter, kind: kindScatter, send: send, recv: recv, count: count, t: t, root: root, comm: c, stream: s, sends: 1, recvs: 1, perRankSend: true, sendAtRoot: true}
-	return i.submit(l)
-}
-
-func (l *lib) Send(buf cudadrv.DevicePtr, count uintptr, t ncclapi.DType, peer int32, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncSend, kind: kindSend, send: buf, count: count, t: t, root: peer, comm: c, stream: s, sends: 1}
-	return i.submit(l)
-}
-
-func (l *lib) Recv(buf cudadrv.DevicePtr, count uintptr, t ncclapi.DType, peer int32, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncRecv, kind: kindRecv, recv: buf, count: count, t: t, root: peer, comm: c, stream: s, recvs: 1}
-	return i.submit(l)
 }

@@ -54,7 +54,7 @@ func TestRegistrations(t *testing.T) {
 		"needs 65 bytes and has 64":     func() ncclapi.Result { _, r := c.api.CommRegister(h, p, 65); return r },
 		"the buffer is empty":           func() ncclapi.Result { _, r := c.api.CommRegister(h, p, 0); return r },
 		"the communicator is on device": func() ncclapi.Result { _, r := c.api.CommRegister(h, foreign, 8); return r },
-		"flags 2":                       func() ncclapi.Result { return c.api.CommWindowRegister(h, p, 64, &w, 2) },
+		"flags 4":                       func() ncclapi.Result { return c.api.CommWindowRegister(h, p, 64, &w, 4) },
 		"result at":                     func() ncclapi.Result { return c.api.CommWindowRegister(h, p, 64, nil, ncclapi.WindowDefault) },
 		"does not belong":               func() ncclapi.Result { return c.api.CommDeregister(c.comms[1], a) },
 		"not a communicator":            func() ncclapi.Result { return c.api.CommWindowDeregister(4711, w) },

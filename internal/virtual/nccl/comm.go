@@ -6,7 +6,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/virtual/machine"
@@ -70,9 +69,12 @@ type comm struct {
 	graphs int             // number of uses by live graphs; guarded by the lock of the machine
 	linked [2]bool         // whether a collective, a transfer was launched before; guarded by the lock of the machine
 
+	signals   map[signalKey]*signals // guarded by the lock of the machine
+	signalled chan struct{}          // closed at the next signal; guarded by the lock of the machine
+
 	redops  map[ncclapi.RedOp]scaledSum
 	regs    map[ncclapi.RegID]bool
-	windows map[ncclapi.Window]cudadrv.DevicePtr
+	windows map[ncclapi.Window]window
 	opened  uint64 // number of windows
 }
 
@@ -101,11 +103,12 @@ func (l *lib) newComm(dev *machine.Device, t token) (*comm, member, error) {
 		counted: make(chan struct{}), joined: make(chan struct{}),
 		control: map[int][]*controlConn{}, out: map[int]*link{}, in: map[int]*link{},
 		arrivals: map[int]chan struct{}{}, meetings: map[string]*meeting{}, departed: map[int]chan struct{}{},
-		redops: map[ncclapi.RedOp]scaledSum{}, regs: map[ncclapi.RegID]bool{}, windows: map[ncclapi.Window]cudadrv.DevicePtr{},
+		signals: map[signalKey]*signals{}, signalled: make(chan struct{}),
+		redops: map[ncclapi.RedOp]scaledSum{}, regs: map[ncclapi.RegID]bool{}, windows: map[ncclapi.Window]window{},
 	}
 	c.idle = sync.NewCond(&c.mu)
 	c.door = newAcceptor(ln, t, c.welcome)
-	return c, member{Address: address, UUID: fmt.Sprintf("%x", dev.UUID()), BusID: dev.BusID(), Host: ncclapi.HostID()}, nil
+	return c, member{Address: address, UUID: fmt.Sprintf("%x", dev.UUID()), BusID: dev.BusID(), Host: ncclapi.HostID(), Process: l.process}, nil
 }
 
 // welcome accepts a connection from another rank.

@@ -179,6 +179,9 @@ func (l *lib) issue(works []*work) ncclapi.Result {
 	if f := selfPaired(works); f != nil {
 		return l.refuse(f.Result, "%s", f.Text)
 	}
+	if c := severalEvents(works); c != nil {
+		return l.refuse(ncclapi.InvalidUsage, "a group has several launch-completion events for rank %d: want at most one for each communicator", c.rank)
+	}
 	l.m.Lock()
 	defer l.m.Unlock()
 	for _, w := range works {

@@ -19,6 +19,7 @@ type work struct {
 	sendBytes  uint64
 	recvBytes  uint64
 	scaled     *scaledSum     // of RedOpCreatePreMulSum
+	event      cudadrv.Event  // to record when the launch begins; 0 is none
 	hang       bool           // injected by the fault plan
 	late       ncclapi.Result // injected asynchronous error of the communicator
 	dst        []byte         // set when it runs
@@ -96,6 +97,7 @@ func (l *launch) enqueue() {
 	l.c.mu.Lock()
 	l.c.running++
 	l.c.mu.Unlock()
+	l.recordEvents(s)
 	s.EnqueueAlways(works[0].name, l.run)
 	for other := range others {
 		other.Wait(works[0].name, s.Mark())

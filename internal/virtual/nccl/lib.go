@@ -25,6 +25,7 @@ type lib struct {
 	cfg     Config
 	cliques map[token]*clique // guarded by the lock of the machine
 	groups  groups
+	process string // see member
 
 	mu        sync.Mutex
 	comms     map[ncclapi.Comm]*comm
@@ -41,7 +42,7 @@ func New(m *machine.Machine, cfg Config) ncclapi.API {
 	l := &lib{
 		m: m, cfg: cfg, cliques: map[token]*clique{}, comms: map[ncclapi.Comm]*comm{},
 		groups:  groups{threads: map[int]*group{}},
-		lastSum: ncclapi.Avg,
+		lastSum: ncclapi.Avg, process: randomToken().String(),
 	}
 	m.AddReports(l.openGroups)
 	return l

@@ -26,7 +26,13 @@ type clan struct {
 
 func newClan(t *testing.T, cfg machine.Config) *clan {
 	t.Helper()
-	c := &clan{rig: newRig(t, cfg), comms: make([]ncclapi.Comm, cfg.Devices)}
+	return newClanOf(t, cfg, 0)
+}
+
+// newClanOf is newClan with a version of NCCL.
+func newClanOf(t *testing.T, cfg machine.Config, version int32) *clan {
+	t.Helper()
+	c := &clan{rig: newRigWith(t, cfg, Config{Version: version}), comms: make([]ncclapi.Comm, cfg.Devices)}
 	c.api = c.lib
 	c.good(c.api.CommInitAll(c.comms, nil))
 	for d := range cfg.Devices {

@@ -6,7 +6,6 @@ import (
 	"os"
 	"slices"
 
-	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
@@ -163,7 +162,7 @@ func (l *lib) CommMemStats(h ncclapi.Comm, stat int32) (uint64, ncclapi.Result) 
 	return 0, l.refuse(ncclapi.InvalidArgument, "%s: statistic %d does not exist", f.Name(), stat)
 }
 
-// CommQueryProperties reports, among others, that virtual devices do not support
+// CommQueryProperties reports, among others, that ranks of several processes do not support
 // one-sided operations.
 func (l *lib) CommQueryProperties(h ncclapi.Comm, p *ncclapi.Properties) ncclapi.Result {
 	const f = ncclapi.FuncCommQueryProperties
@@ -174,46 +173,11 @@ func (l *lib) CommQueryProperties(h ncclapi.Comm, p *ncclapi.Properties) ncclapi
 	if p == nil || p.Magic != ncclapi.ConfigMagic || p.Size != ncclapi.NewProperties(l.cfg.Version).Size {
 		return l.refuse(ncclapi.InvalidArgument, "%s: the properties are not initialised", f.Name())
 	}
-	p.Rank, p.NRanks, p.CUDADev, p.NVMLDev, p.NLSATeams = int32(c.rank), int32(c.n), c.dev.Ordinal(), c.dev.Ordinal(), 1
+	p.Rank, p.NRanks, p.CUDADev, p.NVMLDev, p.NLSATeams = int32(c.rank), int32(c.n), c.dev.Ordinal(), c.dev.Ordinal(), int32(c.n/c.lsaSize())
+	if c.lsaSize() == c.n {
+		p.HostRMASupport = 1
+	}
 	return ncclapi.Success
-}
-
-func (l *lib) WinGetUserPtr(h ncclapi.Comm, w ncclapi.Window) (cudadrv.DevicePtr, ncclapi.Result) {
-	const f = ncclapi.FuncWinGetUserPtr
-	c, r := l.begin(f, h)
-	if r != ncclapi.Success {
-		return 0, r
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	p, ok := c.windows[w]
-	if !ok {
-		return 0, l.refuse(ncclapi.InvalidArgument, "%s: %#x is not a window of the communicator", f.Name(), uintptr(w))
-	}
-	return p, ncclapi.Success
-}
-
-// oneSided fails like NCCL without host RMA.
-func (l *lib) oneSided(f ncclapi.Func, h ncclapi.Comm) ncclapi.Result {
-	if r := l.enter(f); r != ncclapi.Success {
-		return r
-	}
-	if _, r := l.usable(f, h); r != ncclapi.Success {
-		return r
-	}
-	return l.refuse(ncclapi.InvalidArgument, "%s: virtual devices do not support one-sided operations", f.Name())
-}
-
-func (l *lib) PutSignal(_ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ int32, _ ncclapi.Window, _ uintptr, _, _ int32, _ uint32, c ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
-	return l.oneSided(ncclapi.FuncPutSignal, c)
-}
-
-func (l *lib) Signal(_, _, _ int32, _ uint32, c ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
-	return l.oneSided(ncclapi.FuncSignal, c)
-}
-
-func (l *lib) WaitSignal(_ []ncclapi.SignalDesc, c ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
-	return l.oneSided(ncclapi.FuncWaitSignal, c)
 }
 
 // paramKeys lists the known parameters. They have no effect.

@@ -144,7 +144,7 @@ func (l *lib) CommWindowRegister(h ncclapi.Comm, p cudadrv.DevicePtr, bytes uint
 	if !l.Has(f) {
 		return ncclapi.MissingSymbol
 	}
-	if out == nil || flags != ncclapi.WindowDefault && flags != ncclapi.WindowCollSymmetric {
+	if out == nil || flags&^l.windowFlags() != 0 {
 		return l.refuse(ncclapi.InvalidArgument, "%s: flags %d, result at %p", f.Name(), flags, out)
 	}
 	c, id, r := l.registrable(f, h, p, bytes)
@@ -153,10 +153,11 @@ func (l *lib) CommWindowRegister(h ncclapi.Comm, p cudadrv.DevicePtr, bytes uint
 	}
 	c.mu.Lock()
 	c.opened++
+	win := window{number: c.opened, p: p, bytes: bytes}
 	meeting := fmt.Sprintf("window %d", c.opened)
 	c.mu.Unlock()
 	note := "a window"
-	if flags == ncclapi.WindowCollSymmetric {
+	if flags&ncclapi.WindowCollSymmetric != 0 {
 		note = fmt.Sprintf("a symmetric window of %d bytes", bytes)
 	}
 	return l.later(func() ncclapi.Result {
@@ -166,13 +167,13 @@ func (l *lib) CommWindowRegister(h ncclapi.Comm, p cudadrv.DevicePtr, bytes uint
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		*out = ncclapi.Window(id)
-		c.windows[*out] = p
+		c.windows[*out] = win
 		return ncclapi.Success
 	})
 }
 
 func (l *lib) CommWindowDeregister(h ncclapi.Comm, w ncclapi.Window) ncclapi.Result {
-	return forget(l, ncclapi.FuncCommWindowDeregister, h, w, func(c *comm) map[ncclapi.Window]cudadrv.DevicePtr { return c.windows })
+	return forget(l, ncclapi.FuncCommWindowDeregister, h, w, func(c *comm) map[ncclapi.Window]window { return c.windows })
 }
 
 // MemAlloc allocates memory that is accessible from all devices.

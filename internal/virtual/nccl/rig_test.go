@@ -17,14 +17,19 @@ type rig struct {
 
 func newRig(t *testing.T, cfg machine.Config) *rig {
 	t.Helper()
-	return newNetworkRig(t, cfg, "")
+	return newRigWith(t, cfg, Config{})
 }
 
 // newNetworkRig creates a rig whose ranks listen on an IP address.
 func newNetworkRig(t *testing.T, cfg machine.Config, ip string) *rig {
 	t.Helper()
+	return newRigWith(t, cfg, Config{Network: ip})
+}
+
+func newRigWith(t *testing.T, cfg machine.Config, of Config) *rig {
+	t.Helper()
 	m, err := machine.New(&cfg)
 	require.NoError(t, err)
 	t.Logf("seed %#x", m.Seed())
-	return &rig{virtualtest.New(t, m.Driver(), cfg.Devices), m, New(m, Config{Network: ip}).(*lib)}
+	return &rig{virtualtest.New(t, m.Driver(), cfg.Devices), m, New(m, of).(*lib)}
 }

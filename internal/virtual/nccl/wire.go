@@ -55,6 +55,7 @@ type member struct {
 	UUID    string
 	BusID   string
 	Host    string // NCCL_HOSTID
+	Process string // identifies the machine: ranks of one machine access each other's memory
 }
 
 // A verdict is the result of a meeting: the members of the joiner's communicator

@@ -66,7 +66,7 @@ func TestManySmallBlocks(t *testing.T) {
 		d := m.device(conf)
 		s, other := m.stream(), m.stream()
 		a := must(d.Default().Arena(s))
-		live := make([]uint64, 100_000/stride)
+		live := make([]uint64, tsan.Rounds(10_000, 100_000))
 		for i := range live {
 			live[i] = must(a.Alloc(512 + uint64(i%7)*512))
 		}

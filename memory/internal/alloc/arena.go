@@ -42,12 +42,12 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 	if p := a.pocket; p.s != nil {
 		if a.fromPocket(size) {
 			addr = a.handPocket(p, size, n, stack)
-			d.leave(a.domain)
+			d.unlockDomain(a.domain)
 			return addr, nil
 		}
 		a.emptyPocket()
 	}
-	b := a.find(s, k, size)
+	b := a.bestFree(s, k, size)
 	if b.nothing() {
 		a.domain.mu.Unlock()
 		if b, err = a.grow(s, k, size); err != nil {
@@ -58,12 +58,12 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 		}
 	}
 	addr = a.hand(s, b, size, n, stack)
-	d.leave(a.domain)
+	d.unlockDomain(a.domain)
 	return addr, nil
 }
 
-// find returns the best free block and leaves it on its shelf, or nothing.
-func (a *Arena) find(s *Settings, k kind, size uint64) block {
+// bestFree returns the best free block and leaves it on its shelf, or nothing.
+func (a *Arena) bestFree(s *Settings, k kind, size uint64) block {
 	if a.pool.closed.Load() || a.stream == nil {
 		return block{} // grow returns the error
 	}
@@ -176,7 +176,7 @@ func (a *Arena) give(b block, x *slot) *batch {
 	d.note(ActionFreeRequested, b.addr(), x.requested(), a, d.stackOf())
 	x.place &^= isUsed
 	if x.has(isRecorded) {
-		if users, captured := b.leave(); len(users)+len(captured) > 0 {
+		if users, captured := b.dropUsers(); len(users)+len(captured) > 0 {
 			a.domain.meter.giveBack(k, int64(size))
 			x.place |= isPending
 			t := newBatch(b, users, captured)
@@ -199,7 +199,7 @@ func (a *Arena) put(b block, x *slot, s *Settings) {
 		b.setArena(a)
 	}
 	if x.has(isRecorded) {
-		b.take()
+		b.dropRecord()
 	}
 	size, requested := uint64(x.size)*unit, x.requested()
 	a.domain.meter.retire(b.s.kind, int64(size), int64(requested))

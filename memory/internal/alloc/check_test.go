@@ -61,7 +61,7 @@ func (c *checker) shelves(a *Arena) {
 		for _, e := range a.shelves[k].from(unit) {
 			b := a.domain.block(k, e.key)
 			c.must(last.before(&e), "a shelf is in order")
-			c.must(b.slot().free() && !b.slot().has(isHole) && b.arena() == a && b.size() == e.size, "what is on a shelf is free")
+			c.must(b.slot().isFree() && !b.slot().has(isHole) && b.arena() == a && b.size() == e.size, "what is on a shelf is free")
 			c.shelved[b] = true
 			last = e
 		}

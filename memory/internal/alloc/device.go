@@ -165,7 +165,7 @@ func (d *Device) lockAll() []*domain {
 	d.all.Unlock()
 	for _, dom := range d.domains {
 		if dom.meter.high {
-			d.settle(d.domains)
+			d.adjustCaps(d.domains)
 			break
 		}
 	}
@@ -178,16 +178,16 @@ func unlock(domains []*domain) {
 	}
 }
 
-// leave ends an operation on a domain and unlocks it.
-func (d *Device) leave(dom *domain) {
+// unlockDomain ends an operation on a domain and unlocks it.
+func (d *Device) unlockDomain(dom *domain) {
 	if dom.meter.high {
-		d.leaveHigh(dom)
+		d.unlockHigh(dom)
 		return
 	}
 	dom.mu.Unlock()
 }
 
-func (d *Device) leaveHigh(dom *domain) {
+func (d *Device) unlockHigh(dom *domain) {
 	alone := d.alone.Load()
 	if alone {
 		d.settleAlone(&dom.meter)
@@ -218,7 +218,7 @@ func (d *Device) Free(addr uint64) error {
 	}
 	pending := a.give(b, x)
 	gone := a.pool.closed.Load() && (s.span != nil || s.idle())
-	d.leave(dom)
+	d.unlockDomain(dom)
 	if pending != nil {
 		a.postpone(pending)
 	}
@@ -230,16 +230,16 @@ func (d *Device) Free(addr uint64) error {
 
 // RecordStream records that operations on s use the block that contains addr.
 func (d *Device) RecordStream(addr uint64, s Stream) error {
-	b, unlock := d.find(addr)
+	b, unlock := d.usedAt(addr)
 	if b.nothing() {
 		return d.foreign(addr)
 	}
 	defer unlock()
-	return b.use(s)
+	return b.addUser(s)
 }
 
-// find returns the used block that contains addr, and locks its domain.
-func (d *Device) find(addr uint64) (b block, unlock func()) {
+// usedAt returns the used block that contains addr, and locks its domain.
+func (d *Device) usedAt(addr uint64) (b block, unlock func()) {
 	s := d.table.segment(addr)
 	if s == nil {
 		return block{}, nil

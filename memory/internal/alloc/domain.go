@@ -63,8 +63,8 @@ func (b block) keep() *record {
 	return r
 }
 
-// take removes the block's record and returns it; it may be nil.
-func (b block) take() *record {
+// dropRecord removes the block's record and returns it; it may be nil.
+func (b block) dropRecord() *record {
 	r := b.record()
 	if r != nil {
 		delete(b.s.domain.records, b)
@@ -73,20 +73,20 @@ func (b block) take() *record {
 	return r
 }
 
-// leave removes and returns the users of a freed block. Its stack stays until the block
+// dropUsers removes and returns the users of a freed block. Its stack stays until the block
 // is free.
-func (b block) leave() (users, captured []Stream) {
+func (b block) dropUsers() (users, captured []Stream) {
 	r := b.record()
 	users, captured = r.users, r.captured
 	r.users, r.captured = nil, nil
 	if len(users)+len(captured) == 0 || r.stack == nil {
-		b.take()
+		b.dropRecord()
 	}
 	return users, captured
 }
 
-// use adds a stream to the users of the block.
-func (b block) use(s Stream) error {
+// addUser adds a stream to the users of the block.
+func (b block) addUser(s Stream) error {
 	a := b.arena()
 	if s == a.stream {
 		return nil

@@ -4,6 +4,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 )
 
 func TestWrongAddresses(t *testing.T) {
@@ -55,6 +57,7 @@ func TestWrongAddresses(t *testing.T) {
 }
 
 func TestAbsurdSizes(t *testing.T) {
+	tsan.Serial(t)
 	m := newMachine(t, 1<<62)
 	d := m.device("")
 	a := must(d.Default().Arena(m.stream()))

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"math/rand/v2"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -56,20 +55,16 @@ func scenario(m *machine, d *Device) (errs []error) {
 	return errs
 }
 
-// stride is how many calls apart those are that fail, and a part of how many
-// programs are played: with the race detector, which slows these tests by ten and
-// finds nothing in one goroutine, not all.
-var stride = map[bool]int{false: 1, true: 11}[tsan.On]
-
 // Whichever call of the driver fails, the books stay right, and the allocator works
 // when the driver does.
 func TestEveryCallFails(t *testing.T) {
+	tsan.Serial(t)
 	for _, conf := range []string{"", "expandable_segments:True", "max_split_size_mb:25", "expandable_segments:True,per_process_memory_fraction:0.9,garbage_collection_threshold:0.2"} {
 		counting := newMachine(t, 140<<20)
 		scenario(counting, counting.device(conf))
 		require.Greater(t, counting.calls, 50)
 		for _, broken := range []error{ErrNoMemory, errBroken} {
-			for k := 1 + rand.IntN(stride); k <= counting.calls; k += stride {
+			for k := 1; k <= counting.calls; k++ {
 				failCall(t, conf, k, broken)
 			}
 		}

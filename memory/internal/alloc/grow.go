@@ -59,9 +59,9 @@ func init() {
 
 // lookAgain searches with the domain locked. If it finds nothing it unlocks the domain.
 func (a *Arena) lookAgain(s *Settings, k kind, size uint64) block {
-	b := a.find(s, k, size)
+	b := a.bestFree(s, k, size)
 	if b.nothing() {
-		a.device.leave(a.domain)
+		a.device.unlockDomain(a.domain)
 	}
 	return b
 }

@@ -27,6 +27,7 @@ type SegmentInfo struct {
 	Size       uint64
 	Small      bool
 	Expandable bool
+	Graphs     bool // of a pool for captures
 	Stream     uint64
 	Pool       PoolID
 	Stack      *Stack
@@ -89,7 +90,7 @@ func (s *segment) info() (list []SegmentInfo) {
 			return
 		}
 		if hole {
-			i := SegmentInfo{Addr: b.addr(), Small: s.kind == small, Expandable: s.span != nil, Pool: s.home.pool.id, Stack: s.stack}
+			i := SegmentInfo{Addr: b.addr(), Small: s.kind == small, Expandable: s.span != nil, Graphs: s.home.pool.base != nil, Pool: s.home.pool.id, Stack: s.stack}
 			if s.home.stream != nil {
 				i.Stream = s.home.stream.Number()
 			}
@@ -99,7 +100,7 @@ func (s *segment) info() (list []SegmentInfo) {
 		part := &list[len(list)-1]
 		part.Size += b.size()
 		i := BlockInfo{Addr: b.addr(), Size: b.size(), Used: x.has(isUsed), Pending: x.has(isPending), Stack: b.stack()}
-		if !x.free() {
+		if !x.isFree() {
 			i.Requested = x.requested()
 		}
 		part.Blocks = append(part.Blocks, i)

@@ -87,9 +87,9 @@ func (m *meter) change(k kind, g Gauge, n int64) {
 	}
 }
 
-// settle updates the peaks and assigns new caps, after a meter exceeded a cap. All
+// adjustCaps updates the peaks and assigns new caps, after a meter exceeded a cap. All
 // domains are locked.
-func (d *Device) settle(domains []*domain) {
+func (d *Device) adjustCaps(domains []*domain) {
 	for g := range gauges {
 		for s := range scopes {
 			d.grant(domains, g, s)

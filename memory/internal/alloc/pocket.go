@@ -86,7 +86,7 @@ func shelved(b block) bool {
 		return false
 	}
 	x := b.slot()
-	return x.free() && !x.has(isHole)
+	return x.isFree() && !x.has(isHole)
 }
 
 // emptyPocket moves the block in the pocket to its shelf.

@@ -142,20 +142,20 @@ func (d *Device) End(s Stream) {
 	for _, p := range d.pools {
 		for _, a := range p.arenas {
 			if a.stream == s {
-				a.end()
+				a.endStream()
 			}
 		}
 	}
 }
 
-func (a *Arena) end() {
+func (a *Arena) endStream() {
 	s := a.stream
 	a.domain.lock()
 	if a.pool.base == nil { // a later free comes before the event or has no stream
 		a.ended, a.lost = s.Record()
 	}
 	a.stream = nil
-	a.device.leave(a.domain)
+	a.device.unlockDomain(a.domain)
 	if a.pool.base != nil {
 		return
 	}
@@ -226,7 +226,7 @@ func (p *Pool) Rejoin() {
 			p.orphans = append(p.orphans, a)
 		}
 	}
-	d.leave(p.domain)
+	d.unlockDomain(p.domain)
 }
 
 // adoptBlock moves a free block from the shelf of its arena to the shelf of a.

@@ -5,6 +5,8 @@ import (
 	"math/rand/v2"
 	"testing"
 	"time"
+
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 )
 
 var soak = flag.Int("soak", 100_000, "how many operations TestSoak does")
@@ -13,7 +15,8 @@ var soak = flag.Int("soak", 100_000, "how many operations TestSoak does")
 // themselves, no two blocks overlap, memory changes streams in order, and all comes
 // back at the end.
 func TestRandomPrograms(t *testing.T) {
-	for i := range max(40/stride, 4) {
+	tsan.Serial(t)
+	for i := range 40 {
 		between := 1 + i%2*6 // a look empties the pockets
 		play(t, rand.Uint64(), 1500, between)
 	}
@@ -21,9 +24,10 @@ func TestRandomPrograms(t *testing.T) {
 
 // Long programs, looked at now and then. -soak=10000000 takes some minutes.
 func TestSoak(t *testing.T) {
+	tsan.Serial(t)
 	const program = 20_000
 	start := time.Now()
-	for range max(*soak/program/stride, 1) {
+	for range max(*soak/program, 1) {
 		play(t, rand.Uint64(), program, 500)
 	}
 	t.Logf("%d operations in %v", *soak, time.Since(start))

@@ -95,8 +95,8 @@ func (p *Pool) release() error {
 	for _, a := range p.arenas {
 		a.domain.lock()
 		gone := a.withdraw(func(s *segment) bool { return true })
-		a.device.leave(a.domain)
-		errs = append(errs, a.free(gone))
+		a.device.unlockDomain(a.domain)
+		errs = append(errs, a.freeSegments(gone))
 		errs = append(errs, a.shrink())
 	}
 	return errors.Join(errs...)
@@ -127,9 +127,9 @@ func (a *Arena) withdraw(goes func(*segment) bool) (gone []*segment) {
 	return gone
 }
 
-// free returns withdrawn segments to the source. If the source returns an error for a
+// freeSegments returns withdrawn segments to the source. If the source returns an error for a
 // segment, that segment is restored.
-func (a *Arena) free(gone []*segment) error {
+func (a *Arena) freeSegments(gone []*segment) error {
 	if len(gone) == 0 {
 		return nil
 	}
@@ -167,7 +167,7 @@ func (a *Arena) restore(gone []*segment) {
 		b := block{s, 0}
 		b.arena().shelves[s.kind].add(b)
 	}
-	a.device.leave(a.domain)
+	a.device.unlockDomain(a.domain)
 }
 
 // unlink removes a segment that was returned to the source.
@@ -175,14 +175,14 @@ func (a *Arena) unlink(s *segment) {
 	d, n := a.device, s.size()
 	a.domain.lock()
 	block{s, 0}.setArena(s.home)
-	a.domain.leave(s)
+	a.domain.removeSegment(s)
 	d.table.remove(s, s.addr, n)
 	a.gave(s.kind, n, 1)
 	if s.oversize {
 		d.oversize.down(&d.oversize.segments)
 	}
 	d.note(ActionSegmentFree, s.addr, n, a, nil)
-	d.leave(a.domain)
+	d.unlockDomain(a.domain)
 }
 
 // releaseLarger frees the smallest unused segment of at least least bytes. If there is
@@ -205,8 +205,8 @@ func (a *Arena) releaseLarger(least uint64) error {
 		idle = idle[:n]
 	}
 	gone := a.withdraw(func(s *segment) bool { return slices.Contains(idle, s) })
-	a.device.leave(a.domain)
-	return a.free(gone)
+	a.device.unlockDomain(a.domain)
+	return a.freeSegments(gone)
 }
 
 // collectGarbage frees large segments of the default pool that have not been used for
@@ -243,8 +243,8 @@ func (d *Device) collectOld(n uint64) (freed uint64, err error) {
 			freed += s.size()
 			return true
 		})
-		d.leave(a.domain)
-		errs = append(errs, a.free(gone))
+		d.unlockDomain(a.domain)
+		errs = append(errs, a.freeSegments(gone))
 	}
 	return freed, errors.Join(errs...)
 }

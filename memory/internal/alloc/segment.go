@@ -43,7 +43,7 @@ func newSegment(a *Arena, k kind, addr, size uint64, expandable bool) *segment {
 	default:
 		s.slots = make([]slot, n)
 	}
-	a.domain.enter(s)
+	a.domain.addSegment(s)
 	s.make(0).size = s.units
 	return s
 }
@@ -114,7 +114,7 @@ func (s *segment) each(fn func(block)) {
 // source.
 func (s *segment) idle() bool {
 	x := s.slot(0)
-	return x.size == s.units && x.free()
+	return x.size == s.units && x.isFree()
 }
 
 // key orders the blocks of one size: first by segment, then by address. Small segments
@@ -138,8 +138,8 @@ func (d *domain) block(k kind, key uint64) block {
 	return block{d.segments[n], uint32(key)}
 }
 
-// enter assigns a segment the lowest free number.
-func (d *domain) enter(s *segment) {
+// addSegment assigns a segment the lowest free number.
+func (d *domain) addSegment(s *segment) {
 	n := d.lowest
 	for int(n) < len(d.segments) && d.segments[n] != nil {
 		n++
@@ -151,8 +151,8 @@ func (d *domain) enter(s *segment) {
 	d.lowest = n + 1
 }
 
-// leave makes a segment's number available again.
-func (d *domain) leave(s *segment) {
+// removeSegment makes a segment's number available again.
+func (d *domain) removeSegment(s *segment) {
 	d.segments[s.number] = nil
 	d.lowest = min(d.lowest, s.number)
 }

@@ -77,7 +77,7 @@ func (a *Arena) expand(s *Settings, k kind, size uint64) (block, error) {
 		err = a.fill(seg, p, aside)
 	}
 	if err != nil {
-		a.device.leave(a.domain)
+		a.device.unlockDomain(a.domain)
 		return block{}, err
 	}
 	return seg.holding(p.lo), nil
@@ -93,10 +93,10 @@ type place struct {
 func (s *segment) place(size, page uint64) (best *place) {
 	for _, h := range s.span.holes {
 		lo, hi := h.addr(), h.end()
-		for b := h.prev(); !b.nothing() && b.slot().free(); b = b.prev() {
+		for b := h.prev(); !b.nothing() && b.slot().isFree(); b = b.prev() {
 			lo = b.addr()
 		}
-		for b := h.next(); !b.nothing() && b.slot().free(); b = b.next() {
+		for b := h.next(); !b.nothing() && b.slot().isFree(); b = b.next() {
 			hi = b.end()
 		}
 		if hi-lo < size {
@@ -138,7 +138,7 @@ func (a *Arena) fill(seg *segment, p *place, aside []vacancy) error {
 			return errors.Join(err, a.rollBack(seg, p.missing[:i], pages))
 		}
 	}
-	if err := a.open(p.missing); err != nil {
+	if err := a.setAccess(p.missing); err != nil {
 		return errors.Join(err, a.rollBack(seg, p.missing, pages))
 	}
 	for i, at := range p.missing {
@@ -177,8 +177,8 @@ func (a *Arena) unstick(seg *segment) error {
 	return nil
 }
 
-// open makes newly mapped pages accessible, with one call per contiguous range.
-func (a *Arena) open(at []uint64) error {
+// setAccess makes newly mapped pages accessible, with one call per contiguous range.
+func (a *Arena) setAccess(at []uint64) error {
 	size := a.device.cfg.Pages.PageSize()
 	for i := 0; i < len(at); {
 		j := i + 1
@@ -292,7 +292,7 @@ func (b block) carve(at, n uint64) (before, middle, behind block) {
 // shrink releases the pages in free blocks. growth is held.
 func (a *Arena) shrink() error {
 	a.domain.lock()
-	defer a.device.leave(a.domain)
+	defer a.device.unlockDomain(a.domain)
 	if a.spans == [kinds]*segment{} {
 		return nil
 	}
@@ -320,7 +320,7 @@ func (a *Arena) unreserve() {
 	for k, s := range a.spans {
 		if s != nil {
 			_ = a.device.cfg.Pages.Unreserve(s.addr, s.size()) // a failure would lose only addresses
-			a.domain.leave(s)
+			a.domain.removeSegment(s)
 			a.spans[k] = nil
 		}
 	}

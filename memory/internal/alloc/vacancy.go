@@ -60,7 +60,7 @@ func (a *Arena) setAside(list []vacancy) ([]vacancy, error) {
 		b.slot().place |= isPending
 		list[i].block = b
 	}
-	a.device.leave(a.domain)
+	a.device.unlockDomain(a.domain)
 	err := a.sync()
 	a.domain.lock()
 	if err != nil {

@@ -82,9 +82,9 @@ func release(streams []Stream) {
 	}
 }
 
-// record records the events of a batch. If a stream cannot record now, the batch stays
+// recordEvents records the events of a batch. If a stream cannot recordEvents now, the batch stays
 // open. It reports whether all events are recorded.
-func (t *batch) record() bool {
+func (t *batch) recordEvents() bool {
 	if len(t.captured) > 0 {
 		return false
 	}
@@ -105,7 +105,7 @@ func (t *batch) record() bool {
 // recordAll records the events of the open batches.
 func (w *waiting) recordAll() {
 	w.open = slices.DeleteFunc(w.open, func(t *batch) bool {
-		if !t.record() {
+		if !t.recordEvents() {
 			return false
 		}
 		w.enqueue(t)
@@ -118,11 +118,11 @@ func (w *waiting) recordAll() {
 // returns, and that callback may free memory.
 func (a *Arena) postpone(t *batch) {
 	if a.device.barred() == nil {
-		t.record()
+		t.recordEvents()
 	}
 	a.domain.lock()
 	a.waiting.add(t)
-	a.device.leave(a.domain)
+	a.device.unlockDomain(a.domain)
 }
 
 // pass frees the blocks whose last outstanding events are the first n marks.
@@ -193,7 +193,7 @@ func (a *Arena) await() {
 	w.recordAll()
 	list := w.queues
 	w.queues = nil // so that collect does not query these events
-	a.device.leave(a.domain)
+	a.device.unlockDomain(a.domain)
 	past := make([]int, len(list)) // passed marks
 	for i, q := range list {
 		if q.marks[len(q.marks)-1].event.Sync() == nil {
@@ -207,7 +207,7 @@ func (a *Arena) await() {
 	w.queues = append(list, w.queues...)
 	w.forgetQueues()
 	a.emptyPocket() // the search for idle segments covers only the shelves
-	a.device.leave(a.domain)
+	a.device.unlockDomain(a.domain)
 }
 
 // uncapture forgets the streams whose capture has ended, and frees the blocks that

@@ -20,6 +20,7 @@ type Report struct {
 	Device   string    `json:"device"` // device of rank 0
 	NCCL     string    `json:"nccl_version"`
 	Strategy string    `json:"strategy"` // strategy of the group
+	InOrder  bool      `json:"deterministic,omitempty"`
 	Ranks    int       `json:"ranks"`
 	Locals   int       `json:"ranks_of_process"`
 	Plan     *Summary  `json:"plan,omitempty"`
@@ -86,7 +87,7 @@ func describe(g *comm.Group) (*Report, error) {
 	}
 	return &Report{
 		Form: form, Time: time.Now().UTC().Truncate(time.Second), Host: host, Backend: dev.System().Backend(), Device: name,
-		NCCL: version, Strategy: string(g.Strategy()), Ranks: g.Size(), Locals: g.Locals(), Link: LinkOf(name),
+		NCCL: version, Strategy: string(g.Strategy()), InOrder: g.Deterministic() != nil, Ranks: g.Size(), Locals: g.Locals(), Link: LinkOf(name),
 	}, nil
 }
 
@@ -131,6 +132,9 @@ func (r *Report) title() string {
 	by := "NCCL " + r.NCCL
 	if r.Strategy != "" && r.Strategy != string(comm.NCCLOnly) {
 		by += ", strategy " + r.Strategy
+	}
+	if r.InOrder {
+		by += ", deterministic"
 	}
 	return fmt.Sprintf("%s, %s, %s, %s/%s, host %s", ranks, r.Device, by, runtime.GOOS, runtime.GOARCH, r.Host)
 }

@@ -1,0 +1,86 @@
+package amp
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// times multiplies all elements by a number in device memory.
+var times = sync.OnceValues(func() (*kernel.Elementwise, error) {
+	return kernel.NewElementwise("x * scale", &kernel.ElementwiseConfig{
+		Inputs: []string{"x", "scale"},
+		Floats: func(in, out []float64) { out[0] = in[0] * in[1] },
+	})
+})
+
+// Scale enqueues on s the product of the tensors with the scale, in place. (torch's scale
+// returns the product.) The tensors are contiguous, of floating-point types, on the
+// scaler's device, and share no memory with each other. After an error nothing is scaled, unless
+// the device has failed.
+func (sc *Scaler) Scale(s *stream.Stream, xs ...tensor.Tensor) error {
+	const op = "scale"
+	if _, err := sc.enter(op, s); err != nil || sc.cfg.Disabled {
+		return err
+	}
+	e, err := times()
+	if err != nil {
+		return refuse(op, "%w", err)
+	}
+	calls := make([]func() error, len(xs))
+	for i := range xs {
+		for k := range i {
+			if xs[i].Len() > 0 && xs[k].Len() > 0 && xs[i].Ptr() < end(xs[k]) && xs[k].Ptr() < end(xs[i]) {
+				return refuse(op, "tensors %d and %d share memory: it would be scaled twice", k, i)
+			}
+		}
+		if calls[i], err = sc.scaling(s, e, xs[i]); err != nil {
+			return refuse(op, "tensor %d: %w", i, err)
+		}
+	}
+	for i, call := range calls {
+		if err := call(); err != nil {
+			return refuse(op, "tensor %d: %w", i, err)
+		}
+	}
+	return nil
+}
+
+// end returns the address after a contiguous tensor.
+func end(x tensor.Tensor) uint64 { return x.Ptr() + uint64(x.Bytes()) }
+
+// scaling returns the launch that scales a tensor.
+func (sc *Scaler) scaling(s *stream.Stream, e *kernel.Elementwise, x tensor.Tensor) (func() error, error) {
+	switch x.DType() {
+	case memory.Float16:
+		return scalingOf[memory.Float16Bits](sc, s, e, x)
+	case memory.BFloat16:
+		return scalingOf[memory.BFloat16Bits](sc, s, e, x)
+	case memory.Float32:
+		return scalingOf[float32](sc, s, e, x)
+	case memory.Float64:
+		return scalingOf[float64](sc, s, e, x)
+	}
+	return nil, fmt.Errorf("%s: want float16, bfloat16, float32 or float64", x)
+}
+
+func scalingOf[T memory.Element](sc *Scaler, s *stream.Stream, e *kernel.Elementwise, x tensor.Tensor) (func() error, error) {
+	m, err := tensor.Slice[T](x)
+	if err != nil {
+		return nil, err
+	}
+	if err := mem.Check("scale", m.Buffer(), m.Len(), s.Device()); err != nil {
+		return nil, err
+	}
+	return func() error {
+		if m.Len() == 0 {
+			return nil
+		}
+		return e.Launch(s, kernel.In(m), kernel.In(sc.scale), kernel.Out(m))
+	}, nil
+}

@@ -1,0 +1,424 @@
+package cluster
+
+import (
+	"fmt"
+	"hash/fnv"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/gochorus/chorus/internal/env"
+)
+
+// A launcher is a program that starts processes: how to detect it and read its variables.
+type launcher struct {
+	name   string
+	found  func(*reader) bool
+	config func(*reader) (*JoinConfig, error)
+}
+
+// launchers in order of precedence. An inner launcher, such as `chorus run` under
+// Slurm, takes precedence over the outer one.
+var launchers = []launcher{
+	{"chorus", (*reader).hasChorus, (*reader).chorus},
+	{"torchrun", (*reader).hasTorchrun, (*reader).torchrun},
+	{"slurm", (*reader).hasSlurm, (*reader).slurm},
+	{"openmpi", (*reader).hasOpenMPI, (*reader).openMPI},
+	{"pmi", (*reader).hasPMI, (*reader).pmi},
+	{"kubernetes", (*reader).hasKubernetes, (*reader).kubernetes},
+}
+
+// detect derives this process's place in a world from an environment.
+func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
+	r := &reader{lookup: lookup}
+	choice := r.text(env.Launcher.Name, env.Launcher.Default)
+	if choice == "none" {
+		return &JoinConfig{source: env.Launcher.Name + "=none: a world of one process"}, nil
+	}
+	known := []string{"auto", "none"}
+	for _, l := range launchers {
+		known = append(known, l.name)
+		if choice != l.name && (choice != "auto" || !l.found(r)) {
+			continue
+		}
+		cfg, err := l.config(r)
+		if r.err != nil { // the first error
+			err = r.err
+		}
+		if err != nil {
+			return nil, err
+		}
+		return r.finish(cfg)
+	}
+	if !slices.Contains(known, choice) {
+		return nil, r.problem("want one of "+strings.Join(known, ", "), env.Launcher.Name)
+	}
+	if err := r.halfSet(); err != nil {
+		return nil, err
+	}
+	source := "no launcher's variables are set: a world of one process"
+	if r.isSet("JOB_COMPLETION_INDEX") {
+		source = "JOB_COMPLETION_INDEX is set, but neither " + env.WorldSize.Name + " nor " + env.Seeds.Name + ": a world of one process"
+	}
+	return &JoinConfig{source: source}, nil
+}
+
+// incompletePairs lists variables that a launcher always sets together. If only some are
+// set, the place in the world is unknown, and assuming a world of one process
+// would be a guess.
+var incompletePairs = []struct {
+	launcher string
+	set      []string // if any of these is set
+	need     []string // all of these must be set
+}{
+	{"`chorus run`", []string{env.WorldSize.Name, env.LocalRank.Name, env.LocalSize.Name, env.Node.Name}, []string{env.Rank.Name}},
+	{"torchrun", []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}, []string{"RANK", "WORLD_SIZE"}},
+	{"Open MPI", []string{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"}, []string{"OMPI_COMM_WORLD_SIZE"}},
+	{"Slurm", []string{"SLURM_PROCID"}, []string{"SLURM_JOB_ID"}},
+}
+
+// halfSet returns an error if only some variables of a launcher are set. A script
+// of sbatch is an exception: it has a job and SLURM_PROCID=0 but no step, and is
+// a world of one process.
+func (r *reader) halfSet() error {
+	for _, h := range incompletePairs {
+		set, missing := slices.DeleteFunc(slices.Clone(h.set), func(n string) bool { return !r.isSet(n) }),
+			slices.DeleteFunc(slices.Clone(h.need), r.isSet)
+		if len(set) > 0 && len(missing) > 0 {
+			return r.half(h.launcher, append(set, missing...))
+		}
+	}
+	if r.text("SLURM_PROCID", "0") != "0" {
+		return r.half("Slurm", []string{"SLURM_PROCID", "SLURM_STEP_NODELIST"})
+	}
+	return nil
+}
+
+func (r *reader) half(launcher string, names []string) error {
+	return r.problem("only some of "+launcher+"'s variables are set: set the rest, or "+env.Launcher.Name+"=none for a world of one process", names...)
+}
+
+// finish adds the settings that do not depend on the launcher: job, host and secret.
+func (r *reader) finish(cfg *JoinConfig) (*JoinConfig, error) {
+	if v := r.text(env.Job.Name, ""); v != "" {
+		cfg.Job = v
+	}
+	cfg.Host = r.text(env.HostName.Name, cfg.Host)
+	cfg.Insecure = r.text(env.Insecure.Name, "no") == "yes"
+	if cfg.token != nil || cfg.Size == 1 && cfg.Addr == "" {
+		return cfg, nil
+	}
+	if path := r.text(env.SecretFile.Name, ""); path != "" {
+		secret, err := readSecretFile(path)
+		if err != nil {
+			return nil, err
+		}
+		cfg.Secret = secret
+	}
+	return cfg, nil
+}
+
+// A reader reads an environment and keeps the first error.
+type reader struct {
+	lookup func(string) (string, bool)
+	err    error
+}
+
+func (r *reader) isSet(name string) bool {
+	v, ok := r.lookup(name)
+	return ok && v != ""
+}
+
+func (r *reader) text(name, unset string) string {
+	if v, ok := r.lookup(name); ok && v != "" {
+		return v
+	}
+	return unset
+}
+
+// firstSet returns the first of the names that is set, or the last name.
+func (r *reader) firstSet(names ...string) string {
+	for _, n := range names {
+		if r.isSet(n) {
+			return n
+		}
+	}
+	return names[len(names)-1]
+}
+
+// number returns the value of a required variable: a number of at least low.
+func (r *reader) number(name string, low int) int {
+	n, err := strconv.Atoi(strings.TrimSpace(r.text(name, "")))
+	if err != nil || n < low {
+		r.fail(r.problem(fmt.Sprintf("want a whole number of at least %d", low), name))
+		return low
+	}
+	return n
+}
+
+// optional is number for an optional variable.
+func (r *reader) optional(name string, low int) *int {
+	if !r.isSet(name) {
+		return nil
+	}
+	return new(r.number(name, low))
+}
+
+func (r *reader) fail(err error) {
+	if r.err == nil {
+		r.err = err
+	}
+}
+
+// problem returns a ConfigError about the named variables.
+func (r *reader) problem(reason string, names ...string) error {
+	e := &ConfigError{Reason: reason}
+	for _, n := range names {
+		if v, ok := r.lookup(n); ok {
+			e.Vars = append(e.Vars, fmt.Sprintf("%s=%q", n, v))
+		} else {
+			e.Vars = append(e.Vars, n+" (unset)")
+		}
+	}
+	return e
+}
+
+// place reads the four numbers that all launchers provide, and checks their
+// consistency.
+func (r *reader) place(rank, size, localRank, localSize string) *JoinConfig {
+	cfg := &JoinConfig{Rank: new(r.number(rank, 0)), Size: r.number(size, 1),
+		LocalRank: r.optional(localRank, 0), LocalSize: deref(r.optional(localSize, 1), 0)}
+	switch {
+	case r.err != nil:
+	case *cfg.Rank >= cfg.Size:
+		r.fail(r.problem("the rank must be less than the size", rank, size))
+	case cfg.LocalSize > cfg.Size:
+		r.fail(r.problem("a host cannot have more processes than the world", localSize, size))
+	case cfg.LocalRank != nil && cfg.LocalSize > 0 && *cfg.LocalRank >= cfg.LocalSize:
+		r.fail(r.problem("the local rank must be less than the local size", localRank, localSize))
+	case cfg.LocalRank != nil && *cfg.LocalRank > *cfg.Rank:
+		r.fail(r.problem("the local rank cannot exceed the rank", localRank, rank))
+	}
+	return cfg
+}
+
+// agree fails if two variables are set to different values.
+func (r *reader) agree(a, b, reason string) {
+	if r.isSet(a) && r.isSet(b) && r.text(a, "") != r.text(b, "") {
+		r.fail(r.problem(reason, a, b))
+	}
+}
+
+// found sets the text of Session.Source.
+func (r *reader) found(cfg *JoinConfig, launcher string, names ...string) *JoinConfig {
+	var parts []string
+	for _, n := range names {
+		if r.isSet(n) {
+			parts = append(parts, n+"="+r.text(n, ""))
+		}
+	}
+	cfg.source = launcher + ": " + strings.Join(parts, ", ")
+	if cfg.Addr != "" {
+		cfg.source += "; coordinator at " + cfg.Addr
+	}
+	return cfg
+}
+
+// hostedBy completes the config of a world without a launcher of Chorus: rank 0
+// runs the coordinator. A world on one host uses only the loopback, and a world
+// of one process needs no coordinator.
+func (cfg *JoinConfig) hostedBy(master, port string, local bool) *JoinConfig {
+	if cfg.Size == 1 {
+		return cfg
+	}
+	cfg.Serve = deref(cfg.Rank, -1) == 0
+	if local {
+		cfg.Addr = net.JoinHostPort("127.0.0.1", port)
+		return cfg
+	}
+	cfg.Addr = net.JoinHostPort(master, port)
+	if cfg.Serve {
+		// The master's name may resolve to different interfaces on different hosts.
+		cfg.Listen = net.JoinHostPort("", port)
+	}
+	return cfg
+}
+
+func (cfg *JoinConfig) oneHost() bool { return cfg.LocalSize == cfg.Size }
+
+func (r *reader) hasChorus() bool { return r.isSet(env.Rank.Name) || r.isSet(env.Addr.Name) }
+
+// chorus reads the variables of Agent.WorkerEnv.
+func (r *reader) chorus() (*JoinConfig, error) {
+	for _, n := range []string{env.Rank.Name, env.WorldSize.Name, env.Addr.Name, env.Token.Name} {
+		if !r.isSet(n) {
+			return nil, r.problem("a variable of `chorus run` is missing", n)
+		}
+	}
+	cfg := r.place(env.Rank.Name, env.WorldSize.Name, env.LocalRank.Name, env.LocalSize.Name)
+	r.agree(env.Rank.Name, "RANK", "two launchers gave this process different ranks; unset one, or choose with "+env.Launcher.Name)
+	r.agree(env.WorldSize.Name, "WORLD_SIZE", "two launchers gave this process different worlds; unset one, or choose with "+env.Launcher.Name)
+	cfg.Node = r.optional(env.Node.Name, 0)
+	cfg.Addr = r.text(env.Addr.Name, "")
+	token, err := decodeToken(r.text(env.Token.Name, ""))
+	if err != nil { // the value is a secret: show only the name
+		return nil, &ConfigError{Vars: []string{env.Token.Name}, Reason: err.Error()}
+	}
+	cfg.agent, cfg.agentAt = r.text(env.Agent.Name, ""), r.text(env.AgentAddr.Name, "")
+	cfg.token, cfg.epoch = token, uint64(deref(r.optional(env.Epoch.Name, firstEpoch), 0))
+	return r.found(cfg, "chorus run", env.Rank.Name, env.WorldSize.Name, env.LocalRank.Name, env.Node.Name), nil
+}
+
+func (r *reader) hasTorchrun() bool { return r.isSet("RANK") && r.isSet("WORLD_SIZE") }
+
+func (r *reader) torchrun() (*JoinConfig, error) {
+	cfg := r.place("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+	cfg.Node = r.optional("GROUP_RANK", 0)
+	cfg.Job = r.text("TORCHELASTIC_RUN_ID", "torchrun")
+	if r.err == nil && cfg.Size > 1 {
+		master := r.text("MASTER_ADDR", "")
+		if master == "" {
+			return nil, r.problem("a world of several processes needs the address of rank 0's host", "MASTER_ADDR")
+		}
+		port := r.number("MASTER_PORT", 1)
+		// torchrun's own store may listen on MASTER_PORT.
+		if strings.EqualFold(r.text("TORCHELASTIC_USE_AGENT_STORE", ""), "true") {
+			port++
+		}
+		local := cfg.oneHost() || cfg.LocalSize == 0 && !r.isSet("KUBERNETES_SERVICE_HOST") && isLoopback(master+":0")
+		cfg.hostedBy(master, strconv.Itoa(port), local)
+	}
+	return r.found(cfg, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), nil
+}
+
+// hasSlurm reports whether srun started this process. A script of sbatch has a
+// SLURM_PROCID, too, but no step.
+func (r *reader) hasSlurm() bool {
+	return r.isSet("SLURM_JOB_ID") && r.isSet("SLURM_PROCID") && r.isSet("SLURM_STEP_NODELIST")
+}
+
+func (r *reader) slurm() (*JoinConfig, error) {
+	sizeVar := r.firstSet("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+	cfg := r.place("SLURM_PROCID", sizeVar, "SLURM_LOCALID", "")
+	hint := "two launchers started this process; choose with " + env.Launcher.Name
+	r.agree("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", hint)
+	r.agree(sizeVar, "OMPI_COMM_WORLD_SIZE", hint)
+	cfg.Node = r.optional("SLURM_NODEID", 0)
+	cfg.Job = "slurm-" + r.text("SLURM_JOB_ID", "") + "." + r.text("SLURM_STEP_ID", "0")
+	hosts, err := parseNodeList(r.text("SLURM_STEP_NODELIST", ""))
+	if err != nil {
+		return nil, r.problem(err.Error(), "SLURM_STEP_NODELIST")
+	}
+	if err := r.slurmLocalSize(cfg, len(hosts)); err != nil {
+		return nil, err
+	}
+	cfg.Host = r.text("SLURMD_NODENAME", "")
+	addr, port, err := r.seed(hosts[0], r.slurmPort())
+	if err != nil {
+		return nil, err
+	}
+	cfg.hostedBy(addr, port, len(hosts) == 1)
+	return r.found(cfg, "Slurm", "SLURM_PROCID", sizeVar, "SLURM_LOCALID", "SLURM_NODEID"), nil
+}
+
+func (r *reader) slurmLocalSize(cfg *JoinConfig, hosts int) error {
+	name := r.firstSet("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+	if !r.isSet(name) {
+		return nil
+	}
+	counts, err := parseTasksPerNode(r.text(name, ""))
+	if err != nil {
+		return r.problem(err.Error(), name)
+	}
+	if len(counts) != hosts {
+		return r.problem(fmt.Sprintf("the first lists %d hosts, the second %d", len(counts), hosts), name, "SLURM_STEP_NODELIST")
+	}
+	if node := deref(cfg.Node, -1); node >= len(counts) {
+		return r.problem("the node's index is not in the list", "SLURM_NODEID", name)
+	} else if node >= 0 {
+		cfg.LocalSize = counts[node]
+	}
+	return nil
+}
+
+// slurmPort returns a port that all processes of a step compute alike and that
+// two steps on one host rarely share. It starts at 61440, above Linux's ephemeral
+// ports.
+func (r *reader) slurmPort() int {
+	job, step := r.number("SLURM_JOB_ID", 0), deref(r.optional("SLURM_STEP_ID", 0), 0)
+	return 61440 + (job+step)%4096
+}
+
+func (r *reader) hasOpenMPI() bool { return r.isSet("OMPI_COMM_WORLD_SIZE") }
+
+func (r *reader) openMPI() (*JoinConfig, error) {
+	cfg := r.place("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+	cfg.Job = "openmpi-" + r.text(r.firstSet("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"), "0")
+	if err := r.hostedBySeed(cfg, "OMPI_COMM_WORLD_SIZE"); err != nil {
+		return nil, err
+	}
+	return r.found(cfg, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), nil
+}
+
+// hasPMI reports MPICH, Hydra, Intel MPI or PALS. They provide no address, so a
+// program under them is a member of a world only if seeds are set.
+func (r *reader) hasPMI() bool {
+	return r.isSet("PMI_RANK") && r.isSet("PMI_SIZE") && r.isSet(env.Seeds.Name)
+}
+
+func (r *reader) pmi() (*JoinConfig, error) {
+	localRank, localSize := r.firstSet("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), r.firstSet("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+	cfg := r.place("PMI_RANK", "PMI_SIZE", localRank, localSize)
+	cfg.Job = "pmi"
+	if err := r.hostedBySeed(cfg, "PMI_SIZE"); err != nil {
+		return nil, err
+	}
+	return r.found(cfg, "MPI (PMI)", "PMI_RANK", "PMI_SIZE", localRank), nil
+}
+
+func (r *reader) hasKubernetes() bool {
+	return r.isSet("JOB_COMPLETION_INDEX") && (r.isSet(env.WorldSize.Name) || r.isSet(env.Seeds.Name))
+}
+
+// kubernetes reads an indexed Job with one process in each pod. No variable
+// contains the Job's number of completions, so the user must set it.
+func (r *reader) kubernetes() (*JoinConfig, error) {
+	cfg := r.place("JOB_COMPLETION_INDEX", env.WorldSize.Name, "", "")
+	cfg.Job = "kubernetes"
+	if err := r.hostedBySeed(cfg, "JOB_COMPLETION_INDEX"); err != nil {
+		return nil, err
+	}
+	return r.found(cfg, "Kubernetes", "JOB_COMPLETION_INDEX", env.WorldSize.Name), nil
+}
+
+// hostedBySeed completes the config of a launcher that provides no address.
+func (r *reader) hostedBySeed(cfg *JoinConfig, shown string) error {
+	if r.err != nil || cfg.Size == 1 {
+		return nil
+	}
+	if !cfg.oneHost() && !r.isSet(env.Seeds.Name) {
+		return r.problem("the launcher provides no address: set "+env.Seeds.Name+" to host:port of rank 0's process", shown, env.Seeds.Name)
+	}
+	h := fnv.New32a()
+	h.Write([]byte(cfg.Job))
+	addr, port, err := r.seed("127.0.0.1", 61440+int(h.Sum32()%4096))
+	if err != nil {
+		return err
+	}
+	cfg.hostedBy(addr, port, cfg.oneHost() || isLoopback(net.JoinHostPort(addr, port)))
+	return nil
+}
+
+// seed returns the first address of CHORUS_SEEDS, or host and port if it is unset.
+func (r *reader) seed(host string, port int) (string, string, error) {
+	if !r.isSet(env.Seeds.Name) {
+		return host, strconv.Itoa(port), nil
+	}
+	first, _, _ := strings.Cut(r.text(env.Seeds.Name, ""), ",")
+	h, p, err := splitAddr(first, defaultPort)
+	if err != nil {
+		return "", "", r.problem(err.Error(), env.Seeds.Name)
+	}
+	return h, p, nil
+}

@@ -1,0 +1,181 @@
+package cluster
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// environ makes a lookup of "A=1 B=2".
+func environ(text string) func(string) (string, bool) {
+	m := map[string]string{}
+	for v := range strings.FieldsSeq(text) {
+		name, value, _ := strings.Cut(v, "=")
+		m[name] = value
+	}
+	return func(name string) (string, bool) {
+		v, ok := m[name]
+		return v, ok
+	}
+}
+
+var testToken = strings.Repeat("ab", keyBytes)
+
+func TestDetect(t *testing.T) {
+	type place struct{ rank, size, local, localSize int }
+	for _, tc := range []struct {
+		name, env string
+		want      place
+		addr      string
+		serve     bool
+		source    string
+	}{
+		{"nothing", "", place{-1, 0, -1, 0}, "", false, "no launcher's variables are set: a world of one process"},
+		{"none", "CHORUS_LAUNCHER=none RANK=1 WORLD_SIZE=2", place{-1, 0, -1, 0}, "", false, "CHORUS_LAUNCHER=none: a world of one process"},
+		{"chorus", "CHORUS_RANK=3 CHORUS_WORLD_SIZE=8 CHORUS_LOCAL_RANK=1 CHORUS_LOCAL_SIZE=2 CHORUS_NODE=1 CHORUS_ADDR=10.0.0.1:5 CHORUS_TOKEN=" + testToken + " RANK=3 WORLD_SIZE=8 SLURM_JOB_ID=1 SLURM_PROCID=7 SLURM_STEP_NODELIST=a",
+			place{3, 8, 1, 2}, "10.0.0.1:5", false, "chorus run: CHORUS_RANK=3, CHORUS_WORLD_SIZE=8, CHORUS_LOCAL_RANK=1, CHORUS_NODE=1; coordinator at 10.0.0.1:5"},
+		{"torchrun on one host", "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=some.host MASTER_PORT=29500",
+			place{0, 2, 0, 2}, "127.0.0.1:29500", true, "torchrun: RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2; coordinator at 127.0.0.1:29500"},
+		{"torchrun's store has the port", "RANK=5 WORLD_SIZE=16 LOCAL_RANK=5 LOCAL_WORLD_SIZE=8 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True",
+			place{5, 16, 5, 8}, "n0:29501", false, "torchrun: RANK=5, WORLD_SIZE=16, LOCAL_RANK=5, LOCAL_WORLD_SIZE=8; coordinator at n0:29501"},
+		{"PyTorchJob's master", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=23456 KUBERNETES_SERVICE_HOST=10.0.0.1",
+			place{0, 2, -1, 0}, "localhost:23456", true, "torchrun: RANK=0, WORLD_SIZE=2; coordinator at localhost:23456"},
+		{"torchrun of one", "RANK=0 WORLD_SIZE=1", place{0, 1, -1, 0}, "", false, "torchrun: RANK=0, WORLD_SIZE=1"},
+		{"slurm", "SLURM_JOB_ID=100 SLURM_STEP_ID=2 SLURM_PROCID=5 SLURM_NTASKS=7 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_NODELIST=g[01-02] SLURM_STEP_TASKS_PER_NODE=4,3",
+			place{5, 7, 1, 3}, "g01:61542", false, "Slurm: SLURM_PROCID=5, SLURM_NTASKS=7, SLURM_LOCALID=1, SLURM_NODEID=1; coordinator at g01:61542"},
+		{"slurm on one host", "SLURM_JOB_ID=4096 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_NTASKS=9 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NODELIST=g1",
+			place{0, 2, 0, 0}, "127.0.0.1:61440", true, "Slurm: SLURM_PROCID=0, SLURM_STEP_NUM_TASKS=2, SLURM_LOCALID=0, SLURM_NODEID=0; coordinator at 127.0.0.1:61440"},
+		{"script of sbatch", "SLURM_JOB_ID=100 SLURM_PROCID=0 SLURM_NTASKS=7", place{-1, 0, -1, 0}, "", false, "no launcher's variables are set: a world of one process"},
+		{"script of sbatch without --ntasks", "SLURM_JOB_ID=100 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0", place{-1, 0, -1, 0}, "", false, "no launcher's variables are set: a world of one process"},
+		{"shell in an allocation", "SLURM_JOB_ID=100 SLURM_NTASKS=7 SLURM_JOB_NODELIST=a", place{-1, 0, -1, 0}, "", false, "no launcher's variables are set: a world of one process"},
+		{"none in spite of half", "CHORUS_LAUNCHER=none RANK=0", place{-1, 0, -1, 0}, "", false, "CHORUS_LAUNCHER=none: a world of one process"},
+		{"open mpi", "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 CHORUS_SEEDS=n0:7000",
+			place{1, 4, 1, 2}, "n0:7000", false, "Open MPI: OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_LOCAL_RANK=1; coordinator at n0:7000"},
+		{"open mpi under slurm", "SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4",
+			place{1, 4, -1, 0}, "127.0.0.1:61441", false, "Slurm: SLURM_PROCID=1, SLURM_NTASKS=4; coordinator at 127.0.0.1:61441"},
+		{"pmi without a seed", "PMI_RANK=1 PMI_SIZE=4", place{-1, 0, -1, 0}, "", false, "no launcher's variables are set: a world of one process"},
+		{"pmi", "PMI_RANK=0 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2 CHORUS_SEEDS=n0,n1",
+			place{0, 4, 0, 2}, "n0:29477", true, "MPI (PMI): PMI_RANK=0, PMI_SIZE=4, MPI_LOCALRANKID=0; coordinator at n0:29477"},
+		{"kubernetes", "JOB_COMPLETION_INDEX=2 CHORUS_WORLD_SIZE=4 CHORUS_SEEDS=j-0.svc:9", place{2, 4, -1, 0}, "j-0.svc:9", false, "Kubernetes: JOB_COMPLETION_INDEX=2, CHORUS_WORLD_SIZE=4; coordinator at j-0.svc:9"},
+		{"any indexed job", "JOB_COMPLETION_INDEX=2", place{-1, 0, -1, 0}, "", false, "JOB_COMPLETION_INDEX is set, but neither CHORUS_WORLD_SIZE nor CHORUS_SEEDS: a world of one process"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			c, err := detect(environ(tc.env))
+			require.NoError(t, err)
+			require.Equal(t, tc.want, place{deref(c.Rank, -1), c.Size, deref(c.LocalRank, -1), c.LocalSize})
+			require.Equal(t, tc.addr, c.Addr)
+			require.Equal(t, tc.serve, c.Serve)
+			require.Equal(t, tc.source, c.source)
+		})
+	}
+}
+
+func TestDetectContradictions(t *testing.T) {
+	for env, want := range map[string]string{
+		"RANK=4 WORLD_SIZE=4":                                 `RANK="4" and WORLD_SIZE="4": the rank must be less than the size`,
+		"RANK=x WORLD_SIZE=4":                                 `RANK="x": want a whole number of at least 0`,
+		"RANK=0 WORLD_SIZE=0":                                 `WORLD_SIZE="0": want a whole number of at least 1`,
+		"RANK=0 WORLD_SIZE=2":                                 `MASTER_ADDR (unset): a world of several`,
+		"RANK=0 WORLD_SIZE=2 MASTER_ADDR=a":                   `MASTER_PORT (unset): want a whole number`,
+		"RANK=1 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2": `LOCAL_RANK="2" and LOCAL_WORLD_SIZE="2": the local rank must be less`,
+		"RANK=1 WORLD_SIZE=4 LOCAL_RANK=2":                    `LOCAL_RANK="2" and RANK="1": the local rank cannot exceed the rank`,
+		"RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=8":              `LOCAL_WORLD_SIZE="8" and WORLD_SIZE="2": a host cannot have more`,
+		"CHORUS_RANK=1 CHORUS_WORLD_SIZE=2 CHORUS_ADDR=a:1 RANK=0 CHORUS_TOKEN=" + testToken: `CHORUS_RANK="1" and RANK="0": two launchers`,
+		"CHORUS_RANK=1": `CHORUS_WORLD_SIZE (unset): `,
+		"CHORUS_RANK=1 CHORUS_WORLD_SIZE=2 CHORUS_ADDR=a:1 CHORUS_TOKEN=zz":                                                `CHORUS_TOKEN: want 64 hexadecimal digits`,
+		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4": `SLURM_PROCID="1" and OMPI_COMM_WORLD_RANK="0": two launchers`,
+		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a[":                                              `SLURM_STEP_NODELIST="a[": node list "a[" has an unclosed bracket`,
+		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a,b SLURM_TASKS_PER_NODE=4":                      `SLURM_TASKS_PER_NODE="4" and SLURM_STEP_NODELIST="a,b": the first lists 1 hosts, the second 2`,
+		"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2":                                       `CHORUS_SEEDS (unset): the launcher provides no address`,
+		"JOB_COMPLETION_INDEX=2 CHORUS_SEEDS=a:1":                                                                          `CHORUS_WORLD_SIZE (unset): want a whole number`,
+		"WORLD_SIZE=2":                              `WORLD_SIZE="2" and RANK (unset): only some of torchrun's variables are set`,
+		"RANK=0":                                    `RANK="0" and WORLD_SIZE (unset): only some of torchrun's`,
+		"LOCAL_RANK=0":                              `LOCAL_RANK="0" and RANK (unset) and WORLD_SIZE (unset): only some of torchrun's`,
+		"RANK=0 LOCAL_WORLD_SIZE=2":                 `RANK="0" and LOCAL_WORLD_SIZE="2" and WORLD_SIZE (unset): only some of torchrun's`,
+		"CHORUS_WORLD_SIZE=2":                       `CHORUS_WORLD_SIZE="2" and CHORUS_RANK (unset): only some of `,
+		"CHORUS_LOCAL_RANK=0":                       `CHORUS_LOCAL_RANK="0" and CHORUS_RANK (unset): only some of `,
+		"SLURM_PROCID=0":                            `SLURM_PROCID="0" and SLURM_JOB_ID (unset): only some of Slurm's`,
+		"SLURM_JOB_ID=7 SLURM_PROCID=1":             `SLURM_PROCID="1" and SLURM_STEP_NODELIST (unset): only some of Slurm's`,
+		"OMPI_COMM_WORLD_RANK=1":                    `OMPI_COMM_WORLD_RANK="1" and OMPI_COMM_WORLD_SIZE (unset): only some of Open MPI's`,
+		"CHORUS_LAUNCHER=mpich":                     `CHORUS_LAUNCHER="mpich": want one of auto, none, chorus`,
+		"CHORUS_LAUNCHER=slurm RANK=0 WORLD_SIZE=1": `SLURM_PROCID (unset)`,
+	} {
+		_, err := detect(environ(env))
+		var e *ConfigError
+		require.ErrorAs(t, err, &e, env)
+		require.Contains(t, err.Error(), want, env)
+		require.NotContains(t, err.Error(), testToken)
+	}
+}
+
+// TestSecretOfAPod reads files as kubelet makes them for a pod with fsGroup: root owns them, and
+// the group of the pod can read them.
+func TestSecretOfAPod(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can make files with any owner")
+	}
+	path := filepath.Join(t.TempDir(), "secret")
+	require.NoError(t, os.WriteFile(path, []byte("0123456789abcdef"), 0o600))
+	for _, tc := range []struct {
+		pod  bool
+		uid  int
+		gid  int
+		mode os.FileMode
+		good bool
+	}{
+		{true, 0, os.Getegid(), 0o440, true},
+		{false, 0, os.Getegid(), 0o440, false},
+		{true, 0, os.Getegid(), 0o460, false},
+		{true, 0, os.Getegid(), 0o444, false},
+		{true, 0, 65534, 0o440, false},
+		{true, 65534, os.Getegid(), 0o440, false},
+	} {
+		t.Setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+		if !tc.pod {
+			require.NoError(t, os.Unsetenv("KUBERNETES_SERVICE_HOST"))
+		}
+		require.NoError(t, os.Chown(path, tc.uid, tc.gid))
+		require.NoError(t, os.Chmod(path, tc.mode))
+		secret, err := readSecretFile(path)
+		if tc.good {
+			require.NoError(t, err, "%+v", tc)
+			require.Equal(t, "0123456789abcdef", string(secret))
+		} else {
+			require.Error(t, err, "%+v", tc)
+		}
+	}
+}
+
+func TestDetectSecret(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name, text string, mode os.FileMode) string {
+		p := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(p, []byte(text), 0o600))
+		require.NoError(t, os.Chmod(p, mode))
+		return p
+	}
+	pipe := filepath.Join(dir, "pipe")
+	require.NoError(t, syscall.Mkfifo(pipe, 0o600))
+	base := "RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=5 "
+	c, err := detect(environ(base + "CHORUS_SECRET_FILE=" + write("good", "0123456789abcdef\n", 0o600)))
+	require.NoError(t, err)
+	require.Equal(t, "0123456789abcdef", string(c.Secret))
+	for file, want := range map[string]string{
+		write("short", "0123456789abcde\n", 0o600): "15 bytes of secret: want at least 16",
+		write("open", "0123456789abcdef", 0o640):   "mode 0640 lets others use it: run chmod 600",
+		filepath.Join(dir, "none"):                 "no such file",
+		dir:                                        "not a regular file but a directory",
+		pipe:                                       "not a regular file but a named pipe",
+	} {
+		_, err := detect(environ(base + "CHORUS_SECRET_FILE=" + file))
+		require.ErrorContains(t, err, want)
+	}
+	c, err = detect(environ(base))
+	require.NoError(t, err)
+	_, err = Join(t.Context(), c)
+	require.ErrorContains(t, err, "no secret for the coordinator at 10.0.0.1:5: set CHORUS_SECRET_FILE")
+}

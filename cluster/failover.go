@@ -1,0 +1,312 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"slices"
+	"sync"
+	"time"
+)
+
+// If the workers call Run and the coordinator is lost, the agents of the last epoch choose
+// another one among themselves, as seeds do at the start. Each agent runs a coordinator, and
+// registers with the first one that answers in the order of succession. A coordinator takes over
+// if enough agents agree (quorum.go). Epochs begin only if enough agents have the proposal, so
+// that agents of two parts of a network never begin two epochs.
+
+// A memory is what an agent has to tell the next coordinator. Agent.mu guards it.
+type memory struct {
+	charter  *charter // nil unless the workers call Run and their first world is complete
+	running  map[int]bool
+	exits    map[int]Exit
+	owed     map[int]Exit // failures for which no order has come
+	drains   *fault       // this host was asked to leave
+	done     bool         // the workers of this host have exited
+	over     bool         // the job goes on without this host, or its program has ended
+	ended    []string     // hosts whose launchers are known to have ended
+	choosing bool
+	moved    chan struct{} // closed when another coordinator has taken over
+}
+
+func newMemory(workers int) memory {
+	m := memory{running: map[int]bool{}, exits: map[int]Exit{}, owed: map[int]Exit{}, moved: make(chan struct{})}
+	for local := range workers {
+		m.running[local] = true
+	}
+	return m
+}
+
+// exited records the exit of a worker.
+func (m *memory) exited(e Exit) {
+	delete(m.running, e.Local)
+	m.exits[e.Local] = e
+	if e.Code != 0 && !e.Asked {
+		m.owed[e.Local] = e
+	}
+}
+
+// ordered records a command of the coordinator.
+func (m *memory) ordered(o Order) {
+	switch {
+	case o.Stop, o.Finish:
+		m.over = true
+	case o.Kill:
+	default:
+		delete(m.owed, o.Local)
+		if o.Start {
+			m.running[o.Local] = true
+		}
+	}
+}
+
+// client returns the current connection to the coordinator.
+func (a *Agent) client() *client {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.k
+}
+
+// coordinates reports whether this host runs a coordinator.
+func (a *Agent) coordinates() bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.coord != nil
+}
+
+// referral is the answer to processes that look for the coordinator.
+func (a *Agent) referral() welcome {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	w := a.greeting()
+	w.Refers = true
+	if a.k != nil && !a.choosing && a.k.ctx.Err() == nil {
+		w.At = a.addr
+	}
+	if t := a.now.Load(); t != nil && t.ctx.Err() != nil {
+		w.Over = context.Cause(t.ctx).Error()
+		if lost, ok := errors.AsType[*MemberLostError](context.Cause(t.ctx)); ok {
+			w.Over = lost.Reason
+		}
+	}
+	return w
+}
+
+// proposed answers the proposal of an epoch.
+func (a *Agent) proposed(k *client, m message) {
+	var n news
+	if err := m.record(&n); err != nil {
+		a.end(k, err)
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.charter != nil {
+		a.charter.propose(m.epoch, n.Voters)
+		for _, uuid := range n.Ended {
+			if !slices.Contains(a.ended, uuid) {
+				a.ended = append(a.ended, uuid)
+			}
+		}
+	}
+	_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
+}
+
+// end ends the attempt and the connection.
+func (a *Agent) end(k *client, err error) {
+	if t := a.now.Load(); t != nil {
+		t.cancel(err)
+	}
+	k.cancel(err)
+}
+
+// orphaned is called when the connection to the coordinator has ended during the attempt t.
+func (a *Agent) orphaned(k *client, t *attempt) {
+	cause := context.Cause(k.ctx)
+	ch := a.mourn(k, t, cause)
+	if ch == nil {
+		t.cancel(cause)
+		return
+	}
+	defer a.wg.Done()
+	if err := a.choose(k, t, ch); err != nil {
+		t.cancel(err)
+	}
+}
+
+// mourn returns what this agent knows if the agents may choose another coordinator. It counts in a.wg.
+func (a *Agent) mourn(k *client, t *attempt, cause error) *charter {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	how := loss(k.loss.Load())
+	lost, isLoss := errors.AsType[*MemberLostError](cause)
+	if !isLoss || how == notLost || how == lostByIt || a.charter == nil || a.over || a.coord != nil || a.life.Err() != nil || a.now.Load() != t || a.k != k {
+		return nil
+	}
+	a.wg.Add(1)
+	a.choosing = true
+	if how == lostEnded {
+		a.ended = append(a.ended, k.hello.Agent)
+	}
+	ch := *a.charter
+	ch.Lost, ch.Reason, ch.Ended = k.hello.Agent, lost.Reason, slices.Clone(a.ended)
+	ch.Running, ch.Exits = slices.Sorted(maps.Keys(a.running)), maps.Clone(a.exits)
+	return &ch
+}
+
+// successionTime is the time for the choice of a coordinator.
+func (t Timing) successionTime() time.Duration { return 2*t.LostAfter + 2*dialAttempt }
+
+// choose finds or becomes the next coordinator.
+func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
+	begun := time.Now()
+	cause := context.Cause(k.ctx)
+	a.cfg.Notify(fmt.Sprintf("job %s: %v; the hosts of epoch %d choose another coordinator", a.cfg.Job, cause, ch.Epoch))
+	timing := Timing{LostAfter: k.hello.LostAfter}
+	ctx, cancel := context.WithTimeout(a.life, timing.successionTime())
+	defer cancel()
+	e := &election{agent: a, heir: ch, seeds: ch.addresses(), mine: a.port.at, patience: begun.Add(timing.LostAfter)}
+	if !ch.isPossible() {
+		return a.alone(ch, cause, nil)
+	}
+	if slices.Contains(e.seeds, e.mine) {
+		a.serve(a.port.let(), func(c *coordinator) { c.succeed(*ch, begun) })
+	}
+	o, err := e.elect(ctx, begun)
+	if err != nil {
+		a.resign()
+		if a.life.Err() != nil {
+			return ErrClosed
+		}
+		return a.alone(ch, cause, err)
+	}
+	if e.addr != e.mine {
+		a.resign()
+	}
+	a.followNext(t, o.k, e.addr)
+	return nil
+}
+
+// addresses returns the addresses of the candidates in the order of succession.
+func (c *charter) addresses() []string {
+	var out []string
+	ended := setOf(c.Ended)
+	for _, uuid := range c.hosts() {
+		i := c.Plan.nodeOf(uuid)
+		if i < 0 || uuid == c.Lost || ended[uuid] {
+			continue
+		}
+		if addr := c.Plan.Hosts[i].Control; addr != "" && !slices.Contains(out, addr) {
+			out = append(out, addr)
+		}
+	}
+	return out
+}
+
+// isPossible reports whether all hosts without the lost one would be enough.
+func (c *charter) isPossible() bool {
+	all := setOf(c.hosts())
+	delete(all, c.Lost)
+	return allow(c.electorates(), all, setOf(c.Ended))
+}
+
+// resign closes this host's coordinator.
+func (a *Agent) resign() {
+	a.mu.Lock()
+	c := a.coord
+	a.coord = nil
+	a.mu.Unlock()
+	if c != nil {
+		c.close()
+	}
+}
+
+// alone returns the error of an agent whose part of the network cannot go on.
+func (a *Agent) alone(ch *charter, cause, err error) error {
+	here := map[string]bool{a.uuid: true}
+	var t *JoinTimeoutError
+	if errors.As(err, &t) && t.Want > 0 {
+		for _, m := range t.Have {
+			for _, h := range ch.Plan.Hosts {
+				if h.Host == m.Host && h.PID == m.PID {
+					here[h.UUID] = true
+				}
+			}
+		}
+	}
+	why := minority(ch.electorates(), here, setOf(ch.Ended), ch.Epoch)
+	if why == "" {
+		why = fmt.Sprintf("the hosts that are left have not agreed on another coordinator: %v", err)
+	}
+	lost := *cause.(*MemberLostError)
+	lost.Reason += "; " + why
+	return &lost
+}
+
+// warnEvery is the time between two attempts to find a seed that has started again.
+const warnEvery = lastCallTime / 6
+
+// warnSeeds tells seeds that start again where the job is, until this host does not coordinate any more. Such a
+// seed would otherwise begin another job. It knows no other address than the seeds'.
+func (a *Agent) warnSeeds(k *client) {
+	ctx, cancel := context.WithCancel(a.life)
+	defer cancel()
+	defer context.AfterFunc(k.ctx, cancel)()
+	for sleep(ctx, warnEvery) {
+		var all sync.WaitGroup
+		for _, seed := range a.cfg.Seeds {
+			all.Go(func() { a.warnSeed(ctx, seed) })
+		}
+		all.Wait()
+	}
+}
+
+// warnSeed tells one seed, if it has a coordinator.
+func (a *Agent) warnSeed(ctx context.Context, seed string) {
+	h, p, err := splitAddr(seed, defaultPort)
+	if err != nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, dialAttempt/2)
+	defer cancel()
+	l, hello, err := dial(ctx, a.cfg.Job, net.JoinHostPort(h, p), a.keys.control)
+	if err != nil {
+		return // no seed, or one that has joined the job
+	}
+	if !hello.Running && !hello.Elects {
+		_ = l.write(frame{body: message{kind: kindElsewhere, epoch: firstEpoch, body: []byte(a.port.at)}.encode()}, handshakeTimeout) // the next attempt follows
+	}
+	l.finish()
+}
+
+// followNext makes k the connection to the coordinator, and repeats what the last one may not know.
+func (a *Agent) followNext(t *attempt, k *client, addr string) {
+	a.mu.Lock()
+	old := a.k
+	a.k, a.addr, a.choosing = k, addr, false
+	var repeat []message
+	for _, local := range slices.Sorted(maps.Keys(a.owed)) {
+		repeat = append(repeat, note(kindExit, a.owed[local]))
+	}
+	if a.drains != nil {
+		repeat = append(repeat, note(kindDrain, *a.drains))
+	}
+	if a.done {
+		repeat = append(repeat, message{kind: kindDone, epoch: firstEpoch})
+	}
+	moved := a.moved
+	a.moved = make(chan struct{})
+	coordinates := a.coord != nil
+	a.mu.Unlock()
+	old.close()
+	for _, m := range repeat {
+		_ = k.send(m) // the reader handles a failure
+	}
+	close(moved)
+	if coordinates && !a.seed {
+		a.wg.Go(func() { a.warnSeeds(k) })
+	}
+	context.AfterFunc(k.ctx, func() { a.orphaned(k, t) })
+}

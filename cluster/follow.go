@@ -1,0 +1,100 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"syscall"
+
+	"github.com/gochorus/chorus/internal/plain"
+)
+
+// whereabouts asks the launcher of this process who coordinates the job. The address is "" if the
+// launcher does not know yet. If over is not "", it is why the job has ended on this host.
+func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, over string) {
+	l, hello, err := dial(ctx, cfg.Job, cfg.agentAt, key)
+	if r, ok := errors.AsType[*referral](err); ok {
+		return r.at, r.over
+	}
+	if err != nil {
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			over = "the launcher of this host has ended"
+		}
+		return "", over
+	}
+	l.close()
+	if hello.Elects {
+		return "", ""
+	}
+	return cfg.agentAt, ""
+}
+
+// isOrphan reports whether this process may go on with another coordinator.
+func (r *runner) isOrphan() bool {
+	how := loss(r.k.loss.Load())
+	return r.cfg.agentAt != "" && r.k.ctx.Err() != nil && r.parent.Err() == nil && (how == lostSilent || how == lostEnded) && len(r.end) == 0
+}
+
+// followAgent registers with the coordinator that the launcher has chosen after the loss of the last one.
+func (r *runner) followAgent() error {
+	lost := r.k
+	lost.close()
+	select {
+	case <-r.worlds: // its coordinator is lost
+	default:
+	}
+	ctx, cancel := context.WithTimeout(r.parent, Timing{LostAfter: lost.hello.LostAfter}.successionTime()+joinPatience*lost.hello.LostAfter)
+	defer cancel()
+	for delay := firstRetry; ; delay = min(2*delay, lastRetry/4) {
+		at, over := r.cfg.whereabouts(ctx, r.key)
+		if over != "" {
+			return lostBecause(lost, over)
+		}
+		if at != "" && at != lost.to.addr { // the launcher may notice the loss later
+			l, hello, err := dial(ctx, r.cfg.Job, at, r.key)
+			if err == nil && !hello.Elects && hello.Agent != lost.hello.Agent {
+				r.cfg.Addr, r.cfg.at = at, at
+				return r.register(l, hello)
+			}
+			if err == nil {
+				l.close()
+			}
+		}
+		if !sleep(ctx, delay) {
+			return context.Cause(lost.ctx)
+		}
+	}
+}
+
+// lostBecause returns the loss of a coordinator with the launcher's reason why no other follows.
+func lostBecause(k *client, why string) error {
+	e, ok := errors.AsType[*MemberLostError](context.Cause(k.ctx))
+	if !ok {
+		return context.Cause(k.ctx)
+	}
+	f := *e
+	f.Reason = plain.Text(why)
+	return &f
+}
+
+// register tells a coordinator of this process.
+func (r *runner) register(l *link, hello welcome) error {
+	ready := make(chan struct{}) // r.k is set
+	r.k = newClient(l, target{r.cfg.Job, r.cfg.at, r.key}, r.cfg.Addr, r.cfg.Host, hello, func(k *client, m message) {
+		<-ready
+		r.event(k, m)
+	})
+	close(ready)
+	reg := r.cfg.registration()
+	reg.Elastic, reg.Agent, reg.Least = true, r.cfg.agent, r.least
+	if r.now != nil {
+		reg.Seat, reg.Member = r.now.epoch, r.now.me
+	}
+	m := note(kindRegister, reg)
+	m.id = registerWorker
+	if err := r.k.send(m); err != nil {
+		r.k.close()
+		return fmt.Errorf("cluster: join job %q: register at %s: %w", r.cfg.Job, r.cfg.Addr, err)
+	}
+	return nil
+}

@@ -1,0 +1,160 @@
+package cluster
+
+import (
+	"errors"
+	"net"
+	"strconv"
+	"sync"
+	"time"
+)
+
+// A port accepts the control connections of an agent. A seed has its own port. The agent of
+// another host shares the TCP port of gossip, which differs by the first byte, and opens a port
+// only without gossip. While this host runs a coordinator, the coordinator gets the connections.
+// Otherwise the agent answers who coordinates the job.
+type port struct {
+	agent   *Agent
+	at      string // the address for other hosts
+	local   string // the address for workers of this host
+	ln      net.Listener
+	limiter *connLimiter
+	wg      sync.WaitGroup
+
+	mu     sync.Mutex
+	tenant *tenant // nil: none
+	closed bool
+}
+
+// A tenant is the listener of a coordinator that uses a port.
+type tenant struct {
+	port  *port
+	conns chan net.Conn
+	over  chan struct{}
+	once  sync.Once
+}
+
+func newPort(a *Agent) *port { return &port{agent: a, limiter: newConnLimiter(maxStrangers)} }
+
+// open accepts the connections of ln.
+func (p *port) open(ln net.Listener, at string) {
+	p.ln, p.at, p.local = ln, at, reachable(ln.Addr())
+	p.wg.Go(func() {
+		for {
+			c, err := ln.Accept()
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			if err != nil { // probably out of file descriptors: retry
+				time.Sleep(50 * time.Millisecond)
+				continue
+			}
+			p.take(c)
+		}
+	})
+}
+
+// take hands a connection to the coordinator, or answers it.
+func (p *port) take(c net.Conn) {
+	p.mu.Lock()
+	t, closed := p.tenant, p.closed
+	if t == nil && !closed {
+		p.wg.Add(1)
+	}
+	p.mu.Unlock()
+	switch {
+	case closed:
+		c.Close()
+	case t == nil:
+		p.limiter.enter(c)
+		go p.refer(c)
+	default:
+		select {
+		case t.conns <- c:
+		case <-t.over:
+			c.Close()
+		}
+	}
+}
+
+// refer tells an authenticated process who coordinates the job.
+func (p *port) refer(c net.Conn) {
+	defer p.wg.Done()
+	defer c.Close()
+	defer p.limiter.leave(c)
+	if l, err := acceptHandshake(c, p.agent.cfg.Job, p.agent.keys.control); err == nil {
+		_ = l.write(frame{body: note(kindWelcome, p.agent.referral()).encode()}, handshakeTimeout) // the other process tries again
+	}
+}
+
+// let gives the port to a coordinator until it closes the listener.
+func (p *port) let() net.Listener {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.tenant = &tenant{port: p, conns: make(chan net.Conn), over: make(chan struct{})}
+	return p.tenant
+}
+
+func (p *port) close() {
+	p.mu.Lock()
+	p.closed = true
+	p.mu.Unlock()
+	if p.ln != nil {
+		p.ln.Close()
+	}
+	p.limiter.clear()
+	p.wg.Wait()
+}
+
+// Accept, Addr and Close implement net.Listener.
+func (t *tenant) Accept() (net.Conn, error) {
+	select {
+	case c := <-t.conns:
+		return c, nil
+	case <-t.over:
+		return nil, net.ErrClosed
+	}
+}
+
+func (t *tenant) Addr() net.Addr {
+	if t.port.ln != nil {
+		return t.port.ln.Addr()
+	}
+	h, p, _ := net.SplitHostPort(t.port.at)
+	n, _ := strconv.Atoi(p)
+	return &net.TCPAddr{IP: net.ParseIP(h), Port: n}
+}
+
+func (t *tenant) Close() error {
+	t.once.Do(func() {
+		close(t.over)
+		t.port.mu.Lock()
+		defer t.port.mu.Unlock()
+		if t.port.tenant == t {
+			t.port.tenant = nil
+		}
+	})
+	return nil
+}
+
+// A begunConn is a connection whose first byte was read.
+type begunConn struct {
+	net.Conn
+	first []byte
+}
+
+func (c *begunConn) Read(b []byte) (int, error) {
+	if len(c.first) > 0 && len(b) > 0 {
+		n := copy(b, c.first)
+		c.first = c.first[n:]
+		return n, nil
+	}
+	return c.Conn.Read(b)
+}
+
+// CloseWrite ends the writing, as for a TCP connection.
+func (c *begunConn) CloseWrite() error {
+	if w, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return w.CloseWrite()
+	}
+	return c.Close()
+}

@@ -1,0 +1,126 @@
+package cluster
+
+import (
+	"fmt"
+	"slices"
+)
+
+// An electorate is the hosts of an epoch, which decide on the next one: the UUIDs of their
+// agents in the order of succession, the coordinator first.
+type electorate []string
+
+// count returns the number of hosts that have not ended, and how many of them are present.
+func (e electorate) count(present, ended map[string]bool) (left, here int) {
+	for _, uuid := range e {
+		if ended[uuid] {
+			continue
+		}
+		left++
+		if present[uuid] {
+			here++
+		}
+	}
+	return left, here
+}
+
+// suffices reports whether the hosts that are present may go on: more than half of the
+// electorate, or half of it with the first host. Hosts whose launcher is known to have ended do
+// not count. Of two parts of a network, at most one may go on.
+func (e electorate) suffices(present, ended map[string]bool) bool {
+	left, here := e.count(present, ended)
+	if 2*here != left {
+		return 2*here > left
+	}
+	for _, uuid := range e {
+		if !ended[uuid] {
+			return present[uuid]
+		}
+	}
+	return false
+}
+
+// A charter is what an agent knows of the epochs of its job, so that another coordinator can
+// go on after the loss of the first one.
+type charter struct {
+	Epoch  uint64     `json:"epoch"` // the last that has begun
+	Voters electorate `json:"voters"`
+	// Next is the number of an epoch that was proposed and has perhaps begun on other hosts.
+	// Proposed has the electorates of its proposals: any of them may have begun.
+	Next     uint64       `json:"next,omitempty"`
+	Proposed []electorate `json:"proposed,omitempty"`
+	// Ended are hosts of the electorate whose launchers are known to have ended.
+	Ended   []string `json:"ended,omitempty"`
+	Lost    string   `json:"lost"` // UUID of the coordinator that was lost
+	Reason  string   `json:"reason"`
+	Plan    plan     `json:"plan"`
+	Members []Member `json:"members"`
+	Used    int      `json:"used,omitempty"` // restarts so far
+
+	// Of the agent's host:
+	Running []int        `json:"running,omitempty"` // local ranks of the workers that have not exited
+	Exits   map[int]Exit `json:"exits,omitempty"`   // of the others, by local rank
+}
+
+// electorates returns the electorates that have to agree on the next epoch.
+func (c *charter) electorates() []electorate {
+	es := []electorate{c.Voters}
+	if c.Next > c.Epoch {
+		es = append(es, c.Proposed...)
+	}
+	return es
+}
+
+// hosts returns the UUIDs of the hosts that may decide, in the order of succession, with duplicates.
+func (c *charter) hosts() []string { return slices.Concat(c.electorates()...) }
+
+// propose records the electorate of a proposal.
+func (c *charter) propose(next uint64, e electorate) {
+	if next > c.Next {
+		c.Next, c.Proposed = next, nil
+	}
+	same := func(x electorate) bool { return slices.Equal(x, e) }
+	if next == c.Next && len(e) > 0 && !slices.ContainsFunc(c.Proposed, same) {
+		c.Proposed = append(slices.Clone(c.Proposed), e)
+	}
+}
+
+// merge adds the knowledge of another agent.
+func (c *charter) merge(o *charter) {
+	if o.Epoch > c.Epoch {
+		c.Epoch, c.Voters, c.Plan, c.Members = o.Epoch, o.Voters, o.Plan, o.Members
+	}
+	for _, e := range o.Proposed {
+		c.propose(o.Next, e)
+	}
+	c.Used = max(c.Used, o.Used)
+	c.Ended = append(c.Ended, o.Ended...)
+}
+
+// allow reports whether the hosts present may form the next epoch.
+func allow(es []electorate, present, ended map[string]bool) bool {
+	for _, e := range es {
+		if !e.suffices(present, ended) {
+			return false
+		}
+	}
+	return true
+}
+
+// minority explains why the hosts present may not go on.
+func minority(es []electorate, present, ended map[string]bool, epoch uint64) string {
+	for _, e := range es {
+		if left, here := e.count(present, ended); !e.suffices(present, ended) {
+			return fmt.Sprintf("this part of the network has %d of the %s of epoch %d, and the job goes on only with more than half of them: the others may do so",
+				here, quantity(left, unitHost), epoch)
+		}
+	}
+	return ""
+}
+
+func setOf(uuids []string) map[string]bool {
+	m := map[string]bool{}
+	for _, u := range uuids {
+		m[u] = true
+	}
+	return m
+}

@@ -1,0 +1,116 @@
+package cluster
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestElectorate(t *testing.T) {
+	for name, tc := range map[string]struct {
+		present, ended string
+		goesOn         bool
+	}{
+		"majority":                        {"abc", "", true},
+		"majority without the first":      {"cde", "", true},
+		"minority":                        {"de", "", false},
+		"minority with the first":         {"ab", "", false},
+		"all":                             {"abcde", "", true},
+		"none":                            {"", "", false},
+		"first has ended":                 {"bcd", "a", true},
+		"half, next to the first":         {"bc", "a", true},
+		"half, without the next":          {"de", "a", false},
+		"two of three that are left":      {"de", "ab", true},
+		"the only one that is left":       {"e", "abcd", true},
+		"half that is left, with first":   {"a", "bcd", true},
+		"half that is left, not the next": {"e", "abc", false},
+		"only hosts of other epochs":      {"xyz", "", false},
+	} {
+		e := electorate(strings.Split("abcde", ""))
+		require.Equal(t, tc.goesOn, e.suffices(setOf(strings.Split(tc.present, "")), setOf(strings.Split(tc.ended, ""))), name)
+	}
+	two := electorate{"a", "b"}
+	require.True(t, two.suffices(setOf([]string{"a"}), nil), "the coordinator of two, after silence of the other")
+	require.False(t, two.suffices(setOf([]string{"b"}), nil), "the other one, after silence of the coordinator")
+	require.True(t, two.suffices(setOf([]string{"b"}), setOf([]string{"a"})), "the other one, after the end of the coordinator")
+	require.True(t, two.suffices(setOf([]string{"a"}), setOf([]string{"b"})), "the coordinator, after the end of the other one")
+}
+
+// Of all ways to split five hosts of which one has ended or not, at most one part goes on.
+func TestElectorateIsExclusive(t *testing.T) {
+	e := electorate(strings.Split("abcde", ""))
+	pick := func(mask int) map[string]bool {
+		m := map[string]bool{}
+		for i, u := range e {
+			m[u] = mask>>i&1 == 1
+		}
+		return m
+	}
+	for ended := range 1 << len(e) {
+		for part := range 1 << len(e) {
+			one, other := part&^ended, ^part&^ended&(1<<len(e)-1)
+			if e.suffices(pick(one), pick(ended)) && e.suffices(pick(other), pick(ended)) {
+				require.Fail(t, "two parts go on", "%05b and %05b, ended %05b", one, other, ended)
+			}
+			// The parts may know of different ends: what one part has not seen counts as absent.
+			if e.suffices(pick(one), pick(ended)) && e.suffices(pick(other), nil) {
+				require.Fail(t, "two parts go on", "%05b and %05b, only the first knows that %05b ended", one, other, ended)
+			}
+		}
+	}
+}
+
+// An epoch that was proposed may have begun: both electorates must agree.
+func TestProposedEpochCounts(t *testing.T) {
+	c := charter{Epoch: 4, Voters: electorate(strings.Split("abcde", "")), Next: 5, Proposed: []electorate{strings.Split("abc", "")}}
+	require.False(t, allow(c.electorates(), setOf(strings.Split("cde", "")), nil), "a and b may be in epoch 5")
+	require.True(t, allow(c.electorates(), setOf(strings.Split("bcd", "")), nil))
+	require.Contains(t, minority(c.electorates(), setOf(strings.Split("cde", "")), nil, 4), "1 of the 3 hosts")
+	c.Next = 4 // it has begun
+	require.True(t, allow(c.electorates(), setOf(strings.Split("cde", "")), nil))
+	other := charter{Epoch: 5, Voters: electorate{"a", "b"}}
+	c.merge(&other)
+	require.Equal(t, uint64(5), c.Epoch)
+	require.Equal(t, electorate{"a", "b"}, c.Voters)
+}
+
+// One epoch may be proposed several times, and the agents may have got different proposals: all
+// count, because any of them may have begun.
+func TestAllProposalsCount(t *testing.T) {
+	hosts := func(s string) electorate { return strings.Split(s, "") }
+	c := charter{Epoch: 1, Voters: hosts("abcde")}
+	c.propose(2, hosts("abcde"))
+	c.merge(&charter{Epoch: 1, Next: 2, Proposed: []electorate{hosts("abe"), hosts("abcde")}})
+	require.Equal(t, []electorate{hosts("abcde"), hosts("abcde"), hosts("abe")}, c.electorates())
+	require.False(t, allow(c.electorates(), setOf(hosts("cde")), nil), "a and b may be in the epoch of a, b and e")
+	c.propose(3, hosts("abc"))
+	require.Equal(t, []electorate{hosts("abcde"), hosts("abc")}, c.electorates())
+}
+
+// A proposal says which launchers have ended: if the coordinator is lost at once, the agents need not
+// count them.
+func TestProposalSaysWhoHasEnded(t *testing.T) {
+	k := &client{stream: newStream(nil, newRunClock(time.Second), time.Minute)}
+	a := &Agent{uuid: "d", memory: memory{charter: &charter{Epoch: 2, Voters: electorate{"b", "c", "d"}}}}
+	m := note(kindPropose, news{Voters: electorate{"b", "d"}, Ended: []string{"c"}})
+	m.epoch = 3
+	a.proposed(k, m)
+	a.proposed(k, m)
+	require.Equal(t, []string{"c"}, a.ended)
+	require.True(t, allow(a.charter.electorates(), setOf([]string{"d"}), setOf([]string{"b", "c"})))
+}
+
+// News of the current epoch may come while the next one is proposed: the proposal still counts.
+func TestNewsKeepTheProposal(t *testing.T) {
+	a := &Agent{uuid: "c"}
+	a.now.Store(&attempt{})
+	n := news{Plan: plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}, {UUID: "c"}}}, Voters: electorate{"a", "b", "c"}}
+	a.news(1, n)
+	a.charter.propose(2, electorate{"a", "c"})
+	a.news(1, n)
+	require.Equal(t, []electorate{{"a", "b", "c"}, {"a", "c"}}, a.charter.electorates())
+	a.news(2, n)
+	require.Equal(t, []electorate{{"a", "b", "c"}}, a.charter.electorates())
+}

@@ -1,0 +1,137 @@
+package cluster
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// profileVar is "default" for the default time limits in elasticMain.
+const profileVar = "CLUSTER_TEST_PROFILE"
+
+// elasticMain is a launcher with one worker, which is in the same process. It ends after SIGUSR1
+// to one of the launchers.
+func elasticMain(host, seed string) int {
+	nodes, _ := strconv.Atoi(os.Getenv(nodesVar))
+	timing := quick
+	timing.LostAfter = time.Second
+	if os.Getenv(profileVar) == "default" {
+		timing = Timing{}
+	}
+	a, err := Start(context.Background(), &Config{Job: "split", Nodes: nodes, MinNodes: 1, Host: host, Seeds: []string{seed}, Secret: testSecret, Timing: timing,
+		Notify: func(line string) { fmt.Println(line) }})
+	if err != nil {
+		fmt.Println("start:", err)
+		return 41
+	}
+	defer a.Close()
+	for _, v := range a.WorkerEnv(0) {
+		name, value, _ := strings.Cut(v, "=")
+		os.Setenv(name, value)
+	}
+	asked := make(chan os.Signal, 1)
+	signal.Notify(asked, syscall.SIGUSR1)
+	err = Run(context.Background(), nil, func(ctx context.Context, w *World) error {
+		context.AfterFunc(ctx, func() { fmt.Println("epoch", w.Epoch(), "ends") })
+		if err := w.Barrier(ctx, "begin"); err != nil {
+			return err
+		}
+		fmt.Printf("works in epoch %d of %d\n", w.Epoch(), w.Size())
+		go func() {
+			select {
+			case <-asked:
+				_ = w.Set(ctx, "finish", []byte("yes")) // the next epoch asks again
+			case <-ctx.Done():
+			}
+		}()
+		_, err := w.Get(ctx, "finish")
+		return err
+	})
+	if err != nil {
+		fmt.Println("run:", err)
+		return 42
+	}
+	if err := a.Shutdown(context.Background()); err != nil {
+		fmt.Println("shut down:", err)
+		return 43
+	}
+	return 0
+}
+
+// split moves hosts to another switch.
+func (l *lan) split(hosts ...int) {
+	l.do("ip link add %sb type bridge", l.id)
+	l.t.Cleanup(func() { l.do("ip link del %sb", l.id) })
+	l.do("ip link set %sb up", l.id)
+	for _, i := range hosts {
+		l.do("ip link set %s master %sb", l.port(i), l.id)
+	}
+}
+
+// join ends split.
+func (l *lan) join(hosts ...int) {
+	for _, i := range hosts {
+		l.do("ip link set %s master %s", l.port(i), l.id)
+	}
+}
+
+// TestSplit splits the network of an elastic job into two parts. The part with most hosts goes on,
+// or the half with the coordinator. The other part ends and says why, also if the network is
+// whole again.
+func TestSplit(t *testing.T) {
+	for name, test := range map[string]struct {
+		goes, ends []int
+		profile    string
+	}{
+		"the coordinator is in the minority": {goes: []int{2, 3, 4}, ends: []int{0, 1}},
+		"the coordinator is in the majority": {goes: []int{0, 1, 2}, ends: []int{3, 4}},
+		"two halves":                         {goes: []int{0, 1}, ends: []int{2, 3}},
+		"the coordinator alone":              {goes: []int{1, 2}, ends: []int{0}},
+		"two hosts":                          {goes: []int{0}, ends: []int{1}},
+		"the default time limits":            {goes: []int{1, 2, 3}, ends: []int{0}, profile: "default"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			n := len(test.goes) + len(test.ends)
+			l := newLAN(t, n)
+			ps := make([]*process, n)
+			for i := range ps {
+				ps[i] = l.start(i, []string{fmt.Sprint(nodesVar, "=", n), profileVar + "=" + test.profile}, "elastic", fmt.Sprint("n", i), l.ip(0))
+			}
+			for _, p := range ps {
+				for !strings.Contains(p.await(t, "works in epoch"), fmt.Sprintf(" of %d\n", n)) {
+				}
+			}
+			l.split(test.ends...)
+			cut := time.Now()
+			ps[test.goes[0]].await(t, "ends")
+			t.Logf("epoch 1 ends %v after the cut", time.Since(cut))
+			for _, i := range test.goes {
+				require.Contains(t, ps[i].await(t, "works in epoch"), fmt.Sprintf("works in epoch 2 of %d\n", len(test.goes)))
+			}
+			t.Logf("the next epoch works %v after the cut", time.Since(cut))
+			require.Less(t, time.Since(cut), 5*time.Second)
+			for _, i := range test.ends {
+				text := ps[i].await(t, fmt.Sprintf("this part of the network has %d of the %d hosts of epoch 1", len(test.ends), n))
+				code, rest := ps[i].exit()
+				require.Equal(t, 42, code, rest)
+				require.NotContains(t, text+rest, "works in epoch")
+			}
+			l.join(test.ends...)
+			require.NoError(t, ps[test.goes[0]].cmd.Process.Signal(syscall.SIGUSR1))
+			for _, i := range test.goes {
+				code, text := ps[i].exit()
+				require.Zero(t, code, text)
+				require.NotContains(t, text, "works in epoch", "the epoch of the others goes on")
+			}
+		})
+	}
+}

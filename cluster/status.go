@@ -1,0 +1,244 @@
+package cluster
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/status"
+)
+
+// A Status is the state of a job at one moment.
+type Status struct {
+	Job      string         `json:"job"`
+	Epoch    int            `json:"epoch"`
+	Restarts int            `json:"restarts"` // how often all processes were started again
+	Hosts    []string       `json:"hosts"`    // by node
+	Members  []MemberStatus `json:"members"`  // in the order of ranks
+}
+
+// A MemberStatus is the state of one process.
+type MemberStatus struct {
+	Member
+	// State is "joining" if the process has not attached yet, "running", "lost", or "ended" if
+	// it has left.
+	State  string        `json:"state"`
+	Silent time.Duration `json:"silent"` // since its last message to the coordinator
+	// Report describes the process's collectives and memory as JSON. It is nil if the process
+	// has not answered, and Missing then has the reason.
+	Report  []byte `json:"report,omitempty"`
+	Missing string `json:"missing,omitempty"`
+}
+
+const (
+	// reportTime limits the time of a process to collect its report, and answerTime the time
+	// until the coordinator answers without the report.
+	reportTime = 600 * time.Millisecond
+	answerTime = time.Second
+	// maxReports limits the sum of all reports of a job, and maxStatus a status.
+	maxReports = 16 << 20
+	maxStatus  = 2 * maxReports
+)
+
+// Status asks all processes of the job for their progress. A process that does not answer
+// within a second has no Report. The processes do nothing for it between two calls.
+func (a *Agent) Status(ctx context.Context) (*Status, error) {
+	k := a.client()
+	m, id, err := k.ask(ctx, k.open.Done(), message{kind: kindStatus, epoch: firstEpoch})
+	if err != nil {
+		k.drop(id)
+		return nil, fmt.Errorf("cluster: status of job %q: %w", a.cfg.Job, err)
+	}
+	s, err := unpackStatus(m.body)
+	if err != nil {
+		return nil, fmt.Errorf("cluster: status of job %q: the coordinator's answer: %w", a.cfg.Job, err)
+	}
+	return s, nil
+}
+
+// unpackStatus decodes the coordinator's answer.
+func unpackStatus(b []byte) (*Status, error) {
+	z, err := gzip.NewReader(bytes.NewReader(b))
+	if err != nil {
+		return nil, err
+	}
+	text, err := io.ReadAll(io.LimitReader(z, maxStatus+1))
+	if err == nil && len(text) > maxStatus {
+		err = fmt.Errorf("more than %d bytes", maxStatus)
+	}
+	if err != nil {
+		return nil, err
+	}
+	s := new(Status)
+	if err := json.Unmarshal(text, s); err != nil {
+		return nil, err
+	}
+	plain.Record(s)
+	return s, nil
+}
+
+// pack encodes a status as one message. If it is too long, the reports are left out.
+func (s *Status) pack() []byte {
+	for {
+		var b bytes.Buffer
+		z, _ := gzip.NewWriterLevel(&b, gzip.BestSpeed)             // the level is valid
+		err := errors.Join(json.NewEncoder(z).Encode(s), z.Close()) // cannot fail: the fields have only texts, numbers and bytes
+		if err == nil && b.Len() <= maxMessageBytes-messageHeadBytes {
+			return b.Bytes()
+		}
+		if !slices.ContainsFunc(s.Members, func(m MemberStatus) bool { return m.Report != nil }) {
+			return nil
+		}
+		for i := range s.Members {
+			s.Members[i].Report, s.Members[i].Missing = nil, "the reports of all processes together are too long"
+		}
+	}
+}
+
+// An inquiry collects the reports of all processes. Agents that ask meanwhile get the same answer.
+type inquiry struct {
+	id      uint64
+	askers  []asker
+	waiting map[*peer]bool
+	reports map[*peer][]byte
+	most    int // bytes of a report
+}
+
+// An asker is an agent, with the number of its request.
+type asker struct {
+	peer *peer
+	id   uint64
+}
+
+// inquire begins an inquiry for an agent, or adds the agent to the current one.
+func (c *coordinator) inquire(p *peer, id uint64) {
+	if q := c.inquiry; q != nil {
+		q.askers = append(q.askers, asker{p, id})
+		return
+	}
+	c.lastInquiry++
+	q := &inquiry{id: c.lastInquiry, askers: []asker{{p, id}}, waiting: map[*peer]bool{}, reports: map[*peer][]byte{}}
+	q.most = maxReports / max(len(c.workers), 1)
+	c.inquiry = q
+	for _, w := range c.workers {
+		if w.state == peerJoined {
+			q.waiting[w] = true
+			w.send(message{kind: kindInquiry, epoch: firstEpoch, id: q.id})
+		}
+	}
+	if len(q.waiting) == 0 {
+		c.answerInquiry(q)
+		return
+	}
+	time.AfterFunc(answerTime, func() {
+		c.mu.Lock()
+		defer c.unlock()
+		c.answerInquiry(q)
+	})
+}
+
+// reported handles the report of a worker.
+func (c *coordinator) reported(p *peer, m message) {
+	q := c.inquiry
+	if q == nil || m.id != q.id || !q.waiting[p] {
+		return // too late
+	}
+	delete(q.waiting, p)
+	q.reports[p] = m.body
+	if len(q.waiting) == 0 {
+		c.answerInquiry(q)
+	}
+}
+
+// answerInquiry sends the status to all agents that have asked. It compresses the status
+// without the lock.
+func (c *coordinator) answerInquiry(q *inquiry) {
+	if c.inquiry != q || c.closed {
+		return
+	}
+	c.inquiry = nil
+	s := c.status(q)
+	c.wg.Go(func() {
+		b := s.pack()
+		for _, a := range q.askers {
+			a.peer.send(message{kind: kindReply, epoch: firstEpoch, id: a.id, body: b})
+		}
+	})
+}
+
+// status returns the state of the job with the reports of an inquiry.
+func (c *coordinator) status(q *inquiry) *Status {
+	s := &Status{Job: c.cfg.job, Epoch: int(c.epoch)}
+	var all []Member
+	if c.plan != nil {
+		s.Restarts = c.plan.Restarts
+		for node, h := range c.plan.Hosts {
+			s.Hosts = append(s.Hosts, h.Host)
+			for local := range h.LocalSize {
+				all = append(all, Member{Rank: len(all), LocalRank: local, LocalSize: h.LocalSize, Node: node, Host: h.Host})
+			}
+		}
+	}
+	if c.world != nil {
+		all = c.world.Members
+	}
+	for _, m := range all {
+		s.Members = append(s.Members, c.memberStatus(m, q))
+	}
+	return s
+}
+
+func (c *coordinator) memberStatus(m Member, q *inquiry) MemberStatus {
+	at := slices.IndexFunc(c.workers, func(p *peer) bool {
+		return p.reg.Rank == m.Rank && (m.PID == 0 || p.reg.PID == m.PID && p.reg.Host == m.Host)
+	})
+	x := MemberStatus{Member: m, State: "joining"}
+	lost := c.faults.lost
+	switch {
+	case lost != nil && !lost.Stop && lost.Rank == m.Rank:
+		x.State, x.Missing = "lost", lost.Reason
+		return x
+	case at < 0 && c.world == nil:
+		x.Missing = "it has not attached to the job yet"
+		return x
+	case at < 0:
+		x.State, x.Missing = "lost", "it has left the world of the job"
+		return x
+	case c.workers[at].state != peerJoined:
+		x.State, x.Missing = "ended", "it has left the job"
+		return x
+	}
+	p := c.workers[at]
+	x.State, x.PID, x.Silent = "running", p.reg.PID, p.silent()
+	switch r, ok := q.reports[p]; {
+	case !ok:
+		x.Missing = fmt.Sprintf("it did not answer within %v: it is stopped, busy or unreachable", answerTime)
+	case len(r) > q.most:
+		x.Missing = fmt.Sprintf("its report has %d bytes: a job of %d processes has room for %d", len(r), len(c.workers), q.most)
+	default:
+		x.Report = r
+	}
+	return x
+}
+
+// A responder sends reports, one at a time.
+type responder struct{ busy atomic.Bool }
+
+// respond collects and sends a report on a separate goroutine.
+func (k *client) respond(m message) {
+	if !k.responder.busy.CompareAndSwap(false, true) {
+		return // the last one has not ended
+	}
+	k.wg.Go(func() {
+		defer k.responder.busy.Store(false)
+		_ = k.send(message{kind: kindReport, epoch: firstEpoch, id: m.id, body: status.Take(reportTime)}) // an error means that the job has ended
+	})
+}

@@ -1,0 +1,128 @@
+package cluster
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/status"
+)
+
+// TestStatus asks for the status of a job on two hosts from both agents.
+func TestStatus(t *testing.T) {
+	as, errs := startAll(t, onLoopback(t, 2, 1)...)
+	for _, err := range errs {
+		require.NoError(t, err)
+	}
+	before, err := as[1].Status(t.Context())
+	require.NoError(t, err)
+	require.Len(t, before.Members, 3)
+	for rank, m := range before.Members {
+		require.Equal(t, rank, m.Rank)
+		require.Equal(t, "joining", m.State)
+		require.Equal(t, "it has not attached to the job yet", m.Missing)
+	}
+	remove := status.Add("test", func(p *status.Process) { p.Notes = append(p.Notes, "here") })
+	defer remove()
+	ss := attachAll(t, as...)
+	for _, a := range as {
+		s, err := a.Status(t.Context())
+		require.NoError(t, err)
+		require.Equal(t, t.Name(), s.Job)
+		require.Equal(t, 1, s.Epoch)
+		require.Equal(t, []string{"n9", "n10"}, s.Hosts)
+		require.Len(t, s.Members, 3)
+		for rank, m := range s.Members {
+			require.Equal(t, ss[rank].Members()[rank], m.Member)
+			require.Equal(t, "running", m.State)
+			p, err := status.Decode(m.Report)
+			require.NoError(t, err, "%s", m.Missing)
+			require.Equal(t, []string{"here"}, p.Notes)
+		}
+	}
+}
+
+// TestStatusOfSilentProcesses asks for the status while one process does not answer, one has
+// answered too much, and one has left.
+func TestStatusOfSilentProcesses(t *testing.T) {
+	c, agent, worker := judged()
+	c.clock = newRunClock(quick.Heartbeat)
+	c.world = &world{}
+	for rank := range 3 {
+		w := worker(rank)
+		w.reg.PID = 100 + rank
+		c.world.Members = append(c.world.Members, w.reg.Member)
+	}
+	worker(2).state = peerGone
+	c.inquire(agent, 7)
+	c.inquire(agent, 8)
+	q := c.inquiry
+	require.Len(t, q.askers, 2)
+	q.most = 10
+	c.reported(worker(2), message{kind: kindReport, id: q.id, body: []byte("{}")})
+	c.reported(worker(0), message{kind: kindReport, id: q.id + 1, body: []byte("{}")})
+	require.Len(t, q.waiting, 2, "answers of others, and to other questions, do not count")
+	c.reported(worker(1), message{kind: kindReport, id: q.id, body: make([]byte, 11)})
+	s := c.status(q)
+	require.Equal(t, "it did not answer within 1s: it is stopped, busy or unreachable", s.Members[0].Missing)
+	require.Equal(t, "its report has 11 bytes: a job of 3 processes has room for 10", s.Members[1].Missing)
+	require.Equal(t, "ended", s.Members[2].State)
+	c.mu.Lock()
+	c.answerInquiry(q)
+	c.unlock()
+	require.Nil(t, c.inquiry)
+	c.wg.Wait()
+	for i, id := range []uint64{7, 8} {
+		m, err := decodeMessage(agent.out[len(agent.out)-2+i])
+		require.NoError(t, err)
+		require.Equal(t, kindReply, m.kind)
+		require.Equal(t, id, m.id)
+	}
+}
+
+// TestLongStatus packs reports that do not fit in a message.
+func TestLongStatus(t *testing.T) {
+	s := &Status{Job: "j"}
+	for rank := range 64 {
+		s.Members = append(s.Members, MemberStatus{Member: Member{Rank: rank}, Report: randomBytes(64 << 10)})
+	}
+	got, err := unpackStatus(s.pack())
+	require.NoError(t, err)
+	require.Len(t, got.Members, 64)
+	require.Nil(t, got.Members[0].Report)
+	require.Equal(t, "the reports of all processes together are too long", got.Members[63].Missing)
+
+	s.Members = s.Members[:1]
+	s.Members[0].Report, s.Members[0].Host = bytes.Repeat([]byte(" "), 1<<16), "a\x1b[2J"
+	got, err = unpackStatus(s.pack())
+	require.NoError(t, err)
+	require.Len(t, got.Members[0].Report, 1<<16)
+	require.Equal(t, `a\x1b[2J`, got.Members[0].Host)
+}
+
+// TestWorkersCannotAsk sends the question of a launcher as a worker.
+func TestWorkersCannotAsk(t *testing.T) {
+	c, _, worker := judged()
+	c.elastic = nil
+	require.NoError(t, c.handleWorker(worker(0), message{kind: kindStatus, epoch: firstEpoch}))
+	require.Nil(t, c.inquiry)
+}
+
+// FuzzStatus decodes the coordinator's answer.
+func FuzzStatus(f *testing.F) {
+	f.Add((&Status{Job: "j", Members: []MemberStatus{{State: "running", Report: []byte("{}")}}}).pack())
+	f.Add([]byte{0x1f, 0x8b})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		s, err := unpackStatus(b)
+		if err != nil {
+			return
+		}
+		text, err := json.Marshal(s)
+		require.NoError(t, err)
+		require.False(t, strings.ContainsRune(string(text), 0x1b), fmt.Sprint(s))
+	})
+}

@@ -1,0 +1,234 @@
+package analyze
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// Analyze compares the ranks of a job.
+func (j *Job) Analyze() *Report {
+	r := &Report{Culprits: []Rank{}, Findings: []Finding{}, Groups: []Table{}, Files: j.files}
+	j.unreadable(r)
+	for _, g := range j.groups {
+		r.Groups = append(r.Groups, g.table())
+		if x := g.mismatch(); x != nil {
+			r.add(KindMismatch, x.text(), g, x.seq, ranks(x.culprits()))
+		}
+	}
+	j.hangs(r)
+	j.missing(r)
+	slices.SortStableFunc(r.Findings, func(a, b Finding) int { return slices.Index(kinds, a.Kind) - slices.Index(kinds, b.Kind) })
+	r.conclude()
+	return r
+}
+
+func (r *Report) add(kind, text string, g *group, seq uint64, culprits []Rank) {
+	f := Finding{Kind: kind, Text: text, Seq: seq, Ranks: culprits}
+	if g != nil {
+		f.Group = g.name
+	}
+	r.Findings = append(r.Findings, f)
+}
+
+// conclude makes the first finding the verdict.
+func (r *Report) conclude() {
+	r.Kind = KindNone
+	r.Verdict = "No difference found: all ranks issued the same operations, and none of them waits for another."
+	if len(r.Groups) == 0 {
+		r.Verdict = "No file has operations."
+	}
+	if len(r.Findings) > 0 {
+		f := &r.Findings[0]
+		r.Kind, r.Verdict, r.Culprits = f.Kind, f.Text, append(r.Culprits, f.Ranks...)
+	}
+}
+
+func (j *Job) unreadable(r *Report) {
+	for _, f := range j.files {
+		if f.Error != "" {
+			r.add(KindFile, fmt.Sprintf("The file %s cannot be read: %s.", f.Name, f.Error), nil, 0, nil)
+		}
+	}
+	for _, p := range j.twice[:min(len(j.twice), 1)] {
+		r.add(KindFile, fmt.Sprintf("The files are of two runs: %s and %s have the same rank. Remove the files of the earlier run.", p[0].name, p[1].name), nil, 0, nil)
+	}
+	for _, g := range j.groups {
+		for _, m := range g.members {
+			if m.unknown {
+				r.add(KindFile, fmt.Sprintf("The operations of %s in %s are not known: the recorder was off, or its ring was too small; set CHORUS_NCCL_TRACE_SIZE or TORCH_FR_BUFFER_SIZE.", m.name, g.name), g, 0, nil)
+			}
+		}
+	}
+}
+
+// missing reports the ranks without a file that no other finding has explained.
+func (j *Job) missing(r *Report) {
+	var list []Rank
+	for _, g := range j.groups {
+		for _, n := range j.absent(g) {
+			if !slices.ContainsFunc(list, func(x Rank) bool { return x.Name == n.name }) && len(list) < mostNamed && !n.seen {
+				list = append(list, n.rank())
+			}
+		}
+	}
+	if len(list) == 0 || slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindMissing }) {
+		return
+	}
+	r.add(KindMissing, fmt.Sprintf("No file has the operations of %s. Either the process ended before it wrote one, or its files are missing here.", joined(list)), nil, 0, list)
+}
+
+func joined(list []Rank) string {
+	texts := make([]string, len(list))
+	for i, x := range list {
+		texts[i] = x.Name
+	}
+	return strings.Join(texts, ", ")
+}
+
+// hangs reports why operations do not complete.
+func (j *Job) hangs(r *Report) {
+	var all, complete []*stuck
+	var waits []wait
+	blocked := map[*node]bool{}
+	for _, g := range j.groups {
+		for _, f := range g.transfers() {
+			r.add(KindTransfer, f.text, g, 0, ranks(f.ranks))
+			if f.to != nil {
+				waits = append(waits, f.wait)
+			}
+		}
+		s := g.stuck()
+		if s == nil {
+			continue
+		}
+		all = append(all, s)
+		list := j.waits(s)
+		waits = append(waits, list...)
+		if len(list) > 0 {
+			continue
+		}
+		complete = append(complete, s)
+		for _, m := range s.issuers {
+			blocked[m.node] = blocked[m.node] || len(s.done) == 0 && m.pending() != nil
+		}
+	}
+	g := newGraph(waits)
+	if c := g.cycle(); c != nil {
+		r.addCycle(c)
+		return
+	}
+	if a, b, first, second, ok := inversion(all); ok {
+		r.addInversion(a, b, first, second)
+		return
+	}
+	for _, w := range g.sinks(blocked) {
+		j.addSink(r, w)
+	}
+	for _, s := range complete {
+		r.addComplete(s)
+	}
+	if len(r.Findings) > 0 {
+		return
+	}
+	for _, g := range j.groups {
+		r.addPendingTransfer(g)
+	}
+}
+
+func (r *Report) addCycle(c []*wait) {
+	text, list := "Ranks wait for each other in a cycle: ", []Rank{}
+	for i, w := range c {
+		if i > 0 {
+			text += "; "
+		}
+		text += w.text() + place(w.op)
+		list = append(list, w.from.rank())
+	}
+	if slices.ContainsFunc(c, func(w *wait) bool { return w.group != c[0].group }) {
+		text += ". The ranks use the groups in different orders: issue the operations of groups that share ranks in the same order on all ranks."
+	} else {
+		text += ". Change the order of the sends and receives, or put them into one batch."
+	}
+	r.add(KindOrder, text, c[0].group, c[0].op.seq, list)
+}
+
+func (r *Report) addInversion(a, b *stuck, first, second *node) {
+	text := fmt.Sprintf("The ranks use groups in different orders: %s issued %s of %s before %s of %s, and %s issued them the other way round. Each rank runs the operations in its own order, so they wait for each other. Issue the operations of groups that share ranks in the same order on all ranks.",
+		first.name, a.op.position(), a.group.name, b.op.position(), b.group.name, second.name)
+	r.add(KindOrder, text, a.group, a.seq, []Rank{first.rank(), second.rank()})
+}
+
+// addSink reports a rank that other ranks wait for and that waits for no rank.
+func (j *Job) addSink(r *Report, w *wait) {
+	switch {
+	case w.op.peer >= 0:
+		return // the transfer is a finding already
+	case !w.to.seen:
+		r.add(KindMissing, fmt.Sprintf("No file has the operations of %s, and the other ranks wait in %s of %s%s. Its process has probably ended or hangs: look at its output and its host.",
+			w.to.name, w.op.position(), w.group.name, place(w.op)), w.group, w.op.seq, []Rank{w.to.rank()})
+		return
+	}
+	if !slices.ContainsFunc(w.group.present(), func(m *member) bool { return m.node == w.to }) {
+		r.add(KindMissing, fmt.Sprintf("The operations of %s in %s are not known, and the other ranks wait in %s%s. The rank has left the group, or its recorder was off.",
+			w.to.name, w.group.name, w.op.position(), place(w.op)), w.group, w.op.seq, []Rank{w.to.rank()})
+		return
+	}
+	text := fmt.Sprintf("%s has not issued %s of %s, and other ranks, such as %s, wait for it%s. ", upper(w.to.name), w.op.position(), w.group.name, w.from.name, place(w.op))
+	if e, g := j.lastOf(w.to); e == nil {
+		text += "It has issued no operation at all: look at what its program does before its first operation."
+	} else {
+		text += fmt.Sprintf("Its last operation is %s of %s, issued at %s%s, %s: look at what its program does after this operation.",
+			e.position(), g.name, moment(e.created), place(e), e.state())
+	}
+	r.add(KindBehind, text, w.group, w.op.seq, []Rank{w.to.rank()})
+}
+
+// lastOf returns the latest operation of a rank in all groups.
+func (j *Job) lastOf(n *node) (last *entry, of *group) {
+	for _, g := range j.groups {
+		for _, m := range g.members {
+			if k := len(m.list); m.node == n && k > 0 && (last == nil || m.list[k-1].created > last.created) {
+				last, of = &m.list[k-1], g
+			}
+		}
+	}
+	return last, of
+}
+
+// addComplete reports a collective that all ranks have issued.
+func (r *Report) addComplete(s *stuck) {
+	var slow []*member
+	for _, m := range s.issuers {
+		if e := m.pending(); e != nil && e.seq < s.seq {
+			slow = append(slow, m)
+		}
+	}
+	if len(slow) == 0 && len(s.done) > 0 {
+		slow = slices.DeleteFunc(slices.Clone(s.issuers), func(m *member) bool { return slices.Contains(s.done, m) })
+	}
+	if len(slow) > 0 && len(slow) < len(s.issuers) {
+		e := slow[0].pending()
+		r.add(KindSlow, fmt.Sprintf("All ranks have issued %s of %s, and other ranks have completed it, but not %s. The rank is slow, or its GPU or link is broken: check its GPU (%s) and its host.",
+			e.position(), s.group.name, names(slow), devices(slow)), s.group, e.seq, ranks(slow))
+		return
+	}
+	r.add(KindHardware, fmt.Sprintf("The program is not the cause: all %d ranks have issued %s of %s in the same way, and none is known to have completed it. Check the GPUs and the links between them: %s. chorus perf measures them.",
+		len(s.issuers), s.op.position(), s.group.name, devices(s.issuers)), s.group, s.seq, nil)
+}
+
+// devices names the GPUs of ranks.
+func devices(list []*member) string {
+	var texts []string
+	for _, m := range list[:min(len(list), mostNamed)] {
+		text := m.name
+		if m.uuid != "" {
+			text += ": " + m.device + " " + m.uuid
+		}
+		texts = append(texts, text)
+	}
+	if more := len(list) - mostNamed; more > 0 {
+		texts = append(texts, fmt.Sprintf("%d more", more))
+	}
+	return strings.Join(texts, ", ")
+}

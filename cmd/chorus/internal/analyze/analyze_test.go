@@ -1,0 +1,364 @@
+package analyze
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// An op is a synthetic operation; done says that it has completed.
+type op struct {
+	group string
+	name  string
+	n     int
+	dtype string
+	redop string
+	root  int
+	done  bool
+	peer  int // for send and recv
+	graph bool
+}
+
+// The world of the synthetic jobs has three ranks. Groups that are not here have all of them.
+var groupRanks = map[string][]int{"pair": {0, 1}, "left": {0, 1}, "right": {1, 2}, "cross": {2, 0}}
+
+func sum(done bool) op { return op{group: "world", name: "all_reduce", n: 8, redop: "sum", done: done} }
+
+func on(group string, o op) op { o.group = group; return o }
+
+// writeRank writes the dump of a rank as internal/flight does. base is the record before the
+// first operation, and the number of the collective before it.
+func writeRank(t *testing.T, dir string, rank, base int, groups []string, ops []op) {
+	t.Helper()
+	config, list, entries := map[string]any{}, []any{}, []any{}
+	for id, name := range groups {
+		ranks, in := groupRanks[name], 0
+		if ranks == nil {
+			ranks = []int{0, 1, 2}
+		}
+		for i, r := range ranks {
+			if r == rank {
+				in = i
+			}
+		}
+		text, err := json.Marshal(ranks)
+		require.NoError(t, err)
+		config[fmt.Sprint(id)] = map[string]any{"name": "key-" + name, "desc": name, "ranks": string(text), "rank": in, "size": len(ranks)}
+		record, seq := base, base
+		for at, o := range ops {
+			if o.group != name {
+				continue
+			}
+			record++
+			e := map[string]any{
+				"record_id": record, "pg_id": id, "process_group": []string{"key-" + name, name}, "time_created_ns": 1e18 + float64(at)*1e9,
+				"input_sizes": [][]int{{o.n}}, "output_sizes": [][]int{{o.n}}, "input_dtypes": []string{"Float"}, "state": "scheduled",
+				"captured": o.graph, "reduction": o.redop, "profiling_name": "nccl:" + o.name, "frames": []any{map[string]any{"name": "github.com/gochorus/chorus/comm.AllReduce[...]", "filename": "collective.go", "line": 60}, map[string]any{"name": "main.train", "filename": "main.go", "line": 10 + at}},
+			}
+			if o.dtype != "" {
+				e["input_dtypes"] = []string{o.dtype}
+			}
+			if o.done {
+				e["state"] = "completed"
+			}
+			switch o.name {
+			case "send":
+				e["is_p2p"], e["profiling_name"] = true, fmt.Sprintf("nccl:send %d->%d", in, o.peer)
+			case "recv":
+				e["is_p2p"], e["profiling_name"] = true, fmt.Sprintf("nccl:recv %d<-%d", in, o.peer)
+			case "broadcast":
+				e["root"] = o.root
+			}
+			if e["is_p2p"] == nil {
+				seq++
+			}
+			e["collective_seq_id"] = seq
+			entries = append(entries, e)
+		}
+		list = append(list, map[string]any{"pg_id": id, "rank": in, "world_rank": rank, "world_ranks": ranks, "world_size": 3, "device": "cuda:0",
+			"uuid": fmt.Sprint("GPU-", rank), "capacity": 2000, "issued": record, "accepted": record})
+	}
+	text, err := json.Marshal(map[string]any{"version": "2.10", "pg_config": config, "entries": entries,
+		"chorus": map[string]any{"format": 1, "host": fmt.Sprint("n", rank), "pid": 100 + rank, "clock": map[string]any{"wall_ns": 1e18}, "groups": list}})
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, fmt.Sprint("trace-", rank)), text, 0o600))
+}
+
+func analyze(t *testing.T, paths ...string) *Report {
+	t.Helper()
+	j, err := Load(paths)
+	require.NoError(t, err)
+	r := j.Analyze()
+	var b strings.Builder
+	require.NoError(t, r.WriteText(&b))
+	require.Contains(t, b.String(), r.Verdict)
+	require.NotContains(t, b.String(), "\x1b")
+	return r
+}
+
+func culprits(r *Report) (list []int) {
+	for _, c := range r.Culprits {
+		list = append(list, *c.World)
+	}
+	return list
+}
+
+func TestAnalyzeVerdicts(t *testing.T) {
+	world := []string{"world"}
+	with := func(change func(*op)) op { o := sum(false); change(&o); return o }
+	send := func(peer, n int) op { return op{group: "world", name: "send", n: n, peer: peer} }
+	recv := func(peer, n int) op { return op{group: "world", name: "recv", n: n, peer: peer} }
+	for name, c := range map[string]struct {
+		ranks    map[int][]op
+		groups   []string
+		kind     string
+		culprits []int
+		texts    []string
+	}{
+		"nothing": {map[int][]op{0: {sum(true)}, 1: {sum(true)}, 2: {sum(true)}}, world, KindNone, nil, []string{"No difference found"}},
+		"completions noticed late": {map[int][]op{0: slices.Repeat([]op{sum(false)}, 4), 1: {sum(true), sum(true)}, 2: {sum(true), sum(false), sum(false), sum(false)}},
+			world, KindBehind, []int{1}, []string{"Rank 1 (PID 101 on n1) has not issued collective 3", "Its last operation is collective 2"}},
+		"other operation": {map[int][]op{0: {sum(true), sum(false)}, 1: {sum(true), {group: "world", name: "broadcast", n: 8}}, 2: {sum(true), sum(false)}},
+			world, KindMismatch, []int{1}, []string{"in collective 2, in the operation", "rank 1 (PID 101 on n1) issued broadcast(8 x Float, root 0) at main.train (main.go:11)"}},
+		"other type": {map[int][]op{0: {with(func(o *op) { o.dtype = "Half" })}, 1: {sum(false)}, 2: {sum(false)}},
+			world, KindMismatch, []int{0}, []string{"in the type", "all_reduce(8 x Half, sum)"}},
+		"other size": {map[int][]op{0: {sum(false)}, 1: {sum(false)}, 2: {with(func(o *op) { o.n = 9 })}},
+			world, KindMismatch, []int{2}, []string{"in the size", "all_reduce(9 x Float, sum)"}},
+		"other reduction": {map[int][]op{0: {sum(false)}, 1: {sum(false)}, 2: {with(func(o *op) { o.redop = "max" })}},
+			world, KindMismatch, []int{2}, []string{"in the reduction"}},
+		"other root": {map[int][]op{0: {{group: "world", name: "broadcast", n: 8}}, 1: {{group: "world", name: "broadcast", n: 8, root: 1}}, 2: {{group: "world", name: "broadcast", n: 8}}},
+			world, KindMismatch, []int{1}, []string{"in the root"}},
+		"no majority": {map[int][]op{0: {on("pair", sum(false))}, 1: {on("pair", with(func(o *op) { o.n = 9 }))}},
+			[]string{"pair"}, KindMismatch, []int{0, 1}, []string{"no majority"}},
+		"skipped": {map[int][]op{0: {sum(true), sum(false), {group: "world", name: "broadcast", n: 8}}, 1: {sum(true), {group: "world", name: "broadcast", n: 8}}, 2: {sum(true), sum(false), {group: "world", name: "broadcast", n: 8}}},
+			world, KindMismatch, []int{1}, []string{"it may have skipped collective 2"}},
+		"behind": {map[int][]op{0: {sum(true), sum(false)}, 1: {sum(true)}, 2: {sum(true), sum(false)}},
+			world, KindBehind, []int{1}, []string{"Rank 1 (PID 101 on n1) has not issued collective 2 (all_reduce(8 x Float, sum)) of world", "Its last operation is collective 1", "main.go:10), completed"}},
+		"nothing issued": {map[int][]op{0: {sum(false)}, 1: {sum(false)}, 2: {}},
+			world, KindBehind, []int{2}, []string{"no operation at all"}},
+		"missing rank": {map[int][]op{0: {sum(false)}, 2: {sum(false)}},
+			world, KindMissing, []int{1}, []string{"No file has the operations of rank 1", "wait in collective 1"}},
+		"missing rank without a hang": {map[int][]op{0: {sum(true)}, 2: {sum(true)}},
+			world, KindMissing, []int{1}, []string{"No file has the operations of rank 1. Either"}},
+		"cycle of two groups": {map[int][]op{0: {on("world", sum(false))}, 1: {on("pair", sum(false))}, 2: {on("world", sum(false))}},
+			[]string{"world", "pair"}, KindOrder, []int{0, 1}, []string{"rank 0 (PID 100 on n0) waits for rank 1 (PID 101 on n1) in collective 1", "of world", "of pair", "in different orders"}},
+		"cycle of three groups": {map[int][]op{0: {on("left", sum(false))}, 1: {on("right", sum(false))}, 2: {on("cross", sum(false))}},
+			[]string{"left", "right", "cross"}, KindOrder, []int{0, 1, 2}, []string{"in a cycle"}},
+		"orders of two groups": {map[int][]op{0: {on("world", sum(false)), on("pair", sum(false))}, 1: {on("pair", sum(false)), on("world", sum(false))}, 2: {on("world", sum(false))}},
+			[]string{"world", "pair"}, KindOrder, []int{0, 1}, []string{"rank 0 (PID 100 on n0) issued collective 1", "before", "the other way round"}},
+		"chain": {map[int][]op{0: {on("left", sum(false))}, 1: {on("right", sum(false))}, 2: {on("world", sum(true))}},
+			[]string{"left", "right", "world"}, KindBehind, []int{2}, []string{"has not issued collective 1", "of right", "of world, issued at"}},
+		"behind because of another group": {map[int][]op{0: {on("left", sum(false))}, 1: {on("left", sum(false))}, 2: {on("right", sum(false))}},
+			[]string{"left", "right"}, KindHardware, nil, []string{"all 2 ranks have issued collective 1", "of left"}},
+		"captured": {map[int][]op{0: {with(func(o *op) { o.graph = true })}, 1: {with(func(o *op) { o.graph = true })}, 2: {}},
+			world, KindNone, nil, nil},
+		"slow": {map[int][]op{0: {sum(true), sum(false)}, 1: {sum(false), sum(false)}, 2: {sum(true), sum(false)}},
+			world, KindSlow, []int{1}, []string{"collective 1", "but not rank 1 (PID 101 on n1)", "GPU-1"}},
+		"slow at the end": {map[int][]op{0: {sum(true)}, 1: {sum(false)}, 2: {sum(true)}}, world, KindSlow, []int{1}, []string{"but not rank 1"}},
+		"hardware": {map[int][]op{0: {sum(true), sum(false)}, 1: {sum(true), sum(false)}, 2: {sum(true), sum(false)}},
+			world, KindHardware, nil, []string{"The program is not the cause: all 3 ranks have issued collective 2", "rank 2 (PID 102 on n2): cuda:0 GPU-2"}},
+		"send without a receive": {map[int][]op{0: {send(1, 8)}, 1: {}, 2: {}},
+			world, KindTransfer, []int{1}, []string{"send(8 x Float) to rank 1", "has not issued the matching receive"}},
+		"receive without a send": {map[int][]op{0: {}, 1: {recv(0, 8)}, 2: {}},
+			world, KindTransfer, []int{0}, []string{"recv(8 x Float) from rank 0", "has not issued the matching send"}},
+		"receive of another size": {map[int][]op{0: {send(1, 8)}, 1: {recv(0, 9)}, 2: {}},
+			world, KindTransfer, []int{0, 1}, []string{"sends send(8 x Float)", "receives recv(9 x Float)"}},
+		"receives in a cycle": {map[int][]op{0: {recv(1, 8)}, 1: {recv(0, 8)}, 2: {}},
+			world, KindOrder, []int{0, 1}, []string{"Change the order of the sends and receives"}},
+		"hardware of a transfer": {map[int][]op{0: {send(1, 8)}, 1: {recv(0, 8)}, 2: {}},
+			world, KindHardware, nil, []string{"the matching receive, and neither is known"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			for rank, ops := range c.ranks {
+				var mine []string
+				for _, g := range c.groups {
+					if ranks := groupRanks[g]; ranks == nil || ranks[0] == rank || ranks[1] == rank {
+						mine = append(mine, g)
+					}
+				}
+				writeRank(t, dir, rank, 0, mine, ops)
+			}
+			r := analyze(t, dir)
+			require.Equal(t, c.kind, r.Kind, r.Verdict)
+			for _, text := range c.texts {
+				require.Contains(t, r.Verdict, text)
+			}
+			require.ElementsMatch(t, c.culprits, culprits(r), r.Verdict)
+		})
+	}
+}
+
+// The rings of two ranks begin at different collectives. The comparison begins at the first one
+// that both hold, so that a difference before it does not count.
+func TestAnalyzeAlignsRings(t *testing.T) {
+	dir := t.TempDir()
+	old := sum(true)
+	old.n = 99
+	writeRank(t, dir, 0, 0, []string{"world"}, []op{old, sum(true), sum(false)})
+	writeRank(t, dir, 1, 1, []string{"world"}, []op{sum(true)})
+	writeRank(t, dir, 2, 0, []string{"world"}, []op{sum(true), sum(true), sum(false)})
+	r := analyze(t, dir)
+	require.Equal(t, KindBehind, r.Kind, r.Verdict)
+	require.EqualValues(t, []uint64{1, 2}, []uint64{r.Groups[0].Rows[0].Oldest, r.Groups[0].Rows[1].Oldest})
+	require.EqualValues(t, 3, r.Findings[0].Seq)
+}
+
+// If a ring has overwritten transfers, their numbers are not known, so only pending ones count.
+func TestAnalyzeTransfersOfFullRings(t *testing.T) {
+	send, recv := op{group: "left", name: "send", n: 8, peer: 1}, op{group: "left", name: "recv", n: 8}
+	done := send
+	done.done = true
+	for name, c := range map[string]struct {
+		recvs []op
+		kind  string
+	}{"paired": {[]op{recv}, KindHardware}, "alone": {nil, KindTransfer}} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			writeRank(t, dir, 1, 5, []string{"left"}, append([]op{on("left", sum(true))}, c.recvs...))
+			writeRank(t, dir, 0, 5, []string{"left"}, []op{on("left", sum(true)), done, send})
+			r := analyze(t, dir)
+			require.Equal(t, c.kind, r.Kind, r.Verdict)
+		})
+	}
+}
+
+// A process writes a file for each communicator that fails. The latest one counts.
+func TestAnalyzeLatestFile(t *testing.T) {
+	dir := t.TempDir()
+	for rank := range 3 {
+		writeRank(t, dir, rank, 0, []string{"world"}, []op{sum(false)})
+	}
+	text, err := os.ReadFile(filepath.Join(dir, "trace-1"))
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "trace-1-old"), []byte(strings.ReplaceAll(string(text), `"wall_ns":1000000000000000000`, `"wall_ns":1`)), 0o600))
+	writeRank(t, dir, 1, 0, []string{"world"}, []op{})
+	r := analyze(t, dir)
+	require.Equal(t, KindBehind, r.Kind, r.Verdict)
+}
+
+// Texts of a file cannot control the terminal.
+func TestAnalyzeQuotesTexts(t *testing.T) {
+	dir := t.TempDir()
+	o := sum(false)
+	o.name, o.redop, o.dtype = "all\x1b[2Jreduce", "s\x1bm", "F\x1b"
+	for rank := range 3 {
+		writeRank(t, dir, rank, 0, []string{"world"}, []op{o})
+	}
+	r := analyze(t, dir)
+	require.Contains(t, r.Verdict, `all\x1b[2Jreduce(8 x F\x1b, s\x1bm)`)
+}
+
+// A dump of an earlier run in the folder is a finding.
+func TestAnalyzeTwoRuns(t *testing.T) {
+	dir, old := t.TempDir(), t.TempDir()
+	writeRank(t, old, 0, 0, []string{"left"}, []op{on("left", sum(true))})
+	text, err := os.ReadFile(filepath.Join(old, "trace-0"))
+	require.NoError(t, err)
+	text = []byte(strings.ReplaceAll(string(text), `"pid":100`, `"pid":99`))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "trace-0-left"), text, 0o600))
+	for rank := range 3 {
+		writeRank(t, dir, rank, 0, []string{"world"}, []op{sum(true)})
+	}
+	r := analyze(t, dir)
+	require.Contains(t, r.Findings[len(r.Findings)-1].Text, "The files are of two runs: rank 0 (PID 100 on n0) and rank 0 (PID 99 on n0)")
+}
+
+// A rank whose recorder is off is a finding, and not a rank that is behind.
+func TestAnalyzeRecorderOff(t *testing.T) {
+	dir := t.TempDir()
+	for rank := range 3 {
+		writeRank(t, dir, rank, 0, []string{"world"}, []op{sum(false)})
+	}
+	file := filepath.Join(dir, "trace-1")
+	text, err := os.ReadFile(file)
+	require.NoError(t, err)
+	var d map[string]any
+	require.NoError(t, json.Unmarshal([]byte(strings.ReplaceAll(string(text), `"capacity":2000`, `"capacity":0`)), &d))
+	d["entries"] = []any{}
+	text, err = json.Marshal(d)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(file, text, 0o600))
+	r := analyze(t, dir)
+	require.Equal(t, KindMissing, r.Kind)
+	require.Contains(t, r.Verdict, "The operations of rank 1 (PID 101 on n1) in world are not known, and the other ranks wait in collective 1")
+	require.Contains(t, r.Findings[1].Text, "The operations of rank 1 (PID 101 on n1) in world are not known")
+}
+
+// The dumps of testdata/torch were written by hand after the fields of PyTorch 2.11.
+func TestAnalyzeTorch(t *testing.T) {
+	r := analyze(t, "testdata/torch")
+	require.Equal(t, KindBehind, r.Kind, r.Verdict)
+	require.Equal(t, []int{1}, culprits(r))
+	require.Contains(t, r.Verdict, "Rank 1 has not issued collective 3 (all_reduce(1024 x Float)) of default_pg")
+	require.Equal(t, []string{"torch", "torch"}, []string{r.Files[0].From, r.Files[1].From})
+}
+
+func TestAnalyzeBadFiles(t *testing.T) {
+	for name, c := range map[string]struct{ text, want string }{
+		"empty":          {"", "the file is empty"},
+		"truncated":      {`{"pg_config": {"0": {"name"`, "the file is truncated"},
+		"other JSON":     {`[1]`, "not a dump of a flight recorder"},
+		"no groups":      {`{"entries": []}`, `it has no "pg_config"`},
+		"other type":     {`{"pg_config": 7}`, `"pg_config"`},
+		"bad ranks":      {`{"pg_config": {"0": {"ranks": "all", "rank": 0}}}`, `the ranks of a group are "all"`},
+		"bad rank":       {`{"pg_config": {"0": {"ranks": "[0]", "rank": 3}}}`, "rank 3 of 1 ranks"},
+		"odd transfer":   {`{"entries": [{"is_p2p": true, "profiling_name": "nccl:isend"}]}`, `want "send A->B"`},
+		"control":        {`{"pg_config": {"0": {"ranks": "\u001b[2J", "rank": 0}}}`, `x1b[2J`},
+		"classes":        {"\x80\x02cos\nsystem\n.", "pickle"},
+		"torch unranked": {`{"pg_config": {"0": {"ranks": "[0]"}}}`, "does not end in the rank"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "trace")
+			require.NoError(t, os.WriteFile(file, []byte(c.text), 0o600))
+			r := analyze(t, file)
+			require.Equal(t, KindFile, r.Kind)
+			require.Contains(t, r.Verdict, c.want)
+			require.NotContains(t, r.Verdict, "\x1b")
+		})
+	}
+	_, err := Load([]string{t.TempDir()})
+	require.ErrorContains(t, err, "have no files")
+	_, err = Load([]string{filepath.Join(t.TempDir(), "no")})
+	require.ErrorIs(t, err, os.ErrNotExist)
+}
+
+// A pickle has the same operations as JSON.
+func TestAnalyzePickle(t *testing.T) {
+	r := analyze(t, "testdata/pickle/nccl_trace_rank_0", "testdata/torch/nccl_trace_rank_1")
+	require.Equal(t, KindBehind, r.Kind, r.Verdict)
+	require.Equal(t, []int{1}, culprits(r))
+}
+
+// The decoder refuses lists and values without end instead of using all memory.
+func TestAnalyzeLimits(t *testing.T) {
+	_, err := decode(&valueReader{r: repeated(`{"a": "`), left: 1 << 40})
+	require.ErrorContains(t, err, "a part of the file has more than")
+	entry := `{"pg_id": 1, "x": "` + strings.Repeat("x", 1<<20) + `"},`
+	d, err := decode(strings.NewReader(`{"pg_config": {}, "entries": [` + strings.Repeat(entry, 20) + `{}]}`))
+	require.NoError(t, err, "the limit is for one entry")
+	require.Len(t, d.entries, 21)
+}
+
+// An endless is a text and then blanks without end.
+type endless struct{ s string }
+
+func repeated(s string) *endless { return &endless{s} }
+
+func (r *endless) Read(b []byte) (int, error) {
+	if r.s != "" {
+		n := copy(b, r.s)
+		r.s = r.s[n:]
+		return n, nil
+	}
+	for i := range b {
+		b[i] = ' '
+	}
+	return len(b), nil
+}

@@ -1,0 +1,202 @@
+package analyze
+
+import (
+	"cmp"
+	"fmt"
+	"strings"
+)
+
+// A rawConfig is an entry of "pg_config". PyTorch's has no rank and no size.
+type rawConfig struct {
+	Name  string `json:"name"`
+	Desc  string `json:"desc"`
+	Ranks string `json:"ranks"`
+	Rank  *int   `json:"rank"`
+	Size  int    `json:"size"`
+}
+
+// A rawSource is the object that only dumps of Chorus have; see internal/flight.
+type rawSource struct {
+	Host  string `json:"host"`
+	PID   int    `json:"pid"`
+	Clock struct {
+		Wall int64 `json:"wall_ns"`
+	} `json:"clock"`
+	Groups []rawGroup `json:"groups"`
+}
+
+type rawGroup struct {
+	Group      int64  `json:"pg_id"`
+	WorldRank  *int   `json:"world_rank"`
+	WorldRanks []int  `json:"world_ranks"`
+	WorldSize  int    `json:"world_size"`
+	Device     string `json:"device"`
+	UUID       string `json:"uuid"`
+	Capacity   int    `json:"capacity"`
+	Issued     uint64 `json:"issued"`
+	Accepted   uint64 `json:"accepted"`
+}
+
+type rawEntry struct {
+	Record      uint64    `json:"record_id"`
+	Group       int64     `json:"pg_id"`
+	GroupName   []string  `json:"process_group"`
+	Collective  uint64    `json:"collective_seq_id"`
+	Name        string    `json:"profiling_name"`
+	Created     int64     `json:"time_created_ns"`
+	InputSizes  [][]int64 `json:"input_sizes"`
+	InputTypes  []string  `json:"input_dtypes"`
+	OutputSizes [][]int64 `json:"output_sizes"`
+	OutputTypes []string  `json:"output_dtypes"`
+	State       string    `json:"state"`
+	Transfer    bool      `json:"is_p2p"`
+	Captured    bool      `json:"captured"`
+	Uneven      bool      `json:"uneven"`
+	Reduction   string    `json:"reduction"`
+	Root        *int      `json:"root"`
+	Frames      []struct {
+		Name string `json:"name"`
+		File string `json:"filename"`
+		Line int    `json:"line"`
+	} `json:"frames"`
+}
+
+// An entry is a recorded operation.
+type entry struct {
+	record, seq uint64
+	op          string // such as "all_reduce"
+	dtype       string
+	in, out     int64 // elements
+	reduction   string
+	root        int // -1 if there is none
+	peer        int // the other rank of a send or receive; -1 for a collective
+	sends       bool
+	uneven      bool // the ranks may have different sizes
+	completed   bool
+	captured    bool
+	inCall      bool // the call that issues it has not returned
+	created     int64
+	frame       string
+
+	group     int64 // the key in the dump's configuration,
+	groupName string
+}
+
+// texts stores each text of a dump once.
+type texts map[string]string
+
+func (t texts) of(s string) string {
+	if len(s) > mostText {
+		s = s[:mostText] + "..."
+	}
+	if known, ok := t[s]; ok {
+		return known
+	}
+	s = strings.Clone(s)
+	t[s] = s
+	return s
+}
+
+// entry converts a raw entry.
+func (r *rawEntry) entry(t texts) (entry, error) {
+	e := entry{
+		record: r.Record, seq: r.Collective, root: -1, peer: -1, reduction: t.of(r.Reduction), created: r.Created, captured: r.Captured,
+		uneven: r.Uneven, completed: r.State == "completed", group: r.Group,
+		in: elements(r.InputSizes), out: elements(r.OutputSizes), dtype: t.of(first(r.InputTypes, r.OutputTypes)),
+	}
+	if len(r.GroupName) > 0 {
+		e.groupName = t.of(r.GroupName[0])
+	}
+	if r.Root != nil {
+		e.root = *r.Root
+	}
+	e.frame = t.of(r.caller())
+	name := strings.TrimPrefix(r.Name, "nccl:")
+	if r.Transfer {
+		if err := e.setPeer(name); err != nil {
+			return e, err
+		}
+		name, _, _ = strings.Cut(name, " ")
+	}
+	e.op = t.of(name)
+	return e, nil
+}
+
+// caller returns the innermost function outside of Chorus's packages: the line of the program
+// that issued the operation.
+func (r *rawEntry) caller() string {
+	for _, f := range r.Frames {
+		if !strings.HasPrefix(f.Name, "github.com/gochorus/chorus/") {
+			return fmt.Sprintf("%s (%s:%d)", f.Name, f.File, f.Line)
+		}
+	}
+	return ""
+}
+
+// setPeer reads "send 0->1" or "recv 1<-0".
+func (e *entry) setPeer(name string) error {
+	var self, peer int
+	if _, err := fmt.Sscanf(name, "send %d->%d", &self, &peer); err == nil {
+		e.sends, e.peer = true, peer
+		return nil
+	}
+	if _, err := fmt.Sscanf(name, "recv %d<-%d", &self, &peer); err == nil {
+		e.peer = peer
+		return nil
+	}
+	return fmt.Errorf("record %d: the transfer is called %.80q: want \"send A->B\" or \"recv A<-B\"", e.record, name)
+}
+
+func first(lists ...[]string) string {
+	for _, l := range lists {
+		if len(l) > 0 {
+			return l[0]
+		}
+	}
+	return ""
+}
+
+func elements(sizes [][]int64) (sum int64) {
+	for _, dims := range sizes {
+		n := int64(1)
+		for _, d := range dims {
+			n *= d
+		}
+		sum += n
+	}
+	return sum
+}
+
+// count returns the elements of the operation for people.
+func (e *entry) count() int64 {
+	if e.peer >= 0 {
+		return cmp.Or(e.in, e.out)
+	}
+	return max(e.in, e.out)
+}
+
+// call returns a text such as "all_reduce(1024 x Float, sum)".
+func (e *entry) call() string {
+	text := fmt.Sprintf("%s(%d x %s", e.op, e.count(), cmp.Or(e.dtype, "?"))
+	if e.reduction != "" {
+		text += ", " + e.reduction
+	}
+	if e.peer < 0 && e.root >= 0 {
+		text += fmt.Sprintf(", root %d", e.root)
+	}
+	return text + ")"
+}
+
+// state returns the observed progress.
+func (e *entry) state() string {
+	switch {
+	case e.completed:
+		return "completed"
+	case e.captured:
+		return "captured into a graph"
+	}
+	if e.inCall {
+		return "in a call of NCCL that has not returned"
+	}
+	return "not known to have completed"
+}

@@ -1,0 +1,231 @@
+package analyze
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/gochorus/chorus/internal/pickle"
+	"github.com/gochorus/chorus/internal/plain"
+)
+
+// Limits of a file. A recorder has at most 1<<20 operations.
+const (
+	mostFileBytes  = 1 << 30
+	mostValueBytes = 16 << 20 // of an entry, or of the configuration
+	mostEntries    = 4 << 20
+	mostRanks      = 1 << 20
+	mostGroups     = 1 << 16
+	mostText       = 512
+	mostDepth      = 16
+	mostValues     = 16 << 20 // of a pickle
+)
+
+// A dump is the content of a file.
+type dump struct {
+	file    string
+	config  map[string]rawConfig
+	source  *rawSource // nil if PyTorch wrote it
+	entries []entry
+	texts   texts
+}
+
+// decode reads a dump in JSON or, if it begins like one, as a pickle.
+func decode(r io.Reader) (*dump, error) {
+	b := bufio.NewReader(&valueReader{r: r, left: mostFileBytes, most: mostFileBytes})
+	d := &dump{texts: texts{}}
+	begin, err := b.Peek(1)
+	switch {
+	case err == io.EOF:
+		return nil, errors.New("the file is empty")
+	case err != nil:
+		return nil, err
+	case begin[0] == 0x80:
+		err = d.readPickle(b)
+	default:
+		err = d.readJSON(b)
+	}
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		err = errors.New("the file is truncated: the process ended while it wrote the file, or the copy is incomplete")
+	}
+	if err == nil && d.config == nil {
+		err = errors.New(`the file is not a dump of a flight recorder: it has no "pg_config"`)
+	}
+	return d, err
+}
+
+// A valueReader fails after a number of bytes.
+type valueReader struct {
+	r          io.Reader
+	left, most int64
+}
+
+func (v *valueReader) Read(b []byte) (int, error) {
+	if v.left <= 0 {
+		return 0, fmt.Errorf("a part of the file has more than %d bytes", v.most)
+	}
+	n, err := v.r.Read(b[:min(int64(len(b)), v.left)])
+	v.left -= int64(n)
+	return n, err
+}
+
+// readJSON reads the outermost object, and the entries one by one.
+func (d *dump) readJSON(r io.Reader) error {
+	limit := &valueReader{r: r, left: mostValueBytes, most: mostValueBytes}
+	dec := json.NewDecoder(limit)
+	if err := delim(dec, '{'); err != nil {
+		return err
+	}
+	for dec.More() {
+		limit.left = mostValueBytes
+		t, err := dec.Token()
+		if err != nil {
+			return err
+		}
+		if key, _ := t.(string); key != "entries" {
+			err = d.field(key, dec.Decode)
+		} else if err = delim(dec, '['); err == nil {
+			for dec.More() && err == nil {
+				limit.left = mostValueBytes
+				err = d.addEntry(dec.Decode)
+			}
+			if err == nil {
+				err = delim(dec, ']')
+			}
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return delim(dec, '}')
+}
+
+func delim(dec *json.Decoder, want json.Delim) error {
+	t, err := dec.Token()
+	if err == nil && t != want {
+		err = fmt.Errorf("the file is not a dump of a flight recorder: it has %.40q at byte %d: want %q", fmt.Sprint(t), dec.InputOffset(), want.String())
+	}
+	return err
+}
+
+// field reads the value of a key of the outermost object.
+func (d *dump) field(key string, read func(any) error) error {
+	switch key {
+	case "pg_config":
+		if err := read(&d.config); err != nil {
+			return fmt.Errorf("%q: %w", key, err)
+		}
+		if len(d.config) > mostGroups {
+			return fmt.Errorf("the file has %d groups: want at most %d", len(d.config), mostGroups)
+		}
+		return nil
+	case "chorus":
+		if err := read(&d.source); err != nil {
+			return fmt.Errorf("%q: %w", key, err)
+		}
+		plain.Record(d.source)
+		return nil
+	}
+	var ignored json.RawMessage
+	return read(&ignored)
+}
+
+func (d *dump) addEntry(read func(any) error) error {
+	if len(d.entries) == mostEntries {
+		return fmt.Errorf("the file has more than %d entries", mostEntries)
+	}
+	var raw rawEntry
+	if err := read(&raw); err != nil {
+		return fmt.Errorf("entry %d: %w", len(d.entries), err)
+	}
+	plain.Record(&raw)
+	e, err := raw.entry(d.texts)
+	if err == nil {
+		d.entries = append(d.entries, e)
+	}
+	return err
+}
+
+// readPickle reads a dump of PyTorch. A pickle with classes or calls is refused.
+func (d *dump) readPickle(r io.Reader) error {
+	v, err := pickle.Decode(r, &pickle.Limits{Bytes: mostFileBytes / 4, Values: mostValues})
+	if err != nil {
+		return err
+	}
+	top, ok := v.(*pickle.Dict)
+	if !ok {
+		return errors.New("the file is not a dump of a flight recorder: the pickle is not a dictionary")
+	}
+	p := &plainData{left: mostValues}
+	for _, item := range *top {
+		key, _ := item.Key.(string)
+		list, isList := item.Value.(*pickle.List)
+		switch {
+		case key == "entries" && isList:
+			for _, e := range *list {
+				if err := d.addEntry(p.reader(e)); err != nil {
+					return err
+				}
+			}
+		case key == "entries" || key == "pg_config" || key == "chorus":
+			if err := d.field(key, p.reader(item.Value)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// plainData converts values of a pickle, which may contain themselves, to JSON.
+type plainData struct{ left int }
+
+func (p *plainData) reader(v any) func(any) error {
+	return func(to any) error {
+		v, err := p.convert(v, 0)
+		if err != nil {
+			return err
+		}
+		text, err := json.Marshal(v)
+		if err != nil {
+			return err
+		}
+		return json.Unmarshal(text, to)
+	}
+}
+
+func (p *plainData) convert(v any, depth int) (any, error) {
+	if p.left--; p.left < 0 || depth > mostDepth {
+		return nil, fmt.Errorf("the pickle has more than %d values, or values nested more than %d deep", mostValues, mostDepth)
+	}
+	switch v := v.(type) {
+	case *pickle.Dict:
+		m := map[string]any{}
+		for _, item := range *v {
+			x, err := p.convert(item.Value, depth+1)
+			if err != nil {
+				return nil, err
+			}
+			m[fmt.Sprintf("%.512v", item.Key)] = x
+		}
+		return m, nil
+	case *pickle.List:
+		return p.list(*v, depth)
+	case pickle.Tuple:
+		return p.list(v, depth)
+	}
+	return v, nil
+}
+
+func (p *plainData) list(from []any, depth int) (any, error) {
+	list := make([]any, 0, min(len(from), 16))
+	for _, x := range from {
+		y, err := p.convert(x, depth+1)
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, y)
+	}
+	return list, nil
+}

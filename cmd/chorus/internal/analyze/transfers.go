@@ -1,0 +1,122 @@
+package analyze
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+)
+
+// A channel has the sends from one rank to another, and their receives.
+type channel struct {
+	from, to     int
+	sends, recvs []*entry
+}
+
+// A transferFinding is a send or receive that has no partner, or another one than it needs.
+type transferFinding struct {
+	wait  // nil nodes if both sides have issued it
+	text  string
+	ranks []*member
+}
+
+// transfers pairs the sends of a group with its receives, in the order of each pair of ranks.
+func (g *group) transfers() (list []transferFinding) {
+	for _, c := range g.channels() {
+		if f, found := g.unpaired(c); found {
+			list = append(list, f)
+		}
+	}
+	return list
+}
+
+// channels returns the transfers of each pair of ranks, in the order of the ranks.
+func (g *group) channels() (list []*channel) {
+	channels := map[[2]int]*channel{}
+	for _, m := range g.present() {
+		for i := range m.list {
+			if m.list[i].peer >= 0 && !m.list[i].captured {
+				g.channel(channels, m.rank, &m.list[i])
+			}
+		}
+	}
+	keys := slices.SortedFunc(maps.Keys(channels), func(a, b [2]int) int { return slices.Compare(a[:], b[:]) })
+	for _, k := range keys {
+		list = append(list, channels[k])
+	}
+	return list
+}
+
+func (g *group) channel(channels map[[2]int]*channel, rank int, e *entry) {
+	k := [2]int{e.peer, rank}
+	if e.sends {
+		k = [2]int{rank, e.peer}
+	}
+	c := channels[k]
+	if c == nil {
+		c = &channel{from: k[0], to: k[1]}
+		channels[k] = c
+	}
+	if e.sends {
+		c.sends = append(c.sends, e)
+	} else {
+		c.recvs = append(c.recvs, e)
+	}
+}
+
+// unpaired returns the first pair of a channel that does not fit. If a ring has overwritten
+// transfers, only pending ones are paired.
+func (g *group) unpaired(c *channel) (f transferFinding, found bool) {
+	from, to := g.members[c.from], g.members[c.to]
+	if from == nil || to == nil || from.unknown || to.unknown {
+		return f, false
+	}
+	sends, recvs := c.sends, c.recvs
+	if from.full || to.full {
+		sends, recvs = running(sends), running(recvs)
+		if len(sends) > 0 && len(recvs) > 0 {
+			return f, false // their numbers are not known
+		}
+	}
+	n := min(len(sends), len(recvs))
+	for i := range n {
+		s, r := sends[i], recvs[i]
+		if s.completed && r.completed || s.dtype == r.dtype && s.in == r.out {
+			continue
+		}
+		f.ranks = []*member{from, to}
+		f.text = fmt.Sprintf("In %s, %s sends %s, but %s receives %s as its transfer %d of this pair of ranks.", g.name, from.name, s.call()+place(s), to.name, r.call()+place(r), i+1)
+		return f, true
+	}
+	side, e, who, other := "receive", (*entry)(nil), from, to
+	switch {
+	case len(sends) > n:
+		e = sends[n]
+	case len(recvs) > n:
+		side, e, who, other = "send", recvs[n], to, from
+	}
+	if e == nil || e.completed {
+		return f, false
+	}
+	f.ranks = []*member{other}
+	f.wait = wait{who.node, other.node, g, e}
+	f.text = fmt.Sprintf("In %s, %s waits in %s%s, but %s has not issued the matching %s.", g.name, who.name, e.position(), place(e), other.name, side)
+	return f, true
+}
+
+func running(list []*entry) []*entry {
+	return slices.DeleteFunc(slices.Clone(list), func(e *entry) bool { return e.completed })
+}
+
+// addPendingTransfer reports the first transfer that both sides have issued and none completed.
+func (r *Report) addPendingTransfer(g *group) {
+	for _, c := range g.channels() {
+		sends, recvs := running(c.sends), running(c.recvs)
+		from, to := g.members[c.from], g.members[c.to]
+		if len(sends) == 0 || len(recvs) == 0 || from == nil || to == nil {
+			continue
+		}
+		r.add(KindHardware, fmt.Sprintf("The program is not the cause: in %s, %s has issued %s and %s the matching receive, and neither is known to have completed. Check the GPUs and the link between them: %s.",
+			g.name, from.name, sends[0].position(), to.name, devices([]*member{from, to})), g, 0, nil)
+		return
+	}
+}

@@ -1,0 +1,248 @@
+package analyze
+
+import (
+	"fmt"
+	"math"
+	"slices"
+)
+
+// A wait says that one rank waits until another one issues an operation.
+type wait struct {
+	from, to *node
+	group    *group
+	op       *entry // of from
+}
+
+func (w *wait) text() string {
+	return fmt.Sprintf("%s waits for %s in %s of %s", w.from.name, w.to.name, w.op.position(), w.group.name)
+}
+
+// position returns a text such as "collective 7 (all_reduce(8 x Float, sum))".
+func (e *entry) position() string {
+	switch {
+	case e.peer < 0:
+		return fmt.Sprintf("collective %d (%s)", e.seq, e.call())
+	case e.sends:
+		return fmt.Sprintf("%s to rank %d", e.call(), e.peer)
+	}
+	return fmt.Sprintf("%s from rank %d", e.call(), e.peer)
+}
+
+// A stuck is the collective of a group that does not complete.
+type stuck struct {
+	group   *group
+	op      *entry // of one of the issuers
+	seq     uint64
+	issuers []*member // they have issued it
+	behind  []*member // they have not
+	done    []*member // of the issuers those that completed it
+}
+
+// stuck returns the collective that the group hangs in, or nil. The host notices completions
+// late, so an earlier collective may seem to be pending on a rank. A collective is known to be over
+// if a rank has completed a later one.
+func (g *group) stuck() *stuck {
+	var seq, completed uint64
+	for _, m := range g.present() {
+		if e := m.pending(); e != nil && e.seq > seq {
+			seq = e.seq
+		}
+		completed = max(completed, m.completed())
+	}
+	if seq == 0 {
+		return nil
+	}
+	s := g.collective(seq)
+	if len(s.behind) > 0 || completed < seq {
+		return s
+	}
+	// All ranks have issued the collectives up to completed. If a rank has not issued the next
+	// one, the others wait for it.
+	if next := g.collective(completed + 1); len(next.behind) > 0 && next.op != nil {
+		return next
+	}
+	return s
+}
+
+// collective returns what the ranks have done with a collective.
+func (g *group) collective(seq uint64) *stuck {
+	s := &stuck{group: g, seq: seq}
+	for _, m := range g.present() {
+		ops := m.at(seq)
+		if m.last < seq {
+			s.behind = append(s.behind, m)
+			continue
+		}
+		s.issuers = append(s.issuers, m)
+		if len(ops) == 0 {
+			continue
+		}
+		last := &ops[len(ops)-1]
+		if last.completed {
+			s.done = append(s.done, m)
+		}
+		if s.op == nil || !last.completed {
+			s.op = last
+		}
+	}
+	return s
+}
+
+// completed returns the number of the last collective that is known to have completed.
+func (m *member) completed() (seq uint64) {
+	for i := range m.colls {
+		if e := &m.colls[i]; e.completed && !e.captured {
+			seq = max(seq, e.seq)
+		}
+	}
+	return seq
+}
+
+// pending returns the first collective that is not known to have completed, or nil. Completions
+// are in order, so all collectives before the last completed one are over.
+func (m *member) pending() *entry {
+	for i := len(m.colls) - 1; i >= 0; i-- {
+		if e := &m.colls[i]; e.completed {
+			return firstRunning(m.colls[i+1:])
+		}
+	}
+	return firstRunning(m.colls)
+}
+
+func firstRunning(list []entry) *entry {
+	for i := range list {
+		if !list[i].captured && !list[i].completed {
+			return &list[i]
+		}
+	}
+	return nil
+}
+
+// waits returns the waits of the issuers for other ranks. A rank without a file counts only if all
+// others have issued the operation.
+func (j *Job) waits(s *stuck) (list []wait) {
+	add := func(to *node) {
+		for _, m := range s.issuers[:min(len(s.issuers), mostNamed)] {
+			if e := m.pending(); e != nil && e.seq <= s.seq {
+				if ops := m.at(s.seq); len(ops) > 0 {
+					e = &ops[0]
+				}
+				list = append(list, wait{m.node, to, s.group, e})
+			}
+		}
+	}
+	for _, m := range s.behind {
+		add(m.node)
+	}
+	if len(s.behind) == 0 {
+		for _, n := range j.absent(s.group) {
+			add(n)
+		}
+	}
+	return list
+}
+
+// A graph has the waits of all ranks. Each rank counts by its name.
+type graph struct {
+	waits []wait
+	out   map[string][]*wait
+}
+
+func newGraph(waits []wait) *graph {
+	g := &graph{waits, map[string][]*wait{}}
+	for i := range waits {
+		w := &waits[i]
+		g.out[w.from.name] = append(g.out[w.from.name], w)
+	}
+	return g
+}
+
+// cycle returns waits that form a cycle, or nil. It visits each rank once, without recursion.
+func (g *graph) cycle() []*wait {
+	const onPath, done = 1, 2
+	state := map[string]int{}
+	for i := range g.waits {
+		start := g.waits[i].from.name
+		if state[start] != 0 {
+			continue
+		}
+		next, path := map[string]int{}, []*wait{}
+		state[start] = onPath
+		for at := start; ; {
+			k := next[at]
+			if next[at]++; k == len(g.out[at]) {
+				state[at] = done
+				if len(path) == 0 {
+					break
+				}
+				at, path = path[len(path)-1].from.name, path[:len(path)-1]
+				continue
+			}
+			w := g.out[at][k]
+			switch path = append(path, w); state[w.to.name] {
+			case onPath:
+				from := slices.IndexFunc(path, func(p *wait) bool { return p.from.name == w.to.name })
+				return path[from:]
+			case done:
+				path = path[:len(path)-1]
+			default:
+				at = w.to.name
+				state[at] = onPath
+			}
+		}
+	}
+	return nil
+}
+
+// sinks returns the waits for ranks that wait for no rank. blocked has the ranks that wait for
+// an operation that all ranks have issued.
+func (g *graph) sinks(blocked map[*node]bool) (list []*wait) {
+	for i := range g.waits {
+		w := &g.waits[i]
+		known := slices.ContainsFunc(list, func(x *wait) bool { return x.to.name == w.to.name })
+		if !known && len(g.out[w.to.name]) == 0 && !blocked[w.to] {
+			list = append(list, w)
+		}
+	}
+	return list
+}
+
+// inversion returns two groups whose pending collectives two ranks have issued in different
+// orders, and these ranks, or ok false.
+func inversion(list []*stuck) (a, b *stuck, first, second *node, ok bool) {
+	for i, a := range list[:min(len(list), mostPairs)] {
+		for _, b := range list[i+1 : min(len(list), mostPairs)] {
+			var order [2]*node // a rank that issued a first, and one that issued b first
+			for _, m := range a.issuers {
+				at, bt := m.created(a), int64(math.MaxInt64)
+				for _, o := range b.issuers {
+					if o.node == m.node {
+						bt = o.created(b)
+					}
+				}
+				switch {
+				case at == math.MaxInt64 || bt == math.MaxInt64 || at == bt:
+				case at < bt:
+					order[0] = m.node
+				default:
+					order[1] = m.node
+				}
+			}
+			if order[0] != nil && order[1] != nil {
+				return a, b, order[0], order[1], true
+			}
+		}
+	}
+	return nil, nil, nil, nil, false
+}
+
+// mostPairs limits the groups that are compared with each other.
+const mostPairs = 256
+
+// created returns when the member issued the collective, or MaxInt64.
+func (m *member) created(s *stuck) int64 {
+	if ops := m.at(s.seq); len(ops) > 0 {
+		return ops[0].created
+	}
+	return math.MaxInt64
+}

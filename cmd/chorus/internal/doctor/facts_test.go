@@ -1,0 +1,108 @@
+package doctor
+
+import (
+	"encoding/json"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// compared returns the result of a check for hosts a, b and c after a change of c.
+func compared(t *testing.T, c *Check, changeC func(w *world)) Result {
+	t.Helper()
+	var hosts []*Facts
+	for _, name := range []string{"a", "b", "c"} {
+		w := healthy()
+		w.Name = name
+		if name == "c" {
+			changeC(w)
+		}
+		text, err := json.Marshal(w.Facts(t.Context(), Checks)) // as hosts send them
+		require.NoError(t, err)
+		f := new(Facts)
+		require.NoError(t, json.Unmarshal(text, f))
+		hosts = append(hosts, f)
+	}
+	results := Compare([]*Check{c}, hosts)
+	require.Len(t, results, 1)
+	require.Empty(t, results[0].Host)
+	return results[0]
+}
+
+func TestCompare(t *testing.T) {
+	for _, x := range []struct {
+		check *Check
+		make  func(w *world)
+		want  Verdict
+		found string
+	}{
+		{gpuCount, func(w *world) { w.gpus = w.gpus[:1] }, Fail, "host c: 1 GPU; hosts a, b: 2 GPUs"},
+		{gpuProducts, func(w *world) { w.gpus[1].name = "NVIDIA L4" }, Warn, "host c: NVIDIA H200, NVIDIA L4; hosts a, b: NVIDIA H200"},
+		{driverVersions, func(w *world) { w.put("proc/driver/nvidia/version", "Module 570.86.10 x") }, Warn, "host c: 570.86.10; hosts a, b: 580.159.04"},
+		{ncclVersions, func(w *world) { w.NCCL = func() (*Library, error) { return &Library{"", "2.28.9"}, nil } }, Fail, "host c: 2.28.9; hosts a, b: 2.28.3"},
+		{powerCaps, func(w *world) { w.gpus[0].limit = 500000 }, Warn, "host c: 500 W, 700 W; hosts a, b: 700 W"},
+		{mtus, func(w *world) { w.nics[2].MTU = 1500 }, Fail, "host c: MTU 1500; hosts a, b: MTU 9000"},
+		{seedNames, func(w *world) { w.Env["CHORUS_SEEDS"] = "node1" }, Fail, "host c: node1 is [10.0.0.7]; hosts a, b: no names of seeds"},
+		{protocols, func(w *world) { w.Env["NCCL_PROTO"] = "Simple" }, Fail, "host c: NCCL_PROTO=Simple; hosts a, b: none is set"},
+		{otherVariables, func(w *world) { w.put("etc/nccl.conf", "NCCL_NTHREADS=64\nNCCL_SOCKET_IFNAME=ens") }, Warn, "host c: NCCL_NTHREADS=64; hosts a, b: none is set"},
+	} {
+		require.Equal(t, Pass, compared(t, x.check, func(*world) {}).Verdict, x.check.ID)
+		r := compared(t, x.check, x.make)
+		require.Equal(t, x.want, r.Verdict, x.check.ID)
+		require.Equal(t, x.found, r.Found, x.check.ID)
+		require.NotEmpty(t, r.Cure)
+	}
+}
+
+// A value that a host could not read is unknown, with the host and the reason.
+func TestCompareUnread(t *testing.T) {
+	for c, reason := range map[*Check]string{gpuCount: "this host has no NVIDIA GPU", gpuProducts: "this host has no NVIDIA GPU", powerCaps: "this host has no NVIDIA GPU",
+		driverVersions: "this host has no NVIDIA GPU", ncclVersions: "this host has no NVIDIA GPU", mtus: "no netlink", seedNames: "no such host", protocols: "not a regular file", otherVariables: "not a regular file"} {
+		r := compared(t, c, func(w *world) {
+			w.withoutGPU()
+			w.Interfaces = func() ([]Interface, error) { return nil, errors.New("no netlink") }
+			w.deny("etc/nccl.conf")
+			w.Env["CHORUS_SEEDS"] = "nowhere"
+		})
+		require.Equal(t, Unknown, r.Verdict, c.ID)
+		require.Contains(t, r.Cause, "host c", c.ID)
+		require.Contains(t, r.Cause, reason, c.ID)
+	}
+	r := compared(t, ncclVersions, func(w *world) {
+		w.NCCL = func() (*Library, error) {
+			return nil, errors.New("no usable library; tried:\n\t/usr/lib: no such file")
+		}
+	})
+	require.Equal(t, "host c: no usable library", r.Cause)
+	r = Compare([]*Check{gpuCount}, []*Facts{{Host: "a"}})[0]
+	require.Contains(t, r.Cause, "host a has no value")
+}
+
+func TestClockSkew(t *testing.T) {
+	for _, x := range []struct {
+		skew *Skew
+		want Verdict
+		text string
+	}{
+		{&Skew{time.Millisecond, 4 * time.Millisecond}, Pass, "0s"},
+		{&Skew{-300 * time.Millisecond, 10 * time.Millisecond}, Warn, "the clock of host b differs by 295ms or more"},
+		{&Skew{300 * time.Millisecond, time.Second}, Pass, "0s"},
+		{&Skew{time.Minute, 0}, Fail, "1m0s"},
+		{nil, Unknown, "host b did not measure its clock"},
+	} {
+		r := Compare([]*Check{clockSkew}, []*Facts{{Host: "a"}, {Host: "b", Skew: x.skew}, {Host: "c", Skew: &Skew{}}})[0]
+		require.Equal(t, x.want, r.Verdict)
+		require.Contains(t, r.Found+r.Cause, x.text)
+	}
+}
+
+func TestPorts(t *testing.T) {
+	hosts := []*Facts{{Host: "a"}, {Host: "b"}}
+	require.Equal(t, Pass, Compare([]*Check{ports}, hosts)[0].Verdict)
+	hosts[1].Ports = []string{"host a: connection refused"}
+	r := Compare([]*Check{ports}, hosts)
+	require.Len(t, r, 1)
+	require.Equal(t, []any{Fail, "b", "host a: connection refused"}, []any{r[0].Verdict, r[0].Host, r[0].Found})
+}

@@ -1,0 +1,258 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"net/netip"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/gochorus/chorus/internal/nvml"
+)
+
+// A Host is the evidence that checks read. Tests fill it with fakes.
+type Host struct {
+	Name  string            // in the results
+	Local string            // the name that the host has for itself
+	Root  fs.FS             // the file system from /, with /proc, /sys, /dev and /etc
+	Env   map[string]string // the environment
+	Ranks int               // processes on this host; 0: one for each GPU
+
+	SpaceOf     func(path string) (*Space, error)
+	OpenDevice  func(path string) error
+	KernelLog   func() ([]KernelLine, error)
+	ClockStatus func() (synchronized bool, err error)
+	Interfaces  func() ([]Interface, error)
+	Lookup      func(ctx context.Context, name string) ([]netip.Addr, error)
+	CUDA        func() *CUDA
+	NCCL        func() (*Library, error)
+	NVML        func() ([]*GPU, error)
+	Interval    time.Duration // between two readings of a counter
+	Measured    *Measured     // nil: not measured
+
+	once    sync.Once
+	gpuList []*GPU
+	gpuErr  error
+}
+
+// A Space is the size of a file system.
+type Space struct{ Total, Free uint64 }
+
+// A KernelLine is a line of the kernel's log.
+type KernelLine struct {
+	Age  time.Duration
+	Text string
+}
+
+// An Interface is a network interface with its addresses.
+type Interface struct {
+	Name  string
+	MTU   int
+	Up    bool
+	Addrs []netip.Prefix
+}
+
+// A Library is a loaded library.
+type Library struct{ Path, Version string }
+
+// CUDA is the state of the CUDA driver after cuInit.
+type CUDA struct {
+	Path    string // of libcuda, with links resolved
+	Err     error  // of loading the library
+	Code    int    // CUresult of cuInit
+	Meaning string // of Code
+	DMABuf  bool   // whether all GPUs export memory as DMA buffers
+}
+
+// A GPU is a GPU of the host, with NVML's index.
+type GPU struct {
+	Index int
+	UUID  string
+	nvml.Device
+	nvml.Health
+}
+
+// Measured has the results of copies, and of chorus perf on all GPUs together.
+type Measured struct {
+	Copies                  []Copy
+	Peers, Pairs, AllReduce Speed
+}
+
+// A Speed is the verdict of a benchmark, or the reason for its absence.
+type Speed struct {
+	OK      bool
+	Reason  string
+	Missing string
+}
+
+// gpus returns the GPUs, or the reason for their absence.
+func (h *Host) gpus() ([]*GPU, error) {
+	h.once.Do(func() {
+		if reason := h.noGPU(); reason != "" {
+			h.gpuErr = errors.New(reason)
+			return
+		}
+		h.gpuList, h.gpuErr = h.NVML()
+	})
+	return h.gpuList, h.gpuErr
+}
+
+// noGPU returns the reason if the host has no GPU that NVML could find, or "".
+func (h *Host) noGPU() string {
+	if h.hasDriver() || len(h.pciGPUs()) > 0 {
+		return ""
+	}
+	return "this host has no NVIDIA GPU"
+}
+
+// hasDriver reports whether the kernel driver is loaded.
+func (h *Host) hasDriver() bool {
+	_, err := fs.Stat(h.Root, "proc/driver/nvidia/version")
+	return err == nil
+}
+
+// pciGPUs returns the PCI addresses of the GPUs on the bus.
+func (h *Host) pciGPUs() []string {
+	const nvidia, display = "0x10de", "0x03"
+	return h.pciDevices(nvidia, display)
+}
+
+// pciDevices returns the PCI addresses of the devices of a vendor whose class has a prefix.
+func (h *Host) pciDevices(vendor, class string) (list []string) {
+	dirs, _ := fs.Glob(h.Root, "sys/bus/pci/devices/*") // the pattern is valid
+	for _, dir := range dirs {
+		v, err := h.read(dir + "/vendor")
+		if err != nil || v != vendor {
+			continue
+		}
+		if c, err := h.read(dir + "/class"); err == nil && strings.HasPrefix(c, class) {
+			list = append(list, dir[strings.LastIndexByte(dir, '/')+1:])
+		}
+	}
+	return list
+}
+
+// ranks returns the number of processes that use this host.
+func (h *Host) ranks() int {
+	if h.Ranks > 0 {
+		return h.Ranks
+	}
+	gpus, _ := h.gpus()
+	return max(len(gpus), 1)
+}
+
+// getenv returns a variable, or "".
+func (h *Host) getenv(name string) string { return h.Env[name] }
+
+// mostText limits the size of a file. /proc/modules and /proc/cpuinfo have up to 1 MiB.
+const mostText = 4 << 20
+
+// read returns the text of a file without spaces at its ends.
+func (h *Host) read(name string) (string, error) {
+	b, err := h.readBytes(name)
+	return strings.TrimSpace(string(b)), err
+}
+
+// readBytes returns the content of a file. Files other than regular files are errors: a pipe
+// could block.
+func (h *Host) readBytes(name string) ([]byte, error) {
+	f, err := h.Root.Open(name)
+	if err != nil {
+		return nil, rooted(err)
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, rooted(err)
+	}
+	if !info.Mode().IsRegular() {
+		return nil, fmt.Errorf("/%s is not a regular file", name)
+	}
+	b, err := io.ReadAll(io.LimitReader(f, mostText))
+	return b, rooted(err)
+}
+
+// rooted adds the slash to the path of an error of the file system.
+func rooted(err error) error {
+	if err == nil {
+		return nil
+	}
+	if e, ok := errors.AsType[*fs.PathError](err); ok && !strings.HasPrefix(e.Path, "/") {
+		return &fs.PathError{Op: e.Op, Path: "/" + e.Path, Err: e.Err}
+	}
+	return err
+}
+
+// readInt returns the number in a file.
+func (h *Host) readInt(name string) (int, error) {
+	s, err := h.read(name)
+	if err != nil {
+		return 0, err
+	}
+	n, err := strconv.Atoi(s)
+	if err != nil {
+		return 0, fmt.Errorf("/%s has %q: want a number", name, s)
+	}
+	return n, nil
+}
+
+// absent reports whether an error says that a file does not exist.
+func absent(err error) bool { return errors.Is(err, fs.ErrNotExist) }
+
+// isLoopback reports whether all addresses are of this host only.
+func isLoopback(addrs []netip.Addr) bool {
+	for _, a := range addrs {
+		if !a.Unmap().IsLoopback() {
+			return false
+		}
+	}
+	return len(addrs) > 0
+}
+
+// wait waits between two readings of a counter.
+func (h *Host) wait(ctx context.Context) error {
+	select {
+	case <-time.After(h.Interval):
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// interfacesOf converts the interfaces of package net.
+func interfacesOf(list []net.Interface) ([]Interface, error) {
+	var out []Interface
+	for _, i := range list {
+		addrs, err := i.Addrs()
+		if err != nil {
+			return nil, err
+		}
+		x := Interface{Name: i.Name, MTU: i.MTU, Up: i.Flags&net.FlagUp != 0}
+		for _, a := range addrs {
+			if p, err := netip.ParsePrefix(a.String()); err == nil {
+				x.Addrs = append(x.Addrs, p)
+			}
+		}
+		out = append(out, x)
+	}
+	return out, nil
+}
+
+// bytesText writes a number of bytes with a binary unit.
+func bytesText(n uint64) string {
+	for _, u := range []struct {
+		name string
+		size uint64
+	}{{"TiB", 1 << 40}, {"GiB", 1 << 30}, {"MiB", 1 << 20}, {"KiB", 1 << 10}} {
+		if n >= u.size {
+			return fmt.Sprintf("%.4g %s", float64(n)/float64(u.size), u.name)
+		}
+	}
+	return fmt.Sprintf("%d B", n)
+}

@@ -1,0 +1,98 @@
+package monitor
+
+import (
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/status"
+)
+
+// exampleStatus is a job of 4 ranks, of which rank 2 has issued one collective less than the others.
+func exampleStatus(t testing.TB) *cluster.Status {
+	s := &cluster.Status{Job: "mnist", Epoch: 2, Restarts: 1, Hosts: []string{"n1", "n2"}}
+	for rank := range 4 {
+		g := status.Group{ID: "a1", Name: "data", Rank: rank, Size: 4, WorldRank: rank, Device: fmt.Sprintf("virtual:%d", rank%2), Issued: 8, Completed: 7,
+			IdleNanos: int64(3 * time.Second), Totals: []status.Total{{Op: "all_reduce", Strategy: "nccl", Size: "le_1MiB", Count: 8, Bytes: 8 << 20}}}
+		if rank == 2 {
+			g.Issued, g.IdleNanos = 7, int64(time.Minute)
+		} else {
+			g.Oldest = &status.Op{Text: "ncclAllReduce(1 x float32, sum) as collective 8", Kind: "all-reduce", Collective: 8, AgeNanos: int64(time.Duration(rank+4) * time.Second)}
+		}
+		s.Members = append(s.Members, member(t, rank, status.Process{Groups: []status.Group{g},
+			Devices: []status.Device{{Name: g.Device, UUID: "GPU-1", Allocated: 1 << 30, Reserved: 2 << 30, PeakAllocated: 1 << 30, Total: 8 << 30, Free: 6 << 30}}}))
+	}
+	return s
+}
+
+func member(t testing.TB, rank int, p status.Process) cluster.MemberStatus {
+	report, err := json.Marshal(p)
+	require.NoError(t, err)
+	return cluster.MemberStatus{Member: cluster.Member{Rank: rank, Host: fmt.Sprintf("n%d", 1+rank/2), Node: rank / 2, LocalRank: rank % 2, PID: 100 + rank}, State: "running", Report: report}
+}
+
+func TestRankThatIsBehind(t *testing.T) {
+	j := newJob(exampleStatus(t), time.Now())
+	require.Equal(t, []string{"rank 2 (host n2, process 102) is behind in group data since 7.0 s: it has issued 7 collectives, another rank 8"}, j.Findings)
+	require.Equal(t, []Group{{ID: "a1", Name: "data", Size: 4, Answered: 4, Issued: 8, Completed: 7}}, j.Groups)
+	require.Equal(t, 7*time.Second, j.Ranks[2].Groups[0].Lag, "since the first rank issued it")
+	require.Equal(t, 2, j.byLag()[0].Rank)
+	var text strings.Builder
+	require.NoError(t, j.Print(&text, 0))
+	lines := strings.Split(text.String(), "\n")
+	require.Equal(t, j.Findings[0], lines[1])
+	require.Regexp(t, `^2 +n2 +102 +running +data +7 +7 +1 for 7\.0 s +- +- +- +virtual:0 +1 GiB of 8 GiB +- +-$`, lines[4])
+	require.Regexp(t, `^0 +n1 +100 +running +data +8 +7 +- +all-reduce +4\.0 s`, lines[5])
+	text.Reset()
+	require.NoError(t, j.Print(&text, 6))
+	require.Equal(t, 6, strings.Count(text.String(), "\n"))
+	require.Contains(t, text.String(), "and 3 more lines")
+}
+
+// TestFindings describes jobs in which no rank is behind by its reports.
+func TestFindings(t *testing.T) {
+	healthy := exampleStatus(t)
+	for rank := range 4 {
+		healthy.Members[rank] = member(t, rank, status.Process{Groups: []status.Group{{ID: "a1", Rank: rank, Size: 4, Issued: uint64(7 + rank), Completed: 7, IdleNanos: 1e6}}})
+	}
+	require.Empty(t, newJob(healthy, time.Now()).Findings, "ranks differ by some operations all the time")
+
+	slow := exampleStatus(t)
+	slow.Members[2] = slow.Members[1]
+	slow.Members[2].Rank = 2
+	require.Equal(t, []string{"all ranks have issued ncclAllReduce(1 x float32, sum) as collective 8 in group data, and it does not complete since 7.0 s: a device or a link is slow, or work before it on the stream"},
+		newJob(slow, time.Now()).Findings)
+
+	silent := exampleStatus(t)
+	silent.Members[2].Report, silent.Members[2].Missing, silent.Members[2].Silent = nil, "it did not answer", 2*time.Second
+	silent.Members[3].State, silent.Members[3].Report, silent.Members[3].Missing = "lost", nil, "killed by SIGKILL"
+	j := newJob(silent, time.Now())
+	require.Equal(t, []string{"rank 2 (host n2, process 102) has no report: it did not answer; its last message came 2.0 s ago", "rank 3 (host n2) is lost: killed by SIGKILL"}, j.Findings)
+	require.Equal(t, 2, j.byLag()[0].Rank)
+
+	hostile := exampleStatus(t)
+	hostile.Members[0].Report = []byte(`{"groups":[{"size":-1}]}`)
+	require.Equal(t, "its report is not valid: status: group 0: rank 0 of -1, world rank 0", newJob(hostile, time.Now()).Ranks[0].Missing)
+}
+
+func TestRates(t *testing.T) {
+	now := time.Now()
+	before, after := newJob(exampleStatus(t), now), newJob(exampleStatus(t), now.Add(2*time.Second))
+	after.Ranks[0].Groups[0].Totals[0].Bytes += 4 << 20
+	after.Ranks[0].Groups[0].Totals[0].Count += 6
+	after.Ranks[1].PID++ // another process began from 0
+	after.setRates(before)
+	require.Equal(t, 2*time.Second, after.Interval)
+	require.Equal(t, float64(2<<20), after.Ranks[0].Groups[0].BytesPerSecond)
+	require.Equal(t, 3.0, after.Ranks[0].Groups[0].OperationsPerSecond)
+	require.Zero(t, after.Ranks[1].Groups[0].BytesPerSecond)
+	before.Epoch++
+	other := newJob(exampleStatus(t), now)
+	other.setRates(before)
+	require.Zero(t, other.Interval)
+}

@@ -1,0 +1,165 @@
+package monitor
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/gochorus/chorus/internal/status"
+)
+
+// Labels describe the server that exports metrics.
+type Labels struct {
+	Version string // of chorus
+	Host    string // whose ranks have metrics
+}
+
+// A collector makes metrics of the job's state when a client scrapes them.
+type collector struct {
+	source *Source
+	labels Labels
+}
+
+// Describe sends nothing: the metrics depend on the job.
+func (c *collector) Describe(chan<- *prometheus.Desc) {}
+
+// Collect sends the metrics of the job, and of the ranks of this host.
+func (c *collector) Collect(out chan<- prometheus.Metric) {
+	j, err := c.source.Job(context.Background())
+	if err != nil {
+		out <- prometheus.NewInvalidMetric(ranksDesc.desc(), err)
+		return
+	}
+	s := &sender{out: out, job: j.Job}
+	s.send(buildDesc, 1, c.labels.Version)
+	s.send(epochDesc, float64(j.Epoch))
+	count := map[string]int{"joining": 0, "running": 0, "lost": 0, "ended": 0}
+	for _, r := range j.Ranks {
+		count[r.State]++
+	}
+	for state, n := range count {
+		s.send(ranksDesc, float64(n), state)
+	}
+	for i := range j.Ranks {
+		if r := &j.Ranks[i]; r.Host == c.labels.Host {
+			s.rank(r)
+		}
+	}
+}
+
+// A desc describes a metric. All metrics have the label chorus_job first.
+type desc struct {
+	name, help string
+	kind       prometheus.ValueType
+	labels     []string
+}
+
+func (d desc) desc() *prometheus.Desc {
+	return prometheus.NewDesc(d.name, d.help, append([]string{"chorus_job"}, d.labels...), nil)
+}
+
+// The labels of metrics of a rank, of a rank in a group, of a total, and of a device.
+var (
+	ofRank   = []string{"rank", "host"}
+	ofGroup  = append(ofRank[:2:2], "group")
+	ofTotal  = append(ofGroup[:3:3], "op", "strategy", "size")
+	ofDevice = append(ofRank[:2:2], "device")
+)
+
+var (
+	buildDesc = desc{"chorus_build_info", "The version of chorus run, always 1.", prometheus.GaugeValue, []string{"version"}}
+	epochDesc = desc{"chorus_epoch", "Epoch of the job.", prometheus.GaugeValue, nil}
+	ranksDesc = desc{"chorus_ranks", "Ranks of the job, of all hosts.", prometheus.GaugeValue, []string{"state"}}
+
+	heartbeatDesc = desc{"chorus_heartbeat_age_seconds", "Time since the last message of the rank to the coordinator.", prometheus.GaugeValue, ofRank}
+	deviceDesc    = desc{"chorus_device_info", "A device that the rank uses, always 1.", prometheus.GaugeValue, append(ofDevice[:3:3], "uuid")}
+
+	operationsDesc = desc{"chorus_collective_operations_total", "Operations that were issued.", prometheus.CounterValue, ofTotal}
+	bytesDesc      = desc{"chorus_collective_bytes_total", "Bytes of the operations that were issued, each with its larger buffer.", prometheus.CounterValue, ofTotal}
+	inFlightDesc   = desc{"chorus_collective_in_flight", "Collectives that were issued and have not completed.", prometheus.GaugeValue, ofGroup}
+	ageDesc        = desc{"chorus_collective_oldest_age_seconds", "Age of the oldest operation in flight; 0 if none.", prometheus.GaugeValue, ofGroup}
+	issuedDesc     = desc{"chorus_collective_issued_sequence", "Number of the last collective that was issued.", prometheus.GaugeValue, ofGroup}
+	completedDesc  = desc{"chorus_collective_completed_sequence", "Number of the last collective that is known to have completed.", prometheus.GaugeValue, ofGroup}
+	lagDesc        = desc{"chorus_group_lag_operations", "Collectives that the rank is behind the most advanced rank.", prometheus.GaugeValue, ofGroup}
+	lagTimeDesc    = desc{"chorus_group_lag_seconds", "Time that the rank is behind the most advanced rank.", prometheus.GaugeValue, ofGroup}
+
+	allocatedDesc = desc{"chorus_memory_allocated_bytes", "Memory that the program has allocated.", prometheus.GaugeValue, ofDevice}
+	reservedDesc  = desc{"chorus_memory_reserved_bytes", "Memory that the allocator has reserved from the driver.", prometheus.GaugeValue, ofDevice}
+	inactiveDesc  = desc{"chorus_memory_inactive_split_bytes", "Free memory that the allocator cannot release.", prometheus.GaugeValue, ofDevice}
+	peakDesc      = desc{"chorus_memory_peak_allocated_bytes", "Maximum of the allocated memory.", prometheus.GaugeValue, ofDevice}
+	allocsDesc    = desc{"chorus_memory_allocations_total", "Allocations of the program.", prometheus.CounterValue, ofDevice}
+	retriesDesc   = desc{"chorus_memory_retries_total", "Allocations that were repeated after the cache was emptied.", prometheus.CounterValue, ofDevice}
+	oomsDesc      = desc{"chorus_memory_out_of_memory_total", "Out-of-memory errors.", prometheus.CounterValue, ofDevice}
+)
+
+// A sender sends metrics with the label of a job.
+type sender struct {
+	out chan<- prometheus.Metric
+	job string
+}
+
+func (s *sender) send(d desc, v float64, labels ...string) {
+	s.out <- prometheus.MustNewConstMetric(d.desc(), d.kind, v, append([]string{s.job}, labels...)...)
+}
+
+func (s *sender) rank(r *Rank) {
+	labels := []string{strconv.Itoa(r.Rank), r.Host}
+	of := func(more ...string) []string { return append(labels[:2:2], more...) }
+	if r.State == "running" {
+		s.send(heartbeatDesc, r.SilentNanos.Seconds(), labels...)
+	}
+	names := map[string]int{}
+	for i := range r.Groups {
+		name := r.Groups[i].label()
+		if names[name]++; names[name] > 1 {
+			name = fmt.Sprintf("%s#%d", name, names[name]) // such as another group of the same size
+		}
+		s.group(&r.Groups[i], of(name))
+	}
+	seen := map[string]bool{}
+	for i := range r.Devices {
+		if d := &r.Devices[i]; !seen[d.Name] {
+			seen[d.Name] = true
+			s.device(d, of(d.Name))
+			s.send(deviceDesc, 1, of(d.Name, d.UUID)...)
+		}
+	}
+}
+
+// label returns a name of the group that does not change when the job is started again.
+func (m *Member) label() string {
+	if m.Name != "" {
+		return m.Name
+	}
+	return fmt.Sprintf("ranks-%d", m.Size)
+}
+
+func (s *sender) group(m *Member, group []string) {
+	age := 0.0
+	if m.Oldest != nil {
+		age = float64(m.Oldest.AgeNanos) / 1e9
+	}
+	s.send(inFlightDesc, float64(m.Issued-m.Completed), group...)
+	s.send(ageDesc, age, group...)
+	s.send(issuedDesc, float64(m.Issued), group...)
+	s.send(completedDesc, float64(m.Completed), group...)
+	s.send(lagDesc, float64(m.Behind), group...)
+	s.send(lagTimeDesc, m.Lag.Seconds(), group...)
+	for _, t := range m.Totals {
+		labels := append(group[:len(group):len(group)], t.Op, t.Strategy, t.Size)
+		s.send(operationsDesc, float64(t.Count), labels...)
+		s.send(bytesDesc, float64(t.Bytes), labels...)
+	}
+}
+
+func (s *sender) device(d *status.Device, labels []string) {
+	s.send(allocatedDesc, float64(d.Allocated), labels...)
+	s.send(reservedDesc, float64(d.Reserved), labels...)
+	s.send(inactiveDesc, float64(d.InactiveSplit), labels...)
+	s.send(peakDesc, float64(d.PeakAllocated), labels...)
+	s.send(allocsDesc, float64(d.Allocations), labels...)
+	s.send(retriesDesc, float64(d.Retries), labels...)
+	s.send(oomsDesc, float64(d.OutOfMemory), labels...)
+}

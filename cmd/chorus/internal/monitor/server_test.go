@@ -1,0 +1,297 @@
+package monitor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/status"
+)
+
+// serve serves a job at a port of the loopback, and counts the questions to the job.
+func serve(t *testing.T, ask func(context.Context) (*cluster.Status, error)) (url string) {
+	t.Helper()
+	ln, public, err := Listen(t.Context(), "127.0.0.1:0")
+	require.NoError(t, err)
+	require.False(t, public)
+	s := NewServer(&Source{ask: ask}, Labels{Version: "v1", Host: "n2"})
+	s.Serve(ln, TrustedHosts("127.0.0.1:0"))
+	t.Cleanup(func() { require.NoError(t, s.Close()) })
+	return "http://" + ln.Addr().String()
+}
+
+func get(t *testing.T, url, host string) (code int, header http.Header, body string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
+	require.NoError(t, err)
+	req.Host = host
+	resp, err := http.DefaultClient.Do(req)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return resp.StatusCode, resp.Header, string(b)
+}
+
+// parse reads metrics by the parser of Prometheus.
+func parse(t *testing.T, text string) map[string]*dto.MetricFamily {
+	t.Helper()
+	p := expfmt.NewTextParser(model.UTF8Validation)
+	families, err := p.TextToMetricFamilies(strings.NewReader(text))
+	require.NoError(t, err)
+	return families
+}
+
+// value returns the value of the only metric with the labels.
+func value(t *testing.T, families map[string]*dto.MetricFamily, name string, labels map[string]string) float64 {
+	t.Helper()
+	require.Contains(t, families, name)
+	var found []float64
+	for _, m := range families[name].GetMetric() {
+		match := 0
+		for _, l := range m.GetLabel() {
+			if want, ok := labels[l.GetName()]; ok && want == l.GetValue() {
+				match++
+			}
+		}
+		if match == len(labels) {
+			found = append(found, m.GetGauge().GetValue()+m.GetCounter().GetValue())
+		}
+	}
+	require.Len(t, found, 1, "%s %v", name, labels)
+	return found[0]
+}
+
+func TestMetrics(t *testing.T) {
+	s := exampleStatus(t)
+	p := status.Process{}
+	for range 2 { // groups without a name get different labels
+		p.Groups = append(p.Groups, status.Group{ID: "b", Size: 2, Issued: 3, Completed: 3})
+	}
+	s.Members[3] = member(t, 3, p)
+	url := serve(t, func(context.Context) (*cluster.Status, error) { return s, nil })
+	code, _, text := get(t, url+"/metrics", "")
+	require.Equal(t, http.StatusOK, code, text)
+	families := parse(t, text)
+	require.Equal(t, 4.0, value(t, families, "chorus_ranks", map[string]string{"chorus_job": "mnist", "state": "running"}))
+	require.Equal(t, 2.0, value(t, families, "chorus_epoch", nil))
+	require.Equal(t, 1.0, value(t, families, "chorus_build_info", map[string]string{"version": "v1"}))
+	of := map[string]string{"chorus_job": "mnist", "rank": "2", "host": "n2", "group": "data"}
+	require.Equal(t, 1.0, value(t, families, "chorus_group_lag_operations", of))
+	require.Equal(t, 5.0, value(t, families, "chorus_group_lag_seconds", of), "rank 1 has issued the next one 5 s ago")
+	require.Equal(t, 7.0, value(t, families, "chorus_collective_issued_sequence", of))
+	require.Equal(t, 0.0, value(t, families, "chorus_collective_in_flight", of))
+	of["size"], of["strategy"], of["op"] = "le_1MiB", "nccl", "all_reduce"
+	require.Equal(t, 8.0, value(t, families, "chorus_collective_operations_total", of))
+	require.Equal(t, float64(8<<20), value(t, families, "chorus_collective_bytes_total", of))
+	require.Equal(t, dto.MetricType_COUNTER, families["chorus_collective_bytes_total"].GetType())
+	require.Equal(t, float64(1<<30), value(t, families, "chorus_memory_allocated_bytes", map[string]string{"rank": "2", "device": "virtual:0"}))
+	require.Equal(t, 3.0, value(t, families, "chorus_collective_issued_sequence", map[string]string{"rank": "3", "group": "ranks-2#2"}))
+	require.NotContains(t, text, `rank="0"`, "another agent exports the ranks of its host")
+}
+
+// TestMetricsUnderLoad scrapes from many clients at the same time. They share questions to the job.
+func TestMetricsUnderLoad(t *testing.T) {
+	var asked atomic.Int64
+	s := exampleStatus(t)
+	url := serve(t, func(context.Context) (*cluster.Status, error) { asked.Add(1); return s, nil })
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for range 50 {
+				_, _, text := get(t, url+"/metrics", "")
+				parse(t, text)
+			}
+		})
+	}
+	begin := time.Now()
+	wg.Wait()
+	require.LessOrEqual(t, asked.Load(), 1+int64(time.Since(begin)/fresh))
+}
+
+func TestPage(t *testing.T) {
+	s := exampleStatus(t)
+	url := serve(t, func(context.Context) (*cluster.Status, error) { return s, nil })
+	code, header, text := get(t, url+"/", "")
+	require.Equal(t, http.StatusOK, code)
+	require.Contains(t, header.Get("Content-Security-Policy"), "default-src 'none'")
+	require.Contains(t, text, `fetch("status.json"`)
+	require.NotRegexp(t, `(src|href)=|https?://|innerHTML`, text, "the page needs no other file, and inserts texts as texts")
+
+	code, header, text = get(t, url+"/status.json", "")
+	require.Equal(t, http.StatusOK, code)
+	require.Equal(t, "application/json", header.Get("Content-Type"))
+	require.Empty(t, header.Get("Access-Control-Allow-Origin"))
+	var j Job
+	require.NoError(t, json.Unmarshal([]byte(text), &j))
+	require.Equal(t, "mnist", j.Job)
+	require.Len(t, j.Ranks, 4)
+	require.Len(t, j.Findings, 1)
+}
+
+// TestRequestsThatAreRefused sends requests of strangers.
+func TestRequestsThatAreRefused(t *testing.T) {
+	fail := func(context.Context) (*cluster.Status, error) { return nil, errors.New("the job has ended") }
+	url := serve(t, fail)
+	for _, host := range []string{"evil.example", "evil.example:9400", "127.0.0.1.evil.example", "", "localhost.evil.example"} {
+		for _, path := range []string{"/", "/metrics", "/status.json"} {
+			if host == "" {
+				continue
+			}
+			code, _, _ := get(t, url+path, host)
+			require.Equal(t, http.StatusForbidden, code, host)
+		}
+	}
+	for _, host := range []string{"localhost", "127.0.0.1:9400", "[::1]:1", "10.0.0.7"} {
+		code, _, _ := get(t, url+"/", host)
+		require.Equal(t, http.StatusOK, code, host)
+	}
+	code, _, text := get(t, url+"/status.json", "")
+	require.Equal(t, http.StatusServiceUnavailable, code)
+	require.Contains(t, text, "the job has ended")
+	code, _, _ = get(t, url+"/metrics", "")
+	require.Equal(t, http.StatusInternalServerError, code)
+	code, _, _ = get(t, url+"/secret", "")
+	require.Equal(t, http.StatusNotFound, code)
+
+	resp, err := http.Post(url+"/", "text/plain", strings.NewReader("x"))
+	require.NoError(t, err)
+	resp.Body.Close()
+	require.Equal(t, http.StatusRequestEntityTooLarge, resp.StatusCode)
+
+	c, err := net.Dial("tcp", strings.TrimPrefix(url, "http://"))
+	require.NoError(t, err)
+	defer c.Close()
+	_, _ = fmt.Fprintf(c, "GET / HTTP/1.1\r\nHost: localhost\r\nX: %s\r\n\r\n", strings.Repeat("x", 64<<10)) // the server may close first
+	answer, _ := io.ReadAll(c)
+	require.Contains(t, string(answer), "431")
+}
+
+// TestManyRequests holds more requests than the server answers at the same time.
+func TestManyRequests(t *testing.T) {
+	end, begun := make(chan struct{}), make(chan struct{}, 1)
+	s := exampleStatus(t)
+	url := serve(t, func(context.Context) (*cluster.Status, error) { begun <- struct{}{}; <-end; return s, nil })
+	codes := make(chan int, 2*maxAnswers)
+	for range 2 * maxAnswers {
+		go func() {
+			resp, err := http.Get(url + "/status.json")
+			if err != nil {
+				codes <- 0
+				return
+			}
+			resp.Body.Close()
+			codes <- resp.StatusCode
+		}()
+	}
+	<-begun
+	for range maxAnswers {
+		require.Equal(t, http.StatusTooManyRequests, <-codes)
+	}
+	close(end)
+	for range maxAnswers {
+		require.Equal(t, http.StatusOK, <-codes)
+	}
+}
+
+func TestListen(t *testing.T) {
+	for addr, want := range map[string]string{
+		":9400":       "write 127.0.0.1:9400, or 0.0.0.0:9400 if other hosts may read them",
+		"9400":        "want host:port",
+		"127.0.0.1":   "want host:port",
+		"127.0.0.1:":  "want host:port",
+		"192.0.2.1:1": "metrics at 192.0.2.1:1: ",
+	} {
+		_, _, err := Listen(t.Context(), addr)
+		require.ErrorContains(t, err, want, addr)
+	}
+	ln, public, err := Listen(t.Context(), "0.0.0.0:0")
+	require.NoError(t, err)
+	defer ln.Close()
+	require.True(t, public)
+	require.True(t, TrustedHosts("metrics.example:9400")("METRICS.example:9400"))
+	require.False(t, TrustedHosts("0.0.0.0:9400")("metrics.example:9400"))
+	require.False(t, TrustedHosts("0.0.0.0:9400")(""))
+}
+
+// TestFind finds jobs through their sockets.
+func TestFind(t *testing.T) {
+	a, b := "monitor-test-"+t.Name()+"-a", "monitor-test-"+t.Name()+"-b"
+	_, _, err := Find(t.Context(), a)
+	var none *NotFoundError
+	require.ErrorAs(t, err, &none)
+	require.EqualError(t, err, fmt.Sprintf("this user runs no job %q of chorus run on this host", a))
+	for _, name := range []string{a, b, b} { // two hosts of one job on one machine
+		s := exampleStatus(t)
+		s.Job = name
+		ln, err := ListenLocal()
+		require.NoError(t, err)
+		server := NewServer(&Source{ask: func(context.Context) (*cluster.Status, error) { return s, nil }}, Labels{})
+		server.Serve(ln, nil)
+		t.Cleanup(func() { require.NoError(t, server.Close()) })
+	}
+	for _, name := range []string{a, b} {
+		c, j, err := Find(t.Context(), name)
+		require.NoError(t, err)
+		require.Equal(t, name, j.Job)
+		j, err = c.Next(t.Context(), 0)
+		require.NoError(t, err)
+		require.Positive(t, j.Interval)
+	}
+	_, _, err = Find(t.Context(), "")
+	require.ErrorContains(t, err, "several jobs run on this host: choose one of them with --job")
+}
+
+// userVar makes the test binary a process that asks the socket in the variable.
+const userVar = "CHORUS_TEST_SOCKET"
+
+func TestMain(m *testing.M) {
+	if socket := os.Getenv(userVar); socket != "" {
+		_, err := newClient(socket).Job(context.Background())
+		fmt.Println(err)
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// TestOtherUsers asks as another user, who gets no answer.
+func TestOtherUsers(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can start a process of another user")
+	}
+	ln, err := ListenLocal()
+	require.NoError(t, err)
+	var asked atomic.Bool
+	server := NewServer(&Source{ask: func(context.Context) (*cluster.Status, error) { asked.Store(true); return exampleStatus(t), nil }}, Labels{})
+	server.Serve(ln, nil)
+	defer server.Close()
+	ask := func(uid uint32) string {
+		cmd := exec.Command("/proc/self/exe")
+		cmd.Env = append(os.Environ(), userVar+"="+ln.Addr().String())
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid, NoSetGroups: true}}
+		out, err := cmd.CombinedOutput()
+		require.NoError(t, err, string(out))
+		return string(out)
+	}
+	require.Contains(t, ask(1234), "status.json")
+	require.False(t, asked.Load())
+	require.Equal(t, "<nil>\n", ask(0))
+}

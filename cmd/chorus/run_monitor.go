@@ -1,0 +1,47 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+
+	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
+	"github.com/gochorus/chorus/internal/plain"
+)
+
+// monitored returns a function that serves the state of a job: to chorus status always, and as
+// metrics and a page at addr unless it is empty. The address is opened at once, so that a mistake
+// does not wait for other hosts.
+func monitored(ctx context.Context, addr string) (func(*cluster.Agent) func(), error) {
+	var metrics net.Listener
+	if addr != "" {
+		ln, public, err := monitor.Listen(ctx, addr)
+		if err != nil {
+			return nil, usage(err)
+		}
+		metrics = ln
+		say("metrics and a page of the job: http://%s/", ln.Addr())
+		if public {
+			say("warning: everyone who reaches %s can read the names of hosts and groups, and the progress and memory of the job", ln.Addr())
+		}
+	}
+	return func(a *cluster.Agent) func() {
+		s := monitor.NewServer(monitor.NewSource(a), monitor.Labels{Version: version(), Host: a.Host()})
+		if local, err := monitor.ListenLocal(); err != nil {
+			say("chorus status will not find this job: %v", err)
+		} else {
+			s.Serve(local, nil)
+		}
+		if metrics != nil {
+			s.Serve(metrics, monitor.TrustedHosts(addr))
+		}
+		return func() { _ = s.Close() } // the process ends
+	}, nil
+}
+
+// say prints a line of chorus run itself.
+func say(format string, args ...any) {
+	fmt.Fprintf(os.Stderr, "chorus: %s\n", plain.Lines(fmt.Sprintf(format, args...)))
+}

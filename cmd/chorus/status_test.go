@@ -1,0 +1,150 @@
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
+	"github.com/gochorus/chorus/internal/launch"
+)
+
+// hangingJob starts a job of 4 ranks, of which rank 1 omits a collective. It returns the address of
+// the metrics.
+func hangingJob(t *testing.T, name string) (url string) {
+	cmd := exec.Command(self(t), "run", "--nproc-per-node", "4", "--job", name, "--metrics", "127.0.0.1:0", "--", self(t))
+	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual", hangVar+"=skip", meetVar+"="+t.TempDir(), "CHORUS_NCCL_TIMEOUT=5m", "CHORUS_GRACE=1s")
+	out, err := cmd.StderrPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() {
+		_ = cmd.Process.Signal(syscall.SIGTERM) // the job may have ended
+		_, _ = io.Copy(io.Discard, out)
+		_ = cmd.Wait() // its code does not matter
+	})
+	line, err := bufio.NewReader(out).ReadString('\n')
+	require.NoError(t, err)
+	found := regexp.MustCompile(`http://127\.0\.0\.1:\d+/`).FindString(line)
+	require.NotEmpty(t, found, line)
+	return found
+}
+
+// TestStatusOfAHangingJob asks which rank is behind, by the command, the metrics and the page.
+func TestStatusOfAHangingJob(t *testing.T) {
+	name := fmt.Sprintf("status-test-%d", os.Getpid())
+	url := hangingJob(t, name)
+	var j monitor.Job
+	require.Eventually(t, func() bool {
+		out, _, code := chorusCommand(t, nil, "status", "--job", name, "--json")
+		return code == 0 && json.Unmarshal([]byte(out), &j) == nil && len(j.Findings) == 1
+	}, time.Minute, 100*time.Millisecond)
+	require.Regexp(t, `^rank 1 \(host .*, process \d+\) is behind in the group of 4 ranks since \d+\.\d s: it has issued \d+ collectives, another rank \d+$`, j.Findings[0])
+	require.Len(t, j.Ranks, 4)
+	for _, r := range j.Ranks {
+		require.Equal(t, "running", r.State)
+		require.Len(t, r.Devices, 1)
+		require.Positive(t, r.Devices[0].Allocated)
+	}
+	out, errs, code := chorusCommand(t, nil, "status", "--job", name)
+	require.Zero(t, code, errs)
+	require.Contains(t, out, "\nrank 1 (host ")
+	require.Regexp(t, `\nRANK +HOST .*\n1 +\S+ +\d+ +running `, out, "the rank that is behind comes first")
+
+	resp, err := http.Get(url + "metrics")
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	metrics, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	require.Regexp(t, `chorus_group_lag_operations\{chorus_job="`+name+`",group="ranks-4",host="[^"]+",rank="1"\} 1\n`, string(metrics))
+
+	watchInTerminal(t, name)
+	requireStopped(t, name, j.Ranks[2].PID)
+}
+
+// requireStopped stops a process, which then has no report.
+func requireStopped(t *testing.T, name string, pid int) {
+	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
+	require.Eventually(t, func() bool {
+		out, _, _ := chorusCommand(t, nil, "status", "--job", name)
+		return strings.Contains(out, "\nrank 2 (host ") && regexp.MustCompile(`has no report: it did not answer|is lost: silent`).MatchString(out)
+	}, time.Minute, 10*time.Millisecond)
+}
+
+// watchInTerminal runs chorus status --watch on a terminal until Ctrl-C.
+func watchInTerminal(t *testing.T, name string) {
+	screen, err := os.OpenFile("/dev/ptmx", os.O_RDWR|syscall.O_NOCTTY, 0)
+	if err != nil {
+		t.Log("no pseudo-terminal here: ", err)
+		return
+	}
+	defer screen.Close()
+	var unlocked, number int32
+	ioctl := func(request uintptr, arg unsafe.Pointer) {
+		_, _, errno := syscall.Syscall(syscall.SYS_IOCTL, screen.Fd(), request, uintptr(arg))
+		require.Zero(t, errno)
+	}
+	ioctl(syscall.TIOCSPTLCK, unsafe.Pointer(&unlocked))
+	ioctl(syscall.TIOCGPTN, unsafe.Pointer(&number))
+	tty, err := os.OpenFile(fmt.Sprintf("/dev/pts/%d", number), os.O_RDWR|syscall.O_NOCTTY, 0)
+	require.NoError(t, err)
+	defer tty.Close()
+	cmd := exec.Command(self(t), "status", "--watch", "--job", name)
+	cmd.Env = append(os.Environ(), commandVar+"=1", "TERM=xterm")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = tty, tty, tty
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
+	require.NoError(t, cmd.Start())
+	var shown strings.Builder
+	buf := make([]byte, 4096)
+	for strings.Count(shown.String(), screenStart) < 2 { // two frames
+		n, err := screen.Read(buf)
+		require.NoError(t, err, shown.String())
+		shown.Write(buf[:n])
+	}
+	_, err = screen.WriteString("\x03") // Ctrl-C
+	require.NoError(t, err)
+	_ = cmd.Wait() // the code is looked at
+	require.Equal(t, 130, cmd.ProcessState.ExitCode())
+	require.Contains(t, shown.String(), enterScreen)
+	require.Contains(t, shown.String(), "rank 1 (host ")
+	for _, line := range strings.Split(shown.String(), "\r\n") {
+		require.LessOrEqual(t, len(line), 80+len(enterScreen+screenStart+clearLine+clearRest), "lines fit in 80 columns")
+	}
+}
+
+func TestStatusWithoutAJob(t *testing.T) {
+	out, errs, code := chorusCommand(t, nil, "status", "--job", "no-such-job")
+	require.Equal(t, launch.ExitFailed, code)
+	require.Empty(t, out)
+	require.Equal(t, "chorus: this user runs no job \"no-such-job\" of chorus run on this host\n", errs)
+}
+
+func TestStatusFlags(t *testing.T) {
+	for want, args := range map[string][]string{
+		"--watch and --json exclude each other":  {"status", "--watch", "--json"},
+		"--watch needs a terminal as its output": {"status", "--watch"},
+		"unknown argument":                       {"status", "job"},
+		"the host is missing":                    {"run", "--metrics", ":9400", "--", "true"},
+		"want host:port":                         {"run", "--metrics", "9400", "--", "true"},
+	} {
+		_, errs, code := chorusCommand(t, nil, args...)
+		require.Equal(t, launch.ExitUsage, code, errs)
+		require.Contains(t, errs, want)
+	}
+	_, errs, code := chorusCommand(t, []string{"CHORUS_METRICS=:1"}, "run", "--nproc-per-node", "1", "--", "true")
+	require.Equal(t, launch.ExitUsage, code, errs)
+	_, errs, code = chorusCommand(t, nil, "run", "--nproc-per-node", "1", "--metrics", "0.0.0.0:0", "--", "true")
+	require.Zero(t, code, errs)
+	require.Contains(t, errs, "warning: everyone who reaches [::]:")
+}

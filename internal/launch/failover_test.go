@@ -1,0 +1,203 @@
+package launch
+
+import (
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// severalHosts starts launchers on loopback addresses, the first of which is the only seed.
+func severalHosts(t *testing.T, n, least int, args ...string) ([]*setup, []*launched) {
+	t.Helper()
+	port := freePort(t)
+	var cfgs []*setup
+	var ls []*launched
+	for i := range n {
+		c := workers(1, args...)
+		c.Job, c.Host, c.Nodes, c.MinNodes = "several-"+fmt.Sprint(port), fmt.Sprintf("h%d", i), n, least
+		c.Seeds, c.Bind = []string{fmt.Sprintf("127.0.0.1:%d", port)}, fmt.Sprintf("127.0.0.%d:%d", i+1, port)
+		c.Secret = []byte("sixteen bytes or more")
+		cfgs, ls = append(cfgs, c), append(ls, start(t, c))
+	}
+	for i, l := range ls {
+		l.until(fmt.Sprintf("epoch 1 is rank %d of %d pid", i, n), 1)
+	}
+	return cfgs, ls
+}
+
+// The launcher that coordinates is killed. The others choose another coordinator and keep their
+// workers. When the first launcher starts again, it joins the job, although it is the seed.
+func TestElasticCoordinatorKilled(t *testing.T) {
+	t.Parallel()
+	cfgs, ls := severalHosts(t, 3, 1, "elastic", "3", "3")
+	require.NoError(t, ls[0].cmd.Process.Kill())
+	killed := time.Now()
+	for i, l := range ls[1:] {
+		l.until("of 2 pid", 1) // a launcher that is slow may miss epoch 2
+		pid := pidsIn(t, l.text(), fmt.Sprintf("epoch 1 is rank %d of 3 pid", i+1))
+		require.Equal(t, pid, pidsIn(t, l.text(), "of 2 pid")[:1], "the process of the worker")
+	}
+	t.Logf("the next epoch began %v after the kill", time.Since(killed))
+	back := start(t, cfgs[0])
+	for _, l := range []*launched{ls[1], ls[2], back} {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+		require.Regexp(t, `(?m)^chorus: job \S+: epoch \d+: 3 processes on 3 hosts; .*joined`, text)
+	}
+	require.Regexp(t, `(?m)^chorus: job \S+: epoch 2: \d process(es)? on \d hosts?; rank 0 \(host h0 pid \d+\) left: its host was lost: .*; the job stood still for `, ls[1].text()+ls[2].text())
+}
+
+// A job on two hosts goes on with the one that is left, whichever is killed.
+func TestElasticOneOfTwoIsLeft(t *testing.T) {
+	t.Parallel()
+	_, ls := severalHosts(t, 2, 1, "elastic", "2", "1")
+	require.NoError(t, ls[0].cmd.Process.Kill())
+	code, text := ls[1].wait()
+	require.Zero(t, code, text)
+	require.Contains(t, text, "epoch 2 is rank 0 of 1")
+}
+
+// The coordinator is stopped, so that its host is silent. Two of three hosts go on. It does not,
+// when it continues.
+func TestElasticCoordinatorSilent(t *testing.T) {
+	t.Parallel()
+	_, ls := severalHosts(t, 3, 1, "elastic", "2", "2")
+	pid := ls[0].cmd.Process.Pid
+	worker := pidsIn(t, ls[0].text(), "epoch 1 is rank 0 of 3 pid")[0]
+	require.NoError(t, syscall.Kill(worker, syscall.SIGSTOP))
+	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
+	stopped := time.Now()
+	for _, l := range ls[1:] {
+		l.until("of 2 pid", 1)
+	}
+	t.Logf("the next epoch began %v after the silence", time.Since(stopped))
+	require.NoError(t, syscall.Kill(pid, syscall.SIGCONT))
+	require.NoError(t, syscall.Kill(worker, syscall.SIGCONT))
+	for _, l := range ls[1:] {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+	}
+	code, text := ls[0].wait()
+	require.Equal(t, ExitFailed, code, text)
+	require.NotContains(t, text, "epoch 2")
+	require.Contains(t, text, "this part of the network has 1 of the 3 hosts of epoch 1")
+}
+
+// A worker fails while the coordinator does not answer. The next coordinator has it started again,
+// and also a worker that fails later.
+func TestElasticRestartAfterFailover(t *testing.T) {
+	t.Parallel()
+	port := freePort(t)
+	var ls []*launched
+	for i := range 3 {
+		c := workers(1, "elastic", "4", "2")
+		c.Job, c.Host, c.Nodes, c.MinNodes, c.Restarts = "restarts-"+fmt.Sprint(port), fmt.Sprintf("h%d", i), 3, 1, 2
+		c.Seeds, c.Bind = []string{fmt.Sprintf("127.0.0.1:%d", port)}, fmt.Sprintf("127.0.0.%d:%d", i+1, port)
+		c.Secret = []byte("sixteen bytes or more")
+		ls = append(ls, start(t, c))
+	}
+	for i, l := range ls {
+		l.until(fmt.Sprintf("epoch 1 is rank %d of 3 pid", i), 1)
+	}
+	require.NoError(t, syscall.Kill(ls[0].cmd.Process.Pid, syscall.SIGSTOP))
+	victim := pidsIn(t, ls[2].text(), "epoch 1 is rank 2 of 3 pid")[0]
+	require.NoError(t, syscall.Kill(victim, syscall.SIGKILL))
+	requireGone(t, []int{victim})
+	require.NoError(t, ls[0].cmd.Process.Kill())
+	ls[2].until(" of 2 pid", 1)
+	require.Contains(t, ls[2].text(), "restart 1\n")
+	victim = pidsIn(t, ls[1].text(), "of 3 pid")[0]
+	require.NoError(t, syscall.Kill(victim, syscall.SIGKILL))
+	for _, l := range ls[1:] {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+	}
+	require.Regexp(t, `of 2 pid \d+ restart 1\n`, ls[1].text())
+}
+
+// Two of four launchers are killed at once: the one that coordinates and the next one.
+func TestElasticTwoCoordinatorsKilled(t *testing.T) {
+	t.Parallel()
+	_, ls := severalHosts(t, 4, 1, "elastic", "2", "2")
+	require.NoError(t, ls[0].cmd.Process.Kill())
+	require.NoError(t, ls[1].cmd.Process.Kill())
+	for _, l := range ls[2:] {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+	}
+}
+
+// The second coordinator is killed after it has taken over, and then the third one.
+func TestElasticCoordinatorsInTurn(t *testing.T) {
+	t.Parallel()
+	_, ls := severalHosts(t, 4, 1, "elastic", "4", "1")
+	for i := range 3 {
+		next := fmt.Sprintf("of %d pid", 3-i)
+		before := strings.Count(ls[3].text(), next) // a launcher that is slow may miss an epoch
+		require.NoError(t, ls[i].cmd.Process.Kill())
+		if i < 2 {
+			ls[3].until(next, before+1)
+		}
+	}
+	code, text := ls[3].wait()
+	require.Zero(t, code, text)
+	require.Len(t, pidsIn(t, text, "of 4 pid"), 1)
+	require.Equal(t, pidsIn(t, text, "of 4 pid"), pidsIn(t, text, "of 1 pid")[:1])
+}
+
+var hostChanges = flag.Int("hosts", 4, "kills of TestElasticRandomHosts")
+
+// Random launchers are killed and started again, so that the coordinator moves from host to host.
+// Each epoch has one list of members, and no epoch comes twice.
+func TestElasticRandomHosts(t *testing.T) {
+	t.Parallel()
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	rnd := rand.New(rand.NewPCG(seed, 1))
+	const n = 4
+	last := 2 * *hostChanges // more than the epochs that end
+	cfgs, ls := severalHosts(t, n, 1, "elastic", fmt.Sprint(last+1), fmt.Sprint(n))
+	var all []*launched
+	all = append(all, ls...)
+	for epoch := 1; epoch < last; {
+		i := rnd.IntN(n)
+		require.NoError(t, ls[i].cmd.Process.Kill())
+		for j, l := range ls {
+			if j != i {
+				l.until(fmt.Sprintf("epoch %d is rank ", epoch+1), 1)
+			}
+		}
+		ls[i] = start(t, cfgs[i])
+		all = append(all, ls[i])
+		epoch += 2
+		for _, l := range ls {
+			l.until(fmt.Sprintf("epoch %d is rank ", epoch), 1)
+		}
+	}
+	for _, l := range ls {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+	}
+	members := map[string]map[string]bool{} // of an epoch: "rank of size"
+	for _, l := range all {
+		for _, m := range regexp.MustCompile(`epoch (\d+) is rank (\d+) of (\d+) pid`).FindAllStringSubmatch(l.text(), -1) {
+			at := members[m[1]]
+			if at == nil {
+				at = map[string]bool{}
+				members[m[1]] = at
+			}
+			require.False(t, at[m[2]], "two ranks %s in epoch %s", m[2], m[1])
+			at[m[2]], at["of "+m[3]] = true, true
+		}
+	}
+	for epoch, at := range members {
+		require.True(t, at[fmt.Sprint("of ", len(at)-1)], "epoch %s: %v", epoch, at)
+	}
+}

@@ -1,0 +1,140 @@
+//go:build cgo && !nonvml
+
+package nvml
+
+import "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+// lacks reports whether the library lacks a function. A call of such a function by go-nvml
+// would end the process.
+func (g goDevice) lacks(name string) bool {
+	_, ok := g.find(name)
+	return !ok
+}
+
+func (g goDevice) name() (string, Return) {
+	if g.lacks("nvmlDeviceGetName") {
+		return "", functionNotFound
+	}
+	v, r := g.d.GetName()
+	return v, Return(r)
+}
+
+func (g goDevice) pciBusID() (string, Return) {
+	if g.lacks("nvmlDeviceGetPciInfo_v3") {
+		return "", functionNotFound
+	}
+	p, r := g.d.GetPciInfo()
+	var id []byte
+	for _, c := range p.BusId {
+		if c == 0 {
+			break
+		}
+		id = append(id, byte(c))
+	}
+	return string(id), Return(r)
+}
+
+func (g goDevice) persistence() (uint32, Return) {
+	if g.lacks("nvmlDeviceGetPersistenceMode") {
+		return 0, functionNotFound
+	}
+	v, r := g.d.GetPersistenceMode()
+	return uint32(v), Return(r)
+}
+
+func (g goDevice) computeMode() (uint32, Return) {
+	if g.lacks("nvmlDeviceGetComputeMode") {
+		return 0, functionNotFound
+	}
+	v, r := g.d.GetComputeMode()
+	return uint32(v), Return(r)
+}
+
+func (g goDevice) eccMode() (current, pending uint32, _ Return) {
+	if g.lacks("nvmlDeviceGetEccMode") {
+		return 0, 0, functionNotFound
+	}
+	c, p, r := g.d.GetEccMode()
+	return uint32(c), uint32(p), Return(r)
+}
+
+func (g goDevice) totalECC(kind, counter uint32) (uint64, Return) {
+	if g.lacks("nvmlDeviceGetTotalEccErrors") {
+		return 0, functionNotFound
+	}
+	v, r := g.d.GetTotalEccErrors(nvml.MemoryErrorType(kind), nvml.EccCounterType(counter))
+	return v, Return(r)
+}
+
+func (g goDevice) memoryErrors(kind, counter, location uint32) (uint64, Return) {
+	if g.lacks("nvmlDeviceGetMemoryErrorCounter") {
+		return 0, functionNotFound
+	}
+	v, r := g.d.GetMemoryErrorCounter(nvml.MemoryErrorType(kind), nvml.EccCounterType(counter), nvml.MemoryLocation(location))
+	return v, Return(r)
+}
+
+func (g goDevice) remappedRows() (RemappedRows, Return) {
+	if g.lacks("nvmlDeviceGetRemappedRows") {
+		return RemappedRows{}, functionNotFound
+	}
+	c, u, pending, failed, r := g.d.GetRemappedRows()
+	return RemappedRows{c, u, pending, failed}, Return(r)
+}
+
+func (g goDevice) clockEvents() (uint64, Return) {
+	if g.lacks("nvmlDeviceGetCurrentClocksEventReasons") {
+		return 0, functionNotFound
+	}
+	v, r := g.d.GetCurrentClocksEventReasons()
+	return v, Return(r)
+}
+
+func (g goDevice) powerLimit() (uint32, Return) {
+	if g.lacks("nvmlDeviceGetPowerManagementLimit") {
+		return 0, functionNotFound
+	}
+	v, r := g.d.GetPowerManagementLimit()
+	return v, Return(r)
+}
+
+func (g goDevice) defaultPowerLimit() (uint32, Return) {
+	if g.lacks("nvmlDeviceGetPowerManagementDefaultLimit") {
+		return 0, functionNotFound
+	}
+	v, r := g.d.GetPowerManagementDefaultLimit()
+	return v, Return(r)
+}
+
+func (g goDevice) pcieReplays() (uint32, Return) {
+	if g.lacks("nvmlDeviceGetPcieReplayCounter") {
+		return 0, functionNotFound
+	}
+	v, r := g.d.GetPcieReplayCounter()
+	return uint32(v), Return(r)
+}
+
+func (g goDevice) nvLinkErrors(link int, counter uint32) (uint64, Return) {
+	if g.lacks("nvmlDeviceGetNvLinkErrorCounter") {
+		return 0, functionNotFound
+	}
+	v, r := g.d.GetNvLinkErrorCounter(link, nvml.NvLinkErrorCounter(counter))
+	return v, Return(r)
+}
+
+func (g goDevice) field(id, scope uint32) (fieldValue, Return) {
+	if g.lacks("nvmlDeviceGetFieldValues") {
+		return fieldValue{}, functionNotFound
+	}
+	v := []nvml.FieldValue{{FieldId: id, ScopeId: scope}}
+	r := g.d.GetFieldValues(v)
+	return fieldValue{v[0].ValueType, Return(v[0].NvmlReturn), v[0].Value}, Return(r)
+}
+
+func (g goDevice) fabric() (Fabric, Return) {
+	if g.lacks("nvmlDeviceGetGpuFabricInfoV") {
+		return Fabric{}, functionNotFound
+	}
+	v, r := g.d.GetGpuFabricInfoV().V2()
+	return Fabric{FabricState(v.State), int(v.Status), v.HealthMask}, Return(r)
+}

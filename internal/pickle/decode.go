@@ -1,0 +1,289 @@
+package pickle
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"math/bits"
+	"unicode/utf8"
+)
+
+// Limits limit the cost of reading a pickle.
+type Limits struct {
+	Bytes  int64 // size of the pickle; 0 means 2 GiB
+	Values int   // number of values, which take 16 to 100 bytes of memory each; 0 means 64 million
+}
+
+// Decode reads one pickle of protocol 2 to 5 from Python or PyTorch. It returns
+// nil, a bool, int64, float64, string, Tuple, *List or *Dict; integers above the
+// range of int64 are uint64. If the same *List or *Dict occurs in several places,
+// it is the same object there; a value may even contain itself. Nil limits mean
+// the defaults. Decode ignores data after the pickle, but may have read some of
+// it.
+func Decode(r io.Reader, limits *Limits) (any, error) {
+	return newDecoder(r, limits).decode()
+}
+
+func newDecoder(r io.Reader, limits *Limits) *decoder {
+	d := &decoder{r: bufio.NewReaderSize(r, 64<<10)}
+	if limits != nil {
+		d.limits = *limits
+	}
+	if d.limits.Bytes == 0 {
+		d.limits.Bytes = 2 << 30
+	}
+	if d.limits.Values == 0 {
+		d.limits.Values = 64 << 20
+	}
+	return d
+}
+
+func (d *decoder) decode() (any, error) {
+	v, err := d.run()
+	if errors.Is(err, io.EOF) {
+		err = io.ErrUnexpectedEOF
+	}
+	if err != nil {
+		return nil, fmt.Errorf("pickle: read at byte %d: %w", d.at, err)
+	}
+	return v, nil
+}
+
+type decoder struct {
+	r       *bufio.Reader
+	limits  Limits
+	at      int64 // number of bytes read
+	values  int   // number of values pushed
+	stack   []any
+	marks   []int // lengths of the stack
+	memo    []any
+	items   *items  // of DecodeItems, or nil
+	objects Objects // of DecodeObjects, or nil
+}
+
+func (d *decoder) run() (any, error) {
+	start, err := d.uint(2)
+	if err != nil {
+		return nil, err
+	}
+	if op, proto := start&0xff, start>>8; op != opProto || proto < leastProto || proto > mostProto {
+		return nil, fmt.Errorf("not a pickle of protocol %d to %d: it begins %#02x %#02x", leastProto, mostProto, op, proto)
+	}
+	for {
+		op, err := d.uint(1)
+		if err != nil {
+			return nil, err
+		}
+		if op == opStop {
+			return d.result()
+		}
+		if err := d.step(byte(op)); err != nil {
+			return nil, err
+		}
+	}
+}
+
+func (d *decoder) result() (any, error) {
+	if len(d.stack) != 1 || len(d.marks) != 0 {
+		return nil, fmt.Errorf("the pickle stops with %d values and %d marks: want one value", len(d.stack), len(d.marks))
+	}
+	return d.stack[0], nil
+}
+
+// step runs one opcode.
+func (d *decoder) step(op byte) error {
+	switch op {
+	case opMark:
+		d.marks = append(d.marks, len(d.stack))
+		return d.count()
+	case opNone:
+		return d.push(nil)
+	case opTrue, opFalse:
+		return d.push(op == opTrue)
+	case opInt, opInt1, opInt2, opLong1:
+		return d.int(op)
+	case opFloat:
+		n, err := d.uint(8)
+		if err != nil {
+			return err
+		}
+		return d.push(math.Float64frombits(bits.ReverseBytes64(n))) // the only big-endian value
+	case opUnicode, opShortUnicode:
+		return d.string(op)
+	case opEmptyList:
+		return d.push(&List{})
+	case opEmptyDict:
+		return d.push(d.newDict())
+	case opEmptyTuple:
+		return d.push(Tuple{})
+	case opGet1, opGet4, opPut1, opPut4, opMemoize:
+		return d.remember(op)
+	case opFrame: // the reader has its own buffer
+		_, err := d.uint(8)
+		return err
+	}
+	if is, err := d.object(op); is {
+		return err
+	}
+	return d.collect(op)
+}
+
+func (d *decoder) push(v any) error {
+	d.stack = append(d.stack, v)
+	return d.count()
+}
+
+func (d *decoder) count() error {
+	if d.values++; d.values > d.limits.Values {
+		return fmt.Errorf("more than %d values", d.limits.Values)
+	}
+	return nil
+}
+
+// drop shortens the stack and clears the removed values, so that they can be collected.
+func (d *decoder) drop(to int) {
+	clear(d.stack[to:])
+	d.stack = d.stack[:to]
+}
+
+func (d *decoder) int(op byte) error {
+	size := 1
+	switch op {
+	case opInt:
+		size = 4
+	case opInt2:
+		size = 2
+	}
+	n, err := d.uint(size)
+	if err != nil {
+		return err
+	}
+	switch op {
+	case opInt:
+		return d.push(int64(int32(n)))
+	case opLong1:
+		text, err := d.text(n)
+		if err != nil {
+			return err
+		}
+		return d.long(text)
+	}
+	return d.push(int64(n))
+}
+
+// long pushes a little-endian integer in two's complement, of any length.
+func (d *decoder) long(b string) error {
+	fill := byte(0)
+	if len(b) > 0 && b[len(b)-1] >= 0x80 {
+		fill = 0xff
+	}
+	wide := [9]byte{fill, fill, fill, fill, fill, fill, fill, fill, fill}
+	copy(wide[:], b)
+	n := binary.LittleEndian.Uint64(wide[:8])
+	switch negative := int64(n) < 0; {
+	case len(b) > len(wide):
+	case wide[8] == 0 && negative:
+		return d.push(n)
+	case wide[8] == 0 || wide[8] == 0xff && negative:
+		return d.push(int64(n))
+	}
+	return fmt.Errorf("an integer of %d bytes: want at most 64 bits", len(b))
+}
+
+func (d *decoder) string(op byte) error {
+	size := 4
+	if op == opShortUnicode {
+		size = 1
+	}
+	n, err := d.uint(size)
+	if err != nil {
+		return err
+	}
+	text, err := d.text(n)
+	if err != nil {
+		return err
+	}
+	if !utf8.ValidString(text) {
+		return errors.New("a string is not valid UTF-8")
+	}
+	return d.push(text)
+}
+
+// remember runs the opcodes of the memo. Writers number the memo from 0 without
+// gaps, so an index beyond the end is an error.
+func (d *decoder) remember(op byte) error {
+	i := len(d.memo)
+	if op != opMemoize {
+		size := 1
+		if op == opGet4 || op == opPut4 {
+			size = 4
+		}
+		n, err := d.uint(size)
+		if err != nil {
+			return err
+		}
+		i = int(n)
+	}
+	if op == opGet1 || op == opGet4 {
+		if i >= len(d.memo) {
+			return fmt.Errorf("read of value %d of the memo, which has %d values", i, len(d.memo))
+		}
+		if _, gone := d.memo[i].(passed); gone {
+			return fmt.Errorf("an item of %q occurs twice", d.items.key)
+		}
+		return d.push(d.memo[i])
+	}
+	if len(d.stack) <= d.floor() {
+		return errors.New("a memo opcode without a value on the stack")
+	}
+	if i > len(d.memo) {
+		return fmt.Errorf("write of value %d of the memo, which has %d values", i, len(d.memo))
+	}
+	v := d.stack[len(d.stack)-1]
+	if i < len(d.memo) {
+		d.memo[i] = v
+		return nil
+	}
+	d.memo = append(d.memo, v)
+	return d.count()
+}
+
+// uint reads an unsigned integer of 1 to 8 bytes.
+func (d *decoder) uint(size int) (uint64, error) {
+	if int64(size) > d.limits.Bytes-d.at {
+		return 0, fmt.Errorf("more than %d bytes", d.limits.Bytes)
+	}
+	b, err := d.r.Peek(size)
+	if err != nil {
+		return 0, err
+	}
+	d.at += int64(size)
+	n := uint64(0)
+	for i, x := range b {
+		n |= uint64(x) << (8 * i)
+	}
+	_, err = d.r.Discard(size)
+	return n, err
+}
+
+// text reads n bytes. It allocates memory only as they arrive, because n may be false.
+func (d *decoder) text(n uint64) (string, error) {
+	if n > uint64(d.limits.Bytes-d.at) {
+		return "", fmt.Errorf("more than %d bytes", d.limits.Bytes)
+	}
+	const chunk = 64 << 10
+	b := make([]byte, 0, min(n, chunk))
+	for uint64(len(b)) < n {
+		from := len(b)
+		b = append(b, make([]byte, min(chunk, n-uint64(from)))...)
+		k, err := io.ReadFull(d.r, b[from:])
+		d.at += int64(k)
+		if err != nil {
+			return "", err
+		}
+	}
+	return string(b), nil
+}

@@ -1,0 +1,119 @@
+package route
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/memory"
+)
+
+// An Order is the order of the ranks in reductions. The elements of each Block ranks are
+// reduced in rank order, and then the results of the blocks in their order. 0 means one block.
+type Order struct {
+	Block int
+	// Hosts says that the ranks of each block are on one host, and that there are several hosts.
+	Hosts bool
+	// OnRequest makes only the batches of Batch.ReduceInOrder deterministic.
+	OnRequest bool
+}
+
+// orderedBytes is the size of the memory in which a rank receives the elements of the others.
+var orderedBytes = 64 << 20
+
+// alwaysStaged treats each block as a host.
+var alwaysStaged = false
+
+// SetStaged lets routers that are opened from now on treat each block as a host, in tests.
+func SetStaged(on bool) (restore func()) {
+	old := alwaysStaged
+	alwaysStaged = on
+	return func() { alwaysStaged = old }
+}
+
+// SetOrderedBytes changes the memory of routers that are opened from now on, in tests.
+func SetOrderedBytes(n int) (restore func()) {
+	old := orderedBytes
+	orderedBytes = n
+	return func() { orderedBytes = old }
+}
+
+// An ordered is the part of a router that reduces in the order of the ranks. NCCL moves the
+// elements of all ranks to the rank that reduces them, and a kernel of internal/fabric reduces.
+// NCCL computes nothing, so its algorithms do not change the results.
+type ordered struct {
+	block   int
+	request bool                // only for batches that request it
+	staged  bool                // blocks are reduced within their hosts first
+	scratch memory.Slice[uint8] // of the elements of the other ranks
+	order   gpu.Sequence        // serializes the operations, which share the memory
+}
+
+// openOrdered allocates the memory of the local ranks.
+func (rs Routers) openOrdered(o Order) error {
+	for _, r := range rs {
+		block := o.Block
+		if size := r.comm.Size(); block == 0 || block > size {
+			block = size
+		}
+		mem, err := memory.Make[uint8](r.stream, max(orderedBytes, r.comm.Size()*16*unit)+r.comm.Size()*unit)
+		if err != nil {
+			return r.withRankName(fmt.Errorf("memory of deterministic reductions: %w", err))
+		}
+		r.ordered = &ordered{block: block, request: o.OnRequest, staged: o.Hosts || alwaysStaged, scratch: mem}
+	}
+	return nil
+}
+
+// close frees the memory when the streams have passed all operations.
+func (o *ordered) close() error {
+	if o == nil {
+		return nil
+	}
+	done := o.order.Close("comm: close the memory of deterministic reductions", syncAll)
+	return errors.Join(done, o.scratch.Close())
+}
+
+// syncAll waits for streams.
+func syncAll(users []*gpu.Stream) error {
+	var errs []error
+	for _, s := range users {
+		errs = append(errs, syncUnlessLost(s))
+	}
+	return errors.Join(errs...)
+}
+
+// inOrder reports whether an operation must be executed in the order of the ranks, and s may
+// not execute it. Chorus kernels reduce all ranks as one block. requested says that its batch
+// requests the order.
+func (k *Router) inOrder(x *ranks.Collective, s Strategy, requested bool) bool {
+	if k.ordered == nil || k.ordered.request && !requested || !flight.Kinds[x.Kind].Reduces {
+		return false
+	}
+	return services[s] != ranks.Kernels || k.ordered.block < k.comm.Size()
+}
+
+// reduction returns the type and the reduction that compute an operation, and the factor of a
+// PreMulSum or nil. It returns an error if no kernel reduces in order.
+func (k *Router) reduction(x *ranks.Collective) (t memory.DType, op flight.Reduction, by *fabric.Factor, err error) {
+	t, op = x.DType, x.Op
+	if t == memory.Bool { // bytes that are 0 or 1
+		if t = memory.Uint8; op == flight.Sum {
+			op = flight.Max
+		}
+	}
+	if op < 0 || op >= flight.NumReductions {
+		bits, at, ok := k.in.Factor(op)
+		if !ok {
+			return t, op, nil, fmt.Errorf("the reduction %s was closed", x.Op)
+		}
+		by, op = &fabric.Factor{Bits: bits, At: at}, flight.Sum
+	}
+	if !fabric.CanFold(t, op) {
+		return t, op, nil, fmt.Errorf("the %s of %s is not deterministic: no kernel computes it in rank order", op, t)
+	}
+	return t, op, by, nil
+}

@@ -1,0 +1,246 @@
+package status
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+
+	"github.com/gochorus/chorus/internal/plain"
+)
+
+// Limits of a status. They bound the memory for the status of a hostile process, and the
+// number of metrics.
+const (
+	MaxBytes   = 64 << 10 // encoded
+	maxGroups  = 32
+	maxDevices = 64
+	maxTotals  = 128 // of a group
+	maxUses    = 32  // of a device
+	maxNotes   = 8
+	maxText    = 256 // bytes of a text
+)
+
+// A Process is the status of a process.
+type Process struct {
+	Groups  []Group  `json:"groups,omitempty"`
+	Devices []Device `json:"devices,omitempty"`
+	Notes   []string `json:"notes,omitempty"` // parts that are missing, and why
+}
+
+// A Group is the progress of one rank of a communicator.
+type Group struct {
+	ID        string `json:"id"` // the same on all ranks of the communicator
+	Name      string `json:"name,omitempty"`
+	Rank      int    `json:"rank"` // in the communicator
+	Size      int    `json:"size"`
+	WorldRank int    `json:"world_rank"` // -1 if not known
+	Device    string `json:"device"`
+	State     string `json:"state,omitempty"` // how the communicator ended, such as "failed"
+	// Issued and Completed are numbers of collectives, from 1; 0 means none.
+	Issued    uint64  `json:"issued"`
+	Completed uint64  `json:"completed"`
+	Oldest    *Op     `json:"oldest,omitempty"` // the oldest operation in flight
+	IdleNanos int64   `json:"idle_ns"`          // since the last operation was issued; 0 if there was none
+	Totals    []Total `json:"totals,omitempty"`
+}
+
+// An Op is an operation in flight.
+type Op struct {
+	Text       string `json:"text"` // such as "ncclAllReduce(1024 x float32, sum) as collective 7"
+	Kind       string `json:"kind"` // such as "all-reduce"
+	Collective uint64 `json:"collective"`
+	AgeNanos   int64  `json:"age_ns"`
+}
+
+// A Total counts the operations of one kind, backend and class of sizes that were issued.
+type Total struct {
+	Op       string `json:"op"`       // such as "all_reduce"
+	Strategy string `json:"strategy"` // such as "nccl"
+	Size     string `json:"size"`     // such as "le_1MiB"
+	Count    uint64 `json:"count"`
+	Bytes    uint64 `json:"bytes"`
+}
+
+// A Device is the memory of a device that the process uses, with the sensor values of the device.
+type Device struct {
+	Name          string `json:"name"` // such as "cuda:0"
+	UUID          string `json:"uuid,omitempty"`
+	Allocated     int64  `json:"allocated_bytes"`
+	Reserved      int64  `json:"reserved_bytes"`
+	InactiveSplit int64  `json:"inactive_split_bytes"`
+	PeakAllocated int64  `json:"peak_allocated_bytes"`
+	Allocations   int64  `json:"allocations"`
+	Retries       int64  `json:"retries"`
+	OutOfMemory   int64  `json:"out_of_memory"`
+	Total         uint64 `json:"total_bytes"` // of the device
+	Free          uint64 `json:"free_bytes"`  // for all processes
+	Uses          []Use  `json:"uses,omitempty"`
+	Utilization   *int   `json:"utilization_percent,omitempty"`
+	Temperature   *int   `json:"temperature_celsius,omitempty"`
+	PowerDraw     *int   `json:"power_draw_milliwatts,omitempty"`
+	ClockRate     *int   `json:"clock_rate_mhz,omitempty"`
+}
+
+// A Use is a part of a device's memory.
+type Use struct {
+	Owner string `json:"owner"`
+	Bytes uint64 `json:"bytes"`
+}
+
+// encode returns the status with at most MaxBytes. It drops details if necessary.
+func (p *Process) encode() []byte {
+	p.limit()
+	for _, drop := range []func(){func() {}, p.dropUses, p.dropTotals, func() { *p = Process{Notes: []string{"the status is too long"}} }} {
+		drop()
+		if b, err := json.Marshal(p); err == nil && len(b) <= MaxBytes {
+			return b
+		}
+	}
+	return nil
+}
+
+func (p *Process) dropUses() {
+	for i := range p.Devices {
+		p.Devices[i].Uses = nil
+	}
+}
+
+func (p *Process) dropTotals() {
+	for i := range p.Groups {
+		p.Groups[i].Totals = nil
+	}
+}
+
+// limit shortens the lists. The newest groups stay.
+func (p *Process) limit() {
+	p.Groups = p.Groups[max(0, len(p.Groups)-maxGroups):]
+	p.Devices = p.Devices[:min(len(p.Devices), maxDevices)]
+	p.Notes = p.Notes[:min(len(p.Notes), maxNotes)]
+	for i := range p.Notes {
+		p.Notes[i] = short(p.Notes[i])
+	}
+	for i := range p.Groups {
+		g := &p.Groups[i]
+		g.Name, g.Totals = short(g.Name), g.Totals[:min(len(g.Totals), maxTotals)]
+		slices.SortFunc(g.Totals, Total.compare)
+	}
+	for i := range p.Devices {
+		d := &p.Devices[i]
+		d.Uses = d.Uses[:min(len(d.Uses), maxUses)]
+		for k := range d.Uses {
+			d.Uses[k].Owner = short(d.Uses[k].Owner)
+		}
+	}
+}
+
+// short returns a text of graphic characters with at most maxText bytes.
+func short(s string) string {
+	s = plain.Text(s[:min(len(s), maxText)])
+	return s[:min(len(s), maxText)]
+}
+
+// Decode returns the status that another process has encoded. It refuses unknown fields,
+// long lists and texts, and negative sizes. Control characters in texts become escapes.
+func Decode(b []byte) (*Process, error) {
+	if len(b) > MaxBytes {
+		return nil, fmt.Errorf("status of %d bytes: want at most %d", len(b), MaxBytes)
+	}
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	p := new(Process)
+	if err := d.Decode(p); err != nil {
+		return nil, fmt.Errorf("status: %w", err)
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return nil, errors.New("status: more bytes follow it")
+	}
+	if err := p.check(); err != nil {
+		return nil, fmt.Errorf("status: %w", err)
+	}
+	plain.Record(p)
+	return p, nil
+}
+
+func (p *Process) check() error {
+	if len(p.Groups) > maxGroups || len(p.Devices) > maxDevices || len(p.Notes) > maxNotes {
+		return fmt.Errorf("%d groups, %d devices and %d notes: want at most %d, %d and %d",
+			len(p.Groups), len(p.Devices), len(p.Notes), maxGroups, maxDevices, maxNotes)
+	}
+	if err := checkTexts(p.Notes...); err != nil {
+		return err
+	}
+	for i := range p.Groups {
+		if err := p.Groups[i].check(); err != nil {
+			return fmt.Errorf("group %d: %w", i, err)
+		}
+	}
+	for i := range p.Devices {
+		if err := p.Devices[i].check(); err != nil {
+			return fmt.Errorf("device %d: %w", i, err)
+		}
+	}
+	return nil
+}
+
+func (g *Group) check() error {
+	switch {
+	case g.Size < 1 || g.Rank < 0 || g.Rank >= g.Size || g.WorldRank < -1:
+		return fmt.Errorf("rank %d of %d, world rank %d", g.Rank, g.Size, g.WorldRank)
+	case g.Completed > g.Issued || g.IdleNanos < 0:
+		return fmt.Errorf("%d of %d collectives have completed, idle for %d ns", g.Completed, g.Issued, g.IdleNanos)
+	case len(g.Totals) > maxTotals:
+		return fmt.Errorf("%d totals: want at most %d", len(g.Totals), maxTotals)
+	}
+	if o := g.Oldest; o != nil {
+		if o.AgeNanos < 0 {
+			return fmt.Errorf("an operation with the age %d ns", o.AgeNanos)
+		}
+		if err := checkTexts(o.Text, o.Kind); err != nil {
+			return err
+		}
+	}
+	for i, t := range g.Totals {
+		if i > 0 && g.Totals[i-1].compare(t) >= 0 {
+			return errors.New("totals are not in order, or repeat")
+		}
+		if err := checkTexts(t.Op, t.Strategy, t.Size); err != nil {
+			return err
+		}
+	}
+	return checkTexts(g.ID, g.Name, g.Device, g.State)
+}
+
+// compare orders the totals of a group.
+func (t Total) compare(u Total) int {
+	return cmp.Or(cmp.Compare(t.Op, u.Op), cmp.Compare(t.Strategy, u.Strategy), cmp.Compare(t.Size, u.Size))
+}
+
+func (d *Device) check() error {
+	for _, n := range []int64{d.Allocated, d.Reserved, d.InactiveSplit, d.PeakAllocated, d.Allocations, d.Retries, d.OutOfMemory} {
+		if n < 0 {
+			return fmt.Errorf("a negative number of bytes or allocations: %d", n)
+		}
+	}
+	if len(d.Uses) > maxUses {
+		return fmt.Errorf("%d uses: want at most %d", len(d.Uses), maxUses)
+	}
+	for _, u := range d.Uses {
+		if err := checkTexts(u.Owner); err != nil {
+			return err
+		}
+	}
+	return checkTexts(d.Name, d.UUID)
+}
+
+func checkTexts(texts ...string) error {
+	for _, s := range texts {
+		if len(s) > maxText {
+			return fmt.Errorf("a text of %d bytes: want at most %d", len(s), maxText)
+		}
+	}
+	return nil
+}

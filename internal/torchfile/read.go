@@ -1,0 +1,121 @@
+package torchfile
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/gochorus/chorus/internal/pickle"
+)
+
+// A File is the content of a file of torch.save.
+type File struct {
+	Tensors []Tensor          // in the order of the state dict
+	Values  map[string]string // plain values as JSON, by name
+}
+
+// startBytes is how many bytes of a file Is needs.
+const startBytes = 16
+
+// Is reports whether a file begins like a file of torch.save, of the zip format or of the one
+// before it. start is its first 16 bytes, or all if it has fewer.
+func Is(start []byte) bool { return isZip(start) || isLegacy(start) }
+
+// isZip excludes a safetensors file whose header has such a length: its JSON begins after it.
+func isZip(start []byte) bool {
+	return len(start) >= 9 && binary.LittleEndian.Uint32(start) == localSignature && start[8] != '{'
+}
+
+// isLegacy reports whether the file begins with the pickle of torch's number for such files.
+func isLegacy(start []byte) bool {
+	return strings.HasPrefix(string(start), "\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19")
+}
+
+// Start reads the bytes that Is needs.
+func Start(r io.ReaderAt, size int64) ([]byte, error) {
+	b := make([]byte, min(size, startBytes))
+	n, err := r.ReadAt(b, 0)
+	if n == len(b) {
+		err = nil
+	}
+	return b[:n], err
+}
+
+// Read reads a file of size bytes. An object that is a tensor, and not a dictionary of tensors,
+// has the name "tensor".
+func Read(r io.ReaderAt, size int64) (*File, error) {
+	f, err := read(r, size)
+	if err != nil {
+		return nil, fmt.Errorf("torch.save file: %w", err)
+	}
+	return f, nil
+}
+
+func read(r io.ReaderAt, size int64) (*File, error) {
+	start, err := Start(r, size)
+	switch {
+	case err != nil:
+		return nil, err
+	case isLegacy(start):
+		return nil, errors.New("it has the format before PyTorch 1.6: load it in Python and save it again")
+	case !isZip(start):
+		return nil, errors.New("it does not begin like a zip archive")
+	}
+	a, err := openArchive(r, size)
+	if err != nil {
+		return nil, err
+	}
+	root, err := a.root()
+	if err != nil {
+		return nil, err
+	}
+	e := a.entries[root+"data.pkl"]
+	text, err := a.open(e)
+	if err != nil {
+		return nil, err
+	}
+	o := &objects{archive: a, prefix: root + "data/", known: map[string]*storage{}}
+	object, err := pickle.DecodeObjects(text, &pickle.Limits{Bytes: mostPickle, Values: mostValues}, o)
+	if err != nil {
+		return nil, fmt.Errorf("entry %q: %w", e.name, err)
+	}
+	f := &flattener{file: &File{Values: map[string]string{}}, taken: map[string]bool{}, size: e.size, whole: size}
+	if err := f.add("", object, 0); err != nil {
+		return nil, fmt.Errorf("entry %q: %w", e.name, err)
+	}
+	return f.file, nil
+}
+
+// root returns the folder of all entries, after it has checked that this package can read them.
+func (a *archive) root() (string, error) {
+	root, found := "", false
+	for name := range a.entries {
+		if folder, ok := strings.CutSuffix(name, "data.pkl"); ok && strings.Count(folder, "/") == 1 && strings.HasSuffix(folder, "/") {
+			if found {
+				return "", errors.New("the archive has two entries data.pkl")
+			}
+			root, found = folder, true
+		}
+	}
+	switch {
+	case !found:
+		return "", errors.New("the archive has no entry data.pkl: torch.save did not write it")
+	case a.entries[root+"constants.pkl"] != nil:
+		return "", errors.New("it is a TorchScript program: save the state_dict() of the model instead")
+	}
+	e := a.entries[root+"byteorder"]
+	if e == nil {
+		return root, nil
+	}
+	text, err := a.open(e)
+	if err != nil {
+		return "", err
+	}
+	order, err := io.ReadAll(io.LimitReader(text, 16))
+	if err == nil && string(order) != "little" {
+		err = fmt.Errorf("its byte order is %q: want little", order)
+	}
+	return root, err
+}

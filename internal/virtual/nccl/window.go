@@ -1,0 +1,149 @@
+package nccl
+
+import (
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/ncclapi"
+)
+
+// A window is this rank's memory of a window.
+type window struct {
+	number uint64 // the same on all ranks
+	p      cudadrv.DevicePtr
+	bytes  uintptr
+}
+
+// sinceGINOnly is the first version with WindowGINOnly.
+const sinceGINOnly = 23203
+
+// windowFlags returns the flags that the version knows. The flags for networks have no effect.
+func (l *lib) windowFlags() int32 {
+	known := ncclapi.WindowCollSymmetric | ncclapi.WindowStrictOrdering
+	if l.cfg.Version >= sinceGINOnly {
+		known |= ncclapi.WindowGINOnly
+	}
+	return known
+}
+
+func (l *lib) WinGetUserPtr(h ncclapi.Comm, w ncclapi.Window) (cudadrv.DevicePtr, ncclapi.Result) {
+	const f = ncclapi.FuncWinGetUserPtr
+	c, r := l.begin(f, h)
+	if r != ncclapi.Success {
+		return 0, r
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	win, ok := c.windows[w]
+	if !ok {
+		return 0, l.refuse(ncclapi.InvalidArgument, "%s: %#x is not a window of the communicator", f.Name(), uintptr(w))
+	}
+	return win.p, ncclapi.Success
+}
+
+// lsaSize returns the number of ranks that access each other's memory by load and store: all
+// ranks if they are on one machine, and else one.
+func (c *comm) lsaSize() int {
+	for _, m := range c.members {
+		if m.Process != c.lib.process {
+			return 1
+		}
+	}
+	return c.n
+}
+
+// GetLsaMultimemDevicePointer reports that the devices have no multicast.
+func (l *lib) GetLsaMultimemDevicePointer(w ncclapi.Window, offset uintptr) (cudadrv.DevicePtr, ncclapi.Result) {
+	_, _, r := l.openWindow(ncclapi.FuncGetLsaMultimemDevicePointer, w, offset)
+	return 0, r
+}
+
+func (l *lib) GetLsaDevicePointer(w ncclapi.Window, offset uintptr, lsaRank int32) (cudadrv.DevicePtr, ncclapi.Result) {
+	const f = ncclapi.FuncGetLsaDevicePointer
+	c, win, r := l.openWindow(f, w, offset)
+	if r != ncclapi.Success {
+		return 0, r
+	}
+	size := c.lsaSize()
+	if lsaRank < 0 || int(lsaRank) >= size {
+		return 0, l.refuse(ncclapi.InvalidArgument, "%s at rank %d: rank %d of a team of %d", f.Name(), c.rank, lsaRank, size)
+	}
+	if size == 1 {
+		lsaRank = int32(c.rank)
+	}
+	return l.peerWindow(f, c, win, int(lsaRank), offset)
+}
+
+func (l *lib) GetPeerDevicePointer(w ncclapi.Window, offset uintptr, peer int32) (cudadrv.DevicePtr, ncclapi.Result) {
+	const f = ncclapi.FuncGetPeerDevicePointer
+	c, win, r := l.openWindow(f, w, offset)
+	switch {
+	case r != ncclapi.Success:
+		return 0, r
+	case peer < 0 || int(peer) >= c.n:
+		return 0, l.refuse(ncclapi.InvalidArgument, "%s at rank %d: rank %d is not one of %d ranks", f.Name(), c.rank, peer, c.n)
+	case int(peer) != c.rank && c.lsaSize() == 1:
+		return 0, ncclapi.Success
+	}
+	return l.peerWindow(f, c, win, int(peer), offset)
+}
+
+// openWindow returns an open window and its communicator. Ids of windows are unique, so the
+// calls have no communicator.
+func (l *lib) openWindow(f ncclapi.Func, w ncclapi.Window, offset uintptr) (*comm, window, ncclapi.Result) {
+	if r := l.enter(f); r != ncclapi.Success {
+		return nil, window{}, r
+	}
+	for _, c := range l.live() {
+		win, ok := c.window(func(h ncclapi.Window, _ window) bool { return h == w })
+		if !ok {
+			continue
+		}
+		if offset >= win.bytes {
+			return nil, win, l.refuse(ncclapi.InvalidArgument, "%s at rank %d: byte %d: the window has %d", f.Name(), c.rank, offset, win.bytes)
+		}
+		return c, win, ncclapi.Success
+	}
+	return nil, window{}, l.refuse(ncclapi.InvalidArgument, "%s: %#x is not a window", f.Name(), uintptr(w))
+}
+
+// peerWindow returns an address in the window of a rank on the same machine.
+func (l *lib) peerWindow(f ncclapi.Func, c *comm, win window, peer int, offset uintptr) (cudadrv.DevicePtr, ncclapi.Result) {
+	for _, p := range l.live() {
+		if p.token != c.token || p.rank != peer {
+			continue
+		}
+		theirs, ok := p.window(func(_ ncclapi.Window, x window) bool { return x.number == win.number })
+		if !ok {
+			break
+		}
+		l.m.Lock()
+		defer l.m.Unlock()
+		if b, _ := l.m.Find(theirs.p); peer != c.rank && (b == nil || !b.Public()) {
+			return 0, l.refuse(ncclapi.InvalidArgument, "%s at rank %d: the window of rank %d is not memory of ncclMemAlloc, so other devices cannot access it", f.Name(), c.rank, peer)
+		}
+		return theirs.p + cudadrv.DevicePtr(offset), ncclapi.Success
+	}
+	return 0, l.refuse(ncclapi.InvalidArgument, "%s at rank %d: rank %d has closed the window", f.Name(), c.rank, peer)
+}
+
+// live returns the communicators that were not destroyed.
+func (l *lib) live() []*comm {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	list := make([]*comm, 0, len(l.comms))
+	for _, c := range l.comms {
+		list = append(list, c)
+	}
+	return list
+}
+
+// window returns the window for which is returns true.
+func (c *comm) window(is func(h ncclapi.Window, w window) bool) (window, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for h, w := range c.windows {
+		if is(h, w) {
+			return w, true
+		}
+	}
+	return window{}, false
+}

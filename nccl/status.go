@@ -1,0 +1,69 @@
+package nccl
+
+import (
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/status"
+)
+
+// observeTime limits the queries of streams for a status. Without them, completions of the
+// last second may be missing.
+const observeTime = 200 * time.Millisecond
+
+// registerStatus registers the communicators of the process as a source of the status.
+var registerStatus = sync.OnceFunc(func() { status.Add("NCCL", describe) })
+
+// describe adds all communicators that are not closed.
+func describe(p *status.Process) {
+	observeAll()
+	for _, r := range liveRecorders() {
+		p.Groups = append(p.Groups, groupOf(r))
+	}
+}
+
+var observing atomic.Bool
+
+// observeAll records completions, as the watchdog does once a second.
+func observeAll() {
+	if !observing.CompareAndSwap(false, true) {
+		return // it still waits for the driver
+	}
+	poll.Within(observeTime, func() error {
+		defer observing.Store(false)
+		for _, m := range liveMembers() {
+			if c := m.comm.Value(); c != nil && c.failed.Load() == nil && !c.isClosed() && m.Pending() {
+				_, _, _ = c.watch.Observe() // the watchdog reports errors
+			}
+		}
+		return nil
+	})
+}
+
+func groupOf(r *flight.Recorder) status.Group {
+	s := r.Standing()
+	g := status.Group{
+		ID: r.Group, Name: r.Name, Rank: r.Rank, Size: r.Size, WorldRank: s.WorldRank, Device: r.Device,
+		Issued: s.Issued, Completed: min(s.Completed, s.Issued), IdleNanos: int64(s.Idle),
+	}
+	if s.State != flight.Scheduled {
+		g.State = s.State.String()
+	}
+	if s.Oldest.Record > 0 {
+		g.Oldest = &status.Op{Text: s.Oldest.String(), Kind: s.Kind.Plain(), Collective: s.Oldest.Collective, AgeNanos: int64(s.Age)}
+	}
+	r.Totals(func(k flight.Kind, by flight.Service, size int, t flight.Total) {
+		g.Totals = append(g.Totals, status.Total{
+			Op: strings.ReplaceAll(k.Plain(), "-", "_"), Strategy: strategies[by], Size: flight.SizeNames[size], Count: t.Count, Bytes: t.Bytes,
+		})
+	})
+	return g
+}
+
+// strategies are the names of services in metrics.
+var strategies = [...]string{ranks.NCCL: "nccl", ranks.Kernels: "kernels", ranks.Windows: "windows", ranks.CopyEngines: "copy_engines", ranks.Ordered: "ordered"}

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testport"
 	"github.com/stretchr/testify/require"
 )
 
@@ -49,10 +50,7 @@ func joinWorld(t *testing.T, n int, change func(rank int, c *JoinConfig)) []*Ses
 // until the test ends.
 func freeAddr(t *testing.T) string {
 	t.Helper()
-	r, err := reservePort()
-	require.NoError(t, err)
-	t.Cleanup(r.close)
-	return fmt.Sprintf("127.0.0.1:%d", r.port)
+	return fmt.Sprintf("127.0.0.1:%d", testport.Reserve(t))
 }
 
 // every runs f once per session at the same time.

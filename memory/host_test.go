@@ -333,10 +333,13 @@ func TestHostStatsKeys(t *testing.T) {
 	require.Equal(t, Timing{Total: 120, Max: 80, Min: 10, Count: 3, Avg: 40}, h.HostAllocTime)
 }
 
+// rangesMemory is a variable of the package because a growing stack moves what is on it, and ranges
+// keep addresses.
+var rangesMemory [1000]byte
+
 // The ranges find what a list of them finds.
 func TestRanges(t *testing.T) {
-	mem := make([]byte, 1000)
-	at := func(i int) unsafe.Pointer { return unsafe.Pointer(&mem[i]) }
+	at := func(i int) unsafe.Pointer { return unsafe.Pointer(&rangesMemory[i]) }
 	var r ranges
 	model := map[int]int{}
 	rnd := rand.New(rand.NewPCG(5, 5))

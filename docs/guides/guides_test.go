@@ -16,8 +16,6 @@ package guides
 import (
 	"context"
 	"fmt"
-	"math/rand/v2"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -25,10 +23,10 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testport"
 	"github.com/stretchr/testify/require"
 )
 
@@ -92,7 +90,7 @@ func (d *desktop) follow(t *testing.T, guide string) error {
 	if err != nil {
 		return err
 	}
-	port := freePort(t)
+	port := strconv.Itoa(testport.Reserve(t))
 	out, err := d.shell(t, strings.ReplaceAll(script, "29477", port))
 	outs := strings.Split(strings.ReplaceAll(out, port, "29477"), mark)
 	if err != nil {
@@ -247,28 +245,4 @@ func (d *desktop) shell(t *testing.T, script string) (string, error) {
 	cmd.Dir, cmd.Env, cmd.WaitDelay = dir, slices.Concat(d.env, []string{"HOME=" + dir}), time.Second
 	out, err := cmd.CombinedOutput()
 	return string(out), err
-}
-
-// lastPort is the last port that freePort has tried. The ports are below those that systems give to
-// outgoing connections.
-var lastPort atomic.Int32
-
-func init() { lastPort.Store(20000 + 2*rand.Int32N(4000)) }
-
-// freePort returns a port that no other guide gets. It and the port above it, for gossip, are free.
-func freePort(t *testing.T) string {
-	t.Helper()
-	for range 1000 {
-		port := int(lastPort.Add(2))
-		if isFree(port) && isFree(port+1) {
-			return strconv.Itoa(port)
-		}
-	}
-	t.Fatal("no free port")
-	return ""
-}
-
-func isFree(port int) bool {
-	l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
-	return err == nil && l.Close() == nil
 }

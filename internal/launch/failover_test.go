@@ -10,13 +10,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testport"
 	"github.com/stretchr/testify/require"
 )
 
 // severalHosts starts launchers on loopback addresses, the first of which is the only seed.
 func severalHosts(t *testing.T, n, least int, args ...string) ([]*setup, []*launched) {
 	t.Helper()
-	port := freePort(t)
+	port := testport.Reserve(t)
 	var cfgs []*setup
 	var ls []*launched
 	for i := range n {
@@ -94,7 +95,7 @@ func TestElasticCoordinatorSilent(t *testing.T) {
 // and also a worker that fails later.
 func TestElasticRestartAfterFailover(t *testing.T) {
 	t.Parallel()
-	port := freePort(t)
+	port := testport.Reserve(t)
 	var ls []*launched
 	for i := range 3 {
 		c := workers(1, "elastic", "4", "2")

@@ -3,7 +3,6 @@ package launch
 import (
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -12,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testport"
 	"github.com/stretchr/testify/require"
 )
 
@@ -530,7 +530,7 @@ func TestRunMistakes(t *testing.T) {
 // twoHosts makes two configs that meet on two loopback addresses.
 func twoHosts(t *testing.T, a, b *setup) {
 	t.Helper()
-	port := freePort(t)
+	port := testport.Reserve(t)
 	for i, c := range []*setup{a, b} {
 		c.Job = "two-" + fmt.Sprint(port)
 		c.Host = fmt.Sprintf("h%d", i)
@@ -539,14 +539,6 @@ func twoHosts(t *testing.T, a, b *setup) {
 		c.Bind = fmt.Sprintf("127.0.0.%d:%d", i+1, port)
 		c.Secret = []byte("sixteen bytes or more")
 	}
-}
-
-func freePort(t *testing.T) int {
-	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer ln.Close()
-	return ln.Addr().(*net.TCPAddr).Port
 }
 
 func TestRunTwoHosts(t *testing.T) {

@@ -1,0 +1,55 @@
+// Package testport reserves ports for tests that start several processes.
+package testport
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"strconv"
+	"testing"
+)
+
+// Systems give ports from 32768 to outgoing connections, so such a connection can take any port
+// there between its reservation and its use.
+const (
+	first = 10000
+	last  = 32766
+)
+
+// Reserve returns a port that no other test of this host gets until t ends. The port and the next
+// one, which a seed needs for gossip, are free on the first loopback addresses.
+func Reserve(t testing.TB) int {
+	t.Helper()
+	for range 10000 {
+		port := first + 2*rand.IntN((last-first)/2)
+		// The system removes an abstract socket when its process ends.
+		mark, err := net.Listen("unix", "@chorus-test-port-"+strconv.Itoa(port))
+		if err != nil {
+			continue
+		}
+		if isFree(port) && isFree(port+1) {
+			t.Cleanup(func() { mark.Close() })
+			return port
+		}
+		mark.Close()
+	}
+	t.Fatalf("no two free ports from %d to %d", first, last)
+	return 0
+}
+
+func isFree(port int) bool {
+	for host := 1; host <= 4; host++ {
+		at := fmt.Sprintf("127.0.0.%d:%d", host, port)
+		l, err := net.Listen("tcp", at)
+		if err != nil {
+			return false
+		}
+		l.Close()
+		p, err := net.ListenPacket("udp", at)
+		if err != nil {
+			return false
+		}
+		p.Close()
+	}
+	return true
+}

@@ -8,13 +8,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gochorus/chorus/internal/testport"
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/testport"
 )
 
 // quick is a timing for tests that lose members; brisk enough to wait for and
 // slow enough for two busy cores under the race detector.
-var quick = Timing{Join: 20 * time.Second, Call: 20 * time.Second, Heartbeat: 50 * time.Millisecond, LostAfter: 2 * time.Second}
+var quick = Timing{Join: 90 * time.Second, Call: 90 * time.Second, Heartbeat: 50 * time.Millisecond, LostAfter: 2 * time.Second}
 
 var testSecret = []byte("a secret of 32 bytes for testing")
 

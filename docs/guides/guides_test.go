@@ -26,8 +26,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gochorus/chorus/internal/testport"
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/testport"
 )
 
 func TestGuides(t *testing.T) {

@@ -10,8 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gochorus/chorus/internal/testport"
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/testport"
 )
 
 // severalHosts starts launchers on loopback addresses, the first of which is the only seed.

@@ -11,8 +11,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gochorus/chorus/internal/testport"
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/testport"
 )
 
 func TestRunAllWell(t *testing.T) {

@@ -73,7 +73,7 @@ func (a *Agent) news(epoch uint64, n news) {
 		}
 		a.charter = next
 	} else if a.charter != nil {
-		a.charter.Plan = n.Plan
+		a.charter.Plan, a.charter.Members = n.Plan, n.Members // the members have places in the plan
 	}
 	if n.Line != "" {
 		a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n.Line))

@@ -88,7 +88,7 @@ func (c *coordinator) beginElastic(start func()) {
 		c.startFirst()
 		return
 	}
-	c.electorates = []electorate{c.voters()}
+	c.electorates = []electorate{c.voters(c.plan)}
 	for _, a := range c.agents {
 		a.prepared = false
 	}

@@ -122,9 +122,7 @@ func (c *coordinator) admitHost(a *peer) {
 		return
 	}
 	c.agents = append(c.agents, a)
-	p := *c.plan
-	p.Hosts = append(without(p.Hosts, func(h host) bool { return h.UUID == a.host.UUID }), a.host)
-	c.plan = &p
+	c.plan = c.plan.with(a.host)
 	for local := range a.host.LocalSize {
 		c.elastic.expected[place{a.host.UUID, local}] = true
 	}

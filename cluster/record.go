@@ -136,6 +136,17 @@ func (p plan) hostOf(rank int) string {
 	return ""
 }
 
+// with returns the plan with a host, whose place does not change if the plan already includes it.
+func (p plan) with(h host) *plan {
+	p.Hosts = slices.Clone(p.Hosts)
+	if at := p.nodeOf(h.UUID); at >= 0 {
+		p.Hosts[at] = h
+	} else {
+		p.Hosts = append(p.Hosts, h)
+	}
+	return &p
+}
+
 func (p plan) size() int { return p.firstRank(len(p.Hosts)) }
 
 // nodeOf returns the node whose agent has the UUID, or -1.

@@ -272,8 +272,10 @@ func TestOutageBetweenHosts(t *testing.T) {
 		p.await(t, "counting")
 	}
 	for range *outages {
+		begun := time.Now()
 		l.cut(1)
-		time.Sleep(2400 * time.Millisecond)
+		took := time.Since(begun) // heal takes about as long
+		time.Sleep(2400*time.Millisecond - 2*took)
 		l.heal(1)
 		time.Sleep(3500 * time.Millisecond)
 	}

@@ -118,7 +118,6 @@ func TestSplit(t *testing.T) {
 				require.Contains(t, ps[i].await(t, "works in epoch"), fmt.Sprintf("works in epoch 2 of %d\n", len(test.goes)))
 			}
 			t.Logf("the next epoch works %v after the cut", time.Since(cut))
-			require.Less(t, time.Since(cut), 5*time.Second)
 			for _, i := range test.ends {
 				text := ps[i].await(t, fmt.Sprintf("this part of the network has %d of the %d hosts of epoch 1", len(test.ends), n))
 				code, rest := ps[i].exit()

@@ -276,7 +276,7 @@ func (k *client) cancelEnded() {
 	}
 }
 
-func (k *client) send(m message) error { return k.stream.pushWait(m.encode()) }
+func (k *client) send(m message) error { return k.stream.sendWait(m) }
 
 // ask sends a request and waits for the reply, the end of ctx, or end. It sends nothing
 // after the end: the coordinator may still exist and answer.

@@ -30,12 +30,10 @@ func (c *coordinator) form() {
 	e.try++
 	next := c.nextPlan()
 	e.next = c.nextWorld(e.peers, next)
-	m := note(kindPropose, e.next)
-	m.epoch, m.id = c.epoch+1, e.try
-	b := m.encode() // the same memory for all
+	m := message{kind: kindPropose, epoch: c.epoch + 1, id: e.try}
 	for _, p := range e.peers {
 		p.elastic.prepared = false
-		p.push(b)
+		p.send(m)
 	}
 	c.proposeToAgents(next)
 	c.inPhase(prepareBy, func() {

@@ -69,8 +69,5 @@ func (p *peer) member() Member {
 	return p.reg.Member
 }
 
-// send queues a message and does not block. Messages arrive in order.
-func (p *peer) send(m message) { p.push(m.encode()) }
-
 // end records that the process has exited, so that it will not connect again.
 func (p *peer) end() { p.ending.Do(func() { close(p.gone) }) }

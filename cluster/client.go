@@ -51,6 +51,7 @@ const (
 	lostSilent      // nothing has arrived: it may coordinate others
 	lostEnded       // its process has ended
 	lostByIt        // it has lost this process
+	lostLeaving     // its host leaves the job, as asked
 )
 
 // A target is a coordinator to connect to.
@@ -195,9 +196,25 @@ func (k *client) dispatch(m message) {
 		k.final.Store(true)
 		k.loss.Store(int32(lostByIt))
 		k.events(k, m)
+	case kindHandover:
+		k.events(k, m)
+		k.leftBehind(m)
 	default:
 		k.events(k, m)
 	}
+}
+
+// leftBehind ends the client because the coordinator leaves the job. Another one follows.
+func (k *client) leftBehind(m message) {
+	var h handover
+	if err := m.record(&h); err != nil {
+		k.cancel(err)
+		return
+	}
+	k.final.Store(true)
+	k.loss.Store(int32(lostLeaving))
+	k.cancel(&MemberLostError{Rank: -1, Host: k.hello.Host, PID: k.hello.PID, Since: time.Now(), Reason: h.Reason, ExitCode: -1})
+	k.closeConnection()
 }
 
 // disconnected ends the client. The end of the connection is a loss, unless the

@@ -19,7 +19,9 @@ func (c *coordinator) form() {
 	if c.isMinority() {
 		return
 	}
-	c.dismissDrained()
+	if c.dismissDrained(); c.handedOver || c.faults.stop != nil {
+		return
+	}
 	e.peers = c.nextMembers()
 	if !c.isEnough(e.peers) {
 		c.inPhase(c.cfg.joinBy, func() { c.endElastic("not enough processes after " + c.cfg.joinBy.String()) })

@@ -101,7 +101,7 @@ func (f *faults) firstExit(c *coordinator) (Exit, bool) {
 // disconnected handles the end of a connection.
 func (c *coordinator) disconnected(p *peer, err error) {
 	state := p.state
-	if state != peerJoined || c.closed {
+	if state != peerJoined || c.closed || c.handedOver {
 		p.state = peerGone
 		return
 	}

@@ -61,6 +61,7 @@ const (
 	kindStatus                     // agent: nothing; answered by kindReply with a Status
 	kindInquiry                    // coordinator to workers: nothing; id is the inquiry
 	kindReport                     // worker: its report; id is the inquiry
+	kindHandover                   // coordinator: handover; its host leaves the job
 	kindElsewhere                  // agent, before registration, and coordinator to agents: address of the coordinator of the running job
 	kindLast                       // one more than the last
 )

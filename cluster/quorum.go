@@ -52,6 +52,7 @@ type charter struct {
 	Ended   []string `json:"ended,omitempty"`
 	Lost    string   `json:"lost"` // UUID of the coordinator that was lost
 	Reason  string   `json:"reason"`
+	Planned bool     `json:"planned,omitempty"` // it was not lost: its host has left the job
 	Plan    plan     `json:"plan"`
 	Members []Member `json:"members"`
 	Used    int      `json:"used,omitempty"` // restarts so far

@@ -81,6 +81,12 @@ type world struct {
 	Left    []Departure `json:"left,omitempty"` // of the epoch before
 }
 
+// A handover tells all members that the coordinator's host leaves the job, and that another one must coordinate.
+type handover struct {
+	Reason string   `json:"reason"`          // completes "its launcher ..."
+	Ended  []string `json:"ended,omitempty"` // hosts whose launchers do not vote any more
+}
+
 // An Order is a command of the coordinator to a launcher.
 type Order struct {
 	Local int `json:"local"` // rank of the worker on its host

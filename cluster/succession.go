@@ -156,6 +156,8 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 		uuid := s.charter.hostOf(m)
 		at := place{uuid, m.LocalRank}
 		switch h := s.hosts[uuid]; {
+		case h == nil && uuid == s.charter.Lost && s.charter.Planned:
+			e.left = append(e.left, Departure{Member: m, Planned: true, Reason: "its launcher " + s.charter.Reason})
 		case h == nil && uuid == s.charter.Lost:
 			e.left = append(e.left, Departure{Member: m, Reason: "its host was lost: " + s.charter.Reason})
 		case h == nil:

@@ -450,7 +450,7 @@ func TestDrain(t *testing.T) {
 }
 
 // The host that coordinates is drained. It leaves at the end of a step like any other, and another host
-// coordinates. A job on one host cannot be drained.
+// coordinates.
 func TestDrainCoordinator(t *testing.T) {
 	t.Parallel()
 	cfgs := elasticHosts(t, 1, 3, 0)

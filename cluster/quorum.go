@@ -85,6 +85,19 @@ func (c *charter) propose(next uint64, e electorate) {
 	}
 }
 
+// excerpt returns the part of the charter that a coordinator does not know: one that has taken over needs only
+// the epoch, and one that wants to needs the lists of all hosts only if its own are older.
+func (c *charter) excerpt(to welcome) *charter {
+	if to.Running {
+		return &charter{Epoch: c.Epoch, Lost: c.Lost}
+	}
+	n := *c
+	if to.Epoch >= c.Epoch {
+		n.Plan, n.Members, n.Voters = plan{}, nil, nil
+	}
+	return &n
+}
+
 // merge adds the knowledge of another agent.
 func (c *charter) merge(o *charter) {
 	if o.Epoch > c.Epoch {

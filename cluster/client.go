@@ -47,11 +47,11 @@ type client struct {
 type loss int32
 
 const (
-	notLost    loss = iota
-	lostSilent      // nothing has arrived: it may coordinate others
-	lostEnded       // its process has ended
-	lostByIt        // it has lost this process
-	lostLeaving     // its host leaves the job, as asked
+	notLost     loss = iota
+	lostSilent       // nothing has arrived: it may coordinate others
+	lostEnded        // its process has ended
+	lostByIt         // it has lost this process
+	lostLeaving      // its host leaves the job, as asked
 )
 
 // A target is a coordinator to connect to.

@@ -347,6 +347,13 @@ func (a *Agent) event(k *client, m message) {
 		a.order(k, o)
 	case kindPropose:
 		a.proposed(k, m)
+	case kindHandover:
+		var h handover
+		if m.record(&h) == nil { // otherwise the client ends with the error
+			a.mu.Lock()
+			a.ended = append(a.ended, h.Ended...)
+			a.mu.Unlock()
+		}
 	case kindRefuse: // the coordinator has lost this host
 		var r refusal
 		if err := m.record(&r); err != nil {

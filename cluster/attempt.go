@@ -73,7 +73,7 @@ func (a *Agent) news(epoch uint64, n news) {
 		}
 		a.charter = next
 	} else if a.charter != nil {
-		a.charter.Plan = n.Plan
+		a.charter.Plan, a.charter.Members = n.Plan, n.Members // the members have places in the plan
 	}
 	if n.Line != "" {
 		a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n.Line))
@@ -111,18 +111,18 @@ func (a *Agent) order(k *client, o Order) {
 // They come only if the workers call Run.
 func (a *Agent) Orders() <-chan Order { return a.orders }
 
-// CanDrain reports whether the job can go on without this host: its workers call Run, and
-// another host coordinates. It asks the coordinator.
+// CanDrain reports whether the job can go on without this host: it has several hosts, and its workers call
+// Run. It asks the coordinator.
 func (a *Agent) CanDrain() bool {
-	if a.coordinates() {
+	if a.cfg.Nodes == 1 {
 		return false
 	}
 	r, err := a.client().askMissing()
 	return err == nil && r.Elastic
 }
 
-// Drain asks the other hosts to go on without this one after the current step. The
-// launcher gets an Order with Stop when its workers have left. If too few hosts would
+// Drain asks the other hosts to go on without this one after the current step. If this host
+// coordinates, another one does so afterwards. The launcher gets an Order with Stop when its workers have left. If too few hosts would
 // remain, the job is stopped as by Stop.
 func (a *Agent) Drain(reason string, code int) error {
 	f := fault{Reason: reason, Code: code}

@@ -47,10 +47,11 @@ type client struct {
 type loss int32
 
 const (
-	notLost    loss = iota
-	lostSilent      // nothing has arrived: it may coordinate others
-	lostEnded       // its process has ended
-	lostByIt        // it has lost this process
+	notLost     loss = iota
+	lostSilent       // nothing has arrived: it may coordinate others
+	lostEnded        // its process has ended
+	lostByIt         // it has lost this process
+	lostLeaving      // its host leaves the job, as asked
 )
 
 // A target is a coordinator to connect to.
@@ -195,9 +196,25 @@ func (k *client) dispatch(m message) {
 		k.final.Store(true)
 		k.loss.Store(int32(lostByIt))
 		k.events(k, m)
+	case kindHandover:
+		k.events(k, m)
+		k.leftBehind(m)
 	default:
 		k.events(k, m)
 	}
+}
+
+// leftBehind ends the client because the coordinator leaves the job. Another one follows.
+func (k *client) leftBehind(m message) {
+	var h handover
+	if err := m.record(&h); err != nil {
+		k.cancel(err)
+		return
+	}
+	k.final.Store(true)
+	k.loss.Store(int32(lostLeaving))
+	k.cancel(&MemberLostError{Rank: -1, Host: k.hello.Host, PID: k.hello.PID, Since: time.Now(), Reason: h.Reason, ExitCode: -1})
+	k.closeConnection()
 }
 
 // disconnected ends the client. The end of the connection is a loss, unless the
@@ -276,7 +293,7 @@ func (k *client) cancelEnded() {
 	}
 }
 
-func (k *client) send(m message) error { return k.stream.pushWait(m.encode()) }
+func (k *client) send(m message) error { return k.stream.sendWait(m) }
 
 // ask sends a request and waits for the reply, the end of ctx, or end. It sends nothing
 // after the end: the coordinator may still exist and answer.

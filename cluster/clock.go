@@ -36,6 +36,14 @@ func (c *runClock) now() time.Duration {
 	return c.ran + c.sinceTick(time.Since(c.begin))
 }
 
+// starved returns how much less time has passed on this clock than in the world.
+func (c *runClock) starved() time.Duration {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	now := time.Since(c.begin)
+	return now - c.ran - c.sinceTick(now)
+}
+
 func (c *runClock) sinceTick(now time.Duration) time.Duration {
 	if gap := now - c.last; gap <= c.step+c.step/2 {
 		return gap

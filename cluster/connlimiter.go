@@ -36,15 +36,16 @@ func newConnLimiter(most int) *connLimiter {
 // enter admits c. If the limiter is full, it closes the oldest connection after minConnectionTime.
 func (g *connLimiter) enter(c net.Conn) {
 	g.mu.Lock()
-	if len(g.inside) >= g.most {
-		turn := minConnectionTime - time.Since(g.inside[0].since)
-		g.mu.Unlock()
-		g.await(turn)
-		g.mu.Lock()
-	}
 	defer g.mu.Unlock()
-	if len(g.inside) >= g.most {
-		g.inside[0].c.Close()
+	for len(g.inside) >= g.most {
+		oldest := g.inside[0]
+		if turn := minConnectionTime - time.Since(oldest.since); turn > 0 {
+			g.mu.Unlock()
+			g.await(turn)
+			g.mu.Lock()
+			continue
+		}
+		oldest.c.Close()
 		g.inside = g.inside[1:]
 	}
 	g.inside = append(g.inside, stranger{c, time.Now()})
@@ -52,9 +53,6 @@ func (g *connLimiter) enter(c net.Conn) {
 
 // await waits until a connection leaves or d has passed.
 func (g *connLimiter) await(d time.Duration) {
-	if d <= 0 {
-		return
-	}
 	t := time.NewTimer(d)
 	defer t.Stop()
 	select {

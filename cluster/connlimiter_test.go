@@ -57,3 +57,23 @@ func TestLimitOfStrangers(t *testing.T) {
 		require.Empty(t, g.inside)
 	})
 }
+
+// A connection that has left while there was room does not cut the time of a later one.
+func TestLimiterForgetsWhoHasLeft(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := newConnLimiter(2)
+		var open atomic.Int64
+		enter := func() *silent {
+			open.Add(1)
+			s := &silent{open: &open}
+			g.enter(s)
+			return s
+		}
+		g.leave(enter())
+		begin := time.Now()
+		enter()
+		enter()
+		enter()
+		require.Equal(t, minConnectionTime, time.Since(begin))
+	})
+}

@@ -76,6 +76,7 @@ type coordinator struct {
 	succession  *succession
 	elsewhere   time.Time       // when another coordinator was last known to run the job
 	electorates []electorate    // they agree on the next epoch
+	handedOver  bool            // another coordinator continues
 	ended       map[string]bool // hosts whose agents are known to have ended, by UUID
 	faults      faults
 	flappers    map[string]*flapper // by host name
@@ -257,7 +258,7 @@ func (c *coordinator) unlock() {
 func (c *coordinator) admit(p *peer) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.closed {
+	if c.closed || c.handedOver {
 		return false
 	}
 	c.displaceGuest()
@@ -298,6 +299,9 @@ func (c *coordinator) readLoop(p *peer) error {
 func (c *coordinator) handle(p *peer, m message) error {
 	c.mu.Lock()
 	defer c.unlock()
+	if c.handedOver {
+		return nil
+	}
 	if m.kind == kindRegister {
 		return c.register(p, m)
 	}

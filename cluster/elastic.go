@@ -88,7 +88,7 @@ func (c *coordinator) beginElastic(start func()) {
 		c.startFirst()
 		return
 	}
-	c.electorates = []electorate{c.voters()}
+	c.electorates = []electorate{c.voters(c.plan)}
 	for _, a := range c.agents {
 		a.prepared = false
 	}
@@ -190,7 +190,7 @@ func (c *coordinator) newcomerObjection(p *peer) *refusal {
 	}
 	if c.cfg.agents > 0 {
 		a := c.agentOf(p)
-		if a == nil || a.draining || reg.LocalRank < 0 || reg.LocalRank >= a.host.LocalSize {
+		if a == nil || a.draining != nil || reg.LocalRank < 0 || reg.LocalRank >= a.host.LocalSize {
 			return &refusal{Reason: "no launcher of this job has started it, or its host leaves the job"}
 		}
 	}
@@ -297,7 +297,7 @@ func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 	order := Order{Local: x.Local}
 	spared := e.spared[at] && c.cfg.again.most > 0
 	delete(e.spared, at)
-	if (spared || c.retries.total < c.cfg.again.most) && !a.draining {
+	if (spared || c.retries.total < c.cfg.again.most) && a.draining == nil {
 		r := e.retries[at]
 		if r == nil {
 			r = &retries{}

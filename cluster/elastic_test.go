@@ -434,7 +434,6 @@ func TestDrain(t *testing.T) {
 	cfgs := elasticHosts(t, 1, 2, 0)
 	as, rs := elasticJob(t, RunConfig{}, cfgs...)
 	require.Eventually(t, as[1].CanDrain, time.Minute, time.Millisecond)
-	require.False(t, as[0].CanDrain(), "the host that coordinates")
 	require.NoError(t, as[1].Drain("received SIGTERM", 143))
 	require.ErrorIs(t, rs[1].returned(t), ErrDismissed)
 	w := rs[0].world(t, 2)
@@ -448,6 +447,28 @@ func TestDrain(t *testing.T) {
 	require.Equal(t, 143, requireCause[*StopError](t, as[0].Context()).ExitCode)
 	require.NoError(t, as[0].Close())
 	require.Error(t, rs[0].returned(t))
+}
+
+// The host that coordinates is drained. It leaves at the end of a step like any other, and another host
+// coordinates.
+func TestDrainCoordinator(t *testing.T) {
+	t.Parallel()
+	cfgs := elasticHosts(t, 1, 3, 0)
+	as, rs := elasticJob(t, RunConfig{}, cfgs...)
+	require.Eventually(t, as[0].CanDrain, time.Minute, time.Millisecond)
+	require.NoError(t, as[0].Drain("received SIGTERM", 143))
+	require.ErrorIs(t, rs[0].returned(t), ErrDismissed)
+	require.Equal(t, Order{Stop: true}, orderOf(t, as[0]))
+	steps := <-rs[0].steps
+	for _, r := range rs[1:] {
+		w := r.awaitSize(t, 2)
+		require.Equal(t, steps, <-r.steps)
+		require.Len(t, w.Left(), 1)
+		require.Equal(t, "its launcher received SIGTERM", w.Left()[0].Reason)
+		require.True(t, w.Left()[0].Planned)
+	}
+	require.NoError(t, as[0].Close())
+	finishAll(t, as[1:], rs[1:]...)
 }
 
 // Without launchers, the process of rank 0 coordinates. A lost process may come again by itself.

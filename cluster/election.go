@@ -424,11 +424,7 @@ func (e *election) introduce(t try) error {
 	e.addr = t.addr
 	self := e.agent.self(t.link)
 	if e.heir != nil {
-		ch := *e.heir
-		if t.hello.Running || t.hello.Epoch >= ch.Epoch { // the coordinator knows the rest
-			ch.Plan, ch.Members, ch.Voters = plan{}, nil, nil
-		}
-		self.Charter = &ch
+		self.Charter = e.heir.excerpt(t.hello)
 	}
 	m := note(kindRegister, self)
 	m.id = registerAgent

@@ -19,7 +19,9 @@ func (c *coordinator) form() {
 	if c.isMinority() {
 		return
 	}
-	c.dismissDrained()
+	if c.dismissDrained(); c.handedOver || c.faults.stop != nil {
+		return
+	}
 	e.peers = c.nextMembers()
 	if !c.isEnough(e.peers) {
 		c.inPhase(c.cfg.joinBy, func() { c.endElastic("not enough processes after " + c.cfg.joinBy.String()) })
@@ -28,16 +30,14 @@ func (c *coordinator) form() {
 	}
 	c.setPhase(phasePropose)
 	e.try++
-	c.plan = c.nextPlan()
-	e.next = c.nextWorld(e.peers)
-	m := note(kindPropose, e.next)
-	m.epoch, m.id = c.epoch+1, e.try
-	b := m.encode() // the same memory for all
+	next := c.nextPlan()
+	e.next = c.nextWorld(e.peers, next)
+	m := message{kind: kindPropose, epoch: c.epoch + 1, id: e.try}
 	for _, p := range e.peers {
 		p.elastic.prepared = false
-		p.push(b)
+		p.send(m)
 	}
-	c.proposeToAgents()
+	c.proposeToAgents(next)
 	c.inPhase(prepareBy, func() {
 		c.loseUnprepared()
 		c.killSilent(func(p *peer) bool { return p.elastic.prepared },
@@ -71,7 +71,8 @@ func (cfg *coordConfig) leastHosts() int {
 	return cfg.least
 }
 
-// nextPlan returns the plan without lost hosts and with new ones at its end.
+// nextPlan returns the plan without lost hosts. The plan changes only when the epoch begins, because
+// members name their hosts by their places in it.
 func (c *coordinator) nextPlan() *plan {
 	if c.plan == nil {
 		return nil
@@ -88,8 +89,8 @@ func (c *coordinator) nextPlan() *plan {
 	return p
 }
 
-// nextWorld returns the world of the workers ps, in their order.
-func (c *coordinator) nextWorld(ps []*peer) *world {
+// nextWorld returns the world of the workers ps, in their order, with their hosts' places in next.
+func (c *coordinator) nextWorld(ps []*peer, next *plan) *world {
 	left := slices.Clone(c.elastic.left)
 	slices.SortFunc(left, func(a, b Departure) int { return cmp.Compare(a.Rank, b.Rank) })
 	w := &world{Left: left}
@@ -99,8 +100,8 @@ func (c *coordinator) nextWorld(ps []*peer) *world {
 			w.New = append(w.New, rank)
 		}
 		m.Rank, m.Node = rank, -1
-		if c.plan != nil {
-			m.Node = c.plan.nodeOf(p.reg.Agent)
+		if next != nil {
+			m.Node = next.nodeOf(p.reg.Agent)
 		}
 		w.Members = append(w.Members, m)
 	}
@@ -134,8 +135,10 @@ func (c *coordinator) commitEpoch() {
 	c.epoch++
 	c.world, c.engine = e.next, newEngine(len(e.next.Members))
 	if c.plan != nil {
+		c.plan = c.nextPlan() // the hosts of the proposal in the same places, and then hosts that have come since
 		c.electorates, e.inherited = []electorate{e.voters}, false
 	}
+	c.tellNews(line)
 	m := note(kindWorld, e.next)
 	m.epoch = c.epoch
 	for i, p := range e.peers {
@@ -143,7 +146,6 @@ func (c *coordinator) commitEpoch() {
 		m.id = uint64(i)
 		p.send(m)
 	}
-	c.tellNews(line)
 	if c.plan == nil {
 		c.say(line)
 	}

@@ -69,13 +69,6 @@ func (a *Agent) client() *client {
 	return a.k
 }
 
-// coordinates reports whether this host runs a coordinator.
-func (a *Agent) coordinates() bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.coord != nil
-}
-
 // referral is the answer to processes that look for the coordinator.
 func (a *Agent) referral() welcome {
 	a.mu.Lock()
@@ -147,10 +140,11 @@ func (a *Agent) mourn(k *client, t *attempt, cause error) *charter {
 	}
 	a.wg.Add(1)
 	a.choosing = true
-	if how == lostEnded {
+	if how == lostEnded || how == lostLeaving {
 		a.ended = append(a.ended, k.hello.Agent)
 	}
 	ch := *a.charter
+	ch.Planned = how == lostLeaving
 	ch.Lost, ch.Reason, ch.Ended = k.hello.Agent, lost.Reason, slices.Clone(a.ended)
 	ch.Running, ch.Exits = slices.Sorted(maps.Keys(a.running)), maps.Clone(a.exits)
 	return &ch
@@ -163,7 +157,7 @@ func (t Timing) successionTime() time.Duration { return 2*t.LostAfter + 2*dialAt
 func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
 	begun := time.Now()
 	cause := context.Cause(k.ctx)
-	a.cfg.Notify(fmt.Sprintf("job %s: %v; the hosts of epoch %d choose another coordinator", a.cfg.Job, cause, ch.Epoch))
+	a.cfg.Notify(fmt.Sprintf("job %s: %s; the hosts of epoch %d choose another coordinator", a.cfg.Job, ch.why(k, cause), ch.Epoch))
 	timing := Timing{LostAfter: k.hello.LostAfter}
 	ctx, cancel := context.WithTimeout(a.life, timing.successionTime())
 	defer cancel()
@@ -187,6 +181,14 @@ func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
 	}
 	a.followNext(t, o.k, e.addr)
 	return nil
+}
+
+// why describes the loss of the coordinator at the other end of k.
+func (c *charter) why(k *client, cause error) string {
+	if c.Planned {
+		return fmt.Sprintf("host %s, which coordinated the job, leaves: its launcher %s", k.hello.Host, c.Reason)
+	}
+	return cause.Error()
 }
 
 // addresses returns the addresses of the candidates in the order of succession.

@@ -168,9 +168,7 @@ func TestFailureBeforeTheEnd(t *testing.T) {
 		time.Sleep(2 * exitGrace)
 		synctest.Wait()
 		var kinds []kind
-		for _, b := range agent.out {
-			m, err := decodeMessage(b)
-			require.NoError(t, err)
+		for _, m := range agent.out {
 			kinds = append(kinds, m.kind)
 		}
 		require.Equal(t, []kind{kindFault, kindEnded}, kinds)

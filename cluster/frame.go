@@ -29,7 +29,8 @@ const (
 type frame struct {
 	number uint64
 	ack    uint64 // number of the last message that the sender of this frame has received
-	body   []byte // a message
+	head   []byte // of the message that is sent; messages to many processes share their bodies
+	body   []byte // a message, or the rest of it after head
 }
 
 // A link is an authenticated connection that carries encrypted frames: a length
@@ -51,21 +52,22 @@ type link struct {
 
 // write sends one frame. It fails if the other end accepts no bytes for d.
 func (l *link) write(f frame, d time.Duration) error {
-	if len(f.body) > maxMessageBytes {
-		return fmt.Errorf("message of %d bytes: %w", len(f.body), ErrTooLarge)
+	n := len(f.head) + len(f.body)
+	if n > maxMessageBytes {
+		return fmt.Errorf("message of %d bytes: %w", n, ErrTooLarge)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	n := frameHeadBytes + len(f.body)
+	n += frameHeadBytes
 	b := binary.BigEndian.AppendUint32(l.buf[:0], uint32(n+l.seal.Overhead()))
 	b = binary.BigEndian.AppendUint64(b, f.number)
 	b = binary.BigEndian.AppendUint64(b, f.ack)
-	b = append(b, f.body...)
+	b = append(append(b, f.head...), f.body...)
 	b = l.seal.Seal(b[:4], frameNonce(l.sent), b[4:], b[:4])
 	l.sent++
 	l.buf = b[:0]
-	if cap(b) > 64<<10 {
-		l.buf = nil // one large value must not pin a large buffer
+	if cap(b) > 4<<10 {
+		l.buf = nil // one large message to each of many processes must not pin a large buffer for each
 	}
 	for piece := range slices.Chunk(b, writePiece) {
 		if err := l.c.SetWriteDeadline(time.Now().Add(d)); err != nil {
@@ -101,7 +103,7 @@ func (l *link) read() (frame, error) {
 		return frame{}, errors.New("frame was changed in transit")
 	}
 	l.received++
-	return frame{binary.BigEndian.Uint64(plain), binary.BigEndian.Uint64(plain[8:]), plain[frameHeadBytes:]}, nil
+	return frame{number: binary.BigEndian.Uint64(plain), ack: binary.BigEndian.Uint64(plain[8:]), body: plain[frameHeadBytes:]}, nil
 }
 
 // readMessage returns the message of the next frame, which must arrive within d.

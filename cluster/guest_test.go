@@ -50,7 +50,7 @@ func TestGuestsAreLimited(t *testing.T) {
 func TestGuestsAreLate(t *testing.T) {
 	c, _, worker := judged()
 	c.clock = newRunClock(time.Second)
-	limit := tooSilent(c.silenceLimit())
+	limit := c.silenceLimit()
 	late, early, member := guest(-limit-1), guest(-limit/2), worker(0)
 	member.since = -2 * limit
 	for _, p := range []*peer{late, early, member} {

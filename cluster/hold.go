@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 )
 
@@ -56,7 +57,7 @@ func (c *coordinator) checkChanges() {
 	}
 	c.admitLate()
 	for _, a := range c.agents {
-		if a.draining && a.state == peerJoined {
+		if a.draining != nil && a.state == peerJoined {
 			c.beginHold("host " + a.host.Host + " leaves")
 			return
 		}
@@ -68,13 +69,12 @@ func (c *coordinator) checkChanges() {
 
 // drainHost handles a launcher that was asked to leave the job.
 func (c *coordinator) drainHost(a *peer, f fault) {
-	stay := without(c.agents, func(p *peer) bool { return p == a || p.draining || p.state == peerGone })
+	stay := without(c.agents, func(p *peer) bool { return p == a || p.draining != nil || p.state == peerGone })
 	if !c.isElastic() || len(stay) < c.cfg.leastHosts() {
 		c.stopped(a, f)
 		return
 	}
-	a.draining = true
-	a.drained = f.Reason
+	a.draining = &f
 	for at := range c.elastic.expected {
 		if at.agent == a.host.UUID {
 			delete(c.elastic.expected, at)
@@ -86,19 +86,62 @@ func (c *coordinator) drainHost(a *peer, f fault) {
 	}
 }
 
-// dismissDrained removes the workers of hosts that leave, after their functions have
-// returned.
-func (c *coordinator) dismissDrained() {
-	e := c.elastic
+// coordinates reports whether an agent is on the host of this coordinator.
+func (c *coordinator) coordinates(a *peer) bool { return a.host.UUID == c.cfg.self.Agent }
+
+// heirs returns the agents that could coordinate if this host leaves.
+func (c *coordinator) heirs() []*peer {
+	return without(c.agents, func(a *peer) bool {
+		return a.draining != nil || a.state == peerGone || a.host.Control == "" || c.coordinates(a)
+	})
+}
+
+// canHandOver reports whether the other hosts can choose a coordinator when own, the agent of this host, has
+// left. If they are not enough now, they are after the next epoch has begun. Without any, the job is stopped.
+func (c *coordinator) canHandOver(own *peer) bool {
+	if len(c.heirs()) == 0 {
+		c.stopped(own, *own.draining)
+		return false
+	}
+	here, ended := c.present(), setOf(slices.Collect(maps.Keys(c.ended)))
 	for _, a := range c.agents {
-		if !a.draining || a.state == peerGone {
+		if a.draining != nil {
+			ended[a.host.UUID] = true
+			delete(here, a.host.UUID)
+		}
+	}
+	return allow(c.electorates, here, ended)
+}
+
+// handOver tells all members that another host must coordinate. No epoch is running. This
+// coordinator does nothing after that.
+func (c *coordinator) handOver(reason string) {
+	c.handedOver, c.elastic.over = true, true
+	m := note(kindHandover, handover{Reason: reason, Ended: slices.Sorted(maps.Keys(c.ended))})
+	for _, p := range slices.Concat(c.agents, c.workers, c.late) {
+		p.state = peerGone
+		p.send(m)
+		p.closeAfterQueue()
+	}
+	c.agents, c.workers, c.late = nil, nil, nil
+}
+
+// dismissDrained removes the workers of hosts that leave, after their functions have
+// returned. If this host leaves, another one coordinates from then on.
+func (c *coordinator) dismissDrained() {
+	e, leaves := c.elastic, ""
+	for _, a := range c.agents {
+		if a.draining == nil || a.state == peerGone || c.coordinates(a) && !c.canHandOver(a) {
 			continue
+		}
+		if c.coordinates(a) {
+			leaves = a.draining.Reason
 		}
 		for _, p := range without(c.workers, func(p *peer) bool { return p.reg.Agent != a.host.UUID }) {
 			p.state = peerGone
 			c.workers = remove(c.workers, p)
 			if p.seat == c.epoch {
-				e.left = append(e.left, Departure{Member: p.reg.Member, Planned: true, Reason: "its launcher " + a.drained})
+				e.left = append(e.left, Departure{Member: p.reg.Member, Planned: true, Reason: "its launcher " + a.draining.Reason})
 			}
 			p.send(message{kind: kindDismiss, epoch: c.epoch})
 			p.closeAfterQueue()
@@ -107,7 +150,10 @@ func (c *coordinator) dismissDrained() {
 		c.markEnded(a)
 		a.send(note(kindOrder, Order{Stop: true}))
 	}
-	c.agents = without(c.agents, func(a *peer) bool { return a.draining && a.state == peerDone })
+	c.agents = without(c.agents, func(a *peer) bool { return a.draining != nil && a.state == peerDone })
+	if leaves != "" {
+		c.handOver(leaves)
+	}
 }
 
 // admitHost adds a host to a running job, if it has a place for one.
@@ -122,9 +168,7 @@ func (c *coordinator) admitHost(a *peer) {
 		return
 	}
 	c.agents = append(c.agents, a)
-	p := *c.plan
-	p.Hosts = append(without(p.Hosts, func(h host) bool { return h.UUID == a.host.UUID }), a.host)
-	c.plan = &p
+	c.plan = c.plan.with(a.host)
 	for local := range a.host.LocalSize {
 		c.elastic.expected[place{a.host.UUID, local}] = true
 	}

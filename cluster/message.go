@@ -45,7 +45,7 @@ const (
 	kindPath                       // agent: pathReport
 	kindComplete                   // coordinator to agents: nothing; the world is complete
 	kindReady                      // agent: nothing; its workers have exited and can be started again
-	kindPropose                    // coordinator to workers: world of the next epoch, and to agents: news; id is the attempt
+	kindPropose                    // coordinator to workers: nothing, and to agents: news, of the next epoch; id is the attempt
 	kindRevoke                     // coordinator to workers: fault; the epoch ends
 	kindRevoked                    // worker: nothing; its function for this epoch has returned
 	kindFinished                   // worker: nothing; its function has returned nil
@@ -61,6 +61,7 @@ const (
 	kindStatus                     // agent: nothing; answered by kindReply with a Status
 	kindInquiry                    // coordinator to workers: nothing; id is the inquiry
 	kindReport                     // worker: its report; id is the inquiry
+	kindHandover                   // coordinator: handover; its host leaves the job
 	kindElsewhere                  // agent, before registration, and coordinator to agents: address of the coordinator of the running job
 	kindLast                       // one more than the last
 )
@@ -75,13 +76,17 @@ type message struct {
 
 const messageHeadBytes = 1 + 8 + 8
 
-func (m message) encode() []byte {
-	b := make([]byte, 0, messageHeadBytes+len(m.body))
+func (m message) encode() []byte { return append(m.head(), m.body...) }
+
+// head returns the message without its body.
+func (m message) head() []byte {
+	b := make([]byte, 0, messageHeadBytes)
 	b = append(b, byte(m.kind))
 	b = binary.BigEndian.AppendUint64(b, m.epoch)
-	b = binary.BigEndian.AppendUint64(b, m.id)
-	return append(b, m.body...)
+	return binary.BigEndian.AppendUint64(b, m.id)
 }
+
+func (m message) bytes() int { return messageHeadBytes + len(m.body) }
 
 func decodeMessage(b []byte) (message, error) {
 	if len(b) < messageHeadBytes {
@@ -110,14 +115,18 @@ func note(k kind, v any) message {
 		if err != nil { // cannot fail: records contain only text and numbers
 			panic("cluster: " + err.Error())
 		}
-		m.body = b
+		m.body = pack(b)
 	}
 	return m
 }
 
 // record decodes a record into v.
 func (m message) record(v any) error {
-	if err := json.Unmarshal(m.body, v); err != nil {
+	b, err := unpack(m.body)
+	if err == nil {
+		err = json.Unmarshal(b, v)
+	}
+	if err != nil {
 		return fmt.Errorf("record of kind %d: %w", m.kind, err)
 	}
 	plain.Record(v)

@@ -11,75 +11,16 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/testlan"
 )
 
 var outages = flag.Int("outages", 2, "how many outages TestOutageBetweenHosts makes")
-
-// A lan is a network of hosts, each a network namespace with an interface eth0 on a bridge.
-type lan struct {
-	t    *testing.T
-	id   string
-	size int
-}
-
-var lans atomic.Int32
-
-// newLAN returns a network of n hosts. It needs root.
-func newLAN(t *testing.T, n int) *lan {
-	t.Helper()
-	if os.Geteuid() != 0 {
-		t.Skip("only root can create network namespaces")
-	}
-	for _, program := range []string{"ip", "bridge"} {
-		if _, err := exec.LookPath(program); err != nil {
-			t.Skip(err)
-		}
-	}
-	l := &lan{t: t, id: fmt.Sprintf("ch%x-%d", os.Getpid(), lans.Add(1)), size: n}
-	t.Cleanup(l.close)
-	l.do("ip link add %s type bridge", l.id)
-	l.do("ip link set %s up", l.id)
-	for i := range n {
-		l.do("ip netns add %s", l.ns(i))
-		l.do("ip link add %s type veth peer name eth0 netns %s", l.port(i), l.ns(i))
-		l.do("ip link set %s master %s up", l.port(i), l.id)
-		l.do("ip -n %s addr add %s/24 dev eth0", l.ns(i), l.ip(i))
-		l.do("ip -n %s link set eth0 up", l.ns(i))
-		l.do("ip -n %s link set lo up", l.ns(i))
-	}
-	return l
-}
-
-func (l *lan) ns(i int) string   { return fmt.Sprintf("%s-%d", l.id, i) }
-func (l *lan) port(i int) string { return fmt.Sprintf("%sv%d", l.id, i) }
-func (l *lan) ip(i int) string   { return fmt.Sprintf("10.77.0.%d", i+1) }
-
-func (l *lan) do(format string, args ...any) {
-	l.t.Helper()
-	words := strings.Fields(fmt.Sprintf(format, args...))
-	out, err := exec.Command(words[0], words[1:]...).CombinedOutput()
-	require.NoError(l.t, err, "%v: %s", words, out)
-}
-
-func (l *lan) close() {
-	for i := range l.size {
-		_ = exec.Command("ip", "netns", "del", l.ns(i)).Run() // may not exist after a failure
-	}
-	_ = exec.Command("ip", "link", "del", l.id).Run()
-}
-
-// cut lets the switch drop all packets to and from host i. (If the host itself drops them, its
-// TCP knows, and does not wait longer and longer.)
-func (l *lan) cut(i int) { l.do("bridge link set dev %s state 0", l.port(i)) }
-
-// heal ends cut.
-func (l *lan) heal(i int) { l.do("bridge link set dev %s state 3", l.port(i)) }
 
 // A process is a program on a host of a lan.
 type process struct {
@@ -87,12 +28,20 @@ type process struct {
 	lines chan string // of its output; closed at its end
 }
 
+// A lan is a network on whose hosts the test binary runs.
+type lan struct {
+	*testlan.LAN
+	t *testing.T
+}
+
+func newLAN(t *testing.T, n int) *lan { return &lan{testlan.New(t, n), t} }
+
 // start runs the test binary on host i.
 func (l *lan) start(i int, vars []string, args ...string) *process {
 	l.t.Helper()
 	self, err := os.Executable()
 	require.NoError(l.t, err)
-	p := &process{cmd: exec.Command("ip", append([]string{"netns", "exec", l.ns(i), self}, args...)...), lines: make(chan string, 1000)}
+	p := &process{cmd: l.Command(i, self, args...), lines: make(chan string, 1000)}
 	p.cmd.Env = append(os.Environ(), vars...)
 	r, w := io.Pipe()
 	p.cmd.Stdout, p.cmd.Stderr = w, w
@@ -139,7 +88,7 @@ func (p *process) exit() (int, string) {
 // resolves makes host i resolve names as in /etc/hosts.
 func (l *lan) resolves(i int, hosts string) {
 	l.t.Helper()
-	dir := filepath.Join("/etc/netns", l.ns(i)) // ip netns exec mounts its files over those of /etc
+	dir := filepath.Join("/etc/netns", l.NS(i)) // ip netns exec mounts its files over those of /etc
 	require.NoError(l.t, os.MkdirAll(dir, 0o755))
 	l.t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	require.NoError(l.t, os.WriteFile(filepath.Join(dir, "hosts"), []byte(hosts), 0o644))
@@ -196,14 +145,14 @@ func TestSeedWithItsOwnName(t *testing.T) {
 	t.Parallel()
 	l := newLAN(t, 2)
 	l.resolves(0, "127.0.0.1 localhost\n127.0.1.1 alpha.example alpha\n")
-	l.resolves(1, "127.0.0.1 localhost\n127.0.1.1 beta\n"+l.ip(0)+" alpha\n")
+	l.resolves(1, "127.0.0.1 localhost\n127.0.1.1 beta\n"+l.IP(0)+" alpha\n")
 	env := []string{"CHORUS_HOST=alpha", nodesVar + "=2"}
 	t.Run("launchers", func(t *testing.T) {
 		ps := []*process{l.start(0, env, "agent", "alpha", "alpha"), l.start(1, env[1:], "agent", "beta", "alpha")}
 		for _, p := range ps {
 			code, text := p.exit()
 			require.Zero(t, code, text)
-			require.Contains(t, text, "MASTER_ADDR="+l.ip(0))
+			require.Contains(t, text, "MASTER_ADDR="+l.IP(0))
 			require.Contains(t, text, "gossip sees 2")
 		}
 	})
@@ -231,12 +180,12 @@ func TestPathsBetweenHosts(t *testing.T) {
 		hosts []int  // those that can learn it
 	}{
 		"pair": {func(l *lan) {
-			l.do("bridge link set dev %s isolated on", l.port(1))
-			l.do("bridge link set dev %s isolated on", l.port(2))
+			l.Do("bridge link set dev %s isolated on", l.Port(1))
+			l.Do("bridge link set dev %s isolated on", l.Port(2))
 		}, `host n([12]) \(pid \d+\) lost: host n([12]) pid \d+ cannot connect to it; both reach the coordinator`, []int{0, 1, 2, 3}},
-		"packets of full size": {func(l *lan) { l.do("ip link set %s mtu 1300", l.port(2)) },
+		"packets of full size": {func(l *lan) { l.Do("ip link set %s mtu 1300", l.Port(2)) },
 			`host n([0123]) \(pid \d+\) lost: host n([0123]) pid \d+ can connect to it, but packets of full size do not arrive: the MTU`, []int{0, 1, 2, 3}},
-		"coordinator": {func(l *lan) { l.cut(0) },
+		"coordinator": {func(l *lan) { l.Cut(0) },
 			`host n0 \(pid \d+\) lost: cut off from the other hosts: it coordinates the job and has heard none of them for `, []int{0}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -245,8 +194,8 @@ func TestPathsBetweenHosts(t *testing.T) {
 			ps := make([]*process, 4)
 			for i := range ps {
 				// Large packets would pass the bridge before they are cut into packets.
-				l.do("ip -n %s link set eth0 gso_max_segs 1", l.ns(i))
-				ps[i] = l.start(i, []string{nodesVar + "=4", waitVar + "=yes"}, "agent", fmt.Sprint("n", i), l.ip(0))
+				l.Do("ip -n %s link set eth0 gso_max_segs 1", l.NS(i))
+				ps[i] = l.start(i, []string{nodesVar + "=4", waitVar + "=yes"}, "agent", fmt.Sprint("n", i), l.IP(0))
 			}
 			for _, p := range ps {
 				p.await(t, "waiting")
@@ -265,16 +214,18 @@ func TestOutageBetweenHosts(t *testing.T) {
 	t.Parallel()
 	l := newLAN(t, 2)
 	vars := func(rank int) []string {
-		return []string{fmt.Sprint("RANK=", rank), "WORLD_SIZE=3", "MASTER_ADDR=" + l.ip(0), "MASTER_PORT=29500", "CHORUS_INSECURE=yes"}
+		return []string{fmt.Sprint("RANK=", rank), "WORLD_SIZE=3", "MASTER_ADDR=" + l.IP(0), "MASTER_PORT=29500", "CHORUS_INSECURE=yes"}
 	}
 	ps := []*process{l.start(0, vars(0), "worker", "count"), l.start(1, vars(1), "worker", "count"), l.start(1, vars(2), "worker", "count")}
 	for _, p := range ps {
 		p.await(t, "counting")
 	}
 	for range *outages {
-		l.cut(1)
-		time.Sleep(2400 * time.Millisecond)
-		l.heal(1)
+		begun := time.Now()
+		l.Cut(1)
+		took := time.Since(begun) // heal takes about as long
+		time.Sleep(2400*time.Millisecond - 2*took)
+		l.Heal(1)
 		time.Sleep(3500 * time.Millisecond)
 	}
 	require.NoError(t, ps[0].cmd.Process.Signal(syscall.SIGUSR1))

@@ -23,8 +23,7 @@ type peer struct {
 	home     place  // worker: the place in which it was started
 	seat     uint64 // worker: the last epoch that it was a member of; 0 if it is new
 	elastic  answers
-	draining bool   // agent: its host leaves the job
-	drained  string // agent: why, such as "received SIGTERM"
+	draining *fault // agent: its host leaves the job for this reason, such as "received SIGTERM"
 	prepared bool   // agent: has accepted the current attempt
 	ready    bool   // agent: no worker of an earlier attempt is running
 }
@@ -68,9 +67,6 @@ func (p *peer) member() Member {
 	}
 	return p.reg.Member
 }
-
-// send queues a message and does not block. Messages arrive in order.
-func (p *peer) send(m message) { p.push(m.encode()) }
 
 // end records that the process has exited, so that it will not connect again.
 func (p *peer) end() { p.ending.Do(func() { close(p.gone) }) }

@@ -52,6 +52,7 @@ type charter struct {
 	Ended   []string `json:"ended,omitempty"`
 	Lost    string   `json:"lost"` // UUID of the coordinator that was lost
 	Reason  string   `json:"reason"`
+	Planned bool     `json:"planned,omitempty"` // it was not lost: its host has left the job
 	Plan    plan     `json:"plan"`
 	Members []Member `json:"members"`
 	Used    int      `json:"used,omitempty"` // restarts so far
@@ -82,6 +83,19 @@ func (c *charter) propose(next uint64, e electorate) {
 	if next == c.Next && len(e) > 0 && !slices.ContainsFunc(c.Proposed, same) {
 		c.Proposed = append(slices.Clone(c.Proposed), e)
 	}
+}
+
+// excerpt returns the part of the charter that a coordinator does not know: one that has taken over needs only
+// the epoch, and one that wants to needs the lists of all hosts only if its own are older.
+func (c *charter) excerpt(to welcome) *charter {
+	if to.Running {
+		return &charter{Epoch: c.Epoch, Lost: c.Lost}
+	}
+	n := *c
+	if to.Epoch >= c.Epoch {
+		n.Plan, n.Members, n.Voters = plan{}, nil, nil
+	}
+	return &n
 }
 
 // merge adds the knowledge of another agent.

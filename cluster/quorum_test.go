@@ -1,6 +1,8 @@
 package cluster
 
 import (
+	"fmt"
+	"math/rand/v2"
 	"strings"
 	"testing"
 	"time"
@@ -113,4 +115,37 @@ func TestNewsKeepTheProposal(t *testing.T) {
 	require.Equal(t, []electorate{{"a", "b", "c"}, {"a", "c"}}, a.charter.electorates())
 	a.news(2, n)
 	require.Equal(t, []electorate{{"a", "b", "c"}}, a.charter.electorates())
+}
+
+// The charter of a large job fits in the registration of a launcher, whatever the coordinator knows.
+func TestCharterOfManyHosts(t *testing.T) {
+	const n = 4000 // a quarter of what maxCharterFrame permits
+	c := &charter{Epoch: 7, Next: 8, Lost: newUUID(), Reason: "silent", Running: []int{0, 1, 2, 3, 4, 5, 6, 7}}
+	for i := range n {
+		h := host{Host: fmt.Sprint("gpu-node-", i), PID: rand.IntN(1 << 22), UUID: newUUID(), NodeRank: i, Nodes: n, MinNodes: 1, LocalSize: 8,
+			MasterAddr: fmt.Sprintf("10.%d.%d.%d", rand.IntN(256), rand.IntN(256), rand.IntN(256)), MasterPort: 1024 + rand.IntN(1<<15), Control: "10.0.0.1:29478"}
+		c.Plan.Hosts, c.Voters = append(c.Plan.Hosts, h), append(c.Voters, h.UUID)
+		for local := range 8 {
+			c.Members = append(c.Members, Member{Rank: 8*i + local, LocalRank: local, LocalSize: 8, Node: i, Host: h.Host, PID: rand.IntN(1 << 22)})
+		}
+	}
+	c.Proposed = []electorate{c.Voters}
+	for name, tc := range map[string]struct {
+		to   welcome
+		most int
+	}{
+		"a coordinator that has taken over":      {welcome{Running: true, Epoch: 9}, maxGuestFrame},
+		"a coordinator that knows the epoch":     {welcome{Elects: true, Epoch: 7}, maxCharterFrame / 4},
+		"a coordinator that has missed an epoch": {welcome{Elects: true, Epoch: 6}, maxCharterFrame / 4},
+	} {
+		m := note(kindRegister, host{Host: "h", UUID: newUUID(), Charter: c.excerpt(tc.to)})
+		t.Logf("%s gets %d bytes", name, m.bytes())
+		require.Less(t, m.bytes(), tc.most-1024, name)
+		var got host
+		require.NoError(t, m.record(&got))
+		require.Equal(t, c.Epoch, got.Charter.Epoch, name)
+		if tc.to.Elects {
+			require.Equal(t, []int{n, n}, []int{len(got.Charter.Proposed[0]), len(got.Charter.Plan.Hosts) + int(tc.to.Epoch-6)*n}, name)
+		}
+	}
 }

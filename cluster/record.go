@@ -81,6 +81,12 @@ type world struct {
 	Left    []Departure `json:"left,omitempty"` // of the epoch before
 }
 
+// A handover tells all members that the coordinator's host leaves the job, and that another one must coordinate.
+type handover struct {
+	Reason string   `json:"reason"`          // completes "its launcher ..."
+	Ended  []string `json:"ended,omitempty"` // hosts whose launchers do not vote any more
+}
+
 // An Order is a command of the coordinator to a launcher.
 type Order struct {
 	Local int `json:"local"` // rank of the worker on its host
@@ -134,6 +140,17 @@ func (p plan) hostOf(rank int) string {
 		}
 	}
 	return ""
+}
+
+// with returns the plan with a host, whose place does not change if the plan already includes it.
+func (p plan) with(h host) *plan {
+	p.Hosts = slices.Clone(p.Hosts)
+	if at := p.nodeOf(h.UUID); at >= 0 {
+		p.Hosts[at] = h
+	} else {
+		p.Hosts = append(p.Hosts, h)
+	}
+	return &p
 }
 
 func (p plan) size() int { return p.firstRank(len(p.Hosts)) }

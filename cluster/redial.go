@@ -11,7 +11,7 @@ import (
 )
 
 // maxRedials limits the attempts of a member that run at the same time.
-const maxRedials = 8
+const maxRedials = 16
 
 // redials are a client's attempts to connect again.
 type redials struct {
@@ -49,16 +49,16 @@ func (k *client) watch() {
 		case <-t.C:
 		}
 		k.clock.tick()
-		if time.Since(beat) >= k.hello.Heartbeat {
+		if time.Since(beat) >= k.hello.Heartbeat-k.clock.step/2 {
 			beat = time.Now()
 			k.stream.sendBeat()
 		}
-		switch silent := k.stream.silent(); {
-		case silent > tooSilent(k.silenceLimit()) && k.isSuspended():
+		switch tooSilent := k.stream.isTooSilent(k.silenceLimit()); {
+		case tooSilent && k.isSuspended():
 			k.stream.touch()
-		case silent > tooSilent(k.silenceLimit()):
+		case tooSilent:
 			k.stream.expire()
-		case silent > k.hello.LostAfter/2:
+		case k.stream.silent() > k.hello.LostAfter/2:
 			k.wg.Go(func() { _ = k.redial() }) // the next attempt has the same error
 		}
 	}

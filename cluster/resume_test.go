@@ -236,12 +236,12 @@ func TestBackpressure(t *testing.T) {
 	defer a.Close()
 	defer b.Close()
 	s := newStream(&link{c: a}, newRunClock(time.Second), time.Minute)
-	big := make([]byte, MaxValueBytes)
-	for range maxUnackedBytes / len(big) {
-		require.NoError(t, s.pushWait(big))
+	big := message{kind: kindCall, body: make([]byte, MaxValueBytes-messageHeadBytes)}
+	for range maxUnackedBytes / big.bytes() {
+		require.NoError(t, s.sendWait(big))
 	}
 	sent := make(chan error, 1)
-	go func() { sent <- s.pushWait(big) }()
+	go func() { sent <- s.sendWait(big) }()
 	select {
 	case <-sent:
 		require.FailNow(t, "did not wait")
@@ -251,9 +251,9 @@ func TestBackpressure(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, fresh)
 	require.NoError(t, <-sent)
-	s.push(big) // a peer that does not read is lost
+	s.send(big) // a peer that does not read is lost
 	require.True(t, s.isClosed())
-	require.ErrorIs(t, s.pushWait(nil), errStreamClosed)
+	require.ErrorIs(t, s.sendWait(message{}), errStreamClosed)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	go func() { s.flush(time.Hour); cancel() }()

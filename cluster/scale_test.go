@@ -3,8 +3,10 @@ package cluster
 import (
 	"flag"
 	"fmt"
-	"net"
+	"math"
+	"math/rand/v2"
 	"runtime"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -13,36 +15,57 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-var scaleAgents = flag.Int("agents", 100, "hosts of TestManyAgents")
+var scaleAgents = flag.Int("agents", 50, "hosts of TestManyAgents, with 8 workers each")
 
-// A pipeListener accepts pipes of this process.
-type pipeListener struct {
-	conns chan net.Conn
-	over  chan struct{}
-	once  sync.Once
+const scaleWorkers = 8
+
+// A crowd is the members of a job on many hosts, with real handshakes, streams and clients over a
+// simulated network. They answer as agents and workers do, but do not keep the lists that they get:
+// all of them are in this process.
+type crowd struct {
+	t       *testing.T
+	ln      *wireListener
+	keys    keys
+	rnd     *rand.Rand // of the network
+	mu      sync.Mutex
+	all     sync.WaitGroup
+	began   map[uint64]int // the number of workers that an epoch has reached
+	size    map[uint64]int // of the world that one worker has decoded
+	changed chan struct{}
+	agents  []*client
+	workers []*client // by host and local rank
 }
 
-func (l *pipeListener) Accept() (net.Conn, error) {
-	select {
-	case c := <-l.conns:
-		return c, nil
-	case <-l.over:
-		return nil, net.ErrClosed
+func newCrowd(t *testing.T, n int, rnd *rand.Rand) *crowd {
+	ks, err := deriveKeys(testSecret, "scale")
+	require.NoError(t, err)
+	return &crowd{t: t, ln: newWireListener(), keys: ks, rnd: rnd, began: map[uint64]int{}, size: map[uint64]int{}, changed: make(chan struct{}, 1),
+		agents: make([]*client, n), workers: make([]*client, n*scaleWorkers)}
+}
+
+// isSlow reports whether a host is a straggler: one of 50.
+func isSlow(i int) bool { return i%50 == 49 }
+
+// pace is the delay of each answer of a host.
+func pace(i int) time.Duration {
+	if isSlow(i) {
+		return 300 * time.Millisecond
 	}
+	return 0
 }
-func (l *pipeListener) Close() error   { l.once.Do(func() { close(l.over) }); return nil }
-func (l *pipeListener) Addr() net.Addr { return &net.TCPAddr{} }
 
-// dial connects to the coordinator, and tries again as agents do: the coordinator closes
+// dial connects to the coordinator, and tries again as members do: the coordinator closes
 // connections if too many processes are in the handshake.
-func (l *pipeListener) dial(key credential) (*link, welcome) {
+func (x *crowd) dial(key credential, slow time.Duration) (*link, welcome) {
 	for delay := firstRetry; ; delay = min(2*delay, lastRetry) {
-		near, far := net.Pipe()
-		l.conns <- far
-		link, err := dialHandshake(near, "scale", key)
+		x.mu.Lock()
+		near, far := newWires(x.rnd.Uint64(), 200*time.Microsecond+slow/10, 0.01)
+		x.mu.Unlock()
+		x.ln.conns <- far
+		l, err := dialHandshake(near, "scale", key)
 		if err == nil {
-			if hello, err := readWelcome(link); err == nil {
-				return link, hello
+			if hello, err := readWelcome(l); err == nil {
+				return l, hello
 			}
 		}
 		near.Close()
@@ -50,55 +73,206 @@ func (l *pipeListener) dial(key credential) (*link, welcome) {
 	}
 }
 
-// TestManyAgents lets many agents meet through the real handshake, streams and coordinator, over
-// pipes and with a simulated clock. It prints the simulated time and the memory of all ends.
+// begins counts a worker that an epoch has reached.
+func (x *crowd) begins(epoch uint64) {
+	x.mu.Lock()
+	x.began[epoch]++
+	x.mu.Unlock()
+	select {
+	case x.changed <- struct{}{}:
+	default:
+	}
+}
+
+// await waits until an epoch has reached n workers.
+func (x *crowd) await(epoch uint64, n int) {
+	for {
+		x.mu.Lock()
+		done := x.began[epoch] >= n
+		x.mu.Unlock()
+		if done {
+			return
+		}
+		<-x.changed
+	}
+}
+
+// join starts the members of host i.
+func (x *crowd) join(i, n int) {
+	slow := pace(i)
+	time.Sleep(slow)
+	uuid := newUUID()
+	l, hello := x.dial(x.keys.control, slow)
+	x.agents[i] = newClient(l, target{job: "scale", key: x.keys.control}, "", "", hello, func(k *client, m message) {
+		switch m.kind {
+		case kindPrepare:
+			x.answer(k, slow, message{kind: kindPrepared, epoch: firstEpoch, id: m.id})
+		case kindPlan: // as a launcher, it starts its workers now
+			for local := range scaleWorkers {
+				x.all.Go(func() { x.joinWorker(i, local, uuid) })
+			}
+		case kindPropose, kindNews:
+			x.answer(k, slow, message{kind: kindPrepared, epoch: m.epoch, id: m.id})
+		}
+	})
+	m := note(kindRegister, host{Host: fmt.Sprint("h", i), UUID: uuid, NodeRank: i, Nodes: n, MinNodes: 1, LocalSize: scaleWorkers,
+		MasterAddr: "10.0.0.1", MasterPort: 29500, Control: "10.0.0.1:29478"})
+	m.id = registerAgent
+	require.NoError(x.t, x.agents[i].send(m))
+}
+
+func (x *crowd) joinWorker(i, local int, uuid string) {
+	slow := pace(i)
+	time.Sleep(slow)
+	worker, err := x.keys.control.forWorkers()
+	require.NoError(x.t, err)
+	l, hello := x.dial(worker, slow)
+	k := newClient(l, target{job: "scale", key: worker}, "", "", hello, func(k *client, m message) {
+		switch m.kind {
+		case kindWorld:
+			if m.id == 0 {
+				var w world
+				require.NoError(x.t, m.record(&w))
+				x.mu.Lock()
+				x.size[m.epoch] = len(w.Members)
+				x.mu.Unlock()
+			}
+			x.begins(m.epoch)
+		case kindRevoke:
+			x.answer(k, slow, message{kind: kindRevoked, epoch: m.epoch})
+		case kindPropose:
+			x.answer(k, slow, message{kind: kindPrepared, epoch: m.epoch, id: m.id})
+		}
+	})
+	x.mu.Lock()
+	x.workers[i*scaleWorkers+local] = k
+	x.mu.Unlock()
+	reg := registration{Member: Member{Rank: i*scaleWorkers + local, LocalRank: local, LocalSize: scaleWorkers, Node: i, Host: fmt.Sprint("h", i), PID: 1000 + 37*i + local}, Elastic: true, Agent: uuid, Least: 1}
+	require.NoError(x.t, k.send(note(kindRegister, reg)))
+}
+
+// answer sends a message, from a straggler only after a while.
+func (x *crowd) answer(k *client, slow time.Duration, m message) {
+	if slow == 0 {
+		_ = k.send(m) // the test waits for the epoch
+		return
+	}
+	time.AfterFunc(slow, func() { _ = k.send(m) })
+}
+
+// leave closes all members.
+func (x *crowd) leave() {
+	x.all.Wait()
+	for _, k := range append(x.workers, x.agents...) {
+		x.all.Go(func() { k.stream.close(); k.closeConnection(); k.wg.Wait() })
+	}
+	x.all.Wait()
+}
+
+// TestManyAgents lets many hosts meet, and loses one of them, through the real handshake, streams,
+// clients and coordinator. The network and the clock are simulated: a latency of 0.2 ms, one of 100 segments lost, and
+// one of 50 hosts 300 ms late with each answer. It prints the simulated times and the memory of the coordinator.
 func TestManyAgents(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
 	synctest.Test(t, func(t *testing.T) {
 		n := *scaleAgents
-		keys, err := deriveKeys(testSecret, "scale")
-		require.NoError(t, err)
-		ln := &pipeListener{conns: make(chan net.Conn), over: make(chan struct{})}
-		var before, after runtime.MemStats
-		runtime.GC()
-		runtime.ReadMemStats(&before)
-		c := newCoordinator(ln, coordConfig{job: "scale", key: keys.control, agents: n, notify: func(string) {},
+		x := newCrowd(t, n, rand.New(rand.NewPCG(seed, 1)))
+		c := newCoordinator(x.ln, coordConfig{job: "scale", key: x.keys.control, agents: n, least: 1, notify: func(string) {},
+			joinBy: time.Hour, revokeBy: time.Minute, drainBy: time.Minute,
 			self: welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second}})
 		begun := time.Now()
-		planned := make(chan int, n)
-		ks := make([]*client, n)
-		var all sync.WaitGroup
 		for i := range n {
-			all.Go(func() {
-				l, hello := ln.dial(keys.control)
-				ks[i] = newClient(l, target{job: "scale", key: keys.control}, "", "", hello, func(k *client, m message) {
-					switch m.kind {
-					case kindPrepare:
-						_ = k.send(message{kind: kindPrepared, epoch: firstEpoch, id: m.id})
-					case kindPlan:
-						var p plan
-						require.NoError(t, m.record(&p))
-						planned <- len(p.Hosts)
-					}
-				})
-				m := note(kindRegister, host{Host: fmt.Sprint("h", i), UUID: newUUID(), NodeRank: i, Nodes: n, MinNodes: n, LocalSize: 8,
-					MasterAddr: "10.0.0.1", MasterPort: 29500, Control: "10.0.0.1:29478"})
-				m.id = registerAgent
-				require.NoError(t, ks[i].send(m))
-			})
+			x.all.Go(func() { x.join(i, n) })
 		}
-		all.Wait()
-		for range n {
-			require.Equal(t, n, <-planned)
+		peak := watchMemory()
+		x.await(1, n*scaleWorkers)
+		met := time.Since(begun)
+		x.all.Wait()
+		begun = time.Now()
+		for _, k := range append(x.workers[scaleWorkers:2*scaleWorkers:2*scaleWorkers], x.agents[1]) {
+			k.closeConnection() // as if the host had lost its power, and its switch had told so
 		}
-		took := time.Since(begun)
-		runtime.GC()
-		runtime.ReadMemStats(&after)
-		t.Logf("%d agents meet in %v of simulated time; memory of all ends: %d MiB", n, took, (int64(after.HeapInuse+after.StackInuse)-int64(before.HeapInuse+before.StackInuse))>>20)
-		require.Less(t, took, 5*time.Second)
-		for _, k := range ks {
-			all.Go(k.close)
-		}
-		all.Wait()
+		x.await(2, (n-1)*scaleWorkers)
+		change := time.Since(begun)
+		most := peak()
+		t.Logf("seed %d: %d hosts with %d workers each meet in %v and change the epoch in %v of simulated time; memory of the coordinator: at most %d MiB",
+			seed, n, scaleWorkers, met, change, most>>20)
+		x.mu.Lock()
+		require.Equal(t, map[uint64]int{1: n * scaleWorkers, 2: (n - 1) * scaleWorkers}, x.size)
+		x.mu.Unlock()
+		require.Less(t, met, 5*time.Second)
+		require.Less(t, change, 3*time.Second, "usually less than 2 s; a lost segment adds 0.2 s")
+		require.Less(t, most, int64(200<<20))
+		x.leave()
 		c.close()
 	})
+}
+
+// watchMemory measures the memory of coordinators from now on. The result returns its maximum.
+func watchMemory() func() int64 {
+	var most int64
+	quit, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			select {
+			case <-quit:
+				return
+			case <-time.After(200 * time.Millisecond):
+				most = max(most, coordinatorMemory())
+			}
+		}
+	}()
+	return func() int64 { close(quit); <-done; return max(most, coordinatorMemory()) }
+}
+
+// coordinatorMemory returns the bytes that goroutines of coordinators have allocated and still use, and
+// their stacks.
+func coordinatorMemory() int64 {
+	runtime.GC()
+	records := make([]runtime.MemProfileRecord, 4096)
+	n, ok := runtime.MemProfile(records, true)
+	for !ok {
+		records = make([]runtime.MemProfileRecord, 2*n)
+		n, ok = runtime.MemProfile(records, true)
+	}
+	var heap int64
+	for _, r := range records[:n] {
+		if isCoordinators(r.Stack()) {
+			heap += scaled(r)
+		}
+	}
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return heap + int64(m.StackInuse)*2/5 // a member has three goroutines, and its peer two
+}
+
+// scaled returns the bytes in use of a record of a sampled profile.
+func scaled(r runtime.MemProfileRecord) int64 {
+	n := r.InUseObjects()
+	if n == 0 {
+		return 0
+	}
+	size := float64(r.InUseBytes()) / float64(n)
+	rate := float64(runtime.MemProfileRate)
+	return int64(float64(r.InUseBytes()) / -math.Expm1(-size/rate))
+}
+
+func isCoordinators(stack []uintptr) bool {
+	frames := runtime.CallersFrames(stack)
+	member := false
+	for {
+		f, more := frames.Next()
+		switch {
+		case strings.Contains(f.Function, "cluster.(*coordinator)"), strings.Contains(f.Function, "cluster.newPeer"):
+			return true
+		case strings.Contains(f.Function, "cluster.(*stream).writeLoop-fm"): // a member's: the coordinator starts the method itself
+			member = true
+		case strings.Contains(f.Function, "cluster.(*stream).writeLoop") && !more:
+			return !member
+		}
+		if !more {
+			return false
+		}
+	}
 }

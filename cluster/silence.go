@@ -13,12 +13,20 @@ const (
 
 // step is the time between two checks for silence of the other end.
 func (w welcome) step() time.Duration {
-	return max(min(w.Heartbeat/4, w.LostAfter/24), time.Millisecond)
+	return max(min(w.Heartbeat/4, w.LostAfter/48), time.Millisecond)
 }
 
-// tooSilent is the silence that ends a stream if limit is its time limit. A
-// heartbeat that is due just before the limit has the time to arrive.
-func tooSilent(limit time.Duration) time.Duration { return limit + limit/8 }
+// extraPatience limits the time that isTooSilent adds to a limit.
+func extraPatience(limit time.Duration) time.Duration { return limit/32 + limit/8 }
+
+// isTooSilent reports whether the other end has been silent for longer than limit. A heartbeat that is due
+// just before the limit has the time to arrive. If this process was starved during the silence, its
+// clock stood still, and it waits for the same time once more, at most an eighth of the limit: what has
+// arrived is not read yet, and other processes of this host were probably starved, too.
+func (s *stream) isTooSilent(limit time.Duration) bool {
+	starved := s.clock.starved() - time.Duration(s.starved.Load())
+	return s.silent() > limit+limit/32+min(starved, limit/8)
+}
 
 // watchSilence looks for silent peers.
 func (c *coordinator) watchSilence() {
@@ -38,9 +46,9 @@ func (c *coordinator) watchSilence() {
 func (c *coordinator) expireSilent() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	limit := tooSilent(c.silenceLimit())
+	limit := c.silenceLimit()
 	for _, p := range c.peers {
-		if p.silent() > limit || c.isLate(p, limit) {
+		if p.isTooSilent(limit) || c.isLate(p, limit) {
 			p.expire()
 		}
 	}

@@ -30,6 +30,7 @@ type stream struct {
 	renew func(err error) (renewal, error)
 
 	heard    atomic.Int64  // time of clock when bytes arrived last
+	starved  atomic.Int64  // clock.starved() at that time
 	renewals chan renewal  // a link that replaces the current one
 	expired  chan struct{} // closed by expire
 	expiring sync.Once
@@ -42,7 +43,7 @@ type stream struct {
 	changed  *sync.Cond // an acknowledgement arrived, or the state changed
 	link     *link      // nil while messages cannot be written
 	links    int        // number of links so far
-	out      [][]byte   // unacknowledged messages; the first has number acked+1
+	out      []message  // unacknowledged messages; the first has number acked+1
 	acked    uint64
 	next     int // index in out of the first message to write on link
 	bytes    int // of out
@@ -74,7 +75,10 @@ func newStream(l *link, clock *runClock, sendBy time.Duration) *stream {
 	return s
 }
 
-func (s *stream) touch() { s.heard.Store(int64(s.clock.now())) }
+func (s *stream) touch() {
+	s.heard.Store(int64(s.clock.now()))
+	s.starved.Store(int64(s.clock.starved()))
+}
 
 // silent returns for how long nothing has arrived while this process ran on schedule.
 func (s *stream) silent() time.Duration {
@@ -141,8 +145,8 @@ func (s *stream) trim(acked uint64) {
 		return
 	}
 	n := int(acked - s.acked)
-	for _, b := range s.out[:n] {
-		s.bytes -= len(b)
+	for _, m := range s.out[:n] {
+		s.bytes -= m.bytes()
 	}
 	clear(s.out[:n])
 	s.out, s.acked, s.next = s.out[n:], acked, max(0, s.next-n)
@@ -246,14 +250,14 @@ func (s *stream) receivedSoFar() uint64 {
 	return s.received
 }
 
-// push queues a message and does not block. If the queue is full, the stream ends.
-func (s *stream) push(b []byte) {
+// send queues a message and does not block. If the queue is full, the stream ends. Nobody may change the body.
+func (s *stream) send(m message) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
 		return
 	}
-	if len(s.out) > 0 && s.bytes+len(b) > maxUnackedBytes {
+	if len(s.out) > 0 && s.bytes+m.bytes() > maxUnackedBytes {
 		s.closed = true
 		if s.link != nil {
 			s.link.close() // the reader then reports the loss
@@ -262,31 +266,31 @@ func (s *stream) push(b []byte) {
 		s.wake()
 		return
 	}
-	s.append(b)
+	s.append(m)
 }
 
-func (s *stream) append(b []byte) {
-	s.out = append(s.out, b)
-	s.bytes += len(b)
+func (s *stream) append(m message) {
+	s.out = append(s.out, m)
+	s.bytes += m.bytes()
 	s.wake()
 }
 
 var errStreamClosed = errors.New("the connection is closed")
 
-// pushWait queues a message, and waits while the queue is full.
-func (s *stream) pushWait(b []byte) error {
-	if len(b) > maxMessageBytes {
-		return fmt.Errorf("message of %d bytes: %w", len(b), ErrTooLarge)
+// sendWait queues a message, and waits while the queue is full.
+func (s *stream) sendWait(m message) error {
+	if m.bytes() > maxMessageBytes {
+		return fmt.Errorf("message of %d bytes: %w", m.bytes(), ErrTooLarge)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for len(s.out) > 0 && s.bytes+len(b) > maxUnackedBytes && !s.closed {
+	for len(s.out) > 0 && s.bytes+m.bytes() > maxUnackedBytes && !s.closed {
 		s.changed.Wait()
 	}
 	if s.closed {
 		return errStreamClosed
 	}
-	s.append(b)
+	s.append(m)
 	return nil
 }
 
@@ -434,7 +438,8 @@ func (s *stream) nextFrame() (l *link, f frame, last bool) {
 		s.resumed = false
 		f.body = message{kind: kindResumed, epoch: firstEpoch}.encode()
 	case s.next < len(s.out):
-		f.number, f.body = s.acked+uint64(s.next)+1, s.out[s.next]
+		m := s.out[s.next]
+		f.number, f.head, f.body = s.acked+uint64(s.next)+1, m.head(), m.body
 		s.next++
 	case s.closed:
 		return s.link, f, true

@@ -156,6 +156,8 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 		uuid := s.charter.hostOf(m)
 		at := place{uuid, m.LocalRank}
 		switch h := s.hosts[uuid]; {
+		case h == nil && uuid == s.charter.Lost && s.charter.Planned:
+			e.left = append(e.left, Departure{Member: m, Planned: true, Reason: "its launcher " + s.charter.Reason})
 		case h == nil && uuid == s.charter.Lost:
 			e.left = append(e.left, Departure{Member: m, Reason: "its host was lost: " + s.charter.Reason})
 		case h == nil:
@@ -215,9 +217,9 @@ func (c *coordinator) giveUp(at place, reason string) {
 	c.checkReturned()
 }
 
-// voters returns the hosts of the plan in the order in which they would coordinate: this
+// voters returns the hosts of a plan in the order in which they would coordinate: this
 // one, the seeds, and the others.
-func (c *coordinator) voters() electorate {
+func (c *coordinator) voters(of *plan) electorate {
 	rank := func(h host) int {
 		switch {
 		case h.UUID == c.cfg.self.Agent:
@@ -227,7 +229,7 @@ func (c *coordinator) voters() electorate {
 		}
 		return 2
 	}
-	hosts := slices.Clone(c.plan.Hosts)
+	hosts := slices.Clone(of.Hosts)
 	slices.SortStableFunc(hosts, func(a, b host) int { return cmp.Compare(rank(a), rank(b)) })
 	var out electorate
 	for _, h := range hosts {
@@ -249,11 +251,11 @@ func (c *coordinator) isMinority() bool {
 
 // proposeToAgents tells the agents of the next epoch, so that each can go on if this
 // coordinator is lost while it begins.
-func (c *coordinator) proposeToAgents() {
-	if c.plan == nil {
+func (c *coordinator) proposeToAgents(next *plan) {
+	if next == nil {
 		return
 	}
-	c.elastic.voters = c.voters()
+	c.elastic.voters = c.voters(next)
 	m := note(kindPropose, news{Voters: c.elastic.voters, Ended: slices.Sorted(maps.Keys(c.ended))})
 	m.epoch, m.id = c.epoch+1, c.elastic.try
 	for _, a := range c.agents {

@@ -47,7 +47,7 @@ func TestHandshake(t *testing.T) {
 	go b.write(frame{number: 7, ack: 9, body: []byte("back")}, time.Second)
 	got, err := a.read()
 	require.NoError(t, err)
-	require.Equal(t, frame{7, 9, []byte("back")}, got)
+	require.Equal(t, frame{number: 7, ack: 9, body: []byte("back")}, got)
 	require.ErrorIs(t, a.write(frame{body: make([]byte, maxMessageBytes+1)}, time.Second), ErrTooLarge)
 
 	_, _, err, err2 = linked(t, "job", "job", other, key)

@@ -31,6 +31,9 @@ func TestMain(m *testing.M) {
 	if host := os.Getenv(asLauncher); host != "" {
 		os.Exit(launcher(host))
 	}
+	if file := os.Getenv(untilVar); file != "" {
+		os.Exit(workUntil(file))
+	}
 	if os.Getenv(asWorker) != "" {
 		main()
 		return

@@ -34,7 +34,7 @@ func main() {
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	err := run(ctx, *file, &trainer{pause: *pause, steps: *epochs * digits.Steps})
+	err := run(ctx, *file, &trainer{pause: *pause, steps: func() int { return *epochs * digits.Steps }})
 	if errors.Is(err, cluster.ErrDismissed) {
 		log.Print("this host leaves the job")
 		return

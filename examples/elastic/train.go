@@ -27,7 +27,7 @@ type progress struct {
 // A trainer is the state of this process. It outlives the epochs of the job.
 type trainer struct {
 	pause time.Duration
-	steps int // of the whole training
+	steps func() int // of the whole training
 
 	train, test            digits.Dataset
 	model                  *digits.Model
@@ -88,7 +88,7 @@ func (t *trainer) epoch(ctx context.Context, w *cluster.World) (err error) {
 		return err
 	}
 	defer red.Close()
-	for len(t.at.Losses) < t.steps {
+	for len(t.at.Losses) < t.steps() {
 		// If the world changes as planned, all ranks leave here, after the same step.
 		if err := w.Step(); err != nil {
 			return err
@@ -160,7 +160,7 @@ func (t *trainer) step(ctx context.Context, g *comm.Group, red *ddp.Reducer) err
 	}
 	t.at.Losses = append(t.at.Losses, value[0])
 	if n := len(t.at.Losses); n%digits.Steps == 0 && g.Rank() == 0 {
-		fmt.Printf("step %d of %d: loss %.4f\n", n, t.steps, value[0])
+		fmt.Printf("step %d of %d: loss %.4f\n", n, t.steps(), value[0])
 	}
 	return nil
 }

@@ -24,7 +24,12 @@ func elasticWorker(epoch, size string) int {
 	if err := errors.Join(err1, err2); err != nil {
 		panic(err)
 	}
-	err := cluster.Run(context.Background(), nil, func(ctx context.Context, w *cluster.World) error {
+	err := cluster.Run(context.Background(), nil, func(ctx context.Context, w *cluster.World) (err error) {
+		defer func() {
+			if _, planned := errors.AsType[*cluster.ChangeError](err); planned && w.Step() != nil && ctx.Err() == nil {
+				fmt.Printf("epoch %d ends at the end of a step\n", w.Epoch())
+			}
+		}()
 		fmt.Printf("epoch %d is rank %d of %d pid %d restart %s\n", w.Epoch(), w.Rank(), w.Size(), os.Getpid(), os.Getenv("CHORUS_RESTART_COUNT"))
 		for {
 			if err := w.Step(); err != nil {

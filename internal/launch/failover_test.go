@@ -56,6 +56,46 @@ func TestElasticCoordinatorKilled(t *testing.T) {
 	require.Regexp(t, `(?m)^chorus: job \S+: epoch 2: \d process(es)? on \d hosts?; rank 0 \(host h0 pid \d+\) left: its host was lost: .*; the job stood still for `, ls[1].text()+ls[2].text())
 }
 
+// SIGTERM to the launcher that coordinates drains its host: the ranks finish their step, another host
+// coordinates, and the job goes on. Then the next coordinator is drained, too.
+func TestElasticCoordinatorDrains(t *testing.T) {
+	t.Parallel()
+	_, ls := severalHosts(t, 3, 1, "elastic", "3", "1")
+	for i := range 2 {
+		require.NoError(t, ls[i].cmd.Process.Signal(syscall.SIGTERM))
+		code, text := ls[i].wait()
+		require.Equal(t, 143, code, text)
+		require.Contains(t, text, "chorus: received SIGTERM: this host leaves the job at the end of the step")
+		require.Contains(t, text, fmt.Sprintf("epoch %d ends at the end of a step\n", i+1))
+		require.Contains(t, text, "dismissed\n")
+		if i == 0 {
+			ls[2].until("epoch 2 is rank 1 of 2 pid", 1)
+			ls[1].until("epoch 2 is rank 0 of 2 pid", 1)
+		}
+	}
+	code, text := ls[2].wait()
+	require.Zero(t, code, text)
+	for i := range 2 {
+		require.Contains(t, text, fmt.Sprintf("epoch %d ends at the end of a step\n", i+1))
+		require.Contains(t, text, fmt.Sprintf("host h%d, which coordinated the job, leaves: its launcher received SIGTERM; the hosts of epoch %d choose another coordinator\n", i, i+1))
+		require.Regexp(t, fmt.Sprintf(`epoch %d: .* on . hosts?; rank 0 \(host h%d pid \d+\) left: its launcher received SIGTERM; `, i+2, i), ls[1].text()+text)
+	}
+	require.Equal(t, pidsIn(t, text, "of 3 pid"), pidsIn(t, text, "of 1 pid"), "the process of the worker")
+}
+
+// SIGTERM to all launchers, in any order, ends the job on all hosts.
+func TestElasticAllDrain(t *testing.T) {
+	t.Parallel()
+	_, ls := severalHosts(t, 3, 1, "elastic", "9", "3")
+	for _, i := range rand.Perm(3) {
+		require.NoError(t, ls[i].cmd.Process.Signal(syscall.SIGTERM))
+	}
+	for _, l := range ls {
+		code, text := l.wait()
+		require.Equal(t, 143, code, text)
+	}
+}
+
 // A job on two hosts goes on with the one that is left, whichever is killed.
 func TestElasticOneOfTwoIsLeft(t *testing.T) {
 	t.Parallel()

@@ -1,0 +1,82 @@
+package cluster
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// settle lets the functions of hosts return and waits until the coordinator has noticed.
+func (j *paperJob) settle(hosts ...string) {
+	j.mu.Lock()
+	for _, u := range hosts {
+		j.procs[u].elastic.returned = true
+	}
+	j.checkReturned()
+	j.mu.Unlock()
+	time.Sleep(2 * settleTime)
+	synctest.Wait()
+}
+
+// answer lets hosts answer a proposal.
+func (j *paperJob) answer(hosts ...string) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for _, u := range hosts {
+		j.agentPrepared(j.hosts[u], j.elastic.try)
+		j.workerPrepared(j.procs[u], j.elastic.try)
+	}
+}
+
+func kindsOf(ms []message) (ks []kind) {
+	for _, m := range ms {
+		ks = append(ks, m.kind)
+	}
+	return ks
+}
+
+// The coordinator's host is drained, and the only other host is lost meanwhile: nobody is left to continue,
+// so the job stops as by SIGTERM.
+func TestLastHeirIsLost(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b")
+		defer func() { j.closed = true }()
+		j.drainHost(j.hosts["a"], fault{Reason: "received SIGTERM", Code: 143})
+		require.Equal(t, phaseHold, j.elastic.phase)
+		j.loseHost(j.hosts["b"], fault{Reason: "it burned", Code: -1})
+		j.settle("a")
+		require.NotNil(t, j.faults.stop)
+		require.Equal(t, 143, j.faults.stop.Code)
+		require.False(t, j.handedOver)
+	})
+}
+
+// Two of four hosts are lost, and the coordinator's host is drained. The host that is left is not a majority
+// without the coordinator, which therefore begins another epoch before it leaves.
+func TestHandoverNeedsAMajority(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c", "d")
+		defer func() { j.closed = true }()
+		for _, u := range []string{"c", "d"} {
+			j.loseHost(j.hosts[u], fault{Reason: "it burned", Code: -1})
+		}
+		j.drainHost(j.hosts["a"], fault{Reason: "received SIGTERM", Code: 143})
+		j.settle("a", "b")
+		require.False(t, j.handedOver)
+		j.answer("a", "b")
+		require.Equal(t, uint64(2), j.epoch)
+		require.Equal(t, phaseHold, j.elastic.phase, "the host still leaves")
+		j.hosts["b"].take()
+		j.procs["a"].take()
+		j.procs["b"].take()
+		j.settle("a", "b")
+		require.True(t, j.handedOver)
+		require.Equal(t, []kind{kindHandover}, kindsOf(j.hosts["b"].take()))
+		require.Equal(t, []kind{kindHandover}, kindsOf(j.procs["b"].take()))
+		require.Equal(t, []kind{kindDismiss}, kindsOf(j.procs["a"].take()))
+		require.NoError(t, j.handle(j.procs["b"], message{kind: kindRevoked, epoch: 2}), "it does nothing any more")
+		require.False(t, j.admit(newPeer(newStream(nil, j.clock, time.Minute), "b")))
+	})
+}

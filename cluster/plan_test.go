@@ -1,0 +1,124 @@
+package cluster
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A paperJob is a coordinator in the first epoch of a job with one worker on each host. Messages to
+// its peers stay in their queues.
+type paperJob struct {
+	*coordinator
+	hosts, procs map[string]*peer // by the UUID of the host
+}
+
+func newPaperJob(uuids ...string) *paperJob {
+	j := &paperJob{coordinator: &coordinator{clock: newRunClock(time.Second), epoch: firstEpoch, peers: map[string]*peer{}, said: map[string]time.Time{},
+		faults: newFaults(), plan: &plan{}, cfg: coordConfig{job: "paper", agents: len(uuids) + 1, least: 1, joinBy: time.Hour, revokeBy: time.Hour, drainBy: time.Hour,
+			notify: func(string) {}, self: welcome{Agent: uuids[0], Host: uuids[0], LostAfter: time.Second}}},
+		hosts: map[string]*peer{}, procs: map[string]*peer{}}
+	for i, u := range uuids {
+		a := j.newHost(u)
+		j.agents = append(j.agents, a)
+		j.plan.Hosts = append(j.plan.Hosts, a.host)
+		p := newPeer(newStream(nil, j.clock, time.Minute), u)
+		p.role, p.state, p.reg = roleWorker, peerJoined, registration{Member: Member{Rank: i, LocalSize: 1, Node: i, Host: u, PID: 100 + i}, Agent: u, Elastic: true, Least: 1}
+		p.home = place{u, 0}
+		j.workers, j.procs[u] = append(j.workers, p), p
+	}
+	j.commitWorld()
+	for _, a := range j.agents {
+		j.agentPrepared(a, 0)
+	}
+	return j
+}
+
+func (j *paperJob) newHost(uuid string) *peer {
+	a := newPeer(newStream(nil, j.clock, time.Minute), uuid)
+	a.role, a.state, a.ready = roleAgent, peerJoined, true
+	a.host = host{Host: uuid, UUID: uuid, NodeRank: -1, LocalSize: 1, Control: uuid + ":1"}
+	j.hosts[uuid] = a
+	return a
+}
+
+// take returns the queued messages of a peer, as it would receive them.
+func (p *peer) take() (ms []message) {
+	ms, p.out, p.bytes = p.out, nil, 0
+	return ms
+}
+
+// hear lets an agent handle the news and proposals that are queued for a host.
+func (j *paperJob) hear(t *testing.T, a *Agent) {
+	t.Helper()
+	for _, m := range j.hosts[a.uuid].take() {
+		switch m.kind {
+		case kindNews, kindPropose:
+			a.event(&client{stream: newStream(nil, j.clock, time.Minute)}, m)
+		}
+	}
+}
+
+// A host joins while the coordinator proposes an epoch without a host that was lost. If the coordinator
+// is lost then, the agents still know which member of the current epoch is on which host.
+func TestHostJoinsDuringAProposal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c")
+		defer func() { j.closed = true }()
+		agent := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		agent.now.Store(&attempt{})
+		j.hear(t, agent)
+		j.loseHost(j.hosts["b"], fault{Reason: "it burned", Code: -1})
+		j.procs["a"].elastic.returned, j.procs["c"].elastic.returned = true, true
+		time.Sleep(2 * settleTime)
+		synctest.Wait()
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		require.Equal(t, phasePropose, j.elastic.phase)
+		d := j.newHost("d")
+		j.admitHost(d)
+		j.hear(t, agent)
+		for i, u := range []string{"a", "b", "c"} {
+			require.Equal(t, u, agent.charter.hostOf(agent.charter.Members[i]), "rank %d", i)
+		}
+		require.Contains(t, agent.charter.addresses(), "c:1")
+
+		for _, p := range []*peer{j.procs["a"], j.procs["c"]} {
+			j.workerPrepared(p, j.elastic.try)
+		}
+		for _, a := range j.agents {
+			j.agentPrepared(a, j.elastic.try)
+		}
+		require.Equal(t, uint64(2), j.epoch)
+		j.hear(t, agent)
+		require.Equal(t, uint64(2), agent.charter.Epoch)
+		for i, u := range []string{"a", "c"} {
+			require.Equal(t, u, agent.charter.hostOf(agent.charter.Members[i]), "rank %d", i)
+		}
+		require.Equal(t, 2, agent.charter.Plan.nodeOf("d"), "the host that has come since")
+		require.Equal(t, electorate{"a", "c"}, agent.charter.Voters)
+	})
+}
+
+// After a takeover, news of a host that joins come before the next epoch. An agent that has not heard of
+// the last epoch then gets its plan together with its members.
+func TestNewsOfAnInheritedEpoch(t *testing.T) {
+	a := &Agent{uuid: "b", memory: newMemory(1)}
+	a.now.Store(&attempt{})
+	p := plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}}}
+	a.news(1, news{Plan: p, Members: []Member{{Rank: 0, Node: 0}, {Rank: 1, Node: 1}}, Voters: electorate{"a", "b"}})
+	later := plan{Hosts: []host{{UUID: "b"}, {UUID: "c"}, {UUID: "d"}}}
+	a.news(2, news{Plan: later, Members: []Member{{Rank: 0, Node: 1}, {Rank: 1, Node: 2}}})
+	require.Equal(t, "c", a.charter.hostOf(a.charter.Members[0]))
+	require.Equal(t, "d", a.charter.hostOf(a.charter.Members[1]))
+}
+
+// A voter that registers again after the coordinator has taken over keeps its place.
+func TestHostKeepsItsPlace(t *testing.T) {
+	p := plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}}}
+	q := p.with(host{UUID: "a", Host: "alpha"}).with(host{UUID: "c"})
+	require.Equal(t, []host{{UUID: "a", Host: "alpha"}, {UUID: "b"}, {UUID: "c"}}, q.Hosts)
+	require.Equal(t, []host{{UUID: "a"}, {UUID: "b"}}, p.Hosts)
+}

@@ -1,10 +1,12 @@
 package gpu
 
 import (
+	"context"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
@@ -128,6 +130,16 @@ func (x timed) MemHostAlloc(n uintptr, flags uint32) (p unsafe.Pointer, r cudadr
 
 func (x timed) MemFreeHost(p unsafe.Pointer) cudadrv.Result {
 	return x.host(timeline.Driver, "cuMemFreeHost", 0, func() cudadrv.Result { return x.Driver.MemFreeHost(p) })
+}
+
+// Until waits until ready returns true or an error, or ctx ends, as poll.Until does. The timeline has
+// the wait by the given name.
+func (d *Device) Until(ctx context.Context, name string, ready func() (bool, error)) (err error) {
+	if t := timeline.Current(); t != nil {
+		t.Host(timeline.Wait, name, d.ordinal, 0, func() { err = poll.Until(ctx, ready) })
+		return err
+	}
+	return poll.Until(ctx, ready)
 }
 
 // A Span is an operation of a library that is being enqueued on a stream. A nil Span records

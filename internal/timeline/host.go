@@ -6,7 +6,7 @@ import "syscall"
 func (r *Recorder) Host(kind, name string, device int, bytes uint64, fn func()) {
 	x := Record{Kind: kind, Name: name, Device: device, Bytes: bytes, Begin: r.Now()}
 	fn()
-	x.End, x.Thread = r.Now(), syscall.Gettid()
+	x.End = r.Now()
 	r.Add(x)
 }
 
@@ -32,11 +32,11 @@ func (s *Span) End() {
 
 // Push begins a range of the calling thread.
 func (r *Recorder) Push(name string) (depth int) {
-	x := Record{Kind: Range, Name: name, Device: NoDevice, Begin: r.Now(), Thread: syscall.Gettid()}
+	tid, x := syscall.Gettid(), Record{Kind: Range, Name: name, Device: NoDevice, Begin: r.Now()}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.pushed[x.Thread] = append(r.pushed[x.Thread], x)
-	return len(r.pushed[x.Thread]) - 1
+	r.pushed[tid] = append(r.pushed[tid], x)
+	return len(r.pushed[tid]) - 1
 }
 
 // Pop ends the range of the calling thread that began last.

@@ -44,8 +44,7 @@ type Record struct {
 	Order  uint64 `json:"order,omitempty"`  // of the call that enqueued it, among all of the process
 	Parent uint64 `json:"parent,omitempty"` // order of the collective that it is a part of
 	Bytes  uint64 `json:"bytes,omitempty"`
-	Thread int    `json:"thread,omitempty"` // of the host
-	Count  uint64 `json:"count,omitempty"`  // of a Dropped record
+	Count  uint64 `json:"count,omitempty"` // of a Dropped record
 	Ops    []Op   `json:"operations,omitempty"`
 
 	Member *Membership `json:"member,omitempty"`

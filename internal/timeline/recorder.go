@@ -64,6 +64,18 @@ type Recorder struct {
 // Start makes a recorder the current one. It writes a file to the directory, which it makes
 // if necessary.
 func Start(dir string) (*Recorder, error) {
+	r, err := New(dir)
+	if err != nil {
+		return nil, err
+	}
+	if !current.CompareAndSwap(nil, r) {
+		return nil, errors.Join(errors.New("timeline: start: a recording is in progress (it may be the one of "+env.Timeline.Name+"): close it first"), r.Close())
+	}
+	return r, nil
+}
+
+// New makes a recorder that is not current.
+func New(dir string) (*Recorder, error) {
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return nil, fmt.Errorf("timeline: start: %w", err)
 	}
@@ -73,9 +85,6 @@ func Start(dir string) (*Recorder, error) {
 	}
 	r.origin = time.Now()
 	r.header.Wall, r.header.Monotonic = r.origin.UnixNano(), monotonic()
-	if !current.CompareAndSwap(nil, r) {
-		return nil, errors.New("timeline: start: a recording is in progress (it may be the one of " + env.Timeline.Name + "): close it first")
-	}
 	go r.run()
 	return r, nil
 }

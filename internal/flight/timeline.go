@@ -27,6 +27,8 @@ func (r *Recorder) show(t *timeline.Recorder, device int) {
 	r.ordinal = device
 	m := &timeline.Membership{Group: r.Group, Label: r.Name, Rank: r.Rank, Size: r.Size, World: r.world, WorldSize: r.worldSize}
 	r.mu.Unlock()
+	registerAccount()
+	t.SetObserver(countDuration)
 	t.Add(timeline.Record{Kind: timeline.Member, Name: r.Device, Device: device, Begin: t.Now(), Member: m})
 }
 

@@ -49,6 +49,8 @@ type Recorder struct {
 	pushed  map[int][]Record // ranges of RangePush, by thread
 	sources []func()
 
+	observer func(*Record) // of collectives; nil if there is none
+
 	outstanding int // tickets that have not ended
 
 	writing sync.Mutex // held by the goroutine that writes
@@ -148,6 +150,14 @@ func (r *Recorder) AddSource(collect func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.sources = append(r.sources, collect)
+}
+
+// SetObserver sets the function that gets the record of each collective. It must not call the
+// recorder.
+func (r *Recorder) SetObserver(f func(*Record)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.observer = f
 }
 
 func (r *Recorder) run() {

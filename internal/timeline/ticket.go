@@ -74,6 +74,9 @@ func (t *Ticket) Cancel() {
 func (r *Recorder) leave(s *scope) {
 	if s.pending--; s.closed && s.pending == 0 && s.ran {
 		r.add(s.rec)
+		if r.observer != nil {
+			r.observer(&s.rec)
+		}
 	}
 }
 

@@ -62,9 +62,12 @@ func newTimelineSummaryCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "summary [flags] directory",
 		Short: "Print how much of the communication is hidden behind kernels",
-		Long: `Print, for each rank and each step, the share of the time in which kernels ran, in which
-collectives ran (communication), in which collectives ran and no kernel did (exposed), in which
-both ran (overlap), and in which nothing ran (gaps).
+		Long: `Print shares of the time for each rank and each step:
+  compute        kernels, copies or fills ran
+  communication  collectives, sends or receives ran
+  exposed        communication ran and nothing else
+  overlap        both ran
+  gaps           nothing ran
 
 Steps are nvtx ranges whose names begin with "step". If there are none, a step lasts from one
 launch of a graph to the next. A range is a time of the host: end it after a wait for the device.

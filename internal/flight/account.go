@@ -47,8 +47,8 @@ func (r *Recorder) CountError(reason string) {
 	account.errors[[2]string{group, reason}]++
 }
 
-// countDuration counts the time of a collective of a timeline. The operations of a batch have no
-// time of their own.
+// countDuration counts the time of a collective of a timeline. The time of a single
+// operation of a batch is not known.
 func countDuration(x *timeline.Record) {
 	if len(x.Ops) != 1 {
 		return

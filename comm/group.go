@@ -142,7 +142,7 @@ func (g *Group) Wait(ctx context.Context) error {
 			return err
 		}
 		end := ranks.Of(m.comm).Point(m.stream)
-		err := poll.Until(ctx, func() (bool, error) {
+		err := gpu.DeviceOf(m.stream.Device()).Until(ctx, "comm.Group.Wait", func() (bool, error) {
 			done, err := m.stream.Query()
 			if err != nil || done {
 				return done, err

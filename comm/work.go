@@ -11,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/stream"
 )
@@ -162,7 +161,7 @@ func (w *Work) Wait(ctx context.Context) error {
 			return err
 		}
 	}
-	err := poll.Until(ctx, func() (bool, error) { return w.status("wait") })
+	err := gpu.DeviceOf(w.g.members[0].stream.Device()).Until(ctx, "comm.Work.Wait", func() (bool, error) { return w.status("wait") })
 	if err != nil && ctx.Err() != nil && w.g.broken.Load() == nil && w.g.closing.Load() == nil {
 		return fmt.Errorf("comm: wait for %s: %w", w.name(), err)
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/timeline"
 )
 
 // A System is one set of devices: the GPUs of this machine, or a set of virtual
@@ -59,6 +60,9 @@ func NewSystem(cfg *SystemConfig) (*System, error) {
 		return nil, fmt.Errorf("device: %w", err)
 	} else if stacks == "yes" {
 		handle.Trace.Store(true)
+	}
+	if err := timeline.StartFromEnv(); err != nil {
+		return nil, fmt.Errorf("device: %w", err)
 	}
 	s := &System{}
 	sys, ref := gpu.NewSystem(b, errorsOf{s})

@@ -122,6 +122,7 @@ func (m *Module) find(d *Def, source []declared, accesses string) (*Kernel, erro
 	if err != nil {
 		return nil, err
 	}
+	gpu.DeviceOf(m.dev).NameKernel(k.h, d.Name)
 	if w := gpu.DeviceOf(m.dev).Watcher(); w != nil {
 		w.Describe(k.h, d.Name, usesOf(accesses))
 	}

@@ -81,7 +81,7 @@ func newHeap(d *device.Device) (*heap, error) {
 		return nil, err
 	}
 	h := &heap{dev: d, total: uint64(total)}
-	cfg := alloc.Config{Source: driverSource{h}, Total: uint64(total), Low: h.low, Barred: barred, Capturing: gpu.Pending, Free: h.left, Sync: h.sync}
+	cfg := alloc.Config{Ordinal: gpu.DeviceOf(d).Ordinal(), Source: driverSource{h}, Total: uint64(total), Low: h.low, Barred: barred, Capturing: gpu.Pending, Free: h.left, Sync: h.sync}
 	if cfg.Pages, err = newPages(h, uint64(total)); err != nil {
 		return nil, err
 	}

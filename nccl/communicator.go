@@ -230,7 +230,7 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 	}
 	begun := time.Now()
 	last := c.point(s)
-	err := poll.Until(ctx, func() (bool, error) {
+	err := gpu.DeviceOf(c.dev).Until(ctx, "nccl.Communicator.Wait", func() (bool, error) {
 		done, err := s.Query()
 		if err != nil || done {
 			return done, err

@@ -127,8 +127,23 @@ func (c *Communicator) setFailure(cause error) *failure {
 	if t, ok := errors.AsType[*TimeoutError](cause); ok && t.Rank == c.rank && t.Operation.Record == t.Last.Record && !t.Lost {
 		c.rec.TimedOut(t.Operation.Record)
 	}
+	c.rec.CountError(reasonOf(cause))
 	c.rec.SetFinalState(flight.Failed)
 	return f
+}
+
+// reasonOf returns the reason of a failure for metrics.
+func reasonOf(cause error) string {
+	if errors.Is(cause, ErrorTimeout) {
+		return flight.ReasonTimeout
+	}
+	if errors.Is(cause, ErrorRemote) {
+		return flight.ReasonPeerLost
+	}
+	if e, ok := errors.AsType[*Error](cause); ok && !e.Async {
+		return flight.ReasonRefused
+	}
+	return flight.ReasonAsync
 }
 
 // completeFailure completes a failure: it informs the user and ends the other ranks.

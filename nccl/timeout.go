@@ -97,6 +97,7 @@ func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others 
 
 // errMismatch makes the error of an operation that Schedule refused.
 func (c *Communicator) errMismatch(o *operation) *MismatchError {
+	c.rec.CountError(flight.ReasonMismatch)
 	mine := c.rec.Entry(o.Record)
 	e := &MismatchError{Rank: c.rank, Size: c.size, Operation: mine.Operation(), Other: -1, Theirs: Operation{Root: -1}}
 	for _, m := range c.others() {

@@ -4,6 +4,7 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/timeline"
 )
 
 // NoTracking is the result of RangePush and RangePop if no profiler tracks the
@@ -20,6 +21,9 @@ func Attached() (bool, error) {
 
 // Mark marks a point in time (nvtxMarkA, torch.cuda.nvtx.mark).
 func Mark(name string) {
+	if t := timeline.Current(); t != nil {
+		t.Add(timeline.Record{Kind: timeline.Instant, Name: name, Device: timeline.NoDevice, Begin: t.Now()})
+	}
 	if state.Load() == detached {
 		return
 	}
@@ -31,27 +35,32 @@ func Mark(name string) {
 }
 
 // A Span is a started range. The zero value is a range without a profiler.
-type Span struct{ id uint64 }
+type Span struct {
+	id    uint64
+	shown *timeline.Span
+}
 
 // Start starts a range (nvtxRangeStartA, torch.cuda.nvtx.range_start). Ranges may
 // overlap arbitrarily, and End may be called on another thread or goroutine.
-func Start(name string) Span {
+func Start(name string) (s Span) {
+	if t := timeline.Current(); t != nil {
+		s.shown = t.Start(name)
+	}
 	if state.Load() == detached {
-		return Span{}
+		return s
 	}
-	f := function(rangeStartA)
-	if f == 0 {
-		return Span{}
+	if f := function(rangeStartA); f != 0 {
+		call := dl.Get().String(name)
+		s.id = uint64(call.Call(f))
+		call.Put()
 	}
-	call := dl.Get().String(name)
-	id := call.Call(f)
-	call.Put()
-	return Span{uint64(id)}
+	return s
 }
 
 // End ends the range (nvtxRangeEnd, torch.cuda.nvtx.range_end). Call it once.
 func (s Span) End() {
-	if state.Load() == detached || s == (Span{}) {
+	s.shown.End()
+	if state.Load() == detached || s.id == 0 {
 		return
 	}
 	if f := function(rangeEnd); f != 0 {
@@ -73,12 +82,16 @@ func Range(name string, fn func()) {
 // at 0. A goroutine may run on another thread at RangePop unless it called
 // runtime.LockOSThread. Start does not have this restriction.
 func RangePush(name string) int {
+	depth := NoTracking
+	if t := timeline.Current(); t != nil {
+		depth = t.Push(name)
+	}
 	if state.Load() == detached {
-		return NoTracking
+		return depth
 	}
 	f := function(rangePushA)
 	if f == 0 {
-		return NoTracking
+		return depth
 	}
 	return int(dl.Get().String(name).Do(f))
 }
@@ -86,12 +99,16 @@ func RangePush(name string) int {
 // RangePop ends the current range of the OS thread (nvtxRangePop,
 // torch.cuda.nvtx.range_pop) and returns its depth.
 func RangePop() int {
+	depth := NoTracking
+	if t := timeline.Current(); t != nil {
+		depth = t.Pop()
+	}
 	if state.Load() == detached {
-		return NoTracking
+		return depth
 	}
 	f := function(rangePop)
 	if f == 0 {
-		return NoTracking
+		return depth
 	}
 	return int(dl.Get().Do(f))
 }

@@ -14,7 +14,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/checkpoint"
-	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/plain"
 )
 
@@ -35,18 +34,8 @@ size. The exit code is 0 if the command succeeded, 1 if not, and 64 for a mistak
 command line.`
 
 func newCheckpointCommand() *cobra.Command {
-	c := &cobra.Command{
-		Use:   "checkpoint",
-		Short: "List, verify, compare and convert checkpoints",
-		Long:  checkpointLong,
-		Args: func(c *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				return &launch.UsageError{Reason: fmt.Sprintf("unknown command %q; see %s --help", args[0], c.CommandPath())}
-			}
-			return nil
-		},
-		RunE: func(c *cobra.Command, _ []string) error { return c.Help() },
-	}
+	c := parentCommand("checkpoint", "List, verify, compare and convert checkpoints")
+	c.Long = checkpointLong
 	c.AddCommand(newListCommand(), newVerifyCommand(), newDiffCommand(), newReshardCommand(), newExportCommand())
 	return c
 }

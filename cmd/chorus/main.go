@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -19,6 +20,7 @@ var commands = []func() *cobra.Command{
 	newInfoCommand,
 	newDoctorCommand,
 	newAnalyzeCommand,
+	newTimelineCommand,
 	newMemCommand,
 	newPerfCommand,
 	newTuneCommand,
@@ -78,6 +80,25 @@ func newRootCommand() *cobra.Command {
 		root.AddCommand(c())
 	}
 	return root
+}
+
+// parentCommand makes a command that only has commands. Using it alone is a mistake.
+func parentCommand(use, short string) *cobra.Command {
+	return &cobra.Command{
+		Use:   use,
+		Short: short,
+		Args:  cobra.ArbitraryArgs,
+		RunE: func(c *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return usageError(c, fmt.Errorf("unknown command %q", args[0]))
+			}
+			var names []string
+			for _, sub := range c.Commands() {
+				names = append(names, sub.Name())
+			}
+			return usageError(c, fmt.Errorf("no command given: want %s", strings.Join(names, ", ")))
+		},
+	}
 }
 
 // noArgs rejects arguments.

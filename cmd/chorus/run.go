@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
 )
@@ -23,9 +24,9 @@ Each process learns its rank from cluster.Attach or from torchrun's variables (R
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), and uses the device whose ordinal is its
 local rank. Each line of output starts with the rank that wrote it.
 
-If a process fails, the others have the time of --grace to report the failure and to exit. Then chorus asks the processes on all hosts to stop, and kills
-them after the same time again. The last lines of the output name the first failure and
-its cause.
+If a process fails, the others have the time of --grace to report the failure and to
+exit. Then chorus asks the processes on all hosts to stop, and kills them after the same
+time again. The last lines of the output name the first failure and its cause.
 
 With --max-restarts, chorus then starts the processes on all hosts again, with a growing
 delay between failures in a row, and prints the cause of each restart. A host that was lost
@@ -96,7 +97,9 @@ func newRunCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if cfg.Joined, err = monitored(cmd.Context(), orEnv(f.metrics, env.Metrics)); err != nil {
+			exits := &monitor.Exits{}
+			cfg.Exited = exits.Add
+			if cfg.Joined, err = monitored(cmd.Context(), orEnv(f.metrics, env.Metrics), exits); err != nil {
 				return err
 			}
 			return start(cmd, cfg)

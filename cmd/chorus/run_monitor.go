@@ -14,7 +14,7 @@ import (
 // monitored returns a function that serves the state of a job: to chorus status always, and as
 // metrics and a page at addr unless it is empty. The address is opened at once, so that a mistake
 // does not wait for other hosts.
-func monitored(ctx context.Context, addr string) (func(*cluster.Agent) func(), error) {
+func monitored(ctx context.Context, addr string, exits *monitor.Exits) (func(*cluster.Agent) func(), error) {
 	var metrics net.Listener
 	if addr != "" {
 		ln, public, err := monitor.Listen(ctx, addr)
@@ -28,7 +28,7 @@ func monitored(ctx context.Context, addr string) (func(*cluster.Agent) func(), e
 		}
 	}
 	return func(a *cluster.Agent) func() {
-		s := monitor.NewServer(monitor.NewSource(a), monitor.Labels{Version: version(), Host: a.Host()})
+		s := monitor.NewServer(monitor.NewSource(a), monitor.Labels{Version: version(), Host: a.Host(), Exits: exits})
 		if local, err := monitor.ListenLocal(); err != nil {
 			say("chorus status will not find this job: %v", err)
 		} else {

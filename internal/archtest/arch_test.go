@@ -22,7 +22,7 @@ const module = "github.com/gochorus/chorus"
 // a pattern.
 var layers = [][]string{
 	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testport", "cmd/chorus/internal/memplot", "internal/pickle", "internal/spinpool"},
-	{"internal/torchfile", "cmd/chorus/internal/analyze"},
+	{"internal/torchfile", "cmd/chorus/internal/analyze", "internal/timeline"},
 	{"memory/internal/alloc", "internal/cudahost"},
 	{"internal/status"},
 	{"internal/dl", "cluster"},
@@ -45,13 +45,13 @@ var layers = [][]string{
 	{"memory"},
 	{"internal/element", "internal/flight", "internal/testgpu/buffers"},
 	{"internal/gemm", "internal/kern", "internal/ranks"},
-	{"kernel", "graph", "nvtx", "internal/files", "internal/memtrace"},
+	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
 	{"internal/strided", "internal/nancheck"},
 	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/spin"},
 	{"internal/route", "optim"},
 	{"internal/groups"},
 	{"comm", "internal/launch"},
-	{"amp", "ddp", "checkpoint", "cmd/chorus/internal/doctor", "cmd/chorus/internal/monitor", "cmd/chorus/internal/perf", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
+	{"amp", "ddp", "checkpoint", "cmd/chorus/internal/doctor", "cmd/chorus/internal/monitor", "cmd/chorus/internal/perf", "cmd/chorus/internal/timeline", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
 	{"examples/internal/resume"},
 	{"cmd/chorus", "docs/guides", "examples", "examples/*", "internal/archtest", "internal/bench", "internal/bench/recovery", "internal/differ"},
 }

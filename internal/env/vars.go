@@ -47,6 +47,8 @@ var (
 		"`1` makes the driver wait for each kernel, and virtual devices for each kernel, copy and fill, so that the failing call returns its error. NCCL with several GPUs in one process can then deadlock."}
 	Sanitizer = &Var{"CHORUS_SANITIZER", "number", "0",
 		"`1` finds uses of device memory that no event orders, and uses of freed memory, also on CUDA, like TORCH_CUDA_SANITIZER. Reports name both calls with file and line; they are logged with log/slog, and `device.System.Reports` returns them. Each operation takes some microseconds longer."}
+	Timeline = &Var{"CHORUS_TIMELINE", "path", "",
+		"Directory for a file of each process that records when its streams ran kernels, copies, collectives and graphs, what the host waited for, the events of the allocator and nvtx ranges. `chorus timeline` merges the files and summarizes them. Unset: off."}
 	NVMLCheck = &Var{"PYTORCH_NVML_BASED_CUDA_CHECK", "number", "1",
 		"`0` makes device.Count use the driver instead of NVML, which does not start the driver."}
 	NVTXInjection = &Var{"NVTX_INJECTION64_PATH", "text", "",
@@ -56,5 +58,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, P2P, RequireGPU, Fixtures, LeakStacks, KernelCache,
-		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, LaunchBlocking, Sanitizer, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
+		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, LaunchBlocking, Sanitizer, Timeline, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
 }

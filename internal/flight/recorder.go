@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/timeline"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -54,6 +55,9 @@ type Recorder struct {
 	lastStream     uintptr // the stream of the latest operation that runs
 	severalStreams bool    // the operations are on several streams
 	graphs         bool    // a graph has captured operations; its launches are not recorded
+
+	shown   atomic.Pointer[timeline.Recorder] // the timeline that knows the rank
+	ordinal int                               // of the device, for shown
 }
 
 // An Entry is an operation in the ring.
@@ -151,6 +155,9 @@ func (r *Recorder) Schedule(o *Op, t int64) (watch, leaves bool) {
 	watch = !r.watched && !r.closed
 	r.watched = r.watched || watch
 	r.mu.Unlock()
+	if t := timeline.Current(); t != nil && !o.Captured {
+		r.open(t, o)
+	}
 	return watch, leaves
 }
 
@@ -165,6 +172,7 @@ func (r *Recorder) Remove(id uint64) {
 	}
 	e.refused = true
 	if !e.Captured {
+		r.refuseOpen(e)
 		r.totals.remove(e)
 	}
 	if Kinds[e.Kind].Peer {
@@ -176,6 +184,9 @@ func (r *Recorder) Remove(id uint64) {
 
 // Accept records that NCCL has accepted an operation.
 func (r *Recorder) Accept(o *Op) {
+	if t := timeline.Current(); t != nil && !o.Captured {
+		gpu.StreamOf(o.Stream).ShutCollective(t)
+	}
 	r.mu.Lock()
 	r.enqueued = o.Record
 	if o.Captured {
@@ -297,6 +308,9 @@ func (r *Recorder) SetFinalState(fate State) {
 	defer r.mu.Unlock()
 	if r.finalState == Scheduled {
 		r.finalState = fate
+	}
+	if t := timeline.Current(); t != nil {
+		t.Forget(r.Group)
 	}
 }
 
@@ -461,6 +475,9 @@ func (r *Recorder) Close() {
 	r.mu.Unlock()
 	if s != nil {
 		_ = gpu.StreamOf(s).Release()
+	}
+	if t := timeline.Current(); t != nil {
+		t.Flush() // the process may end now
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/timeline"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -109,7 +110,9 @@ func (q *queue) enqueueNow() error {
 		err = q.adjust()
 	}
 	if err == nil {
+		span := gpu.StreamOf(s).Span(timeline.Kernel, "matrix product")
 		err = q.bound(q.launch)
+		span.End(err)
 	}
 	if err == nil {
 		gpu.StreamOf(s).Uses("matrix product", false, q.uses)

@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/timeline"
 )
 
 // A Call calls one function of the driver and returns its result.
@@ -28,6 +29,8 @@ type Device struct {
 	binding atomic.Pointer[cudadrv.Driver] // binds ctx with each call; nil if the driver cannot
 	local   kept.Map                       // see Local
 	watcher cudadrv.Watcher                // see Watcher
+	timing  atomic.Pointer[timing]         // nil until a timeline is recorded
+	kernels sync.Map                       // names, by cudadrv.Function
 }
 
 // A DeviceRef refers to a Device. The public type embeds it.
@@ -76,11 +79,17 @@ func (d *Device) Handle() cudadrv.Device { return d.handle }
 func (d *Device) Do(call Call) error { return d.do(call, call) }
 
 // do is Do with an error that names the function that named calls.
-func (d *Device) do(call, named Call) error {
+func (d *Device) do(call, named Call) error { return d.doWith(call, named, timeline.Current()) }
+
+// doWith is do with a timeline that records the call, or nil.
+func (d *Device) doWith(call, named Call, t *timeline.Recorder) error {
 	runtime.LockOSThread()
 	drv, bound := d.driver()
 	r := bound
 	if bound == cudadrv.Success {
+		if t != nil {
+			drv = d.timed(t, drv)
+		}
 		r = call(drv)
 	}
 	runtime.UnlockOSThread()

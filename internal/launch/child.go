@@ -99,6 +99,19 @@ func (c *child) code() int {
 	return c.state.ExitCode()
 }
 
+// exit returns the reason for Config.Exited.
+func (c *child) exit() string {
+	switch {
+	case c.killed:
+		return "killed"
+	case c.code() >= exitSignalOffset && c.state.ExitCode() < 0:
+		return "signal"
+	case c.code() != 0:
+		return "code"
+	}
+	return "ok"
+}
+
 // reason describes how the child exited.
 func (c *child) reason() string {
 	ws, ok := c.state.Sys().(syscall.WaitStatus)

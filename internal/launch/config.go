@@ -50,6 +50,9 @@ type Config struct {
 	// Joined is called when all hosts have joined. Run calls its result before the agent is
 	// closed. Joined may be nil.
 	Joined func(*cluster.Agent) (leave func())
+	// Exited is called when a worker has ended, with one of the reasons "ok", "code" (another exit
+	// code than 0), "signal" and "killed" (by the launcher). It may be nil.
+	Exited func(reason string)
 	// Signals delivers the signals that the process receives.
 	Signals <-chan os.Signal
 }

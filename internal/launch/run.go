@@ -335,6 +335,9 @@ func (j *job) over() bool { return j.stopping || j.agent.Context().Err() != nil 
 
 func (j *job) childEnded(c *child) {
 	c.finish()
+	if j.cfg.Exited != nil {
+		j.cfg.Exited(c.exit())
+	}
 	j.running--
 	if errors.Is(syscall.Kill(-c.pid, 0), syscall.ESRCH) {
 		j.guard.ended(c.pid)

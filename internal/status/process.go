@@ -21,6 +21,8 @@ const (
 	maxTotals  = 128 // of a group
 	maxUses    = 32  // of a device
 	maxNotes   = 8
+	maxErrors  = 128 // counts of errors
+	maxTimes   = 128 // histograms
 	maxText    = 256 // bytes of a text
 )
 
@@ -29,6 +31,35 @@ type Process struct {
 	Groups  []Group  `json:"groups,omitempty"`
 	Devices []Device `json:"devices,omitempty"`
 	Notes   []string `json:"notes,omitempty"` // parts that are missing, and why
+
+	Errors    []Errors    `json:"errors,omitempty"`
+	Durations []Durations `json:"durations,omitempty"` // only while a timeline is recorded
+}
+
+// Errors counts the failures of a group's collectives for one reason.
+type Errors struct {
+	Group  string `json:"group"`
+	Reason string `json:"reason"` // "timeout", "peer_lost", "mismatch", "async" or "refused"
+	Count  uint64 `json:"count"`
+}
+
+// DurationBounds are the upper bounds of the buckets of Durations, in seconds. The last bucket has no
+// bound.
+var DurationBounds = [11]float64{10e-6, 40e-6, 160e-6, 640e-6, 2.56e-3, 10.24e-3, 40.96e-3, 163.84e-3, 0.65536, 2.62144, 10}
+
+// Durations is a histogram of the times that collectives took on their streams.
+type Durations struct {
+	Op      string                          `json:"op"`
+	Size    string                          `json:"size"`
+	Sum     float64                         `json:"sum_seconds"`
+	Buckets [len(DurationBounds) + 1]uint64 `json:"buckets"` // each counts only its own
+}
+
+// Add adds a duration.
+func (d *Durations) Add(seconds float64) {
+	i, _ := slices.BinarySearch(DurationBounds[:], seconds)
+	d.Buckets[i]++
+	d.Sum += seconds
 }
 
 // A Group is the progress of one rank of a communicator.
@@ -120,6 +151,13 @@ func (p *Process) limit() {
 	p.Groups = p.Groups[max(0, len(p.Groups)-maxGroups):]
 	p.Devices = p.Devices[:min(len(p.Devices), maxDevices)]
 	p.Notes = p.Notes[:min(len(p.Notes), maxNotes)]
+	p.Errors = p.Errors[:min(len(p.Errors), maxErrors)]
+	p.Durations = p.Durations[:min(len(p.Durations), maxTimes)]
+	for i := range p.Errors {
+		p.Errors[i].Group = short(p.Errors[i].Group)
+	}
+	slices.SortFunc(p.Errors, Errors.compare)
+	slices.SortFunc(p.Durations, Durations.compare)
 	for i := range p.Notes {
 		p.Notes[i] = short(p.Notes[i])
 	}
@@ -173,6 +211,9 @@ func (p *Process) check() error {
 	if err := checkTexts(p.Notes...); err != nil {
 		return err
 	}
+	if err := p.checkCounts(); err != nil {
+		return err
+	}
 	for i := range p.Groups {
 		if err := p.Groups[i].check(); err != nil {
 			return fmt.Errorf("group %d: %w", i, err)
@@ -184,6 +225,43 @@ func (p *Process) check() error {
 		}
 	}
 	return nil
+}
+
+// checkCounts checks the errors and the durations.
+func (p *Process) checkCounts() error {
+	if len(p.Errors) > maxErrors || len(p.Durations) > maxTimes {
+		return fmt.Errorf("%d counts of errors and %d histograms: want at most %d and %d", len(p.Errors), len(p.Durations), maxErrors, maxTimes)
+	}
+	for i, e := range p.Errors {
+		if i > 0 && p.Errors[i-1].compare(e) >= 0 {
+			return errors.New("counts of errors are not in order, or repeat")
+		}
+		if err := checkTexts(e.Group, e.Reason); err != nil {
+			return err
+		}
+	}
+	for i, d := range p.Durations {
+		if i > 0 && p.Durations[i-1].compare(d) >= 0 {
+			return errors.New("histograms are not in order, or repeat")
+		}
+		if d.Sum < 0 {
+			return fmt.Errorf("durations with the sum %g s", d.Sum)
+		}
+		if err := checkTexts(d.Op, d.Size); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// compare orders the counts of errors.
+func (e Errors) compare(f Errors) int {
+	return cmp.Or(cmp.Compare(e.Group, f.Group), cmp.Compare(e.Reason, f.Reason))
+}
+
+// compare orders the histograms.
+func (d Durations) compare(e Durations) int {
+	return cmp.Or(cmp.Compare(d.Op, e.Op), cmp.Compare(d.Size, e.Size))
 }
 
 func (g *Group) check() error {

@@ -32,18 +32,22 @@ func TestDecode(t *testing.T) {
 // TestDecodeRefuses changes one part of a valid report.
 func TestDecodeRefuses(t *testing.T) {
 	for want, change := range map[string]func(*Process){
-		"rank 4 of 4":                  func(p *Process) { p.Groups[0].Rank = 4 },
-		"world rank -2":                func(p *Process) { p.Groups[0].WorldRank = -2 },
-		"6 of 5 collectives":           func(p *Process) { p.Groups[0].Completed = 6 },
-		"idle for -1 ns":               func(p *Process) { p.Groups[0].IdleNanos = -1 },
-		"an operation with the age -1": func(p *Process) { p.Groups[0].Oldest.AgeNanos = -1 },
-		"33 groups":                    func(p *Process) { p.Groups = make([]Group, maxGroups+1) },
-		"129 totals":                   func(p *Process) { p.Groups[0].Totals = make([]Total, maxTotals+1) },
-		"or repeat":                    func(p *Process) { p.Groups[0].Totals[1] = p.Groups[0].Totals[0] },
-		"a negative number":            func(p *Process) { p.Devices[0].Reserved = -1 },
-		"33 uses":                      func(p *Process) { p.Devices[0].Uses = make([]Use, maxUses+1) },
-		"a text of 257 bytes":          func(p *Process) { p.Groups[0].ID = strings.Repeat("x", maxText+1) },
-		"want at most 65536":           func(p *Process) { p.Notes = []string{strings.Repeat("x", MaxBytes)} },
+		"rank 4 of 4":                       func(p *Process) { p.Groups[0].Rank = 4 },
+		"world rank -2":                     func(p *Process) { p.Groups[0].WorldRank = -2 },
+		"6 of 5 collectives":                func(p *Process) { p.Groups[0].Completed = 6 },
+		"idle for -1 ns":                    func(p *Process) { p.Groups[0].IdleNanos = -1 },
+		"an operation with the age -1":      func(p *Process) { p.Groups[0].Oldest.AgeNanos = -1 },
+		"33 groups":                         func(p *Process) { p.Groups = make([]Group, maxGroups+1) },
+		"129 totals":                        func(p *Process) { p.Groups[0].Totals = make([]Total, maxTotals+1) },
+		"or repeat":                         func(p *Process) { p.Groups[0].Totals[1] = p.Groups[0].Totals[0] },
+		"a negative number":                 func(p *Process) { p.Devices[0].Reserved = -1 },
+		"counts of errors are not in order": func(p *Process) { p.Errors = []Errors{{"b", "r", 1}, {"a", "r", 1}} },
+		"129 counts of errors":              func(p *Process) { p.Errors = make([]Errors, maxErrors+1) },
+		"histograms are not in order":       func(p *Process) { p.Durations = make([]Durations, 2) },
+		"durations with the sum -1":         func(p *Process) { p.Durations = []Durations{{Sum: -1}} },
+		"33 uses":                           func(p *Process) { p.Devices[0].Uses = make([]Use, maxUses+1) },
+		"a text of 257 bytes":               func(p *Process) { p.Groups[0].ID = strings.Repeat("x", maxText+1) },
+		"want at most 65536":                func(p *Process) { p.Notes = []string{strings.Repeat("x", MaxBytes)} },
 	} {
 		p := example()
 		p.limit() // sorts the totals

@@ -38,7 +38,8 @@ type node struct {
 	check func() cudadrv.Result
 	// uses has the device memory of a copy or a fill, which must be mapped when the graph
 	// is instantiated.
-	uses [2]cudadrv.DevicePtr
+	uses  [2]cudadrv.DevicePtr
+	bytes uint64 // that it moves, if it is a copy or a fill
 }
 
 // A Launch is an operation on several streams that a library records in a graph. m.mu is

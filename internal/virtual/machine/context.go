@@ -62,7 +62,8 @@ type call struct {
 	// still exist; nil if they cannot disappear.
 	check func() cudadrv.Result
 	// uses has the device memory that a copy or a fill of the call names.
-	uses [2]cudadrv.DevicePtr
+	uses  [2]cudadrv.DevicePtr
+	bytes uint64 // that the copy or the fill moves
 }
 
 func (c *call) end() { c.m.mu.Unlock() }

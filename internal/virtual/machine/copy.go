@@ -52,7 +52,7 @@ func (h HostRange) Bytes() []byte { return h.block.bytes(h.offset, h.n) }
 // use tells which device memory the call names.
 func (c *call) use(bytes uintptr, dst, src cudadrv.DevicePtr) {
 	if bytes > 0 {
-		c.uses = [2]cudadrv.DevicePtr{dst, src}
+		c.uses, c.bytes = [2]cudadrv.DevicePtr{dst, src}, uint64(bytes)
 	}
 }
 

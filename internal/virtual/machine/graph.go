@@ -141,7 +141,7 @@ func (m *Machine) newLanes(g *graph) []*Stream {
 	lanes := make([]*Stream, len(g.lanes))
 	for i, dev := range g.lanes {
 		lanes[i] = &Stream{
-			dev: dev, handle: g.names[i], now: m.slots.Take(),
+			dev: dev, handle: g.names[i], now: m.slots.Take(), lane: true,
 			rng: rand.New(rand.NewPCG(m.seed, uint64(m.Handle()))), // for the delays of this lane
 		}
 	}

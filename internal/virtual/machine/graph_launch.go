@@ -63,7 +63,7 @@ func (d driver) beginLaunch(name string, h cudadrv.GraphExec, sh cudadrv.Stream)
 // stream and before all later ones. m.mu is held.
 func (m *Machine) replay(x *graphExec, s *Stream) {
 	const name = "cuGraphLaunch"
-	start := s.Mark()
+	start, ticket := s.Mark(), s.ticket(name, 0)
 	for _, lane := range x.lanes {
 		for _, end := range x.ends {
 			lane.Wait(name, end)
@@ -90,6 +90,7 @@ func (m *Machine) replay(x *graphExec, s *Stream) {
 		x.ends = append(x.ends, end)
 		s.Wait(name, end)
 	}
+	s.timeSince(name, start, ticket)
 	if g := x.graph; len(g.objects) > 0 {
 		g.use(1)
 		s.push(&Op{Name: name, always: true, run: func(*Op) {
@@ -116,7 +117,7 @@ func (g *graph) awaited() []bool {
 // enqueue enqueues the node's operation. m.mu is held.
 func (n *node) enqueue(x *graphExec, lane *Stream) {
 	if n.launch == nil {
-		lane.Enqueue(n.name, n.run)
+		lane.enqueueBytes(n.name, n.bytes, n.run)
 		return
 	}
 	on := make([]*Stream, len(n.lanes))

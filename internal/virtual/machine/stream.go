@@ -7,6 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/timeline"
 	"github.com/gochorus/chorus/internal/virtual/fault"
 )
 
@@ -31,6 +32,7 @@ type Stream struct {
 	released  bool     // its slot was released
 	capture   *Capture // the capture of the stream, or nil
 	tail      []int    // predecessors of the next node
+	lane      bool     // of an executable graph
 }
 
 // An Op is one operation of a stream.
@@ -43,12 +45,18 @@ type Op struct {
 	held []*region
 	// always makes it run on a lost device, too, because the host may wait for it.
 	always bool
+	ticket *timeline.Ticket // nil unless the timeline records the operation
 }
 
 func (s *Stream) String() string { return race.NameOf(s.handle) }
 
 // Enqueue appends an operation. m.mu is held.
-func (s *Stream) Enqueue(name string, run func(*Op)) { s.push(&Op{Name: name, run: run}) }
+func (s *Stream) Enqueue(name string, run func(*Op)) { s.enqueueBytes(name, 0, run) }
+
+// enqueueBytes is Enqueue for an operation that moves bytes.
+func (s *Stream) enqueueBytes(name string, bytes uint64, run func(*Op)) {
+	s.push(&Op{Name: name, run: run, ticket: s.ticket(name, bytes)})
+}
 
 func (s *Stream) push(o *Op) {
 	o.s, o.host = s, s.dev.m.host
@@ -70,11 +78,11 @@ func (c *call) enqueue(s *Stream, run func(*Op)) {
 // append enqueues the operation, or records it if the stream is being captured.
 func (c *call) append(s *Stream, run func(*Op)) {
 	if s.capture != nil {
-		s.capture.add(&node{name: c.name, run: run, check: c.check, uses: c.uses}, s)
+		s.capture.add(&node{name: c.name, run: run, check: c.check, uses: c.uses, bytes: c.bytes}, s)
 		return
 	}
 	s.AwaitRoom()
-	s.Enqueue(c.name, run)
+	s.enqueueBytes(c.name, c.bytes, run)
 }
 
 func (s *Stream) work() {
@@ -94,8 +102,10 @@ func (s *Stream) work() {
 		m.mu.Unlock()
 		s.dawdle()
 		if !lost || o.always {
-			o.run(o)
+			o.time(o.run)
 			runtime.KeepAlive(o) // whose memory stays mapped until here
+		} else {
+			o.ticket.Cancel()
 		}
 		m.mu.Lock()
 	}

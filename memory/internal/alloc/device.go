@@ -43,6 +43,7 @@ type counter = atomic.Int64
 
 // Config configures a Device.
 type Config struct {
+	Ordinal int // of the device, for timelines
 	Source  Source
 	Pages   PageSource // nil disables expandable segments
 	Total   uint64     // the device's memory, the base of fractions

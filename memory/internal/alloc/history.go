@@ -4,6 +4,8 @@ import (
 	"runtime"
 	"sync"
 	"time"
+
+	"github.com/gochorus/chorus/internal/timeline"
 )
 
 // An Action is a kind of Entry, with torch's names.
@@ -87,6 +89,9 @@ func callers() *Stack {
 func (d *Device) note(action Action, addr, size uint64, a *Arena, stack *Stack) {
 	if h := d.history.Load(); h != nil {
 		h.note(action, addr, size, a, stack)
+	}
+	if t := timeline.Current(); t != nil {
+		t.Add(timeline.Record{Kind: timeline.Memory, Name: actionNames[action], Device: d.cfg.Ordinal, Begin: t.Now(), Bytes: size})
 	}
 }
 

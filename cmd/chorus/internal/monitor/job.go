@@ -36,6 +36,9 @@ type Rank struct {
 	Groups      []Member        `json:"groups,omitempty"`
 	Devices     []status.Device `json:"devices,omitempty"`
 	Notes       []string        `json:"notes,omitempty"`
+
+	Errors    []status.Errors    `json:"errors,omitempty"`
+	Durations []status.Durations `json:"durations,omitempty"`
 }
 
 // A Member is the progress of a rank in a group.
@@ -80,6 +83,7 @@ func (r *Rank) fill(report []byte) {
 		return
 	}
 	r.Devices, r.Notes = p.Devices, p.Notes
+	r.Errors, r.Durations = p.Errors, p.Durations
 	for _, g := range p.Groups {
 		r.Groups = append(r.Groups, Member{Group: g})
 	}

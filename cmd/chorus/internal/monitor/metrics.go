@@ -3,7 +3,9 @@ package monitor
 import (
 	"context"
 	"fmt"
+	"maps"
 	"strconv"
+	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -14,6 +16,32 @@ import (
 type Labels struct {
 	Version string // of chorus
 	Host    string // whose ranks have metrics
+	Exits   *Exits // of the host's processes; may be nil
+}
+
+// Exits counts the exits of processes by reason. The zero value has none.
+type Exits struct {
+	mu   sync.Mutex
+	list map[string]int
+}
+
+// Add counts an exit.
+func (x *Exits) Add(reason string) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.list == nil {
+		x.list = map[string]int{}
+	}
+	x.list[reason]++
+}
+
+func (x *Exits) counts() map[string]int {
+	if x == nil {
+		return nil
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return maps.Clone(x.list)
 }
 
 // A collector makes metrics of the job's state when a client scrapes them.
@@ -41,6 +69,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	for state, n := range count {
 		s.send(ranksDesc, float64(n), state)
+	}
+	for reason, n := range c.labels.Exits.counts() {
+		s.send(exitsDesc, float64(n), c.labels.Host, reason)
 	}
 	for i := range j.Ranks {
 		if r := &j.Ranks[i]; r.Host == c.labels.Host {
@@ -85,6 +116,10 @@ var (
 	lagDesc        = desc{"chorus_group_lag_operations", "Collectives that the rank is behind the most advanced rank.", prometheus.GaugeValue, ofGroup}
 	lagTimeDesc    = desc{"chorus_group_lag_seconds", "Time that the rank is behind the most advanced rank.", prometheus.GaugeValue, ofGroup}
 
+	errorsDesc    = desc{"chorus_collective_errors_total", "Failures of collectives by reason: timeout, peer_lost, mismatch, async, refused.", prometheus.CounterValue, append(ofGroup[:3:3], "reason")}
+	durationsDesc = desc{"chorus_collective_duration_seconds", "Time that collectives took on their streams, while a timeline is recorded.", prometheus.UntypedValue, append(ofRank[:2:2], "op", "size")}
+	exitsDesc     = desc{"chorus_worker_exits_total", "Exits of the processes of this host by reason: ok, code, signal, killed by chorus run.", prometheus.CounterValue, []string{"host", "reason"}}
+
 	allocatedDesc = desc{"chorus_memory_allocated_bytes", "Memory that the program has allocated.", prometheus.GaugeValue, ofDevice}
 	reservedDesc  = desc{"chorus_memory_reserved_bytes", "Memory that the allocator has reserved from the driver.", prometheus.GaugeValue, ofDevice}
 	inactiveDesc  = desc{"chorus_memory_inactive_split_bytes", "Free memory that the allocator cannot release.", prometheus.GaugeValue, ofDevice}
@@ -118,6 +153,12 @@ func (s *sender) rank(r *Rank) {
 		}
 		s.group(&r.Groups[i], of(name))
 	}
+	for _, e := range r.Errors {
+		s.send(errorsDesc, float64(e.Count), of(e.Group, e.Reason)...)
+	}
+	for _, d := range r.Durations {
+		s.histogram(&d, of(d.Op, d.Size))
+	}
 	seen := map[string]bool{}
 	for i := range r.Devices {
 		if d := &r.Devices[i]; !seen[d.Name] {
@@ -126,6 +167,17 @@ func (s *sender) rank(r *Rank) {
 			s.send(deviceDesc, 1, of(d.Name, d.UUID)...)
 		}
 	}
+}
+
+// histogram sends durations. The buckets of Prometheus count all smaller ones, too.
+func (s *sender) histogram(d *status.Durations, labels []string) {
+	buckets, count := map[float64]uint64{}, uint64(0)
+	for i, n := range d.Buckets {
+		if count += n; i < len(status.DurationBounds) {
+			buckets[status.DurationBounds[i]] = count
+		}
+	}
+	s.out <- prometheus.MustNewConstHistogram(durationsDesc.desc(), count, d.Sum, buckets, append([]string{s.job}, labels...)...)
 }
 
 // label returns a name of the group that does not change when the job is started again.

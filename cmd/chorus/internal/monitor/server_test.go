@@ -32,7 +32,11 @@ func serve(t *testing.T, ask func(context.Context) (*cluster.Status, error)) (ur
 	ln, public, err := Listen(t.Context(), "127.0.0.1:0")
 	require.NoError(t, err)
 	require.False(t, public)
-	s := NewServer(&Source{ask: ask}, Labels{Version: "v1", Host: "n2"})
+	exits := &Exits{}
+	exits.Add("ok")
+	exits.Add("code")
+	exits.Add("ok")
+	s := NewServer(&Source{ask: ask}, Labels{Version: "v1", Host: "n2", Exits: exits})
 	s.Serve(ln, TrustedHosts("127.0.0.1:0"))
 	t.Cleanup(func() { require.NoError(t, s.Close()) })
 	return "http://" + ln.Addr().String()
@@ -86,6 +90,11 @@ func TestMetrics(t *testing.T) {
 	for range 2 { // groups without a name get different labels
 		p.Groups = append(p.Groups, status.Group{ID: "b", Size: 2, Issued: 3, Completed: 3})
 	}
+	p.Errors = []status.Errors{{Group: "data", Reason: "timeout", Count: 4}}
+	p.Durations = []status.Durations{{Op: "all_reduce", Size: "le_1KiB"}}
+	for _, x := range []float64{0.5, 5, 15} {
+		p.Durations[0].Add(x)
+	}
 	s.Members[3] = member(t, 3, p)
 	url := serve(t, func(context.Context) (*cluster.Status, error) { return s, nil })
 	code, _, text := get(t, url+"/metrics", "")
@@ -105,6 +114,13 @@ func TestMetrics(t *testing.T) {
 	require.Equal(t, dto.MetricType_COUNTER, families["chorus_collective_bytes_total"].GetType())
 	require.Equal(t, float64(1<<30), value(t, families, "chorus_memory_allocated_bytes", map[string]string{"rank": "2", "device": "virtual:0"}))
 	require.Equal(t, 3.0, value(t, families, "chorus_collective_issued_sequence", map[string]string{"rank": "3", "group": "ranks-2#2"}))
+	require.Equal(t, 2.0, value(t, families, "chorus_worker_exits_total", map[string]string{"host": "n2", "reason": "ok"}))
+	require.Equal(t, 4.0, value(t, families, "chorus_collective_errors_total", map[string]string{"rank": "3", "group": "data", "reason": "timeout"}))
+	h := families["chorus_collective_duration_seconds"].GetMetric()[0].GetHistogram()
+	require.EqualValues(t, 3, h.GetSampleCount())
+	require.InDelta(t, 20.5, h.GetSampleSum(), 1e-9)
+	require.EqualValues(t, 1, h.GetBucket()[8].GetCumulativeCount(), "up to 0.66 s")
+	require.EqualValues(t, 2, h.GetBucket()[10].GetCumulativeCount(), "up to 10 s")
 	require.NotContains(t, text, `rank="0"`, "another agent exports the ranks of its host")
 }
 

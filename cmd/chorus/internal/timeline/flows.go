@@ -1,0 +1,94 @@
+package timeline
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+)
+
+// A flow is an arrow between slices of two ranks.
+type flow struct {
+	name, id        string
+	from, to        *slice
+	leaves, arrives int64
+}
+
+// flows connects the ranks of each collective: from the rank that arrived last, which all others
+// waited for, to the others; and each send with its receive.
+func (j *Job) flows() (list []flow) {
+	groups := map[collective][]*slice{}
+	var order []collective
+	for _, r := range j.Ranks {
+		for _, s := range r.slices {
+			for _, o := range s.Ops {
+				k := collective{o.Group, o.Sequence}
+				if o.Transfer || slices.Contains(groups[k], s) {
+					continue
+				}
+				if groups[k] == nil {
+					order = append(order, k)
+				}
+				groups[k] = append(groups[k], s)
+			}
+		}
+	}
+	for _, k := range order {
+		last := slices.MaxFunc(groups[k], func(a, b *slice) int { return cmp.Compare(a.Begin, b.Begin) })
+		for _, s := range groups[k] {
+			if s.rank != last.rank {
+				list = addFlow(list, "collective", fmt.Sprintf("%s/%d/%d", k.group, k.sequence, s.rank.Number), last, s)
+			}
+		}
+	}
+	return j.transfers(list)
+}
+
+// A transfer names the nth send of a rank of a group to another.
+type transfer struct {
+	group    string
+	from, to int
+	number   int
+}
+
+// transfers adds the flows from sends to receives.
+func (j *Job) transfers(list []flow) []flow {
+	sends, receives := map[transfer]*slice{}, map[transfer]*slice{}
+	var order []transfer
+	for _, r := range j.Ranks {
+		count := map[transfer]int{}
+		for _, s := range r.slices {
+			for _, o := range s.Ops {
+				if !o.Transfer {
+					continue
+				}
+				k, at := transfer{group: o.Group, from: o.Rank, to: o.Peer}, sends
+				if o.Name == "ncclRecv" {
+					k.from, k.to, at = o.Peer, o.Rank, receives
+				}
+				plain := k
+				k.number = count[plain]
+				count[plain]++
+				if at[k] = s; o.Name != "ncclRecv" {
+					order = append(order, k)
+				}
+			}
+		}
+	}
+	for _, k := range order {
+		if to := receives[k]; to != nil && to.rank != sends[k].rank {
+			list = addFlow(list, "transfer", fmt.Sprintf("%s/%d>%d/%d", k.group, k.from, k.to, k.number), sends[k], to)
+		}
+	}
+	return list
+}
+
+// addFlow adds a flow that ends within the target and not before its source. Slices without a
+// duration, and ranks whose clocks differ too much for that, have none.
+func addFlow(list []flow, name, id string, from, to *slice) []flow {
+	f := flow{name: name, id: id, from: from, to: to, leaves: from.Begin}
+	earliest := max(to.Begin, f.leaves)
+	if f.arrives = earliest + (to.End-earliest)/2; from.End <= from.Begin || f.arrives >= to.End {
+		return list
+	}
+	return append(list, f)
+}

@@ -1,0 +1,261 @@
+package timeline
+
+import (
+	"encoding/json"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/timeline"
+)
+
+// write writes the file of a process.
+func write(t *testing.T, dir, name string, h timeline.Header, records ...timeline.Record) {
+	t.Helper()
+	h.Format = 1
+	var b strings.Builder
+	e := json.NewEncoder(&b)
+	require.NoError(t, e.Encode(h))
+	for _, x := range records {
+		require.NoError(t, e.Encode(x))
+	}
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "timeline-"+name+".jsonl"), []byte(b.String()), 0o600))
+}
+
+func load(t *testing.T, dir string) *Job {
+	t.Helper()
+	j, err := Load(dir)
+	require.NoError(t, err)
+	return j
+}
+
+func member(rank, size int) timeline.Record {
+	world := make([]int, size)
+	for i := range world {
+		world[i] = i
+	}
+	return timeline.Record{Kind: timeline.Member, Name: "virtual:0", Member: &timeline.Membership{Group: "k", Label: "data", Rank: rank, Size: size, World: world, WorldSize: size}}
+}
+
+func op(rank, peer int, seq uint64, name string) timeline.Op {
+	return timeline.Op{Group: "k", Name: name, Sequence: seq, Transfer: name == "ncclSend" || name == "ncclRecv", Bytes: 8, Rank: rank, Peer: peer}
+}
+
+func coll(order uint64, begin, end int64, ops ...timeline.Op) timeline.Record {
+	return timeline.Record{Kind: timeline.Collective, Name: ops[0].Name, Order: order, Stream: 7, Begin: begin, End: end, Bytes: 8, Ops: ops}
+}
+
+func kern(order uint64, stream uint64, begin, end int64) timeline.Record {
+	return timeline.Record{Kind: timeline.Kernel, Name: "gemm", Order: order, Stream: stream, Begin: begin, End: end}
+}
+
+// TestHostsAreAligned has two hosts whose wall clocks differ by 5 s. The end of a collective is the
+// same moment on both.
+func TestHostsAreAligned(t *testing.T) {
+	dir := t.TempDir()
+	const ahead = 5_000_000_000
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A", Monotonic: 1000}, member(0, 2),
+		coll(1, 100, 900, op(0, -1, 1, "ncclAllReduce")), coll(2, 1000, 2000, op(0, -1, 2, "ncclAllReduce")))
+	write(t, dir, "b", timeline.Header{Host: "b", Boot: "B", Monotonic: 1000 + ahead}, member(1, 2),
+		coll(1, 700, 900, op(1, -1, 1, "ncclAllReduce")), coll(2, 1500, 2000, op(1, -1, 2, "ncclAllReduce")))
+	j := load(t, dir)
+	require.Len(t, j.Ranks, 2)
+	require.Equal(t, interval{600, 800}, interval{j.Ranks[1].slices[0].Begin, j.Ranks[1].slices[0].End}, "from the first record on")
+	c := trace(t, j)
+	require.Equal(t, 2, c.Info.World)
+	var flows []chromeEvent
+	for _, e := range c.Events {
+		if e.Phase == "s" || e.Phase == "f" {
+			flows = append(flows, e)
+		}
+		if e.Phase == "X" {
+			require.Equal(t, "data", e.Args["Process Group Name"])
+			require.Equal(t, "ncclAllReduce", e.Name)
+		}
+	}
+	require.Len(t, flows, 4)
+	require.Equal(t, 1, *flows[0].PID, "from the rank that arrived last")
+	require.Equal(t, 0, *flows[1].PID)
+	require.EqualValues(t, 600, ns(*flows[0].Time))
+}
+
+// TestSendsAreConnected pairs the nth send to a rank with its nth receive, in one batch or alone.
+func TestSendsAreConnected(t *testing.T) {
+	dir := t.TempDir()
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, member(0, 2),
+		coll(1, 0, 10, op(0, 1, 0, "ncclSend"), op(0, 1, 0, "ncclRecv")), coll(2, 20, 30, op(0, 1, 0, "ncclSend")))
+	write(t, dir, "b", timeline.Header{Host: "a", Boot: "A"}, member(1, 2),
+		coll(1, 1, 12, op(1, 0, 0, "ncclRecv"), op(1, 0, 0, "ncclSend")), coll(2, 20, 40, op(1, 0, 0, "ncclRecv")))
+	var ids []string
+	for _, e := range trace(t, load(t, dir)).Events {
+		if e.Phase == "s" {
+			ids = append(ids, e.ID)
+		}
+	}
+	require.ElementsMatch(t, []string{"k/0>1/0", "k/0>1/1", "k/1>0/0"}, ids)
+}
+
+// TestSlicesNest has times that overlap a little, as from two comparisons of the clocks, parts of a
+// collective, a graph with a branch, and ranges that cross.
+func TestSlicesNest(t *testing.T) {
+	dir := t.TempDir()
+	part := kern(3, 7, 190, 420)
+	part.Parent = 2
+	lane := kern(5, 7, 500, 600)
+	lane.Lane = true
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, member(0, 1),
+		kern(1, 7, 0, 210), coll(2, 200, 400, op(0, -1, 1, "ncclAllReduce")), part, kern(4, 7, 395, 500), lane,
+		timeline.Record{Kind: timeline.Graph, Name: "cuGraphLaunch", Order: 6, Stream: 7, Begin: 450, End: 650},
+		timeline.Record{Kind: timeline.Range, Name: "a", Device: timeline.NoDevice, Begin: 0, End: 20},
+		timeline.Record{Kind: timeline.Range, Name: "b", Device: timeline.NoDevice, Begin: 10, End: 30},
+		timeline.Record{Kind: timeline.Instant, Name: "m", Device: timeline.NoDevice, Begin: 10},
+		timeline.Record{Kind: timeline.Wait, Name: "cuStreamSynchronize", Begin: 0, End: 650},
+		timeline.Record{Kind: timeline.Wait, Name: "cuEventSynchronize", Begin: 10, End: 660},
+		timeline.Record{Kind: timeline.Memory, Name: "alloc", Begin: 1, Bytes: 5},
+		timeline.Record{Kind: timeline.Memory, Name: "free_completed", Begin: 2, Bytes: 3},
+		timeline.Record{Kind: timeline.Dropped, Device: timeline.NoDevice, Count: 4})
+	j := load(t, dir)
+	require.EqualValues(t, 4, j.Dropped)
+	require.Zero(t, j.Summarize().Ranks[0].Overlap, "a part of a collective is no computation")
+	var allocated []any
+	for _, e := range trace(t, j).Events {
+		if e.Phase == "C" {
+			allocated = append(allocated, e.Args["allocated"])
+		}
+	}
+	require.Equal(t, []any{5.0, 2.0}, allocated)
+}
+
+// TestRanksOfAProcess has a process with two ranks, a second process of rank 1, and one without a
+// group.
+func TestRanksOfAProcess(t *testing.T) {
+	dir := t.TempDir()
+	second := member(1, 2)
+	second.Device, second.Name = 1, "virtual:1"
+	onSecond := kern(2, 8, 5, 9)
+	onSecond.Device = 1
+	zero := 0
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, member(0, 2), second, kern(1, 7, 0, 3), onSecond)
+	write(t, dir, "b", timeline.Header{Host: "a", Boot: "A"}, member(1, 2), kern(1, 7, 20, 21))
+	write(t, dir, "c", timeline.Header{Host: "a", Boot: "A", Rank: &zero}, kern(1, 7, 30, 31))
+	j := load(t, dir)
+	var numbers []int
+	for _, r := range j.Ranks {
+		numbers = append(numbers, r.Number)
+	}
+	require.Equal(t, []int{0, 1, 2, 3}, numbers)
+	require.Equal(t, "virtual:1", j.Ranks[1].Device)
+	trace(t, j)
+}
+
+// TestLoadRefuses reads damaged files.
+func TestLoadRefuses(t *testing.T) {
+	const header = `{"timeline":1}` + "\n"
+	for want, text := range map[string]string{
+		"no header":                "",
+		"this chorus reads 1":      `{"timeline":2}` + "\n",
+		"line 2":                   header + "nonsense\n",
+		"a record of the device":   header + `{"kind":"kernel","device":-2}` + "\n",
+		"an incomplete record":     header + `{"kind":"member"}` + "\n",
+		"rank -1 of 1":             header + `{"kind":"member","member":{"rank":-1,"size":1}}` + "\n",
+		"a record from 2000000000": header + `{"kind":"kernel","begin_ns":2000000000000000000}` + "\n",
+	} {
+		dir := t.TempDir()
+		require.NoError(t, os.WriteFile(filepath.Join(dir, "timeline-x.jsonl"), []byte(text), 0o600))
+		_, err := Load(dir)
+		require.ErrorContains(t, err, want, text)
+	}
+	_, err := Load(t.TempDir())
+	require.ErrorContains(t, err, "has no files of a timeline")
+	dir := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "timeline-x.jsonl"), []byte(header+`{"kind":"kernel"}`+"\n"+`{"kin`), 0o600))
+	require.Equal(t, []string{"timeline-x.jsonl"}, load(t, dir).Cut)
+}
+
+// FuzzRead reads arbitrary files. What it accepts becomes a valid trace.
+func FuzzRead(f *testing.F) {
+	f.Add([]byte(`{"timeline":1,"host":"a"}` + "\n" + `{"kind":"collective","name":"x","order":1,"begin_ns":1,"end_ns":5,"operations":[{"group":"g","name":"ncclSend","transfer":true,"rank":0,"peer":1}]}` + "\n"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		x := &file{name: "f"}
+		if x.read(strings.NewReader(string(b)), 1000) != nil {
+			return
+		}
+		j := newJob([]*file{x})
+		var out strings.Builder
+		require.NoError(t, j.WriteTrace(&out))
+		require.True(t, json.Valid([]byte(out.String())), out.String())
+		require.NoError(t, j.Summarize().WriteText(&out))
+	})
+}
+
+// TestShares compares the shares of random timelines with a model that marks each nanosecond.
+func TestShares(t *testing.T) {
+	const length = 200
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	for range 300 {
+		var work, comm [length]bool
+		intervals := func(marks *[length]bool) (list []interval) {
+			for range r.IntN(8) {
+				from := int64(r.IntN(length))
+				x := interval{from, from + int64(r.IntN(length-int(from)))}
+				for i := x.from; i < x.to; i++ {
+					marks[i] = true
+				}
+				list = append(list, x)
+			}
+			return list
+		}
+		works, comms := unite(intervals(&work)), unite(intervals(&comm))
+		from := int64(r.IntN(length))
+		window := interval{from, from + int64(r.IntN(length-int(from)))}
+		want, gap := Share{Span: time.Duration(window.to - window.from)}, time.Duration(0)
+		for i := window.from; i < window.to; i++ {
+			gap++
+			if work[i] {
+				want.Compute++
+				gap = 0
+			}
+			if comm[i] {
+				want.Communication++
+				gap = 0
+			}
+			switch {
+			case work[i] && comm[i]:
+				want.Overlap++
+			case comm[i]:
+				want.Exposed++
+			case !work[i]:
+				want.Gaps++
+			}
+			want.LongestGap = max(want.LongestGap, gap)
+		}
+		require.Equal(t, want, share(works, comms, window))
+	}
+}
+
+// TestSteps has steps by graphs and by ranges.
+func TestSteps(t *testing.T) {
+	dir := t.TempDir()
+	launch := func(order uint64, begin, end int64) timeline.Record {
+		return timeline.Record{Kind: timeline.Graph, Name: "cuGraphLaunch", Order: order, Stream: 7, Begin: begin, End: end}
+	}
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, launch(1, 0, 60), launch(2, 100, 150), launch(3, 200, 250))
+	s := load(t, dir).Summarize()
+	require.Equal(t, "graph launches", s.Steps)
+	require.Equal(t, []Share{{Span: 100, Compute: 60, Gaps: 40, LongestGap: 40}, {Span: 100, Compute: 50, Gaps: 50, LongestGap: 50}}, s.Ranks[0].Steps)
+	write(t, dir, "b", timeline.Header{Host: "a", Boot: "A"}, kern(1, 7, 0, 3),
+		timeline.Record{Kind: timeline.Range, Name: "Step 1", Device: timeline.NoDevice, Begin: 0, End: 50})
+	s = load(t, dir).Summarize()
+	require.Equal(t, "nvtx ranges", s.Steps)
+	require.EqualValues(t, 50, s.Ranks[0].Steps[0].Span)
+	var b strings.Builder
+	require.NoError(t, s.WriteText(&b))
+	require.Contains(t, b.String(), "Steps are marked by nvtx ranges.")
+}

@@ -1,0 +1,293 @@
+package gpu
+
+import (
+	"sync"
+	"time"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/timeline"
+)
+
+const (
+	// maxPairs limits the operations of a device whose times are not known yet.
+	maxPairs = 8192
+	// anchorEvery is how often the clock of the device is compared with the host's. Events
+	// measure time in float32 milliseconds, which are exact to 0.1 µs for so long.
+	anchorEvery = time.Second
+	// anchorError is the largest uncertainty of a comparison that replaces an earlier one.
+	anchorError = 50 * time.Microsecond
+)
+
+// timing has the times of a CUDA device's operations for a timeline: a pair of events around each
+// operation. Enqueuing only records events of a pool; the recorder's goroutine reads them.
+type timing struct {
+	d   *Device
+	rec *timeline.Recorder
+
+	mu      sync.Mutex
+	spare   []cudadrv.Event
+	pairs   int                             // that exist
+	pending map[cudadrv.Stream][]*eventPair // in the order of their streams
+	whole   map[cudadrv.Stream]*eventPair   // collectives that are being enqueued
+
+	collecting sync.Mutex // guards the fields below
+	side       cudadrv.Stream
+	anchor     cudadrv.Event
+	anchorAt   time.Time
+}
+
+// An eventPair is the events around an operation.
+type eventPair struct {
+	stream     cudadrv.Stream
+	start, end cudadrv.Event
+	ticket     *timeline.Ticket
+}
+
+// timingOf returns the device's timing for a recorder.
+func (d *Device) timingOf(rec *timeline.Recorder) *timing {
+	for {
+		old := d.timing.Load()
+		if old != nil && old.rec == rec {
+			return old
+		}
+		t := &timing{d: d, rec: rec, pending: map[cudadrv.Stream][]*eventPair{}, whole: map[cudadrv.Stream]*eventPair{}}
+		if d.timing.CompareAndSwap(old, t) {
+			rec.AddSource(t.collect)
+			return t
+		}
+	}
+}
+
+// quietly is Do without the decorated driver.
+func (d *Device) quietly(call Call) error {
+	return d.doWith(call, call, nil)
+}
+
+// begin records the event before an operation. It returns nil if the operation is not recorded: the
+// stream is captured, or the pool is exhausted.
+func (t *timing) begin(drv cudadrv.Driver, kind, name string, s cudadrv.Stream, bytes uint64) *eventPair {
+	p := t.take(drv, s)
+	if p != nil {
+		p.ticket = t.rec.Enqueue(kind, name, timeline.Stream{Device: t.d.ordinal, Handle: uint64(s)}, bytes)
+	}
+	return p
+}
+
+// take returns a pair whose start is recorded on the stream.
+func (t *timing) take(drv cudadrv.Driver, s cudadrv.Stream) *eventPair {
+	if status, r := drv.StreamIsCapturing(s); r != cudadrv.Success || status != cudadrv.CaptureNone {
+		return nil
+	}
+	p := &eventPair{stream: s}
+	if p.start = t.event(drv); p.start == 0 {
+		t.rec.Drop()
+		return nil
+	}
+	if p.end = t.event(drv); p.end == 0 || drv.EventRecord(p.start, s) != cudadrv.Success {
+		t.give(p)
+		t.rec.Drop()
+		return nil
+	}
+	return p
+}
+
+// event returns an unused event, or 0.
+func (t *timing) event(drv cudadrv.Driver) cudadrv.Event {
+	t.mu.Lock()
+	if n := len(t.spare); n > 0 {
+		e := t.spare[n-1]
+		t.spare = t.spare[:n-1]
+		t.mu.Unlock()
+		return e
+	}
+	full := t.pairs >= 2*maxPairs
+	if !full {
+		t.pairs++
+	}
+	t.mu.Unlock()
+	if full {
+		return 0
+	}
+	e, r := drv.EventCreate(cudadrv.EventDefault)
+	if r != cudadrv.Success {
+		return 0
+	}
+	return e
+}
+
+// give returns the events of a pair to the pool.
+func (t *timing) give(p *eventPair) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, e := range []cudadrv.Event{p.start, p.end} {
+		if e != 0 {
+			t.spare = append(t.spare, e)
+		}
+	}
+}
+
+// end records the event after an operation that the driver has accepted.
+func (t *timing) end(drv cudadrv.Driver, p *eventPair, accepted bool) {
+	if p == nil {
+		return
+	}
+	if !accepted || drv.EventRecord(p.end, p.stream) != cudadrv.Success {
+		p.ticket.Cancel()
+		t.give(p)
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pending[p.stream] = append(t.pending[p.stream], p)
+}
+
+// beginWhole records the event before a collective.
+func (t *timing) beginWhole(drv cudadrv.Driver, s *Stream) {
+	p := t.take(drv, s.h)
+	if p == nil {
+		return
+	}
+	if p.ticket = t.rec.Whole(s.Place()); p.ticket == nil {
+		t.give(p)
+		return
+	}
+	t.mu.Lock()
+	old := t.whole[s.h] // of a communicator that has failed
+	t.whole[s.h] = p
+	t.mu.Unlock()
+	if old != nil {
+		t.end(drv, old, false)
+	}
+}
+
+// endWhole records the event after a collective.
+func (t *timing) endWhole(drv cudadrv.Driver, s cudadrv.Stream) {
+	t.mu.Lock()
+	p := t.whole[s]
+	delete(t.whole, s)
+	t.mu.Unlock()
+	t.end(drv, p, true)
+}
+
+// collect ends the tickets of operations that have completed. It asks nothing while the process
+// captures a graph, because queries would invalidate the capture.
+func (t *timing) collect() {
+	t.collecting.Lock()
+	defer t.collecting.Unlock()
+	Outside(func() {
+		if t.d.sys.Closed() || t.d.Err() != nil || t.compare() != nil {
+			return
+		}
+		t.mu.Lock()
+		streams := make([]cudadrv.Stream, 0, len(t.pending))
+		for s := range t.pending {
+			streams = append(streams, s)
+		}
+		t.mu.Unlock()
+		for _, s := range streams {
+			for t.completeFirst(s) {
+			}
+		}
+	})
+}
+
+// completeFirst ends the ticket of the first pending pair of a stream, if it is complete.
+func (t *timing) completeFirst(s cudadrv.Stream) bool {
+	t.mu.Lock()
+	var p *eventPair
+	if list := t.pending[s]; len(list) > 0 {
+		p = list[0]
+	}
+	t.mu.Unlock()
+	if p == nil {
+		return false
+	}
+	begin, end, ready := t.times(p)
+	if !ready {
+		return false
+	}
+	t.mu.Lock()
+	if t.pending[s] = t.pending[s][1:]; len(t.pending[s]) == 0 {
+		delete(t.pending, s)
+	}
+	t.mu.Unlock()
+	if end.IsZero() {
+		p.ticket.Cancel()
+		t.rec.Drop()
+	} else {
+		p.ticket.Done(begin, end)
+	}
+	t.give(p)
+	return true
+}
+
+// times returns the times of a pair. A zero end means that they cannot be read.
+func (t *timing) times(p *eventPair) (begin, end time.Time, ready bool) {
+	var a, b float32
+	err := t.d.quietly(func(drv cudadrv.Driver) cudadrv.Result {
+		r := drv.EventQuery(p.end)
+		if ready = r != cudadrv.ErrorNotReady; !ready {
+			return cudadrv.Success
+		}
+		if r == cudadrv.Success {
+			a, r = drv.EventElapsedTime(t.anchor, p.start)
+		}
+		if r == cudadrv.Success {
+			b, r = drv.EventElapsedTime(t.anchor, p.end)
+		}
+		return r
+	})
+	if err != nil || !ready {
+		return begin, end, ready
+	}
+	return t.at(a), t.at(b), true
+}
+
+// at converts the milliseconds since the anchor.
+func (t *timing) at(ms float32) time.Time {
+	return t.anchorAt.Add(time.Duration(float64(ms) * float64(time.Millisecond)))
+}
+
+// compare compares the clock of the device with the host's, if it is time.
+func (t *timing) compare() error {
+	if t.anchor != 0 && time.Since(t.anchorAt) < anchorEvery {
+		return nil
+	}
+	return t.d.quietly(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		if t.side == 0 {
+			if t.side, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, 0); r != cudadrv.Success {
+				return r
+			}
+		}
+		return t.moveAnchor(drv)
+	})
+}
+
+// moveAnchor records an event on a stream without other work, a few times, and keeps the one whose
+// time the host knows best.
+func (t *timing) moveAnchor(drv cudadrv.Driver) cudadrv.Result {
+	best := time.Duration(-1)
+	for range 5 {
+		e, r := drv.EventCreate(cudadrv.EventDefault)
+		if r != cudadrv.Success {
+			return r
+		}
+		before := time.Now()
+		if r = drv.EventRecord(e, t.side); r == cudadrv.Success {
+			r = drv.EventSynchronize(e)
+		}
+		took := time.Since(before)
+		if r != cudadrv.Success || best >= 0 && took >= best || t.anchor != 0 && best < 0 && took > anchorError {
+			_ = drv.EventDestroy(e)
+			if r != cudadrv.Success {
+				return r
+			}
+			continue
+		}
+		if t.anchor != 0 {
+			_ = drv.EventDestroy(t.anchor)
+		}
+		best, t.anchor, t.anchorAt = took, e, before.Add(took/2)
+	}
+	return cudadrv.Success
+}

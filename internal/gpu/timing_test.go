@@ -1,0 +1,216 @@
+package gpu
+
+import (
+	"bufio"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/backend"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/timeline"
+)
+
+// binding is the driver of a virtual device that binds the context with each call, as CUDA's does.
+type binding struct {
+	cudadrv.Driver
+	ctx cudadrv.Context
+}
+
+func (b binding) bound() cudadrv.Driver { b.Driver.CtxSetCurrent(b.ctx); return b.Driver }
+
+func (b binding) EventCreate(flags uint32) (cudadrv.Event, cudadrv.Result) {
+	return b.bound().EventCreate(flags)
+}
+func (b binding) EventDestroy(e cudadrv.Event) cudadrv.Result { return b.bound().EventDestroy(e) }
+func (b binding) EventQuery(e cudadrv.Event) cudadrv.Result   { return b.bound().EventQuery(e) }
+func (b binding) EventSynchronize(e cudadrv.Event) cudadrv.Result {
+	return b.bound().EventSynchronize(e)
+}
+func (b binding) StreamSynchronize(s cudadrv.Stream) cudadrv.Result {
+	return b.bound().StreamSynchronize(s)
+}
+func (b binding) EventRecord(e cudadrv.Event, s cudadrv.Stream) cudadrv.Result {
+	return b.bound().EventRecord(e, s)
+}
+func (b binding) EventElapsedTime(x, y cudadrv.Event) (float32, cudadrv.Result) {
+	return b.bound().EventElapsedTime(x, y)
+}
+func (b binding) StreamCreateWithPriority(flags uint32, p int32) (cudadrv.Stream, cudadrv.Result) {
+	return b.bound().StreamCreateWithPriority(flags, p)
+}
+func (b binding) StreamIsCapturing(s cudadrv.Stream) (cudadrv.CaptureStatus, cudadrv.Result) {
+	return b.bound().StreamIsCapturing(s)
+}
+func (b binding) StreamBeginCapture(s cudadrv.Stream, m cudadrv.CaptureMode) cudadrv.Result {
+	return b.bound().StreamBeginCapture(s, m)
+}
+func (b binding) StreamEndCapture(s cudadrv.Stream) (cudadrv.Graph, cudadrv.Result) {
+	return b.bound().StreamEndCapture(s)
+}
+func (b binding) GraphDestroy(g cudadrv.Graph) cudadrv.Result { return b.bound().GraphDestroy(g) }
+func (b binding) GraphGetNodes(g cudadrv.Graph) (uintptr, cudadrv.Result) {
+	return b.bound().GraphGetNodes(g)
+}
+func (b binding) MemAlloc(n uintptr) (cudadrv.DevicePtr, cudadrv.Result) {
+	return b.bound().MemAlloc(n)
+}
+func (b binding) LaunchKernel(f cudadrv.Function, grid, block [3]uint32, n uint32, s cudadrv.Stream, p unsafe.Pointer) cudadrv.Result {
+	return b.bound().LaunchKernel(f, grid, block, n, s, p)
+}
+func (b binding) MemsetD8Async(p cudadrv.DevicePtr, v uint8, n uintptr, s cudadrv.Stream) cudadrv.Result {
+	return b.bound().MemsetD8Async(p, v, n, s)
+}
+
+// A bench is a virtual device whose operations are timed by events, as on CUDA.
+type bench struct {
+	t   *testing.T
+	d   *Device
+	dir string
+	rec *timeline.Recorder
+	drv timed
+	s   cudadrv.Stream
+	mem cudadrv.DevicePtr
+}
+
+func newBench(t *testing.T) *bench {
+	b := &bench{t: t, dir: t.TempDir()}
+	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 1})
+	require.NoError(t, err)
+	h, r := back.Driver.DeviceGet(0)
+	require.Zero(t, r)
+	sys, _ := NewSystem(back, plainErrors{})
+	b.d = sys.Add(h).device()
+	ctx, err := b.d.Context()
+	require.NoError(t, err)
+	var drv cudadrv.Driver = binding{back.Driver, ctx}
+	b.d.binding.Store(&drv)
+	b.rec, err = timeline.New(b.dir)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, b.rec.Close()) })
+	b.drv = timed{Driver: drv, d: b.d, rec: b.rec, t: b.d.timingOf(b.rec)}
+	b.s, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, 0)
+	require.Zero(t, r)
+	b.mem, r = drv.MemAlloc(1 << 20)
+	require.Zero(t, r)
+	return b
+}
+
+// plainErrors makes errors without the types of package device.
+type plainErrors struct{ Errors }
+
+func (plainErrors) Failed(op string, ordinal int, r cudadrv.Result) error { return r }
+func (plainErrors) Lost(int) error                                        { return nil }
+
+// fill enqueues a fill of n bytes.
+func (b *bench) fill(n uintptr) {
+	b.t.Helper()
+	require.Zero(b.t, b.drv.MemsetD8Async(b.mem, 1, n, b.s))
+}
+
+// records closes the recording and returns its records, in the order of the calls.
+func (b *bench) records() (list []timeline.Record) {
+	b.t.Helper()
+	require.NoError(b.t, b.rec.Close())
+	files, err := filepath.Glob(filepath.Join(b.dir, "*"))
+	require.NoError(b.t, err)
+	require.Len(b.t, files, 1)
+	f, err := os.Open(files[0])
+	require.NoError(b.t, err)
+	defer f.Close()
+	lines := bufio.NewScanner(f)
+	for lines.Scan() {
+		var x timeline.Record
+		require.NoError(b.t, json.Unmarshal(lines.Bytes(), &x))
+		if x.Kind != "" {
+			list = append(list, x)
+		}
+	}
+	slices.SortFunc(list, func(x, y timeline.Record) int { return int(x.Order) - int(y.Order) })
+	return list
+}
+
+// TestPairsOfEventsTimeOperations enqueues fills, alone and in a collective. A refused one, and one
+// in a capture, are not recorded.
+func TestPairsOfEventsTimeOperations(t *testing.T) {
+	b := newBench(t)
+	begin := b.rec.Now()
+	b.fill(10)
+	require.NotZero(t, b.drv.MemsetD8Async(b.mem, 1, 10, 12345))
+	require.NotZero(t, b.drv.LaunchKernel(1, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, b.s, nil))
+	require.Zero(t, b.drv.StreamBeginCapture(b.s, cudadrv.CaptureRelaxed))
+	b.fill(20)
+	g, r := b.drv.StreamEndCapture(b.s)
+	require.Zero(t, r)
+	nodes, r := b.drv.GraphGetNodes(g)
+	require.Zero(t, r)
+	require.EqualValues(t, 1, nodes, "no event is captured")
+	require.Zero(t, b.drv.GraphDestroy(g))
+	var s Stream
+	s.Adopt(b.d, ExternalStream, b.s)
+	b.rec.Open(s.Place(), timeline.Op{Group: "g", Name: "ncclAllReduce"})
+	b.drv.t.beginWhole(b.drv.Driver, &s)
+	b.fill(30)
+	b.drv.t.endWhole(b.drv.Driver, b.s)
+	b.rec.Shut(s.Place())
+	b.fill(40)
+	b.rec.Open(s.Place(), timeline.Op{Group: "g", Name: "ncclBroadcast"}) // whose kernel the driver does not see
+	b.drv.t.beginWhole(b.drv.Driver, &s)
+	require.Zero(t, b.drv.Driver.MemsetD8Async(b.mem, 1, 50, b.s))
+	b.drv.t.endWhole(b.drv.Driver, b.s)
+	b.rec.Shut(s.Place())
+	require.Zero(t, b.drv.StreamSynchronize(b.s))
+	end := b.rec.Now()
+	list := slices.DeleteFunc(b.records(), func(x timeline.Record) bool { return x.Kind == timeline.Wait })
+	require.Len(t, list, 5)
+	require.Equal(t, "ncclBroadcast", list[4].Name)
+	require.Equal(t, []uint64{10, 0, 30, 40}, []uint64{list[0].Bytes, list[1].Bytes, list[2].Bytes, list[3].Bytes})
+	require.Equal(t, timeline.Collective, list[1].Kind)
+	require.Equal(t, list[1].Order, list[2].Parent)
+	const error = 5_000_000_000 // the comparison of the clocks is as exact as a busy host allows
+	at := begin - error
+	for _, x := range []timeline.Record{list[0], list[1], list[3]} {
+		require.GreaterOrEqual(t, x.Begin, at)
+		require.GreaterOrEqual(t, x.End, x.Begin)
+		at = x.End - error
+	}
+	require.LessOrEqual(t, list[3].End, end+error)
+	require.LessOrEqual(t, list[1].Begin, list[2].Begin)
+	require.GreaterOrEqual(t, list[1].End, list[2].End)
+}
+
+// TestElapsedMilliseconds converts what the driver says about two events.
+func TestElapsedMilliseconds(t *testing.T) {
+	x := timing{anchorAt: time.Unix(100, 0)}
+	require.Equal(t, time.Unix(100, 250_500_000), x.at(250.5))
+	require.Equal(t, time.Unix(99, 750_000_000), x.at(-250))
+}
+
+// TestPairsAreReused enqueues more operations than the pool has pairs, one after the other, and then
+// too many at once.
+func TestPairsAreReused(t *testing.T) {
+	b := newBench(t)
+	for range 10 {
+		b.fill(1)
+		require.Zero(t, b.drv.Driver.StreamSynchronize(b.s))
+		b.drv.t.collect()
+	}
+	b.drv.t.mu.Lock()
+	require.Equal(t, 2, b.drv.t.pairs, "the events of one pair")
+	b.drv.t.pairs = 2 * maxPairs
+	b.drv.t.mu.Unlock()
+	b.drv.t.collecting.Lock() // the recorder cannot collect
+	b.fill(2)
+	b.fill(3)
+	b.drv.t.collecting.Unlock()
+	list := b.records()
+	require.EqualValues(t, 1, list[0].Count)
+	require.Equal(t, timeline.Dropped, list[0].Kind)
+	require.EqualValues(t, 2, list[len(list)-1].Bytes)
+}

@@ -27,7 +27,8 @@ import (
 type Norm struct {
 	DType      memory.DType // of In, Residual and Weight
 	Rows, Cols int
-	// The addresses of Rows * Cols elements, and of Cols elements for Weight. Out may be In.
+	// The addresses of Rows * Cols elements, and of Cols elements for Weight. Out may be In; no
+	// other operands overlap.
 	In, Residual, Weight, Out uint64
 	// Scale is the address of a float32, or 0. If it is not 0, Out has 8-bit floats
 	// (memory.Float8E4M3): the results divided by the scale, which saturate.
@@ -62,6 +63,23 @@ func (x *Norm) Check() error {
 		return fmt.Errorf("eps is %g: want 0 or more", x.Eps)
 	case x.Algorithm != Auto && x.Algorithm != OneShot && x.Algorithm != TwoShotPackets:
 		return fmt.Errorf("the algorithm is %s: want %s, %s or %s", x.Algorithm, Auto, OneShot, TwoShotPackets)
+	}
+	return x.checkOverlap()
+}
+
+// checkOverlap returns an error if a result overlaps another operand. Only Out may be In.
+func (x *Norm) checkOverlap() error {
+	names := [...]string{"the input", "the weight", "the residual", "the output", "the scale"}
+	uses := x.uses()
+	for i, a := range uses {
+		for j, b := range uses[:i] {
+			apart := a.Ptr >= b.Ptr+cudadrv.DevicePtr(b.Bytes) || b.Ptr >= a.Ptr+cudadrv.DevicePtr(a.Bytes)
+			inPlace := j == 0 && i == 3 && a.Ptr == b.Ptr && a.Bytes == b.Bytes
+			if apart || inPlace || !a.Write && !b.Write {
+				continue
+			}
+			return fmt.Errorf("%s and %s overlap: want no memory in common, except that the output may be the input", names[j], names[i])
+		}
 	}
 	return nil
 }

@@ -285,13 +285,18 @@ func TestNormRefuses(t *testing.T) {
 	m := group[0]
 	good := newNormRank(t, m, bfloat, normCase{rows: 2, cols: 8}, rand.New(rand.NewPCG(1, 1)), rand.New(rand.NewPCG(1, 2))).norm
 	for want, change := range map[string]func(x *fabric.Norm){
-		"int32":                   func(x *fabric.Norm) { x.DType = memory.Int32 },
-		"want a multiple of 4":    func(x *fabric.Norm) { x.Cols = 6 },
-		"at least one element":    func(x *fabric.Norm) { x.Cols = 0 },
-		"-1 rows":                 func(x *fabric.Norm) { x.Rows = -1 },
-		"not aligned":             func(x *fabric.Norm) { x.Out += 2 },
-		"eps is -1":               func(x *fabric.Norm) { x.Eps = -1 },
-		"algorithm is two-shot: ": func(x *fabric.Norm) { x.Algorithm = fabric.TwoShot },
+		"int32":                                  func(x *fabric.Norm) { x.DType = memory.Int32 },
+		"want a multiple of 4":                   func(x *fabric.Norm) { x.Cols = 6 },
+		"at least one element":                   func(x *fabric.Norm) { x.Cols = 0 },
+		"-1 rows":                                func(x *fabric.Norm) { x.Rows = -1 },
+		"not aligned":                            func(x *fabric.Norm) { x.Out += 2 },
+		"the input and the output overlap":       func(x *fabric.Norm) { x.Out = x.In + 8 },
+		"the weight and the residual overlap":    func(x *fabric.Norm) { x.Residual = x.Weight },
+		"the residual and the output overlap":    func(x *fabric.Norm) { x.Out = x.Residual },
+		"the output and the scale overlap":       func(x *fabric.Norm) { x.Scale = x.Out },
+		"the input and the output overlap: want": func(x *fabric.Norm) { x.Out, x.Scale = x.In, x.Weight },
+		"eps is -1":                              func(x *fabric.Norm) { x.Eps = -1 },
+		"algorithm is two-shot: ":                func(x *fabric.Norm) { x.Algorithm = fabric.TwoShot },
 	} {
 		x := good
 		change(&x)
@@ -301,7 +306,7 @@ func TestNormRefuses(t *testing.T) {
 		require.ErrorContains(t, m.EnqueueNorm(m.s, &x), "there is no kernel for that")
 	}
 	big := good
-	big.Rows = 100_000
+	big.Rows, big.In, big.Residual, big.Out = 100_000, 1<<40, 2<<40, 3<<40
 	require.NoError(t, big.Check())
 	require.False(t, m.TakesNorm(&big), "no room")
 	good.DType = memory.Float64
@@ -314,7 +319,7 @@ func TestNormsThatDiffer(t *testing.T) {
 	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
 		for i, change := range []func(x *fabric.Norm){
 			func(x *fabric.Norm) { x.Rows-- }, func(x *fabric.Norm) { x.Cols -= 4 }, func(x *fabric.Norm) { x.Eps = 1 },
-			func(x *fabric.Norm) { x.Algorithm = fabric.TwoShotPackets }, func(x *fabric.Norm) { x.Out, x.Scale = x.In, x.Weight },
+			func(x *fabric.Norm) { x.Algorithm = fabric.TwoShotPackets }, func(x *fabric.Norm) { x.Scale = x.Weight },
 		} {
 			t.Run(fmt.Sprint(i), func(t *testing.T) {
 				group := open(t, devs, &fabric.Config{Bytes: 1})

@@ -20,6 +20,6 @@ func newMemCommand() *cobra.Command {
 		},
 		RunE: func(c *cobra.Command, _ []string) error { return c.Help() },
 	}
-	c.AddCommand(newReplayCommand())
+	c.AddCommand(newReplayCommand(), newLedgerCommand())
 	return c
 }

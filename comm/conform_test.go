@@ -324,7 +324,7 @@ func TestProcessesConform(t *testing.T) {
 	for _, backend := range []string{"virtual", "cuda"} {
 		t.Run(backend, func(t *testing.T) {
 			if backend == "cuda" {
-				testgpu.CUDA(t, 2)
+				testgpu.Ranks(t, 2)
 			}
 			code, out, _ := job(t, backend, "conform", map[string]int{"virtual": 3, "cuda": 2}[backend])
 			require.Equal(t, 0, code, out)

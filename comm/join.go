@@ -159,7 +159,7 @@ func (j *joining) agree(ctx context.Context) (v admission, err error) {
 		}
 	}
 	v = admission{Hosts: hostsOf(infos), Refused: incompatibility(infos)}
-	if shared := sharedGPU(infos); shared != nil && v.Refused == "" {
+	if shared := sharedGPU(infos, func(rankInfo) int { return 0 }); shared != nil && v.Refused == "" {
 		slog.Warn("comm: " + shared.String() + " share a GPU: the results are right, but timings mean nothing")
 	}
 	if v.Refused == "" {
@@ -239,15 +239,17 @@ func incompatibility(infos []rankInfo) string {
 			return fmt.Sprintf("rank 0 has NCCL %s and rank %d NCCL %s: let all load the same", infos[0].NCCL, i, c.NCCL)
 		}
 	}
-	p := sharedGPU(infos)
+	p := sharedGPU(infos, func(rankInfo) int { return 0 })
 	switch {
 	case p == nil:
 		return ""
 	case !p.a.Shares:
 		return fmt.Sprintf("%s are both on %s %s of host %s: a GPU holds one rank; open the device of the local rank, or set %s=yes for tests",
 			p, p.b.Device, p.b.UUID, p.b.Host, env.ShareGPUs.Name)
-	case p.a.Strategy != string(NCCLOnly):
-		return fmt.Sprintf("%s share a GPU, and the strategy is %s, whose kernels may wait for each other: use the strategy %s", p, p.a.Strategy, NCCLOnly)
+	}
+	if p := sharedGPU(infos, func(c rankInfo) int { return c.PID }); p != nil {
+		return fmt.Sprintf("%s are on %s %s of host %s in one process: NCCL refuses several communicators of a process on one GPU; start a process for each rank",
+			p, p.b.Device, p.b.UUID, p.b.Host)
 	}
 	return ""
 }
@@ -262,14 +264,19 @@ func (p *pair) String() string {
 	return fmt.Sprintf("ranks %d (pid %d) and %d (pid %d)", p.first, p.a.PID, p.second, p.b.PID)
 }
 
-// sharedGPU returns the first pair of ranks on one GPU, or nil.
-func sharedGPU(infos []rankInfo) *pair {
-	first := map[string]int{}
+// sharedGPU returns the first pair of ranks on one GPU for which part is equal, or nil.
+func sharedGPU(infos []rankInfo, part func(rankInfo) int) *pair {
+	type place struct {
+		gpu  string
+		part int
+	}
+	first := map[place]int{}
 	for i, c := range infos {
-		if j, taken := first[c.UUID]; taken {
+		at := place{c.UUID, part(c)}
+		if j, taken := first[at]; taken {
 			return &pair{j, i, infos[j], c}
 		}
-		first[c.UUID] = i
+		first[at] = i
 	}
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -54,7 +55,7 @@ func distinct(devs []*device.Device) error {
 		}
 		for j := range i {
 			if devs[j] == d {
-				return badArgument("local", "ranks %d and %d are both on %s: a device holds one rank", j, i, d)
+				return badArgument("local", "ranks %d and %d are both on %s: NCCL refuses several communicators of a process on one device; for tests, %s=yes permits one process for each rank", j, i, d, env.ShareGPUs.Name)
 			}
 			if devs[j].System() != d.System() {
 				return badArgument("local", "ranks %d and %d are on devices of two systems", j, i)

@@ -19,7 +19,6 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/tsan"
@@ -250,11 +249,7 @@ func orderWorker(ctx context.Context, r *cluster.Session) error {
 	if err != nil {
 		return err
 	}
-	sys, err := device.Default()
-	if err != nil {
-		return err
-	}
-	dev, err := groups.OpenLocal(sys, r.LocalRank(), r.LocalSize())
+	dev, err := openLocal(r.LocalRank(), r.LocalSize())
 	if err != nil {
 		return err
 	}
@@ -275,11 +270,9 @@ func TestDeterministicProcesses(t *testing.T) {
 			ranks := 3
 			if backend == "cuda" {
 				if ranks = 2; env.ShareGPUs.Value() == "yes" {
-					testgpu.CUDA(t, 1)
 					ranks = 4
-				} else {
-					testgpu.CUDA(t, 2)
 				}
+				testgpu.Ranks(t, ranks)
 			}
 			code, out, _ := job(t, backend, "order", ranks, fmt.Sprint(orderSeedVar, "=", seed))
 			require.Zero(t, code, out)

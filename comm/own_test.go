@@ -64,7 +64,7 @@ func TestOwnKernelsConform(t *testing.T) {
 	for _, backend := range []string{"virtual", "cuda"} {
 		t.Run("processes/"+backend, func(t *testing.T) {
 			if backend == "cuda" {
-				testgpu.CUDA(t, 2)
+				testgpu.Ranks(t, 2)
 			}
 			code, out, _ := job(t, backend, "conform", 2, env.CommStrategy.Name+"=own")
 			require.Zero(t, code, out)
@@ -284,7 +284,7 @@ func TestOwnKernelsOfProcessesThatDisagree(t *testing.T) {
 	for _, backend := range []string{"virtual", "cuda"} {
 		t.Run(backend, func(t *testing.T) {
 			if backend == "cuda" {
-				testgpu.CUDA(t, 2)
+				testgpu.Ranks(t, 2)
 			}
 			code, out, _ := job(t, backend, "fewer", 2, env.CommStrategy.Name+"=own", env.NCCLTimeout.Name+"=15s")
 			require.NotZero(t, code, out)

@@ -19,6 +19,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -53,6 +54,15 @@ func TestMain(m *testing.M) {
 	testgpu.Main(m)
 }
 
+// openLocal opens the device of a local rank.
+func openLocal(local, n int) (*device.Device, error) {
+	sys, err := device.Default()
+	if err != nil {
+		return nil, err
+	}
+	return groups.OpenLocal(sys, local, n)
+}
+
 // work reduces 4 MiB in a loop; rank 1 fails in the middle.
 func work(fault string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
@@ -74,7 +84,7 @@ func work(fault string) error {
 			return err
 		}
 	}
-	dev, err := device.Open(local)
+	dev, err := openLocal(local, sess.LocalSize())
 	if err != nil {
 		return err
 	}
@@ -271,7 +281,7 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 				ranks := 3
 				if backend == "cuda" {
 					ranks = 2
-					testgpu.CUDA(t, ranks)
+					testgpu.Ranks(t, ranks)
 				}
 				code, out, took := job(t, backend, c.fault, ranks)
 				require.Equal(t, c.code, code, out)
@@ -284,7 +294,7 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 	}
 }
 
-// Four processes share one device, which CHORUS_SHARE_GPUS permits, if the strategy is NCCL's.
+// Several processes share one device, which CHORUS_SHARE_GPUS permits.
 func TestProcessesShareADevice(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"virtual", "cuda"} {
@@ -295,9 +305,9 @@ func TestProcessesShareADevice(t *testing.T) {
 			code, out, _ := job(t, backend, "one device", 4, env.ShareGPUs.Name+"=yes")
 			require.Zero(t, code, out)
 			require.Regexp(t, `ranks 0 \(pid \d+\) and 1 \(pid \d+\) share a GPU: the results are right, but timings mean nothing`, out)
-			code, out, _ = job(t, backend, "one device", 2, env.ShareGPUs.Name+"=yes", env.CommStrategy.Name+"=own")
-			require.Equal(t, 1, code, out)
-			require.Contains(t, out, "share a GPU, and the strategy is own")
+			code, out, _ = job(t, backend, "conform", 3, env.ShareGPUs.Name+"=yes", env.VirtualDevices.Name+"=1", env.CommStrategy.Name+"=own")
+			require.Zero(t, code, out)
+			require.Contains(t, out, "share a GPU")
 		})
 	}
 }

@@ -81,7 +81,7 @@ func TestStrategiesConform(t *testing.T) {
 		for _, s := range []comm.Strategy{comm.Windows, comm.Tuned} {
 			t.Run(fmt.Sprint(s, "/processes/", backend), func(t *testing.T) {
 				if backend == "cuda" {
-					testgpu.CUDA(t, 2)
+					testgpu.Ranks(t, 2)
 				}
 				file := filepath.Join(t.TempDir(), "of", "tuning.json")
 				code, out, _ := job(t, backend, "conform", 2, env.CommStrategy.Name+"="+string(s), env.TuningFile.Name+"="+file)

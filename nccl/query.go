@@ -104,6 +104,30 @@ func Parameters(dev *device.Device) (keys []string, err error) {
 	return keys, err
 }
 
+// IntParameter returns the value of a parameter that is a number (ncclParamBind and
+// ncclParamGetI64, NCCL 2.30.4 and newer).
+func IntParameter(dev *device.Device, key string) (value int64, err error) {
+	var p ncclapi.Param
+	err = param(dev, ncclapi.FuncParamBind, func(api ncclapi.API) (r ncclapi.Result) {
+		p, r = api.ParamBind(key)
+		return r
+	})
+	if err != nil {
+		return 0, err
+	}
+	err = param(dev, ncclapi.FuncParamGetI64, func(api ncclapi.API) (r ncclapi.Result) {
+		value, r = api.ParamGetI64(p)
+		return r
+	})
+	return value, err
+}
+
+// LogParameters writes the names and values of NCCL's parameters to NCCL's log
+// (ncclParamDumpAll, NCCL 2.30.4 and newer). NCCL_DEBUG must permit it.
+func LogParameters(dev *device.Device) error {
+	return param(dev, ncclapi.FuncParamDumpAll, func(api ncclapi.API) ncclapi.Result { return api.ParamDumpAll() })
+}
+
 func param(dev *device.Device, f ncclapi.Func, fn func(ncclapi.API) ncclapi.Result) error {
 	api, err := gpu.DeviceOf(dev).System().NCCL()
 	if err != nil {

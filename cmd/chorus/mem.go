@@ -3,7 +3,7 @@ package main
 import "github.com/spf13/cobra"
 
 func newMemCommand() *cobra.Command {
-	c := parentCommand("mem", "Analyze the allocation of device memory")
-	c.AddCommand(newReplayCommand())
+	c := parentCommand("mem", "Analyze the use of device memory")
+	c.AddCommand(newReplayCommand(), newLedgerCommand())
 	return c
 }

@@ -62,6 +62,10 @@ func TestStatusOfAHangingJob(t *testing.T) {
 	require.Contains(t, out, "\nrank 1 (host ")
 	require.Regexp(t, `\nRANK +HOST .*\n1 +\S+ +\d+ +running `, out, "the rank that is behind comes first")
 
+	out, errs, code = chorusCommand(t, nil, "mem", "ledger", "--job", name)
+	require.Zero(t, code, errs)
+	require.Regexp(t, `\n3 +\S+ +virtual:3 +\S+ [KMG]?i?B +\S+% +buffers\n`, out)
+
 	resp, err := http.Get(url + "metrics")
 	require.NoError(t, err)
 	defer resp.Body.Close()

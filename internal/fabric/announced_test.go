@@ -98,7 +98,7 @@ func TestHandleOfAnotherLength(t *testing.T) {
 		for _, task := range []string{"short", "long"} {
 			t.Run(fmt.Sprint(backend, "/", task), func(t *testing.T) {
 				if backend == "cuda" {
-					testgpu.CUDA(t, 2)
+					testgpu.Ranks(t, 2)
 				}
 				processes(t, backend, task, 2)
 			})

@@ -67,9 +67,18 @@ func benchCall(b *testing.B, group []member, name string, c call) {
 }
 
 func measure(b *testing.B, group []member, c call, captured bool) {
+	measureEach(b, group, captured, func(m member) func() error {
+		dst, src := typedStep[float32]{call: c}.elements(m.Ranks())
+		x := anySlice[float32]{makeOf[float32](b, m.s, dst), makeOf[float32](b, m.s, src)}
+		return func() error { return x.enqueue(c, m) }
+	})
+}
+
+// measureEach measures the operation that make returns for each rank.
+func measureEach(b *testing.B, group []member, captured bool, operation func(m member) func() error) {
 	racers := make([]*racer, len(group))
 	for i, m := range group {
-		racers[i] = newRacer(b, m, c, captured)
+		racers[i] = newRacer(b, m, operation(m), captured)
 	}
 	race(b, racers, 1) // which loads what is to be loaded
 	b.ResetTimer()
@@ -84,15 +93,13 @@ func measure(b *testing.B, group []member, c call, captured bool) {
 // A racer enqueues one rank's operations.
 type racer struct {
 	m        member
-	x        anySlice[float32]
-	c        call
+	op       func() error
 	exec     *graph.Exec
 	from, to *stream.Event
 }
 
-func newRacer(b *testing.B, m member, c call, captured bool) *racer {
-	dst, src := typedStep[float32]{call: c}.elements(m.Ranks())
-	r := &racer{m: m, c: c, x: anySlice[float32]{makeOf[float32](b, m.s, dst), makeOf[float32](b, m.s, src)}}
+func newRacer(b *testing.B, m member, op func() error, captured bool) *racer {
+	r := &racer{m: m, op: op}
 	var err error
 	r.from, err = stream.NewEvent(m.s.Device(), &stream.EventConfig{Timing: true})
 	require.NoError(b, err)
@@ -108,7 +115,7 @@ func newRacer(b *testing.B, m member, c call, captured bool) *racer {
 
 func (r *racer) batch() error {
 	for range benchOps {
-		if err := r.x.enqueue(r.c, r.m); err != nil {
+		if err := r.op(); err != nil {
 			return err
 		}
 	}

@@ -1,12 +1,9 @@
 package fabric_test
 
 import (
-	"context"
 	"flag"
 	"fmt"
 	"math/rand/v2"
-	"regexp"
-	"strconv"
 	"sync"
 	"testing"
 
@@ -14,6 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -26,11 +24,18 @@ var (
 	crowdedSeed = flag.Uint64("crowdedseed", 0, "the seed of TestCrowded; 0 is a random one")
 )
 
-// Kernels for up to eight ranks on two GPUs, of which each has several ranks. Only here: what
-// waits for a GPU would wait for kernels that wait for the other ranks, so that nobody
-// allocates, loads, captures or copies while there are any.
+// TestCrowded runs up to eight ranks on one or two GPUs, of which each has several ranks. A call
+// that waits for a GPU would wait for kernels that wait for the other ranks. Therefore no rank
+// allocates, loads, captures or copies while kernels run.
 func TestCrowded(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	t.Setenv(env.ShareGPUs.Name, "yes")
+	for _, gpus := range []int{1, 2} {
+		t.Run(fmt.Sprint("gpus=", gpus), func(t *testing.T) { crowded(t, gpus) })
+	}
+}
+
+func crowded(t *testing.T, gpus int) {
+	testgpu.Each(t, gpus, func(t *testing.T, devs []*device.Device) {
 		counts, operations := []int{8}, testgpu.Rounds(20, 40)
 		if devs[0].System().Backend() == "cuda" {
 			counts, operations = []int{3, 4, 5, 6, 7, 8}, *crowdedOps
@@ -75,7 +80,7 @@ func openCrowd(t *testing.T, devs []*device.Device, ranks int) crowd {
 	for i := range c {
 		s := newStream(t, devs[i%len(devs)])
 		wg.Go(func() {
-			r, err := fabric.Open(testgpu.Context(t), s, i, ranks, apart(seats.Seat(i), (ranks-1)/len(devs)+1), nil)
+			r, err := fabric.Open(testgpu.Context(t), s, i, ranks, seats.Seat(i), nil)
 			c[i], errs[i] = member{r, s}, err
 		})
 	}
@@ -85,28 +90,6 @@ func openCrowd(t *testing.T, devs []*device.Device, ranks int) crowd {
 		m.HaveLines()
 	}
 	return c
-}
-
-var (
-	gpuOfCard    = regexp.MustCompile(`"GPU":"[^"]*"`)
-	blocksOfCard = regexp.MustCompile(`"Blocks":([0-9]+)`)
-)
-
-// apart makes each rank's card say that it has a GPU of its own, with its part of the
-// multiprocessors.
-func apart(say fabric.Exchange, ranks int) fabric.Exchange {
-	return func(ctx context.Context, mine []byte) ([][]byte, error) {
-		said, err := say(ctx, mine)
-		own := make([][]byte, len(said))
-		for i, text := range said {
-			text = gpuOfCard.ReplaceAll(text, fmt.Appendf(nil, `"GPU":"%d"`, i))
-			own[i] = blocksOfCard.ReplaceAllFunc(text, func(b []byte) []byte {
-				n, _ := strconv.Atoi(string(blocksOfCard.FindSubmatch(b)[1]))
-				return fmt.Appendf(nil, `"Blocks":%d`, max(n/ranks, 1))
-			})
-		}
-		return own, err
-	}
 }
 
 // step draws an operation, of few modules: each takes a GPU seconds to load.

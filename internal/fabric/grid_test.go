@@ -6,6 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -28,6 +29,21 @@ func TestGrid(t *testing.T) {
 			} else {
 				require.Equal(t, []int{most, 512}, []int{blocks, threads})
 			}
+		}
+		carryOut(t, group, floats(func(x float32) float32 { return x }), call{name: "all-reduce", algorithm: fabric.TwoShot, n: 16384})
+	}
+}
+
+// TestGridOfSharedGPU checks that the kernels of all ranks on one GPU are resident at once, and
+// leave multiprocessors to other kernels.
+func TestGridOfSharedGPU(t *testing.T) {
+	t.Setenv(env.ShareGPUs.Name, "yes")
+	for _, multiprocessors := range []int{2, 9, 132} {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualMultiprocessors: multiprocessors})
+		group := open(t, []*device.Device{devs[0], devs[1], devs[0], devs[0]}, &fabric.Config{Bytes: 1})
+		for _, m := range group {
+			blocks, _ := m.Grid(1 << 20)
+			require.Equal(t, max(multiprocessors/4, 1), blocks)
 		}
 		carryOut(t, group, floats(func(x float32) float32 { return x }), call{name: "all-reduce", algorithm: fabric.TwoShot, n: 16384})
 	}

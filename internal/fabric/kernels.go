@@ -62,6 +62,7 @@ type toolbox struct {
 	ranks  int
 	reduce [len(formats)][flight.NumReductions]atomic.Pointer[[reducing]*kernel.Kernel]
 	move   atomic.Pointer[[moving]*kernel.Kernel]
+	norm   [numNormFormats]normKernels
 	fold   [numFoldFormats][flight.NumReductions]atomic.Pointer[[folding]*kernel.Kernel]
 	mu     sync.Mutex // held while kernels are loaded
 }

@@ -26,7 +26,7 @@ func (r *Rank) missesLines(cards []card) (string, error) {
 		return fmt.Sprintf("compute capability %d.%d on rank %d, and not 7.0, 8.0 or from 9.0 on", p.Major, p.Minor, r.rank), nil
 	}
 	for i := range cards {
-		if i == r.rank {
+		if i == r.rank || cards[i].GPU == cards[r.rank].GPU {
 			continue
 		}
 		peer := r.seen(&cards[i])

@@ -64,14 +64,15 @@ func closeAll(t testing.TB, group []member) {
 	}
 }
 
-// each runs fn on virtual devices of these numbers, and on as many GPUs as there are.
+// each runs fn on virtual devices of these numbers, and on as many GPUs as there are. With
+// CHORUS_SHARE_GPUS=yes, ranks share GPUs and virtual devices.
 func each(t *testing.T, counts []int, fn func(t *testing.T, devs []*device.Device)) {
 	for _, n := range counts {
 		t.Run(fmt.Sprint("virtual/", n), func(t *testing.T) {
-			fn(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n}))
+			fn(t, testgpu.VirtualRanks(t, n))
 		})
 	}
 	for _, n := range []int{2, 4, 8} {
-		t.Run(fmt.Sprint("cuda/", n), func(t *testing.T) { fn(t, testgpu.CUDA(t, n)) })
+		t.Run(fmt.Sprint("cuda/", n), func(t *testing.T) { fn(t, testgpu.Ranks(t, n)) })
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/memory"
@@ -25,6 +26,7 @@ type card struct {
 	Rank, Ranks, Bytes int
 	Host, Process      string // of the rank
 	GPU                string // its UUID
+	Shares             bool   // whether it may share its GPU with other ranks
 	Blocks             int    // number of blocks that its multiprocessors can run at once
 	Scratch            uint64 // id of its scratch memory in its process
 	Epoch              uint64 // the initial epoch; all ranks use rank 0's
@@ -86,7 +88,7 @@ func Confer(ctx context.Context, exchange Exchange, ranks int, failed error) err
 
 // agree returns the reason why the ranks cannot form a group, the same on all ranks.
 func agree(cards []card) error {
-	gpus := map[string]int{}
+	gpus := map[string]int{} // the first rank on each GPU
 	for i := range cards {
 		c := &cards[i]
 		other, twice := gpus[c.GPU]
@@ -98,12 +100,34 @@ func agree(cards []card) error {
 				i, c.Ranks, c.Bytes, first.Ranks, first.Bytes)
 		case c.Host != first.Host:
 			return unsupported("all ranks on one host", fmt.Sprintf("rank %d on another than rank 0", i))
-		case twice:
-			return unsupported("a GPU for each rank", fmt.Sprintf("one for ranks %d and %d", other, i))
+		case c.Shares != first.Shares:
+			return fmt.Errorf("ranks 0 and %d differ in %s: set it alike for all", i, env.ShareGPUs.Name)
+		case twice && !c.Shares:
+			return unsupported("a GPU for each rank, or "+env.ShareGPUs.Name+"=yes for tests", fmt.Sprintf("one for ranks %d and %d", other, i))
+		case !twice:
+			gpus[c.GPU] = i
 		}
-		gpus[c.GPU] = i
 	}
 	return nil
+}
+
+// blocksOf returns the maximum number of blocks of a kernel, the same on all ranks. A kernel
+// waits for the kernels of the other ranks, so the kernels of all ranks on one GPU must be
+// resident at once. They leave some multiprocessors to copies and other kernels.
+func blocksOf(cards []card) int {
+	ranks := map[string]int{}
+	for i := range cards {
+		ranks[cards[i].GPU]++
+	}
+	blocks := maxBlocks
+	for i := range cards {
+		parts := 1
+		if n := ranks[cards[i].GPU]; n > 1 {
+			parts = n + 1
+		}
+		blocks = min(blocks, max(cards[i].Blocks/parts, 1))
+	}
+	return blocks
 }
 
 // here returns identifiers of the host and the process.

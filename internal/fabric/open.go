@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
@@ -41,6 +42,11 @@ const (
 // If there are too many ranks, if they are on several hosts, if two use one GPU, or if
 // their GPUs cannot access each other's memory, the error is a *device.UnsupportedError,
 // which matches errors.ErrUnsupported.
+//
+// For tests, CHORUS_SHARE_GPUS=yes permits several ranks on one GPU. The kernels of these
+// ranks have fewer blocks, so that all of them are resident at once. Ranks of one process
+// must not do anything that waits for the whole GPU while their operations run: loading
+// a kernel, freeing memory to the driver, or using the default stream.
 func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange Exchange, cfg *Config) (*Rank, error) {
 	const op = "fabric: open"
 	if err := gpu.CheckStream(op, s, nil); err != nil {
@@ -88,9 +94,7 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 	if err := agree(cards); err != nil {
 		return err
 	}
-	for i := range cards {
-		r.blocks = min(r.blocks, max(cards[i].Blocks, 1))
-	}
+	r.blocks = blocksOf(cards)
 	handles, err := r.share(ctx, exchange, cards)
 	if err != nil {
 		return err
@@ -129,7 +133,7 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error
 	if err != nil {
 		return c, err
 	}
-	c.Blocks = max(p.Multiprocessors, 1)
+	c.Shares, c.Blocks = env.ShareGPUs.Value() == "yes", p.Multiprocessors
 	if err := r.load(); err != nil {
 		return c, err
 	}
@@ -231,7 +235,7 @@ func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
 // process, access cannot be queried: it is assumed if the driver maps the memory.
 func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
 	peer := r.seen(c)
-	if peer != nil {
+	if peer != nil && peer != r.dev {
 		can, err := r.dev.CanAccessPeer(peer)
 		if err != nil {
 			return err

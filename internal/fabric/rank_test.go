@@ -178,6 +178,7 @@ func TestDeviceLost(t *testing.T) {
 
 // Wrong arguments are found before anything is enqueued: the ranks stay in step.
 func TestArguments(t *testing.T) {
+	t.Setenv(env.ShareGPUs.Name, "no") // the ranks have different devices
 	each(t, []int{2, 4}, func(t *testing.T, devs []*device.Device) {
 		group := open(t, devs, &fabric.Config{Bytes: 1})
 		n := len(group)
@@ -281,6 +282,7 @@ func rounding[T memory.Element](t *testing.T, group []member, rng *rand.Rand, na
 
 // What cannot be a group is refused on all ranks, and leaves nothing.
 func TestOpenRefuses(t *testing.T) {
+	t.Setenv(env.ShareGPUs.Name, "no")
 	before := fabric.Scratches()
 	refused := func(t *testing.T, devs []*device.Device, want string) {
 		group, err := openAll(t, devs, &fabric.Config{Bytes: 1})
@@ -297,6 +299,7 @@ func TestOpenRefuses(t *testing.T) {
 	t.Run("two on a GPU", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 		refused(t, []*device.Device{devs[0], devs[1], devs[0]}, "one for ranks 0 and 2")
+		refused(t, []*device.Device{devs[0], devs[0]}, "CHORUS_SHARE_GPUS=yes")
 	})
 	t.Run("peers", func(t *testing.T) {
 		t.Setenv(env.P2P.Name, "off")

@@ -18,9 +18,14 @@ var files = []string{
 // foldFiles are the parts of the source of Fold.
 var foldFiles = []string{"prelude.cuh", "element.cuh", "float8.cuh", "fold.cu"}
 
-// source and foldSource are the complete sources for compilers. Their messages name the file
+// normFiles are the parts of the source of norms.
+var normFiles = []string{
+	"prelude.cuh", "memory.cuh", "rank.cuh", "wait.cuh", "packet.cuh", "word.cuh", "element.cuh", "float8.cuh", "values.cuh", "norm.cu",
+}
+
+// source, foldSource and normSource are the complete sources for compilers. Their messages name the file
 // and its line.
-var source, foldSource = joined(files), joined(foldFiles)
+var source, foldSource, normSource = joined(files), joined(foldFiles), joined(normFiles)
 
 func joined(files []string) string {
 	var all strings.Builder

@@ -40,17 +40,39 @@ var onHost = []struct{ cuda, host string }{
 	{`typedef CHORUS_OP<Acc> Op;`, `typedef CHORUS_OP<Acc> Op; typedef Op Reduction;`},
 }
 
-// The kernels themselves, compiled for the host with a thread for each of theirs, give
-// every element: with ranks that are out of step, at any alignment, in place or not, and
-// where epochs wrap around.
-func TestSourceOnTheHost(t *testing.T) {
-	code := source
+//go:embed testdata/norm.h
+var normPrelude string
+
+//go:embed testdata/norm.cc
+var normMain string
+
+// forHost returns a source as C++.
+func forHost(t *testing.T, code string) string {
 	for _, x := range onHost {
 		re := regexp.MustCompile(x.cuda)
 		require.Len(t, re.FindAllString(code, -1), 1, "%s in the source", x.cuda)
 		code = re.ReplaceAllLiteralString(code, x.host)
 	}
-	shim := strings.Replace(cudahost.Shim(), "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
+	return code
+}
+
+// hostShim returns the shim for blocks that run concurrently.
+func hostShim() string {
+	return strings.Replace(cudahost.Shim(), "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
+}
+
+// NormSourceOnHost returns the source of norms as a program of the host.
+func NormSourceOnHost(t *testing.T) string {
+	const shared = "__shared__ float warps[THREADS / 32];"
+	require.Contains(t, normSource, shared)
+	return hostShim() + normPrelude + strings.Replace(forHost(t, normSource), shared, "float* warps = block->warps;", 1) + normMain
+}
+
+// The kernels themselves, compiled for the host with a thread for each of theirs, give
+// every element: with ranks that are out of step, at any alignment, in place or not, and
+// where epochs wrap around.
+func TestSourceOnTheHost(t *testing.T) {
+	code, shim := forHost(t, source), hostShim()
 	drawn := testgpu.Sample(t, tsan.Rounds(5, 2))
 	for i, m := range []struct {
 		element, op string
@@ -83,7 +105,7 @@ func TestFiles(t *testing.T) {
 	for _, f := range all {
 		names = append(names, f.Name())
 	}
-	both := append(slices.Clone(files), foldFiles...)
+	both := slices.Concat(files, foldFiles, normFiles)
 	slices.Sort(both)
 	require.Equal(t, slices.Compact(both), names)
 }

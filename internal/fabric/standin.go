@@ -32,12 +32,20 @@ type party struct {
 	aligned bool
 }
 
+// enter begins an operation whose operands are bytes.
 func enter(c *kernel.Call) *party {
+	p := meet(c)
+	p.bytes, p.aligned = int(kernel.Get[uint64](c, bytesParam)), kernel.Get[uint32](c, alignedParam) != 0
+	return p
+}
+
+// meet begins an operation.
+func meet(c *kernel.Call) *party {
 	p := &party{
 		c: c, rank: int(kernel.Get[uint32](c, rankParam)), ranks: int(kernel.Get[uint32](c, ranksParam)),
 		slot: int(kernel.Get[uint64](c, slotParam) / 8), whole: int(kernel.Get[uint64](c, wholeParam) / 8),
 		control: kernel.Update[uint64](c, controlParam, 2), host: kern.Shared[uint32](c, hostParam, 0, 2),
-		signature: kernel.Get[uint64](c, signatureParam), bytes: int(kernel.Get[uint64](c, bytesParam)), aligned: kernel.Get[uint32](c, alignedParam) != 0,
+		signature: kernel.Get[uint64](c, signatureParam),
 	}
 	p.epoch = p.control[0]/ticks + 1
 	p.set = int(p.epoch & 1)

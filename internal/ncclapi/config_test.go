@@ -14,7 +14,7 @@ import (
 // The golden file has the offset and size of every field, as C lays them out.
 func TestLayouts(t *testing.T) {
 	text := ""
-	for _, s := range []any{Config{}, CollConfig{}, EncryptionConfig{}, Properties{}, SignalDesc{}, SimInfo{}} {
+	for _, s := range []any{Config{}, CollConfig{}, EncryptionConfig{}, Properties{}, SignalDesc{}, SimInfo{}, DevCommRequirements{}} {
 		typ := reflect.TypeOf(s)
 		text += fmt.Sprintf("%s %d\n", typ.Name(), typ.Size())
 		for f := range typ.Fields() {

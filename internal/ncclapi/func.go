@@ -69,6 +69,11 @@ const (
 	FuncGatherConfig
 	FuncScatterConfig
 	FuncSetEncryption
+	FuncDevCommCreate
+	FuncDevCommDestroy
+	FuncParamBind
+	FuncParamGetI64
+	FuncParamDumpAll
 	NumFuncs
 )
 
@@ -144,6 +149,12 @@ var symbols = [NumFuncs]struct {
 	FuncGatherConfig:                {"ncclGatherConfig", 23102},
 	FuncScatterConfig:               {"ncclScatterConfig", 23102},
 	FuncSetEncryption:               {"ncclSetEncryption", 23203},
+
+	FuncDevCommCreate:  {"ncclDevCommCreate", 22803},
+	FuncDevCommDestroy: {"ncclDevCommDestroy", 22803},
+	FuncParamBind:      {"ncclParamBind", 23004},
+	FuncParamGetI64:    {"ncclParamGetI64", 23004},
+	FuncParamDumpAll:   {"ncclParamDumpAll", 23004},
 }
 
 // Name is the C name, such as ncclCommSplit.

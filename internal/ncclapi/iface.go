@@ -85,6 +85,12 @@ type API interface {
 	WaitSignal(descs []SignalDesc, c Comm, s cudadrv.Stream) Result
 	ParamGetParameter(key string) (string, Result)
 	ParamGetAllParameterKeys() ([]string, Result)
+	ParamBind(key string) (Param, Result)
+	ParamGetI64(p Param) (int64, Result)
+	ParamDumpAll() Result
+	// DevCommCreate writes at most DevCommBytes to out.
+	DevCommCreate(c Comm, reqs *DevCommRequirements, out *DevComm) Result
+	DevCommDestroy(c Comm, d *DevComm) Result
 	// The address of a window of another rank is 0 if the rank is not reachable by load and
 	// store, and the multicast address if the GPUs have no multicast.
 	GetLsaMultimemDevicePointer(w Window, offset uintptr) (cudadrv.DevicePtr, Result)

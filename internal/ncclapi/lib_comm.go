@@ -140,6 +140,14 @@ func (l *Lib) CommQueryProperties(c Comm, p *Properties) Result {
 	return l.Call(FuncCommQueryProperties, dl.Get().In(uintptr(c)).Ptr(unsafe.Pointer(p)))
 }
 
+func (l *Lib) DevCommCreate(c Comm, reqs *DevCommRequirements, out *DevComm) Result {
+	return l.Call(FuncDevCommCreate, dl.Get().In(uintptr(c)).Ptr(unsafe.Pointer(reqs)).Ptr(unsafe.Pointer(out)))
+}
+
+func (l *Lib) DevCommDestroy(c Comm, d *DevComm) Result {
+	return l.Call(FuncDevCommDestroy, dl.Get().In(uintptr(c)).Ptr(unsafe.Pointer(d)))
+}
+
 func (l *Lib) WinGetUserPtr(c Comm, w Window) (cudadrv.DevicePtr, Result) {
 	p, r := l.Call1(FuncWinGetUserPtr, dl.Get().In(uintptr(c), uintptr(w)).Out())
 	return cudadrv.DevicePtr(p), r

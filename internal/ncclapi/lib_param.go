@@ -7,8 +7,8 @@ import (
 	"github.com/gochorus/chorus/internal/dl"
 )
 
-// ParamGetParameter returns parameters of every type as text. ncclParamBind and its typed getters
-// return the same values, and only spare C programs the parsing, so they are not bound.
+// ParamGetParameter returns parameters of every type as text, and ParamGetI64 every number. The
+// getters of narrower types, of text and of bytes return the same values, so they are not bound.
 //
 // NCCL owns the strings that it returns for parameters, until the next such call of the
 // thread.
@@ -35,4 +35,21 @@ func (l *Lib) ParamGetAllParameterKeys() ([]string, Result) {
 		keys = append(keys, dl.GoString(text))
 	}
 	return keys, r
+}
+
+func (l *Lib) ParamBind(key string) (Param, Result) {
+	p, r := l.Call1(FuncParamBind, dl.Get().Out().String(key))
+	return Param(p), r
+}
+
+func (l *Lib) ParamGetI64(p Param) (int64, Result) {
+	v, r := l.Call1(FuncParamGetI64, dl.Get().In(uintptr(p)).Out())
+	return int64(v), r
+}
+
+func (l *Lib) ParamDumpAll() Result {
+	if r := l.Call(FuncParamDumpAll, dl.Get()); r == MissingSymbol {
+		return r
+	}
+	return Success // the function of C has no result
 }

@@ -69,6 +69,12 @@ var signatures = dltest.Signatures{
 	"ncclParamGetParameter":        "s o8=0 o4",
 	"ncclParamGetAllParameterKeys": "o8=0 o4",
 
+	"ncclDevCommCreate":  "w p56 o4096",
+	"ncclDevCommDestroy": "w p16",
+	"ncclParamBind":      "o8=0 s",
+	"ncclParamGetI64":    "w o8",
+	"ncclParamDumpAll":   "",
+
 	"ncclGetLsaMultimemDevicePointer": "w w o8",
 	"ncclGetLsaDevicePointer":         "w w i o8",
 	"ncclGetPeerDevicePointer":        "w w i o8",
@@ -187,6 +193,17 @@ func TestRecordedCalls(t *testing.T) {
 	two("ParamGetParameter", text, r)
 	keys, r := a.ParamGetAllParameterKeys()
 	two("ParamGetAllParameterKeys", keys, r)
+
+	param, r := a.ParamBind("NCCL_DEBUG")
+	two("ParamBind", param, r)
+	value, r := a.ParamGetI64(0xe7)
+	two("ParamGetI64", value, r)
+	one("ParamDumpAll", a.ParamDumpAll())
+	reqs := NewDevCommRequirements(23007)
+	reqs.BarrierCount, reqs.LSABarrierCount, reqs.LSALLA2ABlockCount, reqs.LSALLA2ASlotCount = 2, 3, 4, 5
+	dev := new(DevComm)
+	one("DevCommCreate", a.DevCommCreate(0xc1, reqs, dev))
+	one("DevCommDestroy", a.DevCommDestroy(0xc1, dev))
 
 	p, r = a.GetLsaMultimemDevicePointer(0xb1, 64)
 	two("GetLsaMultimemDevicePointer", p, r)

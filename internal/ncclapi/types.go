@@ -140,6 +140,9 @@ type Properties struct {
 	_                uint32
 }
 
+// Param is an ncclParamHandle_t.
+type Param uintptr
+
 // SignalDesc is ncclWaitSignalDesc_t.
 type SignalDesc struct {
 	Ops    int32 // how many signals to wait for

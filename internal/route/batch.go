@@ -1,6 +1,7 @@
 package route
 
 import (
+	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/nccl"
@@ -12,12 +13,13 @@ import (
 type Batch struct {
 	*nccl.Batch
 	routers Routers
-	in      ranks.Batch // the steps of the nccl.Batch
-	plan    []step      // of the operations
-	errs    []error     // results of the operations
-	tallies []tally     // of the routers
-	foreign int         // number of operations of other communicators
-	inOrder bool        // ReduceInOrder was called
+	in      ranks.Batch   // the steps of the nccl.Batch
+	plan    []step        // of the operations
+	errs    []error       // results of the operations
+	tallies []tally       // of the routers
+	foreign int           // number of operations of other communicators
+	inOrder bool          // ReduceInOrder was called
+	norms   []fabric.Norm // of EnqueueNorms, by local rank
 
 	streams     []*stream.Stream // by rank, for copy engines
 	collectives []ranks.Collective
@@ -34,6 +36,7 @@ type step struct {
 	router   *Router // nil for an operation of another communicator, which is NCCL's
 	x        ranks.Collective
 	strategy Strategy
+	norm     *fabric.Norm // executed with the operation by one kernel, or nil
 }
 
 // A tally counts the operations of a router in a batch.
@@ -96,6 +99,7 @@ func (b *Batch) decide() {
 		if s.router != nil && routable[s.op.Kind] && b.tallies[s.router.local].collectives == 1 {
 			s.x.Together = together
 			s.strategy = s.router.choose(&s.x)
+			b.fuse(s)
 		}
 		s.op.Service = services[s.strategy]
 		if s.router != nil && s.router.inOrder(&s.x, s.strategy, b.inOrder) {

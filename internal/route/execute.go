@@ -166,6 +166,9 @@ func (b *Batch) launchAll() {
 
 // launch launches the Chorus kernel of a step.
 func (s *step) launch() error {
+	if s.norm != nil {
+		return s.failed(s.router.kernels.EnqueueNorm(s.op.Stream, s.norm))
+	}
 	raw := rawOf(s.strategy, &s.x)
 	return s.failed(s.router.kernels.Enqueue(s.op.Stream, &raw))
 }

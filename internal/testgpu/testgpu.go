@@ -82,6 +82,35 @@ func CUDA(t testing.TB, n int) []*device.Device {
 	return nil
 }
 
+// Ranks returns a GPU for each of n ranks of Chorus kernels, or skips the test. With
+// CHORUS_SHARE_GPUS=yes the ranks share the GPUs if there are too few.
+func Ranks(t testing.TB, n int) []*device.Device {
+	t.Helper()
+	if env.ShareGPUs.Value() != "yes" {
+		return CUDA(t, n)
+	}
+	return share(CUDA(t, 1)[0].System().Devices(), n)
+}
+
+// VirtualRanks returns a virtual device for each of n ranks of Chorus kernels. With
+// CHORUS_SHARE_GPUS=yes all ranks share one.
+func VirtualRanks(t testing.TB, n int) []*device.Device {
+	t.Helper()
+	if env.ShareGPUs.Value() != "yes" {
+		return Virtual(t, &device.SystemConfig{VirtualDevices: n})
+	}
+	return share(Virtual(t, &device.SystemConfig{VirtualDevices: 1}), n)
+}
+
+// share returns n of some devices, in turns.
+func share(devs []*device.Device, n int) []*device.Device {
+	list := make([]*device.Device, n)
+	for i := range list {
+		list[i] = devs[i%len(devs)]
+	}
+	return list
+}
+
 // Context returns a context that ends before the timeout of the test.
 func Context(t testing.TB) context.Context {
 	t.Helper()

@@ -3,8 +3,10 @@ package nccl
 import (
 	"encoding/hex"
 	"fmt"
+	"log/slog"
 	"os"
 	"slices"
+	"strconv"
 
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
@@ -193,6 +195,73 @@ func (l *lib) ParamGetParameter(key string) (string, ncclapi.Result) {
 		return "", l.refuse(ncclapi.InvalidArgument, "%s: parameter %q does not exist", f.Name(), key)
 	}
 	return os.Getenv(key), ncclapi.Success
+}
+
+// ParamBind returns the place of a parameter in paramKeys, from 1.
+func (l *lib) ParamBind(key string) (ncclapi.Param, ncclapi.Result) {
+	const f = ncclapi.FuncParamBind
+	if r := l.enter(f); r != ncclapi.Success {
+		return 0, r
+	}
+	i := slices.Index(paramKeys, key)
+	if i < 0 {
+		return 0, l.refuse(ncclapi.InvalidArgument, "%s: parameter %q does not exist", f.Name(), key)
+	}
+	return ncclapi.Param(i + 1), ncclapi.Success
+}
+
+// ParamGetI64 returns the number in the environment; an unset parameter is 0.
+func (l *lib) ParamGetI64(p ncclapi.Param) (int64, ncclapi.Result) {
+	const f = ncclapi.FuncParamGetI64
+	if r := l.enter(f); r != ncclapi.Success {
+		return 0, r
+	}
+	if p < 1 || int(p) > len(paramKeys) {
+		return 0, l.refuse(ncclapi.InvalidArgument, "%s: the parameter is not bound", f.Name())
+	}
+	key := paramKeys[p-1]
+	text := os.Getenv(key)
+	if text == "" {
+		return 0, ncclapi.Success
+	}
+	v, err := strconv.ParseInt(text, 0, 64)
+	if err != nil {
+		return 0, l.refuse(ncclapi.InvalidArgument, "%s: the value %q of %s is not a number", f.Name(), text, key)
+	}
+	return v, ncclapi.Success
+}
+
+// ParamDumpAll writes the parameters to the log.
+func (l *lib) ParamDumpAll() ncclapi.Result {
+	if r := l.enter(ncclapi.FuncParamDumpAll); r != ncclapi.Success {
+		return r
+	}
+	for _, key := range paramKeys {
+		slog.Info("NCCL parameter", "key", key, "value", os.Getenv(key))
+	}
+	return ncclapi.Success
+}
+
+// DevCommCreate refuses: virtual devices run Go functions, for which NCCL has no device API.
+func (l *lib) DevCommCreate(h ncclapi.Comm, reqs *ncclapi.DevCommRequirements, out *ncclapi.DevComm) ncclapi.Result {
+	const f = ncclapi.FuncDevCommCreate
+	c, r := l.begin(f, h)
+	if r != ncclapi.Success {
+		return r
+	}
+	if out == nil || reqs == nil || reqs.Magic != ncclapi.ConfigMagic || reqs.Size != ncclapi.NewDevCommRequirements(l.cfg.Version).Size {
+		return l.refuse(ncclapi.InvalidArgument, "%s: the requirements are not initialised", f.Name())
+	}
+	return l.refuse(ncclapi.InvalidUsage, "%s at rank %d: virtual devices run Go functions in place of CUDA kernels, and NCCL's device API has none", f.Name(), c.rank)
+}
+
+// DevCommDestroy refuses, because there is no device communicator.
+func (l *lib) DevCommDestroy(h ncclapi.Comm, _ *ncclapi.DevComm) ncclapi.Result {
+	const f = ncclapi.FuncDevCommDestroy
+	if _, r := l.begin(f, h); r != ncclapi.Success {
+		return r
+	}
+	return l.refuse(ncclapi.InvalidArgument, "%s: the device communicator does not exist", f.Name())
 }
 
 func (l *lib) ParamGetAllParameterKeys() ([]string, ncclapi.Result) {

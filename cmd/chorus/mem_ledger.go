@@ -1,0 +1,51 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
+)
+
+const ledgerLong = `Show what uses the device memory of each rank of a job that chorus run has started: buffers
+by pool, memory that graphs own, the free memory that the caching allocator keeps, the
+scratch memory of Chorus kernels, NCCL, and everything else. The values are those of
+memory.Ledger in the process of the rank, so they are complete only for memory that this
+process has allocated.
+
+The command finds the job as chorus status does.`
+
+func newLedgerCommand() *cobra.Command {
+	var job string
+	var asJSON bool
+	cmd := &cobra.Command{
+		Use:   "ledger [flags]",
+		Short: "Show what uses the device memory of the ranks of a running job",
+		Long:  ledgerLong,
+		Example: `  chorus mem ledger
+  chorus mem ledger --job mnist --json`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return interruptible(cmd, func(ctx context.Context, out io.Writer) error { return printLedger(ctx, out, job, asJSON) })
+		},
+	}
+	cmd.Flags().StringVar(&job, "job", "", "name of the job, if several jobs run on this host")
+	cmd.Flags().BoolVar(&asJSON, "json", false, "output in JSON: the devices of each rank")
+	return cmd
+}
+
+func printLedger(ctx context.Context, out io.Writer, job string, asJSON bool) error {
+	_, j, err := monitor.Find(ctx, job)
+	if err != nil {
+		return err
+	}
+	if asJSON {
+		enc := json.NewEncoder(out)
+		enc.SetIndent("", "  ")
+		return enc.Encode(j.Ranks)
+	}
+	return j.PrintMemory(out)
+}

@@ -1,0 +1,285 @@
+package fabric
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"sync/atomic"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A Norm is an all-reduce of rows with the RMS norm of the results, in one kernel. For each row:
+//
+//	Residual = round(sum of In over all ranks + Residual)
+//	Out      = round(Residual / sqrt(mean of Residual² + Eps) * Weight)
+//
+// The kernel computes in float32 and adds in rank order. The bits of a row do not depend on the
+// other rows, on their number or on the algorithm. All ranks must have the same Residual and
+// Weight.
+type Norm struct {
+	DType      memory.DType // of In, Residual and Weight
+	Rows, Cols int
+	// The addresses of Rows * Cols elements, and of Cols elements for Weight. Out may be In; no
+	// other operands overlap.
+	In, Residual, Weight, Out uint64
+	// Scale is the address of a float32, or 0. If it is not 0, Out has 8-bit floats
+	// (memory.Float8E4M3): the results divided by the scale, which saturate.
+	Scale     uint64
+	Eps       float32
+	Algorithm Algorithm // Auto, OneShot or TwoShotPackets
+}
+
+// normWord is the unit of the kernels: rows are whole words.
+const normWord = 8
+
+// Check returns an error unless kernels support the operands. It does not depend on the rank if
+// all ranks have the same shapes and alignments.
+func (x *Norm) Check() error {
+	if normFormatOf(x.DType) == nil {
+		return &device.UnsupportedError{Feature: "a fused norm", Need: "elements of float16, bfloat16 or float32", Have: x.DType.String()}
+	}
+	out := uint64(normWord)
+	if x.Scale != 0 {
+		out = uint64(normWord / x.DType.Size())
+	}
+	switch {
+	case x.Rows < 0 || x.Cols < 1:
+		return fmt.Errorf("%d rows of %d elements: want at least one element in a row", x.Rows, x.Cols)
+	case x.Cols*x.DType.Size()%normWord != 0:
+		return fmt.Errorf("rows of %d elements of %s: want a multiple of %d, because the kernel loads %d bytes at once", x.Cols, x.DType, normWord/x.DType.Size(), normWord)
+	case x.Rows > math.MaxInt32 || x.Cols > math.MaxInt32:
+		return fmt.Errorf("%d rows of %d elements: at most %d of both", x.Rows, x.Cols, math.MaxInt32)
+	case (x.In|x.Residual|x.Weight)%normWord != 0 || x.Out%out != 0:
+		return fmt.Errorf("an operand is not aligned: want addresses that are multiples of %d bytes", normWord)
+	case x.Eps < 0 || x.Eps != x.Eps:
+		return fmt.Errorf("eps is %g: want 0 or more", x.Eps)
+	case x.Algorithm != Auto && x.Algorithm != OneShot && x.Algorithm != TwoShotPackets:
+		return fmt.Errorf("the algorithm is %s: want %s, %s or %s", x.Algorithm, Auto, OneShot, TwoShotPackets)
+	}
+	return x.checkOverlap()
+}
+
+// checkOverlap returns an error if a result overlaps another operand. Only Out may be In.
+func (x *Norm) checkOverlap() error {
+	names := [...]string{"the input", "the weight", "the residual", "the output", "the scale"}
+	uses := x.uses()
+	for i, a := range uses {
+		for j, b := range uses[:i] {
+			apart := a.Ptr >= b.Ptr+cudadrv.DevicePtr(b.Bytes) || b.Ptr >= a.Ptr+cudadrv.DevicePtr(a.Bytes)
+			inPlace := j == 0 && i == 3 && a.Ptr == b.Ptr && a.Bytes == b.Bytes
+			if apart || inPlace || !a.Write && !b.Write {
+				continue
+			}
+			return fmt.Errorf("%s and %s overlap: want no memory in common, except that the output may be the input", names[j], names[i])
+		}
+	}
+	return nil
+}
+
+// words returns the number of words in a row.
+func (x *Norm) words() int { return x.Cols * x.DType.Size() / normWord }
+
+// algorithmOf returns the algorithm for x on r, and false if r does not have enough room.
+func (r *Rank) algorithmOf(x *Norm) (Algorithm, bool) {
+	words := x.words()
+	share := over(words, r.ranks)
+	one := x.Rows*words*packetBytes <= r.slot
+	two := x.Rows*share*packetBytes <= r.slot && x.Rows*words*packetBytes <= r.whole
+	switch {
+	case x.Algorithm == OneShot:
+		return OneShot, one
+	case x.Algorithm == TwoShotPackets:
+		return TwoShotPackets, two
+	case one && x.Rows*words*normWord <= spans[r.ranks][0]:
+		return OneShot, true
+	}
+	return TwoShotPackets, two
+}
+
+// TakesNorm reports whether EnqueueNorm supports x, the same on all ranks.
+func (r *Rank) TakesNorm(x *Norm) bool {
+	_, ok := r.algorithmOf(x)
+	return r.ranks > 1 && ok && x.Rows > 0 && x.Check() == nil
+}
+
+// EnqueueNorm enqueues x on s, a stream of the rank's device. TakesNorm must have returned true
+// for it.
+func (r *Rank) EnqueueNorm(s *stream.Stream, x *Norm) error {
+	const op = "all-reduce and norm"
+	if err := r.Err(); err != nil {
+		return err
+	}
+	if !r.TakesNorm(x) {
+		return r.errorf(op, "%d rows of %d elements of %s: there is no kernel for that", x.Rows, x.Cols, x.DType)
+	}
+	if err := r.enqueueNorm(s, x); err != nil {
+		return r.errorf(op, "%w", err)
+	}
+	return nil
+}
+
+func (r *Rank) enqueueNorm(s *stream.Stream, x *Norm) error {
+	a, _ := r.algorithmOf(x)
+	k, err := tools(r.dev, r.ranks).normer(r.dev, x.DType, normFn(a))
+	if err != nil {
+		return err
+	}
+	if err := gpu.StreamOf(s).Captured(r); err != nil {
+		return err
+	}
+	var args [inParam + normParams]kernel.Arg
+	copy(args[:], r.args[:])
+	args[signatureParam] = kernel.Scalar(x.signature(a))
+	x.put(args[inParam:])
+	if err := r.order.Begin(gpu.StreamOf(s)); err != nil {
+		return errors.Join(r.Err(), err)
+	}
+	defer r.order.End()
+	if err := r.Err(); err != nil {
+		return err
+	}
+	if err := k.Launch(s, r.normGrid(x), args[:]...); err != nil {
+		return err
+	}
+	gpu.StreamOf(s).Uses("kernel of an all-reduce and a norm", true, x.uses)
+	return nil
+}
+
+// AddNorm enqueues x on s without other ranks: In has the sums of all ranks.
+func AddNorm(s *stream.Stream, x *Norm) error {
+	if err := x.Check(); err != nil || x.Rows == 0 {
+		return err
+	}
+	k, err := tools(s.Device(), addNormRanks).normer(s.Device(), x.DType, addNormFn)
+	if err != nil {
+		return err
+	}
+	var args [normParams]kernel.Arg
+	x.put(args[:])
+	if err := k.Launch(s, x.grid(addNormBlocks), args[:]...); err != nil {
+		return err
+	}
+	gpu.StreamOf(s).Uses("kernel of a norm", false, x.uses)
+	return nil
+}
+
+const (
+	addNormRanks  = 2    // the number of ranks whose module has the kernel that AddNorm uses
+	addNormBlocks = 4096 // the maximum for AddNorm
+)
+
+// grid returns the grid: a block for each row, up to a maximum. The number of threads depends only
+// on the length of a row, because the order of additions depends on it.
+func (x *Norm) grid(blocks int) kernel.Grid {
+	threads := min(over(x.words(), warp)*warp, maxThreads)
+	return kernel.Grid{Blocks: [3]uint32{uint32(min(x.Rows, blocks)), 1, 1}, Threads: [3]uint32{uint32(threads), 1, 1}}
+}
+
+func (r *Rank) normGrid(x *Norm) kernel.Grid {
+	g := x.grid(r.blocks)
+	if r.forced.threads != 0 {
+		g.Blocks[0], g.Threads[0] = min(uint32(x.Rows), r.forced.blocks), r.forced.threads
+	}
+	return g
+}
+
+// signature is operation.signature for x.
+func (x *Norm) signature(a Algorithm) uint64 {
+	small := uint64(0)
+	if x.Scale != 0 {
+		small = 1
+	}
+	h := scramble(uint64(flight.NumKinds) | uint64(a)<<8 | uint64(x.DType)<<16 | small<<24 | uint64(math.Float32bits(x.Eps))<<32)
+	return scramble(scramble(h+uint64(x.Rows)) + uint64(x.Cols))
+}
+
+// The parameters of the operands, from the first of them.
+const (
+	normIn = iota
+	normResidual
+	normWeight
+	normOut
+	normScale
+	normRows
+	normWords
+	normEps
+	normParams
+)
+
+func normOperands() []kernel.Param {
+	return []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.U32, kernel.U32, kernel.F32}
+}
+
+// put makes the arguments of the operands.
+func (x *Norm) put(args []kernel.Arg) {
+	copy(args, []kernel.Arg{kernel.Address(x.In), kernel.Address(x.Residual), kernel.Address(x.Weight), kernel.Address(x.Out), kernel.Address(x.Scale),
+		kernel.Scalar(uint32(x.Rows)), kernel.Scalar(uint32(x.words())), kernel.Scalar(x.Eps)})
+}
+
+// uses lists the operands, for the sanitizer.
+func (x *Norm) uses() []cudadrv.Use {
+	all, row, out := uint64(x.Rows*x.Cols*x.DType.Size()), uint64(x.Cols*x.DType.Size()), x.DType.Size()
+	if x.Scale != 0 {
+		out = 1
+	}
+	list := []cudadrv.Use{
+		{Ptr: cudadrv.DevicePtr(x.In), Bytes: all}, {Ptr: cudadrv.DevicePtr(x.Weight), Bytes: row},
+		{Ptr: cudadrv.DevicePtr(x.Residual), Bytes: all, Write: true}, {Ptr: cudadrv.DevicePtr(x.Out), Bytes: uint64(x.Rows * x.Cols * out), Write: true},
+	}
+	if x.Scale != 0 {
+		list = append(list, cudadrv.Use{Ptr: cudadrv.DevicePtr(x.Scale), Bytes: 4})
+	}
+	return list
+}
+
+// A normFn identifies a kernel of norm.cu; the algorithms have their own numbers.
+type normFn int
+
+const (
+	addNormFn normFn = 0
+	norming          = normFn(TwoShotPackets) + 1
+)
+
+// normKernels are the kernels of norm.cu for one type.
+type normKernels = atomic.Pointer[[norming]*kernel.Kernel]
+
+// normer returns a kernel of norm.cu. The first call loads its module, which NVRTC compiles.
+func (t *toolbox) normer(dev *device.Device, dtype memory.DType, fn normFn) (*kernel.Kernel, error) {
+	f := normFormatOf(dtype)
+	at := &t.norm[f.index]
+	if ks := at.Load(); ks != nil {
+		return ks[fn], nil
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if ks := at.Load(); ks != nil {
+		return ks[fn], nil
+	}
+	linked := append(params()[:inParam:inParam], normOperands()...)
+	x := kernel.Source{Name: "norm.cu", CUDA: normSource, Options: t.exactly(macros(&formats[formatOf[dtype]], flight.Sum)), Kernels: []kernel.Def{
+		{Name: "add_norm", Params: normOperands(), Go: f.addNorm},
+		{Name: "all_reduce_norm_1", Params: linked, Go: f.oneShot},
+		{Name: "all_reduce_norm_2", Params: linked, Go: f.twoShot},
+	}}
+	kern.MakeResident(&x)
+	m, err := kernel.Compile(dev, &x)
+	if err != nil {
+		return nil, fmt.Errorf("fabric: the norm of %s: %w", dtype, err)
+	}
+	var ks [norming]*kernel.Kernel
+	for i, d := range x.Kernels {
+		if ks[i], err = m.Kernel(d.Name); err != nil {
+			return nil, err
+		}
+	}
+	at.Store(&ks)
+	return ks[fn], nil
+}

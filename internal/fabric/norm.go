@@ -16,10 +16,10 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Norm is an all-reduce of rows with the RMS norm of the results, in one kernel. For each row:
-//
-//	Residual = round(sum of In over all ranks + Residual)
-//	Out      = round(Residual / sqrt(mean of Residual² + Eps) * Weight)
+// A Norm is an all-reduce of rows with the RMS norm of the results, in one kernel. For each row it
+// computes:
+//   - Residual: the old Residual plus the sum of In over all ranks, rounded
+//   - Out: Residual · Weight / sqrt(the mean of Residual² + Eps), rounded
 //
 // The kernel computes in float32 and adds in rank order. The bits of a row do not depend on the
 // other rows, on their number or on the algorithm. All ranks must have the same Residual and

@@ -110,6 +110,19 @@ func (r *Rank) TakesNorm(x *Norm) bool {
 	return r.ranks > 1 && ok && x.Rows > 0 && x.Check() == nil
 }
 
+// LoadNorm loads the kernels of EnqueueNorm for a type, so that a failure comes before an operation is
+// enqueued.
+func (r *Rank) LoadNorm(t memory.DType) error {
+	_, err := tools(r.dev, r.ranks).normer(r.dev, t, addNormFn)
+	return err
+}
+
+// LoadAddNorm is LoadNorm for AddNorm.
+func LoadAddNorm(dev *device.Device, t memory.DType) error {
+	_, err := tools(dev, addNormRanks).normer(dev, t, addNormFn)
+	return err
+}
+
 // EnqueueNorm enqueues x on s, a stream of the rank's device. TakesNorm must have returned true
 // for it.
 func (r *Rank) EnqueueNorm(s *stream.Stream, x *Norm) error {

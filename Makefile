@@ -27,7 +27,7 @@ BESIDE = -p $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -parallel 8
 # their own. The race detector makes them several times slower.
 SERIAL = ./internal/archtest ./internal/memtrace ./internal/pickle ./gds/safetensors ./internal/bench ./internal/cublasapi \
 	./internal/cublasltapi ./internal/cudadrv ./internal/cudahost ./internal/cufileapi ./internal/element ./internal/minifloat \
-	./internal/nvrtcapi ./internal/ptx ./internal/ptxtest ./internal/race ./examples/ddp ./examples/elastic ./examples/gpt/... ./examples/sharded
+	./internal/nvrtcapi ./internal/ptx ./internal/ptxtest ./internal/race ./examples/ddp ./examples/elastic ./examples/gpt/... ./examples/serve ./examples/sharded
 
 # These packages have long tests that run in one goroutine (tsan.Serial): they run twice, with the
 # race detector without those tests, and without it.

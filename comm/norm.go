@@ -18,10 +18,9 @@ type NormConfig struct {
 }
 
 // AllReduceNorm enqueues the end of a tensor-parallel layer of a transformer. x has rows as long
-// as weight, one tensor for each local rank. For each row it enqueues
-//
-//	residual = residual + the sum of x over all ranks
-//	out      = residual / sqrt(mean of residual² + Eps) * weight
+// as weight, one tensor for each local rank. For each row it computes:
+//   - residual: the old residual plus the sum of x over all ranks
+//   - out: residual · weight / sqrt(the mean of residual² + Eps)
 //
 // The elements T are 16-bit or 32-bit floats, and out has the same type, or 8-bit floats
 // (memory.Float8E4M3Bits, which saturate) if cfg has a scale. The computation is in float32; the
@@ -30,10 +29,13 @@ type NormConfig struct {
 // slices begin at multiples of 8 bytes. Collective.
 //
 // With the strategies OwnKernels and Tuned one Chorus kernel does everything, if x has at most
-// about 2 MiB and the host has NVRTC. The bits of a row then do not depend on the other rows.
-// Otherwise an all-reduce of x in place runs before a kernel for the rest. The all-reduce rounds
-// its sums to T, so the bits may differ. Therefore deterministic groups (Config.Deterministic) always do
-// the latter. After the call, the contents of x are undefined unless out is x.
+// about 2 MiB. The bits of a row then do not depend on the other rows. Otherwise an all-reduce of
+// x in place runs before a kernel for the rest. The all-reduce rounds its sums to T, so the bits
+// may differ. Therefore deterministic groups (Config.Deterministic) never use the one kernel.
+// After the call, the contents of x are undefined unless out is x.
+//
+// On GPUs the kernels need NVRTC. Without it, the error matches errors.ErrUnsupported, and nothing
+// is enqueued.
 func AllReduceNorm[T, O memory.Element](g *Group, out Shards[O], residual, x, weight Shards[T], cfg *NormConfig) error {
 	norms, err := normsOf(g, out, residual, x, weight, orZero(cfg))
 	if err != nil {
@@ -105,8 +107,12 @@ func normsOf[T, O memory.Element](g *Group, out Shards[O], residual, x, weight S
 		if n == 0 {
 			continue
 		}
+		rank := g.members[i].comm.Rank()
 		if err := norms[i].Check(); err != nil {
-			return nil, asBadArgument(fmt.Errorf("comm: %s on rank %d: %w", op, g.members[i].comm.Rank(), err))
+			return nil, asBadArgument(fmt.Errorf("comm: %s on rank %d: %w", op, rank, err))
+		}
+		if err := fabric.LoadAddNorm(g.Device(i), norms[i].DType); err != nil {
+			return nil, fmt.Errorf("comm: %s on rank %d: %w", op, rank, err)
 		}
 	}
 	return norms, nil

@@ -14,7 +14,7 @@ import (
 // A DevCommConfig has the resources of a DevComm. They must be the same on all ranks.
 type DevCommConfig struct {
 	// Bytes is sizeof(ncclDevComm) in the headers that the kernels are compiled with. The
-	// headers must be those of the loaded NCCL, or of an older one that it supports.
+	// headers must have the version of the loaded NCCL, or an older one that it supports.
 	Bytes int
 	// Barriers is the number of barriers between all ranks, and LSABarriers the number of barriers
 	// between the ranks that access each other's memory by load and store: usually one for

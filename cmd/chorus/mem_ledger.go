@@ -10,11 +10,10 @@ import (
 	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
 )
 
-const ledgerLong = `Show what uses the device memory of each rank of a job that chorus run has started: buffers
-by pool, memory that graphs own, the free memory that the caching allocator keeps, the
-scratch memory of Chorus kernels, NCCL, and everything else. The values are those of
-memory.Ledger in the process of the rank, so they are complete only for memory that this
-process has allocated.
+const ledgerLong = `Show what uses the device memory of each rank of a job that chorus run has started. The uses
+are buffers, pools, graphs, the cache of the allocator, Chorus kernels, NCCL, and the rest.
+memory.Ledger computes the values in the process of the rank. Memory of other processes
+is in the rest.
 
 The command finds the job as chorus status does.`
 

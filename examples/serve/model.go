@@ -91,8 +91,8 @@ func (m *shard) keep(x []memory.BFloat16Bits, err *error) bfloats {
 	return y
 }
 
-// columns makes a column-parallel layer: several matrices of so many outputs, of each of which
-// the rank has a part.
+// columns makes a column-parallel layer of several matrices. The rank has a part of the outputs of
+// each matrix.
 func (m *shard) columns(rng *rand.Rand, matrices, out, in int, err *error) linear {
 	part, mine := out/m.ranks, []memory.BFloat16Bits(nil)
 	for range matrices {

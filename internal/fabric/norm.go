@@ -16,10 +16,10 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Norm is an all-reduce of rows with the RMS norm of the results, in one kernel. For each row:
-//
-//	Residual = round(sum of In over all ranks + Residual)
-//	Out      = round(Residual / sqrt(mean of Residual² + Eps) * Weight)
+// A Norm is an all-reduce of rows with the RMS norm of the results, in one kernel. For each row it
+// computes:
+//   - Residual: the old Residual plus the sum of In over all ranks, rounded
+//   - Out: Residual · Weight / sqrt(the mean of Residual² + Eps), rounded
 //
 // The kernel computes in float32 and adds in rank order. The bits of a row do not depend on the
 // other rows, on their number or on the algorithm. All ranks must have the same Residual and
@@ -108,6 +108,19 @@ func (r *Rank) algorithmOf(x *Norm) (Algorithm, bool) {
 func (r *Rank) TakesNorm(x *Norm) bool {
 	_, ok := r.algorithmOf(x)
 	return r.ranks > 1 && ok && x.Rows > 0 && x.Check() == nil
+}
+
+// LoadNorm loads the kernels of EnqueueNorm for a type, so that a failure comes before an operation is
+// enqueued.
+func (r *Rank) LoadNorm(t memory.DType) error {
+	_, err := tools(r.dev, r.ranks).normer(r.dev, t, addNormFn)
+	return err
+}
+
+// LoadAddNorm is LoadNorm for AddNorm.
+func LoadAddNorm(dev *device.Device, t memory.DType) error {
+	_, err := tools(dev, addNormRanks).normer(dev, t, addNormFn)
+	return err
 }
 
 // EnqueueNorm enqueues x on s, a stream of the rank's device. TakesNorm must have returned true

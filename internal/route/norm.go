@@ -12,11 +12,18 @@ func (b *Batch) EnqueueNorms(norms []fabric.Norm) (fused bool, err error) {
 	for i, r := range b.routers {
 		fused = fused && r.fuses(&norms[i])
 	}
+	defer func() { b.norms = nil }()
 	if !fused {
 		b.norms = nil
+		return false, b.Enqueue()
 	}
-	defer func() { b.norms = nil }()
-	return fused, b.Enqueue()
+	for i, r := range b.routers {
+		if err := r.kernels.LoadNorm(norms[i].DType); err != nil {
+			b.Reset()
+			return false, err
+		}
+	}
+	return true, b.Enqueue()
 }
 
 // fuses reports whether a Chorus kernel executes an all-reduce with its norm, the same on all

@@ -12,7 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cmd/chorus/internal/analyze"
+	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/poll"
 )

@@ -22,6 +22,7 @@ type Job struct {
 	nodes   map[string]*node
 	twice   [][2]*node // a rank that has files of two processes
 	entries int
+	live    bool // the dumps are answers of ranks that run
 }
 
 // A node is one rank of the job in all its groups.

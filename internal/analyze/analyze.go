@@ -75,7 +75,11 @@ func (j *Job) missing(r *Report) {
 	if len(list) == 0 || slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindMissing }) {
 		return
 	}
-	r.add(KindMissing, fmt.Sprintf("No file has the operations of %s. Either the process ended before it wrote one, or its files are missing here.", joined(list)), nil, 0, list)
+	text := "No file has the operations of %s. Either the process ended before it wrote one, or its files are missing here."
+	if j.live {
+		text = "No answer came from %s: the process has ended or hangs, or its host is not reachable."
+	}
+	r.add(KindMissing, fmt.Sprintf(text, joined(list)), nil, 0, list)
 }
 
 func joined(list []Rank) string {
@@ -165,7 +169,11 @@ func (j *Job) addSink(r *Report, w *wait) {
 	case w.op.peer >= 0:
 		return // the transfer is a finding already
 	case !w.to.seen:
-		r.add(KindMissing, fmt.Sprintf("No file has the operations of %s, and the other ranks wait in %s of %s%s. Its process has probably ended or hangs: look at its output and its host.",
+		text := "No file has the operations of %s"
+		if j.live {
+			text = "No answer came from %s"
+		}
+		r.add(KindMissing, fmt.Sprintf(text+", and the other ranks wait in %s of %s%s. Its process has probably ended or hangs: look at its output and its host.",
 			w.to.name, w.op.position(), w.group.name, place(w.op)), w.group, w.op.seq, []Rank{w.to.rank()})
 		return
 	}

@@ -2,6 +2,7 @@ package analyze
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 )
@@ -65,11 +66,19 @@ func (j *Job) unreadable(r *Report) {
 // missing reports the ranks without a file that no other finding has explained.
 func (j *Job) missing(r *Report) {
 	var list []Rank
+	ended := map[int]string{}
 	for _, g := range j.groups {
 		for _, n := range j.absent(g) {
-			if !slices.ContainsFunc(list, func(x Rank) bool { return x.Name == n.name }) && len(list) < mostNamed && !n.seen {
+			if text := j.endedText(n); text != "" && !n.seen {
+				ended[n.world] = text
+			} else if !slices.ContainsFunc(list, func(x Rank) bool { return x.Name == n.name }) && len(list) < mostNamed && !n.seen {
 				list = append(list, n.rank())
 			}
+		}
+	}
+	for _, rank := range slices.Sorted(maps.Keys(ended)) {
+		if !slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindMissing }) {
+			r.add(KindMissing, ended[rank]+".", nil, 0, []Rank{{Name: fmt.Sprint("rank ", rank), World: &rank}})
 		}
 	}
 	if len(list) == 0 || slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindMissing }) {
@@ -80,6 +89,15 @@ func (j *Job) missing(r *Report) {
 		text = "No answer came from %s: the process has ended or hangs, or its host is not reachable."
 	}
 	r.add(KindMissing, fmt.Sprintf(text, joined(list)), nil, 0, list)
+}
+
+// endedText describes a rank whose file has no groups: it had closed them before it wrote the file.
+func (j *Job) endedText(n *node) string {
+	who, ok := j.ended[n.world]
+	if !ok {
+		return ""
+	}
+	return fmt.Sprintf("%s (%s) ended before the other ranks: it had closed its groups when it wrote its file", upper(n.name), who)
 }
 
 func joined(list []Rank) string {
@@ -168,6 +186,10 @@ func (j *Job) addSink(r *Report, w *wait) {
 	switch {
 	case w.op.peer >= 0:
 		return // the transfer is a finding already
+	case !w.to.seen && j.endedText(w.to) != "":
+		r.add(KindMissing, fmt.Sprintf("%s, and they wait in %s of %s%s. Look at why its program ended.",
+			j.endedText(w.to), w.op.position(), w.group.name, place(w.op)), w.group, w.op.seq, []Rank{w.to.rank()})
+		return
 	case !w.to.seen:
 		text := "No file has the operations of %s"
 		if j.live {

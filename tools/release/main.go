@@ -48,17 +48,18 @@ func release(version, out string) error {
 	if err := os.MkdirAll(out, 0o755); err != nil {
 		return err
 	}
-	when, err := commitTime()
+	c, err := newCommit()
 	if err != nil {
 		return err
 	}
-	shared, err := sharedFiles(stage)
+	c.version = version
+	shared, err := sharedFiles(c, stage)
 	if err != nil {
 		return err
 	}
 	var made []string
 	for _, arch := range architectures {
-		names, err := releaseFor(version, arch, stage, out, shared, when)
+		names, err := releaseFor(c, arch, stage, out, shared)
 		if err != nil {
 			return fmt.Errorf("%s: %w", arch, err)
 		}
@@ -67,39 +68,54 @@ func release(version, out string) error {
 	return writeSums(out, made)
 }
 
-// commitTime returns the time of the commit, which all files of the archives get.
-func commitTime() (time.Time, error) {
-	text, err := output("git", "log", "-1", "--format=%ct")
+// A commit is what is released.
+type commit struct {
+	version, hash string
+	when          time.Time // which all files of the archives get
+}
+
+// newCommit describes the current commit. Changes that are not committed are an error.
+func newCommit() (*commit, error) {
+	changes, err := output("git", "status", "--porcelain")
 	if err != nil {
-		return time.Time{}, err
+		return nil, err
 	}
-	seconds, err := strconv.ParseInt(strings.TrimSpace(text), 10, 64)
-	return time.Unix(seconds, 0).UTC(), err
+	if changes != "" {
+		return nil, fmt.Errorf("files have changes that are not committed:\n%s", changes)
+	}
+	text, err := output("git", "log", "-1", "--format=%H %ct")
+	if err != nil {
+		return nil, err
+	}
+	hash, at, _ := strings.Cut(strings.TrimSpace(text), " ")
+	seconds, err := strconv.ParseInt(at, 10, 64)
+	return &commit{hash: hash, when: time.Unix(seconds, 0).UTC()}, err
 }
 
 // releaseFor makes the archive and the SBOM of an architecture.
-func releaseFor(version, arch, stage, out string, shared []entry, when time.Time) ([]string, error) {
+func releaseFor(c *commit, arch, stage, out string, shared []entry) ([]string, error) {
 	binary := filepath.Join(stage, "chorus-"+arch)
-	if err := build(binary, arch); err != nil {
+	if err := c.build(binary, arch); err != nil {
 		return nil, err
 	}
-	name := fmt.Sprintf("chorus_%s_linux_%s", version, arch)
+	name := fmt.Sprintf("chorus_%s_linux_%s", c.version, arch)
 	list := append(slices.Clone(shared), entry{"chorus", binary, 0o755})
-	if err := writeArchive(filepath.Join(out, name+".tar.gz"), name, list, when); err != nil {
+	if err := writeArchive(filepath.Join(out, name+".tar.gz"), name, list, c.when); err != nil {
 		return nil, err
 	}
-	if err := writeSBOM(filepath.Join(out, name+".cdx.json"), binary, version, when); err != nil {
+	if err := writeSBOM(filepath.Join(out, name+".cdx.json"), binary, c.version, c.when); err != nil {
 		return nil, err
 	}
 	return []string{name + ".tar.gz", name + ".cdx.json"}, nil
 }
 
-func build(binary, arch string) error {
-	return run([]string{"CGO_ENABLED=0", "GOOS=linux", "GOARCH=" + arch}, "go", "build", "-trimpath", "-ldflags=-s -w", "-o", binary, "./cmd/chorus")
+func (c *commit) build(binary, arch string) error {
+	flags := "-ldflags=-s -w -X main.released=" + c.version + " -X main.commit=" + c.hash
+	return run([]string{"CGO_ENABLED=0", "GOOS=linux", "GOARCH=" + arch}, "go", "build", "-trimpath", flags, "-o", binary, "./cmd/chorus")
 }
 
 // sharedFiles makes the files that all archives have: documents, manual pages and completions.
-func sharedFiles(stage string) ([]entry, error) {
+func sharedFiles(c *commit, stage string) ([]entry, error) {
 	list := []entry{{"LICENSE", "LICENSE", 0o644}, {"README.md", "README.md", 0o644}, {"CHANGELOG.md", "CHANGELOG.md", 0o644}}
 	man := filepath.Join(stage, "man")
 	if err := os.Mkdir(man, 0o755); err != nil {
@@ -116,7 +132,7 @@ func sharedFiles(stage string) ([]entry, error) {
 		list = append(list, entry{"man/man1/" + p.Name(), filepath.Join(man, p.Name()), 0o644})
 	}
 	here := filepath.Join(stage, "chorus-here")
-	if err := build(here, runtime.GOARCH); err != nil {
+	if err := c.build(here, runtime.GOARCH); err != nil {
 		return nil, err
 	}
 	for _, shell := range []string{"bash", "zsh", "fish"} {

@@ -68,7 +68,7 @@ func release(version, out string) error {
 	return writeSums(out, made)
 }
 
-// A commit is what is released.
+// A commit is the source of a release.
 type commit struct {
 	version, hash string
 	when          time.Time // which all files of the archives get

@@ -8,7 +8,7 @@ STATICCHECK = $(GO) tool -modfile=tools/go.mod staticcheck
 export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 RACE = $(if $(shell command -v $${CC:-cc}),-race)
 
-.PHONY: help build demo test soak deploy check lint cross generate ptx bench fuzz gpu-bins clean
+.PHONY: help build demo test soak deploy check lint cross generate ptx bench fuzz gpu-bins release clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -79,7 +79,7 @@ cross: ## build without cgo and for arm64, and test the portable variants
 	$(if $(shell command -v qemu-aarch64),CGO_ENABLED=0 GOARCH=arm64 $(GO) test -exec qemu-aarch64 $(NO_C_LIBRARY))
 
 # The tests of these packages need no C library and start no programs, so an emulator runs them.
-NO_C_LIBRARY = ./cmd/chorus/internal/analyze ./cmd/chorus/internal/memplot ./internal/dims \
+NO_C_LIBRARY = ./internal/analyze ./internal/timeline ./cmd/chorus/internal/memplot ./internal/dims \
 	./internal/env ./internal/goroutine ./internal/handle ./internal/kept ./internal/minifloat \
 	./internal/plain ./internal/poll ./internal/ptx ./internal/safefile ./internal/spinpool ./internal/torchfile
 
@@ -100,5 +100,10 @@ gpu-bins: ## pack the tests, examples and command for a GPU host without Go (PKG
 	$(GO) build -C tools -o ../bin/gpubins ./gpubins
 	bin/gpubins -o .gpu $(PKGS)
 
+release: ## make the archives, digests and SBOMs of a release in dist/ (VERSION=v0.1.0)
+	$(GO) -C tools vet ./release && $(GO) -C tools test ./release
+	$(GO) build -C tools -o ../bin/release ./release
+	bin/release -version "$(VERSION)"
+
 clean: ## remove build outputs
-	rm -rf bin .gpu
+	rm -rf bin dist .gpu

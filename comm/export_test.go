@@ -1,7 +1,9 @@
 package comm
 
 import (
+	"context"
 	"testing"
+	"time"
 
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/route"
@@ -75,3 +77,16 @@ func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
 	plan, err := g.plan(cfg.plan())
 	return choicesOf(plan), err
 }
+
+// Analyzed adds the verdict of the flight recorders to an error, as after a timeout. It waits at most
+// limit for the answers.
+func Analyzed(ctx context.Context, g *Group, limit time.Duration, err error) error {
+	c := g.members[0].comm
+	g.reporter.askForDumps(ctx, c)
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	return g.reporter.analyzed(ctx, c, err)
+}
+
+// Analyst reports whether a rank compares the dumps of all ranks.
+var Analyst = analyst

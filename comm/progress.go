@@ -122,6 +122,7 @@ type reporter struct {
 
 	diagnosing sync.Mutex // held while diagnose runs
 	diagnosis  error      // the result of diagnose, or nil
+	dumps      dumps
 }
 
 // result returns the result of diagnose and waits for a call in progress. It runs first
@@ -160,6 +161,7 @@ func (w *reporter) start(c *nccl.Communicator, fail func(error) error) {
 		w.nan = make(chan error, 1)
 		go w.awaitNaN(ctx, c, fail)
 	}
+	go w.awaitDump(ctx, c)
 	go func() {
 		tick := time.NewTicker(reportInterval)
 		defer tick.Stop()
@@ -270,6 +272,9 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	defer cancel()
 	mine := reportOf(c)
 	_ = w.write(ctx, c.Rank(), mine) // the other ranks look for it
+	if late {
+		w.askForDumps(ctx, c)
+	}
 	// Wait until every rank has reported its latest operation.
 	wait := time.NewTimer(2 * reportInterval)
 	defer wait.Stop()
@@ -278,7 +283,9 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	case <-w.r.Context().Done(): // another rank has finished its search and ended
 	}
 	if late {
-		w.diagnosis = w.culpritError(culprits(t.Operation, mine, w.readAll(c)), err)
+		ctx, cancel := context.WithTimeout(context.Background(), readReportsTime)
+		defer cancel()
+		w.diagnosis = w.analyzed(ctx, c, w.culpritError(culprits(t.Operation, mine, w.readAll(c)), err))
 		return w.diagnosis
 	}
 	list := mismatched(nccl.Operation{Name: refused.Op, Collective: mine.Collectives}, mine, w.readAll(c))

@@ -1,8 +1,12 @@
 package nccl
 
 import (
+	"bytes"
+	"slices"
+
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/stream"
 )
@@ -16,6 +20,14 @@ type inside struct{ c *Communicator }
 func (x inside) AddBackend(abort func()) { x.c.addBackend(abort) }
 
 func (x inside) Services(n int) (first uint64, list []ranks.Service) { return x.c.rec.Services(n) }
+
+func (x inside) Dump(n int) ([]byte, error) {
+	list := slices.DeleteFunc(liveMembers(), func(m *member) bool { return m.Device != x.c.rec.Device })
+	poll.Within(observeTime, func() error { observe(list); return nil })
+	var b bytes.Buffer
+	err := flight.DumpLast(&b, recorders(list), n)
+	return b.Bytes(), err
+}
 
 func (x inside) SetWorld(ranks []int, size int) { x.c.rec.SetWorld(ranks, size) }
 

@@ -36,13 +36,18 @@ func observeAll() {
 	}
 	poll.Within(observeTime, func() error {
 		defer observing.Store(false)
-		for _, m := range liveMembers() {
-			if c := m.comm.Value(); c != nil && c.failed.Load() == nil && !c.isClosed() && m.Pending() {
-				_, _, _ = c.watch.Observe() // the watchdog reports errors
-			}
-		}
+		observe(liveMembers())
 		return nil
 	})
+}
+
+// observe records the completions of communicators.
+func observe(list []*member) {
+	for _, m := range list {
+		if c := m.comm.Value(); c != nil && c.failed.Load() == nil && !c.isClosed() && m.Pending() {
+			_, _, _ = c.watch.Observe() // the watchdog reports errors
+		}
+	}
 }
 
 func groupOf(r *flight.Recorder) status.Group {

@@ -5,7 +5,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/gochorus/chorus/cmd/chorus/internal/analyze"
+	"github.com/gochorus/chorus/internal/analyze"
 )
 
 const analyzeLong = `Find the rank or the hardware that made a job hang, from the flight recorders of all ranks.

@@ -12,8 +12,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cmd/chorus/internal/analyze"
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/poll"
 )
 
@@ -120,7 +120,7 @@ func TestAnalyze(t *testing.T) {
 }
 
 func TestAnalyzeCommand(t *testing.T) {
-	const torch = "internal/analyze/testdata/torch"
+	const torch = "../../internal/analyze/testdata/torch"
 	out, errs, code := chorusCommand(t, nil, "analyze", torch)
 	require.Equal(t, 1, code, errs)
 	require.Regexp(t, `^Rank 1 has not issued collective 3`, out)

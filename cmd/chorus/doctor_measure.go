@@ -13,7 +13,7 @@ import (
 // notMeasured returns measurements that have a reason for their absence.
 func notMeasured(reason string) *doctor.Measured {
 	none := doctor.Speed{Missing: reason}
-	return &doctor.Measured{Peers: none, Pairs: none, AllReduce: none}
+	return &doctor.Measured{Peers: none, Pairs: none, AllReduce: none, Pinned: none}
 }
 
 // measured measures the GPUs of all processes together. All processes call it.
@@ -23,7 +23,7 @@ func (m *member) measured(ctx context.Context) *doctor.Measured {
 	}
 	if m.Size() == 1 && len(m.devs) == 1 {
 		all := notMeasured("one GPU: the check needs two")
-		all.Copies = m.copies(ctx)
+		all.Copies, all.Pinned = m.copies(ctx), m.pinned()
 		return all
 	}
 	g, err := m.group(ctx, nil)
@@ -31,7 +31,7 @@ func (m *member) measured(ctx context.Context) *doctor.Measured {
 		return notMeasured(err.Error())
 	}
 	defer g.Close()
-	all := &doctor.Measured{Peers: m.peers()}
+	all := &doctor.Measured{Peers: m.peers(), Pinned: m.pinned()}
 	if all.Copies, err = m.copiesInTurn(ctx, g); err != nil {
 		return notMeasured(err.Error())
 	}

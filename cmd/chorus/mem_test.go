@@ -155,8 +155,9 @@ func TestReplayErrors(t *testing.T) {
 	code, stderr := command(t, "mem", "play")
 	require.Equal(t, launch.ExitUsage, code)
 	require.Contains(t, stderr, `unknown command "play"; see chorus mem --help`)
-	code, _ = command(t, "mem")
-	require.Zero(t, code)
+	code, stderr = command(t, "mem")
+	require.Equal(t, launch.ExitUsage, code)
+	require.Contains(t, stderr, "no command given: want replay; see chorus mem --help")
 }
 
 // command runs the command in a process of its own, as options are the process's.

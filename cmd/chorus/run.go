@@ -99,7 +99,8 @@ func newRunCommand() *cobra.Command {
 			}
 			exits := &monitor.Exits{}
 			cfg.Exited = exits.Add
-			if cfg.Joined, err = monitored(cmd.Context(), orEnv(f.metrics, env.Metrics), exits); err != nil {
+			source := monitor.NewSource(cfg.Cluster.Job, cfg.Cluster.MinNodes)
+			if cfg.Joined, err = monitored(cmd.Context(), orEnv(f.metrics, env.Metrics), source, exits); err != nil {
 				return err
 			}
 			return start(cmd, cfg)

@@ -11,10 +11,10 @@ import (
 	"github.com/gochorus/chorus/internal/plain"
 )
 
-// monitored returns a function that serves the state of a job: to chorus status always, and as
-// metrics and a page at addr unless it is empty. The address is opened at once, so that a mistake
-// does not wait for other hosts.
-func monitored(ctx context.Context, addr string, exits *monitor.Exits) (func(*cluster.Agent) func(), error) {
+// monitored serves the state of a job: to chorus status always, and as metrics and a page at addr
+// unless it is empty. It does so at once, so that chorus status finds a job whose hosts join. The
+// result is called when all hosts have joined.
+func monitored(ctx context.Context, addr string, source *monitor.Source, exits *monitor.Exits) (func(*cluster.Agent) func(), error) {
 	var metrics net.Listener
 	if addr != "" {
 		ln, public, err := monitor.Listen(ctx, addr)
@@ -27,16 +27,17 @@ func monitored(ctx context.Context, addr string, exits *monitor.Exits) (func(*cl
 			say("warning: everyone who reaches %s can read the names of hosts and groups, and the progress and memory of the job", ln.Addr())
 		}
 	}
+	s := monitor.NewServer(source, monitor.Labels{Version: version(), Exits: exits})
+	if local, err := monitor.ListenLocal(); err != nil {
+		say("chorus status will not find this job: %v", err)
+	} else {
+		s.Serve(local, nil)
+	}
+	if metrics != nil {
+		s.Serve(metrics, monitor.TrustedHosts(addr))
+	}
 	return func(a *cluster.Agent) func() {
-		s := monitor.NewServer(monitor.NewSource(a), monitor.Labels{Version: version(), Host: a.Host(), Exits: exits})
-		if local, err := monitor.ListenLocal(); err != nil {
-			say("chorus status will not find this job: %v", err)
-		} else {
-			s.Serve(local, nil)
-		}
-		if metrics != nil {
-			s.Serve(metrics, monitor.TrustedHosts(addr))
-		}
+		source.Join(a)
 		return func() { _ = s.Close() } // the process ends
 	}, nil
 }

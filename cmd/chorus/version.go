@@ -10,6 +10,10 @@ import (
 	"github.com/spf13/cobra"
 )
 
+// released and commit are the version and the commit of a release. The release program sets them
+// by -ldflags=-X, because the go command records neither in a checkout without tags.
+var released, commit string
+
 func newVersionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "version",
@@ -29,6 +33,9 @@ func version() string {
 }
 
 func versionOf(info *debug.BuildInfo) string {
+	if released != "" {
+		return released
+	}
 	if info == nil || info.Main.Version == "" {
 		return "(devel)"
 	}
@@ -45,11 +52,14 @@ func printVersion(w io.Writer, info *debug.BuildInfo) error {
 			settings[s.Key] = s.Value
 		}
 	}
-	if commit := settings["vcs.revision"]; commit != "" {
+	switch hash := settings["vcs.revision"]; {
+	case hash != "":
 		if settings["vcs.modified"] == "true" {
-			commit += ", with changes"
+			hash += ", with changes"
 		}
-		lines = append(lines, "commit     "+commit, "committed  "+settings["vcs.time"])
+		lines = append(lines, "commit     "+hash, "committed  "+settings["vcs.time"])
+	case commit != "":
+		lines = append(lines, "commit     "+commit)
 	}
 	lines = append(lines, "go         "+runtime.Version(), "platform   "+runtime.GOOS+"/"+runtime.GOARCH)
 	for _, key := range []string{"CGO_ENABLED", "-tags", "-ldflags", "-trimpath", "-race"} {

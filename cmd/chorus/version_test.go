@@ -20,6 +20,11 @@ func TestVersion(t *testing.T) {
 	b.Reset()
 	require.NoError(t, printVersion(&b, nil))
 	require.Contains(t, b.String(), "chorus (devel)\ngo ")
+	released, commit = "v9", "def"
+	defer func() { released, commit = "", "" }()
+	b.Reset()
+	require.NoError(t, printVersion(&b, nil))
+	require.Contains(t, b.String(), "chorus v9\ncommit     def\ngo ")
 	out, errs, code := chorusCommand(t, nil, "version")
 	require.Zero(t, code, errs)
 	require.Contains(t, out, runtime.Version())

@@ -60,7 +60,7 @@ func (d *desktop) testWrongGuides(t *testing.T) {
 		"output":               program + "```text\n…\n4\n```\n",
 		"the command failed":   "```sh\nfalse\ntrue\n```\n",
 		"not found":            "```sh\nchorsu version\n```\n",
-		"only prints its help": "```sh\nchorus mem\n```\n",
+		"only prints its help": "```sh\nchorus help mem\n```\n",
 		"--procs":              "Use `chorus run --procs 4`.",
 		"no command":           "Use `chorus halt`.",
 		"does not exist":       "See [this](missing.md).",

@@ -22,7 +22,7 @@ const module = "github.com/gochorus/chorus"
 // a pattern.
 var layers = [][]string{
 	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testport", "cmd/chorus/internal/memplot", "internal/pickle", "internal/spinpool"},
-	{"internal/torchfile", "cmd/chorus/internal/analyze", "internal/timeline"},
+	{"internal/torchfile", "internal/analyze", "internal/timeline"},
 	{"memory/internal/alloc", "internal/cudahost"},
 	{"internal/status"},
 	{"internal/dl", "cluster"},

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"strconv"
 	"strings"
 
@@ -77,13 +78,16 @@ var torchTypes = [...]string{
 }
 
 // Dump writes recorders as JSON with the field names of PyTorch's flight recorder.
-func Dump(w io.Writer, recorders []*Recorder) error {
+func Dump(w io.Writer, recorders []*Recorder) error { return DumpLast(w, recorders, math.MaxInt) }
+
+// DumpLast is Dump with at most n operations of each recorder.
+func DumpLast(w io.Writer, recorders []*Recorder, n int) error {
 	if w == nil {
 		return errors.New("nccl: dump trace: nothing to write to given")
 	}
 	d := dump{Version: traceVersion, Chorus: newSource(), Config: map[string]groupConfig{}, Status: map[string]groupStatus{}, Entries: []dumpedEntry{}}
 	for _, r := range recorders {
-		d.add(r)
+		d.add(r, n)
 	}
 	if err := json.NewEncoder(w).Encode(&d); err != nil {
 		return fmt.Errorf("nccl: dump trace: %w", err)
@@ -91,7 +95,7 @@ func Dump(w io.Writer, recorders []*Recorder) error {
 	return nil
 }
 
-func (d *dump) add(r *Recorder) {
+func (d *dump) add(r *Recorder, most int) {
 	id := strconv.FormatInt(r.Number, 10)
 	d.Library = r.Library
 	d.Chorus.add(r)
@@ -104,7 +108,8 @@ func (d *dump) add(r *Recorder) {
 		return strconv.FormatUint(e.Collective, 10)
 	}
 	d.Status[id] = groupStatus{Enqueued: number(issued), Started: number(completed), Completed: number(completed)}
-	for _, o := range r.Trace() {
+	list := r.Trace()
+	for _, o := range list[max(0, len(list)-most):] {
 		d.Entries = append(d.Entries, r.dumped(o))
 	}
 }

@@ -14,7 +14,7 @@ import (
 func TestHealthyHost(t *testing.T) {
 	w := healthy()
 	fast := Speed{OK: true, Reason: "fast"}
-	w.Measured = &Measured{[]Copy{{Product: "NVIDIA H200", ToGPU: 55, FromGPU: 55}}, fast, fast, fast}
+	w.Measured = &Measured{[]Copy{{Product: "NVIDIA H200", ToGPU: 55, FromGPU: 55}}, fast, fast, fast, fast}
 	for _, r := range Run(t.Context(), w.Host, Checks) {
 		require.Equal(t, Pass, r.Verdict, "%+v", r)
 		require.Equal(t, "node1", r.Host)

@@ -44,6 +44,7 @@ func TestCompare(t *testing.T) {
 		{ncclVersions, func(w *world) { w.NCCL = func() (*Library, error) { return &Library{"", "2.28.9"}, nil } }, Fail, "host c: 2.28.9; hosts a, b: 2.28.3"},
 		{powerCaps, func(w *world) { w.gpus[0].limit = 500000 }, Warn, "host c: 500 W, 700 W; hosts a, b: 700 W"},
 		{mtus, func(w *world) { w.nics[2].MTU = 1500 }, Fail, "host c: MTU 1500; hosts a, b: MTU 9000"},
+		{subnets, func(w *world) { w.nics[2].Addrs = prefixes("10.9.0.7/24") }, Warn, "host c: network 10.9.0.0/24; hosts a, b: network 10.0.0.0/24"},
 		{seedNames, func(w *world) { w.Env["CHORUS_SEEDS"] = "node1" }, Fail, "host c: node1 is [10.0.0.7]; hosts a, b: no names of seeds"},
 		{protocols, func(w *world) { w.Env["NCCL_PROTO"] = "Simple" }, Fail, "host c: NCCL_PROTO=Simple; hosts a, b: none is set"},
 		{otherVariables, func(w *world) { w.put("etc/nccl.conf", "NCCL_NTHREADS=64\nNCCL_SOCKET_IFNAME=ens") }, Warn, "host c: NCCL_NTHREADS=64; hosts a, b: none is set"},
@@ -59,7 +60,7 @@ func TestCompare(t *testing.T) {
 // A value that a host could not read is unknown, with the host and the reason.
 func TestCompareUnread(t *testing.T) {
 	for c, reason := range map[*Check]string{gpuCount: "this host has no NVIDIA GPU", gpuProducts: "this host has no NVIDIA GPU", powerCaps: "this host has no NVIDIA GPU",
-		driverVersions: "this host has no NVIDIA GPU", ncclVersions: "this host has no NVIDIA GPU", mtus: "no netlink", seedNames: "no such host", protocols: "not a regular file", otherVariables: "not a regular file"} {
+		driverVersions: "this host has no NVIDIA GPU", ncclVersions: "this host has no NVIDIA GPU", mtus: "no netlink", subnets: "no netlink", seedNames: "no such host", protocols: "not a regular file", otherVariables: "not a regular file"} {
 		r := compared(t, c, func(w *world) {
 			w.withoutGPU()
 			w.Interfaces = func() ([]Interface, error) { return nil, errors.New("no netlink") }

@@ -25,6 +25,7 @@ type Host struct {
 	Ranks int               // processes on this host; 0: one for each GPU
 
 	SpaceOf     func(path string) (*Space, error)
+	WriteSpeed  func(ctx context.Context, dir string) (bytesPerSecond float64, err error)
 	OpenDevice  func(path string) error
 	KernelLog   func() ([]KernelLine, error)
 	ClockStatus func() (synchronized bool, err error)
@@ -82,6 +83,7 @@ type GPU struct {
 type Measured struct {
 	Copies                  []Copy
 	Peers, Pairs, AllReduce Speed
+	Pinned                  Speed
 }
 
 // A Speed is the verdict of a benchmark, or the reason for its absence.

@@ -165,6 +165,7 @@ func healthy() *world {
 	w.Host = &Host{
 		Name: "node1", Local: "node1", Root: w.files, Env: map[string]string{"PWD": "/home/user", "HOME": "/home/user"},
 		SpaceOf:     func(string) (*Space, error) { return &w.space, nil },
+		WriteSpeed:  func(context.Context, string) (float64, error) { return 2.3e9, nil },
 		OpenDevice:  func(string) error { return nil },
 		KernelLog:   func() ([]KernelLine, error) { return w.log, nil },
 		ClockStatus: func() (bool, error) { return true, nil },

@@ -8,8 +8,8 @@ import (
 
 // The checks of benchmarks have the verdict of the benchmark, and are unknown without one.
 func TestMeasured(t *testing.T) {
-	all := func(s Speed) *Measured { return &Measured{nil, s, s, s} }
-	for _, c := range []*Check{peerData, pairs, allReduce} {
+	all := func(s Speed) *Measured { return &Measured{nil, s, s, s, s} }
+	for _, c := range []*Check{peerData, pairs, allReduce, pinned} {
 		for _, x := range []struct {
 			m    *Measured
 			want Verdict

@@ -8,6 +8,6 @@ var Checks = []*Check{
 	shm, memlock, openFiles, processes, stack, cgroupMemory, cgroupCPU, hugePages,
 	numa, iommu, clockSync, variables,
 	ifname, hostname, rdmaPort, gdr, gds,
-	gpuCount, gpuProducts, driverVersions, ncclVersions, powerCaps, mtus, seedNames, protocols, otherVariables, clockSkew, ports,
-	hostCopies, peerData, pairs, allReduce,
+	gpuCount, gpuProducts, driverVersions, ncclVersions, powerCaps, mtus, subnets, seedNames, protocols, otherVariables, clockSkew, ports,
+	pinned, disk, hostCopies, peerData, pairs, allReduce,
 }

@@ -32,7 +32,7 @@ func NewHost() (*Host, error) {
 	}
 	return &Host{
 		Name: name, Local: name, Root: rootFS{os.DirFS("/")}, Env: env, Interval: time.Second,
-		SpaceOf: spaceOf, OpenDevice: openDevice, KernelLog: kernelLog, ClockStatus: clockStatus,
+		SpaceOf: spaceOf, WriteSpeed: writeSpeed, OpenDevice: openDevice, KernelLog: kernelLog, ClockStatus: clockStatus,
 		Interfaces: func() ([]Interface, error) {
 			list, err := net.Interfaces()
 			if err != nil {

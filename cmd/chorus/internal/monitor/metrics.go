@@ -15,7 +15,6 @@ import (
 // Labels describe the server that exports metrics.
 type Labels struct {
 	Version string // of chorus
-	Host    string // whose ranks have metrics
 	Exits   *Exits // of the host's processes; may be nil
 }
 
@@ -71,10 +70,10 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		s.send(ranksDesc, float64(n), state)
 	}
 	for reason, n := range c.labels.Exits.counts() {
-		s.send(exitsDesc, float64(n), c.labels.Host, reason)
+		s.send(exitsDesc, float64(n), c.source.Host(), reason)
 	}
 	for i := range j.Ranks {
-		if r := &j.Ranks[i]; r.Host == c.labels.Host {
+		if r := &j.Ranks[i]; r.Host == c.source.Host() {
 			s.rank(r)
 		}
 	}

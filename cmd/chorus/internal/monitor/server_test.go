@@ -36,7 +36,7 @@ func serve(t *testing.T, ask func(context.Context) (*cluster.Status, error)) (ur
 	exits.Add("ok")
 	exits.Add("code")
 	exits.Add("ok")
-	s := NewServer(&Source{ask: ask}, Labels{Version: "v1", Host: "n2", Exits: exits})
+	s := NewServer(&Source{ask: ask, host: "n2"}, Labels{Version: "v1", Exits: exits})
 	s.Serve(ln, TrustedHosts("127.0.0.1:0"))
 	t.Cleanup(func() { require.NoError(t, s.Close()) })
 	return "http://" + ln.Addr().String()
@@ -82,6 +82,20 @@ func value(t *testing.T, families map[string]*dto.MetricFamily, name string, lab
 	}
 	require.Len(t, found, 1, "%s %v", name, labels)
 	return found[0]
+}
+
+// TestJoiningJob asks a job that waits for its hosts.
+func TestJoiningJob(t *testing.T) {
+	s := NewSource("mnist", 4)
+	j, err := s.Job(t.Context())
+	require.NoError(t, err)
+	var b strings.Builder
+	require.NoError(t, j.Print(&b, 0))
+	require.Regexp(t, `^job mnist .*0 ranks on 0 hosts.*\nthe job waits since [0-9.]+ s for its hosts: it needs 4 to start\n`, b.String())
+	s.ask = func(context.Context) (*cluster.Status, error) { return exampleStatus(t), nil }
+	j, err = s.Job(t.Context())
+	require.NoError(t, err)
+	require.Len(t, j.Ranks, 4, "the hosts have joined")
 }
 
 func TestMetrics(t *testing.T) {

@@ -291,6 +291,22 @@ func TestAnalyzeRecorderOff(t *testing.T) {
 	require.Contains(t, r.Findings[1].Text, "The operations of rank 1 (PID 101 on n1) in world are not known")
 }
 
+// TestRankThatEndedBefore has a rank that had closed its group when it wrote its file: the others wait
+// for it, or have completed everything.
+func TestRankThatEndedBefore(t *testing.T) {
+	for _, done := range []bool{false, true} {
+		dir := t.TempDir()
+		writeRank(t, dir, 0, 0, []string{"world"}, []op{sum(done)})
+		writeRank(t, dir, 1, 0, nil, nil)
+		writeRank(t, dir, 2, 0, []string{"world"}, []op{sum(done)})
+		r := analyze(t, dir)
+		require.Equal(t, KindMissing, r.Kind)
+		require.Equal(t, []int{1}, culprits(r))
+		require.Contains(t, r.Verdict, "Rank 1 (PID 101 on n1) ended before the other ranks: it had closed its groups when it wrote its file")
+		require.Equal(t, !done, strings.Contains(r.Verdict, "they wait in collective 1"))
+	}
+}
+
 // The dumps of testdata/torch were written by hand after the fields of PyTorch 2.11.
 func TestAnalyzeTorch(t *testing.T) {
 	r := analyze(t, "testdata/torch")

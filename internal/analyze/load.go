@@ -3,6 +3,7 @@ package analyze
 import (
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -45,6 +46,22 @@ func Load(paths []string) (*Job, error) {
 		j.files = append(j.files, f)
 	}
 	return j, nil
+}
+
+// Live returns a job without files, for the dumps of ranks that run.
+func Live() *Job {
+	j := newJob()
+	j.live = true
+	return j
+}
+
+// Add adds the dump of a rank that runs.
+func (j *Job) Add(r io.Reader) error {
+	d, err := decode(r)
+	if err == nil {
+		err = j.add(d)
+	}
+	return err
 }
 
 func loadFile(name string) (*dump, error) {

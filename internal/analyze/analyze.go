@@ -2,6 +2,7 @@ package analyze
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 )
@@ -65,17 +66,38 @@ func (j *Job) unreadable(r *Report) {
 // missing reports the ranks without a file that no other finding has explained.
 func (j *Job) missing(r *Report) {
 	var list []Rank
+	ended := map[int]string{}
 	for _, g := range j.groups {
 		for _, n := range j.absent(g) {
-			if !slices.ContainsFunc(list, func(x Rank) bool { return x.Name == n.name }) && len(list) < mostNamed && !n.seen {
+			if text := j.endedText(n); text != "" && !n.seen {
+				ended[n.world] = text
+			} else if !slices.ContainsFunc(list, func(x Rank) bool { return x.Name == n.name }) && len(list) < mostNamed && !n.seen {
 				list = append(list, n.rank())
 			}
+		}
+	}
+	for _, rank := range slices.Sorted(maps.Keys(ended)) {
+		if !slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindMissing }) {
+			r.add(KindMissing, ended[rank]+".", nil, 0, []Rank{{Name: fmt.Sprint("rank ", rank), World: &rank}})
 		}
 	}
 	if len(list) == 0 || slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindMissing }) {
 		return
 	}
-	r.add(KindMissing, fmt.Sprintf("No file has the operations of %s. Either the process ended before it wrote one, or its files are missing here.", joined(list)), nil, 0, list)
+	text := "No file has the operations of %s. Either the process ended before it wrote one, or its files are missing here."
+	if j.live {
+		text = "No answer came from %s: the process has ended or hangs, or its host is not reachable."
+	}
+	r.add(KindMissing, fmt.Sprintf(text, joined(list)), nil, 0, list)
+}
+
+// endedText describes a rank whose file has no groups: it had closed them before it wrote the file.
+func (j *Job) endedText(n *node) string {
+	who, ok := j.ended[n.world]
+	if !ok {
+		return ""
+	}
+	return fmt.Sprintf("%s (%s) ended before the other ranks: it had closed its groups when it wrote its file", upper(n.name), who)
 }
 
 func joined(list []Rank) string {
@@ -164,8 +186,16 @@ func (j *Job) addSink(r *Report, w *wait) {
 	switch {
 	case w.op.peer >= 0:
 		return // the transfer is a finding already
+	case !w.to.seen && j.endedText(w.to) != "":
+		r.add(KindMissing, fmt.Sprintf("%s, and they wait in %s of %s%s. Look at why its program ended.",
+			j.endedText(w.to), w.op.position(), w.group.name, place(w.op)), w.group, w.op.seq, []Rank{w.to.rank()})
+		return
 	case !w.to.seen:
-		r.add(KindMissing, fmt.Sprintf("No file has the operations of %s, and the other ranks wait in %s of %s%s. Its process has probably ended or hangs: look at its output and its host.",
+		text := "No file has the operations of %s"
+		if j.live {
+			text = "No answer came from %s"
+		}
+		r.add(KindMissing, fmt.Sprintf(text+", and the other ranks wait in %s of %s%s. Its process has probably ended or hangs: look at its output and its host.",
 			w.to.name, w.op.position(), w.group.name, place(w.op)), w.group, w.op.seq, []Rank{w.to.rank()})
 		return
 	}

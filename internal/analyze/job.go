@@ -22,6 +22,8 @@ type Job struct {
 	nodes   map[string]*node
 	twice   [][2]*node // a rank that has files of two processes
 	entries int
+	live    bool           // the dumps are answers of ranks that run
+	ended   map[int]string // world ranks whose file has no groups, with their processes
 }
 
 // A node is one rank of the job in all its groups.
@@ -74,6 +76,12 @@ func (j *Job) add(d *dump) error {
 		if world, err = worldOf(d.file); err != nil {
 			return err
 		}
+	}
+	if len(d.config) == 0 && d.source != nil {
+		if rank, err := worldOf(d.file); err == nil {
+			j.ended[rank] = fmt.Sprintf("PID %d on %s", d.source.PID, d.source.Host)
+		}
+		return nil
 	}
 	byGroup, wrapped := d.divide()
 	for _, id := range slices.Sorted(maps.Keys(d.config)) {
@@ -277,4 +285,6 @@ func (j *Job) absent(g *group) (list []*node) {
 // mostNamed limits the ranks that a sentence names.
 const mostNamed = 16
 
-func newJob() *Job { return &Job{byKey: map[string]*group{}, nodes: map[string]*node{}} }
+func newJob() *Job {
+	return &Job{byKey: map[string]*group{}, nodes: map[string]*node{}, ended: map[int]string{}}
+}

@@ -1,0 +1,184 @@
+// Command release makes the files of a release in a directory: an archive for each architecture
+// with the chorus command, its manual pages, completions and licence; an SBOM of each command in
+// CycloneDX JSON; and SHA256SUMS. The same commit gives the same bytes.
+//
+//	release -version v0.1.0 [-o dist]
+//
+// It runs in the root of the repository and needs no network if the modules are downloaded.
+package main
+
+import (
+	"crypto/sha256"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+var architectures = []string{"amd64", "arm64"}
+
+func main() {
+	version := flag.String("version", "", "version of the release, such as v0.1.0")
+	out := flag.String("o", "dist", "output directory")
+	flag.Parse()
+	if *version == "" || strings.ContainsAny(*version, "/ ") || flag.NArg() > 0 {
+		flag.Usage()
+		os.Exit(64)
+	}
+	if err := release(*version, *out); err != nil {
+		fmt.Fprintln(os.Stderr, "release:", err)
+		os.Exit(1)
+	}
+}
+
+// release makes all files.
+func release(version, out string) error {
+	stage, err := os.MkdirTemp("", "chorus-release")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(stage)
+	if err := os.MkdirAll(out, 0o755); err != nil {
+		return err
+	}
+	c, err := newCommit()
+	if err != nil {
+		return err
+	}
+	c.version = version
+	shared, err := sharedFiles(c, stage)
+	if err != nil {
+		return err
+	}
+	var made []string
+	for _, arch := range architectures {
+		names, err := releaseFor(c, arch, stage, out, shared)
+		if err != nil {
+			return fmt.Errorf("%s: %w", arch, err)
+		}
+		made = append(made, names...)
+	}
+	return writeSums(out, made)
+}
+
+// A commit is the source of a release.
+type commit struct {
+	version, hash string
+	when          time.Time // which all files of the archives get
+}
+
+// newCommit describes the current commit. Changes that are not committed are an error.
+func newCommit() (*commit, error) {
+	changes, err := output("git", "status", "--porcelain")
+	if err != nil {
+		return nil, err
+	}
+	if changes != "" {
+		return nil, fmt.Errorf("files have changes that are not committed:\n%s", changes)
+	}
+	text, err := output("git", "log", "-1", "--format=%H %ct")
+	if err != nil {
+		return nil, err
+	}
+	hash, at, _ := strings.Cut(strings.TrimSpace(text), " ")
+	seconds, err := strconv.ParseInt(at, 10, 64)
+	return &commit{hash: hash, when: time.Unix(seconds, 0).UTC()}, err
+}
+
+// releaseFor makes the archive and the SBOM of an architecture.
+func releaseFor(c *commit, arch, stage, out string, shared []entry) ([]string, error) {
+	binary := filepath.Join(stage, "chorus-"+arch)
+	if err := c.build(binary, arch); err != nil {
+		return nil, err
+	}
+	name := fmt.Sprintf("chorus_%s_linux_%s", c.version, arch)
+	list := append(slices.Clone(shared), entry{"chorus", binary, 0o755})
+	if err := writeArchive(filepath.Join(out, name+".tar.gz"), name, list, c.when); err != nil {
+		return nil, err
+	}
+	if err := writeSBOM(filepath.Join(out, name+".cdx.json"), binary, c.version, c.when); err != nil {
+		return nil, err
+	}
+	return []string{name + ".tar.gz", name + ".cdx.json"}, nil
+}
+
+func (c *commit) build(binary, arch string) error {
+	flags := "-ldflags=-s -w -X main.released=" + c.version + " -X main.commit=" + c.hash
+	return run([]string{"CGO_ENABLED=0", "GOOS=linux", "GOARCH=" + arch}, "go", "build", "-trimpath", flags, "-o", binary, "./cmd/chorus")
+}
+
+// sharedFiles makes the files that all archives have: documents, manual pages and completions.
+func sharedFiles(c *commit, stage string) ([]entry, error) {
+	list := []entry{{"LICENSE", "LICENSE", 0o644}, {"README.md", "README.md", 0o644}, {"CHANGELOG.md", "CHANGELOG.md", 0o644}}
+	man := filepath.Join(stage, "man")
+	if err := os.Mkdir(man, 0o755); err != nil {
+		return nil, err
+	}
+	if err := run([]string{"CGO_ENABLED=0"}, "go", "test", "-count=1", "./cmd/chorus", "-run", "^TestManPages$", "-man", man); err != nil {
+		return nil, err
+	}
+	pages, err := os.ReadDir(man)
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range pages {
+		list = append(list, entry{"man/man1/" + p.Name(), filepath.Join(man, p.Name()), 0o644})
+	}
+	here := filepath.Join(stage, "chorus-here")
+	if err := c.build(here, runtime.GOARCH); err != nil {
+		return nil, err
+	}
+	for _, shell := range []string{"bash", "zsh", "fish"} {
+		text, err := output(here, "completion", shell)
+		if err != nil {
+			return nil, err
+		}
+		path := filepath.Join(stage, shell)
+		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+			return nil, err
+		}
+		list = append(list, entry{"completions/chorus." + shell, path, 0o644})
+	}
+	return list, nil
+}
+
+// writeSums writes the digests of files, as sha256sum -c reads them.
+func writeSums(dir string, names []string) error {
+	var b strings.Builder
+	for _, name := range names {
+		data, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			return err
+		}
+		fmt.Fprintf(&b, "%x  %s\n", sha256.Sum256(data), name)
+	}
+	return os.WriteFile(filepath.Join(dir, "SHA256SUMS"), []byte(b.String()), 0o644)
+}
+
+func run(environ []string, name string, args ...string) error {
+	c := exec.Command(name, args...)
+	c.Env = append(os.Environ(), environ...)
+	c.Stderr = os.Stderr
+	if err := c.Run(); err != nil {
+		return fmt.Errorf("%s: %w", strings.Join(c.Args, " "), err)
+	}
+	return nil
+}
+
+func output(name string, args ...string) (string, error) {
+	text, err := exec.Command(name, args...).Output()
+	if e, ok := errors.AsType[*exec.ExitError](err); ok {
+		err = fmt.Errorf("%w: %s", err, e.Stderr)
+	}
+	if err != nil {
+		return "", fmt.Errorf("%s %s: %w", name, strings.Join(args, " "), err)
+	}
+	return string(text), nil
+}

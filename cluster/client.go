@@ -58,6 +58,19 @@ const (
 type target struct {
 	job, addr string
 	key       credential
+	connect   func(context.Context) (net.Conn, error) // nil means TCP to addr; a simulation has another network
+}
+
+// dial connects once to the target and reads its welcome.
+func (to target) dial(ctx context.Context) (*link, welcome, error) {
+	if to.connect == nil {
+		return dial(ctx, to.job, to.addr, to.key)
+	}
+	conn, err := to.connect(ctx)
+	if err != nil {
+		return nil, welcome{}, err
+	}
+	return greet(ctx, conn, to)
 }
 
 // dialAttempt limits one attempt to connect, so that a host that drops packets
@@ -66,19 +79,24 @@ const dialAttempt = 2 * time.Second
 
 // dial connects once to the coordinator at addr and reads its welcome.
 func dial(ctx context.Context, job, addr string, key credential) (*link, welcome, error) {
-	var hello welcome
 	d := net.Dialer{Timeout: dialAttempt}
 	conn, err := d.DialContext(ctx, networkOf(addr), addr)
 	if err != nil {
-		return nil, hello, dialError(addr, err)
+		return nil, welcome{}, dialError(addr, err)
 	}
 	if err := knownPeer(conn); err != nil {
 		conn.Close()
-		return nil, hello, authError(job, addr, err)
+		return nil, welcome{}, authError(job, addr, err)
 	}
+	return greet(ctx, conn, target{job: job, addr: addr, key: key})
+}
+
+// greet makes a link of a new connection. It takes ownership of conn.
+func greet(ctx context.Context, conn net.Conn, to target) (*link, welcome, error) {
+	var hello welcome
 	stop := context.AfterFunc(ctx, func() { conn.Close() })
 	defer stop()
-	l, err := dialHandshake(conn, job, key)
+	l, err := dialHandshake(conn, to.job, to.key)
 	if err == nil {
 		hello, err = readWelcome(l)
 	}
@@ -90,7 +108,7 @@ func dial(ctx context.Context, job, addr string, key credential) (*link, welcome
 	}
 	if err != nil {
 		conn.Close()
-		return nil, hello, authError(job, addr, err)
+		return nil, hello, authError(to.job, to.addr, err)
 	}
 	return l, hello, nil
 }

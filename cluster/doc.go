@@ -68,7 +68,8 @@
 // Config.MaxRestarts times in the whole job, with a growing delay for each worker. Without
 // restarts the job goes on with the survivors, if at least Config.MinNodes hosts and
 // RunConfig.MinSize processes remain. A process that does not return in time is killed. With `chorus run --nnodes MIN:MAX`, hosts
-// join while the job runs. SIGTERM to one launcher drains its host.
+// join while the job runs. SIGTERM to one launcher drains its host: all ranks finish the step, and the job
+// goes on without the host. If the launcher coordinates, another one does so from then on.
 //
 // A host is excluded if its processes fail four times in a row within ten times CHORUS_BACKOFF of
 // their start, and the job has enough other hosts. The first exclusion takes thirty times

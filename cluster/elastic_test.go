@@ -525,6 +525,7 @@ func FuzzEvents(f *testing.F) {
 	members := []Member{{Rank: 0, Host: "a"}, {Rank: 1, Host: "b", Node: 1}}
 	add(kindWorld, 1, world{Members: members, New: []int{1}, Left: []Departure{{Member: members[0], Reason: "killed"}}})
 	add(kindWorld, 9, world{Members: members})
+	add(kindWorld, 1, world{Members: slices.Repeat(members, 100)}) // packed
 	add(kindRevoke, 0, fault{Rank: 1, Reason: "killed"})
 	add(kindUntil, 3, nil)
 	add(kindOrder, 0, Order{Local: 1, Start: true})

@@ -428,7 +428,7 @@ func (e *election) introduce(t try) error {
 	}
 	m := note(kindRegister, self)
 	m.id = registerAgent
-	to := target{e.agent.cfg.Job, t.addr, e.agent.keys.control}
+	to := target{job: e.agent.cfg.Job, addr: t.addr, key: e.agent.keys.control}
 	e.k = newClient(t.link, to, t.addr, "", t.hello, e.event)
 	return e.k.send(m)
 }

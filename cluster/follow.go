@@ -80,7 +80,7 @@ func lostBecause(k *client, why string) error {
 // register tells a coordinator of this process.
 func (r *runner) register(l *link, hello welcome) error {
 	ready := make(chan struct{}) // r.k is set
-	r.k = newClient(l, target{r.cfg.Job, r.cfg.at, r.key}, r.cfg.Addr, r.cfg.Host, hello, func(k *client, m message) {
+	r.k = newClient(l, target{job: r.cfg.Job, addr: r.cfg.at, key: r.key}, r.cfg.Addr, r.cfg.Host, hello, func(k *client, m message) {
 		<-ready
 		r.event(k, m)
 	})

@@ -8,28 +8,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// settle lets the functions of hosts return and waits until the coordinator has noticed.
-func (j *paperJob) settle(hosts ...string) {
-	j.mu.Lock()
-	for _, u := range hosts {
-		j.procs[u].elastic.returned = true
-	}
-	j.checkReturned()
-	j.mu.Unlock()
-	time.Sleep(2 * settleTime)
-	synctest.Wait()
-}
-
-// answer lets hosts answer a proposal.
-func (j *paperJob) answer(hosts ...string) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	for _, u := range hosts {
-		j.agentPrepared(j.hosts[u], j.elastic.try)
-		j.workerPrepared(j.procs[u], j.elastic.try)
-	}
-}
-
 func kindsOf(ms []message) (ks []kind) {
 	for _, m := range ms {
 		ks = append(ks, m.kind)
@@ -42,10 +20,10 @@ func kindsOf(ms []message) (ks []kind) {
 func TestLastHeirIsLost(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
-		defer func() { j.closed = true }()
-		j.drainHost(j.hosts["a"], fault{Reason: "received SIGTERM", Code: 143})
+		defer j.end()
+		j.do(func() { j.drainHost(j.hosts["a"], fault{Reason: "received SIGTERM", Code: 143}) })
 		require.Equal(t, phaseHold, j.elastic.phase)
-		j.loseHost(j.hosts["b"], fault{Reason: "it burned", Code: -1})
+		j.lose("b")
 		j.settle("a")
 		require.NotNil(t, j.faults.stop)
 		require.Equal(t, 143, j.faults.stop.Code)
@@ -58,11 +36,10 @@ func TestLastHeirIsLost(t *testing.T) {
 func TestHandoverNeedsAMajority(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c", "d")
-		defer func() { j.closed = true }()
-		for _, u := range []string{"c", "d"} {
-			j.loseHost(j.hosts[u], fault{Reason: "it burned", Code: -1})
-		}
-		j.drainHost(j.hosts["a"], fault{Reason: "received SIGTERM", Code: 143})
+		defer j.end()
+		j.lose("c")
+		j.lose("d")
+		j.do(func() { j.drainHost(j.hosts["a"], fault{Reason: "received SIGTERM", Code: 143}) })
 		j.settle("a", "b")
 		require.False(t, j.handedOver)
 		j.answer("a", "b")

@@ -237,7 +237,7 @@ func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordina
 		return nil, err
 	}
 	j := &joining{job: cfg.Job, addr: cfg.Addr, done: make(chan error, 1)}
-	k := newClient(l, target{cfg.Job, cfg.at, key}, cfg.Addr, cfg.Host, hello, j.event)
+	k := newClient(l, target{job: cfg.Job, addr: cfg.at, key: key}, cfg.Addr, cfg.Host, hello, j.event)
 	m := note(kindRegister, cfg.registration())
 	m.id = registerWorker
 	if err := k.send(m); err != nil {

@@ -44,6 +44,45 @@ func (j *paperJob) newHost(uuid string) *peer {
 	return a
 }
 
+// do calls a function of the coordinator, which holds the lock.
+func (j *paperJob) do(f func()) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	f()
+}
+
+// end stops the timers.
+func (j *paperJob) end() { j.do(func() { j.closed = true }) }
+
+// settle lets the functions of hosts return and waits until the coordinator has noticed.
+func (j *paperJob) settle(hosts ...string) {
+	j.do(func() {
+		for _, u := range hosts {
+			j.procs[u].elastic.returned = true
+		}
+		j.checkReturned()
+	})
+	time.Sleep(2 * settleTime)
+	synctest.Wait()
+}
+
+// answer lets hosts answer a proposal.
+func (j *paperJob) answer(hosts ...string) {
+	j.do(func() {
+		for _, u := range hosts {
+			j.agentPrepared(j.hosts[u], j.elastic.try)
+			if p := j.procs[u]; p != nil {
+				j.workerPrepared(p, j.elastic.try)
+			}
+		}
+	})
+}
+
+// lose loses a host.
+func (j *paperJob) lose(host string) {
+	j.do(func() { j.loseHost(j.hosts[host], fault{Reason: "it burned", Code: -1}) })
+}
+
 // take returns the queued messages of a peer, as it would receive them.
 func (p *peer) take() (ms []message) {
 	ms, p.out, p.bytes = p.out, nil, 0
@@ -66,31 +105,21 @@ func (j *paperJob) hear(t *testing.T, a *Agent) {
 func TestHostJoinsDuringAProposal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
-		defer func() { j.closed = true }()
+		defer j.end()
 		agent := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
 		agent.now.Store(&attempt{})
 		j.hear(t, agent)
-		j.loseHost(j.hosts["b"], fault{Reason: "it burned", Code: -1})
-		j.procs["a"].elastic.returned, j.procs["c"].elastic.returned = true, true
-		time.Sleep(2 * settleTime)
-		synctest.Wait()
-		j.mu.Lock()
-		defer j.mu.Unlock()
+		j.lose("b")
+		j.settle("a", "c")
 		require.Equal(t, phasePropose, j.elastic.phase)
-		d := j.newHost("d")
-		j.admitHost(d)
+		j.do(func() { j.admitHost(j.newHost("d")) })
 		j.hear(t, agent)
 		for i, u := range []string{"a", "b", "c"} {
 			require.Equal(t, u, agent.charter.hostOf(agent.charter.Members[i]), "rank %d", i)
 		}
 		require.Contains(t, agent.charter.addresses(), "c:1")
 
-		for _, p := range []*peer{j.procs["a"], j.procs["c"]} {
-			j.workerPrepared(p, j.elastic.try)
-		}
-		for _, a := range j.agents {
-			j.agentPrepared(a, j.elastic.try)
-		}
+		j.answer("a", "c", "d")
 		require.Equal(t, uint64(2), j.epoch)
 		j.hear(t, agent)
 		require.Equal(t, uint64(2), agent.charter.Epoch)

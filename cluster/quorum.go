@@ -85,8 +85,8 @@ func (c *charter) propose(next uint64, e electorate) {
 	}
 }
 
-// excerpt returns the part of the charter that a coordinator does not know: one that has taken over needs only
-// the epoch, and one that wants to needs the lists of all hosts only if its own are older.
+// excerpt returns the part of the charter that a coordinator does not know. A coordinator that has taken over
+// needs only the epoch. A candidate needs the lists of all hosts only if its own are older.
 func (c *charter) excerpt(to welcome) *charter {
 	if to.Running {
 		return &charter{Epoch: c.Epoch, Lost: c.Lost}

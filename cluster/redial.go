@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"sync"
 	"syscall"
 	"time"
 )
@@ -16,12 +15,12 @@ const maxRedials = 16
 // redials are a client's attempts to connect again.
 type redials struct {
 	slots    chan struct{}
-	hopeless chan error // an attempt has shown that the stream cannot continue
-	resuming sync.Mutex // held while the coordinator is asked to continue the stream
+	hopeless chan error    // an attempt has shown that the stream cannot continue
+	resuming chan struct{} // full while the coordinator is asked to continue the stream
 }
 
 func newRedials() redials {
-	return redials{slots: make(chan struct{}, maxRedials), hopeless: make(chan error, 1)}
+	return redials{slots: make(chan struct{}, maxRedials), hopeless: make(chan error, 1), resuming: make(chan struct{}, 1)}
 }
 
 // beStrict limits silence to LostAfter in d from now.
@@ -140,7 +139,7 @@ func (k *client) redial() error {
 	limit := max(k.hello.LostAfter/4, time.Millisecond)
 	ctx, cancel := context.WithTimeout(k.open, limit)
 	defer cancel()
-	l, hello, err := dial(ctx, k.to.job, k.to.addr, k.to.key)
+	l, hello, err := k.to.dial(ctx)
 	if err != nil {
 		return err
 	}
@@ -148,8 +147,8 @@ func (k *client) redial() error {
 		l.close()
 		return errReplaced
 	}
-	k.resuming.Lock()
-	defer k.resuming.Unlock()
+	k.resuming <- struct{}{}
+	defer func() { <-k.resuming }()
 	if k.stream.generation() != links || k.isDown() {
 		return l.close()
 	}

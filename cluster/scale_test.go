@@ -1,10 +1,13 @@
 package cluster
 
 import (
+	"context"
 	"flag"
 	"fmt"
+	"maps"
 	"math"
 	"math/rand/v2"
+	"net"
 	"runtime"
 	"strings"
 	"sync"
@@ -27,6 +30,7 @@ type crowd struct {
 	ln      *wireListener
 	keys    keys
 	rnd     *rand.Rand // of the network
+	loss    float64    // the share of segments that are lost
 	mu      sync.Mutex
 	all     sync.WaitGroup
 	began   map[uint64]int // the number of workers that an epoch has reached
@@ -36,11 +40,23 @@ type crowd struct {
 	workers []*client // by host and local rank
 }
 
-func newCrowd(t *testing.T, n int, rnd *rand.Rand) *crowd {
+func newCrowd(t *testing.T, n int, rnd *rand.Rand, loss float64) *crowd {
 	ks, err := deriveKeys(testSecret, "scale")
 	require.NoError(t, err)
-	return &crowd{t: t, ln: newWireListener(), keys: ks, rnd: rnd, began: map[uint64]int{}, size: map[uint64]int{}, changed: make(chan struct{}, 1),
+	return &crowd{t: t, ln: newWireListener(), keys: ks, rnd: rnd, loss: loss, began: map[uint64]int{}, size: map[uint64]int{}, changed: make(chan struct{}, 1),
 		agents: make([]*client, n), workers: make([]*client, n*scaleWorkers)}
+}
+
+// meet starts a coordinator with the default time limits and all members.
+func (x *crowd) meet() *coordinator {
+	n := len(x.agents)
+	c := newCoordinator(x.ln, coordConfig{job: "scale", key: x.keys.control, agents: n, least: 1, notify: func(string) {},
+		joinBy: time.Hour, revokeBy: time.Minute, drainBy: time.Minute,
+		self: welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second}})
+	for i := range n {
+		x.all.Go(func() { x.join(i, n) })
+	}
+	return c
 }
 
 // isSlow reports whether a host is a straggler: one of 50.
@@ -54,21 +70,29 @@ func pace(i int) time.Duration {
 	return 0
 }
 
-// dial connects to the coordinator, and tries again as members do: the coordinator closes
-// connections if too many processes are in the handshake.
-func (x *crowd) dial(key credential, slow time.Duration) (*link, welcome) {
-	for delay := firstRetry; ; delay = min(2*delay, lastRetry) {
+// target returns what a member needs to connect.
+func (x *crowd) target(key credential, slow time.Duration) target {
+	return target{job: "scale", key: key, connect: func(ctx context.Context) (net.Conn, error) {
 		x.mu.Lock()
-		near, far := newWires(x.rnd.Uint64(), 200*time.Microsecond+slow/10, 0.01)
+		near, far := newWires(x.rnd.Uint64(), 200*time.Microsecond+slow/10, x.loss)
 		x.mu.Unlock()
-		x.ln.conns <- far
-		l, err := dialHandshake(near, "scale", key)
-		if err == nil {
-			if hello, err := readWelcome(l); err == nil {
-				return l, hello
-			}
+		select {
+		case x.ln.conns <- far:
+			return near, nil
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
 		}
-		near.Close()
+	}}
+}
+
+// persist connects to the coordinator, and tries again as members do: the coordinator closes
+// connections if too many processes are in the handshake.
+func (to target) persist(t *testing.T) (*link, welcome) {
+	for delay := firstRetry; ; delay = min(2*delay, lastRetry) {
+		l, hello, err := to.dial(t.Context())
+		if err == nil {
+			return l, hello
+		}
 		time.Sleep(delay)
 	}
 }
@@ -102,8 +126,9 @@ func (x *crowd) join(i, n int) {
 	slow := pace(i)
 	time.Sleep(slow)
 	uuid := newUUID()
-	l, hello := x.dial(x.keys.control, slow)
-	x.agents[i] = newClient(l, target{job: "scale", key: x.keys.control}, "", "", hello, func(k *client, m message) {
+	to := x.target(x.keys.control, slow)
+	l, hello := to.persist(x.t)
+	x.agents[i] = newClient(l, to, "", "", hello, func(k *client, m message) {
 		switch m.kind {
 		case kindPrepare:
 			x.answer(k, slow, message{kind: kindPrepared, epoch: firstEpoch, id: m.id})
@@ -126,8 +151,9 @@ func (x *crowd) joinWorker(i, local int, uuid string) {
 	time.Sleep(slow)
 	worker, err := x.keys.control.forWorkers()
 	require.NoError(x.t, err)
-	l, hello := x.dial(worker, slow)
-	k := newClient(l, target{job: "scale", key: worker}, "", "", hello, func(k *client, m message) {
+	to := x.target(worker, slow)
+	l, hello := to.persist(x.t)
+	k := newClient(l, to, "", "", hello, func(k *client, m message) {
 		switch m.kind {
 		case kindWorld:
 			if m.id == 0 {
@@ -176,14 +202,9 @@ func TestManyAgents(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	synctest.Test(t, func(t *testing.T) {
 		n := *scaleAgents
-		x := newCrowd(t, n, rand.New(rand.NewPCG(seed, 1)))
-		c := newCoordinator(x.ln, coordConfig{job: "scale", key: x.keys.control, agents: n, least: 1, notify: func(string) {},
-			joinBy: time.Hour, revokeBy: time.Minute, drainBy: time.Minute,
-			self: welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second}})
+		x := newCrowd(t, n, rand.New(rand.NewPCG(seed, 1)), 0.01)
 		begun := time.Now()
-		for i := range n {
-			x.all.Go(func() { x.join(i, n) })
-		}
+		c := x.meet()
 		peak := watchMemory()
 		x.await(1, n*scaleWorkers)
 		met := time.Since(begun)
@@ -205,6 +226,30 @@ func TestManyAgents(t *testing.T) {
 		require.Less(t, most, int64(200<<20))
 		x.leave()
 		c.close()
+	})
+}
+
+// TestLossyNetwork runs a job for ten minutes in a network that loses one of 20 segments. Members connect again if TCP
+// waits too long, and none is lost.
+func TestLossyNetwork(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	synctest.Test(t, func(t *testing.T) {
+		const n = 3
+		x := newCrowd(t, n, rand.New(rand.NewPCG(seed, 1)), 0.05)
+		c := x.meet()
+		x.await(1, n*scaleWorkers)
+		time.Sleep(10 * time.Minute)
+		x.mu.Lock()
+		began := maps.Clone(x.began)
+		x.mu.Unlock()
+		renewed := 0
+		for _, k := range append(x.agents, x.workers...) {
+			renewed += k.stream.generation() - 1
+		}
+		t.Logf("seed %d: %d new connections", seed, renewed)
+		x.leave()
+		c.close()
+		require.Equal(t, map[uint64]int{1: n * scaleWorkers}, began)
 	})
 }
 

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"io"
+	"math"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -69,10 +70,10 @@ func (w *wire) write(b []byte) (int, error) {
 		return 0, net.ErrClosed
 	}
 	at := time.Now().Add(w.latency)
-	for range (len(b) + segmentBytes - 1) / segmentBytes {
-		if w.rnd.Float64() < w.loss {
-			at = at.Add(repeatTime)
-			break // TCP repeats several lost segments at once
+	if lost := 1 - math.Pow(1-w.loss, float64((len(b)+segmentBytes-1)/segmentBytes)); w.rnd.Float64() < lost {
+		repeat := repeatTime // TCP repeats several lost segments at once
+		for at = at.Add(repeat); w.rnd.Float64() < w.loss; at = at.Add(repeat) {
+			repeat *= 2
 		}
 	}
 	if at.Before(w.last) {

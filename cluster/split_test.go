@@ -66,6 +66,20 @@ func elasticMain(host, seed string) int {
 	return 0
 }
 
+// startElastic starts elasticMain on all hosts, and waits until they work in one epoch.
+func (l *lan) startElastic(profile string) []*process {
+	l.t.Helper()
+	ps := make([]*process, l.Size())
+	for i := range ps {
+		ps[i] = l.start(i, []string{fmt.Sprint(nodesVar, "=", len(ps)), profileVar + "=" + profile}, "elastic", fmt.Sprint("n", i), l.IP(0))
+	}
+	for _, p := range ps {
+		for !strings.Contains(p.await(l.t, "works in epoch"), fmt.Sprintf(" of %d\n", len(ps))) {
+		}
+	}
+	return ps
+}
+
 // TestSplit splits the network of an elastic job into two parts. The part with most hosts goes on,
 // or the half with the coordinator. The other part ends and says why, also if the network is
 // whole again.
@@ -85,14 +99,7 @@ func TestSplit(t *testing.T) {
 			t.Parallel()
 			n := len(test.goes) + len(test.ends)
 			l := newLAN(t, n)
-			ps := make([]*process, n)
-			for i := range ps {
-				ps[i] = l.start(i, []string{fmt.Sprint(nodesVar, "=", n), profileVar + "=" + test.profile}, "elastic", fmt.Sprint("n", i), l.IP(0))
-			}
-			for _, p := range ps {
-				for !strings.Contains(p.await(t, "works in epoch"), fmt.Sprintf(" of %d\n", n)) {
-				}
-			}
+			ps := l.startElastic(test.profile)
 			l.Split(test.ends...)
 			cut := time.Now()
 			ps[test.goes[0]].await(t, "ends")
@@ -113,6 +120,35 @@ func TestSplit(t *testing.T) {
 				code, text := ps[i].exit()
 				require.Zero(t, code, text)
 				require.NotContains(t, text, "works in epoch", "the epoch of the others goes on")
+			}
+		})
+	}
+}
+
+// TestOneWay breaks one direction of a cable: packets to a host are lost, or its packets to the coordinator. The others
+// go on without it, after one change.
+func TestOneWay(t *testing.T) {
+	for name, harm := range map[string]func(l *lan){
+		"the host hears nobody":            func(l *lan) { l.Do("tc qdisc add dev %s root pfifo limit 0", l.Port(2)) },
+		"the coordinator hears nothing":    func(l *lan) { l.Do("ip -n %s route add blackhole %s/32", l.NS(2), l.IP(0)) },
+		"the coordinator cannot answer it": func(l *lan) { l.Do("ip -n %s route add blackhole %s/32", l.NS(0), l.IP(2)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := newLAN(t, 3)
+			ps := l.startElastic("")
+			harm(l)
+			for _, p := range ps[:2] {
+				require.Contains(t, p.await(t, "works in epoch"), "works in epoch 2 of 2\n")
+			}
+			code, text := ps[2].exit()
+			require.Equal(t, 42, code, text)
+			require.NotContains(t, text, "works in epoch")
+			require.NoError(t, ps[0].cmd.Process.Signal(syscall.SIGUSR1))
+			for _, p := range ps[:2] {
+				code, text := p.exit()
+				require.Zero(t, code, text)
+				require.NotContains(t, text, "works in epoch", "the epoch goes on")
 			}
 		})
 	}

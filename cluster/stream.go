@@ -250,7 +250,7 @@ func (s *stream) receivedSoFar() uint64 {
 	return s.received
 }
 
-// send queues a message and does not block. If the queue is full, the stream ends. Nobody may change the body.
+// send queues a message and does not block. If the queue is full, the stream ends. The caller must not change the body afterwards.
 func (s *stream) send(m message) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -36,7 +36,8 @@ ends the job, unless its program calls cluster.Run.
 Programs that call cluster.Run keep the processes that did not fail: only the failed one
 is started again, and without --max-restarts the others go on without it. With --nnodes
 MIN:MAX, a job starts with MIN hosts, and others can join and leave while it runs. SIGTERM
-to one chorus then makes its host leave at the end of a step; SIGINT stops the whole job.
+to one chorus then makes its host leave at the end of a step, and SIGTERM to all of them
+ends the job; SIGINT to one stops the whole job.
 If the host that coordinates such a job is lost, the other hosts choose another one, if they
 are more than half of the hosts. A host whose processes fail again and again is excluded for
 a growing time.

@@ -129,7 +129,7 @@ func (s *soak) launch(h *soakHost) {
 	self, err := os.Executable()
 	require.NoError(s.t, err)
 	h.cmd = exec.Command(self)
-	env := []string{asWorker + "=1", "CHORUS_BACKEND=virtual", untilVar + "=" + s.until}
+	env := []string{asWorker + "=1", "CHORUS_BACKEND=virtual", fmt.Sprint("CHORUS_VIRTUAL_DEVICES=", s.procs), untilVar + "=" + s.until}
 	if s.lan != nil {
 		h.cmd = s.lan.Command(h.number, self)
 		env = append(env, "CHORUS_VIRTUAL_NETWORK="+s.address(h.number))

@@ -21,7 +21,7 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testport", "cmd/chorus/internal/memplot", "internal/pickle", "internal/spinpool"},
+	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testlan", "internal/testport", "cmd/chorus/internal/memplot", "internal/pickle", "internal/spinpool"},
 	{"internal/torchfile", "internal/analyze", "internal/timeline"},
 	{"memory/internal/alloc", "internal/cudahost"},
 	{"internal/status"},
@@ -57,7 +57,7 @@ var layers = [][]string{
 }
 
 // helpers are packages for tests, which tests of any layer may import.
-var helpers = []string{"internal/testgpu", "internal/testport", "internal/testgpu/tsan", "internal/testgpu/spin", "internal/ptxtest", "internal/dl/dltest"}
+var helpers = []string{"internal/testgpu", "internal/testport", "internal/testgpu/tsan", "internal/testgpu/spin", "internal/ptxtest", "internal/testlan", "internal/dl/dltest"}
 
 // importers has the packages that may import each module. One importer is the
 // rule: a module that is to be replaced is then replaced in one place.

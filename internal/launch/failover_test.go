@@ -132,6 +132,42 @@ func TestElasticCoordinatorSilent(t *testing.T) {
 	require.Contains(t, text, "this part of the network has 1 of the 3 hosts of epoch 1")
 }
 
+// A launcher that does not coordinate is stopped. The others go on, and it ends when it continues. It does not
+// take part again, and leaves no worker.
+func TestElasticLauncherSilent(t *testing.T) {
+	t.Parallel()
+	_, ls := severalHosts(t, 3, 1, "elastic", "2", "2")
+	pid := ls[2].cmd.Process.Pid
+	worker := pidsIn(t, ls[2].text(), "epoch 1 is rank 2 of 3 pid")
+	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
+	for _, l := range ls[:2] {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+		require.Contains(t, text, "epoch 2 is rank")
+	}
+	require.NoError(t, syscall.Kill(pid, syscall.SIGCONT))
+	code, text := ls[2].wait()
+	require.NotZero(t, code, text)
+	require.NotContains(t, text, "epoch 2 is rank")
+	requireGone(t, worker)
+}
+
+// A launcher is killed and started again at once, with the same name and address: it joins as another host, and never
+// takes part twice.
+func TestElasticLauncherReplaced(t *testing.T) {
+	t.Parallel()
+	cfgs, ls := severalHosts(t, 3, 1, "elastic", "2", "3")
+	require.NoError(t, ls[2].cmd.Process.Kill())
+	back := start(t, cfgs[2])
+	for _, l := range []*launched{ls[0], ls[1], back} {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+	}
+	require.NotContains(t, back.text(), "epoch 1 is rank")
+	require.Regexp(t, `epoch \d+: .* rank 2 \(host h2 pid \d+\) left: its host was lost: `, ls[0].text()+ls[1].text())
+	require.Regexp(t, `epoch \d+: 3 processes on 3 hosts; .*rank 2 \(host h2 pid \d+\) joined`, back.text())
+}
+
 // A worker fails while the coordinator does not answer. The next coordinator has it started again,
 // and also a worker that fails later.
 func TestElasticRestartAfterFailover(t *testing.T) {

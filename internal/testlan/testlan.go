@@ -26,7 +26,7 @@ func Lacks() string {
 	if os.Geteuid() != 0 {
 		return "only root can create network namespaces"
 	}
-	for _, program := range []string{"ip", "bridge"} {
+	for _, program := range []string{"ip", "bridge", "tc"} {
 		if _, err := exec.LookPath(program); err != nil {
 			return err.Error()
 		}
@@ -54,6 +54,9 @@ func New(t testing.TB, n int) *LAN {
 	}
 	return l
 }
+
+// Size returns the number of hosts.
+func (l *LAN) Size() int { return l.size }
 
 // NS returns the name of the namespace of host i.
 func (l *LAN) NS(i int) string { return fmt.Sprintf("%s-%d", l.id, i) }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"hash/fnv"
 	"path/filepath"
+	"strconv"
 	"sync"
 
 	"github.com/gochorus/chorus/comm"
@@ -97,7 +98,7 @@ func (c *Checkpoint) loadPlaced(ctx context.Context, w *peers, lc *LoadConfig, p
 	err = m.close()
 	m.setErrorOfAll(err)
 	if m.failed() || m.remoteFailed {
-		return all, w.agree(ctx, m.op, m.path, m.named(m.errs()), 0)
+		return all, w.agree(ctx, m.op, m.path, m.named(m.errs()), "")
 	}
 	return all, nil
 }
@@ -228,15 +229,15 @@ func (l reads) bytes() (n int64) {
 }
 
 // fingerprint returns a digest of the plan, so that processes can compare their plans. It
-// returns 0 if there is one process.
-func (w *peers) fingerprint(tensors []*placed, round int) uint64 {
+// returns "" if there is one process.
+func (w *peers) fingerprint(tensors []*placed, round int) string {
 	if !w.remote() {
-		return 0
+		return ""
 	}
 	h := fnv.New64a()
 	fmt.Fprintln(h, round)
 	for _, t := range tensors {
 		fmt.Fprintln(h, t.info.Name, t.info.DType, t.info.Shape, t.file, t.off, t.to, t.cut)
 	}
-	return h.Sum64()
+	return strconv.FormatUint(h.Sum64(), 16)
 }

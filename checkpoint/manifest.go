@@ -88,12 +88,25 @@ type sealed struct {
 	Manifest json.RawMessage `json:"manifest"`
 }
 
-func (m *manifest) encode() ([]byte, error) {
+// write writes the manifest to a folder. If all tensors are whole, it first writes the index that
+// Hugging Face's readers want.
+func (m *manifest) write(fs fileSystem, folder string) error {
+	index, err := m.index()
+	if err == nil && index != nil {
+		m.Index = digest(index)
+		err = writeWhole(fs, filepath.Join(folder, indexName), index)
+	}
+	if err != nil {
+		return err
+	}
 	text, err := json.Marshal(m)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	return json.Marshal(sealed{digest(text), text})
+	if text, err = json.Marshal(sealed{digest(text), text}); err != nil {
+		return err
+	}
+	return writeWhole(fs, filepath.Join(folder, manifestName), text)
 }
 
 func digest(b []byte) string {

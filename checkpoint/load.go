@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"io"
 	"path/filepath"
 	"strconv"
 	"sync"
@@ -75,7 +76,7 @@ func (c *Checkpoint) load(ctx context.Context, w *peers, cfg *LoadConfig) ([]*We
 func (c *Checkpoint) loadPlaced(ctx context.Context, w *peers, lc *LoadConfig, place func() ([]*placed, error)) (all []*Weights, err error) {
 	defer func() {
 		if err = errors.Join(err, w.close()); err != nil {
-			err = errors.Join(err, closeWeights(all))
+			err = errors.Join(err, closeAll(all))
 			all = nil
 		}
 	}()
@@ -85,7 +86,7 @@ func (c *Checkpoint) loadPlaced(ctx context.Context, w *peers, lc *LoadConfig, p
 		all, err = c.allocate(m, tensors, lc)
 	}
 	if err != nil { // the ranks need memory to exchange the error
-		err = errors.Join(err, m.close(), closeWeights(all))
+		err = errors.Join(err, m.close(), closeAll(all))
 		m.locals, all = nil, nil
 	}
 	errs := make([]error, len(w.locals))
@@ -103,10 +104,10 @@ func (c *Checkpoint) loadPlaced(ctx context.Context, w *peers, lc *LoadConfig, p
 	return all, nil
 }
 
-func closeWeights(all []*Weights) error {
+func closeAll[C io.Closer](all []C) error {
 	var errs []error
-	for _, w := range all {
-		errs = append(errs, w.Close())
+	for _, c := range all {
+		errs = append(errs, c.Close())
 	}
 	return errors.Join(errs...)
 }

@@ -169,7 +169,6 @@ func (t *savedTensor) checkRead(files int) error {
 	if err != nil {
 		return fmt.Errorf("tensor %q: %w", t.Name, err)
 	}
-	n := int64(1)
 	for _, d := range t.Shape {
 		if d < 0 {
 			return fmt.Errorf("tensor %q has shape %v", t.Name, t.Shape)
@@ -178,7 +177,7 @@ func (t *savedTensor) checkRead(files int) error {
 	if !fits(t.Shape, max(format.Bits()/8, 1)) {
 		return fmt.Errorf("tensor %q of shape %v is larger than any memory", t.Name, t.Shape)
 	}
-	n = int64(product(t.Shape))
+	n := int64(product(t.Shape))
 	if t.Rows < 0 || t.Width < 0 || n > 0 && (t.Rows == 0 || int64(t.Width) != n/int64(t.Rows) || n%int64(t.Rows) != 0) || n == 0 && t.Rows != 0 && t.Width != 0 {
 		return fmt.Errorf("tensor %q of shape %v is not %d rows of %d", t.Name, t.Shape, t.Rows, t.Width)
 	}

@@ -44,7 +44,7 @@ func Require[N ~int, R ~int32 | ~uint64](find Resolver, path string, spec *Spec,
 }
 
 // A Versioned is a C function and the version code of the library that first had it.
-type Versioned struct {
+type Versioned = struct {
 	Name  string
 	Since int32
 }

@@ -66,12 +66,12 @@ func benchLoad(b *testing.B, g *comm.Group, path string, cfg *LoadConfig) {
 		require.NoError(b, err)
 		return all
 	}
-	require.NoError(b, closeWeights(load())) // memory is pinned
+	require.NoError(b, closeAll(load())) // memory is pinned
 	b.SetBytes(c.Bytes())
 	for b.Loop() {
 		all := load()
 		b.StopTimer()
-		require.NoError(b, closeWeights(all))
+		require.NoError(b, closeAll(all))
 		b.StartTimer()
 	}
 	all := load()
@@ -81,5 +81,5 @@ func benchLoad(b *testing.B, g *comm.Group, path string, cfg *LoadConfig) {
 			require.NoError(b, c.verify(context.Background(), w, g.Stream(i), name))
 		}
 	}
-	require.NoError(b, closeWeights(all))
+	require.NoError(b, closeAll(all))
 }

@@ -265,11 +265,7 @@ func (c *Checkpoint) Close() error {
 	if c == nil {
 		return nil
 	}
-	var errs []error
-	for _, f := range c.files {
-		errs = append(errs, f.Close())
-	}
-	return errors.Join(errs...)
+	return closeAll(c.files)
 }
 
 // dtypes are the format's types that memory.DType has too.

@@ -98,14 +98,7 @@ func (v *Saver) commit(job *saveJob) error {
 	if err != nil {
 		return err
 	}
-	if err := v.writeIndex(job, m); err != nil {
-		return err
-	}
-	text, err := m.encode()
-	if err != nil {
-		return err
-	}
-	if err := writeWhole(v.fs, filepath.Join(job.temp, manifestName), text); err != nil {
+	if err := m.write(v.fs, job.temp); err != nil {
 		return err
 	}
 	for rank := range v.ranks {
@@ -113,34 +106,34 @@ func (v *Saver) commit(job *saveJob) error {
 			return err
 		}
 	}
-	if err := v.fs.SyncFolder(job.temp); err != nil {
-		return err
+	final := filepath.Join(v.folder, stepName(job.step))
+	replaces := exists(final)
+	if replaces && !isSaved(final) {
+		return fmt.Errorf("%s is not a checkpoint, so the save does not replace it: move it", final)
 	}
-	if err := v.show(job); err != nil {
+	if err := reveal(v.fs, job.temp, final, replaces); err != nil {
 		return err
 	}
 	return v.retain(job.step)
 }
 
-// show renames the folder. If there is a checkpoint of the step, both trade their names.
-func (v *Saver) show(job *saveJob) error {
-	final := filepath.Join(v.folder, stepName(job.step))
-	if _, err := os.Lstat(final); err == nil {
-		if _, err := os.Lstat(filepath.Join(final, manifestName)); err != nil {
-			return fmt.Errorf("%s is not a checkpoint, so the save does not replace it: move it: %w", final, err)
-		}
-		if err := v.fs.Exchange(job.temp, final); err != nil {
-			return fmt.Errorf("replace the checkpoint of the same step: %w", err)
-		}
-		if err := v.fs.SyncFolder(v.folder); err != nil {
-			return err
-		}
-		return v.fs.RemoveAll(job.temp)
-	}
-	if err := v.fs.Rename(job.temp, final); err != nil {
+// reveal gives a complete folder its name. A checkpoint that it replaces trades names with it, and
+// is then removed.
+func reveal(fs fileSystem, temp, final string, replaces bool) error {
+	if err := fs.SyncFolder(temp); err != nil {
 		return err
 	}
-	return v.fs.SyncFolder(v.folder)
+	give := fs.Rename
+	if replaces {
+		give = fs.Exchange
+	}
+	if err := give(temp, final); err != nil {
+		return err
+	}
+	if err := fs.SyncFolder(filepath.Dir(final)); err != nil || !replaces {
+		return err
+	}
+	return fs.RemoveAll(temp)
 }
 
 // collect waits for the messages of all ranks, and puts them into a manifest.
@@ -183,49 +176,52 @@ func (v *Saver) collect(job *saveJob) (*manifest, error) {
 // because the group's collectives belong to the training.
 func (v *Saver) awaitReport(job *saveJob, rank int, deadline time.Time) (*rankReport, error) {
 	path := filepath.Join(job.temp, reportName(rank))
-	for wait := time.Millisecond; ; wait = min(2*wait, 200*time.Millisecond) {
+	r := new(rankReport)
+	return r, v.await(rank, "written its file", deadline, func() (bool, error) {
 		text, err := v.fs.ReadFile(path)
-		switch {
-		case err == nil:
-			r := new(rankReport)
-			if err := json.Unmarshal(text, r); err != nil {
-				return nil, fmt.Errorf("%s: %w", path, err)
-			}
-			return r, nil
-		case !errors.Is(err, fs.ErrNotExist):
-			return nil, err
-		case v.broken() != nil:
-			return nil, fmt.Errorf("rank %d has not written its file: %w", rank, v.broken())
-		case time.Now().After(deadline):
-			return nil, &RankError{Op: "save", Rank: rank, Reason: fmt.Sprintf("it has not written its file after %v: the rank may be lost, or its process does not see %s", v.cfg.Timeout, v.folder)}
+		if errors.Is(err, fs.ErrNotExist) {
+			return false, nil
 		}
-		time.Sleep(wait)
-	}
+		if err == nil {
+			err = json.Unmarshal(text, r)
+		}
+		if err != nil {
+			return false, fmt.Errorf("%s: %w", path, err)
+		}
+		return true, nil
+	})
 }
 
 // awaitRoot waits until the first process has made the checkpoint visible, or has given up. Its
 // message goes first, then the folder gets its name.
 func (v *Saver) awaitRoot(job *saveJob) error {
-	deadline := time.Now().Add(v.cfg.Timeout)
-	for wait := time.Millisecond; ; wait = min(2*wait, 200*time.Millisecond) {
+	return v.await(0, "completed the checkpoint", time.Now().Add(v.cfg.Timeout), func() (bool, error) {
 		_, tempErr := os.Lstat(job.temp)
-		switch found, failed := v.rootMessage(job); {
-		case failed != nil:
-			return failed
-		case found:
-		default:
-			if m, err := readManifest(filepath.Join(v.folder, stepName(job.step))); err == nil && m.ID == job.id {
-				return nil
-			}
-			if errors.Is(tempErr, fs.ErrNotExist) {
-				return v.rootGaveUp(job)
-			}
+		if found, failed := v.rootMessage(job); found {
+			return false, failed
+		}
+		if m, err := readManifest(filepath.Join(v.folder, stepName(job.step))); err == nil && m.ID == job.id {
+			return true, nil
+		}
+		if errors.Is(tempErr, fs.ErrNotExist) {
+			return false, v.rootGaveUp(job)
+		}
+		return false, nil
+	})
+}
+
+// await polls until ready returns true or an error, the group breaks, or the deadline passes.
+// done says what the caller awaits from the rank.
+func (v *Saver) await(rank int, done string, deadline time.Time, ready func() (bool, error)) error {
+	for wait := time.Millisecond; ; wait = min(2*wait, 200*time.Millisecond) {
+		if ok, err := ready(); ok || err != nil {
+			return err
 		}
 		if err := v.broken(); err != nil {
-			return fmt.Errorf("rank 0 has not completed the checkpoint: %w", err)
+			return fmt.Errorf("rank %d has not %s: %w", rank, done, err)
 		}
 		if time.Now().After(deadline) {
-			return &RankError{Op: "save", Rank: 0, Reason: fmt.Sprintf("it has not completed the checkpoint after %v", v.cfg.Timeout)}
+			return &RankError{Op: "save", Rank: rank, Reason: fmt.Sprintf("it has not %s after %v: the rank may be lost, or its process does not see %s", done, v.cfg.Timeout, v.folder)}
 		}
 		time.Sleep(wait)
 	}
@@ -286,16 +282,6 @@ func (v *Saver) broken() error {
 		return err
 	}
 	return nil
-}
-
-// writeIndex writes the index that Hugging Face's readers want, if all tensors are whole.
-func (v *Saver) writeIndex(job *saveJob, m *manifest) error {
-	text, err := m.index()
-	if err != nil || text == nil {
-		return err
-	}
-	m.Index = digest(text)
-	return writeWhole(v.fs, filepath.Join(job.temp, indexName), text)
 }
 
 // index returns the index, or nil if a tensor has several parts.

@@ -67,13 +67,6 @@ func TestCheckpointsWithoutBytes(t *testing.T) {
 	}
 }
 
-func closeAll(all []*Weights) (err error) {
-	for _, w := range all {
-		err = errors.Join(err, w.Close())
-	}
-	return err
-}
-
 // TestReversedGroup: the ranks of a group that was split need not be in the order of
 // the devices.
 func TestReversedGroup(t *testing.T) {

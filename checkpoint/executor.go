@@ -252,11 +252,7 @@ func (d *worker) memory(staged bool, buf int) tensor.Tensor {
 
 // cutOut returns bytes of mem as a tensor.
 func cutOut(mem tensor.Tensor, at int, t memory.DType, shape ...int) (tensor.Tensor, error) {
-	n := t.Size()
-	for _, d := range shape {
-		n *= d
-	}
-	x, err := mem.Narrow(0, at, n)
+	x, err := mem.Narrow(0, at, t.Size()*product(shape))
 	if err != nil {
 		return x, err
 	}

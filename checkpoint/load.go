@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"io"
 	"path/filepath"
+	"strconv"
 	"sync"
 
 	"github.com/gochorus/chorus/comm"
@@ -74,7 +76,7 @@ func (c *Checkpoint) load(ctx context.Context, w *peers, cfg *LoadConfig) ([]*We
 func (c *Checkpoint) loadPlaced(ctx context.Context, w *peers, lc *LoadConfig, place func() ([]*placed, error)) (all []*Weights, err error) {
 	defer func() {
 		if err = errors.Join(err, w.close()); err != nil {
-			err = errors.Join(err, closeWeights(all))
+			err = errors.Join(err, closeAll(all))
 			all = nil
 		}
 	}()
@@ -84,7 +86,7 @@ func (c *Checkpoint) loadPlaced(ctx context.Context, w *peers, lc *LoadConfig, p
 		all, err = c.allocate(m, tensors, lc)
 	}
 	if err != nil { // the ranks need memory to exchange the error
-		err = errors.Join(err, m.close(), closeWeights(all))
+		err = errors.Join(err, m.close(), closeAll(all))
 		m.locals, all = nil, nil
 	}
 	errs := make([]error, len(w.locals))
@@ -97,15 +99,15 @@ func (c *Checkpoint) loadPlaced(ctx context.Context, w *peers, lc *LoadConfig, p
 	err = m.close()
 	m.setErrorOfAll(err)
 	if m.failed() || m.remoteFailed {
-		return all, w.agree(ctx, m.op, m.path, m.named(m.errs()), 0)
+		return all, w.agree(ctx, m.op, m.path, m.named(m.errs()), "")
 	}
 	return all, nil
 }
 
-func closeWeights(all []*Weights) error {
+func closeAll[C io.Closer](all []C) error {
 	var errs []error
-	for _, w := range all {
-		errs = append(errs, w.Close())
+	for _, c := range all {
+		errs = append(errs, c.Close())
 	}
 	return errors.Join(errs...)
 }
@@ -228,15 +230,15 @@ func (l reads) bytes() (n int64) {
 }
 
 // fingerprint returns a digest of the plan, so that processes can compare their plans. It
-// returns 0 if there is one process.
-func (w *peers) fingerprint(tensors []*placed, round int) uint64 {
+// returns "" if there is one process.
+func (w *peers) fingerprint(tensors []*placed, round int) string {
 	if !w.remote() {
-		return 0
+		return ""
 	}
 	h := fnv.New64a()
 	fmt.Fprintln(h, round)
 	for _, t := range tensors {
 		fmt.Fprintln(h, t.info.Name, t.info.DType, t.info.Shape, t.file, t.off, t.to, t.cut)
 	}
-	return h.Sum64()
+	return strconv.FormatUint(h.Sum64(), 16)
 }

@@ -88,12 +88,25 @@ type sealed struct {
 	Manifest json.RawMessage `json:"manifest"`
 }
 
-func (m *manifest) encode() ([]byte, error) {
+// write writes the manifest to a folder. If all tensors are whole, it first writes the index that
+// Hugging Face's readers want.
+func (m *manifest) write(fs fileSystem, folder string) error {
+	index, err := m.index()
+	if err == nil && index != nil {
+		m.Index = digest(index)
+		err = writeWhole(fs, filepath.Join(folder, indexName), index)
+	}
+	if err != nil {
+		return err
+	}
 	text, err := json.Marshal(m)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	return json.Marshal(sealed{digest(text), text})
+	if text, err = json.Marshal(sealed{digest(text), text}); err != nil {
+		return err
+	}
+	return writeWhole(fs, filepath.Join(folder, manifestName), text)
 }
 
 func digest(b []byte) string {
@@ -156,7 +169,6 @@ func (t *savedTensor) checkRead(files int) error {
 	if err != nil {
 		return fmt.Errorf("tensor %q: %w", t.Name, err)
 	}
-	n := int64(1)
 	for _, d := range t.Shape {
 		if d < 0 {
 			return fmt.Errorf("tensor %q has shape %v", t.Name, t.Shape)
@@ -165,7 +177,7 @@ func (t *savedTensor) checkRead(files int) error {
 	if !fits(t.Shape, max(format.Bits()/8, 1)) {
 		return fmt.Errorf("tensor %q of shape %v is larger than any memory", t.Name, t.Shape)
 	}
-	n = int64(product(t.Shape))
+	n := int64(product(t.Shape))
 	if t.Rows < 0 || t.Width < 0 || n > 0 && (t.Rows == 0 || int64(t.Width) != n/int64(t.Rows) || n%int64(t.Rows) != 0) || n == 0 && t.Rows != 0 && t.Width != 0 {
 		return fmt.Errorf("tensor %q of shape %v is not %d rows of %d", t.Name, t.Shape, t.Rows, t.Width)
 	}

@@ -118,9 +118,5 @@ func (o *output) close() error {
 	if o == nil {
 		return nil
 	}
-	var errs []error
-	for _, f := range o.files {
-		errs = append(errs, f.Close())
-	}
-	return errors.Join(errs...)
+	return closeAll(o.files)
 }

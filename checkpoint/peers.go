@@ -105,42 +105,46 @@ func messageContext(ctx context.Context) (context.Context, context.CancelFunc) {
 // A rankStatus is the message of a rank before it begins, and after a failure.
 type rankStatus struct {
 	Reason string // why it cannot go on
-	Digest uint64 // a digest of its plan
+	Plan   string // identifies its plan
 }
 
-// agree exchanges the failures of all processes. It returns the error of the first rank that
-// failed, or an error if the processes have different plans. errs are by local rank.
-func (w *peers) agree(ctx context.Context, op, path string, errs []error, digest uint64) error {
+// exchange returns the states of all ranks. errs are by local rank.
+func (w *peers) exchange(ctx context.Context, errs []error, plan string) ([]rankStatus, error) {
 	all := make([]rankStatus, len(errs))
 	for i, err := range errs {
-		all[i].Digest = digest
+		all[i].Plan = plan
 		if err != nil {
 			all[i].Reason = err.Error()
 		}
 	}
-	first := 0 // the rank of all[0]
-	if w.remote() {
-		ctx, cancel := messageContext(ctx)
-		defer cancel()
-		var err error
-		if all, err = comm.GatherValues(ctx, w.group, nil, all...); err != nil {
-			return fmt.Errorf("checkpoint: %s %s: %w", op, path, errors.Join(errors.Join(errs...), err))
-		}
-		if slices.ContainsFunc(all, func(x rankStatus) bool { return x.Reason != "" || x.Digest != digest }) {
-			// A rank that ends now must not end the exchange for ranks that do not have all
-			// values yet. A rank that does not come to the barrier has them, or is lost.
-			_ = w.group.Barrier(ctx)
-		}
-	} else {
-		first = w.locals[0].rank
+	if !w.remote() {
+		return all, nil
 	}
-	for i, said := range all {
+	ctx, cancel := messageContext(ctx)
+	defer cancel()
+	all, err := comm.GatherValues(ctx, w.group, nil, all...)
+	if slices.ContainsFunc(all, func(x rankStatus) bool { return x != rankStatus{Plan: plan} }) {
+		// A rank that ends now must not end the exchange for ranks that do not have all
+		// values yet. A rank that does not come to the barrier has them, or is lost.
+		_ = w.group.Barrier(ctx)
+	}
+	return all, err
+}
+
+// agree exchanges the failures of all processes. It returns the error of the first rank that
+// failed, or an error if the processes have different plans. errs are by local rank.
+func (w *peers) agree(ctx context.Context, op, path string, errs []error, plan string) error {
+	all, err := w.exchange(ctx, errs, plan)
+	if err != nil {
+		return fmt.Errorf("checkpoint: %s %s: %w", op, path, errors.Join(errors.Join(errs...), err))
+	}
+	for rank, said := range all {
 		if said.Reason != "" {
-			return w.rankError(op, first+i, said.Reason, errs)
+			return w.rankError(op, rank, said.Reason, errs)
 		}
 	}
 	for rank, said := range all {
-		if said.Digest != digest {
+		if said.Plan != plan {
 			return fmt.Errorf("checkpoint: %s %s: rank %d has another plan, other files or other options: they must be the same on all ranks", op, path, rank)
 		}
 	}

@@ -164,10 +164,13 @@ func (r *resharding) run(ctx context.Context) error {
 		return err
 	}
 	r.describe(sums)
-	if err := r.finish(); err != nil {
+	if err := r.m.write(r.fs, r.temp); err != nil {
 		return err
 	}
-	return r.show(ctx)
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return reveal(r.fs, r.temp, r.to, r.replaces)
 }
 
 // write writes a file, and returns the hashes of its tensors.
@@ -205,39 +208,4 @@ func (r *resharding) describe(sums []map[string]hash.Hash) {
 	if r.m.Values == nil {
 		r.m.Values = []json.RawMessage{json.RawMessage("null")}
 	}
-}
-
-// finish writes the index and the manifest.
-func (r *resharding) finish() error {
-	index, err := r.m.index()
-	if err != nil {
-		return err
-	}
-	r.m.Index = digest(index)
-	if err := writeWhole(r.fs, filepath.Join(r.temp, indexName), index); err != nil {
-		return err
-	}
-	text, err := r.m.encode()
-	if err != nil {
-		return err
-	}
-	if err := writeWhole(r.fs, filepath.Join(r.temp, manifestName), text); err != nil {
-		return err
-	}
-	return r.fs.SyncFolder(r.temp)
-}
-
-// show gives the folder its name.
-func (r *resharding) show(ctx context.Context) error {
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	parent := filepath.Dir(r.to)
-	if !r.replaces {
-		return errors.Join(r.fs.Rename(r.temp, r.to), r.fs.SyncFolder(parent))
-	}
-	if err := r.fs.Exchange(r.temp, r.to); err != nil {
-		return err
-	}
-	return errors.Join(r.fs.SyncFolder(parent), r.fs.RemoveAll(r.temp))
 }

@@ -307,7 +307,7 @@ func (r *restoring) round(ctx context.Context, moves []*move) error {
 			errs[i] = l.stream.Sync(ctx)
 		}
 	}
-	return errors.Join(w.agree(ctx, "restore", r.saved.folder, errs, 0), closeWeights(all))
+	return errors.Join(w.agree(ctx, "restore", r.saved.folder, errs, ""), closeAll(all))
 }
 
 func placedOf(moves []*move) []*placed {

@@ -104,21 +104,21 @@ func (s *saving) steps(ctx context.Context, err error) error {
 			s.setErrorOfAll(f.Sync(ctx))
 		}
 	}
-	if err := s.agree(ctx, s.op, s.path, s.named(s.errs()), 0); err != nil {
+	if err := s.agree(ctx, s.op, s.path, s.named(s.errs()), ""); err != nil {
 		return err
 	}
 	err = nil
 	if s.isRoot() {
 		err = s.out.commit(ctx)
 	}
-	return s.agreeAlone(ctx, err, 0)
+	return s.agreeAlone(ctx, err, "")
 }
 
 // agreeAlone is agree for an error of the process, not of one of its ranks.
-func (s *saving) agreeAlone(ctx context.Context, err error, print uint64) error {
+func (s *saving) agreeAlone(ctx context.Context, err error, plan string) error {
 	errs := make([]error, len(s.peers.locals))
 	errs[0] = err
-	return s.agree(ctx, s.op, s.path, errs, print)
+	return s.agree(ctx, s.op, s.path, errs, plan)
 }
 
 // isRoot reports whether this process has rank 0, and so makes the files.
@@ -225,7 +225,7 @@ func (s *saving) join(ctx context.Context) error {
 		}
 	}
 	s.files = s.out.files
-	return s.agreeAlone(ctx, err, 0)
+	return s.agreeAlone(ctx, err, "")
 }
 
 // release closes the files and frees the memory and streams of prepare.

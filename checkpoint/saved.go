@@ -228,20 +228,14 @@ func Latest(ctx context.Context, g *comm.Group, folder string) (saved *Saved, sk
 	}
 	for _, step := range slices.Backward(steps) {
 		path := filepath.Join(folder, stepName(step))
-		s, id, reason := tryOpen(ctx, w, path)
-		said := []string{id, reason}
-		if w.remote() {
-			long, cancel := messageContext(ctx)
-			said, err = gatherReasons(long, w, id, reason)
-			cancel()
-			if err != nil {
-				return nil, skipped, errors.Join(fmt.Errorf("checkpoint: latest in %s: %w", folder, err), s.Close())
-			}
+		s, reason, err := tryOpen(ctx, w, path)
+		if err != nil {
+			return nil, skipped, errors.Join(fmt.Errorf("checkpoint: latest in %s: %w", folder, err), s.Close())
 		}
-		if said[1] == "" {
+		if reason == "" {
 			return s, skipped, nil
 		}
-		skipped = append(skipped, Skipped{path, said[1]})
+		skipped = append(skipped, Skipped{path, reason})
 		if err := errors.Join(s.Close(), ctx.Err()); err != nil {
 			return nil, skipped, err
 		}
@@ -249,41 +243,28 @@ func Latest(ctx context.Context, g *comm.Group, folder string) (saved *Saved, sk
 	return nil, skipped, nil
 }
 
-// tryOpen opens and verifies the share of this process. It returns the identity of the save,
-// and why the checkpoint cannot be used.
-func tryOpen(ctx context.Context, w *peers, path string) (s *Saved, id, reason string) {
-	s, err := OpenSaved(path)
-	if err != nil {
-		return nil, "", err.Error()
-	}
-	for _, l := range w.locals {
-		if err := s.verifyShare(ctx, l.rank, w.ranks); err != nil {
-			return s, s.m.ID, err.Error()
+// tryOpen opens a checkpoint and verifies the share of this process. It returns the first reason
+// of a rank not to use the checkpoint. err means that the ranks cannot agree.
+func tryOpen(ctx context.Context, w *peers, path string) (s *Saved, reason string, err error) {
+	errs, id := make([]error, len(w.locals)), ""
+	if s, errs[0] = OpenSaved(path); s != nil {
+		id = s.m.ID
+		for i, l := range w.locals {
+			errs[i] = s.verifyShare(ctx, l.rank, w.ranks)
 		}
 	}
-	return s, s.m.ID, ""
-}
-
-// gatherReasons returns the identity of the checkpoint, and the first reason of a rank not to
-// use it.
-func gatherReasons(ctx context.Context, w *peers, id, reason string) ([]string, error) {
-	mine := make([][2]string, len(w.locals))
-	for i := range mine {
-		mine[i] = [2]string{id, reason}
-	}
-	all, err := comm.GatherValues(ctx, w.group, nil, mine...)
-	if err != nil {
-		return nil, err
-	}
+	all, err := w.exchange(ctx, errs, id)
 	for rank, x := range all {
 		switch {
-		case x[1] != "":
-			return []string{x[0], fmt.Sprintf("rank %d: %s", rank, x[1])}, nil
-		case x[0] != all[0][0]:
-			return []string{x[0], fmt.Sprintf("rank %d sees another checkpoint of this step than rank 0", rank)}, nil
+		case x.Reason != "" && w.remote():
+			return s, fmt.Sprintf("rank %d: %s", rank, x.Reason), err
+		case x.Reason != "":
+			return s, x.Reason, err
+		case x.Plan != all[0].Plan:
+			return s, fmt.Sprintf("rank %d sees another checkpoint of this step than rank 0", rank), err
 		}
 	}
-	return all[0][:], nil
+	return s, "", err
 }
 
 // agreedSteps returns the steps that the first process sees.

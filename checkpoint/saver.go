@@ -123,7 +123,7 @@ func exchange(ctx context.Context, w *peers, op, folder string, parts [][]Part) 
 		}
 		mine[i], errs[i] = describeParts(op, l.stream, parts[i])
 	}
-	if err := w.agree(ctx, op, folder, errs, 0); err != nil {
+	if err := w.agree(ctx, op, folder, errs, ""); err != nil {
 		return nil, err
 	}
 	if !w.remote() {
@@ -146,7 +146,7 @@ func (v *Saver) begin(ctx context.Context, w *peers, by [][]partInfo, parts [][]
 	}
 	errs := make([]error, len(w.locals))
 	errs[0] = err
-	if err := w.agree(ctx, "new saver", v.folder, errs, 0); err != nil {
+	if err := w.agree(ctx, "new saver", v.folder, errs, ""); err != nil {
 		return err
 	}
 	v.nonce = strings.ToLower(rand.Text())

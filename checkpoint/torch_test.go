@@ -58,7 +58,7 @@ func TestProgressOfTorch(t *testing.T) {
 			require.NoError(t, err)
 			require.Positive(t, total)
 			require.Equal(t, total, done)
-			require.NoError(t, closeWeights(all))
+			require.NoError(t, closeAll(all))
 		}
 	})
 }

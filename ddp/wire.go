@@ -44,7 +44,7 @@ func newWire[T memory.Element](g *comm.Group, c *ReducerConfig, wholes []memory.
 	case c.Compress == memory.BFloat16:
 		return newNarrow[T, memory.BFloat16Bits](g, n, by)
 	}
-	w := plain[T]{flat: make(comm.Shards[T], len(wholes)), own: make([]bool, len(wholes))}
+	w := plain[T]{onWire: onWire[T, T]{make(comm.Shards[T], len(wholes))}, own: make([]bool, len(wholes))}
 	for i, whole := range wholes {
 		if w.flat[i] = whole; whole.Buffer() != nil {
 			continue
@@ -71,10 +71,29 @@ func zeroed[T memory.Element](s *stream.Stream, n int) (memory.Slice[T], error) 
 	return x, nil
 }
 
+// onWire is the memory of a wire for gradients of type T, by local rank.
+type onWire[T, W memory.Element] struct{ flat comm.Shards[W] }
+
+func (w onWire[T, W]) zero(s *stream.Stream, local, at, n int) error {
+	return w.flat[local].Slice(at, at+n).Zero(s)
+}
+
+func (w onWire[T, W]) choose(s *stream.Stream, local, at int, x memory.Slice[T], used memory.Slice[uint8], old memory.Slice[T]) error {
+	return choose(s, x, used, w.flat[local].Slice(at, at+x.Len()), old)
+}
+
+func (w onWire[T, W]) scale(g *comm.Group, factors comm.Shards[float32]) error {
+	return scale(g, w.flat, factors)
+}
+
+func (w onWire[T, W]) tensors() ([]tensor.Tensor, error) { return tensorsOf(w.flat) }
+
+func (w onWire[T, W]) record(s *stream.Stream, local int) error { return w.flat[local].RecordStream(s) }
+
 // plain is a wire of the gradients' type: their own memory, or copies of the gradients.
 type plain[T memory.Element] struct {
-	flat comm.Shards[T]
-	own  []bool // by local rank: flat is the wire's own memory, and has copies
+	onWire[T, T]
+	own []bool // by local rank: flat is the wire's own memory, and has copies
 }
 
 func (w plain[T]) put(s *stream.Stream, local, at int, x memory.Slice[T]) error {
@@ -91,14 +110,6 @@ func (w plain[T]) get(s *stream.Stream, local, at int, x memory.Slice[T]) error 
 	return memory.Copy(s, x, w.flat[local].Slice(at, at+x.Len()))
 }
 
-func (w plain[T]) zero(s *stream.Stream, local, at, n int) error {
-	return w.flat[local].Slice(at, at+n).Zero(s)
-}
-
-func (w plain[T]) choose(s *stream.Stream, local, at int, x memory.Slice[T], used memory.Slice[uint8], old memory.Slice[T]) error {
-	return choose(s, x, used, w.flat[local].Slice(at, at+x.Len()), old)
-}
-
 func (w plain[T]) reduce(g *comm.Group, op comm.Op) error { return comm.AllReduce(g, op, w.flat...) }
 
 func (w plain[T]) divide(g *comm.Group, by int) error {
@@ -109,14 +120,6 @@ func (w plain[T]) divide(g *comm.Group, by int) error {
 	}
 	return nil
 }
-
-func (w plain[T]) scale(g *comm.Group, factors comm.Shards[float32]) error {
-	return scale(g, w.flat, factors)
-}
-
-func (w plain[T]) tensors() ([]tensor.Tensor, error) { return tensorsOf(w.flat) }
-
-func (w plain[T]) record(s *stream.Stream, local int) error { return w.flat[local].RecordStream(s) }
 
 func (w plain[T]) inPlace(local int) bool { return !w.own[local] }
 
@@ -133,8 +136,8 @@ func (w plain[T]) close() error {
 // narrow is a wire of a smaller type. The mean is taken on the way in, because
 // the sum may be larger than that type can hold.
 type narrow[T, W memory.Element] struct {
-	flat comm.Shards[W]
-	by   int // what gradients are divided by
+	onWire[T, W]
+	by int // what gradients are divided by
 }
 
 func newNarrow[T, W memory.Element](g *comm.Group, n, by int) (wire[T], error) {
@@ -157,14 +160,6 @@ func (w narrow[T, W]) get(s *stream.Stream, local, at int, x memory.Slice[T]) er
 	return divide(s, x, w.flat[local].Slice(at, at+x.Len()), 1)
 }
 
-func (w narrow[T, W]) zero(s *stream.Stream, local, at, n int) error {
-	return w.flat[local].Slice(at, at+n).Zero(s)
-}
-
-func (w narrow[T, W]) choose(s *stream.Stream, local, at int, x memory.Slice[T], used memory.Slice[uint8], old memory.Slice[T]) error {
-	return choose(s, x, used, w.flat[local].Slice(at, at+x.Len()), old)
-}
-
 func (w narrow[T, W]) reduce(g *comm.Group, op comm.Op) error {
 	if op == comm.Avg {
 		op = comm.Sum
@@ -173,14 +168,6 @@ func (w narrow[T, W]) reduce(g *comm.Group, op comm.Op) error {
 }
 
 func (w narrow[T, W]) divide(*comm.Group, int) error { return nil }
-
-func (w narrow[T, W]) scale(g *comm.Group, factors comm.Shards[float32]) error {
-	return scale(g, w.flat, factors)
-}
-
-func (w narrow[T, W]) tensors() ([]tensor.Tensor, error) { return tensorsOf(w.flat) }
-
-func (w narrow[T, W]) record(s *stream.Stream, local int) error { return w.flat[local].RecordStream(s) }
 
 func (w narrow[T, W]) inPlace(int) bool { return false }
 

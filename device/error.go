@@ -18,12 +18,9 @@ type Status int32
 const (
 	ErrorInvalidValue   = Status(cudadrv.ErrorInvalidValue)
 	ErrorOutOfMemory    = Status(cudadrv.ErrorOutOfMemory)
-	ErrorNoDevice       = Status(cudadrv.ErrorNoDevice)
 	ErrorInvalidDevice  = Status(cudadrv.ErrorInvalidDevice)
-	ErrorInvalidImage   = Status(cudadrv.ErrorInvalidImage)
 	ErrorInvalidContext = Status(cudadrv.ErrorInvalidContext)
 	ErrorInvalidHandle  = Status(cudadrv.ErrorInvalidHandle)
-	ErrorNotFound       = Status(cudadrv.ErrorNotFound)
 	ErrorNotReady       = Status(cudadrv.ErrorNotReady)
 	ErrorIllegalAddress = Status(cudadrv.ErrorIllegalAddress)
 	ErrorLaunchFailed   = Status(cudadrv.ErrorLaunchFailed)

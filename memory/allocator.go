@@ -12,7 +12,7 @@ import (
 
 // An Allocator allocates and frees device memory. [Driver] calls the driver for each
 // block, [OpenPlugin] loads an allocator from a shared library, and nccl.Allocator
-// allocates memory with NCCL. [Limit] and [Count] wrap another Allocator.
+// allocates memory with NCCL.
 //
 // Both methods may be called by several goroutines at the same time, and while
 // streams are captured into graphs.

@@ -2,8 +2,6 @@ package memory_test
 
 import (
 	"errors"
-	"math/rand/v2"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -56,88 +54,6 @@ func TestDriverAllocator(t *testing.T) {
 		require.ErrorContains(t, err, "no stream given")
 		require.ErrorContains(t, memory.Driver.Free(nil, 1, 1), "no stream given")
 	})
-}
-
-func TestLimit(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuMemAlloc#2=CUDA_ERROR_UNKNOWN"})
-	s := newStream(t, devs[0])
-	below := memory.Count(memory.Driver)
-	a := memory.Limit(below, 1000)
-	p, err := a.Alloc(s, 600)
-	require.NoError(t, err)
-	_, err = a.Alloc(s, 401)
-	oom, ok := errors.AsType[*memory.OutOfMemoryError](err)
-	require.True(t, ok)
-	require.EqualValues(t, []uint64{401, 400, 1000}, []uint64{oom.Requested, oom.Free, oom.Total})
-	require.ErrorIs(t, err, device.ErrorOutOfMemory)
-	require.ErrorContains(t, err, "the limit of the allocator")
-	require.EqualValues(t, 1, below.Counts().Allocations.Allocated, "the one below was not asked")
-	_, err = a.Alloc(s, 400)
-	require.ErrorIs(t, err, device.Status(cudadrv.ErrorUnknown))
-	q, err := a.Alloc(s, 400)
-	require.NoError(t, err, "what failed counts for nothing")
-	require.Error(t, a.Free(s, p+1, 600))
-	_, err = a.Alloc(s, 1)
-	require.Error(t, err, "nothing was freed")
-	require.NoError(t, a.Free(s, p, 600))
-	r, err := a.Alloc(s, 600)
-	require.NoError(t, err)
-	require.NoError(t, errorsOf(a.Free(s, q, 400), a.Free(s, r, 600)))
-	_, err = memory.Limit(below, -5).Alloc(s, 1)
-	require.ErrorIs(t, err, device.ErrorOutOfMemory)
-}
-
-// Many goroutines get no more than the limit, and all that they give back.
-func TestLimitOfManyGoroutines(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-	count := memory.Count(memory.Driver)
-	a := memory.Limit(count, 4000)
-	var wg sync.WaitGroup
-	for w := range 8 {
-		s := newStream(t, devs[0])
-		rnd := rand.New(rand.NewPCG(9, uint64(w)))
-		wg.Go(func() {
-			for range 100 {
-				n := 1 + rnd.IntN(1000)
-				p, err := a.Alloc(s, n)
-				if err == nil {
-					err = a.Free(s, p, n)
-				}
-				if err != nil && !errors.Is(err, device.ErrorOutOfMemory) {
-					t.Error(err)
-				}
-			}
-		})
-	}
-	wg.Wait()
-	c := count.Counts()
-	require.Zero(t, c.Bytes.Current)
-	require.LessOrEqual(t, c.Bytes.Peak, int64(4000))
-	require.Positive(t, c.Bytes.Peak)
-	s := newStream(t, devs[0])
-	p, err := a.Alloc(s, 4000)
-	require.NoError(t, err)
-	require.NoError(t, a.Free(s, p, 4000))
-}
-
-func TestCount(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-	s := newStream(t, devs[0])
-	a := memory.Count(memory.Driver)
-	p, err := a.Alloc(s, 100)
-	require.NoError(t, err)
-	q, err := a.Alloc(s, 50)
-	require.NoError(t, err)
-	require.NoError(t, a.Free(s, p, 100))
-	require.Error(t, a.Free(s, p, 100))
-	_, err = a.Alloc(s, 0)
-	require.Error(t, err)
-	require.Equal(t, memory.AllocatorCounts{
-		Allocations: memory.Stat{Current: 1, Peak: 2, Allocated: 2, Freed: 1},
-		Bytes:       memory.Stat{Current: 50, Peak: 150, Allocated: 150, Freed: 100},
-		Failures:    2,
-	}, a.Counts())
-	require.NoError(t, a.Free(s, q, 50))
 }
 
 // pluginC takes memory of CUDA where there is a GPU, and of C elsewhere. It

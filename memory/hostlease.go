@@ -111,12 +111,8 @@ func (l *hostLease) forgetIdle() {
 
 // idle reports whether all work of a retained stream has completed.
 func idle(s *stream.Stream) bool {
-	idle := false
-	err := gpu.DeviceOf(s.Device()).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result {
-		idle = drv.StreamQuery(gpu.StreamOf(s).Raw()) == cudadrv.Success
-		return cudadrv.Success
-	})
-	return err == nil && idle
+	done, _ := gpu.DeviceOf(s.Device()).ReadyRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(gpu.StreamOf(s).Raw()) })
+	return done
 }
 
 // done ends a use that use began.

@@ -169,12 +169,8 @@ func (m *hostMarks) query(w *hostWatch) (passed uint64) {
 	d := gpu.DeviceOf(w.s.Device())
 	for len(w.events) > 0 {
 		x := w.events[0]
-		reached := false
-		err := d.DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result {
-			reached = drv.EventQuery(x.event) == cudadrv.Success
-			return cudadrv.Success
-		})
-		if err != nil || !reached {
+		reached, _ := d.ReadyRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(x.event) })
+		if !reached {
 			break // not reached yet, or the device is lost
 		}
 		passed, w.events = x.number, w.events[1:]

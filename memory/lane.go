@@ -143,16 +143,8 @@ func (l *lane) Record() (alloc.Event, error) {
 }
 
 // idle reports whether all operations of the stream have completed.
-func (l *lane) idle() (idle bool, err error) {
-	err = l.heap.do(func(drv cudadrv.Driver) cudadrv.Result {
-		r := drv.StreamQuery(gpu.StreamOf(l.s).Raw())
-		if r == cudadrv.ErrorNotReady {
-			return cudadrv.Success
-		}
-		idle = r == cudadrv.Success
-		return r
-	})
-	return idle, err
+func (l *lane) idle() (bool, error) {
+	return gpu.DeviceOf(l.heap.dev).ReadyBeside(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(gpu.StreamOf(l.s).Raw()) })
 }
 
 func (l *lane) Wait(e alloc.Event) error {
@@ -231,16 +223,8 @@ func (h *heap) event() (*event, error) {
 	return &event{h, raw}, err
 }
 
-func (e *event) Passed() (passed bool, err error) {
-	err = e.heap.do(func(drv cudadrv.Driver) cudadrv.Result {
-		r := drv.EventQuery(e.raw)
-		if r == cudadrv.ErrorNotReady {
-			return cudadrv.Success
-		}
-		passed = r == cudadrv.Success
-		return r
-	})
-	return passed, err
+func (e *event) Passed() (bool, error) {
+	return gpu.DeviceOf(e.heap.dev).ReadyBeside(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(e.raw) })
 }
 
 func (e *event) Sync() error {

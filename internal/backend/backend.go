@@ -182,11 +182,16 @@ func (s *System) plainNCCL() (ncclapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.NCCL(), nil
 	}
-	lib, err := ncclapi.Open()
+	return library[ncclapi.API](ncclapi.Open)
+}
+
+// library opens a library of CUDA, which implements A. If that fails, the result is a nil interface.
+func library[A, L any](open func() (L, error)) (api A, err error) {
+	lib, err := open()
 	if err != nil {
-		return nil, err
+		return api, err
 	}
-	return lib, nil
+	return any(lib).(A), nil
 }
 
 // CUBLAS opens cuBLAS at its first use.
@@ -194,11 +199,7 @@ func (s *System) CUBLAS() (cublasapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.CUBLAS(), nil
 	}
-	lib, err := cublasapi.Open()
-	if err != nil {
-		return nil, err
-	}
-	return lib, nil
+	return library[cublasapi.API](cublasapi.Open)
 }
 
 // CUBLASLt opens cuBLASLt at its first use.
@@ -206,11 +207,7 @@ func (s *System) CUBLASLt() (cublasltapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.CUBLASLt(), nil
 	}
-	lib, err := cublasltapi.Open()
-	if err != nil {
-		return nil, err
-	}
-	return lib, nil
+	return library[cublasltapi.API](cublasltapi.Open)
 }
 
 // CuFile opens cuFile at its first use. It does not open cuFile's driver or set
@@ -227,11 +224,7 @@ func (s *System) plainCuFile() (cufileapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.CuFile(), nil
 	}
-	lib, err := cufileapi.Open()
-	if err != nil {
-		return nil, err
-	}
-	return lib, nil
+	return library[cufileapi.API](cufileapi.Open)
 }
 
 // NVML opens NVML at its first use.
@@ -248,11 +241,7 @@ func (s *System) NVRTC() (nvrtcapi.API, error) {
 	if s.Machine != nil {
 		return nil, fmt.Errorf("backend: NVRTC on virtual devices: %w", errors.ErrUnsupported)
 	}
-	lib, err := nvrtcapi.Open()
-	if err != nil {
-		return nil, err
-	}
-	return lib, nil
+	return library[nvrtcapi.API](nvrtcapi.Open)
 }
 
 // Explain returns the cause of a virtual device's sticky error. It returns "" on

@@ -36,10 +36,9 @@ var symbols = [numFns]dl.Func{
 	fnGemmStridedBatchedEx: {Name: "cublasGemmStridedBatchedEx"},
 }
 
-const minVersionText = "12.0"
-
 var spec = &dl.Spec{
 	Name:    "cuBLAS",
+	Needed:  "12.0",
 	Env:     env.LibCUBLAS,
 	Sonames: []string{"libcublas.so.13", "libcublas.so.12"},
 	Deps:    []string{"libcublasLt.so.13", "libcublasLt.so.12"},
@@ -60,11 +59,8 @@ func Open() (*Lib, error) { return opened() }
 var opened = dl.Once(spec, newLib)
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
-	t, missing := dl.NewTable[fn](find, path, symbols[:], Success)
-	if len(missing) > 0 {
-		return nil, &dl.VersionError{Library: "cuBLAS", Path: path, Needed: minVersionText, Missing: missing}
-	}
-	return &Lib{t}, nil
+	t, err := dl.Require[fn](find, path, spec, symbols[:], Success)
+	return &Lib{t}, err
 }
 
 // The methods below have no comments: each is the C function of

@@ -60,10 +60,9 @@ var symbols = [numFns]dl.Func{
 	fnMatmul:                       {Name: "cublasLtMatmul"},
 }
 
-const minVersionText = "12.0"
-
 var spec = &dl.Spec{
 	Name:    "cuBLASLt",
+	Needed:  "12.0",
 	Env:     env.LibCUBLASLt,
 	Sonames: []string{"libcublasLt.so.13", "libcublasLt.so.12"},
 	Folders: dl.Toolkit,
@@ -82,11 +81,8 @@ func Open() (*Lib, error) { return opened() }
 var opened = dl.Once(spec, newLib)
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
-	t, missing := dl.NewTable[fn](find, path, symbols[:], cublasapi.NotSupported)
-	if len(missing) > 0 {
-		return nil, &dl.VersionError{Library: "cuBLASLt", Path: path, Needed: minVersionText, Missing: missing}
-	}
-	return &Lib{t}, nil
+	t, err := dl.Require[fn](find, path, spec, symbols[:], cublasapi.NotSupported)
+	return &Lib{t}, err
 }
 
 // The methods below have no comments: each one calls the C function of the same name.

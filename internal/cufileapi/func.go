@@ -1,5 +1,7 @@
 package cufileapi
 
+import "github.com/gochorus/chorus/internal/dl"
+
 // Func names a function of cuFile, for Has and the symbol table.
 type Func int
 
@@ -52,10 +54,7 @@ const (
 
 // symbols has the C name and the cuFile version that first had the function. Those
 // of 1.7 and before are required; Open fails without them.
-var symbols = [NumFuncs]struct {
-	name  string
-	since int32
-}{
+var symbols = [NumFuncs]dl.Versioned{
 	FuncHandleRegister:            {"cuFileHandleRegister", 1000},
 	FuncHandleDeregister:          {"cuFileHandleDeregister", 1000},
 	FuncBufRegister:               {"cuFileBufRegister", 1000},
@@ -103,7 +102,7 @@ var symbols = [NumFuncs]struct {
 }
 
 // Name is the C name, such as cuFileRead.
-func (f Func) Name() string { return symbols[f].name }
+func (f Func) Name() string { return symbols[f].Name }
 
 // Since is the version code of the first cuFile that has the function.
-func (f Func) Since() int32 { return symbols[f].since }
+func (f Func) Since() int32 { return symbols[f].Since }

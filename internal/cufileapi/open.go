@@ -35,11 +35,7 @@ func Open() (*Lib, error) { return opened() }
 var opened = dl.Once(spec, newLib)
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
-	funcs := make([]dl.Func, NumFuncs)
-	for i, f := range symbols {
-		funcs[i] = dl.Func{Name: f.name, Optional: f.since > minVersion}
-	}
-	t, missing := dl.NewTable[Func](find, path, funcs, MissingSymbol)
+	t, missing := dl.NewTable[Func](find, path, dl.Since(symbols[:], minVersion), MissingSymbol)
 	l := &Lib{Table: t, version: minVersion} // which could not tell it
 	if len(missing) > 0 {
 		return nil, &dl.VersionError{Library: "cuFile", Path: path, Needed: minVersionText, Missing: missing}

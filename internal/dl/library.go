@@ -14,6 +14,7 @@ type Spec struct {
 	Name    string   // for errors, such as "NCCL"
 	Env     *env.Var // if set, only this path is tried
 	Sonames []string // with the major version, newest first: the plain .so may link to any version
+	Needed  string   // the oldest version that Require accepts
 	Deps    []string // libraries in the same directory that it may need, dependencies first
 	Folders []string // patterns of directories to search after the system's loader; see Toolkit
 	Wheels  []string // directories below site-packages/nvidia, such as "nccl/lib"

@@ -33,6 +33,31 @@ func NewTable[N ~int, R ~int32 | ~uint64](find Resolver, path string, funcs []Fu
 	return t, missing
 }
 
+// Require is NewTable for a library whose required functions all came with the version
+// spec.Needed. Its error is a *VersionError.
+func Require[N ~int, R ~int32 | ~uint64](find Resolver, path string, spec *Spec, funcs []Func, absent R) (Table[N, R], error) {
+	t, missing := NewTable[N](find, path, funcs, absent)
+	if len(missing) > 0 {
+		return t, &VersionError{Library: spec.Name, Path: path, Needed: spec.Needed, Missing: missing}
+	}
+	return t, nil
+}
+
+// A Versioned is a C function and the version code of the library that first had it.
+type Versioned = struct {
+	Name  string
+	Since int32
+}
+
+// Since returns the functions for NewTable. It requires the functions that the version min has.
+func Since(all []Versioned, min int32) []Func {
+	funcs := make([]Func, len(all))
+	for i, f := range all {
+		funcs[i] = Func{Name: f.Name, Optional: f.Since > min}
+	}
+	return funcs
+}
+
 // Empty returns a table of a library that lacks every function. first is the function that
 // was called first, or negative before the first call. A package uses it to learn which
 // function some code calls, without calling it.

@@ -1,4 +1,4 @@
-// Package goroutine tells goroutines apart.
+// Package goroutine tells goroutines apart, and has sets of OS threads.
 package goroutine
 
 // ID returns a number for the calling goroutine that no other goroutine has while it

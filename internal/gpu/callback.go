@@ -1,40 +1,20 @@
 package gpu
 
 import (
-	"sync"
-	"sync/atomic"
-	"syscall"
-
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/goroutine"
 )
 
 // callbacks are the OS threads that are running a host callback of a stream.
-var callbacks struct {
-	count   atomic.Int32 // their number, readable without a lock
-	threads sync.Map     // their ids
-}
+var callbacks goroutine.Threads
 
 // EnterCallback records that a host callback runs on the calling OS thread, until leave.
-func EnterCallback() (leave func()) {
-	tid := syscall.Gettid()
-	callbacks.threads.Store(tid, true)
-	callbacks.count.Add(1)
-	return func() {
-		callbacks.count.Add(-1)
-		callbacks.threads.Delete(tid)
-	}
-}
+func EnterCallback() (leave func()) { return callbacks.Enter() }
 
 // InCallback reports whether the goroutine is in a host callback of a stream, which must
 // not wait for the driver. It costs almost nothing while no callback runs.
-func InCallback() bool {
-	if callbacks.count.Load() == 0 {
-		return false
-	}
-	_, ok := callbacks.threads.Load(syscall.Gettid())
-	return ok
-}
+func InCallback() bool { return callbacks.Has() }
 
 // LaunchHostFunc makes the stream call fn when everything enqueued on s so far has
 // completed. If s is captured, fn lives as long as the graph and its launches.

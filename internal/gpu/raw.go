@@ -81,15 +81,27 @@ func (d *Device) Capturing(s cudadrv.Stream) (bool, error) {
 
 // Ready makes a driver call that queries progress. For CUDA_ERROR_NOT_READY it returns
 // false and a nil error.
-func (d *Device) Ready(query Call) (bool, error) {
-	done := true
-	err := d.Do(func(drv cudadrv.Driver) cudadrv.Result {
+func (d *Device) Ready(query Call) (bool, error) { return d.ready(query, false) }
+
+// ReadyBeside is Ready by DoBeside.
+func (d *Device) ReadyBeside(query Call) (bool, error) { return d.ready(query, AnyCapture()) }
+
+// ReadyRelaxed is Ready by DoRelaxed.
+func (d *Device) ReadyRelaxed(query Call) (bool, error) { return d.ready(query, true) }
+
+func (d *Device) ready(query Call, relaxed bool) (done bool, err error) {
+	call := func(drv cudadrv.Driver) cudadrv.Result {
 		r := query(drv)
+		done = r == cudadrv.Success
 		if r == cudadrv.ErrorNotReady {
-			done = false
 			return cudadrv.Success
 		}
 		return r
-	})
+	}
+	if relaxed {
+		err = d.DoRelaxed(call)
+	} else {
+		err = d.Do(call)
+	}
 	return done && err == nil, err
 }

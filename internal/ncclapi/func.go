@@ -1,5 +1,7 @@
 package ncclapi
 
+import "github.com/gochorus/chorus/internal/dl"
+
 // Func names a host function of NCCL, for Has and the symbol table.
 type Func int
 
@@ -79,10 +81,7 @@ const (
 
 // symbols has the C name and the NCCL version that first had the function.
 // Those of 2.23 and before are required; Open fails without them.
-var symbols = [NumFuncs]struct {
-	name  string
-	since int32
-}{
+var symbols = [NumFuncs]dl.Versioned{
 	FuncGetVersion:           {"ncclGetVersion", 20000},
 	FuncGetUniqueID:          {"ncclGetUniqueId", 20000},
 	FuncGetErrorString:       {"ncclGetErrorString", 20000},
@@ -158,8 +157,8 @@ var symbols = [NumFuncs]struct {
 }
 
 // Name is the C name, such as ncclCommSplit.
-func (f Func) Name() string { return symbols[f].name }
+func (f Func) Name() string { return symbols[f].Name }
 
 // Since is the version code of the first NCCL that has the function, or 20000
 // for those that every NCCL 2 has.
-func (f Func) Since() int32 { return symbols[f].since }
+func (f Func) Since() int32 { return symbols[f].Since }

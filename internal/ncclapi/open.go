@@ -40,11 +40,7 @@ func newLib(find dl.Resolver, path string) (*Lib, error) {
 	if err := setHostID(); err != nil {
 		return nil, err
 	}
-	funcs := make([]dl.Func, NumFuncs)
-	for i, f := range symbols {
-		funcs[i] = dl.Func{Name: f.name, Optional: f.since > minVersion}
-	}
-	t, missing := dl.NewTable[Func](find, path, funcs, MissingSymbol)
+	t, missing := dl.NewTable[Func](find, path, dl.Since(symbols[:], minVersion), MissingSymbol)
 	l := &Lib{Table: t}
 	l.version, _ = l.GetVersion() // 0, so too old, if it fails
 	if l.version < minVersion || len(missing) > 0 {

@@ -42,10 +42,9 @@ var symbols = [numFns]dl.Func{
 	fnDestroyProgram:       {Name: "nvrtcDestroyProgram"},
 }
 
-const minVersionText = "12.0"
-
 var spec = &dl.Spec{
 	Name:    "NVRTC",
+	Needed:  "12.0",
 	Env:     env.LibNVRTC,
 	Sonames: []string{"libnvrtc.so.13", "libnvrtc.so.12"},
 	Folders: dl.Toolkit,
@@ -65,11 +64,8 @@ func Open() (*Lib, error) { return opened() }
 var opened = dl.Once(spec, newLib)
 
 func newLib(find dl.Resolver, path string) (*Lib, error) {
-	t, missing := dl.NewTable[fn](find, path, symbols[:], Success)
-	if len(missing) > 0 {
-		return nil, &dl.VersionError{Library: "NVRTC", Path: path, Needed: minVersionText, Missing: missing}
-	}
-	return &Lib{t}, nil
+	t, err := dl.Require[fn](find, path, spec, symbols[:], Success)
+	return &Lib{t}, err
 }
 
 // The methods below have no comments: each is the C function of

@@ -96,7 +96,7 @@ func (b *Batch) decide() {
 	together := b.together()
 	for i := range b.plan {
 		s := &b.plan[i]
-		if s.router != nil && routable[s.op.Kind] && b.tallies[s.router.local].collectives == 1 {
+		if s.router != nil && b.tallies[s.router.local].collectives == 1 {
 			s.x.Together = together
 			s.strategy = s.router.choose(&s.x)
 			b.fuse(s)
@@ -158,11 +158,6 @@ func (b *Batch) single() bool {
 // batch is enqueued by one thread, because a capture may belong to a thread.
 func (b *Batch) concurrent() bool {
 	return len(b.plan) > 1 && b.single() && !b.plan[0].op.Captured
-}
-
-// routable has the collectives that other backends than NCCL may execute.
-var routable = [flight.NumKinds]bool{
-	flight.AllReduce: true, flight.Broadcast: true, flight.AllGather: true, flight.ReduceScatter: true, flight.AllToAll: true,
 }
 
 // services has the service of each strategy that can be chosen for an operation.

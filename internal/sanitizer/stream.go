@@ -45,6 +45,11 @@ func (d driver) awaits(s cudadrv.Stream, call func() cudadrv.Result) cudadrv.Res
 	d.t.mu.Lock()
 	at := race.Clock(nil).JoinStamp(d.t.queue(ctx, s).now)
 	d.t.mu.Unlock()
+	return d.waited(at, call)
+}
+
+// waited calls the driver and records that the host has waited for operations.
+func (d driver) waited(at race.Clock, call func() cudadrv.Result) cudadrv.Result {
 	r := call()
 	if r == cudadrv.Success {
 		d.t.waited(at)
@@ -145,11 +150,7 @@ func (d driver) passed(h cudadrv.Event, call func() cudadrv.Result) cudadrv.Resu
 		at = at.JoinStamp(e.last)
 	}
 	d.t.mu.Unlock()
-	r := call()
-	if r == cudadrv.Success {
-		d.t.waited(at)
-	}
-	return r
+	return d.waited(at, call)
 }
 
 func (d driver) EventQuery(h cudadrv.Event) cudadrv.Result {

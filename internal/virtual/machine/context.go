@@ -5,6 +5,7 @@ import (
 	"syscall"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/goroutine"
 )
 
 // driver implements cudadrv.Driver. Its methods are in the files of the objects
@@ -17,7 +18,10 @@ var _ cudadrv.Driver = driver{}
 type threads struct {
 	mu    sync.Mutex
 	bound map[int]cudadrv.Context
-	hosts hosts
+
+	// hosts run a host function. A host function must not call the driver: CUDA may permit it
+	// and then hang.
+	hosts goroutine.Threads
 }
 
 func (t *threads) bind(c cudadrv.Context) {
@@ -93,7 +97,7 @@ func (d driver) beginEnding(name string) (call, cudadrv.Result) {
 	switch {
 	case !d.m.initialized:
 		r = cudadrv.ErrorNotInitialized
-	case d.m.threads.hosts.has():
+	case d.m.threads.hosts.Has():
 		r = cudadrv.ErrorNotPermitted
 	case c.dev == nil || c.dev.retained == 0:
 		r = cudadrv.ErrorInvalidContext
@@ -116,7 +120,7 @@ func (d driver) beginFree(name string) (call, cudadrv.Result) {
 	if status != 0 {
 		return c, cudadrv.Result(status)
 	}
-	if d.m.threads.hosts.has() {
+	if d.m.threads.hosts.Has() {
 		return c, cudadrv.ErrorNotPermitted
 	}
 	d.m.mu.Lock()

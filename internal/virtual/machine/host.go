@@ -2,40 +2,16 @@ package machine
 
 import (
 	"runtime"
-	"sync"
-	"sync/atomic"
-	"syscall"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 )
 
-// hosts are the OS threads that run a host function. A host function must not
-// call the driver; CUDA may permit it and then hang.
-type hosts struct {
-	count   atomic.Int32 // number of threads, to read without a lock
-	threads sync.Map     // their ids
-}
-
-func (t *hosts) has() bool {
-	if t.count.Load() == 0 {
-		return false
-	}
-	_, ok := t.threads.Load(syscall.Gettid())
-	return ok
-}
-
-// run calls a host function on a dedicated thread.
-func (t *hosts) run(f dl.Closure) {
+// runHost calls a host function on a dedicated thread.
+func (t *threads) runHost(f dl.Closure) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	tid := syscall.Gettid()
-	t.threads.Store(tid, true)
-	t.count.Add(1)
-	defer func() {
-		t.count.Add(-1)
-		t.threads.Delete(tid)
-	}()
+	defer t.hosts.Enter()()
 	f.Call()
 }
 
@@ -48,7 +24,7 @@ func (d driver) LaunchHostFunc(h cudadrv.Stream, f dl.Closure) cudadrv.Result {
 	if f == 0 {
 		return cudadrv.ErrorInvalidValue
 	}
-	c.enqueue(s, func(*Op) { d.m.threads.hosts.run(f) })
+	c.enqueue(s, func(*Op) { d.m.threads.runHost(f) })
 	return cudadrv.Success
 }
 

@@ -47,7 +47,7 @@ func (m *Machine) Retained(c cudadrv.Context) *Device {
 }
 
 // InHostFunction reports whether the calling thread runs a host function.
-func (m *Machine) InHostFunction() bool { return m.threads.hosts.has() }
+func (m *Machine) InHostFunction() bool { return m.threads.hosts.Has() }
 
 // Clocks returns the number of streams and operations of the host that exist. The machine is locked.
 func (m *Machine) Clocks() int { return m.slots.InUse() }

@@ -5,6 +5,8 @@ import (
 	"context"
 	"fmt"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/ranks"
@@ -17,14 +19,17 @@ const (
 	dumpedOperations = 64
 	// maxAnalysts limits the ranks of a group that read the dumps of all others.
 	maxAnalysts = 8
-	// maxDump limits the dump of a rank, in bytes.
-	maxDump = 256 << 10
+	// maxDump and maxDumps limit the dumps of a rank and of all ranks of a group, in bytes: they are
+	// in the job's store.
+	maxDump  = 256 << 10
+	maxDumps = 16 << 20
+	// writeDumpTime is the maximum time to write a dump.
+	writeDumpTime = time.Second
 )
 
 // dumps are this rank's part of the exchange of flight recorders.
 type dumps struct {
-	mu    sync.Mutex
-	wrote bool
+	begun atomic.Bool // the dump is being written, or was written
 }
 
 // An analyzedError adds the verdict of the flight recorders to the error of a timeout.
@@ -45,7 +50,9 @@ func (w *reporter) dumpWanted() string { return fmt.Sprint(w.prefix, "dump/wante
 
 // awaitDump writes this rank's flight recorders when another rank has timed out, until ctx ends.
 func (w *reporter) awaitDump(ctx context.Context, c *nccl.Communicator) {
-	if _, err := w.r.Get(ctx, w.dumpWanted()); err == nil {
+	if _, ok := w.await(ctx, w.dumpWanted()); ok {
+		ctx, cancel := context.WithTimeout(ctx, writeDumpTime)
+		defer cancel()
 		w.writeDump(ctx, c)
 	}
 }
@@ -57,19 +64,17 @@ func (w *reporter) askForDumps(ctx context.Context, c *nccl.Communicator) {
 }
 
 func (w *reporter) writeDump(ctx context.Context, c *nccl.Communicator) {
-	w.dumps.mu.Lock()
-	defer w.dumps.mu.Unlock()
-	if w.dumps.wrote {
+	if w.dumps.begun.Swap(true) {
 		return
 	}
-	w.dumps.wrote = true
-	for n := dumpedOperations; n > 0; n /= 2 {
-		if b, err := ranks.Of(c).Dump(n); err == nil && len(b) <= maxDump {
-			_ = w.r.Set(ctx, w.dumpKey(c.Rank()), b) // the verdict then says that this rank did not answer
-			return
-		}
+	b := ranks.Of(c).Dump(dumpedOperations, dumpLimit(c.Size()))
+	if len(b) == 0 || w.r.Set(ctx, w.dumpKey(c.Rank()), b) != nil {
+		w.dumps.begun.Store(false) // without a dump the verdict says that this rank did not answer
 	}
 }
+
+// dumpLimit is the largest dump of a rank in a group of size ranks.
+func dumpLimit(size int) int { return min(maxDump, maxDumps/size) }
 
 // analyst reports whether this rank compares the dumps of all ranks. In a large group only some ranks
 // do, because all dumps come from one process.
@@ -81,9 +86,11 @@ func (w *reporter) analyzed(ctx context.Context, c *nccl.Communicator, err error
 	if !analyst(c.Rank(), c.Size()) {
 		return err
 	}
-	job := analyze.Live()
+	job := analyze.Live(w.worldRanks())
 	for _, b := range w.readDumps(ctx, c) {
-		_ = job.Add(bytes.NewReader(b)) // an invalid dump is like no answer
+		if len(b) > 0 {
+			_ = job.Add(bytes.NewReader(b)) // an invalid dump is like no answer
+		}
 	}
 	switch r := job.Analyze(); r.Kind {
 	case analyze.KindNone, analyze.KindFile:
@@ -93,16 +100,14 @@ func (w *reporter) analyzed(ctx context.Context, c *nccl.Communicator, err error
 	}
 }
 
-// readDumps returns the dumps of the ranks that answer before ctx ends.
-func (w *reporter) readDumps(ctx context.Context, c *nccl.Communicator) (list [][]byte) {
-	var mu sync.Mutex
+// readDumps returns the dumps by rank. A rank that does not answer before ctx ends has none.
+func (w *reporter) readDumps(ctx context.Context, c *nccl.Communicator) [][]byte {
+	list := make([][]byte, c.Size())
 	var wg sync.WaitGroup
-	for rank := range c.Size() {
+	for rank := range list {
 		wg.Go(func() {
-			if b, err := w.r.Get(ctx, w.dumpKey(rank)); err == nil && len(b) <= maxDump {
-				mu.Lock()
-				defer mu.Unlock()
-				list = append(list, b)
+			if b, err := w.last(ctx, w.dumpKey(rank)); err == nil && len(b) <= dumpLimit(len(list)) {
+				list[rank] = b
 			}
 		})
 	}

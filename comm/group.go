@@ -342,13 +342,7 @@ func (g *Group) rootCause(err error) error {
 // Rendezvous loses a rank.
 func (g *Group) watch(w *reporter) {
 	g.reporter, g.lost = w, w.r.Context()
-	world := w.world
-	if world == nil {
-		for rank := range w.r.Size() {
-			world = append(world, rank)
-		}
-	}
-	ranks.Of(g.members[0].comm).SetWorld(world, w.r.Size())
+	ranks.Of(g.members[0].comm).SetWorld(w.worldRanks(), w.r.Size())
 	w.start(g.members[0].comm, g.fail)
 	g.unwatch = context.AfterFunc(g.lost, func() { _ = g.fail(context.Cause(g.lost)) })
 }

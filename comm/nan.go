@@ -23,8 +23,8 @@ func (w *reporter) reportNaN(e *nccl.NaNError) {
 
 // awaitNaN calls fail with the first NaN that another process reports, until ctx ends.
 func (w *reporter) awaitNaN(ctx context.Context, c *nccl.Communicator, fail func(error) error) {
-	b, err := w.r.Get(ctx, w.nanKey())
-	if err != nil {
+	b, ok := w.await(ctx, w.nanKey())
+	if !ok {
 		return // the group ends
 	}
 	if e := readNaN(b, c.Rank(), c.Size()); e != nil {

@@ -125,6 +125,18 @@ type reporter struct {
 	dumps      dumps
 }
 
+// worldRanks returns the ranks of r in the group, by rank.
+func (w *reporter) worldRanks() []int {
+	if w.world != nil {
+		return w.world
+	}
+	all := make([]int, w.r.Size())
+	for rank := range all {
+		all[rank] = rank
+	}
+	return all
+}
+
 // result returns the result of diagnose and waits for a call in progress. It runs first
 // because a rank that has already reported the failure and ended is not the culprit.
 func (w *reporter) result() error {
@@ -237,16 +249,34 @@ func (w *reporter) readAll(c *nccl.Communicator) map[int]report {
 	return all
 }
 
-// read returns the last report of a rank. If the Rendezvous has a method Last, it can
-// still be read after a rank is lost.
-func (w *reporter) read(ctx context.Context, rank int) (x report, err error) {
-	read := w.r.Get
+// last returns the value of a key. If the Rendezvous has a method Last, it can still be read
+// after a rank is lost.
+func (w *reporter) last(ctx context.Context, key string) ([]byte, error) {
 	if r, ok := w.r.(interface {
 		Last(ctx context.Context, key string) ([]byte, error)
 	}); ok {
-		read = r.Last
+		return r.Last(ctx, key)
 	}
-	b, err := read(ctx, w.key(rank))
+	return w.r.Get(ctx, key)
+}
+
+// await waits for a key until ctx ends. A call of the Rendezvous may have a shorter limit.
+func (w *reporter) await(ctx context.Context, key string) ([]byte, bool) {
+	for ctx.Err() == nil {
+		if b, err := w.r.Get(ctx, key); err == nil {
+			return b, true
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(reportInterval):
+		}
+	}
+	return nil, false
+}
+
+// read returns the last report of a rank.
+func (w *reporter) read(ctx context.Context, rank int) (x report, err error) {
+	b, err := w.last(ctx, w.key(rank))
 	if err != nil {
 		return x, err
 	}
@@ -283,9 +313,10 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	case <-w.r.Context().Done(): // another rank has finished its search and ended
 	}
 	if late {
+		found := w.culpritError(culprits(t.Operation, mine, w.readAll(c)), err)
 		ctx, cancel := context.WithTimeout(context.Background(), readReportsTime)
 		defer cancel()
-		w.diagnosis = w.analyzed(ctx, c, w.culpritError(culprits(t.Operation, mine, w.readAll(c)), err))
+		w.diagnosis = w.analyzed(ctx, c, found)
 		return w.diagnosis
 	}
 	list := mismatched(nccl.Operation{Name: refused.Op, Collective: mine.Collectives}, mine, w.readAll(c))

@@ -21,6 +21,10 @@ func (c *Communicator) use() (u mem.Use, known bool) {
 		return u, false
 	}
 	defer c.mu.Unlock()
+	if !c.life.TryRLock() { // Shutdown frees the communicator
+		return u, false
+	}
+	defer c.life.RUnlock()
 	if !c.alive() {
 		return u, false
 	}

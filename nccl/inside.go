@@ -21,12 +21,16 @@ func (x inside) AddBackend(abort func()) { x.c.addBackend(abort) }
 
 func (x inside) Services(n int) (first uint64, list []ranks.Service) { return x.c.rec.Services(n) }
 
-func (x inside) Dump(n int) ([]byte, error) {
+func (x inside) Dump(n, limit int) []byte {
 	list := slices.DeleteFunc(liveMembers(), func(m *member) bool { return m.Device != x.c.rec.Device })
 	poll.Within(observeTime, func() error { observe(list); return nil })
-	var b bytes.Buffer
-	err := flight.DumpLast(&b, recorders(list), n)
-	return b.Bytes(), err
+	for ; n > 0; n /= 2 {
+		var b bytes.Buffer
+		if err := flight.DumpLast(&b, recorders(list), n); err == nil && b.Len() <= limit {
+			return b.Bytes()
+		}
+	}
+	return nil
 }
 
 func (x inside) SetWorld(ranks []int, size int) { x.c.rec.SetWorld(ranks, size) }

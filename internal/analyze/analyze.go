@@ -127,7 +127,7 @@ func (j *Job) hangs(r *Report) {
 		all = append(all, s)
 		list := j.waits(s)
 		waits = append(waits, list...)
-		if len(list) > 0 {
+		if len(list) > 0 || !j.known(g) {
 			continue
 		}
 		complete = append(complete, s)

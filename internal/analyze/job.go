@@ -23,6 +23,7 @@ type Job struct {
 	twice   [][2]*node // a rank that has files of two processes
 	entries int
 	live    bool           // the dumps are answers of ranks that run
+	asked   []int          // the ranks of the world that were asked for a dump, if live
 	ended   map[int]string // world ranks whose file has no groups, with their processes
 }
 
@@ -272,6 +273,9 @@ func (j *Job) absent(g *group) (list []*node) {
 		}
 		n := &node{world: -1, name: fmt.Sprintf("rank %d of %s", rank, g.name)}
 		if rank < len(g.world) {
+			if !j.mayAnswer(g.world[rank]) {
+				continue
+			}
 			n.world, n.name = g.world[rank], fmt.Sprint("rank ", g.world[rank])
 			if known := j.nodes[fmt.Sprint("world ", n.world)]; known != nil {
 				n = known
@@ -280,6 +284,14 @@ func (j *Job) absent(g *group) (list []*node) {
 		list = append(list, n)
 	}
 	return list
+}
+
+// mayAnswer reports whether the operations of a rank of the world can be known.
+func (j *Job) mayAnswer(world int) bool { return !j.live || slices.Contains(j.asked, world) }
+
+// known reports whether the operations of all ranks of a group can be known.
+func (j *Job) known(g *group) bool {
+	return !slices.ContainsFunc(g.world, func(world int) bool { return !j.mayAnswer(world) })
 }
 
 // mostNamed limits the ranks that a sentence names.

@@ -48,10 +48,11 @@ func Load(paths []string) (*Job, error) {
 	return j, nil
 }
 
-// Live returns a job without files, for the dumps of ranks that run.
-func Live() *Job {
+// Live returns a job without files, for the dumps of ranks that run. The dumps also have groups
+// with other ranks, which were not asked for a dump.
+func Live(asked []int) *Job {
 	j := newJob()
-	j.live = true
+	j.live, j.asked = true, asked
 	return j
 }
 

@@ -21,9 +21,9 @@ type Inside interface {
 	// Services returns the services of the last collectives, at most n, and the number of
 	// the first collective in the list.
 	Services(n int) (first uint64, list []Service)
-	// Dump returns the last operations of the communicators on its device, at most n of each, as JSON
-	// that internal/analyze reads.
-	Dump(n int) ([]byte, error)
+	// Dump returns the last operations of the communicators on its device as JSON that internal/analyze
+	// reads. It has at most n operations of each, and fewer if it would have more than limit bytes.
+	Dump(n, limit int) []byte
 	// SetWorld sets the world ranks of the communicator's ranks, by rank, and the world size,
 	// for the dumps of the flight recorder.
 	SetWorld(ranks []int, size int)

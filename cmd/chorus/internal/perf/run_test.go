@@ -312,7 +312,12 @@ func TestFormats(t *testing.T) {
 	require.NoError(t, r.WriteHTML(&b))
 	require.NotContains(t, b.String(), `<script>"`)
 	require.Equal(t, 3, strings.Count(b.String(), "<svg "))
-	require.Equal(t, 3*3, strings.Count(b.String(), "<polyline "), "three curves in each plot")
+	require.Equal(t, 3*5, strings.Count(b.String(), "<circle "), "five values in each chart")
+	require.Contains(t, b.String(), "<title>all-reduce, sum, in place, 256 MiB: 300 GB/s</title>")
+	require.Contains(t, b.String(), ">Bus bandwidth: float</text>", "all curves share the type")
+	for _, name := range []string{"all-reduce, sum, out of place", "all-reduce, sum, in place", "alltoall, out of place"} {
+		require.Equal(t, 3, strings.Count(b.String(), ">"+name+"</text>"), name)
+	}
 	for _, far := range []string{"http:", "https:", "src=", "@import"} {
 		require.NotContains(t, b.String(), far, "the page needs no network")
 	}

@@ -65,12 +65,12 @@ func (r *Row) features(inPlace bool) []string {
 }
 
 // curves returns a curve for each side of each operation. It omits values that are not
-// positive, which a logarithmic axis cannot show.
+// positive or not finite, which a logarithmic axis cannot show.
 func (r *Report) curves(of func(*Measure) float64) (list []*curve) {
 	for _, row := range r.Rows {
 		for side, m := range row.Sides() {
 			y := of(m)
-			if !(y > 0) {
+			if !(y > 0) || math.IsInf(y, 1) {
 				continue
 			}
 			features := row.features(side == 1)

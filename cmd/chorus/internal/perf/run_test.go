@@ -323,6 +323,20 @@ func TestFormats(t *testing.T) {
 	}
 }
 
+// A logarithmic axis has no place for some values. A chart without values is omitted.
+func TestChartValues(t *testing.T) {
+	r := made()
+	r.Rows[0].OutOfPlace.BusBW, r.Rows[1].InPlace.BusBW, r.Rows[2].OutOfPlace.BusBW = math.Inf(1), 0, math.NaN()
+	of := func(m *Measure) float64 { return m.BusBW }
+	c := r.chart("title", "GB/s", of)
+	require.Len(t, c.Series, 2)
+	require.Equal(t, "title: all-reduce, float, sum", c.Title)
+	require.Equal(t, []string{"in place", "out of place"}, []string{c.Series[0].Name, c.Series[1].Name})
+	require.Contains(t, c.SVG(), "<title>out of place, 256 MiB: 290 GB/s</title>")
+	require.Nil(t, (&Report{Rows: r.Rows[2:]}).chart("title", "GB/s", of))
+	require.Empty(t, (&Report{}).charts())
+}
+
 func TestBaseline(t *testing.T) {
 	base, now := made(), made()
 	now.Rows[1].InPlace.Time *= 1.3

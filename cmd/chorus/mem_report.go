@@ -149,12 +149,12 @@ func draw(name string, t fileTrace, got *memtrace.Result, where string) error {
 		XLabel: "allocator calls",
 		Step:   got.CurveStep,
 		Areas: []memplot.Area{
-			{Name: "reserved", Color: "#c9d6ea", Values: reserved},
-			{Name: "allocated", Color: "#2f62ad", Values: allocated},
+			{Name: "reserved", Values: reserved},
+			{Name: "allocated", Values: allocated},
 		},
 		Lines: []memplot.Line{
-			{Name: "recorded: reserved", Color: "#b8432f", Value: t.Recorded.Reserved},
-			{Name: "recorded: allocated", Color: "#8a6d00", Value: t.Recorded.Allocated},
+			{Name: "recorded: reserved", Value: t.Recorded.Reserved},
+			{Name: "recorded: allocated", Value: t.Recorded.Allocated},
 		},
 	}
 	file, err := safefile.Create(name)

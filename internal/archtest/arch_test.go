@@ -21,8 +21,8 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testlan", "internal/testport", "cmd/chorus/internal/memplot", "internal/pickle", "internal/spinpool"},
-	{"internal/torchfile", "internal/analyze", "internal/timeline"},
+	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testlan", "internal/testport", "cmd/chorus/internal/chart", "internal/pickle", "internal/spinpool"},
+	{"internal/torchfile", "internal/analyze", "cmd/chorus/internal/memplot", "internal/timeline"},
 	{"memory/internal/alloc", "internal/cudahost"},
 	{"internal/status"},
 	{"internal/dl", "cluster"},
@@ -69,6 +69,7 @@ var importers = map[string][]string{
 	"golang.org/x/sys":                {"internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds", "checkpoint"},
 	"github.com/klauspost/compress":   {"internal/ptx"},
 	"gonum.org/v1/gonum":              {"internal/virtual/cublas"},
+	"gonum.org/v1/plot":               {"cmd/chorus/internal/chart"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},
 	"github.com/prometheus":           {"cmd/chorus/internal/monitor"},
 	"github.com/stretchr/testify":     {"internal/virtual/virtualtest"}, // and every test, but only require

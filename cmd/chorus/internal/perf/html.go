@@ -8,158 +8,130 @@ import (
 	"math"
 	"slices"
 	"strings"
+
+	"github.com/gochorus/chorus/cmd/chorus/internal/chart"
 )
 
 //go:embed report.html
 var page string
 
-// WriteHTML writes a self-contained page with plots and all figures.
+// WriteHTML writes a self-contained page with charts and all figures.
 func (r *Report) WriteHTML(w io.Writer) error {
-	t, err := template.New("report").Funcs(template.FuncMap{"short": short, "bytes": bytesText}).Parse(page)
+	t, err := template.New("report").Funcs(template.FuncMap{"short": short}).Parse(page)
 	if err != nil {
 		return err
 	}
 	return t.Execute(w, struct {
 		*Report
-		Title string
-		Plots []plot
-	}{r, r.title(), r.plots()})
+		Title  string
+		Style  template.CSS
+		Charts []template.HTML
+	}{r, r.title(), template.CSS(chart.Style), r.charts()})
 }
 
-// A plot shows curves over the size with two logarithmic axes.
-type plot struct {
-	Title  string
-	Unit   string
-	Curves []curve
-	XTicks []tick
-	YTicks []tick
-}
-
-type curve struct {
-	Name   string
-	Color  string
-	Points string // of an SVG polyline
-	Marks  []mark
-}
-
-type mark struct {
-	X, Y float64
-	Text string
-}
-
-type tick struct {
-	At   float64
-	Text string
-}
-
-// The area inside the axes, in pixels.
-const (
-	plotLeft, plotTop     = 64, 16
-	plotWidth, plotHeight = 720, 300
-)
-
-var colors = []string{"#1b6ca8", "#d1495b", "#3d8b51", "#8d6a9f", "#c98a1b", "#4a4a48", "#2a9d9d", "#b0578d", "#7a8b1e", "#6b7a8f", "#a0522d"}
-
-// plots returns plots of the bandwidths and times of all operations.
-func (r *Report) plots() []plot {
-	if len(r.Rows) == 0 {
-		return nil
-	}
-	return []plot{
-		r.plot("Bus bandwidth", "GB/s", func(m *Measure) float64 { return m.BusBW }),
-		r.plot("Time of an operation", "us", func(m *Measure) float64 { return m.Time }),
-		r.plot("99th percentile of single operations", "us", func(m *Measure) float64 { return m.P99 }),
-	}
-}
-
-// series are the points of curves by name.
-type series struct {
-	names  []string // in the order of the report
-	points map[string][]point
-	xs, ys axis // contain all points
-}
-
-type point struct{ x, y float64 }
-
-// series returns a curve for each side of each operation. It omits values that are not
-// positive, which a logarithmic axis cannot show.
-func (r *Report) series(of func(*Measure) float64) *series {
-	empty := axis{math.Inf(1), math.Inf(-1)}
-	s := &series{points: map[string][]point{}, xs: empty, ys: empty}
-	for _, row := range r.Rows {
-		for i, m := range row.Sides() {
-			y := of(m)
-			if !(y > 0) {
-				continue
-			}
-			name, _, _ := strings.Cut(row.name(i == 1), "/bytes=")
-			if !slices.Contains(s.names, name) {
-				s.names = append(s.names, name)
-			}
-			s.points[name] = append(s.points[name], point{float64(row.Bytes), y})
-			s.xs.include(float64(row.Bytes))
-			s.ys.include(y)
+// charts returns charts of the bandwidths and times of all operations.
+func (r *Report) charts() (list []template.HTML) {
+	for _, c := range []*chart.Chart{
+		r.chart("Bus bandwidth", "GB/s", func(m *Measure) float64 { return m.BusBW }),
+		r.chart("Time of an operation", "us", func(m *Measure) float64 { return m.Time }),
+		r.chart("99th percentile of single operations", "us", func(m *Measure) float64 { return m.P99 }),
+	} {
+		if c != nil {
+			list = append(list, template.HTML(c.SVG()))
 		}
-	}
-	return s
-}
-
-func (r *Report) plot(title, unit string, of func(*Measure) float64) plot {
-	p := plot{Title: title, Unit: unit}
-	s := r.series(of)
-	if len(s.names) == 0 {
-		return p
-	}
-	xs, ys := s.xs, s.ys
-	p.XTicks, p.YTicks = xs.ticks(2, bytesText), ys.ticks(10, plain)
-	for i := range p.XTicks {
-		p.XTicks[i].At = plotLeft + p.XTicks[i].At*plotWidth
-	}
-	for i := range p.YTicks {
-		p.YTicks[i].At = plotTop + (1-p.YTicks[i].At)*plotHeight
-	}
-	for i, name := range s.names {
-		c := curve{Name: name, Color: colors[i%len(colors)]}
-		var points []string
-		for _, q := range s.points[name] {
-			x, y := plotLeft+xs.at(q.x)*plotWidth, plotTop+(1-ys.at(q.y))*plotHeight
-			points = append(points, fmt.Sprintf("%.1f,%.1f", x, y))
-			c.Marks = append(c.Marks, mark{x, y, fmt.Sprintf("%s, %s: %s %s", name, bytesText(q.x), plain(q.y), unit)})
-		}
-		c.Points = strings.Join(points, " ")
-		p.Curves = append(p.Curves, c)
-	}
-	return p
-}
-
-// An axis is logarithmic.
-type axis struct{ low, high float64 }
-
-func (a *axis) include(x float64) { a.low, a.high = min(a.low, x), max(a.high, x) }
-
-// at returns the position of a value, from 0 to 1.
-func (a *axis) at(x float64) float64 {
-	if a.high == a.low {
-		return 0.5
-	}
-	return math.Log(x/a.low) / math.Log(a.high/a.low)
-}
-
-// mostTicks limits the ticks of an axis.
-const mostTicks = 12
-
-// ticks returns ticks at powers of base.
-func (a *axis) ticks(base float64, text func(float64) string) (list []tick) {
-	first, last := math.Ceil(math.Log(a.low)/math.Log(base)-1e-9), math.Floor(math.Log(a.high)/math.Log(base)+1e-9)
-	every := max(math.Ceil((last-first+1)/mostTicks), 1)
-	for e := first; e <= last; e += every {
-		x := math.Pow(base, e)
-		list = append(list, tick{a.at(x), text(x)})
-	}
-	if len(list) == 0 {
-		return []tick{{a.at(a.low), text(a.low)}}
 	}
 	return list
+}
+
+// A curve shows one side of an operation over the size.
+type curve struct {
+	features []string // one text for each kind of feature; "" if it does not apply
+	points   []chart.Point
+}
+
+// features describes a side of a row in words, without its size.
+func (r *Row) features(inPlace bool) []string {
+	list := []string{strings.ReplaceAll(r.Operation, "_", "-"), r.Type, "", "", r.Strategy, "out of place"}
+	if r.Reduction != Moves.String() {
+		list[2] = r.Reduction
+	}
+	if r.Root >= 0 {
+		list[3] = fmt.Sprint("root ", r.Root)
+	}
+	if inPlace {
+		list[5] = "in place"
+	}
+	return list
+}
+
+// curves returns a curve for each side of each operation. It omits values that are not
+// positive or not finite, which a logarithmic axis cannot show.
+func (r *Report) curves(of func(*Measure) float64) (list []*curve) {
+	for _, row := range r.Rows {
+		for side, m := range row.Sides() {
+			y := of(m)
+			if !(y > 0) || math.IsInf(y, 1) {
+				continue
+			}
+			features := row.features(side == 1)
+			i := slices.IndexFunc(list, func(c *curve) bool { return slices.Equal(c.features, features) })
+			if i < 0 {
+				i = len(list)
+				list = append(list, &curve{features: features})
+			}
+			list[i].points = append(list[i].points, chart.Point{X: float64(row.Bytes), Y: y})
+		}
+	}
+	return list
+}
+
+// split returns the features that all curves share, and for each curve the others.
+func split(list []*curve) (shared string, names []string) {
+	same := func(f int) bool {
+		return !slices.ContainsFunc(list, func(c *curve) bool { return c.features[f] != list[0].features[f] })
+	}
+	join := func(c *curve, want func(f int) bool) string {
+		var parts []string
+		for f, text := range c.features {
+			if text != "" && want(f) {
+				parts = append(parts, text)
+			}
+		}
+		return strings.Join(parts, ", ")
+	}
+	for _, c := range list {
+		names = append(names, join(c, func(f int) bool { return !same(f) }))
+	}
+	return join(list[0], same), names
+}
+
+// chart returns a chart of one quantity, or nil if there are no values.
+func (r *Report) chart(title, unit string, of func(*Measure) float64) *chart.Chart {
+	list := r.curves(of)
+	if len(list) == 0 {
+		return nil
+	}
+	shared, names := split(list)
+	if shared != "" {
+		title += ": " + shared
+	}
+	c := &chart.Chart{Title: title}
+	low, high := chart.Point{X: math.Inf(1), Y: math.Inf(1)}, chart.Point{}
+	for i, l := range list {
+		prefix := names[i]
+		if prefix != "" {
+			prefix += ", "
+		}
+		for j, q := range l.points {
+			l.points[j].Text = fmt.Sprintf("%s%s: %s %s", prefix, bytesText(q.X), plain(q.Y), unit)
+			low.X, low.Y = min(low.X, q.X), min(low.Y, q.Y)
+			high.X, high.Y = max(high.X, q.X), max(high.Y, q.Y)
+		}
+		c.Series = append(c.Series, chart.Series{Name: names[i], Points: l.points})
+	}
+	c.X = chart.Powers("size", low.X, high.X, bytesText)
+	c.Y = chart.Decades(unit, low.Y, high.Y, plain)
+	return c
 }
 
 // bytesText formats bytes in the largest fitting unit.

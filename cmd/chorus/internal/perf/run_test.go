@@ -312,10 +312,29 @@ func TestFormats(t *testing.T) {
 	require.NoError(t, r.WriteHTML(&b))
 	require.NotContains(t, b.String(), `<script>"`)
 	require.Equal(t, 3, strings.Count(b.String(), "<svg "))
-	require.Equal(t, 3*3, strings.Count(b.String(), "<polyline "), "three curves in each plot")
+	require.Equal(t, 3*5, strings.Count(b.String(), "<circle "), "five values in each chart")
+	require.Contains(t, b.String(), "<title>all-reduce, sum, in place, 256 MiB: 300 GB/s</title>")
+	require.Contains(t, b.String(), ">Bus bandwidth: float</text>", "all curves share the type")
+	for _, name := range []string{"all-reduce, sum, out of place", "all-reduce, sum, in place", "alltoall, out of place"} {
+		require.Equal(t, 3, strings.Count(b.String(), ">"+name+"</text>"), name)
+	}
 	for _, far := range []string{"http:", "https:", "src=", "@import"} {
 		require.NotContains(t, b.String(), far, "the page needs no network")
 	}
+}
+
+// A logarithmic axis has no place for some values. A chart without values is omitted.
+func TestChartValues(t *testing.T) {
+	r := made()
+	r.Rows[0].OutOfPlace.BusBW, r.Rows[1].InPlace.BusBW, r.Rows[2].OutOfPlace.BusBW = math.Inf(1), 0, math.NaN()
+	of := func(m *Measure) float64 { return m.BusBW }
+	c := r.chart("title", "GB/s", of)
+	require.Len(t, c.Series, 2)
+	require.Equal(t, "title: all-reduce, float, sum", c.Title)
+	require.Equal(t, []string{"in place", "out of place"}, []string{c.Series[0].Name, c.Series[1].Name})
+	require.Contains(t, c.SVG(), "<title>out of place, 256 MiB: 290 GB/s</title>")
+	require.Nil(t, (&Report{Rows: r.Rows[2:]}).chart("title", "GB/s", of))
+	require.Empty(t, (&Report{}).charts())
 }
 
 func TestBaseline(t *testing.T) {

@@ -1,0 +1,109 @@
+package comm_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// An impatient board limits each wait for a request, as the store of a job does.
+type impatient struct{ *testgpu.Board }
+
+func (b impatient) Get(ctx context.Context, key string) ([]byte, error) {
+	if strings.HasSuffix(key, "dump/wanted") {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, shortTimeout/100)
+		defer cancel()
+	}
+	return b.Board.Get(ctx, key)
+}
+
+// joinImpatient makes a group of one rank for each device over impatient boards.
+func joinImpatient(t *testing.T, devs []*device.Device, limit time.Duration) []*comm.Group {
+	t.Helper()
+	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
+	var wg sync.WaitGroup
+	for i, b := range testgpu.Boards(testgpu.Context(t), len(devs)) {
+		wg.Go(func() {
+			gs[i], errs[i] = comm.Join(testgpu.Context(t), impatient{b}, devs[i], &comm.Config{NCCL: &nccl.Config{Timeout: limit}})
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	t.Cleanup(func() {
+		for _, g := range gs {
+			wg.Go(func() { _ = g.Close() })
+		}
+		wg.Wait()
+	})
+	return gs
+}
+
+// The error of a timeout has the verdict, also if the rank that is behind has waited for a request longer
+// than its store permits.
+func TestTimeoutHasTheVerdict(t *testing.T) {
+	gs := joinImpatient(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), shortTimeout)
+	xs, _ := shards(t, gs[0], 8)
+	require.NoError(t, comm.AllReduce(gs[0], comm.Sum, xs...))
+	err := gs[0].Wait(testgpu.Context(t))
+	require.ErrorAs(t, err, new(*nccl.TimeoutError))
+	require.ErrorContains(t, err, "the flight recorders of the ranks say: Rank 1 ")
+	require.ErrorContains(t, err, "has not issued collective 1 (all_reduce(8 x Float, sum))")
+}
+
+// Ranks outside the group are not asked, so they are not said to be silent: ranks 0 and 1 compare a
+// group of their own, while all three are in the world group.
+func TestVerdictOfASubgroup(t *testing.T) {
+	late := errors.New("late")
+	for name, hangs := range map[string]bool{"subgroup hangs": true, "only the world group hangs": false} {
+		t.Run(name, func(t *testing.T) {
+			gs := joinImpatient(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), time.Minute)
+			issuers := []*comm.Group{gs[0], gs[1]}
+			sub := splitPair(t, gs)
+			if hangs {
+				issuers = append(issuers, sub)
+			}
+			for _, g := range issuers {
+				xs, _ := shards(t, g, 8)
+				require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+			}
+			err := comm.Analyzed(testgpu.Context(t), sub, 2*time.Minute, late)
+			if !hangs {
+				require.Equal(t, late, err)
+				return
+			}
+			require.ErrorContains(t, err, "Rank 1 ")
+			require.ErrorContains(t, err, "(all_reduce(8 x Float, sum)) of split")
+			require.NotContains(t, err.Error(), "rank 2")
+		})
+	}
+}
+
+// splitPair returns rank 0's group of ranks 0 and 1.
+func splitPair(t *testing.T, gs []*comm.Group) *comm.Group {
+	t.Helper()
+	subs, errs := make([][]*comm.Group, len(gs)), make([]error, len(gs))
+	var wg sync.WaitGroup
+	for i, g := range gs {
+		wg.Go(func() { subs[i], errs[i] = g.Split(testgpu.Context(t), []int{i / 2}, nil) })
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	t.Cleanup(func() {
+		for _, s := range subs {
+			wg.Go(func() { _ = s[0].Close() })
+		}
+		wg.Wait()
+	})
+	return subs[0][0]
+}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
@@ -144,10 +145,12 @@ type bench struct {
 	begin time.Time // the first tick
 }
 
-func newBench(t *testing.T) *bench {
+func newBench(t *testing.T) *bench { return newBenchWith(t, "") }
+
+func newBenchWith(t *testing.T, faults string) *bench {
 	b := &bench{t: t, dir: t.TempDir(), begin: time.Now()}
 	b.clock = &clock{next: b.begin, at: map[cudadrv.Event]time.Time{}, events: map[cudadrv.Event]bool{}, streams: map[cudadrv.Stream]bool{}}
-	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 1})
+	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 1, Faults: faults})
 	require.NoError(t, err)
 	h, r := back.Driver.DeviceGet(0)
 	require.Zero(t, r)
@@ -181,6 +184,17 @@ func (plainErrors) Lost(int) error                                        { retu
 func (b *bench) fill(n uintptr) {
 	b.t.Helper()
 	require.Zero(b.t, b.drv.MemsetD8Async(b.mem, 1, n, b.s))
+}
+
+// collect collects until no operation is pending, and reports whether that happened.
+func (b *bench) collect() bool {
+	x := b.drv.t
+	return poll.UntilNoLaterThan(time.Minute, func() bool {
+		x.collect()
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return len(x.pending) == 0
+	})
 }
 
 // records closes the recording and returns its records, in the order of the calls.
@@ -278,6 +292,21 @@ func TestRecordingReleasesItsHandles(t *testing.T) {
 	require.Same(t, timing, b.d.timingOf(next))
 }
 
+// TestCollectReturnsIfTheDeviceHangs has a stream whose first event never completes: the one that
+// compares the clocks.
+func TestCollectReturnsIfTheDeviceHangs(t *testing.T) {
+	b := newBenchWith(t, "hang@cuEventRecord#1")
+	b.drv.t.collect()
+	b.drv.t.collecting.Lock()
+	require.NotZero(t, b.drv.t.side)
+	require.Zero(t, b.drv.t.anchor)
+	b.drv.t.collecting.Unlock()
+	require.NoError(t, b.rec.Close())
+	events, streams := b.clock.left()
+	require.Zero(t, events)
+	require.Equal(t, 1, streams, "the test's")
+}
+
 // TestCapturesOfOthersStayValid collects while another library captures in the mode global.
 func TestCapturesOfOthersStayValid(t *testing.T) {
 	b := newBench(t)
@@ -289,12 +318,9 @@ func TestCapturesOfOthersStayValid(t *testing.T) {
 	b.fill(1)
 	require.Zero(t, drv.StreamSynchronize(b.s))
 	require.Zero(t, drv.StreamBeginCapture(other, cudadrv.CaptureGlobal))
-	done := make(chan struct{})
-	go func() { b.drv.t.collect(); close(done) }()
-	<-done
-	b.drv.t.mu.Lock()
-	require.Empty(t, b.drv.t.pending)
-	b.drv.t.mu.Unlock()
+	done := make(chan bool)
+	go func() { done <- b.collect() }()
+	require.True(t, <-done)
 	g, r := drv.StreamEndCapture(other)
 	require.Zero(t, r)
 	require.Zero(t, drv.GraphDestroy(g))
@@ -314,7 +340,7 @@ func TestPairsAreReused(t *testing.T) {
 	for range 10 {
 		b.fill(1)
 		require.Zero(t, b.drv.Driver.StreamSynchronize(b.s))
-		b.drv.t.collect()
+		require.True(t, b.collect())
 	}
 	b.drv.t.mu.Lock()
 	require.Equal(t, 2, b.drv.t.events, "of one pair")

@@ -7,8 +7,8 @@ import (
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
-// NoTracking is the result of RangePush and RangePop if no profiler tracks the
-// nesting (NVTX_NO_PUSH_POP_TRACKING).
+// NoTracking is the result of RangePush and RangePop if neither a profiler nor a
+// timeline tracks the nesting (NVTX_NO_PUSH_POP_TRACKING).
 const NoTracking = -2
 
 // Attached reports whether a profiler is attached, and returns an error if
@@ -34,7 +34,7 @@ func Mark(name string) {
 	}
 }
 
-// A Span is a started range. The zero value is a range without a profiler.
+// A Span is a started range. The zero value is a range that nothing records.
 type Span struct {
 	id    uint64
 	shown *timeline.Span
@@ -79,7 +79,8 @@ func Range(name string, fn func()) {
 
 // RangePush starts a range nested in the current range of the OS thread
 // (nvtxRangePushA, torch.cuda.nvtx.range_push), and returns its depth, starting
-// at 0. A goroutine may run on another thread at RangePop unless it called
+// at 0. The depth is the profiler's, or the one of the timeline if no profiler is
+// attached. A goroutine may run on another thread at RangePop unless it called
 // runtime.LockOSThread. Start does not have this restriction.
 func RangePush(name string) int {
 	depth := NoTracking
@@ -97,7 +98,8 @@ func RangePush(name string) int {
 }
 
 // RangePop ends the current range of the OS thread (nvtxRangePop,
-// torch.cuda.nvtx.range_pop) and returns its depth.
+// torch.cuda.nvtx.range_pop) and returns its depth. It returns -1 if a timeline has
+// no open range of the thread and no profiler is attached.
 func RangePop() int {
 	depth := NoTracking
 	if t := timeline.Current(); t != nil {

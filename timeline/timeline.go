@@ -16,8 +16,9 @@ func Start(dir string) (*Recording, error) {
 }
 
 // Close stops the recording and writes the rest of the file. Operations that are in flight are
-// recorded if they complete within five seconds. It returns the error of the writes. It is
-// idempotent and does nothing on nil.
+// recorded if they complete within five seconds. It returns the error of the writes. If a device
+// or the disk hangs, it returns an error after fifteen seconds. It is idempotent and does nothing
+// on nil.
 func (r *Recording) Close() error {
 	if r == nil {
 		return nil

@@ -117,14 +117,18 @@ func (d *Device) driver() (cudadrv.Driver, cudadrv.Result) {
 // DoRelaxed is Do for a call that CUDA forbids to threads that capture a graph, although
 // it does not affect the graph (cuThreadExchangeStreamCaptureMode).
 func (d *Device) DoRelaxed(call Call) error {
-	return d.do(func(drv cudadrv.Driver) cudadrv.Result {
+	return d.do(inRelaxedMode(call), call)
+}
+
+func inRelaxedMode(call Call) Call {
+	return func(drv cudadrv.Driver) cudadrv.Result {
 		mode, r := drv.ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)
 		if r != cudadrv.Success {
 			return r
 		}
 		defer drv.ThreadExchangeStreamCaptureMode(mode)
 		return call(drv)
-	}, call)
+	}
 }
 
 // DoBeside is Do for a call that may happen during a capture of the same thread without

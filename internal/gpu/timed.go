@@ -16,7 +16,7 @@ type timed struct {
 	cudadrv.Driver
 	d   *Device
 	rec *timeline.Recorder
-	t   *timing // nil on virtual devices
+	t   *timing // nil on virtual devices, and after the end of the recording
 }
 
 // timed returns the decorated driver.
@@ -158,6 +158,9 @@ func (s *Stream) Span(kind, name string) *Span {
 		return nil
 	}
 	x := &Span{s: s, t: s.dev.timingOf(rec)}
+	if x.t == nil {
+		return nil
+	}
 	_ = s.dev.quietly(func(drv cudadrv.Driver) cudadrv.Result {
 		x.p = x.t.begin(drv, kind, name, s.h, 0)
 		return cudadrv.Success
@@ -183,23 +186,26 @@ func (s *Stream) Place() timeline.Stream {
 // OpenCollective begins a collective in the timeline, or adds it to the batch that is being
 // enqueued on the stream.
 func (s *Stream) OpenCollective(rec *timeline.Recorder, op timeline.Op) {
-	if began := rec.Open(s.Place(), op); began && s.dev.sys.Machine == nil {
-		t := s.dev.timingOf(rec)
-		_ = s.dev.quietly(func(drv cudadrv.Driver) cudadrv.Result {
-			t.beginWhole(drv, s)
-			return cudadrv.Success
-		})
+	if began := rec.Open(s.Place(), op); began {
+		s.timeCollective(rec, func(t *timing, drv cudadrv.Driver) { t.beginWhole(drv, s) })
 	}
 }
 
 // ShutCollective ends the collective of OpenCollective: its operations are enqueued.
 func (s *Stream) ShutCollective(rec *timeline.Recorder) {
-	if s.dev.sys.Machine == nil {
-		t := s.dev.timingOf(rec)
+	s.timeCollective(rec, func(t *timing, drv cudadrv.Driver) { t.endWhole(drv, s.h) })
+	rec.Shut(s.Place())
+}
+
+// timeCollective makes calls for the times of a collective, if the device needs them.
+func (s *Stream) timeCollective(rec *timeline.Recorder, calls func(*timing, cudadrv.Driver)) {
+	if s.dev.sys.Machine != nil {
+		return
+	}
+	if t := s.dev.timingOf(rec); t != nil {
 		_ = s.dev.quietly(func(drv cudadrv.Driver) cudadrv.Result {
-			t.endWhole(drv, s.h)
+			calls(t, drv)
 			return cudadrv.Success
 		})
 	}
-	rec.Shut(s.Place())
 }

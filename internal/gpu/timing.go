@@ -1,21 +1,26 @@
 package gpu
 
 import (
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
 const (
-	// maxPairs limits the operations of a device whose times are not known yet.
-	maxPairs = 8192
+	// maxEvents limits the events of a device. Each operation whose time is not known yet needs two.
+	maxEvents = 16384
 	// anchorEvery is how often the clock of the device is compared with the host's. Events
 	// measure time in float32 milliseconds, which are exact to 0.1 µs for so long.
 	anchorEvery = time.Second
 	// anchorError is the largest uncertainty of a comparison that replaces an earlier one.
 	anchorError = 50 * time.Microsecond
+	// anchorTime limits the wait for a comparison: the device may be busy or hang.
+	anchorTime = 100 * time.Millisecond
 )
 
 // timing has the times of a CUDA device's operations for a timeline: a pair of events around each
@@ -26,9 +31,10 @@ type timing struct {
 
 	mu      sync.Mutex
 	spare   []cudadrv.Event
-	pairs   int                             // that exist
+	events  int                             // that exist
 	pending map[cudadrv.Stream][]*eventPair // in the order of their streams
 	whole   map[cudadrv.Stream]*eventPair   // collectives that are being enqueued
+	closed  bool
 
 	collecting sync.Mutex // guards the fields below
 	side       cudadrv.Stream
@@ -43,16 +49,20 @@ type eventPair struct {
 	ticket     *timeline.Ticket
 }
 
-// timingOf returns the device's timing for a recorder.
+// timingOf returns the device's timing for a recorder, or nil if the recording has ended: another
+// one may have begun since.
 func (d *Device) timingOf(rec *timeline.Recorder) *timing {
 	for {
 		old := d.timing.Load()
 		if old != nil && old.rec == rec {
 			return old
 		}
+		if rec.Ended() {
+			return nil
+		}
 		t := &timing{d: d, rec: rec, pending: map[cudadrv.Stream][]*eventPair{}, whole: map[cudadrv.Stream]*eventPair{}}
 		if d.timing.CompareAndSwap(old, t) {
-			rec.AddSource(t.collect)
+			rec.AddSource(timeline.Source{Collect: t.collect, Close: t.close})
 			return t
 		}
 	}
@@ -62,6 +72,10 @@ func (d *Device) timingOf(rec *timeline.Recorder) *timing {
 func (d *Device) quietly(call Call) error {
 	return d.doWith(call, call, nil)
 }
+
+// relaxed is DoRelaxed without the decorated driver. The recorder's own calls use it, because a
+// program or another library may capture a graph meanwhile.
+func (t *timing) relaxed(call Call) error { return t.d.quietly(inRelaxedMode(call)) }
 
 // begin records the event before an operation. It returns nil if the operation is not recorded: the
 // stream is captured, or the pool is exhausted.
@@ -100,9 +114,9 @@ func (t *timing) event(drv cudadrv.Driver) cudadrv.Event {
 		t.mu.Unlock()
 		return e
 	}
-	full := t.pairs >= 2*maxPairs
+	full := t.closed || t.events >= maxEvents
 	if !full {
-		t.pairs++
+		t.events++
 	}
 	t.mu.Unlock()
 	if full {
@@ -110,6 +124,9 @@ func (t *timing) event(drv cudadrv.Driver) cudadrv.Event {
 	}
 	e, r := drv.EventCreate(cudadrv.EventDefault)
 	if r != cudadrv.Success {
+		t.mu.Lock()
+		t.events--
+		t.mu.Unlock()
 		return 0
 	}
 	return e
@@ -118,7 +135,16 @@ func (t *timing) event(drv cudadrv.Driver) cudadrv.Event {
 // give returns the events of a pair to the pool.
 func (t *timing) give(p *eventPair) {
 	t.mu.Lock()
-	defer t.mu.Unlock()
+	t.keep(p)
+	closed := t.closed
+	t.mu.Unlock()
+	if closed {
+		t.destroySpare()
+	}
+}
+
+// keep is give for callers that hold mu, while the timing is not closed.
+func (t *timing) keep(p *eventPair) {
 	for _, e := range []cudadrv.Event{p.start, p.end} {
 		if e != 0 {
 			t.spare = append(t.spare, e)
@@ -131,14 +157,21 @@ func (t *timing) end(drv cudadrv.Driver, p *eventPair, accepted bool) {
 	if p == nil {
 		return
 	}
-	if !accepted || drv.EventRecord(p.end, p.stream) != cudadrv.Success {
+	if !accepted || drv.EventRecord(p.end, p.stream) != cudadrv.Success || !t.await(p) {
 		p.ticket.Cancel()
 		t.give(p)
-		return
 	}
+}
+
+// await adds a pair to the pending ones. It returns false if the timing is closed.
+func (t *timing) await(p *eventPair) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	if t.closed {
+		return false
+	}
 	t.pending[p.stream] = append(t.pending[p.stream], p)
+	return true
 }
 
 // beginWhole records the event before a collective.
@@ -152,7 +185,7 @@ func (t *timing) beginWhole(drv cudadrv.Driver, s *Stream) {
 		return
 	}
 	t.mu.Lock()
-	old := t.whole[s.h] // of a communicator that has failed
+	old := t.whole[s.h] // of a collective that was refused or has failed
 	t.whole[s.h] = p
 	t.mu.Unlock()
 	if old != nil {
@@ -169,27 +202,24 @@ func (t *timing) endWhole(drv cudadrv.Driver, s cudadrv.Stream) {
 	t.end(drv, p, true)
 }
 
-// collect ends the tickets of operations that have completed. It asks nothing while the process
-// captures a graph, because queries would invalidate the capture.
+// collect ends the tickets of operations that have completed.
 func (t *timing) collect() {
 	t.collecting.Lock()
 	defer t.collecting.Unlock()
-	Outside(func() {
-		if t.d.sys.Closed() || t.d.Err() != nil || t.compare() != nil {
-			return
+	if t.lost() || !t.compare() {
+		return
+	}
+	t.mu.Lock()
+	streams := slices.Collect(maps.Keys(t.pending))
+	t.mu.Unlock()
+	for _, s := range streams {
+		for t.completeFirst(s) {
 		}
-		t.mu.Lock()
-		streams := make([]cudadrv.Stream, 0, len(t.pending))
-		for s := range t.pending {
-			streams = append(streams, s)
-		}
-		t.mu.Unlock()
-		for _, s := range streams {
-			for t.completeFirst(s) {
-			}
-		}
-	})
+	}
 }
+
+// lost reports whether the device cannot be used.
+func (t *timing) lost() bool { return t.d.sys.Closed() || t.d.Err() != nil }
 
 // completeFirst ends the ticket of the first pending pair of a stream, if it is complete.
 func (t *timing) completeFirst(s cudadrv.Stream) bool {
@@ -224,7 +254,7 @@ func (t *timing) completeFirst(s cudadrv.Stream) bool {
 // times returns the times of a pair. A zero end means that they cannot be read.
 func (t *timing) times(p *eventPair) (begin, end time.Time, ready bool) {
 	var a, b float32
-	err := t.d.quietly(func(drv cudadrv.Driver) cudadrv.Result {
+	err := t.relaxed(func(drv cudadrv.Driver) cudadrv.Result {
 		r := drv.EventQuery(p.end)
 		if ready = r != cudadrv.ErrorNotReady; !ready {
 			return cudadrv.Success
@@ -248,12 +278,13 @@ func (t *timing) at(ms float32) time.Time {
 	return t.anchorAt.Add(time.Duration(float64(ms) * float64(time.Millisecond)))
 }
 
-// compare compares the clock of the device with the host's, if it is time.
-func (t *timing) compare() error {
+// compare compares the clock of the device with the host's, if it is time. It reports whether they
+// were compared at least once.
+func (t *timing) compare() bool {
 	if t.anchor != 0 && time.Since(t.anchorAt) < anchorEvery {
-		return nil
+		return true
 	}
-	return t.d.quietly(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := t.relaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		if t.side == 0 {
 			if t.side, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, 0); r != cudadrv.Success {
 				return r
@@ -261,6 +292,7 @@ func (t *timing) compare() error {
 		}
 		return t.moveAnchor(drv)
 	})
+	return err == nil && t.anchor != 0
 }
 
 // moveAnchor records an event on a stream without other work, a few times, and keeps the one whose
@@ -274,15 +306,18 @@ func (t *timing) moveAnchor(drv cudadrv.Driver) cudadrv.Result {
 		}
 		before := time.Now()
 		if r = drv.EventRecord(e, t.side); r == cudadrv.Success {
-			r = drv.EventSynchronize(e)
+			poll.UntilNoLaterThan(anchorTime, func() bool { r = drv.EventQuery(e); return r != cudadrv.ErrorNotReady })
 		}
 		took := time.Since(before)
 		if r != cudadrv.Success || best >= 0 && took >= best || t.anchor != 0 && best < 0 && took > anchorError {
 			_ = drv.EventDestroy(e)
-			if r != cudadrv.Success {
-				return r
+			switch r {
+			case cudadrv.Success:
+				continue
+			case cudadrv.ErrorNotReady: // the earlier anchor stays
+				return cudadrv.Success
 			}
-			continue
+			return r
 		}
 		if t.anchor != 0 {
 			_ = drv.EventDestroy(t.anchor)
@@ -290,4 +325,48 @@ func (t *timing) moveAnchor(drv cudadrv.Driver) cudadrv.Result {
 		best, t.anchor, t.anchorAt = took, e, before.Add(took/2)
 	}
 	return cudadrv.Success
+}
+
+// close releases the events and the stream. A call that is in progress releases its own events.
+func (t *timing) close() {
+	t.collecting.Lock()
+	defer t.collecting.Unlock()
+	t.mu.Lock()
+	t.closed = true
+	for _, list := range t.pending {
+		for _, p := range list {
+			t.keep(p)
+		}
+	}
+	for _, p := range t.whole {
+		t.keep(p)
+	}
+	clear(t.pending)
+	clear(t.whole)
+	if t.anchor != 0 {
+		t.spare = append(t.spare, t.anchor)
+	}
+	t.mu.Unlock()
+	t.destroySpare()
+	if t.side != 0 && !t.lost() {
+		_ = t.relaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamDestroy(t.side) })
+	}
+	t.d.timing.CompareAndSwap(t, nil)
+}
+
+// destroySpare destroys the events of the pool.
+func (t *timing) destroySpare() {
+	t.mu.Lock()
+	list := t.spare
+	t.spare = nil
+	t.mu.Unlock()
+	if len(list) == 0 || t.lost() {
+		return
+	}
+	_ = t.relaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		for _, e := range list {
+			r = drv.EventDestroy(e)
+		}
+		return r
+	})
 }

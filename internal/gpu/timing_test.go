@@ -5,7 +5,9 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 	"unsafe"
@@ -14,36 +16,97 @@ import (
 
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
 )
+
+// A clock is the clock of a virtual device. Each record of an event on the stream ticks happens ten
+// seconds after the one before, and a record on another stream happens at once. It knows which
+// handles exist.
+type clock struct {
+	mu      sync.Mutex
+	ticks   cudadrv.Stream
+	next    time.Time
+	at      map[cudadrv.Event]time.Time
+	events  map[cudadrv.Event]bool
+	streams map[cudadrv.Stream]bool
+}
+
+const tick = 10 * time.Second
+
+// left returns how many handles exist.
+func (c *clock) left() (events, streams int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.events), len(c.streams)
+}
 
 // binding is the driver of a virtual device that binds the context with each call, as CUDA's does.
 type binding struct {
 	cudadrv.Driver
 	ctx cudadrv.Context
+	*clock
 }
 
 func (b binding) bound() cudadrv.Driver { b.Driver.CtxSetCurrent(b.ctx); return b.Driver }
 
 func (b binding) EventCreate(flags uint32) (cudadrv.Event, cudadrv.Result) {
-	return b.bound().EventCreate(flags)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	e, r := b.bound().EventCreate(flags)
+	if r == cudadrv.Success {
+		b.events[e] = true
+	}
+	return e, r
 }
-func (b binding) EventDestroy(e cudadrv.Event) cudadrv.Result { return b.bound().EventDestroy(e) }
-func (b binding) EventQuery(e cudadrv.Event) cudadrv.Result   { return b.bound().EventQuery(e) }
+
+func (b binding) EventDestroy(e cudadrv.Event) cudadrv.Result {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.events, e)
+	return b.bound().EventDestroy(e)
+}
+
+func (b binding) EventRecord(e cudadrv.Event, s cudadrv.Stream) cudadrv.Result {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.at[e] = time.Now()
+	if s == b.ticks {
+		b.at[e], b.next = b.next, b.next.Add(tick)
+	}
+	return b.bound().EventRecord(e, s)
+}
+
+func (b binding) EventElapsedTime(x, y cudadrv.Event) (float32, cudadrv.Result) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	_, r := b.bound().EventElapsedTime(x, y)
+	return float32(b.at[y].Sub(b.at[x]).Seconds() * 1e3), r
+}
+
+func (b binding) StreamCreateWithPriority(flags uint32, p int32) (cudadrv.Stream, cudadrv.Result) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	s, r := b.bound().StreamCreateWithPriority(flags, p)
+	if r == cudadrv.Success {
+		b.streams[s] = true
+	}
+	return s, r
+}
+
+func (b binding) StreamDestroy(s cudadrv.Stream) cudadrv.Result {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.streams, s)
+	return b.bound().StreamDestroy(s)
+}
+
+func (b binding) EventQuery(e cudadrv.Event) cudadrv.Result { return b.bound().EventQuery(e) }
 func (b binding) EventSynchronize(e cudadrv.Event) cudadrv.Result {
 	return b.bound().EventSynchronize(e)
 }
 func (b binding) StreamSynchronize(s cudadrv.Stream) cudadrv.Result {
 	return b.bound().StreamSynchronize(s)
-}
-func (b binding) EventRecord(e cudadrv.Event, s cudadrv.Stream) cudadrv.Result {
-	return b.bound().EventRecord(e, s)
-}
-func (b binding) EventElapsedTime(x, y cudadrv.Event) (float32, cudadrv.Result) {
-	return b.bound().EventElapsedTime(x, y)
-}
-func (b binding) StreamCreateWithPriority(flags uint32, p int32) (cudadrv.Stream, cudadrv.Result) {
-	return b.bound().StreamCreateWithPriority(flags, p)
 }
 func (b binding) StreamIsCapturing(s cudadrv.Stream) (cudadrv.CaptureStatus, cudadrv.Result) {
 	return b.bound().StreamIsCapturing(s)
@@ -77,11 +140,17 @@ type bench struct {
 	drv timed
 	s   cudadrv.Stream
 	mem cudadrv.DevicePtr
+
+	clock *clock
+	begin time.Time // the first tick
 }
 
-func newBench(t *testing.T) *bench {
-	b := &bench{t: t, dir: t.TempDir()}
-	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 1})
+func newBench(t *testing.T) *bench { return newBenchWith(t, "") }
+
+func newBenchWith(t *testing.T, faults string) *bench {
+	b := &bench{t: t, dir: t.TempDir(), begin: time.Now()}
+	b.clock = &clock{next: b.begin, at: map[cudadrv.Event]time.Time{}, events: map[cudadrv.Event]bool{}, streams: map[cudadrv.Stream]bool{}}
+	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 1, Faults: faults})
 	require.NoError(t, err)
 	h, r := back.Driver.DeviceGet(0)
 	require.Zero(t, r)
@@ -89,7 +158,7 @@ func newBench(t *testing.T) *bench {
 	b.d = sys.Add(h).device()
 	ctx, err := b.d.Context()
 	require.NoError(t, err)
-	var drv cudadrv.Driver = binding{back.Driver, ctx}
+	var drv cudadrv.Driver = binding{back.Driver, ctx, b.clock}
 	b.d.binding.Store(&drv)
 	b.rec, err = timeline.New(b.dir)
 	require.NoError(t, err)
@@ -97,6 +166,9 @@ func newBench(t *testing.T) *bench {
 	b.drv = timed{Driver: drv, d: b.d, rec: b.rec, t: b.d.timingOf(b.rec)}
 	b.s, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, 0)
 	require.Zero(t, r)
+	b.clock.mu.Lock()
+	b.clock.ticks = b.s
+	b.clock.mu.Unlock()
 	b.mem, r = drv.MemAlloc(1 << 20)
 	require.Zero(t, r)
 	return b
@@ -112,6 +184,17 @@ func (plainErrors) Lost(int) error                                        { retu
 func (b *bench) fill(n uintptr) {
 	b.t.Helper()
 	require.Zero(b.t, b.drv.MemsetD8Async(b.mem, 1, n, b.s))
+}
+
+// collect collects until no operation is pending, and reports whether that happened.
+func (b *bench) collect() bool {
+	x := b.drv.t
+	return poll.UntilNoLaterThan(time.Minute, func() bool {
+		x.collect()
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return len(x.pending) == 0
+	})
 }
 
 // records closes the recording and returns its records, in the order of the calls.
@@ -137,10 +220,10 @@ func (b *bench) records() (list []timeline.Record) {
 }
 
 // TestPairsOfEventsTimeOperations enqueues fills, alone and in a collective. A refused one, and one
-// in a capture, are not recorded.
+// in a capture, are not recorded. The clocks of the device and the host are the same, and the
+// recorder compares them as exactly as the whole test takes.
 func TestPairsOfEventsTimeOperations(t *testing.T) {
 	b := newBench(t)
-	begin := b.rec.Now()
 	b.fill(10)
 	require.NotZero(t, b.drv.MemsetD8Async(b.mem, 1, 10, 12345))
 	require.NotZero(t, b.drv.LaunchKernel(1, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, b.s, nil))
@@ -166,23 +249,81 @@ func TestPairsOfEventsTimeOperations(t *testing.T) {
 	b.drv.t.endWhole(b.drv.Driver, b.s)
 	b.rec.Shut(s.Place())
 	require.Zero(t, b.drv.StreamSynchronize(b.s))
-	end := b.rec.Now()
 	list := slices.DeleteFunc(b.records(), func(x timeline.Record) bool { return x.Kind == timeline.Wait })
 	require.Len(t, list, 5)
 	require.Equal(t, "ncclBroadcast", list[4].Name)
 	require.Equal(t, []uint64{10, 0, 30, 40}, []uint64{list[0].Bytes, list[1].Bytes, list[2].Bytes, list[3].Bytes})
 	require.Equal(t, timeline.Collective, list[1].Kind)
 	require.Equal(t, list[1].Order, list[2].Parent)
-	const error = 5_000_000_000 // the comparison of the clocks is as exact as a busy host allows
-	at := begin - error
-	for _, x := range []timeline.Record{list[0], list[1], list[3]} {
-		require.GreaterOrEqual(t, x.Begin, at)
-		require.GreaterOrEqual(t, x.End, x.Begin)
-		at = x.End - error
+	const rounding = time.Millisecond // of float32
+	exact := float64(time.Since(b.begin) + rounding)
+	for i, ticks := range [][2]int64{{0, 1}, {3, 6}, {4, 5}, {7, 8}, {9, 10}} { // the refused kernel has tick 2
+		x := list[i]
+		require.InDelta(t, b.rec.At(b.begin.Add(time.Duration(ticks[0])*tick)), x.Begin, exact)
+		require.InDelta(t, (ticks[1]-ticks[0])*int64(tick), x.End-x.Begin, float64(rounding))
 	}
-	require.LessOrEqual(t, list[3].End, end+error)
-	require.LessOrEqual(t, list[1].Begin, list[2].Begin)
-	require.GreaterOrEqual(t, list[1].End, list[2].End)
+}
+
+// TestRecordingReleasesItsHandles closes a recording with an operation that is between its events, and
+// uses it afterwards.
+func TestRecordingReleasesItsHandles(t *testing.T) {
+	b := newBench(t)
+	for range 3 {
+		b.fill(1)
+	}
+	drv := b.drv.Driver
+	between := b.drv.t.take(drv, b.s)
+	require.NotNil(t, between)
+	b.records()
+	events, streams := b.clock.left()
+	require.Equal(t, 2, events, "between")
+	require.Equal(t, 1, streams, "the test's")
+	b.drv.t.end(drv, between, true)
+	b.fill(1)
+	events, _ = b.clock.left()
+	require.Zero(t, events)
+
+	next, err := timeline.New(t.TempDir())
+	require.NoError(t, err)
+	defer next.Close()
+	timing := b.d.timingOf(next)
+	require.NotNil(t, timing)
+	require.Nil(t, b.d.timingOf(b.rec), "a late call")
+	require.Same(t, timing, b.d.timingOf(next))
+}
+
+// TestCollectReturnsIfTheDeviceHangs has a stream whose first event never completes: the one that
+// compares the clocks.
+func TestCollectReturnsIfTheDeviceHangs(t *testing.T) {
+	b := newBenchWith(t, "hang@cuEventRecord#1")
+	b.drv.t.collect()
+	b.drv.t.collecting.Lock()
+	require.NotZero(t, b.drv.t.side)
+	require.Zero(t, b.drv.t.anchor)
+	b.drv.t.collecting.Unlock()
+	require.NoError(t, b.rec.Close())
+	events, streams := b.clock.left()
+	require.Zero(t, events)
+	require.Equal(t, 1, streams, "the test's")
+}
+
+// TestCapturesOfOthersStayValid collects while another library captures in the mode global.
+func TestCapturesOfOthersStayValid(t *testing.T) {
+	b := newBench(t)
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	drv := b.drv.Driver
+	other, r := drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, 0)
+	require.Zero(t, r)
+	b.fill(1)
+	require.Zero(t, drv.StreamSynchronize(b.s))
+	require.Zero(t, drv.StreamBeginCapture(other, cudadrv.CaptureGlobal))
+	done := make(chan bool)
+	go func() { done <- b.collect() }()
+	require.True(t, <-done)
+	g, r := drv.StreamEndCapture(other)
+	require.Zero(t, r)
+	require.Zero(t, drv.GraphDestroy(g))
 }
 
 // TestElapsedMilliseconds converts what the driver says about two events.
@@ -199,11 +340,11 @@ func TestPairsAreReused(t *testing.T) {
 	for range 10 {
 		b.fill(1)
 		require.Zero(t, b.drv.Driver.StreamSynchronize(b.s))
-		b.drv.t.collect()
+		require.True(t, b.collect())
 	}
 	b.drv.t.mu.Lock()
-	require.Equal(t, 2, b.drv.t.pairs, "the events of one pair")
-	b.drv.t.pairs = 2 * maxPairs
+	require.Equal(t, 2, b.drv.t.events, "of one pair")
+	b.drv.t.events = maxEvents
 	b.drv.t.mu.Unlock()
 	b.drv.t.collecting.Lock() // the recorder cannot collect
 	b.fill(2)

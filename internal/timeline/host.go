@@ -1,6 +1,9 @@
 package timeline
 
-import "syscall"
+import (
+	"slices"
+	"syscall"
+)
 
 // Host calls fn and records how long the host was in it.
 func (r *Recorder) Host(kind, name string, device int, bytes uint64, fn func()) {
@@ -30,13 +33,22 @@ func (s *Span) End() {
 	}
 }
 
-// Push begins a range of the calling thread.
+// maxDepth limits the open ranges of a thread. A goroutine that changes its thread leaves ranges
+// that nothing ends.
+const maxDepth = 256
+
+// Push begins a range of the calling thread. It forgets the outermost range if too many are open.
 func (r *Recorder) Push(name string) (depth int) {
 	tid, x := syscall.Gettid(), Record{Kind: Range, Name: name, Device: NoDevice, Begin: r.Now()}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.pushed[tid] = append(r.pushed[tid], x)
-	return len(r.pushed[tid]) - 1
+	list := r.pushed[tid]
+	if len(list) == maxDepth {
+		list = slices.Delete(list, 0, 1)
+		r.dropped.Add(1)
+	}
+	r.pushed[tid] = append(list, x)
+	return len(list)
 }
 
 // Pop ends the range of the calling thread that began last.
@@ -49,7 +61,9 @@ func (r *Recorder) Pop() (depth int) {
 		return -1 // it began before the recording
 	}
 	x := list[len(list)-1]
-	r.pushed[tid] = list[:len(list)-1]
+	if r.pushed[tid] = list[:len(list)-1]; len(list) == 1 {
+		delete(r.pushed, tid)
+	}
 	x.End = now
 	r.add(x)
 	return len(list) - 1

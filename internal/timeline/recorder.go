@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
@@ -25,6 +26,10 @@ const (
 	maxBytes   = 1 << 30 // of a file
 	drainTime  = 5 * time.Second
 	fileFormat = 1
+
+	// A device or a disk may hang, so these limit how long a caller waits for both.
+	flushTime = time.Second
+	closeTime = drainTime + 10*time.Second
 )
 
 // current is the recorder that runs, or nil.
@@ -47,7 +52,8 @@ type Recorder struct {
 	waiting []Record
 	open    map[Stream]*scope
 	pushed  map[int][]Record // ranges of RangePush, by thread
-	sources []func()
+	sources []Source
+	ended   bool // the sources are closed
 
 	observer func(*Record) // of collectives; nil if there is none
 
@@ -58,9 +64,17 @@ type Recorder struct {
 	buf     *bufio.Writer
 	written int64
 	err     error
+	closed  bool // nothing is written from now on
 
 	stop, stopped chan struct{}
 	once          sync.Once
+	result        error // of Close
+}
+
+// A Source ends the tickets of a device.
+type Source struct {
+	Collect func() // ends the tickets whose operations have completed
+	Close   func() // releases the resources after the last Collect
 }
 
 // Start makes a recorder the current one. It writes a file to the directory, which it makes
@@ -144,12 +158,27 @@ func (r *Recorder) add(x Record) {
 // Drop counts a record that could not be made.
 func (r *Recorder) Drop() { r.dropped.Add(1) }
 
-// AddSource adds a function that ends the tickets whose operations have completed. The recorder
-// calls it from its own goroutine.
-func (r *Recorder) AddSource(collect func()) {
+// AddSource adds a source. The recorder calls it from its own goroutines.
+func (r *Recorder) AddSource(s Source) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.sources = append(r.sources, collect)
+	ended := r.ended
+	if !ended {
+		r.sources = append(r.sources, s)
+	}
+	r.mu.Unlock()
+	if ended {
+		s.Close()
+	}
+}
+
+// Ended reports whether Close was called.
+func (r *Recorder) Ended() bool {
+	select {
+	case <-r.stop:
+		return true
+	default:
+		return false
+	}
 }
 
 // SetObserver sets the function that gets the record of each collective. It must not call the
@@ -180,39 +209,61 @@ func (r *Recorder) collect() {
 	r.mu.Lock()
 	sources := r.sources
 	r.mu.Unlock()
-	for _, collect := range sources {
-		collect()
+	for _, s := range sources {
+		s.Collect()
 	}
 }
 
 // Flush writes the records that are complete. The end of a communicator calls it, because a
-// process may end without another chance.
+// process may end without another chance. If a device or the disk hangs, Flush returns after
+// one second and the writing goes on.
 func (r *Recorder) Flush() {
-	r.collect()
-	r.write()
+	poll.Within(flushTime, func() (none struct{}) {
+		r.collect()
+		r.write()
+		return none
+	})
 }
 
 // Close ends the recording and writes the file. It waits some seconds for operations that have
-// not completed.
+// not completed, and for a device or a disk that hangs.
 func (r *Recorder) Close() error {
 	r.once.Do(func() {
 		current.CompareAndSwap(r, nil)
 		close(r.stop)
-		<-r.stopped
-		r.collect()
-		for end := time.Now().Add(drainTime); r.unfinished() && time.Now().Before(end); r.collect() {
-			time.Sleep(time.Millisecond)
-		}
-		r.write()
-		r.writing.Lock()
-		defer r.writing.Unlock()
-		if r.file != nil {
-			r.err = errors.Join(r.err, r.file.Close())
+		err, returned := poll.Within(closeTime, r.finish)
+		if r.result = err; !returned {
+			r.result = fmt.Errorf("timeline: close: a device or the disk of %s did not answer for %v: the file may be incomplete", r.dir, closeTime)
 		}
 	})
+	return r.result
+}
+
+// finish is Close without its limit of time.
+func (r *Recorder) finish() error {
+	<-r.stopped
+	r.collect()
+	for end := time.Now().Add(drainTime); r.unfinished() && time.Now().Before(end); r.collect() {
+		time.Sleep(time.Millisecond)
+	}
+	r.closeSources()
+	r.write()
 	r.writing.Lock()
 	defer r.writing.Unlock()
+	if r.closed = true; r.file != nil {
+		r.err = errors.Join(r.err, r.file.Close())
+	}
 	return r.err
+}
+
+func (r *Recorder) closeSources() {
+	r.mu.Lock()
+	sources := r.sources
+	r.sources, r.ended = nil, true
+	r.mu.Unlock()
+	for _, s := range sources {
+		s.Close()
+	}
 }
 
 // write writes the waiting records.
@@ -226,7 +277,7 @@ func (r *Recorder) write() {
 	if n := r.dropped.Swap(0); n > 0 {
 		list = append(list, Record{Kind: Dropped, Device: NoDevice, Begin: r.Now(), Count: n})
 	}
-	if len(list) == 0 || r.err != nil {
+	if len(list) == 0 || r.err != nil || r.closed {
 		return
 	}
 	if r.err = r.writeList(list); r.err != nil {
@@ -242,14 +293,26 @@ func (r *Recorder) writeList(list []Record) error {
 	}
 	for i := range list {
 		if r.written > maxBytes {
-			r.dropped.Add(uint64(len(list) - i))
-			return fmt.Errorf("timeline: write: %s has %d bytes, which is the limit", r.file.Name(), r.written)
+			return errors.Join(r.writeMissing(list[i:]), fmt.Errorf("timeline: write: %s has %d bytes, which is the limit", r.file.Name(), r.written))
 		}
 		if err := r.writeLine(&list[i]); err != nil {
 			return err
 		}
 	}
 	return r.buf.Flush()
+}
+
+// writeMissing writes how many records do not fit, as the last line of the file.
+func (r *Recorder) writeMissing(list []Record) error {
+	last := Record{Kind: Dropped, Device: NoDevice, Begin: r.Now()}
+	for i := range list {
+		if list[i].Kind == Dropped {
+			last.Count += list[i].Count
+		} else {
+			last.Count++
+		}
+	}
+	return errors.Join(r.writeLine(&last), r.buf.Flush())
 }
 
 func (r *Recorder) writeLine(x any) error {

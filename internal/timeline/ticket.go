@@ -9,6 +9,7 @@ type scope struct {
 	pending int // parts that have not completed
 	closed  bool
 	ran     bool // a part has completed
+	whole   *Ticket
 }
 
 // A Ticket is an operation that is enqueued and has not completed.
@@ -17,6 +18,7 @@ type Ticket struct {
 	rec    Record
 	scope  *scope
 	silent bool // only its scope is recorded
+	ended  bool
 }
 
 // Enqueue announces an operation that is about to be enqueued on a stream.
@@ -44,6 +46,10 @@ func (t *Ticket) Done(from, to time.Time) {
 	begin, end := t.r.At(from), t.r.At(to)
 	t.r.mu.Lock()
 	defer t.r.mu.Unlock()
+	if t.ended {
+		return // its collective was refused
+	}
+	t.ended = true
 	t.r.outstanding--
 	if t.rec.Begin, t.rec.End = begin, max(begin, end); !t.silent {
 		t.r.add(t.rec)
@@ -64,6 +70,15 @@ func (t *Ticket) Cancel() {
 	}
 	t.r.mu.Lock()
 	defer t.r.mu.Unlock()
+	t.cancel()
+}
+
+// cancel is Cancel for callers that hold mu.
+func (t *Ticket) cancel() {
+	if t == nil || t.ended {
+		return
+	}
+	t.ended = true
 	t.r.outstanding--
 	if t.scope != nil {
 		t.r.leave(t.scope)
@@ -105,6 +120,7 @@ func (r *Recorder) Whole(on Stream) *Ticket {
 	if r.join(t, on); t.scope == nil {
 		return nil
 	}
+	t.scope.whole = t
 	r.outstanding++
 	return t
 }
@@ -133,7 +149,7 @@ func (r *Recorder) Refuse(on Stream) {
 	last := len(s.rec.Ops) - 1
 	s.rec.Bytes -= s.rec.Ops[last].Bytes
 	if s.rec.Ops = s.rec.Ops[:last]; last == 0 {
-		delete(r.open, on)
+		r.remove(on)
 	}
 }
 
@@ -143,9 +159,16 @@ func (r *Recorder) Forget(group string) {
 	defer r.mu.Unlock()
 	for on, s := range r.open {
 		if s.rec.Ops[0].Group == group {
-			delete(r.open, on)
+			r.remove(on)
 		}
 	}
+}
+
+// remove removes the open collective of a stream and the ticket for its time. mu is held.
+func (r *Recorder) remove(on Stream) {
+	s := r.open[on]
+	delete(r.open, on)
+	s.whole.cancel()
 }
 
 // unfinished reports whether an operation has not completed.

@@ -65,12 +65,16 @@ func TestRefusedCollectivesAreForgotten(t *testing.T) {
 	part := r.Whole(on)
 	r.Refuse(on)
 	r.Refuse(on)
-	part.Cancel()
+	require.False(t, r.unfinished())
+	part.Cancel() // late
 	r.Open(on, Op{Group: "g"})
+	part = r.Whole(on)
 	r.Forget("other")
 	require.NotEmpty(t, r.open)
 	r.Forget("g")
 	require.Empty(t, r.open)
+	require.False(t, r.unfinished())
+	part.Done(r.moment(1), r.moment(2)) // late
 	r.Open(on, Op{Group: "g"})
 	r.Shut(on) // nothing ran
 	(*Ticket)(nil).Cancel()

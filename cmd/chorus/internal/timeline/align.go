@@ -90,8 +90,9 @@ func offsetTo(ends map[collective]map[string]int64, known map[string]int64, host
 			continue
 		}
 		for other, by := range known {
-			if e, ok := on[other]; ok {
-				list = append(list, end-(e-by))
+			e, ok := on[other]
+			if offset := end - (e - by); ok && offset >= -mostOrigin && offset <= mostOrigin {
+				list = append(list, offset)
 			}
 		}
 	}

@@ -82,10 +82,7 @@ func (j *Job) addFile(f *file) {
 	if f.header.Rank != nil && len(devices) == 1 {
 		first.Number, first.known = *f.header.Rank, true
 	}
-	shift := f.header.Monotonic
-	if f.header.Boot == "" {
-		shift = f.header.Wall
-	}
+	shift := origin(&f.header)
 	for _, x := range f.records {
 		r := byDevice[x.Device]
 		if r == nil {

@@ -159,6 +159,8 @@ func TestLoadRefuses(t *testing.T) {
 	for want, text := range map[string]string{
 		"no header":                "",
 		"this chorus reads 1":      `{"timeline":2}` + "\n",
+		"an origin at -1 ns":       `{"timeline":1,"boot_id":"b","origin_monotonic_ns":-1}` + "\n",
+		"an origin at 4000000000":  `{"timeline":1,"origin_wall_ns":4000000000000000000}` + "\n",
 		"line 2":                   header + "nonsense\n",
 		"a record of the device":   header + `{"kind":"kernel","device":-2}` + "\n",
 		"an incomplete record":     header + `{"kind":"member"}` + "\n",
@@ -191,6 +193,39 @@ func FuzzRead(f *testing.F) {
 		require.True(t, json.Valid([]byte(out.String())), out.String())
 		require.NoError(t, j.Summarize().WriteText(&out))
 	})
+}
+
+// TestOffsetsAreLimited has three hosts whose clocks differ more and more, as in damaged files.
+func TestOffsetsAreLimited(t *testing.T) {
+	known := map[string]int64{"a": 0, "b": mostOrigin}
+	first, second := collective{"g", 1}, collective{"g", 2}
+	ends := map[collective]map[string]int64{first: {"b": 0, "c": mostOrigin}}
+	_, ok := offsetTo(ends, known, "c")
+	require.False(t, ok)
+	ends[second] = map[string]int64{"a": 5, "c": 12}
+	offset, ok := offsetTo(ends, known, "c")
+	require.True(t, ok)
+	require.EqualValues(t, 7, offset)
+}
+
+// TestManyStreams has more streams than the numbers below the first branch of a graph.
+func TestManyStreams(t *testing.T) {
+	dir := t.TempDir()
+	var list []timeline.Record
+	for i := range uint64(firstLane - firstStream + 1) {
+		list = append(list, kern(i+1, i+1, 0, 10))
+	}
+	lane := kern(1000, 1, 0, 10)
+	lane.Lane = true
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, append(list, lane)...)
+	names := map[int]any{}
+	for _, e := range trace(t, load(t, dir)).Events {
+		if e.Name == "thread_name" {
+			require.Nil(t, names[*e.TID], "thread %d", *e.TID)
+			names[*e.TID] = e.Args["name"]
+		}
+	}
+	require.Len(t, names, len(list)+1)
 }
 
 // TestShares compares the shares of random timelines with a model that marks each nanosecond.
@@ -250,6 +285,17 @@ func TestSteps(t *testing.T) {
 	s := load(t, dir).Summarize()
 	require.Equal(t, "graph launches", s.Steps)
 	require.Equal(t, []Share{{Span: 100, Compute: 60, Gaps: 40, LongestGap: 40}, {Span: 100, Compute: 50, Gaps: 50, LongestGap: 50}}, s.Ranks[0].Steps)
+	other := t.TempDir()
+	var launches []timeline.Record
+	for i := range 20 { // streams with as many launches
+		for k := range 3 {
+			x := launch(uint64(3*i+k+1), int64(1000*i+100*k*(i+1)), int64(1000*i+100*k*(i+1)+10))
+			x.Stream = uint64(100 - i)
+			launches = append(launches, x)
+		}
+	}
+	write(t, other, "a", timeline.Header{Host: "a", Boot: "A"}, launches...)
+	require.EqualValues(t, 2000, load(t, other).Summarize().Ranks[0].Steps[0].Span, "of the smallest handle")
 	write(t, dir, "b", timeline.Header{Host: "a", Boot: "A"}, kern(1, 7, 0, 3),
 		timeline.Record{Kind: timeline.Range, Name: "Step 1", Device: timeline.NoDevice, Begin: 0, End: 50})
 	s = load(t, dir).Summarize()

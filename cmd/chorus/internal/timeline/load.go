@@ -121,6 +121,9 @@ func (f *file) add(line []byte, first bool) error {
 		if f.header.Format != format {
 			return fmt.Errorf("the file has the format %d: this chorus reads %d", f.header.Format, format)
 		}
+		if origin := origin(&f.header); origin < 0 || origin > mostOrigin {
+			return fmt.Errorf("an origin at %d ns", origin)
+		}
 		return nil
 	}
 	var x timeline.Record
@@ -135,8 +138,20 @@ func (f *file) add(line []byte, first bool) error {
 	return nil
 }
 
-// mostTime limits times, so that sums do not overflow.
-const mostTime = 1 << 60
+// These limits prevent overflows when times, origins and offsets between hosts are added.
+const (
+	mostTime   = 1 << 58 // of a record since its origin: nine years
+	mostOrigin = 1 << 61 // the year 2043 on the wall clock
+)
+
+// origin returns the origin of a process: on the clock of its host, or the wall clock if the host is
+// not known.
+func origin(h *timeline.Header) int64 {
+	if h.Boot == "" {
+		return h.Wall
+	}
+	return h.Monotonic
+}
 
 func check(x *timeline.Record) error {
 	switch {

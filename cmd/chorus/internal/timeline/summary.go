@@ -1,8 +1,10 @@
 package timeline
 
 import (
+	"cmp"
 	"fmt"
 	"io"
+	"maps"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -94,9 +96,10 @@ func (r *Rank) markedSteps() (list []interval) {
 }
 
 // launchedSteps returns the times from one launch of a graph to the next on the stream with the
-// most launches.
+// most launches: the one with the smallest handle if several have as many.
 func (r *Rank) launchedSteps() (list []interval) {
-	for _, t := range r.streams {
+	byHandle := func(a, b *track) int { return cmp.Compare(a.handle, b.handle) }
+	for _, t := range slices.SortedFunc(maps.Values(r.streams), byHandle) {
 		var begins []int64
 		for _, s := range t.slices {
 			if s.Kind == timeline.Graph {

@@ -175,7 +175,7 @@ func TestElasticRestartAfterFailover(t *testing.T) {
 	port := testport.Reserve(t)
 	var ls []*launched
 	for i := range 3 {
-		c := workers(1, "elastic", "4", "2")
+		c := workers(1, "elastic", "99", "2")
 		c.Job, c.Host, c.Nodes, c.MinNodes, c.Restarts = "restarts-"+fmt.Sprint(port), fmt.Sprintf("h%d", i), 3, 1, 2
 		c.Seeds, c.Bind = []string{fmt.Sprintf("127.0.0.1:%d", port)}, fmt.Sprintf("127.0.0.%d:%d", i+1, port)
 		c.Secret = []byte("sixteen bytes or more")
@@ -193,11 +193,15 @@ func TestElasticRestartAfterFailover(t *testing.T) {
 	require.Contains(t, ls[2].text(), "restart 1\n")
 	victim = pidsIn(t, ls[1].text(), "of 3 pid")[0]
 	require.NoError(t, syscall.Kill(victim, syscall.SIGKILL))
+	ls[1].until(" restart 1\n", 1)
+	require.Regexp(t, `of 2 pid \d+ restart 1\n`, ls[1].text())
+	for _, l := range ls[1:] {
+		require.NoError(t, l.cmd.Process.Signal(syscall.SIGTERM))
+	}
 	for _, l := range ls[1:] {
 		code, text := l.wait()
-		require.Zero(t, code, text)
+		require.Equal(t, 143, code, text)
 	}
-	require.Regexp(t, `of 2 pid \d+ restart 1\n`, ls[1].text())
 }
 
 // Two of four launchers are killed at once: the one that coordinates and the next one.

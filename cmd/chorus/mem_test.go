@@ -157,7 +157,7 @@ func TestReplayErrors(t *testing.T) {
 	require.Contains(t, stderr, `unknown command "play"; see chorus mem --help`)
 	code, stderr = command(t, "mem")
 	require.Equal(t, launch.ExitUsage, code)
-	require.Contains(t, stderr, "no command given: want replay; see chorus mem --help")
+	require.Contains(t, stderr, "no command given: want ledger, replay; see chorus mem --help")
 }
 
 // command runs the command in a process of its own, as options are the process's.

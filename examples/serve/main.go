@@ -34,6 +34,9 @@ func main() {
 	log.SetPrefix("serve: ")
 	steps := flag.Int("steps", 20, "`number` of forward passes that are timed")
 	flag.Parse()
+	if *steps < 1 {
+		log.Fatalf("-steps is %d: want at least 1", *steps)
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	if err := run(ctx, *steps); err != nil {

@@ -110,8 +110,10 @@ var startFromEnv = sync.OnceValue(func() error {
 	if dir == "" {
 		return nil
 	}
-	_, err := Start(dir)
-	return err
+	if _, err := Start(dir); err != nil {
+		return fmt.Errorf("%s=%s: %w", env.Timeline.Name, dir, err)
+	}
+	return nil
 })
 
 // StartFromEnv starts a recorder that lasts as long as the process, if the environment asks for

@@ -454,6 +454,9 @@ func TestDrain(t *testing.T) {
 func TestDrainCoordinator(t *testing.T) {
 	t.Parallel()
 	cfgs := elasticHosts(t, 1, 3, 0)
+	for _, c := range cfgs {
+		c.Timing.LostAfter = time.Minute // a host that is slow for half of it joins one epoch later
+	}
 	as, rs := elasticJob(t, RunConfig{}, cfgs...)
 	require.Eventually(t, as[0].CanDrain, time.Minute, time.Millisecond)
 	require.NoError(t, as[0].Drain("received SIGTERM", 143))

@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/cmd/chorus/internal/doctor"
 	"github.com/gochorus/chorus/internal/launch"
+	"github.com/gochorus/chorus/internal/testport"
 )
 
 func TestDoctorFlags(t *testing.T) {
@@ -76,10 +77,7 @@ func TestDoctorHelp(t *testing.T) {
 
 // TestDoctorJob checks two hosts whose variables differ. Rank 0 prints the results of both.
 func TestDoctorJob(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	seed := l.Addr().String()
-	require.NoError(t, l.Close())
+	seed := net.JoinHostPort("127.0.0.1", strconv.Itoa(testport.Reserve(t)))
 	var outs, errs [2]string
 	var codes [2]int
 	var wg sync.WaitGroup

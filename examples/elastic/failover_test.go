@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -19,6 +18,7 @@ import (
 
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/internal/launch"
+	"github.com/gochorus/chorus/internal/testport"
 )
 
 // asLauncher has a launcherConfig in JSON. The test binary is then a launcher.
@@ -99,10 +99,7 @@ func launchHost(t *testing.T, i, port int, lines chan<- line) *exec.Cmd {
 // The launcher that coordinates is killed during the training. The ranks of the other hosts go on
 // in the same processes, and end with equal parameters.
 func TestTrainingSurvivesTheCoordinator(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	port := ln.Addr().(*net.TCPAddr).Port
-	ln.Close()
+	port := testport.Reserve(t)
 	lines := make(chan line, 10000)
 	var cmds []*exec.Cmd
 	for i := range 3 {

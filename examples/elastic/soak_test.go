@@ -9,7 +9,6 @@ import (
 	"maps"
 	"math"
 	"math/rand/v2"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -26,6 +25,7 @@ import (
 	"github.com/gochorus/chorus/examples/digits"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testlan"
+	"github.com/gochorus/chorus/internal/testport"
 )
 
 var (
@@ -91,16 +91,14 @@ type soak struct {
 
 func newSoak(t *testing.T, hosts, procs int) *soak {
 	seed := uint64(time.Now().UnixNano())
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	s := &soak{t: t, rnd: rand.New(rand.NewPCG(seed, 1)), port: ln.Addr().(*net.TCPAddr).Port, procs: procs, lines: make(chan line, 10000),
+	s := &soak{t: t, rnd: rand.New(rand.NewPCG(seed, 1)), port: testport.Reserve(t), procs: procs, lines: make(chan line, 10000),
 		sums: map[string]int{}, faults: map[string]int{}, moved: time.Now()}
-	ln.Close()
 	if hosts > 1 && testlan.Lacks() == "" {
 		s.lan = testlan.New(t, hosts)
 	}
 	dir := t.TempDir()
 	s.until = filepath.Join(dir, "steps")
+	var err error
 	s.log, err = os.Create(filepath.Join(dir, "log"))
 	require.NoError(t, err)
 	t.Cleanup(func() { s.log.Close() })

@@ -45,7 +45,8 @@ type Config struct {
 	// and .err, and in rank-<n>.restart-<k>.out and .err after restart k; if it is
 	// empty, no copy is written.
 	LogDir string
-	// Stdout and Stderr receive the workers' output. Stderr also receives messages.
+	// Stdout and Stderr receive the workers' output. Stderr also receives messages. They may be the
+	// same writer, which then gets one call at a time.
 	Stdout, Stderr io.Writer
 	// Joined is called when all hosts have joined. Run calls its result before the agent is
 	// closed. Joined may be nil.
@@ -98,6 +99,7 @@ func (cfg *Config) complete() (Config, error) {
 			c.Procs, c.Devices.Count, c.Devices.Backend, c.Devices.Count, env.ShareGPUs.Name)}
 	}
 	c.Cluster.LocalSize = c.Procs
+	c.oneAtATime()
 	return c, nil
 }
 

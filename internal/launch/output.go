@@ -65,6 +65,31 @@ func (s *sink) write(b []byte) {
 	}
 }
 
+// oneAtATime makes the workers' output and the launcher's messages take turns at Stderr. A file
+// needs no turns.
+func (cfg *Config) oneAtATime() {
+	if _, file := cfg.Stderr.(*os.File); file || cfg.Stderr == nil {
+		return
+	}
+	turns := &turnWriter{w: cfg.Stderr}
+	if cfg.Stdout == cfg.Stderr {
+		cfg.Stdout = turns
+	}
+	cfg.Stderr = turns
+}
+
+// A turnWriter can be used by several goroutines.
+type turnWriter struct {
+	mu sync.Mutex
+	w  io.Writer
+}
+
+func (t *turnWriter) Write(b []byte) (int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.w.Write(b)
+}
+
 // A tail is the end of a worker's stderr.
 type tail struct {
 	lines  []string

@@ -1,8 +1,8 @@
 package main
 
 import (
+	"bytes"
 	"os"
-	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -27,21 +27,16 @@ func TestMain(m *testing.M) {
 func TestRecovery(t *testing.T) {
 	self, err := os.Executable()
 	require.NoError(t, err)
-	file := filepath.Join(t.TempDir(), "output")
-	out, err := os.Create(file)
-	require.NoError(t, err)
-	defer out.Close()
+	var out bytes.Buffer
 	code := launch.Run(testgpu.Context(t), &launch.Config{
 		Program: []string{self, "-queued", "20", "-elements", "1000", "-mark", t.TempDir() + "/mark"},
 		Procs:   3,
 		Devices: launch.Devices{Count: 3, Backend: "virtual", Env: []string{asRank + "=1", "CHORUS_BACKEND=virtual"}},
 		Cluster: cluster.Config{Job: "recovers", MaxRestarts: 1},
-		Stdout:  out,
-		Stderr:  out,
+		Stdout:  &out,
+		Stderr:  &out,
 	})
-	written, err := os.ReadFile(file)
-	require.NoError(t, err)
-	text := string(written)
+	text := out.String()
 	require.Zero(t, code, text)
 	for _, want := range []string{"rank 0, error: ", "rank 1, error: ", "rank 0, group closed: ", "of 3 ranks, first all-reduce: "} {
 		require.Contains(t, text, want)

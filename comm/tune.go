@@ -91,12 +91,7 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	return tuningOf(t), nil
 }
 
-// Site returns the conditions under which a Tuning of the group is valid.
-func (g *Group) Site() (Site, error) {
-	at, err := g.site()
-	return Site(at), err
-}
-
+// site returns the conditions under which a Tuning of the group is valid.
 func (g *Group) site() (route.Site, error) {
 	if g == nil {
 		return route.Site{}, g.check("site")
@@ -175,8 +170,8 @@ func (g *Group) setInitialTuning(ctx context.Context) error {
 
 // SetTuning makes a group with the strategy Tuned use rank 0's t on all ranks. If t is
 // empty, NCCL runs everything. If rank 0's t is nil, the group uses the entry of rank 0's
-// TuningFile, or an empty Tuning if the file has none. If the Tuning was not made for such
-// a group, all ranks return an error and the group is closed. Collective.
+// file (CHORUS_TUNING_FILE), or an empty Tuning if the file has none. If the Tuning was not
+// made for such a group, all ranks return an error and the group is closed. Collective.
 func SetTuning(ctx context.Context, g *Group, t *Tuning) error {
 	const op = "set tuning"
 	if err := g.check(op); err != nil {

@@ -18,9 +18,8 @@ import (
 
 // exceptions are exported names that TestPublicNamesAreForUsers accepts, each with a reason.
 var exceptions = map[string]string{
-	"device.LibraryError": userAlias,
-	"nccl.Frame":          userAlias,
-	"nccl.Operation":      userAlias,
+	"nccl.Frame":     userAlias,
+	"nccl.Operation": userAlias,
 }
 
 const userAlias = "an alias that gives users the name of a type that several packages share"

@@ -90,7 +90,9 @@ var kindsOfErrors = []struct {
 	{kUpdate, as[*graph.UpdateError]},
 	{kCallback, as[*stream.CallbackError]},
 	{kInUse, as[*nccl.InUseError]},
-	{"mismatch", as[*nccl.MismatchError]},
+	{"mismatch", func(err error) bool {
+		return errors.Is(err, nccl.ErrorInvalidUsage) && strings.Contains(err.Error(), "the ranks do not issue the same operations")
+	}},
 	{"timeout", as[*nccl.TimeoutError]},
 	{"broken", func(err error) bool { return errors.Is(err, comm.ErrBroken) }},
 	{kCapture, as[*device.CaptureError]},

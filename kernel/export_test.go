@@ -1,0 +1,7 @@
+package kernel
+
+// These let tests read the fields of the error of Verify.
+type (
+	VerifyError = verifyError
+	Difference  = difference
+)

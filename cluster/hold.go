@@ -127,7 +127,7 @@ func (c *coordinator) handOver(reason string) {
 	c.agents, c.workers, c.late = nil, nil, nil
 }
 
-// unregistered returns the peers that have not said what they are.
+// unregistered returns the peers that have not registered.
 func (c *coordinator) unregistered() []*peer {
 	return without(slices.Collect(maps.Values(c.peers)), func(p *peer) bool { return p.role != roleNone })
 }

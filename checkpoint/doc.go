@@ -18,7 +18,7 @@
 // the files once, by one rank. Bytes that other ranks need go from device to device over
 // the group. [Save] writes the tensors that the ranks have together, [SaveTensors] writes
 // tensors of one device, and [Checkpoint.Verify] compares digests of loaded tensors with
-// the files. [Checkpoint.LoadOn] loads to one device without a group.
+// the files. [Checkpoint.LoadOn] and [SaveOn] do the same for one device without a group.
 //
 // A [Saver] saves the state of a training, which the ranks have in any layout, while the
 // training goes on. [Latest] finds the newest complete checkpoint of a Saver, and

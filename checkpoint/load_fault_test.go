@@ -312,12 +312,13 @@ func TestWrongWishes(t *testing.T) {
 	require.ErrorContains(t, Save(t.Context(), g, path, []*Weights{all[0], again[1]}, nil), "ranks 0 and 1 are of different loads")
 	require.NoError(t, closeAll(again))
 	for says, try := range map[string]func() error{
-		"ends in .safetensors":        func() error { return Save(t.Context(), g, "out.bin", all, nil) },
-		"1 weights for 2 local ranks": func() error { return Save(t.Context(), g, path, all[:1], nil) },
-		"given for rank 0 of 2":       func() error { return Save(t.Context(), g, path, []*Weights{all[1], all[0]}, nil) },
-		"no weights of rank 1":        func() error { return Save(t.Context(), g, path, []*Weights{all[0], nil}, nil) },
-		"files of -1 bytes":           func() error { return Save(t.Context(), g, path, all, &SaveConfig{MaxFileBytes: -1}) },
-		"no group given":              func() error { return Save(t.Context(), nil, path, all, nil) },
+		"ends in .safetensors":         func() error { return Save(t.Context(), g, "out.bin", all, nil) },
+		"1 weights for 2 local ranks":  func() error { return Save(t.Context(), g, path, all[:1], nil) },
+		"given for rank 0 of 2":        func() error { return Save(t.Context(), g, path, []*Weights{all[1], all[0]}, nil) },
+		"no weights of rank 1":         func() error { return Save(t.Context(), g, path, []*Weights{all[0], nil}, nil) },
+		"files of -1 bytes":            func() error { return Save(t.Context(), g, path, all, &SaveConfig{MaxFileBytes: -1}) },
+		"no group given":               func() error { return Save(t.Context(), nil, path, all, nil) },
+		"rank 1 of 2 are given for ra": func() error { return SaveOn(t.Context(), g.Stream(1), path, all[1], nil) },
 	} {
 		require.ErrorContains(t, try(), says)
 	}

@@ -12,9 +12,10 @@ import (
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/strided"
+	"github.com/gochorus/chorus/stream"
 )
 
-// SaveConfig are the options of Save and SaveTensors; nil means their defaults. They
+// SaveConfig are the options of Save, SaveOn and SaveTensors; nil means their defaults. They
 // must be the same on all ranks, except Progress.
 type SaveConfig struct {
 	// MaxFileBytes is the most bytes of tensors in a file; a larger tensor gets a file for
@@ -48,6 +49,11 @@ func Save(ctx context.Context, g *comm.Group, path string, weights []*Weights, c
 		return fmt.Errorf("checkpoint: save: %w", err)
 	}
 	return save(ctx, w, path, weights, cfg)
+}
+
+// SaveOn is Save for weights of LoadOn, in the order of s.
+func SaveOn(ctx context.Context, s *stream.Stream, path string, weights *Weights, cfg *SaveConfig) error {
+	return save(ctx, peersOn(s), path, []*Weights{weights}, cfg)
 }
 
 // A saving is a checkpoint that is being written.

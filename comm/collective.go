@@ -156,7 +156,7 @@ func checkPair[T memory.Element](g *Group, op string, dst, src Shards[T]) error 
 
 // Send enqueues a send of x from the first local rank to rank peer, which receives the
 // same number of elements. Sends and receives that could wait for each other must be
-// issued in one Batch.
+// issued in one Batch or by SendRecv.
 func Send[T memory.Element](on Issuer, peer int, x memory.Slice[T]) error {
 	return issueFirst(on, "send", func(m *member) error { return nccl.Send(m.on, m.stream, x, peer) })
 }
@@ -164,6 +164,19 @@ func Send[T memory.Element](on Issuer, peer int, x memory.Slice[T]) error {
 // Recv enqueues a receive into x on the first local rank from rank peer.
 func Recv[T memory.Element](on Issuer, peer int, x memory.Slice[T]) error {
 	return issueFirst(on, "receive", func(m *member) error { return nccl.Recv(m.on, m.stream, x, peer) })
+}
+
+// SendRecv enqueues, on the first local rank and as one operation, a send of src to rank
+// to and a receive into dst from rank from.
+func SendRecv[T memory.Element](on Issuer, to int, src memory.Slice[T], from int, dst memory.Slice[T]) error {
+	g, b := groupOf(on)
+	if b == nil {
+		return g.Batch(func(b *Batch) error { return SendRecv(b, to, src, from, dst) })
+	}
+	if err := Send(b, to, src); err != nil {
+		return err
+	}
+	return Recv(b, from, dst)
 }
 
 // issueFirst issues an operation of the first local rank.

@@ -342,7 +342,7 @@ func TestSendToOneself(t *testing.T) {
 		require.ErrorContains(t, comm.Send(g, 0, xs[0]), "its own peer")
 		require.ErrorContains(t, comm.Recv(g, 0, xs[0]), "its own peer")
 		require.NoError(t, g.Err())
-		require.NoError(t, g.Batch(func(b *comm.Batch) error { return errors.Join(comm.Send(b, 0, xs[0]), comm.Recv(b, 0, ys[0])) }))
+		require.NoError(t, comm.SendRecv(g, 0, xs[0], 0, ys[0]))
 		require.Equal(t, hs[0], read(t, g, 0, ys[0]))
 	})
 }

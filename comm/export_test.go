@@ -17,18 +17,6 @@ var (
 	BucketsWithin    = func(ts []tensor.Tensor, n int) [][]int { return limit{n, false}.buckets(ts) }
 )
 
-// Site returns the conditions under which a Tuning of the group is valid.
-func (g *Group) Site() (Site, error) {
-	at, err := g.site()
-	return Site(at), err
-}
-
-// LoadTuning returns the Tuning for a site from a file.
-func LoadTuning(path string, at Site) (*Tuning, error) {
-	t, err := route.LoadTuning(path, route.Site(at))
-	return tuningOf(t), err
-}
-
 // SetDirectBytes lets copies by themselves and NCCL take over from one kernel at another
 // size, for a test; -1 is at once.
 func SetDirectBytes(t testing.TB, n int) {

@@ -27,8 +27,6 @@ func (x inside) Fail(cause error) error { return x.g.fail(cause) }
 
 func (x inside) NewBatch() *route.Batch { return x.g.routers.NewBatch() }
 
-func (x inside) Site() (route.Site, error) { return x.g.site() }
-
 func (x inside) TunePlan(cfg route.PlanConfig) ([]route.Choice, error) { return x.g.plan(cfg) }
 
 func (x inside) UseWhole(ctx context.Context, strategy string) error {

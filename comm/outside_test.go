@@ -116,7 +116,7 @@ func TestBatch(t *testing.T) {
 		require.ErrorContains(t, comm.AllReduce(none, comm.Sum, xs...), "no group given")
 		require.ErrorIs(t, none.Enqueue(), comm.ErrMismatch)
 		for range 3 {
-			require.NoError(t, errors.Join(comm.AllGather(b, ys, xs), comm.Send(b, 0, zs[0]), comm.Recv(b, 0, zs[0]), b.Enqueue()))
+			require.NoError(t, errors.Join(comm.AllGather(b, ys, xs), comm.SendRecv(b, 0, zs[0], 0, zs[0]), b.Enqueue()))
 		}
 		require.NoError(t, g.Wait(testgpu.Context(t)))
 		require.Equal(t, slices.Concat(hs...), read(t, g, 1, ys[1]))
@@ -153,6 +153,7 @@ func TestBatchesDoNotAllocate(t *testing.T) {
 	}
 	for name, c := range map[string]struct{ by, plain func() error }{
 		"all-reduce": {func() error { return comm.AllReduce(g, comm.Max, xs...) }, reduce},
+		"exchange":   {func() error { return comm.SendRecv(g, 0, to, 0, from) }, exchange},
 		"function":   {func() error { return g.Batch(fill) }, exchange},
 		"batch":      {func() error { return errors.Join(fill(b), b.Enqueue()) }, exchange},
 	} {

@@ -9,6 +9,18 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
+// A StateError reports that a rank's copy of a state differs from the original. All ranks
+// return it.
+type StateError struct {
+	Rank int // whose copy is wrong
+	From int // rank of the original
+	Part int // index of the wrong part
+}
+
+func (e *StateError) Error() string {
+	return fmt.Sprintf("comm: synchronise state: part %d of rank %d differs from rank %d: the checksums do not match", e.Part, e.Rank, e.From)
+}
+
 // SyncState gives the state of the most advanced rank to all ranks of a group whose members
 // have changed, and returns that rank. version is the progress of this process's state,
 // such as the number of its steps, and -1 if it has none. The state consists of the value
@@ -104,12 +116,12 @@ func verifyState(ctx context.Context, g *Group, from int, parts []memory.Slice[b
 // compareSums compares the checksums of n parts with the checksums of rank from.
 func compareSums(all [][]uint32, from, n int) error {
 	if len(all[from]) != n {
-		return fmt.Errorf("comm: synchronise state: rank %d has checksums of %d parts: want %d", from, len(all[from]), n)
+		return &StateError{Rank: from, From: from}
 	}
 	for r, theirs := range all {
 		for i := range n {
 			if len(theirs) != n || theirs[i] != all[from][i] {
-				return fmt.Errorf("comm: synchronise state: part %d of rank %d differs from rank %d: the checksums do not match", i, r, from)
+				return &StateError{Rank: r, From: from, Part: i}
 			}
 		}
 	}

@@ -117,6 +117,9 @@ func TestChecksums(t *testing.T) {
 	require.NoError(t, errors.Join(errs[:]...))
 	require.NoError(t, comm.CompareSums([][]uint32{{1, 2}, {1, 2}}, 1, 2))
 	for _, bad := range [][]uint32{{1, 3}, {1}, nil} {
-		require.ErrorContains(t, comm.CompareSums([][]uint32{{1, 2}, {1, 2}, bad}, 0, 2), "of rank 2 differs from rank 0")
+		var e *comm.StateError
+		require.ErrorAs(t, comm.CompareSums([][]uint32{{1, 2}, {1, 2}, bad}, 0, 2), &e)
+		require.Equal(t, 2, e.Rank)
+		require.Equal(t, 0, e.From)
 	}
 }

@@ -91,7 +91,12 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	return tuningOf(t), nil
 }
 
-// site returns the conditions under which a Tuning of the group is valid.
+// Site returns the conditions under which a Tuning of the group is valid.
+func (g *Group) Site() (Site, error) {
+	at, err := g.site()
+	return Site(at), err
+}
+
 func (g *Group) site() (route.Site, error) {
 	if g == nil {
 		return route.Site{}, g.check("site")
@@ -170,8 +175,8 @@ func (g *Group) setInitialTuning(ctx context.Context) error {
 
 // SetTuning makes a group with the strategy Tuned use rank 0's t on all ranks. If t is
 // empty, NCCL runs everything. If rank 0's t is nil, the group uses the entry of rank 0's
-// file (CHORUS_TUNING_FILE), or an empty Tuning if the file has none. If the Tuning was not
-// made for such a group, all ranks return an error and the group is closed. Collective.
+// TuningFile, or an empty Tuning if the file has none. If the Tuning was not made for such
+// a group, all ranks return an error and the group is closed. Collective.
 func SetTuning(ctx context.Context, g *Group, t *Tuning) error {
 	const op = "set tuning"
 	if err := g.check(op); err != nil {

@@ -51,6 +51,18 @@ type Timing struct {
 	Eager float64 `json:"eager_us,omitempty"`
 }
 
+// TuningFile returns the path of the file that groups use: CHORUS_TUNING_FILE, or
+// chorus/tuning.json in the user's cache directory.
+func TuningFile() (string, error) { return route.TuningFile() }
+
+// LoadTuning returns the Tuning for a site from a file, and nil if the file has none for
+// the same GPUs and numbers of ranks and processes. It returns an error if the file is
+// invalid, or if its Tuning was measured under other conditions, such as another version.
+func LoadTuning(path string, at Site) (*Tuning, error) {
+	t, err := route.LoadTuning(path, route.Site(at))
+	return tuningOf(t), err
+}
+
 // Save writes the Tuning to a file and keeps the Tunings for other sites in it. It
 // replaces the file atomically. Several processes may call it at the same time: each waits
 // for the lock on the file's directory until ctx ends, but at most ten seconds.

@@ -44,8 +44,8 @@ type jsonCodec struct{}
 func (jsonCodec) Encode(v any) ([]byte, error)    { return json.Marshal(v) }
 func (jsonCodec) Decode(data []byte, v any) error { return json.Unmarshal(data, v) }
 
-// maxValueBytes is the maximum size of an encoded value.
-const maxValueBytes = 64 << 20
+// MaxValueBytes is the maximum size of an encoded value.
+const MaxValueBytes = 64 << 20
 
 // A ValueError reports a value that could not be sent, and its rank. All ranks return it.
 type ValueError struct {
@@ -62,7 +62,7 @@ func (e *ValueError) Error() string {
 // the value; in the other processes, to the variable that receives it
 // (torch.distributed.broadcast_object_list). A nil codec means Gob. The interface types in
 // the value must be registered with gob. BroadcastValue is for small host data such as
-// names, counts and settings, at most 64 MiB: it waits for all operations on the group's streams. It ends
+// names, counts and settings: it waits for all operations on the group's streams. It ends
 // early under the same conditions as Wait. If the value cannot be encoded, all ranks
 // return a *ValueError. Collective.
 func BroadcastValue[T any](ctx context.Context, g *Group, root int, v *T, codec Codec) error {
@@ -227,8 +227,8 @@ func (p *encodedValue) header() []int64 {
 
 // checkHeader validates the length that a rank has sent. All ranks have the same numbers.
 func checkHeader(op string, rank int, n int64) error {
-	if n < 0 || n > maxValueBytes {
-		return &ValueError{op, rank, fmt.Sprintf("its size is %d bytes: want 0 to %d", n, maxValueBytes)}
+	if n < 0 || n > MaxValueBytes {
+		return &ValueError{op, rank, fmt.Sprintf("its size is %d bytes: want 0 to %d", n, MaxValueBytes)}
 	}
 	return nil
 }
@@ -249,8 +249,8 @@ func encodeValue[T any](codec Codec, v *T) (p encodedValue) {
 	switch {
 	case err != nil:
 		return encodedValue{[]byte(err.Error()), true}
-	case len(data) > maxValueBytes:
-		return encodedValue{fmt.Appendf(nil, "%d bytes: want at most %d; send it as memory of a device", len(data), maxValueBytes), true}
+	case len(data) > MaxValueBytes:
+		return encodedValue{fmt.Appendf(nil, "%d bytes: want at most %d; send it as memory of a device", len(data), MaxValueBytes), true}
 	}
 	return encodedValue{append(make([]byte, 0, len(data)+1), data...), false} // not nil, even if empty
 }

@@ -32,7 +32,7 @@ func SendValue[T any](ctx context.Context, g *Group, peer int, v T, codec Codec)
 
 // RecvValue receives a value on the first local rank, from rank peer, which must call SendValue
 // (torch.distributed.recv_object_list). If the peer sends anything else, such as a size above
-// 64 MiB, the group is broken. Otherwise it behaves like BroadcastValue; if the value
+// MaxValueBytes, the group is broken. Otherwise it behaves like BroadcastValue; if the value
 // cannot be decoded, *v does not change.
 func RecvValue[T any](ctx context.Context, g *Group, peer int, v *T, codec Codec) error {
 	const op = "receive value"

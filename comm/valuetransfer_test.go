@@ -57,9 +57,9 @@ func TestSendValueArguments(t *testing.T) {
 	require.NoError(t, errors.Join(errs[:]...))
 }
 
-// A peer that announces more than maxValueBytes breaks the group, so that neither rank waits.
+// A peer that announces more than MaxValueBytes breaks the group, so that neither rank waits.
 func TestRecvOfAHostileSize(t *testing.T) {
-	for _, size := range []int64{-1, 64<<20 + 1, 1 << 62} {
+	for _, size := range []int64{-1, comm.MaxValueBytes + 1, 1 << 62} {
 		got := 5
 		errs := both(t, func(ctx context.Context, rank int, g *comm.Group) error {
 			if rank == 1 {

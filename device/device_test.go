@@ -11,7 +11,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/stream"
@@ -129,7 +128,7 @@ func TestNoCUDA(t *testing.T) {
 		require.Equal(t, "cuda", sys.Backend())
 		return
 	}
-	lib, ok := errors.AsType[*dl.Error](err)
+	lib, ok := errors.AsType[*device.LibraryError](err)
 	if !ok {
 		require.ErrorContains(t, err, "CUDA is not available on this machine")
 		return

@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 )
@@ -92,6 +93,10 @@ func (e *CaptureError) Unwrap() error { return Status(cudadrv.ErrorStreamCapture
 
 // ErrClosed is returned, wrapped with the operation, by methods after Close.
 var ErrClosed = gpu.ErrClosed
+
+// A LibraryError reports that a shared library was not found, with all paths that were
+// tried. It matches errors.ErrUnsupported.
+type LibraryError = dl.Error
 
 // An UnsupportedError reports that the loaded libraries or the hardware lack a feature. It
 // matches errors.ErrUnsupported.

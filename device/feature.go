@@ -11,9 +11,10 @@ type Feature struct {
 
 // The features that programs check to choose number types.
 var (
-	BFloat16 = Feature{"bfloat16 arithmetic", 8, 0}  // torch.cuda.is_bf16_supported, without emulation
-	TF32     = Feature{"TF32 matrix products", 8, 0} // torch.cuda.is_tf32_supported
-	Float8   = Feature{"8-bit float matrix products", 8, 9}
+	TensorCores = Feature{"tensor cores", 7, 0}
+	BFloat16    = Feature{"bfloat16 arithmetic", 8, 0}  // torch.cuda.is_bf16_supported, without emulation
+	TF32        = Feature{"TF32 matrix products", 8, 0} // torch.cuda.is_tf32_supported
+	Float8      = Feature{"8-bit float matrix products", 8, 9}
 )
 
 // Supports reports whether the device has a feature. No context is created.

@@ -49,7 +49,7 @@ func TestFeatures(t *testing.T) {
 	})
 	// A virtual device answers as an H200 does.
 	d := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
-	for _, f := range []device.Feature{device.BFloat16, device.TF32, device.Float8} {
+	for _, f := range []device.Feature{device.TensorCores, device.BFloat16, device.TF32, device.Float8} {
 		require.NoError(t, d.Require(f))
 	}
 }

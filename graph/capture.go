@@ -75,7 +75,7 @@ type Config struct {
 // for it.
 //
 // fn is called once, on the calling goroutine, which is locked to its thread. If nothing
-// was captured because fn used other streams, the error names these streams. A
+// was captured because fn used other streams, the error is a *NothingCapturedError. A
 // function that enqueues nothing makes a graph without operations; torch prints a warning
 // in this case: see Exec.Nodes. If fn returns an error or panics, the capture is ended and
 // discarded, and the streams can be used as before.
@@ -207,7 +207,7 @@ func (r *Recording) End() (*Exec, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	op, err := r.finish()
-	if _, ok := errors.AsType[*nothingCapturedError](err); ok {
+	if _, ok := errors.AsType[*NothingCapturedError](err); ok {
 		return nil, err
 	}
 	if err != nil {
@@ -243,7 +243,7 @@ func (r *Recording) Abort() error {
 // expected reports whether an error at the end of a capture only says that the capture is
 // invalid.
 func expected(err error) bool {
-	return errors.Is(err, errorInvalidated) || errors.Is(err, errorUnjoined)
+	return errors.Is(err, ErrorInvalidated) || errors.Is(err, ErrorUnjoined)
 }
 
 func (r *Recording) finish() (op string, err error) {
@@ -268,7 +268,7 @@ func (r *Recording) finish() (op string, err error) {
 		return op, errors.Join(err, r.exec.drop())
 	}
 	if r.exec.nodes == 0 && len(r.strays) > 0 {
-		err := &nothingCapturedError{graph: r.exec.String(), stream: r.s.String(), used: r.strays}
+		err := &NothingCapturedError{Graph: r.exec.String(), Stream: r.s.String(), Used: r.strays}
 		if e := r.exec.drop(); e != nil {
 			return "drop", errors.Join(err, e)
 		}
@@ -283,7 +283,7 @@ var errDoomed = errors.New("a communicator with operations in it was aborted mea
 func (r *Recording) stop() error {
 	// Checked here: the driver would refuse another thread and lose the capture.
 	if r.tid != 0 && r.tid != syscall.Gettid() {
-		return fmt.Errorf("call it on the goroutine that began the capture: %w", errorWrongThread)
+		return fmt.Errorf("call it on the goroutine that began the capture: %w", ErrorWrongThread)
 	}
 	x, err := gpu.StreamOf(r.s).EndCapture(r.exec)
 	r.owner.Close()

@@ -220,13 +220,13 @@ var rngCalls = []call{
 	fills("rng.RandomFromTo", func(g *rng.Generator, s *stream.Stream, x memory.Slice[float32]) error {
 		return rng.RandomFromTo(g, s, x, 0, 10)
 	}),
-	drawn("rng.Generator.ManualSeed", func(g *rng.Generator, _ [16]byte) error { g.ManualSeed(2); return nil }),
-	drawn("rng.Generator.Seed", func(g *rng.Generator, _ [16]byte) error { g.Seed(); return nil }),
-	drawn("rng.Generator.InitialSeed", func(g *rng.Generator, _ [16]byte) error { g.InitialSeed(); return nil }),
-	drawn("rng.Generator.Offset", func(g *rng.Generator, _ [16]byte) error { g.Offset(); return nil }),
-	drawn("rng.Generator.SetOffset", func(g *rng.Generator, _ [16]byte) error { return g.SetOffset(0) }),
-	drawn("rng.Generator.State", func(g *rng.Generator, _ [16]byte) error { g.State(); return nil }),
-	drawn("rng.Generator.SetState", func(g *rng.Generator, was [16]byte) error { return g.SetState(was[:]) }),
+	drawn("rng.Generator.ManualSeed", func(g *rng.Generator, _ [rng.StateSize]byte) error { g.ManualSeed(2); return nil }),
+	drawn("rng.Generator.Seed", func(g *rng.Generator, _ [rng.StateSize]byte) error { g.Seed(); return nil }),
+	drawn("rng.Generator.InitialSeed", func(g *rng.Generator, _ [rng.StateSize]byte) error { g.InitialSeed(); return nil }),
+	drawn("rng.Generator.Offset", func(g *rng.Generator, _ [rng.StateSize]byte) error { g.Offset(); return nil }),
+	drawn("rng.Generator.SetOffset", func(g *rng.Generator, _ [rng.StateSize]byte) error { return g.SetOffset(0) }),
+	drawn("rng.Generator.State", func(g *rng.Generator, _ [rng.StateSize]byte) error { g.State(); return nil }),
+	drawn("rng.Generator.SetState", func(g *rng.Generator, was [rng.StateSize]byte) error { return g.SetState(was[:]) }),
 }
 
 func fills(name string, fn func(g *rng.Generator, s *stream.Stream, x memory.Slice[float32]) error) call {
@@ -236,7 +236,7 @@ func fills(name string, fn func(g *rng.Generator, s *stream.Stream, x memory.Sli
 	}}
 }
 
-func drawn(name string, fn func(g *rng.Generator, was [16]byte) error) call {
+func drawn(name string, fn func(g *rng.Generator, was [rng.StateSize]byte) error) call {
 	return call{name: name, prepare: func(r *rig) func() error {
 		g := rng.New(r.dev, 1)
 		return func() error {

@@ -224,7 +224,7 @@ var deviceCalls = []call{
 	{name: "device.Device.Name", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.Name(); return err })},
 	{name: "device.Device.Active", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.Active(); return err })},
 	{name: "device.Device.Arch", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.Arch(); return err })},
-	{name: "device.Device.Supports", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.Supports(device.BFloat16); return err })},
+	{name: "device.Device.Supports", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.Supports(device.TensorCores); return err })},
 	{name: "device.Device.CanAccessPeer: itself", nowhere: true, prepare: onDevice(func(r *rig) error { _, err := r.dev.CanAccessPeer(r.dev); return err })},
 	{name: "device.Device.StartProfiler, device.Device.StopProfiler", nowhere: true, prepare: onDevice(func(r *rig) error { return errors.Join(r.dev.StartProfiler(), r.dev.StopProfiler()) })},
 	{name: "device.Device.Err", nowhere: true, prepare: onDevice(func(r *rig) error { return r.dev.Err() })},

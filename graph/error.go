@@ -8,12 +8,15 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 )
 
-// The status codes of captures that this package distinguishes.
+// The status codes of captures, for errors.Is.
 const (
-	errorInvalidated = device.Status(cudadrv.ErrorStreamCaptureInvalidated)
-	errorUnjoined    = device.Status(cudadrv.ErrorStreamCaptureUnjoined)
-	errorWrongThread = device.Status(cudadrv.ErrorStreamCaptureWrongThread)
-	errorUpdate      = device.Status(cudadrv.ErrorGraphExecUpdateFailure)
+	ErrorUnsupported = device.Status(cudadrv.ErrorStreamCaptureUnsupported) // also matched by a *device.CaptureError
+	ErrorInvalidated = device.Status(cudadrv.ErrorStreamCaptureInvalidated)
+	ErrorMerge       = device.Status(cudadrv.ErrorStreamCaptureMerge)
+	ErrorUnjoined    = device.Status(cudadrv.ErrorStreamCaptureUnjoined)
+	ErrorIsolation   = device.Status(cudadrv.ErrorStreamCaptureIsolation)
+	ErrorWrongThread = device.Status(cudadrv.ErrorStreamCaptureWrongThread)
+	ErrorUpdate      = device.Status(cudadrv.ErrorGraphExecUpdateFailure)
 )
 
 // An UpdateError reports why a graph cannot get the operations of another graph.
@@ -30,14 +33,15 @@ func (e *UpdateError) Error() string {
 // Unwrap returns the driver's error.
 func (e *UpdateError) Unwrap() error { return e.Err }
 
-// A nothingCapturedError reports that a capture is empty because the capturing goroutine
+// A NothingCapturedError reports that a capture is empty because the capturing goroutine
 // used other streams.
-type nothingCapturedError struct {
-	graph, stream string
-	used          []string // the streams that were used instead
+type NothingCapturedError struct {
+	Graph  string
+	Stream string   // the captured stream
+	Used   []string // the streams that were used instead
 }
 
-func (e *nothingCapturedError) Error() string {
+func (e *NothingCapturedError) Error() string {
 	return fmt.Sprintf("graph: end the capture of %s on %s: nothing was captured: the function used %s, which took no part: capture these streams, or let them wait for %[2]s first",
-		e.graph, e.stream, strings.Join(e.used, ", "))
+		e.Graph, e.Stream, strings.Join(e.Used, ", "))
 }

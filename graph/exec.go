@@ -144,7 +144,7 @@ func (x *Exec) Update(other *Exec) error {
 		}
 		return r
 	})
-	if errors.Is(err, errorUpdate) {
+	if errors.Is(err, ErrorUpdate) {
 		return &UpdateError{Graph: x.String(), Other: other.String(), Reason: why.Meaning(), Err: err}
 	}
 	if err == nil {

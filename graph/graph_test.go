@@ -9,7 +9,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
-	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -275,7 +274,7 @@ func TestUpdate(t *testing.T) {
 		}, b.s)
 		var ue *graph.UpdateError
 		require.ErrorAs(t, first.Update(two), &ue)
-		require.ErrorIs(t, ue, device.Status(cudadrv.ErrorGraphExecUpdateFailure))
+		require.ErrorIs(t, ue, graph.ErrorUpdate)
 		require.NotEmpty(t, ue.Reason)
 		require.NoError(t, first.Launch(b.s), "it is as it was")
 		b.want(10, w)

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"runtime/debug"
 	"sync"
 	"sync/atomic"
@@ -67,7 +66,7 @@ func TestIllegalCalls(t *testing.T) {
 					var ce *device.CaptureError
 					require.ErrorAs(t, err, &ce)
 					require.Equal(t, c.op, ce.Op)
-					require.ErrorIs(t, err, device.Status(cudadrv.ErrorStreamCaptureUnsupported))
+					require.ErrorIs(t, err, graph.ErrorUnsupported)
 					require.ErrorContains(t, err, c.op+": ")
 					require.ErrorContains(t, err, "is captured into a graph: ")
 					return b.launch(b.add, b.s, v, 1)
@@ -76,7 +75,7 @@ func TestIllegalCalls(t *testing.T) {
 				require.NoError(t, x.Close())
 				// The error itself ends a capture that returns it.
 				_, err = graph.Capture([]*stream.Stream{b.s}, c.call, nil)
-				require.ErrorIs(t, err, device.Status(cudadrv.ErrorStreamCaptureUnsupported))
+				require.ErrorIs(t, err, graph.ErrorUnsupported)
 			})
 		}
 		require.NoError(t, w.Close())
@@ -101,9 +100,9 @@ func TestSpoiledCapture(t *testing.T) {
 		}{
 			"device sync": {func() error {
 				return gpu.DeviceOf(devs[0]).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() })
-			}, device.Status(cudadrv.ErrorStreamCaptureUnsupported)},
-			"cuMemAlloc": {func() error { return allocate(t, devs[0]) }, device.Status(cudadrv.ErrorStreamCaptureUnsupported)},
-			"isolation":  {func() error { return b.s.Wait(e) }, device.Status(cudadrv.ErrorStreamCaptureIsolation)},
+			}, graph.ErrorUnsupported},
+			"cuMemAlloc": {func() error { return allocate(t, devs[0]) }, graph.ErrorUnsupported},
+			"isolation":  {func() error { return b.s.Wait(e) }, graph.ErrorIsolation},
 		} {
 			t.Run(name, func(t *testing.T) {
 				_, err := graph.Capture([]*stream.Stream{b.s}, func() error {
@@ -111,7 +110,7 @@ func TestSpoiledCapture(t *testing.T) {
 					_ = b.launch(b.add, b.s, v, 1)
 					return nil
 				}, nil)
-				require.ErrorIs(t, err, device.Status(cudadrv.ErrorStreamCaptureInvalidated))
+				require.ErrorIs(t, err, graph.ErrorInvalidated)
 				require.ErrorContains(t, err, "graph: end the capture of graph ")
 				usable(b, v)
 			})
@@ -152,7 +151,7 @@ func TestModesAndOtherGoroutines(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		b := newBench(t, devs[0])
 		v := b.make(1)
-		for m, want := range map[graph.Mode]error{graph.ThreadLocal: nil, graph.Global: device.Status(cudadrv.ErrorStreamCaptureUnsupported), graph.Relaxed: nil} {
+		for m, want := range map[graph.Mode]error{graph.ThreadLocal: nil, graph.Global: graph.ErrorUnsupported, graph.Relaxed: nil} {
 			t.Run(m.String(), func(t *testing.T) {
 				x, err := graph.Capture([]*stream.Stream{b.s}, func() error {
 					done := make(chan error)
@@ -164,7 +163,7 @@ func TestModesAndOtherGoroutines(t *testing.T) {
 					require.NoError(t, err)
 					require.NoError(t, x.Close())
 				} else {
-					require.ErrorIs(t, err, device.Status(cudadrv.ErrorStreamCaptureInvalidated))
+					require.ErrorIs(t, err, graph.ErrorInvalidated)
 				}
 				usable(b, v)
 			})
@@ -196,7 +195,7 @@ func TestFunctionFails(t *testing.T) {
 			})
 			usable(b, v)
 			_, err = graph.Capture(streams, begun, nil)
-			require.ErrorIs(t, err, device.Status(cudadrv.ErrorStreamCaptureUnjoined))
+			require.ErrorIs(t, err, graph.ErrorUnjoined)
 			usable(b, v)
 		}
 		for _, s := range []*stream.Stream{side, inner} {
@@ -233,7 +232,7 @@ func TestEndOnAnotherGoroutine(t *testing.T) {
 		ended := make(chan error)
 		go func() { _, err := r.End(); ended <- err }()
 		err = <-ended
-		require.ErrorIs(t, err, device.Status(cudadrv.ErrorStreamCaptureWrongThread))
+		require.ErrorIs(t, err, graph.ErrorWrongThread)
 		require.ErrorContains(t, err, "call it on the goroutine that began the capture")
 		require.NoError(t, r.Abort())
 		usable(b, v)
@@ -257,7 +256,7 @@ func TestMerge(t *testing.T) {
 		second, err := graph.Begin(other, relaxed)
 		require.NoError(t, err)
 		require.NoError(t, b.launch(b.add, b.s, v, 1))
-		require.ErrorIs(t, other.WaitStream(b.s), device.Status(cudadrv.ErrorStreamCaptureMerge))
+		require.ErrorIs(t, other.WaitStream(b.s), graph.ErrorMerge)
 		require.NoError(t, first.Abort())
 		require.NoError(t, second.Abort())
 		usable(b, v)
@@ -370,7 +369,10 @@ func TestNothingCaptured(t *testing.T) {
 		for _, mode := range []graph.Mode{graph.ThreadLocal, graph.Global, graph.Relaxed} {
 			for name, use := range uses {
 				_, err := graph.Capture([]*stream.Stream{b.s}, use, &graph.Config{Mode: mode, Name: "step"})
-				require.ErrorContains(t, err, fmt.Sprintf("on %s: nothing was captured: the function used %s, which took no part", b.s, other), "%s, %s", name, mode)
+				var nothing *graph.NothingCapturedError
+				require.ErrorAs(t, err, &nothing, "%s, %s", name, mode)
+				require.Equal(t, []string{other.String()}, nothing.Used)
+				require.Equal(t, b.s.String(), nothing.Stream)
 				require.ErrorContains(t, err, "graph step of")
 				require.NoError(t, other.Sync(testgpu.Context(t)))
 				usable(b, v)
@@ -457,11 +459,11 @@ func TestRefusedRecord(t *testing.T) {
 		require.NoError(t, err)
 		defer before.Close()
 		_, err = graph.Capture([]*stream.Stream{b.s}, func() error {
-			require.ErrorIs(t, b.s.Wait(before), device.Status(cudadrv.ErrorStreamCaptureIsolation)) // which spoils the capture
-			require.ErrorIs(t, e.Record(b.s), device.Status(cudadrv.ErrorStreamCaptureInvalidated))
+			require.ErrorIs(t, b.s.Wait(before), graph.ErrorIsolation) // which spoils the capture
+			require.ErrorIs(t, e.Record(b.s), graph.ErrorInvalidated)
 			return e.Sync(testgpu.Context(t))
 		}, &graph.Config{Mode: graph.Relaxed})
-		require.ErrorIs(t, err, device.Status(cudadrv.ErrorStreamCaptureInvalidated))
+		require.ErrorIs(t, err, graph.ErrorInvalidated)
 		require.NoError(t, e.Sync(testgpu.Context(t)))
 	})
 }

@@ -8,7 +8,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
-	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
@@ -347,7 +346,7 @@ func TestAllocateInInvalidatedCapture(t *testing.T) {
 			require.ErrorContains(t, err, "an earlier call has invalidated the capture")
 			return nil
 		})
-		require.ErrorIs(t, err, device.Status(cudadrv.ErrorStreamCaptureInvalidated))
+		require.ErrorIs(t, err, graph.ErrorInvalidated)
 		require.NoError(t, e.Close())
 	})
 }

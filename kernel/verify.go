@@ -51,8 +51,8 @@ type VerifyConfig struct {
 // Go functions run on a separate virtual device, which reports illegal accesses. Memory around
 // each argument detects writes outside of it. cfg may be nil.
 //
-// If the results differ, the error has the first and the worst difference of the first trial that
-// fails. Without a GPU the error says so; then set VerifyConfig.Host.
+// If the results differ, the error is a *VerifyError with the first and the worst difference of
+// the first trial that fails. Without a GPU the error says so; then set VerifyConfig.Host.
 // Verify returns when all launches have completed, or when ctx has ended.
 func Verify(ctx context.Context, src *Source, trials []Trial, cfg *VerifyConfig) error {
 	if src == nil {

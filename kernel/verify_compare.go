@@ -9,9 +9,9 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// A difference is an element that a kernel and its Go function leave different, or an element
+// A Difference is an element that a kernel and its Go function leave different, or an element
 // outside of an argument that one of them writes.
-type difference struct {
+type Difference struct {
 	Arg   int    // number of the argument
 	Name  string // of the parameter in the source; "" if unknown
 	Index int    // in elements
@@ -23,7 +23,7 @@ type difference struct {
 }
 
 // text describes the difference.
-func (d *difference) text() string {
+func (d *Difference) text() string {
 	name := d.Name
 	if name == "" {
 		name = fmt.Sprint("argument ", d.Arg)
@@ -36,15 +36,15 @@ func (d *difference) text() string {
 
 const untouched = "untouched"
 
-// A verifyError says that a kernel and its Go function differ.
-type verifyError struct {
+// A VerifyError says that a kernel and its Go function differ.
+type VerifyError struct {
 	Kernel       string
 	CUDA         string // what ran the kernel: a GPU, or the host
 	Count        int    // differences in all arguments
-	First, Worst difference
+	First, Worst Difference
 }
 
-func (e *verifyError) Error() string {
+func (e *VerifyError) Error() string {
 	text := fmt.Sprintf("%s and the Go function of %s differ in %d elements; the first: %s", e.CUDA, e.Kernel, e.Count, e.First.text())
 	if e.Worst != e.First {
 		text += "; the worst: " + e.Worst.text()
@@ -54,7 +54,7 @@ func (e *verifyError) Error() string {
 
 // compare compares the memory of both sides. It returns nil if they agree.
 func (v *verification) compare(kernel string, cuda, goes []testArg) error {
-	e := &verifyError{Kernel: kernel, CUDA: v.cuda.String()}
+	e := &VerifyError{Kernel: kernel, CUDA: v.cuda.String()}
 	for i := range cuda {
 		a, b := &cuda[i], &goes[i]
 		if a.memory == nil {
@@ -63,7 +63,7 @@ func (v *verification) compare(kernel string, cuda, goes []testArg) error {
 		n := len(a.value) / a.elem.Size()
 		beside := guard / a.elem.Size()
 		for at := -beside; at < n+beside; at++ {
-			d := difference{Arg: i, Name: a.name, Index: at, Outside: at < 0 || at >= n}
+			d := Difference{Arg: i, Name: a.name, Index: at, Outside: at < 0 || at >= n}
 			differs := false
 			if d.Outside {
 				differs = d.compareGuards(a, b)
@@ -81,7 +81,7 @@ func (v *verification) compare(kernel string, cuda, goes []testArg) error {
 	return e
 }
 
-func (e *verifyError) add(d difference) {
+func (e *VerifyError) add(d Difference) {
 	if e.Count++; e.Count == 1 {
 		e.First, e.Worst = d, d
 	}
@@ -91,7 +91,7 @@ func (e *verifyError) add(d difference) {
 }
 
 // excess orders differences by how much they exceed their bounds.
-func (d *difference) excess() float64 {
+func (d *Difference) excess() float64 {
 	if d.Outside {
 		return math.Inf(1)
 	}
@@ -105,7 +105,7 @@ func (a *testArg) elementAt(i int) []byte {
 }
 
 // compareGuards reports whether a side has written outside of an argument.
-func (d *difference) compareGuards(a, b *testArg) bool {
+func (d *Difference) compareGuards(a, b *testArg) bool {
 	size := a.elem.Size()
 	at := d.Index * size
 	if at < 0 {
@@ -126,7 +126,7 @@ func (d *difference) compareGuards(a, b *testArg) bool {
 }
 
 // compareElements reports whether an element differs by more than its bound.
-func (d *difference) compareElements(a, b *testArg, tolerances map[memory.DType]Tolerance) bool {
+func (d *Difference) compareElements(a, b *testArg, tolerances map[memory.DType]Tolerance) bool {
 	x, y := a.elementAt(d.Index), b.elementAt(d.Index)
 	if string(x) == string(y) {
 		return false

@@ -30,9 +30,8 @@
 // then, or NCCL reports that it failed, the communicator fails: it is aborted together
 // with the other ranks of this process, and all their calls return the first cause. The
 // error names the ranks of this process that are behind. Operations of the ranks in one
-// process are also compared when they are issued: if they differ, the error
-// names both and matches ErrorInvalidUsage. [Communicator.Trace] and [DumpTrace] return the
-// latest operations.
+// process are also compared when they are issued: if they differ, the error is a
+// *MismatchError. [Communicator.Trace] and [DumpTrace] return the latest operations.
 //
 // Config has the options of a communicator, and [With] those of single collectives. Split,
 // Shrink and Grow make communicators from others. Chorus binds NCCL up to 2.32. Functions and

@@ -48,6 +48,3 @@ func (c *Communicator) Closed() bool { return c.isClosed() }
 
 // Relaxed runs fn as calls of NCCL in a capture are.
 func Relaxed(dev *device.Device, fn func() error) error { return relaxed(dev, fn) }
-
-// MismatchError lets tests read the fields of the error.
-type MismatchError = mismatchError

@@ -47,17 +47,17 @@ func (e *TimeoutError) Unwrap() error { return ErrorTimeout }
 // Timeout reports true, as net.Error does.
 func (e *TimeoutError) Timeout() bool { return true }
 
-// A mismatchError reports an operation that another rank of this process issued
+// A MismatchError reports an operation that another rank of this process issued
 // differently, under the same number. NCCL would hang or corrupt data. The operation is
 // not enqueued on this rank, and if both are in one Group, on neither.
-type mismatchError struct {
+type MismatchError struct {
 	Rank, Size int
 	Operation  Operation
 	Other      int       // the rank that differs
 	Theirs     Operation // none if the trace no longer has it
 }
 
-func (e *mismatchError) Error() string {
+func (e *MismatchError) Error() string {
 	text := fmt.Sprintf("nccl: the ranks do not issue the same operations: rank %d of %d issued %s, rank %d issued %s",
 		e.Rank, e.Size, e.Operation, e.Other, e.Theirs)
 	if e.Operation.String() == e.Theirs.String() {
@@ -67,7 +67,7 @@ func (e *mismatchError) Error() string {
 }
 
 // Unwrap returns ErrorInvalidUsage, for errors.Is.
-func (e *mismatchError) Unwrap() error { return ErrorInvalidUsage }
+func (e *MismatchError) Unwrap() error { return ErrorInvalidUsage }
 
 // errTimeout makes the error of the operations that have exceeded the timeout.
 func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others []*member) *TimeoutError {
@@ -96,10 +96,10 @@ func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others 
 }
 
 // errMismatch makes the error of an operation that Schedule refused.
-func (c *Communicator) errMismatch(o *operation) *mismatchError {
+func (c *Communicator) errMismatch(o *operation) *MismatchError {
 	c.rec.CountError(flight.ReasonMismatch)
 	mine := c.rec.Entry(o.Record)
-	e := &mismatchError{Rank: c.rank, Size: c.size, Operation: mine.Operation(), Other: -1, Theirs: Operation{Root: -1}}
+	e := &MismatchError{Rank: c.rank, Size: c.size, Operation: mine.Operation(), Other: -1, Theirs: Operation{Root: -1}}
 	for _, m := range c.others() {
 		if theirs, found := m.Collective(o.Number); found && theirs.Signature != mine.Signature {
 			e.Other, e.Theirs = m.Rank, theirs.Operation()

@@ -33,12 +33,12 @@ func SeedAll(devs ...*device.Device) (uint64, error) {
 
 // StateAll returns the states of the devices' default generators in the order of
 // the devices (torch.cuda.get_rng_state_all).
-func StateAll(devs ...*device.Device) ([][16]byte, error) {
+func StateAll(devs ...*device.Device) ([][StateSize]byte, error) {
 	devs, err := all("state", devs)
 	if err != nil {
 		return nil, err
 	}
-	states := make([][16]byte, len(devs))
+	states := make([][StateSize]byte, len(devs))
 	for i, d := range devs {
 		states[i] = Default(d).State()
 	}
@@ -47,7 +47,7 @@ func StateAll(devs ...*device.Device) ([][16]byte, error) {
 
 // SetStateAll sets the states of the devices' default generators, one for each
 // device (torch.cuda.set_rng_state_all). If it fails, no state has changed.
-func SetStateAll(states [][16]byte, devs ...*device.Device) error {
+func SetStateAll(states [][StateSize]byte, devs ...*device.Device) error {
 	devs, err := all("set state", devs)
 	if err != nil {
 		return err

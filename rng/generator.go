@@ -11,8 +11,8 @@ import (
 	"github.com/gochorus/chorus/internal/kept"
 )
 
-// stateSize is the number of bytes of a generator's state.
-const stateSize = 16
+// StateSize is the number of bytes of a generator's state.
+const StateSize = 16
 
 // A Generator is a position in one of 2^64 sequences of random numbers for one
 // device, like torch.Generator("cuda"). Methods are safe for concurrent use and
@@ -109,7 +109,7 @@ func (g *Generator) SetOffset(offset uint64) error {
 // the launch, which is valid only for SetState of the same generator in the same
 // capture. After ManualSeed, or SetState with another state, it is an ordinary
 // state.
-func (g *Generator) State() [16]byte {
+func (g *Generator) State() [StateSize]byte {
 	if c := g.capturing(); c != nil {
 		return c.state()
 	}
@@ -138,7 +138,7 @@ func (g *Generator) SetState(state []byte) error {
 	return nil
 }
 
-func encode(seed, offset uint64) (s [16]byte) {
+func encode(seed, offset uint64) (s [StateSize]byte) {
 	binary.LittleEndian.PutUint64(s[:8], seed)
 	binary.LittleEndian.PutUint64(s[8:], offset)
 	return s
@@ -146,11 +146,11 @@ func encode(seed, offset uint64) (s [16]byte) {
 
 func decode(state []byte) (seed, offset uint64, err error) {
 	switch len(state) {
-	case stateSize:
+	case StateSize:
 		offset = binary.LittleEndian.Uint64(state[8:])
 	case 8:
 	default:
-		return 0, 0, fmt.Errorf("the state has %d bytes: want %d, or 8 for a seed alone", len(state), stateSize)
+		return 0, 0, fmt.Errorf("the state has %d bytes: want %d, or 8 for a seed alone", len(state), StateSize)
 	}
 	if offset%4 != 0 && offset&mark != mark {
 		return 0, 0, fmt.Errorf("the offset of the state is %d: want a multiple of 4", offset)

@@ -9,7 +9,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
-	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
@@ -244,12 +243,12 @@ func TestInvalidatedCaptureDrawsNothing(t *testing.T) {
 				}
 				require.Error(t, d.s.Wait(e))
 				for _, err := range []error{rng.Uniform(g, d.s, d.u, 0, 1), rng.Normal(g, d.s, d.n, 0, 1), rng.Random(g, d.s, d.r)} {
-					require.ErrorIs(t, err, device.Status(cudadrv.ErrorStreamCaptureInvalidated))
+					require.ErrorIs(t, err, graph.ErrorInvalidated)
 				}
 				g.ManualSeed(8)
 				return nil
 			}, nil)
-			require.ErrorIs(t, err, device.Status(cudadrv.ErrorStreamCaptureInvalidated))
+			require.ErrorIs(t, err, graph.ErrorInvalidated)
 			require.Equal(t, before, state(g))
 			require.Equal(t, contents, d.read(t))
 			require.Zero(t, rng.Captures(g))

@@ -62,7 +62,7 @@ func (c *captured) move(p position) {
 	c.now = p
 }
 
-func (c *captured) state() [16]byte {
+func (c *captured) state() [StateSize]byte {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.now.fixed {

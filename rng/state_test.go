@@ -88,8 +88,8 @@ func TestStatePrograms(t *testing.T) {
 
 // play runs a program: each drawer draws at its end once more, so that every launch writes
 // all memory.
-func play(ops []uint32, g *rng.Generator, ds []*drawer, outside [16]byte) error {
-	saved := [][16]byte{g.State()}
+func play(ops []uint32, g *rng.Generator, ds []*drawer, outside [rng.StateSize]byte) error {
+	saved := [][rng.StateSize]byte{g.State()}
 	for _, op := range ops {
 		var err error
 		switch n := int(op >> 8); op % 16 {
@@ -123,7 +123,7 @@ func TestStateThatHasNoMeaning(t *testing.T) {
 		d := newDrawer(t, s)
 		g, other := rng.New(devs[0], 5), rng.New(devs[0], 6)
 		require.NoError(t, errors.Join(d.draw(rng.New(devs[0], 1)), s.Sync(testgpu.Context(t))))
-		var saved [16]byte
+		var saved [rng.StateSize]byte
 		capture(t, func() error {
 			saved = g.State()
 			require.ErrorContains(t, other.SetState(saved[:]), "from this capture or from outside of captures")

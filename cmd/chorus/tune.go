@@ -137,7 +137,7 @@ func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig
 	path := f.output
 	if path == "" {
 		var err error
-		if path, err = route.TuningFile(); err != nil {
+		if path, err = comm.TuningFile(); err != nil {
 			return err
 		}
 	}
@@ -175,7 +175,7 @@ func (f *tuneFlags) canSave(ctx context.Context, path string) error {
 	if !f.dry {
 		return route.CanSave(ctx, path)
 	}
-	_, err := route.LoadTuning(path, route.Site{})
+	_, err := comm.LoadTuning(path, comm.Site{})
 	return err
 }
 
@@ -184,7 +184,7 @@ func (f *tuneFlags) measure(ctx context.Context, g *comm.Group, cfg *comm.TuneCo
 	if !f.dry {
 		return comm.Tune(ctx, g, cfg)
 	}
-	at, err := groups.Of(g).Site()
+	at, err := g.Site()
 	if err != nil {
 		return nil, err
 	}
@@ -193,7 +193,7 @@ func (f *tuneFlags) measure(ctx context.Context, g *comm.Group, cfg *comm.TuneCo
 		plan.Ops = append(plan.Ops, flight.Reduction(o))
 	}
 	list, err := groups.Of(g).TunePlan(plan)
-	t := &comm.Tuning{For: comm.Site(at)}
+	t := &comm.Tuning{For: at}
 	for _, x := range list {
 		c := comm.Choice{Operation: x.Operation, Type: x.Type, Reduction: x.Reduction, Bytes: x.Bytes}
 		for _, one := range x.Times {

@@ -21,9 +21,20 @@ func (e *FormatError) Error() string {
 	return fmt.Sprintf("safetensors: byte %d: tensor %q: %s", e.Offset, e.Name, e.Reason)
 }
 
-// misfit returns an error about a tensor that contradicts an index.
+// An IndexError describes a contradiction between an index and its files.
+type IndexError struct {
+	File   string
+	Name   string // name of the tensor; "" if the error concerns the file
+	Reason string // includes the name of the tensor
+}
+
+func (e *IndexError) Error() string {
+	return fmt.Sprintf("safetensors: index: %q: %s", short(e.File), e.Reason)
+}
+
+// misfit returns an IndexError about a tensor.
 func misfit(file, name, format string, args ...any) error {
-	return fmt.Errorf("safetensors: index: %q: tensor %q %s", short(file), short(name), fmt.Sprintf(format, args...))
+	return &IndexError{File: file, Name: name, Reason: fmt.Sprintf("tensor %q ", short(name)) + fmt.Sprintf(format, args...)}
 }
 
 // short truncates text from a file for an error. It returns a copy, so that the

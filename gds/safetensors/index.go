@@ -95,7 +95,7 @@ func (x *Index) Check(headers map[string]*Header) error {
 	for _, f := range files {
 		h := headers[f]
 		if h == nil {
-			return fmt.Errorf("safetensors: index: %q: the index contains this file, but its header was not read", short(f))
+			return &IndexError{File: f, Reason: "the index contains this file, but its header was not read"}
 		}
 		for _, t := range h.Tensors {
 			if first, ok := owner[t.Name]; ok {

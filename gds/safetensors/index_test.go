@@ -179,6 +179,8 @@ func TestCheck(t *testing.T) {
 				require.NoError(t, err)
 				return
 			}
+			var e *IndexError
+			require.ErrorAs(t, err, &e)
 			require.EqualError(t, err, "safetensors: "+c.wrong)
 		})
 	}

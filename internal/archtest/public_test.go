@@ -18,8 +18,9 @@ import (
 
 // exceptions are exported names that TestPublicNamesAreForUsers accepts, each with a reason.
 var exceptions = map[string]string{
-	"nccl.Frame":     userAlias,
-	"nccl.Operation": userAlias,
+	"device.LibraryError": userAlias,
+	"nccl.Frame":          userAlias,
+	"nccl.Operation":      userAlias,
 }
 
 const userAlias = "an alias that gives users the name of a type that several packages share"

@@ -90,9 +90,7 @@ var kindsOfErrors = []struct {
 	{kUpdate, as[*graph.UpdateError]},
 	{kCallback, as[*stream.CallbackError]},
 	{kInUse, as[*nccl.InUseError]},
-	{"mismatch", func(err error) bool {
-		return errors.Is(err, nccl.ErrorInvalidUsage) && strings.Contains(err.Error(), "the ranks do not issue the same operations")
-	}},
+	{"mismatch", as[*nccl.MismatchError]},
 	{"timeout", as[*nccl.TimeoutError]},
 	{"broken", func(err error) bool { return errors.Is(err, comm.ErrBroken) }},
 	{kCapture, as[*device.CaptureError]},

@@ -26,8 +26,6 @@ type Inside interface {
 	// UseWhole is comm.Group.Use with the strategy of this name, but the group uses it for all
 	// sizes that it supports, even if it is slow for them. Measurements need that.
 	UseWhole(ctx context.Context, strategy string) error
-	// Site returns the conditions under which a tuning of the group is valid.
-	Site() (route.Site, error)
 	// TunePlan returns the measurements that comm.Tune will make, without times.
 	TunePlan(cfg route.PlanConfig) ([]route.Choice, error)
 	// Fail breaks the group with a cause and returns the error of later calls. It aborts

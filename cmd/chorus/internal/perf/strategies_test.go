@@ -47,9 +47,9 @@ func TestMarksAreOfOneSize(t *testing.T) {
 // which may be the fastest in graphs only. Either way the sums are right.
 func TestChosenOfAllRanks(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		at, err := groups.Of(group(t, devs)).Site()
+		at, err := group(t, devs).Site()
 		require.NoError(t, err)
-		g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: comm.Site(at), Choices: []comm.Choice{
+		g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: at, Choices: []comm.Choice{
 			{Operation: "all-gather", Bytes: 1 << 10, Times: []comm.Timing{{Strategy: comm.CopyEngines, Eager: 2}, {Strategy: comm.OwnKernels, Micros: 1}}},
 		}}})
 		require.NoError(t, err)
@@ -75,9 +75,9 @@ func TestChosenOfAllRanks(t *testing.T) {
 // Each strategy is measured with all that it can, so that what is chosen has a time.
 func TestChosenHasATime(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		at, err := groups.Of(group(t, devs)).Site()
+		at, err := group(t, devs).Site()
 		require.NoError(t, err)
-		g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: comm.Site(at), Choices: []comm.Choice{
+		g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: at, Choices: []comm.Choice{
 			{Operation: "broadcast", Bytes: 1 << 20, Times: []comm.Timing{{Strategy: comm.OwnKernels}}},
 		}}})
 		require.NoError(t, err)

@@ -1,7 +1,0 @@
-package kernel
-
-// These let tests read the fields of the error of Verify.
-type (
-	VerifyError = verifyError
-	Difference  = difference
-)

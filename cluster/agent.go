@@ -103,6 +103,9 @@ func (a *Agent) serve(ln net.Listener, prepare func(*coordinator)) {
 	a.coord = coord
 }
 
+// notify tells the user of something that has happened to the job.
+func (a *Agent) notify(text string) { a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, text)) }
+
 // greeting is the first message of this host to processes that connect to it.
 func (a *Agent) greeting() welcome {
 	return welcome{Host: a.cfg.Host, PID: os.Getpid(), Rank: -1, Agent: a.uuid,

@@ -120,25 +120,15 @@ func listen(addr string) (net.Listener, error) {
 }
 
 func (c *coordinator) acceptLoop() {
-	for {
-		conn, err := c.ln.Accept()
-		if errors.Is(err, net.ErrClosed) {
-			return
-		}
-		if err != nil { // probably out of file descriptors: retry
-			if !c.pause(50 * time.Millisecond) {
-				return
-			}
-			continue
-		}
+	acceptAll(c.ln, func(reason string) { c.cfg.notify("job " + c.cfg.job + ": " + reason) }, func(conn net.Conn) {
 		if err := knownPeer(conn); err != nil { // rejected connections must not occupy the limiter
 			conn.Close()
 			c.notifyRefused(conn, err)
-			continue
+			return
 		}
 		c.limiter.enter(conn)
 		c.wg.Go(func() { c.serve(conn) })
-	}
+	})
 }
 
 // pause waits for d and reports whether the coordinator is still open.

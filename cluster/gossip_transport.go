@@ -41,7 +41,7 @@ type gossipTransport struct {
 }
 
 // newGossipTransport opens the sockets; port 0 means any port.
-func newGossipTransport(ip string, port int, label string, control func(net.Conn)) (*gossipTransport, error) {
+func newGossipTransport(ip string, port int, label string, notify func(string), control func(net.Conn)) (*gossipTransport, error) {
 	addr := net.ParseIP(ip)
 	if addr == nil {
 		return nil, fmt.Errorf("%q is not an IP address", ip)
@@ -66,28 +66,17 @@ func newGossipTransport(ip string, port int, label string, control func(net.Conn
 	}
 	_ = t.udp.SetReadBuffer(1 << 20) // so that a flood displaces fewer packets; the system may grant less
 	_ = keepLabelled(t.udp, t.label) // receive compares again, because a sandbox may refuse filters
-	t.wg.Go(t.accept)
+	t.wg.Go(func() { acceptAll(t.tcp, notify, t.accept) })
 	t.wg.Go(t.receive)
 	return t, nil
 }
 
 func (t *gossipTransport) port() int { return t.tcp.Addr().(*net.TCPAddr).Port }
 
-func (t *gossipTransport) accept() {
-	for {
-		c, err := t.tcp.Accept()
-		if errors.Is(err, net.ErrClosed) {
-			return
-		}
-		if err != nil { // probably out of file descriptors: retry
-			if !t.pause(50 * time.Millisecond) {
-				return
-			}
-			continue
-		}
-		t.limiter.enter(c)
-		t.wg.Go(func() { t.sort(c) })
-	}
+// accept takes a connection.
+func (t *gossipTransport) accept(c net.Conn) {
+	t.limiter.enter(c)
+	t.wg.Go(func() { t.sort(c) })
 }
 
 // sort gives a connection to the control port or to memberlist, by its first byte.

@@ -65,10 +65,10 @@ func heapNow() uint64 {
 // TestGossipTransport passes on packets with the label, and streams up to a limit.
 func TestGossipTransport(t *testing.T) {
 	label := "0123456789abcdef"
-	a, err := newGossipTransport("127.0.0.1", 0, label, nil)
+	a, err := newGossipTransport("127.0.0.1", 0, label, nil, nil)
 	require.NoError(t, err)
 	defer a.Shutdown()
-	b, err := newGossipTransport("127.0.0.1", 0, label, nil)
+	b, err := newGossipTransport("127.0.0.1", 0, label, nil, nil)
 	require.NoError(t, err)
 	defer b.Shutdown()
 	to := a.tcp.Addr().String()
@@ -111,9 +111,9 @@ func TestGossipTransport(t *testing.T) {
 	ip, port, err := a.FinalAdvertiseAddr("", 0)
 	require.NoError(t, err)
 	require.Equal(t, to, (&net.TCPAddr{IP: ip, Port: port}).String())
-	_, err = newGossipTransport("127.0.0.1", a.port(), label, nil)
+	_, err = newGossipTransport("127.0.0.1", a.port(), label, nil, nil)
 	require.Error(t, err)
-	_, err = newGossipTransport("host", 0, label, nil)
+	_, err = newGossipTransport("host", 0, label, nil, nil)
 	require.Error(t, err)
 }
 

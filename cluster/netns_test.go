@@ -94,7 +94,8 @@ func (l *lan) resolves(i int, hosts string) {
 	require.NoError(l.t, os.WriteFile(filepath.Join(dir, "hosts"), []byte(hosts), 0o644))
 }
 
-// nodesVar has the number of hosts for agentMain. With waitVar it ends only with the job.
+// nodesVar has the number of hosts for agentMain. With waitVar it ends only with the job. If that is "blind", gossip is
+// not expected to see the other hosts.
 const nodesVar, waitVar = "CLUSTER_TEST_NODES", "CLUSTER_TEST_WAIT"
 
 // agentMain is a launcher without workers.
@@ -111,7 +112,7 @@ func agentMain(host, seed string) int {
 			fmt.Println(v)
 		}
 	}
-	for deadline := time.Now().Add(10 * time.Second); len(a.gossip.ml.Members()) < nodes && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(10 * time.Second); os.Getenv(waitVar) != "blind" && len(a.gossip.ml.Members()) < nodes && time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}
 	fmt.Println("gossip sees", len(a.gossip.ml.Members()))
@@ -232,5 +233,26 @@ func TestOutageBetweenHosts(t *testing.T) {
 	for i, p := range ps {
 		code, text := p.exit()
 		require.Zero(t, code, "rank %d:\n%s", i, text)
+	}
+}
+
+// TestWithoutUDP runs a job on hosts whose firewalls drop UDP packets. Nothing is lost until a host is cut off, which the
+// others learn as usual.
+func TestWithoutUDP(t *testing.T) {
+	t.Parallel()
+	l := newLAN(t, 3)
+	ps := make([]*process, 3)
+	for i := range ps {
+		l.Do("ip -n %s rule add pref 2 lookup local", l.NS(i))
+		l.Do("ip -n %s rule del pref 0", l.NS(i))
+		l.Do("ip -n %s rule add pref 1 iif eth0 ipproto udp blackhole", l.NS(i))
+		ps[i] = l.start(i, []string{nodesVar + "=3", waitVar + "=blind"}, "agent", fmt.Sprint("n", i), l.IP(0))
+	}
+	for _, p := range ps {
+		require.NotContains(t, p.await(t, "waiting"), "lost")
+	}
+	l.Cut(2)
+	for _, p := range ps[:2] {
+		require.Regexp(t, `host n2,? .?pid \d+\) lost: silent for `, p.await(t, "cause:"))
 	}
 }

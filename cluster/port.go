@@ -1,11 +1,9 @@
 package cluster
 
 import (
-	"errors"
 	"net"
 	"strconv"
 	"sync"
-	"time"
 )
 
 // A port accepts the control connections of an agent. A seed has its own port. The agent of
@@ -38,19 +36,7 @@ func newPort(a *Agent) *port { return &port{agent: a, limiter: newConnLimiter(ma
 // open accepts the connections of ln.
 func (p *port) open(ln net.Listener, at string) {
 	p.ln, p.at, p.local = ln, at, reachable(ln.Addr())
-	p.wg.Go(func() {
-		for {
-			c, err := ln.Accept()
-			if errors.Is(err, net.ErrClosed) {
-				return
-			}
-			if err != nil { // probably out of file descriptors: retry
-				time.Sleep(50 * time.Millisecond)
-				continue
-			}
-			p.take(c)
-		}
-	})
+	p.wg.Go(func() { acceptAll(ln, p.agent.notify, p.take) })
 }
 
 // take hands a connection to the coordinator, or answers it.

@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/ras/rastest"
 )
 
 // An op is a synthetic operation; done says that it has completed.
@@ -314,6 +316,29 @@ func TestAnalyzeTorch(t *testing.T) {
 	require.Equal(t, []int{1}, culprits(r))
 	require.Contains(t, r.Verdict, "Rank 1 has not issued collective 3 (all_reduce(1024 x Float)) of default_pg")
 	require.Equal(t, []string{"torch", "torch"}, []string{r.Files[0].From, r.Files[1].From})
+}
+
+// An answer of NCCL's RAS service adds findings after those of the recorders.
+func TestAnalyzeService(t *testing.T) {
+	dir := t.TempDir()
+	answer := rastest.Answer(rastest.Rank{Host: "10.0.0.1", PID: 1}, rastest.Rank{Host: "10.0.0.2", PID: 2, Silent: true})
+	file := filepath.Join(dir, "ras.json")
+	require.NoError(t, os.WriteFile(file, []byte(answer), 0o600))
+	r := analyze(t, dir)
+	require.Equal(t, KindService, r.Kind)
+	require.Equal(t, "NCCL's RAS: rank 1 of communicator 0x5c1d8d1a3f0b2c44 (process 2 on host 10.0.0.2) does not answer.", r.Verdict)
+	require.Equal(t, []File{{Name: file, From: "ras"}}, r.Files)
+
+	writeRank(t, dir, 0, 0, []string{"pair"}, []op{on("pair", sum(true)), on("pair", sum(false))})
+	writeRank(t, dir, 1, 0, []string{"pair"}, []op{on("pair", sum(true))})
+	r = analyze(t, dir)
+	require.Equal(t, KindBehind, r.Kind, r.Verdict)
+	require.Equal(t, KindService, r.Findings[len(r.Findings)-1].Kind)
+
+	require.NoError(t, os.WriteFile(file, []byte(answer[:len(answer)/2]), 0o600))
+	r = analyze(t, file)
+	require.Equal(t, KindFile, r.Kind)
+	require.Contains(t, r.Verdict, "not JSON of NCCL's RAS service")
 }
 
 func TestAnalyzeBadFiles(t *testing.T) {

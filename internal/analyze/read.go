@@ -6,9 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"regexp"
 
 	"github.com/gochorus/chorus/internal/pickle"
 	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/ras"
 )
 
 // Limits of a file. A recorder has at most 1<<20 operations.
@@ -27,12 +29,17 @@ const (
 type dump struct {
 	file    string
 	config  map[string]rawConfig
-	source  *rawSource // nil if PyTorch wrote it
+	source  *rawSource  // nil if PyTorch wrote it
+	service *ras.Answer // the file has an answer of NCCL's RAS service, and nothing else
 	entries []entry
 	texts   texts
 }
 
-// decode reads a dump in JSON or, if it begins like one, as a pickle.
+// isService matches the begin of an answer of NCCL's RAS service.
+var isService = regexp.MustCompile(`^\s*\{\s*"nccl_version"`)
+
+// decode reads a dump in JSON or, if it begins like one, as a pickle. It also reads an answer of NCCL's
+// RAS service.
 func decode(r io.Reader) (*dump, error) {
 	b := bufio.NewReader(&valueReader{r: r, left: mostFileBytes, most: mostFileBytes})
 	d := &dump{texts: texts{}}
@@ -44,6 +51,8 @@ func decode(r io.Reader) (*dump, error) {
 		return nil, err
 	case begin[0] == 0x80:
 		err = d.readPickle(b)
+	case beginsLike(b, isService):
+		return d, d.readService(b)
 	default:
 		err = d.readJSON(b)
 	}
@@ -54,6 +63,19 @@ func decode(r io.Reader) (*dump, error) {
 		err = errors.New(`the file is not a dump of a flight recorder: it has no "pg_config"`)
 	}
 	return d, err
+}
+
+func beginsLike(b *bufio.Reader, what *regexp.Regexp) bool {
+	begin, _ := b.Peek(64) // a shorter file has fewer bytes
+	return what.Match(begin)
+}
+
+func (d *dump) readService(r io.Reader) error {
+	b, err := io.ReadAll(&valueReader{r: r, left: mostValueBytes, most: mostValueBytes})
+	if err == nil {
+		d.service, err = ras.Decode(b)
+	}
+	return err
 }
 
 // A valueReader fails after a number of bytes.

@@ -239,9 +239,14 @@ func (a *Agent) Report(local int, e Exit) error {
 
 // Stop stops the job on all hosts. reason completes the phrase "the launcher on
 // host a ...", for example "received SIGTERM". All launchers should exit with
-// code.
+// code. If the coordinator is lost meanwhile, the next one learns it.
 func (a *Agent) Stop(reason string, code int) error {
-	if err := a.client().send(note(kindStop, fault{Reason: reason, Code: code})); err != nil {
+	f := fault{Reason: reason, Code: code}
+	a.mu.Lock()
+	a.stops = &f
+	k := a.k
+	a.mu.Unlock()
+	if err := k.send(note(kindStop, f)); err != nil {
 		return fmt.Errorf("cluster: stop job %q: %w", a.cfg.Job, err)
 	}
 	return nil
@@ -250,7 +255,11 @@ func (a *Agent) Stop(reason string, code int) error {
 // Kill asks the launchers of all hosts to kill their workers, instead of waiting for them after
 // Stop.
 func (a *Agent) Kill() error {
-	if err := a.client().send(message{kind: kindKill, epoch: firstEpoch}); err != nil {
+	a.mu.Lock()
+	a.kills = true
+	k := a.k
+	a.mu.Unlock()
+	if err := k.send(message{kind: kindKill, epoch: firstEpoch}); err != nil {
 		return fmt.Errorf("cluster: kill job %q: %w", a.cfg.Job, err)
 	}
 	return nil

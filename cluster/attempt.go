@@ -112,12 +112,18 @@ func (a *Agent) order(k *client, o Order) {
 func (a *Agent) Orders() <-chan Order { return a.orders }
 
 // CanDrain reports whether the job can go on without this host: it has several hosts, and its workers call
-// Run. It asks the coordinator.
+// Run. It asks the coordinator unless the processes have begun an epoch.
 func (a *Agent) CanDrain() bool {
 	if a.cfg.Nodes == 1 {
 		return false
 	}
-	r, err := a.client().askMissing()
+	a.mu.Lock()
+	k, begun := a.k, a.charter != nil && !a.over
+	a.mu.Unlock()
+	if begun {
+		return true
+	}
+	r, err := k.askMissing()
 	return err == nil && r.Elastic
 }
 

@@ -27,10 +27,12 @@ type elastic struct {
 	start   func() // sends the first world; nil afterwards
 
 	// The proposal.
-	try    uint64
-	next   *world
-	peers  []*peer // in the order of next
-	voters electorate
+	try      uint64
+	proposed []electorate // of all proposals since the last epoch began
+	next     *world
+	hosts    *plan
+	peers    []*peer // in the order of next
+	voters   electorate
 
 	// expected are the places in which launchers start workers.
 	expected map[place]bool

@@ -30,14 +30,14 @@ func (c *coordinator) form() {
 	}
 	c.setPhase(phasePropose)
 	e.try++
-	next := c.nextPlan()
-	e.next = c.nextWorld(e.peers, next)
+	e.hosts = c.nextPlan()
+	e.next = c.nextWorld(e.peers, e.hosts)
 	m := message{kind: kindPropose, epoch: c.epoch + 1, id: e.try}
 	for _, p := range e.peers {
 		p.elastic.prepared = false
 		p.send(m)
 	}
-	c.proposeToAgents(next)
+	c.proposeToAgents(e.hosts)
 	c.inPhase(prepareBy, func() {
 		c.loseUnprepared()
 		c.killSilent(func(p *peer) bool { return p.elastic.prepared },
@@ -71,8 +71,7 @@ func (cfg *coordConfig) leastHosts() int {
 	return cfg.least
 }
 
-// nextPlan returns the plan without lost hosts. The plan changes only when the epoch begins, because
-// members name their hosts by their places in it.
+// nextPlan returns the plan without lost hosts.
 func (c *coordinator) nextPlan() *plan {
 	if c.plan == nil {
 		return nil
@@ -87,6 +86,18 @@ func (c *coordinator) nextPlan() *plan {
 		}
 	}
 	return p
+}
+
+// planOfEpoch returns the hosts of the proposal, and after them hosts that have come since, because
+// members name their hosts by their places in it. The plan does not change before the epoch begins.
+func (c *coordinator) planOfEpoch() *plan {
+	p := *c.elastic.hosts
+	for _, h := range c.nextPlan().Hosts {
+		if p.nodeOf(h.UUID) < 0 {
+			p = *p.with(h)
+		}
+	}
+	return &p
 }
 
 // nextWorld returns the world of the workers ps, in their order, with their hosts' places in next.
@@ -131,11 +142,12 @@ func (c *coordinator) checkPrepared() {
 func (c *coordinator) commitEpoch() {
 	e := c.elastic
 	c.setPhase(phaseRun)
+	e.proposed = nil
 	line := c.epochLine()
 	c.epoch++
 	c.world, c.engine = e.next, newEngine(len(e.next.Members))
 	if c.plan != nil {
-		c.plan = c.nextPlan() // the hosts of the proposal in the same places, and then hosts that have come since
+		c.plan = c.planOfEpoch()
 		c.electorates, e.inherited = []electorate{e.voters}, false
 	}
 	c.tellNews(line)
@@ -149,7 +161,7 @@ func (c *coordinator) commitEpoch() {
 	if c.plan == nil {
 		c.say(line)
 	}
-	e.left, e.peers, e.next, e.begun, e.why = nil, nil, nil, time.Time{}, ""
+	e.left, e.peers, e.next, e.hosts, e.begun, e.why = nil, nil, nil, nil, time.Time{}, ""
 	c.checkChanges()
 }
 

@@ -24,6 +24,8 @@ type memory struct {
 	exits    map[int]Exit
 	owed     map[int]Exit // failures for which no order has come
 	drains   *fault       // this host was asked to leave
+	stops    *fault       // the job was asked to end here
+	kills    bool         // all workers were asked to be killed here
 	done     bool         // the workers of this host have exited
 	over     bool         // the job goes on without this host, or its program has ended
 	ended    []string     // hosts whose launchers are known to have ended
@@ -294,6 +296,12 @@ func (a *Agent) followNext(t *attempt, k *client, addr string) {
 	}
 	if a.drains != nil {
 		repeat = append(repeat, note(kindDrain, *a.drains))
+	}
+	if a.stops != nil {
+		repeat = append(repeat, note(kindStop, *a.stops))
+	}
+	if a.kills {
+		repeat = append(repeat, message{kind: kindKill, epoch: firstEpoch})
 	}
 	if a.done {
 		repeat = append(repeat, message{kind: kindDone, epoch: firstEpoch})

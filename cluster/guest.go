@@ -11,8 +11,8 @@ const (
 	// maxGuestFrame limits the frames of a peer that is new: a registration has less than 4 KiB.
 	maxGuestFrame = 64 << 10
 	// maxCharterFrame is the limit for launchers that choose a coordinator: they may send a charter. It
-	// suffices for 16,000 hosts with 8 processes each.
-	maxCharterFrame = 4 << 20
+	// suffices for about 10,000 hosts with 8 processes each.
+	maxCharterFrame = maxFrameBytes
 )
 
 // admit makes a guest a member. The reader of the peer calls it.

@@ -57,3 +57,23 @@ func TestHandoverNeedsAMajority(t *testing.T) {
 		require.False(t, j.admit(newPeer(newStream(nil, j.clock, time.Minute), "b")))
 	})
 }
+
+// A proposal of all four hosts was not committed. Two of them are lost after that, and the epoch before had only
+// the other two. The coordinator does not leave, because its heir cannot know that the proposal has failed.
+func TestHandoverCountsProposals(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b")
+		defer j.end()
+		guest := newPeer(newStream(nil, j.clock, time.Minute), "guest")
+		j.peers[guest.id] = guest
+		j.do(func() { j.elastic.proposed = []electorate{{"a", "b", "c", "d"}} })
+		j.do(func() { j.drainHost(j.hosts["a"], fault{Reason: "received SIGTERM", Code: 143}) })
+		j.settle("a", "b")
+		require.False(t, j.handedOver)
+		j.answer("a", "b")
+		require.Empty(t, j.elastic.proposed)
+		j.settle("a", "b")
+		require.True(t, j.handedOver)
+		require.Equal(t, []kind{kindHandover}, kindsOf(guest.take()), "it has not registered yet")
+	})
+}

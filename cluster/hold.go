@@ -110,7 +110,8 @@ func (c *coordinator) canHandOver(own *peer) bool {
 			delete(here, a.host.UUID)
 		}
 	}
-	return allow(c.electorates, here, ended)
+	// If a proposal has failed, the others cannot know whether its epoch has begun.
+	return allow(slices.Concat(c.electorates, c.elastic.proposed), here, ended)
 }
 
 // handOver tells all members that another host must coordinate. No epoch is running. This
@@ -118,12 +119,17 @@ func (c *coordinator) canHandOver(own *peer) bool {
 func (c *coordinator) handOver(reason string) {
 	c.handedOver, c.elastic.over = true, true
 	m := note(kindHandover, handover{Reason: reason, Ended: slices.Sorted(maps.Keys(c.ended))})
-	for _, p := range slices.Concat(c.agents, c.workers, c.late) {
+	for _, p := range slices.Concat(c.agents, c.workers, c.late, c.unregistered()) {
 		p.state = peerGone
 		p.send(m)
 		p.closeAfterQueue()
 	}
 	c.agents, c.workers, c.late = nil, nil, nil
+}
+
+// unregistered returns the peers that have not registered.
+func (c *coordinator) unregistered() []*peer {
+	return without(slices.Collect(maps.Values(c.peers)), func(p *peer) bool { return p.role != roleNone })
 }
 
 // dismissDrained removes the workers of hosts that leave, after their functions have

@@ -15,6 +15,8 @@ const (
 	// maxRatio limits what a compressed record may grow to, so that a short message does not fill
 	// the memory. A record that is more regular is sent as it is.
 	maxRatio = 64
+	// maxRecord limits a record after that. Lists of 100,000 processes have 9 MB.
+	maxRecord = 16 << 20
 	// packed is the first byte of a compressed record. JSON never begins with it.
 	packed = 0
 )
@@ -25,11 +27,14 @@ func pack(record []byte) []byte {
 		return record
 	}
 	b := bytes.NewBuffer([]byte{packed})
-	if err := deflate(b, record); err != nil || b.Len() >= len(record) || len(record) > maxRatio*b.Len() {
+	if err := deflate(b, record); err != nil || b.Len() >= len(record) || len(record) > mostUnpacked(b.Len()) {
 		return record
 	}
 	return bytes.Clone(b.Bytes())
 }
+
+// mostUnpacked returns the limit of a record that has n bytes when it is compressed.
+func mostUnpacked(n int) int { return min(maxRatio*n, maxRecord) }
 
 func deflate(to *bytes.Buffer, b []byte) error {
 	w, err := flate.NewWriter(to, flate.BestSpeed)
@@ -47,13 +52,13 @@ func unpack(b []byte) ([]byte, error) {
 	if len(b) == 0 || b[0] != packed {
 		return b, nil
 	}
-	most := maxRatio * len(b)
+	most := mostUnpacked(len(b))
 	record, err := io.ReadAll(io.LimitReader(flate.NewReader(bytes.NewReader(b[1:])), int64(most)+1))
 	if err != nil {
 		return nil, fmt.Errorf("decompress: %w", err)
 	}
 	if len(record) > most {
-		return nil, fmt.Errorf("%d compressed bytes have more than %d: want at most %d times as many", len(b), most, maxRatio)
+		return nil, fmt.Errorf("a record of %d compressed bytes has more than %d bytes", len(b), most)
 	}
 	return record, nil
 }

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"context"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -150,4 +151,61 @@ func TestHostKeepsItsPlace(t *testing.T) {
 	q := p.with(host{UUID: "a", Host: "alpha"}).with(host{UUID: "c"})
 	require.Equal(t, []host{{UUID: "a", Host: "alpha"}, {UUID: "b"}, {UUID: "c"}}, q.Hosts)
 	require.Equal(t, []host{{UUID: "a"}, {UUID: "b"}}, p.Hosts)
+}
+
+// A host comes back while the coordinator proposes an epoch without it. The members of the epoch
+// keep their places, and the host gets one after them.
+func TestHostComesBackDuringAProposal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c")
+		defer j.end()
+		agent := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		agent.now.Store(&attempt{})
+		j.hear(t, agent)
+		j.lose("b")
+		j.settle("a", "c")
+		require.Equal(t, phasePropose, j.elastic.phase)
+		j.do(func() { j.admitHost(j.newHost("b")) })
+		j.answer("a", "c", "b")
+		require.Equal(t, uint64(2), j.epoch)
+		j.hear(t, agent)
+		for i, u := range []string{"a", "c"} {
+			require.Equal(t, u, agent.charter.hostOf(agent.charter.Members[i]), "rank %d", i)
+		}
+		require.Equal(t, 2, agent.charter.Plan.nodeOf("b"))
+	})
+}
+
+// A launcher that was asked to stop the job or to kill its workers tells the next coordinator, too.
+func TestStopIsRepeated(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		clock := newRunClock(time.Second)
+		open := func() *client {
+			k := &client{stream: newStream(nil, clock, time.Minute), replies: map[uint64]chan message{}}
+			k.ctx, k.cancel = context.WithCancelCause(t.Context())
+			k.open, k.shut = context.WithCancel(t.Context())
+			return k
+		}
+		a := &Agent{uuid: "b", cfg: Config{Nodes: 2, LocalSize: 1}, memory: newMemory(1), k: open()}
+		a.life, a.die = context.WithCancel(t.Context())
+		a.die() // no other choice follows
+		a.charter = &charter{}
+		a.k.cancel(ErrClosed)
+		a.k.shut()
+		require.True(t, a.CanDrain(), "the coordinator cannot be asked")
+		_ = a.Stop("received SIGINT", 130)
+		_ = a.Kill()
+		next := open()
+		now := &attempt{cancel: func(error) {}}
+		a.followNext(now, next, "next")
+		sent := next.stream.out
+		require.Equal(t, []kind{kindStop, kindKill}, kindsOf(sent))
+		var f fault
+		require.NoError(t, sent[0].record(&f))
+		require.Equal(t, fault{Reason: "received SIGINT", Code: 130}, f)
+		a.over = true
+		next.cancel(ErrClosed)
+		require.False(t, a.CanDrain(), "the program has ended")
+		synctest.Wait()
+	})
 }

@@ -119,7 +119,7 @@ func TestNewsKeepTheProposal(t *testing.T) {
 
 // The charter of a large job fits in the registration of a launcher, whatever the coordinator knows.
 func TestCharterOfManyHosts(t *testing.T) {
-	const n = 4000 // a quarter of what maxCharterFrame permits
+	const n = 4000 // less than half of what maxCharterFrame permits
 	c := &charter{Epoch: 7, Next: 8, Lost: newUUID(), Reason: "silent", Running: []int{0, 1, 2, 3, 4, 5, 6, 7}}
 	for i := range n {
 		h := host{Host: fmt.Sprint("gpu-node-", i), PID: rand.IntN(1 << 22), UUID: newUUID(), NodeRank: i, Nodes: n, MinNodes: 1, LocalSize: 8,
@@ -135,8 +135,8 @@ func TestCharterOfManyHosts(t *testing.T) {
 		most int
 	}{
 		"a coordinator that has taken over":      {welcome{Running: true, Epoch: 9}, maxGuestFrame},
-		"a coordinator that knows the epoch":     {welcome{Elects: true, Epoch: 7}, maxCharterFrame / 4},
-		"a coordinator that has missed an epoch": {welcome{Elects: true, Epoch: 6}, maxCharterFrame / 4},
+		"a coordinator that knows the epoch":     {welcome{Elects: true, Epoch: 7}, maxCharterFrame / 2},
+		"a coordinator that has missed an epoch": {welcome{Elects: true, Epoch: 6}, maxCharterFrame / 2},
 	} {
 		m := note(kindRegister, host{Host: "h", UUID: newUUID(), Charter: c.excerpt(tc.to)})
 		t.Logf("%s gets %d bytes", name, m.bytes())

@@ -52,12 +52,12 @@ func (k *client) watch() {
 			beat = time.Now()
 			k.stream.sendBeat()
 		}
-		switch tooSilent := k.stream.isTooSilent(k.silenceLimit()); {
-		case tooSilent && k.isSuspended():
+		switch quiet := k.stream.silent() > k.hello.LostAfter/2; {
+		case quiet && k.isSuspended(): // when it continues, half of the limit is left
 			k.stream.touch()
-		case tooSilent:
+		case k.stream.isTooSilent(k.silenceLimit()):
 			k.stream.expire()
-		case k.stream.silent() > k.hello.LostAfter/2:
+		case quiet:
 			k.wg.Go(func() { _ = k.redial() }) // the next attempt has the same error
 		}
 	}

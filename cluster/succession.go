@@ -100,10 +100,11 @@ func (c *coordinator) markEnded(a *peer) {
 // time to notice the loss.
 func (c *coordinator) trySucceed() {
 	s, here := c.succession, c.present()
-	if c.attempt != 0 || c.closed || !allow(s.charter.electorates(), here, setOf(s.charter.Ended)) {
+	ended := setOf(s.charter.Ended)
+	if c.attempt != 0 || c.closed || !allow(s.charter.electorates(), here, ended) {
 		return
 	}
-	others := without(s.charter.Voters, func(u string) bool { return here[u] || u == s.charter.Lost })
+	others := without(s.charter.Voters, func(u string) bool { return here[u] || ended[u] || u == s.charter.Lost })
 	if len(others) == 0 || s.due {
 		c.propose()
 		return
@@ -160,6 +161,8 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 			e.left = append(e.left, Departure{Member: m, Planned: true, Reason: "its launcher " + s.charter.Reason})
 		case h == nil && uuid == s.charter.Lost:
 			e.left = append(e.left, Departure{Member: m, Reason: "its host was lost: " + s.charter.Reason})
+		case h == nil && c.ended[uuid]:
+			e.left = append(e.left, Departure{Member: m, Reason: "the launcher of its host has ended"})
 		case h == nil:
 			e.left = append(e.left, Departure{Member: m, Reason: "its host did not take part in the choice of a coordinator"})
 		case slices.Contains(h.Running, m.LocalRank):
@@ -255,9 +258,11 @@ func (c *coordinator) proposeToAgents(next *plan) {
 	if next == nil {
 		return
 	}
-	c.elastic.voters = c.voters(next)
-	m := note(kindPropose, news{Voters: c.elastic.voters, Ended: slices.Sorted(maps.Keys(c.ended))})
-	m.epoch, m.id = c.epoch+1, c.elastic.try
+	e := c.elastic
+	e.voters = c.voters(next)
+	e.proposed = append(e.proposed, e.voters)
+	m := note(kindPropose, news{Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended))})
+	m.epoch, m.id = c.epoch+1, e.try
 	for _, a := range c.agents {
 		a.prepared = false
 		a.send(m)

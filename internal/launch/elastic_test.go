@@ -130,6 +130,26 @@ func TestElasticDrain(t *testing.T) {
 	require.Contains(t, text, "epoch 2: 1 process on 1 host; ranks 1, 2 of host h1 left: its launcher received SIGTERM; ")
 }
 
+// A second SIGTERM during a drain kills the ranks of that host only.
+func TestElasticDrainIsCutShort(t *testing.T) {
+	t.Parallel()
+	a, b := workers(1, "elastic", "2", "1"), workers(1, "elastic", "2", "1")
+	twoHosts(t, a, b)
+	a.MinNodes, b.MinNodes = 1, 1
+	la, lb := start(t, a), start(t, b)
+	la.until("epoch 1 is rank", 1)
+	lb.until("epoch 1 is rank", 1)
+	require.NoError(t, syscall.Kill(pidsIn(t, lb.text(), "of 2 pid")[0], syscall.SIGSTOP)) // it does not come to the end of its step
+	require.NoError(t, lb.cmd.Process.Signal(syscall.SIGTERM))
+	lb.until("chorus: received SIGTERM: this host leaves the job", 1)
+	require.NoError(t, lb.cmd.Process.Signal(syscall.SIGTERM))
+	code, text := lb.wait()
+	require.Equal(t, 143, code, text)
+	code, text = la.wait()
+	require.Zero(t, code, text)
+	require.Contains(t, text, "epoch 2 is rank 0 of 1 pid")
+}
+
 // A launcher that is killed takes its host along. One that starts later joins.
 func TestElasticHosts(t *testing.T) {
 	t.Parallel()

@@ -363,7 +363,9 @@ func (j *job) signalled(s os.Signal) {
 		return
 	}
 	if j.signal != 0 {
-		_ = j.agent.Kill() // as in childEnded
+		if _, stop := j.causes(); stop != nil || !j.draining { // otherwise the job goes on
+			_ = j.agent.Kill() // as in childEnded
+		}
 		j.kill()
 		return
 	}

@@ -52,8 +52,8 @@ func (k *client) watch() {
 			beat = time.Now()
 			k.stream.sendBeat()
 		}
-		switch quiet := k.stream.silent() > k.hello.LostAfter/2; {
-		case quiet && k.isSuspended(): // when it continues, half of the limit is left
+		switch quiet := k.stream.silent() > k.hello.LostAfter/3; {
+		case quiet && k.isSuspended(): // when it continues, most of the limit is left
 			k.stream.touch()
 		case k.stream.isTooSilent(k.silenceLimit()):
 			k.stream.expire()
@@ -156,11 +156,20 @@ func (k *client) redial() error {
 	defer stop()
 	r, err := k.resume(l, limit)
 	if err != nil {
-		l.close()
+		k.keepOpen(l)
 		return err
 	}
 	k.stream.replaceBy(r)
 	return nil
+}
+
+// keepOpen keeps a link that has not answered in time. The coordinator may have continued the stream on it, and
+// would take its end for the end of this process, before another attempt succeeds.
+func (k *client) keepOpen(l *link) {
+	k.wg.Go(func() {
+		sleep(k.open, k.hello.LostAfter)
+		l.close()
+	})
 }
 
 // resume asks the coordinator to continue the stream on l.

@@ -229,13 +229,19 @@ func TestManyAgents(t *testing.T) {
 	})
 }
 
-// TestLossyNetwork runs a job for ten minutes in a network that loses one of 20 segments. Members connect again if TCP
-// waits too long, and none is lost.
+// TestLossyNetwork runs jobs for ten minutes in networks that lose one of 20, and one of 5 segments. Members connect
+// again if TCP waits too long, and none is lost, also if the answer to its new connection comes too late.
 func TestLossyNetwork(t *testing.T) {
+	for _, loss := range []float64{0.05, 0.2} {
+		t.Run(fmt.Sprint(loss), func(t *testing.T) { runLossy(t, loss) })
+	}
+}
+
+func runLossy(t *testing.T, loss float64) {
 	seed := uint64(time.Now().UnixNano())
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3
-		x := newCrowd(t, n, rand.New(rand.NewPCG(seed, 1)), 0.05)
+		x := newCrowd(t, n, rand.New(rand.NewPCG(seed, 1)), loss)
 		c := x.meet()
 		x.await(1, n*scaleWorkers)
 		time.Sleep(10 * time.Minute)

@@ -343,17 +343,18 @@ func TestAnalyzeService(t *testing.T) {
 
 func TestAnalyzeBadFiles(t *testing.T) {
 	for name, c := range map[string]struct{ text, want string }{
-		"empty":          {"", "the file is empty"},
-		"truncated":      {`{"pg_config": {"0": {"name"`, "the file is truncated"},
-		"other JSON":     {`[1]`, "not a dump of a flight recorder"},
-		"no groups":      {`{"entries": []}`, `it has no "pg_config"`},
-		"other type":     {`{"pg_config": 7}`, `"pg_config"`},
-		"bad ranks":      {`{"pg_config": {"0": {"ranks": "all", "rank": 0}}}`, `the ranks of a group are "all"`},
-		"bad rank":       {`{"pg_config": {"0": {"ranks": "[0]", "rank": 3}}}`, "rank 3 of 1 ranks"},
-		"odd transfer":   {`{"entries": [{"is_p2p": true, "profiling_name": "nccl:isend"}]}`, `want "send A->B"`},
-		"control":        {`{"pg_config": {"0": {"ranks": "\u001b[2J", "rank": 0}}}`, `x1b[2J`},
-		"classes":        {"\x80\x02cos\nsystem\n.", "pickle"},
-		"torch unranked": {`{"pg_config": {"0": {"ranks": "[0]"}}}`, "does not end in the rank"},
+		"empty":             {"", "the file is empty"},
+		"truncated":         {`{"pg_config": {"0": {"name"`, "the file is truncated"},
+		"truncated at once": {`{`, "the file is truncated"},
+		"other JSON":        {`[1]`, "not a dump of a flight recorder"},
+		"no groups":         {`{"entries": []}`, `it has no "pg_config"`},
+		"other type":        {`{"pg_config": 7}`, `"pg_config"`},
+		"bad ranks":         {`{"pg_config": {"0": {"ranks": "all", "rank": 0}}}`, `the ranks of a group are "all"`},
+		"bad rank":          {`{"pg_config": {"0": {"ranks": "[0]", "rank": 3}}}`, "rank 3 of 1 ranks"},
+		"odd transfer":      {`{"entries": [{"is_p2p": true, "profiling_name": "nccl:isend"}]}`, `want "send A->B"`},
+		"control":           {`{"pg_config": {"0": {"ranks": "\u001b[2J", "rank": 0}}}`, `x1b[2J`},
+		"classes":           {"\x80\x02cos\nsystem\n.", "pickle"},
+		"torch unranked":    {`{"pg_config": {"0": {"ranks": "[0]"}}}`, "does not end in the rank"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "trace")

@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/pickle"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ras"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // Limits of a file. A recorder has at most 1<<20 operations.
@@ -56,7 +57,7 @@ func decode(r io.Reader) (*dump, error) {
 	default:
 		err = d.readJSON(b)
 	}
-	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+	if safefile.EndsEarly(err) {
 		err = errors.New("the file is truncated: the process ended while it wrote the file, or the copy is incomplete")
 	}
 	if err == nil && d.config == nil {

@@ -17,6 +17,10 @@ type inside struct{ g *Group }
 
 func (x inside) Check(op string) error { return x.g.check(op) }
 
+func (x inside) CheckSame(ctx context.Context, op, given string) error {
+	return x.g.checkSame(ctx, op, given)
+}
+
 func (x inside) Chosen(k ranks.Collective) string { return string(x.g.chosen(k)) }
 
 func (x inside) Fail(cause error) error { return x.g.fail(cause) }

@@ -160,13 +160,10 @@ func nanOfRank1(ctx context.Context, sess *cluster.Session, g *comm.Group, xs co
 	if err := poll.Until(ctx, func() (bool, error) { return g.Err() != nil, nil }); err != nil {
 		return err
 	}
-	if err := sess.Set(ctx, fmt.Sprint("knows/", g.Rank()), nil); err != nil {
-		return err
-	}
-	for rank := range g.Size() {
-		if _, err := sess.Get(ctx, fmt.Sprint("knows/", rank)); err != nil {
-			break // another rank has ended, after all of them knew
-		}
+	// An error says that another rank has ended, after all ranks had set their keys.
+	err := sess.Set(ctx, fmt.Sprint("knows/", g.Rank()), nil)
+	for rank := 0; rank < g.Size() && err == nil; rank++ {
+		_, err = sess.Get(ctx, fmt.Sprint("knows/", rank))
 	}
 	return g.Err()
 }

@@ -130,9 +130,6 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 // like Split. Collective.
 func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 	const op = "sub-group"
-	if err := g.check(op); err != nil {
-		return nil, err
-	}
 	if err := g.checkSame(ctx, op, fmt.Sprint("the ranks ", ranks)); err != nil {
 		return nil, err
 	}
@@ -158,20 +155,4 @@ func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 		}
 	}
 	return nil, nil
-}
-
-// checkSame returns an error on all ranks if the processes passed different arguments.
-// Collective.
-func (g *Group) checkSame(ctx context.Context, op, given string) error {
-	if len(g.members) == g.size {
-		return nil
-	}
-	all, err := GatherValues(ctx, g, nil, slices.Repeat([]string{given}, g.Locals())...)
-	if err != nil {
-		return fmt.Errorf("comm: %s: %w", op, err)
-	}
-	if i := slices.IndexFunc(all, func(x string) bool { return x != all[0] }); i >= 0 {
-		return badArgument(op, "rank 0 has given %s and rank %d %s: give the same on all ranks", all[0], i, all[i])
-	}
-	return nil
 }

@@ -105,6 +105,29 @@ func subOfLists(t *testing.T, lists [][]int) {
 	}
 }
 
+// TestClosesOfRanksThatDiffer has all ranks close their groups as soon as they know that their arguments
+// differ.
+func TestClosesOfRanksThatDiffer(t *testing.T) {
+	devs, ctx := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), testgpu.Context(t)
+	errs := make([]error, 3)
+	for range 20 {
+		var wg sync.WaitGroup
+		for i, b := range boards(t.Context(), 3) {
+			wg.Go(func() {
+				g, err := comm.Join(ctx, b, devs[i], nil)
+				if errs[i] = err; err == nil {
+					_, errs[i] = g.Sub(ctx, i)
+					_ = g.Close() // the error of a rank that others have aborted
+				}
+			})
+		}
+		wg.Wait()
+		for i, err := range errs {
+			require.ErrorIs(t, err, comm.ErrMismatch, "rank %d", i)
+		}
+	}
+}
+
 // conformSplit splits a group over processes into the even and the odd ranks, and takes
 // the last and the first one out.
 func conformSplit(ctx context.Context, g *comm.Group) error {

@@ -15,13 +15,12 @@ import (
 // strategy does not support: other operations, types and sizes, operations on other
 // streams than the group's, and several operations of one rank in a single NCCL group. All
 // ranks must have the same strategy. In a group with Config.Deterministic a strategy does not
-// change the bits of reductions. Its value is its name in CHORUS_COMM_STRATEGY.
+// change the bits of reductions. Its value is its name in CHORUS_COMM_STRATEGY. An empty
+// Config.Strategy is the strategy named by that variable; the default is nccl.
 type Strategy string
 
 // The strategies.
 const (
-	// ByEnvironment is the strategy named by CHORUS_COMM_STRATEGY; the default is nccl.
-	ByEnvironment Strategy = ""
 	// NCCLOnly uses NCCL for everything.
 	NCCLOnly Strategy = "nccl"
 	// OwnKernels uses Chorus kernels for small all-reduces, all-gathers, reduce-scatters,
@@ -83,7 +82,7 @@ func strategyOf(s route.Strategy) Strategy { return Strategy(s.String()) }
 
 // strategy returns the strategy of the configuration, or of the environment.
 func (c *Config) strategy() (route.Strategy, error) {
-	if c != nil && c.Strategy != ByEnvironment {
+	if c != nil && c.Strategy != "" {
 		return c.Strategy.route()
 	}
 	name, err := env.CommStrategy.OneOf(route.Names[route.NCCLOnly:]...)
@@ -121,10 +120,7 @@ func (g *Group) Use(ctx context.Context, s Strategy) error {
 // changeStrategy sets the rule of all local ranks, if all ranks want the same strategy.
 func (g *Group) changeStrategy(ctx context.Context, s Strategy, set func(route.Strategy)) error {
 	const op = "use"
-	if err := g.check(op); err != nil {
-		return err
-	}
-	if err := g.sameStrategy(ctx, s); err != nil {
+	if err := g.checkSame(ctx, op, fmt.Sprint("the strategy ", s)); err != nil {
 		return err
 	}
 	r, err := s.route()
@@ -144,26 +140,6 @@ func (g *Group) unsupportedReason(s route.Strategy) string {
 		return ": " + err.Error()
 	}
 	return ""
-}
-
-// sameStrategy returns an error on all ranks if their strategies differ.
-func (g *Group) sameStrategy(ctx context.Context, s Strategy) error {
-	if len(g.members) == g.size {
-		if err := context.Cause(ctx); err != nil { // all ranks are in this process
-			return fmt.Errorf("comm: use %s: %w", s, err)
-		}
-		return nil
-	}
-	all, err := GatherValues(ctx, g, Gob, slices.Repeat([]Strategy{s}, len(g.members))...)
-	if err != nil {
-		return err
-	}
-	for rank, other := range all {
-		if other != all[0] {
-			return badArgument("use", "rank %d wants the strategy %s and rank 0 %s: call Use with the same on all", rank, other, all[0])
-		}
-	}
-	return nil
 }
 
 // chosen returns the strategy that executes such a collective: NCCLOnly, or one of the

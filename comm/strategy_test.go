@@ -114,10 +114,10 @@ func TestUse(t *testing.T) {
 				require.Equal(t, total(hs), read(t, g, i, xs[i]))
 			}
 		}
-		require.ErrorIs(t, g.Use(testgpu.Context(t), comm.ByEnvironment), comm.ErrMismatch)
+		require.ErrorIs(t, g.Use(testgpu.Context(t), ""), comm.ErrMismatch)
 		gone, cancel := context.WithCancel(t.Context())
 		cancel()
-		require.EqualError(t, g.Use(gone, comm.OwnKernels), "comm: use own: context canceled")
+		require.EqualError(t, g.Use(gone, comm.OwnKernels), "comm: use: context canceled")
 		plain := local(t, devs)
 		require.Equal(t, []comm.Strategy{comm.NCCLOnly}, plain.Strategies())
 		require.NoError(t, plain.Use(testgpu.Context(t), comm.NCCLOnly))
@@ -144,10 +144,10 @@ func TestUseOfRanksThatDiffer(t *testing.T) {
 			return errs
 		}
 		for text, wanted := range map[string][]comm.Strategy{
-			"rank 2 wants the strategy one-shot and rank 0 nccl":       {comm.NCCLOnly, comm.NCCLOnly, comm.OneShot},
-			"rank 1 wants the strategy fastest and rank 0 nccl":        {comm.NCCLOnly, "fastest", comm.NCCLOnly},
-			"rank 1 wants the strategy nccl and rank 0 windows":        {comm.Windows, comm.NCCLOnly, comm.OneShot},
-			"the group has no strategy windows: it has [nccl own one-": {comm.Windows, comm.Windows, comm.Windows},
+			"rank 0 has given the strategy nccl and rank 2 the strategy one-shot": {comm.NCCLOnly, comm.NCCLOnly, comm.OneShot},
+			"rank 0 has given the strategy nccl and rank 1 the strategy fastest":  {comm.NCCLOnly, "fastest", comm.NCCLOnly},
+			"rank 0 has given the strategy windows and rank 1 the strategy nccl":  {comm.Windows, comm.NCCLOnly, comm.OneShot},
+			"the group has no strategy windows: it has [nccl own one-":            {comm.Windows, comm.Windows, comm.Windows},
 		} {
 			for _, err := range all(func(i int, g *comm.Group) error { return g.Use(testgpu.Context(t), wanted[i]) }) {
 				require.ErrorIs(t, err, comm.ErrMismatch)

@@ -2,6 +2,7 @@ package comm
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -54,7 +55,8 @@ func (g *Group) plan(c route.PlanConfig) ([]route.Choice, error) {
 // the devices must run nothing else. If NCCL is the only possibility, the Tuning is empty.
 // If an error occurs while ranks may wait for others, the group is broken. Collective.
 func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
-	plan, err := g.plan(cfg.plan())
+	options := cfg.plan()
+	plan, err := g.plan(options)
 	if err != nil {
 		return nil, err
 	}
@@ -65,7 +67,9 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := g.samePlan(ctx, plan); err != nil {
+	// Ranks with different plans would wait for each other.
+	digest := sha256.Sum256(fmt.Append(nil, plan))
+	if err := g.checkSame(ctx, "tune", fmt.Sprintf("the options %+v (plan %x)", options, digest[:4])); err != nil {
 		return nil, err
 	}
 	t := &route.Tuning{For: at, Choices: plan}
@@ -85,21 +89,6 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	}
 	g.routers.UseTuning(t.Index())
 	return tuningOf(t), nil
-}
-
-// samePlan returns an error on all ranks if their plans differ: the ranks would wait for
-// each other.
-func (g *Group) samePlan(ctx context.Context, plan []route.Choice) error {
-	all, err := GatherValues(ctx, g, Gob, slices.Repeat([]string{fmt.Sprint(plan)}, len(g.members))...)
-	if err != nil {
-		return err
-	}
-	for rank, other := range all {
-		if other != all[0] {
-			return badArgument("tune", "rank %d is to measure other things than rank 0: give all the same TuneConfig", rank)
-		}
-	}
-	return nil
 }
 
 // Site returns the conditions under which a Tuning of the group is valid.
@@ -155,17 +144,7 @@ func (g *Group) sameSite(ctx context.Context) (route.Site, error) {
 	if err != nil {
 		return at, err
 	}
-	all, err := GatherValues(ctx, g, JSON, slices.Repeat([]route.Site{at}, len(g.members))...)
-	if err != nil {
-		return at, err
-	}
-	for rank, other := range all {
-		if other != all[0] {
-			_ = g.Shutdown(ctx) // Close would end the other ranks before they have read the reason
-			return at, badArgument("tune", "rank 0 is at %+v and rank %d at %+v: a tuning is for ranks that are alike", all[0], rank, other)
-		}
-	}
-	return at, nil
+	return at, g.checkSame(ctx, "tune", fmt.Sprintf("the site %+v", at))
 }
 
 // setInitialTuning gives all ranks of a Tuned group the Tuning of rank 0: its Config.Tuning, or the one

@@ -108,14 +108,9 @@ func (d *DevComm) Bytes() []byte {
 // Close destroys it (ncclDevCommDestroy). Kernels that use it must have completed. Close is
 // idempotent, and does nothing after the end of the communicator.
 func (d *DevComm) Close() error {
-	const name = "ncclDevCommDestroy"
 	if d == nil || !d.owner.Close() {
 		return nil
 	}
 	c := d.comm
-	if err := c.enter(name); err != nil {
-		return c.ignoreIfClosed(err)
-	}
-	defer c.mu.Unlock()
-	return relaxed(c.dev, func() error { return c.check(name, c.api.DevCommDestroy(*c.h, d.d)) })
+	return c.unlessEnded("ncclDevCommDestroy", func() ncclapi.Result { return c.api.DevCommDestroy(*c.h, d.d) })
 }

@@ -96,18 +96,23 @@ func (c *Communicator) DeregisterPool(p *memory.Pool) error {
 
 // register registers a segment with NCCL, unless the communicator has ended.
 func (c *Communicator) register(r *registration, ptr, bytes uint64) error {
-	const name = "ncclCommRegister"
-	if err := c.enter(name); err != nil {
-		return c.ignoreIfClosed(err)
-	}
-	defer c.mu.Unlock()
-	return relaxed(c.dev, func() error {
+	return c.unlessEnded("ncclCommRegister", func() ncclapi.Result {
 		id, res := c.api.CommRegister(*c.h, cudadrv.DevicePtr(ptr), uintptr(bytes))
 		if res == ncclapi.Success {
 			r.ids[ptr] = id
 		}
-		return c.check(name, res)
+		return res
 	})
+}
+
+// unlessEnded makes a call about a resource of the communicator. It does nothing after the end of
+// the communicator.
+func (c *Communicator) unlessEnded(name string, call func() ncclapi.Result) error {
+	if err := c.enter(name); err != nil {
+		return c.ignoreIfClosed(err)
+	}
+	defer c.mu.Unlock()
+	return relaxed(c.dev, func() error { return c.check(name, call()) })
 }
 
 func (c *Communicator) deregister(r *registration, ptr uint64) error {

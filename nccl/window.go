@@ -130,7 +130,6 @@ func (w *Window) PeerPtr(peer int) (uint64, error) {
 // use it must have completed. Close is idempotent, and does nothing after the end of the
 // communicator.
 func (w *Window) Close() error {
-	const name = "ncclCommWindowDeregister"
 	if w == nil || !w.owner.Close() {
 		return nil
 	}
@@ -138,11 +137,7 @@ func (w *Window) Close() error {
 	if w.span != nil {
 		defer c.dropSpan(*w.span)
 	}
-	if err := c.enter(name); err != nil {
-		return c.ignoreIfClosed(err)
-	}
-	defer c.mu.Unlock()
-	return relaxed(c.dev, func() error { return c.check(name, c.api.CommWindowDeregister(*c.h, *w.h)) })
+	return c.unlessEnded("ncclCommWindowDeregister", func() ncclapi.Result { return c.api.CommWindowDeregister(*c.h, *w.h) })
 }
 
 func (w *Window) checkUsable(f ncclapi.Func) error {
@@ -275,14 +270,9 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 // Close deregisters the memory (ncclCommDeregister). Operations that use it must have
 // completed. Close is idempotent, and does nothing after the end of the communicator.
 func (r *Registration) Close() error {
-	const name = "ncclCommDeregister"
 	if r == nil || !r.owner.Close() {
 		return nil
 	}
 	c := r.comm
-	if err := c.enter(name); err != nil {
-		return c.ignoreIfClosed(err)
-	}
-	defer c.mu.Unlock()
-	return relaxed(c.dev, func() error { return c.check(name, c.api.CommDeregister(*c.h, r.id)) })
+	return c.unlessEnded("ncclCommDeregister", func() ncclapi.Result { return c.api.CommDeregister(*c.h, r.id) })
 }

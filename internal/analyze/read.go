@@ -8,6 +8,7 @@ import (
 	"io"
 	"regexp"
 
+	"github.com/gochorus/chorus/internal/jsonfile"
 	"github.com/gochorus/chorus/internal/pickle"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ras"
@@ -42,7 +43,7 @@ var isService = regexp.MustCompile(`^\s*\{\s*"nccl_version"`)
 // decode reads a dump in JSON or, if it begins like one, as a pickle. It also reads an answer of NCCL's
 // RAS service.
 func decode(r io.Reader) (*dump, error) {
-	b := bufio.NewReader(&valueReader{r: r, left: mostFileBytes, most: mostFileBytes})
+	b := bufio.NewReader(&limited{r, mostFileBytes})
 	d := &dump{texts: texts{}}
 	begin, err := b.Peek(1)
 	switch {
@@ -72,63 +73,44 @@ func beginsLike(b *bufio.Reader, what *regexp.Regexp) bool {
 }
 
 func (d *dump) readService(r io.Reader) error {
-	b, err := io.ReadAll(&valueReader{r: r, left: mostValueBytes, most: mostValueBytes})
+	b, err := io.ReadAll(io.LimitReader(r, mostValueBytes+1))
+	if err == nil && len(b) > mostValueBytes {
+		err = fmt.Errorf("the answer of NCCL's RAS service has more than %d bytes", mostValueBytes)
+	}
 	if err == nil {
 		d.service, err = ras.Decode(b)
 	}
 	return err
 }
 
-// A valueReader fails after a number of bytes.
-type valueReader struct {
-	r          io.Reader
-	left, most int64
+// A limited fails after a number of bytes.
+type limited struct {
+	r    io.Reader
+	left int64
 }
 
-func (v *valueReader) Read(b []byte) (int, error) {
-	if v.left <= 0 {
-		return 0, fmt.Errorf("a part of the file has more than %d bytes", v.most)
+func (l *limited) Read(b []byte) (int, error) {
+	if l.left <= 0 {
+		return 0, fmt.Errorf("the file has more than %d bytes", mostFileBytes)
 	}
-	n, err := v.r.Read(b[:min(int64(len(b)), v.left)])
-	v.left -= int64(n)
+	n, err := l.r.Read(b[:min(int64(len(b)), l.left)])
+	l.left -= int64(n)
 	return n, err
 }
 
 // readJSON reads the outermost object, and the entries one by one.
 func (d *dump) readJSON(r io.Reader) error {
-	limit := &valueReader{r: r, left: mostValueBytes, most: mostValueBytes}
-	dec := json.NewDecoder(limit)
-	if err := delim(dec, '{'); err != nil {
-		return err
-	}
-	for dec.More() {
-		limit.left = mostValueBytes
-		t, err := dec.Token()
-		if err != nil {
-			return err
+	f, begun := jsonfile.New(r, mostValueBytes), false
+	err := f.Object(func(key string) error {
+		begun = true
+		read := func(to any) error { return f.Value(key, to) }
+		if key == "entries" {
+			return f.Each(key, func(int) error { return d.addEntry(read) })
 		}
-		if key, _ := t.(string); key != "entries" {
-			err = d.field(key, dec.Decode)
-		} else if err = delim(dec, '['); err == nil {
-			for dec.More() && err == nil {
-				limit.left = mostValueBytes
-				err = d.addEntry(dec.Decode)
-			}
-			if err == nil {
-				err = delim(dec, ']')
-			}
-		}
-		if err != nil {
-			return err
-		}
-	}
-	return delim(dec, '}')
-}
-
-func delim(dec *json.Decoder, want json.Delim) error {
-	t, err := dec.Token()
-	if err == nil && t != want {
-		err = fmt.Errorf("the file is not a dump of a flight recorder: it has %.40q at byte %d: want %q", fmt.Sprint(t), dec.InputOffset(), want.String())
+		return d.field(key, read)
+	})
+	if err != nil && !begun {
+		return fmt.Errorf("the file is not a dump of a flight recorder: %w", err)
 	}
 	return err
 }

@@ -21,7 +21,7 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testlan", "internal/testport", "cmd/chorus/internal/chart", "internal/pickle", "internal/spinpool"},
+	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/jsonfile", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testlan", "internal/testport", "cmd/chorus/internal/chart", "internal/pickle", "internal/spinpool"},
 	{"internal/torchfile", "internal/ras", "cmd/chorus/internal/memplot", "internal/timeline"},
 	{"internal/ras/rastest"},
 	{"internal/analyze"},

@@ -1,6 +1,8 @@
 package fabric
 
 import (
+	"slices"
+
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/memory"
@@ -52,7 +54,7 @@ func SpoilLines(dev *device.Device, ranks int) (restore func(), err error) {
 		return nil, err
 	}
 	right := at.Load()
-	wrong := *right
+	wrong := slices.Clone(*right)
 	wrong[lines] = greatest
 	at.Store(&wrong)
 	return func() { at.Store(right) }, nil

@@ -65,7 +65,6 @@ const (
 	BlockStage               // from elements to the result of a block
 	BlocksStage              // from results of blocks to elements
 	scaleFn                  // is not a Stage: the kernel that multiplies elements by a factor
-	folding
 )
 
 // AccBytes returns the size of a result of a block, for a type that CanFold supports.
@@ -162,38 +161,22 @@ func foldGrid(steps int) kernel.Grid {
 
 var foldParams = []kernel.Param{kernel.Pointer, kernel.U64, kernel.Pointer, kernel.U32, kernel.U32, kernel.U32, kernel.Pointer, kernel.U64, kernel.U32, kernel.U32}
 
-// foldKernel returns a kernel of foldSource. The first call for a type and a reduction loads their
-// module.
+// foldKernel returns a kernel of foldSource.
 func foldKernel(dev *device.Device, dtype memory.DType, op flight.Reduction, fn Stage) (*kernel.Kernel, error) {
 	t := tools(dev, 0) // these kernels serve any number of ranks
-	at := &t.fold[foldFormatOf[dtype]][op]
-	if ks := at.Load(); ks != nil {
-		return ks[fn], nil
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if ks := at.Load(); ks != nil {
-		return ks[fn], nil
-	}
-	f := &foldFormats[foldFormatOf[dtype]]
-	x := kernel.Source{Name: "fold.cu", CUDA: foldSource, Options: macros(f, op), Kernels: []kernel.Def{
-		{Name: "fold", Go: f.standInFold(op, WholeStage), Params: foldParams},
-		{Name: "fold_block", Go: f.standInFold(op, BlockStage), Params: foldParams},
-		{Name: "fold_blocks", Go: f.standInFold(op, BlocksStage), Params: foldParams},
-		{Name: "scale", Go: f.standInScale, Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.U64, kernel.U64, kernel.Pointer}},
-	}}
-	kern.MakeResident(&x)
-	kern.Embed(&x, foldArchive)
-	m, err := kernel.Compile(dev, &x)
-	if err != nil {
-		return nil, fmt.Errorf("fabric: the %s of %s in rank order: %w", op, dtype, err)
-	}
-	var ks [folding]*kernel.Kernel
-	for i, d := range x.Kernels {
-		if ks[i], err = m.Kernel(d.Name); err != nil {
-			return nil, err
+	return t.kernel(&t.fold[foldFormatOf[dtype]][op], int(fn), func() ([]*kernel.Kernel, error) {
+		f := &foldFormats[foldFormatOf[dtype]]
+		x := kernel.Source{Name: "fold.cu", CUDA: foldSource, Options: macros(f, op), Kernels: []kernel.Def{
+			{Name: "fold", Go: f.standInFold(op, WholeStage), Params: foldParams},
+			{Name: "fold_block", Go: f.standInFold(op, BlockStage), Params: foldParams},
+			{Name: "fold_blocks", Go: f.standInFold(op, BlocksStage), Params: foldParams},
+			{Name: "scale", Go: f.standInScale, Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.U64, kernel.U64, kernel.Pointer}},
+		}}
+		kern.Embed(&x, foldArchive)
+		ks, err := compile(dev, &x)
+		if err != nil {
+			return nil, fmt.Errorf("fabric: the %s of %s in rank order: %w", op, dtype, err)
 		}
-	}
-	at.Store(&ks)
-	return ks[fn], nil
+		return ks, nil
+	})
 }

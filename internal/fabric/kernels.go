@@ -47,23 +47,24 @@ type function int
 const (
 	reduceScatterFn function = iota
 	allReduceFn              // followed by one for each further algorithm
-	reducing        = allReduceFn + function(algorithms) - 1
 )
 
 const (
 	allGatherFn function = iota
 	allToAllFn
 	broadcastFn
-	moving
 )
+
+// A module has the kernels of a CUDA module, or nil before the first use.
+type module = atomic.Pointer[[]*kernel.Kernel]
 
 // A toolbox holds the kernels of a device for a number of ranks.
 type toolbox struct {
 	ranks  int
-	reduce [len(formats)][flight.NumReductions]atomic.Pointer[[reducing]*kernel.Kernel]
-	move   atomic.Pointer[[moving]*kernel.Kernel]
-	norm   [numNormFormats]normKernels
-	fold   [numFoldFormats][flight.NumReductions]atomic.Pointer[[folding]*kernel.Kernel]
+	reduce [len(formats)][flight.NumReductions]module
+	move   module
+	norm   [numNormFormats]module
+	fold   [numFoldFormats][flight.NumReductions]module
 	mu     sync.Mutex // held while kernels are loaded
 }
 
@@ -94,84 +95,94 @@ func macros(f *format, op flight.Reduction) []string {
 	return []string{"--define-macro=CHORUS_TYPE=" + f.c, "--define-macro=CHORUS_OP=" + templates[op]}
 }
 
-// reducer returns a kernel that reduces. The first call loads its module.
-func (t *toolbox) reducer(dev *device.Device, fn function, format int, op flight.Reduction) (*kernel.Kernel, error) {
-	at := &t.reduce[format][op]
+// kernel returns a kernel of a module of t. The first call loads the module.
+func (t *toolbox) kernel(at *module, index int, load func() ([]*kernel.Kernel, error)) (*kernel.Kernel, error) {
 	if ks := at.Load(); ks != nil {
-		return ks[fn], nil
+		return (*ks)[index], nil
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if ks := at.Load(); ks != nil {
-		return ks[fn], nil
+	if at.Load() == nil {
+		ks, err := load()
+		if err != nil {
+			return nil, err
+		}
+		at.Store(&ks)
 	}
-	f := &formats[format]
-	fold := f.words(op)
-	var ks [reducing]*kernel.Kernel
-	err := t.load(dev, macros(f, op), ks[:], []kernel.Def{
-		{Name: "reduce_scatter", Params: params(), Go: fold.reduceScatter},
-		{Name: "all_reduce_1", Params: params(), Go: fold.oneShot},
-		{Name: "all_reduce_2", Params: params(), Go: fold.twoShotPackets},
-		{Name: "all_reduce_3", Params: params(), Go: fold.twoShot},
-		{Name: "all_reduce_4", Params: params(), Go: fold.twoShotLines},
-	})
-	if err != nil {
-		return nil, fmt.Errorf("fabric: the %s of %s: %w", op, f.dtype, err)
-	}
-	at.Store(&ks)
-	return ks[fn], nil
+	return (*at.Load())[index], nil
 }
 
-// mover returns a kernel that moves bytes. The first call loads its module.
-func (t *toolbox) mover(dev *device.Device, fn function) (*kernel.Kernel, error) {
-	if ks := t.move.Load(); ks != nil {
-		return ks[fn], nil
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if ks := t.move.Load(); ks != nil {
-		return ks[fn], nil
-	}
-	var ks [moving]*kernel.Kernel
-	err := t.load(dev, nil, ks[:], []kernel.Def{
-		{Name: "all_gather", Params: params(), Go: gatherAll},
-		{Name: "all_to_all", Params: params(), Go: exchangeAll},
-		{Name: "broadcast", Params: params(kernel.U32), Go: broadcastOne},
+// reducer returns a kernel that reduces.
+func (t *toolbox) reducer(dev *device.Device, fn function, format int, op flight.Reduction) (*kernel.Kernel, error) {
+	return t.kernel(&t.reduce[format][op], int(fn), func() ([]*kernel.Kernel, error) {
+		f := &formats[format]
+		fold := f.words(op)
+		ks, err := t.load(dev, macros(f, op), []kernel.Def{
+			{Name: "reduce_scatter", Params: params(), Go: fold.reduceScatter},
+			{Name: "all_reduce_1", Params: params(), Go: fold.oneShot},
+			{Name: "all_reduce_2", Params: params(), Go: fold.twoShotPackets},
+			{Name: "all_reduce_3", Params: params(), Go: fold.twoShot},
+			{Name: "all_reduce_4", Params: params(), Go: fold.twoShotLines},
+		})
+		if err != nil {
+			return nil, fmt.Errorf("fabric: the %s of %s: %w", op, f.dtype, err)
+		}
+		return ks, nil
 	})
-	if err != nil {
-		return nil, fmt.Errorf("fabric: %w", err)
-	}
-	t.move.Store(&ks)
-	return ks[fn], nil
+}
+
+// mover returns a kernel that moves bytes.
+func (t *toolbox) mover(dev *device.Device, fn function) (*kernel.Kernel, error) {
+	return t.kernel(&t.move, int(fn), func() ([]*kernel.Kernel, error) {
+		ks, err := t.load(dev, nil, []kernel.Def{
+			{Name: "all_gather", Params: params(), Go: gatherAll},
+			{Name: "all_to_all", Params: params(), Go: exchangeAll},
+			{Name: "broadcast", Params: params(kernel.U32), Go: broadcastOne},
+		})
+		if err != nil {
+			return nil, fmt.Errorf("fabric: %w", err)
+		}
+		return ks, nil
+	})
 }
 
 // load loads the module compiled for exactly this number of ranks or, if NVRTC is missing
 // or fails, the module for any number. Ranks need not use the same one.
-func (t *toolbox) load(dev *device.Device, options []string, to []*kernel.Kernel, defs []kernel.Def) error {
+func (t *toolbox) load(dev *device.Device, options []string, defs []kernel.Def) ([]*kernel.Kernel, error) {
 	x := kernel.Source{Name: "fabric.cu", CUDA: source, Options: t.exactly(options), Kernels: defs}
-	kern.MakeResident(&x)
-	m, err := kernel.Compile(dev, &x)
+	ks, failed := compile(dev, &x)
+	if failed == nil {
+		return ks, nil
+	}
+	x.Options = options
+	kern.Embed(&x, archive)
+	ks, err := compile(dev, &x)
+	switch missing := errors.Is(failed, errors.ErrUnsupported); {
+	case err != nil && missing: // the other error is more important
+		return nil, err
+	case err != nil:
+		return nil, errors.Join(failed, err)
+	case !missing:
+		slog.Warn("chorus: cannot load the kernels for this number of ranks: using the kernels for any number",
+			"ranks", t.ranks, "device", dev.String(), "error", failed)
+	}
+	return ks, nil
+}
+
+// compile loads a source, and returns its kernels in their order.
+func compile(dev *device.Device, x *kernel.Source) ([]*kernel.Kernel, error) {
+	kern.MakeResident(x)
+	m, err := kernel.Compile(dev, x)
 	if err != nil {
-		failed := err
-		x.Options = options
-		kern.Embed(&x, archive)
-		m, err = kernel.Compile(dev, &x)
-		switch missing := errors.Is(failed, errors.ErrUnsupported); {
-		case err != nil && missing: // the other error is more important
-			return err
-		case err != nil:
-			return errors.Join(failed, err)
-		case !missing:
-			slog.Warn("chorus: cannot load the kernels for this number of ranks: using the kernels for any number",
-				"ranks", t.ranks, "device", dev.String(), "error", failed)
+		return nil, err
+	}
+	ks := make([]*kernel.Kernel, len(x.Kernels))
+	for i, d := range x.Kernels {
+		if ks[i], err = m.Kernel(d.Name); err != nil {
+			return nil, err
 		}
 	}
-	for i, d := range defs {
-		if to[i], err = m.Kernel(d.Name); err != nil {
-			return err
-		}
-	}
-	return nil
+	return ks, nil
 }
 
 // The parameters of all kernels: the properties of the rank, and the operation's input,

@@ -4,13 +4,11 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -256,43 +254,21 @@ func (x *Norm) uses() []cudadrv.Use {
 // A normFn identifies a kernel of norm.cu; the algorithms have their own numbers.
 type normFn int
 
-const (
-	addNormFn normFn = 0
-	norming          = normFn(TwoShotPackets) + 1
-)
+const addNormFn normFn = 0
 
-// normKernels are the kernels of norm.cu for one type.
-type normKernels = atomic.Pointer[[norming]*kernel.Kernel]
-
-// normer returns a kernel of norm.cu. The first call loads its module, which NVRTC compiles.
+// normer returns a kernel of norm.cu, which NVRTC compiles.
 func (t *toolbox) normer(dev *device.Device, dtype memory.DType, fn normFn) (*kernel.Kernel, error) {
 	f := normFormatOf(dtype)
-	at := &t.norm[f.index]
-	if ks := at.Load(); ks != nil {
-		return ks[fn], nil
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if ks := at.Load(); ks != nil {
-		return ks[fn], nil
-	}
-	linked := append(params()[:inParam:inParam], normOperands()...)
-	x := kernel.Source{Name: "norm.cu", CUDA: normSource, Options: t.exactly(macros(&formats[formatOf[dtype]], flight.Sum)), Kernels: []kernel.Def{
-		{Name: "add_norm", Params: normOperands(), Go: f.addNorm},
-		{Name: "all_reduce_norm_1", Params: linked, Go: f.oneShot},
-		{Name: "all_reduce_norm_2", Params: linked, Go: f.twoShot},
-	}}
-	kern.MakeResident(&x)
-	m, err := kernel.Compile(dev, &x)
-	if err != nil {
-		return nil, fmt.Errorf("fabric: the norm of %s: %w", dtype, err)
-	}
-	var ks [norming]*kernel.Kernel
-	for i, d := range x.Kernels {
-		if ks[i], err = m.Kernel(d.Name); err != nil {
-			return nil, err
+	return t.kernel(&t.norm[f.index], int(fn), func() ([]*kernel.Kernel, error) {
+		linked := append(params()[:inParam:inParam], normOperands()...)
+		ks, err := compile(dev, &kernel.Source{Name: "norm.cu", CUDA: normSource, Options: t.exactly(macros(&formats[formatOf[dtype]], flight.Sum)), Kernels: []kernel.Def{
+			{Name: "add_norm", Params: normOperands(), Go: f.addNorm},
+			{Name: "all_reduce_norm_1", Params: linked, Go: f.oneShot},
+			{Name: "all_reduce_norm_2", Params: linked, Go: f.twoShot},
+		}})
+		if err != nil {
+			return nil, fmt.Errorf("fabric: the norm of %s: %w", dtype, err)
 		}
-	}
-	at.Store(&ks)
-	return ks[fn], nil
+		return ks, nil
+	})
 }

@@ -18,6 +18,9 @@ import (
 type Inside interface {
 	// Check returns an error if the group is nil, closed or broken.
 	Check(op string) error
+	// CheckSame returns an error on all ranks if the processes have given different arguments.
+	// Collective.
+	CheckSame(ctx context.Context, op, given string) error
 	// Chosen returns the name of the strategy that the group uses for x.
 	Chosen(x ranks.Collective) string
 	// UseWhole is comm.Group.Use with the strategy of this name, but the group uses it for all

@@ -9,13 +9,15 @@ import (
 	"io"
 	"slices"
 
+	"github.com/gochorus/chorus/internal/jsonfile"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 )
 
 const (
 	// mostBytes limits the uncompressed size of a file, and thus the time to read it.
-	mostBytes = 2 << 30
+	mostBytes      = 2 << 30
+	mostValueBytes = 4 << 20 // of an event
 	// mostStreams is more than torch uses: 32 of each priority on a device, and
 	// streams of other libraries. Each stream takes tens of kilobytes.
 	mostStreams = 1024
@@ -74,9 +76,9 @@ func (rec *Recording) read(form string, r io.Reader, most int64) error {
 		return err
 	}
 	if form == "events" {
-		return rec.readEvents(newJSONFile(r))
+		return rec.readEvents(jsonfile.New(r, mostValueBytes))
 	}
-	return rec.readSequences(newJSONFile(r))
+	return rec.readSequences(jsonfile.New(r, mostValueBytes))
 }
 
 const snapshotForm = "segments"
@@ -90,7 +92,7 @@ func formOf(file io.Reader, most int64) (form string, err error) {
 	b := bufio.NewReader(r)
 	switch start, err := b.Peek(1); {
 	case errors.Is(err, io.ErrUnexpectedEOF):
-		return "", cutOff(err)
+		return "", jsonfile.Truncated(err)
 	case err == io.EOF:
 		return "", errors.New("the file is empty")
 	case err != nil:
@@ -99,8 +101,8 @@ func formOf(file io.Reader, most int64) (form string, err error) {
 		return snapshotForm, nil
 	}
 	found := errors.New("found")
-	f := newJSONFile(b)
-	err = f.object(func(key string) error {
+	f := jsonfile.New(b, mostValueBytes)
+	err = f.Object(func(key string) error {
 		switch key {
 		case "events", "sequences", snapshotForm:
 			form = key
@@ -109,7 +111,7 @@ func formOf(file io.Reader, most int64) (form string, err error) {
 			form = snapshotForm
 			return found
 		}
-		return f.skip()
+		return f.Skip()
 	})
 	switch {
 	case form != "":
@@ -131,21 +133,16 @@ func checkSize(file io.ReadSeeker, most int64) error {
 		_, err = io.Copy(io.Discard, r)
 	}
 	if errors.Is(err, io.ErrUnexpectedEOF) {
-		return cutOff(err)
+		return jsonfile.Truncated(err)
 	}
 	return err
-}
-
-// cutOff adds a hint to the error of a truncated file.
-func cutOff(err error) error {
-	return fmt.Errorf("the file is truncated: record or copy it again: %w", err)
 }
 
 // plain returns a reader of the uncompressed content of a file, which fails after most bytes.
 func plain(r io.Reader, most int64) (io.Reader, error) {
 	r, err := safefile.Unzip(r)
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return nil, cutOff(err)
+		return nil, jsonfile.Truncated(err)
 	}
 	return &limited{r, most, most}, err
 }
@@ -180,27 +177,27 @@ func (e *recordedEvent) parse(text []byte) error {
 	return nil
 }
 
-func (rec *Recording) readEvents(f *jsonFile) error {
+func (rec *Recording) readEvents(f *jsonfile.Reader) error {
 	var peaks Peaks
 	name, lists := "", 0
 	b := newBuilder("trace", &rec.spool)
-	err := f.object(func(key string) error {
+	err := f.Object(func(key string) error {
 		switch key {
 		case "kind":
-			err := f.value(key, &name)
+			err := f.Value(key, &name)
 			b.name = cmp.Or(name, "trace")
 			return err
 		case "peak_allocated":
-			return f.value(key, &peaks.Allocated)
+			return f.Value(key, &peaks.Allocated)
 		case "peak_reserved":
-			return f.value(key, &peaks.Reserved)
+			return f.Value(key, &peaks.Reserved)
 		case "events":
 			if lists++; lists > 1 {
 				return errors.New(`the file has "events" twice`)
 			}
-			return f.list(key, b.recorded)
+			return f.List(key, b.recorded)
 		}
-		return f.skip()
+		return f.Skip()
 	})
 	if err != nil {
 		return err

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 
+	"github.com/gochorus/chorus/internal/jsonfile"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -100,7 +101,7 @@ func ReadStats(r io.Reader) ([]Sequence, error) {
 		return nil, err
 	}
 	var list []Sequence
-	err = newJSONFile(r).sequences(&sequenceFuncs{
+	err = parseSequences(jsonfile.New(r, mostValueBytes), &sequenceFuncs{
 		step: func(q *Sequence, _ int, s *Step) error {
 			q.Steps = append(q.Steps, *s)
 			return nil
@@ -120,16 +121,16 @@ type sequenceFuncs struct {
 	end  func(q *Sequence) error
 }
 
-func (f *jsonFile) sequences(fn *sequenceFuncs) error {
+func parseSequences(f *jsonfile.Reader, fn *sequenceFuncs) error {
 	found := ""
-	err := f.object(func(key string) error {
+	err := f.Object(func(key string) error {
 		switch key {
 		case "columns":
-			return f.value(key, &found)
+			return f.Value(key, &found)
 		case "sequences":
-			return f.each(key, func(int) error { return f.sequence(fn) })
+			return f.Each(key, func(int) error { return parseSequence(f, fn) })
 		}
-		return f.skip()
+		return f.Skip()
 	})
 	if err == nil && found != columns {
 		return fmt.Errorf("the columns are %q: want %q", found, columns)
@@ -137,18 +138,18 @@ func (f *jsonFile) sequences(fn *sequenceFuncs) error {
 	return err
 }
 
-func (f *jsonFile) sequence(fn *sequenceFuncs) error {
+func parseSequence(f *jsonfile.Reader, fn *sequenceFuncs) error {
 	q := &Sequence{}
-	err := f.object(func(key string) error {
+	err := f.Object(func(key string) error {
 		switch key {
 		case "seed":
-			return f.value(key, &q.Seed)
+			return f.Value(key, &q.Seed)
 		case "max_log2":
-			return f.value(key, &q.MaxLog2)
+			return f.Value(key, &q.MaxLog2)
 		case "streams":
-			return f.value(key, &q.Streams)
+			return f.Value(key, &q.Streams)
 		case "ops":
-			return f.list(key, func(i int, text []byte) error {
+			return f.List(key, func(i int, text []byte) error {
 				var s Step
 				if err := s.UnmarshalJSON(text); err != nil {
 					return &EventError{q.name(), i, err.Error()}
@@ -156,7 +157,7 @@ func (f *jsonFile) sequence(fn *sequenceFuncs) error {
 				return fn.step(q, i, &s)
 			})
 		}
-		return f.skip()
+		return f.Skip()
 	})
 	if err != nil {
 		return err
@@ -164,7 +165,7 @@ func (f *jsonFile) sequence(fn *sequenceFuncs) error {
 	return fn.end(q)
 }
 
-func (rec *Recording) readSequences(f *jsonFile) error {
+func (rec *Recording) readSequences(f *jsonfile.Reader) error {
 	var traces []*Trace
 	var b *builder
 	var recorded Peaks
@@ -173,7 +174,7 @@ func (rec *Recording) readSequences(f *jsonFile) error {
 		b.place = "block %d"
 	}
 	begin()
-	err := f.sequences(&sequenceFuncs{
+	err := parseSequences(f, &sequenceFuncs{
 		step: func(q *Sequence, i int, s *Step) error {
 			b.name = q.name()
 			recorded.Allocated = max(recorded.Allocated, s.Stats.AllocatedBytes.All.Peak)

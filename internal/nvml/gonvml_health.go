@@ -11,12 +11,18 @@ func (g goDevice) lacks(name string) bool {
 	return !ok
 }
 
-func (g goDevice) name() (string, Return) {
-	if g.lacks("nvmlDeviceGetName") {
-		return "", functionNotFound
+// value returns the result of get, which calls a function of the library, unless the library lacks
+// the function.
+func value[T any](g goDevice, name string, get func() (T, nvml.Return)) (v T, _ Return) {
+	if g.lacks(name) {
+		return v, functionNotFound
 	}
-	v, r := g.d.GetName()
+	v, r := get()
 	return v, Return(r)
+}
+
+func (g goDevice) name() (string, Return) {
+	return value(g, "nvmlDeviceGetName", g.d.GetName)
 }
 
 func (g goDevice) pciBusID() (string, Return) {
@@ -35,19 +41,13 @@ func (g goDevice) pciBusID() (string, Return) {
 }
 
 func (g goDevice) persistence() (uint32, Return) {
-	if g.lacks("nvmlDeviceGetPersistenceMode") {
-		return 0, functionNotFound
-	}
-	v, r := g.d.GetPersistenceMode()
-	return uint32(v), Return(r)
+	v, r := value(g, "nvmlDeviceGetPersistenceMode", g.d.GetPersistenceMode)
+	return uint32(v), r
 }
 
 func (g goDevice) computeMode() (uint32, Return) {
-	if g.lacks("nvmlDeviceGetComputeMode") {
-		return 0, functionNotFound
-	}
-	v, r := g.d.GetComputeMode()
-	return uint32(v), Return(r)
+	v, r := value(g, "nvmlDeviceGetComputeMode", g.d.GetComputeMode)
+	return uint32(v), r
 }
 
 func (g goDevice) eccMode() (current, pending uint32, _ Return) {
@@ -59,19 +59,15 @@ func (g goDevice) eccMode() (current, pending uint32, _ Return) {
 }
 
 func (g goDevice) totalECC(kind, counter uint32) (uint64, Return) {
-	if g.lacks("nvmlDeviceGetTotalEccErrors") {
-		return 0, functionNotFound
-	}
-	v, r := g.d.GetTotalEccErrors(nvml.MemoryErrorType(kind), nvml.EccCounterType(counter))
-	return v, Return(r)
+	return value(g, "nvmlDeviceGetTotalEccErrors", func() (uint64, nvml.Return) {
+		return g.d.GetTotalEccErrors(nvml.MemoryErrorType(kind), nvml.EccCounterType(counter))
+	})
 }
 
 func (g goDevice) memoryErrors(kind, counter, location uint32) (uint64, Return) {
-	if g.lacks("nvmlDeviceGetMemoryErrorCounter") {
-		return 0, functionNotFound
-	}
-	v, r := g.d.GetMemoryErrorCounter(nvml.MemoryErrorType(kind), nvml.EccCounterType(counter), nvml.MemoryLocation(location))
-	return v, Return(r)
+	return value(g, "nvmlDeviceGetMemoryErrorCounter", func() (uint64, nvml.Return) {
+		return g.d.GetMemoryErrorCounter(nvml.MemoryErrorType(kind), nvml.EccCounterType(counter), nvml.MemoryLocation(location))
+	})
 }
 
 func (g goDevice) remappedRows() (RemappedRows, Return) {
@@ -83,43 +79,26 @@ func (g goDevice) remappedRows() (RemappedRows, Return) {
 }
 
 func (g goDevice) clockEvents() (uint64, Return) {
-	if g.lacks("nvmlDeviceGetCurrentClocksEventReasons") {
-		return 0, functionNotFound
-	}
-	v, r := g.d.GetCurrentClocksEventReasons()
-	return v, Return(r)
+	return value(g, "nvmlDeviceGetCurrentClocksEventReasons", g.d.GetCurrentClocksEventReasons)
 }
 
 func (g goDevice) powerLimit() (uint32, Return) {
-	if g.lacks("nvmlDeviceGetPowerManagementLimit") {
-		return 0, functionNotFound
-	}
-	v, r := g.d.GetPowerManagementLimit()
-	return v, Return(r)
+	return value(g, "nvmlDeviceGetPowerManagementLimit", g.d.GetPowerManagementLimit)
 }
 
 func (g goDevice) defaultPowerLimit() (uint32, Return) {
-	if g.lacks("nvmlDeviceGetPowerManagementDefaultLimit") {
-		return 0, functionNotFound
-	}
-	v, r := g.d.GetPowerManagementDefaultLimit()
-	return v, Return(r)
+	return value(g, "nvmlDeviceGetPowerManagementDefaultLimit", g.d.GetPowerManagementDefaultLimit)
 }
 
 func (g goDevice) pcieReplays() (uint32, Return) {
-	if g.lacks("nvmlDeviceGetPcieReplayCounter") {
-		return 0, functionNotFound
-	}
-	v, r := g.d.GetPcieReplayCounter()
-	return uint32(v), Return(r)
+	v, r := value(g, "nvmlDeviceGetPcieReplayCounter", g.d.GetPcieReplayCounter)
+	return uint32(v), r
 }
 
 func (g goDevice) nvLinkErrors(link int, counter uint32) (uint64, Return) {
-	if g.lacks("nvmlDeviceGetNvLinkErrorCounter") {
-		return 0, functionNotFound
-	}
-	v, r := g.d.GetNvLinkErrorCounter(link, nvml.NvLinkErrorCounter(counter))
-	return v, Return(r)
+	return value(g, "nvmlDeviceGetNvLinkErrorCounter", func() (uint64, nvml.Return) {
+		return g.d.GetNvLinkErrorCounter(link, nvml.NvLinkErrorCounter(counter))
+	})
 }
 
 func (g goDevice) field(id, scope uint32) (fieldValue, Return) {

@@ -198,11 +198,7 @@ func (d *decoder) string(op byte) error {
 	if op == opShortUnicode {
 		size = 1
 	}
-	n, err := d.uint(size)
-	if err != nil {
-		return err
-	}
-	text, err := d.text(n)
+	text, err := d.counted(size)
 	if err != nil {
 		return err
 	}
@@ -267,6 +263,15 @@ func (d *decoder) uint(size int) (uint64, error) {
 	}
 	_, err = d.r.Discard(size)
 	return n, err
+}
+
+// counted reads a length of size bytes, and so many bytes.
+func (d *decoder) counted(size int) (string, error) {
+	n, err := d.uint(size)
+	if err != nil {
+		return "", err
+	}
+	return d.text(n)
 }
 
 // text reads n bytes. It allocates memory only as they arrive, because n may be false.

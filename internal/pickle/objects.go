@@ -166,11 +166,7 @@ func (d *decoder) persistent() error {
 
 // bytes pushes bytes, whose length has size bytes.
 func (d *decoder) bytes(size int) error {
-	n, err := d.uint(size)
-	if err != nil {
-		return err
-	}
-	text, err := d.text(n)
+	text, err := d.counted(size)
 	if err != nil {
 		return err
 	}

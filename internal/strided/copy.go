@@ -45,10 +45,8 @@ func Copy(s *stream.Stream, dst, src Array) error {
 		return download(s, dst, src)
 	case src.IsHost():
 		return upload(s, dst, src)
-	case dst.Device() == src.Device():
-		return local(s, dst, src)
 	}
-	return across(s, dst, src)
+	return onDevices(s, dst, src)
 }
 
 // checkCopy returns the error that Copy returns for its arrays before it enqueues
@@ -84,18 +82,6 @@ func (t Array) as(shape []int) (Array, error) {
 	return t.Expand(shape)
 }
 
-// local copies within a device.
-func local(s *stream.Stream, dst, src Array) error {
-	loops, empty := loopsOf(dst.Shape, dst.Strides, src.Strides)
-	switch {
-	case empty:
-		return nil
-	case dst.DType == src.DType && flat(loops):
-		return move(s, dst, src)
-	}
-	return launch(s, dst, src, loops)
-}
-
 // move copies between two tensors that are contiguous in the same order.
 func move(s *stream.Stream, dst, src Array) error {
 	to, err := dst.run()
@@ -114,14 +100,16 @@ func (t Array) run() (memory.Slice[uint8], error) {
 	return memory.View[uint8](t.mem.buf, t.Offset, t.Bytes())
 }
 
-// across copies from one device to another.
-func across(s *stream.Stream, dst, src Array) error {
+// onDevices copies within a device, or from one device to another.
+func onDevices(s *stream.Stream, dst, src Array) error {
 	loops, empty := loopsOf(dst.Shape, dst.Strides, src.Strides)
 	switch {
 	case empty:
 		return nil
 	case dst.DType == src.DType && flat(loops):
 		return move(s, dst, src)
+	case dst.Device() == src.Device():
+		return launch(s, dst, src, loops)
 	}
 	reach, err := mem.Reach(dst.Device(), src.Device())
 	if err != nil {
@@ -145,7 +133,7 @@ func packedAcross(s *stream.Stream, dst, src Array) (err error) {
 			if wire, err = Make(o, dst.DType, src.Shape, LikeStrides(src.Shape, src.Strides)); err != nil {
 				return err
 			}
-			return errors.Join(wire.RecordStream(s), local(o, wire, src))
+			return errors.Join(wire.RecordStream(s), onDevices(o, wire, src))
 		}, src)
 		defer func() { err = errors.Join(err, wire.Close()) }()
 		if err != nil {
@@ -168,7 +156,7 @@ func packedAcross(s *stream.Stream, dst, src Array) (err error) {
 		return err
 	}
 	return on(s, dst.Device(), func(o *stream.Stream) error {
-		return errors.Join(landed.RecordStream(o), local(o, dst, landed))
+		return errors.Join(landed.RecordStream(o), onDevices(o, dst, landed))
 	}, dst)
 }
 
@@ -222,7 +210,7 @@ func upload(s *stream.Stream, dst, src Array) (err error) {
 	if err := wire.mem.host.upload(s, landed.mem.buf, 0, wire.Offset, wire.Bytes()); err != nil {
 		return err
 	}
-	return local(s, dst, landed)
+	return onDevices(s, dst, landed)
 }
 
 // download copies to the host. Strided or converted tensors are packed on the device.
@@ -236,7 +224,7 @@ func download(s *stream.Stream, dst, src Array) (err error) {
 			return err
 		}
 		defer func() { err = errors.Join(err, wire.Close()) }()
-		if err := local(s, wire, src); err != nil {
+		if err := onDevices(s, wire, src); err != nil {
 			return err
 		}
 	}

@@ -57,13 +57,18 @@ func (k cut) of(p []byte, chunk, slice int) []byte {
 // adds its input, so that it ends with one chunk of the result. In the second
 // round the ranks forward the results.
 func (c *comm) ringAllReduce(f combiner, src, dst []byte) error {
+	k := cutEvenly(len(src), c.n)
+	return c.around(2*(c.n-1)*k.slices, func(r *ring, out *sender) error { return r.allReduce(k, out, f, src, dst) })
+}
+
+// around runs fn with a sender of n slices to the next rank of the ring.
+func (c *comm) around(n int, fn func(r *ring, out *sender) error) error {
 	r, err := c.ring()
 	if err != nil {
 		return err
 	}
-	k := cutEvenly(len(src), c.n)
-	out := newSender(r.next, 2*(c.n-1)*k.slices)
-	if err := r.allReduce(k, out, f, src, dst); err != nil {
+	out := newSender(r.next, n)
+	if err := fn(&r, out); err != nil {
 		_ = out.finish()
 		return err
 	}
@@ -109,17 +114,8 @@ func (r *ring) allReduce(k cut, out *sender, f combiner, src, dst []byte) error 
 // ringReduceScatter is the first round of ringAllReduce, shifted by one rank so
 // that each rank ends with its own chunk.
 func (c *comm) ringReduceScatter(f combiner, src, dst []byte) error {
-	r, err := c.ring()
-	if err != nil {
-		return err
-	}
 	k := cutBy(len(src), len(dst))
-	out := newSender(r.next, (c.n-1)*k.slices)
-	if err := r.reduceScatter(k, out, f, src, dst); err != nil {
-		_ = out.finish()
-		return err
-	}
-	return out.finish()
+	return c.around((c.n-1)*k.slices, func(r *ring, out *sender) error { return r.reduceScatter(k, out, f, src, dst) })
 }
 
 func (r *ring) reduceScatter(k cut, out *sender, f combiner, src, dst []byte) error {
@@ -165,16 +161,7 @@ func (c *comm) allGather(src, dst []byte) error {
 	if c.n == 1 {
 		return nil
 	}
-	r, err := c.ring()
-	if err != nil {
-		return err
-	}
-	out := newSender(r.next, (c.n-1)*k.slices)
-	if err := r.allGather(k, out, dst); err != nil {
-		_ = out.finish()
-		return err
-	}
-	return out.finish()
+	return c.around((c.n-1)*k.slices, func(r *ring, out *sender) error { return r.allGather(k, out, dst) })
 }
 
 func (r *ring) allGather(k cut, out *sender, dst []byte) error {

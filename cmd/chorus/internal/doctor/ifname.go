@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -53,6 +54,18 @@ func (h *Host) chosen() ([]Interface, error) {
 		return matching(all, s.value), nil
 	}
 	return byDefault(all), nil
+}
+
+// firstChosen returns the first interface that NCCL uses.
+func (h *Host) firstChosen() (Interface, error) {
+	chosen, err := h.chosen()
+	switch {
+	case err != nil:
+		return Interface{}, err
+	case len(chosen) == 0:
+		return Interface{}, errors.New("NCCL has no interface (see ifname)")
+	}
+	return chosen[0], nil
 }
 
 // usable returns the interfaces that are up and have an address.

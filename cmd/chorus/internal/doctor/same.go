@@ -55,14 +55,11 @@ var powerCaps = same(Check{ID: "power-caps", Source: "nvmlDeviceGetPowerManageme
 var mtus = same(Check{ID: "mtu", Source: "network interfaces", Hazard: "The hosts have different sizes of packets on NCCL's interface."}, Fail,
 	"large packets are lost, and NCCL hangs or ends with an error", "set one MTU on all hosts and switches",
 	func(_ context.Context, h *Host) (string, error) {
-		chosen, err := h.chosen()
-		switch {
-		case err != nil:
+		i, err := h.firstChosen()
+		if err != nil {
 			return "", err
-		case len(chosen) == 0:
-			return "", errors.New("NCCL has no interface (see ifname)")
 		}
-		return fmt.Sprintf("MTU %d", chosen[0].MTU), nil
+		return fmt.Sprintf("MTU %d", i.MTU), nil
 	})
 
 var seedNames = same(Check{ID: "seeds", Source: "resolver: CHORUS_SEEDS", Hazard: "A seed has different addresses on the hosts."}, Fail,

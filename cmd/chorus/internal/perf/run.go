@@ -26,10 +26,8 @@ func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, 
 	if p.only != nil {
 		jobs = slices.DeleteFunc(jobs, func(j job) bool { return !p.only(j) })
 	}
-	if err := agree(ctx, g, fmt.Sprintf("%+v", *p.summary())); err != nil {
-		// Wait until all ranks have read the plans: a rank that leaves early
-		// would be reported as lost.
-		_ = g.Barrier(ctx)
+	// Ranks with different plans would wait for each other.
+	if err := groups.Of(g).CheckSame(ctx, "perf", fmt.Sprintf("the flags %+v", *p.summary())); err != nil {
 		_ = g.Shutdown(ctx)
 		return nil, err
 	}
@@ -70,21 +68,6 @@ func (r *Report) run(ctx context.Context, g *comm.Group, p *Plan, jobs []job, ro
 		}
 		return nil
 	})
-}
-
-// agree returns an error on all ranks if their plans differ, because such ranks
-// would wait for each other forever.
-func agree(ctx context.Context, g *comm.Group, plan string) error {
-	all, err := comm.GatherValues(ctx, g, nil, slices.Repeat([]string{plan}, g.Locals())...)
-	if err != nil {
-		return err
-	}
-	for r, other := range all {
-		if other != all[0] {
-			return fmt.Errorf("the plans differ: rank 0 measures %s, rank %d measures %s: start all ranks with the same flags", all[0], r, other)
-		}
-	}
-	return nil
 }
 
 // spmd runs fn for all local ranks concurrently, each on a locked OS thread, with

@@ -1,4 +1,5 @@
-package memtrace
+// Package jsonfile reads large JSON files value by value, with a limit for each value.
+package jsonfile
 
 import (
 	"bytes"
@@ -9,30 +10,29 @@ import (
 	"strings"
 )
 
-// mostValueBytes limits a single value of a JSON file, such as an event.
-const mostValueBytes = 4 << 20
-
-// A jsonFile reads JSON value by value, so that only one value is in memory.
-type jsonFile struct {
+// A Reader reads JSON value by value, so that only one value is in memory.
+type Reader struct {
 	d *json.Decoder
 	r *valueReader
 }
 
-func newJSONFile(r io.Reader) *jsonFile {
-	v := &valueReader{r: r}
-	return &jsonFile{json.NewDecoder(v), v}
+// New returns a Reader of values that have at most about mostValueBytes, such as the events of a list.
+func New(r io.Reader, mostValueBytes int64) *Reader {
+	v := &valueReader{r: r, most: mostValueBytes}
+	return &Reader{json.NewDecoder(v), v}
 }
 
 // A valueReader fails if more bytes are read than a value may have.
 type valueReader struct {
 	r     io.Reader
+	most  int64
 	n     int64 // bytes read
 	begin int64 // of the current value
 }
 
 func (v *valueReader) Read(b []byte) (int, error) {
-	if v.n-v.begin > mostValueBytes {
-		return 0, fmt.Errorf("the value at byte %d has more than %d bytes", v.begin, mostValueBytes)
+	if v.n-v.begin > v.most {
+		return 0, fmt.Errorf("the value at byte %d has more than %d bytes", v.begin, v.most)
 	}
 	n, err := v.r.Read(b)
 	v.n += int64(n)
@@ -40,14 +40,14 @@ func (v *valueReader) Read(b []byte) (int, error) {
 }
 
 // token returns the next token.
-func (f *jsonFile) token() (json.Token, error) {
+func (f *Reader) token() (json.Token, error) {
 	f.r.begin = f.d.InputOffset()
 	t, err := f.d.Token()
 	return t, f.err(err)
 }
 
-// object reads an object. field reads the value of each key.
-func (f *jsonFile) object(field func(key string) error) error {
+// Object reads an object. field reads the value of each key.
+func (f *Reader) Object(field func(key string) error) error {
 	t, err := f.token()
 	if err == nil && t != json.Delim('{') {
 		return fmt.Errorf("the value is a JSON %s: want an object", kind(t))
@@ -63,10 +63,10 @@ func (f *jsonFile) object(field func(key string) error) error {
 	return err
 }
 
-// list reads the list of a key. item gets each value, and must not keep it.
-func (f *jsonFile) list(key string, item func(i int, text []byte) error) error {
+// List reads the list of a key. item gets each value, and must not keep it.
+func (f *Reader) List(key string, item func(i int, text []byte) error) error {
 	var text json.RawMessage
-	return f.each(key, func(i int) error {
+	return f.Each(key, func(i int) error {
 		f.r.begin = f.d.InputOffset()
 		if err := f.d.Decode(&text); err != nil {
 			return f.err(err)
@@ -75,8 +75,8 @@ func (f *jsonFile) list(key string, item func(i int, text []byte) error) error {
 	})
 }
 
-// each reads the list of a key. item reads each value.
-func (f *jsonFile) each(key string, item func(i int) error) error {
+// Each reads the list of a key. item reads each value.
+func (f *Reader) Each(key string, item func(i int) error) error {
 	t, err := f.token()
 	if err == nil && t != json.Delim('[') {
 		return fmt.Errorf("%q is a JSON %s, at byte %d: want a list", key, kind(t), f.d.InputOffset())
@@ -90,8 +90,8 @@ func (f *jsonFile) each(key string, item func(i int) error) error {
 	return err
 }
 
-// value reads the value of a key.
-func (f *jsonFile) value(key string, to any) error {
+// Value reads the value of a key.
+func (f *Reader) Value(key string, to any) error {
 	f.r.begin = f.d.InputOffset()
 	err := f.d.Decode(to)
 	if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
@@ -100,8 +100,8 @@ func (f *jsonFile) value(key string, to any) error {
 	return f.err(err)
 }
 
-// skip reads a value and ignores it.
-func (f *jsonFile) skip() error {
+// Skip reads a value and ignores it.
+func (f *Reader) Skip() error {
 	for depth := 0; ; {
 		t, err := f.token()
 		if err != nil {
@@ -120,18 +120,23 @@ func (f *jsonFile) skip() error {
 }
 
 // err explains an error of the decoder. A file that ends too early was truncated.
-func (f *jsonFile) err(err error) error {
+func (f *Reader) err(err error) error {
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return cutOff(io.ErrUnexpectedEOF)
+		return Truncated(io.ErrUnexpectedEOF)
 	}
 	if _, wrong := errors.AsType[*json.SyntaxError](err); wrong && f.atEnd() {
-		return cutOff(err)
+		return Truncated(err)
 	}
 	return err
 }
 
+// Truncated adds a hint to the error of a truncated file.
+func Truncated(err error) error {
+	return fmt.Errorf("the file is truncated: record or copy it again: %w", err)
+}
+
 // atEnd reports whether at most one character is left.
-func (f *jsonFile) atEnd() bool {
+func (f *Reader) atEnd() bool {
 	b, err := io.ReadAll(io.LimitReader(io.MultiReader(f.d.Buffered(), f.r.r), 64))
 	return err == nil && len(bytes.TrimSpace(b)) <= 1
 }

@@ -8,7 +8,7 @@ STATICCHECK = $(GO) tool -modfile=tools/go.mod staticcheck
 export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 RACE = $(if $(shell command -v $${CC:-cc}),-race)
 
-.PHONY: help build demo test soak deploy check lint cross generate ptx bench fuzz gpu-bins release clean
+.PHONY: help build demo test newest newest-ci soak deploy check lint cross generate ptx bench fuzz gpu-bins release clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,21 @@ test: ## run all tests, with the race detector if a C compiler is installed
 	@echo $(if $(RACE),"tests with the race detector","no C compiler: tests without the race detector")
 	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) $(FAST) $(BESIDE) -timeout 20m $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SERIAL))")
 	$(GO) test $(FAST) $(BESIDE) -timeout 20m $(SERIAL) $(if $(RACE),$(TWICE))
+
+# The newest Go. go.mod names the oldest one that is supported.
+NEWEST = go1.27.3
+
+newest: ## vet the packages and run all tests with the newest Go, without the race detector
+	GOTOOLCHAIN=$(NEWEST) $(GO) vet ./...
+	GOTOOLCHAIN=$(NEWEST) CGO_ENABLED=0 $(GO) test $(FAST) $(BESIDE) -timeout 20m ./...
+
+# These packages use private names, the memory layout or the scheduler of Go's runtime.
+RUNTIME = ./internal/dl ./internal/flight ./internal/goroutine ./internal/handle ./internal/spinpool
+
+newest-ci: ## vet and test packages that depend on Go's runtime with the newest Go, if it can be downloaded in 30 s
+	@if v=$$(GOTOOLCHAIN=$(NEWEST) timeout 30 $(GO) version 2>&1); then echo "$$v"; \
+	GOTOOLCHAIN=$(NEWEST) CGO_ENABLED=0 $(GO) vet $(RUNTIME) && GOTOOLCHAIN=$(NEWEST) CGO_ENABLED=0 $(GO) test $(FAST) $(RUNTIME); \
+	else echo "the newest Go ($(NEWEST)) is not tested: $${v:-no answer in 30 s}" | tr '\n' ' '; echo; fi
 
 SOAK = CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -count=1 -timeout 12h
 

@@ -32,14 +32,23 @@ type dumps struct {
 	begun atomic.Bool // the dump is being written, or was written
 }
 
-// An analyzedError adds the verdict of the flight recorders to the error of a timeout.
+// An analyzedError adds the verdict of the flight recorders and the findings of the RAS service to the
+// error of a timeout.
 type analyzedError struct {
 	err     error
-	verdict string
+	verdict string   // "" if there is none
+	service []string // sentences without a period
 }
 
 func (e *analyzedError) Error() string {
-	return fmt.Sprintf("%v; the flight recorders of the ranks say: %s", e.err, e.verdict)
+	text := e.err.Error()
+	if e.verdict != "" {
+		text += "; the flight recorders of the ranks say: " + e.verdict
+	}
+	for _, s := range e.service {
+		text += "\nNCCL's RAS: " + s
+	}
+	return text
 }
 
 func (e *analyzedError) Unwrap() error { return e.err }
@@ -80,9 +89,9 @@ func dumpLimit(size int) int { return min(maxDump, maxDumps/size) }
 // do, because all dumps come from one process.
 func analyst(rank, size int) bool { return size <= maxAnalysts || rank%(size/maxAnalysts) == 0 }
 
-// analyzed adds the verdict of the flight recorders to the error of a timeout, if there is one. It waits
-// for the recorders of all ranks until ctx ends.
-func (w *reporter) analyzed(ctx context.Context, c *nccl.Communicator, err error) error {
+// analyzed adds the verdict of the flight recorders and the findings of the RAS service to the error of
+// a timeout, if there are any. It waits for the recorders of all ranks and the service until ctx ends.
+func (w *reporter) analyzed(ctx context.Context, c *nccl.Communicator, service <-chan []string, err error) error {
 	if !analyst(c.Rank(), c.Size()) {
 		return err
 	}
@@ -92,12 +101,18 @@ func (w *reporter) analyzed(ctx context.Context, c *nccl.Communicator, err error
 			_ = job.Add(bytes.NewReader(b)) // an invalid dump is like no answer
 		}
 	}
-	switch r := job.Analyze(); r.Kind {
-	case analyze.KindNone, analyze.KindFile:
-		return err
-	default:
-		return &analyzedError{err, r.Verdict}
+	found := &analyzedError{err: err}
+	if r := job.Analyze(); r.Kind != analyze.KindNone && r.Kind != analyze.KindFile {
+		found.verdict = r.Verdict
 	}
+	select {
+	case found.service = <-service:
+	case <-ctx.Done():
+	}
+	if found.verdict == "" && len(found.service) == 0 {
+		return err
+	}
+	return found
 }
 
 // readDumps returns the dumps by rank. A rank that does not answer before ctx ends has none.

@@ -78,15 +78,19 @@ func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
 	return choicesOf(plan), err
 }
 
-// Analyzed adds the verdict of the flight recorders to an error, as after a timeout. It waits at most
-// limit for the answers.
+// Analyzed adds the verdict of the flight recorders and the RAS service to an error, as after a timeout.
+// It waits at most limit for the answers.
 func Analyzed(ctx context.Context, g *Group, limit time.Duration, err error) error {
 	c := g.members[0].comm
+	service := g.reporter.askService(c)
 	g.reporter.askForDumps(ctx, c)
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	return g.reporter.analyzed(ctx, c, err)
+	return g.reporter.analyzed(ctx, c, service, err)
 }
+
+// ServiceAddress returns the address of the RAS service of a group, or "".
+func ServiceAddress(g *Group) string { return serviceAddress(g.members[0].comm) }
 
 // Analyst reports whether a rank compares the dumps of all ranks.
 var Analyst = analyst

@@ -213,7 +213,7 @@ func endOf(cause error) string {
 	if culprits || errors.As(cause, &lost) || errors.Is(cause, nccl.ErrorRemote) {
 		return ""
 	}
-	return "failed: " + cause.Error()
+	return "failed: " + strings.ReplaceAll(cause.Error(), "\n", "; ") // other ranks show one line
 }
 
 func (w *reporter) write(ctx context.Context, rank int, x report) error {
@@ -302,7 +302,9 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	defer cancel()
 	mine := reportOf(c)
 	_ = w.write(ctx, c.Rank(), mine) // the other ranks look for it
+	var service <-chan []string
 	if late {
+		service = w.askService(c) // beside the exchange of the flight recorders
 		w.askForDumps(ctx, c)
 	}
 	// Wait until every rank has reported its latest operation.
@@ -316,7 +318,7 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 		found := w.culpritError(culprits(t.Operation, mine, w.readAll(c)), err)
 		ctx, cancel := context.WithTimeout(context.Background(), readReportsTime)
 		defer cancel()
-		w.diagnosis = w.analyzed(ctx, c, found)
+		w.diagnosis = w.analyzed(ctx, c, service, found)
 		return w.diagnosis
 	}
 	list := mismatched(nccl.Operation{Name: refused.Op, Collective: mine.Collectives}, mine, w.readAll(c))

@@ -72,7 +72,7 @@ func readValue(packed io.Reader, pass func(device int, entry any) error) (any, e
 	if j.mistake != nil {
 		return nil, j.mistake
 	}
-	if err == io.EOF {
+	if safefile.EndsEarly(err) {
 		err = io.ErrUnexpectedEOF
 	}
 	if err != nil {

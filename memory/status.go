@@ -1,8 +1,11 @@
 package memory
 
 import (
+	"fmt"
 	"weak"
 
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/status"
 )
 
@@ -25,6 +28,7 @@ func (h *heap) describe(p *status.Process) {
 	if s, err := StatsOf(h.dev); err == nil {
 		d.Allocated, d.PeakAllocated = current(s.AllocatedBytes.All.Current), current(s.AllocatedBytes.All.Peak)
 		d.Reserved, d.InactiveSplit = current(s.ReservedBytes.All.Current), current(s.InactiveSplitBytes.All.Current)
+		d.Pools = []status.Pool{s.pool("small", smallPool), s.pool("large", largePool)}
 		d.Allocations, d.Retries, d.OutOfMemory = current(s.Allocation.All.Allocated), current(s.AllocRetries), current(s.OOMs)
 	}
 	if u, err := Ledger(h.dev); err == nil {
@@ -34,11 +38,25 @@ func (h *heap) describe(p *status.Process) {
 		}
 	}
 	if props, err := h.dev.Properties(); err == nil {
-		d.UUID = props.UUID
+		d.UUID, d.Product, d.PCI = props.UUID, props.Name, props.PCIBusID
+	}
+	sys := gpu.DeviceOf(h.dev).System()
+	d.Backend = sys.Name
+	if v, r := sys.Driver.DriverGetVersion(); r == cudadrv.Success {
+		d.Driver = fmt.Sprintf("%d.%d", v/1000, v%1000/10)
 	}
 	d.Utilization, d.Temperature = sensor(h.dev.Utilization), sensor(h.dev.Temperature)
 	d.PowerDraw, d.ClockRate = sensor(h.dev.PowerDraw), sensor(h.dev.ClockRate)
 	p.Devices = append(p.Devices, d)
+}
+
+func smallPool(p *PoolStats) *Stat { return &p.Small }
+func largePool(p *PoolStats) *Stat { return &p.Large }
+
+// pool returns the bytes of a pool.
+func (s *Stats) pool(name string, of func(*PoolStats) *Stat) status.Pool {
+	return status.Pool{Name: name, Allocated: current(of(&s.AllocatedBytes).Current), PeakAllocated: current(of(&s.AllocatedBytes).Peak),
+		Reserved: current(of(&s.ReservedBytes).Current), InactiveSplit: current(of(&s.InactiveSplitBytes).Current)}
 }
 
 // current returns a statistic that is not below 0: resets may make it negative.

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/status"
@@ -22,9 +23,22 @@ var registerStatus = sync.OnceFunc(func() { status.Add("NCCL", describe) })
 // describe adds all communicators that are not closed.
 func describe(p *status.Process) {
 	observeAll()
+	p.NCCL = versionOf(liveMembers())
 	for _, r := range liveRecorders() {
 		p.Groups = append(p.Groups, groupOf(r))
 	}
+}
+
+// versionOf returns the version of NCCL that communicators use, or "" if there are none.
+func versionOf(list []*member) string {
+	for _, m := range list {
+		if c := m.comm.Value(); c != nil {
+			if v, r := c.api.GetVersion(); r == ncclapi.Success {
+				return ncclapi.VersionText(v)
+			}
+		}
+	}
+	return ""
 }
 
 var observing atomic.Bool

@@ -13,7 +13,8 @@ const analyzeLong = `Find the rank or the hardware that made a job hang, from th
 Set CHORUS_NCCL_TRACE_FILE to a prefix, such as /shared/trace-, before the job starts. Each
 process then writes its recorders to a file when an operation times out or the job loses a
 process. Copy the files of all hosts into one folder. PyTorch's dumps (TORCH_FR_DUMP_TEMP_FILE)
-are accepted too, as pickles or JSON, if their names still end in the rank.
+are accepted too, as pickles or JSON, if their names still end in the rank. So is the output of
+ncclras --format=json (NCCL 2.28.7 and newer), in which running jobs may have unequal counts.
 
 The command compares the operations of the ranks in each group: the operation, type, size,
 reduction and root. Then it finds the ranks that other ranks wait for. The first paragraph of the

@@ -56,6 +56,7 @@ func TestStatusOfAHangingJob(t *testing.T) {
 		require.Equal(t, "running", r.State)
 		require.Len(t, r.Devices, 1)
 		require.Positive(t, r.Devices[0].Allocated)
+		requireSources(t, &r)
 	}
 	out, errs, code := chorusCommand(t, nil, "status", "--job", name)
 	require.Zero(t, code, errs)
@@ -75,6 +76,21 @@ func TestStatusOfAHangingJob(t *testing.T) {
 
 	watchInTerminal(t, name)
 	requireStopped(t, name, j.Ranks[2].PID)
+}
+
+// requireSources checks the parts of a report that only metrics have.
+func requireSources(t *testing.T, r *monitor.Rank) {
+	t.Helper()
+	d := &r.Devices[0]
+	require.Len(t, d.Pools, 2)
+	require.Equal(t, d.Allocated, d.Pools[0].Allocated+d.Pools[1].Allocated)
+	require.Equal(t, d.Reserved, d.Pools[0].Reserved+d.Pools[1].Reserved)
+	require.Positive(t, d.Pools[0].PeakAllocated, "the job's buffers are small")
+	require.Regexp(t, `^\d+\.\d+\.\d+$`, r.NCCL)
+	require.Regexp(t, `^\d+\.\d$`, d.Driver)
+	require.Equal(t, "virtual", d.Backend)
+	require.NotEmpty(t, d.Product)
+	require.NotEmpty(t, d.PCI)
 }
 
 // requireStopped stops a process, which then has no report.

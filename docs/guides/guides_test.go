@@ -231,8 +231,8 @@ const wrapper = `#!/bin/sh
 case "$*" in
 "install github.com/gochorus/chorus/cmd/chorus@latest")
 	exit ;;
-"get github.com/gochorus/chorus")
-	cp %[1]q/go.sum . && exec %[2]q mod edit -require=github.com/gochorus/chorus@v0.0.0 -replace=github.com/gochorus/chorus=%[1]q ;;
+"mod tidy")
+	ls ./*.go >/dev/null && cp %[1]q/go.sum . && exec %[2]q mod edit -require=github.com/gochorus/chorus@v0.0.0 -replace=github.com/gochorus/chorus=%[1]q ;;
 esac
 exec %[2]q "$@"
 `

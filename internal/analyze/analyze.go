@@ -5,6 +5,8 @@ import (
 	"maps"
 	"slices"
 	"strings"
+
+	"github.com/gochorus/chorus/internal/ras"
 )
 
 // Analyze compares the ranks of a job.
@@ -19,6 +21,7 @@ func (j *Job) Analyze() *Report {
 	}
 	j.hangs(r)
 	j.missing(r)
+	j.service(r)
 	slices.SortStableFunc(r.Findings, func(a, b Finding) int { return slices.Index(kinds, a.Kind) - slices.Index(kinds, b.Kind) })
 	r.conclude()
 	return r
@@ -42,6 +45,17 @@ func (r *Report) conclude() {
 	if len(r.Findings) > 0 {
 		f := &r.Findings[0]
 		r.Kind, r.Verdict, r.Culprits = f.Kind, f.Text, append(r.Culprits, f.Ranks...)
+	}
+}
+
+// service adds the findings of NCCL's RAS service. Its ranks are ranks of communicators.
+func (j *Job) service(r *Report) {
+	for _, a := range j.answers {
+		for _, text := range a.Findings(func(c *ras.Communicator, rank int) string {
+			return fmt.Sprintf("rank %d of communicator %s", rank, c.Hash)
+		}) {
+			r.add(KindService, "NCCL's RAS: "+text+".", nil, 0, nil)
+		}
 	}
 }
 

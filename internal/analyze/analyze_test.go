@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/ras/rastest"
 )
 
 // An op is a synthetic operation; done says that it has completed.
@@ -316,19 +318,43 @@ func TestAnalyzeTorch(t *testing.T) {
 	require.Equal(t, []string{"torch", "torch"}, []string{r.Files[0].From, r.Files[1].From})
 }
 
+// An answer of NCCL's RAS service adds findings after those of the recorders.
+func TestAnalyzeService(t *testing.T) {
+	dir := t.TempDir()
+	answer := rastest.Answer(rastest.Rank{Host: "10.0.0.1", PID: 1}, rastest.Rank{Host: "10.0.0.2", PID: 2, Silent: true})
+	file := filepath.Join(dir, "ras.json")
+	require.NoError(t, os.WriteFile(file, []byte(answer), 0o600))
+	r := analyze(t, dir)
+	require.Equal(t, KindService, r.Kind)
+	require.Equal(t, "NCCL's RAS: rank 1 of communicator 0x5c1d8d1a3f0b2c44 (process 2 on host 10.0.0.2) does not answer.", r.Verdict)
+	require.Equal(t, []File{{Name: file, From: "ras"}}, r.Files)
+
+	writeRank(t, dir, 0, 0, []string{"pair"}, []op{on("pair", sum(true)), on("pair", sum(false))})
+	writeRank(t, dir, 1, 0, []string{"pair"}, []op{on("pair", sum(true))})
+	r = analyze(t, dir)
+	require.Equal(t, KindBehind, r.Kind, r.Verdict)
+	require.Equal(t, KindService, r.Findings[len(r.Findings)-1].Kind)
+
+	require.NoError(t, os.WriteFile(file, []byte(answer[:len(answer)/2]), 0o600))
+	r = analyze(t, file)
+	require.Equal(t, KindFile, r.Kind)
+	require.Contains(t, r.Verdict, "not JSON of NCCL's RAS service")
+}
+
 func TestAnalyzeBadFiles(t *testing.T) {
 	for name, c := range map[string]struct{ text, want string }{
-		"empty":          {"", "the file is empty"},
-		"truncated":      {`{"pg_config": {"0": {"name"`, "the file is truncated"},
-		"other JSON":     {`[1]`, "not a dump of a flight recorder"},
-		"no groups":      {`{"entries": []}`, `it has no "pg_config"`},
-		"other type":     {`{"pg_config": 7}`, `"pg_config"`},
-		"bad ranks":      {`{"pg_config": {"0": {"ranks": "all", "rank": 0}}}`, `the ranks of a group are "all"`},
-		"bad rank":       {`{"pg_config": {"0": {"ranks": "[0]", "rank": 3}}}`, "rank 3 of 1 ranks"},
-		"odd transfer":   {`{"entries": [{"is_p2p": true, "profiling_name": "nccl:isend"}]}`, `want "send A->B"`},
-		"control":        {`{"pg_config": {"0": {"ranks": "\u001b[2J", "rank": 0}}}`, `x1b[2J`},
-		"classes":        {"\x80\x02cos\nsystem\n.", "pickle"},
-		"torch unranked": {`{"pg_config": {"0": {"ranks": "[0]"}}}`, "does not end in the rank"},
+		"empty":             {"", "the file is empty"},
+		"truncated":         {`{"pg_config": {"0": {"name"`, "the file is truncated"},
+		"truncated at once": {`{`, "the file is truncated"},
+		"other JSON":        {`[1]`, "not a dump of a flight recorder"},
+		"no groups":         {`{"entries": []}`, `it has no "pg_config"`},
+		"other type":        {`{"pg_config": 7}`, `"pg_config"`},
+		"bad ranks":         {`{"pg_config": {"0": {"ranks": "all", "rank": 0}}}`, `the ranks of a group are "all"`},
+		"bad rank":          {`{"pg_config": {"0": {"ranks": "[0]", "rank": 3}}}`, "rank 3 of 1 ranks"},
+		"odd transfer":      {`{"entries": [{"is_p2p": true, "profiling_name": "nccl:isend"}]}`, `want "send A->B"`},
+		"control":           {`{"pg_config": {"0": {"ranks": "\u001b[2J", "rank": 0}}}`, `x1b[2J`},
+		"classes":           {"\x80\x02cos\nsystem\n.", "pickle"},
+		"torch unranked":    {`{"pg_config": {"0": {"ranks": "[0]"}}}`, "does not end in the rank"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "trace")

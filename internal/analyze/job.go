@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/ras"
 )
 
 // A Job has the recorded operations of all ranks.
@@ -25,6 +26,7 @@ type Job struct {
 	live    bool           // the dumps are answers of ranks that run
 	asked   []int          // the ranks of the world that were asked for a dump, if live
 	ended   map[int]string // world ranks whose file has no groups, with their processes
+	answers []*ras.Answer  // of NCCL's RAS service
 }
 
 // A node is one rank of the job in all its groups.
@@ -68,6 +70,10 @@ func (d *dump) fromChorus() bool {
 
 // add adds the content of a file.
 func (j *Job) add(d *dump) error {
+	if d.service != nil {
+		j.answers = append(j.answers, d.service)
+		return nil
+	}
 	if j.entries += len(d.entries); j.entries > mostJobEntries {
 		return fmt.Errorf("the files have more than %d operations: analyze fewer files", mostJobEntries)
 	}

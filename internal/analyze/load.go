@@ -19,7 +19,7 @@ const mostFiles = 1 << 16
 // A File is a file that was read, or could not be read.
 type File struct {
 	Name  string `json:"file"`
-	From  string `json:"from"` // "chorus" or "torch"
+	From  string `json:"from"` // "chorus", "torch" or "ras"
 	Error string `json:"error,omitempty"`
 }
 
@@ -35,7 +35,10 @@ func Load(paths []string) (*Job, error) {
 		f := File{Name: plain.Text(name), From: "chorus"}
 		d, err := loadFile(name)
 		if err == nil {
-			if !d.fromChorus() {
+			switch {
+			case d.service != nil:
+				f.From = "ras"
+			case !d.fromChorus():
 				f.From = "torch"
 			}
 			err = j.add(d)

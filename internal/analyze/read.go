@@ -6,10 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"regexp"
 
 	"github.com/gochorus/chorus/internal/jsonfile"
 	"github.com/gochorus/chorus/internal/pickle"
 	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/ras"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // Limits of a file. A recorder has at most 1<<20 operations.
@@ -28,12 +31,17 @@ const (
 type dump struct {
 	file    string
 	config  map[string]rawConfig
-	source  *rawSource // nil if PyTorch wrote it
+	source  *rawSource  // nil if PyTorch wrote it
+	service *ras.Answer // the file has an answer of NCCL's RAS service, and nothing else
 	entries []entry
 	texts   texts
 }
 
-// decode reads a dump in JSON or, if it begins like one, as a pickle.
+// isService matches the begin of an answer of NCCL's RAS service.
+var isService = regexp.MustCompile(`^\s*\{\s*"nccl_version"`)
+
+// decode reads a dump in JSON or, if it begins like one, as a pickle. It also reads an answer of NCCL's
+// RAS service.
 func decode(r io.Reader) (*dump, error) {
 	b := bufio.NewReader(&limited{r, mostFileBytes})
 	d := &dump{texts: texts{}}
@@ -45,16 +53,34 @@ func decode(r io.Reader) (*dump, error) {
 		return nil, err
 	case begin[0] == 0x80:
 		err = d.readPickle(b)
+	case beginsLike(b, isService):
+		return d, d.readService(b)
 	default:
 		err = d.readJSON(b)
 	}
-	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+	if safefile.EndsEarly(err) {
 		err = errors.New("the file is truncated: the process ended while it wrote the file, or the copy is incomplete")
 	}
 	if err == nil && d.config == nil {
 		err = errors.New(`the file is not a dump of a flight recorder: it has no "pg_config"`)
 	}
 	return d, err
+}
+
+func beginsLike(b *bufio.Reader, what *regexp.Regexp) bool {
+	begin, _ := b.Peek(64) // a shorter file has fewer bytes
+	return what.Match(begin)
+}
+
+func (d *dump) readService(r io.Reader) error {
+	b, err := io.ReadAll(io.LimitReader(r, mostValueBytes+1))
+	if err == nil && len(b) > mostValueBytes {
+		err = fmt.Errorf("the answer of NCCL's RAS service has more than %d bytes", mostValueBytes)
+	}
+	if err == nil {
+		d.service, err = ras.Decode(b)
+	}
+	return err
 }
 
 // A limited fails after a number of bytes.

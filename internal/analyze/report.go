@@ -19,11 +19,12 @@ const (
 	KindTransfer = "transfer" // a send or receive has no partner
 	KindSlow     = "slow"     // a rank does not complete an operation that others have completed
 	KindHardware = "hardware" // all ranks have issued the operation, and none completes it
+	KindService  = "ras"      // NCCL's RAS service reports it
 	KindFile     = "file"     // a file cannot be read
 	KindNone     = "none"
 )
 
-var kinds = []string{KindMismatch, KindOrder, KindBehind, KindMissing, KindTransfer, KindSlow, KindHardware, KindFile}
+var kinds = []string{KindMismatch, KindOrder, KindBehind, KindMissing, KindTransfer, KindSlow, KindHardware, KindService, KindFile}
 
 // A Finding is something that explains a hang, or weakens the analysis.
 type Finding struct {

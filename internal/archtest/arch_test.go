@@ -22,7 +22,9 @@ const module = "github.com/gochorus/chorus"
 // a pattern.
 var layers = [][]string{
 	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/jsonfile", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testlan", "internal/testport", "cmd/chorus/internal/chart", "internal/pickle", "internal/spinpool"},
-	{"internal/torchfile", "internal/analyze", "cmd/chorus/internal/memplot", "internal/timeline"},
+	{"internal/torchfile", "internal/ras", "cmd/chorus/internal/memplot", "internal/timeline"},
+	{"internal/ras/rastest"},
+	{"internal/analyze"},
 	{"memory/internal/alloc", "internal/cudahost"},
 	{"internal/status"},
 	{"internal/dl", "cluster"},

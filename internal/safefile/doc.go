@@ -10,4 +10,5 @@
 //   - A [Folder] is for caches and logs: a directory that only this user or root can
 //     change. Files are opened relative to its descriptor, so that no process can
 //     replace the directory between the check and the use.
+//   - [EndsEarly] recognizes truncated files.
 package safefile

@@ -20,6 +20,7 @@ const (
 	maxDevices = 64
 	maxTotals  = 128 // of a group
 	maxUses    = 32  // of a device
+	maxPools   = 8   // of a device
 	maxNotes   = 8
 	maxErrors  = 128 // counts of errors
 	maxTimes   = 128 // histograms
@@ -31,6 +32,7 @@ type Process struct {
 	Groups  []Group  `json:"groups,omitempty"`
 	Devices []Device `json:"devices,omitempty"`
 	Notes   []string `json:"notes,omitempty"` // parts that are missing, and why
+	NCCL    string   `json:"nccl,omitempty"`  // version, if the process has a communicator
 
 	Errors    []Errors    `json:"errors,omitempty"`
 	Durations []Durations `json:"durations,omitempty"` // only while a timeline is recorded
@@ -100,6 +102,10 @@ type Total struct {
 type Device struct {
 	Name          string `json:"name"` // such as "cuda:0"
 	UUID          string `json:"uuid,omitempty"`
+	Product       string `json:"product,omitempty"`
+	PCI           string `json:"pci,omitempty"`
+	Backend       string `json:"backend,omitempty"` // "cuda" or "virtual"
+	Driver        string `json:"driver,omitempty"`  // the newest CUDA that it supports, such as "13.0"
 	Allocated     int64  `json:"allocated_bytes"`
 	Reserved      int64  `json:"reserved_bytes"`
 	InactiveSplit int64  `json:"inactive_split_bytes"`
@@ -110,10 +116,20 @@ type Device struct {
 	Total         uint64 `json:"total_bytes"` // of the device
 	Free          uint64 `json:"free_bytes"`  // for all processes
 	Uses          []Use  `json:"uses,omitempty"`
+	Pools         []Pool `json:"pools,omitempty"`
 	Utilization   *int   `json:"utilization_percent,omitempty"`
 	Temperature   *int   `json:"temperature_celsius,omitempty"`
 	PowerDraw     *int   `json:"power_draw_milliwatts,omitempty"`
 	ClockRate     *int   `json:"clock_rate_mhz,omitempty"`
+}
+
+// A Pool is the part of a device's memory that the allocator keeps for blocks of one class of sizes.
+type Pool struct {
+	Name          string `json:"name"` // such as "small"
+	Allocated     int64  `json:"allocated_bytes"`
+	Reserved      int64  `json:"reserved_bytes"`
+	InactiveSplit int64  `json:"inactive_split_bytes"`
+	PeakAllocated int64  `json:"peak_allocated_bytes"`
 }
 
 // A Use is a part of a device's memory.
@@ -204,6 +220,9 @@ func Decode(b []byte) (*Process, error) {
 }
 
 func (p *Process) check() error {
+	if err := checkTexts(p.NCCL); err != nil {
+		return err
+	}
 	if len(p.Groups) > maxGroups || len(p.Devices) > maxDevices || len(p.Notes) > maxNotes {
 		return fmt.Errorf("%d groups, %d devices and %d notes: want at most %d, %d and %d",
 			len(p.Groups), len(p.Devices), len(p.Notes), maxGroups, maxDevices, maxNotes)
@@ -298,20 +317,44 @@ func (t Total) compare(u Total) int {
 }
 
 func (d *Device) check() error {
-	for _, n := range []int64{d.Allocated, d.Reserved, d.InactiveSplit, d.PeakAllocated, d.Allocations, d.Retries, d.OutOfMemory} {
-		if n < 0 {
-			return fmt.Errorf("a negative number of bytes or allocations: %d", n)
-		}
+	if err := checkNumbers(d.Allocated, d.Reserved, d.InactiveSplit, d.PeakAllocated, d.Allocations, d.Retries, d.OutOfMemory); err != nil {
+		return err
 	}
-	if len(d.Uses) > maxUses {
-		return fmt.Errorf("%d uses: want at most %d", len(d.Uses), maxUses)
+	if len(d.Uses) > maxUses || len(d.Pools) > maxPools {
+		return fmt.Errorf("%d uses and %d pools: want at most %d and %d", len(d.Uses), len(d.Pools), maxUses, maxPools)
+	}
+	if err := d.checkPools(); err != nil {
+		return err
 	}
 	for _, u := range d.Uses {
 		if err := checkTexts(u.Owner); err != nil {
 			return err
 		}
 	}
-	return checkTexts(d.Name, d.UUID)
+	return checkTexts(d.Name, d.UUID, d.Product, d.PCI, d.Backend, d.Driver)
+}
+
+func (d *Device) checkPools() error {
+	seen := map[string]bool{}
+	for _, p := range d.Pools {
+		if seen[p.Name] {
+			return fmt.Errorf("the pool %q occurs twice", p.Name)
+		}
+		seen[p.Name] = true
+		if err := errors.Join(checkTexts(p.Name), checkNumbers(p.Allocated, p.Reserved, p.InactiveSplit, p.PeakAllocated)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func checkNumbers(list ...int64) error {
+	for _, n := range list {
+		if n < 0 {
+			return fmt.Errorf("a negative number of bytes or allocations: %d", n)
+		}
+	}
+	return nil
 }
 
 func checkTexts(texts ...string) error {

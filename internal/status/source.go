@@ -1,6 +1,7 @@
 package status
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"sync"
@@ -71,6 +72,7 @@ func (p *Process) add(part <-chan Process, late context.Context) bool {
 		}
 	}
 	p.Groups, p.Devices, p.Notes = append(p.Groups, q.Groups...), append(p.Devices, q.Devices...), append(p.Notes, q.Notes...)
+	p.NCCL = cmp.Or(p.NCCL, q.NCCL)
 	p.Errors, p.Durations = append(p.Errors, q.Errors...), append(p.Durations, q.Durations...)
 	return true
 }

@@ -16,7 +16,10 @@ func example() *Process {
 		Groups: []Group{{ID: "a1", Name: "data", Rank: 1, Size: 4, WorldRank: 1, Device: "virtual:1", Issued: 5, Completed: 4, IdleNanos: 7,
 			Oldest: &Op{Text: "ncclAllReduce(1 x float32, sum) as collective 5", Kind: "all-reduce", Collective: 5, AgeNanos: 9},
 			Totals: []Total{{"all_reduce", "nccl", "le_1KiB", 5, 20}, {"all_gather", "nccl", "le_1MiB", 1, 20}}}},
-		Devices: []Device{{Name: "virtual:1", Allocated: 1, Reserved: 2, Total: 8, Free: 6, Uses: []Use{{"buffers", 1}}}},
+		Devices: []Device{{Name: "virtual:1", Allocated: 1, Reserved: 2, Total: 8, Free: 6, Uses: []Use{{"buffers", 1}},
+			Product: "virtual device", PCI: "0000:01:00.0", Backend: "virtual", Driver: "13.0",
+			Pools: []Pool{{Name: "small", Allocated: 1, Reserved: 2}, {Name: "large"}}}},
+		NCCL: "2.28.3",
 	}
 }
 
@@ -45,6 +48,10 @@ func TestDecodeRefuses(t *testing.T) {
 		"129 counts of errors":              func(p *Process) { p.Errors = make([]Errors, maxErrors+1) },
 		"histograms are not in order":       func(p *Process) { p.Durations = make([]Durations, 2) },
 		"durations with the sum -1":         func(p *Process) { p.Durations = []Durations{{Sum: -1}} },
+		"9 pools":                           func(p *Process) { p.Devices[0].Pools = make([]Pool, maxPools+1) },
+		"occurs twice":                      func(p *Process) { p.Devices[0].Pools[1].Name = "small" },
+		"or allocations: -3":                func(p *Process) { p.Devices[0].Pools[1].Reserved = -3 },
+		"a text of 258 bytes":               func(p *Process) { p.NCCL = strings.Repeat("x", maxText+2) },
 		"33 uses":                           func(p *Process) { p.Devices[0].Uses = make([]Use, maxUses+1) },
 		"a text of 257 bytes":               func(p *Process) { p.Groups[0].ID = strings.Repeat("x", maxText+1) },
 		"want at most 65536":                func(p *Process) { p.Notes = []string{strings.Repeat("x", MaxBytes)} },

@@ -36,6 +36,7 @@ type Rank struct {
 	Groups      []Member        `json:"groups,omitempty"`
 	Devices     []status.Device `json:"devices,omitempty"`
 	Notes       []string        `json:"notes,omitempty"`
+	NCCL        string          `json:"nccl,omitempty"` // version
 
 	Errors    []status.Errors    `json:"errors,omitempty"`
 	Durations []status.Durations `json:"durations,omitempty"`
@@ -82,7 +83,7 @@ func (r *Rank) fill(report []byte) {
 		r.Missing = "its report is not valid: " + err.Error()
 		return
 	}
-	r.Devices, r.Notes = p.Devices, p.Notes
+	r.Devices, r.Notes, r.NCCL = p.Devices, p.Notes, p.NCCL
 	r.Errors, r.Durations = p.Errors, p.Durations
 	for _, g := range p.Groups {
 		r.Groups = append(r.Groups, Member{Group: g})

@@ -25,7 +25,9 @@ func exampleStatus(t testing.TB) *cluster.Status {
 			g.Oldest = &status.Op{Text: "ncclAllReduce(1 x float32, sum) as collective 8", Kind: "all-reduce", Collective: 8, AgeNanos: int64(time.Duration(rank+4) * time.Second)}
 		}
 		s.Members = append(s.Members, member(t, rank, status.Process{Groups: []status.Group{g},
-			Devices: []status.Device{{Name: g.Device, UUID: "GPU-1", Allocated: 1 << 30, Reserved: 2 << 30, PeakAllocated: 1 << 30, Total: 8 << 30, Free: 6 << 30}}}))
+			Devices: []status.Device{{Name: g.Device, UUID: "GPU-1", Product: "virtual device", PCI: "0000:01:00.0", Backend: "virtual", Driver: "13.0",
+				Allocated: 1 << 30, Reserved: 2 << 30, PeakAllocated: 1 << 30, Total: 8 << 30, Free: 6 << 30,
+				Pools: []status.Pool{{Name: "small", Allocated: 1 << 20, Reserved: 2 << 20, InactiveSplit: 512, PeakAllocated: 2 << 20}, {Name: "large", Allocated: 2 << 20, PeakAllocated: 3 << 20}}}}, NCCL: "2.28.3"}))
 	}
 	return s
 }

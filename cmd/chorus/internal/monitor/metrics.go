@@ -60,7 +60,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		return
 	}
 	s := &sender{out: out, job: j.Job}
-	s.send(buildDesc, 1, c.labels.Version)
+	for labels := range c.builds(j) {
+		s.send(buildDesc, 1, labels[:]...)
+	}
 	s.send(epochDesc, float64(j.Epoch))
 	count := map[string]int{"joining": 0, "running": 0, "lost": 0, "ended": 0}
 	for _, r := range j.Ranks {
@@ -77,6 +79,22 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 			s.rank(r)
 		}
 	}
+}
+
+// builds returns the versions that the ranks of this host use, usually one set: of chorus run, NCCL and
+// the driver, and the backend. Versions that no rank has reported are "".
+func (c *collector) builds(j *Job) map[[4]string]bool {
+	all := map[[4]string]bool{}
+	for i := range j.Ranks {
+		r := &j.Ranks[i]
+		if r.Host == c.source.Host() && len(r.Devices) > 0 {
+			all[[4]string{c.labels.Version, r.NCCL, r.Devices[0].Driver, r.Devices[0].Backend}] = true
+		}
+	}
+	if len(all) == 0 {
+		all[[4]string{c.labels.Version}] = true
+	}
+	return all
 }
 
 // A desc describes a metric. All metrics have the label chorus_job first.
@@ -96,15 +114,16 @@ var (
 	ofGroup  = append(ofRank[:2:2], "group")
 	ofTotal  = append(ofGroup[:3:3], "op", "strategy", "size")
 	ofDevice = append(ofRank[:2:2], "device")
+	ofPool   = append(ofDevice[:3:3], "pool")
 )
 
 var (
-	buildDesc = desc{"chorus_build_info", "The version of chorus run, always 1.", prometheus.GaugeValue, []string{"version"}}
+	buildDesc = desc{"chorus_build_info", "Versions of chorus run, of the NCCL and the CUDA driver that its ranks use, and their backend, always 1.", prometheus.GaugeValue, []string{"version", "nccl", "driver", "backend"}}
 	epochDesc = desc{"chorus_epoch", "Epoch of the job.", prometheus.GaugeValue, nil}
 	ranksDesc = desc{"chorus_ranks", "Ranks of the job, of all hosts.", prometheus.GaugeValue, []string{"state"}}
 
 	heartbeatDesc = desc{"chorus_heartbeat_age_seconds", "Time since the last message of the rank to the coordinator.", prometheus.GaugeValue, ofRank}
-	deviceDesc    = desc{"chorus_device_info", "A device that the rank uses, always 1.", prometheus.GaugeValue, append(ofDevice[:3:3], "uuid")}
+	deviceDesc    = desc{"chorus_device_info", "A device that the rank uses, always 1.", prometheus.GaugeValue, append(ofDevice[:3:3], "uuid", "product", "pci")}
 
 	operationsDesc = desc{"chorus_collective_operations_total", "Operations that were issued.", prometheus.CounterValue, ofTotal}
 	bytesDesc      = desc{"chorus_collective_bytes_total", "Bytes of the operations that were issued, each with its larger buffer.", prometheus.CounterValue, ofTotal}
@@ -119,10 +138,10 @@ var (
 	durationsDesc = desc{"chorus_collective_duration_seconds", "Time that collectives took on their streams, while a timeline is recorded.", prometheus.UntypedValue, append(ofRank[:2:2], "op", "size")}
 	exitsDesc     = desc{"chorus_worker_exits_total", "Exits of the processes of this host by reason: ok, code, signal, killed by chorus run.", prometheus.CounterValue, []string{"host", "reason"}}
 
-	allocatedDesc = desc{"chorus_memory_allocated_bytes", "Memory that the program has allocated.", prometheus.GaugeValue, ofDevice}
-	reservedDesc  = desc{"chorus_memory_reserved_bytes", "Memory that the allocator has reserved from the driver.", prometheus.GaugeValue, ofDevice}
-	inactiveDesc  = desc{"chorus_memory_inactive_split_bytes", "Free memory that the allocator cannot release.", prometheus.GaugeValue, ofDevice}
-	peakDesc      = desc{"chorus_memory_peak_allocated_bytes", "Maximum of the allocated memory.", prometheus.GaugeValue, ofDevice}
+	allocatedDesc = desc{"chorus_memory_allocated_bytes", "Memory that the program has allocated, by pool: small, large, or other for allocators without pools.", prometheus.GaugeValue, ofPool}
+	reservedDesc  = desc{"chorus_memory_reserved_bytes", "Memory that the allocator has reserved from the driver.", prometheus.GaugeValue, ofPool}
+	inactiveDesc  = desc{"chorus_memory_inactive_split_bytes", "Free memory that the allocator cannot release.", prometheus.GaugeValue, ofPool}
+	peakDesc      = desc{"chorus_memory_peak_allocated_bytes", "Maximum of the allocated memory of each pool, and of all pools together (all), which may be less than the sum.", prometheus.GaugeValue, ofPool}
 	allocsDesc    = desc{"chorus_memory_allocations_total", "Allocations of the program.", prometheus.CounterValue, ofDevice}
 	retriesDesc   = desc{"chorus_memory_retries_total", "Allocations that were repeated after the cache was emptied.", prometheus.CounterValue, ofDevice}
 	oomsDesc      = desc{"chorus_memory_out_of_memory_total", "Out-of-memory errors.", prometheus.CounterValue, ofDevice}
@@ -163,7 +182,7 @@ func (s *sender) rank(r *Rank) {
 		if d := &r.Devices[i]; !seen[d.Name] {
 			seen[d.Name] = true
 			s.device(d, of(d.Name))
-			s.send(deviceDesc, 1, of(d.Name, d.UUID)...)
+			s.send(deviceDesc, 1, of(d.Name, d.UUID, d.Product, d.PCI)...)
 		}
 	}
 }
@@ -206,11 +225,31 @@ func (s *sender) group(m *Member, group []string) {
 }
 
 func (s *sender) device(d *status.Device, labels []string) {
-	s.send(allocatedDesc, float64(d.Allocated), labels...)
-	s.send(reservedDesc, float64(d.Reserved), labels...)
-	s.send(inactiveDesc, float64(d.InactiveSplit), labels...)
-	s.send(peakDesc, float64(d.PeakAllocated), labels...)
+	for _, p := range poolsOf(d) {
+		of := append(labels[:len(labels):len(labels)], p.Name)
+		s.send(allocatedDesc, float64(p.Allocated), of...)
+		s.send(reservedDesc, float64(p.Reserved), of...)
+		s.send(inactiveDesc, float64(p.InactiveSplit), of...)
+		if p.Name != otherPool {
+			s.send(peakDesc, float64(p.PeakAllocated), of...)
+		}
+	}
+	s.send(peakDesc, float64(d.PeakAllocated), append(labels[:len(labels):len(labels)], "all")...)
 	s.send(allocsDesc, float64(d.Allocations), labels...)
 	s.send(retriesDesc, float64(d.Retries), labels...)
 	s.send(oomsDesc, float64(d.OutOfMemory), labels...)
+}
+
+// otherPool is the label of memory that is in no pool. Its peak is not known.
+const otherPool = "other"
+
+// poolsOf returns the pools of a device and the rest of its memory, so that the sum of the pools is the
+// memory of the device.
+func poolsOf(d *status.Device) []status.Pool {
+	rest := status.Pool{Name: otherPool, Allocated: d.Allocated, Reserved: d.Reserved, InactiveSplit: d.InactiveSplit}
+	for _, p := range d.Pools {
+		rest.Allocated, rest.Reserved, rest.InactiveSplit = rest.Allocated-p.Allocated, rest.Reserved-p.Reserved, rest.InactiveSplit-p.InactiveSplit
+	}
+	rest.Allocated, rest.Reserved, rest.InactiveSplit = max(rest.Allocated, 0), max(rest.Reserved, 0), max(rest.InactiveSplit, 0)
+	return append(d.Pools[:len(d.Pools):len(d.Pools)], rest)
 }

@@ -116,7 +116,8 @@ func TestMetrics(t *testing.T) {
 	families := parse(t, text)
 	require.Equal(t, 4.0, value(t, families, "chorus_ranks", map[string]string{"chorus_job": "mnist", "state": "running"}))
 	require.Equal(t, 2.0, value(t, families, "chorus_epoch", nil))
-	require.Equal(t, 1.0, value(t, families, "chorus_build_info", map[string]string{"version": "v1"}))
+	require.Equal(t, 1.0, value(t, families, "chorus_build_info", map[string]string{"version": "v1", "nccl": "2.28.3", "driver": "13.0", "backend": "virtual"}))
+	require.Equal(t, 1.0, value(t, families, "chorus_device_info", map[string]string{"rank": "2", "uuid": "GPU-1", "product": "virtual device", "pci": "0000:01:00.0"}))
 	of := map[string]string{"chorus_job": "mnist", "rank": "2", "host": "n2", "group": "data"}
 	require.Equal(t, 1.0, value(t, families, "chorus_group_lag_operations", of))
 	require.Equal(t, 5.0, value(t, families, "chorus_group_lag_seconds", of), "rank 1 has issued the next one 5 s ago")
@@ -126,7 +127,7 @@ func TestMetrics(t *testing.T) {
 	require.Equal(t, 8.0, value(t, families, "chorus_collective_operations_total", of))
 	require.Equal(t, float64(8<<20), value(t, families, "chorus_collective_bytes_total", of))
 	require.Equal(t, dto.MetricType_COUNTER, families["chorus_collective_bytes_total"].GetType())
-	require.Equal(t, float64(1<<30), value(t, families, "chorus_memory_allocated_bytes", map[string]string{"rank": "2", "device": "virtual:0"}))
+	checkPools(t, families)
 	require.Equal(t, 3.0, value(t, families, "chorus_collective_issued_sequence", map[string]string{"rank": "3", "group": "ranks-2#2"}))
 	require.Equal(t, 2.0, value(t, families, "chorus_worker_exits_total", map[string]string{"host": "n2", "reason": "ok"}))
 	require.Equal(t, 4.0, value(t, families, "chorus_collective_errors_total", map[string]string{"rank": "3", "group": "data", "reason": "timeout"}))
@@ -136,6 +137,30 @@ func TestMetrics(t *testing.T) {
 	require.EqualValues(t, 1, h.GetBucket()[8].GetCumulativeCount(), "up to 0.66 s")
 	require.EqualValues(t, 2, h.GetBucket()[10].GetCumulativeCount(), "up to 10 s")
 	require.NotContains(t, text, `rank="0"`, "another agent exports the ranks of its host")
+}
+
+// checkPools checks the memory of rank 2 by pool. The sum of the pools is the memory of the device.
+func checkPools(t *testing.T, families map[string]*dto.MetricFamily) {
+	t.Helper()
+	for name, want := range map[string]map[string]float64{
+		"chorus_memory_allocated_bytes":      {"small": 1 << 20, "large": 2 << 20, "other": 1<<30 - 3<<20},
+		"chorus_memory_reserved_bytes":       {"small": 2 << 20, "large": 0, "other": 2<<30 - 2<<20},
+		"chorus_memory_inactive_split_bytes": {"small": 512, "large": 0, "other": 0},
+		"chorus_memory_peak_allocated_bytes": {"small": 2 << 20, "large": 3 << 20, "all": 1 << 30},
+	} {
+		require.Len(t, families[name].GetMetric(), len(want), "rank 2 has a device, and rank 3 of this test has none")
+		for pool, bytes := range want {
+			require.Equal(t, bytes, value(t, families, name, map[string]string{"rank": "2", "device": "virtual:0", "pool": pool}), "%s of %s", name, pool)
+		}
+	}
+}
+
+// TestVersionsBeforeTheRanksReport has ranks without a device, whose versions are not known yet.
+func TestVersionsBeforeTheRanksReport(t *testing.T) {
+	s := exampleStatus(t)
+	s.Members = s.Members[:2] // of the other host
+	_, _, text := get(t, serve(t, func(context.Context) (*cluster.Status, error) { return s, nil })+"/metrics", "")
+	require.Equal(t, 1.0, value(t, parse(t, text), "chorus_build_info", map[string]string{"version": "v1", "nccl": "", "driver": "", "backend": ""}))
 }
 
 // TestMetricsUnderLoad scrapes from many clients at the same time. They share questions to the job.

@@ -1,0 +1,124 @@
+package ras
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"regexp"
+	"slices"
+
+	"github.com/gochorus/chorus/internal/plain"
+)
+
+// MaxAnswer limits an answer, in bytes. A rank of a communicator has about 600 bytes.
+const MaxAnswer = 1 << 20
+
+// Limits of an answer's content.
+const (
+	maxSize   = 1 << 20 // ranks of a communicator
+	maxCounts = 64      // kinds of operations of a rank
+	maxName   = 64      // bytes of an address or a hash
+)
+
+// kindName matches the names of kinds of operations, such as AllReduce.
+var kindName = regexp.MustCompile(`^[A-Za-z0-9_]{1,32}$`)
+
+// An Answer is the state of the communicators of a job.
+type Answer struct {
+	Communicators []Communicator `json:"communicators"`
+}
+
+// A Communicator has the ranks that the service knows.
+type Communicator struct {
+	Hash    string `json:"hash"`
+	Size    int    `json:"size"`
+	Ranks   []Rank `json:"ranks"`
+	Missing []Rank `json:"missing_ranks"` // ranks that have not reported this communicator
+}
+
+// A Rank is a rank of a communicator, with its process.
+type Rank struct {
+	Rank   int               `json:"rank"`
+	Host   string            `json:"host"` // an address
+	PID    int               `json:"pid"`  // -1 if not known
+	Status Status            `json:"status"`
+	Counts map[string]uint64 `json:"collective_counts"` // operations that were launched, by kind
+}
+
+// A Status says whether a rank has failed or, if the rank is missing, why.
+type Status struct {
+	InitState    int  `json:"init_state"`  // an ncclResult_t
+	AsyncError   int  `json:"async_error"` // an ncclResult_t
+	Unresponsive bool `json:"unresponsive"`
+	Dead         bool `json:"considered_dead"`
+}
+
+// missingComma matches the place of a comma that NCCL 2.28.9 omits in each missing rank.
+var missingComma = regexp.MustCompile(`("nvml_dev": *-?[0-9]+)(\s*"status")`)
+
+// Decode reads an answer in JSON. It ignores fields that it does not know, because each version of
+// NCCL may add some.
+func Decode(b []byte) (*Answer, error) {
+	d := json.NewDecoder(bytes.NewReader(missingComma.ReplaceAll(b, []byte("$1,$2"))))
+	a := new(Answer)
+	if err := d.Decode(a); err != nil {
+		return nil, fmt.Errorf("ras: the answer is not JSON of NCCL's RAS service: %w", err)
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return nil, errors.New("ras: more bytes follow the answer")
+	}
+	if a.Communicators == nil {
+		return nil, errors.New(`ras: the answer has no "communicators"`)
+	}
+	plain.Record(a)
+	for i := range a.Communicators {
+		if err := a.Communicators[i].check(); err != nil {
+			return nil, fmt.Errorf("ras: communicator %.32s: %w", a.Communicators[i].Hash, err)
+		}
+	}
+	return a, nil
+}
+
+func (c *Communicator) check() error {
+	if c.Size < 1 || c.Size > maxSize {
+		return fmt.Errorf("it has %d ranks: want 1 to %d", c.Size, maxSize)
+	}
+	if len(c.Hash) > maxName {
+		return fmt.Errorf("its hash has %d bytes: want at most %d", len(c.Hash), maxName)
+	}
+	seen := make(map[int]bool)
+	for _, r := range slices.Concat(c.Ranks, c.Missing) {
+		switch {
+		case r.Rank < 0 || r.Rank >= c.Size:
+			return fmt.Errorf("it has %d ranks, and one of them is %d", c.Size, r.Rank)
+		case seen[r.Rank]:
+			return fmt.Errorf("rank %d occurs twice", r.Rank)
+		case len(r.Counts) > maxCounts:
+			return fmt.Errorf("rank %d has %d kinds of operations: want at most %d", r.Rank, len(r.Counts), maxCounts)
+		case len(r.Host) > maxName:
+			return fmt.Errorf("the host of rank %d has %d bytes: want at most %d", r.Rank, len(r.Host), maxName)
+		}
+		seen[r.Rank] = true
+		for kind := range r.Counts {
+			if !kindName.MatchString(kind) {
+				return fmt.Errorf("rank %d has counts of %.40q, which is not a kind of operations", r.Rank, kind)
+			}
+		}
+	}
+	return nil
+}
+
+// Of returns the communicators of size ranks in which the process pid has the rank. NCCL's names of
+// communicators are not known to its callers. An answer of another job has none of them.
+func (a *Answer) Of(rank, size, pid int) *Answer {
+	is := func(r Rank) bool { return r.Rank == rank && r.PID == pid }
+	mine := new(Answer)
+	for _, c := range a.Communicators {
+		if c.Size == size && (slices.ContainsFunc(c.Ranks, is) || slices.ContainsFunc(c.Missing, is)) {
+			mine.Communicators = append(mine.Communicators, c)
+		}
+	}
+	return mine
+}

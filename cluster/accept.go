@@ -12,22 +12,29 @@ import (
 // resources for it.
 const acceptRetry = 50 * time.Millisecond
 
+// acceptPatience is the time for which a failure may be a passing one.
+const acceptPatience = time.Second
+
 // acceptAll calls take with each connection of ln, and returns when ln is closed. It calls notify
-// with the reason if the system accepts none.
+// with the reason if it has accepted none for a while.
 func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn)) {
-	var told time.Time
+	var failing, told time.Time
 	for {
 		c, err := ln.Accept()
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
 		if err == nil {
+			failing = time.Time{}
 			take(c)
 			continue
 		}
-		if time.Since(told) >= waitLine {
+		if failing.IsZero() {
+			failing = time.Now()
+		}
+		if time.Since(failing) >= acceptPatience && time.Since(told) >= waitLine {
 			told = time.Now()
-			notify(fmt.Sprintf("no process can connect to this host: %v%s", err, acceptCure(err)))
+			notify(fmt.Sprintf("this process cannot accept connections: %v%s", err, acceptCure(err)))
 		}
 		time.Sleep(acceptRetry)
 	}

@@ -26,17 +26,17 @@ func (f *fullListener) Accept() (net.Conn, error) {
 	return nil, net.ErrClosed
 }
 
-// The user learns at once, and then every few seconds, that a process has too many open files. Connections are
+// The user learns after a second, and then every few seconds, that a process has too many open files. Connections are
 // accepted when it has fewer.
 func TestTooManyOpenFiles(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var lines []string
 		taken := 0
-		failures := int(2*waitLine/acceptRetry) + 1
+		failures := int((acceptPatience+2*waitLine)/acceptRetry) + 1
 		begun := time.Now()
 		acceptAll(&fullListener{failures: failures}, func(reason string) { lines = append(lines, reason) }, func(net.Conn) { taken++ })
-		require.Equal(t, 2*waitLine+acceptRetry, time.Since(begun))
-		const want = "no process can connect to this host: accept: too many open files; raise the limit on open files (ulimit -n)"
+		require.Equal(t, acceptPatience+2*waitLine+acceptRetry, time.Since(begun))
+		const want = "this process cannot accept connections: accept: too many open files; raise the limit on open files (ulimit -n)"
 		require.Equal(t, []string{want, want, want}, lines)
 		require.Equal(t, 1, taken)
 	})

@@ -313,8 +313,22 @@ func (a *Agent) Close() error {
 	return nil
 }
 
+// awaitHeir waits for the next coordinator, if it must learn that the job was stopped here.
+func (a *Agent) awaitHeir() {
+	a.mu.Lock()
+	pending, moved := a.choosing && (a.stops != nil || a.kills), a.moved
+	a.mu.Unlock()
+	if pending {
+		select {
+		case <-moved:
+		case <-a.Context().Done(): // no other follows
+		}
+	}
+}
+
 // release releases the resources of Start in reverse order.
 func (a *Agent) release() {
+	a.awaitHeir()
 	a.mu.Lock()
 	a.die()
 	a.mu.Unlock()

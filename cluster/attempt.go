@@ -112,9 +112,9 @@ func (a *Agent) order(k *client, o Order) {
 func (a *Agent) Orders() <-chan Order { return a.orders }
 
 // CanDrain reports whether the job can go on without this host: it has several hosts, and its workers call
-// Run. It asks the coordinator unless the processes have begun an epoch.
+// Run. It asks the coordinator unless it knows of an epoch.
 func (a *Agent) CanDrain() bool {
-	if a.cfg.Nodes == 1 {
+	if a.cfg.Nodes == 1 || a.Context().Err() != nil {
 		return false
 	}
 	a.mu.Lock()

@@ -89,7 +89,7 @@ func (c *coordinator) nextPlan() *plan {
 }
 
 // planOfEpoch returns the hosts of the proposal, and after them hosts that have come since, because
-// members name their hosts by their places in it. The plan does not change before the epoch begins.
+// members name their hosts by their places in the proposal. The plan does not change before the epoch begins.
 func (c *coordinator) planOfEpoch() *plan {
 	p := *c.elastic.hosts
 	for _, h := range c.nextPlan().Hosts {

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"net"
 	"strings"
 	"testing"
 	"time"
@@ -111,6 +112,25 @@ func TestResumeOnABrokenLink(t *testing.T) {
 	p := guest(0) // without a link, as after writeFailed
 	require.ErrorIs(t, c.resume(p, message{kind: kindResume, epoch: firstEpoch, body: []byte(q.id)}), errOtherStream)
 	require.Empty(t, q.renewals, "the stream keeps its link")
+}
+
+// A request to continue a stream that comes after a later one is of a link that the member does not use any more.
+func TestLateRequestToResume(t *testing.T) {
+	c, _, worker := judged()
+	q := worker(1)
+	c.peers[q.id] = q
+	ask := func(number uint64) int {
+		near, far := net.Pipe()
+		t.Cleanup(func() { near.Close(); far.Close() })
+		p := guest(0)
+		p.stream = newStream(&link{c: near}, newRunClock(time.Second), time.Minute)
+		require.ErrorIs(t, c.resume(p, message{kind: kindResume, epoch: number, body: []byte(q.id)}), errOtherStream)
+		return len(q.renewals)
+	}
+	require.Equal(t, 1, ask(2))
+	<-q.renewals
+	require.Zero(t, ask(1))
+	require.Equal(t, 1, ask(3))
 }
 
 // TestMembersThatGiveUp registers without a rank and gives up, again and again.

@@ -70,6 +70,7 @@ func TestHandoverCountsProposals(t *testing.T) {
 		j.do(func() { j.drainHost(j.hosts["a"], fault{Reason: "received SIGTERM", Code: 143}) })
 		j.settle("a", "b")
 		require.False(t, j.handedOver)
+		require.Equal(t, []electorate{{"a", "b", "c", "d"}, {"a", "b"}}, j.elastic.proposed)
 		j.answer("a", "b")
 		require.Empty(t, j.elastic.proposed)
 		j.settle("a", "b")

@@ -39,7 +39,7 @@ const (
 	kindEnded                      // coordinator: nothing
 	kindRefuse                     // coordinator: refusal
 	kindSilent                     // member: nothing; it disconnects from a silent coordinator
-	kindResume                     // member, first on a new link: id of the stream; id is the number of the last message received
+	kindResume                     // member, first on a new link: id of the stream; epoch is the number of the request, and id of the last message received
 	kindResumed                    // coordinator: nothing; the stream continues on this link
 	kindKill                       // agent, and coordinator to agents: nothing; workers must not be given more time
 	kindPath                       // agent: pathReport

@@ -127,7 +127,7 @@ func agentMain(host, seed string) int {
 			return 43
 		}
 		defer s.Close()
-		time.Sleep(time.Second) // so that every path was probed
+		time.Sleep(quick.LostAfter + time.Second) // so that every path was probed, and a silent host would be lost
 		fmt.Println("waiting")
 		<-a.Context().Done()
 		fmt.Println("cause:", context.Cause(a.Context()))

@@ -24,6 +24,7 @@ type peer struct {
 	seat     uint64 // worker: the last epoch that it was a member of; 0 if it is new
 	elastic  answers
 	draining *fault // agent: its host leaves the job for this reason, such as "received SIGTERM"
+	request  uint64 // number of the last request to continue the stream
 	prepared bool   // agent: has accepted the current attempt
 	ready    bool   // agent: no worker of an earlier attempt is running
 }

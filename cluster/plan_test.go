@@ -190,13 +190,14 @@ func TestStopIsRepeated(t *testing.T) {
 		a.life, a.die = context.WithCancel(t.Context())
 		a.die() // no other choice follows
 		a.charter = &charter{}
+		now := &attempt{ctx: t.Context(), cancel: func(error) {}}
+		a.now.Store(now)
 		a.k.cancel(ErrClosed)
 		a.k.shut()
 		require.True(t, a.CanDrain(), "the coordinator cannot be asked")
 		_ = a.Stop("received SIGINT", 130)
 		_ = a.Kill()
 		next := open()
-		now := &attempt{cancel: func(error) {}}
 		a.followNext(now, next, "next")
 		sent := next.stream.out
 		require.Equal(t, []kind{kindStop, kindKill}, kindsOf(sent))
@@ -206,6 +207,11 @@ func TestStopIsRepeated(t *testing.T) {
 		a.over = true
 		next.cancel(ErrClosed)
 		require.False(t, a.CanDrain(), "the program has ended")
+		a.over = false
+		failed, fail := context.WithCancel(t.Context())
+		fail()
+		a.now.Store(&attempt{ctx: failed})
+		require.False(t, a.CanDrain(), "the job has failed")
 		synctest.Wait()
 	})
 }

@@ -17,6 +17,7 @@ type redials struct {
 	slots    chan struct{}
 	hopeless chan error    // an attempt has shown that the stream cannot continue
 	resuming chan struct{} // full while the coordinator is asked to continue the stream
+	requests uint64        // how often it was asked; guarded by resuming
 }
 
 func newRedials() redials {
@@ -33,6 +34,9 @@ func (k *client) silenceLimit() time.Duration {
 	}
 	return k.hello.LostAfter
 }
+
+// quietAfter returns the silence after which a member connects again: a heartbeat is overdue.
+func (w welcome) quietAfter() time.Duration { return max(w.LostAfter/3, w.Heartbeat*3/2) }
 
 // watch sends heartbeats, and looks for silence of the coordinator. TCP repeats lost
 // packets at growing intervals, so after an outage the connection may stay silent for as
@@ -52,7 +56,7 @@ func (k *client) watch() {
 			beat = time.Now()
 			k.stream.sendBeat()
 		}
-		switch quiet := k.stream.silent() > k.hello.LostAfter/3; {
+		switch quiet := k.stream.silent() > k.hello.quietAfter(); {
 		case quiet && k.isSuspended(): // when it continues, most of the limit is left
 			k.stream.touch()
 		case k.stream.isTooSilent(k.silenceLimit()):
@@ -174,7 +178,8 @@ func (k *client) keepOpen(l *link) {
 
 // resume asks the coordinator to continue the stream on l.
 func (k *client) resume(l *link, limit time.Duration) (renewal, error) {
-	ask := message{kind: kindResume, epoch: firstEpoch, id: k.stream.receivedSoFar(), body: []byte(k.hello.Stream)}
+	k.requests++
+	ask := message{kind: kindResume, epoch: k.requests, id: k.stream.receivedSoFar(), body: []byte(k.hello.Stream)}
 	if err := l.write(frame{body: ask.encode()}, limit); err != nil {
 		return renewal{}, err
 	}

@@ -59,7 +59,14 @@ func (c *coordinator) resume(p *peer, m message) error {
 	c.mu.Lock()
 	q := c.peers[string(m.body)]
 	valid := p.role == roleNone && q != nil && q != p && q.worker == p.worker && q.state != peerGone
+	late := valid && m.epoch < q.request
+	if valid {
+		q.request = max(q.request, m.epoch)
+	}
 	c.mu.Unlock()
+	if late { // the member has sent another request since, over another link
+		return errOtherStream
+	}
 	if !valid {
 		p.send(note(kindRefuse, refusal{Reason: "this process is not a member of the job any more"}))
 		p.closeAfterQueue()

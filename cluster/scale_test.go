@@ -31,6 +31,7 @@ type crowd struct {
 	keys    keys
 	rnd     *rand.Rand // of the network
 	loss    float64    // the share of segments that are lost
+	timing  Timing     // Heartbeat and LostAfter
 	mu      sync.Mutex
 	all     sync.WaitGroup
 	began   map[uint64]int // the number of workers that an epoch has reached
@@ -43,16 +44,16 @@ type crowd struct {
 func newCrowd(t *testing.T, n int, rnd *rand.Rand, loss float64) *crowd {
 	ks, err := deriveKeys(testSecret, "scale")
 	require.NoError(t, err)
-	return &crowd{t: t, ln: newWireListener(), keys: ks, rnd: rnd, loss: loss, began: map[uint64]int{}, size: map[uint64]int{}, changed: make(chan struct{}, 1),
+	return &crowd{t: t, ln: newWireListener(), keys: ks, rnd: rnd, loss: loss, timing: Timing{Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second}, began: map[uint64]int{}, size: map[uint64]int{}, changed: make(chan struct{}, 1),
 		agents: make([]*client, n), workers: make([]*client, n*scaleWorkers)}
 }
 
-// meet starts a coordinator with the default time limits and all members.
+// meet starts a coordinator and all members.
 func (x *crowd) meet() *coordinator {
 	n := len(x.agents)
 	c := newCoordinator(x.ln, coordConfig{job: "scale", key: x.keys.control, agents: n, least: 1, notify: func(string) {},
 		joinBy: time.Hour, revokeBy: time.Minute, drainBy: time.Minute,
-		self: welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second}})
+		self: welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: x.timing.Heartbeat, LostAfter: x.timing.LostAfter}})
 	for i := range n {
 		x.all.Go(func() { x.join(i, n) })
 	}
@@ -257,6 +258,24 @@ func runLossy(t *testing.T, loss float64) {
 		c.close()
 		require.Equal(t, map[uint64]int{1: n * scaleWorkers}, began)
 	})
+}
+
+// Members that are idle keep their connections, also if the limit of silence is short compared with the heartbeat.
+func TestIdleMembersStayConnected(t *testing.T) {
+	for ratio := range 4 {
+		synctest.Test(t, func(t *testing.T) {
+			x := newCrowd(t, 2, rand.New(rand.NewPCG(1, 1)), 0)
+			x.timing = Timing{Heartbeat: time.Second, LostAfter: time.Duration(ratio+2) * time.Second}
+			c := x.meet()
+			x.await(1, 2*scaleWorkers)
+			time.Sleep(time.Minute)
+			for _, k := range append(x.agents, x.workers...) {
+				require.Equal(t, 1, k.stream.generation(), "ratio %d", ratio+2)
+			}
+			x.leave()
+			c.close()
+		})
+	}
 }
 
 // watchMemory measures the memory of coordinators from now on. The result returns its maximum.

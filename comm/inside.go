@@ -18,7 +18,7 @@ type inside struct{ g *Group }
 func (x inside) Check(op string) error { return x.g.check(op) }
 
 func (x inside) CheckSame(ctx context.Context, op, given string) error {
-	return x.g.checkSame(ctx, op, given)
+	return x.g.checkSame(ctx, op, given, sameArguments)
 }
 
 func (x inside) Chosen(k ranks.Collective) string { return string(x.g.chosen(k)) }

@@ -18,14 +18,18 @@ func (w *reporter) askService(c *nccl.Communicator) <-chan []string {
 		close(found)
 		return found
 	}
+	world := w.worldRanks()
 	go func() {
 		defer close(found)
 		a, err := ras.Ask(addr)
 		if err != nil {
 			return // the service is older, disabled, or another program has its port
 		}
-		world := w.worldRanks()
-		found <- a.Of(c.Rank(), c.Size(), os.Getpid()).Findings(func(_ *ras.Communicator, rank int) string {
+		mine := a.Of(c.Rank(), c.Size(), os.Getpid())
+		found <- mine.Findings(func(x *ras.Communicator, rank int) string {
+			if len(mine.Communicators) > 1 { // this process has the same rank in several groups of the size
+				return fmt.Sprintf("rank %d of communicator %s", rank, x.Hash)
+			}
 			return fmt.Sprint("rank ", world[rank])
 		})
 	}()

@@ -6,9 +6,12 @@ import (
 	"slices"
 )
 
-// checkSame returns an error on all ranks if the processes have given different arguments, which
-// the ranks could not act on together. Collective.
-func (g *Group) checkSame(ctx context.Context, op, given string) error {
+// sameArguments is the usual cure of a failure of checkSame.
+const sameArguments = "give the same on all ranks"
+
+// checkSame returns an error on all ranks if the processes have different arguments, because the
+// ranks would wait for each other. Collective.
+func (g *Group) checkSame(ctx context.Context, op, has, cure string) error {
 	if err := g.check(op); err != nil {
 		return err
 	}
@@ -18,7 +21,7 @@ func (g *Group) checkSame(ctx context.Context, op, given string) error {
 		}
 		return nil
 	}
-	all, err := GatherValues(ctx, g, nil, slices.Repeat([]string{given}, len(g.members))...)
+	all, err := GatherValues(ctx, g, nil, slices.Repeat([]string{has}, len(g.members))...)
 	if err != nil {
 		return fmt.Errorf("comm: %s: %w", op, err)
 	}
@@ -26,8 +29,8 @@ func (g *Group) checkSame(ctx context.Context, op, given string) error {
 	if i < 0 {
 		return nil
 	}
-	// A rank that closes its group now would end the exchange on ranks that do not have all values
-	// yet. A rank that does not come to the barrier has them, or is lost.
+	// A rank may close its group as soon as it has all values, and would end the exchange of ranks that do
+	// not have them. So all ranks wait here. This rank has the reason, whatever the barrier returns.
 	_ = g.Barrier(ctx)
-	return badArgument(op, "rank 0 has given %s and rank %d %s: give the same on all ranks", all[0], i, all[i])
+	return badArgument(op, "rank 0 has %s and rank %d %s: %s", all[0], i, all[i], cure)
 }

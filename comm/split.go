@@ -130,7 +130,7 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 // like Split. Collective.
 func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 	const op = "sub-group"
-	if err := g.checkSame(ctx, op, fmt.Sprint("the ranks ", ranks)); err != nil {
+	if err := g.checkSame(ctx, op, fmt.Sprint("the ranks ", ranks), sameArguments); err != nil {
 		return nil, err
 	}
 	for i, r := range ranks {

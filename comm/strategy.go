@@ -15,12 +15,13 @@ import (
 // strategy does not support: other operations, types and sizes, operations on other
 // streams than the group's, and several operations of one rank in a single NCCL group. All
 // ranks must have the same strategy. In a group with Config.Deterministic a strategy does not
-// change the bits of reductions. Its value is its name in CHORUS_COMM_STRATEGY. An empty
-// Config.Strategy is the strategy named by that variable; the default is nccl.
+// change the bits of reductions. Its value is its name in CHORUS_COMM_STRATEGY.
 type Strategy string
 
 // The strategies.
 const (
+	// ByEnvironment is the strategy named by CHORUS_COMM_STRATEGY; the default is nccl.
+	ByEnvironment Strategy = ""
 	// NCCLOnly uses NCCL for everything.
 	NCCLOnly Strategy = "nccl"
 	// OwnKernels uses Chorus kernels for small all-reduces, all-gathers, reduce-scatters,
@@ -82,7 +83,7 @@ func strategyOf(s route.Strategy) Strategy { return Strategy(s.String()) }
 
 // strategy returns the strategy of the configuration, or of the environment.
 func (c *Config) strategy() (route.Strategy, error) {
-	if c != nil && c.Strategy != "" {
+	if c != nil && c.Strategy != ByEnvironment {
 		return c.Strategy.route()
 	}
 	name, err := env.CommStrategy.OneOf(route.Names[route.NCCLOnly:]...)
@@ -120,7 +121,7 @@ func (g *Group) Use(ctx context.Context, s Strategy) error {
 // changeStrategy sets the rule of all local ranks, if all ranks want the same strategy.
 func (g *Group) changeStrategy(ctx context.Context, s Strategy, set func(route.Strategy)) error {
 	const op = "use"
-	if err := g.checkSame(ctx, op, fmt.Sprint("the strategy ", s)); err != nil {
+	if err := g.checkSame(ctx, op, fmt.Sprintf("the strategy %q", s), sameArguments); err != nil {
 		return err
 	}
 	r, err := s.route()

@@ -144,10 +144,10 @@ func TestUseOfRanksThatDiffer(t *testing.T) {
 			return errs
 		}
 		for text, wanted := range map[string][]comm.Strategy{
-			"rank 0 has given the strategy nccl and rank 2 the strategy one-shot": {comm.NCCLOnly, comm.NCCLOnly, comm.OneShot},
-			"rank 0 has given the strategy nccl and rank 1 the strategy fastest":  {comm.NCCLOnly, "fastest", comm.NCCLOnly},
-			"rank 0 has given the strategy windows and rank 1 the strategy nccl":  {comm.Windows, comm.NCCLOnly, comm.OneShot},
-			"the group has no strategy windows: it has [nccl own one-":            {comm.Windows, comm.Windows, comm.Windows},
+			`rank 0 has the strategy "nccl" and rank 2 the strategy "one-shot"`: {comm.NCCLOnly, comm.NCCLOnly, comm.OneShot},
+			`rank 0 has the strategy "nccl" and rank 1 the strategy "fastest"`:  {comm.NCCLOnly, "fastest", comm.NCCLOnly},
+			`rank 0 has the strategy "windows" and rank 1 the strategy "nccl"`:  {comm.Windows, comm.NCCLOnly, comm.OneShot},
+			"the group has no strategy windows: it has [nccl own one-":          {comm.Windows, comm.Windows, comm.Windows},
 		} {
 			for _, err := range all(func(i int, g *comm.Group) error { return g.Use(testgpu.Context(t), wanted[i]) }) {
 				require.ErrorIs(t, err, comm.ErrMismatch)

@@ -69,7 +69,7 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	}
 	// Ranks with different plans would wait for each other.
 	digest := sha256.Sum256(fmt.Append(nil, plan))
-	if err := g.checkSame(ctx, "tune", fmt.Sprintf("the options %+v (plan %x)", options, digest[:4])); err != nil {
+	if err := g.checkSame(ctx, "tune", fmt.Sprintf("the options %+v (plan %x)", options, digest[:4]), sameArguments); err != nil {
 		return nil, err
 	}
 	t := &route.Tuning{For: at, Choices: plan}
@@ -144,7 +144,7 @@ func (g *Group) sameSite(ctx context.Context) (route.Site, error) {
 	if err != nil {
 		return at, err
 	}
-	return at, g.checkSame(ctx, "tune", fmt.Sprintf("the site %+v", at))
+	return at, g.checkSame(ctx, "tune", fmt.Sprintf("the site %+v", at), "a tuning is for ranks that are alike")
 }
 
 // setInitialTuning gives all ranks of a Tuned group the Tuning of rank 0: its Config.Tuning, or the one

@@ -120,7 +120,7 @@ func TestTunePlansThatDiffer(t *testing.T) {
 	}
 	wg.Wait()
 	for i, g := range gs {
-		require.ErrorContains(t, errs[i], "comm: tune: rank 0 has given the options {MaxBytes:64 ")
+		require.ErrorContains(t, errs[i], "comm: tune: rank 0 has the options {MaxBytes:64 ")
 		require.ErrorContains(t, errs[i], "and rank 1 the options {MaxBytes:128 ")
 		wg.Go(func() { errs[i] = errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t))) })
 	}

@@ -253,7 +253,7 @@ func TestPerfOfRanksThatDisagree(t *testing.T) {
 		out, err := cmd.CombinedOutput()
 		require.Error(t, err)
 		for rank := range 2 {
-			require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] chorus: .*rank 0 has given the flags .* and rank 1 the flags .*: give the same on all ranks`, rank), string(out), flags)
+			require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] chorus: .*rank 0 has the flags .* and rank 1 the flags .*: give the same on all ranks`, rank), string(out), flags)
 		}
 	}
 }

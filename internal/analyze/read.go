@@ -120,7 +120,7 @@ func (d *dump) field(key string, read func(any) error) error {
 	switch key {
 	case "pg_config":
 		if err := read(&d.config); err != nil {
-			return fmt.Errorf("%q: %w", key, err)
+			return err
 		}
 		if len(d.config) > mostGroups {
 			return fmt.Errorf("the file has %d groups: want at most %d", len(d.config), mostGroups)
@@ -128,7 +128,7 @@ func (d *dump) field(key string, read func(any) error) error {
 		return nil
 	case "chorus":
 		if err := read(&d.source); err != nil {
-			return fmt.Errorf("%q: %w", key, err)
+			return err
 		}
 		plain.Record(d.source)
 		return nil

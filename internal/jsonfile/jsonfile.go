@@ -95,6 +95,9 @@ func (f *Reader) Value(key string, to any) error {
 	f.r.begin = f.d.InputOffset()
 	err := f.d.Decode(to)
 	if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
+		if wrong.Field != "" {
+			key += "." + wrong.Field
+		}
 		return fmt.Errorf("%q is a JSON %s, at byte %d: want another type", key, wrong.Value, f.d.InputOffset())
 	}
 	return f.err(err)

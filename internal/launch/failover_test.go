@@ -83,6 +83,24 @@ func TestElasticCoordinatorDrains(t *testing.T) {
 	require.Equal(t, pidsIn(t, text, "of 3 pid"), pidsIn(t, text, "of 1 pid"), "the process of the worker")
 }
 
+// SIGINT to a launcher stops the job on all hosts, also if it comes while the hosts choose another coordinator and
+// the workers of the host exit before that ends.
+func TestElasticStopDuringTheChoice(t *testing.T) {
+	t.Parallel()
+	_, ls := severalHosts(t, 3, 1, "elastic", "9", "3")
+	require.NoError(t, ls[2].cmd.Process.Signal(syscall.SIGSTOP))
+	requireStopped(t, ls[2].cmd.Process.Pid)
+	require.NoError(t, ls[0].cmd.Process.Kill())
+	ls[1].until("choose another coordinator", 1)
+	require.NoError(t, ls[1].cmd.Process.Signal(syscall.SIGINT))
+	requireGone(t, pidsIn(t, ls[1].text(), "epoch 1 is rank 1 of 3 pid"))
+	require.NoError(t, ls[2].cmd.Process.Signal(syscall.SIGCONT))
+	for _, l := range ls[1:] {
+		code, text := l.wait()
+		require.Equal(t, 130, code, text)
+	}
+}
+
 // SIGTERM to all launchers, in any order, ends the job on all hosts.
 func TestElasticAllDrain(t *testing.T) {
 	t.Parallel()

@@ -363,7 +363,7 @@ func (j *job) signalled(s os.Signal) {
 		return
 	}
 	if j.signal != 0 {
-		if _, stop := j.causes(); stop != nil || !j.draining { // otherwise the job goes on
+		if goesOn := j.draining && j.agent.Context().Err() == nil; !goesOn {
 			_ = j.agent.Kill() // as in childEnded
 		}
 		j.kill()

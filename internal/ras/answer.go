@@ -13,7 +13,7 @@ import (
 )
 
 // MaxAnswer limits an answer, in bytes. A rank of a communicator has about 600 bytes.
-const MaxAnswer = 1 << 20
+const MaxAnswer = 16 << 20
 
 // Limits of an answer's content.
 const (

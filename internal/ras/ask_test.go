@@ -36,7 +36,7 @@ func TestAskTriesAnotherProcess(t *testing.T) {
 	})
 	_, err := ras.Ask(addr)
 	require.NoError(t, err)
-	require.EqualValues(t, 3, count.Load())
+	require.GreaterOrEqual(t, count.Load(), int32(3))
 }
 
 // Services that do not answer well give an error, within the limit of Ask.

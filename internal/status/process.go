@@ -337,8 +337,8 @@ func (d *Device) check() error {
 func (d *Device) checkPools() error {
 	seen := map[string]bool{}
 	for _, p := range d.Pools {
-		if seen[p.Name] {
-			return fmt.Errorf("the pool %q occurs twice", p.Name)
+		if p.Name != "small" && p.Name != "large" || seen[p.Name] {
+			return fmt.Errorf("the pool %q: want small and large, each at most once", p.Name)
 		}
 		seen[p.Name] = true
 		if err := errors.Join(checkTexts(p.Name), checkNumbers(p.Allocated, p.Reserved, p.InactiveSplit, p.PeakAllocated)); err != nil {

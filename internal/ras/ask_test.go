@@ -59,7 +59,7 @@ func TestAskRefuses(t *testing.T) {
 		"no JSON":        {func(c net.Conn) { rastest.Speak(c, false, nil) }, `the answer to SET FORMAT json is "ERROR: Unknown command SET FORMAT json"`},
 		"no answer":      {answer(""), "the answer is not JSON"},
 		"garbage":        {answer("\x00\xff"), "the answer is not JSON"},
-		"too long":       {answer(strings.Repeat(" ", ras.MaxAnswer+1)), "the answer has more than 1048576 bytes"},
+		"too long":       {answer(strings.Repeat(" ", ras.MaxAnswer+1)), "the answer has more than 16777216 bytes"},
 		"silent at last": {func(c net.Conn) { rastest.Speak(c, true, func() string { _, _ = io.Copy(io.Discard, c); return "" }) }, "i/o timeout"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -49,7 +49,7 @@ func TestDecodeRefuses(t *testing.T) {
 		"histograms are not in order":       func(p *Process) { p.Durations = make([]Durations, 2) },
 		"durations with the sum -1":         func(p *Process) { p.Durations = []Durations{{Sum: -1}} },
 		"9 pools":                           func(p *Process) { p.Devices[0].Pools = make([]Pool, maxPools+1) },
-		"occurs twice":                      func(p *Process) { p.Devices[0].Pools[1].Name = "small" },
+		"want small and large, each at most once":                      func(p *Process) { p.Devices[0].Pools[1].Name = "small" },
 		"or allocations: -3":                func(p *Process) { p.Devices[0].Pools[1].Reserved = -3 },
 		"a text of 258 bytes":               func(p *Process) { p.NCCL = strings.Repeat("x", maxText+2) },
 		"33 uses":                           func(p *Process) { p.Devices[0].Uses = make([]Use, maxUses+1) },

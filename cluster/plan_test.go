@@ -101,18 +101,24 @@ func (j *paperJob) hear(t *testing.T, a *Agent) {
 	}
 }
 
+// proposalWithoutB returns a job of a, b and c that has lost b and proposes the next epoch, and the agent of c.
+func proposalWithoutB(t *testing.T) (*paperJob, *Agent) {
+	j := newPaperJob("a", "b", "c")
+	agent := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+	agent.now.Store(&attempt{})
+	j.hear(t, agent)
+	j.lose("b")
+	j.settle("a", "c")
+	require.Equal(t, phasePropose, j.elastic.phase)
+	return j, agent
+}
+
 // A host joins while the coordinator proposes an epoch without a host that was lost. If the coordinator
 // is lost then, the agents still know which member of the current epoch is on which host.
 func TestHostJoinsDuringAProposal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		j := newPaperJob("a", "b", "c")
+		j, agent := proposalWithoutB(t)
 		defer j.end()
-		agent := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
-		agent.now.Store(&attempt{})
-		j.hear(t, agent)
-		j.lose("b")
-		j.settle("a", "c")
-		require.Equal(t, phasePropose, j.elastic.phase)
 		j.do(func() { j.admitHost(j.newHost("d")) })
 		j.hear(t, agent)
 		for i, u := range []string{"a", "b", "c"} {
@@ -157,14 +163,8 @@ func TestHostKeepsItsPlace(t *testing.T) {
 // keep their places, and the host gets one after them.
 func TestHostComesBackDuringAProposal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		j := newPaperJob("a", "b", "c")
+		j, agent := proposalWithoutB(t)
 		defer j.end()
-		agent := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
-		agent.now.Store(&attempt{})
-		j.hear(t, agent)
-		j.lose("b")
-		j.settle("a", "c")
-		require.Equal(t, phasePropose, j.elastic.phase)
 		j.do(func() { j.admitHost(j.newHost("b")) })
 		j.answer("a", "c", "b")
 		require.Equal(t, uint64(2), j.epoch)

@@ -133,12 +133,7 @@ func TestElasticDrain(t *testing.T) {
 // A second SIGTERM during a drain kills the ranks of that host only.
 func TestElasticDrainIsCutShort(t *testing.T) {
 	t.Parallel()
-	a, b := workers(1, "elastic", "2", "1"), workers(1, "elastic", "2", "1")
-	twoHosts(t, a, b)
-	a.MinNodes, b.MinNodes = 1, 1
-	la, lb := start(t, a), start(t, b)
-	la.until("epoch 1 is rank", 1)
-	lb.until("epoch 1 is rank", 1)
+	la, lb, _ := startTwo(t, func(c *setup) { c.MinNodes = 1 }, "epoch 1 is rank", "elastic", "2", "1")
 	require.NoError(t, syscall.Kill(pidsIn(t, lb.text(), "of 2 pid")[0], syscall.SIGSTOP)) // it does not come to the end of its step
 	require.NoError(t, lb.cmd.Process.Signal(syscall.SIGTERM))
 	lb.until("chorus: received SIGTERM: this host leaves the job", 1)

@@ -1,6 +1,7 @@
 package ras_test
 
 import (
+	"bufio"
 	"fmt"
 	"io"
 	"net"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/internal/ras/rastest"
+	"github.com/gochorus/chorus/internal/testport"
 )
 
 var oneRank = rastest.Answer(rastest.Rank{Host: "10.0.0.1", PID: 1})
@@ -52,7 +54,7 @@ func TestAskRefuses(t *testing.T) {
 		want  string
 	}{
 		"silent":         {say(""), "i/o timeout"},
-		"closes":         {func(net.Conn) {}, "EOF"},
+		"closes":         {func(c net.Conn) { _, _ = bufio.NewReader(c).ReadString('\n') }, "EOF"},
 		"another":        {say("220 smtp.example ESMTP\x1b[2J\n"), `the answer to the handshake is "220 smtp.example ESMTP\x1b[2J": want SERVER PROTOCOL`},
 		"no number":      {say("SERVER PROTOCOL x\n"), "the answer to the handshake"},
 		"long line":      {say(strings.Repeat("x", 1000)), "a line of the answer has more than 256 bytes"},
@@ -92,10 +94,7 @@ func TestAskSlowService(t *testing.T) {
 }
 
 func TestAskWithoutService(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, ln.Close())
-	_, err = ras.Ask(ln.Addr().String())
+	_, err := ras.Ask(fmt.Sprint("127.0.0.1:", testport.Reserve(t)))
 	require.ErrorContains(t, err, "connection refused")
 	_, err = ras.Ask("not an address")
 	require.ErrorContains(t, err, "not an address")

@@ -181,7 +181,7 @@ func (b *Batch) add(n int, issue func(i int, m *member) error) error {
 	}
 	for i := range n {
 		if err := issue(i, &b.members[i]); err != nil {
-			return b.markRefused(err)
+			return b.markRefused(b.g.causeOf(err))
 		}
 	}
 	return nil

@@ -112,14 +112,26 @@ func (g *Group) enqueueAll(issue func(i int, m *member) error) error {
 }
 
 // breakIfRefused breaks the group if a backend refused an operation on one rank, because the
-// other ranks wait for it. An argument error does not change the group.
+// other ranks wait for it. An argument error does not change the group. If the group has failed or
+// ended since the call was validated, breakIfRefused returns why.
 func (g *Group) breakIfRefused(err error) error {
 	_, byNCCL := errors.AsType[*nccl.Error](err)
 	_, byOther := errors.AsType[*route.Error](err)
 	if byNCCL || byOther {
 		return g.fail(err)
 	}
-	return err
+	return g.causeOf(err)
+}
+
+// causeOf returns why the group has failed or ended, if it has, and otherwise the error of a refused
+// operation.
+func (g *Group) causeOf(refusal error) error {
+	if refusal != nil {
+		if end := g.Err(); end != nil {
+			return end
+		}
+	}
+	return refusal
 }
 
 // checkShards validates one slice for each local rank, and makes the group's streams keep

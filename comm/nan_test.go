@@ -138,10 +138,35 @@ func TestNaNOfASingleOperation(t *testing.T) {
 			all.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs...) })
 		}
 		all.Wait()
-		for i, g := range gs {
-			require.NoError(t, errs[i])
+		require.NoError(t, errs[1])
+		for _, g := range gs { // rank 0 may have called after the NaN was found
 			require.NoError(t, poll.Until(testgpu.Context(t), func() (bool, error) { return g.Err() != nil, nil }))
 			requireNaN(t, g.Wait(testgpu.Context(t)), 3, 1, "ncclAllReduce(64 x float32, sum) as collective 1")
+		}
+	})
+}
+
+// A call on a group whose communicator has failed says that the group is broken, and why, although
+// no call of the group has noticed the failure before.
+func TestCallAfterUnnoticedFailure(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for name, call := range map[string]func(g *comm.Group, xs comm.Shards[float32]) error{
+			"call": func(g *comm.Group, xs comm.Shards[float32]) error { return comm.AllReduce(g, comm.Sum, xs...) },
+			"batch": func(g *comm.Group, xs comm.Shards[float32]) error {
+				return g.Batch(func(b *comm.Batch) error { return comm.AllReduce(b, comm.Sum, xs...) })
+			},
+		} {
+			t.Run(name, func(t *testing.T) {
+				g := checked(t, devs, comm.NCCLOnly)
+				xs, _ := shards(t, g, 64)
+				makeNaN(t, g, 1, xs[1], 3)
+				require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+				failed := func() (bool, error) { return g.Communicator(0).Err() != nil, nil }
+				require.NoError(t, poll.Until(testgpu.Context(t), failed))
+				err := call(g, xs)
+				requireNaN(t, err, 3, 1, "ncclAllReduce(64 x float32, sum) as collective 1")
+				require.Equal(t, err, g.Err())
+			})
 		}
 	})
 }

@@ -112,8 +112,8 @@ func (c *child) exit() string {
 	return "ok"
 }
 
-// reason describes how the child exited.
-func (c *child) reason() string {
+// reason describes how the child exited. ooms explains a SIGKILL.
+func (c *child) reason(ooms *oomWatch) string {
 	ws, ok := c.state.Sys().(syscall.WaitStatus)
 	if !ok || !ws.Signaled() {
 		return fmt.Sprintf("exited with code %d", c.state.ExitCode())
@@ -123,7 +123,7 @@ func (c *child) reason() string {
 	case c.killed:
 		text += " (by the launcher, after the grace period)"
 	case ws.Signal() == syscall.SIGKILL:
-		text += " (possibly out of memory)"
+		text += " (" + ooms.explain() + ")"
 	}
 	return text
 }

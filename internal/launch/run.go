@@ -21,7 +21,8 @@ const (
 	verdictWait = time.Second
 	// drainWait limits the reading from pipes after all workers were killed.
 	drainWait = 2 * time.Second
-	// zombieEvery is the time between two collections of exited adopted processes.
+	// zombieEvery is the time between two collections of exited adopted processes, and between two
+	// readings of the counter of out-of-memory kills.
 	zombieEvery = 10 * time.Second
 )
 
@@ -31,6 +32,7 @@ type job struct {
 	agent *cluster.Agent
 	out   *output
 	guard *guardian // or nil
+	ooms  oomWatch
 
 	path     string // of the program
 	restarts int    // how often all workers were started again
@@ -54,7 +56,7 @@ type job struct {
 // groups of the workers are killed, too.
 func Run(ctx context.Context, cfg *Config) int {
 	c, err := cfg.complete()
-	j := &job{cfg: c}
+	j := &job{cfg: c, ooms: oomWatch{path: vmstat}}
 	if err != nil {
 		j.cfg = *cfg
 		j.say(err.Error())
@@ -148,6 +150,7 @@ func (j *job) run(path string) int {
 // attempt starts all workers, and returns when all have exited.
 func (j *job) attempt() (code int, err error) {
 	j.children, j.running, j.stopping, j.elastic = nil, 0, false, elastic{due: make(chan cluster.Order, j.cfg.Procs)}
+	j.ooms.begin()
 	if code, err = j.spawn(); err != nil {
 		j.kill()
 	} else {
@@ -299,6 +302,7 @@ func (j *job) supervise() int {
 			j.kill()
 		case <-zombies.C:
 			collectZombies(j.pids())
+			j.ooms.update()
 		}
 		if dead == nil && j.onlyLost() {
 			j.ask()
@@ -345,7 +349,7 @@ func (j *job) childEnded(c *child) {
 	// The agent's context reports a failure back to us, unless another failure
 	// was first. If this call fails, the coordinator is lost, and the context
 	// reports that.
-	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.reason(), Asked: c.stopped})
+	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.reason(&j.ooms), Asked: c.stopped})
 	if c.code() != 0 && !c.stopped {
 		j.undecided++
 	}

@@ -238,9 +238,7 @@ func (c *coordinator) elasticDisconnected(p *peer, f fault, closed bool) {
 
 // awaitExit waits for the second half of a loss: the report or the end of the connection.
 func (c *coordinator) awaitExit(p *peer, f fault) {
-	time.AfterFunc(exitGrace, func() {
-		c.mu.Lock()
-		defer c.unlock()
+	c.afterExitGrace(func() {
 		if c.isElastic() {
 			c.loseWorker(p, f)
 		}

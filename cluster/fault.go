@@ -68,7 +68,6 @@ type pending struct {
 	peer   *peer
 	fault  fault
 	exited bool // the launcher has reported the exit
-	timer  *time.Timer
 }
 
 // lastFaults sends the remaining reports before the coordinator closes: pending
@@ -221,12 +220,27 @@ func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
 // awaitReport waits for the second half of a loss.
 func (c *coordinator) awaitReport(w *pending) {
 	c.faults.pending = w
-	w.timer = time.AfterFunc(exitGrace, func() {
-		c.mu.Lock()
-		defer c.unlock()
+	c.afterExitGrace(func() {
 		if c.faults.pending == w {
 			c.resolve(w.fault, tellAll)
 		}
+	})
+}
+
+// afterExitGrace calls fn with the lock once exitGrace has passed on the coordinator's clock, which
+// stands still while its process is starved: a launcher in this process is starved, too.
+func (c *coordinator) afterExitGrace(fn func()) { c.at(c.clock.now()+exitGrace, fn) }
+
+// at calls fn with the lock at a time of the coordinator's clock.
+func (c *coordinator) at(end time.Duration, fn func()) {
+	time.AfterFunc(end-c.clock.now(), func() {
+		if c.clock.now() < end {
+			c.at(end, fn)
+			return
+		}
+		c.mu.Lock()
+		defer c.unlock()
+		fn()
 	})
 }
 
@@ -346,7 +360,6 @@ func (c *coordinator) later(f func()) {
 // exit, it reports the held events first: the cause is among them, delayed on
 // another connection.
 func (c *coordinator) resolve(f fault, r reach) {
-	c.faults.pending.timer.Stop()
 	c.faults.pending = nil
 	held := c.faults.held
 	c.faults.held = nil

@@ -12,7 +12,7 @@ import (
 
 // judged is a coordinator without connections: a host with three workers.
 func judged() (c *coordinator, agent *peer, worker func(rank int) *peer) {
-	c = &coordinator{cfg: coordConfig{agents: 1, self: welcome{LostAfter: 3 * time.Second}}, peers: map[string]*peer{}}
+	c = &coordinator{cfg: coordConfig{agents: 1, self: welcome{LostAfter: 3 * time.Second}}, peers: map[string]*peer{}, clock: newRunClock(time.Second)}
 	c.faults.exits = map[int]Exit{}
 	c.plan = &plan{Hosts: []host{{Host: "h", UUID: "u", LocalSize: 3}}}
 	agent = newPeer(newStream(nil, newRunClock(time.Second), 0), "")
@@ -155,6 +155,41 @@ func TestExitWithOpenConnection(t *testing.T) {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		require.Equal(t, []any{1, 5}, []any{c.faults.stop.Rank, c.faults.stop.Code})
+	})
+}
+
+// TestStarvedCoordinatorAwaitsTheReport gives the launcher its time for the report of an exit while
+// the process that both share runs.
+func TestStarvedCoordinatorAwaitsTheReport(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, agent, worker := judged()
+		c.clock = newRunClock(exitGrace / 5)
+		c.mu.Lock()
+		c.disconnected(worker(1), io.EOF)
+		c.mu.Unlock()
+		time.Sleep(10 * exitGrace) // without a tick: the process stands still
+		synctest.Wait()
+		c.mu.Lock()
+		require.NotNil(t, c.faults.pending)
+		c.exited(agent, Exit{Rank: 1, PID: 101, Code: 5, Reason: "exited with code 5"})
+		require.Equal(t, []any{1, 5}, []any{c.faults.stop.Rank, c.faults.stop.Code})
+		c.mu.Unlock()
+	})
+	synctest.Test(t, func(t *testing.T) { // the report never arrives
+		c, _, worker := judged()
+		c.clock = newRunClock(exitGrace / 5)
+		c.mu.Lock()
+		c.disconnected(worker(1), io.EOF)
+		c.mu.Unlock()
+		for range 20 {
+			time.Sleep(exitGrace / 10)
+			c.clock.tick()
+		}
+		synctest.Wait()
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		require.Nil(t, c.faults.pending)
+		require.Equal(t, []any{1, -1}, []any{c.faults.stop.Rank, c.faults.stop.Code})
 	})
 }
 

@@ -164,9 +164,6 @@ func (c *coordinator) beginAttempt(p *plan) {
 		w.state = peerGone
 		w.closeAfterQueue()
 	}
-	if w := c.faults.pending; w != nil {
-		w.timer.Stop()
-	}
 	c.workers, c.world, c.engine, c.elastic, c.faults = nil, nil, nil, nil, newFaults()
 	c.epoch++
 	p.Restarts = c.retries.total

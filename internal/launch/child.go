@@ -24,6 +24,7 @@ type child struct {
 	start       time.Time
 	took        time.Duration // valid after exit
 	state       *os.ProcessState
+	why         string // how it exited; valid after exit
 	running     bool
 	stopped     bool // it was running when the launcher began to stop the job
 	killed      bool // by the launcher, because it did not exit in time
@@ -98,6 +99,9 @@ func (c *child) code() int {
 	}
 	return c.state.ExitCode()
 }
+
+// failedAlone reports whether the child has failed before the launcher asked it to exit.
+func (c *child) failedAlone() bool { return c.state != nil && !c.stopped && c.code() != 0 }
 
 // exit returns the reason for Config.Exited.
 func (c *child) exit() string {

@@ -3,8 +3,11 @@ package launch
 import (
 	"os/exec"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/cluster"
 )
 
 // TestReasonsOfExits ends processes in different ways. Exit codes above 128 are not signals.
@@ -17,4 +20,22 @@ func TestReasonsOfExits(t *testing.T) {
 		c.killed = true
 		require.Equal(t, "killed", c.exit())
 	}
+}
+
+// A worker that the coordinator lost before the launcher noticed its exit gives the job its exit code,
+// and its reason is told.
+func TestCodeOfLost(t *testing.T) {
+	lost := &cluster.MemberLostError{Reason: "its connection ended", ExitCode: -1}
+	c := &child{cmd: exec.Command("sh", "-c", "exit 3"), rankNow: func() int { return -1 }, running: true}
+	require.Equal(t, ExitFailed, codeOfLost(nil))
+	require.Equal(t, ExitFailed, codeOfLost(c), "it is still running")
+	require.Equal(t, "was lost after 0s: its connection ended", how(c, lost))
+	_ = c.cmd.Run() // its state has the result
+	c.finish()
+	c.took, c.why = time.Second, "exited with code 3"
+	require.Equal(t, 3, codeOfLost(c))
+	require.Equal(t, "was lost after 1s: its connection ended; its process: exited with code 3", how(c, lost))
+	c.stopped = true
+	require.Equal(t, ExitFailed, codeOfLost(c), "the launcher asked it to exit")
+	require.Equal(t, "was lost after 1s: its connection ended", how(c, lost))
 }

@@ -349,7 +349,8 @@ func (j *job) childEnded(c *child) {
 	// The agent's context reports a failure back to us, unless another failure
 	// was first. If this call fails, the coordinator is lost, and the context
 	// reports that.
-	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.reason(&j.ooms), Asked: c.stopped})
+	c.why = c.reason(&j.ooms)
+	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.why, Asked: c.stopped})
 	if c.code() != 0 && !c.stopped {
 		j.undecided++
 	}
@@ -468,9 +469,18 @@ func (j *job) verdict() int {
 	case stop != nil:
 		return stop.ExitCode
 	case lost != nil:
-		return ExitFailed
+		return codeOfLost(j.childOf(lost))
 	}
 	return 0
+}
+
+// codeOfLost returns the exit code for a worker that was lost. The coordinator may have noticed the loss
+// before this launcher noticed the exit. c is nil for workers of other hosts.
+func codeOfLost(c *child) int {
+	if c != nil && c.failedAlone() {
+		return c.code()
+	}
+	return ExitFailed
 }
 
 // causes returns why the job stopped, according to the coordinator.

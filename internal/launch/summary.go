@@ -49,7 +49,11 @@ func (j *job) reportCause(code int) int {
 func how(c *child, lost *cluster.MemberLostError) string {
 	after := fmt.Sprintf(" after %v", c.took.Round(roundTo(c.took)))
 	if lost.ExitCode < 0 {
-		return "was lost" + after + ": " + lost.Reason
+		text := "was lost" + after + ": " + lost.Reason
+		if c.failedAlone() {
+			text += "; its process: " + c.why
+		}
+		return text
 	}
 	return lost.Reason + after
 }

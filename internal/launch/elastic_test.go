@@ -162,7 +162,7 @@ func TestElasticHosts(t *testing.T) {
 // A worker that is stopped is silent: it is killed and started again.
 func TestElasticSilence(t *testing.T) {
 	t.Parallel()
-	cfg := workers(2, "elastic", "2", "2")
+	cfg := workers(2, "elastic", "2", "2").noticingSilence()
 	cfg.Restarts = 1
 	l := start(t, cfg)
 	l.until("epoch 1 is rank", 2)
@@ -170,6 +170,6 @@ func TestElasticSilence(t *testing.T) {
 	require.NoError(t, syscall.Kill(victim, syscall.SIGSTOP))
 	code, text := l.wait()
 	require.Zero(t, code, text)
-	require.Contains(t, text, "left: silent for 1.5s: stopped, starved or unreachable")
+	require.Contains(t, text, fmt.Sprintf("left: silent for %v: stopped, starved or unreachable", silentAfter))
 	requireGone(t, []int{victim})
 }

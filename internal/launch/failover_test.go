@@ -15,14 +15,16 @@ import (
 	"github.com/gochorus/chorus/internal/testport"
 )
 
-// severalHosts starts launchers on loopback addresses, the first of which is the only seed.
-func severalHosts(t *testing.T, n, least int, args ...string) ([]*setup, []*launched) {
+// severalHosts starts launchers on loopback addresses, the first of which is the only seed. A process is lost after
+// the given silence.
+func severalHosts(t *testing.T, n, least int, silence time.Duration, args ...string) ([]*setup, []*launched) {
 	t.Helper()
 	port := testport.Reserve(t)
 	var cfgs []*setup
 	var ls []*launched
 	for i := range n {
 		c := workers(1, args...)
+		c.Timing.LostAfter = silence
 		c.Job, c.Host, c.Nodes, c.MinNodes = "several-"+fmt.Sprint(port), fmt.Sprintf("h%d", i), n, least
 		c.Seeds, c.Bind = []string{fmt.Sprintf("127.0.0.1:%d", port)}, fmt.Sprintf("127.0.0.%d:%d", i+1, port)
 		c.Secret = []byte("sixteen bytes or more")
@@ -38,7 +40,7 @@ func severalHosts(t *testing.T, n, least int, args ...string) ([]*setup, []*laun
 // workers. When the first launcher starts again, it joins the job, although it is the seed.
 func TestElasticCoordinatorKilled(t *testing.T) {
 	t.Parallel()
-	cfgs, ls := severalHosts(t, 3, 1, "elastic", "3", "3")
+	cfgs, ls := severalHosts(t, 3, 1, lostAfter, "elastic", "3", "3")
 	require.NoError(t, ls[0].cmd.Process.Kill())
 	killed := time.Now()
 	for i, l := range ls[1:] {
@@ -60,7 +62,7 @@ func TestElasticCoordinatorKilled(t *testing.T) {
 // coordinates, and the job goes on. Then the next coordinator is drained, too.
 func TestElasticCoordinatorDrains(t *testing.T) {
 	t.Parallel()
-	_, ls := severalHosts(t, 3, 1, "elastic", "3", "1")
+	_, ls := severalHosts(t, 3, 1, lostAfter, "elastic", "3", "1")
 	for i := range 2 {
 		require.NoError(t, ls[i].cmd.Process.Signal(syscall.SIGTERM))
 		code, text := ls[i].wait()
@@ -87,7 +89,7 @@ func TestElasticCoordinatorDrains(t *testing.T) {
 // the workers of the host exit before that ends.
 func TestElasticStopDuringTheChoice(t *testing.T) {
 	t.Parallel()
-	_, ls := severalHosts(t, 3, 1, "elastic", "9", "3")
+	_, ls := severalHosts(t, 3, 1, lostAfter, "elastic", "9", "3")
 	require.NoError(t, ls[2].cmd.Process.Signal(syscall.SIGSTOP))
 	requireStopped(t, ls[2].cmd.Process.Pid)
 	require.NoError(t, ls[0].cmd.Process.Kill())
@@ -104,7 +106,7 @@ func TestElasticStopDuringTheChoice(t *testing.T) {
 // SIGTERM to all launchers, in any order, ends the job on all hosts.
 func TestElasticAllDrain(t *testing.T) {
 	t.Parallel()
-	_, ls := severalHosts(t, 3, 1, "elastic", "9", "3")
+	_, ls := severalHosts(t, 3, 1, lostAfter, "elastic", "9", "3")
 	for _, i := range rand.Perm(3) {
 		require.NoError(t, ls[i].cmd.Process.Signal(syscall.SIGTERM))
 	}
@@ -117,7 +119,7 @@ func TestElasticAllDrain(t *testing.T) {
 // A job on two hosts goes on with the one that is left, whichever is killed.
 func TestElasticOneOfTwoIsLeft(t *testing.T) {
 	t.Parallel()
-	_, ls := severalHosts(t, 2, 1, "elastic", "2", "1")
+	_, ls := severalHosts(t, 2, 1, lostAfter, "elastic", "2", "1")
 	require.NoError(t, ls[0].cmd.Process.Kill())
 	code, text := ls[1].wait()
 	require.Zero(t, code, text)
@@ -128,7 +130,7 @@ func TestElasticOneOfTwoIsLeft(t *testing.T) {
 // when it continues.
 func TestElasticCoordinatorSilent(t *testing.T) {
 	t.Parallel()
-	_, ls := severalHosts(t, 3, 1, "elastic", "2", "2")
+	_, ls := severalHosts(t, 3, 1, silentAfter, "elastic", "2", "2")
 	pid := ls[0].cmd.Process.Pid
 	worker := pidsIn(t, ls[0].text(), "epoch 1 is rank 0 of 3 pid")[0]
 	require.NoError(t, syscall.Kill(worker, syscall.SIGSTOP))
@@ -154,7 +156,7 @@ func TestElasticCoordinatorSilent(t *testing.T) {
 // take part again, and leaves no worker.
 func TestElasticLauncherSilent(t *testing.T) {
 	t.Parallel()
-	_, ls := severalHosts(t, 3, 1, "elastic", "2", "2")
+	_, ls := severalHosts(t, 3, 1, silentAfter, "elastic", "2", "2")
 	pid := ls[2].cmd.Process.Pid
 	worker := pidsIn(t, ls[2].text(), "epoch 1 is rank 2 of 3 pid")
 	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
@@ -174,7 +176,7 @@ func TestElasticLauncherSilent(t *testing.T) {
 // takes part twice.
 func TestElasticLauncherReplaced(t *testing.T) {
 	t.Parallel()
-	cfgs, ls := severalHosts(t, 3, 1, "elastic", "2", "3")
+	cfgs, ls := severalHosts(t, 3, 1, lostAfter, "elastic", "2", "3")
 	require.NoError(t, ls[2].cmd.Process.Kill())
 	back := start(t, cfgs[2])
 	for _, l := range []*launched{ls[0], ls[1], back} {
@@ -222,10 +224,11 @@ func TestElasticRestartAfterFailover(t *testing.T) {
 	}
 }
 
-// Two of four launchers are killed at once: the one that coordinates and the next one.
+// Two of four launchers are killed at once: the one that coordinates and the next one. The others give the next one
+// half of LostAfter to answer.
 func TestElasticTwoCoordinatorsKilled(t *testing.T) {
 	t.Parallel()
-	_, ls := severalHosts(t, 4, 1, "elastic", "2", "2")
+	_, ls := severalHosts(t, 4, 1, silentAfter, "elastic", "2", "2")
 	require.NoError(t, ls[0].cmd.Process.Kill())
 	require.NoError(t, ls[1].cmd.Process.Kill())
 	for _, l := range ls[2:] {
@@ -237,7 +240,7 @@ func TestElasticTwoCoordinatorsKilled(t *testing.T) {
 // The second coordinator is killed after it has taken over, and then the third one.
 func TestElasticCoordinatorsInTurn(t *testing.T) {
 	t.Parallel()
-	_, ls := severalHosts(t, 4, 1, "elastic", "4", "1")
+	_, ls := severalHosts(t, 4, 1, lostAfter, "elastic", "4", "1")
 	for i := range 3 {
 		next := fmt.Sprintf("of %d pid", 3-i)
 		before := strings.Count(ls[3].text(), next) // a launcher that is slow may miss an epoch
@@ -263,7 +266,7 @@ func TestElasticRandomHosts(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(seed, 1))
 	const n = 4
 	last := 2 * *hostChanges // more than the epochs that end
-	cfgs, ls := severalHosts(t, n, 1, "elastic", fmt.Sprint(last+1), fmt.Sprint(n))
+	cfgs, ls := severalHosts(t, n, 1, lostAfter, "elastic", fmt.Sprint(last+1), fmt.Sprint(n))
 	var all []*launched
 	all = append(all, ls...)
 	for epoch := 1; epoch < last; {

@@ -160,11 +160,18 @@ type launched struct {
 	code chan int
 }
 
-// base is a job of n workers on virtual devices with brisk timing.
+// A busy machine stops a process for seconds. lostAfter is longer, and a killed process is noticed without it.
+// Tests whose subject is silence use silentAfter.
+const (
+	lostAfter   = 20 * time.Second
+	silentAfter = 3 * time.Second
+)
+
+// base is a job of n workers on virtual devices.
 func base(n int, program ...string) *setup {
 	return &setup{Program: program, Procs: n, Devices: Devices{Count: n, Backend: "virtual"}, Grace: 10 * time.Second,
 		Job: "test", Host: "h0", Timing: cluster.Timing{
-			Join: 20 * time.Second, Call: 20 * time.Second, Heartbeat: 100 * time.Millisecond, LostAfter: 1500 * time.Millisecond, Backoff: 10 * time.Millisecond}}
+			Join: 20 * time.Second, Call: 20 * time.Second, Heartbeat: 100 * time.Millisecond, LostAfter: lostAfter, Backoff: 10 * time.Millisecond}}
 }
 
 // workers is base for workers that are this binary.
@@ -174,6 +181,12 @@ func workers(n int, args ...string) *setup {
 		panic(err)
 	}
 	return base(n, append([]string{self, "worker"}, args...)...)
+}
+
+// noticingSilence makes the job notice silence early.
+func (s *setup) noticingSilence() *setup {
+	s.Timing.LostAfter = silentAfter
+	return s
 }
 
 func shell(n int, script string) *setup { return base(n, "sh", "-c", script) }

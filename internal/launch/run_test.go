@@ -42,11 +42,14 @@ func TestRunWorkerFails(t *testing.T) {
 		{"exit3", 3, "exited with code 3 after "},
 		{"panic", 2, "exited with code 2 after "},
 		{"kill", 137, "killed by SIGKILL ("},
-		{"stop", 1, ": silent for 1.5s: stopped, starved or unreachable"},
+		{"stop", 1, fmt.Sprintf(": silent for %v: stopped, starved or unreachable", silentAfter)},
 	} {
 		t.Run(tc.deed, func(t *testing.T) {
 			t.Parallel()
 			cfg := workers(3, "1", tc.deed)
+			if tc.deed == "stop" {
+				cfg.noticingSilence()
+			}
 			cfg.Grace = time.Hour // the others end by themselves, and nobody waits for the one that is stopped
 			code, text := launchAll(t, cfg)
 			require.Equal(t, tc.code, code, text)
@@ -69,22 +72,28 @@ func TestRunHearsTheOthers(t *testing.T) {
 		require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] session: cluster: rank 1 .* exited with code 3`, rank), text)
 	}
 	// One that is stopped is not asked to end while the others may have something to say.
-	_, text = launchAll(t, workers(3, "1", "stop when all have come", "300ms"))
+	_, text = launchAll(t, workers(3, "1", "stop when all have come", "300ms").noticingSilence())
 	for _, rank := range []int{0, 2} {
 		require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] session: cluster: rank 1 .* silent`, rank), text)
 	}
-	deaf := shell(2, `[ $RANK = 0 ] || exit 5; trap 'echo asked; exit 0' TERM; while :; do sleep 0.05; done`)
-	deaf.Grace = time.Second
+	deaf := failsBesideTrap(t, "exit 5", "echo asked")
 	code, text = launchAll(t, deaf)
 	require.Equal(t, 5, code, text)
 	require.Contains(t, text, "[rank 0] asked\n")
 }
 
+// failsBesideTrap is a job whose rank 1 runs fail after rank 0 is ready to run last at SIGTERM.
+func failsBesideTrap(t *testing.T, fail, last string) *setup {
+	cfg := shell(2, fmt.Sprintf(`ready=%s/ready
+if [ $RANK = 1 ]; then while [ ! -e $ready ]; do sleep 0.02; done; %s; fi
+trap '%s; exit 0' TERM; : >$ready; while :; do sleep 0.05; done`, t.TempDir(), fail, last))
+	cfg.Grace = 3 * time.Second
+	return cfg
+}
+
 func TestRunQuotesBuriedLines(t *testing.T) {
 	t.Parallel()
-	cfg := shell(2, `if [ $RANK = 1 ]; then echo the cause >&2; sleep 0.5; exit 5; fi
-trap 'echo noise; echo noise; exit 0' TERM; sleep 20 & wait`)
-	cfg.Grace = time.Second
+	cfg := failsBesideTrap(t, "echo the cause >&2; exit 5", "echo noise; echo noise")
 	code, text := launchAll(t, cfg)
 	require.Equal(t, 5, code, text)
 	require.Contains(t, text, "noise")
@@ -94,10 +103,7 @@ trap 'echo noise; echo noise; exit 0' TERM; sleep 20 & wait`)
 // TestRunQuotesPanic buries a panic whose trace is longer than what is quoted.
 func TestRunQuotesPanic(t *testing.T) {
 	t.Parallel()
-	cfg := shell(2, `if [ $RANK = 1 ]; then
-echo before >&2; echo 'panic: a bug' >&2; i=1; while [ $i -le 30 ]; do echo "trace $i" >&2; i=$((i+1)); done; sleep 0.5; exit 2; fi
-trap 'echo noise; exit 0' TERM; sleep 20 & wait`)
-	cfg.Grace = time.Second
+	cfg := failsBesideTrap(t, `echo before >&2; echo 'panic: a bug' >&2; i=1; while [ $i -le 30 ]; do echo "trace $i" >&2; i=$((i+1)); done; exit 2`, "echo noise")
 	code, text := launchAll(t, cfg)
 	require.Equal(t, 2, code, text)
 	require.Contains(t, text, "rank 1's stderr were:\n    panic: a bug\n    trace 1\n")
@@ -186,7 +192,7 @@ func TestRunPaused(t *testing.T) {
 		t.Run(who, func(t *testing.T) {
 			t.Parallel()
 			cfg := workers(2, "all", "shutdown when told")
-			cfg.Timing.LostAfter = 800 * time.Millisecond
+			cfg.Timing.LostAfter = 4 * time.Second
 			l := start(t, cfg)
 			l.until("listening", 2)
 			pids := []int{l.cmd.Process.Pid}
@@ -197,10 +203,10 @@ func TestRunPaused(t *testing.T) {
 				require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
 				requireStopped(t, pid)
 			}
-			time.Sleep(2 * cfg.Timing.LostAfter) // the pause itself
+			time.Sleep(cfg.Timing.LostAfter * 3 / 2) // the pause itself
 			for i, pid := range pids {
 				if i == 1 {
-					time.Sleep(cfg.Timing.LostAfter / 2) // theirs is longer
+					time.Sleep(cfg.Timing.LostAfter / 4) // theirs is longer
 				}
 				require.NoError(t, syscall.Kill(pid, syscall.SIGCONT))
 			}
@@ -263,9 +269,10 @@ func TestRunSignals(t *testing.T) {
 	})
 	t.Run("once", func(t *testing.T) {
 		t.Parallel()
-		// Without children, which would run the traps too until they are another program.
-		cfg := shell(2, `trap 'echo int' INT; trap 'echo term' TERM; echo ready; while :; do :; done`)
-		cfg.Grace = 500 * time.Millisecond
+		// The child ignores SIGINT. It would run the traps too until it is another program.
+		cfg := shell(2, `trap 'echo int' INT; trap 'echo term' TERM
+sleep 1000 & until read name </proc/$!/comm && [ $name = sleep ]; do :; done; echo ready; while :; do wait; done`)
+		cfg.Grace = 3 * time.Second
 		l := start(t, cfg)
 		l.until("ready", 2)
 		require.NoError(t, l.cmd.Process.Signal(syscall.SIGINT))
@@ -593,7 +600,7 @@ func TestRunTwoHostsLauncherKilled(t *testing.T) {
 // other host gives up. Both say that this was first.
 func TestRunTwoHostsPaused(t *testing.T) {
 	t.Parallel()
-	a, b := workers(1, "none"), workers(1, "none")
+	a, b := workers(1, "none").noticingSilence(), workers(1, "none").noticingSilence()
 	twoHosts(t, a, b)
 	la, lb := start(t, a), start(t, b)
 	la.until("attached", 1)
@@ -601,11 +608,11 @@ func TestRunTwoHostsPaused(t *testing.T) {
 	require.NoError(t, la.cmd.Process.Signal(syscall.SIGSTOP))
 	code, text := lb.wait()
 	require.Equal(t, ExitFailed, code, text)
-	require.Contains(t, text, fmt.Sprintf("chorus: host h0 (pid %d) was lost: its launcher, which coordinates the job, was silent for 1.5s", la.cmd.Process.Pid))
+	require.Contains(t, text, fmt.Sprintf("chorus: host h0 (pid %d) was lost: its launcher, which coordinates the job, was silent for %v", la.cmd.Process.Pid, silentAfter))
 	require.NoError(t, la.cmd.Process.Signal(syscall.SIGCONT))
 	code, text = la.wait()
 	require.Equal(t, ExitFailed, code, text)
-	require.Contains(t, text, "chorus: this launcher was silent for 1.5s, so that ")
+	require.Contains(t, text, fmt.Sprintf("chorus: this launcher was silent for %v, so that ", silentAfter))
 	require.Contains(t, text, " disconnected: stopped or starved")
 }
 
@@ -659,7 +666,7 @@ func TestRunAbsent(t *testing.T) {
 	self, err := os.Executable()
 	require.NoError(t, err)
 	cfg := shell(3, `[ $RANK = 1 ] && exec sleep 1000; exec `+self+` worker shutdown`)
-	cfg.Timing.Join = 2 * time.Second
+	cfg.Timing.Join, cfg.Grace = 8*time.Second, time.Second
 	code, text := launchAll(t, cfg)
 	require.Equal(t, 41, code, text)
 	require.Regexp(t, `chorus: rank 1 \(host h0\) it never joined the job \(missing rank 1\), so rank [02] gave up and exited with code 41`, text)
@@ -669,13 +676,11 @@ func TestRunAbsent(t *testing.T) {
 // wait for.
 func TestRunTwoWorkersStopped(t *testing.T) {
 	t.Parallel()
-	cfg := workers(2, "all", "stop when all have come")
-	cfg.Grace = 30 * time.Second
-	begin := time.Now()
+	cfg := workers(2, "all", "stop when all have come").noticingSilence()
+	cfg.Grace = time.Hour
 	code, text := launchAll(t, cfg)
 	require.NotZero(t, code, text)
-	require.Contains(t, text, "silent for 1.5s")
-	require.Less(t, time.Since(begin), cfg.Grace)
+	require.Contains(t, text, fmt.Sprintf("silent for %v", silentAfter))
 }
 
 func TestRunTwoHostsWrongSecretAndTimeout(t *testing.T) {

@@ -22,26 +22,37 @@ var epochChanges = flag.Int("epochs", 25, "random changes of TestRandomEpochs")
 type witness struct {
 	t  *testing.T
 	mu sync.Mutex
-	// running are the functions of each epoch that have not returned.
-	running map[int]int
+	// running are the workers whose functions have not returned, in each epoch.
+	running map[int]map[*randomWorker]bool
 	// lists are the local ranks of each epoch's members in the order of ranks.
 	lists map[int][]int
 	last  int
 	lines []string
 }
 
-// enter records that a function begins. No function of an earlier epoch may be running, all
-// members of an epoch have the same list, and survivors keep their order.
-func (x *witness) enter(w *World) {
+// enter records that a function begins, and reports false if its worker was killed. No function of an
+// earlier epoch may be running, all members of an epoch have the same list, and survivors keep their order.
+func (x *witness) enter(r *randomWorker, w *World) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	if r.killed {
+		return false
+	}
 	e := w.Epoch()
-	x.running[e]++
-	for old, n := range x.running {
-		if old < e && n > 0 {
-			x.t.Errorf("%d functions of epoch %d run in epoch %d", n, old, e)
+	if x.running[e] == nil {
+		x.running[e] = map[*randomWorker]bool{}
+	}
+	x.running[e][r] = true
+	for old, rs := range x.running {
+		if old < e && len(rs) > 0 {
+			x.t.Errorf("%d functions of epoch %d run in epoch %d", len(rs), old, e)
 		}
 	}
+	x.checkList(e, w)
+	return true
+}
+
+func (x *witness) checkList(e int, w *World) {
 	var list []int
 	for r, m := range w.Members() {
 		if m.Rank != r {
@@ -81,10 +92,32 @@ func (x *witness) checkOrder(e int, list, fresh []int) {
 	}
 }
 
-func (x *witness) leave(w *World) {
+func (x *witness) leave(r *randomWorker, w *World) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	x.running[w.Epoch()]--
+	delete(x.running[w.Epoch()], r)
+}
+
+// leaveForGood records that a worker is dead, whatever its goroutines still do.
+func (x *witness) leaveForGood(r *randomWorker) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	r.killed = true
+	for _, rs := range x.running {
+		delete(rs, r)
+	}
+}
+
+func (x *witness) lastEpoch() int {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.last
+}
+
+func (x *witness) text() string {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return strings.Join(x.lines, "\n")
 }
 
 // A randomWorker is one start of a worker.
@@ -93,6 +126,7 @@ type randomWorker struct {
 	world  chan *World // the last
 	result chan error
 	dead   chan struct{} // closed by a kill: the function then ends as a dead process does
+	killed bool          // guarded by witness.mu
 }
 
 // TestRandomEpochs kills workers at random times, also several at once and during changes, and
@@ -104,8 +138,8 @@ func TestRandomEpochs(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(seed, 1))
 	const n = 5
 	cfg := oneHost(n, 1<<20)
-	cfg.Timing.Backoff = time.Millisecond
-	x := &witness{t: t, running: map[int]int{}, lists: map[int][]int{}}
+	cfg.Timing.Backoff, cfg.Timing.LostAfter = time.Millisecond, time.Minute // no worker is silent
+	x := &witness{t: t, running: map[int]map[*randomWorker]bool{}, lists: map[int][]int{}}
 	cfg.Notify = func(line string) { x.mu.Lock(); defer x.mu.Unlock(); x.lines = append(x.lines, line) }
 	as, errs := startAll(t, cfg)
 	require.NoError(t, errors.Join(errs...))
@@ -116,7 +150,9 @@ func TestRandomEpochs(t *testing.T) {
 		workers[local] = x.start(a, local, finish)
 	}
 	awaitWorlds(t, workers)
-	for range *epochChanges {
+	least := *epochChanges / 8 // changes at the same time may give one epoch
+	deadline := time.Now().Add(time.Minute)
+	for i := 0; i < *epochChanges || x.lastEpoch() <= least && time.Now().Before(deadline); i++ {
 		for range 1 + rnd.IntN(2) {
 			local := slices.Sorted(maps.Keys(workers))[rnd.IntN(len(workers))]
 			x.kill(a, workers[local])
@@ -124,7 +160,7 @@ func TestRandomEpochs(t *testing.T) {
 			for pending := true; pending; {
 				select {
 				case o := <-a.Orders():
-					workers[o.Local] = x.start(a, o.Local, finish)
+					x.obey(a, o, workers, finish)
 				default:
 					pending = false
 				}
@@ -134,10 +170,17 @@ func TestRandomEpochs(t *testing.T) {
 	x.wholeAgain(a, workers, n, finish)
 	close(finish)
 	for _, w := range workers {
-		require.NoError(t, <-w.result, strings.Join(x.lines, "\n"))
+		require.NoError(t, <-w.result, x.text())
 	}
-	t.Logf("%d epochs", x.last)
-	require.Greater(t, x.last, *epochChanges/8)
+	t.Logf("%d epochs", x.lastEpoch())
+	require.Greater(t, x.lastEpoch(), least)
+}
+
+// obey starts a worker again if the coordinator orders it.
+func (x *witness) obey(a *Agent, o Order, workers map[int]*randomWorker, finish chan struct{}) {
+	if o.Start {
+		workers[o.Local] = x.start(a, o.Local, finish)
+	}
 }
 
 // wholeAgain obeys the remaining orders until all workers are members of one epoch.
@@ -147,18 +190,16 @@ func (x *witness) wholeAgain(a *Agent, workers map[int]*randomWorker, n int, fin
 		x.mu.Lock()
 		last := x.lists[x.last]
 		members := len(last)
-		whole := members == n && x.running[x.last] == n
+		whole := members == n && len(x.running[x.last]) == n
 		x.mu.Unlock()
 		if whole && len(a.Orders()) == 0 {
 			return
 		}
 		select {
 		case o := <-a.Orders():
-			if o.Start {
-				workers[o.Local] = x.start(a, o.Local, finish)
-			}
+			x.obey(a, o, workers, finish)
 		case <-deadline:
-			require.FailNow(x.t, "the world is not whole again", "%v\n%s", last, strings.Join(x.lines, "\n"))
+			require.FailNow(x.t, "the world is not whole again", "%v\n%s", last, x.text())
 		case <-time.After(time.Millisecond):
 		}
 	}
@@ -171,8 +212,10 @@ func (x *witness) start(a *Agent, local int, finish chan struct{}) *randomWorker
 	j.Notify = func(string) {}
 	go func() {
 		r.result <- Run(x.t.Context(), &RunConfig{Join: j}, func(ctx context.Context, w *World) error {
-			x.enter(w)
-			defer x.leave(w)
+			if !x.enter(r, w) {
+				return errors.New("dead")
+			}
+			defer x.leave(r, w)
 			select {
 			case <-r.world:
 			default:
@@ -203,9 +246,10 @@ func (x *witness) kill(a *Agent, r *randomWorker) {
 	select {
 	case w := <-r.world:
 		close(r.dead)
+		x.leaveForGood(r)
+		reportKill(x.t, a, r.local)
 		w.calls.(remote).k.closeConnection()
 		<-r.result
-		require.NoError(x.t, a.Report(r.local, Exit{PID: w.me.PID, Code: 137, Reason: "killed by SIGKILL"}))
 	default:
 	}
 }

@@ -134,6 +134,17 @@ func Find(ctx context.Context, name string) (*Client, *Job, error) {
 	if err != nil {
 		return nil, nil, err
 	}
+	return find(ctx, names, name)
+}
+
+// hasEnded reports whether a socket has ended.
+func hasEnded(socket string) bool {
+	names, err := sockets()
+	return err == nil && !slices.Contains(names, socket)
+}
+
+// find is Find for a list of sockets.
+func find(ctx context.Context, names []string, name string) (*Client, *Job, error) {
 	var client *Client
 	var found *Job
 	var last error
@@ -143,7 +154,9 @@ func Find(ctx context.Context, name string) (*Client, *Job, error) {
 		switch {
 		case errors.Is(err, syscall.ECONNREFUSED): // the job has ended
 		case err != nil:
-			last = err
+			if !hasEnded(socket) { // a job that ends during the question closes the connection
+				last = err
+			}
 		case name != "" && j.Job != name:
 		case found != nil && found.Job != j.Job:
 			return nil, nil, fmt.Errorf("several jobs run on this host: choose one of them with --job, such as %s or %s", found.Job, j.Job)

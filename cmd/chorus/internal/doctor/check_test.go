@@ -6,6 +6,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -97,12 +98,15 @@ func verdicts(results []Result) (list []Verdict) {
 
 // A check that hangs is unknown, and the others have their results.
 func TestHangingCheck(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
-	defer cancel()
-	forever := make(chan struct{})
-	t.Cleanup(func() { close(forever) })
-	hangs := &Check{ID: "hangs", Run: one(func(*Host) Result { <-forever; return pass("", "") })}
-	results := Run(ctx, &Host{}, []*Check{hangs, fixed("b", Warn)})
+	var results []Result
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		forever := make(chan struct{})
+		defer close(forever)
+		hangs := &Check{ID: "hangs", Run: one(func(*Host) Result { <-forever; return pass("", "") })}
+		results = Run(ctx, &Host{}, []*Check{hangs, fixed("b", Warn)})
+	})
 	require.Equal(t, []Verdict{Unknown, Warn}, verdicts(results))
 	require.Contains(t, results[0].Cause, "no answer within")
 	require.Equal(t, "the check hangs did not finish", CanMeasure(results))

@@ -411,12 +411,18 @@ func (k *client) leave(err error) {
 func (k *client) close() { k.closeWith(leaveJob) }
 
 func (k *client) closeWith(id uint64) {
+	flushed := true
 	if !k.isDown() && !k.ended.Load() {
 		_ = k.send(message{kind: kindLeave, epoch: firstEpoch, id: id}) // an error means that the coordinator is gone
 		k.stream.sendBeat()                                             // its echo acknowledges the message
-		k.stream.flush(lastMessageTimeout)
+		flushed = k.stream.flush(lastMessageTimeout)
 	}
 	k.cancel(ErrClosed)
-	k.closeConnection()
+	k.shut()
+	if flushed {
+		k.stream.close()
+	} else { // the writer may stall: it writes the message before it closes the connection
+		k.stream.closeAfterQueue()
+	}
 	k.wg.Wait()
 }

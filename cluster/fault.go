@@ -231,9 +231,15 @@ func (c *coordinator) awaitReport(w *pending) {
 // stands still while its process is starved: a launcher in this process is starved, too.
 func (c *coordinator) afterExitGrace(fn func()) { c.at(c.clock.now()+exitGrace, fn) }
 
-// at calls fn with the lock at a time of the coordinator's clock.
+// at calls fn with the lock at a time of the coordinator's clock, unless the coordinator closes before: its clock then
+// stands still for good.
 func (c *coordinator) at(end time.Duration, fn func()) {
 	time.AfterFunc(end-c.clock.now(), func() {
+		select {
+		case <-c.quit:
+			return
+		default:
+		}
 		if c.clock.now() < end {
 			c.at(end, fn)
 			return

@@ -215,16 +215,31 @@ func (cfg *JoinConfig) serve(key credential) (*coordinator, error) {
 
 // sameJobAt returns nil if a coordinator of this job answers, and otherwise the error.
 func (cfg *JoinConfig) sameJobAt(key credential) error {
-	ctx, cancel := context.WithTimeout(context.Background(), dialAttempt)
-	defer cancel()
-	l, _, err := dial(ctx, cfg.Job, cfg.at, key)
-	if _, refers := errors.AsType[*referral](err); refers {
-		return nil
+	return target{job: cfg.Job, addr: cfg.at, key: key}.sameJob()
+}
+
+// sameJobTries limits the attempts to learn which job a coordinator has. A busy host may answer late.
+const sameJobTries = 4
+
+// sameJob returns nil if a coordinator of the job or a host that refers to it answers, and otherwise the error.
+func (to target) sameJob() (err error) {
+	for range sameJobTries {
+		ctx, cancel := context.WithTimeout(context.Background(), dialAttempt)
+		var l *link
+		l, _, err = to.dial(ctx)
+		late := ctx.Err() != nil || outOfTime(err)
+		cancel()
+		if _, refers := errors.AsType[*referral](err); refers {
+			return nil
+		}
+		if err == nil {
+			return l.close()
+		}
+		if !late {
+			break
+		}
 	}
-	if err != nil {
-		return err
-	}
-	return l.close()
+	return err
 }
 
 // join connects to the coordinator and waits until the world is complete.

@@ -314,8 +314,8 @@ func (s *stream) writeLast(m message, d time.Duration) {
 	}
 }
 
-// flush waits until the other end has acknowledged all messages, at most for d.
-func (s *stream) flush(d time.Duration) {
+// flush waits until the other end has acknowledged all messages, at most for d. It reports whether nothing is left to send.
+func (s *stream) flush(d time.Duration) bool {
 	over := false
 	t := time.AfterFunc(d, func() {
 		s.mu.Lock()
@@ -329,6 +329,7 @@ func (s *stream) flush(d time.Duration) {
 	for len(s.out) > 0 && !over && !s.closed {
 		s.changed.Wait()
 	}
+	return len(s.out) == 0 || s.closed
 }
 
 // closeAfterQueue ends the stream after all queued messages are written.

@@ -1,0 +1,95 @@
+package cluster
+
+import (
+	"context"
+	"net"
+	"os"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A stallingConn stalls its writer once.
+type stallingConn struct {
+	*wireConn
+	stall atomic.Int64 // of the next write
+}
+
+func (c *stallingConn) Write(b []byte) (int, error) {
+	time.Sleep(time.Duration(c.stall.Swap(0)))
+	return c.wireConn.Write(b)
+}
+
+// stallWorld starts a coordinator for two processes on a simulated network.
+func stallWorld(t *testing.T) (*coordinator, *wireListener, credential) {
+	ks, err := deriveKeys(testSecret, "stall")
+	require.NoError(t, err)
+	ln := newWireListener()
+	return newCoordinator(ln, coordConfig{job: "stall", key: ks.control, size: 2, notify: func(string) {}, joinBy: time.Hour,
+		self: welcome{Host: "h", Heartbeat: 500 * time.Millisecond, LostAfter: 20 * time.Second}}), ln, ks.control
+}
+
+// connectTo returns a target that connects to a simulated listener.
+func connectTo(ln *wireListener, key credential) (target, *stallingConn) {
+	near, far := newWires(1, time.Millisecond, 0)
+	conn := &stallingConn{wireConn: near}
+	return target{job: "stall", key: key, connect: func(context.Context) (net.Conn, error) {
+		ln.conns <- far
+		return conn, nil
+	}}, conn
+}
+
+func joinOver(t *testing.T, ln *wireListener, key credential, rank int) (*client, *stallingConn) {
+	to, conn := connectTo(ln, key)
+	l, hello, err := to.dial(t.Context())
+	require.NoError(t, err)
+	j := &joining{done: make(chan error, 1)}
+	k := newClient(l, to, "", "", hello, j.event)
+	m := note(kindRegister, registration{Member: Member{Rank: rank, Host: "h", PID: os.Getpid()}})
+	m.id = registerWorker
+	require.NoError(t, k.send(m))
+	return k, conn
+}
+
+// A process that leaves the job is not lost if its writer stalls for longer than close waits for the
+// coordinator's answer.
+func TestCloseOfAStalledProcess(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, ln, key := stallWorld(t)
+		defer c.close()
+		stays, _ := joinOver(t, ln, key, 0)
+		defer stays.close()
+		leaves, conn := joinOver(t, ln, key, 1)
+		time.Sleep(time.Second)
+		require.NotNil(t, c.world)
+		conn.stall.Store(int64(3 * lastMessageTimeout))
+		leaves.close()
+		time.Sleep(time.Minute)
+		require.NoError(t, context.Cause(stays.ctx))
+		require.ErrorIs(t, context.Cause(leaves.ctx), ErrClosed)
+	})
+}
+
+// A coordinator that answers too late once is still known as one of the same job.
+func TestSameJobIsAskedAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, ln, key := stallWorld(t)
+		defer c.close()
+		to, _ := connectTo(ln, key)
+		next, stalls := to.connect, 2
+		to.connect = func(ctx context.Context) (net.Conn, error) {
+			if stalls--; stalls >= 0 {
+				silent, other := net.Pipe()
+				t.Cleanup(func() { other.Close() })
+				return silent, nil
+			}
+			return next(ctx)
+		}
+		require.NoError(t, to.sameJob())
+		stalls = 100
+		require.Error(t, to.sameJob())
+	})
+}

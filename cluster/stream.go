@@ -45,8 +45,9 @@ type stream struct {
 	links    int        // number of links so far
 	out      []message  // unacknowledged messages; the first has number acked+1
 	acked    uint64
-	next     int // index in out of the first message to write on link
-	bytes    int // of out
+	next     int  // index in out of the first message to write on link
+	idle     bool // the writer has written the messages before next
+	bytes    int  // of out
 	received uint64
 	unsaid   int  // bytes received since the last frame that was written
 	beat     bool // send a heartbeat
@@ -314,7 +315,7 @@ func (s *stream) writeLast(m message, d time.Duration) {
 	}
 }
 
-// flush waits until the other end has acknowledged all messages, at most for d. It reports whether nothing is left to send.
+// flush waits until the other end has acknowledged all messages, at most for d. It reports whether nothing is left to write.
 func (s *stream) flush(d time.Duration) bool {
 	over := false
 	t := time.AfterFunc(d, func() {
@@ -329,7 +330,7 @@ func (s *stream) flush(d time.Duration) bool {
 	for len(s.out) > 0 && !over && !s.closed {
 		s.changed.Wait()
 	}
-	return len(s.out) == 0 || s.closed
+	return len(s.out) == 0 || s.closed || s.idle && s.next == len(s.out)
 }
 
 // closeAfterQueue ends the stream after all queued messages are written.
@@ -431,7 +432,7 @@ func (s *stream) writeFailed(l *link) {
 func (s *stream) nextFrame() (l *link, f frame, last bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	f.ack = s.received
+	f.ack, s.idle = s.received, false
 	switch {
 	case s.link == nil:
 		return nil, f, s.closed && s.over
@@ -449,6 +450,7 @@ func (s *stream) nextFrame() (l *link, f frame, last bool) {
 		f.body = message{kind: kindBeat, epoch: firstEpoch}.encode()
 	case s.unsaid >= ackEvery: // an empty frame acknowledges
 	default:
+		s.idle = true
 		return nil, f, false
 	}
 	s.unsaid = 0

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net"
@@ -38,6 +39,7 @@ type coordConfig struct {
 	// processes, the return of functions and the end of a step.
 	least                     int
 	joinBy, revokeBy, drainBy time.Duration
+	keepOpen                  time.Duration // for keepPortOpen; 0 means lastMessageTimeout
 	notify                    func(string)
 	hint                      func(have []Member) string // text from gossip about missing hosts; may be nil
 	path                      func(host host) string     // text from gossip about a lost host; may be nil
@@ -441,7 +443,7 @@ func (c *coordinator) keepPortOpen() {
 	if !late {
 		return
 	}
-	t := time.NewTimer(lastMessageTimeout)
+	t := time.NewTimer(cmp.Or(c.cfg.keepOpen, lastMessageTimeout))
 	defer t.Stop()
 	select {
 	case <-c.allTold:

@@ -5,7 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log"
-	"net"
+	"os"
 	"sync"
 
 	"github.com/gochorus/chorus/cluster"
@@ -30,18 +30,11 @@ func ExampleRun() {
 
 // Two members of a job meet without a launcher: one of them runs the coordinator.
 func ExampleJoin() {
-	l, err := net.Listen("tcp", "127.0.0.1:0") // finds a free port
-	if err != nil {
-		log.Fatal(err)
-	}
-	addr := l.Addr().String()
-	if err := l.Close(); err != nil {
-		log.Fatal(err)
-	}
+	job := fmt.Sprintf("example-%d", os.Getpid()) // each job of a user on a host has another name
 	var wg sync.WaitGroup
 	for rank := range 2 {
 		wg.Go(func() {
-			if err := meet(addr, rank); err != nil {
+			if err := meet(job, rank); err != nil {
 				log.Fatal(err)
 			}
 		})
@@ -50,11 +43,11 @@ func ExampleJoin() {
 	// Output: rank 1 has read "hello"
 }
 
-func meet(addr string, rank int) error {
+// Without a secret, the processes must have the same user and host. They meet at a Unix socket, which has its name
+// from the job and the address. Processes on several hosts need a Secret and the address of rank 0's host.
+func meet(job string, rank int) error {
 	ctx := context.Background()
-	sess, err := cluster.Join(ctx, &cluster.JoinConfig{
-		Job: "example", Size: 2, Rank: &rank, Addr: addr, Serve: rank == 0, Secret: []byte("sixteen bytes or more"),
-	})
+	sess, err := cluster.Join(ctx, &cluster.JoinConfig{Job: job, Size: 2, Rank: &rank, Addr: "127.0.0.1:29500", Serve: rank == 0})
 	if err != nil {
 		return err
 	}

@@ -46,7 +46,7 @@ func TestFlappingHostIsExcluded(t *testing.T) {
 	cfgs := elasticHosts(t, 1, 2, 100)
 	lines := make(chan string, 1000)
 	for _, c := range cfgs {
-		c.Timing.Backoff = 250 * time.Millisecond
+		c.Timing.Backoff = 400 * time.Millisecond
 	}
 	cfgs[0].Notify = func(line string) { lines <- line }
 	cfgs[1].LocalSize = 2
@@ -84,7 +84,7 @@ func TestFlappingHostIsExcluded(t *testing.T) {
 	second := orderOf(t, as[1])
 	require.True(t, second.Start)
 	require.Zero(t, second.Count, "this is not a restart of the worker beside")
-	requireLine(t, lines, `^job \S+: host n10 is excluded for 7.5s: its processes failed 4 times in a row within 2.5s of their start; the last: local rank 0 killed by SIGKILL$`)
+	requireLine(t, lines, `^job \S+: host n10 is excluded for 12s: its processes failed 4 times in a row within 4s of their start; the last: local rank 0 killed by SIGKILL$`)
 	bad, beside = newRan(as[1], 0), newRan(as[1], 1)
 	time.AfterFunc(again.After, func() {
 		bad.start(t, RunConfig{})

@@ -81,8 +81,7 @@ func TestFramesOfGuests(t *testing.T) {
 	require.NoError(t, err)
 	long := message{kind: kindBeat, epoch: firstEpoch, id: 1, body: make([]byte, maxGuestFrame)}
 	for _, register := range []bool{false, true} {
-		l, _, err := dial(t.Context(), as[0].Job(), as[0].addr, worker)
-		require.NoError(t, err)
+		l, _ := target{job: as[0].Job(), addr: as[0].addr, key: worker}.persist(t)
 		defer l.close()
 		number := uint64(1)
 		if register {

@@ -58,6 +58,8 @@ type JoinConfig struct {
 	epoch   uint64 // in which the launcher started this process; 0: unknown
 	at      string // address to dial: Addr, or a Unix socket of this user
 	source  string
+	// keepOpen is how long the coordinator tells members that come after a failure; 0 means lastMessageTimeout.
+	keepOpen time.Duration
 }
 
 // Delays between attempts to reach the coordinator.
@@ -207,7 +209,7 @@ func (cfg *JoinConfig) serve(key credential) (*coordinator, error) {
 	}
 	return newCoordinator(ln, coordConfig{
 		job: cfg.Job, key: key, size: cfg.Size, notify: cfg.Notify,
-		joinBy: cfg.Timing.Join, revokeBy: cfg.Timing.Revoke, drainBy: cfg.Timing.Drain,
+		joinBy: cfg.Timing.Join, revokeBy: cfg.Timing.Revoke, drainBy: cfg.Timing.Drain, keepOpen: cfg.keepOpen,
 		self: welcome{Host: cfg.Host, PID: os.Getpid(), Rank: deref(cfg.Rank, -1),
 			Heartbeat: cfg.Timing.Heartbeat, LostAfter: cfg.Timing.LostAfter},
 	}), nil

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -126,7 +127,7 @@ func TestOneHostNeedsNoSecret(t *testing.T) {
 				text, err := out.ReadString('\n')
 				require.NoError(t, err)
 				require.Contains(t, text, "kept out:")
-				require.Contains(t, <-lines, "the process at a socket of this host: the process ")
+				requireLine(t, lines, "the process at a socket of this host: the process ")
 			}
 			start(1)
 			wg.Wait()
@@ -163,9 +164,10 @@ func TestStrangerCoordinates(t *testing.T) {
 
 // TestNoUserSocketAcrossSecrets: a process without the secret of rank 0 learns what to set.
 func TestNoUserSocketAcrossSecrets(t *testing.T) {
+	t.Parallel()
 	_, port, _ := net.SplitHostPort(freeAddr(t))
 	c := oneHostConfig(t, "torchrun", port, 1)
-	c.Timing.Join = quick.Heartbeat
+	c.Timing.Join = 3 * time.Second
 	_, err := Join(t.Context(), c)
 	require.ErrorContains(t, err, "rank 0 has not started yet, has a secret that this process lacks")
 	require.ErrorContains(t, err, "set CHORUS_SECRET_FILE in all processes")

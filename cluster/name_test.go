@@ -6,6 +6,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -39,10 +40,9 @@ func TestForgedNames(t *testing.T) {
 		{kind: kindRegister, id: registerWorker, body: note(0, registration{Member: Member{Rank: 1, Host: "b", Name: strings.Repeat("n", maxNameBytes+1)}}).body},
 	} {
 		m.epoch = firstEpoch
-		l, _, err := dial(t.Context(), as[0].Job(), as[0].addr, as[0].keys.control)
-		require.NoError(t, err)
-		require.NoError(t, l.write(frame{body: m.encode()}, quick.LostAfter))
-		answer, _, err := l.readMessage(quick.LostAfter)
+		l, _ := target{job: as[0].Job(), addr: as[0].addr, key: as[0].keys.control}.persist(t)
+		require.NoError(t, l.write(frame{body: m.encode()}, time.Minute))
+		answer, _, err := l.readMessage(time.Minute)
 		require.NoError(t, err)
 		require.Equal(t, kindRefuse, answer.kind)
 		var r refusal

@@ -125,6 +125,8 @@ func (r *relay) reset() {
 	defer r.mu.Unlock()
 	for c := range r.conns {
 		_ = c.(*net.TCPConn).SetLinger(0)
+	}
+	for c := range r.conns { // the close of one end makes copy close the other one
 		c.Close()
 	}
 	clear(r.conns)

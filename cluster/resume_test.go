@@ -71,7 +71,7 @@ func count(t *testing.T, ss []*Session, stop <-chan struct{}) int64 {
 // meet a member that connects again: no call fails, and none is lost or repeated.
 func TestResets(t *testing.T) {
 	timing := quick
-	timing.Heartbeat = 500 * time.Millisecond // the default, which is a part of the time to connect again
+	timing.Heartbeat, timing.LostAfter = 5*time.Second, 20*time.Second // the heartbeat is a part of the time to connect again
 	ss, r := joinOverRelay(t, 4, timing)
 	stop := make(chan struct{})
 	go func() {
@@ -217,11 +217,10 @@ func TestResumeNeedsTheStream(t *testing.T) {
 		"unknown id":         {as[0].keys.control, newUUID()},
 		"worker as an agent": {worker, as[1].k.hello.Stream},
 	} {
-		l, _, err := dial(t.Context(), as[0].Job(), as[0].addr, tc.key)
-		require.NoError(t, err, name)
+		l, _ := target{job: as[0].Job(), addr: as[0].addr, key: tc.key}.persist(t)
 		defer l.close()
 		k := &client{stream: newStream(nil, newRunClock(time.Second), 0), hello: welcome{Stream: tc.id}, to: target{job: "j"}}
-		_, err = k.resume(l, time.Minute)
+		_, err := k.resume(l, time.Minute)
 		var r *RefusedError
 		require.ErrorAs(t, err, &r, name)
 		require.Contains(t, r.Reason, "not a member of the job any more")

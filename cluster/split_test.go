@@ -22,7 +22,7 @@ const profileVar = "CLUSTER_TEST_PROFILE"
 func elasticMain(host, seed string) int {
 	nodes, _ := strconv.Atoi(os.Getenv(nodesVar))
 	timing := quick
-	timing.LostAfter = time.Second
+	timing.LostAfter = 4 * time.Second
 	if os.Getenv(profileVar) == "default" {
 		timing = Timing{}
 	}

@@ -201,14 +201,14 @@ func probePath(ctx context.Context, addr string) pathState {
 }
 
 // unacknowledged returns the number of bytes or packets that the other host has not received, or 0
-// if the connection is closed.
+// if the connection is closed, also by a reset: the other host has answered, and the rest is never sent.
 func unacknowledged(c *net.TCPConn) (n uint32) {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return 0
 	}
 	_ = raw.Control(func(fd uintptr) {
-		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil && info.State != unix.BPF_TCP_CLOSE {
 			n = info.Unacked + info.Notsent_bytes
 		}
 	})

@@ -5,6 +5,7 @@ import (
 	"net"
 	"os"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -92,4 +93,21 @@ func TestSameJobIsAskedAgain(t *testing.T) {
 		stalls = 100
 		require.Error(t, to.sameJob())
 	})
+}
+
+// A host that closes the connection of a probe while data is still on its way has answered.
+func TestProbeThatIsReset(t *testing.T) {
+	small := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) error { // the receiver's window holds a part of the data
+		return raw.Control(func(fd uintptr) { _ = syscall.SetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_RCVBUF, 4096) })
+	}}
+	ln, err := small.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer ln.Close()
+	go func() {
+		if c, err := ln.Accept(); err == nil {
+			_, _ = c.Read(make([]byte, 1))
+			c.Close()
+		}
+	}()
+	require.Equal(t, pathGood, probePath(t.Context(), ln.Addr().String()))
 }

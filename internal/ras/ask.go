@@ -15,17 +15,22 @@ import (
 const (
 	// defaultAddress is where NCCL's service listens without NCCL_RAS_ADDR.
 	defaultAddress = "localhost:28028"
-	// maxTime limits the time of Ask.
-	maxTime = 2 * time.Second
-	// tries and tryTime limit the attempts to connect. All processes of a host share the port, and the
+	// tries limits the attempts to connect. All processes of a host share the port, and the
 	// kernel chooses one of them for a connection: another one answers if that process is stopped.
-	tries   = 4
-	tryTime = 250 * time.Millisecond
+	tries = 4
 	// collectSeconds is how long the service waits for processes that do not answer.
 	collectSeconds = 1
 	// maxLine limits a line of the handshake, in bytes.
 	maxLine = 256
 )
+
+// limits are the time limits of Ask.
+type limits struct {
+	all time.Duration
+	try time.Duration // of one attempt to connect
+}
+
+var askLimits = limits{all: 2 * time.Second, try: 250 * time.Millisecond}
 
 // Address returns the address of the service, or "" if there is none to ask: NCCL_RAS_ENABLE=0
 // disables it. Virtual devices have no service, so they need NCCL_RAS_ADDR.
@@ -43,9 +48,11 @@ func Address(virtual bool) string {
 }
 
 // Ask returns the answer of the service at an address. It takes at most two seconds.
-func Ask(addr string) (*Answer, error) {
-	end := time.Now().Add(maxTime)
-	c, err := dial(addr, end)
+func Ask(addr string) (*Answer, error) { return askLimits.ask(addr) }
+
+func (l limits) ask(addr string) (*Answer, error) {
+	end := time.Now().Add(l.all)
+	c, err := l.dial(addr, end)
 	if err != nil {
 		return nil, fmt.Errorf("ras: %s: %w", addr, err)
 	}
@@ -64,9 +71,9 @@ type conn struct {
 }
 
 // dial connects to a process that answers the handshake.
-func dial(addr string, end time.Time) (c *conn, err error) {
+func (l limits) dial(addr string, end time.Time) (c *conn, err error) {
 	for range tries {
-		c, err = try(addr, end)
+		c, err = l.connect(addr, end)
 		var late net.Error
 		if !errors.As(err, &late) || !late.Timeout() {
 			break // it answers, no process listens, or it is another service
@@ -75,9 +82,9 @@ func dial(addr string, end time.Time) (c *conn, err error) {
 	return c, err
 }
 
-// try connects and exchanges the versions of the protocol.
-func try(addr string, end time.Time) (*conn, error) {
-	if limit := time.Now().Add(tryTime); limit.Before(end) {
+// connect connects and exchanges the versions of the protocol.
+func (l limits) connect(addr string, end time.Time) (*conn, error) {
+	if limit := time.Now().Add(l.try); limit.Before(end) {
 		end = limit
 	}
 	d := net.Dialer{Deadline: end}

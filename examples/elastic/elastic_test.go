@@ -87,8 +87,8 @@ func (k *killer) read(line string) {
 		k.pids[n[1]] = n[3]
 		return
 	}
-	if !stepOf.MatchString(line) || len(k.pids) < k.size || len(k.kills) == 0 {
-		return
+	if !stepOf.MatchString(line) || len(k.pids) < k.size || k.size < 2 || len(k.kills) == 0 {
+		return // also if the others have not been started again yet
 	}
 	ranks := k.rand.Perm(k.size)[:min(k.kills[0], k.size-1)]
 	k.kills, k.size = k.kills[1:], k.size+1 // the next loss is of another epoch
@@ -123,13 +123,14 @@ func TestTrainingSurvives(t *testing.T) {
 		Program: []string{self, "-json", file, "-pause", "10ms"},
 		Procs:   4,
 		Devices: launch.Devices{Count: 4, Backend: "virtual", Env: []string{asWorker + "=1", "CHORUS_BACKEND=virtual"}},
-		Cluster: cluster.Config{Job: "survives", MaxRestarts: 3, Timing: cluster.Timing{Backoff: 10 * time.Millisecond}},
+		Cluster: cluster.Config{Job: "survives", MaxRestarts: 3, Timing: cluster.Timing{Backoff: 10 * time.Millisecond, LostAfter: 20 * time.Second}}, // no process is silent
 		Stdout:  k,
 		Stderr:  k,
 	})
 	text := k.text.String()
 	require.Zero(t, code, text)
-	require.Len(t, k.killed, 4, text)
+	require.Empty(t, k.kills, text)
+	require.GreaterOrEqual(t, len(k.killed), 3, text)
 	checkSums(t, text, k)
 	b, err := os.ReadFile(file)
 	require.NoError(t, err)

@@ -201,7 +201,7 @@ func probePath(ctx context.Context, addr string) pathState {
 }
 
 // unacknowledged returns the number of bytes or packets that the other host has not received, or 0
-// if the connection is closed, also by a reset: the other host has answered, and the rest is never sent.
+// if the connection is closed. After a reset, the kernel still counts the data that it never sent.
 func unacknowledged(c *net.TCPConn) (n uint32) {
 	raw, err := c.SyscallConn()
 	if err != nil {

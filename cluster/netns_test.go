@@ -178,6 +178,7 @@ func TestSeedWithItsOwnName(t *testing.T) {
 // TestPathsBetweenHosts breaks a part of the network of a job on four hosts, and each host learns which
 // part.
 func TestPathsBetweenHosts(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		harm  func(l *lan)
 		cause string // a regular expression

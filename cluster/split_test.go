@@ -84,6 +84,7 @@ func (l *lan) startElastic(profile string) []*process {
 // or the half with the coordinator. The other part ends and says why, also if the network is
 // whole again.
 func TestSplit(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		goes, ends []int
 		profile    string
@@ -128,6 +129,7 @@ func TestSplit(t *testing.T) {
 // TestOneWay breaks one direction of a cable: packets to a host are lost, or its packets to the coordinator. The others
 // go on without it, after one change.
 func TestOneWay(t *testing.T) {
+	t.Parallel()
 	for name, harm := range map[string]func(l *lan){
 		"the host hears nobody":            func(l *lan) { l.Do("tc qdisc add dev %s root pfifo limit 0", l.Port(2)) },
 		"the coordinator hears nothing":    func(l *lan) { l.Do("ip -n %s route add blackhole %s/32", l.NS(2), l.IP(0)) },

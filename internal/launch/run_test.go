@@ -34,6 +34,7 @@ func TestRunEnvironment(t *testing.T) {
 }
 
 func TestRunWorkerFails(t *testing.T) {
+	t.Parallel()
 	for _, tc := range []struct {
 		deed string
 		code int
@@ -184,6 +185,7 @@ func TestRunCannotWrite(t *testing.T) {
 // does. Its own workers see that it will be back. When all were stopped, as a
 // freezer does, those that come back later are given time, too.
 func TestRunPaused(t *testing.T) {
+	t.Parallel()
 	for _, who := range []string{"launcher", "all"} {
 		t.Run(who, func(t *testing.T) {
 			t.Parallel()
@@ -636,6 +638,7 @@ func TestRunTwoHostsKilled(t *testing.T) {
 
 // TestRunTwoHostsProgramMissing: a host without the program does not keep the other waiting.
 func TestRunTwoHostsProgramMissing(t *testing.T) {
+	t.Parallel()
 	for _, first := range []int{0, 1} {
 		t.Run(fmt.Sprint("first: ", first), func(t *testing.T) {
 			t.Parallel()

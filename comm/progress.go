@@ -160,8 +160,11 @@ const (
 	// lastReportTime is the maximum time to write the last report.
 	lastReportTime = 250 * time.Millisecond
 	// readReportsTime is the maximum time to wait for the reports of all other ranks after a
-	// failure.
-	readReportsTime = time.Second
+	// failure. They are in the store since the ranks began, so only a store whose process stands still
+	// needs it.
+	readReportsTime = 3 * time.Second
+	// exchangeTime limits the parts of an exchange in which a rank may be stopped.
+	exchangeTime = time.Second
 )
 
 // start starts to report the progress of a communicator periodically, until stop is called. It
@@ -298,7 +301,7 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	}
 	w.diagnosing.Lock()
 	defer w.diagnosing.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), readReportsTime)
+	ctx, cancel := context.WithTimeout(context.Background(), exchangeTime)
 	defer cancel()
 	mine := reportOf(c)
 	_ = w.write(ctx, c.Rank(), mine) // the other ranks look for it
@@ -316,7 +319,7 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	}
 	if late {
 		found := w.culpritError(culprits(t.Operation, mine, w.readAll(c)), err)
-		ctx, cancel := context.WithTimeout(context.Background(), readReportsTime)
+		ctx, cancel := context.WithTimeout(context.Background(), exchangeTime)
 		defer cancel()
 		w.diagnosis = w.analyzed(ctx, c, service, found)
 		return w.diagnosis

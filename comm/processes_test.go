@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -288,7 +289,7 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 				for _, s := range c.says {
 					require.Contains(t, out, s)
 				}
-				require.Less(t, took, 2*time.Minute, out)
+				require.Less(t, took, time.Minute, "the launcher had to end a worker: %s", out)
 			})
 		}
 	}
@@ -317,12 +318,12 @@ func TestProcessesShareADevice(t *testing.T) {
 func TestCulpritsAreNamed(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"virtual", "cuda"} {
-		for fault, says := range map[string]string{
-			"absent":     `rank 1 is behind: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\): nccl: .* as collective 11`,
-			"stop":       `rank 1 (is behind|was lost): its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): `,
+		for fault, says := range map[string]string{ // rank 2 may follow in the list, if its report is late
+			"absent":     `rank 1 is behind: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\)[:;] .*nccl: .* as collective 11`,
+			"stop":       `rank 1 (is behind|was lost): its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\)[:;] `,
 			"other":      `the ranks do not issue the same operations: .*ncclBroadcast|the ranks do not issue the same operations: .*broadcast`,
 			"close":      `rank 1 (has left|is behind): its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\); by then it had closed the group[:;] `,
-			"flood stop": `rank 1 (is behind|was lost): its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): `,
+			"flood stop": `rank 1 (is behind|was lost): its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\)[:;] `,
 			"flood kill": `rank 1 was lost: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1`,
 			"kill":       `rank 1 was lost: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\): cluster: rank 1 .* SIGKILL`,
 		} {
@@ -404,9 +405,9 @@ func job(t *testing.T, backend, fault string, ranks int, vars ...string) (code i
 	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
-	grace := 2 * time.Second
-	if strings.HasPrefix(fault, "flood ") {
-		grace = time.Minute // a rank whose stream is full needs seconds to end
+	grace := time.Minute // a rank with a full stream, or on a busy machine, needs seconds to report and end
+	if slices.Contains([]string{"absent", "sub", "stop", "flood stop"}, fault) {
+		grace = 15 * time.Second // ranks stay until the launcher ends them
 	}
 	cfg, err := json.Marshal(&jobConfig{
 		Ranks: ranks, Backend: backend, Grace: grace,
@@ -415,7 +416,8 @@ func job(t *testing.T, backend, fault string, ranks int, vars ...string) (code i
 	require.NoError(t, err)
 	start := time.Now()
 	cmd := exec.CommandContext(testgpu.Context(t), self)
-	cmd.Env = append(os.Environ(), launcherVar+"="+string(cfg))
+	// A busy machine may stop a process for longer than the usual limit.
+	cmd.Env = append(os.Environ(), launcherVar+"="+string(cfg), env.LostAfter.Name+"=20s")
 	text, err := cmd.CombinedOutput()
 	if _, failed := errors.AsType[*exec.ExitError](err); err != nil && !failed {
 		require.NoError(t, err)

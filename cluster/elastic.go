@@ -165,14 +165,15 @@ func (c *coordinator) registerNewcomer(p *peer) {
 	p.reg.arrival = 0
 	c.workers = append(c.workers, p)
 	c.arrived(p)
-	if c.isBack(p) {
-		p.reg.Rank = c.elastic.absent[p.home].Rank // not what the process says
-		delete(c.elastic.absent, p.home)
+	m, awaited := c.elastic.absent[p.home]
+	delete(c.elastic.absent, p.home)
+	if awaited && p.isBack(m) {
+		p.reg.Rank = m.Rank // not what the process says
 		p.seat, p.elastic.returned = c.epoch, true
-		c.checkReturned()
-		return
 	}
 	switch e := c.elastic; {
+	case awaited:
+		c.checkReturned()
 	case e.phase == phaseRun && len(e.expected) == 0:
 		c.beginHold(c.arrivals())
 	case e.phase == phaseRun:

@@ -15,6 +15,8 @@ type relay struct {
 	ln net.Listener
 	to string
 	wg sync.WaitGroup
+	// down forwards what the coordinator sends on a connection; nil means copy.
+	down func(to, from net.Conn)
 
 	mu     sync.Mutex
 	frozen bool // new connections get no answer
@@ -64,7 +66,13 @@ func (r *relay) accept() {
 			g.shut = make(chan struct{})
 		}
 		r.mu.Unlock()
-		r.wg.Go(func() { r.copy(near, far, g) })
+		r.wg.Go(func() {
+			if r.down != nil {
+				r.down(near, far)
+				return
+			}
+			r.copy(near, far, g)
+		})
 		r.wg.Go(func() { r.copy(far, near, g) })
 	}
 }

@@ -165,7 +165,7 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 			e.left = append(e.left, Departure{Member: m, Reason: "the launcher of its host has ended"})
 		case h == nil:
 			e.left = append(e.left, Departure{Member: m, Reason: "its host did not take part in the choice of a coordinator"})
-		case slices.Contains(h.Running, m.LocalRank):
+		case slices.Contains(h.Running, m.LocalRank) && h.Exits[m.LocalRank].PID != m.PID: // not another process in its place
 			e.absent[at] = m
 		default:
 			e.left = append(e.left, Departure{Member: m, Reason: cmp.Or(h.Exits[m.LocalRank].Reason, "it has exited")})
@@ -202,11 +202,9 @@ func (c *charter) hostOf(m Member) string {
 	return c.Plan.Hosts[m.Node].UUID
 }
 
-// isBack reports whether a worker that registers is a survivor of an earlier coordinator.
-func (c *coordinator) isBack(p *peer) bool {
-	m, ok := c.elastic.absent[p.home]
-	return ok && m.PID == p.reg.PID && p.reg.Seat > 0
-}
+// isBack reports whether a worker that registers is the member m of the last epoch. A worker that
+// has begun no epoch is new, also if the last coordinator has made it a member.
+func (p *peer) isBack(m Member) bool { return m.PID == p.reg.PID && p.reg.Seat > 0 }
 
 // giveUp records that a worker does not come back.
 func (c *coordinator) giveUp(at place, reason string) {

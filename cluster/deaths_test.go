@@ -223,6 +223,11 @@ func workerDies(t *testing.T, after int) (sent int) {
 	j := newDeathJob(t)
 	j.arm(after)
 	j.kill(j.as[2], j.workers[2])
+	return j.goOn()
+}
+
+// goOn waits until all workers work again, and ends the job. It returns the number of messages if the coordinator lives.
+func (j *deathJob) goOn() (sent int) {
 	if j.await(0, 1, 2) {
 		j.end(0, 1, 2)
 		return j.sent
@@ -230,6 +235,15 @@ func workerDies(t *testing.T, after int) (sent int) {
 	j.end(1, 2)
 	j.requireNamed(j.as[0].Host())
 	return 0
+}
+
+// A worker that was killed joins again, at the end of a step.
+func workerJoins(t *testing.T, after int) (sent int) {
+	j := newDeathJob(t)
+	j.kill(j.as[2], j.workers[2])
+	require.Eventually(t, func() bool { return j.runs([]int{0, 1}, false) }, time.Minute, time.Millisecond)
+	j.arm(after)
+	return j.goOn()
 }
 
 // The host of the coordinator leaves, so that another one coordinates.
@@ -250,7 +264,7 @@ func coordinatorDrains(t *testing.T, after int) (sent int) {
 // The coordinator dies after any number of messages of a change. The others form one chain of epochs: no epoch has two
 // lists, and none begins while a function of another one runs.
 func TestCoordinatorDies(t *testing.T) {
-	for name, change := range map[string]func(t *testing.T, after int) int{"a worker dies": workerDies, "the host leaves": coordinatorDrains} {
+	for name, change := range map[string]func(t *testing.T, after int) int{"a worker dies": workerDies, "a worker joins": workerJoins, "its host leaves": coordinatorDrains} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			seed := uint64(time.Now().UnixNano())

@@ -42,7 +42,8 @@ type elastic struct {
 	spared map[place]bool
 
 	// After the loss of a coordinator: absent are the members of its last epoch that have not
-	// registered with this one, and inherited is true until the next epoch begins.
+	// registered with this one, and those with rank -1 that were only proposed as members. inherited
+	// is true until the next epoch begins.
 	absent    map[place]Member
 	inherited bool
 }

@@ -172,6 +172,12 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 		}
 	}
 	for uuid, h := range s.hosts {
+		for local, pid := range h.Fresh {
+			at := place{uuid, local}
+			if _, ok := e.absent[at]; !ok {
+				e.absent[at] = Member{Rank: -1, LocalRank: local, PID: pid}
+			}
+		}
 		for _, local := range h.Running {
 			if _, ok := e.absent[place{uuid, local}]; !ok {
 				e.expected[place{uuid, local}] = true
@@ -204,7 +210,9 @@ func (c *charter) hostOf(m Member) string {
 
 // isBack reports whether a worker that registers is the member m of the last epoch. A worker that
 // has begun no epoch is new, also if the last coordinator has made it a member.
-func (p *peer) isBack(m Member) bool { return m.PID == p.reg.PID && p.reg.Seat > 0 }
+func (p *peer) isBack(m Member) bool {
+	return m.Rank >= 0 && m.PID == p.reg.PID && p.reg.Seat > 0
+}
 
 // giveUp records that a worker does not come back.
 func (c *coordinator) giveUp(at place, reason string) {
@@ -214,7 +222,9 @@ func (c *coordinator) giveUp(at place, reason string) {
 		return
 	}
 	delete(e.absent, at)
-	e.left = append(e.left, Departure{Member: m, Reason: reason})
+	if m.Rank >= 0 {
+		e.left = append(e.left, Departure{Member: m, Reason: reason})
+	}
 	c.checkReturned()
 }
 
@@ -259,12 +269,22 @@ func (c *coordinator) proposeToAgents(next *plan) {
 	e := c.elastic
 	e.voters = c.voters(next)
 	e.proposed = append(e.proposed, e.voters)
-	m := note(kindPropose, news{Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended))})
+	m := note(kindPropose, news{Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), Fresh: c.freshMembers()})
 	m.epoch, m.id = c.epoch+1, e.try
 	for _, a := range c.agents {
 		a.prepared = false
 		a.send(m)
 	}
+}
+
+// freshMembers returns the members of the proposal that are new. If this coordinator is lost, the next one
+// waits for their functions: they may have begun the epoch.
+func (c *coordinator) freshMembers() (out []fresh) {
+	for _, r := range c.elastic.next.New {
+		p := c.elastic.peers[r]
+		out = append(out, fresh{Agent: p.home.agent, Local: p.home.local, PID: p.reg.PID})
+	}
+	return out
 }
 
 // agentPrepared records that an agent has the proposal, or knows of the first epoch.

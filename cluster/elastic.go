@@ -398,6 +398,9 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 	if c.elastic.phase == phasePropose && c.faults.stop == nil {
 		c.form()
 	}
+	if c.votes(a) { // it had no workers, and would count as absent if another host is lost
+		c.beginHold(fmt.Sprintf("host %s was lost: %s", a.host.Host, f.Reason))
+	}
 	c.checkHope()
 }
 

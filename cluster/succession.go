@@ -249,6 +249,11 @@ func (c *coordinator) voters(of *plan) electorate {
 	return out
 }
 
+// votes reports whether a host belongs to the electorate of the epoch, and is not known to have ended.
+func (c *coordinator) votes(a *peer) bool {
+	return !c.ended[a.host.UUID] && slices.ContainsFunc(c.electorates, func(e electorate) bool { return slices.Contains(e, a.host.UUID) })
+}
+
 // isMinority reports whether the hosts that are left may not form another epoch, and then ends
 // the job in this part of the network.
 func (c *coordinator) isMinority() bool {

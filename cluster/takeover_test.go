@@ -78,3 +78,23 @@ func TestTakeoverWithoutNewMember(t *testing.T) {
 		require.Len(t, j.elastic.next.Left, 2)
 	})
 }
+
+// A proposal tells the launcher of a new member that it is one, until the member exits.
+func TestProposalNamesNewMembers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b")
+		defer j.end()
+		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		agent.now.Store(&attempt{})
+		j.hear(t, agent)
+		j.do(func() { j.elasticExit(j.hosts["b"], Exit{PID: 101, Code: 1, Reason: "exited with code 1"}) })
+		j.register("b", 201, 0)
+		time.Sleep(2 * exitGrace)
+		j.settle("a")
+		require.Equal(t, phasePropose, j.elastic.phase)
+		j.hear(t, agent)
+		require.Equal(t, map[int]int{0: 201}, agent.fresh)
+		agent.exited(Exit{PID: 201, Code: 1})
+		require.Empty(t, agent.fresh)
+	})
+}

@@ -111,7 +111,7 @@ func (a *Agent) proposed(k *client, m message) {
 		}
 	}
 	for _, f := range n.Fresh {
-		if f.Agent == a.uuid {
+		if f.Agent == a.uuid && a.exits[f.Local].PID != f.PID {
 			a.fresh[f.Local] = f.PID
 		}
 	}

@@ -60,7 +60,7 @@ type charter struct {
 	// Of the agent's host:
 	Running []int        `json:"running,omitempty"` // local ranks of the workers that have not exited
 	Exits   map[int]Exit `json:"exits,omitempty"`   // of the others, by local rank
-	// Fresh are the processes that are perhaps members of an epoch of which the agent has no news.
+	// Fresh are the processes that were proposed as new members. The agent may have missed that the epoch has begun.
 	Fresh map[int]int `json:"fresh,omitempty"` // PIDs by local rank
 }
 

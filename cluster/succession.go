@@ -171,19 +171,7 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 			e.left = append(e.left, Departure{Member: m, Reason: cmp.Or(h.Exits[m.LocalRank].Reason, "it has exited")})
 		}
 	}
-	for uuid, h := range s.hosts {
-		for local, pid := range h.Fresh {
-			at := place{uuid, local}
-			if _, ok := e.absent[at]; !ok {
-				e.absent[at] = Member{Rank: -1, LocalRank: local, PID: pid}
-			}
-		}
-		for _, local := range h.Running {
-			if _, ok := e.absent[place{uuid, local}]; !ok {
-				e.expected[place{uuid, local}] = true
-			}
-		}
-	}
+	c.awaitNewcomers(s)
 	c.setPhase(phaseRevoke)
 	e.quiet = time.Now()
 	c.inPhase(c.cfg.revokeBy, func() {
@@ -198,6 +186,25 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 		}
 	})
 	c.checkReturned()
+}
+
+// awaitNewcomers waits for the workers that are not members of the last epoch, if the hosts that are present have
+// proposals with them: they have perhaps begun the next one. The others are expected.
+func (c *coordinator) awaitNewcomers(s *succession) {
+	e := c.elastic
+	for uuid, h := range s.hosts {
+		for local, pid := range h.Fresh {
+			at := place{uuid, local}
+			if _, ok := e.absent[at]; !ok {
+				e.absent[at] = Member{Rank: -1, LocalRank: local, PID: pid}
+			}
+		}
+		for _, local := range h.Running {
+			if _, ok := e.absent[place{uuid, local}]; !ok {
+				e.expected[place{uuid, local}] = true
+			}
+		}
+	}
 }
 
 // hostOf returns the UUID of the agent of a member.

@@ -96,5 +96,8 @@ func TestProposalNamesNewMembers(t *testing.T) {
 		require.Equal(t, map[int]int{0: 201}, agent.fresh)
 		agent.exited(Exit{PID: 201, Code: 1})
 		require.Empty(t, agent.fresh)
+		j.do(j.form) // the coordinator does not know of the exit yet
+		j.hear(t, agent)
+		require.Empty(t, agent.fresh)
 	})
 }

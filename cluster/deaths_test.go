@@ -32,13 +32,6 @@ type mortal struct {
 	dead  bool
 }
 
-func newMortal(t *testing.T, to string) *mortal {
-	d := &mortal{}
-	d.relay = newRelay(t, to)
-	d.down = d.forward
-	return d
-}
-
 // forward forwards the messages of the coordinator on one connection.
 func (d *mortal) forward(to, from net.Conn) {
 	b := make([]byte, answerBytes)
@@ -126,8 +119,8 @@ type deathJob struct {
 func newDeathJob(t *testing.T) *deathJob {
 	j := &deathJob{witness: newWitness(t), finish: make(chan struct{})}
 	cfgs := elasticHosts(t, 1, 3, 1)
-	j.mortal = newMortal(t, cfgs[0].Bind)
-	j.buries = func() { j.bury(j.workers[0]) }
+	j.mortal = &mortal{buries: func() { j.bury(j.workers[0]) }}
+	j.relay = newRelayWith(t, cfgs[0].Bind, j.forward)
 	for _, c := range cfgs {
 		c.Seeds, c.NoGossip, c.Notify = []string{j.addr()}, true, j.notify
 		c.Timing = Timing{Join: time.Hour, Revoke: time.Hour, Drain: time.Hour, Heartbeat: 20 * time.Second, LostAfter: time.Minute, Backoff: time.Millisecond}
@@ -176,7 +169,7 @@ func (j *deathJob) await(hosts ...int) bool {
 		}
 		select {
 		case <-deadline:
-			require.FailNow(j.t, "the job does not go on", "epochs %v, functions %v\n%s", j.lists, j.running, strings.Join(j.lines, "\n"))
+			require.FailNow(j.t, "the job does not go on", j.text())
 		case <-time.After(time.Millisecond):
 		}
 	}
@@ -197,6 +190,13 @@ func (j *deathJob) runs(hosts []int, dead bool) bool {
 	return slices.Equal(list, want) && j.running[j.last] == len(want)
 }
 
+// text returns the epochs, and the lines of all hosts.
+func (j *deathJob) text() string {
+	j.witness.mu.Lock()
+	defer j.witness.mu.Unlock()
+	return fmt.Sprintf("epochs %v, functions %v\n%s", j.lists, j.running, strings.Join(j.lines, "\n"))
+}
+
 // end ends the functions and the job of the hosts.
 func (j *deathJob) end(hosts ...int) {
 	close(j.finish)
@@ -206,14 +206,14 @@ func (j *deathJob) end(hosts ...int) {
 		wg.Go(func() { errs[i] = errors.Join(<-j.workers[i].result, j.as[i].Shutdown(j.t.Context())) })
 	}
 	wg.Wait()
-	require.NoError(j.t, errors.Join(errs...), strings.Join(j.lines, "\n"))
+	require.NoError(j.t, errors.Join(errs...), j.text())
 }
 
 // requireNamed checks that the survivors learn which host was lost.
 func (j *deathJob) requireNamed(host string) {
 	lost := func(d Departure) bool { return d.Host == host }
 	require.True(j.t, slices.ContainsFunc(j.workers[1].left, lost), "%v", j.workers[1].left)
-	text := strings.Join(j.lines, "\n")
+	text := j.text()
 	require.Equal(j.t, 2, strings.Count(text, "choose another coordinator"), text)
 	require.Regexp(j.t, fmt.Sprintf(`(?m)host %s\b.*; the hosts of epoch \d+ choose another coordinator$`, host), text)
 	require.Regexp(j.t, fmt.Sprintf(`(?m)epoch \d+: .*host %s\b.* left: `, host), text)

@@ -30,11 +30,13 @@ type gate struct {
 	shut chan struct{} // nil: open
 }
 
-func newRelay(t *testing.T, to string) *relay {
+func newRelay(t *testing.T, to string) *relay { return newRelayWith(t, to, nil) }
+
+func newRelayWith(t *testing.T, to string, down func(to, from net.Conn)) *relay {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	r := &relay{ln: ln, to: to, conns: map[net.Conn]bool{}}
+	r := &relay{ln: ln, to: to, down: down, conns: map[net.Conn]bool{}}
 	r.wg.Go(r.accept)
 	t.Cleanup(func() {
 		r.ln.Close()

@@ -24,30 +24,49 @@ type witness struct {
 	mu sync.Mutex
 	// running are the functions of each epoch that have not returned.
 	running map[int]int
-	// lists are the local ranks of each epoch's members in the order of ranks.
-	lists map[int][]int
+	// lists are the places of each epoch's members, such as "host/0", in the order of ranks.
+	lists map[int][]string
 	last  int
 	lines []string
+	pids  int
 }
 
-// enter records that a function begins. No function of an earlier epoch may be running, all
-// members of an epoch have the same list, and survivors keep their order.
-func (x *witness) enter(w *World) {
+func newWitness(t *testing.T) *witness {
+	return &witness{t: t, running: map[int]int{}, lists: map[int][]string{}, pids: 1000}
+}
+
+func (x *witness) notify(line string) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	x.lines = append(x.lines, line)
+}
+
+// enter records that a function begins. No function of another epoch may be running, all
+// members of an epoch have the same list, and survivors keep their order.
+func (x *witness) enter(r *randomWorker, w *World) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if r.isDead() {
+		return
+	}
 	e := w.Epoch()
 	x.running[e]++
-	for old, n := range x.running {
-		if old < e && n > 0 {
-			x.t.Errorf("%d functions of epoch %d run in epoch %d", n, old, e)
+	r.epoch, r.left = e, append(r.left, w.Left()...)
+	for other, n := range x.running {
+		if other != e && n > 0 {
+			x.t.Errorf("%d functions of epoch %d run in epoch %d", n, other, e)
 		}
 	}
-	var list []int
+	if e <= r.last {
+		x.t.Errorf("epoch %d follows epoch %d", e, r.last)
+	}
+	r.last = e
+	var list []string
 	for r, m := range w.Members() {
 		if m.Rank != r {
 			x.t.Errorf("epoch %d: rank %d at place %d", e, m.Rank, r)
 		}
-		list = append(list, m.LocalRank)
+		list = append(list, fmt.Sprint(m.Host, "/", m.LocalRank))
 	}
 	if known, ok := x.lists[e]; ok {
 		if !slices.Equal(known, list) {
@@ -60,7 +79,7 @@ func (x *witness) enter(w *World) {
 	x.last = max(x.last, e)
 }
 
-func (x *witness) checkOrder(e int, list, fresh []int) {
+func (x *witness) checkOrder(e int, list []string, fresh []int) {
 	before, ok := x.lists[e-1]
 	if !ok {
 		return
@@ -81,10 +100,25 @@ func (x *witness) checkOrder(e int, list, fresh []int) {
 	}
 }
 
-func (x *witness) leave(w *World) {
+func (x *witness) leave(r *randomWorker) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	x.running[w.Epoch()]--
+	x.end(r)
+}
+
+func (x *witness) end(r *randomWorker) {
+	if r.epoch > 0 {
+		x.running[r.epoch]--
+	}
+	r.epoch = 0
+}
+
+// bury records that the process of a worker is dead: its function does not run any more.
+func (x *witness) bury(r *randomWorker) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.end(r)
+	close(r.dead)
 }
 
 // A randomWorker is one start of a worker.
@@ -93,6 +127,18 @@ type randomWorker struct {
 	world  chan *World // the last
 	result chan error
 	dead   chan struct{} // closed by a kill: the function then ends as a dead process does
+	epoch  int           // of the function that runs
+	last   int           // the greatest epoch
+	left   []Departure   // in all its worlds
+}
+
+func (r *randomWorker) isDead() bool {
+	select {
+	case <-r.dead:
+		return true
+	default:
+		return false
+	}
 }
 
 // TestRandomEpochs kills workers at random times, also several at once and during changes, and
@@ -105,8 +151,8 @@ func TestRandomEpochs(t *testing.T) {
 	const n = 5
 	cfg := oneHost(n, 1<<20)
 	cfg.Timing.Backoff = time.Millisecond
-	x := &witness{t: t, running: map[int]int{}, lists: map[int][]int{}}
-	cfg.Notify = func(line string) { x.mu.Lock(); defer x.mu.Unlock(); x.lines = append(x.lines, line) }
+	x := newWitness(t)
+	cfg.Notify = x.notify
 	as, errs := startAll(t, cfg)
 	require.NoError(t, errors.Join(errs...))
 	a := as[0]
@@ -169,10 +215,14 @@ func (x *witness) start(a *Agent, local int, finish chan struct{}) *randomWorker
 	j, err := detect(environ(strings.Join(a.WorkerEnv(local), " ")))
 	require.NoError(x.t, err)
 	j.Notify = func(string) {}
+	x.mu.Lock()
+	x.pids++
+	j.pid = x.pids
+	x.mu.Unlock()
 	go func() {
 		r.result <- Run(x.t.Context(), &RunConfig{Join: j}, func(ctx context.Context, w *World) error {
-			x.enter(w)
-			defer x.leave(w)
+			x.enter(r, w)
+			defer x.leave(r)
 			select {
 			case <-r.world:
 			default:
@@ -202,10 +252,10 @@ func (x *witness) start(a *Agent, local int, finish chan struct{}) *randomWorker
 func (x *witness) kill(a *Agent, r *randomWorker) {
 	select {
 	case w := <-r.world:
-		close(r.dead)
+		x.bury(r)
 		w.calls.(remote).k.closeConnection()
 		<-r.result
-		require.NoError(x.t, a.Report(r.local, Exit{PID: w.me.PID, Code: 137, Reason: "killed by SIGKILL"}))
+		_ = a.Report(r.local, Exit{PID: w.me.PID, Code: 137, Reason: "killed by SIGKILL"}) // another coordinator learns it, too
 	default:
 	}
 }

@@ -468,6 +468,6 @@ func TestAsyncErrorIsNoticed(t *testing.T) {
 	err := <-failed
 	require.ErrorIs(t, err, nccl.ErrorRemote)
 	// Rank 0 sees the closed connection first if the notice of rank 1 comes late.
-	require.Regexp(t, "rank 1 (aborted|was lost: its connection broke during an operation)", err)
+	require.Regexp(t, "rank 1 (aborted|was lost: its connection )", err)
 	require.Equal(t, err, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
 }

@@ -318,7 +318,7 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	case <-w.r.Context().Done(): // another rank has finished its search and ended
 	}
 	if late {
-		found := w.culpritError(culprits(t.Operation, mine, w.readAll(c)), err)
+		found := w.culpritError(culprits(firstPending(t), mine, w.readAll(c)), err)
 		ctx, cancel := context.WithTimeout(context.Background(), exchangeTime)
 		defer cancel()
 		w.diagnosis = w.analyzed(ctx, c, service, found)
@@ -330,6 +330,17 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 		return w.diagnosis
 	}
 	return err
+}
+
+// firstPending returns the operation of the error, with the number of the first collective that is not
+// known to have completed. The error may name a later one that NCCL has not accepted, because the stream is
+// full and waits for an earlier one.
+func firstPending(t *nccl.TimeoutError) nccl.Operation {
+	op := t.Operation
+	if t.Completed.Record > 0 {
+		op.Collective = min(op.Collective, t.Completed.Collective+1)
+	}
+	return op
 }
 
 // mismatched returns the culprits that issued something incompatible with this rank's

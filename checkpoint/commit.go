@@ -258,7 +258,7 @@ func (v *Saver) rootMessage(job *saveJob) (found bool, failed error) {
 }
 
 // noticeTime is how much later than rank 0 this process may notice why the save has ended.
-const noticeTime = 2 * time.Second
+const noticeTime = 10 * time.Second
 
 // rootGaveUp returns why the first process has removed the files of a save.
 func (v *Saver) rootGaveUp(job *saveJob) error {

@@ -245,9 +245,10 @@ func runJobIn(t *testing.T, backend, deed string, ranks int, folder string, seed
 		Procs:   ranks,
 		Devices: launch.Devices{Count: ranks, Backend: backend, Env: []string{
 			deedVar + "=" + deed, folderVar + "=" + folder, seedVar + "=" + fmt.Sprint(seed), "CHORUS_BACKEND=" + backend}},
-		Grace:  2 * time.Second,
-		Stdout: &text,
-		Stderr: &text,
+		Grace:   time.Minute,                                                         // all end by themselves
+		Cluster: cluster.Config{Timing: cluster.Timing{LostAfter: 30 * time.Second}}, // a kill is noticed at once
+		Stdout:  &text,
+		Stderr:  &text,
 	})
 	return code, text.String()
 }

@@ -165,7 +165,7 @@ func (v *Saver) prepare(w *peers, by [][]partInfo, parts [][]Part) (err error) {
 	if v.cfg.KeepLast < 0 || v.cfg.KeepEvery < 0 || v.cfg.HostBytes < 0 || v.cfg.Timeout < 0 {
 		return errors.New("a number of the configuration is negative")
 	}
-	if v.plan, err = divide(by); err != nil {
+	if v.plan, err = assignWriters(by); err != nil {
 		return err
 	}
 	headers, starts, err := v.plan.lay()

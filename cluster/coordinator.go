@@ -7,11 +7,8 @@ import (
 	"net"
 	"os"
 	"slices"
-	"strings"
 	"sync"
 	"time"
-
-	"github.com/gochorus/chorus/internal/sameuser"
 )
 
 const (
@@ -23,8 +20,6 @@ const (
 	lastMessageTimeout = time.Second
 	// drainTime limits how long the store remains open after its process called Close.
 	drainTime = 500 * time.Millisecond
-	// maxSaid limits the number of remembered notifications.
-	maxSaid = 64
 )
 
 // coordConfig configures a coordinator.
@@ -88,7 +83,7 @@ type coordinator struct {
 	allTold     chan struct{}       // closed when all received it
 	drained     chan struct{}       // closed when the last worker left; nil unless awaited
 	lines       []string            // notifications to send after unlocking
-	said        map[string]time.Time
+	said        lineFilter
 
 	inquiry     *inquiry // nil unless the coordinator waits for reports
 	lastInquiry uint64
@@ -98,7 +93,7 @@ type coordinator struct {
 func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinator)) *coordinator {
 	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
 		quit: make(chan struct{}), peers: map[string]*peer{}, epoch: firstEpoch,
-		told: map[int]bool{}, allTold: make(chan struct{}), said: map[string]time.Time{}}
+		told: map[int]bool{}, allTold: make(chan struct{})}
 	c.faults = newFaults()
 	for _, f := range prepare {
 		if f != nil {
@@ -196,45 +191,20 @@ func (c *coordinator) remove(p *peer) {
 	delete(c.peers, p.id)
 }
 
-// notifyRefused notifies the user of this host of a process that failed to
-// authenticate. It ignores connections of other programs, such as port scanners.
+// notifyRefused notifies the user of this host of a process that failed to authenticate.
 func (c *coordinator) notifyRefused(conn net.Conn, why error) {
-	var reason string
-	other, foreign := errors.AsType[*sameuser.Error](why)
-	switch {
-	case foreign:
-		reason = other.Error()
-	case errors.Is(why, errBadProof):
-		reason = "it has a different secret"
-	case errors.Is(why, errOtherJob):
-		reason = "it belongs to a different job"
-	case errors.Is(why, errOtherVersion):
-		reason = errOtherVersion.Error()
-	default:
-		return
+	if line := strangerLine(conn, why); line != "" {
+		c.mu.Lock()
+		c.notifyOnce(addrIP(conn.RemoteAddr()), line)
+		c.unlock()
 	}
-	c.mu.Lock()
-	c.notifyOnce(addrIP(conn.RemoteAddr()), fmt.Sprintf("refused the process at %s: %s", peerAddr(conn), reason))
-	c.unlock()
 }
 
 // notifyOnce queues a notification about a host, unless the same text was already queued.
 func (c *coordinator) notifyOnce(ip, text string) {
-	if len(c.said) >= maxSaid {
-		clear(c.said)
+	if c.said.isNew(ip, text) {
+		c.lines = append(c.lines, fmt.Sprintf("job %s: %s", c.cfg.job, text))
 	}
-	// Ignore digits: a process that retries has another port or pid.
-	key := ip + strings.Map(func(r rune) rune {
-		if r >= '0' && r <= '9' {
-			return -1
-		}
-		return r
-	}, text)
-	if last, ok := c.said[key]; ok && time.Since(last) < waitLine {
-		return
-	}
-	c.said[key] = time.Now()
-	c.lines = append(c.lines, fmt.Sprintf("job %s: %s", c.cfg.job, text))
 }
 
 // unlock releases the lock and then sends the queued notifications.

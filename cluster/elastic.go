@@ -42,7 +42,8 @@ type elastic struct {
 	spared map[place]bool
 
 	// After the loss of a coordinator: absent are the members of its last epoch that have not
-	// registered with this one, and inherited is true until the next epoch begins.
+	// registered with this one, and those with rank -1 that were only proposed as members. inherited
+	// is true until the next epoch begins.
 	absent    map[place]Member
 	inherited bool
 }
@@ -165,14 +166,15 @@ func (c *coordinator) registerNewcomer(p *peer) {
 	p.reg.arrival = 0
 	c.workers = append(c.workers, p)
 	c.arrived(p)
-	if c.isBack(p) {
-		p.reg.Rank = c.elastic.absent[p.home].Rank // not what the process says
-		delete(c.elastic.absent, p.home)
+	m, awaited := c.elastic.absent[p.home]
+	delete(c.elastic.absent, p.home)
+	if awaited && p.isBack(m) {
+		p.reg.Rank = m.Rank // not what the process says
 		p.seat, p.elastic.returned = c.epoch, true
-		c.checkReturned()
-		return
 	}
 	switch e := c.elastic; {
+	case awaited:
+		c.checkReturned()
 	case e.phase == phaseRun && len(e.expected) == 0:
 		c.beginHold(c.arrivals())
 	case e.phase == phaseRun:
@@ -393,6 +395,9 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 	}
 	if c.elastic.phase == phasePropose && c.faults.stop == nil {
 		c.form()
+	}
+	if c.votes(a) { // it had no workers, and would count as absent if another host is lost
+		c.beginHold(fmt.Sprintf("host %s was lost: %s", a.host.Host, f.Reason))
 	}
 	c.checkHope()
 }

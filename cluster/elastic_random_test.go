@@ -22,43 +22,51 @@ var epochChanges = flag.Int("epochs", 25, "random changes of TestRandomEpochs")
 type witness struct {
 	t  *testing.T
 	mu sync.Mutex
-	// running are the workers whose functions have not returned, in each epoch.
-	running map[int]map[*randomWorker]bool
-	// lists are the local ranks of each epoch's members in the order of ranks.
-	lists map[int][]int
+	// running are the functions of each epoch that have not returned.
+	running map[int]int
+	// lists are the places of each epoch's members, such as "host/0", in the order of ranks.
+	lists map[int][]string
 	last  int
 	lines []string
+	pids  int
 }
 
-// enter records that a function begins, and reports false if its worker was killed. No function of an
-// earlier epoch may be running, all members of an epoch have the same list, and survivors keep their order.
-func (x *witness) enter(r *randomWorker, w *World) bool {
+func newWitness(t *testing.T) *witness {
+	return &witness{t: t, running: map[int]int{}, lists: map[int][]string{}, pids: 1000}
+}
+
+func (x *witness) notify(line string) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	if r.killed {
-		return false
-	}
-	e := w.Epoch()
-	if x.running[e] == nil {
-		x.running[e] = map[*randomWorker]bool{}
-	}
-	x.running[e][r] = true
-	for old, rs := range x.running {
-		if old < e && len(rs) > 0 {
-			x.t.Errorf("%d functions of epoch %d run in epoch %d", len(rs), old, e)
-		}
-	}
-	x.checkList(e, w)
-	return true
+	x.lines = append(x.lines, line)
 }
 
-func (x *witness) checkList(e int, w *World) {
-	var list []int
+// enter records that a function begins. No function of another epoch may be running, all
+// members of an epoch have the same list, and survivors keep their order.
+func (x *witness) enter(r *randomWorker, w *World) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if r.isDead() {
+		return
+	}
+	e := w.Epoch()
+	x.running[e]++
+	r.epoch, r.left = e, append(r.left, w.Left()...)
+	for other, n := range x.running {
+		if other != e && n > 0 {
+			x.t.Errorf("%d functions of epoch %d run in epoch %d", n, other, e)
+		}
+	}
+	if e <= r.last {
+		x.t.Errorf("epoch %d follows epoch %d", e, r.last)
+	}
+	r.last = e
+	var list []string
 	for r, m := range w.Members() {
 		if m.Rank != r {
 			x.t.Errorf("epoch %d: rank %d at place %d", e, m.Rank, r)
 		}
-		list = append(list, m.LocalRank)
+		list = append(list, fmt.Sprint(m.Host, "/", m.LocalRank))
 	}
 	if known, ok := x.lists[e]; ok {
 		if !slices.Equal(known, list) {
@@ -71,7 +79,7 @@ func (x *witness) checkList(e int, w *World) {
 	x.last = max(x.last, e)
 }
 
-func (x *witness) checkOrder(e int, list, fresh []int) {
+func (x *witness) checkOrder(e int, list []string, fresh []int) {
 	before, ok := x.lists[e-1]
 	if !ok {
 		return
@@ -92,20 +100,25 @@ func (x *witness) checkOrder(e int, list, fresh []int) {
 	}
 }
 
-func (x *witness) leave(r *randomWorker, w *World) {
+func (x *witness) leave(r *randomWorker) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	delete(x.running[w.Epoch()], r)
+	x.end(r)
 }
 
-// leaveForGood records that a worker is dead, whatever its goroutines still do.
-func (x *witness) leaveForGood(r *randomWorker) {
+func (x *witness) end(r *randomWorker) {
+	if r.epoch > 0 {
+		x.running[r.epoch]--
+	}
+	r.epoch = 0
+}
+
+// bury records that the process of a worker is dead: its function does not run any more.
+func (x *witness) bury(r *randomWorker) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	r.killed = true
-	for _, rs := range x.running {
-		delete(rs, r)
-	}
+	x.end(r)
+	close(r.dead)
 }
 
 func (x *witness) lastEpoch() int {
@@ -126,7 +139,18 @@ type randomWorker struct {
 	world  chan *World // the last
 	result chan error
 	dead   chan struct{} // closed by a kill: the function then ends as a dead process does
-	killed bool          // guarded by witness.mu
+	epoch  int           // of the function that runs
+	last   int           // the greatest epoch
+	left   []Departure   // in all its worlds
+}
+
+func (r *randomWorker) isDead() bool {
+	select {
+	case <-r.dead:
+		return true
+	default:
+		return false
+	}
 }
 
 // TestRandomEpochs kills workers at random times, also several at once and during changes, and
@@ -139,8 +163,8 @@ func TestRandomEpochs(t *testing.T) {
 	const n = 5
 	cfg := oneHost(n, 1<<20)
 	cfg.Timing.Backoff, cfg.Timing.LostAfter = time.Millisecond, time.Minute // no worker is silent
-	x := &witness{t: t, running: map[int]map[*randomWorker]bool{}, lists: map[int][]int{}}
-	cfg.Notify = func(line string) { x.mu.Lock(); defer x.mu.Unlock(); x.lines = append(x.lines, line) }
+	x := newWitness(t)
+	cfg.Notify = x.notify
 	as, errs := startAll(t, cfg)
 	require.NoError(t, errors.Join(errs...))
 	a := as[0]
@@ -190,7 +214,7 @@ func (x *witness) wholeAgain(a *Agent, workers map[int]*randomWorker, n int, fin
 		x.mu.Lock()
 		last := x.lists[x.last]
 		members := len(last)
-		whole := members == n && len(x.running[x.last]) == n
+		whole := members == n && x.running[x.last] == n
 		x.mu.Unlock()
 		if whole && len(a.Orders()) == 0 {
 			return
@@ -210,12 +234,14 @@ func (x *witness) start(a *Agent, local int, finish chan struct{}) *randomWorker
 	j, err := detect(environ(strings.Join(a.WorkerEnv(local), " ")))
 	require.NoError(x.t, err)
 	j.Notify = func(string) {}
+	x.mu.Lock()
+	x.pids++
+	j.pid = x.pids
+	x.mu.Unlock()
 	go func() {
 		r.result <- Run(x.t.Context(), &RunConfig{Join: j}, func(ctx context.Context, w *World) error {
-			if !x.enter(r, w) {
-				return errors.New("dead")
-			}
-			defer x.leave(r, w)
+			x.enter(r, w)
+			defer x.leave(r)
 			select {
 			case <-r.world:
 			default:
@@ -245,9 +271,8 @@ func (x *witness) start(a *Agent, local int, finish chan struct{}) *randomWorker
 func (x *witness) kill(a *Agent, r *randomWorker) {
 	select {
 	case w := <-r.world:
-		close(r.dead)
-		x.leaveForGood(r)
-		reportKill(x.t, a, r.local)
+		x.bury(r)
+		_ = reportKill(a, r.local, w.me.PID) // another coordinator learns it, too
 		w.calls.(remote).k.closeConnection()
 		<-r.result
 	default:

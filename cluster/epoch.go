@@ -176,6 +176,9 @@ func (c *coordinator) epochLine() string {
 	if len(fresh) > 0 {
 		parts = append(parts, memberList(fresh)+" joined")
 	}
+	if len(parts) == 0 {
+		parts = append(parts, e.why)
+	}
 	hosts := map[int]bool{}
 	for _, m := range e.next.Members {
 		hosts[m.Node] = true

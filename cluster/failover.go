@@ -23,6 +23,7 @@ type memory struct {
 	running  map[int]bool
 	exits    map[int]Exit
 	owed     map[int]Exit // failures for which no order has come
+	fresh    map[int]int  // PIDs of workers that were proposed as new members, by local rank
 	drains   *fault       // this host was asked to leave
 	stops    *fault       // the job was asked to end here
 	kills    bool         // all workers were asked to be killed here
@@ -34,7 +35,7 @@ type memory struct {
 }
 
 func newMemory(workers int) memory {
-	m := memory{running: map[int]bool{}, exits: map[int]Exit{}, owed: map[int]Exit{}, moved: make(chan struct{})}
+	m := memory{running: map[int]bool{}, exits: map[int]Exit{}, owed: map[int]Exit{}, fresh: map[int]int{}, moved: make(chan struct{})}
 	for local := range workers {
 		m.running[local] = true
 	}
@@ -45,6 +46,9 @@ func newMemory(workers int) memory {
 func (m *memory) exited(e Exit) {
 	delete(m.running, e.Local)
 	m.exits[e.Local] = e
+	if m.fresh[e.Local] == e.PID {
+		delete(m.fresh, e.Local)
+	}
 	if e.Code != 0 && !e.Asked {
 		m.owed[e.Local] = e
 	}
@@ -106,6 +110,11 @@ func (a *Agent) proposed(k *client, m message) {
 			}
 		}
 	}
+	for _, f := range n.Fresh {
+		if f.Agent == a.uuid && a.exits[f.Local].PID != f.PID {
+			a.fresh[f.Local] = f.PID
+		}
+	}
 	_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
 }
 
@@ -149,6 +158,7 @@ func (a *Agent) mourn(k *client, t *attempt, cause error) *charter {
 	ch.Planned = how == lostLeaving
 	ch.Lost, ch.Reason, ch.Ended = k.hello.Agent, lost.Reason, slices.Clone(a.ended)
 	ch.Running, ch.Exits = slices.Sorted(maps.Keys(a.running)), maps.Clone(a.exits)
+	ch.Fresh = maps.Clone(a.fresh)
 	return &ch
 }
 

@@ -99,8 +99,7 @@ func (f *faults) firstExit(c *coordinator) (Exit, bool) {
 
 // disconnected handles the end of a connection.
 func (c *coordinator) disconnected(p *peer, err error) {
-	state := p.state
-	if state != peerJoined || c.closed || c.handedOver {
+	if !c.counts(p) || c.closed || c.handedOver {
 		p.state = peerGone
 		return
 	}
@@ -122,6 +121,12 @@ func (c *coordinator) disconnected(p *peer, err error) {
 		c.workerDisconnected(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID,
 			Silent: p.silent(), Reason: reason, Code: -1}, isClosedByPeer(err))
 	}
+}
+
+// counts reports whether the end of p's connection is a loss. The launcher of a host without workers still votes if
+// processes call Run.
+func (c *coordinator) counts(p *peer) bool {
+	return p.state == peerJoined || p.state == peerDone && c.isElastic() && slices.Contains(c.agents, p)
 }
 
 // isCutOff reports whether p and all other processes on other hosts have been silent for a similar

@@ -55,6 +55,7 @@ type JoinConfig struct {
 	agent string      // UUID of the launcher; "" without one
 	// agentAt is the launcher's address in a job on several hosts: it knows the coordinator.
 	agentAt string
+	pid     int    // of this process; 0 means os.Getpid
 	epoch   uint64 // in which the launcher started this process; 0: unknown
 	at      string // address to dial: Addr, or a Unix socket of this user
 	source  string
@@ -422,7 +423,7 @@ func joinEnd(ctx context.Context, timeout *JoinTimeoutError) error {
 func (cfg *JoinConfig) registration() registration {
 	return registration{Size: cfg.Size, Epoch: cfg.epoch, Member: Member{
 		Rank: deref(cfg.Rank, -1), LocalRank: deref(cfg.LocalRank, -1), LocalSize: cfg.LocalSize,
-		Node: deref(cfg.Node, -1), Host: cfg.Host, PID: os.Getpid(), Name: cfg.Name,
+		Node: deref(cfg.Node, -1), Host: cfg.Host, PID: cmp.Or(cfg.pid, os.Getpid()), Name: cfg.Name,
 	}}
 }
 

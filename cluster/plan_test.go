@@ -17,7 +17,7 @@ type paperJob struct {
 }
 
 func newPaperJob(uuids ...string) *paperJob {
-	j := &paperJob{coordinator: &coordinator{clock: newRunClock(time.Second), epoch: firstEpoch, peers: map[string]*peer{}, said: map[string]time.Time{},
+	j := &paperJob{coordinator: &coordinator{clock: newRunClock(time.Second), epoch: firstEpoch, peers: map[string]*peer{},
 		faults: newFaults(), plan: &plan{}, cfg: coordConfig{job: "paper", agents: len(uuids) + 1, least: 1, joinBy: time.Hour, revokeBy: time.Hour, drainBy: time.Hour,
 			notify: func(string) {}, self: welcome{Agent: uuids[0], Host: uuids[0], LostAfter: time.Second}}},
 		hosts: map[string]*peer{}, procs: map[string]*peer{}}

@@ -20,6 +20,7 @@ type port struct {
 
 	mu     sync.Mutex
 	tenant *tenant // nil: none
+	said   lineFilter
 	closed bool
 }
 
@@ -67,8 +68,25 @@ func (p *port) refer(c net.Conn) {
 	defer p.wg.Done()
 	defer c.Close()
 	defer p.limiter.leave(c)
-	if l, err := acceptHandshake(c, p.agent.cfg.Job, p.agent.keys.control); err == nil {
-		_ = l.write(frame{body: note(kindWelcome, p.agent.referral()).encode()}, handshakeTimeout) // the other process tries again
+	l, err := acceptHandshake(c, p.agent.cfg.Job, p.agent.keys.control)
+	if err != nil {
+		p.notifyRefused(c, err)
+		return
+	}
+	_ = l.write(frame{body: note(kindWelcome, p.agent.referral()).encode()}, handshakeTimeout) // the other process tries again
+}
+
+// notifyRefused notifies the user of this host of a process that failed to authenticate.
+func (p *port) notifyRefused(c net.Conn, why error) {
+	line := strangerLine(c, why)
+	if line == "" {
+		return
+	}
+	p.mu.Lock()
+	isNew := p.said.isNew(addrIP(c.RemoteAddr()), line)
+	p.mu.Unlock()
+	if isNew {
+		p.agent.notify(line)
 	}
 }
 

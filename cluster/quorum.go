@@ -60,6 +60,8 @@ type charter struct {
 	// Of the agent's host:
 	Running []int        `json:"running,omitempty"` // local ranks of the workers that have not exited
 	Exits   map[int]Exit `json:"exits,omitempty"`   // of the others, by local rank
+	// Fresh are the processes that were proposed as new members. The agent may have missed that the epoch has begun.
+	Fresh map[int]int `json:"fresh,omitempty"` // PIDs by local rank
 }
 
 // electorates returns the electorates that have to agree on the next epoch.

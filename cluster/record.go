@@ -112,8 +112,17 @@ type news struct {
 	// Voters is set when an epoch begins, and Used is the number of restarts so far.
 	Voters electorate `json:"voters,omitempty"`
 	Used   int        `json:"used,omitempty"`
-	// Ended are hosts whose launchers are known to have ended, in a proposal.
+	// In a proposal: Ended are hosts whose launchers are known to have ended, and Fresh are the
+	// members that were not in the epoch before.
 	Ended []string `json:"ended,omitempty"`
+	Fresh []fresh  `json:"fresh,omitempty"`
+}
+
+// A fresh is a process that is proposed as a member for the first time.
+type fresh struct {
+	Agent string `json:"agent"` // UUID of its launcher
+	Local int    `json:"local"`
+	PID   int    `json:"pid"`
 }
 
 // plan is the committed list of all hosts, in the order of node indices.

@@ -15,6 +15,8 @@ type relay struct {
 	ln net.Listener
 	to string
 	wg sync.WaitGroup
+	// down forwards what the coordinator sends on a connection; nil means copy.
+	down func(to, from net.Conn)
 
 	mu     sync.Mutex
 	frozen bool // new connections get no answer
@@ -28,11 +30,13 @@ type gate struct {
 	shut chan struct{} // nil: open
 }
 
-func newRelay(t *testing.T, to string) *relay {
+func newRelay(t *testing.T, to string) *relay { return newRelayWith(t, to, nil) }
+
+func newRelayWith(t *testing.T, to string, down func(to, from net.Conn)) *relay {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	r := &relay{ln: ln, to: to, conns: map[net.Conn]bool{}}
+	r := &relay{ln: ln, to: to, down: down, conns: map[net.Conn]bool{}}
 	r.wg.Go(r.accept)
 	t.Cleanup(func() {
 		r.ln.Close()
@@ -64,7 +68,13 @@ func (r *relay) accept() {
 			g.shut = make(chan struct{})
 		}
 		r.mu.Unlock()
-		r.wg.Go(func() { r.copy(near, far, g) })
+		r.wg.Go(func() {
+			if r.down != nil {
+				r.down(near, far)
+				return
+			}
+			r.copy(near, far, g)
+		})
 		r.wg.Go(func() { r.copy(far, near, g) })
 	}
 }

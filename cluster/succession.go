@@ -165,19 +165,13 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 			e.left = append(e.left, Departure{Member: m, Reason: "the launcher of its host has ended"})
 		case h == nil:
 			e.left = append(e.left, Departure{Member: m, Reason: "its host did not take part in the choice of a coordinator"})
-		case slices.Contains(h.Running, m.LocalRank):
+		case slices.Contains(h.Running, m.LocalRank) && h.Exits[m.LocalRank].PID != m.PID: // not another process in its place
 			e.absent[at] = m
 		default:
 			e.left = append(e.left, Departure{Member: m, Reason: cmp.Or(h.Exits[m.LocalRank].Reason, "it has exited")})
 		}
 	}
-	for uuid, h := range s.hosts {
-		for _, local := range h.Running {
-			if _, ok := e.absent[place{uuid, local}]; !ok {
-				e.expected[place{uuid, local}] = true
-			}
-		}
-	}
+	c.awaitNewcomers(s)
 	c.setPhase(phaseRevoke)
 	e.quiet = time.Now()
 	c.inPhase(c.cfg.revokeBy, func() {
@@ -194,6 +188,25 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 	c.checkReturned()
 }
 
+// awaitNewcomers waits for the workers that are not members of the last epoch, if the hosts that are present have
+// proposals with them: they have perhaps begun the next one. The others are expected.
+func (c *coordinator) awaitNewcomers(s *succession) {
+	e := c.elastic
+	for uuid, h := range s.hosts {
+		for local, pid := range h.Fresh {
+			at := place{uuid, local}
+			if _, ok := e.absent[at]; !ok {
+				e.absent[at] = Member{Rank: -1, LocalRank: local, PID: pid}
+			}
+		}
+		for _, local := range h.Running {
+			if _, ok := e.absent[place{uuid, local}]; !ok {
+				e.expected[place{uuid, local}] = true
+			}
+		}
+	}
+}
+
 // hostOf returns the UUID of the agent of a member.
 func (c *charter) hostOf(m Member) string {
 	if m.Node < 0 || m.Node >= len(c.Plan.Hosts) {
@@ -202,10 +215,10 @@ func (c *charter) hostOf(m Member) string {
 	return c.Plan.Hosts[m.Node].UUID
 }
 
-// isBack reports whether a worker that registers is a survivor of an earlier coordinator.
-func (c *coordinator) isBack(p *peer) bool {
-	m, ok := c.elastic.absent[p.home]
-	return ok && m.PID == p.reg.PID && p.reg.Seat > 0
+// isBack reports whether a worker that registers is the member m of the last epoch. A worker that
+// has begun no epoch is new, also if the last coordinator has made it a member.
+func (p *peer) isBack(m Member) bool {
+	return m.Rank >= 0 && m.PID == p.reg.PID && p.reg.Seat > 0
 }
 
 // giveUp records that a worker does not come back.
@@ -216,7 +229,9 @@ func (c *coordinator) giveUp(at place, reason string) {
 		return
 	}
 	delete(e.absent, at)
-	e.left = append(e.left, Departure{Member: m, Reason: reason})
+	if m.Rank >= 0 {
+		e.left = append(e.left, Departure{Member: m, Reason: reason})
+	}
 	c.checkReturned()
 }
 
@@ -241,6 +256,11 @@ func (c *coordinator) voters(of *plan) electorate {
 	return out
 }
 
+// votes reports whether a host belongs to the electorate of the epoch, and is not known to have ended.
+func (c *coordinator) votes(a *peer) bool {
+	return !c.ended[a.host.UUID] && slices.ContainsFunc(c.electorates, func(e electorate) bool { return slices.Contains(e, a.host.UUID) })
+}
+
 // isMinority reports whether the hosts that are left may not form another epoch, and then ends
 // the job in this part of the network.
 func (c *coordinator) isMinority() bool {
@@ -261,12 +281,22 @@ func (c *coordinator) proposeToAgents(next *plan) {
 	e := c.elastic
 	e.voters = c.voters(next)
 	e.proposed = append(e.proposed, e.voters)
-	m := note(kindPropose, news{Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended))})
+	m := note(kindPropose, news{Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), Fresh: c.freshMembers()})
 	m.epoch, m.id = c.epoch+1, e.try
 	for _, a := range c.agents {
 		a.prepared = false
 		a.send(m)
 	}
+}
+
+// freshMembers returns the members of the proposal that are new. If this coordinator is lost, the next one
+// waits for their functions: they may have begun the epoch.
+func (c *coordinator) freshMembers() (out []fresh) {
+	for _, r := range c.elastic.next.New {
+		p := c.elastic.peers[r]
+		out = append(out, fresh{Agent: p.home.agent, Local: p.home.local, PID: p.reg.PID})
+	}
+	return out
 }
 
 // agentPrepared records that an agent has the proposal, or knows of the first epoch.

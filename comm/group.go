@@ -317,7 +317,7 @@ func (g *Group) idle() (bool, error) {
 
 // lossReportTime is how long a group whose connection to a peer broke waits for the Rendezvous
 // to report the fate of the peer.
-const lossReportTime = time.Second
+const lossReportTime = 3 * time.Second
 
 // rootCause returns the Rendezvous's error about a lost rank, or a reported NaN, instead of NCCL's error that
 // a connection broke, if there is one. The broken connection is often noticed first, and a

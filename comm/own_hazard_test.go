@@ -34,7 +34,7 @@ func TestOwnKernelsThatCannotBe(t *testing.T) {
 // broken: that is an error, nothing waits, and the group closes once they are closed.
 func TestOwnKernelsOfGraphsAfterTheEnd(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := localOwn(t, devs, &nccl.Config{Timeout: 3 * time.Second})
+		g := localOwn(t, devs, &nccl.Config{Timeout: time.Minute})
 		xs, _ := shards(t, g, 100)
 		var graphs []*graph.Exec
 		for i, x := range xs {
@@ -49,6 +49,7 @@ func TestOwnKernelsOfGraphsAfterTheEnd(t *testing.T) {
 		}
 		require.NoError(t, g.Wait(testgpu.Context(t)))
 		require.Error(t, g.Close(), "graphs use it")
+		require.NoError(t, g.SetTimeout(shortTimeout))
 		require.NoError(t, reduceAlone(g, 0, xs[0], nccl.Sum))
 		require.ErrorIs(t, g.Wait(testgpu.Context(t)), comm.ErrBroken, "rank 1 does not come")
 		for i, exec := range graphs {

@@ -247,9 +247,11 @@ func TestOwnKernelsOfGraphsOnOtherStreams(t *testing.T) {
 // deadline, and that the one that waits for it ends.
 func TestOwnKernelsGiveUp(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := localOwn(t, devs, &nccl.Config{Timeout: 3 * time.Second})
+		g := localOwn(t, devs, &nccl.Config{Timeout: time.Minute})
 		xs, _ := shards(t, g, 100)
 		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+		require.NoError(t, g.Wait(testgpu.Context(t)))
+		require.NoError(t, g.SetTimeout(shortTimeout))
 		require.NoError(t, reduceAlone(g, 0, xs[0], nccl.Sum))
 		err := g.Wait(testgpu.Context(t))
 		require.ErrorIs(t, err, comm.ErrBroken)

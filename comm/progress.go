@@ -160,8 +160,11 @@ const (
 	// lastReportTime is the maximum time to write the last report.
 	lastReportTime = 250 * time.Millisecond
 	// readReportsTime is the maximum time to wait for the reports of all other ranks after a
-	// failure.
-	readReportsTime = time.Second
+	// failure. They are in the store since the ranks began, so only a store whose process stands still
+	// needs it.
+	readReportsTime = 3 * time.Second
+	// exchangeTime limits the parts of an exchange in which a rank may be stopped.
+	exchangeTime = time.Second
 )
 
 // start starts to report the progress of a communicator periodically, until stop is called. It
@@ -298,7 +301,7 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	}
 	w.diagnosing.Lock()
 	defer w.diagnosing.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), readReportsTime)
+	ctx, cancel := context.WithTimeout(context.Background(), exchangeTime)
 	defer cancel()
 	mine := reportOf(c)
 	_ = w.write(ctx, c.Rank(), mine) // the other ranks look for it
@@ -315,8 +318,8 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	case <-w.r.Context().Done(): // another rank has finished its search and ended
 	}
 	if late {
-		found := w.culpritError(culprits(t.Operation, mine, w.readAll(c)), err)
-		ctx, cancel := context.WithTimeout(context.Background(), readReportsTime)
+		found := w.culpritError(culprits(firstPending(t), mine, w.readAll(c)), err)
+		ctx, cancel := context.WithTimeout(context.Background(), exchangeTime)
 		defer cancel()
 		w.diagnosis = w.analyzed(ctx, c, service, found)
 		return w.diagnosis
@@ -327,6 +330,17 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 		return w.diagnosis
 	}
 	return err
+}
+
+// firstPending returns the operation of the error, with the number of the first collective that is not
+// known to have completed. The error may name a later one that NCCL has not accepted, because the stream is
+// full and waits for an earlier one.
+func firstPending(t *nccl.TimeoutError) nccl.Operation {
+	op := t.Operation
+	if t.Completed.Record > 0 {
+		op.Collective = min(op.Collective, t.Completed.Collective+1)
+	}
+	return op
 }
 
 // mismatched returns the culprits that issued something incompatible with this rank's

@@ -48,6 +48,18 @@ func TestCulprits(t *testing.T) {
 	require.Empty(t, mismatched(nccl.Operation{Name: "ncclSend", Collective: 7, Root: 2}, mine, all))
 }
 
+// Streams that are full have different numbers of operations. The ranks wait for the one that is far
+// behind, and not for each other.
+func TestCulpritOfFullStreams(t *testing.T) {
+	late := &nccl.TimeoutError{
+		Operation: nccl.Operation{Record: 1030, Name: "ncclAllReduce", Collective: 1030, Root: -1},
+		Completed: nccl.Operation{Record: 11, Name: "ncclAllReduce", Collective: 11, Root: -1},
+	}
+	list := culprits(firstPending(late), report{Collectives: 1030, Operation: "a"}, map[int]report{1: {Collectives: 11}, 2: {Collectives: 1027, Operation: "a"}})
+	require.Len(t, list, 1)
+	require.Equal(t, []any{1, "is behind"}, []any{list[0].Rank, list[0].Why})
+}
+
 // If two ranks issue different operations with different backends, the error names the
 // operations. If their backends differed before, it names the backends.
 func TestCulpritsOfTwoOperations(t *testing.T) {

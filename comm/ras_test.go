@@ -5,6 +5,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -32,7 +33,7 @@ func TestVerdictOfTheService(t *testing.T) {
 			t.Setenv("NCCL_RAS_ADDR", rastest.Serve(t, rastest.Answer(rastest.Rank{PID: c.pid}, silent)))
 			gs := twoRanks(t)
 			late := errors.New("late")
-			err := comm.Analyzed(testgpu.Context(t), gs[0], time.Minute, late)
+			err := analyzedByService(t, gs[0], late)
 			require.ErrorIs(t, err, late)
 			require.EqualError(t, err, c.want)
 		})
@@ -47,25 +48,42 @@ func TestServiceIsBeneathTheVerdict(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = xs.Close() })
 	require.NoError(t, comm.AllReduce(gs[0], comm.Sum, xs...))
-	err = comm.Analyzed(testgpu.Context(t), gs[0], time.Minute, errors.New("late"))
+	err = analyzedByService(t, gs[0], errors.New("late"))
 	require.Regexp(t, `(?s)^late; the flight recorders of the ranks say: Rank 1 .*\nNCCL's RAS: the ranks have launched different numbers of AllReduce: rank 1 \(process \d+ on host \) 0, rank 0 \(process \d+ on host \) 1$`, err.Error())
+}
+
+// analyzedByService returns the analysis of an error. It asks again if there are no findings of the
+// service: the limits for its answers are shorter than a busy machine may stop.
+func analyzedByService(t *testing.T, g *comm.Group, late error) (err error) {
+	t.Helper()
+	for range 5 {
+		err = comm.Analyzed(testgpu.Context(t), g, time.Minute, late)
+		if strings.Contains(err.Error(), "NCCL's RAS: ") {
+			break
+		}
+	}
+	return err
 }
 
 // TestSilentServiceDelaysNothing has a service that does not answer the question. The verdict waits
 // no longer for it than for the recorders.
 func TestSilentServiceDelaysNothing(t *testing.T) {
+	t.Setenv("NCCL_RAS_ADDR", "")
+	gs, late := twoRanks(t), errors.New("late")
+	require.Equal(t, late, comm.Analyzed(testgpu.Context(t), gs[0], time.Minute, late)) // all recorders have answered
 	t.Setenv("NCCL_RAS_ADDR", rastest.Listen(t, func(c net.Conn) {
 		rastest.Speak(c, true, func() string { _, _ = io.Copy(io.Discard, c); return "" })
 	}))
-	gs, late, least := twoRanks(t), errors.New("late"), time.Hour
+	var err error
+	var took time.Duration
 	for range 5 { // the machine may stop for a while
 		begin := time.Now()
-		require.Equal(t, late, comm.Analyzed(testgpu.Context(t), gs[0], 100*time.Millisecond, late))
-		if least = min(least, time.Since(begin)); least < time.Second {
+		err = comm.Analyzed(testgpu.Context(t), gs[0], 100*time.Millisecond, late)
+		if took = time.Since(begin); took < time.Second && err == late {
 			return
 		}
 	}
-	t.Errorf("the verdict took %v: the question to the service takes 2 s", least)
+	t.Errorf("the verdict took %v: %v: the question to the service takes 2 s", took, err)
 }
 
 // TestNoServiceOfVirtualDevices does not ask the default port.

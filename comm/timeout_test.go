@@ -59,6 +59,14 @@ func requireTimeout(t *testing.T, g *comm.Group, limit time.Duration) {
 	require.Greater(t, late.Age, limit)
 }
 
+// requireNilOrBroken checks the error of a call during which shortTimeout may end on a busy machine.
+func requireNilOrBroken(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		require.ErrorIs(t, err, comm.ErrBroken)
+	}
+}
+
 // A shorter timeout holds for later operations, and operations that are already issued keep
 // theirs.
 func TestSetTimeout(t *testing.T) {
@@ -67,7 +75,7 @@ func TestSetTimeout(t *testing.T) {
 		reduceOnBoth(t, gs, xs)
 		require.NoError(t, gs[0].SetTimeout(shortTimeout))
 		require.NoError(t, comm.AllReduce(gs[0], comm.Sum, xs[0]...))
-		require.NoError(t, gs[0].SetTimeout(time.Hour))
+		requireNilOrBroken(t, gs[0].SetTimeout(time.Hour))
 		requireTimeout(t, gs[0], shortTimeout)
 		require.ErrorIs(t, gs[0].SetTimeout(time.Hour), comm.ErrBroken)
 	})
@@ -87,7 +95,8 @@ func TestTimeoutOfABatch(t *testing.T) {
 		require.NoError(t, comm.Recv(b, 1, xs[0][0]), "which hangs")
 		later := gs[0].NewBatch()
 		require.NoError(t, comm.Recv(later, 1, xs[0][0]))
-		require.NoError(t, errors.Join(b.Enqueue(), later.Enqueue()))
+		require.NoError(t, b.Enqueue())
+		requireNilOrBroken(t, later.Enqueue())
 		requireTimeout(t, gs[0], shortTimeout)
 	})
 }

@@ -198,9 +198,9 @@ func (q *queue) record(k int) error {
 	return nil
 }
 
-// flush counts all gradients as ready on the streams of the local ranks, and reduces the
+// launchRest counts all gradients as ready on the streams of the local ranks, and reduces the
 // buckets that are left.
-func (q *queue) flush(streams []*stream.Stream) error {
+func (q *queue) launchRest(streams []*stream.Stream) error {
 	for k := range q.arrived {
 		for i := range q.arrived[k] {
 			if a := &q.arrived[k][i]; a.pending > 0 {
@@ -293,7 +293,7 @@ func (q *queue) notBegun(op string, lack error) error {
 
 // conclude reduces the buckets that are left, calls agree, and ends the step.
 func (q *queue) conclude(streams []*stream.Stream, agree func() error) error {
-	if err := q.flush(streams); err != nil {
+	if err := q.launchRest(streams); err != nil {
 		if q.failed != nil {
 			q.rewind()
 		}

@@ -139,9 +139,14 @@ func TestShortCallsInBetween(t *testing.T) {
 	tune(long, minSlot, 2)
 	tune(short, minSlot, 1)
 	var calls atomic.Int64
+	var over atomic.Bool // the short call has returned
 	started := make(chan struct{})
 	long.sys.Pread = func(fd int, p []byte, off int64) (int, error) {
-		if calls.Add(1) == 3 { // it has both slots
+		n := calls.Add(1)
+		if n > 3 && !over.Load() {
+			time.Sleep(5 * time.Millisecond) // so that the windows last longer than a stall of the short call
+		}
+		if n == 3 { // it has both slots
 			close(started)
 			if err := poll.Until(ctx, func() (bool, error) { return r.pressed(), nil }); err != nil {
 				t.Error(err)
@@ -154,7 +159,9 @@ func TestShortCallsInBetween(t *testing.T) {
 	done := make(chan error, 1)
 	go func() { done <- long.Load(ctx, s, x, 0) }()
 	<-started
-	require.NoError(t, short.Load(ctx, other, y, 0))
+	err := short.Load(ctx, other, y, 0)
+	over.Store(true)
+	require.NoError(t, err)
 	require.Less(t, calls.Load(), int64(windows))
 	require.NoError(t, <-done)
 }

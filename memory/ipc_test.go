@@ -6,6 +6,8 @@ import (
 	"encoding/gob"
 	"encoding/json"
 	"errors"
+	"fmt"
+	"net"
 	"os"
 	"slices"
 	"sync/atomic"
@@ -140,8 +142,12 @@ func aside(t testing.TB) *stream.Stream {
 	s, err := stream.New(testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0], nil)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.Close()) })
+	patient(s.Device())
 	return s
 }
+
+// patient gives other processes much time to answer a request to close.
+func patient(dev *device.Device) { ipcOf(dev).farewell = time.Minute }
 
 // ints returns numbers that ascend. Nobody else has the slice yet, so the race detector need
 // not look at it.
@@ -572,4 +578,55 @@ func (e *ipcExport) receiversNow() int {
 	e.server.mu.Lock()
 	defer e.server.mu.Unlock()
 	return e.receivers
+}
+
+// A process that answers a request to close too late does not fail an opening that waits behind it.
+func TestSlowCloseFailsNoOpening(t *testing.T) {
+	ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: fmt.Sprintf("@chorus-test-%d-%s", os.Getpid(), t.Name()), Net: "unixpacket"})
+	require.NoError(t, err)
+	defer ln.Close()
+	closing := make(chan struct{})
+	go func() {
+		for {
+			c, err := ln.AcceptUnix()
+			if err != nil {
+				return
+			}
+			go answerOpenings(c, closing)
+		}
+	}()
+	x := &ipc{patience: time.Minute, farewell: 200 * time.Millisecond, links: map[string]*ipcLink{}}
+	l, err := x.link(ln.Addr().String())
+	require.NoError(t, err)
+	slow := make(chan error)
+	go func() {
+		_, _, err := x.ask(l, &ipcRequest{Op: "close"}, x.farewell)
+		slow <- err
+	}()
+	<-closing
+	other, a, err := x.askToOpen(&IPCHandle{Socket: ln.Addr().String()})
+	require.NoError(t, err)
+	require.EqualValues(t, 7, a.Pages)
+	require.NotSame(t, l, other)
+	require.ErrorContains(t, <-slow, "that process does not answer")
+	x.unlink(l)
+	x.unlink(other)
+}
+
+// answerOpenings answers requests to open, and no request to close.
+func answerOpenings(c *net.UnixConn, closing chan struct{}) {
+	defer c.Close()
+	for {
+		var q ipcRequest
+		if _, err := receivePacket(c, &q); err != nil {
+			return
+		}
+		if q.Op == "close" {
+			close(closing)
+			continue
+		}
+		if sendPacket(c, &ipcAnswer{Pages: 7}, nil) != nil {
+			return
+		}
+	}
 }

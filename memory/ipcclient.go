@@ -81,6 +81,7 @@ type ipcLink struct {
 	mu     sync.Mutex // one request at a time
 	conn   *net.UnixConn
 	silent error // why the connection failed
+	hasty  bool  // it failed in a request that had less time than others
 }
 
 // link returns a connection to the process for one opening, which ends with unlink.
@@ -140,7 +141,7 @@ func (x *ipc) ask(l *ipcLink, q *ipcRequest, patience time.Duration) (a ipcAnswe
 		x.mu.Lock()
 		delete(x.links, l.name)
 		x.mu.Unlock()
-		l.silent = fmt.Errorf("that process does not answer: %w", err)
+		l.silent, l.hasty = fmt.Errorf("that process does not answer: %w", err), patience < x.patience
 		return a, nil, l.silent
 	}
 	if a.Error != "" {
@@ -149,15 +150,37 @@ func (x *ipc) ask(l *ipcLink, q *ipcRequest, patience time.Duration) (a ipcAnswe
 	return a, files, nil
 }
 
+// askToOpen asks the process of a handle to open its memory. It connects again if a request to close has
+// failed on the connection meanwhile: the process may only have been too slow for that.
+func (x *ipc) askToOpen(h *IPCHandle) (*ipcLink, ipcAnswer, error) {
+	for {
+		l, err := x.link(h.Socket)
+		if err != nil {
+			return nil, ipcAnswer{}, err
+		}
+		a, _, err := x.ask(l, &ipcRequest{Op: "open", Export: h.Export, Token: h.Token}, x.patience)
+		if err == nil {
+			return l, a, nil
+		}
+		hasty := l.failedInHaste()
+		x.unlink(l)
+		if !hasty {
+			return nil, ipcAnswer{}, err
+		}
+	}
+}
+
+// failedInHaste reports whether the connection failed in a request that had less time than others.
+func (l *ipcLink) failedInHaste() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.hasty
+}
+
 // openHandle maps the memory of a handle and makes it b's memory.
 func (x *ipc) openHandle(s *stream.Stream, h *IPCHandle, b *Buffer) error {
-	l, err := x.link(h.Socket)
+	l, a, err := x.askToOpen(h)
 	if err != nil {
-		return err
-	}
-	a, _, err := x.ask(l, &ipcRequest{Op: "open", Export: h.Export, Token: h.Token}, x.patience)
-	if err != nil {
-		x.unlink(l)
 		return err
 	}
 	leave := func() {

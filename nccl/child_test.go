@@ -3,6 +3,7 @@ package nccl_test
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"testing"
@@ -166,9 +167,12 @@ func TestShrinkAfterAFailure(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon, Recoverable: true})
 	xs, _ := buffers(t, ranks, 8)
-	for i, r := range ranks[:2] {
-		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum))
-	}
+	require.NoError(t, nccl.Group(func(b *nccl.Batch) (err error) { // soon may be over at a second call
+		for i, r := range ranks[:2] {
+			err = errors.Join(err, nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum))
+		}
+		return err
+	}))
 	for _, r := range ranks[:2] {
 		require.ErrorIs(t, r.c.Wait(testgpu.Context(t), r.s), nccl.ErrorTimeout)
 		_, err := r.c.Split(testgpu.Context(t), 0, 0, nil)

@@ -85,9 +85,7 @@ func TestWaitAfterTheEnd(t *testing.T) {
 // waited, and although its stream goes on.
 func TestTimeoutIsNotCompleted(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
-		xs, _ := buffers(t, ranks, 64)
-		once(t, devs, ranks, xs)
+		ranks, xs := afterOnce(t, devs, 64, limit(devs))
 		r := ranks[0]
 		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 		require.ErrorIs(t, r.c.Wait(testgpu.Context(t), r.s), nccl.ErrorTimeout)
@@ -108,10 +106,13 @@ func TestTimeoutIsNotCompleted(t *testing.T) {
 func TestTimeoutNamesTheOperationThatHangs(t *testing.T) {
 	for _, burst := range []bool{false, true} {
 		devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "hang@ncclAllReduce#9"}).Devices()
-		ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
 		xs, _ := buffers(t, ranks, 16)
 		var late *nccl.TimeoutError
 		for n := 1; n <= 8; n++ { // the ninth call is the fifth of rank 0
+			if !burst && n == 5 {
+				setTimeout(t, ranks, soon)
+			}
 			for i, r := range ranks {
 				_ = nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Max)
 			}
@@ -140,25 +141,28 @@ func TestTimeoutNamesTheOperationThatHangs(t *testing.T) {
 // them, however much is issued behind it.
 func TestTimeoutOfManyOperations(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
-	xs, _ := buffers(t, ranks, 16)
-	once(t, devs, ranks, xs)
+	ranks, xs := afterOnce(t, devs, 16, time.Minute)
 	r := ranks[0]
-	for range 80 {
+	issue := func() {
 		require.NoError(t, nccl.Broadcast(r.on(), r.s, xs[0], xs[0], 1))
 		until(t, func() bool { return time.Since(r.c.Progress().Issued.Created) > 2*time.Millisecond })
+	}
+	issue() // the only one that completes, after all others were issued
+	require.NoError(t, r.c.SetTimeout(limit(devs)))
+	for range 79 {
+		issue()
 	}
 	require.NoError(t, nccl.Broadcast(ranks[1].c, ranks[1].s, xs[1], xs[1], 1))
 	var late *nccl.TimeoutError
 	require.ErrorAs(t, r.c.Wait(testgpu.Context(t), r.s), &late)
-	require.LessOrEqual(t, late.Operation.Collective, uint64(3))
-	require.EqualValues(t, 3, late.Last.Collective, "each was issued some time after the one before, and has a mark")
+	require.Equal(t, []uint64{3, 3}, []uint64{late.Operation.Collective, late.Last.Collective}, "each was issued some time after the one before, and has a mark")
+	require.Equal(t, limit(devs), late.Limit, "the first broadcast, which had more time, is known to have completed")
 }
 
 // The operations of a single rank are copies, which nothing orders between streams.
 func TestSingleRankOnTwoStreams(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		r := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})[0]
+		r := connectWith(t, devs, &nccl.Config{Timeout: ample})[0]
 		xs, _ := buffers(t, []rank{r}, 64)
 		other, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
@@ -166,6 +170,7 @@ func TestSingleRankOnTwoStreams(t *testing.T) {
 		open := spin.Hold(t, r.s)
 		defer open()
 		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0].Slice(0, 32), xs[0].Slice(0, 32), nccl.Sum))
+		require.NoError(t, r.c.SetTimeout(time.Minute))
 		require.NoError(t, other.WaitStream(r.s)) // for the memory
 		free, err := stream.New(devs[0], nil)
 		require.NoError(t, err)

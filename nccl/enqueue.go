@@ -20,7 +20,7 @@ func (o *operation) execute() error {
 	return nil
 }
 
-// checkedCall is call with an error if it does not succeed.
+// checkedCall is callNCCL with an error if it does not succeed.
 func (o *operation) checkedCall() error { return o.comm.check(o.Kind.String(), o.callNCCL()) }
 
 // callNCCL calls NCCL's function.

@@ -118,7 +118,7 @@ func isFatal(err error) bool {
 }
 
 // setFailure makes a cause the failure, or returns nil if the communicator has already failed.
-// end must follow.
+// completeFailure must follow.
 func (c *Communicator) setFailure(cause error) *failure {
 	f := &failure{first: cause, err: cause, done: make(chan struct{})}
 	if !c.failed.CompareAndSwap(nil, f) {

@@ -26,7 +26,7 @@ func (x inside) Dump(n, limit int) []byte {
 	poll.Within(observeTime, func() error { observe(list); return nil })
 	for ; n > 0; n /= 2 {
 		var b bytes.Buffer
-		if err := flight.DumpLast(&b, recorders(list), n); err == nil && b.Len() <= limit {
+		if err := flight.DumpShort(&b, recorders(list), n); err == nil && b.Len() <= limit {
 			return b.Bytes()
 		}
 	}

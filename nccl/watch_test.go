@@ -3,7 +3,6 @@ package nccl_test
 import (
 	"context"
 	"errors"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -19,16 +18,20 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// soon is a deadline of operations that hang. A call that issues one has returned by
-// then, however busy the machine is.
-const soon = 500 * time.Millisecond
+const (
+	// soon is a timeout of operations that hang. A test must not require that another operation completes,
+	// or that another call returns, within it: a busy machine may stop for seconds.
+	soon = 500 * time.Millisecond
+	// ample is a timeout of operations that complete, also on a busy machine.
+	ample = 5 * time.Second
+)
 
-// limit is a deadline that operations keep that all ranks issue.
+// limit is a timeout of operations that hang, with time for the call that issues one.
 func limit(devs []*device.Device) time.Duration {
 	if devs[0].System().Backend() == "cuda" {
-		return 4 * time.Second // NCCL loads its kernels within the first
+		return 4 * time.Second // NCCL loads its kernels within the first call
 	}
-	return 2 * time.Second // which a busy machine keeps too
+	return 2 * time.Second
 }
 
 // once issues an all-reduce on all ranks, each from a goroutine of its own.
@@ -42,6 +45,25 @@ func once(t *testing.T, devs []*device.Device, ranks []rank, xs []memory.Slice[i
 	})
 }
 
+// afterOnce connects ranks and completes an all-reduce on them, with enough time for both. The timeout d
+// holds for later operations.
+func afterOnce(t *testing.T, devs []*device.Device, elements int, d time.Duration) ([]rank, []memory.Slice[int64]) {
+	t.Helper()
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: time.Minute})
+	xs, _ := buffers(t, ranks, elements)
+	once(t, devs, ranks, xs)
+	setTimeout(t, ranks, d)
+	return ranks, xs
+}
+
+// setTimeout sets the timeout of later operations.
+func setTimeout(t *testing.T, ranks []rank, d time.Duration) {
+	t.Helper()
+	for _, r := range ranks {
+		require.NoError(t, r.c.SetTimeout(d))
+	}
+}
+
 // until waits for what a watch will notice.
 func until(t *testing.T, ready func() bool) {
 	t.Helper()
@@ -50,9 +72,7 @@ func until(t *testing.T, ready func() bool) {
 
 func TestDeadlineNamesTheRankBehind(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
-		xs, _ := buffers(t, ranks, 1024)
-		once(t, devs, ranks, xs)
+		ranks, xs := afterOnce(t, devs, 1024, limit(devs))
 		r := ranks[0]
 		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 		begun := time.Now()
@@ -91,7 +111,7 @@ func TestDeadlineNamesTheRankBehind(t *testing.T) {
 // first one that a rank has not issued is not to blame.
 func TestDeadlineInABurst(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
-	ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
 	xs, _ := buffers(t, ranks, 16)
 	for i, r := range ranks {
 		for n := range []int{5, 4, 6}[i] {
@@ -110,9 +130,7 @@ func TestDeadlineInABurst(t *testing.T) {
 func TestDeadlineOfAFullStream(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		nccl.SetAbortTimeout(t, time.Minute)
-		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
-		xs, _ := buffers(t, ranks, 8)
-		once(t, devs, ranks, xs)
+		ranks, xs := afterOnce(t, devs, 8, limit(devs))
 		r := ranks[0]
 		require.NoError(t, flood(r, xs[0], func(err error) bool { return err != nil }))
 		var late *nccl.TimeoutError
@@ -134,9 +152,7 @@ func flood(r rank, x memory.Slice[int64], over func(err error) bool) error {
 
 func TestDeadlineOfATransfer(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
-		xs, _ := buffers(t, ranks, 8)
-		once(t, devs, ranks, xs)
+		ranks, xs := afterOnce(t, devs, 8, limit(devs))
 		r := ranks[1]
 		issued := make(chan error, 1)
 		go func() { issued <- nccl.Recv(r.on(), r.s, xs[1], 0) }() // NCCL may wait for the peer in here
@@ -169,7 +185,7 @@ func TestDeadlineOfACallThatHangs(t *testing.T) {
 // What is done is known to be done a moment later, though the stream goes on.
 func TestProgress(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
 		xs, _ := buffers(t, ranks, 8)
 		r := ranks[0]
 		require.Equal(t, "none", r.c.Progress().Issued.String())
@@ -195,7 +211,7 @@ func TestProgress(t *testing.T) {
 // The place behind an operation is passed although the stream is never idle.
 func TestProgressOfABusyStream(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-	r := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})[0]
+	r := connectWith(t, devs, &nccl.Config{Timeout: ample})[0]
 	xs, _ := buffers(t, []rank{r}, 8)
 	wait := func() chan struct{} {
 		gate := make(chan struct{})
@@ -217,7 +233,7 @@ func TestProgressOfABusyStream(t *testing.T) {
 // Operations of a capture are recorded as such, and a capture is not disturbed.
 func TestCapturedOperationsAreNotTimed(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
 		xs, _ := buffers(t, ranks, 8)
 		r := ranks[0]
 		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum)) // somebody looks from now on
@@ -226,7 +242,7 @@ func TestCapturedOperationsAreNotTimed(t *testing.T) {
 			if err := nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum); err != nil {
 				return err
 			}
-			until(t, func() bool { return r.c.Progress().Issued.Created.Before(time.Now().Add(-limit(devs) * 3 / 2)) })
+			until(t, func() bool { return r.c.Progress().Issued.Created.Before(time.Now().Add(-ample * 5 / 4)) })
 			return nil
 		}, nil)
 		require.NoError(t, err)
@@ -234,7 +250,7 @@ func TestCapturedOperationsAreNotTimed(t *testing.T) {
 		gate := make(chan struct{})
 		require.NoError(t, r.s.Callback(func() { <-gate }))
 		captured := time.Now()
-		until(t, func() bool { return time.Since(captured) > limit(devs)/4 })
+		until(t, func() bool { return time.Since(captured) > ample/4 }) // two intervals of the watch
 		close(gate)
 		require.NoError(t, x.Launch(r.s))
 		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
@@ -451,6 +467,7 @@ func TestAsyncErrorIsNoticed(t *testing.T) {
 	require.NoError(t, ranks[1].c.Abort())
 	err := <-failed
 	require.ErrorIs(t, err, nccl.ErrorRemote)
-	require.True(t, strings.Contains(err.Error(), "rank 1 aborted"), err)
+	// Rank 0 sees the closed connection first if the notice of rank 1 comes late.
+	require.Regexp(t, "rank 1 (aborted|was lost: its connection )", err)
 	require.Equal(t, err, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
 }

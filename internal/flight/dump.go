@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -78,10 +79,10 @@ var torchTypes = [...]string{
 }
 
 // Dump writes recorders as JSON with the field names of PyTorch's flight recorder.
-func Dump(w io.Writer, recorders []*Recorder) error { return DumpLast(w, recorders, math.MaxInt) }
+func Dump(w io.Writer, recorders []*Recorder) error { return DumpShort(w, recorders, math.MaxInt) }
 
-// DumpLast is Dump with at most n operations of each recorder.
-func DumpLast(w io.Writer, recorders []*Recorder, n int) error {
+// DumpShort is Dump with at most n operations of each recorder. See shorten.
+func DumpShort(w io.Writer, recorders []*Recorder, n int) error {
 	if w == nil {
 		return errors.New("nccl: dump trace: nothing to write to given")
 	}
@@ -108,10 +109,23 @@ func (d *dump) add(r *Recorder, most int) {
 		return strconv.FormatUint(e.Collective, 10)
 	}
 	d.Status[id] = groupStatus{Enqueued: number(issued), Started: number(completed), Completed: number(completed)}
-	list := r.Trace()
-	for _, o := range list[max(0, len(list)-most):] {
+	for _, o := range shorten(r.Trace(), most) {
 		d.Entries = append(d.Entries, r.dumped(o))
 	}
+}
+
+// shorten returns at most n operations: the last ones. If the first one that is not known to have completed
+// is earlier, half of them begin at the operation before that one, because the ranks may wait in it.
+func shorten(list []Operation, n int) []Operation {
+	if len(list) <= n {
+		return list
+	}
+	pending := slices.IndexFunc(list, func(o Operation) bool { return o.State != Completed.String() && !o.Captured })
+	from := max(pending-1, 0)
+	if half := n / 2; pending >= 0 && from < len(list)-n {
+		return slices.Concat(list[from:from+half], list[len(list)-(n-half):])
+	}
+	return list[len(list)-n:]
 }
 
 // ranksText returns the world ranks of the communicator in PyTorch's form, or the ranks in the

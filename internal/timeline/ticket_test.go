@@ -30,6 +30,8 @@ func (r *Recorder) moment(ns int64) time.Time { return r.origin.Add(time.Duratio
 // library's, a kernel, and one that ends after the last call.
 func TestCollectiveHasTheTimeOfItsParts(t *testing.T) {
 	r := start(t)
+	r.writing.Lock() // the test takes the records
+	defer r.writing.Unlock()
 	on := Stream{Device: 1, Handle: 7}
 	require.True(t, r.Open(on, Op{Group: "g", Name: "ncclAllReduce", Bytes: 4}))
 	require.False(t, r.Open(on, Op{Group: "g", Name: "ncclAllGather", Bytes: 8}))

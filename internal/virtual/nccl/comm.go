@@ -2,7 +2,9 @@ package nccl
 
 import (
 	"fmt"
+	"maps"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -13,7 +15,7 @@ import (
 
 // graceForNotice is the time to wait after a broken connection for a notice that
 // names the failed rank.
-const graceForNotice = 200 * time.Millisecond
+const graceForNotice = 2 * time.Second
 
 // A failure is the asynchronous error of a communicator.
 type failure struct {
@@ -57,6 +59,7 @@ type comm struct {
 	arrivals  map[int]chan struct{}
 	meetings  map[string]*meeting
 	departed  map[int]chan struct{} // closed when the rank has left regularly
+	sentTo    map[int]bool          // whether a rank that has left had sent data to this one
 	children  uint64                // number of communicators created from this one
 
 	running int // launches that are enqueued and not done
@@ -102,7 +105,7 @@ func (l *lib) newComm(dev *machine.Device, t token) (*comm, member, error) {
 		stop: make(chan struct{}), failed: make(chan struct{}), left: make(chan struct{}),
 		counted: make(chan struct{}), joined: make(chan struct{}),
 		control: map[int][]*controlConn{}, out: map[int]*link{}, in: map[int]*link{},
-		arrivals: map[int]chan struct{}{}, meetings: map[string]*meeting{}, departed: map[int]chan struct{}{},
+		arrivals: map[int]chan struct{}{}, meetings: map[string]*meeting{}, departed: map[int]chan struct{}{}, sentTo: map[int]bool{},
 		signals: map[signalKey]*signals{}, signalled: make(chan struct{}),
 		redops: map[ncclapi.RedOp]scaledSum{}, regs: map[ncclapi.RegID]bool{}, windows: map[ncclapi.Window]window{},
 	}
@@ -184,6 +187,7 @@ func (c *comm) hear(from *controlConn, n *notice) {
 	case noticeFailure:
 		c.failLocked(&n.failure, from)
 	case noticeBye:
+		c.sentTo[n.Rank] = slices.Contains(n.Links, c.rank)
 		if closeOnce(c.departure(n.Rank)) {
 			c.tell(n, from)
 		}
@@ -309,7 +313,7 @@ func (c *comm) close(abort bool) {
 		c.aborted = true
 		c.tell(&notice{Kind: noticeFailure, failure: failure{ncclapi.RemoteError, fmt.Sprintf("rank %d aborted", c.rank)}}, nil)
 	} else {
-		c.tell(&notice{Kind: noticeBye, Rank: c.rank}, nil)
+		c.tell(&notice{Kind: noticeBye, Rank: c.rank, Links: slices.Sorted(maps.Keys(c.out))}, nil)
 	}
 	c.closing = true
 	c.halt()

@@ -77,18 +77,25 @@ func (c *comm) from(peer int) (*link, error) {
 	case <-c.stop:
 		return nil, errStopped
 	case <-departure:
-		// The peer may have sent the data before it left; wait briefly for it.
+		if !c.hasSent(peer) {
+			return nil, c.broken(peer)
+		}
 		select {
 		case <-arrival:
 		case <-c.stop:
 			return nil, errStopped
-		case <-time.After(graceForNotice):
-			return nil, c.broken(peer)
 		}
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.in[peer], nil
+}
+
+// hasSent reports whether a peer that has left had created a link to this rank.
+func (c *comm) hasSent(peer int) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.sentTo[peer]
 }
 
 // arrival returns a channel that closes when the link from the peer exists. c.mu is held.
@@ -108,11 +115,15 @@ func (c *comm) arrive(peer int, conn net.Conn) {
 // broken handles a failed link. It returns when the operation must end; for a
 // lost rank this is when the communicator is aborted.
 func (c *comm) broken(peer int) error {
+	c.mu.Lock()
+	departure := c.departure(peer)
+	c.mu.Unlock()
 	timer := time.NewTimer(graceForNotice)
 	defer timer.Stop()
 	select {
 	case <-c.stop:
 		return errStopped
+	case <-departure:
 	case <-timer.C:
 	}
 	c.mu.Lock()

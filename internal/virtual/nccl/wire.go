@@ -71,8 +71,9 @@ type verdict struct {
 // A notice informs a neighbour about an event.
 type notice struct {
 	Kind   string
-	Rank   int  // rank that left
-	Joined bool // the sender knows that all ranks are connected
+	Rank   int   // rank that left
+	Links  []int // the ranks that it has sent data to
+	Joined bool  // the sender knows that all ranks are connected
 	failure
 }
 

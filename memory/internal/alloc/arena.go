@@ -74,7 +74,7 @@ func (a *Arena) bestFree(s *Settings, k kind, size uint64) block {
 	return b
 }
 
-// pick is find without the pockets and other arenas.
+// pick returns the best block on the arena's own shelves.
 func (a *Arena) pick(s *Settings, k kind, size uint64) block {
 	e, ok := a.shelves[k].best(size)
 	if !ok {

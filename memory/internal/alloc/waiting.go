@@ -82,7 +82,7 @@ func release(streams []Stream) {
 	}
 }
 
-// recordEvents records the events of a batch. If a stream cannot recordEvents now, the batch stays
+// recordEvents records the events of a batch. If a stream cannot record an event now, the batch stays
 // open. It reports whether all events are recorded.
 func (t *batch) recordEvents() bool {
 	if len(t.captured) > 0 {

@@ -9,7 +9,7 @@ import (
 	"github.com/gochorus/chorus/cmd/chorus/internal/chart"
 )
 
-// pageStyle is the style of the page beside that of the charts.
+// pageStyle is the style of the page without its charts.
 const pageStyle = `body { margin: 24px; max-width: 1100px; font: 14px/1.4 sans-serif }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #e4e3df }

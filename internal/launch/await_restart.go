@@ -7,7 +7,7 @@ import (
 	"github.com/gochorus/chorus/cluster"
 )
 
-// restarting reports whether all workers of the job are started again.
+// restarting reports whether the coordinator has decided to start all workers again.
 func (j *job) restarting() bool { return j.signal == 0 && j.agent.Restarting() }
 
 // awaitRestart is called after the workers of this host have exited. It returns when

@@ -8,10 +8,10 @@ import (
 	"github.com/gochorus/chorus/gds/safetensors"
 )
 
-// divide decides which rank writes which part. by has the parts of each rank. A part that
+// assignWriters decides which rank writes which part. by has the parts of each rank. A part that
 // several ranks have goes to the one that writes the fewest bytes so far, the largest parts
 // first. All ranks compute the same. Together the parts must be whole tensors.
-func divide(by [][]partInfo) (*manifest, error) {
+func assignWriters(by [][]partInfo) (*manifest, error) {
 	m := &manifest{Version: manifestVersion, Ranks: len(by), Block: blockBytes}
 	names := map[string]int{}
 	var offers []offer

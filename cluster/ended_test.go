@@ -1,0 +1,64 @@
+package cluster
+
+import (
+	"io"
+	"os"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// endedHost returns a job of a, b and c in which the worker of c has exited with code 0, so that the next epoch has only the
+// workers of a and b. The launcher of c waits for the end of the job.
+func endedHost(t *testing.T) *paperJob {
+	j := newPaperJob("a", "b", "c")
+	j.do(func() { j.elasticExit(j.hosts["c"], Exit{PID: 102, Reason: "exited with code 0"}) })
+	time.Sleep(2 * exitGrace)
+	j.settle("a", "b")
+	j.answer("a", "b", "c")
+	require.Equal(t, uint64(2), j.epoch)
+	require.NoError(t, j.handle(j.hosts["c"], message{kind: kindDone, epoch: firstEpoch}))
+	require.Equal(t, peerDone, j.hosts["c"].state)
+	return j
+}
+
+// requireGoesOn checks that a can go on without b, whose launcher may run.
+func (j *paperJob) requireGoesOn(t *testing.T) {
+	t.Helper()
+	epoch := j.epoch
+	j.lose("b")
+	j.settle("a")
+	j.answer("a")
+	require.Nil(t, j.faults.stop)
+	require.Equal(t, epoch+1, j.epoch)
+}
+
+// A host without workers vanishes. The others begin an epoch without it, so that it does not count as an
+// absent host if another one is lost.
+func TestHostWithoutWorkersVanishes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := endedHost(t)
+		defer j.end()
+		j.do(func() { j.disconnected(j.hosts["c"], os.ErrDeadlineExceeded) })
+		require.Equal(t, phaseHold, j.elastic.phase)
+		j.settle("a", "b")
+		require.Contains(t, j.epochLine(), "host c was lost: silent for")
+		j.answer("a", "b")
+		require.Equal(t, []electorate{{"a", "b"}}, j.electorates)
+		j.requireGoesOn(t)
+	})
+}
+
+// The launcher of a host without workers ends. It does not count any more, and the epoch goes on.
+func TestHostWithoutWorkersEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := endedHost(t)
+		defer j.end()
+		j.hosts["c"].touch()
+		j.do(func() { j.disconnected(j.hosts["c"], io.EOF) })
+		require.Equal(t, phaseRun, j.elastic.phase)
+		j.requireGoesOn(t)
+	})
+}

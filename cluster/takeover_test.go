@@ -1,0 +1,103 @@
+package cluster
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// register lets a process in the place of a host register, after it was a member of epoch seat.
+func (j *paperJob) register(host string, pid int, seat uint64) {
+	p := newPeer(newStream(&link{}, j.clock, time.Minute), host)
+	p.role, p.home = roleWorker, place{host, 0}
+	p.reg = registration{Member: Member{LocalSize: 1, Host: host, PID: pid}, Agent: host, Elastic: true, Seat: seat}
+	j.do(func() { j.registerNewcomer(p) })
+}
+
+// takenOver returns a job in which host a has taken over from host x. All hosts have the proposal of epoch 3, in which process 103 of host c is new: the last
+// one, 3, was killed.
+func takenOver() *paperJob {
+	j := newPaperJob("a", "b", "c")
+	j.do(func() {
+		j.workers = nil
+		p := plan{Hosts: []host{{UUID: "x"}, {UUID: "a"}, {UUID: "b"}, {UUID: "c"}}}
+		var ms []Member
+		for i := range p.Hosts {
+			ms = append(ms, Member{Rank: i, Node: i, PID: i, LocalSize: 1})
+		}
+		ch := charter{Epoch: 2, Next: 3, Voters: electorate{"x", "a", "b", "c"}, Lost: "x", Reason: "it burned", Plan: p, Members: ms}
+		j.succession = &succession{charter: ch, hosts: map[string]*charter{"a": {Running: []int{0}}, "b": {Running: []int{0}},
+			"c": {Running: []int{0}, Exits: map[int]Exit{0: {PID: 3, Reason: "killed"}}, Fresh: map[int]int{0: 103}}}}
+		j.takeOver()
+	})
+	return j
+}
+
+// The next coordinator waits for all functions: also for those of new members, because the epoch that was proposed has perhaps
+// begun. It does not wait for a process in whose place its launcher has started another one.
+func TestTakeoverAwaitsNewMembers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := takenOver()
+		defer j.end()
+		j.register("a", 1, 2)
+		j.register("b", 2, 3)
+		require.Equal(t, phaseRevoke, j.elastic.phase)
+		j.register("c", 103, 3)
+		require.Equal(t, phasePropose, j.elastic.phase)
+		require.Equal(t, []int{2}, j.elastic.next.New)
+		require.Equal(t, []string{"its host was lost: it burned", "killed"}, []string{j.elastic.next.Left[0].Reason, j.elastic.next.Left[1].Reason})
+	})
+}
+
+// A member that has not begun the last epoch is new, and has not left.
+func TestTakeoverFindsMembersThatHaveNotBegun(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := takenOver()
+		defer j.end()
+		j.register("c", 103, 0)
+		j.register("a", 1, 2)
+		j.register("b", 2, 0)
+		require.Equal(t, phasePropose, j.elastic.phase)
+		require.Equal(t, []int{1, 2}, j.elastic.next.New)
+		require.Len(t, j.elastic.next.Left, 2)
+	})
+}
+
+// A new member that was proposed exits, instead of registering.
+func TestTakeoverWithoutNewMember(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := takenOver()
+		defer j.end()
+		j.register("a", 1, 2)
+		j.register("b", 2, 2)
+		j.do(func() { j.elasticExit(j.hosts["c"], Exit{PID: 103, Code: 1, Reason: "exited with code 1"}) })
+		require.Equal(t, phasePropose, j.elastic.phase)
+		require.Empty(t, j.elastic.next.New)
+		require.Len(t, j.elastic.next.Left, 2)
+	})
+}
+
+// A proposal tells the launcher of a new member that it is one, until the member exits.
+func TestProposalNamesNewMembers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b")
+		defer j.end()
+		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		agent.now.Store(&attempt{})
+		j.hear(t, agent)
+		j.do(func() { j.elasticExit(j.hosts["b"], Exit{PID: 101, Code: 1, Reason: "exited with code 1"}) })
+		j.register("b", 201, 0)
+		time.Sleep(2 * exitGrace)
+		j.settle("a")
+		require.Equal(t, phasePropose, j.elastic.phase)
+		j.hear(t, agent)
+		require.Equal(t, map[int]int{0: 201}, agent.fresh)
+		agent.exited(Exit{PID: 201, Code: 1})
+		require.Empty(t, agent.fresh)
+		j.do(j.form) // the coordinator does not know of the exit yet
+		j.hear(t, agent)
+		require.Empty(t, agent.fresh)
+	})
+}

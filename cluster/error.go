@@ -38,6 +38,7 @@ type MemberLostError struct {
 	Since    time.Time // last message to the coordinator, by this host's clock
 	Reason   string    // such as "killed by SIGKILL"
 	ExitCode int       // as in a shell, 128+n for signal n; -1 if unknown
+	Closed   bool      // its connection was closed, as by the end of its process
 }
 
 func (e *MemberLostError) Error() string {

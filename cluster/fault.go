@@ -119,7 +119,7 @@ func (c *coordinator) disconnected(p *peer, err error) {
 		c.agentDisconnected(p, reason, err)
 	case roleWorker:
 		c.workerDisconnected(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID,
-			Silent: p.silent(), Reason: reason, Code: -1}, isClosedByPeer(err))
+			Silent: p.silent(), Reason: reason, Code: -1, Closed: isClosedByPeer(err)}, isClosedByPeer(err))
 	}
 }
 

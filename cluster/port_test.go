@@ -29,7 +29,8 @@ func TestPortTellsRefusals(t *testing.T) {
 	require.ErrorIs(t, dial("another", 0), errOtherJob)
 	require.Regexp(t, `^job j: refused the process at 127\.0\.0\.1:\d+: it belongs to a different job$`, <-lines)
 	require.ErrorIs(t, dial("another", 0), errOtherJob)
-	require.NotNil(t, dial("j", 1))
+	require.ErrorIs(t, dial("j", 1), errBadProof)
+	require.Regexp(t, `^job j: refused the process at .*: it has a different secret$`, <-lines)
 	p.close()
 	close(lines)
 	for line := range lines {

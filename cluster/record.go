@@ -180,6 +180,7 @@ type fault struct {
 	Stop    bool          `json:"stop,omitempty"`    // a launcher was asked to stop the job
 	Again   bool          `json:"again,omitempty"`   // all processes are started again
 	Planned bool          `json:"planned,omitempty"` // nothing is lost: the world changes
+	Closed  bool          `json:"closed,omitempty"`  // the connection of the process was closed
 }
 
 // err converts the fault to an error for the user of this process.
@@ -188,7 +189,7 @@ func (f fault) err() error {
 		return &StopError{Host: f.Host, Reason: f.Reason, ExitCode: f.Code}
 	}
 	return &MemberLostError{Rank: f.Rank, Host: f.Host, PID: f.PID,
-		Since: time.Now().Add(-f.Silent), Reason: f.Reason, ExitCode: f.Code}
+		Since: time.Now().Add(-f.Silent), Reason: f.Reason, ExitCode: f.Code, Closed: f.Closed}
 }
 
 // refusal is the reason why a registration was rejected.

@@ -337,9 +337,7 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 // full and waits for an earlier one.
 func firstPending(t *nccl.TimeoutError) nccl.Operation {
 	op := t.Operation
-	if t.Completed.Record > 0 {
-		op.Collective = min(op.Collective, t.Completed.Collective+1)
-	}
+	op.Collective = min(op.Collective, t.Completed.Collective+1)
 	return op
 }
 

@@ -55,9 +55,12 @@ func TestCulpritOfFullStreams(t *testing.T) {
 		Operation: nccl.Operation{Record: 1030, Name: "ncclAllReduce", Collective: 1030, Root: -1},
 		Completed: nccl.Operation{Record: 11, Name: "ncclAllReduce", Collective: 11, Root: -1},
 	}
-	list := culprits(firstPending(late), report{Collectives: 1030, Operation: "a"}, map[int]report{1: {Collectives: 11}, 2: {Collectives: 1027, Operation: "a"}})
-	require.Len(t, list, 1)
-	require.Equal(t, []any{1, "is behind"}, []any{list[0].Rank, list[0].Why})
+	for _, completed := range []uint64{11, 0} { // 0: the first one hangs
+		late.Completed.Record, late.Completed.Collective = completed, completed
+		list := culprits(firstPending(late), report{Collectives: 1030, Operation: "a"}, map[int]report{1: {Collectives: completed}, 2: {Collectives: 1027, Operation: "a"}})
+		require.Len(t, list, 1)
+		require.Equal(t, []any{1, "is behind"}, []any{list[0].Rank, list[0].Why})
+	}
 }
 
 // If two ranks issue different operations with different backends, the error names the

@@ -224,7 +224,7 @@ func TestErrorStopsOthers(t *testing.T) {
 		if calls.Add(1) == 1 {
 			return 0, unix.EIO
 		}
-		time.Sleep(5 * time.Millisecond) // so that half of the windows lasts longer than a stall of the other worker
+		time.Sleep(10 * time.Millisecond) // so that half of the windows lasts longer than a stall of the other worker
 		return unix.Pread(fd, p, off)
 	}
 	x := makeBytes(t, s, windows*minSlot)

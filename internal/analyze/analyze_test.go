@@ -1,6 +1,7 @@
 package analyze
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -228,6 +229,26 @@ func TestAnalyzeTransfersOfFullRings(t *testing.T) {
 			r := analyze(t, dir)
 			require.Equal(t, c.kind, r.Kind, r.Verdict)
 		})
+	}
+}
+
+// A dump that is shortened has a gap, so the numbers of its transfers are not known.
+func TestAnalyzeShortenedDump(t *testing.T) {
+	other := op{group: "left", name: "send", n: 9, peer: 1}
+	send, recv := op{group: "left", name: "send", n: 8, peer: 1}, op{group: "left", name: "recv", n: 8}
+	for _, shortened := range []bool{false, true} {
+		dir := t.TempDir()
+		writeRank(t, dir, 0, 0, []string{"left"}, []op{send, other})
+		writeRank(t, dir, 1, 0, []string{"left"}, []op{recv, recv})
+		if shortened {
+			path := filepath.Join(dir, "trace-0")
+			text, err := os.ReadFile(path)
+			require.NoError(t, err)
+			text = bytes.Replace(text, []byte(`"capacity":2000`), []byte(`"capacity":2000,"shortened":true`), 1)
+			require.NoError(t, os.WriteFile(path, text, 0o600))
+		}
+		r := analyze(t, dir)
+		require.Equal(t, !shortened, strings.Contains(r.Verdict, "9 x "), r.Verdict)
 	}
 }
 

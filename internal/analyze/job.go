@@ -55,7 +55,7 @@ type member struct {
 	written int64   // when the dump was written; 0 if not known
 	list    []entry // in the order they were issued
 	colls   []entry // the collectives of list
-	full    bool    // the ring has overwritten earlier operations
+	full    bool    // the dump does not have all operations
 	unknown bool    // the recorder was off, or has no operation of this group left
 	first   uint64  // the first collective that the ring still holds
 	last    uint64  // the last collective that was issued
@@ -173,6 +173,7 @@ func (d *dump) describe(id string, g *group, m *member) {
 		}
 		m.device, m.uuid = s.Device, s.UUID
 		m.unknown = s.Capacity == 0 && s.Issued > 0
+		m.full = m.full || s.Shortened
 		for i := range m.list {
 			m.list[i].inCall = m.list[i].record > s.Accepted
 		}

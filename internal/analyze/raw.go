@@ -33,6 +33,7 @@ type rawGroup struct {
 	Device     string `json:"device"`
 	UUID       string `json:"uuid"`
 	Capacity   int    `json:"capacity"`
+	Shortened  bool   `json:"shortened"`
 	Issued     uint64 `json:"issued"`
 	Accepted   uint64 `json:"accepted"`
 }

@@ -99,7 +99,6 @@ func DumpShort(w io.Writer, recorders []*Recorder, n int) error {
 func (d *dump) add(r *Recorder, most int) {
 	id := strconv.FormatInt(r.Number, 10)
 	d.Library = r.Library
-	d.Chorus.add(r)
 	d.Config[id] = groupConfig{Name: r.Group, Desc: r.Name, Ranks: r.ranksText(), Rank: r.Rank, Size: r.Size}
 	issued, completed := r.Final()
 	number := func(e Entry) string {
@@ -109,7 +108,10 @@ func (d *dump) add(r *Recorder, most int) {
 		return strconv.FormatUint(e.Collective, 10)
 	}
 	d.Status[id] = groupStatus{Enqueued: number(issued), Started: number(completed), Completed: number(completed)}
-	for _, o := range shorten(r.Trace(), most) {
+	trace := r.Trace()
+	list := shorten(trace, most)
+	d.Chorus.add(r, len(list) < len(trace))
+	for _, o := range list {
 		d.Entries = append(d.Entries, r.dumped(o))
 	}
 }
@@ -120,7 +122,9 @@ func shorten(list []Operation, n int) []Operation {
 	if len(list) <= n {
 		return list
 	}
-	pending := slices.IndexFunc(list, func(o Operation) bool { return o.State != Completed.String() && !o.Captured })
+	pending := slices.IndexFunc(list, func(o Operation) bool {
+		return o.State != Completed.String() && o.State != Unknown.String() && !o.Captured
+	})
 	from := max(pending-1, 0)
 	if half := n / 2; pending >= 0 && from < len(list)-n {
 		return slices.Concat(list[from:from+half], list[len(list)-(n-half):])

@@ -31,6 +31,9 @@ func TestShortDump(t *testing.T) {
 	require.Equal(t, []uint64{97, 98, 99, 100}, records(shorten(trace(97, 100), 4)))
 	require.Equal(t, []uint64{97, 98, 99, 100}, records(shorten(trace(100, 100), 4)))
 	require.Equal(t, []uint64{100}, records(shorten(trace(100, 100), 1)))
+	closed := trace(100, 100)
+	closed[5].State = Unknown.String()
+	require.Equal(t, []uint64{99, 100}, records(shorten(closed, 2)), "nothing is known of a closed stream")
 	captured := trace(100, 100)
 	captured[5] = Operation{Record: 6, State: Scheduled.String(), Captured: true}
 	require.Equal(t, []uint64{99, 100}, records(shorten(captured, 2)), "a captured operation does not run")

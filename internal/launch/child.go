@@ -9,6 +9,8 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"github.com/gochorus/chorus/cluster"
 )
 
 // A child is one worker's process.
@@ -27,7 +29,7 @@ type child struct {
 	why         string // how it exited; valid after exit
 	running     bool
 	stopped     bool // it was running when the launcher began to stop the job
-	killed      bool // by the launcher, because it did not exit in time
+	killed      bool // by the launcher
 }
 
 // name returns the name of the worker at the start of a line.
@@ -100,8 +102,11 @@ func (c *child) code() int {
 	return c.state.ExitCode()
 }
 
-// failedAlone reports whether the child has failed before the launcher asked it to exit.
-func (c *child) failedAlone() bool { return c.state != nil && !c.stopped && c.code() != 0 }
+// failedAlone reports whether the child has failed by itself, and so was lost. A child that was silent
+// may exit because it was given up.
+func (c *child) failedAlone(lost *cluster.MemberLostError) bool {
+	return lost.Closed && c.state != nil && !c.stopped && !c.killed && c.code() != 0
+}
 
 // exit returns the reason for Config.Exited.
 func (c *child) exit() string {
@@ -124,8 +129,10 @@ func (c *child) reason(ooms *oomWatch) string {
 	}
 	text := "killed by " + signalName(ws.Signal())
 	switch {
-	case c.killed:
+	case c.killed && c.stopped:
 		text += " (by the launcher, after the grace period)"
+	case c.killed:
+		text += " (by the launcher)"
 	case ws.Signal() == syscall.SIGKILL:
 		text += " (" + ooms.explain() + ")"
 	}

@@ -25,17 +25,21 @@ func TestReasonsOfExits(t *testing.T) {
 // A worker that the coordinator lost before the launcher noticed its exit gives the job its exit code,
 // and its reason is told.
 func TestCodeOfLost(t *testing.T) {
-	lost := &cluster.MemberLostError{Reason: "its connection ended", ExitCode: -1}
+	lost := &cluster.MemberLostError{Reason: "its connection ended", ExitCode: -1, Closed: true}
 	c := &child{cmd: exec.Command("sh", "-c", "exit 3"), rankNow: func() int { return -1 }, running: true}
-	require.Equal(t, ExitFailed, codeOfLost(nil))
-	require.Equal(t, ExitFailed, codeOfLost(c), "it is still running")
+	require.Equal(t, ExitFailed, codeOfLost(lost, nil))
+	require.Equal(t, ExitFailed, codeOfLost(lost, c), "it is still running")
 	require.Equal(t, "was lost after 0s: its connection ended", how(c, lost))
 	_ = c.cmd.Run() // its state has the result
 	c.finish()
 	c.took, c.why = time.Second, "exited with code 3"
-	require.Equal(t, 3, codeOfLost(c))
+	require.Equal(t, 3, codeOfLost(lost, c))
 	require.Equal(t, "was lost after 1s: its connection ended; its process: exited with code 3", how(c, lost))
-	c.stopped = true
-	require.Equal(t, ExitFailed, codeOfLost(c), "the launcher asked it to exit")
+	silent := &cluster.MemberLostError{Reason: "silent", ExitCode: -1}
+	require.Equal(t, ExitFailed, codeOfLost(silent, c), "it may have exited because it was given up")
+	c.killed = true
+	require.Equal(t, ExitFailed, codeOfLost(lost, c), "the launcher has killed it")
+	c.killed, c.stopped = false, true
+	require.Equal(t, ExitFailed, codeOfLost(lost, c), "the launcher asked it to exit")
 	require.Equal(t, "was lost after 1s: its connection ended", how(c, lost))
 }

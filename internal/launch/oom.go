@@ -59,9 +59,9 @@ func (w *oomWatch) explain() string {
 	case kills <= 0:
 		return "not by the kernel's out-of-memory killer"
 	case kills == 1:
-		return fmt.Sprintf("probably out of memory: the kernel killed a process of this host for it in the last %v", since(before.at))
+		return fmt.Sprintf("perhaps out of memory: the kernel killed a process of this host for it in the last %v", since(before.at))
 	default:
-		return fmt.Sprintf("probably out of memory: the kernel killed %d processes of this host for it in the last %v", kills, since(before.at))
+		return fmt.Sprintf("perhaps out of memory: the kernel killed %d processes of this host for it in the last %v", kills, since(before.at))
 	}
 }
 

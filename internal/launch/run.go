@@ -469,15 +469,15 @@ func (j *job) verdict() int {
 	case stop != nil:
 		return stop.ExitCode
 	case lost != nil:
-		return codeOfLost(j.childOf(lost))
+		return codeOfLost(lost, j.childOf(lost))
 	}
 	return 0
 }
 
 // codeOfLost returns the exit code for a worker that was lost. The coordinator may have noticed the loss
 // before this launcher noticed the exit. c is nil for workers of other hosts.
-func codeOfLost(c *child) int {
-	if c != nil && c.failedAlone() {
+func codeOfLost(lost *cluster.MemberLostError, c *child) int {
+	if c != nil && c.failedAlone(lost) {
 		return c.code()
 	}
 	return ExitFailed

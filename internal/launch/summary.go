@@ -50,7 +50,7 @@ func how(c *child, lost *cluster.MemberLostError) string {
 	after := fmt.Sprintf(" after %v", c.took.Round(roundTo(c.took)))
 	if lost.ExitCode < 0 {
 		text := "was lost" + after + ": " + lost.Reason
-		if c.failedAlone() {
+		if c.failedAlone(lost) {
 			text += "; its process: " + c.why
 		}
 		return text

@@ -140,7 +140,9 @@ func (c *coordinator) takeOver() {
 	c.retries.total = ch.Used
 	e := newElastic()
 	e.begun, e.inherited = s.begun, true
-	e.last = fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1, Reason: "it took over from a coordinator that was lost: " + ch.Reason}
+	took := "took over from a coordinator that was lost: " + ch.Reason
+	e.last = fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1, Reason: "it " + took}
+	e.why = fmt.Sprintf("host %s %s", c.cfg.self.Host, took)
 	c.elastic = e
 	m := note(kindPlan, c.plan)
 	m.epoch = c.epoch

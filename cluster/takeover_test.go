@@ -1,6 +1,8 @@
 package cluster
 
 import (
+	"maps"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -29,7 +31,7 @@ func takenOver(change func(*succession)) *paperJob {
 		}
 		ch := charter{Epoch: 2, Next: 3, Voters: electorate{"x", "a", "b", "c"}, Lost: "x", Reason: "it burned", Plan: p, Members: ms}
 		j.succession = &succession{charter: ch, begun: time.Now(), hosts: map[string]*charter{"a": {Running: []int{0}}, "b": {Running: []int{0}},
-			"c": {Running: []int{0}, Exits: map[int]Exit{0: {PID: 3, Reason: "killed"}}, Fresh: map[int]int{0: 103}}}}
+			"c": {Running: []int{0}, Exits: map[int][]Exit{0: {{PID: 3, Reason: "killed"}}}, Fresh: map[int]int{0: 103}}}}
 		change(j.succession)
 		j.takeOver()
 	})
@@ -92,6 +94,60 @@ func TestTakeoverWithoutLostMembers(t *testing.T) {
 		j.register("b", 2, 2)
 		require.Equal(t, phasePropose, j.elastic.phase)
 		require.Equal(t, "epoch 4: 2 processes on 2 hosts; host a took over from a coordinator that was lost: it burned; the job stood still for 0s", j.epochLine())
+	})
+}
+
+// A member has exited, the process that was started after it, too, and another one is ordered: the next coordinator does not wait for the member.
+func TestTakeoverAfterTwoRestarts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMemory(1)
+		for _, e := range []Exit{{PID: 3, Code: 137, Reason: "killed"}, {PID: 203, Code: 1, Reason: "exited with code 1"}} {
+			m.exited(e)
+			m.ordered(Order{Start: true})
+		}
+		j := takenOver(func(s *succession) {
+			s.hosts["c"] = &charter{Running: slices.Collect(maps.Keys(m.running)), Exits: m.exits}
+		})
+		defer j.end()
+		require.Equal(t, map[place]bool{{"c", 0}: true}, j.elastic.expected)
+		j.register("a", 1, 2)
+		j.register("b", 2, 2)
+		require.Equal(t, phasePropose, j.elastic.phase)
+		require.Len(t, j.elastic.next.Left, 2)
+		require.Equal(t, "killed", j.elastic.next.Left[1].Reason)
+	})
+}
+
+// Another process registers in the place of a member whose exit no agent has reported: the member has left.
+func TestTakeoverMeetsAnotherProcess(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := takenOver(func(s *succession) { s.hosts["c"] = &charter{Running: []int{0}} })
+		defer j.end()
+		j.register("c", 203, 0)
+		j.register("a", 1, 2)
+		j.register("b", 2, 2)
+		require.Equal(t, phasePropose, j.elastic.phase)
+		require.Equal(t, []int{2}, j.elastic.next.New)
+		require.Len(t, j.elastic.next.Left, 2)
+		require.Equal(t, 3, j.elastic.next.Left[1].PID)
+	})
+}
+
+// A launcher forgets the exits of processes that ran before a member of the last epoch.
+func TestExitsBeforeAnEpoch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b")
+		defer j.end()
+		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		agent.now.Store(&attempt{})
+		agent.exited(Exit{PID: 99, Code: 1})
+		j.hear(t, agent)
+		require.Empty(t, agent.exits)
+		agent.exited(Exit{PID: 101, Code: 1})
+		agent.exited(Exit{PID: 201, Code: 1})
+		j.do(func() { j.tellNews("") }) // of the same epoch
+		j.hear(t, agent)
+		require.Len(t, agent.exits[0], 2)
 	})
 }
 

@@ -91,9 +91,16 @@ func TestSameJobIsAskedAgain(t *testing.T) {
 			}
 			return next(ctx)
 		}
-		require.NoError(t, to.sameJob())
+		require.NoError(t, to.sameJob(t.Context()))
 		stalls = 100
-		require.Error(t, to.sameJob())
+		require.ErrorIs(t, to.sameJob(t.Context()), os.ErrDeadlineExceeded)
+
+		begun := time.Now()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		err := to.portTaken(ctx, syscall.EADDRINUSE, "choose another")
+		require.EqualError(t, err, "address already in use: the process that has the port does not answer; choose another")
+		require.Equal(t, time.Second, time.Since(begun))
 	})
 }
 

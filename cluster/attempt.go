@@ -63,6 +63,7 @@ func (a *Agent) news(epoch uint64, n news) {
 	for _, m := range n.Members {
 		if m.Node == at.node {
 			at.ranks[m.LocalRank] = m.Rank
+			a.begun(m.LocalRank, m.PID)
 		}
 	}
 	t.place.Store(at)

@@ -405,24 +405,35 @@ func (k *client) leave(err error) {
 	k.close()
 }
 
-// close leaves the job. It notifies the coordinator, so that this is not a loss, waits
-// briefly for its answer, and closes the connection. It returns when all goroutines have
-// ended.
+// closeBy limits close. If the coordinator reads nothing, for example because it is stopped, it loses this process later.
+const closeBy = 4 * lastMessageTimeout
+
+// close leaves the job. It notifies the coordinator, so that this is not a loss, waits at most
+// lastMessageTimeout for its answer, and closes the connection. If messages are not written by then, it waits
+// for the writer until closeBy. It returns when all goroutines have ended.
 func (k *client) close() { k.closeWith(leaveJob) }
 
 func (k *client) closeWith(id uint64) {
+	limit := time.AfterFunc(closeBy, k.hangUp)
+	defer limit.Stop()
 	flushed := true
 	if !k.isDown() && !k.ended.Load() {
 		_ = k.send(message{kind: kindLeave, epoch: firstEpoch, id: id}) // an error means that the coordinator is gone
 		k.stream.sendBeat()                                             // its echo acknowledges the message
 		flushed = k.stream.flush(lastMessageTimeout)
 	}
-	k.cancel(ErrClosed)
-	k.shut()
 	if flushed {
-		k.stream.close()
+		k.hangUp()
 	} else { // the writer may stall: it writes the message before it closes the connection
+		k.cancel(ErrClosed)
+		k.shut()
 		k.stream.closeAfterQueue()
 	}
 	k.wg.Wait()
+}
+
+// hangUp closes the connection of a client that leaves.
+func (k *client) hangUp() {
+	k.cancel(ErrClosed)
+	k.closeConnection()
 }

@@ -118,6 +118,7 @@ type deathJob struct {
 
 func newDeathJob(t *testing.T) *deathJob {
 	j := &deathJob{witness: newWitness(t), finish: make(chan struct{})}
+	j.reportBy = time.Second // the coordinator may be dead
 	cfgs := elasticHosts(t, 1, 3, 1)
 	j.mortal = &mortal{buries: func() { j.bury(j.workers[0]) }}
 	j.relay = newRelayWith(t, cfgs[0].Bind, j.forward)

@@ -168,9 +168,12 @@ func (c *coordinator) registerNewcomer(p *peer) {
 	c.arrived(p)
 	m, awaited := c.elastic.absent[p.home]
 	delete(c.elastic.absent, p.home)
-	if awaited && p.isBack(m) {
+	switch {
+	case awaited && p.isBack(m):
 		p.reg.Rank = m.Rank // not what the process says
 		p.seat, p.elastic.returned = c.epoch, true
+	case awaited && m.Rank >= 0 && m.PID != p.reg.PID:
+		c.elastic.left = append(c.elastic.left, Departure{Member: m, Reason: "its launcher has started another process in its place"})
 	}
 	switch e := c.elastic; {
 	case awaited:

@@ -25,14 +25,15 @@ type witness struct {
 	// running are the functions of each epoch that have not returned.
 	running map[int]int
 	// lists are the places of each epoch's members, such as "host/0", in the order of ranks.
-	lists map[int][]string
-	last  int
-	lines []string
-	pids  int
+	lists    map[int][]string
+	last     int
+	lines    []string
+	pids     int
+	reportBy time.Duration // limit for the coordinator to acknowledge a report
 }
 
 func newWitness(t *testing.T) *witness {
-	return &witness{t: t, running: map[int]int{}, lists: map[int][]string{}, pids: 1000}
+	return &witness{t: t, running: map[int]int{}, lists: map[int][]string{}, pids: 1000, reportBy: time.Minute}
 }
 
 func (x *witness) notify(line string) {
@@ -272,7 +273,7 @@ func (x *witness) kill(a *Agent, r *randomWorker) {
 	select {
 	case w := <-r.world:
 		x.bury(r)
-		_ = reportKill(a, r.local, w.me.PID) // another coordinator learns it, too
+		_ = reportKill(a, r.local, w.me.PID, x.reportBy) // another coordinator learns it, too
 		w.calls.(remote).k.closeConnection()
 		<-r.result
 	default:

@@ -130,20 +130,20 @@ func requireLine(t *testing.T, lines <-chan string, expression string) {
 // kill ends a worker like kill -9, as far as the others can see.
 func (r *ran) kill(t *testing.T, w *World) {
 	t.Helper()
-	require.NoError(t, reportKill(r.agent, r.local, os.Getpid()))
+	require.NoError(t, reportKill(r.agent, r.local, os.Getpid(), time.Minute))
 	w.calls.(remote).k.closeConnection()
 	require.Error(t, <-r.result)
 }
 
-// reportKill reports that a worker was killed, and waits a moment until the coordinator has the report. Without a
+// reportKill reports that a worker was killed, and waits until the coordinator has the report, at most for limit. Without a
 // report, the coordinator loses the worker soon after its connection has ended, for another reason.
-func reportKill(a *Agent, local, pid int) error {
+func reportKill(a *Agent, local, pid int, limit time.Duration) error {
 	k := a.client()
 	if err := a.Report(local, Exit{PID: pid, Code: 137, Reason: "killed by SIGKILL"}); err != nil {
 		return err
 	}
 	k.stream.sendBeat() // its echo acknowledges the report
-	k.stream.flush(time.Second)
+	k.stream.flush(limit)
 	return nil
 }
 

@@ -237,11 +237,11 @@ func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 		}
 		ln, err := listen(at)
 		if errors.Is(err, syscall.EADDRINUSE) {
-			j := JoinConfig{Job: a.cfg.Job, at: s}
-			if j.sameJobAt(a.keys.control) == nil {
-				continue
+			to := target{job: a.cfg.Job, addr: s, key: a.keys.control}
+			if err := to.portTaken(ctx, err, "choose another in --seeds"); err != nil {
+				return nil, err
 			}
-			return nil, fmt.Errorf("%w: another program or another job has the port; choose another in --seeds", err)
+			continue
 		}
 		if err != nil {
 			return nil, err

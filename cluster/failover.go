@@ -21,21 +21,21 @@ import (
 type memory struct {
 	charter  *charter // nil unless the workers call Run and their first world is complete
 	running  map[int]bool
-	exits    map[int]Exit
-	owed     map[int]Exit // failures for which no order has come
-	fresh    map[int]int  // PIDs of workers that were proposed as new members, by local rank
-	drains   *fault       // this host was asked to leave
-	stops    *fault       // the job was asked to end here
-	kills    bool         // all workers were asked to be killed here
-	done     bool         // the workers of this host have exited
-	over     bool         // the job goes on without this host, or its program has ended
-	ended    []string     // hosts whose launchers are known to have ended
+	exits    map[int][]Exit // by local rank, without the exits before the start of a member of the last epoch
+	owed     map[int]Exit   // failures for which no order has come
+	fresh    map[int]int    // PIDs of workers that were proposed as new members, by local rank
+	drains   *fault         // this host was asked to leave
+	stops    *fault         // the job was asked to end here
+	kills    bool           // all workers were asked to be killed here
+	done     bool           // the workers of this host have exited
+	over     bool           // the job goes on without this host, or its program has ended
+	ended    []string       // hosts whose launchers are known to have ended
 	choosing bool
 	moved    chan struct{} // closed when another coordinator has taken over
 }
 
 func newMemory(workers int) memory {
-	m := memory{running: map[int]bool{}, exits: map[int]Exit{}, owed: map[int]Exit{}, fresh: map[int]int{}, moved: make(chan struct{})}
+	m := memory{running: map[int]bool{}, exits: map[int][]Exit{}, owed: map[int]Exit{}, fresh: map[int]int{}, moved: make(chan struct{})}
 	for local := range workers {
 		m.running[local] = true
 	}
@@ -45,13 +45,27 @@ func newMemory(workers int) memory {
 // exited records the exit of a worker.
 func (m *memory) exited(e Exit) {
 	delete(m.running, e.Local)
-	m.exits[e.Local] = e
+	m.exits[e.Local] = append(m.exits[e.Local], e)
 	if m.fresh[e.Local] == e.PID {
 		delete(m.fresh, e.Local)
 	}
 	if e.Code != 0 && !e.Asked {
 		m.owed[e.Local] = e
 	}
+}
+
+// begun forgets the exits of the processes that were in the place of a member before it. The member may have exited.
+func (m *memory) begun(local, pid int) {
+	if i := exitOf(m.exits[local], pid); i < 0 {
+		delete(m.exits, local)
+	} else {
+		m.exits[local] = m.exits[local][i:]
+	}
+}
+
+// exitOf returns the place of the exit of a process in a list, or -1.
+func exitOf(exits []Exit, pid int) int {
+	return slices.IndexFunc(exits, func(e Exit) bool { return e.PID == pid })
 }
 
 // ordered records a command of the coordinator.
@@ -111,7 +125,7 @@ func (a *Agent) proposed(k *client, m message) {
 		}
 	}
 	for _, f := range n.Fresh {
-		if f.Agent == a.uuid && a.exits[f.Local].PID != f.PID {
+		if f.Agent == a.uuid && exitOf(a.exits[f.Local], f.PID) < 0 {
 			a.fresh[f.Local] = f.PID
 		}
 	}

@@ -108,7 +108,7 @@ func Join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	}
 	var coord *coordinator
 	if c.Serve {
-		if coord, err = c.serve(key); err != nil {
+		if coord, err = c.serve(ctx, key); err != nil {
 			return nil, err
 		}
 	}
@@ -187,19 +187,16 @@ func isLoopback(addr string) bool {
 // serve starts the coordinator in this process. It is not an error if a
 // coordinator of the same job already has the port: registering there reports
 // which process has the same rank.
-func (cfg *JoinConfig) serve(key credential) (*coordinator, error) {
+func (cfg *JoinConfig) serve(ctx context.Context, key credential) (*coordinator, error) {
 	at := cfg.Listen
 	if at == "" {
-		at = listenAddr(context.Background(), cfg.Addr)
+		at = listenAddr(ctx, cfg.Addr)
 	}
 	ln, err := listen(at)
 	if errors.Is(err, syscall.EADDRINUSE) {
-		if met := cfg.sameJobAt(key); met == nil {
-			return nil, nil
-		} else if _, other := errors.AsType[*sameuser.Error](met); other {
-			return nil, met
-		}
-		return nil, fmt.Errorf("%w: another program or another job has the port; choose another MASTER_PORT or %s", err, env.Seeds.Name)
+		ctx, cancel := context.WithTimeout(ctx, cfg.Timing.Join)
+		defer cancel()
+		return nil, target{job: cfg.Job, addr: cfg.at, key: key}.portTaken(ctx, err, "choose another MASTER_PORT or "+env.Seeds.Name)
 	}
 	if err != nil {
 		return nil, err
@@ -216,29 +213,52 @@ func (cfg *JoinConfig) serve(key credential) (*coordinator, error) {
 	}), nil
 }
 
-// sameJobAt returns nil if a coordinator of this job answers, and otherwise the error.
-func (cfg *JoinConfig) sameJobAt(key credential) error {
-	return target{job: cfg.Job, addr: cfg.at, key: key}.sameJob()
+// portTaken returns nil if a coordinator of the job has the port to listen on, and otherwise the error. taken is the error
+// of the attempt to listen, and cure says what the user can do.
+func (to target) portTaken(ctx context.Context, taken error, cure string) error {
+	met := to.sameJob(ctx)
+	if met == nil {
+		return nil
+	}
+	if errors.Is(ctx.Err(), context.Canceled) {
+		return joinEnd(ctx, &JoinTimeoutError{Job: to.job})
+	}
+	if _, other := errors.AsType[*sameuser.Error](met); other {
+		return met
+	}
+	owner := "another program or another job has the port"
+	if outOfTime(met) {
+		owner = "the process that has the port does not answer"
+	}
+	return fmt.Errorf("%w: %s; %s", taken, owner, cure)
 }
 
 // sameJobTries limits the attempts to learn which job a coordinator has. A busy host may answer late.
 const sameJobTries = 4
 
-// sameJob returns nil if a coordinator of the job or a host that refers to it answers, and otherwise the error.
-func (to target) sameJob() (err error) {
+// sameJob returns nil if a coordinator of the job or a host that refers to it answers, and otherwise the error. If no process
+// answers, outOfTime reports true for the error.
+func (to target) sameJob(ctx context.Context) (err error) {
 	for range sameJobTries {
-		ctx, cancel := context.WithTimeout(context.Background(), dialAttempt)
+		one, cancel := context.WithTimeout(ctx, dialAttempt)
 		var l *link
-		l, _, err = to.dial(ctx)
-		late := ctx.Err() != nil || outOfTime(err)
+		l, _, err = to.dial(one)
+		late := one.Err() != nil
 		cancel()
-		if _, refers := errors.AsType[*referral](err); refers {
+		_, refers := errors.AsType[*referral](err)
+		_, final := errors.AsType[*AuthError](err)
+		switch {
+		case refers:
 			return nil
-		}
-		if err == nil {
+		case err == nil:
 			return l.close()
+		case outOfTime(err):
+		case final || !late:
+			return err
+		default: // the end of the attempt has closed the connection
+			err = fmt.Errorf("%w: %w", os.ErrDeadlineExceeded, err)
 		}
-		if !late {
+		if ctx.Err() != nil {
 			break
 		}
 	}

@@ -120,7 +120,8 @@ func TestOneHostNeedsNoSecret(t *testing.T) {
 			require.NoError(t, err)
 			require.True(t, strings.HasPrefix(c.at, "@chorus-job-"), c.at)
 			if os.Geteuid() == 0 {
-				for c.sameJobAt(key) != nil { // until rank 0 listens
+				to := target{job: c.Job, addr: c.at, key: key}
+				for to.sameJob(t.Context()) != nil { // until rank 0 listens
 					require.NoError(t, t.Context().Err())
 				}
 				out, _ := startStranger(t, "join", c.Job, c.at)

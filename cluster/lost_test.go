@@ -323,6 +323,24 @@ func TestWrongSecret(t *testing.T) {
 	require.NoError(t, ss[0].Set(t.Context(), "k", nil))
 }
 
+// A process that does not answer has the port of the coordinator.
+func TestPortOfAStoppedProcess(t *testing.T) {
+	t.Parallel()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer ln.Close()
+	c := &JoinConfig{Job: "j", Size: 2, Rank: new(0), Addr: ln.Addr().String(), Serve: true, Insecure: true, Timing: quick}
+	c.Timing.Join = 50 * time.Millisecond
+	_, err = Join(t.Context(), c)
+	require.ErrorIs(t, err, syscall.EADDRINUSE)
+	require.Contains(t, err.Error(), "the process that has the port does not answer")
+	c.Timing.Join = time.Hour
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err = Join(ctx, c)
+	require.ErrorIs(t, err, context.Canceled)
+}
+
 func TestPortTaken(t *testing.T) {
 	t.Parallel()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")

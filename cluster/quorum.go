@@ -58,8 +58,8 @@ type charter struct {
 	Used    int      `json:"used,omitempty"` // restarts so far
 
 	// Of the agent's host:
-	Running []int        `json:"running,omitempty"` // local ranks of the workers that have not exited
-	Exits   map[int]Exit `json:"exits,omitempty"`   // of the others, by local rank
+	Running []int          `json:"running,omitempty"` // local ranks of the workers that have not exited
+	Exits   map[int][]Exit `json:"exited,omitempty"`  // by local rank; a running worker may have been started after them
 	// Fresh are the processes that were proposed as new members. The agent may have missed that the epoch has begun.
 	Fresh map[int]int `json:"fresh,omitempty"` // PIDs by local rank
 }

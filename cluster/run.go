@@ -57,7 +57,7 @@ func Run(ctx context.Context, cfg *RunConfig, fn func(ctx context.Context, w *Wo
 	}
 	var coord *coordinator
 	if c.Serve {
-		if coord, err = c.serve(key); err != nil {
+		if coord, err = c.serve(ctx, key); err != nil {
 			return err
 		}
 	}

@@ -69,7 +69,8 @@ func (s *Session) coordinates(m Member) bool {
 // Close leaves the job immediately. The other processes continue, but a barrier
 // that needs this rank fails. If this process runs the coordinator (rank 0
 // without a launcher), the store closes for all processes; they can read it for
-// at most half a second more. Shutdown avoids both. Close is idempotent and safe
+// at most half a second more. Shutdown avoids both. If the coordinator does not
+// answer, Close waits for it for at most four seconds. Close is idempotent and safe
 // on nil, and returns when all goroutines have ended. Its error is always nil.
 func (s *Session) Close() error {
 	if s == nil {

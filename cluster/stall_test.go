@@ -1,7 +1,9 @@
 package cluster
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"net"
 	"os"
 	"sync/atomic"
@@ -76,6 +78,25 @@ func TestCloseOfAStalledProcess(t *testing.T) {
 	})
 }
 
+// A process leaves soon although the coordinator reads nothing: also if the queue of messages has no room for another one.
+func TestCloseWithoutReader(t *testing.T) {
+	for _, n := range []int{1, 64} {
+		synctest.Test(t, func(t *testing.T) {
+			key := bytes.Repeat([]byte{1}, keyBytes)
+			l, _, err, err2 := linked(t, "job", "job", key, key)
+			require.NoError(t, errors.Join(err, err2))
+			k := newClient(l, target{}, "", "", welcome{Heartbeat: time.Second, LostAfter: time.Minute}, func(*client, message) {})
+			for body := make([]byte, maxUnackedBytes/64-messageHeadBytes); n > 0; n-- {
+				require.NoError(t, k.send(message{kind: kindBeat, epoch: firstEpoch, body: body}))
+			}
+			begun := time.Now()
+			k.close()
+			require.LessOrEqual(t, time.Since(begun), closeBy)
+			require.ErrorIs(t, context.Cause(k.ctx), ErrClosed)
+		})
+	}
+}
+
 // A coordinator that answers too late once is still known as one of the same job.
 func TestSameJobIsAskedAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -91,9 +112,16 @@ func TestSameJobIsAskedAgain(t *testing.T) {
 			}
 			return next(ctx)
 		}
-		require.NoError(t, to.sameJob())
+		require.NoError(t, to.sameJob(t.Context()))
 		stalls = 100
-		require.Error(t, to.sameJob())
+		require.ErrorIs(t, to.sameJob(t.Context()), os.ErrDeadlineExceeded)
+
+		begun := time.Now()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		err := to.portTaken(ctx, syscall.EADDRINUSE, "choose another")
+		require.EqualError(t, err, "address already in use: the process that has the port does not answer; choose another")
+		require.Equal(t, time.Second, time.Since(begun))
 	})
 }
 

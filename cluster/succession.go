@@ -140,7 +140,9 @@ func (c *coordinator) takeOver() {
 	c.retries.total = ch.Used
 	e := newElastic()
 	e.begun, e.inherited = s.begun, true
-	e.last = fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1, Reason: "it took over from a coordinator that was lost: " + ch.Reason}
+	took := "took over from a coordinator that was lost: " + ch.Reason
+	e.last = fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1, Reason: "it " + took}
+	e.why = fmt.Sprintf("host %s %s", c.cfg.self.Host, took)
 	c.elastic = e
 	m := note(kindPlan, c.plan)
 	m.epoch = c.epoch
@@ -165,10 +167,13 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 			e.left = append(e.left, Departure{Member: m, Reason: "the launcher of its host has ended"})
 		case h == nil:
 			e.left = append(e.left, Departure{Member: m, Reason: "its host did not take part in the choice of a coordinator"})
-		case slices.Contains(h.Running, m.LocalRank) && h.Exits[m.LocalRank].PID != m.PID: // not another process in its place
+		case exitOf(h.Exits[m.LocalRank], m.PID) >= 0: // another process may run in its place
+			exits := h.Exits[m.LocalRank]
+			e.left = append(e.left, Departure{Member: m, Reason: exits[exitOf(exits, m.PID)].Reason})
+		case slices.Contains(h.Running, m.LocalRank):
 			e.absent[at] = m
 		default:
-			e.left = append(e.left, Departure{Member: m, Reason: cmp.Or(h.Exits[m.LocalRank].Reason, "it has exited")})
+			e.left = append(e.left, Departure{Member: m, Reason: "it has exited"})
 		}
 	}
 	c.awaitNewcomers(s)

@@ -1,6 +1,8 @@
 package cluster
 
 import (
+	"maps"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,8 +19,8 @@ func (j *paperJob) register(host string, pid int, seat uint64) {
 }
 
 // takenOver returns a job in which host a has taken over from host x. All hosts have the proposal of epoch 3, in which process 103 of host c is new: the last
-// one, 3, was killed.
-func takenOver() *paperJob {
+// one, 3, was killed. change changes what the hosts know.
+func takenOver(change func(*succession)) *paperJob {
 	j := newPaperJob("a", "b", "c")
 	j.do(func() {
 		j.workers = nil
@@ -28,8 +30,9 @@ func takenOver() *paperJob {
 			ms = append(ms, Member{Rank: i, Node: i, PID: i, LocalSize: 1})
 		}
 		ch := charter{Epoch: 2, Next: 3, Voters: electorate{"x", "a", "b", "c"}, Lost: "x", Reason: "it burned", Plan: p, Members: ms}
-		j.succession = &succession{charter: ch, hosts: map[string]*charter{"a": {Running: []int{0}}, "b": {Running: []int{0}},
-			"c": {Running: []int{0}, Exits: map[int]Exit{0: {PID: 3, Reason: "killed"}}, Fresh: map[int]int{0: 103}}}}
+		j.succession = &succession{charter: ch, begun: time.Now(), hosts: map[string]*charter{"a": {Running: []int{0}}, "b": {Running: []int{0}},
+			"c": {Running: []int{0}, Exits: map[int][]Exit{0: {{PID: 3, Reason: "killed"}}}, Fresh: map[int]int{0: 103}}}}
+		change(j.succession)
 		j.takeOver()
 	})
 	return j
@@ -39,7 +42,7 @@ func takenOver() *paperJob {
 // begun. It does not wait for a process in whose place its launcher has started another one.
 func TestTakeoverAwaitsNewMembers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		j := takenOver()
+		j := takenOver(func(*succession) {})
 		defer j.end()
 		j.register("a", 1, 2)
 		j.register("b", 2, 3)
@@ -54,7 +57,7 @@ func TestTakeoverAwaitsNewMembers(t *testing.T) {
 // A member that has not begun the last epoch is new, and has not left.
 func TestTakeoverFindsMembersThatHaveNotBegun(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		j := takenOver()
+		j := takenOver(func(*succession) {})
 		defer j.end()
 		j.register("c", 103, 0)
 		j.register("a", 1, 2)
@@ -68,7 +71,7 @@ func TestTakeoverFindsMembersThatHaveNotBegun(t *testing.T) {
 // A new member that was proposed exits, instead of registering.
 func TestTakeoverWithoutNewMember(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		j := takenOver()
+		j := takenOver(func(*succession) {})
 		defer j.end()
 		j.register("a", 1, 2)
 		j.register("b", 2, 2)
@@ -76,6 +79,75 @@ func TestTakeoverWithoutNewMember(t *testing.T) {
 		require.Equal(t, phasePropose, j.elastic.phase)
 		require.Empty(t, j.elastic.next.New)
 		require.Len(t, j.elastic.next.Left, 2)
+	})
+}
+
+// The host of the lost coordinator had no members: the line of the next epoch says why it begins.
+func TestTakeoverWithoutLostMembers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := takenOver(func(s *succession) {
+			s.charter.Members = s.charter.Members[1:3]
+			s.hosts["c"] = &charter{}
+		})
+		defer j.end()
+		j.register("a", 1, 2)
+		j.register("b", 2, 2)
+		require.Equal(t, phasePropose, j.elastic.phase)
+		require.Equal(t, "epoch 4: 2 processes on 2 hosts; host a took over from a coordinator that was lost: it burned; the job stood still for 0s", j.epochLine())
+	})
+}
+
+// A member has exited, the process that was started after it, too, and another one is ordered: the next coordinator does not wait for the member.
+func TestTakeoverAfterTwoRestarts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMemory(1)
+		for _, e := range []Exit{{PID: 3, Code: 137, Reason: "killed"}, {PID: 203, Code: 1, Reason: "exited with code 1"}} {
+			m.exited(e)
+			m.ordered(Order{Start: true})
+		}
+		j := takenOver(func(s *succession) {
+			s.hosts["c"] = &charter{Running: slices.Collect(maps.Keys(m.running)), Exits: m.exits}
+		})
+		defer j.end()
+		require.Equal(t, map[place]bool{{"c", 0}: true}, j.elastic.expected)
+		j.register("a", 1, 2)
+		j.register("b", 2, 2)
+		require.Equal(t, phasePropose, j.elastic.phase)
+		require.Len(t, j.elastic.next.Left, 2)
+		require.Equal(t, "killed", j.elastic.next.Left[1].Reason)
+	})
+}
+
+// Another process registers in the place of a member whose exit no agent has reported: the member has left.
+func TestTakeoverMeetsAnotherProcess(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := takenOver(func(s *succession) { s.hosts["c"] = &charter{Running: []int{0}} })
+		defer j.end()
+		j.register("c", 203, 0)
+		j.register("a", 1, 2)
+		j.register("b", 2, 2)
+		require.Equal(t, phasePropose, j.elastic.phase)
+		require.Equal(t, []int{2}, j.elastic.next.New)
+		require.Len(t, j.elastic.next.Left, 2)
+		require.Equal(t, 3, j.elastic.next.Left[1].PID)
+	})
+}
+
+// A launcher forgets the exits of processes that ran before a member of the last epoch.
+func TestExitsBeforeAnEpoch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b")
+		defer j.end()
+		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		agent.now.Store(&attempt{})
+		agent.exited(Exit{PID: 99, Code: 1})
+		j.hear(t, agent)
+		require.Empty(t, agent.exits)
+		agent.exited(Exit{PID: 101, Code: 1})
+		agent.exited(Exit{PID: 201, Code: 1})
+		j.do(func() { j.tellNews("") }) // of the same epoch
+		j.hear(t, agent)
+		require.Len(t, agent.exits[0], 2)
 	})
 }
 

@@ -26,7 +26,7 @@ import (
 // a secret that leaks later does not decrypt recorded traffic. All messages have
 // a fixed length, so no length from an unauthenticated peer is used.
 const (
-	protocolVersion = 5
+	protocolVersion = 6
 	nonceBytes      = 32
 	pointBytes      = 32
 	proofBytes      = sha256.Size

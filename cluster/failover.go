@@ -309,27 +309,36 @@ func (a *Agent) warnSeed(ctx context.Context, seed string) {
 	l.finish()
 }
 
+// repeats returns the messages that the last coordinator may have got, but the next one may not know of.
+func (m *memory) repeats() (list []message) {
+	for _, local := range slices.Sorted(maps.Keys(m.exits)) {
+		last := m.exits[local][len(m.exits[local])-1]
+		_, owed := m.owed[local]
+		if owed || !m.running[local] && (last.Code == 0 || last.Asked) { // the others were ordered to start again
+			list = append(list, note(kindExit, last))
+		}
+	}
+	if m.drains != nil {
+		list = append(list, note(kindDrain, *m.drains))
+	}
+	if m.stops != nil {
+		list = append(list, note(kindStop, *m.stops))
+	}
+	if m.kills {
+		list = append(list, message{kind: kindKill, epoch: firstEpoch})
+	}
+	if m.done {
+		list = append(list, message{kind: kindDone, epoch: firstEpoch})
+	}
+	return list
+}
+
 // followNext makes k the connection to the coordinator, and repeats what the last one may not know.
 func (a *Agent) followNext(t *attempt, k *client, addr string) {
 	a.mu.Lock()
 	old := a.k
 	a.k, a.addr, a.choosing = k, addr, false
-	var repeat []message
-	for _, local := range slices.Sorted(maps.Keys(a.owed)) {
-		repeat = append(repeat, note(kindExit, a.owed[local]))
-	}
-	if a.drains != nil {
-		repeat = append(repeat, note(kindDrain, *a.drains))
-	}
-	if a.stops != nil {
-		repeat = append(repeat, note(kindStop, *a.stops))
-	}
-	if a.kills {
-		repeat = append(repeat, message{kind: kindKill, epoch: firstEpoch})
-	}
-	if a.done {
-		repeat = append(repeat, message{kind: kindDone, epoch: firstEpoch})
-	}
+	repeat := a.repeats()
 	moved := a.moved
 	a.moved = make(chan struct{})
 	coordinates := a.coord != nil

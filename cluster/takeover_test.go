@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"encoding/json"
 	"maps"
 	"slices"
 	"testing"
@@ -172,4 +173,26 @@ func TestProposalNamesNewMembers(t *testing.T) {
 		j.hear(t, agent)
 		require.Empty(t, agent.fresh)
 	})
+}
+
+// The next coordinator learns exits that the hosts did not know of when they lost the last one, and does not
+// learn failures for which a start was ordered.
+func TestRepeatedExits(t *testing.T) {
+	m := newMemory(5)
+	well, failed := Exit{PID: 10, Local: 0}, Exit{PID: 11, Local: 1, Code: 3}
+	again := Exit{PID: 12, Local: 2, Code: 3}
+	asked, restarted := Exit{PID: 13, Local: 3, Code: 143, Asked: true}, Exit{PID: 14, Local: 4}
+	for _, e := range []Exit{well, failed, again, asked, restarted} {
+		m.exited(e)
+	}
+	m.ordered(Order{Start: true, Local: 2})
+	m.running[4] = true
+	var got []Exit
+	for _, x := range m.repeats() {
+		require.Equal(t, kindExit, x.kind)
+		var e Exit
+		require.NoError(t, json.Unmarshal(x.body, &e))
+		got = append(got, e)
+	}
+	require.Equal(t, []Exit{well, failed, asked}, got)
 }

@@ -1,9 +1,9 @@
 package launch
 
 import (
-	"bytes"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -48,26 +48,13 @@ func TestOutOfMemory(t *testing.T) {
 	require.Regexp(t, `(?m)^chorus: rank 0 .* killed by SIGKILL \(perhaps out of memory: the kernel killed .* of this host for it in the last \d+s\) after `, text)
 }
 
-// limits are what the files of a small cgroup get. The kernel has no file for swap if it does not count swap.
-var limits = map[string]string{
-	"memory.limit_in_bytes": "64M", "memory.memsw.limit_in_bytes": "64M", "memory.max": "64M", "memory.swap.max": "0",
-}
-
 // smallCgroup makes a cgroup with 64 MiB of memory, and returns the file that moves a process into it.
 func smallCgroup(t *testing.T) string {
 	t.Helper()
-	own, err := os.ReadFile("/proc/self/cgroup")
-	require.NoError(t, err)
-	var dir, limit, swap string
-	for line := range bytes.Lines(own) {
-		part := strings.SplitN(strings.TrimSpace(string(line)), ":", 3)
-		switch {
-		case part[1] == "memory":
-			dir, limit, swap = filepath.Join("/sys/fs/cgroup/memory", part[2]), "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"
-		case part[1] == "" && dir == "":
-			dir, limit, swap = filepath.Join("/sys/fs/cgroup", part[2]), "memory.max", "memory.swap.max"
-		}
+	if !(&oomWatch{path: vmstat}).sample().known {
+		t.Skip("needs a kernel that counts out-of-memory kills")
 	}
+	dir, limit, swap, swapBytes := memoryCgroup(t)
 	dir = filepath.Join(dir, "chorus-test-"+strconv.Itoa(os.Getpid()))
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		t.Skip("needs the right to make a cgroup: ", err)
@@ -75,10 +62,34 @@ func smallCgroup(t *testing.T) string {
 	t.Cleanup(func() { // the kernel may still be freeing the memory of the process
 		require.True(t, poll.UntilNoLaterThan(time.Minute, func() bool { return os.Remove(dir) == nil }))
 	})
-	for _, f := range []string{limit, swap} { // in this order
-		if err := os.WriteFile(filepath.Join(dir, f), []byte(limits[f]), 0); err != nil && !os.IsNotExist(err) {
-			t.Skip("needs a cgroup that limits memory: ", err)
+	if err := os.WriteFile(filepath.Join(dir, limit), []byte("64M"), 0); err != nil {
+		t.Skip("needs a cgroup that limits memory: ", err)
+	}
+	swap = filepath.Join(dir, swap)
+	if _, err := os.Stat(swap); err == nil { // the kernel counts swap
+		require.NoError(t, os.WriteFile(swap, []byte(swapBytes), 0))
+	}
+	procs := filepath.Join(dir, "cgroup.procs")
+	if out, err := exec.Command("sh", "-c", `echo $$ > "$0"`, procs).CombinedOutput(); err != nil {
+		t.Skipf("needs the right to move a process into a cgroup: %v: %s", err, out)
+	}
+	return procs
+}
+
+// memoryCgroup returns the folder of this process's cgroup, and its files for the limits of memory and
+// of swap, with the limit for no swap: version 1 counts memory and swap together.
+func memoryCgroup(t *testing.T) (dir, limit, swap, swapBytes string) {
+	t.Helper()
+	own, err := os.ReadFile("/proc/self/cgroup")
+	require.NoError(t, err)
+	for line := range strings.Lines(string(own)) {
+		part := strings.SplitN(strings.TrimSpace(line), ":", 3)
+		switch {
+		case part[1] == "memory":
+			return filepath.Join("/sys/fs/cgroup/memory", part[2]), "memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "64M"
+		case part[1] == "":
+			dir = filepath.Join("/sys/fs/cgroup", part[2])
 		}
 	}
-	return filepath.Join(dir, "cgroup.procs")
+	return dir, "memory.max", "memory.swap.max", "0"
 }

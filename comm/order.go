@@ -37,10 +37,12 @@ import (
 // If a program needs the guarantee for some calls only, it sets OnRequest and issues these calls in
 // batches with Batch.SetDeterministic. All others are then as fast as without an Order.
 //
-// Chorus kernels execute small reductions if there is one block and the strategy has them, as
-// OwnKernels and Tuned do. For all other reductions NCCL copies the elements of all ranks to the
-// rank that reduces them, in rounds, and a kernel there reduces them. Each rank uses 64 MiB of
-// device memory for that, which counts as allocated.
+// Chorus kernels execute all-reduces of any length, and other reductions of up to 64 KiB for each
+// rank, if there is one block and the strategy has Chorus kernels, as OwnKernels and Tuned do. They
+// are the fastest, and take about as long as NCCL's reductions without an order. Each rank then uses up
+// to 128 MiB of device memory for them. For all other reductions NCCL copies the elements of all
+// ranks to the rank that reduces them, in rounds, and a kernel there reduces them. Each rank uses
+// 64 MiB of device memory for that. Both count as allocated.
 //
 // Over several hosts with one block, every rank receives its part from every other rank: n ranks
 // on each host send about n times the bytes of NCCL's reductions to the other hosts. If each host

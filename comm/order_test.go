@@ -129,12 +129,36 @@ func TestDeterministic(t *testing.T) {
 	}
 }
 
-// TestDeterministicLarge checks lengths that need several rounds of the default memory.
+// TestDeterministicLarge checks lengths that need several rounds of the default memory, and several
+// pieces of Chorus kernels.
 func TestDeterministicLarge(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := groupBy(t, devs, comm.Config{Deterministic: &comm.Order{}})
-		n := testgpu.Rounds(1<<16, 100_000_000) + 3
-		require.NoError(t, orderTypes[1](testgpu.Context(t), g, comm.Sum, n, newOrderSeed(t)))
+		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+			g := groupBy(t, devs, comm.Config{Deterministic: &comm.Order{}, Strategy: s})
+			n := testgpu.Rounds(1<<16, 100_000_000) + 3
+			require.NoError(t, orderTypes[1](testgpu.Context(t), g, comm.Sum, n, newOrderSeed(t)))
+		}
+	})
+}
+
+// TestDeterministicInPieces checks that Chorus kernels execute long all-reduces in several pieces, with
+// the bits of the order.
+func TestDeterministicInPieces(t *testing.T) {
+	defer comm.SetOrderedBytes(64 << 10)()
+	seed := newOrderSeed(t)
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := groupBy(t, devs, comm.Config{Deterministic: &comm.Order{}, Strategy: comm.OwnKernels})
+		x := &orderCase[memory.BFloat16Bits, float32]{
+			ctx: testgpu.Context(t), g: g, kit: orderFloats(memory.BFloat16Bits.Float32, memory.BFloat16Of), op: comm.Avg, rng: rand.New(rand.NewPCG(seed, 5)),
+		}
+		require.NoError(t, x.make(3*(32<<10)+1001))
+		require.NoError(t, x.whole())
+		requireLastService(t, g, ranks.Kernels)
+		require.NoError(t, x.graph())
+		require.NoError(t, g.Use(x.ctx, comm.NCCLOnly))
+		require.NoError(t, x.whole())
+		requireLastService(t, g, ranks.Ordered)
+		require.NoError(t, errors.Join(x.src.Close(), x.dst.Close()))
 	})
 }
 

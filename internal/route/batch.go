@@ -37,6 +37,7 @@ type step struct {
 	x        ranks.Collective
 	strategy Strategy
 	norm     *fabric.Norm // executed with the operation by one kernel, or nil
+	pieces   bool         // Chorus kernels execute it in pieces
 }
 
 // A tally counts the operations of a router in a batch.
@@ -103,7 +104,11 @@ func (b *Batch) decide() {
 		}
 		s.op.Service = services[s.strategy]
 		if s.router != nil && s.router.inOrder(&s.x, s.strategy, b.inOrder) {
-			s.strategy, s.op.Service = NCCLOnly, ranks.Ordered
+			if s.pieces = b.tallies[s.router.local].collectives == 1 && s.router.inPieces(&s.x); s.pieces {
+				s.strategy, s.op.Service = OwnKernels, ranks.Kernels
+			} else {
+				s.strategy, s.op.Service = NCCLOnly, ranks.Ordered
+			}
 		}
 	}
 }

@@ -169,6 +169,9 @@ func (s *step) launch() error {
 	if s.norm != nil {
 		return s.failed(s.router.kernels.EnqueueNorm(s.op.Stream, s.norm))
 	}
+	if s.pieces {
+		return s.failed(s.launchPieces())
+	}
 	raw := rawOf(s.strategy, &s.x)
 	return s.failed(s.router.kernels.Enqueue(s.op.Stream, &raw))
 }

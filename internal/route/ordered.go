@@ -24,6 +24,9 @@ type Order struct {
 // orderedBytes is the size of the memory in which a rank receives the elements of the others.
 var orderedBytes = 64 << 20
 
+// pieceBytes is the maximum size of an all-reduce that Chorus kernels execute at once in rank order.
+var pieceBytes = MostBytes
+
 // alwaysStaged treats each block as a host.
 var alwaysStaged = false
 
@@ -34,18 +37,19 @@ func SetStaged(on bool) (restore func()) {
 	return func() { alwaysStaged = old }
 }
 
-// SetOrderedBytes changes the memory of routers that are opened from now on, in tests.
+// SetOrderedBytes changes the memory and the pieces of routers that are opened from now on, in tests.
 func SetOrderedBytes(n int) (restore func()) {
-	old := orderedBytes
-	orderedBytes = n
-	return func() { orderedBytes = old }
+	memory, piece := orderedBytes, pieceBytes
+	orderedBytes, pieceBytes = n, n
+	return func() { orderedBytes, pieceBytes = memory, piece }
 }
 
-// An ordered is the part of a router that reduces in the order of the ranks. NCCL moves the
-// elements of all ranks to the rank that reduces them, and a kernel of internal/fabric reduces.
-// NCCL computes nothing, so its algorithms do not change the results.
+// An ordered is the part of a router that reduces in the order of the ranks, if Chorus kernels do
+// not. NCCL moves the elements of all ranks to the rank that reduces them, and a kernel of
+// internal/fabric reduces. NCCL computes nothing, so its algorithms do not change the results.
 type ordered struct {
 	block   int
+	piece   int                 // the value of pieceBytes
 	request bool                // only for batches that request it
 	staged  bool                // blocks are reduced within their hosts first
 	scratch memory.Slice[uint8] // of the elements of the other ranks
@@ -63,7 +67,7 @@ func (rs Routers) openOrdered(o Order) error {
 		if err != nil {
 			return r.withRankName(fmt.Errorf("memory of deterministic reductions: %w", err))
 		}
-		r.ordered = &ordered{block: block, request: o.OnRequest, staged: o.Hosts || alwaysStaged, scratch: mem}
+		r.ordered = &ordered{block: block, piece: pieceBytes, request: o.OnRequest, staged: o.Hosts || alwaysStaged, scratch: mem}
 	}
 	return nil
 }
@@ -94,6 +98,40 @@ func (k *Router) inOrder(x *ranks.Collective, s Strategy, requested bool) bool {
 		return false
 	}
 	return services[s] != ranks.Kernels || k.ordered.block < k.comm.Size()
+}
+
+// inPieces reports whether Chorus kernels execute x in rank order, in pieces of any number. NCCL does
+// not execute it, so it does not matter above which size NCCL is faster without an order.
+func (k *Router) inPieces(x *ranks.Collective) bool {
+	s := k.rule.Load().strategy
+	if k.kernels == nil || s != Tuned && services[s] != ranks.Kernels || k.ordered.block < k.comm.Size() || x.Kind != flight.AllReduce {
+		return false
+	}
+	raw := rawOf(OwnKernels, x)
+	raw.Count = min(x.Count, k.pieceOf(x))
+	return k.kernels.Takes(&raw)
+}
+
+// pieceOf returns the number of elements in a piece of x.
+func (k *Router) pieceOf(x *ranks.Collective) int {
+	return min(k.ordered.piece, k.kernels.Limits().AllReduce()) / x.DType.Size()
+}
+
+// launchPieces launches the kernels of an operation of inPieces.
+func (s *step) launchPieces() error {
+	raw := rawOf(OwnKernels, &s.x)
+	piece, left := s.router.pieceOf(&s.x), s.x.Count
+	for ; left > 0; left -= raw.Count {
+		raw.Count = min(left, piece)
+		if err := s.router.kernels.Enqueue(s.op.Stream, &raw); err != nil {
+			return err
+		}
+		raw.Dst += uint64(raw.Count * s.x.DType.Size())
+		if raw.Src != 0 { // 0 means in place
+			raw.Src += uint64(raw.Count * s.x.DType.Size())
+		}
+	}
+	return nil
 }
 
 // reduction returns the type and the reduction that compute an operation, and the factor of a

@@ -215,7 +215,7 @@ func Open(ctx context.Context, s Strategy, order *Order, comms []*nccl.Communica
 			rs[i].exchange = exchange(c.Rank())
 		}
 	}
-	if err := rs.open(ctx, s); err != nil {
+	if err := rs.open(ctx, s, order); err != nil {
 		return rs, err
 	}
 	// All ranks have the same result, so either all routers have a backend or none has.
@@ -237,7 +237,7 @@ func Open(ctx context.Context, s Strategy, order *Order, comms []*nccl.Communica
 	return rs, nil
 }
 
-func (rs Routers) open(ctx context.Context, s Strategy) error {
+func (rs Routers) open(ctx context.Context, s Strategy, order *Order) error {
 	switch s {
 	case NCCLOnly:
 		return nil
@@ -254,7 +254,11 @@ func (rs Routers) open(ctx context.Context, s Strategy) error {
 		}
 		return rs.openEngines()
 	}
-	return rs.openKernels(ctx, s, kernelBytes*16/15) // so that as many fit in lines
+	bytes := kernelBytes * 16 / 15 // so that as many fit in lines
+	if order != nil {
+		bytes = max(bytes, pieceBytes)
+	}
+	return rs.openKernels(ctx, s, bytes)
 }
 
 // openEach opens a backend on all local ranks at once. If a device does not support it,

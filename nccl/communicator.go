@@ -429,9 +429,9 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 		return err
 	}
 	done := make(chan error, 1)
-	go func() {
-		done <- relaxed(c.dev, func() error { return c.check("ncclCommFinalize", c.api.CommFinalize(*c.h)) })
-	}()
+	if ctx.Err() == nil {
+		go func() { done <- c.finalize() }()
+	}
 	select {
 	case err := <-done:
 		if err == nil {
@@ -454,6 +454,17 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 		_ = c.Close()
 		return fmt.Errorf("nccl: shut down rank %d of %d (%s): aborted: %w", c.rank, c.size, c.dev, context.Cause(ctx))
 	}
+}
+
+// finalize lets NCCL complete all operations, together with the other ranks. An abort must not free the
+// communicator during that: NCCL would end the process.
+func (c *Communicator) finalize() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.isClosed() {
+		return c.errClosed("shut down")
+	}
+	return relaxed(c.dev, func() error { return c.check("ncclCommFinalize", c.api.CommFinalize(*c.h)) })
 }
 
 // alive reports whether operations can be issued, without a lock.

@@ -116,9 +116,9 @@ func TestBatchThatNCCLRefusesInPart(t *testing.T) {
 }
 
 // TestServicesOfTheLastCollectives reads the services of the last collectives from the flight
-// recorder, without transfers and without operations that NCCL has refused.
+// recorder, without transfers and without operations that NCCL has refused on both ranks, at once or in turn.
 func TestServicesOfTheLastCollectives(t *testing.T) {
-	g := newRig(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "ncclAllGather#3=ncclInvalidUsage"}), OwnKernels)
+	g := newRig(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "ncclAllGather#3=ncclInvalidUsage,ncclAllGather#4=ncclInvalidUsage"}), OwnKernels)
 	defer SetKernelBytes(1<<20, 8)() // all-reduces by Chorus kernels, all-gathers by NCCL
 	gather := func() error { return g.enqueue(g.gather(0), g.gather(1)) }
 	reduce := func() error { return g.enqueue(g.reduce(0), g.reduce(1)) }

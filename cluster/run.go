@@ -294,6 +294,7 @@ func (r *runner) begin(m message) {
 		r.over(err)
 		return
 	}
+	w.addMissed(r.now)
 	if r.now != nil {
 		r.now.cancel(&ChangeError{Epoch: int(r.now.epoch), Reason: "the world changes"})
 	}

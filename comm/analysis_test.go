@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -38,6 +39,9 @@ func TestVerdictOfTheRecorders(t *testing.T) {
 		require.ErrorContains(t, err, "has not issued collective 2 (all_reduce(8 x Float, sum))")
 	}
 }
+
+// The store of a job can delete the dumps.
+var _, _ comm.Deleter = (*cluster.World)(nil), (*cluster.Session)(nil)
 
 // TestDumpsAreDeleted checks that the dumps stay while a rank may read them, and not longer.
 func TestDumpsAreDeleted(t *testing.T) {

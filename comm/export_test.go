@@ -89,6 +89,9 @@ func Analyzed(ctx context.Context, g *Group, limit time.Duration, err error) err
 	return g.reporter.analyzed(ctx, c, service, err)
 }
 
+// A Deleter is what a Rendezvous needs so that dumps are deleted.
+type Deleter = deleter
+
 // DumpKey returns the key of a rank's flight recorders.
 func DumpKey(g *Group, rank int) string { return g.reporter.dumpKey(rank) }
 

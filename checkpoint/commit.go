@@ -13,6 +13,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/poll"
@@ -125,7 +127,7 @@ func reveal(fs fileSystem, temp, final string, replaces bool) error {
 	}
 	give := fs.Rename
 	if replaces {
-		give = fs.Exchange
+		give = func(temp, final string) error { return trade(fs, temp, final) }
 	}
 	if err := give(temp, final); err != nil {
 		return err
@@ -134,6 +136,27 @@ func reveal(fs fileSystem, temp, final string, replaces bool) error {
 		return err
 	}
 	return fs.RemoveAll(temp)
+}
+
+// replacedSuffix is in the temporary name of a checkpoint that is being replaced.
+const replacedSuffix = "-replaced"
+
+// trade lets a complete folder trade names with the checkpoint that it replaces. File systems such
+// as NFS cannot do so at once. The checkpoint then gets a temporary name first. If the process ends
+// before the new folder has its name, removeLeftovers gives the checkpoint its name back.
+func trade(fs fileSystem, temp, final string) error {
+	err := fs.Exchange(temp, final)
+	if !errors.Is(err, unix.EINVAL) && !errors.Is(err, errors.ErrUnsupported) {
+		return err
+	}
+	old := filepath.Join(filepath.Dir(final), tempPrefix+filepath.Base(final)+replacedSuffix)
+	if err := fs.Rename(final, old); err != nil {
+		return err
+	}
+	if err := fs.Rename(temp, final); err != nil {
+		return errors.Join(err, fs.Rename(old, final))
+	}
+	return fs.Rename(old, temp)
 }
 
 // collect waits for the messages of all ranks, and puts them into a manifest.
@@ -358,17 +381,25 @@ func stepsIn(folder string) ([]int64, error) {
 	return steps, nil
 }
 
-// removeLeftovers removes what earlier jobs have not completed.
+// removeLeftovers removes what earlier jobs have not completed, and gives a checkpoint its name
+// back that an earlier job has not replaced.
 func removeLeftovers(fs fileSystem, folder string) error {
 	entries, err := os.ReadDir(folder)
 	if err != nil {
 		return err
 	}
 	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), tempPrefix+stepPrefix) {
-			if err := fs.RemoveAll(filepath.Join(folder, e.Name())); err != nil {
-				return err
+		if !strings.HasPrefix(e.Name(), tempPrefix+stepPrefix) {
+			continue
+		}
+		remove, left := fs.RemoveAll, filepath.Join(folder, e.Name())
+		if step, replaced := strings.CutSuffix(strings.TrimPrefix(e.Name(), tempPrefix), replacedSuffix); replaced {
+			if final := filepath.Join(folder, step); !exists(final) {
+				remove = func(old string) error { return fs.Rename(old, final) }
 			}
+		}
+		if err := remove(left); err != nil {
+			return err
 		}
 	}
 	return nil

@@ -15,7 +15,7 @@ type fileSystem interface {
 	Create(path string) (savingFile, error)
 	ReadFile(path string) ([]byte, error)
 	Rename(from, to string) error
-	Exchange(a, b string) error // lets two folders trade their names at once
+	Exchange(a, b string) error // lets two folders trade their names at once; see trade
 	Remove(path string) error
 	RemoveAll(path string) error
 	SyncFolder(path string) error

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"sync"
 	"syscall"
 	"time"
 )
@@ -16,9 +17,10 @@ const acceptRetry = 50 * time.Millisecond
 const acceptPatience = time.Second
 
 // acceptAll calls take with each connection of ln, and returns when ln is closed. It calls notify
-// with the reason if it has accepted none for a while.
+// with the reason if it has accepted none for a while, unless another port has just done so: the
+// cause is the same.
 func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn)) {
-	var failing, told time.Time
+	var failing time.Time
 	for {
 		c, err := ln.Accept()
 		if errors.Is(err, net.ErrClosed) {
@@ -32,12 +34,30 @@ func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn))
 		if failing.IsZero() {
 			failing = time.Now()
 		}
-		if time.Since(failing) >= acceptPatience && time.Since(told) >= waitLine {
-			told = time.Now()
+		if time.Since(failing) >= acceptPatience && acceptLines.isDue() {
 			notify(fmt.Sprintf("this process cannot accept connections: %v%s", err, acceptCure(err)))
 		}
 		time.Sleep(acceptRetry)
 	}
+}
+
+// acceptLines limits the lines of all ports of this process.
+var acceptLines lineLimit
+
+// A lineLimit permits a line every few seconds.
+type lineLimit struct {
+	mu   sync.Mutex
+	last time.Time
+}
+
+func (l *lineLimit) isDue() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if time.Since(l.last) < waitLine {
+		return false
+	}
+	l.last = time.Now()
+	return true
 }
 
 func acceptCure(err error) string {

@@ -2,6 +2,8 @@ package cluster
 
 import (
 	"net"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -26,10 +28,39 @@ func (f *fullListener) Accept() (net.Conn, error) {
 	return nil, net.ErrClosed
 }
 
+// freshAcceptLines lets a test, whose time is not the time of other tests, begin without earlier lines.
+func freshAcceptLines(t *testing.T) {
+	t.Helper()
+	reset := func() {
+		acceptLines.mu.Lock()
+		defer acceptLines.mu.Unlock()
+		acceptLines.last = time.Time{}
+	}
+	reset()
+	t.Cleanup(reset)
+}
+
+// TestTooManyOpenFilesAtTwoPorts checks that a process says so once, and not once for each port.
+func TestTooManyOpenFilesAtTwoPorts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		freshAcceptLines(t)
+		var lines atomic.Int32
+		var wg sync.WaitGroup
+		for range 2 {
+			wg.Go(func() {
+				acceptAll(&fullListener{failures: int(acceptPatience/acceptRetry) + 2}, func(string) { lines.Add(1) }, func(net.Conn) {})
+			})
+		}
+		wg.Wait()
+		require.EqualValues(t, 1, lines.Load())
+	})
+}
+
 // The user learns after a second, and then every few seconds, that a process has too many open files. Connections are
 // accepted when it has fewer.
 func TestTooManyOpenFiles(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
+		freshAcceptLines(t)
 		var lines []string
 		taken := 0
 		failures := int((acceptPatience+2*waitLine)/acceptRetry) + 1

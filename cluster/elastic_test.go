@@ -530,6 +530,30 @@ func TestSmallerSeedJoinsTheRunningJob(t *testing.T) {
 	finishAll(t, []*Agent{as[0], b}, rs[0], rb)
 }
 
+// TestLeftWithAMissedEpoch checks that a process which learns nothing of epoch 2 finds its departures in epoch 3, without a
+// process that epoch 3 has or names itself.
+func TestLeftWithAMissedEpoch(t *testing.T) {
+	l, _ := net.Pipe()
+	k := &client{stream: newStream(&link{c: l}, newRunClock(time.Second), time.Second), clock: newRunClock(time.Second)}
+	k.ctx, k.cancel = context.WithCancelCause(t.Context())
+	r := &runner{cfg: &JoinConfig{}, parent: t.Context(), k: k, worlds: make(chan *World, 3), end: make(chan error, 1)}
+	begin := func(epoch uint64, w world) *World {
+		m := note(kindWorld, w)
+		m.epoch = epoch
+		r.event(k, m)
+		return <-r.worlds
+	}
+	at := func(rank int, host string, pid int) Member { return Member{Rank: rank, Host: host, PID: pid} }
+	begin(1, world{Members: []Member{at(0, "a", 1), at(1, "b", 1), at(2, "c", 1)}})
+	w := begin(3, world{Members: []Member{at(0, "a", 1), at(1, "d", 1)}, Left: []Departure{{Member: at(1, "c", 1), Reason: "killed by SIGKILL"}}})
+	require.Equal(t, []Departure{
+		{Member: at(1, "c", 1), Reason: "killed by SIGKILL"},
+		{Member: at(1, "b", 1), Reason: "left after epoch 1, in an epoch that this process has missed"},
+	}, w.Left())
+	w = begin(4, world{Members: []Member{at(0, "a", 1)}})
+	require.Empty(t, w.Left(), "no epoch is missed")
+}
+
 // FuzzEvents gives a worker and a launcher messages that a coordinator may send.
 func FuzzEvents(f *testing.F) {
 	add := func(k kind, id uint64, v any) {

@@ -62,3 +62,28 @@ func TestHostWithoutWorkersEnds(t *testing.T) {
 		j.requireGoesOn(t)
 	})
 }
+
+// The launcher of a host without workers leaves, and a host that has waited takes its place. The epoch goes on until the
+// worker of that host comes.
+func TestHostWithoutWorkersLeaves(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := endedHost(t)
+		defer j.end()
+		j.do(func() {
+			j.cfg.agents = 3
+			d := j.newHost("d")
+			j.admitHost(d)
+			require.Equal(t, []*peer{d}, j.late, "all places are taken")
+		})
+		require.NoError(t, j.handle(j.hosts["c"], message{kind: kindLeave, epoch: firstEpoch}))
+		require.Empty(t, j.late)
+		require.Equal(t, []*peer{j.hosts["a"], j.hosts["b"], j.hosts["d"]}, j.agents)
+		require.Equal(t, phaseRun, j.elastic.phase)
+		j.lose("b")
+		j.settle("a")
+		j.answer("a", "d")
+		require.Equal(t, uint64(3), j.epoch)
+		require.Negative(t, j.plan.nodeOf("c"))
+		require.GreaterOrEqual(t, j.plan.nodeOf("d"), 0)
+	})
+}

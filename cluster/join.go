@@ -106,13 +106,16 @@ func Join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	if err != nil {
 		return nil, err
 	}
+	start := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, c.Timing.Join)
+	defer cancel()
 	var coord *coordinator
 	if c.Serve {
 		if coord, err = c.serve(ctx, key); err != nil {
 			return nil, err
 		}
 	}
-	s, err := c.join(ctx, key, coord)
+	s, err := c.join(ctx, key, coord, start)
 	if err != nil && coord != nil {
 		coord.close()
 	}
@@ -194,8 +197,6 @@ func (cfg *JoinConfig) serve(ctx context.Context, key credential) (*coordinator,
 	}
 	ln, err := listen(at)
 	if errors.Is(err, syscall.EADDRINUSE) {
-		ctx, cancel := context.WithTimeout(ctx, cfg.Timing.Join)
-		defer cancel()
 		return nil, target{job: cfg.Job, addr: cfg.at, key: key}.portTaken(ctx, err, "choose another MASTER_PORT or "+env.Seeds.Name)
 	}
 	if err != nil {
@@ -265,11 +266,9 @@ func (to target) sameJob(ctx context.Context) (err error) {
 	return err
 }
 
-// join connects to the coordinator and waits until the world is complete.
-func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordinator) (*Session, error) {
-	start := time.Now()
-	ctx, cancel := context.WithTimeout(ctx, cfg.Timing.Join)
-	defer cancel()
+// join connects to the coordinator and waits until the world is complete. ctx ends when the time
+// to join is over, and start is its beginning.
+func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordinator, start time.Time) (*Session, error) {
 	l, hello, err := cfg.connect(ctx, key, start)
 	if err != nil {
 		return nil, err

@@ -341,6 +341,57 @@ func TestPortOfAStoppedProcess(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 }
 
+// TestOneLimitForAJoin checks that the check of a port that is taken and the join have one time limit together.
+func TestOneLimitForAJoin(t *testing.T) {
+	for name, join := range map[string]func(*JoinConfig) error{
+		"Join": func(c *JoinConfig) error { _, err := Join(t.Context(), c); return err },
+		"Run": func(c *JoinConfig) error {
+			return Run(t.Context(), &RunConfig{Join: c}, func(context.Context, *World) error { return nil })
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			const late = 1500 * time.Millisecond
+			c := &JoinConfig{Job: "j", Size: 2, Rank: new(0), Addr: answerOnce(t, late), Serve: true, Insecure: true, Timing: quick}
+			c.Timing.Join = 2 * late
+			begun := time.Now()
+			err := join(c)
+			took := time.Since(begun)
+			var e *JoinTimeoutError
+			require.ErrorAs(t, err, &e)
+			require.Less(t, took-e.Waited, late, "the check of the port has another limit")
+		})
+	}
+}
+
+// answerOnce returns the address of a process that says after a delay that it coordinates the job, and
+// is silent then.
+func answerOnce(t *testing.T, delay time.Duration) string {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { ln.Close() })
+	keys, err := deriveKeys(nil, "j")
+	require.NoError(t, err)
+	go func() {
+		for first := true; ; first = false {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			defer c.Close()
+			if !first {
+				continue
+			}
+			time.Sleep(delay)
+			if l, err := acceptHandshake(c, "j", keys.control); err == nil {
+				_ = l.write(frame{body: note(kindWelcome, welcome{Heartbeat: time.Minute, LostAfter: time.Hour}).encode()}, handshakeTimeout)
+			}
+		}
+	}()
+	return ln.Addr().String()
+}
+
 func TestPortTaken(t *testing.T) {
 	t.Parallel()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")

@@ -21,6 +21,11 @@ type Member struct {
 	arrival int // at the coordinator: position in the order of arrival
 }
 
+// isSame reports whether two members, perhaps of different epochs, are the same process.
+func (m Member) isSame(o Member) bool {
+	return m.Host == o.Host && m.PID == o.PID && m.LocalRank == o.LocalRank && m.Name == o.Name
+}
+
 // registration is a worker's first message.
 type registration struct {
 	Member

@@ -343,7 +343,8 @@ func (c *coordinator) agentDone(p *peer) {
 }
 
 // agentLeft handles the departure of a launcher. Before the plan it frees the
-// place. Later, a host that is not done loses its ranks.
+// place. Later, a host that is not done loses its ranks, and one that is done frees its place if
+// processes call Run.
 func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 	state := p.state
 	p.state = peerGone
@@ -361,7 +362,11 @@ func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 		return
 	}
 	c.markEnded(p)
-	if state == peerJoined {
+	switch {
+	case state == peerJoined:
 		c.hostLost(p, "its launcher left before its workers had exited")
+	case c.isElastic(): // another host may take its place
+		c.agents = remove(c.agents, p)
+		c.admitLate()
 	}
 }

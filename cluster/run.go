@@ -55,14 +55,17 @@ func Run(ctx context.Context, cfg *RunConfig, fn func(ctx context.Context, w *Wo
 	if err != nil {
 		return err
 	}
+	start := time.Now()
+	joinCtx, cancel := context.WithTimeout(ctx, c.Timing.Join)
+	defer cancel()
 	var coord *coordinator
 	if c.Serve {
-		if coord, err = c.serve(ctx, key); err != nil {
+		if coord, err = c.serve(joinCtx, key); err != nil {
 			return err
 		}
 	}
-	r := &runner{cfg: c, parent: ctx, worlds: make(chan *World, 1), end: make(chan error, 1)}
-	err = r.run(key, coord, max(cfg.MinSize, 1), fn)
+	r := &runner{cfg: c, parent: ctx, key: key, least: max(cfg.MinSize, 1), worlds: make(chan *World, 1), end: make(chan error, 1)}
+	err = r.run(joinCtx, start, coord, fn)
 	if coord != nil {
 		coord.drain()
 		coord.close()
@@ -102,15 +105,12 @@ type runner struct {
 	now *World // used by the reader goroutine of k, and between two
 }
 
-func (r *runner) run(key credential, coord *coordinator, least int, fn func(context.Context, *World) error) error {
-	start := time.Now()
-	ctx, cancel := context.WithTimeout(r.parent, r.cfg.Timing.Join)
-	defer cancel()
-	l, hello, err := r.cfg.connect(ctx, key, start)
+// run joins the job until ctx ends, whose time began at start, and runs its epochs.
+func (r *runner) run(ctx context.Context, start time.Time, coord *coordinator, fn func(context.Context, *World) error) error {
+	l, hello, err := r.cfg.connect(ctx, r.key, start)
 	if err != nil {
 		return err
 	}
-	r.key, r.least = key, least
 	if err := r.register(l, hello); err != nil {
 		return err
 	}
@@ -294,6 +294,7 @@ func (r *runner) begin(m message) {
 		r.over(err)
 		return
 	}
+	w.addMissed(r.now)
 	if r.now != nil {
 		r.now.cancel(&ChangeError{Epoch: int(r.now.epoch), Reason: "the world changes"})
 	}

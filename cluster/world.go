@@ -3,6 +3,7 @@ package cluster
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 
@@ -61,9 +62,24 @@ func (w *World) New() []int { return slices.Clone(w.new) }
 // false for all ranks.
 func (w *World) IsNew(rank int) bool { return slices.Contains(w.new, rank) }
 
-// Left returns the processes that have left the job since the epoch before, with the
-// reasons.
+// Left returns the processes that have left the job since the last epoch that this process took part
+// in, with the reasons. If this process has missed an epoch, because the coordinator was lost as
+// the epoch began, the reasons of departures before it are unknown.
 func (w *World) Left() []Departure { return slices.Clone(w.left) }
+
+// addMissed adds to Left the members of the epoch last, the last one of this process, that have left
+// before an epoch that this process has missed.
+func (w *World) addMissed(last *World) {
+	if last == nil || w.epoch <= last.epoch+1 {
+		return
+	}
+	for _, m := range last.members {
+		if slices.ContainsFunc(w.members, m.isSame) || slices.ContainsFunc(w.left, func(d Departure) bool { return m.isSame(d.Member) }) {
+			continue
+		}
+		w.left = append(w.left, Departure{Member: m, Reason: fmt.Sprintf("left after epoch %d, in an epoch that this process has missed", last.epoch)})
+	}
+}
 
 // Step begins a step of the program. If a planned change of the world is due, it returns a
 // *ChangeError after the same number of steps on all ranks, and the function of Run must

@@ -79,6 +79,35 @@ func (w *reporter) writeDump(ctx context.Context, c *nccl.Communicator) {
 	b := ranks.Of(c).Dump(dumpedOperations, dumpLimit(c.Size()))
 	if len(b) == 0 || w.r.Set(ctx, w.dumpKey(c.Rank()), b) != nil {
 		w.dumps.begun.Store(false) // without a dump the verdict says that this rank did not answer
+		return
+	}
+	if r, ok := w.r.(deleter); ok {
+		_, _ = r.Add(ctx, w.dumpReaders(), 1)
+	}
+}
+
+// A deleter is a Rendezvous that can delete keys, as a job's store can. Others keep the dumps.
+type deleter interface {
+	Add(ctx context.Context, key string, delta int64) (int64, error)
+	Delete(ctx context.Context, key string) (bool, error)
+}
+
+// dumpReaders counts the ranks that have written a dump, and may still read the dumps of other ranks.
+func (w *reporter) dumpReaders() string { return fmt.Sprint(w.prefix, "dump/readers") }
+
+// deleteDumps deletes the dumps of all ranks when the last rank that has written one ends its group.
+func (w *reporter) deleteDumps(size int) {
+	r, ok := w.r.(deleter)
+	if !ok || !w.dumps.begun.Load() || w.r.Context().Err() != nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), lastReportTime)
+	defer cancel()
+	if left, err := r.Add(ctx, w.dumpReaders(), -1); err != nil || left > 0 {
+		return
+	}
+	for rank := range size {
+		_, _ = r.Delete(ctx, w.dumpKey(rank)) // it stays until the job ends
 	}
 }
 

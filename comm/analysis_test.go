@@ -2,11 +2,13 @@ package comm_test
 
 import (
 	"errors"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -36,6 +38,39 @@ func TestVerdictOfTheRecorders(t *testing.T) {
 		require.ErrorContains(t, err, "an operation has not completed; the flight recorders of the ranks say: Rank 1 ")
 		require.ErrorContains(t, err, "has not issued collective 2 (all_reduce(8 x Float, sum))")
 	}
+}
+
+// The store of a job can delete the dumps.
+var _, _ comm.Deleter = (*cluster.World)(nil), (*cluster.Session)(nil)
+
+// TestDumpsAreDeleted checks that the dumps stay while a rank may read them, and not longer.
+func TestDumpsAreDeleted(t *testing.T) {
+	ctx := testgpu.Context(t)
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
+	boards := testgpu.Boards(ctx, len(devs))
+	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
+	var wg sync.WaitGroup
+	for i, b := range boards {
+		wg.Go(func() { gs[i], errs[i] = comm.Join(ctx, b, devs[i], nil) })
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	for rank := range 2 {
+		_ = comm.Analyzed(ctx, gs[rank], time.Minute, errors.New("late"))
+	}
+	dumps := func() (n int) {
+		for rank := range gs {
+			if boards[0].Has(comm.DumpKey(gs[0], rank)) {
+				n++
+			}
+		}
+		return n
+	}
+	require.Equal(t, 3, dumps(), "all ranks were asked")
+	require.NoError(t, gs[0].Close())
+	require.Equal(t, 3, dumps(), "rank 1 may read them")
+	require.NoError(t, errors.Join(gs[1].Close(), gs[2].Close()))
+	require.Zero(t, dumps())
 }
 
 // TestNoVerdictWithoutDifference compares ranks that have completed everything.

@@ -89,6 +89,12 @@ func Analyzed(ctx context.Context, g *Group, limit time.Duration, err error) err
 	return g.reporter.analyzed(ctx, c, service, err)
 }
 
+// A Deleter is what a Rendezvous needs so that dumps are deleted.
+type Deleter = deleter
+
+// DumpKey returns the key of a rank's flight recorders.
+func DumpKey(g *Group, rank int) string { return g.reporter.dumpKey(rank) }
+
 // ServiceAddress returns the address of the RAS service of a group, or "".
 func ServiceAddress(g *Group) string { return serviceAddress(g.members[0].comm) }
 

@@ -366,6 +366,7 @@ func (g *Group) stopWatching(end string) {
 	if g.unwatch != nil {
 		g.unwatch()
 		g.reportEnd.Do(func() { g.reporter.finish(g.members[0].comm, end) })
+		g.reporter.deleteDumps(g.members[0].comm.Size())
 	}
 }
 

@@ -47,6 +47,7 @@ type Communicator struct {
 
 	mu           sync.Mutex   // held during a call of NCCL
 	life         sync.RWMutex // held for reading while Err is in NCCL
+	sharesGPUs   bool         // processes may share GPUs, so few operations are in flight
 	failed       atomic.Pointer[failure]
 	aborting     atomic.Bool             // an abort has begun: it causes errors of the other ranks
 	closing      atomic.Pointer[closing] // how this process closed it
@@ -160,7 +161,7 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 	}
 	c := &Communicator{
 		api: api, dev: dev, rank: rank, size: size, version: v, number: made.Add(1), h: new(ncclapi.Comm),
-		ending: make(chan struct{}), ended: make(chan struct{}), flag: new(abortFlag),
+		ending: make(chan struct{}), ended: make(chan struct{}), flag: new(abortFlag), sharesGPUs: ncclapi.SharesGPUs(),
 	}
 	c.ref = ranks.New(inside{c})
 	flight.SetClock()

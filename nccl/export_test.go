@@ -43,6 +43,12 @@ func (c *Communicator) ReplaceNCCL(api ncclapi.API) (old ncclapi.API) {
 	return old
 }
 
+// LeaveClique makes the other ranks of c behave as if c were in another process.
+func (c *Communicator) LeaveClique() { c.leaveClique() }
+
+// MostInFlight is the bound on the operations of processes that share GPUs.
+const MostInFlight = mostInFlight
+
 // Closed reports whether the communicator has ended.
 func (c *Communicator) Closed() bool { return c.isClosed() }
 

@@ -171,6 +171,9 @@ func (g *group) capturing() bool { return g.ops[0].Captured || gpu.AnyCapture() 
 // prepare validates the group as a whole and locks all its communicators, in the order in
 // which they were made, so that two groups cannot deadlock.
 func (g *group) prepare() error {
+	if g.ops[0].comm.sharesGPUs {
+		g.awaitRoom()
+	}
 	for i := range g.ops {
 		if err := g.ops[i].validateAgain(); err != nil {
 			return err

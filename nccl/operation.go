@@ -188,6 +188,9 @@ func (o *operation) enqueueOrAdd(b *Batch) error {
 // enqueue records the operation and gives it to NCCL.
 func (o *operation) enqueue() error {
 	c := o.comm
+	if c.sharesGPUs {
+		c.awaitRoom(o.Captured)
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !c.alive() {

@@ -342,6 +342,14 @@ func (r *Recorder) Pending() bool {
 	return r.running > r.resolved
 }
 
+// InFlight returns the number of operations that are not known to have ended, with captured
+// operations between them.
+func (r *Recorder) InFlight() uint64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.running - min(r.resolved, r.running)
+}
+
 // LastOn returns the latest operation on the stream that NCCL has accepted, or 0. lost
 // reports that the ring may have overwritten it.
 func (r *Recorder) LastOn(s *stream.Stream) (id uint64, lost bool) {

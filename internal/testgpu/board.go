@@ -3,6 +3,7 @@ package testgpu
 import (
 	"context"
 	"fmt"
+	"strconv"
 	"sync"
 )
 
@@ -61,4 +62,30 @@ func (b *Board) Get(ctx context.Context, key string) ([]byte, error) {
 		b.posted.Wait()
 	}
 	return b.values[key], nil
+}
+
+// Add adds to a number and returns the sum.
+func (b *Board) Add(_ context.Context, key string, delta int64) (int64, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	n, _ := strconv.ParseInt(string(b.values[key]), 10, 64) // no value is 0
+	b.values[key] = strconv.AppendInt(nil, n+delta, 10)
+	b.posted.Broadcast()
+	return n + delta, nil
+}
+
+// Delete deletes a key and reports whether it had a value.
+func (b *Board) Delete(_ context.Context, key string) (bool, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	_, had := b.values[key]
+	delete(b.values, key)
+	return had, nil
+}
+
+// Has reports whether a key has a value.
+func (b *Board) Has(key string) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.values[key] != nil
 }

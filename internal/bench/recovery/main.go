@@ -1,7 +1,8 @@
 // Command recovery measures how long the ranks of a job need to go on after one of them is killed.
-// In the first epoch, all ranks but the last one enqueue all-reduces. Then the last rank, which
-// has enqueued none, kills its own process. It prints when the survivors had an error, and when the first
-// all-reduce of each later epoch had completed, in milliseconds since the kill.
+// In the first epoch, all ranks but the last one enqueue all-reduces, as many as a stream takes
+// within two seconds. Then the last rank, which has enqueued none, kills its own process. It prints
+// when the survivors had an error, and when the first all-reduce of each later epoch had completed,
+// in milliseconds since the kill.
 //
 //	chorus run --nproc-per-node 4 --max-restarts 1 -- recovery -queued 1000
 //
@@ -108,13 +109,16 @@ func reduce(ctx context.Context, g *comm.Group, data memory.Slice[float32]) erro
 // lose enqueues the all-reduces on the survivors, kills the last rank, and waits for the error.
 func (m *measurement) lose(ctx context.Context, w *cluster.World, g *comm.Group, data memory.Slice[float32]) error {
 	victim := w.Rank() == w.Size()-1
-	for range m.queued {
-		if victim {
-			break
-		}
-		if err := comm.AllReduce(g, comm.Sum, data); err != nil {
-			return err
-		}
+	enqueued := make(chan struct{})
+	if victim {
+		close(enqueued)
+	} else {
+		go m.enqueue(g, data, enqueued)
+	}
+	defer func() { <-enqueued }()
+	select {
+	case <-enqueued:
+	case <-time.After(blockedAfter):
 	}
 	if err := w.Barrier(ctx, "enqueued"); err != nil {
 		return err
@@ -130,6 +134,19 @@ func (m *measurement) lose(ctx context.Context, w *cluster.World, g *comm.Group,
 	err = errors.Join(err, g.Close())
 	m.report(fmt.Sprintf("rank %d, group closed", w.Rank()))
 	return err
+}
+
+// blockedAfter is the time after which a call that enqueues an all-reduce counts as waiting for room.
+const blockedAfter = 2 * time.Second
+
+// enqueue enqueues the all-reduces, and ends early if the group ends.
+func (m *measurement) enqueue(g *comm.Group, data memory.Slice[float32], done chan<- struct{}) {
+	defer close(done)
+	for range m.queued {
+		if comm.AllReduce(g, comm.Sum, data) != nil {
+			return // Wait reports why
+		}
+	}
 }
 
 // kill keeps the time and ends this process.

@@ -23,15 +23,27 @@ func TestMain(m *testing.M) {
 	testgpu.Main(m)
 }
 
-// All survivors report the error, and the ranks work together again.
+// All survivors report the error, and the ranks work together again, also if calls wait for room.
 func TestRecovery(t *testing.T) {
+	for name, c := range map[string]struct {
+		queued string
+		vars   []string
+	}{
+		"20 operations": {"20", nil},
+		"200 operations of processes that share GPUs": {"200", []string{"CHORUS_SHARE_GPUS=yes"}},
+	} {
+		t.Run(name, func(t *testing.T) { recovers(t, c.queued, c.vars) })
+	}
+}
+
+func recovers(t *testing.T, queued string, vars []string) {
 	self, err := os.Executable()
 	require.NoError(t, err)
 	var out bytes.Buffer
 	code := launch.Run(testgpu.Context(t), &launch.Config{
-		Program: []string{self, "-queued", "20", "-elements", "1000", "-mark", t.TempDir() + "/mark"},
+		Program: []string{self, "-queued", queued, "-elements", "1000", "-mark", t.TempDir() + "/mark"},
 		Procs:   3,
-		Devices: launch.Devices{Count: 3, Backend: "virtual", Env: []string{asRank + "=1", "CHORUS_BACKEND=virtual"}},
+		Devices: launch.Devices{Count: 3, Backend: "virtual", Env: append(vars, asRank+"=1", "CHORUS_BACKEND=virtual")},
 		Cluster: cluster.Config{Job: "recovers", MaxRestarts: 1},
 		Stdout:  &out,
 		Stderr:  &out,

@@ -1,0 +1,132 @@
+package nccl_test
+
+import (
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/stream"
+)
+
+// sharing connects two ranks that behave as if processes that share GPUs had them.
+func sharing(t *testing.T, timeout time.Duration) ([]rank, []memory.Slice[int64]) {
+	t.Helper()
+	t.Setenv(env.ShareGPUs.Name, "yes")
+	ranks, xs := afterOnce(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), 8, timeout)
+	for _, r := range ranks {
+		r.c.LeaveClique()
+	}
+	return ranks, xs
+}
+
+// issuers issue an all-reduce in the two ways that have code of their own.
+var issuers = map[string]func(r rank, x memory.Slice[int64]) error{
+	"a call": func(r rank, x memory.Slice[int64]) error { return nccl.AllReduce(r.c, r.s, x, x, nccl.Sum) },
+	"a batch": func(r rank, x memory.Slice[int64]) error {
+		return nccl.Group(func(b *nccl.Batch) error { return nccl.AllReduce(b.On(r.c), r.s, x, x, nccl.Sum) })
+	},
+}
+
+// TestFewOperationsInFlight checks that a rank is never more than the bound ahead of the other
+// rank, which issues its operations when the first rank has no more room.
+func TestFewOperationsInFlight(t *testing.T) {
+	const total = 5 * nccl.MostInFlight
+	for name, issue := range issuers {
+		t.Run(name, func(t *testing.T) {
+			ranks, xs := sharing(t, time.Minute)
+			var ahead, behind atomic.Int64
+			var lead int64
+			each(t, []*device.Device{ranks[0].c.Device(), ranks[1].c.Device()}, func(i int) error {
+				for n := int64(1); n <= total; n++ {
+					if i == 1 {
+						full := (n + nccl.MostInFlight - 1) / nccl.MostInFlight * nccl.MostInFlight
+						until(t, func() bool { return ahead.Load() >= full })
+						behind.Add(1)
+					}
+					if err := issue(ranks[i], xs[i]); err != nil {
+						return err
+					}
+					if i == 0 {
+						lead = max(lead, n-behind.Load())
+						ahead.Add(1)
+					}
+				}
+				return ranks[i].c.Wait(testgpu.Context(t), ranks[i].s)
+			})
+			require.EqualValues(t, nccl.MostInFlight, lead)
+		})
+	}
+}
+
+// TestWaitForRoomEnds checks that a call that waits for room ends with the communicator, with the
+// error that later calls have.
+func TestWaitForRoomEnds(t *testing.T) {
+	for name, issue := range issuers {
+		t.Run(name+" while the communicator is aborted", func(t *testing.T) {
+			ranks, xs := sharing(t, time.Minute)
+			aborted := make(chan error, 1)
+			require.ErrorIs(t, fill(t, ranks[0], xs[0], issue, func() { aborted <- ranks[0].c.Abort() }), device.ErrClosed)
+			require.NoError(t, <-aborted)
+		})
+		t.Run(name+" while an operation times out", func(t *testing.T) {
+			ranks, xs := sharing(t, soon)
+			err := fill(t, ranks[0], xs[0], issue, func() {})
+			require.ErrorIs(t, err, nccl.ErrorTimeout)
+			require.Equal(t, ranks[0].c.Err(), err)
+		})
+	}
+}
+
+// fill issues operations until one is refused, which must be the first one without room. It calls full
+// on a goroutine when there is no more room.
+func fill(t *testing.T, r rank, x memory.Slice[int64], issue func(rank, memory.Slice[int64]) error, full func()) error {
+	t.Helper()
+	for range nccl.MostInFlight {
+		require.NoError(t, issue(r, x))
+	}
+	go full()
+	err := issue(r, x)
+	require.EqualValues(t, 1+nccl.MostInFlight, r.c.Progress().Issued.Collective)
+	return err
+}
+
+// TestCaptureWithoutRoom checks that a captured operation waits for nothing.
+func TestCaptureWithoutRoom(t *testing.T) {
+	ranks, xs := sharing(t, time.Minute)
+	r := ranks[0]
+	for range nccl.MostInFlight {
+		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
+	}
+	s, err := stream.New(r.c.Device(), nil)
+	require.NoError(t, err)
+	defer s.Close()
+	for _, issue := range issuers {
+		g, err := graph.Capture([]*stream.Stream{s}, func() error { return issue(rank{c: r.c, s: s}, xs[0]) }, nil)
+		require.NoError(t, err)
+		require.NoError(t, g.Close())
+	}
+	require.NoError(t, r.c.Abort())
+}
+
+// TestRoomOfRanksOfOneProcess checks that the bound does not apply if a process has all ranks: one
+// goroutine may issue their operations one rank after the other.
+func TestRoomOfRanksOfOneProcess(t *testing.T) {
+	t.Setenv(env.ShareGPUs.Name, "yes")
+	ranks, xs := afterOnce(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), 8, time.Minute)
+	for i, r := range ranks {
+		for range 2 * nccl.MostInFlight {
+			require.NoError(t, nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum))
+		}
+	}
+	for _, r := range ranks {
+		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
+	}
+}

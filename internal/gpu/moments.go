@@ -1,6 +1,7 @@
 package gpu
 
 import (
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -8,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/timeline"
 )
 
 // maxBehind limits the moments that an operation begins after.
@@ -91,6 +93,13 @@ func (m *marks) get(e cudadrv.Event) []*moment {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.of[e]
+}
+
+// forget removes the moments of a recording.
+func (m *marks) forget(rec *timeline.Recorder) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	maps.DeleteFunc(m.of, func(_ cudadrv.Event, list []*moment) bool { return list[0].t.rec == rec })
 }
 
 // recorded notes that an event is recorded on a stream, if the driver has accepted it.

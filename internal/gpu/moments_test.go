@@ -139,4 +139,5 @@ func TestAnOperationBeginsAfterAnotherDevice(t *testing.T) {
 	require.Empty(t, first.t.pending)
 	first.t.mu.Unlock()
 	b.requireTicks(map[uint64][2]int{10: {0, 1}, 20: {2, 3}, 30: {3, 5}, 40: {5, 7}})
+	require.Empty(t, marksOf(b.sys).of, "after the recording")
 }

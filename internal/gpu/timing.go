@@ -384,6 +384,7 @@ func (t *timing) close() {
 	clear(t.pending)
 	clear(t.whole)
 	clear(t.behind)
+	t.marks.forget(t.rec)
 	if t.anchor != 0 {
 		t.spare = append(t.spare, t.anchor)
 	}

@@ -95,11 +95,12 @@ func TestWorkThatIsNotKnownEndsSharing(t *testing.T) {
 	e, other := b.event(b.drv), b.event(b.drv)
 	s := b.stream(b.drv)
 	b.whileBusy(func() {
-		fill := func(n uintptr) { b.fillOn(b.drv, s, b.mem, n) }
+		fill := func(n uintptr) { b.fillOn(b.drv, s, b.mem+1<<10, n) } // beside b.fill
 		fill(10)
 		require.Zero(t, b.drv.Driver.EventRecord(other, b.s)) // tick 2
 		require.Zero(t, b.drv.StreamWaitEvent(s, other, 0))
 		fill(20)
+		b.fill(60)
 		open.count.Add(1) // a capture
 		require.Zero(t, b.drv.EventRecord(e, b.s))
 		open.count.Add(-1)
@@ -113,7 +114,7 @@ func TestWorkThatIsNotKnownEndsSharing(t *testing.T) {
 		fill(50)
 	})
 	require.Zero(t, b.drv.Driver.StreamSynchronize(s))
-	b.requireTicks(map[uint64][2]int{10: {0, 1}, 20: {3, 4}, 30: {6, 7}, 40: {8, 9}, 50: {10, 11}})
+	b.requireTicks(map[uint64][2]int{10: {0, 1}, 20: {3, 4}, 60: {5, 6}, 30: {8, 9}, 40: {10, 11}, 50: {12, 13}})
 }
 
 // TestAnOperationBeginsAfterAnotherDevice has a stream that waits for a stream of another device,

@@ -162,6 +162,8 @@ type bench struct {
 func newBench(t *testing.T) *bench { return newBenchWith(t, "") }
 
 func newBenchWith(t *testing.T, faults string) *bench {
+	runtime.LockOSThread() // binding's two calls must be on one thread
+	t.Cleanup(runtime.UnlockOSThread)
 	b := &bench{t: t, dir: t.TempDir(), begin: time.Now()}
 	b.clock = &clock{next: b.begin, at: map[cudadrv.Event]time.Time{}, events: map[cudadrv.Event]bool{}, streams: map[cudadrv.Stream]bool{}}
 	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 2, Faults: faults})

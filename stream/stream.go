@@ -69,12 +69,12 @@ func (s *Stream) String() string { return gpu.StreamOf(s).String() }
 // Equal reports whether s and o are the same driver stream, as two results of External may
 // be (== in torch.cuda.Stream).
 func (s *Stream) Equal(o *Stream) bool {
-	return s == o || s != nil && o != nil && s.dev == o.dev && s.Handle() == o.Handle()
+	return s == o || s != nil && o != nil && s.dev == o.dev && gpu.StreamOf(s).Raw() == gpu.StreamOf(o).Raw()
 }
 
 // Handle returns the CUstream, for code that calls CUDA directly; the handle of the
 // default stream is 0. It is valid until Close.
-func (s *Stream) Handle() uintptr { return uintptr(gpu.StreamOf(s).Raw()) }
+func (s *Stream) Handle() uintptr { return uintptr(gpu.StreamOf(s).Expose()) }
 
 // check returns an error if the stream is nil or closed, for calls that enqueue nothing.
 func (s *Stream) check(op string) error {

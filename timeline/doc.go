@@ -14,11 +14,21 @@
 // https://ui.perfetto.dev, and `chorus timeline summary` prints how much of the communication is
 // hidden behind kernels.
 //
-// On CUDA a pair of events around each operation measures its time, so the timeline has the
-// operations that Chorus enqueues and not the kernels of other libraries. Recording never waits for
-// the device: if more than 8192 operations are in flight on a device, or 65536 records wait for the
-// disk, further ones are dropped and counted. A graph is one operation. On virtual devices the
-// times are exact, and a graph's operations are recorded one by one.
+// On CUDA events measure the times of operations, so the timeline has the operations that Chorus
+// enqueues and not the kernels of other libraries. An event ends each operation. An operation of an
+// idle stream begins at an event of its own. An operation of a busy stream begins at the latest end of
+// the operations that it waits for, without a further event:
+//
+//   - The begin is early by at most the time of the call that enqueues the operation, if the earlier
+//     operations end during the call.
+//   - If the operation waits for another device, the begin has the error of the comparison of both
+//     devices' clocks, which is some microseconds.
+//   - Streams that other libraries may use (the default stream, stream.External, and a stream whose
+//     Handle was called) always have two events for each operation.
+//
+// Recording never waits for the device: if more than 8192 operations are in flight on a device, or 65536
+// records wait for the disk, further ones are dropped and counted. A graph is one operation. On virtual
+// devices the times are exact, and a graph's operations are recorded one by one.
 //
 // Concurrency: all functions are safe for concurrent use.
 package timeline

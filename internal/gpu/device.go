@@ -31,6 +31,7 @@ type Device struct {
 	watcher cudadrv.Watcher                // see Watcher
 	timing  atomic.Pointer[timing]         // nil until a timeline is recorded
 	kernels sync.Map                       // names, by cudadrv.Function
+	exposed sync.Map                       // streams that other libraries may use, by cudadrv.Stream
 }
 
 // A DeviceRef refers to a Device. The public type embeds it.

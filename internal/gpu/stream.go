@@ -55,6 +55,21 @@ func (s *Stream) Create(dev *Device, kind StreamKind, priority int32) error {
 func (s *Stream) Adopt(dev *Device, kind StreamKind, h cudadrv.Stream) {
 	s.dev, s.kind, s.h = dev, kind, h
 	s.refs.Store(1)
+	if kind == DefaultStream || kind == ExternalStream {
+		s.Expose()
+	}
+}
+
+// Expose returns the driver's handle for other libraries, whose operations Chorus does not see.
+func (s *Stream) Expose() cudadrv.Stream {
+	s.dev.exposed.Store(s.h, true)
+	return s.h
+}
+
+// othersUse reports whether other libraries may enqueue operations on a stream.
+func (d *Device) othersUse(s cudadrv.Stream) bool {
+	_, yes := d.exposed.Load(s)
+	return yes
 }
 
 // Device returns the stream's device.

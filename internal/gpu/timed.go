@@ -21,9 +21,17 @@ type timed struct {
 
 // timed returns the decorated driver.
 func (d *Device) timed(rec *timeline.Recorder, drv cudadrv.Driver) cudadrv.Driver {
-	x := timed{Driver: drv, d: d, rec: rec}
-	if d.sys.Machine == nil {
-		x.t = d.timingOf(rec)
+	if d.sys.Machine != nil {
+		return timed{Driver: drv, d: d, rec: rec}
+	}
+	t := d.timingOf(rec)
+	if t == nil {
+		return timed{Driver: drv, d: d, rec: rec}
+	}
+	x := t.timed.Load()
+	if x == nil || x.Driver != drv {
+		x = &timed{Driver: drv, d: d, rec: rec, t: t}
+		t.timed.Store(x) // the next call does not allocate
 	}
 	return x
 }
@@ -89,6 +97,69 @@ func (x timed) GraphLaunch(e cudadrv.GraphExec, s cudadrv.Stream) cudadrv.Result
 
 func (x timed) LaunchHostFunc(s cudadrv.Stream, f dl.Closure) cudadrv.Result {
 	return x.run(timeline.Callback, "cuLaunchHostFunc", s, 0, func() cudadrv.Result { return x.Driver.LaunchHostFunc(s, f) })
+}
+
+func (x timed) EventRecord(e cudadrv.Event, s cudadrv.Stream) cudadrv.Result {
+	r := x.Driver.EventRecord(e, s)
+	if x.t != nil {
+		x.t.recorded(e, s, r == cudadrv.Success)
+	}
+	return r
+}
+
+// EventRecordWithFlags records in a graph: each launch does so, at a moment that is not known.
+func (x timed) EventRecordWithFlags(e cudadrv.Event, s cudadrv.Stream, flags uint32) cudadrv.Result {
+	if x.t != nil {
+		x.t.marks.set(e, nil)
+	}
+	return x.Driver.EventRecordWithFlags(e, s, flags)
+}
+
+func (x timed) EventDestroy(e cudadrv.Event) cudadrv.Result {
+	if x.t != nil {
+		x.t.marks.set(e, nil)
+	}
+	return x.Driver.EventDestroy(e)
+}
+
+func (x timed) StreamWaitEvent(s cudadrv.Stream, e cudadrv.Event, flags uint32) cudadrv.Result {
+	r := x.Driver.StreamWaitEvent(s, e, flags)
+	if x.t != nil {
+		x.t.waited(s, e, r == cudadrv.Success)
+	}
+	return r
+}
+
+// unseen notes that a call enqueues work without a record.
+func (x timed) unseen(s cudadrv.Stream) {
+	if x.t != nil {
+		x.t.forget(s)
+	}
+}
+
+func (x timed) StreamDestroy(s cudadrv.Stream) cudadrv.Result {
+	x.unseen(s)
+	return x.Driver.StreamDestroy(s)
+}
+
+func (x timed) GraphUpload(e cudadrv.GraphExec, s cudadrv.Stream) cudadrv.Result {
+	x.unseen(s)
+	return x.Driver.GraphUpload(e, s)
+}
+
+func (x timed) MemAllocAsync(n uintptr, s cudadrv.Stream) (cudadrv.DevicePtr, cudadrv.Result) {
+	x.unseen(s)
+	return x.Driver.MemAllocAsync(n, s)
+}
+
+func (x timed) MemAllocFromPoolAsync(n uintptr, p cudadrv.MemPool, s cudadrv.Stream) (cudadrv.DevicePtr, cudadrv.Result) {
+	x.unseen(s)
+	return x.Driver.MemAllocFromPoolAsync(n, p, s)
+}
+
+func (x timed) MemFreeAsync(p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result {
+	x.unseen(s)
+	return x.Driver.MemFreeAsync(p, s)
 }
 
 // host makes a call that keeps the host.

@@ -2,8 +2,8 @@ package gpu
 
 import (
 	"maps"
-	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -12,7 +12,8 @@ import (
 )
 
 const (
-	// maxEvents limits the events of a device. Each operation whose time is not known yet needs two.
+	// maxEvents limits the events of a device. Each operation whose time is not known yet needs two if
+	// its stream was idle, and one otherwise.
 	maxEvents = 16384
 	// anchorEvery is how often the clock of the device is compared with the host's. Events
 	// measure time in float32 milliseconds, which are exact to 0.1 µs for so long.
@@ -23,17 +24,20 @@ const (
 	anchorTime = 100 * time.Millisecond
 )
 
-// timing has the times of a CUDA device's operations for a timeline: a pair of events around each
-// operation. Enqueuing only records events of a pool; the recorder's goroutine reads them.
+// timing has the times of a CUDA device's operations for a timeline. An event of a pool is recorded
+// after each operation, and one before it if its stream is idle. The recorder's goroutine reads them.
 type timing struct {
-	d   *Device
-	rec *timeline.Recorder
+	d     *Device
+	rec   *timeline.Recorder
+	marks *marks
+	timed atomic.Pointer[timed] // the decorated driver that was used last
 
 	mu      sync.Mutex
 	spare   []cudadrv.Event
 	events  int                             // that exist
 	pending map[cudadrv.Stream][]*eventPair // in the order of their streams
 	whole   map[cudadrv.Stream]*eventPair   // collectives that are being enqueued
+	behind  map[cudadrv.Stream][]*moment    // ends of the last operations before the next one, if known
 	closed  bool
 
 	collecting sync.Mutex // guards the fields below
@@ -44,9 +48,11 @@ type timing struct {
 
 // An eventPair is the events around an operation.
 type eventPair struct {
-	stream     cudadrv.Stream
-	start, end cudadrv.Event
-	ticket     *timeline.Ticket
+	stream cudadrv.Stream
+	start  *moment   // nil if the operation begins after others
+	after  []*moment // the latest one is the begin
+	end    *moment
+	ticket *timeline.Ticket
 }
 
 // timingOf returns the device's timing for a recorder, or nil if the recording has ended: another
@@ -60,7 +66,8 @@ func (d *Device) timingOf(rec *timeline.Recorder) *timing {
 		if rec.Ended() {
 			return nil
 		}
-		t := &timing{d: d, rec: rec, pending: map[cudadrv.Stream][]*eventPair{}, whole: map[cudadrv.Stream]*eventPair{}}
+		t := &timing{d: d, rec: rec, marks: marksOf(d.sys), pending: map[cudadrv.Stream][]*eventPair{},
+			whole: map[cudadrv.Stream]*eventPair{}, behind: map[cudadrv.Stream][]*moment{}}
 		if d.timing.CompareAndSwap(old, t) {
 			rec.AddSource(timeline.Source{Collect: t.collect, Close: t.close})
 			return t
@@ -87,22 +94,34 @@ func (t *timing) begin(drv cudadrv.Driver, kind, name string, s cudadrv.Stream, 
 	return p
 }
 
-// take returns a pair whose start is recorded on the stream.
+// take returns a pair whose begin is a moment of other operations, or recorded on the stream.
 func (t *timing) take(drv cudadrv.Driver, s cudadrv.Stream) *eventPair {
 	if status, r := drv.StreamIsCapturing(s); r != cudadrv.Success || status != cudadrv.CaptureNone {
 		return nil
 	}
-	p := &eventPair{stream: s}
-	if p.start = t.event(drv); p.start == 0 {
-		t.rec.Drop()
-		return nil
+	p := &eventPair{stream: s, after: t.busyUntil(drv, s)}
+	ok := true
+	if p.after == nil {
+		if p.start = t.moment(drv); p.start != nil {
+			p.after = []*moment{p.start}
+			ok = drv.EventRecord(p.start.event, s) == cudadrv.Success
+		}
 	}
-	if p.end = t.event(drv); p.end == 0 || drv.EventRecord(p.start, s) != cudadrv.Success {
+	if p.end = t.moment(drv); !ok || len(p.after) == 0 || p.end == nil {
 		t.give(p)
+		t.forget(s)
 		t.rec.Drop()
 		return nil
 	}
 	return p
+}
+
+// moment returns a moment with an unused event, or nil.
+func (t *timing) moment(drv cudadrv.Driver) *moment {
+	if e := t.event(drv); e != 0 {
+		return &moment{t: t, event: e}
+	}
+	return nil
 }
 
 // event returns an unused event, or 0.
@@ -145,9 +164,9 @@ func (t *timing) give(p *eventPair) {
 
 // keep is give for callers that hold mu, while the timing is not closed.
 func (t *timing) keep(p *eventPair) {
-	for _, e := range []cudadrv.Event{p.start, p.end} {
-		if e != 0 {
-			t.spare = append(t.spare, e)
+	for _, m := range []*moment{p.start, p.end} {
+		if m != nil {
+			t.spare = append(t.spare, m.event)
 		}
 	}
 }
@@ -157,13 +176,16 @@ func (t *timing) end(drv cudadrv.Driver, p *eventPair, accepted bool) {
 	if p == nil {
 		return
 	}
-	if !accepted || drv.EventRecord(p.end, p.stream) != cudadrv.Success || !t.await(p) {
-		p.ticket.Cancel()
-		t.give(p)
+	if accepted && drv.EventRecord(p.end.event, p.stream) == cudadrv.Success && t.await(p) {
+		return
 	}
+	p.ticket.Cancel()
+	t.give(p)
+	t.forget(p.stream)
 }
 
-// await adds a pair to the pending ones. It returns false if the timing is closed.
+// await adds a pair to the pending ones. The next operation of the stream begins after it. It returns
+// false if the timing is closed.
 func (t *timing) await(p *eventPair) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -171,6 +193,7 @@ func (t *timing) await(p *eventPair) bool {
 		return false
 	}
 	t.pending[p.stream] = append(t.pending[p.stream], p)
+	t.behind[p.stream] = []*moment{p.end}
 	return true
 }
 
@@ -202,7 +225,8 @@ func (t *timing) endWhole(drv cudadrv.Driver, s cudadrv.Stream) {
 	t.end(drv, p, true)
 }
 
-// collect ends the tickets of operations that have completed.
+// collect ends the tickets of operations that have completed. An operation that began after one of
+// another device may stay until the collect after the other device's.
 func (t *timing) collect() {
 	t.collecting.Lock()
 	defer t.collecting.Unlock()
@@ -210,68 +234,84 @@ func (t *timing) collect() {
 		return
 	}
 	t.mu.Lock()
-	streams := slices.Collect(maps.Keys(t.pending))
+	pending := maps.Clone(t.pending) // others only append to the lists
 	t.mu.Unlock()
-	for _, s := range streams {
-		for t.completeFirst(s) {
+	if len(pending) == 0 {
+		return
+	}
+	var failed *moment
+	_ = t.relaxed(func(drv cudadrv.Driver) cudadrv.Result {
+		for _, list := range pending {
+			if m := readTimes(drv, list); m != nil {
+				failed = m
+			}
+		}
+		return cudadrv.Success
+	})
+	if failed != nil { // so that the device knows its error
+		_ = t.relaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(failed.event) })
+	}
+	for s, list := range pending {
+		t.complete(s, list)
+	}
+}
+
+// readTimes reads the times of a stream's pairs that are complete. It returns a moment whose time the
+// driver does not tell.
+func readTimes(drv cudadrv.Driver, list []*eventPair) (failed *moment) {
+	for _, p := range list {
+		if !p.end.read(drv) {
+			break
+		}
+		if p.start != nil {
+			p.start.read(drv)
+		}
+		if p.end.when.Load().IsZero() {
+			failed = p.end
 		}
 	}
+	return failed
+}
+
+// complete ends the tickets of the first pairs of a stream whose times are known.
+func (t *timing) complete(s cudadrv.Stream, list []*eventPair) {
+	n := 0
+	for ; n < len(list) && t.done(list[n]); n++ {
+	}
+	t.mu.Lock()
+	for _, p := range list[:n] {
+		t.keep(p)
+	}
+	if t.pending[s] = t.pending[s][n:]; len(t.pending[s]) == 0 {
+		delete(t.pending, s)
+	}
+	t.mu.Unlock()
+}
+
+// done ends the ticket of a pair if its times are known.
+func (t *timing) done(p *eventPair) bool {
+	end := p.end.when.Load()
+	if end == nil {
+		return false
+	}
+	begin, known := latest(p.after)
+	if !known {
+		return false
+	}
+	if begin.IsZero() || end.IsZero() {
+		p.ticket.Cancel()
+		t.rec.Drop()
+		return true
+	}
+	if begin.After(*end) { // the begin is by the clock of another device
+		begin = *end
+	}
+	p.ticket.Done(begin, *end)
+	return true
 }
 
 // lost reports whether the device cannot be used.
 func (t *timing) lost() bool { return t.d.sys.Closed() || t.d.Err() != nil }
-
-// completeFirst ends the ticket of the first pending pair of a stream, if it is complete.
-func (t *timing) completeFirst(s cudadrv.Stream) bool {
-	t.mu.Lock()
-	var p *eventPair
-	if list := t.pending[s]; len(list) > 0 {
-		p = list[0]
-	}
-	t.mu.Unlock()
-	if p == nil {
-		return false
-	}
-	begin, end, ready := t.times(p)
-	if !ready {
-		return false
-	}
-	t.mu.Lock()
-	if t.pending[s] = t.pending[s][1:]; len(t.pending[s]) == 0 {
-		delete(t.pending, s)
-	}
-	t.mu.Unlock()
-	if end.IsZero() {
-		p.ticket.Cancel()
-		t.rec.Drop()
-	} else {
-		p.ticket.Done(begin, end)
-	}
-	t.give(p)
-	return true
-}
-
-// times returns the times of a pair. A zero end means that they cannot be read.
-func (t *timing) times(p *eventPair) (begin, end time.Time, ready bool) {
-	var a, b float32
-	err := t.relaxed(func(drv cudadrv.Driver) cudadrv.Result {
-		r := drv.EventQuery(p.end)
-		if ready = r != cudadrv.ErrorNotReady; !ready {
-			return cudadrv.Success
-		}
-		if r == cudadrv.Success {
-			a, r = drv.EventElapsedTime(t.anchor, p.start)
-		}
-		if r == cudadrv.Success {
-			b, r = drv.EventElapsedTime(t.anchor, p.end)
-		}
-		return r
-	})
-	if err != nil || !ready {
-		return begin, end, ready
-	}
-	return t.at(a), t.at(b), true
-}
 
 // at converts the milliseconds since the anchor.
 func (t *timing) at(ms float32) time.Time {
@@ -343,6 +383,8 @@ func (t *timing) close() {
 	}
 	clear(t.pending)
 	clear(t.whole)
+	clear(t.behind)
+	t.marks.forget(t.rec)
 	if t.anchor != 0 {
 		t.spare = append(t.spare, t.anchor)
 	}

@@ -20,12 +20,13 @@ import (
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
-// A clock is the clock of a virtual device. Each record of an event on the stream ticks happens ten
-// seconds after the one before, and a record on another stream happens at once. It knows which
-// handles exist.
+// A clock is the clock of the virtual devices. Each record of an event on the stream ticks, or while
+// the devices are busy, happens ten seconds after the one before. Other records happen at once. It
+// knows which handles exist.
 type clock struct {
 	mu      sync.Mutex
 	ticks   cudadrv.Stream
+	busy    bool // no event is passed
 	next    time.Time
 	at      map[cudadrv.Event]time.Time
 	events  map[cudadrv.Event]bool
@@ -71,7 +72,7 @@ func (b binding) EventRecord(e cudadrv.Event, s cudadrv.Stream) cudadrv.Result {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.at[e] = time.Now()
-	if s == b.ticks {
+	if s == b.ticks || b.busy {
 		b.at[e], b.next = b.next, b.next.Add(tick)
 	}
 	return b.bound().EventRecord(e, s)
@@ -101,7 +102,18 @@ func (b binding) StreamDestroy(s cudadrv.Stream) cudadrv.Result {
 	return b.bound().StreamDestroy(s)
 }
 
-func (b binding) EventQuery(e cudadrv.Event) cudadrv.Result { return b.bound().EventQuery(e) }
+func (b binding) EventQuery(e cudadrv.Event) cudadrv.Result {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.busy {
+		return cudadrv.ErrorNotReady
+	}
+	return b.bound().EventQuery(e)
+}
+
+func (b binding) StreamWaitEvent(s cudadrv.Stream, e cudadrv.Event, flags uint32) cudadrv.Result {
+	return b.bound().StreamWaitEvent(s, e, flags)
+}
 func (b binding) EventSynchronize(e cudadrv.Event) cudadrv.Result {
 	return b.bound().EventSynchronize(e)
 }
@@ -131,9 +143,11 @@ func (b binding) MemsetD8Async(p cudadrv.DevicePtr, v uint8, n uintptr, s cudadr
 	return b.bound().MemsetD8Async(p, v, n, s)
 }
 
-// A bench is a virtual device whose operations are timed by events, as on CUDA.
+// A bench is a virtual device whose operations are timed by events, as on CUDA. Other libraries may
+// use its stream, so each operation has two events.
 type bench struct {
 	t   *testing.T
+	sys *System
 	d   *Device
 	dir string
 	rec *timeline.Recorder
@@ -148,30 +162,42 @@ type bench struct {
 func newBench(t *testing.T) *bench { return newBenchWith(t, "") }
 
 func newBenchWith(t *testing.T, faults string) *bench {
+	runtime.LockOSThread() // binding's two calls must be on one thread
+	t.Cleanup(runtime.UnlockOSThread)
 	b := &bench{t: t, dir: t.TempDir(), begin: time.Now()}
 	b.clock = &clock{next: b.begin, at: map[cudadrv.Event]time.Time{}, events: map[cudadrv.Event]bool{}, streams: map[cudadrv.Stream]bool{}}
-	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 1, Faults: faults})
+	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 2, Faults: faults})
 	require.NoError(t, err)
-	h, r := back.Driver.DeviceGet(0)
-	require.Zero(t, r)
-	sys, _ := NewSystem(back, plainErrors{})
-	b.d = sys.Add(h).device()
-	ctx, err := b.d.Context()
-	require.NoError(t, err)
-	var drv cudadrv.Driver = binding{back.Driver, ctx, b.clock}
-	b.d.binding.Store(&drv)
+	b.sys, _ = NewSystem(back, plainErrors{})
 	b.rec, err = timeline.New(b.dir)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, b.rec.Close()) })
-	b.drv = timed{Driver: drv, d: b.d, rec: b.rec, t: b.d.timingOf(b.rec)}
+	b.drv = b.device(0)
+	b.d = b.drv.d
+	drv := b.drv.Driver
+	var r cudadrv.Result
 	b.s, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, 0)
 	require.Zero(t, r)
 	b.clock.mu.Lock()
 	b.clock.ticks = b.s
 	b.clock.mu.Unlock()
+	b.d.exposed.Store(b.s, true)
 	b.mem, r = drv.MemAlloc(1 << 20)
 	require.Zero(t, r)
 	return b
+}
+
+// device returns the decorated driver of a device.
+func (b *bench) device(ordinal int32) timed {
+	b.t.Helper()
+	h, r := b.sys.Driver.DeviceGet(ordinal)
+	require.Zero(b.t, r)
+	d := b.sys.Add(h).device()
+	ctx, err := d.Context()
+	require.NoError(b.t, err)
+	var drv cudadrv.Driver = binding{b.sys.Driver, ctx, b.clock}
+	d.binding.Store(&drv)
+	return timed{Driver: drv, d: d, rec: b.rec, t: d.timingOf(b.rec)}
 }
 
 // plainErrors makes errors without the types of package device.

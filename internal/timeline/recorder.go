@@ -211,8 +211,10 @@ func (r *Recorder) collect() {
 	r.mu.Lock()
 	sources := r.sources
 	r.mu.Unlock()
-	for _, s := range sources {
-		s.Collect()
+	for range 2 { // an operation may begin after one of a later source
+		for _, s := range sources {
+			s.Collect()
+		}
 	}
 }
 

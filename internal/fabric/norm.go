@@ -140,8 +140,8 @@ func (r *Rank) EnqueueNorm(s *stream.Stream, x *Norm) error {
 
 func (r *Rank) enqueueNorm(s *stream.Stream, x *Norm) error {
 	a, _ := r.algorithmOf(x)
-	blocks, g := r.normGrid(x)
-	k, err := tools(r.dev, r.ranks).normer(r.dev, x.DType, reduceNormFn(a, blocks))
+	team := r.teamOf(x)
+	k, err := tools(r.dev, r.ranks).normer(r.dev, x.DType, reduceNormFn(a, team))
 	if err != nil {
 		return err
 	}
@@ -159,7 +159,7 @@ func (r *Rank) enqueueNorm(s *stream.Stream, x *Norm) error {
 	if err := r.Err(); err != nil {
 		return err
 	}
-	if err := k.Launch(s, g, args[:]...); err != nil {
+	if err := k.Launch(s, x.grid(team, r.blocks), args[:]...); err != nil {
 		return err
 	}
 	gpu.StreamOf(s).Uses("kernel of an all-reduce and a norm", true, x.uses)
@@ -192,27 +192,24 @@ const (
 	teamThreads   = 128  // a team gets more blocks only while they have so many threads
 )
 
-// slots returns the number of partial sums of a row's squares, whole warps. The order of additions
-// depends only on it.
-func (x *Norm) slots() int { return min(over(x.words(), warp)*warp, maxSlots) }
+// slotsOf returns the number of partial sums of the squares of so many words, in whole warps. The
+// order of additions depends on nothing else.
+func slotsOf(words int) int { return min(over(words, warp)*warp, maxSlots) }
 
-// grid returns the grid for teams of so many blocks: a team for each row, up to a maximum of blocks.
+// grid returns the grid for teams of so many blocks: one for each row, up to a maximum of blocks.
 func (x *Norm) grid(team, blocks int) kernel.Grid {
-	threads := min(over(x.slots(), team*warp)*warp, maxThreads)
+	threads := min(over(slotsOf(x.words()), team*warp)*warp, maxThreads)
 	return kernel.Grid{Blocks: [3]uint32{uint32(team * min(x.Rows, blocks/team)), 1, 1}, Threads: [3]uint32{uint32(threads), 1, 1}}
 }
 
-// normGrid returns the grid, and the number of blocks of a team, which handles a row. If the device
-// has clusters, few rows get larger teams: one multiprocessor sends and polls more slowly than several.
-func (r *Rank) normGrid(x *Norm) (team int, g kernel.Grid) {
-	if r.forced.threads != 0 {
-		return 1, kernel.Grid{Blocks: [3]uint32{min(uint32(x.Rows), r.forced.blocks), 1, 1}, Threads: [3]uint32{r.forced.threads, 1, 1}}
-	}
-	team = 1
-	for r.clusters && team < maxTeam && 2*team*x.Rows <= r.blocks && 2*team*teamThreads <= x.slots() {
+// teamOf returns the number of blocks that handle a row together, as a cluster if it is more than
+// one. Several multiprocessors send and poll faster than one, but all rows should be handled at once.
+func (r *Rank) teamOf(x *Norm) int {
+	team := 1
+	for r.clusters && team < maxTeam && 2*team*x.Rows <= r.blocks && 2*team*teamThreads <= slotsOf(x.words()) {
 		team *= 2
 	}
-	return team, x.grid(team, r.blocks)
+	return team
 }
 
 // signature is operation.signature for x.

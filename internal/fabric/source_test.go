@@ -64,8 +64,7 @@ func hostShim() string {
 // normOnHost says what the source of norms uses of clusters in C++.
 var normOnHost = []struct{ cuda, host string }{
 	{"__shared__ u64 sums[2 * SUMS];", "u64* sums = block->sums;"},
-	{`if (threadIdx.x < 32) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");`, ""},
-	{`else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");`, ""},
+	{`asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");`, ""},
 	{`asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");`, "block->cluster->sync();"},
 	{`asm volatile("{.reg .u64 a; mapa.u64 a, %0, %1; st.relaxed.cluster.u64 [a], %2;}" :: "l"(at), "r"(r), "l"(sum) : "memory");`, "putOther(at, r, sum);"},
 	{"return (u32)(sum >> 32) == turn;", "if ((u32)(sum >> 32) == turn) return true; wait_a_moment(); return false;"},

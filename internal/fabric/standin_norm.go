@@ -72,7 +72,7 @@ func (f *normFormat) call(c *kernel.Call, at int) *normCall {
 		normFormat: f, rows: int(kernel.Get[uint32](c, at+normRows)), words: int(kernel.Get[uint32](c, at+normWords)),
 		eps: kernel.Get[float32](c, at+normEps), small: c.Address(at+normScale) != 0,
 	}
-	n.slots = min(over(n.words, warp)*warp, maxSlots)
+	n.slots = slotsOf(n.words)
 	bytes := normWord
 	if n.small {
 		n.scale, bytes = kernel.Read[float32](c, at+normScale, 1)[0], f.count

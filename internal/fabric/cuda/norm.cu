@@ -39,7 +39,8 @@ struct Team {
 	bool kept;     // a lane has all its words of a row in registers
 };
 
-// teamOf returns the team of the block. Other threads may use sums after arrive and assembled.
+// teamOf returns the team of the block. Other threads may use sums after arrive, __syncthreads and
+// assembled.
 template <u32 C> static __device__ __forceinline__ Team teamOf(const Norm& n) {
 	__shared__ u64 sums[2 * SUMS];
 	if (threadIdx.x < 32)
@@ -50,13 +51,15 @@ template <u32 C> static __device__ __forceinline__ Team teamOf(const Norm& n) {
 }
 
 // arrive and assembled are the two halves of a barrier of the cluster: a block must not store into
-// another block's shared memory before that block runs and has zeroed its sums. Only the first
-// warp has stores to release. A __syncthreads must be between arrive and assembled.
-template <u32 C> static __device__ __forceinline__ void arrive() {
+// another block's shared memory before that block runs and has zeroed its sums. Reading the zeros
+// proves that they are there; a release would also wait for the global memory.
+template <u32 C> static __device__ __forceinline__ void arrive(const Team& t) {
 	if (C == 1) return;
+	if (threadIdx.x < 32)
+		for (u32 i = threadIdx.x; i < 2 * SUMS; i += 32)
+			while (*(const volatile u64*)(t.sums + i) != 0) {}
 	__syncwarp();
-	if (threadIdx.x < 32) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-	else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+	asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 template <u32 C> static __device__ __forceinline__ void assembled() {
 	if (C == 1) return;
@@ -223,7 +226,7 @@ template <u32 C> static __device__ __forceinline__ void oneShot(Rank me, const N
 	u64 sum[K], word[K][MOST];
 	load(n, t, x);
 	enter(me);
-	arrive<C>();
+	arrive<C>(t);
 	for (u32 row = t.row; row < n.rows; row += t.step)
 		for (u32 s = t.lane; s < t.slots; s += K * t.lanes)
 			for (u32 i = s; i < n.words; i += t.slots) {
@@ -294,7 +297,7 @@ template <u32 C> static __device__ __forceinline__ void twoShot(Rank me, const N
 	u64 sum[K], word[K][MOST], gather[K][1];
 	load(n, t, x);
 	enter(me);
-	arrive<C>();
+	arrive<C>(t);
 	for (u32 row = t.row; row < n.rows; row += t.step)
 		for (u32 s = t.lane; s < t.slots; s += K * t.lanes)
 			for (u32 i = s; i < n.words; i += t.slots) {

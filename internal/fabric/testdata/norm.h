@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -58,7 +59,7 @@ static float __fsqrt_rn(float a) { return sqrtf(a); }
 
 static inline void wait_a_moment() {
 	static thread_local unsigned polls;
-	if (++polls % 8 == 0) usleep(300);
+	if (++polls % 8 == 0) usleep(std::min(20 * polls, 5000u)); // of hundreds of threads
 }
 
 // putOther stores a word in another block of the cluster, where at is in this one.

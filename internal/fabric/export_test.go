@@ -25,6 +25,16 @@ func (r *Rank) Grid(steps int) (blocks, threads int) {
 	return int(g.blocks), int(g.threads)
 }
 
+// SetClusters lets kernels of r use clusters of thread blocks, or not.
+func (r *Rank) SetClusters(on bool) { r.clusters = on }
+
+// NormGrid returns the blocks of a team, and the grid, for x.
+func (r *Rank) NormGrid(x *Norm) (team, blocks, threads int) {
+	team = r.teamOf(x)
+	g := x.grid(team, r.blocks)
+	return team, int(g.Blocks[0]), int(g.Threads[0])
+}
+
 // Steps is for how many words, cells or lanes of lines the algorithm needs a thread.
 func (a Algorithm) Steps(bytes, ranks int) int { return a.steps(bytes, ranks) }
 

@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
 )
 
 // A kernel has no more blocks than the device with the fewest multiprocessors could run
@@ -46,5 +47,33 @@ func TestGridOfSharedGPU(t *testing.T) {
 			require.Equal(t, max(multiprocessors/4, 1), blocks)
 		}
 		carryOut(t, group, floats(func(x float32) float32 { return x }), call{name: "all-reduce", algorithm: fabric.TwoShot, n: 16384})
+	}
+}
+
+// TestNormGrid checks that a norm has at most the blocks that are resident at once, in whole teams, and
+// that few rows get more blocks if the device has clusters.
+func TestNormGrid(t *testing.T) {
+	for _, multiprocessors := range []int{1, 14, 132, 200} {
+		group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualMultiprocessors: multiprocessors}), &fabric.Config{Bytes: 1 << 20})
+		most := min(multiprocessors, 128)
+		for rows := 1; rows <= 300; rows += 1 + rows/3 {
+			for cols := 4; cols <= 50_000; cols += 4 * (1 + cols/11) {
+				x := &fabric.Norm{DType: memory.BFloat16, Rows: rows, Cols: cols}
+				team, blocks, threads := group[0].NormGrid(x)
+				words := cols / 4
+				require.Contains(t, []int{1, 2, 4, 8}, team)
+				require.Zero(t, threads%32)
+				require.Zero(t, blocks%team)
+				require.True(t, threads >= 32 && threads <= 512 && blocks >= team && blocks <= most, "%d blocks of %d in teams of %d", blocks, threads, team)
+				require.True(t, team == 1 || team*rows == blocks, "each row has a team")
+				require.True(t, team*threads >= min(words, 2048) || threads == 512 && team < 4, "%d blocks of %d threads for %d words", team, threads, words)
+				group[0].SetClusters(false)
+				team, _, _ = group[0].NormGrid(x)
+				require.Equal(t, 1, team)
+				group[0].SetClusters(true)
+			}
+		}
+		few, _, threads := group[0].NormGrid(&fabric.Norm{DType: memory.BFloat16, Rows: 1, Cols: 6144})
+		require.Equal(t, map[int][]int{1: {1, 512}, 14: {8, 192}, 132: {8, 192}, 200: {8, 192}}[multiprocessors], []int{few, threads})
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/bits"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -139,7 +140,8 @@ func (r *Rank) EnqueueNorm(s *stream.Stream, x *Norm) error {
 
 func (r *Rank) enqueueNorm(s *stream.Stream, x *Norm) error {
 	a, _ := r.algorithmOf(x)
-	k, err := tools(r.dev, r.ranks).normer(r.dev, x.DType, normFn(a))
+	team := r.teamOf(x)
+	k, err := tools(r.dev, r.ranks).normer(r.dev, x.DType, reduceNormFn(a, team))
 	if err != nil {
 		return err
 	}
@@ -157,7 +159,7 @@ func (r *Rank) enqueueNorm(s *stream.Stream, x *Norm) error {
 	if err := r.Err(); err != nil {
 		return err
 	}
-	if err := k.Launch(s, r.normGrid(x), args[:]...); err != nil {
+	if err := k.Launch(s, x.grid(team, r.blocks), args[:]...); err != nil {
 		return err
 	}
 	gpu.StreamOf(s).Uses("kernel of an all-reduce and a norm", true, x.uses)
@@ -175,7 +177,7 @@ func AddNorm(s *stream.Stream, x *Norm) error {
 	}
 	var args [normParams]kernel.Arg
 	x.put(args[:])
-	if err := k.Launch(s, x.grid(addNormBlocks), args[:]...); err != nil {
+	if err := k.Launch(s, x.grid(1, addNormBlocks), args[:]...); err != nil {
 		return err
 	}
 	gpu.StreamOf(s).Uses("kernel of a norm", false, x.uses)
@@ -185,21 +187,29 @@ func AddNorm(s *stream.Stream, x *Norm) error {
 const (
 	addNormRanks  = 2    // the number of ranks whose module has the kernel that AddNorm uses
 	addNormBlocks = 4096 // the maximum for AddNorm
+	maxSlots      = 2048 // SLOTS in norm.cu
+	maxTeam       = 8    // the maximum for a cluster that all GPUs with clusters support
+	teamThreads   = 128  // a team gets more blocks only while they have so many threads
 )
 
-// grid returns the grid: a block for each row, up to a maximum. The number of threads depends only
-// on the length of a row, because the order of additions depends on it.
-func (x *Norm) grid(blocks int) kernel.Grid {
-	threads := min(over(x.words(), warp)*warp, maxThreads)
-	return kernel.Grid{Blocks: [3]uint32{uint32(min(x.Rows, blocks)), 1, 1}, Threads: [3]uint32{uint32(threads), 1, 1}}
+// slotsOf returns the number of partial sums of the squares of so many words, in whole warps. The
+// order of additions depends on nothing else.
+func slotsOf(words int) int { return min(over(words, warp)*warp, maxSlots) }
+
+// grid returns the grid for teams of so many blocks: one for each row, up to a maximum of blocks.
+func (x *Norm) grid(team, blocks int) kernel.Grid {
+	threads := min(over(slotsOf(x.words()), team*warp)*warp, maxThreads)
+	return kernel.Grid{Blocks: [3]uint32{uint32(team * min(x.Rows, blocks/team)), 1, 1}, Threads: [3]uint32{uint32(threads), 1, 1}}
 }
 
-func (r *Rank) normGrid(x *Norm) kernel.Grid {
-	g := x.grid(r.blocks)
-	if r.forced.threads != 0 {
-		g.Blocks[0], g.Threads[0] = min(uint32(x.Rows), r.forced.blocks), r.forced.threads
+// teamOf returns the number of blocks that handle a row together, as a cluster if it is more than
+// one. Several multiprocessors send and poll faster than one, but all rows should be handled at once.
+func (r *Rank) teamOf(x *Norm) int {
+	team := 1
+	for r.clusters && team < maxTeam && 2*team*x.Rows <= r.blocks && 2*team*teamThreads <= slotsOf(x.words()) {
+		team *= 2
 	}
-	return g
+	return team
 }
 
 // signature is operation.signature for x.
@@ -251,10 +261,13 @@ func (x *Norm) uses() []cudadrv.Use {
 	return list
 }
 
-// A normFn identifies a kernel of norm.cu; the algorithms have their own numbers.
+// A normFn identifies a kernel of norm.cu.
 type normFn int
 
 const addNormFn normFn = 0
+
+// reduceNormFn returns the kernel of an algorithm for teams of 1, 2, 4 or 8 blocks.
+func reduceNormFn(a Algorithm, team int) normFn { return normFn(2*(bits.Len(uint(team))-1) + int(a)) }
 
 // normer returns a kernel of norm.cu, which NVRTC compiles.
 func (t *toolbox) normer(dev *device.Device, dtype memory.DType, fn normFn) (*kernel.Kernel, error) {
@@ -265,6 +278,12 @@ func (t *toolbox) normer(dev *device.Device, dtype memory.DType, fn normFn) (*ke
 			{Name: "add_norm", Params: normOperands(), Go: f.addNorm},
 			{Name: "all_reduce_norm_1", Params: linked, Go: f.oneShot},
 			{Name: "all_reduce_norm_2", Params: linked, Go: f.twoShot},
+			{Name: "all_reduce_norm_1x2", Params: linked, Go: f.oneShot},
+			{Name: "all_reduce_norm_2x2", Params: linked, Go: f.twoShot},
+			{Name: "all_reduce_norm_1x4", Params: linked, Go: f.oneShot},
+			{Name: "all_reduce_norm_2x4", Params: linked, Go: f.twoShot},
+			{Name: "all_reduce_norm_1x8", Params: linked, Go: f.oneShot},
+			{Name: "all_reduce_norm_2x8", Params: linked, Go: f.twoShot},
 		}})
 		if err != nil {
 			return nil, fmt.Errorf("fabric: the norm of %s: %w", dtype, err)

@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// BenchmarkNorm measures the fused norm of bfloat16 by both algorithms, an all-reduce alone, and
+// BenchmarkNorm measures the fused norm of bfloat16 by both algorithms, with and without clusters, an all-reduce alone, and
 // an all-reduce with a separate kernel for the norm.
 func BenchmarkNorm(b *testing.B) {
 	benchGroups(b, func(b *testing.B, group []member) {
@@ -28,10 +28,11 @@ func BenchmarkNorm(b *testing.B) {
 }
 
 func benchNorm(b *testing.B, group []member, c normCase, captured bool) {
-	for _, how := range []string{"auto", "one-shot", "two-shot-packets", "all-reduce alone", "separate"} {
+	for _, how := range []string{"auto", "one-shot", "one-shot without clusters", "two-shot-packets", "all-reduce alone", "separate"} {
 		b.Run(how, func(b *testing.B) {
 			measureEach(b, group, captured, func(m member) func() error {
-				c.algorithm = map[string]fabric.Algorithm{"one-shot": fabric.OneShot, "two-shot-packets": fabric.TwoShotPackets}[how]
+				c.algorithm = map[string]fabric.Algorithm{"one-shot": fabric.OneShot, "one-shot without clusters": fabric.OneShot, "two-shot-packets": fabric.TwoShotPackets}[how]
+				m.SetClusters(how != "one-shot without clusters")
 				x := newNormRank(b, m, bfloat, c, rand.New(rand.NewPCG(1, 1)), rand.New(rand.NewPCG(1, 2)))
 				require.NoError(b, x.begin(bfloat))
 				reduce := func() error { return fabric.AllReduce[memory.BFloat16Bits](m.Rank, m.s, x.in, x.in, flight.Sum, nil) }

@@ -36,24 +36,30 @@ func TestNormSourceOnTheHost(t *testing.T) {
 }
 
 func normsOnHost[T memory.Element](t *testing.T, name string, f float[T], rng *rand.Rand) {
-	const threads = 32
 	ranks := 2 + rng.IntN(2)
 	program := ptxtest.Host(t, fabric.NormSourceOnHost(t), "-pthread", "-w", "-DCHORUS_TYPE="+name, "-DCHORUS_OP=Sum", fmt.Sprint("-DCHORUS_RANKS=", ranks))
 	group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: ranks}), &fabric.Config{Bytes: 1 << 20})
-	for _, m := range group {
-		m.SetGrid(2, threads)
-	}
 	var in, want bytes.Buffer
-	for i := range 4 {
-		c := normCase{rows: 1 + rng.IntN(3), cols: 4 * (1 + rng.IntN(150)), algorithm: fabric.OneShot, eps: 1e-5, scale: []float32{0, 0.1}[i/2]}
+	for i := range 8 {
+		// A lane has one word, several or none, and a team may have several rows.
+		team, small := 1<<(i/2), rng.IntN(2)
+		c := normCase{rows: 1 + rng.IntN(5), cols: 4 * (1 + rng.IntN(150)), algorithm: fabric.OneShot, eps: 1e-5, scale: []float32{0, 0.1}[small]}
+		threads, teams := 32, 1+rng.IntN(2)
+		if team <= 2 {
+			threads *= 1 + rng.IntN(2)
+		} else {
+			teams = 1 // a GPU thread is a thread of the host
+		}
+		if team == 1 { // more words than one warp has sums of warps, or than there are slots
+			c.rows, c.cols = 1+rng.IntN(2), 4*(1030+rng.IntN(1500))
+		}
 		if i%2 == 1 {
 			c.algorithm = fabric.TwoShotPackets
 		}
 		all := runNorm(t, group, f, c, rng.Uint64())
 		var x T
 		words := c.cols * int(unsafe.Sizeof(x)) / 8
-		small := uint32(i / 2)
-		put(t, &in, []uint32{uint32(c.algorithm), uint32(ranks), uint32(c.rows), uint32(words), uint32(min(c.rows, 2)), threads, small}, []float32{c.eps, c.scale}, all[0].hostWeight)
+		put(t, &in, []uint32{uint32(c.algorithm), uint32(ranks), uint32(c.rows), uint32(words), uint32(team * min(c.rows, teams)), uint32(threads), uint32(team), uint32(small)}, []float32{c.eps, c.scale}, all[0].hostWeight)
 		for _, x := range all {
 			n := len(x.hostIn)
 			put(t, &in, x.hostIn, x.hostAdd[margin:margin+n])

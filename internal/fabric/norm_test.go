@@ -221,45 +221,64 @@ func TestNorm(t *testing.T) {
 	})
 }
 
-// TestNormBits checks that the bits of a row do not depend on the algorithm, on the other rows, or
-// on whether the kernel of one rank does it.
+// TestNormBits checks that the bits of a row do not depend on the algorithm, on the other rows, on
+// clusters, or on whether the kernel of one rank does it.
 func TestNormBits(t *testing.T) {
 	each(t, []int{3}, func(t *testing.T, devs []*device.Device) {
-		const seed, cols = 7, 1204
 		group := open(t, devs, &fabric.Config{Bytes: 1 << 20})
-		var rows [][]memory.BFloat16Bits
-		for _, c := range []normCase{{rows: 1, cols: cols, algorithm: fabric.OneShot}, {rows: 1, cols: cols, algorithm: fabric.TwoShotPackets}} {
-			c.eps = 1e-5
-			x := runNorm(t, group, bfloat, c, seed)[0]
-			rows = append(rows, x.got[margin:margin+cols])
-		}
-		require.Equal(t, rows[0], rows[1], "both algorithms")
-
-		// Several copies of the row, by both algorithms.
-		for _, a := range []fabric.Algorithm{fabric.OneShot, fabric.TwoShotPackets} {
-			const n = 5
-			var all []*normRank[memory.BFloat16Bits]
-			for i, m := range group {
-				c := normCase{rows: n, cols: cols, algorithm: a, eps: 1e-5}
-				x := newNormRank(t, m, bfloat, c, rand.New(rand.NewPCG(seed, uint64(i+1))), rand.New(rand.NewPCG(seed, 0)))
-				for r := range n {
-					copy(x.hostIn[r*cols:], x.hostIn[:cols])
-					copy(x.hostAdd[margin+r*cols:][:cols], x.hostAdd[margin:])
+		for _, cols := range []int{1204, 6144, 10_000} { // teams of 2 and 8 blocks, and more words than slots
+			want := bitsOf(t, group, normCase{rows: 1, cols: cols, algorithm: fabric.OneShot})[0]
+			for _, clusters := range []bool{true, false} {
+				for _, m := range group {
+					m.SetClusters(clusters)
 				}
-				all = append(all, x)
-				require.NoError(t, x.begin(bfloat))
-			}
-			for _, x := range all {
-				require.NoError(t, x.m.EnqueueNorm(x.m.s, &x.norm))
-			}
-			for _, x := range all {
-				x.read(t, normCase{})
-				for r := range n {
-					require.Equal(t, rows[0], x.got[margin+r*cols:][:cols], "row %d by %s", r, a)
+				for _, c := range []normCase{{rows: 1, algorithm: fabric.TwoShotPackets}, {rows: 5, algorithm: fabric.OneShot}, {rows: 5, algorithm: fabric.TwoShotPackets}} {
+					c.cols = cols
+					for _, got := range bitsOf(t, group, c) {
+						require.Equal(t, want, got, "%+v, clusters %t", c, clusters)
+					}
 				}
+			}
+			for _, m := range group {
+				m.SetClusters(true)
 			}
 		}
 	})
+}
+
+// bitsOf returns the rows of a norm whose rows have the same operands. It checks that the
+// kernel of one rank normalizes the sums to the same bits.
+func bitsOf(t *testing.T, group []member, c normCase) (rows [][]memory.BFloat16Bits) {
+	const seed = 7
+	c.eps = 1e-5
+	all := make([]*normRank[memory.BFloat16Bits], len(group))
+	for i, m := range group {
+		x := newNormRank(t, m, bfloat, c, rand.New(rand.NewPCG(seed, uint64(i+1))), rand.New(rand.NewPCG(seed, 0)))
+		for r := range c.rows {
+			copy(x.hostIn[r*c.cols:], x.hostIn[:c.cols])
+			copy(x.hostAdd[margin+r*c.cols:][:c.cols], x.hostAdd[margin:])
+		}
+		all[i] = x
+		require.NoError(t, x.begin(bfloat))
+	}
+	for _, x := range all {
+		require.NoError(t, x.m.EnqueueNorm(x.m.s, &x.norm))
+	}
+	for _, x := range all {
+		x.read(t, c)
+		require.Equal(t, all[0].got, x.got)
+	}
+	x := all[0]
+	reduced := x.got
+	copy(x.hostIn, x.gotSum[margin:])
+	clear(x.hostAdd)
+	require.NoError(t, errors.Join(x.begin(bfloat), fabric.AddNorm(x.m.s, &x.norm)))
+	x.read(t, c)
+	require.Equal(t, reduced, x.got, "the kernel of one rank")
+	for r := range c.rows {
+		rows = append(rows, reduced[margin+r*c.cols:][:c.cols])
+	}
+	return rows
 }
 
 // TestAddNorm checks the kernel of one rank, which normalizes sums.

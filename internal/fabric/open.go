@@ -134,6 +134,7 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error
 		return c, err
 	}
 	c.Shares, c.Blocks = env.ShareGPUs.Value() == "yes", p.Multiprocessors
+	r.clusters = p.Major >= 9
 	if err := r.load(); err != nil {
 		return c, err
 	}

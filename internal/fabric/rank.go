@@ -21,6 +21,7 @@ type Rank struct {
 	rank, ranks int
 	slot, whole int    // bytes
 	blocks      int    // the maximum for a kernel
+	clusters    bool   // whether the device has clusters of thread blocks
 	noLines     string // why TwoShotLines is not supported, the same on all ranks; "" if it is
 	forced      grid   // for measurements
 

@@ -61,11 +61,23 @@ func hostShim() string {
 	return strings.Replace(cudahost.Shim(), "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
 }
 
+// normOnHost says what the source of norms uses of clusters in C++.
+var normOnHost = []struct{ cuda, host string }{
+	{"__shared__ u64 sums[2 * SUMS];", "u64* sums = block->sums;"},
+	{`asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");`, ""},
+	{`asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");`, "block->cluster->sync();"},
+	{`asm volatile("{.reg .u64 a; mapa.u64 a, %0, %1; st.relaxed.cluster.u64 [a], %2;}" :: "l"(at), "r"(r), "l"(sum) : "memory");`, "putOther(at, r, sum);"},
+	{"return (u32)(sum >> 32) == turn;", "if ((u32)(sum >> 32) == turn) return true; wait_a_moment(); return false;"},
+}
+
 // NormSourceOnHost returns the source of norms as a program of the host.
 func NormSourceOnHost(t *testing.T) string {
-	const shared = "__shared__ float warps[THREADS / 32];"
-	require.Contains(t, normSource, shared)
-	return hostShim() + normPrelude + strings.Replace(forHost(t, normSource), shared, "float* warps = block->warps;", 1) + normMain
+	code := forHost(t, normSource)
+	for _, x := range normOnHost {
+		require.Equal(t, 1, strings.Count(code, x.cuda), "%s in the source", x.cuda)
+		code = strings.Replace(code, x.cuda, x.host, 1)
+	}
+	return hostShim() + normPrelude + code + normMain
 }
 
 // The kernels themselves, compiled for the host with a thread for each of theirs, give

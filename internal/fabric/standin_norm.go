@@ -58,7 +58,7 @@ func normFormatOf(dtype memory.DType) *normFormat {
 // A normCall has the operands of a launch.
 type normCall struct {
 	*normFormat
-	rows, words, threads int
+	rows, words, slots   int
 	eps, scale           float32
 	small                bool // the output has 8-bit floats
 	in, residual, weight []uint64
@@ -70,8 +70,9 @@ type normCall struct {
 func (f *normFormat) call(c *kernel.Call, at int) *normCall {
 	n := &normCall{
 		normFormat: f, rows: int(kernel.Get[uint32](c, at+normRows)), words: int(kernel.Get[uint32](c, at+normWords)),
-		threads: int(c.Grid().Threads[0]), eps: kernel.Get[float32](c, at+normEps), small: c.Address(at+normScale) != 0,
+		eps: kernel.Get[float32](c, at+normEps), small: c.Address(at+normScale) != 0,
 	}
+	n.slots = slotsOf(n.words)
 	bytes := normWord
 	if n.small {
 		n.scale, bytes = kernel.Read[float32](c, at+normScale, 1)[0], f.count
@@ -128,33 +129,33 @@ func saturated(x float32) memory.Float8E4M3Bits {
 	return memory.Float8E4M3Of(x)
 }
 
-// factor returns 1 / sqrt(mean of squares + eps). Each thread adds the squares of its words. Then
-// the lanes of each warp add theirs, and then the warps.
+// factor returns 1 / sqrt(mean of squares + eps). Each slot adds the squares of its words. Then the
+// slots of each warp are added, and then the warps.
 func (n *normCall) factor(sums []uint64) float32 {
-	of := make([]float32, n.threads)
+	of := make([]float32, n.slots)
 	x := n.x[:n.count]
 	for k, sum := range sums {
 		n.unpack(sum, x)
 		for _, v := range x {
-			of[k%n.threads] = element.FMA(v, v, of[k%n.threads])
+			of[k%n.slots] = element.FMA(v, v, of[k%n.slots])
 		}
 	}
-	var total float32
-	for w := 0; w < n.threads; w += warp {
-		lanes := of[w : w+warp]
-		for by := warp / 2; by > 0; by /= 2 {
-			for l := range by {
-				lanes[l] += lanes[l+by]
-			}
-		}
-		if w == 0 {
-			total = lanes[0]
-		} else {
-			total += lanes[0]
-		}
+	var warps [maxSlots / warp]float32
+	for w := 0; w < n.slots; w += warp {
+		warps[w/warp] = treeSum(of[w : w+warp])
 	}
-	mean := total / float32(n.words*n.count)
+	mean := treeSum(warps[:]) * (1 / float32(n.words*n.count))
 	return 1 / float32(math.Sqrt(float64(mean+n.eps)))
+}
+
+// treeSum adds the second half of a list to the first one, and so on. It overwrites the list.
+func treeSum(list []float32) float32 {
+	for by := len(list) / 2; by > 0; by /= 2 {
+		for i := range by {
+			list[i] += list[i+by]
+		}
+	}
+	return list[0]
 }
 
 func (f *normFormat) addNorm(c *kernel.Call) {

@@ -3,7 +3,7 @@
 
 static const u64 WHOLE = 1 << 20, SLOT = 1 << 20;
 
-struct Head { u32 kind, ranks, rows, words, blocks, threads, small; float eps, scale; };
+struct Head { u32 kind, ranks, rows, words, blocks, threads, team, small; float eps, scale; };
 
 static void read(void* to, size_t bytes) {
 	if (fread(to, 1, bytes, stdin) != bytes) abort();
@@ -27,10 +27,16 @@ static void kernel(int rank) {
 	const float* scale = head.small ? &head.scale : nullptr;
 #define LINKED p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], (u32)rank, head.ranks, SLOT, WHOLE, &h.control, h.host, 0x123456789abcdefull
 #define GIVEN h.in.data(), h.residual.data(), weight.data(), (char*)h.out.data(), scale, head.rows, head.words, head.eps
-	switch (head.kind) {
-	case 0: return add_norm(GIVEN);
-	case 1: return all_reduce_norm_1(LINKED, GIVEN);
-	case 2: return all_reduce_norm_2(LINKED, GIVEN);
+	switch (head.kind * 10 + head.team) {
+	case 1: return add_norm(GIVEN);
+	case 11: return all_reduce_norm_1(LINKED, GIVEN);
+	case 12: return all_reduce_norm_1x2(LINKED, GIVEN);
+	case 14: return all_reduce_norm_1x4(LINKED, GIVEN);
+	case 18: return all_reduce_norm_1x8(LINKED, GIVEN);
+	case 21: return all_reduce_norm_2(LINKED, GIVEN);
+	case 22: return all_reduce_norm_2x2(LINKED, GIVEN);
+	case 24: return all_reduce_norm_2x4(LINKED, GIVEN);
+	case 28: return all_reduce_norm_2x8(LINKED, GIVEN);
 	}
 	abort();
 }
@@ -50,17 +56,18 @@ int main() {
 			read(h.residual.data(), n * 8);
 		}
 		std::vector<std::thread> threads;
-		std::vector<Block*> blocks;
-		for (u32 r = 0; r < head.ranks; r++)
-			for (u32 b = 0; b < head.blocks; b++) {
-				Block* of = new Block(head.threads);
-				blocks.push_back(of);
-				for (u32 t = 0; t < head.threads; t++)
-					threads.emplace_back([=] {
-						blockIdx.x = b, threadIdx.x = t, gridDim.x = head.blocks, blockDim.x = head.threads, block = of;
-						kernel(r);
-					});
-			}
+		std::vector<std::unique_ptr<Barrier>> clusters;
+		std::vector<Block*> blocks(head.ranks * head.blocks);
+		for (u32 b = 0; b < blocks.size(); b++) {
+			if (b % head.team == 0) clusters.push_back(std::make_unique<Barrier>(head.team * head.threads));
+			blocks[b] = new Block(head.threads, clusters.back().get(), &blocks[b / head.team * head.team]);
+		}
+		for (u32 b = 0; b < blocks.size(); b++)
+			for (u32 t = 0; t < head.threads; t++)
+				threads.emplace_back([=, &blocks] {
+					blockIdx.x = b % head.blocks, threadIdx.x = t, gridDim.x = head.blocks, blockDim.x = head.threads, block = blocks[b];
+					kernel(b / head.blocks);
+				});
 		for (auto& t : threads) t.join();
 		for (Block* b : blocks) delete b;
 		for (auto& h : hosts) {

@@ -16,7 +16,7 @@
 //
 // On CUDA events measure the times of operations, so the timeline has the operations that Chorus
 // enqueues and not the kernels of other libraries. An event ends each operation. An operation of an
-// idle stream begins at an event of its own. An operation of a busy stream begins at the latest end of
+// idle stream begins at an event before it. An operation of a busy stream begins at the latest end of
 // the operations that it waits for, without a further event:
 //
 //   - The begin is early by at most the time of the call that enqueues the operation, if the earlier

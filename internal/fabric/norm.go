@@ -86,7 +86,8 @@ func (x *Norm) checkOverlap() error {
 // words returns the number of words in a row.
 func (x *Norm) words() int { return x.Cols * x.DType.Size() / normWord }
 
-// algorithmOf returns the algorithm for x on r, and false if r does not have enough room.
+// algorithmOf returns the algorithm for x on r. It returns false if r does not have enough room, or if an
+// all-reduce by lines and a separate kernel for the norm are faster.
 func (r *Rank) algorithmOf(x *Norm) (Algorithm, bool) {
 	words := x.words()
 	share := over(words, r.ranks)
@@ -97,10 +98,10 @@ func (r *Rank) algorithmOf(x *Norm) (Algorithm, bool) {
 		return OneShot, one
 	case x.Algorithm == TwoShotPackets:
 		return TwoShotPackets, two
-	case one && x.Rows*words*normWord <= spans[r.ranks][0]:
+	case one && x.Rows*words*normWord < spans[r.ranks][0]:
 		return OneShot, true
 	}
-	return TwoShotPackets, two
+	return TwoShotPackets, two && x.Rows*words*normWord < spans[r.ranks][1]
 }
 
 // TakesNorm reports whether EnqueueNorm supports x, the same on all ranks.

@@ -332,6 +332,21 @@ func TestNormRefuses(t *testing.T) {
 	require.ErrorIs(t, good.Check(), errors.ErrUnsupported)
 }
 
+// TestNormLeavesLargeRows checks that Auto refuses sizes for which an all-reduce and a separate kernel
+// are faster, although there is room.
+func TestNormLeavesLargeRows(t *testing.T) {
+	m := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), &fabric.Config{Bytes: 8 << 20})[0]
+	x := newNormRank(t, m, bfloat, normCase{rows: 1, cols: 4096}, rand.New(rand.NewPCG(1, 1)), rand.New(rand.NewPCG(1, 2))).norm
+	x.In, x.Residual, x.Out = 1<<40, 2<<40, 3<<40
+	for rows, fused := range map[int]bool{1: true, 127: true, 128: false, 256: false} {
+		x.Rows, x.Algorithm = rows, fabric.Auto
+		require.Equal(t, fused, m.TakesNorm(&x), "%d rows", rows)
+		for _, x.Algorithm = range []fabric.Algorithm{fabric.OneShot, fabric.TwoShotPackets} {
+			require.True(t, m.TakesNorm(&x), "%d rows", rows)
+		}
+	}
+}
+
 // TestNormsThatDiffer checks that ranks that disagree about an operand wait until they are
 // aborted.
 func TestNormsThatDiffer(t *testing.T) {

@@ -3,6 +3,7 @@ package nccl
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"runtime"
 	"sync"
@@ -46,6 +47,7 @@ type Communicator struct {
 	children           int               // guarded by mu
 
 	mu           sync.Mutex   // held during a call of NCCL
+	leaving      atomic.Bool  // a call of leave waits for mu or holds it
 	life         sync.RWMutex // held for reading while Err is in NCCL
 	sharesGPUs   bool         // processes may share GPUs, so few operations are in flight
 	failed       atomic.Pointer[failure]
@@ -329,7 +331,11 @@ func (c *Communicator) abort() ncclapi.Result {
 		return r
 	}
 	r := c.api.CommAbort(*c.h)
-	if poll.UntilNoLaterThan(abortTimeout()/2, c.mu.TryLock) {
+	locked := poll.UntilNoLaterThan(abortTimeout()/2, c.mu.TryLock)
+	for !locked && c.leaving.Load() {
+		locked = poll.UntilNoLaterThan(abortTimeout(), c.mu.TryLock)
+	}
+	if locked {
 		defer c.mu.Unlock()
 	}
 	c.life.Lock()
@@ -431,41 +437,51 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 	}
 	done := make(chan error, 1)
 	if ctx.Err() == nil {
-		go func() { done <- c.finalize() }()
+		go func() { done <- c.leave() }()
 	}
 	select {
 	case err := <-done:
-		if err == nil {
-			c.observeBeforeAbort()
-			// NCCL has completed its operations, so the end aborts nothing.
-			c.recordClosing("shut the communicator down", c.abortOthers.Load() != nil)
-		}
-		if err != nil || !c.owner.Close() {
+		if err != nil {
 			_ = c.Close()
-			return err
 		}
-		close(c.ending)
-		defer close(c.ended)
-		defer c.releaseResources()
-		defer c.leaveClique()
-		c.life.Lock()
-		defer c.life.Unlock()
-		return relaxed(c.dev, func() error { return c.check("ncclCommDestroy", c.api.CommDestroy(*c.h)) })
+		return err
 	case <-ctx.Done():
-		_ = c.Close()
-		return fmt.Errorf("nccl: shut down rank %d of %d (%s): aborted: %w", c.rank, c.size, c.dev, context.Cause(ctx))
+		failed := c.Close()
+		return errors.Join(fmt.Errorf("nccl: shut down rank %d of %d (%s): aborted: %w", c.rank, c.size, c.dev, context.Cause(ctx)), failed)
 	}
 }
 
-// finalize lets NCCL complete all operations, together with the other ranks. An abort must not free the
-// communicator during that: NCCL would end the process.
-func (c *Communicator) finalize() error {
+// leave lets NCCL complete all operations, together with the other ranks, and frees the communicator.
+// It holds the lock all the time. If another call freed the communicator during ncclCommFinalize, NCCL
+// would end the process. After it, NCCL permits no operation.
+func (c *Communicator) leave() error {
+	c.leaving.Store(true)
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	defer c.leaving.Store(false)
 	if c.isClosed() {
 		return c.errClosed("shut down")
 	}
-	return relaxed(c.dev, func() error { return c.check("ncclCommFinalize", c.api.CommFinalize(*c.h)) })
+	err := relaxed(c.dev, func() error { return c.check("ncclCommFinalize", c.api.CommFinalize(*c.h)) })
+	if f := c.failed.Load(); f != nil {
+		return f.cause() // its abort has ended the operations
+	}
+	if err != nil {
+		return err
+	}
+	c.observeBeforeAbort()
+	// NCCL has completed its operations, so the end aborts nothing.
+	c.recordClosing("shut the communicator down", c.abortOthers.Load() != nil)
+	if !c.owner.Close() {
+		return c.errClosed("shut down")
+	}
+	close(c.ending)
+	defer close(c.ended)
+	defer c.releaseResources()
+	defer c.leaveClique()
+	c.life.Lock()
+	defer c.life.Unlock()
+	return relaxed(c.dev, func() error { return c.check("ncclCommDestroy", c.api.CommDestroy(*c.h)) })
 }
 
 // alive reports whether operations can be issued, without a lock.
@@ -493,6 +509,9 @@ func (c *Communicator) errUnusable(op string) error {
 // enter locks c for a call into NCCL. The check must come after the lock: Abort
 // frees the communicator once no call is inside.
 func (c *Communicator) enter(op string) error {
+	if !c.alive() {
+		return c.errUnusable(op) // the lock may be held until an abort ends
+	}
 	c.mu.Lock()
 	if c.alive() {
 		return nil

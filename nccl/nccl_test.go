@@ -346,6 +346,50 @@ func TestShutdown(t *testing.T) {
 	})
 }
 
+// TestShutdownEndsWithContext ends the context while NCCL waits for an operation that the other rank
+// does not issue. NCCL would end the process if the abort freed the communicator at that time.
+func TestShutdownEndsWithContext(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for _, after := range []time.Duration{0, time.Microsecond, time.Millisecond, 50 * time.Millisecond} {
+			ranks := connect(t, devs)
+			xs, _ := buffers(t, ranks, 10_000)
+			require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+			ctx, cancel := context.WithTimeoutCause(t.Context(), after, errors.New("enough"))
+			err := ranks[0].c.Shutdown(ctx)
+			cancel()
+			require.ErrorContains(t, err, "aborted: enough", "after %v", after)
+			require.NotContains(t, err.Error(), "ncclCommAbort", "the abort worked, after %v", after)
+			require.ErrorIs(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum), device.ErrClosed)
+			require.NoError(t, ranks[0].c.Close(), "the abort was complete, after %v", after)
+			require.NoError(t, ranks[1].c.Close())
+		}
+	})
+}
+
+// TestShutdownBesideOperations issues operations while the communicator shuts down. Each operation is
+// enqueued before, or refused because the communicator is closed: NCCL gets none after ncclCommFinalize.
+func TestShutdownBesideOperations(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		for range testgpu.Rounds(40, 400) {
+			ranks := connect(t, devs)
+			r := ranks[0]
+			xs, _ := buffers(t, ranks, 100)
+			errs := make([]error, 8)
+			var all sync.WaitGroup
+			for i := range errs {
+				all.Go(func() { errs[i] = nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum) })
+			}
+			require.NoError(t, r.c.Shutdown(testgpu.Context(t)))
+			all.Wait()
+			for _, err := range errs {
+				if err != nil {
+					require.ErrorIs(t, err, device.ErrClosed)
+				}
+			}
+		}
+	})
+}
+
 func TestInitEndsWithContext(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	id, err := nccl.NewUniqueID(devs[0])

@@ -42,25 +42,26 @@ type comm struct {
 	failed chan struct{} // closed when failure is set
 	wg     sync.WaitGroup
 
-	mu        sync.Mutex
-	closing   bool // this rank is closing: broken connections are not failures
-	aborted   bool
-	stopped   bool
-	final     bool // CommFinalize was called
-	revoked   bool
-	suspended bool
-	failure   *failure
-	control   map[int][]*controlConn // connections to the neighbours
-	left      chan struct{}          // closed when the previous rank is connected
-	counted   chan struct{}          // closed when the ranks before this one are connected
-	joined    chan struct{}          // closed when all ranks are known to be connected
-	out       map[int]*link
-	in        map[int]*link
-	arrivals  map[int]chan struct{}
-	meetings  map[string]*meeting
-	departed  map[int]chan struct{} // closed when the rank has left regularly
-	sentTo    map[int]bool          // whether a rank that has left had sent data to this one
-	children  uint64                // number of communicators created from this one
+	mu         sync.Mutex
+	closing    bool // this rank is closing: broken connections are not failures
+	aborted    bool
+	stopped    bool
+	final      bool // CommFinalize was called
+	finalizing bool // and has not returned
+	revoked    bool
+	suspended  bool
+	failure    *failure
+	control    map[int][]*controlConn // connections to the neighbours
+	left       chan struct{}          // closed when the previous rank is connected
+	counted    chan struct{}          // closed when the ranks before this one are connected
+	joined     chan struct{}          // closed when all ranks are known to be connected
+	out        map[int]*link
+	in         map[int]*link
+	arrivals   map[int]chan struct{}
+	meetings   map[string]*meeting
+	departed   map[int]chan struct{} // closed when the rank has left regularly
+	sentTo     map[int]bool          // whether a rank that has left had sent data to this one
+	children   uint64                // number of communicators created from this one
 
 	running int // launches that are enqueued and not done
 	idle    *sync.Cond

@@ -193,7 +193,8 @@ func (l *lib) CommFinalize(h ncclapi.Comm) ncclapi.Result {
 	_ = l.mayManage(ncclapi.FuncCommFinalize)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.final = true
+	c.final, c.finalizing = true, true
+	defer func() { c.finalizing = false }()
 	for c.running > 0 && c.failure == nil {
 		c.idle.Wait()
 	}
@@ -201,6 +202,12 @@ func (l *lib) CommFinalize(h ncclapi.Comm) ncclapi.Result {
 		return c.failure.Result
 	}
 	return ncclapi.Success
+}
+
+func (c *comm) isFinalizing() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.finalizing
 }
 
 func (l *lib) CommDestroy(h ncclapi.Comm) ncclapi.Result {
@@ -221,6 +228,9 @@ func (l *lib) endComm(f ncclapi.Func, h ncclapi.Comm, abort bool) ncclapi.Result
 	}
 	if c.captured() {
 		return l.refuse(ncclapi.InvalidUsage, "%s: a graph has operations of rank %d: destroy it and its executables first", f.Name(), c.rank)
+	}
+	if l.groups.open() == nil && c.isFinalizing() {
+		return l.refuse(ncclapi.InternalError, "%s: ncclCommFinalize of rank %d has not returned: NCCL would end the process", f.Name(), c.rank)
 	}
 	// Within a group, aborting stops running operations immediately and frees at the end of the group.
 	if abort && l.groups.open() != nil {

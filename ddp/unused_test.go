@@ -139,7 +139,8 @@ func (tr *trainer) step(step int, used [][]bool, order []int) {
 	tr.check(step)
 }
 
-// usage draws which gradients each rank uses; some are used by nobody.
+// usage draws which gradients each rank uses. Some are used by nobody, but at least one is used,
+// because Finish refuses a step without gradients.
 func usage(r *rand.Rand, ranks int) [][]bool {
 	used := make([][]bool, ranks)
 	for i := range used {
@@ -151,6 +152,7 @@ func usage(r *rand.Rand, ranks int) [][]bool {
 			used[i][j] = r.IntN(2) < often
 		}
 	}
+	used[r.IntN(ranks)][r.IntN(len(gradLens))] = true
 	return used
 }
 

@@ -12,6 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/nccl"
@@ -116,6 +117,7 @@ func TestJoin(t *testing.T) {
 }
 
 func TestTwoRanksOnOneDevice(t *testing.T) {
+	t.Setenv(env.ShareGPUs.Name, "no")
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		_, errs := join(t, context.Background(), []*device.Device{devs[0], devs[0]})
 		for i, err := range errs {

@@ -118,8 +118,8 @@ func TestInitFails(t *testing.T) {
 		t.Run(name, func(t *testing.T) { initAsProcess(t, name, vars...) })
 	}
 	for name, vars := range map[string][]string{
-		"device":     {env.VirtualDevices.Name + "=2"},
-		"one device": {env.VirtualDevices.Name + "=1"},
+		"device":     {env.VirtualDevices.Name + "=2", env.ShareGPUs.Name + "=no"},
+		"one device": {env.VirtualDevices.Name + "=1", env.ShareGPUs.Name + "=no"},
 		"join":       nil,
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -28,10 +28,11 @@ type NormConfig struct {
 // the results. Out may be x; other operands must not overlap. A row has a multiple of 8 bytes, and
 // slices begin at multiples of 8 bytes. Collective.
 //
-// With the strategies OwnKernels and Tuned one Chorus kernel does everything, if x has less than 1 MiB
-// (256 KiB if there are more than two ranks). The bits of a row then do not depend on the other rows. Otherwise an all-reduce of
-// x in place runs before a kernel for the rest. The all-reduce rounds its sums to T, so the bits
-// may differ. Therefore deterministic groups (Config.Deterministic) never use the one kernel.
+// With the strategies OwnKernels and Tuned one Chorus kernel does everything, if x has less than
+// 1 MiB (256 KiB if there are more than two ranks). The bits of a row then do not depend on the
+// other rows. Otherwise an all-reduce of x in place runs before a kernel for the rest. The
+// all-reduce rounds its sums to T, so the bits may differ. Therefore deterministic groups
+// (Config.Deterministic) never use the one kernel.
 // After the call, the contents of x are undefined unless out is x.
 //
 // On GPUs the kernels need NVRTC. Without it, the error matches errors.ErrUnsupported, and nothing

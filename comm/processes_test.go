@@ -303,7 +303,11 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 					ranks = 2
 					testgpu.Ranks(t, ranks)
 				}
-				code, out, took := job(t, backend, c.fault, ranks)
+				var vars []string
+				if c.fault == "one device" {
+					vars = append(vars, env.ShareGPUs.Name+"=no")
+				}
+				code, out, took := job(t, backend, c.fault, ranks, vars...)
 				require.Equal(t, c.code, code, out)
 				for _, s := range c.says {
 					require.Contains(t, out, s)

@@ -27,7 +27,7 @@ func (a Algorithm) String() string {
 
 // spans has, by the number of ranks, the maximum sizes for OneShot and for TwoShotPackets:
 // they are the fastest algorithms up to there. The values are measured for 2 H200s, and
-// otherwise estimated from a prototype.
+// otherwise estimated from a prototype. Fused norms must be smaller: see algorithmOf.
 var spans = [maxRanks + 1][2]int{
 	2: {1 << 20, 1 << 20},
 	3: {128 << 10, 256 << 10}, 4: {128 << 10, 256 << 10},

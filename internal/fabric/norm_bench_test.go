@@ -13,8 +13,8 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// BenchmarkNorm measures the fused norm of bfloat16 by both algorithms, with and without clusters, an all-reduce alone, and
-// an all-reduce with a separate kernel for the norm.
+// BenchmarkNorm measures the fused norm of bfloat16 by both algorithms, with and without clusters,
+// an all-reduce alone, and an all-reduce with a separate kernel for the norm.
 func BenchmarkNorm(b *testing.B) {
 	benchGroups(b, func(b *testing.B, group []member) {
 		for _, c := range []normCase{{rows: 1, cols: 6144}, {rows: 6, cols: 6144}, {rows: 6, cols: 6144, scale: 1}, {rows: 32, cols: 6144}, {rows: 128, cols: 4096}} {

@@ -222,7 +222,8 @@ func TestNorm(t *testing.T) {
 }
 
 // TestNormBits checks that the bits of a row do not depend on the algorithm, on the other rows, on
-// clusters, or on whether the kernel of one rank does it.
+// clusters, or on whether the kernel of one rank does it. Only GPUs check clusters: the Go
+// functions of virtual devices ignore the grid.
 func TestNormBits(t *testing.T) {
 	each(t, []int{3}, func(t *testing.T, devs []*device.Device) {
 		group := open(t, devs, &fabric.Config{Bytes: 1 << 20})

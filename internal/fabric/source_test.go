@@ -61,7 +61,9 @@ func hostShim() string {
 	return strings.Replace(cudahost.Shim(), "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
 }
 
-// normOnHost says what the source of norms uses of clusters in C++.
+// normOnHost replaces the parts of the source of norms that use clusters. The first half of a
+// cluster's barrier becomes nothing and the second half a complete barrier, so the host does not
+// check that a block zeroes its sums before its first half. Only GPUs check that.
 var normOnHost = []struct{ cuda, host string }{
 	{"__shared__ u64 sums[2 * SUMS];", "u64* sums = block->sums;"},
 	{`asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");`, ""},

@@ -144,7 +144,8 @@ func (n *normCall) factor(sums []uint64) float32 {
 	for w := 0; w < n.slots; w += warp {
 		warps[w/warp] = treeSum(of[w : w+warp])
 	}
-	mean := treeSum(warps[:]) * (1 / float32(n.words*n.count))
+	// The conversion rounds the product: without it, arm64 computes mean + eps by a fused instruction.
+	mean := float32(treeSum(warps[:]) * (1 / float32(n.words*n.count)))
 	return 1 / float32(math.Sqrt(float64(mean+n.eps)))
 }
 

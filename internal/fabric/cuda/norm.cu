@@ -6,6 +6,10 @@
 // warps of slots: one for each word, but at most SLOTS. Slot s adds the words s, s + slots and so
 // on. Then each warp adds its slots, and then the warps are added. Therefore a row's result does
 // not depend on the number of rows, on the algorithm or on the blocks that handle the row.
+//
+// A block waits also for its cluster, whose blocks the device runs together. A team of blocks waits
+// only for the teams of the same rows on the other ranks. These have the same index, even if only
+// some ranks have clusters: teams of several blocks have one row each.
 
 #define SLOTS 2048
 #define SUMS (SLOTS / 32)
@@ -51,8 +55,10 @@ template <u32 C> static __device__ __forceinline__ Team teamOf(const Norm& n) {
 }
 
 // arrive and assembled are the two halves of a barrier of the cluster: a block must not store into
-// another block's shared memory before that block runs and has zeroed its sums. Reading the zeros
-// proves that they are there; a release would also wait for the global memory.
+// another block's shared memory before that block runs and has zeroed its sums. PTX's memory model
+// demands a release for that, but a release also waits for the global memory. Instead, arrive relies
+// on the hardware, which performs a thread's accesses to shared memory in order: a thread that has
+// read its zeros has stored them.
 template <u32 C> static __device__ __forceinline__ void arrive(const Team& t) {
 	if (C == 1) return;
 	if (threadIdx.x < 32)
@@ -156,7 +162,9 @@ static __device__ __forceinline__ bool came(u64 sum, u32 turn) {
 	return (u32)(sum >> 32) == turn;
 }
 
-// total receives the sums of all warps, and adds them. All lanes with slots call it.
+// total receives the sums of all warps, and adds them. All lanes with slots call it. An abort does
+// not end it: the other blocks of the cluster still give their sums then, and a block must not exit
+// while they store into its shared memory.
 static __device__ __forceinline__ float total(const Team& t, u32 turn) {
 	const u32 l = threadIdx.x % 32, warps = t.slots / 32;
 	const volatile u64 *low = t.sums + turn % 2 * SUMS + (l < warps ? l : 0), *high = l + 32 < warps ? low + 32 : low;

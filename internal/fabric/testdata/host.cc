@@ -210,6 +210,7 @@ static bool strays(int kind) {
 #endif
 
 int main() {
+	alarm(120); // threads must not poll forever if the test was killed
 #ifdef CHORUS_TYPE
 	const int oneWay = TWO_SHOT_PACKETS; // the kinds before it
 #else

@@ -5,6 +5,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/spinpool"
 )
 
@@ -53,7 +54,7 @@ func (g *group) resizeErrs() {
 func (g *group) Do(i int) { g.errs[i] = g.ops[i].execute() }
 
 // finish records the results of the operations; nil means that all were enqueued. If only
-// some operations were enqueued, they would wait forever for the others, so their
+// some operations were enqueued, or a part of one, they would wait forever for the others, so their
 // communicators are broken.
 func (g *group) finish(errs []error) (first error) {
 	for i := range g.ops {
@@ -68,7 +69,7 @@ func (g *group) finish(errs []error) (first error) {
 	if first == nil {
 		return nil
 	}
-	lost := isFatal(first) && !g.comms[0].isClosed() // it was not aborted
+	lost := (isFatal(first) || slices.ContainsFunc(errs, ranks.Partial)) && !g.comms[0].isClosed() // it was not aborted
 	for i := len(g.ops) - 1; !lost && i >= 0; i-- {
 		if errs[i] != nil {
 			g.ops[i].unrecord()

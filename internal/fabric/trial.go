@@ -28,12 +28,12 @@ func (r *Rank) tryLines(ctx context.Context, s *stream.Stream, exchange Exchange
 	if r.ranks == 1 || r.noLines != "" {
 		return nil
 	}
-	x, failed := memory.Make[float32](s, min(r.Limits().TwoShotLines/4, trialElements))
-	defer func() { err = errors.Join(err, x.Close()) }()
+	x, failed := r.newTrial(s)
+	defer func() { err = errors.Join(err, x.close()) }()
 	if err := Confer(ctx, exchange, r.ranks, failed); err != nil {
 		return err // a rank without memory would keep the others waiting
 	}
-	torn, failed := r.trial(ctx, s, x)
+	torn, failed := r.try(ctx, s, x)
 	said, err := confer(ctx, exchange, r.ranks, torn, failed)
 	if err != nil {
 		return err
@@ -44,9 +44,31 @@ func (r *Rank) tryLines(ctx context.Context, s *stream.Stream, exchange Exchange
 	return nil
 }
 
-// trial runs several all-reduces of x, each with different data, and describes wrong
+// A trial is the memory of the all-reduces of tryLines. Its host memory is page-locked: the driver copies
+// other memory through a buffer for which ranks on one GPU would wait in turn, while the kernels wait
+// for all ranks.
+type trial struct {
+	x       memory.Slice[float32]
+	in, out *memory.Pinned[float32]
+}
+
+func (r *Rank) newTrial(s *stream.Stream) (x trial, err error) {
+	n := min(r.Limits().TwoShotLines/4, trialElements)
+	if x.x, err = memory.Make[float32](s, n); err != nil {
+		return x, err
+	}
+	if x.in, err = memory.MakePinned[float32](r.dev, n); err != nil {
+		return x, err
+	}
+	x.out, err = memory.MakePinned[float32](r.dev, n)
+	return x, err
+}
+
+func (x *trial) close() error { return errors.Join(x.x.Close(), x.in.Close(), x.out.Close()) }
+
+// try runs several all-reduces of x, each with different data, and describes wrong
 // results. The end of the context aborts the rank.
-func (r *Rank) trial(ctx context.Context, s *stream.Stream, x memory.Slice[float32]) (torn string, err error) {
+func (r *Rank) try(ctx context.Context, s *stream.Stream, x trial) (torn string, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, lineTrialLimit, errors.New("the other ranks did not send their lines within a minute"))
 	defer cancel()
 	stop := context.AfterFunc(ctx, r.Abort)
@@ -55,17 +77,17 @@ func (r *Rank) trial(ctx context.Context, s *stream.Stream, x memory.Slice[float
 			err = errors.Join(context.Cause(ctx), err)
 		}
 	}()
-	in, out := make([]float32, x.Len()), make([]float32, x.Len())
-	for trial := range lineTrials {
-		for i := range in {
-			in[i] = trialValue(trial, r.rank, i)
+	for k := range lineTrials {
+		for i := range x.in.Data() {
+			x.in.Data()[i] = trialValue(k, r.rank, i)
 		}
-		o := operation{kind: flight.AllReduce, algorithm: TwoShotLines, dtype: memory.Float32, format: formatOf[memory.Float32], bytes: x.Bytes(), dst: x.Ptr(), src: x.Ptr()}
-		if err := errors.Join(x.CopyFrom(s, in), r.enqueue(s, &o), x.CopyTo(s, out)); err != nil {
+		o := operation{kind: flight.AllReduce, algorithm: TwoShotLines, dtype: memory.Float32, format: formatOf[memory.Float32], bytes: x.x.Bytes(), dst: x.x.Ptr(), src: x.x.Ptr()}
+		err := errors.Join(x.x.CopyFromPinned(s, x.in), r.enqueue(s, &o), x.x.CopyToPinned(s, x.out), s.Sync(context.WithoutCancel(ctx)))
+		if err != nil {
 			return "", err
 		}
 		if torn == "" {
-			torn = r.tornIn(out, trial)
+			torn = r.tornIn(x.out.Data(), k)
 		}
 	}
 	return torn, nil

@@ -28,6 +28,7 @@ type Batch struct {
 	moves    []ranks.Move
 	turns    []int
 	reducing []reducing
+	moved    bool // NCCL has enqueued copies of the operations
 }
 
 // A step is an operation with its backend.

@@ -2,7 +2,9 @@ package route
 
 import (
 	"errors"
+	"fmt"
 	"runtime"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -112,6 +114,32 @@ func TestBatchThatNCCLRefusesInPart(t *testing.T) {
 				require.EqualValues(t, 2, k.Progress().Issued.Collective, "the collective counts")
 			}
 		})
+	}
+}
+
+// TestOrderedReductionFailsInPart makes a kernel of a reduction fail after the first pieces are
+// enqueued, or after NCCL's copies are. The other ranks may wait for the rest, so the communicators fail,
+// although each operation of the batch has an error.
+func TestOrderedReductionFailsInPart(t *testing.T) {
+	defer SetOrderedBytes(128)()
+	defer SetKernelBytes(8, 8)()
+	for s, failing := range map[Strategy][]int{OwnKernels: {3, 4}, NCCLOnly: {1}} { // threads may enqueue for both ranks at once
+		open := func(faults []string) (*rig, func() map[string]int) {
+			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: strings.Join(faults, ",")})
+			stop := gpu.DeviceOf(devs[0]).System().Machine.CountCalls()
+			return newRigInOrder(t, devs, s, &Order{}), stop
+		}
+		_, stop := open(nil)
+		opened := stop()["cuLaunchKernel"]
+		var faults []string
+		for _, n := range failing {
+			faults = append(faults, fmt.Sprintf("cuLaunchKernel#%d=CUDA_ERROR_OUT_OF_MEMORY", opened+n))
+		}
+		g, _ := open(faults)
+		require.ErrorIs(t, g.enqueue(g.reduce(0), g.reduce(1)), device.ErrorOutOfMemory, s.String())
+		for _, k := range g.comms {
+			require.NoError(t, poll.Until(testgpu.Context(t), func() (bool, error) { return k.Err() != nil, nil }), s.String())
+		}
 	}
 }
 

@@ -29,6 +29,11 @@ const rigCount = 24
 // newRig connects the devices. The destinations have room for the parts of all ranks.
 func newRig(t *testing.T, devs []*device.Device, s Strategy) *rig {
 	t.Helper()
+	return newRigInOrder(t, devs, s, nil)
+}
+
+func newRigInOrder(t *testing.T, devs []*device.Device, s Strategy, order *Order) *rig {
+	t.Helper()
 	g := &rig{}
 	var err error
 	g.comms, err = nccl.NewCommunicators(testgpu.Context(t), devs, nil)
@@ -51,7 +56,7 @@ func newRig(t *testing.T, devs []*device.Device, s Strategy) *rig {
 	g.in, err = memory.Make[int64](g.streams[1], rigCount)
 	require.NoError(t, err)
 	t.Cleanup(func() { g.close(t) })
-	g.routers, err = Open(testgpu.Context(t), s, nil, g.comms, g.streams, fabric.NewTable(len(devs)).Seat)
+	g.routers, err = Open(testgpu.Context(t), s, order, g.comms, g.streams, fabric.NewTable(len(devs)).Seat)
 	require.NoError(t, err)
 	return g
 }

@@ -124,6 +124,9 @@ func (s *step) launchPieces() error {
 	for ; left > 0; left -= raw.Count {
 		raw.Count = min(left, piece)
 		if err := s.router.kernels.Enqueue(s.op.Stream, &raw); err != nil {
+			if left < s.x.Count {
+				err = &ranks.PartialError{Err: err}
+			}
 			return err
 		}
 		raw.Dst += uint64(raw.Count * s.x.DType.Size())

@@ -232,12 +232,16 @@ func (b *Batch) reduceTogether(list []int) error {
 	}
 	xs := b.reducing
 	begun, err := begin(xs)
+	b.moved = false
 	rounds := 0
 	for i := range xs {
 		rounds = max(rounds, xs[i].rounds())
 	}
 	for k := 0; k < rounds && err == nil; k++ {
 		err = b.round(xs, k)
+	}
+	if err != nil && b.moved {
+		err = &ranks.PartialError{Err: err}
 	}
 	for i := range xs[:begun] {
 		xs[i].step.router.ordered.order.End()
@@ -308,5 +312,6 @@ func (b *Batch) move(xs []reducing) error {
 	}
 	err := b.in.Move(b.moves)
 	b.moves = b.moves[:0]
+	b.moved = b.moved || err == nil
 	return xs[0].step.failed(err)
 }

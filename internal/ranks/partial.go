@@ -1,0 +1,18 @@
+package ranks
+
+import "errors"
+
+// A PartialError is the error of an operation of which a part is enqueued. The other ranks may wait
+// for the rest, so the communicator cannot be used any more.
+type PartialError struct{ Err error }
+
+func (e *PartialError) Error() string { return e.Err.Error() + "; a part of the operation is enqueued" }
+
+// Unwrap returns the cause.
+func (e *PartialError) Unwrap() error { return e.Err }
+
+// Partial reports whether err is the error of an operation of which a part is enqueued.
+func Partial(err error) bool {
+	_, ok := errors.AsType[*PartialError](err)
+	return ok
+}

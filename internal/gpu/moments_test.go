@@ -208,7 +208,11 @@ func TestWorkOfAnOpenCollectiveIsNotKnown(t *testing.T) {
 func TestEventsThatOthersRecordAreNotKnown(t *testing.T) {
 	b := newBench(t)
 	s, u, e := b.stream(b.drv), b.stream(b.drv), b.event(b.drv)
-	b.d.RecordedElsewhere(e)
+	require.Zero(t, b.drv.StreamBeginCapture(u, cudadrv.CaptureRelaxed))
+	require.NoError(t, b.d.RecordExternal(e, u))
+	g, r := b.drv.StreamEndCapture(u)
+	require.Zero(t, r)
+	require.Zero(t, b.drv.GraphDestroy(g))
 	b.whileBusy(func() {
 		b.fillOn(b.drv, u, b.mem, 10)
 		require.Zero(t, b.drv.EventRecord(e, u)) // tick 2

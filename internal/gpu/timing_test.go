@@ -115,6 +115,9 @@ func (b binding) EventQuery(e cudadrv.Event) cudadrv.Result {
 func (b binding) StreamWaitEvent(s cudadrv.Stream, e cudadrv.Event, flags uint32) cudadrv.Result {
 	return b.bound().StreamWaitEvent(s, e, flags)
 }
+func (b binding) EventRecordWithFlags(e cudadrv.Event, s cudadrv.Stream, flags uint32) cudadrv.Result {
+	return b.bound().EventRecordWithFlags(e, s, flags)
+}
 func (b binding) EventSynchronize(e cudadrv.Event) cudadrv.Result {
 	return b.bound().EventSynchronize(e)
 }

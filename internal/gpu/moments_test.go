@@ -253,7 +253,7 @@ func TestALostDeviceDoesNotStopAnother(t *testing.T) {
 func TestCloseEndsTheMomentsOfItsEvents(t *testing.T) {
 	b := newBench(t)
 	require.NoError(t, b.rec.Close())
-	x := newTiming(b.d, b.rec) // whose times nobody reads
+	x := newTiming(b.d, b.rec) // the recorder does not read its times
 	drv := timed{Driver: b.drv.Driver, d: b.d, rec: b.rec, t: x}
 	s := b.stream(drv)
 	b.fillOn(drv, s, b.mem, 10)

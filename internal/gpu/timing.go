@@ -176,7 +176,7 @@ func (t *timing) keep(p *eventPair) {
 	}
 }
 
-// abandon is keep for a pair whose times nobody reads. Streams of other devices may be behind its
+// abandon is keep for a pair whose times the recorder does not read. Streams of other devices may be behind its
 // moments.
 func (t *timing) abandon(p *eventPair) {
 	for _, m := range []*moment{p.start, p.end} {

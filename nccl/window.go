@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/timeline"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -168,7 +169,7 @@ func Put[T memory.Element](w *Window, s *stream.Stream, src memory.Slice[T], pee
 	if offset < 0 || src.Bytes() > w.bytes-offset {
 		return fmt.Errorf("nccl: %s on rank %d of %d: %d bytes at byte %d: the window has %d", f.Name(), w.comm.rank, w.comm.size, src.Bytes(), offset, w.bytes)
 	}
-	return w.comm.signal(f, func(h ncclapi.Comm) ncclapi.Result {
+	return w.comm.signal(f, s, func(h ncclapi.Comm) ncclapi.Result {
 		return w.comm.api.PutSignal(cudadrv.DevicePtr(src.Ptr()), uintptr(src.Bytes()), ncclapi.Uint8, int32(peer), *w.h, uintptr(offset), 0, 0, 0, h, gpu.StreamOf(s).Raw())
 	})
 }
@@ -179,7 +180,7 @@ func Signal(c *Communicator, s *stream.Stream, peer int) error {
 	if err := c.oneSided(f, s, peer); err != nil {
 		return err
 	}
-	return c.signal(f, func(h ncclapi.Comm) ncclapi.Result {
+	return c.signal(f, s, func(h ncclapi.Comm) ncclapi.Result {
 		return c.api.Signal(int32(peer), 0, 0, 0, h, gpu.StreamOf(s).Raw())
 	})
 }
@@ -195,7 +196,7 @@ func WaitSignal(c *Communicator, s *stream.Stream, peer, n int) error {
 		return fmt.Errorf("nccl: %s on rank %d of %d: %d signals: want one or more", f.Name(), c.rank, c.size, n)
 	}
 	descs := []ncclapi.SignalDesc{{Ops: int32(n), Peer: int32(peer)}}
-	return c.signal(f, func(h ncclapi.Comm) ncclapi.Result { return c.api.WaitSignal(descs, h, gpu.StreamOf(s).Raw()) })
+	return c.signal(f, s, func(h ncclapi.Comm) ncclapi.Result { return c.api.WaitSignal(descs, h, gpu.StreamOf(s).Raw()) })
 }
 
 // oneSided validates the common arguments of one-sided operations.
@@ -215,12 +216,16 @@ func (c *Communicator) oneSided(f ncclapi.Func, s *stream.Stream, peer int) erro
 	return gpu.StreamOf(s).Captured(held{c})
 }
 
-func (c *Communicator) signal(f ncclapi.Func, call func(ncclapi.Comm) ncclapi.Result) error {
+// signal enqueues a one-sided operation.
+func (c *Communicator) signal(f ncclapi.Func, s *stream.Stream, call func(ncclapi.Comm) ncclapi.Result) error {
 	if err := c.enter(f.Name()); err != nil {
 		return err
 	}
 	defer c.mu.Unlock()
-	return c.check(f.Name(), call(*c.h))
+	span := gpu.StreamOf(s).Span(timeline.Collective, f.Name())
+	err := c.check(f.Name(), call(*c.h))
+	span.End(err)
+	return err
 }
 
 // A Registration is memory that is registered with NCCL for one communicator, independent

@@ -25,6 +25,7 @@ func (e *Event) IPCHandle() (EventHandle, error) {
 		return EventHandle{}, fmt.Errorf("%s on %s: the event must be made here, with EventConfig.Interprocess: %w",
 			op, e.dev, device.ErrorInvalidHandle)
 	}
+	gpu.DeviceOf(e.dev).RecordedElsewhere(gpu.EventOf(e))
 	var h cudadrv.IpcEventHandle
 	err := gpu.DeviceOf(e.dev).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		h, r = drv.IpcGetEventHandle(gpu.EventOf(e))
@@ -59,6 +60,7 @@ func OpenEvent(dev *device.Device, h EventHandle) (*Event, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", op, err)
 	}
+	gpu.DeviceOf(dev).RecordedElsewhere(gpu.EventOf(e))
 	handle.Init(e, &e.owner, handle.About{Kind: "event", On: dev, Frequent: true})
 	return e, nil
 }

@@ -22,11 +22,13 @@
 //   - The begin is early by at most the time of the call that enqueues the operation, if the earlier
 //     operations end during the call.
 //   - If the operation waits for another device, the begin has the error of the comparison of both
-//     devices' clocks, which is some microseconds.
+//     devices' clocks, which is some microseconds. Chorus compares the clocks again each second, so an
+//     operation whose begin and end are read with different comparisons has an error of the same size.
+//   - Parts of a collective always have two events each, because NCCL may work between them.
 //   - Streams that other libraries may use (the default stream, stream.External, and a stream whose
 //     Handle was called) always have two events for each operation.
 //
-// Recording never waits for the device: if more than 8192 operations are in flight on a device, or 65536
+// Recording never waits for the device: if the operations in flight on a device use 16384 events, or 65536
 // records wait for the disk, further ones are dropped and counted. A graph is one operation. On virtual
 // devices the times are exact, and a graph's operations are recorded one by one.
 //

@@ -42,17 +42,21 @@ func (m *moment) read(drv cudadrv.Driver) (ready bool) {
 }
 
 // ahead reports whether the device has not come to the moment. An event whose moment is known may be
-// in use for another one.
+// in use for another one or destroyed, which the lock prevents during the query.
 func (m *moment) ahead(drv cudadrv.Driver) bool {
-	return m.when.Load() == nil && drv.EventQuery(m.event) == cudadrv.ErrorNotReady && m.when.Load() == nil
+	m.t.mu.Lock()
+	defer m.t.mu.Unlock()
+	return m.when.Load() == nil && drv.EventQuery(m.event) == cudadrv.ErrorNotReady
 }
 
-// latest returns the latest of some moments. It is zero if the driver does not tell one. known is
-// false if the time of one is not read yet.
+// latest returns the latest of some moments. It is zero if the driver does not tell one, or the
+// device of one is lost. known is false if the time of one is not read yet.
 func latest(list []*moment) (at time.Time, known bool) {
 	for i, m := range list {
 		when := m.when.Load()
 		switch {
+		case when == nil && m.t.lost():
+			return time.Time{}, true
 		case when == nil:
 			return at, false
 		case when.IsZero():
@@ -67,26 +71,44 @@ func latest(list []*moment) (at time.Time, known bool) {
 // marks are the moments that events of streams stand for, on all devices: an event that is recorded
 // next after an operation stands for its end.
 type marks struct {
-	mu sync.Mutex
-	of map[cudadrv.Event][]*moment
+	mu    sync.Mutex
+	of    map[cudadrv.Event][]*moment
+	never map[cudadrv.Event]bool // events that graphs or other processes record, too
 }
 
 var marksKey kept.Key
 
 // marksOf returns the System's marks.
 func marksOf(s *System) *marks {
-	return s.Local(&marksKey, func() any { return &marks{of: map[cudadrv.Event][]*moment{}} }).(*marks)
+	return s.Local(&marksKey, func() any { return &marks{of: map[cudadrv.Event][]*moment{}, never: map[cudadrv.Event]bool{}} }).(*marks)
 }
 
 // set sets the moments of an event. An empty list means that they are not known.
 func (m *marks) set(e cudadrv.Event, list []*moment) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if len(list) == 0 {
+	if len(list) == 0 || m.never[e] {
 		delete(m.of, e)
 		return
 	}
 	m.of[e] = list
+}
+
+// exclude removes an event until it is destroyed, because graphs or other processes record it again
+// and the driver's decoration does not see them. A later recording needs to know this, too.
+func (m *marks) exclude(e cudadrv.Event) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.of, e)
+	m.never[e] = true
+}
+
+// destroyed forgets an event. The driver may reuse its handle.
+func (m *marks) destroyed(e cudadrv.Event) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.of, e)
+	delete(m.never, e)
 }
 
 func (m *marks) get(e cudadrv.Event) []*moment {
@@ -108,10 +130,7 @@ func (t *timing) recorded(e cudadrv.Event, s cudadrv.Stream, accepted bool) {
 		t.marks.set(e, nil) // it may be an event of a graph
 		return
 	}
-	t.mu.Lock()
-	list := t.behind[s]
-	t.mu.Unlock()
-	t.marks.set(e, list)
+	t.marks.set(e, t.endsOf(s))
 }
 
 // waited notes that a stream waits for an event, if the driver has accepted it.
@@ -147,15 +166,25 @@ func (t *timing) forget(s cudadrv.Stream) {
 	delete(t.behind, s)
 }
 
-// busyUntil returns the moments after which the device begins the next operation of a stream. It
-// returns nil if they are not known, or if the stream is idle: the operation begins later then.
-func (t *timing) busyUntil(drv cudadrv.Driver, s cudadrv.Stream) []*moment {
+// endsOf returns the ends of the last operations of a stream. It returns nil if the driver may not
+// see all operations: other libraries use the stream, or a collective is open, which NCCL may enqueue.
+func (t *timing) endsOf(s cudadrv.Stream) []*moment {
 	if t.d.othersUse(s) {
 		return nil
 	}
 	t.mu.Lock()
-	list := t.behind[s]
-	t.mu.Unlock()
+	defer t.mu.Unlock()
+	if _, open := t.whole[s]; open {
+		return nil
+	}
+	return t.behind[s]
+}
+
+// busyUntil returns the moments after which the device begins the next operation of a stream. It
+// returns nil if they are not known, if other work of the stream may not be known, or if the stream
+// is idle: the operation begins later then.
+func (t *timing) busyUntil(drv cudadrv.Driver, s cudadrv.Stream) []*moment {
+	list := t.endsOf(s)
 	if len(list) == 0 {
 		return nil
 	}

@@ -40,6 +40,7 @@ func (d *Device) NewEvent(flags uint32) (e cudadrv.Event, err error) {
 
 // DestroyEvent destroys an event. Waits that were enqueued for it stay valid.
 func (d *Device) DestroyEvent(e cudadrv.Event) error {
+	marksOf(d.sys).destroyed(e)
 	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventDestroy(e) })
 }
 
@@ -50,8 +51,13 @@ func (d *Device) RecordEvent(e cudadrv.Event, s cudadrv.Stream) error {
 
 // RecordExternal records the event in a capture: each launch of the graph records it.
 func (d *Device) RecordExternal(e cudadrv.Event, s cudadrv.Stream) error {
+	d.RecordedElsewhere(e)
 	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecordWithFlags(e, s, cudadrv.EventExternal) })
 }
+
+// RecordedElsewhere notes that a graph or another process records an event, too, so that a timeline
+// does not know its time.
+func (d *Device) RecordedElsewhere(e cudadrv.Event) { marksOf(d.sys).exclude(e) }
 
 // WaitExternal makes a captured stream wait for the event: each launch of the graph waits for the
 // latest record at that time.

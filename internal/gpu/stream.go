@@ -62,7 +62,9 @@ func (s *Stream) Adopt(dev *Device, kind StreamKind, h cudadrv.Stream) {
 
 // Expose returns the driver's handle for other libraries, whose operations Chorus does not see.
 func (s *Stream) Expose() cudadrv.Stream {
-	s.dev.exposed.Store(s.h, true)
+	if !s.dev.othersUse(s.h) {
+		s.dev.exposed.Store(s.h, true)
+	}
 	return s.h
 }
 
@@ -167,6 +169,7 @@ func (s *Stream) Release() error {
 	if s.kind == ExternalStream {
 		return errors.Join(errs...)
 	}
+	s.dev.exposed.Delete(s.h) // the driver may reuse the handle
 	return errors.Join(append(errs, s.dev.DestroyStream(s.h))...)
 }
 

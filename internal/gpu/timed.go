@@ -107,21 +107,6 @@ func (x timed) EventRecord(e cudadrv.Event, s cudadrv.Stream) cudadrv.Result {
 	return r
 }
 
-// EventRecordWithFlags records in a graph: each launch does so, at a moment that is not known.
-func (x timed) EventRecordWithFlags(e cudadrv.Event, s cudadrv.Stream, flags uint32) cudadrv.Result {
-	if x.t != nil {
-		x.t.marks.set(e, nil)
-	}
-	return x.Driver.EventRecordWithFlags(e, s, flags)
-}
-
-func (x timed) EventDestroy(e cudadrv.Event) cudadrv.Result {
-	if x.t != nil {
-		x.t.marks.set(e, nil)
-	}
-	return x.Driver.EventDestroy(e)
-}
-
 func (x timed) StreamWaitEvent(s cudadrv.Stream, e cudadrv.Event, flags uint32) cudadrv.Result {
 	r := x.Driver.StreamWaitEvent(s, e, flags)
 	if x.t != nil {

@@ -13,7 +13,7 @@ import (
 
 const (
 	// maxEvents limits the events of a device. Each operation whose time is not known yet needs two if
-	// its stream was idle, and one otherwise.
+	// its stream was idle or has work that is not known, and one otherwise.
 	maxEvents = 16384
 	// anchorEvery is how often the clock of the device is compared with the host's. Events
 	// measure time in float32 milliseconds, which are exact to 0.1 µs for so long.
@@ -25,7 +25,8 @@ const (
 )
 
 // timing has the times of a CUDA device's operations for a timeline. An event of a pool is recorded
-// after each operation, and one before it if its stream is idle. The recorder's goroutine reads them.
+// after each operation, and one before it if its stream is idle or has work that is not known. The
+// recorder's goroutine reads them.
 type timing struct {
 	d     *Device
 	rec   *timeline.Recorder
@@ -36,7 +37,7 @@ type timing struct {
 	spare   []cudadrv.Event
 	events  int                             // that exist
 	pending map[cudadrv.Stream][]*eventPair // in the order of their streams
-	whole   map[cudadrv.Stream]*eventPair   // collectives that are being enqueued
+	whole   map[cudadrv.Stream]*eventPair   // collectives that are being enqueued; nil without events
 	behind  map[cudadrv.Stream][]*moment    // ends of the last operations before the next one, if known
 	closed  bool
 
@@ -66,13 +67,17 @@ func (d *Device) timingOf(rec *timeline.Recorder) *timing {
 		if rec.Ended() {
 			return nil
 		}
-		t := &timing{d: d, rec: rec, marks: marksOf(d.sys), pending: map[cudadrv.Stream][]*eventPair{},
-			whole: map[cudadrv.Stream]*eventPair{}, behind: map[cudadrv.Stream][]*moment{}}
+		t := newTiming(d, rec)
 		if d.timing.CompareAndSwap(old, t) {
 			rec.AddSource(timeline.Source{Collect: t.collect, Close: t.close})
 			return t
 		}
 	}
+}
+
+func newTiming(d *Device, rec *timeline.Recorder) *timing {
+	return &timing{d: d, rec: rec, marks: marksOf(d.sys), pending: map[cudadrv.Stream][]*eventPair{},
+		whole: map[cudadrv.Stream]*eventPair{}, behind: map[cudadrv.Stream][]*moment{}}
 }
 
 // quietly is Do without the decorated driver.
@@ -171,6 +176,17 @@ func (t *timing) keep(p *eventPair) {
 	}
 }
 
+// abandon is keep for a pair whose times the recorder does not read. Streams of other devices may be behind its
+// moments.
+func (t *timing) abandon(p *eventPair) {
+	for _, m := range []*moment{p.start, p.end} {
+		if m != nil {
+			m.when.CompareAndSwap(nil, &time.Time{})
+		}
+	}
+	t.keep(p)
+}
+
 // end records the event after an operation that the driver has accepted.
 func (t *timing) end(drv cudadrv.Driver, p *eventPair, accepted bool) {
 	if p == nil {
@@ -200,12 +216,11 @@ func (t *timing) await(p *eventPair) bool {
 // beginWhole records the event before a collective.
 func (t *timing) beginWhole(drv cudadrv.Driver, s *Stream) {
 	p := t.take(drv, s.h)
-	if p == nil {
-		return
-	}
-	if p.ticket = t.rec.Whole(s.Place()); p.ticket == nil {
-		t.give(p)
-		return
+	if p != nil {
+		if p.ticket = t.rec.Whole(s.Place()); p.ticket == nil {
+			t.give(p)
+			return
+		}
 	}
 	t.mu.Lock()
 	old := t.whole[s.h] // of a collective that was refused or has failed
@@ -219,8 +234,11 @@ func (t *timing) beginWhole(drv cudadrv.Driver, s *Stream) {
 // endWhole records the event after a collective.
 func (t *timing) endWhole(drv cudadrv.Driver, s cudadrv.Stream) {
 	t.mu.Lock()
-	p := t.whole[s]
+	p, open := t.whole[s]
 	delete(t.whole, s)
+	if open {
+		delete(t.behind, s) // NCCL's work is after the last part
+	}
 	t.mu.Unlock()
 	t.end(drv, p, true)
 }
@@ -303,7 +321,7 @@ func (t *timing) done(p *eventPair) bool {
 		t.rec.Drop()
 		return true
 	}
-	if begin.After(*end) { // the begin is by the clock of another device
+	if begin.After(*end) { // the begin is by another comparison of clocks, or another device's
 		begin = *end
 	}
 	p.ticket.Done(begin, *end)
@@ -375,11 +393,13 @@ func (t *timing) close() {
 	t.closed = true
 	for _, list := range t.pending {
 		for _, p := range list {
-			t.keep(p)
+			t.abandon(p)
 		}
 	}
 	for _, p := range t.whole {
-		t.keep(p)
+		if p != nil {
+			t.abandon(p)
+		}
 	}
 	clear(t.pending)
 	clear(t.whole)

@@ -8,6 +8,7 @@ import (
 	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 	"unsafe"
@@ -114,6 +115,9 @@ func (b binding) EventQuery(e cudadrv.Event) cudadrv.Result {
 func (b binding) StreamWaitEvent(s cudadrv.Stream, e cudadrv.Event, flags uint32) cudadrv.Result {
 	return b.bound().StreamWaitEvent(s, e, flags)
 }
+func (b binding) EventRecordWithFlags(e cudadrv.Event, s cudadrv.Stream, flags uint32) cudadrv.Result {
+	return b.bound().EventRecordWithFlags(e, s, flags)
+}
 func (b binding) EventSynchronize(e cudadrv.Event) cudadrv.Result {
 	return b.bound().EventSynchronize(e)
 }
@@ -132,6 +136,12 @@ func (b binding) StreamEndCapture(s cudadrv.Stream) (cudadrv.Graph, cudadrv.Resu
 func (b binding) GraphDestroy(g cudadrv.Graph) cudadrv.Result { return b.bound().GraphDestroy(g) }
 func (b binding) GraphGetNodes(g cudadrv.Graph) (uintptr, cudadrv.Result) {
 	return b.bound().GraphGetNodes(g)
+}
+func (b binding) MemAllocAsync(n uintptr, s cudadrv.Stream) (cudadrv.DevicePtr, cudadrv.Result) {
+	return b.bound().MemAllocAsync(n, s)
+}
+func (b binding) MemFreeAsync(p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result {
+	return b.bound().MemFreeAsync(p, s)
 }
 func (b binding) MemAlloc(n uintptr) (cudadrv.DevicePtr, cudadrv.Result) {
 	return b.bound().MemAlloc(n)
@@ -155,8 +165,10 @@ type bench struct {
 	s   cudadrv.Stream
 	mem cudadrv.DevicePtr
 
-	clock *clock
-	begin time.Time // the first tick
+	clock   *clock
+	begin   time.Time // the first tick
+	timings []*timing // of the devices
+	lost    atomic.Int32
 }
 
 func newBench(t *testing.T) *bench { return newBenchWith(t, "") }
@@ -168,7 +180,8 @@ func newBenchWith(t *testing.T, faults string) *bench {
 	b.clock = &clock{next: b.begin, at: map[cudadrv.Event]time.Time{}, events: map[cudadrv.Event]bool{}, streams: map[cudadrv.Stream]bool{}}
 	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 2, Faults: faults})
 	require.NoError(t, err)
-	b.sys, _ = NewSystem(back, plainErrors{})
+	b.lost.Store(-1)
+	b.sys, _ = NewSystem(back, plainErrors{lost: &b.lost})
 	b.rec, err = timeline.New(b.dir)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, b.rec.Close()) })
@@ -197,14 +210,24 @@ func (b *bench) device(ordinal int32) timed {
 	require.NoError(b.t, err)
 	var drv cudadrv.Driver = binding{b.sys.Driver, ctx, b.clock}
 	d.binding.Store(&drv)
-	return timed{Driver: drv, d: d, rec: b.rec, t: d.timingOf(b.rec)}
+	t := d.timingOf(b.rec)
+	b.timings = append(b.timings, t)
+	return timed{Driver: drv, d: d, rec: b.rec, t: t}
 }
 
 // plainErrors makes errors without the types of package device.
-type plainErrors struct{ Errors }
+type plainErrors struct {
+	Errors
+	lost *atomic.Int32 // ordinal of the lost device, or -1
+}
 
 func (plainErrors) Failed(op string, ordinal int, r cudadrv.Result) error { return r }
-func (plainErrors) Lost(int) error                                        { return nil }
+func (p plainErrors) Lost(ordinal int) error {
+	if p.lost != nil && p.lost.Load() == int32(ordinal) {
+		return cudadrv.ErrorLaunchFailed
+	}
+	return nil
+}
 
 // fill enqueues a fill of n bytes.
 func (b *bench) fill(n uintptr) {

@@ -97,9 +97,9 @@ func (w *reporter) dumpsEnded() string { return fmt.Sprint(w.prefix, "dump/ended
 func (d *dumps) end() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	last := d.written && !d.ended
+	first := !d.ended
 	d.ended = true
-	return last
+	return first && d.written
 }
 
 // deleteDumps deletes the dumps of all size ranks if each rank has written one and this rank is the last one

@@ -141,15 +141,41 @@ func reveal(fs fileSystem, temp, final string, replaces bool) error {
 // replacedSuffix is in the temporary name of a checkpoint that is being replaced.
 const replacedSuffix = "-replaced"
 
+// replacedName returns the temporary name of the checkpoint in the folder final.
+func replacedName(final string) string {
+	return filepath.Join(filepath.Dir(final), tempPrefix+filepath.Base(final)+replacedSuffix)
+}
+
+// finalName returns the name of the checkpoint of which name is the temporary one.
+func finalName(name string) (final string, ok bool) {
+	name, temp := strings.CutPrefix(name, tempPrefix)
+	final, replaced := strings.CutSuffix(name, replacedSuffix)
+	return final, temp && replaced
+}
+
+// folderOf returns the folder of a step. It does not give a replaced checkpoint its name back, because a
+// save may be about to do the second rename.
+func folderOf(folder string, step int64) string {
+	final := filepath.Join(folder, stepName(step))
+	if old := replacedName(final); !exists(final) && exists(old) {
+		return old
+	}
+	return final
+}
+
 // trade lets a complete folder trade names with the checkpoint that it replaces. File systems such
 // as NFS cannot do so at once. The checkpoint then gets a temporary name first. If the process ends
-// before the new folder has its name, removeLeftovers gives the checkpoint its name back.
+// before the new folder has its name, Latest opens the checkpoint by its temporary name, and
+// removeLeftovers gives the checkpoint its name back.
 func trade(fs fileSystem, temp, final string) error {
 	err := fs.Exchange(temp, final)
 	if !errors.Is(err, unix.EINVAL) && !errors.Is(err, errors.ErrUnsupported) {
 		return err
 	}
-	old := filepath.Join(filepath.Dir(final), tempPrefix+filepath.Base(final)+replacedSuffix)
+	old := replacedName(final)
+	if err := fs.RemoveAll(old); err != nil { // an earlier replacement has failed after its second rename
+		return err
+	}
 	if err := fs.Rename(final, old); err != nil {
 		return err
 	}
@@ -354,8 +380,23 @@ func (v *Saver) retain(newest int64) error {
 			kept++
 			continue
 		}
-		old := filepath.Join(v.folder, tempPrefix+stepName(s)+"-old-"+v.nonce)
-		if err := v.fs.Rename(filepath.Join(v.folder, stepName(s)), old); err != nil {
+		if err := v.removeStep(s); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// removeStep removes the checkpoint of a step, and before it the one that it has replaced, if that is still
+// there: without the checkpoint it would count as the step.
+func (v *Saver) removeStep(step int64) error {
+	final := filepath.Join(v.folder, stepName(step))
+	old := filepath.Join(v.folder, tempPrefix+stepName(step)+"-old-"+v.nonce)
+	for _, path := range []string{replacedName(final), final} {
+		if !exists(path) {
+			continue
+		}
+		if err := v.fs.Rename(path, old); err != nil {
 			return err
 		}
 		if err := v.fs.RemoveAll(old); err != nil {
@@ -365,7 +406,7 @@ func (v *Saver) retain(newest int64) error {
 	return nil
 }
 
-// stepsIn returns the steps of the folders, the oldest first.
+// stepsIn returns the steps that folderOf has folders of, the oldest first.
 func stepsIn(folder string) ([]int64, error) {
 	entries, err := os.ReadDir(folder)
 	if err != nil {
@@ -373,12 +414,16 @@ func stepsIn(folder string) ([]int64, error) {
 	}
 	var steps []int64
 	for _, e := range entries {
-		if step, ok := stepOf(e.Name()); ok && e.IsDir() {
+		name := e.Name()
+		if final, replaced := finalName(name); replaced {
+			name = final
+		}
+		if step, ok := stepOf(name); ok && e.IsDir() {
 			steps = append(steps, step)
 		}
 	}
 	slices.Sort(steps)
-	return steps, nil
+	return slices.Compact(steps), nil
 }
 
 // removeLeftovers removes what earlier jobs have not completed, and gives a checkpoint its name
@@ -393,7 +438,7 @@ func removeLeftovers(fs fileSystem, folder string) error {
 			continue
 		}
 		remove, left := fs.RemoveAll, filepath.Join(folder, e.Name())
-		if step, replaced := strings.CutSuffix(strings.TrimPrefix(e.Name(), tempPrefix), replacedSuffix); replaced {
+		if step, replaced := finalName(e.Name()); replaced {
 			if final := filepath.Join(folder, step); !exists(final) {
 				remove = func(old string) error { return fs.Rename(old, final) }
 			}

@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
 )
 
 // simpleFiles are a file system that cannot exchange two names. Rename number failsAt fails, and all
@@ -91,9 +93,55 @@ func TestFailureBetweenTwoRenames(t *testing.T) {
 			if !dead {
 				require.Equal(t, want, fileOf(t, final), "rename %d fails", failsAt)
 			}
+			steps, err := stepsIn(filepath.Dir(final))
+			require.NoError(t, err)
+			require.Equal(t, []int64{7}, steps)
+			require.Equal(t, want, fileOf(t, folderOf(filepath.Dir(final), 7)), "rename %d fails", failsAt)
 			require.NoError(t, removeLeftovers(systemFiles{}, filepath.Dir(final)))
 			require.Equal(t, want, fileOf(t, final), "rename %d fails", failsAt)
 			require.Equal(t, []string{stepName(7)}, namesIn(t, filepath.Dir(final)))
 		}
 	}
+}
+
+// TestLatestBetweenTwoRenames resumes from the only checkpoint, whose replacement was interrupted, and renames
+// nothing.
+func TestLatestBetweenTwoRenames(t *testing.T) {
+	onVirtual(t, 1, func(t *testing.T, devs []*device.Device) {
+		folder := t.TempDir()
+		saveSteps(t, devs[0], folder, 7)
+		old := replacedName(filepath.Join(folder, stepName(7)))
+		require.NoError(t, os.Rename(filepath.Join(folder, stepName(7)), old))
+		s, skipped, err := Latest(t.Context(), localGroup(t, devs), folder)
+		require.NoError(t, err)
+		require.Empty(t, skipped)
+		require.NotNil(t, s)
+		require.EqualValues(t, 7, s.Step())
+		require.NoError(t, s.Close())
+		list, err := List(folder)
+		require.NoError(t, err)
+		require.Equal(t, []string{old}, list)
+		require.Equal(t, []string{filepath.Base(old)}, namesIn(t, folder))
+	})
+}
+
+// TestReplaceAfterAFailure checks that a replaced checkpoint that is still there does not stop the next
+// replacement, and goes with the step.
+func TestReplaceAfterAFailure(t *testing.T) {
+	final, temp := replacing(t)
+	folder := filepath.Dir(final)
+	files := &simpleFiles{refuses: syscall.EINVAL, failsAt: 3}
+	require.ErrorIs(t, reveal(files, temp, final, true), errInjected)
+	require.True(t, exists(replacedName(final)))
+	saved(t, temp, "newer")
+	require.NoError(t, reveal(files, temp, final, true))
+	require.Equal(t, "newer", fileOf(t, final))
+	require.Equal(t, []string{stepName(7)}, namesIn(t, folder))
+
+	saved(t, replacedName(final), "old")
+	v := &Saver{folder: folder, fs: files, cfg: SaverConfig{KeepLast: 1}}
+	saved(t, filepath.Join(folder, stepName(8)), "next")
+	saved(t, filepath.Join(folder, stepName(6)+replacedSuffix), "a copy of the user")
+	require.NoError(t, v.retain(8))
+	require.Equal(t, []string{stepName(6) + replacedSuffix, stepName(8)}, namesIn(t, folder))
 }

@@ -227,7 +227,7 @@ func Latest(ctx context.Context, g *comm.Group, folder string) (saved *Saved, sk
 		return nil, nil, fmt.Errorf("checkpoint: latest in %s: %w", folder, err)
 	}
 	for _, step := range slices.Backward(steps) {
-		path := filepath.Join(folder, stepName(step))
+		path := folderOf(folder, step)
 		s, reason, err := tryOpen(ctx, w, path)
 		if err != nil {
 			return nil, skipped, errors.Join(fmt.Errorf("checkpoint: latest in %s: %w", folder, err), s.Close())
@@ -296,7 +296,9 @@ func agreedSteps(ctx context.Context, w *peers, folder string) ([]int64, error) 
 	return l.Steps, nil
 }
 
-// List returns the folders of the checkpoints in a folder that a Saver used, the oldest first.
+// List returns the folders of the checkpoints in a folder that a Saver used, the oldest first. A checkpoint
+// whose replacement was interrupted on a file system such as NFS has a folder such as
+// .saving-step-00000100-replaced.
 // OpenSaved says which are complete.
 func List(folder string) ([]string, error) {
 	steps, err := stepsIn(folder)
@@ -305,7 +307,7 @@ func List(folder string) ([]string, error) {
 	}
 	var all []string
 	for _, s := range steps {
-		all = append(all, filepath.Join(folder, stepName(s)))
+		all = append(all, folderOf(folder, s))
 	}
 	return all, nil
 }

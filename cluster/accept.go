@@ -18,7 +18,7 @@ const acceptPatience = time.Second
 
 // acceptAll calls take with each connection of ln, and returns when ln is closed. It calls notify
 // with the reason if it has accepted none for a while, unless another port has just done so: the
-// cause is the same.
+// cause is often the same.
 func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn)) {
 	var failing time.Time
 	for {

@@ -396,6 +396,7 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 			c.loseWorker(p, g)
 		}
 	}
+	c.admitLate() // another host may take its place
 	if c.elastic.phase == phasePropose && c.faults.stop == nil {
 		c.form()
 	}

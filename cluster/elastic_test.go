@@ -548,7 +548,7 @@ func TestLeftWithAMissedEpoch(t *testing.T) {
 	w := begin(3, world{Members: []Member{at(0, "a", 1), at(1, "d", 1)}, Left: []Departure{{Member: at(1, "c", 1), Reason: "killed by SIGKILL"}}})
 	require.Equal(t, []Departure{
 		{Member: at(1, "c", 1), Reason: "killed by SIGKILL"},
-		{Member: at(1, "b", 1), Reason: "left after epoch 1, in an epoch that this process has missed"},
+		{Member: at(1, "b", 1), Reason: "left after epoch 1; the reason is unknown, because this process missed epoch 2"},
 	}, w.Left())
 	w = begin(4, world{Members: []Member{at(0, "a", 1)}})
 	require.Empty(t, w.Left(), "no epoch is missed")

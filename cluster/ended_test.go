@@ -63,27 +63,66 @@ func TestHostWithoutWorkersEnds(t *testing.T) {
 	})
 }
 
-// The launcher of a host without workers leaves, and a host that has waited takes its place. The epoch goes on until the
-// worker of that host comes.
-func TestHostWithoutWorkersLeaves(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		j := endedHost(t)
-		defer j.end()
-		j.do(func() {
-			j.cfg.agents = 3
-			d := j.newHost("d")
-			j.admitHost(d)
-			require.Equal(t, []*peer{d}, j.late, "all places are taken")
+// addLate adds host d to a job whose three places are taken.
+func (j *paperJob) addLate(t *testing.T) {
+	t.Helper()
+	j.do(func() {
+		j.cfg.agents = 3
+		d := j.newHost("d")
+		j.admitHost(d)
+		require.Equal(t, []*peer{d}, j.late, "all places are taken")
+	})
+}
+
+// requireInPlaceOfC checks that d, which has waited, has the place of c.
+func (j *paperJob) requireInPlaceOfC(t *testing.T) {
+	t.Helper()
+	require.Empty(t, j.late)
+	require.Equal(t, []*peer{j.hosts["a"], j.hosts["b"], j.hosts["d"]}, j.agents)
+}
+
+// The launcher of a host without workers leaves or is killed, and a host that has waited takes its place. The epoch goes
+// on until the worker of that host comes.
+func TestHostWithoutWorkersFreesItsPlace(t *testing.T) {
+	for name, end := range map[string]func(t *testing.T, j *paperJob){
+		"leaves": func(t *testing.T, j *paperJob) {
+			require.NoError(t, j.handle(j.hosts["c"], message{kind: kindLeave, epoch: firstEpoch}))
+		},
+		"is killed": func(_ *testing.T, j *paperJob) {
+			j.hosts["c"].touch()
+			j.do(func() { j.disconnected(j.hosts["c"], io.EOF) })
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				j := endedHost(t)
+				defer j.end()
+				j.addLate(t)
+				end(t, j)
+				j.requireInPlaceOfC(t)
+				require.Equal(t, phaseRun, j.elastic.phase)
+				j.lose("b")
+				j.settle("a")
+				j.answer("a", "d")
+				require.Equal(t, uint64(3), j.epoch)
+				require.Negative(t, j.plan.nodeOf("c"))
+				require.GreaterOrEqual(t, j.plan.nodeOf("d"), 0)
+			})
 		})
-		require.NoError(t, j.handle(j.hosts["c"], message{kind: kindLeave, epoch: firstEpoch}))
-		require.Empty(t, j.late)
-		require.Equal(t, []*peer{j.hosts["a"], j.hosts["b"], j.hosts["d"]}, j.agents)
-		require.Equal(t, phaseRun, j.elastic.phase)
-		j.lose("b")
-		j.settle("a")
-		j.answer("a", "d")
-		require.Equal(t, uint64(3), j.epoch)
-		require.Negative(t, j.plan.nodeOf("c"))
-		require.GreaterOrEqual(t, j.plan.nodeOf("d"), 0)
+	}
+}
+
+// A job that needs all its hosts loses one while another host waits. The job waits for the worker of that host.
+func TestLateHostSavesTheJob(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c")
+		defer j.end()
+		j.cfg.least = 3
+		j.addLate(t)
+		j.lose("c")
+		j.requireInPlaceOfC(t)
+		j.settle("a", "b")
+		require.Equal(t, phaseWait, j.elastic.phase)
+		require.Nil(t, j.faults.stop)
 	})
 }

@@ -266,8 +266,8 @@ func (to target) sameJob(ctx context.Context) (err error) {
 	return err
 }
 
-// join connects to the coordinator and waits until the world is complete. ctx ends when the time
-// to join is over, and start is its beginning.
+// join connects to the coordinator and waits until the world is complete. The time to join begins
+// at start, and ctx ends when it is over.
 func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordinator, start time.Time) (*Session, error) {
 	l, hello, err := cfg.connect(ctx, key, start)
 	if err != nil {

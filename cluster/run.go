@@ -105,7 +105,7 @@ type runner struct {
 	now *World // used by the reader goroutine of k, and between two
 }
 
-// run joins the job until ctx ends, whose time began at start, and runs its epochs.
+// run joins the job and runs its epochs. The time to join begins at start, and ctx ends when it is over.
 func (r *runner) run(ctx context.Context, start time.Time, coord *coordinator, fn func(context.Context, *World) error) error {
 	l, hello, err := r.cfg.connect(ctx, r.key, start)
 	if err != nil {

@@ -64,7 +64,8 @@ func (w *World) IsNew(rank int) bool { return slices.Contains(w.new, rank) }
 
 // Left returns the processes that have left the job since the last epoch that this process took part
 // in, with the reasons. If this process has missed an epoch, because the coordinator was lost as
-// the epoch began, the reasons of departures before it are unknown.
+// the epoch began, the reasons of departures before it are unknown. Left may differ between ranks,
+// because some may have missed an epoch: do not decide by it which collectives to call.
 func (w *World) Left() []Departure { return slices.Clone(w.left) }
 
 // addMissed adds to Left the members of the epoch last, the last one of this process, that have left
@@ -77,7 +78,7 @@ func (w *World) addMissed(last *World) {
 		if slices.ContainsFunc(w.members, m.isSame) || slices.ContainsFunc(w.left, func(d Departure) bool { return m.isSame(d.Member) }) {
 			continue
 		}
-		w.left = append(w.left, Departure{Member: m, Reason: fmt.Sprintf("left after epoch %d, in an epoch that this process has missed", last.epoch)})
+		w.left = append(w.left, Departure{Member: m, Reason: fmt.Sprintf("left after epoch %d; the reason is unknown, because this process missed epoch %d", last.epoch, last.epoch+1)})
 	}
 }
 

@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/internal/analyze"
@@ -29,7 +28,9 @@ const (
 
 // dumps are this rank's part of the exchange of flight recorders.
 type dumps struct {
-	begun atomic.Bool // the dump is being written, or was written
+	mu      sync.Mutex // held while the dump is written
+	written bool
+	ended   bool // this rank writes no dump and reads none any more
 }
 
 // An analyzedError adds the verdict of the flight recorders and the findings of the RAS service to the
@@ -73,17 +74,14 @@ func (w *reporter) askForDumps(ctx context.Context, c *nccl.Communicator) {
 }
 
 func (w *reporter) writeDump(ctx context.Context, c *nccl.Communicator) {
-	if w.dumps.begun.Swap(true) {
+	w.dumps.mu.Lock()
+	defer w.dumps.mu.Unlock()
+	if w.dumps.written || w.dumps.ended {
 		return
 	}
 	b := ranks.Of(c).Dump(dumpedOperations, dumpLimit(c.Size()))
-	if len(b) == 0 || w.r.Set(ctx, w.dumpKey(c.Rank()), b) != nil {
-		w.dumps.begun.Store(false) // without a dump the verdict says that this rank did not answer
-		return
-	}
-	if r, ok := w.r.(deleter); ok {
-		_, _ = r.Add(ctx, w.dumpReaders(), 1)
-	}
+	// Without a dump the verdict says that this rank did not answer.
+	w.dumps.written = len(b) > 0 && w.r.Set(ctx, w.dumpKey(c.Rank()), b) == nil
 }
 
 // A deleter is a Rendezvous that can delete keys, as a job's store can. Others keep the dumps.
@@ -92,23 +90,35 @@ type deleter interface {
 	Delete(ctx context.Context, key string) (bool, error)
 }
 
-// dumpReaders counts the ranks that have written a dump, and may still read the dumps of other ranks.
-func (w *reporter) dumpReaders() string { return fmt.Sprint(w.prefix, "dump/readers") }
+// dumpsEnded counts the ranks that have written a dump and have ended their group.
+func (w *reporter) dumpsEnded() string { return fmt.Sprint(w.prefix, "dump/ended") }
 
-// deleteDumps deletes the dumps of all ranks when the last rank that has written one ends its group.
+// end returns true once, if this rank has written a dump. A dump that is being written counts.
+func (d *dumps) end() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	first := !d.ended
+	d.ended = true
+	return first && d.written
+}
+
+// deleteDumps deletes the dumps of all size ranks if each rank has written one and this rank is the last one
+// to end its group. Before that, a rank may still read them. If a rank writes none, they stay until the job ends.
 func (w *reporter) deleteDumps(size int) {
 	r, ok := w.r.(deleter)
-	if !ok || !w.dumps.begun.Load() || w.r.Context().Err() != nil {
+	if !w.dumps.end() || !ok || w.r.Context().Err() != nil {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), lastReportTime)
 	defer cancel()
-	if left, err := r.Add(ctx, w.dumpReaders(), -1); err != nil || left > 0 {
+	if n, err := r.Add(ctx, w.dumpsEnded(), 1); err != nil || n < int64(size) {
 		return
 	}
+	var wg sync.WaitGroup
 	for rank := range size {
-		_, _ = r.Delete(ctx, w.dumpKey(rank)) // it stays until the job ends
+		wg.Go(func() { _, _ = r.Delete(ctx, w.dumpKey(rank)) }) // it stays until the job ends
 	}
+	wg.Wait()
 }
 
 // dumpLimit is the largest dump of a rank in a group of size ranks.

@@ -1,7 +1,10 @@
 package comm_test
 
 import (
+	"context"
 	"errors"
+	"fmt"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -46,31 +49,95 @@ var _, _ comm.Deleter = (*cluster.World)(nil), (*cluster.Session)(nil)
 // TestDumpsAreDeleted checks that the dumps stay while a rank may read them, and not longer.
 func TestDumpsAreDeleted(t *testing.T) {
 	ctx := testgpu.Context(t)
+	gs, dumps := joinBoards(t, func(_ int, b *testgpu.Board) comm.Rendezvous { return b })
+	for rank := range 2 {
+		_ = comm.Analyzed(ctx, gs[rank], time.Minute, errors.New("late"))
+	}
+	require.Equal(t, []int{0, 1, 2}, dumps(), "all ranks were asked")
+	require.NoError(t, gs[0].Close())
+	require.Equal(t, []int{0, 1, 2}, dumps(), "rank 1 may read them")
+	require.NoError(t, errors.Join(gs[1].Close(), gs[2].Close()))
+	require.Empty(t, dumps())
+}
+
+// TestDumpsStayForALateRank has a rank that writes its dump and ends its group before the other ranks write
+// theirs.
+func TestDumpsStayForALateRank(t *testing.T) {
+	ctx := testgpu.Context(t)
+	goOn := make(chan struct{})
+	release := sync.OnceFunc(func() { close(goOn) })
+	defer release()
+	gs, dumps := joinBoards(t, func(rank int, b *testgpu.Board) comm.Rendezvous {
+		if rank == 0 {
+			return b
+		}
+		return &dumpBoard{b, func() error { <-goOn; return nil }}
+	})
+	_ = comm.Analyzed(ctx, gs[0], time.Millisecond, errors.New("late"))
+	require.NoError(t, gs[0].Close())
+	require.Equal(t, []int{0}, dumps(), "the others may read it")
+	release()
+	late := errors.New("late")
+	require.Equal(t, late, comm.Analyzed(ctx, gs[1], time.Minute, late), "all ranks have answered, and all have done the same")
+	require.NoError(t, errors.Join(gs[1].Close(), gs[2].Close()))
+	require.Empty(t, dumps())
+}
+
+// TestDumpsStayWithoutOneOfThem has a rank that cannot write its dump.
+func TestDumpsStayWithoutOneOfThem(t *testing.T) {
+	ctx := testgpu.Context(t)
+	gs, dumps := joinBoards(t, func(rank int, b *testgpu.Board) comm.Rendezvous {
+		if rank != 2 {
+			return b
+		}
+		return &dumpBoard{b, func() error { return errors.New("the store is full") }}
+	})
+	for rank := range 2 {
+		_ = comm.Analyzed(ctx, gs[rank], time.Millisecond, errors.New("late"))
+	}
+	for _, g := range gs {
+		require.NoError(t, g.Close())
+	}
+	require.Equal(t, []int{0, 1}, dumps())
+}
+
+// joinBoards joins a group of three ranks whose boards are wrapped, and returns a function that lists the ranks
+// whose dumps are in the store.
+func joinBoards(t *testing.T, wrap func(rank int, b *testgpu.Board) comm.Rendezvous) (gs []*comm.Group, dumps func() []int) {
+	t.Helper()
+	ctx := testgpu.Context(t)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
 	boards := testgpu.Boards(ctx, len(devs))
 	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
 	var wg sync.WaitGroup
 	for i, b := range boards {
-		wg.Go(func() { gs[i], errs[i] = comm.Join(ctx, b, devs[i], nil) })
+		wg.Go(func() { gs[i], errs[i] = comm.Join(ctx, wrap(i, b), devs[i], nil) })
 	}
 	wg.Wait()
 	require.NoError(t, errors.Join(errs...))
-	for rank := range 2 {
-		_ = comm.Analyzed(ctx, gs[rank], time.Minute, errors.New("late"))
-	}
-	dumps := func() (n int) {
+	return gs, func() (list []int) {
 		for rank := range gs {
 			if boards[0].Has(comm.DumpKey(gs[0], rank)) {
-				n++
+				list = append(list, rank)
 			}
 		}
-		return n
+		return list
 	}
-	require.Equal(t, 3, dumps(), "all ranks were asked")
-	require.NoError(t, gs[0].Close())
-	require.Equal(t, 3, dumps(), "rank 1 may read them")
-	require.NoError(t, errors.Join(gs[1].Close(), gs[2].Close()))
-	require.Zero(t, dumps())
+}
+
+// A dumpBoard calls a function before its rank writes its dump, and does not write it if the function fails.
+type dumpBoard struct {
+	*testgpu.Board
+	before func() error
+}
+
+func (b *dumpBoard) Set(ctx context.Context, key string, value []byte) error {
+	if strings.HasSuffix(key, fmt.Sprint("dump/", b.Rank())) {
+		if err := b.before(); err != nil {
+			return err
+		}
+	}
+	return b.Board.Set(ctx, key, value)
 }
 
 // TestNoVerdictWithoutDifference compares ranks that have completed everything.

@@ -77,7 +77,7 @@ func TestWaitForRoomEnds(t *testing.T) {
 			require.NoError(t, <-aborted)
 		})
 		t.Run(name+" while an operation times out", func(t *testing.T) {
-			ranks, xs := sharing(t, soon)
+			ranks, xs := sharing(t, ample)
 			err := fill(t, ranks[0], xs[0], issue, func() {})
 			require.ErrorIs(t, err, nccl.ErrorTimeout)
 			require.Equal(t, ranks[0].c.Err(), err)

@@ -168,7 +168,8 @@ func stepsOf(path string) ([]string, error) {
 
 // stepNumber returns the step of a folder such as step-00000100.
 func stepNumber(folder string) int64 {
-	_, digits, _ := strings.Cut(filepath.Base(folder), "-")
+	_, digits, _ := strings.Cut(filepath.Base(folder), "step-")
+	digits, _, _ = strings.Cut(digits, "-")  // the checkpoint was being replaced
 	n, _ := strconv.ParseInt(digits, 10, 64) // List returns only such folders
 	return n
 }

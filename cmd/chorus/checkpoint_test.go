@@ -155,6 +155,13 @@ func TestCheckpointNames(t *testing.T) {
 	}
 }
 
+// TestStepNumber also reads the temporary name of a checkpoint whose replacement was interrupted.
+func TestStepNumber(t *testing.T) {
+	for _, folder := range []string{"run-1/step-00000107", "run-1/.saving-step-00000107-replaced"} {
+		require.EqualValues(t, 107, stepNumber(folder), folder)
+	}
+}
+
 func TestCheckpointMistakes(t *testing.T) {
 	folder := t.TempDir()
 	cut := filepath.Join(folder, "cut.pt")

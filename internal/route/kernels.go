@@ -39,7 +39,7 @@ var (
 )
 
 // MostBytes is the maximum size for measuring Chorus kernels, and for using them by measured
-// times.
+// times. It is also the size of the pieces in which they execute an all-reduce in rank order.
 const MostBytes = 16 << 20
 
 // SetKernelBytes lets NCCL take over from Chorus kernels at other sizes, in tests.

@@ -143,8 +143,8 @@ func TestOrderedReductionFailsInPart(t *testing.T) {
 	}
 }
 
-// TestServicesOfTheLastCollectives reads the services of the last collectives from the flight
-// recorder, without transfers and without operations that NCCL has refused on both ranks, at once or in turn.
+// TestServicesOfTheLastCollectives reads the services of the last collectives from the flight recorder.
+// The list leaves out transfers, and operations that NCCL refuses on both ranks.
 func TestServicesOfTheLastCollectives(t *testing.T) {
 	g := newRig(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "ncclAllGather#3=ncclInvalidUsage,ncclAllGather#4=ncclInvalidUsage"}), OwnKernels)
 	defer SetKernelBytes(1<<20, 8)() // all-reduces by Chorus kernels, all-gathers by NCCL

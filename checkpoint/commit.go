@@ -146,7 +146,7 @@ func replacedName(final string) string {
 	return filepath.Join(filepath.Dir(final), tempPrefix+filepath.Base(final)+replacedSuffix)
 }
 
-// finalName returns the name of the checkpoint of which name is the temporary one.
+// finalName returns the name of a checkpoint. name is its temporary name.
 func finalName(name string) (final string, ok bool) {
 	name, temp := strings.CutPrefix(name, tempPrefix)
 	final, replaced := strings.CutSuffix(name, replacedSuffix)

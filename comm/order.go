@@ -40,10 +40,10 @@ import (
 // Chorus kernels execute all-reduces of any length, and other reductions of up to 64 KiB for each
 // rank, if there is one block and the strategy has Chorus kernels, as OwnKernels and Tuned do. These
 // kernels take about as long as NCCL's reductions without an order. Each rank then uses up
-// to 128 MiB of device memory for them. For all other reductions, and for reductions in a batch with
-// several collectives of a rank, NCCL copies the elements of all ranks to the rank that reduces them,
-// in rounds, and a kernel there reduces them. Each rank uses 64 MiB of device memory for that. Both
-// count as allocated.
+// to 128 MiB of device memory for them. NCCL copies the elements of all other reductions in rounds to
+// the rank that reduces them, and a kernel there reduces them. Reductions in a batch with several
+// collectives of a rank belong to these. Each rank uses 64 MiB of device memory for that. Both count as
+// allocated.
 //
 // Over several hosts with one block, every rank receives its part from every other rank: n ranks
 // on each host send about n times the bytes of NCCL's reductions to the other hosts. If each host

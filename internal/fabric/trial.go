@@ -44,9 +44,8 @@ func (r *Rank) tryLines(ctx context.Context, s *stream.Stream, exchange Exchange
 	return nil
 }
 
-// A trial is the memory of the all-reduces of tryLines. Its host memory is page-locked: the driver copies
-// other memory through a buffer for which ranks on one GPU would wait in turn, while the kernels wait
-// for all ranks.
+// A trial is the memory of the all-reduces of tryLines. Its host memory is page-locked: with pageable
+// memory, eight ranks of one process on one GPU wait for each other in the driver.
 type trial struct {
 	x       memory.Slice[float32]
 	in, out *memory.Pinned[float32]

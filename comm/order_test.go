@@ -145,6 +145,7 @@ func TestDeterministicLarge(t *testing.T) {
 // the bits of the order.
 func TestDeterministicInPieces(t *testing.T) {
 	defer comm.SetOrderedBytes(64 << 10)()
+	comm.SetOwnBytes(t, 8, 8) // longer operations have pieces
 	seed := newOrderSeed(t)
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := groupBy(t, devs, comm.Config{Deterministic: &comm.Order{}, Strategy: comm.OwnKernels})

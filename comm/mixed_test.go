@@ -31,7 +31,7 @@ var (
 // with sizes around those at which another way is taken, each on what others have left:
 // every element is right, and what lies between is untouched.
 func TestMixedOperations(t *testing.T) {
-	for _, n := range []int{2, 3, 8} {
+	for _, n := range []int{2, 3, 4, 8} {
 		t.Run(fmt.Sprint("virtual/", n), func(t *testing.T) {
 			comm.SetOwnBytes(t, 8<<10, 2<<10)
 			mixed(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n}), &mixer{

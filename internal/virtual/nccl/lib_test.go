@@ -32,6 +32,22 @@ func newClan(t *testing.T, cfg machine.Config) *clan {
 // newClanOf is newClan with a version of NCCL.
 func newClanOf(t *testing.T, cfg machine.Config, version int32) *clan {
 	t.Helper()
+	c := newUnconnectedClan(t, cfg, version)
+	c.m.Lock()
+	defer c.m.Unlock()
+	for _, h := range c.comms {
+		x := c.lib.find(h)
+		for peer := range x.n {
+			x.connected[connection{connectSend, peer}], x.connected[connection{connectRecv, peer}] = true, true
+		}
+		x.connected[connection{Kind: connectRing}], x.connected[connection{Kind: connectTree}] = true, true
+	}
+	return c
+}
+
+// newUnconnectedClan is newClanOf whose first operations block until the ranks have connected.
+func newUnconnectedClan(t *testing.T, cfg machine.Config, version int32) *clan {
+	t.Helper()
 	c := &clan{rig: newRigWith(t, cfg, Config{Version: version}), comms: make([]ncclapi.Comm, cfg.Devices)}
 	c.api = c.lib
 	c.good(c.api.CommInitAll(c.comms, nil))
@@ -285,8 +301,11 @@ func TestShrinkAfterLoss(t *testing.T) {
 	wg.Wait()
 	for _, rank := range []int{0, 2} {
 		virtualtest.Upload(c.Rig, rank, c.streams[rank], buf[rank], []int32{int32(rank), 5})
-		c.good(c.api.AllReduce(buf[rank], buf[rank], 2, ncclapi.Int32, ncclapi.Sum, smaller[rank], c.streams[rank]))
+		wg.Go(func() {
+			c.good(c.api.AllReduce(buf[rank], buf[rank], 2, ncclapi.Int32, ncclapi.Sum, smaller[rank], c.streams[rank]))
+		})
 	}
+	wg.Wait()
 	for _, rank := range []int{0, 2} {
 		require.Equal(t, []int32{2, 10}, virtualtest.Download[int32](c.Rig, rank, c.streams[rank], buf[rank], 2))
 	}

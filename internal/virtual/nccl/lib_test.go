@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -333,4 +334,19 @@ func TestFaultedCollective(t *testing.T) {
 		require.Equal(t, want, c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0]))
 	}
 	c.Sync(0, c.streams[0])
+}
+
+// Faults deliver a wrong byte, and delay a collective.
+func TestWrongAndSlowCollectives(t *testing.T) {
+	c := newClan(t, machine.Config{Devices: 1, Faults: "wrong@ncclAllReduce#2, slow@ncclAllReduce#3=50ms"})
+	p, q := c.Alloc(0, 16), c.Alloc(0, 16)
+	want := []int32{1, 2, 3, 4}
+	virtualtest.Upload(c.Rig, 0, c.streams[0], p, want)
+	for n := 1; n <= 3; n++ {
+		begun := time.Now()
+		c.good(c.api.AllReduce(p, q, 4, ncclapi.Int32, ncclapi.Sum, c.comms[0], c.streams[0]))
+		got := virtualtest.Download[int32](c.Rig, 0, c.streams[0], q, 4)
+		require.Equal(t, n != 2, slices.Equal(want, got), "all-reduce %d", n)
+		require.True(t, n < 3 || time.Since(begun) >= 50*time.Millisecond, "it was not delayed")
+	}
 }

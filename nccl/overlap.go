@@ -133,7 +133,7 @@ func (g *group) transferIndex(o *operation) (n int) {
 
 // errOverlap returns the error of two operations that cannot run concurrently.
 func (g *group) errOverlap(a, b *operation) error {
-	return fmt.Errorf("nccl: %s and %s, on rank %d of %d: their buffers overlap and they are in one group, where they run concurrently and in any order: want no memory in common that one of them writes: %w",
+	return fmt.Errorf("nccl: %s and %s, on rank %d of %d: their buffers overlap, and NCCL runs them concurrently because they are in one group: issue them one after the other: %w",
 		g.nameInGroup(a), g.nameInGroup(b), a.comm.rank, a.comm.size, ErrorInvalidUsage)
 }
 

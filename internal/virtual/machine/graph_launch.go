@@ -102,7 +102,7 @@ func (m *Machine) replay(x *graphExec, s *Stream) {
 	}
 }
 
-// launchedBy makes the operations of a lane that are enqueued from now on appear in reports as those of the stream
+// launchedBy makes reports attribute the operations of a lane that are enqueued from now on to the stream
 // that launches the graph. m.mu is held.
 func (s *Stream) launchedBy(launch cudadrv.Stream) {
 	if s.lastLauncher == launch {

@@ -72,7 +72,7 @@ func (c *comm) awaitNeighbour(step <-chan struct{}, patience *time.Timer) error 
 	}
 }
 
-// A connection is what NCCL connects at the first operation that needs it: the ring or the tree of
+// A connection is made at the first operation that needs it: the ring or the tree of
 // a communicator, or one direction of the transfers with a peer. The call that issues this
 // operation blocks until the ranks at the other ends have issued theirs.
 type connection struct {
@@ -90,8 +90,8 @@ const (
 )
 
 // connections are the connections that a work uses. NCCL chooses the ring or the tree for an
-// all-reduce by its size and the topology, so the first all-reduce of another size may block, too.
-// All-to-alls, gathers and scatters consist of transfers.
+// all-reduce by its size and the topology: between hosts the tree has fewer hops, so that the first all-reduce of
+// another size may block, too. All-to-alls, gathers and scatters consist of transfers.
 func (w *work) connections(yield func(connection) bool) {
 	c, root := w.c, int(w.sig.Root)
 	sends, recvs := false, false // with the root, or if this is the root, with all other ranks
@@ -108,7 +108,7 @@ func (w *work) connections(yield func(connection) bool) {
 	case kindScatter:
 		sends, recvs = root == c.rank, root != c.rank
 	case kindAllReduce:
-		if w.sendBytes <= treeLimit {
+		if w.sendBytes <= treeLimit && c.lib.cfg.Network != "" {
 			yield(connection{Kind: connectTree})
 			return
 		}

@@ -83,7 +83,7 @@ func TestInitFailsTogether(t *testing.T) {
 // The first operation of each kind blocks its caller until the ranks at the other ends have issued
 // theirs, and the next ones do not.
 func TestFirstOperationsBlock(t *testing.T) {
-	c := newUnconnectedClan(t, machine.Config{Devices: 3}, 0)
+	c := newUnconnectedClan(t, machine.Config{Devices: 3}, Config{Network: "127.0.0.1"})
 	const small, large = 4, treeLimit/4 + 1
 	var src, dst []cudadrv.DevicePtr
 	for rank := range 3 {

@@ -33,7 +33,7 @@ func newClan(t *testing.T, cfg machine.Config) *clan {
 // newClanOf is newClan with a version of NCCL.
 func newClanOf(t *testing.T, cfg machine.Config, version int32) *clan {
 	t.Helper()
-	c := newUnconnectedClan(t, cfg, version)
+	c := newUnconnectedClan(t, cfg, Config{Version: version})
 	c.m.Lock()
 	defer c.m.Unlock()
 	for _, h := range c.comms {
@@ -47,9 +47,9 @@ func newClanOf(t *testing.T, cfg machine.Config, version int32) *clan {
 }
 
 // newUnconnectedClan is newClanOf whose first operations block until the ranks have connected.
-func newUnconnectedClan(t *testing.T, cfg machine.Config, version int32) *clan {
+func newUnconnectedClan(t *testing.T, cfg machine.Config, of Config) *clan {
 	t.Helper()
-	c := &clan{rig: newRigWith(t, cfg, Config{Version: version}), comms: make([]ncclapi.Comm, cfg.Devices)}
+	c := &clan{rig: newRigWith(t, cfg, of), comms: make([]ncclapi.Comm, cfg.Devices)}
 	c.api = c.lib
 	c.good(c.api.CommInitAll(c.comms, nil))
 	for d := range cfg.Devices {

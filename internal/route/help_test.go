@@ -22,7 +22,7 @@ type rig struct {
 	src     []memory.Slice[int64] // with element i*100+k on rank i
 	dst     []memory.Slice[int64]
 	aside   []memory.Slice[int64] // other destinations
-	in      memory.Slice[int64] // of rank 1, for transfers
+	in      memory.Slice[int64]   // of rank 1, for transfers
 }
 
 const rigCount = 24
